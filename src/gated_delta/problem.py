@@ -1,0 +1,551 @@
+"""What a call is: the gate, the KVBuffer, and `Problem`, the one validated description of a call.
+
+Everything here is static: shapes, dtypes, strides and flags. Values that live on the device (indices, cu_seqlens) are looked
+at by the backends, so describing a call never waits for a GPU.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+MAX_DRAFT = 16
+"""Most tokens a sequence may bring to one decode or verify call."""
+
+INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+INDEX_DTYPES = (torch.int32, torch.int64)
+GATE_KINDS = ("log", "softplus", "lower_bound")
+
+
+class UnsupportedProblem(NotImplementedError):
+    """A legal call that the asked backend cannot run. `missing` lists what it lacks, one reason per entry."""
+
+    def __init__(self, message: str, missing: tuple[str, ...] = ()):
+        super().__init__(message + "".join(f"\n  - {reason}" for reason in missing))
+        self.missing = missing
+
+
+@dataclass(frozen=True, eq=False)
+class Gate:
+    """How `g` becomes the natural-log decay, in fp32. Build one with `Gate.log`, `Gate.softplus` or `Gate.lower_bound`.
+
+    A_log: [HV] fp32. dt_bias: [HV] (GDN) or [HV, K] (KDA), fp32 or bf16. bound: natural log, below zero.
+    """
+
+    kind: str = "log"
+    A_log: Tensor | None = None
+    dt_bias: Tensor | None = None
+    bound: float = 0.0
+
+    def __post_init__(self) -> None:
+        if self.kind not in GATE_KINDS:
+            raise ValueError(f"Gate kind: expected one of {', '.join(GATE_KINDS)}, got {self.kind!r}")
+        if self.kind == "log":
+            return
+        _tensor("A_log", self.A_log)
+        _dtype("A_log", self.A_log, (torch.float32,))
+        if self.A_log.ndim != 1:
+            raise ValueError(f"A_log: expected shape [HV], got {list(self.A_log.shape)}")
+        if self.dt_bias is not None:
+            _tensor("dt_bias", self.dt_bias)
+            _dtype("dt_bias", self.dt_bias, STATE_DTYPES)
+            if self.dt_bias.ndim not in (1, 2):
+                raise ValueError(f"dt_bias: expected shape [HV] or [HV, K], got {list(self.dt_bias.shape)}")
+        if self.kind == "lower_bound":
+            _number("bound", self.bound)
+            if not -math.inf < self.bound < 0:
+                raise ValueError(f"bound: expected a finite number below 0 (natural log), got {self.bound}")
+
+    @staticmethod
+    def log() -> Gate:
+        """log_decay = g (FLA's convention for an activated gate)."""
+        return Gate("log")
+
+    @staticmethod
+    def softplus(A_log: Tensor, dt_bias: Tensor | None = None) -> Gate:
+        """log_decay = -exp(A_log) * softplus(g + dt_bias) (Gated DeltaNet, arXiv 2412.06464; Mamba-2's parametrisation)."""
+        return Gate("softplus", A_log, dt_bias)
+
+    @staticmethod
+    def lower_bound(A_log: Tensor, dt_bias: Tensor | None = None, bound: float = -5.0) -> Gate:
+        """log_decay = bound * sigmoid(exp(A_log) * (g + dt_bias)), so bound < log_decay < 0 (Kimi's safe gate)."""
+        return Gate("lower_bound", A_log, dt_bias, bound)
+
+
+LOG = Gate.log()
+
+
+@dataclass(frozen=True, eq=False)
+class KVBuffer:
+    """What `verify` leaves for `flush`: about 2*T*d fp32 numbers a head, where T cached states would be T*d*d.
+
+    u: [rows, T, HV, V], the corrections u_t = beta_t * (v_t - S k_t). k: [rows, T, H, K], normalised if the call normalised.
+    log_decay: [rows, T, HV] (gate "head", GDN) or [rows, T, HV, K] (gate "channel", KDA). With layers, L stands in front of each.
+    """
+
+    u: Tensor
+    k: Tensor
+    log_decay: Tensor
+
+    @staticmethod
+    def empty(
+        rows: int,
+        T: int,
+        H: int,
+        HV: int,
+        K: int,
+        V: int,
+        *,
+        gate: str,
+        num_layers: int | None = None,
+        device: torch.device | str | None = None,
+    ) -> KVBuffer:
+        """Uninitialised buffer for `rows` sequences of up to T (1..16) draft tokens; gate is "head" (GDN) or "channel" (KDA).
+
+        Raises ValueError for a size below 1, T over 16, HV not a multiple of H, or another gate.
+        """
+        if gate not in ("head", "channel"):
+            raise ValueError(f'gate: expected "head" (GDN) or "channel" (KDA), got {gate!r}')
+        for name, size in dict(rows=rows, T=T, H=H, HV=HV, K=K, V=V).items():
+            if not isinstance(size, int) or isinstance(size, bool):
+                raise TypeError(f"{name}: expected an int, got {type(size).__name__}")
+            if size < (0 if name == "rows" else 1):
+                raise ValueError(f"{name}: expected a positive size, got {size}")
+        if T > MAX_DRAFT:
+            raise ValueError(f"T: expected at most {MAX_DRAFT} draft tokens, got {T}")
+        if HV % H:
+            raise ValueError(f"HV: expected a multiple of H={H}, got {HV}")
+        lead = (rows, T) if num_layers is None else (num_layers, rows, T)
+        channels = (K,) if gate == "channel" else ()
+
+        def new(*shape: int) -> Tensor:
+            return torch.empty(*lead, *shape, dtype=torch.float32, device=device)
+
+        return KVBuffer(u=new(HV, V), k=new(H, K), log_decay=new(HV, *channels))
+
+    def layer(self, i: int) -> KVBuffer:
+        """View of layer i of a buffer made with num_layers."""
+        if self.u.ndim != 5:
+            raise ValueError("layer: expected a buffer made with num_layers=L, got one without layers")
+        return KVBuffer(self.u[i], self.k[i], self.log_decay[i])
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of device memory the three tensors take."""
+        return sum(t.numel() * t.element_size() for t in (self.u, self.k, self.log_decay))
+
+
+class Tokens(NamedTuple):
+    """The arguments that prefill, decode and verify share."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    gate: Gate = LOG
+    scale: float | None = None
+    qk_l2norm: bool = True
+    beta_logits: bool = False
+    cu_seqlens: Tensor | None = None
+
+    @property
+    def num_sequences(self) -> int:
+        return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+
+_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+
+
+@dataclass(frozen=True)
+class Problem:
+    """The static facts of one call. Dispatch, error texts, test ids and benchmark labels all read this and nothing else.
+
+    Sizes that may change from call to call without another kernel (N, P, total tokens) are not here.
+    """
+
+    op: str
+    axis: str
+    """"head": one decay per value head (GDN); "channel": one per key channel (KDA)."""
+    H: int
+    HV: int
+    K: int
+    V: int
+    T: int | None = None
+    """Most tokens a sequence has: a dense decode's or verify's T, 16 when packed, the buffer's T for flush, None for prefill."""
+    gate: str | None = None
+    dtype: torch.dtype | None = None
+    g_dtype: torch.dtype | None = None
+    beta_dtype: torch.dtype | None = None
+    state_dtype: torch.dtype | None = None
+    qk_l2norm: bool = True
+    beta_logits: bool = False
+    options: frozenset[str] = frozenset()
+    """Which optional parts the call uses: each index tensor given, with its dtype (cu_seqlens_i32, state_indices_i64, ...), and
+    pool, token_slots, has_initial_state, initial_state, final_state, intermediates, no_update, layers."""
+
+    @property
+    def model(self) -> str:
+        """Field's name for the gate's axis."""
+        return {"head": "gdn", "channel": "kda"}[self.axis]
+
+    @property
+    def label(self) -> str:
+        """One readable word: benchmark label, part of a test id."""
+        parts = [self.op, self.model, f"h{self.H}x{self.HV}", f"k{self.K}v{self.V}"]
+        if self.T is not None:
+            parts.append(f"t{self.T}")
+        parts += [self.gate] if self.gate else []
+        if self.dtype is not None:
+            parts.append(_SHORT[self.dtype] + "".join(f"-{n}_{_SHORT[d]}" for n, d in self._odd_dtypes()))
+        if self.state_dtype is not None:
+            parts.append(f"state_{_SHORT[self.state_dtype]}")
+        if self.dtype is not None:
+            parts += [] if self.qk_l2norm else ["no_l2norm"]
+            parts += ["beta_logits"] if self.beta_logits else []
+        return "-".join(parts + sorted(self.options))
+
+    def _odd_dtypes(self) -> list[tuple[str, torch.dtype]]:
+        pairs = [("g", self.g_dtype), ("beta", self.beta_dtype)]
+        return [(name, dtype) for name, dtype in pairs if dtype is not None and dtype != self.dtype]
+
+    def __str__(self) -> str:
+        return self.label
+
+
+# One check, one sentence: the argument, what was expected, what came.
+
+
+def _tensor(name: str, x: object) -> None:
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+
+
+def _dtype(name: str, x: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
+    if x.dtype not in allowed:
+        raise TypeError(f"{name}: expected dtype {' or '.join(str(d) for d in allowed)}, got {x.dtype}")
+
+
+def _flag(name: str, x: object) -> None:
+    if not isinstance(x, bool):
+        raise TypeError(f"{name}: expected True or False, got {type(x).__name__}")
+
+
+def _number(name: str, x: object) -> None:
+    if not isinstance(x, (int, float)) or isinstance(x, bool):
+        raise TypeError(f"{name}: expected a number, got {type(x).__name__}")
+
+
+def _last_dim_contiguous(name: str, x: Tensor) -> None:
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(f"{name}: expected a contiguous last dimension, got strides {list(x.stride())}")
+
+
+def _writable(name: str, x: Tensor) -> None:
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise ValueError(
+            f"{name}: expected memory of its own for every element, got an expanded tensor, strides {list(x.stride())}"
+        )
+
+
+class _Sizes(dict[str, int]):
+    """Sizes by name: the first tensor to bring a dimension sets it, every later one must agree."""
+
+    def bind(self, name: str, x: Tensor, dims: str) -> None:
+        names = dims.split()
+        shown = f"[{', '.join(names)}]"
+        if x.ndim != len(names):
+            raise ValueError(f"{name}: expected {len(names)} dimensions {shown}, got shape {list(x.shape)}")
+        if any(self.get(dim, size) != size for dim, size in zip(names, x.shape, strict=True)):
+            wanted = ", ".join(str(self.get(dim, dim)) for dim in names)
+            raise ValueError(f"{name}: expected shape {shown} = [{wanted}], got {list(x.shape)}")
+        self.update(zip(names, x.shape, strict=True))
+
+
+class _Checker:
+    """Collects the facts of one call, argument by argument."""
+
+    def __init__(self) -> None:
+        self.sizes = _Sizes()
+        self.options: set[str] = set()
+        self.device: torch.device | None = None
+
+    def tensor(self, name: str, x: object, dtypes: tuple[torch.dtype, ...], dims: str | None = None) -> Tensor:
+        _tensor(name, x)
+        assert isinstance(x, Tensor)
+        _dtype(name, x, dtypes)
+        if dims is not None:
+            self.sizes.bind(name, x, dims)
+        if self.device is None:
+            self.device = x.device
+        elif x.device != self.device:
+            raise ValueError(f"{name}: expected device {self.device}, where the first tensor is, got {x.device}")
+        if x.requires_grad and torch.is_grad_enabled():
+            raise UnsupportedProblem(
+                f"{name} requires grad, and gated_delta has no backward: call it under torch.no_grad() or torch.inference_mode()",
+                ("backward",),
+            )
+        return x
+
+    def option(self, name: str, on: bool) -> None:
+        if on:
+            self.options.add(name)
+
+    def tokens(self, t: Tokens) -> None:
+        self.tensor("q", t.q, INPUT_DTYPES, "B T H K")
+        same = (t.q.dtype,)
+        self.tensor("k", t.k, same, "B T H K")
+        self.tensor("v", t.v, same, "B T HV V")
+        self.tensor("g", t.g, INPUT_DTYPES)
+        if t.g.ndim not in (3, 4):
+            raise ValueError(f"g: expected [N, T, HV] (GDN) or [N, T, HV, K] (KDA), got shape {list(t.g.shape)}")
+        self.sizes.bind("g", t.g, "B T HV" if t.g.ndim == 3 else "B T HV K")
+        self.tensor("beta", t.beta, INPUT_DTYPES, "B T HV")
+        for name, x in (("q", t.q), ("k", t.k), ("v", t.v)):
+            _last_dim_contiguous(name, x)
+        H, HV = self.sizes["H"], self.sizes["HV"]
+        if min(H, HV, self.sizes["K"], self.sizes["V"]) < 1:
+            raise ValueError(f"q, v: expected at least one head and channel, got q {list(t.q.shape)}, v {list(t.v.shape)}")
+        if HV % H:
+            raise ValueError(f"v: expected HV to be a multiple of H={H} (grouped value heads), got HV={HV}")
+        if not isinstance(t.gate, Gate):
+            raise TypeError(f"gate: expected a gated_delta.Gate, got {type(t.gate).__name__}")
+        if t.gate.A_log is not None:
+            self.tensor("A_log", t.gate.A_log, (torch.float32,), "HV")
+        if t.gate.dt_bias is not None:
+            self.tensor("dt_bias", t.gate.dt_bias, STATE_DTYPES, "HV" if t.g.ndim == 3 else "HV K")
+        if t.scale is not None:
+            _number("scale", t.scale)
+            if not math.isfinite(t.scale):
+                raise ValueError(f"scale: expected a finite number, got {t.scale}")
+        _flag("qk_l2norm", t.qk_l2norm)
+        _flag("beta_logits", t.beta_logits)
+        if t.cu_seqlens is not None:
+            self.index("cu_seqlens", t.cu_seqlens, "N+1")
+            if t.cu_seqlens.shape[0] < 1:
+                raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
+            if self.sizes["B"] != 1:
+                raise ValueError(f"q: expected packed tokens [1, total, H, K] beside cu_seqlens, got {list(t.q.shape)}")
+        self.sizes["N"] = t.num_sequences
+
+    def draft_length(self, packed: bool) -> None:
+        T = self.sizes["T"]
+        if not packed and not 1 <= T <= MAX_DRAFT:
+            raise ValueError(f"q: expected 1 to {MAX_DRAFT} tokens per sequence, got T={T}")
+        if packed:
+            self.sizes["T"] = MAX_DRAFT
+
+    def state(self, name: str, x: object, dims: str, dtypes: tuple[torch.dtype, ...] = STATE_DTYPES) -> Tensor:
+        x = self.tensor(name, x, dtypes, dims)
+        _last_dim_contiguous(name, x)
+        _writable(name, x)
+        return x
+
+    def index(self, name: str, x: object, dims: str = "N") -> None:
+        if x is None:
+            return
+        x = self.tensor(name, x, INDEX_DTYPES, dims)
+        self.options.add(f"{name}_{_SHORT[x.dtype]}")
+
+    def one_each(self, name: str, dim: str, indices: Tensor | None = None) -> None:
+        """Without indices, sequence n uses entry n, so there must be one for each."""
+        if indices is None and self.sizes[dim] < self.sizes["N"]:
+            raise ValueError(f"{name}: expected {dim} >= N={self.sizes['N']}, one for each sequence, got {dim}={self.sizes[dim]}")
+
+    def out(self, out: object, v: Tensor) -> None:
+        if out is None:
+            return
+        out = self.tensor("out", out, (v.dtype,))
+        if out.shape != v.shape:
+            raise ValueError(f"out: expected v's shape {list(v.shape)}, got {list(out.shape)}")
+        _writable("out", out)
+
+    def buffer(self, buffer: object, lead: str) -> str:
+        """Returns the axis the buffer was made for."""
+        if not isinstance(buffer, KVBuffer):
+            raise TypeError(f"buffer: expected a gated_delta.KVBuffer, got {type(buffer).__name__}")
+        channel = buffer.log_decay.ndim > len(lead.split()) + 2
+        for name, x, dims in (
+            ("buffer.u", buffer.u, "HV V"),
+            ("buffer.k", buffer.k, "H K"),
+            ("buffer.log_decay", buffer.log_decay, "HV K" if channel else "HV"),
+        ):
+            self.state(name, x, f"{lead} C {dims}", (torch.float32,))
+        return "channel" if channel else "head"
+
+    def problem(self, op: str, axis: str, tokens: Tokens | None, state_dtype: torch.dtype | None, T: int | None) -> Problem:
+        sizes = self.sizes
+        problem = Problem(
+            op, axis, sizes["H"], sizes["HV"], sizes["K"], sizes["V"], T, state_dtype=state_dtype, options=frozenset(self.options)
+        )
+        if tokens is None:
+            return problem
+        return replace(
+            problem,
+            gate=tokens.gate.kind,
+            dtype=tokens.q.dtype,
+            g_dtype=tokens.g.dtype,
+            beta_dtype=tokens.beta.dtype,
+            qk_l2norm=tokens.qk_l2norm,
+            beta_logits=tokens.beta_logits,
+        )
+
+
+def _axis(tokens: Tokens) -> str:
+    return "head" if tokens.g.ndim == 3 else "channel"
+
+
+def describe_prefill(
+    tokens: Tokens,
+    *,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    state: Tensor | None,
+    state_indices: Tensor | None,
+    has_initial_state: Tensor | None,
+    out: Tensor | None,
+) -> Problem:
+    """Validate a prefill call. Raises TypeError or ValueError naming the argument, UnsupportedProblem when grad is asked for."""
+    check = _Checker()
+    check.tokens(tokens)
+    _flag("output_final_state", output_final_state)
+    dtype = torch.float32
+    if state is not None:
+        if initial_state is not None:
+            raise ValueError("initial_state: expected None beside state (the pool holds the initial states), got a tensor")
+        if output_final_state:
+            raise ValueError("output_final_state: expected False beside state (the final state is written to the pool), got True")
+        dtype = check.state("state", state, "P HV V K").dtype
+        check.index("state_indices", state_indices)
+        check.one_each("state", "P", state_indices)
+        if has_initial_state is not None:
+            check.tensor("has_initial_state", has_initial_state, (torch.bool,), "N")
+        check.option("pool", True)
+        check.option("has_initial_state", has_initial_state is not None)
+    else:
+        for name, x in (("state_indices", state_indices), ("has_initial_state", has_initial_state)):
+            if x is not None:
+                raise ValueError(f"{name}: expected None without state, got a value")
+        if initial_state is not None:
+            dtype = check.tensor("initial_state", initial_state, STATE_DTYPES, "N HV V K").dtype
+            _last_dim_contiguous("initial_state", initial_state)
+            check.option("initial_state", True)
+        check.option("final_state", output_final_state)
+    check.out(out, tokens.v)
+    return check.problem("prefill", _axis(tokens), tokens, dtype, None)
+
+
+def describe_decode(
+    tokens: Tokens,
+    *,
+    state: Tensor,
+    state_indices: Tensor | None,
+    write_indices: Tensor | None,
+    num_accepted: Tensor | None,
+    intermediate_states: Tensor | None,
+    update_state: bool,
+    out: Tensor | None,
+) -> Problem:
+    """Validate a decode call. Raises TypeError or ValueError naming the argument, UnsupportedProblem when grad is asked for."""
+    check = _Checker()
+    check.tokens(tokens)
+    check.draft_length(tokens.cu_seqlens is not None)
+    dtype = check.state("state", state, "P HV V K").dtype
+    _flag("update_state", update_state)
+    token_slots = isinstance(state_indices, Tensor) and state_indices.ndim == 2
+    if token_slots:
+        check.index("state_indices", state_indices, "N W")
+        if check.sizes["W"] < (1 if tokens.cu_seqlens is not None else check.sizes["T"]):
+            raise ValueError(f"state_indices: expected [N, W] with W >= T={check.sizes['T']}, got W={check.sizes['W']}")
+        if write_indices is not None:
+            raise ValueError(
+                "write_indices: expected None beside [N, T] state_indices (each token's slot is named there), got a tensor"
+            )
+        check.index("num_accepted", num_accepted)
+    else:
+        check.index("state_indices", state_indices)
+        check.one_each("state", "P", state_indices)
+        check.index("write_indices", write_indices)
+        if num_accepted is not None:
+            raise ValueError("num_accepted: expected None unless state_indices is [N, T], got a value")
+    if write_indices is not None and not update_state:
+        raise ValueError("write_indices: expected None with update_state=False (nothing is written), got a tensor")
+    if intermediate_states is not None:
+        check.state("intermediate_states", intermediate_states, "R C HV V K", (dtype,))
+        check.one_each("intermediate_states", "R")
+        if tokens.cu_seqlens is None and check.sizes["C"] < check.sizes["T"]:
+            raise ValueError(f"intermediate_states: expected C >= T={check.sizes['T']} steps, got C={check.sizes['C']}")
+    check.out(out, tokens.v)
+    check.option("token_slots", token_slots)
+    check.option("intermediates", intermediate_states is not None)
+    check.option("no_update", not update_state)
+    return check.problem("decode", _axis(tokens), tokens, dtype, check.sizes["T"])
+
+
+def describe_verify(
+    tokens: Tokens,
+    *,
+    state: Tensor,
+    state_indices: Tensor | None,
+    buffer: KVBuffer,
+    buffer_indices: Tensor | None,
+    out: Tensor | None,
+) -> Problem:
+    """Validate a verify call. Raises TypeError or ValueError naming the argument, UnsupportedProblem when grad is asked for."""
+    check = _Checker()
+    check.tokens(tokens)
+    check.draft_length(tokens.cu_seqlens is not None)
+    dtype = check.state("state", state, "P HV V K").dtype
+    check.index("state_indices", state_indices)
+    check.one_each("state", "P", state_indices)
+    axis = check.buffer(buffer, "rows")
+    if axis != _axis(tokens):
+        raise ValueError(
+            f"buffer: expected gate={_axis(tokens)!r}, as g has {tokens.g.ndim} dimensions, got a buffer with gate={axis!r}"
+        )
+    if tokens.cu_seqlens is None and check.sizes["C"] < check.sizes["T"]:
+        raise ValueError(f"buffer: expected room for T={check.sizes['T']} tokens, got {check.sizes['C']}")
+    check.index("buffer_indices", buffer_indices)
+    check.one_each("buffer", "rows", buffer_indices)
+    check.out(out, tokens.v)
+    return check.problem("verify", axis, tokens, dtype, check.sizes["T"])
+
+
+def describe_flush(
+    *,
+    state: Tensor,
+    buffer: KVBuffer,
+    num_accepted: int | Tensor,
+    state_indices: Tensor | None,
+    write_indices: Tensor | None,
+    buffer_indices: Tensor | None,
+) -> Problem:
+    """Validate a flush call. Raises TypeError or ValueError naming the argument, UnsupportedProblem when grad is asked for.
+
+    N, the number of sequences, is the length of whichever of the index tensors and num_accepted are given, else the buffer's rows.
+    """
+    check = _Checker()
+    layers = isinstance(state, Tensor) and state.ndim == 5
+    dtype = check.state("state", state, "L P HV V K" if layers else "P HV V K").dtype
+    axis = check.buffer(buffer, "L rows" if layers else "rows")
+    check.index("state_indices", state_indices)
+    check.index("write_indices", write_indices)
+    check.index("buffer_indices", buffer_indices)
+    if isinstance(num_accepted, Tensor):
+        check.index("num_accepted", num_accepted)
+    elif not isinstance(num_accepted, int) or isinstance(num_accepted, bool):
+        raise TypeError(f"num_accepted: expected an int or an int tensor [N], got {type(num_accepted).__name__}")
+    elif num_accepted < 0:
+        raise ValueError(f"num_accepted: expected 0 or more, got {num_accepted}")
+    check.sizes.setdefault("N", check.sizes["rows"])
+    check.one_each("state", "P", state_indices)
+    check.one_each("buffer", "rows", buffer_indices)
+    if check.sizes["HV"] % check.sizes["H"]:
+        raise ValueError(f"buffer.k: expected H to divide HV={check.sizes['HV']}, got H={check.sizes['H']}")
+    check.option("layers", layers)
+    return check.problem("flush", axis, None, dtype, check.sizes["C"])

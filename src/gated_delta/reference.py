@@ -1,0 +1,477 @@
+"""The mathematics, once, and the PyTorch backend built on it: any device, the whole contract.
+
+`step` is the one definition; `recurrent` applies it token by token and, in float64, is the oracle everything is measured
+against. `pairwise` and `chunk_terms` treat C tokens at once; prefill and verify share them. docs/math.md derives each formula.
+
+Conventions: tokens are flattened to [tokens, heads, channels]; a decay is [..., HV, 1] for GDN and [..., HV, K] for KDA, so one
+body serves both. Chunk code multiplies decays and never divides by one, so nothing overflows, whatever the gate.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .problem import MAX_DRAFT, Gate, KVBuffer, Tokens
+
+L2NORM_EPS = 1e-6
+
+CHUNK = 64
+"""Tokens per chunk, a power of two."""
+
+SLAB = {"cpu": 2**20, "cuda": 2**25}
+"""Elements of one [tokens, HV, K] tensor that prefill prepares at a time: it bounds memory and keeps a CPU's cache warm."""
+
+_PER_TOKEN = ("q", "k", "v", "g", "beta")
+
+
+class Activated(NamedTuple):
+    """Tokens as the recurrence sees them, flattened: q scaled, gates applied. q, k: [tokens, H, K]; beta: [tokens, HV]."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    log_decay: Tensor
+    beta: Tensor
+
+    def take(self, rows: Tensor) -> Activated:
+        return Activated(*(x[rows] for x in self))
+
+
+# ------------------------------------------------------------------------------------------------ the definition
+
+
+def _times(rate: Tensor, x: Tensor) -> Tensor:
+    """rate * x, and 0 where x is 0: exp(A_log) may be inf."""
+    return torch.where(x == 0, x, rate * x)
+
+
+def log_decay(g: Tensor, gate: Gate, dtype: torch.dtype) -> Tensor:
+    """Natural-log decay of raw g [tokens, HV] or [tokens, HV, K], as [tokens, HV, 1] or [tokens, HV, K]."""
+    g = g.to(dtype)
+    if g.ndim == 2:
+        g = g[..., None]
+    if gate.kind == "log":
+        return g
+    assert gate.A_log is not None
+    rate = gate.A_log.to(dtype).exp()[:, None]
+    if gate.dt_bias is not None:
+        g = g + gate.dt_bias.to(dtype).view(g.shape[1], -1)
+    if gate.kind == "softplus":
+        return -_times(rate, F.softplus(g, threshold=20.0))
+    return gate.bound * torch.sigmoid(_times(rate, g))
+
+
+def l2norm(x: Tensor, scale: float = 1.0) -> Tensor:
+    """scale * x * rsqrt(sum(x * x) + 1e-6): FLA's form, where a zero row stays zero."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * (scale * torch.rsqrt(norm * norm + L2NORM_EPS))
+
+
+def activate(tokens: Tokens, dtype: torch.dtype) -> Activated:
+    """Flattened raw tokens to what the recurrence reads, computed in dtype."""
+    q, k, beta = tokens.q.to(dtype), tokens.k.to(dtype), tokens.beta.to(dtype)
+    scale = q.shape[-1] ** -0.5 if tokens.scale is None else tokens.scale
+    q, k = (l2norm(q, scale), l2norm(k)) if tokens.qk_l2norm else (q * scale, k)
+    decay = log_decay(tokens.g, tokens.gate, dtype)
+    return Activated(q, k, tokens.v.to(dtype), decay, beta.sigmoid() if tokens.beta_logits else beta)
+
+
+def flatten(tokens: Tokens) -> Tokens:
+    """Dense [N, T, ...] or packed [1, total, ...] tokens as [tokens, ...]; a copy only where the strides ask for one."""
+    return tokens._replace(**{name: getattr(tokens, name).flatten(0, 1) for name in _PER_TOKEN})
+
+
+def step(state: Tensor, token: Activated) -> tuple[Tensor, Tensor]:
+    """The gated delta rule for one token of each row: state [..., HV, V, K] -> (o [..., HV, V], state).
+
+    Gated DeltaNet (arXiv 2412.06464), eq. 10; Kimi Linear (arXiv 2510.26692), eq. 1, where the decay is per key channel.
+    """
+    group = state.shape[-3] // token.q.shape[-2]
+    q, k = token.q.repeat_interleave(group, -2), token.k.repeat_interleave(group, -2)
+    state = state * token.log_decay.exp()[..., None, :]
+    u = token.beta[..., None] * (token.v - (state @ k[..., None])[..., 0])
+    state = state + u[..., :, None] * k[..., None, :]
+    return (state @ q[..., None])[..., 0], state
+
+
+def recurrent(tokens: Tokens, state: Tensor, dtype: torch.dtype = torch.float64) -> Iterator[tuple[Tensor, Tensor]]:
+    """Token loop over one sequence, tokens [1, T, ...] from state [HV, V, K]: yields o [HV, V] and the state after each token."""
+    state = state.to(dtype)
+    for token in zip(*activate(flatten(tokens), dtype), strict=True):
+        o, state = step(state, Activated(*token))
+        yield o, state
+
+
+# ------------------------------------------------------------------------------------------------ C tokens at once
+
+
+def pairwise(rows: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Decayed inner products of every pair in a chunk, by halving: math.md, "Pairs".
+
+    rows [B, 2, C, K]: (k, q). decay [B, C, 1 or K], overwritten. C a power of two.
+    Returns M [B, 2, C, C] with M[:, r, t, i] = sum_c rows[r, t, c] k[i, c] prod_{i<j<=t} decay[j, c] for i < t (i <= t for q),
+    from_start [B, C, .] = prod_{j<=t} decay[j], and to_end [B, C, .] = prod_{j>t} decay[j].
+    """
+    batch, _, C, K = rows.shape
+    k, q = rows.unbind(1)
+    if decay.shape[-1] == 1 < K:  # one decay for all channels: pair the decays alone, and let one matmul do the channels
+        pairs, from_start, to_end = pairwise(decay.new_ones(1, 1, 1, 1).expand(batch, 2, C, 1), decay)
+        return (rows.flatten(1, 2) @ k.mT).unflatten(1, (2, C)).mul_(pairs), from_start, to_end
+    M = k.new_zeros(batch, 2, C, C)
+    M[:, 1].diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
+    from_start, to_end = decay, torch.ones_like(decay)
+    size = 1
+    while size < C:
+        blocks = (C // (2 * size), 2, size)
+        start_early, start_late = from_start.unflatten(1, blocks).unbind(2)
+        end_early = to_end.unflatten(1, blocks)[:, :, 0]
+        early = k.unflatten(1, blocks)[:, :, 0]
+        early = early * end_early if size > 1 else early
+        late = rows.unflatten(2, blocks)[:, :, :, 1] * start_late[:, None]
+        if size == 1:
+            pairs = (late * early[:, None]).sum(-1)[..., None]
+        else:
+            pairs = torch.stack([late[:, 0] @ early.mT, late[:, 1] @ early.mT], 1)
+        quarter = M.view(batch, 2, *blocks, *blocks)[:, :, :, 1, :, :, 0, :]
+        quarter.diagonal(dim1=2, dim2=4).copy_(pairs.movedim(2, -1))
+        all_early, all_late = start_early[:, :, -1:].clone(), start_late[:, :, -1:].clone()
+        start_late.mul_(all_early)
+        end_early.mul_(all_late)
+        size *= 2
+    return M, from_start, to_end
+
+
+class ChunkTerms(NamedTuple):
+    """What a chunk of C tokens needs besides its state S and values v: math.md, "A chunk".
+
+    seen = read @ S^T; u = correct @ (v - seen[:C]); o = seen[C:] + attend @ u; S' = S * carry + u^T @ write.
+    """
+
+    read: Tensor
+    correct: Tensor
+    attend: Tensor
+    write: Tensor
+    carry: Tensor
+
+    def outputs(self, v: Tensor, state: Tensor, out: Tensor) -> Tensor:
+        """Writes o [B, C, V] into out and returns u [B, C, V], from v [B, C, V] and state [B, V, K]."""
+        C = v.shape[-2]
+        seen = self.read @ state.mT
+        u = self.correct @ (v - seen[:, :C])
+        torch.baddbmm(seen[:, C:], self.attend, u, out=out)
+        return u
+
+    def advance(self, u: Tensor, state: Tensor) -> None:
+        """Moves state over the chunk, in place."""
+        state.mul_(self.carry).baddbmm_(u.mT, self.write)
+
+
+def chunk_terms(x: Activated) -> ChunkTerms:
+    """Terms of chunks [..., C, heads, d]; B runs over the leading dimensions and HV. A token of zeros changes nothing."""
+    *lead, C, H, K = x.k.shape
+    HV = x.v.shape[-2]
+    rows = x.k.new_empty(*lead, H, HV // H, 2, C, K)
+    rows[..., 0, :, :] = x.k.transpose(-2, -3).unsqueeze(-3)
+    rows[..., 1, :, :] = x.q.transpose(-2, -3).unsqueeze(-3)
+    rows = rows.view(-1, 2, C, K)
+    decay = x.log_decay.transpose(-2, -3).exp().flatten(0, -3)
+    beta = x.beta.mT.flatten(0, -2)[..., None]
+    M, from_start, to_end = pairwise(rows, decay)
+    eye = torch.eye(C, dtype=rows.dtype, device=rows.device)
+    write = rows[:, 0] * to_end
+    correct = torch.linalg.solve_triangular(M[:, 0] * beta, beta * eye, upper=False, unitriangular=True)
+    return ChunkTerms(
+        read=rows.mul_(from_start[:, None]).flatten(1, 2),
+        correct=correct,
+        attend=M[:, 1],
+        write=write,
+        carry=from_start[:, -1:],
+    )
+
+
+def chunked(tokens: Tokens, starts: Sequence[int], lengths: Sequence[int], state: Tensor, o: Tensor, chunk: int = CHUNK) -> Tensor:
+    """Chunkwise recurrence over ragged sequences of flattened tokens, vectorised over sequences, heads and chunks.
+
+    Sequence n is tokens starts[n] .. starts[n] + lengths[n], from state[n] [HV, V, K], whose dtype is the one computed in. Writes
+    its rows of o [tokens, HV, V] and returns the final states. Only the walk from chunk to chunk is a loop.
+    """
+    HV, V, K = state.shape[1:]
+    device = state.device
+    order = sorted((n for n, length in enumerate(lengths) if length), key=lambda n: -lengths[n])
+    if not order:
+        return state
+    state = state.clone()
+    start = torch.tensor([starts[n] for n in order], device=device)
+    length = torch.tensor([lengths[n] for n in order], device=device)
+    walk = state[order].flatten(0, 1)
+    ranks = -(-lengths[order[0]] // chunk)
+    first = 0
+    while first < ranks:
+        live = sum(lengths[n] > first * chunk for n in order)
+        count = min(ranks - first, max(1, SLAB.get(device.type, SLAB["cpu"]) // (live * chunk * HV * K)))
+        position = torch.arange(first * chunk, (first + count) * chunk, device=device).view(count, 1, chunk)
+        valid = position < length[:live, None]
+        index = torch.where(valid, start[:live, None] + position, 0).flatten()
+        whole = bool(valid.all())
+        rows = slice(starts[order[0]] + first * chunk, starts[order[0]] + (first + count) * chunk) if whole and live == 1 else index
+        x = activate(tokens._replace(**{name: getattr(tokens, name)[rows] for name in _PER_TOKEN}), state.dtype)
+        if not whole:
+            x = Activated(*(y.masked_fill(~valid.view(-1, *[1] * (y.ndim - 1)), 0) for y in x))
+        x = Activated(*(y.unflatten(0, (count, live, chunk)) for y in x))
+        terms = chunk_terms(x)
+        by_rank = [ChunkTerms(*parts) for parts in zip(*(y.unflatten(0, (count, -1)) for y in terms), strict=True)]
+        values = x.v.transpose(2, 3).reshape(count, -1, chunk, V)
+        outputs = values.new_empty(count, live * HV, chunk, V)
+        now = walk[: live * HV]
+        for term, v, out in zip(by_rank, values, outputs, strict=True):
+            term.advance(term.outputs(v, now, out), now)
+        outputs = outputs.unflatten(1, (live, HV)).transpose(2, 3)
+        if whole:
+            o[rows] = outputs.flatten(0, 2).to(o.dtype)
+        else:
+            o[index[valid.flatten()]] = outputs[valid].to(o.dtype)
+        first += count
+    state[order] = walk.unflatten(0, (-1, HV))
+    return state
+
+
+# ------------------------------------------------------------------------------------------------ who reads and writes what
+
+
+@contextlib.contextmanager
+def _exact_fp32() -> Iterator[None]:
+    """fp32 means fp32: no autograd, no autocast, no tf32 or bf16 matmuls, whatever the process has switched on."""
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    saved = [backend.fp32_precision for backend in backends]
+    with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+        try:
+            for backend in backends:
+                backend.fp32_precision = "ieee"
+            yield
+        finally:
+            for backend, precision in zip(backends, saved, strict=True):
+                backend.fp32_precision = precision
+
+
+def _spans(tokens: Tokens) -> tuple[list[int], list[int]]:
+    """Start and length of each sequence among the flattened tokens; raises ValueError for a cu_seqlens that is not one."""
+    if tokens.cu_seqlens is None:
+        N, T = tokens.q.shape[:2]
+        return [n * T for n in range(N)], [T] * N
+    ends = tokens.cu_seqlens.tolist()
+    total = tokens.q.shape[1]
+    if ends[0] != 0:
+        raise ValueError(f"cu_seqlens: expected to start at 0, got {ends[0]}")
+    lengths = [b - a for a, b in itertools.pairwise(ends)]
+    for n, length in enumerate(lengths):
+        if length < 0:
+            raise ValueError(f"cu_seqlens: expected values that never fall, got {ends[n]} then {ends[n + 1]} at sequence {n}")
+    if ends[-1] > total:
+        raise ValueError(f"cu_seqlens: expected to end within the {total} packed tokens, got {ends[-1]}")
+    return ends[:-1], lengths
+
+
+def _draft_spans(tokens: Tokens, **room: int) -> tuple[list[int], list[int]]:
+    """_spans of at most 16 tokens each, for all of which each tensor named in `room` has place."""
+    starts, lengths = _spans(tokens)
+    longest = max(lengths, default=0)
+    if longest > MAX_DRAFT:
+        raise ValueError(f"cu_seqlens: expected at most {MAX_DRAFT} tokens per sequence, got {longest}")
+    for name, have in room.items():
+        if longest > have:
+            raise ValueError(f"{name}: expected room for the longest sequence, {longest} tokens, got {have}")
+    return starts, lengths
+
+
+def _rows(name: str, indices: Tensor | None, count: int, size: int) -> list[int]:
+    """Row of each sequence, below zero where it is inactive; raises IndexError past the end."""
+    rows = list(range(count)) if indices is None else indices.tolist()
+    for n, row in enumerate(rows):
+        if row >= size:
+            raise IndexError(f"{name}: expected indices below {size}, got {row} at sequence {n}")
+    return rows
+
+
+def _one_writer(name: str, rows: Iterator[int]) -> None:
+    seen: set[int] = set()
+    for row in rows:
+        if row in seen:
+            raise ValueError(f"{name}: expected at most one sequence to write each row, got two for row {row}")
+        seen.add(row)
+
+
+# ------------------------------------------------------------------------------------------------ the four operations
+
+
+def prefill(
+    tokens: Tokens,
+    *,
+    initial_state: Tensor | None,
+    state: Tensor | None,
+    state_indices: Tensor | None,
+    has_initial_state: Tensor | None,
+    final_state: Tensor | None,
+    out: Tensor,
+) -> None:
+    starts, lengths = _spans(tokens)
+    N, (HV, V, K) = len(starts), (*tokens.v.shape[2:], tokens.q.shape[3])
+    with _exact_fp32():
+        walk = tokens.v.new_zeros(N, HV, V, K, dtype=torch.float32)
+        active = list(range(N))
+        if state is not None:
+            slots = _rows("state_indices", state_indices, N, state.shape[0])
+            active = [n for n in range(N) if slots[n] >= 0]
+            _one_writer("state_indices", (slots[n] for n in active))
+            fresh = [False] * N if has_initial_state is None else [not x for x in has_initial_state.tolist()]
+            resumed = [n for n in active if not fresh[n]]
+            walk[resumed] = state[[slots[n] for n in resumed]].float()
+            lengths = [lengths[n] if slots[n] >= 0 else 0 for n in range(N)]
+        elif initial_state is not None:
+            walk.copy_(initial_state)
+        o = out.new_zeros(tokens.q.shape[0] * tokens.q.shape[1], HV, V)
+        walk = chunked(flatten(tokens), starts, lengths, walk, o)
+        out.copy_(o.view(out.shape))
+        if state is not None:
+            state[[slots[n] for n in active]] = walk[active].to(state.dtype)
+        if final_state is not None:
+            final_state.copy_(walk)
+
+
+def decode(
+    tokens: Tokens,
+    *,
+    state: Tensor,
+    state_indices: Tensor | None,
+    write_indices: Tensor | None,
+    num_accepted: Tensor | None,
+    intermediate_states: Tensor | None,
+    update_state: bool,
+    out: Tensor,
+) -> None:
+    N, P = tokens.num_sequences, state.shape[0]
+    room = {} if intermediate_states is None else {"intermediate_states": intermediate_states.shape[1]}
+    token_slots: list[list[int]] = []
+    if state_indices is not None and state_indices.ndim == 2:
+        width = room["state_indices"] = state_indices.shape[1]
+        token_slots = [_rows("state_indices", row, width, P) for row in state_indices]
+        accepted = [1] * N if num_accepted is None else num_accepted.tolist()
+        reads = [slots[min(max(m, 1), width) - 1] for slots, m in zip(token_slots, accepted, strict=True)]
+        writes = [-1] * N
+    else:
+        reads = _rows("state_indices", state_indices, N, P)
+        writes = reads if write_indices is None else _rows("write_indices", write_indices, N, P)
+    starts, lengths = _draft_spans(tokens, **room)
+    active = [n for n in range(N) if reads[n] >= 0]
+    if not update_state:
+        writes, token_slots = [-1] * N, []
+    _one_writer("write_indices" if write_indices is not None else "state_indices", (w for n in active if (w := writes[n]) >= 0))
+    if token_slots:
+        _one_writer("state_indices", (s for n in active for s in set(token_slots[n][: lengths[n]]) if s >= 0))
+
+    with _exact_fp32():
+        x = activate(flatten(tokens), torch.float32)
+        now = state[[reads[n] for n in active]].float()
+        o = out.new_zeros(x.v.shape)
+        for t in range(max((lengths[n] for n in active), default=0)):
+            going = [i for i, n in enumerate(active) if lengths[n] > t]
+            rows = [starts[active[i]] + t for i in going]
+            o_t, after = step(now[going], x.take(torch.tensor(rows, device=o.device)))
+            o[rows] = o_t.to(o.dtype)
+            stored = after.to(state.dtype)  # the state is rounded after every token, so T tokens in one call equal T calls
+            now[going] = stored.float()
+            if intermediate_states is not None:
+                intermediate_states[[active[i] for i in going], t] = stored
+            if token_slots:
+                kept = [(j, s) for j, i in enumerate(going) if (s := token_slots[active[i]][t]) >= 0]
+                state[[s for _, s in kept]] = stored[[j for j, _ in kept]]
+        kept = [(i, writes[n]) for i, n in enumerate(active) if writes[n] >= 0]
+        state[[w for _, w in kept]] = now[[i for i, _ in kept]].to(state.dtype)
+        out.copy_(o.view(out.shape))
+
+
+def verify(
+    tokens: Tokens,
+    *,
+    state: Tensor,
+    state_indices: Tensor | None,
+    buffer: KVBuffer,
+    buffer_indices: Tensor | None,
+    out: Tensor,
+) -> None:
+    N, C = tokens.num_sequences, buffer.u.shape[1]
+    starts, lengths = _draft_spans(tokens, buffer=C)
+    reads = _rows("state_indices", state_indices, N, state.shape[0])
+    rows = _rows("buffer_indices", buffer_indices, N, buffer.u.shape[0])
+    active = [n for n in range(N) if reads[n] >= 0 and rows[n] >= 0]
+    _one_writer("buffer_indices", (rows[n] for n in active))
+    with _exact_fp32():
+        x = activate(flatten(tokens), torch.float32)
+        o = out.new_zeros(x.v.shape)
+        if active:
+            length = torch.tensor([lengths[n] for n in active], device=o.device)
+            position = torch.arange(MAX_DRAFT, device=o.device)
+            valid = position < length[:, None]
+            index = torch.where(valid, torch.tensor([starts[n] for n in active], device=o.device)[:, None] + position, 0)
+            x = x.take(index.flatten())
+            x = Activated(*(y.unflatten(0, valid.shape).masked_fill(~valid.view(*valid.shape, *[1] * (y.ndim - 1)), 0) for y in x))
+            HV = x.v.shape[2]
+            values = x.v.transpose(1, 2).flatten(0, 1)
+            outputs = torch.empty_like(values)
+            u = chunk_terms(x).outputs(values, state[[reads[n] for n in active]].float().flatten(0, 1), outputs)
+            o[index[valid]] = outputs.unflatten(0, (-1, HV)).transpose(1, 2)[valid].to(o.dtype)
+            # Tokens past a sequence's end are left as zeros, which change nothing: flush needs no lengths.
+            where = [rows[n] for n in active]
+            buffer.u[where] = u.unflatten(0, (-1, HV)).transpose(1, 2)[:, :C]
+            buffer.k[where] = x.k[:, :C]
+            buffer.log_decay[where] = x.log_decay[:, :C].reshape(len(where), C, *buffer.log_decay.shape[2:])
+        out.copy_(o.view(out.shape))
+
+
+def flush(
+    *,
+    state: Tensor,
+    buffer: KVBuffer,
+    num_accepted: int | Tensor,
+    state_indices: Tensor | None,
+    write_indices: Tensor | None,
+    buffer_indices: Tensor | None,
+) -> None:
+    layers = state.ndim == 5
+    P, capacity = state.shape[-4], buffer.u.shape[-4]
+    given = [x for x in (state_indices, write_indices, buffer_indices, num_accepted) if isinstance(x, Tensor)]
+    N = given[0].shape[0] if given else capacity
+    reads = _rows("state_indices", state_indices, N, P)
+    writes = reads if write_indices is None else _rows("write_indices", write_indices, N, P)
+    rows = _rows("buffer_indices", buffer_indices, N, capacity)
+    counts = num_accepted.tolist() if isinstance(num_accepted, Tensor) else [num_accepted] * N
+    active = [n for n in range(N) if min(reads[n], writes[n], rows[n]) >= 0]
+    _one_writer("state_indices" if write_indices is None else "write_indices", (writes[n] for n in active))
+    with _exact_fp32():
+        moved = [n for n in active if counts[n] > 0 or reads[n] != writes[n]]
+        m = torch.tensor([counts[n] for n in moved], device=state.device)
+        read, write, row = ([which[n] for n in moved] for which in (reads, writes, rows))
+        for layer in range(state.shape[0]) if layers else (None,):
+            pool = state if layer is None else state[layer]
+            parts = buffer if layer is None else buffer.layer(layer)
+            pool[write] = _fold(pool[read], parts.u[row], parts.k[row], parts.log_decay[row], m).to(state.dtype)
+
+
+def _fold(state: Tensor, u: Tensor, k: Tensor, log_decay: Tensor, m: Tensor) -> Tensor:
+    """State after the first m buffered tokens: S prod_{j<m} decay_j + sum_{i<m} outer(u_i, k_i prod_{i<j<m} decay_j)."""
+    HV = u.shape[2]
+    first = torch.arange(u.shape[1], device=m.device) < m[:, None]
+    log_decay = log_decay.reshape(*u.shape[:3], -1).masked_fill(~first[..., None, None], 0)
+    u = u.masked_fill(~first[..., None, None], 0)
+    k = k.repeat_interleave(HV // k.shape[2], 2).masked_fill(~first[..., None, None], 0)
+    from_here = log_decay.flip(1).cumsum(1).flip(1)
+    after = torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], 1)
+    carried = state.float() * from_here[:, 0].exp()[..., None, :]
+    folded = torch.einsum("nthv,nthk->nhvk", u, k * after.exp())
+    return torch.where((m > 0)[:, None, None, None], carried + folded, state.float())
