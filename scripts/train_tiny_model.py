@@ -19,7 +19,8 @@ SEED = 20
 CONTEXT = 256
 BATCH = 16
 PEAK_LR = 4e-3
-WARMUP = 0.05
+STEPS = 900
+WARMUP_STEPS = 40
 
 
 def tiny_config() -> Qwen3_5TextConfig:
@@ -60,7 +61,7 @@ def held_out_loss(model: torch.nn.Module, data: torch.Tensor) -> float:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--minutes", type=float, default=12.0, help="time budget; the learning rate is annealed over it")
+    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps; the learning rate is annealed over them")
     args = parser.parse_args()
 
     torch.manual_seed(SEED)
@@ -75,11 +76,11 @@ def main() -> None:
     )
     print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(train):,} bytes of text", flush=True)
 
-    start, step, progress = time.monotonic(), 0, 0.0
-    while progress < 1.0:
-        warm = min(1.0, progress / WARMUP + 0.02)
+    start = time.monotonic()
+    for step in range(args.steps):
+        annealed = 0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * step / args.steps))
         for group in optimizer.param_groups:
-            group["lr"] = PEAK_LR * warm * (0.02 + 0.98 * 0.5 * (1 + math.cos(math.pi * progress)))
+            group["lr"] = PEAK_LR * annealed * min(1.0, (step + 1) / WARMUP_STEPS)
         rows = sample(train, generator)
         loss = model(input_ids=rows, labels=rows).loss
         optimizer.zero_grad()
@@ -87,12 +88,12 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 0:
-            print(f"step {step:5d}  {progress:4.0%}  loss {loss.item():.3f}", flush=True)
-        step += 1
-        progress = (time.monotonic() - start) / (60 * args.minutes)
+            print(f"step {step:5d}  loss {loss.item():.3f}  {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
 
     minutes = (time.monotonic() - start) / 60
-    print(f"{step} steps in {minutes:.1f} minutes; held-out loss {held_out_loss(model, held_out):.3f} nats per byte", flush=True)
+    print(
+        f"{args.steps} steps in {minutes:.1f} minutes; held-out loss {held_out_loss(model, held_out):.3f} nats per byte", flush=True
+    )
     model.to(torch.bfloat16).save_pretrained(args.out)
     (args.out / "generation_config.json").unlink(missing_ok=True)
 

@@ -6,8 +6,10 @@ at by the backends, so describing a call never waits for a GPU.
 
 from __future__ import annotations
 
+import functools
 import math
-from dataclasses import dataclass, replace
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -47,13 +49,11 @@ class Gate:
             raise ValueError(f"Gate kind: expected one of {', '.join(GATE_KINDS)}, got {self.kind!r}")
         if self.kind == "log":
             return
-        _tensor("A_log", self.A_log)
-        _dtype("A_log", self.A_log, (torch.float32,))
-        if self.A_log.ndim != 1:
-            raise ValueError(f"A_log: expected shape [HV], got {list(self.A_log.shape)}")
+        A_log = _tensor("A_log", self.A_log, (torch.float32,))
+        if A_log.ndim != 1:
+            raise ValueError(f"A_log: expected shape [HV], got {list(A_log.shape)}")
         if self.dt_bias is not None:
-            _tensor("dt_bias", self.dt_bias)
-            _dtype("dt_bias", self.dt_bias, STATE_DTYPES)
+            _tensor("dt_bias", self.dt_bias, STATE_DTYPES)
             if self.dt_bias.ndim not in (1, 2):
                 raise ValueError(f"dt_bias: expected shape [HV] or [HV, K], got {list(self.dt_bias.shape)}")
         if self.kind == "lower_bound":
@@ -154,6 +154,10 @@ class Tokens(NamedTuple):
     beta_logits: bool = False
     cu_seqlens: Tensor | None = None
 
+    def map(self, f: Callable[[Tensor], Tensor]) -> Tokens:
+        """f of each tensor that has a row per token."""
+        return self._replace(q=f(self.q), k=f(self.k), v=f(self.v), g=f(self.g), beta=f(self.beta))
+
     @property
     def num_sequences(self) -> int:
         return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
@@ -221,14 +225,12 @@ class Problem:
 # One check, one sentence: the argument, what was expected, what came.
 
 
-def _tensor(name: str, x: object) -> None:
+def _tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
-
-
-def _dtype(name: str, x: Tensor, allowed: tuple[torch.dtype, ...]) -> None:
-    if x.dtype not in allowed:
-        raise TypeError(f"{name}: expected dtype {' or '.join(str(d) for d in allowed)}, got {x.dtype}")
+    if x.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {' or '.join(str(d) for d in dtypes)}, got {x.dtype}")
+    return x
 
 
 def _flag(name: str, x: object) -> None:
@@ -253,18 +255,22 @@ def _writable(name: str, x: Tensor) -> None:
         )
 
 
+@functools.cache
+def _names(dims: str) -> tuple[str, ...]:
+    return tuple(dims.split())
+
+
 class _Sizes(dict[str, int]):
     """Sizes by name: the first tensor to bring a dimension sets it, every later one must agree."""
 
     def bind(self, name: str, x: Tensor, dims: str) -> None:
-        names = dims.split()
-        shown = f"[{', '.join(names)}]"
-        if x.ndim != len(names):
-            raise ValueError(f"{name}: expected {len(names)} dimensions {shown}, got shape {list(x.shape)}")
-        if any(self.get(dim, size) != size for dim, size in zip(names, x.shape, strict=True)):
-            wanted = ", ".join(str(self.get(dim, dim)) for dim in names)
-            raise ValueError(f"{name}: expected shape {shown} = [{wanted}], got {list(x.shape)}")
-        self.update(zip(names, x.shape, strict=True))
+        names, shape = _names(dims), x.shape
+        if len(shape) != len(names):
+            raise ValueError(f"{name}: expected {len(names)} dimensions [{', '.join(names)}], got shape {list(shape)}")
+        for dim, size in zip(names, shape, strict=True):
+            if self.setdefault(dim, size) != size:
+                wanted = ", ".join(str(self.get(dim, dim)) for dim in names)
+                raise ValueError(f"{name}: expected shape [{', '.join(names)}] = [{wanted}], got {list(shape)}")
 
 
 class _Checker:
@@ -276,9 +282,7 @@ class _Checker:
         self.device: torch.device | None = None
 
     def tensor(self, name: str, x: object, dtypes: tuple[torch.dtype, ...], dims: str | None = None) -> Tensor:
-        _tensor(name, x)
-        assert isinstance(x, Tensor)
-        _dtype(name, x, dtypes)
+        x = _tensor(name, x, dtypes)
         if dims is not None:
             self.sizes.bind(name, x, dims)
         if self.device is None:
@@ -379,20 +383,25 @@ class _Checker:
         return "channel" if channel else "head"
 
     def problem(self, op: str, axis: str, tokens: Tokens | None, state_dtype: torch.dtype | None, T: int | None) -> Problem:
-        sizes = self.sizes
-        problem = Problem(
-            op, axis, sizes["H"], sizes["HV"], sizes["K"], sizes["V"], T, state_dtype=state_dtype, options=frozenset(self.options)
-        )
+        sizes, options = self.sizes, frozenset(self.options)
         if tokens is None:
-            return problem
-        return replace(
-            problem,
+            return Problem(op, axis, sizes["H"], sizes["HV"], sizes["K"], sizes["V"], T, state_dtype=state_dtype, options=options)
+        return Problem(
+            op,
+            axis,
+            sizes["H"],
+            sizes["HV"],
+            sizes["K"],
+            sizes["V"],
+            T,
             gate=tokens.gate.kind,
             dtype=tokens.q.dtype,
             g_dtype=tokens.g.dtype,
             beta_dtype=tokens.beta.dtype,
+            state_dtype=state_dtype,
             qk_l2norm=tokens.qk_l2norm,
             beta_logits=tokens.beta_logits,
+            options=options,
         )
 
 

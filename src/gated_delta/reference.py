@@ -12,6 +12,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
+from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
@@ -28,8 +29,6 @@ CHUNK = 64
 SLAB = {"cpu": 2**20, "cuda": 2**25}
 """Elements of one [tokens, HV, K] tensor that prefill prepares at a time: it bounds memory and keeps a CPU's cache warm."""
 
-_PER_TOKEN = ("q", "k", "v", "g", "beta")
-
 
 class Activated(NamedTuple):
     """Tokens as the recurrence sees them, flattened: q scaled, gates applied. q, k: [tokens, H, K]; beta: [tokens, HV]."""
@@ -39,9 +38,6 @@ class Activated(NamedTuple):
     v: Tensor
     log_decay: Tensor
     beta: Tensor
-
-    def take(self, rows: Tensor) -> Activated:
-        return Activated(*(x[rows] for x in self))
 
 
 # ------------------------------------------------------------------------------------------------ the definition
@@ -85,7 +81,7 @@ def activate(tokens: Tokens, dtype: torch.dtype) -> Activated:
 
 def flatten(tokens: Tokens) -> Tokens:
     """Dense [N, T, ...] or packed [1, total, ...] tokens as [tokens, ...]; a copy only where the strides ask for one."""
-    return tokens._replace(**{name: getattr(tokens, name).flatten(0, 1) for name in _PER_TOKEN})
+    return tokens.map(lambda x: x.flatten(0, 1))
 
 
 def step(state: Tensor, token: Activated) -> tuple[Tensor, Tensor]:
@@ -101,11 +97,18 @@ def step(state: Tensor, token: Activated) -> tuple[Tensor, Tensor]:
     return (state @ q[..., None])[..., 0], state
 
 
-def recurrent(tokens: Tokens, state: Tensor, dtype: torch.dtype = torch.float64) -> Iterator[tuple[Tensor, Tensor]]:
-    """Token loop over one sequence, tokens [1, T, ...] from state [HV, V, K]: yields o [HV, V] and the state after each token."""
+def recurrent(
+    tokens: Tokens, state: Tensor, dtype: torch.dtype = torch.float64, stored: torch.dtype | None = None
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Token loop over one sequence, tokens [1, T, ...] from state [HV, V, K]: yields o [HV, V] and the state after each token.
+
+    Computed in dtype; with `stored`, the state is rounded to it after every token, as a pool of that dtype would round it.
+    """
     state = state.to(dtype)
     for token in zip(*activate(flatten(tokens), dtype), strict=True):
         o, state = step(state, Activated(*token))
+        if stored is not None:
+            state = state.to(stored).to(dtype)
         yield o, state
 
 
@@ -221,7 +224,7 @@ def chunked(tokens: Tokens, starts: Sequence[int], lengths: Sequence[int], state
         index = torch.where(valid, start[:live, None] + position, 0).flatten()
         whole = bool(valid.all())
         rows = slice(starts[order[0]] + first * chunk, starts[order[0]] + (first + count) * chunk) if whole and live == 1 else index
-        x = activate(tokens._replace(**{name: getattr(tokens, name)[rows] for name in _PER_TOKEN}), state.dtype)
+        x = activate(tokens.map(itemgetter(rows)), state.dtype)
         if not whole:
             x = Activated(*(y.masked_fill(~valid.view(-1, *[1] * (y.ndim - 1)), 0) for y in x))
         x = Activated(*(y.unflatten(0, (count, live, chunk)) for y in x))
@@ -248,7 +251,7 @@ def chunked(tokens: Tokens, starts: Sequence[int], lengths: Sequence[int], state
 @contextlib.contextmanager
 def _exact_fp32() -> Iterator[None]:
     """fp32 means fp32: no autograd, no autocast, no tf32 or bf16 matmuls, whatever the process has switched on."""
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
     saved = [backend.fp32_precision for backend in backends]
     with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
         try:
@@ -297,6 +300,11 @@ def _rows(name: str, indices: Tensor | None, count: int, size: int) -> list[int]
         if row >= size:
             raise IndexError(f"{name}: expected indices below {size}, got {row} at sequence {n}")
     return rows
+
+
+def _places(rows: list[int], count: int) -> list[int] | slice:
+    """Index for rows of a tensor of `count`: a slice, which copies nothing, where it is all of them."""
+    return slice(None) if len(rows) == count and rows == list(range(count)) else rows
 
 
 def _one_writer(name: str, rows: Iterator[int]) -> None:
@@ -381,18 +389,20 @@ def decode(
         o = out.new_zeros(x.v.shape)
         for t in range(max((lengths[n] for n in active), default=0)):
             going = [i for i, n in enumerate(active) if lengths[n] > t]
-            rows = [starts[active[i]] + t for i in going]
-            o_t, after = step(now[going], x.take(torch.tensor(rows, device=o.device)))
+            some = _places(going, len(active))
+            rows = _places([starts[active[i]] + t for i in going], len(o))
+            o_t, after = step(now[some], Activated(*(y[rows] for y in x)))
             o[rows] = o_t.to(o.dtype)
             stored = after.to(state.dtype)  # the state is rounded after every token, so T tokens in one call equal T calls
-            now[going] = stored.float()
+            now[some] = stored.float()
             if intermediate_states is not None:
                 intermediate_states[[active[i] for i in going], t] = stored
             if token_slots:
                 kept = [(j, s) for j, i in enumerate(going) if (s := token_slots[active[i]][t]) >= 0]
                 state[[s for _, s in kept]] = stored[[j for j, _ in kept]]
         kept = [(i, writes[n]) for i, n in enumerate(active) if writes[n] >= 0]
-        state[[w for _, w in kept]] = now[[i for i, _ in kept]].to(state.dtype)
+        if kept:
+            state[[w for _, w in kept]] = now[_places([i for i, _ in kept], len(active))].to(state.dtype)
         out.copy_(o.view(out.shape))
 
 
@@ -415,18 +425,20 @@ def verify(
         x = activate(flatten(tokens), torch.float32)
         o = out.new_zeros(x.v.shape)
         if active:
+            # One row of zeros behind the tokens pads every draft to 16: a token of zeros changes nothing.
+            padded = Activated(*(F.pad(y, (0, 0) * (y.ndim - 1) + (0, 1)) for y in x))
             length = torch.tensor([lengths[n] for n in active], device=o.device)
+            start = torch.tensor([starts[n] for n in active], device=o.device)
             position = torch.arange(MAX_DRAFT, device=o.device)
             valid = position < length[:, None]
-            index = torch.where(valid, torch.tensor([starts[n] for n in active], device=o.device)[:, None] + position, 0)
-            x = x.take(index.flatten())
-            x = Activated(*(y.unflatten(0, valid.shape).masked_fill(~valid.view(*valid.shape, *[1] * (y.ndim - 1)), 0) for y in x))
+            index = torch.where(valid, start[:, None] + position, x.v.shape[0])
+            x = Activated(*(y[index] for y in padded))
             HV = x.v.shape[2]
             values = x.v.transpose(1, 2).flatten(0, 1)
             outputs = torch.empty_like(values)
             u = chunk_terms(x).outputs(values, state[[reads[n] for n in active]].float().flatten(0, 1), outputs)
             o[index[valid]] = outputs.unflatten(0, (-1, HV)).transpose(1, 2)[valid].to(o.dtype)
-            # Tokens past a sequence's end are left as zeros, which change nothing: flush needs no lengths.
+            # The zeros past a sequence's end go into the buffer too, so flush needs no lengths.
             where = [rows[n] for n in active]
             buffer.u[where] = u.unflatten(0, (-1, HV)).transpose(1, 2)[:, :C]
             buffer.k[where] = x.k[:, :C]
@@ -453,8 +465,10 @@ def flush(
     counts = num_accepted.tolist() if isinstance(num_accepted, Tensor) else [num_accepted] * N
     active = [n for n in range(N) if min(reads[n], writes[n], rows[n]) >= 0]
     _one_writer("state_indices" if write_indices is None else "write_indices", (writes[n] for n in active))
+    moved = [n for n in active if counts[n] > 0 or reads[n] != writes[n]]
+    if not moved:
+        return
     with _exact_fp32():
-        moved = [n for n in active if counts[n] > 0 or reads[n] != writes[n]]
         m = torch.tensor([counts[n] for n in moved], device=state.device)
         read, write, row = ([which[n] for n in moved] for which in (reads, writes, rows))
         for layer in range(state.shape[0]) if layers else (None,):

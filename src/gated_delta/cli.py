@@ -1,0 +1,271 @@
+"""gated-delta: info, check, bench, demo."""
+
+from __future__ import annotations
+
+import json
+import platform
+import random
+import sys
+import time
+from collections import Counter
+from enum import Enum
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+from rich.console import Console
+from rich.progress import track
+from rich.table import Table
+
+from . import __version__
+from .problem import UnsupportedProblem
+
+app = typer.Typer(help="Gated-delta-rule linear attention (GDN and KDA): prefill, decode, verify, flush.", no_args_is_help=True)
+# Piped output has no width of its own, and a label cut short names nothing.
+console = Console(width=None if sys.stdout.isatty() else 160)
+errors = Console(stderr=True)
+
+
+class Op(str, Enum):
+    prefill = "prefill"
+    decode = "decode"
+    verify = "verify"
+    flush = "flush"
+
+
+class Backend(str, Enum):
+    auto = "auto"
+    cute = "cute"
+    reference = "reference"
+
+
+class Model(str, Enum):
+    gdn = "gdn"
+    kda = "kda"
+
+
+class Precision(str, Enum):
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.value]
+
+
+class GateKind(str, Enum):
+    log = "log"
+    softplus = "softplus"
+    lower_bound = "lower_bound"
+
+
+DeviceOption = Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda; a GPU when there is one.")]
+BackendOption = Annotated[Backend, typer.Option(help="Which backend to run.")]
+
+
+def _device(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as problem:
+        raise typer.BadParameter(f"{name!r}: {str(problem).splitlines()[0]}", param_hint="--device") from None
+    return device
+
+
+def _ints(text: str, what: str) -> list[int]:
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1:
+        raise typer.BadParameter(f"expected positive numbers such as 1,8,64, got {text!r}", param_hint=what)
+    return values
+
+
+def _write_json(file: Path, content: Any) -> None:
+    file.write_text(json.dumps(content, indent=1) + "\n")
+    console.print(f"wrote {file}", highlight=False)
+
+
+@app.command()
+def info() -> None:
+    """Versions, devices and backends."""
+    table = Table(show_header=False, box=None)
+    table.add_row("gated_delta", __version__)
+    table.add_row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    table.add_row("torch", torch.__version__)
+    for package in ("transformers", "nvidia-cutlass-dsl", "apache-tvm-ffi"):
+        try:
+            table.add_row(package, metadata.version(package))
+        except metadata.PackageNotFoundError:
+            table.add_row(package, "not installed")
+    table.add_row("cpu", f"{torch.get_num_threads()} threads")
+    for index in range(torch.cuda.device_count()):
+        facts = torch.cuda.get_device_properties(index)
+        table.add_row(f"cuda:{index}", f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB")
+    if not torch.cuda.device_count():
+        table.add_row("cuda", "no device")
+    table.add_row("backend reference", "available: PyTorch, any device, every operation")
+    table.add_row("backend cute", "not available: this version ships no CuTe kernels")
+    table.add_row("kernel cache", "none: nothing is compiled")
+    console.print(table)
+
+
+@app.command()
+def check(
+    backend: BackendOption = Backend.auto,
+    op: Annotated[list[Op] | None, typer.Option(help="Only this operation; may be repeated.")] = None,
+    filter: Annotated[str, typer.Option(help="Only cases whose label contains this text.")] = "",
+    quick: Annotated[bool, typer.Option("--quick", help="A small part of the list, with every value of every factor.")] = False,
+    limit: Annotated[int, typer.Option(help="At most this many cases per operation, evenly spread; 0 for all.")] = 0,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write every case's errors to this file.")] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Judge a backend by the case list, against the recurrence in float64."""
+    from .testing import Case, Result, cases, quick_cases, run_case
+
+    where = _device(device)
+    chosen = []
+    for name in op or list(Op):
+        listed = [case for case in (quick_cases if quick else cases)(name.value) if filter in case.label]
+        chosen += sorted(random.Random(0).sample(listed, limit), key=lambda c: c.seed) if 0 < limit < len(listed) else listed
+    if not chosen:
+        errors.print(f"no case's label contains {filter!r}")
+        raise typer.Exit(2)
+    results: list[Result] = []
+    unsupported: list[tuple[Case, UnsupportedProblem]] = []
+    began = time.monotonic()
+    for case in track(chosen, description=f"{len(chosen)} cases on {where}", console=errors, disable=not sys.stderr.isatty()):
+        try:
+            results.append(run_case(case, backend.value, where))
+        except UnsupportedProblem as problem:
+            unsupported.append((case, problem))
+
+    table = Table(title=f"backend {backend.value} on {where}, {time.monotonic() - began:.0f} s")
+    for column in ("operation", "cases", "passed", "failed", "unsupported", "worst error / tolerance"):
+        table.add_column(column, justify="left" if column == "operation" else "right")
+    for name in Op:
+        mine = [r for r in results if r.case.op == name.value]
+        lacking = sum(case.op == name.value for case, _ in unsupported)
+        if mine or lacking:
+            passed = sum(r.passed for r in mine)
+            worst = max((_share(r) for r in mine), default=float("nan"))
+            table.add_row(name.value, str(len(mine) + lacking), str(passed), str(len(mine) - passed), str(lacking), f"{worst:.2f}")
+    console.print(table)
+    failed = [r for r in results if not r.passed]
+    for result in failed:
+        console.print(f"[red]FAILED[/] {result.case.label} lengths {result.case.lengths}", highlight=False)
+        for line in result.failures:
+            console.print(f"    {line}", highlight=False)
+    for reason, count in Counter(reason for _, problem in unsupported for reason in problem.missing).most_common():
+        console.print(f"[yellow]unsupported[/] in {count} cases: needs {reason}", highlight=False)
+    if json_file is not None:
+        _write_json(json_file, {"backend": backend.value, "device": str(where), "cases": [_record(r) for r in results]})
+    if failed or unsupported:
+        raise typer.Exit(1)
+
+
+def _share(result: Any) -> float:
+    """Worst error of a case as a share of what it may be."""
+    shares = [found.worst_row / (2 * plain.worst_row + unit) for found, plain, unit in result.errors.values()]
+    return max(shares, default=0.0)
+
+
+def _record(result: Any) -> dict[str, Any]:
+    found = {
+        name: dict(error=vars(e), plain=vars(p), unit=unit, share=e.worst_row / (2 * p.worst_row + unit))
+        for name, (e, p, unit) in result.errors.items()
+    }
+    case = result.case
+    return dict(
+        label=case.label, lengths=case.lengths, passed=result.passed, failures=result.failures, seconds=result.seconds, errors=found
+    )
+
+
+@app.command()
+def bench(
+    op: Annotated[Op, typer.Option(help="Operation to time.")] = Op.decode,
+    model: Annotated[list[Model] | None, typer.Option(help="gdn or kda; may be repeated, both when not given.")] = None,
+    batch: Annotated[str, typer.Option(help="Numbers of sequences, e.g. 1,8,64.")] = "1,8",
+    tokens: Annotated[str, typer.Option(help="Tokens per sequence, e.g. 1,4; 4096 for a prefill when not given.")] = "",
+    heads: Annotated[str, typer.Option(help="H/HV: query/key heads and value heads.")] = "8/8",
+    dim: Annotated[int, typer.Option(help="K = V.")] = 128,
+    gate: Annotated[GateKind, typer.Option(help="What g holds.")] = GateKind.softplus,
+    dtype: Annotated[Precision, typer.Option(help="Inputs.")] = Precision.bf16,
+    state_dtype: Annotated[Precision, typer.Option(help="State: fp32 or bf16.")] = Precision.fp32,
+    backend: BackendOption = Backend.auto,
+    token_loop: Annotated[bool, typer.Option("--token-loop", help="Prefill: time the token recurrence too, in turns.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write the timings to this file.")] = None,
+    plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a picture of the timings to this file.")] = None,
+    device: DeviceOption = "auto",
+) -> None:
+    """Time an operation; a case that fails its check is not timed."""
+    from . import bench as timing
+
+    where = _device(device)
+    try:
+        H, HV = (int(part) for part in heads.split("/"))
+    except ValueError:
+        raise typer.BadParameter(f"expected H/HV such as 16/64, got {heads!r}", param_hint="--heads") from None
+    if HV < H or H < 1 or HV % H:
+        raise typer.BadParameter(f"expected HV to be a multiple of H, got {heads!r}", param_hint="--heads")
+    if state_dtype is Precision.fp16:
+        raise typer.BadParameter("a state is fp32 or bf16", param_hint="--state-dtype")
+    if token_loop and op is not Op.prefill:
+        raise typer.BadParameter("only a prefill has a token loop to compare with", param_hint="--token-loop")
+    lengths = _ints(tokens or ("4096" if op is Op.prefill else "1"), "--tokens")
+    if op is not Op.prefill and max(lengths) > 16:
+        raise typer.BadParameter(f"{op.value} takes at most 16 tokens a sequence, got {max(lengths)}", param_hint="--tokens")
+    bandwidth = timing.copy_bandwidth(where)
+    table = Table(title=f"{op.value}, backend {backend.value}, {timing.device_name(where)}, copy {bandwidth / 1e9:.1f} GB/s")
+    columns = ["case", "N", "T", "us", "tokens/s", "floor us", "x floor"] + (["token loop us", "ratio"] if token_loop else [])
+    for column in columns:
+        table.add_column(column, justify="left" if column == "case" else "right")
+    done = []
+    failed = 0
+    axes = {"gdn": "head", "kda": "channel"}
+    for axis in (axes[m.value] for m in model or list(Model)):
+        for N in _ints(batch, "--batch"):
+            for T in lengths:
+                case = timing.bench_case(op.value, axis, (H, HV), dim, gate.value, N, T, dtype.dtype, state_dtype.dtype)
+                taken = timing.time_case(case, backend.value, where, bandwidth, token_loop=token_loop)
+                if taken is None:
+                    failed += 1
+                    errors.print(f"[red]fails its check, not timed:[/] {case.label}", highlight=False)
+                    continue
+                done.append(taken)
+                row = [taken.label.split("/")[0], str(N), str(T), f"{taken.seconds * 1e6:.1f}", f"{taken.tokens_per_second:.0f}"]
+                row += [f"{taken.floor_seconds * 1e6:.1f}", f"{taken.seconds / taken.floor_seconds:.1f}"]
+                if taken.token_loop_seconds is not None:
+                    row += [f"{taken.token_loop_seconds * 1e6:.0f}", f"{taken.token_loop_seconds / taken.seconds:.1f}"]
+                table.add_row(*row)
+    if done:
+        console.print(table)
+        if json_file is not None:
+            _write_json(json_file, [t.record() for t in done])
+        if plot_file is not None:
+            timing.plot(done, plot_file)
+            console.print(f"wrote {plot_file}", highlight=False)
+    if failed:
+        raise typer.Exit(1)
+
+
+@app.command()
+def demo(
+    prompt: Annotated[str, typer.Argument(help="Text for the model to continue.")] = "The for statement is used to",
+    length: Annotated[int, typer.Option(min=1, max=2000, help="Bytes to generate.")] = 160,
+    backend: BackendOption = Backend.auto,
+    device: DeviceOption = "auto",
+) -> None:
+    """Run the shipped model with and without gated_delta, then follow one request through the four operations."""
+    from .demo import show
+
+    if not prompt:
+        raise typer.BadParameter("expected some text", param_hint="PROMPT")
+    if not show(prompt, length, backend.value, _device(device), console):
+        raise typer.Exit(1)

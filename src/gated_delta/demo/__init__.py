@@ -1,0 +1,192 @@
+"""The demo: a tiny Qwen3.5 with and without gated_delta, then one batch of requests through the four operations.
+
+The model (byte-level, about a million parameters, made by scripts/train_tiny_model.py) ships in this folder.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor
+
+from .. import Gate, KVBuffer, api, reference
+from ..problem import Tokens
+
+MODEL = Path(__file__).parent / "tiny_qwen3_5"
+PROMPTS = ("A class definition defines a class object", "The try statement", "Lambda")
+DRAFT = 4
+
+
+class Generation(NamedTuple):
+    text: str
+    prefill_tokens_per_second: float
+    decode_tokens_per_second: float
+
+
+def load_model(device: torch.device) -> Any:
+    """The shipped model in fp32; its vocabulary is the 256 bytes."""
+    try:
+        from transformers import Qwen3_5ForCausalLM
+        from transformers.utils import logging
+    except ImportError as problem:
+        raise ImportError("the demo runs a transformers model: pip install gated-delta[demo]") from problem
+    logging.set_verbosity_error()  # transformers advises to install other kernels, which is beside the point here
+    logging.disable_progress_bar()
+    return Qwen3_5ForCausalLM.from_pretrained(MODEL, dtype=torch.float32).to(device).eval()
+
+
+@torch.inference_mode()
+def generate(model: Any, prompt: str, length: int) -> Generation:
+    """Greedy continuation of a prompt by `length` bytes."""
+    ids = torch.tensor([list(prompt.encode())], device=model.device)
+    model(input_ids=ids, use_cache=True)  # the first call pays for allocations and caches, whoever runs it
+    start = time.perf_counter()
+    out = model(input_ids=ids, use_cache=True)
+    token = out.logits[:, -1:].argmax(-1)
+    made = [int(token)]
+    prefilled = time.perf_counter()
+    for _ in range(length - 1):
+        out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+        token = out.logits[:, -1:].argmax(-1)
+        made.append(int(token))
+    done = time.perf_counter()
+    decode = (length - 1) / (done - prefilled) if length > 1 else math.nan
+    return Generation(bytes(made).decode(errors="replace"), ids.shape[1] / (prefilled - start), decode)
+
+
+def show(prompt: str, length: int, backend: str, device: torch.device, console: Console) -> bool:
+    """Print the whole demo; False if anything it compares differs."""
+    from ..integrations.transformers import patch
+
+    model = load_model(device)
+    plain = generate(model, prompt, length)
+    with patch(model, backend=backend) as patched:
+        ours = generate(model, prompt, length)
+        report = patched.report()
+    console.rule("a real model: 4-layer Qwen3.5, bytes in, bytes out")
+    console.print(prompt, style="bold", end="", highlight=False, markup=False)
+    console.print(ours.text, highlight=False, markup=False)
+    same = ours.text == plain.text
+    console.print()
+    console.print("patched and unpatched transformers give the same text" if same else "[red]the texts DIFFER; unpatched gives:[/]")
+    if not same:
+        console.print(plain.text, highlight=False, markup=False)
+    speed = Table("", "prefill tokens/s", "decode tokens/s")
+    for name, run in (("transformers", plain), ("transformers on gated_delta", ours)):
+        speed.add_row(name, f"{run.prefill_tokens_per_second:.0f}", f"{run.decode_tokens_per_second:.0f}")
+    console.print(speed)
+    console.print("what ran:")
+    for row in report:
+        console.print(f"  {row}", highlight=False, markup=False)
+    console.rule("one batch of requests: packed prefill, decode, verify, flush")
+    return life_of_a_request(model, backend, device, console) and same
+
+
+# ------------------------------------------------------------------------------------------------ the four operations
+
+
+def layer_tokens(model: Any, text: str) -> Tokens:
+    """What layer 0 of the model brings to the operation for a text, gates raw: [1, T, ...] (its short convolution left out)."""
+    ids = torch.tensor([list(text.encode())], device=model.device)
+    block = model.model.layers[0]
+    layer = block.linear_attn
+    x = block.input_layernorm(model.model.embed_tokens(ids))
+    q, k, v = layer.in_proj_qkv(x).split([layer.key_dim, layer.key_dim, layer.value_dim], -1)
+    return Tokens(
+        q.unflatten(-1, (-1, layer.head_k_dim)),
+        k.unflatten(-1, (-1, layer.head_k_dim)),
+        v.unflatten(-1, (-1, layer.head_v_dim)),
+        layer.in_proj_a(x),
+        layer.in_proj_b(x),
+        gate=Gate.softplus(layer.A_log.float(), layer.dt_bias.float()),
+        beta_logits=True,
+    )
+
+
+def _slice(tokens: Tokens, first: int, last: int) -> Tokens:
+    return tokens.map(lambda x: x[:, first:last])
+
+
+def _join(parts: list[Tokens], dim: int) -> Tokens:
+    q, k, v, g, beta = (torch.cat(same, dim) for same in zip(*(p[:5] for p in parts), strict=True))
+    return parts[0]._replace(q=q, k=k, v=v, g=g, beta=beta)
+
+
+def _truth(tokens: Tokens, length: int) -> tuple[Tensor, Tensor]:
+    """Oracle over the first `length` tokens, from zero: outputs [length, HV, V] and the last state."""
+    HV, V, K = *tokens.v.shape[2:], tokens.q.shape[3]
+    outputs = []
+    state = torch.zeros(HV, V, K, dtype=torch.float64, device=tokens.v.device)
+    for o, after in reference.recurrent(_slice(tokens, 0, length), state):
+        outputs.append(o)
+        state = after
+    return torch.stack(outputs), state
+
+
+@torch.inference_mode()
+def life_of_a_request(model: Any, backend: str, device: torch.device, console: Console) -> bool:
+    """Three requests: prefilled together, decoded one step, four draft tokens verified, 0..4 of them accepted and flushed."""
+    texts = [layer_tokens(model, text + " is an object that") for text in PROMPTS]
+    lengths = [t.q.shape[1] - 1 - DRAFT for t in texts]
+    H, HV, K, V = texts[0].q.shape[2], texts[0].v.shape[2], texts[0].q.shape[3], texts[0].v.shape[3]
+    pool = torch.full((8, HV, V, K), math.nan, device=device)  # slots nobody owns stay poisoned
+    slots = torch.tensor([4, 1, 6], device=device)
+    table = Table("step", "tokens", "error against float64", "")
+    passed = True
+
+    def judge(step: str, tokens: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
+        nonlocal passed
+        worst = max(float((have.double() - want).norm() / want.norm()) for have, want in pairs)
+        ok = worst < 1e-5
+        passed &= ok
+        table.add_row(step, tokens, f"{worst:.1e}", "ok" if ok else "[red]wrong[/]")
+
+    packed = _join([_slice(t, 0, n) for t, n in zip(texts, lengths, strict=True)], 1)
+    ends = torch.tensor([0, *lengths], device=device).cumsum(0)
+    fresh = torch.zeros(3, dtype=torch.bool, device=device)
+    o, _ = api.prefill(
+        **packed._replace(cu_seqlens=ends)._asdict(), state=pool, state_indices=slots, has_initial_state=fresh, backend=backend
+    )
+    truth = [_truth(t, n) for t, n in zip(texts, lengths, strict=True)]
+    pairs = [(o[0, a:b], want) for a, b, (want, _) in zip(ends, ends[1:], truth, strict=False)]
+    judge(
+        "prefill, packed",
+        " + ".join(map(str, lengths)),
+        pairs + [(pool[s], want) for s, (_, want) in zip(slots, truth, strict=True)],
+    )
+
+    step = _join([_slice(t, n, n + 1) for t, n in zip(texts, lengths, strict=True)], 0)
+    o = api.decode(**step._asdict(), state=pool, state_indices=slots, backend=backend)
+    truth = [_truth(t, n + 1) for t, n in zip(texts, lengths, strict=True)]
+    pairs = [(o[n, 0], want[-1]) for n, (want, _) in enumerate(truth)]
+    judge("decode", "1 each", pairs + [(pool[s], want) for s, (_, want) in zip(slots, truth, strict=True)])
+
+    draft = _join([_slice(t, n + 1, n + 1 + DRAFT) for t, n in zip(texts, lengths, strict=True)], 0)
+    buffer = KVBuffer.empty(3, DRAFT, H, HV, K, V, gate="head", device=device)
+    frozen = pool.clone()
+    o = api.verify(**draft._asdict(), state=pool, state_indices=slots, buffer=buffer, backend=backend)
+    passed &= torch.equal(pool.nan_to_num(), frozen.nan_to_num())
+    ends_of_draft = [_truth(t, n + 1 + DRAFT) for t, n in zip(texts, lengths, strict=True)]
+    judge("verify, state frozen", f"{DRAFT} drafts each", [(o[n], want[-DRAFT:]) for n, (want, _) in enumerate(ends_of_draft)])
+
+    for accepted in range(DRAFT + 1):
+        counts = torch.tensor([accepted, DRAFT - accepted, accepted], dtype=torch.int32, device=device)
+        pool.copy_(frozen)
+        api.flush(pool, buffer, counts, state_indices=slots, backend=backend)
+        after = [_truth(t, n + 1 + m)[1] for t, n, m in zip(texts, lengths, counts.tolist(), strict=True)]
+        judge("flush", f"{counts.tolist()} accepted", [(pool[s], want) for s, want in zip(slots, after, strict=True)])
+    others = [s for s in range(8) if s not in slots.tolist()]
+    passed &= bool(pool[others].isnan().all())
+    console.print(table)
+    cached = 3 * DRAFT * HV * V * K * 4
+    console.print(
+        f"rollback memory for these drafts: {buffer.nbytes:,} bytes, where a state per token takes {cached:,}", highlight=False
+    )
+    console.print(api.explain("verify", **draft._asdict(), state=pool, state_indices=slots, buffer=buffer), highlight=False)
+    return passed

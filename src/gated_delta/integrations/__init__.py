@@ -1,0 +1,1 @@
+"""Adapters that give other libraries' interfaces to gated_delta's operations."""

@@ -1,0 +1,262 @@
+"""flash-linear-attention 0.6's four functions for GDN and KDA, forward pass, as calls of `gated_delta.prefill`.
+
+Parameter names, order, defaults and meaning are FLA's; what FLA takes from **kwargs is keyword-only here, so a typo is a TypeError.
+Common to all four, for B sequences of T tokens, or B = 1 and cu_seqlens [N+1] (gated_delta.prefill names the dimensions):
+
+    q, k [B, T, H, K], v [B, T, HV, V]      one dtype; copied where the last dimension is not contiguous
+    beta [B, T, HV]                         its logit with use_beta_sigmoid_in_kernel, doubled after it with allow_neg_eigval
+    A_log (HV elements), dt_bias            read with use_gate_in_kernel only; any float dtype, any shape
+    initial_state [N, HV, K, V]             [N, HV, V, K] with state_v_first; any float dtype; read, never written
+    returns (o [B, T, HV, V], final_state)  final_state fp32, laid out as initial_state, None unless asked for
+
+A K-first final_state is a transposed view of gated_delta's own layout, so that giving it back as initial_state copies nothing.
+What has no equivalent raises UnsupportedProblem and says what: gv, beta per value channel, cp_context, return_intermediate_states,
+inputs that require grad. chunk_size, chunk_indices, cu_seqlens_cpu, safe_gate, disable_recompute, use_graph and max_num_seqs choose
+between FLA's kernels: they are checked as FLA checks them, where that costs nothing, and change nothing.
+"""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+from torch import Tensor
+
+from ..api import prefill
+from ..problem import Gate, Tokens, UnsupportedProblem
+from ..reference import log_decay
+
+__all__ = ["chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda"]
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    cp_context: object | None = None,
+    *,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """GDN over whole sequences; see the module for what is common.
+
+    g: [B, T, HV], the log decay, or with use_gate_in_kernel the raw gate of -exp(A_log) * softplus(g + dt_bias), dt_bias [HV].
+    cu_seqlens_cpu and chunk_indices are ignored. Raises ValueError for a chunk_size other than 16, 32 or 64.
+    """
+    _rank("g", g, "B, T, HV")
+    _refuse("context parallelism (cp_context)", cp_context is not None)
+    _one_of("chunk_size", chunk_size, (16, 32, 64))
+    gate = _gate(g, use_gate_in_kernel, A_log, dt_bias)
+    tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
+    v_first = _state_v_first(state_v_first, transpose_state_layout)
+    return _prefill(tokens, allow_neg_eigval, initial_state, output_final_state, v_first)
+
+
+def fused_recurrent_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    gk: Tensor | None = None,
+    gv: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """GDN, usually for a few tokens; see the module for what is common.
+
+    g: [B, T, HV], as for chunk_gated_delta_rule. gk: [B, T, HV, K], a log decay per key channel, to which no gate is applied. The
+    two add up; without either nothing decays. beta: ones when None, before the sigmoid if there is one.
+    """
+    _refuse("a decay per value channel (gv)", gv is not None)
+    if use_gate_in_kernel and g is None:
+        raise ValueError("g: expected the raw gate with use_gate_in_kernel=True, got None")
+    gate = Gate.log()
+    if g is not None:
+        _rank("g", g, "B, T, HV")
+        gate = _gate(g, use_gate_in_kernel, A_log, dt_bias)
+    if gk is not None:
+        _rank("gk", gk, "B, T, HV, K")
+        if g is not None and g.shape != gk.shape[:3]:
+            raise ValueError(f"g: expected shape [B, T, HV] = {list(gk.shape[:3])}, as gk, got {list(g.shape)}")
+        g = gk if g is None else log_decay(g.flatten(0, 1), gate, torch.float32).view(*g.shape, 1) + gk
+        gate = Gate.log()
+    g = v.new_zeros(v.shape[:3]) if g is None else g
+    beta = v.new_ones(v.shape[:3]) if beta is None else beta
+    tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
+    v_first = _state_v_first(state_v_first, transpose_state_layout)
+    return _prefill(tokens, allow_neg_eigval, initial_state, output_final_state, v_first)
+
+
+def chunk_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    disable_recompute: bool = False,
+    return_intermediate_states: bool = False,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    cp_context: object | None = None,
+    use_graph: bool = False,
+    max_num_seqs: int | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """KDA over whole sequences; see the module for what is common.
+
+    g: [B, T, HV, K], the log decay, or with use_gate_in_kernel the raw gate of -exp(A_log) * softplus(g + dt_bias), or, given
+    lower_bound (below 0), of lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), where A_log=None is a rate of 1; dt_bias [HV * K].
+    disable_recompute and cu_seqlens_cpu are ignored. Raises ValueError for a chunk_size other than 32 or 64; for safe_gate with
+    use_gate_in_kernel and a lower_bound outside [-5, 0); for use_graph and other than max_num_seqs sequences in cu_seqlens.
+    """
+    _rank("g", g, "B, T, HV, K")
+    _refuse("context parallelism (cp_context)", cp_context is not None)
+    _refuse("the state at the start of every chunk (return_intermediate_states=True)", return_intermediate_states)
+    _one_of("chunk_size", chunk_size, (32, 64))
+    if safe_gate and use_gate_in_kernel and not (lower_bound is not None and -5 <= lower_bound < 0):
+        raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate and use_gate_in_kernel, got {lower_bound}")
+    if use_graph and cu_seqlens is not None and max_num_seqs not in (None, cu_seqlens.shape[0] - 1):
+        raise ValueError(f"cu_seqlens: expected max_num_seqs={max_num_seqs} sequences with use_graph, got {list(cu_seqlens.shape)}")
+    gate = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
+    v_first = _state_v_first(state_v_first, transpose_state_layout)
+    return _prefill(tokens, allow_neg_eigval, initial_state, output_final_state, v_first)
+
+
+def fused_recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False,
+    lower_bound: float | None = None,
+    state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None,
+    *,
+    transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """KDA, usually for a few tokens: arguments as for chunk_kda; see the module for what is common."""
+    _rank("g", g, "B, T, HV, K")
+    gate = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
+    tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
+    v_first = _state_v_first(state_v_first, transpose_state_layout)
+    return _prefill(tokens, allow_neg_eigval, initial_state, output_final_state, v_first)
+
+
+# ------------------------------------------------------------------------------------------------ shared
+
+
+def _prefill(
+    tokens: Tokens, double_beta: bool, initial_state: Tensor | None, output_final_state: bool, v_first: bool
+) -> tuple[Tensor, Tensor | None]:
+    """gated_delta.prefill with FLA's beta and state."""
+    q, k, v, beta = tokens.q, tokens.k, tokens.v, tokens.beta
+    _refuse("a write strength per value channel (beta [B, T, HV, V])", beta.ndim == 4)
+    if double_beta:
+        if not tokens.beta_logits:
+            raise ValueError("allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True beside it, got False")
+        tokens = tokens._replace(beta=2 * beta.float().sigmoid(), beta_logits=False)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    if initial_state is not None:
+        dims, want = ("V, K", [v.shape[-1], q.shape[-1]]) if v_first else ("K, V", [q.shape[-1], v.shape[-1]])
+        if list(initial_state.shape[-2:]) != want:
+            given = f"got {list(initial_state.shape)} with state_v_first={v_first}"
+            raise ValueError(f"initial_state: expected shape [N, HV, {dims}], where [{dims}] = {want}, {given}")
+        initial_state = (initial_state if v_first else initial_state.mT).float().contiguous()
+    tokens = tokens._replace(q=q, k=k, v=v)
+    o, final_state = prefill(**tokens._asdict(), initial_state=initial_state, output_final_state=output_final_state)
+    return o, final_state if final_state is None or v_first else final_state.mT
+
+
+def _gate(g: Tensor, active: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None) -> Gate:
+    """How to read g [B, T, HV] or [B, T, HV, K]; A_log and dt_bias come in whatever shape a checkpoint keeps them."""
+    if not active:
+        return Gate.log()
+    if A_log is None:
+        if lower_bound is None:
+            raise ValueError("A_log: expected a tensor with use_gate_in_kernel=True and no lower_bound, got None")
+        A_log = g.new_zeros(g.shape[2])
+    rate = _parameter("A_log", A_log, g.shape[2:3])
+    bias = None if dt_bias is None else _parameter("dt_bias", dt_bias, g.shape[2:])
+    return Gate.softplus(rate, bias) if lower_bound is None else Gate.lower_bound(rate, bias, lower_bound)
+
+
+def _parameter(name: str, x: Tensor, shape: torch.Size) -> Tensor:
+    if x.numel() != shape.numel():
+        raise ValueError(f"{name}: expected the elements of {list(shape)}, got shape {list(x.shape)}")
+    return x.float().reshape(shape)
+
+
+def _state_v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
+    """state_v_first, or its deprecated name, in which False also warns."""
+    if transpose_state_layout is None:
+        return state_v_first
+    if state_v_first:
+        raise ValueError("transpose_state_layout: expected None beside state_v_first, its new name, got a value")
+    warnings.warn("transpose_state_layout is FLA's old name of state_v_first", DeprecationWarning, stacklevel=3)
+    return transpose_state_layout
+
+
+def _rank(name: str, x: Tensor, dims: str) -> None:
+    if x.ndim != dims.count(",") + 1:
+        raise ValueError(f"{name}: expected [{dims}], got shape {list(x.shape)}")
+
+
+def _one_of(name: str, x: int, allowed: tuple[int, ...]) -> None:
+    if x not in allowed:
+        raise ValueError(f"{name}: expected one of {', '.join(map(str, allowed))}, got {x}")
+
+
+def _refuse(what: str, asked: bool) -> None:
+    if asked:
+        raise UnsupportedProblem("gated_delta cannot run this FLA call; it lacks", (what,))

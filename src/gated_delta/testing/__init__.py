@@ -1,0 +1,6 @@
+"""The one list of cases, and what it takes to judge a backend by it: inputs, the float64 oracle, comparison."""
+
+from .cases import Case, cases, quick_cases
+from .check import Result, run_case
+
+__all__ = ["Case", "Result", "cases", "quick_cases", "run_case"]

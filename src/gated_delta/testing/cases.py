@@ -1,0 +1,177 @@
+"""The one list of cases that the tests, `gated-delta check` and `gated-delta bench` share.
+
+Main factors are crossed in full; what else may vary (layout, input dtype, token counts, l2norm, ...) is drawn per case from a fixed
+seed, so that the list stays the same from run to run.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import random
+from dataclasses import dataclass
+
+import torch
+
+from ..problem import MAX_DRAFT, Problem
+
+OPS = ("prefill", "decode", "verify", "flush")
+AXES = ("head", "channel")
+DIMS = (64, 128)
+HEADS = ((4, 4), (4, 8), (16, 32), (16, 64))
+GATES = ("log", "softplus", "lower_bound")
+FAMILIES = ("typical", "saturated", "slow", "none")
+KEYS = ("random", "collinear")
+STATE_DTYPES = (torch.float32, torch.bfloat16)
+
+LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
+    "prefill": {
+        "dense": frozenset({"initial_state", "final_state"}),
+        "fused_qkv": frozenset(),
+        "packed": frozenset({"cu_seqlens_i32", "initial_state", "final_state"}),
+        "pool": frozenset({"pool", "state_indices_i64", "has_initial_state"}),
+        "packed_pool": frozenset({"cu_seqlens_i64", "pool", "state_indices_i32", "has_initial_state"}),
+    },
+    "decode": {
+        "dense": frozenset(),
+        "fused_qkv": frozenset({"state_indices_i64"}),
+        "pool": frozenset({"state_indices_i32"}),
+        "packed": frozenset({"cu_seqlens_i32", "state_indices_i32"}),
+        "write": frozenset({"state_indices_i64", "write_indices_i64"}),
+        "token_slots": frozenset({"state_indices_i32", "token_slots", "num_accepted_i32"}),
+        "packed_slots": frozenset({"cu_seqlens_i64", "state_indices_i64", "token_slots"}),
+        "intermediates": frozenset({"state_indices_i32", "intermediates"}),
+        "frozen": frozenset({"intermediates", "no_update"}),
+    },
+    "verify": {
+        "dense": frozenset(),
+        "fused_qkv": frozenset({"state_indices_i32"}),
+        "pool": frozenset({"state_indices_i64", "buffer_indices_i64"}),
+        "packed": frozenset({"cu_seqlens_i32", "state_indices_i32", "buffer_indices_i32"}),
+    },
+    "flush": {
+        "dense": frozenset(),
+        "pool": frozenset({"state_indices_i32", "buffer_indices_i32", "num_accepted_i32"}),
+        "write": frozenset({"state_indices_i64", "write_indices_i64", "num_accepted_i64"}),
+        "layers": frozenset({"state_indices_i32", "num_accepted_i32", "layers"}),
+    },
+}
+"""Layouts of each operation, with the `Problem.options` each stands for."""
+
+
+@dataclass(frozen=True)
+class Case:
+    """One call to judge a backend by. `problem` is what describing the call must give."""
+
+    op: str
+    axis: str
+    D: int
+    heads: tuple[int, int]
+    gate: str
+    family: str
+    keys: str
+    state_dtype: torch.dtype
+    layout: str
+    dtype: torch.dtype
+    g_dtype: torch.dtype
+    qk_l2norm: bool
+    beta_logits: bool
+    lengths: tuple[int, ...]
+    """Tokens of each sequence; all the same unless the layout is packed."""
+    seed: int
+
+    @property
+    def options(self) -> frozenset[str]:
+        return LAYOUTS[self.op][self.layout]
+
+    @property
+    def packed(self) -> bool:
+        return any(option.startswith("cu_seqlens") for option in self.options)
+
+    @property
+    def problem(self) -> Problem:
+        H, HV = self.heads
+        drafts = MAX_DRAFT if self.packed else self.lengths[0]
+        problem = Problem(
+            self.op,
+            self.axis,
+            H,
+            HV,
+            self.D,
+            self.D,
+            T=None if self.op == "prefill" else drafts,
+            state_dtype=self.state_dtype,
+            options=self.options,
+        )
+        if self.op == "flush":
+            return problem
+        return Problem(
+            **{
+                **vars(problem),
+                "gate": self.gate,
+                "dtype": self.dtype,
+                "g_dtype": self.g_dtype,
+                "beta_dtype": self.dtype,
+                "qk_l2norm": self.qk_l2norm,
+                "beta_logits": self.beta_logits,
+            }
+        )
+
+    @property
+    def label(self) -> str:
+        gate = f"{self.gate}_" if self.op == "flush" else ""
+        return f"{self.problem.label}/{gate}{self.family}-{self.keys}-{self.layout}"
+
+    def __str__(self) -> str:
+        return self.label
+
+
+def _lengths(op: str, packed: bool, HV: int, rng: random.Random) -> tuple[int, ...]:
+    if op == "prefill":
+        long = rng.choice((33, 64, 65, 70)) if HV > 16 else rng.choice((63, 64, 65, 130))
+        return rng.choice(((0, long, 1), (15, 0, long), (long, 2, 1, 0))) if packed else (long,) * rng.choice((1, 2))
+    if packed:
+        return tuple(rng.sample((0, 1, 2, 3, 5, 8, MAX_DRAFT), 4))
+    return (rng.choice((1, 1, 2, 3, 4, 6, 8, MAX_DRAFT)),) * rng.choice((1, 3))
+
+
+@functools.cache
+def cases(op: str) -> tuple[Case, ...]:
+    """Every case of an operation: all main factors crossed, the rest drawn from the case's own seed."""
+    made = []
+    crossed = itertools.product(AXES, DIMS, HEADS, GATES, FAMILIES, KEYS, STATE_DTYPES)
+    layouts = tuple(LAYOUTS[op])
+    for seed, (axis, D, heads, gate, family, keys, state_dtype) in enumerate(crossed):
+        rng = random.Random(f"{op}{seed}")
+        layout = rng.choice(layouts)
+        dtype = rng.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
+        packed = any(option.startswith("cu_seqlens") for option in LAYOUTS[op][layout])
+        made.append(
+            Case(
+                op,
+                axis,
+                D,
+                heads,
+                gate,
+                family,
+                keys,
+                # Nothing names a state dtype in a prefill without states: it computes in fp32.
+                torch.float32 if (op, layout) == ("prefill", "fused_qkv") else state_dtype,
+                layout,
+                dtype,
+                rng.choice((dtype, torch.float32)),
+                rng.random() < 0.75,
+                rng.random() < 0.5,
+                _lengths(op, packed, heads[1], rng),
+                seed,
+            )
+        )
+    return tuple(made)
+
+
+QUICK_STRIDE = 23  # coprime to every factor's period in the crossing, so every value of every factor turns up
+
+
+def quick_cases(op: str) -> tuple[Case, ...]:
+    """A small part of `cases(op)` in which every value of every factor occurs."""
+    return cases(op)[::QUICK_STRIDE]

@@ -1,0 +1,136 @@
+"""Run one case on one backend and judge every tensor it may write."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .. import api
+from ..problem import KVBuffer
+from .cases import Case
+from .compare import UNIT, Error, error, untouched
+from .inputs import Call, make
+from .oracle import expected
+
+_HEAD_DIM = {"o": 2, "final_state": 1, "state": 1, "intermediate_states": 2}
+
+
+@dataclass(frozen=True)
+class Result:
+    """Verdict on a case. errors: tensor -> (error, the plain implementation's error, unit). failures: what is wrong, in words."""
+
+    case: Case
+    errors: dict[str, tuple[Error, Error, float]]
+    failures: tuple[str, ...]
+    seconds: float
+
+    @property
+    def passed(self) -> bool:
+        return not self.failures
+
+
+def _snapshot(call: Call) -> dict[str, Tensor]:
+    """Copies of every tensor the call might write, poison and padding included."""
+    states = call.states
+    names = ("state", "intermediate_states", "initial_state")
+    kept = {name: states[name].clone() for name in names if isinstance(states.get(name), Tensor)}
+    if isinstance(states.get("buffer"), KVBuffer):
+        kept |= {f"buffer.{part}": getattr(states["buffer"], part).clone() for part in ("u", "k", "log_decay")}
+    return kept
+
+
+def _fill_buffer(call: Call, backend: str) -> None:
+    """The verify calls, one a layer, whose drafts flush is to fold."""
+    states = call.states
+    for layer, tokens in enumerate(call.tokens):
+        layered = states["state"].ndim == 5
+        api.verify(
+            **tokens._asdict(),
+            **call.verify_states,
+            state=states["state"][layer] if layered else states["state"],
+            buffer=states["buffer"].layer(layer) if layered else states["buffer"],
+            backend=backend,
+        )
+
+
+def run(call: Call, backend: str) -> dict[str, Tensor]:
+    """Run the call; the tensors it may have written, by name."""
+    states = call.states
+    if call.case.op == "prefill":
+        o, final_state = api.prefill(**call.arguments, backend=backend)
+        made = {"o": o, "final_state": final_state, "state": states["state"]}
+    elif call.case.op == "flush":
+        api.flush(**call.arguments, backend=backend)
+        made = {"state": states["state"]}
+    else:
+        o = getattr(api, call.case.op)(**call.arguments, backend=backend)
+        made = {"o": o, "state": states["state"], "intermediate_states": states.get("intermediate_states")}
+    return {name: x for name, x in made.items() if x is not None}
+
+
+def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Result:
+    """Judge the backend on the case. The backend runs first, so that no reused memory can hold the right answer."""
+    began = time.monotonic()
+    call = make(case, device)
+    if case.op == "flush":
+        _fill_buffer(call, backend)
+    before = _snapshot(call)
+    made = run(call, backend)
+    after = {name: x.clone() for name, x in made.items()}
+    for name in ("state", "intermediate_states"):  # the oracle reads the states as they were before the call
+        if name in before:
+            call.states[name].copy_(before[name])
+    truth = expected(call, torch.float64)
+    plain = expected(call, torch.float32, plain=True)
+
+    failures: list[str] = []
+    if case.op != "flush" and call.out is not None and made["o"].data_ptr() != call.out.data_ptr():
+        failures.append("out was given but not returned")
+    if set(truth) != set(after):
+        failures.append(f"tensors: expected {sorted(truth)}, got {sorted(after)}")
+    errors = {}
+    for name in set(truth) & set(after):
+        want, x = truth[name], after[name]
+        head_dim = _HEAD_DIM[name] + (1 if name == "state" and x.ndim == 5 else 0)
+        unit = UNIT[x.dtype]
+        baseline = plain[name]._replace(value=plain[name].value.to(x.dtype))
+        found, allowed = error(x, want, head_dim), error(baseline.value, want, head_dim)
+        errors[name] = (found, allowed, unit)
+        if not found.within(allowed, unit):
+            failures.append(f"{name}: error {found}, plain implementation {allowed}, unit {unit:.1e}")
+        unwritten = torch.zeros_like(x) if name in ("o", "final_state") else before[name]
+        if not untouched(x, unwritten, want):
+            failures.append(
+                f"{name}: {'rows of no active sequence are not zero' if name == 'o' else 'written where it must not be'}"
+            )
+    failures += _buffer_failures(call, before)
+    if "initial_state" in before and not torch.equal(call.states["initial_state"], before["initial_state"]):
+        failures.append("initial_state was written")
+    return Result(case, errors, tuple(failures), time.monotonic() - began)
+
+
+def _buffer_failures(call: Call, before: dict[str, Tensor]) -> list[str]:
+    """verify fills the rows of active sequences and no other; flush only reads."""
+    buffer = call.states.get("buffer")
+    if buffer is None:
+        return []
+    failures = []
+    for part in ("u", "k", "log_decay"):
+        x, was = getattr(buffer, part), before[f"buffer.{part}"]
+        if call.case.op == "flush":
+            if not torch.equal(x.nan_to_num(7.0), was.nan_to_num(7.0)):
+                failures.append(f"buffer.{part}: flush wrote to it")
+            continue
+        N = len(call.case.lengths)
+        rows = list(range(N)) if call.states["buffer_indices"] is None else call.states["buffer_indices"].tolist()
+        slots = list(range(N)) if call.states["state_indices"] is None else call.states["state_indices"].tolist()
+        active = {row for row, slot in zip(rows, slots, strict=True) if min(row, slot) >= 0}
+        for row in range(x.shape[0]):
+            if row in active and bool(x[row].isnan().any()):
+                failures.append(f"buffer.{part}: row {row} was not filled")
+            if row not in active and not bool(x[row].isnan().all()):
+                failures.append(f"buffer.{part}: row {row} of no active sequence was written")
+    return failures

@@ -1,0 +1,253 @@
+"""Tensors for a case: seeded, with hostile strides, poisoned buffers and the gate family and keys it names."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from ..problem import Gate, KVBuffer, Tokens
+from .cases import Case
+
+LAYERS = 3
+
+
+@dataclass
+class Call:
+    """Arguments of one call. `tokens` has one entry a layer; `states` are the operation's own arguments."""
+
+    case: Case
+    tokens: list[Tokens]
+    states: dict[str, Any]
+    out: Tensor | None
+    starts: tuple[int, ...]
+    verify_states: dict[str, Any] = field(default_factory=dict)
+    """For flush: what the verify call that fills the buffer takes beside tokens."""
+
+    @property
+    def arguments(self) -> dict[str, Any]:
+        """Keyword arguments of the public operation."""
+        if self.case.op == "flush":
+            return dict(self.states)
+        return {**self.tokens[0]._asdict(), **self.states, "out": self.out}
+
+    def sequence(self, n: int, layer: int = 0) -> Tokens:
+        """Tokens of sequence n alone, [1, T, ...]."""
+        t, start, length = self.tokens[layer], self.starts[n], self.case.lengths[n]
+        rows = (slice(0, 1), slice(start, start + length)) if self.case.packed else (slice(n, n + 1),)
+        return t.map(lambda x: x[rows])._replace(cu_seqlens=None)
+
+
+def make(case: Case, device: torch.device | str = "cpu") -> Call:
+    rng = torch.Generator().manual_seed(case.seed)
+    N = len(case.lengths)
+    layers = LAYERS if "layers" in case.options else 1
+    pooled = any(option.startswith("state_indices") for option in case.options)
+    inactive = N - 1 if pooled and N > 1 else None
+    tokens = [_tokens(case, rng, device, inactive) for _ in range(layers)]
+    out = torch.full_like(tokens[0].v, math.nan)
+    starts = tuple(sum(case.lengths[:n]) for n in range(N))
+    call = Call(case, tokens, {}, out, starts)
+    {"prefill": _prefill_states, "decode": _decode_states, "verify": _verify_states, "flush": _flush_states}[case.op](
+        call, rng, torch.device(device), inactive
+    )
+    return call
+
+
+# ------------------------------------------------------------------------------------------------ tokens
+
+
+def _raw_gate(case: Case, shape: tuple[int, ...], rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+    """g, A_log, dt_bias (fp32) of the case's family: what trained models do, the bound, hardly any decay, none at all."""
+    HV, channels = case.heads[1], shape[3:]
+    noise = torch.randn(shape, generator=rng)
+    A_log = torch.empty(HV).uniform_(1, 16, generator=rng).log()
+    dt_bias = torch.randn(HV, *channels, generator=rng)
+    if case.gate == "log":
+        g = {
+            "typical": -F.softplus(noise),
+            "saturated": torch.where(noise > 1.5, -300.0, -5.0),
+            "slow": -1e-3 * noise.abs(),
+            "none": torch.zeros(shape),
+        }[case.family]
+    else:
+        A_log = A_log if case.gate == "softplus" else A_log / 4
+        g = {"typical": noise - 2, "saturated": noise + 40, "slow": noise - 12, "none": noise - 1e4}[case.family]
+    return g, A_log, dt_bias
+
+
+def _tokens(case: Case, rng: torch.Generator, device: torch.device | str, inactive: int | None) -> Tokens:
+    (H, HV), D, N = case.heads, case.D, len(case.lengths)
+    total = sum(case.lengths)
+    spare = 3 if case.packed else 0  # packed rows past the last sequence belong to nobody
+    lead = (1, total + spare) if case.packed else (N, case.lengths[0])
+    q = torch.randn(*lead, H, D, generator=rng)
+    k = torch.randn(*lead, H, D, generator=rng)
+    if case.keys == "collinear":
+        k = torch.randn(1, 1, H, D, generator=rng) + 0.02 * k
+    if not case.qk_l2norm:
+        q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
+    v = torch.randn(*lead, HV, D, generator=rng)
+    g, A_log, dt_bias = _raw_gate(case, (*lead, HV) + ((D,) if case.axis == "channel" else ()), rng)
+    beta = torch.randn(*lead, HV, generator=rng) * 2 + (4 if case.keys == "collinear" else 0)
+    if not case.beta_logits:
+        beta = beta.sigmoid() * 2
+        edge = torch.rand(beta.shape, generator=rng)
+        beta = torch.where(edge < 0.1, 0.0, torch.where(edge > 0.9, 2.0, torch.where((edge > 0.4) & (edge < 0.5), 1.0, beta)))
+    k[:, -1:, :, :] *= torch.rand(1, 1, H, 1, generator=rng) > 0.5  # some zero key rows
+
+    dead = slice(total - case.lengths[inactive], total) if inactive is not None and case.packed else None
+
+    def finished(x: Tensor, dtype: torch.dtype) -> Tensor:
+        x = x.to(dtype)
+        if inactive is not None:  # nothing of an inactive sequence may reach anybody
+            x[(slice(None), dead) if dead else (inactive,)] = math.nan
+        if spare:
+            x[:, total:] = math.nan
+        return x.to(device)
+
+    q, k, v = (finished(x, case.dtype) for x in (q, k, v))
+    if case.layout == "fused_qkv":
+        q, k, v = _fused(q, k, v)
+    gate = {
+        "log": lambda: Gate.log(),
+        "softplus": lambda: Gate.softplus(A_log.to(device), dt_bias.to(device) if case.seed % 3 else None),
+        "lower_bound": lambda: Gate.lower_bound(
+            A_log.to(device), dt_bias.to(device, torch.bfloat16), -5.0 if case.seed % 2 else -3.0
+        ),
+    }[case.gate]()
+    cu_seqlens = None
+    if case.packed:
+        ends = torch.tensor([0, *case.lengths]).cumsum(0)
+        cu_seqlens = ends.to(device, torch.int32 if "cu_seqlens_i32" in case.options else torch.int64)
+    scale = None if case.seed % 5 else 0.25
+    return Tokens(
+        q, k, v, finished(g, case.g_dtype), finished(beta, case.dtype), gate, scale, case.qk_l2norm, case.beta_logits, cu_seqlens
+    )
+
+
+def _fused(*parts: Tensor) -> tuple[Tensor, ...]:
+    """q, k and v as slices of one fused projection, as a model's QKV comes."""
+    fused = torch.cat([x.flatten(2) for x in parts], -1)
+    sizes = [x.shape[2] * x.shape[3] for x in parts]
+    return tuple(y.unflatten(-1, x.shape[2:]) for x, y in zip(parts, fused.split(sizes, -1), strict=True))
+
+
+# ------------------------------------------------------------------------------------------------ states
+
+
+def _pool(case: Case, slots: int, used: list[int], rng: torch.Generator, device: torch.device) -> Tensor:
+    """A pool whose slots lie apart in memory, every unused one and all padding full of NaN."""
+    HV, D = case.heads[1], case.D
+    storage = torch.full((slots, HV * D * D + 24), math.nan, dtype=case.state_dtype, device=device)
+    pool = storage[:, : HV * D * D].view(slots, HV, D, D)
+    pool[used] = (torch.randn(len(used), HV, D, D, generator=rng) / 2).to(device, case.state_dtype)
+    return pool
+
+
+def _index(values: list[int] | list[list[int]], case: Case, name: str, device: torch.device) -> Tensor:
+    dtype = torch.int64 if f"{name}_i64" in case.options else torch.int32
+    return torch.tensor(values, dtype=dtype, device=device)
+
+
+def _prefill_states(call: Call, rng: torch.Generator, device: torch.device, inactive: int | None) -> None:
+    case, N = call.case, len(call.case.lengths)
+    HV, D = case.heads[1], case.D
+    states: dict[str, Any] = dict(initial_state=None, output_final_state="final_state" in case.options)
+    states |= dict(state=None, state_indices=None, has_initial_state=None)
+    if "initial_state" in case.options:
+        states["initial_state"] = (torch.randn(N, HV, D, D, generator=rng) / 2).to(device, case.state_dtype)
+    if "pool" in case.options:
+        slots = [2 * n + 1 for n in reversed(range(N))]
+        resumed = [(n + case.seed) % 2 == 0 for n in range(N)]  # a fresh sequence's slot still holds another's NaN
+        states["state"] = _pool(case, 2 * N + 1, [s for s, r in zip(slots, resumed, strict=True) if r], rng, device)
+        slots = [-1 if n == inactive else s for n, s in enumerate(slots)]
+        states["state_indices"] = _index(slots, case, "state_indices", device)
+        states["has_initial_state"] = torch.tensor(resumed, device=device)
+    call.states = states
+
+
+def _decode_states(call: Call, rng: torch.Generator, device: torch.device, inactive: int | None) -> None:
+    case, N = call.case, len(call.case.lengths)
+    HV, D, T = case.heads[1], case.D, max(call.case.lengths)
+    states: dict[str, Any] = dict(state_indices=None, write_indices=None, num_accepted=None, intermediate_states=None)
+    states["update_state"] = "no_update" not in case.options
+    slots = [2 * n + 1 for n in reversed(range(N))]
+    if "token_slots" in case.options:
+        width = T + (1 if case.packed else 0)
+        rows = [[1 + n * width + t for t in range(width)] for n in range(N)]
+        accepted = [(n * 3 + case.seed) % (width + 3) - 1 for n in range(N)]  # past both ends: it is clamped
+        given = any(option.startswith("num_accepted") for option in case.options)
+        reads = [min(max(m, 1), width) - 1 if given else 0 for m in accepted]
+        states["state"] = _pool(case, N * width + 2, [rows[n][reads[n]] for n in range(N)], rng, device)
+        rows = [[-1] * width if n == inactive else row for n, row in enumerate(rows)]
+        if width > 1 and inactive != 0 and reads[0] != width - 1:
+            rows[0][width - 1] = -1  # a token whose state nobody wants
+        states["state_indices"] = _index(rows, case, "state_indices", device)
+        states["num_accepted"] = _index(accepted, case, "num_accepted", device) if given else None
+    elif any(option.startswith("state_indices") for option in case.options):
+        states["state"] = _pool(case, 3 * N + 2, slots, rng, device)
+        states["state_indices"] = _index([-1 if n == inactive else s for n, s in enumerate(slots)], case, "state_indices", device)
+    else:
+        states["state"] = _pool(case, N + 1, list(range(N)), rng, device)
+    if any(option.startswith("write_indices") for option in case.options):
+        writes = [2 * N + 1 + n for n in range(N)]
+        writes[0] = -1  # drops the write, not the outputs
+        states["write_indices"] = _index(writes, case, "write_indices", device)
+    if "intermediates" in case.options:
+        shape = (N + 2, T + 1, HV, D, D)
+        states["intermediate_states"] = torch.full(shape, math.nan, dtype=case.state_dtype, device=device)
+    call.states = states
+
+
+def _buffer(case: Case, rows: int, device: torch.device, layers: int | None = None) -> KVBuffer:
+    H, HV = case.heads
+    T = case.problem.T
+    assert T is not None
+    buffer = KVBuffer.empty(rows, T, H, HV, case.D, case.D, gate=case.axis, num_layers=layers, device=device)
+    for x in (buffer.u, buffer.k, buffer.log_decay):
+        x.fill_(math.nan)
+    return buffer
+
+
+def _verify_states(call: Call, rng: torch.Generator, device: torch.device, inactive: int | None) -> None:
+    case, N = call.case, len(call.case.lengths)
+    states: dict[str, Any] = dict(state_indices=None, buffer_indices=None)
+    slots = list(range(N))
+    if any(option.startswith("state_indices") for option in case.options):
+        slots = [2 * n + 1 for n in reversed(range(N))]
+        masked = [-1 if n == inactive else s for n, s in enumerate(slots)]
+        states["state_indices"] = _index(masked, case, "state_indices", device)
+    states["state"] = _pool(case, 2 * N + 1, slots, rng, device)
+    if any(option.startswith("buffer_indices") for option in case.options):
+        states["buffer_indices"] = _index([N - n for n in range(N)], case, "buffer_indices", device)
+    states["buffer"] = _buffer(case, N + 2, device)
+    call.states = states
+
+
+def _flush_states(call: Call, rng: torch.Generator, device: torch.device, inactive: int | None) -> None:
+    case, N = call.case, len(call.case.lengths)
+    T = case.lengths[0]
+    layers = LAYERS if "layers" in case.options else None
+    indexed = any(option.startswith("state_indices") for option in case.options)
+    slots = [2 * n + 1 for n in reversed(range(N))] if indexed else list(range(N))
+    masked = [-1 if n == inactive else s for n, s in enumerate(slots)]
+    pools = [_pool(case, 3 * N + 2, slots, rng, device) for _ in range(layers or 1)]
+    states: dict[str, Any] = dict(state=torch.stack(pools) if layers else pools[0])
+    states["state_indices"] = _index(masked, case, "state_indices", device) if indexed else None
+    states["write_indices"] = states["buffer_indices"] = None
+    if any(option.startswith("write_indices") for option in case.options):
+        states["write_indices"] = _index([2 * N + 1 + n for n in range(N)], case, "write_indices", device)
+    rows = [n + 1 for n in reversed(range(N))]
+    if any(option.startswith("buffer_indices") for option in case.options):
+        states["buffer_indices"] = _index(rows, case, "buffer_indices", device)
+    counted = any(option.startswith("num_accepted") for option in case.options)
+    counts = [(case.seed + n) % (T + 2) for n in range(N)]  # from 0 to one past the end
+    states["num_accepted"] = _index(counts, case, "num_accepted", device) if counted else counts[0]
+    states["buffer"] = _buffer(case, N + 2 if counted or indexed else N, device, layers)
+    call.states = states
+    call.verify_states = {name: states[name] for name in ("state_indices", "buffer_indices")}

@@ -1,0 +1,146 @@
+"""What each operation must give: per-sequence token loops over the one definition, in any dtype.
+
+In float64 this is the truth. In float32 with states stored in their own dtype it is the plain implementation whose error sets the
+tolerance. It shares nothing with the reference backend but `reference.recurrent`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..reference import recurrent
+from .inputs import Call
+
+
+class Expected(NamedTuple):
+    """A tensor after the call: `value`, right where `written` (a mask over leading dimensions) is set; elsewhere untouched."""
+
+    value: Tensor
+    written: Tensor
+
+
+def _blank(x: Tensor, dims: int, dtype: torch.dtype) -> Expected:
+    return Expected(x.to(dtype), torch.zeros(x.shape[:dims], dtype=torch.bool, device=x.device))
+
+
+def _put(expected: Expected, index: tuple[int, ...], value: Tensor) -> None:
+    expected.value[index] = value.to(expected.value.dtype)
+    expected.written[index] = True
+
+
+def expected(call: Call, dtype: torch.dtype, plain: bool = False) -> dict[str, Expected]:
+    """Every tensor the call may write, by name; `plain` rounds stored states as a pool of their dtype would."""
+    functions: dict[str, Callable[..., dict[str, Expected]]] = {
+        "prefill": _prefill,
+        "decode": _decode,
+        "verify": _verify,
+        "flush": _flush,
+    }
+    return functions[call.case.op](call, dtype, plain)
+
+
+def _outputs(call: Call, dtype: torch.dtype) -> Expected:
+    """Outputs are zero wherever no active sequence has a token."""
+    return _blank(torch.zeros_like(call.tokens[0].v), 2, dtype)
+
+
+def _at(call: Call, n: int, t: int) -> tuple[int, int]:
+    return (0, call.starts[n] + t) if call.case.packed else (n, t)
+
+
+def _rows(indices: Tensor | None, N: int) -> list[int]:
+    return list(range(N)) if indices is None else indices.tolist()
+
+
+def _prefill(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
+    states, N = call.states, len(call.case.lengths)
+    HV, D = call.case.heads[1], call.case.D
+    o = _outputs(call, dtype)
+    zero = torch.zeros(HV, D, D, dtype=dtype, device=o.value.device)
+    pool = states["state"]
+    result = {"o": o}
+    if pool is not None:
+        result["state"] = _blank(pool, 1, dtype)
+    elif states["output_final_state"]:
+        kept = call.case.state_dtype if states["initial_state"] is not None else torch.float32
+        result["final_state"] = _blank(torch.zeros(N, HV, D, D, dtype=kept, device=zero.device), 1, dtype)
+    slots = _rows(states["state_indices"], N)
+    for n in range(N):
+        if slots[n] < 0:
+            continue
+        state = zero
+        if pool is not None and bool(states["has_initial_state"][n]):
+            state = pool[slots[n]].to(dtype)
+        elif states["initial_state"] is not None:
+            state = states["initial_state"][n].to(dtype)
+        for t, (o_t, after) in enumerate(recurrent(call.sequence(n), state, dtype)):
+            _put(o, _at(call, n, t), o_t)
+            state = after
+        if pool is not None:
+            _put(result["state"], (slots[n],), state)
+        elif "final_state" in result:
+            _put(result["final_state"], (n,), state)
+    return result
+
+
+def _decode(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
+    states, N = call.states, len(call.case.lengths)
+    pool, steps = states["state"], states["intermediate_states"]
+    o, after_all = _outputs(call, dtype), _blank(pool, 1, dtype)
+    result = {"o": o, "state": after_all}
+    if steps is not None:
+        result["intermediate_states"] = _blank(steps, 2, dtype)
+    indices, accepted = states["state_indices"], states["num_accepted"]
+    for n in range(N):
+        row = [n] if indices is None else indices[n].reshape(-1).tolist()
+        per_token = indices is not None and indices.ndim == 2
+        m = 1 if accepted is None else min(max(int(accepted[n]), 1), len(row))
+        read = row[m - 1]
+        if read < 0:
+            continue
+        state = pool[read].to(dtype)
+        for t, (o_t, after) in enumerate(recurrent(call.sequence(n), state, dtype, call.case.state_dtype if plain else None)):
+            _put(o, _at(call, n, t), o_t)
+            state = after
+            if steps is not None:
+                _put(result["intermediate_states"], (n, t), state)
+            if per_token and states["update_state"] and row[t] >= 0:
+                _put(after_all, (row[t],), state)
+        write = read if states["write_indices"] is None else int(states["write_indices"][n])
+        if not per_token and states["update_state"] and write >= 0:
+            _put(after_all, (write,), state)
+    return result
+
+
+def _verify(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
+    states, N = call.states, len(call.case.lengths)
+    o = _outputs(call, dtype)
+    slots, rows = _rows(states["state_indices"], N), _rows(states["buffer_indices"], N)
+    for n in range(N):
+        if min(slots[n], rows[n]) >= 0:
+            for t, (o_t, _) in enumerate(recurrent(call.sequence(n), states["state"][slots[n]], dtype)):
+                _put(o, _at(call, n, t), o_t)
+    return {"o": o, "state": _blank(states["state"], 1, dtype)}
+
+
+def _flush(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
+    states, N = call.states, len(call.case.lengths)
+    layered = states["state"].ndim == 5
+    result = _blank(states["state"], 2 if layered else 1, dtype)
+    reads = _rows(states["state_indices"], N)
+    writes = reads if states["write_indices"] is None else states["write_indices"].tolist()
+    counts = states["num_accepted"]
+    for layer, n in ((layer, n) for layer in range(len(call.tokens)) for n in range(N)):
+        m = int(counts[n]) if isinstance(counts, Tensor) else counts
+        if min(reads[n], writes[n]) < 0 or (m == 0 and reads[n] == writes[n]):
+            continue
+        state = (states["state"][layer] if layered else states["state"])[reads[n]].to(dtype)
+        for t, (_, after) in enumerate(recurrent(call.sequence(n, layer), state, dtype)):
+            if t < m:
+                state = after
+        _put(result, (layer, writes[n]) if layered else (writes[n],), state)
+    return {"state": result}

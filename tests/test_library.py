@@ -1,0 +1,149 @@
+"""torch.library: schemas, fakes, opcheck, torch.compile without graph breaks."""
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+import gated_delta as gd
+from calls import buffer, call, pool, tokens, verified
+from gated_delta import api
+from gated_delta.problem import Tokens
+
+A_LOG = torch.linspace(-1, 1, 4)
+
+
+def flat(gate=None, **changes):
+    return api._flat(Tokens(**{**tokens(), "gate": gate or gd.Gate.log(), **changes}))
+
+
+def op_samples():
+    parts = dict(zip(("buffer_u", "buffer_k", "buffer_log_decay"), vars(verified()).values()))
+    none = dict(initial_state=None, state=None, state_indices=None, has_initial_state=None, final_state=None)
+    out = dict(out=torch.zeros(2, 3, 4, 6), backend="reference")
+    slots = torch.tensor([3, -1])
+    decode = dict(write_indices=None, num_accepted=None, intermediate_states=None, update_state=True)
+    return [
+        ("prefill", flat(), {**none, **out}),
+        ("prefill", flat(gd.Gate.softplus(A_LOG)), {**none, "final_state": torch.zeros(2, 4, 6, 8), **out}),
+        ("prefill", flat(), {**none, "state": pool(), "state_indices": slots, **out}),
+        ("decode", flat(gd.Gate.lower_bound(A_LOG)), {**decode, "state": pool(), "state_indices": slots, **out}),
+        (
+            "decode",
+            flat(),
+            {**decode, "state": pool(), "state_indices": None, "intermediate_states": torch.zeros(2, 3, 4, 6, 8), **out},
+        ),
+        ("verify", flat(), {**parts, "state": pool(), "state_indices": slots, "buffer_indices": None, **out}),
+        (
+            "flush",
+            (pool(),),
+            {
+                **parts,
+                "count": None,
+                "counts": torch.tensor([1, 3]),
+                "state_indices": None,
+                "write_indices": None,
+                "buffer_indices": None,
+                "backend": "reference",
+            },
+        ),
+    ]
+
+
+@pytest.mark.parametrize("sample", range(len(op_samples())))
+def test_opcheck(sample):
+    name, args, kwargs = op_samples()[sample]
+    torch.library.opcheck(getattr(torch.ops.gated_delta, name).default, args, kwargs)
+
+
+def both_ways(function, arguments):
+    """Results and every tensor argument, eager and compiled into one graph."""
+    results = []
+    for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
+        torch._dynamo.reset()
+        given = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+        results.append((run(given), given))
+    return results
+
+
+def same(a, b):
+    if isinstance(a, torch.Tensor):
+        assert torch.equal(a.nan_to_num(9.0), b.nan_to_num(9.0))
+    elif isinstance(a, (tuple, list)):
+        for x, y in zip(a, b, strict=True):
+            same(x, y)
+    elif isinstance(a, dict):
+        for name in a:
+            same(a[name], b[name])
+    else:
+        assert a == b
+
+
+@pytest.mark.parametrize("given_out", [False, True])
+def test_prefill_compiles_whole(given_out):
+    arguments = {**tokens(), "initial_state": pool(2), "out": torch.zeros(2, 3, 4, 6) if given_out else None}
+    run = lambda a: gd.prefill(**a, gate=gd.Gate.softplus(A_LOG), output_final_state=True, backend="reference")
+    (eager, seen), (compiled, seen_compiled) = both_ways(run, arguments)
+    same(eager, compiled)
+    same(seen, seen_compiled)
+
+
+def test_pooled_prefill_compiles_whole():
+    arguments = {
+        **tokens(),
+        "state": pool(),
+        "state_indices": torch.tensor([4, -1]),
+        "has_initial_state": torch.tensor([True, False]),
+    }
+    (eager, seen), (compiled, seen_compiled) = both_ways(lambda a: gd.prefill(**a, backend="reference"), arguments)
+    same(eager, compiled)
+    same(seen, seen_compiled)
+
+
+def test_decode_compiles_whole_and_mutates_its_pool():
+    arguments = {
+        **tokens(),
+        "state": pool(),
+        "intermediate_states": torch.zeros(2, 3, 4, 6, 8),
+        "state_indices": torch.tensor([4, 0]),
+    }
+    (eager, seen), (compiled, seen_compiled) = both_ways(lambda a: gd.decode(**a, backend="reference") * 2, arguments)
+    same(eager, compiled)
+    same(seen, seen_compiled)
+    assert not torch.equal(seen_compiled["state"], pool())
+
+
+def test_verify_then_flush_compile_whole():
+    def chain(a):
+        made = gd.KVBuffer(a["u"], a["k"], a["log_decay"])
+        o = gd.verify(**a["tokens"], state=a["state"], buffer=made, backend="reference")
+        gd.flush(a["state"], made, a["counts"], backend="reference")
+        gd.flush(a["state"], made, 1, state_indices=a["counts"], backend="reference")
+        return o
+
+    arguments = {**vars(buffer()), "state": pool(), "counts": torch.tensor([1, 3]), "tokens": tokens()}
+    (eager, seen), (compiled, seen_compiled) = both_ways(chain, arguments)
+    same(eager, compiled)
+    same(seen, seen_compiled)
+
+
+def test_inductor_compiles_a_decode_step():
+    torch._dynamo.reset()
+    step = torch.compile(lambda t, s: gd.decode(**t, state=s, backend="reference").sum(-1), fullgraph=True)
+    compiled, eager = pool(), pool()
+    got = step(tokens(), compiled)
+    torch.testing.assert_close(got, gd.decode(**tokens(), state=eager, backend="reference").sum(-1))
+    assert torch.equal(compiled, eager)
+
+
+def test_fake_tensors_run_nothing():
+    with FakeTensorMode(allow_non_fake_inputs=False) as mode:
+        fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in call("decode").items()}
+        o = gd.decode(**fake, backend="reference")
+    assert o.shape == (2, 3, 4, 6)
+
+
+def test_a_bad_call_raises_in_a_compiled_graph_too():
+    torch._dynamo.reset()
+    step = torch.compile(lambda t, s: gd.decode(**t, state=s, backend="reference"), fullgraph=True, backend="aot_eager")
+    with pytest.raises(Exception, match="state: expected shape"):
+        step(tokens(), torch.zeros(5, 4, 8, 6))

@@ -1,0 +1,276 @@
+"""Bad calls: each raises the right error naming the argument, and writes nothing."""
+
+import pytest
+import torch
+
+import gated_delta as gd
+from calls import HV, H, K, N, P, T, V, buffer, call, pool, tokens, writable
+from gated_delta.problem import describe_decode, describe_flush, describe_prefill, describe_verify
+from gated_delta.testing import cases
+from gated_delta.testing.inputs import make
+
+i32, i64, f32, bf16, fp16, f64 = torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16, torch.float64
+
+
+def ints(*values, dtype=i32):
+    return torch.tensor(values, dtype=dtype)
+
+
+def last_dim_strided(*shape):
+    return torch.zeros(*shape[:-1], 2 * shape[-1])[..., ::2]
+
+
+def packed(*ends, dtype=i32):
+    return {**tokens(1, ends[-1] if ends else 4), "cu_seqlens": ints(*ends, dtype=dtype)}
+
+
+# operation, what replaces the valid call's arguments, error, what its text must hold
+BAD = [
+    # who is not a tensor, and of which dtype
+    ("prefill", dict(q=[1.0]), TypeError, "q: expected a torch.Tensor, got list"),
+    ("prefill", dict(k=None), TypeError, "k: expected a torch.Tensor, got NoneType"),
+    ("prefill", dict(q=torch.zeros(N, T, H, K, dtype=f64)), TypeError, "q: expected dtype .*got torch.float64"),
+    ("prefill", dict(q=torch.zeros(N, T, H, K, dtype=i64)), TypeError, "q: expected dtype .*got torch.int64"),
+    ("prefill", dict(k=torch.zeros(N, T, H, K, dtype=bf16)), TypeError, "k: expected dtype torch.float32, got torch.bfloat16"),
+    ("prefill", dict(v=torch.zeros(N, T, HV, V, dtype=fp16)), TypeError, "v: expected dtype torch.float32, got torch.float16"),
+    ("prefill", dict(g=torch.zeros(N, T, HV, dtype=f64)), TypeError, "g: expected dtype"),
+    ("prefill", dict(beta=torch.zeros(N, T, HV, dtype=torch.bool)), TypeError, "beta: expected dtype"),
+    ("decode", dict(state=torch.zeros(P, HV, V, K, dtype=fp16)), TypeError, "state: expected dtype .*got torch.float16"),
+    ("decode", dict(state=None), TypeError, "state: expected a torch.Tensor, got NoneType"),
+    ("decode", dict(state_indices=torch.zeros(N)), TypeError, "state_indices: expected dtype torch.int32 or torch.int64"),
+    ("decode", dict(state_indices=ints(0, 1, dtype=torch.int16)), TypeError, "state_indices: expected dtype"),
+    ("decode", dict(state_indices=[0, 1]), TypeError, "state_indices: expected a torch.Tensor, got list"),
+    ("decode", dict(write_indices=torch.zeros(N)), TypeError, "write_indices: expected dtype"),
+    ("decode", dict(update_state=1), TypeError, "update_state: expected True or False, got int"),
+    ("decode", dict(qk_l2norm="yes"), TypeError, "qk_l2norm: expected True or False, got str"),
+    ("decode", dict(beta_logits=None), TypeError, "beta_logits: expected True or False"),
+    ("decode", dict(scale="0.5"), TypeError, "scale: expected a number, got str"),
+    ("decode", dict(scale=True), TypeError, "scale: expected a number, got bool"),
+    ("decode", dict(gate="softplus"), TypeError, "gate: expected a gated_delta.Gate, got str"),
+    ("decode", dict(out=torch.zeros(N, T, HV, V, dtype=bf16)), TypeError, "out: expected dtype torch.float32, got torch.bfloat16"),
+    ("decode", dict(intermediate_states=torch.zeros(N, T, HV, V, K, dtype=bf16)), TypeError, "intermediate_states: expected dtype"),
+    ("prefill", dict(initial_state=torch.zeros(N, HV, V, K, dtype=f64)), TypeError, "initial_state: expected dtype"),
+    ("prefill", dict(output_final_state=None), TypeError, "output_final_state: expected True or False"),
+    ("prefill", dict(state=pool(), has_initial_state=ints(1, 0)), TypeError, "has_initial_state: expected dtype torch.bool"),
+    ("prefill", {**tokens(1, 4), "cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "cu_seqlens: expected dtype"),
+    ("verify", dict(buffer=torch.zeros(3)), TypeError, "buffer: expected a gated_delta.KVBuffer, got Tensor"),
+    ("verify", dict(buffer=gd.KVBuffer(*(x.bfloat16() for x in vars(buffer()).values()))), TypeError, "buffer.u: expected dtype"),
+    ("flush", dict(num_accepted=1.0), TypeError, "num_accepted: expected an int or an int tensor"),
+    ("flush", dict(num_accepted=True), TypeError, "num_accepted: expected an int or an int tensor"),
+    ("flush", dict(num_accepted=torch.ones(N)), TypeError, "num_accepted: expected dtype"),
+    # shapes
+    ("prefill", dict(q=torch.zeros(T, H, K)), ValueError, r"q: expected 4 dimensions \[B, T, H, K\], got shape"),
+    ("prefill", dict(k=torch.zeros(N, T, H, K + 1)), ValueError, rf"k: expected shape .*= \[{N}, {T}, {H}, {K}\], got"),
+    ("prefill", dict(k=torch.zeros(N, T + 1, H, K)), ValueError, "k: expected shape"),
+    ("prefill", dict(v=torch.zeros(N, T, 3, V)), ValueError, "beta: expected shape|g: expected shape"),
+    ("prefill", dict(g=torch.zeros(N, T)), ValueError, r"g: expected \[N, T, HV\] \(GDN\) or \[N, T, HV, K\] \(KDA\)"),
+    ("prefill", dict(g=torch.zeros(N, T, H)), ValueError, "g: expected shape"),
+    ("prefill", dict(g=torch.zeros(N, T, HV, V)), ValueError, "g: expected shape"),
+    ("prefill", dict(beta=torch.zeros(N, T, HV, V)), ValueError, "beta: expected 3 dimensions"),
+    (
+        "prefill",
+        dict(v=torch.zeros(N, T, 3, V), g=torch.zeros(N, T, 3), beta=torch.zeros(N, T, 3)),
+        ValueError,
+        "v: expected HV to be a multiple of H=2",
+    ),
+    ("prefill", dict(q=torch.zeros(N, T, 0, K), k=torch.zeros(N, T, 0, K)), ValueError, "at least one head"),
+    ("prefill", dict(initial_state=torch.zeros(N, HV, K, V)), ValueError, "initial_state: expected shape"),
+    ("prefill", dict(initial_state=torch.zeros(N + 1, HV, V, K)), ValueError, "initial_state: expected shape"),
+    ("prefill", dict(out=torch.zeros(N, T, H, V)), ValueError, "out: expected v's shape"),
+    ("prefill", {**tokens(), "cu_seqlens": ints(0, 3)}, ValueError, r"q: expected packed tokens \[1, total, H, K\]"),
+    ("prefill", {**tokens(1, 4), "cu_seqlens": ints()}, ValueError, "cu_seqlens: expected shape"),
+    ("prefill", {**tokens(1, 4), "cu_seqlens": ints(0, 4).view(1, 2)}, ValueError, "cu_seqlens: expected 1 dimensions"),
+    ("decode", dict(state=torch.zeros(P, HV, K, V)), ValueError, "state: expected shape"),
+    ("decode", dict(state=pool()[:1]), ValueError, "state: expected P >= N=2"),
+    ("decode", dict(state_indices=ints(0, 1, 2)), ValueError, r"state_indices: expected shape \[N\] = \[2\], got \[3\]"),
+    ("decode", dict(state_indices=ints(0, 1), write_indices=ints(3)), ValueError, "write_indices: expected shape"),
+    ("decode", dict(intermediate_states=torch.zeros(N, T - 1, HV, V, K)), ValueError, "intermediate_states: expected C >= T=3"),
+    ("decode", dict(intermediate_states=torch.zeros(N - 1, T, HV, V, K)), ValueError, "intermediate_states: expected R >= N=2"),
+    ("decode", dict(intermediate_states=torch.zeros(N, T, HV, V)), ValueError, "intermediate_states: expected 5 dimensions"),
+    ("decode", dict(state_indices=ints(0, 1, 2, 3).view(2, 2)), ValueError, r"state_indices: expected \[N, W\] with W >= T=3"),
+    ("decode", tokens(N, 17), ValueError, "q: expected 1 to 16 tokens per sequence, got T=17"),
+    ("decode", tokens(N, 0), ValueError, "q: expected 1 to 16 tokens per sequence, got T=0"),
+    ("verify", dict(buffer=buffer(t=2)), ValueError, "buffer: expected room for T=3 tokens, got 2"),
+    ("verify", dict(buffer=buffer(rows=1)), ValueError, "buffer: expected rows >= N=2"),
+    ("verify", dict(buffer=buffer(axis="channel")), ValueError, "buffer: expected gate='head'"),
+    ("verify", dict(buffer=buffer(layers=2)), ValueError, "buffer.u: expected 4 dimensions"),
+    ("flush", dict(state=pool().unsqueeze(0)), ValueError, "buffer.u: expected 5 dimensions"),
+    ("flush", dict(num_accepted=-1), ValueError, "num_accepted: expected 0 or more, got -1"),
+    ("flush", dict(num_accepted=ints(1, 2, 3), state_indices=ints(0, 1)), ValueError, "num_accepted: expected shape"),
+    # arguments that contradict each other
+    (
+        "prefill",
+        dict(state=pool(), initial_state=torch.zeros(N, HV, V, K)),
+        ValueError,
+        "initial_state: expected None beside state",
+    ),
+    ("prefill", dict(state=pool(), output_final_state=True), ValueError, "output_final_state: expected False beside state"),
+    ("prefill", dict(state_indices=ints(0, 1)), ValueError, "state_indices: expected None without state"),
+    (
+        "prefill",
+        dict(has_initial_state=torch.ones(N, dtype=torch.bool)),
+        ValueError,
+        "has_initial_state: expected None without state",
+    ),
+    ("decode", dict(num_accepted=ints(1, 1)), ValueError, r"num_accepted: expected None unless state_indices is \[N, T\]"),
+    (
+        "decode",
+        dict(state=pool(9), state_indices=ints(0, 1, 2, 3, 4, 5).view(2, 3), write_indices=ints(6, 7)),
+        ValueError,
+        "write_indices: expected None beside",
+    ),
+    (
+        "decode",
+        dict(write_indices=ints(2, 3), update_state=False),
+        ValueError,
+        "write_indices: expected None with update_state=False",
+    ),
+    # memory
+    ("prefill", dict(q=last_dim_strided(N, T, H, K)), ValueError, "q: expected a contiguous last dimension, got strides"),
+    ("prefill", dict(v=last_dim_strided(N, T, HV, V)), ValueError, "v: expected a contiguous last dimension"),
+    ("decode", dict(state=pool().mT.contiguous().mT), ValueError, "state: expected a contiguous last dimension"),
+    ("decode", dict(state=pool()[:1].expand(P, -1, -1, -1)), ValueError, "state: expected memory of its own"),
+    ("decode", dict(out=torch.zeros(1, T, HV, V).expand(N, -1, -1, -1)), ValueError, "out: expected memory of its own"),
+    ("decode", dict(state=torch.zeros(P, HV, V, K, device="meta")), ValueError, "state: expected device cpu"),
+    ("decode", dict(state_indices=torch.zeros(N, dtype=i32, device="meta")), ValueError, "state_indices: expected device cpu"),
+    # values
+    ("prefill", dict(scale=float("inf")), ValueError, "scale: expected a finite number"),
+    ("prefill", dict(backend="triton"), ValueError, "backend: expected one of auto, cute, reference, got 'triton'"),
+    ("prefill", packed(1, 4), ValueError, "cu_seqlens: expected to start at 0, got 1"),
+    ("prefill", packed(0, 3, 2, 4), ValueError, "cu_seqlens: expected values that never fall, got 3 then 2"),
+    ("prefill", {**packed(0, 4), **tokens(1, 3)}, ValueError, "cu_seqlens: expected to end within the 3 packed tokens, got 4"),
+    ("decode", packed(0, 17), ValueError, "cu_seqlens: expected at most 16 tokens per sequence, got 17"),
+    (
+        "decode",
+        {**packed(0, 4), "intermediate_states": torch.zeros(1, 3, HV, V, K)},
+        ValueError,
+        "intermediate_states: expected room for the longest sequence, 4 tokens, got 3",
+    ),
+    ("verify", packed(0, 4, dtype=i64), ValueError, "buffer: expected room for the longest sequence, 4 tokens, got 3"),
+    ("decode", dict(state_indices=ints(0, P)), IndexError, f"state_indices: expected indices below {P}, got {P} at sequence 1"),
+    ("decode", dict(write_indices=ints(0, P)), IndexError, "write_indices: expected indices below"),
+    ("decode", dict(state_indices=ints(0, 1, 2, 3, 4, P).view(2, 3)), IndexError, "state_indices: expected indices below"),
+    ("decode", dict(state_indices=ints(1, 1)), ValueError, "state_indices: expected at most one sequence to write each row"),
+    ("decode", dict(write_indices=ints(2, 2)), ValueError, "write_indices: expected at most one sequence to write each row"),
+    ("prefill", dict(state=pool(), state_indices=ints(P, 0)), IndexError, "state_indices: expected indices below"),
+    ("verify", dict(buffer_indices=ints(0, N)), IndexError, f"buffer_indices: expected indices below {N}"),
+    ("verify", dict(buffer_indices=ints(1, 1)), ValueError, "buffer_indices: expected at most one sequence"),
+    ("flush", dict(state_indices=ints(0, P)), IndexError, "state_indices: expected indices below"),
+    ("flush", dict(write_indices=ints(3, P)), IndexError, "write_indices: expected indices below"),
+    ("flush", dict(buffer_indices=ints(0, N)), IndexError, "buffer_indices: expected indices below"),
+    # the gate's parameters against the call
+    ("prefill", dict(gate=gd.Gate.softplus(torch.zeros(H))), ValueError, rf"A_log: expected shape \[HV\] = \[{HV}\], got \[{H}\]"),
+    ("prefill", dict(gate=gd.Gate.softplus(torch.zeros(HV), torch.zeros(HV, K))), ValueError, "dt_bias: expected 1 dimensions"),
+    # legal calls that nothing here can run
+    ("decode", dict(backend="cute"), gd.UnsupportedProblem, "cute.*cannot run decode"),
+    ("decode", dict(q=torch.zeros(N, T, H, K, requires_grad=True)), gd.UnsupportedProblem, "q requires grad.*no backward"),
+]
+
+
+@pytest.mark.parametrize(
+    ("op", "changes", "error", "text"), BAD, ids=[f"{op}-{'-'.join(c)}-{i}" for i, (op, c, _, _) in enumerate(BAD)]
+)
+def test_bad_call_is_refused_and_writes_nothing(op, changes, error, text):
+    arguments = {"backend": "reference", "out": None, **call(op), **changes}
+    if op == "flush":
+        arguments.pop("out")
+    elif "out" not in changes and isinstance(arguments["v"], torch.Tensor):
+        arguments["out"] = torch.full_like(arguments["v"], 7.0)
+    watched = {name: (x, x.clone()) for name, x in writable(arguments).items() if x.device.type == "cpu"}
+    with pytest.raises(error, match=text) as caught:
+        getattr(gd, op)(**arguments)
+    assert type(caught.value) is error
+    for name, (x, before) in watched.items():
+        assert torch.equal(x.nan_to_num(5.5), before.nan_to_num(5.5)), f"{name} was written"
+
+
+def test_the_table_is_long_enough():
+    assert len(BAD) >= 60
+
+
+@pytest.mark.parametrize("op", ["prefill", "decode", "verify", "flush"])
+def test_valid_calls_are_valid(op):
+    """The calls that BAD bends are good ones."""
+    getattr(gd, op)(**call(op), backend="reference")
+
+
+def test_unknown_arguments_are_python_errors():
+    with pytest.raises(TypeError, match="unexpected keyword argument 'sclae'"):
+        gd.decode(**call("decode"), sclae=1.0)
+
+
+@pytest.mark.parametrize(
+    ("make_gate", "error", "text"),
+    [
+        (lambda: gd.Gate("tanh"), ValueError, "Gate kind: expected one of"),
+        (lambda: gd.Gate.softplus([1.0]), TypeError, "A_log: expected a torch.Tensor"),
+        (lambda: gd.Gate.softplus(torch.zeros(4, dtype=bf16)), TypeError, "A_log: expected dtype torch.float32"),
+        (lambda: gd.Gate.softplus(torch.zeros(1, 4)), ValueError, r"A_log: expected shape \[HV\]"),
+        (lambda: gd.Gate.softplus(torch.zeros(4), torch.zeros(4, dtype=fp16)), TypeError, "dt_bias: expected dtype"),
+        (lambda: gd.Gate.softplus(torch.zeros(4), torch.zeros(1, 1, 4)), ValueError, "dt_bias: expected shape"),
+        (lambda: gd.Gate.lower_bound(torch.zeros(4), bound=0.0), ValueError, "bound: expected a finite number below 0"),
+        (lambda: gd.Gate.lower_bound(torch.zeros(4), bound=float("-inf")), ValueError, "bound: expected a finite number"),
+        (lambda: gd.Gate.lower_bound(torch.zeros(4), bound="-5"), TypeError, "bound: expected a number"),
+        (lambda: gd.KVBuffer.empty(2, 17, 2, 4, 8, 8, gate="head"), ValueError, "T: expected at most 16"),
+        (lambda: gd.KVBuffer.empty(2, 4, 3, 4, 8, 8, gate="head"), ValueError, "HV: expected a multiple of H=3"),
+        (lambda: gd.KVBuffer.empty(2, 4, 2, 4, 8, 8, gate="log"), ValueError, "gate: expected"),
+        (lambda: gd.KVBuffer.empty(2, 4, 2, 4, 0, 8, gate="head"), ValueError, "K: expected a positive size"),
+        (lambda: gd.KVBuffer.empty(2.0, 4, 2, 4, 8, 8, gate="head"), TypeError, "rows: expected an int"),
+        (
+            lambda: gd.KVBuffer.empty(2, 4, 2, 4, 8, 8, gate="head").layer(0),
+            ValueError,
+            "layer: expected a buffer made with num_layers",
+        ),
+    ],
+)
+def test_bad_gates_and_buffers(make_gate, error, text):
+    with pytest.raises(error, match=text):
+        make_gate()
+
+
+def test_buffer_shapes_and_layer_views():
+    made = gd.KVBuffer.empty(5, 4, 2, 6, 8, 16, gate="channel", num_layers=3)
+    assert made.u.shape == (3, 5, 4, 6, 16)
+    assert made.k.shape == (3, 5, 4, 2, 8)
+    assert made.log_decay.shape == (3, 5, 4, 6, 8)
+    assert {x.dtype for x in vars(made).values()} == {f32}
+    assert made.layer(2).u.data_ptr() == made.u[2].data_ptr()
+    assert gd.KVBuffer.empty(5, 4, 2, 6, 8, 16, gate="head").log_decay.shape == (5, 4, 6)
+    assert made.nbytes == 4 * (made.u.numel() + made.k.numel() + made.log_decay.numel())
+
+
+DESCRIBE = {"prefill": describe_prefill, "decode": describe_decode, "verify": describe_verify}
+
+
+@pytest.mark.parametrize("op", ["prefill", "decode", "verify", "flush"])
+def test_describing_a_call_gives_the_problem_its_case_names(op):
+    for case in cases(op)[::37]:
+        made = make(case)
+        if op == "flush":
+            assert describe_flush(**made.arguments) == case.problem
+        else:
+            assert DESCRIBE[op](made.tokens[0], **made.states, out=made.out) == case.problem, case.label
+
+
+def test_labels_tell_problems_apart():
+    for op in ("prefill", "decode", "verify", "flush"):
+        labels = {}
+        for case in cases(op):
+            assert labels.setdefault(case.problem.label, case.problem) == case.problem
+
+
+def test_explain_says_what_runs_and_what_is_missing():
+    route = gd.explain("decode", **call("decode"))
+    assert (route.backend, route.kernel) == ("reference", "reference.decode")
+    assert any("CUDA" in reason for reason in route.missing)
+    assert route.problem.label in str(route)
+    assert "cute needs" in str(route)
+    assert gd.explain("flush", **call("flush")).problem.op == "flush"
+    with pytest.raises(ValueError, match="op: expected one of"):
+        gd.explain("train")
+    with pytest.raises(ValueError, match="state: expected shape"):
+        gd.explain("decode", **{**call("decode"), "state": torch.zeros(P, HV, K, V)})
+    with pytest.raises(gd.UnsupportedProblem) as caught:
+        gd.explain("verify", **call("verify"), backend="cute")
+    assert caught.value.missing
+    assert isinstance(caught.value, NotImplementedError)

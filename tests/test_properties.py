@@ -1,0 +1,134 @@
+"""Properties over random shapes, index patterns and gates."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gated_delta as gd
+from gated_delta import reference
+from gated_delta.problem import Tokens
+
+settings.register_profile("house", deadline=None, max_examples=40, derandomize=True)
+settings.load_profile("house")
+
+AXES = st.sampled_from(["head", "channel"])
+
+
+@st.composite
+def problems(draw, longest=40, most=4):
+    """Ragged sequences of random sizes, gates from none to -60 a token, beta from 0 to 2."""
+    H = draw(st.integers(1, 3))
+    HV = H * draw(st.integers(1, 3))
+    K, V = draw(st.integers(1, 9)), draw(st.integers(1, 9))
+    lengths = draw(st.lists(st.integers(0, longest), min_size=1, max_size=most))
+    rng = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
+    total = sum(lengths)
+    channels = (K,) if draw(AXES) == "channel" else ()
+    strength = draw(st.sampled_from([0.0, 1e-3, 1.0, 60.0]))
+    t = Tokens(
+        q=torch.randn(1, total, H, K, generator=rng),
+        k=torch.randn(1, total, H, K, generator=rng),
+        v=torch.randn(1, total, HV, V, generator=rng),
+        g=-strength * torch.rand(1, total, HV, *channels, generator=rng),
+        beta=2 * torch.rand(1, total, HV, generator=rng),
+        qk_l2norm=True,
+        cu_seqlens=torch.tensor([0, *lengths]).cumsum(0),
+    )
+    slots = draw(st.permutations(range(2 * len(lengths))))[: len(lengths)]
+    slots = [-1 if draw(st.integers(0, 3)) == 0 else s for s in slots]
+    state = torch.randn(2 * len(lengths), HV, V, K, generator=rng)
+    return t, lengths, torch.tensor(slots), state
+
+
+def sequence(t, n):
+    first, last = t.cu_seqlens[n : n + 2].tolist()
+    return t.map(lambda x: x[:, first:last])._replace(cu_seqlens=None)
+
+
+def truth(t, n, state):
+    outputs = [torch.zeros(0, *t.v.shape[2:], dtype=torch.float64)]
+    state = state.double()
+    for o, state in reference.recurrent(sequence(t, n), state):
+        outputs.append(o[None])
+    return torch.cat(outputs), state
+
+
+def close(a, b):
+    torch.testing.assert_close(a.double(), b.double(), rtol=2e-4, atol=2e-4)
+
+
+@given(problems(longest=100))
+def test_prefill_is_the_recurrence(problem):
+    t, lengths, slots, pool = problem
+    before = pool.clone()
+    o, _ = gd.prefill(**t._asdict(), state=pool, state_indices=slots, backend="reference")
+    for n, slot in enumerate(slots.tolist()):
+        part = o[0, t.cu_seqlens[n] : t.cu_seqlens[n + 1]]
+        if slot < 0:
+            assert (part == 0).all()
+            continue
+        want, state = truth(t, n, before[slot])
+        close(part, want)
+        close(pool[slot], state)
+    others = [s for s in range(pool.shape[0]) if s not in slots]
+    assert torch.equal(pool[others], before[others])
+
+
+@given(problems(longest=16))
+def test_decode_verify_and_flush_agree(problem):
+    t, lengths, slots, pool = problem
+    HV, V = t.v.shape[2:]
+    decoded, flushed = pool.clone(), pool.clone()
+    o = gd.decode(**t._asdict(), state=decoded, state_indices=slots, backend="reference")
+    gate = "head" if t.g.ndim == 3 else "channel"
+    buffer = gd.KVBuffer.empty(len(lengths), 16, t.q.shape[2], HV, t.q.shape[3], V, gate=gate)
+    verified = gd.verify(**t._asdict(), state=flushed, state_indices=slots, buffer=buffer, backend="reference")
+    assert torch.equal(flushed, pool)
+    close(verified, o)
+    gd.flush(flushed, buffer, torch.tensor(lengths), state_indices=slots, backend="reference")
+    close(flushed, decoded)
+    for n, slot in enumerate(slots.tolist()):
+        if slot >= 0:
+            want, state = truth(t, n, pool[slot])
+            close(o[0, t.cu_seqlens[n] : t.cu_seqlens[n + 1]], want)
+            close(decoded[slot], state)
+
+
+@given(problems(longest=16), st.integers(0, 17))
+def test_flush_then_decode_the_rest_is_decode(problem, accepted):
+    """Accept a prefix, then decode what was left: the state is that of decoding it all."""
+    t, lengths, slots, pool = problem
+    HV, V = t.v.shape[2:]
+    whole, state = pool.clone(), pool.clone()
+    gd.decode(**t._asdict(), state=whole, state_indices=slots, backend="reference")
+    gate = "head" if t.g.ndim == 3 else "channel"
+    buffer = gd.KVBuffer.empty(len(lengths), 16, t.q.shape[2], HV, t.q.shape[3], V, gate=gate)
+    gd.verify(**t._asdict(), state=state, state_indices=slots, buffer=buffer, backend="reference")
+    gd.flush(state, buffer, accepted, state_indices=slots, backend="reference")
+    kept = [min(accepted, n) for n in lengths]
+    starts = t.cu_seqlens[:-1].tolist()
+    rest = [s + i for s, m, n in zip(starts, kept, lengths) for i in range(m, n)]
+    tail = t.map(lambda x: x[:, rest])._replace(
+        cu_seqlens=torch.tensor([0, *(n - m for m, n in zip(kept, lengths))]).cumsum(0),
+    )
+    gd.decode(**tail._asdict(), state=state, state_indices=slots, backend="reference")
+    close(state, whole)
+
+
+@given(problems(longest=80), st.integers(0, 80))
+def test_prefill_splits_anywhere(problem, cut):
+    t, lengths, _, pool = problem
+    start = pool[: len(lengths)]
+    o, final = gd.prefill(**t._asdict(), initial_state=start, output_final_state=True, backend="reference")
+    firsts = [min(cut, n) for n in lengths]
+    starts = t.cu_seqlens[:-1].tolist()
+    state, got = start, torch.zeros_like(o)
+    for part in (lambda m, n: range(m), lambda m, n: range(m, n)):
+        rows = [s + i for s, m, n in zip(starts, firsts, lengths) for i in part(m, n)]
+        counts = [len(part(m, n)) for m, n in zip(firsts, lengths)]
+        piece = t.map(lambda x: x[:, rows])._replace(
+            cu_seqlens=torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32),
+        )
+        got[:, rows], state = gd.prefill(**piece._asdict(), initial_state=state, output_final_state=True, backend="reference")
+    close(got, o)
+    close(state, final)

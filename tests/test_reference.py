@@ -1,0 +1,383 @@
+"""The mathematics against independent implementations, and the reference backend against the oracle and its promises."""
+
+import math
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import gated_delta as gd
+from calls import HV, H, K, N, T, V, buffer, call, pool, tokens
+from gated_delta import reference
+from gated_delta.problem import Tokens
+from gated_delta.testing import quick_cases, run_case
+
+OPS = ("prefill", "decode", "verify", "flush")
+
+
+@pytest.mark.parametrize("case", [c for op in OPS for c in quick_cases(op)], ids=str)
+def test_case_list(case, device):
+    result = run_case(case, "reference", device)
+    assert result.passed, "\n".join(result.failures)
+
+
+# ------------------------------------------------------------------------------------------------ the definition
+
+
+def scalar_recurrence(q, k, v, log_decay, beta, state):
+    """One head, one sequence, Python floats: S = S * decay; u = beta * (v - S k); S += u k^T; o = S q."""
+    S = [list(row) for row in state]
+    outputs = []
+    for t in range(len(q)):
+        decay = [math.exp(x) for x in log_decay[t]]
+        S = [[s * d for s, d in zip(row, decay)] for row in S]
+        u = [beta[t] * (v[t][i] - sum(s * kk for s, kk in zip(row, k[t]))) for i, row in enumerate(S)]
+        S = [[s + u[i] * kk for s, kk in zip(row, k[t])] for i, row in enumerate(S)]
+        outputs.append([sum(s * qq for s, qq in zip(row, q[t])) for row in S])
+    return outputs, S
+
+
+@pytest.mark.parametrize("axis", ["head", "channel"])
+def test_recurrence_is_the_contracts(axis):
+    t = tokens(axis=axis, dtype=torch.float32)
+    start = pool(N)
+    for n in range(N):
+        got = list(reference.recurrent(Tokens(**{name: x[n : n + 1] for name, x in t.items()}, qk_l2norm=False), start[n]))
+        for hv in range(HV):
+            q = t["q"][n, :, hv // (HV // H)].double() * K**-0.5
+            k, v, g = t["k"][n, :, hv // (HV // H)].double(), t["v"][n, :, hv].double(), t["g"][n, :, hv].double()
+            g = g[:, None].expand(T, K) if axis == "head" else g
+            want, S = scalar_recurrence(
+                q.tolist(),
+                k.tolist(),
+                v.tolist(),
+                g.tolist(),
+                t["beta"][n, :, hv].double().tolist(),
+                start[n, hv].double().tolist(),
+            )
+            torch.testing.assert_close(
+                torch.stack([o[hv] for o, _ in got]), torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-12
+            )
+            torch.testing.assert_close(got[-1][1][hv], torch.tensor(S, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+
+
+def test_gates_are_the_contracts():
+    g = torch.tensor([[-30.0, -1.0, 0.0, 1.0, 25.0]]).double()
+    A_log = torch.tensor([-1.0, 0.0, 1.0, 2.0, 0.5])
+    dt_bias = torch.tensor([0.5, -0.5, 0.0, 1.0, 2.0])
+    softplus = [x if x > 20 else math.log1p(math.exp(x)) for x in (g[0] + dt_bias).tolist()]
+    want = [-math.exp(a) * s for a, s in zip(A_log.tolist(), softplus)]
+    got = reference.log_decay(g, gd.Gate.softplus(A_log, dt_bias), torch.float64)[0, :, 0]
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-6, atol=0)
+    want = [-3.0 / (1 + math.exp(-math.exp(a) * x)) for a, x in zip(A_log.tolist(), (g[0] + dt_bias).tolist())]
+    got = reference.log_decay(g, gd.Gate.lower_bound(A_log, dt_bias, -3.0), torch.float64)[0, :, 0]
+    torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-6, atol=0)
+    assert torch.equal(reference.log_decay(g, gd.Gate.log(), torch.float64)[0, :, 0], g[0])
+
+
+@pytest.mark.parametrize("kind", ["log", "softplus", "lower_bound"])
+@pytest.mark.parametrize("axis", ["head", "channel"])
+def test_no_finite_input_gives_nan(kind, axis):
+    """exp(A_log) overflows, softplus underflows, log decays add up to -inf: select, never 0 * inf."""
+    huge = torch.finfo(torch.float32).max
+    worst = torch.tensor([-huge if kind == "log" else huge, -huge, 0.0, -1e4, -100.0, -1e-30])
+    if kind != "log":
+        worst = torch.cat([worst, torch.tensor([1e4, 100.0])])
+    t = tokens(1, 70, axis=axis)
+    t["g"] = worst[torch.randint(len(worst), t["g"].shape, generator=torch.Generator().manual_seed(0))]
+    A_log = torch.tensor([100.0, 0.0, -100.0, 1000.0])
+    gate = {"log": gd.Gate.log(), "softplus": gd.Gate.softplus(A_log), "lower_bound": gd.Gate.lower_bound(A_log)}[kind]
+    o, final = gd.prefill(**t, gate=gate, initial_state=pool(1), output_final_state=True, backend="reference")
+    assert o.isfinite().all()
+    assert final.isfinite().all()
+    first = {name: x[:, :16] for name, x in t.items()}
+    state, made = pool(1), gd.KVBuffer.empty(1, 16, H, HV, K, V, gate=axis)
+    verified = gd.verify(**first, gate=gate, state=state, buffer=made, backend="reference")
+    gd.flush(state, made, 16, backend="reference")
+    decoded_state = pool(1)
+    decoded = gd.decode(**first, gate=gate, state=decoded_state, backend="reference")
+    for x in (verified, decoded, state, decoded_state):
+        assert x.isfinite().all()
+    torch.testing.assert_close(verified, decoded)
+    torch.testing.assert_close(state, decoded_state)
+
+
+# ------------------------------------------------------------------------------------------------ the chunk algebra
+
+
+@pytest.mark.parametrize("axis", ["head", "channel"])
+@pytest.mark.parametrize("C", [1, 2, 16, 64])
+def test_pairwise_is_the_sum_over_channels_of_decayed_products(axis, C):
+    rng = torch.Generator().manual_seed(C)
+    k, q = torch.randn(2, 3, C, K, dtype=torch.float64, generator=rng)
+    decay = torch.rand(3, C, K if axis == "channel" else 1, dtype=torch.float64, generator=rng)
+    decay[:, C // 2] = 0.0  # a token that forgets everything
+    M, from_start, to_end = reference.pairwise(torch.stack([k, q], 1), decay.clone())
+    for t in range(C):
+        for i in range(t + 1):
+            between = decay[:, i + 1 : t + 1].prod(1)
+            if i < t:
+                torch.testing.assert_close(M[:, 0, t, i], (k[:, t] * k[:, i] * between).sum(-1))
+            torch.testing.assert_close(M[:, 1, t, i], (q[:, t] * k[:, i] * between).sum(-1))
+        torch.testing.assert_close(from_start[:, t], decay[:, : t + 1].prod(1))
+        torch.testing.assert_close(to_end[:, t], decay[:, t + 1 :].prod(1))
+    assert (M.triu(1) == 0).all()
+
+
+@pytest.mark.parametrize("axis", ["head", "channel"])
+@pytest.mark.parametrize("chunk", [1, 16, 64])
+def test_chunked_equals_recurrent_in_float64(axis, chunk):
+    lengths = [0, 1, 15, 16, 63, 64, 65, 130]
+    t = Tokens(**tokens(1, sum(lengths), axis=axis, seed=3))
+    t = t._replace(g=t.g * 4)
+    starts = [sum(lengths[:n]) for n in range(len(lengths))]
+    state = pool(len(lengths)).double()
+    o = torch.full((sum(lengths), HV, V), math.nan, dtype=torch.float64)
+    final = reference.chunked(reference.flatten(t), starts, lengths, state, o, chunk)
+    for n, (start, length) in enumerate(zip(starts, lengths)):
+        part = t.map(lambda x: x[:, start : start + length])
+        last = state[n]
+        for i, (want, last) in enumerate(reference.recurrent(part, state[n])):
+            torch.testing.assert_close(o[start + i], want, rtol=1e-10, atol=1e-10)
+        torch.testing.assert_close(final[n], last, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize("axis", ["head", "channel"])
+def test_verify_buffers_the_corrections_of_the_algebra(axis):
+    t, state, made = tokens(axis=axis), pool(), buffer(axis=axis)
+    gd.verify(**t, state=state, buffer=made, backend="reference")
+    for n in range(N):
+        before = state[n].double()
+        one = Tokens(**{name: x[n : n + 1] for name, x in t.items()})
+        x = reference.activate(reference.flatten(one), torch.float64)
+        torch.testing.assert_close(made.k[n].double(), x.k, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(made.log_decay[n].double().reshape(x.log_decay.shape), x.log_decay, rtol=1e-6, atol=1e-6)
+        for i, (_, after) in enumerate(reference.recurrent(one, before)):
+            k = x.k[i].repeat_interleave(HV // H, 0)
+            u = x.beta[i][:, None] * (x.v[i] - ((before * x.log_decay[i].exp()[:, None]) @ k[..., None])[..., 0])
+            torch.testing.assert_close(made.u[n, i].double(), u, rtol=1e-5, atol=1e-5)
+            before = after
+
+
+@pytest.mark.parametrize("axis", ["head", "channel"])
+@pytest.mark.parametrize("accepted", range(6))
+def test_flush_gives_decodes_state_for_every_accept_length(axis, accepted):
+    t, state, made = tokens(t=4, axis=axis), pool(), buffer(t=4, axis=axis)
+    gd.verify(**t, state=state, buffer=made, backend="reference")
+    before = state.clone()
+    gd.flush(state, made, accepted, backend="reference")
+    decoded = before.clone()
+    if accepted:
+        gd.decode(**{name: x[:, :accepted] for name, x in t.items()}, state=decoded, backend="reference")
+    torch.testing.assert_close(state, decoded, rtol=1e-5, atol=1e-5)
+    if accepted == 0:
+        assert torch.equal(state, before)
+
+
+# ------------------------------------------------------------------------------------------------ promises
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_decode_of_T_tokens_equals_T_calls_bit_for_bit(dtype):
+    t = tokens(t=5)
+    together, apart = pool(dtype=dtype), pool(dtype=dtype)
+    o = gd.decode(**t, state=together, backend="reference")
+    steps = [gd.decode(**{name: x[:, i : i + 1] for name, x in t.items()}, state=apart, backend="reference") for i in range(5)]
+    assert torch.equal(o, torch.cat(steps, 1))
+    assert torch.equal(together, apart)
+
+
+def test_intermediate_states_end_with_the_final_state():
+    steps = torch.full((N + 1, T + 2, HV, V, K), math.nan, dtype=torch.bfloat16)
+    state = pool(dtype=torch.bfloat16)
+    gd.decode(**tokens(), state=state, intermediate_states=steps, backend="reference")
+    assert torch.equal(steps[:N, T - 1], state[:N])
+    assert steps[N:].isnan().all()
+    assert steps[:, T:].isnan().all()
+
+
+def test_replay_after_rejection_through_token_slots_equals_plain_decoding():
+    """vLLM's way: each token's state in a slot of its own; the next call reads the slot of the last accepted one."""
+    t = tokens(1, 6)
+    slots = torch.tensor([[0, 1, 2, 3]])
+    state = pool(4)
+    plain = state[:1].clone()
+    gd.decode(**{n: x[:, :4] for n, x in t.items()}, state=state, state_indices=slots, backend="reference")
+    o = gd.decode(
+        **{n: x[:, 2:3] for n, x in t.items()},
+        state=state,
+        state_indices=slots,
+        num_accepted=torch.tensor([2]),
+        backend="reference",
+    )
+    for i in range(3):
+        want = gd.decode(**{n: x[:, i : i + 1] for n, x in t.items()}, state=plain, backend="reference")
+    assert torch.equal(o, want)
+    assert torch.equal(state[0], plain[0])
+
+
+def test_num_accepted_is_clamped():
+    for given, read in ((-3, 0), (0, 0), (1, 0), (3, 2), (99, 2)):
+        state = pool(3)
+        slots = torch.tensor([[0, 1, 2]])
+        o = gd.decode(
+            **tokens(1, 1), state=state.clone(), state_indices=slots, num_accepted=torch.tensor([given]), backend="reference"
+        )
+        want = gd.decode(**tokens(1, 1), state=state[read : read + 1].clone(), backend="reference")
+        assert torch.equal(o, want)
+
+
+def test_flush_of_no_tokens_moves_the_state_to_another_slot_unchanged():
+    state, made = pool(dtype=torch.bfloat16), buffer()
+    before = state.clone()
+    made.u.fill_(math.nan)
+    gd.flush(state, made, torch.tensor([0, 0]), write_indices=torch.tensor([3, 1]), backend="reference")
+    assert torch.equal(state[3], before[0])
+    assert torch.equal(state[[0, 1, 2, 4]], before[[0, 1, 2, 4]])
+
+
+def test_flush_clamps_to_the_tokens_a_shorter_draft_had():
+    """A buffer for 4 tokens, drafts of 3, 0 and 1: accepting 4 accepts what there is."""
+    t, state = tokens(1, 4), pool()
+    made = buffer(rows=3, t=4)
+    gd.verify(**t, cu_seqlens=torch.tensor([0, 3, 3, 4]), state=state, buffer=made, backend="reference")
+    want = state.clone()
+    gd.flush(state, made, 4, backend="reference")
+    gd.decode(**t, cu_seqlens=torch.tensor([0, 3, 3, 4]), state=want, backend="reference")
+    torch.testing.assert_close(state, want, rtol=1e-5, atol=1e-5)
+
+
+def test_prefill_in_pieces_and_into_decode():
+    t = tokens(2, 150, axis="channel")
+    whole, final = gd.prefill(**t, output_final_state=True, backend="reference")
+    state = torch.full((3, HV, V, K), math.nan)
+    slots = torch.tensor([2, 0], dtype=torch.int32)
+    pieces = []
+    for first, last in ((0, 70), (70, 71), (71, 140)):
+        part = {n: x[:, first:last] for n, x in t.items()}
+        seen = torch.tensor([first > 0] * 2)
+        pieces.append(gd.prefill(**part, state=state, state_indices=slots, has_initial_state=seen, backend="reference")[0])
+    part = {n: x[:, 140:] for n, x in t.items()}
+    pieces.append(gd.decode(**part, state=state, state_indices=slots, backend="reference"))
+    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(state[[2, 0]], final, rtol=1e-5, atol=1e-5)
+    assert state[1].isnan().all()
+
+
+def test_an_inactive_batch_of_nothing_but_padding():
+    for op in ("decode", "verify"):
+        arguments = {**call(op), "state_indices": torch.full((N,), -1)}
+        before = arguments["state"].clone()
+        o = getattr(gd, op)(**arguments, backend="reference")
+        assert (o == 0).all()
+        assert torch.equal(arguments["state"], before)
+    assert all(x.isnan().all() for x in vars(arguments["buffer"]).values())
+
+
+@pytest.mark.parametrize("op", ["prefill", "decode", "verify"])
+def test_empty_batches_run(op):
+    arguments = {**call(op), **tokens(0, 3)}
+    result = getattr(gd, op)(**arguments, backend="reference")
+    o = result[0] if op == "prefill" else result
+    assert o.shape == (0, 3, HV, V)
+
+
+@pytest.mark.parametrize("op", ["prefill", "decode", "verify"])
+def test_default_outputs_are_never_shared_and_out_is_honoured(op):
+    first = getattr(gd, op)(**call(op), backend="reference")
+    second = getattr(gd, op)(**call(op), backend="reference")
+    first, second = (x[0] if op == "prefill" else x for x in (first, second))
+    assert first.data_ptr() != second.data_ptr()
+    wide = torch.full((N, T, HV, 2 * V), math.nan)
+    given = wide[..., ::2]  # an out with strides of its own
+    returned = getattr(gd, op)(**call(op), out=given, backend="reference")
+    returned = returned[0] if op == "prefill" else returned
+    assert returned.data_ptr() == given.data_ptr()
+    assert torch.equal(given, first)
+    assert wide[..., 1::2].isnan().all()
+
+
+def test_prefill_stores_no_final_state_unless_asked():
+    o, final = gd.prefill(**tokens(), backend="reference")
+    assert final is None
+    o2, final = gd.prefill(**tokens(), output_final_state=True, backend="reference")
+    assert torch.equal(o, o2)
+    assert final.dtype == torch.float32
+    _, final = gd.prefill(**tokens(), initial_state=pool(N, torch.bfloat16), output_final_state=True, backend="reference")
+    assert final.dtype == torch.bfloat16
+
+
+def test_fp32_stays_fp32_under_autocast_and_reduced_matmuls():
+    want = gd.prefill(**tokens(t=70), backend="reference")[0]
+    before = torch.backends.mkldnn.matmul.fp32_precision
+    torch.set_float32_matmul_precision("medium")
+    try:
+        with torch.autocast("cpu", torch.bfloat16):
+            got = gd.prefill(**tokens(t=70), backend="reference")[0]
+        assert torch.get_float32_matmul_precision() == "medium"
+    finally:
+        torch.set_float32_matmul_precision("highest")
+        torch.backends.mkldnn.matmul.fp32_precision = before
+    assert torch.equal(got, want)
+
+
+def test_scale_none_is_one_over_root_K():
+    want = gd.decode(**call("decode"), scale=K**-0.5, backend="reference")
+    assert torch.equal(gd.decode(**call("decode"), backend="reference"), want)
+    assert not torch.allclose(gd.decode(**call("decode"), scale=1.0, backend="reference"), want)
+
+
+def test_zero_rows_normalise_to_zero():
+    assert torch.equal(reference.l2norm(torch.zeros(2, K)), torch.zeros(2, K))
+    x = torch.randn(3, K)
+    torch.testing.assert_close(reference.l2norm(x), x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6))
+
+
+def test_beta_logits_are_sigmoided():
+    t = tokens()
+    logits = {**t, "beta": torch.logit(t["beta"])}
+    want, got = pool(), pool()
+    torch.testing.assert_close(
+        gd.decode(**logits, beta_logits=True, state=got, backend="reference"), gd.decode(**t, state=want, backend="reference")
+    )
+    torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_layouts_of_memory_do_not_matter(op):
+    """A padded pool with strided heads gives the bits of a contiguous one."""
+    arguments = call(op)
+    if op == "prefill":
+        arguments["initial_state"] = pool(N)
+    name = "initial_state" if op == "prefill" else "state"
+    plain = {**arguments, name: arguments[name].clone()}
+    wide = torch.full((arguments[name].shape[0], HV, V + 1, K + 4), math.nan)
+    strided = wide[:, :, :V, :K]
+    strided.copy_(arguments[name])
+    bent = {**arguments, name: strided}
+    want, got = getattr(gd, op)(**plain, backend="reference"), getattr(gd, op)(**bent, backend="reference")
+    for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (want, got))):
+        assert a is b is None or torch.equal(a, b)
+    assert torch.equal(strided, plain[name])
+    assert wide[:, :, V:].isnan().all()
+    assert wide[..., K:].isnan().all()
+
+
+def test_pools_past_2_to_the_31_elements():
+    """Offsets need 64 bits: 2.2e9 bf16 elements, of which only the touched pages exist."""
+    slots = 2**31 // (HV * V * K) + 8
+    state = torch.empty(slots, HV, V, K, dtype=torch.bfloat16)
+    last = slots - 1
+    state[last] = pool(1, torch.bfloat16)[0]
+    small = state[last:].clone()
+    index = torch.tensor([last], dtype=torch.int32)
+    o = gd.decode(**tokens(1), state=state, state_indices=index, backend="reference")
+    assert torch.equal(o, gd.decode(**tokens(1), state=small, backend="reference"))
+    assert torch.equal(state[last], small[0])
+
+
+def test_softplus_of_large_inputs_is_the_input():
+    """x > 20 is x itself, on both sides of F.softplus's threshold."""
+    x = torch.tensor([[19.9, 20.1, 90.0, 1e30]])
+    got = -reference.log_decay(x, gd.Gate.softplus(torch.zeros(4)), torch.float32)[0, :, 0]
+    torch.testing.assert_close(got, F.softplus(x[0].double()).float())

@@ -1,0 +1,162 @@
+"""The judge itself: the list covers what it claims, and a backend that is wrong in any of these ways fails."""
+
+import pytest
+import torch
+
+from gated_delta import reference
+from gated_delta.testing import cases, quick_cases, run_case
+from gated_delta.testing.cases import AXES, DIMS, FAMILIES, GATES, HEADS, KEYS, LAYOUTS, OPS
+
+FACTORS = ("axis", "D", "heads", "gate", "family", "keys", "state_dtype", "layout", "dtype", "g_dtype", "qk_l2norm", "beta_logits")
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_list_crosses_every_main_factor(op):
+    crossed = {(c.axis, c.D, c.heads, c.gate, c.family, c.keys) for c in cases(op)}
+    assert len(crossed) == len(AXES) * len(DIMS) * len(HEADS) * len(GATES) * len(FAMILIES) * len(KEYS)
+    pairs = {(c.layout, c.gate, c.family) for c in cases(op)}
+    assert len(pairs) == len(LAYOUTS[op]) * len(GATES) * len(FAMILIES)
+    assert len({c.label for c in cases(op)}) > 0.9 * len(cases(op))
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_the_quick_list_has_every_value_of_every_factor(op):
+    for factor in FACTORS:
+        have, want = ({getattr(c, factor) for c in listed} for listed in (quick_cases(op), cases(op)))
+        assert have == want, factor
+
+
+def fails(op, **wanted):
+    """Cases that must expose a fault, at least one of which has to fail."""
+    chosen = [c for c in cases(op) if all(getattr(c, name) == value for name, value in wanted.items())][:6]
+    assert chosen
+    return any(not run_case(c, "reference").passed for c in chosen)
+
+
+def without(arguments, **changes):
+    return {**arguments, **changes}
+
+
+def broken(monkeypatch, op, wrap):
+    original = getattr(reference, op)
+    monkeypatch.setattr(reference, op, lambda *tokens, **arguments: wrap(original, *tokens, **arguments))
+
+
+TOKEN_FAULTS = {
+    "no l2norm": lambda t: t._replace(qk_l2norm=False),
+    "beta taken as a strength": lambda t: t._replace(beta_logits=False),
+    "default scale": lambda t: t._replace(scale=None),
+    "no dt_bias": lambda t: t._replace(gate=type(t.gate)(t.gate.kind, t.gate.A_log, None, t.gate.bound)),
+    "a gate per head, averaged": lambda t: t._replace(g=t.g.float().mean(-1, keepdim=True).expand_as(t.g).to(t.g.dtype)),
+    "keys of the wrong group": lambda t: t._replace(k=t.k.flip(2)),
+}
+
+
+@pytest.mark.parametrize("fault", TOKEN_FAULTS)
+@pytest.mark.parametrize("op", ["prefill", "decode", "verify"])
+def test_wrong_mathematics_fails(monkeypatch, op, fault):
+    broken(monkeypatch, op, lambda run, tokens, **states: run(TOKEN_FAULTS[fault](tokens), **states))
+    wanted = {
+        "no l2norm": dict(qk_l2norm=True, keys="random"),
+        "beta taken as a strength": dict(beta_logits=True, family="typical"),
+        "default scale": dict(),
+        "no dt_bias": dict(gate="softplus", family="typical"),
+        "a gate per head, averaged": dict(axis="channel", gate="log", family="typical"),
+        "keys of the wrong group": dict(keys="random", family="none"),
+    }[fault]
+    chosen = [c for c in cases(op) if all(getattr(c, name) == value for name, value in wanted.items())]
+    if fault == "default scale":
+        chosen = [c for c in chosen if c.seed % 5 == 0]
+    assert any(not run_case(c, "reference").passed for c in chosen[:8])
+
+
+def test_writing_where_nothing_should_be_written_fails(monkeypatch):
+    def run_then_touch(run, tokens, **states):
+        run(tokens, **states)
+        states["state"][0] = 0.0  # slot 0 belongs to nobody in a pooled case
+
+    broken(monkeypatch, "decode", run_then_touch)
+    assert fails("decode", layout="pool")
+
+
+def test_clamping_padding_onto_slot_0_fails(monkeypatch):
+    broken(
+        monkeypatch,
+        "decode",
+        lambda run, tokens, **states: run(tokens, **without(states, state_indices=states["state_indices"].clamp(min=0))),
+    )
+    chosen = [c for c in cases("decode") if c.layout == "pool" and len(c.lengths) > 1][:6]
+    assert any(not run_case(c, "reference").passed for c in chosen)
+
+
+def test_leaving_padded_outputs_as_they_were_fails(monkeypatch):
+    def keep(run, tokens, *, out, **states):
+        before = out.clone()
+        run(tokens, out=out, **states)
+        out[-1] = before[-1]
+
+    broken(monkeypatch, "decode", keep)
+    chosen = [c for c in cases("decode") if c.layout == "pool" and len(c.lengths) > 1][:6]
+    assert all(not run_case(c, "reference").passed for c in chosen)
+
+
+def test_ignoring_write_indices_fails(monkeypatch):
+    broken(monkeypatch, "decode", lambda run, tokens, **states: run(tokens, **without(states, write_indices=None)))
+    assert fails("decode", layout="write")
+
+
+def test_not_writing_the_state_beside_intermediates_fails(monkeypatch):
+    broken(monkeypatch, "decode", lambda run, tokens, **states: run(tokens, **without(states, update_state=False)))
+    assert fails("decode", layout="intermediates")
+
+
+def test_indexing_intermediates_with_T_fails(monkeypatch):
+    def with_T(run, tokens, **states):
+        steps = states["intermediate_states"]
+        R, C, T = *steps.shape[:2], tokens.q.shape[1]
+        run(tokens, **without(states, intermediate_states=steps.view(R * C, *steps.shape[2:])[: R * T].unflatten(0, (R, T))))
+
+    broken(monkeypatch, "decode", with_T)
+    chosen = [c for c in cases("decode") if c.layout == "intermediates" and len(c.lengths) > 1][:3]
+    assert all(not run_case(c, "reference").passed for c in chosen)
+
+
+def test_starting_from_a_stale_slot_fails(monkeypatch):
+    broken(monkeypatch, "prefill", lambda run, tokens, **states: run(tokens, **without(states, has_initial_state=None)))
+    chosen = [c for c in cases("prefill") if c.layout == "pool" and len(c.lengths) > 1][:4]
+    assert any(not run_case(c, "reference").passed for c in chosen)
+
+
+def test_folding_one_token_too_many_fails(monkeypatch):
+    def one_more(run, *, num_accepted, **states):
+        run(num_accepted=num_accepted + 1, **states)
+
+    broken(monkeypatch, "flush", one_more)
+    assert fails("flush", family="typical")
+
+
+def test_flushing_only_the_first_layer_fails(monkeypatch):
+    def first(run, *, state, buffer, **rest):
+        run(state=state[0], buffer=buffer.layer(0), **rest)
+
+    broken(monkeypatch, "flush", first)
+    assert fails("flush", layout="layers")
+
+
+def test_moving_the_state_in_verify_fails(monkeypatch):
+    def move(run, tokens, *, state, **rest):
+        run(tokens, state=state, **rest)
+        state[1] *= 0.5
+
+    broken(monkeypatch, "verify", move)
+    assert fails("verify", layout="pool")
+
+
+def test_half_precision_arithmetic_fails(monkeypatch):
+    """bf16 states or bf16 sums inside an fp32-state prefill are outside the tolerance."""
+
+    def rounded(run, tokens, **states):
+        run(tokens._replace(v=(tokens.v.float() * 1.004).to(tokens.v.dtype)), **states)
+
+    broken(monkeypatch, "prefill", rounded)
+    assert fails("prefill", dtype=torch.float32, layout="dense")

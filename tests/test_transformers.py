@@ -1,0 +1,447 @@
+"""transformers' own models, tiny and random, with their linear-attention layers on gated_delta and without."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+import gated_delta as gd
+
+transformers = pytest.importorskip("transformers")
+
+from gated_delta.integrations.transformers import GDN, KDA, MODELS, Replacement, patch  # noqa: E402
+
+VOCAB = 199
+LINEAR_LAYERS = 3
+PROMPTS = (70, 33, 5)  # one longer than a chunk of 64
+STEPS = 16
+TOLERANCE = 1e-5  # fp32 logits of about 1; what is measured is 2e-6 and less, and as much from either side to float64
+
+_COMMON = dict(
+    vocab_size=VOCAB,
+    hidden_size=48,
+    num_hidden_layers=LINEAR_LAYERS + 1,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+    max_position_embeddings=256,
+    initializer_range=0.05,
+    layer_types=["linear_attention"] * LINEAR_LAYERS + ["full_attention"],
+)
+_ATTENTION = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)
+_GDN = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=16, linear_value_head_dim=24)
+_KDA = dict(linear_num_heads=3, linear_head_dim=16)
+_MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24)
+_MLA = dict(
+    num_attention_heads=2,
+    num_key_value_heads=2,
+    kv_lora_rank=16,
+    qk_nope_head_dim=16,
+    v_head_dim=16,
+    intermediate_size=64,
+    moe_intermediate_size=24,
+    num_experts_per_tok=2,
+    n_group=1,
+    topk_group=1,
+)
+_QWEN4_INDEXER = dict(
+    indexer_n_heads=2,
+    indexer_kv_heads=1,
+    indexer_head_dim=16,
+    indexer_budget=32,
+    indexer_compress_ratio=4,
+    hc_count=2,
+    hc_lowrank=16,
+)
+_GLM5_INDEXER = dict(index_topk=64, index_head_dim=16, index_n_heads=2, index_kpool=4, hc_mult=2)
+_GLM5_VISION = dict(
+    depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=48, image_size=28, projection_intermediate_size=16
+)
+
+TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {**_COMMON, **_ATTENTION, **_GDN, **_MOE}),
+    "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**_COMMON, **_ATTENTION, **_GDN, "intermediate_size": 64}),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**_COMMON, **_ATTENTION, **_GDN, **_MOE}),
+    "qwen4_exp": ("Qwen4ExpForCausalLM", "Qwen4ExpTextConfig", {**_COMMON, **_ATTENTION, **_GDN, **_MOE, **_QWEN4_INDEXER}),
+    "olmo_hybrid": (
+        "OlmoHybridForCausalLM",
+        "OlmoHybridConfig",
+        {**_COMMON, **_GDN, "num_attention_heads": 2, "intermediate_size": 64},
+    ),
+    "kimi_linear": (
+        "KimiLinearForCausalLM",
+        "KimiLinearConfig",
+        {**_COMMON, **_MLA, **_KDA, "qk_rope_head_dim": 8, "num_local_experts": 4},
+    ),
+    "glm5_next": (
+        "Glm5NextForConditionalGeneration",
+        "Glm5NextConfig",
+        dict(
+            text_config={**_COMMON, **_MLA, **_KDA, **_GLM5_INDEXER, "q_lora_rank": 16, "n_routed_experts": 4},
+            vision_config=_GLM5_VISION,
+        ),
+    ),
+    "bailing_hybrid": (
+        "BailingHybridForCausalLM",
+        "BailingHybridConfig",
+        {**_COMMON, **_MLA, "qk_rope_head_dim": 8, "head_dim": 16, "num_local_experts": 4},
+    ),
+}
+"""Model class, config class, config: three linear-attention layers, then one of full attention."""
+
+
+class Tiny(NamedTuple):
+    name: str
+    model: Any
+    tokens: Tensor  # generate()'s choice for the padded prompts, prompts included, by the model as transformers has it
+    logits: Tensor  # [steps, batch, VOCAB]
+
+
+def _installed(name: str) -> bool:
+    return importlib.util.find_spec(f"transformers.models.{name}") is not None
+
+
+def _module(name: str) -> ModuleType:
+    return importlib.import_module(f"transformers.models.{name}.modeling_{name}")
+
+
+def _functions() -> dict[tuple[str, str], object]:
+    return {(name, f): getattr(_module(name), f) for name in MODELS if _installed(name) for f in MODELS[name]}
+
+
+def _prompts() -> dict[str, Tensor]:
+    """Left-padded prompts of unequal length."""
+    width = max(PROMPTS)
+    mask = torch.tensor([[0] * (width - n) + [1] * n for n in PROMPTS])
+    return dict(input_ids=_ids(len(PROMPTS), width) * mask, attention_mask=mask)
+
+
+def _ids(N: int, T: int) -> Tensor:
+    return torch.randint(2, VOCAB, (N, T), generator=torch.Generator().manual_seed(1))
+
+
+def _generate(model: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
+    options = dict(max_new_tokens=STEPS + 1, min_new_tokens=STEPS + 1, do_sample=False, output_logits=True)
+    result = model.generate(**_prompts(), **{**options, **kwargs}, return_dict_in_generate=True)
+    return result.sequences, torch.stack(result.logits)
+
+
+def _forward(model: Any, pieces: list[Tensor], cache: Any = None) -> tuple[Tensor, Any]:
+    """Logits of all pieces, each one call that goes on from the one before it, and the cache."""
+    logits = []
+    with torch.inference_mode():
+        for piece in pieces:
+            result = model(input_ids=piece, past_key_values=cache, use_cache=True)
+            logits.append(result.logits)
+            cache = result.past_key_values
+    return torch.cat(logits, 1), cache
+
+
+def _states(cache: Any) -> list[Tensor]:
+    return [layer.recurrent_states[0] for layer in cache.layers if hasattr(layer, "recurrent_states")]
+
+
+@pytest.fixture(scope="module", params=list(TINY))
+def tiny(request: pytest.FixtureRequest) -> Tiny:
+    name = request.param
+    if not _installed(name):
+        pytest.skip(f"transformers {transformers.__version__} has no {name}")
+    class_name, config_name, config = TINY[name]
+    configuration = importlib.import_module(f"transformers.models.{name}.configuration_{name}")
+    torch.manual_seed(0)
+    model = getattr(_module(name), class_name)(getattr(configuration, config_name)(**copy.deepcopy(config))).eval()
+    for parameter_name, parameter in model.named_parameters():
+        # transformers' own start decays by e**-10 a token: a state that is forgotten at once would test nothing.
+        if parameter_name.endswith("A_log"):
+            parameter.data.uniform_(0, 1)
+        elif parameter_name.endswith("dt_bias"):
+            parameter.data.uniform_(-4, -1)
+    tokens, logits = _generate(model)
+    assert all(len(set(row.tolist())) > STEPS // 2 for row in tokens[:, -STEPS:]), f"{name}: degenerate tokens"
+    return Tiny(name, model, tokens, logits)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_patched() -> Iterator[None]:
+    yield
+    left = [key for key, function in _functions().items() if isinstance(function, Replacement)]
+    assert not left, f"left patched: {left}"
+
+
+# ------------------------------------------------------------------------------------------------ whole models
+
+
+def test_generate_is_the_same(tiny: Tiny) -> None:
+    with patch(tiny.model) as handle:
+        tokens, logits = _generate(tiny.model)
+    error = (logits - tiny.logits).abs().amax((1, 2))
+    assert error.max() <= TOLERANCE, f"{tiny.name}: largest logit difference by step {error.tolist()}"
+    assert torch.equal(tokens, tiny.tokens), f"{tiny.name}: other tokens"
+    ran = {row.function: row for row in handle.report()}
+    chunk, recurrent = MODELS[tiny.name]
+    assert ran[chunk][2:] == (LINEAR_LAYERS, LINEAR_LAYERS * len(PROMPTS) * max(PROMPTS), "reference", "reference.prefill")
+    assert ran[recurrent][2:] == (LINEAR_LAYERS * STEPS, LINEAR_LAYERS * len(PROMPTS) * STEPS, "reference", "reference.decode")
+
+
+def test_prompt_in_two_pieces(tiny: Tiny) -> None:
+    pieces = list(_ids(2, 81).split([45, 33, 1, 1, 1], 1))
+    expected, _ = _forward(tiny.model, pieces)
+    with patch(tiny.model) as handle:
+        logits, cache = _forward(tiny.model, pieces)
+    error = (logits - expected).abs().max()
+    assert error <= TOLERANCE, f"{tiny.name}: largest logit difference {error}"
+    assert [row.calls for row in handle.report()] == [2 * LINEAR_LAYERS, 3 * LINEAR_LAYERS], tiny.name
+    # The cache holds our layout, so that a decode step transposes nothing.
+    assert all(state.mT.is_contiguous() and state.dtype == torch.float32 for state in _states(cache)), tiny.name
+    assert len(_states(cache)) == LINEAR_LAYERS
+
+
+@pytest.mark.parametrize("patched", ["prefill", "decode"])
+def test_cache_from_the_other_side(tiny: Tiny, patched: str) -> None:
+    prompt, *rest = _ids(2, 23).split([20, 1, 1, 1], 1)
+    expected, _ = _forward(tiny.model, [prompt, *rest])
+    with patch(tiny.model) if patched == "prefill" else contextlib.nullcontext():
+        start, cache = _forward(tiny.model, [prompt])
+    with patch(tiny.model) if patched == "decode" else contextlib.nullcontext():
+        end, _ = _forward(tiny.model, rest, cache)
+    error = (torch.cat([start, end], 1) - expected).abs().max()
+    assert error <= TOLERANCE, f"{tiny.name}: largest logit difference {error}"
+
+
+def test_bf16(tiny: Tiny) -> None:
+    pieces = list(_ids(2, 74).split([70, 1, 1, 1, 1], 1))
+    expected, _ = _forward(tiny.model, pieces)
+    model = copy.deepcopy(tiny.model).bfloat16()
+    plain, _ = _forward(model, pieces)
+    with patch(model):
+        ours, cache = _forward(model, pieces)
+    assert ours.isfinite().all(), tiny.name
+    assert all(state.dtype == torch.float32 for state in _states(cache)), tiny.name
+    error, floor = ((x.float() - expected).square().mean().sqrt() for x in (ours, plain))
+    assert error <= 1.5 * floor, f"{tiny.name}: rms error {error}, and {floor} as transformers computes it"
+
+
+@pytest.mark.parametrize("tiny", ["qwen3_5", "kimi_linear"], indirect=True)
+def test_beam_search_reorders_states(tiny: Tiny) -> None:
+    options = dict(num_beams=2, max_new_tokens=6, min_new_tokens=6)
+    expected, _ = _generate(tiny.model, **options)
+    with patch(tiny.model):
+        tokens, _ = _generate(tiny.model, **options)
+    assert torch.equal(tokens, expected), tiny.name
+
+
+def test_grad_is_refused(tiny: Tiny) -> None:
+    with patch(tiny.model), pytest.raises(gd.UnsupportedProblem, match="no_grad"):
+        tiny.model(input_ids=_ids(1, 5))
+
+
+# ------------------------------------------------------------------------------------------------ the functions
+
+
+def _call(functions: tuple[str, str], T: int, N: int = 2) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
+    """A call as transformers' forward makes it: q, k, v with time contiguous, a state in transformers' layout."""
+    g = torch.Generator().manual_seed(2)
+    H, K, V = (4, 16, 24) if functions is GDN else (3, 16, 16)
+
+    def normal(*shape: int) -> Tensor:
+        return torch.randn(shape, generator=g)
+
+    q, k, v = (normal(N, H, d, T).permute(0, 3, 1, 2) for d in (K, K, V))
+    k = torch.nn.functional.normalize(k, dim=-1) * 0.9  # without l2norm a longer key makes the recurrence grow without bound
+    gates = dict(g=-normal(N, T, H, K).abs() / 4, beta=normal(N, T, H).sigmoid())
+    gates["g"] = gates["g"][..., 0] if functions is GDN else gates["g"]
+    return (q, k, v), gates | dict(initial_state=normal(N, H, K, V))
+
+
+@pytest.fixture(params=["qwen3_5", "kimi_linear"])
+def originals(request: pytest.FixtureRequest) -> Any:
+    """transformers' chunk and recurrent functions, ours, and their names."""
+    names = MODELS[request.param]
+    before = tuple(getattr(_module(request.param), f) for f in names)
+    with patch(request.param):
+        yield before, tuple(getattr(_module(request.param), f) for f in names), names
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["chunk", "recurrent"])
+@pytest.mark.parametrize("T", [1, 4, 16, 17, 70])
+@pytest.mark.parametrize("layout", ["theirs", "ours", "none"])
+@pytest.mark.parametrize("l2norm", [True, False])
+def test_function(originals: Any, which: int, T: int, layout: str, l2norm: bool) -> None:
+    theirs, ours, names = originals
+    qkv, rest = _call(names, T)
+    state: Any = rest.pop("initial_state")
+    if layout == "ours":
+        state = state.mT.contiguous().mT
+    before = state.clone()
+    given = dict(initial_state=None if layout == "none" else state, use_qk_l2norm_in_kernel=l2norm)
+    o, final = theirs[which](*qkv, **rest, **given, output_final_state=True)
+    got, got_final = ours[which](*qkv, **rest, **given, output_final_state=True, use_cache=True, output_router_logits=False)
+    torch.testing.assert_close(got, o, rtol=1e-5, atol=1e-5)
+    torch.testing.assert_close(got_final, final, rtol=1e-5, atol=1e-5)
+    assert got_final.mT.is_contiguous()
+    assert torch.equal(state, before), "initial_state was written"
+    assert ours[which](*qkv, **rest, **given, output_final_state=False)[1] is None
+
+
+@pytest.mark.parametrize("which", [0, 1], ids=["chunk", "recurrent"])
+@pytest.mark.parametrize("lengths", [(3, 0, 5), (1, 20)])
+def test_packed(originals: Any, which: int, lengths: tuple[int, ...]) -> None:
+    theirs, ours, names = originals
+    qkv, rest = _call(names, sum(lengths), N=1)
+    state = torch.randn(len(lengths), *rest.pop("initial_state").shape[1:], generator=torch.Generator().manual_seed(3))
+    cu_seqlens = torch.tensor([0, *lengths]).cumsum(0).int()
+    got, got_final = ours[which](*qkv, **rest, initial_state=state, output_final_state=True, cu_seqlens=cu_seqlens)
+    start = 0
+    for n, length in enumerate(lengths):
+        span = slice(start, start := start + length)
+        if not length:
+            assert torch.equal(got_final[n], state[n])
+            continue
+        part = dict(initial_state=state[n : n + 1], output_final_state=True)
+        o, final = theirs[which](*(x[:, span] for x in qkv), **{name: x[:, span] for name, x in rest.items()}, **part)
+        torch.testing.assert_close(got[:, span], o, rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(got_final[n : n + 1], final, rtol=1e-5, atol=1e-5)
+
+
+def test_compiles_without_a_break(originals: Any) -> None:
+    _, ours, names = originals
+    for which, T in ((0, 20), (1, 1)):
+        qkv, rest = _call(names, T)
+
+        def layer(*qkv: Tensor, f: Replacement = ours[which], **rest: Tensor) -> tuple[Tensor, Tensor]:
+            return f(*qkv, **rest, output_final_state=True, use_qk_l2norm_in_kernel=True)
+
+        for got, expected in zip(
+            torch.compile(layer, fullgraph=True, backend="eager")(*qkv, **rest), layer(*qkv, **rest), strict=True
+        ):
+            torch.testing.assert_close(got, expected)
+        assert ours[which].rows()[0].calls == 1
+
+
+# ------------------------------------------------------------------------------------------------ patching
+
+
+def test_undo_restores_the_same_objects() -> None:
+    before = _functions()
+    handle = patch()
+    assert {key for key, function in _functions().items() if isinstance(function, Replacement)} == set(before)
+    assert [(row.calls, row.backend) for row in handle.report()] == [(0, "")] * len(before)
+    handle.undo()
+    assert all(function is before[key] for key, function in _functions().items())
+    later = patch("qwen3_5")
+    handle.undo()  # a second time, which must not undo another's patch
+    assert isinstance(_module("qwen3_5").torch_chunk_gated_delta_rule, Replacement)
+    later.undo()
+
+
+def test_context_restores_on_an_exception() -> None:
+    before = _functions()
+    with pytest.raises(ZeroDivisionError), patch():
+        1 / 0  # noqa: B018
+    assert _functions() == before
+
+
+def test_twice_is_an_error_and_others_are_not() -> None:
+    with patch("qwen3_5") as handle, patch(iter(["kimi_linear"])):
+        current = _functions()
+        with pytest.raises(RuntimeError, match=r"qwen3_5\.torch_chunk_gated_delta_rule is patched already"):
+            patch()
+        assert _functions() == current
+        assert handle.active
+
+
+def test_a_model_patches_its_own_modules(tiny: Tiny) -> None:
+    class Wrapper(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = tiny.model
+
+    for model in (tiny.model, Wrapper()):
+        with patch(model) as handle:
+            assert {row.module for row in handle.report()} == {_module(tiny.name).__name__}
+
+
+def test_a_subclassed_layer_counts() -> None:
+    class Layer(_module("qwen3_5").Qwen3_5GatedDeltaNet):
+        def __init__(self) -> None:
+            torch.nn.Module.__init__(self)
+
+    with patch(Layer()) as handle:
+        assert {row.module for row in handle.report()} == {_module("qwen3_5").__name__}
+
+
+@pytest.mark.parametrize(
+    ("models", "message"),
+    [
+        ("llama", "qwen3_next.*got 'llama'"),
+        (["qwen3_5", "qwen9"], "got 'qwen9'"),
+        ([], "got none"),
+        (torch.nn.Linear(1, 1), "a Linear"),
+    ],
+    ids=["name", "names", "empty", "model"],
+)
+def test_unknown_models(models: Any, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        patch(models)
+
+
+def test_backend() -> None:
+    with pytest.raises(ValueError, match="backend: expected one of auto"):
+        patch(backend="cuda")
+    qkv, rest = _call(KDA, 3)
+    with patch("kimi_linear", backend="cute") as handle, pytest.raises(gd.UnsupportedProblem, match="cute"):
+        _module("kimi_linear").chunk_kimi_delta_attention(*qkv, **rest)
+    assert "not called" in str(handle.report()[0])
+
+
+def test_report_prints() -> None:
+    qkv, rest = _call(GDN, 3)
+    with patch("qwen3_5") as handle:
+        for _ in range(2):
+            _module("qwen3_5").torch_chunk_gated_delta_rule(*qkv, **rest)
+    lines = [str(row).rpartition(".models.")[2] for row in handle.report()]
+    assert lines == [
+        "qwen3_5.modeling_qwen3_5.torch_chunk_gated_delta_rule: 2 calls, 12 tokens, backend reference, kernel reference.prefill",
+        "qwen3_5.modeling_qwen3_5.torch_recurrent_gated_delta_rule: not called",
+    ]
+
+
+# ------------------------------------------------------------------------------------------------ other releases
+
+
+def test_missing_function(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(_module("olmo_hybrid"), GDN[1])
+    with pytest.raises(RuntimeError, match=rf"modeling_olmo_hybrid of transformers .* has no function {GDN[1]}"):
+        patch(["qwen3_5", "olmo_hybrid"])
+    assert not isinstance(_module("qwen3_5").torch_chunk_gated_delta_rule, Replacement)
+
+
+def test_function_that_no_layer_looks_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delattr(_module("qwen3_5"), "Qwen3_5GatedDeltaNet")
+    with pytest.raises(RuntimeError, match="no layer that looks up torch_chunk_gated_delta_rule"):
+        patch("qwen3_5")
+
+
+def test_release_without_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    find_spec = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if "glm5" in name else find_spec(name))
+    with patch() as handle:
+        assert not any("glm5" in row.module for row in handle.report())
+    with pytest.raises(ValueError, match="got 'glm5_next'"):
+        patch("glm5_next")
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    with pytest.raises(ImportError, match=r"pip install gated-delta\[demo\]"):
+        patch()
