@@ -33,7 +33,9 @@ def test_check_passes_and_reports_every_case(tmp_path):
 
 def test_check_fails_loudly_when_a_backend_is_wrong(monkeypatch):
     right = reference.decode
-    monkeypatch.setattr(reference, "decode", lambda tokens, **states: right(tokens._replace(q=tokens.q * 1.1, qk_l2norm=False), **states))
+    monkeypatch.setattr(
+        reference, "decode", lambda tokens, **states: right(tokens._replace(q=tokens.q * 1.1, qk_l2norm=False), **states)
+    )
     result = run("check", "--backend", "reference", "--op", "decode", "--limit", "4", "--device", "cpu")
     assert result.exit_code == 1
     assert "FAILED" in result.stdout
@@ -62,7 +64,20 @@ def test_bench_writes_json_and_a_picture(tmp_path):
 
 def test_bench_compares_prefill_with_the_token_loop():
     result = run(
-        "bench", "--op", "prefill", "--batch", "1", "--tokens", "96", "--heads", "1/1", "--dim", "16", "--token-loop", "--device", "cpu"
+        "bench",
+        "--op",
+        "prefill",
+        "--batch",
+        "1",
+        "--tokens",
+        "96",
+        "--heads",
+        "1/1",
+        "--dim",
+        "16",
+        "--token-loop",
+        "--device",
+        "cpu",
     )
     assert result.exit_code == 0, result.stdout
     assert "ratio" in result.stdout
@@ -70,7 +85,9 @@ def test_bench_compares_prefill_with_the_token_loop():
 
 @pytest.mark.parametrize("op", ["verify", "flush"])
 def test_bench_times_every_operation(op):
-    assert run("bench", "--op", op, "--batch", "2", "--tokens", "4", "--heads", "1/2", "--dim", "16", "--device", "cpu").exit_code == 0
+    assert (
+        run("bench", "--op", op, "--batch", "2", "--tokens", "4", "--heads", "1/2", "--dim", "16", "--device", "cpu").exit_code == 0
+    )
 
 
 def test_bench_prints_nothing_for_a_case_that_fails_its_check(monkeypatch):
@@ -102,7 +119,14 @@ def test_demo_gives_the_same_text_and_follows_a_request():
     result = run("demo", "The while statement", "--length", "24", "--device", "cpu")
     assert result.exit_code == 0, result.stdout
     assert "patched and unpatched transformers give the same text" in result.stdout
-    for word in ("The while statement", "decode tokens/s", "reference.prefill", "reference.decode", "[0, 4, 0] accepted", "rollback memory"):
+    for word in (
+        "The while statement",
+        "decode tokens/s",
+        "reference.prefill",
+        "reference.decode",
+        "[0, 4, 0] accepted",
+        "rollback memory",
+    ):
         assert word in result.stdout
     assert "wrong" not in result.stdout
 

@@ -264,6 +264,40 @@ def test_prefill_in_pieces_and_into_decode():
     assert state[1].isnan().all()
 
 
+def test_sequences_of_no_tokens_keep_and_carry_their_state():
+    ends = torch.tensor([0, 0, 3])
+    t = tokens(1, 3)
+    state, before = pool(), pool()
+    gd.decode(
+        **t,
+        cu_seqlens=ends,
+        state=state,
+        state_indices=torch.tensor([0, 1]),
+        write_indices=torch.tensor([4, 3]),
+        backend="reference",
+    )
+    assert torch.equal(state[4], before[0])
+    assert torch.equal(state[:3], before[:3])
+    state[2] = math.nan
+    fresh = torch.tensor([False, True])
+    o, _ = gd.prefill(
+        **t, cu_seqlens=ends, state=state, state_indices=torch.tensor([2, 0]), has_initial_state=fresh, backend="reference"
+    )
+    assert (state[2] == 0).all()
+    assert o.isfinite().all()
+
+
+def test_a_slot_may_be_read_by_many_and_written_by_one():
+    state = pool()
+    want = [state[:1].clone(), state[:1].clone()]
+    both = tokens(2, 2)
+    gd.decode(**both, state=state, state_indices=torch.tensor([0, 0]), write_indices=torch.tensor([3, 2]), backend="reference")
+    for n, alone in enumerate(want):
+        gd.decode(**{name: x[n : n + 1] for name, x in both.items()}, state=alone, backend="reference")
+    torch.testing.assert_close(state[[3, 2]], torch.cat(want))
+    assert torch.equal(state[:2], pool()[:2])
+
+
 def test_an_inactive_batch_of_nothing_but_padding():
     for op in ("decode", "verify"):
         arguments = {**call(op), "state_indices": torch.full((N,), -1)}
@@ -328,9 +362,9 @@ def test_scale_none_is_one_over_root_K():
 
 
 def test_zero_rows_normalise_to_zero():
-    assert torch.equal(reference.l2norm(torch.zeros(2, K)), torch.zeros(2, K))
+    assert torch.equal(reference.l2norm(torch.zeros(2, K), torch.float32), torch.zeros(2, K))
     x = torch.randn(3, K)
-    torch.testing.assert_close(reference.l2norm(x), x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6))
+    torch.testing.assert_close(reference.l2norm(x, torch.float32), x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6))
 
 
 def test_beta_logits_are_sigmoided():

@@ -23,10 +23,10 @@ from .problem import MAX_DRAFT, Gate, KVBuffer, Tokens
 
 L2NORM_EPS = 1e-6
 
-CHUNK = 64
-"""Tokens per chunk, a power of two."""
+CHUNK = {"cpu": 32, "cuda": 64}
+"""Tokens per chunk, a power of two. Short ones need less work inside the chunk, long ones fewer steps of the walk: kernel launches."""
 
-SLAB = {"cpu": 2**20, "cuda": 2**25}
+SLAB = {"cpu": 2**19, "cuda": 2**25}
 """Elements of one [tokens, HV, K] tensor that prefill prepares at a time: it bounds memory and keeps a CPU's cache warm."""
 
 
@@ -64,17 +64,17 @@ def log_decay(g: Tensor, gate: Gate, dtype: torch.dtype) -> Tensor:
     return gate.bound * torch.sigmoid(_times(rate, g))
 
 
-def l2norm(x: Tensor, scale: float = 1.0) -> Tensor:
-    """scale * x * rsqrt(sum(x * x) + 1e-6): FLA's form, where a zero row stays zero."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+def l2norm(x: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
+    """scale * x * rsqrt(sum(x * x) + 1e-6) in dtype: FLA's form, where a zero row stays zero."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
     return x * (scale * torch.rsqrt(norm * norm + L2NORM_EPS))
 
 
 def activate(tokens: Tokens, dtype: torch.dtype) -> Activated:
     """Flattened raw tokens to what the recurrence reads, computed in dtype."""
-    q, k, beta = tokens.q.to(dtype), tokens.k.to(dtype), tokens.beta.to(dtype)
+    q, k, beta = tokens.q, tokens.k, tokens.beta.to(dtype)
     scale = q.shape[-1] ** -0.5 if tokens.scale is None else tokens.scale
-    q, k = (l2norm(q, scale), l2norm(k)) if tokens.qk_l2norm else (q * scale, k)
+    q, k = (l2norm(q, dtype, scale), l2norm(k, dtype)) if tokens.qk_l2norm else (q.to(dtype) * scale, k.to(dtype))
     decay = log_decay(tokens.g, tokens.gate, dtype)
     return Activated(q, k, tokens.v.to(dtype), decay, beta.sigmoid() if tokens.beta_logits else beta)
 
@@ -116,17 +116,16 @@ def recurrent(
 
 
 def pairwise(rows: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Decayed inner products of every pair in a chunk, by halving: math.md, "Pairs".
+    """Decayed inner products of every pair in a chunk: math.md, "Pairs".
 
     rows [B, 2, C, K]: (k, q). decay [B, C, 1 or K], overwritten. C a power of two.
     Returns M [B, 2, C, C] with M[:, r, t, i] = sum_c rows[r, t, c] k[i, c] prod_{i<j<=t} decay[j, c] for i < t (i <= t for q),
     from_start [B, C, .] = prod_{j<=t} decay[j], and to_end [B, C, .] = prod_{j>t} decay[j].
     """
-    batch, _, C, K = rows.shape
+    if decay.shape[-1] == 1:
+        return _pairwise_by_scalars(rows, decay)
+    batch, _, C, _ = rows.shape
     k, q = rows.unbind(1)
-    if decay.shape[-1] == 1 < K:  # one decay for all channels: pair the decays alone, and let one matmul do the channels
-        pairs, from_start, to_end = pairwise(decay.new_ones(1, 1, 1, 1).expand(batch, 2, C, 1), decay)
-        return (rows.flatten(1, 2) @ k.mT).unflatten(1, (2, C)).mul_(pairs), from_start, to_end
     M = k.new_zeros(batch, 2, C, C)
     M[:, 1].diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
     from_start, to_end = decay, torch.ones_like(decay)
@@ -151,6 +150,19 @@ def pairwise(rows: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     return M, from_start, to_end
 
 
+def _pairwise_by_scalars(rows: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """pairwise where all channels share a decay: the pairs of decays alone, times one matmul."""
+    C = rows.shape[2]
+    d = decay.mT  # [B, 1, C]
+    later = torch.ones(C, C, dtype=torch.bool, device=d.device).triu(1)
+    between = torch.where(later, d, 1).cumprod(-1)  # [B, i, t]: prod_{i<j<=t} decay[j] for i <= t
+    M = (rows.flatten(1, 2) @ rows[:, 0].mT).unflatten(1, (2, C))
+    M.mul_(between.mT[:, None])
+    M[:, 0].tril_(-1)
+    M[:, 1].tril_()
+    return M, (between[:, 0] * d[:, 0, :1])[..., None], between[:, :, -1:]
+
+
 class ChunkTerms(NamedTuple):
     """What a chunk of C tokens needs besides its state S and values v: math.md, "A chunk".
 
@@ -163,13 +175,13 @@ class ChunkTerms(NamedTuple):
     write: Tensor
     carry: Tensor
 
-    def outputs(self, v: Tensor, state: Tensor, out: Tensor) -> Tensor:
-        """Writes o [B, C, V] into out and returns u [B, C, V], from v [B, C, V] and state [B, V, K]."""
-        C = v.shape[-2]
-        seen = self.read @ state.mT
-        u = self.correct @ (v - seen[:, :C])
-        torch.baddbmm(seen[:, C:], self.attend, u, out=out)
-        return u
+    def outputs(self, v: Tensor, state: Tensor, o: Tensor, u: Tensor, seen: Tensor) -> None:
+        """Writes o and u [B, C, V] from v [N, HV, C, V] and state [B, V, K], B = N HV; seen [B, 2C, V] is scratch."""
+        N, HV, C, _ = v.shape
+        torch.bmm(self.read, state.mT, out=seen)
+        torch.sub(v, seen[:, :C].unflatten(0, (N, HV)), out=o.unflatten(0, (N, HV)))
+        torch.bmm(self.correct, o, out=u)
+        torch.baddbmm(seen[:, C:], self.attend, u, out=o)
 
     def advance(self, u: Tensor, state: Tensor) -> None:
         """Moves state over the chunk, in place."""
@@ -199,7 +211,9 @@ def chunk_terms(x: Activated) -> ChunkTerms:
     )
 
 
-def chunked(tokens: Tokens, starts: Sequence[int], lengths: Sequence[int], state: Tensor, o: Tensor, chunk: int = CHUNK) -> Tensor:
+def chunked(
+    tokens: Tokens, starts: Sequence[int], lengths: Sequence[int], state: Tensor, o: Tensor, chunk: int | None = None
+) -> Tensor:
     """Chunkwise recurrence over ragged sequences of flattened tokens, vectorised over sequences, heads and chunks.
 
     Sequence n is tokens starts[n] .. starts[n] + lengths[n], from state[n] [HV, V, K], whose dtype is the one computed in. Writes
@@ -207,6 +221,7 @@ def chunked(tokens: Tokens, starts: Sequence[int], lengths: Sequence[int], state
     """
     HV, V, K = state.shape[1:]
     device = state.device
+    chunk = chunk or CHUNK.get(device.type, CHUNK["cuda"])
     order = sorted((n for n, length in enumerate(lengths) if length), key=lambda n: -lengths[n])
     if not order:
         return state
@@ -218,26 +233,28 @@ def chunked(tokens: Tokens, starts: Sequence[int], lengths: Sequence[int], state
     first = 0
     while first < ranks:
         live = sum(lengths[n] > first * chunk for n in order)
-        count = min(ranks - first, max(1, SLAB.get(device.type, SLAB["cpu"]) // (live * chunk * HV * K)))
+        count = min(ranks - first, max(1, SLAB.get(device.type, SLAB["cuda"]) // (live * chunk * HV * K)))
         position = torch.arange(first * chunk, (first + count) * chunk, device=device).view(count, 1, chunk)
         valid = position < length[:live, None]
         index = torch.where(valid, start[:live, None] + position, 0).flatten()
         whole = bool(valid.all())
-        rows = slice(starts[order[0]] + first * chunk, starts[order[0]] + (first + count) * chunk) if whole and live == 1 else index
+        # One sequence's whole chunks lie together: a view of them, rather than a gather.
+        begin = starts[order[0]] + first * chunk
+        rows = slice(begin, begin + count * chunk) if whole and live == 1 else index
         x = activate(tokens.map(itemgetter(rows)), state.dtype)
         if not whole:
             x = Activated(*(y.masked_fill(~valid.view(-1, *[1] * (y.ndim - 1)), 0) for y in x))
         x = Activated(*(y.unflatten(0, (count, live, chunk)) for y in x))
-        terms = chunk_terms(x)
-        by_rank = [ChunkTerms(*parts) for parts in zip(*(y.unflatten(0, (count, -1)) for y in terms), strict=True)]
-        values = x.v.transpose(2, 3).reshape(count, -1, chunk, V)
-        outputs = values.new_empty(count, live * HV, chunk, V)
+        by_rank = [ChunkTerms(*parts) for parts in zip(*(y.unflatten(0, (count, -1)) for y in chunk_terms(x)), strict=True)]
         now = walk[: live * HV]
-        for term, v, out in zip(by_rank, values, outputs, strict=True):
-            term.advance(term.outputs(v, now, out), now)
+        outputs = now.new_empty(count, live * HV, chunk, V)
+        u, seen = torch.empty_like(outputs[0]), now.new_empty(live * HV, 2 * chunk, V)
+        for terms, v, o_rank in zip(by_rank, x.v.transpose(2, 3), outputs, strict=True):
+            terms.outputs(v, now, o_rank, u, seen)
+            terms.advance(u, now)
         outputs = outputs.unflatten(1, (live, HV)).transpose(2, 3)
-        if whole:
-            o[rows] = outputs.flatten(0, 2).to(o.dtype)
+        if isinstance(rows, slice):
+            o[rows].unflatten(0, (count, live, chunk)).copy_(outputs)
         else:
             o[index[valid.flatten()]] = outputs[valid].to(o.dtype)
         first += count
@@ -343,9 +360,13 @@ def prefill(
             lengths = [lengths[n] if slots[n] >= 0 else 0 for n in range(N)]
         elif initial_state is not None:
             walk.copy_(initial_state)
-        o = out.new_zeros(tokens.q.shape[0] * tokens.q.shape[1], HV, V)
-        walk = chunked(flatten(tokens), starts, lengths, walk, o)
-        out.copy_(o.view(out.shape))
+        o = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+        rows = o.view(-1, HV, V)
+        if sum(lengths) < rows.shape[0]:
+            rows.zero_()
+        walk = chunked(flatten(tokens), starts, lengths, walk, rows)
+        if o is not out:
+            out.copy_(o)
         if state is not None:
             state[[slots[n] for n in active]] = walk[active].to(state.dtype)
         if final_state is not None:
@@ -433,14 +454,15 @@ def verify(
             valid = position < length[:, None]
             index = torch.where(valid, start[:, None] + position, x.v.shape[0])
             x = Activated(*(y[index] for y in padded))
-            HV = x.v.shape[2]
-            values = x.v.transpose(1, 2).flatten(0, 1)
-            outputs = torch.empty_like(values)
-            u = chunk_terms(x).outputs(values, state[[reads[n] for n in active]].float().flatten(0, 1), outputs)
-            o[index[valid]] = outputs.unflatten(0, (-1, HV)).transpose(1, 2)[valid].to(o.dtype)
+            values = x.v.transpose(1, 2)
+            outputs = torch.empty_like(values.flatten(0, 1))
+            u, seen = torch.empty_like(outputs), outputs.new_empty(len(outputs), 2 * MAX_DRAFT, outputs.shape[-1])
+            frozen = state[[reads[n] for n in active]].float().flatten(0, 1)
+            chunk_terms(x).outputs(values, frozen, outputs, u, seen)
+            o[index[valid]] = outputs.view(values.shape).transpose(1, 2)[valid].to(o.dtype)
             # The zeros past a sequence's end go into the buffer too, so flush needs no lengths.
             where = [rows[n] for n in active]
-            buffer.u[where] = u.unflatten(0, (-1, HV)).transpose(1, 2)[:, :C]
+            buffer.u[where] = u.view(values.shape).transpose(1, 2)[:, :C]
             buffer.k[where] = x.k[:, :C]
             buffer.log_decay[where] = x.log_decay[:, :C].reshape(len(where), C, *buffer.log_decay.shape[2:])
         out.copy_(o.view(out.shape))

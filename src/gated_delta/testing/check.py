@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import api
 from ..problem import KVBuffer
 from .cases import Case
-from .compare import UNIT, Error, error, untouched
+from .compare import Error, error, rounding_unit, untouched
 from .inputs import Call, make
 from .oracle import expected
 
@@ -95,7 +95,7 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
     for name in set(truth) & set(after):
         want, x = truth[name], after[name]
         head_dim = _HEAD_DIM[name] + (1 if name == "state" and x.ndim == 5 else 0)
-        unit = UNIT[x.dtype]
+        unit = rounding_unit(case.op, x.dtype)
         baseline = plain[name]._replace(value=plain[name].value.to(x.dtype))
         found, allowed = error(x, want, head_dim), error(baseline.value, want, head_dim)
         errors[name] = (found, allowed, unit)

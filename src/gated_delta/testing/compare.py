@@ -9,9 +9,18 @@ from torch import Tensor
 
 from .oracle import Expected
 
-UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-16}
-"""Rounding unit of what is stored. For fp32, what 64 tokens at once cost: on near-collinear keys the chunk's triangular system
-carries up to C = 64 roundings of 2**-23 into one row (measured 1.1e-5, docs/math.md), where the token loop carries one."""
+_UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-20}
+
+
+def rounding_unit(op: str, dtype: torch.dtype) -> float:
+    """What is allowed beside the plain implementation's own error, which may be small by luck.
+
+    One unit of what is stored, eight for fp32, whose sums of K terms come in any order. An fp32 result of the chunk algebra may be off
+    by more: with beta = 2 on collinear keys the inverse of a chunk of C = 64 has rows of absolute sum 2 C, so that roundings of 2**-23
+    in its entries and in the pairs come to 2**-15, where the token loop carries one (math.md, "Accuracy").
+    """
+    return 2**-15 if dtype == torch.float32 and op != "decode" else _UNIT[dtype]
+
 
 RATIO = 2.0
 
