@@ -185,8 +185,7 @@ def flush(
         count, counts = (None, num_accepted) if isinstance(num_accepted, Tensor) else (num_accepted, None)
         torch.ops.gated_delta.flush(state, **_parts(buffer), count=count, counts=counts, **indices, backend=backend)
         return
-    problem = describe_flush(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
-    _kernel(problem, state, backend)(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
+    run_flush(state, buffer, num_accepted, backend, **indices)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Route:
@@ -244,6 +243,11 @@ def run_verify(tokens: Tokens, out: Tensor | None, backend: str, **states: Any) 
     out = _empty_like(tokens.v, out)
     run(tokens, **states, out=out)
     return out
+
+
+def run_flush(state: Tensor, buffer: KVBuffer, num_accepted: int | Tensor, backend: str, **indices: Any) -> None:
+    problem = describe_flush(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
+    _kernel(problem, state, backend)(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
 
 
 def _kernel(problem: Problem, x: Tensor, backend: str) -> Callable[..., None]:

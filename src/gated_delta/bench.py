@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -37,6 +38,10 @@ class Timing:
     fastest: float
     bytes: int
     copy_bandwidth: float
+    host_seconds: float
+    """Describing, routing and allocating, with no work done: the call's overhead in eager mode."""
+    host_seconds_compiled: float
+    """The same through torch.ops, as a compiled graph calls it."""
     token_loop_seconds: float | None = None
 
     @property
@@ -88,19 +93,24 @@ def _synchronize(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def _times(functions: list[Callable[[], object]], device: torch.device, seconds: float, repeats: int) -> list[list[float]]:
-    """Wall times of each function's calls, taken in turns so that a slow spell of the machine falls on all alike."""
+TURN = 0.25
+"""Seconds a function keeps its turn: long enough to run warm, short enough that a slow spell of the machine falls on all alike."""
+
+
+def _times(functions: list[Callable[[], object]], device: torch.device, seconds: float) -> list[list[float]]:
+    """Wall times of each function's calls, the functions taking turns until each has had `seconds`."""
     taken: list[list[float]] = [[] for _ in functions]
     for function in functions:
         function()
-    start = time.perf_counter()
-    while len(taken[0]) < 3 or (time.perf_counter() - start < seconds and len(taken[0]) < repeats):
+    while min(sum(times) for times in taken) < seconds:
         for times, function in zip(taken, functions, strict=True):
-            _synchronize(device)
-            began = time.perf_counter()
-            function()
-            _synchronize(device)
-            times.append(time.perf_counter() - began)
+            turn = time.perf_counter()
+            while time.perf_counter() - turn < TURN:
+                _synchronize(device)
+                began = time.perf_counter()
+                function()
+                _synchronize(device)
+                times.append(time.perf_counter() - began)
     return taken
 
 
@@ -108,8 +118,18 @@ def copy_bandwidth(device: torch.device) -> float:
     """Bytes per second, read plus written, of a plain device copy."""
     source = torch.randn(2**28 if device.type == "cuda" else 2**25, device=device)
     target = torch.empty_like(source)
-    (times,) = _times([lambda: target.copy_(source)], device, 1.0, 50)
+    (times,) = _times([lambda: target.copy_(source)], device, 0.5)
     return 2 * source.numel() * source.element_size() / statistics.median(times)
+
+
+def host_seconds(call: Call, backend: str, compiled: bool) -> float:
+    """Median time of a call whose backend does nothing."""
+    idle = mock.patch.object(reference, call.case.op, lambda *_tokens, **_states: None)
+    through_ops = mock.patch.object(api, "_traced", lambda _x: compiled)
+    with idle, through_ops:
+        # The body of torch.ops is the eager call, which must not go through torch.ops again.
+        (times,) = _times([lambda: run(call, backend)], torch.device("cpu"), 0.2)
+    return statistics.median(times)
 
 
 def least_bytes(call: Call) -> int:
@@ -151,7 +171,7 @@ def time_case(
     if token_loop:
         functions.append(lambda: _token_loop(call))
     with torch.no_grad():
-        times = _times(functions, device, seconds, 1000)
+        times = _times(functions, device, seconds)
     return Timing(
         label=case.label,
         backend=backend,
@@ -162,6 +182,8 @@ def time_case(
         fastest=min(times[0]),
         bytes=least_bytes(call),
         copy_bandwidth=bandwidth,
+        host_seconds=host_seconds(call, backend, compiled=False),
+        host_seconds_compiled=host_seconds(call, backend, compiled=True),
         token_loop_seconds=statistics.median(times[1]) if token_loop else None,
     )
 

@@ -223,7 +223,9 @@ def bench(
         raise typer.BadParameter(f"{op.value} takes at most 16 tokens a sequence, got {max(lengths)}", param_hint="--tokens")
     bandwidth = timing.copy_bandwidth(where)
     table = Table(title=f"{op.value}, backend {backend.value}, {timing.device_name(where)}, copy {bandwidth / 1e9:.1f} GB/s")
-    columns = ["case", "N", "T", "us", "tokens/s", "floor us", "x floor"] + (["token loop us", "ratio"] if token_loop else [])
+    columns = ["case", "N", "T", "us", "tokens/s", "floor us", "x floor", "host us"] + (
+        ["token loop us", "ratio"] if token_loop else []
+    )
     for column in columns:
         table.add_column(column, justify="left" if column == "case" else "right")
     done = []
@@ -241,6 +243,7 @@ def bench(
                 done.append(taken)
                 row = [taken.label.split("/")[0], str(N), str(T), f"{taken.seconds * 1e6:.1f}", f"{taken.tokens_per_second:.0f}"]
                 row += [f"{taken.floor_seconds * 1e6:.1f}", f"{taken.seconds / taken.floor_seconds:.1f}"]
+                row += [f"{taken.host_seconds * 1e6:.1f}"]
                 if taken.token_loop_seconds is not None:
                     row += [f"{taken.token_loop_seconds * 1e6:.0f}", f"{taken.token_loop_seconds / taken.seconds:.1f}"]
                 table.add_row(*row)

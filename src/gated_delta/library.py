@@ -1,6 +1,6 @@
 """torch.library: each operation as one node of a compiled graph, with what it mutates in its schema.
 
-Defined with Library.define and impl rather than the custom_op decorator, which costs some 25 us a call. The bodies are the eager
+Defined with Library.define and impl rather than the custom_op decorator, whose every call costs more. The bodies are the eager
 operations; outputs are allocated by the caller, so the fakes have nothing to make.
 """
 
@@ -57,11 +57,12 @@ def _flush(
     buffer_log_decay: Tensor,
     count: int | None,
     counts: Tensor | None,
+    backend: str,
     **indices: Any,
 ) -> None:
     num_accepted = counts if count is None else count
     assert num_accepted is not None
-    api.flush(state, KVBuffer(buffer_u, buffer_k, buffer_log_decay), num_accepted, **indices)
+    api.run_flush(state, KVBuffer(buffer_u, buffer_k, buffer_log_decay), num_accepted, backend, **indices)
 
 
 def _fake(*_args: Any, **_kwargs: Any) -> None:

@@ -13,13 +13,12 @@ _UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-20}
 
 
 def rounding_unit(op: str, dtype: torch.dtype) -> float:
-    """What is allowed beside the plain implementation's own error, which may be small by luck.
+    """What a row may be off by beside twice the plain implementation's own error, which may be small by luck.
 
-    One unit of what is stored, eight for fp32, whose sums of K terms come in any order. An fp32 result of the chunk algebra may be off
-    by more: with beta = 2 on collinear keys the inverse of a chunk of C = 64 has rows of absolute sum 2 C, so that roundings of 2**-23
-    in its entries and in the pairs come to 2**-15, where the token loop carries one (math.md, "Accuracy").
+    One unit of what is stored; eight for fp32, whose sums of K terms come in any order. An fp32 result of the chunk algebra has a
+    wider one: on collinear keys with beta near 2 it takes the difference of sums far larger than itself (math.md, "Accuracy").
     """
-    return 2**-15 if dtype == torch.float32 and op != "decode" else _UNIT[dtype]
+    return 2**-13 if dtype == torch.float32 and op != "decode" else _UNIT[dtype]
 
 
 RATIO = 2.0
@@ -33,8 +32,8 @@ class Error:
     worst_row: float
 
     def within(self, plain: Error, unit: float) -> bool:
-        # Written so that NaN fails.
-        return self.whole <= RATIO * plain.whole + unit and self.worst_row <= RATIO * plain.worst_row + unit
+        # Roundings average out over the whole. Written so that NaN fails.
+        return self.whole <= RATIO * plain.whole + unit / 4 and self.worst_row <= RATIO * plain.worst_row + unit
 
 
 def error(x: Tensor, truth: Expected, head_dim: int) -> Error:
