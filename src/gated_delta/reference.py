@@ -24,7 +24,7 @@ from .problem import MAX_DRAFT, Gate, KVBuffer, Tokens
 L2NORM_EPS = 1e-6
 
 CHUNK = {"cpu": 32, "cuda": 64}
-"""Tokens per chunk, a power of two. Short ones need less work inside the chunk, long ones fewer steps of the walk: kernel launches."""
+"""Tokens per chunk, a power of two: short ones mean less work inside the chunk, long ones fewer steps, so fewer kernel launches."""
 
 SLAB = {"cpu": 2**19, "cuda": 2**25}
 """Elements of one [tokens, HV, K] tensor that prefill prepares at a time: it bounds memory and keeps a CPU's cache warm."""
