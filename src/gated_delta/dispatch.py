@@ -56,5 +56,5 @@ def _warn_of_fallback() -> None:
     warnings.warn(
         "gated_delta runs a CUDA call on its PyTorch reference backend, which is slow; gated_delta.explain(op, ...) says why. "
         "Pass backend='reference' to choose it, or backend='cute' to get an error instead.",
-        stacklevel=4,
+        stacklevel=6,  # the caller of the operation
     )

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,6 +22,7 @@ from ..problem import Tokens
 MODEL = Path(__file__).parent / "tiny_qwen3_5"
 PROMPTS = ("A class definition defines a class object", "The try statement", "Lambda")
 DRAFT = 4
+TOLERANCE = 1e-5
 
 
 class Generation(NamedTuple):
@@ -134,59 +136,55 @@ def life_of_a_request(model: Any, backend: str, device: torch.device, console: C
     """Three requests: prefilled together, decoded one step, four draft tokens verified, 0..4 of them accepted and flushed."""
     texts = [layer_tokens(model, text + " is an object that") for text in PROMPTS]
     lengths = [t.q.shape[1] - 1 - DRAFT for t in texts]
-    H, HV, K, V = texts[0].q.shape[2], texts[0].v.shape[2], texts[0].q.shape[3], texts[0].v.shape[3]
+    H, K = texts[0].q.shape[2:]
+    HV, V = texts[0].v.shape[2:]
     pool = torch.full((8, HV, V, K), math.nan, device=device)  # slots nobody owns stay poisoned
     slots = torch.tensor([4, 1, 6], device=device)
     table = Table("step", "tokens", "error against float64", "")
     passed = True
 
-    def judge(step: str, tokens: str, pairs: list[tuple[Tensor, Tensor]]) -> None:
+    def judge(step: str, what: str, seen: list[int], outputs: Sequence[Tensor] = (), state: bool = True) -> None:
+        """Compare request n after seen[n] tokens: its latest outputs [T, HV, V], and its slot of the pool."""
         nonlocal passed
-        worst = max(float((have.double() - want).norm() / want.norm()) for have, want in pairs)
-        ok = worst < 1e-5
-        passed &= ok
-        table.add_row(step, tokens, f"{worst:.1e}", "ok" if ok else "[red]wrong[/]")
+        worst = 0.0
+        for n, (text, length) in enumerate(zip(texts, seen, strict=True)):
+            want_outputs, want_state = _truth(text, length)
+            pairs = [(outputs[n], want_outputs[-len(outputs[n]) :])] if outputs else []
+            pairs += [(pool[slots[n]], want_state)] if state else []
+            worst = max([worst, *(float((have.double() - want).norm() / want.norm()) for have, want in pairs)])
+        passed &= worst < TOLERANCE
+        table.add_row(step, what, f"{worst:.1e}", "ok" if worst < TOLERANCE else "[red]wrong[/]")
 
-    packed = _join([_slice(t, 0, n) for t, n in zip(texts, lengths, strict=True)], 1)
-    ends = torch.tensor([0, *lengths], device=device).cumsum(0)
+    def part(first: list[int], count: list[int], dim: int) -> Tokens:
+        return _join([_slice(t, a, a + n) for t, a, n in zip(texts, first, count, strict=True)], dim)
+
+    packed = part([0, 0, 0], lengths, 1)._replace(cu_seqlens=torch.tensor([0, *lengths], device=device).cumsum(0))
     fresh = torch.zeros(3, dtype=torch.bool, device=device)
-    o, _ = api.prefill(
-        **packed._replace(cu_seqlens=ends)._asdict(), state=pool, state_indices=slots, has_initial_state=fresh, backend=backend
-    )
-    truth = [_truth(t, n) for t, n in zip(texts, lengths, strict=True)]
-    pairs = [(o[0, a:b], want) for a, b, (want, _) in zip(ends, ends[1:], truth, strict=False)]
-    judge(
-        "prefill, packed",
-        " + ".join(map(str, lengths)),
-        pairs + [(pool[s], want) for s, (_, want) in zip(slots, truth, strict=True)],
-    )
+    o, _ = api.prefill(**packed._asdict(), state=pool, state_indices=slots, has_initial_state=fresh, backend=backend)
+    judge("prefill, packed", " + ".join(map(str, lengths)), lengths, o[0].split(lengths))
 
-    step = _join([_slice(t, n, n + 1) for t, n in zip(texts, lengths, strict=True)], 0)
+    step = part(lengths, [1, 1, 1], 0)
     o = api.decode(**step._asdict(), state=pool, state_indices=slots, backend=backend)
-    truth = [_truth(t, n + 1) for t, n in zip(texts, lengths, strict=True)]
-    pairs = [(o[n, 0], want[-1]) for n, (want, _) in enumerate(truth)]
-    judge("decode", "1 each", pairs + [(pool[s], want) for s, (_, want) in zip(slots, truth, strict=True)])
+    seen = [n + 1 for n in lengths]
+    judge("decode", "1 each", seen, list(o))
 
-    draft = _join([_slice(t, n + 1, n + 1 + DRAFT) for t, n in zip(texts, lengths, strict=True)], 0)
+    draft = part(seen, [DRAFT] * 3, 0)
     buffer = KVBuffer.empty(3, DRAFT, H, HV, K, V, gate="head", device=device)
     frozen = pool.clone()
     o = api.verify(**draft._asdict(), state=pool, state_indices=slots, buffer=buffer, backend=backend)
     passed &= torch.equal(pool.nan_to_num(), frozen.nan_to_num())
-    ends_of_draft = [_truth(t, n + 1 + DRAFT) for t, n in zip(texts, lengths, strict=True)]
-    judge("verify, state frozen", f"{DRAFT} drafts each", [(o[n], want[-DRAFT:]) for n, (want, _) in enumerate(ends_of_draft)])
+    judge("verify, state frozen", f"{DRAFT} drafts each", [n + DRAFT for n in seen], list(o), state=False)
 
     for accepted in range(DRAFT + 1):
-        counts = torch.tensor([accepted, DRAFT - accepted, accepted], dtype=torch.int32, device=device)
+        counts = [accepted, DRAFT - accepted, accepted]
         pool.copy_(frozen)
-        api.flush(pool, buffer, counts, state_indices=slots, backend=backend)
-        after = [_truth(t, n + 1 + m)[1] for t, n, m in zip(texts, lengths, counts.tolist(), strict=True)]
-        judge("flush", f"{counts.tolist()} accepted", [(pool[s], want) for s, want in zip(slots, after, strict=True)])
+        api.flush(pool, buffer, torch.tensor(counts, device=device), state_indices=slots, backend=backend)
+        judge("flush", f"{counts} accepted", [n + m for n, m in zip(seen, counts, strict=True)])
     others = [s for s in range(8) if s not in slots.tolist()]
     passed &= bool(pool[others].isnan().all())
     console.print(table)
     cached = 3 * DRAFT * HV * V * K * 4
-    console.print(
-        f"rollback memory for these drafts: {buffer.nbytes:,} bytes, where a state per token takes {cached:,}", highlight=False
-    )
-    console.print(api.explain("verify", **draft._asdict(), state=pool, state_indices=slots, buffer=buffer), highlight=False)
+    console.print(f"rollback memory of these drafts: {buffer.nbytes:,} bytes; a state per token takes {cached:,}", highlight=False)
+    route = api.explain("verify", **draft._asdict(), state=pool, state_indices=slots, buffer=buffer, backend=backend)
+    console.print(str(route), highlight=False, markup=False)
     return passed
