@@ -31,6 +31,16 @@ def test_check_passes_and_reports_every_case(tmp_path):
     assert all(case["passed"] and case["errors"]["o"]["share"] <= 1 for case in written["cases"])
 
 
+def test_json_without_a_file_is_all_there_is_on_the_standard_output():
+    checked = run("check", "--op", "flush", "--limit", "2", "--json", "--device", "cpu", "--backend", "reference")
+    assert len(json.loads(checked.stdout)["cases"]) == 2
+    timed = run(
+        "bench", "--op", "decode", "--batch", "1", "--heads", "1/1", "--dim", "16", "--model", "kda", "--json", "--device", "cpu"
+    )
+    assert json.loads(timed.stdout)[0]["host_seconds"] > 0
+    assert run("bench", "out.json").exit_code == 2
+
+
 def test_check_fails_loudly_when_a_backend_is_wrong(monkeypatch):
     right = reference.decode
     monkeypatch.setattr(

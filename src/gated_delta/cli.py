@@ -25,7 +25,7 @@ from .problem import UnsupportedProblem
 app = typer.Typer(help="Gated-delta-rule linear attention (GDN and KDA): prefill, decode, verify, flush.", no_args_is_help=True)
 # Piped output has no width of its own, and a label cut short names nothing.
 console = Console(width=None if sys.stdout.isatty() else 160)
-errors = Console(stderr=True)
+errors = Console(stderr=True, width=None if sys.stderr.isatty() else 160)
 
 
 class Op(str, Enum):
@@ -62,6 +62,8 @@ class GateKind(str, Enum):
     lower_bound = "lower_bound"
 
 
+JsonOption = Annotated[bool, typer.Option("--json", help="Give the results as JSON: to FILE, or else to the standard output.")]
+FileArgument = Annotated[Path | None, typer.Argument(help="File for --json.", show_default=False)]
 DeviceOption = Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda; a GPU when there is one.")]
 BackendOption = Annotated[Backend, typer.Option(help="Which backend to run.")]
 
@@ -87,9 +89,20 @@ def _ints(text: str, what: str) -> list[int]:
     return values
 
 
-def _write_json(file: Path, content: Any) -> None:
-    file.write_text(json.dumps(content, indent=1) + "\n")
-    console.print(f"wrote {file}", highlight=False)
+def _report(as_json: bool, file: Path | None) -> Console:
+    """Where tables go: beside JSON on the standard output they would spoil it."""
+    if file is not None and not as_json:
+        raise typer.BadParameter(f"unexpected without --json: {file}", param_hint="FILE")
+    return errors if as_json and file is None else console
+
+
+def _write_json(file: Path | None, content: Any) -> None:
+    text = json.dumps(content, indent=1)
+    if file is None:
+        sys.stdout.write(text + "\n")
+    else:
+        file.write_text(text + "\n")
+        console.print(f"wrote {file}", highlight=False)
 
 
 @app.command()
@@ -118,17 +131,19 @@ def info() -> None:
 
 @app.command()
 def check(
+    file: FileArgument = None,
     backend: BackendOption = Backend.auto,
     op: Annotated[list[Op] | None, typer.Option(help="Only this operation; may be repeated.")] = None,
     filter: Annotated[str, typer.Option(help="Only cases whose label contains this text.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="A small part of the list, with every value of every factor.")] = False,
     limit: Annotated[int, typer.Option(help="At most this many cases per operation, evenly spread; 0 for all.")] = 0,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write every case's errors to this file.")] = None,
+    as_json: JsonOption = False,
     device: DeviceOption = "auto",
 ) -> None:
     """Judge a backend by the case list, against the recurrence in float64."""
     from .testing import Case, Result, cases, quick_cases, run_case
 
+    report = _report(as_json, file)
     where = _device(device)
     chosen = []
     for name in op or list(Op):
@@ -156,16 +171,16 @@ def check(
             passed = sum(r.passed for r in mine)
             worst = max((_share(r) for r in mine), default=float("nan"))
             table.add_row(name.value, str(len(mine) + lacking), str(passed), str(len(mine) - passed), str(lacking), f"{worst:.2f}")
-    console.print(table)
+    report.print(table)
     failed = [r for r in results if not r.passed]
     for result in failed:
-        console.print(f"[red]FAILED[/] {result.case.label} lengths {result.case.lengths}", highlight=False)
+        report.print(f"[red]FAILED[/] {result.case.label} lengths {result.case.lengths}", highlight=False)
         for line in result.failures:
-            console.print(f"    {line}", highlight=False)
+            report.print(f"    {line}", highlight=False)
     for reason, count in Counter(reason for _, problem in unsupported for reason in problem.missing).most_common():
-        console.print(f"[yellow]unsupported[/] in {count} cases: needs {reason}", highlight=False)
-    if json_file is not None:
-        _write_json(json_file, {"backend": backend.value, "device": str(where), "cases": [_record(r) for r in results]})
+        report.print(f"[yellow]unsupported[/] in {count} cases: needs {reason}", highlight=False)
+    if as_json:
+        _write_json(file, {"backend": backend.value, "device": str(where), "cases": [_record(r) for r in results]})
     if failed or unsupported:
         raise typer.Exit(1)
 
@@ -189,6 +204,7 @@ def _record(result: Any) -> dict[str, Any]:
 
 @app.command()
 def bench(
+    file: FileArgument = None,
     op: Annotated[Op, typer.Option(help="Operation to time.")] = Op.decode,
     model: Annotated[list[Model] | None, typer.Option(help="gdn or kda; may be repeated, both when not given.")] = None,
     batch: Annotated[str, typer.Option(help="Numbers of sequences, e.g. 1,8,64.")] = "1,8",
@@ -200,13 +216,14 @@ def bench(
     state_dtype: Annotated[Precision, typer.Option(help="State: fp32 or bf16.")] = Precision.fp32,
     backend: BackendOption = Backend.auto,
     token_loop: Annotated[bool, typer.Option("--token-loop", help="Prefill: time the token recurrence too, in turns.")] = False,
-    json_file: Annotated[Path | None, typer.Option("--json", help="Write the timings to this file.")] = None,
+    as_json: JsonOption = False,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a picture of the timings to this file.")] = None,
     device: DeviceOption = "auto",
 ) -> None:
     """Time an operation; a case that fails its check is not timed."""
     from . import bench as timing
 
+    report = _report(as_json, file)
     where = _device(device)
     try:
         H, HV = (int(part) for part in heads.split("/"))
@@ -248,12 +265,12 @@ def bench(
                     row += [f"{taken.token_loop_seconds * 1e6:.0f}", f"{taken.token_loop_seconds / taken.seconds:.1f}"]
                 table.add_row(*row)
     if done:
-        console.print(table)
-        if json_file is not None:
-            _write_json(json_file, [t.record() for t in done])
+        report.print(table)
+        if as_json:
+            _write_json(file, [t.record() for t in done])
         if plot_file is not None:
             timing.plot(done, plot_file)
-            console.print(f"wrote {plot_file}", highlight=False)
+            report.print(f"wrote {plot_file}", highlight=False)
     if failed:
         raise typer.Exit(1)
 

@@ -101,7 +101,7 @@ class KVBuffer:
         K: int,
         V: int,
         *,
-        gate: str,
+        gate: str = "head",
         num_layers: int | None = None,
         device: torch.device | str | None = None,
     ) -> KVBuffer:
