@@ -59,7 +59,7 @@ BAD = [
     ("flush", dict(num_accepted=True), TypeError, "num_accepted: expected an int or an int tensor"),
     ("flush", dict(num_accepted=torch.ones(N)), TypeError, "num_accepted: expected dtype"),
     # shapes
-    ("prefill", dict(q=torch.zeros(T, H, K)), ValueError, r"q: expected 4 dimensions \[B, T, H, K\], got shape"),
+    ("prefill", dict(q=torch.zeros(T, H, K)), ValueError, r"q: expected 4 dimensions \[N, T, H, K\], got shape"),
     ("prefill", dict(k=torch.zeros(N, T, H, K + 1)), ValueError, rf"k: expected shape .*= \[{N}, {T}, {H}, {K}\], got"),
     ("prefill", dict(k=torch.zeros(N, T + 1, H, K)), ValueError, "k: expected shape"),
     ("prefill", dict(v=torch.zeros(N, T, 3, V)), ValueError, "beta: expected shape|g: expected shape"),
@@ -77,7 +77,12 @@ BAD = [
     ("prefill", dict(initial_state=torch.zeros(N, HV, K, V)), ValueError, "initial_state: expected shape"),
     ("prefill", dict(initial_state=torch.zeros(N + 1, HV, V, K)), ValueError, "initial_state: expected shape"),
     ("prefill", dict(out=torch.zeros(N, T, H, V)), ValueError, "out: expected v's shape"),
-    ("prefill", {**tokens(), "cu_seqlens": ints(0, 3)}, ValueError, r"q: expected packed tokens \[1, total, H, K\]"),
+    (
+        "prefill",
+        {**tokens(), "cu_seqlens": ints(0, 3)},
+        ValueError,
+        r"q: expected packed tokens \[1, total, H, K\] beside cu_seqlens",
+    ),
     ("prefill", {**tokens(1, 4), "cu_seqlens": ints()}, ValueError, "cu_seqlens: expected shape"),
     ("prefill", {**tokens(1, 4), "cu_seqlens": ints(0, 4).view(1, 2)}, ValueError, "cu_seqlens: expected 1 dimensions"),
     ("decode", dict(state=torch.zeros(P, HV, K, V)), ValueError, "state: expected shape"),

@@ -261,7 +261,10 @@ def _names(dims: str) -> tuple[str, ...]:
 
 
 class _Sizes(dict[str, int]):
-    """Sizes by name: the first tensor to bring a dimension sets it, every later one must agree."""
+    """Sizes by name: the first tensor to bring a dimension sets it, every later one must agree. A name "1" is the size 1."""
+
+    def __init__(self) -> None:
+        super().__init__({"1": 1})
 
     def bind(self, name: str, x: Tensor, dims: str) -> None:
         names, shape = _names(dims), x.shape
@@ -301,15 +304,22 @@ class _Checker:
             self.options.add(name)
 
     def tokens(self, t: Tokens) -> None:
-        self.tensor("q", t.q, INPUT_DTYPES, "B T H K")
+        if t.cu_seqlens is not None:
+            self.index("cu_seqlens", t.cu_seqlens, "N+1")
+            if t.cu_seqlens.shape[0] < 1:
+                raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
+            if isinstance(t.q, Tensor) and t.q.shape[:1] != (1,):
+                raise ValueError(f"q: expected packed tokens [1, total, H, K] beside cu_seqlens, got {list(t.q.shape)}")
+        lead = "N T" if t.cu_seqlens is None else "1 total"
+        self.tensor("q", t.q, INPUT_DTYPES, f"{lead} H K")
         same = (t.q.dtype,)
-        self.tensor("k", t.k, same, "B T H K")
-        self.tensor("v", t.v, same, "B T HV V")
+        self.tensor("k", t.k, same, f"{lead} H K")
+        self.tensor("v", t.v, same, f"{lead} HV V")
         self.tensor("g", t.g, INPUT_DTYPES)
         if t.g.ndim not in (3, 4):
             raise ValueError(f"g: expected [N, T, HV] (GDN) or [N, T, HV, K] (KDA), got shape {list(t.g.shape)}")
-        self.sizes.bind("g", t.g, "B T HV" if t.g.ndim == 3 else "B T HV K")
-        self.tensor("beta", t.beta, INPUT_DTYPES, "B T HV")
+        self.sizes.bind("g", t.g, f"{lead} HV" if t.g.ndim == 3 else f"{lead} HV K")
+        self.tensor("beta", t.beta, INPUT_DTYPES, f"{lead} HV")
         for name, x in (("q", t.q), ("k", t.k), ("v", t.v)):
             _last_dim_contiguous(name, x)
         H, HV = self.sizes["H"], self.sizes["HV"]
@@ -329,20 +339,13 @@ class _Checker:
                 raise ValueError(f"scale: expected a finite number, got {t.scale}")
         _flag("qk_l2norm", t.qk_l2norm)
         _flag("beta_logits", t.beta_logits)
-        if t.cu_seqlens is not None:
-            self.index("cu_seqlens", t.cu_seqlens, "N+1")
-            if t.cu_seqlens.shape[0] < 1:
-                raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
-            if self.sizes["B"] != 1:
-                raise ValueError(f"q: expected packed tokens [1, total, H, K] beside cu_seqlens, got {list(t.q.shape)}")
         self.sizes["N"] = t.num_sequences
 
     def draft_length(self, packed: bool) -> None:
-        T = self.sizes["T"]
-        if not packed and not 1 <= T <= MAX_DRAFT:
-            raise ValueError(f"q: expected 1 to {MAX_DRAFT} tokens per sequence, got T={T}")
         if packed:
             self.sizes["T"] = MAX_DRAFT
+        elif not 1 <= self.sizes["T"] <= MAX_DRAFT:
+            raise ValueError(f"q: expected 1 to {MAX_DRAFT} tokens per sequence, got T={self.sizes['T']}")
 
     def state(self, name: str, x: object, dims: str, dtypes: tuple[torch.dtype, ...] = STATE_DTYPES) -> Tensor:
         x = self.tensor(name, x, dtypes, dims)
