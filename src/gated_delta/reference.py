@@ -89,8 +89,9 @@ def step(state: Tensor, token: Activated) -> tuple[Tensor, Tensor]:
 
     Gated DeltaNet (arXiv 2412.06464), eq. 10; Kimi Linear (arXiv 2510.26692), eq. 1, where the decay is per key channel.
     """
-    group = state.shape[-3] // token.q.shape[-2]
-    q, k = token.q.repeat_interleave(group, -2), token.k.repeat_interleave(group, -2)
+    q, k = token.q, token.k
+    if (group := state.shape[-3] // q.shape[-2]) > 1:
+        q, k = q.repeat_interleave(group, -2), k.repeat_interleave(group, -2)
     state = state * token.log_decay.exp()[..., None, :]
     u = token.beta[..., None] * (token.v - (state @ k[..., None])[..., 0])
     state = state + u[..., :, None] * k[..., None, :]
@@ -269,15 +270,16 @@ def chunked(
 def _exact_fp32() -> Iterator[None]:
     """fp32 means fp32: no autograd, no autocast, no tf32 or bf16 matmuls, whatever the process has switched on."""
     backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-    saved = [backend.fp32_precision for backend in backends]
-    with torch.no_grad(), torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
-        try:
-            for backend in backends:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        for device_type in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(device_type):
+                stack.enter_context(torch.autocast(device_type, enabled=False))
+        for backend in backends:
+            if backend.fp32_precision != "ieee":
+                stack.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
                 backend.fp32_precision = "ieee"
-            yield
-        finally:
-            for backend, precision in zip(backends, saved, strict=True):
-                backend.fp32_precision = precision
+        yield
 
 
 def _spans(tokens: Tokens) -> tuple[list[int], list[int]]:
@@ -319,9 +321,21 @@ def _rows(name: str, indices: Tensor | None, count: int, size: int) -> list[int]
     return rows
 
 
+@contextlib.contextmanager
+def _output_rows(out: Tensor, covered: int) -> Iterator[Tensor]:
+    """Out as [tokens, HV, V], to be filled; zeros to begin with where fewer than all its rows will be covered."""
+    made = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    rows = made.view(-1, *out.shape[2:])
+    if covered < rows.shape[0]:
+        rows.zero_()
+    yield rows
+    if made is not out:
+        out.copy_(made)
+
+
 def _places(rows: list[int], count: int) -> list[int] | slice:
-    """Index for rows of a tensor of `count`: a slice, which copies nothing, where it is all of them."""
-    return slice(None) if len(rows) == count and rows == list(range(count)) else rows
+    """Index for rows of a tensor of `count`: a slice, which copies nothing, where they are its first ones in order."""
+    return slice(len(rows)) if rows == list(range(len(rows))) and len(rows) <= count else rows
 
 
 def _one_writer(name: str, rows: Iterator[int]) -> None:
@@ -360,13 +374,8 @@ def prefill(
             lengths = [lengths[n] if slots[n] >= 0 else 0 for n in range(N)]
         elif initial_state is not None:
             walk.copy_(initial_state)
-        o = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
-        rows = o.view(-1, HV, V)
-        if sum(lengths) < rows.shape[0]:
-            rows.zero_()
-        walk = chunked(flatten(tokens), starts, lengths, walk, rows)
-        if o is not out:
-            out.copy_(o)
+        with _output_rows(out, sum(lengths)) as o:
+            walk = chunked(flatten(tokens), starts, lengths, walk, o)
         if state is not None:
             state[[slots[n] for n in active]] = walk[active].to(state.dtype)
         if final_state is not None:
@@ -404,10 +413,9 @@ def decode(
     if token_slots:
         _one_writer("state_indices", (s for n in active for s in set(token_slots[n][: lengths[n]]) if s >= 0))
 
-    with _exact_fp32():
+    with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
         x = activate(flatten(tokens), torch.float32)
-        now = state[[reads[n] for n in active]].float()
-        o = out.new_zeros(x.v.shape)
+        now = state[_places([reads[n] for n in active], P)].float()
         for t in range(max((lengths[n] for n in active), default=0)):
             going = [i for i, n in enumerate(active) if lengths[n] > t]
             some = _places(going, len(active))
@@ -415,7 +423,11 @@ def decode(
             o_t, after = step(now[some], Activated(*(y[rows] for y in x)))
             o[rows] = o_t.to(o.dtype)
             stored = after.to(state.dtype)  # the state is rounded after every token, so T tokens in one call equal T calls
-            now[some] = stored.float()
+            if len(going) == len(active):
+                now = stored.float()
+            else:
+                now = now.clone()
+                now[some] = stored.float()
             if intermediate_states is not None:
                 intermediate_states[[active[i] for i in going], t] = stored
             if token_slots:
@@ -423,8 +435,8 @@ def decode(
                 state[[s for _, s in kept]] = stored[[j for j, _ in kept]]
         kept = [(i, writes[n]) for i, n in enumerate(active) if writes[n] >= 0]
         if kept:
-            state[[w for _, w in kept]] = now[_places([i for i, _ in kept], len(active))].to(state.dtype)
-        out.copy_(o.view(out.shape))
+            moved = now[_places([i for i, _ in kept], len(active))].to(state.dtype)
+            state[_places([w for _, w in kept], P)] = moved
 
 
 def verify(
@@ -442,9 +454,8 @@ def verify(
     rows = _rows("buffer_indices", buffer_indices, N, buffer.u.shape[0])
     active = [n for n in range(N) if reads[n] >= 0 and rows[n] >= 0]
     _one_writer("buffer_indices", (rows[n] for n in active))
-    with _exact_fp32():
+    with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
         x = activate(flatten(tokens), torch.float32)
-        o = out.new_zeros(x.v.shape)
         if active:
             # One row of zeros behind the tokens pads every draft to 16: a token of zeros changes nothing.
             padded = Activated(*(F.pad(y, (0, 0) * (y.ndim - 1) + (0, 1)) for y in x))
@@ -465,7 +476,6 @@ def verify(
             buffer.u[where] = u.view(values.shape).transpose(1, 2)[:, :C]
             buffer.k[where] = x.k[:, :C]
             buffer.log_decay[where] = x.log_decay[:, :C].reshape(len(where), C, *buffer.log_decay.shape[2:])
-        out.copy_(o.view(out.shape))
 
 
 def flush(
