@@ -136,6 +136,7 @@ BAD = [
     ("decode", dict(state=pool().mT.contiguous().mT), ValueError, "state: expected a contiguous last dimension"),
     ("decode", dict(state=pool()[:1].expand(P, -1, -1, -1)), ValueError, "state: expected memory of its own"),
     ("decode", dict(out=torch.zeros(1, T, HV, V).expand(N, -1, -1, -1)), ValueError, "out: expected memory of its own"),
+    ("decode", {**(aliased := tokens()), "out": aliased["v"]}, ValueError, "out: expected memory apart from the inputs, got v's"),
     ("decode", dict(state=torch.zeros(P, HV, V, K, device="meta")), ValueError, "state: expected device cpu"),
     ("decode", dict(state_indices=torch.zeros(N, dtype=i32, device="meta")), ValueError, "state_indices: expected device cpu"),
     # values

@@ -364,13 +364,16 @@ class _Checker:
         if indices is None and self.sizes[dim] < self.sizes["N"]:
             raise ValueError(f"{name}: expected {dim} >= N={self.sizes['N']}, one for each sequence, got {dim}={self.sizes[dim]}")
 
-    def out(self, out: object, v: Tensor) -> None:
+    def out(self, out: object, t: Tokens) -> None:
         if out is None:
             return
-        out = self.tensor("out", out, (v.dtype,))
-        if out.shape != v.shape:
-            raise ValueError(f"out: expected v's shape {list(v.shape)}, got {list(out.shape)}")
+        out = self.tensor("out", out, (t.v.dtype,))
+        if out.shape != t.v.shape:
+            raise ValueError(f"out: expected v's shape {list(t.v.shape)}, got {list(out.shape)}")
         _writable("out", out)
+        for name, x in (("q", t.q), ("k", t.k), ("v", t.v)):
+            if out.data_ptr() == x.data_ptr() and out.numel():
+                raise ValueError(f"out: expected memory apart from the inputs, got {name}'s")
 
     def buffer(self, buffer: object, lead: str) -> str:
         """Returns the axis the buffer was made for."""
@@ -448,7 +451,7 @@ def describe_prefill(
             _last_dim_contiguous("initial_state", initial_state)
             check.option("initial_state", True)
         check.option("final_state", output_final_state)
-    check.out(out, tokens.v)
+    check.out(out, tokens)
     return check.problem("prefill", _axis(tokens), tokens, dtype, None)
 
 
@@ -492,7 +495,7 @@ def describe_decode(
         check.one_each("intermediate_states", "R")
         if tokens.cu_seqlens is None and check.sizes["C"] < check.sizes["T"]:
             raise ValueError(f"intermediate_states: expected C >= T={check.sizes['T']} steps, got C={check.sizes['C']}")
-    check.out(out, tokens.v)
+    check.out(out, tokens)
     check.option("token_slots", token_slots)
     check.option("intermediates", intermediate_states is not None)
     check.option("no_update", not update_state)
@@ -524,7 +527,7 @@ def describe_verify(
         raise ValueError(f"buffer: expected room for T={check.sizes['T']} tokens, got {check.sizes['C']}")
     check.index("buffer_indices", buffer_indices)
     check.one_each("buffer", "rows", buffer_indices)
-    check.out(out, tokens.v)
+    check.out(out, tokens)
     return check.problem("verify", axis, tokens, dtype, check.sizes["T"])
 
 
