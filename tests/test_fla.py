@@ -75,9 +75,10 @@ def call(name: str, **arguments):
 
 @pytest.mark.parametrize("v_first", [False, True])
 @pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("length", [1, 16, T])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_outputs_and_states(name, packed, v_first):
-    x = inputs(name, *((1, 80) if packed else (N, T)))
+def test_outputs_and_states(name, length, packed, v_first):
+    x = inputs(name, *((1, 80) if packed else (N, length)))
     sequences = len(PACKED) - 1 if packed else N
     given = normal(sequences, HV, *((V, K) if v_first else (K, V)), seed=5)
     before = given.clone()
@@ -274,8 +275,8 @@ INVALID = [
     *((name, dict(use_gate_in_kernel=True, A_log=ZEROS(HV + 1)), "A_log") for name in FUNCTIONS),
     *((name, dict(use_gate_in_kernel=True, A_log=ZEROS(HV), dt_bias=ZEROS(3)), "dt_bias") for name in FUNCTIONS),
     *((name, dict(cu_seqlens=torch.tensor([0, T])), "cu_seqlens") for name in FUNCTIONS),
-    *((name, dict(initial_state=ZEROS(N, HV, V, K)), r"initial_state.*\[K, V\]") for name in FUNCTIONS),
-    *((name, dict(initial_state=ZEROS(N, HV, K, V), state_v_first=True), r"initial_state.*\[V, K\]") for name in FUNCTIONS),
+    *((name, dict(initial_state=ZEROS(N, HV, V, K)), r"initial_state.*HV, K, V\]") for name in FUNCTIONS),
+    *((name, dict(initial_state=ZEROS(N, HV, K, V), state_v_first=True), r"initial_state.*HV, V, K\]") for name in FUNCTIONS),
     *((name, dict(initial_state=ZEROS(N + 1, HV, K, V)), "initial_state") for name in FUNCTIONS),
     *((name, dict(v=ZEROS(N, T, 3, V)), "HV") for name in FUNCTIONS),
     *((name, dict(g=ZEROS(N, T, HV, K)), r"g: expected \[B, T, HV\], got") for name in GDN),

@@ -1,4 +1,4 @@
-"""flash-linear-attention 0.6's four functions for GDN and KDA, forward pass, as calls of `gated_delta.prefill`.
+"""flash-linear-attention 0.6's four functions for GDN and KDA, forward pass, as calls of `gated_delta.prefill` and `decode`.
 
 Parameter names, order, defaults and meaning are FLA's; what FLA takes from **kwargs is keyword-only here, so a typo is a TypeError.
 Common to all four, for B sequences of T tokens, or B = 1 and cu_seqlens [N+1] (gated_delta.prefill names the dimensions):
@@ -22,8 +22,8 @@ import warnings
 import torch
 from torch import Tensor
 
-from ..api import prefill
-from ..problem import Gate, Tokens, UnsupportedProblem
+from ..api import decode, prefill
+from ..problem import MAX_DRAFT, Gate, Tokens, UnsupportedProblem
 from ..reference import log_decay
 
 __all__ = ["chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda"]
@@ -64,7 +64,7 @@ def chunk_gated_delta_rule(
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias)
     tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
     v_first = _state_v_first(state_v_first, transpose_state_layout)
-    return _prefill(tokens, allow_neg_eigval, initial_state, output_final_state, v_first)
+    return _run(tokens, allow_neg_eigval, initial_state, output_final_state, v_first)
 
 
 def fused_recurrent_gated_delta_rule(
@@ -111,7 +111,7 @@ def fused_recurrent_gated_delta_rule(
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
     tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
     v_first = _state_v_first(state_v_first, transpose_state_layout)
-    return _prefill(tokens, allow_neg_eigval, initial_state, output_final_state, v_first)
+    return _run(tokens, allow_neg_eigval, initial_state, output_final_state, v_first, step=True)
 
 
 def chunk_kda(
@@ -161,7 +161,7 @@ def chunk_kda(
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
     v_first = _state_v_first(state_v_first, transpose_state_layout)
-    return _prefill(tokens, allow_neg_eigval, initial_state, output_final_state, v_first)
+    return _run(tokens, allow_neg_eigval, initial_state, output_final_state, v_first)
 
 
 def fused_recurrent_kda(
@@ -190,16 +190,16 @@ def fused_recurrent_kda(
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
     v_first = _state_v_first(state_v_first, transpose_state_layout)
-    return _prefill(tokens, allow_neg_eigval, initial_state, output_final_state, v_first)
+    return _run(tokens, allow_neg_eigval, initial_state, output_final_state, v_first, step=True)
 
 
 # ------------------------------------------------------------------------------------------------ shared
 
 
-def _prefill(
-    tokens: Tokens, double_beta: bool, initial_state: Tensor | None, output_final_state: bool, v_first: bool
+def _run(
+    tokens: Tokens, double_beta: bool, initial_state: Tensor | None, output_final_state: bool, v_first: bool, step: bool = False
 ) -> tuple[Tensor, Tensor | None]:
-    """gated_delta.prefill with FLA's beta and state."""
+    """gated_delta.prefill with FLA's beta and state; with `step`, gated_delta.decode where it takes as many tokens."""
     q, k, v, beta = tokens.q, tokens.k, tokens.v, tokens.beta
     _refuse("a write strength per value channel (beta [B, T, HV, V])", beta.ndim == 4)
     if double_beta:
@@ -207,14 +207,21 @@ def _prefill(
             raise ValueError("allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True beside it, got False")
         tokens = tokens._replace(beta=2 * beta.float().sigmoid(), beta_logits=False)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    if initial_state is not None:
-        dims, want = ("V, K", [v.shape[-1], q.shape[-1]]) if v_first else ("K, V", [q.shape[-1], v.shape[-1]])
-        if list(initial_state.shape[-2:]) != want:
-            given = f"got {list(initial_state.shape)} with state_v_first={v_first}"
-            raise ValueError(f"initial_state: expected shape [N, HV, {dims}], where [{dims}] = {want}, {given}")
-        initial_state = (initial_state if v_first else initial_state.mT).float().contiguous()
     tokens = tokens._replace(q=q, k=k, v=v)
-    o, final_state = prefill(**tokens._asdict(), initial_state=initial_state, output_final_state=output_final_state)
+    N, HV, K, V = tokens.num_sequences, v.shape[2], q.shape[3], v.shape[3]
+    if initial_state is not None:
+        dims, want = ("V, K", [N, HV, V, K]) if v_first else ("K, V", [N, HV, K, V])
+        if list(initial_state.shape) != want:
+            given = f"got {list(initial_state.shape)} with state_v_first={v_first}"
+            raise ValueError(f"initial_state: expected shape [N, HV, {dims}] = {want}, {given}")
+        initial_state = (initial_state if v_first else initial_state.mT).float().contiguous()
+    final_state: Tensor | None
+    if step and tokens.cu_seqlens is None and 1 <= q.shape[1] <= MAX_DRAFT:
+        state = v.new_zeros(N, HV, V, K, dtype=torch.float32) if initial_state is None else initial_state.clone()
+        o = decode(**tokens._asdict(), state=state)
+        final_state = state if output_final_state else None
+    else:
+        o, final_state = prefill(**tokens._asdict(), initial_state=initial_state, output_final_state=output_final_state)
     return o, final_state if final_state is None or v_first else final_state.mT
 
 
