@@ -116,12 +116,11 @@ def recurrent(
 # ------------------------------------------------------------------------------------------------ C tokens at once
 
 
-def pairwise(rows: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def pairwise(rows: Tensor, decay: Tensor) -> Tensor:
     """Decayed inner products of every pair in a chunk: math.md, "Pairs".
 
     rows [B, 2, C, K]: (k, q). decay [B, C, 1 or K], overwritten. C a power of two.
-    Returns M [B, 2, C, C] with M[:, r, t, i] = sum_c rows[r, t, c] k[i, c] prod_{i<j<=t} decay[j, c] for i < t (i <= t for q),
-    from_start [B, C, .] = prod_{j<=t} decay[j], and to_end [B, C, .] = prod_{j>t} decay[j].
+    Returns M [B, 2, C, C] with M[:, r, t, i] = sum_c rows[r, t, c] k[i, c] prod_{i<j<=t} decay[j, c] for i < t (i <= t for q).
     """
     if decay.shape[-1] == 1:
         return _pairwise_by_scalars(rows, decay)
@@ -129,7 +128,7 @@ def pairwise(rows: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     k, q = rows.unbind(1)
     M = k.new_zeros(batch, 2, C, C)
     M[:, 1].diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
-    from_start, to_end = decay, torch.ones_like(decay)
+    from_start, to_end = decay, torch.ones_like(decay)  # within the halves joined so far
     size = 1
     while size < C:
         blocks = (C // (2 * size), 2, size)
@@ -148,20 +147,25 @@ def pairwise(rows: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         start_late.mul_(all_early)
         end_early.mul_(all_late)
         size *= 2
-    return M, from_start, to_end
+    return M
 
 
-def _pairwise_by_scalars(rows: Tensor, decay: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def _pairwise_by_scalars(rows: Tensor, decay: Tensor) -> Tensor:
     """pairwise where all channels share a decay: the pairs of decays alone, times one matmul."""
     C = rows.shape[2]
-    d = decay.mT  # [B, 1, C]
-    later = torch.ones(C, C, dtype=torch.bool, device=d.device).triu(1)
-    between = torch.where(later, d, 1).cumprod(-1)  # [B, i, t]: prod_{i<j<=t} decay[j] for i <= t
+    later = torch.ones(C, C, dtype=torch.bool, device=decay.device).triu(1)
+    between = torch.where(later, decay.mT, 1).cumprod(-1)  # [B, i, t]: prod_{i<j<=t} decay[j] for i <= t
     M = (rows.flatten(1, 2) @ rows[:, 0].mT).unflatten(1, (2, C))
     M.mul_(between.mT[:, None])
     M[:, 0].tril_(-1)
     M[:, 1].tril_()
-    return M, (between[:, 0] * d[:, 0, :1])[..., None], between[:, :, -1:]
+    return M
+
+
+def sum_after(log_decay: Tensor) -> Tensor:
+    """Sum of what comes after each token, [B, C, ...]. No differences: log decays may be -inf."""
+    from_here = log_decay.flip(1).cumsum(1).flip(1)
+    return torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], 1)
 
 
 class ChunkTerms(NamedTuple):
@@ -197,11 +201,13 @@ def chunk_terms(x: Activated) -> ChunkTerms:
     rows[..., 0, :, :] = x.k.transpose(-2, -3).unsqueeze(-3)
     rows[..., 1, :, :] = x.q.transpose(-2, -3).unsqueeze(-3)
     rows = rows.view(-1, 2, C, K)
-    decay = x.log_decay.transpose(-2, -3).exp().flatten(0, -3)
+    log_decay = x.log_decay.transpose(-2, -3).flatten(0, -3)
     beta = x.beta.mT.flatten(0, -2)[..., None]
-    M, from_start, to_end = pairwise(rows, decay)
+    M = pairwise(rows, log_decay.exp())
+    # Along the walk from chunk to chunk sums of logs: products of decays near 1, each rounded, drift over a long sequence.
+    from_start = log_decay.cumsum(1).exp()
+    write = rows[:, 0] * sum_after(log_decay).exp()
     eye = torch.eye(C, dtype=rows.dtype, device=rows.device)
-    write = rows[:, 0] * to_end
     correct = torch.linalg.solve_triangular(M[:, 0] * beta, beta * eye, upper=False, unitriangular=True)
     return ChunkTerms(
         read=rows.mul_(from_start[:, None]).flatten(1, 2),
@@ -516,8 +522,6 @@ def _fold(state: Tensor, u: Tensor, k: Tensor, log_decay: Tensor, m: Tensor) -> 
     log_decay = log_decay.reshape(*u.shape[:3], -1).masked_fill(~first[..., None, None], 0)
     u = u.masked_fill(~first[..., None, None], 0)
     k = k.repeat_interleave(HV // k.shape[2], 2).masked_fill(~first[..., None, None], 0)
-    from_here = log_decay.flip(1).cumsum(1).flip(1)
-    after = torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], 1)
-    carried = state.float() * from_here[:, 0].exp()[..., None, :]
-    folded = torch.einsum("nthv,nthk->nhvk", u, k * after.exp())
+    carried = state.float() * log_decay.sum(1).exp()[..., None, :]
+    folded = torch.einsum("nthv,nthk->nhvk", u, k * sum_after(log_decay).exp())
     return torch.where((m > 0)[:, None, None, None], carried + folded, state.float())
