@@ -168,6 +168,21 @@ def sum_after(log_decay: Tensor) -> Tensor:
     return torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], 1)
 
 
+class Seen(NamedTuple):
+    """read @ S^T of a chunk, [B, 2C, V], and views of its halves: what k sees [N, HV, C, V], what q sees [B, C, V]."""
+
+    both: Tensor
+    by_k: Tensor
+    by_q: Tensor
+
+    @staticmethod
+    def empty(o: Tensor) -> Seen:
+        """For outputs o [N, HV, C, V]."""
+        N, HV, C, V = o.shape
+        both = o.new_empty(N * HV, 2 * C, V)
+        return Seen(both, both[:, :C].unflatten(0, (N, HV)), both[:, C:])
+
+
 class ChunkTerms(NamedTuple):
     """What a chunk of C tokens needs besides its state S and values v: math.md, "A chunk".
 
@@ -180,13 +195,13 @@ class ChunkTerms(NamedTuple):
     write: Tensor
     carry: Tensor
 
-    def outputs(self, v: Tensor, state: Tensor, o: Tensor, u: Tensor, seen: Tensor) -> None:
-        """Writes o and u [B, C, V] from v [N, HV, C, V] and state [B, V, K], B = N HV; seen [B, 2C, V] is scratch."""
-        N, HV, C, _ = v.shape
-        torch.bmm(self.read, state.mT, out=seen)
-        torch.sub(v, seen[:, :C].unflatten(0, (N, HV)), out=o.unflatten(0, (N, HV)))
+    def outputs(self, v: Tensor, state: Tensor, o: Tensor, u: Tensor, seen: Seen) -> None:
+        """Writes o [N, HV, C, V] and u [B, C, V] from v [N, HV, C, V] and state [B, V, K], B = N HV; seen is scratch."""
+        torch.bmm(self.read, state.mT, out=seen.both)
+        torch.sub(v, seen.by_k, out=o)
+        o = o.view(u.shape)
         torch.bmm(self.correct, o, out=u)
-        torch.baddbmm(seen[:, C:], self.attend, u, out=o)
+        torch.baddbmm(seen.by_q, self.attend, u, out=o)
 
     def advance(self, u: Tensor, state: Tensor) -> None:
         """Moves state over the chunk, in place."""
@@ -254,12 +269,12 @@ def chunked(
         x = Activated(*(y.unflatten(0, (count, live, chunk)) for y in x))
         by_rank = [ChunkTerms(*parts) for parts in zip(*(y.unflatten(0, (count, -1)) for y in chunk_terms(x)), strict=True)]
         now = walk[: live * HV]
-        outputs = now.new_empty(count, live * HV, chunk, V)
-        u, seen = torch.empty_like(outputs[0]), now.new_empty(live * HV, 2 * chunk, V)
+        outputs = now.new_empty(count, live, HV, chunk, V)
+        u, seen = now.new_empty(live * HV, chunk, V), Seen.empty(outputs[0])
         for terms, v, o_rank in zip(by_rank, x.v.transpose(2, 3), outputs, strict=True):
             terms.outputs(v, now, o_rank, u, seen)
             terms.advance(u, now)
-        outputs = outputs.unflatten(1, (live, HV)).transpose(2, 3)
+        outputs = outputs.transpose(2, 3)
         if isinstance(rows, slice):
             o[rows].unflatten(0, (count, live, chunk)).copy_(outputs)
         else:
@@ -471,12 +486,11 @@ def verify(
             valid = position < length[:, None]
             index = torch.where(valid, start[:, None] + position, x.v.shape[0])
             x = Activated(*(y[index] for y in padded))
-            values = x.v.transpose(1, 2)
-            outputs = torch.empty_like(values.flatten(0, 1))
-            u, seen = torch.empty_like(outputs), outputs.new_empty(len(outputs), 2 * MAX_DRAFT, outputs.shape[-1])
+            values = x.v.transpose(1, 2).contiguous()
+            outputs, u = torch.empty_like(values), torch.empty_like(values.flatten(0, 1))
             frozen = state[[reads[n] for n in active]].float().flatten(0, 1)
-            chunk_terms(x).outputs(values, frozen, outputs, u, seen)
-            o[index[valid]] = outputs.view(values.shape).transpose(1, 2)[valid].to(o.dtype)
+            chunk_terms(x).outputs(values, frozen, outputs, u, Seen.empty(outputs))
+            o[index[valid]] = outputs.transpose(1, 2)[valid].to(o.dtype)
             # The zeros past a sequence's end go into the buffer too, so flush needs no lengths.
             where = [rows[n] for n in active]
             buffer.u[where] = u.view(values.shape).transpose(1, 2)[:, :C]
