@@ -169,7 +169,7 @@ def check(
         lacking = sum(case.op == name.value for case, _ in unsupported)
         if mine or lacking:
             passed = sum(r.passed for r in mine)
-            worst = max((_share(r) for r in mine), default=float("nan"))
+            worst = max((r.share for r in mine), default=float("nan"))
             table.add_row(name.value, str(len(mine) + lacking), str(passed), str(len(mine) - passed), str(lacking), f"{worst:.2f}")
     report.print(table)
     failed = [r for r in results if not r.passed]
@@ -185,16 +185,9 @@ def check(
         raise typer.Exit(1)
 
 
-def _share(result: Any) -> float:
-    """Worst error of a case as a share of what it may be."""
-    shares = [found.worst_row / (2 * plain.worst_row + unit) for found, plain, unit in result.errors.values()]
-    return max(shares, default=0.0)
-
-
 def _record(result: Any) -> dict[str, Any]:
     found = {
-        name: dict(error=vars(e), plain=vars(p), unit=unit, share=e.worst_row / (2 * p.worst_row + unit))
-        for name, (e, p, unit) in result.errors.items()
+        name: dict(error=vars(e), plain=vars(p), unit=unit, share=e.share(p, unit)) for name, (e, p, unit) in result.errors.items()
     }
     case = result.case
     return dict(

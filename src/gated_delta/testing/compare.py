@@ -31,9 +31,11 @@ class Error:
     whole: float
     worst_row: float
 
-    def within(self, plain: Error, unit: float) -> bool:
-        # Roundings average out over the whole. Written so that NaN fails.
-        return self.whole <= RATIO * plain.whole + unit / 4 and self.worst_row <= RATIO * plain.worst_row + unit
+    def share(self, plain: Error, unit: float) -> float:
+        """Of what is allowed, at most 1 to pass; NaN does not. Roundings average out over the whole, so it is allowed less."""
+        whole = self.whole / (RATIO * plain.whole + unit / 4)
+        row = self.worst_row / (RATIO * plain.worst_row + unit)
+        return whole if whole != whole else max(whole, row)
 
 
 def error(x: Tensor, truth: Expected, head_dim: int) -> Error:
