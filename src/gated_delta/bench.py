@@ -18,7 +18,7 @@ from . import api, reference
 from .problem import KVBuffer
 from .testing import run_case
 from .testing.cases import Case
-from .testing.check import run
+from .testing.check import fill_buffer, run
 from .testing.inputs import Call, make
 
 CHECKED_TOKENS = 130
@@ -165,13 +165,7 @@ def time_case(
         return None
     call = make(case, device)
     if case.op == "flush":
-        api.verify(
-            **call.tokens[0]._asdict(),
-            **call.verify_states,
-            state=call.states["state"],
-            buffer=call.states["buffer"],
-            backend=backend,
-        )
+        fill_buffer(call, backend)
     functions: list[Callable[[], object]] = [lambda: run(call, backend)]
     if token_loop:
         functions.append(lambda: _token_loop(call))

@@ -136,7 +136,7 @@ def check(
     op: Annotated[list[Op] | None, typer.Option(help="Only this operation; may be repeated.")] = None,
     filter: Annotated[str, typer.Option(help="Only cases whose label contains this text.")] = "",
     quick: Annotated[bool, typer.Option("--quick", help="A small part of the list, with every value of every factor.")] = False,
-    limit: Annotated[int, typer.Option(help="At most this many cases per operation, evenly spread; 0 for all.")] = 0,
+    limit: Annotated[int, typer.Option(help="At most this many cases per operation, drawn with a fixed seed; 0 for all.")] = 0,
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
 ) -> None:

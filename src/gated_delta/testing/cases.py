@@ -59,6 +59,10 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
 """Layouts of each operation, with the `Problem.options` each stands for."""
 
 
+def _uses(options: frozenset[str], index: str) -> bool:
+    return not options.isdisjoint((f"{index}_i32", f"{index}_i64"))
+
+
 @dataclass(frozen=True)
 class Case:
     """One call to judge a backend by. `problem` is what describing the call must give."""
@@ -84,9 +88,13 @@ class Case:
     def options(self) -> frozenset[str]:
         return LAYOUTS[self.op][self.layout]
 
+    def uses(self, index: str) -> bool:
+        """Whether the call brings this index tensor, of whichever dtype."""
+        return _uses(self.options, index)
+
     @property
     def packed(self) -> bool:
-        return any(option.startswith("cu_seqlens") for option in self.options)
+        return self.uses("cu_seqlens")
 
     @property
     def problem(self) -> Problem:
@@ -145,7 +153,7 @@ def cases(op: str) -> tuple[Case, ...]:
         rng = random.Random(f"{op}{seed}")
         layout = rng.choice(layouts)
         dtype = rng.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
-        packed = any(option.startswith("cu_seqlens") for option in LAYOUTS[op][layout])
+        packed = _uses(LAYOUTS[op][layout], "cu_seqlens")
         made.append(
             Case(
                 op,

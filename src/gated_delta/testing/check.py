@@ -47,7 +47,7 @@ def _snapshot(call: Call) -> dict[str, Tensor]:
     return kept
 
 
-def _fill_buffer(call: Call, backend: str) -> None:
+def fill_buffer(call: Call, backend: str) -> None:
     """The verify calls, one a layer, whose drafts flush is to fold."""
     states = call.states
     for layer, tokens in enumerate(call.tokens):
@@ -81,7 +81,7 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
     began = time.monotonic()
     call = make(case, device)
     if case.op == "flush":
-        _fill_buffer(call, backend)
+        fill_buffer(call, backend)
     before = _snapshot(call)
     made = run(call, backend)
     after = {name: x.clone() for name, x in made.items()}

@@ -46,7 +46,7 @@ def make(case: Case, device: torch.device | str = "cpu") -> Call:
     rng = torch.Generator().manual_seed(case.seed)
     N = len(case.lengths)
     layers = LAYERS if "layers" in case.options else 1
-    pooled = any(option.startswith("state_indices") for option in case.options)
+    pooled = case.uses("state_indices")
     inactive = N - 1 if pooled and N > 1 else None
     tokens = [_tokens(case, rng, device, inactive) for _ in range(layers)]
     out = torch.full_like(tokens[0].v, math.nan)
@@ -182,7 +182,7 @@ def _decode_states(call: Call, rng: torch.Generator, device: torch.device, inact
         width = T + (1 if case.packed else 0)
         rows = [[1 + n * width + t for t in range(width)] for n in range(N)]
         accepted = [(n * 3 + case.seed) % (width + 3) - 1 for n in range(N)]  # past both ends: it is clamped
-        given = any(option.startswith("num_accepted") for option in case.options)
+        given = case.uses("num_accepted")
         reads = [min(max(m, 1), width) - 1 if given else 0 for m in accepted]
         states["state"] = _pool(case, N * width + 2, [rows[n][reads[n]] for n in range(N)], rng, device)
         rows = [[-1] * width if n == inactive else row for n, row in enumerate(rows)]
@@ -190,12 +190,12 @@ def _decode_states(call: Call, rng: torch.Generator, device: torch.device, inact
             rows[0][width - 1] = -1  # a token whose state nobody wants
         states["state_indices"] = _index(rows, case, "state_indices", device)
         states["num_accepted"] = _index(accepted, case, "num_accepted", device) if given else None
-    elif any(option.startswith("state_indices") for option in case.options):
+    elif case.uses("state_indices"):
         states["state"] = _pool(case, 3 * N + 2, slots, rng, device)
         states["state_indices"] = _index([-1 if n == inactive else s for n, s in enumerate(slots)], case, "state_indices", device)
     else:
         states["state"] = _pool(case, N + 1, list(range(N)), rng, device)
-    if any(option.startswith("write_indices") for option in case.options):
+    if case.uses("write_indices"):
         writes = [2 * N + 1 + n for n in range(N)]
         writes[0] = -1  # drops the write, not the outputs
         states["write_indices"] = _index(writes, case, "write_indices", device)
@@ -219,12 +219,12 @@ def _verify_states(call: Call, rng: torch.Generator, device: torch.device, inact
     case, N = call.case, len(call.case.lengths)
     states: dict[str, Any] = dict(state_indices=None, buffer_indices=None)
     slots = list(range(N))
-    if any(option.startswith("state_indices") for option in case.options):
+    if case.uses("state_indices"):
         slots = [2 * n + 1 for n in reversed(range(N))]
         masked = [-1 if n == inactive else s for n, s in enumerate(slots)]
         states["state_indices"] = _index(masked, case, "state_indices", device)
     states["state"] = _pool(case, 2 * N + 1, slots, rng, device)
-    if any(option.startswith("buffer_indices") for option in case.options):
+    if case.uses("buffer_indices"):
         states["buffer_indices"] = _index([N - n for n in range(N)], case, "buffer_indices", device)
     states["buffer"] = _buffer(case, N + 2, device)
     call.states = states
@@ -234,19 +234,19 @@ def _flush_states(call: Call, rng: torch.Generator, device: torch.device, inacti
     case, N = call.case, len(call.case.lengths)
     T = case.lengths[0]
     layers = LAYERS if "layers" in case.options else None
-    indexed = any(option.startswith("state_indices") for option in case.options)
+    indexed = case.uses("state_indices")
     slots = [2 * n + 1 for n in reversed(range(N))] if indexed else list(range(N))
     masked = [-1 if n == inactive else s for n, s in enumerate(slots)]
     pools = [_pool(case, 3 * N + 2, slots, rng, device) for _ in range(layers or 1)]
     states: dict[str, Any] = dict(state=torch.stack(pools) if layers else pools[0])
     states["state_indices"] = _index(masked, case, "state_indices", device) if indexed else None
     states["write_indices"] = states["buffer_indices"] = None
-    if any(option.startswith("write_indices") for option in case.options):
+    if case.uses("write_indices"):
         states["write_indices"] = _index([2 * N + 1 + n for n in range(N)], case, "write_indices", device)
     rows = [n + 1 for n in reversed(range(N))]
-    if any(option.startswith("buffer_indices") for option in case.options):
+    if case.uses("buffer_indices"):
         states["buffer_indices"] = _index(rows, case, "buffer_indices", device)
-    counted = any(option.startswith("num_accepted") for option in case.options)
+    counted = case.uses("num_accepted")
     counts = [(case.seed + n) % (T + 2) for n in range(N)]  # from 0 to one past the end
     states["num_accepted"] = _index(counts, case, "num_accepted", device) if counted else counts[0]
     states["buffer"] = _buffer(case, N + 2 if counted or indexed else N, device, layers)
