@@ -6,6 +6,7 @@ node, torch.ops.gated_delta.<op> (library.py), whose schema says what it mutates
 
 from __future__ import annotations
 
+import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -13,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reference
+from . import cute, reference
 from .dispatch import Route, select
 from .problem import (
     LOG,
@@ -21,6 +22,7 @@ from .problem import (
     KVBuffer,
     Problem,
     Tokens,
+    check_apart,
     describe_decode,
     describe_flush,
     describe_prefill,
@@ -201,9 +203,9 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Route:
     facts = dict(bound.arguments)
     backend = facts.pop("backend")
     if op == "flush":
-        return select(describe(**facts), facts["state"].device, backend)
+        return select(describe(**facts), facts["state"].device, backend, facts["buffer"].u.shape[-4])
     tokens = Tokens(**{name: facts.pop(name) for name in Tokens._fields})
-    return select(describe(tokens, **facts), tokens.q.device, backend)
+    return select(describe(tokens, **facts), tokens.q.device, backend, tokens.num_sequences)
 
 
 _DESCRIBE: dict[str, tuple[Callable[..., Any], Callable[..., Problem]]] = {
@@ -216,13 +218,21 @@ _DESCRIBE: dict[str, tuple[Callable[..., Any], Callable[..., Problem]]] = {
 
 # ------------------------------------------------------------------------------------------------ eager: check, allocate, run
 
+_runs: dict[tuple[Any, ...], Callable[..., None]] = {}
+"""What runs a call, by everything `describe` and `select` look at: a call like an earlier one is not described again."""
+
+MOST_RUNS = 4096
+
 
 def run_prefill(
     tokens: Tokens, output_final_state: bool, final_state: Tensor | None, out: Tensor | None, backend: str, **states: Any
 ) -> tuple[Tensor, Tensor | None]:
-    problem = describe_prefill(tokens, output_final_state=output_final_state, out=out, **states)
-    run = _kernel(problem, tokens.q, backend)
-    out = _empty_like(tokens.v, out)
+    key = _key("prefill", backend, tokens, out, output_final_state, *states.values())
+    run = _runs.get(key)
+    if run is None:
+        problem = describe_prefill(tokens, output_final_state=output_final_state, out=out, **states)
+        run = _remember(key, problem, backend, tokens.q, tokens.num_sequences)
+    out = _output(tokens, out)
     if output_final_state and final_state is None:
         final_state = _final_state(tokens, states["initial_state"])
     run(tokens, **states, final_state=final_state, out=out)
@@ -230,30 +240,89 @@ def run_prefill(
 
 
 def run_decode(tokens: Tokens, out: Tensor | None, backend: str, **states: Any) -> Tensor:
-    problem = describe_decode(tokens, out=out, **states)
-    run = _kernel(problem, tokens.q, backend)
-    out = _empty_like(tokens.v, out)
+    key = _key("decode", backend, tokens, out, *states.values())
+    run = _runs.get(key)
+    if run is None:
+        problem = describe_decode(tokens, out=out, **states)
+        run = _remember(key, problem, backend, tokens.q, tokens.num_sequences, tokens, out=_output(tokens, out), **states)
+    out = _output(tokens, out)
     run(tokens, **states, out=out)
     return out
 
 
 def run_verify(tokens: Tokens, out: Tensor | None, backend: str, **states: Any) -> Tensor:
-    problem = describe_verify(tokens, out=out, **states)
-    run = _kernel(problem, tokens.q, backend)
-    out = _empty_like(tokens.v, out)
+    key = _key("verify", backend, tokens, out, *states.values())
+    run = _runs.get(key)
+    if run is None:
+        problem = describe_verify(tokens, out=out, **states)
+        run = _remember(key, problem, backend, tokens.q, tokens.num_sequences)
+    out = _output(tokens, out)
     run(tokens, **states, out=out)
     return out
 
 
 def run_flush(state: Tensor, buffer: KVBuffer, num_accepted: int | Tensor, backend: str, **indices: Any) -> None:
-    problem = describe_flush(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
-    _kernel(problem, state, backend)(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
+    key = _key("flush", backend, None, None, state, buffer, num_accepted, *indices.values())
+    run = _runs.get(key)
+    if run is None:
+        problem = describe_flush(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
+        run = _remember(key, problem, backend, state, buffer.u.shape[-4])
+    run(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
 
 
-def _kernel(problem: Problem, x: Tensor, backend: str) -> Callable[..., None]:
-    route = select(problem, x.device, backend)
-    assert route.backend == "reference"
-    return getattr(reference, problem.op)
+def _remember(
+    key: Any, problem: Problem, backend: str, x: Tensor, sequences: int, *arguments: Any, **states: Any
+) -> Callable[..., None]:
+    route = select(problem, x.device, backend, sequences)
+    run: Callable[..., None]
+    if route.backend == "cute":
+        run = cute.LAUNCHES[problem.op](route, *arguments, **states)
+    else:
+        run = functools.partial(_reference, problem.op)
+    if len(_runs) >= MOST_RUNS:
+        _runs.clear()
+    if key is not None:
+        _runs[key] = run
+    return run
+
+
+def _reference(op: str, *arguments: Any, **states: Any) -> None:
+    getattr(reference, op)(*arguments, **states)
+
+
+def _key(op: str, backend: str, tokens: Tokens | None, *others: Any) -> Any:
+    """Everything a call's description depends on; None when an argument is of no known kind, as describing it will say."""
+    try:
+        key = [op, backend, torch.is_grad_enabled()]
+        if tokens is not None:
+            q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens = tokens
+            key += (_facts(q), _facts(k), _facts(v), _facts(g), _facts(beta), _facts(cu_seqlens))
+            key += (gate.kind, gate.bound, _facts(gate.A_log), _facts(gate.dt_bias))
+            # With their types, since 1 == True and the checks tell them apart.
+            key += (scale, type(scale), qk_l2norm, type(qk_l2norm), beta_logits, type(beta_logits))
+        for x in others:
+            if isinstance(x, KVBuffer):
+                key += (_facts(x.u), _facts(x.k), _facts(x.log_decay))
+            elif x is None or isinstance(x, Tensor):
+                key.append(_facts(x))
+            else:
+                key += (x, type(x))
+        made = tuple(key)
+        hash(made)
+        return made
+    except (AttributeError, TypeError):
+        return None
+
+
+def _facts(x: Tensor | None) -> Any:
+    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() & 15)
+
+
+def _output(tokens: Tokens, out: Tensor | None) -> Tensor:
+    if out is None:
+        return tokens.v.new_empty(tokens.v.shape)
+    check_apart(out, tokens)
+    return out
 
 
 def _empty_like(v: Tensor, out: Tensor | None) -> Tensor:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import json
+import os
 import platform
 import random
 import sys
 import time
 from collections import Counter
+from concurrent.futures import ProcessPoolExecutor
 from enum import Enum
 from importlib import metadata
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -20,6 +23,7 @@ from rich.progress import track
 from rich.table import Table
 
 from . import __version__
+from . import compile as kernels
 from .problem import UnsupportedProblem
 
 app = typer.Typer(help="Gated-delta-rule linear attention (GDN and KDA): prefill, decode, verify, flush.", no_args_is_help=True)
@@ -127,6 +131,63 @@ def info() -> None:
     table.add_row("backend cute", "not available: this version ships no CuTe kernels")
     table.add_row("kernel cache", "none: nothing is compiled")
     console.print(table)
+
+
+class Arch(str, Enum):
+    sm_90a = "sm_90a"
+    sm_100a = "sm_100a"
+
+
+@app.command("compile")
+def compile_kernels(
+    out: Annotated[Path, typer.Option(help="Directory of the pack, to be named in GATED_DELTA_CACHE_DIR where it is used.")],
+    file: FileArgument = None,
+    arch: Annotated[Arch, typer.Option(help="What to compile for; sm_100a is untried.")] = Arch.sm_90a,
+    cases: Annotated[bool, typer.Option("--cases", help="Also what `check --backend cute` needs.")] = False,
+    filter: Annotated[str, typer.Option(help="Only variants whose label contains this text.")] = "",
+    limit: Annotated[int, typer.Option(help="At most this many, drawn with a fixed seed; 0 for all.")] = 0,
+    jobs: Annotated[int, typer.Option(min=1, help="Processes.")] = os.cpu_count() or 1,
+    as_json: JsonOption = False,
+) -> None:
+    """Compile kernels ahead of time; needs nvidia-cutlass-dsl and a C compiler, but no GPU."""
+    from . import dispatch
+    from .testing import cases as listed
+
+    report = _report(as_json, file)
+    variants = dispatch.shipped()
+    if cases:
+        wanted = [v for case in listed("decode") if case.dtype != torch.float32 for v in dispatch.decode_variants(case.problem)]
+        variants = list(dict.fromkeys(variants + wanted))
+    variants = [variant for variant in variants if filter in variant.label]
+    if not variants:
+        errors.print(f"no variant's label contains {filter!r}")
+        raise typer.Exit(2)
+    if 0 < limit < len(variants):
+        variants = random.Random(0).sample(variants, limit)
+    os.environ["GATED_DELTA_CACHE_DIR"] = str(out.resolve())
+    table = Table(title=f"{len(variants)} kernels for {arch.value}")
+    for column in ("variant", "registers", "stack", "shared", "seconds"):
+        table.add_column(column, justify="left" if column == "variant" else "right")
+    records = []
+    with ProcessPoolExecutor(jobs, mp_context=get_context("spawn")) as pool:
+        built = pool.map(_build, variants, [arch.value] * len(variants))
+        hidden = not sys.stderr.isatty()
+        for variant, (resources, seconds) in zip(
+            variants, track(built, total=len(variants), console=errors, disable=hidden), strict=True
+        ):
+            facts = [str(resources.registers), str(resources.stack), str(resources.shared)] if resources else ["-"] * 3
+            table.add_row(variant.label, *facts, f"{seconds:.1f}")
+            records.append(dict(variant=variant.label, seconds=seconds, **(vars(resources) if resources else {})))
+    report.print(table)
+    if as_json:
+        _write_json(file, {"arch": arch.value, "sources": kernels.sources(), "kernels": records})
+
+
+def _build(variant: kernels.Variant, arch: str) -> tuple[kernels.Resources | None, float]:
+    began = time.monotonic()
+    built = kernels.build(variant, arch)
+    seconds = time.monotonic() - began
+    return kernels.resources(built), seconds
 
 
 @app.command()

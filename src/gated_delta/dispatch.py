@@ -1,16 +1,28 @@
-"""Which backend and kernel a problem gets, and why. `select` decides, `explain` shows."""
+"""Which backend, kernel and schedule a call gets, and why. `select` decides, `explain` shows."""
 
 from __future__ import annotations
 
 import functools
+import itertools
 import warnings
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
-from .problem import Problem, UnsupportedProblem
+from . import compile
+from .problem import SHORT, STATE_DTYPES, Problem, UnsupportedProblem
 
 BACKENDS = ("auto", "cute", "reference")
+
+
+@dataclass(frozen=True)
+class Schedule:
+    """How decode's work is cut. rows: V rows a thread has in flight; threads: of a block; they settle the block's tile of V."""
+
+    rows: int
+    threads: int
+    keep_lines: bool = False
+    """Ask L2 to rather keep the state's lines: pays once a launch's states are well over the L2, costs its neighbours below."""
 
 
 @dataclass(frozen=True)
@@ -21,29 +33,147 @@ class Route:
     backend: str
     kernel: str
     missing: tuple[str, ...] = ()
+    variant: compile.Variant | None = None
+    schedule: Schedule | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.problem.label}: backend {self.backend}, kernel {self.kernel}"]
+        if self.schedule is not None:
+            lines.append(f"  {self.schedule}")
         return "\n".join(lines + [f"  cute needs: {reason}" for reason in self.missing])
 
 
-def missing_for_cute(problem: Problem, device: torch.device) -> tuple[str, ...]:
-    """What the CuTe backend lacks for this problem on this device; empty when it can run it."""
+# ------------------------------------------------------------------------------------------------ decode
+
+DECODE = {
+    # (one token, state): rows of (least state bytes of a launch, schedule), the largest first
+    (True, "bf16"): ((2**25, Schedule(8, 64, True)), (0, Schedule(8, 64))),
+    (True, "fp32"): ((2**25, Schedule(4, 64, True)), (0, Schedule(4, 64))),
+    (False, "bf16"): ((2**25, Schedule(4, 64, True)), (0, Schedule(4, 64))),
+    (False, "fp32"): ((2**25, Schedule(4, 64, True)), (0, Schedule(4, 64))),
+}
+"""Schedules of decode, measured on an H200: docs/kernels/decode.md."""
+
+
+def _single(problem: Problem) -> bool:
+    return problem.T == 1 and not any(option.startswith("cu_seqlens") for option in problem.options)
+
+
+def decode_schedule(problem: Problem, sequences: int) -> Schedule:
+    assert problem.state_dtype is not None
+    state_bytes = sequences * problem.HV * problem.K * problem.V * problem.state_dtype.itemsize
+    table = DECODE[_single(problem), SHORT[problem.state_dtype]]
+    schedule = next(schedule for least, schedule in table if state_bytes >= least)
+    while problem.V % decode_tile(problem.K, schedule):
+        schedule = replace(schedule, rows=schedule.rows // 2)
+    return schedule
+
+
+def decode_tile(K: int, schedule: Schedule) -> int:
+    """V rows of a block; 16 threads share a row, 8 do where K is at most 64."""
+    return schedule.rows * schedule.threads // (16 if K > 64 else 8)
+
+
+def decode_variant(problem: Problem, schedule: Schedule) -> compile.Variant:
+    """Everything static about the kernel; H, HV, index types and which options a call uses are settled when it runs."""
+    assert problem.dtype is not None
+    assert problem.state_dtype is not None
+    assert problem.gate is not None
+    facts: dict[str, str | int | bool] = dict(
+        axis=problem.axis,
+        K=problem.K,
+        V=problem.V,
+        dtype=SHORT[problem.dtype],
+        state_dtype=SHORT[problem.state_dtype],
+        gate=problem.gate,
+        qk_l2norm=problem.qk_l2norm,
+        beta_logits=problem.beta_logits,
+        single=_single(problem),
+        aligned="unaligned_qk" not in problem.options,
+        rows=schedule.rows,
+        threads=schedule.threads,
+    )
+    return compile.Variant("decode", tuple(facts.items()))
+
+
+def _missing_for_decode(problem: Problem) -> list[str]:
+    reasons = []
+    if problem.K % 8 or not 8 <= problem.K <= 128:
+        reasons.append(f"K a multiple of 8 up to 128, got {problem.K}")
+    if problem.V % 32:
+        reasons.append(f"V a multiple of 32, got {problem.V}")
+    if "scattered_rows" in problem.options:
+        reasons.append("states whose V rows lie next to each other (stride K) and start at multiples of 16 bytes")
+    return reasons
+
+
+# ------------------------------------------------------------------------------------------------ built ahead of time
+
+MODELS = (
+    # axis, K, V, gates
+    ("head", 128, 128, ("log", "softplus")),  # Qwen3-Next, Qwen3.5
+    ("head", 96, 192, ("log", "softplus")),  # OLMo hybrid
+    ("channel", 128, 128, ("log", "softplus", "lower_bound")),  # Kimi Linear
+)
+"""What serving needs of the released models; heads, and so tensor parallelism, are run-time values."""
+
+
+def shipped() -> list[compile.Variant]:
+    """Variants that `gated-delta compile` builds: bf16 inputs with normalisation inside, both state dtypes, beta or its logits."""
+    made = {}
+    for (axis, K, V, gates), state, logits, T in itertools.product(MODELS, STATE_DTYPES, (False, True), (1, 2)):
+        for gate in gates:
+            problem = Problem(
+                "decode", axis, 1, 1, K, V, T, gate, torch.bfloat16, state_dtype=state, qk_l2norm=True, beta_logits=logits
+            )
+            for variant in decode_variants(problem):
+                made[variant] = None
+    return list(made)
+
+
+def decode_variants(problem: Problem) -> list[compile.Variant]:
+    """Every variant that some number of sequences leads to."""
+    assert problem.state_dtype is not None
+    leasts = [least for least, _ in DECODE[_single(problem), SHORT[problem.state_dtype]]]
+    one = problem.HV * problem.K * problem.V * problem.state_dtype.itemsize
+    return [decode_variant(problem, decode_schedule(problem, -(-least // one))) for least in leasts]
+
+
+# ------------------------------------------------------------------------------------------------ routes
+
+
+def _missing_for_cute(problem: Problem, device: torch.device) -> list[str]:
+    """What the CuTe backend lacks for this problem on this device, whatever is compiled; empty when nothing."""
     reasons = []
     if device.type != "cuda":
         reasons.append(f"tensors on a CUDA device, got {device.type}")
+    elif _arch(device) is None:
+        capability = torch.cuda.get_device_capability(device)
+        reasons.append(f"a device of compute capability 9.0 or 10.0, got {capability[0]}.{capability[1]}")
     if problem.dtype == torch.float32:
         reasons.append("bf16 or fp16 inputs, got fp32")
-    reasons.append(f"a CuTe kernel for {problem.op}: this version ships none")
-    return tuple(reasons)
+    if problem.op == "decode":
+        return reasons + _missing_for_decode(problem)
+    return [*reasons, f"a CuTe kernel for {problem.op}: this version ships none"]
 
 
-@functools.cache
-def select(problem: Problem, device: torch.device, backend: str) -> Route:
+def _arch(device: torch.device) -> str | None:
+    return compile.ARCHS.get(torch.cuda.get_device_capability(device))
+
+
+def select(problem: Problem, device: torch.device, backend: str, sequences: int) -> Route:
     """The route of a problem. Raises ValueError for an unknown backend, UnsupportedProblem when the asked one cannot run it."""
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
-    missing = missing_for_cute(problem, device)
+    missing = tuple(_missing_for_cute(problem, device))
+    if not missing and backend != "reference":
+        schedule = decode_schedule(problem, sequences)
+        variant = decode_variant(problem, schedule)
+        arch = _arch(device)
+        assert arch is not None
+        missing = compile.missing(variant, arch)
+        if not missing:
+            return Route(problem, "cute", variant.label, (), variant, schedule)
     if backend == "cute":
         raise UnsupportedProblem(f"backend 'cute' cannot run {problem.label}; it needs", missing)
     if backend == "auto" and device.type == "cuda":
@@ -56,5 +186,5 @@ def _warn_of_fallback() -> None:
     warnings.warn(
         "gated_delta runs a CUDA call on its PyTorch reference backend, which is slow; gated_delta.explain(op, ...) says why. "
         "Pass backend='reference' to choose it, or backend='cute' to get an error instead.",
-        stacklevel=6,  # the caller of the operation
+        stacklevel=7,  # the caller of the operation
     )

@@ -163,7 +163,7 @@ class Tokens(NamedTuple):
         return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
 
 
-_SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
 
 
 @dataclass(frozen=True)
@@ -191,7 +191,9 @@ class Problem:
     beta_logits: bool = False
     options: frozenset[str] = frozenset()
     """Which optional parts the call uses: each index tensor given, with its dtype (cu_seqlens_i32, state_indices_i64, ...), and
-    pool, token_slots, has_initial_state, initial_state, final_state, intermediates, no_update, layers."""
+    pool, token_slots, has_initial_state, initial_state, final_state, intermediates, no_update, layers.
+    And what is out of reach of 16-byte accesses: unaligned_qk, rows of q or k; scattered_rows, V rows of a state, which need to lie
+    together too."""
 
     @property
     def model(self) -> str:
@@ -206,9 +208,9 @@ class Problem:
             parts.append(f"t{self.T}")
         parts += [self.gate] if self.gate else []
         if self.dtype is not None:
-            parts.append(_SHORT[self.dtype] + "".join(f"-{n}_{_SHORT[d]}" for n, d in self._odd_dtypes()))
+            parts.append(SHORT[self.dtype] + "".join(f"-{n}_{SHORT[d]}" for n, d in self._odd_dtypes()))
         if self.state_dtype is not None:
-            parts.append(f"state_{_SHORT[self.state_dtype]}")
+            parts.append(f"state_{SHORT[self.state_dtype]}")
         if self.dtype is not None:
             parts += [] if self.qk_l2norm else ["no_l2norm"]
             parts += ["beta_logits"] if self.beta_logits else []
@@ -253,6 +255,11 @@ def _writable(name: str, x: Tensor) -> None:
         raise ValueError(
             f"{name}: expected memory of its own for every element, got an expanded tensor, strides {list(x.stride())}"
         )
+
+
+def _aligned(x: Tensor) -> bool:
+    strides = (stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1)
+    return x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in strides)
 
 
 @functools.cache
@@ -341,6 +348,11 @@ class _Checker:
         _flag("beta_logits", t.beta_logits)
         self.sizes["N"] = t.num_sequences
 
+    def vectors(self, t: Tokens, *states: Tensor | None) -> None:
+        """Notes what is not where 16-byte accesses can reach it."""
+        self.option("unaligned_qk", not all(_aligned(x) for x in (t.q, t.k)))
+        self.option("scattered_rows", not all(x is None or (_aligned(x) and x.stride(-2) == x.shape[-1]) for x in states))
+
     def draft_length(self, packed: bool) -> None:
         if packed:
             self.sizes["T"] = MAX_DRAFT
@@ -357,7 +369,7 @@ class _Checker:
         if x is None:
             return
         x = self.tensor(name, x, INDEX_DTYPES, dims)
-        self.options.add(f"{name}_{_SHORT[x.dtype]}")
+        self.options.add(f"{name}_{SHORT[x.dtype]}")
 
     def one_each(self, name: str, dim: str, indices: Tensor | None = None) -> None:
         """Without indices, sequence n uses entry n, so there must be one for each."""
@@ -371,9 +383,6 @@ class _Checker:
         if out.shape != t.v.shape:
             raise ValueError(f"out: expected v's shape {list(t.v.shape)}, got {list(out.shape)}")
         _writable("out", out)
-        for name, x in (("q", t.q), ("k", t.k), ("v", t.v)):
-            if out.data_ptr() == x.data_ptr() and out.numel():
-                raise ValueError(f"out: expected memory apart from the inputs, got {name}'s")
 
     def buffer(self, buffer: object, lead: str) -> str:
         """Returns the axis the buffer was made for."""
@@ -409,6 +418,13 @@ class _Checker:
             beta_logits=tokens.beta_logits,
             options=options,
         )
+
+
+def check_apart(out: Tensor, t: Tokens) -> None:
+    """Raises ValueError where out is one of the inputs: not a fact of the shapes, so looked at on every call."""
+    for name, x in (("q", t.q), ("k", t.k), ("v", t.v)):
+        if out.data_ptr() == x.data_ptr() and out.numel():
+            raise ValueError(f"out: expected memory apart from the inputs, got {name}'s")
 
 
 def _axis(tokens: Tokens) -> str:
@@ -496,6 +512,7 @@ def describe_decode(
         if tokens.cu_seqlens is None and check.sizes["C"] < check.sizes["T"]:
             raise ValueError(f"intermediate_states: expected C >= T={check.sizes['T']} steps, got C={check.sizes['C']}")
     check.out(out, tokens)
+    check.vectors(tokens, state, intermediate_states)
     check.option("token_slots", token_slots)
     check.option("intermediates", intermediate_states is not None)
     check.option("no_update", not update_state)

@@ -403,17 +403,27 @@ def prefill(
             final_state.copy_(walk)
 
 
-def decode(
+class DecodeRows(NamedTuple):
+    """Who reads and writes what in a decode, sequence by sequence, below zero for nothing."""
+
+    reads: list[int]
+    writes: list[int]
+    token_slots: list[list[int]]
+    """Slot of the state after each token; empty where the call has none."""
+    starts: list[int]
+    lengths: list[int]
+
+
+def decode_rows(
     tokens: Tokens,
-    *,
     state: Tensor,
     state_indices: Tensor | None,
     write_indices: Tensor | None,
     num_accepted: Tensor | None,
     intermediate_states: Tensor | None,
     update_state: bool,
-    out: Tensor,
-) -> None:
+) -> DecodeRows:
+    """Looks at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
     N, P = tokens.num_sequences, state.shape[0]
     room = {} if intermediate_states is None else {"intermediate_states": intermediate_states.shape[1]}
     token_slots: list[list[int]] = []
@@ -433,7 +443,24 @@ def decode(
     _one_writer("write_indices" if write_indices is not None else "state_indices", (w for n in active if (w := writes[n]) >= 0))
     if token_slots:
         _one_writer("state_indices", (s for n in active for s in set(token_slots[n][: lengths[n]]) if s >= 0))
+    return DecodeRows(reads, writes, token_slots, starts, lengths)
 
+
+def decode(
+    tokens: Tokens,
+    *,
+    state: Tensor,
+    state_indices: Tensor | None,
+    write_indices: Tensor | None,
+    num_accepted: Tensor | None,
+    intermediate_states: Tensor | None,
+    update_state: bool,
+    out: Tensor,
+) -> None:
+    rows = decode_rows(tokens, state, state_indices, write_indices, num_accepted, intermediate_states, update_state)
+    reads, writes, token_slots, starts, lengths = rows
+    P = state.shape[0]
+    active = [n for n in range(len(reads)) if reads[n] >= 0]
     with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
         x = activate(flatten(tokens), torch.float32)
         now = state[_places([reads[n] for n in active], P)].float()

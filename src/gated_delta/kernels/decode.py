@@ -13,9 +13,10 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64
 from cutlass.cute.arch import shuffle_sync
+from cutlass.cutlass_dsl import select_
 
+from .arguments import DecodePointers, DecodeSizes, DecodeStrides
 from .device import (
-    FP32,
     L2NORM_EPS,
     dot,
     load,
@@ -32,88 +33,11 @@ from .device import (
 )
 
 
-class Pointers(NamedTuple):
-    """Addresses; 0 for an optional tensor that is not there."""
+Pointers = NamedTuple("Pointers", [(name, Int64) for name in DecodePointers._fields])
+Strides = NamedTuple("Strides", [(name, Int64) for name in DecodeStrides._fields])
+Sizes = NamedTuple("Sizes", [(name, Int32) for name in DecodeSizes._fields])
 
-    q: Int64
-    k: Int64
-    v: Int64
-    g: Int64
-    beta: Int64
-    o: Int64
-    A_log: Int64
-    dt_bias: Int64
-    state: Int64
-    steps: Int64
-    cu_seqlens: Int64
-    reads: Int64
-    writes: Int64
-    accepted: Int64
-
-
-class Strides(NamedTuple):
-    """In bytes. n: sequence (0 when packed), t: token, h: head, c: channel, p: pool slot."""
-
-    q_n: Int64
-    q_t: Int64
-    q_h: Int64
-    k_n: Int64
-    k_t: Int64
-    k_h: Int64
-    v_n: Int64
-    v_t: Int64
-    v_h: Int64
-    g_n: Int64
-    g_t: Int64
-    g_h: Int64
-    g_c: Int64
-    beta_n: Int64
-    beta_t: Int64
-    beta_h: Int64
-    o_n: Int64
-    o_t: Int64
-    o_h: Int64
-    o_c: Int64
-    A_log_h: Int64
-    dt_bias_h: Int64
-    dt_bias_c: Int64
-    state_p: Int64
-    state_h: Int64
-    steps_n: Int64
-    steps_t: Int64
-    steps_h: Int64
-    cu_seqlens_n: Int64
-    reads_n: Int64
-    reads_t: Int64
-    writes_n: Int64
-    accepted_n: Int64
-
-
-class Sizes(NamedTuple):
-    N: Int32
-    T: Int32
-    """Tokens of every sequence; most a packed one may have."""
-    total: Int32
-    """Rows of packed tokens."""
-    HV: Int32
-    group: Int32
-    """HV // H."""
-    P: Int32
-    slots: Int32
-    """Width of a [N, W] table of slots, else 0."""
-    update: Int32
-    g_kind: Int32
-    beta_kind: Int32
-    dt_bias_kind: Int32
-    cu_seqlens_wide: Int32
-    reads_wide: Int32
-    writes_wide: Int32
-    accepted_wide: Int32
-    early: Int32
-    """Sequences whose state is asked for before the kernel in front of this one has ended."""
-    policy: Int64
-    """L2's treatment of the state that is read."""
-
+EVICT_NORMAL, EVICT_LAST = 0x16F0000000000000, 0x14F0000000000000  # L2 cache policies, as createpolicy would make them
 
 _DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 
@@ -136,6 +60,10 @@ class Here(NamedTuple):
 
 
 class Decode:
+    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
+
+    pointers, strides, sizes = Pointers, Strides, Sizes
+
     def __init__(
         self,
         axis: str,
@@ -266,7 +194,8 @@ class Decode:
     @cute.jit
     def tokens(self, ptr, scale, bound, stride, size, here, start, length, read, write, o_at):
         raw = cute.make_rmem_tensor((8, self.rows), self.state_dtype)
-        self.load_rows(raw, self.state_row(ptr, stride, here, read, here.first_row), here, size.policy)
+        policy = Int64(select_(size.keep_lines != 0, Int64(EVICT_LAST), Int64(EVICT_NORMAL)))
+        self.load_rows(raw, self.state_row(ptr, stride, here, read, here.first_row), here, policy)
         if cutlass.const_expr(self.single):
             q, k, kq = self.normalised(ptr, stride, size, here, start, scale)
             v = load(self.dtype, self.v_row(ptr, stride, here, start, here.own_row)).to(Float32)

@@ -6,12 +6,13 @@ every kernel that includes these functions, whatever surrounds them.
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint16, Uint32
-from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint16, Uint32
+from cutlass.cute.arch import shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
+from .arguments import ABSENT, BF16, FP32
+
 L2NORM_EPS = 1e-6
-BF16, FP16, FP32, ABSENT = range(4)  # what a scalar tensor holds, told to the kernel when it runs
 
 
 def pointer(dtype, address, align=None):

@@ -1,0 +1,248 @@
+"""Kernels as shared objects: compiled once per variant, kept on disk, loaded with TVM-FFI. A pack built ahead of time is such a directory.
+
+A variant is everything that is static about a kernel; sizes, strides and addresses are arguments. Its file is named after the
+variant, the architecture and the kernels' sources, in a directory named after the compiler's version, and ends with a digest of
+itself. Loading needs torch, apache-tvm-ffi and the DSL's runtime library; only compiling needs the compiler, nvidia-cutlass-dsl.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import functools
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+
+from .problem import UnsupportedProblem
+
+ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
+"""Compute capability -> what to compile for. Measured on sm_90a; sm_100a compiles, and that is all we know."""
+
+COMPILER, RUNTIME = "nvidia-cutlass-dsl", "apache-tvm-ffi"
+_SYMBOL = "gated_delta_kernel"
+_DIGEST = hashlib.sha256().digest_size
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One kernel with all its static facts: the class of kernels/<kernel>.py and its arguments."""
+
+    kernel: str
+    facts: tuple[tuple[str, str | int | bool], ...]
+
+    @property
+    def label(self) -> str:
+        return " ".join([self.kernel, *(f"{name}={value}" for name, value in self.facts)])
+
+    def __str__(self) -> str:
+        return self.label
+
+
+def directory() -> Path:
+    """Where compiled kernels live: GATED_DELTA_CACHE_DIR, else gated_delta in the user's cache directory."""
+    if chosen := os.environ.get("GATED_DELTA_CACHE_DIR"):
+        return Path(chosen)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gated_delta"
+
+
+def may_compile() -> bool:
+    """False in strict mode, GATED_DELTA_JIT=0, where a kernel that was not built ahead of time is an error."""
+    return os.environ.get("GATED_DELTA_JIT", "1") != "0"
+
+
+@functools.cache
+def _installed(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+@functools.cache
+def sources() -> str:
+    """Fingerprint of everything a kernel is made from."""
+    digest = hashlib.sha256()
+    for file in sorted((Path(__file__).parent / "kernels").glob("*.py")):
+        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
+    return digest.hexdigest()[:16]
+
+
+def file_name(variant: Variant, arch: str) -> str:
+    key = hashlib.sha256(f"{variant!r} {sources()}".encode()).hexdigest()[:32]
+    return f"{variant.kernel}-{arch}-{key}.so"
+
+
+def _find(variant: Variant, arch: str) -> Path | None:
+    """The variant's file, whole or not: of this compiler's version, or of any where there is no compiler to prefer one."""
+    name = file_name(variant, arch)
+    version = _installed(COMPILER) if may_compile() else None
+    if version is not None:
+        file = directory() / version / name
+        return file if file.exists() else None
+    return max(directory().glob(f"*/{name}"), default=None, key=lambda file: file.stat().st_mtime)
+
+
+def _whole(file: Path) -> bool:
+    content = file.read_bytes()
+    return len(content) > _DIGEST and hashlib.sha256(content[:-_DIGEST]).digest() == content[-_DIGEST:]
+
+
+def missing(variant: Variant, arch: str) -> tuple[str, ...]:
+    """What keeps the variant from being loaded or compiled here."""
+    if importlib.util.find_spec("tvm_ffi") is None:
+        return (f"{RUNTIME}, which is not installed",)
+    if may_compile() and _installed(COMPILER) is None and _find(variant, arch) is None:
+        return (f"a compiled kernel in {directory()}, or {COMPILER} to compile it",)
+    return ()
+
+
+def load(variant: Variant, arch: str) -> Callable[..., None]:
+    """The variant's launch function, compiled if there is no whole file of it.
+
+    Raises UnsupportedProblem in strict mode (GATED_DELTA_JIT=0) when it would have to compile.
+    """
+    key = (variant, arch, str(directory()))
+    function = _loaded.get(key)
+    if function is None:
+        file = _find(variant, arch)
+        if file is None or not _whole(file):
+            if not may_compile() or _installed(COMPILER) is None:
+                found = "no compiled kernel" if file is None else f"a damaged file, {file},"
+                raise UnsupportedProblem(
+                    f"GATED_DELTA_JIT=0 or no compiler, and {found} for {arch} in {directory()}; "
+                    "`gated-delta compile` builds them ahead of time",
+                    (variant.label,),
+                )
+            file = build(variant, arch)
+        function = _loaded[key] = _open(file)
+    return function
+
+
+_loaded: dict[tuple[Variant, str, str], Callable[..., None]] = {}
+
+
+def build(variant: Variant, arch: str) -> Path:
+    """Compile the variant into its place, once however many processes ask, and return the file."""
+    from filelock import FileLock
+
+    version = _installed(COMPILER)
+    if version is None:
+        raise UnsupportedProblem(f"compiling needs {COMPILER}", (variant.label,))
+    file = directory() / version / file_name(variant, arch)
+    file.parent.mkdir(parents=True, exist_ok=True)
+    with FileLock(file.with_suffix(".lock")):
+        if not (file.exists() and _whole(file)):
+            with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
+                made = _link(_compile(variant, arch, Path(scratch)))
+                content = made.read_bytes()
+                made.write_bytes(content + hashlib.sha256(content).digest())
+                os.replace(made, file)  # readers see the old file or the new one, never half of it
+    return file
+
+
+@dataclass(frozen=True)
+class Resources:
+    """What a kernel takes, from its machine code. stack: bytes of local memory a thread; above zero, registers were spilled."""
+
+    registers: int
+    stack: int
+    shared: int
+
+
+def resources(file: Path) -> Resources | None:
+    """Reads a compiled kernel's machine code with cuobjdump; None where there is no cuobjdump (PyPI: nvidia-cuda-cuobjdump)."""
+    beside = (Path(place) / "nvidia" / "cu13" / "bin" for place in sys.path)
+    tool = shutil.which("cuobjdump", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, beside)]))
+    if tool is None:
+        return None
+    content = file.read_bytes()
+    at = content.index(b"\x7fELF", 4)  # the host's object begins with one, the GPU's lies within
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
+        cubin.write(content[at:])
+        cubin.flush()
+        text = subprocess.run([tool, "-res-usage", cubin.name], check=True, capture_output=True, text=True).stdout
+    (found,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
+    return Resources(*map(int, found))
+
+
+def _compile(variant: Variant, arch: str, scratch: Path) -> Path:
+    """An object file of the variant, in scratch."""
+    with _environment(CUTE_DSL_ARCH=arch):  # read when the compiler is first imported
+        import cutlass
+        import cutlass.cute as cute
+
+        kernel_type = getattr(importlib.import_module(f"{__package__}.kernels.{variant.kernel}"), variant.kernel.title())
+        kernel = kernel_type(**dict(variant.facts))
+        arguments = [
+            kernel_type.pointers(*[cutlass.Int64(0)] * len(kernel_type.pointers._fields)),
+            cutlass.Float32(0),
+            cutlass.Float32(0),
+            kernel_type.strides(*[cutlass.Int64(0)] * len(kernel_type.strides._fields)),
+            kernel_type.sizes(*[cutlass.Int32(0)] * len(kernel_type.sizes._fields)),
+            cute.runtime.make_fake_stream(),
+        ]
+        options = f"--enable-tvm-ffi --gpu-arch {arch}"
+        compiled = cute.compile(kernel, *arguments, options=options)
+    made = scratch / "kernel.o"
+    compiled.export_to_c(str(made), _SYMBOL)
+    return made
+
+
+def _link(made: Path) -> Path:
+    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
+    if compiler is None:
+        raise UnsupportedProblem("linking a compiled kernel needs a C compiler: cc, gcc, clang, or the one that CC names")
+    target = made.with_suffix(".so")
+    subprocess.run([compiler, "-shared", "-Wl,-Bsymbolic", "-o", str(target), str(made)], check=True, capture_output=True)
+    return target
+
+
+@contextlib.contextmanager
+def _environment(**changes: str) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in changes}
+    os.environ.update(changes)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                del os.environ[name]
+            else:
+                os.environ[name] = value
+
+
+def _open(file: Path) -> Callable[..., None]:
+    _runtime()
+    import tvm_ffi
+
+    return tvm_ffi.load_module(str(file))[_SYMBOL]
+
+
+@functools.cache
+def _runtime() -> None:
+    """Make the symbols that compiled kernels leave open known to the whole process."""
+    name = "libcute_dsl_runtime.so"
+    places = [directory(), *(Path(place) for place in sys.path)]
+    spec = importlib.util.find_spec("nvidia_cutlass_dsl")
+    for root in spec.submodule_search_locations or () if spec else ():
+        places += sorted(Path(root).glob("cu*/lib"), reverse=True)
+    for place in places:
+        if (place / name).is_file():
+            import tvm_ffi
+
+            ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi(), ctypes.RTLD_GLOBAL)
+            ctypes.CDLL(str(place / name), ctypes.RTLD_GLOBAL)
+            return
+    raise UnsupportedProblem(
+        f"running a compiled kernel needs {name}, from {COMPILER}'s libraries: on sys.path, in {directory()}, or installed"
+    )
