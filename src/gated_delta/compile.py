@@ -187,7 +187,7 @@ def _compile(variant: Variant, arch: str, scratch: Path) -> Path:
             kernel_type.pointers(*[cutlass.Int64(0)] * len(kernel_type.pointers._fields)),
             cutlass.Float32(0),
             cutlass.Float32(0),
-            kernel_type.strides(*[cutlass.Int64(0)] * len(kernel_type.strides._fields)),
+            kernel_type.strides(*[cutlass.Int32(0)] * len(kernel_type.strides._fields)),
             kernel_type.sizes(*[cutlass.Int32(0)] * len(kernel_type.sizes._fields)),
             cute.runtime.make_fake_stream(),
         ]

@@ -86,17 +86,16 @@ class DecodeLaunch:
                 T=longest,
                 total=q.shape[1],
                 HV=HV,
-                group=HV // q.shape[2],
+                q_heads=-(-(2**30) // (HV // q.shape[2])),
                 P=state.shape[0],
                 slots=slots,
                 update=int(update_state),
-                g_kind=KINDS[g.dtype],
                 beta_kind=KINDS[beta.dtype],
                 dt_bias_kind=ABSENT if gate.dt_bias is None else KINDS[gate.dt_bias.dtype],
-                cu_seqlens_wide=_wide(cu_seqlens),
-                reads_wide=_wide(state_indices),
-                writes_wide=_wide(write_indices),
-                accepted_wide=_wide(num_accepted),
+                cu_seqlens_kind=_index_kind(cu_seqlens),
+                reads_kind=_index_kind(state_indices),
+                writes_kind=_index_kind(write_indices),
+                accepted_kind=_index_kind(num_accepted),
                 early=N if N * HV <= EARLY_HEADS else 0,
                 keep_lines=int(route.schedule.keep_lines),
             )
@@ -164,8 +163,8 @@ def _bytes(x: Tensor | None, dims: int) -> list[int]:
     return strides + [0] * (dims - len(strides))
 
 
-def _wide(x: Tensor | None) -> int:
-    return int(x is not None and x.dtype == torch.int64)
+def _index_kind(x: Tensor | None) -> int:
+    return 0 if x is None else x.element_size() // 4
 
 
 LAUNCHES = {"decode": DecodeLaunch}

@@ -77,6 +77,7 @@ def decode_tile(K: int, schedule: Schedule) -> int:
 def decode_variant(problem: Problem, schedule: Schedule) -> compile.Variant:
     """Everything static about the kernel; H, HV, index types and which options a call uses are settled when it runs."""
     assert problem.dtype is not None
+    assert problem.g_dtype is not None
     assert problem.state_dtype is not None
     assert problem.gate is not None
     facts: dict[str, str | int | bool] = dict(
@@ -84,6 +85,7 @@ def decode_variant(problem: Problem, schedule: Schedule) -> compile.Variant:
         K=problem.K,
         V=problem.V,
         dtype=SHORT[problem.dtype],
+        g_dtype=SHORT[problem.g_dtype],
         state_dtype=SHORT[problem.state_dtype],
         gate=problem.gate,
         qk_l2norm=problem.qk_l2norm,
@@ -121,10 +123,12 @@ MODELS = (
 def shipped() -> list[compile.Variant]:
     """Variants that `gated-delta compile` builds: bf16 inputs with normalisation inside, both state dtypes, beta or its logits."""
     made = {}
+    bf16 = torch.bfloat16
     for (axis, K, V, gates), state, logits, T in itertools.product(MODELS, STATE_DTYPES, (False, True), (1, 2)):
-        for gate in gates:
+        # A raw gate comes out of a projection; log decays come from a caller's own gate, often in fp32.
+        for gate, g_dtype in ((gate, g) for gate in gates for g in ((bf16, torch.float32) if gate == "log" else (bf16,))):
             problem = Problem(
-                "decode", axis, 1, 1, K, V, T, gate, torch.bfloat16, state_dtype=state, qk_l2norm=True, beta_logits=logits
+                "decode", axis, 1, 1, K, V, T, gate, bf16, g_dtype, state_dtype=state, qk_l2norm=True, beta_logits=logits
             )
             for variant in decode_variants(problem):
                 made[variant] = None

@@ -1,4 +1,4 @@
-"""What the host hands to a kernel, in the kernel's order. No compiler is needed to fill these in: `cute.py` does, for every launch."""
+"""What the host hands to a kernel, in the kernel's order; `cute.py` fills it in, and needs no compiler to."""
 
 from typing import NamedTuple
 
@@ -26,7 +26,7 @@ class DecodePointers(NamedTuple):
 
 
 class DecodeStrides(NamedTuple):
-    """In bytes. n: sequence (0 when packed), t: token, h: head, c: channel, p: pool slot."""
+    """In bytes, below 2**31 each. n: sequence (0 when packed), t: token, h: head, c: channel, p: pool slot."""
 
     q_n: int
     q_t: int
@@ -64,7 +64,7 @@ class DecodeStrides(NamedTuple):
 
 
 class DecodeSizes(NamedTuple):
-    """Counts, and flags of 0 or 1. `wide`: indices of 64 bits. `kind`: BF16, FP16, FP32 or ABSENT."""
+    """Counts, flags of 0 or 1, and kinds: BF16, FP16, FP32 or ABSENT for numbers; bytes / 4 for indices, 0 for none."""
 
     N: int
     T: int
@@ -72,19 +72,18 @@ class DecodeSizes(NamedTuple):
     total: int
     """Rows of packed tokens."""
     HV: int
-    group: int
-    """HV // H."""
+    q_heads: int
+    """ceil(2**30 / (HV // H)): value head hv reads q/k head hv * q_heads >> 30, a division without dividing."""
     P: int
     slots: int
     """W of a [N, W] table of slots, else 0."""
     update: int
-    g_kind: int
     beta_kind: int
     dt_bias_kind: int
-    cu_seqlens_wide: int
-    reads_wide: int
-    writes_wide: int
-    accepted_wide: int
+    cu_seqlens_kind: int
+    reads_kind: int
+    writes_kind: int
+    accepted_kind: int
     early: int
     """Sequences whose state is asked for before the kernel in front of this one has ended."""
     keep_lines: int

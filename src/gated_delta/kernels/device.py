@@ -4,13 +4,12 @@ Arithmetic that may meet a multiply and an add says `fma` itself, so that no com
 every kernel that includes these functions, whatever surrounds them.
 """
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint16, Uint32
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint16, Uint32, Uint64
 from cutlass.cute.arch import shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
-from .arguments import ABSENT, BF16, FP32
+from .arguments import BF16, FP32
 
 L2NORM_EPS = 1e-6
 
@@ -29,6 +28,11 @@ def load(dtype, address):
     return cute.make_tensor(pointer(dtype, address), cute.make_layout((1,)))[0]
 
 
+def offset(index, stride):
+    """index * stride, neither negative, in one instruction."""
+    return Int64(Uint64(Uint32(index)) * Uint64(Uint32(stride)))
+
+
 def store(dtype, address, value):
     cute.make_tensor(pointer(dtype, address), cute.make_layout((1,)))[0] = value.to(dtype)
 
@@ -38,40 +42,112 @@ def choose(condition, yes, no):
 
 
 def load_scalar(address, kind):
-    """One element of bf16, fp16 or fp32 as fp32, without a branch; 0 where kind is ABSENT (address must still be readable)."""
-    low = cute.arch.load(pointer(Uint16, address), Uint16)
-    wide = kind == FP32
-    high = cute.arch.load(pointer(Uint16, address + Int64(select_(wide, Int64(2), Int64(0)))), Uint16)
-    bits = Uint32(high) << Uint32(16)
-    exact = (bits | Uint32(low)).bitcast(Float32)
-    half = low.bitcast(Float16).to(Float32)
-    value = choose(wide, exact, choose(kind == BF16, bits.bitcast(Float32), half))
-    return choose(kind == ABSENT, Float32(0), value)
+    """One element of bf16, fp16 or fp32 as fp32; 0 where kind is ABSENT. Without a branch: loads cross it."""
+    return cute.arch.inline_ptx(
+        f"""{{
+        .reg .pred is_word, is_half, is_bf16;
+        .reg .b16 half, zero;
+        .reg .b32 word, bf16, fp16;
+        setp.eq.s32 is_word, {{$r1}}, {FP32};
+        setp.lt.s32 is_half, {{$r1}}, {FP32};
+        setp.eq.s32 is_bf16, {{$r1}}, {BF16};
+        mov.b16 half, 0;
+        mov.b16 zero, 0;
+        mov.b32 word, 0;
+        @is_half ld.global.b16 half, [{{$r0}}];
+        @is_word ld.global.b32 word, [{{$r0}}];
+        mov.b32 bf16, {{zero, half}};
+        cvt.f32.f16 fp16, half;
+        selp.b32 bf16, bf16, fp16, is_bf16;
+        selp.b32 {{$w0}}, bf16, word, is_half;
+        }}""",
+        write_only_types=[Float32],
+        read_only_args=[address, kind],
+    )
 
 
-def load_index(address, wide):
-    """One index of 32 or (wide) 64 bits; any negative one comes back negative."""
-    low = cute.arch.load(pointer(Int32, address), Int32)
-    high = cute.arch.load(pointer(Int32, address + Int64(select_(wide != 0, Int64(4), Int64(0)))), Int32)
-    return Int32(select_(high < 0, high, low))
+def load_index(address, kind, absent):
+    """One index as 32 bits, any negative one negative; `absent` where there is no tensor. Without a branch: loads cross it."""
+    return cute.arch.inline_ptx(
+        """{
+        .reg .pred narrow, wide, negative;
+        .reg .b32 low, high;
+        setp.eq.s32 narrow, {$r1}, 1;
+        setp.eq.s32 wide, {$r1}, 2;
+        mov.b32 low, {$r2};
+        mov.b32 high, 0;
+        @narrow ld.global.b32 low, [{$r0}];
+        @wide ld.global.v2.b32 {low, high}, [{$r0}];
+        setp.lt.s32 negative, high, 0;
+        selp.b32 {$w0}, high, low, negative;
+        }""",
+        write_only_types=[Int32],
+        read_only_args=[address, kind, absent],
+    )
 
 
-def unpack(x):
-    """Pairs of 16-bit floats in rmem as a list of fp32: one shift or mask each for bf16."""
-    if cutlass.const_expr(x.element_type is Float32):
-        return [x[i] for i in range(cute.size(x))]
-    if cutlass.const_expr(x.element_type is BFloat16):
-        pairs = cute.recast_tensor(x, Uint32)
-        out = []
-        for i in range(cute.size(pairs)):
-            out += [(pairs[i] << Uint32(16)).bitcast(Float32), (pairs[i] & Uint32(0xFFFF0000)).bitcast(Float32)]
-        return out
-    wide = x.load().to(Float32)
-    return [wide[i] for i in range(cute.size(x))]
+def load_words(address, policy, condition):
+    """Four words at a multiple of 16 bytes, with an L2 cache policy; zeros where the condition does not hold."""
+    return cute.arch.inline_ptx(
+        """{
+        .reg .pred p;
+        setp.ne.s32 p, {$r2}, 0;
+        mov.b32 {$w0}, 0;
+        mov.b32 {$w1}, 0;
+        mov.b32 {$w2}, 0;
+        mov.b32 {$w3}, 0;
+        @p ld.global.L2::cache_hint.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}], {$r1};
+        }""",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[address, policy, Int32(condition)],
+    )
+
+
+def store_words(address, words, condition):
+    """Four words to a multiple of 16 bytes where the condition holds."""
+    cute.arch.inline_ptx(
+        """{
+        .reg .pred p;
+        setp.ne.s32 p, {$r5}, 0;
+        @p st.global.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};
+        }""",
+        read_only_args=[address, *words, Int32(condition)],
+    )
+
+
+def prefetch(address, condition):
+    """Ask L2 for the line of an address, which has to be mapped."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; @p prefetch.global.L2 [{$r0}]; }", read_only_args=[address, Int32(condition)]
+    )
+
+
+def floats_of(words, dtype):
+    """The numbers in 32-bit words, as fp32: a word each, or two 16-bit ones."""
+    out = []
+    for word in words:
+        if dtype is Float32:
+            out.append(word.bitcast(Float32))
+        elif dtype is BFloat16:
+            out += [(word << Uint32(16)).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)]
+        else:
+            halves = (Uint16(word & Uint32(0xFFFF)), Uint16(word >> Uint32(16)))
+            out += [half.bitcast(Float16).to(Float32) for half in halves]
+    return out
+
+
+def words_of(xs, dtype):
+    """fp32 numbers as 32-bit words of fp32, or of bf16 rounded to nearest even."""
+    if dtype is Float32:
+        return [x.bitcast(Uint32) for x in xs]
+    return [
+        cute.arch.inline_ptx("cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high])
+        for low, high in zip(xs[::2], xs[1::2], strict=True)
+    ]
 
 
 def sigmoid(x):
-    return Float32(1) / (Float32(1) + cute.math.exp(-x))
+    return cute.arch.rcp_approx(Float32(1) + cute.math.exp(-x))
 
 
 def scaled(rate, x):
