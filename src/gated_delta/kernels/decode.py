@@ -4,7 +4,8 @@ A block holds `tile` V rows of one head of one sequence. `lanes` neighbouring th
 variant, so that a row's sums have one order whatever the batch, the token count or the schedule: that is what makes decode's bits
 independent of them. A thread has `rows` rows in flight.
 
-One token a call (`single`) keeps q and k in registers; more are first normalised, gated and staged in shared memory, all at once.
+In order: ask for indices, tokens and state; turn the tokens into what the recurrence reads (normalised q and k, decays, beta) in
+shared memory, all tokens at once, each thing on threads of its own; then walk over the tokens.
 """
 
 from typing import NamedTuple
@@ -15,13 +16,14 @@ from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cute.arch import shuffle_sync
 from cutlass.cutlass_dsl import select_
 
-from .arguments import DecodePointers, DecodeSizes, DecodeStrides
+from .arguments import ABSENT, DecodePointers, DecodeSizes, DecodeStrides
 from .device import (
-    choose,
     L2NORM_EPS,
     dot,
+    floats_again,
     floats_of,
     load,
+    load_bits,
     load_index,
     load_scalar,
     load_words,
@@ -34,9 +36,7 @@ from .device import (
     sum_lanes,
     sum_rows,
     words_of,
-    vector,
 )
-
 
 Pointers = NamedTuple("Pointers", [(name, Int64) for name in DecodePointers._fields])
 Strides = NamedTuple("Strides", [(name, Int32) for name in DecodeStrides._fields])
@@ -48,6 +48,14 @@ EVICT_NORMAL, EVICT_LAST = 0x16F0000000000000, 0x14F0000000000000  # L2 cache po
 _DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 
 
+class Call(NamedTuple):
+    ptr: Pointers
+    scale: Float32
+    bound: Float32
+    stride: Strides
+    size: Sizes
+
+
 class Here(NamedTuple):
     """What a thread works on."""
 
@@ -57,6 +65,8 @@ class Here(NamedTuple):
     thread: Int32
     lane: Int32
     """Among those that share a row."""
+    warp_row: Int32
+    """First row of its warp."""
     first_row: Int32
     """Its rows are first_row, first_row + 32 // lanes, ..."""
     own_row: Int32
@@ -85,21 +95,23 @@ class Decode:
         aligned: bool,
         rows: int,
         threads: int,
+        blocks: int,
     ):
         self.channel = axis == "channel"
         self.K, self.dtype, self.g_dtype, self.state_dtype = K, _DTYPES[dtype], _DTYPES[g_dtype], _DTYPES[state_dtype]
         self.gate, self.qk_l2norm, self.beta_logits = gate, qk_l2norm, beta_logits
-        self.single, self.aligned, self.rows, self.threads = single, aligned, rows, threads
+        self.single, self.aligned, self.rows, self.threads, self.blocks = single, aligned, rows, threads, blocks
         self.lanes = 16 if K > 64 else 8
+        self.padded_K = 8 * self.lanes
         self.per_warp = 32 // self.lanes
+        self.groups = threads // self.lanes
         self.width = 128 // self.state_dtype.width  # channels in a 16-byte access
         self.parts = 8 // self.width
         self.row_bytes = K * self.state_dtype.width // 8
-        self.tile = rows * threads // self.lanes
+        self.tile = rows * self.groups
         self.tiles = V // self.tile
         self.share = self.lanes // rows  # lanes that end a reduction with the same row
-        # A staged token: q, k, KDA's decays, the tile's v, then beta, k.q and GDN's decay.
-        self.padded_K = 8 * self.lanes
+        # A token in shared memory: q, k, KDA's decays, the tile's v, then beta, k.q and GDN's decay.
         self.at_decay = 2 * self.padded_K
         self.at_v = self.at_decay + (self.padded_K if self.channel else 0)
         self.at_rest = self.at_v + self.tile
@@ -109,16 +121,14 @@ class Decode:
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
-        if cutlass.const_expr(self.single):
-            floats = Int32(self.padded_K if self.channel else 0)
-        else:
-            floats = self.record * size.T
         self.kernel(ptr, scale, bound, stride, size).launch(
             grid=(self.tiles * size.HV, cutlass.min(size.N, 65535), (size.N + 65534) // 65535),
             block=(self.threads, 1, 1),
-            smem=floats * 4,
+            smem=self.record * size.T * 4,
             stream=stream,
             use_pdl=True,
+            min_blocks_per_mp=self.blocks,
+            preferred_smem_carveout=25 if self.blocks > 1 else None,
         )
 
     @cute.kernel
@@ -131,189 +141,113 @@ class Decode:
         warp_row = tile * self.tile + (thread // 32) * (self.per_warp * self.rows)
         first_row = warp_row + (thread % 32) // self.lanes
         own_row = first_row + self.per_warp * (lane // self.share)
-        here = Here(n, hv, tile, thread, lane, first_row, own_row, lane % self.share == 0)
+        here = Here(n, hv, tile, thread, lane, warp_row, first_row, own_row, lane % self.share == 0)
+        call = Call(ptr, scale, bound, stride, size)
 
-        self.ask_early(ptr, stride, size, here, warp_row)
+        if n < size.early:
+            self.ask_early(call, here)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if n < size.N:
-            if cutlass.const_expr(self.single):
-                self.one_token(ptr, scale, bound, stride, size, here)
-            else:
-                self.many_tokens(ptr, scale, bound, stride, size, here)
+            self.sequence(call, here)
 
-    def ask_early(self, ptr, stride, size, here, warp_row):
+    def ask_early(self, call, here):
         """Bring what is needed first towards L2 while the kernel in front of this one is still running.
 
         The slot read here may yet change, so it is a hint: it need only lie in the pool. What is used is read after the wait.
         """
-        early = here.n < size.early
-        guess = load_index(ptr.reads + offset(here.n, stride.reads_n), size.reads_kind * Int32(early), here.n)
-        inside = early & (guess >= 0) & (guess < size.P)
+        ptr, stride, size = call.ptr, call.stride, call.size
+        guess = load_index(ptr.reads + offset(here.n, stride.reads_n), size.reads_kind, here.n)
+        inside = (guess >= 0) & (guess < size.P)
         lines = self.per_warp * self.rows * self.row_bytes // LINE
         for first in range(0, lines, 32):
             line = first + here.thread % 32
-            prefetch(self.state_row(ptr, stride, here, guess, warp_row) + line * LINE, inside & (line < lines))
-        early &= size.cu_seqlens_kind == 0
-        token = Int32(0) if self.single else cutlass.min(here.thread // self.lanes, size.T - 1)
-        for at in self.qk_rows(ptr, stride, size, here, token):
-            prefetch(at + self.part_at(here, 0) * (self.dtype.width // 8), early)
-        prefetch(self.v_row(ptr, stride, here, token, here.own_row), early)
-        channel = self.part_at(here, 0) if self.channel else None
-        prefetch(self.gate_at(ptr, stride, here, token, channel), early)
+            prefetch(self.state_row(call, here, guess, here.warp_row) + line * LINE, inside & (line < lines))
+        dense = size.cu_seqlens_kind == 0
+        token = cutlass.min(here.thread // self.lanes, size.T - 1)
+        for at in self.qk_rows(call, here, token):
+            prefetch(at + self.part_at(here, 0) * (self.dtype.width // 8), dense)
+        prefetch(self.v_row(call, here, token, here.own_row), dense)
+        prefetch(self.gate_at(call, here, token, self.part_at(here, 0) if self.channel else None), dense)
 
-    def state_row(self, ptr, stride, here, slot, row):
-        return ptr.state + offset(slot, stride.state_p) + offset(here.hv, stride.state_h) + row * self.row_bytes
-
-    def slots(self, ptr, stride, size, n):
-        """Slot read and slot written; below zero: an inactive sequence, no final state to write."""
-        accepted = load_index(ptr.accepted + offset(n, stride.accepted_n), size.accepted_kind, Int32(1))
-        column = cutlass.max(cutlass.min(accepted, size.slots), 1) - 1
-        read = load_index(ptr.reads + offset(n, stride.reads_n) + offset(column, stride.reads_t), size.reads_kind, n)
-        write = load_index(ptr.writes + offset(n, stride.writes_n), size.writes_kind, read)
-        write = Int32(select_((size.update == 0) | (size.slots != 0) | (read < 0), Int32(-1), write))
-        return read, write
-
-    def policy(self, size):
-        return Int64(select_(size.keep_lines != 0, Int64(EVICT_LAST), Int64(EVICT_NORMAL)))
-
-    def o_row(self, ptr, stride, here, token):
-        at = ptr.o + offset(here.n, stride.o_n) + offset(here.hv, stride.o_h) + offset(here.own_row, stride.o_c)
-        return at + offset(token, stride.o_t)
-
-    # -------------------------------------------------------------------------------------------- one token a sequence
+    # -------------------------------------------------------------------------------------------- one sequence
 
     @cute.jit
-    def one_token(self, ptr, scale, bound, stride, size, here):
-        """Straight on, so that everything is asked for before anything is waited for; an inactive sequence only leaves out accesses."""
-        token = Int32(0)
-        raw_q, raw_k = self.raw_channels(ptr, stride, size, here, token)
-        raw_v = load(self.dtype, self.v_row(ptr, stride, here, token, here.own_row))
-        raw_beta = self.raw_beta(ptr, stride, size, here, token)
-        if cutlass.const_expr(self.channel):
-            per_thread = max(1, self.padded_K // self.threads)
-            places = [here.thread + i * self.threads for i in range(per_thread)]
-            channels = [self.channel_at(place) for place in places]
-        else:
-            channels = [None]
-        raw_g = [self.raw_gate(ptr, stride, here, token, channel) for channel in channels]
-        parameters = [self.gate_parameters(ptr, stride, size, here, channel) for channel in channels]
-        read, write = self.slots(ptr, stride, size, here.n)
-        at = self.state_row(ptr, stride, here, read, here.first_row)
-        rows = self.load_rows(at, here, self.policy(size), read >= 0)
+    def sequence(self, call, here):
+        ptr, stride, size = call.ptr, call.stride, call.size
+        at = ptr.cu_seqlens + offset(here.n, stride.cu_seqlens_n)
+        start, length = Int32(0), Int32(1)
+        if cutlass.const_expr(not self.single):
+            start = load_index(at, size.cu_seqlens_kind, Int32(0))
+            end = load_index(at + offset(1, stride.cu_seqlens_n), size.cu_seqlens_kind, size.T)
+            length = cutlass.min(end - start, size.T)
+        read, write = self.slots(call, here)
 
-        decays = [self.decay(x, p, bound) for x, p in zip(raw_g, parameters, strict=True)]
-        decay = decays[0]
-        if cutlass.const_expr(self.channel):
-            staged = cute.arch.get_dyn_smem(Float32, 16)
-            places_in = self.floats(staged, self.padded_K)
-            for i in cutlass.range_constexpr(per_thread):
-                if cutlass.const_expr(self.threads <= self.padded_K) or here.thread < self.padded_K:
-                    places_in[places[i]] = decays[i]
-        q, k, kq = self.normalised(raw_q, raw_k, scale)
-        beta = self.strength(raw_beta)
-        if cutlass.const_expr(self.channel):
-            cute.arch.sync_threads()
-            decay = self.staged(staged, here)
-        o, rows = self.step(rows, q, k, kq, raw_v.to(Float32), beta, decay, here)
-        if here.owner:
-            store(self.dtype, self.o_row(ptr, stride, here, token), choose(read >= 0, o, Float32(0)))
-        self.store_rows(rows, self.state_row(ptr, stride, here, write, here.first_row), here, write >= 0)
+        first = here.thread // self.lanes
+        raw_qk = self.raw_qk(call, here, start, first, length)
+        raw_gates = self.raw_gates(call, here, start, length)
+        raw_v = self.raw_v(call, here, start, here.thread, length)
+        policy = Int64(select_(size.keep_lines != 0, Int64(EVICT_LAST), Int64(EVICT_NORMAL)))
+        state_at = self.state_row(call, here, read, here.first_row)
+        rows = self.load_rows(state_at, here, policy, read >= 0)
+
+        o_at = ptr.o + offset(here.n, stride.o_n) + offset(here.hv, stride.o_h) + offset(here.own_row, stride.o_c)
         if read >= 0:
-            self.keep(rows, ptr, stride, size, here, token)
-
-    # -------------------------------------------------------------------------------------------- several tokens a sequence
-
-    @cute.jit
-    def many_tokens(self, ptr, scale, bound, stride, size, here):
-        n = here.n
-        at = ptr.cu_seqlens + offset(n, stride.cu_seqlens_n)
-        start = load_index(at, size.cu_seqlens_kind, Int32(0))
-        length = cutlass.min(load_index(at + offset(1, stride.cu_seqlens_n), size.cu_seqlens_kind, size.T) - start, size.T)
-        read, write = self.slots(ptr, stride, size, n)
-        if read >= 0:
-            words = cute.make_rmem_tensor((4 * self.parts, self.rows), Uint32)
-            at = self.state_row(ptr, stride, here, read, here.first_row)
-            self.hold(words, self.load_rows(at, here, self.policy(size), True))
             records = cute.arch.get_dyn_smem(Float32, 16)
-            self.stage(records, ptr, scale, bound, stride, size, here, start, length)
+            self.stage_v(records, call, here, start, length, raw_v)
+            self.stage_gates(records, call, here, start, length, raw_gates)
+            self.stage_qk(records, call, here, start, length, raw_qk)
+            words = cute.make_rmem_tensor((4 * self.parts, self.rows), Uint32)
+            self.hold(words, rows)
             cute.arch.sync_threads()
-            o_at = self.o_row(ptr, stride, here, start)
-            for t in cutlass.range(length, unroll=1):
-                record = records + t * self.record
-                q, k = self.staged(record, here), self.staged(record + self.padded_K, here)
-                v = self.floats(record + self.at_v, self.tile)[here.own_row - here.tile * self.tile]
-                rest = self.floats(record + self.at_rest, 4)
-                decay = rest[2]
-                if cutlass.const_expr(self.channel):
-                    decay = self.staged(record + self.at_decay, here)
-                o, rows = self.step(self.held(words), q, k, rest[1], v, rest[0], decay, here)
-                self.hold(words, rows)
-                if here.owner:
-                    store(self.dtype, o_at + offset(t, stride.o_t), o)
-                self.keep(rows, ptr, stride, size, here, t)
+            if cutlass.const_expr(self.single):
+                self.advance(words, records, call, here, o_at, Int32(0))
+            else:
+                for t in cutlass.range(length, unroll=1):
+                    self.advance(words, records, call, here, o_at + offset(start, stride.o_t), t)
             wanted = (write >= 0) & ((length > 0) | (write != read))
-            self.store_rows(self.held(words), self.state_row(ptr, stride, here, write, here.first_row), here, wanted)
+            self.store_rows(self.held(words), self.state_row(call, here, write, here.first_row), here, wanted)
         elif here.owner:
             for t in range(length):
-                store(self.dtype, self.o_row(ptr, stride, here, start + t), Float32(0))
-        if ptr.cu_seqlens != 0 and here.owner:
+                store(self.dtype, o_at + offset(start + t, stride.o_t), Float32(0))
+        if cutlass.const_expr(not self.single) and size.cu_seqlens_kind != 0 and here.owner:
             # Packed rows past the last sequence belong to nobody: the sequences zero them in turn.
-            end = load_index(ptr.cu_seqlens + offset(size.N, stride.cu_seqlens_n), size.cu_seqlens_kind, Int32(0))
-            for row in range(end + n, size.total, size.N):
-                store(self.dtype, self.o_row(ptr, stride, here, row), Float32(0))
+            last = load_index(ptr.cu_seqlens + offset(size.N, stride.cu_seqlens_n), size.cu_seqlens_kind, Int32(0))
+            for row in range(last + here.n, size.total, size.N):
+                store(self.dtype, o_at + offset(row, stride.o_t), Float32(0))
+
+    def slots(self, call, here):
+        """Slot read and slot written; below zero: an inactive sequence, no final state to write."""
+        ptr, stride, size = call.ptr, call.stride, call.size
+        accepted = load_index(ptr.accepted + offset(here.n, stride.accepted_n), size.accepted_kind, Int32(1))
+        column = cutlass.max(cutlass.min(accepted, size.slots), 1) - 1
+        read_at = ptr.reads + offset(here.n, stride.reads_n) + offset(column, stride.reads_t)
+        read = load_index(read_at, size.reads_kind, here.n)
+        write = load_index(ptr.writes + offset(here.n, stride.writes_n), size.writes_kind, read)
+        return read, Int32(select_((size.update == 0) | (size.slots != 0), Int32(-1), write))
 
     @cute.jit
-    def stage(self, records, ptr, scale, bound, stride, size, here, start, length):
-        """Everything about all tokens that does not depend on the state, into shared memory."""
-        groups = self.threads // self.lanes
-        for first in cutlass.range(0, length, groups, unroll=1):
-            # Lanes past the end repeat the last token: the reductions need them all.
-            t = cutlass.min(first + here.thread // self.lanes, length - 1)
-            token = start + t
-            record = records + t * self.record
-            raw_q, raw_k = self.raw_channels(ptr, stride, size, here, token)
-            values = self.floats(record + self.at_v, self.tile)
-            for i in cutlass.range_constexpr((self.tile + self.lanes - 1) // self.lanes):
-                row = i * self.lanes + here.lane
-                if row < self.tile:
-                    values[row] = load(self.dtype, self.v_row(ptr, stride, here, token, here.tile * self.tile + row)).to(Float32)
-            rest = self.floats(record + self.at_rest, 4)
-            raw_beta = self.raw_beta(ptr, stride, size, here, token)
-            if cutlass.const_expr(not self.channel):
-                parameters = self.gate_parameters(ptr, stride, size, here, None)
-                rest[2] = self.decay(self.raw_gate(ptr, stride, here, token, None), parameters, bound)
-            q, k, kq = self.normalised(raw_q, raw_k, scale)
-            rest[0] = self.strength(raw_beta)
-            rest[1] = kq
-            for base, x in ((0, q), (self.padded_K, k)):
-                for h in cutlass.range_constexpr(2):
-                    place = self.floats(self.half(record + base, here, h), 4)
-                    for i in cutlass.range_constexpr(4):
-                        place[i] = x[4 * h + i]
-        if cutlass.const_expr(self.channel):
-            # KDA's decays: a thread keeps to its channels, a few tokens in flight.
-            step = max(1, self.threads // self.padded_K)
-            for i in cutlass.range_constexpr(max(1, self.padded_K // self.threads)):
-                place = (here.thread + i * self.threads) % self.padded_K
-                channel = self.channel_at(place)
-                parameters = self.gate_parameters(ptr, stride, size, here, channel)
-                for first in cutlass.range(here.thread // self.padded_K, length, 4 * step, unroll=1):
-                    turns = [cutlass.min(first + j * step, length - 1) for j in range(4)]
-                    raw_g = [self.raw_gate(ptr, stride, here, start + t, channel) for t in turns]
-                    for t, x in zip(turns, raw_g, strict=True):
-                        decays = self.floats(records + t * self.record + self.at_decay, self.padded_K)
-                        decays[place] = self.decay(x, parameters, bound)
+    def advance(self, words, records, call, here, o_at, t):
+        """Token t: its output, and the state after it wherever it is asked for."""
+        o = self.token(words, records + t * self.record, call, here)
+        if here.owner:
+            store(self.dtype, o_at + offset(t, call.stride.o_t), o)
+        self.keep(words, call, here, t)
 
-    def step(self, rows, q, k, kq, v, beta, decay, here):
-        """One token: o of own_row, and the rows after it. q, k: this lane's 8 channels; decay: those, or one number.
+    def token(self, words, record, call, here):
+        """One token, its record in shared memory: moves the rows in `words` and returns o of own_row.
 
         With S' = S decay + u k^T, o = S' q = (S decay) q + u (k.q): both inner products are with S, and reduce together.
         """
         fma = cute.math.fma
-        rows = [floats_of(row, self.state_dtype) for row in rows]
+        q, k = self.staged(record, here), self.staged(record + self.padded_K, here)
+        v = self.floats(record + self.at_v, self.tile)[here.own_row - here.tile * self.tile]
+        rest = self.floats(record + self.at_rest, 4)
+        beta, kq, decay = rest[0], rest[1], rest[2]
+        rows = [floats_of(row, self.state_dtype) for row in self.held(words)]
         if self.channel:
-            rows = [[s * d for s, d in zip(row, decay, strict=True)] for row in rows]
+            decays = self.staged(record + self.at_decay, here)
+            rows = [[s * d for s, d in zip(row, decays, strict=True)] for row in rows]
         seen_k = sum_rows([dot(row, k) for row in rows], self.lanes, here.lane)
         seen_q = sum_rows([dot(row, q) for row in rows], self.lanes, here.lane)
         if self.channel:
@@ -323,23 +257,30 @@ class Decode:
             u = beta * fma(-decay, seen_k, v)
             o = fma(u, kq, decay * seen_q)
         moved = []
-        for r, row in enumerate(rows):
+        for r, row in enumerate(self.held(words)):
             u_r = shuffle_sync(u, offset=here.thread % 32 - here.lane + r * self.share)
-            row = [fma(u_r, x, s if self.channel else s * decay) for x, s in zip(k, row, strict=True)]
-            moved.append(words_of(row, self.state_dtype))
-        return o, moved
+            factors = decays if self.channel else [decay] * 8
+            again = zip(floats_of(row, self.state_dtype), factors, k, strict=True)
+            moved.append(words_of([fma(u_r, x, s * d) for s, d, x in again], self.state_dtype))
+        self.hold(words, moved)
+        return o
 
     @cute.jit
-    def keep(self, rows, ptr, stride, size, here, t):
+    def keep(self, words, call, here, t):
         """Write the state after token t where somebody asked for it."""
+        ptr, stride, size = call.ptr, call.stride, call.size
         at = ptr.steps + offset(here.n, stride.steps_n) + offset(t, stride.steps_t) + offset(here.hv, stride.steps_h)
-        self.store_rows(rows, at + here.first_row * self.row_bytes, here, ptr.steps != 0)
+        self.store_rows(self.held(words), at + here.first_row * self.row_bytes, here, ptr.steps != 0)
         if size.slots != 0 and size.update != 0:
             slot_at = ptr.reads + offset(here.n, stride.reads_n) + offset(t, stride.reads_t)
             slot = load_index(slot_at, size.reads_kind, Int32(-1))
-            self.store_rows(rows, self.state_row(ptr, stride, here, slot, here.first_row), here, slot >= 0)
+            self.store_rows(self.held(words), self.state_row(call, here, slot, here.first_row), here, slot >= 0)
 
     # -------------------------------------------------------------------------------------------- state rows
+
+    def state_row(self, call, here, slot, row):
+        at = call.ptr.state + offset(slot, call.stride.state_p) + offset(here.hv, call.stride.state_h)
+        return at + row * self.row_bytes
 
     def part_at(self, here, part):
         """Channel at which a lane's 16-byte access number `part` starts."""
@@ -359,7 +300,7 @@ class Decode:
         rows = []
         for r in range(self.rows):
             parts = [
-                load_words(at + self.part_byte(here, r, part), policy, self.reached(here, part, condition))
+                load_words(at + self.part_byte(here, r, part), self.reached(here, part, condition), policy=policy)
                 for part in range(self.parts)
             ]
             rows.append([word for words in parts for word in words])
@@ -380,38 +321,113 @@ class Decode:
     def held(self, words):
         return [[words[i, r] for i in range(4 * self.parts)] for r in range(self.rows)]
 
-    # -------------------------------------------------------------------------------------------- tokens
+    # -------------------------------------------------------------------------------------------- v
 
-    def v_row(self, ptr, stride, here, token, row):
+    def v_row(self, call, here, token, row):
+        ptr, stride = call.ptr, call.stride
         at = ptr.v + offset(here.n, stride.v_n) + offset(token, stride.v_t) + offset(here.hv, stride.v_h)
         return at + row * (self.dtype.width // 8)
 
-    def raw_beta(self, ptr, stride, size, here, token):
-        at = ptr.beta + offset(here.n, stride.beta_n) + offset(token, stride.beta_t) + offset(here.hv, stride.beta_h)
-        return load_scalar(at, size.beta_kind)
+    def raw_v(self, call, here, start, i, length):
+        """Element i of the tile's [tokens, rows] of v."""
+        token, row = i // self.tile, i % self.tile
+        return load(self.dtype, self.v_row(call, here, start + token, here.tile * self.tile + row), token < length)
 
-    def strength(self, raw_beta):
-        return sigmoid(raw_beta) if self.beta_logits else raw_beta
+    @cute.jit
+    def stage_v(self, records, call, here, start, length, raw_v):
+        count = length * self.tile
+        if here.thread < count:
+            self.put_v(records, here.thread, raw_v)
+        if cutlass.const_expr(not self.single):
+            for i in cutlass.range(here.thread + self.threads, count, self.threads, unroll=1):
+                self.put_v(records, i, self.raw_v(call, here, start, i, length))
 
-    def gate_at(self, ptr, stride, here, token, channel):
+    def put_v(self, records, i, v):
+        values = self.floats(records + (i // self.tile) * self.record + self.at_v, self.tile)
+        values[i % self.tile] = v
+
+    # -------------------------------------------------------------------------------------------- gates and beta
+
+    def gate_at(self, call, here, token, channel):
+        ptr, stride = call.ptr, call.stride
         at = ptr.g + offset(here.n, stride.g_n) + offset(token, stride.g_t) + offset(here.hv, stride.g_h)
         return at if channel is None else at + offset(channel, stride.g_c)
 
-    def raw_gate(self, ptr, stride, here, token, channel):
-        """g as it comes; channel is None for a gate per head."""
-        return load(self.g_dtype, self.gate_at(ptr, stride, here, token, channel))
+    def raw_gates(self, call, here, start, length):
+        """beta of token `lane of the warp`, for the last warp; and g with the gate's parameters, of that token or of the first of KDA's."""
+        ptr, stride, size = call.ptr, call.stride, call.size
+        t = here.thread % 32
+        mine = (here.thread // 32 == self.threads // 32 - 1) & (t < length)
+        at = ptr.beta + offset(here.n, stride.beta_n) + offset(start + t, stride.beta_t) + offset(here.hv, stride.beta_h)
+        beta = load_scalar(at, Int32(select_(mine, size.beta_kind, Int32(ABSENT))))
+        if not self.channel:
+            g = load(self.g_dtype, self.gate_at(call, here, start + t, None), mine)
+            return beta, [(g, self.gate_parameters(call, here, None, mine))]
+        raw = []
+        for channel, first in self.channels_of(here):
+            g = load(self.g_dtype, self.gate_at(call, here, start + first, channel), first < length)
+            raw.append((g, self.gate_parameters(call, here, channel, length > 0)))
+        return beta, raw
 
-    def gate_parameters(self, ptr, stride, size, here, channel):
+    def gate_parameters(self, call, here, channel, condition):
         """A_log and dt_bias, where the gate has them."""
         if self.gate == "log":
             return None, None
+        ptr, stride, size = call.ptr, call.stride, call.size
         dt_bias = ptr.dt_bias + offset(here.hv, stride.dt_bias_h)
         if channel is not None:
             dt_bias += offset(channel, stride.dt_bias_c)
-        return load(Float32, ptr.A_log + offset(here.hv, stride.A_log_h)), load_scalar(dt_bias, size.dt_bias_kind)
+        kind = Int32(select_(condition, size.dt_bias_kind, Int32(ABSENT)))
+        return load(Float32, ptr.A_log + offset(here.hv, stride.A_log_h), condition), load_scalar(dt_bias, kind)
 
-    def decay(self, raw_gate, parameters, bound):
-        return cute.math.exp(log_decay(self.gate, raw_gate.to(Float32), *parameters, bound))
+    def decay(self, call, g, parameters):
+        return cute.math.exp(log_decay(self.gate, g, *parameters, call.bound))
+
+    @cute.jit
+    def stage_gates(self, records, call, here, start, length, raw):
+        beta, raw_g = raw
+        if here.thread // 32 == self.threads // 32 - 1:
+            # One token a lane: at most 16 tokens, and a warp has 32.
+            t = here.thread % 32
+            if cutlass.const_expr(self.beta_logits):
+                beta = sigmoid(beta)
+            decay = Float32(0)
+            if cutlass.const_expr(not self.channel):
+                decay = self.decay(call, *raw_g[0])
+            if t < length:
+                rest = self.floats(records + t * self.record + self.at_rest, 4)
+                rest[0] = beta
+                rest[2] = decay
+        if cutlass.const_expr(self.channel):
+            for i in cutlass.range_constexpr(len(raw_g)):
+                self.stage_channel(records, call, here, start, length, i, raw_g[i])
+
+    def channels_of(self, here):
+        """KDA: the channels whose decays a thread makes, and the first token it makes them for."""
+        count = max(1, self.padded_K // self.threads)
+        places = [(here.thread + i * self.threads) % self.padded_K for i in range(count)]
+        return [(self.channel_at(place), here.thread // self.padded_K) for place in places]
+
+    @cute.jit
+    def stage_channel(self, records, call, here, start, length, i, raw):
+        """One channel's decays of all tokens, four in flight."""
+        g, parameters = raw
+        channel, first = self.channels_of(here)[i]
+        place = (here.thread + i * self.threads) % self.padded_K
+        step = max(1, self.threads // self.padded_K)
+        if first < length:
+            self.put_decay(records, call, first, place, g, parameters)
+        if cutlass.const_expr(not self.single):
+            for t0 in cutlass.range(first + step, length, 4 * step, unroll=1):
+                turns = [t0 + j * step for j in range(4)]
+                more = [load(self.g_dtype, self.gate_at(call, here, start + t, channel), t < length) for t in turns]
+                for j in cutlass.range_constexpr(4):
+                    if turns[j] < length:
+                        self.put_decay(records, call, turns[j], place, more[j], parameters)
+
+    def put_decay(self, records, call, t, place, g, parameters):
+        decays = self.floats(records + t * self.record + self.at_decay, self.padded_K)
+        decays[place] = self.decay(call, g, parameters)
 
     def channel_at(self, place):
         """Key channel kept at a place of shared memory: a lane's channels stand as two groups of four, each group lane by lane."""
@@ -421,53 +437,71 @@ class Decode:
             channel = (rest // 4) * 8 + half * 4 + rest % 4
         return channel if self.K == self.padded_K else cutlass.min(channel, self.K - 1)
 
-    def floats(self, at, count):
-        return cute.make_tensor(at, cute.make_layout((count,)))
+    # -------------------------------------------------------------------------------------------- q and k
 
-    def staged(self, at, here):
-        """A lane's 8 channels from shared memory."""
-        halves = [self.floats(self.half(at, here, h), 4).load() for h in range(2)]
-        return [x[i] for x in halves for i in range(4)]
-
-    def half(self, at, here, h):
-        return cute.make_ptr(
-            Float32, (at + h * (self.padded_K // 2) + here.lane * 4).toint(), cute.AddressSpace.smem, assumed_align=16
-        )
-
-    @cute.jit
-    def channels(self, at, here):
-        """A lane's 8 channels of a q or k row, as they come."""
-        size = self.dtype.width // 8
-        x = cute.make_rmem_tensor((8,), self.dtype)
-        if cutlass.const_expr(self.K != self.padded_K):
-            x.fill(0)
-        for part in cutlass.range_constexpr(self.parts):
-            channel = self.part_at(here, part)
-            target = cute.make_tensor(x.iterator + part * self.width, cute.make_layout((self.width,)))
-            align = size * self.width if cutlass.const_expr(self.aligned) else size
-            if cutlass.const_expr(self.K == self.padded_K):
-                cute.autovec_copy(vector(self.dtype, at + channel * size, self.width, align), target)
-            elif channel < self.K:
-                cute.autovec_copy(vector(self.dtype, at + channel * size, self.width, align), target)
-        return cute.recast_tensor(x, Uint32)
-
-    def raw_channels(self, ptr, stride, size, here, token):
-        """A lane's channels of q and k, as they come."""
-        return [self.channels(at, here) for at in self.qk_rows(ptr, stride, size, here, token)]
-
-    def qk_rows(self, ptr, stride, size, here, token):
-        h = Int32((Uint64(Uint32(here.hv)) * Uint64(Uint32(size.q_heads))) >> Uint64(30))
+    def qk_rows(self, call, here, token):
+        ptr, stride = call.ptr, call.stride
+        h = Int32((Uint64(Uint32(here.hv)) * Uint64(Uint32(call.size.q_heads))) >> Uint64(30))
         q = ptr.q + offset(here.n, stride.q_n) + offset(token, stride.q_t) + offset(h, stride.q_h)
         k = ptr.k + offset(here.n, stride.k_n) + offset(token, stride.k_t) + offset(h, stride.k_h)
         return q, k
 
-    def normalised(self, raw_q, raw_k, scale):
-        """A lane's channels of q (scaled) and k in fp32, and k.q."""
-        q, k = (floats_of([x[i] for i in range(4)], self.dtype) for x in (raw_q, raw_k))
+    def raw_qk(self, call, here, start, t, length):
+        """This lane's channels of q and k of token t, as words."""
+        return [self.raw_channels(at, here, t < length) for at in self.qk_rows(call, here, start + t)]
+
+    def raw_channels(self, at, here, condition):
+        size, words = self.dtype.width // 8, []
+        for part in range(self.parts):
+            channel = self.part_at(here, part)
+            wanted = self.reached(here, part, condition)
+            if self.aligned:
+                words += load_words(at + channel * size, wanted, count=self.width // 2)
+            else:
+                for i in range(0, self.width, 2):
+                    low, high = (load_bits(at + (channel + j) * size, wanted) for j in (i, i + 1))
+                    words.append(Uint32(low) | (Uint32(high) << Uint32(16)))
+        return words
+
+    @cute.jit
+    def stage_qk(self, records, call, here, start, length, raw):
+        """q, scaled, and k, both normalised, and k.q: a token for each group of lanes, as often as it takes."""
+        warp_first = (here.thread // 32) * self.per_warp
+        if warp_first < length:
+            self.put_qk(records, call, here, here.thread // self.lanes, length, raw)
+        if cutlass.const_expr(not self.single):
+            for first in cutlass.range(warp_first + self.groups, length, self.groups, unroll=1):
+                t = first + (here.thread % 32) // self.lanes
+                self.put_qk(records, call, here, t, length, self.raw_qk(call, here, start, t, length))
+
+    @cute.jit
+    def put_qk(self, records, call, here, t, length, raw):
+        q, k = [floats_of(words, self.dtype) for words in raw]
         kq = sum_lanes(dot(k, q), self.lanes)
-        q_scale, k_scale = scale, Float32(1)
-        if self.qk_l2norm:
-            q_scale = scale * cute.math.rsqrt(sum_lanes(dot(q, q), self.lanes) + Float32(L2NORM_EPS))
+        q_scale, k_scale = call.scale, Float32(1)
+        if cutlass.const_expr(self.qk_l2norm):
+            q_scale = call.scale * cute.math.rsqrt(sum_lanes(dot(q, q), self.lanes) + Float32(L2NORM_EPS))
             k_scale = cute.math.rsqrt(sum_lanes(dot(k, k), self.lanes) + Float32(L2NORM_EPS))
-            k = [x * k_scale for x in k]
-        return [x * q_scale for x in q], k, kq * q_scale * k_scale
+        if t < length:
+            record = records + t * self.record
+            for base, xs, x_scale in ((0, q, q_scale), (self.padded_K, k, k_scale)):
+                for h in cutlass.range_constexpr(2):
+                    place = self.half(record + base, here, h)
+                    for i in cutlass.range_constexpr(4):
+                        place[i] = xs[4 * h + i] * x_scale
+            rest = self.floats(record + self.at_rest, 4)
+            rest[1] = kq * q_scale * k_scale
+
+    # -------------------------------------------------------------------------------------------- shared memory
+
+    def floats(self, at, count):
+        return cute.make_tensor(at, cute.make_layout((count,)))
+
+    def half(self, at, here, h):
+        """Half of a lane's 8 channels in shared memory."""
+        address = (at + h * (self.padded_K // 2) + here.lane * 4).toint()
+        return self.floats(cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16), 4)
+
+    def staged(self, at, here):
+        halves = [self.half(at, here, h).load() for h in range(2)]
+        return [x[i] for x in halves for i in range(4)]

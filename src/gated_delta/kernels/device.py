@@ -14,18 +14,9 @@ from .arguments import BF16, FP32
 L2NORM_EPS = 1e-6
 
 
-def pointer(dtype, address, align=None):
+def pointer(dtype, address):
     """Global pointer of `dtype` at a byte address."""
-    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem, assumed_align=align)
-
-
-def vector(dtype, address, count, align=16):
-    """`count` consecutive elements at a byte address."""
-    return cute.make_tensor(pointer(dtype, address, align), cute.make_layout((count,)))
-
-
-def load(dtype, address):
-    return cute.make_tensor(pointer(dtype, address), cute.make_layout((1,)))[0]
+    return cute.make_ptr(dtype, address, cute.AddressSpace.gmem)
 
 
 def offset(index, stride):
@@ -33,16 +24,36 @@ def offset(index, stride):
     return Int64(Uint64(Uint32(index)) * Uint64(Uint32(stride)))
 
 
-def store(dtype, address, value):
-    cute.make_tensor(pointer(dtype, address), cute.make_layout((1,)))[0] = value.to(dtype)
+def load_bits(address, condition, width=16):
+    """16 or 32 bits, zero where the condition does not hold. Like every load here without a branch: loads cross it."""
+    bits = f"b{width}"
+    return cute.arch.inline_ptx(
+        f"""{{
+        .reg .pred p;
+        setp.ne.s32 p, {{$r1}}, 0;
+        mov.{bits} {{$w0}}, 0;
+        @p ld.global.{bits} {{$w0}}, [{{$r0}}];
+        }}""",
+        write_only_types=[Uint32 if width == 32 else Uint16],
+        read_only_args=[address, Int32(condition)],
+    )
+
+
+def load(dtype, address, condition):
+    """One number as fp32, 0 where the condition does not hold."""
+    return load_bits(address, condition, dtype.width).bitcast(dtype).to(Float32)
 
 
 def choose(condition, yes, no):
     return Float32(select_(condition, yes, no))
 
 
+def store(dtype, address, value):
+    cute.make_tensor(pointer(dtype, address), cute.make_layout((1,)))[0] = value.to(dtype)
+
+
 def load_scalar(address, kind):
-    """One element of bf16, fp16 or fp32 as fp32; 0 where kind is ABSENT. Without a branch: loads cross it."""
+    """One number of a type settled when the kernel runs, as fp32; 0 where kind is ABSENT."""
     return cute.arch.inline_ptx(
         f"""{{
         .reg .pred is_word, is_half, is_bf16;
@@ -67,7 +78,7 @@ def load_scalar(address, kind):
 
 
 def load_index(address, kind, absent):
-    """One index as 32 bits, any negative one negative; `absent` where there is no tensor. Without a branch: loads cross it."""
+    """One index as 32 bits, any negative one negative; `absent` where there is no tensor."""
     return cute.arch.inline_ptx(
         """{
         .reg .pred narrow, wide, negative;
@@ -86,21 +97,20 @@ def load_index(address, kind, absent):
     )
 
 
-def load_words(address, policy, condition):
-    """Four words at a multiple of 16 bytes, with an L2 cache policy; zeros where the condition does not hold."""
-    return cute.arch.inline_ptx(
-        """{
-        .reg .pred p;
-        setp.ne.s32 p, {$r2}, 0;
-        mov.b32 {$w0}, 0;
-        mov.b32 {$w1}, 0;
-        mov.b32 {$w2}, 0;
-        mov.b32 {$w3}, 0;
-        @p ld.global.L2::cache_hint.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}], {$r1};
-        }""",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[address, policy, Int32(condition)],
+def load_words(address, condition, count=4, policy=None):
+    """`count` words at a multiple of their bytes, perhaps with an L2 cache policy; zeros where the condition does not hold."""
+    names = [f"{{$w{i}}}" for i in range(count)]
+    zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
+    target = names[0] if count == 1 else f"{{{', '.join(names)}}}"
+    shape, hint, by = {1: "", 2: ".v2", 4: ".v4"}[count], "", ""
+    if policy is not None:
+        hint, by = ".L2::cache_hint", ", {$r2}"
+    words = cute.arch.inline_ptx(
+        f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {zeros} @p ld.global{hint}{shape}.b32 {target}, [{{$r0}}]{by}; }}",
+        write_only_types=[Uint32] * count,
+        read_only_args=[address, Int32(condition), *([] if policy is None else [policy])],
     )
+    return [words] if count == 1 else list(words)
 
 
 def store_words(address, words, condition):
@@ -134,6 +144,17 @@ def floats_of(words, dtype):
             halves = (Uint16(word & Uint32(0xFFFF)), Uint16(word >> Uint32(16)))
             out += [half.bitcast(Float16).to(Float32) for half in halves]
     return out
+
+
+def floats_again(words, dtype):
+    """floats_of in other instructions: a second unpacking that the compiler will not trade for keeping the first in registers."""
+    if dtype is not BFloat16:
+        return floats_of(words, dtype)
+    return [
+        cute.arch.inline_ptx(f"prmt.b32 {{$w0}}, {{$r0}}, 0, {half};", write_only_types=[Float32], read_only_args=[word])
+        for word in words
+        for half in ("0x1044", "0x3244")
+    ]
 
 
 def words_of(xs, dtype):
