@@ -21,8 +21,6 @@ class Schedule:
 
     rows: int
     threads: int
-    blocks: int = 1
-    """Blocks a multiprocessor must be able to hold: a cap on registers."""
     keep_lines: bool = False
     """Ask L2 to rather keep the state's lines: pays once a launch's states are well over the L2, costs its neighbours below."""
 
@@ -49,10 +47,10 @@ class Route:
 
 DECODE = {
     # (one token, state): rows of (least state bytes of a launch, schedule), the largest first
-    (True, "bf16"): ((2**25, Schedule(8, 64, 10, True)), (0, Schedule(8, 64))),
-    (True, "fp32"): ((2**25, Schedule(4, 64, 8, True)), (0, Schedule(4, 64))),
-    (False, "bf16"): ((2**25, Schedule(8, 128, 1, True)), (0, Schedule(4, 128))),
-    (False, "fp32"): ((2**25, Schedule(4, 128, 1, True)), (0, Schedule(4, 128))),
+    (True, "bf16"): ((2**25, Schedule(8, 64, True)), (0, Schedule(8, 64))),
+    (True, "fp32"): ((2**25, Schedule(4, 64, True)), (0, Schedule(4, 64))),
+    (False, "bf16"): ((2**25, Schedule(8, 128, True)), (0, Schedule(4, 128))),
+    (False, "fp32"): ((2**25, Schedule(4, 128, True)), (0, Schedule(4, 128))),
 }
 """Schedules of decode, measured on an H200: docs/kernels/decode.md."""
 
@@ -96,7 +94,6 @@ def decode_variant(problem: Problem, schedule: Schedule) -> compile.Variant:
         aligned="unaligned_qk" not in problem.options,
         rows=schedule.rows,
         threads=schedule.threads,
-        blocks=schedule.blocks,
     )
     return compile.Variant("decode", tuple(facts.items()))
 

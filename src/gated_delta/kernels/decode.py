@@ -13,14 +13,13 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, Uint64
-from cutlass.cute.arch import shuffle_sync
 from cutlass.cutlass_dsl import select_
 
 from .arguments import ABSENT, DecodePointers, DecodeSizes, DecodeStrides
 from .device import (
     L2NORM_EPS,
+    broadcast,
     dot,
-    floats_again,
     floats_of,
     load,
     load_bits,
@@ -95,12 +94,11 @@ class Decode:
         aligned: bool,
         rows: int,
         threads: int,
-        blocks: int,
     ):
         self.channel = axis == "channel"
         self.K, self.dtype, self.g_dtype, self.state_dtype = K, _DTYPES[dtype], _DTYPES[g_dtype], _DTYPES[state_dtype]
         self.gate, self.qk_l2norm, self.beta_logits = gate, qk_l2norm, beta_logits
-        self.single, self.aligned, self.rows, self.threads, self.blocks = single, aligned, rows, threads, blocks
+        self.single, self.aligned, self.rows, self.threads = single, aligned, rows, threads
         self.lanes = 16 if K > 64 else 8
         self.padded_K = 8 * self.lanes
         self.per_warp = 32 // self.lanes
@@ -111,6 +109,8 @@ class Decode:
         self.tile = rows * self.groups
         self.tiles = V // self.tile
         self.share = self.lanes // rows  # lanes that end a reduction with the same row
+        # KDA's decays are everybody's work; those of a single token leave the first warp to q and k.
+        self.first_gater = 32 if single else 0
         # A token in shared memory: q, k, KDA's decays, the tile's v, then beta, k.q and GDN's decay.
         self.at_decay = 2 * self.padded_K
         self.at_v = self.at_decay + (self.padded_K if self.channel else 0)
@@ -127,8 +127,6 @@ class Decode:
             smem=self.record * size.T * 4,
             stream=stream,
             use_pdl=True,
-            min_blocks_per_mp=self.blocks,
-            preferred_smem_carveout=25 if self.blocks > 1 else None,
         )
 
     @cute.kernel
@@ -194,9 +192,9 @@ class Decode:
         o_at = ptr.o + offset(here.n, stride.o_n) + offset(here.hv, stride.o_h) + offset(here.own_row, stride.o_c)
         if read >= 0:
             records = cute.arch.get_dyn_smem(Float32, 16)
-            self.stage_v(records, call, here, start, length, raw_v)
-            self.stage_gates(records, call, here, start, length, raw_gates)
             self.stage_qk(records, call, here, start, length, raw_qk)
+            self.stage_gates(records, call, here, start, length, raw_gates)
+            self.stage_v(records, call, here, start, length, raw_v)
             words = cute.make_rmem_tensor((4 * self.parts, self.rows), Uint32)
             self.hold(words, rows)
             cute.arch.sync_threads()
@@ -257,11 +255,10 @@ class Decode:
             u = beta * fma(-decay, seen_k, v)
             o = fma(u, kq, decay * seen_q)
         moved = []
-        for r, row in enumerate(self.held(words)):
-            u_r = shuffle_sync(u, offset=here.thread % 32 - here.lane + r * self.share)
-            factors = decays if self.channel else [decay] * 8
-            again = zip(floats_of(row, self.state_dtype), factors, k, strict=True)
-            moved.append(words_of([fma(u_r, x, s * d) for s, d, x in again], self.state_dtype))
+        for r, row in enumerate(rows):
+            u_r = broadcast(u, r * self.share, self.lanes)
+            row = [fma(u_r, x, s if self.channel else s * decay) for x, s in zip(k, row, strict=True)]
+            moved.append(words_of(row, self.state_dtype))
         self.hold(words, moved)
         return o
 
@@ -364,9 +361,10 @@ class Decode:
             g = load(self.g_dtype, self.gate_at(call, here, start + t, None), mine)
             return beta, [(g, self.gate_parameters(call, here, None, mine))]
         raw = []
-        for channel, first in self.channels_of(here):
-            g = load(self.g_dtype, self.gate_at(call, here, start + first, channel), first < length)
-            raw.append((g, self.gate_parameters(call, here, channel, length > 0)))
+        for place, first, wanted in self.channel_work(here, length):
+            channel = self.channel_at(place)
+            g = load(self.g_dtype, self.gate_at(call, here, start + first, channel), wanted)
+            raw.append((g, self.gate_parameters(call, here, channel, wanted)))
         return beta, raw
 
     def gate_parameters(self, call, here, channel, condition):
@@ -402,22 +400,26 @@ class Decode:
             for i in cutlass.range_constexpr(len(raw_g)):
                 self.stage_channel(records, call, here, start, length, i, raw_g[i])
 
-    def channels_of(self, here):
-        """KDA: the channels whose decays a thread makes, and the first token it makes them for."""
-        count = max(1, self.padded_K // self.threads)
-        places = [(here.thread + i * self.threads) % self.padded_K for i in range(count)]
-        return [(self.channel_at(place), here.thread // self.padded_K) for place in places]
+    def channel_work(self, here, length):
+        """KDA: places of the channels whose decays a thread makes, the first token it makes them for, and whether there is that."""
+        gaters = self.threads - self.first_gater
+        index = here.thread - self.first_gater
+        places = [index + i * gaters for i in range(max(1, -(-self.padded_K // gaters)))]
+        if self.first_gater:
+            return [(place, Int32(0), (index >= 0) & (place < self.padded_K)) for place in places]
+        first = index // self.padded_K
+        return [(place % self.padded_K, first, first < length) for place in places]
 
     @cute.jit
     def stage_channel(self, records, call, here, start, length, i, raw):
         """One channel's decays of all tokens, four in flight."""
         g, parameters = raw
-        channel, first = self.channels_of(here)[i]
-        place = (here.thread + i * self.threads) % self.padded_K
-        step = max(1, self.threads // self.padded_K)
-        if first < length:
+        place, first, wanted = self.channel_work(here, length)[i]
+        if wanted:
             self.put_decay(records, call, first, place, g, parameters)
         if cutlass.const_expr(not self.single):
+            channel = self.channel_at(place)
+            step = max(1, self.threads // self.padded_K)
             for t0 in cutlass.range(first + step, length, 4 * step, unroll=1):
                 turns = [t0 + j * step for j in range(4)]
                 more = [load(self.g_dtype, self.gate_at(call, here, start + t, channel), t < length) for t in turns]

@@ -6,7 +6,7 @@ every kernel that includes these functions, whatever surrounds them.
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint16, Uint32, Uint64
-from cutlass.cute.arch import shuffle_sync_bfly
+from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
 from .arguments import BF16, FP32
@@ -146,17 +146,6 @@ def floats_of(words, dtype):
     return out
 
 
-def floats_again(words, dtype):
-    """floats_of in other instructions: a second unpacking that the compiler will not trade for keeping the first in registers."""
-    if dtype is not BFloat16:
-        return floats_of(words, dtype)
-    return [
-        cute.arch.inline_ptx(f"prmt.b32 {{$w0}}, {{$r0}}, 0, {half};", write_only_types=[Float32], read_only_args=[word])
-        for word in words
-        for half in ("0x1044", "0x3244")
-    ]
-
-
 def words_of(xs, dtype):
     """fp32 numbers as 32-bit words of fp32, or of bf16 rounded to nearest even."""
     if dtype is Float32:
@@ -217,6 +206,11 @@ def sum_rows(rows, lanes, lane):
         x = x + shuffle_sync_bfly(x, offset=offset)
         offset //= 2
     return x
+
+
+def broadcast(x, source, lanes):
+    """What lane `source` of those that share a row has of x."""
+    return shuffle_sync(x, offset=source, mask_and_clamp=((32 - lanes) << 8) | 31)
 
 
 def dot(xs, ys):

@@ -1,0 +1,406 @@
+"""FlashInfer 0.7.2's decode functions for GDN and KDA that Hopper users call, as calls of `gated_delta.decode`.
+
+Parameter names, order, defaults and meaning are FlashInfer's. Common to all three, for B sequences of T = 1..16 tokens:
+
+    q, k [B, T, H, K], v [B, T, HV, V]   one dtype, bf16, fp16 or fp32, computed in fp32; FlashInfer rounds fp16 to bf16
+    pools [P, HV, V, K]                  bf16 or fp32, K contiguous, any K and V; written in place, returned as they are
+    indices                              int32 or int64
+    scale                                K**-0.5 when None
+    output [B, T, HV, V]                 written and returned; one of another dtype than v's is converted to
+
+A bf16 pool is rounded after every token, so that a call with T tokens leaves what T calls leave; FlashInfer stays in fp32 within
+a call. A negative index makes its sequence inactive: zero outputs, nothing written. Each function says where FlashInfer does
+otherwise. Two sequences may not write one slot: where padding shares a slot 0 kept for it, give -1.
+
+What decode cannot do raises UnsupportedProblem and says what, before anything is written; so do inputs that require grad. Other
+errors are decode's and use its names: state, state_indices, write_indices, num_accepted, intermediate_states, out. The table in
+docs/migration.md translates.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .. import Gate, UnsupportedProblem, decode
+from ..problem import MAX_DRAFT
+
+__all__ = ["gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp", "recurrent_kda"]
+
+
+def gated_delta_rule_decode_pretranspose(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    state: Tensor | None,
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    b: Tensor,
+    scale: float | None = None,
+    output: Tensor | None = None,
+    use_qk_l2norm: bool = True,
+    initial_state: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    output_state_indices: Tensor | None = None,
+    intermediate_states_buffer: Tensor | None = None,
+    disable_state_update: bool = False,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor]:
+    """GDN for the next token, or the next 16; see the module for what is common.
+
+    a: [B, T, HV], the raw gate of -exp(A_log) * softplus(a + dt_bias). A_log: [HV], fp32. dt_bias: [HV], fp32 or bf16; fp16 is an
+    error, in FlashInfer too. b: [B, T, HV], the logit of beta.
+    state: [B, HV, V, K]; or None, and initial_state [P, HV, V, K] with the slots read, initial_state_indices [B], and those
+    written, output_state_indices [B], if they are others; a negative one of these drops the write.
+    disable_state_update: the states stay as they were and output_state_indices is not looked at.
+    intermediate_states_buffer: [>=B, >=T, HV, V, K]; row n, step t gets the state after token t. FlashInfer takes this and
+    disable_state_update only with T > 1, and fp32 states with T > 1 only as a pool.
+    backend: "auto" and "flashinfer" mean our "auto".
+
+    Returns (output, state or initial_state). Raises UnsupportedProblem for backends "cake_gdn" and "rubin" and for an initial_state
+    of five dimensions, all of them other hardware's.
+    Negative index: with bf16 states FlashInfer reads and writes slot 0 instead. With fp32 states and T = 1 it does what we do, but
+    writes slot 0 for a negative output_state_indices; with T > 1 it is gated_delta_rule_mtp.
+    """
+    _sequences(q, v)
+    _rank("a", a, "B, T, HV")
+    _backend(backend, ("auto", "flashinfer"), ("cake_gdn", "rubin"))
+    pool = state
+    if initial_state is not None:
+        if state is not None:
+            raise ValueError("state: expected None beside initial_state, the pool, got a tensor")
+        _refuse("uGPU pools (initial_state of five dimensions)", initial_state.ndim == 5)
+        pool = initial_state
+    if pool is None:
+        raise ValueError("state: expected a tensor, or a pool as initial_state, got neither")
+    if (initial_state is None) != (initial_state_indices is None):
+        raise ValueError("initial_state_indices: expected together with initial_state, got one of them")
+    if initial_state is None and output_state_indices is not None:
+        raise ValueError("output_state_indices: expected None without initial_state, got a tensor")
+    o = _decode(
+        output,
+        q=q,
+        k=k,
+        v=v,
+        g=a,
+        beta=b,
+        gate=Gate.softplus(A_log, dt_bias),
+        scale=scale,
+        qk_l2norm=use_qk_l2norm,
+        beta_logits=True,
+        state=pool,
+        state_indices=initial_state_indices,
+        write_indices=None if disable_state_update else output_state_indices,
+        intermediate_states=intermediate_states_buffer,
+        update_state=not disable_state_update,
+    )
+    return o, pool
+
+
+def gated_delta_rule_mtp(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    initial_state: Tensor,
+    initial_state_indices: Tensor,
+    A_log: Tensor,
+    a: Tensor,
+    dt_bias: Tensor,
+    b: Tensor,
+    scale: float | None = None,
+    output: Tensor | None = None,
+    intermediate_states_buffer: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    disable_state_update: bool | None = None,
+    use_qk_l2norm: bool = True,
+    output_state_indices: Tensor | None = None,
+    cache_replayssm: bool = False,
+    replayssm_rawv: Tensor | None = None,
+    replayssm_rawk: Tensor | None = None,
+    replayssm_g: Tensor | None = None,
+    replayssm_beta: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """GDN for a draft; see the module for what is common, and gated_delta_rule_decode_pretranspose for a, A_log, dt_bias and b.
+
+    initial_state: [P, HV, V, K], bf16 too, which FlashInfer refuses here. initial_state_indices: [B], the slots read.
+    disable_state_update: None means True and warns (DeprecationWarning); from FlashInfer 0.8 on it means False.
+    output_state_indices: [B], the slots written, if they are others; a negative one drops the write. Not looked at with
+    disable_state_update.
+    intermediate_states_buffer: [>=B, >=T, HV, V, K]; row n, step t gets the state after token t, found by the buffer's strides.
+    FlashInfer's kernel takes its rows to be T steps apart, however many there are.
+    ssm_state_indices: [B, T], with disable_state_update=False: the state after token t goes to slot ssm_state_indices[n, t] and
+    nowhere else, so that the slot read keeps its state unless named there. A negative one drops the write; FlashInfer does not
+    check.
+
+    Returns (output, initial_state). Raises UnsupportedProblem for ReplaySSM (cache_replayssm, replayssm_*), which is
+    gated_delta.verify and flush with records of another form, and for output_state_indices beside ssm_state_indices, which
+    FlashInfer accepts and does not use.
+    Negative initial_state_indices: FlashInfer leaves the outputs of that sequence as the caller's tensor had them.
+    """
+    N = _sequences(q, v)
+    _rank("a", a, "B, T, HV")
+    replayssm = (replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)
+    _refuse("ReplaySSM (cache_replayssm, replayssm_*)", cache_replayssm or any(x is not None for x in replayssm))
+    if disable_state_update is None:
+        message = "disable_state_update is True by default, and will be False from FlashInfer 0.8 on: pass it"
+        warnings.warn(message, DeprecationWarning, stacklevel=2)
+        disable_state_update = True
+    slots: dict[str, Tensor | None] = dict(state_indices=initial_state_indices)
+    if ssm_state_indices is not None:
+        if disable_state_update:
+            raise ValueError("disable_state_update: expected False beside ssm_state_indices, got True (None means True)")
+        _refuse("a final state beside one per token (output_state_indices, ssm_state_indices)", output_state_indices is not None)
+        slots = _token_slots(ssm_state_indices, initial_state_indices, N, q.shape[1])
+    elif not disable_state_update:
+        slots["write_indices"] = output_state_indices
+    o = _decode(
+        output,
+        q=q,
+        k=k,
+        v=v,
+        g=a,
+        beta=b,
+        gate=Gate.softplus(A_log, dt_bias),
+        scale=scale,
+        qk_l2norm=use_qk_l2norm,
+        beta_logits=True,
+        state=initial_state,
+        **slots,
+        intermediate_states=intermediate_states_buffer,
+        update_state=not disable_state_update,
+    )
+    return o, initial_state
+
+
+def recurrent_kda(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_gate_in_kernel: bool = False,
+    lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None,
+    num_spec_tokens: int | None = None,
+    num_accepted_tokens: Tensor | None = None,
+    output: Tensor | None = None,
+    initial_state_source: Tensor | None = None,
+    initial_state_indices: Tensor | None = None,
+    beta_is_logit: bool = False,
+    seq_order: Tensor | None = None,
+    prefill_workspace: object | None = None,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_cu_starts: Tensor | None = None,
+    checkpoint_every_n_tokens: int = 0,
+    checkpoint_state_indices: Tensor | None = None,
+    *,
+    disable_state_update: bool = False,
+    correction_cache: Tensor | None = None,
+    kg_cache: Tensor | None = None,
+    backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:
+    """KDA for the next 1..16 tokens; see the module for what is common.
+
+    Tokens: [B, T, ...], or packed [1, total, ...] with cu_seqlens [N+1]. For longer sequences there is gated_delta.prefill:
+    UnsupportedProblem where shapes show them, else decode's own error for cu_seqlens.
+    g: [B, T, HV, K], the log decay, or with use_gate_in_kernel the raw gate of -exp(A_log) * softplus(g + dt_bias), or, given
+    lower_bound (below 0), of lower_bound * sigmoid(exp(A_log) * (g + dt_bias)). A_log [H], fp32, and dt_bias [H * K] or [H, K]
+    belong to query heads, whose value heads share them; without use_gate_in_kernel they are not looked at.
+    beta: [B, T, HV], the write strength, its logit with beta_is_logit.
+
+    The pool initial_state [P, HV, V, K] is read and written in place; None is a new one of zeros, in bf16.
+    - Sequence n starts from slot ssm_state_indices[n] (slot n when None) and leaves its final state there.
+    - With num_spec_tokens=S it brings 1 + S tokens (packed: at most) and ssm_state_indices is [N, 1+S] (slots counted through when
+      None, which is for dense tokens): the state after token t goes to slot [n, t], and slot [n, num_accepted_tokens[n] - 1] is
+      read (clamped; [n, 0] when None).
+    - initial_state_source, a pool, with initial_state_indices [N] is read instead; num_accepted_tokens is then not looked at.
+    - disable_state_update: nothing is written. Read is initial_state_source or else initial_state, at initial_state_indices or
+      else ssm_state_indices. FlashInfer asks for normalised q and k here and for dense tokens; we do not.
+    backend: "auto" and "cute-dsl" mean our "auto".
+
+    Returns (output, initial_state if output_final_state else None), the whole pool; FlashInfer gives the rows gathered in a dense
+    call with ssm_state_indices, unless its Cake kernels run. Raises UnsupportedProblem for
+    - what only prefill reads: seq_order, prefill_workspace, state_checkpoints, checkpoint_*;
+    - correction_cache and kg_cache: gated_delta.verify and flush, with records of another form;
+    - an initial_state_source that is not initial_state itself beside ssm_state_indices, since decode writes by index only where it
+      reads; without them the slots written lie in order, and decode takes them for its intermediate_states;
+    - ssm_state_indices without initial_state, a pool as large as the largest of them;
+    - the other backends, all of them other hardware's.
+    Negative index: if it is the one read, FlashInfer reads slot 0, but it leaves out, with zero outputs, each token whose own slot
+    is negative, where we drop the write and go on. In its dense calls without num_spec_tokens, -1 is the last slot, which it writes.
+    """
+    N = _sequences(q, v, cu_seqlens)
+    _rank("g", g, "B, T, HV, K")
+    foreign = ("cute-dsl-persistent", "tirx", "ptx", "cake", "small-bh", "cudnn")
+    _backend(backend, ("auto", "cute-dsl"), foreign)
+    _refuse("an order of sequences (seq_order)", seq_order is not None)
+    _refuse("a workspace for prefill (prefill_workspace)", prefill_workspace is not None)
+    checkpoints = (state_checkpoints, checkpoint_cu_starts, checkpoint_state_indices)
+    asked = checkpoint_every_n_tokens != 0 or any(x is not None for x in checkpoints)
+    _refuse("states at intervals (state_checkpoints, checkpoint_*)", asked)
+    caches = correction_cache is not None or kg_cache is not None
+    _refuse("FlashInfer's records of a frozen draft (correction_cache, kg_cache)", caches)
+    tokens = dict(
+        q=q,
+        k=k,
+        v=v,
+        g=g,
+        beta=beta,
+        gate=_kda_gate(q, v, use_gate_in_kernel, A_log, dt_bias, lower_bound),
+        scale=scale,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        beta_logits=beta_is_logit,
+        cu_seqlens=cu_seqlens,
+    )
+    if disable_state_update:
+        for name, on in (("output_final_state", output_final_state), ("num_accepted_tokens", num_accepted_tokens is not None)):
+            if on:
+                raise ValueError(f"{name}: expected none with disable_state_update=True, got a value")
+        pool = initial_state if initial_state_source is None else initial_state_source
+        slots = ssm_state_indices if initial_state_indices is None else initial_state_indices
+        if pool is None:
+            raise ValueError("initial_state: expected a pool with disable_state_update=True, got None")
+        return _decode(output, **tokens, state=pool, state_indices=slots, update_state=False), None
+
+    steps = _steps(q, N, cu_seqlens, ssm_state_indices, num_spec_tokens)
+    slots = ssm_state_indices
+    if slots is None and num_spec_tokens is not None:
+        slots = torch.arange(N * steps, device=q.device).view(N, steps)
+    if num_accepted_tokens is not None and num_spec_tokens is None:
+        raise ValueError("num_accepted_tokens: expected None without num_spec_tokens, got a tensor")
+    if (initial_state_source is None) != (initial_state_indices is None):
+        raise ValueError("initial_state_indices: expected together with initial_state_source, got one of them")
+    if initial_state is None:
+        _refuse("a pool as large as the largest index (ssm_state_indices without initial_state)", ssm_state_indices is not None)
+        initial_state = v.new_zeros(N * steps, v.shape[2], v.shape[3], q.shape[3], dtype=torch.bfloat16)
+    arguments: dict[str, Any]
+    if initial_state_source is None or initial_state_indices is None:
+        arguments = dict(state=initial_state, state_indices=slots, num_accepted=num_accepted_tokens)
+    elif _same(initial_state_source, initial_state):
+        if slots is None:
+            slots = torch.arange(N, device=q.device)
+        if slots.ndim == 2:
+            arguments = _token_slots(slots, initial_state_indices, N, steps)
+        else:
+            arguments = dict(state_indices=initial_state_indices, write_indices=slots)
+        arguments["state"] = initial_state
+    else:
+        # Slots in order are what decode calls intermediate states, and those may be memory of another pool.
+        indexed = ssm_state_indices is not None
+        _refuse("writing by index another pool than it reads (initial_state_source, ssm_state_indices)", indexed)
+        several = num_spec_tokens is None and q.shape[1] > (N if cu_seqlens is not None else 1)
+        _refuse("several tokens from one pool to another (initial_state_source without num_spec_tokens)", several)
+        if initial_state.shape[0] < N * steps:
+            raise ValueError(f"initial_state: expected {N * steps} slots or more, got shape {list(initial_state.shape)}")
+        in_order = initial_state[: N * steps].unflatten(0, (N, steps))
+        arguments = dict(state=initial_state_source, state_indices=initial_state_indices)
+        arguments |= dict(intermediate_states=in_order, update_state=False)
+    o = _decode(output, **tokens, **arguments)
+    return o, initial_state if output_final_state else None
+
+
+# ------------------------------------------------------------------------------------------------ shared
+
+
+def _decode(output: Tensor | None, **arguments: Any) -> Tensor:
+    """gated_delta.decode into output, whose dtype may differ from v's."""
+    v = arguments["v"]
+    if output is None or output.dtype == v.dtype:
+        return decode(**arguments, out=output)
+    if output.shape != v.shape or output.device != v.device or not output.is_contiguous():
+        want = f"a contiguous tensor of shape {list(v.shape)} on {v.device}, since its dtype is not v's"
+        raise ValueError(f"output: expected {want}, got {list(output.shape)} on {output.device}, strides {list(output.stride())}")
+    return output.copy_(decode(**arguments))
+
+
+def _token_slots(writes: Tensor, reads: Tensor, N: int, T: int) -> dict[str, Tensor | None]:
+    """State after token t to slot writes[n, t], from slot reads[n]: one more column, which is read and which no token writes."""
+    if list(writes.shape) != [N, T]:
+        raise ValueError(f"ssm_state_indices: expected a slot for each token, [{N}, {T}], got {list(writes.shape)}")
+    if list(reads.shape) != [N]:
+        raise ValueError(f"initial_state_indices: expected a slot for each sequence, [{N}], got {list(reads.shape)}")
+    return dict(state_indices=torch.cat([writes, reads[:, None]], 1), num_accepted=reads.new_full((N,), T + 1))
+
+
+def _steps(q: Tensor, N: int, cu_seqlens: Tensor | None, ssm_state_indices: Tensor | None, num_spec_tokens: int | None) -> int:
+    """Slots that FlashInfer gives a sequence: one, or one per token of a draft, whose arguments are checked here."""
+    steps = 1
+    if num_spec_tokens is not None:
+        steps = 1 + num_spec_tokens
+        if num_spec_tokens < 1:
+            raise ValueError(f"num_spec_tokens: expected 1 or more, or None, got {num_spec_tokens}")
+        if cu_seqlens is None and q.shape[1] != steps:
+            raise ValueError(f"q: expected 1 + num_spec_tokens = {steps} tokens, got shape {list(q.shape)}")
+        if cu_seqlens is not None and q.shape[1] > N * steps:
+            raise ValueError(f"q: expected at most {steps} tokens for each of {N} sequences, got shape {list(q.shape)}")
+        if cu_seqlens is not None and ssm_state_indices is None:
+            raise ValueError("ssm_state_indices: expected [N, 1+S] with num_spec_tokens and cu_seqlens, got None")
+    width = [] if ssm_state_indices is None else list(ssm_state_indices.shape[1:])
+    if ssm_state_indices is not None and width != [steps] and (width or num_spec_tokens is not None):
+        want = "[N]" if num_spec_tokens is None else f"[N, {steps}]"
+        raise ValueError(f"ssm_state_indices: expected {want}, got shape {list(ssm_state_indices.shape)}")
+    return steps
+
+
+def _kda_gate(q: Tensor, v: Tensor, active: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Gate:
+    """How to read g. A value head has the parameters of its query head."""
+    if not active:
+        if lower_bound is not None:
+            raise ValueError("lower_bound: expected None without use_gate_in_kernel, got a value")
+        return Gate.log()
+    if A_log is None:
+        raise ValueError("A_log: expected a tensor with use_gate_in_kernel=True, got None")
+    (H, K), group = q.shape[2:], v.shape[2] // max(q.shape[2], 1)
+    rate = _per_value_head("A_log", A_log, group, [H])
+    bias = None if dt_bias is None else _per_value_head("dt_bias", dt_bias, group, [H, K], [H * K])
+    return Gate.softplus(rate, bias) if lower_bound is None else Gate.lower_bound(rate, bias, lower_bound)
+
+
+def _per_value_head(name: str, x: Tensor, group: int, *shapes: list[int]) -> Tensor:
+    """x of one of these shapes, one row per query head, as the first of them with a row per value head."""
+    if list(x.shape) not in shapes:
+        raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {list(x.shape)}")
+    x = x.reshape(shapes[0])
+    return x if group == 1 else x.repeat_interleave(group, 0)
+
+
+def _sequences(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> int:
+    """How many there are; looks at what the functions here need of q and v, and leaves the rest to decode."""
+    _rank("q", q, "B, T, H, K")
+    _rank("v", v, "B, T, HV, V")
+    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    most = MAX_DRAFT if cu_seqlens is None else MAX_DRAFT * max(N, 1)
+    _refuse(f"more than {MAX_DRAFT} tokens in a sequence (gated_delta.prefill takes them)", q.shape[1] > most)
+    return N
+
+
+def _same(x: Tensor, y: Tensor) -> bool:
+    """Whether they are one pool: the same memory read the same way."""
+    return x is y or (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
+
+
+def _rank(name: str, x: Tensor, dims: str) -> None:
+    if x.ndim != dims.count(",") + 1:
+        raise ValueError(f"{name}: expected [{dims}], got shape {list(x.shape)}")
+
+
+def _backend(backend: str, native: tuple[str, ...], foreign: tuple[str, ...]) -> None:
+    if backend not in native + foreign:
+        raise ValueError(f"backend: expected one of {', '.join(native + foreign)}, got {backend!r}")
+    _refuse(f"kernels for other hardware (backend={backend!r})", backend in foreign)
+
+
+def _refuse(what: str, asked: bool) -> None:
+    if asked:
+        raise UnsupportedProblem("gated_delta cannot run this FlashInfer call; it lacks", (what,))
