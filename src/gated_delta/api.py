@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import cute, reference
 from .dispatch import Route, select
+from .memo import Memo
 from .problem import (
     LOG,
     Gate,
@@ -218,17 +219,14 @@ _DESCRIBE: dict[str, tuple[Callable[..., Any], Callable[..., Problem]]] = {
 
 # ------------------------------------------------------------------------------------------------ eager: check, allocate, run
 
-_runs: dict[tuple[Any, ...], Callable[..., None]] = {}
-"""What runs a call, by everything `describe` and `select` look at: a call like an earlier one is not described again."""
-
-MOST_RUNS = 4096
+_runs: Memo[Callable[..., None]] = Memo()
 
 
 def run_prefill(
     tokens: Tokens, output_final_state: bool, final_state: Tensor | None, out: Tensor | None, backend: str, **states: Any
 ) -> tuple[Tensor, Tensor | None]:
     key = _key("prefill", backend, tokens, out, output_final_state, *states.values())
-    run = _runs.get(key)
+    run = _runs.find(key)
     if run is None:
         problem = describe_prefill(tokens, output_final_state=output_final_state, out=out, **states)
         run = _remember(key, problem, backend, tokens.q, tokens.num_sequences)
@@ -241,18 +239,20 @@ def run_prefill(
 
 def run_decode(tokens: Tokens, out: Tensor | None, backend: str, **states: Any) -> Tensor:
     key = _key("decode", backend, tokens, out, *states.values())
-    run = _runs.get(key)
+    run = _runs.find(key)
     if run is None:
         problem = describe_decode(tokens, out=out, **states)
-        run = _remember(key, problem, backend, tokens.q, tokens.num_sequences, tokens, out=_output(tokens, out), **states)
+        made = _output(tokens, out)
+        run = _remember(key, problem, backend, tokens.q, tokens.num_sequences, tokens, out=made, **states)
     out = _output(tokens, out)
     run(tokens, **states, out=out)
     return out
 
 
 def run_verify(tokens: Tokens, out: Tensor | None, backend: str, **states: Any) -> Tensor:
-    key = _key("verify", backend, tokens, out, *states.values())
-    run = _runs.get(key)
+    indices = (states["state_indices"], states["buffer_indices"])
+    key = _key("verify", backend, tokens, out, states["state"], *indices, *_tensors(states["buffer"]))
+    run = _runs.find(key)
     if run is None:
         problem = describe_verify(tokens, out=out, **states)
         run = _remember(key, problem, backend, tokens.q, tokens.num_sequences)
@@ -262,8 +262,8 @@ def run_verify(tokens: Tokens, out: Tensor | None, backend: str, **states: Any) 
 
 
 def run_flush(state: Tensor, buffer: KVBuffer, num_accepted: int | Tensor, backend: str, **indices: Any) -> None:
-    key = _key("flush", backend, None, None, state, buffer, num_accepted, *indices.values())
-    run = _runs.get(key)
+    key = Memo.key("flush", backend, torch.is_grad_enabled(), state, num_accepted, *_tensors(buffer), *indices.values())
+    run = _runs.find(key)
     if run is None:
         problem = describe_flush(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
         run = _remember(key, problem, backend, state, buffer.u.shape[-4])
@@ -279,43 +279,24 @@ def _remember(
         run = cute.LAUNCHES[problem.op](route, *arguments, **states)
     else:
         run = functools.partial(_reference, problem.op)
-    if len(_runs) >= MOST_RUNS:
-        _runs.clear()
-    if key is not None:
-        _runs[key] = run
+    _runs.remember(key, run)
     return run
+
+
+def _key(op: str, backend: str, tokens: Tokens, *others: Any) -> Any:
+    q, k, v, g, beta, gate, *rest = tokens
+    if not isinstance(gate, Gate):
+        return None  # as describing the call will say
+    facts = (gate.kind, gate.bound, gate.A_log, gate.dt_bias)
+    return Memo.key(op, backend, torch.is_grad_enabled(), q, k, v, g, beta, *facts, *rest, *others)
+
+
+def _tensors(buffer: KVBuffer) -> tuple[Any, ...]:
+    return (buffer.u, buffer.k, buffer.log_decay) if isinstance(buffer, KVBuffer) else (buffer,)
 
 
 def _reference(op: str, *arguments: Any, **states: Any) -> None:
     getattr(reference, op)(*arguments, **states)
-
-
-def _key(op: str, backend: str, tokens: Tokens | None, *others: Any) -> Any:
-    """Everything a call's description depends on; None when an argument is of no known kind, as describing it will say."""
-    try:
-        key = [op, backend, torch.is_grad_enabled()]
-        if tokens is not None:
-            q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens = tokens
-            key += (_facts(q), _facts(k), _facts(v), _facts(g), _facts(beta), _facts(cu_seqlens))
-            key += (gate.kind, gate.bound, _facts(gate.A_log), _facts(gate.dt_bias))
-            # With their types, since 1 == True and the checks tell them apart.
-            key += (scale, type(scale), qk_l2norm, type(qk_l2norm), beta_logits, type(beta_logits))
-        for x in others:
-            if isinstance(x, KVBuffer):
-                key += (_facts(x.u), _facts(x.k), _facts(x.log_decay))
-            elif x is None or isinstance(x, Tensor):
-                key.append(_facts(x))
-            else:
-                key += (x, type(x))
-        made = tuple(key)
-        hash(made)
-        return made
-    except (AttributeError, TypeError):
-        return None
-
-
-def _facts(x: Tensor | None) -> Any:
-    return None if x is None else (x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.data_ptr() & 15)
 
 
 def _output(tokens: Tokens, out: Tensor | None) -> Tensor:

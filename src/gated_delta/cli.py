@@ -128,8 +128,14 @@ def info() -> None:
     if not torch.cuda.device_count():
         table.add_row("cuda", "no device")
     table.add_row("backend reference", "available: PyTorch, any device, every operation")
-    table.add_row("backend cute", "not available: this version ships no CuTe kernels")
-    table.add_row("kernel cache", "none: nothing is compiled")
+    needs = kernels.missing_packages()
+    table.add_row(
+        "backend cute", f"needs {', '.join(needs)}" if needs else "decode, on compute capability 9.0 (10.0 compiles, untried)"
+    )
+    found = sum(1 for _ in kernels.directory().glob("*/*.so"))
+    table.add_row(
+        "kernel cache", f"{kernels.directory()}: {found} kernels; compiling is {'on' if kernels.may_compile() else 'off'}"
+    )
     console.print(table)
 
 

@@ -1,4 +1,4 @@
-"""Kernels as shared objects: compiled once per variant, kept on disk, loaded with TVM-FFI. A pack built ahead of time is such a directory.
+"""Kernels as shared objects: compiled once per variant, kept on disk, loaded with TVM-FFI. A pack is such a directory.
 
 A variant is everything that is static about a kernel; sizes, strides and addresses are arguments. Its file is named after the
 variant, the architecture and the kernels' sources, in a directory named after the compiler's version, and ends with a digest of
@@ -97,10 +97,15 @@ def _whole(file: Path) -> bool:
     return len(content) > _DIGEST and hashlib.sha256(content[:-_DIGEST]).digest() == content[-_DIGEST:]
 
 
+def missing_packages() -> tuple[str, ...]:
+    """What running any compiled kernel lacks here."""
+    return () if importlib.util.find_spec("tvm_ffi") else (f"{RUNTIME}, which is not installed",)
+
+
 def missing(variant: Variant, arch: str) -> tuple[str, ...]:
     """What keeps the variant from being loaded or compiled here."""
-    if importlib.util.find_spec("tvm_ffi") is None:
-        return (f"{RUNTIME}, which is not installed",)
+    if lacking := missing_packages():
+        return lacking
     if may_compile() and _installed(COMPILER) is None and _find(variant, arch) is None:
         return (f"a compiled kernel in {directory()}, or {COMPILER} to compile it",)
     return ()

@@ -41,7 +41,8 @@ class DecodeLaunch:
     ):
         import tvm_ffi
 
-        assert route.variant is not None and route.schedule is not None
+        assert route.variant is not None
+        assert route.schedule is not None
         device = state.device
         self.index = device.index
         self.function = compile.load(route.variant, compile.ARCHS[torch.cuda.get_device_capability(device)])

@@ -45,12 +45,19 @@ class Route:
 
 # ------------------------------------------------------------------------------------------------ decode
 
-DECODE = {
-    # (one token, state): rows of (least state bytes of a launch, schedule), the largest first
-    (True, "bf16"): ((2**25, Schedule(8, 64, True)), (0, Schedule(8, 64))),
-    (True, "fp32"): ((2**25, Schedule(4, 64, True)), (0, Schedule(4, 64))),
-    (False, "bf16"): ((2**25, Schedule(8, 128, True)), (0, Schedule(4, 128))),
-    (False, "fp32"): ((2**25, Schedule(4, 128, True)), (0, Schedule(4, 128))),
+LARGE = 2**26
+"""State bytes of a launch well over the 60 MB of an H200's L2."""
+
+DECODE: dict[tuple[str, str, bool], tuple[tuple[int, Schedule], ...]] = {
+    # axis, state, one token: (least state bytes of a launch, schedule), the largest first
+    ("head", "bf16", True): ((LARGE, Schedule(8, 64, True)), (0, Schedule(8, 64))),
+    ("head", "fp32", True): ((LARGE, Schedule(8, 64, True)), (0, Schedule(8, 64))),
+    ("head", "bf16", False): ((LARGE, Schedule(4, 128, True)), (2**22, Schedule(4, 128)), (0, Schedule(8, 128))),
+    ("head", "fp32", False): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
+    ("channel", "bf16", True): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
+    ("channel", "fp32", True): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
+    ("channel", "bf16", False): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
+    ("channel", "fp32", False): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
 }
 """Schedules of decode, measured on an H200: docs/kernels/decode.md."""
 
@@ -62,7 +69,7 @@ def _single(problem: Problem) -> bool:
 def decode_schedule(problem: Problem, sequences: int) -> Schedule:
     assert problem.state_dtype is not None
     state_bytes = sequences * problem.HV * problem.K * problem.V * problem.state_dtype.itemsize
-    table = DECODE[_single(problem), SHORT[problem.state_dtype]]
+    table = DECODE[problem.axis, SHORT[problem.state_dtype], _single(problem)]
     schedule = next(schedule for least, schedule in table if state_bytes >= least)
     while problem.V % decode_tile(problem.K, schedule):
         schedule = replace(schedule, rows=schedule.rows // 2)
@@ -122,11 +129,11 @@ MODELS = (
 
 def shipped() -> list[compile.Variant]:
     """Variants that `gated-delta compile` builds: bf16 inputs with normalisation inside, both state dtypes, beta or its logits."""
-    made = {}
+    made: dict[compile.Variant, None] = {}
     bf16 = torch.bfloat16
     for (axis, K, V, gates), state, logits, T in itertools.product(MODELS, STATE_DTYPES, (False, True), (1, 2)):
         # A raw gate comes out of a projection; log decays come from a caller's own gate, often in fp32.
-        for gate, g_dtype in ((gate, g) for gate in gates for g in ((bf16, torch.float32) if gate == "log" else (bf16,))):
+        for gate, g_dtype in [(kind, dtype) for kind in gates for dtype in ((bf16, torch.float32) if kind == "log" else (bf16,))]:
             problem = Problem(
                 "decode", axis, 1, 1, K, V, T, gate, bf16, g_dtype, state_dtype=state, qk_l2norm=True, beta_logits=logits
             )
@@ -138,7 +145,7 @@ def shipped() -> list[compile.Variant]:
 def decode_variants(problem: Problem) -> list[compile.Variant]:
     """Every variant that some number of sequences leads to."""
     assert problem.state_dtype is not None
-    leasts = [least for least, _ in DECODE[_single(problem), SHORT[problem.state_dtype]]]
+    leasts = [least for least, _ in DECODE[problem.axis, SHORT[problem.state_dtype], _single(problem)]]
     one = problem.HV * problem.K * problem.V * problem.state_dtype.itemsize
     return [decode_variant(problem, decode_schedule(problem, -(-least // one))) for least in leasts]
 

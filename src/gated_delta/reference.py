@@ -457,8 +457,9 @@ def decode(
     update_state: bool,
     out: Tensor,
 ) -> None:
-    rows = decode_rows(tokens, state, state_indices, write_indices, num_accepted, intermediate_states, update_state)
-    reads, writes, token_slots, starts, lengths = rows
+    reads, writes, token_slots, starts, lengths = decode_rows(
+        tokens, state, state_indices, write_indices, num_accepted, intermediate_states, update_state
+    )
     P = state.shape[0]
     active = [n for n in range(len(reads)) if reads[n] >= 0]
     with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:

@@ -238,7 +238,7 @@ def recurrent_kda(
     - ssm_state_indices without initial_state, a pool as large as the largest of them;
     - the other backends, all of them other hardware's.
     Negative index: if it is the one read, FlashInfer reads slot 0, but it leaves out, with zero outputs, each token whose own slot
-    is negative, where we drop the write and go on. In its dense calls without num_spec_tokens, -1 is the last slot, which it writes.
+    is negative, where we drop the write and go on. In its dense calls without num_spec_tokens, -1 is the pool's last slot.
     """
     N = _sequences(q, v, cu_seqlens)
     _rank("g", g, "B, T, HV, K")

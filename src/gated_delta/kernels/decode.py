@@ -288,7 +288,7 @@ class Decode:
 
     def reached(self, here, part, condition):
         """Whether an access is wanted and within the row, which may be shorter than the lanes reach."""
-        if self.K == self.padded_K:
+        if self.padded_K == self.K:
             return condition
         return (self.part_at(here, part) < self.K) & condition
 
@@ -351,7 +351,7 @@ class Decode:
         return at if channel is None else at + offset(channel, stride.g_c)
 
     def raw_gates(self, call, here, start, length):
-        """beta of token `lane of the warp`, for the last warp; and g with the gate's parameters, of that token or of the first of KDA's."""
+        """beta of this lane's token, for the last warp; g and the gate's parameters, of that token or of KDA's first."""
         ptr, stride, size = call.ptr, call.stride, call.size
         t = here.thread % 32
         mine = (here.thread // 32 == self.threads // 32 - 1) & (t < length)
@@ -437,7 +437,7 @@ class Decode:
         if self.parts == 1:
             half, rest = place // (self.padded_K // 2), place % (self.padded_K // 2)
             channel = (rest // 4) * 8 + half * 4 + rest % 4
-        return channel if self.K == self.padded_K else cutlass.min(channel, self.K - 1)
+        return channel if self.padded_K == self.K else cutlass.min(channel, self.K - 1)
 
     # -------------------------------------------------------------------------------------------- q and k
 

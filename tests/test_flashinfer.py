@@ -1,0 +1,819 @@
+"""FlashInfer's interface against a token loop of the recurrence in float64, with the gates and the bookkeeping written out again."""
+
+import inspect
+import itertools
+import warnings
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gated_delta import UnsupportedProblem
+from gated_delta.integrations import flashinfer
+
+B, T, H, HV, K, V, P = 3, 3, 2, 4, 8, 6, 12
+PRETRANSPOSE, MTP, KDA = FUNCTIONS = ("gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp", "recurrent_kda")
+GDN = FUNCTIONS[:2]
+UNTOUCHED = 77.0
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def inputs(name: str, n: int = B, t: int = T, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """The tensors that come with every call: for GDN the raw gate a and the logit b, for KDA a log decay and a strength."""
+    q, k, v = (normal(n, t, heads, d, seed=i, dtype=dtype) for i, (heads, d) in enumerate([(H, K), (H, K), (HV, V)]))
+    if name == KDA:
+        g = F.logsigmoid(normal(n, t, HV, K, seed=3)).to(dtype)
+        return dict(q=q, k=k, v=v, g=g, beta=normal(n, t, HV, seed=4).sigmoid().to(dtype))
+    a, b = normal(n, t, HV, seed=3, dtype=dtype), normal(n, t, HV, seed=4, dtype=dtype)
+    return dict(q=q, k=k, v=v, a=a, b=b, A_log=normal(HV, seed=5), dt_bias=normal(HV, seed=6))
+
+
+def pool(slots: int = P, dtype: torch.dtype = torch.float32, seed: int = 7) -> Tensor:
+    return normal(slots, HV, V, K, seed=seed, dtype=dtype)
+
+
+def log_decay(x: dict[str, Tensor]) -> Tensor:
+    """[B, T, HV, 1] or [B, T, HV, K]."""
+    if "g" in x:
+        return x["g"].double()
+    rate = x["A_log"].double().exp()
+    return (-rate * F.softplus(x["a"].double() + x["dt_bias"].double()))[..., None]
+
+
+def strength(x: dict[str, Tensor]) -> Tensor:
+    return x["beta"].double() if "beta" in x else x["b"].double().sigmoid()
+
+
+def truth(x, starts, decay=None, beta=None, scale=K**-0.5, l2norm=True) -> tuple[Tensor, Tensor]:
+    """o [B, T, HV, V], and the states after each token [B, T, HV, V, K], from states starts[n] [HV, V, K]; all in float64."""
+    q, k, v = (x[name].double() for name in ("q", "k", "v"))
+    decay = log_decay(x) if decay is None else decay
+    beta = strength(x) if beta is None else beta
+    if l2norm:
+        q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
+    q, k = (y.repeat_interleave(HV // H, 2) for y in (q, k))
+    o, after = torch.zeros_like(v), torch.zeros(*v.shape, K, dtype=torch.float64)
+    for n in range(v.shape[0]):
+        S = starts[n].double()
+        for t in range(v.shape[1]):
+            S = S * decay[n, t].exp()[:, None, :]
+            error = v[n, t] - torch.einsum("hvk,hk->hv", S, k[n, t])
+            S = S + torch.einsum("hv,hk->hvk", beta[n, t, :, None] * error, k[n, t])
+            o[n, t] = scale * torch.einsum("hvk,hk->hv", S, q[n, t])
+            after[n, t] = S
+    return o, after
+
+
+def close(got: Tensor, want: Tensor, tolerance: float = 1e-6) -> None:
+    """Within `tolerance` of the largest value, and half a unit in the last place of a 16-bit tensor."""
+    assert got.shape == want.shape
+    ulp = 0.0 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps / 2
+    error = (got.double() - want).abs() - ulp * want.abs()
+    assert error.max() <= tolerance * want.abs().max(), f"{error.max():.2e} over {want.abs().max():.2e}"
+
+
+def check_pool(got: Tensor, before: Tensor, written: dict[int, Tensor]) -> None:
+    """The slots of `written` hold those states, every other one has its very bits."""
+    for slot in range(len(before)):
+        if slot in written:
+            close(got[slot], written[slot])
+        else:
+            assert torch.equal(got[slot], before[slot]), f"slot {slot} was written"
+
+
+def call(name: str, **arguments):
+    if name == PRETRANSPOSE:
+        arguments.setdefault("state", None)
+    return getattr(flashinfer, name)(**arguments)
+
+
+def ints(*values, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def with_pool(name: str, state: Tensor, slots: Tensor) -> dict[str, Tensor]:
+    """How each function is told to read and write these slots."""
+    if name == KDA:
+        return dict(initial_state=state, ssm_state_indices=slots)
+    updates = dict(disable_state_update=False) if name == MTP else {}
+    return dict(initial_state=state, initial_state_indices=slots, **updates)
+
+
+# ------------------------------------------------------------------------------------------------ all three
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("t", [1, T, 16])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_pool_by_index(name, t, dtype):
+    x, state = inputs(name, t=t), pool()
+    before = state.clone()
+    o, returned = call(name, **x, **with_pool(name, state, ints(9, 2, 4, dtype=dtype)))
+    want_o, after = truth(x, before[[9, 2, 4]])
+    close(o, want_o)
+    check_pool(state, before, {9: after[0, -1], 2: after[1, -1], 4: after[2, -1]})
+    assert returned is (None if name == KDA else state)
+
+
+@pytest.mark.parametrize("t", [1, T])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_negative_index_is_an_inactive_sequence(name, t):
+    x, state = inputs(name, t=t), pool()
+    before = state.clone()
+    for tensor in x.values():
+        if tensor.ndim > 2:
+            tensor[1] = float("nan")
+    output = torch.full((B, t, HV, V), UNTOUCHED)
+    o, _ = call(name, **x, **with_pool(name, state, ints(0, -1, 3)), output=output)
+    assert o is output
+    want_o, after = truth({n: y[::2] if y.ndim > 2 else y for n, y in x.items()}, before[[0, 3]])
+    close(o[::2], want_o)
+    assert (o[1] == 0).all()
+    check_pool(state, before, {0: after[0, -1], 3: after[1, -1]})
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_normalisation_and_scale(name):
+    flag = "use_qk_l2norm_in_kernel" if name == KDA else "use_qk_l2norm"
+    x = inputs(name)
+    for tensor in ("q", "k"):
+        x[tensor] *= 0.3
+    state = pool()
+    before = state.clone()
+    o, _ = call(name, **x, **with_pool(name, state, ints(1, 2, 3)), **{flag: False}, scale=0.7)
+    want_o, after = truth(x, before[1:4], scale=0.7, l2norm=False)
+    close(o, want_o)
+    check_pool(state, before, {n + 1: after[n, -1] for n in range(B)})
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_half_precision_inputs_and_bf16_states(name, dtype):
+    x, state = inputs(name, t=1, dtype=dtype), pool(dtype=torch.bfloat16)
+    before = state.clone()
+    o, _ = call(name, **x, **with_pool(name, state, ints(1, 2, 3)))
+    want_o, after = truth(x, before[1:4])
+    assert o.dtype == dtype
+    close(o, want_o)
+    check_pool(state, before, {n + 1: after[n, -1] for n in range(B)})
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_a_padded_pool_and_a_strided_output_are_written_in_place(name):
+    x = inputs(name)
+    storage = torch.full((P, HV + 1, V, K), UNTOUCHED)
+    storage[:, 1:] = pool()
+    room = torch.full((B, T, HV, V + 2), UNTOUCHED)
+    state, output = storage[:, 1:], room[..., 1:-1]
+    before = state.clone()
+    o, _ = call(name, **x, **with_pool(name, state, ints(5, 6, 7)), output=output)
+    assert o is output
+    want_o, after = truth(x, before[5:8])
+    close(room[..., 1:-1], want_o)
+    check_pool(storage[:, 1:], before, {n + 5: after[n, -1] for n in range(B)})
+    assert (storage[:, 0] == UNTOUCHED).all()
+    assert (room[..., ::7] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_output_of_another_dtype_is_converted_to(name):
+    x, state = inputs(name, dtype=torch.bfloat16), pool()
+    output = torch.full((B, T, HV, V), UNTOUCHED)
+    o, _ = call(name, **x, **with_pool(name, state.clone(), ints(5, 6, 7)), output=output)
+    assert o is output
+    assert torch.equal(o, call(name, **x, **with_pool(name, state.clone(), ints(5, 6, 7)))[0].float())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_decode_gets_the_very_tensors(name, monkeypatch):
+    """No copy of a state; and where each query head has one value head, none of the gate's parameters."""
+    seen, original = [], flashinfer.decode
+    monkeypatch.setattr(flashinfer, "decode", lambda **kw: seen.append(kw) or original(**kw))
+    x, state, A_log, dt_bias = inputs(name), pool(), normal(H, seed=5), normal(H, *([K] if name == KDA else []), seed=6)
+    x = {n: y[:, :, :H] if y.ndim > 2 else y[:H] for n, y in x.items()} | dict(A_log=A_log, dt_bias=dt_bias)
+    state = state[:, :H]
+    call(name, **x, **with_pool(name, state, ints(5, 6, 7)), **(dict(use_gate_in_kernel=True) if name == KDA else {}))
+    assert seen[0]["state"] is state
+    assert seen[0]["gate"].A_log.data_ptr() == A_log.data_ptr()
+    assert seen[0]["gate"].dt_bias.data_ptr() == dt_bias.data_ptr()
+
+
+# ------------------------------------------------------------------------------------------------ GDN
+
+
+@pytest.mark.parametrize("bias", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("t", [1, T])
+def test_states_of_the_batch(t, bias):
+    x, state = inputs(PRETRANSPOSE, t=t), pool(B)
+    x["dt_bias"] = x["dt_bias"].to(bias)
+    before = state.clone()
+    o, returned = flashinfer.gated_delta_rule_decode_pretranspose(**x, state=state)
+    want_o, after = truth(x, before)
+    assert returned is state
+    close(o, want_o)
+    check_pool(state, before, {n: after[n, -1] for n in range(B)})
+
+
+def test_the_softplus_gate_far_out():
+    x, state = inputs(PRETRANSPOSE), pool(B)
+    x["a"] *= 50
+    before = state.clone()
+    o, _ = flashinfer.gated_delta_rule_decode_pretranspose(**x, state=state)
+    want_o, after = truth(x, before)
+    close(o, want_o)
+    check_pool(state, before, {n: after[n, -1] for n in range(B)})
+
+
+@pytest.mark.parametrize("name", GDN)
+def test_final_states_elsewhere(name):
+    x, state = inputs(name), pool()
+    before = state.clone()
+    o, _ = call(name, **x, **with_pool(name, state, ints(9, 2, 4)), output_state_indices=ints(1, -1, 3, dtype=torch.int64))
+    want_o, after = truth(x, before[[9, 2, 4]])
+    close(o, want_o)
+    check_pool(state, before, {1: after[0, -1], 3: after[2, -1]})
+
+
+@pytest.mark.parametrize("update", [False, True])
+@pytest.mark.parametrize("name", GDN)
+def test_states_after_each_token(name, update):
+    x, state, steps = inputs(name), pool(), torch.full((B + 1, T + 2, HV, V, K), UNTOUCHED)
+    before = state.clone()
+    arguments = with_pool(name, state, ints(9, -1, 4)) | dict(disable_state_update=not update)
+    o, _ = call(name, **x, **arguments, intermediate_states_buffer=steps)
+    want_o, after = truth(x, before[[9, 0, 4]])
+    live = [0, 2]
+    close(o[live], want_o[live])
+    close(steps[live, :T], after[live])
+    assert (steps[1] == UNTOUCHED).all()
+    assert (steps[3] == UNTOUCHED).all()
+    assert (steps[:, T:] == UNTOUCHED).all()
+    check_pool(state, before, {9: after[0, -1], 4: after[2, -1]} if update else {})
+
+
+@pytest.mark.parametrize("name", GDN)
+def test_no_update_leaves_the_output_indices_unread(name):
+    x, state = inputs(name), pool()
+    before = state.clone()
+    arguments = with_pool(name, state, ints(9, 2, 4)) | dict(disable_state_update=True)
+    o, _ = call(name, **x, **arguments, output_state_indices=ints(99, 99, 99))
+    close(o, truth(x, before[[9, 2, 4]])[0])
+    assert torch.equal(state, before)
+
+
+def test_mtp_updates_nothing_by_default_and_warns():
+    x, state = inputs(MTP), pool()
+    before = state.clone()
+    with pytest.warns(DeprecationWarning, match="disable_state_update") as caught:
+        o, returned = flashinfer.gated_delta_rule_mtp(**x, initial_state=state, initial_state_indices=ints(9, 2, 4))
+    assert caught[0].filename == __file__
+    assert returned is state
+    close(o, truth(x, before[[9, 2, 4]])[0])
+    assert torch.equal(state, before)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for update in (True, False):
+            call(MTP, **x, initial_state=state, initial_state_indices=ints(9, 2, 4), disable_state_update=update)
+
+
+@pytest.mark.parametrize("dtypes", list(itertools.product([torch.int32, torch.int64], repeat=2)))
+def test_mtp_scatters_the_states_of_a_draft(dtypes):
+    """The slot read keeps its state (sequence 0), is written where a token names it (1); a negative slot drops one write (2)."""
+    x, state = inputs(MTP), pool()
+    before = state.clone()
+    reads, slots = ints(9, 2, 4, dtype=dtypes[0]), ints([0, 1, 3], [5, 2, 6], [7, -1, 8], dtype=dtypes[1])
+    o, returned = call(MTP, **x, **with_pool(MTP, state, reads), ssm_state_indices=slots)
+    want_o, after = truth(x, before[[9, 2, 4]])
+    assert returned is state
+    close(o, want_o)
+    written = {int(slots[n, t]): after[n, t] for n in range(B) for t in range(T)}
+    written.pop(-1)
+    assert len(written) == 8
+    check_pool(state, before, written)
+
+
+def test_mtp_scatters_nothing_of_an_inactive_sequence():
+    x, state = inputs(MTP), pool()
+    before = state.clone()
+    o, _ = call(MTP, **x, **with_pool(MTP, state, ints(9, -1, 9)), ssm_state_indices=ints([0, 1, 3], [5, 2, 6], [7, 4, 8]))
+    want_o, after = truth(x, before[[9, 9, 9]])
+    close(o[::2], want_o[::2])
+    assert (o[1] == 0).all()
+    check_pool(state, before, dict(zip([0, 1, 3, 7, 4, 8], after[::2].flatten(0, 1))))
+
+
+def test_mtp_scatter_of_sixteen_tokens():
+    x, state = inputs(MTP, n=1, t=16), pool(20)
+    before = state.clone()
+    o, _ = call(MTP, **x, **with_pool(MTP, state, ints(19)), ssm_state_indices=torch.arange(16)[None])
+    want_o, after = truth(x, before[[19]])
+    close(o, want_o)
+    check_pool(state, before, dict(enumerate(after[0])))
+
+
+# ------------------------------------------------------------------------------------------------ KDA: what is computed
+
+
+@pytest.mark.parametrize("logit", [False, True])
+@pytest.mark.parametrize("bias", [None, "[H * K]", "[H, K]", "[H, K] bf16"])
+@pytest.mark.parametrize("bound", [None, -5.0, -2.5])
+def test_kda_gates_by_query_head(bound, bias, logit):
+    x, state, A_log, dt_bias = inputs(KDA), pool(B), normal(H, seed=5), normal(H, K, seed=6)
+    x["g"] = 8 * normal(B, T, HV, K, seed=8)
+    x["beta"] = normal(B, T, HV, seed=9) if logit else x["beta"]
+    if bias is not None:
+        dt_bias = dt_bias.bfloat16() if "bf16" in bias else dt_bias
+        dt_bias = dt_bias.flatten() if "*" in bias else dt_bias
+    before = state.clone()
+    o, _ = flashinfer.recurrent_kda(
+        **x,
+        A_log=A_log,
+        dt_bias=None if bias is None else dt_bias,
+        initial_state=state,
+        use_gate_in_kernel=True,
+        lower_bound=bound,
+        beta_is_logit=logit,
+    )
+    query_head = [hv // (HV // H) for hv in range(HV)]
+    rate = A_log.double().exp()[query_head][:, None]
+    raw = x["g"].double() + (0 if bias is None else dt_bias.double().view(H, K)[query_head])
+    decay = -rate * F.softplus(raw) if bound is None else bound * torch.sigmoid(rate * raw)
+    beta = x["beta"].double().sigmoid() if logit else x["beta"].double()
+    want_o, after = truth(x, before, decay, beta)
+    close(o, want_o)
+    check_pool(state, before, {n: after[n, -1] for n in range(B)})
+
+
+def test_kda_gate_parameters_without_the_flag_are_not_read():
+    x = inputs(KDA)
+    ignored = dict(A_log=normal(1, seed=5), dt_bias=normal(1, seed=6))
+    got, want = (flashinfer.recurrent_kda(**x, **more, initial_state=pool())[0] for more in (ignored, {}))
+    assert torch.equal(got, want)
+
+
+def test_kda_final_state():
+    x, state = inputs(KDA, t=1), pool(B)
+    before = state.clone()
+    assert flashinfer.recurrent_kda(**x, initial_state=state, output_final_state=True)[1] is state
+    check_pool(state, before, {n: truth(x, before)[1][n, -1] for n in range(B)})
+    assert flashinfer.recurrent_kda(**x, initial_state=state)[1] is None
+
+
+def test_kda_starts_from_zeros_without_a_state():
+    x = inputs(KDA, t=1)
+    zeros = torch.zeros(B, HV, V, K)
+    o, state = flashinfer.recurrent_kda(**x, output_final_state=True)
+    want_o, after = truth(x, zeros)
+    close(o, want_o)
+    close(state, after[:, -1])
+    assert state.dtype == torch.bfloat16
+    assert flashinfer.recurrent_kda(**x)[1] is None
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("indexed", [False, True])
+def test_kda_packed(indexed, dtype):
+    """Sequences of 0 to 16 tokens, and a row at the end that belongs to none."""
+    ends, slots = [0, 1, 1, 17, 20], [3, 5, 0, 9] if indexed else [0, 1, 2, 3]
+    x, state = inputs(KDA, 1, 21), pool()
+    before = state.clone()
+    arguments = dict(ssm_state_indices=ints(*slots)) if indexed else {}
+    o, _ = flashinfer.recurrent_kda(**x, initial_state=state, cu_seqlens=ints(*ends, dtype=dtype), **arguments)
+    written = {}
+    for slot, (start, end) in zip(slots, itertools.pairwise(ends)):
+        want_o, after = truth({n: y[:, start:end] for n, y in x.items()}, before[[slot]])
+        if end > start:
+            close(o[:, start:end], want_o)
+            written[slot] = after[0, -1]
+    assert (o[:, 20] == 0).all()
+    check_pool(state, before, written)
+
+
+# ------------------------------------------------------------------------------------------------ KDA: a slot per token
+
+DRAFTS = ints([0, 1, 2], [3, 4, 5], [6, 7, 8])
+
+
+@pytest.mark.parametrize("accepted", [None, [1, 2, 3], [3, 0, 99]])
+@pytest.mark.parametrize("packed", [False, True])
+def test_kda_draft(packed, accepted):
+    x, state = inputs(KDA), pool()
+    before = state.clone()
+    arguments = dict(ssm_state_indices=DRAFTS, num_accepted_tokens=None if accepted is None else ints(*accepted))
+    given = {n: y.flatten(0, 1)[None] for n, y in x.items()} if packed else x
+    arguments |= dict(cu_seqlens=ints(0, 3, 6, 9)) if packed else {}
+    o, returned = flashinfer.recurrent_kda(**given, initial_state=state, num_spec_tokens=2, output_final_state=True, **arguments)
+    reads = [int(DRAFTS[n, min(max(m, 1), T) - 1]) for n, m in enumerate(accepted or [1, 1, 1])]
+    want_o, after = truth(x, before[reads])
+    assert returned is state
+    close(o.view(want_o.shape), want_o)
+    check_pool(state, before, {int(DRAFTS[n, t]): after[n, t] for n in range(B) for t in range(T)})
+
+
+def test_kda_draft_with_slots_counted_through():
+    x, state = inputs(KDA), pool()
+    before = state.clone()
+    o, _ = flashinfer.recurrent_kda(**x, initial_state=state, num_spec_tokens=2, num_accepted_tokens=ints(1, 2, 3))
+    want_o, after = truth(x, before[[0, 4, 8]])
+    close(o, want_o)
+    check_pool(state, before, dict(enumerate(after.flatten(0, 1))))
+    o, made = flashinfer.recurrent_kda(**x, num_spec_tokens=2, output_final_state=True)
+    assert made.shape == (B * T, HV, V, K)
+    assert torch.equal(o, flashinfer.recurrent_kda(**x, initial_state=pool().bfloat16().zero_(), num_spec_tokens=2)[0])
+
+
+def test_kda_ragged_drafts_and_padding():
+    """Lengths 2, 0 (padding), 3; a negative slot of one token drops that write alone."""
+    x, state = inputs(KDA, 1, 7), pool()
+    before = state.clone()
+    slots = ints([0, 1, 2], [-1, -1, -1], [6, -1, 8])
+    arguments = dict(num_spec_tokens=2, num_accepted_tokens=ints(2, 7, 1), cu_seqlens=ints(0, 2, 2, 5))
+    o, _ = flashinfer.recurrent_kda(**x, initial_state=state, ssm_state_indices=slots, **arguments)
+    first, third = (truth({n: y[:, part] for n, y in x.items()}, before[[s]]) for part, s in ((slice(2), 1), (slice(2, 5), 6)))
+    close(o[:, :2], first[0])
+    close(o[:, 2:5], third[0])
+    assert (o[:, 5:] == 0).all()
+    check_pool(state, before, {0: first[1][0, 0], 1: first[1][0, 1], 6: third[1][0, 0], 8: third[1][0, 2]})
+
+
+# ------------------------------------------------------------------------------------------------ KDA: a source of its own
+
+
+@pytest.mark.parametrize("slots", [[0, 1, -1], None])
+@pytest.mark.parametrize("packed", [False, True])
+def test_kda_from_a_slot_of_the_same_pool(packed, slots):
+    """Given twice, as two views of one pool."""
+    x, state = inputs(KDA, t=1), pool()
+    before = state.clone()
+    given = {n: y.transpose(0, 1) for n, y in x.items()} | dict(cu_seqlens=ints(0, 1, 2, 3)) if packed else x
+    arguments = dict(initial_state_source=state[:], initial_state_indices=ints(9, 5, 9), initial_state=state[:])
+    o, _ = flashinfer.recurrent_kda(**given, **arguments, ssm_state_indices=None if slots is None else ints(*slots))
+    want_o, after = truth(x, before[[9, 5, 9]])
+    close(o.view(want_o.shape), want_o)
+    check_pool(state, before, {0: after[0, 0], 1: after[1, 0]} | ({2: after[2, 0]} if slots is None else {}))
+
+
+@pytest.mark.parametrize(("packed", "counted"), [(False, False), (False, True), (True, False)])
+def test_kda_draft_from_a_slot_of_the_same_pool(packed, counted):
+    x, state = inputs(KDA), pool()
+    before = state.clone()
+    slots = torch.arange(9).view(3, 3) if counted else ints([3, 1, 2], [0, 4, 5], [6, -1, 8])
+    given = {n: y.flatten(0, 1)[None] for n, y in x.items()} | dict(cu_seqlens=ints(0, 3, 6, 9)) if packed else x
+    o, _ = flashinfer.recurrent_kda(
+        **given,
+        initial_state=state,
+        initial_state_source=state,
+        initial_state_indices=ints(9, 11, 9),
+        ssm_state_indices=None if counted else slots,
+        num_spec_tokens=2,
+        num_accepted_tokens=ints(3, 3, 3),
+    )
+    want_o, after = truth(x, before[[9, 11, 9]])
+    close(o.view(want_o.shape), want_o)
+    written = {int(slots[n, t]): after[n, t] for n in range(B) for t in range(T)}
+    written.pop(-1, None)
+    check_pool(state, before, written)
+
+
+@pytest.mark.parametrize("spec", [False, True])
+def test_kda_from_another_pool_to_slots_in_order(spec):
+    t = T if spec else 1
+    x, source, state = inputs(KDA, t=t), pool(), torch.full((P, HV, V, K), UNTOUCHED)
+    before, given = state.clone(), source.clone()
+    o, returned = flashinfer.recurrent_kda(
+        **x,
+        initial_state=state,
+        initial_state_source=source,
+        initial_state_indices=ints(9, -1, 9),
+        num_spec_tokens=2 if spec else None,
+        output_final_state=True,
+    )
+    want_o, after = truth(x, given[[9, 0, 9]])
+    assert returned is state
+    assert torch.equal(source, given)
+    close(o[::2], want_o[::2])
+    assert (o[1] == 0).all()
+    check_pool(state, before, {n * t + i: after[n, i] for n in (0, 2) for i in range(t)})
+
+
+def test_kda_packed_from_another_pool_to_slots_in_order():
+    x, source, state = inputs(KDA, 1, 3), pool(), torch.full((4, HV, V, K), UNTOUCHED)
+    before = state.clone()
+    arguments = dict(initial_state_source=source, initial_state_indices=ints(9, 8, 7, 6), cu_seqlens=ints(0, 1, 1, 2, 3))
+    o, _ = flashinfer.recurrent_kda(**x, initial_state=state, **arguments)
+    want_o, after = truth({n: y.transpose(0, 1) for n, y in x.items()}, source[[9, 7, 6]])
+    close(o.transpose(0, 1), want_o)
+    check_pool(state, before, {0: after[0, 0], 2: after[1, 0], 3: after[2, 0]})
+
+
+def test_kda_from_another_pool_to_a_new_one():
+    x, source = inputs(KDA, t=1), pool(dtype=torch.bfloat16)
+    o, state = flashinfer.recurrent_kda(
+        **x, initial_state_source=source, initial_state_indices=ints(9, 8, 9), output_final_state=True
+    )
+    want_o, after = truth(x, source[[9, 8, 9]])
+    close(o, want_o)
+    close(state, after[:, 0])
+
+
+# ------------------------------------------------------------------------------------------------ KDA: frozen
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("given", ["state", "state and slots", "source and slots", "both"])
+def test_kda_frozen(given, packed):
+    x, state, scratch = inputs(KDA), pool(), pool(seed=8)
+    before, slots = state.clone(), [9, -1, 9]
+    arguments = {
+        "state": dict(initial_state=state),
+        "state and slots": dict(initial_state=state, ssm_state_indices=ints(*slots)),
+        "source and slots": dict(initial_state_source=state, initial_state_indices=ints(*slots)),
+        "both": dict(
+            initial_state=scratch,
+            ssm_state_indices=ints(1, 1, 1),
+            initial_state_source=state,
+            initial_state_indices=ints(*slots),
+        ),
+    }[given]
+    tokens = {n: y.flatten(0, 1)[None] for n, y in x.items()} | dict(cu_seqlens=ints(0, 3, 6, 9)) if packed else x
+    o, returned = flashinfer.recurrent_kda(**tokens, **arguments, disable_state_update=True)
+    if given == "state":
+        slots = [0, 1, 2]
+    want_o, _ = truth(x, before[slots])
+    live = [n for n, slot in enumerate(slots) if slot >= 0]
+    o = o.view(want_o.shape)
+    close(o[live], want_o[live])
+    assert given == "state" or (o[1] == 0).all()
+    assert returned is None
+    assert torch.equal(state, before)
+    assert torch.equal(scratch, pool(seed=8))
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+ZEROS = torch.zeros
+LONG = {name: inputs(name, t=17) for name in FUNCTIONS}
+SPEC = dict(num_spec_tokens=2, ssm_state_indices=DRAFTS)
+SOURCE = dict(initial_state_source=pool(seed=9), initial_state_indices=ints(0, 1, 2))
+GATE = dict(use_gate_in_kernel=True, A_log=ZEROS(H))
+FOREIGN = {PRETRANSPOSE: ["cake_gdn", "rubin"], KDA: ["cute-dsl-persistent", "tirx", "ptx", "cake", "small-bh", "cudnn"]}
+
+UNSUPPORTED = [
+    *((name, dict(LONG[name]), "more than 16 tokens") for name in FUNCTIONS),
+    *((name, dict(backend=backend), f"backend='{backend}'") for name, backends in FOREIGN.items() for backend in backends),
+    *((name, dict(q=ZEROS(B, T, H, K).requires_grad_()), "q requires grad.*no backward") for name in FUNCTIONS),
+    *((name, dict(A_log=torch.nn.Parameter(ZEROS(HV))), "A_log requires grad") for name in GDN),
+    (KDA, dict(use_gate_in_kernel=True, A_log=torch.nn.Parameter(ZEROS(H))), "A_log requires grad"),
+    (PRETRANSPOSE, dict(state=None, initial_state=ZEROS(P, HV, 2, V // 2, K), initial_state_indices=ints(0, 1, 2)), "uGPU"),
+    (MTP, dict(cache_replayssm=True), "ReplaySSM"),
+    *((MTP, {f"replayssm_{part}": ZEROS(1)}, "ReplaySSM") for part in ("rawv", "rawk", "g", "beta")),
+    (MTP, dict(ssm_state_indices=DRAFTS, output_state_indices=ints(9, 10, 11)), "output_state_indices"),
+    (KDA, dict(inputs(KDA, 1, 33), cu_seqlens=ints(0, 16, 33)), "more than 16 tokens"),
+    (KDA, dict(inputs(KDA, 2, 18), num_spec_tokens=17), "more than 16 tokens"),
+    (KDA, dict(seq_order=ints(0, 1, 2)), "seq_order"),
+    (KDA, dict(prefill_workspace=object()), "prefill_workspace"),
+    (KDA, dict(state_checkpoints=ZEROS(1)), "state_checkpoints"),
+    (KDA, dict(checkpoint_cu_starts=ints(0)), r"checkpoint_\*"),
+    (KDA, dict(checkpoint_every_n_tokens=64), r"checkpoint_\*"),
+    (KDA, dict(checkpoint_state_indices=ints(0)), r"checkpoint_\*"),
+    (KDA, dict(disable_state_update=True, correction_cache=ZEROS(1)), "correction_cache"),
+    (KDA, dict(disable_state_update=True, kg_cache=ZEROS(1)), "kg_cache"),
+    (KDA, dict(SOURCE, **SPEC), "another pool"),
+    (KDA, dict(SOURCE, ssm_state_indices=ints(0, 1, 2)), "another pool"),
+    (KDA, dict(SOURCE), "several tokens"),
+    (KDA, dict(SOURCE, **inputs(KDA, 1, 5), cu_seqlens=ints(0, 1, 2, 5)), "several tokens"),
+    (KDA, dict(initial_state=None, ssm_state_indices=ints(0, 1, 2)), "largest index"),
+    (KDA, dict(initial_state=None, **SPEC), "largest index"),
+]
+
+INVALID = [
+    *((name, dict(backend="fast"), "^backend") for name in (PRETRANSPOSE, KDA)),
+    (KDA, dict(backend="flashinfer"), "^backend"),
+    *((name, dict(output=ZEROS(B, T, V, HV)), "^out") for name in FUNCTIONS),
+    *((name, dict(output=ZEROS(T, HV, V).bfloat16()), "^output") for name in FUNCTIONS),
+    *((name, dict(output=ZEROS(1, dtype=torch.bfloat16).expand(B, T, HV, V)), "^output") for name in FUNCTIONS),
+    *((name, dict(v=ZEROS(B, T, 3, V)), "HV") for name in FUNCTIONS),
+    *((name, dict(q=ZEROS(B, H, K)), "^q: ") for name in FUNCTIONS),
+    *((name, dict(v=ZEROS(B, HV, V)), "^v: ") for name in FUNCTIONS),
+    *((name, dict(a=ZEROS(B, T, HV, K)), "^a: ") for name in GDN),
+    *((name, dict(dt_bias=ZEROS(HV, K)), "dt_bias") for name in GDN),
+    *((name, dict(intermediate_states_buffer=ZEROS(B, T - 1, HV, V, K)), "intermediate_states") for name in GDN),
+    (PRETRANSPOSE, dict(state=None), "^state: "),
+    (PRETRANSPOSE, dict(state=ZEROS(B - 1, HV, V, K)), "^state: "),
+    (PRETRANSPOSE, dict(state=ZEROS(B, HV, K, V)), "^state: "),
+    (PRETRANSPOSE, dict(initial_state=pool(), initial_state_indices=ints(0, 1, 2)), "^state: "),
+    (PRETRANSPOSE, dict(state=None, initial_state=pool()), "^initial_state_indices"),
+    (PRETRANSPOSE, dict(initial_state_indices=ints(0, 1, 2)), "^initial_state_indices"),
+    (PRETRANSPOSE, dict(output_state_indices=ints(0, 1, 2)), "^output_state_indices"),
+    (MTP, dict(ssm_state_indices=DRAFTS, disable_state_update=True), "^disable_state_update"),
+    (MTP, dict(ssm_state_indices=DRAFTS[:, :2]), "^ssm_state_indices"),
+    (MTP, dict(ssm_state_indices=torch.arange(12).view(3, 4)), "^ssm_state_indices"),
+    (MTP, dict(ssm_state_indices=DRAFTS, initial_state_indices=ints(9)), "^initial_state_indices"),
+    (MTP, dict(ssm_state_indices=ints([0, 1, 2], [2, 4, 5], [6, 7, 8])), "two for row 2"),
+    (KDA, dict(g=ZEROS(B, T, HV)), "^g: "),
+    (KDA, dict(lower_bound=-5.0), "^lower_bound"),
+    (KDA, dict(GATE, lower_bound=0.0), "bound"),
+    (KDA, dict(use_gate_in_kernel=True), "^A_log"),
+    (KDA, dict(use_gate_in_kernel=True, A_log=ZEROS(HV)), "^A_log"),
+    (KDA, dict(GATE, dt_bias=ZEROS(HV * K)), "^dt_bias"),
+    (KDA, dict(GATE, dt_bias=ZEROS(K, H)), "^dt_bias"),
+    (KDA, dict(num_accepted_tokens=ints(1, 1, 1)), "^num_accepted_tokens"),
+    (KDA, dict(num_spec_tokens=0), "^num_spec_tokens"),
+    (KDA, dict(num_spec_tokens=3), "^q: "),
+    (KDA, dict(num_spec_tokens=2, ssm_state_indices=ints(0, 1, 2)), "^ssm_state_indices"),
+    (KDA, dict(num_spec_tokens=2, ssm_state_indices=torch.arange(12).view(3, 4)), "^ssm_state_indices"),
+    (KDA, dict(ssm_state_indices=DRAFTS), "^ssm_state_indices"),
+    (KDA, dict(inputs(KDA, 1, 9), cu_seqlens=ints(0, 3, 6, 9), num_spec_tokens=2), "^ssm_state_indices"),
+    (KDA, dict(inputs(KDA, 1, 10), cu_seqlens=ints(0, 3, 6, 9), **SPEC), "^q: "),
+    (KDA, dict(inputs(KDA, 1, 20), cu_seqlens=ints(0, 1, 2, 20)), "cu_seqlens"),
+    (KDA, dict(initial_state_source=pool()), "^initial_state_indices"),
+    (KDA, dict(initial_state_indices=ints(0, 1, 2)), "^initial_state_indices"),
+    (KDA, dict(SOURCE, num_spec_tokens=2, initial_state=pool(8)), "^initial_state: "),
+    (KDA, dict(disable_state_update=True, output_final_state=True), "^output_final_state"),
+    (KDA, dict(disable_state_update=True, num_accepted_tokens=ints(1, 1, 1)), "^num_accepted_tokens"),
+    (KDA, dict(disable_state_update=True, initial_state=None), "^initial_state: "),
+]
+
+WRONG_DTYPES = [
+    *((name, dict(dt_bias=ZEROS(HV).half()), "dt_bias") for name in GDN),
+    *((name, dict(A_log=ZEROS(HV).bfloat16()), "A_log") for name in GDN),
+    (KDA, dict(use_gate_in_kernel=True, A_log=ZEROS(H).bfloat16()), "A_log"),
+    (KDA, dict(GATE, dt_bias=ZEROS(H * K).half()), "dt_bias"),
+    (KDA, dict(SOURCE, num_spec_tokens=2, initial_state=pool(dtype=torch.bfloat16)), "intermediate_states"),
+]
+
+
+def valid(name: str) -> dict[str, object]:
+    """A call for the tables above to bend."""
+    more = {
+        PRETRANSPOSE: dict(state=pool(B)),
+        MTP: dict(initial_state=pool(), initial_state_indices=ints(9, 10, 11), disable_state_update=False),
+        KDA: dict(initial_state=pool()),
+    }[name]
+    return {**inputs(name), "output": torch.full((B, T, HV, V), UNTOUCHED), **more}
+
+
+def label(value: object) -> str | None:
+    return "-".join(n for n in value if n not in ("q", "k", "v", "a", "b", "g", "beta")) if isinstance(value, dict) else None
+
+
+def refused(name, changes, message, kind):
+    """The error, after which every tensor of the call is as it was."""
+    arguments = {**valid(name), **changes}
+    if "output" not in changes and arguments["v"].shape != arguments["output"].shape:
+        del arguments["output"]
+    if isinstance(changes.get("output"), Tensor):
+        arguments["output"] = changes["output"].fill_(UNTOUCHED)
+    tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
+    before = {n: x.detach().clone() for n, x in tensors.items()}
+    with pytest.raises(kind, match=message) as caught:
+        getattr(flashinfer, name)(**arguments)
+    for n, x in tensors.items():
+        assert torch.equal(x, before[n]), f"{n} was written"
+    return caught.value
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_the_call_that_the_tables_bend_is_valid(name):
+    arguments = valid(name)
+    assert (call(name, **arguments)[0] != UNTOUCHED).all()
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), UNSUPPORTED, ids=label)
+def test_unsupported(name, changes, message):
+    assert refused(name, changes, message, UnsupportedProblem).missing
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), INVALID, ids=label)
+def test_invalid(name, changes, message):
+    refused(name, changes, message, ValueError)
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), WRONG_DTYPES, ids=label)
+def test_wrong_dtypes(name, changes, message):
+    refused(name, changes, message, TypeError)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_index_past_the_pool_writes_nothing(name):
+    state = pool()
+    before = state.clone()
+    with pytest.raises(IndexError):
+        call(name, **inputs(name), **with_pool(name, state, ints(0, 1, P)))
+    assert torch.equal(state, before)
+
+
+@pytest.mark.parametrize(("name", "backend"), [(PRETRANSPOSE, "flashinfer"), (KDA, "cute-dsl")])
+def test_native_backends(name, backend):
+    got, want = (call(name, **(valid(name) | more))[0] for more in (dict(backend=backend), {}))
+    assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_parameters_that_require_grad_are_fine_without_grad_mode(name):
+    x, A_log = valid(name), torch.nn.Parameter(ZEROS(H if name == KDA else HV))
+    with torch.no_grad():
+        o, _ = call(name, **(x | dict(A_log=A_log)), **(dict(use_gate_in_kernel=True) if name == KDA else {}))
+    assert not o.requires_grad
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_compiles_without_a_graph_break(name):
+    x, slots = inputs(name), ints(9, 10, 11)
+    more = {
+        PRETRANSPOSE: dict(state=None),
+        MTP: dict(ssm_state_indices=DRAFTS),
+        KDA: dict(num_spec_tokens=2, ssm_state_indices=DRAFTS, use_gate_in_kernel=True, A_log=ZEROS(H), dt_bias=ZEROS(H * K)),
+    }[name]
+    results = []
+    for function in (torch.compile(getattr(flashinfer, name), fullgraph=True, backend="eager"), getattr(flashinfer, name)):
+        state = pool()
+        arguments = more | (dict(initial_state=state) if name == KDA else with_pool(name, state, slots))
+        results.append((function(**x, **arguments)[0], state))
+    for got, want in zip(*results):
+        assert torch.equal(got, want)
+
+
+# ------------------------------------------------------------------------------------------------ FlashInfer 0.7.2's signatures
+
+REQUIRED = inspect.Parameter.empty
+QKV = [(name, REQUIRED) for name in ("q", "k", "v")]
+GATES = [(name, REQUIRED) for name in ("A_log", "a", "dt_bias", "b")]
+
+SIGNATURES = {
+    PRETRANSPOSE: [
+        *QKV,
+        ("state", REQUIRED),
+        *GATES,
+        ("scale", None),
+        ("output", None),
+        ("use_qk_l2norm", True),
+        ("initial_state", None),
+        ("initial_state_indices", None),
+        ("output_state_indices", None),
+        ("intermediate_states_buffer", None),
+        ("disable_state_update", False),
+        ("backend", "auto"),
+    ],
+    MTP: [
+        *QKV,
+        ("initial_state", REQUIRED),
+        ("initial_state_indices", REQUIRED),
+        *GATES,
+        ("scale", None),
+        ("output", None),
+        ("intermediate_states_buffer", None),
+        ("ssm_state_indices", None),
+        ("disable_state_update", None),
+        ("use_qk_l2norm", True),
+        ("output_state_indices", None),
+        ("cache_replayssm", False),
+        ("replayssm_rawv", None),
+        ("replayssm_rawk", None),
+        ("replayssm_g", None),
+        ("replayssm_beta", None),
+    ],
+    KDA: [
+        *QKV,
+        ("g", REQUIRED),
+        ("beta", REQUIRED),
+        ("A_log", None),
+        ("dt_bias", None),
+        ("scale", None),
+        ("initial_state", None),
+        ("output_final_state", False),
+        ("use_qk_l2norm_in_kernel", True),
+        ("use_gate_in_kernel", False),
+        ("lower_bound", None),
+        ("cu_seqlens", None),
+        ("ssm_state_indices", None),
+        ("num_spec_tokens", None),
+        ("num_accepted_tokens", None),
+        ("output", None),
+        ("initial_state_source", None),
+        ("initial_state_indices", None),
+        ("beta_is_logit", False),
+        ("seq_order", None),
+        ("prefill_workspace", None),
+        ("state_checkpoints", None),
+        ("checkpoint_cu_starts", None),
+        ("checkpoint_every_n_tokens", 0),
+        ("checkpoint_state_indices", None),
+    ],
+}
+
+KEYWORD_ONLY = {KDA: [("disable_state_update", False), ("correction_cache", None), ("kg_cache", None), ("backend", "auto")]}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_signature_is_that_of_flashinfer_0_7_2(name):
+    parameters = inspect.signature(getattr(flashinfer, name)).parameters.values()
+    positional = [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    keyword_only = [(p.name, p.default) for p in parameters if p.kind is p.KEYWORD_ONLY]
+    assert positional == SIGNATURES[name]
+    assert keyword_only == KEYWORD_ONLY.get(name, [])
+    assert len(parameters) == len(positional) + len(keyword_only), "*args or **kwargs"
