@@ -1,0 +1,156 @@
+"""The compile layer, on a machine without a GPU: what is built, what it takes, and what the cache does with it."""
+
+import multiprocessing
+import os
+import shutil
+
+import pytest
+
+from gated_delta import UnsupportedProblem, compile, dispatch
+
+needs_compiler = pytest.mark.skipif(
+    compile._installed(compile.COMPILER) is None or compile.missing_packages() != (), reason=f"needs {compile.COMPILER}"
+)
+SPILLS = {
+    # K=96 leaves lanes without channels: their predicates cost two registers too many, once a call.
+    "K=96": 8,
+}
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(tmp_path))
+    monkeypatch.delenv("GATED_DELTA_JIT", raising=False)
+    monkeypatch.setattr(compile, "_loaded", {})
+    return tmp_path
+
+
+def variant(**changes):
+    (first, *_) = dispatch.shipped()
+    return compile.Variant(first.kernel, tuple({**dict(first.facts), **changes}.items()))
+
+
+def files(cache):
+    return sorted(cache.glob("*/*.so"))
+
+
+@needs_compiler
+@pytest.mark.parametrize("some", dispatch.shipped()[::6], ids=str)
+def test_shipped_kernels_keep_to_their_registers(cache, some):
+    """A fair sample of what `gated-delta compile` ships: machine code for sm_90a without local memory."""
+    found = compile.resources(compile.build(some, "sm_90a"))
+    assert found is not None, "needs cuobjdump: pip install nvidia-cuda-cuobjdump"
+    allowed = max((stack for part, stack in SPILLS.items() if part in some.label), default=0)
+    assert found.stack <= allowed
+    assert 32 <= found.registers <= 168
+
+
+@needs_compiler
+def test_blackwell_compiles_too(cache):
+    for some in (variant(), variant(axis="channel", single=False)):
+        assert compile.resources(compile.build(some, "sm_100a")).stack == 0
+
+
+@needs_compiler
+def test_a_variant_is_compiled_once_and_loads_without_the_compiler(cache, monkeypatch):
+    launch = compile.load(variant(), "sm_90a")
+    (file,) = files(cache)
+    written = file.stat().st_mtime_ns
+    monkeypatch.setattr(compile, "_loaded", {})
+    monkeypatch.setenv("GATED_DELTA_JIT", "0")
+    again = compile.load(variant(), "sm_90a")
+    assert callable(launch)
+    assert callable(again)
+    assert files(cache) == [file]
+    assert file.stat().st_mtime_ns == written
+
+
+@needs_compiler
+def test_every_fact_the_architecture_and_the_sources_have_their_own_file(cache, monkeypatch):
+    first = variant()
+    changes = dict(
+        axis="channel", K=64, V=64, dtype="fp16", g_dtype="fp16", state_dtype="bf16", gate="lower_bound", qk_l2norm=False,
+        beta_logits=True, single=False, aligned=False, rows=2, threads=256,
+    )  # fmt: skip
+    assert set(changes) == set(dict(first.facts))
+    names = {compile.file_name(variant(**{name: value}), "sm_90a") for name, value in changes.items()}
+    names |= {compile.file_name(first, arch) for arch in ("sm_90a", "sm_100a")}
+    monkeypatch.setattr(compile, "sources", lambda: "other sources")
+    names.add(compile.file_name(first, "sm_90a"))
+    assert len(names) == len(changes) + 3
+
+
+@needs_compiler
+def test_strict_mode_raises_instead_of_compiling(cache, monkeypatch):
+    monkeypatch.setenv("GATED_DELTA_JIT", "0")
+    with pytest.raises(UnsupportedProblem, match="GATED_DELTA_JIT=0"):
+        compile.load(variant(), "sm_90a")
+    assert files(cache) == []
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    "damage", [lambda b: b[: len(b) // 2], lambda b: b[:100] + b"?" + b[101:], lambda b: b""], ids=["cut", "bit", "empty"]
+)
+def test_a_damaged_file_is_built_again(cache, monkeypatch, damage):
+    file = compile.build(variant(), "sm_90a")
+    whole = file.read_bytes()
+    file.write_bytes(damage(whole))
+    monkeypatch.setenv("GATED_DELTA_JIT", "0")
+    with pytest.raises(UnsupportedProblem, match="damaged"):
+        compile.load(variant(), "sm_90a")
+    monkeypatch.delenv("GATED_DELTA_JIT")
+    assert callable(compile.load(variant(), "sm_90a"))
+    assert len(file.read_bytes()) == len(whole)
+
+
+def _build_in(directory, barrier, results):
+    os.environ["GATED_DELTA_CACHE_DIR"] = directory
+    barrier.wait()
+    results.put(compile.build(variant(), "sm_90a").name)
+
+
+@needs_compiler
+def test_processes_that_compile_the_same_do_not_disturb_each_other(cache):
+    context = multiprocessing.get_context("spawn")
+    barrier, results = context.Barrier(3), context.Queue()
+    processes = [context.Process(target=_build_in, args=(str(cache), barrier, results)) for _ in range(3)]
+    for process in processes:
+        process.start()
+    names = {results.get(timeout=120) for _ in processes}
+    for process in processes:
+        process.join(30)
+    assert len(names) == 1
+    (file,) = files(cache)
+    assert compile._whole(file)
+    assert [x for x in file.parent.iterdir() if x.is_dir()] == []  # nothing half done is left
+
+
+@needs_compiler
+def test_a_pack_of_another_compiler_version_serves_where_there_is_none(cache, monkeypatch):
+    file = compile.build(variant(), "sm_90a")
+    shutil.move(file.parent, cache / "0.0.1")
+    assert compile._find(variant(), "sm_90a") is None  # this compiler makes its own
+    monkeypatch.setattr(compile, "_installed", lambda package: None)
+    assert compile._find(variant(), "sm_90a") == cache / "0.0.1" / file.name
+    assert compile.missing(variant(), "sm_90a") == ()
+    assert compile.missing(variant(rows=2), "sm_90a") != ()
+
+
+def test_what_is_missing_is_said_without_a_compiler(cache, monkeypatch):
+    monkeypatch.setattr(compile, "_installed", lambda package: None)
+    monkeypatch.setattr(compile, "missing_packages", lambda: ())
+    (reason,) = compile.missing(variant(), "sm_90a")
+    assert compile.COMPILER in reason
+    with pytest.raises(UnsupportedProblem, match="no compiled kernel"):
+        compile.load(variant(), "sm_90a")
+
+
+@needs_compiler
+def test_host_and_kernel_agree_on_the_arguments():
+    """The launch hands over tuples: names in one order on both sides."""
+    from gated_delta.kernels import arguments, decode
+
+    assert decode.Decode.pointers._fields == arguments.DecodePointers._fields
+    assert decode.Decode.strides._fields == arguments.DecodeStrides._fields
+    assert decode.Decode.sizes._fields == arguments.DecodeSizes._fields

@@ -1,0 +1,512 @@
+"""The CuTe backend on the GPU: the case list, decode's bitwise promises, and a test for each trap that shipped in a peer."""
+
+import math
+
+import pytest
+import torch
+
+import gated_delta as gd
+from gated_delta import cute
+from gated_delta.testing import cases, run_case
+
+pytestmark = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10),
+    reason="needs an NVIDIA GPU of compute capability 9.0",
+)
+
+H, HV, D = 4, 8, 128
+AXES = ("head", "channel")
+STATES = (torch.bfloat16, torch.float32)
+
+
+def tokens(N, T, *, axis="head", dtype=torch.bfloat16, heads=(H, HV), K=D, V=D, seed=0, gate="softplus"):
+    """Keyword arguments of decode but for its states, on the GPU, dense."""
+    rng = torch.Generator("cuda").manual_seed(seed)
+    H, HV = heads
+
+    def normal(*shape):
+        return torch.randn(*shape, generator=rng, device="cuda")
+
+    channels = (K,) if axis == "channel" else ()
+    A_log, dt_bias = normal(HV) / 2, normal(HV, *channels) / 2
+    gates = {"softplus": gd.Gate.softplus(A_log, dt_bias), "lower_bound": gd.Gate.lower_bound(A_log, dt_bias), "log": gd.Gate.log()}
+    g = normal(N, T, HV, *channels)
+    return dict(
+        q=normal(N, T, H, K).to(dtype),
+        k=normal(N, T, H, K).to(dtype),
+        v=normal(N, T, HV, V).to(dtype),
+        g=(-g.abs() if gate == "log" else g).to(dtype),
+        beta=normal(N, T, HV).to(dtype),
+        beta_logits=True,
+        gate=gates[gate],
+    )
+
+
+def pool(slots, dtype=torch.bfloat16, HV=HV, K=D, V=D, seed=1):
+    rng = torch.Generator("cuda").manual_seed(seed)
+    return (torch.randn(slots, HV, V, K, generator=rng, device="cuda") / 2).to(dtype)
+
+
+PER_TOKEN = ("q", "k", "v", "g", "beta")
+
+
+def part(call, *index):
+    """The call on some of its sequences or tokens."""
+    return {name: x[index] if name in PER_TOKEN else x for name, x in call.items()}
+
+
+def packed(call, lengths):
+    """The first tokens of each sequence one behind the other."""
+    rows = {name: torch.cat([call[name][n, :t] for n, t in enumerate(lengths)])[None] for name in PER_TOKEN}
+    ends = torch.tensor([0, *lengths], device="cuda").cumsum(0)
+    return {**call, **rows, "cu_seqlens": ends.int()}
+
+
+def decode(call, state, **options):
+    return gd.decode(**call, state=state, backend="cute", **options)
+
+
+def index(*values, dtype=torch.int32):
+    return torch.tensor(values, dtype=dtype, device="cuda")
+
+
+def same(a, b):
+    assert torch.equal(a.view(torch.uint8), b.view(torch.uint8))
+
+
+def close_to_reference(call, state, got, **options):
+    """Against the PyTorch backend at the same dtypes: o and the pool, which `got` holds after the call."""
+    want = state.clone()
+    o = gd.decode(**call, state=want, backend="reference", **options)
+    for x, y in ((got[0], o), (got[1], want)):
+        assert torch.isfinite(x).all()
+        assert (x.double() - y.double()).norm() <= 2e-2 * y.double().norm()
+
+
+# ------------------------------------------------------------------------------------------------ the case list
+
+RUNNABLE = [case for case in cases("decode") if case.dtype != torch.float32]
+
+
+@pytest.mark.parametrize("case", RUNNABLE[::5], ids=str)
+def test_the_case_list_passes(case):
+    result = run_case(case, "cute", "cuda")
+    assert result.passed, result.failures
+
+
+def test_fp32_inputs_are_refused_with_the_reason():
+    with pytest.raises(gd.UnsupportedProblem, match="bf16 or fp16 inputs, got fp32"):
+        decode(tokens(1, 1, dtype=torch.float32), pool(1))
+
+
+def test_explain_names_the_kernel_and_its_schedule():
+    route = gd.explain("decode", **tokens(2, 1), state=pool(2))
+    assert route.backend == "cute"
+    assert "rows=" in str(route)
+    assert "threads=" in str(route)
+
+
+# ------------------------------------------------------------------------------------------------ bitwise promises
+
+
+@pytest.mark.parametrize("state_dtype", STATES, ids=str)
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("T", [1, 5])
+def test_bits_do_not_change_from_run_to_run(axis, state_dtype, T):
+    call, start = tokens(33, T, axis=axis), pool(33, state_dtype)
+    first = start.clone()
+    o = decode(call, first)
+    for _ in range(50):
+        again = start.clone()
+        same(decode(call, again), o)
+        same(again, first)
+
+
+@pytest.mark.parametrize("state_dtype", STATES, ids=str)
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("heads", [(H, HV), (16, 64)], ids=str)
+@pytest.mark.parametrize("T", [1, 3])
+def test_bits_do_not_depend_on_the_batch(axis, state_dtype, heads, T):
+    """A sequence alone, and in any row beside 1 to 511 others: every schedule of the table is passed."""
+    most = 512
+    call, start = tokens(most, T, axis=axis, heads=heads), pool(most, state_dtype, heads[1])
+    alone = start.clone()
+    outputs = [decode(part(call, slice(n, n + 1)), alone, state_indices=index(n)) for n in range(most)]
+    for N in (1, 2, 3, 7, 16, 31, 64, 100, 200, 512):
+        order = torch.randperm(most, generator=torch.Generator().manual_seed(N))[:N].to("cuda")
+        together = start.clone()
+        o = decode(part(call, order), together, state_indices=order)
+        for row, n in enumerate(order.tolist()):
+            same(o[row], outputs[n][0])
+        same(together[order], alone[order])
+
+
+@pytest.mark.parametrize("state_dtype", STATES, ids=str)
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize(("N", "heads"), [(3, (H, HV)), (1, (1, 1)), (40, (16, 64))], ids=str)
+@pytest.mark.parametrize("T", [2, 7, 16])
+def test_several_tokens_in_a_call_equal_as_many_calls(axis, state_dtype, N, heads, T):
+    call, start = tokens(N, T, axis=axis, heads=heads), pool(N, state_dtype, heads[1])
+    at_once, one_by_one = start.clone(), start.clone()
+    steps = torch.full((N, T, heads[1], D, D), math.nan, dtype=state_dtype, device="cuda")
+    o = decode(call, at_once, intermediate_states=steps)
+    for t in range(T):
+        same(decode(part(call, slice(None), slice(t, t + 1)), one_by_one), o[:, t : t + 1])
+        same(steps[:, t], one_by_one)
+    same(at_once, one_by_one)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_ragged_sequences_equal_dense_ones(axis):
+    lengths = (3, 0, 16, 1, 8)
+    call, start = tokens(len(lengths), 16, axis=axis), pool(len(lengths))
+    ragged, dense = start.clone(), start.clone()
+    o = decode(packed(call, lengths), ragged)
+    at = 0
+    for n, length in enumerate(lengths):
+        if length:
+            alone = decode(part(call, slice(n, n + 1), slice(0, length)), dense, state_indices=index(n))
+            same(alone[0], o[0, at : at + length])
+        at += length
+    same(ragged, dense)
+
+
+# ------------------------------------------------------------------------------------------------ traps of the peers
+
+
+def test_one_process_may_use_every_dtype_head_count_and_stride():
+    """Trap 1, a cache key without some fact: the same shapes one after the other in every dtype, gate and layout."""
+    for dtype in (torch.bfloat16, torch.float16):
+        for state_dtype in STATES:
+            for gate in ("softplus", "lower_bound", "log"):
+                for heads in ((4, 8), (8, 8), (2, 8)):
+                    call, start = tokens(2, 1, dtype=dtype, gate=gate, heads=heads), pool(3, state_dtype)
+                    spread = torch.empty(3, 2 * HV, D, D, dtype=state_dtype, device="cuda")[:, ::2].copy_(start)
+                    for state in (start.clone(), spread):
+                        close_to_reference(call, start, (decode(call, state), state))
+
+
+def test_a_default_output_is_new_every_time():
+    """Trap 2."""
+    call, state = tokens(1, 1), pool(1)
+    first = decode(call, state)
+    kept = first.clone()
+    second = decode(call, state)
+    assert first.data_ptr() != second.data_ptr()
+    same(first, kept)
+
+
+def test_intermediate_states_keep_to_their_own_strides():
+    """Trap 3, more steps than tokens; trap 9, the state is written with intermediates on."""
+    call, start = tokens(3, 2), pool(3)
+    room = torch.full((5, 6, HV, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
+    state = start.clone()
+    decode(call, state, intermediate_states=room)
+    same(room[:3, 1], state)
+    assert room[:3, 2:].isnan().all()
+    assert room[3:].isnan().all()
+    assert not torch.equal(state, start)
+
+
+def test_pools_of_more_than_2_to_the_31_elements():
+    """Trap 4: read and written at both ends, with int32 and int64 indices."""
+    slots = 2**31 // (64 * D * D) + 3
+    state = torch.empty(slots, 64, D, D, dtype=torch.bfloat16, device="cuda")
+    small = pool(3, HV=64)
+    call = tokens(3, 1, heads=(16, 64))
+    for dtype in (torch.int32, torch.int64):
+        where = index(slots - 1, 0, slots - 2, dtype=dtype)
+        state[where] = small
+        got = decode(call, state, state_indices=where)
+        near = small.clone()
+        same(got, decode(call, near))
+        same(state[where], near)
+
+
+def test_intermediate_states_of_more_than_2_to_the_31_elements():
+    """Trap 4: B=512, HV=64, T=8, which crashed elsewhere from T=5 on."""
+    N, T = 512, 8
+    call, state = tokens(N, T, heads=(16, 64)), pool(N, HV=64)
+    steps = torch.empty(N, T, 64, D, D, dtype=torch.bfloat16, device="cuda")
+    assert steps.numel() > 2**31
+    start = state.clone()
+    decode(call, state, intermediate_states=steps)
+    same(steps[:, -1], state)
+    for n in (0, N - 1):
+        alone = torch.empty(1, T, 64, D, D, dtype=torch.bfloat16, device="cuda")
+        decode(part(call, slice(n, n + 1)), start[n : n + 1], intermediate_states=alone)
+        same(alone[0], steps[n])
+
+
+@pytest.mark.parametrize("gate", ["softplus", "lower_bound"])
+@pytest.mark.parametrize("axis", AXES)
+def test_gates_at_their_ends_are_finite(axis, gate):
+    """Traps 5 and 13: softplus far out on both sides, exp(A_log) overflowing, no decay and full decay."""
+    call, start = tokens(4, 3, axis=axis, gate=gate), pool(4)
+    ends = torch.tensor([-1e4, -200.0, -90.0, 0.0, 90.0, 1e4], device="cuda", dtype=torch.bfloat16)
+    call["g"] = ends[torch.arange(call["g"].numel(), device="cuda") % len(ends)].view(call["g"].shape)
+    A_log = torch.linspace(-100, 100, HV, device="cuda")  # exp of it is inf for some
+    call["gate"] = gd.Gate.softplus(A_log) if gate == "softplus" else gd.Gate.lower_bound(A_log)
+    state = start.clone()
+    close_to_reference(call, start, (decode(call, state), state))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_indices_of_both_widths_and_any_negative_value(dtype):
+    """Traps 6 and 10: int64 indices, negative ones whose low words are innocent, and no live slot written for them."""
+    lowest = -1 if dtype == torch.int32 else -(2**40)
+    call, start = tokens(4, 1), pool(6)
+    for which in ("state_indices", "write_indices"):
+        state = start.clone()
+        slots = index(2, lowest, 5, 0, dtype=dtype)
+        reads = index(2, 3, 5, 0, dtype=dtype) if which == "write_indices" else slots
+        o = decode(call, state, **{"state_indices": reads, which: slots})
+        assert bool((o[1] == 0).all()) == (which == "state_indices")
+        touched = [2, 5, 0]
+        untouched = [1, 3, 4]
+        same(state[untouched], start[untouched])
+        assert all(not torch.equal(state[n], start[n]) for n in touched)
+        live = [0, 2, 3]
+        alone = start.clone()
+        same(o[live], decode(part(call, live), alone, state_indices=slots[live]))
+
+
+def test_a_padded_graph_writes_nothing_for_its_padding():
+    """Trap 10: every row but one is padding, whose tokens are NaN."""
+    call, start = tokens(8, 2), pool(3)
+    for name in PER_TOKEN:
+        call[name][1:] = math.nan
+    slots = torch.full((8,), -1, dtype=torch.int32, device="cuda")
+    slots[0] = 1
+    state = start.clone()
+    o = decode(call, state, state_indices=slots)
+    assert (o[1:] == 0).all()
+    same(state[[0, 2]], start[[0, 2]])
+    assert torch.isfinite(state[1]).all()
+
+
+def test_written_tensors_are_never_copies():
+    """Trap 7: padded pools, sliced steps and sliced outputs are written where they are."""
+    call, start = tokens(2, 2), pool(4)
+    wide = torch.full((4, HV + 1, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
+    state = wide[:, :HV].copy_(start)
+    steps = torch.full((2, 4, HV + 2, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
+    out = torch.full((2, 2, HV, 2 * D), math.nan, dtype=torch.bfloat16, device="cuda")
+    got = decode(call, state, state_indices=index(3, 1), intermediate_states=steps[:, ::2, :HV], out=out[..., ::2])
+    plain = start.clone()
+    same(got.contiguous(), decode(call, plain, state_indices=index(3, 1)))
+    same(state.contiguous(), plain)
+    same(steps[:, 2, :HV].contiguous(), plain[[3, 1]])
+    assert got.data_ptr() == out.data_ptr()
+    assert out[..., 1::2].isnan().all()
+    assert wide[:, HV].isnan().all()
+    assert steps[:, 1::2].isnan().all()
+
+
+def test_rows_that_vectors_cannot_reach_are_refused_and_untouched():
+    call = tokens(1, 1)
+    storage = pool(1).flatten()
+    shifted = torch.cat([storage[:1], storage])[1:].view(1, HV, D, D)
+    transposed = pool(1, K=2 * D)[..., ::1][..., :D]
+    for state in (shifted, transposed):
+        before = state.clone()
+        with pytest.raises(gd.UnsupportedProblem, match="V rows lie next to each other"):
+            decode(call, state)
+        same(state.contiguous(), before)
+
+
+def test_output_is_honoured_in_packed_calls():
+    """Trap 8."""
+    call = packed(tokens(2, 3), (2, 3))
+    out = torch.full_like(call["v"], math.nan)
+    state = pool(2)
+    assert decode(call, state, out=out) is out
+    same(out, decode(call, pool(2)))
+
+
+def test_fp16_is_not_bf16():
+    """Trap 12: values that differ widely when read as the other."""
+    call, start = tokens(2, 1, dtype=torch.float16), pool(2)
+    state = start.clone()
+    close_to_reference(call, start, (decode(call, state), state))
+
+
+def test_nothing_waits_for_the_gpu():
+    """Trap 14: indices, lengths and num_accepted stay on the device."""
+    call, state = packed(tokens(2, 3), (3, 2)), pool(8)
+    slots, accepted = index(*range(8)).view(2, 4), index(2, 1)
+    decode(call, state, state_indices=slots, num_accepted=accepted)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        decode(call, state, state_indices=slots, num_accepted=accepted)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_sequences_of_no_tokens(axis):
+    """Trap 16: their states stay; with write_indices they are copied; rows past the last sequence are zero."""
+    call, start = packed(tokens(3, 4, axis=axis), (0, 4, 0)), pool(6)
+    for name in PER_TOKEN:
+        call[name] = torch.cat([call[name], torch.full_like(call[name], math.nan)], 1)
+    state = start.clone()
+    o = decode(call, state)
+    same(state[[0, 2]], start[[0, 2]])
+    assert (o[:, 4:] == 0).all()
+    state = start.clone()
+    decode(call, state, write_indices=index(3, 4, 5))
+    same(state[[3, 5]], start[[0, 2]])
+    same(state[:3], start[:3])
+    nobody = {name: x[:, :0] if name in PER_TOKEN else x for name, x in call.items()} | {"cu_seqlens": index(0, 0, 0, 0)}
+    state = start.clone()
+    assert decode(nobody, state, write_indices=index(3, -1, 5)).numel() == 0
+    same(state[[3, 4, 5]], torch.stack([start[0], start[4], start[2]]))
+
+
+def test_unused_slots_may_hold_anything():
+    """Trap 17."""
+    call, state = tokens(2, 2), torch.full((5, HV, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
+    state[[1, 3]] = pool(2)
+    o = decode(call, state, state_indices=index(3, 1))
+    assert torch.isfinite(o).all()
+    assert torch.isfinite(state[[1, 3]]).all()
+    assert state[[0, 2, 4]].isnan().all()
+
+
+@pytest.mark.parametrize("shift", [0, 8, 1], ids=["aligned", "16 bytes on", "2 bytes on"])
+def test_slices_of_a_fused_projection(shift):
+    """Trap 18; a projection that starts off a vector's boundary takes narrower loads and gives the same bits."""
+    call, start = tokens(3, 2), pool(3)
+    sizes = [call[name].shape[2] * D for name in ("q", "k", "v")]
+    fused = torch.empty(3, 2, shift + sum(sizes), dtype=torch.bfloat16, device="cuda")[..., shift:]
+    views = {}
+    for name, x in zip(("q", "k", "v"), fused.split(sizes, -1)):
+        x.copy_(call[name].flatten(2))
+        views[name] = x.unflatten(-1, call[name].shape[2:])
+    plain, state = start.clone(), start.clone()
+    same(decode({**call, **views}, state), decode(call, plain))
+    same(state, plain)
+
+
+def test_strided_gates_and_parameters():
+    call, start = tokens(2, 2, axis="channel"), pool(2)
+    spread = {}
+    for name in ("g", "beta"):
+        wide = torch.full((*call[name].shape, 3), math.nan, dtype=call[name].dtype, device="cuda")
+        spread[name] = wide[..., 1].copy_(call[name])
+    gate = call["gate"]
+    A_log = torch.stack([gate.A_log, gate.A_log.neg()], 1)[:, 0]
+    dt_bias = gate.dt_bias.bfloat16().t().contiguous().t()
+    plain, state = start.clone(), start.clone()
+    same(
+        decode({**call, **spread, "gate": gd.Gate.softplus(A_log, dt_bias)}, state),
+        decode({**call, "gate": gd.Gate.softplus(gate.A_log, gate.dt_bias.bfloat16())}, plain),
+    )
+    same(state, plain)
+
+
+def test_a_sequence_in_more_heads_than_a_grid_has_columns():
+    """More sequences than the 65,535 of a grid's second dimension."""
+    N = 65_535 + 3
+    call, state = tokens(N, 1, heads=(1, 1), K=64, V=64), pool(N, HV=1, K=64, V=64)
+    start = state.clone()
+    o = decode(call, state)
+    last = start[-4:].clone()
+    same(decode(part(call, slice(N - 4, N)), last), o[-4:])
+    same(last, state[-4:])
+
+
+# ------------------------------------------------------------------------------------------------ how it is called
+
+
+@pytest.mark.parametrize("T", [1, 4])
+def test_a_captured_graph_follows_its_inputs(T):
+    """Captured after one warm call; replays see new tokens, slots, accepted counts and states."""
+    slots = index(*range(6 * T)).view(6, T)
+    accepted = index(*[1] * 6)
+    call, state = tokens(6, T), pool(6 * T + 1)
+    out = torch.empty_like(call["v"])
+
+    def run():
+        decode(call, state, state_indices=slots, num_accepted=accepted, out=out)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for seed in (5, 6):
+        fresh, start = tokens(6, T, seed=seed), pool(6 * T + 1, seed=seed)
+        for name in PER_TOKEN:
+            call[name].copy_(fresh[name])
+        call["gate"].A_log.copy_(fresh["gate"].A_log)
+        call["gate"].dt_bias.copy_(fresh["gate"].dt_bias)
+        slots.copy_(torch.randperm(6 * T, device="cuda").view(6, T))
+        slots[seed % 6] = -1
+        accepted.copy_(torch.randint(-1, T + 3, (6,), device="cuda"))
+        state.copy_(start)
+        graph.replay()
+        o = decode(fresh, start, state_indices=slots, num_accepted=accepted)
+        same(out, o)
+        same(state, start)
+
+
+def test_the_current_stream_is_used():
+    call, state = tokens(4, 1), pool(4)
+    expected_state = state.clone()
+    expected = decode(call, expected_state)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        late = state + 0  # ready only once the stream is through with its sleep
+        o = decode(call, late)
+    side.synchronize()
+    same(o, expected)
+    same(late, expected_state)
+
+
+def test_kernels_in_a_row_wait_for_each_other():
+    """Launched before the one in front has ended, each step still reads what that one wrote."""
+    call, state = tokens(64, 1, heads=(16, 64)), pool(64, HV=64)
+    serial = state.clone()
+    for _ in range(20):
+        decode(call, state)
+    for _ in range(20):
+        decode(call, serial)
+        torch.cuda.synchronize()
+    same(state, serial)
+
+
+def test_torch_compile_makes_it_one_node():
+    call, state = tokens(2, 1), pool(2)
+    eager = state.clone()
+    step = torch.compile(lambda c, s: gd.decode(**c, state=s, backend="cute") * 2, fullgraph=True, backend="aot_eager")
+    same(step(call, state), decode(call, eager) * 2)
+    same(state, eager)
+
+
+def test_indices_are_looked_at_when_asked(monkeypatch):
+    monkeypatch.setattr(cute, "CHECK", True)
+    call, state = tokens(2, 1), pool(2)
+    before = state.clone()
+    with pytest.raises(IndexError, match="state_indices"):
+        decode(call, state, state_indices=index(0, 2))
+    with pytest.raises(ValueError, match="one sequence to write"):
+        decode(call, state, state_indices=index(1, 1))
+    same(state, before)
+
+
+def test_no_sequences():
+    state = pool(1)
+    assert decode(part(tokens(1, 2), slice(0, 0)), state).shape == (0, 2, HV, D)
+
+
+@pytest.mark.parametrize(("K", "V"), [(96, 192), (64, 96), (128, 32), (16, 64)], ids=str)
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("state_dtype", STATES, ids=str)
+@pytest.mark.parametrize("T", [1, 3])
+def test_other_head_dims(axis, state_dtype, K, V, T):
+    """OLMo hybrid has K=96, V=192."""
+    call, start = tokens(3, T, axis=axis, K=K, V=V), pool(3, state_dtype, K=K, V=V)
+    state = start.clone()
+    close_to_reference(call, start, (decode(call, state), state))
