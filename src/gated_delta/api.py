@@ -6,7 +6,6 @@ node, torch.ops.gated_delta.<op> (library.py), whose schema says what it mutates
 
 from __future__ import annotations
 
-import functools
 import inspect
 from collections.abc import Callable
 from typing import Any
@@ -23,7 +22,6 @@ from .problem import (
     KVBuffer,
     Problem,
     Tokens,
-    check_apart,
     describe_decode,
     describe_flush,
     describe_prefill,
@@ -114,19 +112,12 @@ def decode(
     Returns o [N, T, HV, V] in v's dtype.
     """
     tokens = Tokens(q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens)
-    states = dict(
-        state=state,
-        state_indices=state_indices,
-        write_indices=write_indices,
-        num_accepted=num_accepted,
-        intermediate_states=intermediate_states,
-        update_state=update_state,
-    )
+    states = (state, state_indices, write_indices, num_accepted, intermediate_states, update_state)
     if _traced(q):
         out = _empty_like(v, out)
-        torch.ops.gated_delta.decode(*_flat(tokens), **states, out=out, backend=backend)
+        torch.ops.gated_delta.decode(*_flat(tokens), *states, out, backend)
         return out
-    return run_decode(tokens, out, backend, **states)
+    return run_decode(tokens, *states, out, backend)
 
 
 def verify(
@@ -219,91 +210,84 @@ _DESCRIBE: dict[str, tuple[Callable[..., Any], Callable[..., Problem]]] = {
 
 # ------------------------------------------------------------------------------------------------ eager: check, allocate, run
 
-_runs: Memo[Callable[..., None]] = Memo()
-
 
 def run_prefill(
     tokens: Tokens, output_final_state: bool, final_state: Tensor | None, out: Tensor | None, backend: str, **states: Any
 ) -> tuple[Tensor, Tensor | None]:
-    key = _key("prefill", backend, tokens, out, output_final_state, *states.values())
-    run = _runs.find(key)
-    if run is None:
-        problem = describe_prefill(tokens, output_final_state=output_final_state, out=out, **states)
-        run = _remember(key, problem, backend, tokens.q, tokens.num_sequences)
-    out = _output(tokens, out)
+    problem = describe_prefill(tokens, output_final_state=output_final_state, out=out, **states)
+    _to_reference(problem, tokens.q, backend, tokens.num_sequences)
+    out = _empty_like(tokens.v, out)
     if output_final_state and final_state is None:
         final_state = _final_state(tokens, states["initial_state"])
-    run(tokens, **states, final_state=final_state, out=out)
+    reference.prefill(tokens, **states, final_state=final_state, out=out)
     return out, final_state
 
 
-def run_decode(tokens: Tokens, out: Tensor | None, backend: str, **states: Any) -> Tensor:
-    key = _key("decode", backend, tokens, out, *states.values())
-    run = _runs.find(key)
-    if run is None:
-        problem = describe_decode(tokens, out=out, **states)
-        made = _output(tokens, out)
-        run = _remember(key, problem, backend, tokens.q, tokens.num_sequences, tokens, out=made, **states)
-    out = _output(tokens, out)
-    run(tokens, **states, out=out)
-    return out
+_decodes: Memo[cute.DecodeLaunch] = Memo()
+
+
+def run_decode(
+    tokens: Tokens,
+    state: Tensor,
+    state_indices: Tensor | None,
+    write_indices: Tensor | None,
+    num_accepted: Tensor | None,
+    intermediate_states: Tensor | None,
+    update_state: bool,
+    out: Tensor | None,
+    backend: str,
+) -> Tensor:
+    q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens = tokens
+    known = None
+    try:
+        indices = (cu_seqlens, state_indices, write_indices, num_accepted)
+        given = (q, k, v, g, beta, state, gate.A_log, gate.dt_bias, *indices, intermediate_states, out)
+        values = (scale, gate.kind, gate.bound, qk_l2norm, beta_logits, update_state, backend, torch.is_grad_enabled())
+        known = _decodes.find(given, values)
+    except (AttributeError, TypeError):
+        pass  # an argument of no known kind, as describing the call will say
+    if known is not None and (made := known(given)) is not None:
+        return made
+    states: dict[str, Any] = dict(
+        state=state,
+        state_indices=state_indices,
+        write_indices=write_indices,
+        num_accepted=num_accepted,
+        intermediate_states=intermediate_states,
+        update_state=update_state,
+    )
+    problem = describe_decode(tokens, out=out, **states)
+    route = select(problem, q.device, backend, tokens.num_sequences)
+    if route.backend == "reference":
+        out = _empty_like(v, out)
+        reference.decode(tokens, **states, out=out)
+        return out
+    launch = cute.DecodeLaunch(route, tokens, **states, out=out)
+    made = launch(given)
+    assert made is not None
+    if known is None:
+        _decodes.remember(given, values, launch)
+    return made
 
 
 def run_verify(tokens: Tokens, out: Tensor | None, backend: str, **states: Any) -> Tensor:
-    indices = (states["state_indices"], states["buffer_indices"])
-    key = _key("verify", backend, tokens, out, states["state"], *indices, *_tensors(states["buffer"]))
-    run = _runs.find(key)
-    if run is None:
-        problem = describe_verify(tokens, out=out, **states)
-        run = _remember(key, problem, backend, tokens.q, tokens.num_sequences)
-    out = _output(tokens, out)
-    run(tokens, **states, out=out)
+    problem = describe_verify(tokens, out=out, **states)
+    _to_reference(problem, tokens.q, backend, tokens.num_sequences)
+    out = _empty_like(tokens.v, out)
+    reference.verify(tokens, **states, out=out)
     return out
 
 
 def run_flush(state: Tensor, buffer: KVBuffer, num_accepted: int | Tensor, backend: str, **indices: Any) -> None:
-    key = Memo.key("flush", backend, torch.is_grad_enabled(), state, num_accepted, *_tensors(buffer), *indices.values())
-    run = _runs.find(key)
-    if run is None:
-        problem = describe_flush(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
-        run = _remember(key, problem, backend, state, buffer.u.shape[-4])
-    run(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
+    problem = describe_flush(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
+    _to_reference(problem, state, backend, buffer.u.shape[-4])
+    reference.flush(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
 
 
-def _remember(
-    key: Any, problem: Problem, backend: str, x: Tensor, sequences: int, *arguments: Any, **states: Any
-) -> Callable[..., None]:
+def _to_reference(problem: Problem, x: Tensor, backend: str, sequences: int) -> None:
+    """For operations that have no kernel yet: raises where another backend is asked for."""
     route = select(problem, x.device, backend, sequences)
-    run: Callable[..., None]
-    if route.backend == "cute":
-        run = cute.LAUNCHES[problem.op](route, *arguments, **states)
-    else:
-        run = functools.partial(_reference, problem.op)
-    _runs.remember(key, run)
-    return run
-
-
-def _key(op: str, backend: str, tokens: Tokens, *others: Any) -> Any:
-    q, k, v, g, beta, gate, *rest = tokens
-    if not isinstance(gate, Gate):
-        return None  # as describing the call will say
-    facts = (gate.kind, gate.bound, gate.A_log, gate.dt_bias)
-    return Memo.key(op, backend, torch.is_grad_enabled(), q, k, v, g, beta, *facts, *rest, *others)
-
-
-def _tensors(buffer: KVBuffer) -> tuple[Any, ...]:
-    return (buffer.u, buffer.k, buffer.log_decay) if isinstance(buffer, KVBuffer) else (buffer,)
-
-
-def _reference(op: str, *arguments: Any, **states: Any) -> None:
-    getattr(reference, op)(*arguments, **states)
-
-
-def _output(tokens: Tokens, out: Tensor | None) -> Tensor:
-    if out is None:
-        return tokens.v.new_empty(tokens.v.shape)
-    check_apart(out, tokens)
-    return out
+    assert route.backend == "reference"
 
 
 def _empty_like(v: Tensor, out: Tensor | None) -> Tensor:

@@ -264,6 +264,7 @@ def _record(result: Any) -> dict[str, Any]:
 
 @app.command()
 def bench(
+    context: typer.Context,
     file: FileArgument = None,
     op: Annotated[Op, typer.Option(help="Operation to time.")] = Op.decode,
     model: Annotated[list[Model] | None, typer.Option(help="gdn or kda; may be repeated, both when not given.")] = None,
@@ -276,6 +277,8 @@ def bench(
     state_dtype: Annotated[Precision, typer.Option(help="State: fp32 or bf16.")] = Precision.fp32,
     backend: BackendOption = Backend.auto,
     token_loop: Annotated[bool, typer.Option("--token-loop", help="Prefill: time the token recurrence too, in turns.")] = False,
+    grid: Annotated[bool, typer.Option("--grid", help="Decode on a GPU: a fixed grid, narrowed by the options given.")] = False,
+    peers: Annotated[str, typer.Option(help="The grid beside these: flashinfer,sglang,fla.", show_default=False)] = "",
     as_json: JsonOption = False,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a picture of the timings to this file.")] = None,
     device: DeviceOption = "auto",
@@ -295,6 +298,25 @@ def bench(
         raise typer.BadParameter("a state is fp32 or bf16", param_hint="--state-dtype")
     if token_loop and op is not Op.prefill:
         raise typer.BadParameter("only a prefill has a token loop to compare with", param_hint="--token-loop")
+    if grid or peers:
+        sources = {name: context.get_parameter_source(name) for name in context.params}
+        given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
+        if fixed := given & {"dim", "gate", "dtype", "token_loop"}:
+            raise typer.BadParameter("the grid settles it", param_hint=f"--{min(fixed).replace('_', '-')}")
+        if op is not Op.decode or backend is Backend.reference or where.type != "cuda":
+            raise typer.BadParameter(
+                f"these time decode's CuTe backend on a CUDA device, got {op.value}, {backend.value}, {where}",
+                param_hint="--peers" if peers else "--grid",
+            )
+        cells = timing.grid(
+            models=[m.value for m in model] if model else None,
+            heads=[(H, HV)] if "heads" in given else None,
+            state_dtypes=[state_dtype.dtype] if "state_dtype" in given else None,
+            tokens=_ints(tokens, "--tokens") if tokens else None,
+            sequences=_ints(batch, "--batch") if "batch" in given else None,
+        )
+        _bench_decode(cells, peers, where, report, file, as_json, plot_file)
+        return
     lengths = _ints(tokens or ("4096" if op is Op.prefill else "1"), "--tokens")
     if op is not Op.prefill and max(lengths) > 16:
         raise typer.BadParameter(f"{op.value} takes at most 16 tokens a sequence, got {max(lengths)}", param_hint="--tokens")
@@ -331,6 +353,56 @@ def bench(
         if plot_file is not None:
             timing.plot(done, plot_file)
             report.print(f"wrote {plot_file}", highlight=False)
+    if failed:
+        raise typer.Exit(1)
+
+
+def _bench_decode(
+    cells: list[Any], peers: str, device: torch.device, report: Console, file: Path | None, as_json: bool, plot_file: Path | None
+) -> None:
+    from . import bench as timing
+
+    if not cells:
+        raise typer.BadParameter("no cell of the grid has all the values given", param_hint="--grid")
+    names = [name.strip() for name in peers.split(",")] if peers else []
+    if unknown := set(names) - set(timing.PEERS):
+        raise typer.BadParameter(f"expected some of {','.join(timing.PEERS)}, got {','.join(unknown)}", param_hint="--peers")
+    for target in (file, plot_file):
+        if target is not None:
+            target.parent.mkdir(parents=True, exist_ok=True)
+    contest = timing.Contest(
+        {name: timing.PEERS[name] for name in names}, device, lambda remark: errors.print(remark, highlight=False, markup=False)
+    )
+    hidden = not sys.stderr.isatty()
+    outcomes: list[timing.Outcome] = []
+
+    def record(host_us: dict[str, float]) -> dict[str, Any]:
+        return timing.record(outcomes, device, contest.peers, contest.kernels, host_us)
+
+    failed = 0
+    with torch.cuda.device(device):
+        right = []
+        for cell in track(cells, description="checking", console=errors, disable=hidden):
+            if wrong := contest.check(cell):
+                failed += 1
+                errors.print(f"fails its check, not timed: {cell}: {'; '.join(wrong)}", style="red", highlight=False, markup=False)
+            else:
+                right.append(cell)
+        for cell in track(right, description="timing", console=errors, disable=hidden):
+            outcomes.append(contest.measure(cell))
+            if as_json and file is not None:  # a run cut short leaves what it has
+                file.write_text(json.dumps(record({}), indent=1) + "\n")
+        smallest = min((o.cell for o in outcomes), key=lambda cell: cell.bytes, default=None)
+        host_us = {} if smallest is None else contest.host(smallest)
+    for table in timing.tables(outcomes, names):
+        report.print(table)
+    shown = ", ".join(f"{name} {us:.1f}" for name, us in host_us.items())
+    report.print(f"kernels: {contest.kernels}; host us per eager call, {smallest}: {shown}", highlight=False)
+    if as_json:
+        _write_json(file, record(host_us))
+    if plot_file is not None and outcomes:
+        timing.plot_outcomes(outcomes, names, timing.device_name(device), plot_file)
+        report.print(f"wrote {plot_file}", highlight=False)
     if failed:
         raise typer.Exit(1)
 

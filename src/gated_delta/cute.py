@@ -14,8 +14,8 @@ from torch import Tensor
 
 from . import compile, reference
 from .dispatch import Route
-from .kernels.arguments import ABSENT, BF16, FP16, FP32, DecodePointers, DecodeSizes, DecodeStrides
-from .problem import MAX_DRAFT, Tokens
+from .kernels.arguments import ABSENT, BF16, FP16, FP32, DecodeSizes, DecodeStrides
+from .problem import MAX_DRAFT, Tokens, UnsupportedProblem
 
 CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
 """Look at every index on the host before a launch, and raise as the reference backend does; costs a wait for the GPU."""
@@ -37,19 +37,23 @@ class DecodeLaunch:
         num_accepted: Tensor | None,
         intermediate_states: Tensor | None,
         update_state: bool,
-        out: Tensor,
+        out: Tensor | None,
     ):
         import tvm_ffi
 
         assert route.variant is not None
         assert route.schedule is not None
-        device = state.device
-        self.index = device.index
-        self.function = compile.load(route.variant, compile.ARCHS[torch.cuda.get_device_capability(device)])
-        self.default_scale = tokens.q.shape[-1] ** -0.5
-        q, k, v, g, beta, gate, cu_seqlens = *tokens[:6], tokens.cu_seqlens
+        q, k, v, g, beta, gate, scale, _, _, cu_seqlens = tokens
+        self.index = state.device.index
+        self.several_devices = torch.cuda.device_count() > 1
+        self.function = compile.load(route.variant, compile.ARCHS[torch.cuda.get_device_capability(state.device)])
+        self.scale, self.bound = q.shape[-1] ** -0.5 if scale is None else scale, gate.bound
+        self.update_state = update_state
+        self.aligned = "unaligned_qk" not in route.problem.options
         packed = cu_seqlens is not None
         N, HV = tokens.num_sequences, v.shape[2]
+        self.empty = N == 0
+        o = torch.empty(v.shape, dtype=v.dtype, device="meta") if out is None else out
 
         def rows(x: Tensor, dims: int) -> list[int]:
             """Strides of sequence, token, head, ...; a packed sequence starts where its first token is."""
@@ -63,24 +67,27 @@ class DecodeLaunch:
         if state_indices is not None and state_indices.ndim == 2:
             slots = state_indices.shape[1]
             longest = min(longest, slots)
-        self.strides = tvm_ffi.convert(
-            DecodeStrides(
-                *rows(q, 3),
-                *rows(k, 3),
-                *rows(v, 3),
-                *(rows(g, 4) if g.ndim == 4 else [*rows(g, 3), 0]),
-                *rows(beta, 3),
-                *rows(out, 4),
-                *_bytes(gate.A_log, 1),
-                *_bytes(gate.dt_bias, 2),
-                *_bytes(state, 2),
-                *_bytes(intermediate_states, 3),
-                *_bytes(cu_seqlens, 1),
-                *_bytes(state_indices, 2),
-                *_bytes(write_indices, 1),
-                *_bytes(num_accepted, 1),
-            )
+        strides = DecodeStrides(
+            *rows(q, 3),
+            *rows(k, 3),
+            *rows(v, 3),
+            *(rows(g, 4) if g.ndim == 4 else [*rows(g, 3), 0]),
+            *rows(beta, 3),
+            *rows(o, 4),
+            *_bytes(gate.A_log, 1),
+            *_bytes(gate.dt_bias, 2),
+            *_bytes(state, 2),
+            *_bytes(intermediate_states, 3),
+            *_bytes(cu_seqlens, 1),
+            *_bytes(state_indices, 2),
+            *_bytes(write_indices, 1),
+            *_bytes(num_accepted, 1),
         )
+        if max(strides) >= 2**31:
+            raise UnsupportedProblem(
+                f"backend 'cute' cannot run {route.problem.label}; it needs", ("strides below 2 GiB, in every tensor",)
+            )
+        self.strides = tvm_ffi.convert(strides)
         self.sizes = tvm_ffi.convert(
             DecodeSizes(
                 N=N,
@@ -101,59 +108,42 @@ class DecodeLaunch:
                 keep_lines=int(route.schedule.keep_lines),
             )
         )
-        self.empty = N == 0
 
-    def __call__(
-        self,
-        tokens: Tokens,
-        *,
-        state: Tensor,
-        state_indices: Tensor | None,
-        write_indices: Tensor | None,
-        num_accepted: Tensor | None,
-        intermediate_states: Tensor | None,
-        update_state: bool,
-        out: Tensor,
-    ) -> None:
-        q, k, v, g, beta, gate, scale, _, _, cu_seqlens = tokens
+    def __call__(self, given: tuple[Any, ...]) -> Tensor | None:
+        """Launch for tensors like those described, in DecodePointers' order; returns o.
+
+        None, and nothing is done, where these lie so that the call has to be described anew: out on an input, rows off a vector's
+        boundary.
+        """
+        out = given[-1]
+        if out is None:
+            out = torch.empty_like(given[2], memory_format=torch.contiguous_format)
+        pointers = [0 if x is None else x.data_ptr() for x in given[:-1]]
+        at = out.data_ptr()
+        q, k, v, _, _, state, *_, steps = pointers
+        if (state | steps) & 15 or ((q | k) & 15 and self.aligned) or (at in (q, k, v) and out.numel()):
+            return None
         if CHECK:
-            reference.decode_rows(tokens, state, state_indices, write_indices, num_accepted, intermediate_states, update_state)
+            self.check(given)
         if self.empty:
-            out.zero_()
-            return
-        g_address = g.data_ptr()
-        pointers = DecodePointers(
-            q.data_ptr(),
-            k.data_ptr(),
-            v.data_ptr(),
-            g_address,
-            beta.data_ptr(),
-            out.data_ptr(),
-            g_address if gate.A_log is None else gate.A_log.data_ptr(),
-            g_address if gate.dt_bias is None else gate.dt_bias.data_ptr(),
-            state.data_ptr(),
-            0 if intermediate_states is None else intermediate_states.data_ptr(),
-            0 if cu_seqlens is None else cu_seqlens.data_ptr(),
-            0 if state_indices is None else state_indices.data_ptr(),
-            0 if write_indices is None else write_indices.data_ptr(),
-            0 if num_accepted is None else num_accepted.data_ptr(),
-        )
-        self.launch(pointers, self.default_scale if scale is None else scale, gate.bound)
-
-    def launch(self, pointers: DecodePointers, scale: float, bound: float) -> None:
-        if torch.cuda.current_device() != self.index:
+            return out.zero_()
+        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.index))
+        pointers.append(at)
+        if self.several_devices and torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
-                self.function(pointers, scale, bound, self.strides, self.sizes, _stream(self.index))
+                self.function(pointers, self.scale, self.bound, self.strides, self.sizes, stream)
         else:
-            self.function(pointers, scale, bound, self.strides, self.sizes, _stream(self.index))
+            self.function(pointers, self.scale, self.bound, self.strides, self.sizes, stream)
+        return out
+
+    def check(self, given: tuple[Any, ...]) -> None:
+        q, k, v, g, beta, state, _, _, cu_seqlens, reads, writes, accepted, steps, _ = given
+        tokens = Tokens(q, k, v, g, beta, cu_seqlens=cu_seqlens)
+        reference.decode_rows(tokens, state, reads, writes, accepted, steps, self.update_state)
 
 
 EARLY_HEADS = 1024
 """States (sequences times heads) up to which decode asks for its states early: about what the chip holds at once."""
-
-
-def _stream(index: int) -> Any:
-    return ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(index))
 
 
 def _bytes(x: Tensor | None, dims: int) -> list[int]:
@@ -166,6 +156,3 @@ def _bytes(x: Tensor | None, dims: int) -> list[int]:
 
 def _index_kind(x: Tensor | None) -> int:
     return 0 if x is None else x.element_size() // 4
-
-
-LAUNCHES = {"decode": DecodeLaunch}

@@ -21,7 +21,7 @@ _TOKENS = (
 _SCHEMAS = {
     "prefill": f"({_TOKENS}, *, Tensor? initial_state, Tensor(a!)? state, Tensor? state_indices, Tensor? has_initial_state, "
     "Tensor(b!)? final_state, Tensor(c!) out, str backend) -> ()",
-    "decode": f"({_TOKENS}, *, Tensor(a!) state, Tensor? state_indices, Tensor? write_indices, Tensor? num_accepted, "
+    "decode": f"({_TOKENS}, Tensor(a!) state, Tensor? state_indices, Tensor? write_indices, Tensor? num_accepted, "
     "Tensor(b!)? intermediate_states, bool update_state, Tensor(c!) out, str backend) -> ()",
     "verify": f"({_TOKENS}, *, Tensor state, Tensor? state_indices, Tensor(a!) buffer_u, Tensor(b!) buffer_k, "
     "Tensor(c!) buffer_log_decay, Tensor? buffer_indices, Tensor(d!) out, str backend) -> ()",
@@ -39,8 +39,9 @@ def _prefill(*tokens: Any, final_state: Tensor | None, out: Tensor, backend: str
     api.run_prefill(_tokens(tokens), final_state is not None, final_state, out, backend, **states)
 
 
-def _decode(*tokens: Any, out: Tensor, backend: str, **states: Any) -> None:
-    api.run_decode(_tokens(tokens), out, backend, **states)
+def _decode(*arguments: Any) -> None:
+    tokens = arguments[: len(arguments) - 8]
+    api.run_decode(_tokens(tokens), *arguments[len(tokens) :])
 
 
 def _verify(

@@ -383,6 +383,9 @@ class _Checker:
         if out.shape != t.v.shape:
             raise ValueError(f"out: expected v's shape {list(t.v.shape)}, got {list(out.shape)}")
         _writable("out", out)
+        for name, x in (("q", t.q), ("k", t.k), ("v", t.v)):
+            if out.data_ptr() == x.data_ptr() and out.numel():
+                raise ValueError(f"out: expected memory apart from the inputs, got {name}'s")
 
     def buffer(self, buffer: object, lead: str) -> str:
         """Returns the axis the buffer was made for."""
@@ -418,13 +421,6 @@ class _Checker:
             beta_logits=tokens.beta_logits,
             options=options,
         )
-
-
-def check_apart(out: Tensor, t: Tokens) -> None:
-    """Raises ValueError where out is one of the inputs: not a fact of the shapes, so looked at on every call."""
-    for name, x in (("q", t.q), ("k", t.k), ("v", t.v)):
-        if out.data_ptr() == x.data_ptr() and out.numel():
-            raise ValueError(f"out: expected memory apart from the inputs, got {name}'s")
 
 
 def _axis(tokens: Tokens) -> str:

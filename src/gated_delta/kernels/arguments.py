@@ -7,22 +7,22 @@ BF16, FP16, FP32, ABSENT = range(4)
 
 
 class DecodePointers(NamedTuple):
-    """Addresses; 0 for an optional tensor that is not there (A_log and dt_bias are then not read, or read from g)."""
+    """Addresses; 0 for an optional tensor that is not there."""
 
     q: int
     k: int
     v: int
     g: int
     beta: int
-    o: int
+    state: int
     A_log: int
     dt_bias: int
-    state: int
-    steps: int
     cu_seqlens: int
     reads: int
     writes: int
     accepted: int
+    steps: int
+    o: int
 
 
 class DecodeStrides(NamedTuple):

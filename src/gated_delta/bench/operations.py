@@ -1,4 +1,4 @@
-"""Timing of the operations: same inputs as the checks, nothing timed that fails its check."""
+"""Timing of any operation on any device: same inputs as the checks, nothing timed that fails its check."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from . import api, reference
-from .problem import KVBuffer
-from .testing import run_case
-from .testing.cases import Case
-from .testing.check import fill_buffer, run
-from .testing.inputs import Call, make
+from .. import api, reference
+from ..problem import KVBuffer
+from ..testing import run_case
+from ..testing.cases import Case
+from ..testing.check import fill_buffer, run
+from ..testing.inputs import Call, make
 
 CHECKED_TOKENS = 130
 """A problem is checked on at most this many tokens of at most three sequences; only its sizes grow for the timing."""

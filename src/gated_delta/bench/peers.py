@@ -1,0 +1,224 @@
+"""How each peer makes the same call. Nothing of a peer is imported before it is asked for, and each may refuse a cell.
+
+The peers' names for things live here and nowhere else in the benchmark. A peer gets what it takes at its best: tensors allocated
+beforehand, states in the layout of its choice, its own fused gate.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import metadata
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cells import BOUND, Buffers, Call, Cell, D, blank
+
+SGLANG_KERNEL = "GATED_DELTA_SGLANG_KERNEL"
+SGLANG_FILE = "fused_sigmoid_gating_recurrent.py"
+
+
+class NotOffered(Exception):
+    """The peer has nothing for this cell; the message says why."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """prepare: everything but the call itself, for one set of buffers."""
+
+    name: str
+    package: str
+    prepare: Callable[[Cell, Buffers], Call]
+
+    @property
+    def version(self) -> str | None:
+        """The installed package's version; SGLang's kernel may be a lone file, named by its digest."""
+        try:
+            return metadata.version(self.package)
+        except metadata.PackageNotFoundError:
+            file = sglang_file() if self.name == "sglang" else None
+            return f"file {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}" if file else None
+
+
+def _function(module: str, name: str) -> Callable[..., Any]:
+    found: Callable[..., Any] = getattr(importlib.import_module(module), name)
+    return found
+
+
+def _starts(cell: Cell, device: torch.device) -> Tensor:
+    """cu_seqlens of the batch as one packed row."""
+    return torch.arange(0, cell.sequences * cell.tokens + 1, cell.tokens, dtype=torch.int32, device=device)
+
+
+def _packed(x: Tensor) -> Tensor:
+    """[B, T, ...] -> [1, B * T, ...], the same memory."""
+    return x.view(1, -1, *x.shape[2:])
+
+
+# ------------------------------------------------------------------------------------------------ FlashInfer
+
+
+def flashinfer(cell: Cell, b: Buffers) -> Call:
+    return _flashinfer_gdn(cell, b) if cell.model == "gdn" else _flashinfer_kda(cell, b)
+
+
+def _flashinfer_gdn(cell: Cell, b: Buffers) -> Call:
+    decode = _function("flashinfer.gdn_decode", "gated_delta_rule_decode_pretranspose")
+    out, written = blank(b), b.state
+    options: dict[str, Any] = dict(scale=D**-0.5, output=out, use_qk_l2norm=True)
+    options |= dict(initial_state=b.state, initial_state_indices=b.state_indices)
+    if b.intermediate_states is not None:
+        written = b.intermediate_states
+        options |= dict(intermediate_states_buffer=written, disable_state_update=True)
+
+    def call() -> tuple[Tensor, Tensor]:
+        o, _ = decode(b.q, b.k, b.v, None, b.gate.A_log, b.g, b.gate.dt_bias, b.beta, **options)
+        return o, written
+
+    return call
+
+
+def _flashinfer_kda(cell: Cell, b: Buffers) -> Call:
+    if cell.state_dtype != torch.bfloat16:
+        raise NotOffered("recurrent_kda takes no fp32 state")
+    # This entry and not flashinfer.recurrent_kda, which also looks whether the packed batch might be a prefill.
+    decode = _function("flashinfer.kda_decode", "recurrent_kda")
+    assert b.gate.dt_bias is not None
+    out, written = _packed(blank(b)), b.state
+    tokens = [_packed(x) for x in (b.q, b.k, b.v, b.g, b.beta)]
+    options: dict[str, Any] = dict(A_log=b.gate.A_log, dt_bias=b.gate.dt_bias.view(-1), lower_bound=BOUND)
+    options |= dict(scale=D**-0.5, use_gate_in_kernel=True, beta_is_logit=True)
+    options |= dict(cu_seqlens=_starts(cell, b.q.device), output=out)
+    if b.intermediate_states is None:
+        options |= dict(initial_state=b.state, ssm_state_indices=b.state_indices)
+    else:
+        # Its form of speculative decoding: one slot a token in a pool of their own, read from another pool.
+        written = b.intermediate_states
+        slots = torch.arange(cell.sequences * cell.tokens, dtype=torch.int32, device=b.q.device)
+        options |= dict(initial_state=written.view(-1, *written.shape[2:]), ssm_state_indices=slots.view(-1, cell.tokens))
+        options |= dict(initial_state_source=b.state, initial_state_indices=b.state_indices, num_spec_tokens=cell.tokens - 1)
+
+    def call() -> tuple[Tensor, Tensor]:
+        o, _ = decode(*tokens, **options)
+        return o, written
+
+    return call
+
+
+# ------------------------------------------------------------------------------------------------ SGLang
+
+
+def sglang_file() -> Path | None:
+    """SGLang's Triton kernel: the file that GATED_DELTA_SGLANG_KERNEL names, else one on sys.path."""
+    if named := os.environ.get(SGLANG_KERNEL):
+        return Path(named)
+    inside = Path("sglang/kernels/ops/attention/linear") / SGLANG_FILE
+    places = (Path(root) / name for root in sys.path for name in (SGLANG_FILE, inside))
+    return next((place for place in places if place.is_file()), None)
+
+
+@functools.cache
+def _sglang_kernel() -> Callable[..., Any]:
+    file = sglang_file()
+    if file is None or not file.is_file():
+        raise ImportError(f"SGLang's {SGLANG_FILE}: not on sys.path; {SGLANG_KERNEL} may name it, got {file}")
+    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
+    # The file asks SGLang's own modules what machine this is; they need the whole of SGLang, so they are played here.
+    answers: dict[str, dict[str, object]] = {
+        "sglang": {},
+        "sglang.kernels": {},
+        "sglang.kernels.jit": {},
+        "sglang.kernels.jit.utils": dict(is_arch_support_pdl=capability >= (9, 0)),
+        "sglang.srt": {},
+        "sglang.srt.utils": dict(
+            get_device_sm=capability[0] * 10 + capability[1],
+            is_cuda=torch.cuda.is_available(),
+            is_sm90_supported=capability[0] == 9,
+            is_gfx95_supported=False,
+            is_hip=False,
+        ),
+    }
+    played = {name: ModuleType(name) for name in answers}
+    for name, facts in answers.items():
+        for question, answer in facts.items():
+            setattr(played[name], question, lambda *_, answer=answer: answer)
+    spec = importlib.util.spec_from_file_location("gated_delta_bench_sglang", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    before = {name: sys.modules.get(name) for name in played}
+    sys.modules.update(played)
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        for name, was in before.items():
+            if was is None:
+                del sys.modules[name]
+            else:
+                sys.modules[name] = was
+    found: Callable[..., Any] = module.fused_sigmoid_gating_delta_rule_update
+    return found
+
+
+def sglang(cell: Cell, b: Buffers) -> Call:
+    decode = _sglang_kernel()
+    q, k, v = (_packed(x) for x in (b.q, b.k, b.v))
+    g, beta = (x.view(cell.sequences * cell.tokens, -1) for x in (b.g, b.beta))
+    written = b.state
+    options: dict[str, Any] = dict(softplus_beta=1.0, softplus_threshold=20.0, scale=D**-0.5, use_qk_l2norm_in_kernel=True)
+    options |= dict(cu_seqlens=_starts(cell, b.q.device), is_kda=cell.model == "kda")
+    options |= dict(lower_bound=BOUND if cell.model == "kda" else None)
+    options |= dict(A_log=b.gate.A_log, dt_bias=b.gate.dt_bias, initial_state_source=b.state, initial_state_indices=b.state_indices)
+    if b.intermediate_states is not None:
+        written = b.intermediate_states
+        rows = torch.arange(cell.sequences, dtype=torch.int32, device=b.q.device)
+        options |= dict(intermediate_states_buffer=written, intermediate_state_indices=rows)
+        options |= dict(cache_steps=cell.tokens, disable_state_update=True)
+
+    def call() -> tuple[Tensor, Tensor]:
+        return decode(a=g, q=q, k=k, v=v, b=beta, **options), written
+
+    return call
+
+
+# ------------------------------------------------------------------------------------------------ FLA
+
+
+def fla(cell: Cell, b: Buffers) -> Call:
+    """FLA has no pool: it gets the states gathered beforehand, and writes new ones, in fp32 always."""
+    if cell.tokens > 1:
+        raise NotOffered("fused_recurrent returns the final state alone, no intermediate ones")
+    options: dict[str, Any] = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True)
+    options |= dict(A_log=b.gate.A_log, dt_bias=b.gate.dt_bias, scale=D**-0.5, output_final_state=True, state_v_first=True)
+    if cell.model == "gdn":
+        decode = _function("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")
+    else:
+        decode = _function("fla.ops.kda", "fused_recurrent_kda")
+        options |= dict(lower_bound=BOUND)
+    states = b.state[b.state_indices.long()]
+
+    def call() -> tuple[Tensor, Tensor]:
+        made: tuple[Tensor, Tensor] = decode(b.q, b.k, b.v, b.g, beta=b.beta, initial_state=states, **options)
+        return made
+
+    return call
+
+
+PEERS = {
+    peer.name: peer
+    for peer in (
+        Peer("flashinfer", "flashinfer-python", flashinfer),
+        Peer("sglang", "sglang", sglang),
+        Peer("fla", "fla-core", fla),
+    )
+}

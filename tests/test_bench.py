@@ -1,0 +1,631 @@
+"""The decode benchmark without a GPU: the grid, the arithmetic, the judging of peers, what is written. Times are made up here."""
+
+import json
+import math
+import subprocess
+import sys
+import types
+from contextlib import nullcontext
+from functools import partial
+from importlib import metadata
+from io import StringIO
+
+import pytest
+import torch
+import typer
+from typer.testing import CliRunner
+
+import gated_delta as gd
+from gated_delta import bench, cli, compile, reference
+from gated_delta.bench import PEERS, Cell, Outcome, cells, clock, peers, report
+from gated_delta.bench.cells import make, ours
+from gated_delta.bench.peers import NotOffered, Peer
+from gated_delta.bench.report import Rival
+
+CPU = torch.device("cpu")
+BF16, FP32 = torch.bfloat16, torch.float32
+SMALL = [
+    Cell("gdn", (1, 2), BF16, 1, 3),
+    Cell("kda", (2, 2), BF16, 3, 2),
+    Cell("gdn", (1, 2), FP32, 1, 2),
+    Cell("kda", (2, 2), BF16, 1, 2),
+]
+
+
+def same(cell, b):
+    """A peer that makes our own call, into an output of its own."""
+    return ours(cell, b, "reference")
+
+
+def fake_contest(monkeypatch, us, tried=None, remarks=None):
+    """A contest on the CPU among the given peers, name -> (prepare, microseconds)."""
+    times = {"ours": 4.0, "copy": 3.0} | {name: time for name, (_, time) in us.items()}
+
+    def in_turns(replays):
+        return {name: times[name] for name in replays}
+
+    def capture(calls):
+        for call in calls:
+            call()
+        if tried is not None:
+            tried.append(len(calls))
+        return lambda: math.nan
+
+    monkeypatch.setattr(clock, "in_turns", in_turns)
+    monkeypatch.setattr(Cell, "rotation", 2)
+    made = {name: Peer(name, "no-such-package", prepare) for name, (prepare, _) in us.items()}
+    say = (remarks if remarks is not None else []).append
+    return bench.Contest(made, CPU, say, backend="reference", capture=capture)
+
+
+# ------------------------------------------------------------------------------------------------ the grid
+
+
+def test_grid_is_the_agreed_one():
+    chosen = bench.grid()
+    assert len(chosen) == len(set(chosen)) == 4 * 10 + 2 * 5 * 8 + 2 * 10
+    assert {cell.family for cell in chosen} == set(cells.FAMILIES)
+    assert Cell("gdn", (16, 64), BF16, 1, 512) in chosen
+    assert Cell("kda", (64, 64), BF16, 1, 1) in chosen
+    assert Cell("kda", (32, 32), BF16, 8, 128) in chosen
+    assert Cell("gdn", (16, 64), FP32, 1, 512) in chosen
+    assert Cell("gdn", (16, 64), BF16, 4, 256) not in chosen
+    assert {cell.sequences for cell in chosen if cell.tokens == 1} == {2**i for i in range(10)}
+
+
+def test_grid_is_narrowed_by_what_is_given():
+    chosen = bench.grid(models=["kda"], heads=[(32, 32)], tokens=[1, 4], sequences=[8, 999])
+    assert [cell.label for cell in chosen] == ["KDA 32/32 bf16 T=1 B=8", "KDA 32/32 bf16 T=4 B=8", "KDA 32/32 fp32 T=1 B=8"]
+    assert [cell.family for cell in bench.grid(state_dtypes=[FP32], sequences=[1])] == ["fp32", "fp32"]
+
+
+def test_bytes_are_the_states_read_and_written():
+    one = 64 * 128 * 128 * 2
+    assert Cell("gdn", (16, 64), BF16, 1, 64).bytes == 2 * 64 * one
+    assert Cell("gdn", (16, 64), BF16, 4, 64).bytes == (1 + 4) * 64 * one
+    assert Cell("gdn", (16, 64), FP32, 1, 64).bytes == 2 * 64 * 2 * one
+
+
+@pytest.mark.parametrize("cell", bench.grid(), ids=str)
+def test_rotation_is_cold_and_fits(cell):
+    assert cell.rotation >= 2
+    assert cell.rotation == 48 or cell.rotation * cell.bytes >= 400e6
+    assert 4 * cell.rotation * cell.bytes <= 40e9
+
+
+def test_rotation_gives_up_sets_before_memory():
+    assert Cell("gdn", (16, 64), FP32, 1, 4096).rotation == 1
+
+
+def test_checks_take_the_cells_own_schedule_on_few_sequences():
+    from gated_delta.dispatch import decode_schedule
+
+    for cell in bench.grid():
+        for case in cell.checks():
+            problem = case.problem
+            assert len(case.lengths) <= max(3, cell.sequences)
+            assert decode_schedule(problem, len(case.lengths)) == decode_schedule(problem, cell.sequences), cell
+            assert (*cell.heads, cell.tokens) == (problem.H, problem.HV, problem.T)
+            assert (problem.gate, problem.state_dtype) == (cells.GATES[cell.model], cell.state_dtype)
+    assert {len(case.lengths) for cell in bench.grid() if cell.sequences > 64 for case in cell.checks()} <= set(range(3, 65))
+    assert {case.layout for case in Cell("gdn", (16, 64), BF16, 4, 8).checks()} == {"intermediates", "frozen"}
+
+
+@pytest.mark.parametrize("cell", SMALL, ids=str)
+def test_buffers_are_valid_arguments_in_scattered_slots(cell):
+    b, other = make(cell, CPU, 0), make(cell, CPU, 1)
+    assert sorted(b.state_indices.tolist()) == list(range(1, cell.sequences + 1))
+    assert b.state_indices.dtype == torch.int32
+    assert b.state.shape[0] == cell.sequences + 1
+    assert not torch.equal(b.q, other.q)
+    before = b.state.clone()
+    o, states = b.results(same(cell, b))
+    assert torch.equal(b.state, before)
+    assert bool(o.isfinite().all())
+    if cell.tokens == 1:
+        assert states.shape == b.state[1:].shape
+        assert not torch.equal(states, before[b.state_indices.long()])
+    else:
+        assert states.shape == b.intermediate_states.shape
+        assert bool(states.ne(0).any())
+
+
+# ------------------------------------------------------------------------------------------------ clocks
+
+
+def test_clocks_take_turns_and_medians():
+    played = []
+
+    def replay(name, times):
+        it = iter(times * 100)
+
+        def play():
+            played.append(name)
+            return next(it)
+
+        return play
+
+    taken = clock.in_turns({"a": replay("a", [1.0, 1.0, 9.0]), "b": replay("b", [2.0])})
+    assert taken == {"a": 1.0, "b": 2.0}
+    assert played == (["a"] * clock.REPLAYS + ["b"] * clock.REPLAYS) * clock.ROUNDS
+
+
+def test_host_clock_counts_one_call(monkeypatch):
+    calls = []
+    ticks = iter(range(1000))
+    monkeypatch.setattr(clock.time, "perf_counter", lambda: next(ticks))
+    assert clock.host_us(lambda: calls.append(1), CPU) == pytest.approx(1e6 / clock.HOST_CALLS)
+    assert len(calls) == clock.HOST_BATCHES * clock.HOST_CALLS == 2000
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="captures a CUDA graph")
+def test_a_replay_runs_every_call_as_often_as_it_counts():
+    sums = [torch.zeros(2**24, device="cuda") for _ in range(3)]
+    replay = clock.capture([lambda x=x: x.add_(1) for x in sums])
+    assert [x[0].item() for x in sums] == [1.0] * 3  # capturing runs nothing
+    assert 5 < replay() < 500  # 128 MB read and written
+    assert [x[0].item() for x in sums] == [1.0 + 2 * clock.PASSES] * 3
+
+
+# ------------------------------------------------------------------------------------------------ ours and the peers
+
+
+def test_a_right_kernel_passes_and_a_wrong_one_is_named(monkeypatch):
+    assert fake_contest(monkeypatch, {}).check(SMALL[0]) == []
+    right = reference.decode
+    monkeypatch.setattr(reference, "decode", lambda tokens, **states: right(tokens._replace(beta_logits=False), **states))
+    wrong = fake_contest(monkeypatch, {}).check(SMALL[0])
+    assert any("o: error" in line for line in wrong)
+
+
+def test_a_backend_that_cannot_run_fails_its_check():
+    lines = bench.Contest({}, CPU, print, backend="cute").check(SMALL[1])
+    assert len(lines) == 2
+    assert "tensors on a CUDA device" in lines[0]
+
+
+@pytest.mark.parametrize("cell", SMALL, ids=str)
+def test_measure_times_everybody_who_agrees(monkeypatch, cell):
+    tried = []
+    outcome = fake_contest(monkeypatch, {"twin": (same, 6.0), "other": (same, 5.0)}, tried).measure(cell)
+    assert (outcome.us, outcome.copy_us, outcome.best) == (4.0, 3.0, ("other", 5.0))
+    assert outcome.rivals["twin"] == Rival(6.0, 0.0, True)
+    assert outcome.ratio == pytest.approx(1.25)
+    assert outcome.share == pytest.approx(0.75)
+    assert outcome.tb_s == pytest.approx(cell.bytes / 4e6)
+    assert tried == [2] * 4  # ours, the copy and both peers, each on every set
+
+
+def idle(cell, b):
+    """Returns what it was given and does nothing."""
+    return lambda: (cells.blank(b), b.state if b.intermediate_states is None else b.intermediate_states)
+
+
+def forgetful(cell, b):
+    """The right o, no state written."""
+    o, states = b.results(same(cell, b))
+    return lambda: (o, b.state if b.intermediate_states is None else b.intermediate_states)
+
+
+def careless(cell, b):
+    """Takes the states in another order."""
+    call = same(cell, b)
+
+    def wrong():
+        held = b.state_indices.clone()
+        b.state_indices.copy_(held.flip(0))
+        made = call()
+        b.state_indices.copy_(held)
+        return made
+
+    return wrong
+
+
+@pytest.mark.parametrize("cell", SMALL, ids=str)
+@pytest.mark.parametrize("wrong", [idle, forgetful, careless])
+def test_a_peer_that_disagrees_is_not_timed(monkeypatch, cell, wrong):
+    remarks = []
+    outcome = fake_contest(monkeypatch, {"wrong": (wrong, 1.0), "right": (same, 5.0)}, remarks=remarks).measure(cell)
+    assert outcome.rivals["wrong"].agrees is False
+    assert outcome.rivals["wrong"].us is None
+    assert outcome.rivals["wrong"].shown == "disagrees"
+    assert outcome.best == ("right", 5.0)
+    assert len(remarks) == 1
+    assert "wrong disagrees" in remarks[0]
+
+
+def test_a_missing_peer_is_reported_once_and_the_run_goes_on(monkeypatch):
+    def missing(cell, b):
+        raise ModuleNotFoundError("No module named 'nowhere'\nand more")
+
+    remarks = []
+    run = fake_contest(monkeypatch, {"missing": (missing, 1.0), "right": (same, 5.0)}, remarks=remarks)
+    outcomes = [run.measure(cell) for cell in SMALL[:2]]
+    assert [o.best for o in outcomes] == [("right", 5.0)] * 2
+    assert outcomes[0].rivals["missing"] == Rival(None, None, None, "ModuleNotFoundError: No module named 'nowhere'")
+    assert len(remarks) == 1
+    assert remarks[0].startswith("missing does not run")
+
+
+def test_a_peer_that_fails_in_the_graph_is_not_fatal(monkeypatch):
+    def late(cell, b):
+        calls = iter([True])
+        call = same(cell, b)
+
+        def once():
+            next(calls)
+            return call()
+
+        return once
+
+    outcome = fake_contest(monkeypatch, {"late": (late, 1.0)}).measure(SMALL[0])
+    assert outcome.best is None
+    assert outcome.ratio is None
+    assert (outcome.rivals["late"].agrees, outcome.rivals["late"].reason) == (True, "StopIteration")
+
+
+def test_our_own_failure_is_not_swallowed(monkeypatch):
+    monkeypatch.setattr(reference, "decode", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        fake_contest(monkeypatch, {}).measure(SMALL[0])
+
+
+def test_kernels_loaded_after_the_checks_are_counted(monkeypatch):
+    run = fake_contest(monkeypatch, {})
+    run.check(SMALL[0])
+    run.measure(SMALL[0])
+    assert run.kernels == {"loaded_by_checks": 0, "loaded_while_timing": 0}
+    loaded = dict(compile._loaded)
+    monkeypatch.setattr(compile, "_loaded", loaded)
+    right = reference.decode
+
+    def loading(tokens, **states):
+        loaded[tokens.q.shape] = None  # a kernel for every shape
+        return right(tokens, **states)
+
+    monkeypatch.setattr(reference, "decode", loading)
+    run.measure(SMALL[0])
+    run.measure(SMALL[3])
+    assert run.kernels["loaded_while_timing"] == 2
+
+
+def test_host_cost_is_of_ours_and_every_peer_that_runs(monkeypatch):
+    def missing(cell, b):
+        raise ImportError("gone")
+
+    monkeypatch.setattr(clock, "HOST_CALLS", 2)
+    taken = fake_contest(monkeypatch, {"missing": (missing, 1.0), "right": (same, 5.0)}).host(SMALL[0])
+    assert set(taken) == {"ours", "right"}
+    assert all(us > 0 for us in taken.values())
+
+
+# Stand-ins with the peers' own signatures, whose bodies say what the peers' documentation says.
+
+
+def pretranspose(
+    q, k, v, state, A_log, a, dt_bias, b, scale=None, output=None, use_qk_l2norm=True, initial_state=None,
+    initial_state_indices=None, output_state_indices=None, intermediate_states_buffer=None, disable_state_update=False,
+):  # fmt: skip
+    assert (state, output_state_indices, use_qk_l2norm) == (None, None, True)
+    assert disable_state_update == (q.shape[1] > 1)
+    gd.decode(
+        q, k, v, a, b, gate=gd.Gate.softplus(A_log, dt_bias), scale=scale, beta_logits=True, state=initial_state,
+        state_indices=initial_state_indices, intermediate_states=intermediate_states_buffer,
+        update_state=not disable_state_update, out=output, backend="reference",
+    )  # fmt: skip
+    return output, initial_state
+
+
+def recurrent_kda(
+    q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=True, use_gate_in_kernel=False, lower_bound=None, cu_seqlens=None, ssm_state_indices=None,
+    num_spec_tokens=None, num_accepted_tokens=None, output=None, initial_state_source=None, initial_state_indices=None,
+    beta_is_logit=False,
+):  # fmt: skip
+    assert use_gate_in_kernel
+    assert beta_is_logit
+    assert cu_seqlens.dtype == torch.int32
+    gate = gd.Gate.lower_bound(A_log, dt_bias.view(v.shape[2], -1), lower_bound)
+    options = dict(gate=gate, scale=scale, beta_logits=True, cu_seqlens=cu_seqlens, backend="reference")
+    if num_spec_tokens is None:
+        return gd.decode(q, k, v, g, beta, **options, state=initial_state, state_indices=ssm_state_indices, out=output), None
+    N, W = ssm_state_indices.shape
+    assert num_spec_tokens + 1 == W
+    steps = torch.empty(N, W, *initial_state.shape[1:], dtype=initial_state.dtype)
+    source = dict(state=initial_state_source, state_indices=initial_state_indices, update_state=False)
+    gd.decode(q, k, v, g, beta, **options, **source, intermediate_states=steps, out=output)
+    initial_state[ssm_state_indices.view(-1).long()] = steps.flatten(0, 1)
+    return output, None
+
+
+def fla_gdn(
+    q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False,
+    allow_neg_eigval=False, state_v_first=False, cu_seqlens=None,
+):  # fmt: skip
+    return fla_step(q, k, v, g, beta, gd.Gate.softplus(A_log, dt_bias), scale, initial_state, state_v_first)
+
+
+def fla_kda(
+    q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
+    lower_bound=None, state_v_first=False, cu_seqlens=None,
+):  # fmt: skip
+    return fla_step(q, k, v, g, beta, gd.Gate.lower_bound(A_log, dt_bias, lower_bound), scale, initial_state, state_v_first)
+
+
+def fla_step(q, k, v, g, beta, gate, scale, initial_state, state_v_first):
+    assert state_v_first
+    states = initial_state.float()
+    return gd.decode(q, k, v, g, beta, gate=gate, scale=scale, beta_logits=True, state=states, backend="reference"), states
+
+
+SGLANG = """
+from sglang.kernels.jit.utils import is_arch_support_pdl
+from sglang.srt.utils import get_device_sm, is_cuda, is_gfx95_supported, is_hip, is_sm90_supported
+
+import torch
+import gated_delta as gd
+
+assert not (is_arch_support_pdl() or is_cuda() or is_gfx95_supported() or is_hip() or is_sm90_supported())
+assert get_device_sm() == 0
+
+
+def fused_sigmoid_gating_delta_rule_update(
+    A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices, scale=None,
+    use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False, lower_bound=None, disable_state_update=False,
+    intermediate_states_buffer=None, intermediate_state_indices=None, cache_steps=None,
+):
+    assert (softplus_beta, softplus_threshold, use_qk_l2norm_in_kernel) == (1.0, 20.0, True)
+    assert (lower_bound is not None) == is_kda
+    assert cache_steps is None or cache_steps == intermediate_states_buffer.shape[1]
+    a = a.view(1, a.shape[0], v.shape[2], -1)
+    a = a if is_kda else a[..., 0]
+    gate = gd.Gate.lower_bound(A_log, dt_bias, lower_bound) if is_kda else gd.Gate.softplus(A_log, dt_bias)
+    return gd.decode(
+        q, k, v, a, b[None], gate=gate, scale=scale, beta_logits=True, cu_seqlens=cu_seqlens, state=initial_state_source,
+        state_indices=initial_state_indices, intermediate_states=intermediate_states_buffer,
+        update_state=not disable_state_update, backend="reference",
+    )
+"""
+
+
+@pytest.fixture
+def stand_ins(monkeypatch, tmp_path):
+    modules = {
+        "flashinfer": {},
+        "flashinfer.gdn_decode": dict(gated_delta_rule_decode_pretranspose=pretranspose),
+        "flashinfer.kda_decode": dict(recurrent_kda=recurrent_kda),
+        "fla": {},
+        "fla.ops": {},
+        "fla.ops.gated_delta_rule": dict(fused_recurrent_gated_delta_rule=fla_gdn),
+        "fla.ops.kda": dict(fused_recurrent_kda=fla_kda),
+    }
+    for name, content in modules.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    file = tmp_path / "a_kernel.py"
+    file.write_text(SGLANG)
+    monkeypatch.setenv(peers.SGLANG_KERNEL, str(file))
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    peers._sglang_kernel.cache_clear()
+    yield
+    peers._sglang_kernel.cache_clear()
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize("cell", SMALL, ids=str)
+@pytest.mark.parametrize("name", list(PEERS))
+def test_peers_are_asked_for_the_same(monkeypatch, name, cell):
+    if name == "fla" and cell.tokens > 1:
+        with pytest.raises(NotOffered, match="final state alone"):
+            PEERS[name].prepare(cell, make(cell, CPU, 0))
+        return
+    outcome = fake_contest(monkeypatch, {name: (PEERS[name].prepare, 7.0)}).measure(cell)
+    assert outcome.rivals[name].reason is None
+    assert outcome.best == (name, 7.0)
+    assert outcome.rivals[name].error < 5e-3
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_flashinfer_has_no_kda_with_fp32_states():
+    cell = Cell("kda", (2, 2), FP32, 1, 2)
+    with pytest.raises(NotOffered, match="fp32"):
+        PEERS["flashinfer"].prepare(cell, make(cell, CPU, 0))
+
+
+@pytest.mark.usefixtures("stand_ins")
+def test_sglang_is_found_by_name_and_leaves_no_modules_behind(monkeypatch, tmp_path):
+    before = {name for name in sys.modules if name.split(".")[0] == "sglang"}
+    peers._sglang_kernel()
+    assert {name for name in sys.modules if name.split(".")[0] == "sglang"} == before
+    assert Peer("sglang", "no-such-package", same).version.startswith("file ")
+    monkeypatch.delenv(peers.SGLANG_KERNEL)
+    (tmp_path / peers.SGLANG_FILE).write_text(SGLANG)
+    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    assert peers.sglang_file() == tmp_path / peers.SGLANG_FILE
+    monkeypatch.setenv(peers.SGLANG_KERNEL, str(tmp_path / "nowhere.py"))
+    peers._sglang_kernel.cache_clear()
+    with pytest.raises(ImportError, match=r"nowhere\.py"):
+        peers._sglang_kernel()
+
+
+# ------------------------------------------------------------------------------------------------ results
+
+
+def outcome(us, copy_us, cell=SMALL[0], **times):
+    return Outcome(cell, us, copy_us, {name: Rival(time, 1e-3, True) for name, time in times.items()})
+
+
+GDN = partial(Cell, "gdn", (16, 64), BF16)
+MADE_UP = [
+    outcome(10.0, 8.0, GDN(1, 32), a=20.0, b=40.0),  # ratio 2, not a full chip
+    outcome(10.0, 9.0, GDN(1, 64), a=5.0, b=7.0),  # ratio 0.5, share 0.9
+    outcome(10.0, 9.5, GDN(1, 128)),  # nobody to compare with, share 0.95
+    outcome(10.0, 9.8, GDN(4, 64), a=15.0),
+    outcome(10.0, 7.0, Cell("kda", (32, 32), FP32, 1, 64), a=11.0),  # 2048 states: full for fp32
+]
+
+
+def test_summary_by_family():
+    found = report.summary(MADE_UP)
+    assert list(found) == ["T=1", "T>1", "fp32"]
+    assert (found["T=1"]["cells"], found["T=1"]["compared"]) == (3, 2)
+    assert found["T=1"]["ratio_geomean"] == pytest.approx(1.0)
+    assert found["T=1"]["ratio_minimum"] == pytest.approx(0.5)
+    assert found["T=1"]["ratio_minimum_at"] == "GDN 16/64 bf16 T=1 B=64"
+    assert found["T=1"]["share_minimum"] == pytest.approx(0.9)
+    assert found["T>1"]["ratio_geomean"] == found["T>1"]["ratio_minimum"] == pytest.approx(1.5)
+    assert found["fp32"]["share_minimum"] == pytest.approx(0.7)
+    alone = report.summary(MADE_UP[2:3])["T=1"]
+    assert (alone["ratio_geomean"], alone["ratio_minimum"], alone["ratio_minimum_at"]) == (None, None, None)
+    assert report.geomean([2.0, 8.0]) == pytest.approx(4.0)
+
+
+def test_record_has_what_a_claim_needs():
+    host = {"ours": 5.0, "a": 9.0}
+    counts = {"loaded_by_checks": 6, "loaded_while_timing": 0}
+    made = {"a": Peer("a", "torch", same), "b": Peer("b", "no-such-package", same)}
+    written = json.loads(json.dumps(bench.record(MADE_UP, CPU, made, counts, host), allow_nan=False))
+    assert written["torch"] == torch.__version__
+    assert written["peers"] == {"a": metadata.version("torch"), "b": None}
+    assert written["kernel_sources"] == compile.sources()
+    assert written["kernels"] == counts
+    assert written["host_us"] == host
+    assert written["copy_tb_s"] == pytest.approx(max(o.cell.bytes / o.copy_us / 1e6 for o in MADE_UP))
+    assert written["summary"]["T=1"]["ratio_minimum"] == pytest.approx(0.5)
+    cell = written["cells"][1]
+    assert (cell["model"], cell["heads"], cell["state_dtype"], cell["tokens"], cell["sequences"]) == (
+        "gdn",
+        [16, 64],
+        "bfloat16",
+        1,
+        64,
+    )
+    assert (cell["us"], cell["copy_us"], cell["best_peer"], cell["ratio"]) == (10.0, 9.0, "a", 0.5)
+    assert cell["bytes"] == 2 * 64 * 64 * 128 * 128 * 2
+    assert cell["tb_s"] == pytest.approx(cell["bytes"] / 10e-6 / 1e12)
+    assert cell["peers"]["b"] == {"us": 7.0, "error": 1e-3, "agrees": True, "reason": None}
+
+
+def test_record_names_the_commit_only_inside_the_packages_own_checkout(monkeypatch, tmp_path):
+    root = report.Path(report.__file__).parents[3]
+    found = report.checkout()
+    if (root / ".git").exists():
+        head = subprocess.run(["git", "-C", root, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        assert found["commit"] == head
+        assert isinstance(found["dirty"], bool)
+    subprocess.run(["git", "init", "-q", tmp_path], check=True)
+    installed = tmp_path / "site-packages" / "gated_delta" / "bench"
+    installed.mkdir(parents=True)
+    (installed.parent / "__init__.py").touch()
+    monkeypatch.setattr(report, "__file__", str(installed / "report.py"))
+    assert report.checkout() == {"commit": None, "dirty": None}
+    for command in (["add", "."], ["-c", "user.name=n", "-c", "user.email=e", "commit", "-qm", "m"]):
+        subprocess.run(["git", "-C", tmp_path, *command], check=True)
+    assert report.checkout()["dirty"] is False
+    (installed.parent / "__init__.py").write_text("changed")
+    assert report.checkout()["dirty"] is True
+
+
+def test_tables_and_picture(tmp_path):
+    from rich.console import Console
+
+    console = Console(width=200, record=True, file=StringIO())
+    disagreeing = Outcome(GDN(1, 1), 2.0, 1.0, {"a": Rival(None, 0.5, False, "disagrees"), "b": Rival(None, None, None, "gone")})
+    for table in bench.tables([*MADE_UP, disagreeing], ["a", "b"]):
+        console.print(table)
+    text = console.export_text()
+    for word in ("GDN 16/64 bf16 T=1 B=64", "disagrees", "0.500", "0.900", "2 of 4", "KDA 32/32 fp32 T=1 B=64"):
+        assert word in text
+    file = tmp_path / "decode.png"
+    bench.plot_outcomes([*MADE_UP, disagreeing], ["a", "b"], "made up", file)
+    assert file.read_bytes().startswith(b"\x89PNG")
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def test_bench_runs_the_grid_and_writes_what_it_found(monkeypatch, tmp_path):
+    def missing(cell, b):
+        raise ModuleNotFoundError("No module named 'flashinfer'")
+
+    run = fake_contest(monkeypatch, {"flashinfer": (missing, 1.0), "fla": (same, 8.0)})
+    monkeypatch.setattr(bench, "Contest", lambda peers, device, say: run)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(clock, "HOST_CALLS", 1)
+    files = tmp_path / "results" / "decode.json", tmp_path / "results" / "decode.png"
+    cli._bench_decode(SMALL[:2], "flashinfer,fla", CPU, cli.console, files[0], True, files[1])
+    written = json.loads(files[0].read_text())
+    assert [cell["series"] for cell in written["cells"]] == ["GDN 1/2 bf16 T=1", "KDA 2/2 bf16 T=3"]
+    assert written["summary"]["T=1"]["ratio_geomean"] == pytest.approx(2.0)
+    assert "ours" in written["host_us"]
+    assert files[1].read_bytes().startswith(b"\x89PNG")
+
+
+def test_bench_does_not_time_what_fails_its_check(monkeypatch, tmp_path):
+    run = fake_contest(monkeypatch, {})
+    monkeypatch.setattr(bench, "Contest", lambda peers, device, say: run)
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(clock, "HOST_CALLS", 1)
+    right = reference.decode
+
+    def wrong(tokens, **states):
+        right(tokens._replace(beta_logits=tokens.beta_logits and states["state"].dtype == BF16), **states)
+
+    monkeypatch.setattr(reference, "decode", wrong)
+    file = tmp_path / "decode.json"
+    with pytest.raises(typer.Exit):
+        cli._bench_decode([SMALL[0], SMALL[2]], "", CPU, cli.console, file, True, None)
+    assert [cell["series"] for cell in json.loads(file.read_text())["cells"]] == ["GDN 1/2 bf16 T=1"]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        (["--peers", "fla", "--device", "cpu"], "CUDA device"),
+        (["--grid", "--device", "cpu"], "CUDA device"),
+        (["--peers", "fla", "--op", "verify"], "decode"),
+        (["--peers", "fla", "--backend", "reference"], "reference"),
+        (["--grid", "--dim", "64"], "--dim"),
+        (["--grid", "--gate", "log"], "--gate"),
+    ],
+)
+def test_bench_refuses_a_grid_it_cannot_run(arguments, word):
+    result = CliRunner().invoke(cli.app, ["bench", *arguments])
+    assert result.exit_code == 2
+    assert word in " ".join(result.output.replace("│", " ").split())
+
+
+def test_bench_refuses_unknown_peers_and_an_empty_grid(monkeypatch):
+    device = torch.device("cuda")
+    monkeypatch.setattr(cli, "_device", lambda _: device)
+    for arguments, word in (
+        (["--peers", "fla,nobody"], "nobody"),
+        (["--grid", "--batch", "7"], "no cell"),
+        (["--grid", "--heads", "8/8"], "no cell"),
+    ):
+        result = CliRunner().invoke(cli.app, ["bench", *arguments])
+        assert result.exit_code == 2, result.output
+        assert word in result.output
+
+
+def test_options_given_narrow_the_grid(monkeypatch):
+    seen = []
+    monkeypatch.setattr(cli, "_device", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(cli, "_bench_decode", lambda cells, peers, *_: seen.append((cells, peers)))
+    for arguments in (
+        ["--grid"],
+        ["--grid", "--batch", "1,8"],
+        ["--peers", "fla", "--model", "kda", "--heads", "32/32", "--tokens", "1", "--state-dtype", "fp32"],
+    ):
+        assert CliRunner().invoke(cli.app, ["bench", *arguments]).exit_code == 0
+    assert seen[0] == (bench.grid(), "")
+    assert {cell.sequences for cell in seen[1][0]} == {1, 8}
+    assert seen[2] == ([Cell("kda", (32, 32), FP32, 1, 2**i) for i in range(10)], "fla")
+
+
+def test_the_package_does_not_bring_the_benchmark_along():
+    code = "import sys, gated_delta; assert not [n for n in sys.modules if n.startswith('gated_delta.bench')]"
+    subprocess.run([sys.executable, "-c", code], check=True)
