@@ -111,13 +111,13 @@ def decode(
 
     Returns o [N, T, HV, V] in v's dtype.
     """
-    tokens = Tokens(q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens)
     states = (state, state_indices, write_indices, num_accepted, intermediate_states, update_state)
     if _traced(q):
         out = _empty_like(v, out)
+        tokens = Tokens(q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens)
         torch.ops.gated_delta.decode(*_flat(tokens), *states, out, backend)
         return out
-    return run_decode(tokens, *states, out, backend)
+    return run_decode(q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens, *states, out, backend)
 
 
 def verify(
@@ -227,7 +227,16 @@ _decodes: Memo[cute.DecodeLaunch] = Memo()
 
 
 def run_decode(
-    tokens: Tokens,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    gate: Gate,
+    scale: float | None,
+    qk_l2norm: bool,
+    beta_logits: bool,
+    cu_seqlens: Tensor | None,
     state: Tensor,
     state_indices: Tensor | None,
     write_indices: Tensor | None,
@@ -237,17 +246,20 @@ def run_decode(
     out: Tensor | None,
     backend: str,
 ) -> Tensor:
-    q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens = tokens
     known = None
     try:
-        indices = (cu_seqlens, state_indices, write_indices, num_accepted)
-        given = (q, k, v, g, beta, state, gate.A_log, gate.dt_bias, *indices, intermediate_states, out)
+        given = (
+            q, k, v, g, beta, state, gate.A_log, gate.dt_bias,
+            cu_seqlens, state_indices, write_indices, num_accepted, intermediate_states, out,
+        )  # fmt: skip
         values = (scale, gate.kind, gate.bound, qk_l2norm, beta_logits, update_state, backend, torch.is_grad_enabled())
         known = _decodes.find(given, values)
     except (AttributeError, TypeError):
         pass  # an argument of no known kind, as describing the call will say
     if known is not None and (made := known(given)) is not None:
         return made
+
+    tokens = Tokens(q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens)
     states: dict[str, Any] = dict(
         state=state,
         state_indices=state_indices,

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import os
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from .problem import MAX_DRAFT, Tokens, UnsupportedProblem
 
 CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
 """Look at every index on the host before a launch, and raise as the reference backend does; costs a wait for the GPU."""
+
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)  # not in builds for the CPU
 
 KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
@@ -120,14 +123,16 @@ class DecodeLaunch:
             out = torch.empty_like(given[2], memory_format=torch.contiguous_format)
         pointers = [0 if x is None else x.data_ptr() for x in given[:-1]]
         at = out.data_ptr()
-        q, k, v, _, _, state, *_, steps = pointers
-        if (state | steps) & 15 or ((q | k) & 15 and self.aligned) or (at in (q, k, v) and out.numel()):
+        q, k = pointers[0], pointers[1]
+        if (pointers[5] | pointers[12]) & 15 or ((q | k) & 15 and self.aligned):
+            return None
+        if at in pointers[:3] and out.numel():
             return None
         if CHECK:
             self.check(given)
         if self.empty:
             return out.zero_()
-        stream = ctypes.c_void_p(torch._C._cuda_getCurrentRawStream(self.index))
+        stream = ctypes.c_void_p(_raw_stream(self.index))
         pointers.append(at)
         if self.several_devices and torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):

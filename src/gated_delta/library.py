@@ -40,8 +40,7 @@ def _prefill(*tokens: Any, final_state: Tensor | None, out: Tensor, backend: str
 
 
 def _decode(*arguments: Any) -> None:
-    tokens = arguments[: len(arguments) - 8]
-    api.run_decode(_tokens(tokens), *arguments[len(tokens) :])
+    api.run_decode(*(*arguments[:5], Gate(*arguments[5:9]), *arguments[9:]))
 
 
 def _verify(
