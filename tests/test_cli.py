@@ -15,6 +15,18 @@ def run(*arguments):
     return runner.invoke(app, list(arguments))
 
 
+def test_compile_builds_a_pack_and_says_what_it_takes(tmp_path):
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    file = tmp_path / "pack.json"
+    arguments = ["--out", str(tmp_path / "pack"), "--limit", "1", "--jobs", "1", "--json", str(file)]
+    result = run("compile", *arguments)
+    assert result.exit_code == 0, result.stdout
+    written = json.loads(file.read_text())
+    assert len(list((tmp_path / "pack").glob("*/*.so"))) == len(written["kernels"]) == 1
+    assert written["kernels"][0]["registers"] > 0
+    assert run("compile", "--out", str(tmp_path), "--filter", "no such kernel").exit_code == 2
+
+
 def test_info_names_versions_and_backends():
     result = run("info")
     assert result.exit_code == 0
@@ -55,6 +67,13 @@ def test_check_of_a_backend_that_cannot_run_is_a_failure():
     result = run("check", "--backend", "cute", "--op", "flush", "--limit", "2", "--device", "cpu")
     assert result.exit_code == 1
     assert "needs tensors on a CUDA device" in result.stdout
+
+
+def test_check_leaves_fp32_inputs_to_the_reference_backend(tmp_path):
+    """The contract does; on a CPU what remains is refused."""
+    result = run("check", "--backend", "cute", "--op", "decode", "--quick", "--device", "cpu")
+    assert result.exit_code == 1
+    assert "got fp32" not in result.stdout
 
 
 def test_check_filter_that_matches_nothing():

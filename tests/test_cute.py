@@ -450,6 +450,38 @@ def test_a_captured_graph_follows_its_inputs(T):
         same(state, start)
 
 
+def test_a_known_call_hides_no_mistake():
+    """Calls like an earlier one are not described again; what the description would refuse still is."""
+    call, state = tokens(2, 1), pool(2)
+    for _ in range(2):
+        decode(call, state)
+        before = state.clone()
+        with pytest.raises(TypeError, match="qk_l2norm"):
+            decode({**call, "qk_l2norm": 1}, state)
+        with pytest.raises(TypeError, match="gate"):
+            decode({**call, "gate": "softplus"}, state)
+        with pytest.raises(ValueError, match="memory apart"):
+            decode(call, state, out=call["v"])
+        with pytest.raises(gd.UnsupportedProblem, match="requires grad"):
+            decode({**call, "beta": call["beta"].clone().requires_grad_()}, state)
+        same(state, before)
+        other = torch.empty_like(call["v"])
+        decode(call, state.clone(), out=other)
+
+
+def test_a_known_call_may_move_off_a_vector_boundary():
+    call, start = tokens(2, 1), pool(2)
+    want_state, state = start.clone(), start.clone()
+    want = decode(call, want_state)
+    storage = torch.empty(call["q"].numel() + 1, dtype=torch.bfloat16, device="cuda")
+    shifted = storage[1:].view(call["q"].shape).copy_(call["q"])
+    same(decode({**call, "q": shifted}, state), want)
+    same(state, want_state)
+    off = torch.empty(start.numel() + 1, dtype=torch.bfloat16, device="cuda")[1:].view(start.shape).copy_(start)
+    with pytest.raises(gd.UnsupportedProblem, match="V rows"):
+        decode(call, off)
+
+
 def test_the_current_stream_is_used():
     call, state = tokens(4, 1), pool(4)
     expected_state = state.clone()

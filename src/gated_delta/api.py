@@ -252,11 +252,13 @@ def run_decode(
             q, k, v, g, beta, state, gate.A_log, gate.dt_bias,
             cu_seqlens, state_indices, write_indices, num_accepted, intermediate_states, out,
         )  # fmt: skip
-        values = (scale, gate.kind, gate.bound, qk_l2norm, beta_logits, update_state, backend, torch.is_grad_enabled())
-        known = _decodes.find(given, values)
+        tensors = [x for x in given if x is not None]
+        flags = (qk_l2norm, beta_logits, update_state, torch.is_grad_enabled(), backend, gate.kind, gate.bound, scale)
+        key = (flags, *map(type, flags), *map(type, given))
+        known = _decodes.find(key, tensors)
     except (AttributeError, TypeError):
         pass  # an argument of no known kind, as describing the call will say
-    if known is not None and (made := known(given)) is not None:
+    if known is not None and (made := known(tensors)) is not None:
         return made
 
     tokens = Tokens(q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens)
@@ -275,10 +277,10 @@ def run_decode(
         reference.decode(tokens, **states, out=out)
         return out
     launch = cute.DecodeLaunch(route, tokens, **states, out=out)
-    made = launch(given)
+    made = launch(tensors)
     assert made is not None
     if known is None:
-        _decodes.remember(given, values, launch)
+        _decodes.remember(key, tensors, launch)
     return made
 
 

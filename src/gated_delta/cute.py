@@ -6,21 +6,23 @@ Whatever depends on shapes, strides and dtypes alone is worked out once per shap
 from __future__ import annotations
 
 import ctypes
+import itertools
 import os
 from collections.abc import Callable
-from typing import Any
+from operator import itemgetter
 
 import torch
 from torch import Tensor
 
 from . import compile, reference
 from .dispatch import Route
-from .kernels.arguments import ABSENT, BF16, FP16, FP32, DecodeSizes, DecodeStrides
+from .kernels.arguments import ABSENT, BF16, FP16, FP32, DecodePointers, DecodeSizes, DecodeStrides
 from .problem import MAX_DRAFT, Tokens, UnsupportedProblem
 
 CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
 """Look at every index on the host before a launch, and raise as the reference backend does; costs a wait for the GPU."""
 
+_data_ptr = Tensor.data_ptr
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)  # not in builds for the CPU
 
 KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
@@ -112,37 +114,44 @@ class DecodeLaunch:
             )
         )
 
-    def __call__(self, given: tuple[Any, ...]) -> Tensor | None:
-        """Launch for tensors like those described, in DecodePointers' order; returns o.
+        given = (q, k, v, g, beta, state, gate.A_log, gate.dt_bias, cu_seqlens, state_indices, write_indices, num_accepted)
+        present = [x is not None for x in (*given, intermediate_states, o)]
+        assert len(present) == len(DecodePointers._fields)
+        places = itertools.accumulate(present, initial=0)
+        self.places = itemgetter(*(place if there else -1 for place, there in zip(places, present, strict=False)))
+        self.own_output = out is None
+
+    def __call__(self, tensors: list[Tensor]) -> Tensor | None:
+        """Launch for tensors like those described: those there are, in DecodePointers' order; returns o.
 
         None, and nothing is done, where these lie so that the call has to be described anew: out on an input, rows off a vector's
         boundary.
         """
-        out = given[-1]
-        if out is None:
-            out = torch.empty_like(given[2], memory_format=torch.contiguous_format)
-        pointers = [0 if x is None else x.data_ptr() for x in given[:-1]]
-        at = out.data_ptr()
-        q, k = pointers[0], pointers[1]
-        if (pointers[5] | pointers[12]) & 15 or ((q | k) & 15 and self.aligned):
+        pointers = list(map(_data_ptr, tensors))
+        out = tensors[-1]
+        if self.own_output:
+            out = torch.empty_like(tensors[2], memory_format=torch.contiguous_format)
+            pointers.append(out.data_ptr())
+        elif pointers[-1] in pointers[:3] and out.numel():
             return None
-        if at in pointers[:3] and out.numel():
+        pointers.append(0)
+        arguments = self.places(pointers)
+        if (arguments[5] | arguments[12]) & 15 or ((arguments[0] | arguments[1]) & 15 and self.aligned):
             return None
         if CHECK:
-            self.check(given)
+            self.check(tensors)
         if self.empty:
             return out.zero_()
         stream = ctypes.c_void_p(_raw_stream(self.index))
-        pointers.append(at)
         if self.several_devices and torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
-                self.function(pointers, self.scale, self.bound, self.strides, self.sizes, stream)
+                self.function(arguments, self.scale, self.bound, self.strides, self.sizes, stream)
         else:
-            self.function(pointers, self.scale, self.bound, self.strides, self.sizes, stream)
+            self.function(arguments, self.scale, self.bound, self.strides, self.sizes, stream)
         return out
 
-    def check(self, given: tuple[Any, ...]) -> None:
-        q, k, v, g, beta, state, _, _, cu_seqlens, reads, writes, accepted, steps, _ = given
+    def check(self, tensors: list[Tensor]) -> None:
+        q, k, v, g, beta, state, _, _, cu_seqlens, reads, writes, accepted, steps, _ = self.places([*tensors, None, None])
         tokens = Tokens(q, k, v, g, beta, cu_seqlens=cu_seqlens)
         reference.decode_rows(tokens, state, reads, writes, accepted, steps, self.update_state)
 

@@ -6,7 +6,7 @@ outcome depends on types, shapes, strides, dtypes and devices alone, never on wh
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 from torch import Tensor
@@ -15,16 +15,16 @@ Value = TypeVar("Value")
 
 
 def _facts(x: Tensor) -> tuple[Any, ...]:
-    return x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad
 
 
-def _same_by_python(tensors: list[Tensor]) -> Callable[..., bool]:
+def _same_by_python(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     facts = [_facts(x) for x in tensors]
     return lambda *others: [_facts(x) for x in others] == facts
 
 
-def _same(tensors: list[Tensor]) -> Callable[..., bool]:
-    """A check whether other tensors have these ones' shape, strides, dtype, device and requires_grad."""
+def _same(tensors: Sequence[Tensor]) -> Callable[..., bool]:
+    """A check whether as many other tensors have these ones' type, shape, strides, dtype, device and requires_grad."""
     try:
         # torch.compile's own check, in C++ and five times as fast; it is internal to torch, hence the other one.
         from torch._C._dynamo.guards import TensorGuards
@@ -37,7 +37,11 @@ def _same(tensors: list[Tensor]) -> Callable[..., bool]:
 
 
 class Memo(Generic[Value]):
-    """What was worked out for a call, found again for calls like it."""
+    """What was worked out for a call, found again for calls like it.
+
+    A call's key says everything but the facts of its tensors: flags and numbers, with their types where 1 must not pass for True,
+    and which tensors there are.
+    """
 
     MOST = 4096
     """Calls remembered; past it all are forgotten, and worked out again as they come."""
@@ -46,22 +50,16 @@ class Memo(Generic[Value]):
         self._calls: dict[Any, list[tuple[Callable[..., bool], Value]]] = {}
         self._count = 0
 
-    def find(self, given: tuple[Tensor | None, ...], values: tuple[Any, ...]) -> Value | None:
-        """given: tensors, or None for those left out. values: what else decides, hashable."""
-        # With types, since 1 == True and the checks tell them apart.
-        similar = self._calls.get((values, tuple(map(type, given + values))))
-        if similar is not None:
-            tensors = [x for x in given if x is not None]
-            for same, value in similar:
-                if same(*tensors):
-                    return value
+    def find(self, key: tuple[Any, ...], tensors: Sequence[Tensor]) -> Value | None:
+        for same, value in self._calls.get(key, ()):
+            if same(*tensors):
+                return value
         return None
 
-    def remember(self, given: tuple[Tensor | None, ...], values: tuple[Any, ...], value: Value) -> None:
+    def remember(self, key: tuple[Any, ...], tensors: Sequence[Tensor], value: Value) -> None:
         if self._count >= self.MOST:
             self.clear()
-        similar = self._calls.setdefault((values, tuple(map(type, given + values))), [])
-        similar.append((_same([x for x in given if x is not None]), value))
+        self._calls.setdefault(key, []).append((_same(tensors), value))
         self._count += 1
 
     def clear(self) -> None:
