@@ -443,7 +443,7 @@ def test_sglang_is_found_by_name_and_leaves_no_modules_behind(monkeypatch, tmp_p
     assert Peer("sglang", "no-such-package", same).version.startswith("file ")
     monkeypatch.delenv(peers.SGLANG_KERNEL)
     (tmp_path / peers.SGLANG_FILE).write_text(SGLANG)
-    monkeypatch.setattr(sys, "path", [*sys.path, str(tmp_path)])
+    monkeypatch.setattr(sys, "path", [str(tmp_path), *sys.path])
     assert peers.sglang_file() == tmp_path / peers.SGLANG_FILE
     monkeypatch.setenv(peers.SGLANG_KERNEL, str(tmp_path / "nowhere.py"))
     peers._sglang_kernel.cache_clear()
@@ -510,6 +510,9 @@ def test_record_has_what_a_claim_needs():
 
 
 def test_record_names_the_commit_only_inside_the_packages_own_checkout(monkeypatch, tmp_path):
+    monkeypatch.setenv("GATED_DELTA_COMMIT", "copied")
+    assert report.checkout() == {"commit": "copied", "dirty": False}
+    monkeypatch.delenv("GATED_DELTA_COMMIT")
     root = report.Path(report.__file__).parents[3]
     found = report.checkout()
     if (root / ".git").exists():

@@ -254,7 +254,7 @@ def run_decode(
         )  # fmt: skip
         tensors = [x for x in given if x is not None]
         flags = (qk_l2norm, beta_logits, update_state, torch.is_grad_enabled(), backend, gate.kind, gate.bound, scale)
-        key = (flags, *map(type, flags), *map(type, given))
+        key = (flags, q.shape, *map(type, flags), *map(type, given))
         known = _decodes.find(key, tensors)
     except (AttributeError, TypeError):
         pass  # an argument of no known kind, as describing the call will say

@@ -40,7 +40,7 @@ class Memo(Generic[Value]):
     """What was worked out for a call, found again for calls like it.
 
     A call's key says everything but the facts of its tensors: flags and numbers, with their types where 1 must not pass for True,
-    and which tensors there are.
+    and which tensors there are. Calls of one key are compared one by one, so a size that varies from call to call belongs in it.
     """
 
     MOST = 4096
