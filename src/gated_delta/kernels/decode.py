@@ -162,11 +162,12 @@ class Decode:
             line = first + here.thread % 32
             prefetch(self.state_row(call, here, guess, here.warp_row) + line * LINE, inside & (line < lines))
         dense = size.cu_seqlens_kind == 0
-        token = cutlass.min(here.thread // self.lanes, size.T - 1)
+        token, channel = cutlass.min(here.thread // self.lanes, size.T - 1), self.part_at(here, 0)
+        inside = self.reached(here, 0, dense)
         for at in self.qk_rows(call, here, token):
-            prefetch(at + self.part_at(here, 0) * (self.dtype.width // 8), dense)
+            prefetch(at + channel * (self.dtype.width // 8), inside)
         prefetch(self.v_row(call, here, token, here.own_row), dense)
-        prefetch(self.gate_at(call, here, token, self.part_at(here, 0) if self.channel else None), dense)
+        prefetch(self.gate_at(call, here, token, channel if self.channel else None), inside)
 
     # -------------------------------------------------------------------------------------------- one sequence
 

@@ -177,10 +177,10 @@ def log_decay(kind, g, A_log, dt_bias, bound):
     return bound * sigmoid(scaled(rate, x))
 
 
-def sum_lanes(x, lanes, down_to=1):
+def sum_lanes(x, lanes):
     """Sum over the `lanes` lanes that share a row, in the tree order every reduction here uses: halves first."""
     offset = lanes // 2
-    while offset >= down_to:
+    while offset >= 1:
         x = x + shuffle_sync_bfly(x, offset=offset)
         offset //= 2
     return x
