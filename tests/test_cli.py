@@ -1,8 +1,10 @@
 """The command line: what it prints, what it writes, and its exit codes."""
 
 import json
+import os
 
 import pytest
+import torch
 from typer.testing import CliRunner
 
 from gated_delta import reference
@@ -164,6 +166,16 @@ def test_demo_fails_when_the_operations_are_wrong(monkeypatch):
     right = reference.flush
     monkeypatch.setattr(reference, "flush", lambda *, num_accepted, **rest: right(num_accepted=num_accepted + 1, **rest))
     assert run("demo", "x", "--length", "2", "--device", "cpu").exit_code == 1
+
+
+def test_demo_in_the_precision_of_a_gpu():
+    from rich.console import Console
+
+    from gated_delta import demo
+
+    assert demo.precision(torch.device("cuda")) == torch.bfloat16
+    with open(os.devnull, "w") as nowhere:
+        assert demo.show("Lambda", 12, "auto", torch.device("cpu"), Console(file=nowhere), torch.bfloat16)
 
 
 def test_demo_without_a_prompt_is_refused():

@@ -509,12 +509,40 @@ def test_kernels_in_a_row_wait_for_each_other():
     same(state, serial)
 
 
+def test_indices_written_just_before_are_the_ones_read():
+    """Early launches only guess at slots: what the kernel in front writes counts."""
+    call, start = tokens(16, 1), pool(64)
+    slots, state, serial = index(*range(16)), start.clone(), start.clone()
+    orders = [torch.randperm(64, device="cuda")[:16].int() for _ in range(20)]
+    for order in orders:
+        slots.copy_(order)
+        decode(call, state, state_indices=slots)
+    for order in orders:
+        torch.cuda.synchronize()
+        decode(call, serial, state_indices=order)
+    same(state, serial)
+
+
 def test_torch_compile_makes_it_one_node():
     call, state = tokens(2, 1), pool(2)
     eager = state.clone()
     step = torch.compile(lambda c, s: gd.decode(**c, state=s, backend="cute") * 2, fullgraph=True, backend="aot_eager")
     same(step(call, state), decode(call, eager) * 2)
     same(state, eager)
+
+
+def test_a_transformers_model_decodes_on_the_kernel():
+    pytest.importorskip("transformers", reason="needs transformers")
+    from gated_delta import demo
+    from gated_delta.integrations.transformers import patch
+
+    model = demo.load_model(torch.device("cuda"), torch.bfloat16)
+    plain = demo.generate(model, "The for statement is used to", 60)
+    with patch(model) as patched:
+        ours = demo.generate(model, "The for statement is used to", 60)
+        ran = {row.backend for row in patched.report() if "recurrent" in row.function}
+    assert ran == {"cute"}
+    assert ours.text == plain.text
 
 
 def test_indices_are_looked_at_when_asked(monkeypatch):
