@@ -478,7 +478,7 @@ def decode(
                 now = now.clone()
                 now[some] = stored.float()
             if intermediate_states is not None:
-                intermediate_states[[active[i] for i in going], t] = stored
+                intermediate_states[_places([active[i] for i in going], len(intermediate_states)), t] = stored
             if token_slots:
                 kept = [(j, s) for j, i in enumerate(going) if (s := token_slots[active[i]][t]) >= 0]
                 state[[s for _, s in kept]] = stored[[j for j, _ in kept]]

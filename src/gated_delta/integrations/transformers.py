@@ -108,8 +108,12 @@ class Replacement:
         # What we return is a transposed view, and the cache keeps its strides: transposed back, K is contiguous and nothing moves.
         start = None if initial_state is None else initial_state.mT.to(torch.float32)
         final: Tensor | None
-        if self.recurrent and start is not None and query.shape[1] <= MAX_DRAFT:
-            # decode writes its state in place, and transformers' functions do not.
+        if self.recurrent and start is not None and cu_seqlens is None and query.shape[1] == 1:
+            # transformers' functions leave their state as it was: what follows it goes where the state after a token can.
+            op, final = "decode", torch.empty(start.shape, dtype=start.dtype, device=start.device)
+            states = dict(state=_last_dim_contiguous(start), update_state=False, intermediate_states=final[:, None])
+            o = api.decode(**tokens, **states)
+        elif self.recurrent and start is not None and query.shape[1] <= MAX_DRAFT:
             op, states = "decode", dict(state=start.clone(memory_format=torch.contiguous_format))
             o, final = api.decode(**tokens, **states), states["state"]
         else:
