@@ -111,13 +111,16 @@ def decode(
 
     Returns o [N, T, HV, V] in v's dtype.
     """
-    states = (state, state_indices, write_indices, num_accepted, intermediate_states, update_state)
     if _traced(q):
         out = _empty_like(v, out)
         tokens = Tokens(q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens)
+        states = (state, state_indices, write_indices, num_accepted, intermediate_states, update_state)
         torch.ops.gated_delta.decode(*_flat(tokens), *states, out, backend)
         return out
-    return run_decode(q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens, *states, out, backend)
+    return run_decode(
+        q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens,
+        state, state_indices, write_indices, num_accepted, intermediate_states, update_state, out, backend,
+    )  # fmt: skip
 
 
 def verify(

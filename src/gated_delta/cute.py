@@ -6,6 +6,7 @@ Whatever depends on shapes, strides and dtypes alone is worked out once per shap
 from __future__ import annotations
 
 import ctypes
+import functools
 import itertools
 import os
 from collections.abc import Callable
@@ -24,6 +25,8 @@ CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
 
 _data_ptr = Tensor.data_ptr
 _raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)  # not in builds for the CPU
+
+_stream = functools.cache(ctypes.c_void_p)  # a process has few
 
 KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
@@ -119,7 +122,7 @@ class DecodeLaunch:
         assert len(present) == len(DecodePointers._fields)
         places = itertools.accumulate(present, initial=0)
         self.places = itemgetter(*(place if there else -1 for place, there in zip(places, present, strict=False)))
-        self.own_output = out is None
+        self.own_output, self.dense_v = out is None, v.is_contiguous()
 
     def __call__(self, tensors: list[Tensor]) -> Tensor | None:
         """Launch for tensors like those described: those there are, in DecodePointers' order; returns o.
@@ -130,7 +133,8 @@ class DecodeLaunch:
         pointers = list(map(_data_ptr, tensors))
         out = tensors[-1]
         if self.own_output:
-            out = torch.empty_like(tensors[2], memory_format=torch.contiguous_format)
+            v = tensors[2]
+            out = torch.empty_like(v) if self.dense_v else v.new_empty(v.shape)
             pointers.append(out.data_ptr())
         elif pointers[-1] in pointers[:3] and out.numel():
             return None
@@ -142,7 +146,7 @@ class DecodeLaunch:
             self.check(tensors)
         if self.empty:
             return out.zero_()
-        stream = ctypes.c_void_p(_raw_stream(self.index))
+        stream = _stream(_raw_stream(self.index))
         if self.several_devices and torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
                 self.function(arguments, self.scale, self.bound, self.strides, self.sizes, stream)
