@@ -9,7 +9,7 @@ import pytest
 from gated_delta import UnsupportedProblem, compile, dispatch
 
 needs_compiler = pytest.mark.skipif(
-    compile._installed(compile.COMPILER) is None or compile.missing_packages() != (), reason=f"needs {compile.COMPILER}"
+    compile.installed(compile.COMPILER) is None or compile.missing_packages() != (), reason=f"needs {compile.COMPILER}"
 )
 SPILLS = {
     # K=96 leaves lanes without channels: their predicates cost two registers too many, once a call.
@@ -131,14 +131,14 @@ def test_a_pack_of_another_compiler_version_serves_where_there_is_none(cache, mo
     file = compile.build(variant(), "sm_90a")
     shutil.move(file.parent, cache / "0.0.1")
     assert compile._find(variant(), "sm_90a") is None  # this compiler makes its own
-    monkeypatch.setattr(compile, "_installed", lambda package: None)
+    monkeypatch.setattr(compile, "installed", lambda package: None)
     assert compile._find(variant(), "sm_90a") == cache / "0.0.1" / file.name
     assert compile.missing(variant(), "sm_90a") == ()
     assert compile.missing(variant(rows=2), "sm_90a") != ()
 
 
 def test_what_is_missing_is_said_without_a_compiler(cache, monkeypatch):
-    monkeypatch.setattr(compile, "_installed", lambda package: None)
+    monkeypatch.setattr(compile, "installed", lambda package: None)
     monkeypatch.setattr(compile, "missing_packages", lambda: ())
     (reason,) = compile.missing(variant(), "sm_90a")
     assert compile.COMPILER in reason
@@ -149,8 +149,10 @@ def test_what_is_missing_is_said_without_a_compiler(cache, monkeypatch):
 @needs_compiler
 def test_host_and_kernel_agree_on_the_arguments():
     """The launch hands over tuples: names in one order on both sides."""
-    from gated_delta.kernels import arguments, decode
+    from gated_delta import reference
+    from gated_delta.kernels import arguments, decode, device
 
     assert decode.Decode.pointers._fields == arguments.DecodePointers._fields
     assert decode.Decode.strides._fields == arguments.DecodeStrides._fields
     assert decode.Decode.sizes._fields == arguments.DecodeSizes._fields
+    assert device.L2NORM_EPS == reference.L2NORM_EPS

@@ -25,10 +25,9 @@ def launches(monkeypatch):
     monkeypatch.setattr(api, "_decodes", api.Memo())
     monkeypatch.setattr(compile, "load", lambda variant, arch: launch)
     monkeypatch.setattr(compile, "missing", lambda variant, arch: ())
-    monkeypatch.setattr(dispatch, "_arch", lambda device: "sm_90a")
+    monkeypatch.setattr(dispatch, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(dispatch, "_missing_for_cute", lambda problem, device: dispatch._missing_for_decode(problem))
     monkeypatch.setattr(cute, "_raw_stream", lambda index: 0)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (9, 0))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return made
 

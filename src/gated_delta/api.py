@@ -198,7 +198,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Route:
     facts = dict(bound.arguments)
     backend = facts.pop("backend")
     if op == "flush":
-        return select(describe(**facts), facts["state"].device, backend, facts["buffer"].u.shape[-4])
+        return select(describe(**facts), facts["state"].device, backend)
     tokens = Tokens(**{name: facts.pop(name) for name in Tokens._fields})
     return select(describe(tokens, **facts), tokens.q.device, backend, tokens.num_sequences)
 
@@ -218,7 +218,7 @@ def run_prefill(
     tokens: Tokens, output_final_state: bool, final_state: Tensor | None, out: Tensor | None, backend: str, **states: Any
 ) -> tuple[Tensor, Tensor | None]:
     problem = describe_prefill(tokens, output_final_state=output_final_state, out=out, **states)
-    _to_reference(problem, tokens.q, backend, tokens.num_sequences)
+    select(problem, tokens.q.device, backend)  # no kernel yet: raises where only one would do
     out = _empty_like(tokens.v, out)
     if output_final_state and final_state is None:
         final_state = _final_state(tokens, states["initial_state"])
@@ -289,7 +289,7 @@ def run_decode(
 
 def run_verify(tokens: Tokens, out: Tensor | None, backend: str, **states: Any) -> Tensor:
     problem = describe_verify(tokens, out=out, **states)
-    _to_reference(problem, tokens.q, backend, tokens.num_sequences)
+    select(problem, tokens.q.device, backend)
     out = _empty_like(tokens.v, out)
     reference.verify(tokens, **states, out=out)
     return out
@@ -297,14 +297,8 @@ def run_verify(tokens: Tokens, out: Tensor | None, backend: str, **states: Any) 
 
 def run_flush(state: Tensor, buffer: KVBuffer, num_accepted: int | Tensor, backend: str, **indices: Any) -> None:
     problem = describe_flush(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
-    _to_reference(problem, state, backend, buffer.u.shape[-4])
+    select(problem, state.device, backend)
     reference.flush(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
-
-
-def _to_reference(problem: Problem, x: Tensor, backend: str, sequences: int) -> None:
-    """For operations that have no kernel yet: raises where another backend is asked for."""
-    route = select(problem, x.device, backend, sequences)
-    assert route.backend == "reference"
 
 
 def _empty_like(v: Tensor, out: Tensor | None) -> Tensor:

@@ -11,7 +11,6 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from enum import Enum
-from importlib import metadata
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Annotated, Any
@@ -117,10 +116,7 @@ def info() -> None:
     table.add_row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
     table.add_row("torch", torch.__version__)
     for package in ("transformers", "nvidia-cutlass-dsl", "apache-tvm-ffi"):
-        try:
-            table.add_row(package, metadata.version(package))
-        except metadata.PackageNotFoundError:
-            table.add_row(package, "not installed")
+        table.add_row(package, kernels.installed(package) or "not installed")
     table.add_row("cpu", f"{torch.get_num_threads()} threads")
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
@@ -162,7 +158,7 @@ def compile_kernels(
     report = _report(as_json, file)
     variants = dispatch.shipped()
     if cases:
-        wanted = [v for case in listed("decode") if case.dtype != torch.float32 for v in dispatch.decode_variants(case.problem)]
+        wanted = [v for case in listed("decode") if not case.reference_only for v in dispatch.decode_variants(case.problem)]
         variants = list(dict.fromkeys(variants + wanted))
     variants = [variant for variant in variants if filter in variant.label]
     if not variants:
@@ -218,8 +214,8 @@ def check(
     chosen = []
     for name in op or list(Op):
         listed = [case for case in (quick_cases if quick else cases)(name.value) if filter in case.label]
-        if backend is Backend.cute:  # the contract leaves fp32 inputs to the reference backend
-            listed = [case for case in listed if case.dtype != torch.float32 or name is Op.flush]
+        if backend is Backend.cute:
+            listed = [case for case in listed if not case.reference_only]
         chosen += sorted(random.Random(0).sample(listed, limit), key=lambda c: c.seed) if 0 < limit < len(listed) else listed
     if not chosen:
         errors.print(f"no case's label contains {filter!r}")

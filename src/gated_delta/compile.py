@@ -7,7 +7,6 @@ itself. Loading needs torch, apache-tvm-ffi and the DSL's runtime library; only 
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import hashlib
@@ -18,7 +17,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -61,11 +60,17 @@ def may_compile() -> bool:
 
 
 @functools.cache
-def _installed(package: str) -> str | None:
+def installed(package: str) -> str | None:
+    """A package's version."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def _compiler() -> str | None:
+    """Version of the compiler, where there is one and it may be used."""
+    return installed(COMPILER) if may_compile() else None
 
 
 @functools.cache
@@ -85,7 +90,7 @@ def file_name(variant: Variant, arch: str) -> str:
 def _find(variant: Variant, arch: str) -> Path | None:
     """The variant's file, whole or not: of this compiler's version, or of any where there is no compiler to prefer one."""
     name = file_name(variant, arch)
-    version = _installed(COMPILER) if may_compile() else None
+    version = _compiler()
     if version is not None:
         file = directory() / version / name
         return file if file.exists() else None
@@ -106,7 +111,7 @@ def missing(variant: Variant, arch: str) -> tuple[str, ...]:
     """What keeps the variant from being loaded or compiled here."""
     if lacking := missing_packages():
         return lacking
-    if may_compile() and _installed(COMPILER) is None and _find(variant, arch) is None:
+    if may_compile() and installed(COMPILER) is None and _find(variant, arch) is None:
         return (f"a compiled kernel in {directory()}, or {COMPILER} to compile it",)
     return ()
 
@@ -121,7 +126,7 @@ def load(variant: Variant, arch: str) -> Callable[..., None]:
     if function is None:
         file = _find(variant, arch)
         if file is None or not _whole(file):
-            if not may_compile() or _installed(COMPILER) is None:
+            if _compiler() is None:
                 found = "no compiled kernel" if file is None else f"a damaged file, {file},"
                 raise UnsupportedProblem(
                     f"GATED_DELTA_JIT=0 or no compiler, and {found} for {arch} in {directory()}; "
@@ -140,7 +145,7 @@ def build(variant: Variant, arch: str) -> Path:
     """Compile the variant into its place, once however many processes ask, and return the file."""
     from filelock import FileLock
 
-    version = _installed(COMPILER)
+    version = installed(COMPILER)
     if version is None:
         raise UnsupportedProblem(f"compiling needs {COMPILER}", (variant.label,))
     file = directory() / version / file_name(variant, arch)
@@ -182,22 +187,21 @@ def resources(file: Path) -> Resources | None:
 
 def _compile(variant: Variant, arch: str, scratch: Path) -> Path:
     """An object file of the variant, in scratch."""
-    with _environment(CUTE_DSL_ARCH=arch):  # read when the compiler is first imported
-        import cutlass
-        import cutlass.cute as cute
+    import cutlass
+    import cutlass.cute as cute
 
-        kernel_type = getattr(importlib.import_module(f"{__package__}.kernels.{variant.kernel}"), variant.kernel.title())
-        kernel = kernel_type(**dict(variant.facts))
-        arguments = [
-            kernel_type.pointers(*[cutlass.Int64(0)] * len(kernel_type.pointers._fields)),
-            cutlass.Float32(0),
-            cutlass.Float32(0),
-            kernel_type.strides(*[cutlass.Int32(0)] * len(kernel_type.strides._fields)),
-            kernel_type.sizes(*[cutlass.Int32(0)] * len(kernel_type.sizes._fields)),
-            cute.runtime.make_fake_stream(),
-        ]
-        options = f"--enable-tvm-ffi --gpu-arch {arch}"
-        compiled = cute.compile(kernel, *arguments, options=options)
+    kernel_type = getattr(importlib.import_module(f"{__package__}.kernels.{variant.kernel}"), variant.kernel.title())
+    kernel = kernel_type(**dict(variant.facts))
+    arguments = [
+        kernel_type.pointers(*[cutlass.Int64(0)] * len(kernel_type.pointers._fields)),
+        cutlass.Float32(0),
+        cutlass.Float32(0),
+        kernel_type.strides(*[cutlass.Int32(0)] * len(kernel_type.strides._fields)),
+        kernel_type.sizes(*[cutlass.Int32(0)] * len(kernel_type.sizes._fields)),
+        cute.runtime.make_fake_stream(),
+    ]
+    options = f"--enable-tvm-ffi --gpu-arch {arch}"
+    compiled = cute.compile(kernel, *arguments, options=options)
     made = scratch / "kernel.o"
     compiled.export_to_c(str(made), _SYMBOL)
     return made
@@ -210,20 +214,6 @@ def _link(made: Path) -> Path:
     target = made.with_suffix(".so")
     subprocess.run([compiler, "-shared", "-Wl,-Bsymbolic", "-o", str(target), str(made)], check=True, capture_output=True)
     return target
-
-
-@contextlib.contextmanager
-def _environment(**changes: str) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in changes}
-    os.environ.update(changes)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                del os.environ[name]
-            else:
-                os.environ[name] = value
 
 
 def _open(file: Path) -> Callable[..., None]:

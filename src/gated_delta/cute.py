@@ -15,7 +15,7 @@ from operator import itemgetter
 import torch
 from torch import Tensor
 
-from . import compile, reference
+from . import compile, dispatch, reference
 from .dispatch import Route
 from .kernels.arguments import ABSENT, BF16, FP16, FP32, DecodePointers, DecodeSizes, DecodeStrides
 from .problem import MAX_DRAFT, Tokens, UnsupportedProblem
@@ -51,10 +51,12 @@ class DecodeLaunch:
 
         assert route.variant is not None
         assert route.schedule is not None
+        arch = dispatch.arch_of(state.device)
+        assert arch is not None
         q, k, v, g, beta, gate, scale, _, _, cu_seqlens = tokens
         self.index = state.device.index
         self.several_devices = torch.cuda.device_count() > 1
-        self.function = compile.load(route.variant, compile.ARCHS[torch.cuda.get_device_capability(state.device)])
+        self.function = compile.load(route.variant, arch)
         self.scale, self.bound = q.shape[-1] ** -0.5 if scale is None else scale, gate.bound
         self.update_state = update_state
         self.aligned = "unaligned_qk" not in route.problem.options

@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from . import compile
+from .kernels.arguments import decode_tile
 from .problem import SHORT, STATE_DTYPES, Problem, UnsupportedProblem
 
 BACKENDS = ("auto", "cute", "reference")
@@ -66,19 +67,19 @@ def _single(problem: Problem) -> bool:
     return problem.T == 1 and not any(option.startswith("cu_seqlens") for option in problem.options)
 
 
-def decode_schedule(problem: Problem, sequences: int) -> Schedule:
+def _decode_table(problem: Problem) -> tuple[int, tuple[tuple[int, Schedule], ...]]:
+    """State bytes of one sequence, and the problem's rows of DECODE."""
     assert problem.state_dtype is not None
-    state_bytes = sequences * problem.HV * problem.K * problem.V * problem.state_dtype.itemsize
-    table = DECODE[problem.axis, SHORT[problem.state_dtype], _single(problem)]
-    schedule = next(schedule for least, schedule in table if state_bytes >= least)
-    while problem.V % decode_tile(problem.K, schedule):
+    state_bytes = problem.HV * problem.K * problem.V * problem.state_dtype.itemsize
+    return state_bytes, DECODE[problem.axis, SHORT[problem.state_dtype], _single(problem)]
+
+
+def decode_schedule(problem: Problem, sequences: int) -> Schedule:
+    state_bytes, table = _decode_table(problem)
+    schedule = next(schedule for least, schedule in table if sequences * state_bytes >= least)
+    while problem.V % decode_tile(problem.K, schedule.rows, schedule.threads):
         schedule = replace(schedule, rows=schedule.rows // 2)
     return schedule
-
-
-def decode_tile(K: int, schedule: Schedule) -> int:
-    """V rows of a block; 16 threads share a row, 8 do where K is at most 64."""
-    return schedule.rows * schedule.threads // (16 if K > 64 else 8)
 
 
 def decode_variant(problem: Problem, schedule: Schedule) -> compile.Variant:
@@ -144,10 +145,8 @@ def shipped() -> list[compile.Variant]:
 
 def decode_variants(problem: Problem) -> list[compile.Variant]:
     """Every variant that some number of sequences leads to."""
-    assert problem.state_dtype is not None
-    leasts = [least for least, _ in DECODE[problem.axis, SHORT[problem.state_dtype], _single(problem)]]
-    one = problem.HV * problem.K * problem.V * problem.state_dtype.itemsize
-    return [decode_variant(problem, decode_schedule(problem, -(-least // one))) for least in leasts]
+    state_bytes, table = _decode_table(problem)
+    return [decode_variant(problem, decode_schedule(problem, -(-least // state_bytes))) for least, _ in table]
 
 
 # ------------------------------------------------------------------------------------------------ routes
@@ -158,7 +157,7 @@ def _missing_for_cute(problem: Problem, device: torch.device) -> list[str]:
     reasons = []
     if device.type != "cuda":
         reasons.append(f"tensors on a CUDA device, got {device.type}")
-    elif _arch(device) is None:
+    elif arch_of(device) is None:
         capability = torch.cuda.get_device_capability(device)
         reasons.append(f"a device of compute capability 9.0 or 10.0, got {capability[0]}.{capability[1]}")
     if problem.dtype == torch.float32:
@@ -168,19 +167,22 @@ def _missing_for_cute(problem: Problem, device: torch.device) -> list[str]:
     return [*reasons, f"a CuTe kernel for {problem.op}: this version ships none"]
 
 
-def _arch(device: torch.device) -> str | None:
+def arch_of(device: torch.device) -> str | None:
     return compile.ARCHS.get(torch.cuda.get_device_capability(device))
 
 
-def select(problem: Problem, device: torch.device, backend: str, sequences: int) -> Route:
-    """The route of a problem. Raises ValueError for an unknown backend, UnsupportedProblem when the asked one cannot run it."""
+def select(problem: Problem, device: torch.device, backend: str, sequences: int = 0) -> Route:
+    """The route of a problem; `sequences` settles a decode's schedule.
+
+    Raises ValueError for an unknown backend, UnsupportedProblem when the asked one cannot run it.
+    """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
     missing = tuple(_missing_for_cute(problem, device))
     if not missing and backend != "reference":
         schedule = decode_schedule(problem, sequences)
         variant = decode_variant(problem, schedule)
-        arch = _arch(device)
+        arch = arch_of(device)
         assert arch is not None
         missing = compile.missing(variant, arch)
         if not missing:
@@ -197,5 +199,5 @@ def _warn_of_fallback() -> None:
     warnings.warn(
         "gated_delta runs a CUDA call on its PyTorch reference backend, which is slow; gated_delta.explain(op, ...) says why. "
         "Pass backend='reference' to choose it, or backend='cute' to get an error instead.",
-        stacklevel=7,  # the caller of the operation
+        stacklevel=5,  # the caller of the operation: operation, run_<operation>, select, this
     )

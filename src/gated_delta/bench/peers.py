@@ -14,7 +14,6 @@ import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
-from importlib import metadata
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import compile
 from .cells import BOUND, Buffers, Call, Cell, D, blank
 
 SGLANG_KERNEL = "GATED_DELTA_SGLANG_KERNEL"
@@ -43,11 +43,10 @@ class Peer:
     @property
     def version(self) -> str | None:
         """The installed package's version; SGLang's kernel may be a lone file, named by its digest."""
-        try:
-            return metadata.version(self.package)
-        except metadata.PackageNotFoundError:
-            file = sglang_file() if self.name == "sglang" else None
-            return f"file {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}" if file else None
+        if found := compile.installed(self.package):
+            return found
+        file = sglang_file() if self.name == "sglang" else None
+        return f"file {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}" if file else None
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:

@@ -7,7 +7,6 @@ import os
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -142,13 +141,6 @@ def checkout() -> dict[str, Any]:
     return dict(commit=git("rev-parse", "HEAD"), dirty=bool(git("status", "--porcelain", "--", ".")))
 
 
-def version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def record(
     outcomes: Sequence[Outcome],
     device: torch.device,
@@ -163,7 +155,7 @@ def record(
         **checkout(),
         kernel_sources=compile.sources(),
         peers={name: peer.version for name, peer in peers.items()},
-        tools={name: version(name) for name in TOOLS},
+        tools={name: compile.installed(name) for name in TOOLS},
         copy_tb_s=max((o.cell.bytes / o.copy_us / 1e6 for o in outcomes), default=None),
         kernels=dict(kernels),
         host_us=dict(host_us),

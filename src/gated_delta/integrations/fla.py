@@ -17,16 +17,20 @@ between FLA's kernels: they are checked as FLA checks them, where that costs not
 
 from __future__ import annotations
 
+import functools
 import warnings
 
 import torch
 from torch import Tensor
 
 from ..api import decode, prefill
-from ..problem import MAX_DRAFT, Gate, Tokens, UnsupportedProblem
+from ..problem import MAX_DRAFT, Gate, Tokens
 from ..reference import log_decay
+from .checks import rank, refuse
 
 __all__ = ["chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda"]
+
+_refuse = functools.partial(refuse, "FLA")
 
 
 def chunk_gated_delta_rule(
@@ -58,7 +62,7 @@ def chunk_gated_delta_rule(
     g: [B, T, HV], the log decay, or with use_gate_in_kernel the raw gate of -exp(A_log) * softplus(g + dt_bias), dt_bias [HV].
     cu_seqlens_cpu and chunk_indices are ignored. Raises ValueError for a chunk_size other than 16, 32 or 64.
     """
-    _rank("g", g, "B, T, HV")
+    rank("g", g, "B, T, HV")
     _refuse("context parallelism (cp_context)", cp_context is not None)
     _one_of("chunk_size", chunk_size, (16, 32, 64))
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias)
@@ -99,10 +103,10 @@ def fused_recurrent_gated_delta_rule(
         raise ValueError("g: expected the raw gate with use_gate_in_kernel=True, got None")
     gate = Gate.log()
     if g is not None:
-        _rank("g", g, "B, T, HV")
+        rank("g", g, "B, T, HV")
         gate = _gate(g, use_gate_in_kernel, A_log, dt_bias)
     if gk is not None:
-        _rank("gk", gk, "B, T, HV, K")
+        rank("gk", gk, "B, T, HV, K")
         if g is not None and g.shape != gk.shape[:3]:
             raise ValueError(f"g: expected shape [B, T, HV] = {list(gk.shape[:3])}, as gk, got {list(g.shape)}")
         g = gk if g is None else log_decay(g.flatten(0, 1), gate, torch.float32).view(*g.shape, 1) + gk
@@ -150,7 +154,7 @@ def chunk_kda(
     disable_recompute and cu_seqlens_cpu are ignored. Raises ValueError for a chunk_size other than 32 or 64; for safe_gate with
     use_gate_in_kernel and a lower_bound outside [-5, 0); for use_graph and other than max_num_seqs sequences in cu_seqlens.
     """
-    _rank("g", g, "B, T, HV, K")
+    rank("g", g, "B, T, HV, K")
     _refuse("context parallelism (cp_context)", cp_context is not None)
     _refuse("the state at the start of every chunk (return_intermediate_states=True)", return_intermediate_states)
     _one_of("chunk_size", chunk_size, (32, 64))
@@ -186,7 +190,7 @@ def fused_recurrent_kda(
     transpose_state_layout: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """KDA, usually for a few tokens: arguments as for chunk_kda; see the module for what is common."""
-    _rank("g", g, "B, T, HV, K")
+    rank("g", g, "B, T, HV, K")
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
     v_first = _state_v_first(state_v_first, transpose_state_layout)
@@ -254,16 +258,6 @@ def _state_v_first(state_v_first: bool, transpose_state_layout: bool | None) -> 
     return transpose_state_layout
 
 
-def _rank(name: str, x: Tensor, dims: str) -> None:
-    if x.ndim != dims.count(",") + 1:
-        raise ValueError(f"{name}: expected [{dims}], got shape {list(x.shape)}")
-
-
 def _one_of(name: str, x: int, allowed: tuple[int, ...]) -> None:
     if x not in allowed:
         raise ValueError(f"{name}: expected one of {', '.join(map(str, allowed))}, got {x}")
-
-
-def _refuse(what: str, asked: bool) -> None:
-    if asked:
-        raise UnsupportedProblem("gated_delta cannot run this FLA call; it lacks", (what,))

@@ -19,16 +19,20 @@ docs/migration.md translates.
 
 from __future__ import annotations
 
+import functools
 import warnings
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import Gate, UnsupportedProblem, decode
+from .. import Gate, decode
 from ..problem import MAX_DRAFT
+from .checks import rank, refuse
 
 __all__ = ["gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp", "recurrent_kda"]
+
+_refuse = functools.partial(refuse, "FlashInfer")
 
 
 def gated_delta_rule_decode_pretranspose(
@@ -67,7 +71,7 @@ def gated_delta_rule_decode_pretranspose(
     writes slot 0 for a negative output_state_indices; with T > 1 it is gated_delta_rule_mtp.
     """
     _sequences(q, v)
-    _rank("a", a, "B, T, HV")
+    rank("a", a, "B, T, HV")
     _backend(backend, ("auto", "flashinfer"), ("cake_gdn", "rubin"))
     pool = state
     if initial_state is not None:
@@ -142,7 +146,7 @@ def gated_delta_rule_mtp(
     Negative initial_state_indices: FlashInfer leaves the outputs of that sequence as the caller's tensor had them.
     """
     N = _sequences(q, v)
-    _rank("a", a, "B, T, HV")
+    rank("a", a, "B, T, HV")
     replayssm = (replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)
     _refuse("ReplaySSM (cache_replayssm, replayssm_*)", cache_replayssm or any(x is not None for x in replayssm))
     if disable_state_update is None:
@@ -241,7 +245,7 @@ def recurrent_kda(
     is negative, where we drop the write and go on. In its dense calls without num_spec_tokens, -1 is the pool's last slot.
     """
     N = _sequences(q, v, cu_seqlens)
-    _rank("g", g, "B, T, HV, K")
+    rank("g", g, "B, T, HV, K")
     foreign = ("cute-dsl-persistent", "tirx", "ptx", "cake", "small-bh", "cudnn")
     _backend(backend, ("auto", "cute-dsl"), foreign)
     _refuse("an order of sequences (seq_order)", seq_order is not None)
@@ -377,8 +381,8 @@ def _per_value_head(name: str, x: Tensor, group: int, *shapes: list[int]) -> Ten
 
 def _sequences(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> int:
     """How many there are; looks at what the functions here need of q and v, and leaves the rest to decode."""
-    _rank("q", q, "B, T, H, K")
-    _rank("v", v, "B, T, HV, V")
+    rank("q", q, "B, T, H, K")
+    rank("v", v, "B, T, HV, V")
     N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
     most = MAX_DRAFT if cu_seqlens is None else MAX_DRAFT * max(N, 1)
     _refuse(f"more than {MAX_DRAFT} tokens in a sequence (gated_delta.prefill takes them)", q.shape[1] > most)
@@ -390,17 +394,7 @@ def _same(x: Tensor, y: Tensor) -> bool:
     return x is y or (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
 
 
-def _rank(name: str, x: Tensor, dims: str) -> None:
-    if x.ndim != dims.count(",") + 1:
-        raise ValueError(f"{name}: expected [{dims}], got shape {list(x.shape)}")
-
-
 def _backend(backend: str, native: tuple[str, ...], foreign: tuple[str, ...]) -> None:
     if backend not in native + foreign:
         raise ValueError(f"backend: expected one of {', '.join(native + foreign)}, got {backend!r}")
     _refuse(f"kernels for other hardware (backend={backend!r})", backend in foreign)
-
-
-def _refuse(what: str, asked: bool) -> None:
-    if asked:
-        raise UnsupportedProblem("gated_delta cannot run this FlashInfer call; it lacks", (what,))

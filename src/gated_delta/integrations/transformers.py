@@ -111,7 +111,7 @@ class Replacement:
         if self.recurrent and start is not None and cu_seqlens is None and query.shape[1] == 1:
             # transformers' functions leave their state as it was: what follows it goes where the state after a token can.
             op, final = "decode", torch.empty(start.shape, dtype=start.dtype, device=start.device)
-            states = dict(state=_last_dim_contiguous(start), update_state=False, intermediate_states=final[:, None])
+            states = dict(state=start.contiguous(), update_state=False, intermediate_states=final[:, None])
             o = api.decode(**tokens, **states)
         elif self.recurrent and start is not None and query.shape[1] <= MAX_DRAFT:
             op, states = "decode", dict(state=start.clone(memory_format=torch.contiguous_format))

@@ -6,6 +6,16 @@ BF16, FP16, FP32, ABSENT = range(4)
 """What a tensor of one number per token or head holds, told to the kernel when it runs."""
 
 
+def decode_lanes(K: int) -> int:
+    """Threads that share a V row, 8 key channels each."""
+    return 16 if K > 64 else 8
+
+
+def decode_tile(K: int, rows: int, threads: int) -> int:
+    """V rows of a block of `threads` with `rows` in flight each."""
+    return rows * threads // decode_lanes(K)
+
+
 class DecodePointers(NamedTuple):
     """Addresses; 0 for an optional tensor that is not there."""
 

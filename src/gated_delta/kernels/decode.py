@@ -15,7 +15,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, Uint64
 from cutlass.cutlass_dsl import select_
 
-from .arguments import ABSENT, DecodePointers, DecodeSizes, DecodeStrides
+from .arguments import ABSENT, DecodePointers, DecodeSizes, DecodeStrides, decode_lanes, decode_tile
 from .device import (
     L2NORM_EPS,
     broadcast,
@@ -99,14 +99,14 @@ class Decode:
         self.K, self.dtype, self.g_dtype, self.state_dtype = K, _DTYPES[dtype], _DTYPES[g_dtype], _DTYPES[state_dtype]
         self.gate, self.qk_l2norm, self.beta_logits = gate, qk_l2norm, beta_logits
         self.single, self.aligned, self.rows, self.threads = single, aligned, rows, threads
-        self.lanes = 16 if K > 64 else 8
+        self.lanes = decode_lanes(K)
         self.padded_K = 8 * self.lanes
         self.per_warp = 32 // self.lanes
         self.groups = threads // self.lanes
         self.width = 128 // self.state_dtype.width  # channels in a 16-byte access
         self.parts = 8 // self.width
         self.row_bytes = K * self.state_dtype.width // 8
-        self.tile = rows * self.groups
+        self.tile = decode_tile(K, rows, threads)
         self.tiles = V // self.tile
         self.share = self.lanes // rows  # lanes that end a reduction with the same row
         # KDA's decays are everybody's work; those of a single token leave the first warp to q and k.

@@ -93,6 +93,11 @@ class Case:
         return _uses(self.options, index)
 
     @property
+    def reference_only(self) -> bool:
+        """Whether the contract leaves it to the reference backend, as it does fp32 inputs; flush has none."""
+        return self.op != "flush" and self.dtype == torch.float32
+
+    @property
     def packed(self) -> bool:
         return self.uses("cu_seqlens")
 
