@@ -98,13 +98,13 @@ def test_rotation_gives_up_sets_before_memory():
 
 
 def test_checks_take_the_cells_own_schedule_on_few_sequences():
-    from gated_delta.dispatch import decode_schedule
+    from gated_delta.dispatch import schedule_of
 
     for cell in bench.grid():
         for case in cell.checks():
             problem = case.problem
             assert len(case.lengths) <= max(3, cell.sequences)
-            assert decode_schedule(problem, len(case.lengths)) == decode_schedule(problem, cell.sequences), cell
+            assert schedule_of(problem, len(case.lengths)) == schedule_of(problem, cell.sequences), cell
             assert (*cell.heads, cell.tokens) == (problem.H, problem.HV, problem.T)
             assert (problem.gate, problem.state_dtype) == (cells.GATES[cell.model], cell.state_dtype)
     assert {len(case.lengths) for cell in bench.grid() if cell.sequences > 64 for case in cell.checks()} <= set(range(3, 65))

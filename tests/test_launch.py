@@ -26,7 +26,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(compile, "load", lambda variant, arch: launch)
     monkeypatch.setattr(compile, "missing", lambda variant, arch: ())
     monkeypatch.setattr(dispatch, "arch_of", lambda device: "sm_90a")
-    monkeypatch.setattr(dispatch, "_missing_for_cute", lambda problem, device: dispatch._missing_for_decode(problem))
+    monkeypatch.setattr(dispatch, "_missing_for_cute", lambda problem, device: dispatch._missing_for_kernels(problem))
     monkeypatch.setattr(cute, "_raw_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return made

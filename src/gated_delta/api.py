@@ -156,7 +156,7 @@ def verify(
         out = _empty_like(v, out)
         torch.ops.gated_delta.verify(*_flat(tokens), **states, **_parts(buffer), out=out, backend=backend)
         return out
-    return run_verify(tokens, out, backend, buffer=buffer, **states)
+    return run_verify(tokens, state, state_indices, buffer, buffer_indices, out, backend)
 
 
 def flush(
@@ -182,7 +182,7 @@ def flush(
         count, counts = (None, num_accepted) if isinstance(num_accepted, Tensor) else (num_accepted, None)
         torch.ops.gated_delta.flush(state, **_parts(buffer), count=count, counts=counts, **indices, backend=backend)
         return
-    run_flush(state, buffer, num_accepted, backend, **indices)
+    run_flush(state, buffer, num_accepted, state_indices, write_indices, buffer_indices, backend)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Route:
@@ -198,7 +198,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Route:
     facts = dict(bound.arguments)
     backend = facts.pop("backend")
     if op == "flush":
-        return select(describe(**facts), facts["state"].device, backend)
+        return select(describe(**facts), facts["state"].device, backend, _flushed(**facts))
     tokens = Tokens(**{name: facts.pop(name) for name in Tokens._fields})
     return select(describe(tokens, **facts), tokens.q.device, backend, tokens.num_sequences)
 
@@ -227,6 +227,8 @@ def run_prefill(
 
 
 _decodes: Memo[cute.DecodeLaunch] = Memo()
+_verifies: Memo[cute.VerifyLaunch] = Memo()
+_flushes: Memo[cute.FlushLaunch] = Memo()
 
 
 def run_decode(
@@ -287,18 +289,85 @@ def run_decode(
     return made
 
 
-def run_verify(tokens: Tokens, out: Tensor | None, backend: str, **states: Any) -> Tensor:
+def run_verify(
+    tokens: Tokens,
+    state: Tensor,
+    state_indices: Tensor | None,
+    buffer: KVBuffer,
+    buffer_indices: Tensor | None,
+    out: Tensor | None,
+    backend: str,
+) -> Tensor:
+    known = None
+    try:
+        q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens = tokens
+        given = (
+            q, k, v, g, beta, state, gate.A_log, gate.dt_bias,
+            cu_seqlens, state_indices, buffer_indices, buffer.u, buffer.k, buffer.log_decay, out,
+        )  # fmt: skip
+        tensors = [x for x in given if x is not None]
+        flags = (qk_l2norm, beta_logits, torch.is_grad_enabled(), backend, gate.kind, gate.bound, scale)
+        key = (flags, q.shape, type(buffer), *map(type, flags), *map(type, given))
+        known = _verifies.find(key, tensors)
+    except (AttributeError, TypeError):
+        pass  # as in run_decode
+    if known is not None and (made := known(tensors)) is not None:
+        return made
+
+    states: dict[str, Any] = dict(state=state, state_indices=state_indices, buffer=buffer, buffer_indices=buffer_indices)
     problem = describe_verify(tokens, out=out, **states)
-    select(problem, tokens.q.device, backend)
-    out = _empty_like(tokens.v, out)
-    reference.verify(tokens, **states, out=out)
-    return out
+    route = select(problem, tokens.q.device, backend, tokens.num_sequences)
+    if route.backend == "reference":
+        out = _empty_like(tokens.v, out)
+        reference.verify(tokens, **states, out=out)
+        return out
+    launch = cute.VerifyLaunch(route, tokens, **states, out=out)
+    made = launch(tensors)
+    assert made is not None
+    if known is None:
+        _verifies.remember(key, tensors, launch)
+    return made
 
 
-def run_flush(state: Tensor, buffer: KVBuffer, num_accepted: int | Tensor, backend: str, **indices: Any) -> None:
-    problem = describe_flush(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
-    select(problem, state.device, backend)
-    reference.flush(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
+def run_flush(
+    state: Tensor,
+    buffer: KVBuffer,
+    num_accepted: int | Tensor,
+    state_indices: Tensor | None,
+    write_indices: Tensor | None,
+    buffer_indices: Tensor | None,
+    backend: str,
+) -> None:
+    known = None
+    try:
+        count, counts = (None, num_accepted) if isinstance(num_accepted, Tensor) else (num_accepted, None)
+        given = (state, buffer.u, buffer.k, buffer.log_decay, counts, state_indices, write_indices, buffer_indices)
+        tensors = [x for x in given if x is not None]
+        flags = (count, torch.is_grad_enabled(), backend)
+        key = (flags, state.shape, type(buffer), *map(type, flags), *map(type, given))
+        known = _flushes.find(key, tensors)
+    except (AttributeError, TypeError):
+        pass  # as in run_decode
+    if known is not None and known(tensors):
+        return
+
+    states: dict[str, Any] = dict(state=state, buffer=buffer, num_accepted=num_accepted)
+    states |= dict(state_indices=state_indices, write_indices=write_indices, buffer_indices=buffer_indices)
+    problem = describe_flush(**states)
+    route = select(problem, state.device, backend, _flushed(**states))
+    if route.backend == "reference":
+        reference.flush(**states)
+        return
+    launch = cute.FlushLaunch(route, **states)
+    launched = launch(tensors)
+    assert launched
+    if known is None:
+        _flushes.remember(key, tensors, launch)
+
+
+def _flushed(state: Tensor, buffer: KVBuffer, num_accepted: int | Tensor, **indices: Tensor | None) -> int:
+    """Sequences of a flush, each layer's counted."""
+    return (state.shape[0] if state.ndim == 5 else 1) * buffer.sequences(*indices.values(), num_accepted)
 
 
 def _empty_like(v: Tensor, out: Tensor | None) -> Tensor:

@@ -158,7 +158,9 @@ def compile_kernels(
     report = _report(as_json, file)
     variants = dispatch.shipped()
     if cases:
-        wanted = [v for case in listed("decode") if not case.reference_only for v in dispatch.decode_variants(case.problem)]
+        ops = ("decode", "verify", "flush")
+        problems = [problem for op in ops for case in listed(op) if not case.reference_only for problem in case.problems]
+        wanted = [variant for problem in dict.fromkeys(problems) for variant in dispatch.variants_of(problem)]
         variants = list(dict.fromkeys(variants + wanted))
     variants = [variant for variant in variants if filter in variant.label]
     if not variants:

@@ -21,6 +21,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
+from typing import Any
 
 from .problem import UnsupportedProblem
 
@@ -185,21 +186,19 @@ def resources(file: Path) -> Resources | None:
     return Resources(*map(int, found))
 
 
+def _example(kind: Any) -> Any:
+    """An argument of a kernel's: a number, or a NamedTuple of numbers; which numbers does not matter."""
+    return kind(*(field(0) for field in kind.__annotations__.values())) if issubclass(kind, tuple) else kind(0)
+
+
 def _compile(variant: Variant, arch: str, scratch: Path) -> Path:
     """An object file of the variant, in scratch."""
-    import cutlass
     import cutlass.cute as cute
 
     kernel_type = getattr(importlib.import_module(f"{__package__}.kernels.{variant.kernel}"), variant.kernel.title())
     kernel = kernel_type(**dict(variant.facts))
-    arguments = [
-        kernel_type.pointers(*[cutlass.Int64(0)] * len(kernel_type.pointers._fields)),
-        cutlass.Float32(0),
-        cutlass.Float32(0),
-        kernel_type.strides(*[cutlass.Int32(0)] * len(kernel_type.strides._fields)),
-        kernel_type.sizes(*[cutlass.Int32(0)] * len(kernel_type.sizes._fields)),
-        cute.runtime.make_fake_stream(),
-    ]
+    arguments = [_example(kind) for kind in kernel_type.arguments]
+    arguments.append(cute.runtime.make_fake_stream())
     options = f"--enable-tvm-ffi --gpu-arch {arch}"
     compiled = cute.compile(kernel, *arguments, options=options)
     made = scratch / "kernel.o"

@@ -9,16 +9,28 @@ import ctypes
 import functools
 import itertools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import itemgetter
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from . import compile, dispatch, reference
 from .dispatch import Route
-from .kernels.arguments import ABSENT, BF16, FP16, FP32, DecodePointers, DecodeSizes, DecodeStrides
-from .problem import MAX_DRAFT, Tokens, UnsupportedProblem
+from .kernels.arguments import (
+    ABSENT,
+    BF16,
+    FP16,
+    FP32,
+    DecodeSizes,
+    DecodeStrides,
+    FlushSizes,
+    FlushStrides,
+    VerifySizes,
+    VerifyStrides,
+)
+from .problem import MAX_DRAFT, KVBuffer, Tokens, UnsupportedProblem
 
 CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
 """Look at every index on the host before a launch, and raise as the reference backend does; costs a wait for the GPU."""
@@ -31,7 +43,114 @@ _stream = functools.cache(ctypes.c_void_p)  # a process has few
 KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
 
-class DecodeLaunch:
+class Launch:
+    """What launches have in common. given: the tensors whose addresses the kernel takes, in its order; None for an absent one."""
+
+    def __init__(self, route: Route, device: torch.device, given: Sequence[Tensor | None]):
+        assert route.variant is not None
+        arch = dispatch.arch_of(device)
+        assert arch is not None
+        self.index = device.index
+        self.several_devices = torch.cuda.device_count() > 1
+        self.function = compile.load(route.variant, arch)
+        present = [x is not None for x in given]
+        places = itertools.accumulate(present, initial=0)
+        self.places = itemgetter(*(place if there else -1 for place, there in zip(places, present, strict=False)))
+        """From the tensors there are, or their addresses, and what stands for an absent one behind them, to all there may be."""
+
+    def launch(self, *arguments: Any) -> None:
+        stream = _stream(_raw_stream(self.index))
+        if self.several_devices and torch.cuda.current_device() != self.index:
+            with torch.cuda.device(self.index):
+                self.function(*arguments, stream)
+        else:
+            self.function(*arguments, stream)
+
+
+class TokensLaunch(Launch):
+    """What decode and verify share: tokens in, o out."""
+
+    strides: Any
+    sizes: Any
+
+    def __init__(self, route: Route, tokens: Tokens, given: Sequence[Tensor | None], state: Tensor, out: Tensor | None):
+        o = torch.empty(tokens.v.shape, dtype=tokens.v.dtype, device="meta") if out is None else out
+        super().__init__(route, state.device, (*given, o))
+        self.scale = tokens.q.shape[-1] ** -0.5 if tokens.scale is None else tokens.scale
+        self.bound = tokens.gate.bound
+        self.aligned = "unaligned_qk" not in route.problem.options
+        self.empty = tokens.num_sequences == 0
+        self.own_output, self.dense_v = out is None, tokens.v.is_contiguous()
+        packed = tokens.cu_seqlens is not None
+
+        def rows(x: Tensor, dims: int) -> list[int]:
+            """Strides of sequence, token, head, ...; a packed sequence starts where its first token is."""
+            strides = _bytes(x, dims)
+            return [0, *strides[1:]] if packed else strides
+
+        q, k, v, g, beta, gate = tokens[:6]
+        assert route.schedule is not None
+        N, HV = tokens.num_sequences, v.shape[2]
+        self.shared_strides = dict(
+            **_named("q", "nth", rows(q, 3)),
+            **_named("k", "nth", rows(k, 3)),
+            **_named("v", "nth", rows(v, 3)),
+            **_named("g", "nthc", rows(g, 4) if g.ndim == 4 else [*rows(g, 3), 0]),
+            **_named("beta", "nth", rows(beta, 3)),
+            **_named("o", "nthc", rows(o, 4)),
+            **_named("A_log", "h", _bytes(gate.A_log, 1)),
+            **_named("dt_bias", "hc", _bytes(gate.dt_bias, 2)),
+            **_named("state", "ph", _bytes(state, 2)),
+            **_named("cu_seqlens", "n", _bytes(tokens.cu_seqlens, 1)),
+        )
+        self.shared_sizes = dict(
+            N=N,
+            total=q.shape[1],
+            HV=HV,
+            q_heads=_head_factor(HV, q.shape[2]),
+            P=state.shape[0],
+            beta_kind=KINDS[beta.dtype],
+            dt_bias_kind=ABSENT if gate.dt_bias is None else KINDS[gate.dt_bias.dtype],
+            cu_seqlens_kind=_index_kind(tokens.cu_seqlens),
+            early=N if N * HV <= EARLY_HEADS else 0,
+            keep_lines=int(route.schedule.keep_lines),
+        )
+
+    def __call__(self, tensors: list[Tensor]) -> Tensor | None:
+        """Launch for tensors like those described: those there are, in the order of the addresses; returns o.
+
+        None, and nothing is done, where these lie so that the call has to be described anew: out on an input, rows off a vector's
+        boundary.
+        """
+        pointers = list(map(_data_ptr, tensors))
+        out = tensors[-1]
+        if self.own_output:
+            v = tensors[2]
+            out = torch.empty_like(v) if self.dense_v else v.new_empty(v.shape)
+            pointers.append(out.data_ptr())
+        elif pointers[-1] in pointers[:3] and out.numel():
+            return None
+        pointers.append(0)
+        arguments = self.places(pointers)
+        if self.unreachable(arguments) or ((arguments[0] | arguments[1]) & 15 and self.aligned):
+            return None
+        if CHECK:
+            self.check(self.places([*tensors, None, None]))
+        if self.empty:
+            return out.zero_()
+        self.launch(arguments, self.scale, self.bound, self.strides, self.sizes)
+        return out
+
+    def unreachable(self, arguments: tuple[int, ...]) -> bool:
+        """Whether a state starts off a vector's boundary."""
+        raise NotImplementedError
+
+    def check(self, given: tuple[Any, ...]) -> None:
+        """Raise for an index that nobody can serve, given all the tensors there may be."""
+        raise NotImplementedError
+
+
+class DecodeLaunch(TokensLaunch):
     """A decode of given shapes and strides."""
 
     def __init__(
@@ -47,123 +166,173 @@ class DecodeLaunch:
         update_state: bool,
         out: Tensor | None,
     ):
-        import tvm_ffi
-
-        assert route.variant is not None
-        assert route.schedule is not None
-        arch = dispatch.arch_of(state.device)
-        assert arch is not None
-        q, k, v, g, beta, gate, scale, _, _, cu_seqlens = tokens
-        self.index = state.device.index
-        self.several_devices = torch.cuda.device_count() > 1
-        self.function = compile.load(route.variant, arch)
-        self.scale, self.bound = q.shape[-1] ** -0.5 if scale is None else scale, gate.bound
+        q, k, v, g, beta, gate, _, _, _, cu_seqlens = tokens
+        given = (q, k, v, g, beta, state, gate.A_log, gate.dt_bias, cu_seqlens, state_indices, write_indices, num_accepted)
+        super().__init__(route, tokens, (*given, intermediate_states), state, out)
         self.update_state = update_state
-        self.aligned = "unaligned_qk" not in route.problem.options
-        packed = cu_seqlens is not None
-        N, HV = tokens.num_sequences, v.shape[2]
-        self.empty = N == 0
-        o = torch.empty(v.shape, dtype=v.dtype, device="meta") if out is None else out
-
-        def rows(x: Tensor, dims: int) -> list[int]:
-            """Strides of sequence, token, head, ...; a packed sequence starts where its first token is."""
-            strides = _bytes(x, dims)
-            return [0, *strides[1:]] if packed else strides
-
         slots = 0
-        longest = MAX_DRAFT if packed else q.shape[1]
+        longest = MAX_DRAFT if cu_seqlens is not None else q.shape[1]
         if intermediate_states is not None:
             longest = min(longest, intermediate_states.shape[1])
         if state_indices is not None and state_indices.ndim == 2:
             slots = state_indices.shape[1]
             longest = min(longest, slots)
-        strides = DecodeStrides(
-            *rows(q, 3),
-            *rows(k, 3),
-            *rows(v, 3),
-            *(rows(g, 4) if g.ndim == 4 else [*rows(g, 3), 0]),
-            *rows(beta, 3),
-            *rows(o, 4),
-            *_bytes(gate.A_log, 1),
-            *_bytes(gate.dt_bias, 2),
-            *_bytes(state, 2),
-            *_bytes(intermediate_states, 3),
-            *_bytes(cu_seqlens, 1),
-            *_bytes(state_indices, 2),
-            *_bytes(write_indices, 1),
-            *_bytes(num_accepted, 1),
+        self.strides = _short(
+            route,
+            DecodeStrides(
+                **self.shared_strides,
+                **_named("steps", "nth", _bytes(intermediate_states, 3)),
+                **_named("reads", "nt", _bytes(state_indices, 2)),
+                **_named("writes", "n", _bytes(write_indices, 1)),
+                **_named("accepted", "n", _bytes(num_accepted, 1)),
+            ),
         )
-        if max(strides) >= 2**31:
-            raise UnsupportedProblem(
-                f"backend 'cute' cannot run {route.problem.label}; it needs", ("strides below 2 GiB, in every tensor",)
-            )
-        self.strides = tvm_ffi.convert(strides)
-        self.sizes = tvm_ffi.convert(
+        self.sizes = _ready(
             DecodeSizes(
-                N=N,
+                **self.shared_sizes,
                 T=longest,
-                total=q.shape[1],
-                HV=HV,
-                q_heads=-(-(2**30) // (HV // q.shape[2])),
-                P=state.shape[0],
                 slots=slots,
                 update=int(update_state),
-                beta_kind=KINDS[beta.dtype],
-                dt_bias_kind=ABSENT if gate.dt_bias is None else KINDS[gate.dt_bias.dtype],
-                cu_seqlens_kind=_index_kind(cu_seqlens),
                 reads_kind=_index_kind(state_indices),
                 writes_kind=_index_kind(write_indices),
                 accepted_kind=_index_kind(num_accepted),
-                early=N if N * HV <= EARLY_HEADS else 0,
-                keep_lines=int(route.schedule.keep_lines),
             )
         )
 
-        given = (q, k, v, g, beta, state, gate.A_log, gate.dt_bias, cu_seqlens, state_indices, write_indices, num_accepted)
-        present = [x is not None for x in (*given, intermediate_states, o)]
-        assert len(present) == len(DecodePointers._fields)
-        places = itertools.accumulate(present, initial=0)
-        self.places = itemgetter(*(place if there else -1 for place, there in zip(places, present, strict=False)))
-        self.own_output, self.dense_v = out is None, v.is_contiguous()
+    def unreachable(self, arguments: tuple[int, ...]) -> bool:
+        return (arguments[5] | arguments[12]) & 15 != 0
 
-    def __call__(self, tensors: list[Tensor]) -> Tensor | None:
-        """Launch for tensors like those described: those there are, in DecodePointers' order; returns o.
-
-        None, and nothing is done, where these lie so that the call has to be described anew: out on an input, rows off a vector's
-        boundary.
-        """
-        pointers = list(map(_data_ptr, tensors))
-        out = tensors[-1]
-        if self.own_output:
-            v = tensors[2]
-            out = torch.empty_like(v) if self.dense_v else v.new_empty(v.shape)
-            pointers.append(out.data_ptr())
-        elif pointers[-1] in pointers[:3] and out.numel():
-            return None
-        pointers.append(0)
-        arguments = self.places(pointers)
-        if (arguments[5] | arguments[12]) & 15 or ((arguments[0] | arguments[1]) & 15 and self.aligned):
-            return None
-        if CHECK:
-            self.check(tensors)
-        if self.empty:
-            return out.zero_()
-        stream = _stream(_raw_stream(self.index))
-        if self.several_devices and torch.cuda.current_device() != self.index:
-            with torch.cuda.device(self.index):
-                self.function(arguments, self.scale, self.bound, self.strides, self.sizes, stream)
-        else:
-            self.function(arguments, self.scale, self.bound, self.strides, self.sizes, stream)
-        return out
-
-    def check(self, tensors: list[Tensor]) -> None:
-        q, k, v, g, beta, state, _, _, cu_seqlens, reads, writes, accepted, steps, _ = self.places([*tensors, None, None])
+    def check(self, given: tuple[Any, ...]) -> None:
+        q, k, v, g, beta, state, _, _, cu_seqlens, reads, writes, accepted, steps, _ = given
         tokens = Tokens(q, k, v, g, beta, cu_seqlens=cu_seqlens)
         reference.decode_rows(tokens, state, reads, writes, accepted, steps, self.update_state)
 
 
+class VerifyLaunch(TokensLaunch):
+    """A verify of given shapes and strides."""
+
+    def __init__(
+        self,
+        route: Route,
+        tokens: Tokens,
+        *,
+        state: Tensor,
+        state_indices: Tensor | None,
+        buffer: KVBuffer,
+        buffer_indices: Tensor | None,
+        out: Tensor | None,
+    ):
+        q, k, v, g, beta, gate, _, _, _, cu_seqlens = tokens
+        given = (q, k, v, g, beta, state, gate.A_log, gate.dt_bias, cu_seqlens, state_indices, buffer_indices)
+        super().__init__(route, tokens, (*given, buffer.u, buffer.k, buffer.log_decay), state, out)
+        longest = route.problem.T
+        assert longest is not None
+        self.strides = _short(
+            route,
+            VerifyStrides(
+                **self.shared_strides,
+                **_named("u", "rth", _bytes(buffer.u, 3)),
+                **_named("kept_k", "rth", _bytes(buffer.k, 3)),
+                **_named("log_decay", "rth", _bytes(buffer.log_decay, 3)),
+                **_named("reads", "n", _bytes(state_indices, 1)),
+                **_named("rows", "n", _bytes(buffer_indices, 1)),
+            ),
+        )
+        self.sizes = _ready(
+            VerifySizes(
+                **self.shared_sizes,
+                T=longest,
+                group=v.shape[2] // q.shape[2],
+                C=buffer.u.shape[1],
+                beta_logits=int(tokens.beta_logits),
+                reads_kind=_index_kind(state_indices),
+                rows_kind=_index_kind(buffer_indices),
+            )
+        )
+
+    def unreachable(self, arguments: tuple[int, ...]) -> bool:
+        return arguments[5] & 15 != 0
+
+    def check(self, given: tuple[Any, ...]) -> None:
+        q, k, v, g, beta, state, _, _, cu_seqlens, reads, rows, u, kept_k, log_decay, _ = given
+        tokens = Tokens(q, k, v, g, beta, cu_seqlens=cu_seqlens)
+        reference.verify_rows(tokens, state, reads, KVBuffer(u, kept_k, log_decay), rows)
+
+
+class FlushLaunch(Launch):
+    """A flush of given shapes and strides."""
+
+    def __init__(
+        self,
+        route: Route,
+        *,
+        state: Tensor,
+        buffer: KVBuffer,
+        num_accepted: int | Tensor,
+        state_indices: Tensor | None,
+        write_indices: Tensor | None,
+        buffer_indices: Tensor | None,
+    ):
+        accepted = num_accepted if isinstance(num_accepted, Tensor) else None
+        u, k, log_decay = buffer.u, buffer.k, buffer.log_decay
+        super().__init__(route, state.device, (state, u, k, log_decay, accepted, state_indices, write_indices, buffer_indices))
+        assert route.schedule is not None
+        self.count = None if isinstance(num_accepted, Tensor) else num_accepted
+        N = buffer.sequences(state_indices, write_indices, buffer_indices, num_accepted)
+        layers, HV, C = state.shape[0] if state.ndim == 5 else 1, u.shape[-2], u.shape[-3]
+        self.layer_strides = tuple(_bytes(x, 1)[0] if state.ndim == 5 else 0 for x in (state, u, k, log_decay))
+        first = [x[0] if state.ndim == 5 else x for x in (state, u, k, log_decay)] if layers else [state, u, k, log_decay]
+        self.strides = _short(
+            route,
+            FlushStrides(
+                **_named("state", "ph", _bytes(first[0], 2)),
+                **_named("u", "rth", _bytes(first[1], 3)),
+                **_named("k", "rth", _bytes(first[2], 3)),
+                **_named("log_decay", "rthc", _bytes(first[3], 4)),
+                **_named("accepted", "n", _bytes(accepted, 1)),
+                **_named("reads", "n", _bytes(state_indices, 1)),
+                **_named("writes", "n", _bytes(write_indices, 1)),
+                **_named("rows", "n", _bytes(buffer_indices, 1)),
+            ),
+        )
+        self.empty = N * layers == 0
+        self.sizes = _ready(
+            FlushSizes(
+                layers=layers,
+                N=N,
+                HV=HV,
+                k_heads=_head_factor(HV, k.shape[-2]),
+                P=state.shape[-4],
+                C=C,
+                count=min(self.count or 0, C),
+                accepted_kind=_index_kind(accepted),
+                reads_kind=_index_kind(state_indices),
+                writes_kind=_index_kind(write_indices),
+                rows_kind=_index_kind(buffer_indices),
+                early=N if layers * N * HV <= EARLY_HEADS else 0,
+                keep_lines=int(route.schedule.keep_lines),
+            )
+        )
+
+    def __call__(self, tensors: list[Tensor]) -> bool:
+        """Launch for tensors like those described: those there are, in FlushPointers' order.
+
+        False, and nothing is done, where the state lies off a vector's boundary.
+        """
+        pointers = list(map(_data_ptr, tensors))
+        if pointers[0] & 15:
+            return False
+        if CHECK:
+            state, u, k, log_decay, accepted, reads, writes, rows = self.places([*tensors, None])
+            counts = accepted if self.count is None else self.count
+            reference.flush_rows(state, KVBuffer(u, k, log_decay), counts, reads, writes, rows)
+        if not self.empty:
+            self.launch((*self.places([*pointers, 0]), *self.layer_strides), self.strides, self.sizes)
+        return True
+
+
 EARLY_HEADS = 1024
-"""States (sequences times heads) up to which decode asks for its states early: about what the chip holds at once."""
+"""States (sequences times heads and layers) up to which a launch asks for them early: about what the chip holds at once."""
 
 
 def _bytes(x: Tensor | None, dims: int) -> list[int]:
@@ -172,6 +341,31 @@ def _bytes(x: Tensor | None, dims: int) -> list[int]:
         return [0] * dims
     strides = [stride * x.element_size() for stride in x.stride()[:dims]]
     return strides + [0] * (dims - len(strides))
+
+
+def _named(tensor: str, dims: str, strides: Sequence[int]) -> dict[str, int]:
+    """Strides under their names in arguments.py."""
+    return {f"{tensor}_{dim}": stride for dim, stride in zip(dims, strides, strict=True)}
+
+
+def _ready(numbers: tuple[int, ...]) -> Any:
+    """Numbers that no call changes, as TVM-FFI takes them fastest."""
+    import tvm_ffi
+
+    return tvm_ffi.convert(numbers)
+
+
+def _short(route: Route, strides: tuple[int, ...]) -> Any:
+    if max(strides) >= 2**31:
+        raise UnsupportedProblem(
+            f"backend 'cute' cannot run {route.problem.label}; it needs", ("strides below 2 GiB, in every tensor",)
+        )
+    return _ready(strides)
+
+
+def _head_factor(HV: int, H: int) -> int:
+    """q_heads of arguments.py."""
+    return -(-(2**30) // (HV // H))
 
 
 def _index_kind(x: Tensor | None) -> int:

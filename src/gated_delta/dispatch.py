@@ -6,11 +6,12 @@ import functools
 import itertools
 import warnings
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from . import compile
-from .kernels.arguments import decode_tile
+from .kernels.arguments import room_for, tile_of
 from .problem import SHORT, STATE_DTYPES, Problem, UnsupportedProblem
 
 BACKENDS = ("auto", "cute", "reference")
@@ -18,7 +19,7 @@ BACKENDS = ("auto", "cute", "reference")
 
 @dataclass(frozen=True)
 class Schedule:
-    """How decode's work is cut. rows: V rows a thread has in flight; threads: of a block; they settle the block's tile of V."""
+    """How a kernel's work is cut. rows: V rows in flight, of a thread, or for verify of a warp; threads: of a block."""
 
     rows: int
     threads: int
@@ -44,13 +45,16 @@ class Route:
         return "\n".join(lines + [f"  cute needs: {reason}" for reason in self.missing])
 
 
-# ------------------------------------------------------------------------------------------------ decode
+# ------------------------------------------------------------------------------------------------ schedules
 
 LARGE = 2**26
 """State bytes of a launch well over the 60 MB of an H200's L2."""
 
-DECODE: dict[tuple[str, str, bool], tuple[tuple[int, Schedule], ...]] = {
-    # axis, state, one token: (least state bytes of a launch, schedule), the largest first
+Table = tuple[tuple[int, Schedule], ...]
+"""(least state bytes of a launch, schedule), the largest first."""
+
+DECODE: dict[tuple[str, str, bool], Table] = {
+    # axis, state, one token
     ("head", "bf16", True): ((LARGE, Schedule(8, 64, True)), (0, Schedule(8, 64))),
     ("head", "fp32", True): ((LARGE, Schedule(8, 64, True)), (0, Schedule(8, 64))),
     ("head", "bf16", False): ((LARGE, Schedule(4, 128, True)), (2**22, Schedule(4, 128)), (0, Schedule(8, 128))),
@@ -62,51 +66,93 @@ DECODE: dict[tuple[str, str, bool], tuple[tuple[int, Schedule], ...]] = {
 }
 """Schedules of decode, measured on an H200: docs/kernels/decode.md."""
 
+VERIFY: dict[tuple[str, int], Table] = {
+    # state, room for tokens
+    ("bf16", 4): ((2**24, Schedule(32, 128)), (0, Schedule(16, 64))),
+    ("bf16", 8): ((2**24, Schedule(32, 128)), (0, Schedule(16, 64))),
+    ("bf16", 16): ((2**24, Schedule(16, 128)), (0, Schedule(16, 64))),
+    ("fp32", 4): ((2**24, Schedule(16, 128)), (0, Schedule(16, 64))),
+    ("fp32", 8): ((2**24, Schedule(16, 128)), (0, Schedule(16, 64))),
+    ("fp32", 16): ((2**24, Schedule(16, 128)), (0, Schedule(16, 64))),
+}
+"""Schedules of verify, measured on an H200: docs/kernels/verify.md."""
+
+FLUSH: dict[str, Table] = {
+    # state
+    "bf16": ((LARGE, Schedule(8, 64, True)), (0, Schedule(8, 64))),
+    "fp32": ((LARGE, Schedule(8, 64, True)), (0, Schedule(8, 64))),
+}
+"""Schedules of flush, measured on an H200: docs/kernels/verify.md."""
+
 
 def _single(problem: Problem) -> bool:
     return problem.T == 1 and not any(option.startswith("cu_seqlens") for option in problem.options)
 
 
-def _decode_table(problem: Problem) -> tuple[int, tuple[tuple[int, Schedule], ...]]:
-    """State bytes of one sequence, and the problem's rows of DECODE."""
+def _room(problem: Problem) -> int:
+    assert problem.T is not None
+    return room_for(problem.T)
+
+
+def _table(problem: Problem) -> tuple[int, Table]:
+    """State bytes of one sequence in one layer, and the problem's table."""
     assert problem.state_dtype is not None
-    state_bytes = problem.HV * problem.K * problem.V * problem.state_dtype.itemsize
-    return state_bytes, DECODE[problem.axis, SHORT[problem.state_dtype], _single(problem)]
+    state_bytes, state = problem.HV * problem.K * problem.V * problem.state_dtype.itemsize, SHORT[problem.state_dtype]
+    if problem.op == "decode":
+        return state_bytes, DECODE[problem.axis, state, _single(problem)]
+    return state_bytes, VERIFY[state, _room(problem)] if problem.op == "verify" else FLUSH[state]
 
 
-def decode_schedule(problem: Problem, sequences: int) -> Schedule:
-    state_bytes, table = _decode_table(problem)
+def _tile(problem: Problem, schedule: Schedule) -> int:
+    """V rows of a block."""
+    if problem.op == "verify":
+        return schedule.rows * schedule.threads // 32
+    return tile_of(problem.K, schedule.rows, schedule.threads)
+
+
+def schedule_of(problem: Problem, sequences: int) -> Schedule:
+    """The schedule for a launch of that many sequences, each layer's counted."""
+    state_bytes, table = _table(problem)
     schedule = next(schedule for least, schedule in table if sequences * state_bytes >= least)
-    while problem.V % decode_tile(problem.K, schedule.rows, schedule.threads):
-        schedule = replace(schedule, rows=schedule.rows // 2)
+    while problem.V % _tile(problem, schedule):
+        if problem.op == "verify" and schedule.threads > 32:
+            schedule = replace(schedule, threads=schedule.threads // 2)
+        else:
+            schedule = replace(schedule, rows=schedule.rows // 2)
     return schedule
 
 
-def decode_variant(problem: Problem, schedule: Schedule) -> compile.Variant:
+def variant_of(problem: Problem, schedule: Schedule) -> compile.Variant:
     """Everything static about the kernel; H, HV, index types and which options a call uses are settled when it runs."""
-    assert problem.dtype is not None
-    assert problem.g_dtype is not None
     assert problem.state_dtype is not None
-    assert problem.gate is not None
-    facts: dict[str, str | int | bool] = dict(
-        axis=problem.axis,
-        K=problem.K,
-        V=problem.V,
-        dtype=SHORT[problem.dtype],
-        g_dtype=SHORT[problem.g_dtype],
-        state_dtype=SHORT[problem.state_dtype],
-        gate=problem.gate,
-        qk_l2norm=problem.qk_l2norm,
-        beta_logits=problem.beta_logits,
-        single=_single(problem),
-        aligned="unaligned_qk" not in problem.options,
-        rows=schedule.rows,
-        threads=schedule.threads,
-    )
-    return compile.Variant("decode", tuple(facts.items()))
+    facts: dict[str, str | int | bool] = dict(axis=problem.axis, K=problem.K, V=problem.V, state_dtype=SHORT[problem.state_dtype])
+    if problem.op == "flush":
+        del facts["axis"]
+    else:
+        assert problem.dtype is not None
+        assert problem.g_dtype is not None
+        assert problem.gate is not None
+        facts |= dict(
+            dtype=SHORT[problem.dtype],
+            g_dtype=SHORT[problem.g_dtype],
+            gate=problem.gate,
+            qk_l2norm=problem.qk_l2norm,
+            aligned="unaligned_qk" not in problem.options,
+        )
+    if problem.op == "decode":
+        facts |= dict(beta_logits=problem.beta_logits, single=_single(problem))
+    if problem.op == "verify":
+        facts |= dict(tokens=_room(problem))
+    return compile.Variant(problem.op, tuple((facts | dict(rows=schedule.rows, threads=schedule.threads)).items()))
 
 
-def _missing_for_decode(problem: Problem) -> list[str]:
+def variants_of(problem: Problem) -> list[compile.Variant]:
+    """Every variant that some number of sequences leads to."""
+    state_bytes, table = _table(problem)
+    return [variant_of(problem, schedule_of(problem, -(-least // state_bytes))) for least, _ in table]
+
+
+def _missing_for_kernels(problem: Problem) -> list[str]:
     reasons = []
     if problem.K % 8 or not 8 <= problem.K <= 128:
         reasons.append(f"K a multiple of 8 up to 128, got {problem.K}")
@@ -132,21 +178,15 @@ def shipped() -> list[compile.Variant]:
     """Variants that `gated-delta compile` builds: bf16 inputs with normalisation inside, both state dtypes, beta or its logits."""
     made: dict[compile.Variant, None] = {}
     bf16 = torch.bfloat16
-    for (axis, K, V, gates), state, logits, T in itertools.product(MODELS, STATE_DTYPES, (False, True), (1, 2)):
+    for (axis, K, V, gates), state, logits in itertools.product(MODELS, STATE_DTYPES, (False, True)):
         # A raw gate comes out of a projection; log decays come from a caller's own gate, often in fp32.
         for gate, g_dtype in [(kind, dtype) for kind in gates for dtype in ((bf16, torch.float32) if kind == "log" else (bf16,))]:
-            problem = Problem(
-                "decode", axis, 1, 1, K, V, T, gate, bf16, g_dtype, state_dtype=state, qk_l2norm=True, beta_logits=logits
-            )
-            for variant in decode_variants(problem):
-                made[variant] = None
+            tokens: dict[str, Any] = dict(gate=gate, dtype=bf16, g_dtype=g_dtype, beta_logits=logits)
+            problems = [Problem("decode", axis, 1, 1, K, V, T, state_dtype=state, **tokens) for T in (1, 2)]
+            problems += [Problem("verify", axis, 1, 1, K, V, T, state_dtype=state, **tokens) for T in (4, 8, 16)]
+            problems.append(Problem("flush", axis, 1, 1, K, V, state_dtype=state))
+            made |= dict.fromkeys(variant for problem in problems for variant in variants_of(problem))
     return list(made)
-
-
-def decode_variants(problem: Problem) -> list[compile.Variant]:
-    """Every variant that some number of sequences leads to."""
-    state_bytes, table = _decode_table(problem)
-    return [decode_variant(problem, decode_schedule(problem, -(-least // state_bytes))) for least, _ in table]
 
 
 # ------------------------------------------------------------------------------------------------ routes
@@ -162,9 +202,9 @@ def _missing_for_cute(problem: Problem, device: torch.device) -> list[str]:
         reasons.append(f"a device of compute capability 9.0 or 10.0, got {capability[0]}.{capability[1]}")
     if problem.dtype == torch.float32:
         reasons.append("bf16 or fp16 inputs, got fp32")
-    if problem.op == "decode":
-        return reasons + _missing_for_decode(problem)
-    return [*reasons, f"a CuTe kernel for {problem.op}: this version ships none"]
+    if problem.op == "prefill":
+        return [*reasons, "a CuTe kernel for prefill: this version ships none"]
+    return reasons + _missing_for_kernels(problem)
 
 
 def arch_of(device: torch.device) -> str | None:
@@ -172,7 +212,7 @@ def arch_of(device: torch.device) -> str | None:
 
 
 def select(problem: Problem, device: torch.device, backend: str, sequences: int = 0) -> Route:
-    """The route of a problem; `sequences` settles a decode's schedule.
+    """The route of a problem; `sequences`, each layer's counted, settle its schedule.
 
     Raises ValueError for an unknown backend, UnsupportedProblem when the asked one cannot run it.
     """
@@ -180,8 +220,8 @@ def select(problem: Problem, device: torch.device, backend: str, sequences: int 
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
     missing = tuple(_missing_for_cute(problem, device))
     if not missing and backend != "reference":
-        schedule = decode_schedule(problem, sequences)
-        variant = decode_variant(problem, schedule)
+        schedule = schedule_of(problem, sequences)
+        variant = variant_of(problem, schedule)
         arch = arch_of(device)
         assert arch is not None
         missing = compile.missing(variant, arch)

@@ -43,10 +43,8 @@ def _decode(*arguments: Any) -> None:
     api.run_decode(*(*arguments[:5], Gate(*arguments[5:9]), *arguments[9:]))
 
 
-def _verify(
-    *tokens: Any, buffer_u: Tensor, buffer_k: Tensor, buffer_log_decay: Tensor, out: Tensor, backend: str, **states: Any
-) -> None:
-    api.run_verify(_tokens(tokens), out, backend, buffer=KVBuffer(buffer_u, buffer_k, buffer_log_decay), **states)
+def _verify(*tokens: Any, buffer_u: Tensor, buffer_k: Tensor, buffer_log_decay: Tensor, **others: Any) -> None:
+    api.run_verify(_tokens(tokens), buffer=KVBuffer(buffer_u, buffer_k, buffer_log_decay), **others)
 
 
 def _flush(
@@ -57,12 +55,11 @@ def _flush(
     buffer_log_decay: Tensor,
     count: int | None,
     counts: Tensor | None,
-    backend: str,
-    **indices: Any,
+    **others: Any,
 ) -> None:
     num_accepted = counts if count is None else count
     assert num_accepted is not None
-    api.run_flush(state, KVBuffer(buffer_u, buffer_k, buffer_log_decay), num_accepted, backend, **indices)
+    api.run_flush(state, KVBuffer(buffer_u, buffer_k, buffer_log_decay), num_accepted, **others)
 
 
 def _fake(*_args: Any, **_kwargs: Any) -> None:

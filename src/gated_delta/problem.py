@@ -134,6 +134,11 @@ class KVBuffer:
             raise ValueError("layer: expected a buffer made with num_layers=L, got one without layers")
         return KVBuffer(self.u[i], self.k[i], self.log_decay[i])
 
+    def sequences(self, *given: object) -> int:
+        """Sequences of a flush: as many as the tensors among its indices and num_accepted have entries, else the buffer's rows."""
+        lengths = (x.shape[0] for x in given if isinstance(x, Tensor))
+        return next(lengths, self.u.shape[-4])
+
     @property
     def nbytes(self) -> int:
         """Bytes of device memory the three tensors take."""
@@ -181,7 +186,8 @@ class Problem:
     K: int
     V: int
     T: int | None = None
-    """Most tokens a sequence has: a dense decode's or verify's T, 16 when packed, the buffer's T for flush, None for prefill."""
+    """Most tokens a sequence has: a dense decode's or verify's T; when packed 16, or the buffer's T if that is less; the buffer's T
+    for flush; None for prefill."""
     gate: str | None = None
     dtype: torch.dtype | None = None
     g_dtype: torch.dtype | None = None
@@ -348,9 +354,9 @@ class _Checker:
         _flag("beta_logits", t.beta_logits)
         self.sizes["N"] = t.num_sequences
 
-    def vectors(self, t: Tokens, *states: Tensor | None) -> None:
+    def vectors(self, t: Tokens | None, *states: Tensor | None) -> None:
         """Notes what is not where 16-byte accesses can reach it."""
-        self.option("unaligned_qk", not all(_aligned(x) for x in (t.q, t.k)))
+        self.option("unaligned_qk", t is not None and not all(_aligned(x) for x in (t.q, t.k)))
         self.option("scattered_rows", not all(x is None or (_aligned(x) and x.stride(-2) == x.shape[-1]) for x in states))
 
     def draft_length(self, packed: bool) -> None:
@@ -541,7 +547,8 @@ def describe_verify(
     check.index("buffer_indices", buffer_indices)
     check.one_each("buffer", "rows", buffer_indices)
     check.out(out, tokens)
-    return check.problem("verify", axis, tokens, dtype, check.sizes["T"])
+    check.vectors(tokens, state)
+    return check.problem("verify", axis, tokens, dtype, min(check.sizes["T"], check.sizes["C"]))
 
 
 def describe_flush(
@@ -575,5 +582,6 @@ def describe_flush(
     check.one_each("buffer", "rows", buffer_indices)
     if check.sizes["HV"] % check.sizes["H"]:
         raise ValueError(f"buffer.k: expected H to divide HV={check.sizes['HV']}, got H={check.sizes['H']}")
+    check.vectors(None, state)
     check.option("layers", layers)
     return check.problem("flush", axis, None, dtype, check.sizes["C"])

@@ -488,6 +488,29 @@ def decode(
             state[_places([w for _, w in kept], P)] = moved
 
 
+class VerifyRows(NamedTuple):
+    """Which slot a verify reads and which row of the buffer it fills, sequence by sequence; who has both is active."""
+
+    reads: list[int]
+    rows: list[int]
+    active: list[int]
+    starts: list[int]
+    lengths: list[int]
+
+
+def verify_rows(
+    tokens: Tokens, state: Tensor, state_indices: Tensor | None, buffer: KVBuffer, buffer_indices: Tensor | None
+) -> VerifyRows:
+    """Looks at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
+    N = tokens.num_sequences
+    starts, lengths = _draft_spans(tokens, buffer=buffer.u.shape[1])
+    reads = _rows("state_indices", state_indices, N, state.shape[0])
+    rows = _rows("buffer_indices", buffer_indices, N, buffer.u.shape[0])
+    active = [n for n in range(N) if reads[n] >= 0 and rows[n] >= 0]
+    _one_writer("buffer_indices", (rows[n] for n in active))
+    return VerifyRows(reads, rows, active, starts, lengths)
+
+
 def verify(
     tokens: Tokens,
     *,
@@ -497,12 +520,8 @@ def verify(
     buffer_indices: Tensor | None,
     out: Tensor,
 ) -> None:
-    N, C = tokens.num_sequences, buffer.u.shape[1]
-    starts, lengths = _draft_spans(tokens, buffer=C)
-    reads = _rows("state_indices", state_indices, N, state.shape[0])
-    rows = _rows("buffer_indices", buffer_indices, N, buffer.u.shape[0])
-    active = [n for n in range(N) if reads[n] >= 0 and rows[n] >= 0]
-    _one_writer("buffer_indices", (rows[n] for n in active))
+    C = buffer.u.shape[1]
+    reads, rows, active, starts, lengths = verify_rows(tokens, state, state_indices, buffer, buffer_indices)
     with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
         x = activate(flatten(tokens), torch.float32)
         if active:
@@ -526,6 +545,33 @@ def verify(
             buffer.log_decay[where] = x.log_decay[:, :C].reshape(len(where), C, *buffer.log_decay.shape[2:])
 
 
+class FlushRows(NamedTuple):
+    """Which slots a flush reads and writes, and which row of the buffer it folds, sequence by sequence; who has all is active."""
+
+    reads: list[int]
+    writes: list[int]
+    rows: list[int]
+    active: list[int]
+
+
+def flush_rows(
+    state: Tensor,
+    buffer: KVBuffer,
+    num_accepted: int | Tensor,
+    state_indices: Tensor | None,
+    write_indices: Tensor | None,
+    buffer_indices: Tensor | None,
+) -> FlushRows:
+    """Looks at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
+    P, N = state.shape[-4], buffer.sequences(state_indices, write_indices, buffer_indices, num_accepted)
+    reads = _rows("state_indices", state_indices, N, P)
+    writes = reads if write_indices is None else _rows("write_indices", write_indices, N, P)
+    rows = _rows("buffer_indices", buffer_indices, N, buffer.u.shape[-4])
+    active = [n for n in range(N) if min(reads[n], writes[n], rows[n]) >= 0]
+    _one_writer("state_indices" if write_indices is None else "write_indices", (writes[n] for n in active))
+    return FlushRows(reads, writes, rows, active)
+
+
 def flush(
     *,
     state: Tensor,
@@ -535,16 +581,9 @@ def flush(
     write_indices: Tensor | None,
     buffer_indices: Tensor | None,
 ) -> None:
+    reads, writes, rows, active = flush_rows(state, buffer, num_accepted, state_indices, write_indices, buffer_indices)
+    counts = num_accepted.tolist() if isinstance(num_accepted, Tensor) else [num_accepted] * len(reads)
     layers = state.ndim == 5
-    P, capacity = state.shape[-4], buffer.u.shape[-4]
-    given = [x for x in (state_indices, write_indices, buffer_indices, num_accepted) if isinstance(x, Tensor)]
-    N = given[0].shape[0] if given else capacity
-    reads = _rows("state_indices", state_indices, N, P)
-    writes = reads if write_indices is None else _rows("write_indices", write_indices, N, P)
-    rows = _rows("buffer_indices", buffer_indices, N, capacity)
-    counts = num_accepted.tolist() if isinstance(num_accepted, Tensor) else [num_accepted] * N
-    active = [n for n in range(N) if min(reads[n], writes[n], rows[n]) >= 0]
-    _one_writer("state_indices" if write_indices is None else "write_indices", (writes[n] for n in active))
     moved = [n for n in active if counts[n] > 0 or reads[n] != writes[n]]
     if not moved:
         return

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import api
-from ..dispatch import decode_schedule
+from ..dispatch import schedule_of
 from ..problem import SHORT, Gate
 from ..testing.cases import Case
 from .operations import bench_case
@@ -88,8 +88,8 @@ class Cell:
 
     def _few(self) -> int:
         problem = self._case(self.sequences, "pool").problem
-        schedule = decode_schedule(problem, self.sequences)
-        fewer = (n for n in (3, *range(4, self.sequences)) if decode_schedule(problem, n) == schedule)
+        schedule = schedule_of(problem, self.sequences)
+        fewer = (n for n in (3, *range(4, self.sequences)) if schedule_of(problem, n) == schedule)
         return next(fewer, self.sequences)
 
     def _case(self, sequences: int, layout: str) -> Case:

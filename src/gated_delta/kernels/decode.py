@@ -12,47 +12,28 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32, Uint64
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
-from .arguments import ABSENT, DecodePointers, DecodeSizes, DecodeStrides, decode_lanes, decode_tile
+from .arguments import ABSENT, DecodePointers, DecodeSizes, DecodeStrides, tile_of
 from .device import (
-    L2NORM_EPS,
     broadcast,
     dot,
     floats_of,
     load,
-    load_bits,
     load_index,
     load_scalar,
-    load_words,
-    log_decay,
     offset,
-    prefetch,
     sigmoid,
     store,
-    store_words,
     sum_lanes,
     sum_rows,
     words_of,
 )
+from .rows import typed
+from .tokens import Call, Tokens
 
-Pointers = NamedTuple("Pointers", [(name, Int64) for name in DecodePointers._fields])
-Strides = NamedTuple("Strides", [(name, Int32) for name in DecodeStrides._fields])
-Sizes = NamedTuple("Sizes", [(name, Int32) for name in DecodeSizes._fields])
-
-LINE = 128  # bytes L2 fetches at once
-EVICT_NORMAL, EVICT_LAST = 0x16F0000000000000, 0x14F0000000000000  # L2 cache policies, as createpolicy would make them
-
-_DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
-
-
-class Call(NamedTuple):
-    ptr: Pointers
-    scale: Float32
-    bound: Float32
-    stride: Strides
-    size: Sizes
+Pointers, Strides, Sizes = typed(DecodePointers, Int64), typed(DecodeStrides, Int32), typed(DecodeSizes, Int32)
 
 
 class Here(NamedTuple):
@@ -74,10 +55,10 @@ class Here(NamedTuple):
     """Whether it, among those that end up with the same row's sums, writes that row's output."""
 
 
-class Decode:
+class Decode(Tokens):
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
 
-    pointers, strides, sizes = Pointers, Strides, Sizes
+    arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
     def __init__(
         self,
@@ -95,19 +76,12 @@ class Decode:
         rows: int,
         threads: int,
     ):
-        self.channel = axis == "channel"
-        self.K, self.dtype, self.g_dtype, self.state_dtype = K, _DTYPES[dtype], _DTYPES[g_dtype], _DTYPES[state_dtype]
-        self.gate, self.qk_l2norm, self.beta_logits = gate, qk_l2norm, beta_logits
-        self.single, self.aligned, self.rows, self.threads = single, aligned, rows, threads
-        self.lanes = decode_lanes(K)
-        self.padded_K = 8 * self.lanes
-        self.per_warp = 32 // self.lanes
+        super().__init__(axis, K, dtype, g_dtype, state_dtype, gate, qk_l2norm, aligned)
+        self.beta_logits, self.single, self.rows, self.threads = beta_logits, single, rows, threads
         self.groups = threads // self.lanes
-        self.width = 128 // self.state_dtype.width  # channels in a 16-byte access
-        self.parts = 8 // self.width
-        self.row_bytes = K * self.state_dtype.width // 8
-        self.tile = decode_tile(K, rows, threads)
+        self.tile = tile_of(K, rows, threads)
         self.tiles = V // self.tile
+        self.warp_rows = self.per_warp * rows
         self.share = self.lanes // rows  # lanes that end a reduction with the same row
         # KDA's decays are everybody's work; those of a single token leave the first warp to q and k.
         self.first_gater = 32 if single else 0
@@ -122,7 +96,7 @@ class Decode:
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
         self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=(self.tiles * size.HV, cutlass.min(size.N, 65535), (size.N + 65534) // 65535),
+            grid=self.grid(self.tiles * size.HV, size.N),
             block=(self.threads, 1, 1),
             smem=self.record * size.T * 4,
             stream=stream,
@@ -132,11 +106,10 @@ class Decode:
     @cute.kernel
     def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes):
         thread, _, _ = cute.arch.thread_idx()
-        head_tile, n_low, n_high = cute.arch.block_idx()
-        n = n_low + n_high * 65535
+        head_tile, n = self.block()
         tile, hv = head_tile % self.tiles, head_tile // self.tiles
         lane = thread % self.lanes
-        warp_row = tile * self.tile + (thread // 32) * (self.per_warp * self.rows)
+        warp_row = tile * self.tile + (thread // 32) * self.warp_rows
         first_row = warp_row + (thread % 32) // self.lanes
         own_row = first_row + self.per_warp * (lane // self.share)
         here = Here(n, hv, tile, thread, lane, warp_row, first_row, own_row, lane % self.share == 0)
@@ -149,46 +122,22 @@ class Decode:
         if n < size.N:
             self.sequence(call, here)
 
-    def ask_early(self, call, here):
-        """Bring what is needed first towards L2 while the kernel in front of this one is still running.
-
-        The slot read here may yet change, so it is a hint: it need only lie in the pool. What is used is read after the wait.
-        """
-        ptr, stride, size = call.ptr, call.stride, call.size
-        guess = load_index(ptr.reads + offset(here.n, stride.reads_n), size.reads_kind, here.n)
-        inside = (guess >= 0) & (guess < size.P)
-        lines = self.per_warp * self.rows * self.row_bytes // LINE
-        for first in range(0, lines, 32):
-            line = first + here.thread % 32
-            prefetch(self.state_row(call, here, guess, here.warp_row) + line * LINE, inside & (line < lines))
-        dense = size.cu_seqlens_kind == 0
-        token, channel = cutlass.min(here.thread // self.lanes, size.T - 1), self.part_at(here, 0)
-        inside = self.reached(here, 0, dense)
-        for at in self.qk_rows(call, here, token):
-            prefetch(at + channel * (self.dtype.width // 8), inside)
-        prefetch(self.v_row(call, here, token, here.own_row), dense)
-        prefetch(self.gate_at(call, here, token, channel if self.channel else None), inside)
-
     # -------------------------------------------------------------------------------------------- one sequence
 
     @cute.jit
     def sequence(self, call, here):
         ptr, stride, size = call.ptr, call.stride, call.size
-        at = ptr.cu_seqlens + offset(here.n, stride.cu_seqlens_n)
         start, length = Int32(0), Int32(1)
         if cutlass.const_expr(not self.single):
-            start = load_index(at, size.cu_seqlens_kind, Int32(0))
-            end = load_index(at + offset(1, stride.cu_seqlens_n), size.cu_seqlens_kind, size.T)
-            length = cutlass.min(end - start, size.T)
+            start, length = self.span(call, here)
         read, write = self.slots(call, here)
 
         first = here.thread // self.lanes
         raw_qk = self.raw_qk(call, here, start, first, length)
         raw_gates = self.raw_gates(call, here, start, length)
         raw_v = self.raw_v(call, here, start, here.thread, length)
-        policy = Int64(select_(size.keep_lines != 0, Int64(EVICT_LAST), Int64(EVICT_NORMAL)))
         state_at = self.state_row(call, here, read, here.first_row)
-        rows = self.load_rows(state_at, here, policy, read >= 0)
+        rows = self.load_rows(state_at, here, self.policy(size.keep_lines), read >= 0)
 
         o_at = ptr.o + offset(here.n, stride.o_n) + offset(here.hv, stride.o_h) + offset(here.own_row, stride.o_c)
         if read >= 0:
@@ -210,10 +159,7 @@ class Decode:
             for t in range(length):
                 store(self.dtype, o_at + offset(start + t, stride.o_t), Float32(0))
         if cutlass.const_expr(not self.single) and size.cu_seqlens_kind != 0 and here.owner:
-            # Packed rows past the last sequence belong to nobody: the sequences zero them in turn.
-            last = load_index(ptr.cu_seqlens + offset(size.N, stride.cu_seqlens_n), size.cu_seqlens_kind, Int32(0))
-            for row in range(last + here.n, size.total, size.N):
-                store(self.dtype, o_at + offset(row, stride.o_t), Float32(0))
+            self.zero_rest(call, here, o_at)
 
     def slots(self, call, here):
         """Slot read and slot written; below zero: an inactive sequence, no final state to write."""
@@ -274,58 +220,6 @@ class Decode:
             slot = load_index(slot_at, size.reads_kind, Int32(-1))
             self.store_rows(self.held(words), self.state_row(call, here, slot, here.first_row), here, slot >= 0)
 
-    # -------------------------------------------------------------------------------------------- state rows
-
-    def state_row(self, call, here, slot, row):
-        at = call.ptr.state + offset(slot, call.stride.state_p) + offset(here.hv, call.stride.state_h)
-        return at + row * self.row_bytes
-
-    def part_at(self, here, part):
-        """Channel at which a lane's 16-byte access number `part` starts."""
-        return (part * self.lanes + here.lane) * self.width
-
-    def part_byte(self, here, r, part):
-        return here.lane * 16 + (r * self.per_warp * self.row_bytes + part * self.lanes * 16)
-
-    def reached(self, here, part, condition):
-        """Whether an access is wanted and within the row, which may be shorter than the lanes reach."""
-        if self.padded_K == self.K:
-            return condition
-        return (self.part_at(here, part) < self.K) & condition
-
-    def load_rows(self, at, here, policy, condition):
-        """This thread's rows, each as words."""
-        rows = []
-        for r in range(self.rows):
-            parts = [
-                load_words(at + self.part_byte(here, r, part), self.reached(here, part, condition), policy=policy)
-                for part in range(self.parts)
-            ]
-            rows.append([word for words in parts for word in words])
-        return rows
-
-    def store_rows(self, rows, at, here, condition):
-        for r, row in enumerate(rows):
-            for part in range(self.parts):
-                wanted = self.reached(here, part, condition)
-                store_words(at + self.part_byte(here, r, part), row[4 * part : 4 * part + 4], wanted)
-
-    def hold(self, words, rows):
-        """Rows into registers that outlive a turn of a loop."""
-        for r, row in enumerate(rows):
-            for i, word in enumerate(row):
-                words[i, r] = word
-
-    def held(self, words):
-        return [[words[i, r] for i in range(4 * self.parts)] for r in range(self.rows)]
-
-    # -------------------------------------------------------------------------------------------- v
-
-    def v_row(self, call, here, token, row):
-        ptr, stride = call.ptr, call.stride
-        at = ptr.v + offset(here.n, stride.v_n) + offset(token, stride.v_t) + offset(here.hv, stride.v_h)
-        return at + row * (self.dtype.width // 8)
-
     def raw_v(self, call, here, start, i, length):
         """Element i of the tile's [tokens, rows] of v."""
         token, row = i // self.tile, i % self.tile
@@ -344,13 +238,6 @@ class Decode:
         values = self.floats(records + (i // self.tile) * self.record + self.at_v, self.tile)
         values[i % self.tile] = v
 
-    # -------------------------------------------------------------------------------------------- gates and beta
-
-    def gate_at(self, call, here, token, channel):
-        ptr, stride = call.ptr, call.stride
-        at = ptr.g + offset(here.n, stride.g_n) + offset(token, stride.g_t) + offset(here.hv, stride.g_h)
-        return at if channel is None else at + offset(channel, stride.g_c)
-
     def raw_gates(self, call, here, start, length):
         """beta of this lane's token, for the last warp; g and the gate's parameters, of that token or of KDA's first."""
         ptr, stride, size = call.ptr, call.stride, call.size
@@ -367,20 +254,6 @@ class Decode:
             g = load(self.g_dtype, self.gate_at(call, here, start + first, channel), wanted)
             raw.append((g, self.gate_parameters(call, here, channel, wanted)))
         return beta, raw
-
-    def gate_parameters(self, call, here, channel, condition):
-        """A_log and dt_bias, where the gate has them."""
-        if self.gate == "log":
-            return None, None
-        ptr, stride, size = call.ptr, call.stride, call.size
-        dt_bias = ptr.dt_bias + offset(here.hv, stride.dt_bias_h)
-        if channel is not None:
-            dt_bias += offset(channel, stride.dt_bias_c)
-        kind = Int32(select_(condition, size.dt_bias_kind, Int32(ABSENT)))
-        return load(Float32, ptr.A_log + offset(here.hv, stride.A_log_h), condition), load_scalar(dt_bias, kind)
-
-    def decay(self, call, g, parameters):
-        return cute.math.exp(log_decay(self.gate, g, *parameters, call.bound))
 
     @cute.jit
     def stage_gates(self, records, call, here, start, length, raw):
@@ -432,40 +305,6 @@ class Decode:
         decays = self.floats(records + t * self.record + self.at_decay, self.padded_K)
         decays[place] = self.decay(call, g, parameters)
 
-    def channel_at(self, place):
-        """Key channel kept at a place of shared memory: a lane's channels stand as two groups of four, each group lane by lane."""
-        channel = place
-        if self.parts == 1:
-            half, rest = place // (self.padded_K // 2), place % (self.padded_K // 2)
-            channel = (rest // 4) * 8 + half * 4 + rest % 4
-        return channel if self.padded_K == self.K else cutlass.min(channel, self.K - 1)
-
-    # -------------------------------------------------------------------------------------------- q and k
-
-    def qk_rows(self, call, here, token):
-        ptr, stride = call.ptr, call.stride
-        h = Int32((Uint64(Uint32(here.hv)) * Uint64(Uint32(call.size.q_heads))) >> Uint64(30))
-        q = ptr.q + offset(here.n, stride.q_n) + offset(token, stride.q_t) + offset(h, stride.q_h)
-        k = ptr.k + offset(here.n, stride.k_n) + offset(token, stride.k_t) + offset(h, stride.k_h)
-        return q, k
-
-    def raw_qk(self, call, here, start, t, length):
-        """This lane's channels of q and k of token t, as words."""
-        return [self.raw_channels(at, here, t < length) for at in self.qk_rows(call, here, start + t)]
-
-    def raw_channels(self, at, here, condition):
-        size, words = self.dtype.width // 8, []
-        for part in range(self.parts):
-            channel = self.part_at(here, part)
-            wanted = self.reached(here, part, condition)
-            if self.aligned:
-                words += load_words(at + channel * size, wanted, count=self.width // 2)
-            else:
-                for i in range(0, self.width, 2):
-                    low, high = (load_bits(at + (channel + j) * size, wanted) for j in (i, i + 1))
-                    words.append(Uint32(low) | (Uint32(high) << Uint32(16)))
-        return words
-
     @cute.jit
     def stage_qk(self, records, call, here, start, length, raw):
         """q, scaled, and k, both normalised, and k.q: a token for each group of lanes, as often as it takes."""
@@ -481,10 +320,7 @@ class Decode:
     def put_qk(self, records, call, here, t, length, raw):
         q, k = [floats_of(words, self.dtype) for words in raw]
         kq = sum_lanes(dot(k, q), self.lanes)
-        q_scale, k_scale = call.scale, Float32(1)
-        if cutlass.const_expr(self.qk_l2norm):
-            q_scale = call.scale * cute.math.rsqrt(sum_lanes(dot(q, q), self.lanes) + Float32(L2NORM_EPS))
-            k_scale = cute.math.rsqrt(sum_lanes(dot(k, k), self.lanes) + Float32(L2NORM_EPS))
+        q_scale, k_scale = self.scales(call, q, k)
         if t < length:
             record = records + t * self.record
             for base, xs, x_scale in ((0, q, q_scale), (self.padded_K, k, k_scale)):
@@ -494,17 +330,3 @@ class Decode:
                         place[i] = xs[4 * h + i] * x_scale
             rest = self.floats(record + self.at_rest, 4)
             rest[1] = kq * q_scale * k_scale
-
-    # -------------------------------------------------------------------------------------------- shared memory
-
-    def floats(self, at, count):
-        return cute.make_tensor(at, cute.make_layout((count,)))
-
-    def half(self, at, here, h):
-        """Half of a lane's 8 channels in shared memory."""
-        address = (at + h * (self.padded_K // 2) + here.lane * 4).toint()
-        return self.floats(cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16), 4)
-
-    def staged(self, at, here):
-        halves = [self.half(at, here, h).load() for h in range(2)]
-        return [x[i] for x in halves for i in range(4)]

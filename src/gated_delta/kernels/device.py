@@ -223,3 +223,31 @@ def dot(xs, ys):
             total = cute.math.fma(x, y, total)
         sums.append(total)
     return sums[0] + sums[1]
+
+
+def store_where(dtype, address, value, condition):
+    """One number where the condition holds, without a branch."""
+    bits, kind = (value.bitcast(Uint32), "b32") if dtype is Float32 else (value.to(dtype).bitcast(Uint16), "b16")
+    cute.arch.inline_ptx(
+        f"{{ .reg .pred p; setp.ne.s32 p, {{$r2}}, 0; @p st.global.{kind} [{{$r0}}], {{$r1}}; }}",
+        read_only_args=[address, bits, Int32(condition)],
+    )
+
+
+def split(x):
+    """x as a number of tf32 precision, 11 bits, and what is left of it."""
+    high = (x.bitcast(Uint32) & Uint32(0xFFFFE000)).bitcast(Float32)
+    return high, x - high
+
+
+def multiply_accumulate(sums, a, b):
+    """sums [16, 8] + a [16, 8] b [8, 8] on the tensor cores, a and b taken at tf32 precision; each lane has its parts of them."""
+    words = [x.bitcast(Uint32) for x in (*a, *b)]
+    return list(
+        cute.arch.inline_ptx(
+            "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+            "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+            write_only_types=[Float32] * 4,
+            read_only_args=[*words, *sums],
+        )
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -100,6 +100,14 @@ class Case:
     @property
     def packed(self) -> bool:
         return self.uses("cu_seqlens")
+
+    @property
+    def problems(self) -> list[Problem]:
+        """Of every kernel that judging the case runs: a flush's buffer is filled by a verify."""
+        if self.op != "flush" or self.dtype == torch.float32:
+            return [self.problem]
+        layout = "dense" if self.layout == "dense" else "pool"
+        return [self.problem, replace(self, op="verify", layout=layout).problem]
 
     @property
     def problem(self) -> Problem:
