@@ -1,29 +1,39 @@
 """The CuTe backend's host side on a CPU: what a launch hands over is recorded in place of launched, and every address followed."""
 
 import itertools
+import math
 
 import pytest
 import torch
 
 import gated_delta as gd
 from gated_delta import api, compile, cute, dispatch
-from gated_delta.kernels.arguments import ABSENT, BF16, FP16, FP32, DecodePointers, DecodeSizes, DecodeStrides
+from gated_delta.kernels import arguments
+from gated_delta.kernels.arguments import ABSENT, BF16, FP16, FP32
 
 pytestmark = pytest.mark.skipif(compile.missing_packages() != (), reason="needs apache-tvm-ffi")
 
 N, T, H, HV, K, V, P = 3, 2, 2, 4, 64, 96, 7
+CHANNELS = pytest.mark.parametrize("channels", [(), (K,)], ids=["gdn", "kda"])
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Launches so far: pointers, scale, bound, strides, sizes of each."""
+    """Launches so far: pointers, strides and sizes of each; of decode and verify, scale and bound behind the pointers."""
     made = []
 
-    def launch(pointers, scale, bound, strides, sizes, stream):
-        made.append((DecodePointers(*pointers), scale, bound, DecodeStrides(*strides), DecodeSizes(*sizes)))
+    def load(variant, arch):
+        kinds = [getattr(arguments, variant.kernel.title() + what) for what in ("Pointers", "Strides", "Sizes")]
 
-    monkeypatch.setattr(api, "_decodes", api.Memo())
-    monkeypatch.setattr(compile, "load", lambda variant, arch: launch)
+        def launch(pointers, *rest):
+            *numbers, strides, sizes, stream = rest
+            made.append((kinds[0](*pointers), *numbers, kinds[1](*strides), kinds[2](*sizes)))
+
+        return launch
+
+    for memo in ("_decodes", "_verifies", "_flushes"):
+        monkeypatch.setattr(api, memo, api.Memo())
+    monkeypatch.setattr(compile, "load", load)
     monkeypatch.setattr(compile, "missing", lambda variant, arch: ())
     monkeypatch.setattr(dispatch, "arch_of", lambda device: "sm_90a")
     monkeypatch.setattr(dispatch, "_missing_for_cute", lambda problem, device: dispatch._missing_for_kernels(problem))
@@ -67,7 +77,7 @@ def follow_tokens(launch, call, o, packed=False):
     follow(pointers.o, o, s.o_n, s.o_t, s.o_h, s.o_c)
 
 
-@pytest.mark.parametrize("channels", [(), (K,)], ids=["gdn", "kda"])
+@CHANNELS
 def test_dense_tokens_and_a_pool(launches, channels):
     call, state = tokens(channels=channels), pool()
     slots, writes = torch.tensor([5, 1, -1], dtype=torch.int32), torch.tensor([0, 2, 3])
@@ -201,3 +211,368 @@ def test_nobody_to_decode_for(launches):
     o = decode(tokens((0, T)), state=pool())
     assert o.shape == (0, T, HV, V)
     assert launches == []
+
+
+# ------------------------------------------------------------------------------------------------ verify and flush
+
+
+def buffer(rows=N, C=T, channels=(), layers=None):
+    made = gd.KVBuffer.empty(rows, C, H, HV, K, V, gate="channel" if channels else "head", num_layers=layers)
+    for x in (made.u, made.k, made.log_decay):
+        x.fill_(math.nan)
+    return made
+
+
+def verify(call, **options):
+    return gd.verify(**call, **options, backend="cute")
+
+
+def flush(state, kept, num_accepted, **options):
+    gd.flush(state, kept, num_accepted, **options, backend="cute")
+
+
+def follow_buffer(pointers, s, kept, k):
+    """k: what the launch calls the buffer's k."""
+    follow(pointers.u, kept.u, s.u_r, s.u_t, s.u_h)
+    follow(getattr(pointers, k), kept.k, *[getattr(s, f"{k}_{dim}") for dim in "rth"])
+    follow(pointers.log_decay, kept.log_decay, s.log_decay_r, s.log_decay_t, s.log_decay_h)
+
+
+def follow_layers(pointers, s, state, kept):
+    follow(pointers.state, state, pointers.state_l, s.state_p, s.state_h)
+    follow(pointers.u, kept.u, pointers.u_l, s.u_r, s.u_t, s.u_h)
+    follow(pointers.k, kept.k, pointers.k_l, s.k_r, s.k_t, s.k_h)
+    channels = [s.log_decay_c] if kept.log_decay.ndim == 5 else []
+    follow(pointers.log_decay, kept.log_decay, pointers.log_decay_l, s.log_decay_r, s.log_decay_t, s.log_decay_h, *channels)
+
+
+@CHANNELS
+def test_verify_of_a_pool_into_rows_of_a_buffer(launches, channels):
+    call, state, kept = tokens(channels=channels), pool(), buffer(5, 6, channels)
+    slots, rows = torch.tensor([5, 1, -1], dtype=torch.int32), torch.tensor([4, -1, 0])
+    A_log, dt_bias = torch.randn(HV), torch.randn(HV, *channels).bfloat16()
+    gate = gd.Gate.lower_bound(A_log, dt_bias, -3.0)
+    o = verify(call, gate=gate, scale=0.5, state=state, state_indices=slots, buffer=kept, buffer_indices=rows, beta_logits=True)
+    (launch,) = launches
+    follow_tokens(launch, call, o)
+    pointers, scale, bound, s, sizes = launch
+    assert (scale, bound) == (0.5, -3.0)
+    follow(pointers.state, state, s.state_p, s.state_h)
+    follow_buffer(pointers, s, kept, "kept_k")
+    follow(pointers.reads, slots, s.reads_n)
+    follow(pointers.rows, rows, s.rows_n)
+    follow(pointers.A_log, A_log, s.A_log_h)
+    follow(pointers.dt_bias, dt_bias, *[s.dt_bias_h, s.dt_bias_c][: dt_bias.ndim])
+    assert pointers.cu_seqlens == 0
+    assert (sizes.N, sizes.T, sizes.HV, sizes.group, sizes.P, sizes.C) == (N, T, HV, HV // H, P, 6)
+    assert (sizes.reads_kind, sizes.rows_kind, sizes.cu_seqlens_kind) == (1, 2, 0)
+    assert (sizes.beta_logits, sizes.beta_kind, sizes.dt_bias_kind) == (1, BF16, BF16)
+    for hv in range(HV):
+        assert hv * sizes.q_heads >> 30 == hv // sizes.group
+
+
+@CHANNELS
+def test_verify_with_every_tensor_at_strides_of_its_own(launches, channels):
+    """Slices of a fused projection, one layer of a buffer, and every other head of the buffer's k."""
+    fused = torch.randn(N, T, 2 * H * K + HV * V).bfloat16()
+    q, k, v = (x.unflatten(-1, shape) for x, shape in zip(fused.split([H * K, H * K, HV * V], -1), [(H, K), (H, K), (HV, V)]))
+    g = torch.randn(N, T, HV, *channels, 3)[..., 1]
+    call = dict(q=q, k=k, v=v, g=g, beta=torch.randn(N, T, 2 * HV).half()[..., ::2])
+    state = torch.randn(P, 2 * HV, V, K)[:, ::2]
+    layer = buffer(N + 1, T + 1, channels, layers=3).layer(1)
+    kept = gd.KVBuffer(layer.u[:, 1:], torch.randn(N + 1, T, 2 * H, K)[:, :, ::2], layer.log_decay[:, 1:])
+    out = torch.zeros(N, HV, T, V).bfloat16().transpose(1, 2)
+    assert verify(call, state=state, buffer=kept, out=out) is out
+    (launch,) = launches
+    follow_tokens(launch, call, out)
+    pointers, _, _, s, sizes = launch
+    follow(pointers.state, state, s.state_p, s.state_h)
+    follow_buffer(pointers, s, kept, "kept_k")
+    assert (pointers.reads, pointers.rows) == (0, 0)
+    assert (sizes.beta_logits, sizes.beta_kind, sizes.dt_bias_kind, sizes.reads_kind, sizes.rows_kind) == (0, FP16, ABSENT, 0, 0)
+
+
+def test_verify_of_packed_tokens(launches):
+    call, kept, ends = tokens((1, 9), dtype=torch.float16), buffer(2, 5), torch.tensor([0, 4, 8])
+    o = verify(call, cu_seqlens=ends, state=pool(), buffer=kept)
+    (launch,) = launches
+    follow_tokens(launch, call, o, packed=True)
+    pointers, _, _, s, sizes = launch
+    follow(pointers.cu_seqlens, ends, s.cu_seqlens_n)
+    follow_buffer(pointers, s, kept, "kept_k")
+    assert (sizes.N, sizes.T, sizes.total, sizes.C) == (2, 5, 9, 5)  # no more tokens than the buffer has room for
+    assert sizes.cu_seqlens_kind == 2
+
+
+@CHANNELS
+@pytest.mark.parametrize("count", [1, 2**40], ids=str)
+def test_flush_of_one_layer_by_a_number(launches, channels, count):
+    state, kept = pool(), buffer(N, 5, channels)
+    flush(state, kept, count)
+    ((pointers, s, sizes),) = launches
+    follow(pointers.state, state, s.state_p, s.state_h)
+    follow_buffer(pointers, s, kept, "k")
+    assert s.log_decay_c == (kept.log_decay.element_size() if channels else 0)
+    assert pointers[4:] == (0,) * 8  # no counts, no indices, no layers
+    assert (sizes.layers, sizes.N, sizes.HV, sizes.P, sizes.C, sizes.count) == (1, N, HV, P, 5, min(count, 5))
+    assert (sizes.accepted_kind, sizes.reads_kind, sizes.writes_kind, sizes.rows_kind) == (0, 0, 0, 0)
+    for hv in range(HV):
+        assert hv * sizes.k_heads >> 30 == hv // (HV // H)
+
+
+@CHANNELS
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_flush_of_all_layers_by_numbers_on_the_device(launches, channels, dtype):
+    """Fewer sequences than the buffer has rows, each index at a stride of its own."""
+    state = torch.randn(2, P, HV + 1, V, K)[:, :, 1:]
+    kept = buffer(N + 2, 4, channels, layers=2)
+    other = torch.int64 if dtype == torch.int32 else torch.int32
+    accepted, writes = torch.arange(2 * N, dtype=dtype)[::2], torch.arange(3 * N, dtype=dtype)[::3]
+    slots, rows = torch.arange(2 * N, dtype=other).view(N, 2).unbind(1)
+    flush(state, kept, accepted, state_indices=slots, write_indices=writes, buffer_indices=rows)
+    ((pointers, s, sizes),) = launches
+    follow_layers(pointers, s, state, kept)
+    follow(pointers.accepted, accepted, s.accepted_n)
+    follow(pointers.reads, slots, s.reads_n)
+    follow(pointers.writes, writes, s.writes_n)
+    follow(pointers.rows, rows, s.rows_n)
+    assert (sizes.layers, sizes.N, sizes.HV, sizes.P, sizes.C) == (2, N, HV, P, 4)
+    kind = accepted.element_size() // 4
+    assert (sizes.accepted_kind, sizes.reads_kind, sizes.writes_kind, sizes.rows_kind) == (kind, 3 - kind, kind, 3 - kind)
+
+
+def test_layers_lie_anywhere(launches):
+    """Layers of the state behind its slots; of the buffer in the other direction, and every other head of its k."""
+    state = torch.randn(P, 2, HV, V, K).transpose(0, 1)
+    u, k, log_decay = (
+        torch.randn(T, N, 2, *rest).permute(2, 1, 0, 3, *range(4, 3 + len(rest))) for rest in ((HV, V), (2 * H, K), (HV,))
+    )
+    kept = gd.KVBuffer(u, k[..., ::2, :], log_decay)
+    flush(state, kept, 1)
+    ((pointers, s, sizes),) = launches
+    follow_layers(pointers, s, state, kept)
+    assert (sizes.layers, sizes.N, sizes.C) == (2, N, T)
+
+
+def test_a_known_verify_is_launched_with_its_own_addresses(launches, monkeypatch):
+    verify(tokens(), state=pool(), buffer=buffer())
+    monkeypatch.setattr(api, "describe_verify", None)  # a known call is not described again
+    call, state, kept = tokens(), pool(), buffer()
+    o = verify(call, state=state, buffer=kept)
+    pointers, _, _, s, _ = launches[1]
+    follow_tokens(launches[1], call, o)
+    follow_buffer(pointers, s, kept, "kept_k")
+    assert pointers.state == state.data_ptr()
+    assert launches[0][3:] == launches[1][3:]
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["int", "tensor"])
+def test_a_known_flush_is_launched_with_its_own_addresses(launches, monkeypatch, counted):
+    def counts():
+        return torch.ones(N, dtype=torch.int32) if counted else 1
+
+    flush(pool(), buffer(), counts())
+    monkeypatch.setattr(api, "describe_flush", None)  # a known call is not described again
+    state, kept, accepted = pool(), buffer(), counts()
+    flush(state, kept, accepted)
+    pointers, s, _ = launches[1]
+    follow_buffer(pointers, s, kept, "k")
+    assert pointers.state == state.data_ptr()
+    assert pointers.accepted == (accepted.data_ptr() if counted else 0)
+    assert launches[0][1:] == launches[1][1:]
+
+
+def test_what_makes_a_verify_another_one(launches):
+    first = dict(tokens(), state=pool(), buffer=buffer())
+    verify(first)
+    others = [
+        dict(qk_l2norm=False),
+        dict(beta_logits=True),
+        dict(scale=1.0),
+        dict(gate=gd.Gate.softplus(torch.zeros(HV))),
+        dict(state_indices=torch.arange(N)),
+        dict(buffer_indices=torch.arange(N)),
+        dict(buffer=buffer(N + 1)),
+        dict(buffer=buffer(C=T + 1)),
+        dict(state=pool(torch.float32)),
+    ]
+    for other in others:
+        verify({**first, **other})
+    assert len(launches) == 1 + len(others)
+    assert sum(len(similar) for similar in api._verifies._calls.values()) == 1 + len(others)
+
+
+def test_what_makes_a_flush_another_one(launches):
+    first = dict(state=pool(), kept=buffer(), num_accepted=1)
+    flush(**first)
+    others = [
+        dict(num_accepted=0),
+        dict(num_accepted=2),
+        dict(num_accepted=torch.ones(N, dtype=torch.int32)),
+        dict(num_accepted=torch.ones(N, dtype=torch.int64)),
+        dict(state_indices=torch.arange(N)),
+        dict(write_indices=torch.arange(N)),
+        dict(buffer_indices=torch.arange(N)),
+        dict(buffer_indices=torch.arange(N - 1)),
+        dict(state=pool(torch.float32)),
+        dict(state=pool()[None], kept=buffer(layers=1)),
+    ]
+    for other in others:
+        flush(**{**first, **other})
+    assert len(launches) == 1 + len(others)
+    assert sum(len(similar) for similar in api._flushes._calls.values()) == 1 + len(others)
+    assert [sizes.count for _, _, sizes in launches[:3]] == [1, 0, 2]
+
+
+def test_one_index_tensor_is_not_taken_for_another(launches):
+    """Calls that differ in nothing but which of them is there."""
+    call, state, kept, indices = tokens(), pool(), buffer(), torch.arange(N)
+    for name in ("state_indices", "buffer_indices"):
+        verify(call, state=state, buffer=kept, **{name: indices})
+    assert [(bool(made[0].reads), bool(made[0].rows)) for made in launches] == [(True, False), (False, True)]
+    launches.clear()
+    for name in ("num_accepted", "state_indices", "write_indices", "buffer_indices"):
+        flush(state, kept, **{"num_accepted": 1, name: indices})
+    given = [(made[0].accepted, made[0].reads, made[0].writes, made[0].rows) for made in launches]
+    assert given == [tuple(indices.data_ptr() if i == j else 0 for j in range(4)) for i in range(4)]
+
+
+def grad(x):
+    return x.clone().requires_grad_()
+
+
+def test_a_known_verify_hides_no_mistake(launches):
+    call, state, kept = tokens(), pool(), buffer()
+    for _ in range(2):
+        verify(call, state=state, buffer=kept)
+        for wrong, error in (
+            (dict(qk_l2norm=1), TypeError),
+            (dict(gate="softplus"), TypeError),
+            (dict(out=call["v"]), ValueError),
+            (dict(beta=call["beta"][:, :1]), ValueError),
+            (dict(beta=grad(call["beta"])), gd.UnsupportedProblem),
+            (dict(buffer=(kept.u, kept.k, kept.log_decay)), TypeError),
+            (dict(buffer=gd.KVBuffer(kept.u.double(), kept.k, kept.log_decay)), TypeError),
+            (dict(buffer=buffer(C=T - 1)), ValueError),
+            (dict(buffer=gd.KVBuffer(grad(kept.u), kept.k, kept.log_decay)), gd.UnsupportedProblem),
+            (dict(buffer_indices=torch.arange(N).short()), TypeError),
+        ):
+            with pytest.raises(error):
+                verify({**call, "state": state, "buffer": kept, **wrong})
+    assert len(launches) == 2
+
+
+def test_a_known_flush_hides_no_mistake(launches):
+    state, kept = pool(), buffer()
+    for _ in range(2):
+        flush(state, kept, 1)
+        for wrong, error in (
+            (dict(num_accepted=True), TypeError),
+            (dict(num_accepted=1.0), TypeError),
+            (dict(num_accepted=-1), ValueError),
+            (dict(num_accepted=torch.ones(N)), TypeError),
+            (dict(num_accepted=torch.ones(N, 1, dtype=torch.int32)), ValueError),
+            (dict(state=state.half()), TypeError),
+            (dict(state=grad(state)), gd.UnsupportedProblem),
+            (dict(kept=(kept.u, kept.k, kept.log_decay)), TypeError),
+            (dict(kept=gd.KVBuffer(kept.u, kept.k.bfloat16(), kept.log_decay)), TypeError),
+            (dict(kept=buffer(N - 1), state_indices=torch.arange(N)), ValueError),
+        ):
+            with pytest.raises(error):
+                flush(**{"state": state, "kept": kept, "num_accepted": 1, **wrong})
+    assert len(launches) == 2
+
+
+def test_pools_off_a_vectors_boundary_are_refused(launches):
+    """Also once the call is known, where only the address tells."""
+    call, state, kept = tokens(), pool(), buffer()
+    shifted = torch.zeros(state.numel() + 1).bfloat16()[1:].view(state.shape)
+    for _ in range(2):
+        with pytest.raises(gd.UnsupportedProblem, match="V rows"):
+            verify(call, state=shifted, buffer=kept)
+        with pytest.raises(gd.UnsupportedProblem, match="V rows"):
+            flush(shifted, kept, 1)
+        verify(call, state=state, buffer=kept)
+        flush(state, kept, 1)
+    assert len(launches) == 4
+
+
+def test_rows_of_a_buffers_k_off_a_vectors_boundary(launches):
+    """verify, which writes them in vectors, refuses them; u and log decays may lie anywhere, and flush reads numbers."""
+    call, state, kept = tokens(), pool(), buffer()
+    shifted = [torch.zeros(x.numel() + 1)[1:].view(x.shape) for x in (kept.u, kept.k, kept.log_decay)]
+    for _ in range(2):
+        with pytest.raises(gd.UnsupportedProblem, match="rows of k"):
+            verify(call, state=state, buffer=gd.KVBuffer(kept.u, shifted[1], kept.log_decay))
+        verify(call, state=state, buffer=kept)
+    with pytest.raises(gd.UnsupportedProblem, match="rows of k"):
+        verify(call, state=state, buffer=gd.KVBuffer(kept.u, torch.zeros(N, T, H, K + 1)[..., :K], kept.log_decay))
+    verify(call, state=state, buffer=gd.KVBuffer(shifted[0], kept.k, shifted[2]))
+    flush(state, gd.KVBuffer(*shifted), 1)
+    assert len(launches) == 4
+
+
+def far(x, *strides):
+    """A tensor of x's shape with such strides in front, and no memory."""
+    return torch.empty(2, dtype=x.dtype, device="meta").as_strided(x.shape, (*strides, *x.stride()[len(strides) :]))
+
+
+INDICES = dict.fromkeys(("state_indices", "write_indices", "buffer_indices"))
+
+
+@pytest.mark.parametrize("which", ["state", "u", "k", "log_decay"])
+def test_slots_and_rows_2_gib_apart_are_refused(launches, which):
+    """Of states as of every part of a buffer, in both operations."""
+    call, given = tokens(), dict(vars(buffer()), state=pool())
+    routes = [
+        gd.explain("verify", **call, state=given["state"], buffer=buffer(), backend="cute"),
+        gd.explain("flush", given["state"], buffer(), 1, backend="cute"),
+    ]
+    given[which] = far(given[which], 2**31 // given[which].element_size())
+    state, kept = given.pop("state"), gd.KVBuffer(**given)
+    with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):
+        cute.VerifyLaunch(
+            routes[0], api.Tokens(**call), state=state, state_indices=None, buffer=kept, buffer_indices=None, out=None
+        )
+    with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):
+        cute.FlushLaunch(routes[1], state=state, buffer=kept, num_accepted=1, **INDICES)
+
+
+def test_layers_2_gib_apart_are_welcome(launches):
+    state, kept = pool(torch.float32)[None].expand(2, P, HV, V, K), buffer(layers=2)
+    route = gd.explain("flush", state.clone(), kept, 1, backend="cute")
+    apart = gd.KVBuffer(*(far(x, 2**30 + i) for i, x in enumerate((kept.u, kept.k, kept.log_decay))))
+    launch = cute.FlushLaunch(route, state=far(state, 2**33), buffer=apart, num_accepted=1, **INDICES)
+    assert launch.layer_strides == (2**35, 2**32, 2**32 + 4, 2**32 + 8)
+
+
+def test_nobody_to_verify_or_flush_for(launches):
+    state, kept, nobody = pool(), buffer(), torch.arange(0)
+    assert verify(tokens((0, T)), state=state, buffer=kept).shape == (0, T, HV, V)
+    assert (verify(tokens((1, 4)), cu_seqlens=torch.zeros(1).int(), state=state, buffer=kept) == 0).all()
+    flush(state, kept, 1, state_indices=nobody)
+    flush(state, kept, nobody)
+    flush(state, buffer(0), 1)
+    flush(state[None][:0], buffer(layers=0), 1)
+    assert launches == []
+
+
+def test_indices_of_drafts_are_looked_at_when_asked(launches, monkeypatch):
+    monkeypatch.setattr(cute, "CHECK", True)
+    call, state, kept = tokens(), pool(), buffer()
+    past, twice = torch.tensor([0, 1, P]), torch.tensor([0, 1, 1])
+    for name, error in (("state_indices", IndexError), ("buffer_indices", IndexError)):
+        with pytest.raises(error, match=name):
+            verify(call, state=state, buffer=kept, **{name: past})
+        with pytest.raises(error, match=name):
+            flush(state, kept, 1, **{name: past})
+    with pytest.raises(IndexError, match="write_indices"):
+        flush(state, kept, torch.ones(N).int(), write_indices=past)
+    with pytest.raises(ValueError, match="buffer_indices"):
+        verify(call, state=state, buffer=kept, buffer_indices=twice)
+    with pytest.raises(ValueError, match="state_indices"):
+        flush(state, kept, 0, state_indices=twice)
+    assert launches == []
+    verify(call, state=state, buffer=kept, state_indices=twice)  # a slot may be read twice
+    flush(state, kept, 1)
+    assert len(launches) == 2

@@ -24,6 +24,8 @@ def packed(*ends, dtype=i32):
     return {**tokens(1, ends[-1] if ends else 4), "cu_seqlens": ints(*ends, dtype=dtype)}
 
 
+LONG = gd.KVBuffer(*(torch.cat([x] * 6, 1) for x in vars(buffer()).values()))  # room for 18 drafts
+
 # operation, what replaces the valid call's arguments, error, what its text must hold
 BAD = [
     # who is not a tensor, and of which dtype
@@ -97,6 +99,8 @@ BAD = [
     ("decode", tokens(N, 0), ValueError, "q: expected 1 to 16 tokens per sequence, got T=0"),
     ("verify", dict(buffer=buffer(t=2)), ValueError, "buffer: expected room for T=3 tokens, got 2"),
     ("verify", dict(buffer=buffer(rows=1)), ValueError, "buffer: expected rows >= N=2"),
+    ("verify", dict(buffer=LONG), ValueError, "buffer: expected room for at most 16 tokens, got 18"),
+    ("flush", dict(buffer=LONG), ValueError, "buffer: expected room for at most 16 tokens, got 18"),
     ("verify", dict(buffer=buffer(axis="channel")), ValueError, "buffer: expected gate='head'"),
     ("verify", dict(buffer=buffer(layers=2)), ValueError, "buffer.u: expected 4 dimensions"),
     ("flush", dict(state=pool().unsqueeze(0)), ValueError, "buffer.u: expected 5 dimensions"),

@@ -11,9 +11,10 @@ import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor
 from enum import Enum
+from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
@@ -24,6 +25,9 @@ from rich.table import Table
 from . import __version__
 from . import compile as kernels
 from .problem import UnsupportedProblem
+
+if TYPE_CHECKING:
+    from .bench import Agenda
 
 app = typer.Typer(help="Gated-delta-rule linear attention (GDN and KDA): prefill, decode, verify, flush.", no_args_is_help=True)
 # Piped output has no width of its own, and a label cut short names nothing.
@@ -36,6 +40,14 @@ class Op(str, Enum):
     decode = "decode"
     verify = "verify"
     flush = "flush"
+
+
+class BenchOp(str, Enum):
+    prefill = "prefill"
+    decode = "decode"
+    verify = "verify"
+    flush = "flush"
+    speculate = "speculate"
 
 
 class Backend(str, Enum):
@@ -269,7 +281,7 @@ def _record(result: Any) -> dict[str, Any]:
 def bench(
     context: typer.Context,
     file: FileArgument = None,
-    op: Annotated[Op, typer.Option(help="Operation to time.")] = Op.decode,
+    op: Annotated[BenchOp, typer.Option(help="Operation to time; speculate, on a GPU: verify and flush.")] = BenchOp.decode,
     model: Annotated[list[Model] | None, typer.Option(help="gdn or kda; may be repeated, both when not given.")] = None,
     batch: Annotated[str, typer.Option(help="Numbers of sequences, e.g. 1,8,64.")] = "1,8",
     tokens: Annotated[str, typer.Option(help="Tokens per sequence, e.g. 1,4; 4096 for a prefill when not given.")] = "",
@@ -280,8 +292,12 @@ def bench(
     state_dtype: Annotated[Precision, typer.Option(help="State: fp32 or bf16.")] = Precision.fp32,
     backend: BackendOption = Backend.auto,
     token_loop: Annotated[bool, typer.Option("--token-loop", help="Prefill: time the token recurrence too, in turns.")] = False,
-    grid: Annotated[bool, typer.Option("--grid", help="Decode on a GPU: a fixed grid, narrowed by the options given.")] = False,
-    peers: Annotated[str, typer.Option(help="The grid beside these: flashinfer,sglang,fla.", show_default=False)] = "",
+    grid: Annotated[
+        bool, typer.Option("--grid", help="On a GPU: a fixed grid, narrowed by the options given; always for speculate.")
+    ] = False,
+    peers: Annotated[
+        str, typer.Option(help="The grid beside these: flashinfer,sglang,fla; speculate: no fla.", show_default=False)
+    ] = "",
     as_json: JsonOption = False,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a picture of the timings to this file.")] = None,
     device: DeviceOption = "auto",
@@ -299,29 +315,30 @@ def bench(
         raise typer.BadParameter(f"expected HV to be a multiple of H, got {heads!r}", param_hint="--heads")
     if state_dtype is Precision.fp16:
         raise typer.BadParameter("a state is fp32 or bf16", param_hint="--state-dtype")
-    if token_loop and op is not Op.prefill:
+    if token_loop and op is not BenchOp.prefill:
         raise typer.BadParameter("only a prefill has a token loop to compare with", param_hint="--token-loop")
-    if grid or peers:
+    if grid or peers or op is BenchOp.speculate:
         sources = {name: context.get_parameter_source(name) for name in context.params}
         given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
         if fixed := given & {"dim", "gate", "dtype", "token_loop"}:
             raise typer.BadParameter("the grid settles it", param_hint=f"--{min(fixed).replace('_', '-')}")
-        if op is not Op.decode or backend is Backend.reference or where.type != "cuda":
+        if op.value not in timing.AGENDAS or backend is Backend.reference or where.type != "cuda":
             raise typer.BadParameter(
-                f"these time decode's CuTe backend on a CUDA device, got {op.value}, {backend.value}, {where}",
-                param_hint="--peers" if peers else "--grid",
+                f"grids time the CuTe backend's {' or '.join(timing.AGENDAS)} on a CUDA device, "
+                f"got {op.value}, {backend.value}, {where}",
+                param_hint="--peers" if peers else "--grid" if grid else "--op",
             )
-        cells = timing.grid(
-            models=[m.value for m in model] if model else None,
+        agenda = timing.AGENDAS[op.value](
+            model=[m.value for m in model] if model else None,
             heads=[(H, HV)] if "heads" in given else None,
-            state_dtypes=[state_dtype.dtype] if "state_dtype" in given else None,
+            state_dtype=[state_dtype.dtype] if "state_dtype" in given else None,
             tokens=_ints(tokens, "--tokens") if tokens else None,
             sequences=_ints(batch, "--batch") if "batch" in given else None,
         )
-        _bench_decode(cells, peers, where, report, file, as_json, plot_file)
+        _bench_grid(agenda, peers, where, report, file, as_json, plot_file)
         return
-    lengths = _ints(tokens or ("4096" if op is Op.prefill else "1"), "--tokens")
-    if op is not Op.prefill and max(lengths) > 16:
+    lengths = _ints(tokens or ("4096" if op is BenchOp.prefill else "1"), "--tokens")
+    if op is not BenchOp.prefill and max(lengths) > 16:
         raise typer.BadParameter(f"{op.value} takes at most 16 tokens a sequence, got {max(lengths)}", param_hint="--tokens")
     bandwidth = timing.copy_bandwidth(where)
     table = Table(title=f"{op.value}, backend {backend.value}, {timing.device_name(where)}, copy {bandwidth / 1e9:.1f} GB/s")
@@ -360,51 +377,61 @@ def bench(
         raise typer.Exit(1)
 
 
-def _bench_decode(
-    cells: list[Any], peers: str, device: torch.device, report: Console, file: Path | None, as_json: bool, plot_file: Path | None
+def _bench_grid(
+    agenda: Agenda, peers: str, device: torch.device, report: Console, file: Path | None, as_json: bool, plot_file: Path | None
 ) -> None:
     from . import bench as timing
 
-    if not cells:
+    if not agenda.cells:
         raise typer.BadParameter("no cell of the grid has all the values given", param_hint="--grid")
-    names = [name.strip() for name in peers.split(",")] if peers else []
-    if unknown := set(names) - set(timing.PEERS):
-        raise typer.BadParameter(f"expected some of {','.join(timing.PEERS)}, got {','.join(unknown)}", param_hint="--peers")
+    asked = [name.strip() for name in peers.split(",")] if peers else []
+    if unknown := set(asked) - set(agenda.peers):
+        raise typer.BadParameter(f"expected some of {','.join(agenda.peers)}, got {','.join(unknown)}", param_hint="--peers")
     for target in (file, plot_file):
         if target is not None:
             target.parent.mkdir(parents=True, exist_ok=True)
+    rivals = {**agenda.baselines, **{name: agenda.peers[name] for name in asked}}
     contest = timing.Contest(
-        {name: timing.PEERS[name] for name in names}, device, lambda remark: errors.print(remark, highlight=False, markup=False)
+        rivals,
+        device,
+        lambda remark: errors.print(remark, highlight=False, markup=False),
+        capture=partial(timing.capture, passes=agenda.passes),
     )
     hidden = not sys.stderr.isatty()
     outcomes: list[timing.Outcome] = []
+    probed: dict[str, list[dict[str, Any]]] = {}
 
     def record(host_us: dict[str, float]) -> dict[str, Any]:
-        return timing.record(outcomes, device, contest.peers, contest.kernels, host_us)
+        return timing.record(outcomes, device, rivals, contest.kernels, host_us, {**agenda.facts, **probed})
 
     failed = 0
     with torch.cuda.device(device):
         right = []
-        for cell in track(cells, description="checking", console=errors, disable=hidden):
-            if wrong := contest.check(cell):
+        for one in track([*agenda.cells, *agenda.probes], description="checking", console=errors, disable=hidden):
+            if wrong := contest.check(one):
                 failed += 1
-                errors.print(f"fails its check, not timed: {cell}: {'; '.join(wrong)}", style="red", highlight=False, markup=False)
+                errors.print(f"fails its check, not timed: {one}: {'; '.join(wrong)}", style="red", highlight=False, markup=False)
             else:
-                right.append(cell)
-        for cell in track(right, description="timing", console=errors, disable=hidden):
-            outcomes.append(contest.measure(cell))
+                right.append(one)
+        for one in track(right, description="timing", console=errors, disable=hidden):
+            if isinstance(one, timing.Cell):
+                outcomes.append(contest.measure(one))
+            else:
+                probed.setdefault(one.name, []).append(contest.probe(one))
             if as_json and file is not None:  # a run cut short leaves what it has
                 file.write_text(json.dumps(record({}), indent=1) + "\n")
         smallest = min((o.cell for o in outcomes), key=lambda cell: cell.bytes, default=None)
         host_us = {} if smallest is None else contest.host(smallest)
-    for table in timing.tables(outcomes, names):
+    for table in timing.tables(outcomes, rivals):
         report.print(table)
+    for name, rows in probed.items():
+        report.print(timing.probe_table(name, rows))
     shown = ", ".join(f"{name} {us:.1f}" for name, us in host_us.items())
     report.print(f"kernels: {contest.kernels}; host us per eager call, {smallest}: {shown}", highlight=False)
     if as_json:
         _write_json(file, record(host_us))
     if plot_file is not None and outcomes:
-        timing.plot_outcomes(outcomes, names, timing.device_name(device), plot_file)
+        timing.plot_outcomes(outcomes, rivals, timing.device_name(device), plot_file)
         report.print(f"wrote {plot_file}", highlight=False)
     if failed:
         raise typer.Exit(1)

@@ -142,7 +142,7 @@ class TokensLaunch(Launch):
         return out
 
     def unreachable(self, arguments: tuple[int, ...]) -> bool:
-        """Whether a state starts off a vector's boundary."""
+        """Whether a tensor starts off a vector's boundary that must not."""
         raise NotImplementedError
 
     def check(self, given: tuple[Any, ...]) -> None:
@@ -251,7 +251,7 @@ class VerifyLaunch(TokensLaunch):
         )
 
     def unreachable(self, arguments: tuple[int, ...]) -> bool:
-        return arguments[5] & 15 != 0
+        return (arguments[5] | arguments[12]) & 15 != 0
 
     def check(self, given: tuple[Any, ...]) -> None:
         q, k, v, g, beta, state, _, _, cu_seqlens, reads, rows, u, kept_k, log_decay, _ = given

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from . import compile
-from .kernels.arguments import room_for, tile_of
+from .kernels.arguments import ROOMS, room_for, tile_of
 from .problem import SHORT, STATE_DTYPES, Problem, UnsupportedProblem
 
 BACKENDS = ("auto", "cute", "reference")
@@ -66,21 +66,22 @@ DECODE: dict[tuple[str, str, bool], Table] = {
 }
 """Schedules of decode, measured on an H200: docs/kernels/decode.md."""
 
-VERIFY: dict[tuple[str, int], Table] = {
-    # state, room for tokens
-    ("bf16", 4): ((2**24, Schedule(32, 128)), (0, Schedule(16, 64))),
-    ("bf16", 8): ((2**24, Schedule(32, 128)), (0, Schedule(16, 64))),
-    ("bf16", 16): ((2**24, Schedule(16, 128)), (0, Schedule(16, 64))),
-    ("fp32", 4): ((2**24, Schedule(16, 128)), (0, Schedule(16, 64))),
-    ("fp32", 8): ((2**24, Schedule(16, 128)), (0, Schedule(16, 64))),
-    ("fp32", 16): ((2**24, Schedule(16, 128)), (0, Schedule(16, 64))),
+_NARROW, _WIDE = Schedule(16, 128), Schedule(32, 128)
+VERIFY: dict[tuple[str, str, int], Table] = {
+    # axis, state, room for tokens
+    **{("head", "bf16", room): ((0, _WIDE),) for room in ROOMS},
+    **{("channel", "bf16", room): ((2**22, Schedule(64, 64)), (0, _NARROW)) for room in (2, 4)},
+    **{("channel", "bf16", room): ((2**23, _WIDE), (0, _NARROW)) for room in (8, 16)},
+    **{("head", "fp32", room): ((LARGE, Schedule(32, 64)), (0, _NARROW)) for room in (2, 4)},
+    **{("head", "fp32", room): ((0, _NARROW),) for room in (8, 16)},
+    **{("channel", "fp32", room): ((2**23, _WIDE), (0, _NARROW)) for room in ROOMS},
 }
 """Schedules of verify, measured on an H200: docs/kernels/verify.md."""
 
 FLUSH: dict[str, Table] = {
     # state
-    "bf16": ((LARGE, Schedule(8, 64, True)), (0, Schedule(8, 64))),
-    "fp32": ((LARGE, Schedule(8, 64, True)), (0, Schedule(8, 64))),
+    "bf16": ((LARGE, Schedule(8, 64, True)), (2**23, Schedule(8, 64)), (0, Schedule(4, 128))),
+    "fp32": ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
 }
 """Schedules of flush, measured on an H200: docs/kernels/verify.md."""
 
@@ -100,7 +101,7 @@ def _table(problem: Problem) -> tuple[int, Table]:
     state_bytes, state = problem.HV * problem.K * problem.V * problem.state_dtype.itemsize, SHORT[problem.state_dtype]
     if problem.op == "decode":
         return state_bytes, DECODE[problem.axis, state, _single(problem)]
-    return state_bytes, VERIFY[state, _room(problem)] if problem.op == "verify" else FLUSH[state]
+    return state_bytes, VERIFY[problem.axis, state, _room(problem)] if problem.op == "verify" else FLUSH[state]
 
 
 def _tile(problem: Problem, schedule: Schedule) -> int:
@@ -160,6 +161,8 @@ def _missing_for_kernels(problem: Problem) -> list[str]:
         reasons.append(f"V a multiple of 32, got {problem.V}")
     if "scattered_rows" in problem.options:
         reasons.append("states whose V rows lie next to each other (stride K) and start at multiples of 16 bytes")
+    if "unaligned_buffer" in problem.options:
+        reasons.append("a buffer whose rows of k start at multiples of 16 bytes")
     return reasons
 
 
@@ -183,7 +186,7 @@ def shipped() -> list[compile.Variant]:
         for gate, g_dtype in [(kind, dtype) for kind in gates for dtype in ((bf16, torch.float32) if kind == "log" else (bf16,))]:
             tokens: dict[str, Any] = dict(gate=gate, dtype=bf16, g_dtype=g_dtype, beta_logits=logits)
             problems = [Problem("decode", axis, 1, 1, K, V, T, state_dtype=state, **tokens) for T in (1, 2)]
-            problems += [Problem("verify", axis, 1, 1, K, V, T, state_dtype=state, **tokens) for T in (4, 8, 16)]
+            problems += [Problem("verify", axis, 1, 1, K, V, T, state_dtype=state, **tokens) for T in ROOMS]
             problems.append(Problem("flush", axis, 1, 1, K, V, state_dtype=state))
             made |= dict.fromkeys(variant for problem in problems for variant in variants_of(problem))
     return list(made)

@@ -199,7 +199,7 @@ class Problem:
     """Which optional parts the call uses: each index tensor given, with its dtype (cu_seqlens_i32, state_indices_i64, ...), and
     pool, token_slots, has_initial_state, initial_state, final_state, intermediates, no_update, layers.
     And what is out of reach of 16-byte accesses: unaligned_qk, rows of q or k; scattered_rows, V rows of a state, which need to lie
-    together too."""
+    together too; unaligned_buffer, rows of a buffer's k."""
 
     @property
     def model(self) -> str:
@@ -404,6 +404,8 @@ class _Checker:
             ("buffer.log_decay", buffer.log_decay, "HV K" if channel else "HV"),
         ):
             self.state(name, x, f"{lead} C {dims}", (torch.float32,))
+        if self.sizes["C"] > MAX_DRAFT:
+            raise ValueError(f"buffer: expected room for at most {MAX_DRAFT} tokens, got {self.sizes['C']}")
         return "channel" if channel else "head"
 
     def problem(self, op: str, axis: str, tokens: Tokens | None, state_dtype: torch.dtype | None, T: int | None) -> Problem:
@@ -548,6 +550,7 @@ def describe_verify(
     check.one_each("buffer", "rows", buffer_indices)
     check.out(out, tokens)
     check.vectors(tokens, state)
+    check.option("unaligned_buffer", not _aligned(buffer.k))
     return check.problem("verify", axis, tokens, dtype, min(check.sizes["T"], check.sizes["C"]))
 
 

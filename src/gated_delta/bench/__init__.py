@@ -1,10 +1,14 @@
-"""Timing. operations.py: any operation on any device. The rest: decode on a GPU over a fixed grid, beside a copy and the peers.
+"""Timing. operations.py: any operation on any device. The rest: decode and speculative decoding on a GPU over fixed grids, beside
+a copy and the peers.
 
-cells.py: the grid and a call's tensors; peers.py: how each peer is called; clock.py: graph replays; contest.py: check, then time in
-turns; report.py: results, summary, JSON, tables, picture.
+cells.py: decode's grid and a call's tensors; speculate.py: those of verify and flush; peers.py: how each peer is called; clock.py:
+graph replays; contest.py: check, then time in turns; agenda.py: what a run over a grid times; report.py: results, summary, JSON,
+tables, picture.
 """
 
-from .cells import Cell, grid
+from .agenda import AGENDAS, Agenda
+from .cells import Cell
+from .clock import capture
 from .contest import Contest
 from .operations import (
     CHECKED_TOKENS,
@@ -18,23 +22,28 @@ from .operations import (
     time_case,
 )
 from .peers import PEERS
-from .report import Outcome, plot_outcomes, record, tables
+from .report import Outcome, plot_outcomes, probe_table, record, tables
+from .speculate import Speculation
 
 __all__ = [
+    "AGENDAS",
     "CHECKED_TOKENS",
     "PEERS",
+    "Agenda",
     "Cell",
     "Contest",
     "Outcome",
+    "Speculation",
     "Timing",
     "bench_case",
+    "capture",
     "copy_bandwidth",
     "device_name",
-    "grid",
     "host_seconds",
     "least_bytes",
     "plot",
     "plot_outcomes",
+    "probe_table",
     "record",
     "tables",
     "time_case",

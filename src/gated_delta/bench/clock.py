@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 
 PASSES = 4
-"""Times that one replay goes through the calls."""
+"""Times that one replay goes through the calls, unless it is told."""
 REPLAYS = 3
 """Timed replays of a turn."""
 ROUNDS = 5
@@ -21,8 +21,8 @@ Replay = Callable[[], float]
 """One timed replay of a graph: microseconds per call."""
 
 
-def capture(calls: Sequence[Callable[[], object]]) -> Replay:
-    """The calls as one CUDA graph, PASSES times over; everything is called once before, so that nothing is compiled within."""
+def capture(calls: Sequence[Callable[[], object]], passes: int = PASSES) -> Replay:
+    """The calls as one CUDA graph, `passes` times over; everything is called once before, so that nothing is compiled within."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
@@ -31,7 +31,7 @@ def capture(calls: Sequence[Callable[[], object]]) -> Replay:
             call()
         torch.cuda.synchronize()
         with torch.cuda.graph(graph, stream=stream):
-            for _ in range(PASSES):
+            for _ in range(passes):
                 for call in calls:
                     call()
     torch.cuda.synchronize()
@@ -43,7 +43,7 @@ def capture(calls: Sequence[Callable[[], object]]) -> Replay:
         graph.replay()
         ended.record()
         ended.synchronize()
-        return began.elapsed_time(ended) * 1e3 / (PASSES * len(calls))
+        return began.elapsed_time(ended) * 1e3 / (passes * len(calls))
 
     return replay
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -13,9 +14,10 @@ from .. import compile
 from ..problem import UnsupportedProblem
 from ..testing import Case, run_case
 from . import clock
-from .cells import Buffers, Call, Cell, copies, make, ours
+from .cells import Buffers, Call, Cell, copies
 from .peers import Peer
 from .report import Outcome, Rival
+from .speculate import Probe
 
 AGREEMENT = 2e-2
 """A peer's o and states may differ from ours by this share of their norm: a few bf16 roundings, and no other algorithm."""
@@ -42,8 +44,8 @@ class Contest:
         self._capture = capture
         self._verdicts: dict[Case, list[str]] = {}
 
-    def check(self, cell: Cell) -> list[str]:
-        """What our kernel for the cell gets wrong against the float64 oracle, in words; empty when nothing."""
+    def check(self, cell: Cell | Probe) -> list[str]:
+        """What our kernels for the cell get wrong against the float64 oracle, in words; empty when nothing."""
         before = len(compile._loaded)
         for case in cell.checks():
             if case not in self._verdicts:
@@ -58,12 +60,14 @@ class Contest:
     def measure(self, cell: Cell) -> Outcome:
         """Times of ours, of the copy and of every peer that agrees with ours."""
         before = len(compile._loaded)
-        sets = [make(cell, self.device, seed) for seed in range(cell.rotation)]
-        calls = [ours(cell, b, self.backend) for b in sets]
+        sets = [cell.make(self.device, seed) for seed in range(cell.rotation)]
+        calls = [b.ours(self.backend) for b in sets]
+        parts = [b.parts(self.backend) for b in sets]
         truth = sets[0].results(calls[0])
         # Everybody is judged before anybody is timed, since timing moves the states on.
         prepared, rivals = self._judge(cell, sets, truth)
-        replays = {"ours": self._capture(calls), "copy": self._capture(copies(cell, self.device))}
+        replays = {"ours": self._capture(calls), "copy": self._capture(copies(cell.bytes, cell.rotation, self.device))}
+        replays |= {name: self._capture([part[name] for part in parts]) for name in parts[0]}
         for name, theirs in prepared.items():
             try:
                 replays[name] = self._capture(theirs)
@@ -72,7 +76,16 @@ class Contest:
         taken = clock.in_turns(replays)
         rivals = {name: replace(rival, us=taken.get(name)) for name, rival in rivals.items()}
         self.kernels["loaded_while_timing"] += len(compile._loaded) - before
-        return Outcome(cell, taken["ours"], taken["copy"], rivals)
+        return Outcome(cell, taken["ours"], taken["copy"], rivals, {name: taken[name] for name in parts[0]})
+
+    @torch.no_grad()
+    def probe(self, probe: Probe) -> dict[str, Any]:
+        """What is measured beside the cells, its calls in turns."""
+        before = len(compile._loaded)
+        calls = probe.calls(self.device, self.backend)
+        taken = clock.in_turns({name: self._capture(prepared) for name, prepared in calls.items()})
+        self.kernels["loaded_while_timing"] += len(compile._loaded) - before
+        return probe.record(taken)
 
     def _judge(
         self, cell: Cell, sets: Sequence[Buffers], truth: tuple[Tensor, Tensor]
@@ -99,8 +112,8 @@ class Contest:
     @torch.no_grad()
     def host(self, cell: Cell) -> dict[str, float]:
         """Microseconds an eager call keeps the host: ours, and each peer that runs the cell; small, so that no queue fills."""
-        b = make(cell, self.device, 0)
-        taken = {"ours": clock.host_us(ours(cell, b, self.backend), self.device)}
+        b = cell.make(self.device, 0)
+        taken = {"ours": clock.host_us(b.ours(self.backend), self.device)}
         for name, peer in self.peers.items():
             try:
                 taken[name] = clock.host_us(peer.prepare(cell, b), self.device)

@@ -13,7 +13,7 @@ import importlib.util
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -23,9 +23,12 @@ from torch import Tensor
 
 from .. import compile
 from .cells import BOUND, Buffers, Call, Cell, D, blank
+from .speculate import Drafts
 
 SGLANG_KERNEL = "GATED_DELTA_SGLANG_KERNEL"
 SGLANG_FILE = "fused_sigmoid_gating_recurrent.py"
+SGLANG_COMMIT = "GATED_DELTA_SGLANG_COMMIT"
+SGLANG_COMMIT_FILE = "mamba_state_scatter_triton.py"
 
 
 class NotOffered(Exception):
@@ -46,7 +49,11 @@ class Peer:
         if found := compile.installed(self.package):
             return found
         file = sglang_file() if self.name == "sglang" else None
-        return f"file {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}" if file else None
+        return f"file {_digest(file)}" if file else None
+
+
+def _digest(file: Path) -> str:
+    return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
 def _function(module: str, name: str) -> Callable[..., Any]:
@@ -119,10 +126,19 @@ def _flashinfer_kda(cell: Cell, b: Buffers) -> Call:
 
 def sglang_file() -> Path | None:
     """SGLang's Triton kernel: the file that GATED_DELTA_SGLANG_KERNEL names, else one on sys.path."""
-    if named := os.environ.get(SGLANG_KERNEL):
+    return _sglang_file(SGLANG_KERNEL, SGLANG_FILE, "attention/linear", [])
+
+
+def sglang_commit_file() -> Path | None:
+    """SGLang's commit of a cached state: the file that GATED_DELTA_SGLANG_COMMIT names, else beside its kernel or on sys.path."""
+    kernel = sglang_file()
+    return _sglang_file(SGLANG_COMMIT, SGLANG_COMMIT_FILE, "mamba", [] if kernel is None else [str(kernel.parent)])
+
+
+def _sglang_file(variable: str, name: str, folder: str, first: list[str]) -> Path | None:
+    if named := os.environ.get(variable):
         return Path(named)
-    inside = Path("sglang/kernels/ops/attention/linear") / SGLANG_FILE
-    places = (Path(root) / name for root in sys.path for name in (SGLANG_FILE, inside))
+    places = (Path(root) / inside for root in first + sys.path for inside in (name, f"sglang/kernels/ops/{folder}/{name}"))
     return next((place for place in places if place.is_file()), None)
 
 
@@ -131,27 +147,50 @@ def _sglang_kernel() -> Callable[..., Any]:
     file = sglang_file()
     if file is None or not file.is_file():
         raise ImportError(f"SGLang's {SGLANG_FILE}: not on sys.path; {SGLANG_KERNEL} may name it, got {file}")
-    capability = torch.cuda.get_device_capability() if torch.cuda.is_available() else (0, 0)
-    # The file asks SGLang's own modules what machine this is; they need the whole of SGLang, so they are played here.
+    found: Callable[..., Any] = _sglang_module(file).fused_sigmoid_gating_delta_rule_update
+    return found
+
+
+@functools.cache
+def _sglang_commit() -> Callable[..., Any] | None:
+    file = sglang_commit_file()
+    if file is None:
+        return None
+    if not file.is_file():
+        raise ImportError(f"SGLang's {SGLANG_COMMIT_FILE}: {SGLANG_COMMIT} names {file}")
+    found: Callable[..., Any] = _sglang_module(file).fused_mamba_state_scatter_with_mask
+    return found
+
+
+def _sglang_module(file: Path) -> ModuleType:
+    cuda = torch.cuda.is_available()
+    capability = torch.cuda.get_device_capability() if cuda else (0, 0)
+    # The files ask SGLang's own modules what machine this is; they need the whole of SGLang, so they are played here.
     answers: dict[str, dict[str, object]] = {
         "sglang": {},
         "sglang.kernels": {},
         "sglang.kernels.jit": {},
         "sglang.kernels.jit.utils": dict(is_arch_support_pdl=capability >= (9, 0)),
+        "sglang.kernels.ops": {},
+        "sglang.kernels.ops.memory": {},
+        "sglang.kernels.ops.memory.ptr_table": dict(make_ptr_table=None),  # for convolutions, of which there are none
         "sglang.srt": {},
         "sglang.srt.utils": dict(
             get_device_sm=capability[0] * 10 + capability[1],
-            is_cuda=torch.cuda.is_available(),
+            is_cuda=cuda,
             is_sm90_supported=capability[0] == 9,
             is_gfx95_supported=False,
             is_hip=False,
+        ),
+        "sglang.srt.utils.common": dict(
+            get_device_core_count=torch.cuda.get_device_properties().multi_processor_count if cuda else 0
         ),
     }
     played = {name: ModuleType(name) for name in answers}
     for name, facts in answers.items():
         for question, answer in facts.items():
             setattr(played[name], question, lambda *_, answer=answer: answer)
-    spec = importlib.util.spec_from_file_location("gated_delta_bench_sglang", file)
+    spec = importlib.util.spec_from_file_location(f"gated_delta_bench_sglang_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -165,8 +204,7 @@ def _sglang_kernel() -> Callable[..., Any]:
                 del sys.modules[name]
             else:
                 sys.modules[name] = was
-    found: Callable[..., Any] = module.fused_sigmoid_gating_delta_rule_update
-    return found
+    return module
 
 
 def sglang(cell: Cell, b: Buffers) -> Call:
@@ -213,6 +251,50 @@ def fla(cell: Cell, b: Buffers) -> Call:
     return call
 
 
+# ------------------------------------------------------------------------------------------------ speculative decoding
+
+
+def commit_version() -> str:
+    """What commits the cached states of everybody but ours."""
+    file = sglang_commit_file()
+    return f"sglang fused_mamba_state_scatter_with_mask, file {_digest(file)}" if file else "torch indexing"
+
+
+def committed(b: Drafts) -> Callable[[], object]:
+    """The call that puts each sequence's state after its last accepted draft into its slot, with everything else done."""
+    assert b.intermediate_states is not None
+    steps, rows = b.num_accepted - 1, torch.arange(len(b.num_accepted), dtype=torch.int32, device=b.q.device)
+    scatter = _sglang_commit()
+    if scatter is None:
+        return functools.partial(_by_indexing, b.state, b.intermediate_states, b.state_indices.long(), rows.long(), steps.long())
+    return functools.partial(scatter, b.state[None], b.intermediate_states[None], b.state_indices, steps, rows)
+
+
+def _by_indexing(state: Tensor, cached: Tensor, slots: Tensor, rows: Tensor, steps: Tensor) -> None:
+    state[slots] = cached[rows, steps]
+
+
+def caching(decode: Callable[[Cell, Buffers], Call]) -> Callable[[Cell, Buffers], Call]:
+    """Speculative decoding by a decode that caches the state after every token, and the commit of one of them."""
+
+    def prepare(cell: Cell, b: Buffers) -> Call:
+        assert isinstance(b, Drafts)
+        step, commit = decode(cell, b), committed(b)
+
+        def call() -> tuple[Tensor, Tensor]:
+            o, _ = step()
+            commit()
+            return o, b.state
+
+        return call
+
+    return prepare
+
+
+def own_decode(cell: Cell, b: Buffers) -> Call:
+    return Buffers.ours(b, "auto")
+
+
 PEERS = {
     peer.name: peer
     for peer in (
@@ -221,3 +303,9 @@ PEERS = {
         Peer("fla", "fla-core", fla),
     )
 }
+
+SPECULATING = {name: replace(PEERS[name], prepare=caching(PEERS[name].prepare)) for name in ("sglang", "flashinfer")}
+
+CACHED = "cached"
+"""The name of our own decode with a state cached after every token: what verify and flush replace. Nobody's best."""
+BASELINES = {CACHED: Peer(CACHED, "gated-delta", caching(own_decode))}

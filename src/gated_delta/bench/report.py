@@ -6,7 +6,7 @@ import math
 import os
 import subprocess
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,10 @@ import torch
 from rich.table import Table
 
 from .. import compile
-from .cells import FAMILIES, Cell
+from .cells import Cell
 from .operations import device_name
-from .peers import Peer
+from .peers import BASELINES, Peer
+from .speculate import MEMORY_TOKENS, Speculation
 
 FULL_CHIP = {torch.bfloat16: 4096, torch.float32: 2048}
 """States (B * HV) from which on a call should take its share of the bandwidth, by their dtype."""
@@ -41,17 +42,18 @@ class Rival:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A cell's times: us, copy_us microseconds per call, of ours and of a plain copy of as many bytes."""
+    """A cell's times: us, copy_us microseconds per call, of ours and of a plain copy of as many bytes; parts: of ours, alone."""
 
     cell: Cell
     us: float
     copy_us: float
     rivals: Mapping[str, Rival]
+    parts: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def best(self) -> tuple[str, float] | None:
-        """The fastest peer that agrees with ours, and its microseconds."""
-        times = [(rival.us, name) for name, rival in self.rivals.items() if rival.us is not None]
+        """The fastest peer that agrees with ours, and its microseconds; what is ours is nobody's best."""
+        times = [(rival.us, name) for name, rival in self.rivals.items() if rival.us is not None and name not in BASELINES]
         return (min(times)[1], min(times)[0]) if times else None
 
     @property
@@ -70,19 +72,11 @@ class Outcome:
         return self.copy_us / self.us
 
     def record(self) -> dict[str, Any]:
-        cell = self.cell
         return dict(
-            family=cell.family,
-            series=cell.series,
-            model=cell.model,
-            heads=list(cell.heads),
-            state_dtype=str(cell.state_dtype).removeprefix("torch."),
-            tokens=cell.tokens,
-            sequences=cell.sequences,
-            bytes=cell.bytes,
-            sets=cell.rotation,
+            **self.cell.facts(),
             us=self.us,
             copy_us=self.copy_us,
+            **{f"{name}_us": us for name, us in self.parts.items()},
             peers={name: asdict(rival) for name, rival in self.rivals.items()},
             best_peer=self.best[0] if self.best else None,
             ratio=self.ratio,
@@ -100,23 +94,34 @@ def geomean(values: Iterable[float]) -> float | None:
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
-    """By family: geomean and minimum of the ratios, and the least share of a copy's bandwidth where the chip is full."""
-    return {family: _summary(found) for family in FAMILIES if (found := [o for o in outcomes if o.cell.family == family])}
+    """By family: the best peer's and each rival's time over ours, and the share of a copy's bandwidth where the chip is full."""
+    families = dict.fromkeys(o.cell.family for o in outcomes)
+    return {family: _summary([o for o in outcomes if o.cell.family == family]) for family in families}
 
 
 def _summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
     ratios = {o.cell.label: o.ratio for o in outcomes if o.ratio is not None}
     shares = {o.cell.label: o.share for o in outcomes if o.cell.states >= FULL_CHIP[o.cell.state_dtype]}
-    slowest, least = min(ratios, key=ratios.__getitem__, default=None), min(shares, key=shares.__getitem__, default=None)
+    saved = [o.cell.memory_ratio for o in outcomes if isinstance(o.cell, Speculation) and o.cell.tokens == MEMORY_TOKENS]
     return dict(
         cells=len(outcomes),
         compared=len(ratios),
         ratio_geomean=geomean(ratios.values()),
-        ratio_minimum=None if slowest is None else ratios[slowest],
-        ratio_minimum_at=slowest,
-        share_minimum=None if least is None else shares[least],
-        share_minimum_at=least,
+        **_least("ratio_minimum", ratios),
+        **_least("share_minimum", shares),
+        rivals={name: _against(name, outcomes) for name in dict.fromkeys(name for o in outcomes for name in o.rivals)},
+        **({"memory_ratio_minimum": min(saved)} if saved else {}),
     )
+
+
+def _against(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    ratios = {o.cell.label: us / o.us for o in outcomes if name in o.rivals and (us := o.rivals[name].us) is not None}
+    return dict(compared=len(ratios), ratio_geomean=geomean(ratios.values()), **_least("ratio_minimum", ratios))
+
+
+def _least(name: str, values: Mapping[str, float]) -> dict[str, Any]:
+    label = min(values, key=values.__getitem__, default=None)
+    return {name: None if label is None else values[label], f"{name}_at": label}
 
 
 def checkout() -> dict[str, Any]:
@@ -147,8 +152,9 @@ def record(
     peers: Mapping[str, Peer],
     kernels: Mapping[str, int],
     host_us: Mapping[str, float],
+    more: Mapping[str, Any],
 ) -> dict[str, Any]:
-    """What goes into the JSON file."""
+    """What goes into the JSON file; more: of this grid alone."""
     return dict(
         device=device_name(device),
         torch=torch.__version__,
@@ -159,6 +165,7 @@ def record(
         copy_tb_s=max((o.cell.bytes / o.copy_us / 1e6 for o in outcomes), default=None),
         kernels=dict(kernels),
         host_us=dict(host_us),
+        **more,
         summary=summary(outcomes),
         cells=[o.record() for o in outcomes],
     )
@@ -169,27 +176,42 @@ def record(
 
 def tables(outcomes: Sequence[Outcome], peers: Iterable[str]) -> list[Table]:
     """One table a family and the summary."""
-    names = list(peers)
+    names, found = list(peers), summary(outcomes)
     made = []
-    for family in FAMILIES:
+    for family in found:
         mine = [o for o in outcomes if o.cell.family == family]
-        if mine:
-            table = _table(f"{family}, us per call", ["cell", "ours", *names, "best / ours", "copy", "TB/s", "share of copy"])
-            for o in mine:
-                rivals = [o.rivals.get(name, Rival()).shown for name in names]
-                table.add_row(
-                    o.cell.label, f"{o.us:.2f}", *rivals, _number(o.ratio), f"{o.copy_us:.2f}", f"{o.tb_s:.2f}", f"{o.share:.3f}"
-                )
-            made.append(table)
+        parts = list(mine[0].parts)
+        columns = ["cell", "ours", *parts, *names, "best / ours", "copy", "TB/s", "share of copy"]
+        table = _table(f"{family}, us per call", columns)
+        for o in mine:
+            taken = [f"{us:.2f}" for us in (o.us, *o.parts.values())] + [o.rivals.get(name, Rival()).shown for name in names]
+            table.add_row(o.cell.label, *taken, _number(o.ratio), f"{o.copy_us:.2f}", f"{o.tb_s:.2f}", f"{o.share:.3f}")
+        made.append(table)
     closing = _table("best peer / ours, and the share of a copy's bandwidth at full load", ["family", "cells", "geomean", "least"])
     closing.add_column("at", justify="left")
     closing.add_column("least share")
     closing.add_column("at", justify="left")
-    for family, found in summary(outcomes).items():
-        ratios = [_number(found["ratio_geomean"]), _number(found["ratio_minimum"]), found["ratio_minimum_at"] or "-"]
-        shares = [_number(found["share_minimum"]), found["share_minimum_at"] or "-"]
-        closing.add_row(family, f"{found['compared']} of {found['cells']}", *ratios, *shares)
-    return [*made, closing]
+    if any("memory_ratio_minimum" in facts for facts in found.values()):
+        closing.add_column(f"cached states / KVBuffer at T={MEMORY_TOKENS}")
+    each = _table("each rival / ours", ["family", "rival", "cells", "geomean", "least"])
+    each.add_column("at", justify="left")
+    for family, facts in found.items():
+        ratios = [_number(facts["ratio_geomean"]), _number(facts["ratio_minimum"]), facts["ratio_minimum_at"] or "-"]
+        shares = [_number(facts["share_minimum"]), facts["share_minimum_at"] or "-"]
+        saved = [f"{facts['memory_ratio_minimum']:.1f}"] if "memory_ratio_minimum" in facts else []
+        closing.add_row(family, f"{facts['compared']} of {facts['cells']}", *ratios, *shares, *saved)
+        for name, one in facts["rivals"].items():
+            ratios = [_number(one["ratio_geomean"]), _number(one["ratio_minimum"]), one["ratio_minimum_at"] or "-"]
+            each.add_row(family, name, f"{one['compared']} of {facts['cells']}", *ratios)
+    return [*made, each, closing]
+
+
+def probe_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
+    """What was measured beside the cells, as it goes into the JSON file."""
+    table = _table(name, list(rows[0]))
+    for row in rows:
+        table.add_row(*(f"{x:.3f}" if isinstance(x, float) else str(x) for x in row.values()))
+    return table
 
 
 def _table(title: str, columns: Sequence[str]) -> Table:
@@ -222,7 +244,7 @@ def plot_outcomes(outcomes: Sequence[Outcome], peers: Iterable[str], title: str,
         for i, peer in enumerate(names):
             times = [rival.us if (rival := o.rivals.get(peer)) and rival.us is not None else math.nan for o in mine]
             axis.plot(batches, times, "s--", color=f"C{i + 1}", markersize=3, linewidth=1, label=peer)
-        axis.plot(batches, [o.copy_us for o in mine], "k:", label="copy of as many bytes")
+        axis.plot(batches, [o.copy_us for o in mine], "k:", label=mine[0].cell.floor)
         axis.set_xscale("log", base=2)
         axis.set_yscale("log")
         axis.set_title(name, fontsize=9)

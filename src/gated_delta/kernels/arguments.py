@@ -16,9 +16,12 @@ def tile_of(K: int, rows: int, threads: int) -> int:
     return rows * threads // lanes_of(K)
 
 
+ROOMS = (2, 4, 8, 16)
+
+
 def room_for(tokens: int) -> int:
     """Tokens a verify kernel has room for."""
-    return next(room for room in (4, 8, 16) if tokens <= room)
+    return next(room for room in ROOMS if tokens <= room)
 
 
 class DecodePointers(NamedTuple):

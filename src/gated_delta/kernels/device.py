@@ -97,10 +97,13 @@ def load_index(address, kind, absent):
     )
 
 
-def load_words(address, condition, count=4, policy=None):
-    """`count` words at a multiple of their bytes, perhaps with an L2 cache policy; zeros where the condition does not hold."""
+def load_words(address, condition, count=4, policy=None, zero=True):
+    """`count` words at a multiple of their bytes, perhaps with an L2 cache policy; zeros where the condition does not hold.
+
+    zero=False leaves them as they come, for who uses them under the condition alone.
+    """
     names = [f"{{$w{i}}}" for i in range(count)]
-    zeros = " ".join(f"mov.b32 {name}, 0;" for name in names)
+    zeros = " ".join(f"mov.b32 {name}, 0;" for name in names if zero)
     target = names[0] if count == 1 else f"{{{', '.join(names)}}}"
     shape, hint, by = {1: "", 2: ".v2", 4: ".v4"}[count], "", ""
     if policy is not None:
@@ -234,20 +237,24 @@ def store_where(dtype, address, value, condition):
     )
 
 
-def split(x):
-    """x as a number of tf32 precision, 11 bits, and what is left of it."""
-    high = (x.bitcast(Uint32) & Uint32(0xFFFFE000)).bitcast(Float32)
-    return high, x - high
+def split(xs, dtype):
+    """Numbers as words of two that add up to them: of bf16, two numbers a word, or at tf32 precision in the upper bits of fp32."""
+    high = [x.bitcast(Uint32) & Uint32(0xFFFFE000) for x in xs] if dtype is Float32 else words_of(xs, BFloat16)
+    rest = [x - h for x, h in zip(xs, floats_of(high, dtype), strict=True)]
+    return high, words_of(rest, dtype)
 
 
-def multiply_accumulate(sums, a, b):
-    """sums [16, 8] + a [16, 8] b [8, 8] on the tensor cores, a and b taken at tf32 precision; each lane has its parts of them."""
-    words = [x.bitcast(Uint32) for x in (*a, *b)]
+def multiply_accumulate(sums, a, b, dtype):
+    """sums [16, 8] + a [16, c] b [c, 8] on the tensor cores: c is 16 of bf16, or 8 of fp32 taken at tf32 precision.
+
+    A lane has words of a, [2, 2], two of b and four sums.
+    """
+    shape, kind = ("m16n8k8", "tf32") if dtype is Float32 else ("m16n8k16", "bf16")
     return list(
         cute.arch.inline_ptx(
-            "mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {{$w0}, {$w1}, {$w2}, {$w3}}, "
+            f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
             "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
             write_only_types=[Float32] * 4,
-            read_only_args=[*words, *sums],
+            read_only_args=[*a, *b, *sums],
         )
     )

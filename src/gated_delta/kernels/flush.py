@@ -17,6 +17,10 @@ from .rows import LINE, Rows, typed
 Pointers, Strides, Sizes = typed(FlushPointers, Int64), typed(FlushStrides, Int32), typed(FlushSizes, Int32)
 
 
+ROUNDS = (4, 8)  # tokens whose keys are asked for at once: where these are all, and where they are not
+FOLDED = 2  # tokens folded in one turn, the last of them neutral where there are fewer
+
+
 class Call(NamedTuple):
     ptr: Pointers
     stride: Strides
@@ -55,7 +59,7 @@ class Flush(Rows):
         self.kernel(ptr, stride, size).launch(
             grid=(self.tiles * size.HV, cutlass.min(size.N, 65535), size.layers * ((size.N + 65534) // 65535)),
             block=(self.threads, 1, 1),
-            smem=(self.padded_K + self.token * size.C) * 4,
+            smem=(self.padded_K + self.token * ((size.C + FOLDED - 1) // FOLDED * FOLDED)) * 4,
             stream=stream,
             use_pdl=True,
         )
@@ -74,7 +78,6 @@ class Flush(Rows):
         if n < size.early:
             self.ask_early(call, here)
         cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
         if n < size.N:
             self.sequence(call, here)
 
@@ -93,18 +96,19 @@ class Flush(Rows):
         if wanted:
             shared = cute.arch.get_dyn_smem(Float32, 16)
             tokens = shared + self.padded_K
-            for first in cutlass.range_constexpr(0, self.padded_K, self.threads):
-                self.stage_keys(shared, tokens, call, here, here.thread + first, row, count)
-            self.stage_corrections(tokens, call, here, row, count)
+            self.stage(shared, tokens, call, here, row, count)
             cute.arch.sync_threads()
+            # Not before: blocks of the next kernel that move in beside these ones end up uneven over the multiprocessors.
+            cute.arch.griddepcontrol_launch_dependents()
             carried = self.staged(shared, here)
             states = cute.make_rmem_tensor((8, self.rows), Float32)
             for r in cutlass.range_constexpr(self.rows):
                 numbers = floats_of(rows[r], self.state_dtype)
                 for c in cutlass.range_constexpr(8):
                     states[c, r] = numbers[c] * carried[c]
-            for i in cutlass.range(count, unroll=1):
-                self.fold(states, tokens + i * self.token, here)
+            for first in cutlass.range(0, count, FOLDED, unroll=1):
+                for i in cutlass.range_constexpr(FOLDED):
+                    self.fold(states, tokens + (first + i) * self.token, here)
             folded = [words_of([states[c, r] for c in range(8)], self.state_dtype) for r in range(self.rows)]
             self.store_rows(folded, self.layer_row(call, here, write, here.first_row), here, wanted)
 
@@ -122,51 +126,75 @@ class Flush(Rows):
             prefetch(self.layer_row(call, here, guess, here.warp_row) + line * LINE, inside & (line < lines))
 
     @cute.jit
-    def stage_keys(self, shared, tokens, call, here, channel, row, count):
-        """A channel of every k, decayed to the last accepted token, and the product of all decays; 0 past the last channel."""
+    def stage(self, shared, tokens, call, here, row, count):
+        """Every k, decayed to the last accepted token, every u's rows of the tile, and the product of all decays."""
         ptr, stride, size = call.ptr, call.stride, call.size
         h = Int32((Uint64(Uint32(here.hv)) * Uint64(Uint32(size.k_heads))) >> Uint64(30))
         layer = Int64(here.layer)
-        k_at = ptr.k + layer * ptr.k_l + offset(row, stride.k_r) + offset(h, stride.k_h) + channel * 4
+        k_at = ptr.k + layer * ptr.k_l + offset(row, stride.k_r) + offset(h, stride.k_h)
         decay_at = ptr.log_decay + layer * ptr.log_decay_l + offset(row, stride.log_decay_r)
-        decay_at += offset(here.hv, stride.log_decay_h) + offset(channel, stride.log_decay_c)
-        if channel < self.padded_K:
-            place = self.place_of(channel)
-            after = cute.make_rmem_tensor((1,), Float32)
-            after[0] = Float32(1)
-            for first in cutlass.range(0, count, 4, unroll=1):
-                # Four tokens in flight, from the last accepted one backwards.
-                turns = [count - 1 - first - j for j in range(4)]
-                there = [(t >= 0) & (channel < self.K) for t in turns]
-                ks = [load(Float32, k_at + offset(cutlass.max(t, 0), stride.k_t), there[j]) for j, t in enumerate(turns)]
-                decays = [decay_at + offset(cutlass.max(t, 0), stride.log_decay_t) for t in turns]
-                logs = [load(Float32, at, there[j]) for j, at in enumerate(decays)]
-                for j in cutlass.range_constexpr(4):
-                    if turns[j] >= 0:
-                        key = self.floats(tokens + turns[j] * self.token, self.padded_K)
-                        key[place] = ks[j] * after[0]
-                    after[0] = after[0] * cute.math.exp(logs[j])
-            carried = self.floats(shared, self.padded_K)
-            carried[place] = after[0]
+        decay_at += offset(here.hv, stride.log_decay_h)
+        u_at = ptr.u + layer * ptr.u_l + offset(row, stride.u_r) + offset(here.hv, stride.u_h) + here.tile * (self.tile * 4)
+        at = (k_at, decay_at, u_at)
+        channels = [here.thread + first for first in range(0, self.padded_K, self.threads)]
+        after = cute.make_rmem_tensor((len(channels),), Float32)
+        after.fill(1.0)
+        padded = (count + FOLDED - 1) // FOLDED * FOLDED
+        few, many = ROUNDS
+        if padded <= few:
+            self.put_tokens(tokens, here, channels, padded - 1, after, self.ask(at, stride, here, channels, padded - 1, count, few))
+        else:
+            for first in cutlass.range(0, padded, many, unroll=1):
+                last = padded - 1 - first
+                self.put_tokens(tokens, here, channels, last, after, self.ask(at, stride, here, channels, last, count, many))
+        for i, channel in enumerate(channels):
+            if channel < self.padded_K:
+                carried = self.floats(shared, self.padded_K)
+                carried[self.place_of(channel)] = after[i]
+
+    def ask(self, at, stride, here, channels, last, count, some):
+        """k and log decays of the thread's channels and its part of the u, of `some` tokens from `last` backwards, all at once.
+
+        Tokens past the accepted ones are neutral.
+        """
+        k_at, decay_at, u_at = at
+        turns = [last - j for j in range(some)]
+        there = [Uint32(t) < Uint32(count) for t in turns]  # a negative one is a large one
+        keys, logs, us = [], [], []
+        for channel in channels:
+            inside = there if self.K % self.threads == 0 else [wanted & (channel < self.K) for wanted in there]
+            rows = [k_at + offset(t, stride.k_t) + channel * 4 for t in turns]
+            keys.append([load(Float32, row, wanted) for row, wanted in zip(rows, inside, strict=True)])
+            rows = [decay_at + offset(t, stride.log_decay_t) + offset(channel, stride.log_decay_c) for t in turns]
+            logs.append([load(Float32, row, wanted) for row, wanted in zip(rows, inside, strict=True)])
+        for first in range(0, some * self.tile, self.threads):
+            t, v = last - (here.thread + first) // self.tile, (here.thread + first) % self.tile
+            inside = (Uint32(t) < Uint32(count)) & (t > last - some)
+            us.append(load(Float32, u_at + offset(t, stride.u_t) + v * 4, inside))
+        return keys, logs, us
 
     @cute.jit
-    def stage_corrections(self, tokens, call, here, row, count):
-        """The tile's rows of every u; those of one thread stand together."""
-        ptr, stride = call.ptr, call.stride
-        at = ptr.u + Int64(here.layer) * ptr.u_l + offset(row, stride.u_r) + offset(here.hv, stride.u_h)
-        at += here.tile * (self.tile * 4)
-        for i in cutlass.range(here.thread, count * self.tile, self.threads, unroll=4):
-            t, v = i // self.tile, i % self.tile
-            warp, rest = v // self.warp_rows, v % self.warp_rows
-            place = warp * self.warp_rows + rest % self.per_warp * self.rows + rest // self.per_warp
-            us = self.floats(tokens + t * self.token + self.padded_K, self.tile)
-            us[place] = load(Float32, at + offset(t, stride.u_t) + v * 4, True)
+    def put_tokens(self, tokens, here, channels, last, after, raw):
+        keys, logs, us = raw
+        for i in cutlass.range_constexpr(len(channels)):
+            place = self.place_of(channels[i])
+            for j in cutlass.range_constexpr(len(keys[i])):
+                if (last - j >= 0) & (channels[i] < self.padded_K):
+                    key = self.floats(tokens + (last - j) * self.token, self.padded_K)
+                    key[place] = keys[i][j] * after[i]
+                after[i] = after[i] * cute.math.exp(logs[i][j])
+        for j in cutlass.range_constexpr(len(us)):
+            t, v = last - (here.thread + j * self.threads) // self.tile, (here.thread + j * self.threads) % self.tile
+            if (t >= 0) & (t > last - len(keys[0])):
+                warp, rest = v // self.warp_rows, v % self.warp_rows
+                corrections = self.floats(tokens + t * self.token + self.padded_K, self.tile)
+                corrections[warp * self.warp_rows + rest % self.per_warp * self.rows + rest // self.per_warp] = us[j]
 
     def fold(self, states, token, here):
         """One token into this thread's rows."""
         key = self.staged(token, here)
-        group = here.thread // self.lanes
-        us = self.floats(token + self.padded_K + group * self.rows, self.rows)
+        at = (token + self.padded_K + here.thread // self.lanes * self.rows).toint()
+        us = self.floats(cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=4 * min(self.rows, 4)), self.rows).load()
         for r in range(self.rows):
             u = us[r]
             for c in range(8):

@@ -2,18 +2,19 @@
 
 A block holds `tile` V rows of one head of one sequence, `rows` of them a warp. What the tokens see in the state, S (k_t b_t) and
 S (q_t b_t) with b_t the product of the decays up to t, are products of the rows with all tokens at once on the tensor cores, so
-that time hardly depends on how many there are; the state goes from memory to registers in the places where those want it. The rest
-concerns the tokens alone: the decayed products of every pair, and one forward substitution a row.
+that time hardly depends on how many there are; the state's words go from memory to where those want them. The rest concerns the
+tokens alone: products of every pair of them, and one forward substitution a row.
 
-In order: ask for indices, tokens and state; tokens and decays into shared memory; pairs, and the products with the state; then a
-lane for each row, which walks over the tokens.
+In order: ask for indices, tokens and state; tokens and decays into shared memory; the products; then a lane for each row, which
+walks over the tokens. The tensor cores' left operand, 16 rows of it at a time, is k of eight tokens and then q of the same eight.
 """
 
+import itertools
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64
+from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
 from .arguments import ABSENT, VerifyPointers, VerifySizes, VerifyStrides
@@ -32,6 +33,7 @@ from .device import (
     split,
     store,
     store_where,
+    store_words,
     sum_rows,
 )
 from .rows import typed
@@ -39,7 +41,8 @@ from .tokens import Call, Tokens
 
 Pointers, Strides, Sizes = typed(VerifyPointers, Int64), typed(VerifyStrides, Int32), typed(VerifySizes, Int32)
 
-PAD = 16  # floats between rows of shared memory, so that eight lanes' reads of two rows fall on all banks
+PAD = 16  # floats between tokens in shared memory, so that eight lanes' accesses to two of them fall on all banks
+ROUND = 8  # tokens whose decays are asked for at once
 
 
 class Here(NamedTuple):
@@ -58,9 +61,9 @@ class Here(NamedTuple):
     quad: Int32
     """... and which of the four lanes that share one it is."""
     own_row: Int32
-    """The row it walks over the tokens for."""
+    """The first row it walks over the tokens for; 32 rows further is the next."""
     owner: cutlass.Boolean
-    """Whether it is the only lane to do so."""
+    """Whether there is such a row for it, as there is not for all lanes of a warp with fewer than 32."""
 
 
 class Verify(Tokens):
@@ -88,17 +91,23 @@ class Verify(Tokens):
         self.groups = threads // self.lanes
         self.tile = rows * threads // 32
         self.tiles = V // self.tile
-        self.fours = self.padded_K // 16  # groups of four channels for each lane of a quad
-        self.chunks = -(-self.row_bytes // 64)  # 16-byte accesses of a row by each lane of a quad
-        # Shared memory, in floats: normalised k and q of each token, KDA's decays and their products, what each row sees,
-        # what each pair of tokens has in common, beta and GDN's decay of each token.
-        self.stack_row = self.padded_K + PAD
-        self.at_decays = 2 * tokens * self.stack_row
-        self.at_products = self.at_decays + (tokens * self.padded_K if self.channel else 0)
-        self.at_seen = self.at_products + (tokens * self.padded_K if self.channel else 0)
-        self.seen_token = 2 * rows + 8
-        self.at_pairs = self.at_seen + (threads // 32) * tokens * self.seen_token
-        self.at_rest = self.at_pairs + 2 * tokens * tokens
+        self.walks = -(-rows // 32)  # rows that a lane walks for
+        self.chunks = -(-self.row_bytes // 64)  # 16-byte accesses of a row by each lane of a quad, two tensor-core steps each
+        self.eights = -(-tokens // 8)
+        # Shared memory, in words: for KDA fp32 rows of k, q, decays and their products; the left operand, in the tensor cores'
+        # order, as two numbers that add up to it; per warp, what each row sees and, for GDN, what each pair of tokens has in
+        # common, which KDA has once; beta and GDN's decay of each token.
+        self.warps = threads // 32
+        self.at_decays = 2 * tokens * self.padded_K
+        self.at_products = self.at_decays + tokens * self.padded_K
+        self.at_operand = self.at_products + tokens * self.padded_K if self.channel else 0
+        self.operand = self.eights * 2 * self.chunks * 128
+        self.at_seen = self.at_operand + 2 * self.operand
+        self.seen_token = 2 * rows + PAD
+        self.at_pairs = self.at_seen + self.warps * tokens * self.seen_token
+        self.pair_row = max(tokens, 4)
+        self.pair_rows = 2 * self.pair_row * self.pair_row
+        self.at_rest = self.at_pairs + (1 if self.channel else self.warps) * self.pair_rows
         self.shared = self.at_rest + 2 * tokens
 
     @cute.jit
@@ -117,7 +126,8 @@ class Verify(Tokens):
         head_tile, n = self.block()
         tile, hv = head_tile % self.tiles, head_tile // self.tiles
         warp_row = tile * self.tile + (thread // 32) * self.warp_rows
-        own_row, owner = warp_row + thread % self.warp_rows, thread % 32 < self.warp_rows
+        lane_row = thread % 32
+        own_row, owner = warp_row + lane_row % self.warp_rows, lane_row < self.warp_rows
         here = Here(n, hv, tile, thread, thread % self.lanes, warp_row, thread % 32 // 4, thread % 4, own_row, owner)
         call = Call(ptr, scale, bound, stride, size)
 
@@ -139,70 +149,130 @@ class Verify(Tokens):
         raw_qk = self.raw_qk(call, here, start, here.thread // self.lanes, length)
         raw_gates = self.raw_gates(call, here, start, length)
         fragments = self.load_fragments(call, here, read, active)
-        v = [self.raw_v(call, here, start, t, (t < length) & active) for t in range(self.tokens)]
+        v = [
+            [self.raw_v(call, here, start, t, walk, (t < length) & active) for t in range(self.tokens)]
+            for walk in range(self.walks)
+        ]
 
-        o_at = ptr.o + offset(here.n, stride.o_n) + offset(here.hv, stride.o_h) + offset(here.own_row, stride.o_c)
-        o_at += offset(start, stride.o_t)
+        o_at = ptr.o + offset(here.n, stride.o_n) + offset(here.hv, stride.o_h)
         if active:
             shared = cute.arch.get_dyn_smem(Float32, 16)
-            self.stage_qk(shared, call, here, start, length, raw_qk)
+            self.stage_qk(shared, call, here, start, length, row, raw_qk)
             self.stage_gates(shared, call, here, start, length, row, raw_gates)
             cute.arch.sync_threads()
-            self.stage_pairs(shared, call, here, length)
-            self.put_seen(shared, here, self.seen(shared, here, fragments))
-            cute.arch.sync_threads()
-            self.walk(shared, call, here, length, row, v, o_at)
-            if here.tile == 0:
-                self.keep_k(shared, call, here, length, row)
+            if cutlass.const_expr(self.channel):
+                self.stage_decayed(shared, here, length)
+                self.stage_pairs(shared, here, length)
+                cute.arch.sync_threads()
+            self.stage_products(shared, here, fragments)
+            cute.arch.sync_warp()
+            for walk in cutlass.range_constexpr(self.walks):
+                own_row = here.own_row + 32 * walk
+                at = o_at + offset(own_row, stride.o_c) + offset(start, stride.o_t)
+                self.walk(shared, call, here, length, row, own_row, v[walk], at)
         elif here.owner:
-            for t in range(length):
-                store(self.dtype, o_at + offset(t, stride.o_t), Float32(0))
+            for walk in cutlass.range_constexpr(self.walks):
+                at = o_at + offset(here.own_row + 32 * walk, stride.o_c)
+                for t in range(length):
+                    store(self.dtype, at + offset(start + t, stride.o_t), Float32(0))
         if size.cu_seqlens_kind != 0 and here.owner:
-            self.zero_rest(call, here, o_at - offset(start, stride.o_t))
+            for walk in cutlass.range_constexpr(self.walks):
+                self.zero_rest(call, here, o_at + offset(here.own_row + 32 * walk, stride.o_c))
 
     # -------------------------------------------------------------------------------------------- q and k
 
     @cute.jit
-    def stage_qk(self, shared, call, here, start, length, raw):
+    def stage_qk(self, shared, call, here, start, length, row, raw):
         """k and q, normalised and q scaled: a token for each group of lanes, as often as it takes."""
         warp_first = (here.thread // 32) * self.per_warp
         if warp_first < length:
-            self.put_qk(shared, call, here, here.thread // self.lanes, length, raw)
+            self.put_qk(shared, call, here, here.thread // self.lanes, length, row, raw)
         if cutlass.const_expr(self.tokens > self.groups):
             for first in cutlass.range(warp_first + self.groups, length, self.groups, unroll=1):
                 t = first + (here.thread % 32) // self.lanes
-                self.put_qk(shared, call, here, t, length, self.raw_qk(call, here, start, t, length))
+                self.put_qk(shared, call, here, t, length, row, self.raw_qk(call, here, start, t, length))
+        self.keep_nothing(call, here, length, row)
 
     @cute.jit
-    def put_qk(self, shared, call, here, t, length, raw):
+    def put_qk(self, shared, call, here, t, length, row, raw):
         q, k = [floats_of(words, self.dtype) for words in raw]
         q_scale, k_scale = self.scales(call, q, k)
+        k, q = [x * k_scale for x in k], [x * q_scale for x in q]
         if t < length:
-            for which, xs, x_scale in ((0, k, k_scale), (1, q, q_scale)):
-                row = shared + (2 * t + which) * self.stack_row
-                for h in cutlass.range_constexpr(2):
-                    place = self.half(row, here, h)
-                    for i in cutlass.range_constexpr(4):
-                        place[i] = xs[4 * h + i] * x_scale
+            if cutlass.const_expr(self.channel):
+                self.put_row(shared + 2 * t * self.padded_K, here, k)
+                self.put_row(shared + (2 * t + 1) * self.padded_K, here, q)
+            else:
+                self.put_operand(shared, here, t, k, q)
+        self.keep_k(call, here, t, length, row, k)
+
+    def put_row(self, at, here, xs):
+        for h in range(2):
+            place = self.half(at, here, h)
+            for i in range(4):
+                place[i] = xs[4 * h + i]
+
+    def put_operand(self, shared, here, t, k, q):
+        """One token's k and q, this lane's eight channels of each, into the tensor cores' left operand."""
+        halves = []
+        for part in range(self.parts):
+            some = slice(part * self.width, (part + 1) * self.width)
+            halves.append([split(x[some], self.state_dtype) for x in (k, q)])
+        for part, (ks, qs) in enumerate(halves):
+            chunk = part * (self.lanes // 4) + here.lane // 4
+            for size, step in itertools.product(range(2), range(2)):
+                at = self.at_operand + size * self.operand + (t // 8 * self.chunks + chunk) * 256 + step * 128
+                words = [x[size][2 * step + late] for late in range(2) for x in (ks, qs)]
+                self.put_vector(Uint32, shared, at + (t % 8 * 4 + here.lane % 4) * 4, words, chunk < self.chunks)
+
+    def vector(self, dtype, shared, at, count=4):
+        address = (shared + at).toint()
+        return self.floats(cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=4 * count), count)
 
     @cute.jit
-    def keep_k(self, shared, call, here, length, row):
-        """The buffer's k, by the first of the value heads that share it; neutral past the last token."""
-        ptr, stride, size = call.ptr, call.stride, call.size
+    def put_vector(self, dtype, shared, at, xs, condition):
+        if condition:
+            place = self.vector(dtype, shared, at, len(xs))
+            for i in cutlass.range_constexpr(len(xs)):
+                place[i] = xs[i]
+
+    @cute.jit
+    def stage_decayed(self, shared, here, length):
+        """KDA: k_t b_t and q_t b_t."""
+        for first in cutlass.range(here.thread // 32 * self.per_warp, length, self.groups, unroll=1):
+            t = first + here.thread % 32 // self.lanes
+            if t < length:
+                products = self.staged(shared + self.at_products + t * self.padded_K, here)
+                rows = [self.staged(shared + (2 * t + which) * self.padded_K, here) for which in range(2)]
+                k, q = [[x * b for x, b in zip(row, products, strict=True)] for row in rows]
+                self.put_operand(shared, here, t, k, q)
+
+    def kept_k_at(self, call, here, row, t):
+        """The buffer's k of a token, and whether this block writes it: the first tile of the first value head that shares it."""
+        ptr, stride = call.ptr, call.stride
         h = self.qk_head(call, here)
-        if here.hv == h * size.group:
-            at = ptr.kept_k + offset(row, stride.kept_k_r) + offset(h, stride.kept_k_h)
-            for i in cutlass.range(here.thread, size.C * self.K, self.threads, unroll=1):
-                t, channel = i // self.K, i % self.K
-                k = Float32(0)
-                if t < length:
-                    k = self.floats(shared + 2 * t * self.stack_row, self.padded_K)[self.place_of(channel)]
-                store(Float32, at + offset(t, stride.kept_k_t) + channel * 4, k)
+        at = ptr.kept_k + offset(row, stride.kept_k_r) + offset(h, stride.kept_k_h) + offset(t, stride.kept_k_t)
+        return at, (here.tile == 0) & (here.hv == h * call.size.group)
+
+    def keep_k(self, call, here, t, length, row, k):
+        at, mine = self.kept_k_at(call, here, row, t)
+        for part in range(8 // 4):
+            channel = here.lane * 8 + 4 * part if self.parts == 1 else self.part_at(here, part)
+            inside = mine & (t < length) & (channel < self.K)
+            store_words(at + channel * 4, [x.bitcast(Uint32) for x in k[4 * part : 4 * part + 4]], inside)
+
+    @cute.jit
+    def keep_nothing(self, call, here, length, row):
+        """The buffer's k past the last token is neutral."""
+        first, mine = self.kept_k_at(call, here, row, length)
+        if mine:
+            for i in cutlass.range(here.thread, (call.size.C - length) * self.K, self.threads, unroll=1):
+                store(Float32, first + offset(i // self.K, call.stride.kept_k_t) + i % self.K * 4, Float32(0))
 
     # -------------------------------------------------------------------------------------------- gates and beta
 
     def raw_gates(self, call, here, start, length):
-        """beta of this lane's token, for the last warp; g of that token or of a channel's first four, and the gate's parameters."""
+        """beta of this lane's token, for the last warp; g of that token or of a channel's first, and the gate's parameters."""
         ptr, stride, size = call.ptr, call.stride, call.size
         t = here.thread % 32
         mine = (here.thread // 32 == self.threads // 32 - 1) & (t < length)
@@ -222,9 +292,10 @@ class Verify(Tokens):
         return [here.thread + first for first in range(0, self.padded_K, self.threads)]
 
     def raw_decays(self, call, here, start, t0, length, channel):
-        """g of a channel of four tokens."""
-        wanted = [(t0 + j < length) & (channel < self.K) for j in range(4)]
-        return [load(self.g_dtype, self.gate_at(call, here, start + t0 + j, channel), wanted[j]) for j in range(4)]
+        """g of a channel of a round of tokens."""
+        turns = [t0 + j for j in range(min(self.tokens, ROUND))]
+        inside = channel < self.K
+        return [load(self.g_dtype, self.gate_at(call, here, start + t, channel), (t < length) & inside) for t in turns]
 
     @cute.jit
     def stage_gates(self, shared, call, here, start, length, row, raw):
@@ -259,8 +330,8 @@ class Verify(Tokens):
             product = cute.make_rmem_tensor((1,), Float32)
             product[0] = Float32(1)
             self.put_decays(shared, call, here, Int32(0), length, kept, channel, first, parameters, product)
-            if cutlass.const_expr(self.tokens > 4):
-                for t0 in cutlass.range(4, length, 4, unroll=1):
+            if cutlass.const_expr(self.tokens > ROUND):
+                for t0 in cutlass.range(ROUND, length, ROUND, unroll=1):
                     more = self.raw_decays(call, here, start, t0, length, channel)
                     self.put_decays(shared, call, here, t0, length, kept, channel, more, parameters, product)
             if here.tile == 0 and channel < self.K:
@@ -269,7 +340,7 @@ class Verify(Tokens):
 
     @cute.jit
     def put_decays(self, shared, call, here, t0, length, kept, channel, gs, parameters, product):
-        for j in cutlass.range_constexpr(4):
+        for j in cutlass.range_constexpr(len(gs)):
             t = t0 + j
             log = log_decay(self.gate, gs[j], *parameters, call.bound)
             decay = choose(channel < self.K, cute.math.exp(log), Float32(1))
@@ -285,144 +356,155 @@ class Verify(Tokens):
     # -------------------------------------------------------------------------------------------- pairs of tokens
 
     @cute.jit
-    def stage_pairs(self, shared, call, here, length):
-        """For every pair i <= t, sums over the channels of k_t k_i and q_t k_i times the decays between: math.md, "Pairs".
+    def stage_pairs(self, shared, here, length):
+        """KDA: for every pair i <= t, sums over the channels of k_t k_i and q_t k_i times the decays between: math.md, "Pairs".
 
         An earlier token for each group of lanes, which decays it from one later token to the next.
         """
-        share = self.lanes // 8
+        turn = min(4, self.tokens)  # later tokens in flight
         early = cute.make_rmem_tensor((8,), Float32)
-        between = cute.make_rmem_tensor((1,), Float32)
         for first in cutlass.range((here.thread // 32) * self.per_warp, length, self.groups, unroll=1):
             i = first + (here.thread % 32) // self.lanes
-            ks = self.staged(shared + 2 * i * self.stack_row, here)
+            ks = self.staged(shared + 2 * i * self.padded_K, here)
             for c in cutlass.range_constexpr(8):
                 early[c] = ks[c]
-            between[0] = Float32(1)
-            # A warp's earlier tokens lie in the same four, so its halves take as many turns.
-            for t0 in cutlass.range(first // 4 * 4, length, 4, unroll=1):
-                sums = []
-                for j in cutlass.range_constexpr(4):
-                    t = t0 + j
-                    if cutlass.const_expr(self.channel):
-                        decays = self.staged(shared + self.at_decays + t * self.padded_K, here)
-                        for c in cutlass.range_constexpr(8):
-                            early[c] = early[c] * choose(t > i, decays[c], Float32(1))
-                    else:
-                        decay = self.floats(shared + self.at_rest + 2 * t, 2)[1]
-                        between[0] = between[0] * choose(t > i, decay, Float32(1))
-                    xs = [early[c] for c in range(8)]
-                    for which in cutlass.range_constexpr(2):
-                        later = self.staged(shared + (2 * t + which) * self.stack_row, here)
-                        sums.append(dot(later, xs) * between[0])
-                total = sum_rows(sums, self.lanes, here.lane)
-                if here.lane % share == 0:
-                    t, which = t0 + here.lane // share // 2, here.lane // share % 2
-                    pairs = self.floats(shared + self.at_pairs, 2 * self.tokens * self.tokens)
-                    pairs[(2 * t + which) * self.tokens + i] = total
+            # A warp's earlier tokens lie in the same turn, so its halves take as many turns.
+            self.put_pairs(shared, here, i, first // turn * turn, turn, early, True)
+            for t0 in cutlass.range(first // turn * turn + turn, length, turn, unroll=1):
+                self.put_pairs(shared, here, i, t0, turn, early, False)
+
+    @cute.jit
+    def put_pairs(self, shared, here, i, t0, turn, early, first):
+        """Token i with `turn` later ones; in the first turn some of these are not later."""
+        share = self.lanes // (2 * turn)
+        sums = []
+        for j in cutlass.range_constexpr(turn):
+            t = t0 + j
+            decays = self.staged(shared + self.at_decays + t * self.padded_K, here)
+            for c in cutlass.range_constexpr(8):
+                decay = decays[c]
+                if cutlass.const_expr(first):
+                    decay = choose(t > i, decay, Float32(1))
+                early[c] = early[c] * decay
+            xs = [early[c] for c in range(8)]
+            for which in cutlass.range_constexpr(2):
+                sums.append(dot(self.staged(shared + (2 * t + which) * self.padded_K, here), xs))
+        total = sum_rows(sums, self.lanes, here.lane)
+        if here.lane % share == 0:
+            t, which = t0 + here.lane // share // 2, here.lane // share % 2
+            pairs = self.floats(shared + self.at_pairs, self.pair_rows)
+            pairs[(2 * t + which) * self.pair_row + i] = total
+
+    def pairs_at(self, here):
+        """KDA has the pairs once; with GDN every warp makes its own, which spares them a wait."""
+        return self.at_pairs if self.channel else self.at_pairs + here.thread // 32 * self.pair_rows
 
     # -------------------------------------------------------------------------------------------- the state
 
     def load_fragments(self, call, here, slot, active):
         """This lane's 16-byte accesses to the rows member, member + 8, ... of its warp."""
         rows = []
+        policy = self.policy(call.size.keep_lines)
         for first in range(0, self.warp_rows, 8):
             at = self.state_row(call, here, slot, here.warp_row + here.member + first)
             row = []
             for chunk in range(self.chunks):
                 byte = (4 * chunk + here.quad) * 16
-                inside = active if 64 * (chunk + 1) <= self.row_bytes else active & (byte < self.row_bytes)
-                row.append(load_words(at + byte, inside, policy=self.policy(call.size.keep_lines)))
+                whole = 64 * (chunk + 1) <= self.row_bytes
+                inside = active if whole else active & (byte < self.row_bytes)
+                row.append(load_words(at + byte, inside, policy=policy, zero=not whole))
             rows.append(row)
         return rows
 
-    def fragment(self, row, four):
-        """Four channels of a row: those that stand at place (4 * four + quad) * 4 of a token in shared memory."""
-        if self.parts == 2:
-            return floats_of(row[four], self.state_dtype)
-        chunk, half = four % (self.padded_K // 32), four // (self.padded_K // 32)
-        return floats_of(row[chunk][2 * half : 2 * half + 2], self.state_dtype)
+    def stage_products(self, shared, here, fragments):
+        """What the warp's rows see of all tokens, and for GDN the pairs of tokens, whose k are but eight more rows."""
+        exact = self.parts == 1  # a bf16 state, of which nothing is left over
+        rows, eights = len(fragments), range(self.eights)
+        blank = lambda: [[Float32(0)] * 4 for _ in range(2)]  # noqa: E731  two sums, for the tensor cores' latency
+        seen = [[blank() for _ in range(rows)] for _ in eights]
+        pairs = [[blank() for _ in range(late + 1)] for late in eights]
 
-    def seen(self, shared, here, fragments):
-        """Sums over the channels of the rows times k_t b_t and q_t b_t, b_t left out for GDN: [16 rows][4 tokens] each.
+        def add(sums, a, b):
+            """Two split operands' product but for what is left over of both."""
+            for into, which, whose in ((0, 0, 0), (1, 1, 0), (1, 0, 1)):
+                if b[whose] is not None:
+                    sums[into] = multiply_accumulate(sums[into], a[which], b[whose], self.state_dtype)
 
-        The tokens are split in two numbers of tensor-core precision, and so is an fp32 state; a bf16 one needs not.
-        """
-        exact = self.parts == 1
-        heights, columns = self.warp_rows // 16, self.tokens // 4
-        # Two sums apart where there are too few for the tensor cores' latency.
-        sums = [[[[Float32(0)] * 4 for _ in range(2)] for _ in range(columns)] for _ in range(heights)]
-        for four in range(self.fours):
-            if (four % (self.padded_K // 32) if exact else four) >= self.chunks:
-                continue  # past the last channel
-            rows = [[split(x) if not exact else (x, None) for x in self.fragment(row, four)] for row in fragments]
-            for column in range(columns):
-                line = 8 * column + here.member
-                place = (4 * four + here.quad) * 4
-                tokens = self.four_floats(shared + line * self.stack_row + place)
-                if self.channel:
-                    products = self.four_floats(shared + self.at_products + (line // 2) * self.padded_K + place)
-                    tokens = [x * b for x, b in zip(tokens, products, strict=True)]
-                tokens = [split(x) for x in tokens]
-                for c in (0, 2):
-                    for m in range(heights):
-                        a = [(rows[2 * m + upper][c + late]) for late in (0, 1) for upper in (0, 1)]
-                        of = sums[m][column]
-                        big, small = [x for x, _ in tokens[c : c + 2]], [x for _, x in tokens[c : c + 2]]
-                        of[0] = multiply_accumulate(of[0], [x for x, _ in a], big)
-                        of[1] = multiply_accumulate(of[1], [x for x, _ in a], small)
-                        if not exact:
-                            of[1] = multiply_accumulate(of[1], [x for _, x in a], big)
-        return [[[x + y for x, y in zip(*of, strict=True)] for of in row] for row in sums]
+        for chunk in range(self.chunks):
+            states = [row[chunk] for row in fragments]
+            if not exact:
+                states = [split([w.bitcast(Float32) for w in words], Float32) for words in states]
+            for step in range(2):
+                some = slice(2 * step, 2 * step + 2)
+                tokens = [[self.operand_of(shared, here, eight, chunk, step, size) for size in range(2)] for eight in eights]
+                for eight in eights:
+                    for row, words in enumerate(states):
+                        b = (words[some], None) if exact else (words[0][some], words[1][some])
+                        add(seen[eight][row], tokens[eight], b)
+                    if not self.channel:
+                        for earlier in range(eight + 1):
+                            add(pairs[eight][earlier], tokens[eight], [x[0::2] for x in tokens[earlier]])
+        for eight in eights:
+            t = 8 * eight + here.member
+            inside = here.member < self.tokens
+            for row, sums in enumerate(seen[eight]):
+                by_k0, by_k1, by_q0, by_q1 = [x + y for x, y in zip(*sums, strict=True)]
+                at = self.seen_at(here, t) + 2 * (8 * row + 2 * here.quad)
+                self.put_vector(Float32, shared, at, [by_k0, by_q0, by_k1, by_q1], inside)
+            if not self.channel:
+                for earlier, sums in enumerate(pairs[eight]):
+                    found = [x + y for x, y in zip(*sums, strict=True)]
+                    for which in range(2):
+                        at = self.pairs_at(here) + (2 * t + which) * self.pair_row + 8 * earlier + 2 * here.quad
+                        some = inside & (2 * here.quad < self.tokens)
+                        self.put_vector(Float32, shared, at, found[2 * which : 2 * which + 2], some)
 
-    def four_floats(self, at):
-        numbers = self.floats(cute.make_ptr(Float32, at.toint(), cute.AddressSpace.smem, assumed_align=16), 4).load()
-        return [numbers[i] for i in range(4)]
+    def operand_of(self, shared, here, eight, chunk, step, size):
+        """This lane's words of the left operand: k and q of a token, for two of its channels or pairs of them."""
+        at = self.at_operand + size * self.operand + (eight * self.chunks + chunk) * 256 + step * 128
+        words = self.vector(Uint32, shared, at + here.thread % 32 * 4).load()
+        return [words[i] for i in range(4)]
 
-    def seen_at(self, shared, here, t, row):
-        """What a row of the warp sees of k_t and q_t."""
-        at = shared + self.at_seen + ((here.thread // 32) * self.tokens + t) * self.seen_token + 2 * row
-        return self.floats(cute.make_ptr(Float32, at.toint(), cute.AddressSpace.smem, assumed_align=8), 2)
-
-    def put_seen(self, shared, here, seen):
-        for m, row in enumerate(seen):
-            for column, numbers in enumerate(row):
-                for upper in range(2):
-                    place = self.seen_at(shared, here, 4 * column + here.quad, 16 * m + 8 * upper + here.member)
-                    place[0] = numbers[2 * upper]
-                    place[1] = numbers[2 * upper + 1]
+    def seen_at(self, here, t):
+        return self.at_seen + (here.thread // 32 * self.tokens + t) * self.seen_token
 
     # -------------------------------------------------------------------------------------------- the walk over the tokens
 
-    def raw_v(self, call, here, start, t, condition):
-        return load(self.dtype, self.v_row(call, here, start + t, here.own_row), condition)
+    def raw_v(self, call, here, start, t, walk, condition):
+        return load(self.dtype, self.v_row(call, here, start + t, here.own_row + 32 * walk), condition)
 
-    def pairs(self, shared, t, which, count):
+    def pairs(self, shared, here, t, which, count):
         """The first `count` entries of a token's row, in fours."""
-        at = shared + self.at_pairs + (2 * t + which) * self.tokens
-        return [x for first in range(0, count, 4) for x in self.four_floats(at + first)][:count]
+        at, entries = self.pairs_at(here) + (2 * t + which) * self.pair_row, []
+        for first in range(0, count, 4):
+            four = self.vector(Float32, shared, at + first).load()
+            entries += [four[i] for i in range(4)]
+        return entries[:count]
 
     @cute.jit
-    def walk(self, shared, call, here, length, row, v, o_at):
-        """u_t = beta_t (v_t - S k_t b_t - sum_{i<t} A[t, i] u_i) and o_t = S q_t b_t + sum_{i<=t} P[t, i] u_i, for one row."""
+    def walk(self, shared, call, here, length, row, own_row, v, o_at):
+        """u_t = beta_t (v_t - S k_t b_t - sum_{i<t} A[t, i] u_i) and o_t = S q_t b_t + sum_{i<=t} P[t, i] u_i, for one row.
+
+        GDN's decays were left out of the products and the pairs; the u_i take them up here, one token after the other.
+        """
         fma = cute.math.fma
         ptr, stride, size = call.ptr, call.stride, call.size
-        u_at = ptr.u + offset(row, stride.u_r) + offset(here.hv, stride.u_h) + here.own_row * 4
+        u_at = ptr.u + offset(row, stride.u_r) + offset(here.hv, stride.u_h) + own_row * 4
         us, product = [], Float32(1)
         for t in cutlass.range_constexpr(self.tokens):
-            rest = self.floats(shared + self.at_rest + 2 * t, 2)
-            seen = self.seen_at(shared, here, t, here.own_row - here.warp_row)
+            beta, decay = [self.floats(shared + self.at_rest + 2 * t, 2)[i] for i in range(2)]
+            seen = self.vector(Float32, shared, self.seen_at(here, t) + 2 * (own_row - here.warp_row), 2)
             by_k, by_q = seen[0], seen[1]
             if cutlass.const_expr(not self.channel):
-                product = product * rest[1]
-                by_k, by_q = by_k * product, by_q * product
+                product = product * decay
+                by_k, by_q, us = by_k * product, by_q * product, [x * decay for x in us]
             u = v[t] - by_k
-            for a, u_i in zip(self.pairs(shared, t, 0, t), us, strict=True):
+            for a, u_i in zip(self.pairs(shared, here, t, 0, t), us, strict=True):
                 u = fma(-a, u_i, u)
-            u = choose(t < length, u * rest[0], Float32(0))
-            us.append(u)
+            u = choose(t < length, u * beta, Float32(0))
+            us = [*us, u]
             o = by_q
-            for p, u_i in zip(self.pairs(shared, t, 1, t + 1), us, strict=True):
+            for p, u_i in zip(self.pairs(shared, here, t, 1, t + 1), us, strict=True):
                 o = fma(p, u_i, o)
             store_where(self.dtype, o_at + offset(t, stride.o_t), o, here.owner & (t < length))
             store_where(Float32, u_at + offset(t, stride.u_t), u, here.owner & (t < size.C))

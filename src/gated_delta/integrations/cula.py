@@ -1,0 +1,279 @@
+"""cuLA's decode functions for KDA, as calls of `gated_delta.decode`, `verify` and `flush`.
+
+Parameter names, order, defaults and meaning are those of cuLA's main branch, which has no release. Common to all, for N sequences
+of T tokens, 1 in kda_decode and up to 16 elsewhere:
+
+    q, k [N, T, H, K], v [N, T, HV, V]   one dtype, bf16, fp16 or fp32, last dimension contiguous, any K and V
+    a [N, T, HV, K] or [N, T, HV * K]    the raw gate of -exp(A_log) * softplus(a + dt_bias)
+    b [N, T, HV]                         the logit of beta
+    A_log [HV], dt_bias [HV, K]          fp32, dt_bias also bf16; dimensions of size 1 are ignored, dt_bias may be [HV * K]
+    initial_state_source [P, HV, V, K]   the pool, fp32 or bf16, K contiguous; written in place
+    initial_state_indices [N]            its slots, int32 or int64; slot n when None
+    scale                                K**-0.5 when None
+    out [N, T, HV, V]                    in v's dtype; written and returned
+
+cuLA takes bf16 inputs and fp32 states with K = 128, and copies inputs that are not contiguous.
+
+A negative index makes its sequence inactive: zero outputs, nothing else written. cuLA leaves such outputs as the caller's tensor
+had them, or uninitialised. Two sequences may not write one slot.
+
+t_crossover, bv, opt_level and fast_math choose between cuLA's kernels and change nothing here. What gated_delta cannot do raises
+UnsupportedProblem and says what, before anything is written: a softplus of other than softplus_beta=1 and softplus_threshold=20
+(beside lower_bound they are not looked at), a state_layout other than "vk", more than 16 tokens, inputs that require grad. Other
+errors are the operations' and use their names: g, beta, state, state_indices, intermediate_states, buffer, num_accepted. The table
+in docs/migration.md translates.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from .. import Gate, KVBuffer, decode, flush, verify
+from ..problem import MAX_DRAFT
+from .checks import rank, refuse
+
+__all__ = ["kda_decode", "kda_decode_mtp", "kda_decode_mtp_kvbuffer", "kda_flush_kvbuffer", "kda_flush_kvbuffer_all_layers"]
+
+_refuse = functools.partial(refuse, "cuLA")
+
+
+def kda_decode(
+    A_log: Tensor,
+    dt_bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor | None,
+    cu_seqlens: Tensor | None = None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    out: Tensor | None = None,
+    state_layout: str = "vk",
+) -> Tensor:
+    """The next token; see the module for what is common.
+
+    q, k, v, out: [N, 1, ...], or [1, N, ...], where too each token has a sequence of its own. a and b may lack the dimension of
+    size 1. cu_seqlens: not looked at, as in cuLA.
+
+    Returns out, [N, 1, HV, V] or [1, N, HV, V].
+    """
+    for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
+        if x is not None:
+            rank(name, x, "N, 1, heads, dim")
+    if 1 not in q.shape[:2]:
+        raise ValueError(f"q: expected [N, 1, H, K] or [1, N, H, K] (kda_decode_mtp takes drafts), got shape {list(q.shape)}")
+    _v_first(state_layout)
+    packed, rows = q.shape[0] == 1, out
+    if packed:
+        q, k, v = (x.transpose(0, 1) for x in (q, k, v))
+        rows = None if out is None else out.transpose(0, 1)
+    o = decode(
+        **_tokens(A_log, dt_bias, q, k, v, a, b, scale, use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold),
+        state=initial_state_source,
+        state_indices=initial_state_indices,
+        out=rows,
+    )
+    if out is not None:
+        return out
+    return o.transpose(0, 1) if packed else o
+
+
+def kda_decode_mtp(
+    A_log: Tensor,
+    dt_bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor | None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    out: Tensor | None = None,
+    state_layout: str = "vk",
+    disable_state_update: bool = False,
+    intermediate_states_buffer: Tensor | None = None,
+    lower_bound: float | None = None,
+) -> Tensor:
+    """The next T tokens; see the module for what is common.
+
+    lower_bound: below 0; the gate is then lower_bound * sigmoid(exp(A_log) * (a + dt_bias)).
+    disable_state_update: the pool stays as it was.
+    intermediate_states_buffer: exactly [N, T, HV, V, K], in the pool's dtype; row n, step t gets the state after token t.
+    A bf16 pool, which cuLA does not take, is rounded after every token.
+
+    Returns out.
+    """
+    _v_first(state_layout)
+    softplus = (softplus_beta, softplus_threshold)
+    tokens = _tokens(A_log, dt_bias, q, k, v, a, b, scale, use_qk_l2norm_in_kernel, *softplus, lower_bound)
+    if intermediate_states_buffer is not None:
+        want, got = [*v.shape, q.shape[3]], list(intermediate_states_buffer.shape)
+        if got != want:
+            raise ValueError(f"intermediate_states_buffer: expected shape [N, T, HV, V, K] = {want}, got {got}")
+    return decode(
+        **tokens,
+        state=initial_state_source,
+        state_indices=initial_state_indices,
+        intermediate_states=intermediate_states_buffer,
+        update_state=not disable_state_update,
+        out=out,
+    )
+
+
+def kda_decode_mtp_kvbuffer(
+    A_log: Tensor,
+    dt_bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor | None,
+    scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True,
+    softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0,
+    out: Tensor | None = None,
+    disable_state_update: bool = True,
+    emit_output: bool = True,
+    d_buffer: Tensor | None = None,
+    k_buffer: Tensor | None = None,
+    g_buffer: Tensor | None = None,
+    t_crossover: int | None = None,
+    opt_level: int = 3,
+    fast_math: bool = True,
+    lower_bound: float | None = None,
+) -> Tensor:
+    """T draft tokens against a frozen state, and what a flush needs to accept some; lower_bound as for kda_decode_mtp.
+
+    d_buffer [>=N, >=T, HV, V], k_buffer, g_buffer [>=N, >=T, HV, K]: fp32, last dimension contiguous; row n is filled for sequence
+    n. cuLA asks for exactly N and T. What they hold is between this and the flushes here: g_buffer, for one, gets the log of the
+    decay. Without the three this is gated_delta.decode, and disable_state_update=False advances the state by all T tokens.
+    emit_output=False changes nothing: the outputs are computed, written to out and returned all the same.
+
+    Returns out. Raises UnsupportedProblem, with buffers, for
+    - disable_state_update=False: a flush of T tokens does it;
+    - fewer query than value heads: gated_delta keeps k once per query head, k_buffer has a row per value head, and no argument of a
+      flush says how many were filled. Repeat q and k for each value head, or use gated_delta.verify and flush.
+    """
+    softplus = (softplus_beta, softplus_threshold)
+    arguments = _tokens(A_log, dt_bias, q, k, v, a, b, scale, use_qk_l2norm_in_kernel, *softplus, lower_bound)
+    arguments |= dict(state=initial_state_source, state_indices=initial_state_indices, out=out)
+    if d_buffer is None and k_buffer is None and g_buffer is None:
+        return decode(**arguments, update_state=not disable_state_update)
+    if d_buffer is None or k_buffer is None or g_buffer is None:
+        raise ValueError("d_buffer, k_buffer, g_buffer: expected all three or none, got some")
+    _refuse("an update of the state beside the buffers (disable_state_update=False)", not disable_state_update)
+    _refuse(f"a k_buffer of value heads for fewer query heads (H={q.shape[2]}, HV={v.shape[2]})", q.shape[2] < v.shape[2])
+    return verify(**arguments, buffer=KVBuffer(d_buffer, k_buffer, g_buffer))
+
+
+def kda_flush_kvbuffer(
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor | None,
+    d_buffer: Tensor,
+    k_buffer: Tensor,
+    g_buffer: Tensor,
+    accept_len: int | Tensor,
+    bv: int = -1,
+    opt_level: int = 3,
+) -> Tensor:
+    """Fold the first accept_len tokens into the state, in place, from the buffers that kda_decode_mtp_kvbuffer filled.
+
+    accept_len: an int from 1 to T; or [N], int32 or int64, on the pool's device, clamped to 0 to T; 0 leaves a state as it was.
+
+    Returns initial_state_source.
+    """
+    rank("d_buffer", d_buffer, "N, T, HV, V")
+    return _flush(initial_state_source, initial_state_indices, KVBuffer(d_buffer, k_buffer, g_buffer), accept_len)
+
+
+def kda_flush_kvbuffer_all_layers(
+    initial_state_source: Tensor,
+    initial_state_indices: Tensor,
+    d_buffer: Tensor,
+    k_buffer: Tensor,
+    g_buffer: Tensor,
+    accept_len: int | Tensor,
+    bv: int = -1,
+    opt_level: int = 3,
+) -> Tensor:
+    """kda_flush_kvbuffer of L layers in one call, all by the same slots and counts.
+
+    initial_state_source: [L, P, HV, V, K]. d_buffer: [L, >=N, T, HV, V], k_buffer, g_buffer: [L, >=N, T, HV, K]; row n belongs to
+    sequence n, whatever its slot.
+
+    Returns initial_state_source.
+    """
+    rank("d_buffer", d_buffer, "L, N, T, HV, V")
+    return _flush(initial_state_source, initial_state_indices, KVBuffer(d_buffer, k_buffer, g_buffer), accept_len)
+
+
+# ------------------------------------------------------------------------------------------------ shared
+
+
+def _tokens(
+    A_log: Tensor,
+    dt_bias: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    a: Tensor,
+    b: Tensor,
+    scale: float | None,
+    qk_l2norm: bool,
+    softplus_beta: float,
+    softplus_threshold: float,
+    lower_bound: float | None = None,
+) -> dict[str, Any]:
+    """The arguments that decode and verify share."""
+    rank("q", q, "N, T, H, K")
+    rank("v", v, "N, T, HV, V")
+    (N, T, _, K), HV = q.shape, v.shape[2]
+    _refuse(f"more than {MAX_DRAFT} tokens in a sequence", T > MAX_DRAFT)
+    rate, bias = _shaped("A_log", A_log, [HV]), _shaped("dt_bias", dt_bias, [HV, K], [HV * K])
+    if lower_bound is None:
+        other = (softplus_beta, softplus_threshold) != (1, 20)
+        _refuse(f"another softplus (softplus_beta={softplus_beta}, softplus_threshold={softplus_threshold})", other)
+        gate = Gate.softplus(rate, bias)
+    else:
+        gate = Gate.lower_bound(rate, bias, lower_bound)
+    g, beta = _shaped("a", a, [N, T, HV, K], [N, T, HV * K]), _shaped("b", b, [N, T, HV])
+    return dict(q=q, k=k, v=v, g=g, beta=beta, gate=gate, scale=scale, qk_l2norm=qk_l2norm, beta_logits=True)
+
+
+def _shaped(name: str, x: Tensor, *shapes: list[int]) -> Tensor:
+    """x as the first of these shapes, if it has one of them but for dimensions of size 1."""
+    if _long(x.shape) not in map(_long, shapes):
+        raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {list(x.shape)}")
+    return x.view(shapes[0])
+
+
+def _long(shape: Iterable[int]) -> list[int]:
+    return [size for size in shape if size != 1]
+
+
+def _v_first(state_layout: str) -> None:
+    _refuse(f"states other than [P, HV, V, K] (state_layout={state_layout!r})", state_layout != "vk")
+
+
+def _flush(state: Tensor, slots: Tensor | None, buffer: KVBuffer, accept_len: int | Tensor) -> Tensor:
+    T = buffer.u.shape[-3]
+    if isinstance(accept_len, int) and not 1 <= accept_len <= T:
+        raise ValueError(f"accept_len: expected 1 to T={T}, or a tensor, got {accept_len}")
+    flush(state, buffer, accept_len, state_indices=slots)
+    return state

@@ -1,0 +1,587 @@
+"""cuLA's interface against a token loop of the recurrence in float64, with the gates and the bookkeeping written out again."""
+
+import inspect
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gated_delta import UnsupportedProblem
+from gated_delta.integrations import cula
+
+N, T, H, HV, K, V, P, L = 3, 4, 2, 4, 8, 6, 12, 2
+DECODE, MTP, VERIFY = STEPS = ("kda_decode", "kda_decode_mtp", "kda_decode_mtp_kvbuffer")
+FLUSH, FLUSH_ALL = FLUSHES = ("kda_flush_kvbuffer", "kda_flush_kvbuffer_all_layers")
+UNTOUCHED, NAN = 77.0, float("nan")
+
+
+def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
+
+
+def inputs(t: int = T, heads: int = H, n: int = N, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
+    """The tensors that come with every step."""
+    return dict(
+        A_log=normal(HV, seed=seed),
+        dt_bias=normal(HV, K, seed=seed + 1),
+        q=normal(n, t, heads, K, seed=seed + 2, dtype=dtype),
+        k=normal(n, t, heads, K, seed=seed + 3, dtype=dtype),
+        v=normal(n, t, HV, V, seed=seed + 4, dtype=dtype),
+        a=normal(n, t, HV, K, seed=seed + 5, dtype=dtype),
+        b=normal(n, t, HV, seed=seed + 6, dtype=dtype),
+    )
+
+
+def pool(dtype: torch.dtype = torch.float32, layers: tuple[int, ...] = ()) -> Tensor:
+    return normal(*layers, P, HV, V, K, seed=17, dtype=dtype)
+
+
+def ints(*values, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def buffers(*lead: int, fill: float = NAN) -> dict[str, Tensor]:
+    shapes = dict(d_buffer=(HV, V), k_buffer=(HV, K), g_buffer=(HV, K))
+    return {name: torch.full((*(lead or (N, T)), *shape), fill) for name, shape in shapes.items()}
+
+
+def tokens_of(name: str) -> int:
+    return 1 if name == DECODE else T
+
+
+def truth(x, starts, bound=None, scale=K**-0.5, l2norm=True) -> tuple[Tensor, Tensor]:
+    """o [N, T, HV, V], and the states after each token [N, T, HV, V, K], from states starts[n] [HV, V, K]; all in float64."""
+    q, k, v = (x[name].double() for name in ("q", "k", "v"))
+    rate, raw = x["A_log"].double().exp()[:, None], x["a"].double() + x["dt_bias"].double()
+    decay = (-rate * F.softplus(raw) if bound is None else bound * (rate * raw).sigmoid()).exp()
+    beta = x["b"].double().sigmoid()
+    if l2norm:
+        q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
+    q, k = (y.repeat_interleave(HV // y.shape[2], 2) for y in (q, k))
+    o, after = torch.zeros_like(v), torch.zeros(*v.shape, K, dtype=torch.float64)
+    for n in range(v.shape[0]):
+        S = starts[n].double()
+        for t in range(v.shape[1]):
+            S = S * decay[n, t][:, None, :]
+            error = v[n, t] - torch.einsum("hvk,hk->hv", S, k[n, t])
+            S = S + torch.einsum("hv,hk->hvk", beta[n, t, :, None] * error, k[n, t])
+            o[n, t] = scale * torch.einsum("hvk,hk->hv", S, q[n, t])
+            after[n, t] = S
+    return o, after
+
+
+def close(got: Tensor, want: Tensor, tolerance: float = 1e-6) -> None:
+    """Within `tolerance` of the largest value, and half a unit in the last place of a 16-bit tensor."""
+    assert got.shape == want.shape
+    ulp = 0.0 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps / 2
+    error = (got.double() - want).abs() - ulp * want.abs()
+    assert error.max() <= tolerance * want.abs().max(), f"{error.max():.2e} over {want.abs().max():.2e}"
+
+
+def check_pool(got: Tensor, before: Tensor, written: dict[int, Tensor]) -> None:
+    """The slots of `written` hold those states, every other one has its very bits."""
+    for slot in range(len(before)):
+        if slot in written:
+            close(got[slot], written[slot])
+        else:
+            assert torch.equal(got[slot], before[slot]), f"slot {slot} was written"
+
+
+def step(name: str, x: dict[str, Tensor], state: Tensor, slots: Tensor | None, **more):
+    """A step; of VERIFY, with buffers."""
+    if name == VERIFY:
+        more = buffers(len(x["q"]), x["q"].shape[1]) | more
+    return getattr(cula, name)(**x, initial_state_source=state, initial_state_indices=slots, **more)
+
+
+def updated(name: str, slots: list[int], after: Tensor) -> dict[int, Tensor]:
+    """What a step leaves in the pool."""
+    return {} if name == VERIFY else {slot: after[n, -1] for n, slot in enumerate(slots) if slot >= 0}
+
+
+# ------------------------------------------------------------------------------------------------ every step
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("name", STEPS)
+def test_a_pool_by_index(name, dtype):
+    x, state = inputs(tokens_of(name), HV if name == VERIFY else H), pool()
+    before = state.clone()
+    o = step(name, x, state, ints(9, 2, 4, dtype=dtype))
+    want_o, after = truth(x, before[[9, 2, 4]])
+    close(o, want_o)
+    check_pool(state, before, updated(name, [9, 2, 4], after))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_without_indices_sequence_n_has_slot_n(name):
+    x, state = inputs(tokens_of(name), HV), pool()
+    before = state.clone()
+    o = step(name, x, state, None)
+    want_o, after = truth(x, before)
+    close(o, want_o)
+    check_pool(state, before, updated(name, [0, 1, 2], after))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_negative_index_is_an_inactive_sequence(name):
+    x, state = inputs(tokens_of(name), HV), pool()
+    before = state.clone()
+    for tensor in ("q", "k", "v", "a", "b"):
+        x[tensor][1] = NAN
+    out = torch.full(x["v"].shape, UNTOUCHED)
+    assert step(name, x, state, ints(0, -1, 3), out=out) is out
+    live = {n: y[::2] if n not in ("A_log", "dt_bias") else y for n, y in x.items()}
+    want_o, after = truth(live, before[[0, 3]])
+    close(out[::2], want_o)
+    assert (out[1] == 0).all()
+    check_pool(state, before, updated(name, [0, 3], after))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_normalisation_and_scale(name):
+    x = inputs(tokens_of(name), HV)
+    for tensor in ("q", "k"):
+        x[tensor] *= 0.3
+    state = pool()
+    before = state.clone()
+    o = step(name, x, state, ints(1, 2, 3), use_qk_l2norm_in_kernel=False, scale=0.7)
+    want_o, after = truth(x, before[1:4], scale=0.7, l2norm=False)
+    close(o, want_o)
+    check_pool(state, before, updated(name, [1, 2, 3], after))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_the_softplus_gate_far_out(name):
+    x, state = inputs(tokens_of(name), HV), pool()
+    x["a"] *= 50
+    before = state.clone()
+    o = step(name, x, state, ints(1, 2, 3))
+    want_o, after = truth(x, before[1:4])
+    close(o, want_o)
+    check_pool(state, before, updated(name, [1, 2, 3], after))
+
+
+@pytest.mark.parametrize("bound", [-5.0, -2.5])
+@pytest.mark.parametrize("name", [MTP, VERIFY])
+def test_lower_bound(name, bound):
+    """The softplus arguments are not looked at then."""
+    x, state = inputs(heads=HV), pool()
+    x["a"] *= 8
+    before = state.clone()
+    o = step(name, x, state, ints(1, 2, 3), lower_bound=bound, softplus_beta=2.0, softplus_threshold=5.0)
+    want_o, after = truth(x, before[1:4], bound)
+    close(o, want_o)
+    check_pool(state, before, updated(name, [1, 2, 3], after))
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", STEPS)
+def test_half_precision(name, dtype, state_dtype):
+    x, state = inputs(1, HV, dtype=dtype), pool(state_dtype)
+    x["dt_bias"] = x["dt_bias"].to(state_dtype)
+    before = state.clone()
+    o = step(name, x, state, ints(1, 2, 3))
+    want_o, after = truth(x, before[1:4])
+    assert o.dtype == dtype
+    close(o, want_o)
+    check_pool(state, before, updated(name, [1, 2, 3], after))
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_parameters_as_checkpoints_keep_them(name):
+    x, state = inputs(tokens_of(name), HV), pool()
+    before = state.clone()
+    o = step(name, x | dict(A_log=x["A_log"].view(1, 1, HV, 1), dt_bias=x["dt_bias"].flatten()), state, ints(1, 2, 3))
+    close(o, truth(x, before[1:4])[0])
+
+
+@pytest.mark.parametrize("name", [MTP, VERIFY])
+def test_a_gate_of_flat_heads(name):
+    x, state = inputs(heads=HV), pool()
+    before = state.clone()
+    close(step(name, x | dict(a=x["a"].flatten(2)), state, ints(1, 2, 3)), truth(x, before[1:4])[0])
+
+
+@pytest.mark.parametrize("name", STEPS)
+def test_a_padded_pool_and_a_strided_output_are_written_in_place(name):
+    x = inputs(tokens_of(name), HV)
+    storage = torch.full((P, HV + 1, V, K), UNTOUCHED)
+    storage[:, 1:] = pool()
+    room = torch.full((*x["v"].shape[:3], V + 2), UNTOUCHED)
+    state, out = storage[:, 1:], room[..., 1:-1]
+    before = state.clone()
+    assert step(name, x, state, ints(5, 6, 7), out=out) is out
+    want_o, after = truth(x, before[5:8])
+    close(room[..., 1:-1], want_o)
+    check_pool(storage[:, 1:], before, updated(name, [5, 6, 7], after))
+    assert (storage[:, 0] == UNTOUCHED).all()
+    assert (room[..., ::7] == UNTOUCHED).all()
+
+
+# ------------------------------------------------------------------------------------------------ decode
+
+
+@pytest.mark.parametrize("given", [False, True])
+@pytest.mark.parametrize("flat", [False, True])
+@pytest.mark.parametrize("ones", ["a and b as they are", "without", "in front"])
+@pytest.mark.parametrize("n", [1, N])
+@pytest.mark.parametrize("packed", [False, True])
+def test_every_layout_of_one_token(packed, n, ones, flat, given):
+    x, state, slots = inputs(1, n=n), pool(), [9, 2, 4][:n]
+    before = state.clone()
+    want_o, after = truth(x, before[slots])
+    laid = dict(x)
+    if flat:
+        laid["a"] = laid["a"].flatten(2)
+    if packed:
+        laid |= {name: laid[name].transpose(0, 1) for name in ("q", "k", "v")}
+        want_o = want_o.transpose(0, 1)
+    if ones != "a and b as they are":
+        laid |= {name: laid[name].squeeze(1) if ones == "without" else laid[name].transpose(0, 1) for name in ("a", "b")}
+    out = torch.full(laid["v"].shape, UNTOUCHED) if given else None
+    o = step(DECODE, laid, state, ints(*slots), out=out, cu_seqlens=ints(99) if packed else None)
+    assert o is out or not given
+    close(o, want_o)
+    check_pool(state, before, {slot: after[i, -1] for i, slot in enumerate(slots)})
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_mtp_keeps_the_state_after_each_token(update):
+    x, state, steps = inputs(), pool(), torch.full((N, T, HV, V, K), NAN)
+    before = state.clone()
+    o = step(MTP, x, state, ints(9, -1, 4), intermediate_states_buffer=steps, disable_state_update=not update)
+    want_o, after = truth(x, before[[9, 0, 4]])
+    close(o[::2], want_o[::2])
+    close(steps[::2], after[::2])
+    assert steps[1].isnan().all()
+    assert torch.equal(state[[9, 4]], steps[::2, -1]) == update
+    check_pool(state, before, {9: after[0, -1], 4: after[2, -1]} if update else {})
+
+
+def test_mtp_of_sixteen_tokens():
+    x, state = inputs(16), pool()
+    before = state.clone()
+    o = step(MTP, x, state, ints(9, 2, 4))
+    want_o, after = truth(x, before[[9, 2, 4]])
+    close(o, want_o)
+    check_pool(state, before, {9: after[0, -1], 2: after[1, -1], 4: after[2, -1]})
+
+
+# ------------------------------------------------------------------------------------------------ verify and flush
+
+
+@pytest.mark.parametrize("update", [False, True])
+def test_verify_without_buffers_takes_grouped_heads(update):
+    x, state = inputs(), pool()
+    before = state.clone()
+    arguments = dict(**x, initial_state_source=state, initial_state_indices=ints(9, 2, 4))
+    o = cula.kda_decode_mtp_kvbuffer(**arguments, disable_state_update=not update)
+    want_o, after = truth(x, before[[9, 2, 4]])
+    close(o, want_o)
+    check_pool(state, before, {9: after[0, -1], 2: after[1, -1], 4: after[2, -1]} if update else {})
+
+
+def verified(x, state, slots, scratch, **more) -> Tensor:
+    """Outputs of a verify, which leaves the pool alone."""
+    before = state.clone()
+    o = step(VERIFY, x, state, slots, **scratch, **more)
+    assert torch.equal(state, before)
+    return o
+
+
+@pytest.mark.parametrize("bound", [None, -4.0])
+@pytest.mark.parametrize("t", [1, T, 16])
+def test_flush_of_every_length(t, bound):
+    x, scratch = inputs(t, HV), buffers(N, t)
+    slots, before = ints(9, 2, 4), pool()
+    close(verified(x, before.clone(), slots, scratch, lower_bound=bound), truth(x, before[[9, 2, 4]], bound)[0])
+    _, after = truth(x, before[[9, 2, 4]], bound)
+    kept = {name: y.clone() for name, y in scratch.items()}
+    for m in range(1, t + 1):
+        for accept_len in (m, torch.full((N,), m, dtype=torch.int32)):
+            state = before.clone()
+            assert cula.kda_flush_kvbuffer(state, slots, **scratch, accept_len=accept_len) is state
+            check_pool(state, before, {9: after[0, m - 1], 2: after[1, m - 1], 4: after[2, m - 1]})
+    assert all(torch.equal(scratch[name], kept[name]) for name in scratch)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+def test_flush_by_sequence(dtype):
+    """0 leaves a state as it was, what is past T is T."""
+    x, scratch, state, slots = inputs(heads=HV), buffers(), pool(), ints(9, 2, 4)
+    before = state.clone()
+    verified(x, state, slots, scratch)
+    cula.kda_flush_kvbuffer(state, slots, **scratch, accept_len=ints(2, 0, T + 1, dtype=dtype))
+    _, after = truth(x, before[[9, 2, 4]])
+    check_pool(state, before, {9: after[0, 1], 4: after[2, -1]})
+
+
+def test_an_inactive_sequence_leaves_its_buffers_and_its_state():
+    x, scratch, state, slots = inputs(heads=HV), buffers(), pool(), ints(9, -1, 4)
+    before = state.clone()
+    verified(x, state, slots, scratch)
+    assert all(y[1].isnan().all() for y in scratch.values())
+    cula.kda_flush_kvbuffer(state, slots, **scratch, accept_len=3)
+    _, after = truth(x, before[[9, 0, 4]])
+    check_pool(state, before, {9: after[0, 2], 4: after[2, 2]})
+
+
+def test_buffers_may_have_more_rows_and_tokens():
+    x, scratch, state, slots = inputs(heads=HV), buffers(N + 2, T + 3), pool(), ints(9, 2, 4)
+    before = state.clone()
+    verified(x, state, slots, scratch)
+    assert all(y[N:].isnan().all() for y in scratch.values())
+    cula.kda_flush_kvbuffer(state, slots, **scratch, accept_len=T + 1)
+    _, after = truth(x, before[[9, 2, 4]])
+    check_pool(state, before, {9: after[0, -1], 2: after[1, -1], 4: after[2, -1]})
+
+
+@pytest.mark.parametrize("accept_len", [*range(1, T + 1), (1, 4, 2), (3, 1, 4)])
+def test_all_layers_in_one_flush(accept_len):
+    """Rows by position in the batch, not by slot, in a scratch of more rows than sequences."""
+    state, scratch, slots = pool(layers=(L,)), buffers(L, P, T), ints(9, -1, 4)
+    before = state.clone()
+    after = []
+    for i in range(L):
+        x = inputs(heads=HV, seed=50 * i)
+        verified(x, state[i], slots, {name: y[i, :N] for name, y in scratch.items()})
+        after.append(truth(x, before[i][[9, 0, 4]])[1])
+    assert all(y[:, N:].isnan().all() for y in scratch.values())
+    counts = accept_len if isinstance(accept_len, int) else ints(*accept_len)
+    assert cula.kda_flush_kvbuffer_all_layers(state, slots, **scratch, accept_len=counts) is state
+    m = [accept_len] * N if isinstance(accept_len, int) else accept_len
+    for i in range(L):
+        check_pool(state[i], before[i], {9: after[i][0, m[0] - 1], 4: after[i][2, m[2] - 1]})
+
+
+def test_all_layers_of_a_pool_with_other_memory_between():
+    """An engine's pools: layers and slots some way apart."""
+    storage, scratch, slots = torch.full((L, P, HV + 1, V, K), UNTOUCHED), buffers(L, N, T), ints(9, 2, 4)
+    storage[:, :, 1:] = before = pool(layers=(L,))
+    x = inputs(heads=HV)
+    for i in range(L):
+        verified(x, storage[i, :, 1:], slots, {name: y[i] for name, y in scratch.items()})
+    cula.kda_flush_kvbuffer_all_layers(storage[:, :, 1:], slots, **scratch, accept_len=T)
+    for i in range(L):
+        _, after = truth(x, before[i][[9, 2, 4]])
+        check_pool(storage[i, :, 1:], before[i], {9: after[0, -1], 2: after[1, -1], 4: after[2, -1]})
+    assert (storage[:, :, 0] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("tuning", [dict(t_crossover=3), dict(opt_level=1), dict(fast_math=False), dict(emit_output=False)])
+def test_what_tunes_a_verify_changes_nothing(tuning):
+    x = inputs(heads=HV)
+    results = [(s := buffers(), verified(x, pool(), ints(9, 2, 4), s, **more)) for more in ({}, tuning)]
+    assert torch.equal(results[0][1], results[1][1])
+    assert all(torch.equal(results[0][0][name], results[1][0][name]) for name in buffers())
+
+
+@pytest.mark.parametrize("tuning", [dict(bv=8), dict(opt_level=1)])
+@pytest.mark.parametrize("name", FLUSHES)
+def test_what_tunes_a_flush_changes_nothing(name, tuning):
+    arguments = valid(name)
+    want = getattr(cula, name)(**arguments | dict(initial_state_source=arguments["initial_state_source"].clone()))
+    assert torch.equal(getattr(cula, name)(**arguments, **tuning), want)
+
+
+@pytest.mark.parametrize("name", [*STEPS, *FLUSHES])
+def test_the_operations_get_the_very_tensors(name, monkeypatch):
+    """No copy of a state, a buffer, or the gate's parameters."""
+    seen = []
+    for operation in ("decode", "verify", "flush"):
+        original = getattr(cula, operation)
+        keep = lambda *args, original=original, **kw: seen.append((args, kw)) or original(*args, **kw)
+        monkeypatch.setattr(cula, operation, keep)
+    arguments = valid(name)
+    getattr(cula, name)(**arguments)
+    ((args, kw),) = seen
+    state, buffer = args[:2] if name in FLUSHES else (kw["state"], kw.get("buffer"))
+    assert state is arguments["initial_state_source"]
+    if name in (VERIFY, *FLUSHES):
+        assert (buffer.u, buffer.k, buffer.log_decay) == tuple(arguments[n] for n in buffers())
+    if name in STEPS:
+        assert kw["gate"].A_log.data_ptr() == arguments["A_log"].data_ptr()
+        assert kw["gate"].dt_bias.data_ptr() == arguments["dt_bias"].data_ptr()
+
+
+# ------------------------------------------------------------------------------------------------ what is refused
+
+ZEROS = torch.zeros
+LONG = inputs(17, HV)
+
+UNSUPPORTED = [
+    *((name, dict(softplus_beta=2.0), r"softplus_beta=2\.0") for name in STEPS),
+    *((name, dict(softplus_threshold=10.0), r"softplus_threshold=10\.0") for name in STEPS),
+    *((name, dict(state_layout=layout), f"state_layout='{layout}'") for name in (DECODE, MTP) for layout in ("kv", "x")),
+    *((name, dict(LONG), "more than 16 tokens") for name in (MTP, VERIFY)),
+    *((name, dict(b=ZEROS(N, tokens_of(name), HV).requires_grad_()), "beta requires grad.*no backward") for name in STEPS),
+    *((name, dict(A_log=torch.nn.Parameter(ZEROS(HV))), "A_log requires grad") for name in STEPS),
+    (VERIFY, dict(q=ZEROS(N, T, H, K), k=ZEROS(N, T, H, K)), "H=2, HV=4"),
+    (VERIFY, dict(disable_state_update=False), "disable_state_update"),
+    *((name, dict(g_buffer=buffers()["g_buffer"].requires_grad_()), "buffer.log_decay requires grad") for name in (VERIFY, FLUSH)),
+]
+
+INVALID = [
+    *((name, dict(q=ZEROS(N, HV, K)), "^q: ") for name in STEPS),
+    *((name, dict(v=ZEROS(N, HV, V)), "^v: ") for name in STEPS),
+    *((name, dict(v=ZEROS(N, tokens_of(name), 3, V)), "^A_log: ") for name in STEPS),
+    *((name, dict(a=ZEROS(N, tokens_of(name), HV)), "^a: ") for name in STEPS),
+    *((name, dict(a=ZEROS(tokens_of(name), HV, N, K)), "^a: ") for name in STEPS),
+    *((name, dict(b=ZEROS(N, tokens_of(name), HV, K)), "^b: ") for name in STEPS),
+    *((name, dict(A_log=ZEROS(H)), "^A_log: ") for name in STEPS),
+    *((name, dict(dt_bias=ZEROS(HV)), "^dt_bias: ") for name in STEPS),
+    *((name, dict(dt_bias=ZEROS(K, HV)), "^dt_bias: ") for name in STEPS),
+    *((name, dict(initial_state_source=ZEROS(P, HV, K, V)), "^state: ") for name in STEPS),
+    *((name, dict(initial_state_indices=ints(0, 1)), "^state_indices") for name in STEPS),
+    *((name, dict(out=ZEROS(N, tokens_of(name), V, HV)), "^out") for name in STEPS),
+    (DECODE, dict(out=ZEROS(N, HV, V)), "^out"),
+    (DECODE, dict(inputs(T)), "^q: .*kda_decode_mtp"),
+    *((name, dict(lower_bound=0.0), "bound") for name in (MTP, VERIFY)),
+    *(
+        (MTP, dict(intermediate_states_buffer=ZEROS(*lead, HV, V, K)), "^intermediate_states_buffer")
+        for lead in ((N, T + 1), (N, T - 1), (N + 1, T), (N * T,))
+    ),
+    *((VERIFY, {name: None}, "all three") for name in buffers()),
+    (VERIFY, buffers(N, T - 1), "^buffer: .*room for T"),
+    (VERIFY, buffers(N - 1, T), "^buffer: "),
+    (VERIFY, dict(k_buffer=ZEROS(N, T, H, K)), "^buffer.k: "),
+    (VERIFY, dict(g_buffer=ZEROS(N, T, HV)), "gate='channel'"),
+    *((name, dict(accept_len=m), "^accept_len") for name in FLUSHES for m in (-1, 0, T + 1)),
+    *((name, dict(accept_len=ints(1, 2)), "^num_accepted") for name in FLUSHES),
+    *((name, dict(initial_state_source=ZEROS(P, HV, K, V)), "state|buffer") for name in FLUSHES),
+    (FLUSH, buffers(L, N, T), "^d_buffer"),
+    (FLUSH, buffers(N - 1, T), "^buffer"),
+    (FLUSH, dict(initial_state_source=pool(layers=(L,))), "buffer"),
+    (FLUSH_ALL, buffers(), "^d_buffer"),
+    (FLUSH_ALL, buffers(L + 1, N, T), "^buffer.u"),
+]
+
+WRONG_DTYPES = [
+    *((name, dict(A_log=ZEROS(HV).bfloat16()), "A_log") for name in STEPS),
+    *((name, dict(dt_bias=ZEROS(HV, K).half()), "dt_bias") for name in STEPS),
+    (MTP, dict(intermediate_states_buffer=ZEROS(N, T, HV, V, K).bfloat16()), "intermediate_states"),
+    *((name, dict(accept_len=ints(1, 1, 1).float()), "num_accepted") for name in FLUSHES),
+    *((name, dict(accept_len=1.0), "num_accepted") for name in FLUSHES),
+    *((name, dict(d_buffer=buffers()["d_buffer"].bfloat16()), "buffer.u") for name in (VERIFY, FLUSH)),
+]
+
+
+def valid(name: str) -> dict[str, object]:
+    """A call for the tables above to bend."""
+    if name in FLUSHES:
+        layers = (L,) if name == FLUSH_ALL else ()
+        filled = {n: normal(*y.shape, seed=i).sigmoid() for i, (n, y) in enumerate(buffers(*layers, N, T).items())}
+        return dict(initial_state_source=pool(layers=layers), initial_state_indices=ints(9, 2, 4), **filled, accept_len=T)
+    x = inputs(tokens_of(name), HV)
+    call = dict(**x, initial_state_source=pool(), initial_state_indices=ints(9, 2, 4), out=torch.full(x["v"].shape, UNTOUCHED))
+    return call | (buffers(fill=UNTOUCHED) if name == VERIFY else {})
+
+
+def label(value: object) -> str | None:
+    return "-".join(value) if isinstance(value, dict) and len(value) < 4 else None
+
+
+def refused(name, changes, message, kind):
+    """The error, after which every tensor of the call is as it was."""
+    arguments = {**valid(name), **changes}
+    if "out" not in changes and "v" in changes:
+        del arguments["out"]
+    tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
+    before = {n: x.detach().clone() for n, x in tensors.items()}
+    with pytest.raises(kind, match=message) as caught:
+        getattr(cula, name)(**arguments)
+    for n, x in tensors.items():
+        assert torch.equal(x.nan_to_num(), before[n].nan_to_num()), f"{n} was written"
+    return caught.value
+
+
+@pytest.mark.parametrize("name", [*STEPS, *FLUSHES])
+def test_the_call_that_the_tables_bend_is_valid(name):
+    arguments = valid(name)
+    result = getattr(cula, name)(**arguments)
+    assert result is arguments["out" if name in STEPS else "initial_state_source"]
+    assert name in FLUSHES or (result != UNTOUCHED).all()
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), UNSUPPORTED, ids=label)
+def test_unsupported(name, changes, message):
+    assert refused(name, changes, message, UnsupportedProblem).missing
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), INVALID, ids=label)
+def test_invalid(name, changes, message):
+    refused(name, changes, message, ValueError)
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), WRONG_DTYPES, ids=label)
+def test_wrong_dtypes(name, changes, message):
+    refused(name, changes, message, TypeError)
+
+
+@pytest.mark.parametrize("name", [*STEPS, *FLUSHES])
+def test_an_index_past_the_pool_writes_nothing(name):
+    refused(name, dict(initial_state_indices=ints(0, 1, P)), "state_indices", IndexError)
+
+
+@pytest.mark.parametrize("name", [*STEPS, *FLUSHES])
+def test_compiles_without_a_graph_break(name):
+    results = []
+    for function in (torch.compile(getattr(cula, name), fullgraph=True, backend="eager"), getattr(cula, name)):
+        arguments = valid(name)
+        results.append((function(**arguments), *(arguments[n] for n in arguments if n.endswith(("buffer", "source", "out")))))
+    for got, want in zip(*results):
+        assert torch.equal(got, want)
+
+
+# ------------------------------------------------------------------------------------------------ cuLA's signatures
+
+REQUIRED = inspect.Parameter.empty
+INPUTS = [(name, REQUIRED) for name in ("A_log", "dt_bias", "q", "k", "v", "a", "b")]
+POOL = [(name, REQUIRED) for name in ("initial_state_source", "initial_state_indices")]
+NUMBERS = [
+    ("scale", None),
+    ("use_qk_l2norm_in_kernel", True),
+    ("softplus_beta", 1.0),
+    ("softplus_threshold", 20.0),
+    ("out", None),
+]
+FOLD = [*POOL, *((name, REQUIRED) for name in ("d_buffer", "k_buffer", "g_buffer", "accept_len")), ("bv", -1), ("opt_level", 3)]
+
+SIGNATURES = {
+    DECODE: [*INPUTS, *POOL, ("cu_seqlens", None), *NUMBERS, ("state_layout", "vk")],
+    MTP: [
+        *INPUTS,
+        *POOL,
+        *NUMBERS,
+        ("state_layout", "vk"),
+        ("disable_state_update", False),
+        ("intermediate_states_buffer", None),
+        ("lower_bound", None),
+    ],
+    VERIFY: [
+        *INPUTS,
+        *POOL,
+        *NUMBERS,
+        ("disable_state_update", True),
+        ("emit_output", True),
+        ("d_buffer", None),
+        ("k_buffer", None),
+        ("g_buffer", None),
+        ("t_crossover", None),
+        ("opt_level", 3),
+        ("fast_math", True),
+        ("lower_bound", None),
+    ],
+    FLUSH: FOLD,
+    FLUSH_ALL: FOLD,
+}
+
+
+@pytest.mark.parametrize("name", [*STEPS, *FLUSHES])
+def test_signature_is_that_of_cula(name):
+    parameters = inspect.signature(getattr(cula, name)).parameters.values()
+    assert [(p.name, p.default) for p in parameters] == SIGNATURES[name]
+    assert {p.kind for p in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}

@@ -1,0 +1,788 @@
+"""verify and flush on the GPU: judged by float64, their bitwise promises, and a test for each way a server may trip over them."""
+
+import itertools
+import math
+import random
+
+import pytest
+import torch
+
+import gated_delta as gd
+from gated_delta import cute
+from gated_delta.problem import Tokens
+from gated_delta.reference import recurrent
+from gated_delta.testing.compare import error, rounding_unit
+from gated_delta.testing.oracle import Expected
+from gpu import AXES, HV, PER_TOKEN, STATES, D, H, decode, index, needs_gpu, packed, part, pool, same, tokens
+
+pytestmark = needs_gpu
+
+GATES = {"head": "softplus", "channel": "lower_bound"}
+EITHER_AXIS = pytest.mark.parametrize("axis", AXES)
+EITHER_STATE = pytest.mark.parametrize("state_dtype", STATES, ids=str)
+LOWEST = {torch.int32: -1, torch.int64: -(2**40)}  # an int64's low word may look innocent
+
+
+def draft(N, T, *, axis="head", **options):
+    return tokens(N, T, **{"axis": axis, "gate": GATES[axis], **options})
+
+
+def parts(buffer):
+    return buffer.u, buffer.k, buffer.log_decay
+
+
+def buffer_for(call, rows, C, layers=None):
+    """Full of NaN, so that what nobody writes shows."""
+    (H, K), (HV, V) = call["q"].shape[2:], call["v"].shape[2:]
+    axis = "channel" if call["g"].ndim == 4 else "head"
+    made = gd.KVBuffer.empty(rows, C, H, HV, K, V, gate=axis, num_layers=layers, device="cuda")
+    for x in parts(made):
+        x.fill_(math.nan)
+    return made
+
+
+def pool_for(call, slots, dtype=torch.bfloat16, seed=1):
+    HV, V = call["v"].shape[2:]
+    return pool(slots, dtype, HV, call["q"].shape[3], V, seed)
+
+
+def verify(call, state, buffer, **options):
+    return gd.verify(**call, state=state, buffer=buffer, backend="cute", **options)
+
+
+def flush(state, buffer, num_accepted, **options):
+    gd.flush(state, buffer, num_accepted, backend="cute", **options)
+
+
+def drafted(N, T, *, state_dtype=torch.bfloat16, C=None, **options):
+    """A call, the states it starts from, and the buffer that verify leaves of it."""
+    call = draft(N, T, **options)
+    start, buffer = pool_for(call, N, state_dtype), buffer_for(call, N, C or T)
+    verify(call, start, buffer)
+    return call, start, buffer
+
+
+def copy_of(buffer):
+    return gd.KVBuffer(*(x.clone() for x in parts(buffer)))
+
+
+def same_buffers(a, b, rows=slice(None)):
+    for x, y in zip(parts(a), parts(b)):
+        same(x[rows], y[rows])
+
+
+def by_definition(call, start, dtype=torch.float64):
+    """Outputs [N, T, HV, V], and each sequence's state [HV, V, K] before and after each of its tokens, [N, T + 1, ...]."""
+    outputs, states = [], []
+    for n in range(len(start)):
+        steps = list(recurrent(Tokens(**part(call, slice(n, n + 1))), start[n], dtype))
+        outputs.append(torch.stack([o for o, _ in steps]))
+        states.append(torch.stack([start[n].to(dtype), *(after for _, after in steps)]))
+    return torch.stack(outputs), torch.stack(states)
+
+
+def judge(op, got, truth, plain):
+    """By the house's tolerance: twice a plain implementation's error and a rounding unit; NaN fails."""
+    everywhere = torch.ones(len(got), dtype=torch.bool, device=got.device)
+    head = 2 if op == "verify" else 1
+    found, allowed = (error(x.to(got.dtype), Expected(truth, everywhere), head) for x in (got, plain))
+    assert found.share(allowed, rounding_unit(op, got.dtype)) <= 1, (found, allowed)
+
+
+def judge_buffer(got, want):
+    """Row by row, as far off as fp32 sums in another order, measured by the head's typical row."""
+    everywhere = torch.ones(len(got.u), dtype=torch.bool, device="cuda")
+    for x, y in zip(parts(got), parts(want)):
+        x, y = (z[..., None] if z.ndim == 3 else z for z in (x, y))
+        assert error(x, Expected(y, everywhere), 2).worst_row <= 3e-5
+
+
+def check_verify(call, start, C=None):
+    """Outputs by float64, the buffer by the reference backend's and zero past the draft, the states as they were."""
+    N, T = call["q"].shape[:2]
+    state, buffer, expected = start.clone(), buffer_for(call, N, C or T), buffer_for(call, N, C or T)
+    o = verify(call, state, buffer)
+    same(state, start)
+    judge("verify", o, by_definition(call, start)[0], by_definition(call, start, torch.float32)[0])
+    gd.verify(**call, state=start, buffer=expected, backend="reference")
+    judge_buffer(buffer, expected)
+    for x in parts(buffer):
+        assert (x[:, T:] == 0).all()
+
+
+def accepted_states(states, accepted):
+    """Of states before and after each token, those after as many as each sequence accepts."""
+    return states[torch.arange(len(states), device="cuda"), accepted.long().clamp(0, states.shape[1] - 1)]
+
+
+def check_flush(call, start, buffer, accepted):
+    """States by float64; those of which nothing is accepted bit for bit as they were."""
+    state = start.clone()
+    flush(state, buffer, accepted)
+    truth, plain = (accepted_states(by_definition(call, start, dtype)[1], accepted) for dtype in (torch.float64, torch.float32))
+    judge("flush", state, truth, plain)
+    none = accepted <= 0
+    same(state[none], start[none])
+    return state, truth
+
+
+def cycle(values, x):
+    """x's shape, filled with the values in turn."""
+    values = torch.tensor(values, dtype=x.dtype, device=x.device)
+    return values[torch.arange(x.numel(), device=x.device) % len(values)].view(x.shape)
+
+
+def differ(a, b):
+    """Whether any bit does, on the device."""
+    return (a.view(torch.uint8) != b.view(torch.uint8)).any()
+
+
+# ------------------------------------------------------------------------------------------------ verify, judged
+
+
+@EITHER_AXIS
+@EITHER_STATE
+@pytest.mark.parametrize("T", range(1, 17))
+def test_verify_of_every_draft_length(axis, state_dtype, T):
+    call = draft(3, T, axis=axis)
+    check_verify(call, pool(3, state_dtype))
+
+
+@EITHER_AXIS
+@EITHER_STATE
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (96, 192)], ids=str)
+def test_verify_of_other_head_dims(axis, state_dtype, K, V):
+    """OLMo hybrid has K=96, V=192: lanes without channels, and warps that do not divide V."""
+    call = draft(3, 5, axis=axis, K=K, V=V)
+    check_verify(call, pool_for(call, 3, state_dtype))
+
+
+@EITHER_AXIS
+def test_verify_of_fp16(axis):
+    call = draft(3, 5, axis=axis, dtype=torch.float16)
+    check_verify(call, pool(3))
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("gate", ["log", "softplus", "lower_bound"])
+def test_verify_with_every_gate(axis, gate):
+    check_verify(draft(3, 7, axis=axis, gate=gate), pool(3))
+
+
+@EITHER_AXIS
+def test_verify_without_normalisation_and_with_a_scale(axis):
+    call = draft(3, 7, axis=axis)
+    for name in ("q", "k"):
+        call[name] = torch.nn.functional.normalize(call[name].float(), dim=-1).bfloat16()
+    check_verify({**call, "qk_l2norm": False, "scale": 0.3}, pool(3))
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("heads", [(1, 1), (8, 8), (2, 8), (1, 6)], ids=str)
+def test_value_heads_that_share_keys(axis, heads):
+    """The first of those that share a key keeps it for all."""
+    call = draft(3, 5, axis=axis, heads=heads)
+    check_verify(call, pool_for(call, 3))
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize(("T", "C"), [(1, 4), (3, 16), (5, 16), (8, 9)], ids=str)
+def test_what_lies_past_a_draft_is_neutral(axis, T, C):
+    check_verify(draft(3, T, axis=axis), pool(3), C)
+
+
+RAGGED = random.Random(0).sample(range(17), 17)
+
+
+@EITHER_AXIS
+@EITHER_STATE
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_verify_of_drafts_of_different_lengths(axis, state_dtype, dtype):
+    """0 to 16 tokens each, rows of NaN behind the last; slots and buffer rows apart."""
+    N, spare = len(RAGGED), 3
+    dense = draft(N, 16, axis=axis)
+    call = packed(dense, RAGGED)
+    for name in PER_TOKEN:
+        call[name] = torch.cat([call[name], torch.full_like(call[name][:, :spare], math.nan)], 1)
+    call["cu_seqlens"] = call["cu_seqlens"].to(dtype)
+    start = pool(N + 2, state_dtype)
+    slots, rows = (torch.randperm(N + 2, device="cuda")[:N].to(dtype) for _ in range(2))
+    state, buffer, expected = start.clone(), buffer_for(dense, N + 2, 16), buffer_for(dense, N + 2, 16)
+    o = verify(call, state, buffer, state_indices=slots, buffer_indices=rows)
+    same(state, start)
+    assert (o[:, -spare:] == 0).all()
+    truth, plain = (by_definition(dense, start[slots.long()], some)[0] for some in (torch.float64, torch.float32))
+    truth, plain = (torch.cat([x[n, :t] for n, t in enumerate(RAGGED)])[None] for x in (truth, plain))
+    judge("verify", o[:, :-spare], truth, plain)
+    gd.verify(**call, state=state, state_indices=slots, buffer=expected, buffer_indices=rows, backend="reference")
+    filled = [gd.KVBuffer(*(x[rows.long()] for x in parts(some))) for some in (buffer, expected)]
+    judge_buffer(*filled)
+    untouched = [row for row in range(N + 2) if row not in rows.tolist()]
+    for x, kept in zip(parts(buffer), parts(filled[0])):
+        assert x[untouched].isnan().all()
+        assert all((kept[n, t:] == 0).all() for n, t in enumerate(RAGGED))
+
+
+@EITHER_AXIS
+def test_packed_drafts_in_a_buffer_of_few_tokens(axis):
+    """Its room, not 16, is the longest draft."""
+    dense, lengths = draft(3, 4, axis=axis), (4, 0, 3)
+    ragged, alone = buffer_for(dense, 3, 4), buffer_for(dense, 3, 4)
+    start = pool(3)
+    o = verify(packed(dense, lengths), start, ragged)
+    outputs = [
+        verify(part(dense, slice(n, n + 1), slice(0, lengths[n])), start[n:], alone, buffer_indices=index(n)) for n in (0, 2)
+    ]
+    same(o, torch.cat(outputs, 1))
+    same_buffers(ragged, alone, [0, 2])
+    assert all((x[1] == 0).all() for x in parts(ragged))
+
+
+# ------------------------------------------------------------------------------------------------ verify, what it writes and reads
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("which", ["state_indices", "buffer_indices"])
+def test_an_inactive_draft_writes_nothing(dtype, which):
+    """Whatever its tokens hold; outputs are zero, and the buffer row it names stays."""
+    call, state = draft(4, 3), pool(6)
+    for name in PER_TOKEN:
+        call[name][1] = math.nan
+    indices = {"state_indices": index(5, 3, 0, 2, dtype=dtype), "buffer_indices": index(0, 1, 4, 2, dtype=dtype)}
+    indices[which][1] = LOWEST[dtype]
+    buffer, live = buffer_for(call, 5, 3), [0, 2, 3]
+    o = verify(call, state, buffer, **indices)
+    assert (o[1] == 0).all()
+    assert all(x[[1, 3]].isnan().all() for x in parts(buffer))
+    alone = buffer_for(call, 5, 3)
+    same(o[live], verify(part(call, live), state, alone, **{name: x[live] for name, x in indices.items()}))
+    same_buffers(buffer, alone)
+
+
+def test_slots_nobody_reads_may_hold_anything():
+    call, state = draft(2, 3), torch.full((5, HV, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
+    state[[1, 3]] = pool(2)
+    buffer, slots = buffer_for(call, 2, 3), index(3, 1)
+    assert torch.isfinite(verify(call, state, buffer, state_indices=slots)).all()
+    flush(state, buffer, 3, state_indices=slots)
+    assert torch.isfinite(state[[1, 3]]).all()
+    assert state[[0, 2, 4]].isnan().all()
+
+
+@EITHER_AXIS
+def test_views_are_used_where_they_are(axis):
+    """A layer of a buffer, every other head of its k, a pool with padding heads, every other channel of out."""
+    call, start = draft(2, 5, axis=axis), pool(4)
+    many, wide_k = buffer_for(call, 3, 8, layers=3), torch.full((3, 8, 2 * H, D), math.nan, device="cuda")
+    layer = many.layer(1)
+    views = gd.KVBuffer(layer.u, wide_k[:, :, ::2], layer.log_decay)
+    wide = torch.full((4, HV + 1, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
+    state, plain, dense = wide[:, :HV].copy_(start), start.clone(), buffer_for(call, 3, 8)
+    out = torch.full((2, 5, HV, 2 * D), math.nan, dtype=torch.bfloat16, device="cuda")
+    slots, rows = index(3, 1), index(2, 0)
+    got = verify(call, state, views, state_indices=slots, buffer_indices=rows, out=out[..., ::2])
+    same(got.contiguous(), verify(call, plain, dense, state_indices=slots, buffer_indices=rows))
+    assert got.data_ptr() == out.data_ptr()
+    same_buffers(gd.KVBuffer(*(x.contiguous() for x in parts(views))), dense)
+    assert out[..., 1::2].isnan().all()
+    assert wide_k[:, :, 1::2].isnan().all()
+    assert all(x[[0, 2]].isnan().all() for x in (many.u, many.k, many.log_decay))
+    flush(state, views, 4, state_indices=slots, buffer_indices=rows)
+    flush(plain, dense, 4, state_indices=slots, buffer_indices=rows)
+    same(state.contiguous(), plain)
+    assert wide[:, HV].isnan().all()
+
+
+@pytest.mark.parametrize("shift", [0, 8, 1], ids=["aligned", "16 bytes on", "2 bytes on"])
+def test_verify_of_slices_of_a_fused_projection(shift):
+    """One that starts off a vector's boundary takes narrower loads and gives the same bits."""
+    call, start, buffer = drafted(3, 5)
+    sizes = [call[name].shape[2] * D for name in ("q", "k", "v")]
+    fused = torch.empty(3, 5, shift + sum(sizes), dtype=torch.bfloat16, device="cuda")[..., shift:]
+    views = {}
+    for name, x in zip(("q", "k", "v"), fused.split(sizes, -1)):
+        x.copy_(call[name].flatten(2))
+        views[name] = x.unflatten(-1, call[name].shape[2:])
+    again = buffer_for(call, 3, 5)
+    same(verify({**call, **views}, start, again), verify(call, start, buffer))
+    same_buffers(again, buffer)
+
+
+# ------------------------------------------------------------------------------------------------ flush, judged
+
+
+@EITHER_AXIS
+@EITHER_STATE
+@pytest.mark.parametrize("T", [1, 4, 7, 16])
+def test_flush_of_every_accept_length(axis, state_dtype, T):
+    """0 to T in one call, by float64, and no further from it than decode of the same tokens."""
+    call, start, buffer = drafted(T + 1, T, axis=axis, state_dtype=state_dtype)
+    accepted = torch.randperm(T + 1, device="cuda").int()
+    state, truth = check_flush(call, start, buffer, accepted)
+    decoded = start.clone()
+    decode(packed(call, accepted.tolist()), decoded)
+    judge("flush", state, truth, decoded)
+
+
+@EITHER_AXIS
+@EITHER_STATE
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (96, 192)], ids=str)
+def test_flush_of_other_head_dims(axis, state_dtype, K, V):
+    call, start, buffer = drafted(6, 5, axis=axis, K=K, V=V, state_dtype=state_dtype)
+    check_flush(call, start, buffer, index(5, 0, 1, 4, 2, 3))
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("heads", [(1, 1), (8, 8), (2, 8), (1, 6)], ids=str)
+def test_flush_of_value_heads_that_share_keys(axis, heads):
+    call, start, buffer = drafted(3, 5, axis=axis, heads=heads)
+    check_flush(call, start, buffer, index(5, 2, 0))
+
+
+@EITHER_STATE
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_counts_end_at_nothing_and_at_the_whole_draft(state_dtype, dtype):
+    _, start, buffer = drafted(5, 3, state_dtype=state_dtype)
+    state, clamped = start.clone(), start.clone()
+    flush(state, buffer, index(LOWEST[dtype], 4, 17, 3, -7, dtype=dtype))
+    flush(clamped, buffer, index(0, 3, 3, 3, 0, dtype=dtype))
+    same(state, clamped)
+    same(state[[0, 4]], start[[0, 4]])
+
+
+@pytest.mark.parametrize("count", [0, 2, 3, 4, 2**40], ids=str)
+def test_a_number_is_as_many_for_all(count):
+    _, start, buffer = drafted(5, 3)
+    by_number, by_tensor = start.clone(), start.clone()
+    flush(by_number, buffer, count)
+    flush(by_tensor, buffer, index(*[min(count, 3)] * 5))
+    same(by_number, by_tensor)
+    assert torch.equal(by_number, start) == (count == 0)
+
+
+@EITHER_AXIS
+@EITHER_STATE
+def test_flush_of_a_buffer_with_room_to_spare(axis, state_dtype):
+    """Drafts of 3 tokens in a buffer for 16: counts past the draft fold the draft."""
+    call, start, buffer = drafted(6, 3, axis=axis, state_dtype=state_dtype, C=16)
+    state, _ = check_flush(call, start, buffer, index(0, 1, 3, 4, 16, 99))
+    short, exact = buffer_for(call, 6, 3), start.clone()
+    verify(call, start, short)
+    flush(exact, short, index(0, 1, 3, 3, 3, 3))
+    assert torch.equal(state, exact)
+
+
+@EITHER_STATE
+def test_flush_into_other_slots(state_dtype):
+    """The slots read stay; nothing accepted still moves the very bits, of subnormal numbers and of -0 too."""
+    _, small, buffer = drafted(4, 5, state_dtype=state_dtype)
+    small[3] = cycle((3e-39, -0.0, -1e-40, math.inf, -1.5), small[3])
+    accepted = index(0, 5, 2, 0)
+    folded = small.clone()
+    flush(folded, buffer, accepted)
+    state = torch.full((9, *small.shape[1:]), math.nan, dtype=state_dtype, device="cuda")
+    reads, writes = index(7, 1, 4, 2), index(0, 8, 4, 3)  # the third in place
+    state[reads] = small
+    flush(state, buffer, accepted, state_indices=reads, write_indices=writes)
+    same(state[writes], folded)
+    same(state[[7, 1, 2]], small[[0, 1, 3]])
+    assert state[[5, 6]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("which", ["state_indices", "write_indices", "buffer_indices"])
+def test_a_negative_index_flushes_nothing(dtype, which):
+    _, start, buffer = drafted(4, 3)
+    indices = {
+        "state_indices": index(2, 0, 3, 1, dtype=dtype),
+        "write_indices": index(1, 3, 0, 2, dtype=dtype),
+        "buffer_indices": index(0, 2, 3, 1, dtype=dtype),
+    }
+    if which != "write_indices":
+        indices["write_indices"] = indices["state_indices"].clone()
+    for accepted in (index(3, 3, 3, 0), 2):
+        live, state, alone = [0, 2, 3], start.clone(), start.clone()
+        inactive = {**indices, which: indices[which].clone()}
+        inactive[which][1] = LOWEST[dtype]
+        flush(state, buffer, accepted, **inactive)
+        counts = accepted if isinstance(accepted, int) else accepted[live]
+        flush(alone, buffer, counts, **{name: x[live] for name, x in indices.items()})
+        same(state, alone)
+        spared = int(indices["write_indices"][1])
+        same(state[spared], start[spared])
+
+
+@EITHER_AXIS
+@EITHER_STATE
+def test_layers_in_one_launch_equal_a_launch_each(axis, state_dtype):
+    """Counts by tensor, with indices, and by number."""
+    L, N = 3, 4
+    calls = [draft(N, 5, axis=axis, seed=layer) for layer in range(L)]
+    buffer = buffer_for(calls[0], N + 1, 6, layers=L)
+    start = torch.stack([pool(7, state_dtype, seed=layer + 10) for layer in range(L)])
+    slots, rows = index(6, 0, 3, 1), index(4, 1, 0, 2)
+    for layer, call in enumerate(calls):
+        verify(call, start[layer], buffer.layer(layer), state_indices=slots, buffer_indices=rows)
+    for accepted in (index(5, 0, 2, 9), 3):
+        for indices in (dict(write_indices=None), dict(write_indices=index(2, 0, 5, 4))):
+            indices |= dict(state_indices=slots, buffer_indices=rows)
+            together, apart = start.clone(), start.clone()
+            flush(together, buffer, accepted, **indices)
+            for layer in range(L):
+                flush(apart[layer], buffer.layer(layer), accepted, **indices)
+            same(together, apart)
+            assert all(differ(together[layer], start[layer]) for layer in range(L))
+
+
+# ------------------------------------------------------------------------------------------------ rounds of drafts
+
+
+@EITHER_AXIS
+@EITHER_STATE
+def test_rounds_of_drafts_stay_with_the_recurrence(axis, state_dtype):
+    """Draft 4, accept 0 to 4, eight times: as near to float64 as decode, which takes the accepted tokens one by one."""
+    N, rng = 6, random.Random(1)
+    state = pool(N, state_dtype)
+    decoded, exact = state.clone(), state.double()
+    for turn in range(8):
+        call = draft(N, 4, axis=axis, seed=turn)
+        accepted = [rng.randrange(5) for _ in range(N)]
+        buffer = buffer_for(call, N, 4)
+        o = verify(call, state, buffer)
+        flush(state, buffer, index(*accepted))
+        truth, states = by_definition(call, exact)
+        judge("verify", o, truth, decode(call, decoded, update_state=False))
+        exact = accepted_states(states, index(*accepted))
+        for t in range(max(accepted)):
+            live = [n for n in range(N) if accepted[n] > t]
+            decode(part(call, live, slice(t, t + 1)), decoded, state_indices=index(*live))
+        judge("flush", state, exact, decoded)
+
+
+# ------------------------------------------------------------------------------------------------ hard gates and keys
+
+
+FAMILIES = {
+    "saturated": (-300.0, -3e38, -math.inf, -5.0, -0.5),
+    "none": (0.0,),
+    "slow": (-1e-3, -3e-4),
+    "mixed": (0.0, -math.inf, -1e-3, -300.0, -1.0),
+}
+
+
+def check_all(call, start):
+    """Outputs and the states after 0 to T accepted tokens by float64; no NaN in the buffer, nor inf in what is multiplied."""
+    N, T = call["q"].shape[:2]
+    buffer = buffer_for(call, N, T)
+    o = verify(call, start, buffer)
+    judge("verify", o, by_definition(call, start)[0], by_definition(call, start, torch.float32)[0])
+    assert torch.isfinite(buffer.u).all()
+    assert torch.isfinite(buffer.k).all()
+    assert not buffer.log_decay.isnan().any()
+    for first in range(0, T + 1, N):
+        check_flush(call, start, buffer, torch.arange(first, first + N, device="cuda").int())
+    return o, buffer
+
+
+@EITHER_AXIS
+@EITHER_STATE
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("keys", ["random", "collinear"])
+def test_hard_gates_and_keys(axis, state_dtype, family, keys):
+    """Decays of 0, of 1 and near it, also on near-collinear keys with beta 2, where corrections alternate and cancel."""
+    call = draft(3, 8, axis=axis, gate="log")
+    call["g"] = cycle(FAMILIES[family], call["g"])
+    if keys == "collinear":
+        call["k"] = call["k"][:, :1] + 0.02 * call["k"]
+        call |= dict(beta=torch.full_like(call["beta"], 2), beta_logits=False)
+    check_all(call, pool(3, state_dtype))
+
+
+@EITHER_AXIS
+def test_gates_at_their_ends(axis):
+    """Far out on both sides, exp(A_log) overflowing, no decay and full decay."""
+    call = draft(3, 8, axis=axis)
+    call["g"] = cycle((-1e4, -200.0, -90.0, 0.0, 90.0, 1e4), call["g"])
+    A_log = torch.linspace(-100, 100, HV, device="cuda")
+    call["gate"] = gd.Gate.softplus(A_log) if axis == "head" else gd.Gate.lower_bound(A_log)
+    check_all(call, pool(3))
+
+
+@EITHER_AXIS
+def test_betas_of_0_1_and_2_and_rows_of_zeros(axis):
+    """What writes nothing corrects nothing, and what reads nothing sees nothing, to the bit."""
+    call = draft(4, 7, axis=axis)
+    call |= dict(beta=cycle((0.0, 1.0, 2.0), call["beta"]), beta_logits=False)
+    call["k"][:, 1::3] = 0
+    call["q"][:, ::4] = 0
+    o, buffer = check_all(call, pool(4))
+    assert (o[:, ::4] == 0).all()
+    assert (buffer.u[call["beta"] == 0] == 0).all()
+    assert (buffer.k[:, 1::3] == 0).all()
+    assert (buffer.u[call["beta"] != 0] != 0).any()
+
+
+# ------------------------------------------------------------------------------------------------ bitwise promises
+
+
+@EITHER_AXIS
+@EITHER_STATE
+@pytest.mark.parametrize("T", [4, 16])
+def test_bits_of_verify_do_not_change_from_run_to_run(axis, state_dtype, T):
+    call, state, first = drafted(17, T, axis=axis, state_dtype=state_dtype)
+    o, again, changed = verify(call, state, first), copy_of(first), torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(1000):
+        for x in parts(again):
+            x.fill_(math.nan)
+        changed |= differ(verify(call, state, again), o)
+        for x, y in zip(parts(again), parts(first)):
+            changed |= differ(x, y)
+    assert not changed
+
+
+@EITHER_AXIS
+@EITHER_STATE
+def test_bits_of_a_round_do_not_change_from_run_to_run(axis, state_dtype):
+    """verify and flush right behind each other, launched before the one in front has ended."""
+    N = 17
+    call, start, buffer = drafted(N, 4, axis=axis, state_dtype=state_dtype)
+    accepted = (torch.arange(N, device="cuda") % 5).int()
+    first = start.clone()
+    o = verify(call, first, buffer)
+    flush(first, buffer, accepted)
+    state, changed = torch.empty_like(start), torch.zeros((), dtype=torch.bool, device="cuda")
+    for _ in range(1000):
+        state.copy_(start)
+        again = verify(call, state, buffer)
+        flush(state, buffer, accepted)
+        changed |= differ(again, o) | differ(state, first)
+    assert not changed
+
+
+@EITHER_AXIS
+@EITHER_STATE
+@pytest.mark.parametrize("T", [3, 6, 16])
+def test_bits_do_not_depend_on_the_batch(axis, state_dtype, T):
+    """A sequence alone, and in any row beside 4 or 63 others: every schedule of the tables is passed."""
+    most, heads = 64, (16, 64)
+    call, start, together = drafted(most, T, axis=axis, heads=heads, state_dtype=state_dtype)
+    buffer = buffer_for(call, most, T)
+    alone = start.clone()
+    accepted = (torch.arange(most, device="cuda") % (T + 1)).int()
+    outputs = []
+    for n in range(most):
+        one = index(n)
+        outputs.append(verify(part(call, slice(n, n + 1)), start, buffer, state_indices=one, buffer_indices=one))
+        flush(alone, buffer, accepted[n : n + 1], state_indices=one, buffer_indices=one)
+    for N in (5, most):
+        order = torch.randperm(most, generator=torch.Generator().manual_seed(N))[:N].to("cuda")
+        for x in parts(together):
+            x.fill_(math.nan)
+        o = verify(part(call, order), start, together, state_indices=order, buffer_indices=order)
+        same(o, torch.cat(outputs)[order])
+        same_buffers(together, buffer, order)
+        state = start.clone()
+        flush(state, together, accepted[order], state_indices=order, buffer_indices=order)
+        same(state[order], alone[order])
+
+
+# ------------------------------------------------------------------------------------------------ how they are called
+
+
+@EITHER_AXIS
+def test_a_captured_round_follows_its_inputs(axis):
+    """Captured once; replays see other tokens, parameters, slots, rows, counts and states."""
+    N, P, T = 6, 9, 4
+    call, state, out = draft(N, T, axis=axis), pool(P), torch.empty(N, T, HV, D, dtype=torch.bfloat16, device="cuda")
+    buffer = buffer_for(call, P, T)
+    slots, rows, accepted = (torch.arange(N, dtype=torch.int32, device="cuda") for _ in range(3))
+
+    def run(call, state, buffer, out=None):
+        o = verify(call, state, buffer, state_indices=slots, buffer_indices=rows, out=out)
+        flush(state, buffer, accepted, state_indices=slots, buffer_indices=rows)
+        return o
+
+    run(call, state, buffer, out)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(call, state, buffer, out)
+    for seed in (5, 6, 7):
+        fresh, start = draft(N, T, axis=axis, seed=seed), pool(P, seed=seed)
+        for name in PER_TOKEN:
+            call[name].copy_(fresh[name])
+        for name in ("A_log", "dt_bias"):
+            getattr(call["gate"], name).copy_(getattr(fresh["gate"], name))
+        slots.copy_(torch.randperm(P, device="cuda")[:N])
+        rows.copy_(torch.randperm(P, device="cuda")[:N])
+        slots[seed % N] = -1
+        accepted.copy_(torch.randint(-1, T + 2, (N,), device="cuda"))
+        state.copy_(start)
+        for x in parts(buffer):
+            x.fill_(math.nan)
+        eager = copy_of(buffer)
+        graph.replay()
+        same(out, run(fresh, start, eager))
+        same(state, start)
+        same_buffers(buffer, eager)
+
+
+def test_nothing_waits_for_the_gpu():
+    """New calls and known ones; counts, lengths and indices on the device, and a count that is a number."""
+    call, state = packed(draft(2, 3), (3, 2)), pool(4)
+    buffer, slots, accepted = buffer_for(call, 2, 3), index(3, 1), index(2, 0)
+    verify(call, state, buffer)  # kernels are loaded
+    flush(state, buffer, 0)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            verify(call, state, buffer, state_indices=slots)
+            flush(state, buffer, accepted, state_indices=slots)
+            flush(state, buffer, 2, state_indices=slots)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_what_the_kernel_in_front_wrote_is_what_is_read():
+    """Early launches only guess: slots, rows, and counts that a torch op makes of verify's outputs, are read when they are there."""
+    N, P = 16, 64
+    call, start = draft(N, 4), pool(P)
+    orders = [torch.randperm(P, device="cuda")[:N].int() for _ in range(20)]
+
+    def rounds(state, wait):
+        slots, accepted = torch.zeros_like(orders[0]), torch.zeros_like(orders[0])
+        buffer = buffer_for(call, P, 4)
+        for order in orders:
+            slots.copy_(order)
+            wait()
+            o = verify(call, state, buffer, state_indices=slots, buffer_indices=slots)
+            wait()
+            torch.sum((o.float().mean((2, 3)) > 0).cumprod(1), 1, dtype=torch.int32, out=accepted)
+            wait()
+            flush(state, buffer, accepted, state_indices=slots, buffer_indices=slots)
+            wait()
+        return accepted
+
+    state, serial = start.clone(), start.clone()
+    accepted = rounds(state, lambda: None)
+    same(accepted, rounds(serial, torch.cuda.synchronize))
+    same(state, serial)
+    assert differ(state, start)
+
+
+def test_kernels_in_a_row_wait_for_each_other():
+    """Launched before the one in front has ended, each still reads the buffer or the states that one wrote."""
+    call, start, buffer = drafted(64, 4, heads=(16, 64))
+    state, serial = start.clone(), start.clone()
+    for _ in range(20):
+        o = verify(call, state, buffer)
+        flush(state, buffer, 3)
+    for _ in range(20):
+        torch.cuda.synchronize()
+        expected = verify(call, serial, buffer)
+        torch.cuda.synchronize()
+        flush(serial, buffer, 3)
+    same(o, expected)
+    same(state, serial)
+
+
+def test_indices_are_looked_at_when_asked(monkeypatch):
+    monkeypatch.setattr(cute, "CHECK", True)
+    call, start, buffer = drafted(2, 3)
+    state, before, kept = start.clone(), start.clone(), copy_of(buffer)
+    other = draft(2, 3, seed=9)
+    for name in ("state_indices", "buffer_indices"):
+        with pytest.raises(IndexError, match=name):
+            verify(other, state, buffer, **{name: index(0, 2)})
+    for name in ("state_indices", "write_indices", "buffer_indices"):
+        for accepted in (2, index(2, 1)):
+            with pytest.raises(IndexError, match=name):
+                flush(state, buffer, accepted, **{name: index(0, 2)})
+    with pytest.raises(ValueError, match="one sequence to write"):
+        verify(other, state, buffer, buffer_indices=index(1, 1))
+    with pytest.raises(ValueError, match="one sequence to write"):
+        flush(state, buffer, 2, state_indices=index(1, 1))
+    same(state, before)
+    same_buffers(buffer, kept)
+
+
+@pytest.mark.parametrize("counted", [False, True], ids=["int", "tensor"])
+def test_torch_compile_makes_each_one_node(counted):
+    call, start = draft(2, 3), pool(2)
+    accepted = index(2, 3) if counted else 2
+
+    def run(call, state, buffer):
+        o = gd.verify(**call, state=state, buffer=buffer, backend="cute")
+        gd.flush(state, buffer, accepted, backend="cute")
+        return o * 2
+
+    state, eager = start.clone(), start.clone()
+    buffer, plain = buffer_for(call, 2, 3), buffer_for(call, 2, 3)
+    same(torch.compile(run, fullgraph=True, backend="aot_eager")(call, state, buffer), run(call, eager, plain))
+    same(state, eager)
+    same_buffers(buffer, plain)
+
+
+# ------------------------------------------------------------------------------------------------ beyond 32 bits
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_pools_of_more_than_2_to_the_31_elements(dtype):
+    """Both ends, read by verify and written by flush."""
+    slots = 2**31 // (64 * D * D) + 3
+    call, small, near = drafted(3, 4, heads=(16, 64))
+    state = torch.empty(slots, 64, D, D, dtype=torch.bfloat16, device="cuda")
+    where, accepted = index(slots - 1, 0, slots - 2, dtype=dtype), index(4, 1, 3)
+    state[where] = small
+    far = buffer_for(call, 3, 4)
+    same(verify(call, state, far, state_indices=where), verify(call, small, near))
+    same_buffers(far, near)
+    flush(state, far, accepted, state_indices=where)
+    flush(small, near, accepted)
+    same(state[where], small)
+
+
+def test_buffers_of_more_than_2_to_the_31_elements():
+    rows = 2**31 // (16 * 64 * D) + 3
+    call, small, near = drafted(2, 4, heads=(16, 64), C=16)
+    buffer = gd.KVBuffer.empty(rows, 16, 16, 64, D, D, device="cuda")
+    assert buffer.u.numel() > 2**31
+    state, where = small.clone(), index(rows - 1, 0)
+    same(verify(call, state, buffer, buffer_indices=where), verify(call, small, near))
+    for x, y in zip(parts(buffer), parts(near)):
+        same(x[where], y)
+    flush(state, buffer, 3, buffer_indices=where)
+    flush(small, near, 3)
+    same(state, small)
+
+
+def test_layers_more_than_2_to_the_31_bytes_apart():
+    slots = 2**31 // (2 * 64 * D * D) + 1
+    call, small, _ = drafted(2, 4, heads=(16, 64))
+    state = torch.empty(2, slots, 64, D, D, dtype=torch.bfloat16, device="cuda")
+    assert state.stride(0) * 2 > 2**31
+    where, buffer = index(slots - 1, 0), buffer_for(call, 2, 4, layers=2)
+    near = [small.clone(), small.clone().neg()]
+    for layer in range(2):
+        state[layer, where] = near[layer]
+        verify(call, near[layer], buffer.layer(layer))
+        flush(near[layer], buffer.layer(layer), 3)
+    flush(state, buffer, 3, state_indices=where)
+    for layer in range(2):
+        same(state[layer, where], near[layer])
+
+
+def test_more_sequences_than_a_grid_has_rows():
+    """More than the 65,535 of a grid's second dimension, of two layers."""
+    N = 65_535 + 3
+    call = draft(N, 5, heads=(1, 1), K=64, V=64)
+    start, buffer = torch.stack([pool_for(call, N, seed=layer) for layer in range(2)]), buffer_for(call, N, 5, layers=2)
+    outputs = [verify(call, start[layer], buffer.layer(layer)) for layer in range(2)]
+    state, accepted = start.clone(), (torch.arange(N, device="cuda") % 6).int()
+    flush(state, buffer, accepted)
+    for layer, some in itertools.product(range(2), (slice(0, 7), slice(65_530, N))):
+        few, last = part(call, some), start[layer, some].clone()
+        near = buffer_for(few, len(last), 5)
+        same(outputs[layer][some], verify(few, last, near))
+        same_buffers(gd.KVBuffer(*(x[some] for x in parts(buffer.layer(layer)))), near)
+        flush(last, near, accepted[some])
+        same(state[layer, some], last)
