@@ -123,7 +123,7 @@ class Request:
         positions = torch.arange(self.length + ids.shape[1], device=ids.device)
         new = positions[self.length :]
         visible = positions <= new[:, None]
-        rotary = text.rotary_emb(x, new[None])
+        rotary = text.rotary_emb(x, new.expand(3, 1, -1))  # one position for each of three axes
         for i, layer in enumerate(text.layers):
             y = layer.input_layernorm(x)
             if i in self.rows:
