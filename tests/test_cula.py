@@ -1,6 +1,7 @@
 """cuLA's interface against a token loop of the recurrence in float64, with the gates and the bookkeeping written out again."""
 
 import inspect
+import itertools
 
 import pytest
 import torch
@@ -13,6 +14,7 @@ from gated_delta.integrations import cula
 N, T, H, HV, K, V, P, L = 3, 4, 2, 4, 8, 6, 12, 2
 DECODE, MTP, VERIFY = STEPS = ("kda_decode", "kda_decode_mtp", "kda_decode_mtp_kvbuffer")
 FLUSH, FLUSH_ALL = FLUSHES = ("kda_flush_kvbuffer", "kda_flush_kvbuffer_all_layers")
+AUTO, HOPPER = PREFILLS = ("kda_prefill", "kda_prefill_hopper")
 UNTOUCHED, NAN = 77.0, float("nan")
 
 
@@ -52,10 +54,14 @@ def tokens_of(name: str) -> int:
 
 def truth(x, starts, bound=None, scale=K**-0.5, l2norm=True) -> tuple[Tensor, Tensor]:
     """o [N, T, HV, V], and the states after each token [N, T, HV, V, K], from states starts[n] [HV, V, K]; all in float64."""
-    q, k, v = (x[name].double() for name in ("q", "k", "v"))
     rate, raw = x["A_log"].double().exp()[:, None], x["a"].double() + x["dt_bias"].double()
-    decay = (-rate * F.softplus(raw) if bound is None else bound * (rate * raw).sigmoid()).exp()
-    beta = x["b"].double().sigmoid()
+    log_decay = -rate * F.softplus(raw) if bound is None else bound * (rate * raw).sigmoid()
+    return token_loop(x, log_decay, x["b"].double().sigmoid(), starts, scale, l2norm)
+
+
+def token_loop(x, log_decay, beta, starts, scale, l2norm) -> tuple[Tensor, Tensor]:
+    q, k, v = (x[name].double() for name in ("q", "k", "v"))
+    decay = log_decay.exp()
     if l2norm:
         q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
     q, k = (y.repeat_interleave(HV // y.shape[2], 2) for y in (q, k))
@@ -407,6 +413,214 @@ def test_the_operations_get_the_very_tensors(name, monkeypatch):
         assert kw["gate"].dt_bias.data_ptr() == arguments["dt_bias"].data_ptr()
 
 
+# ------------------------------------------------------------------------------------------------ prefill
+
+ENDS = [0, 5, 5, 75, 76]
+TOTAL, PROMPTS = 80, len(ENDS) - 1
+
+
+def prompts(heads: int = H, packed: bool = True, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Tokens with a raw gate and its parameters, packed with some past the last sequence, or three of 67."""
+    lead = (1, TOTAL) if packed else (N, 67)
+    x = dict(
+        q=normal(*lead, heads, K, seed=0, dtype=dtype),
+        k=normal(*lead, heads, K, seed=1, dtype=dtype),
+        v=normal(*lead, HV, V, seed=2, dtype=dtype),
+        g=3 * normal(*lead, HV, K, seed=3, dtype=dtype),
+        beta=normal(*lead, HV, seed=4).sigmoid(),
+        A_log=normal(HV, seed=5),
+        dt_bias=normal(HV * K, seed=6),
+    )
+    return x | (dict(cu_seqlens=ints(*ENDS)) if packed else {})
+
+
+def prompts_truth(x, starts=None, bound=-5.0, gated=True, logit=False, scale=K**-0.5, l2norm=True) -> tuple[Tensor, Tensor]:
+    """o, and the final states [sequences, HV, V, K], in float64; rows of no sequence are zero."""
+    log_decay, beta = x["g"].double(), x["beta"].double()
+    if gated:
+        rate = x["A_log"].double().exp()[:, None]
+        raw = log_decay + (0 if x["dt_bias"] is None else x["dt_bias"].double().view(HV, K))
+        log_decay = -rate * F.softplus(raw) if bound is None else bound * (rate * raw).sigmoid()
+    beta = beta.sigmoid() if logit else beta
+    packed = "cu_seqlens" in x
+    spans = [(0, *span) for span in itertools.pairwise(ENDS)] if packed else [(n, 0, 67) for n in range(N)]
+    o = torch.zeros(x["v"].shape, dtype=torch.float64)
+    final = torch.zeros(len(spans), HV, V, K, dtype=torch.float64) if starts is None else starts.double()
+    for n, (row, start, end) in enumerate(spans):
+        one, decay_n, beta_n = (
+            {m: x[m][[row], start:end] for m in ("q", "k", "v")},
+            *(y[[row], start:end] for y in (log_decay, beta)),
+        )
+        o_n, after = token_loop(one, decay_n, beta_n, final[[n]], scale, l2norm)
+        o[row, start:end] = o_n[0]
+        if end > start:
+            final[n] = after[0, -1]
+    return o, final
+
+
+def states(packed: bool = True, dtype: torch.dtype = torch.float32) -> Tensor:
+    return normal(PROMPTS if packed else N, HV, V, K, seed=7, dtype=dtype)
+
+
+def run(name: str, x: dict[str, Tensor], **more) -> tuple[Tensor, Tensor | None]:
+    """A prefill with the safe gate; what AUTO has by default, HOPPER has to be told."""
+    told = dict(use_qk_l2norm_in_kernel=True, use_gate_in_kernel=True, safe_gate=True, lower_bound=-5.0, output_final_state=True)
+    return getattr(cula, name)(**x, **(more if name == AUTO else told | more))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("heads", [1, H, HV])
+@pytest.mark.parametrize("name", PREFILLS)
+def test_prefill(name, heads, packed, resumed, dtype):
+    x, start = prompts(heads, packed), states(packed) if resumed else None
+    if packed:
+        x["cu_seqlens"] = x["cu_seqlens"].to(dtype)
+    o, final = run(name, x, initial_state=start)
+    want_o, want = prompts_truth(x, start)
+    close(o, want_o)
+    close(final, want)
+    assert final.dtype == torch.float32
+    assert not resumed or torch.equal(start, states(packed)), "initial_state was written"
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+def test_prefill_gives_no_state_unless_asked(name):
+    x = prompts()
+    o, final = run(name, x, output_final_state=False)
+    close(o, prompts_truth(x)[0])
+    assert final is None
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+def test_prefill_defaults(name):
+    x = prompts()
+    x["g"], x["k"] = -x["g"].abs(), F.normalize(x["k"], dim=-1)
+    o, final = getattr(cula, name)(**x)
+    raw = dict(gated=False, l2norm=False) if name == HOPPER else {}
+    want_o, want = prompts_truth(x, **raw)
+    close(o, want_o)
+    assert (final is None) == (name == HOPPER)
+    assert final is None or torch.equal(final, run(name, x)[1])
+
+
+@pytest.mark.parametrize("bias", [None, "[HV * K]", "[HV, K]", "[HV, K] bf16"])
+@pytest.mark.parametrize("bound", [-5.0, -2.5])
+@pytest.mark.parametrize("name", PREFILLS)
+def test_prefill_with_the_safe_gate(name, bound, bias):
+    x = prompts()
+    if bias != "[HV * K]":
+        x["dt_bias"] = None if bias is None else x["dt_bias"].view(HV, K).to(torch.bfloat16 if "bf16" in bias else torch.float32)
+    x["A_log"] = x["A_log"].view(1, 1, HV, 1)
+    o, final = run(name, x, lower_bound=bound)
+    want_o, want = prompts_truth(x | dict(A_log=x["A_log"].flatten()), bound=bound)
+    close(o, want_o)
+    close(final, want)
+
+
+@pytest.mark.parametrize("bound", [None, -7.0])
+@pytest.mark.parametrize("name", PREFILLS)
+def test_prefill_with_an_unsafe_gate(name, bound):
+    x = prompts()
+    o, final = run(name, x, lower_bound=bound, safe_gate=False)
+    want_o, want = prompts_truth(x, bound=bound)
+    close(o, want_o)
+    close(final, want)
+
+
+@pytest.mark.parametrize(
+    "parameters", [{}, dict(A_log=None, dt_bias=None), dict(A_log=normal(1, seed=0), dt_bias=normal(1, seed=0))]
+)
+@pytest.mark.parametrize("bound", [None, -5.0, -99.0])
+@pytest.mark.parametrize("name", PREFILLS)
+def test_prefill_of_log_decays_reads_no_gate_parameters(name, bound, parameters):
+    x = prompts()
+    x["g"] = F.logsigmoid(x["g"])
+    o, final = run(name, x | parameters, use_gate_in_kernel=False, lower_bound=bound)
+    want_o, want = prompts_truth(x, gated=False)
+    close(o, want_o)
+    close(final, want)
+
+
+def test_prefill_with_logits_of_beta():
+    x = prompts()
+    x["beta"] = normal(1, TOTAL, HV, seed=8)
+    o, final = run(AUTO, x, use_beta_sigmoid_in_kernel=True)
+    want_o, want = prompts_truth(x, logit=True)
+    close(o, want_o)
+    close(final, want)
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+def test_prefill_normalisation_and_scale(name):
+    x = prompts()
+    x["k"] = 0.7 * F.normalize(x["k"], dim=-1)
+    o, final = run(name, x, use_qk_l2norm_in_kernel=False, scale=0.7)
+    want_o, want = prompts_truth(x, l2norm=False, scale=0.7)
+    close(o, want_o)
+    close(final, want)
+
+
+@pytest.mark.parametrize("state_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", PREFILLS)
+def test_prefill_in_half_precision(name, dtype, state_dtype):
+    x, start = prompts(dtype=dtype), states(dtype=state_dtype)
+    o, final = run(name, x, initial_state=start)
+    want_o, want = prompts_truth(x, start)
+    assert (o.dtype, final.dtype) == (dtype, state_dtype)
+    close(o, want_o)
+    close(final, want)
+
+
+@pytest.mark.parametrize("given", ["no initial state", "another", "the same"])
+def test_prefill_into_the_tensors_given(given):
+    x, start, room = prompts(), states(), torch.full((1, TOTAL, HV, V + 2), UNTOUCHED)
+    out, final = room[..., 1:-1], start if given == "the same" else torch.full_like(start, UNTOUCHED)
+    initial_state = None if given == "no initial state" else start
+    want_o, want = prompts_truth(x, initial_state)
+    results = run(AUTO, x, initial_state=initial_state, out=out, final_state=final)
+    assert (results[0] is out, results[1] is final) == (True, True)
+    close(out, want_o)
+    close(final, want)
+    assert (room[..., ::7] == UNTOUCHED).all()
+    assert given == "the same" or torch.equal(start, states()), "initial_state was written"
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        *((name, dict(chunk_indices=ints(0))) for name in PREFILLS),
+        *((name, dict(cu_seqlens_cpu=ints(0))) for name in PREFILLS),
+        *((AUTO, dict(use_intracard_cp=mode)) for mode in (None, True, False)),
+    ],
+)
+def test_what_tunes_a_prefill_changes_nothing(name, hint):
+    x = prompts()
+    for got, want in zip(run(name, x, **hint), run(name, x)):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+def test_prefill_gets_the_very_tensors(name, monkeypatch):
+    """No copy of a state, or of the gate's parameters."""
+    seen, original = [], cula.prefill
+    monkeypatch.setattr(cula, "prefill", lambda *args, **kw: seen.append(kw) or original(*args, **kw))
+    x, start = prompts(), states()
+    run(name, x, initial_state=start)
+    assert seen[0]["initial_state"] is start
+    assert seen[0]["gate"].A_log.data_ptr() == x["A_log"].data_ptr()
+    assert seen[0]["gate"].dt_bias.data_ptr() == x["dt_bias"].data_ptr()
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+@pytest.mark.parametrize("keyword", ["safe_gates", "use_cp", "auto_cp"])
+def test_no_keyword_of_a_prefill_goes_unnoticed(name, keyword):
+    with pytest.raises(TypeError, match=keyword):
+        run(name, prompts(), **{keyword: True})
+
+
 # ------------------------------------------------------------------------------------------------ what is refused
 
 ZEROS = torch.zeros
@@ -422,6 +636,8 @@ UNSUPPORTED = [
     (VERIFY, dict(q=ZEROS(N, T, H, K), k=ZEROS(N, T, H, K)), "H=2, HV=4"),
     (VERIFY, dict(disable_state_update=False), "disable_state_update"),
     *((name, dict(g_buffer=buffers()["g_buffer"].requires_grad_()), "buffer.log_decay requires grad") for name in (VERIFY, FLUSH)),
+    *((name, dict(beta=ZEROS(1, TOTAL, HV).requires_grad_()), "beta requires grad.*no backward") for name in PREFILLS),
+    *((name, dict(A_log=torch.nn.Parameter(ZEROS(HV))), "A_log requires grad") for name in PREFILLS),
 ]
 
 INVALID = [
@@ -457,6 +673,24 @@ INVALID = [
     (FLUSH, dict(initial_state_source=pool(layers=(L,))), "buffer"),
     (FLUSH_ALL, buffers(), "^d_buffer"),
     (FLUSH_ALL, buffers(L + 1, N, T), "^buffer.u"),
+    *((name, dict(q=ZEROS(TOTAL, H, K)), "^q: ") for name in PREFILLS),
+    *((name, dict(q=ZEROS(2, TOTAL, H, K)), "^q: ") for name in PREFILLS),
+    *((name, dict(v=ZEROS(TOTAL, HV, V)), "^v: ") for name in PREFILLS),
+    *((name, dict(q=ZEROS(1, TOTAL, 3, K), k=ZEROS(1, TOTAL, 3, K)), "HV") for name in PREFILLS),
+    *((name, dict(g=ZEROS(1, TOTAL, HV)), "^g: ") for name in PREFILLS),
+    *((name, dict(g=ZEROS(1, TOTAL, H, K)), "^g: ") for name in PREFILLS),
+    *((name, dict(beta=ZEROS(1, TOTAL, HV, K)), "^beta: ") for name in PREFILLS),
+    *((name, dict(A_log=None), "^A_log: ") for name in PREFILLS),
+    *((name, dict(A_log=ZEROS(H)), "^A_log: ") for name in PREFILLS),
+    *((name, dict(dt_bias=ZEROS(K, HV)), "^dt_bias: ") for name in PREFILLS),
+    *((name, dict(lower_bound=bound), "^lower_bound: ") for name in PREFILLS for bound in (None, 0.0, -5.5)),
+    *((name, dict(safe_gate=False, lower_bound=0.0), "^bound: ") for name in PREFILLS),
+    *((name, dict(cu_seqlens=ints(0, 5, 5, 75, 81)), "^cu_seqlens: ") for name in PREFILLS),
+    *((name, dict(initial_state=ZEROS(PROMPTS, HV, K, V)), "^initial_state: ") for name in PREFILLS),
+    *((name, dict(initial_state=ZEROS(P, HV, V, K)), "^initial_state: ") for name in PREFILLS),
+    (AUTO, dict(out=ZEROS(1, TOTAL, V, HV)), "^out: "),
+    (AUTO, dict(output_final_state=False), "^final_state: "),
+    *((AUTO, dict(final_state=ZEROS(*shape)), "^final_state: ") for shape in ((PROMPTS, HV, K, V), (P, HV, V, K), (HV, V, K))),
 ]
 
 WRONG_DTYPES = [
@@ -466,11 +700,19 @@ WRONG_DTYPES = [
     *((name, dict(accept_len=ints(1, 1, 1).float()), "num_accepted") for name in FLUSHES),
     *((name, dict(accept_len=1.0), "num_accepted") for name in FLUSHES),
     *((name, dict(d_buffer=buffers()["d_buffer"].bfloat16()), "buffer.u") for name in (VERIFY, FLUSH)),
+    *((name, dict(A_log=ZEROS(HV).bfloat16()), "A_log") for name in PREFILLS),
+    *((name, dict(initial_state=states(dtype=torch.float16)), "initial_state") for name in PREFILLS),
+    (AUTO, dict(out=ZEROS(1, TOTAL, HV, V).bfloat16()), "^out: "),
 ]
 
 
 def valid(name: str) -> dict[str, object]:
     """A call for the tables above to bend."""
+    if name == HOPPER:
+        return dict(**prompts(), initial_state=states(), use_gate_in_kernel=True, safe_gate=True, lower_bound=-5.0)
+    if name == AUTO:
+        results = dict(out=torch.full((1, TOTAL, HV, V), UNTOUCHED), final_state=torch.full_like(states(), UNTOUCHED))
+        return dict(**prompts(), initial_state=states(), **results)
     if name in FLUSHES:
         layers = (L,) if name == FLUSH_ALL else ()
         filled = {n: normal(*y.shape, seed=i).sigmoid() for i, (n, y) in enumerate(buffers(*layers, N, T).items())}
@@ -488,7 +730,7 @@ def refused(name, changes, message, kind):
     """The error, after which every tensor of the call is as it was."""
     arguments = {**valid(name), **changes}
     if "out" not in changes and "v" in changes:
-        del arguments["out"]
+        arguments.pop("out", None)
     tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
     before = {n: x.detach().clone() for n, x in tensors.items()}
     with pytest.raises(kind, match=message) as caught:
@@ -504,6 +746,13 @@ def test_the_call_that_the_tables_bend_is_valid(name):
     result = getattr(cula, name)(**arguments)
     assert result is arguments["out" if name in STEPS else "initial_state_source"]
     assert name in FLUSHES or (result != UNTOUCHED).all()
+
+
+def test_the_prefill_that_the_tables_bend_is_valid():
+    arguments = valid(AUTO)
+    assert cula.kda_prefill(**arguments) == (arguments["out"], arguments["final_state"])
+    assert all((arguments[n] != UNTOUCHED).all() for n in ("out", "final_state"))
+    cula.kda_prefill_hopper(**valid(HOPPER))
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), UNSUPPORTED, ids=label)
@@ -534,6 +783,14 @@ def test_compiles_without_a_graph_break(name):
         results.append((function(**arguments), *(arguments[n] for n in arguments if n.endswith(("buffer", "source", "out")))))
     for got, want in zip(*results):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+def test_prefill_compiles_without_a_graph_break(name):
+    function = getattr(cula, name)
+    compiled = torch.compile(function, fullgraph=True, backend="eager")
+    for got, want in zip(compiled(**valid(name)), function(**valid(name))):
+        assert got is want is None or torch.equal(got, want)
 
 
 # ------------------------------------------------------------------------------------------------ cuLA's signatures
@@ -577,11 +834,34 @@ SIGNATURES = {
     ],
     FLUSH: FOLD,
     FLUSH_ALL: FOLD,
+    **{
+        name: [
+            *((tensor, REQUIRED) for tensor in ("q", "k", "v", "g", "beta")),
+            ("scale", None),
+            ("initial_state", None),
+            *(
+                (flag, name == AUTO)
+                for flag in ("output_final_state", "use_qk_l2norm_in_kernel", "use_gate_in_kernel", "safe_gate")
+            ),
+            ("lower_bound", -5.0 if name == AUTO else None),
+            ("cu_seqlens", None),
+            ("chunk_indices", None),
+        ]
+        for name in PREFILLS
+    },
+}
+
+FROM_KWARGS = {
+    AUTO: {"A_log", "dt_bias", "cu_seqlens_cpu", "use_beta_sigmoid_in_kernel", "use_intracard_cp", "out", "final_state"},
+    HOPPER: {"A_log", "dt_bias", "cu_seqlens_cpu"},
 }
 
 
-@pytest.mark.parametrize("name", [*STEPS, *FLUSHES])
+@pytest.mark.parametrize("name", [*STEPS, *FLUSHES, *PREFILLS])
 def test_signature_is_that_of_cula(name):
     parameters = inspect.signature(getattr(cula, name)).parameters.values()
-    assert [(p.name, p.default) for p in parameters] == SIGNATURES[name]
-    assert {p.kind for p in parameters} == {inspect.Parameter.POSITIONAL_OR_KEYWORD}
+    positional = [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]
+    keyword_only = {p.name for p in parameters if p.kind is p.KEYWORD_ONLY}
+    assert positional == SIGNATURES[name]
+    assert keyword_only == FROM_KWARGS.get(name, set())
+    assert len(parameters) == len(positional) + len(keyword_only), "*args or **kwargs"

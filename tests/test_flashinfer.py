@@ -15,6 +15,7 @@ from gated_delta.integrations import flashinfer
 B, T, H, HV, K, V, P = 3, 3, 2, 4, 8, 6, 12
 PRETRANSPOSE, MTP, KDA = FUNCTIONS = ("gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp", "recurrent_kda")
 GDN = FUNCTIONS[:2]
+PREFILL = "chunk_gated_delta_rule"
 UNTOUCHED = 77.0
 
 
@@ -55,7 +56,7 @@ def truth(x, starts, decay=None, beta=None, scale=K**-0.5, l2norm=True) -> tuple
     beta = strength(x) if beta is None else beta
     if l2norm:
         q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
-    q, k = (y.repeat_interleave(HV // H, 2) for y in (q, k))
+    q, k = (y.repeat_interleave(HV // y.shape[2], 2) for y in (q, k))
     o, after = torch.zeros_like(v), torch.zeros(*v.shape, K, dtype=torch.float64)
     for n in range(v.shape[0]):
         S = starts[n].double()
@@ -103,7 +104,7 @@ def with_pool(name: str, state: Tensor, slots: Tensor) -> dict[str, Tensor]:
     return dict(initial_state=state, initial_state_indices=slots, **updates)
 
 
-# ------------------------------------------------------------------------------------------------ all three
+# ------------------------------------------------------------------------------------------------ decode: all three
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
@@ -553,6 +554,167 @@ def test_kda_frozen(given, packed):
     assert torch.equal(scratch, pool(seed=8))
 
 
+# ------------------------------------------------------------------------------------------------ prefill
+
+ENDS = [0, 5, 5, 75, 76]
+TOTAL, N = 80, len(ENDS) - 1
+
+
+def prompts(heads: int = H, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
+    """Packed tokens, some past the last sequence; g the decay itself; keys of length one, so that nothing grows."""
+    return dict(
+        q=normal(TOTAL, heads, K, seed=0, dtype=dtype),
+        k=F.normalize(normal(TOTAL, heads, K, seed=1), dim=-1).to(dtype),
+        v=normal(TOTAL, HV, V, seed=2, dtype=dtype),
+        g=normal(TOTAL, HV, seed=3).sigmoid(),
+        beta=normal(TOTAL, HV, seed=4).sigmoid(),
+        cu_seqlens=ints(*ENDS),
+    )
+
+
+def prompts_truth(x, starts=None, scale=K**-0.5, l2norm=False) -> tuple[Tensor, Tensor]:
+    """o [total, HV, V] and the final states [N, HV, V, K] in float64; rows of no sequence are zero."""
+    o = torch.zeros(TOTAL, HV, V, dtype=torch.float64)
+    final = torch.zeros(N, HV, V, K, dtype=torch.float64) if starts is None else starts.double()
+    for n, (start, end) in enumerate(itertools.pairwise(ENDS)):
+        one = {name: x[name][None, start:end] for name in ("q", "k", "v")}
+        decay = torch.zeros(HV) if x.get("g") is None else x["g"][start:end].double().log()
+        beta = torch.ones(TOTAL, HV) if x.get("beta") is None else x["beta"]
+        decay, beta = decay.expand(end - start, HV)[None, ..., None], beta[None, start:end].double()
+        o_n, after = truth(one, final[[n]], decay, beta, scale, l2norm)
+        o[start:end] = o_n[0]
+        if end > start:
+            final[n] = after[0, -1]
+    return o, final
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.parametrize("heads", [1, H, HV])
+def test_prefill_of_ragged_prompts(heads, resumed, dtype):
+    x, start = prompts(heads), pool(N) if resumed else None
+    x["cu_seqlens"] = x["cu_seqlens"].to(dtype)
+    o, state = flashinfer.chunk_gated_delta_rule(**x, initial_state=start, output_final_state=True)
+    want_o, want = prompts_truth(x, start)
+    close(o, want_o)
+    close(state, want)
+    assert state.dtype == torch.float32
+    assert not resumed or torch.equal(start, pool(N)), "initial_state was written"
+
+
+def test_prefill_returns_the_outputs_alone_unless_asked():
+    x = prompts()
+    close(flashinfer.chunk_gated_delta_rule(**x), prompts_truth(x)[0])
+
+
+@pytest.mark.parametrize("zeros", ["some", "all"])
+def test_prefill_takes_a_decay_of_zero(zeros):
+    """Its logarithm is -inf."""
+    x, start = prompts(), pool(N)
+    x["g"][:: 7 if zeros == "some" else 1] = 0
+    o, state = flashinfer.chunk_gated_delta_rule(**x, initial_state=start, output_final_state=True)
+    want_o, want = prompts_truth(x, start)
+    close(o, want_o)
+    close(state, want)
+
+
+@pytest.mark.parametrize("missing", [("g",), ("beta",), ("g", "beta")])
+def test_prefill_without_gates(missing):
+    x = prompts() | dict.fromkeys(missing)
+    o, state = flashinfer.chunk_gated_delta_rule(**x, output_final_state=True)
+    want_o, want = prompts_truth(x)
+    close(o, want_o)
+    close(state, want)
+
+
+@pytest.mark.parametrize("scale", [None, 0.0, 0.7])
+@pytest.mark.parametrize("l2norm", [False, True])
+def test_prefill_normalisation_and_scale(l2norm, scale):
+    x = prompts()
+    x["k"] *= 0.3
+    o = flashinfer.chunk_gated_delta_rule(**x, use_qk_l2norm_in_kernel=l2norm, scale=scale)
+    close(o, prompts_truth(x, scale=scale or K**-0.5, l2norm=l2norm)[0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_prefill_of_half_precision_inputs(dtype):
+    """A final state that the call makes is fp32, whatever it started from."""
+    x, start = prompts(dtype=dtype), pool(N, torch.bfloat16)
+    o, state = flashinfer.chunk_gated_delta_rule(**x, initial_state=start, output_final_state=True)
+    want_o, want = prompts_truth(x, start)
+    assert (o.dtype, state.dtype) == (dtype, torch.float32)
+    close(o, want_o)
+    close(state, want)
+
+
+@pytest.mark.parametrize("asked", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("given", ["no initial state", "another", "the same"])
+def test_prefill_into_the_tensors_given(given, dtype, asked):
+    """output_state is written whether or not it is asked for."""
+    x, start, room = prompts(), pool(N, dtype), torch.full((TOTAL, HV, V + 2), UNTOUCHED)
+    output = room[..., 1:-1]
+    state = start if given == "the same" else torch.full((N, HV, V, K), UNTOUCHED, dtype=dtype)
+    initial_state = None if given == "no initial state" else start
+    want_o, want = prompts_truth(x, initial_state)
+    results = flashinfer.chunk_gated_delta_rule(
+        **x, initial_state=initial_state, output_final_state=asked, output=output, output_state=state
+    )
+    o, *rest = results if asked else (results,)
+    assert o is output
+    assert not asked or rest[0] is state
+    close(output, want_o)
+    close(state, want)
+    assert (room[..., ::7] == UNTOUCHED).all()
+    assert given == "the same" or torch.equal(start, pool(N, dtype)), "initial_state was written"
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_prefill_of_a_pool_by_index(fresh, dtype):
+    """In place, padded, given twice as two views; the sequence without tokens keeps its state, or gets zeros."""
+    x, slots = prompts(), [9, 2, 4, 0]
+    storage = torch.full((P, HV + 1, V, K), UNTOUCHED)
+    storage[:, 1:] = before = pool()
+    arguments = dict(initial_state=None if fresh else storage[:, 1:], output_state=storage[:, 1:])
+    o, state = flashinfer.chunk_gated_delta_rule(**x, **arguments, state_indices=ints(*slots, dtype=dtype), output_final_state=True)
+    want_o, want = prompts_truth(x, None if fresh else before[slots])
+    assert state is arguments["output_state"]
+    close(o, want_o)
+    check_pool(storage[:, 1:], before, dict(zip(slots, want)))
+    assert (storage[:, 0] == UNTOUCHED).all()
+
+
+def test_prefill_of_a_negative_index_is_an_inactive_sequence():
+    x, state = prompts(), pool()
+    before = state.clone()
+    live, dead = slice(0, 5), slice(5, 75)
+    for name in ("q", "k", "v", "g", "beta"):
+        x[name][dead] = float("nan")
+    o = flashinfer.chunk_gated_delta_rule(**x, initial_state=state, output_state=state, state_indices=ints(9, 2, -1, 0))
+    want_o, want = prompts_truth(x, before[[9, 2, 4, 0]])
+    close(o[live], want_o[live])
+    assert (o[dead] == 0).all()
+    check_pool(state, before, {9: want[0], 2: want[1], 0: want[3]})
+
+
+@pytest.mark.parametrize("hint", [dict(use_cp=True), dict(_cp_chunk_len=64), dict(max_seqlen=70), dict(backend="flashinfer")])
+def test_what_tunes_a_prefill_changes_nothing(hint):
+    x = prompts()
+    assert torch.equal(flashinfer.chunk_gated_delta_rule(**x, **hint), flashinfer.chunk_gated_delta_rule(**x))
+
+
+def test_prefill_gets_the_very_tensors(monkeypatch):
+    """No copy of a state."""
+    seen, original = [], flashinfer.prefill
+    monkeypatch.setattr(flashinfer, "prefill", lambda **kw: seen.append(kw) or original(**kw))
+    x, state = prompts(), pool(N)
+    flashinfer.chunk_gated_delta_rule(**x, initial_state=state)
+    flashinfer.chunk_gated_delta_rule(**x, initial_state=state, output_state=state)
+    assert seen[0]["initial_state"] is state
+    assert seen[1]["state"] is state
+
+
 # ------------------------------------------------------------------------------------------------ what is refused
 
 ZEROS = torch.zeros
@@ -588,6 +750,19 @@ UNSUPPORTED = [
     (KDA, dict(SOURCE, **inputs(KDA, 1, 5), cu_seqlens=ints(0, 1, 2, 5)), "several tokens"),
     (KDA, dict(initial_state=None, ssm_state_indices=ints(0, 1, 2)), "largest index"),
     (KDA, dict(initial_state=None, **SPEC), "largest index"),
+    *((PREFILL, dict(backend=backend), f"backend='{backend}'") for backend in ("cake_gdn", "cudnn")),
+    (PREFILL, dict(q=ZEROS(TOTAL, 8, K), k=ZEROS(TOTAL, HV, K)), "H=8, HV=4"),
+    *(
+        (PREFILL, {name: ZEROS(N, HV, V, K, dtype=dtype)}, rf"fp16 or fp8 \({name}\)")
+        for name in ("initial_state", "output_state")
+        for dtype in (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+    ),
+    (PREFILL, dict(state_indices=ints(9, 2, 4, 0), output_state=pool()), "another pool"),
+    (PREFILL, dict(state_checkpoints=ZEROS(1)), "state_checkpoints"),
+    (PREFILL, dict(checkpoint_cu_starts=ints(0)), r"checkpoint_\*"),
+    (PREFILL, dict(checkpoint_every_n_tokens=64), r"checkpoint_\*"),
+    *((PREFILL, {name: ZEROS(TOTAL, HV).requires_grad_()}, f"{name} requires grad.*no backward") for name in ("g", "beta")),
+    (PREFILL, dict(initial_state=pool(N, torch.bfloat16).requires_grad_()), "initial_state requires grad"),
 ]
 
 INVALID = [
@@ -636,6 +811,23 @@ INVALID = [
     (KDA, dict(disable_state_update=True, output_final_state=True), "^output_final_state"),
     (KDA, dict(disable_state_update=True, num_accepted_tokens=ints(1, 1, 1)), "^num_accepted_tokens"),
     (KDA, dict(disable_state_update=True, initial_state=None), "^initial_state: "),
+    (PREFILL, dict(backend="fast"), "^backend"),
+    (PREFILL, dict(cu_seqlens=None), "^cu_seqlens"),
+    (PREFILL, dict(cu_seqlens=ints(0, 5, 5, 75, 81)), "^cu_seqlens"),
+    (PREFILL, dict(q=ZEROS(1, TOTAL, H, K)), "^q: "),
+    (PREFILL, dict(v=ZEROS(1, TOTAL, HV, V)), "^v: "),
+    (PREFILL, dict(v=ZEROS(TOTAL, 3, V)), "HV"),
+    (PREFILL, dict(g=ZEROS(TOTAL, HV, K)), "^g: "),
+    (PREFILL, dict(g=ZEROS(TOTAL, H)), "^g: "),
+    (PREFILL, dict(beta=ZEROS(TOTAL, HV, K)), "^beta: "),
+    (PREFILL, dict(initial_state=ZEROS(N, HV, K, V)), "^initial_state: "),
+    (PREFILL, dict(initial_state=ZEROS(P, HV, V, K)), "^initial_state: "),
+    (PREFILL, dict(output=ZEROS(TOTAL, V, HV)), "^out: "),
+    (PREFILL, dict(output_state=ZEROS(N, HV, K, V)), "^output_state: "),
+    (PREFILL, dict(output_state=ZEROS(P, HV, V, K)), "^output_state: "),
+    (PREFILL, dict(output_state=None, state_indices=ints(0, 1, 2, 3)), "^output_state: "),
+    (PREFILL, dict(initial_state=None, state_indices=ints(0, 1)), "^state_indices: "),
+    (PREFILL, dict(initial_state=None, state_indices=ints(0, 1, 2, 1)), "two for row 1"),
 ]
 
 WRONG_DTYPES = [
@@ -644,11 +836,16 @@ WRONG_DTYPES = [
     (KDA, dict(use_gate_in_kernel=True, A_log=ZEROS(H).bfloat16()), "A_log"),
     (KDA, dict(GATE, dt_bias=ZEROS(H * K).half()), "dt_bias"),
     (KDA, dict(SOURCE, num_spec_tokens=2, initial_state=pool(dtype=torch.bfloat16)), "intermediate_states"),
+    (PREFILL, dict(output=ZEROS(TOTAL, HV, V).bfloat16()), "^out: "),
+    (PREFILL, dict(initial_state=None, output_state=pool(N, torch.float64)), "^state: "),
 ]
 
 
 def valid(name: str) -> dict[str, object]:
     """A call for the tables above to bend."""
+    if name == PREFILL:
+        states = dict(initial_state=pool(N), output_state=torch.full((N, HV, V, K), UNTOUCHED))
+        return {**prompts(), "output": torch.full((TOTAL, HV, V), UNTOUCHED), **states}
     more = {
         PRETRANSPOSE: dict(state=pool(B)),
         MTP: dict(initial_state=pool(), initial_state_indices=ints(9, 10, 11), disable_state_update=False),
@@ -673,14 +870,15 @@ def refused(name, changes, message, kind):
     with pytest.raises(kind, match=message) as caught:
         getattr(flashinfer, name)(**arguments)
     for n, x in tensors.items():
-        assert torch.equal(x, before[n]), f"{n} was written"
+        assert torch.equal(x.float(), before[n].float()), f"{n} was written"
     return caught.value
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", [*FUNCTIONS, PREFILL])
 def test_the_call_that_the_tables_bend_is_valid(name):
     arguments = valid(name)
-    assert (call(name, **arguments)[0] != UNTOUCHED).all()
+    call(name, **arguments)
+    assert all((arguments[n] != UNTOUCHED).all() for n in ("output", "output_state") if n in arguments)
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), UNSUPPORTED, ids=label)
@@ -734,6 +932,25 @@ def test_compiles_without_a_graph_break(name):
         state = pool()
         arguments = more | (dict(initial_state=state) if name == KDA else with_pool(name, state, slots))
         results.append((function(**x, **arguments)[0], state))
+    for got, want in zip(*results):
+        assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("form", ["new states", "output_state", "another output_state", "pool"])
+def test_prefill_compiles_without_a_graph_break(form):
+    results = []
+    for function in (
+        torch.compile(flashinfer.chunk_gated_delta_rule, fullgraph=True, backend="eager"),
+        flashinfer.chunk_gated_delta_rule,
+    ):
+        state = pool()
+        more = {
+            "new states": dict(initial_state=state[:N]),
+            "output_state": dict(output_state=state),
+            "another output_state": dict(initial_state=pool(N), output_state=state[:N]),
+            "pool": dict(initial_state=state, output_state=state, state_indices=ints(9, 2, 4, 0)),
+        }[form]
+        results.append((*function(**prompts(), **more, output_final_state=True), state))
     for got, want in zip(*results):
         assert torch.equal(got, want)
 
@@ -804,12 +1021,32 @@ SIGNATURES = {
         ("checkpoint_every_n_tokens", 0),
         ("checkpoint_state_indices", None),
     ],
+    PREFILL: [
+        *QKV,
+        ("g", None),
+        ("beta", None),
+        ("scale", None),
+        ("initial_state", None),
+        ("output_final_state", False),
+        ("cu_seqlens", None),
+        ("use_qk_l2norm_in_kernel", False),
+        ("output", None),
+        ("output_state", None),
+        ("state_checkpoints", None),
+        ("checkpoint_cu_starts", None),
+        ("checkpoint_every_n_tokens", 0),
+        ("use_cp", "auto"),
+        ("state_indices", None),
+        ("_cp_chunk_len", None),
+        ("backend", "auto"),
+        ("max_seqlen", None),
+    ],
 }
 
 KEYWORD_ONLY = {KDA: [("disable_state_update", False), ("correction_cache", None), ("kg_cache", None), ("backend", "auto")]}
 
 
-@pytest.mark.parametrize("name", FUNCTIONS)
+@pytest.mark.parametrize("name", [*FUNCTIONS, PREFILL])
 def test_signature_is_that_of_flashinfer_0_7_2(name):
     parameters = inspect.signature(getattr(flashinfer, name)).parameters.values()
     positional = [(p.name, p.default) for p in parameters if p.kind is p.POSITIONAL_OR_KEYWORD]

@@ -177,6 +177,11 @@ def test_a_known_call_hides_no_mistake(launches):
         decode(call, state=state)
         for wrong, error in (
             (dict(qk_l2norm=1), TypeError),
+            (dict(update_state=1), TypeError),
+            (dict(scale=True), TypeError),
+            (dict(beta=[1.0]), TypeError),
+            (dict(g=None), TypeError),
+            (dict(state=[0]), TypeError),
             (dict(gate="softplus"), TypeError),
             (dict(out=call["v"]), ValueError),
             (dict(beta=call["beta"][:, :1]), ValueError),

@@ -258,8 +258,12 @@ def run_decode(
             cu_seqlens, state_indices, write_indices, num_accepted, intermediate_states, out,
         )  # fmt: skip
         tensors = [x for x in given if x is not None]
-        flags = (qk_l2norm, beta_logits, update_state, torch.is_grad_enabled(), backend, gate.kind, gate.bound, scale)
-        key = (flags, q.shape, *map(type, flags), *map(type, given))
+        key = (
+            q.shape, qk_l2norm, beta_logits, update_state, backend, gate.kind, gate.bound, scale, torch.is_grad_enabled(),
+            type(qk_l2norm), type(beta_logits), type(update_state), type(scale),
+            gate.A_log is None, gate.dt_bias is None, cu_seqlens is None, state_indices is None, write_indices is None,
+            num_accepted is None, intermediate_states is None, out is None,
+        )  # fmt: skip
         known = _decodes.find(key, tensors)
     except (AttributeError, TypeError):
         pass  # an argument of no known kind, as describing the call will say
@@ -306,8 +310,11 @@ def run_verify(
             cu_seqlens, state_indices, buffer_indices, buffer.u, buffer.k, buffer.log_decay, out,
         )  # fmt: skip
         tensors = [x for x in given if x is not None]
-        flags = (qk_l2norm, beta_logits, torch.is_grad_enabled(), backend, gate.kind, gate.bound, scale)
-        key = (flags, q.shape, type(buffer), *map(type, flags), *map(type, given))
+        key = (
+            q.shape, qk_l2norm, beta_logits, backend, gate.kind, gate.bound, scale, torch.is_grad_enabled(),
+            type(buffer), type(qk_l2norm), type(beta_logits), type(scale), gate.A_log is None, gate.dt_bias is None,
+            cu_seqlens is None, state_indices is None, buffer_indices is None, out is None,
+        )  # fmt: skip
         known = _verifies.find(key, tensors)
     except (AttributeError, TypeError):
         pass  # as in run_decode
@@ -343,8 +350,10 @@ def run_flush(
         count, counts = (None, num_accepted) if isinstance(num_accepted, Tensor) else (num_accepted, None)
         given = (state, buffer.u, buffer.k, buffer.log_decay, counts, state_indices, write_indices, buffer_indices)
         tensors = [x for x in given if x is not None]
-        flags = (count, torch.is_grad_enabled(), backend)
-        key = (flags, state.shape, type(buffer), *map(type, flags), *map(type, given))
+        key = (
+            state.shape, count, backend, torch.is_grad_enabled(), type(buffer), type(count),
+            counts is None, state_indices is None, write_indices is None, buffer_indices is None,
+        )  # fmt: skip
         known = _flushes.find(key, tensors)
     except (AttributeError, TypeError):
         pass  # as in run_decode

@@ -1,7 +1,8 @@
-"""cuLA's decode functions for KDA, as calls of `gated_delta.decode`, `verify` and `flush`.
+"""cuLA's functions for KDA, as calls of `gated_delta.prefill`, `decode`, `verify` and `flush`.
 
-Parameter names, order, defaults and meaning are those of cuLA's main branch, which has no release. Common to all, for N sequences
-of T tokens, 1 in kda_decode and up to 16 elsewhere:
+Parameter names, order, defaults and meaning are those of cuLA's main branch, which has no release; what it takes from **kwargs is
+keyword-only here, so a typo is a TypeError. kda_prefill and kda_prefill_hopper say for themselves what they take. Common to the
+others, for N sequences of T tokens, 1 in kda_decode and up to 16 elsewhere:
 
     q, k [N, T, H, K], v [N, T, HV, V]   one dtype, bf16, fp16 or fp32, last dimension contiguous, any K and V
     a [N, T, HV, K] or [N, T, HV * K]    the raw gate of -exp(A_log) * softplus(a + dt_bias)
@@ -32,13 +33,137 @@ from typing import Any
 
 from torch import Tensor
 
-from .. import Gate, KVBuffer, decode, flush, verify
+from .. import Gate, KVBuffer, decode, flush, prefill, verify
 from ..problem import MAX_DRAFT
 from .checks import rank, refuse
 
-__all__ = ["kda_decode", "kda_decode_mtp", "kda_decode_mtp_kvbuffer", "kda_flush_kvbuffer", "kda_flush_kvbuffer_all_layers"]
+__all__ = [
+    "kda_decode",
+    "kda_decode_mtp",
+    "kda_decode_mtp_kvbuffer",
+    "kda_flush_kvbuffer",
+    "kda_flush_kvbuffer_all_layers",
+    "kda_prefill",
+    "kda_prefill_hopper",
+]
 
 _refuse = functools.partial(refuse, "cuLA")
+
+
+def kda_prefill(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = True,
+    use_qk_l2norm_in_kernel: bool = True,
+    use_gate_in_kernel: bool = True,
+    safe_gate: bool = True,
+    lower_bound: float | None = -5.0,
+    cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False,
+    use_intracard_cp: bool | str | None = "auto",
+    out: Tensor | None = None,
+    final_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Whole sequences.
+
+    q, k: [B, T, H, K], or packed [1, total, H, K] with cu_seqlens [N+1], int32 or int64. v: [B, T, HV, V]. One dtype, bf16, fp16 or
+    fp32, last dimension contiguous, any K and V; cuLA takes bf16, K = V = 128, int32.
+    g: [B, T, HV, K], with use_gate_in_kernel the raw gate of lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), or, where
+    lower_bound is None, of -exp(A_log) * softplus(g + dt_bias); A_log [HV], dt_bias [HV, K] or [HV * K] as in the module. Without
+    use_gate_in_kernel the log decay itself, and A_log, dt_bias and lower_bound are not looked at.
+    safe_gate: together with use_gate_in_kernel asks for a lower_bound in [-5, 0). False, an error in cuLA, asks for nothing.
+    beta: [B, T, HV], the write strength; its logit with use_beta_sigmoid_in_kernel.
+    initial_state: [N, HV, V, K], fp32; zeros when None; read, never written. bf16, which cuLA does not take, makes the new final
+    state bf16. Sequences of no tokens keep their state.
+    out: [B, T, HV, V], v's dtype. final_state: [N, HV, V, K], with output_final_state only; the final states are computed apart and
+    copied there.
+    chunk_indices, cu_seqlens_cpu and use_intracard_cp are not looked at.
+
+    Returns (o, final_state): out and final_state where they were given, else new ones; final_state is None without
+    output_final_state. Inputs that require grad raise UnsupportedProblem.
+    """
+    rank("q", q, "B, T, H, K")
+    rank("v", v, "B, T, HV, V")
+    rank("g", g, "B, T, HV, K")
+    N, K = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, q.shape[3]
+    want = [N, *v.shape[2:], K]
+    if final_state is not None and not output_final_state:
+        raise ValueError("final_state: expected None without output_final_state, got a tensor")
+    if final_state is not None and list(final_state.shape) != want:
+        raise ValueError(f"final_state: expected shape [N, HV, V, K] = {want}, got {list(final_state.shape)}")
+    gate = Gate.log()
+    if use_gate_in_kernel:
+        if A_log is None:
+            raise ValueError("A_log: expected a tensor with use_gate_in_kernel=True, got None")
+        if safe_gate and not (lower_bound is not None and -5 <= lower_bound < 0):
+            raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate and use_gate_in_kernel, got {lower_bound}")
+        gate = _gate(A_log, dt_bias, v.shape[2], K, lower_bound)
+    o, made = prefill(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        gate=gate,
+        scale=scale,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        beta_logits=use_beta_sigmoid_in_kernel,
+        cu_seqlens=cu_seqlens,
+        initial_state=initial_state,
+        output_final_state=output_final_state,
+        out=out,
+    )
+    return o, made if final_state is None or made is None else final_state.copy_(made)
+
+
+def kda_prefill_hopper(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False,
+    safe_gate: bool = False,
+    lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None,
+    *,
+    A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """kda_prefill with other defaults: cula_kda_prefill of cuLA's hopper_fused_fwd, where any other keyword goes unnoticed."""
+    return kda_prefill(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        scale,
+        initial_state,
+        output_final_state,
+        use_qk_l2norm_in_kernel,
+        use_gate_in_kernel,
+        safe_gate,
+        lower_bound,
+        cu_seqlens,
+        A_log=A_log,
+        dt_bias=dt_bias,
+    )
 
 
 def kda_decode(
@@ -245,15 +370,17 @@ def _tokens(
     rank("v", v, "N, T, HV, V")
     (N, T, _, K), HV = q.shape, v.shape[2]
     _refuse(f"more than {MAX_DRAFT} tokens in a sequence", T > MAX_DRAFT)
-    rate, bias = _shaped("A_log", A_log, [HV]), _shaped("dt_bias", dt_bias, [HV, K], [HV * K])
-    if lower_bound is None:
-        other = (softplus_beta, softplus_threshold) != (1, 20)
-        _refuse(f"another softplus (softplus_beta={softplus_beta}, softplus_threshold={softplus_threshold})", other)
-        gate = Gate.softplus(rate, bias)
-    else:
-        gate = Gate.lower_bound(rate, bias, lower_bound)
+    gate = _gate(A_log, dt_bias, HV, K, lower_bound)
+    other = lower_bound is None and (softplus_beta, softplus_threshold) != (1, 20)
+    _refuse(f"another softplus (softplus_beta={softplus_beta}, softplus_threshold={softplus_threshold})", other)
     g, beta = _shaped("a", a, [N, T, HV, K], [N, T, HV * K]), _shaped("b", b, [N, T, HV])
     return dict(q=q, k=k, v=v, g=g, beta=beta, gate=gate, scale=scale, qk_l2norm=qk_l2norm, beta_logits=True)
+
+
+def _gate(A_log: Tensor, dt_bias: Tensor | None, HV: int, K: int, lower_bound: float | None) -> Gate:
+    rate = _shaped("A_log", A_log, [HV])
+    bias = None if dt_bias is None else _shaped("dt_bias", dt_bias, [HV, K], [HV * K])
+    return Gate.softplus(rate, bias) if lower_bound is None else Gate.lower_bound(rate, bias, lower_bound)
 
 
 def _shaped(name: str, x: Tensor, *shapes: list[int]) -> Tensor:

@@ -1,6 +1,7 @@
-"""FlashInfer 0.7.2's decode functions for GDN and KDA that Hopper users call, as calls of `gated_delta.decode`.
+"""FlashInfer 0.7.2's functions for GDN and KDA that Hopper users call, as calls of `gated_delta.decode` and `prefill`.
 
-Parameter names, order, defaults and meaning are FlashInfer's. Common to all three, for B sequences of T = 1..16 tokens:
+Parameter names, order, defaults and meaning are FlashInfer's. chunk_gated_delta_rule, the prefill, says for itself what it takes.
+Common to the other three, which are decode, for B sequences of T = 1..16 tokens:
 
     q, k [B, T, H, K], v [B, T, HV, V]   one dtype, bf16, fp16 or fp32, computed in fp32; FlashInfer rounds fp16 to bf16
     pools [P, HV, V, K]                  bf16 or fp32, K contiguous, any K and V; written in place, returned as they are
@@ -12,9 +13,9 @@ A bf16 pool is rounded after every token, so that a call with T tokens leaves wh
 a call. A negative index makes its sequence inactive: zero outputs, nothing written. Each function says where FlashInfer does
 otherwise. Two sequences may not write one slot: where padding shares a slot 0 kept for it, give -1.
 
-What decode cannot do raises UnsupportedProblem and says what, before anything is written; so do inputs that require grad. Other
-errors are decode's and use its names: state, state_indices, write_indices, num_accepted, intermediate_states, out. The table in
-docs/migration.md translates.
+What decode and prefill cannot do raises UnsupportedProblem and says what, before anything is written; so do inputs that require
+grad. Other errors are theirs and use their names: state, state_indices, write_indices, num_accepted, intermediate_states, out. The
+table in docs/migration.md translates.
 """
 
 from __future__ import annotations
@@ -26,13 +27,101 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .. import Gate, decode
+from .. import Gate, decode, prefill
 from ..problem import MAX_DRAFT
 from .checks import rank, refuse
 
-__all__ = ["gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp", "recurrent_kda"]
+__all__ = ["chunk_gated_delta_rule", "gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp", "recurrent_kda"]
 
 _refuse = functools.partial(refuse, "FlashInfer")
+
+_NARROW_STATES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+
+
+def chunk_gated_delta_rule(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor | None = None,
+    beta: Tensor | None = None,
+    scale: float | None = None,
+    initial_state: Tensor | None = None,
+    output_final_state: bool = False,
+    cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False,
+    output: Tensor | None = None,
+    output_state: Tensor | None = None,
+    state_checkpoints: Tensor | None = None,
+    checkpoint_cu_starts: Tensor | None = None,
+    checkpoint_every_n_tokens: int = 0,
+    use_cp: bool | str = "auto",
+    state_indices: Tensor | None = None,
+    _cp_chunk_len: int | None = None,
+    backend: str = "auto",
+    max_seqlen: int | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:
+    """GDN over N whole sequences, packed: gated_delta.prefill.
+
+    q, k: [total, H, K]. v: [total, HV, V]. One dtype, bf16, fp16 or fp32; output: [total, HV, V] in that dtype. cu_seqlens: [N+1],
+    int32 or int64, not optional.
+    g: [total, HV], the decay itself, not its log, from 0 to 1; ones when None. 0 is 0; FlashInfer adds 1e-10 to every decay.
+    beta: [total, HV], the write strength; ones when None. FlashInfer asks for both in fp32.
+    scale: K**-0.5 when None or 0. use_qk_l2norm_in_kernel: not rounded; FlashInfer rounds the normalised q and k to their dtype.
+    initial_state: [N, HV, V, K], fp32 or bf16; zeros when None.
+    output_state: [N, HV, V, K], fp32 or bf16, or initial_state itself. It gets the final states whenever it is given, whatever
+    output_final_state says, as from FlashInfer's Hopper kernels; beside another initial_state they are computed apart and copied.
+    state_indices: [N], int32 or int64. output_state is then a pool [P, HV, V, K], which cannot be left out, and initial_state the
+    same pool or None; slots state_indices[n] are read and written in place. Two sequences may not share a slot.
+    use_cp, _cp_chunk_len and max_seqlen are not looked at. backend: "auto" and "flashinfer" mean our "auto".
+
+    Returns output, or with output_final_state (output, output_state), the very tensors given; without output_state the final states
+    are new, in fp32. Raises UnsupportedProblem for states at intervals (state_checkpoints, checkpoint_*), more query than value
+    heads, fp16 and fp8 states, a pool to read that is not the one to write, and the backends "cake_gdn" and "cudnn", other
+    hardware's.
+    Negative index: FlashInfer does not check; here its sequence is inactive, with zero outputs and nothing written.
+    """
+    rank("q", q, "total, H, K")
+    rank("v", v, "total, HV, V")
+    _backend(backend, ("auto", "flashinfer"), ("cake_gdn", "cudnn"))
+    _no_checkpoints(checkpoint_every_n_tokens, state_checkpoints, checkpoint_cu_starts)
+    _refuse(f"more query than value heads (H={q.shape[1]}, HV={v.shape[1]})", q.shape[1] > v.shape[1])
+    for name, x in (("initial_state", initial_state), ("output_state", output_state)):
+        _refuse(f"states in fp16 or fp8 ({name})", x is not None and x.dtype in _NARROW_STATES)
+    if cu_seqlens is None:
+        raise ValueError("cu_seqlens: expected a tensor [N+1], got None")
+    if state_indices is not None and output_state is None:
+        raise ValueError("output_state: expected a pool with state_indices, got None")
+    N, ones = cu_seqlens.shape[0] - 1, v.new_ones(v.shape[:2], dtype=torch.float32)
+    decay = ones if g is None else g
+    rank("g", decay, "total, HV")
+    tokens: dict[str, Any] = dict(
+        q=q[None],
+        k=k[None],
+        v=v[None],
+        g=decay.float().log()[None],
+        beta=(ones if beta is None else beta)[None],
+        scale=scale or None,
+        qk_l2norm=use_qk_l2norm_in_kernel,
+        cu_seqlens=cu_seqlens,
+        out=None if output is None else output[None],
+    )
+    final_state = output_state
+    if output_state is not None and (state_indices is not None or initial_state is None or initial_state is output_state):
+        elsewhere = initial_state is not None and not _same(initial_state, output_state)
+        _refuse("writing by index another pool than it reads (state_indices, output_state)", elsewhere)
+        fresh = cu_seqlens.new_zeros(N, dtype=torch.bool) if initial_state is None else None
+        o, _ = prefill(**tokens, state=output_state, state_indices=state_indices, has_initial_state=fresh)
+    else:
+        want = [N, *v.shape[1:], q.shape[2]]
+        if output_state is not None and list(output_state.shape) != want:
+            raise ValueError(f"output_state: expected shape [N, HV, V, K] = {want}, got {list(output_state.shape)}")
+        start = None if initial_state is None else initial_state.float()
+        asked = output_final_state or output_state is not None
+        o, final_state = prefill(**tokens, initial_state=start, output_final_state=asked)
+        if output_state is not None and final_state is not None:
+            final_state = output_state.copy_(final_state)
+    o = o[0] if output is None else output
+    return (o, final_state) if output_final_state and final_state is not None else o
 
 
 def gated_delta_rule_decode_pretranspose(
@@ -250,9 +339,7 @@ def recurrent_kda(
     _backend(backend, ("auto", "cute-dsl"), foreign)
     _refuse("an order of sequences (seq_order)", seq_order is not None)
     _refuse("a workspace for prefill (prefill_workspace)", prefill_workspace is not None)
-    checkpoints = (state_checkpoints, checkpoint_cu_starts, checkpoint_state_indices)
-    asked = checkpoint_every_n_tokens != 0 or any(x is not None for x in checkpoints)
-    _refuse("states at intervals (state_checkpoints, checkpoint_*)", asked)
+    _no_checkpoints(checkpoint_every_n_tokens, state_checkpoints, checkpoint_cu_starts, checkpoint_state_indices)
     caches = correction_cache is not None or kg_cache is not None
     _refuse("FlashInfer's records of a frozen draft (correction_cache, kg_cache)", caches)
     tokens = dict(
@@ -392,6 +479,11 @@ def _sequences(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> int:
 def _same(x: Tensor, y: Tensor) -> bool:
     """Whether they are one pool: the same memory read the same way."""
     return x is y or (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
+
+
+def _no_checkpoints(every: int, *tensors: Tensor | None) -> None:
+    asked = every != 0 or any(x is not None for x in tensors)
+    _refuse("states at intervals (state_checkpoints, checkpoint_*)", asked)
 
 
 def _backend(backend: str, native: tuple[str, ...], foreign: tuple[str, ...]) -> None:
