@@ -215,6 +215,8 @@ def main(
     """Generate with drafts and without, and compare."""
     if not prompt:
         raise typer.BadParameter("expected some text", param_hint="--prompt")
+    if device == "cpu":
+        torch.set_num_threads(1)  # the model is too small for more
     model = load_model(torch.device(device), torch.float32)
     plain = decode_plainly(model, prompt.encode(), length)
     result = decode_speculatively(model, prompt.encode(), length, draft)

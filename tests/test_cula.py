@@ -447,11 +447,9 @@ def prompts_truth(x, starts=None, bound=-5.0, gated=True, logit=False, scale=K**
     o = torch.zeros(x["v"].shape, dtype=torch.float64)
     final = torch.zeros(len(spans), HV, V, K, dtype=torch.float64) if starts is None else starts.double()
     for n, (row, start, end) in enumerate(spans):
-        one, decay_n, beta_n = (
-            {m: x[m][[row], start:end] for m in ("q", "k", "v")},
-            *(y[[row], start:end] for y in (log_decay, beta)),
-        )
-        o_n, after = token_loop(one, decay_n, beta_n, final[[n]], scale, l2norm)
+        one = {name: x[name][[row], start:end] for name in ("q", "k", "v")}
+        gates = (y[[row], start:end] for y in (log_decay, beta))
+        o_n, after = token_loop(one, *gates, final[[n]], scale, l2norm)
         o[row, start:end] = o_n[0]
         if end > start:
             final[n] = after[0, -1]
@@ -580,8 +578,9 @@ def test_prefill_into_the_tensors_given(given):
     out, final = room[..., 1:-1], start if given == "the same" else torch.full_like(start, UNTOUCHED)
     initial_state = None if given == "no initial state" else start
     want_o, want = prompts_truth(x, initial_state)
-    results = run(AUTO, x, initial_state=initial_state, out=out, final_state=final)
-    assert (results[0] is out, results[1] is final) == (True, True)
+    o, returned = run(AUTO, x, initial_state=initial_state, out=out, final_state=final)
+    assert o is out
+    assert returned is final
     close(out, want_o)
     close(final, want)
     assert (room[..., ::7] == UNTOUCHED).all()

@@ -449,5 +449,8 @@ def demo(
 
     if not prompt:
         raise typer.BadParameter("expected some text", param_hint="PROMPT")
-    if not show(prompt, length, backend.value, _device(device), console):
+    where = _device(device)
+    if where.type == "cpu":
+        torch.set_num_threads(1)  # the model is too small for more, and threads that wait spin
+    if not show(prompt, length, backend.value, where, console):
         raise typer.Exit(1)

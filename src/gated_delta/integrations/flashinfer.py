@@ -91,15 +91,15 @@ def chunk_gated_delta_rule(
         raise ValueError("cu_seqlens: expected a tensor [N+1], got None")
     if state_indices is not None and output_state is None:
         raise ValueError("output_state: expected a pool with state_indices, got None")
-    N, ones = cu_seqlens.shape[0] - 1, v.new_ones(v.shape[:2], dtype=torch.float32)
-    decay = ones if g is None else g
-    rank("g", decay, "total, HV")
+    N = cu_seqlens.shape[0] - 1
+    g, beta = (v.new_ones(v.shape[:2], dtype=torch.float32) if x is None else x for x in (g, beta))
+    rank("g", g, "total, HV")
     tokens: dict[str, Any] = dict(
         q=q[None],
         k=k[None],
         v=v[None],
-        g=decay.float().log()[None],
-        beta=(ones if beta is None else beta)[None],
+        g=g.float().log()[None],
+        beta=beta[None],
         scale=scale or None,
         qk_l2norm=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
@@ -115,6 +115,7 @@ def chunk_gated_delta_rule(
         want = [N, *v.shape[1:], q.shape[2]]
         if output_state is not None and list(output_state.shape) != want:
             raise ValueError(f"output_state: expected shape [N, HV, V, K] = {want}, got {list(output_state.shape)}")
+        # fp32, so that a final state made here is fp32 too, as FlashInfer's is.
         start = None if initial_state is None else initial_state.float()
         asked = output_final_state or output_state is not None
         o, final_state = prefill(**tokens, initial_state=start, output_final_state=asked)
