@@ -10,16 +10,13 @@ from torch import Tensor
 
 from gated_delta import UnsupportedProblem
 from gated_delta.integrations import cula
+from token_loop import check_pool, close, normal, token_loop
 
 N, T, H, HV, K, V, P, L = 3, 4, 2, 4, 8, 6, 12, 2
 DECODE, MTP, VERIFY = STEPS = ("kda_decode", "kda_decode_mtp", "kda_decode_mtp_kvbuffer")
 FLUSH, FLUSH_ALL = FLUSHES = ("kda_flush_kvbuffer", "kda_flush_kvbuffer_all_layers")
 AUTO, HOPPER = PREFILLS = ("kda_prefill", "kda_prefill_hopper")
 UNTOUCHED, NAN = 77.0, float("nan")
-
-
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def inputs(t: int = T, heads: int = H, n: int = N, dtype: torch.dtype = torch.float32, seed: int = 0) -> dict[str, Tensor]:
@@ -57,41 +54,6 @@ def truth(x, starts, bound=None, scale=K**-0.5, l2norm=True) -> tuple[Tensor, Te
     rate, raw = x["A_log"].double().exp()[:, None], x["a"].double() + x["dt_bias"].double()
     log_decay = -rate * F.softplus(raw) if bound is None else bound * (rate * raw).sigmoid()
     return token_loop(x, log_decay, x["b"].double().sigmoid(), starts, scale, l2norm)
-
-
-def token_loop(x, log_decay, beta, starts, scale, l2norm) -> tuple[Tensor, Tensor]:
-    q, k, v = (x[name].double() for name in ("q", "k", "v"))
-    decay = log_decay.exp()
-    if l2norm:
-        q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
-    q, k = (y.repeat_interleave(HV // y.shape[2], 2) for y in (q, k))
-    o, after = torch.zeros_like(v), torch.zeros(*v.shape, K, dtype=torch.float64)
-    for n in range(v.shape[0]):
-        S = starts[n].double()
-        for t in range(v.shape[1]):
-            S = S * decay[n, t][:, None, :]
-            error = v[n, t] - torch.einsum("hvk,hk->hv", S, k[n, t])
-            S = S + torch.einsum("hv,hk->hvk", beta[n, t, :, None] * error, k[n, t])
-            o[n, t] = scale * torch.einsum("hvk,hk->hv", S, q[n, t])
-            after[n, t] = S
-    return o, after
-
-
-def close(got: Tensor, want: Tensor, tolerance: float = 1e-6) -> None:
-    """Within `tolerance` of the largest value, and half a unit in the last place of a 16-bit tensor."""
-    assert got.shape == want.shape
-    ulp = 0.0 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps / 2
-    error = (got.double() - want).abs() - ulp * want.abs()
-    assert error.max() <= tolerance * want.abs().max(), f"{error.max():.2e} over {want.abs().max():.2e}"
-
-
-def check_pool(got: Tensor, before: Tensor, written: dict[int, Tensor]) -> None:
-    """The slots of `written` hold those states, every other one has its very bits."""
-    for slot in range(len(before)):
-        if slot in written:
-            close(got[slot], written[slot])
-        else:
-            assert torch.equal(got[slot], before[slot]), f"slot {slot} was written"
 
 
 def step(name: str, x: dict[str, Tensor], state: Tensor, slots: Tensor | None, **more):

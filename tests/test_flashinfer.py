@@ -11,16 +11,13 @@ from torch import Tensor
 
 from gated_delta import UnsupportedProblem
 from gated_delta.integrations import flashinfer
+from token_loop import check_pool, close, normal, token_loop
 
 B, T, H, HV, K, V, P = 3, 3, 2, 4, 8, 6, 12
 PRETRANSPOSE, MTP, KDA = FUNCTIONS = ("gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp", "recurrent_kda")
 GDN = FUNCTIONS[:2]
 PREFILL = "chunk_gated_delta_rule"
 UNTOUCHED = 77.0
-
-
-def normal(*shape: int, seed: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(dtype)
 
 
 def inputs(name: str, n: int = B, t: int = T, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -51,39 +48,8 @@ def strength(x: dict[str, Tensor]) -> Tensor:
 
 def truth(x, starts, decay=None, beta=None, scale=K**-0.5, l2norm=True) -> tuple[Tensor, Tensor]:
     """o [B, T, HV, V], and the states after each token [B, T, HV, V, K], from states starts[n] [HV, V, K]; all in float64."""
-    q, k, v = (x[name].double() for name in ("q", "k", "v"))
     decay = log_decay(x) if decay is None else decay
-    beta = strength(x) if beta is None else beta
-    if l2norm:
-        q, k = (y * (y.square().sum(-1, keepdim=True) + 1e-6).rsqrt() for y in (q, k))
-    q, k = (y.repeat_interleave(HV // y.shape[2], 2) for y in (q, k))
-    o, after = torch.zeros_like(v), torch.zeros(*v.shape, K, dtype=torch.float64)
-    for n in range(v.shape[0]):
-        S = starts[n].double()
-        for t in range(v.shape[1]):
-            S = S * decay[n, t].exp()[:, None, :]
-            error = v[n, t] - torch.einsum("hvk,hk->hv", S, k[n, t])
-            S = S + torch.einsum("hv,hk->hvk", beta[n, t, :, None] * error, k[n, t])
-            o[n, t] = scale * torch.einsum("hvk,hk->hv", S, q[n, t])
-            after[n, t] = S
-    return o, after
-
-
-def close(got: Tensor, want: Tensor, tolerance: float = 1e-6) -> None:
-    """Within `tolerance` of the largest value, and half a unit in the last place of a 16-bit tensor."""
-    assert got.shape == want.shape
-    ulp = 0.0 if got.dtype == torch.float32 else torch.finfo(got.dtype).eps / 2
-    error = (got.double() - want).abs() - ulp * want.abs()
-    assert error.max() <= tolerance * want.abs().max(), f"{error.max():.2e} over {want.abs().max():.2e}"
-
-
-def check_pool(got: Tensor, before: Tensor, written: dict[int, Tensor]) -> None:
-    """The slots of `written` hold those states, every other one has its very bits."""
-    for slot in range(len(before)):
-        if slot in written:
-            close(got[slot], written[slot])
-        else:
-            assert torch.equal(got[slot], before[slot]), f"slot {slot} was written"
+    return token_loop(x, decay, strength(x) if beta is None else beta, starts, scale, l2norm)
 
 
 def call(name: str, **arguments):
