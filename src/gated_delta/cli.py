@@ -138,7 +138,8 @@ def info() -> None:
     table.add_row("backend reference", "available: PyTorch, any device, every operation")
     needs = kernels.missing_packages()
     table.add_row(
-        "backend cute", f"needs {', '.join(needs)}" if needs else "decode, verify, flush, on compute capability 9.0 (10.0 compiles, untried)"
+        "backend cute",
+        f"needs {', '.join(needs)}" if needs else "decode, verify, flush, on compute capability 9.0 (10.0 compiles, untried)",
     )
     found = sum(1 for _ in kernels.directory().glob("*/*.so"))
     table.add_row(
