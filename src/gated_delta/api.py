@@ -281,16 +281,7 @@ def run_decode(
     )
     problem = describe_decode(tokens, out=out, **states)
     route = select(problem, q.device, backend, tokens.num_sequences)
-    if route.backend == "reference":
-        out = _empty_like(v, out)
-        reference.decode(tokens, **states, out=out)
-        return out
-    launch = cute.DecodeLaunch(route, tokens, **states, out=out)
-    made = launch(tensors)
-    assert made is not None
-    if known is None:
-        _decodes.remember(key, tensors, launch)
-    return made
+    return _run(route, tokens, out, states, tensors, _decodes, key if known is None else None)
 
 
 def run_verify(
@@ -324,15 +315,22 @@ def run_verify(
     states: dict[str, Any] = dict(state=state, state_indices=state_indices, buffer=buffer, buffer_indices=buffer_indices)
     problem = describe_verify(tokens, out=out, **states)
     route = select(problem, tokens.q.device, backend, tokens.num_sequences)
+    return _run(route, tokens, out, states, tensors, _verifies, key if known is None else None)
+
+
+def _run(
+    route: Route, tokens: Tokens, out: Tensor | None, states: dict[str, Any], tensors: list[Tensor], memo: Memo[Any], key: Any
+) -> Tensor:
+    """A decode or verify that was just described; on the CuTe backend remembered under the key, where there is one."""
     if route.backend == "reference":
         out = _empty_like(tokens.v, out)
-        reference.verify(tokens, **states, out=out)
+        getattr(reference, route.problem.op)(tokens, **states, out=out)
         return out
-    launch = cute.VerifyLaunch(route, tokens, **states, out=out)
+    launch = cute.LAUNCHES[route.problem.op](route, tokens, **states, out=out)
     made = launch(tensors)
     assert made is not None
-    if known is None:
-        _verifies.remember(key, tensors, launch)
+    if key is not None:
+        memo.remember(key, tensors, launch)
     return made
 
 

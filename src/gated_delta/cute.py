@@ -73,48 +73,14 @@ class TokensLaunch(Launch):
     strides: Any
     sizes: Any
 
-    def __init__(self, route: Route, tokens: Tokens, given: Sequence[Tensor | None], state: Tensor, out: Tensor | None):
-        o = torch.empty(tokens.v.shape, dtype=tokens.v.dtype, device="meta") if out is None else out
-        super().__init__(route, state.device, (*given, o))
+    def __init__(self, route: Route, tokens: Tokens, given: Sequence[Tensor | None], out: Tensor | None):
+        # There is always an o behind what is given: the caller's, or a call's own that is like v.
+        super().__init__(route, tokens.q.device, (*given, tokens.v if out is None else out))
         self.scale = tokens.q.shape[-1] ** -0.5 if tokens.scale is None else tokens.scale
         self.bound = tokens.gate.bound
         self.aligned = "unaligned_qk" not in route.problem.options
         self.empty = tokens.num_sequences == 0
         self.own_output, self.dense_v = out is None, tokens.v.is_contiguous()
-        packed = tokens.cu_seqlens is not None
-
-        def rows(x: Tensor, dims: int) -> list[int]:
-            """Strides of sequence, token, head, ...; a packed sequence starts where its first token is."""
-            strides = _bytes(x, dims)
-            return [0, *strides[1:]] if packed else strides
-
-        q, k, v, g, beta, gate = tokens[:6]
-        assert route.schedule is not None
-        N, HV = tokens.num_sequences, v.shape[2]
-        self.shared_strides = dict(
-            **_named("q", "nth", rows(q, 3)),
-            **_named("k", "nth", rows(k, 3)),
-            **_named("v", "nth", rows(v, 3)),
-            **_named("g", "nthc", rows(g, 4) if g.ndim == 4 else [*rows(g, 3), 0]),
-            **_named("beta", "nth", rows(beta, 3)),
-            **_named("o", "nthc", rows(o, 4)),
-            **_named("A_log", "h", _bytes(gate.A_log, 1)),
-            **_named("dt_bias", "hc", _bytes(gate.dt_bias, 2)),
-            **_named("state", "ph", _bytes(state, 2)),
-            **_named("cu_seqlens", "n", _bytes(tokens.cu_seqlens, 1)),
-        )
-        self.shared_sizes = dict(
-            N=N,
-            total=q.shape[1],
-            HV=HV,
-            q_heads=_head_factor(HV, q.shape[2]),
-            P=state.shape[0],
-            beta_kind=KINDS[beta.dtype],
-            dt_bias_kind=ABSENT if gate.dt_bias is None else KINDS[gate.dt_bias.dtype],
-            cu_seqlens_kind=_index_kind(tokens.cu_seqlens),
-            early=N if N * HV <= EARLY_HEADS else 0,
-            keep_lines=int(route.schedule.keep_lines),
-        )
 
     def __call__(self, tensors: list[Tensor]) -> Tensor | None:
         """Launch for tensors like those described: those there are, in the order of the addresses; returns o.
@@ -168,7 +134,7 @@ class DecodeLaunch(TokensLaunch):
     ):
         q, k, v, g, beta, gate, _, _, _, cu_seqlens = tokens
         given = (q, k, v, g, beta, state, gate.A_log, gate.dt_bias, cu_seqlens, state_indices, write_indices, num_accepted)
-        super().__init__(route, tokens, (*given, intermediate_states), state, out)
+        super().__init__(route, tokens, (*given, intermediate_states), out)
         self.update_state = update_state
         slots = 0
         longest = MAX_DRAFT if cu_seqlens is not None else q.shape[1]
@@ -180,7 +146,7 @@ class DecodeLaunch(TokensLaunch):
         self.strides = _short(
             route,
             DecodeStrides(
-                **self.shared_strides,
+                **_token_strides(tokens, state, out),
                 **_named("steps", "nth", _bytes(intermediate_states, 3)),
                 **_named("reads", "nt", _bytes(state_indices, 2)),
                 **_named("writes", "n", _bytes(write_indices, 1)),
@@ -189,7 +155,7 @@ class DecodeLaunch(TokensLaunch):
         )
         self.sizes = _ready(
             DecodeSizes(
-                **self.shared_sizes,
+                **_token_sizes(route, tokens, state),
                 T=longest,
                 slots=slots,
                 update=int(update_state),
@@ -224,13 +190,13 @@ class VerifyLaunch(TokensLaunch):
     ):
         q, k, v, g, beta, gate, _, _, _, cu_seqlens = tokens
         given = (q, k, v, g, beta, state, gate.A_log, gate.dt_bias, cu_seqlens, state_indices, buffer_indices)
-        super().__init__(route, tokens, (*given, buffer.u, buffer.k, buffer.log_decay), state, out)
+        super().__init__(route, tokens, (*given, buffer.u, buffer.k, buffer.log_decay), out)
         longest = route.problem.T
         assert longest is not None
         self.strides = _short(
             route,
             VerifyStrides(
-                **self.shared_strides,
+                **_token_strides(tokens, state, out),
                 **_named("u", "rth", _bytes(buffer.u, 3)),
                 **_named("kept_k", "rth", _bytes(buffer.k, 3)),
                 **_named("log_decay", "rth", _bytes(buffer.log_decay, 3)),
@@ -240,7 +206,7 @@ class VerifyLaunch(TokensLaunch):
         )
         self.sizes = _ready(
             VerifySizes(
-                **self.shared_sizes,
+                **_token_sizes(route, tokens, state),
                 T=longest,
                 group=v.shape[2] // q.shape[2],
                 C=buffer.u.shape[1],
@@ -257,6 +223,9 @@ class VerifyLaunch(TokensLaunch):
         q, k, v, g, beta, state, _, _, cu_seqlens, reads, rows, u, kept_k, log_decay, _ = given
         tokens = Tokens(q, k, v, g, beta, cu_seqlens=cu_seqlens)
         reference.verify_rows(tokens, state, reads, KVBuffer(u, kept_k, log_decay), rows)
+
+
+LAUNCHES: dict[str, Callable[..., TokensLaunch]] = {"decode": DecodeLaunch, "verify": VerifyLaunch}
 
 
 class FlushLaunch(Launch):
@@ -333,6 +302,49 @@ class FlushLaunch(Launch):
 
 EARLY_HEADS = 1024
 """States (sequences times heads and layers) up to which a launch asks for them early: about what the chip holds at once."""
+
+
+def _token_strides(tokens: Tokens, state: Tensor, out: Tensor | None) -> dict[str, int]:
+    """Those that decode's and verify's strides have in common."""
+    q, k, v, g, beta, gate = tokens[:6]
+    o = torch.empty(v.shape, dtype=v.dtype, device="meta") if out is None else out
+    packed = tokens.cu_seqlens is not None
+
+    def rows(x: Tensor, dims: int) -> list[int]:
+        """Strides of sequence, token, head, ...; a packed sequence starts where its first token is."""
+        strides = _bytes(x, dims)
+        return [0, *strides[1:]] if packed else strides
+
+    return dict(
+        **_named("q", "nth", rows(q, 3)),
+        **_named("k", "nth", rows(k, 3)),
+        **_named("v", "nth", rows(v, 3)),
+        **_named("g", "nthc", rows(g, 4) if g.ndim == 4 else [*rows(g, 3), 0]),
+        **_named("beta", "nth", rows(beta, 3)),
+        **_named("o", "nthc", rows(o, 4)),
+        **_named("A_log", "h", _bytes(gate.A_log, 1)),
+        **_named("dt_bias", "hc", _bytes(gate.dt_bias, 2)),
+        **_named("state", "ph", _bytes(state, 2)),
+        **_named("cu_seqlens", "n", _bytes(tokens.cu_seqlens, 1)),
+    )
+
+
+def _token_sizes(route: Route, tokens: Tokens, state: Tensor) -> dict[str, int]:
+    """Those that decode's and verify's sizes have in common."""
+    assert route.schedule is not None
+    N, HV, gate = tokens.num_sequences, tokens.v.shape[2], tokens.gate
+    return dict(
+        N=N,
+        total=tokens.q.shape[1],
+        HV=HV,
+        q_heads=_head_factor(HV, tokens.q.shape[2]),
+        P=state.shape[0],
+        beta_kind=KINDS[tokens.beta.dtype],
+        dt_bias_kind=ABSENT if gate.dt_bias is None else KINDS[gate.dt_bias.dtype],
+        cu_seqlens_kind=_index_kind(tokens.cu_seqlens),
+        early=N if N * HV <= EARLY_HEADS else 0,
+        keep_lines=int(route.schedule.keep_lines),
+    )
 
 
 def _bytes(x: Tensor | None, dims: int) -> list[int]:

@@ -126,20 +126,20 @@ def schedule_of(problem: Problem, sequences: int) -> Schedule:
 def variant_of(problem: Problem, schedule: Schedule) -> compile.Variant:
     """Everything static about the kernel; H, HV, index types and which options a call uses are settled when it runs."""
     assert problem.state_dtype is not None
-    facts: dict[str, str | int | bool] = dict(axis=problem.axis, K=problem.K, V=problem.V, state_dtype=SHORT[problem.state_dtype])
-    if problem.op == "flush":
-        del facts["axis"]
-    else:
+    facts: dict[str, str | int | bool] = dict(K=problem.K, V=problem.V, state_dtype=SHORT[problem.state_dtype])
+    if problem.op != "flush":
         assert problem.dtype is not None
         assert problem.g_dtype is not None
         assert problem.gate is not None
-        facts |= dict(
-            dtype=SHORT[problem.dtype],
-            g_dtype=SHORT[problem.g_dtype],
-            gate=problem.gate,
-            qk_l2norm=problem.qk_l2norm,
-            aligned="unaligned_qk" not in problem.options,
-        )
+        facts = {
+            "axis": problem.axis,
+            **facts,
+            "dtype": SHORT[problem.dtype],
+            "g_dtype": SHORT[problem.g_dtype],
+            "gate": problem.gate,
+            "qk_l2norm": problem.qk_l2norm,
+            "aligned": "unaligned_qk" not in problem.options,
+        }
     if problem.op == "decode":
         facts |= dict(beta_logits=problem.beta_logits, single=_single(problem))
     if problem.op == "verify":
