@@ -5,7 +5,6 @@ import math
 import subprocess
 import sys
 import types
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from importlib import metadata
@@ -17,49 +16,22 @@ import typer
 from typer.testing import CliRunner
 
 import gated_delta as gd
+from contests import CPU, fake_contest, play, same
 from gated_delta import bench, cli, compile, reference
-from gated_delta.bench import PEERS, Agenda, Cell, Outcome, Speculation, cells, clock, peers, report, speculate
-from gated_delta.bench.cells import grid
+from gated_delta.bench import PEERS, Agenda, Decode, Outcome, Speculation, cells, clock, peers, report, speculate
+from gated_delta.bench.decode import Pooled, grid
 from gated_delta.bench.peers import BASELINES, SPECULATING, NotOffered, Peer
 from gated_delta.bench.report import Rival
 from gated_delta.bench.speculate import Flatness, FlushOfLayers
 from gated_delta.dispatch import schedule_of
 
-CPU = torch.device("cpu")
 BF16, FP32 = torch.bfloat16, torch.float32
 SMALL = [
-    Cell("gdn", (1, 2), BF16, 1, 3),
-    Cell("kda", (2, 2), BF16, 3, 2),
-    Cell("gdn", (1, 2), FP32, 1, 2),
-    Cell("kda", (2, 2), BF16, 1, 2),
+    Decode("gdn", (1, 2), BF16, 1, 3),
+    Decode("kda", (2, 2), BF16, 3, 2),
+    Decode("gdn", (1, 2), FP32, 1, 2),
+    Decode("kda", (2, 2), BF16, 1, 2),
 ]
-
-
-def same(cell, b):
-    """A peer that makes our own call, into an output of its own."""
-    return b.ours("reference")
-
-
-def fake_contest(monkeypatch, us, tried=None, remarks=None):
-    """A contest on the CPU among the given peers, name -> (prepare, microseconds)."""
-    times = {"ours": 4.0, "copy": 3.0, "verify": 2.5, "flush": 1.75} | {name: time for name, (_, time) in us.items()}
-
-    def in_turns(replays):
-        return {name: times[name] for name in replays}
-
-    def capture(calls):
-        for call in calls:
-            call()
-        if tried is not None:
-            tried.append(len(calls))
-        return lambda: math.nan
-
-    monkeypatch.setattr(clock, "in_turns", in_turns)
-    monkeypatch.setattr(Cell, "rotation", 2)
-    monkeypatch.setattr(Speculation, "rotation", 2)
-    made = {name: Peer(name, "no-such-package", prepare) for name, (prepare, _) in us.items()}
-    say = (remarks if remarks is not None else []).append
-    return bench.Contest(made, CPU, say, backend="reference", capture=capture)
 
 
 # ------------------------------------------------------------------------------------------------ the grid
@@ -69,11 +41,11 @@ def test_grid_is_the_agreed_one():
     chosen = grid()
     assert len(chosen) == len(set(chosen)) == 4 * 10 + 2 * 5 * 8 + 2 * 10
     assert {cell.family for cell in chosen} == {"T=1", "T>1", "fp32"}
-    assert Cell("gdn", (16, 64), BF16, 1, 512) in chosen
-    assert Cell("kda", (64, 64), BF16, 1, 1) in chosen
-    assert Cell("kda", (32, 32), BF16, 8, 128) in chosen
-    assert Cell("gdn", (16, 64), FP32, 1, 512) in chosen
-    assert Cell("gdn", (16, 64), BF16, 4, 256) not in chosen
+    assert Decode("gdn", (16, 64), BF16, 1, 512) in chosen
+    assert Decode("kda", (64, 64), BF16, 1, 1) in chosen
+    assert Decode("kda", (32, 32), BF16, 8, 128) in chosen
+    assert Decode("gdn", (16, 64), FP32, 1, 512) in chosen
+    assert Decode("gdn", (16, 64), BF16, 4, 256) not in chosen
     assert {cell.sequences for cell in chosen if cell.tokens == 1} == {2**i for i in range(10)}
 
 
@@ -85,9 +57,9 @@ def test_grid_is_narrowed_by_what_is_given():
 
 def test_bytes_are_the_states_read_and_written():
     one = 64 * 128 * 128 * 2
-    assert Cell("gdn", (16, 64), BF16, 1, 64).bytes == 2 * 64 * one
-    assert Cell("gdn", (16, 64), BF16, 4, 64).bytes == (1 + 4) * 64 * one
-    assert Cell("gdn", (16, 64), FP32, 1, 64).bytes == 2 * 64 * 2 * one
+    assert Decode("gdn", (16, 64), BF16, 1, 64).bytes == 2 * 64 * one
+    assert Decode("gdn", (16, 64), BF16, 4, 64).bytes == (1 + 4) * 64 * one
+    assert Decode("gdn", (16, 64), FP32, 1, 64).bytes == 2 * 64 * 2 * one
 
 
 @pytest.mark.parametrize("cell", grid(), ids=str)
@@ -98,7 +70,7 @@ def test_rotation_is_cold_and_fits(cell):
 
 
 def test_rotation_gives_up_sets_before_memory():
-    assert Cell("gdn", (16, 64), FP32, 1, 4096).rotation == 1
+    assert Decode("gdn", (16, 64), FP32, 1, 4096).rotation == 1
 
 
 def test_checks_take_the_cells_own_schedule_on_few_sequences():
@@ -110,7 +82,7 @@ def test_checks_take_the_cells_own_schedule_on_few_sequences():
             assert (*cell.heads, cell.tokens) == (problem.H, problem.HV, problem.T)
             assert (problem.gate, problem.state_dtype) == (cells.GATES[cell.model], cell.state_dtype)
     assert {len(case.lengths) for cell in grid() if cell.sequences > 64 for case in cell.checks()} <= set(range(3, 65))
-    assert {case.layout for case in Cell("gdn", (16, 64), BF16, 4, 8).checks()} == {"intermediates", "frozen"}
+    assert {case.layout for case in Decode("gdn", (16, 64), BF16, 4, 8).checks()} == {"intermediates", "frozen"}
 
 
 @pytest.mark.parametrize("cell", SMALL, ids=str)
@@ -436,7 +408,7 @@ def test_peers_are_asked_for_the_same(monkeypatch, name, cell):
 
 @pytest.mark.usefixtures("stand_ins")
 def test_flashinfer_has_no_kda_with_fp32_states():
-    cell = Cell("kda", (2, 2), FP32, 1, 2)
+    cell = Decode("kda", (2, 2), FP32, 1, 2)
     with pytest.raises(NotOffered, match="fp32"):
         PEERS["flashinfer"].prepare(cell, cell.make(CPU, 0))
 
@@ -583,7 +555,7 @@ def test_our_own_cached_states_agree_and_are_nobodys_best(monkeypatch, cell):
 
 
 def uncommitted(cell, b):
-    step = cells.Buffers.ours(b, "reference")
+    step = Pooled.ours(b, "reference")
     return lambda: (step()[0], b.state)
 
 
@@ -752,7 +724,7 @@ def test_speculation_is_summed_up_against_the_peers_and_each_alone():
     assert first["memory_ratio_minimum"] == pytest.approx(128 / 3)
     assert "memory_ratio_minimum" not in found["GDN bf16"]  # no cell with four drafts
     cell = made[1].record()
-    assert (cell["verify_us"], cell["flush_us"], cell["best_peer"]) == (2.5, pytest.approx(10 / 3), "flashinfer")
+    assert (cell["parts"], cell["best_peer"]) == ({"verify": 2.5, "flush": pytest.approx(10 / 3)}, "flashinfer")
     assert (cell["model"], cell["tokens"], cell["memory_ratio"]) == ("kda", 4, pytest.approx(128 / 3))
 
 
@@ -761,16 +733,16 @@ def test_tables_of_speculation(tmp_path):
 
     made = [chain(10.0, cell, cached=9.0, sglang=20.0) for cell in speculate.grid(tokens=[4], sequences=[1, 64])]
     console = Console(width=160, record=True, file=StringIO())
-    for table in bench.tables(made, ["cached", "sglang", "flashinfer"]):
+    for table in [*bench.tables(made), *bench.summary_tables(made)]:
         console.print(table)
     moves = FlushOfLayers(speculate.grid(tokens=[4], sequences=[32])[0])
     times = {"all": 8.0, "all_copy": 6.0, "random": 5.0, "random_copy": 4.0}
     console.print(bench.probe_table("flush_of_layers", [moves.record(times)]))
     text = console.export_text()
-    for word in ("verify", "KDA 64/64 fp32 T=4 B=64", "GDN bf16", "2.000", "0.900", "42.7", "flush_of_layers", "random_copy_us"):
+    for word in ("verify", "KDA 64/64 fp32 T=4 B=64", "GDN bf16", "2.000", "0.900", "42.667", "flush_of_layers", "random_copy_us"):
         assert word in text
     file = tmp_path / "speculate.png"
-    bench.plot_outcomes(made, ["cached", "sglang", "flashinfer"], "made up", file)
+    bench.plot_outcomes(made, "made up", file)
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
@@ -781,13 +753,13 @@ def outcome(us, copy_us, cell=SMALL[0], **times):
     return Outcome(cell, us, copy_us, {name: Rival(time, 1e-3, True) for name, time in times.items()})
 
 
-GDN = partial(Cell, "gdn", (16, 64), BF16)
+GDN = partial(Decode, "gdn", (16, 64), BF16)
 MADE_UP = [
     outcome(10.0, 8.0, GDN(1, 32), a=20.0, b=40.0),  # ratio 2, not a full chip
     outcome(10.0, 9.0, GDN(1, 64), a=5.0, b=7.0),  # ratio 0.5, share 0.9
     outcome(10.0, 9.5, GDN(1, 128)),  # nobody to compare with, share 0.95
     outcome(10.0, 9.8, GDN(4, 64), a=15.0),
-    outcome(10.0, 7.0, Cell("kda", (32, 32), FP32, 1, 64), a=11.0),  # 2048 states: full for fp32
+    outcome(10.0, 7.0, Decode("kda", (32, 32), FP32, 1, 64), a=11.0),  # 2048 states: full for fp32
 ]
 
 
@@ -807,17 +779,16 @@ def test_summary_by_family():
 
 
 def test_record_has_what_a_claim_needs():
-    host = {"ours": 5.0, "a": 9.0}
-    counts = {"loaded_by_checks": 6, "loaded_while_timing": 0}
     made = {"a": Peer("a", "torch", same), "b": Peer("b", "no-such-package", same)}
-    written = json.loads(json.dumps(bench.record(MADE_UP, CPU, made, counts, host, {"more": 1}), allow_nan=False))
-    assert written["torch"] == torch.__version__
-    assert written["peers"] == {"a": metadata.version("torch"), "b": None}
-    assert written["kernel_sources"] == compile.sources()
-    assert written["kernels"] == counts
-    assert written["host_us"] == host
-    assert written["more"] == 1
-    assert written["copy_tb_s"] == pytest.approx(max(o.cell.bytes / o.copy_us / 1e6 for o in MADE_UP))
+    run = bench.run_facts(CPU, made, {"more": 1})
+    written = json.loads(json.dumps(bench.record([replace(o, run=run) for o in MADE_UP], run), allow_nan=False))
+    (ran,) = written["runs"]
+    assert ran["torch"] == torch.__version__
+    assert ran["peers"] == {"a": metadata.version("torch"), "b": None}
+    assert ran["kernel_sources"] == compile.sources()
+    assert ran["more"] == 1
+    assert {cell["run"] for cell in written["cells"]} == {0}
+    assert written["summary"]["T=1"]["kernel_sources"] == [compile.sources()]
     assert written["summary"]["T=1"]["ratio_minimum"] == pytest.approx(0.5)
     cell = written["cells"][1]
     assert (cell["model"], cell["heads"], cell["state_dtype"], cell["tokens"], cell["sequences"]) == (
@@ -830,7 +801,7 @@ def test_record_has_what_a_claim_needs():
     assert (cell["us"], cell["copy_us"], cell["best_peer"], cell["ratio"]) == (10.0, 9.0, "a", 0.5)
     assert cell["bytes"] == 2 * 64 * 64 * 128 * 128 * 2
     assert cell["tb_s"] == pytest.approx(cell["bytes"] / 10e-6 / 1e12)
-    assert cell["peers"]["b"] == {"us": 7.0, "error": 1e-3, "agrees": True, "reason": None}
+    assert cell["peers"]["b"] == {"us": 7.0, "error": 1e-3, "agrees": True, "reason": None, "eager_us": None}
 
 
 def test_record_names_the_commit_only_inside_the_packages_own_checkout(monkeypatch, tmp_path):
@@ -861,13 +832,13 @@ def test_tables_and_picture(tmp_path):
 
     console = Console(width=200, record=True, file=StringIO())
     disagreeing = Outcome(GDN(1, 1), 2.0, 1.0, {"a": Rival(None, 0.5, False, "disagrees"), "b": Rival(None, None, None, "gone")})
-    for table in bench.tables([*MADE_UP, disagreeing], ["a", "b"]):
+    for table in [*bench.tables([*MADE_UP, disagreeing]), *bench.summary_tables(MADE_UP)]:
         console.print(table)
     text = console.export_text()
-    for word in ("GDN 16/64 bf16 T=1 B=64", "disagrees", "0.500", "0.900", "2 of 4", "KDA 32/32 fp32 T=1 B=64"):
+    for word in ("GDN 16/64 bf16 T=1 B=64", "disagrees", "0.500", "0.900", "2 of 3", "KDA 32/32 fp32 T=1 B=64"):
         assert word in text
     file = tmp_path / "decode.png"
-    bench.plot_outcomes([*MADE_UP, disagreeing], ["a", "b"], "made up", file)
+    bench.plot_outcomes([*MADE_UP, disagreeing], "made up", file)
     assert file.read_bytes().startswith(b"\x89PNG")
 
 
@@ -879,8 +850,7 @@ def test_bench_runs_the_grid_and_writes_what_it_found(monkeypatch, tmp_path):
         raise ModuleNotFoundError("No module named 'flashinfer'")
 
     run = fake_contest(monkeypatch, {"flashinfer": (missing, 1.0), "fla": (same, 8.0)})
-    monkeypatch.setattr(bench, "Contest", lambda *_, **__: run)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    play(monkeypatch, run)
     monkeypatch.setattr(clock, "HOST_CALLS", 1)
     files = tmp_path / "results" / "decode.json", tmp_path / "results" / "decode.png"
     agenda = Agenda(SMALL[:2], {name: run.peers[name] for name in ("flashinfer", "fla")})
@@ -888,14 +858,14 @@ def test_bench_runs_the_grid_and_writes_what_it_found(monkeypatch, tmp_path):
     written = json.loads(files[0].read_text())
     assert [cell["series"] for cell in written["cells"]] == ["GDN 1/2 bf16 T=1", "KDA 2/2 bf16 T=3"]
     assert written["summary"]["T=1"]["ratio_geomean"] == pytest.approx(2.0)
-    assert "ours" in written["host_us"]
+    assert "ours" in written["runs"][0]["host_us"]
+    assert written["runs"][0]["host_us_of"] == "GDN 1/2 bf16 T=1 B=3"
     assert files[1].read_bytes().startswith(b"\x89PNG")
 
 
 def test_bench_does_not_time_what_fails_its_check(monkeypatch, tmp_path):
     run = fake_contest(monkeypatch, {})
-    monkeypatch.setattr(bench, "Contest", lambda *_, **__: run)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    play(monkeypatch, run)
     monkeypatch.setattr(clock, "HOST_CALLS", 1)
     right = reference.decode
 
@@ -959,7 +929,7 @@ def test_options_given_narrow_the_grid(monkeypatch):
     assert (seen[0][0].cells, seen[0][1]) == (grid(), "")
     assert (seen[0][0].baselines, seen[0][0].probes) == ({}, ())
     assert {cell.sequences for cell in seen[1][0].cells} == {1, 8}
-    assert (seen[2][0].cells, seen[2][1]) == ([Cell("kda", (32, 32), FP32, 1, 2**i) for i in range(10)], "fla")
+    assert (seen[2][0].cells, seen[2][1]) == ([Decode("kda", (32, 32), FP32, 1, 2**i) for i in range(10)], "fla")
     assert (seen[3][0].cells, seen[3][0].probes) == (speculate.grid(), speculate.probes())
     assert list(seen[3][0].baselines) == ["cached"]
     assert seen[4][0].cells == [Speculation("gdn", (16, 64), BF16, 4, B) for B in (2, 64)]
@@ -973,30 +943,31 @@ def test_options_given_narrow_the_grid(monkeypatch):
 @pytest.mark.usefixtures("stand_ins")
 def test_speculation_is_run_beside_its_baseline_and_followed_by_the_probes(monkeypatch, tmp_path):
     contest = fake_contest(monkeypatch, {"cached": (BASELINES["cached"].prepare, 6.0), "sglang": (same, 8.0)})
-    monkeypatch.setattr(bench, "Contest", lambda *_, **__: contest)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    play(monkeypatch, contest)
     monkeypatch.setattr(clock, "HOST_CALLS", 1)
     flat = {"T2": 2.0, "T4": 2.0, "T8": 3.0, "T16": 4.0}
     probes = [Flatness(SPECULATIONS[0])]
     turns = clock.in_turns
     monkeypatch.setattr(clock, "in_turns", lambda replays: flat if "T2" in replays else turns(replays))
-    agenda = Agenda(SPECULATIONS[:2], {"sglang": contest.peers["sglang"]}, BASELINES, probes, 1, {"committed": "so"})
+    agenda = Agenda(
+        SPECULATIONS[:2], {"sglang": contest.peers["sglang"]}, BASELINES, probes, 1, facts=lambda _: {"committed": "so"}
+    )
     file, picture = tmp_path / "speculate.json", tmp_path / "speculate.png"
     cli._bench_grid(agenda, "sglang", CPU, cli.console, file, True, picture)
     written = json.loads(file.read_text())
-    assert list(written["peers"]) == ["cached", "sglang"]
-    assert written["committed"] == "so"
-    assert [cell["verify_us"] for cell in written["cells"]] == [2.5, 2.5]
+    (ran,) = written["runs"]
+    assert list(ran["peers"]) == ["cached", "sglang"]
+    assert ran["committed"] == "so"
+    assert [cell["parts"]["verify"] for cell in written["cells"]] == [2.5, 2.5]
     assert written["summary"]["KDA fp32"]["ratio_geomean"] == pytest.approx(2.0)
     assert written["summary"]["KDA fp32"]["rivals"]["cached"]["ratio_geomean"] == pytest.approx(1.5)
-    assert [row["T8_over_T2"] for row in written["flatness"]] == [1.5]
+    assert [row["T8_over_T2"] for row in ran["flatness"]] == [1.5]
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_run_cut_short_leaves_what_it_has(monkeypatch, tmp_path):
     contest = fake_contest(monkeypatch, {})
-    monkeypatch.setattr(bench, "Contest", lambda *_, **__: contest)
-    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    play(monkeypatch, contest)
 
     def cut(_):
         raise KeyboardInterrupt

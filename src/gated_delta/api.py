@@ -218,11 +218,23 @@ def run_prefill(
     tokens: Tokens, output_final_state: bool, final_state: Tensor | None, out: Tensor | None, backend: str, **states: Any
 ) -> tuple[Tensor, Tensor | None]:
     problem = describe_prefill(tokens, output_final_state=output_final_state, out=out, **states)
-    select(problem, tokens.q.device, backend)  # no kernel yet: raises where only one would do
+    route = select(problem, tokens.q.device, backend, tokens.num_sequences, tokens.q.shape[:2].numel())
     out = _empty_like(tokens.v, out)
     if output_final_state and final_state is None:
         final_state = _final_state(tokens, states["initial_state"])
-    reference.prefill(tokens, **states, final_state=final_state, out=out)
+    if route.backend == "reference":
+        reference.prefill(tokens, **states, final_state=final_state, out=out)
+        return out, final_state
+    launch = cute.PrefillLaunch(route, tokens, **states, final_state=final_state, out=out)
+    q, k, v, g, beta, gate, _, _, _, cu_seqlens = tokens
+    pool = states["state"]
+    initial, final = (states["initial_state"], final_state) if pool is None else (pool, pool)
+    given = (
+        q, k, v, g, beta, gate.A_log, gate.dt_bias, cu_seqlens,
+        states["state_indices"], states["has_initial_state"], initial, final, out,
+    )  # fmt: skip
+    launched = launch([x for x in given if x is not None])
+    assert launched
     return out, final_state
 
 

@@ -9,6 +9,7 @@ import random
 import sys
 import time
 from collections import Counter
+from collections.abc import Collection, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from enum import Enum
 from functools import partial
@@ -27,7 +28,7 @@ from . import compile as kernels
 from .problem import UnsupportedProblem
 
 if TYPE_CHECKING:
-    from .bench import Agenda
+    from .bench import Agenda, Outcome
 
 app = typer.Typer(help="Gated-delta-rule linear attention (GDN and KDA): prefill, decode, verify, flush.", no_args_is_help=True)
 # Piped output has no width of its own, and a label cut short names nothing.
@@ -104,6 +105,13 @@ def _ints(text: str, what: str) -> list[int]:
     return values
 
 
+def _some_of(known: Collection[str], text: str, what: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")] if text else []
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"expected some of {','.join(known)}, got {','.join(unknown)}", param_hint=what)
+    return names
+
+
 def _report(as_json: bool, file: Path | None) -> Console:
     """Where tables go: beside JSON on the standard output they would spoil it."""
     if file is not None and not as_json:
@@ -116,8 +124,15 @@ def _write_json(file: Path | None, content: Any) -> None:
     if file is None:
         sys.stdout.write(text + "\n")
     else:
-        file.write_text(text + "\n")
+        _replace(file, text + "\n")
         console.print(f"wrote {file}", highlight=False)
+
+
+def _replace(file: Path, text: str) -> None:
+    """The whole of it or nothing: a run may be cut short at any time, and the file may hold what other runs found."""
+    unfinished = file.with_name(file.name + ".unfinished")
+    unfinished.write_text(text)
+    unfinished.replace(file)
 
 
 @app.command()
@@ -297,7 +312,18 @@ def bench(
         bool, typer.Option("--grid", help="On a GPU: a fixed grid, narrowed by the options given; always for speculate.")
     ] = False,
     peers: Annotated[
-        str, typer.Option(help="The grid beside these: flashinfer,sglang,fla; speculate: no fla.", show_default=False)
+        str,
+        typer.Option(
+            help="The grid beside these: flashinfer,sglang,fla; speculate: no fla; "
+            "prefill, in parts that benchmarks/results/prefill.json or FILE gathers: fla,flashinfer,cudnn,cudnn_cute,flashqla.",
+            show_default=False,
+        ),
+    ] = "",
+    gates: Annotated[
+        str, typer.Option(help="Prefill's grid: fast,slow, how the gates forget; both when not given.", show_default=False)
+    ] = "",
+    shapes: Annotated[
+        str, typer.Option(help="Prefill's grid: e.g. 1x8192,8x1024,10-skewed-4096; all when not given.", show_default=False)
     ] = "",
     as_json: JsonOption = False,
     plot_file: Annotated[Path | None, typer.Option("--plot", help="Write a picture of the timings to this file.")] = None,
@@ -318,7 +344,7 @@ def bench(
         raise typer.BadParameter("a state is fp32 or bf16", param_hint="--state-dtype")
     if token_loop and op is not BenchOp.prefill:
         raise typer.BadParameter("only a prefill has a token loop to compare with", param_hint="--token-loop")
-    if grid or peers or op is BenchOp.speculate:
+    if grid or peers or gates or shapes or op is BenchOp.speculate:
         sources = {name: context.get_parameter_source(name) for name in context.params}
         given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
         if fixed := given & {"dim", "gate", "dtype", "token_loop"}:
@@ -329,14 +355,25 @@ def bench(
                 f"got {op.value}, {backend.value}, {where}",
                 param_hint="--peers" if peers else "--grid" if grid else "--op",
             )
-        agenda = timing.AGENDAS[op.value](
-            model=[m.value for m in model] if model else None,
-            heads=[(H, HV)] if "heads" in given else None,
-            state_dtype=[state_dtype.dtype] if "state_dtype" in given else None,
-            tokens=_ints(tokens, "--tokens") if tokens else None,
-            sequences=_ints(batch, "--batch") if "batch" in given else None,
-        )
-        _bench_grid(agenda, peers, where, report, file, as_json, plot_file)
+        options: dict[str, tuple[str, list[Any]]] = {
+            # option: what it is of a cell, the values given
+            "--model": ("model", [m.value for m in model or ()]),
+            "--heads": ("heads", [(H, HV)] if "heads" in given else []),
+            "--state-dtype": ("state_dtype", [state_dtype.dtype] if "state_dtype" in given else []),
+            "--tokens": ("tokens", _ints(tokens, "--tokens") if tokens else []),
+            "--batch": ("sequences", _ints(batch, "--batch") if "batch" in given else []),
+            "--gates": ("gates", _some_of(timing.SPEEDS, gates, "--gates")),
+            "--shapes": ("shape", _some_of(timing.SHAPES, shapes, "--shapes")),
+        }
+        wanted = {name: values for name, values in options.values() if values}
+        for option, (name, _) in options.items():
+            if name in wanted and not hasattr(timing.AGENDAS[op.value]().grid[0], name):
+                raise typer.BadParameter(f"the grid of {op.value} settles it", param_hint=option)
+        agenda = timing.AGENDAS[op.value](**wanted)
+        if agenda.results is not None and not as_json:
+            as_json, file = True, agenda.results
+        kept = _kept(file, agenda) if agenda.results is not None and file is not None and file.exists() else []
+        _bench_grid(agenda, peers, where, report, file, as_json, plot_file, kept)
         return
     lengths = _ints(tokens or ("4096" if op is BenchOp.prefill else "1"), "--tokens")
     if op is not BenchOp.prefill and max(lengths) > 16:
@@ -378,35 +415,48 @@ def bench(
         raise typer.Exit(1)
 
 
+def _kept(file: Path, agenda: Agenda) -> list[Outcome]:
+    """What earlier runs over parts of the grid left there."""
+    from . import bench as timing
+
+    try:
+        return timing.restored(json.loads(file.read_text()), agenda.grid)
+    except (ValueError, KeyError, TypeError):
+        raise typer.BadParameter(f"{file} holds nothing that results can be added to", param_hint="FILE") from None
+
+
 def _bench_grid(
-    agenda: Agenda, peers: str, device: torch.device, report: Console, file: Path | None, as_json: bool, plot_file: Path | None
+    agenda: Agenda,
+    peers: str,
+    device: torch.device,
+    report: Console,
+    file: Path | None,
+    as_json: bool,
+    plot_file: Path | None,
+    kept: Sequence[Outcome] = (),
 ) -> None:
     from . import bench as timing
 
     if not agenda.cells:
         raise typer.BadParameter("no cell of the grid has all the values given", param_hint="--grid")
-    asked = [name.strip() for name in peers.split(",")] if peers else []
-    if unknown := set(asked) - set(agenda.peers):
-        raise typer.BadParameter(f"expected some of {','.join(agenda.peers)}, got {','.join(unknown)}", param_hint="--peers")
+    asked = _some_of(agenda.peers, peers, "--peers")
     for target in (file, plot_file):
         if target is not None:
             target.parent.mkdir(parents=True, exist_ok=True)
-    rivals = {**agenda.baselines, **{name: agenda.peers[name] for name in asked}}
-    contest = timing.Contest(
-        rivals,
-        device,
-        lambda remark: errors.print(remark, highlight=False, markup=False),
-        capture=partial(timing.capture, passes=agenda.passes),
-    )
+    rivals = {**agenda.baselines, **{form: peer for name in asked for form, peer in agenda.peers[name].forms.items()}}
     hidden = not sys.stderr.isatty()
     outcomes: list[timing.Outcome] = []
-    probed: dict[str, list[dict[str, Any]]] = {}
-
-    def record(host_us: dict[str, float]) -> dict[str, Any]:
-        return timing.record(outcomes, device, rivals, contest.kernels, host_us, {**agenda.facts, **probed})
-
     failed = 0
     with torch.cuda.device(device):
+        contest = timing.Contest(
+            rivals,
+            device,
+            lambda remark: errors.print(remark, highlight=False, markup=False),
+            capture=partial(timing.capture, passes=agenda.passes),
+            eager=timing.eager if agenda.eager else None,
+            facts=timing.run_facts(device, rivals, agenda.facts(device)),
+        )
+        run = contest.run
         right = []
         for one in track([*agenda.cells, *agenda.probes], description="checking", console=errors, disable=hidden):
             if wrong := contest.check(one):
@@ -418,21 +468,24 @@ def _bench_grid(
             if isinstance(one, timing.Cell):
                 outcomes.append(contest.measure(one))
             else:
-                probed.setdefault(one.name, []).append(contest.probe(one))
+                run.setdefault(one.name, []).append(contest.probe(one))
             if as_json and file is not None:  # a run cut short leaves what it has
-                file.write_text(json.dumps(record({}), indent=1) + "\n")
-        smallest = min((o.cell for o in outcomes), key=lambda cell: cell.bytes, default=None)
-        host_us = {} if smallest is None else contest.host(smallest)
-    for table in timing.tables(outcomes, rivals):
+                _replace(file, json.dumps(timing.record(timing.merged(kept, outcomes, agenda.grid), run), indent=1) + "\n")
+        if outcomes and not agenda.eager:
+            smallest = min((o.cell for o in outcomes), key=lambda cell: cell.bytes)
+            run |= dict(host_us=contest.host(smallest), host_us_of=smallest.label)
+    everything = timing.merged(kept, outcomes, agenda.grid)
+    for table in [*timing.tables(outcomes), *timing.summary_tables(everything)]:
         report.print(table)
-    for name, rows in probed.items():
-        report.print(timing.probe_table(name, rows))
-    shown = ", ".join(f"{name} {us:.1f}" for name, us in host_us.items())
-    report.print(f"kernels: {contest.kernels}; host us per eager call, {smallest}: {shown}", highlight=False)
+    for name in dict.fromkeys(probe.name for probe in agenda.probes if probe.name in run):
+        report.print(timing.probe_table(name, run[name]))
+    for fact in ("gemm_tflops", "kernels", "host_us", "host_us_of"):
+        if fact in run:
+            report.print(f"{fact.replace('_', ' ')}: {run[fact]}", highlight=False)
     if as_json:
-        _write_json(file, record(host_us))
-    if plot_file is not None and outcomes:
-        timing.plot_outcomes(outcomes, rivals, timing.device_name(device), plot_file)
+        _write_json(file, timing.record(everything, run))
+    if plot_file is not None and everything:
+        timing.plot_outcomes(everything, ", ".join(dict.fromkeys(o.run["device"] for o in everything)), plot_file)
         report.print(f"wrote {plot_file}", highlight=False)
     if failed:
         raise typer.Exit(1)

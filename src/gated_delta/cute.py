@@ -21,12 +21,17 @@ from .dispatch import Route
 from .kernels.arguments import (
     ABSENT,
     BF16,
+    CHUNK,
+    COLUMNS,
     FP16,
     FP32,
+    IMAGE,
     DecodeSizes,
     DecodeStrides,
     FlushSizes,
     FlushStrides,
+    PrefillSizes,
+    PrefillStrides,
     VerifySizes,
     VerifyStrides,
 )
@@ -47,12 +52,11 @@ class Launch:
     """What launches have in common. given: the tensors whose addresses the kernel takes, in its order; None for an absent one."""
 
     def __init__(self, route: Route, device: torch.device, given: Sequence[Tensor | None]):
-        assert route.variant is not None
         arch = dispatch.arch_of(device)
         assert arch is not None
         self.index = device.index
         self.several_devices = torch.cuda.device_count() > 1
-        self.function = compile.load(route.variant, arch)
+        self.functions = [compile.load(variant, arch) for variant in route.variants]
         present = [x is not None for x in given]
         places = itertools.accumulate(present, initial=0)
         self.places = itemgetter(*(place if there else -1 for place, there in zip(places, present, strict=False)))
@@ -62,9 +66,11 @@ class Launch:
         stream = _stream(_raw_stream(self.index))
         if self.several_devices and torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
-                self.function(*arguments, stream)
+                for function in self.functions:
+                    function(*arguments, stream)
         else:
-            self.function(*arguments, stream)
+            for function in self.functions:
+                function(*arguments, stream)
 
 
 class TokensLaunch(Launch):
@@ -146,7 +152,8 @@ class DecodeLaunch(TokensLaunch):
         self.strides = _short(
             route,
             DecodeStrides(
-                **_token_strides(tokens, state, out),
+                **_token_strides(tokens, out),
+                **_named("state", "ph", _bytes(state, 2)),
                 **_named("steps", "nth", _bytes(intermediate_states, 3)),
                 **_named("reads", "nt", _bytes(state_indices, 2)),
                 **_named("writes", "n", _bytes(write_indices, 1)),
@@ -196,7 +203,8 @@ class VerifyLaunch(TokensLaunch):
         self.strides = _short(
             route,
             VerifyStrides(
-                **_token_strides(tokens, state, out),
+                **_token_strides(tokens, out),
+                **_named("state", "ph", _bytes(state, 2)),
                 **_named("u", "rth", _bytes(buffer.u, 3)),
                 **_named("kept_k", "rth", _bytes(buffer.k, 3)),
                 **_named("log_decay", "rth", _bytes(buffer.log_decay, 3)),
@@ -245,7 +253,7 @@ class FlushLaunch(Launch):
         accepted = num_accepted if isinstance(num_accepted, Tensor) else None
         u, k, log_decay = buffer.u, buffer.k, buffer.log_decay
         super().__init__(route, state.device, (state, u, k, log_decay, accepted, state_indices, write_indices, buffer_indices))
-        assert route.schedule is not None
+        assert isinstance(route.schedule, dispatch.Schedule)
         self.count = None if isinstance(num_accepted, Tensor) else num_accepted
         N = buffer.sequences(state_indices, write_indices, buffer_indices, num_accepted)
         layers, HV, C = state.shape[0] if state.ndim == 5 else 1, u.shape[-2], u.shape[-3]
@@ -300,12 +308,116 @@ class FlushLaunch(Launch):
         return True
 
 
+class PrefillLaunch(Launch):
+    """A prefill of given shapes and strides."""
+
+    def __init__(
+        self,
+        route: Route,
+        tokens: Tokens,
+        *,
+        initial_state: Tensor | None,
+        state: Tensor | None,
+        state_indices: Tensor | None,
+        has_initial_state: Tensor | None,
+        final_state: Tensor | None,
+        out: Tensor,
+    ):
+        q, k, v, g, beta, gate, _, _, _, cu_seqlens = tokens
+        initial, final = (initial_state, final_state) if state is None else (state, state)
+        given = (q, k, v, g, beta, gate.A_log, gate.dt_bias, cu_seqlens, state_indices, has_initial_state, initial, final, out)
+        super().__init__(route, q.device, given)
+        assert isinstance(route.schedule, dispatch.Cut)
+        self.scale = q.shape[-1] ** -0.5 if tokens.scale is None else tokens.scale
+        self.bound = gate.bound
+        N, H, HV = tokens.num_sequences, q.shape[2], v.shape[2]
+        total, T = (q.shape[1], 0) if cu_seqlens is not None else (0, q.shape[1])
+        places = total // CHUNK + N if cu_seqlens is not None else N * -(-T // CHUNK)
+        self.empty = N == 0
+        self.workspace = _workspace(route.problem.axis, N, H, HV, places, route.schedule.pieces, cu_seqlens is not None)
+        self.strides = _short(
+            route,
+            PrefillStrides(
+                **_token_strides(tokens, out),
+                **_named("initial", "ph", _bytes(initial, 2)),
+                **_named("final", "ph", _bytes(final, 2)),
+                **_named("reads", "n", _bytes(state_indices, 1)),
+                **_named("has_initial", "n", _bytes(has_initial_state, 1)),
+            ),
+        )
+        self.sizes = _ready(
+            PrefillSizes(
+                N=N,
+                T=T,
+                total=total,
+                places=places,
+                H=H,
+                HV=HV,
+                q_heads=_head_factor(HV, H),
+                beta_logits=int(tokens.beta_logits),
+                beta_kind=KINDS[beta.dtype],
+                dt_bias_kind=ABSENT if gate.dt_bias is None else KINDS[gate.dt_bias.dtype],
+                cu_seqlens_kind=_index_kind(cu_seqlens),
+                reads_kind=_index_kind(state_indices),
+                pieces=route.schedule.pieces,
+            )
+        )
+
+    def __call__(self, tensors: list[Tensor]) -> bool:
+        """Launch for tensors like those described, those there are, in PrefillPointers' order.
+
+        False, and nothing is done, where these lie so that the call has to be described anew: out on an input, rows off a vector's
+        boundary.
+        """
+        pointers = list(map(_data_ptr, tensors))
+        if pointers[-1] in pointers[:3] and tensors[-1].numel():
+            return False
+        arguments = self.places([*pointers, 0])
+        q, k, v, _, _, _, _, _, _, _, initial, final, o = arguments
+        if (q | k | v | initial | final | o) & 15:
+            return False
+        if CHECK:
+            self.check(self.places([*tensors, None]))
+        if self.empty:
+            tensors[-1].zero_()
+        else:
+            size, offsets = self.workspace
+            scratch = torch.empty(size, dtype=torch.uint8, device=tensors[-1].device)
+            start = scratch.data_ptr()
+            self.launch((*arguments, *(start + at if at >= 0 else 0 for at in offsets)), self.scale, self.bound, self.strides, self.sizes)
+        return True
+
+    def check(self, given: tuple[Any, ...]) -> None:
+        """Raise for an index that nobody can serve, given all the tensors there may be."""
+        q, k, v, g, beta, _, _, cu_seqlens, state_indices, _, initial, _, _ = given
+        tokens = Tokens(q, k, v, g, beta, cu_seqlens=cu_seqlens)
+        reference.prefill_rows(tokens, initial, state_indices)
+
+
+def _workspace(axis: str, N: int, H: int, HV: int, places: int, pieces: int, packed: bool) -> tuple[int, list[int]]:
+    """Bytes of a prefill's workspace, and where in it lies what PrefillPointers ends with; -1 for what is not there."""
+    channel, cut = axis == "channel", pieces > 1
+    heads, states = (HV if channel else H), N * HV * pieces * 4 * 128 * 128
+    sizes = (
+        places * heads * IMAGE,  # keys
+        places * heads * IMAGE,  # queries
+        places * HV * IMAGE if channel else 0,  # writes
+        places * HV * IMAGE,  # pairs
+        places * HV * COLUMNS,  # columns
+        N * 4 if packed else 0,  # order
+        2 * states if cut else 0,  # moves
+        states if cut else 0,  # starts
+    )
+    ends = list(itertools.accumulate(-(-size // 256) * 256 for size in sizes))
+    return ends[-1], [end - -(-size // 256) * 256 if size else -1 for size, end in zip(sizes, ends, strict=True)]
+
+
 EARLY_HEADS = 1024
 """States (sequences times heads and layers) up to which a launch asks for them early: about what the chip holds at once."""
 
 
-def _token_strides(tokens: Tokens, state: Tensor, out: Tensor | None) -> dict[str, int]:
-    """Those that decode's and verify's strides have in common."""
+def _token_strides(tokens: Tokens, out: Tensor | None) -> dict[str, int]:
+    """Those that the strides of all kernels that read tokens have in common."""
     q, k, v, g, beta, gate = tokens[:6]
     o = torch.empty(v.shape, dtype=v.dtype, device="meta") if out is None else out
     packed = tokens.cu_seqlens is not None
@@ -324,14 +436,13 @@ def _token_strides(tokens: Tokens, state: Tensor, out: Tensor | None) -> dict[st
         **_named("o", "nthc", rows(o, 4)),
         **_named("A_log", "h", _bytes(gate.A_log, 1)),
         **_named("dt_bias", "hc", _bytes(gate.dt_bias, 2)),
-        **_named("state", "ph", _bytes(state, 2)),
         **_named("cu_seqlens", "n", _bytes(tokens.cu_seqlens, 1)),
     )
 
 
 def _token_sizes(route: Route, tokens: Tokens, state: Tensor) -> dict[str, int]:
     """Those that decode's and verify's sizes have in common."""
-    assert route.schedule is not None
+    assert isinstance(route.schedule, dispatch.Schedule)
     N, HV, gate = tokens.num_sequences, tokens.v.shape[2], tokens.gate
     return dict(
         N=N,

@@ -28,6 +28,13 @@ class Schedule:
 
 
 @dataclass(frozen=True)
+class Cut:
+    """How a prefill's work is cut. pieces: parts of every sequence that are walked at the same time."""
+
+    pieces: int
+
+
+@dataclass(frozen=True)
 class Route:
     """What would run a problem. `missing` says what keeps it from the CuTe kernels, one reason each; empty when nothing does."""
 
@@ -35,8 +42,9 @@ class Route:
     backend: str
     kernel: str
     missing: tuple[str, ...] = ()
-    variant: compile.Variant | None = None
-    schedule: Schedule | None = None
+    variants: tuple[compile.Variant, ...] = ()
+    """What is launched, in its order."""
+    schedule: Schedule | Cut | None = None
 
     def __str__(self) -> str:
         lines = [f"{self.problem.label}: backend {self.backend}, kernel {self.kernel}"]
@@ -123,6 +131,11 @@ def schedule_of(problem: Problem, sequences: int) -> Schedule:
     return schedule
 
 
+def cut_of(problem: Problem, sequences: int, tokens: int) -> Cut:
+    """Pieces for a prefill of that many sequences with so many tokens in all."""
+    return Cut(1)
+
+
 def variant_of(problem: Problem, schedule: Schedule) -> compile.Variant:
     """Everything static about the kernel; H, HV, index types and which options a call uses are settled when it runs."""
     assert problem.state_dtype is not None
@@ -147,8 +160,26 @@ def variant_of(problem: Problem, schedule: Schedule) -> compile.Variant:
     return compile.Variant(problem.op, tuple((facts | dict(rows=schedule.rows, threads=schedule.threads)).items()))
 
 
+def prefill_variants(problem: Problem, cut: Cut) -> list[compile.Variant]:
+    """Prefill's kernels, in the order of their launches."""
+    assert problem.dtype is not None
+    assert problem.g_dtype is not None
+    assert problem.gate is not None
+    assert problem.state_dtype is not None
+    axis, dtype, state = problem.axis, SHORT[problem.dtype], SHORT[problem.state_dtype]
+    prepare: dict[str, str | bool] = dict(axis=axis, dtype=dtype, g_dtype=SHORT[problem.g_dtype], gate=problem.gate)
+    made = [compile.Variant("prepare", tuple((prepare | dict(qk_l2norm=problem.qk_l2norm)).items()))]
+    scan: dict[str, str | bool] = dict(axis=axis, dtype=dtype, state_dtype=state)
+    if cut.pieces > 1:
+        made.append(compile.Variant("scan", tuple((scan | dict(state_dtype="fp32", moves=True)).items())))
+        made.append(compile.Variant("join", (("state_dtype", state),)))
+    return [*made, compile.Variant("scan", tuple((scan | dict(moves=False)).items()))]
+
+
 def variants_of(problem: Problem) -> list[compile.Variant]:
     """Every variant that some number of sequences leads to."""
+    if problem.op == "prefill":
+        return list(dict.fromkeys(variant for pieces in (1, 2) for variant in prefill_variants(problem, Cut(pieces))))
     state_bytes, table = _table(problem)
     return [variant_of(problem, schedule_of(problem, -(-least // state_bytes))) for least, _ in table]
 
@@ -163,6 +194,19 @@ def _missing_for_kernels(problem: Problem) -> list[str]:
         reasons.append("states whose V rows lie next to each other (stride K) and start at multiples of 16 bytes")
     if "unaligned_buffer" in problem.options:
         reasons.append("a buffer whose rows of k start at multiples of 16 bytes")
+    return reasons
+
+
+def _missing_for_prefill(problem: Problem) -> list[str]:
+    reasons = []
+    if (problem.K, problem.V) != (128, 128):
+        reasons.append(f"K = V = 128, got K={problem.K}, V={problem.V}")
+    if "unaligned_qk" in problem.options:
+        reasons.append("rows of q and k that start at multiples of 16 bytes")
+    if "unaligned_values" in problem.options:
+        reasons.append("rows of v and out that start at multiples of 16 bytes")
+    if "scattered_rows" in problem.options:
+        reasons.append("states whose V rows lie next to each other (stride K) and start at multiples of 16 bytes")
     return reasons
 
 
@@ -200,13 +244,14 @@ def _missing_for_cute(problem: Problem, device: torch.device) -> list[str]:
     reasons = []
     if device.type != "cuda":
         reasons.append(f"tensors on a CUDA device, got {device.type}")
-    elif arch_of(device) is None:
+    elif arch_of(device) not in (wanted := ("sm_90a",) if problem.op == "prefill" else tuple(compile.ARCHS.values())):
         capability = torch.cuda.get_device_capability(device)
-        reasons.append(f"a device of compute capability 9.0 or 10.0, got {capability[0]}.{capability[1]}")
+        numbers = " or ".join(f"{major}.{minor}" for (major, minor), arch in compile.ARCHS.items() if arch in wanted)
+        reasons.append(f"a device of compute capability {numbers}, got {capability[0]}.{capability[1]}")
     if problem.dtype == torch.float32:
         reasons.append("bf16 or fp16 inputs, got fp32")
     if problem.op == "prefill":
-        return [*reasons, "a CuTe kernel for prefill: this version ships none"]
+        return reasons + _missing_for_prefill(problem)
     return reasons + _missing_for_kernels(problem)
 
 
@@ -214,8 +259,8 @@ def arch_of(device: torch.device) -> str | None:
     return compile.ARCHS.get(torch.cuda.get_device_capability(device))
 
 
-def select(problem: Problem, device: torch.device, backend: str, sequences: int = 0) -> Route:
-    """The route of a problem; `sequences`, each layer's counted, settle its schedule.
+def select(problem: Problem, device: torch.device, backend: str, sequences: int = 0, tokens: int = 0) -> Route:
+    """The route of a problem; `sequences`, each layer's counted, settle its schedule, and for prefill the tokens of all.
 
     Raises ValueError for an unknown backend, UnsupportedProblem when the asked one cannot run it.
     """
@@ -223,13 +268,18 @@ def select(problem: Problem, device: torch.device, backend: str, sequences: int 
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
     missing = tuple(_missing_for_cute(problem, device))
     if not missing and backend != "reference":
-        schedule = schedule_of(problem, sequences)
-        variant = variant_of(problem, schedule)
+        schedule: Schedule | Cut
+        if problem.op == "prefill":
+            schedule = cut_of(problem, sequences, tokens)
+            variants = tuple(prefill_variants(problem, schedule))
+        else:
+            schedule = schedule_of(problem, sequences)
+            variants = (variant_of(problem, schedule),)
         arch = arch_of(device)
         assert arch is not None
-        missing = compile.missing(variant, arch)
+        missing = tuple(dict.fromkeys(reason for variant in variants for reason in compile.missing(variant, arch)))
         if not missing:
-            return Route(problem, "cute", variant.label, (), variant, schedule)
+            return Route(problem, "cute", ", ".join(variant.label for variant in variants), (), variants, schedule)
     if backend == "cute":
         raise UnsupportedProblem(f"backend 'cute' cannot run {problem.label}; it needs", missing)
     if backend == "auto" and device.type == "cuda":

@@ -370,6 +370,22 @@ def _one_writer(name: str, rows: Iterator[int]) -> None:
 # ------------------------------------------------------------------------------------------------ the four operations
 
 
+class PrefillRows(NamedTuple):
+    """Which slot a prefill starts from and writes, sequence by sequence, below zero where it is inactive."""
+
+    slots: list[int]
+    starts: list[int]
+    lengths: list[int]
+
+
+def prefill_rows(tokens: Tokens, state: Tensor | None, state_indices: Tensor | None) -> PrefillRows:
+    """Looks at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
+    starts, lengths = _spans(tokens)
+    slots = _rows("state_indices", state_indices, len(starts), len(starts) if state is None else state.shape[0])
+    _one_writer("state_indices", (slot for slot in slots if slot >= 0))
+    return PrefillRows(slots, starts, lengths)
+
+
 def prefill(
     tokens: Tokens,
     *,
@@ -380,15 +396,12 @@ def prefill(
     final_state: Tensor | None,
     out: Tensor,
 ) -> None:
-    starts, lengths = _spans(tokens)
+    slots, starts, lengths = prefill_rows(tokens, state, state_indices)
     N, (HV, V, K) = len(starts), (*tokens.v.shape[2:], tokens.q.shape[3])
     with _exact_fp32():
         walk = tokens.v.new_zeros(N, HV, V, K, dtype=torch.float32)
-        active = list(range(N))
+        active = [n for n in range(N) if slots[n] >= 0]
         if state is not None:
-            slots = _rows("state_indices", state_indices, N, state.shape[0])
-            active = [n for n in range(N) if slots[n] >= 0]
-            _one_writer("state_indices", (slots[n] for n in active))
             fresh = [False] * N if has_initial_state is None else [not x for x in has_initial_state.tolist()]
             resumed = [n for n in active if not fresh[n]]
             walk[resumed] = state[[slots[n] for n in resumed]].float()

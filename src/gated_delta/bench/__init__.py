@@ -1,15 +1,16 @@
-"""Timing. operations.py: any operation on any device. The rest: decode and speculative decoding on a GPU over fixed grids, beside
-a copy and the peers.
+"""Timing. operations.py: any operation on any device. The rest: decode, speculative decoding and prefill on a GPU over fixed grids,
+beside a copy and the peers.
 
-cells.py: decode's grid and a call's tensors; speculate.py: those of verify and flush; peers.py: how each peer is called; clock.py:
-graph replays; contest.py: check, then time in turns; agenda.py: what a run over a grid times; report.py: results, summary, JSON,
-tables, picture.
+cells.py: what all grids share; decode.py, speculate.py, prefill.py: their cells and a call's tensors; peers.py, prefill_peers.py:
+how each peer is called; clock.py: graph replays and eager calls; contest.py: check, then time in turns; agenda.py: what a run over
+a grid times; report.py: results, summary, JSON, tables, picture.
 """
 
 from .agenda import AGENDAS, Agenda
 from .cells import Cell
-from .clock import capture
+from .clock import capture, eager
 from .contest import Contest
+from .decode import Decode
 from .operations import (
     CHECKED_TOKENS,
     Timing,
@@ -22,29 +23,39 @@ from .operations import (
     time_case,
 )
 from .peers import PEERS
-from .report import Outcome, plot_outcomes, probe_table, record, tables
+from .prefill import SHAPES, SPEEDS, Prefill
+from .report import Outcome, merged, plot_outcomes, probe_table, record, restored, run_facts, summary_tables, tables
 from .speculate import Speculation
 
 __all__ = [
     "AGENDAS",
     "CHECKED_TOKENS",
     "PEERS",
+    "SHAPES",
+    "SPEEDS",
     "Agenda",
     "Cell",
     "Contest",
+    "Decode",
     "Outcome",
+    "Prefill",
     "Speculation",
     "Timing",
     "bench_case",
     "capture",
     "copy_bandwidth",
     "device_name",
+    "eager",
     "host_seconds",
     "least_bytes",
+    "merged",
     "plot",
     "plot_outcomes",
     "probe_table",
     "record",
+    "restored",
+    "run_facts",
+    "summary_tables",
     "tables",
     "time_case",
 ]

@@ -1,7 +1,8 @@
-"""Clocks: CUDA events around graph replays for the device, the host's own clock for what a call costs the host."""
+"""Clocks: CUDA events around graph replays and around single calls, the host's own for what a call costs the host."""
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +18,11 @@ ROUNDS = 5
 HOST_BATCHES, HOST_CALLS = 20, 100
 """Batches of calls submitted without waiting, few enough that the launch queue never fills."""
 
+GEMM_SIZE = 8192
+"""Rows and columns of the matrices whose product stands for what the tensor cores give."""
+
 Replay = Callable[[], float]
-"""One timed replay of a graph: microseconds per call."""
+"""One timed replay of a graph, or one timed eager call: microseconds per call."""
 
 
 def capture(calls: Sequence[Callable[[], object]], passes: int = PASSES) -> Replay:
@@ -46,6 +50,32 @@ def capture(calls: Sequence[Callable[[], object]], passes: int = PASSES) -> Repl
         return began.elapsed_time(ended) * 1e3 / (passes * len(calls))
 
     return replay
+
+
+def eager(calls: Sequence[Callable[[], object]]) -> Replay:
+    """The calls one by one, none begun before the last has ended: microseconds from the host's first step to the device's last."""
+    turn = itertools.cycle(calls)
+
+    def play() -> float:
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        call = next(turn)
+        torch.cuda.synchronize()
+        began.record()
+        call()
+        ended.record()
+        ended.synchronize()
+        return began.elapsed_time(ended) * 1e3
+
+    return play
+
+
+@torch.no_grad()
+def gemm_tflops(device: torch.device) -> float:
+    """TFLOP/s of torch's product of two square bf16 matrices."""
+    a, b = (torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16, device=device) for _ in range(2))
+    out = torch.empty_like(a)
+    (us,) = in_turns({"gemm": capture([lambda: torch.mm(a, b, out=out)])}).values()
+    return 2 * GEMM_SIZE**3 / us / 1e6
 
 
 def in_turns(replays: Mapping[str, Replay]) -> dict[str, float]:

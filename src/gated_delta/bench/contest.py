@@ -22,9 +22,14 @@ from .speculate import Probe
 AGREEMENT = 2e-2
 """A peer's o and states may differ from ours by this share of their norm: a few bf16 roundings, and no other algorithm."""
 
+Timer = Callable[[Sequence[Callable[[], object]]], clock.Replay]
+
 
 class Contest:
-    """capture: makes a timed replay of prepared calls; say: where remarks go, each of them once."""
+    """capture: makes a timed replay of prepared calls; eager: one that times them singly, where that is wanted too.
+
+    facts: what is known of the run; say: where remarks go, each of them once.
+    """
 
     def __init__(
         self,
@@ -32,16 +37,21 @@ class Contest:
         device: torch.device,
         say: Callable[[str], None],
         backend: str = "cute",
-        capture: Callable[[Sequence[Callable[[], object]]], clock.Replay] = clock.capture,
+        capture: Timer = clock.capture,
+        eager: Timer | None = None,
+        facts: Mapping[str, Any] | None = None,
     ):
         self.peers = dict(peers)
         self.device = device
         self.backend = backend
         self.kernels = {"loaded_by_checks": 0, "loaded_while_timing": 0}
         """Kernels loaded, compiled first if need be. The checks load every variant, so that more of them hang on a shape."""
+        self.run: dict[str, Any] = dict(facts or {}, kernels=self.kernels)
+        """What the JSON file says of the run; every outcome has it."""
         self._say = say
         self._said: set[str] = set()
         self._capture = capture
+        self._eager = eager
         self._verdicts: dict[Case, list[str]] = {}
 
     def check(self, cell: Cell | Probe) -> list[str]:
@@ -74,9 +84,15 @@ class Contest:
             except Exception as problem:
                 rivals[name] = replace(rivals[name], reason=self._refused(name, cell, problem))
         taken = clock.in_turns(replays)
-        rivals = {name: replace(rival, us=taken.get(name)) for name, rival in rivals.items()}
+        alone: dict[str, float] = {}
+        if self._eager is not None:
+            everybody: dict[str, list[Call]] = {"ours": calls, **prepared}
+            alone = clock.in_turns({name: self._eager(made) for name, made in everybody.items() if name in replays})
+        rivals = {name: replace(rival, us=taken.get(name), eager_us=alone.get(name)) for name, rival in rivals.items()}
         self.kernels["loaded_while_timing"] += len(compile._loaded) - before
-        return Outcome(cell, taken["ours"], taken["copy"], rivals, {name: taken[name] for name in parts[0]})
+        self.run["copy_tb_s"] = max(self.run.get("copy_tb_s", 0.0), cell.bytes / taken["copy"] / 1e6)
+        own = {name: taken[name] for name in parts[0]}
+        return Outcome(cell, taken["ours"], taken["copy"], rivals, own, alone.get("ours"), self.run)
 
     @torch.no_grad()
     def probe(self, probe: Probe) -> dict[str, Any]:

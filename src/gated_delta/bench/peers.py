@@ -1,7 +1,8 @@
-"""How each peer makes the same call. Nothing of a peer is imported before it is asked for, and each may refuse a cell.
+"""How each peer makes the same call; prefill's are in prefill_peers.py. Nothing of a peer is imported before it is asked for, and
+each may refuse a cell.
 
-The peers' names for things live here and nowhere else in the benchmark. A peer gets what it takes at its best: tensors allocated
-beforehand, states in the layout of its choice, its own fused gate.
+The peers' names for things live in these two and nowhere else in the benchmark. A peer gets what it takes at its best: tensors
+allocated beforehand, states in the layout of its choice, its own fused gate.
 """
 
 from __future__ import annotations
@@ -22,7 +23,8 @@ import torch
 from torch import Tensor
 
 from .. import compile
-from .cells import BOUND, Buffers, Call, Cell, D, blank
+from .cells import BOUND, Call, D, blank
+from .decode import Decode, Pooled
 from .speculate import Drafts
 
 SGLANG_KERNEL = "GATED_DELTA_SGLANG_KERNEL"
@@ -35,13 +37,28 @@ class NotOffered(Exception):
     """The peer has nothing for this cell; the message says why."""
 
 
+Prepare = Callable[[Any, Any], Call]
+"""From a cell and one set of its buffers to a call: everything but the call itself."""
+
+RAW = " raw"
+"""Ends the name of a peer's form that makes its inputs in every call."""
+
+
 @dataclass(frozen=True)
 class Peer:
-    """prepare: everything but the call itself, for one set of buffers."""
+    """raw: as prepare, but what prepare makes of our inputs is made in every call; None for a peer that takes them as they are."""
 
     name: str
     package: str
-    prepare: Callable[[Cell, Buffers], Call]
+    prepare: Prepare
+    raw: Prepare | None = None
+
+    @property
+    def forms(self) -> dict[str, Peer]:
+        """What of the peer is timed, by name."""
+        if self.raw is None:
+            return {self.name: self}
+        return {self.name: self, self.name + RAW: replace(self, prepare=self.raw)}
 
     @property
     def version(self) -> str | None:
@@ -56,12 +73,12 @@ def _digest(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()[:16]
 
 
-def _function(module: str, name: str) -> Callable[..., Any]:
+def function(module: str, name: str) -> Callable[..., Any]:
     found: Callable[..., Any] = getattr(importlib.import_module(module), name)
     return found
 
 
-def _starts(cell: Cell, device: torch.device) -> Tensor:
+def _starts(cell: Decode, device: torch.device) -> Tensor:
     """cu_seqlens of the batch as one packed row."""
     return torch.arange(0, cell.sequences * cell.tokens + 1, cell.tokens, dtype=torch.int32, device=device)
 
@@ -74,12 +91,12 @@ def _packed(x: Tensor) -> Tensor:
 # ------------------------------------------------------------------------------------------------ FlashInfer
 
 
-def flashinfer(cell: Cell, b: Buffers) -> Call:
+def flashinfer(cell: Decode, b: Pooled) -> Call:
     return _flashinfer_gdn(cell, b) if cell.model == "gdn" else _flashinfer_kda(cell, b)
 
 
-def _flashinfer_gdn(cell: Cell, b: Buffers) -> Call:
-    decode = _function("flashinfer.gdn_decode", "gated_delta_rule_decode_pretranspose")
+def _flashinfer_gdn(cell: Decode, b: Pooled) -> Call:
+    decode = function("flashinfer.gdn_decode", "gated_delta_rule_decode_pretranspose")
     out, written = blank(b), b.state
     options: dict[str, Any] = dict(scale=D**-0.5, output=out, use_qk_l2norm=True)
     options |= dict(initial_state=b.state, initial_state_indices=b.state_indices)
@@ -94,11 +111,11 @@ def _flashinfer_gdn(cell: Cell, b: Buffers) -> Call:
     return call
 
 
-def _flashinfer_kda(cell: Cell, b: Buffers) -> Call:
+def _flashinfer_kda(cell: Decode, b: Pooled) -> Call:
     if cell.state_dtype != torch.bfloat16:
         raise NotOffered("recurrent_kda takes no fp32 state")
     # This entry and not flashinfer.recurrent_kda, which also looks whether the packed batch might be a prefill.
-    decode = _function("flashinfer.kda_decode", "recurrent_kda")
+    decode = function("flashinfer.kda_decode", "recurrent_kda")
     assert b.gate.dt_bias is not None
     out, written = _packed(blank(b)), b.state
     tokens = [_packed(x) for x in (b.q, b.k, b.v, b.g, b.beta)]
@@ -207,7 +224,7 @@ def _sglang_module(file: Path) -> ModuleType:
     return module
 
 
-def sglang(cell: Cell, b: Buffers) -> Call:
+def sglang(cell: Decode, b: Pooled) -> Call:
     decode = _sglang_kernel()
     q, k, v = (_packed(x) for x in (b.q, b.k, b.v))
     g, beta = (x.view(cell.sequences * cell.tokens, -1) for x in (b.g, b.beta))
@@ -231,16 +248,16 @@ def sglang(cell: Cell, b: Buffers) -> Call:
 # ------------------------------------------------------------------------------------------------ FLA
 
 
-def fla(cell: Cell, b: Buffers) -> Call:
+def fla(cell: Decode, b: Pooled) -> Call:
     """FLA has no pool: it gets the states gathered beforehand, and writes new ones, in fp32 always."""
     if cell.tokens > 1:
         raise NotOffered("fused_recurrent returns the final state alone, no intermediate ones")
     options: dict[str, Any] = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True)
     options |= dict(A_log=b.gate.A_log, dt_bias=b.gate.dt_bias, scale=D**-0.5, output_final_state=True, state_v_first=True)
     if cell.model == "gdn":
-        decode = _function("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")
+        decode = function("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")
     else:
-        decode = _function("fla.ops.kda", "fused_recurrent_kda")
+        decode = function("fla.ops.kda", "fused_recurrent_kda")
         options |= dict(lower_bound=BOUND)
     states = b.state[b.state_indices.long()]
 
@@ -274,10 +291,10 @@ def _by_indexing(state: Tensor, cached: Tensor, slots: Tensor, rows: Tensor, ste
     state[slots] = cached[rows, steps]
 
 
-def caching(decode: Callable[[Cell, Buffers], Call]) -> Callable[[Cell, Buffers], Call]:
+def caching(decode: Prepare) -> Prepare:
     """Speculative decoding by a decode that caches the state after every token, and the commit of one of them."""
 
-    def prepare(cell: Cell, b: Buffers) -> Call:
+    def prepare(cell: Decode, b: Pooled) -> Call:
         assert isinstance(b, Drafts)
         step, commit = decode(cell, b), committed(b)
 
@@ -291,8 +308,8 @@ def caching(decode: Callable[[Cell, Buffers], Call]) -> Callable[[Cell, Buffers]
     return prepare
 
 
-def own_decode(cell: Cell, b: Buffers) -> Call:
-    return Buffers.ours(b, "auto")
+def own_decode(cell: Decode, b: Pooled) -> Call:
+    return Pooled.ours(b, "auto")
 
 
 PEERS = {

@@ -15,23 +15,27 @@ from rich.table import Table
 
 from .. import compile
 from .cells import Cell
+from .decode import Decode
 from .operations import device_name
-from .peers import BASELINES, Peer
+from .peers import BASELINES, RAW, Peer
+from .prefill import AGAINST_FLOOR, Prefill
 from .speculate import MEMORY_TOKENS, Speculation
 
-FULL_CHIP = {torch.bfloat16: 4096, torch.float32: 2048}
-"""States (B * HV) from which on a call should take its share of the bandwidth, by their dtype."""
 TOOLS = ("triton", "nvidia-cutlass-dsl", "apache-tvm-ffi")
 
 
 @dataclass(frozen=True)
 class Rival:
-    """A peer on a cell. us: per call, None when not timed; reason: why not; error: of o and states against ours, by their norms."""
+    """A peer on a cell. us, eager_us: per call, replayed and alone, None when not timed; reason: why not.
+
+    error: of o and states against ours, by their norms.
+    """
 
     us: float | None = None
     error: float | None = None
     agrees: bool | None = None
     reason: str | None = None
+    eager_us: float | None = None
 
     @property
     def shown(self) -> str:
@@ -42,19 +46,30 @@ class Rival:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A cell's times: us, copy_us microseconds per call, of ours and of a plain copy of as many bytes; parts: of ours, alone."""
+    """A cell's times in microseconds per call: ours, replayed and, where wanted, eager; parts: of ours, alone.
+
+    copy_us: of a plain copy of as many bytes; run: what the JSON file says of the run that measured them.
+    """
 
     cell: Cell
     us: float
     copy_us: float
     rivals: Mapping[str, Rival]
     parts: Mapping[str, float] = field(default_factory=dict)
+    eager_us: float | None = None
+    run: Mapping[str, Any] = field(default_factory=dict)
+
+    def _best(self, raw: bool) -> tuple[str, float] | None:
+        """The fastest of the peers, and its microseconds; raw: with what it makes of its inputs."""
+        names = [name for name in self.rivals if name not in BASELINES and not name.endswith(RAW)]  # what is ours is nobody's best
+        forms = {name: self.rivals.get(name + RAW, self.rivals[name]) if raw else self.rivals[name] for name in names}
+        times = [(form.us, name) for name, form in forms.items() if form.us is not None]
+        return (min(times)[1], min(times)[0]) if times else None
 
     @property
     def best(self) -> tuple[str, float] | None:
-        """The fastest peer that agrees with ours, and its microseconds; what is ours is nobody's best."""
-        times = [(rival.us, name) for name, rival in self.rivals.items() if rival.us is not None and name not in BASELINES]
-        return (min(times)[1], min(times)[0]) if times else None
+        """The fastest peer that agrees with ours, and its microseconds, with its inputs made beforehand."""
+        return self._best(raw=False)
 
     @property
     def ratio(self) -> float | None:
@@ -62,30 +77,55 @@ class Outcome:
         return self.best[1] / self.us if self.best else None
 
     @property
+    def raw_ratio(self) -> float | None:
+        """The same if everybody has to start from what we start from."""
+        best = self._best(raw=True)
+        return best[1] / self.us if best else None
+
+    def over_ours(self, name: str) -> float | None:
+        """A rival's time over ours."""
+        rival = self.rivals.get(name, Rival())
+        return None if rival.us is None else rival.us / self.us
+
+    @property
+    def floor_us(self) -> float:
+        """What no call can beat: its bytes at the speed of a copy, its products at that of a GEMM."""
+        return max(self.copy_us, self.cell.flops / self.run["gemm_tflops"] / 1e6) if self.cell.flops else self.copy_us
+
+    @property
     def tb_s(self) -> float:
-        """Terabytes of state read and written a second, by ours."""
+        """Terabytes that must be read and written, a second, by ours."""
         return self.cell.bytes / self.us / 1e6
 
     @property
+    def tflops(self) -> float:
+        """Teraflops that must be done, a second, by ours."""
+        return self.cell.flops / self.us / 1e6
+
+    @property
     def share(self) -> float:
-        """Of the bandwidth that a copy of as many bytes reaches."""
-        return self.copy_us / self.us
+        """Of the speed that the floor allows."""
+        return self.floor_us / self.us
 
     def record(self) -> dict[str, Any]:
         return dict(
             **self.cell.facts(),
             us=self.us,
+            eager_us=self.eager_us,
             copy_us=self.copy_us,
-            **{f"{name}_us": us for name, us in self.parts.items()},
+            parts=dict(self.parts),
             peers={name: asdict(rival) for name, rival in self.rivals.items()},
             best_peer=self.best[0] if self.best else None,
             ratio=self.ratio,
+            raw_ratio=self.raw_ratio,
             tb_s=self.tb_s,
+            **(dict(tflops=self.tflops) if self.cell.flops else {}),
+            floor_us=self.floor_us,
             share=self.share,
         )
 
 
-# ------------------------------------------------------------------------------------------------ summary, JSON
+# ------------------------------------------------------------------------------------------------ summary
 
 
 def geomean(values: Iterable[float]) -> float | None:
@@ -94,34 +134,64 @@ def geomean(values: Iterable[float]) -> float | None:
 
 
 def summary(outcomes: Sequence[Outcome]) -> dict[str, dict[str, Any]]:
-    """By family: the best peer's and each rival's time over ours, and the share of a copy's bandwidth where the chip is full."""
+    """By family: the best peer's and each rival's time over ours, and how near the floor ours comes."""
+    return {family: _summary(mine) for family, mine in by_family(outcomes).items()}
+
+
+def by_family(outcomes: Sequence[Outcome]) -> dict[str, list[Outcome]]:
     families = dict.fromkeys(o.cell.family for o in outcomes)
-    return {family: _summary([o for o in outcomes if o.cell.family == family]) for family in families}
+    return {family: [o for o in outcomes if o.cell.family == family] for family in families}
+
+
+def rivals_of(outcomes: Iterable[Outcome]) -> list[str]:
+    """Those that ran on some cell, right or wrong."""
+    return list(dict.fromkeys(name for o in outcomes for name, rival in o.rivals.items() if rival.shown != "-"))
 
 
 def _summary(outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    ratios = {o.cell.label: o.ratio for o in outcomes if o.ratio is not None}
-    shares = {o.cell.label: o.share for o in outcomes if o.cell.states >= FULL_CHIP[o.cell.state_dtype]}
-    saved = [o.cell.memory_ratio for o in outcomes if isinstance(o.cell, Speculation) and o.cell.tokens == MEMORY_TOKENS]
+    names = rivals_of(outcomes)
+    ratios = {o.cell.label: o.ratio for o in outcomes}
+    raw = {o.cell.label: o.raw_ratio for o in outcomes} if any(name.endswith(RAW) for name in names) else None
+    against = {name: {o.cell.label: o.over_ours(name) for o in outcomes} for name in names}
     return dict(
+        kernel_sources=sorted({o.run["kernel_sources"] for o in outcomes if "kernel_sources" in o.run}),
         cells=len(outcomes),
-        compared=len(ratios),
-        ratio_geomean=geomean(ratios.values()),
-        **_least("ratio_minimum", ratios),
-        **_least("share_minimum", shares),
-        rivals={name: _against(name, outcomes) for name in dict.fromkeys(name for o in outcomes for name in o.rivals)},
-        **({"memory_ratio_minimum": min(saved)} if saved else {}),
+        compared=_compared(ratios),
+        **_ratios("ratio", ratios),
+        **({} if raw is None else _ratios("raw_ratio", raw)),
+        **_beside(outcomes),
+        rivals={name: dict(compared=_compared(found), **_ratios("ratio", found)) for name, found in against.items()},
     )
 
 
-def _against(name: str, outcomes: Sequence[Outcome]) -> dict[str, Any]:
-    ratios = {o.cell.label: us / o.us for o in outcomes if name in o.rivals and (us := o.rivals[name].us) is not None}
-    return dict(compared=len(ratios), ratio_geomean=geomean(ratios.values()), **_least("ratio_minimum", ratios))
+def _compared(ratios: Mapping[str, float | None]) -> int:
+    return sum(ratio is not None for ratio in ratios.values())
+
+
+def _ratios(name: str, ratios: Mapping[str, float | None]) -> dict[str, Any]:
+    found = {label: ratio for label, ratio in ratios.items() if ratio is not None}
+    return {f"{name}_geomean": geomean(found.values()), **_least(f"{name}_minimum", found)}
 
 
 def _least(name: str, values: Mapping[str, float]) -> dict[str, Any]:
     label = min(values, key=values.__getitem__, default=None)
     return {name: None if label is None else values[label], f"{name}_at": label}
+
+
+def _beside(outcomes: Sequence[Outcome]) -> dict[str, Any]:
+    """What only some cells have: the share of a copy's bandwidth on a full chip, the memory saved, the time over the floor."""
+    found: dict[str, Any] = {}
+    if full := {o.cell.label: o.share for o in outcomes if isinstance(o.cell, Decode) and o.cell.fills_chip}:
+        found |= _least("share_minimum", full)
+    if saved := [o.cell.memory_ratio for o in outcomes if isinstance(o.cell, Speculation) and o.cell.tokens == MEMORY_TOKENS]:
+        found["memory_ratio_minimum"] = min(saved)
+    for shape in AGAINST_FLOOR:
+        if over := {o.cell.kind: 1 / o.share for o in outcomes if isinstance(o.cell, Prefill) and o.cell.shape == shape}:
+            found[f"over_floor_{shape}"] = over
+    return found
+
+
+# ------------------------------------------------------------------------------------------------ JSON
 
 
 def checkout() -> dict[str, Any]:
@@ -146,71 +216,99 @@ def checkout() -> dict[str, Any]:
     return dict(commit=git("rev-parse", "HEAD"), dirty=bool(git("status", "--porcelain", "--", ".")))
 
 
-def record(
-    outcomes: Sequence[Outcome],
-    device: torch.device,
-    peers: Mapping[str, Peer],
-    kernels: Mapping[str, int],
-    host_us: Mapping[str, float],
-    more: Mapping[str, Any],
-) -> dict[str, Any]:
-    """What goes into the JSON file; more: of this grid alone."""
+def run_facts(device: torch.device, peers: Mapping[str, Peer], more: Mapping[str, Any]) -> dict[str, Any]:
+    """What the JSON file says of a run before it times anything; more: of a run over this grid alone."""
     return dict(
         device=device_name(device),
         torch=torch.__version__,
         **checkout(),
         kernel_sources=compile.sources(),
-        peers={name: peer.version for name, peer in peers.items()},
+        peers={name: peer.version for name, peer in peers.items() if not name.endswith(RAW)},
         tools={name: compile.installed(name) for name in TOOLS},
-        copy_tb_s=max((o.cell.bytes / o.copy_us / 1e6 for o in outcomes), default=None),
-        kernels=dict(kernels),
-        host_us=dict(host_us),
         **more,
-        summary=summary(outcomes),
-        cells=[o.record() for o in outcomes],
     )
+
+
+def record(outcomes: Sequence[Outcome], run: Mapping[str, Any]) -> dict[str, Any]:
+    """What goes into the JSON file: this run and every other that an outcome comes from, and by its place the run of each cell."""
+    runs = {id(one): one for one in (*(o.run for o in outcomes), run)}
+    places = {key: place for place, key in enumerate(runs)}
+    cells = [dict(o.record(), run=places[id(o.run)]) for o in outcomes]
+    return dict(runs=list(runs.values()), summary=summary(outcomes), cells=cells)
+
+
+def restored(written: Mapping[str, Any], grid: Iterable[Cell]) -> list[Outcome]:
+    """The outcomes that `record` wrote, of the cells that the grid still has."""
+    cells = {cell.label: cell for cell in grid}
+    return [
+        Outcome(
+            cells[one["label"]],
+            one["us"],
+            one["copy_us"],
+            {name: Rival(**rival) for name, rival in one["peers"].items()},
+            one["parts"],
+            one["eager_us"],
+            written["runs"][one["run"]],
+        )
+        for one in written["cells"]
+        if one["label"] in cells
+    ]
+
+
+def merged(kept: Iterable[Outcome], measured: Iterable[Outcome], grid: Iterable[Cell]) -> list[Outcome]:
+    """One outcome a cell, the one measured where there are two, in the grid's order."""
+    places = {cell: place for place, cell in enumerate(grid)}
+    found = {o.cell: o for o in (*kept, *measured)}
+    return sorted(found.values(), key=lambda o: places.get(o.cell, len(places)))
 
 
 # ------------------------------------------------------------------------------------------------ for the eye
 
 
-def tables(outcomes: Sequence[Outcome], peers: Iterable[str]) -> list[Table]:
-    """One table a family and the summary."""
-    names, found = list(peers), summary(outcomes)
+def tables(outcomes: Sequence[Outcome]) -> list[Table]:
+    """One table a family."""
     made = []
-    for family in found:
-        mine = [o for o in outcomes if o.cell.family == family]
-        parts = list(mine[0].parts)
-        columns = ["cell", "ours", *parts, *names, "best / ours", "copy", "TB/s", "share of copy"]
-        table = _table(f"{family}, us per call", columns)
-        for o in mine:
-            taken = [f"{us:.2f}" for us in (o.us, *o.parts.values())] + [o.rivals.get(name, Rival()).shown for name in names]
-            table.add_row(o.cell.label, *taken, _number(o.ratio), f"{o.copy_us:.2f}", f"{o.tb_s:.2f}", f"{o.share:.3f}")
+    for family, mine in by_family(outcomes).items():
+        rows = [_row(o, rivals_of(mine)) for o in mine]
+        table = _table(f"{family}, us per call; floor: {mine[0].cell.floor}", list(rows[0]))
+        for row in rows:
+            table.add_row(*row.values())
         made.append(table)
-    closing = _table("best peer / ours, and the share of a copy's bandwidth at full load", ["family", "cells", "geomean", "least"])
-    closing.add_column("at", justify="left")
-    closing.add_column("least share")
-    closing.add_column("at", justify="left")
-    if any("memory_ratio_minimum" in facts for facts in found.values()):
-        closing.add_column(f"cached states / KVBuffer at T={MEMORY_TOKENS}")
-    each = _table("each rival / ours", ["family", "rival", "cells", "geomean", "least"])
-    each.add_column("at", justify="left")
+    return made
+
+
+def _row(o: Outcome, names: Iterable[str]) -> dict[str, str]:
+    own = {"ours": o.us, **({} if o.eager_us is None else {"eager": o.eager_us}), **o.parts}
+    return {
+        "cell": o.cell.label,
+        **{name: f"{us:.2f}" for name, us in own.items()},
+        **{name: o.rivals.get(name, Rival()).shown for name in names},
+        "best / ours": _shown(o.ratio),
+        "floor": f"{o.floor_us:.2f}",
+        **({"TFLOP/s": f"{o.tflops:.0f}"} if o.cell.flops else {"TB/s": f"{o.tb_s:.2f}"}),
+        "of floor": _shown(o.share),
+    }
+
+
+def summary_tables(outcomes: Sequence[Outcome]) -> list[Table]:
+    """The summary as it goes into the JSON file: each rival, then the best of them and the floor."""
+    found = summary(outcomes)
+    each = _table("each rival / ours", ["family", "rival", "cells", "geomean", "least", "at"])
+    closing = _table("best peer / ours; raw: with what it makes of its inputs", ["", *found])
     for family, facts in found.items():
-        ratios = [_number(facts["ratio_geomean"]), _number(facts["ratio_minimum"]), facts["ratio_minimum_at"] or "-"]
-        shares = [_number(facts["share_minimum"]), facts["share_minimum_at"] or "-"]
-        saved = [f"{facts['memory_ratio_minimum']:.1f}"] if "memory_ratio_minimum" in facts else []
-        closing.add_row(family, f"{facts['compared']} of {facts['cells']}", *ratios, *shares, *saved)
         for name, one in facts["rivals"].items():
-            ratios = [_number(one["ratio_geomean"]), _number(one["ratio_minimum"]), one["ratio_minimum_at"] or "-"]
+            ratios = [_shown(one[key]) for key in ("ratio_geomean", "ratio_minimum", "ratio_minimum_at")]
             each.add_row(family, name, f"{one['compared']} of {facts['cells']}", *ratios)
-    return [*made, each, closing]
+    for key in dict.fromkeys(key for facts in found.values() for key in facts if key != "rivals"):
+        closing.add_row(key.replace("_", " "), *(_shown(facts.get(key)) for facts in found.values()))
+    return [each, closing]
 
 
 def probe_table(name: str, rows: Sequence[Mapping[str, Any]]) -> Table:
     """What was measured beside the cells, as it goes into the JSON file."""
     table = _table(name, list(rows[0]))
     for row in rows:
-        table.add_row(*(f"{x:.3f}" if isinstance(x, float) else str(x) for x in row.values()))
+        table.add_row(*map(_shown, row.values()))
     return table
 
 
@@ -221,12 +319,18 @@ def _table(title: str, columns: Sequence[str]) -> Table:
     return table
 
 
-def _number(x: float | None) -> str:
-    return "-" if x is None else f"{x:.3f}"
+def _shown(x: Any) -> str:
+    if isinstance(x, dict):
+        return ", ".join(f"{key} {_shown(value)}" for key, value in x.items())
+    if isinstance(x, list):
+        return ", ".join(map(_shown, x))
+    if isinstance(x, float):
+        return f"{x:.3f}"
+    return "-" if x is None else str(x)
 
 
-def plot_outcomes(outcomes: Sequence[Outcome], peers: Iterable[str], title: str, file: Path) -> None:
-    """One panel a series: microseconds over the number of sequences, both logarithmic; needs matplotlib."""
+def plot_outcomes(outcomes: Sequence[Outcome], title: str, file: Path) -> None:
+    """One panel a series: microseconds, logarithmic, over the places of its cells; needs matplotlib."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -236,24 +340,24 @@ def plot_outcomes(outcomes: Sequence[Outcome], peers: Iterable[str], title: str,
     columns = min(4, len(series))
     rows = -(-len(series) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 3 * rows + 0.8), squeeze=False, layout="constrained")
-    names = list(peers)
+    names = [name for name in rivals_of(outcomes) if not name.endswith(RAW)]
     for name, axis in zip(series, axes.flat, strict=False):
         mine = [o for o in outcomes if o.cell.series == name]
-        batches = [o.cell.sequences for o in mine]
-        axis.plot(batches, [o.us for o in mine], "o-", color="#2f6db0", markersize=4, label="gated_delta")
+        places = range(len(mine))
+        axis.plot(places, [o.us for o in mine], "o-", color="#2f6db0", markersize=4, label="gated_delta")
         for i, peer in enumerate(names):
             times = [rival.us if (rival := o.rivals.get(peer)) and rival.us is not None else math.nan for o in mine]
-            axis.plot(batches, times, "s--", color=f"C{i + 1}", markersize=3, linewidth=1, label=peer)
-        axis.plot(batches, [o.copy_us for o in mine], "k:", label=mine[0].cell.floor)
-        axis.set_xscale("log", base=2)
+            axis.plot(places, times, "s--", color=f"C{i + 1}", markersize=3, linewidth=1, label=peer)
+        axis.plot(places, [o.floor_us for o in mine], "k:", label=mine[0].cell.floor)
+        axis.set_xticks(places, [o.cell.place for o in mine], fontsize=7, rotation=90)
         axis.set_yscale("log")
         axis.set_title(name, fontsize=9)
         axis.grid(alpha=0.3)
     for axis in axes.flat[len(series) :]:
         axis.set_axis_off()
-    axes.flat[0].legend(fontsize=7)
-    figure.supxlabel("sequences")
+    figure.legend(*axes.flat[0].get_legend_handles_labels(), loc="outside upper right", ncols=2 * columns, fontsize=7)
+    figure.supxlabel(outcomes[0].cell.axis)
     figure.supylabel("us per call")
-    figure.suptitle(title)
+    figure.suptitle(title, x=0.01, ha="left", fontsize=10)
     figure.savefig(file, dpi=120)
     plt.close(figure)

@@ -15,21 +15,8 @@ from .. import api
 from ..problem import SHORT, KVBuffer
 from ..testing.cases import Case
 from ..testing.inputs import LAYERS
-from .cells import (
-    AXES,
-    MOST_MEMORY,
-    Buffers,
-    Call,
-    Cell,
-    D,
-    Wanted,
-    copies,
-    few,
-    narrow,
-    powers,
-    sets_within,
-    tokens_of,
-)
+from .cells import AXES, MOST_MEMORY, Call, D, Wanted, copies, narrow, powers, sets_within, tokens_of
+from .decode import Decode, Pooled, few
 
 MODELS = (("kda", (32, 32)), ("kda", (64, 64)), ("gdn", (16, 64)))
 STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -51,7 +38,7 @@ FLUSHED_LAYERS, FLUSHED_TOKENS, FLUSHED_SEQUENCES = 48, 4, powers(32)
 
 
 @dataclass(frozen=True)
-class Speculation(Cell):
+class Speculation(Decode):
     """Drafts verified, and from 1 to all of them accepted: verify and flush, or decode and a copy of one cached state."""
 
     floor: ClassVar[str] = "copy of as many bytes as three passes over the states"
@@ -114,7 +101,7 @@ def cold_sets(state_bytes: int) -> int:
     return min(MOST_SMALL_SETS, -int(-COLD // state_bytes))
 
 
-def counts(least: int, cell: Cell, device: torch.device, seed: int) -> Tensor:
+def counts(least: int, cell: Speculation, device: torch.device, seed: int) -> Tensor:
     """Accepted drafts of each sequence, from `least` to all; somebody accepts some."""
     rng = torch.Generator().manual_seed(seed)
     made = torch.randint(least, cell.tokens + 1, (cell.sequences,), dtype=torch.int32, generator=rng)
@@ -123,7 +110,7 @@ def counts(least: int, cell: Cell, device: torch.device, seed: int) -> Tensor:
 
 
 @dataclass
-class Drafts(Buffers):
+class Drafts(Pooled):
     """A chain's tensors: decode's, a KVBuffer and the number of accepted drafts [B], int32, from 1 to T."""
 
     buffer: KVBuffer

@@ -249,3 +249,96 @@ class FlushSizes(NamedTuple):
     rows_kind: int
     early: int
     keep_lines: int
+
+
+CHUNK = 64
+"""Tokens that prefill treats at once."""
+
+IMAGE = CHUNK * 128 * 2
+"""Bytes of a chunk's keys, or queries, or pairs in prefill's workspace: fp16, as the tensor cores read shared memory."""
+
+COLUMNS = 1024
+"""Bytes of the numbers that each token of a chunk, and each channel, is scaled with: fp32."""
+
+
+class PrefillPointers(NamedTuple):
+    """Addresses; 0 for an optional tensor that is not there. From `keys` on they lie in the workspace: docs/kernels/prefill.md."""
+
+    q: int
+    k: int
+    v: int
+    g: int
+    beta: int
+    A_log: int
+    dt_bias: int
+    cu_seqlens: int
+    reads: int
+    has_initial: int
+    initial: int
+    final: int
+    o: int
+    keys: int
+    queries: int
+    writes: int
+    pairs: int
+    columns: int
+    order: int
+    moves: int
+    starts: int
+
+
+class PrefillStrides(NamedTuple):
+    """As DecodeStrides."""
+
+    q_n: int
+    q_t: int
+    q_h: int
+    k_n: int
+    k_t: int
+    k_h: int
+    v_n: int
+    v_t: int
+    v_h: int
+    g_n: int
+    g_t: int
+    g_h: int
+    g_c: int
+    beta_n: int
+    beta_t: int
+    beta_h: int
+    o_n: int
+    o_t: int
+    o_h: int
+    o_c: int
+    A_log_h: int
+    dt_bias_h: int
+    dt_bias_c: int
+    initial_p: int
+    initial_h: int
+    final_p: int
+    final_h: int
+    cu_seqlens_n: int
+    reads_n: int
+    has_initial_n: int
+
+
+class PrefillSizes(NamedTuple):
+    """As DecodeSizes."""
+
+    N: int
+    T: int
+    """Tokens of every sequence; 0 when packed."""
+    total: int
+    """Rows of packed tokens; 0 when dense."""
+    places: int
+    """Chunks that the workspace has room for; a sequence's begin at `place` (prefill.py)."""
+    H: int
+    HV: int
+    q_heads: int
+    beta_logits: int
+    beta_kind: int
+    dt_bias_kind: int
+    cu_seqlens_kind: int
+    reads_kind: int
+    pieces: int
+    """Parts that each sequence is cut in."""

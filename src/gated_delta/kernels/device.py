@@ -128,6 +128,32 @@ def store_words(address, words, condition):
     )
 
 
+def store_few(address, words, condition):
+    """One word or two to a multiple of their bytes where the condition holds."""
+    names = [f"{{$r{i + 2}}}" for i in range(len(words))]
+    source, shape = (names[0], "") if len(words) == 1 else (f"{{{', '.join(names)}}}", ".v2")
+    cute.arch.inline_ptx(
+        f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; @p st.global{shape}.b32 [{{$r0}}], {source}; }}",
+        read_only_args=[address, Int32(condition), *words],
+    )
+
+
+def load_flag(address, condition):
+    """A bool as 0 or 1; 1 where the condition does not hold."""
+    return cute.arch.inline_ptx(
+        """{
+        .reg .pred p;
+        .reg .b16 flag;
+        setp.ne.s32 p, {$r1}, 0;
+        mov.b16 flag, 1;
+        @p ld.global.u8 flag, [{$r0}];
+        cvt.u32.u16 {$w0}, flag;
+        }""",
+        write_only_types=[Int32],
+        read_only_args=[address, Int32(condition)],
+    )
+
+
 def prefetch(address, condition):
     """Ask L2 for the line of an address, which has to be mapped."""
     cute.arch.inline_ptx(
@@ -245,11 +271,11 @@ def split(xs, dtype):
 
 
 def multiply_accumulate(sums, a, b, dtype):
-    """sums [16, 8] + a [16, c] b [c, 8] on the tensor cores: c is 16 of bf16, or 8 of fp32 taken at tf32 precision.
+    """sums [16, 8] + a [16, c] b [c, 8] on the tensor cores: c is 16 of bf16 or fp16, or 8 of fp32 taken at tf32 precision.
 
     A lane has words of a, [2, 2], two of b and four sums.
     """
-    shape, kind = ("m16n8k8", "tf32") if dtype is Float32 else ("m16n8k16", "bf16")
+    shape, kind = {Float32: ("m16n8k8", "tf32"), BFloat16: ("m16n8k16", "bf16"), Float16: ("m16n8k16", "f16")}[dtype]
     return list(
         cute.arch.inline_ptx(
             f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "

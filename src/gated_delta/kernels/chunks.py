@@ -1,0 +1,199 @@
+"""What prefill's kernels share: where a sequence's chunks are, tiles as the tensor cores read them, copies, barriers.
+
+A tile has 64 rows (tokens) of 64 or 128 16-bit numbers, in blocks of 64 x 64: rows of 128 bytes, each row's 16-byte parts exchanged
+with one another by the row's number (`part_at`), so that neither rows nor columns of parts collide in shared memory's banks.
+Tiles lie in global memory just so, and one bulk copy moves one.
+"""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import select_
+
+from .arguments import CHUNK, PrefillPointers, PrefillSizes, PrefillStrides
+from .device import load_index, offset
+from .rows import typed
+
+Pointers, Strides, Sizes = typed(PrefillPointers, Int64), typed(PrefillStrides, Int32), typed(PrefillSizes, Int32)
+
+D = 128
+"""K and V."""
+
+
+class Call(NamedTuple):
+    """A launch's arguments; `arguments.py` says what the three tuples hold."""
+
+    ptr: Pointers
+    scale: Float32
+    bound: Float32
+    stride: Strides
+    size: Sizes
+
+
+class Span(NamedTuple):
+    """A sequence: its first token among the packed ones (0 when dense), its tokens, the workspace's place of its first chunk."""
+
+    n: Int32
+    start: Int32
+    tokens: Int32
+    place: Int32
+
+
+def place_of(call, n, start):
+    """Where a sequence's chunks begin. Packed, start // 64 + n has room for each of them and needs no sum over those in front."""
+    dense = n * ((call.size.T + CHUNK - 1) // CHUNK)
+    return Int32(select_(call.size.cu_seqlens_kind == 0, dense, start // CHUNK + n))
+
+
+def span_of(call, n):
+    size = call.size
+    at = call.ptr.cu_seqlens + offset(n, call.stride.cu_seqlens_n)
+    start = load_index(at, size.cu_seqlens_kind, Int32(0))
+    end = load_index(at + offset(1, call.stride.cu_seqlens_n), size.cu_seqlens_kind, size.T)
+    return Span(n, start, end - start, place_of(call, n, start))
+
+
+# ------------------------------------------------------------------------------------------------ tiles
+
+
+def part_at(row, part):
+    """Byte of 16-byte part 0..15 of a tile's row."""
+    return (part // 8) * (CHUNK * 128) + row * 128 + ((part % 8) ^ (row % 8)) * 16
+
+
+def tile_layout(columns, stages):
+    """Of `stages` tiles in shared memory, for the tensor cores."""
+    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
+    return cute.tile_to_shape(atom, (CHUNK, columns, stages), order=(0, 1, 2))
+
+
+def tile_tensor(address, columns, stages):
+    layout = tile_layout(columns, stages)
+    at = cute.make_ptr(Float16, address, cute.AddressSpace.smem, assumed_align=1024)
+    return cute.make_tensor(cute.recast_ptr(at, swizzle_=layout.inner, dtype=Float16), layout.outer)
+
+
+# ------------------------------------------------------------------------------------------------ shared memory, by address
+
+
+def shared_pair(address):
+    """Two neighbouring fp32 numbers at a multiple of 8 bytes."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32] * 2, read_only_args=[address]
+    )
+
+
+def shared_quad(address):
+    """Four words at a multiple of 16 bytes."""
+    return list(
+        cute.arch.inline_ptx(
+            "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Uint32] * 4, read_only_args=[address]
+        )
+    )
+
+
+def shared_word(address):
+    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+
+
+def put_word(address, word, condition=True):
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p st.shared.b32 [{$r0}], {$r1}; }",
+        read_only_args=[address, word, Int32(condition)],
+    )
+
+
+def put_quad(address, words):
+    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words])
+
+
+def load_transposed(address):
+    """Four 8 x 8 matrices of 16-bit numbers, transposed; lane i gives the address of row i % 8 of matrix i // 8."""
+    return list(
+        cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Uint32] * 4,
+            read_only_args=[address],
+        )
+    )
+
+
+def store_transposed(address, words):
+    """As load_transposed, the other way."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
+    )
+
+
+# ------------------------------------------------------------------------------------------------ barriers and bulk copies
+
+
+def barrier_at(address):
+    return cute.make_ptr(Int64, address, cute.AddressSpace.smem, assumed_align=8)
+
+
+def fetch(shared, source, size, barrier):
+    """`size` bytes to shared memory; the barrier counts them."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[shared, source, Int32(size), barrier],
+    )
+
+
+def put_back(target, shared, size):
+    """`size` bytes of shared memory to global memory, in a bulk group of its own."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};", read_only_args=[target, shared, Int32(size)]
+    )
+    cute.arch.cp_async_bulk_commit_group()
+
+
+def halves_of(low, high, dtype):
+    """Two fp32 numbers as a word of two 16-bit ones."""
+    kind = "f16x2" if dtype is Float16 else "bf16x2"
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Uint32], read_only_args=[low, high]
+    )
+
+
+def larger_halves(x, y, dtype):
+    """The larger ones of two words' 16-bit numbers."""
+    kind = "f16x2" if dtype is Float16 else "bf16x2"
+    return cute.arch.inline_ptx(f"max.{kind} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[x, y])
+
+
+def largest(x):
+    """The largest of a warp's 32-bit unsigned numbers."""
+    return cute.arch.inline_ptx(
+        "redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Uint32], read_only_args=[x]
+    )
+
+
+def load_matrices(address):
+    """load_transposed without transposing."""
+    return list(
+        cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Uint32] * 4,
+            read_only_args=[address],
+        )
+    )
+
+
+# ------------------------------------------------------------------------------------------------ one instruction each
+
+
+def power(x):
+    """2**x, 0 below 2**-126."""
+    return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def inverse_root(x):
+    """1 / sqrt(x), and 0 for 0."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.gt.f32 p, {$r0}, 0f00000000; mov.f32 {$w0}, 0f00000000; @p rsqrt.approx.ftz.f32 {$w0}, {$r0}; }",
+        write_only_types=[Float32],
+        read_only_args=[x],
+    )

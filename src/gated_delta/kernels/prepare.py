@@ -1,0 +1,460 @@
+"""Prepare: prefill's first kernel, what a chunk's tokens are to one another, for every chunk by itself.
+
+A block treats the 64 tokens of one chunk of one q/k head, and its value heads in turn. Each of its four warps has 16 of the tokens.
+It leaves in the workspace, in fp16 and as the tensor cores read it, unit keys and queries, the inverse of the chunk's triangular
+system and what its queries attend to; and in fp32 what rows and columns are scaled with. docs/kernels/prefill.md has the algebra.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, Int64, Uint32, Uint64
+from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly, shuffle_sync_up
+from cutlass.cutlass_dsl import select_
+
+from .arguments import ABSENT, CHUNK, COLUMNS, IMAGE
+from .chunks import (
+    Call,
+    Pointers,
+    Sizes,
+    Span,
+    Strides,
+    barrier_at,
+    halves_of,
+    inverse_root,
+    load_matrices,
+    load_transposed,
+    part_at,
+    place_of,
+    power,
+    put_back,
+    put_quad,
+    put_word,
+    shared_pair,
+    shared_quad,
+    shared_word,
+    span_of,
+    store_transposed,
+)
+from .device import (
+    L2NORM_EPS,
+    choose,
+    floats_of,
+    load,
+    load_index,
+    load_scalar,
+    load_words,
+    log_decay,
+    multiply_accumulate,
+    offset,
+    sigmoid,
+    store_few,
+    store_words,
+)
+from .rows import DTYPES
+
+BLOCK = 16  # tokens of a warp
+LOG2_E = 1.4426950408889634
+LEAST_LOG_DECAY = -64.0  # a decay below e**-64 is as good as none, and sums of larger numbers would lose what differs
+
+SYSTEM_ROW = (CHUNK + 8) * 2  # bytes of a row of the triangular system, so that rows start in different banks
+DIAGONAL_ROW = BLOCK * 4 + 16
+
+
+class Here(NamedTuple):
+    """What a block works on, and its thread's part: `block` is the warp's 16 tokens, row and quarter the lane's place in results."""
+
+    span: Span
+    h: Int32
+    place: Int32
+    chunk: Int32
+    tokens: Int32
+    shared: Int32
+    thread: Int32
+    lane: Int32
+    block: Int32
+    row: Int32
+    quarter: Int32
+
+
+class Prepare:
+    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
+
+    arguments = (Pointers, Float32, Float32, Strides, Sizes)
+
+    def __init__(self, axis: str, dtype: str, g_dtype: str, gate: str, qk_l2norm: bool):
+        self.channel = axis == "channel"
+        self.dtype, self.g_dtype = DTYPES[dtype], DTYPES[g_dtype]
+        self.gate, self.qk_l2norm = gate, qk_l2norm
+        at = 0
+        sizes = {
+            "made": IMAGE,  # the inverse, then what queries attend to, on their way to global memory; and once more
+            "keys": IMAGE,  # as right operands, each lane's words together
+            "system": CHUNK * SYSTEM_ROW,
+            "diagonals": 4 * BLOCK * DIAGONAL_ROW,
+            "inverses": 4 * BLOCK * 64,  # transposed: rows of 16 numbers, then those scaled
+            "gates": 4 * 3 * CHUNK * 4,  # of four heads: sums of log decays, beta |k|**2, beta |k|
+            "sizes": 2 * CHUNK * 4,
+        }
+        for name, size in sizes.items():
+            setattr(self, name, at)
+            at += size
+        self.shared = at
+
+    @cute.jit
+    def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
+        self.kernel(ptr, scale, bound, stride, size).launch(
+            grid=(size.H * size.places, 1, 1),
+            block=(128, 1, 1),
+            smem=self.shared,
+            stream=stream,
+            use_pdl=True,
+            min_blocks_per_mp=3,
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        call = Call(ptr, scale, bound, stride, size)
+        h, place = block % size.H, block // size.H
+        shared = (cute.arch.get_dyn_smem(Uint32, 128)).toint()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        if (block < size.N) & (size.cu_seqlens_kind != 0) & (thread < 32):
+            self.rank(call, block, thread)
+        n = self.sequence_at(call, place, thread % 32)
+        span = span_of(call, n)
+        slot = load_index(ptr.reads + offset(n, stride.reads_n), size.reads_kind, n)
+        chunk = place - span.place
+        tokens = Int32(select_(slot < 0, 0, cutlass.min(span.tokens - chunk * CHUNK, CHUNK)))
+        lane = thread % 32
+        # Later tokens have more before them to attend to: which warp has them changes from block to block, to load cores alike.
+        part = (thread // 32 + block) % 4
+        here = Here(span, h, place, chunk, tokens, shared, thread, lane, part, lane // 4, lane % 4)
+        if tokens > 0:
+            self.chunk(call, here)
+
+    # -------------------------------------------------------------------------------------------- sequences
+
+    @cute.jit
+    def rank(self, call, n, lane):
+        """Sequence n's rank among all, the longest first, into `order`: a warp's work."""
+        size = call.size
+        mine = span_of(call, n).tokens
+        before = Int32(0)
+        for m in cutlass.range(lane, size.N, 32, unroll=1):
+            theirs = span_of(call, m).tokens
+            before += Int32((theirs > mine) | ((theirs == mine) & (m < n)))
+        for step in (16, 8, 4, 2, 1):
+            before += shuffle_sync_bfly(before, offset=step)
+        store_few(call.ptr.order + offset(before, 4), [Uint32(n)], lane == 0)
+
+    @cute.jit
+    def sequence_at(self, call, place, lane):
+        """The last sequence whose chunks begin at `place` or before: 32 ways at a time."""
+        size = call.size
+        first, step = Int32(0), Int32(1)
+        while step * 32 < size.N:
+            step *= 32
+        while step > 0:
+            n = first + lane * step
+            start = load_index(
+                call.ptr.cu_seqlens + offset(cutlass.min(n, size.N), call.stride.cu_seqlens_n), size.cu_seqlens_kind, Int32(0)
+            )
+            below = cute.arch.popc(cute.arch.vote_ballot_sync((n < size.N) & (place_of(call, n, start) <= place)))
+            first += (below - 1) * step
+            step = step // 32
+        return first
+
+    # -------------------------------------------------------------------------------------------- a chunk
+
+    @cute.jit
+    def chunk(self, call, here):
+        group = call.size.HV // call.size.H
+        gates = self.load_gates(call, here, here.thread // 32, group)
+        q, k = self.load_tokens(call, here)
+        cute.arch.sync_threads()
+        among_keys, attention = self.inner_products(here, q, k)
+        for i in cutlass.range(group, unroll=1):
+            if i % 4 == 0:
+                cute.arch.sync_threads()
+                if i > 0:
+                    gates = self.load_gates(call, here, i + here.thread // 32, group)
+                self.put_gates(call, here, i + here.thread // 32, group, gates)
+                cute.arch.sync_threads()
+            self.pairs(here, i, among_keys, attention)
+            self.invert_diagonal(here, i)
+            cute.arch.sync_threads()
+            self.merge(here, i)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            if here.thread == 0:
+                # The other buffer is the next head's, and has to have been read.
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+            cute.arch.sync_threads()
+            if here.thread == 0:
+                mine = Int64(here.place) * Int64(call.size.HV) + Int64(here.h * group + i)
+                put_back(call.ptr.pairs + mine * IMAGE, self.made_at(here, i), IMAGE)
+        if here.thread == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def made_at(self, here, i):
+        """Where head i's tiles leave from: one of two places in turn, the second of which held the keys."""
+        return here.shared + self.made + i % 2 * IMAGE
+
+    def gates_at(self, here, i):
+        return here.shared + self.gates + i % 4 * (3 * CHUNK * 4)
+
+    def token_at(self, call, here, token, n_stride, t_stride):
+        """Bytes from a token tensor's start to a token of the chunk."""
+        dense = Int32(select_(call.size.cu_seqlens_kind == 0, here.span.n, 0))
+        return offset(dense, n_stride) + offset(here.span.start + here.chunk * CHUNK + token, t_stride)
+
+    def load_tokens(self, call, here):
+        """The warp's q and k as operands, fp16 unit vectors; for other warps in shared memory, for the scan in global memory.
+
+        A lane has two tokens, and of each four times 8 neighbouring channels: which of a product's 128 terms are which is free.
+        """
+        ptr, stride, size = call.ptr, call.stride, call.size
+        raw = []
+        for i in range(2):
+            token = here.block * BLOCK + here.row + 8 * i
+            there = token < here.tokens
+            q_at = ptr.q + self.token_at(call, here, token, stride.q_n, stride.q_t) + offset(here.h, stride.q_h) + here.quarter * 16
+            k_at = ptr.k + self.token_at(call, here, token, stride.k_n, stride.k_t) + offset(here.h, stride.k_h) + here.quarter * 16
+            raw.append([[load_words(at + 64 * j, there) for j in range(4)] for at in (q_at, k_at)])
+        at = Int64(here.place) * Int64(size.H) + Int64(here.h)
+        q = cute.make_rmem_tensor((2, 4, 4), Uint32)
+        k = cute.make_rmem_tensor((2, 4, 4), Uint32)
+        for i in range(2):
+            token = here.block * BLOCK + here.row + 8 * i
+            for which, (made, images) in enumerate(((q, ptr.queries), (k, ptr.keys))):
+                numbers = [floats_of(words, self.dtype) for words in raw[i][which]]
+                squares = self.sum_of_squares(numbers)
+                unit = inverse_root(squares)
+                length = squares * unit
+                if self.qk_l2norm:
+                    length = length * inverse_root(squares + Float32(L2NORM_EPS))
+                if which == 0:
+                    length = length * call.scale
+                put_word(here.shared + self.sizes + which * (CHUNK * 4) + token * 4, length.bitcast(Uint32))
+                for j in range(4):
+                    x = [y * unit for y in numbers[j]]
+                    words = [halves_of(a, b, Float16) for a, b in zip(x[::2], x[1::2], strict=True)]
+                    for w in range(4):
+                        made[i, j, w] = words[w]
+                    store_words(images + at * IMAGE + part_at(token, 4 * j + here.quarter), words, Int32(1))
+                    if which == 1:
+                        quad = here.shared + self.keys + here.block * (IMAGE // 4) + (4 * i + j) * 512 + here.lane * 16
+                        put_quad(quad, words)
+        return q, k
+
+    def sum_of_squares(self, numbers):
+        """Of a token, four lanes' numbers."""
+        total = Float32(0)
+        for part in numbers:
+            for x in part:
+                total = cute.math.fma(x, x, total)
+        total = total + shuffle_sync_bfly(total, offset=1)
+        return total + shuffle_sync_bfly(total, offset=2)
+
+    @cute.jit
+    def inner_products(self, here, q, k):
+        """k k^T and q k^T of the warp's tokens with all up to them, unit vectors' in fp32.
+
+        Number [2 i + p, 2 b + j]: of token row + 8 i of the warp's with token 16 b + 8 j + 2 quarter + p.
+        """
+        among_keys = cute.make_rmem_tensor((4, 8), Float32)
+        attention = cute.make_rmem_tensor((4, 8), Float32)
+        for b in cutlass.range_constexpr(4):
+            if b <= here.block:
+                self.block_products(here, q, k, b, among_keys, attention)
+        return among_keys, attention
+
+    def block_products(self, here, q, k, b, among_keys, attention):
+        for j in range(2):
+            sums = [[Float32(0)] * 4, [Float32(0)] * 4]
+            for part in range(4):
+                right = shared_quad(here.shared + self.keys + b * (IMAGE // 4) + (4 * j + part) * 512 + here.lane * 16)
+                for step in range(2):
+                    for which, left in enumerate((k, q)):
+                        a = [left[i, part, 2 * step + w] for w in range(2) for i in range(2)]
+                        sums[which] = multiply_accumulate(sums[which], a, right[2 * step : 2 * step + 2], Float16)
+            for e in range(4):
+                among_keys[e, 2 * b + j] = sums[0][e]
+                attention[e, 2 * b + j] = sums[1][e]
+
+    # -------------------------------------------------------------------------------------------- gates
+
+    def load_gates(self, call, here, i, group):
+        """Log decay, to base 2, and beta of a warp's head, of tokens lane and lane + 32; neutral past the last token."""
+        ptr, stride, size = call.ptr, call.stride, call.size
+        hv = here.h * group + cutlass.min(i, group - 1)
+        parameters = (None, None)
+        if self.gate != "log":
+            bias = load_scalar(ptr.dt_bias + offset(hv, stride.dt_bias_h), size.dt_bias_kind)
+            parameters = (load(Float32, ptr.A_log + offset(hv, stride.A_log_h), Int32(1)), bias)
+        made = []
+        for token in (here.lane, here.lane + 32):
+            there = token < here.tokens
+            at = ptr.g + self.token_at(call, here, token, stride.g_n, stride.g_t) + offset(hv, stride.g_h)
+            g = load(self.g_dtype, at, there)
+            at = ptr.beta + self.token_at(call, here, token, stride.beta_n, stride.beta_t) + offset(hv, stride.beta_h)
+            beta = load_scalar(at, Int32(select_(there, size.beta_kind, Int32(ABSENT))))
+            beta = choose(size.beta_logits != 0, sigmoid(beta), beta)
+            log = cute.math.max(log_decay(self.gate, g, *parameters, call.bound), Float32(LEAST_LOG_DECAY))
+            made += [choose(there, log * Float32(LOG2_E), Float32(0)), choose(there, beta, Float32(0))]
+        return made
+
+    def put_gates(self, call, here, i, group, gates):
+        """For the block, every token's sum of log decays, beta |k|**2 and beta |k|; for the scan what it scales with."""
+        sums, before = [], Float32(0)
+        for log in gates[::2]:
+            for step in (1, 2, 4, 8, 16):
+                other = shuffle_sync_up(log, offset=step, mask_and_clamp=0)
+                log = log + choose(here.lane >= step, other, Float32(0))
+            sums.append(log + before)
+            before = before + shuffle_sync(log, offset=31)
+        mine = Int64(here.place) * Int64(call.size.HV) + Int64(here.h * group + i)
+        for half, (total, beta) in enumerate(zip(sums, gates[1::2], strict=True)):
+            token = here.lane + 32 * half
+            q_size, k_size = (shared_word(here.shared + self.sizes + (which * CHUNK + token) * 4).bitcast(Float32) for which in (0, 1))
+            at, once = self.gates_at(here, i) + token * 4, beta * k_size
+            put_word(at, total.bitcast(Uint32))
+            put_word(at + CHUNK * 4, (once * k_size).bitcast(Uint32))
+            put_word(at + 2 * CHUNK * 4, once.bitcast(Uint32))
+            carried = power(total)
+            at = call.ptr.columns + mine * COLUMNS + token * 4
+            for number, x in enumerate((k_size * carried, carried, power(before - total), q_size)):
+                store_few(at + number * (CHUNK * 4), [x.bitcast(Uint32)], i < group)
+
+    # -------------------------------------------------------------------------------------------- pairs of tokens
+
+    @cute.jit
+    def pairs(self, here, head, among_keys, attention):
+        """The warp's rows of the system, beta_t |k_t|**2 (k_t k_i) decay(t, i) for i < t, and of what queries attend to,
+        (q_t k_i) decay(t, i) for i <= t, where these leave from; zeros right of the diagonal."""
+        for b in cutlass.range_constexpr(4):
+            if b < here.block:
+                self.pairs_block(here, head, among_keys, attention, b, False)
+            elif b == here.block:
+                self.pairs_block(here, head, among_keys, attention, b, True)
+            elif head < 2:
+                self.no_pairs(here, head, b)
+        cute.arch.sync_warp()
+
+    def no_pairs(self, here, head, b):
+        for i in range(2):
+            # Four lanes have a row of the block, 32 bytes of each of the two tiles.
+            row, part = here.block * BLOCK + here.row + 8 * i, 2 * b + here.quarter % 2
+            put_quad(self.made_at(here, head) + here.quarter // 2 * (IMAGE // 2) + part_at(row, part), [Uint32(0)] * 4)
+
+    def pairs_block(self, here, head, among_keys, attention, b, diagonal):
+        own = self.gates_at(here, head)
+        rows = [here.block * BLOCK + here.row + 8 * i for i in range(2)]
+        of_rows = [shared_word(own + row * 4).bitcast(Float32) for row in rows]
+        strengths = [shared_word(own + (CHUNK + row) * 4).bitcast(Float32) for row in rows]
+        for j in range(2):
+            of_columns = shared_pair(own + (BLOCK * b + 8 * j + 2 * here.quarter) * 4)
+            decays = [power(cute.math.min(of_rows[e // 2] - of_columns[e % 2], Float32(0))) for e in range(4)]
+            self.put_pairs(here, b, j, [among_keys[e, 2 * b + j] * decays[e] for e in range(4)], strengths, diagonal)
+            self.put_attention(here, head, b, j, [attention[e, 2 * b + j] * decays[e] for e in range(4)], diagonal)
+
+    def put_pairs(self, here, b, j, sums, strengths, diagonal):
+        """A quarter block of the system: of the diagonal as fp32, columns as rows, of the others as fp16."""
+        column = 8 * j + 2 * here.quarter
+        x = [sums[e] * strengths[e // 2] for e in range(4)]
+        for i in range(2):
+            row = here.row + 8 * i
+            if diagonal:
+                for p in range(2):
+                    kept = choose(column + p < row, x[2 * i + p], Float32(0))
+                    at = here.shared + self.diagonals + (here.block * BLOCK + column + p) * DIAGONAL_ROW + row * 4
+                    put_word(at, kept.bitcast(Uint32))
+            else:
+                at = here.shared + self.system + (here.block * BLOCK + row) * SYSTEM_ROW + (BLOCK * b + column) * 2
+                put_word(at, halves_of(x[2 * i], x[2 * i + 1], Float16))
+
+    def put_attention(self, here, head, b, j, sums, diagonal):
+        column = 8 * j + 2 * here.quarter
+        for i in range(2):
+            row, x = here.row + 8 * i, sums[2 * i : 2 * i + 2]
+            if diagonal:
+                x = [choose(column + p <= row, x[p], Float32(0)) for p in range(2)]
+            at = self.made_at(here, head) + IMAGE // 2 + part_at(here.block * BLOCK + row, 2 * b + j) + here.quarter * 4
+            put_word(at, halves_of(x[0], x[1], Float16))
+
+    # -------------------------------------------------------------------------------------------- the triangular system
+
+    def invert_diagonal(self, here, head):
+        """(1 + the warp's diagonal block)^-1 by forward substitution in fp32, a column a lane; then with beta |k| of its columns."""
+        column = here.lane % BLOCK
+        strength = shared_word(self.gates_at(here, head) + (2 * CHUNK + here.block * BLOCK + column) * 4).bitcast(Float32)
+        x = [choose(column == t, Float32(1), Float32(0)) for t in range(BLOCK)]
+        for i in range(BLOCK - 1):
+            at = here.shared + self.diagonals + (here.block * BLOCK + i) * DIAGONAL_ROW
+            for first in range((i + 1) // 4 * 4, BLOCK, 4):
+                below = [y.bitcast(Float32) for y in shared_quad(at + first * 4)]
+                for t in range(max(first, i + 1), first + 4):
+                    x[t] = cute.math.fma(-below[t - first], x[i], x[t])
+        # Lanes 0..15 leave the inverse transposed, lanes 16..31 the scaled one behind it.
+        strength = choose(here.lane < BLOCK, Float32(1), strength)
+        x = [y * strength for y in x]
+        words = [halves_of(a, b, Float16) for a, b in zip(x[::2], x[1::2], strict=True)]
+        at = here.shared + self.inverses + here.block * (BLOCK * 64) + here.lane // BLOCK * (BLOCK * 32) + column * 32
+        put_quad(at, words[:4])
+        put_quad(at + 16, words[4:])
+
+    def inverse_at(self, here, b, scaled=0):
+        """Address a lane gives to load a diagonal block's transposed inverse as four 8 x 8 matrices."""
+        row, part = here.lane % 8 + here.lane // 8 % 2 * 8, here.lane // 16
+        return here.shared + self.inverses + b * (BLOCK * 64) + scaled * (BLOCK * 32) + row * 32 + part * 16
+
+    @cute.jit
+    def merge(self, here, head):
+        """A warp's 16 columns of the whole inverse, top to bottom: below the diagonal, inverse(j,j) of what those above give there.
+
+        All transposed, so that each block, once made, is the next one's left operand as it lies in registers.
+        """
+        own = self.gates_at(here, head)
+        b = here.block
+        strengths = [shared_word(own + 2 * CHUNK * 4 + (b * BLOCK + here.row + 8 * i) * 4).bitcast(Float32) for i in range(2)]
+        self.put_inverse(here, head, b, b, load_matrices(self.inverse_at(here, b, 1)))
+        above = cute.make_rmem_tensor((4, 4), Uint32)
+        first = load_matrices(self.inverse_at(here, b))
+        for e in cutlass.range_constexpr(4):
+            above[e, 0] = first[e]
+        for below in cutlass.range_constexpr(1, 4):
+            j = b + below
+            if j < 4:
+                self.merge_block(here, head, above, strengths, below, j)
+
+    def merge_block(self, here, head, above, strengths, below, j):
+        sums = [[Float32(0)] * 4 for _ in range(2)]
+        for i in range(below):
+            # The system's block (j, b + i): its rows are the columns of this right operand.
+            row, part = here.lane % 8 + here.lane // 16 * 8, here.lane // 8 % 2
+            at = here.shared + self.system + (j * BLOCK + row) * SYSTEM_ROW + (here.block + i) * (BLOCK * 2) + part * 16
+            right = load_matrices(at)
+            left = [above[e, i] for e in range(4)]
+            sums = [multiply_accumulate(sums[half], left, right[2 * half : 2 * half + 2], Float16) for half in range(2)]
+        left, right = self.operand_of(sums), load_transposed(self.inverse_at(here, j))
+        sums = [multiply_accumulate([Float32(0)] * 4, left, right[2 * half : 2 * half + 2], Float16) for half in range(2)]
+        sums = [[-x for x in part] for part in sums]
+        made = self.operand_of(sums)
+        for e in range(4):
+            above[e, below] = made[e]
+        scaled = [[part[e] * strengths[e // 2] for e in range(4)] for part in sums]
+        self.put_inverse(here, head, here.block, j, self.operand_of(scaled))
+
+    def operand_of(self, sums):
+        """A 16 x 16 result, two times 8 columns, as a left operand."""
+        return [halves_of(sums[half][2 * i], sums[half][2 * i + 1], Float16) for half in range(2) for i in range(2)]
+
+    def put_inverse(self, here, head, b, j, words):
+        """Block (j, b) of the inverse, given transposed as a left operand, to where it leaves from."""
+        # Matrices as a left operand has them: columns i 0..7 and 8..15 of tokens t 0..7, then of t 8..15.
+        t, part = here.lane // 16 * 8 + here.lane % 8, here.lane // 8 % 2
+        store_transposed(self.made_at(here, head) + part_at(j * BLOCK + t, 2 * b + part), words)
