@@ -204,7 +204,7 @@ def _missing_for_prefill(problem: Problem) -> list[str]:
     if "unaligned_qk" in problem.options:
         reasons.append("rows of q and k that start at multiples of 16 bytes")
     if "unaligned_values" in problem.options:
-        reasons.append("rows of v and out that start at multiples of 16 bytes")
+        reasons.append("rows of v and out, and of KDA's g, that start at multiples of 16 bytes")
     if "scattered_rows" in problem.options:
         reasons.append("states whose V rows lie next to each other (stride K) and start at multiples of 16 bytes")
     return reasons

@@ -199,7 +199,7 @@ class Problem:
     """Which optional parts the call uses: each index tensor given, with its dtype (cu_seqlens_i32, state_indices_i64, ...), and
     pool, token_slots, has_initial_state, initial_state, final_state, intermediates, no_update, layers.
     And what is out of reach of 16-byte accesses: unaligned_qk, rows of q or k; scattered_rows, V rows of a state, which need to lie
-    together too; unaligned_buffer, rows of a buffer's k; unaligned_values, rows of v or out in a prefill."""
+    together too; unaligned_buffer, rows of a buffer's k; unaligned_values, rows of v or out, or of KDA's g, in a prefill."""
 
     @property
     def model(self) -> str:
@@ -474,6 +474,7 @@ def describe_prefill(
     check.out(out, tokens)
     check.vectors(tokens, state if state is not None else initial_state)
     values = [tokens.v] if out is None else [tokens.v, out]
+    values += [tokens.g] if tokens.g.ndim == 4 else []
     check.option("unaligned_values", not all(_aligned(x) and x.stride(-1) == 1 for x in values))
     return check.problem("prefill", _axis(tokens), tokens, dtype, None)
 

@@ -14,8 +14,10 @@ from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly, shuffle_sync_up
 from cutlass.cutlass_dsl import select_
 
 from .arguments import ABSENT, CHUNK, COLUMNS, IMAGE
+from .channels import BLOCK, LEAST_LOG_DECAY, LOG2_E, SUMS_ROW, Channels
 from .chunks import (
     Call,
+    D,
     Pointers,
     Sizes,
     Span,
@@ -54,10 +56,6 @@ from .device import (
 )
 from .rows import DTYPES
 
-BLOCK = 16  # tokens of a warp
-LOG2_E = 1.4426950408889634
-LEAST_LOG_DECAY = -64.0  # a decay below e**-64 is as good as none, and sums of larger numbers would lose what differs
-
 SYSTEM_ROW = (CHUNK + 8) * 2  # bytes of a row of the triangular system, so that rows start in different banks
 DIAGONAL_ROW = BLOCK * 4 + 16
 
@@ -67,6 +65,7 @@ class Here(NamedTuple):
 
     span: Span
     h: Int32
+    """The q/k head; KDA: the value head."""
     place: Int32
     chunk: Int32
     tokens: Int32
@@ -78,7 +77,7 @@ class Here(NamedTuple):
     quarter: Int32
 
 
-class Prepare:
+class Prepare(Channels):
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
@@ -87,25 +86,32 @@ class Prepare:
         self.channel = axis == "channel"
         self.dtype, self.g_dtype = DTYPES[dtype], DTYPES[g_dtype]
         self.gate, self.qk_l2norm = gate, qk_l2norm
-        at = 0
-        sizes = {
-            "made": IMAGE,  # the inverse, then what queries attend to, on their way to global memory; and once more
-            "keys": IMAGE,  # as right operands, each lane's words together
-            "system": CHUNK * SYSTEM_ROW,
-            "diagonals": 4 * BLOCK * DIAGONAL_ROW,
-            "inverses": 4 * BLOCK * 64,  # transposed: rows of 16 numbers, then those scaled
-            "gates": 4 * 3 * CHUNK * 4,  # of four heads: sums of log decays, beta |k|**2, beta |k|
-            "sizes": 2 * CHUNK * 4,
-        }
+        # "system": the triangular system but its diagonal blocks, which are "diagonals". "inverses": of those, transposed, rows of
+        # 16 numbers, then those scaled. "gates": of four heads (KDA: one), sums of log decays, beta |k|**2, beta |k|. "sizes": of
+        # q and k. "keys": a chunk's keys as right operands, each lane's words together. "made": the system's inverse, then what
+        # queries attend to, on their way to global memory; a second place for the same lies where the keys were.
+        system = {"system": CHUNK * SYSTEM_ROW, "diagonals": 4 * BLOCK * DIAGONAL_ROW}
+        if self.channel:
+            # What is done with makes room: vectors for the system, keys for its inverse, a warp's sums for its diagonal's.
+            self.lay_out(0, {"vectors": 6 * 4 * D * 4})
+            at = self.lay_out(0, system | {"keys": IMAGE, "attends": IMAGE // 2, "sums": CHUNK * SUMS_ROW, "spans": 4 * D * 4})
+            at = self.lay_out(at, {"gates": 3 * CHUNK * 4, "strong": 64})
+        else:
+            rest = {"inverses": 4 * BLOCK * 64, "gates": 4 * 3 * CHUNK * 4, "sizes": 2 * CHUNK * 4}
+            at = self.lay_out(0, {"made": IMAGE, "keys": IMAGE} | system | rest)
+        self.shared = at
+
+    def lay_out(self, at, sizes):
+        """Places in shared memory one behind the other; where the last one ends."""
         for name, size in sizes.items():
             setattr(self, name, at)
             at += size
-        self.shared = at
+        return at
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
         self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=(size.H * size.places, 1, 1),
+            grid=((size.HV if self.channel else size.H) * size.places, 1, 1),
             block=(128, 1, 1),
             smem=self.shared,
             stream=stream,
@@ -119,7 +125,8 @@ class Prepare:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         call = Call(ptr, scale, bound, stride, size)
-        h, place = block % size.H, block // size.H
+        heads = size.HV if self.channel else size.H
+        h, place = block % heads, block // heads
         shared = (cute.arch.get_dyn_smem(Uint32, 128)).toint()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -135,7 +142,16 @@ class Prepare:
         part = (thread // 32 + block) % 4
         here = Here(span, h, place, chunk, tokens, shared, thread, lane, part, lane // 4, lane % 4)
         if tokens > 0:
-            self.chunk(call, here)
+            if cutlass.const_expr(self.channel):
+                self.chunk_of_channels(call, here)
+                self.invert(call, here, h, 0)
+            else:
+                self.chunk(call, here)
+            if thread == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def q_head(self, call, hv):
+        return Int32((Uint64(Uint32(hv)) * Uint64(Uint32(call.size.q_heads))) >> Uint64(30))
 
     # -------------------------------------------------------------------------------------------- sequences
 
@@ -186,23 +202,30 @@ class Prepare:
                 self.put_gates(call, here, i + here.thread // 32, group, gates)
                 cute.arch.sync_threads()
             self.pairs(here, i, among_keys, attention)
-            self.invert_diagonal(here, i)
-            cute.arch.sync_threads()
-            self.merge(here, i)
-            cute.arch.fence_proxy("async.shared", space="cta")
-            if here.thread == 0:
-                # The other buffer is the next head's, and has to have been read.
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
-            cute.arch.sync_threads()
-            if here.thread == 0:
-                mine = Int64(here.place) * Int64(call.size.HV) + Int64(here.h * group + i)
-                put_back(call.ptr.pairs + mine * IMAGE, self.made_at(here, i), IMAGE)
-        if here.thread == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.invert(call, here, here.h * group + i, i)
 
-    def made_at(self, here, i):
-        """Where head i's tiles leave from: one of two places in turn, the second of which held the keys."""
-        return here.shared + self.made + i % 2 * IMAGE
+    @cute.jit
+    def invert(self, call, here, hv, head):
+        """The inverse of a head's system, and both tiles on their way."""
+        self.invert_diagonal(here, head)
+        cute.arch.sync_threads()
+        self.merge(here, head)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if here.thread == 0:
+            # The other place is the next head's, and has to have been read.
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+        cute.arch.sync_threads()
+        if here.thread == 0:
+            mine = Int64(here.place) * Int64(call.size.HV) + Int64(hv)
+            put_back(call.ptr.pairs + mine * IMAGE, self.inverse_place(here, head), IMAGE // 2)
+            put_back(call.ptr.pairs + mine * IMAGE + IMAGE // 2, self.attention_place(here, head), IMAGE // 2)
+
+    def inverse_place(self, here, head):
+        """Where a head's inverse leaves from, and behind it what its queries attend to: GDN has two places in turn."""
+        return here.shared + (self.keys if self.channel else self.made + head % 2 * IMAGE)
+
+    def attention_place(self, here, head):
+        return here.shared + self.attends if self.channel else self.inverse_place(here, head) + IMAGE // 2
 
     def gates_at(self, here, i):
         return here.shared + self.gates + i % 4 * (3 * CHUNK * 4)
@@ -346,10 +369,9 @@ class Prepare:
         cute.arch.sync_warp()
 
     def no_pairs(self, here, head, b):
-        for i in range(2):
-            # Four lanes have a row of the block, 32 bytes of each of the two tiles.
-            row, part = here.block * BLOCK + here.row + 8 * i, 2 * b + here.quarter % 2
-            put_quad(self.made_at(here, head) + here.quarter // 2 * (IMAGE // 2) + part_at(row, part), [Uint32(0)] * 4)
+        """Zeros for what queries would attend to behind them: four lanes have a row of the block, two of them its 32 bytes."""
+        row, part = here.block * BLOCK + here.row + here.quarter // 2 * 8, 2 * b + here.quarter % 2
+        put_quad(self.attention_place(here, head) + part_at(row, part), [Uint32(0)] * 4)
 
     def pairs_block(self, here, head, among_keys, attention, b, diagonal):
         own = self.gates_at(here, head)
@@ -383,7 +405,7 @@ class Prepare:
             row, x = here.row + 8 * i, sums[2 * i : 2 * i + 2]
             if diagonal:
                 x = [choose(column + p <= row, x[p], Float32(0)) for p in range(2)]
-            at = self.made_at(here, head) + IMAGE // 2 + part_at(here.block * BLOCK + row, 2 * b + j) + here.quarter * 4
+            at = self.attention_place(here, head) + part_at(here.block * BLOCK + row, 2 * b + j) + here.quarter * 4
             put_word(at, halves_of(x[0], x[1], Float16))
 
     # -------------------------------------------------------------------------------------------- the triangular system
@@ -403,14 +425,18 @@ class Prepare:
         strength = choose(here.lane < BLOCK, Float32(1), strength)
         x = [y * strength for y in x]
         words = [halves_of(a, b, Float16) for a, b in zip(x[::2], x[1::2], strict=True)]
-        at = here.shared + self.inverses + here.block * (BLOCK * 64) + here.lane // BLOCK * (BLOCK * 32) + column * 32
+        at = self.inverse_rows(here, here.block) + here.lane // BLOCK * (BLOCK * 32) + column * 32
         put_quad(at, words[:4])
         put_quad(at + 16, words[4:])
 
     def inverse_at(self, here, b, scaled=0):
         """Address a lane gives to load a diagonal block's transposed inverse as four 8 x 8 matrices."""
         row, part = here.lane % 8 + here.lane // 8 % 2 * 8, here.lane // 16
-        return here.shared + self.inverses + b * (BLOCK * 64) + scaled * (BLOCK * 32) + row * 32 + part * 16
+        return self.inverse_rows(here, b) + scaled * (BLOCK * 32) + row * 32 + part * 16
+
+    def inverse_rows(self, here, b):
+        """Where a diagonal block's inverses are, 1 KiB."""
+        return here.shared + (self.sums + b * (BLOCK * SUMS_ROW) if self.channel else self.inverses + b * (BLOCK * 64))
 
     @cute.jit
     def merge(self, here, head):
@@ -421,6 +447,10 @@ class Prepare:
         own = self.gates_at(here, head)
         b = here.block
         strengths = [shared_word(own + 2 * CHUNK * 4 + (b * BLOCK + here.row + 8 * i) * 4).bitcast(Float32) for i in range(2)]
+        for j in cutlass.range_constexpr(3):
+            if j < b:
+                at = part_at(j * BLOCK + here.lane // 2, 2 * b + here.lane % 2)
+                put_quad(self.inverse_place(here, head) + at, [Uint32(0)] * 4)
         self.put_inverse(here, head, b, b, load_matrices(self.inverse_at(here, b, 1)))
         above = cute.make_rmem_tensor((4, 4), Uint32)
         first = load_matrices(self.inverse_at(here, b))
@@ -457,4 +487,4 @@ class Prepare:
         """Block (j, b) of the inverse, given transposed as a left operand, to where it leaves from."""
         # Matrices as a left operand has them: columns i 0..7 and 8..15 of tokens t 0..7, then of t 8..15.
         t, part = here.lane // 16 * 8 + here.lane % 8, here.lane // 8 % 2
-        store_transposed(self.made_at(here, head) + part_at(j * BLOCK + t, 2 * b + part), words)
+        store_transposed(self.inverse_place(here, head) + part_at(j * BLOCK + t, 2 * b + part), words)

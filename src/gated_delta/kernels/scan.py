@@ -65,12 +65,11 @@ class Scan:
         for name, size in tiles.items():
             setattr(self, name, at)
             at += STAGES * size
-        self.outputs, at = at, at + TILE * CHUNK * 2
         self.columns, at = at, at + STAGES * COLUMNS
         self.largest, at = at, at + STAGES * 8
         self.full, at = at, at + STAGES * 8
         self.empty, at = at, at + STAGES * 8
-        self.stored, at = at, at + 16
+        self.stored, at = at, at + STAGES * 8
         self.shared = at
         self.stage_bytes = 3 * IMAGE + (IMAGE if self.channel else 0) + COLUMNS
 
@@ -80,7 +79,7 @@ class Scan:
         self.kernel(ptr, scale, bound, stride, size).launch(
             grid=(tiles * size.HV * size.N * size.pieces, 1, 1),
             block=(256, 1, 1),
-            smem=self.shared + 1024,
+            smem=self.shared,
             stream=stream,
             use_pdl=True,
         )
@@ -97,9 +96,8 @@ class Scan:
         if thread == 0:
             for stage in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(barrier_at(shared + self.full + stage * 8), 1 + LOADERS)
-                cute.arch.mbarrier_init(barrier_at(shared + self.empty + stage * 8), 4)
-            cute.arch.mbarrier_init(barrier_at(shared + self.stored), 4)
-            cute.arch.mbarrier_init(barrier_at(shared + self.stored + 8), STORERS // 32)
+                cute.arch.mbarrier_init(barrier_at(shared + self.empty + stage * 8), 4 if self.moves else 4 + STORERS // 32)
+                cute.arch.mbarrier_init(barrier_at(shared + self.stored + stage * 8), 4)
             cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -190,11 +188,13 @@ class Scan:
         o_at += self.tokens_at(call, here, stride.o_n, stride.o_t)
         for c in cutlass.range(here.first, here.last, 1, unroll=1):
             turn = c - here.first
-            cute.arch.mbarrier_wait(barrier_at(shared + self.stored), turn % 2)
-            words = [shared_quad(shared + self.outputs + part_at(row + 8 * i, part)) for i in range(8)]
+            stage = turn % STAGES
+            cute.arch.mbarrier_wait(barrier_at(shared + self.stored + stage * 8), turn // STAGES % 2)
+            outputs = shared + self.values + stage * (TILE * CHUNK * 2)
+            words = [shared_quad(outputs + part_at(row + 8 * i, part)) for i in range(8)]
             cute.arch.sync_warp()
             if thread % 32 == 0:
-                cute.arch.mbarrier_arrive(barrier_at(shared + self.stored + 8))
+                cute.arch.mbarrier_arrive(barrier_at(shared + self.empty + stage * 8))
             for i in cutlass.range_constexpr(8):
                 token = c * CHUNK + row + 8 * i
                 store_words(o_at + offset(token, stride.o_t), words[i], token < here.span.tokens)
@@ -236,13 +236,13 @@ class Scan:
         op = warpgroup.MmaF16BF16Op(Float16, Float32, (64, columns, 16), source, major.K, right)
         return cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
 
-    def product(self, sums, left, name, right, stage, fresh):
+    def product(self, sums, left, name, right, turn, fresh):
         """Start sums + left right, or left right alone: a group to wait for."""
         mma = self.instruction(name)
         warpgroup.fence()
         for block in range(cute.size(left, mode=[2])):
             mma.set(warpgroup.Field.ACCUMULATE, not (fresh and block == 0))
-            cute.gemm(mma, sums, left[None, None, block], right[name][None, None, block, stage], sums)
+            cute.gemm(mma, sums, left[None, None, block], right[name][None, None, block, turn.stage], sums)
         warpgroup.commit_group()
 
     def sums(self, columns):
@@ -262,101 +262,110 @@ class Scan:
         self.load_state(call, here, walker.state)
         up = Float32(1)  # the state is kept times this power of two
         if here.last > here.first:
-            up = self.begin(walker, right, here, here.first, up)
-            for c in cutlass.range(here.first, here.last - 1, 1, unroll=1):
-                up = self.middle(walker, right, here, c, up)
-            self.end(walker, right, here, here.last - 1, up)
+            turn = Turn(here.first, Int32(0), Int32(0))
+            up = self.begin(walker, right, here, turn, up)
+            for _ in cutlass.range(here.first, here.last - 1, 1, unroll=1):
+                up, turn = self.middle(walker, right, here, turn, up)
+            self.end(walker, right, here, turn, up)
         self.store_state(call, here, walker.state, up)
 
-    def stage(self, here, c):
-        return (c - here.first) % STAGES
+    def next_turn(self, turn):
+        wraps = turn.stage == STAGES - 1
+        return Turn(turn.chunk + 1, Int32(select_(wraps, 0, turn.stage + 1)), Int32(select_(wraps, 1 - turn.phase, turn.phase)))
 
     @cute.jit
-    def begin(self, walker, right, here, c, up):
+    def begin(self, walker, right, here, turn, up):
         """A chunk until what its keys see is being corrected."""
-        stage = self.arrived(here, c)
-        up = self.fit(walker, here, stage, up, True)
+        self.arrive(here, turn)
+        up = self.fit(walker, self.largest_value(here, turn), up, True)
         self.narrow(walker.state, walker.state_half)
-        self.product(walker.seen, walker.state_half, "keys", right, stage, True)
+        self.product(walker.seen, walker.state_half, "keys", right, turn, True)
         if cutlass.const_expr(not self.moves):
-            self.product(walker.out, walker.state_half, "queries", right, stage, True)
-        values = self.load_values_of(here, stage)
+            self.product(walker.out, walker.state_half, "queries", right, turn, True)
+        values, seen_by = self.load_values_of(here, turn), self.columns_of(here, turn, "seen")
+        decay = self.decay_of(here, turn)
         warpgroup.wait_group(0 if self.moves else 1)
-        self.miss(walker, here, stage, values, up)
-        self.product(walker.seen, walker.half, "correct", right, stage, True)
-        self.forget(walker, here, stage)
+        self.miss(walker, values, seen_by, up)
+        self.product(walker.seen, walker.half, "correct", right, turn, True)
+        self.forget(walker, decay)
         return up
 
     @cute.jit
-    def middle(self, walker, right, here, c, up):
-        """The rest of a chunk, and the next one's beginning between its parts."""
-        stage = self.stage(here, c)
+    def middle(self, walker, right, here, turn, up):
+        """The rest of a chunk, and the next one's beginning between its parts. What products wait for is loaded before the waits."""
+        following = self.next_turn(turn)
+        scales = self.scales_of(here, turn)
         warpgroup.wait_group(0)
-        self.write(walker, right, here, stage)
-        following, was = self.arrived(here, c + 1), up
+        self.write(walker, right, here, scales, turn)
+        self.arrive(here, following)
+        most, decay, was = self.largest_value(here, following), self.decay_of(here, following), up
         warpgroup.wait_group(0 if self.moves else 1)
-        up = self.fit(walker, here, following, up, (c - here.first) % MEASURE == 0)
+        up = self.fit(walker, most, up, turn.chunk % MEASURE == 0)
         self.narrow(walker.state, walker.state_half)
         self.product(walker.seen, walker.state_half, "keys", right, following, True)
-        outputs = []
         if cutlass.const_expr(not self.moves):
+            put_by = self.columns_of(here, turn, "out")
             warpgroup.wait_group(1)
-            outputs = self.outputs_of(walker, here, stage, was)
+            outputs = self.outputs_of(walker, put_by, was)
             self.product(walker.out, walker.state_half, "queries", right, following, True)
-        self.release(here, stage)
-        values = self.load_values_of(here, following)
+            self.put_out(here, turn, outputs)
+        self.release(here, turn)
+        values, seen_by = self.load_values_of(here, following), self.columns_of(here, following, "seen")
         warpgroup.wait_group(0 if self.moves else 1)
-        self.miss(walker, here, following, values, up)
+        self.miss(walker, values, seen_by, up)
         self.product(walker.seen, walker.half, "correct", right, following, True)
-        if cutlass.const_expr(not self.moves):
-            self.put_out(here, c, outputs)
-        self.forget(walker, here, following)
-        return up
+        self.forget(walker, decay)
+        return up, following
 
     @cute.jit
-    def end(self, walker, right, here, c, up):
+    def end(self, walker, right, here, turn, up):
         """The last chunk's rest."""
-        stage = self.stage(here, c)
+        scales = self.scales_of(here, turn)
         warpgroup.wait_group(0)
-        self.write(walker, right, here, stage)
-        warpgroup.wait_group(0)
+        self.write(walker, right, here, scales, turn)
         if cutlass.const_expr(not self.moves):
-            self.put_out(here, c, self.outputs_of(walker, here, stage, up))
+            put_by = self.columns_of(here, turn, "out")
+            warpgroup.wait_group(0)
+            self.put_out(here, turn, self.outputs_of(walker, put_by, up))
+        warpgroup.wait_group(0)
 
-    def write(self, walker, right, here, stage):
+    def scales_of(self, here, turn):
+        """GDN: what u is scaled with for the state."""
+        return None if self.channel else self.columns_of(here, turn, "write")
+
+    def write(self, walker, right, here, scales, turn):
         """From u on: the state's update, and what queries attend to."""
-        columns = here.shared + self.columns + stage * COLUMNS + here.thread % 4 * 8
         if self.channel:
             self.narrow(walker.seen, walker.held)
-            self.product(walker.state, walker.held, "writes", right, stage, False)
+            self.product(walker.state, walker.held, "writes", right, turn, False)
         else:
-            self.narrow(walker.seen, walker.half, columns + 512)
-            self.product(walker.state, walker.half, "writes", right, stage, False)
+            self.narrow(walker.seen, walker.half, scales)
+            self.product(walker.state, walker.half, "writes", right, turn, False)
             if not self.moves:
                 self.narrow(walker.seen, walker.held)
-                self.scale(walker.out, columns + 256)
+                self.scale(walker.out, self.columns_of(here, turn, "carried"))
         if not self.moves:
-            self.product(walker.out, walker.held, "attend", right, stage, False)
+            self.product(walker.out, walker.held, "attend", right, turn, False)
 
-    def column(self, address, j):
-        """Numbers of a lane's columns 8 j and 8 j + 1 from its own first."""
-        return shared_pair(address + 32 * j)
+    def columns_of(self, here, turn, name):
+        """Numbers of a lane's columns 8 j and 8 j + 1 from its own first, for every j."""
+        first = {"seen": 0, "carried": 256, "write": 512, "out": 256 if self.channel else 768}[name]
+        at = here.shared + self.columns + turn.stage * COLUMNS + first + here.thread % 4 * 8
+        return [shared_pair(at + 32 * j) for j in range(CHUNK // 8)]
 
-    def scale(self, sums, address):
+    def scale(self, sums, by):
         """sums times a number each column has."""
-        for j in range(cute.size(sums) // 4):
-            pair = self.column(address, j)
+        for j, pair in enumerate(by):
             for i in range(4):
                 sums[4 * j + i] = sums[4 * j + i] * pair[i % 2]
 
-    def narrow(self, sums, half, address=None):
+    def narrow(self, sums, half, by=None):
         """sums, perhaps times a number each column has, as fp16."""
         words = cute.recast_tensor(half, Uint32)
         for j in range(cute.size(sums) // 4):
             x = [sums[4 * j + i] for i in range(4)]
-            if address is not None:
-                pair = self.column(address, j)
-                x = [x[i] * pair[i % 2] for i in range(4)]
+            if by is not None:
+                x = [x[i] * by[j][i % 2] for i in range(4)]
             words[2 * j] = halves_of(x[0], x[1], Float16)
             words[2 * j + 1] = halves_of(x[2], x[3], Float16)
 
@@ -368,24 +377,24 @@ class Scan:
         return largest(sizes[0].bitcast(Uint32)).bitcast(Float32)
 
     @cute.jit
-    def arrived(self, here, c):
-        """Stage of a chunk, once it is there."""
-        turn = c - here.first
-        stage = turn % STAGES
-        cute.arch.mbarrier_wait(barrier_at(here.shared + self.full + stage * 8), turn // STAGES % 2)
-        return stage
+    def arrive(self, here, turn):
+        """Wait for a chunk's tiles."""
+        cute.arch.mbarrier_wait(barrier_at(here.shared + self.full + turn.stage * 8), turn.phase)
 
     @cute.jit
-    def release(self, here, stage):
+    def release(self, here, turn):
         cute.arch.sync_warp()
         if here.thread % 32 == 0:
-            cute.arch.mbarrier_arrive(barrier_at(here.shared + self.empty + stage * 8))
+            cute.arch.mbarrier_arrive(barrier_at(here.shared + self.empty + turn.stage * 8))
+
+    def largest_value(self, here, turn):
+        at = here.shared + self.largest + turn.stage * 8
+        return cute.math.max(shared_word(at).bitcast(Float32), shared_word(at + 4).bitcast(Float32))
 
     @cute.jit
-    def fit(self, walker, here, stage, up, measured):
-        """Scale the state anew where the chunk's values or, where it is measured, itself leaves the range."""
-        at = here.shared + self.largest + stage * 8
-        size = up * cute.math.max(shared_word(at).bitcast(Float32), shared_word(at + 4).bitcast(Float32))
+    def fit(self, walker, value, up, measured):
+        """Scale the state anew where the chunk's largest value or, where it is measured, itself leaves the range."""
+        size = up * value
         least = Float32(0)  # values alone do not ask for more: the state may be larger than they
         if measured:
             size = cute.math.max(size, self.most(walker.state))
@@ -400,56 +409,57 @@ class Scan:
             up = wanted
         return up
 
-    def forget(self, walker, here, stage):
-        """Decay the state over the chunk."""
-        columns = here.shared + self.columns + stage * COLUMNS
+    def decay_of(self, here, turn):
+        """GDN: the state's decay over the chunk; KDA: where its channels' decays are."""
+        at = here.shared + self.columns + turn.stage * COLUMNS
         if self.channel:
-            self.scale(walker.state, columns + 512 + here.thread % 4 * 8)
-        else:
-            by = shared_word(columns + 256 + (CHUNK - 1) * 4).bitcast(Float32)
-            for i in range(cute.size(walker.state)):
-                walker.state[i] = walker.state[i] * by
+            return at + 512 + here.thread % 4 * 8
+        return shared_word(at + 256 + (CHUNK - 1) * 4).bitcast(Float32)
 
-    def load_values_of(self, here, stage):
+    def forget(self, walker, decay):
+        """Decay the state over the chunk."""
+        if self.channel:
+            self.scale(walker.state, [shared_pair(decay + 32 * j) for j in range(D // 8)])
+        else:
+            for i in range(cute.size(walker.state)):
+                walker.state[i] = walker.state[i] * decay
+
+    def load_values_of(self, here, turn):
         """The chunk's values in the order of `sums`, as words."""
         lane, warp = here.thread % 32, here.thread // 32
-        values = here.shared + self.values + stage * (TILE * CHUNK * 2)
+        values = here.shared + self.values + turn.stage * (TILE * CHUNK * 2)
         token, part = lane // 16 * 8 + lane % 8, warp * 2 + lane // 8 % 2
         fours = [load_transposed(values + part_at(token + 8 * j, part)) for j in range(0, CHUNK // 8, 2)]
         return [word for four in fours for word in four]
 
-    def miss(self, walker, here, stage, values, up):
+    def miss(self, walker, values, by, up):
         """What the keys' values lack in the state, as fp16."""
-        columns = here.shared + self.columns + stage * COLUMNS + here.thread % 4 * 8
         words = cute.recast_tensor(walker.half, Uint32)
         for j in range(CHUNK // 8):
-            pair = self.column(columns, j)
             for i in range(2):
                 x, at = floats_of([values[2 * j + i]], self.dtype), 4 * j + 2 * i
-                lacks = [x[p] * up - walker.seen[at + p] * pair[p] for p in range(2)]
+                lacks = [x[p] * up - walker.seen[at + p] * by[j][p] for p in range(2)]
                 words[2 * j + i] = halves_of(lacks[0], lacks[1], Float16)
 
-    def outputs_of(self, walker, here, stage, up):
+    def outputs_of(self, walker, by, up):
         """A chunk's outputs as words, in the order of `sums`."""
-        columns = here.shared + self.columns + stage * COLUMNS + (256 if self.channel else 768) + here.thread % 4 * 8
         down, words = inverse(up), []
-        for j in range(CHUNK // 8):
-            pair = [x * down for x in self.column(columns, j)]
-            x = [walker.out[4 * j + i] * pair[i % 2] for i in range(4)]
+        for j, pair in enumerate(by):
+            x = [walker.out[4 * j + i] * (pair[i % 2] * down) for i in range(4)]
             words += [halves_of(x[0], x[1], self.dtype), halves_of(x[2], x[3], self.dtype)]
         return words
 
     @cute.jit
-    def put_out(self, here, c, words):
-        """A chunk's outputs, to shared memory once the last ones have left it."""
+    def put_out(self, here, turn, words):
+        """A chunk's outputs to where its values were: each warp overwrites what none but itself has read."""
         lane, warp = here.thread % 32, here.thread // 32
-        cute.arch.mbarrier_wait(barrier_at(here.shared + self.stored + 8), (c - here.first + 1) % 2)
         token, part = lane // 16 * 8 + lane % 8, warp * 2 + lane // 8 % 2
+        outputs = here.shared + self.values + turn.stage * (TILE * CHUNK * 2)
         for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
-            store_transposed(here.shared + self.outputs + part_at(token + 8 * j, part), words[2 * j : 2 * j + 4])
+            store_transposed(outputs + part_at(token + 8 * j, part), words[2 * j : 2 * j + 4])
         cute.arch.sync_warp()
         if lane == 0:
-            cute.arch.mbarrier_arrive(barrier_at(here.shared + self.stored))
+            cute.arch.mbarrier_arrive(barrier_at(here.shared + self.stored + turn.stage * 8))
 
     # -------------------------------------------------------------------------------------------- states in memory
 
@@ -522,6 +532,14 @@ class Here(NamedTuple):
     last: Int32
     shared: Int32
     thread: Int32
+
+
+class Turn(NamedTuple):
+    """A chunk, the stage it is in, and which phase of the stage's barrier says that it is there."""
+
+    chunk: Int32
+    stage: Int32
+    phase: Int32
 
 
 class Walker(NamedTuple):
