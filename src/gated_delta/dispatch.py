@@ -94,6 +94,12 @@ FLUSH: dict[str, Table] = {
 """Schedules of flush, measured on an H200: docs/kernels/verify.md."""
 
 
+BLOCKS = 132
+"""Blocks of the scan that an H200 walks at once; where a prefill has fewer, its sequences are cut in pieces."""
+LEAST_PIECE = 512
+"""Tokens that a piece has at least."""
+
+
 def _single(problem: Problem) -> bool:
     return problem.T == 1 and not any(option.startswith("cu_seqlens") for option in problem.options)
 
@@ -132,8 +138,10 @@ def schedule_of(problem: Problem, sequences: int) -> Schedule:
 
 
 def cut_of(problem: Problem, sequences: int, tokens: int) -> Cut:
-    """Pieces for a prefill of that many sequences with so many tokens in all."""
-    return Cut(1)
+    """Pieces for a prefill of that many sequences with so many tokens in all, measured on an H200: docs/kernels/prefill.md."""
+    blocks = 2 * sequences * problem.HV
+    pieces = min(BLOCKS // blocks, tokens // max(sequences, 1) // LEAST_PIECE) if blocks else 1
+    return Cut(pieces if pieces >= 4 else 1)
 
 
 def variant_of(problem: Problem, schedule: Schedule) -> compile.Variant:
@@ -171,15 +179,14 @@ def prefill_variants(problem: Problem, cut: Cut) -> list[compile.Variant]:
     made = [compile.Variant("prepare", tuple((prepare | dict(qk_l2norm=problem.qk_l2norm)).items()))]
     scan: dict[str, str | bool] = dict(axis=axis, dtype=dtype, state_dtype=state)
     if cut.pieces > 1:
-        made.append(compile.Variant("scan", tuple((scan | dict(state_dtype="fp32", moves=True)).items())))
-        made.append(compile.Variant("join", (("state_dtype", state),)))
+        made += [compile.Variant("scan", tuple((scan | dict(moves=True)).items())), compile.Variant("join", ())]
     return [*made, compile.Variant("scan", tuple((scan | dict(moves=False)).items()))]
 
 
 def variants_of(problem: Problem) -> list[compile.Variant]:
     """Every variant that some number of sequences leads to."""
     if problem.op == "prefill":
-        return list(dict.fromkeys(variant for pieces in (1, 2) for variant in prefill_variants(problem, Cut(pieces))))
+        return list(dict.fromkeys(variant for pieces in (1, 4) for variant in prefill_variants(problem, Cut(pieces))))
     state_bytes, table = _table(problem)
     return [variant_of(problem, schedule_of(problem, -(-least // state_bytes))) for least, _ in table]
 

@@ -66,15 +66,16 @@ class Channels:
             A_log = load(Float32, ptr.A_log + offset(hv, stride.A_log_h), Int32(1))
             parameters = cute.math.exp(A_log), load_scalar(bias, size.dt_bias_kind), call.bound * Float32(LOG2_E)
         total, starts, middles = Float32(0), [], []
-        for token in range(CHUNK):
-            at = here.shared + self.sums + token * SUMS_ROW + channel * 4
-            if token % BLOCK == 0:
-                starts.append(total)
-            log = cute.math.max(self.binary_log_decay(shared_word(at).bitcast(Float32), parameters), Float32(LEAST_LOG_DECAY))
-            total = total + choose(token < here.tokens, log, Float32(0))
-            put_word(at, total.bitcast(Uint32))
-            if token % BLOCK == BLOCK // 2 - 1:
-                middles.append(total)
+        for b in range(4):
+            starts.append(total)
+            at = here.shared + self.sums + b * (BLOCK * SUMS_ROW) + channel * 4
+            raw = [shared_word(at + t * SUMS_ROW).bitcast(Float32) for t in range(BLOCK)]  # before any of the sums replaces one
+            for t, g in enumerate(raw):
+                log = cute.math.max(self.binary_log_decay(g, parameters), Float32(LEAST_LOG_DECAY))
+                total = total + choose(b * BLOCK + t < here.tokens, log, Float32(0))
+                put_word(at + t * SUMS_ROW, total.bitcast(Uint32))
+                if t == BLOCK // 2 - 1:
+                    middles.append(total)
         ends = [*starts[1:], total]
         at = call.ptr.columns + self.mine(call, here) * COLUMNS + 512 + channel * 4
         store_few(at, [power(total).bitcast(Uint32)], Int32(1))
@@ -140,9 +141,8 @@ class Channels:
         """8 channels of q and k of both tokens, as words."""
         return [[load_words(at + 64 * j, True) for at in row] for row in rows]
 
-    def norms(self, here, rows):
+    def norms(self, here, parts):
         """Both tokens' 1 over the norms of q and k, 0 past the last token; and their sums of squares."""
-        parts = [self.raw_part(rows, j) for j in range(4)]
         units, squares = [], []
         for i in range(2):
             there = here.block * BLOCK + here.row + 8 * i < here.tokens
@@ -177,13 +177,13 @@ class Channels:
         channel = 32 * j + 8 * here.quarter
         names = (START, TAIL, UP, DOWN, BEFORE, AFTER)
         start, tail, up, down, before, after = (self.quad_of(self.vector_at(here, which, b), channel) for which in names)
+        tokens = [b * BLOCK + here.row + 8 * i for i in range(2)]
+        sums = [self.quad_of(here.shared + self.sums + token * SUMS_ROW, channel) for token in tokens]
         near, far = [], []  # operands within the block: left ones of q and k, right ones
-        for i in range(2):
-            token = b * BLOCK + here.row + 8 * i
-            sums = self.quad_of(here.shared + self.sums + token * SUMS_ROW, channel)
+        for i, token in enumerate(tokens):
             q, k = ([x * units[i][which] for x in floats_of(raw[i][which], self.dtype)] for which in range(2))
-            since = [power(x - y) for x, y in zip(sums, before, strict=True)]
-            until = [power(y - x) for x, y in zip(sums, after, strict=True)]
+            since = [power(x - y) for x, y in zip(sums[i], before, strict=True)]
+            until = [power(y - x) for x, y in zip(sums[i], after, strict=True)]
             q, rest = self.times(q, since), self.times(k, until)
             k = self.times(k, since)
             # Left operands for blocks further up take the place of the very sums they came from.
@@ -259,10 +259,11 @@ class Channels:
 
     @cute.jit
     def chunk_of_channels(self, call, here):
-        self.stage_gates(call, here)
         rows = self.rows_of(call, here)
-        units, squares = self.norms(here, rows)
+        parts = [self.raw_part(rows, j) for j in range(4)]
         beta = self.load_beta(call, here)
+        self.stage_gates(call, here)
+        units, squares = self.norms(here, parts)
         cute.arch.sync_threads()
         self.load_channels(call, here)
         cute.arch.sync_threads()

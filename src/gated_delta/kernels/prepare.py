@@ -359,30 +359,35 @@ class Prepare(Channels):
     def pairs(self, here, head, among_keys, attention):
         """The warp's rows of the system, beta_t |k_t|**2 (k_t k_i) decay(t, i) for i < t, and of what queries attend to,
         (q_t k_i) decay(t, i) for i <= t, where these leave from; zeros right of the diagonal."""
+        factors = self.pair_factors(here, head)
         for b in cutlass.range_constexpr(4):
             if b < here.block:
-                self.pairs_block(here, head, among_keys, attention, b, False)
+                self.pairs_block(here, head, among_keys, attention, factors, b, False)
             elif b == here.block:
-                self.pairs_block(here, head, among_keys, attention, b, True)
+                self.pairs_block(here, head, among_keys, attention, factors, b, True)
             elif head < 2:
                 self.no_pairs(here, head, b)
         cute.arch.sync_warp()
+
+    def pair_factors(self, here, head):
+        """The lane's rows' sums and strengths, and its columns' sums, all loaded before anything is stored."""
+        own = self.gates_at(here, head)
+        at = own + (here.block * BLOCK + here.row) * 4
+        rows = [shared_word(at + 32 * i).bitcast(Float32) for i in range(2)]
+        strengths = [shared_word(at + CHUNK * 4 + 32 * i).bitcast(Float32) for i in range(2)]
+        return rows, strengths, [shared_pair(own + (8 * j + 2 * here.quarter) * 4) for j in range(8)]
 
     def no_pairs(self, here, head, b):
         """Zeros for what queries would attend to behind them: four lanes have a row of the block, two of them its 32 bytes."""
         row, part = here.block * BLOCK + here.row + here.quarter // 2 * 8, 2 * b + here.quarter % 2
         put_quad(self.attention_place(here, head) + part_at(row, part), [Uint32(0)] * 4)
 
-    def pairs_block(self, here, head, among_keys, attention, b, diagonal):
-        own = self.gates_at(here, head)
-        rows = [here.block * BLOCK + here.row + 8 * i for i in range(2)]
-        of_rows = [shared_word(own + row * 4).bitcast(Float32) for row in rows]
-        strengths = [shared_word(own + (CHUNK + row) * 4).bitcast(Float32) for row in rows]
-        for j in range(2):
-            of_columns = shared_pair(own + (BLOCK * b + 8 * j + 2 * here.quarter) * 4)
-            decays = [power(cute.math.min(of_rows[e // 2] - of_columns[e % 2], Float32(0))) for e in range(4)]
-            self.put_pairs(here, b, j, [among_keys[e, 2 * b + j] * decays[e] for e in range(4)], strengths, diagonal)
-            self.put_attention(here, head, b, j, [attention[e, 2 * b + j] * decays[e] for e in range(4)], diagonal)
+    def pairs_block(self, here, head, among_keys, attention, factors, b, diagonal):
+        rows, strengths, columns = factors
+        for j in (2 * b, 2 * b + 1):
+            decays = [power(cute.math.min(rows[e // 2] - columns[j][e % 2], Float32(0))) for e in range(4)]
+            self.put_pairs(here, b, j % 2, [among_keys[e, j] * decays[e] for e in range(4)], strengths, diagonal)
+            self.put_attention(here, head, b, j % 2, [attention[e, j] * decays[e] for e in range(4)], diagonal)
 
     def put_pairs(self, here, b, j, sums, strengths, diagonal):
         """A quarter block of the system: of the diagonal as fp32, columns as rows, of the others as fp16."""
@@ -444,40 +449,43 @@ class Prepare(Channels):
 
         All transposed, so that each block, once made, is the next one's left operand as it lies in registers.
         """
-        own = self.gates_at(here, head)
-        b = here.block
-        strengths = [shared_word(own + 2 * CHUNK * 4 + (b * BLOCK + here.row + 8 * i) * 4).bitcast(Float32) for i in range(2)]
+        b, own = here.block, self.gates_at(here, head)
+        strengths = [shared_word(own + (2 * CHUNK + b * BLOCK + here.row + 8 * i) * 4).bitcast(Float32) for i in range(2)]
+        scaled, above = load_matrices(self.inverse_at(here, b, 1)), cute.make_rmem_tensor((4, 4), Uint32)
+        first = load_matrices(self.inverse_at(here, b))
+        # All that products want is loaded before anything is stored; past the last block, that block's again.
+        system = [[self.system_block(here, cutlass.min(b + below, 3), i) for i in range(below)] for below in range(1, 4)]
+        inverses = [load_transposed(self.inverse_at(here, cutlass.min(b + below, 3))) for below in range(1, 4)]
+        for e in cutlass.range_constexpr(4):
+            above[e, 0] = first[e]
         for j in cutlass.range_constexpr(3):
             if j < b:
                 at = part_at(j * BLOCK + here.lane // 2, 2 * b + here.lane % 2)
                 put_quad(self.inverse_place(here, head) + at, [Uint32(0)] * 4)
-        self.put_inverse(here, head, b, b, load_matrices(self.inverse_at(here, b, 1)))
-        above = cute.make_rmem_tensor((4, 4), Uint32)
-        first = load_matrices(self.inverse_at(here, b))
-        for e in cutlass.range_constexpr(4):
-            above[e, 0] = first[e]
+        self.put_inverse(here, head, b, b, scaled)
         for below in cutlass.range_constexpr(1, 4):
-            j = b + below
-            if j < 4:
-                self.merge_block(here, head, above, strengths, below, j)
+            if b + below < 4:
+                self.merge_block(here, head, above, system[below - 1], inverses[below - 1], strengths, below)
 
-    def merge_block(self, here, head, above, strengths, below, j):
+    def system_block(self, here, j, i):
+        """The system's block (j, own + i) as a right operand, whose columns are its rows."""
+        row, part = here.lane % 8 + here.lane // 16 * 8, here.lane // 8 % 2
+        at = here.shared + self.system + (j * BLOCK + row) * SYSTEM_ROW + cutlass.min(here.block + i, 3) * (BLOCK * 2) + part * 16
+        return load_matrices(at)
+
+    def merge_block(self, here, head, above, system, inverse, strengths, below):
         sums = [[Float32(0)] * 4 for _ in range(2)]
-        for i in range(below):
-            # The system's block (j, b + i): its rows are the columns of this right operand.
-            row, part = here.lane % 8 + here.lane // 16 * 8, here.lane // 8 % 2
-            at = here.shared + self.system + (j * BLOCK + row) * SYSTEM_ROW + (here.block + i) * (BLOCK * 2) + part * 16
-            right = load_matrices(at)
+        for i, right in enumerate(system):
             left = [above[e, i] for e in range(4)]
             sums = [multiply_accumulate(sums[half], left, right[2 * half : 2 * half + 2], Float16) for half in range(2)]
-        left, right = self.operand_of(sums), load_transposed(self.inverse_at(here, j))
-        sums = [multiply_accumulate([Float32(0)] * 4, left, right[2 * half : 2 * half + 2], Float16) for half in range(2)]
+        left = self.operand_of(sums)
+        sums = [multiply_accumulate([Float32(0)] * 4, left, inverse[2 * half : 2 * half + 2], Float16) for half in range(2)]
         sums = [[-x for x in part] for part in sums]
         made = self.operand_of(sums)
         for e in range(4):
             above[e, below] = made[e]
         scaled = [[part[e] * strengths[e // 2] for e in range(4)] for part in sums]
-        self.put_inverse(here, head, here.block, j, self.operand_of(scaled))
+        self.put_inverse(here, head, here.block, here.block + below, self.operand_of(scaled))
 
     def operand_of(self, sums):
         """A 16 x 16 result, two times 8 columns, as a left operand."""

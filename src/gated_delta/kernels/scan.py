@@ -110,7 +110,11 @@ class Scan:
         last = cutlass.min(first + each, chunks)
         here = Here(span, slot, hv, tile, piece, first, Int32(select_(slot >= 0, last, first)), shared, thread)
         cute.arch.sync_threads()
-        if thread >= 128:
+        # What the last piece does nobody asks, nor how the first would change another state than its own.
+        needless = (here.piece == size.pieces - 1) | ((here.piece == 0) & (here.tile >= D // TILE))
+        if self.moves & needless:
+            pass
+        elif thread >= 128:
             self.walk(call, here._replace(thread=thread - 128))
         elif thread < LOADERS:
             self.bring(call, here)
@@ -260,6 +264,11 @@ class Scan:
         right = self.operands(here)
         walker = Walker(self.sums(D), self.sums(CHUNK), self.sums(CHUNK), self.left(D), self.left(CHUNK), self.left(CHUNK))
         self.load_state(call, here, walker.state)
+        if self.moves & (here.piece == 0):
+            # In a pool this state's place is the last piece's to write.
+            row, column = here.tile * TILE + here.thread // 32 * 16 + here.thread % 32 // 4, here.thread % 4 * 2
+            at = call.ptr.starts + self.piece_at(call, here, D)
+            self.store_rows(at, Float32, row, column, True, walker.state, Float32(1))
         up = Float32(1)  # the state is kept times this power of two
         if here.last > here.first:
             turn = Turn(here.first, Int32(0), Int32(0))
@@ -465,24 +474,24 @@ class Scan:
 
     @cute.jit
     def load_state(self, call, here, state):
-        """The head's state before the piece: the call's, an identity and zeros to find out what a piece does, or zeros."""
+        """The head's state before the piece: the call's or zeros, what join found, or zeros and an identity to find what a piece does."""
         ptr, stride, size = call.ptr, call.stride, call.size
         lane, warp = here.thread % 32, here.thread // 32
         row, column = warp * 16 + lane // 4, lane % 4 * 2
-        if cutlass.const_expr(self.moves):
-            diagonal = row + (here.tile - D // TILE) * TILE
+        unit = (here.tile - D // TILE) * TILE + row  # row of the identity, below zero in tiles that are not its
+        if self.moves & (here.piece > 0):
             for j in cutlass.range_constexpr(D // 8):
                 for i in cutlass.range_constexpr(4):
-                    state[4 * j + i] = choose(diagonal + i // 2 * 8 == column + 8 * j + i % 2, Float32(1), Float32(0))
+                    state[4 * j + i] = choose(unit + i // 2 * 8 == column + 8 * j + i % 2, Float32(1), Float32(0))
+        elif (not self.moves) & (size.pieces > 1):
+            row += here.tile * TILE
+            self.load_rows(ptr.starts + self.piece_at(call, here, D), Float32, row, column, True, state)
         else:
             row += here.tile * TILE
-            if size.pieces > 1:
-                self.load_rows(ptr.starts + self.piece_at(call, here, D), Float32, row, column, Int32(1), state)
-            else:
-                there = load_flag(ptr.has_initial + offset(here.span.n, stride.has_initial_n), ptr.has_initial != 0)
-                there = there & Int32(ptr.initial != 0) & Int32(here.slot >= 0)
-                at = ptr.initial + offset(cutlass.max(here.slot, 0), stride.initial_p) + offset(here.hv, stride.initial_h)
-                self.load_rows(at, self.state_dtype, row, column, there, state)
+            there = load_flag(ptr.has_initial + offset(here.span.n, stride.has_initial_n), ptr.has_initial != 0)
+            there = there & Int32(ptr.initial != 0) & Int32(here.slot >= 0)
+            at = ptr.initial + offset(cutlass.max(here.slot, 0), stride.initial_p) + offset(here.hv, stride.initial_h)
+            self.load_rows(at, self.state_dtype, row, column, there, state)
 
     @cute.jit
     def store_state(self, call, here, state, up):
