@@ -73,7 +73,7 @@ def prefill(
         final_state = _final_state(tokens, initial_state) if output_final_state else None
         torch.ops.gated_delta.prefill(*_flat(tokens), **states, final_state=final_state, out=out, backend=backend)
         return out, final_state
-    return run_prefill(tokens, output_final_state, None, out, backend, **states)
+    return run_prefill(tokens, initial_state, output_final_state, None, state, state_indices, has_initial_state, out, backend)
 
 
 def decode(
@@ -200,7 +200,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Route:
     if op == "flush":
         return select(describe(**facts), facts["state"].device, backend, _flushed(**facts))
     tokens = Tokens(**{name: facts.pop(name) for name in Tokens._fields})
-    return select(describe(tokens, **facts), tokens.q.device, backend, tokens.num_sequences)
+    return select(describe(tokens, **facts), tokens.q.device, backend, tokens.num_sequences, tokens.q.shape[:2].numel())
 
 
 _DESCRIBE: dict[str, tuple[Callable[..., Any], Callable[..., Problem]]] = {
@@ -214,33 +214,60 @@ _DESCRIBE: dict[str, tuple[Callable[..., Any], Callable[..., Problem]]] = {
 # ------------------------------------------------------------------------------------------------ eager: check, allocate, run
 
 
-def run_prefill(
-    tokens: Tokens, output_final_state: bool, final_state: Tensor | None, out: Tensor | None, backend: str, **states: Any
-) -> tuple[Tensor, Tensor | None]:
-    problem = describe_prefill(tokens, output_final_state=output_final_state, out=out, **states)
-    route = select(problem, tokens.q.device, backend, tokens.num_sequences, tokens.q.shape[:2].numel())
-    out = _empty_like(tokens.v, out)
-    if output_final_state and final_state is None:
-        final_state = _final_state(tokens, states["initial_state"])
-    if route.backend == "reference":
-        reference.prefill(tokens, **states, final_state=final_state, out=out)
-        return out, final_state
-    launch = cute.PrefillLaunch(route, tokens, **states, final_state=final_state, out=out)
-    q, k, v, g, beta, gate, _, _, _, cu_seqlens = tokens
-    pool = states["state"]
-    initial, final = (states["initial_state"], final_state) if pool is None else (pool, pool)
-    given = (
-        q, k, v, g, beta, gate.A_log, gate.dt_bias, cu_seqlens,
-        states["state_indices"], states["has_initial_state"], initial, final, out,
-    )  # fmt: skip
-    launched = launch([x for x in given if x is not None])
-    assert launched
-    return out, final_state
-
-
+_prefills: Memo[cute.PrefillLaunch] = Memo()
 _decodes: Memo[cute.DecodeLaunch] = Memo()
 _verifies: Memo[cute.VerifyLaunch] = Memo()
 _flushes: Memo[cute.FlushLaunch] = Memo()
+
+
+def run_prefill(
+    tokens: Tokens,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    final_state: Tensor | None,
+    state: Tensor | None,
+    state_indices: Tensor | None,
+    has_initial_state: Tensor | None,
+    out: Tensor | None,
+    backend: str,
+) -> tuple[Tensor, Tensor | None]:
+    known = None
+    try:
+        q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens = tokens
+        given = (
+            q, k, v, g, beta, gate.A_log, gate.dt_bias, cu_seqlens, state_indices, has_initial_state,
+            initial_state if state is None else state, final_state, out,
+        )  # fmt: skip
+        tensors = [x for x in given if x is not None]
+        key = (
+            q.shape, qk_l2norm, beta_logits, output_final_state, backend, gate.kind, gate.bound, scale, torch.is_grad_enabled(),
+            type(qk_l2norm), type(beta_logits), type(output_final_state), type(scale), gate.A_log is None, gate.dt_bias is None,
+            cu_seqlens is None, state_indices is None, has_initial_state is None, initial_state is None, state is None,
+            final_state is None, out is None,
+        )  # fmt: skip
+        known = _prefills.find(key, tensors)
+    except (AttributeError, TypeError):
+        pass  # as in run_decode
+    if known is not None and (made := known(tensors)) is not None:
+        return made
+
+    states: dict[str, Any] = dict(
+        initial_state=initial_state, state=state, state_indices=state_indices, has_initial_state=has_initial_state
+    )
+    problem = describe_prefill(tokens, output_final_state=output_final_state, out=out, **states)
+    route = select(problem, q.device, backend, tokens.num_sequences, q.shape[:2].numel())
+    if route.backend == "reference":
+        out = _empty_like(v, out)
+        if output_final_state and final_state is None:
+            final_state = _final_state(tokens, initial_state)
+        reference.prefill(tokens, **states, final_state=final_state, out=out)
+        return out, final_state
+    launch = cute.PrefillLaunch(route, tokens, **states, output_final_state=output_final_state, final_state=final_state, out=out)
+    made = launch(tensors)
+    assert made is not None
+    if known is None:
+        _prefills.remember(key, tensors, launch)
+    return made
 
 
 def run_decode(

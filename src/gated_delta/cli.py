@@ -154,7 +154,9 @@ def info() -> None:
     needs = kernels.missing_packages()
     table.add_row(
         "backend cute",
-        f"needs {', '.join(needs)}" if needs else "decode, verify, flush, on compute capability 9.0 (10.0 compiles, untried)",
+        f"needs {', '.join(needs)}"
+        if needs
+        else "all four operations on compute capability 9.0; decode, verify, flush compile for 10.0, untried",
     )
     found = sum(1 for _ in kernels.directory().glob("*/*.so"))
     table.add_row(
@@ -186,7 +188,7 @@ def compile_kernels(
     report = _report(as_json, file)
     variants = dispatch.shipped()
     if cases:
-        ops = ("decode", "verify", "flush")
+        ops = ("prefill", "decode", "verify", "flush")
         problems = [problem for op in ops for case in listed(op) if not case.reference_only for problem in case.problems]
         wanted = [variant for problem in dict.fromkeys(problems) for variant in dispatch.variants_of(problem)]
         variants = list(dict.fromkeys(variants + wanted))

@@ -317,24 +317,46 @@ class PrefillLaunch(Launch):
         tokens: Tokens,
         *,
         initial_state: Tensor | None,
+        output_final_state: bool,
+        final_state: Tensor | None,
         state: Tensor | None,
         state_indices: Tensor | None,
         has_initial_state: Tensor | None,
-        final_state: Tensor | None,
-        out: Tensor,
+        out: Tensor | None,
     ):
         q, k, v, g, beta, gate, _, _, _, cu_seqlens = tokens
-        initial, final = (initial_state, final_state) if state is None else (state, state)
-        given = (q, k, v, g, beta, gate.A_log, gate.dt_bias, cu_seqlens, state_indices, has_initial_state, initial, final, out)
+        initial = initial_state if state is None else state
+        given = (
+            q,
+            k,
+            v,
+            g,
+            beta,
+            gate.A_log,
+            gate.dt_bias,
+            cu_seqlens,
+            state_indices,
+            has_initial_state,
+            initial,
+            final_state,
+            out,
+        )
         super().__init__(route, q.device, given)
         assert isinstance(route.schedule, dispatch.Cut)
         self.scale = q.shape[-1] ** -0.5 if tokens.scale is None else tokens.scale
         self.bound = gate.bound
+        self.channel = g.ndim == 4
+        self.pooled, self.own_output, self.dense_v = state is not None, out is None, v.is_contiguous()
         N, H, HV = tokens.num_sequences, q.shape[2], v.shape[2]
+        self.final_shape = (N, HV, v.shape[3], q.shape[3]) if output_final_state and final_state is None else None
+        self.final_dtype = torch.float32 if initial is None else initial.dtype
         total, T = (q.shape[1], 0) if cu_seqlens is not None else (0, q.shape[1])
         places = total // CHUNK + N if cu_seqlens is not None else N * -(-T // CHUNK)
         self.empty = N == 0
         self.workspace = _workspace(route.problem.axis, N, H, HV, places, route.schedule.pieces, cu_seqlens is not None)
+        final = state if state is not None else final_state
+        if self.final_shape is not None:
+            final = torch.empty(self.final_shape, dtype=self.final_dtype, device="meta")
         self.strides = _short(
             route,
             PrefillStrides(
@@ -363,29 +385,38 @@ class PrefillLaunch(Launch):
             )
         )
 
-    def __call__(self, tensors: list[Tensor]) -> bool:
-        """Launch for tensors like those described, those there are, in PrefillPointers' order.
+    def __call__(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor | None] | None:
+        """Launch for tensors like those described, those there are in PrefillPointers' order; returns o and the final state.
 
-        False, and nothing is done, where these lie so that the call has to be described anew: out on an input, rows off a vector's
+        None, and nothing is done, where these lie so that the call has to be described anew: out on an input, rows off a vector's
         boundary.
         """
-        pointers = list(map(_data_ptr, tensors))
-        if pointers[-1] in pointers[:3] and tensors[-1].numel():
-            return False
-        arguments = self.places([*pointers, 0])
-        q, k, v, _, _, _, _, _, _, _, initial, final, o = arguments
-        if (q | k | v | initial | final | o) & 15:
-            return False
+        absent = len(tensors)
+        places = self.places([*range(absent), absent])
+        *given, final_at, out_at = places
+        pointers = [*map(_data_ptr, tensors), 0]
+        reached = pointers[0] | pointers[1] | pointers[2] | pointers[given[10]] | pointers[final_at] | pointers[out_at]
+        if (reached | (pointers[3] if self.channel else 0)) & 15:
+            return None
+        if not self.own_output and pointers[out_at] in pointers[:3] and tensors[out_at].numel():
+            return None
         if CHECK:
             self.check(self.places([*tensors, None]))
+        final = None if final_at == absent else tensors[final_at]
+        if self.final_shape is not None:
+            final = torch.empty(self.final_shape, dtype=self.final_dtype, device=tensors[0].device)
+        v = tensors[2]
+        out = (torch.empty_like(v) if self.dense_v else v.new_empty(v.shape)) if self.own_output else tensors[out_at]
         if self.empty:
-            tensors[-1].zero_()
-        else:
-            size, offsets = self.workspace
-            scratch = torch.empty(size, dtype=torch.uint8, device=tensors[-1].device)
-            start = scratch.data_ptr()
-            self.launch((*arguments, *(start + at if at >= 0 else 0 for at in offsets)), self.scale, self.bound, self.strides, self.sizes)
-        return True
+            out.zero_()
+            return out, final
+        stored = pointers[given[10]] if self.pooled else 0 if final is None else final.data_ptr()
+        size, offsets = self.workspace
+        scratch = torch.empty(size, dtype=torch.uint8, device=v.device)
+        start = scratch.data_ptr()
+        addresses = (*(pointers[i] for i in given), stored, out.data_ptr(), *(start + at if at >= 0 else 0 for at in offsets))
+        self.launch(addresses, self.scale, self.bound, self.strides, self.sizes)
+        return out, final
 
     def check(self, given: tuple[Any, ...]) -> None:
         """Raise for an index that nobody can serve, given all the tensors there may be."""

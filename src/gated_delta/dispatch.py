@@ -96,8 +96,8 @@ FLUSH: dict[str, Table] = {
 
 BLOCKS = 132
 """Blocks of the scan that an H200 walks at once; where a prefill has fewer, its sequences are cut in pieces."""
-LEAST_PIECE = 512
-"""Tokens that a piece has at least."""
+LEAST_PIECE, FEW_PIECES_LEAST = 512, 8192
+"""Tokens that a piece has at least; and a sequence that is cut in two or three only, which saves little."""
 
 
 def _single(problem: Problem) -> bool:
@@ -141,7 +141,9 @@ def cut_of(problem: Problem, sequences: int, tokens: int) -> Cut:
     """Pieces for a prefill of that many sequences with so many tokens in all, measured on an H200: docs/kernels/prefill.md."""
     blocks = 2 * sequences * problem.HV
     pieces = min(BLOCKS // blocks, tokens // max(sequences, 1) // LEAST_PIECE) if blocks else 1
-    return Cut(pieces if pieces >= 4 else 1)
+    if pieces < 4 and tokens < FEW_PIECES_LEAST * sequences:
+        return Cut(1)
+    return Cut(max(pieces, 1))
 
 
 def variant_of(problem: Problem, schedule: Schedule) -> compile.Variant:
@@ -239,6 +241,8 @@ def shipped() -> list[compile.Variant]:
             problems = [Problem("decode", axis, 1, 1, K, V, T, state_dtype=state, **tokens) for T in (1, 2)]
             problems += [Problem("verify", axis, 1, 1, K, V, T, state_dtype=state, **tokens) for T in ROOMS]
             problems.append(Problem("flush", axis, 1, 1, K, V, state_dtype=state))
+            if not _missing_for_prefill(prompt := Problem("prefill", axis, 1, 1, K, V, state_dtype=state, **tokens)):
+                problems.append(prompt)
             made |= dict.fromkeys(variant for problem in problems for variant in variants_of(problem))
     return list(made)
 

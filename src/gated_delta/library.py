@@ -35,8 +35,8 @@ def _tokens(arguments: tuple[Any, ...]) -> Tokens:
     return Tokens(q, k, v, g, beta, Gate(kind, A_log, dt_bias, bound), *rest)
 
 
-def _prefill(*tokens: Any, final_state: Tensor | None, out: Tensor, backend: str, **states: Any) -> None:
-    api.run_prefill(_tokens(tokens), final_state is not None, final_state, out, backend, **states)
+def _prefill(*tokens: Any, final_state: Tensor | None, **states: Any) -> None:
+    api.run_prefill(_tokens(tokens), output_final_state=final_state is not None, final_state=final_state, **states)
 
 
 def _decode(*arguments: Any) -> None:

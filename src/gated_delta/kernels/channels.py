@@ -1,9 +1,9 @@
-"""KDA's part of `prepare`: pairs of tokens where every key channel decays by itself, so that decays stand within the sum over channels.
+"""KDA's part of `prepare`: pairs of tokens where each key channel decays by itself, so that decays stand in the sum over channels.
 
-The decay from token i to token t, 2**(G_t - G_i) with G the sum of log decays to base 2, is split at block boundaries, where the left
-operand's part and the right one's are both at most 1: with b the block of i and a that of t, G_t - G(start of a), G(start of a) -
-G(end of b), and G(end of b) - G_i. Within a block both are split at its middle, where one of the two grows; it is kept from
-growing far (`RANGE`), and where a block's decays are too strong for that, each token gets its own split.
+With G the sum of log decays to base 2, the decay from token i to token t, 2**(G_t - G_i), is split at block boundaries into factors
+of at most 1: for t in block a and i in block b, G_t - G(start of a) goes to the left operand, G(end of b) - G_i to the right one,
+and what is between to either. Within a block both are split at its middle, where one of the two grows. Where a block's decays are
+so strong that it would grow far (`RANGE`), each token gets its own split, which takes sixteen times as long.
 """
 
 import cutlass
@@ -12,7 +12,7 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
 from .arguments import ABSENT, CHUNK, COLUMNS, IMAGE
-from .chunks import D, halves_of, inverse_root, part_at, power, put_quad, put_word, shared_quad, shared_word
+from .chunks import D, halves_of, inverse_root, multiply_halves, part_at, power, put_quad, put_word, shared_quad, shared_word
 from .device import (
     L2NORM_EPS,
     choose,
@@ -137,9 +137,9 @@ class Channels:
             rows.append((q_at, k_at))
         return rows
 
-    def raw_part(self, rows, j):
+    def raw_part(self, rows, j, condition=True):
         """8 channels of q and k of both tokens, as words."""
-        return [[load_words(at + 64 * j, True) for at in row] for row in rows]
+        return [[load_words(at + 64 * j, condition) for at in row] for row in rows]
 
     def norms(self, here, parts):
         """Both tokens' 1 over the norms of q and k, 0 past the last token; and their sums of squares."""
@@ -161,7 +161,7 @@ class Channels:
         self.keep(following, self.raw_part(rows, 0))
         for j in cutlass.range(4, unroll=1):
             raw = [[[following[w, which, i] for w in range(4)] for which in range(2)] for i in range(2)]
-            self.keep(following, self.raw_part(rows, cutlass.min(j + 1, 3)))
+            self.keep(following, self.raw_part(rows, j + 1, j < 3))
             self.decayed_part(call, here, units, j, raw, within)
 
     def keep(self, registers, raw):
@@ -310,8 +310,9 @@ class Channels:
     def put_within(self, here, within):
         strengths = self.strengths_of(here)
         for half in range(2):
-            self.put_pairs(here, here.block, half, [within[e, half, 1] for e in range(4)], strengths, True)
-            self.put_attention(here, 0, here.block, half, [within[e, half, 0] for e in range(4)], True)
+            for i in range(2):
+                self.put_diagonal_pair(here, i, half, [within[2 * i + p, half, 1] * strengths[i] for p in range(2)])
+                self.put_diagonal_attention(here, 0, i, half, [within[2 * i + p, half, 0] for p in range(2)])
 
     def block_above(self, here, distance):
         """Pairs of the warp's tokens with those `distance` blocks further up."""
@@ -328,8 +329,10 @@ class Channels:
                         a = [left[which][i][2 * step + w] for w in range(2) for i in range(2)]
                         found[which][half] = multiply_accumulate(found[which][half], a, right[2 * step : 2 * step + 2], Float16)
         for half in range(2):
-            self.put_pairs(here, b, half, found[1][half], strengths, False)
-            self.put_attention(here, 0, b, half, found[0][half], False)
+            for i in range(2):
+                attended, x = found[0][half][2 * i : 2 * i + 2], found[1][half][2 * i : 2 * i + 2]
+                self.put_pair(here, b, i, half, halves_of(x[0] * strengths[i], x[1] * strengths[i], Float16))
+                self.put_attention(here, 0, b, i, half, halves_of(attended[0], attended[1], Float16))
 
     def decay_over(self, here, b):
         """Left operands, decayed over block b as well."""
@@ -339,11 +342,6 @@ class Channels:
                 for i in range(2):
                     at = self.left_at(here, i, j, which)
                     put_quad(at, [multiply_halves(x, y) for x, y in zip(shared_quad(at), by, strict=True)])
-
-
-def multiply_halves(x, y):
-    """Products of two words' fp16 numbers."""
-    return cute.arch.inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[x, y])
 
 
 def binary_logarithm(x):

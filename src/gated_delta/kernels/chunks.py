@@ -166,9 +166,7 @@ def larger_halves(x, y, dtype):
 
 def largest(x):
     """The largest of a warp's 32-bit unsigned numbers."""
-    return cute.arch.inline_ptx(
-        "redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Uint32], read_only_args=[x]
-    )
+    return cute.arch.inline_ptx("redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Uint32], read_only_args=[x])
 
 
 def load_matrices(address):
@@ -197,3 +195,8 @@ def inverse_root(x):
         write_only_types=[Float32],
         read_only_args=[x],
     )
+
+
+def multiply_halves(x, y):
+    """Products of two words' fp16 numbers."""
+    return cute.arch.inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[x, y])

@@ -22,11 +22,11 @@ from .chunks import (
     Sizes,
     Span,
     Strides,
-    barrier_at,
     halves_of,
     inverse_root,
     load_matrices,
     load_transposed,
+    multiply_halves,
     part_at,
     place_of,
     power,
@@ -61,7 +61,7 @@ DIAGONAL_ROW = BLOCK * 4 + 16
 
 
 class Here(NamedTuple):
-    """What a block works on, and its thread's part: `block` is the warp's 16 tokens, row and quarter the lane's place in results."""
+    """What a block works on; `block` is the warp's 16 tokens, row and quarter are the lane's place in results."""
 
     span: Span
     h: Int32
@@ -285,12 +285,12 @@ class Prepare(Channels):
 
     @cute.jit
     def inner_products(self, here, q, k):
-        """k k^T and q k^T of the warp's tokens with all up to them, unit vectors' in fp32.
+        """k k^T and q k^T of the warp's tokens with all up to them, unit vectors', as words of two fp16 numbers.
 
-        Number [2 i + p, 2 b + j]: of token row + 8 i of the warp's with token 16 b + 8 j + 2 quarter + p.
+        Word [i, 2 b + j]: of token row + 8 i of the warp's with tokens 16 b + 8 j + 2 quarter and the next.
         """
-        among_keys = cute.make_rmem_tensor((4, 8), Float32)
-        attention = cute.make_rmem_tensor((4, 8), Float32)
+        among_keys = cute.make_rmem_tensor((2, 8), Uint32)
+        attention = cute.make_rmem_tensor((2, 8), Uint32)
         for b in cutlass.range_constexpr(4):
             if b <= here.block:
                 self.block_products(here, q, k, b, among_keys, attention)
@@ -305,9 +305,9 @@ class Prepare(Channels):
                     for which, left in enumerate((k, q)):
                         a = [left[i, part, 2 * step + w] for w in range(2) for i in range(2)]
                         sums[which] = multiply_accumulate(sums[which], a, right[2 * step : 2 * step + 2], Float16)
-            for e in range(4):
-                among_keys[e, 2 * b + j] = sums[0][e]
-                attention[e, 2 * b + j] = sums[1][e]
+            for i in range(2):
+                for which, words in enumerate((among_keys, attention)):
+                    words[i, 2 * b + j] = halves_of(sums[which][2 * i], sums[which][2 * i + 1], Float16)
 
     # -------------------------------------------------------------------------------------------- gates
 
@@ -343,7 +343,9 @@ class Prepare(Channels):
         mine = Int64(here.place) * Int64(call.size.HV) + Int64(here.h * group + i)
         for half, (total, beta) in enumerate(zip(sums, gates[1::2], strict=True)):
             token = here.lane + 32 * half
-            q_size, k_size = (shared_word(here.shared + self.sizes + (which * CHUNK + token) * 4).bitcast(Float32) for which in (0, 1))
+            q_size, k_size = (
+                shared_word(here.shared + self.sizes + (which * CHUNK + token) * 4).bitcast(Float32) for which in (0, 1)
+            )
             at, once = self.gates_at(here, i) + token * 4, beta * k_size
             put_word(at, total.bitcast(Uint32))
             put_word(at + CHUNK * 4, (once * k_size).bitcast(Uint32))
@@ -385,38 +387,43 @@ class Prepare(Channels):
     def pairs_block(self, here, head, among_keys, attention, factors, b, diagonal):
         rows, strengths, columns = factors
         for j in (2 * b, 2 * b + 1):
-            decays = [power(cute.math.min(rows[e // 2] - columns[j][e % 2], Float32(0))) for e in range(4)]
-            self.put_pairs(here, b, j % 2, [among_keys[e, j] * decays[e] for e in range(4)], strengths, diagonal)
-            self.put_attention(here, head, b, j % 2, [attention[e, j] * decays[e] for e in range(4)], diagonal)
+            for i in range(2):
+                decays = [power(rows[i] - x) for x in columns[j]]  # above the diagonal they grow, and nobody looks at them
+                if diagonal:
+                    seen, wanted = (floats_of([x[i, j]], Float16) for x in (among_keys, attention))
+                    pair = [x * decay * strengths[i] for x, decay in zip(seen, decays, strict=True)]
+                    self.put_diagonal_pair(here, i, j % 2, pair)
+                    self.put_diagonal_attention(here, head, i, j % 2, [x * y for x, y in zip(wanted, decays, strict=True)])
+                else:
+                    decay, strength = halves_of(*decays, Float16), halves_of(strengths[i], strengths[i], Float16)
+                    self.put_pair(here, b, i, j % 2, multiply_halves(multiply_halves(among_keys[i, j], decay), strength))
+                    self.put_attention(here, head, b, i, j % 2, multiply_halves(attention[i, j], decay))
 
-    def put_pairs(self, here, b, j, sums, strengths, diagonal):
-        """A quarter block of the system: of the diagonal as fp32, columns as rows, of the others as fp16."""
-        column = 8 * j + 2 * here.quarter
-        x = [sums[e] * strengths[e // 2] for e in range(4)]
-        for i in range(2):
-            row = here.row + 8 * i
-            if diagonal:
-                for p in range(2):
-                    kept = choose(column + p < row, x[2 * i + p], Float32(0))
-                    at = here.shared + self.diagonals + (here.block * BLOCK + column + p) * DIAGONAL_ROW + row * 4
-                    put_word(at, kept.bitcast(Uint32))
-            else:
-                at = here.shared + self.system + (here.block * BLOCK + row) * SYSTEM_ROW + (BLOCK * b + column) * 2
-                put_word(at, halves_of(x[2 * i], x[2 * i + 1], Float16))
+    def put_diagonal_pair(self, here, i, j, x):
+        """Two numbers of the system's diagonal block, of row + 8 i and columns from 8 j + 2 quarter: fp32, columns as rows."""
+        row, column = here.row + 8 * i, 8 * j + 2 * here.quarter
+        for p in range(2):
+            at = here.shared + self.diagonals + (here.block * BLOCK + column + p) * DIAGONAL_ROW + row * 4
+            put_word(at, choose(column + p < row, x[p], Float32(0)).bitcast(Uint32))
 
-    def put_attention(self, here, head, b, j, sums, diagonal):
-        column = 8 * j + 2 * here.quarter
-        for i in range(2):
-            row, x = here.row + 8 * i, sums[2 * i : 2 * i + 2]
-            if diagonal:
-                x = [choose(column + p <= row, x[p], Float32(0)) for p in range(2)]
-            at = self.attention_place(here, head) + part_at(here.block * BLOCK + row, 2 * b + j) + here.quarter * 4
-            put_word(at, halves_of(x[0], x[1], Float16))
+    def put_pair(self, here, b, i, j, word):
+        """Two numbers of the system's block b, left of the diagonal."""
+        at = here.shared + self.system + (here.block * BLOCK + here.row + 8 * i) * SYSTEM_ROW
+        put_word(at + (BLOCK * b + 8 * j + 2 * here.quarter) * 2, word)
+
+    def put_diagonal_attention(self, here, head, i, j, x):
+        row, column = here.row + 8 * i, 8 * j + 2 * here.quarter
+        x = [choose(column + p <= row, x[p], Float32(0)) for p in range(2)]
+        self.put_attention(here, head, here.block, i, j, halves_of(x[0], x[1], Float16))
+
+    def put_attention(self, here, head, b, i, j, word):
+        at = part_at(here.block * BLOCK + here.row + 8 * i, 2 * b + j) + here.quarter * 4
+        put_word(self.attention_place(here, head) + at, word)
 
     # -------------------------------------------------------------------------------------------- the triangular system
 
     def invert_diagonal(self, here, head):
-        """(1 + the warp's diagonal block)^-1 by forward substitution in fp32, a column a lane; then with beta |k| of its columns."""
+        """(1 + the warp's diagonal block)^-1, forward substitution in fp32, a column a lane; and times beta |k| of its columns."""
         column = here.lane % BLOCK
         strength = shared_word(self.gates_at(here, head) + (2 * CHUNK + here.block * BLOCK + column) * 4).bitcast(Float32)
         x = [choose(column == t, Float32(1), Float32(0)) for t in range(BLOCK)]

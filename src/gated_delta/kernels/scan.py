@@ -1,8 +1,7 @@
-"""Scan: prefill's second kernel, from chunk to chunk of one head with the state in registers. docs/kernels/prefill.md has the algebra.
+"""Scan: prefill's second kernel, from chunk to chunk of one head, its state in registers. docs/kernels/prefill.md has the algebra.
 
-A block holds 64 V rows of a head's state, transposed in the sense of the tensor cores: V rows are the rows of every product, so that
-each product's result is the next one's left operand without leaving registers. One warpgroup computes; the warps of another bring
-tiles in and outputs away.
+A block holds 64 V rows of a head's state, which are the rows of every product on the tensor cores, so that each product's result is
+the next one's left operand without leaving registers. One warpgroup computes; the warps of another bring tiles in and outputs away.
 
 The right operands are fp16: unit keys and queries, decays and pairs of them. The left ones, state and values, are fp16 as well,
 scaled by a power of two that each warp moves along with what it holds; bf16 would lose three bits, and what grows in the chunk's
@@ -47,6 +46,7 @@ from .rows import DTYPES
 
 TILE = 64  # V rows of a block
 STAGES = 3
+VALUES = TILE * CHUNK * 2  # bytes of a chunk's values, or outputs
 LOADERS, STORERS = 64, 64  # threads that bring values, and take outputs away
 MEASURE = 4  # chunks from one look at the state's size to the next
 HIGH, LOW = 2.0**4, 2.0**-4  # the scaled state and values are kept between: docs/kernels/prefill.md, "Range"
@@ -60,18 +60,14 @@ class Scan:
     def __init__(self, axis: str, dtype: str, state_dtype: str, moves: bool):
         self.channel, self.moves = axis == "channel", moves
         self.dtype, self.state_dtype = DTYPES[dtype], DTYPES[state_dtype]
-        tiles = {"keys": IMAGE, "queries": IMAGE, "writes": IMAGE if self.channel else 0, "pairs": IMAGE, "values": TILE * CHUNK * 2}
+        images = dict.fromkeys(("keys", "queries", "pairs", *(("writes",) if self.channel else ())), IMAGE)
+        self.stage_bytes = sum(images.values()) + COLUMNS
+        barriers = dict.fromkeys(("full", "empty", "stored"), 8)
         at = 0
-        for name, size in tiles.items():
+        for name, size in (images | {"values": VALUES, "columns": COLUMNS, "largest": 8} | barriers).items():
             setattr(self, name, at)
             at += STAGES * size
-        self.columns, at = at, at + STAGES * COLUMNS
-        self.largest, at = at, at + STAGES * 8
-        self.full, at = at, at + STAGES * 8
-        self.empty, at = at, at + STAGES * 8
-        self.stored, at = at, at + STAGES * 8
         self.shared = at
-        self.stage_bytes = 3 * IMAGE + (IMAGE if self.channel else 0) + COLUMNS
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
@@ -152,7 +148,7 @@ class Scan:
                 fetch(shared + self.queries + stage * IMAGE, ptr.queries + theirs * IMAGE, IMAGE, at)
                 if cutlass.const_expr(self.channel):
                     fetch(shared + self.writes + stage * IMAGE, ptr.writes + theirs * IMAGE, IMAGE, at)
-            most = self.put_values(shared + self.values + stage * (TILE * CHUNK * 2), row, part, ahead)
+            most = self.put_values(shared + self.values + stage * VALUES, row, part, ahead)
             self.load_values(call, here, v_at, c + 1, ahead)
             if thread % 32 == 0:
                 put_word(shared + self.largest + stage * 8 + thread // 32 * 4, most)
@@ -194,7 +190,7 @@ class Scan:
             turn = c - here.first
             stage = turn % STAGES
             cute.arch.mbarrier_wait(barrier_at(shared + self.stored + stage * 8), turn // STAGES % 2)
-            outputs = shared + self.values + stage * (TILE * CHUNK * 2)
+            outputs = shared + self.values + stage * VALUES
             words = [shared_quad(outputs + part_at(row + 8 * i, part)) for i in range(8)]
             cute.arch.sync_warp()
             if thread % 32 == 0:
@@ -301,7 +297,7 @@ class Scan:
 
     @cute.jit
     def middle(self, walker, right, here, turn, up):
-        """The rest of a chunk, and the next one's beginning between its parts. What products wait for is loaded before the waits."""
+        """The rest of a chunk, and the next one's beginning between its parts. What follows a wait is loaded before it."""
         following = self.next_turn(turn)
         scales = self.scales_of(here, turn)
         warpgroup.wait_group(0)
@@ -436,7 +432,7 @@ class Scan:
     def load_values_of(self, here, turn):
         """The chunk's values in the order of `sums`, as words."""
         lane, warp = here.thread % 32, here.thread // 32
-        values = here.shared + self.values + turn.stage * (TILE * CHUNK * 2)
+        values = here.shared + self.values + turn.stage * VALUES
         token, part = lane // 16 * 8 + lane % 8, warp * 2 + lane // 8 % 2
         fours = [load_transposed(values + part_at(token + 8 * j, part)) for j in range(0, CHUNK // 8, 2)]
         return [word for four in fours for word in four]
@@ -463,7 +459,7 @@ class Scan:
         """A chunk's outputs to where its values were: each warp overwrites what none but itself has read."""
         lane, warp = here.thread % 32, here.thread // 32
         token, part = lane // 16 * 8 + lane % 8, warp * 2 + lane // 8 % 2
-        outputs = here.shared + self.values + turn.stage * (TILE * CHUNK * 2)
+        outputs = here.shared + self.values + turn.stage * VALUES
         for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
             store_transposed(outputs + part_at(token + 8 * j, part), words[2 * j : 2 * j + 4])
         cute.arch.sync_warp()
@@ -474,7 +470,7 @@ class Scan:
 
     @cute.jit
     def load_state(self, call, here, state):
-        """The head's state before the piece: the call's or zeros, what join found, or zeros and an identity to find what a piece does."""
+        """A head's state before a piece: the call's, zeros, or what join found; to find what a piece does, zeros and identity."""
         ptr, stride, size = call.ptr, call.stride, call.size
         lane, warp = here.thread % 32, here.thread // 32
         row, column = warp * 16 + lane // 4, lane % 4 * 2
