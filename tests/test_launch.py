@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 
 import pytest
 import torch
@@ -9,40 +10,58 @@ import torch
 import gated_delta as gd
 from gated_delta import api, compile, cute, dispatch
 from gated_delta.kernels import arguments
-from gated_delta.kernels.arguments import ABSENT, BF16, FP16, FP32
+from gated_delta.kernels.arguments import ABSENT, BF16, CHUNK, COLUMNS, FP16, FP32, IMAGE
+from gated_delta.problem import Problem
 
 pytestmark = pytest.mark.skipif(compile.missing_packages() != (), reason="needs apache-tvm-ffi")
 
 N, T, H, HV, K, V, P = 3, 2, 2, 4, 64, 96, 7
 CHANNELS = pytest.mark.parametrize("channels", [(), (K,)], ids=["gdn", "kda"])
+PREFILL_KERNELS = ("prepare", "scan", "join")
+
+
+class Launches(list):
+    """Launches so far: pointers, strides and sizes of each; of all but flush, scale and bound behind the pointers."""
+
+    def __init__(self):
+        self.kernels = []
+        """What was launched."""
+
+    def clear(self):
+        super().clear()
+        self.kernels.clear()
 
 
 @pytest.fixture
 def launches(monkeypatch):
-    """Launches so far: pointers, strides and sizes of each; of decode and verify, scale and bound behind the pointers."""
-    made = []
+    made = Launches()
 
     def load(variant, arch):
-        kinds = [getattr(arguments, variant.kernel.title() + what) for what in ("Pointers", "Strides", "Sizes")]
+        operation = "Prefill" if variant.kernel in PREFILL_KERNELS else variant.kernel.title()
+        kinds = [getattr(arguments, operation + what) for what in ("Pointers", "Strides", "Sizes")]
 
         def launch(pointers, *rest):
             *numbers, strides, sizes, stream = rest
             made.append((kinds[0](*pointers), *numbers, kinds[1](*strides), kinds[2](*sizes)))
+            made.kernels.append(variant)
 
         return launch
 
-    for memo in ("_decodes", "_verifies", "_flushes"):
+    def missing(problem, device):
+        return dispatch._missing_for_prefill(problem) if problem.op == "prefill" else dispatch._missing_for_kernels(problem)
+
+    for memo in ("_prefills", "_decodes", "_verifies", "_flushes"):
         monkeypatch.setattr(api, memo, api.Memo())
     monkeypatch.setattr(compile, "load", load)
     monkeypatch.setattr(compile, "missing", lambda variant, arch: ())
     monkeypatch.setattr(dispatch, "arch_of", lambda device: "sm_90a")
-    monkeypatch.setattr(dispatch, "_missing_for_cute", lambda problem, device: dispatch._missing_for_kernels(problem))
+    monkeypatch.setattr(dispatch, "_missing_for_cute", missing)
     monkeypatch.setattr(cute, "_raw_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return made
 
 
-def tokens(lead=(N, T), channels=(), dtype=torch.bfloat16):
+def tokens(lead=(N, T), channels=(), dtype=torch.bfloat16, K=K, V=V):
     return dict(
         q=torch.randn(*lead, H, K).to(dtype),
         k=torch.randn(*lead, H, K).to(dtype),
@@ -581,3 +600,411 @@ def test_indices_of_drafts_are_looked_at_when_asked(launches, monkeypatch):
     verify(call, state=state, buffer=kept, state_indices=twice)  # a slot may be read twice
     flush(state, kept, 1)
     assert len(launches) == 2
+
+
+# ------------------------------------------------------------------------------------------------ prefill
+
+D = 128  # K and V
+PROMPTS = pytest.mark.parametrize("channels", [(), (D,)], ids=["gdn", "kda"])
+WORKSPACE = ("keys", "queries", "writes", "pairs", "columns", "order", "moves", "starts")
+
+
+def prompts(lead=(N, 70), channels=(), dtype=torch.bfloat16):
+    return tokens(lead, channels, dtype, D, D)
+
+
+def states(slots=P, dtype=torch.bfloat16):
+    return torch.randn(slots, HV, D, D).to(dtype)
+
+
+def prefill(call, **options):
+    return gd.prefill(**call, **options, backend="cute")
+
+
+def cut_in(pieces, monkeypatch):
+    """Prefills from here on have so many pieces."""
+    monkeypatch.setattr(dispatch, "cut_of", lambda problem, sequences, tokens: dispatch.Cut(pieces))
+    monkeypatch.setattr(api, "_prefills", api.Memo())
+
+
+def in_workspace(pointers):
+    """Which of the workspace's parts there are; they begin at multiples of 256 bytes from one another."""
+    there = {name: at for name in WORKSPACE if (at := getattr(pointers, name))}
+    assert all((at - pointers.keys) % 256 == 0 for at in there.values())
+    return list(there)
+
+
+def place_of(starts, n):
+    """Where chunks.place_of has the chunks of a packed sequence begin."""
+    return starts[n] // CHUNK + n
+
+
+@PROMPTS
+def test_prompts_of_one_length_from_states_of_their_own(launches, channels):
+    """By the functional form, with a final state."""
+    call, initial = prompts(channels=channels), states(N)
+    A_log, dt_bias = torch.randn(HV), torch.randn(HV, *channels).bfloat16()
+    gate = gd.Gate.lower_bound(A_log, dt_bias, -3.0)
+    o, final = prefill(call, gate=gate, scale=0.5, initial_state=initial, output_final_state=True, beta_logits=True)
+    assert [some.kernel for some in launches.kernels] == ["prepare", "scan"]
+    first, launch = launches
+    assert first == launch  # one description for every kernel
+    follow_tokens(launch, call, o)
+    pointers, scale, bound, s, sizes = launch
+    assert (scale, bound) == (0.5, -3.0)
+    assert (final.dtype, final.shape) == (initial.dtype, initial.shape)
+    follow(pointers.initial, initial, s.initial_p, s.initial_h)
+    follow(pointers.final, final, s.final_p, s.final_h)
+    follow(pointers.A_log, A_log, s.A_log_h)
+    follow(pointers.dt_bias, dt_bias, *[s.dt_bias_h, s.dt_bias_c][: dt_bias.ndim])
+    assert (pointers.cu_seqlens, pointers.reads, pointers.has_initial) == (0, 0, 0)
+    assert in_workspace(pointers) == ["keys", "queries", *(["writes"] if channels else []), "pairs", "columns"]
+    assert (sizes.N, sizes.T, sizes.total, sizes.places, sizes.H, sizes.HV, sizes.pieces) == (N, 70, 0, 2 * N, H, HV, 1)
+    assert (sizes.cu_seqlens_kind, sizes.reads_kind, sizes.beta_logits) == (0, 0, 1)
+    assert (sizes.beta_kind, sizes.dt_bias_kind) == (BF16, BF16)
+    for hv in range(HV):
+        assert hv * sizes.q_heads >> 30 == hv // (HV // H)
+
+
+@PROMPTS
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_packed_prompts_in_a_pool(launches, channels, dtype):
+    """Indices at strides of their own, a pool with padding heads."""
+    call = prompts((1, 150), channels, torch.float16)
+    call["beta"] = call["beta"].float()
+    other = torch.int64 if dtype == torch.int32 else torch.int32
+    ends, slots = torch.tensor([0, 0, 5, 0, 140, 0], dtype=dtype)[::2], torch.tensor([[4, 9], [-1, 9]], dtype=other)[:, 0]
+    resumed, state = torch.tensor([True, True, False])[::2], torch.randn(P, HV + 1, D, D)[:, 1:]
+    o, final = prefill(call, cu_seqlens=ends, state=state, state_indices=slots, has_initial_state=resumed)
+    assert final is None
+    launch = launches[-1]
+    follow_tokens(launch, call, o, packed=True)
+    pointers, _, _, s, sizes = launch
+    follow(pointers.cu_seqlens, ends, s.cu_seqlens_n)
+    follow(pointers.reads, slots, s.reads_n)
+    follow(pointers.has_initial, resumed, s.has_initial_n)
+    for which in ("initial", "final"):
+        follow(getattr(pointers, which), state, getattr(s, f"{which}_p"), getattr(s, f"{which}_h"))
+    assert in_workspace(pointers) == ["keys", "queries", *(["writes"] if channels else []), "pairs", "columns", "order"]
+    assert (sizes.N, sizes.T, sizes.total, sizes.places) == (2, 0, 150, 150 // CHUNK + 2)
+    kind = ends.element_size() // 4
+    assert (sizes.cu_seqlens_kind, sizes.reads_kind, sizes.beta_kind, sizes.dt_bias_kind) == (kind, 3 - kind, FP32, ABSENT)
+
+
+def test_prompts_at_strides_of_their_own(launches):
+    """Slices of a fused projection, expanded beta, out in a wider tensor with heads in front of tokens."""
+    fused = torch.randn(N, 70, 2 * H * D + HV * D).bfloat16()
+    q, k, v = (x.unflatten(-1, shape) for x, shape in zip(fused.split([H * D, H * D, HV * D], -1), [(H, D), (H, D), (HV, D)]))
+    call = dict(q=q, k=k, v=v, g=torch.randn(N, 70, HV, 3)[..., 1], beta=torch.randn(N, 70, 1).half().expand(N, 70, HV))
+    out = torch.zeros(N, HV, 70, 2 * D).bfloat16()[..., :D].transpose(1, 2)
+    made, final = prefill(call, out=out)
+    assert made is out
+    assert final is None
+    follow_tokens(launches[-1], call, out)
+    pointers, scale, _, s, sizes = launches[-1]
+    assert scale == D**-0.5
+    assert (pointers.initial, pointers.final) == (0, 0)
+    assert sizes.beta_kind == FP16
+
+
+def test_final_states_where_there_are_none_to_begin_from(launches):
+    _, final = prefill(prompts(), output_final_state=True)
+    assert (final.dtype, final.shape) == (torch.float32, (N, HV, D, D))
+    pointers, _, _, s, _ = launches[-1]
+    assert pointers.initial == 0
+    follow(pointers.final, final, s.final_p, s.final_h)
+
+
+@PROMPTS
+@pytest.mark.parametrize("pieces", [2, 7])
+def test_pieces_are_found_out_joined_and_walked(launches, monkeypatch, channels, pieces):
+    cut_in(pieces, monkeypatch)
+    call = prompts(channels=channels)
+    prefill(call, state=states())
+    assert [some.kernel for some in launches.kernels] == ["prepare", "scan", "join", "scan"]
+    assert [dict(some.facts).get("moves") for some in launches.kernels] == [None, True, None, False]
+    assert all(launch == launches[0] for launch in launches)
+    pointers, *_, sizes = launches[0]
+    assert in_workspace(pointers)[-2:] == ["moves", "starts"]
+    assert sizes.pieces == pieces
+
+
+def test_the_cut_is_told_sequences_and_tokens(launches, monkeypatch):
+    """The same by explain."""
+    asked = []
+    monkeypatch.setattr(dispatch, "cut_of", lambda problem, *sizes: asked.append(sizes) or dispatch.Cut(1))
+    ends = torch.tensor([0, 4, 8], dtype=torch.int32)
+    for call in (prompts(), {**prompts((1, 9)), "cu_seqlens": ends}):
+        prefill(call)
+        gd.explain("prefill", **call, backend="cute")
+    assert asked == [(N, N * 70)] * 2 + [(2, 9)] * 2
+
+
+@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
+@PROMPTS
+def test_the_workspace_has_room_for_all_of_it(launches, monkeypatch, channels, packed, pieces):
+    """Every part up to the last byte of its last entry, and none in another."""
+    cut_in(pieces, monkeypatch)
+    made, measure = [], cute._workspace
+    monkeypatch.setattr(cute, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1])
+    prefill({**prompts((1, 200), channels), "cu_seqlens": torch.tensor([0, 5, 190])} if packed else prompts(channels=channels))
+    ((size, offsets),) = made
+    sizes = launches[0][-1]
+    heads, systems, walks = sizes.HV if channels else sizes.H, sizes.places * sizes.HV, sizes.N * sizes.HV * pieces
+    ends = dict(
+        keys=sizes.places * heads * IMAGE,
+        queries=sizes.places * heads * IMAGE,
+        writes=systems * IMAGE if channels else 0,
+        pairs=systems * IMAGE,
+        columns=systems * COLUMNS,
+        order=4 * sizes.N if packed else 0,
+        moves=walks * 2 * D * D * 4 if pieces > 1 else 0,
+        starts=walks * D * D * 4 if pieces > 1 else 0,
+    )
+    assert [at < 0 for at in offsets] == [end == 0 for end in ends.values()]
+    taken = [(at, at + end) for at, end in zip(offsets, ends.values(), strict=True) if end]
+    assert all(at % 256 == 0 for at, _ in taken)
+    assert all(end <= following for (_, end), (following, _) in itertools.pairwise(taken))
+    assert taken[-1][1] <= size
+
+
+def test_every_chunk_of_packed_prompts_has_a_place(launches):
+    rng = random.Random(0)
+    for _ in range(50):
+        lengths = [rng.choice((0, 1, 63, 64, 65, rng.randrange(300))) for _ in range(rng.randrange(1, 9))]
+        starts = [0, *itertools.accumulate(lengths)]
+        total = starts[-1] + rng.choice((0, 1, 100))
+        prefill({**prompts((1, total)), "cu_seqlens": torch.tensor(starts)})
+        places = [place_of(starts, n) + c for n, length in enumerate(lengths) for c in range(-(-length // CHUNK))]
+        assert places == sorted(set(places))
+        assert max(places, default=0) < launches[-1][-1].places
+
+
+def test_a_known_prefill_is_launched_with_its_own_addresses(launches, monkeypatch):
+    prefill(prompts(), initial_state=states(N), output_final_state=True)
+    monkeypatch.setattr(api, "describe_prefill", None)  # a known call is not described again
+    call, initial = prompts(), states(N)
+    made = [prefill(call, initial_state=initial, output_final_state=True) for _ in range(2)]
+    assert made[0][0].data_ptr() != made[1][0].data_ptr()
+    for (o, final), launch in zip(made, launches[3::2]):
+        pointers, _, _, s, _ = launch
+        follow_tokens(launch, call, o)
+        assert pointers.initial == initial.data_ptr()
+        follow(pointers.final, final, s.final_p, s.final_h)
+        assert launch[3:] == launches[0][3:]
+
+
+def test_what_makes_a_prefill_another_one(launches):
+    first = dict(prompts(), state=states())
+    prefill(first)
+    others = [
+        dict(qk_l2norm=False),
+        dict(beta_logits=True),
+        dict(scale=1.0),
+        dict(gate=gd.Gate.softplus(torch.zeros(HV))),
+        dict(gate=gd.Gate.lower_bound(torch.zeros(HV), bound=-4.0)),
+        dict(state_indices=torch.arange(N)),
+        dict(state_indices=torch.arange(N).int()),
+        dict(has_initial_state=torch.ones(N, dtype=torch.bool)),
+        dict(state=states(dtype=torch.float32)),
+        dict(state=None),
+        dict(state=None, output_final_state=True),
+        dict(state=None, initial_state=states(N)),
+        dict(state=None, initial_state=states(N), output_final_state=True),
+        dict(state=None, initial_state=states(N, torch.float32)),
+        dict(beta=first["beta"].float()),
+        dict(out=torch.empty_like(first["v"])),
+        dict(prompts((1, 70))),
+        dict(prompts((1, 70)), cu_seqlens=torch.tensor([0, 70])),
+        dict(prompts((1, 70)), cu_seqlens=torch.tensor([0, 7, 70])),
+    ]
+    for other in others:
+        prefill({**first, **other})
+    assert sum(len(similar) for similar in api._prefills._calls.values()) == 1 + len(others)
+
+
+def test_a_pool_is_not_taken_for_initial_states(launches):
+    """Calls that differ in nothing but which argument the tensor is."""
+    call, given = prompts(), states(N)
+    prefill(call, state=given)
+    prefill(call, initial_state=given)
+    assert [(made[0].initial, made[0].final) for made in launches[1::2]] == [(given.data_ptr(),) * 2, (given.data_ptr(), 0)]
+
+
+def test_a_known_prefill_hides_no_mistake(launches):
+    call, state = prompts(), states()
+    for _ in range(2):
+        prefill(call, state=state)
+        for wrong, error in (
+            (dict(qk_l2norm=1), TypeError),
+            (dict(output_final_state=0), TypeError),
+            (dict(scale=True), TypeError),
+            (dict(beta=[1.0]), TypeError),
+            (dict(state=[0]), TypeError),
+            (dict(gate="softplus"), TypeError),
+            (dict(out=call["v"]), ValueError),
+            (dict(output_final_state=True), ValueError),
+            (dict(initial_state=states(N)), ValueError),
+            (dict(has_initial_state=torch.ones(N)), TypeError),
+            (dict(beta=call["beta"][:, :1]), ValueError),
+            (dict(beta=grad(call["beta"])), gd.UnsupportedProblem),
+        ):
+            with pytest.raises(error):
+                prefill({**call, "state": state, **wrong})
+    out = torch.empty_like(call["v"])
+    for _ in range(2):
+        prefill(call, out=out)
+        for name in ("q", "k", "v"):
+            aliased = call["v"] if name == "v" else out[:, :, :H]
+            with pytest.raises(ValueError, match="memory apart"):
+                prefill({**call, name: aliased}, out=aliased if name == "v" else out)
+    assert len(launches) == 8
+
+
+def off(x, by=1):
+    """x where it starts `by` elements off a vector's boundary."""
+    storage = torch.zeros(x.numel() + 8, dtype=x.dtype)
+    assert storage.data_ptr() % 16 == 0
+    return storage[by : by + x.numel()].view(x.shape).copy_(x)
+
+
+@PROMPTS
+def test_prompts_off_a_vectors_boundary_are_refused(launches, channels):
+    """Also once the call is known, where only the address tells. A head's g and beta are read number by number."""
+    call, state, out = prompts(channels=channels), states(), torch.zeros(N, 70, HV, D).bfloat16()
+    reasons = dict(q="rows of q and k", k="rows of q and k", v="rows of v and out", state="V rows", out="rows of v and out")
+    reasons |= dict(g="KDA's g") if channels else {}
+    given = dict(call, state=state, out=out)
+    for _ in range(2):
+        prefill(given)
+        for name, reason in reasons.items():
+            with pytest.raises(gd.UnsupportedProblem, match=reason):
+                prefill({**given, name: off(given[name])})
+    for name in {"g", "beta"} - set(reasons):
+        prefill({**given, name: off(given[name])})
+    wide = torch.zeros(N, 70, HV, 2 * D).bfloat16()
+    with pytest.raises(gd.UnsupportedProblem, match="rows of v and out"):
+        prefill({**given, "out": wide[..., ::2]})
+    with pytest.raises(gd.UnsupportedProblem, match="V rows"):
+        prefill({**given, "state": torch.zeros(P, HV, D, 2 * D).bfloat16()[..., :D]})
+    with pytest.raises(gd.UnsupportedProblem, match="V rows"):
+        prefill(call, initial_state=off(states(N)))
+    assert len(launches) == 4 + 2 * len({"g", "beta"} - set(reasons))
+
+
+def test_other_head_dims_are_refused(launches):
+    for K, V in ((96, 192), (32, 128), (128, 96)):
+        with pytest.raises(gd.UnsupportedProblem, match=f"got K={K}, V={V}"):
+            prefill(tokens((N, 3), (), torch.bfloat16, K, V))
+    assert launches == []
+
+
+@pytest.mark.parametrize("which", ["initial_state", "state", "out"])
+def test_prompts_2_gib_apart_are_refused(launches, which):
+    call, optional = prompts((2, 1)), "initial_state state state_indices has_initial_state final_state out".split()
+    given = dict.fromkeys(optional) | {which: far(call["v"] if which == "out" else states(2), 2**30)}
+    route = gd.explain("prefill", **call, backend="cute")
+    with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):
+        cute.PrefillLaunch(route, api.Tokens(**call), output_final_state=False, **given)
+
+
+def test_nobody_to_prefill_for(launches):
+    state = states()
+    before = state.clone()
+    o, final = prefill(prompts((0, 5)), output_final_state=True)
+    assert (o.shape, final.shape) == ((0, 5, HV, D), (0, HV, D, D))
+    o, _ = prefill(prompts((1, 4)), cu_seqlens=torch.zeros(1).int(), state=state)
+    assert (o == 0).all()
+    assert torch.equal(state, before)
+    assert launches == []
+
+
+@pytest.mark.xfail(strict=True, reason="a grid of no blocks is no launch: the final states would not be written")
+def test_prompts_of_no_tokens_still_have_final_states(launches):
+    prefill(prompts((N, 0)), initial_state=states(N), output_final_state=True)
+    assert launches[0][-1].places > 0
+
+
+def test_indices_of_prompts_are_looked_at_when_asked(launches, monkeypatch):
+    monkeypatch.setattr(cute, "CHECK", True)
+    call, state = prompts(), states()
+    for _ in range(2):
+        for slots, error in (([0, 1, P], IndexError), ([0, 1, 1], ValueError)):
+            with pytest.raises(error, match="state_indices"):
+                prefill(call, state=state, state_indices=torch.tensor(slots))
+        for ends in ([0, 5, 4], [1, 5, 9], [0, 5, 10]):
+            with pytest.raises(ValueError, match="cu_seqlens"):
+                prefill(prompts((1, 9)), cu_seqlens=torch.tensor(ends), state=state)
+        assert launches == []
+        prefill(call, state=state, state_indices=torch.tensor([0, -1, -1]))
+        prefill(prompts((1, 9)), cu_seqlens=torch.tensor([0, 5, 8]), state=state)
+        assert len(launches) == 4
+        launches.clear()
+
+
+# ------------------------------------------------------------------------------------------------ prefill, dispatched
+
+
+def prompt_problem(HV=8, **changes):
+    dtypes = dict.fromkeys(("dtype", "g_dtype", "beta_dtype"), torch.bfloat16) | dict(state_dtype=torch.float32)
+    return Problem("prefill", **{"axis": "head", "H": 1, "HV": HV, "K": D, "V": D, "gate": "softplus", **dtypes, **changes})
+
+
+def test_few_long_prompts_are_cut_and_others_are_not():
+    """No more blocks than the chip walks at once, and no piece too short to be worth its join."""
+    cuts = set()
+    for HV, N, T in itertools.product((1, 2, 4, 8, 16, 64), (1, 2, 3, 7, 33, 300), (0, 1, 512, 2048, 8191, 8192, 100_000)):
+        cut = dispatch.cut_of(prompt_problem(HV), N, N * T)
+        cuts.add(cut.pieces)
+        assert cut.pieces >= 1
+        if cut.pieces > 1:
+            assert cut.pieces * 2 * HV * N <= dispatch.BLOCKS
+            assert cut.pieces * dispatch.LEAST_PIECE <= T
+            assert cut.pieces >= 4 or T >= dispatch.FEW_PIECES_LEAST
+        elif 2 * 2 * HV * N <= dispatch.BLOCKS:
+            assert T < dispatch.FEW_PIECES_LEAST  # room for two, and tokens for them
+    assert cuts > {1, 4, 16}
+    assert dispatch.cut_of(prompt_problem(), 0, 0) == dispatch.Cut(1)
+
+
+def test_a_longer_prompt_has_no_fewer_pieces():
+    for HV, N in itertools.product((1, 2, 8, 16), (1, 2, 5)):
+        pieces = [dispatch.cut_of(prompt_problem(HV), N, N * T).pieces for T in range(0, 40_000, 100)]
+        assert pieces == sorted(pieces)
+
+
+@pytest.mark.parametrize("axis", ["head", "channel"])
+def test_variants_of_a_prefill_are_those_of_every_cut(axis):
+    problem = prompt_problem(axis=axis)
+    listed = dispatch.variants_of(problem)
+    for pieces in (1, 2, 3, 16):
+        made = dispatch.prefill_variants(problem, dispatch.Cut(pieces))
+        assert [some.kernel for some in made] == ["prepare", *(["scan", "join"] if pieces > 1 else []), "scan"]
+        assert set(made) <= set(listed)
+    assert sorted(some.kernel for some in listed) == ["join", "prepare", "scan", "scan"]
+
+
+def test_what_a_prefills_kernels_are_compiled_for():
+    """Heads, index types and layouts are settled when they run; each fact goes to the kernel that has to know."""
+
+    def changed(**changes):
+        return {some.kernel for some in set(dispatch.variants_of(prompt_problem(**changes))) - set(first)}
+
+    first = dispatch.variants_of(prompt_problem())
+    for same in (dict(H=8, HV=64), dict(beta_logits=True), dict(beta_dtype=torch.float32), dict(options=frozenset({"pool"}))):
+        assert changed(**same) == set()
+    assert changed(axis="channel") == changed(dtype=torch.float16) == {"prepare", "scan"}
+    assert changed(g_dtype=torch.float32) == changed(gate="log") == changed(qk_l2norm=False) == {"prepare"}
+    assert changed(state_dtype=torch.bfloat16) == {"scan"}
+    assert changed(K=64) == {"prepare", "scan"}
+    assert changed(V=64) == {"scan", "join"}
+
+
+def test_prefills_of_the_released_models_are_shipped():
+    """Qwen3-Next and Qwen3.5, whose log decays may be fp32, and Kimi Linear; both state dtypes."""
+    shipped = set(dispatch.shipped())
+    wanted = [("head", "log"), ("head", "softplus"), ("channel", "log"), ("channel", "softplus"), ("channel", "lower_bound")]
+    for (axis, gate), state in itertools.product(wanted, (torch.float32, torch.bfloat16)):
+        assert set(dispatch.variants_of(prompt_problem(axis=axis, gate=gate, state_dtype=state))) <= shipped
+    assert set(dispatch.variants_of(prompt_problem(gate="log", g_dtype=torch.float32))) <= shipped

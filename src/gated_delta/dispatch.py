@@ -139,7 +139,7 @@ def schedule_of(problem: Problem, sequences: int) -> Schedule:
 
 def cut_of(problem: Problem, sequences: int, tokens: int) -> Cut:
     """Pieces for a prefill of that many sequences with so many tokens in all, measured on an H200: docs/kernels/prefill.md."""
-    blocks = 2 * sequences * problem.HV
+    blocks = problem.V // 64 * sequences * problem.HV
     pieces = min(BLOCKS // blocks, tokens // max(sequences, 1) // LEAST_PIECE) if blocks else 1
     if pieces < 4 and tokens < FEW_PIECES_LEAST * sequences:
         return Cut(1)
@@ -177,11 +177,13 @@ def prefill_variants(problem: Problem, cut: Cut) -> list[compile.Variant]:
     assert problem.gate is not None
     assert problem.state_dtype is not None
     axis, dtype, state = problem.axis, SHORT[problem.dtype], SHORT[problem.state_dtype]
-    prepare: dict[str, str | bool] = dict(axis=axis, dtype=dtype, g_dtype=SHORT[problem.g_dtype], gate=problem.gate)
+    prepare: dict[str, str | int | bool] = dict(
+        axis=axis, K=problem.K, dtype=dtype, g_dtype=SHORT[problem.g_dtype], gate=problem.gate
+    )
     made = [compile.Variant("prepare", tuple((prepare | dict(qk_l2norm=problem.qk_l2norm)).items()))]
-    scan: dict[str, str | bool] = dict(axis=axis, dtype=dtype, state_dtype=state)
+    scan: dict[str, str | int | bool] = dict(axis=axis, K=problem.K, V=problem.V, dtype=dtype, state_dtype=state)
     if cut.pieces > 1:
-        made += [compile.Variant("scan", tuple((scan | dict(moves=True)).items())), compile.Variant("join", ())]
+        made += [compile.Variant("scan", tuple((scan | dict(moves=True)).items())), compile.Variant("join", (("V", problem.V),))]
     return [*made, compile.Variant("scan", tuple((scan | dict(moves=False)).items()))]
 
 
@@ -208,8 +210,8 @@ def _missing_for_kernels(problem: Problem) -> list[str]:
 
 def _missing_for_prefill(problem: Problem) -> list[str]:
     reasons = []
-    if (problem.K, problem.V) != (128, 128):
-        reasons.append(f"K = V = 128, got K={problem.K}, V={problem.V}")
+    if not {problem.K, problem.V} <= {64, 128}:
+        reasons.append(f"K and V of 64 or 128, got K={problem.K}, V={problem.V}")
     if "unaligned_qk" in problem.options:
         reasons.append("rows of q and k that start at multiples of 16 bytes")
     if "unaligned_values" in problem.options:
@@ -241,8 +243,8 @@ def shipped() -> list[compile.Variant]:
             problems = [Problem("decode", axis, 1, 1, K, V, T, state_dtype=state, **tokens) for T in (1, 2)]
             problems += [Problem("verify", axis, 1, 1, K, V, T, state_dtype=state, **tokens) for T in ROOMS]
             problems.append(Problem("flush", axis, 1, 1, K, V, state_dtype=state))
-            if not _missing_for_prefill(prompt := Problem("prefill", axis, 1, 1, K, V, state_dtype=state, **tokens)):
-                problems.append(prompt)
+            if {K, V} == {128}:
+                problems.append(Problem("prefill", axis, 1, 1, K, V, state_dtype=state, **tokens))
             made |= dict.fromkeys(variant for problem in problems for variant in variants_of(problem))
     return list(made)
 

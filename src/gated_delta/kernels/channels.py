@@ -49,7 +49,8 @@ class Channels:
         row, part = here.thread // (D // width), here.thread % (D // width)
         g_at = ptr.g + self.token_at(call, here, 0, stride.g_n, stride.g_t) + offset(here.h, stride.g_h) + part * 16
         tokens = [row + first for first in range(0, CHUNK, 128 * width // D)]
-        raw = [load_words(g_at + offset(cutlass.min(token, here.tokens - 1), stride.g_t), True) for token in tokens]
+        there = part < self.K // width
+        raw = [load_words(g_at + offset(cutlass.min(token, here.tokens - 1), stride.g_t), there) for token in tokens]
         for token, words in zip(tokens, raw, strict=True):
             x = [y.bitcast(Uint32) for y in floats_of(words, self.g_dtype)]
             at = here.shared + self.sums + token * SUMS_ROW + part * (4 * width)
@@ -62,7 +63,7 @@ class Channels:
         channel, hv = here.thread, here.h
         parameters = None
         if self.gate != "log":
-            bias = ptr.dt_bias + offset(hv, stride.dt_bias_h) + offset(channel, stride.dt_bias_c)
+            bias = ptr.dt_bias + offset(hv, stride.dt_bias_h) + offset(cutlass.min(channel, self.K - 1), stride.dt_bias_c)
             A_log = load(Float32, ptr.A_log + offset(hv, stride.A_log_h), Int32(1))
             parameters = cute.math.exp(A_log), load_scalar(bias, size.dt_bias_kind), call.bound * Float32(LOG2_E)
         total, starts, middles = Float32(0), [], []
@@ -139,7 +140,7 @@ class Channels:
 
     def raw_part(self, rows, j, condition=True):
         """8 channels of q and k of both tokens, as words."""
-        return [[load_words(at + 64 * j, condition) for at in row] for row in rows]
+        return [[load_words(at + 64 * j, (32 * j < self.K) & condition) for at in row] for row in rows]
 
     def norms(self, here, parts):
         """Both tokens' 1 over the norms of q and k, 0 past the last token; and their sums of squares."""

@@ -19,7 +19,7 @@ from .rows import typed
 Pointers, Strides, Sizes = typed(PrefillPointers, Int64), typed(PrefillStrides, Int32), typed(PrefillSizes, Int32)
 
 D = 128
-"""K and V."""
+"""Channels of a head in the workspace and in registers; where K is less, the rest is zeros."""
 
 
 class Call(NamedTuple):

@@ -30,7 +30,8 @@ class Join:
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
-    def __init__(self) -> None:
+    def __init__(self, V: int):
+        self.blocks = V // ROWS  # of a head
         # Two of the pieces' matrices, the rows of the state, transposed, and the matrices' barriers.
         self.rows = 2 * MATRIX
         self.full = self.rows + D * ROWS * 4
@@ -39,7 +40,7 @@ class Join:
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
         self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=(D // ROWS * size.HV * size.N, 1, 1), block=(D, 1, 1), smem=self.shared, stream=stream, use_pdl=True
+            grid=(self.blocks * size.HV * size.N, 1, 1), block=(D, 1, 1), smem=self.shared, stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -48,7 +49,7 @@ class Join:
         block, _, _ = cute.arch.block_idx()
         call = Call(ptr, scale, bound, stride, size)
         shared = (cute.arch.get_dyn_smem(Uint32, 128)).toint()
-        here = Here(Int64(block // (D // ROWS)), block % (D // ROWS) * ROWS, shared, thread)
+        here = Here(Int64(block // self.blocks), block % self.blocks * ROWS, shared, thread)
         if thread == 0:
             for turn in cutlass.range_constexpr(2):
                 cute.arch.mbarrier_init(barrier_at(shared + self.full + turn * 8), 1)

@@ -82,7 +82,8 @@ class Prepare(Channels):
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
-    def __init__(self, axis: str, dtype: str, g_dtype: str, gate: str, qk_l2norm: bool):
+    def __init__(self, axis: str, K: int, dtype: str, g_dtype: str, gate: str, qk_l2norm: bool):
+        self.K = K
         self.channel = axis == "channel"
         self.dtype, self.g_dtype = DTYPES[dtype], DTYPES[g_dtype]
         self.gate, self.qk_l2norm = gate, qk_l2norm
@@ -247,7 +248,7 @@ class Prepare(Channels):
             there = token < here.tokens
             q_at = ptr.q + self.token_at(call, here, token, stride.q_n, stride.q_t) + offset(here.h, stride.q_h) + here.quarter * 16
             k_at = ptr.k + self.token_at(call, here, token, stride.k_n, stride.k_t) + offset(here.h, stride.k_h) + here.quarter * 16
-            raw.append([[load_words(at + 64 * j, there) for j in range(4)] for at in (q_at, k_at)])
+            raw.append([[load_words(at + 64 * j, there & (32 * j < self.K)) for j in range(4)] for at in (q_at, k_at)])
         at = Int64(here.place) * Int64(size.H) + Int64(here.h)
         q = cute.make_rmem_tensor((2, 4, 4), Uint32)
         k = cute.make_rmem_tensor((2, 4, 4), Uint32)

@@ -57,7 +57,11 @@ class Scan:
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
-    def __init__(self, axis: str, dtype: str, state_dtype: str, moves: bool):
+    def __init__(self, axis: str, K: int, V: int, dtype: str, state_dtype: str, moves: bool):
+        self.K, self.V = K, V
+        self.tiles = V // TILE
+        # To find out what a piece does, an identity's tiles as well.
+        self.all_tiles = self.tiles + (D // TILE if moves else 0)
         self.channel, self.moves = axis == "channel", moves
         self.dtype, self.state_dtype = DTYPES[dtype], DTYPES[state_dtype]
         images = dict.fromkeys(("keys", "queries", "pairs", *(("writes",) if self.channel else ())), IMAGE)
@@ -71,7 +75,7 @@ class Scan:
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
-        tiles = (2 if self.moves else 1) * (D // TILE)
+        tiles = self.all_tiles
         self.kernel(ptr, scale, bound, stride, size).launch(
             grid=(tiles * size.HV * size.N * size.pieces, 1, 1),
             block=(256, 1, 1),
@@ -85,7 +89,7 @@ class Scan:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         call = Call(ptr, scale, bound, stride, size)
-        tiles = (2 if self.moves else 1) * (D // TILE)
+        tiles = self.all_tiles
         tile, hv, rest = block % tiles, block // tiles % size.HV, block // (tiles * size.HV)
         piece, rank = rest % size.pieces, rest // size.pieces
         shared = (cute.arch.get_dyn_smem(Uint32, 1024)).toint()
@@ -107,7 +111,7 @@ class Scan:
         here = Here(span, slot, hv, tile, piece, first, Int32(select_(slot >= 0, last, first)), shared, thread)
         cute.arch.sync_threads()
         # What the last piece does nobody asks, nor how the first would change another state than its own.
-        needless = (here.piece == size.pieces - 1) | ((here.piece == 0) & (here.tile >= D // TILE))
+        needless = (here.piece == size.pieces - 1) | ((here.piece == 0) & (here.tile >= self.tiles))
         if self.moves & needless:
             pass
         elif thread >= 128:
@@ -127,7 +131,7 @@ class Scan:
         h = Int32((Uint64(Uint32(here.hv)) * Uint64(Uint32(size.q_heads))) >> Uint64(30))
         k_head, k_heads = (here.hv, size.HV) if self.channel else (h, size.H)
         row, part = thread // 8, thread % 8
-        v_at = ptr.v + offset(here.hv, stride.v_h) + offset(here.tile % (D // TILE), TILE * 2) + part * 16
+        v_at = ptr.v + offset(here.hv, stride.v_h) + offset(here.tile % self.tiles, TILE * 2) + part * 16
         v_at += self.tokens_at(call, here, stride.v_n, stride.v_t)
         ahead = cute.make_rmem_tensor((4, 8), Uint32)
         self.load_values(call, here, v_at, here.first, ahead)
@@ -157,7 +161,7 @@ class Scan:
     def load_values(self, call, here, v_at, c, words):
         for i in range(8):
             token = c * CHUNK + here.thread // 8 + 8 * i
-            wanted = (token < here.span.tokens) & (here.tile < D // TILE)
+            wanted = (token < here.span.tokens) & (here.tile < self.tiles)
             four = load_words(v_at + offset(token, call.stride.v_t), wanted)
             for w in range(4):
                 words[w, i] = four[w]
@@ -262,9 +266,9 @@ class Scan:
         self.load_state(call, here, walker.state)
         if self.moves & (here.piece == 0):
             # In a pool this state's place is the last piece's to write.
-            row, column = here.tile * TILE + here.thread // 32 * 16 + here.thread % 32 // 4, here.thread % 4 * 2
+            row, column = self.first_row(here) + here.thread // 32 * 16 + here.thread % 32 // 4, here.thread % 4 * 2
             at = call.ptr.starts + self.piece_at(call, here, D)
-            self.store_rows(at, Float32, row, column, True, walker.state, Float32(1))
+            self.store_rows(at, Float32, D, row, column, True, walker.state, Float32(1))
         up = Float32(1)  # the state is kept times this power of two
         if here.last > here.first:
             turn = Turn(here.first, Int32(0), Int32(0))
@@ -474,53 +478,56 @@ class Scan:
         ptr, stride, size = call.ptr, call.stride, call.size
         lane, warp = here.thread % 32, here.thread // 32
         row, column = warp * 16 + lane // 4, lane % 4 * 2
-        unit = (here.tile - D // TILE) * TILE + row  # row of the identity, below zero in tiles that are not its
+        row, unit = self.first_row(here) + row, self.first_row(here) + row - D  # of the state, and of the identity
         if self.moves & (here.piece > 0):
             for j in cutlass.range_constexpr(D // 8):
                 for i in cutlass.range_constexpr(4):
                     state[4 * j + i] = choose(unit + i // 2 * 8 == column + 8 * j + i % 2, Float32(1), Float32(0))
         elif (not self.moves) & (size.pieces > 1):
-            row += here.tile * TILE
-            self.load_rows(ptr.starts + self.piece_at(call, here, D), Float32, row, column, True, state)
+            self.load_rows(ptr.starts + self.piece_at(call, here, D), Float32, D, row, column, True, state)
         else:
-            row += here.tile * TILE
             there = load_flag(ptr.has_initial + offset(here.span.n, stride.has_initial_n), ptr.has_initial != 0)
             there = there & Int32(ptr.initial != 0) & Int32(here.slot >= 0)
             at = ptr.initial + offset(cutlass.max(here.slot, 0), stride.initial_p) + offset(here.hv, stride.initial_h)
-            self.load_rows(at, self.state_dtype, row, column, there, state)
+            self.load_rows(at, self.state_dtype, self.K, row, column, there, state)
 
     @cute.jit
     def store_state(self, call, here, state, up):
         ptr, stride, size = call.ptr, call.stride, call.size
         lane, warp = here.thread % 32, here.thread // 32
-        row, column = here.tile * TILE + warp * 16 + lane // 4, lane % 4 * 2
+        row, column = self.first_row(here) + warp * 16 + lane // 4, lane % 4 * 2
         down = inverse(up)
         if cutlass.const_expr(self.moves):
-            self.store_rows(ptr.moves + self.piece_at(call, here, 2 * D), Float32, row, column, Int32(1), state, down)
+            self.store_rows(ptr.moves + self.piece_at(call, here, 2 * D), Float32, D, row, column, True, state, down)
         else:
             wanted = Int32(ptr.final != 0) & Int32(here.slot >= 0) & Int32(here.piece == size.pieces - 1)
             at = ptr.final + offset(cutlass.max(here.slot, 0), stride.final_p) + offset(here.hv, stride.final_h)
-            self.store_rows(at, self.state_dtype, row, column, wanted, state, down)
+            self.store_rows(at, self.state_dtype, self.K, row, column, wanted, state, down)
+
+    def first_row(self, here):
+        """Of the tile in its state; the identity's come behind D rows."""
+        return here.tile * TILE + Int32(select_(here.tile < self.tiles, 0, D - self.V))
 
     def piece_at(self, call, here, rows):
         """Byte of a piece's states among those of all pieces: fp32, `rows` rows each."""
         number = (Int64(here.span.n) * Int64(call.size.HV) + Int64(here.hv)) * Int64(call.size.pieces) + Int64(here.piece)
         return number * (rows * D * 4)
 
-    def load_rows(self, at, dtype, row, column, condition, state):
+    def load_rows(self, at, dtype, columns, row, column, condition, state):
+        """The lane's part of a state with so many columns in memory; zeros for the others."""
         size = dtype.width // 8
         for i in range(2):
             for j in range(D // 8):
-                place = at + ((row + 8 * i) * D + column + 8 * j) * size
-                pair = floats_of(load_words(place, condition, count=size // 2), dtype)
+                place = at + ((row + 8 * i) * columns + column + 8 * j) * size
+                pair = floats_of(load_words(place, condition & (8 * j < columns), count=size // 2), dtype)
                 for p in range(2):
                     state[4 * j + 2 * i + p] = pair[p]
 
-    def store_rows(self, at, dtype, row, column, condition, state, down):
+    def store_rows(self, at, dtype, columns, row, column, condition, state, down):
         size = dtype.width // 8
         for i in range(2):
-            for j in range(D // 8):
-                place = at + ((row + 8 * i) * D + column + 8 * j) * size
+            for j in range(columns // 8):
+                place = at + ((row + 8 * i) * columns + column + 8 * j) * size
                 pair = words_of([state[4 * j + 2 * i + p] * down for p in range(2)], dtype)
                 store_few(place, pair, condition)
 
