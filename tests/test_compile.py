@@ -6,8 +6,10 @@ import random
 import shutil
 
 import pytest
+import torch
 
 from gated_delta import UnsupportedProblem, compile, dispatch
+from gated_delta.problem import Problem
 
 needs_compiler = pytest.mark.skipif(
     compile.installed(compile.COMPILER) is None or compile.missing_packages() != (), reason=f"needs {compile.COMPILER}"
@@ -15,7 +17,13 @@ needs_compiler = pytest.mark.skipif(
 SPILLS = {
     # K=96 leaves lanes without channels: their predicates cost two registers too many, once a call.
     "K=96": 8,
+    # A whole tile of the state, two sums and three operands in 255 registers; what is spilled is read once a chunk.
+    "moves=False": 24,
+    # 168 registers, for three blocks a multiprocessor, which pay for more than these accesses cost.
+    "prepare axis=head": 8,
+    "prepare axis=channel": 56,
 }
+PREFILL = ("prepare", "scan", "join")
 
 
 @pytest.fixture
@@ -35,8 +43,8 @@ def files(cache):
     return sorted(cache.glob("*/*.so"))
 
 
-FLUSHES = [some for some in dispatch.shipped() if some.kernel == "flush"]
-SAMPLE = FLUSHES + random.Random(0).sample([some for some in dispatch.shipped() if some not in FLUSHES], 104)
+ALWAYS = [some for some in dispatch.shipped() if some.kernel in ("flush", *PREFILL)]
+SAMPLE = ALWAYS + random.Random(0).sample([some for some in dispatch.shipped() if some not in ALWAYS], 104)
 """Half of what ships: all of it takes two cores two minutes."""
 
 
@@ -48,14 +56,27 @@ def test_shipped_kernels_keep_to_their_registers(cache, some):
     assert found is not None, "needs cuobjdump: pip install nvidia-cuda-cuobjdump"
     allowed = max((stack for part, stack in SPILLS.items() if part in some.label), default=0)
     assert found.stack <= allowed
-    assert 32 <= found.registers <= (255 if some.kernel == "verify" else 168)  # verify keeps a whole tile of the state
+    assert 32 <= found.registers <= (255 if some.kernel in ("verify", "scan") else 168)  # these keep a whole tile of the state
 
 
 @needs_compiler
 def test_blackwell_compiles_too(cache):
-    first = {some.kernel: some for some in reversed(dispatch.shipped())}
+    """All but prefill, whose tensor cores' instructions are Hopper's."""
+    first = {some.kernel: some for some in reversed(dispatch.shipped()) if some.kernel not in PREFILL}
     for some in (*first.values(), variant(axis="channel", single=False)):
         assert compile.resources(compile.build(some, "sm_100a")).stack == 0
+
+
+ODD = [dict(K=64, V=64), dict(dtype=torch.float16, g_dtype=torch.float32, gate="log"), dict(qk_l2norm=False)]
+
+
+@needs_compiler
+@pytest.mark.parametrize("axis", ["head", "channel"])
+@pytest.mark.parametrize("odd", ODD, ids=str)
+def test_prefill_builds_for_what_is_not_shipped_too(cache, axis, odd):
+    facts = dict(K=128, V=128, gate="softplus", dtype=torch.bfloat16, g_dtype=torch.bfloat16, state_dtype=torch.float32)
+    for some in set(dispatch.variants_of(Problem("prefill", axis, 1, 1, **(facts | odd)))) - set(dispatch.shipped()):
+        assert compile.resources(compile.build(some, "sm_90a")).registers <= 255
 
 
 @needs_compiler
@@ -157,11 +178,14 @@ def test_what_is_missing_is_said_without_a_compiler(cache, monkeypatch):
 def test_host_and_kernel_agree_on_the_arguments():
     """The launch hands over tuples: names in one order on both sides."""
     from gated_delta import reference
-    from gated_delta.kernels import arguments, decode, device, flush, verify
+    from gated_delta.kernels import arguments, decode, device, flush, join, prepare, scan, verify
 
-    for kernel in (decode.Decode, verify.Verify, flush.Flush):
+    kernels = dict(
+        Decode=[decode.Decode], Verify=[verify.Verify], Flush=[flush.Flush], Prefill=[prepare.Prepare, scan.Scan, join.Join]
+    )
+    for operation, kernel in ((operation, kernel) for operation, some in kernels.items() for kernel in some):
         for taken in kernel.arguments:
             if issubclass(taken, tuple):
                 assert taken._fields == getattr(arguments, taken.__name__)._fields
-                assert taken.__name__.startswith(kernel.__name__)
+                assert taken.__name__.startswith(operation)
     assert device.L2NORM_EPS == reference.L2NORM_EPS

@@ -902,7 +902,7 @@ def test_other_head_dims_are_refused(launches):
 
 @pytest.mark.parametrize("which", ["initial_state", "state", "out"])
 def test_prompts_2_gib_apart_are_refused(launches, which):
-    call, optional = prompts((2, 1)), "initial_state state state_indices has_initial_state final_state out".split()
+    call, optional = prompts((2, 1)), ["initial_state", "state", "state_indices", "has_initial_state", "final_state", "out"]
     given = dict.fromkeys(optional) | {which: far(call["v"] if which == "out" else states(2), 2**30)}
     route = gd.explain("prefill", **call, backend="cute")
     with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):

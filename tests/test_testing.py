@@ -1,11 +1,14 @@
 """The judge itself: the list covers what it claims, and a backend that is wrong in any of these ways fails."""
 
+import itertools
+
 import pytest
 import torch
 
 from gated_delta import reference
-from gated_delta.testing import cases, quick_cases, run_case
+from gated_delta.testing import cases, check, quick_cases, run_case
 from gated_delta.testing.cases import AXES, DIMS, FAMILIES, GATES, HEADS, KEYS, LAYOUTS, OPS
+from gated_delta.testing.compare import rounding_unit
 
 FACTORS = ("axis", "D", "heads", "gate", "family", "keys", "state_dtype", "layout", "dtype", "g_dtype", "qk_l2norm", "beta_logits")
 
@@ -26,11 +29,11 @@ def test_the_quick_list_has_every_value_of_every_factor(op):
         assert have == want, factor
 
 
-def fails(op, **wanted):
+def fails(op, backend="reference", **wanted):
     """Cases that must expose a fault, at least one of which has to fail."""
     chosen = [c for c in cases(op) if all(getattr(c, name) == value for name, value in wanted.items())][:6]
     assert chosen
-    return any(not run_case(c, "reference").passed for c in chosen)
+    return any(not run_case(c, backend).passed for c in chosen)
 
 
 def without(arguments, **changes):
@@ -40,6 +43,12 @@ def without(arguments, **changes):
 def broken(monkeypatch, op, wrap):
     original = getattr(reference, op)
     monkeypatch.setattr(reference, op, lambda *tokens, **arguments: wrap(original, *tokens, **arguments))
+
+
+def judge_as(backend, monkeypatch):
+    """run_case with this backend runs the reference, and judges it as the backend."""
+    run = check.run
+    monkeypatch.setattr(check, "run", lambda call, given: run(call, "reference" if given == backend else given))
 
 
 TOKEN_FAULTS = {
@@ -53,8 +62,10 @@ TOKEN_FAULTS = {
 
 
 @pytest.mark.parametrize("fault", TOKEN_FAULTS)
-@pytest.mark.parametrize("op", ["prefill", "decode", "verify"])
-def test_wrong_mathematics_fails(monkeypatch, op, fault):
+@pytest.mark.parametrize(("op", "judged"), [("prefill", "reference"), ("prefill", "cute"), ("decode", None), ("verify", None)])
+def test_wrong_mathematics_fails(monkeypatch, op, judged, fault):
+    """judged: whose tolerance the reference's results have to meet."""
+    judge_as(judged, monkeypatch)
     broken(monkeypatch, op, lambda run, tokens, **states: run(TOKEN_FAULTS[fault](tokens), **states))
     wanted = {
         "no l2norm": dict(qk_l2norm=True, keys="random"),
@@ -67,7 +78,7 @@ def test_wrong_mathematics_fails(monkeypatch, op, fault):
     chosen = [c for c in cases(op) if all(getattr(c, name) == value for name, value in wanted.items())]
     if fault == "default scale":
         chosen = [c for c in chosen if c.seed % 5 == 0]
-    assert any(not run_case(c, "reference").passed for c in chosen[:8])
+    assert any(not run_case(c, judged or "reference").passed for c in chosen[:8])
 
 
 def test_writing_where_nothing_should_be_written_fails(monkeypatch):
@@ -160,3 +171,50 @@ def test_half_precision_arithmetic_fails(monkeypatch):
 
     broken(monkeypatch, "prefill", rounded)
     assert fails("prefill", dtype=torch.float32, layout="dense")
+
+
+# ------------------------------------------------------------------------------------------------ tolerances
+
+
+def test_only_prefill_on_the_tensor_cores_has_a_wider_tolerance():
+    for op, backend, reflecting in itertools.product(OPS, ("reference", "cute"), (False, True)):
+        units = {dtype: rounding_unit(op, dtype, backend, reflecting) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+        if (op, backend) != ("prefill", "cute"):
+            assert list(units.values()) == [2**-8, 2**-10, 2**-20 if op == "decode" else 2**-13]
+        elif not reflecting:
+            assert list(units.values()) == [2**-8, 2**-8.5, 2**-8]
+        else:
+            assert set(units.values()) == {2**-4.5}
+
+
+@pytest.mark.parametrize(("asked", "ran"), [("reference", "reference"), ("auto", "reference"), ("cute", "cute")])
+def test_the_backend_that_ran_is_judged_by_its_own_tolerance(monkeypatch, asked, ran):
+    """Also where "auto" chose it; the widest one only where beta reaches 2 on collinear keys."""
+    judge_as("cute", monkeypatch)
+    given = set()
+    monkeypatch.setattr(check, "rounding_unit", lambda *facts: given.add(facts) or rounding_unit(*facts))
+    for keys, logits in itertools.product(KEYS, (False, True)):
+        case = next(c for c in cases("prefill") if (c.keys, c.beta_logits, c.dtype) == (keys, logits, torch.bfloat16))
+        given.clear()
+        assert run_case(case, asked).passed
+        assert {facts[2:] for facts in given} == {(ran, keys == "collinear" and not logits)}
+
+
+ROUNDINGS = {
+    "v off by 0.004": lambda t: t._replace(v=(t.v.float() * 1.004).to(t.v.dtype)),
+    "bf16 operands": lambda t: t._replace(q=t.q.bfloat16().half(), k=t.k.bfloat16().half(), v=t.v.bfloat16().half()),
+}
+
+
+@pytest.mark.parametrize("rounding", ROUNDINGS)
+def test_bf16_rounding_inside_an_fp16_prefill_fails(monkeypatch, rounding):
+    """fp16 operands are what the wider tolerance is for, and all it is for."""
+    judge_as("cute", monkeypatch)
+    broken(monkeypatch, "prefill", lambda run, tokens, **states: run(ROUNDINGS[rounding](tokens), **states))
+    assert fails("prefill", "cute", dtype=torch.float16, keys="random", family="typical")
+
+
+def test_a_reflection_that_is_off_by_a_twentieth_fails(monkeypatch):
+    judge_as("cute", monkeypatch)
+    broken(monkeypatch, "prefill", lambda run, tokens, **states: run(tokens._replace(v=tokens.v * 1.05), **states))
+    assert fails("prefill", "cute", keys="collinear", beta_logits=False)

@@ -96,7 +96,7 @@ class Scan:
         if thread == 0:
             for stage in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(barrier_at(shared + self.full + stage * 8), 1 + LOADERS)
-                cute.arch.mbarrier_init(barrier_at(shared + self.empty + stage * 8), 4 if self.moves else 4 + STORERS // 32)
+                cute.arch.mbarrier_init(barrier_at(shared + self.empty + stage * 8), 128 if self.moves else 128 + STORERS)
                 cute.arch.mbarrier_init(barrier_at(shared + self.stored + stage * 8), 4)
             cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
@@ -196,9 +196,7 @@ class Scan:
             cute.arch.mbarrier_wait(barrier_at(shared + self.stored + stage * 8), turn // STAGES % 2)
             outputs = shared + self.values + stage * VALUES
             words = [shared_quad(outputs + part_at(row + 8 * i, part)) for i in range(8)]
-            cute.arch.sync_warp()
-            if thread % 32 == 0:
-                cute.arch.mbarrier_arrive(barrier_at(shared + self.empty + stage * 8))
+            cute.arch.mbarrier_arrive(barrier_at(shared + self.empty + stage * 8))
             for i in cutlass.range_constexpr(8):
                 token = c * CHUNK + row + 8 * i
                 store_words(o_at + offset(token, stride.o_t), words[i], token < here.span.tokens)
@@ -390,11 +388,8 @@ class Scan:
         """Wait for a chunk's tiles."""
         cute.arch.mbarrier_wait(barrier_at(here.shared + self.full + turn.stage * 8), turn.phase)
 
-    @cute.jit
     def release(self, here, turn):
-        cute.arch.sync_warp()
-        if here.thread % 32 == 0:
-            cute.arch.mbarrier_arrive(barrier_at(here.shared + self.empty + turn.stage * 8))
+        cute.arch.mbarrier_arrive(barrier_at(here.shared + self.empty + turn.stage * 8))
 
     def largest_value(self, here, turn):
         at = here.shared + self.largest + turn.stage * 8
