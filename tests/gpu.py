@@ -10,6 +10,11 @@ needs_gpu = pytest.mark.skipif(
     reason="needs an NVIDIA GPU of compute capability 9.0",
 )
 
+needs_hopper = pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs an NVIDIA GPU of compute capability 9.0",
+)
+
 H, HV, D = 4, 8, 128
 AXES = ("head", "channel")
 STATES = (torch.bfloat16, torch.float32)
@@ -17,7 +22,7 @@ PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 
 def tokens(N, T, *, axis="head", dtype=torch.bfloat16, heads=(H, HV), K=D, V=D, seed=0, gate="softplus"):
-    """Keyword arguments of decode or verify but for its states, on the GPU, dense."""
+    """Keyword arguments of prefill, decode or verify but for its states, on the GPU, dense."""
     rng = torch.Generator("cuda").manual_seed(seed)
     H, HV = heads
 
@@ -62,6 +67,12 @@ def decode(call, state, **options):
 
 def index(*values, dtype=torch.int32):
     return torch.tensor(values, dtype=dtype, device="cuda")
+
+
+def cycle(values, x):
+    """x's shape, filled with the values in turn."""
+    values = torch.tensor(values, dtype=x.dtype, device=x.device)
+    return values[torch.arange(x.numel(), device=x.device) % len(values)].view(x.shape)
 
 
 def same(a, b):

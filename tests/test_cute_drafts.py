@@ -13,7 +13,7 @@ from gated_delta.problem import Tokens
 from gated_delta.reference import recurrent
 from gated_delta.testing.compare import error, rounding_unit
 from gated_delta.testing.oracle import Expected
-from gpu import AXES, HV, PER_TOKEN, STATES, D, H, decode, index, needs_gpu, packed, part, pool, same, tokens
+from gpu import AXES, HV, PER_TOKEN, STATES, D, H, cycle, decode, index, needs_gpu, packed, part, pool, same, tokens
 
 pytestmark = needs_gpu
 
@@ -124,12 +124,6 @@ def check_flush(call, start, buffer, accepted):
     none = accepted <= 0
     same(state[none], start[none])
     return state, truth
-
-
-def cycle(values, x):
-    """x's shape, filled with the values in turn."""
-    values = torch.tensor(values, dtype=x.dtype, device=x.device)
-    return values[torch.arange(x.numel(), device=x.device) % len(values)].view(x.shape)
 
 
 def differ(a, b):

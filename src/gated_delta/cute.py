@@ -326,22 +326,8 @@ class PrefillLaunch(Launch):
     ):
         q, k, v, g, beta, gate, _, _, _, cu_seqlens = tokens
         initial = initial_state if state is None else state
-        given = (
-            q,
-            k,
-            v,
-            g,
-            beta,
-            gate.A_log,
-            gate.dt_bias,
-            cu_seqlens,
-            state_indices,
-            has_initial_state,
-            initial,
-            final_state,
-            out,
-        )
-        super().__init__(route, q.device, given)
+        given = (q, k, v, g, beta, gate.A_log, gate.dt_bias, cu_seqlens, state_indices, has_initial_state)
+        super().__init__(route, q.device, (*given, initial, final_state, out))
         assert isinstance(route.schedule, dispatch.Cut)
         self.scale = q.shape[-1] ** -0.5 if tokens.scale is None else tokens.scale
         self.bound = gate.bound
@@ -351,7 +337,7 @@ class PrefillLaunch(Launch):
         self.final_shape = (N, HV, v.shape[3], q.shape[3]) if output_final_state and final_state is None else None
         self.final_dtype = torch.float32 if initial is None else initial.dtype
         total, T = (q.shape[1], 0) if cu_seqlens is not None else (0, q.shape[1])
-        places = total // CHUNK + N if cu_seqlens is not None else N * -(-T // CHUNK)
+        places = total // CHUNK + N if cu_seqlens is not None else max(N * -(-T // CHUNK), 1)
         self.empty = N == 0
         self.workspace = _workspace(route.problem.axis, N, H, HV, places, route.schedule.pieces, cu_seqlens is not None)
         final = state if state is not None else final_state
@@ -454,9 +440,9 @@ def _token_strides(tokens: Tokens, out: Tensor | None) -> dict[str, int]:
     packed = tokens.cu_seqlens is not None
 
     def rows(x: Tensor, dims: int) -> list[int]:
-        """Strides of sequence, token, head, ...; a packed sequence starts where its first token is."""
+        """Strides of sequence, token, head, ...; none to the next sequence where they are packed, or there is but one."""
         strides = _bytes(x, dims)
-        return [0, *strides[1:]] if packed else strides
+        return [0, *strides[1:]] if packed or x.shape[0] == 1 else strides
 
     return dict(
         **_named("q", "nth", rows(q, 3)),

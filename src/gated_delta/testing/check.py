@@ -103,11 +103,12 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
     if set(truth) != set(after):
         failures.append(f"tensors: expected {sorted(truth)}, got {sorted(after)}")
     errors = {}
-    ran, reflecting = _backend_of(call, backend), case.keys == "collinear" and not case.beta_logits
+    ran = _backend_of(call, backend)
+    keys = "reflecting" if case.keys == "collinear" and not case.beta_logits else case.keys
     for name in set(truth) & set(after):
         want, x = truth[name], after[name]
         head_dim = _HEAD_DIM[name] + (1 if name == "state" and x.ndim == 5 else 0)
-        unit = rounding_unit(case.op, x.dtype, ran, reflecting)
+        unit = rounding_unit(case.op, x.dtype, ran, keys)
         baseline = plain[name]._replace(value=plain[name].value.to(x.dtype))
         found, allowed = error(x, want, head_dim), error(baseline.value, want, head_dim)
         errors[name] = (found, allowed, unit)

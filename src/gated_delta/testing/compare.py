@@ -11,13 +11,15 @@ from .oracle import Expected
 
 _UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-20}
 
-_UNIT_OF_FP16_OPERANDS = {torch.bfloat16: 2**-8, torch.float16: 2**-8.5, torch.float32: 2**-8}
-"""Of the cute backend's prefill, by what is stored: `rounding_unit`."""
+_UNIT_OF_FP16_OPERANDS = {
+    "random": {torch.bfloat16: 2**-8, torch.float16: 2**-8.5, torch.float32: 2**-8},
+    "collinear": {torch.bfloat16: 2**-8, torch.float16: 2**-6, torch.float32: 2**-6},
+    "reflecting": dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 2**-4.5),
+}
+"""Of the cute backend's prefill, by its keys and what is stored: `rounding_unit`."""
 
-_UNIT_OF_REFLECTING_KEYS = 2**-4.5
 
-
-def rounding_unit(op: str, dtype: torch.dtype, backend: str = "reference", reflecting: bool = False) -> float:
+def rounding_unit(op: str, dtype: torch.dtype, backend: str = "reference", keys: str = "random") -> float:
     """What a row may be off by beside twice the plain implementation's own error, which may be small by luck.
 
     One unit of what is stored; eight for fp32, whose sums of K terms come in any order. An fp32 result of the chunk algebra has a
@@ -25,13 +27,14 @@ def rounding_unit(op: str, dtype: torch.dtype, backend: str = "reference", refle
 
     The cute backend's prefill multiplies on the tensor cores in fp16: states, values, keys and the inverse of a chunk's triangular
     system. Up to four factors that a whole row shares are rounded to 2**-11 each, so that fp32 states and fp16 outputs cannot keep
-    to the units above: measured on an H200, states are off by up to 0.0007 as a whole and 0.0015 in a row, fp16 outputs by 0.0006
-    and 0.0018. bf16 outputs are off by 0.0018, which is their own rounding.
-    Where keys are collinear and beta reaches 2 (`reflecting`) the rule reflects rather than forgets, u outgrows the state, and the
-    rounding of the inverse with it: measured 0.008 as a whole and 0.027 in a row; with an exact inverse it would be 0.003.
+    to the units above: measured on an H200, states are off by up to 0.0007 as a whole and 0.0015 in a row, fp16 outputs by 0.0008
+    and 0.0021. bf16 outputs are off by 0.0018, which is their own rounding.
+    Where `keys` are "collinear", the chunk's roundings add up along one direction: 0.004 as a whole and 0.005 in a row. Where beta
+    reaches 2 as well, the rule reflects rather than forgets ("reflecting"), u outgrows the state, and the rounding of the inverse
+    with it: 0.012 and 0.034; with an exact inverse it would be 0.003.
     """
     if op == "prefill" and backend == "cute":
-        return _UNIT_OF_REFLECTING_KEYS if reflecting else _UNIT_OF_FP16_OPERANDS[dtype]
+        return _UNIT_OF_FP16_OPERANDS[keys][dtype]
     return 2**-13 if dtype == torch.float32 and op != "decode" else _UNIT[dtype]
 
 

@@ -1,0 +1,882 @@
+"""prefill on the GPU: judged by float64 and by the reference backend in fp32, its bitwise promises, and the ways to trip over it."""
+
+import math
+import random
+
+import pytest
+import torch
+
+import gated_delta as gd
+from gated_delta import api, cute, dispatch
+from gated_delta.problem import Tokens
+from gated_delta.reference import recurrent
+from gated_delta.testing import cases, run_case
+from gated_delta.testing.compare import error, rounding_unit
+from gated_delta.testing.oracle import Expected
+from gpu import AXES, HV, PER_TOKEN, STATES, D, H, cycle, decode, index, needs_hopper, packed, part, pool, same, tokens
+
+pytestmark = needs_hopper
+
+EITHER_AXIS = pytest.mark.parametrize("axis", AXES)
+EITHER_STATE = pytest.mark.parametrize("state_dtype", STATES, ids=str)
+EITHER_INDEX = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+WHOLE_OR_CUT = pytest.mark.parametrize("pieces", [1, 4])
+LOWEST = {torch.int32: -1, torch.int64: -(2**40)}  # an int64's low word may look innocent
+HEAD_DIM = {"o": 2, "state": 1}
+
+
+def prefill(call, **options):
+    return gd.prefill(**call, **options, backend="cute")
+
+
+def cut_in(pieces, monkeypatch):
+    """Prefills from here on have so many pieces, however many sequences there are."""
+    monkeypatch.setattr(dispatch, "cut_of", lambda problem, sequences, tokens: dispatch.Cut(pieces))
+    monkeypatch.setattr(api, "_prefills", api.Memo())
+
+
+def exact(call, **states):
+    """o and the states after the call, by the reference backend in fp32."""
+    call = {name: x.float() if name in PER_TOKEN else x for name, x in call.items()}
+    states |= {name: states[name].float().clone() for name in ("state", "initial_state") if name in states}
+    o, final = gd.prefill(**call, **states, output_final_state="state" not in states, backend="reference")
+    return o, states["state"] if final is None else final
+
+
+def by_definition(call, initial_state=None):
+    """o and the final states in float64, token by token, of a dense call."""
+    outputs, finals = [], []
+    for n in range(len(call["q"])):
+        state = torch.zeros(*call["v"].shape[2:], call["q"].shape[3], device="cuda") if initial_state is None else initial_state[n]
+        steps = list(recurrent(Tokens(**part(call, slice(n, n + 1))), state))
+        outputs.append(torch.stack([o for o, _ in steps]))
+        finals.append(steps[-1][1])
+    return torch.stack(outputs), torch.stack(finals)
+
+
+def judge(name, got, truth, plain=None, keys="random"):
+    """o or state by the house's tolerance: twice the error of `plain`, or of the truth as it is stored, and a unit; NaN fails."""
+    everywhere = torch.ones(len(got), dtype=torch.bool, device=got.device)
+    plain = (truth if plain is None else plain).to(got.dtype)
+    found, allowed = (error(x, Expected(truth, everywhere), HEAD_DIM[name]) for x in (got, plain))
+    assert found.share(allowed, rounding_unit("prefill", got.dtype, "cute", keys)) <= 1, (name, found, allowed)
+
+
+def check(call, truth=exact, keys="random", **states):
+    """Judges o and every state that the call has to write, and that it writes no other; returns o and the states."""
+    o, after = prefill(call, output_final_state=True, **states) if "state" not in states else in_pool(call, **states)
+    want_o, want = truth(call, **states)
+    judge("o", o, want_o, keys=keys)
+    written = torch.ones(len(after), dtype=torch.bool, device="cuda")
+    if "state" in states:
+        slots = states.get("state_indices")
+        slots = torch.arange(sequences(call), device="cuda") if slots is None else slots[slots >= 0].long()
+        written.fill_(False)[slots] = True
+        same(after[~written], states["state"][~written])
+    judge("state", after[written], want[written], keys=keys)
+    return o, after
+
+
+def in_pool(call, *, state, **states):
+    """o and a copy of the pool after the call."""
+    after = state.clone()
+    o, nothing = prefill(call, state=after, **states)
+    assert nothing is None
+    return o, after
+
+
+def sequences(call):
+    return len(call["q"]) if "cu_seqlens" not in call else len(call["cu_seqlens"]) - 1
+
+
+def apart(x, y):
+    """Relative distance as a whole; NaN stays NaN."""
+    return float((x.double() - y.double()).norm() / y.double().norm())
+
+
+def ragged(lengths, inactive=(), spare=5, **options):
+    """A packed call: NaN in the rows of inactive sequences and in those behind the last."""
+    call, at = packed(tokens(len(lengths), max(1, *lengths), **options), lengths), 0
+    for name in PER_TOKEN:
+        call[name] = torch.cat([call[name], call[name].new_full((1, spare, *call[name].shape[2:]), math.nan)], 1)
+    for n, length in enumerate(lengths):
+        for name in PER_TOKEN if n in inactive else ():
+            call[name][:, at : at + length] = math.nan
+        at += length
+    return call
+
+
+def slowly(call):
+    """Decays near 1 and weak betas, so that what a sequence began with still matters at its end."""
+    return {**call, "gate": gd.Gate.log(), "g": call["g"].abs() * -1e-3, "beta": call["beta"] - 3}
+
+
+def spread(x, *, dim, by):
+    """x where the entries of a dimension lie `by` times as far apart, with NaN between."""
+    wide = x.new_full((*x.shape[: dim + 1], by, *x.shape[dim + 1 :]), math.nan)
+    return wide.select(dim + 1, 0).copy_(x)
+
+
+# ------------------------------------------------------------------------------------------------ judged
+
+RUNNABLE = [case for case in cases("prefill") if not case.reference_only and not dispatch._missing_for_prefill(case.problem)]
+
+
+@pytest.mark.parametrize("case", RUNNABLE[::3], ids=str)
+def test_the_case_list_passes(case):
+    result = run_case(case, "cute", "cuda")
+    assert result.passed, result.failures
+
+
+LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 70, 1000)  # 70: of an inactive sequence
+
+
+@EITHER_AXIS
+@EITHER_INDEX
+@pytest.mark.parametrize("seed", [0, 1])
+def test_lengths_around_every_boundary_packed_in_one_call(axis, dtype, seed):
+    lengths = random.Random(seed).sample(LENGTHS, len(LENGTHS))
+    dead, N = lengths.index(70), len(lengths)
+    call = ragged(lengths, [dead], axis=axis)
+    call["cu_seqlens"] = call["cu_seqlens"].to(dtype)
+    slots = torch.randperm(N + 3, device="cuda")[:N].to(dtype)
+    slots[dead] = LOWEST[dtype]
+    o, _ = check(call, state=pool(N + 3, torch.float32), state_indices=slots)
+    at = sum(lengths[:dead])
+    assert (o[:, at : at + 70] == 0).all()
+    assert (o[:, sum(lengths) :] == 0).all()
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("T", [1, 16, 63, 64, 65, 200])
+def test_prompts_of_one_length(axis, T):
+    check(tokens(3, T, axis=axis), by_definition, initial_state=pool(3, torch.float32))
+
+
+@pytest.mark.parametrize("N", [32, 33, 300, 1024, 1100])
+@EITHER_AXIS
+def test_many_short_prompts(axis, N):
+    """More than one, two and three rounds of the search that finds a chunk's sequence."""
+    rng = random.Random(N)
+    lengths = [rng.choice((0, 0, 1, 2, 3, 5, 66)) for _ in range(N)]
+    o, _ = check(ragged(lengths, axis=axis, heads=(1, 2)))
+    assert (o[:, sum(lengths) :] == 0).all()
+    check(tokens(N, 3, axis=axis, heads=(1, 2)))
+
+
+@EITHER_AXIS
+def test_nothing_but_empty_prompts(axis):
+    """Packed, with rows that belong to nobody: their states are as they were, or zeros where they start from zero."""
+    call, start = ragged([0] * 40, spare=200, axis=axis), pool(40)
+    resumed = torch.arange(40, device="cuda") % 3 > 0
+    o, after = in_pool(call, state=start, has_initial_state=resumed)
+    assert (o == 0).all()
+    same(after[resumed], start[resumed])
+    assert (after[~resumed] == 0).all()
+
+
+@EITHER_AXIS
+def test_dense_prompts_of_no_tokens(axis):
+    call, start = tokens(2, 0, axis=axis), pool(2)
+    o, final = prefill(call, initial_state=start, output_final_state=True)
+    assert o.shape == (2, 0, HV, D)
+    same(final, start)
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("heads", [(8, 8), (4, 8), (2, 8), (1, 8), (1, 6), (3, 9)], ids=str)
+def test_value_heads_that_share_keys(axis, heads):
+    """In twos, in fours and what is left of four."""
+    check(tokens(2, 130, axis=axis, heads=heads), initial_state=pool(2, torch.float32, heads[1]))
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64)], ids=str)
+@WHOLE_OR_CUT
+def test_other_head_dims(axis, K, V, pieces, monkeypatch):
+    cut_in(pieces, monkeypatch)
+    check(tokens(2, 530, axis=axis, K=K, V=V, dtype=torch.float16), state=pool(3, K=K, V=V), state_indices=index(2, 0))
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("gate", ["log", "softplus", "lower_bound"])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_every_gate_over_many_chunks(axis, gate, dtype):
+    check(tokens(2, 1000, axis=axis, gate=gate, dtype=dtype), initial_state=pool(2, torch.float32))
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("size", [1.0, 0.3])
+def test_keys_that_come_normalised_and_a_scale(axis, size):
+    """And keys shorter than 1, which are not made longer."""
+    call = tokens(2, 200, axis=axis)
+    for name in ("q", "k"):
+        call[name] = (torch.nn.functional.normalize(call[name].float(), dim=-1) * size).bfloat16()
+    check({**call, "qk_l2norm": False, "scale": 0.3}, by_definition)
+
+
+@EITHER_AXIS
+def test_rows_of_zeros(axis):
+    """What writes nothing and what reads nothing, to the bit."""
+    call = tokens(2, 130, axis=axis)
+    call["k"][:, 1::3] = 0
+    call["q"][:, ::4] = 0
+    call |= dict(beta=cycle((0.0, 1.0, 0.5, 1.0, 0.0), call["beta"]), beta_logits=False)
+    o, _ = check(call, by_definition)
+    assert (o[:, ::4] == 0).all()
+
+
+# ------------------------------------------------------------------------------------------------ states
+
+
+@EITHER_AXIS
+@EITHER_STATE
+@EITHER_INDEX
+@WHOLE_OR_CUT
+def test_a_pool_is_read_and_written_in_its_slots(axis, state_dtype, dtype, pieces, monkeypatch):
+    """One sequence starts from zero whatever its slot held, one is inactive, and slots of nobody keep their NaN."""
+    cut_in(pieces, monkeypatch)
+    call = slowly(tokens(4, 300, axis=axis))
+    for name in PER_TOKEN:
+        call[name][1] = math.nan
+    state = torch.full((9, HV, D, D), math.nan, dtype=state_dtype, device="cuda")
+    state[[7, 5]] = pool(2, state_dtype)
+    slots, resumed = index(7, LOWEST[dtype], 2, 5, dtype=dtype), torch.tensor([True, True, False, True], device="cuda")
+    o, _ = check(call, state=state, state_indices=slots, has_initial_state=resumed)
+    assert (o[1] == 0).all()
+
+
+@EITHER_STATE
+def test_a_pool_without_indices(state_dtype):
+    """Sequence n has slot n, and all of them resume."""
+    check(slowly(tokens(3, 100)), state=pool(5, state_dtype))
+
+
+@EITHER_AXIS
+@EITHER_STATE
+@WHOLE_OR_CUT
+def test_initial_states_are_not_written(axis, state_dtype, pieces, monkeypatch):
+    cut_in(pieces, monkeypatch)
+    call, start = slowly(tokens(3, 300, axis=axis)), pool(3, state_dtype)
+    initial = start.clone()
+    o, final = check(call, initial_state=initial)
+    same(initial, start)
+    assert final.dtype == state_dtype
+    without, nothing = prefill(call, initial_state=initial)
+    assert nothing is None
+    same(without, o)
+    pooled, after = in_pool(call, state=start)
+    same(pooled, o)
+    same(after, final)
+
+
+@WHOLE_OR_CUT
+def test_without_any_state(pieces, monkeypatch):
+    cut_in(pieces, monkeypatch)
+    call = slowly(tokens(2, 300))
+    o, final = check(call)
+    assert final.dtype == torch.float32
+    plain, nothing = prefill(call)
+    assert nothing is None
+    same(plain, o)
+
+
+@EITHER_AXIS
+@WHOLE_OR_CUT
+def test_states_and_outputs_are_written_where_they_are(axis, pieces, monkeypatch):
+    """Pools with padding between slots and heads, outputs within wider rows; what is between stays."""
+    cut_in(pieces, monkeypatch)
+    call, start, slots = slowly(tokens(2, 300, axis=axis)), pool(4), index(3, 1)
+    storage = torch.full((4, HV * D * D + 24), math.nan, dtype=torch.bfloat16, device="cuda")
+    wide = torch.full((4, HV + 1, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
+    out = torch.full((2, 300, HV + 1, 2 * D), math.nan, dtype=torch.bfloat16, device="cuda")
+    want_o, want = in_pool(call, state=start, state_indices=slots)
+    for state in (storage[:, : HV * D * D].view(4, HV, D, D), wide[:, :HV]):
+        state.copy_(start)
+        got, _ = prefill(call, state=state, state_indices=slots, out=out[:, :, :HV, D:])
+        same(got.contiguous(), want_o)
+        same(state.contiguous(), want)
+        assert got.data_ptr() == out[..., D:].data_ptr()
+    assert storage[:, HV * D * D :].isnan().all()
+    assert wide[:, HV].isnan().all()
+    assert out[..., :D].isnan().all()
+    assert out[:, :, HV].isnan().all()
+
+
+@EITHER_AXIS
+@EITHER_STATE
+def test_decode_and_verify_go_on_from_a_prefill(axis, state_dtype):
+    """100 tokens and 8 more: as near to float64 as the reference backend's two steps."""
+    T, more = 100, 8
+    whole, start = slowly(tokens(3, T + more, axis=axis)), pool(3, state_dtype)
+    prompt, rest = part(whole, slice(None), slice(0, T)), part(whole, slice(None), slice(T, None))
+    _, state = in_pool(prompt, state=start)
+    decoded, verified, plain = state.clone(), state.clone(), start.clone()
+    o_decoded = decode(rest, decoded)
+    buffer = gd.KVBuffer.empty(3, more, H, HV, D, D, gate=axis, device="cuda")
+    o_verified = gd.verify(**rest, state=verified, buffer=buffer, backend="cute")
+    gd.flush(verified, buffer, more, backend="cute")
+    gd.prefill(**prompt, state=plain, backend="reference")
+    o_plain = gd.decode(**rest, state=plain, backend="reference")
+    truth_o, truth = by_definition(whole, start)
+    for o, after in ((o_decoded, decoded), (o_verified, verified)):
+        judge("o", o, truth_o[:, T:], o_plain)
+        judge("state", after, truth, plain)
+
+
+# ------------------------------------------------------------------------------------------------ pieces
+
+RAGGED = (1111, 0, 70, 37)  # one sequence empty, one inactive, one shorter than a piece
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("pieces", [1, 2, 4, 7, 16])
+@pytest.mark.parametrize("lengths", [(2048,), RAGGED], ids=str)
+@pytest.mark.parametrize("pooled", [False, True], ids=["functional", "pooled"])
+def test_pieces_are_joined_exactly(axis, pieces, lengths, pooled, monkeypatch):
+    """fp16, so that no rounding of outputs hides a join's; what the sequences began with reaches their ends."""
+    cut_in(pieces, monkeypatch)
+    N, start = len(lengths), pool(5, torch.float32)
+    call = slowly(ragged(lengths, [2] if pooled else [], axis=axis, dtype=torch.float16))
+    if pooled:
+        slots = index(4, 0, -1, 1)[:N]
+        states = dict(state=start, state_indices=slots, has_initial_state=torch.arange(N, device="cuda") != 3)
+        o, after = in_pool(call, **states)
+    else:
+        states = dict(initial_state=start[:N].clone())
+        o, after = prefill(call, **states, output_final_state=True)
+    want_o, want = exact(call, **states)
+    assert apart(o, want_o) <= 2e-3
+    assert apart(after, want) <= 2e-3
+    assert (o[:, sum(lengths) :] == 0).all()
+    if pooled and N > 1:
+        same(after[[2, 3]], start[[2, 3]])
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_long_prompt_of_few_heads_as_dispatch_cuts_it(axis, dtype):
+    call = slowly(tokens(1, 20_000, axis=axis, heads=(1, 2), dtype=dtype))
+    assert gd.explain("prefill", **call).schedule.pieces > 4
+    o, final = prefill(call, output_final_state=True)
+    want_o, want = exact(call)
+    assert apart(o, want_o) <= 3e-3
+    assert apart(final, want) <= 2e-3
+
+
+@pytest.mark.parametrize("pieces", [4, 16])
+def test_pieces_under_every_gate(pieces, monkeypatch):
+    """Also where a piece forgets all of what it began with, and where it forgets nothing."""
+    cut_in(pieces, monkeypatch)
+    for axis in AXES:
+        call = tokens(2, 1500, axis=axis, gate="log")
+        for values in ((-300.0, -1e-3, -1e-3), (0.0,), (-1e4,), (0.0, -1e-3, -1.0)):
+            check({**call, "g": cycle(values, call["g"])}, initial_state=pool(2, torch.float32))
+
+
+# ------------------------------------------------------------------------------------------------ hard gates, betas, keys and sizes
+
+FAMILIES = {
+    "forgetting": (-1e4,),
+    "mixed": (-300.0, -1e-3, -1e-3),
+    "none": (0.0,),
+    "slow": (-1e-3, -3e-4),
+    "all kinds": (0.0, -math.inf, -1e-3, -300.0, -1.0, -1e-3, -20.0),
+}
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hard_gates(axis, family):
+    """KDA's vary by channel, or, the second time, by token alone."""
+    call, start = tokens(2, 150, axis=axis, gate="log"), pool(2, torch.float32)
+    check({**call, "g": cycle(FAMILIES[family], call["g"])}, by_definition, initial_state=start)
+    if axis == "channel":
+        by_token = cycle(FAMILIES[family], call["g"][..., 0])[..., None].expand_as(call["g"]).contiguous()
+        check({**call, "g": by_token}, by_definition, initial_state=start)
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("gate", ["softplus", "lower_bound"])
+def test_gates_at_their_ends(axis, gate):
+    """Far out on both sides, exp(A_log) overflowing, no decay and full decay."""
+    call = tokens(2, 150, axis=axis, gate=gate)
+    call["g"] = cycle((-1e4, -200.0, 0.0, 90.0, 1e4), call["g"])
+    A_log = torch.linspace(-100, 100, HV, device="cuda")
+    call["gate"] = gd.Gate.softplus(A_log) if gate == "softplus" else gd.Gate.lower_bound(A_log)
+    check(call, by_definition, initial_state=pool(2, torch.float32))
+
+
+@pytest.mark.parametrize("rate", [-4.0, -4.6, -20.0, -88.0])
+@pytest.mark.parametrize("where", ["everywhere", "one block", "a token"])
+def test_channels_that_decay_far_more_than_others(rate, where):
+    """On both sides of where a block of 16 tokens cannot be split at its middle, also in one block of a chunk only."""
+    call, start = tokens(1, 130, axis="channel", gate="log"), pool(1, torch.float32)
+    call["g"] = call["g"] * 1e-2
+    rows = {"everywhere": slice(None), "one block": slice(32, 48), "a token": slice(70, 71)}[where]
+    call["g"][:, rows, ::3, 5:9] = rate
+    check(call, by_definition, initial_state=start)
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("gate", ["log", "softplus", "lower_bound"])
+@pytest.mark.parametrize("noise", [0.0, 1.0])
+def test_slow_decays_do_not_drift(axis, gate, noise):
+    """Log decays of some -1e-4 over 16384 tokens: an error of 1e-6 in each would show. Constant ones err in one direction."""
+    call = slowly(tokens(1, 16_384, axis=axis, heads=(1, 2)))
+    A_log = torch.full((2,), math.log(16.0), device="cuda")
+    raw = call["g"] / call["g"].abs().max() * noise
+    call["g"], call["gate"] = {
+        "log": (raw.abs() * -1e-4 - 1e-4, gd.Gate.log()),
+        "softplus": (raw - 12, gd.Gate.softplus(A_log)),
+        "lower_bound": (raw - 11, gd.Gate.lower_bound(A_log * 0)),
+    }[gate]
+    check({**call, "beta": call["beta"] - 3}, initial_state=pool(1, torch.float32, 2))
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("family", ["none", "slow", "mixed"])
+def test_betas_of_0_and_1(axis, family):
+    call = tokens(2, 200, axis=axis, gate="log")
+    call |= dict(g=cycle(FAMILIES[family], call["g"]), beta=cycle((0.0, 1.0, 1.0), call["beta"]), beta_logits=False)
+    check(call, by_definition, initial_state=pool(2, torch.float32))
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("logit", [-5.0, -8.0])
+def test_betas_near_0(axis, logit):
+    """The states they leave are small, and as right as any."""
+    call = slowly(tokens(2, 200, axis=axis))
+    check({**call, "beta": call["beta"] + logit}, by_definition)
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("family", ["none", "slow", "mixed"])
+@pytest.mark.parametrize("beta", [1.0, 2.0])
+def test_collinear_keys(axis, family, beta):
+    """u alternates, and outputs are small differences of large sums. With beta 2 nothing damps errors: they stay what they are."""
+    call = tokens(2, 200, axis=axis, gate="log")
+    call |= dict(g=cycle(FAMILIES[family], call["g"]), k=call["k"][:, :1] + 0.02 * call["k"])
+    call |= dict(beta=torch.full_like(call["beta"], beta), beta_logits=False)
+    start = pool(2, torch.float32)
+    if beta == 1:
+        check(call, by_definition, keys="collinear", initial_state=start)
+    else:
+        made = prefill(call, initial_state=start, output_final_state=True)
+        for x, want in zip(made, by_definition(call, start)):
+            assert apart(x, want) <= 0.1
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("power", [100, -100])
+@pytest.mark.parametrize("resumed", [False, True])
+def test_values_of_any_size(axis, power, resumed):
+    """2**100 is 1.3e30: what comes out has the size of what goes in."""
+    call, size = tokens(2, 600, axis=axis), 2.0**power
+    states = dict(initial_state=pool(2, torch.float32)) if resumed else {}
+    want_o, want = exact(call, **states)
+    call["v"] = call["v"] * size
+    o, final = prefill(call, **{name: x * size for name, x in states.items()}, output_final_state=True)
+    assert apart(o.double() / size, want_o) <= 3e-3
+    assert apart(final.double() / size, want) <= 2e-3
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("slow", [False, True])
+def test_values_that_grow_a_millionfold(axis, slow):
+    """In the middle of a chunk, whose tokens in front have fp16's digits of the largest; the chunks in front have all of theirs."""
+    call, T = tokens(2, 600, axis=axis), 300
+    call = slowly(call) if slow else call
+    call["v"][:, T:] *= 2.0**20
+    o, final = prefill(call, output_final_state=True)
+    want_o, want = exact(call)
+    chunk = T // 64 * 64
+    assert apart(o[:, :chunk], want_o[:, :chunk]) <= 3e-3
+    assert apart(o[:, chunk:T], want_o[:, chunk:T]) <= 0.2
+    assert apart(o[:, T:], want_o[:, T:]) <= 3e-3
+    assert apart(final, want) <= 2e-3
+
+
+@EITHER_AXIS
+def test_values_that_shrink_a_millionfold(axis):
+    """The state forgets the large ones within a few tokens, and is measured again within four chunks; fp16 has few digits till then."""
+    call, T = tokens(2, 900, axis=axis), 300
+    call["v"][:, T:] *= 2.0**-20
+    o, final = prefill(call, output_final_state=True)
+    want_o, want = exact(call)
+    assert apart(o[:, :T], want_o[:, :T]) <= 3e-3
+    assert apart(o[:, T + 128 : T + 320], want_o[:, T + 128 : T + 320]) <= 5e-2
+    assert apart(o[:, T + 320 :], want_o[:, T + 320 :]) <= 3e-3
+    assert apart(final, want) <= 2e-3
+
+
+@EITHER_AXIS
+@WHOLE_OR_CUT
+@pytest.mark.parametrize("slow", [False, True])
+def test_a_state_far_larger_than_the_values(axis, pieces, slow, monkeypatch):
+    cut_in(pieces, monkeypatch)
+    call, start = tokens(2, 600, axis=axis), pool(2, torch.float32) * 1e4
+    check(slowly(call) if slow else call, initial_state=start)
+
+
+# ------------------------------------------------------------------------------------------------ bitwise promises
+
+
+@EITHER_AXIS
+@WHOLE_OR_CUT
+def test_bits_do_not_change_from_run_to_run(axis, pieces, monkeypatch):
+    cut_in(pieces, monkeypatch)
+    call, start = slowly(ragged((700, 64, 1, 130, 0, 333), axis=axis)), pool(6)
+    o, after = in_pool(call, state=start)
+    for _ in range(20):
+        again, state = in_pool(call, state=start)
+        same(again, o)
+        same(state, after)
+
+
+@EITHER_AXIS
+@EITHER_STATE
+@WHOLE_OR_CUT
+def test_bits_do_not_depend_on_the_batch(axis, state_dtype, pieces, monkeypatch):
+    """A sequence alone, dense or packed, and among others in any order."""
+    cut_in(pieces, monkeypatch)
+    lengths = [random.Random(0).choice((1, 40, 64, 200, 500)) for _ in range(12)] + [0, 700]
+    N = len(lengths)
+    dense, start = slowly(tokens(N, max(lengths), axis=axis)), pool(N, state_dtype)
+    alone = start.clone()
+    outputs = []
+    for n, length in enumerate(lengths):
+        one = part(dense, slice(n, n + 1), slice(0, length))
+        kept = alone[n].clone()
+        o, _ = prefill(packed(one, [length]), state=alone, state_indices=index(n))
+        outputs.append(o[0])
+        if length:
+            same(prefill(one, state=kept[None])[0][0], o[0])
+            same(kept, alone[n])
+    for seed in (1, 2):
+        order = torch.randperm(N, generator=torch.Generator().manual_seed(seed)).tolist()
+        call = packed(part(dense, order), [lengths[n] for n in order])
+        o, together = in_pool(call, state=start, state_indices=index(*order))
+        same(o[0], torch.cat([outputs[n] for n in order]))
+        same(together, alone)
+
+
+@EITHER_AXIS
+def test_slices_of_a_fused_projection(axis):
+    call = tokens(3, 200, axis=axis)
+    o, final = prefill(call, output_final_state=True)
+    sizes = [call[name].shape[2] * D for name in ("q", "k", "v")]
+    fused = torch.empty(3, 200, 8 + sum(sizes), dtype=torch.bfloat16, device="cuda")[..., 8:]
+    views = {}
+    for name, x in zip(("q", "k", "v"), fused.split(sizes, -1)):
+        x.copy_(call[name].flatten(2))
+        views[name] = x.unflatten(-1, call[name].shape[2:])
+    got, state = prefill({**call, **views}, output_final_state=True)
+    same(got, o)
+    same(state, final)
+
+
+@EITHER_AXIS
+def test_strided_gates_betas_and_parameters(axis):
+    call, start = tokens(2, 200, axis=axis), pool(2)
+    gate = call["gate"]
+    plain = {**call, "gate": gd.Gate.softplus(gate.A_log, gate.dt_bias.bfloat16())}
+    A_log = torch.stack([gate.A_log, gate.A_log.neg()], 1)[:, 0]
+    dt_bias = spread(gate.dt_bias.bfloat16(), dim=0, by=3)
+    g = spread(call["g"], dim=2, by=2)
+    apart_ = {**call, "g": g, "beta": spread(call["beta"], dim=1, by=3), "gate": gd.Gate.softplus(A_log, dt_bias)}
+    assert g.stride(2) != call["g"].stride(2)
+    o, final = prefill(plain, initial_state=start, output_final_state=True)
+    got, state = prefill(apart_, initial_state=start, output_final_state=True)
+    same(got, o)
+    same(state, final)
+
+
+# ------------------------------------------------------------------------------------------------ refused
+
+
+def test_fp32_inputs_are_refused_with_the_reason():
+    with pytest.raises(gd.UnsupportedProblem, match="bf16 or fp16 inputs, got fp32"):
+        prefill(tokens(1, 20, dtype=torch.float32))
+
+
+@EITHER_AXIS
+def test_what_is_refused_writes_nothing(axis):
+    call, state = tokens(2, 20, axis=axis), pool(2)
+    out, before = torch.full_like(call["v"], math.nan), state.clone()
+
+    def off(x):
+        return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
+
+    given = dict(call, state=state, out=out)
+    off_the_boundary = {name: {name: off(call[name])} for name in ("q", "k", "v", *(["g"] if axis == "channel" else []))}
+    refused = {
+        **off_the_boundary,
+        "wide out": dict(out=torch.full((2, 20, HV, 2 * D), math.nan, dtype=torch.bfloat16, device="cuda")[..., ::2]),
+        "narrow rows": dict(state=pool(2, K=2 * D)[..., :D]),
+        "shifted state": dict(state=off(state)),
+        "other head dims": {**tokens(2, 20, axis=axis, K=96, V=192), "state": pool(2, K=96, V=192), "out": None},
+    }
+    for _ in range(2):
+        for change in refused.values():
+            kept = {name: x.clone() for name, x in change.items() if name in ("state", "out") and x is not None}
+            with pytest.raises(gd.UnsupportedProblem):
+                prefill({**given, **change})
+            for name, x in kept.items():
+                assert torch.equal(x.nan_to_num(7.0), change[name].nan_to_num(7.0))
+        assert out.isnan().all()
+        same(state, before)
+        prefill({**given, "state": before.clone(), "out": None})  # known from here on
+    same(state, before)
+
+
+@WHOLE_OR_CUT
+def test_indices_are_looked_at_when_asked(pieces, monkeypatch):
+    cut_in(pieces, monkeypatch)
+    monkeypatch.setattr(cute, "CHECK", True)
+    call, state = tokens(2, 300), pool(2)
+    before = state.clone()
+    with pytest.raises(IndexError, match="state_indices"):
+        prefill(call, state=state, state_indices=index(0, 2))
+    with pytest.raises(ValueError, match="one sequence to write"):
+        prefill(call, state=state, state_indices=index(1, 1))
+    with pytest.raises(ValueError, match="cu_seqlens"):
+        prefill({**part(call, slice(0, 1)), "cu_seqlens": index(0, 5, 301)}, state=state)
+    same(state, before)
+
+
+# ------------------------------------------------------------------------------------------------ how it is called
+
+
+@EITHER_AXIS
+@WHOLE_OR_CUT
+def test_a_captured_graph_follows_its_inputs(axis, pieces, monkeypatch):
+    """Captured after one warm call; replays see other tokens, parameters, lengths, slots, flags and states."""
+    cut_in(pieces, monkeypatch)
+    N, P, total = 5, 7, 700
+    call, state = tokens(1, total, axis=axis), pool(P)
+    call["cu_seqlens"] = index(0, 100, 100, 300, 301, 700)
+    out, slots, resumed = torch.empty_like(call["v"]), index(*range(N)), torch.ones(N, dtype=torch.bool, device="cuda")
+
+    def run():
+        prefill(call, state=state, state_indices=slots, has_initial_state=resumed, out=out)
+
+    run()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    for seed, lengths in enumerate([(0, 64, 300, 7, 200), (699, 0, 1, 0, 0), (130, 131, 132, 133, 134), (0, 0, 0, 0, 0)]):
+        fresh, start = tokens(1, total, axis=axis, seed=seed + 5), pool(P, seed=seed + 5)
+        for name in PER_TOKEN:
+            call[name].copy_(fresh[name])
+        for name in ("A_log", "dt_bias"):
+            getattr(call["gate"], name).copy_(getattr(fresh["gate"], name))
+        call["cu_seqlens"][1:] = torch.tensor(lengths).cumsum(0)
+        slots.copy_(torch.randperm(P, device="cuda")[:N])
+        slots[seed % N] = -1
+        resumed.copy_(torch.rand(N, device="cuda") < 0.5)
+        state.copy_(start)
+        out.fill_(math.nan)
+        graph.replay()
+        fresh["cu_seqlens"] = call["cu_seqlens"].clone()
+        o, after = in_pool(fresh, state=start, state_indices=slots, has_initial_state=resumed)
+        same(out, o)
+        same(state, after)
+
+
+@EITHER_AXIS
+@WHOLE_OR_CUT
+def test_prefills_in_a_row_wait_for_each_other(axis, pieces, monkeypatch):
+    """Launched before the kernel in front has ended, in a graph and out of it; each starts from the states the last one left."""
+    cut_in(pieces, monkeypatch)
+    call, start = slowly(ragged((300, 20, 500, 64), axis=axis)), pool(4)
+    serial, state, captured = start.clone(), start.clone(), start.clone()
+    outputs = []
+    for _ in range(8):
+        outputs.append(prefill(call, state=serial)[0])
+        torch.cuda.synchronize()
+    row = [prefill(call, state=state)[0] for _ in range(8)]
+    same(torch.stack(row), torch.stack(outputs))
+    same(state, serial)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        row = [prefill(call, state=captured)[0] for _ in range(8)]
+    for _ in range(2):
+        captured.copy_(start)
+        graph.replay()
+        same(torch.stack(row), torch.stack(outputs))
+        same(captured, serial)
+
+
+@EITHER_AXIS
+@WHOLE_OR_CUT
+def test_two_prefills_of_one_graph_are_alike(axis, pieces, monkeypatch):
+    """On the very same tensors, back to back."""
+    cut_in(pieces, monkeypatch)
+    call, start = slowly(tokens(3, 300, axis=axis)), pool(3)
+    o, final = prefill(call, initial_state=start, output_final_state=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = [prefill(call, initial_state=start, output_final_state=True) for _ in range(2)]
+    for _ in range(5):
+        graph.replay()
+        for got, state in made:
+            same(got, o)
+            same(state, final)
+
+
+@WHOLE_OR_CUT
+def test_what_the_kernel_in_front_wrote_is_what_is_read(pieces, monkeypatch):
+    """Lengths, slots, flags and tokens that a torch kernel writes right before the launch."""
+    cut_in(pieces, monkeypatch)
+    call, start = tokens(1, 700), pool(8)
+    ends, slots, resumed = index(0, 0, 0, 0), index(0, 1, 2), torch.zeros(3, dtype=torch.bool, device="cuda")
+    turns = [
+        (index(0, 5 * i, 300, 600 + i), torch.randperm(8, device="cuda")[:3].int(), torch.rand(3, device="cuda") < 0.5)
+        for i in range(20)
+    ]
+
+    def rounds(state, wait):
+        outputs = []
+        for given in turns:
+            for x, y in zip((ends, slots, resumed), given):
+                x.copy_(y)
+            wait()
+            outputs.append(prefill({**call, "cu_seqlens": ends}, state=state, state_indices=slots, has_initial_state=resumed)[0])
+            wait()
+            call["v"].copy_(outputs[-1])
+            wait()
+        return torch.stack(outputs)
+
+    values, state, serial = call["v"].clone(), start.clone(), start.clone()
+    outputs = rounds(state, lambda: None)
+    call["v"].copy_(values)
+    same(outputs, rounds(serial, torch.cuda.synchronize))
+    same(state, serial)
+
+
+@WHOLE_OR_CUT
+def test_nothing_waits_for_the_gpu(pieces, monkeypatch):
+    """New calls and known ones."""
+    cut_in(pieces, monkeypatch)
+    call, state, slots = ragged((300, 2)), pool(4), index(3, 1)
+    prefill(call, state=state)  # kernels are loaded
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        for _ in range(2):
+            prefill(call, state=state, state_indices=slots)
+            prefill(call, output_final_state=True)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+def test_the_current_stream_is_used():
+    call, start = tokens(4, 200), pool(4)
+    o, want = in_pool(call, state=start)
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        torch.cuda._sleep(50_000_000)
+        late = start + 0  # ready only once the stream is through with its sleep
+        got, _ = prefill(call, state=late)
+    side.synchronize()
+    same(got, o)
+    same(late, want)
+
+
+def test_a_default_output_and_a_final_state_are_new_every_time():
+    call = tokens(1, 100)
+    first = prefill(call, output_final_state=True)
+    kept = [x.clone() for x in first]
+    second = prefill(call, output_final_state=True)
+    for x, y, z in zip(first, second, kept):
+        assert x.data_ptr() != y.data_ptr()
+        same(x, z)
+
+
+@WHOLE_OR_CUT
+def test_torch_compile_makes_it_one_node(pieces, monkeypatch):
+    cut_in(pieces, monkeypatch)
+    call, start = tokens(2, 300), pool(2)
+
+    def run(call, state):
+        o, final = gd.prefill(**call, initial_state=state, output_final_state=True, backend="cute")
+        gd.prefill(**call, state=state, backend="cute")
+        return o * 2, final
+
+    state, eager = start.clone(), start.clone()
+    compiled = torch.compile(run, fullgraph=True, backend="aot_eager")(call, state)
+    for x, y in zip(compiled, run(call, eager)):
+        same(x, y)
+    same(state, eager)
+
+
+def test_explain_names_the_kernels_and_the_cut():
+    short, long = (gd.explain("prefill", **tokens(1, T, heads=(1, 1))) for T in (100, 9000))
+    assert (short.backend, long.backend) == ("cute", "cute")
+    assert [some.kernel for some in short.variants] == ["prepare", "scan"]
+    assert [some.kernel for some in long.variants] == ["prepare", "scan", "join", "scan"]
+    assert "pieces=" in str(long)
+
+
+def test_no_sequences():
+    call = part(tokens(1, 2), slice(0, 0))
+    o, final = prefill(call, output_final_state=True)
+    assert (o.shape, final.shape) == ((0, 2, HV, D), (0, HV, D, D))
+
+
+# ------------------------------------------------------------------------------------------------ beyond 32 bits
+
+
+def has_room(gib):
+    if torch.cuda.mem_get_info()[0] < gib * 2**30:
+        pytest.skip(f"needs {gib} GiB of free device memory")
+
+
+@EITHER_AXIS
+def test_outputs_and_a_workspace_of_more_than_2_to_the_32_bytes(axis, monkeypatch):
+    """Every head has the same tokens, so that each has to leave the bits that one alone leaves. KDA: more than 2**31."""
+    cut_in(1, monkeypatch)
+    T, many = 64 * 4100, 64 if axis == "head" else 33
+    has_room(24)
+    one = packed(slowly(tokens(1, T, axis=axis, heads=(1, 1))), [T])
+    all_heads = {name: x.expand(1, T, many, *x.shape[3:]) if name in ("v", "g", "beta") else x for name, x in one.items()}
+    o, final = prefill(one, output_final_state=True)
+    everywhere, finals = prefill(all_heads, output_final_state=True)
+    assert everywhere.numel() * 2 > 2**31
+    for hv in range(many):
+        same(everywhere[:, :, hv], o[:, :, 0])
+        same(finals[:, hv], final[:, 0])
+
+
+@EITHER_AXIS
+def test_tokens_a_gibibyte_apart(axis):
+    """Rows of q, k, v, g and out up to 5 GiB from the first."""
+    T, row = 6, 2**29
+    has_room(16)
+    call = packed(tokens(1, T, axis=axis), [T])
+    want, final = prefill(call, output_final_state=True)
+    storage, out = (torch.empty(1, T, row, dtype=torch.bfloat16, device="cuda") for _ in range(2))
+    at, far = row - 2**20, {}  # every row's end
+    for name in PER_TOKEN:
+        far[name] = storage[..., at : at + call[name][0, 0].numel()].view(call[name].shape).copy_(call[name])
+        at += 2**17
+    got, state = prefill({**call, **far}, out=out[..., -HV * D :].view(want.shape), output_final_state=True)
+    same(got.contiguous(), want)
+    same(state, final)
+
+
+@EITHER_INDEX
+@WHOLE_OR_CUT
+def test_pools_of_more_than_2_to_the_31_elements(dtype, pieces, monkeypatch):
+    """Both ends, read and written."""
+    cut_in(pieces, monkeypatch)
+    slots = 2**31 // (64 * D * D) + 3
+    call, small = slowly(tokens(3, 300, heads=(16, 64))), pool(3, HV=64)
+    state = torch.empty(slots, 64, D, D, dtype=torch.bfloat16, device="cuda")
+    where = index(slots - 1, 0, slots - 2, dtype=dtype)
+    state[where] = small
+    got, _ = prefill(call, state=state, state_indices=where)
+    o, near = in_pool(call, state=small)
+    same(got, o)
+    same(state[where], near)
