@@ -454,8 +454,8 @@ def test_betas_near_0(axis, logit):
 @pytest.mark.parametrize("family", ["none", "slow", "mixed"])
 @pytest.mark.parametrize("beta", [1.0, 2.0])
 def test_collinear_keys(axis, family, beta):
-    """u alternates, and outputs are small differences of large sums. With beta 2 nothing damps errors: they stay what they are."""
-    call = tokens(2, 200, axis=axis, gate="log")
+    """u alternates, and outputs are small differences of large sums. With beta 2 and slow decays nothing damps their errors."""
+    call = tokens(2, 200 if beta == 1 else 100, axis=axis, gate="log")
     call |= dict(g=cycle(FAMILIES[family], call["g"]), k=call["k"][:, :1] + 0.02 * call["k"])
     call |= dict(beta=torch.full_like(call["beta"], beta), beta_logits=False)
     start = pool(2, torch.float32)
@@ -484,7 +484,7 @@ def test_values_of_any_size(axis, power, resumed):
 @EITHER_AXIS
 @pytest.mark.parametrize("slow", [False, True])
 def test_values_that_grow_a_millionfold(axis, slow):
-    """In the middle of a chunk, whose tokens in front have fp16's digits of the largest; the chunks in front have all of theirs."""
+    """In the middle of a chunk: what is in front of it there is as right as its largest outputs ask for, other chunks as ever."""
     call, T = tokens(2, 600, axis=axis), 300
     call = slowly(call) if slow else call
     call["v"][:, T:] *= 2.0**20
@@ -492,7 +492,7 @@ def test_values_that_grow_a_millionfold(axis, slow):
     want_o, want = exact(call)
     chunk = T // 64 * 64
     assert apart(o[:, :chunk], want_o[:, :chunk]) <= 3e-3
-    assert apart(o[:, chunk:T], want_o[:, chunk:T]) <= 0.2
+    assert (o - want_o)[:, chunk:T].norm() <= 1e-5 * want_o[:, T : chunk + 64].norm()
     assert apart(o[:, T:], want_o[:, T:]) <= 3e-3
     assert apart(final, want) <= 2e-3
 

@@ -909,6 +909,13 @@ def test_prompts_2_gib_apart_are_refused(launches, which):
         cute.PrefillLaunch(route, api.Tokens(**call), output_final_state=False, **given)
 
 
+def test_one_prompt_may_be_longer_than_2_gib(launches):
+    call, optional = prompts((1, 70)), ["initial_state", "state", "state_indices", "has_initial_state", "final_state", "out"]
+    route = gd.explain("prefill", **call, backend="cute")
+    call["v"] = far(call["v"], 2**30)
+    assert cute.PrefillLaunch(route, api.Tokens(**call), output_final_state=False, **dict.fromkeys(optional))
+
+
 def test_nobody_to_prefill_for(launches):
     state = states()
     before = state.clone()

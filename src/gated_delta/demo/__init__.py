@@ -22,8 +22,8 @@ from ..problem import Tokens
 MODEL = Path(__file__).parent / "tiny_qwen3_5"
 PROMPTS = ("A class definition defines a class object", "The try statement", "Lambda")
 DRAFT = 4
-TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 4e-3}
-"""By how much of its norm a result may differ from float64; bf16 outputs are rounded to 8 bits."""
+TOLERANCE = {"reference": {torch.float32: 1e-5, torch.bfloat16: 4e-3}, "cute": {torch.float32: 1e-3, torch.bfloat16: 4e-3}}
+"""By how much of its norm a result may differ from float64, by who made the first states: cute's prefill has fp16 operands."""
 
 
 class Generation(NamedTuple):
@@ -164,7 +164,7 @@ def life_of_a_request(model: Any, backend: str, device: torch.device, console: C
             pairs += [("states", pool[slots[n]], want_state)] if state else []
             for what_is, have, want in pairs:
                 error = float((have.double() - want).norm() / want.norm())
-                right &= error < TOLERANCE[have.dtype]  # NaN is not
+                right &= error < tolerance[have.dtype]  # NaN is not
                 errors[what_is] = max(errors[what_is], error)
         passed &= right
         shown = [f"{error:.1e}" if there else "" for error, there in zip(errors.values(), (outputs, state), strict=True)]
@@ -175,7 +175,10 @@ def life_of_a_request(model: Any, backend: str, device: torch.device, console: C
 
     packed = part([0, 0, 0], lengths, 1)._replace(cu_seqlens=torch.tensor([0, *lengths], device=device).cumsum(0))
     fresh = torch.zeros(3, dtype=torch.bool, device=device)
-    o, _ = api.prefill(**packed._asdict(), state=pool, state_indices=slots, has_initial_state=fresh, backend=backend)
+    prompts: dict[str, Any] = dict(packed._asdict(), state=pool, state_indices=slots, has_initial_state=fresh, backend=backend)
+    prefilled = api.explain("prefill", **prompts)
+    tolerance = TOLERANCE[prefilled.backend]
+    o, _ = api.prefill(**prompts)
     judge("prefill, packed", " + ".join(map(str, lengths)), lengths, o[0].split(lengths))
 
     step = part(lengths, [1, 1, 1], 0)
@@ -201,6 +204,7 @@ def life_of_a_request(model: Any, backend: str, device: torch.device, console: C
     cached = 3 * DRAFT * HV * V * K * 4
     console.print(f"rollback memory of these drafts: {buffer.nbytes:,} bytes; a state per token takes {cached:,}", highlight=False)
     for route in (
+        prefilled,
         api.explain("decode", **step._asdict(), state=pool, state_indices=slots, backend=backend),
         api.explain("verify", **draft._asdict(), state=pool, state_indices=slots, buffer=buffer, backend=backend),
     ):
