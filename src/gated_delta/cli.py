@@ -192,7 +192,7 @@ def compile_kernels(
         problems = [problem for op in ops for case in listed(op) if not case.reference_only for problem in case.problems]
         wanted = [variant for problem in dict.fromkeys(problems) for variant in dispatch.variants_of(problem)]
         variants = list(dict.fromkeys(variants + wanted))
-    variants = [variant for variant in variants if filter in variant.label]
+    variants = [variant for variant in variants if filter in variant.label and dispatch.compiles(variant, arch.value)]
     if not variants:
         errors.print(f"no variant's label contains {filter!r}")
         raise typer.Exit(2)

@@ -187,6 +187,11 @@ def prefill_variants(problem: Problem, cut: Cut) -> list[compile.Variant]:
     return [*made, compile.Variant("scan", tuple((scan | dict(moves=False)).items()))]
 
 
+def compiles(variant: compile.Variant, arch: str) -> bool:
+    """Whether a variant is for an architecture: prefill's tensor cores are Hopper's."""
+    return arch == "sm_90a" or variant.kernel not in ("prepare", "scan", "join")
+
+
 def variants_of(problem: Problem) -> list[compile.Variant]:
     """Every variant that some number of sequences leads to."""
     if problem.op == "prefill":

@@ -331,7 +331,7 @@ class PrefillSizes(NamedTuple):
     total: int
     """Rows of packed tokens; 0 when dense."""
     places: int
-    """Chunks that the workspace has room for; a sequence's begin at `place` (prefill.py)."""
+    """Chunks that the workspace has room for; a sequence's begin at `place_of` (chunks.py)."""
     H: int
     HV: int
     q_heads: int

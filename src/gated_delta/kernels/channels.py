@@ -103,7 +103,10 @@ class Channels:
         rate = cute.math.min(rate, Float32(LARGEST_RATE))
         x = g + bias
         if self.gate == "softplus":
-            soft = binary_logarithm(Float32(1) + power(-cute.math.abs(x) * Float32(LOG2_E)))
+            e = power(-cute.math.abs(x) * Float32(LOG2_E))
+            # Of 1 + e little of a small e is left; the series' next term is below 2**-18 of the first.
+            small = e * cute.math.fma(e, cute.math.fma(e, Float32(LOG2_E / 3), Float32(-LOG2_E / 2)), Float32(LOG2_E))
+            soft = choose(e < Float32(2.0**-6), small, binary_logarithm(Float32(1) + e))
             return -rate * cute.math.fma(cute.math.max(x, Float32(0)), Float32(LOG2_E), soft)
         return bound * cute.arch.rcp_approx(Float32(1) + power(x * (rate * Float32(-LOG2_E))))
 

@@ -13,7 +13,7 @@ _UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-20}
 
 _UNIT_OF_FP16_OPERANDS = {
     "random": {torch.bfloat16: 2**-8, torch.float16: 2**-8.5, torch.float32: 2**-8},
-    "collinear": {torch.bfloat16: 2**-8, torch.float16: 2**-6, torch.float32: 2**-6},
+    "collinear": {torch.bfloat16: 2**-7, torch.float16: 2**-6, torch.float32: 2**-6},
     "reflecting": dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 2**-4.5),
 }
 """Of the cute backend's prefill, by its keys and what is stored: `rounding_unit`."""
