@@ -67,6 +67,11 @@ def test_blackwell_compiles_too(cache):
         assert compile.resources(compile.build(some, "sm_100a")).stack == 0
 
 
+def test_only_prefill_is_for_hopper_alone():
+    assert {some.kernel for some in dispatch.shipped() if not dispatch.compiles(some, "sm_100a")} == set(PREFILL)
+    assert all(dispatch.compiles(some, "sm_90a") for some in dispatch.shipped())
+
+
 ODD = [dict(K=64, V=64), dict(dtype=torch.float16, g_dtype=torch.float32, gate="log"), dict(qk_l2norm=False)]
 
 
