@@ -328,6 +328,9 @@ class PrefillLaunch(Launch):
         initial = initial_state if state is None else state
         given = (q, k, v, g, beta, gate.A_log, gate.dt_bias, cu_seqlens, state_indices, has_initial_state)
         super().__init__(route, q.device, (*given, initial, final_state, out))
+        # Where each tensor is among those there are, one behind them for an absent one.
+        self.absent = sum(x is not None for x in (*given, initial, final_state, out))
+        *self.given, self.final_at, self.out_at = self.places([*range(self.absent), self.absent])
         assert isinstance(route.schedule, dispatch.Cut)
         self.scale = q.shape[-1] ** -0.5 if tokens.scale is None else tokens.scale
         self.bound = gate.bound
@@ -377,9 +380,7 @@ class PrefillLaunch(Launch):
         None, and nothing is done, where these lie so that the call has to be described anew: out on an input, rows off a vector's
         boundary.
         """
-        absent = len(tensors)
-        places = self.places([*range(absent), absent])
-        *given, final_at, out_at = places
+        given, final_at, out_at = self.given, self.final_at, self.out_at
         pointers = [*map(_data_ptr, tensors), 0]
         reached = pointers[0] | pointers[1] | pointers[2] | pointers[given[10]] | pointers[final_at] | pointers[out_at]
         if (reached | (pointers[3] if self.channel else 0)) & 15:
@@ -388,7 +389,7 @@ class PrefillLaunch(Launch):
             return None
         if CHECK:
             self.check(self.places([*tensors, None]))
-        final = None if final_at == absent else tensors[final_at]
+        final = None if final_at == self.absent else tensors[final_at]
         if self.final_shape is not None:
             final = torch.empty(self.final_shape, dtype=self.final_dtype, device=tensors[0].device)
         v = tensors[2]

@@ -11,10 +11,9 @@ import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
-from .arguments import ABSENT, CHUNK, COLUMNS, IMAGE
+from .arguments import CHUNK, COLUMNS, IMAGE
 from .chunks import D, halves_of, inverse_root, multiply_halves, part_at, power, put_quad, put_word, shared_quad, shared_word
 from .device import (
-    L2NORM_EPS,
     choose,
     floats_of,
     load,
@@ -22,7 +21,7 @@ from .device import (
     load_words,
     multiply_accumulate,
     offset,
-    sigmoid,
+    qk_head,
     store_few,
     store_words,
 )
@@ -120,20 +119,10 @@ class Channels:
         """Eight fp32 numbers of a vector in shared memory."""
         return [x.bitcast(Float32) for half in range(2) for x in shared_quad(address + (channel + 4 * half) * 4)]
 
-    def load_beta(self, call, here):
-        """beta of the lane's two tokens, sixteen lanes' of each warp; neutral past the last token."""
-        ptr, stride, size = call.ptr, call.stride, call.size
-        token = here.block * BLOCK + here.lane % BLOCK
-        there = token < here.tokens
-        at = ptr.beta + self.token_at(call, here, token, stride.beta_n, stride.beta_t) + offset(here.h, stride.beta_h)
-        beta = load_scalar(at, Int32(select_(there, size.beta_kind, Int32(ABSENT))))
-        beta = choose(size.beta_logits != 0, sigmoid(beta), beta)
-        return choose(there, beta, Float32(0))
-
     def rows_of(self, call, here):
         """Where the lane's channels of q and k of its two tokens start; past the last token, that one's."""
         ptr, stride = call.ptr, call.stride
-        h, rows = self.q_head(call, here.h), []
+        h, rows = qk_head(here.h, call.size.q_heads), []
         for i in range(2):
             token = cutlass.min(here.block * BLOCK + here.row + 8 * i, here.tokens - 1)
             q_at = ptr.q + self.token_at(call, here, token, stride.q_n, stride.q_t) + offset(h, stride.q_h) + here.quarter * 16
@@ -265,7 +254,7 @@ class Channels:
     def chunk_of_channels(self, call, here):
         rows = self.rows_of(call, here)
         parts = [self.raw_part(rows, j) for j in range(4)]
-        beta = self.load_beta(call, here)
+        beta = self.beta_of(call, here, here.h, here.block * BLOCK + here.lane % BLOCK)  # shared out by put_sizes
         self.stage_gates(call, here)
         units, squares = self.norms(here, parts)
         cute.arch.sync_threads()
@@ -293,11 +282,7 @@ class Channels:
         columns = call.ptr.columns + self.mine(call, here) * COLUMNS
         for i in range(2):
             token = here.block * BLOCK + here.row + 8 * i
-            q_size, k_size = (x * unit for x, unit in zip(squares[i], units[i], strict=True))
-            if self.qk_l2norm:
-                q_size, k_size = (
-                    size * inverse_root(x + Float32(L2NORM_EPS)) for x, size in zip(squares[i], (q_size, k_size), strict=True)
-                )
+            q_size, k_size = (self.length_of(x, unit) for x, unit in zip(squares[i], units[i], strict=True))
             q_size = q_size * call.scale
             once = cute.arch.shuffle_sync(beta, offset=here.row + 8 * i) * k_size
             at = self.gates_at(here, 0) + token * 4

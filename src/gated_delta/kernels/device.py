@@ -24,6 +24,11 @@ def offset(index, stride):
     return Int64(Uint64(Uint32(index)) * Uint64(Uint32(stride)))
 
 
+def qk_head(hv, factor):
+    """The q/k head of a value head, or a head of k in a buffer: arguments.py, q_heads."""
+    return Int32((Uint64(Uint32(hv)) * Uint64(Uint32(factor))) >> Uint64(30))
+
+
 def load_bits(address, condition, width=16):
     """16 or 32 bits, zero where the condition does not hold. Like every load here without a branch: loads cross it."""
     bits = f"b{width}"

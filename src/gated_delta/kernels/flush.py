@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32, Uint64
+from cutlass import Float32, Int32, Int64, Uint32
 
 from .arguments import FlushPointers, FlushSizes, FlushStrides, tile_of
-from .device import floats_of, load, load_index, offset, prefetch, words_of
+from .device import floats_of, load, load_index, offset, prefetch, qk_head, words_of
 from .rows import LINE, Rows, typed
 
 Pointers, Strides, Sizes = typed(FlushPointers, Int64), typed(FlushStrides, Int32), typed(FlushSizes, Int32)
@@ -129,7 +129,7 @@ class Flush(Rows):
     def stage(self, shared, tokens, call, here, row, count):
         """Every k, decayed to the last accepted token, every u's rows of the tile, and the product of all decays."""
         ptr, stride, size = call.ptr, call.stride, call.size
-        h = Int32((Uint64(Uint32(here.hv)) * Uint64(Uint32(size.k_heads))) >> Uint64(30))
+        h = qk_head(here.hv, size.k_heads)
         layer = Int64(here.layer)
         k_at = ptr.k + layer * ptr.k_l + offset(row, stride.k_r) + offset(h, stride.k_h)
         decay_at = ptr.log_decay + layer * ptr.log_decay_l + offset(row, stride.log_decay_r)

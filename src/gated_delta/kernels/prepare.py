@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Int64, Uint32, Uint64
+from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly, shuffle_sync_up
 from cutlass.cutlass_dsl import select_
 
@@ -151,9 +151,6 @@ class Prepare(Channels):
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
-    def q_head(self, call, hv):
-        return Int32((Uint64(Uint32(hv)) * Uint64(Uint32(call.size.q_heads))) >> Uint64(30))
-
     # -------------------------------------------------------------------------------------------- sequences
 
     @cute.jit
@@ -258,9 +255,7 @@ class Prepare(Channels):
                 numbers = [floats_of(words, self.dtype) for words in raw[i][which]]
                 squares = self.sum_of_squares(numbers)
                 unit = inverse_root(squares)
-                length = squares * unit
-                if self.qk_l2norm:
-                    length = length * inverse_root(squares + Float32(L2NORM_EPS))
+                length = self.length_of(squares, unit)
                 if which == 0:
                     length = length * call.scale
                 put_word(here.shared + self.sizes + which * (CHUNK * 4) + token * 4, length.bitcast(Uint32))
@@ -274,6 +269,11 @@ class Prepare(Channels):
                         quad = here.shared + self.keys + here.block * (IMAGE // 4) + (4 * i + j) * 512 + here.lane * 16
                         put_quad(quad, words)
         return q, k
+
+    def length_of(self, squares, unit):
+        """Of a token as the call means it, from its sum of squares and 1 over the root of that."""
+        length = squares * unit
+        return length * inverse_root(squares + Float32(L2NORM_EPS)) if self.qk_l2norm else length
 
     def sum_of_squares(self, numbers):
         """Of a token, four lanes' numbers."""
@@ -325,12 +325,19 @@ class Prepare(Channels):
             there = token < here.tokens
             at = ptr.g + self.token_at(call, here, token, stride.g_n, stride.g_t) + offset(hv, stride.g_h)
             g = load(self.g_dtype, at, there)
-            at = ptr.beta + self.token_at(call, here, token, stride.beta_n, stride.beta_t) + offset(hv, stride.beta_h)
-            beta = load_scalar(at, Int32(select_(there, size.beta_kind, Int32(ABSENT))))
-            beta = choose(size.beta_logits != 0, sigmoid(beta), beta)
+            beta = self.beta_of(call, here, hv, token)
             log = cute.math.max(log_decay(self.gate, g, *parameters, call.bound), Float32(LEAST_LOG_DECAY))
-            made += [choose(there, log * Float32(LOG2_E), Float32(0)), choose(there, beta, Float32(0))]
+            made += [choose(there, log * Float32(LOG2_E), Float32(0)), beta]
         return made
+
+    def beta_of(self, call, here, hv, token):
+        """A token's write strength, 0 past the last token."""
+        ptr, stride, size = call.ptr, call.stride, call.size
+        there = token < here.tokens
+        at = ptr.beta + self.token_at(call, here, token, stride.beta_n, stride.beta_t) + offset(hv, stride.beta_h)
+        beta = load_scalar(at, Int32(select_(there, size.beta_kind, Int32(ABSENT))))
+        beta = choose(size.beta_logits != 0, sigmoid(beta), beta)
+        return choose(there, beta, Float32(0))
 
     def put_gates(self, call, here, i, group, gates):
         """For the block, every token's sum of log decays, beta |k|**2 and beta |k|; for the scan what it scales with."""

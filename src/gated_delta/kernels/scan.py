@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Int64, Uint32, Uint64
+from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
@@ -41,7 +41,7 @@ from .chunks import (
     store_transposed,
     tile_tensor,
 )
-from .device import choose, floats_of, load_flag, load_index, load_words, offset, store_few, store_words, words_of
+from .device import choose, floats_of, load_flag, load_index, load_words, offset, qk_head, store_few, store_words, words_of
 from .rows import DTYPES
 
 TILE = 64  # V rows of a block
@@ -128,7 +128,7 @@ class Scan:
         """Threads 0..63: a chunk's tiles by bulk copies, its values through registers, and the largest of them."""
         ptr, stride, size = call.ptr, call.stride, call.size
         shared, thread = here.shared, here.thread
-        h = Int32((Uint64(Uint32(here.hv)) * Uint64(Uint32(size.q_heads))) >> Uint64(30))
+        h = qk_head(here.hv, size.q_heads)
         k_head, k_heads = (here.hv, size.HV) if self.channel else (h, size.H)
         row, part = thread // 8, thread % 8
         v_at = ptr.v + offset(here.hv, stride.v_h) + offset(here.tile % self.tiles, TILE * 2) + part * 16

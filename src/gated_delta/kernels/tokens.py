@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32, Uint64
+from cutlass import Float32, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
 from .arguments import ABSENT
@@ -19,6 +19,7 @@ from .device import (
     log_decay,
     offset,
     prefetch,
+    qk_head,
     store,
     sum_lanes,
 )
@@ -90,12 +91,9 @@ class Tokens(Rows):
         prefetch(self.v_row(call, here, token, here.own_row), dense)
         prefetch(self.gate_at(call, here, token, channel if self.channel else None), inside)
 
-    def qk_head(self, call, here):
-        return Int32((Uint64(Uint32(here.hv)) * Uint64(Uint32(call.size.q_heads))) >> Uint64(30))
-
     def qk_rows(self, call, here, token):
         ptr, stride = call.ptr, call.stride
-        h = self.qk_head(call, here)
+        h = qk_head(here.hv, call.size.q_heads)
         q = ptr.q + offset(here.n, stride.q_n) + offset(token, stride.q_t) + offset(h, stride.q_h)
         k = ptr.k + offset(here.n, stride.k_n) + offset(token, stride.k_t) + offset(h, stride.k_h)
         return q, k

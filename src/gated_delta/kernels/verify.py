@@ -29,6 +29,7 @@ from .device import (
     log_decay,
     multiply_accumulate,
     offset,
+    qk_head,
     sigmoid,
     split,
     store,
@@ -250,7 +251,7 @@ class Verify(Tokens):
     def kept_k_at(self, call, here, row, t):
         """The buffer's k of a token, and whether this block writes it: the first tile of the first value head that shares it."""
         ptr, stride = call.ptr, call.stride
-        h = self.qk_head(call, here)
+        h = qk_head(here.hv, call.size.q_heads)
         at = ptr.kept_k + offset(row, stride.kept_k_r) + offset(h, stride.kept_k_h) + offset(t, stride.kept_k_t)
         return at, (here.tile == 0) & (here.hv == h * call.size.group)
 
