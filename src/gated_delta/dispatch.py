@@ -29,9 +29,10 @@ class Schedule:
 
 @dataclass(frozen=True)
 class Cut:
-    """How a prefill's work is cut. pieces: parts of every sequence that are walked at the same time."""
+    """How a prefill's work is cut. pieces: parts of every sequence that are walked at the same time; rows: V rows of a block."""
 
     pieces: int
+    rows: int = 64
 
 
 @dataclass(frozen=True)
@@ -139,7 +140,10 @@ def schedule_of(problem: Problem, sequences: int) -> Schedule:
 
 def cut_of(problem: Problem, sequences: int, tokens: int) -> Cut:
     """Pieces for a prefill of that many sequences with so many tokens in all, measured on an H200: docs/kernels/prefill.md."""
-    blocks = problem.V // 64 * sequences * problem.HV
+    heads = sequences * problem.HV
+    if problem.V == 128 and 2 * heads > BLOCKS:
+        return Cut(1, 128)
+    blocks = problem.V // 64 * heads
     pieces = min(BLOCKS // blocks, tokens // max(sequences, 1) // LEAST_PIECE) if blocks else 1
     if pieces < 4 and tokens < FEW_PIECES_LEAST * sequences:
         return Cut(1)
@@ -183,8 +187,9 @@ def prefill_variants(problem: Problem, cut: Cut) -> list[compile.Variant]:
     made = [compile.Variant("prepare", tuple((prepare | dict(qk_l2norm=problem.qk_l2norm)).items()))]
     scan: dict[str, str | int | bool] = dict(axis=axis, K=problem.K, V=problem.V, dtype=dtype, state_dtype=state)
     if cut.pieces > 1:
-        made += [compile.Variant("scan", tuple((scan | dict(moves=True)).items())), compile.Variant("join", (("V", problem.V),))]
-    return [*made, compile.Variant("scan", tuple((scan | dict(moves=False)).items()))]
+        moves = scan | dict(rows=cut.rows, moves=True)
+        made += [compile.Variant("scan", tuple(moves.items())), compile.Variant("join", (("V", problem.V),))]
+    return [*made, compile.Variant("scan", tuple((scan | dict(rows=cut.rows, moves=False)).items()))]
 
 
 def compiles(variant: compile.Variant, arch: str) -> bool:
@@ -195,7 +200,8 @@ def compiles(variant: compile.Variant, arch: str) -> bool:
 def variants_of(problem: Problem) -> list[compile.Variant]:
     """Every variant that some number of sequences leads to."""
     if problem.op == "prefill":
-        return list(dict.fromkeys(variant for pieces in (1, 4) for variant in prefill_variants(problem, Cut(pieces))))
+        cuts = (Cut(1), Cut(4), *((Cut(1, 128),) if problem.V == 128 else ()))
+        return list(dict.fromkeys(variant for cut in cuts for variant in prefill_variants(problem, cut)))
     state_bytes, table = _table(problem)
     return [variant_of(problem, schedule_of(problem, -(-least // state_bytes))) for least, _ in table]
 

@@ -71,7 +71,7 @@ class Channels:
             at = here.shared + self.sums + b * (BLOCK * SUMS_ROW) + channel * 4
             raw = [shared_word(at + t * SUMS_ROW).bitcast(Float32) for t in range(BLOCK)]  # before any of the sums replaces one
             for t, g in enumerate(raw):
-                log = cute.math.max(self.binary_log_decay(g, parameters), Float32(LEAST_LOG_DECAY))
+                log = cute.math.max(self.binary_log_decay(g, parameters), Float32(LEAST_LOG_DECAY * LOG2_E))
                 total = total + choose(b * BLOCK + t < here.tokens, log, Float32(0))
                 put_word(at + t * SUMS_ROW, total.bitcast(Uint32))
                 if t == BLOCK // 2 - 1:

@@ -142,6 +142,19 @@ def fetch(shared, source, size, barrier):
     )
 
 
+def copy_part(shared, source, condition):
+    """16 bytes to shared memory, or zeros, by the time that `arrive_with_copies` arrives."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[shared, source, Int32(select_(condition, 16, 0))],
+    )
+
+
+def arrive_with_copies(barrier):
+    """The thread's arrival, which its barrier counts, once all its copies are there."""
+    cute.arch.inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[barrier])
+
+
 def put_back(target, shared, size):
     """`size` bytes of shared memory to global memory, in a bulk group of its own."""
     cute.arch.inline_ptx(

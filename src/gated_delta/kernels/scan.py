@@ -1,14 +1,14 @@
 """Scan: prefill's second kernel, from chunk to chunk of one head, its state in registers. docs/kernels/prefill.md has the algebra.
 
-A block holds 64 V rows of a head's state, which are the rows of every product on the tensor cores, so that each product's result is
-the next one's left operand without leaving registers. One warpgroup computes; the warps of another bring tiles in and outputs away.
+A block holds 64 or 128 V rows of a head's state, which are the rows of every product on the tensor cores, so that each product's
+result is the next one's left operand without leaving registers. A warpgroup computes 64 rows; the warps of another one bring tiles
+in and outputs away.
 
 The right operands are fp16: unit keys and queries, decays and pairs of them. The left ones, state and values, are fp16 as well,
 scaled by a power of two that each warp moves along with what it holds; bf16 would lose three bits, and what grows in the chunk's
 triangular system with them.
 """
 
-import functools
 from typing import NamedTuple
 
 import cutlass
@@ -25,15 +25,14 @@ from .chunks import (
     Sizes,
     Span,
     Strides,
+    arrive_with_copies,
     barrier_at,
+    copy_part,
     fetch,
     halves_of,
     larger_halves,
     largest,
     load_transposed,
-    part_at,
-    put_quad,
-    put_word,
     shared_pair,
     shared_quad,
     shared_word,
@@ -44,10 +43,9 @@ from .chunks import (
 from .device import choose, floats_of, load_flag, load_index, load_words, offset, qk_head, store_few, store_words, words_of
 from .rows import DTYPES
 
-TILE = 64  # V rows of a block
-STAGES = 3
-VALUES = TILE * CHUNK * 2  # bytes of a chunk's values, or outputs
+ROWS = 64  # V rows of a warpgroup
 LOADERS, STORERS = 64, 64  # threads that bring values, and take outputs away
+FEW, MANY = 24, 240  # registers of a thread that moves, and of one that computes, where two warpgroups compute
 MEASURE = 4  # chunks from one look at the state's size to the next
 HIGH, LOW = 2.0**4, 2.0**-4  # the scaled state and values are kept between: docs/kernels/prefill.md, "Range"
 
@@ -57,20 +55,23 @@ class Scan:
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
-    def __init__(self, axis: str, K: int, V: int, dtype: str, state_dtype: str, moves: bool):
-        self.K, self.V = K, V
-        self.tiles = V // TILE
+    def __init__(self, axis: str, K: int, V: int, dtype: str, state_dtype: str, rows: int, moves: bool):
+        self.K, self.V, self.rows = K, V, rows
+        self.groups, self.tiles = rows // ROWS, V // rows
         # To find out what a piece does, an identity's tiles as well.
-        self.all_tiles = self.tiles + (D // TILE if moves else 0)
+        self.all_tiles = self.tiles + (D // rows if moves else 0)
         self.channel, self.moves = axis == "channel", moves
         self.dtype, self.state_dtype = DTYPES[dtype], DTYPES[state_dtype]
         images = dict.fromkeys(("keys", "queries", "pairs", *(("writes",) if self.channel else ())), IMAGE)
         self.stage_bytes = sum(images.values()) + COLUMNS
+        # A token's values, later its outputs; the space behind makes 8 tokens' parts start in different banks.
+        self.pitch = rows * 2 + 16
+        self.stages = 2 if self.channel and self.groups > 1 else 3
         barriers = dict.fromkeys(("full", "empty", "stored"), 8)
         at = 0
-        for name, size in (images | {"values": VALUES, "columns": COLUMNS, "largest": 8} | barriers).items():
+        for name, size in (images | {"values": CHUNK * self.pitch, "columns": COLUMNS} | barriers).items():
             setattr(self, name, at)
-            at += STAGES * size
+            at += self.stages * size
         self.shared = at
 
     @cute.jit
@@ -78,7 +79,7 @@ class Scan:
         tiles = self.all_tiles
         self.kernel(ptr, scale, bound, stride, size).launch(
             grid=(tiles * size.HV * size.N * size.pieces, 1, 1),
-            block=(256, 1, 1),
+            block=(128 + 128 * self.groups, 1, 1),
             smem=self.shared,
             stream=stream,
             use_pdl=True,
@@ -94,10 +95,12 @@ class Scan:
         piece, rank = rest % size.pieces, rest // size.pieces
         shared = (cute.arch.get_dyn_smem(Uint32, 1024)).toint()
         if thread == 0:
-            for stage in cutlass.range_constexpr(STAGES):
+            for stage in cutlass.range_constexpr(self.stages):
                 cute.arch.mbarrier_init(barrier_at(shared + self.full + stage * 8), 1 + LOADERS)
-                cute.arch.mbarrier_init(barrier_at(shared + self.empty + stage * 8), 128 if self.moves else 128 + STORERS)
-                cute.arch.mbarrier_init(barrier_at(shared + self.stored + stage * 8), 4)
+                cute.arch.mbarrier_init(
+                    barrier_at(shared + self.empty + stage * 8), 128 * self.groups + (0 if self.moves else STORERS)
+                )
+                cute.arch.mbarrier_init(barrier_at(shared + self.stored + stage * 8), 128 * self.groups)
             cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -108,74 +111,65 @@ class Scan:
         each = (chunks + size.pieces - 1) // size.pieces
         first = cutlass.min(piece * each, chunks)
         last = cutlass.min(first + each, chunks)
-        here = Here(span, slot, hv, tile, piece, first, Int32(select_(slot >= 0, last, first)), shared, thread)
+        group = thread // 128 - 1
+        row = tile * self.rows + cutlass.max(group, 0) * ROWS
+        here = Here(span, slot, hv, tile, row, piece, first, Int32(select_(slot >= 0, last, first)), shared, thread % 128, group)
         cute.arch.sync_threads()
         # What the last piece does nobody asks, nor how the first would change another state than its own.
         needless = (here.piece == size.pieces - 1) | ((here.piece == 0) & (here.tile >= self.tiles))
         if self.moves & needless:
             pass
-        elif thread >= 128:
-            self.walk(call, here._replace(thread=thread - 128))
-        elif thread < LOADERS:
-            self.bring(call, here)
-        elif not self.moves:
-            self.take_away(call, here._replace(thread=thread - LOADERS))
+        elif group >= 0:
+            if cutlass.const_expr(self.groups > 1):
+                cute.arch.setmaxregister_increase(MANY)
+            self.walk(call, here)
+        else:
+            if cutlass.const_expr(self.groups > 1):
+                cute.arch.setmaxregister_decrease(FEW)
+            if thread < LOADERS:
+                self.bring(call, here)
+            elif not self.moves:
+                self.take_away(call, here._replace(thread=thread - LOADERS))
 
     # -------------------------------------------------------------------------------------------- bringing and taking away
 
     @cute.jit
     def bring(self, call, here):
-        """Threads 0..63: a chunk's tiles by bulk copies, its values through registers, and the largest of them."""
-        ptr, stride, size = call.ptr, call.stride, call.size
+        """Threads 0..63: a chunk's tiles by bulk copies, its values by 16 bytes; zeros past the last token."""
         shared, thread = here.shared, here.thread
-        h = qk_head(here.hv, size.q_heads)
-        k_head, k_heads = (here.hv, size.HV) if self.channel else (h, size.H)
-        row, part = thread // 8, thread % 8
-        v_at = ptr.v + offset(here.hv, stride.v_h) + offset(here.tile % self.tiles, TILE * 2) + part * 16
-        v_at += self.tokens_at(call, here, stride.v_n, stride.v_t)
-        ahead = cute.make_rmem_tensor((4, 8), Uint32)
-        self.load_values(call, here, v_at, here.first, ahead)
+        row, part, step = self.own_part(thread)
+        v_at = call.ptr.v + offset(here.hv, call.stride.v_h) + offset(here.tile % self.tiles, self.rows * 2) + part * 16
+        v_at += self.tokens_at(call, here, call.stride.v_n, call.stride.v_t)
         for c in cutlass.range(here.first, here.last, 1, unroll=1):
             turn = c - here.first
-            stage = turn % STAGES
-            full = barrier_at(shared + self.full + stage * 8)
-            cute.arch.mbarrier_wait(barrier_at(shared + self.empty + stage * 8), (turn // STAGES + 1) % 2)
+            stage = turn % self.stages
+            full = shared + self.full + stage * 8
+            cute.arch.mbarrier_wait(barrier_at(shared + self.empty + stage * 8), (turn // self.stages + 1) % 2)
             if thread == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(full, self.stage_bytes)
-                place = here.span.place + c
-                mine = Int64(place) * Int64(size.HV) + Int64(here.hv)
-                theirs = Int64(place) * Int64(k_heads) + Int64(k_head)
-                at = shared + self.full + stage * 8
-                fetch(shared + self.keys + stage * IMAGE, ptr.keys + theirs * IMAGE, IMAGE, at)
-                fetch(shared + self.pairs + stage * IMAGE, ptr.pairs + mine * IMAGE, IMAGE, at)
-                fetch(shared + self.columns + stage * COLUMNS, ptr.columns + mine * COLUMNS, COLUMNS, at)
-                fetch(shared + self.queries + stage * IMAGE, ptr.queries + theirs * IMAGE, IMAGE, at)
-                if cutlass.const_expr(self.channel):
-                    fetch(shared + self.writes + stage * IMAGE, ptr.writes + theirs * IMAGE, IMAGE, at)
-            most = self.put_values(shared + self.values + stage * VALUES, row, part, ahead)
-            self.load_values(call, here, v_at, c + 1, ahead)
-            if thread % 32 == 0:
-                put_word(shared + self.largest + stage * 8 + thread // 32 * 4, most)
-            cute.arch.mbarrier_arrive(full)
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier_at(full), self.stage_bytes)
+                self.fetch_tiles(call, here, here.span.place + c, stage, full)
+            values = shared + self.values + stage * (CHUNK * self.pitch) + part * 16
+            for at in cutlass.range(row, CHUNK, step, unroll=4):
+                token = c * CHUNK + at
+                wanted = (token < here.span.tokens) & (here.tile < self.tiles)
+                copy_part(values + at * self.pitch, v_at + offset(token, call.stride.v_t), wanted)
+            arrive_with_copies(full)
 
-    def load_values(self, call, here, v_at, c, words):
-        for i in range(8):
-            token = c * CHUNK + here.thread // 8 + 8 * i
-            wanted = (token < here.span.tokens) & (here.tile < self.tiles)
-            four = load_words(v_at + offset(token, call.stride.v_t), wanted)
-            for w in range(4):
-                words[w, i] = four[w]
+    def own_part(self, thread):
+        """A moving thread's first token, its 16 bytes of each, and how many tokens further its next one is."""
+        parts = self.rows // 8
+        return thread // parts, thread % parts, LOADERS // parts
 
-    def put_values(self, values, row, part, words):
-        """A thread's values to shared memory; the largest magnitude of the warp's, as the bits of an fp32."""
-        sizes = []
-        for i in range(8):
-            four = [words[w, i] for w in range(4)]
-            put_quad(values + part_at(row + 8 * i, part), four)
-            sizes += [word & Uint32(0x7FFF7FFF) for word in four]
-        most = functools.reduce(lambda x, y: larger_halves(x, y, self.dtype), sizes)
-        both = floats_of([most], self.dtype)
-        return largest(cute.math.max(both[0], both[1]).bitcast(Uint32))
+    def fetch_tiles(self, call, here, place, stage, full):
+        ptr, size, shared = call.ptr, call.size, here.shared
+        mine = Int64(place) * Int64(size.HV) + Int64(here.hv)
+        theirs = mine if self.channel else Int64(place) * Int64(size.H) + Int64(qk_head(here.hv, size.q_heads))
+        fetch(shared + self.keys + stage * IMAGE, ptr.keys + theirs * IMAGE, IMAGE, full)
+        fetch(shared + self.pairs + stage * IMAGE, ptr.pairs + mine * IMAGE, IMAGE, full)
+        fetch(shared + self.columns + stage * COLUMNS, ptr.columns + mine * COLUMNS, COLUMNS, full)
+        fetch(shared + self.queries + stage * IMAGE, ptr.queries + theirs * IMAGE, IMAGE, full)
+        if self.channel:
+            fetch(shared + self.writes + stage * IMAGE, ptr.writes + theirs * IMAGE, IMAGE, full)
 
     def tokens_at(self, call, here, n_stride, t_stride):
         """Bytes from a token tensor's start to the sequence's first token."""
@@ -185,28 +179,28 @@ class Scan:
     @cute.jit
     def take_away(self, call, here):
         """Threads 64..127: outputs from shared memory to o; zeros for an inactive sequence and behind the last one."""
-        stride, size = call.stride, call.size
-        shared, thread = here.shared, here.thread
-        row, part = thread // 8, thread % 8
-        o_at = call.ptr.o + offset(here.hv, stride.o_h) + offset(here.tile, TILE * 2) + part * 16
+        stride, size, shared = call.stride, call.size, here.shared
+        row, part, step = self.own_part(here.thread)
+        o_at = call.ptr.o + offset(here.hv, stride.o_h) + offset(here.tile, self.rows * 2) + part * 16
         o_at += self.tokens_at(call, here, stride.o_n, stride.o_t)
         for c in cutlass.range(here.first, here.last, 1, unroll=1):
             turn = c - here.first
-            stage = turn % STAGES
-            cute.arch.mbarrier_wait(barrier_at(shared + self.stored + stage * 8), turn // STAGES % 2)
-            outputs = shared + self.values + stage * VALUES
-            words = [shared_quad(outputs + part_at(row + 8 * i, part)) for i in range(8)]
+            stage = turn % self.stages
+            cute.arch.mbarrier_wait(barrier_at(shared + self.stored + stage * 8), turn // self.stages % 2)
+            outputs = shared + self.values + stage * (CHUNK * self.pitch) + part * 16
+            for first in cutlass.range(row, CHUNK, 2 * step, unroll=1):
+                words = [shared_quad(outputs + (first + i * step) * self.pitch) for i in range(2)]
+                for i in cutlass.range_constexpr(2):
+                    token = c * CHUNK + first + i * step
+                    store_words(o_at + offset(token, stride.o_t), words[i], token < here.span.tokens)
             cute.arch.mbarrier_arrive(barrier_at(shared + self.empty + stage * 8))
-            for i in cutlass.range_constexpr(8):
-                token = c * CHUNK + row + 8 * i
-                store_words(o_at + offset(token, stride.o_t), words[i], token < here.span.tokens)
         if here.piece == 0:
             zeros = Int32(select_(here.slot < 0, 0, here.span.tokens))
             end = here.span.tokens
             if (here.span.n == size.N - 1) & (size.cu_seqlens_kind != 0):
                 end = size.total - here.span.start
             nothing = [Uint32(0)] * 4
-            for token in cutlass.range(zeros + row, end, 8, unroll=1):
+            for token in cutlass.range(zeros + row, end, step, unroll=1):
                 store_words(o_at + offset(token, stride.o_t), nothing, Int32(1))
 
     # -------------------------------------------------------------------------------------------- the walk
@@ -214,11 +208,11 @@ class Scan:
     def operands(self, here):
         """Every tile's stages as right operands: rows are what is summed over in a product, columns its columns."""
         tensors = {
-            "keys": tile_tensor(here.shared + self.keys, D, STAGES),
-            "queries": tile_tensor(here.shared + self.queries, D, STAGES),
-            "pairs": tile_tensor(here.shared + self.pairs, 2 * CHUNK, STAGES),
+            "keys": tile_tensor(here.shared + self.keys, D, self.stages),
+            "queries": tile_tensor(here.shared + self.queries, D, self.stages),
+            "pairs": tile_tensor(here.shared + self.pairs, 2 * CHUNK, self.stages),
         }
-        tensors["writes"] = tile_tensor(here.shared + self.writes, D, STAGES) if self.channel else tensors["keys"]
+        tensors["writes"] = tile_tensor(here.shared + self.writes, D, self.stages) if self.channel else tensors["keys"]
         made = {}
         for name, x in tensors.items():
             if name == "writes":
@@ -226,7 +220,7 @@ class Scan:
             mma = self.instruction(name).get_slice(here.thread)
             if name == "pairs":  # the triangular system's inverse, then what queries attend to
                 for half, part in enumerate(("correct", "attend")):
-                    made[part] = mma.make_fragment_B(mma.partition_B(cute.local_tile(x, (CHUNK, CHUNK, STAGES), (0, half, 0))))
+                    made[part] = mma.make_fragment_B(mma.partition_B(cute.local_tile(x, (CHUNK, CHUNK, self.stages), (0, half, 0))))
             else:
                 made[name] = mma.make_fragment_B(mma.partition_B(x))
         return made
@@ -260,7 +254,9 @@ class Scan:
     def walk(self, call, here):
         """The computing warpgroup. Products overlap with what surrounds them: docs/kernels/prefill.md, "The order of a chunk"."""
         right = self.operands(here)
-        walker = Walker(self.sums(D), self.sums(CHUNK), self.sums(CHUNK), self.left(D), self.left(CHUNK), self.left(CHUNK))
+        seen = self.sums(CHUNK)
+        out = self.sums(CHUNK) if self.groups == 1 else seen
+        walker = Walker(self.sums(D), seen, out, self.left(D), self.left(CHUNK), self.left(CHUNK))
         self.load_state(call, here, walker.state)
         if self.moves & (here.piece == 0):
             # In a pool this state's place is the last piece's to write.
@@ -268,8 +264,11 @@ class Scan:
             at = call.ptr.starts + self.piece_at(call, here, D)
             self.store_rows(at, Float32, D, row, column, True, walker.state, Float32(1))
         up = Float32(1)  # the state is kept times this power of two
-        if here.last > here.first:
-            turn = Turn(here.first, Int32(0), Int32(0))
+        turn = Turn(here.first, Int32(0), Int32(0))
+        if cutlass.const_expr(self.groups > 1):
+            for _ in cutlass.range(here.first, here.last, 1, unroll=1):
+                up, turn = self.whole(walker, right, here, turn, up)
+        elif here.last > here.first:
             up = self.begin(walker, right, here, turn, up)
             for _ in cutlass.range(here.first, here.last - 1, 1, unroll=1):
                 up, turn = self.middle(walker, right, here, turn, up)
@@ -277,8 +276,33 @@ class Scan:
         self.store_state(call, here, walker.state, up)
 
     def next_turn(self, turn):
-        wraps = turn.stage == STAGES - 1
+        wraps = turn.stage == self.stages - 1
         return Turn(turn.chunk + 1, Int32(select_(wraps, 0, turn.stage + 1)), Int32(select_(wraps, 1 - turn.phase, turn.phase)))
+
+    @cute.jit
+    def whole(self, walker, right, here, turn, up):
+        """A chunk from beginning to end, every product waited for: another warpgroup has the tensor cores meanwhile."""
+        self.arrive(here, turn)
+        up = self.fit(walker, self.largest_value(here, turn), up, turn.chunk % MEASURE == 0)
+        self.narrow(walker.state, walker.state_half)
+        self.product(walker.seen, walker.state_half, "keys", right, turn, True)
+        warpgroup.wait_group(0)
+        self.miss(walker, self.load_values_of(here, turn), self.columns_of(here, turn, "seen"), up)
+        self.product(walker.seen, walker.half, "correct", right, turn, True)
+        self.forget(walker, self.decay_of(here, turn))
+        warpgroup.wait_group(0)
+        self.narrow(walker.seen, walker.held)
+        self.narrow(walker.seen, walker.half, self.scales_of(here, turn))
+        self.product(walker.out, walker.state_half, "queries", right, turn, True)
+        self.product(walker.state, walker.half, "writes", right, turn, False)
+        if cutlass.const_expr(not self.channel):
+            warpgroup.wait_group(1)
+            self.scale(walker.out, self.columns_of(here, turn, "carried"))
+        self.product(walker.out, walker.held, "attend", right, turn, False)
+        warpgroup.wait_group(0)
+        self.put_out(here, turn, self.outputs_of(walker, self.columns_of(here, turn, "out"), up))
+        self.release(here, turn)
+        return up, self.next_turn(turn)
 
     @cute.jit
     def begin(self, walker, right, here, turn, up):
@@ -392,8 +416,12 @@ class Scan:
         cute.arch.mbarrier_arrive(barrier_at(here.shared + self.empty + turn.stage * 8))
 
     def largest_value(self, here, turn):
-        at = here.shared + self.largest + turn.stage * 8
-        return cute.math.max(shared_word(at).bitcast(Float32), shared_word(at + 4).bitcast(Float32))
+        """The largest magnitude of the warp's values of a chunk."""
+        words = [word & Uint32(0x7FFF7FFF) for word in self.load_values_of(here, turn)]
+        while len(words) > 1:
+            words = [larger_halves(a, b, self.dtype) for a, b in zip(words[::2], words[1::2], strict=True)]
+        both = floats_of(words, self.dtype)
+        return largest(cute.math.max(both[0], both[1]).bitcast(Uint32)).bitcast(Float32)
 
     @cute.jit
     def fit(self, walker, value, up, measured):
@@ -430,11 +458,15 @@ class Scan:
 
     def load_values_of(self, here, turn):
         """The chunk's values in the order of `sums`, as words."""
-        lane, warp = here.thread % 32, here.thread // 32
-        values = here.shared + self.values + turn.stage * VALUES
-        token, part = lane // 16 * 8 + lane % 8, warp * 2 + lane // 8 % 2
-        fours = [load_transposed(values + part_at(token + 8 * j, part)) for j in range(0, CHUNK // 8, 2)]
+        at = self.values_at(here, turn)
+        fours = [load_transposed(at + j * 8 * self.pitch) for j in range(0, CHUNK // 8, 2)]
         return [word for four in fours for word in four]
+
+    def values_at(self, here, turn):
+        """Where a lane's row of the first four 8 x 8 matrices of the warp's values, later outputs, starts."""
+        lane = here.thread % 32
+        token, part = lane // 16 * 8 + lane % 8, here.group * 8 + here.thread // 32 * 2 + lane // 8 % 2
+        return here.shared + self.values + turn.stage * (CHUNK * self.pitch) + token * self.pitch + part * 16
 
     def miss(self, walker, values, by, up):
         """What the keys' values lack in the state, as fp16."""
@@ -456,14 +488,10 @@ class Scan:
     @cute.jit
     def put_out(self, here, turn, words):
         """A chunk's outputs to where its values were: each warp overwrites what none but itself has read."""
-        lane, warp = here.thread % 32, here.thread // 32
-        token, part = lane // 16 * 8 + lane % 8, warp * 2 + lane // 8 % 2
-        outputs = here.shared + self.values + turn.stage * VALUES
+        at = self.values_at(here, turn)
         for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
-            store_transposed(outputs + part_at(token + 8 * j, part), words[2 * j : 2 * j + 4])
-        cute.arch.sync_warp()
-        if lane == 0:
-            cute.arch.mbarrier_arrive(barrier_at(here.shared + self.stored + turn.stage * 8))
+            store_transposed(at + j * 8 * self.pitch, words[2 * j : 2 * j + 4])
+        cute.arch.mbarrier_arrive(barrier_at(here.shared + self.stored + turn.stage * 8))
 
     # -------------------------------------------------------------------------------------------- states in memory
 
@@ -500,8 +528,8 @@ class Scan:
             self.store_rows(at, self.state_dtype, self.K, row, column, wanted, state, down)
 
     def first_row(self, here):
-        """Of the tile in its state; the identity's come behind D rows."""
-        return here.tile * TILE + Int32(select_(here.tile < self.tiles, 0, D - self.V))
+        """Of the warpgroup in its state; the identity's come behind D rows."""
+        return here.row + Int32(select_(here.tile < self.tiles, 0, D - self.V))
 
     def piece_at(self, call, here, rows):
         """Byte of a piece's states among those of all pieces: fp32, `rows` rows each."""
@@ -528,17 +556,22 @@ class Scan:
 
 
 class Here(NamedTuple):
-    """What a block works on, from chunk `first` up to `last`, and the thread's number among its kind."""
+    """What a block works on, from chunk `first` up to `last`; the thread's place in it."""
 
     span: Span
     slot: Int32
     hv: Int32
     tile: Int32
+    row: Int32
+    """First V row of the thread's warpgroup."""
     piece: Int32
     first: Int32
     last: Int32
     shared: Int32
     thread: Int32
+    """Of its warpgroup."""
+    group: Int32
+    """Of the warpgroups that compute; -1 for the other one."""
 
 
 class Turn(NamedTuple):
