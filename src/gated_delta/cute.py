@@ -26,6 +26,7 @@ from .kernels.arguments import (
     FP16,
     FP32,
     IMAGE,
+    TRIANGLE,
     DecodeSizes,
     DecodeStrides,
     FlushSizes,
@@ -420,7 +421,7 @@ def _workspace(axis: str, N: int, H: int, HV: int, places: int, pieces: int, pac
         places * heads * IMAGE,  # keys
         places * heads * IMAGE,  # queries
         places * HV * IMAGE if channel else 0,  # writes
-        places * HV * IMAGE,  # pairs
+        places * HV * 2 * TRIANGLE,  # pairs
         places * HV * COLUMNS,  # columns
         N * 4 if packed else 0,  # order
         2 * states if cut else 0,  # moves

@@ -255,7 +255,9 @@ CHUNK = 64
 """Tokens that prefill treats at once."""
 
 IMAGE = CHUNK * 128 * 2
-"""Bytes of a chunk's keys, or queries, or pairs in prefill's workspace: fp16, as the tensor cores read shared memory."""
+"""Bytes of a chunk's keys, or queries, in prefill's workspace: fp16, as the tensor cores read shared memory."""
+TRIANGLE = CHUNK * (CHUNK + 16) // 2 * 2
+"""Bytes of a lower triangle of pairs of a chunk's tokens: of each 16 columns the rows from the diagonal block on."""
 
 COLUMNS = 1024
 """Bytes of the numbers that each token of a chunk, and each channel, is scaled with: fp32."""

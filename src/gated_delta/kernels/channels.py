@@ -145,13 +145,13 @@ class Channels:
         return units, squares
 
     @cute.jit
-    def decayed_tokens(self, call, here, rows, units, within):
+    def decayed_tokens(self, call, here, rows, first, units, within):
         """The warp's operands from its raw tokens: left ones for blocks further up, and the pairs within the block.
 
         For other warps the right ones in shared memory, for the scan q and k as it wants them in global memory.
         """
         following = cute.make_rmem_tensor((4, 2, 2), Uint32)
-        self.keep(following, self.raw_part(rows, 0))
+        self.keep(following, first)
         for j in cutlass.range(4, unroll=1):
             raw = [[[following[w, which, i] for w in range(4)] for which in range(2)] for i in range(2)]
             self.keep(following, self.raw_part(rows, j + 1, j < 3))
@@ -264,17 +264,19 @@ class Channels:
         exact = cute.make_rmem_tensor((4, 2, 2), Float32)
         within.fill(0.0)
         strong = self.strong_within(call, here, units, exact)
-        self.decayed_tokens(call, here, rows, units, within)
+        self.decayed_tokens(call, here, rows, parts[0], units, within)
         for i in cutlass.range_constexpr(16):
             within[i] = choose(strong, exact[i], within[i])
         self.put_sizes(call, here, units, squares, beta)
         cute.arch.sync_threads()
         self.put_within(here, within)
-        for distance in cutlass.range_constexpr(1, 4):
-            if here.block >= distance:
-                self.block_above(here, distance)
-            if here.block + distance < 4:
-                self.no_pairs(here, 0, here.block + distance)
+        # Pairs of blocks: (1, 0), (2, 1) and (3, 2), then (2, 0), (3, 1) and, by the warp that has none, (3, 0).
+        if here.block > 0:
+            self.block_above(here, here.block, here.block - 1)
+        if here.block != 1:
+            a = Int32(select_(here.block == 0, 3, here.block))
+            b = cutlass.max(here.block - 2, 0)
+            self.block_above(here, a, b, here.block == 0)
         cute.arch.sync_warp()
 
     def put_sizes(self, call, here, units, squares, beta):
@@ -303,34 +305,33 @@ class Channels:
                 self.put_diagonal_pair(here, i, half, [within[2 * i + p, half, 1] * strengths[i] for p in range(2)])
                 self.put_diagonal_attention(here, 0, i, half, [within[2 * i + p, half, 0] for p in range(2)])
 
-    def block_above(self, here, distance):
-        """Pairs of the warp's tokens with those `distance` blocks further up."""
-        b, strengths = here.block - distance, self.strengths_of(here)
-        if distance > 1:
-            self.decay_over(here, b + 1)
+    def block_above(self, here, a, b, two=None):
+        """Pairs of block a's tokens with block b's, further up; with one block between them, or two, which decay right operands."""
+        here = here._replace(block=a)
+        strengths = self.strengths_of(here)
         found = [[[Float32(0)] * 4 for _ in range(2)] for _ in range(2)]
         for part in range(4):
             left = [[shared_quad(self.left_at(here, i, part, which)) for i in range(2)] for which in range(2)]
+            between = None if two is None else self.halves(self.decays_between(here, b + 1, part, two))
             for half in range(2):
                 right = shared_quad(here.shared + self.keys + b * (IMAGE // 4) + (4 * half + part) * 512 + here.lane * 16)
+                if between is not None:
+                    right = [multiply_halves(x, y) for x, y in zip(right, between, strict=True)]
                 for step in range(2):
                     for which in range(2):
-                        a = [left[which][i][2 * step + w] for w in range(2) for i in range(2)]
-                        found[which][half] = multiply_accumulate(found[which][half], a, right[2 * step : 2 * step + 2], Float16)
+                        x = [left[which][i][2 * step + w] for w in range(2) for i in range(2)]
+                        found[which][half] = multiply_accumulate(found[which][half], x, right[2 * step : 2 * step + 2], Float16)
         for half in range(2):
             for i in range(2):
                 attended, x = found[0][half][2 * i : 2 * i + 2], found[1][half][2 * i : 2 * i + 2]
                 self.put_pair(here, b, i, half, halves_of(x[0] * strengths[i], x[1] * strengths[i], Float16))
                 self.put_attention(here, 0, b, i, half, halves_of(attended[0], attended[1], Float16))
 
-    def decay_over(self, here, b):
-        """Left operands, decayed over block b as well."""
-        for j in range(4):
-            by = self.halves(self.quad_of(self.vector_at(here, SPAN, b), 32 * j + 8 * here.quarter))
-            for which in range(2):
-                for i in range(2):
-                    at = self.left_at(here, i, j, which)
-                    put_quad(at, [multiply_halves(x, y) for x, y in zip(shared_quad(at), by, strict=True)])
+    def decays_between(self, here, b, part, two):
+        """Of 8 of the lane's channels over block b, and over the next one where it is two."""
+        channel = 32 * part + 8 * here.quarter
+        over, next_one = (self.quad_of(self.vector_at(here, SPAN, x), channel) for x in (b, b + 1))
+        return [x * choose(two, y, Float32(1)) for x, y in zip(over, next_one, strict=True)]
 
 
 def binary_logarithm(x):

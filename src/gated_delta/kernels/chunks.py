@@ -1,7 +1,8 @@
 """What prefill's kernels share: where a sequence's chunks are, tiles as the tensor cores read them, copies, barriers.
 
 A tile has 64 rows (tokens) of 64 or 128 16-bit numbers, in blocks of 64 x 64: rows of 128 bytes, each row's 16-byte parts exchanged
-with one another by the row's number (`part_at`), so that neither rows nor columns of parts collide in shared memory's banks.
+with one another by the row's number (`part_at`), so that neither rows nor columns of parts collide in shared memory's banks. A
+lower triangle of 64 x 64 has its columns in blocks of 16, one behind the other, each from its diagonal block on (`triangle_at`).
 Tiles lie in global memory just so, and one bulk copy moves one.
 """
 
@@ -63,16 +64,32 @@ def part_at(row, part):
     return (part // 8) * (CHUNK * 128) + row * 128 + ((part % 8) ^ (row % 8)) * 16
 
 
-def tile_layout(columns, stages):
-    """Of `stages` tiles in shared memory, for the tensor cores."""
-    atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW128, Float16)
-    return cute.tile_to_shape(atom, (CHUNK, columns, stages), order=(0, 1, 2))
+def triangle_at(row, part):
+    """Byte of 16-byte part 0..7 of a triangle's row, which has the parts up to its diagonal block's."""
+    block = part // 2
+    return triangle_block(block) + (row - 16 * block) * 32 + ((part % 2) ^ (row // 4 % 2)) * 16
+
+
+def triangle_block(block):
+    """Where 16 columns of a triangle begin, with row 16 * block: 64 rows, 48, 32, 16."""
+    return block * (2048 - 256 * (block - 1))
 
 
 def tile_tensor(address, columns, stages):
-    layout = tile_layout(columns, stages)
+    """Tiles in shared memory, for the tensor cores."""
+    return _for_tensor_cores(address, warpgroup.SmemLayoutAtomKind.K_SW128, columns, stages, CHUNK * columns)
+
+
+def square_tensor(address, stages, apart):
+    """Triangles in shared memory with zeros above them (`square_at`), so many bytes apart, for the tensor cores."""
+    return _for_tensor_cores(address, warpgroup.SmemLayoutAtomKind.K_SW32, CHUNK, stages, apart // 2)
+
+
+def _for_tensor_cores(address, kind, columns, stages, apart):
+    layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(kind, Float16), (CHUNK, columns), order=(0, 1))
     at = cute.make_ptr(Float16, address, cute.AddressSpace.smem, assumed_align=1024)
-    return cute.make_tensor(cute.recast_ptr(at, swizzle_=layout.inner, dtype=Float16), layout.outer)
+    at = cute.recast_ptr(at, swizzle_=layout.inner, dtype=Float16)
+    return cute.make_tensor(at, cute.append(layout.outer, cute.make_layout(stages, stride=apart)))
 
 
 # ------------------------------------------------------------------------------------------------ shared memory, by address

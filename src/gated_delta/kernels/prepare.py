@@ -13,7 +13,7 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly, shuffle_sync_up
 from cutlass.cutlass_dsl import select_
 
-from .arguments import ABSENT, CHUNK, COLUMNS, IMAGE
+from .arguments import ABSENT, CHUNK, COLUMNS, IMAGE, TRIANGLE
 from .channels import BLOCK, LEAST_LOG_DECAY, LOG2_E, SUMS_ROW, Channels
 from .chunks import (
     Call,
@@ -38,6 +38,7 @@ from .chunks import (
     shared_word,
     span_of,
     store_transposed,
+    triangle_at,
 )
 from .device import (
     L2NORM_EPS,
@@ -90,17 +91,16 @@ class Prepare(Channels):
         # "system": the triangular system but its diagonal blocks, which are "diagonals". "inverses": of those, transposed, rows of
         # 16 numbers, then those scaled. "gates": of four heads (KDA: one), sums of log decays, beta |k|**2, beta |k|. "sizes": of
         # q and k. "keys": a chunk's keys as right operands, each lane's words together. "made": the system's inverse, then what
-        # queries attend to, on their way to global memory; a second place for the same lies where the keys were.
-        system = {"system": CHUNK * SYSTEM_ROW, "diagonals": 4 * BLOCK * DIAGONAL_ROW}
+        # queries attend to, on their way to global memory, and a second place for the same.
+        system = {"system": CHUNK * SYSTEM_ROW, "diagonals": 4 * BLOCK * DIAGONAL_ROW, "keys": IMAGE, "inverses": 4 * BLOCK * 64}
         if self.channel:
-            # What is done with makes room: vectors for the system, keys for its inverse, a warp's sums for its diagonal's.
+            # What is done with makes room: vectors for the system, keys for its inverse.
             self.lay_out(0, {"vectors": 6 * 4 * D * 4})
-            at = self.lay_out(0, system | {"keys": IMAGE, "attends": IMAGE // 2, "sums": CHUNK * SUMS_ROW, "spans": 4 * D * 4})
-            at = self.lay_out(at, {"gates": 3 * CHUNK * 4, "strong": 64})
+            rest = {"attends": TRIANGLE, "sums": CHUNK * SUMS_ROW, "spans": 4 * D * 4, "gates": 3 * CHUNK * 4, "strong": 64}
+            self.shared = self.lay_out(0, system | rest)
         else:
-            rest = {"inverses": 4 * BLOCK * 64, "gates": 4 * 3 * CHUNK * 4, "sizes": 2 * CHUNK * 4}
-            at = self.lay_out(0, {"made": IMAGE, "keys": IMAGE} | system | rest)
-        self.shared = at
+            rest = {"gates": 4 * 3 * CHUNK * 4, "sizes": 2 * CHUNK * 4}
+            self.shared = self.lay_out(0, {"made": 4 * TRIANGLE} | system | rest)
 
     def lay_out(self, at, sizes):
         """Places in shared memory one behind the other; where the last one ends."""
@@ -215,15 +215,16 @@ class Prepare(Channels):
         cute.arch.sync_threads()
         if here.thread == 0:
             mine = Int64(here.place) * Int64(call.size.HV) + Int64(hv)
-            put_back(call.ptr.pairs + mine * IMAGE, self.inverse_place(here, head), IMAGE // 2)
-            put_back(call.ptr.pairs + mine * IMAGE + IMAGE // 2, self.attention_place(here, head), IMAGE // 2)
+            target = call.ptr.pairs + mine * (2 * TRIANGLE)
+            put_back(target, self.inverse_place(here, head), TRIANGLE)
+            put_back(target + TRIANGLE, self.attention_place(here, head), TRIANGLE)
 
     def inverse_place(self, here, head):
         """Where a head's inverse leaves from, and behind it what its queries attend to: GDN has two places in turn."""
-        return here.shared + (self.keys if self.channel else self.made + head % 2 * IMAGE)
+        return here.shared + (self.keys if self.channel else self.made + head % 2 * (2 * TRIANGLE))
 
     def attention_place(self, here, head):
-        return here.shared + self.attends if self.channel else self.inverse_place(here, head) + IMAGE // 2
+        return here.shared + self.attends if self.channel else self.inverse_place(here, head) + TRIANGLE
 
     def gates_at(self, here, i):
         return here.shared + self.gates + i % 4 * (3 * CHUNK * 4)
@@ -368,15 +369,13 @@ class Prepare(Channels):
     @cute.jit
     def pairs(self, here, head, among_keys, attention):
         """The warp's rows of the system, beta_t |k_t|**2 (k_t k_i) decay(t, i) for i < t, and of what queries attend to,
-        (q_t k_i) decay(t, i) for i <= t, where these leave from; zeros right of the diagonal."""
+        (q_t k_i) decay(t, i) for i <= t, where these leave from; zeros right of the diagonal in its block."""
         factors = self.pair_factors(here, head)
         for b in cutlass.range_constexpr(4):
             if b < here.block:
                 self.pairs_block(here, head, among_keys, attention, factors, b, False)
             elif b == here.block:
                 self.pairs_block(here, head, among_keys, attention, factors, b, True)
-            elif head < 2:
-                self.no_pairs(here, head, b)
         cute.arch.sync_warp()
 
     def pair_factors(self, here, head):
@@ -386,11 +385,6 @@ class Prepare(Channels):
         rows = [shared_word(at + 32 * i).bitcast(Float32) for i in range(2)]
         strengths = [shared_word(at + CHUNK * 4 + 32 * i).bitcast(Float32) for i in range(2)]
         return rows, strengths, [shared_pair(own + (8 * j + 2 * here.quarter) * 4) for j in range(8)]
-
-    def no_pairs(self, here, head, b):
-        """Zeros for what queries would attend to behind them: four lanes have a row of the block, two of them its 32 bytes."""
-        row, part = here.block * BLOCK + here.row + here.quarter // 2 * 8, 2 * b + here.quarter % 2
-        put_quad(self.attention_place(here, head) + part_at(row, part), [Uint32(0)] * 4)
 
     def pairs_block(self, here, head, among_keys, attention, factors, b, diagonal):
         rows, strengths, columns = factors
@@ -425,7 +419,7 @@ class Prepare(Channels):
         self.put_attention(here, head, here.block, i, j, halves_of(x[0], x[1], Float16))
 
     def put_attention(self, here, head, b, i, j, word):
-        at = part_at(here.block * BLOCK + here.row + 8 * i, 2 * b + j) + here.quarter * 4
+        at = triangle_at(here.block * BLOCK + here.row + 8 * i, 2 * b + j) + here.quarter * 4
         put_word(self.attention_place(here, head) + at, word)
 
     # -------------------------------------------------------------------------------------------- the triangular system
@@ -456,7 +450,7 @@ class Prepare(Channels):
 
     def inverse_rows(self, here, b):
         """Where a diagonal block's inverses are, 1 KiB."""
-        return here.shared + (self.sums + b * (BLOCK * SUMS_ROW) if self.channel else self.inverses + b * (BLOCK * 64))
+        return here.shared + self.inverses + b * (BLOCK * 64)
 
     @cute.jit
     def merge(self, here, head):
@@ -473,10 +467,6 @@ class Prepare(Channels):
         inverses = [load_transposed(self.inverse_at(here, cutlass.min(b + below, 3))) for below in range(1, 4)]
         for e in cutlass.range_constexpr(4):
             above[e, 0] = first[e]
-        for j in cutlass.range_constexpr(3):
-            if j < b:
-                at = part_at(j * BLOCK + here.lane // 2, 2 * b + here.lane % 2)
-                put_quad(self.inverse_place(here, head) + at, [Uint32(0)] * 4)
         self.put_inverse(here, head, b, b, scaled)
         for below in cutlass.range_constexpr(1, 4):
             if b + below < 4:
@@ -510,4 +500,4 @@ class Prepare(Channels):
         """Block (j, b) of the inverse, given transposed as a left operand, to where it leaves from."""
         # Matrices as a left operand has them: columns i 0..7 and 8..15 of tokens t 0..7, then of t 8..15.
         t, part = here.lane // 16 * 8 + here.lane % 8, here.lane // 8 % 2
-        store_transposed(self.inverse_place(here, head) + part_at(j * BLOCK + t, 2 * b + part), words)
+        store_transposed(self.inverse_place(here, head) + triangle_at(j * BLOCK + t, 2 * b + part), words)

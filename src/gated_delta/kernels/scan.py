@@ -17,7 +17,7 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
-from .arguments import CHUNK, COLUMNS, IMAGE
+from .arguments import CHUNK, COLUMNS, IMAGE, TRIANGLE
 from .chunks import (
     Call,
     D,
@@ -33,12 +33,15 @@ from .chunks import (
     larger_halves,
     largest,
     load_transposed,
+    put_quad,
     shared_pair,
     shared_quad,
     shared_word,
     span_of,
+    square_tensor,
     store_transposed,
     tile_tensor,
+    triangle_block,
 )
 from .device import choose, floats_of, load_flag, load_index, load_words, offset, qk_head, store_few, store_words, words_of
 from .rows import DTYPES
@@ -46,6 +49,7 @@ from .rows import DTYPES
 ROWS = 64  # V rows of a warpgroup
 LOADERS, STORERS = 64, 64  # threads that bring values, and take outputs away
 FEW, MANY = 24, 240  # registers of a thread that moves, and of one that computes, where two warpgroups compute
+SQUARE = CHUNK * CHUNK * 2  # bytes of a triangle with its zeros
 MEASURE = 4  # chunks from one look at the state's size to the next
 HIGH, LOW = 2.0**4, 2.0**-4  # the scaled state and values are kept between: docs/kernels/prefill.md, "Range"
 
@@ -62,8 +66,11 @@ class Scan:
         self.all_tiles = self.tiles + (D // rows if moves else 0)
         self.channel, self.moves = axis == "channel", moves
         self.dtype, self.state_dtype = DTYPES[dtype], DTYPES[state_dtype]
-        images = dict.fromkeys(("keys", "queries", "pairs", *(("writes",) if self.channel else ())), IMAGE)
-        self.stage_bytes = sum(images.values()) + COLUMNS
+        images = dict.fromkeys(("keys", "queries", *(("writes",) if self.channel else ())), IMAGE) | {
+            "correct": SQUARE,
+            "attend": SQUARE,
+        }
+        self.stage_bytes = sum(images.values()) - 2 * (SQUARE - TRIANGLE) + COLUMNS
         # A token's values, later its outputs; the space behind makes 8 tokens' parts start in different banks.
         self.pitch = rows * 2 + 16
         self.stages = 2 if self.channel and self.groups > 1 else 3
@@ -102,6 +109,10 @@ class Scan:
                 )
                 cute.arch.mbarrier_init(barrier_at(shared + self.stored + stage * 8), 128 * self.groups)
             cute.arch.mbarrier_init_fence()
+        # Above triangles' diagonal blocks, where nothing is ever brought.
+        for at in cutlass.range(thread * 16, 2 * self.stages * SQUARE, (128 + 128 * self.groups) * 16, unroll=1):
+            put_quad(shared + self.correct + at, [Uint32(0)] * 4)
+        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         n = load_index(ptr.order + offset(rank, 4), Int32(ptr.order != 0), rank)
@@ -165,7 +176,11 @@ class Scan:
         mine = Int64(place) * Int64(size.HV) + Int64(here.hv)
         theirs = mine if self.channel else Int64(place) * Int64(size.H) + Int64(qk_head(here.hv, size.q_heads))
         fetch(shared + self.keys + stage * IMAGE, ptr.keys + theirs * IMAGE, IMAGE, full)
-        fetch(shared + self.pairs + stage * IMAGE, ptr.pairs + mine * IMAGE, IMAGE, full)
+        for which, square in enumerate((self.correct, self.attend)):
+            for block in range(CHUNK // 16):
+                rows = CHUNK - 16 * block
+                source = ptr.pairs + mine * (2 * TRIANGLE) + which * TRIANGLE + triangle_block(block)
+                fetch(shared + square + stage * SQUARE + block * 2048 + 16 * block * 32, source, rows * 32, full)
         fetch(shared + self.columns + stage * COLUMNS, ptr.columns + mine * COLUMNS, COLUMNS, full)
         fetch(shared + self.queries + stage * IMAGE, ptr.queries + theirs * IMAGE, IMAGE, full)
         if self.channel:
@@ -210,7 +225,8 @@ class Scan:
         tensors = {
             "keys": tile_tensor(here.shared + self.keys, D, self.stages),
             "queries": tile_tensor(here.shared + self.queries, D, self.stages),
-            "pairs": tile_tensor(here.shared + self.pairs, 2 * CHUNK, self.stages),
+            "correct": square_tensor(here.shared + self.correct, self.stages, SQUARE),  # the triangular system's inverse
+            "attend": square_tensor(here.shared + self.attend, self.stages, SQUARE),
         }
         tensors["writes"] = tile_tensor(here.shared + self.writes, D, self.stages) if self.channel else tensors["keys"]
         made = {}
@@ -218,11 +234,7 @@ class Scan:
             if name == "writes":
                 x = cute.make_tensor(x.iterator, cute.select(x.layout, [1, 0, 2]))
             mma = self.instruction(name).get_slice(here.thread)
-            if name == "pairs":  # the triangular system's inverse, then what queries attend to
-                for half, part in enumerate(("correct", "attend")):
-                    made[part] = mma.make_fragment_B(mma.partition_B(cute.local_tile(x, (CHUNK, CHUNK, self.stages), (0, half, 0))))
-            else:
-                made[name] = mma.make_fragment_B(mma.partition_B(x))
+            made[name] = mma.make_fragment_B(mma.partition_B(x))
         return made
 
     def instruction(self, name):
@@ -254,9 +266,7 @@ class Scan:
     def walk(self, call, here):
         """The computing warpgroup. Products overlap with what surrounds them: docs/kernels/prefill.md, "The order of a chunk"."""
         right = self.operands(here)
-        seen = self.sums(CHUNK)
-        out = self.sums(CHUNK) if self.groups == 1 else seen
-        walker = Walker(self.sums(D), seen, out, self.left(D), self.left(CHUNK), self.left(CHUNK))
+        walker = Walker(self.sums(D), self.sums(CHUNK), self.sums(CHUNK), self.left(D), self.left(CHUNK), self.left(CHUNK))
         self.load_state(call, here, walker.state)
         if self.moves & (here.piece == 0):
             # In a pool this state's place is the last piece's to write.
@@ -265,14 +275,12 @@ class Scan:
             self.store_rows(at, Float32, D, row, column, True, walker.state, Float32(1))
         up = Float32(1)  # the state is kept times this power of two
         turn = Turn(here.first, Int32(0), Int32(0))
-        if cutlass.const_expr(self.groups > 1):
+        if here.last > here.first:
+            self.arrive(here, turn)
+            up = self.fit(walker, self.largest_value(here, turn), up, True)
+            self.narrow(walker.state, walker.state_half)
             for _ in cutlass.range(here.first, here.last, 1, unroll=1):
-                up, turn = self.whole(walker, right, here, turn, up)
-        elif here.last > here.first:
-            up = self.begin(walker, right, here, turn, up)
-            for _ in cutlass.range(here.first, here.last - 1, 1, unroll=1):
-                up, turn = self.middle(walker, right, here, turn, up)
-            self.end(walker, right, here, turn, up)
+                up, turn = self.chunk(walker, right, here, turn, up)
         self.store_state(call, here, walker.state, up)
 
     def next_turn(self, turn):
@@ -280,85 +288,30 @@ class Scan:
         return Turn(turn.chunk + 1, Int32(select_(wraps, 0, turn.stage + 1)), Int32(select_(wraps, 1 - turn.phase, turn.phase)))
 
     @cute.jit
-    def whole(self, walker, right, here, turn, up):
-        """A chunk from beginning to end, every product waited for: another warpgroup has the tensor cores meanwhile."""
-        self.arrive(here, turn)
-        up = self.fit(walker, self.largest_value(here, turn), up, turn.chunk % MEASURE == 0)
-        self.narrow(walker.state, walker.state_half)
+    def chunk(self, walker, right, here, turn, up):
+        """A chunk."""
+        following, was = self.next_turn(turn), up
         self.product(walker.seen, walker.state_half, "keys", right, turn, True)
-        warpgroup.wait_group(0)
+        if cutlass.const_expr(not self.moves):
+            self.product(walker.out, walker.state_half, "queries", right, turn, True)
+        warpgroup.wait_group(0 if self.moves else 1)
         self.miss(walker, self.load_values_of(here, turn), self.columns_of(here, turn, "seen"), up)
         self.product(walker.seen, walker.half, "correct", right, turn, True)
         self.forget(walker, self.decay_of(here, turn))
         warpgroup.wait_group(0)
-        self.narrow(walker.seen, walker.held)
-        self.narrow(walker.seen, walker.half, self.scales_of(here, turn))
-        self.product(walker.out, walker.state_half, "queries", right, turn, True)
-        self.product(walker.state, walker.half, "writes", right, turn, False)
-        if cutlass.const_expr(not self.channel):
-            warpgroup.wait_group(1)
-            self.scale(walker.out, self.columns_of(here, turn, "carried"))
-        self.product(walker.out, walker.held, "attend", right, turn, False)
-        warpgroup.wait_group(0)
-        self.put_out(here, turn, self.outputs_of(walker, self.columns_of(here, turn, "out"), up))
-        self.release(here, turn)
-        return up, self.next_turn(turn)
-
-    @cute.jit
-    def begin(self, walker, right, here, turn, up):
-        """A chunk until what its keys see is being corrected."""
-        self.arrive(here, turn)
-        up = self.fit(walker, self.largest_value(here, turn), up, True)
+        self.write(walker, right, here, self.scales_of(here, turn), turn)
+        most = Float32(0)
+        if following.chunk < here.last:
+            self.arrive(here, following)
+            most = self.largest_value(here, following)
+        warpgroup.wait_group(0 if self.moves else 1)
+        up = self.fit(walker, most, up, following.chunk % MEASURE == 0)
         self.narrow(walker.state, walker.state_half)
-        self.product(walker.seen, walker.state_half, "keys", right, turn, True)
         if cutlass.const_expr(not self.moves):
-            self.product(walker.out, walker.state_half, "queries", right, turn, True)
-        values, seen_by = self.load_values_of(here, turn), self.columns_of(here, turn, "seen")
-        decay = self.decay_of(here, turn)
-        warpgroup.wait_group(0 if self.moves else 1)
-        self.miss(walker, values, seen_by, up)
-        self.product(walker.seen, walker.half, "correct", right, turn, True)
-        self.forget(walker, decay)
-        return up
-
-    @cute.jit
-    def middle(self, walker, right, here, turn, up):
-        """The rest of a chunk, and the next one's beginning between its parts. What follows a wait is loaded before it."""
-        following = self.next_turn(turn)
-        scales = self.scales_of(here, turn)
-        warpgroup.wait_group(0)
-        self.write(walker, right, here, scales, turn)
-        self.arrive(here, following)
-        most, decay, was = self.largest_value(here, following), self.decay_of(here, following), up
-        warpgroup.wait_group(0 if self.moves else 1)
-        up = self.fit(walker, most, up, turn.chunk % MEASURE == 0)
-        self.narrow(walker.state, walker.state_half)
-        self.product(walker.seen, walker.state_half, "keys", right, following, True)
-        if cutlass.const_expr(not self.moves):
-            put_by = self.columns_of(here, turn, "out")
-            warpgroup.wait_group(1)
-            outputs = self.outputs_of(walker, put_by, was)
-            self.product(walker.out, walker.state_half, "queries", right, following, True)
-            self.put_out(here, turn, outputs)
-        self.release(here, turn)
-        values, seen_by = self.load_values_of(here, following), self.columns_of(here, following, "seen")
-        warpgroup.wait_group(0 if self.moves else 1)
-        self.miss(walker, values, seen_by, up)
-        self.product(walker.seen, walker.half, "correct", right, following, True)
-        self.forget(walker, decay)
-        return up, following
-
-    @cute.jit
-    def end(self, walker, right, here, turn, up):
-        """The last chunk's rest."""
-        scales = self.scales_of(here, turn)
-        warpgroup.wait_group(0)
-        self.write(walker, right, here, scales, turn)
-        if cutlass.const_expr(not self.moves):
-            put_by = self.columns_of(here, turn, "out")
             warpgroup.wait_group(0)
-            self.put_out(here, turn, self.outputs_of(walker, put_by, up))
-        warpgroup.wait_group(0)
+            self.put_out(here, turn, self.outputs_of(walker, self.columns_of(here, turn, "out"), was))
+        self.release(here, turn)
+        return up, following
 
     def scales_of(self, here, turn):
         """GDN: what u is scaled with for the state."""
