@@ -1,5 +1,6 @@
 """prefill on the GPU: judged by float64 and by the reference backend in fp32, its bitwise promises, and the ways to trip over it."""
 
+import itertools
 import math
 import random
 
@@ -20,7 +21,7 @@ pytestmark = needs_hopper
 EITHER_AXIS = pytest.mark.parametrize("axis", AXES)
 EITHER_STATE = pytest.mark.parametrize("state_dtype", STATES, ids=str)
 EITHER_INDEX = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-WHOLE_OR_CUT = pytest.mark.parametrize("pieces", [1, 4])
+WHOLE_OR_CUT = pytest.mark.parametrize("pieces", [1, "wide", 4])
 LOWEST = {torch.int32: -1, torch.int64: -(2**40)}  # an int64's low word may look innocent
 HEAD_DIM = {"o": 2, "state": 1}
 
@@ -30,8 +31,12 @@ def prefill(call, **options):
 
 
 def cut_in(pieces, monkeypatch):
-    """Prefills from here on have so many pieces, however many sequences there are."""
-    monkeypatch.setattr(dispatch, "cut_of", lambda problem, sequences, tokens: dispatch.Cut(pieces))
+    """Prefills from here on have so many pieces, however many sequences there are; "wide": one, all V rows in a block."""
+
+    def cut_of(problem, sequences, tokens):
+        return dispatch.Cut(1, problem.V) if pieces == "wide" else dispatch.Cut(pieces)
+
+    monkeypatch.setattr(dispatch, "cut_of", cut_of)
     monkeypatch.setattr(api, "_prefills", api.Memo())
 
 
@@ -122,8 +127,9 @@ def spread(x, *, dim, by):
 RUNNABLE = [case for case in cases("prefill") if not case.reference_only and not dispatch._missing_for_prefill(case.problem)]
 
 
-@pytest.mark.parametrize("case", RUNNABLE[::3], ids=str)
-def test_the_case_list_passes(case):
+@pytest.mark.parametrize(("pieces", "case"), zip(itertools.cycle((1, "wide", 4)), RUNNABLE[::3], strict=False), ids=str)
+def test_the_case_list_passes(case, pieces, monkeypatch):
+    cut_in(pieces, monkeypatch)
     result = run_case(case, "cute", "cuda")
     assert result.passed, result.failures
 

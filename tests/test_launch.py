@@ -10,7 +10,7 @@ import torch
 import gated_delta as gd
 from gated_delta import api, compile, cute, dispatch
 from gated_delta.kernels import arguments
-from gated_delta.kernels.arguments import ABSENT, BF16, CHUNK, COLUMNS, FP16, FP32, IMAGE
+from gated_delta.kernels.arguments import ABSENT, BF16, CHUNK, COLUMNS, FP16, FP32, IMAGE, TRIANGLE
 from gated_delta.problem import Problem
 
 pytestmark = pytest.mark.skipif(compile.missing_packages() != (), reason="needs apache-tvm-ffi")
@@ -756,7 +756,7 @@ def test_the_workspace_has_room_for_all_of_it(launches, monkeypatch, channels, p
         keys=sizes.places * heads * IMAGE,
         queries=sizes.places * heads * IMAGE,
         writes=systems * IMAGE if channels else 0,
-        pairs=systems * IMAGE,
+        pairs=systems * 2 * TRIANGLE,
         columns=systems * COLUMNS,
         order=4 * sizes.N if packed else 0,
         moves=walks * 2 * D * D * 4 if pieces > 1 else 0,
@@ -968,10 +968,16 @@ def test_few_long_prompts_are_cut_and_others_are_not():
             assert cut.pieces * 2 * HV * N <= dispatch.BLOCKS
             assert cut.pieces * dispatch.LEAST_PIECE <= T
             assert cut.pieces >= 4 or T >= dispatch.FEW_PIECES_LEAST
-        elif 2 * 2 * HV * N <= dispatch.BLOCKS:
+        assert cut.rows == (128 if 2 * HV * N > dispatch.BLOCKS else 64)
+        if cut.pieces == 1 and 2 * 2 * HV * N <= dispatch.BLOCKS:
             assert T < dispatch.FEW_PIECES_LEAST  # room for two, and tokens for them
     assert cuts > {1, 4, 16}
     assert dispatch.cut_of(prompt_problem(), 0, 0) == dispatch.Cut(1)
+
+
+def test_narrow_states_are_never_cut_wider():
+    for N, HV in itertools.product((1, 300), (1, 64)):
+        assert dispatch.cut_of(prompt_problem(HV, V=64), N, N * 1000).rows == 64
 
 
 def test_a_longer_prompt_has_no_fewer_pieces():
@@ -984,11 +990,11 @@ def test_a_longer_prompt_has_no_fewer_pieces():
 def test_variants_of_a_prefill_are_those_of_every_cut(axis):
     problem = prompt_problem(axis=axis)
     listed = dispatch.variants_of(problem)
-    for pieces in (1, 2, 3, 16):
-        made = dispatch.prefill_variants(problem, dispatch.Cut(pieces))
-        assert [some.kernel for some in made] == ["prepare", *(["scan", "join"] if pieces > 1 else []), "scan"]
+    for cut in (dispatch.Cut(1), dispatch.Cut(1, 128), *(dispatch.Cut(pieces) for pieces in (2, 3, 16))):
+        made = dispatch.prefill_variants(problem, cut)
+        assert [some.kernel for some in made] == ["prepare", *(["scan", "join"] if cut.pieces > 1 else []), "scan"]
         assert set(made) <= set(listed)
-    assert sorted(some.kernel for some in listed) == ["join", "prepare", "scan", "scan"]
+    assert sorted(some.kernel for some in listed) == ["join", "prepare", "scan", "scan", "scan"]
 
 
 def test_what_a_prefills_kernels_are_compiled_for():

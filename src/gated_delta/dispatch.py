@@ -187,7 +187,7 @@ def prefill_variants(problem: Problem, cut: Cut) -> list[compile.Variant]:
     made = [compile.Variant("prepare", tuple((prepare | dict(qk_l2norm=problem.qk_l2norm)).items()))]
     scan: dict[str, str | int | bool] = dict(axis=axis, K=problem.K, V=problem.V, dtype=dtype, state_dtype=state)
     if cut.pieces > 1:
-        moves = scan | dict(rows=cut.rows, moves=True)
+        moves = scan | dict(rows=problem.V, moves=True)
         made += [compile.Variant("scan", tuple(moves.items())), compile.Variant("join", (("V", problem.V),))]
     return [*made, compile.Variant("scan", tuple((scan | dict(rows=cut.rows, moves=False)).items()))]
 

@@ -34,6 +34,7 @@ from .chunks import (
     largest,
     load_transposed,
     put_quad,
+    put_word,
     shared_pair,
     shared_quad,
     shared_word,
@@ -76,10 +77,11 @@ class Scan:
         self.stages = 2 if self.channel and self.groups > 1 else 3
         barriers = dict.fromkeys(("full", "empty", "stored"), 8)
         at = 0
-        for name, size in (images | {"values": CHUNK * self.pitch, "columns": COLUMNS} | barriers).items():
+        for name, size in (images | {"values": CHUNK * self.pitch, "columns": COLUMNS, "largest": 8} | barriers).items():
             setattr(self, name, at)
             at += self.stages * size
         self.shared = at
+        self.readers = 128 * self.groups + (0 if moves else STORERS)
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
@@ -104,9 +106,7 @@ class Scan:
         if thread == 0:
             for stage in cutlass.range_constexpr(self.stages):
                 cute.arch.mbarrier_init(barrier_at(shared + self.full + stage * 8), 1 + LOADERS)
-                cute.arch.mbarrier_init(
-                    barrier_at(shared + self.empty + stage * 8), 128 * self.groups + (0 if self.moves else STORERS)
-                )
+                cute.arch.mbarrier_init(barrier_at(shared + self.empty + stage * 8), self.readers)
                 cute.arch.mbarrier_init(barrier_at(shared + self.stored + stage * 8), 128 * self.groups)
             cute.arch.mbarrier_init_fence()
         # Above triangles' diagonal blocks, where nothing is ever brought.
@@ -146,11 +146,18 @@ class Scan:
 
     @cute.jit
     def bring(self, call, here):
-        """Threads 0..63: a chunk's tiles by bulk copies, its values by 16 bytes; zeros past the last token."""
+        """Threads 0..63: a chunk's tiles by bulk copies, its values by 16 bytes; zeros past the last token.
+
+        Where one warpgroup computes, values come through registers a chunk ahead, and are measured on their way, which is work for
+        all that compute otherwise; where two do, these threads have no registers for it, nor is it missed.
+        """
         shared, thread = here.shared, here.thread
         row, part, step = self.own_part(thread)
         v_at = call.ptr.v + offset(here.hv, call.stride.v_h) + offset(here.tile % self.tiles, self.rows * 2) + part * 16
         v_at += self.tokens_at(call, here, call.stride.v_n, call.stride.v_t)
+        ahead = cute.make_rmem_tensor((4, CHUNK // step), Uint32)
+        if cutlass.const_expr(self.groups == 1):
+            self.load_values(call, here, v_at, here.first, ahead)
         for c in cutlass.range(here.first, here.last, 1, unroll=1):
             turn = c - here.first
             stage = turn % self.stages
@@ -160,31 +167,48 @@ class Scan:
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier_at(full), self.stage_bytes)
                 self.fetch_tiles(call, here, here.span.place + c, stage, full)
             values = shared + self.values + stage * (CHUNK * self.pitch) + part * 16
-            for at in cutlass.range(row, CHUNK, step, unroll=4):
-                token = c * CHUNK + at
-                wanted = (token < here.span.tokens) & (here.tile < self.tiles)
-                copy_part(values + at * self.pitch, v_at + offset(token, call.stride.v_t), wanted)
-            arrive_with_copies(full)
+            if cutlass.const_expr(self.groups == 1):
+                words = [[ahead[w, i] for w in range(4)] for i in range(CHUNK // step)]
+                for i in cutlass.range_constexpr(CHUNK // step):
+                    put_quad(values + (row + i * step) * self.pitch, words[i])
+                most = self.largest_of([word for four in words for word in four])
+                self.load_values(call, here, v_at, c + 1, ahead)
+                put_word(shared + self.largest + stage * 8 + thread // 32 * 4, most, thread % 32 == 0)
+                cute.arch.mbarrier_arrive(barrier_at(full))
+            else:
+                for at in cutlass.range(row, CHUNK, step, unroll=4):
+                    token = c * CHUNK + at
+                    copy_part(values + at * self.pitch, v_at + offset(token, call.stride.v_t), self.has_values(here, token))
+                arrive_with_copies(full)
+
+    def load_values(self, call, here, v_at, c, ahead):
+        row, _, step = self.own_part(here.thread)
+        for i in range(CHUNK // step):
+            token = c * CHUNK + row + i * step
+            for w, word in enumerate(load_words(v_at + offset(token, call.stride.v_t), self.has_values(here, token))):
+                ahead[w, i] = word
+
+    def has_values(self, here, token):
+        return (token < here.span.tokens) & (here.tile < self.tiles)
 
     def own_part(self, thread):
         """A moving thread's first token, its 16 bytes of each, and how many tokens further its next one is."""
         parts = self.rows // 8
-        return thread // parts, thread % parts, LOADERS // parts
+        return thread // parts, thread % parts, 64 // parts
 
     def fetch_tiles(self, call, here, place, stage, full):
         ptr, size, shared = call.ptr, call.size, here.shared
         mine = Int64(place) * Int64(size.HV) + Int64(here.hv)
         theirs = mine if self.channel else Int64(place) * Int64(size.H) + Int64(qk_head(here.hv, size.q_heads))
-        fetch(shared + self.keys + stage * IMAGE, ptr.keys + theirs * IMAGE, IMAGE, full)
+        images = {self.keys: ptr.keys, self.queries: ptr.queries} | ({self.writes: ptr.writes} if self.channel else {})
+        for target, source in images.items():
+            fetch(shared + target + stage * IMAGE, source + theirs * IMAGE, IMAGE, full)
         for which, square in enumerate((self.correct, self.attend)):
             for block in range(CHUNK // 16):
                 rows = CHUNK - 16 * block
                 source = ptr.pairs + mine * (2 * TRIANGLE) + which * TRIANGLE + triangle_block(block)
                 fetch(shared + square + stage * SQUARE + block * 2048 + 16 * block * 32, source, rows * 32, full)
         fetch(shared + self.columns + stage * COLUMNS, ptr.columns + mine * COLUMNS, COLUMNS, full)
-        fetch(shared + self.queries + stage * IMAGE, ptr.queries + theirs * IMAGE, IMAGE, full)
-        if self.channel:
-            fetch(shared + self.writes + stage * IMAGE, ptr.writes + theirs * IMAGE, IMAGE, full)
 
     def tokens_at(self, call, here, n_stride, t_stride):
         """Bytes from a token tensor's start to the sequence's first token."""
@@ -289,29 +313,40 @@ class Scan:
 
     @cute.jit
     def chunk(self, walker, right, here, turn, up):
-        """A chunk."""
-        following, was = self.next_turn(turn), up
+        """A chunk, from the product of its keys with the state on; what follows a wait is loaded in front of it."""
+        following = self.next_turn(turn)
         self.product(walker.seen, walker.state_half, "keys", right, turn, True)
         if cutlass.const_expr(not self.moves):
             self.product(walker.out, walker.state_half, "queries", right, turn, True)
+        values, seen_by = self.load_values_of(here, turn), self.columns_of(here, turn, "seen")
         warpgroup.wait_group(0 if self.moves else 1)
-        self.miss(walker, self.load_values_of(here, turn), self.columns_of(here, turn, "seen"), up)
+        self.miss(walker, values, seen_by, up)
         self.product(walker.seen, walker.half, "correct", right, turn, True)
         self.forget(walker, self.decay_of(here, turn))
+        scales = self.scales_of(here, turn)
         warpgroup.wait_group(0)
-        self.write(walker, right, here, self.scales_of(here, turn), turn)
+        self.write(walker, right, here, scales, turn)
+        if cutlass.const_expr(self.groups > 1):  # the other warpgroup keeps the tensor cores busy: the sooner the stage is free
+            self.finish(walker, here, turn, up)
         most = Float32(0)
         if following.chunk < here.last:
             self.arrive(here, following)
             most = self.largest_value(here, following)
-        warpgroup.wait_group(0 if self.moves else 1)
+        warpgroup.wait_group(0 if self.moves or self.groups > 1 else 1)
+        was = up
         up = self.fit(walker, most, up, following.chunk % MEASURE == 0)
         self.narrow(walker.state, walker.state_half)
-        if cutlass.const_expr(not self.moves):
-            warpgroup.wait_group(0)
-            self.put_out(here, turn, self.outputs_of(walker, self.columns_of(here, turn, "out"), was))
-        self.release(here, turn)
+        if cutlass.const_expr(self.groups == 1):
+            self.finish(walker, here, turn, was)
         return up, following
+
+    def finish(self, walker, here, turn, up):
+        """A chunk's outputs, and its stage is free."""
+        if not self.moves:
+            put_by = self.columns_of(here, turn, "out")
+            warpgroup.wait_group(0)
+            self.put_out(here, turn, self.outputs_of(walker, put_by, up))
+        self.release(here, turn)
 
     def scales_of(self, here, turn):
         """GDN: what u is scaled with for the state."""
@@ -369,12 +404,19 @@ class Scan:
         cute.arch.mbarrier_arrive(barrier_at(here.shared + self.empty + turn.stage * 8))
 
     def largest_value(self, here, turn):
-        """The largest magnitude of the warp's values of a chunk."""
-        words = [word & Uint32(0x7FFF7FFF) for word in self.load_values_of(here, turn)]
+        """The largest magnitude of a chunk's values, or of the warp's of them."""
+        if self.groups == 1:
+            pair = shared_pair(here.shared + self.largest + turn.stage * 8)
+            return cute.math.max(pair[0], pair[1])
+        return self.largest_of(self.load_values_of(here, turn)).bitcast(Float32)
+
+    def largest_of(self, words):
+        """The largest magnitude of a warp's values, as the bits of an fp32."""
+        words = [word & Uint32(0x7FFF7FFF) for word in words]
         while len(words) > 1:
             words = [larger_halves(a, b, self.dtype) for a, b in zip(words[::2], words[1::2], strict=True)]
         both = floats_of(words, self.dtype)
-        return largest(cute.math.max(both[0], both[1]).bitcast(Uint32)).bitcast(Float32)
+        return largest(cute.math.max(both[0], both[1]).bitcast(Uint32))
 
     @cute.jit
     def fit(self, walker, value, up, measured):
