@@ -60,6 +60,17 @@ def test_shipped_kernels_keep_to_their_registers(cache, some):
 
 
 @needs_compiler
+@pytest.mark.parametrize("some", [some for some in ALWAYS if some.kernel == "scan"], ids=str)
+def test_products_are_not_serialised(cache, some):
+    """ptxas fences every one of them by itself, without a word, where it lacks registers or cannot count what is under way."""
+    code = compile.inspected(compile.build(some, "sm_90a"), "-sass")
+    assert code is not None, "needs cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+    groups = 3 if dict(some.facts)["moves"] else 5
+    assert code.count("WARPGROUP.ARRIVE") == groups
+    assert code.count("HGMMA") > 5 * groups
+
+
+@needs_compiler
 def test_blackwell_compiles_too(cache):
     """All but prefill, whose tensor cores' instructions are Hopper's."""
     first = {some.kernel: some for some in reversed(dispatch.shipped()) if some.kernel not in PREFILL}

@@ -170,10 +170,11 @@ class Resources:
     shared: int
 
 
-def resources(file: Path) -> Resources | None:
-    """Reads a compiled kernel's machine code with cuobjdump; None where there is no cuobjdump (PyPI: nvidia-cuda-cuobjdump)."""
-    beside = (Path(place) / "nvidia" / "cu13" / "bin" for place in sys.path)
-    tool = shutil.which("cuobjdump", path=os.pathsep.join([os.environ.get("PATH", ""), *map(str, beside)]))
+def inspected(file: Path, option: str) -> str | None:
+    """What cuobjdump says of a compiled kernel; "-sass" wants nvdisasm as well (PyPI: nvidia-cuda-nvdisasm)."""
+    beside = [str(Path(place) / "nvidia" / "cu13" / "bin") for place in sys.path]
+    path = os.pathsep.join([os.environ.get("PATH", ""), *beside])
+    tool = shutil.which("cuobjdump", path=path)
     if tool is None:
         return None
     content = file.read_bytes()
@@ -181,7 +182,15 @@ def resources(file: Path) -> Resources | None:
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
         cubin.write(content[at:])
         cubin.flush()
-        text = subprocess.run([tool, "-res-usage", cubin.name], check=True, capture_output=True, text=True).stdout
+        command = [tool, option, cubin.name]
+        return subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, "PATH": path}).stdout
+
+
+def resources(file: Path) -> Resources | None:
+    """Reads a compiled kernel's machine code with cuobjdump; None where there is no cuobjdump (PyPI: nvidia-cuda-cuobjdump)."""
+    text = inspected(file, "-res-usage")
+    if text is None:
+        return None
     (found,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
     return Resources(*map(int, found))
 

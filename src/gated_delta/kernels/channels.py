@@ -42,7 +42,10 @@ class Channels:
     """Mixed into Prepare."""
 
     def stage_gates(self, call, here):
-        """Raw g into the place of its sums, as fp32; past the last token, that token's again."""
+        """Raw g into the place of its sums, as fp32; past the last token, that token's again.
+
+        And what log decays are at least: 0 past the last token, so that they are all 0 there.
+        """
         ptr, stride = call.ptr, call.stride
         width = 128 // self.g_dtype.width  # channels in a 16-byte access
         row, part = here.thread // (D // width), here.thread % (D // width)
@@ -50,6 +53,8 @@ class Channels:
         tokens = [row + first for first in range(0, CHUNK, 128 * width // D)]
         there = part < self.K // width
         raw = [load_words(g_at + offset(cutlass.min(token, here.tokens - 1), stride.g_t), there) for token in tokens]
+        least = choose(here.thread % CHUNK < here.tokens, Float32(LEAST_LOG_DECAY * LOG2_E), Float32(0))
+        put_word(self.gates_at(here, 0) + here.thread % CHUNK * 4, least.bitcast(Uint32))
         for token, words in zip(tokens, raw, strict=True):
             x = [y.bitcast(Uint32) for y in floats_of(words, self.g_dtype)]
             at = here.shared + self.sums + token * SUMS_ROW + part * (4 * width)
@@ -70,9 +75,9 @@ class Channels:
             starts.append(total)
             at = here.shared + self.sums + b * (BLOCK * SUMS_ROW) + channel * 4
             raw = [shared_word(at + t * SUMS_ROW).bitcast(Float32) for t in range(BLOCK)]  # before any of the sums replaces one
+            least = [x for first in (0, BLOCK // 2) for x in self.quad_of(self.gates_at(here, 0), b * BLOCK + first)]
             for t, g in enumerate(raw):
-                log = cute.math.max(self.binary_log_decay(g, parameters), Float32(LEAST_LOG_DECAY * LOG2_E))
-                total = total + choose(b * BLOCK + t < here.tokens, log, Float32(0))
+                total = total + cute.math.max(self.binary_log_decay(g, parameters), least[t])
                 put_word(at + t * SUMS_ROW, total.bitcast(Uint32))
                 if t == BLOCK // 2 - 1:
                     middles.append(total)

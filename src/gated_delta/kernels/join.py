@@ -1,7 +1,7 @@
 """Join: where sequences are walked in pieces, the state each piece starts from, once `scan` has found out what every piece does.
 
 Over a piece a state S becomes S M + B, both found by walking the piece, B from zeros and M from an identity; the first piece was
-walked from its own state, so that its B is where the second starts. A block holds 8 V rows of one head, a thread one channel.
+walked from its own state, so that its B is where the second starts. A block holds 8 V rows of one head, four threads one channel.
 """
 
 from typing import NamedTuple
@@ -14,6 +14,8 @@ from .chunks import Call, D, Pointers, Sizes, Strides, barrier_at, fetch, put_wo
 from .device import load_words, store_few
 
 ROWS = 8
+PARTS = 4  # threads that share a channel's sums
+OWN = ROWS // PARTS  # rows whose sums a thread keeps
 AT_ONCE = 16  # channels whose numbers are asked for together
 MATRIX = D * D * 4
 
@@ -23,6 +25,9 @@ class Here(NamedTuple):
     first_row: Int32
     shared: Int32
     thread: Int32
+    """Number of its channel."""
+    part: Int32
+    """Of the channels that it sums over, and of the rows whose sums it keeps."""
 
 
 class Join:
@@ -32,15 +37,16 @@ class Join:
 
     def __init__(self, V: int):
         self.blocks = V // ROWS  # of a head
-        # Two of the pieces' matrices, the rows of the state, transposed, and the matrices' barriers.
+        # Two of the pieces' matrices, the rows of the state, transposed, the parts' sums, and the matrices' barriers.
         self.rows = 2 * MATRIX
-        self.full = self.rows + D * ROWS * 4
+        self.sums = self.rows + D * ROWS * 4
+        self.full = self.sums + PARTS * ROWS * D * 4
         self.shared = self.full + 16
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
         self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=(self.blocks * size.HV * size.N, 1, 1), block=(D, 1, 1), smem=self.shared, stream=stream, use_pdl=True
+            grid=(self.blocks * size.HV * size.N, 1, 1), block=(PARTS * D, 1, 1), smem=self.shared, stream=stream, use_pdl=True
         )
 
     @cute.kernel
@@ -49,7 +55,7 @@ class Join:
         block, _, _ = cute.arch.block_idx()
         call = Call(ptr, scale, bound, stride, size)
         shared = (cute.arch.get_dyn_smem(Uint32, 128)).toint()
-        here = Here(Int64(block // self.blocks), block % self.blocks * ROWS, shared, thread)
+        here = Here(Int64(block // self.blocks), block % self.blocks * ROWS, shared, thread % D, thread // D)
         if thread == 0:
             for turn in cutlass.range_constexpr(2):
                 cute.arch.mbarrier_init(barrier_at(shared + self.full + turn * 8), 1)
@@ -61,32 +67,37 @@ class Join:
 
     @cute.jit
     def walk(self, call, here):
-        pieces = call.size.pieces
-        if here.thread == 0:
+        pieces, first = call.size.pieces, (here.thread == 0) & (here.part == 0)
+        if first:
             for piece in cutlass.range_constexpr(1, 3):
                 if piece < pieces - 1:
                     self.ask(call, here, piece)
-        state = [load_words(self.moves_at(call, here, 0, r), True, count=1)[0].bitcast(Float32) for r in range(ROWS)]
-        rows = cute.make_rmem_tensor((ROWS,), Float32)
-        for r in cutlass.range_constexpr(ROWS):
-            rows[r] = state[r]
+        rows = cute.make_rmem_tensor((OWN,), Float32)
+        self.load(call, here, 0, rows)
         self.store(call, here, 1, rows)
+        sums = cute.make_rmem_tensor((ROWS,), Float32)
         for piece in cutlass.range(1, pieces - 1, 1, unroll=1):
-            for r in cutlass.range_constexpr(ROWS):
-                put_word(here.shared + self.rows + (here.thread * ROWS + r) * 4, rows[r].bitcast(Uint32))
-            for r in cutlass.range_constexpr(ROWS):
-                rows[r] = load_words(self.moves_at(call, here, piece, r), True, count=1)[0].bitcast(Float32)
+            for r in cutlass.range_constexpr(OWN):
+                put_word(here.shared + self.rows + (here.thread * ROWS + here.part * OWN + r) * 4, rows[r].bitcast(Uint32))
+            self.load(call, here, piece, rows)
             turn = (piece - 1) % 2
             cute.arch.sync_threads()
             cute.arch.mbarrier_wait(barrier_at(here.shared + self.full + turn * 8), (piece - 1) // 2 % 2)
-            for j in cutlass.range(0, D, AT_ONCE, unroll=1):
-                self.add(here, turn, j, rows)
-            self.store(call, here, piece + 1, rows)
+            sums.fill(0.0)
+            for j in cutlass.range(0, D // PARTS, AT_ONCE, unroll=1):
+                self.add(here, turn, here.part * (D // PARTS) + j, sums)
+            for r in cutlass.range_constexpr(ROWS):
+                put_word(self.sums_at(here, here.part, r), sums[r].bitcast(Uint32))
             cute.arch.sync_threads()
-            if (here.thread == 0) & (piece + 2 < pieces - 1):
+            if first & (piece + 2 < pieces - 1):
                 self.ask(call, here, piece + 2)
+            for r in cutlass.range_constexpr(OWN):
+                parts = [shared_word(self.sums_at(here, part, here.part * OWN + r)).bitcast(Float32) for part in range(PARTS)]
+                for x in parts:
+                    rows[r] = rows[r] + x
+            self.store(call, here, piece + 1, rows)
 
-    def add(self, here, turn, j, rows):
+    def add(self, here, turn, j, sums):
         """Some channels of every row times the matrix's rows."""
         at = here.shared + turn * MATRIX + (j * D + here.thread) * 4
         xs = [shared_word(at + i * (D * 4)).bitcast(Float32) for i in range(AT_ONCE)]
@@ -94,7 +105,10 @@ class Join:
         by = [[shared_quad(at + i * (ROWS * 4) + first) for first in (0, 16)] for i in range(AT_ONCE)]
         for i, x in enumerate(xs):
             for r in range(ROWS):
-                rows[r] = cute.math.fma(by[i][r // 4][r % 4].bitcast(Float32), x, rows[r])
+                sums[r] = cute.math.fma(by[i][r // 4][r % 4].bitcast(Float32), x, sums[r])
+
+    def sums_at(self, here, part, r):
+        return here.shared + self.sums + ((part * ROWS + r) * D + here.thread) * 4
 
     def ask(self, call, here, piece):
         """Start bringing a piece's matrix."""
@@ -104,11 +118,17 @@ class Join:
         number = here.head * Int64(call.size.pieces) + Int64(piece)
         fetch(here.shared + turn * MATRIX, call.ptr.moves + number * (2 * MATRIX) + MATRIX, MATRIX, full)
 
-    def moves_at(self, call, here, piece, r):
-        number = here.head * Int64(call.size.pieces) + Int64(piece)
-        return call.ptr.moves + number * (2 * MATRIX) + (here.first_row + r) * (D * 4) + here.thread * 4
+    def load(self, call, here, piece, rows):
+        """The thread's rows of what a piece makes of no state at all."""
+        at = call.ptr.moves + (here.head * Int64(call.size.pieces) + Int64(piece)) * (2 * MATRIX) + self.own_at(here)
+        found = [load_words(at + r * (D * 4), True, count=1)[0].bitcast(Float32) for r in range(OWN)]
+        for r in range(OWN):
+            rows[r] = found[r]
 
     def store(self, call, here, piece, rows):
-        at = call.ptr.starts + (here.head * Int64(call.size.pieces) + Int64(piece)) * MATRIX
-        for r in range(ROWS):
-            store_few(at + (here.first_row + r) * (D * 4) + here.thread * 4, [rows[r].bitcast(Uint32)], True)
+        at = call.ptr.starts + (here.head * Int64(call.size.pieces) + Int64(piece)) * MATRIX + self.own_at(here)
+        for r in range(OWN):
+            store_few(at + r * (D * 4), [rows[r].bitcast(Uint32)], True)
+
+    def own_at(self, here):
+        return (here.first_row + here.part * OWN) * (D * 4) + here.thread * 4
