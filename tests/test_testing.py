@@ -8,7 +8,8 @@ import torch
 from gated_delta import reference
 from gated_delta.testing import cases, check, quick_cases, run_case
 from gated_delta.testing.cases import AXES, DIMS, FAMILIES, GATES, HEADS, KEYS, LAYOUTS, OPS
-from gated_delta.testing.compare import rounding_unit
+from gated_delta.testing.compare import Error, error, rounding_unit, smallest_head
+from gated_delta.testing.oracle import Expected
 
 FACTORS = ("axis", "D", "heads", "gate", "family", "keys", "state_dtype", "layout", "dtype", "g_dtype", "qk_l2norm", "beta_logits")
 
@@ -217,3 +218,17 @@ def test_a_reflection_that_is_off_by_a_twentieth_fails(monkeypatch):
     judge_as("cute", monkeypatch)
     broken(monkeypatch, "prefill", lambda run, tokens, **states: run(tokens._replace(v=tokens.v * 1.05), **states))
     assert fails("prefill", "cute", keys="collinear", beta_logits=False)
+
+
+def test_a_head_that_gates_wiped_out_is_judged_beside_the_others():
+    """Where operands are fp16: an error of 2**-24 beside a head of size 1 passes, one of 2**-20 does not."""
+    truth = torch.ones(1, 2, 4, 8, dtype=torch.float64)
+    truth[:, 1] *= 2**-40
+    expected = Expected(truth, torch.ones(1, dtype=torch.bool))
+    unit = rounding_unit("prefill", torch.float32, "cute")
+    for size, passes in ((2**-24, True), (2**-20, False)):
+        wrong = truth.clone()
+        wrong[:, 1] += size
+        for backend in ("cute", "reference"):
+            found = error(wrong, expected, 1, smallest_head("prefill", backend))
+            assert (found.share(Error(0.0, 0.0), unit) <= 1) == (passes and backend == "cute")

@@ -342,9 +342,9 @@ class Scan:
 
     def finish(self, walker, here, turn, up):
         """A chunk's outputs, and its stage is free."""
+        put_by = None if self.moves else self.columns_of(here, turn, "out")
+        warpgroup.wait_group(0)
         if not self.moves:
-            put_by = self.columns_of(here, turn, "out")
-            warpgroup.wait_group(0)
             self.put_out(here, turn, self.outputs_of(walker, put_by, up))
         self.release(here, turn)
 

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import api
 from ..problem import KVBuffer
 from .cases import Case
-from .compare import Error, error, rounding_unit, untouched
+from .compare import Error, error, rounding_unit, smallest_head, untouched
 from .inputs import Call, make
 from .oracle import expected
 
@@ -110,7 +110,8 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
         head_dim = _HEAD_DIM[name] + (1 if name == "state" and x.ndim == 5 else 0)
         unit = rounding_unit(case.op, x.dtype, ran, keys)
         baseline = plain[name]._replace(value=plain[name].value.to(x.dtype))
-        found, allowed = error(x, want, head_dim), error(baseline.value, want, head_dim)
+        least = smallest_head(case.op, ran)
+        found, allowed = (error(value, want, head_dim, least) for value in (x, baseline.value))
         errors[name] = (found, allowed, unit)
         if not found.share(allowed, unit) <= 1:  # NaN fails
             failures.append(f"{name}: error {found}, plain implementation {allowed}, unit {unit:.1e}")
