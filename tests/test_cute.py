@@ -481,7 +481,7 @@ def test_a_transformers_model_decodes_on_the_kernel():
         ours = demo.generate(model, "The for statement is used to", 60)
         ran = {row.backend for row in patched.report() if "recurrent" in row.function}
     assert ran == {"cute"}
-    assert ours.text == plain.text
+    assert demo.compare(ours, plain)[1] <= demo.LOGITS[torch.bfloat16]
 
 
 def test_indices_are_looked_at_when_asked(monkeypatch):

@@ -127,7 +127,7 @@ def spread(x, *, dim, by):
 RUNNABLE = [case for case in cases("prefill") if not case.reference_only and not dispatch._missing_for_prefill(case.problem)]
 
 
-@pytest.mark.parametrize(("pieces", "case"), zip(itertools.cycle((1, "wide", 4)), RUNNABLE[::3], strict=False), ids=str)
+@pytest.mark.parametrize(("pieces", "case"), list(zip(itertools.cycle((1, "wide", 4)), RUNNABLE[::3], strict=False)), ids=str)
 def test_the_case_list_passes(case, pieces, monkeypatch):
     cut_in(pieces, monkeypatch)
     result = run_case(case, "cute", "cuda")
