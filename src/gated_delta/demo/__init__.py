@@ -27,8 +27,10 @@ TOLERANCE = {"reference": {torch.float32: 1e-5, torch.bfloat16: 4e-3}, "cute": {
 
 
 LOGITS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
-"""By how much of their norm logits may differ with and without gated_delta, by the model's dtype: bf16 for fp32 moves them by 3e-3, and
-may turn a byte where two are as good."""
+"""By how much of their norm logits may differ with and without gated_delta, by the model's dtype.
+
+bf16 in place of fp32 moves them by 3e-3, and may turn a byte where two are nearly as good.
+"""
 
 
 class Generation(NamedTuple):
@@ -106,18 +108,15 @@ def show(prompt: str, length: int, backend: str, device: torch.device, console: 
     common, error = compare(ours, plain)
     same = error <= LOGITS[model.dtype]  # NaN is not
     console.print()
+    apart = f"logits {error:.1e} of their norm apart"
     if not same:
-        console.print(
-            f"[red]logits are {error:.1e} of their norm apart from unpatched transformers', and the texts after {common} bytes:[/]"
-        )
+        console.print(f"[red]patched and unpatched transformers DIFFER, {apart}, {common} bytes the same; unpatched:[/]")
     elif common == len(plain.made):
-        console.print(f"patched and unpatched transformers give the same text, logits {error:.1e} of their norm apart")
+        console.print(f"patched and unpatched transformers give the same text, {apart}")
     else:
         best, second = plain.logits[common].topk(2).values.tolist()
-        console.print(
-            f"patched and unpatched transformers give the same {common} bytes, logits {error:.1e} of their norm apart, then different "
-            f"ones of two that are nearly as good, {best:.3f} and {second:.3f}; unpatched gives:"
-        )
+        console.print(f"patched and unpatched transformers give the same {common} bytes, {apart};")
+        console.print(f"then each another of two that are nearly as good, {best:.3f} and {second:.3f}; unpatched:")
     if common < len(plain.made):
         console.print(plain.text, highlight=False, markup=False)
     speed = Table("", "prefill tokens/s", "decode tokens/s")
