@@ -967,10 +967,10 @@ def test_few_long_prompts_are_cut_and_others_are_not():
         if cut.pieces > 1:
             assert cut.pieces * 2 * HV * N <= dispatch.BLOCKS
             assert cut.pieces * dispatch.LEAST_PIECE <= T
-            assert cut.pieces >= 4 or T >= dispatch.FEW_PIECES_LEAST
+            assert cut.pieces >= 4 or (cut.pieces == 3 and T >= dispatch.THREE_PIECES_LEAST)
         assert cut.rows == (128 if 2 * HV * N > dispatch.BLOCKS else 64)
-        if cut.pieces == 1 and 2 * 2 * HV * N <= dispatch.BLOCKS:
-            assert T < dispatch.FEW_PIECES_LEAST  # room for two, and tokens for them
+        if cut.pieces == 1 and 2 * 3 * HV * N <= dispatch.BLOCKS:
+            assert T < dispatch.THREE_PIECES_LEAST  # room for three, and tokens for them
     assert cuts > {1, 4, 16}
     assert dispatch.cut_of(prompt_problem(), 0, 0) == dispatch.Cut(1)
 

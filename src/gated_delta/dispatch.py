@@ -97,8 +97,8 @@ FLUSH: dict[str, Table] = {
 
 BLOCKS = 132
 """Blocks of the scan that an H200 walks at once; where a prefill has fewer, its sequences are cut in pieces."""
-LEAST_PIECE, FEW_PIECES_LEAST = 512, 8192
-"""Tokens that a piece has at least; and a sequence that is cut in two or three only, which saves little."""
+LEAST_PIECE, THREE_PIECES_LEAST = 512, 8192
+"""Tokens that a piece has at least; and a sequence that is cut in three, which saves little. Two cost more than they save."""
 
 
 def _single(problem: Problem) -> bool:
@@ -145,9 +145,9 @@ def cut_of(problem: Problem, sequences: int, tokens: int) -> Cut:
         return Cut(1, 128)
     blocks = problem.V // 64 * heads
     pieces = min(BLOCKS // blocks, tokens // max(sequences, 1) // LEAST_PIECE) if blocks else 1
-    if pieces < 4 and tokens < FEW_PIECES_LEAST * sequences:
+    if pieces < 3 or (pieces == 3 and tokens < THREE_PIECES_LEAST * sequences):
         return Cut(1)
-    return Cut(max(pieces, 1))
+    return Cut(pieces)
 
 
 def variant_of(problem: Problem, schedule: Schedule) -> compile.Variant:

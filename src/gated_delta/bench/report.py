@@ -340,14 +340,16 @@ def plot_outcomes(outcomes: Sequence[Outcome], title: str, file: Path) -> None:
     columns = min(4, len(series))
     rows = -(-len(series) // columns)
     figure, axes = plt.subplots(rows, columns, figsize=(4 * columns, 3 * rows + 0.8), squeeze=False, layout="constrained")
-    names = [name for name in rivals_of(outcomes) if not name.endswith(RAW)]
+    names = rivals_of(outcomes)
+    colors = {peer: f"C{i + 1}" for i, peer in enumerate(dict.fromkeys(name.removesuffix(RAW) for name in names))}
     for name, axis in zip(series, axes.flat, strict=False):
         mine = [o for o in outcomes if o.cell.series == name]
         places = range(len(mine))
         axis.plot(places, [o.us for o in mine], "o-", color="#2f6db0", markersize=4, label="gated_delta")
-        for i, peer in enumerate(names):
+        for peer in names:
             times = [rival.us if (rival := o.rivals.get(peer)) and rival.us is not None else math.nan for o in mine]
-            axis.plot(places, times, "s--", color=f"C{i + 1}", markersize=3, linewidth=1, label=peer)
+            style = "^-." if peer.endswith(RAW) else "s--"
+            axis.plot(places, times, style, color=colors[peer.removesuffix(RAW)], markersize=3, linewidth=1, label=peer)
         axis.plot(places, [o.floor_us for o in mine], "k:", label=mine[0].cell.floor)
         axis.set_xticks(places, [o.cell.place for o in mine], fontsize=7, rotation=90)
         axis.set_yscale("log")
