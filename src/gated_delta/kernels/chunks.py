@@ -56,6 +56,12 @@ def span_of(call, n):
     return Span(n, start, end - start, place_of(call, n, start))
 
 
+def token_at(call, span, token, n_stride, t_stride):
+    """Bytes from a token tensor's start to a token of a sequence."""
+    dense = Int32(select_(call.size.cu_seqlens_kind == 0, span.n, 0))
+    return offset(dense, n_stride) + offset(span.start + token, t_stride)
+
+
 # ------------------------------------------------------------------------------------------------ tiles
 
 
@@ -71,8 +77,13 @@ def triangle_at(row, part):
 
 
 def triangle_block(block):
-    """Where 16 columns of a triangle begin, with row 16 * block: 64 rows, 48, 32, 16."""
+    """Where 16 columns of a triangle begin, with row 16 * block: they have 64, 48, 32, 16 rows."""
     return block * (2048 - 256 * (block - 1))
+
+
+def square_block(block):
+    """Where they begin among 16 columns of 64 rows each."""
+    return block * (CHUNK * 32) + 16 * block * 32
 
 
 def tile_tensor(address, columns, stages):
@@ -81,7 +92,7 @@ def tile_tensor(address, columns, stages):
 
 
 def square_tensor(address, stages, apart):
-    """Triangles in shared memory with zeros above them (`square_at`), so many bytes apart, for the tensor cores."""
+    """Triangles in shared memory (`square_block`) with zeros above them, so many bytes apart, for the tensor cores."""
     return _for_tensor_cores(address, warpgroup.SmemLayoutAtomKind.K_SW32, CHUNK, stages, apart // 2)
 
 

@@ -38,6 +38,7 @@ from .chunks import (
     shared_word,
     span_of,
     store_transposed,
+    token_at,
     triangle_at,
 )
 from .device import (
@@ -231,8 +232,7 @@ class Prepare(Channels):
 
     def token_at(self, call, here, token, n_stride, t_stride):
         """Bytes from a token tensor's start to a token of the chunk."""
-        dense = Int32(select_(call.size.cu_seqlens_kind == 0, here.span.n, 0))
-        return offset(dense, n_stride) + offset(here.span.start + here.chunk * CHUNK + token, t_stride)
+        return token_at(call, here.span, here.chunk * CHUNK + token, n_stride, t_stride)
 
     def load_tokens(self, call, here):
         """The warp's q and k as operands, fp16 unit vectors; for other warps in shared memory, for the scan in global memory.

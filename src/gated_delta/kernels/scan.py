@@ -39,9 +39,11 @@ from .chunks import (
     shared_quad,
     shared_word,
     span_of,
+    square_block,
     square_tensor,
     store_transposed,
     tile_tensor,
+    token_at,
     triangle_block,
 )
 from .device import choose, floats_of, load_flag, load_index, load_words, offset, qk_head, store_few, store_words, words_of
@@ -50,7 +52,7 @@ from .rows import DTYPES
 ROWS = 64  # V rows of a warpgroup
 LOADERS, STORERS = 64, 64  # threads that bring values, and take outputs away
 FEW, MANY = 24, 240  # registers of a thread that moves, and of one that computes, where two warpgroups compute
-SQUARE = CHUNK * CHUNK * 2  # bytes of a triangle with its zeros
+SQUARE = CHUNK * CHUNK * 2  # bytes of a triangle and the zeros above it
 MEASURE = 4  # chunks from one look at the state's size to the next
 HIGH, LOW = 2.0**4, 2.0**-4  # the scaled state and values are kept between: docs/kernels/prefill.md, "Range"
 
@@ -67,17 +69,15 @@ class Scan:
         self.all_tiles = self.tiles + (D // rows if moves else 0)
         self.channel, self.moves = axis == "channel", moves
         self.dtype, self.state_dtype = DTYPES[dtype], DTYPES[state_dtype]
-        images = dict.fromkeys(("keys", "queries", *(("writes",) if self.channel else ())), IMAGE) | {
-            "correct": SQUARE,
-            "attend": SQUARE,
-        }
-        self.stage_bytes = sum(images.values()) - 2 * (SQUARE - TRIANGLE) + COLUMNS
+        images = dict.fromkeys(("keys", "queries", "writes") if self.channel else ("keys", "queries"), IMAGE)
+        squares = dict.fromkeys(("correct", "attend"), SQUARE)
+        self.stage_bytes = sum(images.values()) + 2 * TRIANGLE + COLUMNS
         # A token's values, later its outputs; the space behind makes 8 tokens' parts start in different banks.
         self.pitch = rows * 2 + 16
         self.stages = 2 if self.channel and self.groups > 1 else 3
         barriers = dict.fromkeys(("full", "empty", "stored"), 8)
         at = 0
-        for name, size in (images | {"values": CHUNK * self.pitch, "columns": COLUMNS, "largest": 8} | barriers).items():
+        for name, size in (images | squares | {"values": CHUNK * self.pitch, "columns": COLUMNS, "largest": 8} | barriers).items():
             setattr(self, name, at)
             at += self.stages * size
         self.shared = at
@@ -109,7 +109,7 @@ class Scan:
                 cute.arch.mbarrier_init(barrier_at(shared + self.empty + stage * 8), self.readers)
                 cute.arch.mbarrier_init(barrier_at(shared + self.stored + stage * 8), 128 * self.groups)
             cute.arch.mbarrier_init_fence()
-        # Above triangles' diagonal blocks, where nothing is ever brought.
+        # Nothing is ever brought to where triangles have no blocks.
         for at in cutlass.range(thread * 16, 2 * self.stages * SQUARE, (128 + 128 * self.groups) * 16, unroll=1):
             put_quad(shared + self.correct + at, [Uint32(0)] * 4)
         cute.arch.fence_proxy("async.shared", space="cta")
@@ -154,7 +154,7 @@ class Scan:
         shared, thread = here.shared, here.thread
         row, part, step = self.own_part(thread)
         v_at = call.ptr.v + offset(here.hv, call.stride.v_h) + offset(here.tile % self.tiles, self.rows * 2) + part * 16
-        v_at += self.tokens_at(call, here, call.stride.v_n, call.stride.v_t)
+        v_at += token_at(call, here.span, Int32(0), call.stride.v_n, call.stride.v_t)
         ahead = cute.make_rmem_tensor((4, CHUNK // step), Uint32)
         if cutlass.const_expr(self.groups == 1):
             self.load_values(call, here, v_at, here.first, ahead)
@@ -205,15 +205,9 @@ class Scan:
             fetch(shared + target + stage * IMAGE, source + theirs * IMAGE, IMAGE, full)
         for which, square in enumerate((self.correct, self.attend)):
             for block in range(CHUNK // 16):
-                rows = CHUNK - 16 * block
                 source = ptr.pairs + mine * (2 * TRIANGLE) + which * TRIANGLE + triangle_block(block)
-                fetch(shared + square + stage * SQUARE + block * 2048 + 16 * block * 32, source, rows * 32, full)
+                fetch(shared + square + stage * SQUARE + square_block(block), source, (CHUNK - 16 * block) * 32, full)
         fetch(shared + self.columns + stage * COLUMNS, ptr.columns + mine * COLUMNS, COLUMNS, full)
-
-    def tokens_at(self, call, here, n_stride, t_stride):
-        """Bytes from a token tensor's start to the sequence's first token."""
-        dense = Int32(select_(call.size.cu_seqlens_kind == 0, here.span.n, 0))
-        return offset(dense, n_stride) + offset(here.span.start, t_stride)
 
     @cute.jit
     def take_away(self, call, here):
@@ -221,7 +215,7 @@ class Scan:
         stride, size, shared = call.stride, call.size, here.shared
         row, part, step = self.own_part(here.thread)
         o_at = call.ptr.o + offset(here.hv, stride.o_h) + offset(here.tile, self.rows * 2) + part * 16
-        o_at += self.tokens_at(call, here, stride.o_n, stride.o_t)
+        o_at += token_at(call, here.span, Int32(0), stride.o_n, stride.o_t)
         for c in cutlass.range(here.first, here.last, 1, unroll=1):
             turn = c - here.first
             stage = turn % self.stages
