@@ -90,9 +90,9 @@ class Prepare(Channels):
         self.dtype, self.g_dtype = DTYPES[dtype], DTYPES[g_dtype]
         self.gate, self.qk_l2norm = gate, qk_l2norm
         # "system": the triangular system but its diagonal blocks, which are "diagonals". "inverses": of those, transposed, rows of
-        # 16 numbers, then those scaled. "gates": of four heads (KDA: one), sums of log decays, beta |k|**2, beta |k|. "sizes": of
-        # q and k. "keys": a chunk's keys as right operands, each lane's words together. "made": the system's inverse, then what
-        # queries attend to, on their way to global memory, and a second place for the same.
+        # 16 numbers, then those scaled. "gates": of four heads, sums of log decays (KDA, of one: what each is at least),
+        # beta |k|**2, beta |k|. "sizes": of q and k. "keys": a chunk's keys as right operands, each lane's words together. "made":
+        # the system's inverse, then what queries attend to, on their way to global memory, and a second place for the same.
         system = {"system": CHUNK * SYSTEM_ROW, "diagonals": 4 * BLOCK * DIAGONAL_ROW, "keys": IMAGE, "inverses": 4 * BLOCK * 64}
         if self.channel:
             # What is done with makes room: vectors for the system, keys for its inverse.
