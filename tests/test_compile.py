@@ -17,11 +17,8 @@ needs_compiler = pytest.mark.skipif(
 SPILLS = {
     # K=96 leaves lanes without channels: their predicates cost two registers too many, once a call.
     "K=96": 8,
-    # A whole tile of the state, two sums and three operands in 255 registers; what is spilled is read once a chunk.
-    "moves=False": 24,
     # 168 registers, for three blocks a multiprocessor, which pay for more than these accesses cost.
-    "prepare axis=head": 8,
-    "prepare axis=channel": 56,
+    "prepare": 8,
 }
 PREFILL = ("prepare", "scan", "join")
 
@@ -205,3 +202,19 @@ def test_host_and_kernel_agree_on_the_arguments():
                 assert taken._fields == getattr(arguments, taken.__name__)._fields
                 assert taken.__name__.startswith(operation)
     assert device.L2NORM_EPS == reference.L2NORM_EPS
+
+
+@needs_compiler
+def test_triangles_are_squares_without_what_is_above_their_blocks():
+    """Part by part of 16 bytes: each has a place of its own, and lies in the square where the tensor cores look for it."""
+    from gated_delta.kernels.arguments import CHUNK, TRIANGLE
+    from gated_delta.kernels.chunks import square_block, triangle_at, triangle_block
+
+    taken = set()
+    for row in range(CHUNK):
+        for part in range(2 * (row // 16 + 1)):
+            at, block = triangle_at(row, part), part // 2
+            taken.add(at)
+            linear = block * CHUNK * 32 + row * 32 + part % 2 * 16  # 16 columns behind the other, rows of 32 bytes,
+            assert square_block(block) + at - triangle_block(block) == linear ^ (linear >> 3 & 16)  # swizzled
+    assert taken == set(range(0, TRIANGLE, 16))
