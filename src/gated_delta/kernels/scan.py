@@ -425,8 +425,7 @@ class Scan:
             wanted = up * Uint32((254 - exponent) << 23).bitcast(Float32)
             wanted = cute.math.max(cute.math.min(wanted, Float32(2.0**120)), Float32(2.0**-120))
             by = wanted * inverse(up)
-            for i in cutlass.range_constexpr(cute.size(walker.state)):
-                walker.state[i] = walker.state[i] * by
+            self.multiply(walker.state, by)
             up = wanted
         return up
 
@@ -442,8 +441,11 @@ class Scan:
         if self.channel:
             self.scale(walker.state, [shared_pair(decay + 32 * j) for j in range(D // 8)])
         else:
-            for i in range(cute.size(walker.state)):
-                walker.state[i] = walker.state[i] * decay
+            self.multiply(walker.state, decay)
+
+    def multiply(self, sums, by):
+        for i in range(cute.size(sums)):
+            sums[i] = sums[i] * by
 
     def load_values_of(self, here, turn):
         """The chunk's values in the order of `sums`, as words."""
