@@ -180,7 +180,7 @@ def test_demo_compares_logits_as_far_as_the_bytes_are_the_same(monkeypatch):
     close[1, 9], close[2] = 1.001, 7.0
     off[0] *= 1.1
     plain, turned, wrong, nothing = (
-        demo.Generation(bytes(x.argmax(-1).tolist()), x, 1.0, 1.0) for x in (logits, close * 1.0, off, logits * math.nan)
+        demo.Generation(bytes(x.argmax(-1).tolist()), x, 1.0, 1.0) for x in (logits, close, off, logits * math.nan)
     )
     assert demo.compare(plain, plain) == (3, 0.0)
     assert demo.compare(turned, plain)[0] == 1

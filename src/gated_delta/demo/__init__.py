@@ -25,7 +25,6 @@ DRAFT = 4
 TOLERANCE = {"reference": {torch.float32: 1e-5, torch.bfloat16: 4e-3}, "cute": {torch.float32: 1e-3, torch.bfloat16: 4e-3}}
 """By how much of its norm a result may differ from float64, by who made the first states: cute's prefill has fp16 operands."""
 
-
 LOGITS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
 """By how much of their norm logits may differ with and without gated_delta, by the model's dtype.
 
@@ -68,17 +67,18 @@ def generate(model: Any, prompt: str, length: int) -> Generation:
     ids = torch.tensor([list(prompt.encode())], device=model.device)
     start = time.perf_counter()
     out = model(input_ids=ids, use_cache=True)
-    logits = [out.logits[0, -1]]
-    made = [int(logits[-1].argmax())]
+    logits = [out.logits[:, -1:]]
+    token = logits[-1].argmax(-1)
+    made = [int(token)]
     prefilled = time.perf_counter()
     for _ in range(length - 1):
-        token = torch.tensor([made[-1:]], device=model.device)
         out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
-        logits.append(out.logits[0, -1])
-        made.append(int(logits[-1].argmax()))
+        logits.append(out.logits[:, -1:])
+        token = logits[-1].argmax(-1)
+        made.append(int(token))
     done = time.perf_counter()
     decode = (length - 1) / (done - prefilled) if length > 1 else math.nan
-    return Generation(bytes(made), torch.stack(logits).float(), ids.shape[1] / (prefilled - start), decode)
+    return Generation(bytes(made), torch.cat(logits, 1)[0].float(), ids.shape[1] / (prefilled - start), decode)
 
 
 def compare(ours: Generation, plain: Generation) -> tuple[int, float]:

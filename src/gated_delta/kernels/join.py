@@ -115,18 +115,22 @@ class Join:
         turn = (piece - 1) % 2
         full = here.shared + self.full + turn * 8
         cute.arch.mbarrier_arrive_and_expect_tx(barrier_at(full), MATRIX)
-        number = here.head * Int64(call.size.pieces) + Int64(piece)
+        number = self.number(call, here, piece)
         fetch(here.shared + turn * MATRIX, call.ptr.moves + number * (2 * MATRIX) + MATRIX, MATRIX, full)
+
+    def number(self, call, here, piece):
+        """Of a piece of the head among those of all heads."""
+        return here.head * Int64(call.size.pieces) + Int64(piece)
 
     def load(self, call, here, piece, rows):
         """The thread's rows of what a piece makes of no state at all."""
-        at = call.ptr.moves + (here.head * Int64(call.size.pieces) + Int64(piece)) * (2 * MATRIX) + self.own_at(here)
+        at = call.ptr.moves + self.number(call, here, piece) * (2 * MATRIX) + self.own_at(here)
         found = [load_words(at + r * (D * 4), True, count=1)[0].bitcast(Float32) for r in range(OWN)]
         for r in range(OWN):
             rows[r] = found[r]
 
     def store(self, call, here, piece, rows):
-        at = call.ptr.starts + (here.head * Int64(call.size.pieces) + Int64(piece)) * MATRIX + self.own_at(here)
+        at = call.ptr.starts + self.number(call, here, piece) * MATRIX + self.own_at(here)
         for r in range(OWN):
             store_few(at + r * (D * 4), [rows[r].bitcast(Uint32)], True)
 

@@ -50,7 +50,7 @@ from .device import choose, floats_of, load_flag, load_index, load_words, offset
 from .rows import DTYPES
 
 ROWS = 64  # V rows of a warpgroup
-LOADERS, STORERS = 64, 64  # threads that bring values, and take outputs away
+LOADERS = STORERS = 64  # threads that bring values, and take outputs away
 FEW, MANY = 24, 240  # registers of a thread that moves, and of one that computes, where two warpgroups compute
 SQUARE = CHUNK * CHUNK * 2  # bytes of a triangle and the zeros above it
 MEASURE = 4  # chunks from one look at the state's size to the next
@@ -81,6 +81,7 @@ class Scan:
             setattr(self, name, at)
             at += self.stages * size
         self.shared = at
+        self.threads = 128 + 128 * self.groups
         self.readers = 128 * self.groups + (0 if moves else STORERS)
 
     @cute.jit
@@ -88,7 +89,7 @@ class Scan:
         tiles = self.all_tiles
         self.kernel(ptr, scale, bound, stride, size).launch(
             grid=(tiles * size.HV * size.N * size.pieces, 1, 1),
-            block=(128 + 128 * self.groups, 1, 1),
+            block=(self.threads, 1, 1),
             smem=self.shared,
             stream=stream,
             use_pdl=True,
@@ -110,7 +111,7 @@ class Scan:
                 cute.arch.mbarrier_init(barrier_at(shared + self.stored + stage * 8), 128 * self.groups)
             cute.arch.mbarrier_init_fence()
         # Nothing is ever brought to where triangles have no blocks.
-        for at in cutlass.range(thread * 16, 2 * self.stages * SQUARE, (128 + 128 * self.groups) * 16, unroll=1):
+        for at in cutlass.range(thread * 16, 2 * self.stages * SQUARE, self.threads * 16, unroll=1):
             put_quad(shared + self.correct + at, [Uint32(0)] * 4)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.griddepcontrol_wait()
@@ -194,7 +195,7 @@ class Scan:
     def own_part(self, thread):
         """A moving thread's first token, its 16 bytes of each, and how many tokens further its next one is."""
         parts = self.rows // 8
-        return thread // parts, thread % parts, 64 // parts
+        return thread // parts, thread % parts, LOADERS // parts
 
     def fetch_tiles(self, call, here, place, stage, full):
         ptr, size, shared = call.ptr, call.size, here.shared
@@ -308,7 +309,7 @@ class Scan:
     @cute.jit
     def chunk(self, walker, right, here, turn, up):
         """A chunk, from the product of its keys with the state on; what follows a wait is loaded in front of it."""
-        following = self.next_turn(turn)
+        following, was = self.next_turn(turn), up
         self.product(walker.seen, walker.state_half, "keys", right, turn, True)
         if cutlass.const_expr(not self.moves):
             self.product(walker.out, walker.state_half, "queries", right, turn, True)
@@ -321,13 +322,12 @@ class Scan:
         warpgroup.wait_group(0)
         self.write(walker, right, here, scales, turn)
         if cutlass.const_expr(self.groups > 1):  # the other warpgroup keeps the tensor cores busy: the sooner the stage is free
-            self.finish(walker, here, turn, up)
+            self.finish(walker, here, turn, was)
         most = Float32(0)
         if following.chunk < here.last:
             self.arrive(here, following)
             most = self.largest_value(here, following)
         warpgroup.wait_group(0 if self.moves or self.groups > 1 else 1)
-        was = up
         up = self.fit(walker, most, up, following.chunk % MEASURE == 0)
         self.narrow(walker.state, walker.state_half)
         if cutlass.const_expr(self.groups == 1):
