@@ -372,6 +372,7 @@ class PrefillLaunch(Launch):
                 cu_seqlens_kind=_index_kind(cu_seqlens),
                 reads_kind=_index_kind(state_indices),
                 pieces=route.schedule.pieces,
+                blocks=dispatch.BLOCKS,
             )
         )
 
@@ -424,6 +425,7 @@ def _workspace(axis: str, N: int, H: int, HV: int, places: int, pieces: int, pac
         places * HV * 2 * TRIANGLE,  # pairs
         places * HV * COLUMNS,  # columns
         N * 4 if packed else 0,  # order
+        4,  # queue
         2 * states if cut else 0,  # moves
         states if cut else 0,  # starts
     )

@@ -285,6 +285,7 @@ class PrefillPointers(NamedTuple):
     pairs: int
     columns: int
     order: int
+    queue: int
     moves: int
     starts: int
 
@@ -344,3 +345,5 @@ class PrefillSizes(NamedTuple):
     reads_kind: int
     pieces: int
     """Parts that each sequence is cut in."""
+    blocks: int
+    """Of the scan at most, where they take one head after another."""

@@ -12,7 +12,20 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK, COLUMNS, IMAGE
-from .chunks import D, halves_of, inverse_root, multiply_halves, part_at, power, put_quad, put_word, shared_quad, shared_word
+from .chunks import (
+    D,
+    halves_of,
+    inverse_root,
+    larger,
+    multiply_halves,
+    part_at,
+    power,
+    put_quad,
+    put_word,
+    reciprocal,
+    shared_quad,
+    shared_word,
+)
 from .device import (
     choose,
     floats_of,
@@ -77,7 +90,7 @@ class Channels:
             raw = [shared_word(at + t * SUMS_ROW).bitcast(Float32) for t in range(BLOCK)]  # before any of the sums replaces one
             least = [x for first in (0, BLOCK // 2) for x in self.quad_of(self.gates_at(here, 0), b * BLOCK + first)]
             for t, g in enumerate(raw):
-                total = total + cute.math.max(self.binary_log_decay(g, parameters), least[t])
+                total = total + larger(self.binary_log_decay(g, parameters), least[t])
                 put_word(at + t * SUMS_ROW, total.bitcast(Uint32))
                 if t == BLOCK // 2 - 1:
                     middles.append(total)
@@ -112,7 +125,7 @@ class Channels:
             small = e * cute.math.fma(e, cute.math.fma(e, Float32(LOG2_E / 3), Float32(-LOG2_E / 2)), Float32(LOG2_E))
             soft = choose(e < Float32(2.0**-6), small, binary_logarithm(Float32(1) + e))
             return -rate * cute.math.fma(cute.math.max(x, Float32(0)), Float32(LOG2_E), soft)
-        return bound * cute.arch.rcp_approx(Float32(1) + power(x * (rate * Float32(-LOG2_E))))
+        return bound * reciprocal(Float32(1) + power(x * (rate * Float32(-LOG2_E))))
 
     def mine(self, call, here):
         return Int64(here.place) * Int64(call.size.HV) + Int64(here.h)
@@ -135,9 +148,10 @@ class Channels:
             rows.append((q_at, k_at))
         return rows
 
-    def raw_part(self, rows, j, condition=True):
+    def raw_part(self, rows, j, condition=True, zero=True):
         """8 channels of q and k of both tokens, as words."""
-        return [[load_words(at + 64 * j, (32 * j < self.K) & condition) for at in row] for row in rows]
+        condition, zero = (condition, zero) if self.K == D else ((32 * j < self.K) & condition, True)
+        return [[load_words(at + 64 * j, condition, zero=zero) for at in row] for row in rows]
 
     def norms(self, here, parts):
         """Both tokens' 1 over the norms of q and k, 0 past the last token; and their sums of squares."""
@@ -159,7 +173,7 @@ class Channels:
         self.keep(following, first)
         for j in cutlass.range(4, unroll=1):
             raw = [[[following[w, which, i] for w in range(4)] for which in range(2)] for i in range(2)]
-            self.keep(following, self.raw_part(rows, j + 1, j < 3))
+            self.keep(following, self.raw_part(rows, j + 1, j < 3, zero=False))
             self.decayed_part(call, here, units, j, raw, within)
 
     def keep(self, registers, raw):

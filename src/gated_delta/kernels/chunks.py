@@ -183,12 +183,25 @@ def arrive_with_copies(barrier):
     cute.arch.inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[barrier])
 
 
+def ask_for(address, size, condition):
+    """Have so many bytes brought to L2, a multiple of 16, at one."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p cp.async.bulk.prefetch.L2.global [{$r0}], {$r1}; }",
+        read_only_args=[address, Int32(size), condition],
+    )
+
+
 def put_back(target, shared, size):
     """`size` bytes of shared memory to global memory, in a bulk group of its own."""
     cute.arch.inline_ptx(
         "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};", read_only_args=[target, shared, Int32(size)]
     )
     cute.arch.cp_async_bulk_commit_group()
+
+
+def count_up(address):
+    """A counter in global memory before it is raised by one."""
+    return cute.arch.inline_ptx("atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address])
 
 
 def halves_of(low, high, dtype):
@@ -241,3 +254,12 @@ def inverse_root(x):
 def multiply_halves(x, y):
     """Products of two words' fp16 numbers."""
     return cute.arch.inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[x, y])
+
+
+def larger(x, y):
+    """The larger one; of NaN and a number the number."""
+    return cute.arch.inline_ptx("max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
+
+
+def reciprocal(x):
+    return cute.arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])

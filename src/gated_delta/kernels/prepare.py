@@ -132,6 +132,7 @@ class Prepare(Channels):
         shared = (cute.arch.get_dyn_smem(Uint32, 128)).toint()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        store_few(ptr.queue, [Uint32(0)], (block == 0) & (thread == 0))
         if (block < size.N) & (size.cu_seqlens_kind != 0) & (thread < 32):
             self.rank(call, block, thread)
         n = self.sequence_at(call, place, thread % 32)

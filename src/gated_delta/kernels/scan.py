@@ -26,13 +26,17 @@ from .chunks import (
     Span,
     Strides,
     arrive_with_copies,
+    ask_for,
     barrier_at,
     copy_part,
+    count_up,
     fetch,
     halves_of,
+    larger,
     larger_halves,
     largest,
     load_transposed,
+    place_of,
     put_quad,
     put_word,
     shared_pair,
@@ -53,6 +57,7 @@ ROWS = 64  # V rows of a warpgroup
 LOADERS = STORERS = 64  # threads that bring values, and take outputs away
 FEW, MANY = 24, 240  # registers of a thread that moves, and of one that computes, where two warpgroups compute
 SQUARE = CHUNK * CHUNK * 2  # bytes of a triangle and the zeros above it
+UNIT = 32  # bytes of what a block is told of a unit of work
 MEASURE = 4  # chunks from one look at the state's size to the next
 HIGH, LOW = 2.0**4, 2.0**-4  # the scaled state and values are kept between: docs/kernels/prefill.md, "Range"
 
@@ -68,6 +73,7 @@ class Scan:
         # To find out what a piece does, an identity's tiles as well.
         self.all_tiles = self.tiles + (D // rows if moves else 0)
         self.channel, self.moves = axis == "channel", moves
+        self.queued = self.groups > 1 and not moves  # else a block has one unit of work, and sequences may be in pieces
         self.dtype, self.state_dtype = DTYPES[dtype], DTYPES[state_dtype]
         images = dict.fromkeys(("keys", "queries", "writes") if self.channel else ("keys", "queries"), IMAGE)
         squares = dict.fromkeys(("correct", "attend"), SQUARE)
@@ -80,15 +86,19 @@ class Scan:
         for name, size in (images | squares | {"values": CHUNK * self.pitch, "columns": COLUMNS, "largest": 8} | barriers).items():
             setattr(self, name, at)
             at += self.stages * size
+        for name, size in {"units": UNIT, "told": 8, "heard": 8}.items():
+            setattr(self, name, at)
+            at += 2 * size
         self.shared = at
         self.threads = 128 + 128 * self.groups
         self.readers = 128 * self.groups + (0 if moves else STORERS)
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
-        tiles = self.all_tiles
+        units = self.all_tiles * size.HV * size.N * size.pieces
+        blocks = cutlass.min(units, size.blocks) if self.queued else units
         self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=(tiles * size.HV * size.N * size.pieces, 1, 1),
+            grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             smem=self.shared,
             stream=stream,
@@ -100,15 +110,15 @@ class Scan:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         call = Call(ptr, scale, bound, stride, size)
-        tiles = self.all_tiles
-        tile, hv, rest = block % tiles, block // tiles % size.HV, block // (tiles * size.HV)
-        piece, rank = rest % size.pieces, rest // size.pieces
         shared = (cute.arch.get_dyn_smem(Uint32, 1024)).toint()
         if thread == 0:
             for stage in cutlass.range_constexpr(self.stages):
                 cute.arch.mbarrier_init(barrier_at(shared + self.full + stage * 8), 1 + LOADERS)
                 cute.arch.mbarrier_init(barrier_at(shared + self.empty + stage * 8), self.readers)
                 cute.arch.mbarrier_init(barrier_at(shared + self.stored + stage * 8), 128 * self.groups)
+            for i in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(barrier_at(shared + self.told + i * 8), 1)
+                cute.arch.mbarrier_init(barrier_at(shared + self.heard + i * 8), self.threads)
             cute.arch.mbarrier_init_fence()
         # Nothing is ever brought to where triangles have no blocks.
         for at in cutlass.range(thread * 16, 2 * self.stages * SQUARE, self.threads * 16, unroll=1):
@@ -116,32 +126,118 @@ class Scan:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.sync_threads()
+        group = thread // 128 - 1
+        if cutlass.const_expr(self.queued):
+            if group >= 0:
+                cute.arch.setmaxregister_increase(MANY)
+                self.serve(self.walk, call, shared, thread % 128, group)
+            else:
+                cute.arch.setmaxregister_decrease(FEW)
+                if thread < LOADERS:
+                    self.bring_all(call, shared, thread, block)
+                else:
+                    self.serve(self.take_away, call, shared, thread - LOADERS, group)
+        else:
+            here = self.here_of(call, self.unit_of(call, block), shared, thread % 128, group)
+            # What the last piece does nobody asks, nor how the first would change another state than its own.
+            needless = (here.piece == size.pieces - 1) | ((here.piece == 0) & (here.tile >= self.tiles))
+            if self.moves & needless:
+                pass
+            elif group >= 0:
+                if cutlass.const_expr(self.groups > 1):
+                    cute.arch.setmaxregister_increase(MANY)
+                self.walk(call, here)
+            else:
+                if cutlass.const_expr(self.groups > 1):
+                    cute.arch.setmaxregister_decrease(FEW)
+                if thread < LOADERS:
+                    self.bring(call, here)
+                elif not self.moves:
+                    self.take_away(call, here._replace(thread=thread - LOADERS))
+
+    # -------------------------------------------------------------------------------------------- units of work
+
+    def unit_of(self, call, number):
+        """A unit by its number: those of the longest sequences come first."""
+        ptr, stride, size = call.ptr, call.stride, call.size
+        tile, hv, rest = number % self.all_tiles, number // self.all_tiles % size.HV, number // (self.all_tiles * size.HV)
+        piece, rank = rest % size.pieces, rest // size.pieces
         n = load_index(ptr.order + offset(rank, 4), Int32(ptr.order != 0), rank)
         span = span_of(call, n)
         slot = load_index(ptr.reads + offset(n, stride.reads_n), size.reads_kind, n)
-        chunks = (span.tokens + CHUNK - 1) // CHUNK
-        each = (chunks + size.pieces - 1) // size.pieces
-        first = cutlass.min(piece * each, chunks)
+        return Unit(span, slot, hv, tile, piece, Int32(0))
+
+    def here_of(self, call, unit, shared, thread, group):
+        chunks = (unit.span.tokens + CHUNK - 1) // CHUNK
+        each = (chunks + call.size.pieces - 1) // call.size.pieces
+        first = cutlass.min(unit.piece * each, chunks)
         last = cutlass.min(first + each, chunks)
-        group = thread // 128 - 1
-        row = tile * self.rows + cutlass.max(group, 0) * ROWS
-        here = Here(span, slot, hv, tile, row, piece, first, Int32(select_(slot >= 0, last, first)), shared, thread % 128, group)
-        cute.arch.sync_threads()
-        # What the last piece does nobody asks, nor how the first would change another state than its own.
-        needless = (here.piece == size.pieces - 1) | ((here.piece == 0) & (here.tile >= self.tiles))
-        if self.moves & needless:
-            pass
-        elif group >= 0:
-            if cutlass.const_expr(self.groups > 1):
-                cute.arch.setmaxregister_increase(MANY)
-            self.walk(call, here)
+        row = unit.tile * self.rows + cutlass.max(group, 0) * ROWS
+        return Here(*unit, row, first, Int32(select_(unit.slot >= 0, last, first)), shared, thread, group)
+
+    @cute.jit
+    def tell(self, call, shared, i, number):
+        """Thread 0: the block's unit i, for all to hear; head -1 where none is left."""
+        size = call.size
+        begun = Int32(0)
+        if i > 0:
+            before = self.told_unit(call, shared, i - 1)
+            begun = before.begun + Int32(select_(before.slot >= 0, (before.span.tokens + CHUNK - 1) // CHUNK, 0))
+        cute.arch.mbarrier_wait(barrier_at(shared + self.heard + i % 2 * 8), (i // 2 + 1) % 2)
+        at = shared + self.units + i % 2 * UNIT
+        if number < size.HV * size.N:
+            (n, start, tokens, _), slot, hv, _, _, _ = self.unit_of(call, number)
+            put_quad(at, [Uint32(x) for x in (n, start, tokens, slot)])
+            put_word(at + 16, Uint32(hv))
+            put_word(at + 20, Uint32(begun))
+            self.ask_for_state(call, slot, hv)
         else:
-            if cutlass.const_expr(self.groups > 1):
-                cute.arch.setmaxregister_decrease(FEW)
-            if thread < LOADERS:
-                self.bring(call, here)
-            elif not self.moves:
-                self.take_away(call, here._replace(thread=thread - LOADERS))
+            put_word(at + 16, Uint32(0xFFFFFFFF))
+        cute.arch.mbarrier_arrive(barrier_at(shared + self.told + i % 2 * 8))
+
+    def told_unit(self, call, shared, i):
+        at = shared + self.units + i % 2 * UNIT
+        n, start, tokens, slot = (Int32(x) for x in shared_quad(at))
+        hv, begun = (Int32(shared_word(at + b)) for b in (16, 20))
+        return Unit(Span(n, start, tokens, place_of(call, n, start)), slot, hv, Int32(0), Int32(0), begun)
+
+    @cute.jit
+    def hear(self, call, shared, i):
+        """The block's unit i; of head -1 after the last."""
+        cute.arch.mbarrier_wait(barrier_at(shared + self.told + i % 2 * 8), i // 2 % 2)
+        unit = self.told_unit(call, shared, i)
+        cute.arch.mbarrier_arrive(barrier_at(shared + self.heard + i % 2 * 8))
+        return unit
+
+    @cute.jit
+    def serve(self, work, call, shared, thread, group):
+        """Do the work of every unit that the block hears of."""
+        i = Int32(0)
+        unit = self.hear(call, shared, i)
+        while unit.hv >= 0:
+            work(call, self.here_of(call, unit, shared, thread, group))
+            i += 1
+            unit = self.hear(call, shared, i)
+
+    @cute.jit
+    def bring_all(self, call, shared, thread, block):
+        """Threads 0..63: what `serve` does, and where the units come from: the first by the block's number, others by a queue."""
+        i = Int32(0)
+        if thread == 0:
+            self.tell(call, shared, i, block)
+        unit = self.hear(call, shared, i)
+        while unit.hv >= 0:
+            self.bring(call, self.here_of(call, unit, shared, thread, Int32(-1)))
+            i += 1
+            if thread == 0:
+                self.tell(call, shared, i, call.size.blocks + count_up(call.ptr.queue))
+            unit = self.hear(call, shared, i)
+
+    def ask_for_state(self, call, slot, hv):
+        """Have a unit's state in L2 by the time that it is loaded."""
+        at = call.ptr.initial + offset(cutlass.max(slot, 0), call.stride.initial_p) + offset(hv, call.stride.initial_h)
+        ask_for(at, self.V * self.K * self.state_dtype.width // 8, Int32(call.ptr.initial != 0) & Int32(slot >= 0))
 
     # -------------------------------------------------------------------------------------------- bringing and taking away
 
@@ -160,7 +256,7 @@ class Scan:
         if cutlass.const_expr(self.groups == 1):
             self.load_values(call, here, v_at, here.first, ahead)
         for c in cutlass.range(here.first, here.last, 1, unroll=1):
-            turn = c - here.first
+            turn = here.begun + c - here.first
             stage = turn % self.stages
             full = shared + self.full + stage * 8
             cute.arch.mbarrier_wait(barrier_at(shared + self.empty + stage * 8), (turn // self.stages + 1) % 2)
@@ -218,7 +314,7 @@ class Scan:
         o_at = call.ptr.o + offset(here.hv, stride.o_h) + offset(here.tile, self.rows * 2) + part * 16
         o_at += token_at(call, here.span, Int32(0), stride.o_n, stride.o_t)
         for c in cutlass.range(here.first, here.last, 1, unroll=1):
-            turn = c - here.first
+            turn = here.begun + c - here.first
             stage = turn % self.stages
             cute.arch.mbarrier_wait(barrier_at(shared + self.stored + stage * 8), turn // self.stages % 2)
             outputs = shared + self.values + stage * (CHUNK * self.pitch) + part * 16
@@ -293,7 +389,7 @@ class Scan:
             at = call.ptr.starts + self.piece_at(call, here, D)
             self.store_rows(at, Float32, D, row, column, True, walker.state, Float32(1))
         up = Float32(1)  # the state is kept times this power of two
-        turn = Turn(here.first, Int32(0), Int32(0))
+        turn = Turn(here.first, here.begun % self.stages, here.begun // self.stages % 2)
         if here.last > here.first:
             self.arrive(here, turn)
             up = self.fit(walker, self.largest_value(here, turn), up, True)
@@ -327,7 +423,8 @@ class Scan:
         if following.chunk < here.last:
             self.arrive(here, following)
             most = self.largest_value(here, following)
-        warpgroup.wait_group(0 if self.moves or self.groups > 1 else 1)
+        if cutlass.const_expr(self.groups == 1):  # else `finish` has waited for all
+            warpgroup.wait_group(0 if self.moves else 1)
         up = self.fit(walker, most, up, following.chunk % MEASURE == 0)
         self.narrow(walker.state, walker.state_half)
         if cutlass.const_expr(self.groups == 1):
@@ -386,7 +483,7 @@ class Scan:
         """The largest of a warp's magnitudes."""
         sizes = [cute.math.abs(sums[i]) for i in range(cute.size(sums))]
         while len(sizes) > 1:
-            sizes = [cute.math.max(a, b) for a, b in zip(sizes[::2], sizes[1::2], strict=True)]
+            sizes = [larger(a, b) for a, b in zip(sizes[::2], sizes[1::2], strict=True)]
         return largest(sizes[0].bitcast(Uint32)).bitcast(Float32)
 
     @cute.jit
@@ -546,16 +643,29 @@ class Scan:
                 store_few(place, pair, condition)
 
 
-class Here(NamedTuple):
-    """What a block works on, from chunk `first` up to `last`; the thread's place in it."""
+class Unit(NamedTuple):
+    """Work for a block: a piece of a sequence, a head, a tile of its rows."""
 
     span: Span
     slot: Int32
     hv: Int32
     tile: Int32
+    piece: Int32
+    begun: Int32
+    """Chunks that the block has had before."""
+
+
+class Here(NamedTuple):
+    """What a block works on, a unit's chunks from `first` up to `last`; the thread's place in it."""
+
+    span: Span
+    slot: Int32
+    hv: Int32
+    tile: Int32
+    piece: Int32
+    begun: Int32
     row: Int32
     """First V row of the thread's warpgroup."""
-    piece: Int32
     first: Int32
     last: Int32
     shared: Int32
