@@ -14,15 +14,18 @@ from cutlass.cutlass_dsl import select_
 from .arguments import CHUNK, COLUMNS, IMAGE
 from .chunks import (
     D,
+    copy_part,
     halves_of,
     inverse_root,
     larger,
     multiply_halves,
     part_at,
     power,
+    put_half,
     put_quad,
     put_word,
     reciprocal,
+    shared_number,
     shared_quad,
     shared_word,
 )
@@ -47,7 +50,7 @@ LEAST_LOG_DECAY = -88.0  # a decay of 0, and sums of larger numbers would lose w
 
 SUMS_ROW = D * 4 + 16  # bytes of a token's sums, so that rows start in different banks
 START, TAIL, UP, DOWN, BEFORE, AFTER, SPAN = range(7)
-"""Vectors of a block: decays from the chunk's start and to its end, what its split makes grow, sums before it and at its end, and
+"""Vectors of a block: decays from the chunk's start and to its end, in fp16, what its split makes grow, sums before it and at its end, and
 the decay over it, which outlives the others."""
 
 
@@ -55,7 +58,7 @@ class Channels:
     """Mixed into Prepare."""
 
     def stage_gates(self, call, here):
-        """Raw g into the place of its sums, as fp32; past the last token, that token's again.
+        """Raw g on its way to shared memory, zeros past the last token.
 
         And what log decays are at least: 0 past the last token, so that they are all 0 there.
         """
@@ -63,16 +66,19 @@ class Channels:
         width = 128 // self.g_dtype.width  # channels in a 16-byte access
         row, part = here.thread // (D // width), here.thread % (D // width)
         g_at = ptr.g + self.token_at(call, here, 0, stride.g_n, stride.g_t) + offset(here.h, stride.g_h) + part * 16
-        tokens = [row + first for first in range(0, CHUNK, 128 * width // D)]
-        there = part < self.K // width
-        raw = [load_words(g_at + offset(cutlass.min(token, here.tokens - 1), stride.g_t), there) for token in tokens]
+        place, pitch = self.raw_gates(here)
+        for token in [row + first for first in range(0, CHUNK, 128 * width // D)]:
+            there = (token < here.tokens) & (part < self.K // width)
+            copy_part(place + token * pitch + part * 16, g_at + offset(token, stride.g_t), there)
+        cute.arch.cp_async_commit_group()
         least = choose(here.thread % CHUNK < here.tokens, Float32(LEAST_LOG_DECAY * LOG2_E), Float32(0))
         put_word(self.gates_at(here, 0) + here.thread % CHUNK * 4, least.bitcast(Uint32))
-        for token, words in zip(tokens, raw, strict=True):
-            x = [y.bitcast(Uint32) for y in floats_of(words, self.g_dtype)]
-            at = here.shared + self.sums + token * SUMS_ROW + part * (4 * width)
-            for first in range(0, width, 4):
-                put_quad(at + 4 * first, x[first : first + 4])
+
+    def raw_gates(self, here):
+        """Where raw g is, and bytes from token to token: in its sums' place, or where keys will be if it is half as large."""
+        if self.g_dtype is Float32:
+            return here.shared + self.sums, SUMS_ROW
+        return here.shared + self.keys, D * 2
 
     def load_channels(self, call, here):
         """Thread by thread a channel: sums of log decays of all tokens, and what is made of them at the blocks' ends."""
@@ -87,7 +93,9 @@ class Channels:
         for b in range(4):
             starts.append(total)
             at = here.shared + self.sums + b * (BLOCK * SUMS_ROW) + channel * 4
-            raw = [shared_word(at + t * SUMS_ROW).bitcast(Float32) for t in range(BLOCK)]  # before any of the sums replaces one
+            place, pitch = self.raw_gates(here)
+            g_at = place + b * (BLOCK * pitch) + channel * (self.g_dtype.width // 8)
+            raw = [shared_number(g_at + t * pitch, self.g_dtype) for t in range(BLOCK)]  # before any of the sums replaces one
             least = [x for first in (0, BLOCK // 2) for x in self.quad_of(self.gates_at(here, 0), b * BLOCK + first)]
             for t, g in enumerate(raw):
                 total = total + larger(self.binary_log_decay(g, parameters), least[t])
@@ -98,9 +106,9 @@ class Channels:
         at = call.ptr.columns + self.mine(call, here) * COLUMNS + 512 + channel * 4
         store_few(at, [power(total).bitcast(Uint32)], Int32(1))
         for b in range(4):
+            for which, x in ((START, starts[b]), (TAIL, total - ends[b])):
+                put_half(self.vector_at(here, which, b) + channel * 2, power(x))
             vectors = {
-                START: power(starts[b]),
-                TAIL: power(total - ends[b]),
                 SPAN: power(ends[b] - starts[b]),
                 UP: power(starts[b] - middles[b]),
                 DOWN: power(middles[b] - ends[b]),
@@ -187,8 +195,8 @@ class Channels:
         ptr, b = call.ptr, here.block
         images = [image + self.mine(call, here) * IMAGE for image in (ptr.queries, ptr.keys, ptr.writes)]
         channel = 32 * j + 8 * here.quarter
-        names = (START, TAIL, UP, DOWN, BEFORE, AFTER)
-        start, tail, up, down, before, after = (self.quad_of(self.vector_at(here, which, b), channel) for which in names)
+        start, tail = (shared_quad(self.vector_at(here, which, b) + channel * 2) for which in (START, TAIL))
+        up, down, before, after = (self.quad_of(self.vector_at(here, which, b), channel) for which in (UP, DOWN, BEFORE, AFTER))
         tokens = [b * BLOCK + here.row + 8 * i for i in range(2)]
         sums = [self.quad_of(here.shared + self.sums + token * SUMS_ROW, channel) for token in tokens]
         near, far = [], []  # operands within the block: left ones of q and k, right ones
@@ -199,12 +207,13 @@ class Channels:
             q, rest = self.times(q, since), self.times(k, until)
             k = self.times(k, since)
             # Left operands for blocks further up take the place of the very sums they came from.
-            for which, x in enumerate((q, k)):
-                put_quad(self.left_at(here, i, j, which), self.halves(x))
-            put_quad(here.shared + self.keys + b * (IMAGE // 4) + (4 * i + j) * 512 + here.lane * 16, self.halves(rest))
+            halves = [self.halves(x) for x in (q, k, rest)]
+            for which in range(2):
+                put_quad(self.left_at(here, i, j, which), halves[which])
+            put_quad(here.shared + self.keys + b * (IMAGE // 4) + (4 * i + j) * 512 + here.lane * 16, halves[2])
             place = part_at(token, 4 * j + here.quarter)
-            for image, x in zip(images, (self.times(q, start), self.times(k, start), self.times(rest, tail)), strict=True):
-                store_words(image + place, self.halves(x), True)
+            for image, x, decay in zip(images, halves, (start, start, tail), strict=True):
+                store_words(image + place, [multiply_halves(a, by) for a, by in zip(x, decay, strict=True)], True)
             near.append([self.rounded(self.times(x, up)) for x in (q, k)])
             far.append(self.rounded(self.times(rest, down)))
         self.add_within(within, near, far)
@@ -276,6 +285,7 @@ class Channels:
         beta = self.beta_of(call, here, here.h, here.block * BLOCK + here.lane % BLOCK)  # shared out by put_sizes
         self.stage_gates(call, here)
         units, squares = self.norms(here, parts)
+        cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         self.load_channels(call, here)
         cute.arch.sync_threads()

@@ -9,7 +9,7 @@ Tiles lie in global memory just so, and one bulk copy moves one.
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Int64, Uint32
+from cutlass import Float16, Float32, Int32, Int64, Uint16, Uint32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
@@ -124,6 +124,20 @@ def shared_quad(address):
 
 def shared_word(address):
     return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+
+
+def shared_number(address, dtype):
+    """One number as fp32."""
+    if dtype is Float32:
+        return shared_word(address).bitcast(Float32)
+    half = cute.arch.inline_ptx("ld.shared.b16 {$w0}, [{$r0}];", write_only_types=[Uint16], read_only_args=[address])
+    return half.bitcast(dtype).to(Float32)
+
+
+def put_half(address, x):
+    """An fp32 number as fp16."""
+    half = x.to(Float16).bitcast(Uint16)
+    cute.arch.inline_ptx("st.shared.b16 [{$r0}], {$r1};", read_only_args=[address, half])
 
 
 def put_word(address, word, condition=True):
@@ -251,9 +265,10 @@ def inverse_root(x):
     )
 
 
-def multiply_halves(x, y):
-    """Products of two words' fp16 numbers."""
-    return cute.arch.inline_ptx("mul.rn.f16x2 {$w0}, {$r0}, {$r1};", write_only_types=[Uint32], read_only_args=[x, y])
+def multiply_halves(x, y, dtype=Float16):
+    """Products of two words' 16-bit numbers."""
+    kind = "f16x2" if dtype is Float16 else "bf16x2"
+    return cute.arch.inline_ptx(f"mul.rn.{kind} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[x, y])
 
 
 def larger(x, y):

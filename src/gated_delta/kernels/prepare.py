@@ -54,6 +54,7 @@ from .device import (
     offset,
     sigmoid,
     store_few,
+    store_where,
     store_words,
 )
 from .rows import DTYPES
@@ -128,7 +129,8 @@ class Prepare(Channels):
         block, _, _ = cute.arch.block_idx()
         call = Call(ptr, scale, bound, stride, size)
         heads = size.HV if self.channel else size.H
-        h, place = block % heads, block // heads
+        # The other way round than scan goes: what it wants first was left last, and is in L2 still.
+        h, place = block % heads, size.places - 1 - block // heads
         shared = (cute.arch.get_dyn_smem(Uint32, 128)).toint()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -361,9 +363,10 @@ class Prepare(Channels):
             put_word(at + CHUNK * 4, (once * k_size).bitcast(Uint32))
             put_word(at + 2 * CHUNK * 4, once.bitcast(Uint32))
             carried = power(total)
-            at = call.ptr.columns + mine * COLUMNS + token * 4
-            for number, x in enumerate((k_size * carried, carried, power(before - total), q_size)):
-                store_few(at + number * (CHUNK * 4), [x.bitcast(Uint32)], i < group)
+            columns = call.ptr.columns + mine * COLUMNS
+            for number, x in enumerate((k_size * carried, carried, q_size)):
+                store_few(columns + (number * CHUNK + token) * 4, [x.bitcast(Uint32)], i < group)
+            store_where(Float16, columns + 3 * (CHUNK * 4) + token * 2, power(before - total), i < group)
 
     # -------------------------------------------------------------------------------------------- pairs of tokens
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
@@ -36,6 +36,7 @@ from .chunks import (
     larger_halves,
     largest,
     load_transposed,
+    multiply_halves,
     place_of,
     put_quad,
     put_word,
@@ -440,26 +441,28 @@ class Scan:
         self.release(here, turn)
 
     def scales_of(self, here, turn):
-        """GDN: what u is scaled with for the state."""
-        return None if self.channel else self.columns_of(here, turn, "write")
+        """GDN: what u is scaled with for the state, fp16 pairs in the order of `columns_of`."""
+        at = here.shared + self.columns + turn.stage * COLUMNS + 768 + here.thread % 4 * 4
+        return None if self.channel else [shared_word(at + 16 * j) for j in range(CHUNK // 8)]
 
     def write(self, walker, right, here, scales, turn):
         """From u on: the state's update, and what queries attend to."""
+        self.narrow(walker.seen, walker.held)
         if self.channel:
-            self.narrow(walker.seen, walker.held)
             self.product(walker.state, walker.held, "writes", right, turn, False)
         else:
-            self.narrow(walker.seen, walker.half, scales)
+            held, words = (cute.recast_tensor(half, Uint32) for half in (walker.held, walker.half))
+            for i in range(cute.size(words)):
+                words[i] = multiply_halves(held[i], scales[i // 2])
             self.product(walker.state, walker.half, "writes", right, turn, False)
             if not self.moves:
-                self.narrow(walker.seen, walker.held)
                 self.scale(walker.out, self.columns_of(here, turn, "carried"))
         if not self.moves:
             self.product(walker.out, walker.held, "attend", right, turn, False)
 
     def columns_of(self, here, turn, name):
         """Numbers of a lane's columns 8 j and 8 j + 1 from its own first, for every j."""
-        first = {"seen": 0, "carried": 256, "write": 512, "out": 256 if self.channel else 768}[name]
+        first = {"seen": 0, "carried": 256, "out": 256 if self.channel else 512}[name]
         at = here.shared + self.columns + turn.stage * COLUMNS + first + here.thread % 4 * 8
         return [shared_pair(at + 32 * j) for j in range(CHUNK // 8)]
 
@@ -469,13 +472,11 @@ class Scan:
             for i in range(4):
                 sums[4 * j + i] = sums[4 * j + i] * pair[i % 2]
 
-    def narrow(self, sums, half, by=None):
-        """sums, perhaps times a number each column has, as fp16."""
+    def narrow(self, sums, half):
+        """sums as fp16."""
         words = cute.recast_tensor(half, Uint32)
         for j in range(cute.size(sums) // 4):
             x = [sums[4 * j + i] for i in range(4)]
-            if by is not None:
-                x = [x[i] * by[j][i % 2] for i in range(4)]
             words[2 * j] = halves_of(x[0], x[1], Float16)
             words[2 * j + 1] = halves_of(x[2], x[3], Float16)
 
@@ -559,10 +560,15 @@ class Scan:
     def miss(self, walker, values, by, up):
         """What the keys' values lack in the state, as fp16."""
         words = cute.recast_tensor(walker.half, Uint32)
+        both = words_of([up, up], BFloat16)[0]  # exact, as it is a power of two
         for j in range(CHUNK // 8):
             for i in range(2):
-                x, at = floats_of([values[2 * j + i]], self.dtype), 4 * j + 2 * i
-                lacks = [x[p] * up - walker.seen[at + p] * by[j][p] for p in range(2)]
+                word, at = values[2 * j + i], 4 * j + 2 * i
+                if self.dtype is BFloat16:
+                    x = floats_of([multiply_halves(word, both, BFloat16)], BFloat16)
+                else:
+                    x = [y * up for y in floats_of([word], self.dtype)]
+                lacks = [x[p] - walker.seen[at + p] * by[j][p] for p in range(2)]
                 words[2 * j + i] = halves_of(lacks[0], lacks[1], Float16)
 
     def outputs_of(self, walker, by, up):
