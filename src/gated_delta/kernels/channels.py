@@ -281,13 +281,14 @@ class Channels:
     @cute.jit
     def chunk_of_channels(self, call, here):
         rows = self.rows_of(call, here)
-        parts = [self.raw_part(rows, j) for j in range(4)]
-        beta = self.beta_of(call, here, here.h, here.block * BLOCK + here.lane % BLOCK)  # shared out by put_sizes
         self.stage_gates(call, here)
-        units, squares = self.norms(here, parts)
+        parts = [self.raw_part(rows, j) for j in range(4)]
+        token = here.block * BLOCK + here.lane % BLOCK
+        beta = self.beta_of(call, here, here.h, token, token < here.tokens)  # shared out by put_sizes
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
         self.load_channels(call, here)
+        units, squares = self.norms(here, parts)
         cute.arch.sync_threads()
         within = cute.make_rmem_tensor((4, 2, 2), Float32)
         exact = cute.make_rmem_tensor((4, 2, 2), Float32)

@@ -1,7 +1,8 @@
 """What prefill's kernels share: where a sequence's chunks are, tiles as the tensor cores read them, copies, barriers.
 
-A tile has 64 rows (tokens) of 64 or 128 16-bit numbers, in blocks of 64 x 64: rows of 128 bytes, each row's 16-byte parts exchanged
-with one another by the row's number (`part_at`), so that neither rows nor columns of parts collide in shared memory's banks. A
+A tile has 64 rows (tokens) of 128 16-bit numbers, in blocks of 64 x 32: rows of 64 bytes, which is what a warp writes of each of 8
+tokens at once, each row's 16-byte parts exchanged with one another by the row's number (`part_at`), so that neither rows nor columns
+of parts collide in shared memory's banks. A
 lower triangle of 64 x 64 has its columns in blocks of 16, one behind the other, each from its diagonal block on (`triangle_at`).
 Tiles lie in global memory just so, and one bulk copy moves one.
 """
@@ -67,7 +68,7 @@ def token_at(call, span, token, n_stride, t_stride):
 
 def part_at(row, part):
     """Byte of 16-byte part 0..15 of a tile's row."""
-    return (part // 8) * (CHUNK * 128) + row * 128 + ((part % 8) ^ (row % 8)) * 16
+    return (part // 4) * (CHUNK * 64) + row * 64 + ((part % 4) ^ (row // 2 % 4)) * 16
 
 
 def triangle_at(row, part):
@@ -88,7 +89,7 @@ def square_block(block):
 
 def tile_tensor(address, columns, stages):
     """Tiles in shared memory, for the tensor cores."""
-    return _for_tensor_cores(address, warpgroup.SmemLayoutAtomKind.K_SW128, columns, stages, CHUNK * columns)
+    return _for_tensor_cores(address, warpgroup.SmemLayoutAtomKind.K_SW64, columns, stages, CHUNK * columns)
 
 
 def square_tensor(address, stages, apart):

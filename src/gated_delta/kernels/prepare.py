@@ -55,12 +55,12 @@ from .device import (
     sigmoid,
     store_few,
     store_where,
-    store_words,
 )
 from .rows import DTYPES
 
 SYSTEM_ROW = (CHUNK + 8) * 2  # bytes of a row of the triangular system, so that rows start in different banks
 DIAGONAL_ROW = BLOCK * 4 + 16
+GATES = 3 * CHUNK * 4 + 32  # bytes of a head's, so that heads start in different banks
 
 
 class Here(NamedTuple):
@@ -98,11 +98,14 @@ class Prepare(Channels):
         if self.channel:
             # What is done with makes room: vectors for the system, keys for its inverse.
             self.lay_out(0, {"vectors": 6 * 4 * D * 4})
-            rest = {"attends": TRIANGLE, "sums": CHUNK * SUMS_ROW, "spans": 4 * D * 4, "gates": 3 * CHUNK * 4, "strong": 64}
+            rest = {"attends": TRIANGLE, "sums": CHUNK * SUMS_ROW, "spans": 4 * D * 4, "gates": GATES, "strong": 64}
             self.shared = self.lay_out(0, system | rest)
         else:
-            rest = {"gates": 4 * 3 * CHUNK * 4, "sizes": 2 * CHUNK * 4}
+            rest = {"gates": 4 * GATES, "sizes": 2 * CHUNK * 4}
+            # Before any of it is made, the tiles of queries and keys are here.
+            self.lay_out(0, {"tiles": 2 * IMAGE})
             self.shared = self.lay_out(0, {"made": 4 * TRIANGLE} | system | rest)
+            assert self.tiles + 2 * IMAGE <= self.keys
 
     def lay_out(self, at, sizes):
         """Places in shared memory one behind the other; where the last one ends."""
@@ -192,16 +195,26 @@ class Prepare(Channels):
     @cute.jit
     def chunk(self, call, here):
         group = call.size.HV // call.size.H
-        gates = self.load_gates(call, here, here.thread // 32, group)
+        gates = self.load_gates(call, here, 0, group)
         q, k = self.load_tokens(call, here)
+        self.share_gates(here, gates)
+        cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.sync_threads()
+        if here.thread == 0:
+            at = Int64(here.place) * Int64(call.size.H) + Int64(here.h)
+            for which, images in enumerate((call.ptr.queries, call.ptr.keys)):
+                put_back(images + at * IMAGE, here.shared + self.tiles + which * IMAGE, IMAGE)
         among_keys, attention = self.inner_products(here, q, k)
         for i in cutlass.range(group, unroll=1):
             if i % 4 == 0:
                 cute.arch.sync_threads()
                 if i > 0:
-                    gates = self.load_gates(call, here, i + here.thread // 32, group)
-                self.put_gates(call, here, i + here.thread // 32, group, gates)
+                    self.share_gates(here, self.load_gates(call, here, i, group))
+                    cute.arch.sync_threads()
+                self.put_gates(call, here, i + here.thread // 32, group)
+                if here.thread == 0:
+                    # Pairs go where the tiles leave from.
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
                 cute.arch.sync_threads()
             self.pairs(here, i, among_keys, attention)
             self.invert(call, here, here.h * group + i, i)
@@ -231,18 +244,18 @@ class Prepare(Channels):
         return here.shared + self.attends if self.channel else self.inverse_place(here, head) + TRIANGLE
 
     def gates_at(self, here, i):
-        return here.shared + self.gates + i % 4 * (3 * CHUNK * 4)
+        return here.shared + self.gates + i % 4 * GATES
 
     def token_at(self, call, here, token, n_stride, t_stride):
         """Bytes from a token tensor's start to a token of the chunk."""
         return token_at(call, here.span, here.chunk * CHUNK + token, n_stride, t_stride)
 
     def load_tokens(self, call, here):
-        """The warp's q and k as operands, fp16 unit vectors; for other warps in shared memory, for the scan in global memory.
+        """The warp's q and k as operands, fp16 unit vectors; for other warps in shared memory, and as tiles, which leave from there.
 
         A lane has two tokens, and of each four times 8 neighbouring channels: which of a product's 128 terms are which is free.
         """
-        ptr, stride, size = call.ptr, call.stride, call.size
+        ptr, stride = call.ptr, call.stride
         raw = []
         for i in range(2):
             token = here.block * BLOCK + here.row + 8 * i
@@ -250,12 +263,11 @@ class Prepare(Channels):
             q_at = ptr.q + self.token_at(call, here, token, stride.q_n, stride.q_t) + offset(here.h, stride.q_h) + here.quarter * 16
             k_at = ptr.k + self.token_at(call, here, token, stride.k_n, stride.k_t) + offset(here.h, stride.k_h) + here.quarter * 16
             raw.append([[load_words(at + 64 * j, there & (32 * j < self.K)) for j in range(4)] for at in (q_at, k_at)])
-        at = Int64(here.place) * Int64(size.H) + Int64(here.h)
         q = cute.make_rmem_tensor((2, 4, 4), Uint32)
         k = cute.make_rmem_tensor((2, 4, 4), Uint32)
         for i in range(2):
             token = here.block * BLOCK + here.row + 8 * i
-            for which, (made, images) in enumerate(((q, ptr.queries), (k, ptr.keys))):
+            for which, made in enumerate((q, k)):
                 numbers = [floats_of(words, self.dtype) for words in raw[i][which]]
                 squares = self.sum_of_squares(numbers)
                 unit = inverse_root(squares)
@@ -268,7 +280,7 @@ class Prepare(Channels):
                     words = [halves_of(a, b, Float16) for a, b in zip(x[::2], x[1::2], strict=True)]
                     for w in range(4):
                         made[i, j, w] = words[w]
-                    store_words(images + at * IMAGE + part_at(token, 4 * j + here.quarter), words, Int32(1))
+                    put_quad(here.shared + self.tiles + which * IMAGE + part_at(token, 4 * j + here.quarter), words)
                     if which == 1:
                         quad = here.shared + self.keys + here.block * (IMAGE // 4) + (4 * i + j) * 512 + here.lane * 16
                         put_quad(quad, words)
@@ -316,49 +328,60 @@ class Prepare(Channels):
 
     # -------------------------------------------------------------------------------------------- gates
 
-    def load_gates(self, call, here, i, group):
-        """Log decay, to base 2, and beta of a warp's head, of tokens lane and lane + 32; neutral past the last token."""
+    def load_gates(self, call, here, first, group):
+        """Log decays, to base 2, and beta of four heads from `first` on; neutral past the last token.
+
+        Neighbouring threads take heads of one token, whose numbers lie together: a line of L1 each is what loads cost here.
+        """
         ptr, stride, size = call.ptr, call.stride, call.size
-        hv = here.h * group + cutlass.min(i, group - 1)
+        head = first + here.thread % 4
+        hv = here.h * group + cutlass.min(head, group - 1)
         parameters = (None, None)
         if self.gate != "log":
             bias = load_scalar(ptr.dt_bias + offset(hv, stride.dt_bias_h), size.dt_bias_kind)
             parameters = (load(Float32, ptr.A_log + offset(hv, stride.A_log_h), Int32(1)), bias)
         made = []
-        for token in (here.lane, here.lane + 32):
-            there = token < here.tokens
+        for token in (here.thread // 4, here.thread // 4 + 32):
+            there = (token < here.tokens) & (head < group)
             at = ptr.g + self.token_at(call, here, token, stride.g_n, stride.g_t) + offset(hv, stride.g_h)
             g = load(self.g_dtype, at, there)
-            beta = self.beta_of(call, here, hv, token)
+            beta = self.beta_of(call, here, hv, token, there)
             log = cute.math.max(log_decay(self.gate, g, *parameters, call.bound), Float32(LEAST_LOG_DECAY))
-            made += [choose(there, log * Float32(LOG2_E), Float32(0)), beta]
+            made.append((choose(there, log * Float32(LOG2_E), Float32(0)), beta))
         return made
 
-    def beta_of(self, call, here, hv, token):
-        """A token's write strength, 0 past the last token."""
+    def beta_of(self, call, here, hv, token, there):
+        """A token's write strength, 0 where it is not there."""
         ptr, stride, size = call.ptr, call.stride, call.size
-        there = token < here.tokens
         at = ptr.beta + self.token_at(call, here, token, stride.beta_n, stride.beta_t) + offset(hv, stride.beta_h)
         beta = load_scalar(at, Int32(select_(there, size.beta_kind, Int32(ABSENT))))
         beta = choose(size.beta_logits != 0, sigmoid(beta), beta)
         return choose(there, beta, Float32(0))
 
-    def put_gates(self, call, here, i, group, gates):
-        """For the block, every token's sum of log decays, beta |k|**2 and beta |k|; for the scan what it scales with."""
-        sums, before = [], Float32(0)
-        for log in gates[::2]:
+    def share_gates(self, here, gates):
+        """What `load_gates` gave to where `put_gates` wants it."""
+        for half, (log, beta) in enumerate(gates):
+            at = self.gates_at(here, here.thread % 4) + (here.thread // 4 + 32 * half) * 4
+            put_word(at, log.bitcast(Uint32))
+            put_word(at + 2 * CHUNK * 4, beta.bitcast(Uint32))
+
+    def put_gates(self, call, here, i, group):
+        """A warp's head: for the block, every token's sum of log decays, beta |k|**2 and beta |k|; for the scan what it scales with."""
+        own, sums, before = self.gates_at(here, i), [], Float32(0)
+        logs, betas = ([shared_word(own + which + token * 4).bitcast(Float32) for token in (here.lane, here.lane + 32)] for which in (0, 2 * CHUNK * 4))
+        for log in logs:
             for step in (1, 2, 4, 8, 16):
                 other = shuffle_sync_up(log, offset=step, mask_and_clamp=0)
                 log = log + choose(here.lane >= step, other, Float32(0))
             sums.append(log + before)
             before = before + shuffle_sync(log, offset=31)
         mine = Int64(here.place) * Int64(call.size.HV) + Int64(here.h * group + i)
-        for half, (total, beta) in enumerate(zip(sums, gates[1::2], strict=True)):
+        for half, (total, beta) in enumerate(zip(sums, betas, strict=True)):
             token = here.lane + 32 * half
             q_size, k_size = (
                 shared_word(here.shared + self.sizes + (which * CHUNK + token) * 4).bitcast(Float32) for which in (0, 1)
             )
-            at, once = self.gates_at(here, i) + token * 4, beta * k_size
+            at, once = own + token * 4, beta * k_size
             put_word(at, total.bitcast(Uint32))
             put_word(at + CHUNK * 4, (once * k_size).bitcast(Uint32))
             put_word(at + 2 * CHUNK * 4, once.bitcast(Uint32))
