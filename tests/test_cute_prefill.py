@@ -31,12 +31,17 @@ def prefill(call, **options):
 
 
 def cut_in(pieces, monkeypatch):
-    """Prefills from here on have so many pieces, however many sequences there are; "wide": one, all V rows in a block."""
+    """Prefills from here on have so many pieces, however many sequences there are.
+
+    "wide": one, all V rows in a block, and few blocks, so that each has several heads.
+    """
 
     def cut_of(problem, sequences, tokens):
         return dispatch.Cut(1, problem.V) if pieces == "wide" else dispatch.Cut(pieces)
 
     monkeypatch.setattr(dispatch, "cut_of", cut_of)
+    if pieces == "wide":
+        monkeypatch.setattr(dispatch, "BLOCKS", 3)
     monkeypatch.setattr(api, "_prefills", api.Memo())
 
 

@@ -50,8 +50,8 @@ LEAST_LOG_DECAY = -88.0  # a decay of 0, and sums of larger numbers would lose w
 
 SUMS_ROW = D * 4 + 16  # bytes of a token's sums, so that rows start in different banks
 START, TAIL, UP, DOWN, BEFORE, AFTER, SPAN = range(7)
-"""Vectors of a block: decays from the chunk's start and to its end, in fp16, what its split makes grow, sums before it and at its end, and
-the decay over it, which outlives the others."""
+"""Vectors of a block: decays from the chunk's start and to its end, in fp16, what its split makes grow, sums before it and at its
+end, and the decay over it, which outlives the others."""
 
 
 class Channels:

@@ -1,10 +1,9 @@
 """What prefill's kernels share: where a sequence's chunks are, tiles as the tensor cores read them, copies, barriers.
 
-A tile has 64 rows (tokens) of 128 16-bit numbers, in blocks of 64 x 32: rows of 64 bytes, which is what a warp writes of each of 8
-tokens at once, each row's 16-byte parts exchanged with one another by the row's number (`part_at`), so that neither rows nor columns
-of parts collide in shared memory's banks. A
-lower triangle of 64 x 64 has its columns in blocks of 16, one behind the other, each from its diagonal block on (`triangle_at`).
-Tiles lie in global memory just so, and one bulk copy moves one.
+A tile has 64 rows (tokens) of 128 16-bit numbers, in blocks of 64 x 32: rows of 64 bytes, as much as a warp writes of a token at
+once, so it writes whole lines. Each row's 16-byte parts are exchanged with one another by the row's number (`part_at`), so that
+neither rows nor columns of parts collide in shared memory's banks. A lower triangle of 64 x 64 has its columns in blocks of 16, one
+behind the other, each from its diagonal block on (`triangle_at`). Tiles lie in global memory just so, and one bulk copy moves one.
 """
 
 from typing import NamedTuple

@@ -56,7 +56,7 @@ from .device import (
     store_few,
     store_where,
 )
-from .rows import DTYPES
+from .rows import DTYPES, EVICT_FIRST
 
 SYSTEM_ROW = (CHUNK + 8) * 2  # bytes of a row of the triangular system, so that rows start in different banks
 DIAGONAL_ROW = BLOCK * 4 + 16
@@ -251,7 +251,7 @@ class Prepare(Channels):
         return token_at(call, here.span, here.chunk * CHUNK + token, n_stride, t_stride)
 
     def load_tokens(self, call, here):
-        """The warp's q and k as operands, fp16 unit vectors; for other warps in shared memory, and as tiles, which leave from there.
+        """The warp's q and k as operands, fp16 unit vectors; in shared memory for other warps, and as tiles that leave from there.
 
         A lane has two tokens, and of each four times 8 neighbouring channels: which of a product's 128 terms are which is free.
         """
@@ -262,7 +262,10 @@ class Prepare(Channels):
             there = token < here.tokens
             q_at = ptr.q + self.token_at(call, here, token, stride.q_n, stride.q_t) + offset(here.h, stride.q_h) + here.quarter * 16
             k_at = ptr.k + self.token_at(call, here, token, stride.k_n, stride.k_t) + offset(here.h, stride.k_h) + here.quarter * 16
-            raw.append([[load_words(at + 64 * j, there & (32 * j < self.K)) for j in range(4)] for at in (q_at, k_at)])
+            # Read once; what the scan will read stays in L2 the longer.
+            parts = [(at + 64 * j, there & (32 * j < self.K)) for at in (q_at, k_at) for j in range(4)]
+            words = [load_words(*part, policy=Int64(EVICT_FIRST)) for part in parts]
+            raw.append([words[:4], words[4:]])
         q = cute.make_rmem_tensor((2, 4, 4), Uint32)
         k = cute.make_rmem_tensor((2, 4, 4), Uint32)
         for i in range(2):
@@ -366,9 +369,10 @@ class Prepare(Channels):
             put_word(at + 2 * CHUNK * 4, beta.bitcast(Uint32))
 
     def put_gates(self, call, here, i, group):
-        """A warp's head: for the block, every token's sum of log decays, beta |k|**2 and beta |k|; for the scan what it scales with."""
+        """A warp's head. For the block: sums of log decays, beta |k|**2 and beta |k|; for the scan what it scales with."""
         own, sums, before = self.gates_at(here, i), [], Float32(0)
-        logs, betas = ([shared_word(own + which + token * 4).bitcast(Float32) for token in (here.lane, here.lane + 32)] for which in (0, 2 * CHUNK * 4))
+        tokens = (here.lane, here.lane + 32)
+        logs, betas = ([shared_word(own + (which + t) * 4).bitcast(Float32) for t in tokens] for which in (0, 2 * CHUNK))
         for log in logs:
             for step in (1, 2, 4, 8, 16):
                 other = shuffle_sync_up(log, offset=step, mask_and_clamp=0)
@@ -376,8 +380,7 @@ class Prepare(Channels):
             sums.append(log + before)
             before = before + shuffle_sync(log, offset=31)
         mine = Int64(here.place) * Int64(call.size.HV) + Int64(here.h * group + i)
-        for half, (total, beta) in enumerate(zip(sums, betas, strict=True)):
-            token = here.lane + 32 * half
+        for token, total, beta in zip(tokens, sums, betas, strict=True):
             q_size, k_size = (
                 shared_word(here.shared + self.sizes + (which * CHUNK + token) * 4).bitcast(Float32) for which in (0, 1)
             )

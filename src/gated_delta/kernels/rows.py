@@ -11,7 +11,8 @@ from .arguments import lanes_of
 from .device import load_words, offset, store_words
 
 LINE = 128  # bytes L2 fetches at once
-EVICT_NORMAL, EVICT_LAST = 0x16F0000000000000, 0x14F0000000000000  # L2 cache policies, as createpolicy would make them
+# L2 cache policies, as createpolicy would make them.
+EVICT_NORMAL, EVICT_LAST, EVICT_FIRST = 0x16F0000000000000, 0x14F0000000000000, 0x12F0000000000000
 
 DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 
