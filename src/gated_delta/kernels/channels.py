@@ -50,7 +50,7 @@ LEAST_LOG_DECAY = -88.0  # a decay of 0, and sums of larger numbers would lose w
 
 SUMS_ROW = D * 4 + 16  # bytes of a token's sums, so that rows start in different banks
 START, TAIL, UP, DOWN, BEFORE, AFTER, SPAN = range(7)
-"""Vectors of a block: decays from the chunk's start and to its end, in fp16, what its split makes grow, sums before it and at its
+"""Vectors of a block: decays from the chunk's start, in fp16, and to its end, what its split makes grow, sums before it and at its
 end, and the decay over it, which outlives the others."""
 
 
@@ -106,9 +106,9 @@ class Channels:
         at = call.ptr.columns + self.mine(call, here) * COLUMNS + 512 + channel * 4
         store_few(at, [power(total).bitcast(Uint32)], Int32(1))
         for b in range(4):
-            for which, x in ((START, starts[b]), (TAIL, total - ends[b])):
-                put_half(self.vector_at(here, which, b) + channel * 2, power(x))
+            put_half(self.vector_at(here, START, b) + channel * 2, power(starts[b]))
             vectors = {
+                TAIL: power(total - ends[b]),
                 SPAN: power(ends[b] - starts[b]),
                 UP: power(starts[b] - middles[b]),
                 DOWN: power(middles[b] - ends[b]),
@@ -195,8 +195,9 @@ class Channels:
         ptr, b = call.ptr, here.block
         images = [image + self.mine(call, here) * IMAGE for image in (ptr.queries, ptr.keys, ptr.writes)]
         channel = 32 * j + 8 * here.quarter
-        start, tail = (shared_quad(self.vector_at(here, which, b) + channel * 2) for which in (START, TAIL))
-        up, down, before, after = (self.quad_of(self.vector_at(here, which, b), channel) for which in (UP, DOWN, BEFORE, AFTER))
+        start = shared_quad(self.vector_at(here, START, b) + channel * 2)
+        names = (TAIL, UP, DOWN, BEFORE, AFTER)
+        tail, up, down, before, after = (self.quad_of(self.vector_at(here, which, b), channel) for which in names)
         tokens = [b * BLOCK + here.row + 8 * i for i in range(2)]
         sums = [self.quad_of(here.shared + self.sums + token * SUMS_ROW, channel) for token in tokens]
         near, far = [], []  # operands within the block: left ones of q and k, right ones
@@ -212,8 +213,10 @@ class Channels:
                 put_quad(self.left_at(here, i, j, which), halves[which])
             put_quad(here.shared + self.keys + b * (IMAGE // 4) + (4 * i + j) * 512 + here.lane * 16, halves[2])
             place = part_at(token, 4 * j + here.quarter)
-            for image, x, decay in zip(images, halves, (start, start, tail), strict=True):
-                store_words(image + place, [multiply_halves(a, by) for a, by in zip(x, decay, strict=True)], True)
+            # Rounded twice, but for what the state is made of: it may be all that is left where the rest has decayed.
+            tiles = [[multiply_halves(a, by) for a, by in zip(x, start, strict=True)] for x in halves[:2]]
+            for image, words in zip(images, [*tiles, self.halves(self.times(rest, tail))], strict=True):
+                store_words(image + place, words, True)
             near.append([self.rounded(self.times(x, up)) for x in (q, k)])
             far.append(self.rounded(self.times(rest, down)))
         self.add_within(within, near, far)
