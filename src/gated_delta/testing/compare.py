@@ -43,7 +43,7 @@ def smallest_head(op: str, backend: str = "reference") -> float:
 
     The numbers that fp16 operands can hold end 2**-24 below 1, so that of a state that gates have all but wiped out few digits are
     left, or none. A unit key's elements are about 2**-3.5, rounded to 2**-25: with a decay of 2**-13.5, that is the unit of bf16.
-    Measured, rows of a head of 2**-16 were off by 0.02, a head of 2**-23 by two thirds, and a head of 2**-73 was 0.
+    Measured, rows of a head of 2**-16 were off by 0.03, a head of 2**-23 by two thirds, and a head of 2**-73 was 0.
     """
     return 2**-14 if op == "prefill" and backend == "cute" else 0.0
 
