@@ -218,3 +218,19 @@ def test_triangles_are_squares_without_what_is_above_their_blocks():
             linear = block * CHUNK * 32 + row * 32 + part % 2 * 16  # 16 columns behind the other, rows of 32 bytes,
             assert square_block(block) + at - triangle_block(block) == linear ^ (linear >> 3 & 16)  # swizzled
     assert taken == set(range(0, TRIANGLE, 16))
+
+
+@needs_compiler
+def test_tiles_are_where_the_tensor_cores_look_and_written_by_whole_lines():
+    """Part by part of 16 bytes: each has a place of its own; what a warp writes at once, four parts of eight tokens, is four lines."""
+    from gated_delta.kernels.arguments import CHUNK, IMAGE
+    from gated_delta.kernels.chunks import part_at
+
+    places = {(row, part): part_at(row, part) for row in range(CHUNK) for part in range(16)}
+    assert set(places.values()) == set(range(0, IMAGE, 16))
+    for (row, part), at in places.items():
+        linear = part // 4 * CHUNK * 64 + row * 64 + part % 4 * 16  # 32 columns behind the other, rows of 64 bytes,
+        assert at == linear ^ (linear >> 3 & 48)  # swizzled
+    for row in range(0, CHUNK, 8):
+        for part in range(0, 16, 4):
+            assert len({places[row + i, part + j] // 128 for i in range(8) for j in range(4)}) == 4
