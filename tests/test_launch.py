@@ -606,7 +606,7 @@ def test_indices_of_drafts_are_looked_at_when_asked(launches, monkeypatch):
 
 D = 128  # K and V
 PROMPTS = pytest.mark.parametrize("channels", [(), (D,)], ids=["gdn", "kda"])
-WORKSPACE = ("keys", "queries", "writes", "pairs", "columns", "order", "moves", "starts")
+WORKSPACE = ("keys", "queries", "writes", "pairs", "columns", "order", "queue", "moves", "starts")
 
 
 def prompts(lead=(N, 70), channels=(), dtype=torch.bfloat16):
@@ -658,10 +658,10 @@ def test_prompts_of_one_length_from_states_of_their_own(launches, channels):
     follow(pointers.A_log, A_log, s.A_log_h)
     follow(pointers.dt_bias, dt_bias, *[s.dt_bias_h, s.dt_bias_c][: dt_bias.ndim])
     assert (pointers.cu_seqlens, pointers.reads, pointers.has_initial) == (0, 0, 0)
-    assert in_workspace(pointers) == ["keys", "queries", *(["writes"] if channels else []), "pairs", "columns"]
+    assert in_workspace(pointers) == ["keys", "queries", *(["writes"] if channels else []), "pairs", "columns", "queue"]
     assert (sizes.N, sizes.T, sizes.total, sizes.places, sizes.H, sizes.HV, sizes.pieces) == (N, 70, 0, 2 * N, H, HV, 1)
     assert (sizes.cu_seqlens_kind, sizes.reads_kind, sizes.beta_logits) == (0, 0, 1)
-    assert (sizes.beta_kind, sizes.dt_bias_kind) == (BF16, BF16)
+    assert (sizes.beta_kind, sizes.dt_bias_kind, sizes.blocks) == (BF16, BF16, dispatch.BLOCKS)
     for hv in range(HV):
         assert hv * sizes.q_heads >> 30 == hv // (HV // H)
 
@@ -685,7 +685,7 @@ def test_packed_prompts_in_a_pool(launches, channels, dtype):
     follow(pointers.has_initial, resumed, s.has_initial_n)
     for which in ("initial", "final"):
         follow(getattr(pointers, which), state, getattr(s, f"{which}_p"), getattr(s, f"{which}_h"))
-    assert in_workspace(pointers) == ["keys", "queries", *(["writes"] if channels else []), "pairs", "columns", "order"]
+    assert in_workspace(pointers) == ["keys", "queries", *(["writes"] if channels else []), "pairs", "columns", "order", "queue"]
     assert (sizes.N, sizes.T, sizes.total, sizes.places) == (2, 0, 150, 150 // CHUNK + 2)
     kind = ends.element_size() // 4
     assert (sizes.cu_seqlens_kind, sizes.reads_kind, sizes.beta_kind, sizes.dt_bias_kind) == (kind, 3 - kind, FP32, ABSENT)
@@ -759,6 +759,7 @@ def test_the_workspace_has_room_for_all_of_it(launches, monkeypatch, channels, p
         pairs=systems * 2 * TRIANGLE,
         columns=systems * COLUMNS,
         order=4 * sizes.N if packed else 0,
+        queue=4,
         moves=walks * 2 * D * D * 4 if pieces > 1 else 0,
         starts=walks * D * D * 4 if pieces > 1 else 0,
     )
