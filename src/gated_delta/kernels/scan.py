@@ -2,7 +2,7 @@
 
 A block holds 64 or 128 V rows of a head's state, which are the rows of every product on the tensor cores, so that each product's
 result is the next one's left operand without leaving registers. A warpgroup computes 64 rows; the warps of another one bring tiles
-in and outputs away.
+in and outputs away. With 128 rows a block takes one head after another from a queue.
 
 The right operands are fp16: unit keys and queries, decays and pairs of them. The left ones, state and values, are fp16 as well,
 scaled by a power of two that each warp moves along with what it holds; bf16 would lose three bits, and what grows in the chunk's
@@ -142,7 +142,7 @@ class Scan:
         else:
             here = self.here_of(call, self.unit_of(call, block), shared, thread % 128, group)
             # What the last piece does nobody asks, nor how the first would change another state than its own.
-            needless = (here.piece == size.pieces - 1) | ((here.piece == 0) & (here.tile >= self.tiles))
+            needless = (here.unit.piece == size.pieces - 1) | ((here.unit.piece == 0) & (here.unit.tile >= self.tiles))
             if self.moves & needless:
                 pass
             elif group >= 0:
@@ -175,7 +175,7 @@ class Scan:
         first = cutlass.min(unit.piece * each, chunks)
         last = cutlass.min(first + each, chunks)
         row = unit.tile * self.rows + cutlass.max(group, 0) * ROWS
-        return Here(*unit, row, first, Int32(select_(unit.slot >= 0, last, first)), shared, thread, group)
+        return Here(unit, row, first, Int32(select_(unit.slot >= 0, last, first)), shared, thread, group)
 
     @cute.jit
     def tell(self, call, shared, i, number):
@@ -251,19 +251,19 @@ class Scan:
         """
         shared, thread = here.shared, here.thread
         row, part, step = self.own_part(thread)
-        v_at = call.ptr.v + offset(here.hv, call.stride.v_h) + offset(here.tile % self.tiles, self.rows * 2) + part * 16
-        v_at += token_at(call, here.span, Int32(0), call.stride.v_n, call.stride.v_t)
+        v_at = call.ptr.v + offset(here.unit.hv, call.stride.v_h) + offset(here.unit.tile % self.tiles, self.rows * 2) + part * 16
+        v_at += token_at(call, here.unit.span, Int32(0), call.stride.v_n, call.stride.v_t)
         ahead = cute.make_rmem_tensor((4, CHUNK // step), Uint32)
         if cutlass.const_expr(self.groups == 1):
             self.load_values(call, here, v_at, here.first, ahead)
         for c in cutlass.range(here.first, here.last, 1, unroll=1):
-            turn = here.begun + c - here.first
+            turn = here.unit.begun + c - here.first
             stage = turn % self.stages
             full = shared + self.full + stage * 8
             cute.arch.mbarrier_wait(barrier_at(shared + self.empty + stage * 8), (turn // self.stages + 1) % 2)
             if thread == 0:
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier_at(full), self.stage_bytes)
-                self.fetch_tiles(call, here, here.span.place + c, stage, full)
+                self.fetch_tiles(call, here, here.unit.span.place + c, stage, full)
             values = shared + self.values + stage * (CHUNK * self.pitch) + part * 16
             if cutlass.const_expr(self.groups == 1):
                 words = [[ahead[w, i] for w in range(4)] for i in range(CHUNK // step)]
@@ -287,7 +287,7 @@ class Scan:
                 ahead[w, i] = word
 
     def has_values(self, here, token):
-        return (token < here.span.tokens) & (here.tile < self.tiles)
+        return (token < here.unit.span.tokens) & (here.unit.tile < self.tiles)
 
     def own_part(self, thread):
         """A moving thread's first token, its 16 bytes of each, and how many tokens further its next one is."""
@@ -296,8 +296,8 @@ class Scan:
 
     def fetch_tiles(self, call, here, place, stage, full):
         ptr, size, shared = call.ptr, call.size, here.shared
-        mine = Int64(place) * Int64(size.HV) + Int64(here.hv)
-        theirs = mine if self.channel else Int64(place) * Int64(size.H) + Int64(qk_head(here.hv, size.q_heads))
+        mine = Int64(place) * Int64(size.HV) + Int64(here.unit.hv)
+        theirs = mine if self.channel else Int64(place) * Int64(size.H) + Int64(qk_head(here.unit.hv, size.q_heads))
         images = {self.keys: ptr.keys, self.queries: ptr.queries} | ({self.writes: ptr.writes} if self.channel else {})
         for target, source in images.items():
             fetch(shared + target + stage * IMAGE, source + theirs * IMAGE, IMAGE, full)
@@ -312,10 +312,10 @@ class Scan:
         """Threads 64..127: outputs from shared memory to o; zeros for an inactive sequence and behind the last one."""
         stride, size, shared = call.stride, call.size, here.shared
         row, part, step = self.own_part(here.thread)
-        o_at = call.ptr.o + offset(here.hv, stride.o_h) + offset(here.tile, self.rows * 2) + part * 16
-        o_at += token_at(call, here.span, Int32(0), stride.o_n, stride.o_t)
+        o_at = call.ptr.o + offset(here.unit.hv, stride.o_h) + offset(here.unit.tile, self.rows * 2) + part * 16
+        o_at += token_at(call, here.unit.span, Int32(0), stride.o_n, stride.o_t)
         for c in cutlass.range(here.first, here.last, 1, unroll=1):
-            turn = here.begun + c - here.first
+            turn = here.unit.begun + c - here.first
             stage = turn % self.stages
             cute.arch.mbarrier_wait(barrier_at(shared + self.stored + stage * 8), turn // self.stages % 2)
             outputs = shared + self.values + stage * (CHUNK * self.pitch) + part * 16
@@ -323,13 +323,13 @@ class Scan:
                 words = [shared_quad(outputs + (first + i * step) * self.pitch) for i in range(2)]
                 for i in cutlass.range_constexpr(2):
                     token = c * CHUNK + first + i * step
-                    store_words(o_at + offset(token, stride.o_t), words[i], token < here.span.tokens)
+                    store_words(o_at + offset(token, stride.o_t), words[i], token < here.unit.span.tokens)
             cute.arch.mbarrier_arrive(barrier_at(shared + self.empty + stage * 8))
-        if here.piece == 0:
-            zeros = Int32(select_(here.slot < 0, 0, here.span.tokens))
-            end = here.span.tokens
-            if (here.span.n == size.N - 1) & (size.cu_seqlens_kind != 0):
-                end = size.total - here.span.start
+        if here.unit.piece == 0:
+            zeros = Int32(select_(here.unit.slot < 0, 0, here.unit.span.tokens))
+            end = here.unit.span.tokens
+            if (here.unit.span.n == size.N - 1) & (size.cu_seqlens_kind != 0):
+                end = size.total - here.unit.span.start
             nothing = [Uint32(0)] * 4
             for token in cutlass.range(zeros + row, end, step, unroll=1):
                 store_words(o_at + offset(token, stride.o_t), nothing, Int32(1))
@@ -384,13 +384,13 @@ class Scan:
         right = self.operands(here)
         walker = Walker(self.sums(D), self.sums(CHUNK), self.sums(CHUNK), self.left(D), self.left(CHUNK), self.left(CHUNK))
         self.load_state(call, here, walker.state)
-        if self.moves & (here.piece == 0):
+        if self.moves & (here.unit.piece == 0):
             # In a pool this state's place is the last piece's to write.
             row, column = self.first_row(here) + here.thread // 32 * 16 + here.thread % 32 // 4, here.thread % 4 * 2
             at = call.ptr.starts + self.piece_at(call, here, D)
             self.store_rows(at, Float32, D, row, column, True, walker.state, Float32(1))
         up = Float32(1)  # the state is kept times this power of two
-        turn = Turn(here.first, here.begun % self.stages, here.begun // self.stages % 2)
+        turn = Turn(here.first, here.unit.begun % self.stages, here.unit.begun // self.stages % 2)
         if here.last > here.first:
             self.arrive(here, turn)
             up = self.fit(walker, self.largest_value(here, turn), up, True)
@@ -596,16 +596,16 @@ class Scan:
         lane, warp = here.thread % 32, here.thread // 32
         row, column = warp * 16 + lane // 4, lane % 4 * 2
         row, unit = self.first_row(here) + row, self.first_row(here) + row - D  # of the state, and of the identity
-        if self.moves & (here.piece > 0):
+        if self.moves & (here.unit.piece > 0):
             for j in cutlass.range_constexpr(D // 8):
                 for i in cutlass.range_constexpr(4):
                     state[4 * j + i] = choose(unit + i // 2 * 8 == column + 8 * j + i % 2, Float32(1), Float32(0))
         elif (not self.moves) & (size.pieces > 1):
             self.load_rows(ptr.starts + self.piece_at(call, here, D), Float32, D, row, column, True, state)
         else:
-            there = load_flag(ptr.has_initial + offset(here.span.n, stride.has_initial_n), ptr.has_initial != 0)
-            there = there & Int32(ptr.initial != 0) & Int32(here.slot >= 0)
-            at = ptr.initial + offset(cutlass.max(here.slot, 0), stride.initial_p) + offset(here.hv, stride.initial_h)
+            there = load_flag(ptr.has_initial + offset(here.unit.span.n, stride.has_initial_n), ptr.has_initial != 0)
+            there = there & Int32(ptr.initial != 0) & Int32(here.unit.slot >= 0)
+            at = ptr.initial + offset(cutlass.max(here.unit.slot, 0), stride.initial_p) + offset(here.unit.hv, stride.initial_h)
             self.load_rows(at, self.state_dtype, self.K, row, column, there, state)
 
     @cute.jit
@@ -617,17 +617,19 @@ class Scan:
         if cutlass.const_expr(self.moves):
             self.store_rows(ptr.moves + self.piece_at(call, here, 2 * D), Float32, D, row, column, True, state, down)
         else:
-            wanted = Int32(ptr.final != 0) & Int32(here.slot >= 0) & Int32(here.piece == size.pieces - 1)
-            at = ptr.final + offset(cutlass.max(here.slot, 0), stride.final_p) + offset(here.hv, stride.final_h)
+            wanted = Int32(ptr.final != 0) & Int32(here.unit.slot >= 0) & Int32(here.unit.piece == size.pieces - 1)
+            at = ptr.final + offset(cutlass.max(here.unit.slot, 0), stride.final_p) + offset(here.unit.hv, stride.final_h)
             self.store_rows(at, self.state_dtype, self.K, row, column, wanted, state, down)
 
     def first_row(self, here):
         """Of the warpgroup in its state; the identity's come behind D rows."""
-        return here.row + Int32(select_(here.tile < self.tiles, 0, D - self.V))
+        return here.row + Int32(select_(here.unit.tile < self.tiles, 0, D - self.V))
 
     def piece_at(self, call, here, rows):
         """Byte of a piece's states among those of all pieces: fp32, `rows` rows each."""
-        number = (Int64(here.span.n) * Int64(call.size.HV) + Int64(here.hv)) * Int64(call.size.pieces) + Int64(here.piece)
+        number = (Int64(here.unit.span.n) * Int64(call.size.HV) + Int64(here.unit.hv)) * Int64(call.size.pieces) + Int64(
+            here.unit.piece
+        )
         return number * (rows * D * 4)
 
     def load_rows(self, at, dtype, columns, row, column, condition, state):
@@ -664,12 +666,7 @@ class Unit(NamedTuple):
 class Here(NamedTuple):
     """What a block works on, a unit's chunks from `first` up to `last`; the thread's place in it."""
 
-    span: Span
-    slot: Int32
-    hv: Int32
-    tile: Int32
-    piece: Int32
-    begun: Int32
+    unit: Unit
     row: Int32
     """First V row of the thread's warpgroup."""
     first: Int32
