@@ -96,7 +96,10 @@ FLUSH: dict[str, Table] = {
 
 
 BLOCKS = 132
-"""Blocks of the scan that an H200 walks at once; where a prefill has fewer, its sequences are cut in pieces."""
+"""Blocks of the scan that an H200 walks at once.
+
+Where a prefill has fewer, its sequences are cut in pieces; where it has more, so many take one head after another.
+"""
 LEAST_PIECE, THREE_PIECES_LEAST = 512, 8192
 """Tokens that a piece has at least; and a sequence that is cut in three, which saves little. Two cost more than they save."""
 

@@ -260,7 +260,7 @@ TRIANGLE = CHUNK * (CHUNK + 16) // 2 * 2
 """Bytes of a lower triangle of pairs of a chunk's tokens: of each 16 columns the rows from the diagonal block on."""
 
 COLUMNS = 1024
-"""Bytes of the numbers that each token of a chunk, and each channel, is scaled with: fp32."""
+"""Bytes of numbers that each token of a chunk, and each channel, is scaled with: fp32, but fp16 for what GDN adds to a state."""
 
 
 class PrefillPointers(NamedTuple):

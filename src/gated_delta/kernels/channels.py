@@ -90,10 +90,10 @@ class Channels:
             A_log = load(Float32, ptr.A_log + offset(hv, stride.A_log_h), Int32(1))
             parameters = cute.math.exp(A_log), load_scalar(bias, size.dt_bias_kind), call.bound * Float32(LOG2_E)
         total, starts, middles = Float32(0), [], []
+        place, pitch = self.raw_gates(here)
         for b in range(4):
             starts.append(total)
             at = here.shared + self.sums + b * (BLOCK * SUMS_ROW) + channel * 4
-            place, pitch = self.raw_gates(here)
             g_at = place + b * (BLOCK * pitch) + channel * (self.g_dtype.width // 8)
             raw = [shared_number(g_at + t * pitch, self.g_dtype) for t in range(BLOCK)]  # before any of the sums replaces one
             least = [x for first in (0, BLOCK // 2) for x in self.quad_of(self.gates_at(here, 0), b * BLOCK + first)]

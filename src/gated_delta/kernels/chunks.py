@@ -42,9 +42,13 @@ class Span(NamedTuple):
     place: Int32
 
 
+def chunks_of(tokens):
+    return (tokens + CHUNK - 1) // CHUNK
+
+
 def place_of(call, n, start):
     """Where a sequence's chunks begin. Packed, start // 64 + n has room for each of them and needs no sum over those in front."""
-    dense = n * ((call.size.T + CHUNK - 1) // CHUNK)
+    dense = n * chunks_of(call.size.T)
     return Int32(select_(call.size.cu_seqlens_kind == 0, dense, start // CHUNK + n))
 
 

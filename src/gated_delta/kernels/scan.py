@@ -28,6 +28,7 @@ from .chunks import (
     arrive_with_copies,
     ask_for,
     barrier_at,
+    chunks_of,
     copy_part,
     count_up,
     fetch,
@@ -136,7 +137,7 @@ class Scan:
             else:
                 cute.arch.setmaxregister_decrease(FEW)
                 if thread < LOADERS:
-                    self.bring_all(call, shared, thread, block)
+                    self.serve(self.bring, call, shared, thread, group, block)
                 else:
                     self.serve(self.take_away, call, shared, thread - LOADERS, group)
         else:
@@ -170,7 +171,7 @@ class Scan:
         return Unit(span, slot, hv, tile, piece, Int32(0))
 
     def here_of(self, call, unit, shared, thread, group):
-        chunks = (unit.span.tokens + CHUNK - 1) // CHUNK
+        chunks = chunks_of(unit.span.tokens)
         each = (chunks + call.size.pieces - 1) // call.size.pieces
         first = cutlass.min(unit.piece * each, chunks)
         last = cutlass.min(first + each, chunks)
@@ -184,7 +185,7 @@ class Scan:
         begun = Int32(0)
         if i > 0:
             before = self.told_unit(call, shared, i - 1)
-            begun = before.begun + Int32(select_(before.slot >= 0, (before.span.tokens + CHUNK - 1) // CHUNK, 0))
+            begun = before.begun + Int32(select_(before.slot >= 0, chunks_of(before.span.tokens), 0))
         cute.arch.mbarrier_wait(barrier_at(shared + self.heard + i % 2 * 8), (i // 2 + 1) % 2)
         at = shared + self.units + i % 2 * UNIT
         if number < size.HV * size.N:
@@ -212,27 +213,22 @@ class Scan:
         return unit
 
     @cute.jit
-    def serve(self, work, call, shared, thread, group):
-        """Do the work of every unit that the block hears of."""
+    def serve(self, work, call, shared, thread, group, block=None):
+        """Do the work of every unit that the block hears of.
+
+        block: its number, for those whose thread 0 tells the others: that of the first unit, and then what a queue gives.
+        """
         i = Int32(0)
+        if cutlass.const_expr(block is not None):  # noqa: SIM102 - settled when compiling
+            if thread == 0:
+                self.tell(call, shared, i, block)
         unit = self.hear(call, shared, i)
         while unit.hv >= 0:
             work(call, self.here_of(call, unit, shared, thread, group))
             i += 1
-            unit = self.hear(call, shared, i)
-
-    @cute.jit
-    def bring_all(self, call, shared, thread, block):
-        """Threads 0..63: what `serve` does, and where the units come from: the first by the block's number, others by a queue."""
-        i = Int32(0)
-        if thread == 0:
-            self.tell(call, shared, i, block)
-        unit = self.hear(call, shared, i)
-        while unit.hv >= 0:
-            self.bring(call, self.here_of(call, unit, shared, thread, Int32(-1)))
-            i += 1
-            if thread == 0:
-                self.tell(call, shared, i, call.size.blocks + count_up(call.ptr.queue))
+            if cutlass.const_expr(block is not None):  # noqa: SIM102 - settled when compiling
+                if thread == 0:
+                    self.tell(call, shared, i, call.size.blocks + count_up(call.ptr.queue))
             unit = self.hear(call, shared, i)
 
     def ask_for_state(self, call, slot, hv):
