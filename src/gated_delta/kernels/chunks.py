@@ -196,6 +196,19 @@ def copy_part(shared, source, condition):
     )
 
 
+def copy_or_fill(shared, source, condition, word):
+    """16 bytes to shared memory, asynchronously where the condition holds, or four times the same word."""
+    cute.arch.inline_ptx(
+        """{
+        .reg .pred p;
+        setp.ne.s32 p, {$r2}, 0;
+        @p cp.async.cg.shared.global [{$r0}], [{$r1}], 16;
+        @!p st.shared.v4.b32 [{$r0}], {{$r3}, {$r3}, {$r3}, {$r3}};
+        }""",
+        read_only_args=[shared, source, Int32(condition), word],
+    )
+
+
 def arrive_with_copies(barrier):
     """The thread's arrival, which its barrier counts, once all its copies are there."""
     cute.arch.inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[barrier])
@@ -263,7 +276,7 @@ def power(x):
 def inverse_root(x):
     """1 / sqrt(x), and 0 for 0."""
     return cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.gt.f32 p, {$r0}, 0f00000000; mov.f32 {$w0}, 0f00000000; @p rsqrt.approx.ftz.f32 {$w0}, {$r0}; }",
+        "{ .reg .pred p; setp.gt.ftz.f32 p, {$r0}, 0f00000000; mov.f32 {$w0}, 0f00000000; @p rsqrt.approx.ftz.f32 {$w0}, {$r0}; }",
         write_only_types=[Float32],
         read_only_args=[x],
     )

@@ -276,15 +276,17 @@ def split(xs, dtype):
 
 
 def multiply_accumulate(sums, a, b, dtype):
-    """sums [16, 8] + a [16, c] b [c, 8] on the tensor cores: c is 16 of bf16 or fp16, or 8 of fp32 taken at tf32 precision.
+    """sums [16, 8] + a [16, c] b [c, 8] on the tensor cores: c is 16 or 8 of bf16 or fp16, or 8 of fp32 taken at tf32 precision.
 
-    A lane has words of a, [2, 2], two of b and four sums.
+    A lane has four words of a and two of b (8 of 16 bits: half as many), and four sums.
     """
-    shape, kind = {Float32: ("m16n8k8", "tf32"), BFloat16: ("m16n8k16", "bf16"), Float16: ("m16n8k16", "f16")}[dtype]
+    kind = {Float32: "tf32", BFloat16: "bf16", Float16: "f16"}[dtype]
+    shape = "m16n8k16" if dtype is not Float32 and len(a) == 4 else "m16n8k8"
+    names = [f"{{$r{i}}}" for i in range(len(a) + len(b) + 4)]
+    operands = [f"{{{', '.join(some)}}}" for some in (names[: len(a)], names[len(a) : -4], names[-4:])]
     return list(
         cute.arch.inline_ptx(
-            f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, "
-            "{{$r0}, {$r1}, {$r2}, {$r3}}, {{$r4}, {$r5}}, {{$r6}, {$r7}, {$r8}, {$r9}};",
+            f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, {', '.join(operands)};",
             write_only_types=[Float32] * 4,
             read_only_args=[*a, *b, *sums],
         )

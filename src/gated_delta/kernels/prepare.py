@@ -14,7 +14,7 @@ from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly, shuffle_sync_up
 from cutlass.cutlass_dsl import select_
 
 from .arguments import ABSENT, CHUNK, COLUMNS, IMAGE, TRIANGLE
-from .channels import BLOCK, LEAST_LOG_DECAY, LOG2_E, SUMS_ROW, Channels
+from .channels import BLOCK, LEAST_LOG_DECAY, LOG2_E, SUMS_ROW, VECTORS, Channels
 from .chunks import (
     Call,
     D,
@@ -58,7 +58,7 @@ from .device import (
 )
 from .rows import DTYPES, EVICT_FIRST
 
-SYSTEM_ROW = (CHUNK + 8) * 2  # bytes of a row of the triangular system, so that rows start in different banks
+SYSTEM_ROW = (CHUNK - BLOCK + 8) * 2  # bytes of a row of the triangular system, so that rows start in different banks
 DIAGONAL_ROW = BLOCK * 4 + 16
 GATES = 3 * CHUNK * 4 + 32  # bytes of a head's, so that heads start in different banks
 
@@ -91,20 +91,23 @@ class Prepare(Channels):
         self.dtype, self.g_dtype = DTYPES[dtype], DTYPES[g_dtype]
         self.gate, self.qk_l2norm = gate, qk_l2norm
         # "system": the triangular system but its diagonal blocks, which are "diagonals". "inverses": of those, transposed, rows of
-        # 16 numbers, then those scaled. "gates": of four heads, sums of log decays (KDA, of one: what each is at least),
-        # beta |k|**2, beta |k|. "sizes": of q and k. "keys": a chunk's keys as right operands, each lane's words together. "made":
-        # the system's inverse, then what queries attend to, on their way to global memory, and a second place for the same.
-        system = {"system": CHUNK * SYSTEM_ROW, "diagonals": 4 * BLOCK * DIAGONAL_ROW, "keys": IMAGE, "inverses": 4 * BLOCK * 64}
+        # 16 numbers, then those scaled. "gates": of four heads (KDA: of one), sums of log decays, beta |k|**2, beta |k|. "sizes": of
+        # q and k. "keys": a chunk's keys as right operands, each lane's words together. "made": the system's inverse, then what
+        # queries attend to, on their way to global memory, and a second place for the same.
+        system = {"system": (CHUNK - BLOCK) * SYSTEM_ROW, "inverses": 4 * BLOCK * 64}
+        diagonals = {"diagonals": 4 * BLOCK * DIAGONAL_ROW, "keys": IMAGE}
         if self.channel:
-            # What is done with makes room: vectors for the system, keys for its inverse.
-            self.lay_out(0, {"vectors": 6 * 4 * D * 4})
-            rest = {"attends": TRIANGLE, "sums": CHUNK * SUMS_ROW, "spans": 4 * D * 4, "gates": GATES, "strong": 64}
-            self.shared = self.lay_out(0, system | rest)
+            # What is done with makes room: sums for the system, keys for its inverse. "lefts": q and k as left operands.
+            system_end = self.lay_out(0, system)
+            end = max(system_end, self.lay_out(0, {"sums": CHUNK * SUMS_ROW}))
+            rest = {"attends": TRIANGLE, "lefts": 2 * IMAGE, "totals": 4 * D * 4, "vectors": 4 * VECTORS, "gates": GATES}
+            wide = {"wide": CHUNK * D * 4} if self.g_dtype is Float32 else {}
+            self.shared = self.lay_out(end, diagonals | rest | wide)
         else:
-            rest = {"gates": 4 * GATES, "sizes": 2 * CHUNK * 4}
             # Before any of it is made, the tiles of queries and keys are here.
             self.lay_out(0, {"tiles": 2 * IMAGE})
-            self.shared = self.lay_out(0, {"made": 4 * TRIANGLE} | system | rest)
+            rest = {"gates": 4 * GATES, "sizes": 2 * CHUNK * 4}
+            self.shared = self.lay_out(0, {"made": 4 * TRIANGLE} | system | diagonals | rest)
             assert self.tiles + 2 * IMAGE <= self.keys
 
     def lay_out(self, at, sizes):
@@ -440,7 +443,7 @@ class Prepare(Channels):
 
     def put_pair(self, here, b, i, j, word):
         """Two numbers of the system's block b, left of the diagonal."""
-        at = here.shared + self.system + (here.block * BLOCK + here.row + 8 * i) * SYSTEM_ROW
+        at = self.system_row(here, here.block * BLOCK + here.row + 8 * i)
         put_word(at + (BLOCK * b + 8 * j + 2 * here.quarter) * 2, word)
 
     def put_diagonal_attention(self, here, head, i, j, x):
@@ -505,8 +508,12 @@ class Prepare(Channels):
     def system_block(self, here, j, i):
         """The system's block (j, own + i) as a right operand, whose columns are its rows."""
         row, part = here.lane % 8 + here.lane // 16 * 8, here.lane // 8 % 2
-        at = here.shared + self.system + (j * BLOCK + row) * SYSTEM_ROW + cutlass.min(here.block + i, 3) * (BLOCK * 2) + part * 16
-        return load_matrices(at)
+        at = self.system_row(here, j * BLOCK + row) + cutlass.min(here.block + i, 2) * (BLOCK * 2)
+        return load_matrices(at + part * 16)
+
+    def system_row(self, here, token):
+        """The first block of tokens has none in front of it."""
+        return here.shared + self.system + (token - BLOCK) * SYSTEM_ROW
 
     def merge_block(self, here, head, above, system, inverse, strengths, below):
         sums = [[Float32(0)] * 4 for _ in range(2)]
