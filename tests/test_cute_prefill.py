@@ -237,6 +237,16 @@ def test_rows_of_zeros(axis):
     assert (o[:, ::4] == 0).all()
 
 
+@EITHER_AXIS
+@pytest.mark.parametrize("power", [-80, 56, 100])
+def test_rows_of_any_size(axis, power):
+    """Sums of squares below or above what fp32 holds: normalised, such a row is nothing, as in the reference."""
+    call = tokens(2, 130, axis=axis)
+    call["k"][:, 1::3] *= 2.0**power
+    call["q"][:, ::4] *= 2.0**power
+    check(call)
+
+
 # ------------------------------------------------------------------------------------------------ states
 
 

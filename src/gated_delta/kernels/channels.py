@@ -33,7 +33,7 @@ from .chunks import (
     shared_quad,
     shared_word,
 )
-from .device import choose, floats_of, load, load_scalar, multiply_accumulate, offset, qk_head, store_few, store_words
+from .device import choose, floats_of, load, load_raw, multiply_accumulate, number_of, offset, qk_head, store_few, store_words
 
 BLOCK = 16  # tokens of a warp
 PARTS = 4  # of 32 channels each, 8 of them a lane's
@@ -45,15 +45,19 @@ CUT_OFF = 7.04e-4
 """What a product of two numbers loses on average as the tensor cores cut off what is behind tf32's digits."""
 
 SUMS_ROW = 32 * 4 + 16  # bytes of a token's sums over a part, so that rows start in different banks
-VECTORS = 4 * D  # bytes of a warp's vectors: what right operands grow by; later decays from the chunk's start and to its end
+VECTORS = 5 * D
+"""Bytes of a warp's vectors: what right operands grow by, and biases; later decays from the chunk's start, and to its end."""
 
 
 class Channels:
     """Mixed into Prepare."""
 
     def words_at(self, here, place, i, part, lane):
-        """Of the lane's 8 channels of a part, of its block's token row + 8 i: 16 bytes."""
-        return here.shared + place + here.block * (IMAGE // 4) + (4 * i + part) * 512 + lane * 16
+        """Of a lane's 8 channels of a part, of its block's token row + 8 i: 16 bytes, so that lines of two parts do not collide."""
+        return self.parts_at(here, place, i, part) + (lane ^ (part % 2 * 4)) * 16
+
+    def parts_at(self, here, place, i, part):
+        return here.shared + place + here.block * (IMAGE // 4) + (4 * i + part) * 512
 
     def left_at(self, here, which, i, part):
         """Raw q and k of token row + 8 i; later left operands for step i of a product, as it wants them."""
@@ -65,57 +69,58 @@ class Channels:
 
     # -------------------------------------------------------------------------------------------- raw tokens
 
+    @cute.jit
     def stage(self, call, here):
-        """The block's raw g, and behind it q and k, on their way to shared memory; a warp asks for whole lines of two tokens.
+        """The block's tokens on their way to shared memory; a warp asks for whole lines of two at once.
 
         Past the last token q and k are zeros, and g is what makes a log decay of 0.
         """
         ptr, stride = call.ptr, call.stride
+        part, second, quarter = here.lane // 8, here.lane // 4 % 2, here.lane % 4
+        first, across = here.block * BLOCK + second, (4 * part + quarter) * 16
         h = qk_head(here.h, call.size.q_heads)
-        if self.g_dtype is Float32:
+        q_at = ptr.q + self.token_at(call, here, first, stride.q_n, stride.q_t) + offset(h, stride.q_h) + across
+        k_at = ptr.k + self.token_at(call, here, first, stride.k_n, stride.k_t) + offset(h, stride.k_h) + across
+        g_at = ptr.g + self.token_at(call, here, first, stride.g_n, stride.g_t) + offset(here.h, stride.g_h) + across
+        target = self.words_at(here, 0, 0, part, second * 4 + quarter)
+        # A loop, and all three tensors in turn: 8 copies of one after another took 6% longer, the kernel as a whole.
+        for token in cutlass.range(0, BLOCK, 2, unroll=1):
+            there = (first + token < here.tokens) & (32 * part < self.K)
+            place = target + token // 8 * 2048 + token % 8 * 64
+            if cutlass.const_expr(self.g_dtype is not Float32):
+                copy_or_fill(place + self.keys, g_at + offset(token, stride.g_t), there, self.neutral_gate())
+            copy_part(place + self.lefts, q_at + offset(token, stride.q_t), there)
+            copy_part(place + self.lefts + IMAGE, k_at + offset(token, stride.k_t), there)
+        if cutlass.const_expr(self.g_dtype is Float32):
             self.stage_wide_gates(call, here)
-        else:
-            self.stage_halves(call, here, self.keys, ptr.g, (stride.g_n, stride.g_t, stride.g_h), here.h, self.neutral_gate())
-        cute.arch.cp_async_commit_group()
-        self.stage_halves(call, here, self.lefts, ptr.q, (stride.q_n, stride.q_t, stride.q_h), h)
-        self.stage_halves(call, here, self.lefts + IMAGE, ptr.k, (stride.k_n, stride.k_t, stride.k_h), h)
         cute.arch.cp_async_commit_group()
 
     def neutral_gate(self):
-        """Words of raw g whose log decay is 0."""
-        if self.gate == "log":
-            return Uint32(0)
-        return Uint32({Float32: 0xFF800000, Float16: 0xFC00FC00}.get(self.g_dtype, 0xFF80FF80))
-
-    def stage_halves(self, call, here, place, tensor, strides, h, fill=None):
-        part, second, quarter = here.lane // 8, here.lane // 4 % 2, here.lane % 4
-        n_stride, t_stride, h_stride = strides
-        first = here.block * BLOCK + second
-        source = tensor + self.token_at(call, here, first, n_stride, t_stride) + offset(h, h_stride) + (4 * part + quarter) * 16
-        for token in range(0, BLOCK, 2):
-            target = self.words_at(here, place, token // 8, part, (token % 8 + second) * 4 + quarter)
-            there = (first + token < here.tokens) & (32 * part < self.K)
-            if fill is None:
-                copy_part(target, source + offset(token, t_stride), there)
-            else:
-                copy_or_fill(target, source + offset(token, t_stride), there, fill)
+        """A word of raw g whose log decay is 0: minus infinity, or 0 where g is that already."""
+        infinity = {Float32: 0xFF800000, Float16: 0xFC00FC00}.get(self.g_dtype, 0xFF80FF80)
+        return Uint32(0 if self.gate == "log" else infinity)
 
     def stage_wide_gates(self, call, here):
         """fp32, a row a token."""
         stride, first = call.stride, here.block * BLOCK
         source = call.ptr.g + self.token_at(call, here, first, stride.g_n, stride.g_t) + offset(here.h, stride.g_h) + here.lane * 16
         for token in range(BLOCK):
-            target = here.shared + self.wide + (first + token) * (D * 4) + here.lane * 16
-            there = (first + token < here.tokens) & (4 * here.lane < self.K)
+            there, target = (first + token < here.tokens) & (4 * here.lane < self.K), self.wide_row(here, token) + here.lane * 16
             copy_or_fill(target, source + offset(token, stride.g_t), there, self.neutral_gate())
 
-    def raw_gate(self, here, t, part):
-        """Of a token of the block, and a part's channel that is the lane's."""
+    def wide_row(self, here, t):
+        return here.shared + self.wide + (here.block * BLOCK + t) * (D * 4)
+
+    def raw_gates(self, here, part):
+        """Of the block's tokens, of a part's channel that is the lane's."""
         if self.g_dtype is Float32:
-            at = here.shared + self.wide + (here.block * BLOCK + t) * (D * 4) + (32 * part + here.lane) * 4
+            places = [self.wide_row(here, t) + (32 * part + here.lane) * 4 for t in range(BLOCK)]
         else:
-            at = self.words_at(here, self.keys, t // 8, part, t % 8 * 4) + here.lane * 2
-        return shared_number(at, self.g_dtype)
+            swap = part % 2 * 64  # words_at, 4 lanes a token
+            at = self.parts_at(here, self.keys, 0, part) + here.lane * 2
+            pairs = [at + t // 8 * 2048 + t % 8 * 64 for t in range(0, BLOCK, 2)]
+            places = [place for pair in pairs for place in (pair + swap, pair + 64 - swap)]
+        return [shared_number(place, self.g_dtype) for place in places]
 
     # -------------------------------------------------------------------------------------------- sums of log decays
 
@@ -126,26 +131,31 @@ class Channels:
         rate = cute.math.exp(load(Float32, call.ptr.A_log + offset(here.h, call.stride.A_log_h), Int32(1)))
         return larger(cute.math.min(rate, Float32(LARGEST_RATE)), Float32(SLOWEST_RATE)), call.bound * Float32(LOG2_E)
 
-    def bias_of(self, call, here, part):
-        """Of the lane's channel of a part."""
-        ptr, stride = call.ptr, call.stride
-        if self.gate == "log":
-            return Float32(0)
-        channel = cutlass.min(32 * part + here.lane, self.K - 1)
-        return load_scalar(ptr.dt_bias + offset(here.h, stride.dt_bias_h) + offset(channel, stride.dt_bias_c), call.size.dt_bias_kind)
+    def put_biases(self, call, here):
+        """Of the lane's channels of all parts, where `sum_gates` wants them."""
+        ptr, stride, kind = call.ptr, call.stride, call.size.dt_bias_kind
+        if self.gate != "log":
+            channels = [cutlass.min(32 * part + here.lane, self.K - 1) for part in range(PARTS)]
+            at = ptr.dt_bias + offset(here.h, stride.dt_bias_h)
+            raw = [load_raw(at + offset(channel, stride.dt_bias_c), kind) for channel in channels]
+            for part in range(PARTS):
+                put_word(self.bias_at(here, part), number_of(raw[part], kind).bitcast(Uint32))
 
-    def sum_gates(self, here, part, parameters, bias):
+    def bias_at(self, here, part):
+        return self.vectors_at(here) + (1 + part) * 128 + here.lane * 4
+
+    def sum_gates(self, here, part, parameters):
         """The block's sums of log decays of a part, a channel a lane; whether any is too strong for the block's split."""
-        total = None
-        raw = [self.raw_gate(here, t, part) for t in range(BLOCK)]
-        for t, g in enumerate(raw):
+        total, bias = None, None if self.gate == "log" else shared_word(self.bias_at(here, part)).bitcast(Float32)
+        for t, g in enumerate(self.raw_gates(here, part)):
             log = larger(self.binary_log_decay(g, parameters, bias), Float32(LEAST_LOG_DECAY * LOG2_E))
             total = log if total is None else total + log
             put_word(self.sums_at(here, t) + here.lane * 4, total.bitcast(Uint32))
         put_word(self.totals_at(here, here.block) + (32 * part + here.lane) * 4, total.bitcast(Uint32))
-        growth = power(Float32(CUT_OFF * LOG2_E) - total)
+        strong = cute.arch.vote_any_sync(total < Float32(-RANGE))
+        growth = choose(strong, Float32(0), power(Float32(CUT_OFF * LOG2_E) - total))
         put_word(self.vectors_at(here) + here.lane * 4, growth.bitcast(Uint32))
-        return Int32(select_(cute.arch.vote_any_sync(total < Float32(-RANGE)), 1, 0))
+        return strong
 
     def binary_log_decay(self, g, parameters, bias):
         """device.log_decay to base 2, in as few instructions as it takes; a rate of inf or 0 times what is not is not met."""
@@ -188,40 +198,49 @@ class Channels:
                 for part in range(PARTS):
                     words = shared_quad(self.left_at(here, which, i, part))
                     for w in range(4):
-                        # Two words as the tokens' upper and lower rows: of either product one half is wanted.
-                        sums[w % 2] = multiply_accumulate(sums[w % 2], words[w // 2 * 2 : w // 2 * 2 + 2], words[w : w + 1], self.dtype)
+                        # Two words as upper and lower rows, one of them as columns: of the product that half is wanted.
+                        rows = words[w // 2 * 2 : w // 2 * 2 + 2]
+                        sums[w % 2] = multiply_accumulate(sums[w % 2], rows, words[w : w + 1], self.dtype)
                 odd = here.row % 2 != 0
                 mine = [choose(odd, sums[upper][2 * upper + 1], sums[upper][2 * upper]) for upper in range(2)]
                 squares[i].append(shuffle_sync(mine[0] + mine[1], offset=here.row * 4 + here.row // 2))
         return [[inverse_root(x) for x in both] for both in squares], squares
 
-    def decayed_part(self, here, units, part, strong, within):
-        """Operands of 8 of a lane's channels, and what these give of the pairs within the block."""
+    def load_part(self, here, units, part):
+        """What the lane's operands of a part are made of: sums, those of the whole block, what right operands grow by; q and k."""
         sums = [self.eight(self.sums_at(here, here.row + 8 * i) + here.quarter * 32) for i in range(2)]
         total = self.eight(self.totals_at(here, here.block) + (32 * part + 8 * here.quarter) * 4)
+        growth = self.eight(self.vectors_at(here) + here.quarter * 32)
         raw = [[shared_quad(self.left_at(here, which, i, part)) for which in range(2)] for i in range(2)]
-        plain, near, rests = [], [], []
-        for i in range(2):
-            q, k = ([x * units[i][which] for x in floats_of(raw[i][which], self.dtype)] for which in range(2))
+        tokens = [[[x * by for x in floats_of(w, self.dtype)] for w, by in zip(raw[i], units[i], strict=True)] for i in range(2)]
+        return sums, total, growth, tokens
+
+    def decayed_part(self, here, part, sums, total, growth, tokens, within):
+        """Operands of a part, and what these give of the pairs within the block."""
+        near, far = [], []
+        for i, (q, k) in enumerate(tokens):
             since = [power(x) for x in sums[i]]
             until = [power(y - x) for x, y in zip(sums[i], total, strict=True)]
-            plain.append([q, k])
             near.append([self.times(q, since), self.times(k, since)])
-            rests.append(self.times(k, until))
-            put_quad(self.right_at(here, i, part), self.halves(rests[i]))
+            rest = self.times(k, until)
+            put_quad(self.right_at(here, i, part), self.halves(rest))
+            far.append(self.times(rest, growth))
         for which in range(2):
             both = [self.halves(near[i][which]) for i in range(2)]
             for step in range(2):
                 put_quad(self.left_at(here, which, step, part), [both[i][2 * step + w] for w in range(2) for i in range(2)])
-        self.pairs_within(here, plain, near, rests, sums, strong, within)
+        self.add_within(within, near, far)
 
     @cute.jit
-    def pairs_within(self, here, plain, near, rests, sums, strong, within):
-        if strong != 0:
-            self.add_exactly(here, plain, sums, within)
-        else:
-            growth = self.eight(self.vectors_at(here) + here.quarter * 32)
-            self.add_within(within, near, [self.times(rest, growth) for rest in rests])
+    def decay_part(self, here, units, part, parameters, within):
+        """A part's sums and operands; all that these want is loaded before anything is stored."""
+        strong = self.sum_gates(here, part, parameters)
+        cute.arch.sync_warp()
+        sums, total, growth, tokens = self.load_part(here, units, part)
+        if strong:
+            self.add_exactly(here, tokens, sums, within)
+        self.decayed_part(here, part, sums, total, growth, tokens, within)
+        cute.arch.sync_warp()
 
     def add_within(self, within, near, far):
         """8 channels' part of the products within a block, at tf32 precision: [number, half of the columns, q or k]."""
@@ -236,24 +255,24 @@ class Channels:
                         within[e, half, which] = sums[e]
 
     @cute.jit
-    def add_exactly(self, here, plain, sums, within):
+    def add_exactly(self, here, tokens, sums, within):
         """The same from operands split at each token in turn, none of which grows: right in that token's column."""
         found = cute.make_rmem_tensor((4, 2, 2), Float32)
-        far = [self.times(k, [Float32(1 + CUT_OFF)] * 8) for _, k in plain]
+        far = [self.times(k, [Float32(1 + CUT_OFF)] * 8) for _, k in tokens]
         for at in cutlass.range(BLOCK, unroll=1):
             found.fill(0.0)
-            self.add_within(found, self.split_at(here, at, plain, sums), far)
+            self.add_within(found, self.split_at(here, at, tokens, sums), far)
             for half in cutlass.range_constexpr(2):
                 for e in cutlass.range_constexpr(4):
                     mine = 8 * half + 2 * here.quarter + e % 2 == at
                     for which in cutlass.range_constexpr(2):
                         within[e, half, which] = within[e, half, which] + choose(mine, found[e, half, which], Float32(0))
 
-    def split_at(self, here, at, plain, sums):
+    def split_at(self, here, at, tokens, sums):
         """Left operands decayed from a token of the block on."""
         split = self.eight(self.sums_at(here, at) + here.quarter * 32)
         decays = [[power(cute.math.min(x - y, Float32(0))) for x, y in zip(both, split, strict=True)] for both in sums]
-        return [[self.times(x, decays[i]) for x in plain[i]] for i in range(2)]
+        return [[self.times(x, decays[i]) for x in tokens[i]] for i in range(2)]
 
     def times(self, xs, ys):
         return [x * y for x, y in zip(xs, ys, strict=True)]
@@ -265,27 +284,19 @@ class Channels:
 
     @cute.jit
     def chunk_of_channels(self, call, here):
-        self.stage(call, here)
         token = here.block * BLOCK + here.lane % BLOCK
-        beta = self.beta_of(call, here, here.h, token, token < here.tokens)  # shared out by put_sizes
+        self.stage(call, here)
+        beta = self.load_beta(call, here, here.h, token, token < here.tokens)
         parameters = self.parameters_of(call, here)
-        bias = self.bias_of(call, here, 0)
-        cute.arch.cp_async_wait_group(1)
-        cute.arch.sync_warp()
-        strong = self.sum_gates(here, 0, parameters, bias)
+        self.put_biases(call, here)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
         units, squares = self.norms(here)
-        self.put_sizes(call, here, units, squares, beta)
+        self.put_sizes(call, here, units, squares, self.strength_of(call, beta, token < here.tokens))
         within = cute.make_rmem_tensor((4, 2, 2), Float32)
         within.fill(0.0)
         for part in cutlass.range(PARTS, unroll=1):
-            bias = self.bias_of(call, here, part + 1)
-            self.decayed_part(here, units, part, strong, within)
-            cute.arch.sync_warp()
-            if part + 1 < PARTS:
-                strong = self.sum_gates(here, part + 1, parameters, bias)
-                cute.arch.sync_warp()
+            self.decay_part(here, units, part, parameters, within)
         cute.arch.sync_threads()
         self.put_vectors(call, here)
         self.put_within(here, within)
@@ -341,45 +352,50 @@ class Channels:
         """The tiles that the scan wants, and pairs of the block's tokens with those of the two blocks in front, or of 3 with 0."""
         one, two = cute.make_rmem_tensor((4, 2, 2), Float32), cute.make_rmem_tensor((4, 2, 2), Float32)
         one.fill(0.0)
+        tiles = self.tiles_of(call, here)
         if here.block > 1:
             two.fill(0.0)
             for part in cutlass.range(PARTS, unroll=1):
-                left = self.tiles_and_pairs(call, here, part, one)
+                left = self.tiles_and_pairs(here, tiles, part, one)
                 self.add_pairs(here, two, left, part, here.block - 2, [here.block - 1])
             self.put_block(here, two, here.block, here.block - 2)
         elif here.block == 1:
             for part in cutlass.range(PARTS, unroll=1):
-                self.tiles_and_pairs(call, here, part, one)
+                self.tiles_and_pairs(here, tiles, part, one)
         else:
             last = here._replace(block=Int32(3))
             for part in cutlass.range(PARTS, unroll=1):
-                self.put_tiles(call, here, part, self.lefts_of(here, part))
+                self.put_tiles(here, tiles, part, self.lefts_of(here, part))
                 self.add_pairs(here, one, self.lefts_of(last, part), part, Int32(0), [1, 2])
         a = Int32(select_(here.block == 0, 3, here.block))
         self.put_block(here, one, a, cutlass.max(here.block - 1, 0))
         cute.arch.sync_warp()
 
-    def tiles_and_pairs(self, call, here, part, found):
+    def tiles_and_pairs(self, here, tiles, part, found):
         left = self.lefts_of(here, part)
         self.add_pairs(here, found, left, part, here.block - 1)
-        self.put_tiles(call, here, part, left)
+        self.put_tiles(here, tiles, part, left)
         return left
 
     def lefts_of(self, here, part):
         """[q or k][step]"""
         return [[shared_quad(self.left_at(here, which, step, part)) for step in range(2)] for which in range(2)]
 
-    def put_tiles(self, call, here, part, left):
+    def tiles_of(self, call, here):
+        """Where the lane's first 16 bytes go of the tiles of decayed queries and keys, and of keys for the state."""
+        place = self.mine(call, here) * IMAGE + part_at(here.block * BLOCK + here.row, here.quarter)
+        return [image + place for image in (call.ptr.queries, call.ptr.keys, call.ptr.writes)]
+
+    def put_tiles(self, here, tiles, part, left):
         """8 of a lane's channels of q and k, decayed from the chunk's start, and of k to its end."""
-        ptr = call.ptr
         at = self.vectors_at(here) + (32 * part + 8 * here.quarter) * 2
         start, tail = shared_quad(at), shared_quad(at + 2 * D)
         for i in range(2):
-            rest = shared_quad(self.right_at(here, i, part))
-            place = self.mine(call, here) * IMAGE + part_at(here.block * BLOCK + here.row + 8 * i, 4 * part + here.quarter)
             q, k = ([words[step][2 * w + i] for step in range(2) for w in range(2)] for words in left)
-            for image, words, by in ((ptr.queries, q, start), (ptr.keys, k, start), (ptr.writes, rest, tail)):
-                store_words(image + place, [multiply_halves(x, y) for x, y in zip(words, by, strict=True)], True)
+            rest = shared_quad(self.right_at(here, i, part))
+            for tile, words, by in zip(tiles, (q, k, rest), (start, start, tail), strict=True):
+                place = tile + Int64(part * part_at(0, 4) + i * part_at(8, 0))
+                store_words(place, [multiply_halves(x, y) for x, y in zip(words, by, strict=True)], True)
 
     def add_pairs(self, here, found, left, part, b, between=()):
         """8 channels' part of a block's tokens' products with block b's, right operands decayed over the blocks between."""

@@ -59,26 +59,42 @@ def store(dtype, address, value):
 
 def load_scalar(address, kind):
     """One number of a type settled when the kernel runs, as fp32; 0 where kind is ABSENT."""
+    return number_of(load_raw(address, kind), kind)
+
+
+def load_raw(address, kind):
+    """Its bits, of which `number_of` waits for them: 16, and 32."""
     return cute.arch.inline_ptx(
         f"""{{
-        .reg .pred is_word, is_half, is_bf16;
-        .reg .b16 half, zero;
-        .reg .b32 word, bf16, fp16;
+        .reg .pred is_word, is_half;
         setp.eq.s32 is_word, {{$r1}}, {FP32};
         setp.lt.s32 is_half, {{$r1}}, {FP32};
-        setp.eq.s32 is_bf16, {{$r1}}, {BF16};
-        mov.b16 half, 0;
+        mov.b16 {{$w0}}, 0;
+        mov.b32 {{$w1}}, 0;
+        @is_half ld.global.b16 {{$w0}}, [{{$r0}}];
+        @is_word ld.global.b32 {{$w1}}, [{{$r0}}];
+        }}""",
+        write_only_types=[Uint16, Uint32],
+        read_only_args=[address, kind],
+    )
+
+
+def number_of(raw, kind):
+    return cute.arch.inline_ptx(
+        f"""{{
+        .reg .pred is_half, is_bf16;
+        .reg .b16 zero;
+        .reg .b32 bf16, fp16;
+        setp.lt.s32 is_half, {{$r2}}, {FP32};
+        setp.eq.s32 is_bf16, {{$r2}}, {BF16};
         mov.b16 zero, 0;
-        mov.b32 word, 0;
-        @is_half ld.global.b16 half, [{{$r0}}];
-        @is_word ld.global.b32 word, [{{$r0}}];
-        mov.b32 bf16, {{zero, half}};
-        cvt.f32.f16 fp16, half;
+        mov.b32 bf16, {{zero, {{$r0}}}};
+        cvt.f32.f16 fp16, {{$r0}};
         selp.b32 bf16, bf16, fp16, is_bf16;
-        selp.b32 {{$w0}}, bf16, word, is_half;
+        selp.b32 {{$w0}}, bf16, {{$r1}}, is_half;
         }}""",
         write_only_types=[Float32],
-        read_only_args=[address, kind],
+        read_only_args=[*raw, kind],
     )
 
 
@@ -283,10 +299,10 @@ def multiply_accumulate(sums, a, b, dtype):
     kind = {Float32: "tf32", BFloat16: "bf16", Float16: "f16"}[dtype]
     shape = "m16n8k16" if dtype is not Float32 and len(a) == 4 else "m16n8k8"
     names = [f"{{$r{i}}}" for i in range(len(a) + len(b) + 4)]
-    operands = [f"{{{', '.join(some)}}}" for some in (names[: len(a)], names[len(a) : -4], names[-4:])]
+    operands = ", ".join(f"{{{', '.join(some)}}}" for some in (names[: len(a)], names[len(a) : -4], names[-4:]))
     return list(
         cute.arch.inline_ptx(
-            f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, {', '.join(operands)};",
+            f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, {operands};",
             write_only_types=[Float32] * 4,
             read_only_args=[*a, *b, *sums],
         )

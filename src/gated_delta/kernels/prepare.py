@@ -47,10 +47,12 @@ from .device import (
     floats_of,
     load,
     load_index,
+    load_raw,
     load_scalar,
     load_words,
     log_decay,
     multiply_accumulate,
+    number_of,
     offset,
     sigmoid,
     store_few,
@@ -91,15 +93,15 @@ class Prepare(Channels):
         self.dtype, self.g_dtype = DTYPES[dtype], DTYPES[g_dtype]
         self.gate, self.qk_l2norm = gate, qk_l2norm
         # "system": the triangular system but its diagonal blocks, which are "diagonals". "inverses": of those, transposed, rows of
-        # 16 numbers, then those scaled. "gates": of four heads (KDA: of one), sums of log decays, beta |k|**2, beta |k|. "sizes": of
-        # q and k. "keys": a chunk's keys as right operands, each lane's words together. "made": the system's inverse, then what
-        # queries attend to, on their way to global memory, and a second place for the same.
+        # 16 numbers, then those scaled. "keys": a chunk's keys as right operands, each lane's words together. "gates": of four
+        # heads (KDA: of one), sums of log decays, beta |k|**2, beta |k|. "sizes": of q and k. "made": the system's inverse, then
+        # what queries attend to, on their way to global memory, and a second place for the same.
         system = {"system": (CHUNK - BLOCK) * SYSTEM_ROW, "inverses": 4 * BLOCK * 64}
         diagonals = {"diagonals": 4 * BLOCK * DIAGONAL_ROW, "keys": IMAGE}
         if self.channel:
-            # What is done with makes room: sums for the system, keys for its inverse. "lefts": q and k as left operands.
-            system_end = self.lay_out(0, system)
-            end = max(system_end, self.lay_out(0, {"sums": CHUNK * SUMS_ROW}))
+            # "lefts": raw q and k, then left operands. "keys": raw g first, if that is not "wide", and the inverse last. "sums" of
+            # log decays over a part make room for the system. "totals": of blocks. "vectors": `VECTORS` of each warp.
+            end = max(self.lay_out(0, system), self.lay_out(0, {"sums": CHUNK * SUMS_ROW}))
             rest = {"attends": TRIANGLE, "lefts": 2 * IMAGE, "totals": 4 * D * 4, "vectors": 4 * VECTORS, "gates": GATES}
             wide = {"wide": CHUNK * D * 4} if self.g_dtype is Float32 else {}
             self.shared = self.lay_out(end, diagonals | rest | wide)
@@ -294,7 +296,7 @@ class Prepare(Channels):
 
     def length_of(self, squares, unit):
         """Of a token as the call means it, from its sum of squares and 1 over the root of that."""
-        length = squares * unit
+        length = choose(unit > 0, squares * unit, Float32(0))  # squares may be inf, and unit 0
         return length * inverse_root(squares + Float32(L2NORM_EPS)) if self.qk_l2norm else length
 
     def sum_of_squares(self, numbers):
@@ -351,17 +353,21 @@ class Prepare(Channels):
             there = (token < here.tokens) & (head < group)
             at = ptr.g + self.token_at(call, here, token, stride.g_n, stride.g_t) + offset(hv, stride.g_h)
             g = load(self.g_dtype, at, there)
-            beta = self.beta_of(call, here, hv, token, there)
+            beta = self.strength_of(call, self.load_beta(call, here, hv, token, there), there)
             log = cute.math.max(log_decay(self.gate, g, *parameters, call.bound), Float32(LEAST_LOG_DECAY))
             made.append((choose(there, log * Float32(LOG2_E), Float32(0)), beta))
         return made
 
-    def beta_of(self, call, here, hv, token, there):
-        """A token's write strength, 0 where it is not there."""
+    def load_beta(self, call, here, hv, token, there):
+        """A token's beta as it is in memory, for `strength_of`."""
         ptr, stride, size = call.ptr, call.stride, call.size
         at = ptr.beta + self.token_at(call, here, token, stride.beta_n, stride.beta_t) + offset(hv, stride.beta_h)
-        beta = load_scalar(at, Int32(select_(there, size.beta_kind, Int32(ABSENT))))
-        beta = choose(size.beta_logits != 0, sigmoid(beta), beta)
+        return load_raw(at, Int32(select_(there, size.beta_kind, Int32(ABSENT))))
+
+    def strength_of(self, call, beta, there):
+        """A token's write strength, 0 where it is not there."""
+        beta = number_of(beta, call.size.beta_kind)
+        beta = choose(call.size.beta_logits != 0, sigmoid(beta), beta)
         return choose(there, beta, Float32(0))
 
     def share_gates(self, here, gates):
@@ -472,14 +478,16 @@ class Prepare(Channels):
         strength = choose(here.lane < BLOCK, Float32(1), strength)
         x = [y * strength for y in x]
         words = [halves_of(a, b, Float16) for a, b in zip(x[::2], x[1::2], strict=True)]
-        at = self.inverse_rows(here, here.block) + here.lane // BLOCK * (BLOCK * 32) + column * 32
-        put_quad(at, words[:4])
-        put_quad(at + 16, words[4:])
+        for part in range(2):
+            put_quad(self.inverse_part(here, here.block, here.lane // BLOCK, column, part), words[4 * part : 4 * part + 4])
 
     def inverse_at(self, here, b, scaled=0):
         """Address a lane gives to load a diagonal block's transposed inverse as four 8 x 8 matrices."""
-        row, part = here.lane % 8 + here.lane // 8 % 2 * 8, here.lane // 16
-        return self.inverse_rows(here, b) + scaled * (BLOCK * 32) + row * 32 + part * 16
+        return self.inverse_part(here, b, scaled, here.lane % 8 + here.lane // 8 % 2 * 8, here.lane // 16)
+
+    def inverse_part(self, here, b, scaled, row, part):
+        """Where 16 bytes of a row are, so that rows' first parts do not collide."""
+        return self.inverse_rows(here, b) + scaled * (BLOCK * 32) + row * 32 + (part ^ (row // 4 % 2)) * 16
 
     def inverse_rows(self, here, b):
         """Where a diagonal block's inverses are, 1 KiB."""
