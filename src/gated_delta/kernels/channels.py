@@ -33,7 +33,19 @@ from .chunks import (
     shared_quad,
     shared_word,
 )
-from .device import choose, floats_of, load, load_raw, multiply_accumulate, number_of, offset, qk_head, store_few, store_words
+from .device import (
+    choose,
+    floats_of,
+    load,
+    load_raw,
+    load_scalar,
+    multiply_accumulate,
+    number_of,
+    offset,
+    qk_head,
+    store_few,
+    store_words,
+)
 
 BLOCK = 16  # tokens of a warp
 PARTS = 4  # of 32 channels each, 8 of them a lane's
@@ -137,9 +149,9 @@ class Channels:
         if self.gate != "log":
             channels = [cutlass.min(32 * part + here.lane, self.K - 1) for part in range(PARTS)]
             at = ptr.dt_bias + offset(here.h, stride.dt_bias_h)
-            raw = [load_raw(at + offset(channel, stride.dt_bias_c), kind) for channel in channels]
+            biases = [load_scalar(at + offset(channel, stride.dt_bias_c), kind) for channel in channels]
             for part in range(PARTS):
-                put_word(self.bias_at(here, part), number_of(raw[part], kind).bitcast(Uint32))
+                put_word(self.bias_at(here, part), biases[part].bitcast(Uint32))
 
     def bias_at(self, here, part):
         return self.vectors_at(here) + (1 + part) * 128 + here.lane * 4
@@ -286,13 +298,14 @@ class Channels:
     def chunk_of_channels(self, call, here):
         token = here.block * BLOCK + here.lane % BLOCK
         self.stage(call, here)
-        beta = self.load_beta(call, here, here.h, token, token < here.tokens)
+        beta = self.beta_of(call, here, here.h, token, token < here.tokens, load_raw)
         parameters = self.parameters_of(call, here)
         self.put_biases(call, here)
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
         units, squares = self.norms(here)
-        self.put_sizes(call, here, units, squares, self.strength_of(call, beta, token < here.tokens))
+        beta = self.strength_of(call, number_of(beta, call.size.beta_kind), token < here.tokens)
+        self.put_sizes(call, here, units, squares, beta)
         within = cute.make_rmem_tensor((4, 2, 2), Float32)
         within.fill(0.0)
         for part in cutlass.range(PARTS, unroll=1):
@@ -373,8 +386,8 @@ class Channels:
 
     def tiles_and_pairs(self, here, tiles, part, found):
         left = self.lefts_of(here, part)
-        self.add_pairs(here, found, left, part, here.block - 1)
         self.put_tiles(here, tiles, part, left)
+        self.add_pairs(here, found, left, part, here.block - 1)
         return left
 
     def lefts_of(self, here, part):

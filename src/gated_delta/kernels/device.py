@@ -59,11 +59,31 @@ def store(dtype, address, value):
 
 def load_scalar(address, kind):
     """One number of a type settled when the kernel runs, as fp32; 0 where kind is ABSENT."""
-    return number_of(load_raw(address, kind), kind)
+    return cute.arch.inline_ptx(
+        f"""{{
+        .reg .pred is_word, is_half, is_bf16;
+        .reg .b16 half, zero;
+        .reg .b32 word, bf16, fp16;
+        setp.eq.s32 is_word, {{$r1}}, {FP32};
+        setp.lt.s32 is_half, {{$r1}}, {FP32};
+        setp.eq.s32 is_bf16, {{$r1}}, {BF16};
+        mov.b16 half, 0;
+        mov.b16 zero, 0;
+        mov.b32 word, 0;
+        @is_half ld.global.b16 half, [{{$r0}}];
+        @is_word ld.global.b32 word, [{{$r0}}];
+        mov.b32 bf16, {{zero, half}};
+        cvt.f32.f16 fp16, half;
+        selp.b32 bf16, bf16, fp16, is_bf16;
+        selp.b32 {{$w0}}, bf16, word, is_half;
+        }}""",
+        write_only_types=[Float32],
+        read_only_args=[address, kind],
+    )
 
 
 def load_raw(address, kind):
-    """Its bits, of which `number_of` waits for them: 16, and 32."""
+    """load_scalar's bits, 16 and 32, for `number_of` to wait for them later."""
     return cute.arch.inline_ptx(
         f"""{{
         .reg .pred is_word, is_half;
@@ -80,6 +100,7 @@ def load_raw(address, kind):
 
 
 def number_of(raw, kind):
+    """The fp32 number that `load_raw` has loaded."""
     return cute.arch.inline_ptx(
         f"""{{
         .reg .pred is_half, is_bf16;

@@ -47,12 +47,10 @@ from .device import (
     floats_of,
     load,
     load_index,
-    load_raw,
     load_scalar,
     load_words,
     log_decay,
     multiply_accumulate,
-    number_of,
     offset,
     sigmoid,
     store_few,
@@ -353,20 +351,19 @@ class Prepare(Channels):
             there = (token < here.tokens) & (head < group)
             at = ptr.g + self.token_at(call, here, token, stride.g_n, stride.g_t) + offset(hv, stride.g_h)
             g = load(self.g_dtype, at, there)
-            beta = self.strength_of(call, self.load_beta(call, here, hv, token, there), there)
+            beta = self.strength_of(call, self.beta_of(call, here, hv, token, there), there)
             log = cute.math.max(log_decay(self.gate, g, *parameters, call.bound), Float32(LEAST_LOG_DECAY))
             made.append((choose(there, log * Float32(LOG2_E), Float32(0)), beta))
         return made
 
-    def load_beta(self, call, here, hv, token, there):
-        """A token's beta as it is in memory, for `strength_of`."""
+    def beta_of(self, call, here, hv, token, there, load=load_scalar):
+        """A token's beta as it is, or what else `load` gives of it."""
         ptr, stride, size = call.ptr, call.stride, call.size
         at = ptr.beta + self.token_at(call, here, token, stride.beta_n, stride.beta_t) + offset(hv, stride.beta_h)
-        return load_raw(at, Int32(select_(there, size.beta_kind, Int32(ABSENT))))
+        return load(at, Int32(select_(there, size.beta_kind, Int32(ABSENT))))
 
     def strength_of(self, call, beta, there):
         """A token's write strength, 0 where it is not there."""
-        beta = number_of(beta, call.size.beta_kind)
         beta = choose(call.size.beta_logits != 0, sigmoid(beta), beta)
         return choose(there, beta, Float32(0))
 
