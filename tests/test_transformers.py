@@ -171,6 +171,14 @@ def tiny(request: pytest.FixtureRequest) -> Tiny:
     return Tiny(name, model, tokens, logits)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def no_fla() -> Iterator[None]:
+    """transformers takes FLA's functions where it finds them, and those do not run on a CPU."""
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        monkeypatch.setitem(sys.modules, "fla", None)
+        yield
+
+
 @pytest.fixture(autouse=True)
 def nothing_left_patched() -> Iterator[None]:
     yield
