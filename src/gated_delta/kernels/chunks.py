@@ -138,12 +138,6 @@ def shared_number(address, dtype):
     return half.bitcast(dtype).to(Float32)
 
 
-def put_half(address, x):
-    """An fp32 number as fp16."""
-    half = x.to(Float16).bitcast(Uint16)
-    cute.arch.inline_ptx("st.shared.b16 [{$r0}], {$r1};", read_only_args=[address, half])
-
-
 def put_word(address, word, condition=True):
     cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p st.shared.b32 [{$r0}], {$r1}; }",
