@@ -68,6 +68,18 @@ def test_products_are_not_serialised(cache, some):
 
 
 @needs_compiler
+def test_three_blocks_of_prepare_fit_on_a_multiprocessor():
+    """228 KiB of shared memory, one of them a block's own; fp32 g of KDA has room for two."""
+    from gated_delta.kernels.prepare import Prepare
+
+    for some in ALWAYS:
+        facts = dict(some.facts)
+        if some.kernel == "prepare":
+            blocks = 2 if facts["axis"] == "channel" and facts["g_dtype"] == "fp32" else 3
+            assert Prepare(**facts).shared + 1024 <= 228 * 1024 // blocks
+
+
+@needs_compiler
 def test_blackwell_compiles_too(cache):
     """All but prefill, whose tensor cores' instructions are Hopper's."""
     first = {some.kernel: some for some in reversed(dispatch.shipped()) if some.kernel not in PREFILL}

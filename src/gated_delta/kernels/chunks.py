@@ -268,7 +268,7 @@ def power(x):
 
 
 def inverse_root(x):
-    """1 / sqrt(x), and 0 for 0."""
+    """1 / sqrt(x), and 0 for x below 2**-126."""
     return cute.arch.inline_ptx(
         "{ .reg .pred p; setp.gt.ftz.f32 p, {$r0}, 0f00000000; mov.f32 {$w0}, 0f00000000; @p rsqrt.approx.ftz.f32 {$w0}, {$r0}; }",
         write_only_types=[Float32],

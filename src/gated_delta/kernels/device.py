@@ -83,7 +83,7 @@ def load_scalar(address, kind):
 
 
 def load_raw(address, kind):
-    """load_scalar's bits, 16 and 32, for `number_of` to wait for them later."""
+    """load_scalar's bits, 16 and 32, for `number_of` to wait for them later; who waits at once schedules better in one piece."""
     return cute.arch.inline_ptx(
         f"""{{
         .reg .pred is_word, is_half;

@@ -356,11 +356,11 @@ class Prepare(Channels):
             made.append((choose(there, log * Float32(LOG2_E), Float32(0)), beta))
         return made
 
-    def beta_of(self, call, here, hv, token, there, load=load_scalar):
-        """A token's beta as it is, or what else `load` gives of it."""
+    def beta_of(self, call, here, hv, token, there, read=load_scalar):
+        """A token's beta as it is in memory, by load_scalar or load_raw."""
         ptr, stride, size = call.ptr, call.stride, call.size
         at = ptr.beta + self.token_at(call, here, token, stride.beta_n, stride.beta_t) + offset(hv, stride.beta_h)
-        return load(at, Int32(select_(there, size.beta_kind, Int32(ABSENT))))
+        return read(at, Int32(select_(there, size.beta_kind, Int32(ABSENT))))
 
     def strength_of(self, call, beta, there):
         """A token's write strength, 0 where it is not there."""
