@@ -66,10 +66,7 @@ class Channels:
 
     def words_at(self, here, place, i, part, lane):
         """Of a lane's 8 channels of a part, of its block's token row + 8 i: 16 bytes, so that lines of two parts do not collide."""
-        return self.parts_at(here, place, i, part) + (lane ^ (part % 2 * 4)) * 16
-
-    def parts_at(self, here, place, i, part):
-        return here.shared + place + here.block * (IMAGE // 4) + (4 * i + part) * 512
+        return self.parts_at(here, place, here.block, i, part) + (lane ^ (part % 2 * 4)) * 16
 
     def left_at(self, here, which, i, part):
         """Raw q and k of token row + 8 i; later left operands for step i of a product, as it wants them."""
@@ -129,7 +126,7 @@ class Channels:
             places = [self.wide_row(here, t) + (32 * part + here.lane) * 4 for t in range(BLOCK)]
         else:
             swap = part % 2 * 64  # words_at, 4 lanes a token
-            at = self.parts_at(here, self.keys, 0, part) + here.lane * 2
+            at = self.parts_at(here, self.keys, here.block, 0, part) + here.lane * 2
             pairs = [at + t // 8 * 2048 + t % 8 * 64 for t in range(0, BLOCK, 2)]
             places = [place for pair in pairs for place in (pair + swap, pair + 64 - swap)]
         return [shared_number(place, self.g_dtype) for place in places]
@@ -189,6 +186,10 @@ class Channels:
     def totals_at(self, here, b):
         return here.shared + self.totals + b * (D * 4)
 
+    def totals_of(self, here, b, part):
+        """Of the lane's channels of a part."""
+        return self.eight(self.totals_at(here, b) + (32 * part + 8 * here.quarter) * 4)
+
     def vectors_at(self, here):
         return here.shared + self.vectors + here.block * VECTORS
 
@@ -221,7 +222,7 @@ class Channels:
     def load_part(self, here, units, part):
         """What the lane's operands of a part are made of: sums, those of the whole block, what right operands grow by; q and k."""
         sums = [self.eight(self.sums_at(here, here.row + 8 * i) + here.quarter * 32) for i in range(2)]
-        total = self.eight(self.totals_at(here, here.block) + (32 * part + 8 * here.quarter) * 4)
+        total = self.totals_of(here, here.block, part)
         growth = self.eight(self.vectors_at(here) + here.quarter * 32)
         raw = [[shared_quad(self.left_at(here, which, i, part)) for which in range(2)] for i in range(2)]
         tokens = [[[x * by for x in floats_of(w, self.dtype)] for w, by in zip(raw[i], units[i], strict=True)] for i in range(2)]
@@ -317,7 +318,7 @@ class Channels:
 
     def put_sizes(self, call, here, units, squares, beta):
         """The warp's tokens' strengths, for the block, and what the scan scales with."""
-        columns = call.ptr.columns + self.mine(call, here) * COLUMNS
+        columns = call.ptr.columns + self.mine(call, here, here.h) * COLUMNS
         for i in range(2):
             token = here.block * BLOCK + here.row + 8 * i
             q_size, k_size = (self.length_of(x, unit) for x, unit in zip(squares[i], units[i], strict=True))
@@ -328,9 +329,6 @@ class Channels:
             put_word(at + 2 * CHUNK * 4, once.bitcast(Uint32))
             store_few(columns + token * 4, [k_size.bitcast(Uint32)], here.quarter == 0)
             store_few(columns + (CHUNK + token) * 4, [q_size.bitcast(Uint32)], here.quarter == 0)
-
-    def mine(self, call, here):
-        return Int64(here.place) * Int64(call.size.HV) + Int64(here.h)
 
     def put_vectors(self, call, here):
         """Decays from the chunk's start to the block's, and from its end to the chunk's, fp16; for the scan those of the chunk."""
@@ -345,16 +343,12 @@ class Channels:
                 put_word(self.vectors_at(here) + number * (2 * D) + here.lane * 8 + p * 4, word)
         # The last block's warp has all of them.
         whole = [power(x + y) for x, y in zip(before, totals[3], strict=True)]
-        columns = call.ptr.columns + self.mine(call, here) * COLUMNS
+        columns = call.ptr.columns + self.mine(call, here, here.h) * COLUMNS
         store_words(columns + 512 + here.lane * 16, [x.bitcast(Uint32) for x in whole], here.block == 3)
         cute.arch.sync_warp()
 
-    def strengths_of(self, here):
-        at = self.gates_at(here, 0) + (CHUNK + here.block * BLOCK + here.row) * 4
-        return [shared_word(at + 32 * i).bitcast(Float32) for i in range(2)]
-
     def put_within(self, here, within):
-        strengths = self.strengths_of(here)
+        strengths = self.strengths_of(here, 0)
         for half in range(2):
             for i in range(2):
                 self.put_diagonal_pair(here, i, half, [within[2 * i + p, half, 1] * strengths[i] for p in range(2)])
@@ -396,7 +390,7 @@ class Channels:
 
     def tiles_of(self, call, here):
         """Where the lane's first 16 bytes go of the tiles of decayed queries and keys, and of keys for the state."""
-        place = self.mine(call, here) * IMAGE + part_at(here.block * BLOCK + here.row, here.quarter)
+        place = self.mine(call, here, here.h) * IMAGE + part_at(here.block * BLOCK + here.row, here.quarter)
         return [image + place for image in (call.ptr.queries, call.ptr.keys, call.ptr.writes)]
 
     def put_tiles(self, here, tiles, part, left):
@@ -414,7 +408,7 @@ class Channels:
         """8 channels' part of a block's tokens' products with block b's, right operands decayed over the blocks between."""
         there, by = here._replace(block=b), None
         if between:
-            decays = [self.eight(self.totals_at(here, x) + (32 * part + 8 * here.quarter) * 4) for x in between]
+            decays = [self.totals_of(here, x, part) for x in between]
             by = self.halves([power(sum(xs[1:], xs[0])) for xs in zip(*decays, strict=True)])
         for half in range(2):
             right = shared_quad(self.right_at(there, half, part))
@@ -430,7 +424,7 @@ class Channels:
     def put_block(self, here, found, a, b):
         """Pairs of block a's tokens with block b's to their places."""
         here = here._replace(block=a)
-        strengths = self.strengths_of(here)
+        strengths = self.strengths_of(here, 0)
         for half in range(2):
             for i in range(2):
                 attended, x = ([found[2 * i + p, half, which] for p in range(2)] for which in range(2))

@@ -234,8 +234,7 @@ class Prepare(Channels):
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         cute.arch.sync_threads()
         if here.thread == 0:
-            mine = Int64(here.place) * Int64(call.size.HV) + Int64(hv)
-            target = call.ptr.pairs + mine * (2 * TRIANGLE)
+            target = call.ptr.pairs + self.mine(call, here, hv) * (2 * TRIANGLE)
             put_back(target, self.inverse_place(here, head), TRIANGLE)
             put_back(target + TRIANGLE, self.attention_place(here, head), TRIANGLE)
 
@@ -248,6 +247,14 @@ class Prepare(Channels):
 
     def gates_at(self, here, i):
         return here.shared + self.gates + i % 4 * GATES
+
+    def mine(self, call, here, hv):
+        """Number of a value head's chunk in the workspace."""
+        return Int64(here.place) * Int64(call.size.HV) + Int64(hv)
+
+    def parts_at(self, here, place, b, i, part):
+        """Where lanes have 16 bytes each, one behind the other: a part of 32 channels of block b's tokens row + 8 i."""
+        return here.shared + place + b * (IMAGE // 4) + (4 * i + part) * 512
 
     def token_at(self, call, here, token, n_stride, t_stride):
         """Bytes from a token tensor's start to a token of the chunk."""
@@ -288,8 +295,7 @@ class Prepare(Channels):
                         made[i, j, w] = words[w]
                     put_quad(here.shared + self.tiles + which * IMAGE + part_at(token, 4 * j + here.quarter), words)
                     if which == 1:
-                        quad = here.shared + self.keys + here.block * (IMAGE // 4) + (4 * i + j) * 512 + here.lane * 16
-                        put_quad(quad, words)
+                        put_quad(self.parts_at(here, self.keys, here.block, i, j) + here.lane * 16, words)
         return q, k
 
     def length_of(self, squares, unit):
@@ -323,7 +329,7 @@ class Prepare(Channels):
         for j in range(2):
             sums = [[Float32(0)] * 4, [Float32(0)] * 4]
             for part in range(4):
-                right = shared_quad(here.shared + self.keys + b * (IMAGE // 4) + (4 * j + part) * 512 + here.lane * 16)
+                right = shared_quad(self.parts_at(here, self.keys, b, j, part) + here.lane * 16)
                 for step in range(2):
                     for which, left in enumerate((k, q)):
                         a = [left[i, part, 2 * step + w] for w in range(2) for i in range(2)]
@@ -385,7 +391,7 @@ class Prepare(Channels):
                 log = log + choose(here.lane >= step, other, Float32(0))
             sums.append(log + before)
             before = before + shuffle_sync(log, offset=31)
-        mine = Int64(here.place) * Int64(call.size.HV) + Int64(here.h * group + i)
+        mine = self.mine(call, here, here.h * group + i)
         for token, total, beta in zip(tokens, sums, betas, strict=True):
             q_size, k_size = (
                 shared_word(here.shared + self.sizes + (which * CHUNK + token) * 4).bitcast(Float32) for which in (0, 1)
@@ -419,8 +425,12 @@ class Prepare(Channels):
         own = self.gates_at(here, head)
         at = own + (here.block * BLOCK + here.row) * 4
         rows = [shared_word(at + 32 * i).bitcast(Float32) for i in range(2)]
-        strengths = [shared_word(at + CHUNK * 4 + 32 * i).bitcast(Float32) for i in range(2)]
-        return rows, strengths, [shared_pair(own + (8 * j + 2 * here.quarter) * 4) for j in range(8)]
+        return rows, self.strengths_of(here, head), [shared_pair(own + (8 * j + 2 * here.quarter) * 4) for j in range(8)]
+
+    def strengths_of(self, here, head):
+        """beta |k|**2 of the lane's rows."""
+        at = self.gates_at(here, head) + (CHUNK + here.block * BLOCK + here.row) * 4
+        return [shared_word(at + 32 * i).bitcast(Float32) for i in range(2)]
 
     def pairs_block(self, here, head, among_keys, attention, factors, b, diagonal):
         rows, strengths, columns = factors
