@@ -37,7 +37,7 @@ def call(op):
         "prefill": lambda: tokens(),
         "decode": lambda: {**tokens(), "state": pool()},
         "verify": lambda: {**tokens(), "state": pool(), "buffer": buffer()},
-        "flush": lambda: {"state": pool(), "buffer": verified(), "num_accepted": 2},
+        "flush": lambda: {"state": pool(), "buffer": verified(), "num_accepted": torch.tensor([2, 2])},
     }[op]()
 
 
@@ -54,5 +54,6 @@ def writable(arguments):
         if isinstance(arguments.get(name), torch.Tensor):
             found[name] = arguments[name]
     if isinstance(arguments.get("buffer"), gd.KVBuffer):
-        found |= {f"buffer.{part}": getattr(arguments["buffer"], part) for part in ("u", "k", "log_decay")}
+        parts = vars(arguments["buffer"]).items()
+        found |= {f"buffer.{part}": x for part, x in parts if isinstance(x, torch.Tensor)}
     return found

@@ -51,6 +51,9 @@ def verify(call, state, buffer, **options):
 
 
 def flush(state, buffer, num_accepted, **options):
+    """A number on its own is as many for every row of the buffer."""
+    if isinstance(num_accepted, int) and not options:
+        options["state_indices"] = torch.arange(buffer.u.shape[-4], device="cuda")
     gd.flush(state, buffer, num_accepted, backend="cute", **options)
 
 
@@ -387,9 +390,10 @@ def test_flush_into_other_slots(state_dtype):
 @pytest.mark.parametrize("which", ["state_indices", "write_indices", "buffer_indices"])
 def test_a_negative_index_flushes_nothing(dtype, which):
     _, start, buffer = drafted(4, 3)
+    start = torch.cat([start, pool(4, seed=5)])
     indices = {
         "state_indices": index(2, 0, 3, 1, dtype=dtype),
-        "write_indices": index(1, 3, 0, 2, dtype=dtype),
+        "write_indices": index(5, 7, 4, 6, dtype=dtype),
         "buffer_indices": index(0, 2, 3, 1, dtype=dtype),
     }
     if which != "write_indices":
@@ -695,6 +699,8 @@ def test_indices_are_looked_at_when_asked(monkeypatch):
         verify(other, state, buffer, buffer_indices=index(1, 1))
     with pytest.raises(ValueError, match="one sequence to write"):
         flush(state, buffer, 2, state_indices=index(1, 1))
+    with pytest.raises(ValueError, match="no row that another sequence reads"):
+        flush(state, buffer, 2, state_indices=index(0, 1), write_indices=index(1, 0))
     same(state, before)
     same_buffers(buffer, kept)
 
@@ -702,11 +708,11 @@ def test_indices_are_looked_at_when_asked(monkeypatch):
 @pytest.mark.parametrize("counted", [False, True], ids=["int", "tensor"])
 def test_torch_compile_makes_each_one_node(counted):
     call, start = draft(2, 3), pool(2)
-    accepted = index(2, 3) if counted else 2
+    accepted, slots = index(2, 3) if counted else 2, index(1, 0)
 
     def run(call, state, buffer):
         o = gd.verify(**call, state=state, buffer=buffer, backend="cute")
-        gd.flush(state, buffer, accepted, backend="cute")
+        gd.flush(state, buffer, accepted, state_indices=slots, backend="cute")
         return o * 2
 
     state, eager = start.clone(), start.clone()

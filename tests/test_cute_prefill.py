@@ -336,7 +336,7 @@ def test_decode_and_verify_go_on_from_a_prefill(axis, state_dtype):
     o_decoded = decode(rest, decoded)
     buffer = gd.KVBuffer.empty(3, more, H, HV, D, D, gate=axis, device="cuda")
     o_verified = gd.verify(**rest, state=verified, buffer=buffer, backend="cute")
-    gd.flush(verified, buffer, more, backend="cute")
+    gd.flush(verified, buffer, torch.full((3,), more, device="cuda"), backend="cute")
     gd.prefill(**prompt, state=plain, backend="reference")
     o_plain = gd.decode(**rest, state=plain, backend="reference")
     truth_o, truth = by_definition(whole, start)

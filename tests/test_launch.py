@@ -255,6 +255,11 @@ def flush(state, kept, num_accepted, **options):
     gd.flush(state, kept, num_accepted, **options, backend="cute")
 
 
+def all_rows(kept):
+    """A slot for each row of a buffer, which an int for num_accepted does not name."""
+    return torch.arange(kept.u.shape[-4], dtype=torch.int32)
+
+
 def follow_buffer(pointers, s, kept, k):
     """k: what the launch calls the buffer's k."""
     follow(pointers.u, kept.u, s.u_r, s.u_t, s.u_h)
@@ -332,14 +337,16 @@ def test_verify_of_packed_tokens(launches):
 @pytest.mark.parametrize("count", [1, 2**40], ids=str)
 def test_flush_of_one_layer_by_a_number(launches, channels, count):
     state, kept = pool(), buffer(N, 5, channels)
-    flush(state, kept, count)
+    slots = all_rows(kept)
+    flush(state, kept, count, state_indices=slots)
     ((pointers, s, sizes),) = launches
+    follow(pointers.reads, slots, s.reads_n)
     follow(pointers.state, state, s.state_p, s.state_h)
     follow_buffer(pointers, s, kept, "k")
     assert s.log_decay_c == (kept.log_decay.element_size() if channels else 0)
-    assert pointers[4:] == (0,) * 8  # no counts, no indices, no layers
+    assert (pointers.accepted, *pointers[6:]) == (0,) * 7  # no counts, no other indices, no layers
     assert (sizes.layers, sizes.N, sizes.HV, sizes.P, sizes.C, sizes.count) == (1, N, HV, P, 5, min(count, 5))
-    assert (sizes.accepted_kind, sizes.reads_kind, sizes.writes_kind, sizes.rows_kind) == (0, 0, 0, 0)
+    assert (sizes.accepted_kind, sizes.reads_kind, sizes.writes_kind, sizes.rows_kind) == (0, 1, 0, 0)
     for hv in range(HV):
         assert hv * sizes.k_heads >> 30 == hv // (HV // H)
 
@@ -372,7 +379,7 @@ def test_layers_lie_anywhere(launches):
         torch.randn(T, N, 2, *rest).permute(2, 1, 0, 3, *range(4, 3 + len(rest))) for rest in ((HV, V), (2 * H, K), (HV,))
     )
     kept = gd.KVBuffer(u, k[..., ::2, :], log_decay)
-    flush(state, kept, 1)
+    flush(state, kept, 1, state_indices=all_rows(kept))
     ((pointers, s, sizes),) = launches
     follow_layers(pointers, s, state, kept)
     assert (sizes.layers, sizes.N, sizes.C) == (2, N, T)
@@ -395,10 +402,10 @@ def test_a_known_flush_is_launched_with_its_own_addresses(launches, monkeypatch,
     def counts():
         return torch.ones(N, dtype=torch.int32) if counted else 1
 
-    flush(pool(), buffer(), counts())
+    flush(pool(), buffer(), counts(), state_indices=all_rows(buffer()))
     monkeypatch.setattr(api, "describe_flush", None)  # a known call is not described again
     state, kept, accepted = pool(), buffer(), counts()
-    flush(state, kept, accepted)
+    flush(state, kept, accepted, state_indices=all_rows(kept))
     pointers, s, _ = launches[1]
     follow_buffer(pointers, s, kept, "k")
     assert pointers.state == state.data_ptr()
@@ -427,7 +434,7 @@ def test_what_makes_a_verify_another_one(launches):
 
 
 def test_what_makes_a_flush_another_one(launches):
-    first = dict(state=pool(), kept=buffer(), num_accepted=1)
+    first = dict(state=pool(), kept=buffer(), num_accepted=1, state_indices=all_rows(buffer()))
     flush(**first)
     others = [
         dict(num_accepted=0),
@@ -437,7 +444,7 @@ def test_what_makes_a_flush_another_one(launches):
         dict(state_indices=torch.arange(N)),
         dict(write_indices=torch.arange(N)),
         dict(buffer_indices=torch.arange(N)),
-        dict(buffer_indices=torch.arange(N - 1)),
+        dict(buffer_indices=torch.arange(N - 1), state_indices=None),
         dict(state=pool(torch.float32)),
         dict(state=pool()[None], kept=buffer(layers=1)),
     ]
@@ -489,8 +496,9 @@ def test_a_known_verify_hides_no_mistake(launches):
 def test_a_known_flush_hides_no_mistake(launches):
     state, kept = pool(), buffer()
     for _ in range(2):
-        flush(state, kept, 1)
+        flush(state, kept, 1, state_indices=all_rows(kept))
         for wrong, error in (
+            (dict(num_accepted=1), ValueError),
             (dict(num_accepted=True), TypeError),
             (dict(num_accepted=1.0), TypeError),
             (dict(num_accepted=-1), ValueError),
@@ -515,9 +523,9 @@ def test_pools_off_a_vectors_boundary_are_refused(launches):
         with pytest.raises(gd.UnsupportedProblem, match="V rows"):
             verify(call, state=shifted, buffer=kept)
         with pytest.raises(gd.UnsupportedProblem, match="V rows"):
-            flush(shifted, kept, 1)
+            flush(shifted, kept, 1, state_indices=all_rows(kept))
         verify(call, state=state, buffer=kept)
-        flush(state, kept, 1)
+        flush(state, kept, 1, state_indices=all_rows(kept))
     assert len(launches) == 4
 
 
@@ -532,7 +540,7 @@ def test_rows_of_a_buffers_k_off_a_vectors_boundary(launches):
     with pytest.raises(gd.UnsupportedProblem, match="rows of k"):
         verify(call, state=state, buffer=gd.KVBuffer(kept.u, torch.zeros(N, T, H, K + 1)[..., :K], kept.log_decay))
     verify(call, state=state, buffer=gd.KVBuffer(shifted[0], kept.k, shifted[2]))
-    flush(state, gd.KVBuffer(*shifted), 1)
+    flush(state, gd.KVBuffer(*shifted), torch.ones(N).int())
     assert len(launches) == 4
 
 
@@ -550,7 +558,7 @@ def test_slots_and_rows_2_gib_apart_are_refused(launches, which):
     call, given = tokens(), dict(vars(buffer()), state=pool())
     routes = [
         gd.explain("verify", **call, state=given["state"], buffer=buffer(), backend="cute"),
-        gd.explain("flush", given["state"], buffer(), 1, backend="cute"),
+        gd.explain("flush", given["state"], buffer(), torch.ones(N).int(), backend="cute"),
     ]
     given[which] = far(given[which], 2**31 // given[which].element_size())
     state, kept = given.pop("state"), gd.KVBuffer(**given)
@@ -559,14 +567,15 @@ def test_slots_and_rows_2_gib_apart_are_refused(launches, which):
             routes[0], api.Tokens(**call), state=state, state_indices=None, buffer=kept, buffer_indices=None, out=None
         )
     with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):
-        cute.FlushLaunch(routes[1], state=state, buffer=kept, num_accepted=1, **INDICES)
+        cute.FlushLaunch(routes[1], state=state, buffer=kept, num_accepted=torch.ones(N).int(), **INDICES)
 
 
 def test_layers_2_gib_apart_are_welcome(launches):
     state, kept = pool(torch.float32)[None].expand(2, P, HV, V, K), buffer(layers=2)
-    route = gd.explain("flush", state.clone(), kept, 1, backend="cute")
+    counts = torch.ones(N).int()
+    route = gd.explain("flush", state.clone(), kept, counts, backend="cute")
     apart = gd.KVBuffer(*(far(x, 2**30 + i) for i, x in enumerate((kept.u, kept.k, kept.log_decay))))
-    launch = cute.FlushLaunch(route, state=far(state, 2**33), buffer=apart, num_accepted=1, **INDICES)
+    launch = cute.FlushLaunch(route, state=far(state, 2**33), buffer=apart, num_accepted=counts, **INDICES)
     assert launch.layer_strides == (2**35, 2**32, 2**32 + 4, 2**32 + 8)
 
 
@@ -576,8 +585,8 @@ def test_nobody_to_verify_or_flush_for(launches):
     assert (verify(tokens((1, 4)), cu_seqlens=torch.zeros(1).int(), state=state, buffer=kept) == 0).all()
     flush(state, kept, 1, state_indices=nobody)
     flush(state, kept, nobody)
-    flush(state, buffer(0), 1)
-    flush(state[None][:0], buffer(layers=0), 1)
+    flush(state, buffer(0), 1, buffer_indices=nobody)
+    flush(state[None][:0], buffer(layers=0), torch.ones(N).int())
     assert launches == []
 
 
@@ -598,7 +607,7 @@ def test_indices_of_drafts_are_looked_at_when_asked(launches, monkeypatch):
         flush(state, kept, 0, state_indices=twice)
     assert launches == []
     verify(call, state=state, buffer=kept, state_indices=twice)  # a slot may be read twice
-    flush(state, kept, 1)
+    flush(state, kept, torch.ones(N).int())
     assert len(launches) == 2
 
 
@@ -1021,3 +1030,48 @@ def test_prefills_of_the_released_models_are_shipped():
     for (axis, gate), state in itertools.product(wanted, (torch.float32, torch.bfloat16)):
         assert set(dispatch.variants_of(prompt_problem(axis=axis, gate=gate, state_dtype=state))) <= shipped
     assert set(dispatch.variants_of(prompt_problem(gate="log", g_dtype=torch.float32))) <= shipped
+
+
+# ------------------------------------------------------------------------------------------------ memory of known calls
+
+
+def within(x, like, offset=0):
+    """A tensor of like's shape and dtype in x's memory."""
+    x = x.flatten().view(like.dtype)[offset : offset + like.numel()]
+    return x.view(like.shape)
+
+
+@pytest.mark.parametrize("op", ["decode", "verify", "flush", "prefill"])
+def test_a_known_call_at_addresses_that_overlap_is_refused(launches, op):
+    """The same shapes come first where they are apart, then where out, the pool or the buffer meets something else."""
+    call, state = tokens(V=64), torch.randn(P, HV, 64, K).bfloat16()
+    out, kept, counts = torch.zeros_like(call["v"]), gd.KVBuffer.empty(N, T, H, HV, K, 64), torch.ones(N, dtype=torch.int32)
+    both = torch.zeros(2 * out.numel()).bfloat16()
+    in_the_pool = gd.KVBuffer(within(state, kept.u), kept.k, kept.log_decay)
+    first, *overlapping = {
+        "decode": (dict(call, state=state, out=out), dict(out=within(state, out, 128))),
+        "prefill": (dict(call, state=state, out=out), dict(out=within(state, out, 128))),
+        "verify": (dict(call, state=state, buffer=kept, out=out), dict(out=within(state, out, 128)), dict(buffer=in_the_pool)),
+        "flush": (dict(state=state, buffer=kept, num_accepted=counts), dict(num_accepted=within(state, counts, 2))),
+    }[op]
+    if op != "flush":
+        overlapping.append(dict(v=within(both, out), out=within(both, out, out.numel() - 16)))
+    run = getattr(gd, op)
+    run(**first, backend="cute")
+    before = len(launches)
+    for change in overlapping:
+        with pytest.raises(ValueError, match="expected memory apart"):
+            run(**{**first, **change}, backend="cute")
+    assert len(launches) == before
+
+
+def test_known_calls_on_interleaved_views_are_launched(launches):
+    """Views of one allocation whose ranges meet and which share nothing; each address is looked at once."""
+    call, wide = tokens(), torch.randn(P, 2, HV, V, K).bfloat16()
+    fused = [torch.zeros(N, T, 2 * HV, V).bfloat16() for _ in range(2)]
+    for both in fused:
+        for _ in range(2):
+            decode({**call, "v": both[:, :, ::2]}, state=wide[:, 0], out=both[:, :, 1::2])
+    assert [launch[0].o for launch in launches] == [x[:, :, 1::2].data_ptr() for x in fused for _ in range(2)]
+    ((_, known),) = api._decodes._calls.popitem()[1]
+    assert len(known.apart.known) == 2

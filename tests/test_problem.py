@@ -56,6 +56,7 @@ BAD = [
     ("prefill", dict(state=pool(), has_initial_state=ints(1, 0)), TypeError, "has_initial_state: expected dtype torch.bool"),
     ("prefill", {**tokens(1, 4), "cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "cu_seqlens: expected dtype"),
     ("verify", dict(buffer=torch.zeros(3)), TypeError, "buffer: expected a gated_delta.KVBuffer, got Tensor"),
+    ("verify", dict(buffer=gd.KVBuffer(1, 2, 3)), TypeError, "buffer.u: expected a torch.Tensor, got int"),
     ("verify", dict(buffer=gd.KVBuffer(*(x.bfloat16() for x in vars(buffer()).values()))), TypeError, "buffer.u: expected dtype"),
     ("flush", dict(num_accepted=1.0), TypeError, "num_accepted: expected an int or an int tensor"),
     ("flush", dict(num_accepted=True), TypeError, "num_accepted: expected an int or an int tensor"),
@@ -105,6 +106,9 @@ BAD = [
     ("verify", dict(buffer=buffer(layers=2)), ValueError, "buffer.u: expected 4 dimensions"),
     ("flush", dict(state=pool().unsqueeze(0)), ValueError, "buffer.u: expected 5 dimensions"),
     ("flush", dict(num_accepted=-1), ValueError, "num_accepted: expected 0 or more, got -1"),
+    ("flush", dict(num_accepted=-(10**30)), ValueError, "num_accepted: expected 0 or more, got -1000"),
+    ("flush", dict(num_accepted=2), ValueError, "num_accepted: expected a tensor .* beside state_indices.* got 2 alone"),
+    ("flush", dict(num_accepted=0, buffer=buffer(rows=7)), ValueError, "num_accepted: expected a tensor"),
     ("flush", dict(num_accepted=ints(1, 2, 3), state_indices=ints(0, 1)), ValueError, "num_accepted: expected shape"),
     # arguments that contradict each other
     (
@@ -140,7 +144,7 @@ BAD = [
     ("decode", dict(state=pool().mT.contiguous().mT), ValueError, "state: expected a contiguous last dimension"),
     ("decode", dict(state=pool()[:1].expand(P, -1, -1, -1)), ValueError, "state: expected memory of its own"),
     ("decode", dict(out=torch.zeros(1, T, HV, V).expand(N, -1, -1, -1)), ValueError, "out: expected memory of its own"),
-    ("decode", {**(aliased := tokens()), "out": aliased["v"]}, ValueError, "out: expected memory apart from the inputs, got v's"),
+    ("decode", {**(aliased := tokens()), "out": aliased["v"]}, ValueError, "out: expected memory apart from .*, got some of v's"),
     ("decode", dict(state=torch.zeros(P, HV, V, K, device="meta")), ValueError, "state: expected device cpu"),
     ("decode", dict(state_indices=torch.zeros(N, dtype=i32, device="meta")), ValueError, "state_indices: expected device cpu"),
     # values
@@ -162,6 +166,31 @@ BAD = [
     ("decode", dict(state_indices=ints(0, 1, 2, 3, 4, P).view(2, 3)), IndexError, "state_indices: expected indices below"),
     ("decode", dict(state_indices=ints(1, 1)), ValueError, "state_indices: expected at most one sequence to write each row"),
     ("decode", dict(write_indices=ints(2, 2)), ValueError, "write_indices: expected at most one sequence to write each row"),
+    (
+        "decode",
+        dict(state_indices=ints(0, 1), write_indices=ints(1, 2)),
+        ValueError,
+        "write_indices: expected no row that another sequence reads, got row 1, which sequence 1 reads",
+    ),
+    ("decode", dict(state_indices=ints(0, 1), write_indices=ints(1, 0)), ValueError, "write_indices: expected no row that another"),
+    (
+        "decode",
+        dict(state=pool(9), state_indices=ints(0, 1, 2, 1, 4, 5).view(2, 3)),
+        ValueError,
+        "state_indices: expected at most one sequence to write each row, got two for row 1",
+    ),
+    (
+        "decode",
+        {**packed(0, 1, 2), "state": pool(9), "state_indices": ints(0, 1, 2, 3, 4, 0).view(2, 3), "num_accepted": ints(1, 3)},
+        ValueError,
+        "state_indices: expected no row that another sequence reads, got row 0, which sequence 1 reads",
+    ),
+    (
+        "flush",
+        dict(state_indices=ints(0, 1), write_indices=ints(1, 2)),
+        ValueError,
+        "write_indices: expected no row that another sequence reads, got row 1, which sequence 1 reads",
+    ),
     ("prefill", dict(state=pool(), state_indices=ints(P, 0)), IndexError, "state_indices: expected indices below"),
     ("verify", dict(buffer_indices=ints(0, N)), IndexError, f"buffer_indices: expected indices below {N}"),
     ("verify", dict(buffer_indices=ints(1, 1)), ValueError, "buffer_indices: expected at most one sequence"),
@@ -194,6 +223,17 @@ def test_bad_call_is_refused_and_writes_nothing(op, changes, error, text):
         assert torch.equal(x.nan_to_num(5.5), before.nan_to_num(5.5)), f"{name} was written"
 
 
+def test_slots_that_are_read_or_written_twice_but_never_both():
+    """Two may read a slot that neither writes; a sequence without tokens, or with its write dropped, writes none."""
+    gd.decode(**call("decode") | dict(state_indices=ints(0, 0), write_indices=ints(1, 2)), backend="reference")
+    gd.decode(**call("decode") | dict(state_indices=ints(0, -1), write_indices=ints(1, 0)), backend="reference")
+    gd.decode(**call("decode") | dict(state_indices=ints(0, 0), update_state=False), backend="reference")
+    slots = ints(0, 1, 2, 3, 4, 0).view(2, 3)
+    gd.decode(**packed(0, 0, 3), state=pool(9), state_indices=slots, num_accepted=ints(3, 1), backend="reference")
+    gd.flush(**call("flush") | dict(state_indices=ints(0, 0), write_indices=ints(1, 2)), backend="reference")
+    gd.flush(**call("flush") | dict(state_indices=ints(0, 1), write_indices=ints(1, -1)), backend="reference")
+
+
 def test_the_table_is_long_enough():
     assert len(BAD) >= 60
 
@@ -224,8 +264,11 @@ def test_unknown_arguments_are_python_errors():
         (lambda: gd.KVBuffer.empty(2, 17, 2, 4, 8, 8, gate="head"), ValueError, "T: expected at most 16"),
         (lambda: gd.KVBuffer.empty(2, 4, 3, 4, 8, 8, gate="head"), ValueError, "HV: expected a multiple of H=3"),
         (lambda: gd.KVBuffer.empty(2, 4, 2, 4, 8, 8, gate="log"), ValueError, "gate: expected"),
-        (lambda: gd.KVBuffer.empty(2, 4, 2, 4, 0, 8, gate="head"), ValueError, "K: expected a positive size"),
+        (lambda: gd.KVBuffer.empty(2, 4, 2, 4, 0, 8, gate="head"), ValueError, "K: expected 1 or more, got 0"),
         (lambda: gd.KVBuffer.empty(2.0, 4, 2, 4, 8, 8, gate="head"), TypeError, "rows: expected an int"),
+        (lambda: gd.KVBuffer.empty(2, 4, 2, 4, 8, 8, num_layers=-1), ValueError, "num_layers: expected 0 or more, got -1"),
+        (lambda: gd.KVBuffer.empty(2, 4, 2, 4, 8, 8, num_layers=True), TypeError, "num_layers: expected an int, got bool"),
+        (lambda: gd.KVBuffer.empty(2, 4, 2, 4, 8, 8, num_layers=2.0), TypeError, "num_layers: expected an int, got float"),
         (
             lambda: gd.KVBuffer.empty(2, 4, 2, 4, 8, 8, gate="head").layer(0),
             ValueError,

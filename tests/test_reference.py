@@ -93,7 +93,7 @@ def test_no_finite_input_gives_nan(kind, axis):
     first = {name: x[:, :16] for name, x in t.items()}
     state, made = pool(1), gd.KVBuffer.empty(1, 16, H, HV, K, V, gate=axis)
     verified = gd.verify(**first, gate=gate, state=state, buffer=made, backend="reference")
-    gd.flush(state, made, 16, backend="reference")
+    gd.flush(state, made, torch.tensor([16]), backend="reference")
     decoded_state = pool(1)
     decoded = gd.decode(**first, gate=gate, state=decoded_state, backend="reference")
     for x in (verified, decoded, state, decoded_state):
@@ -189,7 +189,7 @@ def test_flush_gives_decodes_state_for_every_accept_length(axis, accepted):
     t, state, made = tokens(t=4, axis=axis), pool(), buffer(t=4, axis=axis)
     gd.verify(**t, state=state, buffer=made, backend="reference")
     before = state.clone()
-    gd.flush(state, made, accepted, backend="reference")
+    gd.flush(state, made, torch.full((N,), accepted), backend="reference")
     decoded = before.clone()
     if accepted:
         gd.decode(**{name: x[:, :accepted] for name, x in t.items()}, state=decoded, backend="reference")
@@ -266,7 +266,7 @@ def test_flush_clamps_to_the_tokens_a_shorter_draft_had():
     made = buffer(rows=3, t=4)
     gd.verify(**t, cu_seqlens=torch.tensor([0, 3, 3, 4]), state=state, buffer=made, backend="reference")
     want = state.clone()
-    gd.flush(state, made, 4, backend="reference")
+    gd.flush(state, made, torch.tensor([4, 4, 4]), backend="reference")
     gd.decode(**t, cu_seqlens=torch.tensor([0, 3, 3, 4]), state=want, backend="reference")
     torch.testing.assert_close(state, want, rtol=1e-5, atol=1e-5)
 

@@ -16,8 +16,10 @@ from torch import Tensor
 from . import cute, reference
 from .dispatch import Route, select
 from .memo import Memo
+from .memory import Apart
 from .problem import (
     LOG,
+    MAX_DRAFT,
     Gate,
     KVBuffer,
     Problem,
@@ -26,6 +28,7 @@ from .problem import (
     describe_flush,
     describe_prefill,
     describe_verify,
+    flush_sequences,
 )
 
 
@@ -60,7 +63,8 @@ def prefill(
     final_state, new, in its dtype (fp32 without one), when output_final_state is True, else None.
     Pooled: state [P, HV, V, K] is the pool; sequence n starts from slot state_indices[n] (slot n when None), or from zero where
     has_initial_state [N] (bool) is False, and its final state is written there; final_state is None.
-    Sequences with a negative index are inactive: zero outputs, nothing written. out: [N, T, HV, V], v's dtype.
+    Sequences with a negative index are inactive: zero outputs, nothing written. out: [N, T, HV, V], v's dtype. What a call writes
+    (out, state) shares no memory with what else it reads or writes.
 
     Returns (o [N, T, HV, V] in v's dtype, final_state). Raises TypeError or ValueError naming the argument, IndexError for an index
     past the pool (reference backend), UnsupportedProblem if the asked backend cannot run the call; then nothing was written.
@@ -104,7 +108,7 @@ def decode(
     leaves what T calls with one leave. Sequence n reads slot state_indices[n] (slot n when None).
     write_indices: [N]; the final state goes there instead, and the slot read stays as it was; below zero drops the write.
     intermediate_states: [R, C, HV, V, K] in state's dtype, R >= N, C >= T; row n, step t gets the state after token t.
-    update_state=False leaves the pool as it was.
+    update_state=False leaves the pool as it was. No sequence may write a slot that another one reads or writes.
     state_indices [N, W], W >= T, one slot per token: reads slot state_indices[n, num_accepted[n] - 1] (num_accepted [N], 1 when
     None, clamped to [1, W]) and writes the state after token t to slot state_indices[n, t].
     Inactive sequences, out, backend and errors as for prefill.
@@ -171,15 +175,16 @@ def flush(
 ) -> None:
     """Fold the first num_accepted draft tokens that `verify` buffered into the state, in place.
 
-    state: [P, HV, V, K], or [L, P, HV, V, K] with an L-layer buffer: every layer in one call. num_accepted: an int, or an int32 or
-    int64 tensor [N] read on the device; clamped to the tokens there are. 0 leaves a state bit for bit as it was.
+    state: [P, HV, V, K], or [L, P, HV, V, K] with an L-layer buffer: every layer in one call. num_accepted: an int32 or int64
+    tensor [N], read on the device, or an int for all N; clamped to the tokens there are. 0 leaves a state bit for bit as it was.
     Sequence n folds row buffer_indices[n] (row n when None) into slot state_indices[n] (slot n when None), or, with write_indices
-    [N], from there into slot write_indices[n], also when num_accepted is 0. A negative index writes nothing. N is the length of the
-    index tensors or of num_accepted, and the buffer's rows when none is given. Errors as for prefill.
+    [N], from there into slot write_indices[n], also when num_accepted is 0. A negative index writes nothing. N is the length of
+    num_accepted and of the index tensors; an int num_accepted with none of these names no sequences and is a ValueError. No
+    sequence may write a slot that another one reads or writes. Errors as for prefill.
     """
     indices = dict(state_indices=state_indices, write_indices=write_indices, buffer_indices=buffer_indices)
     if _traced(state):
-        count, counts = (None, num_accepted) if isinstance(num_accepted, Tensor) else (num_accepted, None)
+        count, counts = (None, num_accepted) if isinstance(num_accepted, Tensor) else (min(num_accepted, MAX_DRAFT), None)
         torch.ops.gated_delta.flush(state, **_parts(buffer), count=count, counts=counts, **indices, backend=backend)
         return
     run_flush(state, buffer, num_accepted, state_indices, write_indices, buffer_indices, backend)
@@ -214,10 +219,33 @@ _DESCRIBE: dict[str, tuple[Callable[..., Any], Callable[..., Problem]]] = {
 # ------------------------------------------------------------------------------------------------ eager: check, allocate, run
 
 
-_prefills: Memo[cute.PrefillLaunch] = Memo()
-_decodes: Memo[cute.DecodeLaunch] = Memo()
-_verifies: Memo[cute.VerifyLaunch] = Memo()
-_flushes: Memo[cute.FlushLaunch] = Memo()
+class ReferenceCall:
+    """A call that was described before and runs on the reference backend; called, it says whether that holds for these tensors."""
+
+    apart: Apart
+
+    def __call__(self, tensors: list[Tensor]) -> object | None:
+        return ON_REFERENCE if self.apart(list(map(Tensor.data_ptr, tensors))) else None
+
+
+ON_REFERENCE = object()
+
+_prefills: Memo[cute.PrefillLaunch | ReferenceCall] = Memo()
+_decodes: Memo[cute.TokensLaunch | ReferenceCall] = Memo()
+_verifies: Memo[cute.TokensLaunch | ReferenceCall] = Memo()
+_flushes: Memo[cute.FlushLaunch | ReferenceCall] = Memo()
+
+
+def _first_run(memo: Memo[Any], known: Any, key: Any, tensors: list[Tensor], launch: Any, *written: Tensor | None) -> Any:
+    """Run a call that was just described, and remember it; known: what was remembered for other addresses, written: by the call."""
+    launch.apart = Apart(tensors, written)
+    made = launch(tensors)
+    assert made is not None
+    if known is None:
+        memo.remember(key, tensors, launch)
+    else:
+        known.apart.known.update(launch.apart.known)
+    return made
 
 
 def run_prefill(
@@ -248,26 +276,27 @@ def run_prefill(
         known = _prefills.find(key, tensors)
     except (AttributeError, TypeError):
         pass  # as in run_decode
-    if known is not None and (made := known(tensors)) is not None:
+    made: Any = None if known is None else known(tensors)
+    if made is not None and made is not ON_REFERENCE:
         return made
 
     states: dict[str, Any] = dict(
         initial_state=initial_state, state=state, state_indices=state_indices, has_initial_state=has_initial_state
     )
-    problem = describe_prefill(tokens, output_final_state=output_final_state, out=out, **states)
-    route = select(problem, q.device, backend, tokens.num_sequences, q.shape[:2].numel())
-    if route.backend == "reference":
-        out = _empty_like(v, out)
-        if output_final_state and final_state is None:
-            final_state = _final_state(tokens, initial_state)
-        reference.prefill(tokens, **states, final_state=final_state, out=out)
-        return out, final_state
-    launch = cute.PrefillLaunch(route, tokens, **states, output_final_state=output_final_state, final_state=final_state, out=out)
-    made = launch(tensors)
-    assert made is not None
-    if known is None:
-        _prefills.remember(key, tensors, launch)
-    return made
+    if made is None:
+        problem = describe_prefill(tokens, output_final_state=output_final_state, out=out, **states)
+        route = select(problem, q.device, backend, tokens.num_sequences, q.shape[:2].numel())
+        final: dict[str, Any] = dict(output_final_state=output_final_state, final_state=final_state)
+        on_reference = route.backend == "reference"
+        launch = ReferenceCall() if on_reference else cute.PrefillLaunch(route, tokens, **states, **final, out=out)
+        made = _first_run(_prefills, known, key, tensors, launch, state, final_state, out)
+    if made is not ON_REFERENCE:
+        return made
+    out = _empty_like(v, out)
+    if output_final_state and final_state is None:
+        final_state = _final_state(tokens, initial_state)
+    reference.prefill(tokens, **states, final_state=final_state, out=out)
+    return out, final_state
 
 
 def run_decode(
@@ -306,7 +335,8 @@ def run_decode(
         known = _decodes.find(key, tensors)
     except (AttributeError, TypeError):
         pass  # an argument of no known kind, as describing the call will say
-    if known is not None and (made := known(tensors)) is not None:
+    made: Any = None if known is None else known(tensors)
+    if made is not None and made is not ON_REFERENCE:
         return made
 
     tokens = Tokens(q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens)
@@ -318,9 +348,17 @@ def run_decode(
         intermediate_states=intermediate_states,
         update_state=update_state,
     )
-    problem = describe_decode(tokens, out=out, **states)
-    route = select(problem, q.device, backend, tokens.num_sequences)
-    return _run(route, tokens, out, states, tensors, _decodes, key if known is None else None)
+    if made is None:
+        problem = describe_decode(tokens, out=out, **states)
+        route = select(problem, q.device, backend, tokens.num_sequences)
+        on_reference = route.backend == "reference"
+        launch = ReferenceCall() if on_reference else cute.DecodeLaunch(route, tokens, **states, out=out)
+        made = _first_run(_decodes, known, key, tensors, launch, state if update_state else None, intermediate_states, out)
+    if made is not ON_REFERENCE:
+        return made
+    out = _empty_like(v, out)
+    reference.decode(tokens, **states, out=out)
+    return out
 
 
 def run_verify(
@@ -348,29 +386,22 @@ def run_verify(
         known = _verifies.find(key, tensors)
     except (AttributeError, TypeError):
         pass  # as in run_decode
-    if known is not None and (made := known(tensors)) is not None:
+    made: Any = None if known is None else known(tensors)
+    if made is not None and made is not ON_REFERENCE:
         return made
 
     states: dict[str, Any] = dict(state=state, state_indices=state_indices, buffer=buffer, buffer_indices=buffer_indices)
-    problem = describe_verify(tokens, out=out, **states)
-    route = select(problem, tokens.q.device, backend, tokens.num_sequences)
-    return _run(route, tokens, out, states, tensors, _verifies, key if known is None else None)
-
-
-def _run(
-    route: Route, tokens: Tokens, out: Tensor | None, states: dict[str, Any], tensors: list[Tensor], memo: Memo[Any], key: Any
-) -> Tensor:
-    """A decode or verify that was just described; on the CuTe backend remembered under the key, where there is one."""
-    if route.backend == "reference":
-        out = _empty_like(tokens.v, out)
-        getattr(reference, route.problem.op)(tokens, **states, out=out)
-        return out
-    launch = cute.LAUNCHES[route.problem.op](route, tokens, **states, out=out)
-    made = launch(tensors)
-    assert made is not None
-    if key is not None:
-        memo.remember(key, tensors, launch)
-    return made
+    if made is None:
+        problem = describe_verify(tokens, out=out, **states)
+        route = select(problem, tokens.q.device, backend, tokens.num_sequences)
+        on_reference = route.backend == "reference"
+        launch = ReferenceCall() if on_reference else cute.VerifyLaunch(route, tokens, **states, out=out)
+        made = _first_run(_verifies, known, key, tensors, launch, buffer.u, buffer.k, buffer.log_decay, out)
+    if made is not ON_REFERENCE:
+        return made
+    out = _empty_like(tokens.v, out)
+    reference.verify(tokens, **states, out=out)
+    return out
 
 
 def run_flush(
@@ -394,26 +425,24 @@ def run_flush(
         known = _flushes.find(key, tensors)
     except (AttributeError, TypeError):
         pass  # as in run_decode
-    if known is not None and known(tensors):
+    made: Any = None if known is None else known(tensors)
+    if made is not None and made is not ON_REFERENCE:
         return
 
     states: dict[str, Any] = dict(state=state, buffer=buffer, num_accepted=num_accepted)
     states |= dict(state_indices=state_indices, write_indices=write_indices, buffer_indices=buffer_indices)
-    problem = describe_flush(**states)
-    route = select(problem, state.device, backend, _flushed(**states))
-    if route.backend == "reference":
+    if made is None:
+        problem = describe_flush(**states)
+        route = select(problem, state.device, backend, _flushed(**states))
+        launch = ReferenceCall() if route.backend == "reference" else cute.FlushLaunch(route, **states)
+        made = _first_run(_flushes, known, key, tensors, launch, state)
+    if made is ON_REFERENCE:
         reference.flush(**states)
-        return
-    launch = cute.FlushLaunch(route, **states)
-    launched = launch(tensors)
-    assert launched
-    if known is None:
-        _flushes.remember(key, tensors, launch)
 
 
 def _flushed(state: Tensor, buffer: KVBuffer, num_accepted: int | Tensor, **indices: Tensor | None) -> int:
     """Sequences of a flush, each layer's counted."""
-    return (state.shape[0] if state.ndim == 5 else 1) * buffer.sequences(*indices.values(), num_accepted)
+    return (state.shape[0] if state.ndim == 5 else 1) * flush_sequences(*indices.values(), num_accepted)
 
 
 def _empty_like(v: Tensor, out: Tensor | None) -> Tensor:

@@ -36,7 +36,8 @@ from .kernels.arguments import (
     VerifySizes,
     VerifyStrides,
 )
-from .problem import MAX_DRAFT, KVBuffer, Tokens, UnsupportedProblem
+from .memory import Apart
+from .problem import MAX_DRAFT, KVBuffer, Tokens, UnsupportedProblem, flush_sequences
 
 CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
 """Look at every index on the host before a launch, and raise as the reference backend does; costs a wait for the GPU."""
@@ -50,7 +51,13 @@ KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
 
 class Launch:
-    """What launches have in common. given: the tensors whose addresses the kernel takes, in its order; None for an absent one."""
+    """What launches have in common. given: the tensors whose addresses the kernel takes, in its order; None for an absent one.
+
+    Calling one returns None, and does nothing, where the tensors' addresses ask for another description of the call: their memory
+    may overlap, or rows start off a vector's boundary.
+    """
+
+    apart: Apart
 
     def __init__(self, route: Route, device: torch.device, given: Sequence[Tensor | None]):
         arch = dispatch.arch_of(device)
@@ -83,26 +90,22 @@ class TokensLaunch(Launch):
     def __init__(self, route: Route, tokens: Tokens, given: Sequence[Tensor | None], out: Tensor | None):
         # There is always an o behind what is given: the caller's, or a call's own that is like v.
         super().__init__(route, tokens.q.device, (*given, tokens.v if out is None else out))
-        self.scale = tokens.q.shape[-1] ** -0.5 if tokens.scale is None else tokens.scale
+        self.scale = _scale(tokens)
         self.bound = tokens.gate.bound
         self.aligned = "unaligned_qk" not in route.problem.options
         self.empty = tokens.num_sequences == 0
         self.own_output, self.dense_v = out is None, tokens.v.is_contiguous()
 
     def __call__(self, tensors: list[Tensor]) -> Tensor | None:
-        """Launch for tensors like those described: those there are, in the order of the addresses; returns o.
-
-        None, and nothing is done, where these lie so that the call has to be described anew: out on an input, rows off a vector's
-        boundary.
-        """
-        pointers = list(map(_data_ptr, tensors))
+        """Launch for tensors like those described: those there are, in the order of the addresses; returns o."""
+        pointers, apart = list(map(_data_ptr, tensors)), self.apart
+        if apart.known.get(pointers[apart.key]) != pointers and not apart(pointers):
+            return None
         out = tensors[-1]
         if self.own_output:
             v = tensors[2]
             out = torch.empty_like(v) if self.dense_v else v.new_empty(v.shape)
             pointers.append(out.data_ptr())
-        elif pointers[-1] in pointers[:3] and out.numel():
-            return None
         pointers.append(0)
         arguments = self.places(pointers)
         if self.unreachable(arguments) or ((arguments[0] | arguments[1]) & 15 and self.aligned):
@@ -234,9 +237,6 @@ class VerifyLaunch(TokensLaunch):
         reference.verify_rows(tokens, state, reads, KVBuffer(u, kept_k, log_decay), rows)
 
 
-LAUNCHES: dict[str, Callable[..., TokensLaunch]] = {"decode": DecodeLaunch, "verify": VerifyLaunch}
-
-
 class FlushLaunch(Launch):
     """A flush of given shapes and strides."""
 
@@ -256,7 +256,7 @@ class FlushLaunch(Launch):
         super().__init__(route, state.device, (state, u, k, log_decay, accepted, state_indices, write_indices, buffer_indices))
         assert isinstance(route.schedule, dispatch.Schedule)
         self.count = None if isinstance(num_accepted, Tensor) else num_accepted
-        N = buffer.sequences(state_indices, write_indices, buffer_indices, num_accepted)
+        N = flush_sequences(state_indices, write_indices, buffer_indices, num_accepted)
         layers, HV, C = state.shape[0] if state.ndim == 5 else 1, u.shape[-2], u.shape[-3]
         self.layer_strides = tuple(_bytes(x, 1)[0] if state.ndim == 5 else 0 for x in (state, u, k, log_decay))
         first = [x[0] if state.ndim == 5 else x for x in (state, u, k, log_decay)] if layers else [state, u, k, log_decay]
@@ -292,14 +292,11 @@ class FlushLaunch(Launch):
             )
         )
 
-    def __call__(self, tensors: list[Tensor]) -> bool:
-        """Launch for tensors like those described: those there are, in FlushPointers' order.
-
-        False, and nothing is done, where the state lies off a vector's boundary.
-        """
-        pointers = list(map(_data_ptr, tensors))
-        if pointers[0] & 15:
-            return False
+    def __call__(self, tensors: list[Tensor]) -> bool | None:
+        """Launch for tensors like those described: those there are, in FlushPointers' order; returns True."""
+        pointers, apart = list(map(_data_ptr, tensors)), self.apart
+        if pointers[0] & 15 or (apart.known.get(pointers[0]) != pointers and not apart(pointers)):
+            return None
         if CHECK:
             state, u, k, log_decay, accepted, reads, writes, rows = self.places([*tensors, None])
             counts = accepted if self.count is None else self.count
@@ -333,7 +330,7 @@ class PrefillLaunch(Launch):
         self.absent = sum(x is not None for x in (*given, initial, final_state, out))
         *self.given, self.final_at, self.out_at = self.places([*range(self.absent), self.absent])
         assert isinstance(route.schedule, dispatch.Cut)
-        self.scale = q.shape[-1] ** -0.5 if tokens.scale is None else tokens.scale
+        self.scale = _scale(tokens)
         self.bound = gate.bound
         self.channel = g.ndim == 4
         self.pooled, self.own_output, self.dense_v = state is not None, out is None, v.is_contiguous()
@@ -377,17 +374,14 @@ class PrefillLaunch(Launch):
         )
 
     def __call__(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor | None] | None:
-        """Launch for tensors like those described, those there are in PrefillPointers' order; returns o and the final state.
-
-        None, and nothing is done, where these lie so that the call has to be described anew: out on an input, rows off a vector's
-        boundary.
-        """
+        """Launch for tensors like those described, those there are in PrefillPointers' order; returns o and the final state."""
         given, final_at, out_at = self.given, self.final_at, self.out_at
-        pointers = [*map(_data_ptr, tensors), 0]
+        pointers, apart = list(map(_data_ptr, tensors)), self.apart
+        if apart.known.get(pointers[apart.key]) != pointers and not apart(pointers):
+            return None
+        pointers.append(0)
         reached = pointers[0] | pointers[1] | pointers[2] | pointers[given[10]] | pointers[final_at] | pointers[out_at]
         if (reached | (pointers[3] if self.channel else 0)) & 15:
-            return None
-        if not self.own_output and pointers[out_at] in pointers[:3] and tensors[out_at].numel():
             return None
         if CHECK:
             self.check(self.places([*tensors, None]))
@@ -403,8 +397,8 @@ class PrefillLaunch(Launch):
         size, offsets = self.workspace
         scratch = torch.empty(size, dtype=torch.uint8, device=v.device)
         start = scratch.data_ptr()
-        addresses = (*(pointers[i] for i in given), stored, out.data_ptr(), *(start + at if at >= 0 else 0 for at in offsets))
-        self.launch(addresses, self.scale, self.bound, self.strides, self.sizes)
+        arguments = (*(pointers[i] for i in given), stored, out.data_ptr(), *(start + at if at >= 0 else 0 for at in offsets))
+        self.launch(arguments, self.scale, self.bound, self.strides, self.sizes)
         return out, final
 
     def check(self, given: tuple[Any, ...]) -> None:
@@ -435,6 +429,10 @@ def _workspace(axis: str, N: int, H: int, HV: int, places: int, pieces: int, pac
 
 EARLY_HEADS = 1024
 """States (sequences times heads and layers) up to which a launch asks for them early: about what the chip holds at once."""
+
+
+def _scale(tokens: Tokens) -> float:
+    return tokens.q.shape[-1] ** -0.5 if tokens.scale is None else float(tokens.scale)
 
 
 def _token_strides(tokens: Tokens, out: Tensor | None) -> dict[str, int]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
+import torch
 from torch import Tensor
 
 Value = TypeVar("Value")
 
 
 def _facts(x: Tensor) -> tuple[Any, ...]:
-    return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad
+    return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, x.is_inference(), torch.is_inference_mode_enabled()
 
 
 def _same_by_python(tensors: Sequence[Tensor]) -> Callable[..., bool]:

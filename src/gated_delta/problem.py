@@ -1,7 +1,7 @@
 """What a call is: the gate, the KVBuffer, and `Problem`, the one validated description of a call.
 
-Everything here is static: shapes, dtypes, strides and flags. Values that live on the device (indices, cu_seqlens) are looked
-at by the backends, so describing a call never waits for a GPU.
+Describing a call reads shapes, dtypes, strides, flags and addresses. Values that live on the device (indices, cu_seqlens) are
+read by the backends, so that no description waits for a GPU.
 """
 
 from __future__ import annotations
@@ -10,10 +10,13 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
+from numbers import Real
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
+
+from .memory import overlap, overlaps_itself
 
 MAX_DRAFT = 16
 """Most tokens a sequence may bring to one decode or verify call."""
@@ -57,9 +60,10 @@ class Gate:
             if self.dt_bias.ndim not in (1, 2):
                 raise ValueError(f"dt_bias: expected shape [HV] or [HV, K], got {list(self.dt_bias.shape)}")
         if self.kind == "lower_bound":
-            _number("bound", self.bound)
-            if not -math.inf < self.bound < 0:
+            bound = number("bound", self.bound)
+            if not -math.inf < bound < 0:
                 raise ValueError(f"bound: expected a finite number below 0 (natural log), got {self.bound}")
+            object.__setattr__(self, "bound", bound)
 
     @staticmethod
     def log() -> Gate:
@@ -107,15 +111,18 @@ class KVBuffer:
     ) -> KVBuffer:
         """Uninitialised buffer for `rows` sequences of up to T (1..16) draft tokens; gate is "head" (GDN) or "channel" (KDA).
 
-        Raises ValueError for a size below 1, T over 16, HV not a multiple of H, or another gate.
+        num_layers: L, for a buffer of every layer; None for a buffer of one layer, without that dimension.
+        Raises TypeError for a size that is no int; ValueError for a size below 1 (rows and num_layers: below 0), T over 16, HV not
+        a multiple of H, or another gate.
         """
         if gate not in ("head", "channel"):
             raise ValueError(f'gate: expected "head" (GDN) or "channel" (KDA), got {gate!r}')
-        for name, size in dict(rows=rows, T=T, H=H, HV=HV, K=K, V=V).items():
+        sizes = dict(rows=rows, T=T, H=H, HV=HV, K=K, V=V) | ({} if num_layers is None else dict(num_layers=num_layers))
+        for name, size in sizes.items():
             if not isinstance(size, int) or isinstance(size, bool):
                 raise TypeError(f"{name}: expected an int, got {type(size).__name__}")
-            if size < (0 if name == "rows" else 1):
-                raise ValueError(f"{name}: expected a positive size, got {size}")
+            if size < (least := 0 if name in ("rows", "num_layers") else 1):
+                raise ValueError(f"{name}: expected {least} or more, got {size}")
         if T > MAX_DRAFT:
             raise ValueError(f"T: expected at most {MAX_DRAFT} draft tokens, got {T}")
         if HV % H:
@@ -133,11 +140,6 @@ class KVBuffer:
         if self.u.ndim != 5:
             raise ValueError("layer: expected a buffer made with num_layers=L, got one without layers")
         return KVBuffer(self.u[i], self.k[i], self.log_decay[i])
-
-    def sequences(self, *given: object) -> int:
-        """Sequences of a flush: as many as the tensors among its indices and num_accepted have entries, else the buffer's rows."""
-        lengths = (x.shape[0] for x in given if isinstance(x, Tensor))
-        return next(lengths, self.u.shape[-4])
 
     @property
     def nbytes(self) -> int:
@@ -166,6 +168,11 @@ class Tokens(NamedTuple):
     @property
     def num_sequences(self) -> int:
         return self.q.shape[0] if self.cu_seqlens is None else self.cu_seqlens.shape[0] - 1
+
+
+def flush_sequences(*given: object) -> int:
+    """Sequences of a flush: entries of the tensors among num_accepted and its indices, at least one of which is given."""
+    return next(x.shape[0] for x in given if isinstance(x, Tensor))
 
 
 SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
@@ -246,9 +253,14 @@ def _flag(name: str, x: object) -> None:
         raise TypeError(f"{name}: expected True or False, got {type(x).__name__}")
 
 
-def _number(name: str, x: object) -> None:
-    if not isinstance(x, (int, float)) or isinstance(x, bool):
+def number(name: str, x: object) -> float:
+    """x, a Python or numpy number, as a float; inf where a float cannot hold it."""
+    if not isinstance(x, Real) or isinstance(x, bool):
         raise TypeError(f"{name}: expected a number, got {type(x).__name__}")
+    try:
+        return float(x)
+    except OverflowError:
+        return math.inf
 
 
 def _last_dim_contiguous(name: str, x: Tensor) -> None:
@@ -256,11 +268,25 @@ def _last_dim_contiguous(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: expected a contiguous last dimension, got strides {list(x.stride())}")
 
 
-def _writable(name: str, x: Tensor) -> None:
-    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-        raise ValueError(
-            f"{name}: expected memory of its own for every element, got an expanded tensor, strides {list(x.stride())}"
-        )
+def check_written(written: dict[str, Tensor], read: dict[str, Tensor] | None = None) -> None:
+    """Raise ValueError unless a call may write these tensors: all their elements apart from each other and from what it reads."""
+    for name, x in written.items():
+        if x.is_inference() and not torch.is_inference_mode_enabled():
+            raise ValueError(
+                f"{name}: expected a tensor that may be written here, got one made under torch.inference_mode(): call the "
+                "operation under it too, or make the tensor outside"
+            )
+        if overlaps_itself(x):
+            raise ValueError(
+                f"{name}: expected memory of its own for every element, got shape {list(x.shape)}, strides {list(x.stride())}"
+            )
+    others = written | (read or {})
+    for name, x in written.items():
+        for other, y in others.items():
+            if other != name and overlap(x, y):
+                raise ValueError(
+                    f"{name}: expected memory apart from all else that the call reads or writes, got some of {other}'s"
+                )
 
 
 def _aligned(x: Tensor) -> bool:
@@ -289,6 +315,9 @@ class _Sizes(dict[str, int]):
                 raise ValueError(f"{name}: expected shape [{', '.join(names)}] = [{wanted}], got {list(shape)}")
 
 
+BUFFER = ("buffer.u", "buffer.k", "buffer.log_decay")
+
+
 class _Checker:
     """Collects the facts of one call, argument by argument."""
 
@@ -296,6 +325,7 @@ class _Checker:
         self.sizes = _Sizes()
         self.options: set[str] = set()
         self.device: torch.device | None = None
+        self.tensors: dict[str, Tensor] = {}
 
     def tensor(self, name: str, x: object, dtypes: tuple[torch.dtype, ...], dims: str | None = None) -> Tensor:
         x = _tensor(name, x, dtypes)
@@ -305,11 +335,16 @@ class _Checker:
             self.device = x.device
         elif x.device != self.device:
             raise ValueError(f"{name}: expected device {self.device}, where the first tensor is, got {x.device}")
+        if x.is_meta:
+            raise ValueError(f"{name}: expected a tensor with data, got one on the meta device")
+        if x.layout != torch.strided or x.is_neg():
+            raise ValueError(f"{name}: expected a plain strided tensor, got layout {x.layout}, negated={x.is_neg()}")
         if x.requires_grad and torch.is_grad_enabled():
             raise UnsupportedProblem(
                 f"{name} requires grad, and gated_delta has no backward: call it under torch.no_grad() or torch.inference_mode()",
                 ("backward",),
             )
+        self.tensors[name] = x
         return x
 
     def option(self, name: str, on: bool) -> None:
@@ -346,10 +381,8 @@ class _Checker:
             self.tensor("A_log", t.gate.A_log, (torch.float32,), "HV")
         if t.gate.dt_bias is not None:
             self.tensor("dt_bias", t.gate.dt_bias, STATE_DTYPES, "HV" if t.g.ndim == 3 else "HV K")
-        if t.scale is not None:
-            _number("scale", t.scale)
-            if not math.isfinite(t.scale):
-                raise ValueError(f"scale: expected a finite number, got {t.scale}")
+        if t.scale is not None and not math.isfinite(number("scale", t.scale)):
+            raise ValueError(f"scale: expected a finite number, got {t.scale}")
         _flag("qk_l2norm", t.qk_l2norm)
         _flag("beta_logits", t.beta_logits)
         self.sizes["N"] = t.num_sequences
@@ -368,7 +401,6 @@ class _Checker:
     def state(self, name: str, x: object, dims: str, dtypes: tuple[torch.dtype, ...] = STATE_DTYPES) -> Tensor:
         x = self.tensor(name, x, dtypes, dims)
         _last_dim_contiguous(name, x)
-        _writable(name, x)
         return x
 
     def index(self, name: str, x: object, dims: str = "N") -> None:
@@ -388,25 +420,23 @@ class _Checker:
         out = self.tensor("out", out, (t.v.dtype,))
         if out.shape != t.v.shape:
             raise ValueError(f"out: expected v's shape {list(t.v.shape)}, got {list(out.shape)}")
-        _writable("out", out)
-        for name, x in (("q", t.q), ("k", t.k), ("v", t.v)):
-            if out.data_ptr() == x.data_ptr() and out.numel():
-                raise ValueError(f"out: expected memory apart from the inputs, got {name}'s")
 
     def buffer(self, buffer: object, lead: str) -> str:
         """Returns the axis the buffer was made for."""
         if not isinstance(buffer, KVBuffer):
             raise TypeError(f"buffer: expected a gated_delta.KVBuffer, got {type(buffer).__name__}")
-        channel = buffer.log_decay.ndim > len(lead.split()) + 2
-        for name, x, dims in (
-            ("buffer.u", buffer.u, "HV V"),
-            ("buffer.k", buffer.k, "H K"),
-            ("buffer.log_decay", buffer.log_decay, "HV K" if channel else "HV"),
-        ):
+        channel = isinstance(buffer.log_decay, Tensor) and buffer.log_decay.ndim > len(lead.split()) + 2
+        parts = (buffer.u, buffer.k, buffer.log_decay)
+        for name, x, dims in zip(BUFFER, parts, ("HV V", "H K", "HV K" if channel else "HV"), strict=True):
             self.state(name, x, f"{lead} C {dims}", (torch.float32,))
         if self.sizes["C"] > MAX_DRAFT:
             raise ValueError(f"buffer: expected room for at most {MAX_DRAFT} tokens, got {self.sizes['C']}")
         return "channel" if channel else "head"
+
+    def writes(self, *names: str) -> None:
+        """Check the tensors that the call writes: those of these names that there are."""
+        written = {name: self.tensors[name] for name in names if name in self.tensors}
+        check_written(written, self.tensors)
 
     def problem(self, op: str, axis: str, tokens: Tokens | None, state_dtype: torch.dtype | None, T: int | None) -> Problem:
         sizes, options = self.sizes, frozenset(self.options)
@@ -472,6 +502,7 @@ def describe_prefill(
             check.option("initial_state", True)
         check.option("final_state", output_final_state)
     check.out(out, tokens)
+    check.writes("out", "state")
     check.vectors(tokens, state if state is not None else initial_state)
     values = [tokens.v] if out is None else [tokens.v, out]
     values += [tokens.g] if tokens.g.ndim == 4 else []
@@ -520,6 +551,7 @@ def describe_decode(
         if tokens.cu_seqlens is None and check.sizes["C"] < check.sizes["T"]:
             raise ValueError(f"intermediate_states: expected C >= T={check.sizes['T']} steps, got C={check.sizes['C']}")
     check.out(out, tokens)
+    check.writes("out", "intermediate_states", *(["state"] if update_state else []))
     check.vectors(tokens, state, intermediate_states)
     check.option("token_slots", token_slots)
     check.option("intermediates", intermediate_states is not None)
@@ -553,6 +585,7 @@ def describe_verify(
     check.index("buffer_indices", buffer_indices)
     check.one_each("buffer", "rows", buffer_indices)
     check.out(out, tokens)
+    check.writes("out", *BUFFER)
     check.vectors(tokens, state)
     check.option("unaligned_buffer", not _aligned(buffer.k))
     return check.problem("verify", axis, tokens, dtype, min(check.sizes["T"], check.sizes["C"]))
@@ -569,7 +602,7 @@ def describe_flush(
 ) -> Problem:
     """Validate a flush call. Raises TypeError or ValueError naming the argument, UnsupportedProblem when grad is asked for.
 
-    N, the number of sequences, is the length of whichever of the index tensors and num_accepted are given, else the buffer's rows.
+    N, the number of sequences, is the length of whichever of the index tensors and num_accepted are given.
     """
     check = _Checker()
     layers = isinstance(state, Tensor) and state.ndim == 5
@@ -584,11 +617,16 @@ def describe_flush(
         raise TypeError(f"num_accepted: expected an int or an int tensor [N], got {type(num_accepted).__name__}")
     elif num_accepted < 0:
         raise ValueError(f"num_accepted: expected 0 or more, got {num_accepted}")
-    check.sizes.setdefault("N", check.sizes["rows"])
+    if "N" not in check.sizes:
+        raise ValueError(
+            "num_accepted: expected a tensor [N], or an int beside state_indices, write_indices or buffer_indices [N]; "
+            f"got {num_accepted} alone, which names no sequences"
+        )
     check.one_each("state", "P", state_indices)
     check.one_each("buffer", "rows", buffer_indices)
     if check.sizes["HV"] % check.sizes["H"]:
         raise ValueError(f"buffer.k: expected H to divide HV={check.sizes['HV']}, got H={check.sizes['H']}")
+    check.writes("state")
     check.vectors(None, state)
     check.option("layers", layers)
     return check.problem("flush", axis, None, dtype, check.sizes["C"])

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .problem import MAX_DRAFT, Gate, KVBuffer, Tokens
+from .problem import MAX_DRAFT, Gate, KVBuffer, Tokens, flush_sequences
 
 L2NORM_EPS = 1e-6
 
@@ -73,7 +73,7 @@ def l2norm(x: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
 def activate(tokens: Tokens, dtype: torch.dtype) -> Activated:
     """Flattened raw tokens to what the recurrence reads, computed in dtype."""
     q, k, beta = tokens.q, tokens.k, tokens.beta.to(dtype)
-    scale = q.shape[-1] ** -0.5 if tokens.scale is None else tokens.scale
+    scale = q.shape[-1] ** -0.5 if tokens.scale is None else float(tokens.scale)
     q, k = (l2norm(q, dtype, scale), l2norm(k, dtype)) if tokens.qk_l2norm else (q.to(dtype) * scale, k.to(dtype))
     decay = log_decay(tokens.g, tokens.gate, dtype)
     return Activated(q, k, tokens.v.to(dtype), decay, beta.sigmoid() if tokens.beta_logits else beta)
@@ -359,12 +359,18 @@ def _places(rows: list[int], count: int) -> list[int] | slice:
     return slice(len(rows)) if rows == list(range(len(rows))) and len(rows) <= count else rows
 
 
-def _one_writer(name: str, rows: Iterator[int]) -> None:
-    seen: set[int] = set()
-    for row in rows:
-        if row in seen:
+def _no_conflict(name: str, writes: Iterable[tuple[int, int]], reads: Iterable[tuple[int, int]] = ()) -> None:
+    """Raise ValueError where two sequences write one row, or one reads a row that another writes; pairs are (sequence, row).
+
+    A row below zero is none.
+    """
+    writers: dict[int, int] = {}
+    for n, row in writes:
+        if row >= 0 and writers.setdefault(row, n) != n:
             raise ValueError(f"{name}: expected at most one sequence to write each row, got two for row {row}")
-        seen.add(row)
+    for n, row in reads:
+        if row >= 0 and writers.get(row, n) != n:
+            raise ValueError(f"{name}: expected no row that another sequence reads, got row {row}, which sequence {n} reads")
 
 
 # ------------------------------------------------------------------------------------------------ the four operations
@@ -382,7 +388,7 @@ def prefill_rows(tokens: Tokens, state: Tensor | None, state_indices: Tensor | N
     """Looks at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
     starts, lengths = _spans(tokens)
     slots = _rows("state_indices", state_indices, len(starts), len(starts) if state is None else state.shape[0])
-    _one_writer("state_indices", (slot for slot in slots if slot >= 0))
+    _no_conflict("state_indices", enumerate(slots))
     return PrefillRows(slots, starts, lengths)
 
 
@@ -453,9 +459,12 @@ def decode_rows(
     active = [n for n in range(N) if reads[n] >= 0]
     if not update_state:
         writes, token_slots = [-1] * N, []
-    _one_writer("write_indices" if write_indices is not None else "state_indices", (w for n in active if (w := writes[n]) >= 0))
     if token_slots:
-        _one_writer("state_indices", (s for n in active for s in set(token_slots[n][: lengths[n]]) if s >= 0))
+        written = [(n, slot) for n in active for slot in token_slots[n][: lengths[n]]]
+    else:
+        written = [(n, writes[n]) for n in active]
+    read = [(n, reads[n]) for n in active if lengths[n] or writes[n] >= 0]
+    _no_conflict("state_indices" if write_indices is None else "write_indices", written, read)
     return DecodeRows(reads, writes, token_slots, starts, lengths)
 
 
@@ -520,7 +529,7 @@ def verify_rows(
     reads = _rows("state_indices", state_indices, N, state.shape[0])
     rows = _rows("buffer_indices", buffer_indices, N, buffer.u.shape[0])
     active = [n for n in range(N) if reads[n] >= 0 and rows[n] >= 0]
-    _one_writer("buffer_indices", (rows[n] for n in active))
+    _no_conflict("buffer_indices", ((n, rows[n]) for n in active))
     return VerifyRows(reads, rows, active, starts, lengths)
 
 
@@ -576,12 +585,13 @@ def flush_rows(
     buffer_indices: Tensor | None,
 ) -> FlushRows:
     """Looks at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
-    P, N = state.shape[-4], buffer.sequences(state_indices, write_indices, buffer_indices, num_accepted)
+    P, N = state.shape[-4], flush_sequences(num_accepted, state_indices, write_indices, buffer_indices)
     reads = _rows("state_indices", state_indices, N, P)
     writes = reads if write_indices is None else _rows("write_indices", write_indices, N, P)
     rows = _rows("buffer_indices", buffer_indices, N, buffer.u.shape[-4])
     active = [n for n in range(N) if min(reads[n], writes[n], rows[n]) >= 0]
-    _one_writer("state_indices" if write_indices is None else "write_indices", (writes[n] for n in active))
+    name = "state_indices" if write_indices is None else "write_indices"
+    _no_conflict(name, ((n, writes[n]) for n in active), ((n, reads[n]) for n in active))
     return FlushRows(reads, writes, rows, active)
 
 
@@ -595,7 +605,7 @@ def flush(
     buffer_indices: Tensor | None,
 ) -> None:
     reads, writes, rows, active = flush_rows(state, buffer, num_accepted, state_indices, write_indices, buffer_indices)
-    counts = num_accepted.tolist() if isinstance(num_accepted, Tensor) else [num_accepted] * len(reads)
+    counts = num_accepted.tolist() if isinstance(num_accepted, Tensor) else [min(num_accepted, MAX_DRAFT)] * len(reads)
     layers = state.ndim == 5
     moved = [n for n in active if counts[n] > 0 or reads[n] != writes[n]]
     if not moved:

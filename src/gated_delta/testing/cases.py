@@ -50,7 +50,8 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
         "packed": frozenset({"cu_seqlens_i32", "state_indices_i32", "buffer_indices_i32"}),
     },
     "flush": {
-        "dense": frozenset(),
+        "dense": frozenset({"num_accepted_i32"}),
+        "one_count": frozenset({"state_indices_i64"}),
         "pool": frozenset({"state_indices_i32", "buffer_indices_i32", "num_accepted_i32"}),
         "write": frozenset({"state_indices_i64", "write_indices_i64", "num_accepted_i64"}),
         "layers": frozenset({"state_indices_i32", "num_accepted_i32", "layers"}),

@@ -249,6 +249,6 @@ def _flush_states(call: Call, rng: torch.Generator, device: torch.device, inacti
     counted = case.uses("num_accepted")
     counts = [(case.seed + n) % (T + 2) for n in range(N)]  # from 0 to one past the end
     states["num_accepted"] = _index(counts, case, "num_accepted", device) if counted else counts[0]
-    states["buffer"] = _buffer(case, N + 2 if counted or indexed else N, device, layers)
+    states["buffer"] = _buffer(case, N + 2, device, layers)
     call.states = states
     call.verify_states = {name: states[name] for name in ("state_indices", "buffer_indices")}

@@ -1,0 +1,307 @@
+"""Where tensors lie: overlaps by sets of bytes, what every operation refuses of them, and calls that come again elsewhere."""
+
+import itertools
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import gated_delta as gd
+from calls import HV, K, N, P, T, V, buffer, call, pool, tokens, writable
+from gated_delta import memory
+from gated_delta.memory import Apart, extent, overlap, overlaps_itself
+
+OPS = ("prefill", "decode", "verify", "flush")
+
+BASE = torch.zeros(2000)
+
+
+@st.composite
+def views(draw):
+    shape = draw(st.lists(st.integers(0, 4), max_size=4))
+    strides = draw(st.lists(st.sampled_from((0, 1, 2, 3, 4, 5, 7, 8, 12, 16, 30, 60)), min_size=len(shape), max_size=len(shape)))
+    base = draw(st.sampled_from((BASE, BASE.view(torch.bfloat16), BASE.view(torch.int64))))
+    return base.as_strided(shape, strides, draw(st.integers(0, 60)))
+
+
+def elements(x):
+    """Bytes of each element, as sets of addresses."""
+    for where in itertools.product(*map(range, x.shape)):
+        first = x.data_ptr() + sum(i * s for i, s in zip(where, x.stride())) * x.element_size()
+        yield set(range(first, first + x.element_size()))
+
+
+@given(views(), views())
+@settings(max_examples=300, deadline=None)
+def test_overlap_is_a_byte_in_common(x, y):
+    of_x, of_y = set().union(*elements(x)), set().union(*elements(y))
+    assert overlap(x, y) == bool(of_x & of_y)
+    assert overlaps_itself(x) == (len(of_x) < x.numel() * x.element_size())
+    assert extent(x) == (max(of_x) + 1 - x.data_ptr() if of_x else 0)
+
+
+def test_views_of_one_allocation_are_told_apart_in_few_steps(monkeypatch):
+    monkeypatch.setattr(memory, "MOST_STEPS", 50)
+    fused = torch.empty(2**12, 64, 128, dtype=torch.bfloat16)
+    q, k, v = fused[:, :16], fused[:, 16:32], fused[:, 32:]
+    assert not overlap(q, v)
+    assert not overlap(k, v)
+    assert overlap(fused[:, :33], v)
+    padded = torch.empty(2**10, 5, 32, 32)
+    slots = padded[:, :4]
+    assert not overlaps_itself(slots)
+    assert not overlap(slots, padded[:, 4:])
+    assert overlaps_itself(padded.as_strided((2**9, 6, 32, 32), padded.stride()))
+
+
+def test_memory_too_entangled_to_tell_counts_as_shared(monkeypatch):
+    x, y = BASE.as_strided((3, 4), (10, 1)), BASE.as_strided((3, 2), (11, 1), 5)
+    assert not overlap(x, y)
+    monkeypatch.setattr(memory, "MOST_STEPS", 0)
+    assert overlap(x, y)
+
+
+# ------------------------------------------------------------------------------------------------ what operations refuse
+
+
+def inside(x, shape, dtype=None, offset=0):
+    """A tensor of this shape within x's memory."""
+    x = x.view(dtype or x.dtype)
+    return x.as_strided(shape, torch.empty(shape, device="meta").stride(), x.storage_offset() + offset)
+
+
+def overlapping(name):
+    """(operation, arguments, name in the error): one call for each way in which what is written meets something else."""
+    state, drafts = pool(), tokens()
+    v_out = drafts["v"].shape
+    long = torch.randn(drafts["v"].numel() + 16)
+    ways = {
+        "out is v": ("decode", dict(drafts, state=state, out=drafts["v"]), "out"),
+        "out in the pool": ("decode", dict(drafts, state=state, out=inside(state, v_out)), "out"),
+        "out at the end of v": ("decode", dict(drafts, v=long[:-16].view(v_out), state=state, out=long[16:].view(v_out)), "out"),
+        "out in front of v": ("decode", dict(drafts, v=long[16:].view(v_out), state=state, out=long[:-16].view(v_out)), "out"),
+        "out in intermediate states": (
+            "decode",
+            dict(drafts, state=state, intermediate_states=(many := torch.zeros(N, T, HV, V, K)), out=inside(many, v_out)),
+            "out",
+        ),
+        "out of a frozen pool": ("decode", dict(drafts, state=state, update_state=False, out=inside(state, v_out)), "out"),
+        "intermediate states in the pool": (
+            "decode",
+            dict(drafts, state=(large := pool(9)), intermediate_states=large[2:8].unflatten(0, (N, T)), update_state=False),
+            "intermediate_states",
+        ),
+        "the pool over its indices": (
+            "decode",
+            dict(drafts, state=state, state_indices=inside(state, (N,), torch.int32)),
+            "state",
+        ),
+        "slots that overlap": ("decode", dict(drafts, state=inside_slots(state)), "state"),
+        "slots that overlap, flushed": ("flush", dict(call("flush"), state=inside_slots(state)), "state"),
+        "out that overlaps itself": ("decode", dict(drafts, state=state, out=BASE.as_strided(v_out, (7, 24, 6, 1))), "out"),
+        "prefill's out in the pool": ("prefill", dict(drafts, state=state, out=inside(state, v_out)), "out"),
+        "out in the initial states": ("prefill", dict(drafts, initial_state=state[:N], out=inside(state, v_out)), "out"),
+        "prefill's out at the end of v": (
+            "prefill",
+            dict(drafts, v=long[:-16].view(v_out), out=long[16:].view(v_out)),
+            "out",
+        ),
+        "out is g": (
+            "prefill",
+            dict(tokens(axis="channel") | dict(v=torch.randn(N, T, HV, K)), out=(same := tokens(axis="channel")["g"]), g=same),
+            "out",
+        ),
+        "out over A_log": (
+            "prefill",
+            dict(drafts, gate=gd.Gate.softplus(inside(long, (HV,), offset=16)), out=long[:-16].view(v_out)),
+            "out",
+        ),
+        "out in the buffer": ("verify", dict(drafts, state=state, buffer=(made := buffer()), out=made.u), "out"),
+        "verify's out in the pool": ("verify", dict(drafts, state=state, buffer=buffer(), out=inside(state, v_out)), "out"),
+        "the buffer in the pool": (
+            "verify",
+            dict(drafts, state=state, buffer=gd.KVBuffer(inside(state, v_out), made.k, made.log_decay)),
+            "buffer.u",
+        ),
+        "parts of the buffer in each other": (
+            "verify",
+            dict(drafts, state=state, buffer=gd.KVBuffer(made.u, inside(made.u, made.k.shape), made.log_decay)),
+            "buffer.u",
+        ),
+        "the flushed pool over its buffer": (
+            "flush",
+            dict(state=state, buffer=gd.KVBuffer(inside(state, v_out), made.k, made.log_decay), num_accepted=torch.ones(N).int()),
+            "state",
+        ),
+        "the flushed pool over its counts": (
+            "flush",
+            dict(state=state, buffer=buffer(), num_accepted=inside(state, (N,), torch.int32)),
+            "state",
+        ),
+    }
+    return ways if name is None else ways[name]
+
+
+def inside_slots(state):
+    """A pool whose slots begin one row too early."""
+    return state.as_strided((P - 1, HV, V, K), (HV * V * K - K, V * K, K, 1))
+
+
+@pytest.mark.parametrize("way", overlapping(None))
+def test_what_is_written_shares_no_memory(way):
+    """On new calls and on those that came before at other addresses: nothing is written."""
+    op, arguments, name = overlapping(way)
+    apart = {key: x.clone() if isinstance(x, torch.Tensor) and x.is_contiguous() else x for key, x in arguments.items()}
+    buffers = arguments.get("buffer")
+    if buffers is not None:
+        apart["buffer"] = gd.KVBuffer(*(x.clone() for x in vars(buffers).values()))
+    known = not any(overlaps_itself(x) for x in arguments.values() if isinstance(x, torch.Tensor))
+    if known and "indices" not in way and "counts" not in way:
+        getattr(gd, op)(**apart, backend="reference")
+    watched = {key: (x, x.clone()) for key, x in writable(arguments).items()}
+    for _ in range(2):
+        with pytest.raises(ValueError, match=f"^{name}: expected memory (apart|of its own)"):
+            getattr(gd, op)(**arguments, backend="reference")
+    with pytest.raises(ValueError, match=f"^{name}: expected memory"):
+        gd.explain(op, **arguments)
+    for key, (x, before) in watched.items():
+        assert torch.equal(x.nan_to_num(3), before.nan_to_num(3)), f"{key} was written"
+
+
+def test_interleaved_views_of_one_allocation_are_welcome():
+    """Pool and intermediate states, q, k, v and out, side by side in rows that alternate; also at other addresses."""
+    for _ in range(2):
+        drafts, wide = tokens(), torch.zeros(P, 3, HV, V, K)
+        state, others = wide[:, 0].copy_(pool()), wide[:, 1:]
+        fused = torch.zeros(N, T, 2 * HV, V)
+        drafts["v"] = fused[:, :, ::2].copy_(drafts["v"])
+        want_state = state.clone()
+        want = gd.decode(**drafts, state=want_state, backend="reference")
+        for _ in range(2):  # the second time around from the call cache
+            state.copy_(pool())
+            out = gd.decode(**drafts, state=state, out=fused[:, :, 1::2], backend="reference")
+            assert torch.equal(out, want)
+            assert torch.equal(state, want_state)
+            assert (others == 0).all()
+
+
+def test_the_call_cache_asks_where_tensors_are():
+    x, y = torch.zeros(40), torch.zeros(8)
+    apart = Apart([x, y], [x])
+    assert apart([x.data_ptr(), y.data_ptr()])
+    for start, fits in ((1000, True), (1159, False), (1160, True), (968, True), (969, False), (1080, False)):
+        assert apart([1000, start]) == (fits and start != 1000)
+    assert Apart([x, y], [])([1000, 1000])
+    empty = torch.zeros(0)
+    assert Apart([x, empty], [x, empty])([1000, 1080])
+
+
+def test_remembered_addresses_do_not_grow_without_end():
+    x = torch.zeros(4)
+    apart = Apart([x], [x])
+    for at in range(1000):
+        assert apart([at * 16])
+    assert len(apart.known) <= Apart.MOST
+
+
+# ------------------------------------------------------------------------------------------------ inference mode
+
+
+def made_in_inference_mode(op):
+    """(arguments, name) of a call for each tensor that it writes, that one made under torch.inference_mode()."""
+    for name in ("out", "state", "intermediate_states", "buffer.u", "buffer.k", "buffer.log_decay"):
+        arguments = call(op)
+        if op != "flush":
+            arguments["out"] = torch.zeros_like(arguments["v"])
+        if op == "prefill":
+            arguments["state"] = pool()
+        if op == "decode":
+            arguments["intermediate_states"] = torch.zeros(N, T, HV, V, K)
+        names = writable(arguments)
+        if name not in names or (op, name) in (("verify", "state"),) or (op == "flush" and name != "state"):
+            continue
+        with torch.inference_mode():
+            made = names[name].clone()
+        if "." in name:
+            parts = {**vars(arguments["buffer"]), name.split(".")[1]: made}
+            arguments["buffer"] = gd.KVBuffer(**parts)
+        else:
+            arguments[name] = made
+        yield arguments, name
+
+
+@pytest.mark.parametrize("compiled", [None, "eager", "inductor"])
+@pytest.mark.parametrize("op", OPS)
+def test_tensors_of_inference_mode_are_written_there_alone(op, compiled):
+    run = getattr(gd, op)
+    if compiled:
+        torch._dynamo.reset()
+        run = torch.compile(run, fullgraph=True, backend=compiled)
+    cases = list(made_in_inference_mode(op))
+    assert cases
+    for arguments, name in cases:
+        watched = {key: (x, x.clone()) for key, x in writable(arguments).items()}
+        for mode in (torch.no_grad, torch.enable_grad):
+            with mode(), pytest.raises(Exception, match=f"{name}: expected a tensor that may be written here") as caught:
+                run(**arguments, backend="reference")
+            assert compiled or type(caught.value) is ValueError
+        for key, (x, before) in watched.items():
+            assert torch.equal(x.nan_to_num(3), before.nan_to_num(3)), f"{key} was written"
+        if compiled is None:
+            with torch.inference_mode():
+                run(**arguments, backend="reference")
+            with torch.no_grad(), pytest.raises(ValueError, match="may be written here"):
+                run(**arguments, backend="reference")  # what ran there is not remembered here
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_tensors_of_inference_mode_are_read_anywhere(op):
+    arguments = call(op)
+    with torch.inference_mode():
+        read = {name: x.clone() for name, x in arguments.items() if isinstance(x, torch.Tensor) and name != "state"}
+    getattr(gd, op)(**{**arguments, **read}, backend="reference")
+
+
+# ------------------------------------------------------------------------------------------------ odd tensors and numbers
+
+
+def test_tensors_without_plain_memory_are_refused():
+    meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in call("decode").items()}
+    with pytest.raises(ValueError, match="q: expected a tensor with data, got one on the meta device"):
+        gd.decode(**meta)
+    negated = torch.randn(N, T, HV, V, dtype=torch.complex64).conj().imag
+    assert negated.is_neg()
+    for name, x in (("v", negated), ("q", torch.zeros(call("decode")["q"].shape).to_sparse())):
+        with pytest.raises(ValueError, match=f"{name}: expected a plain strided tensor"):
+            gd.decode(**{**call("decode"), name: x})
+
+
+@pytest.mark.parametrize(
+    "scale", [np.float64(0.25), np.float32(0.25), np.float16(0.25), np.int64(1), 1], ids=lambda x: type(x).__name__
+)
+@pytest.mark.parametrize("op", ["prefill", "decode", "verify"])
+def test_numbers_of_numpy_are_numbers(op, scale):
+    results = [getattr(gd, op)(**call(op), scale=x, backend="reference") for x in (scale, float(scale))]
+    one, other = (x[0] if isinstance(x, tuple) else x for x in results)
+    assert type(one) is torch.Tensor
+    assert torch.equal(one, other)
+    bound = gd.Gate.lower_bound(torch.zeros(HV), bound=-scale).bound
+    assert (type(bound), bound) == (float, -float(scale))
+
+
+@pytest.mark.parametrize("scale", [10**400, -(10**400), np.float32("nan"), float("inf")], ids=lambda x: str(x)[:4])
+def test_numbers_without_a_finite_value_are_refused(scale):
+    with pytest.raises(ValueError, match="scale: expected a finite number"):
+        gd.decode(**call("decode"), scale=scale)
+
+
+@pytest.mark.parametrize("count", [16, 17, 2**40, 2**63, 10**30], ids=str)
+@pytest.mark.parametrize("compiled", [False, True])
+def test_counts_of_any_size_accept_every_draft(count, compiled):
+    arguments, want = call("flush"), call("flush")
+    gd.flush(**{**want, "num_accepted": torch.tensor([T] * N)}, backend="reference")
+    flush = torch.compile(gd.flush, fullgraph=True, backend="eager") if compiled else gd.flush
+    flush(**{**arguments, "num_accepted": count}, state_indices=torch.arange(N), backend="reference")
+    assert torch.equal(arguments["state"], want["state"])
