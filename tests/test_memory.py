@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gated_delta as gd
-from calls import HV, K, N, P, T, V, buffer, call, pool, tokens, writable
+from calls import HV, H, K, N, P, T, V, buffer, call, pool, tokens, writable
 from gated_delta import memory
 from gated_delta.memory import Apart, extent, overlap, overlaps_itself
 
@@ -201,7 +201,7 @@ def test_the_call_cache_asks_where_tensors_are():
 def test_remembered_addresses_do_not_grow_without_end():
     x = torch.zeros(4)
     apart = Apart([x], [x])
-    for at in range(1000):
+    for at in range(1, 1001):
         assert apart([at * 16])
     assert len(apart.known) <= Apart.MOST
 
@@ -271,6 +271,12 @@ def test_tensors_without_plain_memory_are_refused():
     meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in call("decode").items()}
     with pytest.raises(ValueError, match="q: expected a tensor with data, got one on the meta device"):
         gd.decode(**meta)
+    freed = call("decode")
+    gd.decode(**freed)
+    freed["state"].untyped_storage().resize_(0)
+    for _ in range(2):
+        with pytest.raises(ValueError, match="state: expected a tensor with data, got one whose storage was freed"):
+            gd.decode(**freed)
     negated = torch.randn(N, T, HV, V, dtype=torch.complex64).conj().imag
     assert negated.is_neg()
     for name, x in (("v", negated), ("q", torch.zeros(call("decode")["q"].shape).to_sparse())):
@@ -295,6 +301,17 @@ def test_numbers_of_numpy_are_numbers(op, scale):
 def test_numbers_without_a_finite_value_are_refused(scale):
     with pytest.raises(ValueError, match="scale: expected a finite number"):
         gd.decode(**call("decode"), scale=scale)
+
+
+def test_integers_of_numpy_are_integers():
+    arguments, want = call("flush"), call("flush")
+    gd.flush(**{**arguments, "num_accepted": np.int64(2)}, state_indices=torch.arange(N))
+    gd.flush(**want)
+    assert torch.equal(arguments["state"], want["state"])
+    made = gd.KVBuffer.empty(*np.array([2, 3, H, HV, K, V]), num_layers=np.int32(4))
+    assert made.u.shape == (4, 2, 3, HV, V)
+    with pytest.raises(TypeError, match="num_accepted: expected an int or an int tensor"):
+        gd.flush(**{**arguments, "num_accepted": np.float32(2)}, state_indices=torch.arange(N))
 
 
 @pytest.mark.parametrize("count", [16, 17, 2**40, 2**63, 10**30], ids=str)

@@ -255,7 +255,7 @@ class FlushLaunch(Launch):
         u, k, log_decay = buffer.u, buffer.k, buffer.log_decay
         super().__init__(route, state.device, (state, u, k, log_decay, accepted, state_indices, write_indices, buffer_indices))
         assert isinstance(route.schedule, dispatch.Schedule)
-        self.count = None if isinstance(num_accepted, Tensor) else num_accepted
+        self.count = None if isinstance(num_accepted, Tensor) else int(num_accepted)
         N = flush_sequences(state_indices, write_indices, buffer_indices, num_accepted)
         layers, HV, C = state.shape[0] if state.ndim == 5 else 1, u.shape[-2], u.shape[-3]
         self.layer_strides = tuple(_bytes(x, 1)[0] if state.ndim == 5 else 0 for x in (state, u, k, log_decay))

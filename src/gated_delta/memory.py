@@ -97,7 +97,7 @@ class Apart:
         self._remember([x.data_ptr() for x in tensors])
 
     def __call__(self, pointers: list[int]) -> bool:
-        """True where they are apart; False where ranges meet, so that the tensors themselves have to be compared."""
+        """True where they are apart; False where ranges meet or memory is gone, so that the tensors have to be looked at."""
         if self.known.get(pointers[self.key]) == pointers:
             return True
         if self._meet(pointers):
@@ -112,6 +112,8 @@ class Apart:
 
     def _meet(self, pointers: list[int]) -> bool:
         ranges = list(zip(pointers, self._extents, strict=True))
+        if any(size and not start for start, size in ranges):
+            return True
         for i in self._written:
             start, size = ranges[i]
             for j, (other, length) in enumerate(ranges):

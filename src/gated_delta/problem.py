@@ -10,7 +10,7 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from numbers import Real
+from numbers import Integral, Real
 from typing import NamedTuple
 
 import torch
@@ -118,9 +118,8 @@ class KVBuffer:
         if gate not in ("head", "channel"):
             raise ValueError(f'gate: expected "head" (GDN) or "channel" (KDA), got {gate!r}')
         sizes = dict(rows=rows, T=T, H=H, HV=HV, K=K, V=V) | ({} if num_layers is None else dict(num_layers=num_layers))
-        for name, size in sizes.items():
-            if not isinstance(size, int) or isinstance(size, bool):
-                raise TypeError(f"{name}: expected an int, got {type(size).__name__}")
+        for name, given in sizes.items():
+            size = integer(name, given)
             if size < (least := 0 if name in ("rows", "num_layers") else 1):
                 raise ValueError(f"{name}: expected {least} or more, got {size}")
         if T > MAX_DRAFT:
@@ -268,6 +267,13 @@ def _last_dim_contiguous(name: str, x: Tensor) -> None:
         raise ValueError(f"{name}: expected a contiguous last dimension, got strides {list(x.stride())}")
 
 
+def integer(name: str, x: object, expected: str = "an int") -> int:
+    """x, a Python or numpy integer, as an int."""
+    if not isinstance(x, Integral) or isinstance(x, bool):
+        raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
+    return int(x)
+
+
 def check_written(written: dict[str, Tensor], read: dict[str, Tensor] | None = None) -> None:
     """Raise ValueError unless a call may write these tensors: all their elements apart from each other and from what it reads."""
     for name, x in written.items():
@@ -339,6 +345,8 @@ class _Checker:
             raise ValueError(f"{name}: expected a tensor with data, got one on the meta device")
         if x.layout != torch.strided or x.is_neg():
             raise ValueError(f"{name}: expected a plain strided tensor, got layout {x.layout}, negated={x.is_neg()}")
+        if x.numel() and not x.data_ptr():
+            raise ValueError(f"{name}: expected a tensor with data, got one whose storage was freed")
         if x.requires_grad and torch.is_grad_enabled():
             raise UnsupportedProblem(
                 f"{name} requires grad, and gated_delta has no backward: call it under torch.no_grad() or torch.inference_mode()",
@@ -613,9 +621,7 @@ def describe_flush(
     check.index("buffer_indices", buffer_indices)
     if isinstance(num_accepted, Tensor):
         check.index("num_accepted", num_accepted)
-    elif not isinstance(num_accepted, int) or isinstance(num_accepted, bool):
-        raise TypeError(f"num_accepted: expected an int or an int tensor [N], got {type(num_accepted).__name__}")
-    elif num_accepted < 0:
+    elif integer("num_accepted", num_accepted, "an int or an int tensor [N]") < 0:
         raise ValueError(f"num_accepted: expected 0 or more, got {num_accepted}")
     if "N" not in check.sizes:
         raise ValueError(

@@ -605,7 +605,7 @@ def flush(
     buffer_indices: Tensor | None,
 ) -> None:
     reads, writes, rows, active = flush_rows(state, buffer, num_accepted, state_indices, write_indices, buffer_indices)
-    counts = num_accepted.tolist() if isinstance(num_accepted, Tensor) else [min(num_accepted, MAX_DRAFT)] * len(reads)
+    counts = num_accepted.tolist() if isinstance(num_accepted, Tensor) else [min(int(num_accepted), MAX_DRAFT)] * len(reads)
     layers = state.ndim == 5
     moved = [n for n in active if counts[n] > 0 or reads[n] != writes[n]]
     if not moved:
