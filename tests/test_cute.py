@@ -495,6 +495,65 @@ def test_indices_are_looked_at_when_asked(monkeypatch):
     same(state, before)
 
 
+def test_slots_that_another_sequence_reads_are_looked_at_when_asked(monkeypatch):
+    monkeypatch.setattr(cute, "CHECK", True)
+    call, state = tokens(2, 1), pool(4)
+    before = state.clone()
+    with pytest.raises(ValueError, match="no row that another sequence reads"):
+        decode(call, state, state_indices=index(0, 1), write_indices=index(1, 2))
+    same(state, before)
+    decode(call, state, state_indices=index(0, 1), write_indices=index(3, 2))
+    same(state[:2], before[:2])
+
+
+def test_memory_that_overlaps_is_refused_also_at_other_addresses():
+    """A call that came before with its tensors apart comes again with out in the pool, in the buffer, across v."""
+    call, state = tokens(2, 1), pool(4)
+    buffer = gd.KVBuffer.empty(2, 1, H, HV, D, D, device="cuda")
+    both = torch.zeros(2 * call["v"].numel(), dtype=torch.bfloat16, device="cuda")
+
+    def within(x, offset=0):
+        return x.flatten()[offset : offset + call["v"].numel()].view(call["v"].shape)
+
+    apart, before = torch.empty_like(call["v"]), state.clone()
+    runs = [
+        lambda call, out: decode(call, state, out=out, update_state=False),
+        lambda call, out: gd.verify(**call, state=state, buffer=buffer, out=out, backend="cute"),
+    ]
+    for run in runs:
+        run(call, apart)
+        across = {**call, "v": within(both)}
+        for one, out in (
+            (call, within(state)),
+            (call, within(state, state.numel() - call["v"].numel())),
+            (across, within(both, call["v"].numel() - 8)),
+        ):
+            with pytest.raises(ValueError, match="out: expected memory apart"):
+                run(one, out)
+        run(across, within(both, call["v"].numel()))
+        same(state, before)
+    with pytest.raises(ValueError, match="buffer.u: expected memory apart"):
+        inside = gd.KVBuffer(
+            state.view(torch.float32).flatten()[: buffer.u.numel()].view(buffer.u.shape), buffer.k, buffer.log_decay
+        )
+        gd.verify(**call, state=state, buffer=inside, backend="cute")
+    same(state, before)
+
+
+def test_tensors_of_inference_mode_are_written_there_alone():
+    call = tokens(2, 1)
+    with torch.inference_mode():
+        state = pool(2)
+        decode(call, state)
+    before = state.clone()
+    for _ in range(2):
+        with torch.no_grad(), pytest.raises(ValueError, match="state: expected a tensor that may be written here"):
+            decode(call, state)
+    same(state, before)
+    with torch.no_grad():
+        decode(call, state, update_state=False)  # reading is fine
+
+
 def test_no_sequences():
     state = pool(1)
     assert decode(part(tokens(1, 2), slice(0, 0)), state).shape == (0, 2, HV, D)

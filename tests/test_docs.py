@@ -1,6 +1,9 @@
 """The documentation keeps its word: its snippets run, and the tests it names exist."""
 
+import importlib.util
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -22,6 +25,22 @@ def test_the_tests_that_the_mathematics_names_exist():
     defined = {name for file in ROOT.glob("tests/test_*.py") for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)}
     assert len(named) > 15
     assert named <= defined, named - defined
+
+
+def test_figures_are_those_of_the_results():
+    made = subprocess.run([sys.executable, ROOT / "scripts/figures.py", "--check"], capture_output=True, text=True)
+    assert made.returncode == 0, made.stdout
+
+
+def test_figures_that_differ_are_noticed(monkeypatch):
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "scripts/figures.py")
+    figures = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, "figures", figures)
+    spec.loader.exec_module(figures)
+    page = (ROOT / "README.md").read_text()
+    assert figures.filled(page) == page
+    assert figures.filled(page.replace("| 61 |", "| 6 |")) == page != page.replace("| 61 |", "| 6 |")
+    assert [figures.down(x) for x in (1.769, 1.2468, 0.41249, 1.0, 2.29)] == ["1.76", "1.24", "0.41", "1.00", "2.29"]
 
 
 def test_links_between_pages_lead_somewhere():

@@ -1,0 +1,164 @@
+"""The figures that README.md and docs/ quote from benchmarks/results/*.json, as Markdown tables.
+
+    python scripts/figures.py           # rewrites what stands between <!-- figures: NAME --> and <!-- end -->
+    python scripts/figures.py --check   # says which pages differ, and fails
+
+Ratios are a peer's time over ours, so more is better; they and their geometric means are rounded down.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import math
+import re
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).parents[1]
+PAGES = ("README.md", "docs/kernels/decode.md", "docs/kernels/verify.md", "docs/kernels/prefill.md")
+
+Cell = dict[str, Any]
+
+
+def cells(name: str) -> list[Cell]:
+    return json.loads((ROOT / "benchmarks/results" / f"{name}.json").read_text())["cells"]
+
+
+def down(x: float) -> str:
+    """Two digits, never more than x."""
+    return f"{math.floor(x * 100 + 1e-9) / 100:.2f}"
+
+
+class Group(NamedTuple):
+    """Ratios of some cells, and where the least of them is."""
+
+    ratios: list[float]
+    least_at: str
+
+    @staticmethod
+    def of(some: Iterable[Cell], ratio: Callable[[Cell], float]) -> Group:
+        found = [(ratio(cell), cell.get("label") or f"{cell['series']} B={cell['sequences']}") for cell in some]
+        return Group([x for x, _ in found], min(found)[1])
+
+    @property
+    def mean(self) -> str:
+        return down(math.exp(sum(map(math.log, self.ratios)) / len(self.ratios)))
+
+    @property
+    def least(self) -> str:
+        return down(min(self.ratios))
+
+    @property
+    def columns(self) -> list[str]:
+        behind = sum(x < 1 for x in self.ratios)
+        return [str(len(self.ratios)), self.mean, f"{self.least} ({self.least_at})", str(behind or "none")]
+
+
+def against(*peers: str) -> Callable[[Cell], float]:
+    """The fastest of these peers over ours, of those that ran the cell; all of them where none is named."""
+    return lambda cell: min(x["us"] for name, x in cell["peers"].items() if x["us"] and (not peers or name in peers)) / cell["us"]
+
+
+def decode() -> dict[str, Group]:
+    names = {
+        "T=1": "decode, 1 token, bf16 states",
+        "T>1": "decode, 2 to 8 tokens, every state written",
+        "fp32": "decode, 1 token, fp32 states",
+    }
+    return {name: Group.of((c for c in cells("decode") if c["family"] == family), against()) for family, name in names.items()}
+
+
+def verify(*peers: str) -> dict[str, Group]:
+    made: dict[str, list[Cell]] = {}
+    for cell in cells("speculate"):
+        made.setdefault(cell["family"], []).append(cell)
+    return {f"verify and flush, {family} states": Group.of(some, against(*peers)) for family, some in made.items()}
+
+
+def prefill(which: str) -> dict[str, Group]:
+    """which: "raw_ratio", where peers pay for their inputs too, or "ratio", where these were made beforehand."""
+    kinds = [("GDN", "gdn", ("fast", "slow")), ("KDA, slow gates", "kda", ("slow",)), ("KDA, fast gates", "kda", ("fast",))]
+    return {
+        f"prefill, {name}": Group.of(
+            (c for c in cells("prefill") if c["model"] == model and c["gates"] in gates), lambda cell: cell[which]
+        )
+        for name, model, gates in kinds
+    }
+
+
+def prefill_against_fla() -> dict[str, Group]:
+    return {
+        f"prefill, {name.upper()}": Group.of((c for c in cells("prefill") if c["model"] == name), against("fla"))
+        for name in ("gdn", "kda")
+    }
+
+
+def table(*heads: str, rows: dict[str, list[str]]) -> str:
+    lines = [heads, ("---",) * len(heads), *((name, *columns) for name, columns in rows.items())]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def summary(title: str, groups: dict[str, Group]) -> str:
+    return table(title, "cells", "geometric mean", "least", "behind in", rows={n: g.columns for n, g in groups.items()})
+
+
+def readme() -> str:
+    made = {f"{name}, peers' inputs made beforehand": group for name, group in prefill("ratio").items()}
+    groups = decode() | verify("sglang", "flashinfer") | prefill("raw_ratio") | made
+    return summary("best peer's time over ours, one H200", groups)
+
+
+def verify_page() -> str:
+    best, sglang, cached = verify("sglang", "flashinfer"), verify("sglang"), verify("cached")
+    memory: dict[str, float] = {}
+    for cell in cells("speculate"):
+        if cell["tokens"] == 4:
+            memory[f"verify and flush, {cell['family']} states"] = cell["memory_ratio"]
+    rows = {
+        name: [
+            *best[name].columns,
+            *(f"{some[name].mean}, {some[name].least}" for some in (sglang, cached)),
+            f"{math.floor(memory[name])} times less",
+        ]
+        for name in best
+    }
+    heads = ("best peer's time over our chain's", "cells", "geometric mean", "least", "behind in", "SGLang: mean, least")
+    return table(*heads, "cached: mean, least", "rollback memory, T=4", rows=rows)
+
+
+TABLES: dict[str, Callable[[], str]] = {
+    "readme": readme,
+    "decode": lambda: summary("best peer's time over ours", decode()),
+    "verify": verify_page,
+    "prefill raw": lambda: summary("best peer's time over ours, all from raw inputs", prefill("raw_ratio")),
+    "prefill made": lambda: summary("best peer's time over ours, peers' inputs made beforehand", prefill("ratio")),
+    "prefill fla": lambda: summary("FLA's time over ours", prefill_against_fla()),
+}
+
+
+def filled(text: str) -> str:
+    """The page with every table as the results have it."""
+
+    def fill(found: re.Match[str]) -> str:
+        return f"{found[1]}\n{TABLES[found[2]]()}\n<!-- end -->"
+
+    return re.sub(r"(<!-- figures: ([\w ]+) -->)\n.*?<!-- end -->", fill, text, flags=re.S)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page differs")
+    check = parser.parse_args().check
+    stale = {page: new for page in PAGES if (new := filled(old := (ROOT / page).read_text())) != old}
+    for page, text in stale.items():
+        print(f"{page} {'differs from' if check else 'now has'} the figures of benchmarks/results")
+        if not check:
+            (ROOT / page).write_text(text)
+    sys.exit(bool(stale) and check)
+
+
+if __name__ == "__main__":
+    main()
