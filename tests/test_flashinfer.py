@@ -424,6 +424,17 @@ def test_kda_from_a_slot_of_the_same_pool(packed, slots):
     check_pool(state, before, {0: after[0, 0], 1: after[1, 0]} | ({2: after[2, 0]} if slots is None else {}))
 
 
+def test_kda_of_no_tokens_leaves_the_slot_it_would_write():
+    """Also where another slot of the pool is read."""
+    x, state = inputs(KDA, 1, 2), pool()
+    before = state.clone()
+    arguments = dict(initial_state_source=state, initial_state_indices=ints(9, 5, 9), ssm_state_indices=ints(0, 1, 2))
+    o, _ = flashinfer.recurrent_kda(**x, initial_state=state, cu_seqlens=ints(0, 1, 1, 2), **arguments)
+    want_o, after = truth({n: y.transpose(0, 1) for n, y in x.items()}, before[[9, 9]])
+    close(o.transpose(0, 1), want_o)
+    check_pool(state, before, {0: after[0, 0], 2: after[1, 0]})
+
+
 @pytest.mark.parametrize(("packed", "counted"), [(False, False), (False, True), (True, False)])
 def test_kda_draft_from_a_slot_of_the_same_pool(packed, counted):
     x, state = inputs(KDA), pool()
@@ -523,7 +534,7 @@ def test_kda_frozen(given, packed):
 # ------------------------------------------------------------------------------------------------ prefill
 
 ENDS = [0, 5, 5, 75, 76]
-TOTAL, N = 80, len(ENDS) - 1
+TOTAL, N, EMPTY = 80, len(ENDS) - 1, 1
 
 
 def prompts(heads: int = H, dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
@@ -617,12 +628,13 @@ def test_prefill_of_half_precision_inputs(dtype):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("given", ["no initial state", "another", "the same"])
 def test_prefill_into_the_tensors_given(given, dtype, asked):
-    """output_state is written whether or not it is asked for."""
+    """output_state is written whether or not it is asked for, but for the row of the sequence without tokens."""
     x, start, room = prompts(), pool(N, dtype), torch.full((TOTAL, HV, V + 2), UNTOUCHED)
     output = room[..., 1:-1]
     state = start if given == "the same" else torch.full((N, HV, V, K), UNTOUCHED, dtype=dtype)
     initial_state = None if given == "no initial state" else start
     want_o, want = prompts_truth(x, initial_state)
+    want[EMPTY] = state[EMPTY]
     results = flashinfer.chunk_gated_delta_rule(
         **x, initial_state=initial_state, output_final_state=asked, output=output, output_state=state
     )
@@ -630,7 +642,7 @@ def test_prefill_into_the_tensors_given(given, dtype, asked):
     assert o is output
     assert not asked or rest[0] is state
     close(output, want_o)
-    close(state, want)
+    check_pool(state, torch.full_like(state, UNTOUCHED), {n: want[n] for n in range(N) if n != EMPTY or given == "the same"})
     assert (room[..., ::7] == UNTOUCHED).all()
     assert given == "the same" or torch.equal(start, pool(N, dtype)), "initial_state was written"
 
@@ -638,7 +650,7 @@ def test_prefill_into_the_tensors_given(given, dtype, asked):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
 @pytest.mark.parametrize("fresh", [False, True])
 def test_prefill_of_a_pool_by_index(fresh, dtype):
-    """In place, padded, given twice as two views; the sequence without tokens keeps its state, or gets zeros."""
+    """In place, padded, given twice as two views; the slot of the sequence without tokens stays as it was."""
     x, slots = prompts(), [9, 2, 4, 0]
     storage = torch.full((P, HV + 1, V, K), UNTOUCHED)
     storage[:, 1:] = before = pool()
@@ -647,8 +659,50 @@ def test_prefill_of_a_pool_by_index(fresh, dtype):
     want_o, want = prompts_truth(x, None if fresh else before[slots])
     assert state is arguments["output_state"]
     close(o, want_o)
-    check_pool(storage[:, 1:], before, dict(zip(slots, want)))
+    check_pool(storage[:, 1:], before, {slot: want[n] for n, slot in enumerate(slots) if n != EMPTY})
     assert (storage[:, 0] == UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_prefill_reads_a_pool_by_index_and_writes_nothing(fresh, dtype):
+    """Padded, two sequences of one slot, one inactive; the outputs are those of the packed states, bit for bit."""
+    x, slots = prompts(), [9, 2, -1, 9]
+    storage = torch.full((P, HV + 1, V, K), UNTOUCHED, dtype=dtype)
+    storage[:, 1:] = before = pool(dtype=dtype)
+    for name in ("q", "k", "v", "g", "beta"):
+        x[name][5:75] = float("nan")
+    initial_state = None if fresh else storage[:, 1:]
+    o = flashinfer.chunk_gated_delta_rule(**x, initial_state=initial_state, state_indices=ints(*slots))
+    assert (o[5:75] == 0).all()
+    for name in ("q", "k", "v", "g", "beta"):
+        x[name][5:75] = 0
+    packed = flashinfer.chunk_gated_delta_rule(**x, initial_state=None if fresh else before[slots])
+    live = [*range(5), *range(75, TOTAL)]
+    assert torch.equal(o[live], packed[live])
+    close(o[live], prompts_truth(x, None if fresh else before[slots])[0][live])
+    assert torch.equal(storage[:, 1:], before)
+    assert (storage[:, 0] == UNTOUCHED).all()
+
+
+def test_prefill_of_no_sequences():
+    x = prompts() | dict(cu_seqlens=ints(0))
+    for more in ({}, dict(initial_state=pool(0)), dict(output_state=pool(0)), dict(state_indices=ints(), initial_state=pool())):
+        assert (flashinfer.chunk_gated_delta_rule(**x, **more) == 0).all()
+
+
+def test_prefill_of_more_query_than_value_heads_by_repeating_k_and_v():
+    """What docs/migration.md advises: FlashInfer's g, beta, states and outputs have a row for each query head then."""
+    group = 2
+    x = prompts(HV)
+    x["k"], v = (y[:, ::group] for y in (x["k"], x["v"]))
+    with pytest.raises(UnsupportedProblem, match="more query than value heads"):
+        flashinfer.chunk_gated_delta_rule(**x | dict(v=v), initial_state=pool(N), output_final_state=True)
+    x["k"], x["v"] = (y.repeat_interleave(group, 1) for y in (x["k"], v))
+    o, state = flashinfer.chunk_gated_delta_rule(**x, initial_state=pool(N), output_final_state=True)
+    want_o, want = prompts_truth(x, pool(N))
+    close(o, want_o)
+    close(state, want)
 
 
 def test_prefill_of_a_negative_index_is_an_inactive_sequence():
@@ -764,6 +818,7 @@ INVALID = [
     (KDA, dict(GATE, dt_bias=ZEROS(K, H)), "^dt_bias"),
     (KDA, dict(num_accepted_tokens=ints(1, 1, 1)), "^num_accepted_tokens"),
     (KDA, dict(num_spec_tokens=0), "^num_spec_tokens"),
+    (KDA, dict(num_spec_tokens=-1), "^num_spec_tokens"),
     (KDA, dict(num_spec_tokens=3), "^q: "),
     (KDA, dict(num_spec_tokens=2, ssm_state_indices=ints(0, 1, 2)), "^ssm_state_indices"),
     (KDA, dict(num_spec_tokens=2, ssm_state_indices=torch.arange(12).view(3, 4)), "^ssm_state_indices"),
@@ -778,7 +833,8 @@ INVALID = [
     (KDA, dict(disable_state_update=True, num_accepted_tokens=ints(1, 1, 1)), "^num_accepted_tokens"),
     (KDA, dict(disable_state_update=True, initial_state=None), "^initial_state: "),
     (PREFILL, dict(backend="fast"), "^backend"),
-    (PREFILL, dict(cu_seqlens=None), "^cu_seqlens"),
+    (PREFILL, dict(cu_seqlens=ints()), "^cu_seqlens"),
+    (PREFILL, dict(cu_seqlens=torch.tensor(4)), "^cu_seqlens"),
     (PREFILL, dict(cu_seqlens=ints(0, 5, 5, 75, 81)), "^cu_seqlens"),
     (PREFILL, dict(q=ZEROS(1, TOTAL, H, K)), "^q: "),
     (PREFILL, dict(v=ZEROS(1, TOTAL, HV, V)), "^v: "),
@@ -791,9 +847,28 @@ INVALID = [
     (PREFILL, dict(output=ZEROS(TOTAL, V, HV)), "^out: "),
     (PREFILL, dict(output_state=ZEROS(N, HV, K, V)), "^output_state: "),
     (PREFILL, dict(output_state=ZEROS(P, HV, V, K)), "^output_state: "),
-    (PREFILL, dict(output_state=None, state_indices=ints(0, 1, 2, 3)), "^output_state: "),
+    (PREFILL, dict(output_state=None, output_final_state=True, state_indices=ints(0, 1, 2, 3)), "^output_state: "),
     (PREFILL, dict(initial_state=None, state_indices=ints(0, 1)), "^state_indices: "),
-    (PREFILL, dict(initial_state=None, state_indices=ints(0, 1, 2, 1)), "two for row 1"),
+    (PREFILL, dict(initial_state=None, state_indices=ints(0, 1, 2, 2)), "two for row 2"),
+    (PREFILL, dict(output_state=None, state_indices=ints([0, 1, 2, 3])), "^state_indices: "),
+    (PREFILL, dict(output_state=None, initial_state=ZEROS(HV, V, K), state_indices=ints(0, 1, 2, 3)), "^initial_state: "),
+    (PREFILL, dict(output_state=None, initial_state=ZEROS(P, HV, K, V), state_indices=ints(0, 1, 2, 3)), "^state: "),
+    (PREFILL, dict(output_state=None, initial_state=pool().to("meta"), state_indices=ints(0, 1, 2, 3)), "^initial_state: "),
+    (PREFILL, dict(output_state=ZEROS(1, HV, V, K).expand(N, HV, V, K)), "^output_state: .*expanded"),
+    (PREFILL, dict(output_state=pool(N).to("meta")), "^output_state: .*device"),
+    (PREFILL, dict(cu_seqlens=ints(*ENDS).to("meta")), "^cu_seqlens: .*device"),
+    (PREFILL, dict(initial_state=None, state_indices=ints(0, 1, 2, 3).to("meta")), "^state_indices: .*device"),
+    # One index per sequence: the operations read [N, T] as a slot for each token.
+    (PRETRANSPOSE, dict(state=None, initial_state=pool(), initial_state_indices=DRAFTS), "^initial_state_indices"),
+    (MTP, dict(initial_state_indices=DRAFTS), "^initial_state_indices"),
+    (KDA, dict(disable_state_update=True, ssm_state_indices=DRAFTS), "^ssm_state_indices"),
+    (KDA, dict(disable_state_update=True, initial_state_source=pool(), initial_state_indices=DRAFTS), "^initial_state_indices"),
+    (KDA, dict(initial_state_source=pool(), initial_state_indices=DRAFTS, num_spec_tokens=2), "^initial_state_indices"),
+    *(
+        (name, dict(output=torch.empty(B, T, HV, V, dtype=torch.bfloat16, device="meta")), "^output: .*device")
+        for name in FUNCTIONS
+    ),
+    (KDA, dict(inputs(KDA, 1, 3), cu_seqlens=ints()), "^cu_seqlens"),
 ]
 
 WRONG_DTYPES = [
@@ -802,6 +877,28 @@ WRONG_DTYPES = [
     (KDA, dict(use_gate_in_kernel=True, A_log=ZEROS(H).bfloat16()), "A_log"),
     (KDA, dict(GATE, dt_bias=ZEROS(H * K).half()), "dt_bias"),
     (KDA, dict(SOURCE, num_spec_tokens=2, initial_state=pool(dtype=torch.bfloat16)), "intermediate_states"),
+    (KDA, dict(num_spec_tokens=2.0), "^num_spec_tokens"),
+    (KDA, dict(GATE, dt_bias=[0.0]), "^dt_bias"),
+    *((name, dict(output=torch.zeros(B, T, HV, V, dtype=torch.int32)), "^output: ") for name in FUNCTIONS),
+    *((name, {x: None}, f"^{x}: ") for name in (*FUNCTIONS, PREFILL) for x in ("q", "v")),
+    *((name, {x: None}, "^a|^beta: ") for name in GDN for x in ("a", "b")),
+    *((KDA, {x: None}, f"^{x}: ") for x in ("k", "g", "beta")),
+    (MTP, dict(initial_state_indices=None), "^initial_state_indices: "),
+    (MTP, dict(initial_state_indices=[9, 10, 11]), "^initial_state_indices: "),
+    (MTP, dict(ssm_state_indices=DRAFTS.float()), "^ssm_state_indices: "),
+    (MTP, dict(initial_state=None), "^state: "),
+    (PREFILL, dict(k=None), "^k: "),
+    (PREFILL, dict(cu_seqlens=None), "^cu_seqlens: "),
+    (PREFILL, dict(cu_seqlens=ENDS), "^cu_seqlens: "),
+    (PREFILL, dict(g=torch.ones(TOTAL, HV, dtype=torch.int64)), "^g: "),
+    (PREFILL, dict(beta=0.5), "^beta: "),
+    (PREFILL, dict(scale="1"), "^scale: "),
+    (PREFILL, dict(scale=torch.tensor([0.5, 0.5])), "^scale: "),
+    (PREFILL, dict(output=[0.0]), "^output: "),
+    (PREFILL, dict(initial_state=[0.0]), "^initial_state: "),
+    *((PREFILL, dict(initial_state=pool(N).to(dtype)), "^initial_state: ") for dtype in (torch.float64, torch.int64)),
+    *((PREFILL, dict(output_state=pool(N).to(dtype)), "^output_state: ") for dtype in (torch.float64, torch.int64)),
+    *((PREFILL, dict(output_state=None, state_indices=x), "^state_indices: ") for x in ([0, 1, 2, 3], ints(0, 1, 2, 3).float())),
     (PREFILL, dict(output=ZEROS(TOTAL, HV, V).bfloat16()), "^out: "),
     (PREFILL, dict(initial_state=None, output_state=pool(N, torch.float64)), "^state: "),
 ]
@@ -827,16 +924,17 @@ def label(value: object) -> str | None:
 def refused(name, changes, message, kind):
     """The error, after which every tensor of the call is as it was."""
     arguments = {**valid(name), **changes}
-    if "output" not in changes and arguments["v"].shape != arguments["output"].shape:
+    if "output" not in changes and "v" in changes:
         del arguments["output"]
     if isinstance(changes.get("output"), Tensor):
-        arguments["output"] = changes["output"].fill_(UNTOUCHED)
+        with torch.inference_mode():
+            arguments["output"] = changes["output"].fill_(UNTOUCHED)
     tensors = {n: x for n, x in arguments.items() if isinstance(x, Tensor)}
     before = {n: x.detach().clone() for n, x in tensors.items()}
     with pytest.raises(kind, match=message) as caught:
         getattr(flashinfer, name)(**arguments)
     for n, x in tensors.items():
-        assert torch.equal(x.float(), before[n].float()), f"{n} was written"
+        assert x.is_meta or torch.equal(x.float(), before[n].float()), f"{n} was written"
     return caught.value
 
 
@@ -844,7 +942,9 @@ def refused(name, changes, message, kind):
 def test_the_call_that_the_tables_bend_is_valid(name):
     arguments = valid(name)
     call(name, **arguments)
-    assert all((arguments[n] != UNTOUCHED).all() for n in ("output", "output_state") if n in arguments)
+    assert (arguments["output"] != UNTOUCHED).all()
+    rows = [n != EMPTY for n in range(N)]
+    assert name != PREFILL or (arguments["output_state"][rows] != UNTOUCHED).all()
 
 
 @pytest.mark.parametrize(("name", "changes", "message"), UNSUPPORTED, ids=label)
@@ -869,6 +969,43 @@ def test_an_index_past_the_pool_writes_nothing(name):
     with pytest.raises(IndexError):
         call(name, **inputs(name), **with_pool(name, state, ints(0, 1, P)))
     assert torch.equal(state, before)
+
+
+def test_an_index_past_a_pool_that_is_only_read():
+    with pytest.raises(IndexError, match=r"^state_indices: expected slots below P=12, got 12"):
+        flashinfer.chunk_gated_delta_rule(**prompts(), initial_state=pool(), state_indices=ints(0, 1, P, 2))
+
+
+def made_for_inference(*shape: int, dtype: torch.dtype = torch.float32) -> Tensor:
+    with torch.inference_mode():
+        return torch.full(shape, UNTOUCHED, dtype=dtype)
+
+
+COPIED = [*((name, "output", (B, T, HV, V)) for name in FUNCTIONS), (PREFILL, "output_state", (N, HV, V, K))]
+
+
+@pytest.mark.parametrize(("name", "target", "shape"), COPIED)
+def test_what_is_copied_over_is_refused_before_anything_is_written(name, target, shape):
+    refused(name, {target: made_for_inference(*shape, dtype=torch.bfloat16)}, f"^{target}: .*inference_mode", ValueError)
+    wants_grad = torch.zeros(shape, dtype=torch.bfloat16, requires_grad=True)
+    refused(name, {target: wants_grad}, f"^{target} requires grad", UnsupportedProblem)
+
+
+@pytest.mark.parametrize(("name", "target", "shape"), COPIED)
+def test_what_is_copied_over_may_be_made_and_written_under_inference_mode(name, target, shape):
+    with torch.inference_mode():
+        x = made_for_inference(*shape, dtype=torch.bfloat16)
+        call(name, **valid(name) | {target: x})
+    assert (x != UNTOUCHED).any()
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_an_output_of_another_dtype_and_of_any_strides(name):
+    x, state = inputs(name), pool()
+    room = torch.full((B, T, HV, 2 * V), UNTOUCHED, dtype=torch.bfloat16)
+    o, _ = call(name, **x, **with_pool(name, state.clone(), ints(5, 6, 7)), output=room[..., ::2])
+    assert torch.equal(room[..., ::2], call(name, **x, **with_pool(name, state.clone(), ints(5, 6, 7)))[0].bfloat16())
+    assert (room[..., 1::2] == UNTOUCHED).all()
 
 
 @pytest.mark.parametrize(("name", "backend"), [(PRETRANSPOSE, "flashinfer"), (KDA, "cute-dsl")])
@@ -902,7 +1039,7 @@ def test_compiles_without_a_graph_break(name):
         assert torch.equal(got, want)
 
 
-@pytest.mark.parametrize("form", ["new states", "output_state", "another output_state", "pool"])
+@pytest.mark.parametrize("form", ["new states", "output_state", "another output_state", "pool", "pool to read"])
 def test_prefill_compiles_without_a_graph_break(form):
     results = []
     for function in (
@@ -915,8 +1052,12 @@ def test_prefill_compiles_without_a_graph_break(form):
             "output_state": dict(output_state=state),
             "another output_state": dict(initial_state=pool(N), output_state=state[:N]),
             "pool": dict(initial_state=state, output_state=state, state_indices=ints(9, 2, 4, 0)),
+            "pool to read": dict(initial_state=state, state_indices=ints(9, 2, -1, 0)),
         }[form]
-        results.append((*function(**prompts(), **more, output_final_state=True), state))
+        o, *rest = (
+            function(**prompts(), **more, output_final_state=True) if form != "pool to read" else (function(**prompts(), **more),)
+        )
+        results.append((o, *rest, state))
     for got, want in zip(*results):
         assert torch.equal(got, want)
 

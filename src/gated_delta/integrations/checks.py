@@ -1,16 +1,91 @@
-"""What the adapters check of another library's arguments before they become gated_delta's."""
+"""What the adapters check of another library's arguments before they become gated_delta's, in that library's names."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
+import torch
 from torch import Tensor
 
-from ..problem import UnsupportedProblem
+from ..problem import INDEX_DTYPES, UnsupportedProblem
 
 
-def rank(name: str, x: Tensor, dims: str) -> None:
-    """Raises ValueError unless x has as many dimensions as `dims` names, as in "B, T, HV"."""
+def tensor(name: str, x: object, dtypes: Sequence[torch.dtype] | None = None) -> Tensor:
+    """x. Raises TypeError unless it is a tensor, of one of these dtypes if they are given."""
+    if not isinstance(x, Tensor):
+        raise TypeError(f"{name}: expected a tensor, got {type(x).__name__}")
+    if dtypes is not None and x.dtype not in dtypes:
+        raise TypeError(f"{name}: expected dtype {' or '.join(map(str, dtypes))}, got {x.dtype}")
+    return x
+
+
+def floating(name: str, x: object) -> Tensor:
+    """x. Raises TypeError unless it is a tensor of floating-point numbers, which .float() does not change in kind."""
+    x = tensor(name, x)
+    if not x.is_floating_point():
+        raise TypeError(f"{name}: expected floating-point numbers, got {x.dtype}")
+    return x
+
+
+def rank(name: str, x: object, dims: str) -> None:
+    """Raises unless x is a tensor with as many dimensions as `dims` names, as in "B, T, HV"."""
+    x = tensor(name, x)
     if x.ndim != dims.count(",") + 1:
         raise ValueError(f"{name}: expected [{dims}], got shape {list(x.shape)}")
+
+
+def on_device(name: str, x: Tensor, device: torch.device) -> None:
+    if x.device != device:
+        raise ValueError(f"{name}: expected device {device}, where q is, got {x.device}")
+
+
+def sequences(cu_seqlens: object, device: torch.device) -> int:
+    """How many sequences cu_seqlens [N+1] bounds."""
+    x = tensor("cu_seqlens", cu_seqlens)
+    if x.ndim != 1 or len(x) < 1:
+        raise ValueError(f"cu_seqlens: expected [N+1], got shape {list(x.shape)}")
+    on_device("cu_seqlens", x, device)
+    return len(x) - 1
+
+
+def sequence_slots(name: str, x: object, N: int, device: torch.device) -> Tensor:
+    """x, one index per sequence. The operations read indices of two dimensions as a slot for each token."""
+    x = tensor(name, x, INDEX_DTYPES)
+    if list(x.shape) != [N]:
+        raise ValueError(f"{name}: expected a slot for each sequence, [{N}], got shape {list(x.shape)}")
+    on_device(name, x, device)
+    return x
+
+
+def gather(name: str, pool: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """A pool of copies of the slots `indices` names, slot n for sequence n, and the indices to read it by."""
+    try:
+        copies = pool.index_select(0, indices.clamp(min=0))
+    except IndexError:
+        raise IndexError(f"{name}: expected slots below P={len(pool)}, got {int(indices.max())}") from None
+    return copies, own_slots(indices)
+
+
+def own_slots(indices: Tensor) -> Tensor:
+    """Slot n for sequence n, but negative where `indices` are."""
+    return torch.where(indices < 0, indices, torch.arange(len(indices), dtype=indices.dtype, device=indices.device))
+
+
+def copy_target(name: str, x: object, dims: str, shape: Sequence[int], device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+    """Raises unless a result can be copied into x. To be asked before the operation, which writes its own results first."""
+    x = tensor(name, x, dtypes)
+    if list(x.shape) != list(shape):
+        raise ValueError(f"{name}: expected shape [{dims}] = {list(shape)}, got {list(x.shape)}")
+    on_device(name, x, device)
+    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
+        raise ValueError(
+            f"{name}: expected memory of its own for every element, got an expanded tensor, strides {list(x.stride())}"
+        )
+    if x.requires_grad and torch.is_grad_enabled():
+        raise UnsupportedProblem(f"{name} requires grad, and gated_delta has no backward", ("backward",))
+    # A compiler cannot trace the question, and compiles for the mode it is called in.
+    if not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled():
+        raise ValueError(f"{name}: expected a tensor that may be written here, got one made under torch.inference_mode()")
 
 
 def refuse(library: str, what: str, asked: bool) -> None:

@@ -28,8 +28,8 @@ import torch
 from torch import Tensor
 
 from .. import Gate, decode, prefill
-from ..problem import MAX_DRAFT
-from .checks import rank, refuse
+from ..problem import INDEX_DTYPES, INPUT_DTYPES, MAX_DRAFT, STATE_DTYPES
+from .checks import copy_target, floating, gather, on_device, own_slots, rank, refuse, sequence_slots, sequences, tensor
 
 __all__ = ["chunk_gated_delta_rule", "gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp", "recurrent_kda"]
 
@@ -70,8 +70,10 @@ def chunk_gated_delta_rule(
     initial_state: [N, HV, V, K], fp32 or bf16; zeros when None.
     output_state: [N, HV, V, K], fp32 or bf16, or initial_state itself. It gets the final states whenever it is given, whatever
     output_final_state says, as from FlashInfer's Hopper kernels; beside another initial_state they are computed apart and copied.
-    state_indices: [N], int32 or int64. output_state is then a pool [P, HV, V, K], which cannot be left out, and initial_state the
-    same pool or None; slots state_indices[n] are read and written in place. Two sequences may not share a slot.
+    A sequence of no tokens leaves its row as it was. Where none is given, that sequence's final state is its initial state.
+    state_indices: [N], int32 or int64. output_state is then a pool [P, HV, V, K], and initial_state the same pool or None; slots
+    state_indices[n] are read and written in place. Two sequences may not share a slot. Without output_final_state it may be left
+    out: the slots of initial_state are then copied, and nothing is written.
     use_cp, _cp_chunk_len and max_seqlen are not looked at. backend: "auto" and "flashinfer" mean our "auto".
 
     Returns output, or with output_final_state (output, output_state), the very tensors given; without output_state the final states
@@ -86,41 +88,51 @@ def chunk_gated_delta_rule(
     _no_checkpoints(checkpoint_every_n_tokens, state_checkpoints, checkpoint_cu_starts)
     _refuse(f"more query than value heads (H={q.shape[1]}, HV={v.shape[1]})", q.shape[1] > v.shape[1])
     for name, x in (("initial_state", initial_state), ("output_state", output_state)):
-        _refuse(f"states in fp16 or fp8 ({name})", x is not None and x.dtype in _NARROW_STATES)
-    if cu_seqlens is None:
-        raise ValueError("cu_seqlens: expected a tensor [N+1], got None")
-    if state_indices is not None and output_state is None:
-        raise ValueError("output_state: expected a pool with state_indices, got None")
-    N = cu_seqlens.shape[0] - 1
+        _refuse(f"states in fp16 or fp8 ({name})", x is not None and tensor(name, x).dtype in _NARROW_STATES)
+    N = sequences(cu_seqlens, q.device)
+    if state_indices is not None:
+        sequence_slots("state_indices", state_indices, N, q.device)
+        if output_state is None and output_final_state:
+            raise ValueError("output_state: expected a pool with state_indices and output_final_state, got None")
     g, beta = (v.new_ones(v.shape[:2], dtype=torch.float32) if x is None else x for x in (g, beta))
     rank("g", g, "total, HV")
     tokens: dict[str, Any] = dict(
         q=q[None],
-        k=k[None],
+        k=tensor("k", k)[None],
         v=v[None],
-        g=g.float().log()[None],
-        beta=beta[None],
-        scale=scale or None,
+        g=floating("g", g).float().log()[None],
+        beta=tensor("beta", beta)[None],
+        scale=None if isinstance(scale, (int, float)) and scale == 0 else scale,
         qk_l2norm=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
-        out=None if output is None else output[None],
+        out=None if output is None else tensor("output", output)[None],
     )
+    shape = [N, *v.shape[1:], q.shape[2]]
     final_state = output_state
-    if output_state is not None and (state_indices is not None or initial_state is None or initial_state is output_state):
+    fresh = torch.zeros(N, dtype=torch.bool, device=q.device) if initial_state is None else None
+    if output_state is None and state_indices is not None:
+        if initial_state is None:
+            scratch, own = v.new_empty(shape, dtype=torch.float32), own_slots(state_indices)
+        else:
+            rank("initial_state", initial_state, "P, HV, V, K")
+            on_device("initial_state", initial_state, q.device)
+            scratch, own = gather("state_indices", initial_state, state_indices)
+        o, _ = prefill(**tokens, state=scratch, state_indices=own, has_initial_state=fresh)
+    elif output_state is not None and (state_indices is not None or initial_state is None or initial_state is output_state):
         elsewhere = initial_state is not None and not _same(initial_state, output_state)
         _refuse("writing by index another pool than it reads (state_indices, output_state)", elsewhere)
-        fresh = cu_seqlens.new_zeros(N, dtype=torch.bool) if initial_state is None else None
+        if initial_state is None:
+            state_indices = _slots_with_tokens(state_indices, cu_seqlens)
         o, _ = prefill(**tokens, state=output_state, state_indices=state_indices, has_initial_state=fresh)
     else:
-        want = [N, *v.shape[1:], q.shape[2]]
-        if output_state is not None and list(output_state.shape) != want:
-            raise ValueError(f"output_state: expected shape [N, HV, V, K] = {want}, got {list(output_state.shape)}")
+        if output_state is not None:
+            copy_target("output_state", output_state, "N, HV, V, K", shape, q.device, STATE_DTYPES)
         # fp32, so that a final state made here is fp32 too, as FlashInfer's is.
-        start = None if initial_state is None else initial_state.float()
+        start = None if initial_state is None else tensor("initial_state", initial_state, STATE_DTYPES).float()
         asked = output_final_state or output_state is not None
         o, final_state = prefill(**tokens, initial_state=start, output_final_state=asked)
         if output_state is not None and final_state is not None:
-            final_state = output_state.copy_(final_state)
+            final_state = output_state.copy_(torch.where(_has_tokens(cu_seqlens)[:, None, None, None], final_state, output_state))
     o = o[0] if output is None else output
     return (o, final_state) if output_final_state and final_state is not None else o
 
@@ -160,19 +172,21 @@ def gated_delta_rule_decode_pretranspose(
     Negative index: with bf16 states FlashInfer reads and writes slot 0 instead. With fp32 states and T = 1 it does what we do, but
     writes slot 0 for a negative output_state_indices; with T > 1 it is gated_delta_rule_mtp.
     """
-    _sequences(q, v)
+    N = _sequences(q, v)
     rank("a", a, "B, T, HV")
     _backend(backend, ("auto", "flashinfer"), ("cake_gdn", "rubin"))
     pool = state
     if initial_state is not None:
         if state is not None:
             raise ValueError("state: expected None beside initial_state, the pool, got a tensor")
-        _refuse("uGPU pools (initial_state of five dimensions)", initial_state.ndim == 5)
+        _refuse("uGPU pools (initial_state of five dimensions)", tensor("initial_state", initial_state).ndim == 5)
         pool = initial_state
     if pool is None:
         raise ValueError("state: expected a tensor, or a pool as initial_state, got neither")
     if (initial_state is None) != (initial_state_indices is None):
         raise ValueError("initial_state_indices: expected together with initial_state, got one of them")
+    if initial_state_indices is not None:
+        sequence_slots("initial_state_indices", initial_state_indices, N, q.device)
     if initial_state is None and output_state_indices is not None:
         raise ValueError("output_state_indices: expected None without initial_state, got a tensor")
     o = _decode(
@@ -243,14 +257,16 @@ def gated_delta_rule_mtp(
         message = "disable_state_update is True by default, and will be False from FlashInfer 0.8 on: pass it"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         disable_state_update = True
-    slots: dict[str, Tensor | None] = dict(state_indices=initial_state_indices)
+    indices: dict[str, Tensor | None] = dict(
+        state_indices=sequence_slots("initial_state_indices", initial_state_indices, N, q.device)
+    )
     if ssm_state_indices is not None:
         if disable_state_update:
             raise ValueError("disable_state_update: expected False beside ssm_state_indices, got True (None means True)")
         _refuse("a final state beside one per token (output_state_indices, ssm_state_indices)", output_state_indices is not None)
-        slots = _token_slots(ssm_state_indices, initial_state_indices, N, q.shape[1])
+        indices = _token_slots(ssm_state_indices, initial_state_indices, N, q.shape[1])
     elif not disable_state_update:
-        slots["write_indices"] = output_state_indices
+        indices["write_indices"] = output_state_indices
     o = _decode(
         output,
         q=q,
@@ -263,7 +279,7 @@ def gated_delta_rule_mtp(
         qk_l2norm=use_qk_l2norm,
         beta_logits=True,
         state=initial_state,
-        **slots,
+        **indices,
         intermediate_states=intermediate_states_buffer,
         update_state=not disable_state_update,
     )
@@ -363,6 +379,9 @@ def recurrent_kda(
         slots = ssm_state_indices if initial_state_indices is None else initial_state_indices
         if pool is None:
             raise ValueError("initial_state: expected a pool with disable_state_update=True, got None")
+        if slots is not None:
+            name = "ssm_state_indices" if initial_state_indices is None else "initial_state_indices"
+            sequence_slots(name, slots, N, q.device)
         return _decode(output, **tokens, state=pool, state_indices=slots, update_state=False), None
 
     steps = _steps(q, N, cu_seqlens, ssm_state_indices, num_spec_tokens)
@@ -377,6 +396,8 @@ def recurrent_kda(
         _refuse("a pool as large as the largest index (ssm_state_indices without initial_state)", ssm_state_indices is not None)
         initial_state = v.new_zeros(N * steps, v.shape[2], v.shape[3], q.shape[3], dtype=torch.bfloat16)
     arguments: dict[str, Any]
+    if initial_state_indices is not None:
+        sequence_slots("initial_state_indices", initial_state_indices, N, q.device)
     if initial_state_source is None or initial_state_indices is None:
         arguments = dict(state=initial_state, state_indices=slots, num_accepted=num_accepted_tokens)
     elif _same(initial_state_source, initial_state):
@@ -385,7 +406,9 @@ def recurrent_kda(
         if slots.ndim == 2:
             arguments = _token_slots(slots, initial_state_indices, N, steps)
         else:
-            arguments = dict(state_indices=initial_state_indices, write_indices=slots)
+            sequence_slots("ssm_state_indices", slots, N, q.device)
+            into = slots if cu_seqlens is None else _slots_with_tokens(slots, cu_seqlens)
+            arguments = dict(state_indices=initial_state_indices, write_indices=into)
         arguments["state"] = initial_state
     else:
         # Slots in order are what decode calls intermediate states, and those may be memory of another pool.
@@ -408,20 +431,16 @@ def recurrent_kda(
 def _decode(output: Tensor | None, **arguments: Any) -> Tensor:
     """gated_delta.decode into output, whose dtype may differ from v's."""
     v = arguments["v"]
-    if output is None or output.dtype == v.dtype:
+    if output is None or tensor("output", output).dtype == v.dtype:
         return decode(**arguments, out=output)
-    if output.shape != v.shape or output.device != v.device or not output.is_contiguous():
-        want = f"a contiguous tensor of shape {list(v.shape)} on {v.device}, since its dtype is not v's"
-        raise ValueError(f"output: expected {want}, got {list(output.shape)} on {output.device}, strides {list(output.stride())}")
+    copy_target("output", output, "B, T, HV, V", v.shape, v.device, INPUT_DTYPES)
     return output.copy_(decode(**arguments))
 
 
 def _token_slots(writes: Tensor, reads: Tensor, N: int, T: int) -> dict[str, Tensor | None]:
     """State after token t to slot writes[n, t], from slot reads[n]: one more column, which is read and which no token writes."""
-    if list(writes.shape) != [N, T]:
+    if list(tensor("ssm_state_indices", writes, INDEX_DTYPES).shape) != [N, T]:
         raise ValueError(f"ssm_state_indices: expected a slot for each token, [{N}, {T}], got {list(writes.shape)}")
-    if list(reads.shape) != [N]:
-        raise ValueError(f"initial_state_indices: expected a slot for each sequence, [{N}], got {list(reads.shape)}")
     return dict(state_indices=torch.cat([writes, reads[:, None]], 1), num_accepted=reads.new_full((N,), T + 1))
 
 
@@ -429,16 +448,18 @@ def _steps(q: Tensor, N: int, cu_seqlens: Tensor | None, ssm_state_indices: Tens
     """Slots that FlashInfer gives a sequence: one, or one per token of a draft, whose arguments are checked here."""
     steps = 1
     if num_spec_tokens is not None:
-        steps = 1 + num_spec_tokens
+        if not isinstance(num_spec_tokens, int):
+            raise TypeError(f"num_spec_tokens: expected an int or None, got {type(num_spec_tokens).__name__}")
         if num_spec_tokens < 1:
             raise ValueError(f"num_spec_tokens: expected 1 or more, or None, got {num_spec_tokens}")
+        steps = 1 + num_spec_tokens
         if cu_seqlens is None and q.shape[1] != steps:
             raise ValueError(f"q: expected 1 + num_spec_tokens = {steps} tokens, got shape {list(q.shape)}")
         if cu_seqlens is not None and q.shape[1] > N * steps:
             raise ValueError(f"q: expected at most {steps} tokens for each of {N} sequences, got shape {list(q.shape)}")
         if cu_seqlens is not None and ssm_state_indices is None:
             raise ValueError("ssm_state_indices: expected [N, 1+S] with num_spec_tokens and cu_seqlens, got None")
-    width = [] if ssm_state_indices is None else list(ssm_state_indices.shape[1:])
+    width = [] if ssm_state_indices is None else list(tensor("ssm_state_indices", ssm_state_indices).shape[1:])
     if ssm_state_indices is not None and width != [steps] and (width or num_spec_tokens is not None):
         want = "[N]" if num_spec_tokens is None else f"[N, {steps}]"
         raise ValueError(f"ssm_state_indices: expected {want}, got shape {list(ssm_state_indices.shape)}")
@@ -461,7 +482,7 @@ def _kda_gate(q: Tensor, v: Tensor, active: bool, A_log: Tensor | None, dt_bias:
 
 def _per_value_head(name: str, x: Tensor, group: int, *shapes: list[int]) -> Tensor:
     """x of one of these shapes, one row per query head, as the first of them with a row per value head."""
-    if list(x.shape) not in shapes:
+    if list(tensor(name, x).shape) not in shapes:
         raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {list(x.shape)}")
     x = x.reshape(shapes[0])
     return x if group == 1 else x.repeat_interleave(group, 0)
@@ -471,10 +492,21 @@ def _sequences(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> int:
     """How many there are; looks at what the functions here need of q and v, and leaves the rest to decode."""
     rank("q", q, "B, T, H, K")
     rank("v", v, "B, T, HV, V")
-    N = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1
+    N = q.shape[0] if cu_seqlens is None else sequences(cu_seqlens, q.device)
     most = MAX_DRAFT if cu_seqlens is None else MAX_DRAFT * max(N, 1)
     _refuse(f"more than {MAX_DRAFT} tokens in a sequence (gated_delta.prefill takes them)", q.shape[1] > most)
     return N
+
+
+def _has_tokens(cu_seqlens: Tensor | None) -> Tensor:
+    assert cu_seqlens is not None
+    return cu_seqlens.diff() > 0
+
+
+def _slots_with_tokens(indices: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+    """indices (slot n for sequence n when None), but negative for sequences of no tokens, whose slots FlashInfer leaves alone."""
+    live = _has_tokens(cu_seqlens)
+    return torch.where(live, torch.arange(len(live), device=live.device) if indices is None else indices, -1)
 
 
 def _same(x: Tensor, y: Tensor) -> bool:
