@@ -138,6 +138,47 @@ def test_half_precision_inputs_and_states(name, dtype):
     close(state, want_state)
 
 
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+@pytest.mark.parametrize("length", [3, T])
+@pytest.mark.parametrize("dtypes", [(FP32, FP32, FP16), (FP16, FP16, BF16), (BF16, FP32, BF16), (FP16, BF16, FP32)])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_dtypes_that_differ(name, dtypes, length):
+    """None of q, k, v is rounded; o has the dtype it has in FLA."""
+    x = inputs(name, length=length, dtype=torch.float16)
+    x |= {n: x[n].to(dtype) for n, dtype in zip("qkv", dtypes)}
+    given = {n: y.clone() for n, y in x.items()}
+    o, state = call(name, **x, output_final_state=True)
+    want_o, want_state = truth(x["q"], x["k"], x["v"], true_decay(x["g"]), x["beta"])
+    assert o.dtype == (dtypes[2] if name.startswith("fused_recurrent") else dtypes[0])
+    assert state.dtype == torch.float32
+    close(o, want_o)
+    close(state, want_state)
+    assert all(torch.equal(x[n], given[n]) for n in x)
+
+
+@pytest.mark.parametrize("packed", [False, True])
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_sequences_of_no_tokens_and_no_sequences(name, packed):
+    x = inputs(name, 1, 3) if packed else inputs(name, 0, 3)
+    x |= dict(cu_seqlens=torch.tensor([0])) if packed else {}
+    o, state = call(name, **x, output_final_state=True)
+    assert o.shape == x["v"].shape
+    assert (o == 0).all()
+    assert state.shape == (0, HV, K, V)
+    start = normal(N, HV, K, V, seed=5)
+    x = inputs(name, N, 0)
+    x |= (
+        {n: y.view(1, 0, *y.shape[2:]) for n, y in x.items()} | dict(cu_seqlens=torch.zeros(N + 1, dtype=torch.int32))
+        if packed
+        else {}
+    )
+    o, state = call(name, **x, initial_state=start, output_final_state=True)
+    assert o.shape == x["v"].shape
+    assert torch.equal(state, start)
+
+
 @pytest.mark.parametrize("name", FUNCTIONS)
 def test_normalisation_scale_and_strides(name):
     x = inputs(name)
@@ -292,6 +333,31 @@ INVALID = [
 ]
 
 
+WRONG_TYPES = [
+    *((name, {x: None}, f"^{x}: expected a tensor") for name in FUNCTIONS for x in ("q", "k", "v")),
+    *((name, {x: None}, f"^{x}: expected a tensor") for name in FUNCTIONS if name != FUNCTIONS[1] for x in ("g", "beta")),
+    *((name, dict(beta=torch.ones(N, T, HV, dtype=dtype)), "^beta: ") for name in FUNCTIONS for dtype in (torch.int64, torch.bool)),
+    *(
+        (
+            name,
+            dict(beta=torch.ones(N, T, HV, dtype=torch.int64), use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True),
+            "^beta: ",
+        )
+        for name in FUNCTIONS
+    ),
+    *((name, dict(initial_state=torch.ones(N, HV, K, V, dtype=torch.int64)), "^initial_state: ") for name in FUNCTIONS),
+    *((name, dict(initial_state=[0.0]), "^initial_state: ") for name in FUNCTIONS),
+    *((name, dict(cu_seqlens=[0, T]), "^cu_seqlens: ") for name in FUNCTIONS),
+    *((name, dict(use_gate_in_kernel=True, A_log=torch.ones(HV, dtype=torch.int32)), "^A_log: ") for name in FUNCTIONS),
+    *((name, dict(use_gate_in_kernel=True, A_log=0.5), "^A_log: ") for name in FUNCTIONS),
+    *((name, dict(q=torch.ones(N, T, H, K, dtype=dtype)), "^q: ") for name in FUNCTIONS for dtype in (torch.float64, torch.int64)),
+    *((name, dict(v=torch.ones(N, T, HV, V, dtype=dtype)), "^v: ") for name in FUNCTIONS for dtype in (torch.float64, torch.int64)),
+    *((name, dict(scale="1"), "^scale: ") for name in FUNCTIONS),
+    ("fused_recurrent_gated_delta_rule", dict(gk=0.5), "^gk: "),
+    ("fused_recurrent_gated_delta_rule", dict(g=torch.ones(N, T, HV, dtype=torch.int64), gk=ZEROS(N, T, HV, K)), "^g: "),
+]
+
+
 def label(value: object) -> str | None:
     return "-".join(value) if isinstance(value, dict) else None
 
@@ -306,6 +372,12 @@ def test_unsupported(name, changes, message):
 @pytest.mark.parametrize(("name", "changes", "message"), INVALID, ids=label)
 def test_invalid(name, changes, message):
     with pytest.raises(ValueError, match=message):
+        call(name, **{**inputs(name), **changes})
+
+
+@pytest.mark.parametrize(("name", "changes", "message"), WRONG_TYPES, ids=label)
+def test_wrong_types(name, changes, message):
+    with pytest.raises(TypeError, match=message):
         call(name, **{**inputs(name), **changes})
 
 

@@ -3,11 +3,13 @@
 Parameter names, order, defaults and meaning are FLA's; what FLA takes from **kwargs is keyword-only here, so a typo is a TypeError.
 Common to all four, for B sequences of T tokens, or B = 1 and cu_seqlens [N+1] (gated_delta.prefill names the dimensions):
 
-    q, k [B, T, H, K], v [B, T, HV, V]      one dtype; copied where the last dimension is not contiguous
+    q, k [B, T, H, K], v [B, T, HV, V]      bf16, fp16 or fp32; copied where the last dimension is not contiguous, and to the widest
+                                            of their dtypes where they differ (fp32 for bf16 and fp16)
     beta [B, T, HV]                         its logit with use_beta_sigmoid_in_kernel, doubled after it with allow_neg_eigval
     A_log (HV elements), dt_bias            read with use_gate_in_kernel only; any float dtype, any shape
     initial_state [N, HV, K, V]             [N, HV, V, K] with state_v_first; any float dtype; read, never written
-    returns (o [B, T, HV, V], final_state)  final_state fp32, laid out as initial_state, None unless asked for
+    returns (o [B, T, HV, V], final_state)  o in q's dtype from chunk_*, in v's from fused_recurrent_*; final_state fp32, laid out
+                                            as initial_state, None unless asked for
 
 A K-first final_state is a transposed view of gated_delta's own layout, so that giving it back as initial_state copies nothing.
 What has no equivalent raises UnsupportedProblem and says what: gv, beta per value channel, cp_context, return_intermediate_states,
@@ -24,9 +26,9 @@ import torch
 from torch import Tensor
 
 from ..api import decode, prefill
-from ..problem import MAX_DRAFT, Gate, Tokens
+from ..problem import INPUT_DTYPES, MAX_DRAFT, Gate, Tokens
 from ..reference import log_decay
-from .checks import rank, refuse
+from .checks import floating, rank, refuse, sequences
 
 __all__ = ["chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda"]
 
@@ -98,6 +100,7 @@ def fused_recurrent_gated_delta_rule(
     g: [B, T, HV], as for chunk_gated_delta_rule. gk: [B, T, HV, K], a log decay per key channel, to which no gate is applied. The
     two add up; without either nothing decays. beta: ones when None, before the sigmoid if there is one.
     """
+    rank("v", v, "B, T, HV, V")
     _refuse("a decay per value channel (gv)", gv is not None)
     if use_gate_in_kernel and g is None:
         raise ValueError("g: expected the raw gate with use_gate_in_kernel=True, got None")
@@ -109,7 +112,7 @@ def fused_recurrent_gated_delta_rule(
         rank("gk", gk, "B, T, HV, K")
         if g is not None and g.shape != gk.shape[:3]:
             raise ValueError(f"g: expected shape [B, T, HV] = {list(gk.shape[:3])}, as gk, got {list(g.shape)}")
-        g = gk if g is None else log_decay(g.flatten(0, 1), gate, torch.float32).view(*g.shape, 1) + gk
+        g = gk if g is None else log_decay(floating("g", g).flatten(0, 1), gate, torch.float32).view(*g.shape, 1) + gk
         gate = Gate.log()
     g = v.new_zeros(v.shape[:3]) if g is None else g
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
@@ -160,7 +163,7 @@ def chunk_kda(
     _one_of("chunk_size", chunk_size, (32, 64))
     if safe_gate and use_gate_in_kernel and not (lower_bound is not None and -5 <= lower_bound < 0):
         raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate and use_gate_in_kernel, got {lower_bound}")
-    if use_graph and cu_seqlens is not None and max_num_seqs not in (None, cu_seqlens.shape[0] - 1):
+    if use_graph and cu_seqlens is not None and max_num_seqs not in (None, sequences(cu_seqlens, g.device)):
         raise ValueError(f"cu_seqlens: expected max_num_seqs={max_num_seqs} sequences with use_graph, got {list(cu_seqlens.shape)}")
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
@@ -204,18 +207,22 @@ def _run(
     tokens: Tokens, double_beta: bool, initial_state: Tensor | None, output_final_state: bool, v_first: bool, step: bool = False
 ) -> tuple[Tensor, Tensor | None]:
     """gated_delta.prefill with FLA's beta and state; with `step`, gated_delta.decode where it takes as many tokens."""
-    q, k, v, beta = tokens.q, tokens.k, tokens.v, tokens.beta
+    for name, x, dims in (("q", tokens.q, "B, T, H, K"), ("k", tokens.k, "B, T, H, K"), ("v", tokens.v, "B, T, HV, V")):
+        rank(name, x, dims)
+    q, k, v, beta = tokens.q, tokens.k, tokens.v, floating("beta", tokens.beta)
     _refuse("a write strength per value channel (beta [B, T, HV, V])", beta.ndim == 4)
     if double_beta:
         if not tokens.beta_logits:
             raise ValueError("allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True beside it, got False")
         tokens = tokens._replace(beta=2 * beta.float().sigmoid(), beta_logits=False)
-    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    o_dtype = v.dtype if step else q.dtype
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in _one_dtype(q, k, v))
     tokens = tokens._replace(q=q, k=k, v=v)
-    N, HV, K, V = tokens.num_sequences, v.shape[2], q.shape[3], v.shape[3]
+    N = q.shape[0] if tokens.cu_seqlens is None else sequences(tokens.cu_seqlens, q.device)
+    HV, K, V = v.shape[2], q.shape[3], v.shape[3]
     if initial_state is not None:
         dims, want = ("V, K", [N, HV, V, K]) if v_first else ("K, V", [N, HV, K, V])
-        if list(initial_state.shape) != want:
+        if list(floating("initial_state", initial_state).shape) != want:
             given = f"got {list(initial_state.shape)} with state_v_first={v_first}"
             raise ValueError(f"initial_state: expected shape [N, HV, {dims}] = {want}, {given}")
         initial_state = (initial_state if v_first else initial_state.mT).float().contiguous()
@@ -226,7 +233,15 @@ def _run(
         final_state = state if output_final_state else None
     else:
         o, final_state = prefill(**tokens._asdict(), initial_state=initial_state, output_final_state=output_final_state)
-    return o, final_state if final_state is None or v_first else final_state.mT
+    return o.to(o_dtype), final_state if final_state is None or v_first else final_state.mT
+
+
+def _one_dtype(*xs: Tensor) -> tuple[Tensor, ...]:
+    """FLA's kernels read q, k and v each in its own dtype; ours in one, here the least that holds them all."""
+    if len({x.dtype for x in xs}) == 1 or any(x.dtype not in INPUT_DTYPES for x in xs):
+        return xs  # the operation names a dtype it does not take
+    widest = functools.reduce(torch.promote_types, (x.dtype for x in xs))
+    return tuple(x.to(widest) for x in xs)
 
 
 def _gate(g: Tensor, active: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None) -> Gate:
@@ -243,7 +258,7 @@ def _gate(g: Tensor, active: bool, A_log: Tensor | None, dt_bias: Tensor | None,
 
 
 def _parameter(name: str, x: Tensor, shape: torch.Size) -> Tensor:
-    if x.numel() != shape.numel():
+    if floating(name, x).numel() != shape.numel():
         raise ValueError(f"{name}: expected the elements of {list(shape)}, got shape {list(x.shape)}")
     return x.float().reshape(shape)
 
