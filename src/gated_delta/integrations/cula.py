@@ -8,7 +8,8 @@ others, for N sequences of T tokens, 1 in kda_decode and up to 16 elsewhere:
     a [N, T, HV, K] or [N, T, HV * K]    the raw gate of -exp(A_log) * softplus(a + dt_bias)
     b [N, T, HV]                         the logit of beta
     A_log [HV], dt_bias [HV, K]          fp32, dt_bias also bf16; dimensions of size 1 are ignored, dt_bias may be [HV * K]
-    initial_state_source [P, HV, V, K]   the pool, fp32 or bf16, K contiguous; written in place
+    initial_state_source [P, HV, V, K]   the pool, fp32 or bf16, K contiguous; written in place. Where it is only read it may be
+                                         [P, HV, K, V] (state_layout="kv"); then the slots named are copied
     initial_state_indices [N]            its slots, int32 or int64; slot n when None
     scale                                K**-0.5 when None
     out [N, T, HV, V]                    in v's dtype; written and returned
@@ -20,9 +21,9 @@ had them, or uninitialised. Two sequences may not write one slot.
 
 t_crossover, bv, opt_level and fast_math choose between cuLA's kernels and change nothing here. What gated_delta cannot do raises
 UnsupportedProblem and says what, before anything is written: a softplus of other than softplus_beta=1 and softplus_threshold=20
-(beside lower_bound they are not looked at), a state_layout other than "vk", more than 16 tokens, inputs that require grad. Other
-errors are the operations' and use their names: g, beta, state, state_indices, intermediate_states, buffer, num_accepted. The table
-in docs/migration.md translates.
+(beside lower_bound they are not looked at), a pool of state_layout "kv" to write, more than 16 tokens, inputs that require grad.
+Other errors are the operations' and use their names: g, beta, state, state_indices, intermediate_states, buffer, num_accepted. The
+tables in docs/migration.md translate and list what is refused.
 """
 
 from __future__ import annotations
@@ -31,11 +32,12 @@ import functools
 from collections.abc import Iterable
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from .. import Gate, KVBuffer, decode, flush, prefill, verify
-from ..problem import MAX_DRAFT
-from .checks import rank, refuse
+from ..problem import MAX_DRAFT, STATE_DTYPES
+from .checks import copy_target, gather, on_device, rank, refuse, sequence_slots, sequences, tensor
 
 __all__ = [
     "kda_decode",
@@ -85,8 +87,8 @@ def kda_prefill(
     beta: [B, T, HV], the write strength; its logit with use_beta_sigmoid_in_kernel.
     initial_state: [N, HV, V, K], fp32; zeros when None; read, never written. bf16, which cuLA does not take, makes the new final
     state bf16. Sequences of no tokens keep their state.
-    out: [B, T, HV, V], v's dtype. final_state: [N, HV, V, K], with output_final_state only; the final states are computed apart and
-    copied there.
+    out: [B, T, HV, V], v's dtype. final_state: [N, HV, V, K], fp32 or bf16, with output_final_state only; the final states are
+    computed apart and copied there.
     chunk_indices, cu_seqlens_cpu and use_intracard_cp are not looked at.
 
     Returns (o, final_state): out and final_state where they were given, else new ones; final_state is None without
@@ -95,12 +97,11 @@ def kda_prefill(
     rank("q", q, "B, T, H, K")
     rank("v", v, "B, T, HV, V")
     rank("g", g, "B, T, HV, K")
-    N, K = q.shape[0] if cu_seqlens is None else cu_seqlens.shape[0] - 1, q.shape[3]
-    want = [N, *v.shape[2:], K]
+    N, K = q.shape[0] if cu_seqlens is None else sequences(cu_seqlens, q.device), q.shape[3]
     if final_state is not None and not output_final_state:
         raise ValueError("final_state: expected None without output_final_state, got a tensor")
-    if final_state is not None and list(final_state.shape) != want:
-        raise ValueError(f"final_state: expected shape [N, HV, V, K] = {want}, got {list(final_state.shape)}")
+    if final_state is not None:
+        copy_target("final_state", final_state, "N, HV, V, K", [N, *v.shape[2:], K], q.device, STATE_DTYPES)
     gate = Gate.log()
     if use_gate_in_kernel:
         if A_log is None:
@@ -189,22 +190,23 @@ def kda_decode(
     q, k, v, out: [N, 1, ...], or [1, N, ...], where too each token has a sequence of its own. a and b may lack the dimension of
     size 1. cu_seqlens: not looked at, as in cuLA.
 
-    Returns out, [N, 1, HV, V] or [1, N, HV, V].
+    Returns out, [N, 1, HV, V] or [1, N, HV, V]. Raises UnsupportedProblem for state_layout="kv", since the pool is written.
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
-        if x is not None:
+        if name != "out" or x is not None:
             rank(name, x, "N, 1, heads, dim")
     if 1 not in q.shape[:2]:
         raise ValueError(f"q: expected [N, 1, H, K] or [1, N, H, K] (kda_decode_mtp takes drafts), got shape {list(q.shape)}")
-    _v_first(state_layout)
+    _refuse(_K_FIRST, _k_first(state_layout))
     packed, rows = q.shape[0] == 1, out
     if packed:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         rows = None if out is None else out.transpose(0, 1)
     o = decode(
-        **_tokens(A_log, dt_bias, q, k, v, a, b, scale, use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold),
+        **_tokens(
+            A_log, dt_bias, q, k, v, a, b, initial_state_indices, scale, use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold
+        ),
         state=initial_state_source,
-        state_indices=initial_state_indices,
         out=rows,
     )
     if out is not None:
@@ -235,23 +237,31 @@ def kda_decode_mtp(
     """The next T tokens; see the module for what is common.
 
     lower_bound: below 0; the gate is then lower_bound * sigmoid(exp(A_log) * (a + dt_bias)).
-    disable_state_update: the pool stays as it was.
+    disable_state_update: the pool stays as it was. Only then may state_layout be "kv".
     intermediate_states_buffer: exactly [N, T, HV, V, K], in the pool's dtype; row n, step t gets the state after token t.
     A bf16 pool, which cuLA does not take, is rounded after every token.
 
-    Returns out.
+    Returns out. Raises UnsupportedProblem for state_layout="kv" where the pool is written, and beside intermediate_states_buffer,
+    which cuLA refuses too.
     """
-    _v_first(state_layout)
     softplus = (softplus_beta, softplus_threshold)
-    tokens = _tokens(A_log, dt_bias, q, k, v, a, b, scale, use_qk_l2norm_in_kernel, *softplus, lower_bound)
+    qk_l2norm = use_qk_l2norm_in_kernel
+    tokens = _tokens(A_log, dt_bias, q, k, v, a, b, initial_state_indices, scale, qk_l2norm, *softplus, lower_bound)
+    state = tensor("initial_state_source", initial_state_source)
+    if _k_first(state_layout):
+        _refuse(_K_FIRST, not disable_state_update)
+        _refuse("states after each token beside state_layout='kv'", intermediate_states_buffer is not None)
+        state, tokens["state_indices"] = _transposed(state, tokens["state_indices"], [v.shape[2], q.shape[3], v.shape[3]], q)
     if intermediate_states_buffer is not None:
-        want, got = [*v.shape, q.shape[3]], list(intermediate_states_buffer.shape)
+        want, got = [*v.shape, q.shape[3]], list(tensor("intermediate_states_buffer", intermediate_states_buffer).shape)
         if got != want:
             raise ValueError(f"intermediate_states_buffer: expected shape [N, T, HV, V, K] = {want}, got {got}")
+        if intermediate_states_buffer.dtype != state.dtype:
+            pair = f"{state.dtype}, as initial_state_source, got {intermediate_states_buffer.dtype}"
+            raise ValueError(f"intermediate_states_buffer: expected dtype {pair}")
     return decode(
         **tokens,
-        state=initial_state_source,
-        state_indices=initial_state_indices,
+        state=state,
         intermediate_states=intermediate_states_buffer,
         update_state=not disable_state_update,
         out=out,
@@ -296,15 +306,16 @@ def kda_decode_mtp_kvbuffer(
       flush says how many were filled. Repeat q and k for each value head, or use gated_delta.verify and flush.
     """
     softplus = (softplus_beta, softplus_threshold)
-    arguments = _tokens(A_log, dt_bias, q, k, v, a, b, scale, use_qk_l2norm_in_kernel, *softplus, lower_bound)
-    arguments |= dict(state=initial_state_source, state_indices=initial_state_indices, out=out)
+    qk_l2norm = use_qk_l2norm_in_kernel
+    arguments = _tokens(A_log, dt_bias, q, k, v, a, b, initial_state_indices, scale, qk_l2norm, *softplus, lower_bound)
+    arguments |= dict(state=initial_state_source, out=out)
     if d_buffer is None and k_buffer is None and g_buffer is None:
         return decode(**arguments, update_state=not disable_state_update)
     if d_buffer is None or k_buffer is None or g_buffer is None:
         raise ValueError("d_buffer, k_buffer, g_buffer: expected all three or none, got some")
     _refuse("an update of the state beside the buffers (disable_state_update=False)", not disable_state_update)
     _refuse(f"a k_buffer of value heads for fewer query heads (H={q.shape[2]}, HV={v.shape[2]})", q.shape[2] < v.shape[2])
-    return verify(**arguments, buffer=KVBuffer(d_buffer, k_buffer, g_buffer))
+    return verify(**arguments, buffer=_buffer(d_buffer, k_buffer, g_buffer))
 
 
 def kda_flush_kvbuffer(
@@ -320,11 +331,13 @@ def kda_flush_kvbuffer(
     """Fold the first accept_len tokens into the state, in place, from the buffers that kda_decode_mtp_kvbuffer filled.
 
     accept_len: an int from 1 to T; or [N], int32 or int64, on the pool's device, clamped to 0 to T; 0 leaves a state as it was.
+    Without initial_state_indices row n of the buffers is folded into slot n: every row beside an int, N beside [N].
 
     Returns initial_state_source.
     """
+    rank("initial_state_source", initial_state_source, "P, HV, V, K")
     rank("d_buffer", d_buffer, "N, T, HV, V")
-    return _flush(initial_state_source, initial_state_indices, KVBuffer(d_buffer, k_buffer, g_buffer), accept_len)
+    return _flush(initial_state_source, initial_state_indices, _buffer(d_buffer, k_buffer, g_buffer), accept_len)
 
 
 def kda_flush_kvbuffer_all_layers(
@@ -344,8 +357,9 @@ def kda_flush_kvbuffer_all_layers(
 
     Returns initial_state_source.
     """
+    rank("initial_state_source", initial_state_source, "L, P, HV, V, K")
     rank("d_buffer", d_buffer, "L, N, T, HV, V")
-    return _flush(initial_state_source, initial_state_indices, KVBuffer(d_buffer, k_buffer, g_buffer), accept_len)
+    return _flush(initial_state_source, initial_state_indices, _buffer(d_buffer, k_buffer, g_buffer), accept_len)
 
 
 # ------------------------------------------------------------------------------------------------ shared
@@ -359,6 +373,7 @@ def _tokens(
     v: Tensor,
     a: Tensor,
     b: Tensor,
+    indices: Tensor | None,
     scale: float | None,
     qk_l2norm: bool,
     softplus_beta: float,
@@ -374,7 +389,10 @@ def _tokens(
     other = lower_bound is None and (softplus_beta, softplus_threshold) != (1, 20)
     _refuse(f"another softplus (softplus_beta={softplus_beta}, softplus_threshold={softplus_threshold})", other)
     g, beta = _shaped("a", a, [N, T, HV, K], [N, T, HV * K]), _shaped("b", b, [N, T, HV])
-    return dict(q=q, k=k, v=v, g=g, beta=beta, gate=gate, scale=scale, qk_l2norm=qk_l2norm, beta_logits=True)
+    if indices is not None:
+        sequence_slots("initial_state_indices", indices, N, q.device)
+    numbers = dict(scale=scale, qk_l2norm=qk_l2norm, beta_logits=True)
+    return dict(q=q, k=tensor("k", k), v=v, g=g, beta=beta, gate=gate, **numbers, state_indices=indices)
 
 
 def _gate(A_log: Tensor, dt_bias: Tensor | None, HV: int, K: int, lower_bound: float | None) -> Gate:
@@ -385,7 +403,7 @@ def _gate(A_log: Tensor, dt_bias: Tensor | None, HV: int, K: int, lower_bound: f
 
 def _shaped(name: str, x: Tensor, *shapes: list[int]) -> Tensor:
     """x as the first of these shapes, if it has one of them but for dimensions of size 1."""
-    if _long(x.shape) not in map(_long, shapes):
+    if _long(tensor(name, x).shape) not in map(_long, shapes):
         raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {list(x.shape)}")
     return x.view(shapes[0])
 
@@ -394,13 +412,40 @@ def _long(shape: Iterable[int]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
-def _v_first(state_layout: str) -> None:
-    _refuse(f"states other than [P, HV, V, K] (state_layout={state_layout!r})", state_layout != "vk")
+_K_FIRST = "writing states of [P, HV, K, V] (state_layout='kv')"
 
 
-def _flush(state: Tensor, slots: Tensor | None, buffer: KVBuffer, accept_len: int | Tensor) -> Tensor:
-    T = buffer.u.shape[-3]
-    if isinstance(accept_len, int) and not 1 <= accept_len <= T:
-        raise ValueError(f"accept_len: expected 1 to T={T}, or a tensor, got {accept_len}")
-    flush(state, buffer, accept_len, state_indices=slots)
+def _k_first(state_layout: str | None) -> bool:
+    if state_layout not in (None, "vk", "kv"):
+        raise ValueError(f"state_layout: expected 'vk' or 'kv', got {state_layout!r}")
+    return state_layout == "kv"
+
+
+def _transposed(pool: Tensor, indices: Tensor | None, want: list[int], q: Tensor) -> tuple[Tensor, Tensor | None]:
+    """The slots that q's sequences read of a pool [P, HV, K, V], as a pool [N, HV, V, K] of copies, and where they are there."""
+    rank("initial_state_source", pool, "P, HV, K, V")
+    if list(pool.shape[1:]) != want:
+        raise ValueError(f"initial_state_source: expected shape [P, HV, K, V] = [P, {str(want)[1:]}, got {list(pool.shape)}")
+    on_device("initial_state_source", pool, q.device)
+    if indices is None:
+        return pool[: len(q)].mT.contiguous(), None
+    return gather("initial_state_indices", pool.mT, indices)
+
+
+def _buffer(d_buffer: Tensor, k_buffer: Tensor, g_buffer: Tensor) -> KVBuffer:
+    return KVBuffer(tensor("d_buffer", d_buffer), tensor("k_buffer", k_buffer), tensor("g_buffer", g_buffer))
+
+
+def _flush(state: Tensor, indices: Tensor | None, buffer: KVBuffer, accept_len: int | Tensor) -> Tensor:
+    rows, T = buffer.u.shape[-4:-2]
+    if not isinstance(accept_len, (int, Tensor)):
+        raise TypeError(f"accept_len: expected an int or a tensor [N], got {type(accept_len).__name__}")
+    if isinstance(accept_len, int):
+        if not 1 <= accept_len <= T:
+            raise ValueError(f"accept_len: expected 1 to T={T}, or a tensor, got {accept_len}")
+        if indices is None:
+            if state.shape[-4] < rows:
+                raise ValueError(f"initial_state_source: expected P >= {rows}, a slot for each row, got {list(state.shape)}")
+            indices = torch.arange(rows, dtype=torch.int32, device=state.device)
+    flush(state, buffer, accept_len, state_indices=indices)
     return state
