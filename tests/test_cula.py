@@ -3,6 +3,7 @@
 import inspect
 import itertools
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -723,7 +724,7 @@ INVALID = [
     (AUTO, dict(out=ZEROS(1, TOTAL, V, HV)), "^out: "),
     (AUTO, dict(output_final_state=False), "^final_state: "),
     *((AUTO, dict(final_state=ZEROS(*shape)), "^final_state: ") for shape in ((PROMPTS, HV, K, V), (P, HV, V, K), (HV, V, K))),
-    (AUTO, dict(final_state=ZEROS(1, HV, V, K).expand(PROMPTS, HV, V, K)), "^final_state: .*expanded"),
+    (AUTO, dict(final_state=ZEROS(1, HV, V, K).expand(PROMPTS, HV, V, K)), "^final_state: .*of its own"),
     (AUTO, dict(final_state=states().to("meta")), "^final_state: .*device"),
     *((name, dict(cu_seqlens=ints()), "^cu_seqlens: ") for name in PREFILLS),
 ]
@@ -741,8 +742,7 @@ WRONG_DTYPES = [
     *((AUTO, dict(final_state=states().to(dtype)), "^final_state: ") for dtype in (torch.float16, torch.float64, torch.int64)),
     (AUTO, dict(final_state=[0.0]), "^final_state: "),
     *((name, dict(accept_len=ints(1, 1, 1).float()), "num_accepted") for name in FLUSHES),
-    *((name, dict(accept_len=x), "^accept_len: ") for name in FLUSHES for x in (1.0, None, [1, 2, 3])),
-    *((name, dict(accept_len=True), "^num_accepted: ") for name in FLUSHES),
+    *((name, dict(accept_len=x), "^accept_len: ") for name in FLUSHES for x in (1.0, None, True, [1, 2, 3])),
     *((name, dict(d_buffer=buffers()["d_buffer"].bfloat16()), "buffer.u") for name in (VERIFY, FLUSH)),
     *((name, dict(A_log=ZEROS(HV).bfloat16()), "A_log") for name in PREFILLS),
     *((name, dict(initial_state=states(dtype=torch.float16)), "initial_state") for name in PREFILLS),
@@ -832,6 +832,35 @@ def test_a_final_state_that_cannot_be_written_is_refused_before_anything_is():
     with torch.inference_mode():
         cula.kda_prefill(**valid(AUTO) | dict(final_state=for_inference))
     assert (for_inference != UNTOUCHED).all()
+
+
+@pytest.mark.parametrize("other", ["out", "initial_state", "k"])
+def test_a_final_state_in_memory_of_another_argument(other):
+    arguments, held = valid(AUTO), torch.zeros(4000)
+    whole = torch.Size(states().shape).numel()
+    final = dict(final_state=held[:whole].view(states().shape))
+    shared = held[8:][: arguments[other].numel()].view(arguments[other].shape)
+    refused(AUTO, final | {other: shared}, "^final_state: expected memory apart", ValueError)
+
+
+def test_a_final_state_in_the_memory_of_the_initial_one():
+    """The same states as two views are written in place."""
+    start = states()
+    _, final = cula.kda_prefill(**valid(AUTO) | dict(initial_state=start[:], final_state=start[:]))
+    assert final.data_ptr() == start.data_ptr()
+    close(start, prompts_truth(prompts(), states())[1])
+
+
+def test_an_output_in_a_k_first_pool():
+    held = ZEROS(P, HV, K, V)
+    out = held.view(-1)[: N * T * HV * V].view(N, T, HV, V)
+    refused(MTP, dict(KV, initial_state_source=held, out=out), "^out: expected memory apart", ValueError)
+
+
+@pytest.mark.parametrize("name", FLUSHES)
+def test_a_count_of_numpy(name):
+    got, want = (getattr(cula, name)(**valid(name) | dict(accept_len=m)) for m in (np.int64(2), 2))
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("layout", ["vk", "kv"])

@@ -4,6 +4,7 @@ import inspect
 import itertools
 import warnings
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -854,7 +855,7 @@ INVALID = [
     (PREFILL, dict(output_state=None, initial_state=ZEROS(HV, V, K), state_indices=ints(0, 1, 2, 3)), "^initial_state: "),
     (PREFILL, dict(output_state=None, initial_state=ZEROS(P, HV, K, V), state_indices=ints(0, 1, 2, 3)), "^state: "),
     (PREFILL, dict(output_state=None, initial_state=pool().to("meta"), state_indices=ints(0, 1, 2, 3)), "^initial_state: "),
-    (PREFILL, dict(output_state=ZEROS(1, HV, V, K).expand(N, HV, V, K)), "^output_state: .*expanded"),
+    (PREFILL, dict(output_state=ZEROS(1, HV, V, K).expand(N, HV, V, K)), "^output_state: .*of its own"),
     (PREFILL, dict(output_state=pool(N).to("meta")), "^output_state: .*device"),
     (PREFILL, dict(cu_seqlens=ints(*ENDS).to("meta")), "^cu_seqlens: .*device"),
     (PREFILL, dict(initial_state=None, state_indices=ints(0, 1, 2, 3).to("meta")), "^state_indices: .*device"),
@@ -997,6 +998,69 @@ def test_what_is_copied_over_may_be_made_and_written_under_inference_mode(name, 
         x = made_for_inference(*shape, dtype=torch.bfloat16)
         call(name, **valid(name) | {target: x})
     assert (x != UNTOUCHED).any()
+
+
+def carved(memory: Tensor, *shape: int, start: int = 0) -> Tensor:
+    """A tensor of that shape in the memory of another."""
+    return memory.view(-1)[start:][: torch.Size(shape).numel()].view(shape)
+
+
+def overlapping(name: str, case: str) -> dict[str, Tensor]:
+    """Arguments that share memory where the operation itself would not see it."""
+    if name != PREFILL:
+        x = inputs(name, dtype=torch.bfloat16)
+        state = {"state" if name == PRETRANSPOSE else "initial_state": (held := pool(B if name == PRETRANSPOSE else P))}
+        return {n: x[n] for n in ("q", "k", "v")} | state | dict(output=carved(held, B, T, HV, V, start=5))
+    held = pool(3 * N)
+    return {
+        "output_state in initial_state": lambda: dict(initial_state=held[:N], output_state=held[1 : N + 1]),
+        "output in output_state": lambda: dict(output_state=held[:N], output=carved(held, TOTAL, HV, V)),
+        "output in a pool to read": lambda: dict(
+            initial_state=held, output_state=None, output=carved(held, TOTAL, HV, V), state_indices=ints(9, 2, 4, 0)
+        ),
+        "output in bf16 states": lambda: dict(
+            **{n: x.bfloat16() for n, x in prompts().items() if n in ("q", "k", "v")},
+            initial_state=(start := pool(3 * N, torch.bfloat16))[:N],
+            output=carved(start, TOTAL, HV, V),
+        ),
+        "output in g": lambda: dict(g=carved(held, TOTAL, HV), output=carved(held, TOTAL, HV, V, start=TOTAL)),
+    }[case]()
+
+
+OVERLAPS = [
+    *((name, "output of another dtype in the state") for name in FUNCTIONS),
+    (PREFILL, "output_state in initial_state"),
+    *((PREFILL, f"output in {other}") for other in ("output_state", "a pool to read", "bf16 states", "g")),
+]
+
+
+@pytest.mark.parametrize(("name", "case"), OVERLAPS)
+def test_memory_that_is_written_and_used_otherwise_is_refused(name, case):
+    arguments = valid(name) | overlapping(name, case)
+    before = {n: x.clone() for n, x in arguments.items() if isinstance(x, Tensor)}
+    with pytest.raises(ValueError, match=r"^output(_state)?: expected memory apart from"):
+        getattr(flashinfer, name)(**arguments)
+    for n, x in before.items():
+        assert torch.equal(arguments[n].nan_to_num(), x.nan_to_num()), f"{n} was written"
+
+
+def test_prefill_of_one_memory_as_two_views_is_in_place():
+    x, state = prompts(), pool()
+    before = state.clone()
+    o, final = flashinfer.chunk_gated_delta_rule(**x, initial_state=state[:N], output_state=state[:N], output_final_state=True)
+    want_o, want = prompts_truth(x, before[:N])
+    close(o, want_o)
+    assert final.data_ptr() == state.data_ptr()
+    check_pool(state, before, dict(enumerate(want)))
+
+
+def test_numbers_of_numpy():
+    x = prompts()
+    for scale, same in ((np.float32(0), None), (np.float32(0.5), 0.5), (np.int64(2), 2.0)):
+        got, want = (flashinfer.chunk_gated_delta_rule(**x, scale=s) for s in (scale, same))
+        assert torch.equal(got, want)
+    got, want = (flashinfer.recurrent_kda(**inputs(KDA), initial_state=pool(), num_spec_tokens=s)[0] for s in (np.int64(2), 2))
+    assert torch.equal(got, want)
 
 
 @pytest.mark.parametrize("name", FUNCTIONS)

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from ..problem import INDEX_DTYPES, UnsupportedProblem
+from ..problem import INDEX_DTYPES, UnsupportedProblem, check_written
 
 
 def tensor(name: str, x: object, dtypes: Sequence[torch.dtype] | None = None) -> Tensor:
@@ -57,12 +57,14 @@ def sequence_slots(name: str, x: object, N: int, device: torch.device) -> Tensor
     return x
 
 
-def gather(name: str, pool: Tensor, indices: Tensor) -> tuple[Tensor, Tensor]:
-    """A pool of copies of the slots `indices` names, slot n for sequence n, and the indices to read it by."""
+def gather(name: str, pool: Tensor, dims: str, indices_name: str, indices: Tensor) -> tuple[Tensor, Tensor]:
+    """A pool of copies of the slots that sequences read, slot n for sequence n, and the indices to read it by."""
+    rank(name, pool, dims)
+    on_device(name, pool, indices.device)
     try:
         copies = pool.index_select(0, indices.clamp(min=0))
     except IndexError:
-        raise IndexError(f"{name}: expected slots below P={len(pool)}, got {int(indices.max())}") from None
+        raise IndexError(f"{indices_name}: expected slots below P={len(pool)}, got {int(indices.max())}") from None
     return copies, own_slots(indices)
 
 
@@ -72,20 +74,29 @@ def own_slots(indices: Tensor) -> Tensor:
 
 
 def copy_target(name: str, x: object, dims: str, shape: Sequence[int], device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
-    """Raises unless a result can be copied into x. To be asked before the operation, which writes its own results first."""
+    """Raises unless x has what a result needs that is copied into it once the operation ran; `writes` looks at its memory."""
     x = tensor(name, x, dtypes)
     if list(x.shape) != list(shape):
         raise ValueError(f"{name}: expected shape [{dims}] = {list(shape)}, got {list(x.shape)}")
     on_device(name, x, device)
-    if any(stride == 0 and size > 1 for stride, size in zip(x.stride(), x.shape, strict=True)):
-        raise ValueError(
-            f"{name}: expected memory of its own for every element, got an expanded tensor, strides {list(x.stride())}"
-        )
+    if x.numel() and not torch.compiler.is_compiling() and not x.data_ptr():
+        raise ValueError(f"{name}: expected a tensor with data, got one whose storage was freed")
     if x.requires_grad and torch.is_grad_enabled():
         raise UnsupportedProblem(f"{name} requires grad, and gated_delta has no backward", ("backward",))
-    # A compiler cannot trace the question, and compiles for the mode it is called in.
-    if not torch.compiler.is_compiling() and x.is_inference() and not torch.is_inference_mode_enabled():
-        raise ValueError(f"{name}: expected a tensor that may be written here, got one made under torch.inference_mode()")
+
+
+def writes(written: Mapping[str, Tensor | None], read: Mapping[str, object]) -> None:
+    """Raises unless a call may write these tensors beside what it reads; for where the operation gets copies of some of them."""
+    if torch.compiler.is_compiling():
+        return  # which mode it will run in and where its tensors will lie, a compiler cannot say
+    check_written({n: x for n, x in written.items() if x is not None}, {n: x for n, x in read.items() if isinstance(x, Tensor)})
+
+
+def same(x: Tensor, y: Tensor) -> bool:
+    """Whether they are the same memory read the same way. A compiler sees that of one tensor alone."""
+    if x is y or torch.compiler.is_compiling():
+        return x is y
+    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
 
 
 def refuse(library: str, what: str, asked: bool) -> None:

@@ -36,8 +36,8 @@ import torch
 from torch import Tensor
 
 from .. import Gate, KVBuffer, decode, flush, prefill, verify
-from ..problem import MAX_DRAFT, STATE_DTYPES
-from .checks import copy_target, gather, on_device, rank, refuse, sequence_slots, sequences, tensor
+from ..problem import MAX_DRAFT, STATE_DTYPES, integer
+from .checks import copy_target, gather, rank, refuse, same, sequence_slots, sequences, tensor, writes
 
 __all__ = [
     "kda_decode",
@@ -102,6 +102,10 @@ def kda_prefill(
         raise ValueError("final_state: expected None without output_final_state, got a tensor")
     if final_state is not None:
         copy_target("final_state", final_state, "N, HV, V, K", [N, *v.shape[2:], K], q.device, STATE_DTYPES)
+        read: dict[str, object] = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens, out=out)
+        if initial_state is not None and not same(initial_state, final_state):
+            read["initial_state"] = initial_state
+        writes(dict(final_state=final_state), read)
     gate = Gate.log()
     if use_gate_in_kernel:
         if A_log is None:
@@ -251,6 +255,7 @@ def kda_decode_mtp(
     if _k_first(state_layout):
         _refuse(_K_FIRST, not disable_state_update)
         _refuse("states after each token beside state_layout='kv'", intermediate_states_buffer is not None)
+        writes(dict(out=out), dict(initial_state_source=state))
         state, tokens["state_indices"] = _transposed(state, tokens["state_indices"], [v.shape[2], q.shape[3], v.shape[3]], q)
     if intermediate_states_buffer is not None:
         want, got = [*v.shape, q.shape[3]], list(tensor("intermediate_states_buffer", intermediate_states_buffer).shape)
@@ -426,10 +431,9 @@ def _transposed(pool: Tensor, indices: Tensor | None, want: list[int], q: Tensor
     rank("initial_state_source", pool, "P, HV, K, V")
     if list(pool.shape[1:]) != want:
         raise ValueError(f"initial_state_source: expected shape [P, HV, K, V] = [P, {str(want)[1:]}, got {list(pool.shape)}")
-    on_device("initial_state_source", pool, q.device)
     if indices is None:
         return pool[: len(q)].mT.contiguous(), None
-    return gather("initial_state_indices", pool.mT, indices)
+    return gather("initial_state_source", pool.mT, "P, HV, V, K", "initial_state_indices", indices)
 
 
 def _buffer(d_buffer: Tensor, k_buffer: Tensor, g_buffer: Tensor) -> KVBuffer:
@@ -438,9 +442,8 @@ def _buffer(d_buffer: Tensor, k_buffer: Tensor, g_buffer: Tensor) -> KVBuffer:
 
 def _flush(state: Tensor, indices: Tensor | None, buffer: KVBuffer, accept_len: int | Tensor) -> Tensor:
     rows, T = buffer.u.shape[-4:-2]
-    if not isinstance(accept_len, (int, Tensor)):
-        raise TypeError(f"accept_len: expected an int or a tensor [N], got {type(accept_len).__name__}")
-    if isinstance(accept_len, int):
+    if not isinstance(accept_len, Tensor):
+        accept_len = integer("accept_len", accept_len, "an int or a tensor [N]")
         if not 1 <= accept_len <= T:
             raise ValueError(f"accept_len: expected 1 to T={T}, or a tensor, got {accept_len}")
         if indices is None:

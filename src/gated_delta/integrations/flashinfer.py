@@ -22,14 +22,15 @@ from __future__ import annotations
 
 import functools
 import warnings
+from numbers import Real
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import Gate, decode, prefill
-from ..problem import INDEX_DTYPES, INPUT_DTYPES, MAX_DRAFT, STATE_DTYPES
-from .checks import copy_target, floating, gather, on_device, own_slots, rank, refuse, sequence_slots, sequences, tensor
+from ..problem import INDEX_DTYPES, INPUT_DTYPES, MAX_DRAFT, STATE_DTYPES, integer
+from .checks import copy_target, floating, gather, own_slots, rank, refuse, same, sequence_slots, sequences, tensor, writes
 
 __all__ = ["chunk_gated_delta_rule", "gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp", "recurrent_kda"]
 
@@ -96,41 +97,42 @@ def chunk_gated_delta_rule(
             raise ValueError("output_state: expected a pool with state_indices and output_final_state, got None")
     g, beta = (v.new_ones(v.shape[:2], dtype=torch.float32) if x is None else x for x in (g, beta))
     rank("g", g, "total, HV")
+    read = dict(q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens, state_indices=state_indices)
     tokens: dict[str, Any] = dict(
         q=q[None],
         k=tensor("k", k)[None],
         v=v[None],
         g=floating("g", g).float().log()[None],
         beta=tensor("beta", beta)[None],
-        scale=None if isinstance(scale, (int, float)) and scale == 0 else scale,
+        scale=None if isinstance(scale, Real) and scale == 0 else scale,
         qk_l2norm=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
         out=None if output is None else tensor("output", output)[None],
     )
     shape = [N, *v.shape[1:], q.shape[2]]
-    final_state = output_state
+    in_place = initial_state is not None and output_state is not None and same(initial_state, output_state)
+    apart = output_state is not None and initial_state is not None and not in_place
+    _refuse("writing by index another pool than it reads (state_indices, output_state)", apart and state_indices is not None)
+    if apart:
+        copy_target("output_state", output_state, "N, HV, V, K", shape, q.device, STATE_DTYPES)
+    read |= {} if in_place else dict(initial_state=initial_state)
+    writes(dict(output=output, output_state=output_state), read)
     fresh = torch.zeros(N, dtype=torch.bool, device=q.device) if initial_state is None else None
-    if output_state is None and state_indices is not None:
-        if initial_state is None:
-            scratch, own = v.new_empty(shape, dtype=torch.float32), own_slots(state_indices)
-        else:
-            rank("initial_state", initial_state, "P, HV, V, K")
-            on_device("initial_state", initial_state, q.device)
-            scratch, own = gather("state_indices", initial_state, state_indices)
-        o, _ = prefill(**tokens, state=scratch, state_indices=own, has_initial_state=fresh)
-    elif output_state is not None and (state_indices is not None or initial_state is None or initial_state is output_state):
-        elsewhere = initial_state is not None and not _same(initial_state, output_state)
-        _refuse("writing by index another pool than it reads (state_indices, output_state)", elsewhere)
+    final_state = output_state
+    if output_state is not None and not apart:
         if initial_state is None:
             state_indices = _slots_with_tokens(state_indices, cu_seqlens)
         o, _ = prefill(**tokens, state=output_state, state_indices=state_indices, has_initial_state=fresh)
+    elif state_indices is not None:
+        if initial_state is None:
+            scratch, own = v.new_empty(shape, dtype=torch.float32), own_slots(state_indices)
+        else:
+            scratch, own = gather("initial_state", initial_state, "P, HV, V, K", "state_indices", state_indices)
+        o, _ = prefill(**tokens, state=scratch, state_indices=own, has_initial_state=fresh)
     else:
-        if output_state is not None:
-            copy_target("output_state", output_state, "N, HV, V, K", shape, q.device, STATE_DTYPES)
         # fp32, so that a final state made here is fp32 too, as FlashInfer's is.
         start = None if initial_state is None else tensor("initial_state", initial_state, STATE_DTYPES).float()
-        asked = output_final_state or output_state is not None
-        o, final_state = prefill(**tokens, initial_state=start, output_final_state=asked)
+        o, final_state = prefill(**tokens, initial_state=start, output_final_state=output_final_state or apart)
         if output_state is not None and final_state is not None:
             final_state = output_state.copy_(torch.where(_has_tokens(cu_seqlens)[:, None, None, None], final_state, output_state))
     o = o[0] if output is None else output
@@ -400,7 +402,7 @@ def recurrent_kda(
         sequence_slots("initial_state_indices", initial_state_indices, N, q.device)
     if initial_state_source is None or initial_state_indices is None:
         arguments = dict(state=initial_state, state_indices=slots, num_accepted=num_accepted_tokens)
-    elif _same(initial_state_source, initial_state):
+    elif same(initial_state_source, initial_state):
         if slots is None:
             slots = torch.arange(N, device=q.device)
         if slots.ndim == 2:
@@ -434,6 +436,8 @@ def _decode(output: Tensor | None, **arguments: Any) -> Tensor:
     if output is None or tensor("output", output).dtype == v.dtype:
         return decode(**arguments, out=output)
     copy_target("output", output, "B, T, HV, V", v.shape, v.device, INPUT_DTYPES)
+    gate = arguments["gate"]
+    writes(dict(output=output), dict(A_log=gate.A_log, dt_bias=gate.dt_bias, **arguments))
     return output.copy_(decode(**arguments))
 
 
@@ -448,11 +452,9 @@ def _steps(q: Tensor, N: int, cu_seqlens: Tensor | None, ssm_state_indices: Tens
     """Slots that FlashInfer gives a sequence: one, or one per token of a draft, whose arguments are checked here."""
     steps = 1
     if num_spec_tokens is not None:
-        if not isinstance(num_spec_tokens, int):
-            raise TypeError(f"num_spec_tokens: expected an int or None, got {type(num_spec_tokens).__name__}")
+        steps = 1 + integer("num_spec_tokens", num_spec_tokens, "an int or None")
         if num_spec_tokens < 1:
             raise ValueError(f"num_spec_tokens: expected 1 or more, or None, got {num_spec_tokens}")
-        steps = 1 + num_spec_tokens
         if cu_seqlens is None and q.shape[1] != steps:
             raise ValueError(f"q: expected 1 + num_spec_tokens = {steps} tokens, got shape {list(q.shape)}")
         if cu_seqlens is not None and q.shape[1] > N * steps:
@@ -507,11 +509,6 @@ def _slots_with_tokens(indices: Tensor | None, cu_seqlens: Tensor | None) -> Ten
     """indices (slot n for sequence n when None), but negative for sequences of no tokens, whose slots FlashInfer leaves alone."""
     live = _has_tokens(cu_seqlens)
     return torch.where(live, torch.arange(len(live), device=live.device) if indices is None else indices, -1)
-
-
-def _same(x: Tensor, y: Tensor) -> bool:
-    """Whether they are one pool: the same memory read the same way."""
-    return x is y or (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
 
 
 def _no_checkpoints(every: int, *tensors: Tensor | None) -> None:
