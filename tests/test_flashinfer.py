@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from gated_delta import UnsupportedProblem
 from gated_delta.integrations import flashinfer
@@ -1124,6 +1125,17 @@ def test_prefill_compiles_without_a_graph_break(form):
         results.append((o, *rest, state))
     for got, want in zip(*results):
         assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("name", [*FUNCTIONS, PREFILL])
+def test_fake_tensors_have_no_memory_to_compare(name):
+    """With an output of another dtype, and an output_state beside the initial one."""
+    arguments = valid(name) | (dict(output=ZEROS(B, T, HV, V).bfloat16()) if name != PREFILL else dict(output_final_state=True))
+    want = [x.shape for x in call(name, **arguments) if x is not None]
+    with FakeTensorMode() as mode:
+        fake = {n: mode.from_tensor(x) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+        got = call(name, **fake)
+    assert [x.shape for x in got if x is not None] == want
 
 
 # ------------------------------------------------------------------------------------------------ FlashInfer 0.7.2's signatures

@@ -74,29 +74,34 @@ def own_slots(indices: Tensor) -> Tensor:
 
 
 def copy_target(name: str, x: object, dims: str, shape: Sequence[int], device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
-    """Raises unless x has what a result needs that is copied into it once the operation ran; `writes` looks at its memory."""
+    """Raises unless x has what a result needs that is copied into it once the operation ran; `check_writes` looks at its memory."""
     x = tensor(name, x, dtypes)
     if list(x.shape) != list(shape):
         raise ValueError(f"{name}: expected shape [{dims}] = {list(shape)}, got {list(x.shape)}")
     on_device(name, x, device)
-    if x.numel() and not torch.compiler.is_compiling() and not x.data_ptr():
+    if x.numel() and _has_memory(x) and not x.data_ptr():
         raise ValueError(f"{name}: expected a tensor with data, got one whose storage was freed")
     if x.requires_grad and torch.is_grad_enabled():
         raise UnsupportedProblem(f"{name} requires grad, and gated_delta has no backward", ("backward",))
 
 
-def writes(written: Mapping[str, Tensor | None], read: Mapping[str, object]) -> None:
+def check_writes(written: Mapping[str, Tensor | None], read: Mapping[str, object]) -> None:
     """Raises unless a call may write these tensors beside what it reads; for where the operation gets copies of some of them."""
-    if torch.compiler.is_compiling():
-        return  # which mode it will run in and where its tensors will lie, a compiler cannot say
-    check_written({n: x for n, x in written.items() if x is not None}, {n: x for n, x in read.items() if isinstance(x, Tensor)})
+    targets = {name: x for name, x in written.items() if x is not None}
+    if all(map(_has_memory, targets.values())):
+        check_written(targets, {name: x for name, x in read.items() if isinstance(x, Tensor)})
 
 
 def same(x: Tensor, y: Tensor) -> bool:
-    """Whether they are the same memory read the same way. A compiler sees that of one tensor alone."""
-    if x is y or torch.compiler.is_compiling():
+    """Whether they are the same memory read the same way. Where code is traced, that is one tensor alone."""
+    if x is y or not _has_memory(x):
         return x is y
     return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
+
+
+def _has_memory(x: Tensor) -> bool:
+    """Not where code is traced: in which mode it will run and where its tensors will lie is not known there."""
+    return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter)
 
 
 def refuse(library: str, what: str, asked: bool) -> None:

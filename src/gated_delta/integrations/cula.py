@@ -37,7 +37,7 @@ from torch import Tensor
 
 from .. import Gate, KVBuffer, decode, flush, prefill, verify
 from ..problem import MAX_DRAFT, STATE_DTYPES, integer
-from .checks import copy_target, gather, rank, refuse, same, sequence_slots, sequences, tensor, writes
+from .checks import check_writes, copy_target, gather, rank, refuse, same, sequence_slots, sequences, tensor
 
 __all__ = [
     "kda_decode",
@@ -105,7 +105,7 @@ def kda_prefill(
         read: dict[str, object] = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens, out=out)
         if initial_state is not None and not same(initial_state, final_state):
             read["initial_state"] = initial_state
-        writes(dict(final_state=final_state), read)
+        check_writes(dict(final_state=final_state), read)
     gate = Gate.log()
     if use_gate_in_kernel:
         if A_log is None:
@@ -255,7 +255,7 @@ def kda_decode_mtp(
     if _k_first(state_layout):
         _refuse(_K_FIRST, not disable_state_update)
         _refuse("states after each token beside state_layout='kv'", intermediate_states_buffer is not None)
-        writes(dict(out=out), dict(initial_state_source=state))
+        check_writes(dict(out=out), dict(initial_state_source=state))
         state, tokens["state_indices"] = _transposed(state, tokens["state_indices"], [v.shape[2], q.shape[3], v.shape[3]], q)
     if intermediate_states_buffer is not None:
         want, got = [*v.shape, q.shape[3]], list(tensor("intermediate_states_buffer", intermediate_states_buffer).shape)

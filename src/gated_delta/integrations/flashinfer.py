@@ -30,7 +30,7 @@ from torch import Tensor
 
 from .. import Gate, decode, prefill
 from ..problem import INDEX_DTYPES, INPUT_DTYPES, MAX_DRAFT, STATE_DTYPES, integer
-from .checks import copy_target, floating, gather, own_slots, rank, refuse, same, sequence_slots, sequences, tensor, writes
+from .checks import check_writes, copy_target, floating, gather, own_slots, rank, refuse, same, sequence_slots, sequences, tensor
 
 __all__ = ["chunk_gated_delta_rule", "gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp", "recurrent_kda"]
 
@@ -91,6 +91,7 @@ def chunk_gated_delta_rule(
     for name, x in (("initial_state", initial_state), ("output_state", output_state)):
         _refuse(f"states in fp16 or fp8 ({name})", x is not None and tensor(name, x).dtype in _NARROW_STATES)
     N = sequences(cu_seqlens, q.device)
+    assert cu_seqlens is not None
     if state_indices is not None:
         sequence_slots("state_indices", state_indices, N, q.device)
         if output_state is None and output_final_state:
@@ -116,7 +117,7 @@ def chunk_gated_delta_rule(
     if apart:
         copy_target("output_state", output_state, "N, HV, V, K", shape, q.device, STATE_DTYPES)
     read |= {} if in_place else dict(initial_state=initial_state)
-    writes(dict(output=output, output_state=output_state), read)
+    check_writes(dict(output=output, output_state=output_state), read)
     fresh = torch.zeros(N, dtype=torch.bool, device=q.device) if initial_state is None else None
     final_state = output_state
     if output_state is not None and not apart:
@@ -337,6 +338,7 @@ def recurrent_kda(
       None, which is for dense tokens): the state after token t goes to slot [n, t], and slot [n, num_accepted_tokens[n] - 1] is
       read (clamped; [n, 0] when None).
     - initial_state_source, a pool, with initial_state_indices [N] is read instead; num_accepted_tokens is then not looked at.
+    - A sequence of no tokens writes nothing.
     - disable_state_update: nothing is written. Read is initial_state_source or else initial_state, at initial_state_indices or
       else ssm_state_indices. FlashInfer asks for normalised q and k here and for dense tokens; we do not.
     backend: "auto" and "cute-dsl" mean our "auto".
@@ -437,7 +439,7 @@ def _decode(output: Tensor | None, **arguments: Any) -> Tensor:
         return decode(**arguments, out=output)
     copy_target("output", output, "B, T, HV, V", v.shape, v.device, INPUT_DTYPES)
     gate = arguments["gate"]
-    writes(dict(output=output), dict(A_log=gate.A_log, dt_bias=gate.dt_bias, **arguments))
+    check_writes(dict(output=output), dict(A_log=gate.A_log, dt_bias=gate.dt_bias, **arguments))
     return output.copy_(decode(**arguments))
 
 
@@ -500,12 +502,11 @@ def _sequences(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> int:
     return N
 
 
-def _has_tokens(cu_seqlens: Tensor | None) -> Tensor:
-    assert cu_seqlens is not None
+def _has_tokens(cu_seqlens: Tensor) -> Tensor:
     return cu_seqlens.diff() > 0
 
 
-def _slots_with_tokens(indices: Tensor | None, cu_seqlens: Tensor | None) -> Tensor:
+def _slots_with_tokens(indices: Tensor | None, cu_seqlens: Tensor) -> Tensor:
     """indices (slot n for sequence n when None), but negative for sequences of no tokens, whose slots FlashInfer leaves alone."""
     live = _has_tokens(cu_seqlens)
     return torch.where(live, torch.arange(len(live), device=live.device) if indices is None else indices, -1)
