@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses import FakeTensorMode
 
 from gated_delta import UnsupportedProblem
 from gated_delta.integrations import flashinfer
@@ -831,6 +831,11 @@ INVALID = [
     (KDA, dict(initial_state_source=pool()), "^initial_state_indices"),
     (KDA, dict(initial_state_indices=ints(0, 1, 2)), "^initial_state_indices"),
     (KDA, dict(SOURCE, num_spec_tokens=2, initial_state=pool(8)), "^initial_state: "),
+    (KDA, dict(num_spec_tokens=2, initial_state=pool(8)), "^initial_state: expected 9 slots"),
+    (KDA, dict(initial_state=pool(2)), "^initial_state: expected 3 slots"),
+    (KDA, dict(initial_state=(two := pool(2)), initial_state_source=two, initial_state_indices=ints(0, 1, 0)), "^initial_state: "),
+    (PREFILL, dict(initial_state=None, output_state=pool(N - 1)), "^output_state: expected 4 slots"),
+    (PREFILL, dict(initial_state=(three := pool(N - 1)), output_state=three), "^output_state: expected 4 slots"),
     (KDA, dict(disable_state_update=True, output_final_state=True), "^output_final_state"),
     (KDA, dict(disable_state_update=True, num_accepted_tokens=ints(1, 1, 1)), "^num_accepted_tokens"),
     (KDA, dict(disable_state_update=True, initial_state=None), "^initial_state: "),

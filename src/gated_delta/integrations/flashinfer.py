@@ -121,6 +121,8 @@ def chunk_gated_delta_rule(
     fresh = torch.zeros(N, dtype=torch.bool, device=q.device) if initial_state is None else None
     final_state = output_state
     if output_state is not None and not apart:
+        if state_indices is None:
+            _slot_each("output_state", output_state, N)
         if initial_state is None:
             state_indices = _slots_with_tokens(state_indices, cu_seqlens)
         o, _ = prefill(**tokens, state=output_state, state_indices=state_indices, has_initial_state=fresh)
@@ -399,6 +401,8 @@ def recurrent_kda(
     if initial_state is None:
         _refuse("a pool as large as the largest index (ssm_state_indices without initial_state)", ssm_state_indices is not None)
         initial_state = v.new_zeros(N * steps, v.shape[2], v.shape[3], q.shape[3], dtype=torch.bfloat16)
+    if ssm_state_indices is None:
+        _slot_each("initial_state", initial_state, N * steps)
     arguments: dict[str, Any]
     if initial_state_indices is not None:
         sequence_slots("initial_state_indices", initial_state_indices, N, q.device)
@@ -420,8 +424,6 @@ def recurrent_kda(
         _refuse("writing by index another pool than it reads (initial_state_source, ssm_state_indices)", indexed)
         several = num_spec_tokens is None and q.shape[1] > (N if cu_seqlens is not None else 1)
         _refuse("several tokens from one pool to another (initial_state_source without num_spec_tokens)", several)
-        if initial_state.shape[0] < N * steps:
-            raise ValueError(f"initial_state: expected {N * steps} slots or more, got shape {list(initial_state.shape)}")
         in_order = initial_state[: N * steps].unflatten(0, (N, steps))
         arguments = dict(state=initial_state_source, state_indices=initial_state_indices)
         arguments |= dict(intermediate_states=in_order, update_state=False)
@@ -500,6 +502,13 @@ def _sequences(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> int:
     most = MAX_DRAFT if cu_seqlens is None else MAX_DRAFT * max(N, 1)
     _refuse(f"more than {MAX_DRAFT} tokens in a sequence (gated_delta.prefill takes them)", q.shape[1] > most)
     return N
+
+
+def _slot_each(name: str, pool: Tensor, count: int) -> None:
+    """Slots counted through here reach the operation as indices, which it does not compare with a pool's size on a GPU."""
+    rank(name, pool, "P, HV, V, K")
+    if pool.shape[0] < count:
+        raise ValueError(f"{name}: expected {count} slots or more, got shape {list(pool.shape)}")
 
 
 def _has_tokens(cu_seqlens: Tensor) -> Tensor:
