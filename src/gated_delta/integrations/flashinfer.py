@@ -36,7 +36,7 @@ __all__ = ["chunk_gated_delta_rule", "gated_delta_rule_decode_pretranspose", "ga
 
 _refuse = functools.partial(refuse, "FlashInfer")
 
-_NARROW_STATES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+_REFUSED_STATES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def chunk_gated_delta_rule(
@@ -89,7 +89,7 @@ def chunk_gated_delta_rule(
     _no_checkpoints(checkpoint_every_n_tokens, state_checkpoints, checkpoint_cu_starts)
     _refuse(f"more query than value heads (H={q.shape[1]}, HV={v.shape[1]})", q.shape[1] > v.shape[1])
     for name, x in (("initial_state", initial_state), ("output_state", output_state)):
-        _refuse(f"states in fp16 or fp8 ({name})", x is not None and tensor(name, x).dtype in _NARROW_STATES)
+        _refuse(f"states in fp16 or fp8 ({name})", x is not None and tensor(name, x).dtype in _REFUSED_STATES)
     N = sequences(cu_seqlens, q.device)
     assert cu_seqlens is not None
     if state_indices is not None:
