@@ -1,5 +1,6 @@
 """The command line: what it prints, what it writes, and its exit codes."""
 
+import contextlib
 import functools
 import json
 import math
@@ -485,6 +486,39 @@ def test_ctrl_c_ends_compiling_and_its_processes(tmp_path):
     while (left := alive(running.pid)) and time.monotonic() - pressed < 10:
         time.sleep(0.05)
     assert not left
+
+
+def test_a_worker_that_dies_takes_nothing_along_that_was_compiled(tmp_path):
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    pack = tmp_path / "pack"
+    with process("compile", "--out", pack, "--jobs", "1", "--filter", "flush", "--json", start_new_session=True) as running:
+        deadline = time.monotonic() + 120
+        while not list(pack.glob("*/*.so")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        scratch = None
+        while scratch is None and time.monotonic() < deadline:
+            scratch = next(pack.glob("*/scratch-*"), None)
+        os.kill(int(scratch.name.split("-")[1]), signal.SIGKILL)
+        output, _ = running.communicate(timeout=60)
+    assert running.returncode == 1
+    found = statuses(json.loads(output))
+    assert found[0] == "compiled"
+    assert found[-1] == "failed"
+    assert json.loads(output)["results"][-1]["reason"] == "its process died"
+
+
+def test_the_progress_bar_names_what_it_compiles(tmp_path):
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    ours, theirs = os.openpty()
+    arguments = ["compile", "--out", tmp_path / "pack", "--jobs", "1", "--filter", "flush K=128", "--limit", "1"]
+    with process(*arguments, stderr=theirs, env=dict(TERM="xterm", COLUMNS="40")) as running:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # how a terminal ends
+            while part := os.read(ours, 4096):
+                shown += part
+    assert running.returncode == 0
+    assert b"flush K=1" in shown
 
 
 def test_a_reader_that_leaves_takes_nothing_along(tmp_path):

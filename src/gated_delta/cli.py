@@ -20,7 +20,6 @@ from typing import TYPE_CHECKING, Annotated, Any
 import torch
 import typer
 from rich.console import Console
-from rich.progress import track
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -52,7 +51,7 @@ from .options import (
 from .options import device_option as _device
 from .pack import build_all
 from .problem import UnsupportedProblem
-from .results import PACKAGES, Refusal, Report, console, document, errors, first_line, make_table, one_line, same_file, watched
+from .results import PACKAGES, Refusal, Report, console, document, errors, first_line, make_table, one_line, same_file, tracked
 
 if TYPE_CHECKING:
     from .bench import Agenda, Outcome
@@ -185,7 +184,7 @@ def compile_kernels(
         build_all(variants, arch.value, out.resolve(), min(jobs, len(variants)), records)
     for record in records:
         facts = [str(record.get(name, "-")) for name in ("registers", "stack", "shared")]
-        table.add_row(record["label"], *facts, f"{record['seconds']:.1f}")
+        table.add_row(record["label"], *facts, "-" if record["seconds"] is None else f"{record['seconds']:.1f}")
     report.write(document(context, records, complete=not report.interrupted))
     report.show(table)
     failed = [record for record in records if record["status"] == "failed"]
@@ -224,7 +223,7 @@ def check(
     records: list[dict[str, Any]] = []
     began = time.monotonic()
     with report.measuring():
-        for case in track(chosen, f"{len(chosen)} cases on {where}", console=errors, disable=not watched()):
+        for case in tracked(chosen, f"{len(chosen)} cases on {where}"):
             records.append(_judged(case, backend.value, where))
     report.write(document(context, records, where, complete=not report.interrupted))
 
@@ -368,7 +367,7 @@ def bench(
     done: list[timing.Timing] = []
     with report.measuring():
         bandwidth = timing.copy_bandwidth(where)
-        for case in track(chosen, f"{op.value} on {where}", console=errors, disable=not watched()):
+        for case in tracked(chosen, f"{op.value} on {where}"):
             try:
                 taken = timing.time_case(case, backend.value, where, bandwidth, token_loop=token_loop)
                 failure = "fails its check, not timed"
@@ -443,13 +442,13 @@ def _bench_grid(
         )
         run = contest.run
         right = []
-        for one in track([*agenda.cells, *agenda.probes], description="checking", console=errors, disable=not watched()):
+        for one in tracked([*agenda.cells, *agenda.probes], "checking"):
             if wrong := contest.check(one):
                 failed += 1
                 report.say(f"fails its check, not timed: {one}: {'; '.join(wrong)}")
             else:
                 right.append(one)
-        for one in track(right, description="timing", console=errors, disable=not watched()):
+        for one in tracked(right, "timing"):
             if isinstance(one, timing.Cell):
                 outcomes.append(contest.measure(one))
             else:

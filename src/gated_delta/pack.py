@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
 import shutil
@@ -23,7 +24,7 @@ def build_all(variants: Sequence[kernels.Variant], arch: str, out: Path, jobs: i
     """Compile them in `jobs` processes; records: what each came to, however it ends."""
     others = multiprocessing.active_children()
     label = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
-    progress = Progress(label, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), console=errors, disable=not watched())
+    progress = Progress(label, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), console=errors)
     futures: dict[kernels.Variant, Future[dict[str, Any]]] = {}
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _build_in, (str(out),)) as pool:
         try:
@@ -31,7 +32,7 @@ def build_all(variants: Sequence[kernels.Variant], arch: str, out: Path, jobs: i
             for variant in variants:
                 futures[variant] = pool.submit(_build, variant, arch)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
-            with progress:
+            with progress if watched() else contextlib.nullcontext():
                 task = progress.add_task("", total=len(variants))
                 for variant in variants:  # the first that is not done
                     progress.update(task, description=variant.label)

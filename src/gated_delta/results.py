@@ -11,19 +11,21 @@ import platform
 import signal
 import sys
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import FrameType
-from typing import Any, TextIO
+from typing import Any, TextIO, TypeVar
 
 import torch
 import typer
 from rich.console import Console, RenderableType
+from rich.progress import track
 from rich.table import Table
 
 from . import __version__
 from . import compile as kernels
 
+Item = TypeVar("Item")
 PACKAGES = ("torch", "transformers", kernels.COMPILER, kernels.RUNTIME)
 
 
@@ -38,6 +40,11 @@ console, errors = _console(sys.stdout, False), _console(sys.stderr, True)
 def watched() -> bool:
     """Whether a progress bar is seen."""
     return sys.stderr is not None and sys.stderr.isatty()
+
+
+def tracked(items: Sequence[Item], description: str) -> Iterable[Item]:
+    """The items, with a progress bar where one is seen."""
+    return track(items, description, console=errors) if watched() else items
 
 
 class Refusal(Exception):
@@ -234,6 +241,9 @@ class Report:
         for line in lines:
             try:
                 self._tables.print(line, style=style, highlight=False, markup=False)
+            except BrokenPipeError:  # rich since 13.8 leaves by itself
+                self._abandon_stdout()
+                raise typer.Exit(1) from None
             except OSError as problem:
                 self._lose_stdout(problem)
                 self._tables = errors
@@ -256,6 +266,9 @@ class Report:
 
     def _lose_stdout(self, problem: OSError) -> None:
         self._lose(f"cannot write to the standard output: {problem.strerror or problem}")
+        self._abandon_stdout()
+
+    def _abandon_stdout(self) -> None:
         with contextlib.suppress(OSError, ValueError):  # the interpreter would flush it again as it ends, and fail
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
