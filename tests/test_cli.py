@@ -440,13 +440,15 @@ def test_ctrl_c_keeps_what_was_done(monkeypatch, tmp_path, arguments, module, na
     assert signal.getsignal(signal.SIGINT) is handler
 
 
-def test_ctrl_c_in_the_demo(monkeypatch):
+def test_ctrl_c_in_the_demo_keeps_what_was_shown(monkeypatch):
     from gated_delta import demo
 
-    monkeypatch.setattr(demo, "life_of_a_request", interrupting(demo.life_of_a_request, 1))
+    monkeypatch.setattr(demo.api, "verify", interrupting(demo.api.verify, 1))
     result = run("demo", "The while statement", "--length", "4", "--device", "cpu")
     assert result.exit_code == 130
-    assert "patched and unpatched transformers give the same text" in result.stdout
+    for words in ("The while statement", "patched and unpatched transformers give the same text", "prefill, packed", "1 each"):
+        assert words in result.stdout
+    assert "4 drafts" not in result.stdout
 
 
 def alive(group):
@@ -531,13 +533,18 @@ def test_a_reader_that_leaves_takes_nothing_along(tmp_path):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-def test_a_full_standard_output():
-    with open("/dev/full", "w") as full, process(*CHECK, stdout=full) as running:
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [(CHECK, "passed"), ([*CHECK, "--json"], "passed"), (["demo", "--length", "2", "--device", "cpu"], "")],
+    ids=["check", "json", "demo"],
+)
+def test_a_full_standard_output(arguments, kept):
+    with open("/dev/full", "w") as full, process(*arguments, stdout=full) as running:
         complaints = running.stderr.read()
     assert running.returncode == 2
     assert "No space left on device" in complaints
     assert "Traceback" not in complaints
-    assert "passed" in complaints  # the table
+    assert kept in complaints  # the table
 
 
 def test_closed_streams():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
 import os
@@ -500,4 +501,8 @@ def demo(
             passed = show(prompt, length, backend.value, where, console)
     except (ImportError, UnsupportedProblem) as problem:
         raise Refusal(one_line(problem)) from None
+    except OSError as problem:
+        if problem.errno == errno.EPIPE:  # which typer leaves for
+            raise
+        report.lose_stdout(problem)
     report.leave(not passed)

@@ -234,7 +234,7 @@ class Report:
             sys.stdout.write(text)
             sys.stdout.flush()
         except OSError as problem:
-            self._lose_stdout(problem)
+            self.lose_stdout(problem)
 
     def show(self, *lines: RenderableType, style: str | None = None) -> None:
         """Print tables and lines of plain text; to the standard error where the standard output takes no more."""
@@ -245,7 +245,7 @@ class Report:
                 self._abandon_stdout()
                 raise typer.Exit(1) from None
             except OSError as problem:
-                self._lose_stdout(problem)
+                self.lose_stdout(problem)
                 self._tables = errors
                 with contextlib.suppress(OSError):
                     errors.print(line, style=style, highlight=False, markup=False)
@@ -264,7 +264,8 @@ class Report:
         self._lost = True
         self.say(line)
 
-    def _lose_stdout(self, problem: OSError) -> None:
+    def lose_stdout(self, problem: OSError) -> None:
+        """The standard output takes no more."""
         self._lose(f"cannot write to the standard output: {problem.strerror or problem}")
         self._abandon_stdout()
 
