@@ -81,8 +81,8 @@ def _naming_directory() -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        place = str(problem.filename or directory())  # a full disk has no name
-        if problem.errno is None or not place.startswith((str(directory()), *map(str, directory().parents[:-1]))):
+        place = Path(problem.filename or directory())  # a full disk has no name
+        if problem.errno is None or not (place.is_relative_to(directory()) or directory().is_relative_to(place)):
             raise
         reason = f"{os.strerror(problem.errno)}: {place}"
         raise type(problem)(
