@@ -4,14 +4,36 @@ TORCH ?= 2.13.0
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+OLDEST := .venv-oldest
+OLDEST_TORCH := 2.9.0
 
-.PHONY: demo test lint check clean
+.PHONY: demo test test-oldest lint check clean
 
 demo: $(READY)
 	$(BIN)/gated-delta demo
 
 test: lint
 	$(BIN)/pytest -n 2
+
+# The wheel in an environment of its own: first alone, then with its compiler, everything as old as pyproject.toml allows.
+# torch is PyTorch's CPU build; where only pip's index is reached, which has none of the oldest, the one of `make test`.
+test-oldest: UV = VIRTUAL_ENV=$(OLDEST) $(OLDEST)/bin/uv pip install -q
+test-oldest:
+	$(PYTHON) -m venv --clear $(OLDEST)
+	$(OLDEST)/bin/pip install -q uv
+	$(UV) --torch-backend=cpu torch==$(OLDEST_TORCH) 2> /dev/null || { \
+		echo "no CPU build of torch $(OLDEST_TORCH) here: $(TORCH) in its place"; $(OLDEST)/bin/pip install -q "torch==$(TORCH)+cpu"; }
+	$(OLDEST)/bin/pip wheel -q --no-deps --wheel-dir $(OLDEST)/wheel .
+	$(UV) --resolution=lowest-direct -r pyproject.toml
+	$(UV) --no-deps $(OLDEST)/wheel/*.whl
+	$(OLDEST)/bin/gated-delta --version
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/gated-delta check --backend reference --limit 8
+	$(UV) --resolution=lowest-direct -r pyproject.toml --extra cute
+	$(UV) numpy pytest pytest-xdist hypothesis nvidia-cuda-cuobjdump
+	$(OLDEST)/bin/gated-delta info
+	$(OLDEST)/bin/gated-delta compile --out $(OLDEST)/pack --filter decode --limit 1
+	$(OLDEST)/bin/pytest -n 2 tests/test_problem.py tests/test_library.py tests/test_cli.py tests/test_compile.py \
+		-k "(test_problem or test_library or one_line or json or compiled_once or damaged or switches) and not plot and not picture"
 
 lint: $(READY)
 	$(BIN)/ruff check .
@@ -34,4 +56,4 @@ $(READY): pyproject.toml Makefile
 	touch $@
 
 clean:
-	rm -rf $(VENV) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis

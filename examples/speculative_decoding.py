@@ -27,6 +27,7 @@ from torch import Tensor
 
 import gated_delta as gd
 from gated_delta.demo import load_model
+from gated_delta.options import usable_device
 
 Recurrence = Callable[[int, dict[str, Any]], Tensor]
 """What a step does in a linear layer: from its row among the linear layers and its tokens to outputs [1, T, HV, V]."""
@@ -210,14 +211,19 @@ def main(
     prompt: Annotated[str, typer.Option(help="Text for the model to continue.")] = "The for statement is used to",
     length: Annotated[int, typer.Option(min=2, max=2000, help="Bytes to generate.")] = 300,
     draft: Annotated[int, typer.Option(min=1, max=15, help="Most drafts per step.")] = 7,
-    device: Annotated[str, typer.Option(help="Where to run.")] = "cuda" if torch.cuda.is_available() else "cpu",
+    device: Annotated[str, typer.Option(help="Where to run; a GPU when there is one.")] = "auto",
 ) -> None:
     """Generate with drafts and without, and compare."""
     if not prompt:
         raise typer.BadParameter("expected some text", param_hint="--prompt")
-    if device == "cpu":
+    try:
+        where = usable_device(device)
+        model = load_model(where, torch.float32)
+    except (ValueError, ImportError) as problem:  # no such device; no transformers
+        typer.echo(str(problem), err=True)
+        raise typer.Exit(2) from None
+    if where.type == "cpu":
         torch.set_num_threads(1)  # the model is too small for more
-    model = load_model(torch.device(device), torch.float32)
     plain = decode_plainly(model, prompt.encode(), length)
     result = decode_speculatively(model, prompt.encode(), length, draft)
     assert result.text == plain, f"plain decoding gives another text: {plain.decode(errors='replace')}"

@@ -974,8 +974,9 @@ def test_a_run_cut_short_leaves_what_it_has(monkeypatch, tmp_path):
 
     monkeypatch.setattr(contest, "probe", cut)
     file = tmp_path / "speculate.json"
-    with pytest.raises(KeyboardInterrupt):
+    with pytest.raises(typer.Exit) as left:
         cli._bench_grid(Agenda(SPECULATIONS[:1], {}, {}, [Flatness(SPECULATIONS[0])]), "", CPU, cli.console, file, True, None)
+    assert left.value.exit_code == 130
     assert [cell["us"] for cell in json.loads(file.read_text())["cells"]] == [4.0]
 
 

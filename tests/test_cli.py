@@ -1,21 +1,48 @@
 """The command line: what it prints, what it writes, and its exit codes."""
 
+import contextlib
+import functools
 import json
 import math
 import os
+import signal
+import subprocess
+import sys
+import time
+from io import StringIO
+from pathlib import Path
 
 import pytest
 import torch
+import typer
+from rich.console import Console
 from typer.testing import CliRunner
 
-from gated_delta import reference
+import gated_delta
+from gated_delta import bench, compile, reference, results, testing
 from gated_delta.cli import app
+from gated_delta.results import Report, make_table
 
 runner = CliRunner()
+CHECK = ["check", "--backend", "reference", "--op", "flush", "--limit", "3", "--device", "cpu"]
+BENCH = ["bench", "--op", "decode", "--batch", "1,2", "--heads", "1/1", "--dim", "16", "--model", "kda", "--device", "cpu"]
+SOURCE = str(Path(gated_delta.__file__).parents[1])
 
 
 def run(*arguments):
-    return runner.invoke(app, list(arguments))
+    return runner.invoke(app, [str(argument) for argument in arguments])
+
+
+def process(*arguments, **options):
+    """The command in a process of its own: its signals, streams and locale."""
+    environment = {**os.environ, "PYTHONPATH": SOURCE, **options.pop("env", {})}
+    streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
+    command = [sys.executable, "-m", "gated_delta", *map(str, arguments)]
+    return subprocess.Popen(command, env=environment, text=True, **streams)
+
+
+def statuses(written):
+    return [one["status"] for one in written["results"]]
 
 
 def test_compile_builds_a_pack_and_says_what_it_takes(tmp_path):
@@ -25,8 +52,11 @@ def test_compile_builds_a_pack_and_says_what_it_takes(tmp_path):
     result = run("compile", *arguments)
     assert result.exit_code == 0, result.stdout
     written = json.loads(file.read_text())
-    assert len(list((tmp_path / "pack").glob("*/*.so"))) == len(written["kernels"]) == 1
-    assert written["kernels"][0]["registers"] > 0
+    assert len(list((tmp_path / "pack").glob("*/*.so"))) == len(written["results"]) == 1
+    assert statuses(written) == ["compiled"]
+    assert written["results"][0]["registers"] > 0
+    assert written["versions"]["nvidia-cutlass-dsl"] == compile.installed("nvidia-cutlass-dsl")
+    assert written["versions"]["kernel_sources"] == compile.sources()
     assert run("compile", "--out", str(tmp_path), "--filter", "no such kernel").exit_code == 2
 
 
@@ -42,18 +72,17 @@ def test_check_passes_and_reports_every_case(tmp_path):
     result = run("check", "--backend", "reference", "--quick", "--op", "verify", "--json", str(file), "--device", "cpu")
     assert result.exit_code == 0, result.stdout
     written = json.loads(file.read_text())
-    assert len(written["cases"]) > 30
-    assert all(case["passed"] and case["errors"]["o"]["share"] <= 1 for case in written["cases"])
+    assert len(written["results"]) > 30
+    assert all(case["status"] == "passed" and case["errors"]["o"]["share"] <= 1 for case in written["results"])
 
 
 def test_json_without_a_file_is_all_there_is_on_the_standard_output():
     checked = run("check", "--op", "flush", "--limit", "2", "--json", "--device", "cpu", "--backend", "reference")
-    assert len(json.loads(checked.stdout)["cases"]) == 2
+    assert len(json.loads(checked.stdout)["results"]) == 2
     timed = run(
         "bench", "--op", "decode", "--batch", "1", "--heads", "1/1", "--dim", "16", "--model", "kda", "--json", "--device", "cpu"
     )
-    assert json.loads(timed.stdout)[0]["host_seconds"] > 0
-    assert run("bench", "out.json").exit_code == 2
+    assert json.loads(timed.stdout)["results"][0]["host_seconds"] > 0
 
 
 def test_check_fails_loudly_when_a_backend_is_wrong(monkeypatch):
@@ -88,7 +117,7 @@ def test_bench_writes_json_and_a_picture(tmp_path):
     sizes = ["--batch", "1,2", "--tokens", "3", "--heads", "2/4", "--dim", "16", "--device", "cpu"]
     result = run("bench", "--op", "decode", *sizes, "--json", str(json_file), "--plot", str(picture))
     assert result.exit_code == 0, result.stdout
-    timings = json.loads(json_file.read_text())
+    timings = json.loads(json_file.read_text())["results"]
     assert len(timings) == 4
     assert all(t["seconds"] > 0 and t["bytes"] > 0 and t["copy_bandwidth"] > 0 for t in timings)
     assert picture.read_bytes().startswith(b"\x89PNG")
@@ -130,21 +159,455 @@ def test_bench_prints_nothing_for_a_case_that_fails_its_check(monkeypatch):
     assert "tokens/s" not in result.stdout
 
 
+# ------------------------------------------------------------------------------------------------ JSON
+
+
+def test_json_has_one_shape_for_every_command(tmp_path):
+    commands = {"check": CHECK, "bench": BENCH}
+    if compile.installed(compile.COMPILER):
+        commands["compile"] = ["compile", "--out", tmp_path / "pack", "--limit", "1", "--jobs", "1"]
+    written = {}
+    for command, arguments in commands.items():
+        result = run(*arguments, "--json", tmp_path / command)
+        assert result.exit_code == 0, result.output
+        written[command] = json.loads((tmp_path / command).read_text())
+    for command, content in written.items():
+        assert list(content) == ["command", "complete", "versions", "device", "arguments", "results"]
+        assert (content["command"], content["complete"]) == (command, True)
+        assert content["versions"]["gated_delta"] == gated_delta.__version__
+        assert content["versions"]["torch"] == torch.__version__
+        assert {"python", "nvidia-cutlass-dsl", "apache-tvm-ffi", "kernel_sources"} <= set(content["versions"])
+        assert all({"label", "status"} <= set(record) for record in content["results"])
+    assert written["check"]["device"] == written["bench"]["device"] == "cpu"
+    assert written["check"]["arguments"]["backend"] == "reference"
+    assert written["bench"]["arguments"]["dim"] == 16
+
+
+def test_json_names_the_backend_that_ran(tmp_path):
+    arguments = [argument if argument != "reference" else "auto" for argument in CHECK]
+    checked = json.loads(run(*arguments, "--json").stdout)
+    assert checked["arguments"]["backend"] == "auto"
+    assert {case["backend"] for case in checked["results"]} == {"reference"}
+    assert {case["backend"] for case in json.loads(run(*BENCH, "--json").stdout)["results"]} == {"reference"}
+
+
+def test_json_lists_what_is_unsupported_and_what_fails(monkeypatch):
+    listed = json.loads(run("check", "--backend", "cute", "--op", "flush", "--limit", "2", "--device", "cpu", "--json").stdout)
+    assert statuses(listed) == ["unsupported"] * 2
+    assert all(case["backend"] is None and "CUDA device" in case["missing"][0] for case in listed["results"])
+
+    def broken(**_):
+        raise RuntimeError("out of luck\nat line 7")
+
+    monkeypatch.setattr(reference, "flush", broken)
+    result = run(*CHECK, "--json")
+    assert result.exit_code == 1
+    listed = json.loads(result.stdout)
+    assert statuses(listed) == ["failed"] * 3
+    assert listed["results"][0]["failures"] == ["RuntimeError: out of luck"]
+    result = run(*BENCH[:2], "flush", *BENCH[3:], "--json")
+    assert result.exit_code == 1
+    assert [one["reason"] for one in json.loads(result.stdout)["results"]] == ["RuntimeError: out of luck"] * 2
+
+
+def test_json_has_no_nan(monkeypatch):
+    right = reference.decode
+
+    def poisoned(tokens, *, out, **states):
+        right(tokens, out=out, **states)
+        out.fill_(math.nan)
+
+    monkeypatch.setattr(reference, "decode", poisoned)
+    result = run("check", "--backend", "reference", "--op", "decode", "--limit", "1", "--device", "cpu", "--json")
+
+    def refuse(constant):
+        raise AssertionError(constant)
+
+    assert json.loads(result.stdout, parse_constant=refuse)["results"][0]["errors"]["o"]["share"] is None
+
+
+# ------------------------------------------------------------------------------------------------ refused before it runs
+
+
+REFUSED = [
+    ("check --limit -3", "--limit"),
+    ("check --json /nonexistent/x", "/nonexistent/x"),
+    ("check --json {directory}", "directory"),
+    ("check --json {text}/x", "Not a directory"),
+    ("check --json {text}", "holds something else"),
+    ("check --json {grid}", "holds something else"),
+    ("check --json {directory}/" + 250 * "x", "too long"),
+    ("check --json /proc/x", "/proc/x"),
+    ("check {directory}/x", "--json"),
+    ("check --filter [/no_such_case]", "[/no_such_case]"),
+    ("check --device meta", "'meta'"),
+    ("check --device fpga", "'fpga'"),
+    ("check --device cuda:99", "cuda:99"),
+    ("bench --json /nonexistent/x", "/nonexistent/x"),
+    ("bench --plot {directory}/x.qqq", ".png"),
+    ("bench --plot {directory}/x", ".png"),
+    ("bench --plot /nonexistent/x.png", "/nonexistent/x.png"),
+    ("bench --json --plot {directory}/x.png {directory}/../{name}/x.png", "--json"),
+    ("bench --dim 0", "--dim"),
+    ("bench --dim 1000000000", "--dim"),
+    ("bench --heads 3/4", "--heads"),
+    ("bench --heads many", "--heads"),
+    ("bench --heads 0/0", "--heads"),
+    ("bench --batch 0", "--batch"),
+    ("bench --batch x", "--batch"),
+    ("bench --batch 1000000000 --device cpu", "--batch"),
+    ("bench --batch 1000000 --heads 1024/1024 --device cpu", "GiB"),
+    ("bench --op prefill --tokens 16000000 --heads 1024/1024 --device cpu", "GiB"),
+    ("bench --op decode --tokens 17", "--tokens"),
+    ("bench --op decode --token-loop", "--token-loop"),
+    ("bench --state-dtype fp16", "--state-dtype"),
+    ("bench --device tpu7", "tpu7"),
+    ("bench --device meta", "'meta'"),
+    ("bench --backend cute --device cpu", "CUDA device"),
+    ("bench --backend cute --op flush --device cpu", "CUDA device"),
+    ("compile --out {text}", "--out"),
+    ("compile --out {text}/x", "Not a directory"),
+    ("compile --out {directory}/x --json {directory}/x", "another file"),
+    ("compile --out {directory}/x --jobs 0", "--jobs"),
+    ("compile --out {directory}/x --limit -1", "--limit"),
+    ("compile --out {directory}/x --json /nonexistent/x", "/nonexistent/x"),
+    ("compile --out {directory}/x --filter no_such_kernel", "no_such_kernel"),
+    ("demo --length 0", "--length"),
+    ("demo --backend cute --device cpu", "--backend"),
+    ("demo --device meta", "'meta'"),
+    ("no_such_command", "no_such_command"),
+    ("check --no-such-option", "--no-such-option"),
+]
+
+
+@pytest.fixture
+def unmeasured(monkeypatch):
+    def measured(*_arguments, **_options):
+        raise AssertionError("measured")
+
+    for module, name in ((testing, "run_case"), (bench, "copy_bandwidth"), (bench, "time_case"), (compile, "_compile")):
+        monkeypatch.setattr(module, name, measured)
+
+
+def refused(result, word):
+    assert result.exit_code == 2, result.output
+    assert result.stdout == ""
+    assert result.stderr.count("\n") == 1, result.stderr
+    assert word in result.stderr
+
+
+@pytest.mark.usefixtures("unmeasured")
+@pytest.mark.parametrize(("command", "word"), REFUSED)
+def test_bad_paths_and_values_are_refused_in_one_line_before_anything_runs(tmp_path, command, word):
+    if command.startswith("compile") and compile.installed(compile.COMPILER) is None:
+        pytest.skip("needs nvidia-cutlass-dsl")
+    text, grid, directory = tmp_path / "notes.md", tmp_path / "grid.json", tmp_path / "directory"
+    text.write_text("# mine")
+    grid.write_text('{"runs": [], "summary": {}, "cells": []}')
+    directory.mkdir()
+    before = sorted(tmp_path.rglob("*"))
+    refused(run(*command.format(text=text, grid=grid, directory=directory, name=directory.name).split()), word)
+    assert sorted(tmp_path.rglob("*")) == before
+    assert text.read_text() == "# mine"
+
+
+@pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(
-    "arguments",
+    ("name", "value", "word"),
     [
-        ["--heads", "3/4"],
-        ["--heads", "many"],
-        ["--batch", "0"],
-        ["--batch", "x"],
-        ["--op", "decode", "--tokens", "17"],
-        ["--op", "decode", "--token-loop"],
-        ["--state-dtype", "fp16"],
-        ["--device", "tpu7"],
+        ("CC", "/nonexistent", "CC: expected a C compiler"),
+        ("CC", " ", "CC: expected a C compiler"),
+        ("GATED_DELTA_JIT", "maybe", "GATED_DELTA_JIT: expected 0 or 1, got 'maybe'"),
+        ("GATED_DELTA_JIT", "", "GATED_DELTA_JIT: expected 0 or 1, got ''"),
+        ("GATED_DELTA_CACHE_DIR", __file__, "GATED_DELTA_CACHE_DIR"),
+        ("GATED_DELTA_CACHE_DIR", __file__ + "/x/y", "GATED_DELTA_CACHE_DIR"),
     ],
 )
-def test_bench_refuses_nonsense(arguments):
-    assert run("bench", *arguments).exit_code == 2
+def test_bad_environments_are_refused_in_one_line(monkeypatch, tmp_path, name, value, word):
+    if name == "CC" and compile.installed(compile.COMPILER) is None:
+        pytest.skip("needs nvidia-cutlass-dsl")
+    monkeypatch.setenv(name, value)
+    refused(run("compile", "--out", tmp_path / "pack"), word)
+    assert not (tmp_path / "pack").exists()
+
+
+@pytest.mark.usefixtures("unmeasured")
+def test_what_is_not_installed_is_named_in_one_line(monkeypatch, tmp_path):
+    with monkeypatch.context() as patch:
+        patch.setattr(compile, "installed", lambda package: None)
+        refused(run("compile", "--out", tmp_path / "pack"), "needs nvidia-cutlass-dsl")
+    for package, arguments in {
+        "matplotlib": ["bench", "--plot", tmp_path / "x.png"],
+        "transformers": ["demo", "--device", "cpu"],
+    }.items():
+        with monkeypatch.context() as patch:
+            for name in [name for name in sys.modules if name.split(".")[0] == package]:
+                patch.delitem(sys.modules, name)
+            patch.setitem(sys.modules, package, None)
+            refused(run(*arguments), "pip install")
+
+
+def test_results_replace_earlier_ones_of_the_same_command(tmp_path):
+    file = tmp_path / "check.json"
+    link = tmp_path / "link.json"
+    file.touch()
+    link.symlink_to(file)
+    for _ in range(2):
+        assert run(*CHECK, "--json", link).exit_code == 0
+    assert link.is_symlink()
+    assert len(json.loads(file.read_text())["results"]) == 3
+    refused(run(*BENCH, "--json", file), "holds something else")
+
+
+def test_a_file_that_is_none_is_written_to_and_left_there():
+    assert run(*CHECK, "--json", "/dev/null").exit_code == 0
+    assert Path("/dev/null").is_char_device()
+
+
+def test_version_and_help():
+    assert run("--version").stdout == f"gated-delta {gated_delta.__version__}\n"
+    assert run().exit_code == 2
+    for command in ("info", "compile", "check", "bench", "demo"):
+        assert command in run().stdout
+        assert run(command, "--help").exit_code == 0
+
+
+# ------------------------------------------------------------------------------------------------ what was measured is not lost
+
+
+@pytest.mark.parametrize("arguments", [CHECK, BENCH], ids=["check", "bench"])
+def test_results_go_to_the_terminal_when_the_file_cannot_be_written_any_more(monkeypatch, tmp_path, arguments):
+    """Its directory is removed while it is measured."""
+    directory = tmp_path / "gone"
+    directory.mkdir()
+
+    def then_gone(right, *arguments, **options):
+        if directory.exists():
+            directory.rmdir()
+        return right(*arguments, **options)
+
+    for module, name in ((testing, "run_case"), (bench, "time_case")):
+        monkeypatch.setattr(module, name, functools.partial(then_gone, getattr(module, name)))
+    result = run(*arguments, "--json", directory / "x.json")
+    assert result.exit_code == 2
+    assert result.stderr.count("\n") == 1
+    assert "No such file" in result.stderr
+    content, _, table = result.stdout.partition("\n}\n")
+    assert statuses(json.loads(content + "}")) in (["passed"] * 3, ["timed"] * 2)
+    assert "━" in table
+
+
+def test_a_picture_that_cannot_be_written_takes_nothing_else_along(monkeypatch, tmp_path):
+    def full(*_):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(bench, "plot", full)
+    result = run(*BENCH, "--json", tmp_path / "x.json", "--plot", tmp_path / "x.png")
+    assert result.exit_code == 2
+    assert len(json.loads((tmp_path / "x.json").read_text())["results"]) == 2
+    assert "tokens/s" in result.stdout
+    assert "No space left" in result.stderr
+
+
+def interrupting(right, after):
+    """The real thing, with Ctrl-C pressed in its last call."""
+    calls = iter(range(after))
+
+    def called(*arguments, **options):
+        if next(calls) == after - 1:
+            os.kill(os.getpid(), signal.SIGINT)
+            time.sleep(1)
+        return right(*arguments, **options)
+
+    return called
+
+
+@pytest.mark.parametrize(
+    ("arguments", "module", "name"), [(CHECK, testing, "run_case"), (BENCH, bench, "time_case")], ids=["check", "bench"]
+)
+def test_ctrl_c_keeps_what_was_done(monkeypatch, tmp_path, arguments, module, name):
+    """And one more, while the JSON is written, does not spoil it."""
+    monkeypatch.setattr(module, name, interrupting(getattr(module, name), 2))
+    monkeypatch.setattr(results, "replace", interrupting(results.replace, 1))
+    handler = signal.getsignal(signal.SIGINT)
+    result = run(*arguments, "--json", tmp_path / "x.json")
+    assert result.exit_code == 130
+    assert "interrupted" in result.stderr
+    assert "━" in result.stdout
+    written = json.loads((tmp_path / "x.json").read_text())
+    assert not written["complete"]
+    assert statuses(written) in (["passed"], ["timed"])
+    assert signal.getsignal(signal.SIGINT) is handler
+
+
+def test_ctrl_c_in_the_demo_keeps_what_was_shown(monkeypatch):
+    from gated_delta import demo
+
+    monkeypatch.setattr(demo.api, "verify", interrupting(demo.api.verify, 1))
+    result = run("demo", "The while statement", "--length", "4", "--device", "cpu")
+    assert result.exit_code == 130
+    for words in ("The while statement", "patched and unpatched transformers give the same text", "prefill, packed", "1 each"):
+        assert words in result.stdout
+    assert "4 drafts" not in result.stdout
+
+
+def alive(group):
+    """Processes of the group, but those that only wait to be counted."""
+    found = []
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            state, _, its = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+        except OSError:  # ended
+            continue
+        found += [process.name] if int(its) == group and state != "Z" else []
+    return found
+
+
+def test_ctrl_c_ends_compiling_and_its_processes(tmp_path):
+    """Pressed in a terminal, where the workers get it too."""
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    pack, file = tmp_path / "pack", tmp_path / "pack.json"
+    with process("compile", "--out", pack, "--jobs", "2", "--json", file, start_new_session=True) as running:
+        deadline = time.monotonic() + 120
+        while not list(pack.glob("*/*.so")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        time.sleep(0.3)  # in the midst of the next
+        os.killpg(running.pid, signal.SIGINT)
+        pressed = time.monotonic()
+        output, complaints = running.communicate(timeout=60)
+        taken = time.monotonic() - pressed
+    assert running.returncode == 130, complaints
+    assert taken < 5  # 0.3 s on an idle machine
+    assert complaints == "interrupted: what follows is incomplete\n"
+    written = json.loads(file.read_text())
+    compiled = [one for one in written["results"] if one["status"] == "compiled"]
+    assert len(compiled) == len(written["results"]) > 0
+    assert not written["complete"]
+    assert compiled[0]["label"].split()[0] in output
+    assert not [left for left in pack.glob("*/*") if left.is_dir()]
+    while (left := alive(running.pid)) and time.monotonic() - pressed < 10:
+        time.sleep(0.05)
+    assert not left
+
+
+def test_a_worker_that_dies_takes_nothing_along_that_was_compiled(tmp_path):
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    pack = tmp_path / "pack"
+    with process("compile", "--out", pack, "--jobs", "1", "--filter", "flush", "--json", start_new_session=True) as running:
+        deadline = time.monotonic() + 120
+        while not list(pack.glob("*/*.so")) and time.monotonic() < deadline:
+            time.sleep(0.05)
+        scratch = None
+        while scratch is None and time.monotonic() < deadline:
+            scratch = next(pack.glob("*/scratch-*"), None)
+        os.kill(int(scratch.name.split("-")[1]), signal.SIGKILL)
+        output, _ = running.communicate(timeout=60)
+    assert running.returncode == 1
+    found = statuses(json.loads(output))
+    assert found[0] == "compiled"
+    assert found[-1] == "failed"
+    assert json.loads(output)["results"][-1]["reason"] == "its process died"
+
+
+def test_the_progress_bar_names_what_it_compiles(tmp_path):
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    ours, theirs = os.openpty()
+    arguments = ["compile", "--out", tmp_path / "pack", "--jobs", "1", "--filter", "flush K=128", "--limit", "1"]
+    with process(*arguments, stderr=theirs, env=dict(TERM="xterm", COLUMNS="40")) as running:
+        os.close(theirs)
+        shown = b""
+        with contextlib.suppress(OSError):  # how a terminal ends
+            while part := os.read(ours, 4096):
+                shown += part
+    assert running.returncode == 0
+    assert b"flush K=1" in shown
+
+
+def test_a_reader_that_leaves_takes_nothing_along(tmp_path):
+    with process(*CHECK, "--json", tmp_path / "x.json") as running:
+        running.stdout.close()
+        complaints = running.stderr.read()
+    assert complaints == ""
+    assert running.returncode == 1
+    assert len(json.loads((tmp_path / "x.json").read_text())["results"]) == 3
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize(
+    ("arguments", "kept"),
+    [(CHECK, "passed"), ([*CHECK, "--json"], "passed"), (["demo", "--length", "2", "--device", "cpu"], "")],
+    ids=["check", "json", "demo"],
+)
+def test_a_full_standard_output(arguments, kept):
+    with open("/dev/full", "w") as full, process(*arguments, stdout=full) as running:
+        complaints = running.stderr.read()
+    assert running.returncode == 2
+    assert "No space left on device" in complaints
+    assert "Traceback" not in complaints
+    assert kept in complaints  # the table
+
+
+def test_closed_streams():
+    command = f"{sys.executable} -m gated_delta {' '.join(CHECK)}"
+    environment = {**os.environ, "PYTHONPATH": SOURCE}
+    found = subprocess.run(["sh", "-c", f"{command} >&-"], env=environment, capture_output=True, text=True)
+    assert (found.returncode, found.stderr) == (0, "")
+    found = subprocess.run(["sh", "-c", f"{command} --json >&-"], env=environment, capture_output=True, text=True)
+    assert found.returncode == 2
+    assert "the standard output is closed" in found.stderr
+    found = subprocess.run(["sh", "-c", f"{command} 2>&-"], env=environment, capture_output=True, text=True)
+    assert found.returncode == 0
+    assert "passed" in found.stdout
+
+
+# ------------------------------------------------------------------------------------------------ terminals
+
+
+def test_a_terminal_of_40_columns_folds_labels():
+    label = "decode-kda-h1x1-k16v16-t1-softplus-bf16-state_fp32-beta_logits"
+    table = make_table("40 columns", "case", "us", "tokens/s")
+    table.add_row(label, "123.4", "12345678")
+    shown = StringIO()
+    Console(file=shown, width=40).print(table)
+    assert label in "".join(line.split("│")[1].strip() for line in shown.getvalue().splitlines() if "│" in line)
+    assert "…" not in shown.getvalue()
+
+
+def test_a_locale_that_knows_ascii_alone(tmp_path):
+    ascii_alone = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii", PYTHONCOERCECLOCALE="0", NO_COLOR="1")
+    with process(*CHECK, "--json", tmp_path / "kärnel.json", env=ascii_alone) as running:
+        output, complaints = running.communicate(timeout=120)
+    assert running.returncode == 0, complaints
+    assert complaints == ""
+    assert "passed" in output
+    assert "\x1b" not in output
+    with process("check", "--filter", "kärnel\udcff", env=ascii_alone) as running:
+        output, complaints = running.communicate(timeout=120)
+    assert running.returncode == 2
+    assert complaints.count("\n") == 1
+
+
+def test_labels_and_paths_are_not_markup(tmp_path, capsys):
+    from gated_delta.results import console
+
+    Report("check", False, None, Console(file=StringIO())).show("[/] [red]")
+    file = tmp_path / "[bold]"
+    result = run(*CHECK, "--json", file)
+    assert "[bold]" in result.stdout
+    assert console is results.console
+
+
+def test_codes_of_leaving():
+    report = Report("check", False, None)
+    report.leave()
+    for happened, code in ((dict(failed=True), 1), (dict(lost=True), 2), (dict(failed=True, lost=True, interrupted=True), 130)):
+        report = Report("check", False, None)
+        report.interrupted = happened.get("interrupted", False)
+        if happened.get("lost"):
+            report.lose("x", OSError(28, "full"))
+        with pytest.raises(typer.Exit) as left:
+            report.leave(happened.get("failed", False))
+        assert left.value.exit_code == code
 
 
 def test_demo_gives_the_same_text_and_follows_a_request():

@@ -1,5 +1,6 @@
 """The compile layer, on a machine without a GPU: what is built, what it takes, and what the cache does with it."""
 
+import errno
 import multiprocessing
 import os
 import random
@@ -246,3 +247,73 @@ def test_tiles_are_where_the_tensor_cores_look_and_written_by_whole_lines():
     for row in range(0, CHUNK, 8):
         for part in range(0, 16, 4):
             assert len({places[row + i, part + j] // 128 for i in range(8) for j in range(4)}) == 4
+
+
+# ------------------------------------------------------------------------------------------------ a wrong environment
+
+
+@pytest.mark.parametrize(("value", "is_on"), [(None, True), ("0", False), ("1", True)])
+def test_switches_are_0_and_1(monkeypatch, value, is_on):
+    monkeypatch.setenv("GATED_DELTA_JIT", value) if value else monkeypatch.delenv("GATED_DELTA_JIT", raising=False)
+    assert compile.may_compile() == is_on
+    assert compile.flag("GATED_DELTA_JIT", False) == (value == "1")
+
+
+@pytest.mark.parametrize("value", ["maybe", "", "true", "01", " 1"])
+def test_other_switches_are_errors_that_name_the_variable(monkeypatch, value):
+    monkeypatch.setenv("GATED_DELTA_JIT", value)
+    with pytest.raises(ValueError, match="GATED_DELTA_JIT: expected 0 or 1"):
+        compile.missing(variant(), "sm_90a")
+
+
+@needs_compiler
+@pytest.mark.parametrize("place", [__file__, __file__ + "/x", "/proc/gated_delta"])
+def test_a_cache_that_cannot_be_is_an_error_that_names_the_variable(monkeypatch, place):
+    monkeypatch.setattr(compile, "_loaded", {})
+    monkeypatch.delenv("GATED_DELTA_JIT", raising=False)
+    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", place)
+    for use in (compile.build, compile.load):
+        with pytest.raises(OSError, match="GATED_DELTA_CACHE_DIR") as raised:
+            use(variant(), "sm_90a")
+        assert str(raised.value).count("\n") == 0
+
+
+@needs_compiler
+def test_a_full_disk_is_told_from_what_the_compiler_misses(cache, monkeypatch):
+    def raising(problem):
+        def raises(*_):
+            raise problem
+
+        return raises
+
+    monkeypatch.setattr(compile, "_compile", raising(OSError(errno.ENOSPC, "No space left on device")))
+    with pytest.raises(OSError, match="GATED_DELTA_CACHE_DIR"):
+        compile.build(variant(), "sm_90a")
+    monkeypatch.setattr(compile, "_compile", raising(FileNotFoundError(errno.ENOENT, "No such file", "/nonexistent/ptxas")))
+    with pytest.raises(FileNotFoundError, match="ptxas") as raised:
+        compile.build(variant(), "sm_90a")
+    assert "GATED_DELTA" not in str(raised.value)
+    assert not [left for left in cache.glob("*/*") if left.is_dir()]
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("named", "kind", "word"),
+    [
+        ("/nonexistent", UnsupportedProblem, "CC: expected"),
+        ("false", RuntimeError, "CC names"),
+        (__file__, UnsupportedProblem, "CC"),
+    ],
+)
+def test_a_linker_that_is_none_is_an_error_that_names_the_variable(cache, monkeypatch, named, kind, word):
+    monkeypatch.setenv("CC", named)
+    with pytest.raises(kind, match=word) as raised:
+        compile.build(variant(), "sm_90a")
+    assert str(raised.value).count("\n") == 0
+    assert files(cache) == []
+
+
+@needs_compiler
+def test_a_linker_with_options(cache, monkeypatch):
+    monkeypatch.setenv("CC", "cc -O1")
+    assert compile.build(variant(), "sm_90a").exists()

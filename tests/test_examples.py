@@ -3,6 +3,7 @@
 import functools
 import importlib.util
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -108,6 +109,22 @@ def test_the_example_fails_when_the_texts_differ(monkeypatch):
     monkeypatch.setattr(reference, "flush", lambda **_: None)
     result = run("--prompt", PROMPTS[0], "--length", str(LENGTH), "--draft", "3", "--device", "cpu")
     assert isinstance(result.exception, AssertionError)
+
+
+@pytest.mark.parametrize("device", ["meta", "cuda:99", "tpu7"])
+def test_a_device_that_is_none_is_refused_in_one_line(device):
+    result = run("--device", device)
+    assert result.exit_code == 2
+    assert (result.stdout, result.stderr.count("\n")) == ("", 1)
+    assert device in result.stderr
+
+
+def test_no_transformers_is_said_in_one_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "transformers", None)
+    result = run("--device", "cpu")
+    assert result.exit_code == 2
+    assert (result.stdout, result.stderr.count("\n")) == ("", 1)
+    assert "pip install" in result.stderr
 
 
 def test_no_prompt_and_too_many_drafts_are_refused():

@@ -9,8 +9,12 @@ def run(code):
 
 
 def test_import_is_fast():
-    code = "import torch, time; t = time.perf_counter(); import gated_delta; print(time.perf_counter() - t)"
-    assert min(float(run(code)) for _ in range(3)) < 0.2
+    """In CPU time, against torch's in the same process: neighbours slow both down, or neither."""
+    code = (
+        "from time import process_time as now; t = now(); import torch; t, torchs = now(), now() - t; "
+        "import gated_delta; print((now() - t) / torchs)"
+    )
+    assert min(float(run(code)) for _ in range(3)) < 0.1
 
 
 def test_import_touches_nothing_heavy():

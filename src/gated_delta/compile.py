@@ -7,7 +7,9 @@ itself. Loading needs torch, apache-tvm-ffi and the DSL's runtime library; only 
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
+import errno
 import functools
 import hashlib
 import importlib.util
@@ -17,7 +19,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -48,6 +50,14 @@ class Variant:
         return self.label
 
 
+def flag(name: str, default: bool) -> bool:
+    """A switch in the environment. Raises ValueError unless it is 0, 1 or not set."""
+    value = os.environ.get(name)
+    if value not in (None, "0", "1"):
+        raise ValueError(f"{name}: expected 0 or 1, got {value!r}")
+    return default if value is None else value == "1"
+
+
 def directory() -> Path:
     """Where compiled kernels live: GATED_DELTA_CACHE_DIR, else gated_delta in the user's cache directory."""
     if chosen := os.environ.get("GATED_DELTA_CACHE_DIR"):
@@ -55,9 +65,34 @@ def directory() -> Path:
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gated_delta"
 
 
+def check_directory() -> None:
+    """Raises OSError if compiled kernels cannot be in `directory()`, since that is a file or lies in one."""
+    with _naming_directory():
+        place = directory()
+        while not place.exists() and place != place.parent:
+            place = place.parent
+        if not place.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+
+
+@contextlib.contextmanager
+def _naming_directory() -> Iterator[None]:
+    """What the file system refuses, with the variable that could name another directory."""
+    try:
+        yield
+    except OSError as problem:
+        place = Path(problem.filename or directory())  # a full disk has no name
+        if problem.errno is None or not (place.is_relative_to(directory()) or directory().is_relative_to(place)):
+            raise
+        reason = f"{os.strerror(problem.errno)}: {place}"
+        raise type(problem)(
+            problem.errno, f"GATED_DELTA_CACHE_DIR: expected a directory for compiled kernels ({reason})"
+        ) from problem
+
+
 def may_compile() -> bool:
     """False in strict mode, GATED_DELTA_JIT=0, where a kernel that was not built ahead of time is an error."""
-    return os.environ.get("GATED_DELTA_JIT", "1") != "0"
+    return flag("GATED_DELTA_JIT", True)
 
 
 @functools.cache
@@ -94,7 +129,8 @@ def _find(variant: Variant, arch: str) -> Path | None:
     version = _compiler()
     if version is not None:
         file = directory() / version / name
-        return file if file.exists() else None
+        with _naming_directory():
+            return file if file.exists() else None
     return max(directory().glob(f"*/{name}"), default=None, key=lambda file: file.stat().st_mtime)
 
 
@@ -106,6 +142,18 @@ def _whole(file: Path) -> bool:
 def missing_packages() -> tuple[str, ...]:
     """What running any compiled kernel lacks here."""
     return () if importlib.util.find_spec("tvm_ffi") else (f"{RUNTIME}, which is not installed",)
+
+
+def check_tools() -> None:
+    """Raises UnsupportedProblem unless there are a compiler and a linker."""
+    if installed(COMPILER) is None:
+        raise UnsupportedProblem(f"compiling needs {COMPILER}: pip install 'gated-delta[cute]'")
+    _linker()
+
+
+def scratch_prefix(process: int | None) -> str:
+    """Of the directories that a process compiles in, which it leaves when it is killed."""
+    return f"scratch-{process}-"
 
 
 def missing(variant: Variant, arch: str) -> tuple[str, ...]:
@@ -120,13 +168,15 @@ def missing(variant: Variant, arch: str) -> tuple[str, ...]:
 def load(variant: Variant, arch: str) -> Callable[..., None]:
     """The variant's launch function, compiled if there is no whole file of it.
 
-    Raises UnsupportedProblem in strict mode (GATED_DELTA_JIT=0) when it would have to compile.
+    Raises UnsupportedProblem in strict mode (GATED_DELTA_JIT=0) when it would have to compile, and as `build` does.
     """
     key = (variant, arch, str(directory()))
     function = _loaded.get(key)
     if function is None:
         file = _find(variant, arch)
-        if file is None or not _whole(file):
+        with _naming_directory():
+            whole = file is not None and _whole(file)
+        if file is None or not whole:
             if _compiler() is None:
                 found = "no compiled kernel" if file is None else f"a damaged file, {file},"
                 raise UnsupportedProblem(
@@ -143,21 +193,23 @@ _loaded: dict[tuple[Variant, str, str], Callable[..., None]] = {}
 
 
 def build(variant: Variant, arch: str) -> Path:
-    """Compile the variant into its place, once however many processes ask, and return the file."""
+    """Compile the variant into its place, once however many processes ask, and return the file.
+
+    Raises UnsupportedProblem without a compiler or linker, RuntimeError when linking fails, OSError where the file cannot be.
+    """
     from filelock import FileLock
 
-    version = installed(COMPILER)
-    if version is None:
-        raise UnsupportedProblem(f"compiling needs {COMPILER}", (variant.label,))
-    file = directory() / version / file_name(variant, arch)
-    file.parent.mkdir(parents=True, exist_ok=True)
-    with FileLock(file.with_suffix(".lock")):
-        if not (file.exists() and _whole(file)):
-            with tempfile.TemporaryDirectory(dir=file.parent) as scratch:
-                made = _link(_compile(variant, arch, Path(scratch)))
-                content = made.read_bytes()
-                made.write_bytes(content + hashlib.sha256(content).digest())
-                os.replace(made, file)  # readers see the old file or the new one, never half of it
+    check_tools()
+    file = directory() / str(installed(COMPILER)) / file_name(variant, arch)
+    with _naming_directory():
+        file.parent.mkdir(parents=True, exist_ok=True)
+        with FileLock(file.with_suffix(".lock")):
+            if not (file.exists() and _whole(file)):
+                with tempfile.TemporaryDirectory(dir=file.parent, prefix=scratch_prefix(os.getpid())) as scratch:
+                    made = _link(_compile(variant, arch, Path(scratch)))
+                    content = made.read_bytes()
+                    made.write_bytes(content + hashlib.sha256(content).digest())
+                    os.replace(made, file)  # readers see the old file or the new one, never half of it
     return file
 
 
@@ -215,12 +267,27 @@ def _compile(variant: Variant, arch: str, scratch: Path) -> Path:
     return made
 
 
+def _linker() -> list[str]:
+    """Command that links a kernel: the C compiler that CC names, else cc, gcc or clang."""
+    if named := os.environ.get("CC"):
+        command = [named] if shutil.which(named) else named.split()
+        if not command or shutil.which(command[0]) is None:
+            raise UnsupportedProblem(f"CC: expected a C compiler to link kernels with, got {named!r}")
+        return command
+    for name in ("cc", "gcc", "clang"):
+        if found := shutil.which(name):
+            return [found]
+    raise UnsupportedProblem("linking a compiled kernel needs a C compiler: cc, gcc, clang, or the one that CC names")
+
+
 def _link(made: Path) -> Path:
-    compiler = os.environ.get("CC") or shutil.which("cc") or shutil.which("gcc") or shutil.which("clang")
-    if compiler is None:
-        raise UnsupportedProblem("linking a compiled kernel needs a C compiler: cc, gcc, clang, or the one that CC names")
     target = made.with_suffix(".so")
-    subprocess.run([compiler, "-shared", "-Wl,-Bsymbolic", "-o", str(target), str(made)], check=True, capture_output=True)
+    command = [*_linker(), "-shared", "-Wl,-Bsymbolic", "-o", str(target), str(made)]
+    try:
+        subprocess.run(command, check=True, capture_output=True, text=True)
+    except (OSError, subprocess.CalledProcessError) as problem:
+        reason = (getattr(problem, "stderr", None) or str(problem)).strip().splitlines()[0]
+        raise RuntimeError(f"{command[0]} does not link a compiled kernel (CC names another one): {reason}") from problem
     return target
 
 

@@ -19,7 +19,10 @@ from .operations import (
     device_name,
     host_seconds,
     least_bytes,
+    least_memory,
+    memory,
     plot,
+    table,
     time_case,
 )
 from .peers import PEERS
@@ -48,6 +51,8 @@ __all__ = [
     "eager",
     "host_seconds",
     "least_bytes",
+    "least_memory",
+    "memory",
     "merged",
     "plot",
     "plot_outcomes",
@@ -56,6 +61,7 @@ __all__ = [
     "restored",
     "run_facts",
     "summary_tables",
+    "table",
     "tables",
     "time_case",
 ]

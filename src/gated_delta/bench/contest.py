@@ -12,6 +12,7 @@ from torch import Tensor
 
 from .. import compile
 from ..problem import UnsupportedProblem
+from ..results import first_line
 from ..testing import Case, run_case
 from . import clock
 from .cells import Buffers, Call, Cell, copies
@@ -146,11 +147,6 @@ class Contest:
         if (key or remark) not in self._said:
             self._said.add(key or remark)
             self._say(remark)
-
-
-def first_line(problem: Exception) -> str:
-    lines = str(problem).strip().splitlines()
-    return f"{type(problem).__name__}: {lines[0]}" if lines else type(problem).__name__
 
 
 def _difference(b: Buffers, call: Call, truth: tuple[Tensor, Tensor]) -> float:

@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import torch
+from rich.table import Table
 from torch import Tensor
 
 from .. import api, reference
 from ..problem import KVBuffer
+from ..results import make_table
 from ..testing import run_case
 from ..testing.cases import Case
 from ..testing.check import fill_buffer, run
@@ -27,7 +30,7 @@ CHECKED_TOKENS = 130
 
 @dataclass(frozen=True)
 class Timing:
-    """One timed case. seconds: median of one call; bytes: what the call must at least read and write."""
+    """One timed case. backend: the one that ran; seconds: median of one call; bytes: what the call must at least read and write."""
 
     label: str
     backend: str
@@ -153,6 +156,21 @@ def least_bytes(call: Call) -> int:
     return tokens + passes * state_bytes + (size(states["buffer"]) if case.op == "verify" else 0)
 
 
+def least_memory(case: Case) -> int:
+    """Bytes that a call of the case takes at the least, with the fp32 numbers that its inputs are made from."""
+    H, HV = case.heads
+    numbers = 2 * H * case.D + 2 * HV * case.D + HV * (case.D if case.axis == "channel" else 1) + HV
+    states = len(case.lengths) * HV * case.D**2 * case.state_dtype.itemsize
+    return sum(case.lengths) * numbers * (torch.float32.itemsize + case.dtype.itemsize) + states
+
+
+def memory(device: torch.device) -> int:
+    """Bytes that the device has, used or not."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
 def time_case(
     case: Case, backend: str, device: torch.device, bandwidth: float, seconds: float = 2.0, token_loop: bool = False
 ) -> Timing | None:
@@ -161,7 +179,8 @@ def time_case(
     token_loop also times the token recurrence in fp32 over the same sequences, in turns with the operation.
     """
     small = replace(case, lengths=tuple(min(length, CHECKED_TOKENS) for length in case.lengths[:3]))
-    if not run_case(small, backend, device).passed:
+    checked = run_case(small, backend, device)
+    if not checked.passed:
         return None
     call = make(case, device)
     if case.op == "flush":
@@ -173,7 +192,7 @@ def time_case(
         times = _times(functions, device, seconds)
     return Timing(
         label=case.label,
-        backend=backend,
+        backend=checked.backend,
         device=device_name(device),
         sequences=len(case.lengths),
         tokens=case.lengths[0],
@@ -197,6 +216,24 @@ def device_name(device: torch.device) -> str:
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+def table(op: str, timings: Sequence[Timing]) -> Table:
+    """One row each."""
+    first = timings[0]
+    loop = ["token loop us", "ratio"] if first.token_loop_seconds is not None else []
+    backends = ", ".join(dict.fromkeys(t.backend for t in timings))
+    made = make_table(
+        f"{op}, backend {backends}, {first.device}, copy {first.copy_bandwidth / 1e9:.1f} GB/s",
+        *("case", "N", "T", "us", "tokens/s", "floor us", "x floor", "host us", *loop),
+    )
+    for t in timings:
+        row = [t.label.split("/")[0], str(t.sequences), str(t.tokens), f"{t.seconds * 1e6:.1f}", f"{t.tokens_per_second:.0f}"]
+        row += [f"{t.floor_seconds * 1e6:.1f}", f"{t.seconds / t.floor_seconds:.1f}", f"{t.host_seconds * 1e6:.1f}"]
+        if t.token_loop_seconds is not None:
+            row += [f"{t.token_loop_seconds * 1e6:.0f}", f"{t.token_loop_seconds / t.seconds:.1f}"]
+        made.add_row(*row)
+    return made
 
 
 def plot(timings: list[Timing], file: Path) -> None:

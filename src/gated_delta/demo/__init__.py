@@ -98,27 +98,27 @@ def show(prompt: str, length: int, backend: str, device: torch.device, console: 
         generate(model, prompt, length)  # first runs pay for kernels and allocations, attention on a GPU for each new KV length
         return generate(model, prompt, length)
 
+    console.rule("a real model: 4-layer Qwen3.5, bytes in, bytes out")
+    console.print(prompt, style="bold", end="", highlight=False, markup=False)
     plain = warm()
+    console.print(plain.text, highlight=False, markup=False)
     with patch(model, backend=backend) as patched:
         ours = warm()
         report = patched.report()
-    console.rule("a real model: 4-layer Qwen3.5, bytes in, bytes out")
-    console.print(prompt, style="bold", end="", highlight=False, markup=False)
-    console.print(ours.text, highlight=False, markup=False)
     common, error = compare(ours, plain)
     same = error <= LOGITS[model.dtype]  # NaN is not
     console.print()
     apart = f"logits {error:.1e} of their norm apart"
     if not same:
-        console.print(f"[red]patched and unpatched transformers DIFFER, {apart}, {common} bytes the same; unpatched:[/]")
+        console.print(f"[red]patched and unpatched transformers DIFFER, {apart}, {common} bytes the same; patched:[/]")
     elif common == len(plain.made):
         console.print(f"patched and unpatched transformers give the same text, {apart}")
     else:
         best, second = plain.logits[common].topk(2).values.tolist()
         console.print(f"patched and unpatched transformers give the same {common} bytes, {apart};")
-        console.print(f"then each another of two that are nearly as good, {best:.3f} and {second:.3f}; unpatched:")
+        console.print(f"then each another of two that are nearly as good, {best:.3f} and {second:.3f}; patched:")
     if common < len(plain.made):
-        console.print(plain.text, highlight=False, markup=False)
+        console.print(ours.text, highlight=False, markup=False)
     speed = Table("", "prefill tokens/s", "decode tokens/s")
     for name, run in (("transformers", plain), ("transformers on gated_delta", ours)):
         speed.add_row(name, f"{run.prefill_tokens_per_second:.0f}", f"{run.decode_tokens_per_second:.0f}")
@@ -171,16 +171,24 @@ def _truth(tokens: Tokens, length: int) -> tuple[Tensor, Tensor]:
     return torch.stack(outputs), state
 
 
-@torch.inference_mode()
 def life_of_a_request(model: Any, backend: str, device: torch.device, console: Console) -> bool:
     """Three requests: prefilled together, decoded one step, four draft tokens verified, 0..4 of them accepted and flushed."""
+    table = Table("step", "tokens", "outputs against float64", "states", "")
+    try:
+        return _live(model, backend, device, console, table)
+    except KeyboardInterrupt:
+        console.print(table)  # as far as it goes
+        raise
+
+
+@torch.inference_mode()
+def _live(model: Any, backend: str, device: torch.device, console: Console, table: Table) -> bool:
     texts = [layer_tokens(model, text + " is an object that") for text in PROMPTS]
     lengths = [t.q.shape[1] - 1 - DRAFT for t in texts]
     H, K = texts[0].q.shape[2:]
     HV, V = texts[0].v.shape[2:]
     pool = torch.full((8, HV, V, K), math.nan, device=device)  # slots nobody owns stay poisoned
     slots = torch.tensor([4, 1, 6], device=device)
-    table = Table("step", "tokens", "outputs against float64", "states", "")
     passed = True
 
     def judge(step: str, what: str, seen: list[int], outputs: Sequence[Tensor] = (), state: bool = True) -> None:

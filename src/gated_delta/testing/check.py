@@ -20,12 +20,16 @@ _HEAD_DIM = {"o": 2, "final_state": 1, "state": 1, "intermediate_states": 2}
 
 @dataclass(frozen=True)
 class Result:
-    """Verdict on a case. errors: tensor -> (error, the plain implementation's error, unit). failures: what is wrong, in words."""
+    """Verdict on a case. errors: tensor -> (error, the plain implementation's error, unit). failures: what is wrong, in words.
+
+    backend: the one that ran, where "auto" left it open.
+    """
 
     case: Case
     errors: dict[str, tuple[Error, Error, float]]
     failures: tuple[str, ...]
     seconds: float
+    backend: str
 
     @property
     def passed(self) -> bool:
@@ -123,7 +127,7 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
     failures += _buffer_failures(call, before)
     if "initial_state" in before and not torch.equal(call.states["initial_state"], before["initial_state"]):
         failures.append("initial_state was written")
-    return Result(case, errors, tuple(failures), time.monotonic() - began)
+    return Result(case, errors, tuple(failures), time.monotonic() - began, ran)
 
 
 def _buffer_failures(call: Call, before: dict[str, Tensor]) -> list[str]:

@@ -1,0 +1,138 @@
+"""Options that commands share: their types, their bounds, and checks that typer has no means for."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from enum import Enum
+from pathlib import Path
+from typing import Annotated
+
+import torch
+import typer
+
+from .results import check_target
+
+
+class Op(str, Enum):
+    prefill = "prefill"
+    decode = "decode"
+    verify = "verify"
+    flush = "flush"
+
+
+class BenchOp(str, Enum):
+    prefill = "prefill"
+    decode = "decode"
+    verify = "verify"
+    flush = "flush"
+    speculate = "speculate"
+
+
+class Backend(str, Enum):
+    auto = "auto"
+    cute = "cute"
+    reference = "reference"
+
+
+class Model(str, Enum):
+    gdn = "gdn"
+    kda = "kda"
+
+
+class Precision(str, Enum):
+    bf16 = "bf16"
+    fp16 = "fp16"
+    fp32 = "fp32"
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.value]
+
+
+class GateKind(str, Enum):
+    log = "log"
+    softplus = "softplus"
+    lower_bound = "lower_bound"
+
+
+class Arch(str, Enum):
+    sm_90a = "sm_90a"
+    sm_100a = "sm_100a"
+
+
+MAX_SEQUENCES, MAX_TOKENS, MAX_HEADS, MAX_DIM = 2**20, 2**24, 1024, 1024
+"""What `bench` takes at most of each; memory runs out before."""
+
+
+def usable_device(name: str) -> torch.device:
+    """The device of that name; "auto": a GPU when there is one. Raises ValueError, in one line, unless torch computes on it."""
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.ones(1, device=device).add_(1).item()  # "meta" has shapes and no numbers
+    except (RuntimeError, AssertionError, ImportError) as problem:
+        reason = str(problem).splitlines()[0].split(". ")[0]
+        raise ValueError(f"expected a device that torch computes on here, such as cpu or cuda, got {name!r}: {reason}") from None
+    return device
+
+
+def device_option(name: str) -> torch.device:
+    try:
+        return usable_device(name)
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem), param_hint="--device") from None
+
+
+def ints(text: str, what: str, most: int) -> list[int]:
+    """Numbers from 1 to `most`, between commas."""
+    try:
+        values = [int(part) for part in text.split(",")]
+    except ValueError:
+        values = []
+    if not values or min(values) < 1 or max(values) > most:
+        raise typer.BadParameter(f"expected numbers from 1 to {most:,} such as 1,8,64, got {text!r}", param_hint=what)
+    return values
+
+
+def head_counts(text: str) -> tuple[int, int]:
+    """H and HV."""
+    try:
+        H, HV = (int(part) for part in text.split("/"))
+    except ValueError:
+        raise typer.BadParameter(f"expected H/HV such as 16/64, got {text!r}", param_hint="--heads") from None
+    if not 1 <= H <= HV <= MAX_HEADS or HV % H:
+        raise typer.BadParameter(f"expected HV up to {MAX_HEADS} and a multiple of H, got {text!r}", param_hint="--heads")
+    return H, HV
+
+
+def some_of(known: Collection[str], text: str, what: str) -> list[str]:
+    names = [name.strip() for name in text.split(",")] if text else []
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"expected some of {','.join(known)}, got {','.join(unknown)}", param_hint=what)
+    return names
+
+
+def plot_target(file: Path | None) -> Path | None:
+    """Raises BadParameter unless matplotlib is there and knows the file's kind of picture."""
+    if file is None:
+        return None
+    try:
+        from matplotlib.backend_bases import FigureCanvasBase
+    except ImportError:
+        raise typer.BadParameter("needs matplotlib: pip install 'gated-delta[plot]'", param_hint="--plot") from None
+    known = FigureCanvasBase.get_supported_filetypes()
+    if file.suffix[1:].lower() not in known:
+        raise typer.BadParameter(f"expected a file ending in .{', .'.join(known)}, got {str(file)!r}", param_hint="--plot")
+    return check_target(file, "--plot")
+
+
+JsonOption = Annotated[bool, typer.Option("--json", help="Give the results as JSON: to FILE, or else to the standard output.")]
+FileArgument = Annotated[Path | None, typer.Argument(dir_okay=False, writable=True, help="File for --json.", show_default=False)]
+PlotOption = Annotated[
+    Path | None, typer.Option("--plot", dir_okay=False, writable=True, help="Write a picture of the timings to this file.")
+]
+DeviceOption = Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda; a GPU when there is one.")]
+BackendOption = Annotated[Backend, typer.Option(help="Which backend to run.")]
+FilterOption = Annotated[str, typer.Option(help="Only those whose label contains this text.")]
+LimitOption = Annotated[int, typer.Option(min=0, help="At most this many, drawn with a fixed seed; 0 for all.")]
