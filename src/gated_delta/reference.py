@@ -66,8 +66,8 @@ def log_decay(g: Tensor, gate: Gate, dtype: torch.dtype) -> Tensor:
 
 def l2norm(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x * rsqrt(sum(x * x) + 1e-6) in dtype: FLA's form, where a zero row stays zero."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
-    return x * norm.square_().add_(L2NORM_EPS).rsqrt_()
+    x = x.to(dtype)
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2NORM_EPS)
 
 
 def activate(tokens: Tokens, dtype: torch.dtype) -> Activated:
@@ -95,9 +95,9 @@ def step(state: Tensor, token: Activated) -> tuple[Tensor, Tensor]:
     state = state * log_decay.exp().unsqueeze(-2)
     # The value heads of a q/k head lie next to each other, so that their states are one matrix.
     S, q, k = state.reshape(-1, HV // H * V, K), q.reshape(-1, 1, K), k.reshape(-1, 1, K)
-    u = beta.unsqueeze(-1) * (v - torch.linalg.vecdot(S, k).view(v.shape))
+    u = beta.unsqueeze(-1) * (v - (S * k).sum(-1).view(v.shape))
     S = S.addcmul_(u.reshape(-1, HV // H * V, 1), k)
-    return torch.linalg.vecdot(S, q).view(v.shape), S.view(state.shape)
+    return (S * q).sum(-1).view(v.shape), S.view(state.shape)
 
 
 def recurrent(
@@ -289,10 +289,10 @@ def chunked(
 # ------------------------------------------------------------------------------------------------ who reads and writes what
 
 
-def _exact_fp32() -> contextlib.AbstractContextManager[None]:
-    """fp32 means fp32: no autograd, no autocast, no tf32 or bf16 matmuls, whatever the process has switched on."""
+def _exact_fp32(matmuls: bool = True) -> contextlib.AbstractContextManager[None]:
+    """fp32 means fp32, whatever the process has switched on: no autograd, no autocast, no tf32 or bf16 matmuls."""
     autocast = [device_type for device_type in ("cpu", "cuda") if torch.is_autocast_enabled(device_type)]
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+    backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul) if matmuls else ()  # type: ignore[attr-defined]
     rounded = [backend for backend in backends if backend.fp32_precision not in ("ieee", "none")]  # none: not set, so ieee
     if autocast or rounded:  # to enter and leave it costs as much as a few small operations
         return _without(autocast, rounded)
@@ -516,16 +516,19 @@ def decode(
 def _decode_in_order(tokens: Tokens, state: Tensor, intermediate_states: Tensor | None, update_state: bool, out: Tensor) -> None:
     """decode where sequence n has slot n: no index to look at, nothing to gather."""
     N, T = tokens.q.shape[:2]
-    with _exact_fp32():
+
+    def at(x: Tensor, t: int) -> Tensor:
+        return x if x.shape[1] == 1 else x[:, t : t + 1]
+
+    with _exact_fp32(matmuls=False):  # step has none
         x = activate(tokens, torch.float32)
         stored = state[:N].unsqueeze(1)
         for t in range(T):
-            now = slice(t, t + 1)
-            o, after = step(stored.float(), x if T == 1 else Activated(*(y[:, now] for y in x)))
-            out[:, now] = o
+            o, after = step(stored.float(), x if T == 1 else Activated(*(at(y, t) for y in x)))
+            at(out, t).copy_(o)
             stored = after.to(state.dtype)  # rounded after every token, as in decode
             if intermediate_states is not None:
-                intermediate_states[:N, now] = stored
+                at(intermediate_states[:N], t).copy_(stored)
         if update_state:
             state[:N] = stored.squeeze(1)
 
