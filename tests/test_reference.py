@@ -211,6 +211,25 @@ def test_decode_of_T_tokens_equals_T_calls_bit_for_bit(dtype):
     assert torch.equal(together, apart)
 
 
+@pytest.mark.parametrize("update_state", [True, False])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("axis", ["head", "channel"])
+@pytest.mark.parametrize("t", [1, 3])
+def test_decode_without_indices_equals_decode_by_indices_bit_for_bit(t, axis, dtype, update_state):
+    """The one gathers nothing; out may have any strides, the pool and the intermediate states more rows than there are sequences."""
+    found = []
+    for indices in (None, torch.arange(N)):
+        state = pool(N + 2, dtype)
+        steps = torch.full((N + 1, t + 1, HV, V, K), math.nan, dtype=dtype)
+        out = torch.full((t, N, HV, V), math.nan, dtype=torch.bfloat16).transpose(0, 1)
+        options = dict(intermediate_states=steps, update_state=update_state, out=out, backend="reference")
+        gd.decode(**tokens(t=t, axis=axis, dtype=torch.bfloat16), state=state, state_indices=indices, **options)
+        found.append((state, steps, out))
+    for x, y in zip(*found, strict=True):
+        torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
+    assert torch.equal(found[0][0], pool(N + 2, dtype)) != update_state
+
+
 def test_intermediate_states_end_with_the_final_state():
     steps = torch.full((N + 1, T + 2, HV, V, K), math.nan, dtype=torch.bfloat16)
     state = pool(dtype=torch.bfloat16)
@@ -365,18 +384,27 @@ def test_prefill_stores_no_final_state_unless_asked():
     assert final.dtype == torch.bfloat16
 
 
-def test_fp32_stays_fp32_under_autocast_and_reduced_matmuls():
-    want = gd.prefill(**tokens(t=70), backend="reference")[0]
+@pytest.mark.parametrize("op", ["prefill", "decode"])
+@pytest.mark.parametrize("indexed", [True, False])
+def test_fp32_stays_fp32_under_autocast_and_reduced_matmuls(op, indexed):
+    t, slots = tokens(t=70 if op == "prefill" else 4, dtype=torch.float32), torch.arange(N) if indexed else None
+
+    def run():
+        state = pool()
+        o = getattr(gd, op)(**t, state=state, state_indices=slots, backend="reference")
+        return (o[0] if op == "prefill" else o), state
+
+    want = run()
     before = torch.backends.mkldnn.matmul.fp32_precision
     torch.set_float32_matmul_precision("medium")
     try:
         with torch.autocast("cpu", torch.bfloat16):
-            got = gd.prefill(**tokens(t=70), backend="reference")[0]
+            got = run()
         assert torch.get_float32_matmul_precision() == "medium"
     finally:
         torch.set_float32_matmul_precision("highest")
         torch.backends.mkldnn.matmul.fp32_precision = before
-    assert torch.equal(got, want)
+    assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
 
 
 def test_scale_none_is_one_over_root_K():

@@ -6,20 +6,24 @@ import contextlib
 import copy
 import importlib
 import importlib.util
+import re
 import sys
+import threading
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from types import ModuleType
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import torch._dynamo.testing
 from torch import Tensor
 
 import gated_delta as gd
 
 transformers = pytest.importorskip("transformers")
 
-from gated_delta.integrations.transformers import GDN, KDA, MODELS, Replacement, patch  # noqa: E402
+from gated_delta.integrations.transformers import GDN, KDA, MODELS, Patch, Replacement, patch  # noqa: E402
 
 VOCAB = 199
 LINEAR_LAYERS = 3
@@ -197,8 +201,10 @@ def test_generate_is_the_same(tiny: Tiny) -> None:
     assert torch.equal(tokens, tiny.tokens), f"{tiny.name}: other tokens"
     ran = {row.function: row for row in handle.report()}
     chunk, recurrent = MODELS[tiny.name]
-    assert ran[chunk][2:] == (LINEAR_LAYERS, LINEAR_LAYERS * len(PROMPTS) * max(PROMPTS), "reference", "reference.prefill")
-    assert ran[recurrent][2:] == (LINEAR_LAYERS * STEPS, LINEAR_LAYERS * len(PROMPTS) * STEPS, "reference", "reference.decode")
+    tokens = LINEAR_LAYERS * len(PROMPTS) * max(PROMPTS)
+    assert ran[chunk][2:] == (LINEAR_LAYERS, tokens, "reference", "reference.prefill", False)
+    tokens = LINEAR_LAYERS * len(PROMPTS) * STEPS
+    assert ran[recurrent][2:] == (LINEAR_LAYERS * STEPS, tokens, "reference", "reference.decode", False)
 
 
 def test_prompt_in_two_pieces(tiny: Tiny) -> None:
@@ -336,6 +342,38 @@ def test_compiles_without_a_break(originals: Any) -> None:
         assert ours[which].rows()[0].calls == 1
 
 
+@pytest.mark.parametrize("which", [0, 1], ids=["chunk", "recurrent"])
+def test_report_says_that_a_function_runs_in_a_compiled_graph(which: int) -> None:
+    """Calls there are not counted; saying so may neither break the graph nor compile it again."""
+    qkv, rest = _call(GDN, 20 if which == 0 else 1)
+    torch._dynamo.reset()
+    graphs = torch._dynamo.testing.CompileCounter()
+    with patch("qwen3_5") as handle:
+        module = _module("qwen3_5")
+
+        @torch.compile(fullgraph=True, backend=graphs)
+        def layer(*qkv: Tensor, **rest: Tensor) -> tuple[Tensor, Tensor]:
+            return getattr(module, GDN[which])(*qkv, **rest, output_final_state=True)
+
+        for _ in range(3):
+            layer(*qkv, **rest)
+        assert graphs.frame_count == 1
+        rows = handle.report()
+        assert [(row.calls, row.compiled) for row in rows] == [(0, i == which) for i in range(2)]
+        assert str(rows[which]).endswith(f"{GDN[which]}: part of torch.compile graphs, where calls are not counted")
+        assert str(rows[1 - which]).endswith("not called")
+        getattr(module, GDN[which])(*qkv, **rest)
+        layer(*qkv, **rest)
+        assert graphs.frame_count == 1
+        row = handle.report()[which]
+        assert (row.calls, row.compiled) == (1, True)
+        assert str(row).endswith("; part of torch.compile graphs, where calls are not counted")
+    with patch("qwen3_5") as handle:  # graphs of an earlier patch are none of this one, until they are compiled for it
+        assert not any(row.compiled for row in handle.report())
+        layer(*qkv, **rest)
+        assert handle.report()[which].compiled
+
+
 # ------------------------------------------------------------------------------------------------ patching
 
 
@@ -357,6 +395,76 @@ def test_context_restores_on_an_exception() -> None:
     with pytest.raises(ZeroDivisionError), patch():
         1 / 0  # noqa: B018
     assert _functions() == before
+
+
+def test_a_handle_is_entered_once() -> None:
+    before = _functions()
+    handle = patch("qwen3_5")
+    handle.undo()
+    with pytest.raises(RuntimeError, match=r"undone already: call patch\(\) again"), handle:
+        pass
+    with patch("qwen3_5") as handle:
+        with pytest.raises(RuntimeError, match="entered already"), handle:
+            pass
+        assert handle.active  # the with block around it is still patched
+        handle.undo()
+        assert _functions() == before
+    assert _functions() == before
+
+
+def test_undo_leaves_what_others_put_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody's wrapper around our function, say: the others are restored, and it says which one is not."""
+    module, (chunk, recurrent) = _module("qwen3_5"), GDN
+    before = _functions()
+    handle = patch("qwen3_5")
+    ours = getattr(module, chunk)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        return ours(*args, **kwargs)
+
+    monkeypatch.setattr(module, chunk, wrapper)
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=f"{module.__name__}.{chunk}: replaced by something else") as raised:
+            handle.undo()
+        assert recurrent not in str(raised.value)
+        assert getattr(module, chunk) is wrapper
+        assert getattr(module, recurrent) is before["qwen3_5", recurrent]
+        assert handle.active
+    monkeypatch.undo()
+    handle.undo()
+    assert not handle.active
+    assert _functions() == before
+
+
+def test_undo_after_others_restored_the_original() -> None:
+    before = _functions()
+    with patch("qwen3_5"):
+        setattr(_module("qwen3_5"), GDN[0], before["qwen3_5", GDN[0]])
+    assert _functions() == before
+
+
+def test_threads() -> None:
+    """Of two that patch at once one does; calls of all are counted."""
+    before = _functions()
+    start = threading.Barrier(4)
+
+    def try_to(_: int) -> Patch | None:
+        start.wait()
+        try:
+            return patch("qwen3_5")
+        except RuntimeError:
+            return None
+
+    with ThreadPoolExecutor(4) as pool:
+        for _ in range(20):
+            (handle,) = (x for x in pool.map(try_to, range(4)) if x is not None)
+            list(pool.map(lambda _, handle=handle: handle.undo(), range(4)))
+            assert _functions() == before
+        qkv, rest = _call(GDN, 1)
+        with patch("qwen3_5") as handle, torch.inference_mode():
+            function = getattr(_module("qwen3_5"), GDN[1])
+            list(pool.map(lambda _: [function(*qkv, **rest) for _ in range(50)], range(4)))
+        assert [row.calls for row in handle.report()] == [0, 200]
 
 
 def test_twice_is_an_error_and_others_are_not() -> None:
@@ -393,19 +501,46 @@ def test_a_subclassed_layer_counts() -> None:
     [
         ("llama", "qwen3_next.*got 'llama'"),
         (["qwen3_5", "qwen9"], "got 'qwen9'"),
+        ("", "got ''"),
         ([], "got none"),
+        (iter(()), "got none"),
         (torch.nn.Linear(1, 1), "a Linear"),
     ],
-    ids=["name", "names", "empty", "model"],
+    ids=["name", "names", "empty name", "empty", "empty iterator", "model"],
 )
 def test_unknown_models(models: Any, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         patch(models)
 
 
-def test_backend() -> None:
-    with pytest.raises(ValueError, match="backend: expected one of auto"):
-        patch(backend="cuda")
+@pytest.mark.parametrize(
+    ("models", "came"),
+    [
+        (3, "got int 3"),
+        ([3], "got a list with int 3"),
+        (["qwen3_5", None], "got a list with NoneType None"),
+        (b"qwen3_5", "got a bytes with int 113"),
+        (torch.nn.Linear, "got the class Linear"),
+        ([torch.nn.Linear(1, 1)], "got a list with Linear"),
+        (torch.zeros(()), "got Tensor"),
+    ],
+    ids=["int", "ints", "None among names", "bytes", "class", "models", "tensor"],
+)
+def test_models_of_another_type(models: Any, came: str) -> None:
+    """One line: the argument, what it may be, what came."""
+    with pytest.raises(TypeError, match=r"^models: expected a model.*names of model modules.*or None") as raised:
+        patch(models)
+    assert came in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+@pytest.mark.parametrize("backend", ["cuda", "", 3, None, ["auto"]])
+def test_unknown_backend(backend: Any) -> None:
+    with pytest.raises(ValueError, match="backend: expected one of auto.*got " + re.escape(repr(backend))):
+        patch(backend=backend)
+
+
+def test_backend_that_cannot_run() -> None:
     qkv, rest = _call(KDA, 3)
     with patch("kimi_linear", backend="cute") as handle, pytest.raises(gd.UnsupportedProblem, match="cute"):
         _module("kimi_linear").chunk_kimi_delta_attention(*qkv, **rest)

@@ -31,7 +31,7 @@ SLAB = {"cpu": 2**19, "cuda": 2**25}
 
 
 class Activated(NamedTuple):
-    """Tokens as the recurrence sees them, flattened: q scaled, gates applied. q, k: [tokens, H, K]; beta: [tokens, HV]."""
+    """Tokens as the recurrence sees them: q scaled, gates applied. q, k: [..., H, K]; beta: [..., HV]."""
 
     q: Tensor
     k: Tensor
@@ -49,7 +49,7 @@ def _times(rate: Tensor, x: Tensor) -> Tensor:
 
 
 def log_decay(g: Tensor, gate: Gate, dtype: torch.dtype) -> Tensor:
-    """Natural-log decay of raw g [tokens, HV] or [tokens, HV, K], as [tokens, HV, 1] or [tokens, HV, K]."""
+    """Natural-log decay of raw g [tokens, HV], [..., HV, 1] or [..., HV, K], as [..., HV, 1] or [..., HV, K]."""
     g = g.to(dtype)
     if g.ndim == 2:
         g = g[..., None]
@@ -58,25 +58,26 @@ def log_decay(g: Tensor, gate: Gate, dtype: torch.dtype) -> Tensor:
     assert gate.A_log is not None
     rate = gate.A_log.to(dtype).exp()[:, None]
     if gate.dt_bias is not None:
-        g = g + gate.dt_bias.to(dtype).view(g.shape[1], -1)
+        g = g + gate.dt_bias.to(dtype).view(g.shape[-2], -1)
     if gate.kind == "softplus":
         return -_times(rate, F.softplus(g, threshold=20.0))
     return gate.bound * torch.sigmoid(_times(rate, g))
 
 
-def l2norm(x: Tensor, dtype: torch.dtype, scale: float = 1.0) -> Tensor:
-    """scale * x * rsqrt(sum(x * x) + 1e-6) in dtype: FLA's form, where a zero row stays zero."""
-    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=dtype)
-    return x * (scale * torch.rsqrt(norm * norm + L2NORM_EPS))
+def l2norm(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """x * rsqrt(sum(x * x) + 1e-6) in dtype: FLA's form, where a zero row stays zero."""
+    x = x.to(dtype)
+    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2NORM_EPS)
 
 
 def activate(tokens: Tokens, dtype: torch.dtype) -> Activated:
-    """Flattened raw tokens to what the recurrence reads, computed in dtype."""
+    """Raw tokens, flattened or not, to what the recurrence reads, computed in dtype."""
     q, k, beta = tokens.q, tokens.k, tokens.beta.to(dtype)
-    scale = q.shape[-1] ** -0.5 if tokens.scale is None else float(tokens.scale)
-    q, k = (l2norm(q, dtype, scale), l2norm(k, dtype)) if tokens.qk_l2norm else (q.to(dtype) * scale, k.to(dtype))
-    decay = log_decay(tokens.g, tokens.gate, dtype)
-    return Activated(q, k, tokens.v.to(dtype), decay, beta.sigmoid() if tokens.beta_logits else beta)
+    if tokens.qk_l2norm:
+        q, k = l2norm(torch.cat([q, k], -2), dtype).chunk(2, -2)  # one token's cost is the number of operations
+    q = q.to(dtype) * (q.shape[-1] ** -0.5 if tokens.scale is None else float(tokens.scale))
+    decay = log_decay(tokens.g if tokens.g.ndim == q.ndim else tokens.g.unsqueeze(-1), tokens.gate, dtype)
+    return Activated(q, k.to(dtype), tokens.v.to(dtype), decay, beta.sigmoid() if tokens.beta_logits else beta)
 
 
 def flatten(tokens: Tokens) -> Tokens:
@@ -89,13 +90,14 @@ def step(state: Tensor, token: Activated) -> tuple[Tensor, Tensor]:
 
     Gated DeltaNet (arXiv 2412.06464), eq. 10; Kimi Linear (arXiv 2510.26692), eq. 1, where the decay is per key channel.
     """
-    q, k = token.q, token.k
-    if (group := state.shape[-3] // q.shape[-2]) > 1:
-        q, k = q.repeat_interleave(group, -2), k.repeat_interleave(group, -2)
-    state = state * token.log_decay.exp()[..., None, :]
-    u = token.beta[..., None] * (token.v - (state @ k[..., None])[..., 0])
-    state = state + u[..., :, None] * k[..., None, :]
-    return (state @ q[..., None])[..., 0], state
+    q, k, v, log_decay, beta = token
+    (HV, V, K), H = state.shape[-3:], q.shape[-2]
+    state = state * log_decay.exp().unsqueeze(-2)
+    # The value heads of a q/k head lie next to each other, so that their states are one matrix.
+    S, q, k = state.reshape(-1, HV // H * V, K), q.reshape(-1, 1, K), k.reshape(-1, 1, K)
+    u = beta.unsqueeze(-1) * (v - (S * k).sum(-1).view(v.shape))
+    S = S.addcmul_(u.reshape(-1, HV // H * V, 1), k)
+    return (S * q).sum(-1).view(v.shape), S.view(state.shape)
 
 
 def recurrent(
@@ -287,19 +289,26 @@ def chunked(
 # ------------------------------------------------------------------------------------------------ who reads and writes what
 
 
+def _exact_fp32(matmuls: bool = True) -> contextlib.AbstractContextManager[None]:
+    """fp32 means fp32, whatever the process has switched on: no autograd, no autocast, no tf32 or bf16 matmuls."""
+    autocast = [device_type for device_type in ("cpu", "cuda") if torch.is_autocast_enabled(device_type)]
+    backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul) if matmuls else ()  # type: ignore[attr-defined]
+    rounded = [backend for backend in backends if backend.fp32_precision not in ("ieee", "none")]  # none: not set, so ieee
+    if autocast or rounded:  # to enter and leave it costs as much as a few small operations
+        return _without(autocast, rounded)
+    return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
+
+
 @contextlib.contextmanager
-def _exact_fp32() -> Iterator[None]:
-    """fp32 means fp32: no autograd, no autocast, no tf32 or bf16 matmuls, whatever the process has switched on."""
-    backends: tuple[Any, ...] = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+def _without(autocast: list[str], rounded: list[Any]) -> Iterator[None]:
+    """No autograd, no autocast on these device types, ieee matmuls in these backends."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        for device_type in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(device_type):
-                stack.enter_context(torch.autocast(device_type, enabled=False))
-        for backend in backends:
-            if backend.fp32_precision != "ieee":
-                stack.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
-                backend.fp32_precision = "ieee"
+        for device_type in autocast:
+            stack.enter_context(torch.autocast(device_type, enabled=False))
+        for backend in rounded:
+            stack.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
+            backend.fp32_precision = "ieee"
         yield
 
 
@@ -479,6 +488,9 @@ def decode(
     update_state: bool,
     out: Tensor,
 ) -> None:
+    if tokens.cu_seqlens is None and state_indices is None and write_indices is None:
+        _decode_in_order(tokens, state, intermediate_states, update_state, out)
+        return
     reads, writes, token_slots, starts, lengths = decode_rows(
         tokens, state, state_indices, write_indices, num_accepted, intermediate_states, update_state
     )
@@ -508,6 +520,26 @@ def decode(
         if kept:
             moved = now[_places([i for i, _ in kept], len(active))].to(state.dtype)
             state[_places([w for _, w in kept], P)] = moved
+
+
+def _decode_in_order(tokens: Tokens, state: Tensor, intermediate_states: Tensor | None, update_state: bool, out: Tensor) -> None:
+    """decode where sequence n has slot n: no index to look at, nothing to gather."""
+    N, T = tokens.q.shape[:2]
+
+    def at(x: Tensor, t: int) -> Tensor:
+        return x if x.shape[1] == 1 else x[:, t : t + 1]
+
+    with _exact_fp32(matmuls=False):  # step has none
+        x = activate(tokens, torch.float32)
+        stored = state[:N].unsqueeze(1)
+        for t in range(T):
+            o, after = step(stored.float(), x if T == 1 else Activated(*(at(y, t) for y in x)))
+            at(out, t).copy_(o)
+            stored = after.to(state.dtype)  # rounded after every token, as in decode
+            if intermediate_states is not None:
+                at(intermediate_states[:N], t).copy_(stored)
+        if update_state:
+            state[:N] = stored.squeeze(1)
 
 
 class VerifyRows(NamedTuple):

@@ -5,23 +5,30 @@ The model (byte-level, about a million parameters, made by scripts/train_tiny_mo
 
 from __future__ import annotations
 
+import itertools
 import math
+import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
 from rich.console import Console
-from rich.table import Table
+from rich.text import Text
 from torch import Tensor
 
 from .. import Gate, KVBuffer, api, reference
-from ..problem import Tokens
+from ..dispatch import Route
+from ..problem import SHORT, Tokens
 
 MODEL = Path(__file__).parent / "tiny_qwen3_5"
-PROMPTS = ("A class definition defines a class object", "The try statement", "Lambda")
+PROMPTS = ("A class definition defines a class object. " * 10, "The try statement specifies handlers. " * 4, "Lambda expressions")
 DRAFT = 4
+TURNS = 5
+TIMED = 48
+"""Bytes that a timed run generates at most."""
+
 TOLERANCE = {"reference": {torch.float32: 1e-5, torch.bfloat16: 4e-3}, "cute": {torch.float32: 1e-3, torch.bfloat16: 4e-3}}
 """By how much of its norm a result may differ from float64, by who made the first states: cute's prefill has fp16 operands."""
 
@@ -42,6 +49,15 @@ class Generation(NamedTuple):
     @property
     def text(self) -> str:
         return self.made.decode(errors="replace")
+
+
+class Finding(NamedTuple):
+    """A line of the demo. right: whether what it compares is equal within its limit."""
+
+    what: str
+    figure: str
+    meaning: str
+    right: bool = True
 
 
 def precision(device: torch.device) -> torch.dtype:
@@ -89,45 +105,83 @@ def compare(ours: Generation, plain: Generation) -> tuple[int, float]:
 
 
 def show(prompt: str, length: int, backend: str, device: torch.device, console: Console, dtype: torch.dtype | None = None) -> bool:
-    """Print the whole demo; False if anything it compares differs. dtype: of the model; see `precision` when None."""
+    """Print the whole demo; False if anything it compares differs. dtype: of the model; see `precision` when None.
+
+    Raises UnsupportedProblem where the backend cannot run the model, before anything is printed.
+    """
+    model = load_model(device, dtype or precision(device))
+    text = layer_tokens(model, "a")
+    state = torch.zeros(1, *text.v.shape[2:], text.q.shape[3], device=device)
+    with torch.inference_mode():
+        route = api.explain("decode", **text._asdict(), state=state, backend=backend)
+    console.print(
+        f"A 4-layer Qwen3.5 of a million parameters, bytes in, bytes out, in {SHORT[model.dtype]}. {_setting(route, device)}"
+    )
+    console.print()
+    plain, ours, findings = _with_and_without(model, prompt, length, backend)
+    console.print(Text.assemble((_line(prompt), "bold"), " ", _line(ours.text)))
+    if ours.made != plain.made:
+        console.print(Text.assemble(("unpatched:", "bold"), " ", _line(plain.text)))
+    console.print()
+    passed = True
+    for what, figure, meaning, right in itertools.chain(findings, life_of_a_request(model, backend, device)):
+        wrong = () if right else (("WRONG: ", "bold red"),)
+        console.print(Text.assemble((f"{what:14}  ", "bold"), *wrong, figure, ": ", meaning))
+        passed &= right
+    console.print()
+    console.print(
+        "All that was compared is equal within its limit." if passed else "[bold red]Not all is equal: see WRONG above.[/]"
+    )
+    return passed
+
+
+def _setting(route: Route, device: torch.device) -> str:
+    """What runs here and what the demo can show with it."""
+    if route.backend == "cute":
+        name = torch.cuda.get_device_name(device)
+        return f"The CuTe kernels on {name}; so small a model waits for launches, gated-delta bench times kernels."
+    if device.type == "cpu":
+        return "On a CPU, by the PyTorch reference backend, the demo proves equality; speed is for NVIDIA Hopper GPUs."
+    needs = "; ".join(route.missing) or "to be asked for"
+    return f"The PyTorch reference backend on a GPU: the demo proves equality. The CuTe kernels need {needs}."
+
+
+def _line(text: str) -> str:
+    """Text on one line, without what could steer a terminal."""
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split()))
+
+
+# ------------------------------------------------------------------------------------------------ the model
+
+
+def _with_and_without(model: Any, prompt: str, length: int, backend: str) -> tuple[Generation, Generation, list[Finding]]:
+    """The text without gated_delta, with it, and how they compare."""
     from ..integrations.transformers import patch
 
-    model = load_model(device, dtype or precision(device))
+    def patched(length: int) -> Generation:
+        with patch(model, backend=backend):
+            return generate(model, prompt, length)
 
-    def warm() -> Generation:
-        generate(model, prompt, length)  # first runs pay for kernels and allocations, attention on a GPU for each new KV length
-        return generate(model, prompt, length)
-
-    console.rule("a real model: 4-layer Qwen3.5, bytes in, bytes out")
-    console.print(prompt, style="bold", end="", highlight=False, markup=False)
-    plain = warm()
-    console.print(plain.text, highlight=False, markup=False)
-    with patch(model, backend=backend) as patched:
-        ours = warm()
-        report = patched.report()
+    plain, ours = generate(model, prompt, length), patched(length)
+    # Those were the first runs, which pay for kernels and allocations; attention on a GPU pays for each new KV length.
+    turns = [(generate(model, prompt, min(length, TIMED)), patched(min(length, TIMED))) for _ in range(TURNS)]
     common, error = compare(ours, plain)
-    same = error <= LOGITS[model.dtype]  # NaN is not
-    console.print()
-    apart = f"logits {error:.1e} of their norm apart"
-    if not same:
-        console.print(f"[red]patched and unpatched transformers DIFFER, {apart}, {common} bytes the same; patched:[/]")
-    elif common == len(plain.made):
-        console.print(f"patched and unpatched transformers give the same text, {apart}")
-    else:
+    limit = LOGITS[model.dtype]
+    right = error <= limit  # NaN is not
+    meaning = "plain and patched transformers choose the same"
+    if right and common < length:
         best, second = plain.logits[common].topk(2).values.tolist()
-        console.print(f"patched and unpatched transformers give the same {common} bytes, {apart};")
-        console.print(f"then each another of two that are nearly as good, {best:.3f} and {second:.3f}; patched:")
-    if common < len(plain.made):
-        console.print(ours.text, highlight=False, markup=False)
-    speed = Table("", "prefill tokens/s", "decode tokens/s")
-    for name, run in (("transformers", plain), ("transformers on gated_delta", ours)):
-        speed.add_row(name, f"{run.prefill_tokens_per_second:.0f}", f"{run.decode_tokens_per_second:.0f}")
-    console.print(speed)
-    console.print("what ran:")
-    for row in report:
-        console.print(f"  {row}", highlight=False, markup=False)
-    console.rule("one batch of requests: packed prefill, decode, verify, flush")
-    return life_of_a_request(model, backend, device, console) and same
+        meaning += f" until two are nearly as good, their logits {best:.3f} and {second:.3f}"
+    findings = [
+        Finding("same tokens", f"{common} of {length} bytes", meaning, right),
+        Finding("logits", f"{error:.1e} apart", f"a relative distance, plain to patched; limit {limit:.0e}", right),
+    ]
+    for what, speed in (("decode", "decode_tokens_per_second"), ("prompt", "prefill_tokens_per_second")):
+        before, after = (statistics.median(getattr(run, speed) for run in runs) for runs in zip(*turns, strict=True))
+        if not math.isnan(after):
+            meaning = f"plain transformers {before:.0f} (medians of {TURNS} runs in turns)"
+            findings.append(Finding(what, f"{after:.0f} tokens/s patched", meaning))
+    return plain, ours, findings
 
 
 # ------------------------------------------------------------------------------------------------ the four operations
@@ -160,53 +214,65 @@ def _join(parts: list[Tokens], dim: int) -> Tokens:
     return parts[0]._replace(q=q, k=k, v=v, g=g, beta=beta)
 
 
-def _truth(tokens: Tokens, length: int) -> tuple[Tensor, Tensor]:
-    """Oracle over the first `length` tokens, from zero: outputs [length, HV, V] and the last state."""
-    HV, V, K = *tokens.v.shape[2:], tokens.q.shape[3]
-    outputs = []
-    state = torch.zeros(HV, V, K, dtype=torch.float64, device=tokens.v.device)
-    for o, after in reference.recurrent(_slice(tokens, 0, length), state):
-        outputs.append(o)
-        state = after
-    return torch.stack(outputs), state
+def _zeros(tokens: Tokens) -> Tensor:
+    return tokens.v.new_zeros(*tokens.v.shape[2:], tokens.q.shape[3], dtype=torch.float32)
 
 
-def life_of_a_request(model: Any, backend: str, device: torch.device, console: Console) -> bool:
-    """Three requests: prefilled together, decoded one step, four draft tokens verified, 0..4 of them accepted and flushed."""
-    table = Table("step", "tokens", "outputs against float64", "states", "")
-    try:
-        return _live(model, backend, device, console, table)
-    except KeyboardInterrupt:
-        console.print(table)  # as far as it goes
-        raise
+class Truth:
+    """Of a text's tokens, by the recurrence in float64: all outputs [T, HV, V], and the last states [HV, V, K] by tokens seen."""
+
+    def __init__(self, tokens: Tokens, kept: int):
+        outputs, self.states, T = [], {}, tokens.q.shape[1]
+        for t, (o, state) in enumerate(reference.recurrent(tokens, _zeros(tokens))):
+            outputs.append(o)
+            if t + kept >= T:
+                self.states[t + 1] = state
+        self.outputs = torch.stack(outputs)
+
+
+def _medians(device: torch.device, *functions: Callable[[], object]) -> list[float]:
+    """Seconds of each, called in turns."""
+    times: list[list[float]] = []
+    for _ in range(TURNS):
+        turn = []
+        for function in functions:
+            start = time.perf_counter()
+            function()
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
+            turn.append(time.perf_counter() - start)
+        times.append(turn)
+    return [statistics.median(mine) for mine in zip(*times, strict=True)]
 
 
 @torch.inference_mode()
-def _live(model: Any, backend: str, device: torch.device, console: Console, table: Table) -> bool:
-    texts = [layer_tokens(model, text + " is an object that") for text in PROMPTS]
+def life_of_a_request(model: Any, backend: str, device: torch.device) -> Iterator[Finding]:
+    """Three requests: prefilled together, decoded one step, four draft tokens verified, 0..4 of them accepted and flushed."""
+    texts = [layer_tokens(model, text) for text in PROMPTS]
     lengths = [t.q.shape[1] - 1 - DRAFT for t in texts]
+    truths = [Truth(t, 2 + DRAFT) for t in texts]
     H, K = texts[0].q.shape[2:]
     HV, V = texts[0].v.shape[2:]
-    pool = torch.full((8, HV, V, K), math.nan, device=device)  # slots nobody owns stay poisoned
+    pool = torch.full((8, HV, V, K), math.nan, device=device)  # what no call may read or write stays NaN
     slots = torch.tensor([4, 1, 6], device=device)
-    passed = True
+    others = [slot for slot in range(8) if slot not in slots.tolist()]
 
-    def judge(step: str, what: str, seen: list[int], outputs: Sequence[Tensor] = (), state: bool = True) -> None:
-        """Compare request n after seen[n] tokens: its latest outputs [T, HV, V], and its slot of the pool."""
-        nonlocal passed
-        errors = {"outputs": 0.0, "states": 0.0}
-        right = True
-        for n, (text, length) in enumerate(zip(texts, seen, strict=True)):
-            want_outputs, want_state = _truth(text, length)
-            pairs = [("outputs", outputs[n], want_outputs[-len(outputs[n]) :])] if outputs else []
-            pairs += [("states", pool[slots[n]], want_state)] if state else []
-            for what_is, have, want in pairs:
-                error = float((have.double() - want).norm() / want.norm())
-                right &= error < tolerance[have.dtype]  # NaN is not
-                errors[what_is] = max(errors[what_is], error)
-        passed &= right
-        shown = [f"{error:.1e}" if there else "" for error, there in zip(errors.values(), (outputs, state), strict=True)]
-        table.add_row(step, what, *shown, "ok" if right else "[red]wrong[/]")
+    def errors(seen: list[int], outputs: Sequence[Tensor] = ()) -> list[float]:
+        """Of each request's latest outputs [T, HV, V], where given, or else of its state, after seen[n] tokens."""
+        have = outputs or [pool[slot] for slot in slots]
+        want = [
+            truth.outputs[n - len(outputs[i]) : n] if outputs else truth.states[n]
+            for i, (truth, n) in enumerate(zip(truths, seen, strict=True))
+        ]
+        return [float((x.double() - y).norm() / y.norm()) for x, y in zip(have, want, strict=True)]
+
+    def find(what: str, meaning: str, outputs: Sequence[float] = (), states: Sequence[float] = (), right: bool = True) -> Finding:
+        parts = []
+        for name, dtype, found in (("outputs", model.dtype, outputs), ("states", torch.float32, states)):
+            if found:
+                parts.append(f"{name} {max(found):.1e}")
+                right &= all(error < tolerance[dtype] for error in found)  # NaN is not
+        return Finding(what, ", ".join(parts), meaning, right)
 
     def part(first: list[int], count: list[int], dim: int) -> Tokens:
         return _join([_slice(t, a, a + n) for t, a, n in zip(texts, first, count, strict=True)], dim)
@@ -214,37 +280,44 @@ def _live(model: Any, backend: str, device: torch.device, console: Console, tabl
     packed = part([0, 0, 0], lengths, 1)._replace(cu_seqlens=torch.tensor([0, *lengths], device=device).cumsum(0))
     fresh = torch.zeros(3, dtype=torch.bool, device=device)
     prompts: dict[str, Any] = dict(packed._asdict(), state=pool, state_indices=slots, has_initial_state=fresh, backend=backend)
-    prefilled = api.explain("prefill", **prompts)
-    tolerance = TOLERANCE[prefilled.backend]
+    tolerance = TOLERANCE[api.explain("prefill", **prompts).backend]
     o, _ = api.prefill(**prompts)
-    judge("prefill, packed", " + ".join(map(str, lengths)), lengths, o[0].split(lengths))
+    limits = dict.fromkeys(f"{tolerance[dtype]:.0e}" for dtype in (model.dtype, torch.float32))
+    meaning = f"relative error against the recurrence in float64; limit {' and '.join(limits)}, here and below"
+    prefilled = find("accuracy", meaning, errors(lengths, o[0].split(lengths)), errors(lengths))
+
+    def token_loop() -> None:
+        for text, length in zip(texts, lengths, strict=True):
+            for _ in reference.recurrent(_slice(text, 0, length), _zeros(text), torch.float32):
+                pass
+
+    ours, loop = _medians(device, lambda: api.prefill(**prompts), token_loop)
+    meaning = f"prompts of {', '.join(map(str, lengths))} tokens in one call, no padding; the token loop takes {loop * 1e3:.1f} ms"
+    yield Finding("packed prefill", f"{ours * 1e3:.1f} ms, {loop / ours:.1f} times as fast", meaning)
+    yield prefilled
 
     step = part(lengths, [1, 1, 1], 0)
     o = api.decode(**step._asdict(), state=pool, state_indices=slots, backend=backend)
     seen = [n + 1 for n in lengths]
-    judge("decode", "1 each", seen, list(o))
+    yield find("decode", "the next token of each, states updated in place", errors(seen, list(o)), errors(seen))
 
     draft = part(seen, [DRAFT] * 3, 0)
     buffer = KVBuffer.empty(3, DRAFT, H, HV, K, V, gate="head", device=device)
     frozen = pool.clone()
     o = api.verify(**draft._asdict(), state=pool, state_indices=slots, buffer=buffer, backend=backend)
-    passed &= torch.equal(pool.nan_to_num(), frozen.nan_to_num())
-    judge("verify, state frozen", f"{DRAFT} drafts each", [n + DRAFT for n in seen], list(o), state=False)
+    same = torch.equal(pool.nan_to_num(), frozen.nan_to_num())
+    meaning = f"{DRAFT} draft tokens each; the states stay bit for bit what they were"
+    yield find("verify", meaning, errors([n + DRAFT for n in seen], list(o)), right=same)
 
+    states: list[float] = []
     for accepted in range(DRAFT + 1):
         counts = [accepted, DRAFT - accepted, accepted]
         pool.copy_(frozen)
         api.flush(pool, buffer, torch.tensor(counts, device=device), state_indices=slots, backend=backend)
-        judge("flush", f"{counts} accepted", [n + m for n, m in zip(seen, counts, strict=True)])
-    others = [s for s in range(8) if s not in slots.tolist()]
-    passed &= bool(pool[others].isnan().all())
-    console.print(table)
+        states += errors([n + m for n, m in zip(seen, counts, strict=True)])
+    untouched = bool(pool[others].isnan().all())
+    meaning = f"0 to {DRAFT} drafts accepted, the others rolled back; the states of a run without those"
+    yield find("flush", meaning, states=states, right=untouched)
     cached = 3 * DRAFT * HV * V * K * 4
-    console.print(f"rollback memory of these drafts: {buffer.nbytes:,} bytes; a state per token takes {cached:,}", highlight=False)
-    for route in (
-        prefilled,
-        api.explain("decode", **step._asdict(), state=pool, state_indices=slots, backend=backend),
-        api.explain("verify", **draft._asdict(), state=pool, state_indices=slots, buffer=buffer, backend=backend),
-    ):
-        console.print(str(route), highlight=False, markup=False)
-    return passed
+    meaning = f"to roll these drafts back; a cached state for each takes {cached:,}, {cached / buffer.nbytes:.0f} times as many"
+    yield Finding("draft memory", f"{buffer.nbytes:,} bytes", meaning)

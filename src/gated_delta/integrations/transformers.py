@@ -16,7 +16,9 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
-from collections.abc import Hashable, Iterable
+import reprlib
+import threading
+from collections.abc import Iterable
 from dataclasses import dataclass
 from types import ModuleType, TracebackType
 from typing import Any, NamedTuple
@@ -25,7 +27,8 @@ import torch
 from torch import Tensor
 
 from .. import api
-from ..dispatch import BACKENDS, Route
+from ..dispatch import BACKENDS
+from ..memo import Memo
 from ..problem import MAX_DRAFT
 
 GDN = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
@@ -45,7 +48,10 @@ MODELS = {
 
 
 class Row(NamedTuple):
-    """What one replaced function did on one route. backend and kernel are empty as long as it was not called."""
+    """What one replaced function did on one route. backend and kernel are empty as long as no call was counted.
+
+    compiled: whether torch.compile made it part of a graph. What a graph calls is not counted.
+    """
 
     module: str
     function: str
@@ -53,15 +59,21 @@ class Row(NamedTuple):
     tokens: int
     backend: str
     kernel: str
+    compiled: bool = False
 
     def __str__(self) -> str:
-        ran = f"{self.calls} calls, {self.tokens} tokens, backend {self.backend}, kernel {self.kernel}"
-        return f"{self.module}.{self.function}: {ran if self.calls else 'not called'}"
+        parts = []
+        if self.calls:
+            parts.append(f"{self.calls} calls, {self.tokens} tokens, backend {self.backend}, kernel {self.kernel}")
+        if self.compiled:
+            parts.append("part of torch.compile graphs, where calls are not counted")
+        return f"{self.module}.{self.function}: {'; '.join(parts) or 'not called'}"
 
 
 @dataclass
 class _Tally:
-    route: Route
+    """Calls on one route."""
+
     calls: int = 0
     tokens: int = 0
 
@@ -75,7 +87,10 @@ class Replacement:
         self.original = getattr(module, name)
         self.backend = backend
         self.recurrent = "recurrent" in name
-        self.tallies: dict[Hashable, _Tally] = {}
+        self.compiled = False
+        self._lock = threading.Lock()
+        self._tallies: dict[tuple[str, str], _Tally] = {}
+        self._calls: Memo[_Tally] = Memo()
 
     def __call__(
         self,
@@ -100,72 +115,100 @@ class Replacement:
         chunk_size is a matter of the original's schedule and is ignored. So is everything in kwargs: transformers hands the
         caller's own keyword arguments (use_cache, output_router_logits, ...) down to this function.
         """
-        tokens: dict[str, Any] = dict(
-            q=_last_dim_contiguous(query), k=_last_dim_contiguous(key), v=_last_dim_contiguous(value), g=g, beta=beta
-        )
-        tokens |= dict(qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, backend=self.backend)
-        states: dict[str, Any]
+        query, key, value = _last_dim_contiguous(query), _last_dim_contiguous(key), _last_dim_contiguous(value)
         # What we return is a transposed view, and the cache keeps its strides: transposed back, K is contiguous and nothing moves.
         start = None if initial_state is None else initial_state.mT.to(torch.float32)
+        options: dict[str, Any] = dict(qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, backend=self.backend)
         final: Tensor | None
         if self.recurrent and start is not None and cu_seqlens is None and query.shape[1] == 1:
             # transformers' functions leave their state as it was: what follows it goes where the state after a token can.
-            op, final = "decode", torch.empty(start.shape, dtype=start.dtype, device=start.device)
-            states = dict(state=start.contiguous(), update_state=False, intermediate_states=final[:, None])
-            o = api.decode(**tokens, **states)
+            start = start.contiguous()
+            final = torch.empty_like(start)
+            op = "decode"
+            options |= dict(state=start, update_state=False, intermediate_states=final.unsqueeze(1))
+            o = api.decode(query, key, value, g, beta, **options)
         elif self.recurrent and start is not None and query.shape[1] <= MAX_DRAFT:
-            op, states = "decode", dict(state=start.clone(memory_format=torch.contiguous_format))
-            o, final = api.decode(**tokens, **states), states["state"]
+            op, final = "decode", start.clone(memory_format=torch.contiguous_format)
+            options |= dict(state=final)
+            o = api.decode(query, key, value, g, beta, **options)
         else:
-            op = "prefill"
-            states = dict(
-                initial_state=None if start is None else _last_dim_contiguous(start), output_final_state=output_final_state
-            )
-            o, final = api.prefill(**tokens, **states)
-        if not torch.compiler.is_compiling():  # in a compiled graph a count would be a guard, and each call a recompilation
-            self._tally(op, tokens, states)
+            op, start = "prefill", None if start is None else _last_dim_contiguous(start)
+            options |= dict(initial_state=start, output_final_state=output_final_state)
+            o, final = api.prefill(query, key, value, g, beta, **options)
+        if torch.compiler.is_compiling():
+            self.compiled = True  # a count here would be a guard of the graph, and each call a recompilation
+        else:
+            self._count(op, (query, key, value, g, beta), start, options)
         return o, final.mT if output_final_state and final is not None else None
 
-    def _tally(self, op: str, tokens: dict[str, Any], states: dict[str, Any]) -> None:
-        q = tokens["q"]
-        facts = [(x.dtype, x.shape[2:]) if isinstance(x, Tensor) else x for x in (*tokens.values(), *states.values())]
-        problem = (op, q.device, q.shape[1] if op == "decode" else None, *facts)
-        tally = self.tallies.get(problem)
-        if tally is None:  # asking for the route costs as much as a small call, so once for each problem
-            tally = self.tallies[problem] = _Tally(api.explain(op, **tokens, **states))
-        tally.calls += 1
-        tally.tokens += q.shape[0] * q.shape[1]
+    def _count(self, op: str, tokens: tuple[Tensor, ...], start: Tensor | None, options: dict[str, Any]) -> None:
+        q, cu_seqlens = tokens[0], options["cu_seqlens"]
+        tensors = [x for x in (*tokens, start, cu_seqlens) if x is not None]
+        key = (op, q.shape, options["qk_l2norm"], options.get("output_final_state"), start is None, cu_seqlens is None)
+        tally = self._calls.find(key, tensors)
+        if tally is None:  # asking for the route costs as much as a small call, so once for each kind of call
+            route = api.explain(op, *tokens, **options)
+            with self._lock:
+                tally = self._tallies.setdefault((route.backend, route.kernel), _Tally())
+                self._calls.remember(key, tensors, tally)
+        with self._lock:
+            tally.calls += 1
+            tally.tokens += q.shape[0] * q.shape[1]
 
     def rows(self) -> list[Row]:
-        counts: dict[tuple[str, str], tuple[int, int]] = {}
-        for tally in self.tallies.values():
-            route = (tally.route.backend, tally.route.kernel)
-            calls, tokens = counts.get(route, (0, 0))
-            counts[route] = (calls + tally.calls, tokens + tally.tokens)
-        return [Row(self.module.__name__, self.name, *n, *route) for route, n in (counts or {("", ""): (0, 0)}).items()]
+        with self._lock:
+            counts = {route: (tally.calls, tally.tokens) for route, tally in self._tallies.items()} or {("", ""): (0, 0)}
+        return [Row(self.module.__name__, self.name, *n, *route, self.compiled) for route, n in counts.items()]
+
+
+_lock = threading.Lock()
+"""Held while functions are replaced and put back."""
 
 
 class Patch:
-    """What `patch` did. Undone by `undo`, or at the end of a with block."""
+    """What `patch` did. Undone by `undo`, or at the end of a with block, which may be entered once."""
 
     def __init__(self, replacements: list[Replacement]):
         self.replacements = replacements
         self.active = True
+        self._entered = False
         for replacement in replacements:
             setattr(replacement.module, replacement.name, replacement)
 
     def undo(self) -> None:
-        """Puts the original functions back. Does nothing the second time."""
-        if self.active:
+        """Puts the original functions back; does nothing when that was done.
+
+        A function that something else replaced after patch() stays as it is: undo() restores the others, then raises RuntimeError.
+        The patch is active until the last of them is, so undo() may be called again.
+        """
+        with _lock:
+            if not self.active:
+                return
+            foreign = []
             for replacement in self.replacements:
-                setattr(replacement.module, replacement.name, replacement.original)
-            self.active = False
+                current = getattr(replacement.module, replacement.name, None)
+                if current is replacement:
+                    setattr(replacement.module, replacement.name, replacement.original)
+                elif current is not replacement.original:
+                    foreign.append(f"{replacement.module.__name__}.{replacement.name}")
+            self.active = bool(foreign)
+        if foreign:
+            raise RuntimeError(
+                f"{', '.join(foreign)}: replaced by something else after patch(), and left so: undo that, then call undo() again"
+            )
 
     def report(self) -> list[Row]:
-        """What ran so far, a row for each replaced function and route; calls inside a torch.compile graph are not counted."""
+        """What ran so far, a row for each replaced function and route.
+
+        Calls in a torch.compile graph are not counted; `compiled` says that there is such a graph.
+        """
         return [row for replacement in self.replacements for row in replacement.rows()]
 
     def __enter__(self) -> Patch:
+        with _lock:
+            if not self.active or self._entered:
+                raise RuntimeError(f"this patch was {'entered' if self.active else 'undone'} already: call patch() again")
+            self._entered = True
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
@@ -181,13 +224,16 @@ def patch(models: str | Iterable[str] | torch.nn.Module | None = None, *, backen
     Inference only: with grad enabled a patched layer raises UnsupportedProblem, so call the model under torch.no_grad() or
     torch.inference_mode() (generate() does so itself).
 
-    Raises ImportError without transformers, ValueError for an unknown model or backend, and RuntimeError when a module is patched
-    already or this release of transformers computes its layers in another way. Then nothing was patched.
+    Raises ImportError without transformers, TypeError where models is of another type, ValueError for an unknown model or backend,
+    and RuntimeError when a module is patched already or this release of transformers computes its layers in another way. Then
+    nothing was patched. The functions are replaced for all threads; patch() and undo() may be called from any.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
     names = _names(models)
-    return Patch([_replacement(importlib.import_module(_path(name)), f, backend) for name in names for f in MODELS[name]])
+    modules = [(importlib.import_module(_path(name)), f) for name in names for f in MODELS[name]]
+    with _lock:
+        return Patch([_replacement(module, f, backend) for module, f in modules])
 
 
 def _path(name: str) -> str:
@@ -206,7 +252,7 @@ def _names(models: str | Iterable[str] | torch.nn.Module | None) -> list[str]:
     elif models is None:
         names = known
     else:
-        names = list(dict.fromkeys([models] if isinstance(models, str) else models))
+        names = list(dict.fromkeys(_strings(models)))
         for name in names:
             if name not in known:
                 raise ValueError(f"models: expected names among {among}, got {name!r}")
@@ -214,6 +260,24 @@ def _names(models: str | Iterable[str] | torch.nn.Module | None) -> list[str]:
         came = f"a {type(models).__name__} with layers of none" if isinstance(models, torch.nn.Module) else "none"
         raise ValueError(f"models: expected at least one of {among}, got {came}")
     return names
+
+
+def _strings(models: object) -> list[str]:
+    if isinstance(models, str):
+        return [models]
+    accepted = "a model (a torch.nn.Module), names of model modules such as 'qwen3_5', or None for all"
+    try:
+        names = list(models)  # type: ignore[call-overload]
+    except TypeError:
+        raise TypeError(f"models: expected {accepted}, got {_shown(models)}") from None
+    for name in names:
+        if not isinstance(name, str):
+            raise TypeError(f"models: expected {accepted}, got a {type(models).__name__} with {_shown(name)}")
+    return names
+
+
+def _shown(x: object) -> str:
+    return f"the class {x.__name__}" if isinstance(x, type) else f"{type(x).__name__} {reprlib.repr(x)}"
 
 
 def _replacement(module: ModuleType, name: str, backend: str) -> Replacement:

@@ -1,0 +1,175 @@
+"""The demo: what it shows, what it makes of results that are wrong, and of odd prompts and terminals."""
+
+import io
+import math
+import re
+
+import pytest
+import torch
+from rich.console import Console
+from typer.testing import CliRunner
+
+from gated_delta import UnsupportedProblem, reference
+from gated_delta.cli import app
+
+pytest.importorskip("transformers")
+
+from gated_delta import demo
+
+CPU = torch.device("cpu")
+runner = CliRunner()
+
+
+@pytest.fixture(autouse=True)
+def brief(monkeypatch):
+    """Speeds are not tested here."""
+    monkeypatch.setattr(demo, "TURNS", 2)
+    monkeypatch.setattr(demo, "TIMED", 4)
+
+
+def run(*arguments):
+    return runner.invoke(app, ["demo", *arguments, "--device", "cpu"])
+
+
+def shown(prompt="Lambda", length=3, backend="auto", width=160, **options):
+    """What the demo prints, and whether all was equal."""
+    console = Console(file=io.StringIO(), width=width)
+    passed = demo.show(prompt, length, backend, CPU, console, **options)
+    return console.file.getvalue(), passed
+
+
+def test_it_gives_the_same_text_and_follows_requests():
+    result = run("The while statement", "--length", "24")
+    assert result.exit_code == 0, result.stdout
+    for words in (
+        "The while statement",
+        "On a CPU, by the PyTorch reference backend, the demo proves equality; speed is for NVIDIA Hopper GPUs",
+        "24 of 24 bytes",
+        "tokens/s patched: plain transformers",
+        "relative error against the recurrence in float64; limit 1e-05",
+        "one call, no padding; the token loop takes",
+        "the states stay bit for bit what they were",
+        "0 to 4 drafts accepted, the others rolled back",
+        "18,624 bytes",
+        "a cached state for each takes 786,432, 42 times as many",
+        "All that was compared is equal within its limit",
+    ):
+        assert words in " ".join(result.stdout.split()), words
+    assert "WRONG" not in result.stdout
+    assert len(result.stdout.splitlines()) <= 22
+
+
+@pytest.mark.parametrize(
+    ("op", "broken", "line"),
+    [
+        ("flush", lambda right: lambda *, num_accepted, **rest: right(num_accepted=num_accepted + 1, **rest), "flush"),
+        ("verify", lambda right: lambda tokens, **rest: right(tokens._replace(v=1.001 * tokens.v), **rest), "verify"),
+        ("prefill", lambda right: lambda tokens, **rest: right(tokens._replace(beta=1.1 * tokens.beta), **rest), "accuracy"),
+    ],
+)
+def test_it_fails_when_an_operation_is_wrong(monkeypatch, op, broken, line):
+    monkeypatch.setattr(reference, op, broken(getattr(reference, op)))
+    result = run("x", "--length", "2")
+    assert result.exit_code == 1
+    assert re.search(rf"(?m)^{line} +WRONG", result.stdout)
+    assert "Not all is equal" in result.stdout
+
+
+def test_it_fails_when_verify_writes_the_state_or_flush_a_slot_of_others(monkeypatch):
+    def verify(tokens, *, state, right=reference.verify, **rest):
+        right(tokens, state=state, **rest)
+        state[4, 0, 0, 0] += 1e-7
+
+    monkeypatch.setattr(reference, "verify", verify)
+    text, passed = shown()
+    assert not passed
+    assert re.search("WRONG: outputs .*: 4 draft tokens each; the states stay bit for bit", text)
+    monkeypatch.undo()
+
+    def flush(*, state, right=reference.flush, **rest):
+        right(state=state, **rest)
+        state[0] = 0
+
+    monkeypatch.setattr(reference, "flush", flush)
+    text, passed = shown()
+    assert not passed
+    assert re.search("WRONG: states .*: 0 to 4 drafts accepted", text)
+
+
+def test_logits_are_compared_as_far_as_the_bytes_are_the_same(monkeypatch):
+    """Where a byte is turned, what comes after says nothing; NaN and logits that are off fail, turned or not."""
+    logits = torch.eye(256)[[1, 2, 3]]
+    close, off = logits.clone(), logits.clone()
+    close[1, 9], close[2] = 1.001, 7.0
+    off[0] *= 1.1
+    plain, turned, wrong, nothing = (
+        demo.Generation(bytes(x.argmax(-1).tolist()), x, 1.0, 1.0) for x in (logits, close, off, logits * math.nan)
+    )
+    assert demo.compare(plain, plain) == (3, 0.0)
+    assert demo.compare(turned, plain)[0] == 1
+    assert demo.compare(turned, plain)[1] == pytest.approx(1.001 / 2**0.5)
+    assert demo.compare(wrong, plain) == (3, pytest.approx(0.1 / 3**0.5))
+    monkeypatch.setattr(demo, "life_of_a_request", lambda *_: [])
+    for other, passes in ((plain, True), (turned, True), (wrong, False), (nothing, False)):
+        made = iter([plain, other] * (1 + demo.TURNS))
+        monkeypatch.setattr(demo, "generate", lambda *_, made=made: next(made))
+        monkeypatch.setitem(demo.LOGITS, torch.float32, 0.05 if other is not turned else 1.0)
+        text, passed = shown()
+        assert passed == passes
+        assert ("WRONG" in text) != passes
+        assert ("unpatched:" in text) == (other.made != plain.made)
+        assert ("nearly as good, their logits 1.000 and 0.000" in text) == (other is turned)
+
+
+def test_in_the_precision_of_a_gpu():
+    assert demo.precision(torch.device("cuda")) == torch.bfloat16
+    text, passed = shown(length=12, dtype=torch.bfloat16)
+    assert passed, text
+    assert "in bf16" in text
+
+
+PROMPTS = {
+    "one byte": "x",
+    "one byte in, one out": " ",
+    "non-ASCII": "Größe, \u4f60\u597d \U0001f600",
+    "long": "The for statement. " * 158,
+}
+
+
+@pytest.mark.parametrize("prompt", PROMPTS.values(), ids=PROMPTS)
+def test_odd_prompts(prompt):
+    text, passed = shown(prompt, 1 if prompt == " " else 2)
+    assert passed, text
+    assert " ".join(prompt.split())[:20] in text
+
+
+def test_one_byte_has_no_decode_speed():
+    text, passed = shown(length=1)
+    assert passed
+    assert "1 of 1 bytes" in text
+    assert "nan" not in text
+
+
+def test_a_text_cannot_steer_the_terminal(monkeypatch):
+    monkeypatch.setattr(demo.Generation, "text", "a\x1b[2Jb\r\nc[red]")
+    text, _ = shown("[bold]\x07\tx\x1b[0m")
+    assert "[bold]\ufffd x\ufffd[0m a\ufffd[2Jb c[red]" in text
+
+
+@pytest.mark.parametrize("width", [20, 40, 80])
+def test_narrow_terminals_lose_nothing(width):
+    text, passed = shown(width=width)
+    assert passed
+    assert max(map(len, text.splitlines())) <= width
+    assert "draft memory 18,624 bytes: to roll these drafts back; a cached state for each takes 786,432" in " ".join(text.split())
+
+
+def test_a_backend_that_cannot_run_prints_nothing():
+    console = Console(file=io.StringIO())
+    with pytest.raises(UnsupportedProblem, match="a CUDA device"):
+        demo.show("Lambda", 3, "cute", CPU, console)
+    assert console.file.getvalue() == ""
+
+
+def test_without_a_prompt_it_is_refused():
+    assert run("").exit_code == 2
