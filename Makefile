@@ -5,7 +5,7 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OLDEST := .venv-oldest
-OLDEST_TORCH := 2.9.0
+OLDEST_TORCH := 2.11.0
 
 .PHONY: demo test test-oldest lint check clean
 

@@ -56,7 +56,7 @@ def test_compile_builds_a_pack_and_says_what_it_takes(tmp_path):
     assert statuses(written) == ["compiled"]
     assert written["results"][0]["registers"] > 0
     assert written["versions"]["nvidia-cutlass-dsl"] == compile.installed("nvidia-cutlass-dsl")
-    assert written["versions"]["kernel_sources"] == compile.sources()
+    assert written["versions"]["kernel_sources"] == compile.all_sources()
     assert run("compile", "--out", str(tmp_path), "--filter", "no such kernel").exit_code == 2
 
 

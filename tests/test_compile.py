@@ -1,10 +1,11 @@
-"""The compile layer, on a machine without a GPU: what is built, what it takes, and what the cache does with it."""
+"""The compile layer, on a machine without a GPU: what is built, the resources it takes, and the cache."""
 
 import errno
 import multiprocessing
 import os
 import random
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -16,12 +17,12 @@ needs_compiler = pytest.mark.skipif(
     compile.installed(compile.COMPILER) is None or compile.missing_packages() != (), reason=f"needs {compile.COMPILER}"
 )
 SPILLS = {
-    # K=96 leaves lanes without channels: their predicates cost two registers too many, once a call.
+    # Some lanes have no channels: their predicates spill two registers, once a call.
     "K=96": 8,
-    # 24 registers for those who move tiles, and the number of the block's head kept from one head to the next.
+    # Load and store warps have 24 registers, one too few for the number of the block's work tile.
     "rows=128": 8,
 }
-PREFILL = ("prepare", "scan", "join")
+PREFILL = ("prefill_prepare", "prefill_scan", "prefill_state_passing")
 
 
 @pytest.fixture
@@ -33,7 +34,7 @@ def cache(tmp_path, monkeypatch):
 
 
 def variant(**changes):
-    (first, *_) = dispatch.shipped()
+    first = next(some for some in dispatch.shipped() if some.kernel == "decode")
     return compile.Variant(first.kernel, tuple({**dict(first.facts), **changes}.items()))
 
 
@@ -48,43 +49,43 @@ SAMPLE = ALWAYS + random.Random(0).sample([some for some in dispatch.shipped() i
 
 @needs_compiler
 @pytest.mark.parametrize("some", SAMPLE, ids=str)
-def test_shipped_kernels_keep_to_their_registers(cache, some):
-    """Machine code for sm_90a without local memory."""
+def test_registers_and_spills_of_shipped_kernels(cache, some):
+    """Machine code for sm_90a, without local memory but for SPILLS."""
     found = compile.resources(compile.build(some, "sm_90a"))
     assert found is not None, "needs cuobjdump: pip install nvidia-cuda-cuobjdump"
     allowed = max((stack for part, stack in SPILLS.items() if part in some.label), default=0)
     assert found.stack <= allowed
-    assert 32 <= found.registers <= (255 if some.kernel in ("verify", "scan") else 168)  # these keep a whole tile of the state
+    assert 32 <= found.registers <= (255 if some.kernel in ("verify", "prefill_scan") else 168)  # these hold a tile of the state
 
 
 @needs_compiler
-@pytest.mark.parametrize("some", [some for some in ALWAYS if some.kernel == "scan"], ids=str)
-def test_products_are_not_serialised(cache, some):
-    """ptxas fences every one of them by itself, without a word, where it lacks registers or cannot count what is under way."""
+@pytest.mark.parametrize("some", [some for some in ALWAYS if some.kernel == "prefill_scan"], ids=str)
+def test_wgmmas_are_not_serialised(cache, some):
+    """ptxas fences every wgmma by itself, without a warning, for lack of registers or where it cannot count groups in flight."""
     code = compile.inspected(compile.build(some, "sm_90a"), "-sass")
     assert code is not None, "needs cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
-    groups = 3 if dict(some.facts)["moves"] else 5
+    groups = 3 if dict(some.facts)["transitions"] else 5
     assert code.count("WARPGROUP.ARRIVE") == groups
     assert code.count("HGMMA") > 5 * groups
 
 
 @needs_compiler
-def test_three_blocks_of_prepare_fit_on_a_multiprocessor():
-    """228 KiB of shared memory, one of them a block's own; fp32 g of KDA has room for two."""
-    from gated_delta.kernels.prepare import Prepare
+def test_three_blocks_of_prepare_fit_on_an_sm():
+    """228 KiB of shared memory, 1 KiB of it reserved for each block. KDA with fp32 g has room for two blocks."""
+    from gated_delta.kernels.prefill_prepare import PrefillPrepare
 
     for some in ALWAYS:
         facts = dict(some.facts)
-        if some.kernel == "prepare":
+        if some.kernel == "prefill_prepare":
             blocks = 2 if facts["axis"] == "channel" and facts["g_dtype"] == "fp32" else 3
-            assert Prepare(**facts).shared + 1024 <= 228 * 1024 // blocks
+            assert PrefillPrepare(**facts).shared + 1024 <= 228 * 1024 // blocks
 
 
 @needs_compiler
 def test_blackwell_compiles_too(cache):
     """All but prefill, whose tensor cores' instructions are Hopper's."""
     first = {some.kernel: some for some in reversed(dispatch.shipped()) if some.kernel not in PREFILL}
-    for some in (*first.values(), variant(axis="channel", single=False)):
+    for some in (*first.values(), variant(axis="channel", single_token=False)):
         assert compile.resources(compile.build(some, "sm_100a")).stack == 0
 
 
@@ -124,14 +125,54 @@ def test_every_fact_the_architecture_and_the_sources_have_their_own_file(cache, 
     first = variant()
     changes = dict(
         axis="channel", K=64, V=64, dtype="fp16", g_dtype="fp16", state_dtype="bf16", gate="lower_bound", qk_l2norm=False,
-        beta_logits=True, single=False, aligned=False, rows=2, threads=256,
+        beta_logits=True, single_token=False, aligned=False, rows=2, threads=256,
     )  # fmt: skip
     assert set(changes) == set(dict(first.facts))
     names = {compile.file_name(variant(**{name: value}), "sm_90a") for name, value in changes.items()}
     names |= {compile.file_name(first, arch) for arch in ("sm_90a", "sm_100a")}
-    monkeypatch.setattr(compile, "sources", lambda: "other sources")
+    monkeypatch.setattr(compile, "sources", lambda kernel: "other sources")
     names.add(compile.file_name(first, "sm_90a"))
     assert len(names) == len(changes) + 3
+
+
+@pytest.fixture
+def copied(tmp_path, monkeypatch):
+    """A copy of the kernels' sources, and the fingerprints as they are when asked for."""
+    kernels = tmp_path / "kernels"
+    shutil.copytree(Path(compile.__file__).parent / "kernels", kernels)
+    monkeypatch.setattr(compile, "__file__", str(tmp_path / "compile.py"))
+    names = ("decode", "verify", "flush", *PREFILL)
+    return kernels, lambda: {name: compile.sources.__wrapped__(name) for name in names}
+
+
+def test_a_kernels_fingerprint_is_of_the_sources_it_imports(copied):
+    """Of each file in kernels/ and its packages some kernel's; of another kernel's file none."""
+    kernels, fingerprints = copied
+    before, seen = fingerprints(), set()
+    assert len(set(before.values())) == len(before)
+    for file in sorted(kernels.rglob("*.py")):
+        text = file.read_text()
+        file.write_text(text + "\nchanged = 1\n")
+        changed = {name for name, found in fingerprints().items() if found != before[name]}
+        if file.name != "__init__.py":
+            assert changed, file
+        if file.stem in before:
+            assert changed == {file.stem}
+        seen |= changed
+        file.write_text(text)
+    assert seen == set(before)
+    assert fingerprints() == before
+
+
+def test_comments_and_docstrings_leave_the_fingerprint(copied):
+    kernels, fingerprints = copied
+    before = fingerprints()
+    for file in sorted(kernels.rglob("*.py")):
+        file.write_text('# A comment.\n"""And words."""\n\n' + file.read_text().replace("\n    return", "\n    # why\n    return"))
+    assert fingerprints() == before
+    file = kernels / "device/math.py"
+    file.write_text(file.read_text().replace("return", "return 0 *", 1))
+    assert fingerprints()["decode"] != before["decode"]
 
 
 @needs_compiler
@@ -181,7 +222,7 @@ def test_processes_that_compile_the_same_do_not_disturb_each_other(cache):
 
 
 @needs_compiler
-def test_a_pack_of_another_compiler_version_serves_where_there_is_none(cache, monkeypatch):
+def test_a_pack_of_another_compiler_version_is_used_without_a_compiler(cache, monkeypatch):
     file = compile.build(variant(), "sm_90a")
     shutil.move(file.parent, cache / "0.0.1")
     assert compile._find(variant(), "sm_90a") is None  # this compiler makes its own
@@ -191,7 +232,7 @@ def test_a_pack_of_another_compiler_version_serves_where_there_is_none(cache, mo
     assert compile.missing(variant(rows=2), "sm_90a") != ()
 
 
-def test_what_is_missing_is_said_without_a_compiler(cache, monkeypatch):
+def test_missing_compiler_is_named(cache, monkeypatch):
     monkeypatch.setattr(compile, "installed", lambda package: None)
     monkeypatch.setattr(compile, "missing_packages", lambda: ())
     (reason,) = compile.missing(variant(), "sm_90a")
@@ -202,51 +243,55 @@ def test_what_is_missing_is_said_without_a_compiler(cache, monkeypatch):
 
 @needs_compiler
 def test_host_and_kernel_agree_on_the_arguments():
-    """The launch hands over tuples: names in one order on both sides."""
+    """A launch passes tuples: the same names in the same order on both sides."""
     from gated_delta import reference
-    from gated_delta.kernels import arguments, decode, device, flush, join, prepare, scan, verify
+    from gated_delta.kernels import arguments, decode, flush, prefill_prepare, prefill_scan, prefill_state_passing, verify
+    from gated_delta.kernels.device import math
 
     kernels = dict(
-        Decode=[decode.Decode], Verify=[verify.Verify], Flush=[flush.Flush], Prefill=[prepare.Prepare, scan.Scan, join.Join]
+        Decode=[decode.Decode],
+        Verify=[verify.Verify],
+        Flush=[flush.Flush],
+        Prefill=[prefill_prepare.PrefillPrepare, prefill_scan.PrefillScan, prefill_state_passing.PrefillStatePassing],
     )
     for operation, kernel in ((operation, kernel) for operation, some in kernels.items() for kernel in some):
         for taken in kernel.arguments:
             if issubclass(taken, tuple):
                 assert taken._fields == getattr(arguments, taken.__name__)._fields
                 assert taken.__name__.startswith(operation)
-    assert device.L2NORM_EPS == reference.L2NORM_EPS
+    assert math.L2NORM_EPS == reference.L2NORM_EPS
 
 
 @needs_compiler
-def test_triangles_are_squares_without_what_is_above_their_blocks():
-    """Part by part of 16 bytes: each has a place of its own, and lies in the square where the tensor cores look for it."""
-    from gated_delta.kernels.arguments import CHUNK, TRIANGLE
-    from gated_delta.kernels.chunks import square_block, triangle_at, triangle_block
+def test_triangle_offsets_are_the_swizzled_layout_of_a_square():
+    """Every 16-byte vector of a triangle has an offset of its own, and in the square the one that wgmma reads."""
+    from gated_delta.kernels.arguments import CHUNK, TRIANGLE_BYTES
+    from gated_delta.kernels.device.chunk_layout import square_panel, triangle_offset, triangle_panel
 
     taken = set()
     for row in range(CHUNK):
-        for part in range(2 * (row // 16 + 1)):
-            at, block = triangle_at(row, part), part // 2
+        for vector in range(2 * (row // 16 + 1)):
+            at, panel = triangle_offset(row, vector), vector // 2
             taken.add(at)
-            linear = block * CHUNK * 32 + row * 32 + part % 2 * 16  # 16 columns behind the other, rows of 32 bytes,
-            assert square_block(block) + at - triangle_block(block) == linear ^ (linear >> 3 & 16)  # swizzled
-    assert taken == set(range(0, TRIANGLE, 16))
+            linear = panel * CHUNK * 32 + row * 32 + vector % 2 * 16  # panels of 16 columns, rows of 32 bytes
+            assert square_panel(panel) + at - triangle_panel(panel) == linear ^ (linear >> 3 & 16)  # swizzled
+    assert taken == set(range(0, TRIANGLE_BYTES, 16))
 
 
 @needs_compiler
-def test_tiles_are_where_the_tensor_cores_look_and_written_by_whole_lines():
-    """Part by part of 16 bytes: each has a place of its own; what a warp writes at once, four parts of eight tokens, is four lines."""
-    from gated_delta.kernels.arguments import CHUNK, IMAGE
-    from gated_delta.kernels.chunks import part_at
+def test_tile_offsets_are_swizzled_and_written_as_whole_lines():
+    """Every 16-byte vector has an offset of its own; a warp writes four vectors of eight tokens at once, which are four lines."""
+    from gated_delta.kernels.arguments import CHUNK, TILE_BYTES
+    from gated_delta.kernels.device.chunk_layout import tile_offset
 
-    places = {(row, part): part_at(row, part) for row in range(CHUNK) for part in range(16)}
-    assert set(places.values()) == set(range(0, IMAGE, 16))
-    for (row, part), at in places.items():
-        linear = part // 4 * CHUNK * 64 + row * 64 + part % 4 * 16  # 32 columns behind the other, rows of 64 bytes,
+    offsets = {(row, vector): tile_offset(row, vector) for row in range(CHUNK) for vector in range(16)}
+    assert set(offsets.values()) == set(range(0, TILE_BYTES, 16))
+    for (row, vector), at in offsets.items():
+        linear = vector // 4 * CHUNK * 64 + row * 64 + vector % 4 * 16  # blocks of 32 columns, rows of 64 bytes
         assert at == linear ^ (linear >> 3 & 48)  # swizzled
     for row in range(0, CHUNK, 8):
-        for part in range(0, 16, 4):
-            assert len({places[row + i, part + j] // 128 for i in range(8) for j in range(4)}) == 4
+        for vector in range(0, 16, 4):
+            assert len({offsets[row + i, vector + j] // 128 for i in range(8) for j in range(4)}) == 4
 
 
 # ------------------------------------------------------------------------------------------------ a wrong environment

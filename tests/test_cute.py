@@ -1,4 +1,4 @@
-"""The CuTe backend on the GPU: the case list, decode's bitwise promises, and a test for each trap that shipped in a peer."""
+"""The CuTe backend on the GPU: the case list, decode's bitwise guarantees, and a test for each bug that a peer has shipped."""
 
 import math
 
@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import gated_delta as gd
-from gated_delta import cute
+from gated_delta.ops import launch as on_host
 from gated_delta.testing import cases, run_case
 from gpu import AXES, HV, PER_TOKEN, STATES, D, H, decode, index, needs_gpu, packed, part, pool, same, tokens
 
@@ -14,7 +14,7 @@ pytestmark = needs_gpu
 
 
 def close_to_reference(call, state, got, **options):
-    """Against the PyTorch backend at the same dtypes: o and the pool, which `got` holds after the call."""
+    """Compare o and the pool after the call, `got`, with the PyTorch backend at the same dtypes."""
     want = state.clone()
     o = gd.decode(**call, state=want, backend="reference", **options)
     for x, y in ((got[0], o), (got[1], want)):
@@ -45,7 +45,7 @@ def test_explain_names_the_kernel_and_its_schedule():
     assert "threads=" in str(route)
 
 
-# ------------------------------------------------------------------------------------------------ bitwise promises
+# ------------------------------------------------------------------------------------------------ bitwise guarantees
 
 
 @pytest.mark.parametrize("state_dtype", STATES, ids=str)
@@ -66,7 +66,7 @@ def test_bits_do_not_change_from_run_to_run(axis, state_dtype, T):
 @pytest.mark.parametrize("heads", [(H, HV), (16, 64)], ids=str)
 @pytest.mark.parametrize("T", [1, 3])
 def test_bits_do_not_depend_on_the_batch(axis, state_dtype, heads, T):
-    """A sequence alone, and in any row beside 1 to 511 others: every schedule of the table is passed."""
+    """A sequence alone, and at any position of a batch of 2 to 512: every schedule of the table is used."""
     most = 512
     call, start = tokens(most, T, axis=axis, heads=heads), pool(most, state_dtype, heads[1])
     alone = start.clone()
@@ -110,11 +110,11 @@ def test_ragged_sequences_equal_dense_ones(axis):
     same(ragged, dense)
 
 
-# ------------------------------------------------------------------------------------------------ traps of the peers
+# ------------------------------------------------------------------------------------------------ bugs of the peers
 
 
 def test_one_process_may_use_every_dtype_head_count_and_stride():
-    """Trap 1, a cache key without some fact: the same shapes one after the other in every dtype, gate and layout."""
+    """Bug 1, a cache key that lacks a fact: the same shapes one after the other in every dtype, gate and layout."""
     for dtype in (torch.bfloat16, torch.float16):
         for state_dtype in STATES:
             for gate in ("softplus", "lower_bound", "log"):
@@ -126,7 +126,7 @@ def test_one_process_may_use_every_dtype_head_count_and_stride():
 
 
 def test_a_default_output_is_new_every_time():
-    """Trap 2."""
+    """Bug 2."""
     call, state = tokens(1, 1), pool(1)
     first = decode(call, state)
     kept = first.clone()
@@ -136,19 +136,19 @@ def test_a_default_output_is_new_every_time():
 
 
 def test_intermediate_states_keep_to_their_own_strides():
-    """Trap 3, more steps than tokens; trap 9, the state is written with intermediates on."""
+    """Bug 3, more steps than tokens; bug 9, the state is written with intermediates on."""
     call, start = tokens(3, 2), pool(3)
-    room = torch.full((5, 6, HV, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
+    steps = torch.full((5, 6, HV, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
     state = start.clone()
-    decode(call, state, intermediate_states=room)
-    same(room[:3, 1], state)
-    assert room[:3, 2:].isnan().all()
-    assert room[3:].isnan().all()
+    decode(call, state, intermediate_states=steps)
+    same(steps[:3, 1], state)
+    assert steps[:3, 2:].isnan().all()
+    assert steps[3:].isnan().all()
     assert not torch.equal(state, start)
 
 
 def test_pools_of_more_than_2_to_the_31_elements():
-    """Trap 4: read and written at both ends, with int32 and int64 indices."""
+    """Bug 4: read and written at both ends, with int32 and int64 indices."""
     slots = 2**31 // (64 * D * D) + 3
     state = torch.empty(slots, 64, D, D, dtype=torch.bfloat16, device="cuda")
     small = pool(3, HV=64)
@@ -163,7 +163,7 @@ def test_pools_of_more_than_2_to_the_31_elements():
 
 
 def test_intermediate_states_of_more_than_2_to_the_31_elements():
-    """Trap 4: B=512, HV=64, T=8, which crashed elsewhere from T=5 on."""
+    """Bug 4: B=512, HV=64, T=8, which crashed elsewhere from T=5 on."""
     N, T = 512, 8
     call, state = tokens(N, T, heads=(16, 64)), pool(N, HV=64)
     steps = torch.empty(N, T, 64, D, D, dtype=torch.bfloat16, device="cuda")
@@ -180,7 +180,7 @@ def test_intermediate_states_of_more_than_2_to_the_31_elements():
 @pytest.mark.parametrize("gate", ["softplus", "lower_bound"])
 @pytest.mark.parametrize("axis", AXES)
 def test_gates_at_their_ends_are_finite(axis, gate):
-    """Traps 5 and 13: softplus far out on both sides, exp(A_log) overflowing, no decay and full decay."""
+    """Bugs 5 and 13: softplus far out on both sides, exp(A_log) overflowing, no decay and full decay."""
     call, start = tokens(4, 3, axis=axis, gate=gate), pool(4)
     ends = torch.tensor([-1e4, -200.0, -90.0, 0.0, 90.0, 1e4], device="cuda", dtype=torch.bfloat16)
     call["g"] = ends[torch.arange(call["g"].numel(), device="cuda") % len(ends)].view(call["g"].shape)
@@ -192,7 +192,7 @@ def test_gates_at_their_ends_are_finite(axis, gate):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_indices_of_both_widths_and_any_negative_value(dtype):
-    """Traps 6 and 10: int64 indices, negative ones whose low words are innocent, and no live slot written for them."""
+    """Bugs 6 and 10: int64 indices, negative ones whose low words look valid, and no live slot written for them."""
     lowest = -1 if dtype == torch.int32 else -(2**40)
     call, start = tokens(4, 1), pool(6)
     for which in ("state_indices", "write_indices"):
@@ -211,7 +211,7 @@ def test_indices_of_both_widths_and_any_negative_value(dtype):
 
 
 def test_a_padded_graph_writes_nothing_for_its_padding():
-    """Trap 10: every row but one is padding, whose tokens are NaN."""
+    """Bug 10: every sequence but one is padding, with NaN tokens."""
     call, start = tokens(8, 2), pool(3)
     for name in PER_TOKEN:
         call[name][1:] = math.nan
@@ -225,7 +225,7 @@ def test_a_padded_graph_writes_nothing_for_its_padding():
 
 
 def test_written_tensors_are_never_copies():
-    """Trap 7: padded pools, sliced steps and sliced outputs are written where they are."""
+    """Bug 7: padded pools, sliced steps and sliced outputs are written where they are."""
     call, start = tokens(2, 2), pool(4)
     wide = torch.full((4, HV + 1, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
     state = wide[:, :HV].copy_(start)
@@ -242,7 +242,7 @@ def test_written_tensors_are_never_copies():
     assert steps[:, 1::2].isnan().all()
 
 
-def test_rows_that_vectors_cannot_reach_are_refused_and_untouched():
+def test_misaligned_rows_are_refused_and_not_written():
     call = tokens(1, 1)
     storage = pool(1).flatten()
     shifted = torch.cat([storage[:1], storage])[1:].view(1, HV, D, D)
@@ -254,8 +254,8 @@ def test_rows_that_vectors_cannot_reach_are_refused_and_untouched():
         same(state.contiguous(), before)
 
 
-def test_output_is_honoured_in_packed_calls():
-    """Trap 8."""
+def test_out_is_written_in_packed_calls():
+    """Bug 8."""
     call = packed(tokens(2, 3), (2, 3))
     out = torch.full_like(call["v"], math.nan)
     state = pool(2)
@@ -264,14 +264,14 @@ def test_output_is_honoured_in_packed_calls():
 
 
 def test_fp16_is_not_bf16():
-    """Trap 12: values that differ widely when read as the other."""
+    """Bug 12: values that differ widely when read as the other."""
     call, start = tokens(2, 1, dtype=torch.float16), pool(2)
     state = start.clone()
     close_to_reference(call, start, (decode(call, state), state))
 
 
-def test_nothing_waits_for_the_gpu():
-    """Trap 14: indices, lengths and num_accepted stay on the device."""
+def test_calls_do_not_synchronize():
+    """Bug 14: indices, lengths and num_accepted stay on the device."""
     call, state = packed(tokens(2, 3), (3, 2)), pool(8)
     slots, accepted = index(*range(8)).view(2, 4), index(2, 1)
     decode(call, state, state_indices=slots, num_accepted=accepted)
@@ -284,7 +284,7 @@ def test_nothing_waits_for_the_gpu():
 
 @pytest.mark.parametrize("axis", AXES)
 def test_sequences_of_no_tokens(axis):
-    """Trap 16: their states stay; with write_indices they are copied; rows past the last sequence are zero."""
+    """Bug 16: their states stay; with write_indices they are copied; rows past the last sequence are zero."""
     call, start = packed(tokens(3, 4, axis=axis), (0, 4, 0)), pool(6)
     for name in PER_TOKEN:
         call[name] = torch.cat([call[name], torch.full_like(call[name], math.nan)], 1)
@@ -296,14 +296,14 @@ def test_sequences_of_no_tokens(axis):
     decode(call, state, write_indices=index(3, 4, 5))
     same(state[[3, 5]], start[[0, 2]])
     same(state[:3], start[:3])
-    nobody = {name: x[:, :0] if name in PER_TOKEN else x for name, x in call.items()} | {"cu_seqlens": index(0, 0, 0, 0)}
+    none = {name: x[:, :0] if name in PER_TOKEN else x for name, x in call.items()} | {"cu_seqlens": index(0, 0, 0, 0)}
     state = start.clone()
-    assert decode(nobody, state, write_indices=index(3, -1, 5)).numel() == 0
+    assert decode(none, state, write_indices=index(3, -1, 5)).numel() == 0
     same(state[[3, 4, 5]], torch.stack([start[0], start[4], start[2]]))
 
 
 def test_unused_slots_may_hold_anything():
-    """Trap 17."""
+    """Bug 17."""
     call, state = tokens(2, 2), torch.full((5, HV, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
     state[[1, 3]] = pool(2)
     o = decode(call, state, state_indices=index(3, 1))
@@ -314,7 +314,7 @@ def test_unused_slots_may_hold_anything():
 
 @pytest.mark.parametrize("shift", [0, 8, 1], ids=["aligned", "16 bytes on", "2 bytes on"])
 def test_slices_of_a_fused_projection(shift):
-    """Trap 18; a projection that starts off a vector's boundary takes narrower loads and gives the same bits."""
+    """Bug 18; a misaligned projection is loaded in 16-bit numbers and gives the same bits."""
     call, start = tokens(3, 2), pool(3)
     sizes = [call[name].shape[2] * D for name in ("q", "k", "v")]
     fused = torch.empty(3, 2, shift + sum(sizes), dtype=torch.bfloat16, device="cuda")[..., shift:]
@@ -344,8 +344,8 @@ def test_strided_gates_and_parameters():
     same(state, plain)
 
 
-def test_a_sequence_in_more_heads_than_a_grid_has_columns():
-    """More sequences than the 65,535 of a grid's second dimension."""
+def test_more_sequences_than_a_grid_has_rows():
+    """More than the 65,535 of a grid's second dimension."""
     N = 65_535 + 3
     call, state = tokens(N, 1, heads=(1, 1), K=64, V=64), pool(N, HV=1, K=64, V=64)
     start = state.clone()
@@ -355,7 +355,7 @@ def test_a_sequence_in_more_heads_than_a_grid_has_columns():
     same(last, state[-4:])
 
 
-# ------------------------------------------------------------------------------------------------ how it is called
+# ------------------------------------------------------------------------------------------------ calls
 
 
 @pytest.mark.parametrize("T", [1, 4])
@@ -390,7 +390,7 @@ def test_a_captured_graph_follows_its_inputs(T):
 
 
 def test_a_known_call_hides_no_mistake():
-    """Calls like an earlier one are not described again; what the description would refuse still is."""
+    """A cached call is not validated from scratch; what validation would refuse still is."""
     call, state = tokens(2, 1), pool(2)
     for _ in range(2):
         decode(call, state)
@@ -408,7 +408,7 @@ def test_a_known_call_hides_no_mistake():
         decode(call, state.clone(), out=other)
 
 
-def test_a_known_call_may_move_off_a_vector_boundary():
+def test_a_known_call_may_become_misaligned():
     call, start = tokens(2, 1), pool(2)
     want_state, state = start.clone(), start.clone()
     want = decode(call, want_state)
@@ -436,8 +436,8 @@ def test_the_current_stream_is_used():
     same(late, expected_state)
 
 
-def test_kernels_in_a_row_wait_for_each_other():
-    """Launched before the one in front has ended, each step still reads what that one wrote."""
+def test_dependent_launches_wait_for_each_other():
+    """Launched before the previous kernel has ended, each step still reads what that one wrote."""
     call, state = tokens(64, 1, heads=(16, 64)), pool(64, HV=64)
     serial = state.clone()
     for _ in range(20):
@@ -448,8 +448,8 @@ def test_kernels_in_a_row_wait_for_each_other():
     same(state, serial)
 
 
-def test_indices_written_just_before_are_the_ones_read():
-    """Early launches only guess at slots: what the kernel in front writes counts."""
+def test_indices_written_just_before_are_read():
+    """A prefetch reads slots before the previous kernel has ended; the kernel itself reads what that one writes."""
     call, start = tokens(16, 1), pool(64)
     slots, state, serial = index(*range(16)), start.clone(), start.clone()
     orders = [torch.randperm(64, device="cuda")[:16].int() for _ in range(20)]
@@ -484,8 +484,8 @@ def test_a_transformers_model_decodes_on_the_kernel():
     assert demo.compare(ours, plain)[1] <= demo.LOGITS[torch.bfloat16]
 
 
-def test_indices_are_looked_at_when_asked(monkeypatch):
-    monkeypatch.setattr(cute, "CHECK", True)
+def test_indices_are_checked_on_request(monkeypatch):
+    monkeypatch.setattr(on_host, "CHECK", True)
     call, state = tokens(2, 1), pool(2)
     before = state.clone()
     with pytest.raises(IndexError, match="state_indices"):
@@ -495,8 +495,8 @@ def test_indices_are_looked_at_when_asked(monkeypatch):
     same(state, before)
 
 
-def test_slots_that_another_sequence_reads_are_looked_at_when_asked(monkeypatch):
-    monkeypatch.setattr(cute, "CHECK", True)
+def test_slots_that_another_sequence_reads_are_checked_on_request(monkeypatch):
+    monkeypatch.setattr(on_host, "CHECK", True)
     call, state = tokens(2, 1), pool(4)
     before = state.clone()
     with pytest.raises(ValueError, match="no row that another sequence reads"):
@@ -507,7 +507,7 @@ def test_slots_that_another_sequence_reads_are_looked_at_when_asked(monkeypatch)
 
 
 def test_memory_that_overlaps_is_refused_also_at_other_addresses():
-    """A call that came before with its tensors apart comes again with out in the pool, in the buffer, across v."""
+    """A cached call, whose tensors were apart, with out in the pool, in the buffer, across v."""
     call, state = tokens(2, 1), pool(4)
     buffer = gd.KVBuffer.empty(2, 1, H, HV, D, D, device="cuda")
     both = torch.zeros(2 * call["v"].numel(), dtype=torch.bfloat16, device="cuda")
@@ -539,7 +539,7 @@ def test_memory_that_overlaps_is_refused_also_at_other_addresses():
     same(state, before)
 
 
-def test_tensors_of_inference_mode_are_written_there_alone():
+def test_inference_mode_tensors_are_written_under_inference_mode_only():
     call = tokens(2, 1)
     with torch.inference_mode():
         state = pool(2)

@@ -1,4 +1,4 @@
-"""verify and flush on the GPU: judged by float64, their bitwise promises, and a test for each way a server may trip over them."""
+"""verify and flush on the GPU: accuracy against float64, bitwise guarantees, and a test for each way to misuse them in a server."""
 
 import itertools
 import math
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import gated_delta as gd
-from gated_delta import cute
+from gated_delta.ops import launch as on_host
 from gated_delta.problem import Tokens
 from gated_delta.reference import recurrent
 from gated_delta.testing.compare import error, rounding_unit
@@ -20,7 +20,7 @@ pytestmark = needs_gpu
 GATES = {"head": "softplus", "channel": "lower_bound"}
 EITHER_AXIS = pytest.mark.parametrize("axis", AXES)
 EITHER_STATE = pytest.mark.parametrize("state_dtype", STATES, ids=str)
-LOWEST = {torch.int32: -1, torch.int64: -(2**40)}  # an int64's low word may look innocent
+LOWEST = {torch.int32: -1, torch.int64: -(2**40)}  # an int64's low word may look valid
 
 
 def draft(N, T, *, axis="head", **options):
@@ -32,7 +32,7 @@ def parts(buffer):
 
 
 def buffer_for(call, rows, C, layers=None):
-    """Full of NaN, so that what nobody writes shows."""
+    """Filled with NaN, so that an element that is not written is found."""
     (H, K), (HV, V) = call["q"].shape[2:], call["v"].shape[2:]
     axis = "channel" if call["g"].ndim == 4 else "head"
     made = gd.KVBuffer.empty(rows, C, H, HV, K, V, gate=axis, num_layers=layers, device="cuda")
@@ -51,14 +51,14 @@ def verify(call, state, buffer, **options):
 
 
 def flush(state, buffer, num_accepted, **options):
-    """A number on its own is as many for every row of the buffer."""
+    """An int alone counts for every row of the buffer."""
     if isinstance(num_accepted, int) and not options:
         options["state_indices"] = torch.arange(buffer.u.shape[-4], device="cuda")
     gd.flush(state, buffer, num_accepted, backend="cute", **options)
 
 
 def drafted(N, T, *, state_dtype=torch.bfloat16, C=None, **options):
-    """A call, the states it starts from, and the buffer that verify leaves of it."""
+    """A call, its initial states, and the buffer that verify fills."""
     call = draft(N, T, **options)
     start, buffer = pool_for(call, N, state_dtype), buffer_for(call, N, C or T)
     verify(call, start, buffer)
@@ -85,7 +85,7 @@ def by_definition(call, start, dtype=torch.float64):
 
 
 def judge(op, got, truth, plain):
-    """By the house's tolerance: twice a plain implementation's error and a rounding unit; NaN fails."""
+    """Tolerance: twice a plain implementation's error plus a rounding unit; NaN fails."""
     everywhere = torch.ones(len(got), dtype=torch.bool, device=got.device)
     head = 2 if op == "verify" else 1
     found, allowed = (error(x.to(got.dtype), Expected(truth, everywhere), head) for x in (got, plain))
@@ -93,7 +93,7 @@ def judge(op, got, truth, plain):
 
 
 def judge_buffer(got, want):
-    """Row by row, as far off as fp32 sums in another order, measured by the head's typical row."""
+    """Row by row, within the error of fp32 sums in another order, relative to the head's typical row."""
     everywhere = torch.ones(len(got.u), dtype=torch.bool, device="cuda")
     for x, y in zip(parts(got), parts(want)):
         x, y = (z[..., None] if z.ndim == 3 else z for z in (x, y))
@@ -101,7 +101,7 @@ def judge_buffer(got, want):
 
 
 def check_verify(call, start, C=None):
-    """Outputs by float64, the buffer by the reference backend's and zero past the draft, the states as they were."""
+    """Outputs against float64; the buffer against the reference backend, zero past the draft; states unchanged."""
     N, T = call["q"].shape[:2]
     state, buffer, expected = start.clone(), buffer_for(call, N, C or T), buffer_for(call, N, C or T)
     o = verify(call, state, buffer)
@@ -114,12 +114,12 @@ def check_verify(call, start, C=None):
 
 
 def accepted_states(states, accepted):
-    """Of states before and after each token, those after as many as each sequence accepts."""
+    """From states before and after each token, those after the accepted ones of each sequence."""
     return states[torch.arange(len(states), device="cuda"), accepted.long().clamp(0, states.shape[1] - 1)]
 
 
 def check_flush(call, start, buffer, accepted):
-    """States by float64; those of which nothing is accepted bit for bit as they were."""
+    """States against float64; with no accepted token unchanged bit for bit."""
     state = start.clone()
     flush(state, buffer, accepted)
     truth, plain = (accepted_states(by_definition(call, start, dtype)[1], accepted) for dtype in (torch.float64, torch.float32))
@@ -130,11 +130,11 @@ def check_flush(call, start, buffer, accepted):
 
 
 def differ(a, b):
-    """Whether any bit does, on the device."""
+    """Whether any bit differs, as a tensor on the device."""
     return (a.view(torch.uint8) != b.view(torch.uint8)).any()
 
 
-# ------------------------------------------------------------------------------------------------ verify, judged
+# ------------------------------------------------------------------------------------------------ accuracy of verify
 
 
 @EITHER_AXIS
@@ -177,7 +177,7 @@ def test_verify_without_normalisation_and_with_a_scale(axis):
 @EITHER_AXIS
 @pytest.mark.parametrize("heads", [(1, 1), (8, 8), (2, 8), (1, 6)], ids=str)
 def test_value_heads_that_share_keys(axis, heads):
-    """The first of those that share a key keeps it for all."""
+    """The first value head of a group stores its k."""
     call = draft(3, 5, axis=axis, heads=heads)
     check_verify(call, pool_for(call, 3))
 
@@ -222,7 +222,7 @@ def test_verify_of_drafts_of_different_lengths(axis, state_dtype, dtype):
 
 @EITHER_AXIS
 def test_packed_drafts_in_a_buffer_of_few_tokens(axis):
-    """Its room, not 16, is the longest draft."""
+    """The longest draft is the buffer's C, not 16."""
     dense, lengths = draft(3, 4, axis=axis), (4, 0, 3)
     ragged, alone = buffer_for(dense, 3, 4), buffer_for(dense, 3, 4)
     start = pool(3)
@@ -235,7 +235,7 @@ def test_packed_drafts_in_a_buffer_of_few_tokens(axis):
     assert all((x[1] == 0).all() for x in parts(ragged))
 
 
-# ------------------------------------------------------------------------------------------------ verify, what it writes and reads
+# ------------------------------------------------------------------------------------------------ memory that verify reads and writes
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
@@ -256,7 +256,7 @@ def test_an_inactive_draft_writes_nothing(dtype, which):
     same_buffers(buffer, alone)
 
 
-def test_slots_nobody_reads_may_hold_anything():
+def test_unused_slots_may_hold_anything():
     call, state = draft(2, 3), torch.full((5, HV, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
     state[[1, 3]] = pool(2)
     buffer, slots = buffer_for(call, 2, 3), index(3, 1)
@@ -292,7 +292,7 @@ def test_views_are_used_where_they_are(axis):
 
 @pytest.mark.parametrize("shift", [0, 8, 1], ids=["aligned", "16 bytes on", "2 bytes on"])
 def test_verify_of_slices_of_a_fused_projection(shift):
-    """One that starts off a vector's boundary takes narrower loads and gives the same bits."""
+    """A misaligned one is loaded in 16-bit numbers and gives the same bits."""
     call, start, buffer = drafted(3, 5)
     sizes = [call[name].shape[2] * D for name in ("q", "k", "v")]
     fused = torch.empty(3, 5, shift + sum(sizes), dtype=torch.bfloat16, device="cuda")[..., shift:]
@@ -305,14 +305,14 @@ def test_verify_of_slices_of_a_fused_projection(shift):
     same_buffers(again, buffer)
 
 
-# ------------------------------------------------------------------------------------------------ flush, judged
+# ------------------------------------------------------------------------------------------------ accuracy of flush
 
 
 @EITHER_AXIS
 @EITHER_STATE
 @pytest.mark.parametrize("T", [1, 4, 7, 16])
 def test_flush_of_every_accept_length(axis, state_dtype, T):
-    """0 to T in one call, by float64, and no further from it than decode of the same tokens."""
+    """0 to T in one call, against float64; no less accurate than decode of the same tokens."""
     call, start, buffer = drafted(T + 1, T, axis=axis, state_dtype=state_dtype)
     accepted = torch.randperm(T + 1, device="cuda").int()
     state, truth = check_flush(call, start, buffer, accepted)
@@ -338,7 +338,7 @@ def test_flush_of_value_heads_that_share_keys(axis, heads):
 
 @EITHER_STATE
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_counts_end_at_nothing_and_at_the_whole_draft(state_dtype, dtype):
+def test_num_accepted_is_clamped(state_dtype, dtype):
     _, start, buffer = drafted(5, 3, state_dtype=state_dtype)
     state, clamped = start.clone(), start.clone()
     flush(state, buffer, index(LOWEST[dtype], 4, 17, 3, -7, dtype=dtype))
@@ -348,7 +348,7 @@ def test_counts_end_at_nothing_and_at_the_whole_draft(state_dtype, dtype):
 
 
 @pytest.mark.parametrize("count", [0, 2, 3, 4, 2**40], ids=str)
-def test_a_number_is_as_many_for_all(count):
+def test_an_int_counts_for_every_sequence(count):
     _, start, buffer = drafted(5, 3)
     by_number, by_tensor = start.clone(), start.clone()
     flush(by_number, buffer, count)
@@ -359,7 +359,7 @@ def test_a_number_is_as_many_for_all(count):
 
 @EITHER_AXIS
 @EITHER_STATE
-def test_flush_of_a_buffer_with_room_to_spare(axis, state_dtype):
+def test_flush_of_a_buffer_longer_than_the_draft(axis, state_dtype):
     """Drafts of 3 tokens in a buffer for 16: counts past the draft fold the draft."""
     call, start, buffer = drafted(6, 3, axis=axis, state_dtype=state_dtype, C=16)
     state, _ = check_flush(call, start, buffer, index(0, 1, 3, 4, 16, 99))
@@ -371,7 +371,7 @@ def test_flush_of_a_buffer_with_room_to_spare(axis, state_dtype):
 
 @EITHER_STATE
 def test_flush_into_other_slots(state_dtype):
-    """The slots read stay; nothing accepted still moves the very bits, of subnormal numbers and of -0 too."""
+    """The slots read are unchanged; with no accepted token states are copied bit for bit, subnormals and -0 too."""
     _, small, buffer = drafted(4, 5, state_dtype=state_dtype)
     small[3] = cycle((3e-39, -0.0, -1e-40, math.inf, -1.5), small[3])
     accepted = index(0, 5, 2, 0)
@@ -413,7 +413,7 @@ def test_a_negative_index_flushes_nothing(dtype, which):
 @EITHER_AXIS
 @EITHER_STATE
 def test_layers_in_one_launch_equal_a_launch_each(axis, state_dtype):
-    """Counts by tensor, with indices, and by number."""
+    """num_accepted as a tensor, with indices, and as an int."""
     L, N = 3, 4
     calls = [draft(N, 5, axis=axis, seed=layer) for layer in range(L)]
     buffer = buffer_for(calls[0], N + 1, 6, layers=L)
@@ -437,7 +437,7 @@ def test_layers_in_one_launch_equal_a_launch_each(axis, state_dtype):
 
 @EITHER_AXIS
 @EITHER_STATE
-def test_rounds_of_drafts_stay_with_the_recurrence(axis, state_dtype):
+def test_rounds_of_drafts_follow_the_recurrence(axis, state_dtype):
     """Draft 4, accept 0 to 4, eight times: as near to float64 as decode, which takes the accepted tokens one by one."""
     N, rng = 6, random.Random(1)
     state = pool(N, state_dtype)
@@ -469,7 +469,7 @@ FAMILIES = {
 
 
 def check_all(call, start):
-    """Outputs and the states after 0 to T accepted tokens by float64; no NaN in the buffer, nor inf in what is multiplied."""
+    """Outputs and the states after 0 to T accepted tokens against float64; no NaN in the buffer, no inf in its u and k."""
     N, T = call["q"].shape[:2]
     buffer = buffer_for(call, N, T)
     o = verify(call, start, buffer)
@@ -487,7 +487,7 @@ def check_all(call, start):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("keys", ["random", "collinear"])
 def test_hard_gates_and_keys(axis, state_dtype, family, keys):
-    """Decays of 0, of 1 and near it, also on near-collinear keys with beta 2, where corrections alternate and cancel."""
+    """Decays of 0, of 1 and near it, also on near-collinear keys with beta 2, where the u alternate and cancel."""
     call = draft(3, 8, axis=axis, gate="log")
     call["g"] = cycle(FAMILIES[family], call["g"])
     if keys == "collinear":
@@ -498,7 +498,7 @@ def test_hard_gates_and_keys(axis, state_dtype, family, keys):
 
 @EITHER_AXIS
 def test_gates_at_their_ends(axis):
-    """Far out on both sides, exp(A_log) overflowing, no decay and full decay."""
+    """Large g of both signs, exp(A_log) overflowing, no decay and full decay."""
     call = draft(3, 8, axis=axis)
     call["g"] = cycle((-1e4, -200.0, -90.0, 0.0, 90.0, 1e4), call["g"])
     A_log = torch.linspace(-100, 100, HV, device="cuda")
@@ -508,7 +508,7 @@ def test_gates_at_their_ends(axis):
 
 @EITHER_AXIS
 def test_betas_of_0_1_and_2_and_rows_of_zeros(axis):
-    """What writes nothing corrects nothing, and what reads nothing sees nothing, to the bit."""
+    """beta = 0 gives u = 0, k = 0 stays 0 in the buffer, and q = 0 gives o = 0, to the bit."""
     call = draft(4, 7, axis=axis)
     call |= dict(beta=cycle((0.0, 1.0, 2.0), call["beta"]), beta_logits=False)
     call["k"][:, 1::3] = 0
@@ -520,7 +520,7 @@ def test_betas_of_0_1_and_2_and_rows_of_zeros(axis):
     assert (buffer.u[call["beta"] != 0] != 0).any()
 
 
-# ------------------------------------------------------------------------------------------------ bitwise promises
+# ------------------------------------------------------------------------------------------------ bitwise guarantees
 
 
 @EITHER_AXIS
@@ -541,7 +541,7 @@ def test_bits_of_verify_do_not_change_from_run_to_run(axis, state_dtype, T):
 @EITHER_AXIS
 @EITHER_STATE
 def test_bits_of_a_round_do_not_change_from_run_to_run(axis, state_dtype):
-    """verify and flush right behind each other, launched before the one in front has ended."""
+    """verify and flush in turns, each launched before the previous one has ended."""
     N = 17
     call, start, buffer = drafted(N, 4, axis=axis, state_dtype=state_dtype)
     accepted = (torch.arange(N, device="cuda") % 5).int()
@@ -561,7 +561,7 @@ def test_bits_of_a_round_do_not_change_from_run_to_run(axis, state_dtype):
 @EITHER_STATE
 @pytest.mark.parametrize("T", [3, 6, 16])
 def test_bits_do_not_depend_on_the_batch(axis, state_dtype, T):
-    """A sequence alone, and in any row beside 4 or 63 others: every schedule of the tables is passed."""
+    """A sequence alone, and at any position of a batch of 5 or 64: every schedule of the tables is used."""
     most, heads = 64, (16, 64)
     call, start, together = drafted(most, T, axis=axis, heads=heads, state_dtype=state_dtype)
     buffer = buffer_for(call, most, T)
@@ -584,7 +584,7 @@ def test_bits_do_not_depend_on_the_batch(axis, state_dtype, T):
         same(state[order], alone[order])
 
 
-# ------------------------------------------------------------------------------------------------ how they are called
+# ------------------------------------------------------------------------------------------------ calls
 
 
 @EITHER_AXIS
@@ -624,8 +624,8 @@ def test_a_captured_round_follows_its_inputs(axis):
         same_buffers(buffer, eager)
 
 
-def test_nothing_waits_for_the_gpu():
-    """New calls and known ones; counts, lengths and indices on the device, and a count that is a number."""
+def test_calls_do_not_synchronize():
+    """New and cached calls; num_accepted, lengths and indices on the device, and num_accepted as an int."""
     call, state = packed(draft(2, 3), (3, 2)), pool(4)
     buffer, slots, accepted = buffer_for(call, 2, 3), index(3, 1), index(2, 0)
     verify(call, state, buffer)  # kernels are loaded
@@ -640,8 +640,8 @@ def test_nothing_waits_for_the_gpu():
         torch.cuda.set_sync_debug_mode("default")
 
 
-def test_what_the_kernel_in_front_wrote_is_what_is_read():
-    """Early launches only guess: slots, rows, and counts that a torch op makes of verify's outputs, are read when they are there."""
+def test_what_the_previous_kernel_wrote_is_read():
+    """Slots, rows, and counts that a torch op computes from verify's outputs are read after the previous kernel has ended."""
     N, P = 16, 64
     call, start = draft(N, 4), pool(P)
     orders = [torch.randperm(P, device="cuda")[:N].int() for _ in range(20)]
@@ -667,8 +667,8 @@ def test_what_the_kernel_in_front_wrote_is_what_is_read():
     assert differ(state, start)
 
 
-def test_kernels_in_a_row_wait_for_each_other():
-    """Launched before the one in front has ended, each still reads the buffer or the states that one wrote."""
+def test_dependent_launches_wait_for_each_other():
+    """Launched before the previous kernel has ended, each still reads the buffer or the states that it wrote."""
     call, start, buffer = drafted(64, 4, heads=(16, 64))
     state, serial = start.clone(), start.clone()
     for _ in range(20):
@@ -683,8 +683,8 @@ def test_kernels_in_a_row_wait_for_each_other():
     same(state, serial)
 
 
-def test_indices_are_looked_at_when_asked(monkeypatch):
-    monkeypatch.setattr(cute, "CHECK", True)
+def test_indices_are_checked_on_request(monkeypatch):
+    monkeypatch.setattr(on_host, "CHECK", True)
     call, start, buffer = drafted(2, 3)
     state, before, kept = start.clone(), start.clone(), copy_of(buffer)
     other = draft(2, 3, seed=9)

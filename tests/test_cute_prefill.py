@@ -1,4 +1,4 @@
-"""prefill on the GPU: judged by float64 and by the reference backend in fp32, its bitwise promises, and the ways to trip over it."""
+"""prefill on the GPU: judged by float64 and by the reference backend in fp32; bitwise promises; launches, graphs, large strides."""
 
 import itertools
 import math
@@ -8,7 +8,9 @@ import pytest
 import torch
 
 import gated_delta as gd
-from gated_delta import api, cute, dispatch
+from gated_delta.call_cache import CallCache
+from gated_delta.ops import PREFILL, launch
+from gated_delta.ops import prefill as on_host
 from gated_delta.problem import Tokens
 from gated_delta.reference import recurrent
 from gated_delta.testing import cases, run_case
@@ -21,7 +23,7 @@ pytestmark = needs_hopper
 EITHER_AXIS = pytest.mark.parametrize("axis", AXES)
 EITHER_STATE = pytest.mark.parametrize("state_dtype", STATES, ids=str)
 EITHER_INDEX = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-WHOLE_OR_CUT = pytest.mark.parametrize("pieces", [1, "wide", 4])
+SEGMENTATIONS = pytest.mark.parametrize("segments", [1, "persistent", 4])
 LOWEST = {torch.int32: -1, torch.int64: -(2**40)}  # an int64's low word may look innocent
 HEAD_DIM = {"o": 2, "state": 1}
 
@@ -30,19 +32,19 @@ def prefill(call, **options):
     return gd.prefill(**call, **options, backend="cute")
 
 
-def cut_in(pieces, monkeypatch):
-    """Prefills from here on have so many pieces, however many sequences there are.
+def force_segments(segments, monkeypatch):
+    """Prefills from here on split each sequence into that many segments, however many sequences there are.
 
-    "wide": one, all V rows in a block, and few blocks, so that each has several heads.
+    "persistent": one segment, all V rows in a block, and three blocks, so that each has several heads.
     """
 
-    def cut_of(problem, sequences, tokens):
-        return dispatch.Cut(1, problem.V) if pieces == "wide" else dispatch.Cut(pieces)
+    def segmentation_of(problem, sequences, tokens):
+        return on_host.Segmentation(1, problem.V) if segments == "persistent" else on_host.Segmentation(segments)
 
-    monkeypatch.setattr(dispatch, "cut_of", cut_of)
-    if pieces == "wide":
-        monkeypatch.setattr(dispatch, "BLOCKS", 3)
-    monkeypatch.setattr(api, "_prefills", api.Memo())
+    monkeypatch.setattr(on_host, "segmentation_of", segmentation_of)
+    if segments == "persistent":
+        monkeypatch.setattr(on_host, "MAX_BLOCKS", 3)
+    monkeypatch.setattr(PREFILL, "calls", CallCache())
 
 
 def exact(call, **states):
@@ -65,7 +67,7 @@ def by_definition(call, initial_state=None):
 
 
 def judge(name, got, truth, plain=None, keys="random"):
-    """o or state by the house's tolerance: twice the error of `plain`, or of the truth as it is stored, and a unit; NaN fails."""
+    """o or state within twice the error of `plain`, or of the truth rounded to its dtype, plus a rounding unit; NaN fails."""
     everywhere = torch.ones(len(got), dtype=torch.bool, device=got.device)
     plain = (truth if plain is None else plain).to(got.dtype)
     found, allowed = (error(x, Expected(truth, everywhere), HEAD_DIM[name]) for x in (got, plain))
@@ -117,7 +119,7 @@ def ragged(lengths, inactive=(), spare=5, **options):
 
 
 def slowly(call):
-    """Decays near 1 and weak betas, so that what a sequence began with still matters at its end."""
+    """Decays near 1 and weak betas, so that initial states still matter at the end."""
     return {**call, "gate": gd.Gate.log(), "g": call["g"].abs() * -1e-3, "beta": call["beta"] - 3}
 
 
@@ -129,12 +131,13 @@ def spread(x, *, dim, by):
 
 # ------------------------------------------------------------------------------------------------ judged
 
-RUNNABLE = [case for case in cases("prefill") if not case.reference_only and not dispatch._missing_for_prefill(case.problem)]
+RUNNABLE = [case for case in cases("prefill") if not case.reference_only and not PREFILL.missing(case.problem)]
+MIXED = list(zip(itertools.cycle((1, "persistent", 4)), RUNNABLE[::3], strict=False))
 
 
-@pytest.mark.parametrize(("pieces", "case"), list(zip(itertools.cycle((1, "wide", 4)), RUNNABLE[::3], strict=False)), ids=str)
-def test_the_case_list_passes(case, pieces, monkeypatch):
-    cut_in(pieces, monkeypatch)
+@pytest.mark.parametrize(("segments", "case"), MIXED, ids=str)
+def test_the_case_list_passes(case, segments, monkeypatch):
+    force_segments(segments, monkeypatch)
     result = run_case(case, "cute", "cuda")
     assert result.passed, result.failures
 
@@ -177,7 +180,7 @@ def test_many_short_prompts(axis, N):
 
 @EITHER_AXIS
 def test_nothing_but_empty_prompts(axis):
-    """Packed, with rows that belong to nobody: their states are as they were, or zeros where they start from zero."""
+    """Packed, with rows past the last sequence: states are unchanged, or zeros where they start from zero."""
     call, start = ragged([0] * 40, spare=200, axis=axis), pool(40)
     resumed = torch.arange(40, device="cuda") % 3 > 0
     o, after = in_pool(call, state=start, has_initial_state=resumed)
@@ -197,15 +200,15 @@ def test_dense_prompts_of_no_tokens(axis):
 @EITHER_AXIS
 @pytest.mark.parametrize("heads", [(8, 8), (4, 8), (2, 8), (1, 8), (1, 6), (3, 9)], ids=str)
 def test_value_heads_that_share_keys(axis, heads):
-    """In twos, in fours and what is left of four."""
+    """One to eight value heads to a q/k head; prepare loads the gates of four at a time."""
     check(tokens(2, 130, axis=axis, heads=heads), initial_state=pool(2, torch.float32, heads[1]))
 
 
 @EITHER_AXIS
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64)], ids=str)
-@WHOLE_OR_CUT
-def test_other_head_dims(axis, K, V, pieces, monkeypatch):
-    cut_in(pieces, monkeypatch)
+@SEGMENTATIONS
+def test_other_head_dims(axis, K, V, segments, monkeypatch):
+    force_segments(segments, monkeypatch)
     check(tokens(2, 530, axis=axis, K=K, V=V, dtype=torch.float16), state=pool(3, K=K, V=V), state_indices=index(2, 0))
 
 
@@ -219,7 +222,7 @@ def test_every_gate_over_many_chunks(axis, gate, dtype):
 @EITHER_AXIS
 @pytest.mark.parametrize("size", [1.0, 0.3])
 def test_keys_that_come_normalised_and_a_scale(axis, size):
-    """And keys shorter than 1, which are not made longer."""
+    """Keys of norm below 1 keep their norm."""
     call = tokens(2, 200, axis=axis)
     for name in ("q", "k"):
         call[name] = (torch.nn.functional.normalize(call[name].float(), dim=-1) * size).bfloat16()
@@ -228,7 +231,7 @@ def test_keys_that_come_normalised_and_a_scale(axis, size):
 
 @EITHER_AXIS
 def test_rows_of_zeros(axis):
-    """What writes nothing and what reads nothing, to the bit."""
+    """Zero keys and betas write nothing; zero queries give outputs of exactly zero."""
     call = tokens(2, 130, axis=axis)
     call["k"][:, 1::3] = 0
     call["q"][:, ::4] = 0
@@ -240,7 +243,7 @@ def test_rows_of_zeros(axis):
 @EITHER_AXIS
 @pytest.mark.parametrize("power", [-80, 56, 100])
 def test_rows_of_any_size(axis, power):
-    """Sums of squares below or above what fp32 holds: normalised, such a row is nothing, as in the reference."""
+    """Sums of squares beyond the range of fp32: such a row is normalised to zero, as in the reference."""
     call = tokens(2, 130, axis=axis)
     call["k"][:, 1::3] *= 2.0**power
     call["q"][:, ::4] *= 2.0**power
@@ -253,10 +256,10 @@ def test_rows_of_any_size(axis, power):
 @EITHER_AXIS
 @EITHER_STATE
 @EITHER_INDEX
-@WHOLE_OR_CUT
-def test_a_pool_is_read_and_written_in_its_slots(axis, state_dtype, dtype, pieces, monkeypatch):
-    """One sequence starts from zero whatever its slot held, one is inactive, and slots of nobody keep their NaN."""
-    cut_in(pieces, monkeypatch)
+@SEGMENTATIONS
+def test_a_pool_is_read_and_written_in_its_slots(axis, state_dtype, dtype, segments, monkeypatch):
+    """One sequence starts from zero whatever its slot held, one is inactive, and unused slots keep their NaN."""
+    force_segments(segments, monkeypatch)
     call = slowly(tokens(4, 300, axis=axis))
     for name in PER_TOKEN:
         call[name][1] = math.nan
@@ -275,9 +278,9 @@ def test_a_pool_without_indices(state_dtype):
 
 @EITHER_AXIS
 @EITHER_STATE
-@WHOLE_OR_CUT
-def test_initial_states_are_not_written(axis, state_dtype, pieces, monkeypatch):
-    cut_in(pieces, monkeypatch)
+@SEGMENTATIONS
+def test_initial_states_are_not_written(axis, state_dtype, segments, monkeypatch):
+    force_segments(segments, monkeypatch)
     call, start = slowly(tokens(3, 300, axis=axis)), pool(3, state_dtype)
     initial = start.clone()
     o, final = check(call, initial_state=initial)
@@ -291,9 +294,9 @@ def test_initial_states_are_not_written(axis, state_dtype, pieces, monkeypatch):
     same(after, final)
 
 
-@WHOLE_OR_CUT
-def test_without_any_state(pieces, monkeypatch):
-    cut_in(pieces, monkeypatch)
+@SEGMENTATIONS
+def test_without_any_state(segments, monkeypatch):
+    force_segments(segments, monkeypatch)
     call = slowly(tokens(2, 300))
     o, final = check(call)
     assert final.dtype == torch.float32
@@ -303,10 +306,10 @@ def test_without_any_state(pieces, monkeypatch):
 
 
 @EITHER_AXIS
-@WHOLE_OR_CUT
-def test_states_and_outputs_are_written_where_they_are(axis, pieces, monkeypatch):
-    """Pools with padding between slots and heads, outputs within wider rows; what is between stays."""
-    cut_in(pieces, monkeypatch)
+@SEGMENTATIONS
+def test_strided_states_and_outputs_are_written_in_place(axis, segments, monkeypatch):
+    """Pools with padding between slots and heads, outputs within wider rows; the padding is not written."""
+    force_segments(segments, monkeypatch)
     call, start, slots = slowly(tokens(2, 300, axis=axis)), pool(4), index(3, 1)
     storage = torch.full((4, HV * D * D + 24), math.nan, dtype=torch.bfloat16, device="cuda")
     wide = torch.full((4, HV + 1, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
@@ -326,8 +329,8 @@ def test_states_and_outputs_are_written_where_they_are(axis, pieces, monkeypatch
 
 @EITHER_AXIS
 @EITHER_STATE
-def test_decode_and_verify_go_on_from_a_prefill(axis, state_dtype):
-    """100 tokens and 8 more: as near to float64 as the reference backend's two steps."""
+def test_decode_and_verify_continue_a_prefill(axis, state_dtype):
+    """100 tokens and 8 more, judged by the error of the reference backend's two calls."""
     T, more = 100, 8
     whole, start = slowly(tokens(3, T + more, axis=axis)), pool(3, state_dtype)
     prompt, rest = part(whole, slice(None), slice(0, T)), part(whole, slice(None), slice(T, None))
@@ -345,18 +348,18 @@ def test_decode_and_verify_go_on_from_a_prefill(axis, state_dtype):
         judge("state", after, truth, plain)
 
 
-# ------------------------------------------------------------------------------------------------ pieces
+# ------------------------------------------------------------------------------------------------ segments
 
-RAGGED = (1111, 0, 70, 37)  # one sequence empty, one inactive, one shorter than a piece
+RAGGED = (1111, 0, 70, 37)  # one sequence empty, one inactive, one shorter than a segment
 
 
 @EITHER_AXIS
-@pytest.mark.parametrize("pieces", [1, 2, 4, 7, 16])
+@pytest.mark.parametrize("segments", [1, 2, 4, 7, 16])
 @pytest.mark.parametrize("lengths", [(2048,), RAGGED], ids=str)
 @pytest.mark.parametrize("pooled", [False, True], ids=["functional", "pooled"])
-def test_pieces_are_joined_exactly(axis, pieces, lengths, pooled, monkeypatch):
-    """fp16, so that no rounding of outputs hides a join's; what the sequences began with reaches their ends."""
-    cut_in(pieces, monkeypatch)
+def test_states_pass_exactly_between_segments(axis, segments, lengths, pooled, monkeypatch):
+    """fp16, so that no rounding of outputs hides an error of state passing; slow gates carry initial states to the ends."""
+    force_segments(segments, monkeypatch)
     N, start = len(lengths), pool(5, torch.float32)
     call = slowly(ragged(lengths, [2] if pooled else [], axis=axis, dtype=torch.float16))
     if pooled:
@@ -376,19 +379,19 @@ def test_pieces_are_joined_exactly(axis, pieces, lengths, pooled, monkeypatch):
 
 @EITHER_AXIS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
-def test_a_long_prompt_of_few_heads_as_dispatch_cuts_it(axis, dtype):
+def test_a_long_prompt_of_few_heads_as_dispatch_segments_it(axis, dtype):
     call = slowly(tokens(1, 20_000, axis=axis, heads=(1, 2), dtype=dtype))
-    assert gd.explain("prefill", **call).schedule.pieces > 4
+    assert gd.explain("prefill", **call).schedule.segments > 4
     o, final = prefill(call, output_final_state=True)
     want_o, want = exact(call)
     assert apart(o, want_o) <= 3e-3
     assert apart(final, want) <= 2e-3
 
 
-@pytest.mark.parametrize("pieces", [4, 16])
-def test_pieces_under_every_gate(pieces, monkeypatch):
-    """Also where a piece forgets all of what it began with, and where it forgets nothing."""
-    cut_in(pieces, monkeypatch)
+@pytest.mark.parametrize("segments", [4, 16])
+def test_segments_under_every_gate(segments, monkeypatch):
+    """Also where a segment's initial state decays to nothing within it, and where it does not decay."""
+    force_segments(segments, monkeypatch)
     for axis in AXES:
         call = tokens(2, 1500, axis=axis, gate="log")
         for values in ((-300.0, -1e-3, -1e-3), (0.0,), (-1e4,), (0.0, -1e-3, -1.0)):
@@ -429,12 +432,12 @@ def test_gates_at_their_ends(axis, gate):
 
 
 @pytest.mark.parametrize("rate", [-4.0, -4.6, -20.0, -88.0])
-@pytest.mark.parametrize("where", ["everywhere", "one block", "a token"])
+@pytest.mark.parametrize("where", ["everywhere", "one sub-chunk", "a token"])
 def test_channels_that_decay_far_more_than_others(rate, where):
-    """On both sides of where a block of 16 tokens cannot be split at its middle, also in one block of a chunk only."""
+    """On both sides of the decay beyond which a sub-chunk of 16 tokens is split at each token, also in one sub-chunk only."""
     call, start = tokens(1, 130, axis="channel", gate="log"), pool(1, torch.float32)
     call["g"] = call["g"] * 1e-2
-    rows = {"everywhere": slice(None), "one block": slice(32, 48), "a token": slice(70, 71)}[where]
+    rows = {"everywhere": slice(None), "one sub-chunk": slice(32, 48), "a token": slice(70, 71)}[where]
     call["g"][:, rows, ::3, 5:9] = rate
     check(call, by_definition, initial_state=start)
 
@@ -466,7 +469,7 @@ def test_betas_of_0_and_1(axis, family):
 @EITHER_AXIS
 @pytest.mark.parametrize("logit", [-5.0, -8.0])
 def test_betas_near_0(axis, logit):
-    """The states they leave are small, and as right as any."""
+    """The states are small, and judged by the same tolerance."""
     call = slowly(tokens(2, 200, axis=axis))
     check({**call, "beta": call["beta"] + logit}, by_definition)
 
@@ -492,7 +495,7 @@ def test_collinear_keys(axis, family, beta):
 @pytest.mark.parametrize("power", [100, -100])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_values_of_any_size(axis, power, resumed):
-    """2**100 is 1.3e30: what comes out has the size of what goes in."""
+    """Up to 2**100, 1.3e30: outputs scale with values and states."""
     call, size = tokens(2, 600, axis=axis), 2.0**power
     states = dict(initial_state=pool(2, torch.float32)) if resumed else {}
     want_o, want = exact(call, **states)
@@ -505,7 +508,7 @@ def test_values_of_any_size(axis, power, resumed):
 @EITHER_AXIS
 @pytest.mark.parametrize("slow", [False, True])
 def test_values_that_grow_a_millionfold(axis, slow):
-    """In the middle of a chunk: what is in front of it there is as right as its largest outputs ask for, other chunks as ever."""
+    """In the middle of a chunk. Its earlier tokens are judged by its largest outputs, other chunks by the usual tolerance."""
     call, T = tokens(2, 600, axis=axis), 300
     call = slowly(call) if slow else call
     call["v"][:, T:] *= 2.0**20
@@ -520,7 +523,7 @@ def test_values_that_grow_a_millionfold(axis, slow):
 
 @EITHER_AXIS
 def test_values_that_shrink_a_millionfold(axis):
-    """The state forgets the large ones within a few tokens, and is measured again within four chunks; fp16 has few digits till then."""
+    """The state forgets the large ones within a few tokens and is rescaled within four chunks; until then fp16 has few digits."""
     call, T = tokens(2, 900, axis=axis), 300
     call["v"][:, T:] *= 2.0**-20
     o, final = prefill(call, output_final_state=True)
@@ -532,10 +535,10 @@ def test_values_that_shrink_a_millionfold(axis):
 
 
 @EITHER_AXIS
-@WHOLE_OR_CUT
+@SEGMENTATIONS
 @pytest.mark.parametrize("slow", [False, True])
-def test_a_state_far_larger_than_the_values(axis, pieces, slow, monkeypatch):
-    cut_in(pieces, monkeypatch)
+def test_a_state_far_larger_than_the_values(axis, segments, slow, monkeypatch):
+    force_segments(segments, monkeypatch)
     call, start = tokens(2, 600, axis=axis), pool(2, torch.float32) * 1e4
     check(slowly(call) if slow else call, initial_state=start)
 
@@ -544,9 +547,9 @@ def test_a_state_far_larger_than_the_values(axis, pieces, slow, monkeypatch):
 
 
 @EITHER_AXIS
-@WHOLE_OR_CUT
-def test_bits_do_not_change_from_run_to_run(axis, pieces, monkeypatch):
-    cut_in(pieces, monkeypatch)
+@SEGMENTATIONS
+def test_bits_do_not_change_from_run_to_run(axis, segments, monkeypatch):
+    force_segments(segments, monkeypatch)
     call, start = slowly(ragged((700, 64, 1, 130, 0, 333), axis=axis)), pool(6)
     o, after = in_pool(call, state=start)
     for _ in range(20):
@@ -557,10 +560,10 @@ def test_bits_do_not_change_from_run_to_run(axis, pieces, monkeypatch):
 
 @EITHER_AXIS
 @EITHER_STATE
-@WHOLE_OR_CUT
-def test_bits_do_not_depend_on_the_batch(axis, state_dtype, pieces, monkeypatch):
+@SEGMENTATIONS
+def test_bits_do_not_depend_on_the_batch(axis, state_dtype, segments, monkeypatch):
     """A sequence alone, dense or packed, and among others in any order."""
-    cut_in(pieces, monkeypatch)
+    force_segments(segments, monkeypatch)
     lengths = [random.Random(0).choice((1, 40, 64, 200, 500)) for _ in range(12)] + [0, 700]
     N = len(lengths)
     dense, start = slowly(tokens(N, max(lengths), axis=axis)), pool(N, state_dtype)
@@ -622,7 +625,7 @@ def test_fp32_inputs_are_refused_with_the_reason():
 
 
 @EITHER_AXIS
-def test_what_is_refused_writes_nothing(axis):
+def test_a_refused_call_writes_nothing(axis):
     call, state = tokens(2, 20, axis=axis), pool(2)
     out, before = torch.full_like(call["v"], math.nan), state.clone()
 
@@ -651,10 +654,10 @@ def test_what_is_refused_writes_nothing(axis):
     same(state, before)
 
 
-@WHOLE_OR_CUT
-def test_indices_are_looked_at_when_asked(pieces, monkeypatch):
-    cut_in(pieces, monkeypatch)
-    monkeypatch.setattr(cute, "CHECK", True)
+@SEGMENTATIONS
+def test_gated_delta_check_covers_indices(segments, monkeypatch):
+    force_segments(segments, monkeypatch)
+    monkeypatch.setattr(launch, "CHECK", True)
     call, state = tokens(2, 300), pool(2)
     before = state.clone()
     with pytest.raises(IndexError, match="state_indices"):
@@ -670,10 +673,10 @@ def test_indices_are_looked_at_when_asked(pieces, monkeypatch):
 
 
 @EITHER_AXIS
-@WHOLE_OR_CUT
-def test_a_captured_graph_follows_its_inputs(axis, pieces, monkeypatch):
+@SEGMENTATIONS
+def test_a_captured_graph_follows_its_inputs(axis, segments, monkeypatch):
     """Captured after one warm call; replays see other tokens, parameters, lengths, slots, flags and states."""
-    cut_in(pieces, monkeypatch)
+    force_segments(segments, monkeypatch)
     N, P, total = 5, 7, 700
     call, state = tokens(1, total, axis=axis), pool(P)
     call["cu_seqlens"] = index(0, 100, 100, 300, 301, 700)
@@ -706,10 +709,10 @@ def test_a_captured_graph_follows_its_inputs(axis, pieces, monkeypatch):
 
 
 @EITHER_AXIS
-@WHOLE_OR_CUT
-def test_prefills_in_a_row_wait_for_each_other(axis, pieces, monkeypatch):
-    """Launched before the kernel in front has ended, in a graph and out of it; each starts from the states the last one left."""
-    cut_in(pieces, monkeypatch)
+@SEGMENTATIONS
+def test_prefills_in_a_row_wait_for_each_other(axis, segments, monkeypatch):
+    """Launched before the kernel in front has ended, in a graph and without one; each starts from the last one's states."""
+    force_segments(segments, monkeypatch)
     call, start = slowly(ragged((300, 20, 500, 64), axis=axis)), pool(4)
     serial, state, captured = start.clone(), start.clone(), start.clone()
     outputs = []
@@ -730,10 +733,10 @@ def test_prefills_in_a_row_wait_for_each_other(axis, pieces, monkeypatch):
 
 
 @EITHER_AXIS
-@WHOLE_OR_CUT
-def test_two_prefills_of_one_graph_are_alike(axis, pieces, monkeypatch):
+@SEGMENTATIONS
+def test_two_prefills_of_one_graph_are_alike(axis, segments, monkeypatch):
     """On the very same tensors, back to back."""
-    cut_in(pieces, monkeypatch)
+    force_segments(segments, monkeypatch)
     call, start = slowly(tokens(3, 300, axis=axis)), pool(3)
     o, final = prefill(call, initial_state=start, output_final_state=True)
     graph = torch.cuda.CUDAGraph()
@@ -746,10 +749,10 @@ def test_two_prefills_of_one_graph_are_alike(axis, pieces, monkeypatch):
             same(state, final)
 
 
-@WHOLE_OR_CUT
-def test_what_the_kernel_in_front_wrote_is_what_is_read(pieces, monkeypatch):
+@SEGMENTATIONS
+def test_writes_of_the_kernel_in_front_are_seen(segments, monkeypatch):
     """Lengths, slots, flags and tokens that a torch kernel writes right before the launch."""
-    cut_in(pieces, monkeypatch)
+    force_segments(segments, monkeypatch)
     call, start = tokens(1, 700), pool(8)
     ends, slots, resumed = index(0, 0, 0, 0), index(0, 1, 2), torch.zeros(3, dtype=torch.bool, device="cuda")
     turns = [
@@ -776,10 +779,10 @@ def test_what_the_kernel_in_front_wrote_is_what_is_read(pieces, monkeypatch):
     same(state, serial)
 
 
-@WHOLE_OR_CUT
-def test_nothing_waits_for_the_gpu(pieces, monkeypatch):
+@SEGMENTATIONS
+def test_nothing_waits_for_the_gpu(segments, monkeypatch):
     """New calls and known ones."""
-    cut_in(pieces, monkeypatch)
+    force_segments(segments, monkeypatch)
     call, state, slots = ragged((300, 2)), pool(4), index(3, 1)
     prefill(call, state=state)  # kernels are loaded
     torch.cuda.set_sync_debug_mode("error")
@@ -815,9 +818,9 @@ def test_a_default_output_and_a_final_state_are_new_every_time():
         same(x, z)
 
 
-@WHOLE_OR_CUT
-def test_torch_compile_makes_it_one_node(pieces, monkeypatch):
-    cut_in(pieces, monkeypatch)
+@SEGMENTATIONS
+def test_torch_compile_makes_it_one_node(segments, monkeypatch):
+    force_segments(segments, monkeypatch)
     call, start = tokens(2, 300), pool(2)
 
     def run(call, state):
@@ -832,12 +835,13 @@ def test_torch_compile_makes_it_one_node(pieces, monkeypatch):
     same(state, eager)
 
 
-def test_explain_names_the_kernels_and_the_cut():
+def test_explain_names_the_kernels_and_the_segments():
     short, long = (gd.explain("prefill", **tokens(1, T, heads=(1, 1))) for T in (100, 9000))
     assert (short.backend, long.backend) == ("cute", "cute")
-    assert [some.kernel for some in short.variants] == ["prepare", "scan"]
-    assert [some.kernel for some in long.variants] == ["prepare", "scan", "join", "scan"]
-    assert "pieces=" in str(long)
+    prepare, scan, state_passing = "prefill_prepare", "prefill_scan", "prefill_state_passing"
+    assert [some.kernel for some in short.variants] == [prepare, scan]
+    assert [some.kernel for some in long.variants] == [prepare, scan, state_passing, scan]
+    assert "segments=" in str(long)
 
 
 def test_no_sequences():
@@ -856,8 +860,8 @@ def has_room(gib):
 
 @EITHER_AXIS
 def test_outputs_and_a_workspace_of_more_than_2_to_the_32_bytes(axis, monkeypatch):
-    """Every head has the same tokens, so that each has to leave the bits that one alone leaves. KDA: more than 2**31."""
-    cut_in(1, monkeypatch)
+    """All heads have the same tokens, so each must give the bits of one head alone. KDA: more than 2**31."""
+    force_segments(1, monkeypatch)
     T, many = 64 * 4100, 64 if axis == "head" else 33
     has_room(24)
     one = packed(slowly(tokens(1, T, axis=axis, heads=(1, 1))), [T])
@@ -888,10 +892,10 @@ def test_tokens_a_gibibyte_apart(axis):
 
 
 @EITHER_INDEX
-@WHOLE_OR_CUT
-def test_pools_of_more_than_2_to_the_31_elements(dtype, pieces, monkeypatch):
+@SEGMENTATIONS
+def test_pools_of_more_than_2_to_the_31_elements(dtype, segments, monkeypatch):
     """Both ends, read and written."""
-    cut_in(pieces, monkeypatch)
+    force_segments(segments, monkeypatch)
     slots = 2**31 // (64 * D * D) + 3
     call, small = slowly(tokens(3, 300, heads=(16, 64))), pool(3, HV=64)
     state = torch.empty(slots, 64, D, D, dtype=torch.bfloat16, device="cuda")

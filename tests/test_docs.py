@@ -11,7 +11,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/migration.md"])
+@pytest.mark.parametrize("page", ["README.md", "docs/usage.md", "docs/integrations.md", "docs/migration.md"])
 def test_snippets_run_in_order(page):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
     assert blocks
@@ -41,6 +41,12 @@ def test_figures_that_differ_are_noticed(monkeypatch):
     assert figures.filled(page) == page
     assert figures.filled(page.replace("| 61 |", "| 6 |")) == page != page.replace("| 61 |", "| 6 |")
     assert [figures.down(x) for x in (1.769, 1.2468, 0.41249, 1.0, 2.29)] == ["1.76", "1.24", "0.41", "1.00", "2.29"]
+
+
+def test_the_front_door_is_small():
+    lines = (ROOT / "README.md").read_text().splitlines()
+    assert len(lines) <= 110
+    assert max(len(line) for line in lines if not line.startswith("|")) <= 120
 
 
 def test_links_between_pages_lead_somewhere():

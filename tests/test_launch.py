@@ -1,4 +1,4 @@
-"""The CuTe backend's host side on a CPU: what a launch hands over is recorded in place of launched, and every address followed."""
+"""The CuTe backend's host side on a CPU: launches are recorded in place of run, and every address in them is followed."""
 
 import itertools
 import math
@@ -8,20 +8,24 @@ import pytest
 import torch
 
 import gated_delta as gd
-from gated_delta import api, compile, cute, dispatch
+from gated_delta import compile, dispatch
+from gated_delta.call_cache import CallCache
 from gated_delta.kernels import arguments
-from gated_delta.kernels.arguments import ABSENT, BF16, CHUNK, COLUMNS, FP16, FP32, IMAGE, TRIANGLE
+from gated_delta.kernels.arguments import ABSENT, BF16, CHUNK, FP16, FP32, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from gated_delta.ops import OPERATIONS
+from gated_delta.ops import launch as shared
+from gated_delta.ops import prefill as on_host
 from gated_delta.problem import Problem
 
 pytestmark = pytest.mark.skipif(compile.missing_packages() != (), reason="needs apache-tvm-ffi")
 
 N, T, H, HV, K, V, P = 3, 2, 2, 4, 64, 96, 7
 CHANNELS = pytest.mark.parametrize("channels", [(), (K,)], ids=["gdn", "kda"])
-PREFILL_KERNELS = ("prepare", "scan", "join")
+PREFILL_KERNELS = ("prefill_prepare", "prefill_scan", "prefill_state_passing")
 
 
 class Launches(list):
-    """Launches so far: pointers, strides and sizes of each; of all but flush, scale and bound behind the pointers."""
+    """Launches so far: pointers, strides and sizes of each; scale and bound after the pointers, but for flush."""
 
     def __init__(self):
         self.kernels = []
@@ -47,18 +51,33 @@ def launches(monkeypatch):
 
         return launch
 
-    def missing(problem, device):
-        return dispatch._missing_for_prefill(problem) if problem.op == "prefill" else dispatch._missing_for_kernels(problem)
-
-    for memo in ("_prefills", "_decodes", "_verifies", "_flushes"):
-        monkeypatch.setattr(api, memo, api.Memo())
+    for op in OPERATIONS.values():
+        monkeypatch.setattr(op, "calls", CallCache())
     monkeypatch.setattr(compile, "load", load)
     monkeypatch.setattr(compile, "missing", lambda variant, arch: ())
-    monkeypatch.setattr(dispatch, "arch_of", lambda device: "sm_90a")
-    monkeypatch.setattr(dispatch, "_missing_for_cute", missing)
-    monkeypatch.setattr(cute, "_raw_stream", lambda index: 0)
+    monkeypatch.setattr(compile, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(dispatch, "_missing_for_cute", lambda op, problem, device: op.missing(problem))
+    monkeypatch.setattr(shared, "_raw_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return made
+
+
+def remembered(name):
+    """What the call cache holds of an operation."""
+    return OPERATIONS[name].calls
+
+
+def launch_of(name, route, **given):
+    """The launch for such a call, whatever its addresses."""
+    facts = dict(gate="log", bound=0.0, qk_l2norm=True, beta_logits=False, update_state=True, output_final_state=False)
+    op = OPERATIONS[name]
+    absent = dict.fromkeys(op.arguments._fields)
+    a = op.arguments(**{field: (absent | facts | given)[field] for field in op.arguments._fields})
+    return op.launch(route.problem, route.plan, a)
+
+
+def parts_of(kept):
+    return dict(buffer_u=kept.u, buffer_k=kept.k, buffer_log_decay=kept.log_decay)
 
 
 def tokens(lead=(N, T), channels=(), dtype=torch.bfloat16, K=K, V=V):
@@ -108,19 +127,19 @@ def test_dense_tokens_and_a_pool(launches, channels):
     pointers, scale, bound, s, sizes = launch
     assert (scale, bound) == (0.5, -3.0)
     follow(pointers.state, state, s.state_p, s.state_h)
-    follow(pointers.reads, slots, s.reads_n)
-    follow(pointers.writes, writes, s.writes_n)
+    follow(pointers.state_indices, slots, s.state_indices_n)
+    follow(pointers.write_indices, writes, s.write_indices_n)
     follow(pointers.A_log, A_log, s.A_log_h)
     follow(pointers.dt_bias, dt_bias, *[s.dt_bias_h, s.dt_bias_c][: dt_bias.ndim])
-    assert (pointers.cu_seqlens, pointers.accepted, pointers.steps) == (0, 0, 0)
-    assert (sizes.N, sizes.T, sizes.HV, sizes.P, sizes.slots, sizes.update) == (N, T, HV, P, 0, 1)
-    assert (sizes.reads_kind, sizes.writes_kind, sizes.cu_seqlens_kind, sizes.accepted_kind) == (1, 2, 0, 0)
+    assert (pointers.cu_seqlens, pointers.num_accepted, pointers.intermediate_states) == (0, 0, 0)
+    assert (sizes.N, sizes.T, sizes.HV, sizes.P, sizes.slots_per_sequence, sizes.update_state) == (N, T, HV, P, 0, 1)
+    assert (sizes.state_indices_kind, sizes.write_indices_kind, sizes.cu_seqlens_kind, sizes.num_accepted_kind) == (1, 2, 0, 0)
     assert (sizes.beta_kind, sizes.dt_bias_kind) == (BF16, BF16)
     for hv in range(HV):
-        assert hv * sizes.q_heads >> 30 == hv // (HV // H)
+        assert hv * sizes.qk_head_factor >> 30 == hv // (HV // H)
 
 
-def test_value_heads_find_their_query_heads_without_a_division():
+def test_qk_head_factor_replaces_a_division():
     for heads, group in ((1, 1), (64, 4), (48, 3), (1024, 1024), (210, 7)):
         magic = -(-(2**30) // group)
         assert all(hv * magic >> 30 == hv // group for hv in range(heads))
@@ -140,8 +159,8 @@ def test_every_tensor_at_strides_of_its_own(launches):
     pointers, scale, _, s, sizes = launch
     assert scale == K**-0.5
     follow(pointers.state, state, s.state_p, s.state_h)
-    follow(pointers.steps, steps, s.steps_n, s.steps_t, s.steps_h)
-    assert (sizes.update, sizes.beta_kind, sizes.dt_bias_kind, sizes.reads_kind) == (0, FP16, ABSENT, 0)
+    follow(pointers.intermediate_states, steps, s.intermediate_states_n, s.intermediate_states_t, s.intermediate_states_h)
+    assert (sizes.update_state, sizes.beta_kind, sizes.dt_bias_kind, sizes.state_indices_kind) == (0, FP16, ABSENT, 0)
 
 
 def test_packed_tokens_with_a_slot_for_each(launches):
@@ -153,16 +172,16 @@ def test_packed_tokens_with_a_slot_for_each(launches):
     (launch,) = launches
     follow_tokens(launch, call, o, packed=True)
     pointers, _, _, s, sizes = launch
-    follow(pointers.reads, slots, s.reads_n, s.reads_t)
+    follow(pointers.state_indices, slots, s.state_indices_n, s.state_indices_t)
     follow(pointers.cu_seqlens, ends, s.cu_seqlens_n)
-    follow(pointers.accepted, accepted, s.accepted_n)
-    assert (sizes.N, sizes.T, sizes.total, sizes.slots) == (2, 5, 9, 5)  # no more tokens than there are slots
-    assert (sizes.cu_seqlens_kind, sizes.accepted_kind, sizes.beta_kind) == (2, 1, FP32)
+    follow(pointers.num_accepted, accepted, s.num_accepted_n)
+    assert (sizes.N, sizes.T, sizes.total, sizes.slots_per_sequence) == (2, 5, 9, 5)  # no more tokens than there are slots
+    assert (sizes.cu_seqlens_kind, sizes.num_accepted_kind, sizes.beta_kind) == (2, 1, FP32)
 
 
 def test_a_known_call_is_launched_with_its_own_addresses(launches, monkeypatch):
     decode(tokens(), state=pool())
-    monkeypatch.setattr(api, "describe_decode", None)  # a known call is not described again
+    monkeypatch.setattr(OPERATIONS["decode"], "describe", None)  # a known call is not described again
     call, state = tokens(), pool()
     o = decode(call, state=state)
     follow_tokens(launches[1], call, o)
@@ -187,7 +206,7 @@ def test_what_makes_a_call_another_one(launches):
     for other in others:
         decode({**first, **other})
     assert len(launches) == 1 + len(others)
-    assert sum(len(similar) for similar in api._decodes._calls.values()) == 1 + len(others)
+    assert len(remembered("decode")) == 1 + len(others)
 
 
 def test_a_known_call_hides_no_mistake(launches):
@@ -211,7 +230,7 @@ def test_a_known_call_hides_no_mistake(launches):
     assert len(launches) == 2
 
 
-def test_rows_off_a_vectors_boundary(launches):
+def test_misaligned_rows(launches):
     call, state = tokens(), pool()
     decode(call, state=state)
     storage = torch.zeros(call["q"].numel() + 1).bfloat16()
@@ -226,12 +245,11 @@ def test_strides_that_do_not_fit_are_refused(launches):
     call = tokens((2, 1))
     route = gd.explain("decode", **call, state=pool(), backend="cute")
     far = torch.empty(2, dtype=torch.bfloat16, device="meta").as_strided((2, HV, V, K), (2**31, V * K, K, 1))
-    absent = dict.fromkeys(("state_indices", "write_indices", "num_accepted", "intermediate_states", "out"))
     with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):
-        cute.DecodeLaunch(route, api.Tokens(**call), state=far, update_state=True, **absent)
+        launch_of("decode", route, **call, state=far)
 
 
-def test_nobody_to_decode_for(launches):
+def test_decode_of_no_sequences(launches):
     o = decode(tokens((0, T)), state=pool())
     assert o.shape == (0, T, HV, V)
     assert launches == []
@@ -260,19 +278,19 @@ def all_rows(kept):
     return torch.arange(kept.u.shape[-4], dtype=torch.int32)
 
 
-def follow_buffer(pointers, s, kept, k):
-    """k: what the launch calls the buffer's k."""
-    follow(pointers.u, kept.u, s.u_r, s.u_t, s.u_h)
-    follow(getattr(pointers, k), kept.k, *[getattr(s, f"{k}_{dim}") for dim in "rth"])
-    follow(pointers.log_decay, kept.log_decay, s.log_decay_r, s.log_decay_t, s.log_decay_h)
+def follow_buffer(pointers, s, kept):
+    follow(pointers.buffer_u, kept.u, s.buffer_u_r, s.buffer_u_t, s.buffer_u_h)
+    follow(pointers.buffer_k, kept.k, s.buffer_k_r, s.buffer_k_t, s.buffer_k_h)
+    follow(pointers.buffer_log_decay, kept.log_decay, s.buffer_log_decay_r, s.buffer_log_decay_t, s.buffer_log_decay_h)
 
 
 def follow_layers(pointers, s, state, kept):
     follow(pointers.state, state, pointers.state_l, s.state_p, s.state_h)
-    follow(pointers.u, kept.u, pointers.u_l, s.u_r, s.u_t, s.u_h)
-    follow(pointers.k, kept.k, pointers.k_l, s.k_r, s.k_t, s.k_h)
-    channels = [s.log_decay_c] if kept.log_decay.ndim == 5 else []
-    follow(pointers.log_decay, kept.log_decay, pointers.log_decay_l, s.log_decay_r, s.log_decay_t, s.log_decay_h, *channels)
+    follow(pointers.buffer_u, kept.u, pointers.buffer_u_l, s.buffer_u_r, s.buffer_u_t, s.buffer_u_h)
+    follow(pointers.buffer_k, kept.k, pointers.buffer_k_l, s.buffer_k_r, s.buffer_k_t, s.buffer_k_h)
+    strides = [s.buffer_log_decay_r, s.buffer_log_decay_t, s.buffer_log_decay_h]
+    strides += [s.buffer_log_decay_c] if kept.log_decay.ndim == 5 else []
+    follow(pointers.buffer_log_decay, kept.log_decay, pointers.buffer_log_decay_l, *strides)
 
 
 @CHANNELS
@@ -287,17 +305,17 @@ def test_verify_of_a_pool_into_rows_of_a_buffer(launches, channels):
     pointers, scale, bound, s, sizes = launch
     assert (scale, bound) == (0.5, -3.0)
     follow(pointers.state, state, s.state_p, s.state_h)
-    follow_buffer(pointers, s, kept, "kept_k")
-    follow(pointers.reads, slots, s.reads_n)
-    follow(pointers.rows, rows, s.rows_n)
+    follow_buffer(pointers, s, kept)
+    follow(pointers.state_indices, slots, s.state_indices_n)
+    follow(pointers.buffer_indices, rows, s.buffer_indices_n)
     follow(pointers.A_log, A_log, s.A_log_h)
     follow(pointers.dt_bias, dt_bias, *[s.dt_bias_h, s.dt_bias_c][: dt_bias.ndim])
     assert pointers.cu_seqlens == 0
-    assert (sizes.N, sizes.T, sizes.HV, sizes.group, sizes.P, sizes.C) == (N, T, HV, HV // H, P, 6)
-    assert (sizes.reads_kind, sizes.rows_kind, sizes.cu_seqlens_kind) == (1, 2, 0)
+    assert (sizes.N, sizes.T, sizes.HV, sizes.group_size, sizes.P, sizes.C) == (N, T, HV, HV // H, P, 6)
+    assert (sizes.state_indices_kind, sizes.buffer_indices_kind, sizes.cu_seqlens_kind) == (1, 2, 0)
     assert (sizes.beta_logits, sizes.beta_kind, sizes.dt_bias_kind) == (1, BF16, BF16)
     for hv in range(HV):
-        assert hv * sizes.q_heads >> 30 == hv // sizes.group
+        assert hv * sizes.qk_head_factor >> 30 == hv // sizes.group_size
 
 
 @CHANNELS
@@ -316,9 +334,15 @@ def test_verify_with_every_tensor_at_strides_of_its_own(launches, channels):
     follow_tokens(launch, call, out)
     pointers, _, _, s, sizes = launch
     follow(pointers.state, state, s.state_p, s.state_h)
-    follow_buffer(pointers, s, kept, "kept_k")
-    assert (pointers.reads, pointers.rows) == (0, 0)
-    assert (sizes.beta_logits, sizes.beta_kind, sizes.dt_bias_kind, sizes.reads_kind, sizes.rows_kind) == (0, FP16, ABSENT, 0, 0)
+    follow_buffer(pointers, s, kept)
+    assert (pointers.state_indices, pointers.buffer_indices) == (0, 0)
+    assert (sizes.beta_logits, sizes.beta_kind, sizes.dt_bias_kind, sizes.state_indices_kind, sizes.buffer_indices_kind) == (
+        0,
+        FP16,
+        ABSENT,
+        0,
+        0,
+    )
 
 
 def test_verify_of_packed_tokens(launches):
@@ -328,8 +352,8 @@ def test_verify_of_packed_tokens(launches):
     follow_tokens(launch, call, o, packed=True)
     pointers, _, _, s, sizes = launch
     follow(pointers.cu_seqlens, ends, s.cu_seqlens_n)
-    follow_buffer(pointers, s, kept, "kept_k")
-    assert (sizes.N, sizes.T, sizes.total, sizes.C) == (2, 5, 9, 5)  # no more tokens than the buffer has room for
+    follow_buffer(pointers, s, kept)
+    assert (sizes.N, sizes.T, sizes.total, sizes.C) == (2, 5, 9, 5)  # no more tokens than fit in a row of the buffer
     assert sizes.cu_seqlens_kind == 2
 
 
@@ -340,15 +364,15 @@ def test_flush_of_one_layer_by_a_number(launches, channels, count):
     slots = all_rows(kept)
     flush(state, kept, count, state_indices=slots)
     ((pointers, s, sizes),) = launches
-    follow(pointers.reads, slots, s.reads_n)
+    follow(pointers.state_indices, slots, s.state_indices_n)
     follow(pointers.state, state, s.state_p, s.state_h)
-    follow_buffer(pointers, s, kept, "k")
-    assert s.log_decay_c == (kept.log_decay.element_size() if channels else 0)
-    assert (pointers.accepted, *pointers[6:]) == (0,) * 7  # no counts, no other indices, no layers
-    assert (sizes.layers, sizes.N, sizes.HV, sizes.P, sizes.C, sizes.count) == (1, N, HV, P, 5, min(count, 5))
-    assert (sizes.accepted_kind, sizes.reads_kind, sizes.writes_kind, sizes.rows_kind) == (0, 1, 0, 0)
+    follow_buffer(pointers, s, kept)
+    assert s.buffer_log_decay_c == (kept.log_decay.element_size() if channels else 0)
+    assert (pointers.num_accepted, *pointers[6:]) == (0,) * 7  # no counts, no other indices, no layers
+    assert (sizes.layers, sizes.N, sizes.HV, sizes.P, sizes.C, sizes.num_accepted_all) == (1, N, HV, P, 5, min(count, 5))
+    assert (sizes.num_accepted_kind, sizes.state_indices_kind, sizes.write_indices_kind, sizes.buffer_indices_kind) == (0, 1, 0, 0)
     for hv in range(HV):
-        assert hv * sizes.k_heads >> 30 == hv // (HV // H)
+        assert hv * sizes.qk_head_factor >> 30 == hv // (HV // H)
 
 
 @CHANNELS
@@ -363,13 +387,18 @@ def test_flush_of_all_layers_by_numbers_on_the_device(launches, channels, dtype)
     flush(state, kept, accepted, state_indices=slots, write_indices=writes, buffer_indices=rows)
     ((pointers, s, sizes),) = launches
     follow_layers(pointers, s, state, kept)
-    follow(pointers.accepted, accepted, s.accepted_n)
-    follow(pointers.reads, slots, s.reads_n)
-    follow(pointers.writes, writes, s.writes_n)
-    follow(pointers.rows, rows, s.rows_n)
+    follow(pointers.num_accepted, accepted, s.num_accepted_n)
+    follow(pointers.state_indices, slots, s.state_indices_n)
+    follow(pointers.write_indices, writes, s.write_indices_n)
+    follow(pointers.buffer_indices, rows, s.buffer_indices_n)
     assert (sizes.layers, sizes.N, sizes.HV, sizes.P, sizes.C) == (2, N, HV, P, 4)
     kind = accepted.element_size() // 4
-    assert (sizes.accepted_kind, sizes.reads_kind, sizes.writes_kind, sizes.rows_kind) == (kind, 3 - kind, kind, 3 - kind)
+    assert (sizes.num_accepted_kind, sizes.state_indices_kind, sizes.write_indices_kind, sizes.buffer_indices_kind) == (
+        kind,
+        3 - kind,
+        kind,
+        3 - kind,
+    )
 
 
 def test_layers_lie_anywhere(launches):
@@ -387,12 +416,12 @@ def test_layers_lie_anywhere(launches):
 
 def test_a_known_verify_is_launched_with_its_own_addresses(launches, monkeypatch):
     verify(tokens(), state=pool(), buffer=buffer())
-    monkeypatch.setattr(api, "describe_verify", None)  # a known call is not described again
+    monkeypatch.setattr(OPERATIONS["verify"], "describe", None)  # a known call is not described again
     call, state, kept = tokens(), pool(), buffer()
     o = verify(call, state=state, buffer=kept)
     pointers, _, _, s, _ = launches[1]
     follow_tokens(launches[1], call, o)
-    follow_buffer(pointers, s, kept, "kept_k")
+    follow_buffer(pointers, s, kept)
     assert pointers.state == state.data_ptr()
     assert launches[0][3:] == launches[1][3:]
 
@@ -403,13 +432,13 @@ def test_a_known_flush_is_launched_with_its_own_addresses(launches, monkeypatch,
         return torch.ones(N, dtype=torch.int32) if counted else 1
 
     flush(pool(), buffer(), counts(), state_indices=all_rows(buffer()))
-    monkeypatch.setattr(api, "describe_flush", None)  # a known call is not described again
+    monkeypatch.setattr(OPERATIONS["flush"], "describe", None)  # a known call is not described again
     state, kept, accepted = pool(), buffer(), counts()
     flush(state, kept, accepted, state_indices=all_rows(kept))
     pointers, s, _ = launches[1]
-    follow_buffer(pointers, s, kept, "k")
+    follow_buffer(pointers, s, kept)
     assert pointers.state == state.data_ptr()
-    assert pointers.accepted == (accepted.data_ptr() if counted else 0)
+    assert pointers.num_accepted == (accepted.data_ptr() if counted else 0)
     assert launches[0][1:] == launches[1][1:]
 
 
@@ -430,7 +459,7 @@ def test_what_makes_a_verify_another_one(launches):
     for other in others:
         verify({**first, **other})
     assert len(launches) == 1 + len(others)
-    assert sum(len(similar) for similar in api._verifies._calls.values()) == 1 + len(others)
+    assert len(remembered("verify")) == 1 + len(others)
 
 
 def test_what_makes_a_flush_another_one(launches):
@@ -451,20 +480,20 @@ def test_what_makes_a_flush_another_one(launches):
     for other in others:
         flush(**{**first, **other})
     assert len(launches) == 1 + len(others)
-    assert sum(len(similar) for similar in api._flushes._calls.values()) == 1 + len(others)
-    assert [sizes.count for _, _, sizes in launches[:3]] == [1, 0, 2]
+    assert len(remembered("flush")) == 1 + len(others)
+    assert [sizes.num_accepted_all for _, _, sizes in launches[:3]] == [1, 0, 2]
 
 
 def test_one_index_tensor_is_not_taken_for_another(launches):
-    """Calls that differ in nothing but which of them is there."""
+    """Calls that differ only in which index tensor is given."""
     call, state, kept, indices = tokens(), pool(), buffer(), torch.arange(N)
     for name in ("state_indices", "buffer_indices"):
         verify(call, state=state, buffer=kept, **{name: indices})
-    assert [(bool(made[0].reads), bool(made[0].rows)) for made in launches] == [(True, False), (False, True)]
+    assert [(bool(made[0].state_indices), bool(made[0].buffer_indices)) for made in launches] == [(True, False), (False, True)]
     launches.clear()
     for name in ("num_accepted", "state_indices", "write_indices", "buffer_indices"):
         flush(state, kept, **{"num_accepted": 1, name: indices})
-    given = [(made[0].accepted, made[0].reads, made[0].writes, made[0].rows) for made in launches]
+    given = [(made[0].num_accepted, made[0].state_indices, made[0].write_indices, made[0].buffer_indices) for made in launches]
     assert given == [tuple(indices.data_ptr() if i == j else 0 for j in range(4)) for i in range(4)]
 
 
@@ -515,8 +544,8 @@ def test_a_known_flush_hides_no_mistake(launches):
     assert len(launches) == 2
 
 
-def test_pools_off_a_vectors_boundary_are_refused(launches):
-    """Also once the call is known, where only the address tells."""
+def test_misaligned_pools_are_refused(launches):
+    """Also of a cached call, where only the address is new."""
     call, state, kept = tokens(), pool(), buffer()
     shifted = torch.zeros(state.numel() + 1).bfloat16()[1:].view(state.shape)
     for _ in range(2):
@@ -529,8 +558,8 @@ def test_pools_off_a_vectors_boundary_are_refused(launches):
     assert len(launches) == 4
 
 
-def test_rows_of_a_buffers_k_off_a_vectors_boundary(launches):
-    """verify, which writes them in vectors, refuses them; u and log decays may lie anywhere, and flush reads numbers."""
+def test_misaligned_rows_of_a_buffers_k(launches):
+    """verify, which stores vectors of k, refuses them; u and log decays may lie anywhere, and flush loads single numbers."""
     call, state, kept = tokens(), pool(), buffer()
     shifted = [torch.zeros(x.numel() + 1)[1:].view(x.shape) for x in (kept.u, kept.k, kept.log_decay)]
     for _ in range(2):
@@ -549,12 +578,9 @@ def far(x, *strides):
     return torch.empty(2, dtype=x.dtype, device="meta").as_strided(x.shape, (*strides, *x.stride()[len(strides) :]))
 
 
-INDICES = dict.fromkeys(("state_indices", "write_indices", "buffer_indices"))
-
-
 @pytest.mark.parametrize("which", ["state", "u", "k", "log_decay"])
 def test_slots_and_rows_2_gib_apart_are_refused(launches, which):
-    """Of states as of every part of a buffer, in both operations."""
+    """Of states and of every tensor of a buffer, in both operations."""
     call, given = tokens(), dict(vars(buffer()), state=pool())
     routes = [
         gd.explain("verify", **call, state=given["state"], buffer=buffer(), backend="cute"),
@@ -563,35 +589,33 @@ def test_slots_and_rows_2_gib_apart_are_refused(launches, which):
     given[which] = far(given[which], 2**31 // given[which].element_size())
     state, kept = given.pop("state"), gd.KVBuffer(**given)
     with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):
-        cute.VerifyLaunch(
-            routes[0], api.Tokens(**call), state=state, state_indices=None, buffer=kept, buffer_indices=None, out=None
-        )
+        launch_of("verify", routes[0], **call, state=state, **parts_of(kept))
     with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):
-        cute.FlushLaunch(routes[1], state=state, buffer=kept, num_accepted=torch.ones(N).int(), **INDICES)
+        launch_of("flush", routes[1], state=state, **parts_of(kept), num_accepted=torch.ones(N).int())
 
 
-def test_layers_2_gib_apart_are_welcome(launches):
+def test_layers_may_be_2_gib_apart(launches):
     state, kept = pool(torch.float32)[None].expand(2, P, HV, V, K), buffer(layers=2)
     counts = torch.ones(N).int()
     route = gd.explain("flush", state.clone(), kept, counts, backend="cute")
     apart = gd.KVBuffer(*(far(x, 2**30 + i) for i, x in enumerate((kept.u, kept.k, kept.log_decay))))
-    launch = cute.FlushLaunch(route, state=far(state, 2**33), buffer=apart, num_accepted=counts, **INDICES)
-    assert launch.layer_strides == (2**35, 2**32, 2**32 + 4, 2**32 + 8)
+    made = launch_of("flush", route, state=far(state, 2**33), **parts_of(apart), num_accepted=counts)
+    assert made.layer_strides == (2**35, 2**32, 2**32 + 4, 2**32 + 8)
 
 
-def test_nobody_to_verify_or_flush_for(launches):
-    state, kept, nobody = pool(), buffer(), torch.arange(0)
+def test_verify_and_flush_of_no_sequences(launches):
+    state, kept, none = pool(), buffer(), torch.arange(0)
     assert verify(tokens((0, T)), state=state, buffer=kept).shape == (0, T, HV, V)
     assert (verify(tokens((1, 4)), cu_seqlens=torch.zeros(1).int(), state=state, buffer=kept) == 0).all()
-    flush(state, kept, 1, state_indices=nobody)
-    flush(state, kept, nobody)
-    flush(state, buffer(0), 1, buffer_indices=nobody)
+    flush(state, kept, 1, state_indices=none)
+    flush(state, kept, none)
+    flush(state, buffer(0), 1, buffer_indices=none)
     flush(state[None][:0], buffer(layers=0), torch.ones(N).int())
     assert launches == []
 
 
-def test_indices_of_drafts_are_looked_at_when_asked(launches, monkeypatch):
-    monkeypatch.setattr(cute, "CHECK", True)
+def test_indices_of_drafts_are_checked_on_request(launches, monkeypatch):
+    monkeypatch.setattr(shared, "CHECK", True)
     call, state, kept = tokens(), pool(), buffer()
     past, twice = torch.tensor([0, 1, P]), torch.tensor([0, 1, 1])
     for name, error in (("state_indices", IndexError), ("buffer_indices", IndexError)):
@@ -615,7 +639,9 @@ def test_indices_of_drafts_are_looked_at_when_asked(launches, monkeypatch):
 
 D = 128  # K and V
 PROMPTS = pytest.mark.parametrize("channels", [(), (D,)], ids=["gdn", "kda"])
-WORKSPACE = ("keys", "queries", "writes", "pairs", "columns", "order", "queue", "moves", "starts")
+GDN_TILES = ["k_tiles", "q_tiles"]
+KDA_TILES = [*GDN_TILES, "k_restored"]
+WORKSPACE = [*KDA_TILES, "tinv_aqk", "scales", "sequence_order", "work_queue", "segment_transitions", "segment_states"]
 
 
 def prompts(lead=(N, 70), channels=(), dtype=torch.bfloat16):
@@ -630,21 +656,21 @@ def prefill(call, **options):
     return gd.prefill(**call, **options, backend="cute")
 
 
-def cut_in(pieces, monkeypatch):
-    """Prefills from here on have so many pieces."""
-    monkeypatch.setattr(dispatch, "cut_of", lambda problem, sequences, tokens: dispatch.Cut(pieces))
-    monkeypatch.setattr(api, "_prefills", api.Memo())
+def force_segments(segments, monkeypatch):
+    """Prefills from here on split each sequence into that many segments."""
+    monkeypatch.setattr(on_host, "segmentation_of", lambda problem, sequences, tokens: on_host.Segmentation(segments))
+    remembered("prefill").clear()
 
 
-def in_workspace(pointers):
-    """Which of the workspace's parts there are; they begin at multiples of 256 bytes from one another."""
-    there = {name: at for name in WORKSPACE if (at := getattr(pointers, name))}
-    assert all((at - pointers.keys) % 256 == 0 for at in there.values())
-    return list(there)
+def workspace_regions(pointers):
+    """The workspace's regions that are present; they begin at multiples of 256 bytes from one another."""
+    present = {name: at for name in WORKSPACE if (at := getattr(pointers, name))}
+    assert all((at - pointers.k_tiles) % 256 == 0 for at in present.values())
+    return list(present)
 
 
-def place_of(starts, n):
-    """Where chunks.place_of has the chunks of a packed sequence begin."""
+def first_chunk_slot(starts, n):
+    """The slot of a packed sequence's first chunk, as device/chunk_layout.py has it."""
     return starts[n] // CHUNK + n
 
 
@@ -655,24 +681,24 @@ def test_prompts_of_one_length_from_states_of_their_own(launches, channels):
     A_log, dt_bias = torch.randn(HV), torch.randn(HV, *channels).bfloat16()
     gate = gd.Gate.lower_bound(A_log, dt_bias, -3.0)
     o, final = prefill(call, gate=gate, scale=0.5, initial_state=initial, output_final_state=True, beta_logits=True)
-    assert [some.kernel for some in launches.kernels] == ["prepare", "scan"]
+    assert [some.kernel for some in launches.kernels] == ["prefill_prepare", "prefill_scan"]
     first, launch = launches
     assert first == launch  # one description for every kernel
     follow_tokens(launch, call, o)
     pointers, scale, bound, s, sizes = launch
     assert (scale, bound) == (0.5, -3.0)
     assert (final.dtype, final.shape) == (initial.dtype, initial.shape)
-    follow(pointers.initial, initial, s.initial_p, s.initial_h)
-    follow(pointers.final, final, s.final_p, s.final_h)
+    follow(pointers.initial_state, initial, s.initial_state_p, s.initial_state_h)
+    follow(pointers.final_state, final, s.final_state_p, s.final_state_h)
     follow(pointers.A_log, A_log, s.A_log_h)
     follow(pointers.dt_bias, dt_bias, *[s.dt_bias_h, s.dt_bias_c][: dt_bias.ndim])
-    assert (pointers.cu_seqlens, pointers.reads, pointers.has_initial) == (0, 0, 0)
-    assert in_workspace(pointers) == ["keys", "queries", *(["writes"] if channels else []), "pairs", "columns", "queue"]
-    assert (sizes.N, sizes.T, sizes.total, sizes.places, sizes.H, sizes.HV, sizes.pieces) == (N, 70, 0, 2 * N, H, HV, 1)
-    assert (sizes.cu_seqlens_kind, sizes.reads_kind, sizes.beta_logits) == (0, 0, 1)
-    assert (sizes.beta_kind, sizes.dt_bias_kind, sizes.blocks) == (BF16, BF16, dispatch.BLOCKS)
+    assert (pointers.cu_seqlens, pointers.state_indices, pointers.has_initial_state) == (0, 0, 0)
+    assert workspace_regions(pointers) == [*(KDA_TILES if channels else GDN_TILES), "tinv_aqk", "scales", "work_queue"]
+    assert (sizes.N, sizes.T, sizes.total, sizes.chunk_slots, sizes.H, sizes.HV, sizes.segments) == (N, 70, 0, 2 * N, H, HV, 1)
+    assert (sizes.cu_seqlens_kind, sizes.state_indices_kind, sizes.beta_logits) == (0, 0, 1)
+    assert (sizes.beta_kind, sizes.dt_bias_kind, sizes.max_blocks) == (BF16, BF16, on_host.MAX_BLOCKS)
     for hv in range(HV):
-        assert hv * sizes.q_heads >> 30 == hv // (HV // H)
+        assert hv * sizes.qk_head_factor >> 30 == hv // (HV // H)
 
 
 @PROMPTS
@@ -690,14 +716,15 @@ def test_packed_prompts_in_a_pool(launches, channels, dtype):
     follow_tokens(launch, call, o, packed=True)
     pointers, _, _, s, sizes = launch
     follow(pointers.cu_seqlens, ends, s.cu_seqlens_n)
-    follow(pointers.reads, slots, s.reads_n)
-    follow(pointers.has_initial, resumed, s.has_initial_n)
-    for which in ("initial", "final"):
+    follow(pointers.state_indices, slots, s.state_indices_n)
+    follow(pointers.has_initial_state, resumed, s.has_initial_state_n)
+    for which in ("initial_state", "final_state"):
         follow(getattr(pointers, which), state, getattr(s, f"{which}_p"), getattr(s, f"{which}_h"))
-    assert in_workspace(pointers) == ["keys", "queries", *(["writes"] if channels else []), "pairs", "columns", "order", "queue"]
-    assert (sizes.N, sizes.T, sizes.total, sizes.places) == (2, 0, 150, 150 // CHUNK + 2)
+    regions = [*(KDA_TILES if channels else GDN_TILES), "tinv_aqk", "scales", "sequence_order", "work_queue"]
+    assert workspace_regions(pointers) == regions
+    assert (sizes.N, sizes.T, sizes.total, sizes.chunk_slots) == (2, 0, 150, 150 // CHUNK + 2)
     kind = ends.element_size() // 4
-    assert (sizes.cu_seqlens_kind, sizes.reads_kind, sizes.beta_kind, sizes.dt_bias_kind) == (kind, 3 - kind, FP32, ABSENT)
+    assert (sizes.cu_seqlens_kind, sizes.state_indices_kind, sizes.beta_kind, sizes.dt_bias_kind) == (kind, 3 - kind, FP32, ABSENT)
 
 
 def test_prompts_at_strides_of_their_own(launches):
@@ -712,36 +739,37 @@ def test_prompts_at_strides_of_their_own(launches):
     follow_tokens(launches[-1], call, out)
     pointers, scale, _, s, sizes = launches[-1]
     assert scale == D**-0.5
-    assert (pointers.initial, pointers.final) == (0, 0)
+    assert (pointers.initial_state, pointers.final_state) == (0, 0)
     assert sizes.beta_kind == FP16
 
 
-def test_final_states_where_there_are_none_to_begin_from(launches):
+def test_final_states_without_initial_states(launches):
     _, final = prefill(prompts(), output_final_state=True)
     assert (final.dtype, final.shape) == (torch.float32, (N, HV, D, D))
     pointers, _, _, s, _ = launches[-1]
-    assert pointers.initial == 0
-    follow(pointers.final, final, s.final_p, s.final_h)
+    assert pointers.initial_state == 0
+    follow(pointers.final_state, final, s.final_state_p, s.final_state_h)
 
 
 @PROMPTS
-@pytest.mark.parametrize("pieces", [2, 7])
-def test_pieces_are_found_out_joined_and_walked(launches, monkeypatch, channels, pieces):
-    cut_in(pieces, monkeypatch)
+@pytest.mark.parametrize("segments", [2, 7])
+def test_segments_launch_transitions_state_passing_and_scan(launches, monkeypatch, channels, segments):
+    force_segments(segments, monkeypatch)
     call = prompts(channels=channels)
     prefill(call, state=states())
-    assert [some.kernel for some in launches.kernels] == ["prepare", "scan", "join", "scan"]
-    assert [dict(some.facts).get("moves") for some in launches.kernels] == [None, True, None, False]
+    kernels = ["prefill_prepare", "prefill_scan", "prefill_state_passing", "prefill_scan"]
+    assert [some.kernel for some in launches.kernels] == kernels
+    assert [dict(some.facts).get("transitions") for some in launches.kernels] == [None, True, None, False]
     assert all(launch == launches[0] for launch in launches)
     pointers, *_, sizes = launches[0]
-    assert in_workspace(pointers)[-2:] == ["moves", "starts"]
-    assert sizes.pieces == pieces
+    assert workspace_regions(pointers)[-2:] == ["segment_transitions", "segment_states"]
+    assert sizes.segments == segments
 
 
-def test_the_cut_is_told_sequences_and_tokens(launches, monkeypatch):
-    """The same by explain."""
+def test_segmentation_depends_on_sequences_and_tokens(launches, monkeypatch):
+    """Calls and explain pass the same numbers."""
     asked = []
-    monkeypatch.setattr(dispatch, "cut_of", lambda problem, *sizes: asked.append(sizes) or dispatch.Cut(1))
+    monkeypatch.setattr(on_host, "segmentation_of", lambda problem, *sizes: asked.append(sizes) or on_host.Segmentation(1))
     ends = torch.tensor([0, 4, 8], dtype=torch.int32)
     for call in (prompts(), {**prompts((1, 9)), "cu_seqlens": ends}):
         prefill(call)
@@ -749,28 +777,29 @@ def test_the_cut_is_told_sequences_and_tokens(launches, monkeypatch):
     assert asked == [(N, N * 70)] * 2 + [(2, 9)] * 2
 
 
-@pytest.mark.parametrize("pieces", [1, 4])
+@pytest.mark.parametrize("segments", [1, 4])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
 @PROMPTS
-def test_the_workspace_has_room_for_all_of_it(launches, monkeypatch, channels, packed, pieces):
-    """Every part up to the last byte of its last entry, and none in another."""
-    cut_in(pieces, monkeypatch)
-    made, measure = [], cute._workspace
-    monkeypatch.setattr(cute, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1])
+def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, channels, packed, segments):
+    """Every region up to the last byte of its last entry."""
+    force_segments(segments, monkeypatch)
+    made, measure = [], on_host._workspace
+    monkeypatch.setattr(on_host, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1])
     prefill({**prompts((1, 200), channels), "cu_seqlens": torch.tensor([0, 5, 190])} if packed else prompts(channels=channels))
     ((size, offsets),) = made
     sizes = launches[0][-1]
-    heads, systems, walks = sizes.HV if channels else sizes.H, sizes.places * sizes.HV, sizes.N * sizes.HV * pieces
+    qk_chunks, v_chunks = sizes.chunk_slots * (sizes.HV if channels else sizes.H), sizes.chunk_slots * sizes.HV
+    states = sizes.N * sizes.HV * segments * D * D * 4 if segments > 1 else 0
     ends = dict(
-        keys=sizes.places * heads * IMAGE,
-        queries=sizes.places * heads * IMAGE,
-        writes=systems * IMAGE if channels else 0,
-        pairs=systems * 2 * TRIANGLE,
-        columns=systems * COLUMNS,
-        order=4 * sizes.N if packed else 0,
-        queue=4,
-        moves=walks * 2 * D * D * 4 if pieces > 1 else 0,
-        starts=walks * D * D * 4 if pieces > 1 else 0,
+        k_tiles=qk_chunks * TILE_BYTES,
+        q_tiles=qk_chunks * TILE_BYTES,
+        k_restored=v_chunks * TILE_BYTES if channels else 0,
+        tinv_aqk=v_chunks * 2 * TRIANGLE_BYTES,
+        scales=v_chunks * SCALE_BYTES,
+        sequence_order=4 * sizes.N if packed else 0,
+        work_queue=4,
+        segment_transitions=2 * states,
+        segment_states=states,
     )
     assert [at < 0 for at in offsets] == [end == 0 for end in ends.values()]
     taken = [(at, at + end) for at, end in zip(offsets, ends.values(), strict=True) if end]
@@ -779,33 +808,33 @@ def test_the_workspace_has_room_for_all_of_it(launches, monkeypatch, channels, p
     assert taken[-1][1] <= size
 
 
-def test_every_chunk_of_packed_prompts_has_a_place(launches):
+def test_every_chunk_of_packed_prompts_has_a_slot(launches):
     rng = random.Random(0)
     for _ in range(50):
         lengths = [rng.choice((0, 1, 63, 64, 65, rng.randrange(300))) for _ in range(rng.randrange(1, 9))]
         starts = [0, *itertools.accumulate(lengths)]
         total = starts[-1] + rng.choice((0, 1, 100))
         prefill({**prompts((1, total)), "cu_seqlens": torch.tensor(starts)})
-        places = [place_of(starts, n) + c for n, length in enumerate(lengths) for c in range(-(-length // CHUNK))]
-        assert places == sorted(set(places))
-        assert max(places, default=0) < launches[-1][-1].places
+        slots = [first_chunk_slot(starts, n) + c for n, length in enumerate(lengths) for c in range(-(-length // CHUNK))]
+        assert slots == sorted(set(slots))
+        assert max(slots, default=0) < launches[-1][-1].chunk_slots
 
 
 def test_a_known_prefill_is_launched_with_its_own_addresses(launches, monkeypatch):
     prefill(prompts(), initial_state=states(N), output_final_state=True)
-    monkeypatch.setattr(api, "describe_prefill", None)  # a known call is not described again
+    monkeypatch.setattr(OPERATIONS["prefill"], "describe", None)  # a known call is not described again
     call, initial = prompts(), states(N)
     made = [prefill(call, initial_state=initial, output_final_state=True) for _ in range(2)]
     assert made[0][0].data_ptr() != made[1][0].data_ptr()
     for (o, final), launch in zip(made, launches[3::2]):
         pointers, _, _, s, _ = launch
         follow_tokens(launch, call, o)
-        assert pointers.initial == initial.data_ptr()
-        follow(pointers.final, final, s.final_p, s.final_h)
+        assert pointers.initial_state == initial.data_ptr()
+        follow(pointers.final_state, final, s.final_state_p, s.final_state_h)
         assert launch[3:] == launches[0][3:]
 
 
-def test_what_makes_a_prefill_another_one(launches):
+def test_changes_that_need_another_launch(launches):
     first = dict(prompts(), state=states())
     prefill(first)
     others = [
@@ -831,15 +860,18 @@ def test_what_makes_a_prefill_another_one(launches):
     ]
     for other in others:
         prefill({**first, **other})
-    assert sum(len(similar) for similar in api._prefills._calls.values()) == 1 + len(others)
+    assert len(remembered("prefill")) == 1 + len(others)
 
 
 def test_a_pool_is_not_taken_for_initial_states(launches):
-    """Calls that differ in nothing but which argument the tensor is."""
+    """Two calls with the same tensor, as another argument."""
     call, given = prompts(), states(N)
     prefill(call, state=given)
     prefill(call, initial_state=given)
-    assert [(made[0].initial, made[0].final) for made in launches[1::2]] == [(given.data_ptr(),) * 2, (given.data_ptr(), 0)]
+    assert [(made[0].initial_state, made[0].final_state) for made in launches[1::2]] == [
+        (given.data_ptr(),) * 2,
+        (given.data_ptr(), 0),
+    ]
 
 
 def test_a_known_prefill_hides_no_mistake(launches):
@@ -873,15 +905,15 @@ def test_a_known_prefill_hides_no_mistake(launches):
 
 
 def off(x, by=1):
-    """x where it starts `by` elements off a vector's boundary."""
+    """A copy of x that starts `by` elements off a 16-byte boundary."""
     storage = torch.zeros(x.numel() + 8, dtype=x.dtype)
     assert storage.data_ptr() % 16 == 0
     return storage[by : by + x.numel()].view(x.shape).copy_(x)
 
 
 @PROMPTS
-def test_prompts_off_a_vectors_boundary_are_refused(launches, channels):
-    """Also once the call is known, where only the address tells. A head's g and beta are read number by number."""
+def test_misaligned_prompts_are_refused(launches, channels):
+    """Also once the call is known, when only the address shows it. A head's g and beta are read number by number."""
     call, state, out = prompts(channels=channels), states(), torch.zeros(N, 70, HV, D).bfloat16()
     reasons = dict(q="rows of q and k", k="rows of q and k", v="rows of v and out", state="V rows", out="rows of v and out")
     reasons |= dict(g="KDA's g") if channels else {}
@@ -916,17 +948,17 @@ def test_prompts_2_gib_apart_are_refused(launches, which):
     given = dict.fromkeys(optional) | {which: far(call["v"] if which == "out" else states(2), 2**30)}
     route = gd.explain("prefill", **call, backend="cute")
     with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):
-        cute.PrefillLaunch(route, api.Tokens(**call), output_final_state=False, **given)
+        launch_of("prefill", route, **call, **given)
 
 
 def test_one_prompt_may_be_longer_than_2_gib(launches):
-    call, optional = prompts((1, 70)), ["initial_state", "state", "state_indices", "has_initial_state", "final_state", "out"]
+    call = prompts((1, 70))
     route = gd.explain("prefill", **call, backend="cute")
     call["v"] = far(call["v"], 2**30)
-    assert cute.PrefillLaunch(route, api.Tokens(**call), output_final_state=False, **dict.fromkeys(optional))
+    assert launch_of("prefill", route, **call)
 
 
-def test_nobody_to_prefill_for(launches):
+def test_prefill_of_no_sequences(launches):
     state = states()
     before = state.clone()
     o, final = prefill(prompts((0, 5)), output_final_state=True)
@@ -939,11 +971,11 @@ def test_nobody_to_prefill_for(launches):
 
 def test_prompts_of_no_tokens_still_have_final_states(launches):
     prefill(prompts((N, 0)), initial_state=states(N), output_final_state=True)
-    assert launches[0][-1].places > 0
+    assert launches[0][-1].chunk_slots > 0
 
 
-def test_indices_of_prompts_are_looked_at_when_asked(launches, monkeypatch):
-    monkeypatch.setattr(cute, "CHECK", True)
+def test_gated_delta_check_covers_prefills_indices(launches, monkeypatch):
+    monkeypatch.setattr(shared, "CHECK", True)
     call, state = prompts(), states()
     for _ in range(2):
         for slots, error in (([0, 1, P], IndexError), ([0, 1, 1], ValueError)):
@@ -967,51 +999,53 @@ def prompt_problem(HV=8, **changes):
     return Problem("prefill", **{"axis": "head", "H": 1, "HV": HV, "K": D, "V": D, "gate": "softplus", **dtypes, **changes})
 
 
-def test_few_long_prompts_are_cut_and_others_are_not():
-    """No more blocks than the chip walks at once, and no piece too short to be worth its join."""
-    cuts = set()
+def test_few_long_prompts_are_segmented_and_others_are_not():
+    """No more blocks than run at once, and no segment too short to pay for state passing."""
+    found = set()
     for HV, N, T in itertools.product((1, 2, 4, 8, 16, 64), (1, 2, 3, 7, 33, 300), (0, 1, 512, 2048, 8191, 8192, 100_000)):
-        cut = dispatch.cut_of(prompt_problem(HV), N, N * T)
-        cuts.add(cut.pieces)
-        assert cut.pieces >= 1
-        if cut.pieces > 1:
-            assert cut.pieces * 2 * HV * N <= dispatch.BLOCKS
-            assert cut.pieces * dispatch.LEAST_PIECE <= T
-            assert cut.pieces >= 4 or (cut.pieces == 3 and T >= dispatch.THREE_PIECES_LEAST)
-        assert cut.rows == (128 if 2 * HV * N > dispatch.BLOCKS else 64)
-        if cut.pieces == 1 and 2 * 3 * HV * N <= dispatch.BLOCKS:
-            assert T < dispatch.THREE_PIECES_LEAST  # room for three, and tokens for them
-    assert cuts > {1, 4, 16}
-    assert dispatch.cut_of(prompt_problem(), 0, 0) == dispatch.Cut(1)
+        made = on_host.segmentation_of(prompt_problem(HV), N, N * T)
+        found.add(made.segments)
+        assert made.segments >= 1
+        if made.segments > 1:
+            assert made.segments * 2 * HV * N <= on_host.MAX_BLOCKS
+            assert made.segments * on_host.MIN_SEGMENT <= T
+            assert made.segments >= 4 or (made.segments == 3 and T >= on_host.MIN_THREE_SEGMENTS)
+        assert made.rows == (128 if 2 * HV * N > on_host.MAX_BLOCKS else 64)
+        if made.segments == 1 and 2 * 3 * HV * N <= on_host.MAX_BLOCKS:
+            assert T < on_host.MIN_THREE_SEGMENTS  # room for three, and tokens for them
+    assert found > {1, 4, 16}
+    assert on_host.segmentation_of(prompt_problem(), 0, 0) == on_host.Segmentation(1)
 
 
-def test_narrow_states_are_never_cut_wider():
+def test_blocks_of_states_with_64_v_rows_have_64():
     for N, HV in itertools.product((1, 300), (1, 64)):
-        assert dispatch.cut_of(prompt_problem(HV, V=64), N, N * 1000).rows == 64
+        assert on_host.segmentation_of(prompt_problem(HV, V=64), N, N * 1000).rows == 64
 
 
-def test_a_longer_prompt_has_no_fewer_pieces():
+def test_a_longer_prompt_has_no_fewer_segments():
     for HV, N in itertools.product((1, 2, 8, 16), (1, 2, 5)):
-        pieces = [dispatch.cut_of(prompt_problem(HV), N, N * T).pieces for T in range(0, 40_000, 100)]
-        assert pieces == sorted(pieces)
+        segments = [on_host.segmentation_of(prompt_problem(HV), N, N * T).segments for T in range(0, 40_000, 100)]
+        assert segments == sorted(segments)
 
 
 @pytest.mark.parametrize("axis", ["head", "channel"])
-def test_variants_of_a_prefill_are_those_of_every_cut(axis):
+def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
     problem = prompt_problem(axis=axis)
     listed = dispatch.variants_of(problem)
-    for cut in (dispatch.Cut(1), dispatch.Cut(1, 128), *(dispatch.Cut(pieces) for pieces in (2, 3, 16))):
-        made = dispatch.prefill_variants(problem, cut)
-        assert [some.kernel for some in made] == ["prepare", *(["scan", "join"] if cut.pieces > 1 else []), "scan"]
-        assert set(made) <= set(listed)
-    assert sorted(some.kernel for some in listed) == ["join", "prepare", "scan", "scan", "scan"]
+    several = [on_host.Segmentation(segments) for segments in (2, 3, 16)]
+    for segmentation in (on_host.Segmentation(1), on_host.Segmentation(1, 128), *several):
+        made = [some.kernel for some in on_host.variants_of(problem, segmentation)]
+        passing = ["prefill_scan", "prefill_state_passing"] if segmentation in several else []
+        assert made == ["prefill_prepare", *passing, "prefill_scan"]
+        assert set(on_host.variants_of(problem, segmentation)) <= set(listed)
+    assert sorted(some.kernel for some in listed) == ["prefill_prepare", *["prefill_scan"] * 3, "prefill_state_passing"]
 
 
-def test_what_a_prefills_kernels_are_compiled_for():
-    """Heads, index types and layouts are settled when they run; each fact goes to the kernel that has to know."""
+def test_compile_time_facts_of_prefills_kernels():
+    """Heads, index types and layouts are runtime arguments; each compile-time fact belongs to the kernels that use it."""
 
     def changed(**changes):
-        return {some.kernel for some in set(dispatch.variants_of(prompt_problem(**changes))) - set(first)}
+        return {some.kernel.removeprefix("prefill_") for some in set(dispatch.variants_of(prompt_problem(**changes))) - set(first)}
 
     first = dispatch.variants_of(prompt_problem())
     for same in (dict(H=8, HV=64), dict(beta_logits=True), dict(beta_dtype=torch.float32), dict(options=frozenset({"pool"}))):
@@ -1020,7 +1054,7 @@ def test_what_a_prefills_kernels_are_compiled_for():
     assert changed(g_dtype=torch.float32) == changed(gate="log") == changed(qk_l2norm=False) == {"prepare"}
     assert changed(state_dtype=torch.bfloat16) == {"scan"}
     assert changed(K=64) == {"prepare", "scan"}
-    assert changed(V=64) == {"scan", "join"}
+    assert changed(V=64) == {"scan", "state_passing"}
 
 
 def test_prefills_of_the_released_models_are_shipped():
@@ -1043,7 +1077,7 @@ def within(x, like, offset=0):
 
 @pytest.mark.parametrize("op", ["decode", "verify", "flush", "prefill"])
 def test_a_known_call_at_addresses_that_overlap_is_refused(launches, op):
-    """The same shapes come first where they are apart, then where out, the pool or the buffer meets something else."""
+    """The same shapes come first with tensors apart, then with out, the pool or the buffer overlapping another tensor."""
     call, state = tokens(V=64), torch.randn(P, HV, 64, K).bfloat16()
     out, kept, counts = torch.zeros_like(call["v"]), gd.KVBuffer.empty(N, T, H, HV, K, 64), torch.ones(N, dtype=torch.int32)
     both = torch.zeros(2 * out.numel()).bfloat16()
@@ -1066,12 +1100,12 @@ def test_a_known_call_at_addresses_that_overlap_is_refused(launches, op):
 
 
 def test_known_calls_on_interleaved_views_are_launched(launches):
-    """Views of one allocation whose ranges meet and which share nothing; each address is looked at once."""
+    """Views of one allocation whose ranges overlap but which share no byte; each set of addresses is checked once."""
     call, wide = tokens(), torch.randn(P, 2, HV, V, K).bfloat16()
     fused = [torch.zeros(N, T, 2 * HV, V).bfloat16() for _ in range(2)]
     for both in fused:
         for _ in range(2):
             decode({**call, "v": both[:, :, ::2]}, state=wide[:, 0], out=both[:, :, 1::2])
     assert [launch[0].o for launch in launches] == [x[:, :, 1::2].data_ptr() for x in fused for _ in range(2)]
-    ((_, known),) = api._decodes._calls.popitem()[1]
-    assert len(known.apart.known) == 2
+    ((_, known),) = remembered("decode")._calls.popitem()[1]
+    assert len(known.placement.known) == 2

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 import gated_delta as gd
 from calls import HV, H, K, N, P, T, V, buffer, call, pool, tokens, writable
 from gated_delta import memory
-from gated_delta.memory import Apart, extent, overlap, overlaps_itself
+from gated_delta.memory import Placement, extent, overlap, overlaps_itself
 
 OPS = ("prefill", "decode", "verify", "flush")
 
@@ -189,21 +189,21 @@ def test_interleaved_views_of_one_allocation_are_welcome():
 
 def test_the_call_cache_asks_where_tensors_are():
     x, y = torch.zeros(40), torch.zeros(8)
-    apart = Apart([x, y], [x])
+    apart = Placement([x, y], [x])
     assert apart([x.data_ptr(), y.data_ptr()])
     for start, fits in ((1000, True), (1159, False), (1160, True), (968, True), (969, False), (1080, False)):
         assert apart([1000, start]) == (fits and start != 1000)
-    assert Apart([x, y], [])([1000, 1000])
+    assert Placement([x, y], [])([1000, 1000])
     empty = torch.zeros(0)
-    assert Apart([x, empty], [x, empty])([1000, 1080])
+    assert Placement([x, empty], [x, empty])([1000, 1080])
 
 
 def test_remembered_addresses_do_not_grow_without_end():
     x = torch.zeros(4)
-    apart = Apart([x], [x])
+    apart = Placement([x], [x])
     for at in range(1, 1001):
         assert apart([at * 16])
-    assert len(apart.known) <= Apart.MOST
+    assert len(apart.known) <= Placement.MOST
 
 
 # ------------------------------------------------------------------------------------------------ inference mode

@@ -5,7 +5,6 @@ import torch
 
 import gated_delta as gd
 from calls import HV, H, K, N, P, T, V, buffer, call, pool, tokens, writable
-from gated_delta.problem import describe_decode, describe_flush, describe_prefill, describe_verify
 from gated_delta.testing import cases
 from gated_delta.testing.inputs import make
 
@@ -292,17 +291,10 @@ def test_buffer_shapes_and_layer_views():
     assert made.nbytes == 4 * (made.u.numel() + made.k.numel() + made.log_decay.numel())
 
 
-DESCRIBE = {"prefill": describe_prefill, "decode": describe_decode, "verify": describe_verify}
-
-
 @pytest.mark.parametrize("op", ["prefill", "decode", "verify", "flush"])
 def test_describing_a_call_gives_the_problem_its_case_names(op):
     for case in cases(op)[::37]:
-        made = make(case)
-        if op == "flush":
-            assert describe_flush(**made.arguments) == case.problem
-        else:
-            assert DESCRIBE[op](made.tokens[0], **made.states, out=made.out) == case.problem, case.label
+        assert gd.explain(op, **make(case).arguments).problem == case.problem, case.label
 
 
 def test_labels_tell_problems_apart():

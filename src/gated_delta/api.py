@@ -1,4 +1,4 @@
-"""The four operations: describe the call, choose its route, allocate, run.
+"""The four operations: recognise the call or describe it, choose its route, run.
 
 In eager mode a call goes straight to its backend. Under torch.compile (and for FakeTensor and other subclasses) it becomes one
 node, torch.ops.gated_delta.<op> (library.py), whose schema says what it mutates and whose body is the same eager call.
@@ -6,30 +6,16 @@ node, torch.ops.gated_delta.<op> (library.py), whose schema says what it mutates
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from . import cute, reference
+from . import ops
 from .dispatch import Route, select
-from .memo import Memo
-from .memory import Apart
-from .problem import (
-    LOG,
-    MAX_DRAFT,
-    Gate,
-    KVBuffer,
-    Problem,
-    Tokens,
-    describe_decode,
-    describe_flush,
-    describe_prefill,
-    describe_verify,
-    flush_sequences,
-)
+from .memory import Placement
+from .ops.launch import REDESCRIBE, Operation
+from .problem import LOG, MAX_DRAFT, Gate, KVBuffer
 
 
 def prefill(
@@ -70,14 +56,12 @@ def prefill(
     past the pool (reference backend), UnsupportedProblem if the asked backend cannot run the call; then nothing was written.
     The recurrence is Gated DeltaNet's (arXiv 2412.06464, eq. 10), per key channel Kimi Linear's (arXiv 2510.26692, eq. 1).
     """
-    tokens = Tokens(q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens)
-    states = dict(initial_state=initial_state, state=state, state_indices=state_indices, has_initial_state=has_initial_state)
-    if _traced(q):
-        out = _empty_like(v, out)
-        final_state = _final_state(tokens, initial_state) if output_final_state else None
-        torch.ops.gated_delta.prefill(*_flat(tokens), **states, final_state=final_state, out=out, backend=backend)
-        return out, final_state
-    return run_prefill(tokens, initial_state, output_final_state, None, state, state_indices, has_initial_state, out, backend)
+    kind, A_log, dt_bias, bound = _gate(gate)
+    return (_node if _traced(q) else run)(
+        ops.PREFILL,
+        q, k, v, g, beta, A_log, dt_bias, cu_seqlens, state_indices, has_initial_state, initial_state, state, None, out,
+        kind, bound, scale, qk_l2norm, beta_logits, output_final_state, backend,
+    )  # fmt: skip
 
 
 def decode(
@@ -115,15 +99,11 @@ def decode(
 
     Returns o [N, T, HV, V] in v's dtype.
     """
-    if _traced(q):
-        out = _empty_like(v, out)
-        tokens = Tokens(q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens)
-        states = (state, state_indices, write_indices, num_accepted, intermediate_states, update_state)
-        torch.ops.gated_delta.decode(*_flat(tokens), *states, out, backend)
-        return out
-    return run_decode(
-        q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens,
-        state, state_indices, write_indices, num_accepted, intermediate_states, update_state, out, backend,
+    kind, A_log, dt_bias, bound = _gate(gate)
+    return (_node if _traced(q) else run)(
+        ops.DECODE,
+        q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices, num_accepted, intermediate_states, out,
+        kind, bound, scale, qk_l2norm, beta_logits, update_state, backend,
     )  # fmt: skip
 
 
@@ -154,13 +134,12 @@ def verify(
 
     Returns o [N, T, HV, V] in v's dtype: decode's outputs, except that a bf16 state is not rounded between the tokens.
     """
-    tokens = Tokens(q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens)
-    states = dict(state=state, state_indices=state_indices, buffer_indices=buffer_indices)
-    if _traced(q):
-        out = _empty_like(v, out)
-        torch.ops.gated_delta.verify(*_flat(tokens), **states, **_parts(buffer), out=out, backend=backend)
-        return out
-    return run_verify(tokens, state, state_indices, buffer, buffer_indices, out, backend)
+    kind, A_log, dt_bias, bound = _gate(gate)
+    return (_node if _traced(q) else run)(
+        ops.VERIFY,
+        q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices, *_parts(buffer), out,
+        kind, bound, scale, qk_l2norm, beta_logits, backend,
+    )  # fmt: skip
 
 
 def flush(
@@ -182,12 +161,11 @@ def flush(
     num_accepted and of the index tensors; an int num_accepted with none of these names no sequences and is a ValueError. No
     sequence may write a slot that another one reads or writes. Errors as for prefill.
     """
-    indices = dict(state_indices=state_indices, write_indices=write_indices, buffer_indices=buffer_indices)
-    if _traced(state):
-        count, counts = (None, num_accepted) if isinstance(num_accepted, Tensor) else (min(num_accepted, MAX_DRAFT), None)
-        torch.ops.gated_delta.flush(state, **_parts(buffer), count=count, counts=counts, **indices, backend=backend)
-        return
-    run_flush(state, buffer, num_accepted, state_indices, write_indices, buffer_indices, backend)
+    counts, count = (num_accepted, None) if isinstance(num_accepted, Tensor) else (None, num_accepted)
+    if isinstance(count, int) and count > MAX_DRAFT:
+        count = MAX_DRAFT  # all that a buffer holds; torch.library has no larger numbers than 64 bits
+    indices = (state_indices, write_indices, buffer_indices)
+    return (_node if _traced(state) else run)(ops.FLUSH, state, *_parts(buffer), counts, *indices, count, backend)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Route:
@@ -195,277 +173,84 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Route:
 
     Takes the operation's own arguments, checks them as the operation does, and runs nothing. Raises what the operation would raise.
     """
-    if op not in _DESCRIBE:
-        raise ValueError(f"op: expected one of {', '.join(_DESCRIBE)}, got {op!r}")
-    operation, describe = _DESCRIBE[op]
-    bound = inspect.signature(operation).bind(*args, **kwargs)
-    bound.apply_defaults()
-    facts = dict(bound.arguments)
-    backend = facts.pop("backend")
-    if op == "flush":
-        return select(describe(**facts), facts["state"].device, backend, _flushed(**facts))
-    tokens = Tokens(**{name: facts.pop(name) for name in Tokens._fields})
-    return select(describe(tokens, **facts), tokens.q.device, backend, tokens.num_sequences, tokens.q.shape[:2].numel())
+    if op not in ops.OPERATIONS:
+        raise ValueError(f"op: expected one of {', '.join(ops.OPERATIONS)}, got {op!r}")
+    backend = kwargs.pop("backend", "auto")
+    asked = _Explain(backend) if isinstance(backend, str) else backend
+    operation: Any = dict(prefill=prefill, decode=decode, verify=verify, flush=flush)[op]
+    return operation(*args, **kwargs, backend=asked)
 
 
-_DESCRIBE: dict[str, tuple[Callable[..., Any], Callable[..., Problem]]] = {
-    "prefill": (prefill, describe_prefill),
-    "decode": (decode, describe_decode),
-    "verify": (verify, describe_verify),
-    "flush": (flush, describe_flush),
-}
+class _Explain(str):
+    """A backend of which the route is asked for, in place of a run."""
 
 
-# ------------------------------------------------------------------------------------------------ eager: check, allocate, run
+# ------------------------------------------------------------------------------------------------ one way for all four
+
+
+def _gate(gate: Gate) -> tuple[str, Tensor | None, Tensor | None, float]:
+    if not isinstance(gate, Gate):
+        raise TypeError(f"gate: expected a gated_delta.Gate, got {type(gate).__name__}")
+    return gate.kind, gate.A_log, gate.dt_bias, gate.bound
+
+
+def _parts(buffer: KVBuffer) -> tuple[Tensor, Tensor, Tensor]:
+    if not isinstance(buffer, KVBuffer):
+        raise TypeError(f"buffer: expected a gated_delta.KVBuffer, got {type(buffer).__name__}")
+    return buffer.u, buffer.k, buffer.log_decay
+
+
+def _node(op: Operation, *arguments: Any) -> Any:
+    """The call as one node of a compiled graph."""
+    a = op.allocated(op.arguments(*arguments))
+    getattr(torch.ops.gated_delta, op.name)(*a)
+    return op.result(a)
+
+
+def run(op: Operation, *arguments: Any) -> Any:
+    """An eager call: found in the call cache, or described, routed and remembered; on the CuTe backend launched."""
+    known, made = None, REDESCRIBE
+    try:
+        key, tensors = op.recognise(*arguments)
+        known = op.calls.find(key, tensors)
+    except (AttributeError, TypeError):
+        pass  # an argument of no known kind, as describing the call will say
+    if known is not None:
+        made = known(tensors)
+        if made is not REDESCRIBE and made is not ON_REFERENCE:
+            return made
+    a = op.arguments(*arguments)
+    if made is REDESCRIBE:
+        problem = op.describe(a)
+        route = select(op, problem, a[0].device, a.backend, *op.work(a))
+        if isinstance(a.backend, _Explain):
+            return route
+        launch: Any = ReferenceCall() if route.plan is None else op.launch(problem, route.plan, a)
+        launch.placement = Placement(tensors, op.written(a), [getattr(a, name) for name in launch.vectors])
+        if known is None:
+            op.calls.remember(key, tensors, launch)
+        else:
+            known.placement.allow([x.data_ptr() for x in tensors])
+        made = launch(tensors)
+    if made is ON_REFERENCE:
+        a = op.allocated(a)
+        op.run_reference(a)
+        made = op.result(a)
+    return made
+
+
+ON_REFERENCE = object()
 
 
 class ReferenceCall:
     """A call that was described before and runs on the reference backend; called, it says whether that holds for these tensors."""
 
-    apart: Apart
+    placement: Placement
+    vectors = ()
 
-    def __call__(self, tensors: list[Tensor]) -> object | None:
-        return ON_REFERENCE if self.apart(list(map(Tensor.data_ptr, tensors))) else None
-
-
-ON_REFERENCE = object()
-
-_prefills: Memo[cute.PrefillLaunch | ReferenceCall] = Memo()
-_decodes: Memo[cute.TokensLaunch | ReferenceCall] = Memo()
-_verifies: Memo[cute.TokensLaunch | ReferenceCall] = Memo()
-_flushes: Memo[cute.FlushLaunch | ReferenceCall] = Memo()
-
-
-def _first_run(memo: Memo[Any], known: Any, key: Any, tensors: list[Tensor], launch: Any, *written: Tensor | None) -> Any:
-    """Run a call that was just described, and remember it; known: what was remembered for other addresses, written: by the call."""
-    launch.apart = Apart(tensors, written)
-    made = launch(tensors)
-    assert made is not None
-    if known is None:
-        memo.remember(key, tensors, launch)
-    else:
-        known.apart.known.update(launch.apart.known)
-    return made
-
-
-def run_prefill(
-    tokens: Tokens,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    final_state: Tensor | None,
-    state: Tensor | None,
-    state_indices: Tensor | None,
-    has_initial_state: Tensor | None,
-    out: Tensor | None,
-    backend: str,
-) -> tuple[Tensor, Tensor | None]:
-    known = None
-    try:
-        q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens = tokens
-        given = (
-            q, k, v, g, beta, gate.A_log, gate.dt_bias, cu_seqlens, state_indices, has_initial_state,
-            initial_state if state is None else state, final_state, out,
-        )  # fmt: skip
-        tensors = [x for x in given if x is not None]
-        key = (
-            q.shape, qk_l2norm, beta_logits, output_final_state, backend, gate.kind, gate.bound, scale, torch.is_grad_enabled(),
-            type(qk_l2norm), type(beta_logits), type(output_final_state), type(scale), gate.A_log is None, gate.dt_bias is None,
-            cu_seqlens is None, state_indices is None, has_initial_state is None, initial_state is None, state is None,
-            final_state is None, out is None,
-        )  # fmt: skip
-        known = _prefills.find(key, tensors)
-    except (AttributeError, TypeError):
-        pass  # as in run_decode
-    made: Any = None if known is None else known(tensors)
-    if made is not None and made is not ON_REFERENCE:
-        return made
-
-    states: dict[str, Any] = dict(
-        initial_state=initial_state, state=state, state_indices=state_indices, has_initial_state=has_initial_state
-    )
-    if made is None:
-        problem = describe_prefill(tokens, output_final_state=output_final_state, out=out, **states)
-        route = select(problem, q.device, backend, tokens.num_sequences, q.shape[:2].numel())
-        final: dict[str, Any] = dict(output_final_state=output_final_state, final_state=final_state)
-        on_reference = route.backend == "reference"
-        launch = ReferenceCall() if on_reference else cute.PrefillLaunch(route, tokens, **states, **final, out=out)
-        made = _first_run(_prefills, known, key, tensors, launch, state, final_state, out)
-    if made is not ON_REFERENCE:
-        return made
-    out = _empty_like(v, out)
-    if output_final_state and final_state is None:
-        final_state = _final_state(tokens, initial_state)
-    reference.prefill(tokens, **states, final_state=final_state, out=out)
-    return out, final_state
-
-
-def run_decode(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    gate: Gate,
-    scale: float | None,
-    qk_l2norm: bool,
-    beta_logits: bool,
-    cu_seqlens: Tensor | None,
-    state: Tensor,
-    state_indices: Tensor | None,
-    write_indices: Tensor | None,
-    num_accepted: Tensor | None,
-    intermediate_states: Tensor | None,
-    update_state: bool,
-    out: Tensor | None,
-    backend: str,
-) -> Tensor:
-    known = None
-    try:
-        given = (
-            q, k, v, g, beta, state, gate.A_log, gate.dt_bias,
-            cu_seqlens, state_indices, write_indices, num_accepted, intermediate_states, out,
-        )  # fmt: skip
-        tensors = [x for x in given if x is not None]
-        key = (
-            q.shape, qk_l2norm, beta_logits, update_state, backend, gate.kind, gate.bound, scale, torch.is_grad_enabled(),
-            type(qk_l2norm), type(beta_logits), type(update_state), type(scale),
-            gate.A_log is None, gate.dt_bias is None, cu_seqlens is None, state_indices is None, write_indices is None,
-            num_accepted is None, intermediate_states is None, out is None,
-        )  # fmt: skip
-        known = _decodes.find(key, tensors)
-    except (AttributeError, TypeError):
-        pass  # an argument of no known kind, as describing the call will say
-    made: Any = None if known is None else known(tensors)
-    if made is not None and made is not ON_REFERENCE:
-        return made
-
-    tokens = Tokens(q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens)
-    states: dict[str, Any] = dict(
-        state=state,
-        state_indices=state_indices,
-        write_indices=write_indices,
-        num_accepted=num_accepted,
-        intermediate_states=intermediate_states,
-        update_state=update_state,
-    )
-    if made is None:
-        problem = describe_decode(tokens, out=out, **states)
-        route = select(problem, q.device, backend, tokens.num_sequences)
-        on_reference = route.backend == "reference"
-        launch = ReferenceCall() if on_reference else cute.DecodeLaunch(route, tokens, **states, out=out)
-        made = _first_run(_decodes, known, key, tensors, launch, state if update_state else None, intermediate_states, out)
-    if made is not ON_REFERENCE:
-        return made
-    out = _empty_like(v, out)
-    reference.decode(tokens, **states, out=out)
-    return out
-
-
-def run_verify(
-    tokens: Tokens,
-    state: Tensor,
-    state_indices: Tensor | None,
-    buffer: KVBuffer,
-    buffer_indices: Tensor | None,
-    out: Tensor | None,
-    backend: str,
-) -> Tensor:
-    known = None
-    try:
-        q, k, v, g, beta, gate, scale, qk_l2norm, beta_logits, cu_seqlens = tokens
-        given = (
-            q, k, v, g, beta, state, gate.A_log, gate.dt_bias,
-            cu_seqlens, state_indices, buffer_indices, buffer.u, buffer.k, buffer.log_decay, out,
-        )  # fmt: skip
-        tensors = [x for x in given if x is not None]
-        key = (
-            q.shape, qk_l2norm, beta_logits, backend, gate.kind, gate.bound, scale, torch.is_grad_enabled(),
-            type(buffer), type(qk_l2norm), type(beta_logits), type(scale), gate.A_log is None, gate.dt_bias is None,
-            cu_seqlens is None, state_indices is None, buffer_indices is None, out is None,
-        )  # fmt: skip
-        known = _verifies.find(key, tensors)
-    except (AttributeError, TypeError):
-        pass  # as in run_decode
-    made: Any = None if known is None else known(tensors)
-    if made is not None and made is not ON_REFERENCE:
-        return made
-
-    states: dict[str, Any] = dict(state=state, state_indices=state_indices, buffer=buffer, buffer_indices=buffer_indices)
-    if made is None:
-        problem = describe_verify(tokens, out=out, **states)
-        route = select(problem, tokens.q.device, backend, tokens.num_sequences)
-        on_reference = route.backend == "reference"
-        launch = ReferenceCall() if on_reference else cute.VerifyLaunch(route, tokens, **states, out=out)
-        made = _first_run(_verifies, known, key, tensors, launch, buffer.u, buffer.k, buffer.log_decay, out)
-    if made is not ON_REFERENCE:
-        return made
-    out = _empty_like(tokens.v, out)
-    reference.verify(tokens, **states, out=out)
-    return out
-
-
-def run_flush(
-    state: Tensor,
-    buffer: KVBuffer,
-    num_accepted: int | Tensor,
-    state_indices: Tensor | None,
-    write_indices: Tensor | None,
-    buffer_indices: Tensor | None,
-    backend: str,
-) -> None:
-    known = None
-    try:
-        count, counts = (None, num_accepted) if isinstance(num_accepted, Tensor) else (num_accepted, None)
-        given = (state, buffer.u, buffer.k, buffer.log_decay, counts, state_indices, write_indices, buffer_indices)
-        tensors = [x for x in given if x is not None]
-        key = (
-            state.shape, count, backend, torch.is_grad_enabled(), type(buffer), type(count),
-            counts is None, state_indices is None, write_indices is None, buffer_indices is None,
-        )  # fmt: skip
-        known = _flushes.find(key, tensors)
-    except (AttributeError, TypeError):
-        pass  # as in run_decode
-    made: Any = None if known is None else known(tensors)
-    if made is not None and made is not ON_REFERENCE:
-        return
-
-    states: dict[str, Any] = dict(state=state, buffer=buffer, num_accepted=num_accepted)
-    states |= dict(state_indices=state_indices, write_indices=write_indices, buffer_indices=buffer_indices)
-    if made is None:
-        problem = describe_flush(**states)
-        route = select(problem, state.device, backend, _flushed(**states))
-        launch = ReferenceCall() if route.backend == "reference" else cute.FlushLaunch(route, **states)
-        made = _first_run(_flushes, known, key, tensors, launch, state)
-    if made is ON_REFERENCE:
-        reference.flush(**states)
-
-
-def _flushed(state: Tensor, buffer: KVBuffer, num_accepted: int | Tensor, **indices: Tensor | None) -> int:
-    """Sequences of a flush, each layer's counted."""
-    return (state.shape[0] if state.ndim == 5 else 1) * flush_sequences(*indices.values(), num_accepted)
-
-
-def _empty_like(v: Tensor, out: Tensor | None) -> Tensor:
-    return torch.empty(v.shape, dtype=v.dtype, device=v.device) if out is None else out
-
-
-def _final_state(tokens: Tokens, initial_state: Tensor | None) -> Tensor:
-    shape = (tokens.num_sequences, *tokens.v.shape[2:], tokens.q.shape[3])
-    dtype = torch.float32 if initial_state is None else initial_state.dtype
-    return torch.empty(shape, dtype=dtype, device=tokens.v.device)
-
-
-# ------------------------------------------------------------------------------------------------ under torch.compile
+    def __call__(self, tensors: list[Tensor]) -> object:
+        return ON_REFERENCE if self.placement([x.data_ptr() for x in tensors]) else REDESCRIBE
 
 
 def _traced(x: object) -> bool:
     return torch.compiler.is_compiling() or (isinstance(x, Tensor) and type(x) not in (Tensor, torch.nn.Parameter))
-
-
-def _flat(t: Tokens) -> tuple[Any, ...]:
-    gate = (t.gate.kind, t.gate.A_log, t.gate.dt_bias, t.gate.bound)
-    return (t.q, t.k, t.v, t.g, t.beta, *gate, t.scale, t.qk_l2norm, t.beta_logits, t.cu_seqlens)
-
-
-def _parts(buffer: KVBuffer) -> dict[str, Tensor]:
-    return dict(buffer_u=buffer.u, buffer_k=buffer.k, buffer_log_decay=buffer.log_decay)

@@ -1,34 +1,44 @@
 """Kernels as shared objects: compiled once per variant, kept on disk, loaded with TVM-FFI. A pack is such a directory.
 
 A variant is everything that is static about a kernel; sizes, strides and addresses are arguments. Its file is named after the
-variant, the architecture and the kernels' sources, in a directory named after the compiler's version, and ends with a digest of
+variant, the architecture and its own sources, in a directory named after the compiler's version, and ends with a digest of
 itself. Loading needs torch, apache-tvm-ffi and the DSL's runtime library; only compiling needs the compiler, nvidia-cutlass-dsl.
 """
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import errno
 import functools
 import hashlib
 import importlib.util
+import io
 import os
 import re
 import shutil
 import subprocess
 import sys
 import tempfile
+import tokenize
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from .problem import UnsupportedProblem
 
 ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
 """Compute capability -> what to compile for. Measured on sm_90a; sm_100a compiles, and that is all we know."""
+
+
+def arch_of(device: torch.device) -> str | None:
+    return ARCHS.get(torch.cuda.get_device_capability(device))
+
 
 COMPILER, RUNTIME = "nvidia-cutlass-dsl", "apache-tvm-ffi"
 _SYMBOL = "gated_delta_kernel"
@@ -110,16 +120,55 @@ def _compiler() -> str | None:
 
 
 @functools.cache
-def sources() -> str:
-    """Fingerprint of everything a kernel is made from."""
-    digest = hashlib.sha256()
-    for file in sorted((Path(__file__).parent / "kernels").glob("*.py")):
-        digest.update(file.name.encode() + b"\0" + file.read_bytes() + b"\0")
-    return digest.hexdigest()[:16]
+def sources(kernel: str) -> str:
+    """Fingerprint of what a kernel is made from: the code of its module and of those it imports from this package."""
+    return _digest(_closure(Path(__file__).parent / "kernels" / f"{kernel}.py"))
+
+
+def all_sources() -> str:
+    """Fingerprint of all kernels."""
+    return _digest({file: sources(file.stem) for file in (Path(__file__).parent / "kernels").glob("*.py")})
+
+
+def _digest(code: dict[Path, str]) -> str:
+    root = Path(__file__).parent
+    text = "".join(f"{file.relative_to(root).as_posix()}\0{code[file]}\0" for file in sorted(code))
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _closure(module: Path) -> dict[Path, str]:
+    """The code of a module and of everything it imports by relative imports, file by file."""
+    code: dict[Path, str] = {}
+    todo = [module]
+    while todo:
+        file = todo.pop()
+        if file in code or not file.is_file():
+            continue
+        text = file.read_text()
+        code[file] = _code(text)
+        for node in ast.walk(ast.parse(text)):
+            if isinstance(node, ast.ImportFrom) and node.level:
+                base = file.parents[node.level - 1].joinpath(*(node.module or "").split("."))
+                todo += [base.with_suffix(".py"), base / "__init__.py", *(base / f"{alias.name}.py" for alias in node.names)]
+    return code
+
+
+def _code(text: str) -> str:
+    """A module's lines without comments, docstrings and empty lines; the same for every version of Python."""
+    lines = text.splitlines()
+    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+        if token.type == tokenize.COMMENT:
+            row, column = token.start
+            lines[row - 1] = lines[row - 1][:column]
+    for node in ast.walk(ast.parse(text)):
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+            last = node.end_lineno or node.lineno
+            lines[node.lineno - 1 : last] = [""] * (last - node.lineno + 1)
+    return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
 def file_name(variant: Variant, arch: str) -> str:
-    key = hashlib.sha256(f"{variant!r} {sources()}".encode()).hexdigest()[:32]
+    key = hashlib.sha256(f"{variant!r} {sources(variant.kernel)}".encode()).hexdigest()[:32]
     return f"{variant.kernel}-{arch}-{key}.so"
 
 
@@ -256,7 +305,8 @@ def _compile(variant: Variant, arch: str, scratch: Path) -> Path:
     """An object file of the variant, in scratch."""
     import cutlass.cute as cute
 
-    kernel_type = getattr(importlib.import_module(f"{__package__}.kernels.{variant.kernel}"), variant.kernel.title())
+    module = importlib.import_module(f"{__package__}.kernels.{variant.kernel}")
+    kernel_type = getattr(module, "".join(part.title() for part in variant.kernel.split("_")))
     kernel = kernel_type(**dict(variant.facts))
     arguments = [_example(kind) for kind in kernel_type.arguments]
     arguments.append(cute.runtime.make_fake_stream())

@@ -79,36 +79,44 @@ def _reaches(terms: Sequence[Term], low: int, high: int) -> bool:
     return search(0, low, high)
 
 
-class Apart:
-    """Whether the tensors of a call are apart, for calls with tensors of the same shapes, strides and dtypes at any addresses.
+class Placement:
+    """Whether a call's tensors lie as its kernels need it: for calls with tensors of the same shapes, strides and dtypes.
 
-    Made of tensors that were found apart; addresses are remembered, so that a call that comes again costs a comparison.
+    What is written is apart from all else, and the tensors accessed in vectors start at a multiple of 16 bytes. Made of tensors of
+    which the former was found; addresses are remembered, so that a call that comes again costs a comparison.
     """
 
     MOST = 256
     """Addresses remembered; each layer of a model, with a pool of its own, comes back to its own."""
 
-    def __init__(self, tensors: Sequence[Tensor], written: Iterable[Tensor | None]):
+    def __init__(self, tensors: Sequence[Tensor], written: Iterable[Tensor | None], vectors: Iterable[Tensor | None] = ()):
+        def places(some: Iterable[Tensor | None]) -> list[int]:
+            some = list(some)
+            return [i for i, x in enumerate(tensors) if any(x is y for y in some)]
+
         self._extents = [extent(x) for x in tensors]
-        self._written = [i for i, x in enumerate(tensors) if any(x is y for y in written)]
+        self._written, self._vectors = places(written), places(vectors)
         self.key = self._written[-1] if self._written else 0
         """Which tensor's address finds the others' in `known`."""
         self.known: dict[int, list[int]] = {}
-        self._remember([x.data_ptr() for x in tensors])
+        self.allow([x.data_ptr() for x in tensors])
 
     def __call__(self, pointers: list[int]) -> bool:
-        """True where they are apart; False where ranges meet or memory is gone, so that the tensors have to be looked at."""
+        """True where they do; False where ranges meet, rows are unaligned or memory was freed: the call is to be described anew."""
         if self.known.get(pointers[self.key]) == pointers:
             return True
         if self._meet(pointers):
             return False
-        self._remember(pointers)
-        return True
+        return self.allow(pointers)
 
-    def _remember(self, pointers: list[int]) -> None:
+    def allow(self, pointers: list[int]) -> bool:
+        """Remember addresses at which the tensors are apart, unless one that is accessed in vectors is unaligned there."""
+        if any(pointers[i] & 15 for i in self._vectors):
+            return False
         if len(self.known) >= self.MOST:
             self.known.clear()
         self.known[pointers[self.key]] = list(pointers)
+        return True
 
     def _meet(self, pointers: list[int]) -> bool:
         ranges = list(zip(pointers, self._extents, strict=True))

@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from numbers import Integral, Real
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -207,6 +207,10 @@ class Problem:
     And what is out of reach of 16-byte accesses: unaligned_qk, rows of q or k; scattered_rows, V rows of a state, which need to lie
     together too; unaligned_buffer, rows of a buffer's k; unaligned_values, rows of v or out, or of KDA's g, in a prefill."""
 
+    def facts(self, *names: str) -> dict[str, Any]:
+        """These of its fields, dtypes as SHORT has them: static facts of a kernel."""
+        return {name: SHORT.get(value, value) for name in names for value in (getattr(self, name),)}
+
     @property
     def model(self) -> str:
         """Field's name for the gate's axis."""
@@ -245,11 +249,6 @@ def _tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     if x.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {' or '.join(str(d) for d in dtypes)}, got {x.dtype}")
     return x
-
-
-def _flag(name: str, x: object) -> None:
-    if not isinstance(x, bool):
-        raise TypeError(f"{name}: expected True or False, got {type(x).__name__}")
 
 
 def number(name: str, x: object) -> float:
@@ -295,11 +294,6 @@ def check_written(written: dict[str, Tensor], read: dict[str, Tensor] | None = N
                 )
 
 
-def _aligned(x: Tensor) -> bool:
-    strides = (stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1)
-    return x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in strides)
-
-
 @functools.cache
 def _names(dims: str) -> tuple[str, ...]:
     return tuple(dims.split())
@@ -324,7 +318,7 @@ class _Sizes(dict[str, int]):
 BUFFER = ("buffer.u", "buffer.k", "buffer.log_decay")
 
 
-class _Checker:
+class Checker:
     """Collects the facts of one call, argument by argument."""
 
     def __init__(self) -> None:
@@ -355,50 +349,58 @@ class _Checker:
         self.tensors[name] = x
         return x
 
+    def flag(self, name: str, x: object) -> None:
+        if not isinstance(x, bool):
+            raise TypeError(f"{name}: expected True or False, got {type(x).__name__}")
+
+    def aligned(self, x: Tensor) -> bool:
+        """Whether every row of x starts at a multiple of 16 bytes."""
+        strides = (stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1)
+        return x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in strides)
+
     def option(self, name: str, on: bool) -> None:
         if on:
             self.options.add(name)
 
-    def tokens(self, t: Tokens) -> None:
-        if t.cu_seqlens is not None:
-            self.index("cu_seqlens", t.cu_seqlens, "N+1")
-            if t.cu_seqlens.shape[0] < 1:
+    def tokens(self, a: Any) -> None:
+        """q to cu_seqlens of a prefill's, decode's or verify's arguments, and how they are read."""
+        if a.cu_seqlens is not None:
+            self.index("cu_seqlens", a.cu_seqlens, "N+1")
+            if a.cu_seqlens.shape[0] < 1:
                 raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
-            if isinstance(t.q, Tensor) and t.q.shape[:1] != (1,):
-                raise ValueError(f"q: expected packed tokens [1, total, H, K] beside cu_seqlens, got {list(t.q.shape)}")
-        lead = "N T" if t.cu_seqlens is None else "1 total"
-        self.tensor("q", t.q, INPUT_DTYPES, f"{lead} H K")
-        same = (t.q.dtype,)
-        self.tensor("k", t.k, same, f"{lead} H K")
-        self.tensor("v", t.v, same, f"{lead} HV V")
-        self.tensor("g", t.g, INPUT_DTYPES)
-        if t.g.ndim not in (3, 4):
-            raise ValueError(f"g: expected [N, T, HV] (GDN) or [N, T, HV, K] (KDA), got shape {list(t.g.shape)}")
-        self.sizes.bind("g", t.g, f"{lead} HV" if t.g.ndim == 3 else f"{lead} HV K")
-        self.tensor("beta", t.beta, INPUT_DTYPES, f"{lead} HV")
-        for name, x in (("q", t.q), ("k", t.k), ("v", t.v)):
+            if isinstance(a.q, Tensor) and a.q.shape[:1] != (1,):
+                raise ValueError(f"q: expected packed tokens [1, total, H, K] beside cu_seqlens, got {list(a.q.shape)}")
+        lead = "N T" if a.cu_seqlens is None else "1 total"
+        self.tensor("q", a.q, INPUT_DTYPES, f"{lead} H K")
+        same = (a.q.dtype,)
+        self.tensor("k", a.k, same, f"{lead} H K")
+        self.tensor("v", a.v, same, f"{lead} HV V")
+        self.tensor("g", a.g, INPUT_DTYPES)
+        if a.g.ndim not in (3, 4):
+            raise ValueError(f"g: expected [N, T, HV] (GDN) or [N, T, HV, K] (KDA), got shape {list(a.g.shape)}")
+        self.sizes.bind("g", a.g, f"{lead} HV" if a.g.ndim == 3 else f"{lead} HV K")
+        self.tensor("beta", a.beta, INPUT_DTYPES, f"{lead} HV")
+        for name, x in (("q", a.q), ("k", a.k), ("v", a.v)):
             _last_dim_contiguous(name, x)
         H, HV = self.sizes["H"], self.sizes["HV"]
         if min(H, HV, self.sizes["K"], self.sizes["V"]) < 1:
-            raise ValueError(f"q, v: expected at least one head and channel, got q {list(t.q.shape)}, v {list(t.v.shape)}")
+            raise ValueError(f"q, v: expected at least one head and channel, got q {list(a.q.shape)}, v {list(a.v.shape)}")
         if HV % H:
             raise ValueError(f"v: expected HV to be a multiple of H={H} (grouped value heads), got HV={HV}")
-        if not isinstance(t.gate, Gate):
-            raise TypeError(f"gate: expected a gated_delta.Gate, got {type(t.gate).__name__}")
-        if t.gate.A_log is not None:
-            self.tensor("A_log", t.gate.A_log, (torch.float32,), "HV")
-        if t.gate.dt_bias is not None:
-            self.tensor("dt_bias", t.gate.dt_bias, STATE_DTYPES, "HV" if t.g.ndim == 3 else "HV K")
-        if t.scale is not None and not math.isfinite(number("scale", t.scale)):
-            raise ValueError(f"scale: expected a finite number, got {t.scale}")
-        _flag("qk_l2norm", t.qk_l2norm)
-        _flag("beta_logits", t.beta_logits)
-        self.sizes["N"] = t.num_sequences
+        if a.A_log is not None:
+            self.tensor("A_log", a.A_log, (torch.float32,), "HV")
+        if a.dt_bias is not None:
+            self.tensor("dt_bias", a.dt_bias, STATE_DTYPES, "HV" if a.g.ndim == 3 else "HV K")
+        if a.scale is not None and not math.isfinite(number("scale", a.scale)):
+            raise ValueError(f"scale: expected a finite number, got {a.scale}")
+        self.flag("qk_l2norm", a.qk_l2norm)
+        self.flag("beta_logits", a.beta_logits)
+        self.sizes["N"] = a.q.shape[0] if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
 
-    def vectors(self, t: Tokens | None, *states: Tensor | None) -> None:
+    def vectors(self, a: Any, *states: Tensor | None) -> None:
         """Notes what is not where 16-byte accesses can reach it."""
-        self.option("unaligned_qk", t is not None and not all(_aligned(x) for x in (t.q, t.k)))
-        self.option("scattered_rows", not all(x is None or (_aligned(x) and x.stride(-2) == x.shape[-1]) for x in states))
+        self.option("unaligned_qk", a is not None and not all(self.aligned(x) for x in (a.q, a.k)))
+        self.option("scattered_rows", not all(x is None or (self.aligned(x) and x.stride(-2) == x.shape[-1]) for x in states))
 
     def draft_length(self, packed: bool) -> None:
         if packed:
@@ -422,19 +424,17 @@ class _Checker:
         if indices is None and self.sizes[dim] < self.sizes["N"]:
             raise ValueError(f"{name}: expected {dim} >= N={self.sizes['N']}, one for each sequence, got {dim}={self.sizes[dim]}")
 
-    def out(self, out: object, t: Tokens) -> None:
-        if out is None:
+    def out(self, a: Any) -> None:
+        if a.out is None:
             return
-        out = self.tensor("out", out, (t.v.dtype,))
-        if out.shape != t.v.shape:
-            raise ValueError(f"out: expected v's shape {list(t.v.shape)}, got {list(out.shape)}")
+        out = self.tensor("out", a.out, (a.v.dtype,))
+        if out.shape != a.v.shape:
+            raise ValueError(f"out: expected v's shape {list(a.v.shape)}, got {list(out.shape)}")
 
-    def buffer(self, buffer: object, lead: str) -> str:
+    def buffer(self, a: Any, lead: str) -> str:
         """Returns the axis the buffer was made for."""
-        if not isinstance(buffer, KVBuffer):
-            raise TypeError(f"buffer: expected a gated_delta.KVBuffer, got {type(buffer).__name__}")
-        channel = isinstance(buffer.log_decay, Tensor) and buffer.log_decay.ndim > len(lead.split()) + 2
-        parts = (buffer.u, buffer.k, buffer.log_decay)
+        channel = isinstance(a.buffer_log_decay, Tensor) and a.buffer_log_decay.ndim > len(lead.split()) + 2
+        parts = (a.buffer_u, a.buffer_k, a.buffer_log_decay)
         for name, x, dims in zip(BUFFER, parts, ("HV V", "H K", "HV K" if channel else "HV"), strict=True):
             self.state(name, x, f"{lead} C {dims}", (torch.float32,))
         if self.sizes["C"] > MAX_DRAFT:
@@ -446,193 +446,27 @@ class _Checker:
         written = {name: self.tensors[name] for name in names if name in self.tensors}
         check_written(written, self.tensors)
 
-    def problem(self, op: str, axis: str, tokens: Tokens | None, state_dtype: torch.dtype | None, T: int | None) -> Problem:
-        sizes, options = self.sizes, frozenset(self.options)
-        if tokens is None:
-            return Problem(op, axis, sizes["H"], sizes["HV"], sizes["K"], sizes["V"], T, state_dtype=state_dtype, options=options)
+    def problem(self, op: str, a: Any, state_dtype: torch.dtype, T: int | None) -> Problem:
+        """Of a call with tokens."""
         return Problem(
             op,
-            axis,
-            sizes["H"],
-            sizes["HV"],
-            sizes["K"],
-            sizes["V"],
+            axis_of(a.g),
+            self.sizes["H"],
+            self.sizes["HV"],
+            self.sizes["K"],
+            self.sizes["V"],
             T,
-            gate=tokens.gate.kind,
-            dtype=tokens.q.dtype,
-            g_dtype=tokens.g.dtype,
-            beta_dtype=tokens.beta.dtype,
+            gate=a.gate,
+            dtype=a.q.dtype,
+            g_dtype=a.g.dtype,
+            beta_dtype=a.beta.dtype,
             state_dtype=state_dtype,
-            qk_l2norm=tokens.qk_l2norm,
-            beta_logits=tokens.beta_logits,
-            options=options,
+            qk_l2norm=a.qk_l2norm,
+            beta_logits=a.beta_logits,
+            options=frozenset(self.options),
         )
 
 
-def _axis(tokens: Tokens) -> str:
-    return "head" if tokens.g.ndim == 3 else "channel"
-
-
-def describe_prefill(
-    tokens: Tokens,
-    *,
-    initial_state: Tensor | None,
-    output_final_state: bool,
-    state: Tensor | None,
-    state_indices: Tensor | None,
-    has_initial_state: Tensor | None,
-    out: Tensor | None,
-) -> Problem:
-    """Validate a prefill call. Raises TypeError or ValueError naming the argument, UnsupportedProblem when grad is asked for."""
-    check = _Checker()
-    check.tokens(tokens)
-    _flag("output_final_state", output_final_state)
-    dtype = torch.float32
-    if state is not None:
-        if initial_state is not None:
-            raise ValueError("initial_state: expected None beside state (the pool holds the initial states), got a tensor")
-        if output_final_state:
-            raise ValueError("output_final_state: expected False beside state (the final state is written to the pool), got True")
-        dtype = check.state("state", state, "P HV V K").dtype
-        check.index("state_indices", state_indices)
-        check.one_each("state", "P", state_indices)
-        if has_initial_state is not None:
-            check.tensor("has_initial_state", has_initial_state, (torch.bool,), "N")
-        check.option("pool", True)
-        check.option("has_initial_state", has_initial_state is not None)
-    else:
-        for name, x in (("state_indices", state_indices), ("has_initial_state", has_initial_state)):
-            if x is not None:
-                raise ValueError(f"{name}: expected None without state, got a value")
-        if initial_state is not None:
-            dtype = check.tensor("initial_state", initial_state, STATE_DTYPES, "N HV V K").dtype
-            _last_dim_contiguous("initial_state", initial_state)
-            check.option("initial_state", True)
-        check.option("final_state", output_final_state)
-    check.out(out, tokens)
-    check.writes("out", "state")
-    check.vectors(tokens, state if state is not None else initial_state)
-    values = [tokens.v] if out is None else [tokens.v, out]
-    values += [tokens.g] if tokens.g.ndim == 4 else []
-    check.option("unaligned_values", not all(_aligned(x) and x.stride(-1) == 1 for x in values))
-    return check.problem("prefill", _axis(tokens), tokens, dtype, None)
-
-
-def describe_decode(
-    tokens: Tokens,
-    *,
-    state: Tensor,
-    state_indices: Tensor | None,
-    write_indices: Tensor | None,
-    num_accepted: Tensor | None,
-    intermediate_states: Tensor | None,
-    update_state: bool,
-    out: Tensor | None,
-) -> Problem:
-    """Validate a decode call. Raises TypeError or ValueError naming the argument, UnsupportedProblem when grad is asked for."""
-    check = _Checker()
-    check.tokens(tokens)
-    check.draft_length(tokens.cu_seqlens is not None)
-    dtype = check.state("state", state, "P HV V K").dtype
-    _flag("update_state", update_state)
-    token_slots = isinstance(state_indices, Tensor) and state_indices.ndim == 2
-    if token_slots:
-        check.index("state_indices", state_indices, "N W")
-        if check.sizes["W"] < (1 if tokens.cu_seqlens is not None else check.sizes["T"]):
-            raise ValueError(f"state_indices: expected [N, W] with W >= T={check.sizes['T']}, got W={check.sizes['W']}")
-        if write_indices is not None:
-            raise ValueError(
-                "write_indices: expected None beside [N, T] state_indices (each token's slot is named there), got a tensor"
-            )
-        check.index("num_accepted", num_accepted)
-    else:
-        check.index("state_indices", state_indices)
-        check.one_each("state", "P", state_indices)
-        check.index("write_indices", write_indices)
-        if num_accepted is not None:
-            raise ValueError("num_accepted: expected None unless state_indices is [N, T], got a value")
-    if write_indices is not None and not update_state:
-        raise ValueError("write_indices: expected None with update_state=False (nothing is written), got a tensor")
-    if intermediate_states is not None:
-        check.state("intermediate_states", intermediate_states, "R C HV V K", (dtype,))
-        check.one_each("intermediate_states", "R")
-        if tokens.cu_seqlens is None and check.sizes["C"] < check.sizes["T"]:
-            raise ValueError(f"intermediate_states: expected C >= T={check.sizes['T']} steps, got C={check.sizes['C']}")
-    check.out(out, tokens)
-    check.writes("out", "intermediate_states", *(["state"] if update_state else []))
-    check.vectors(tokens, state, intermediate_states)
-    check.option("token_slots", token_slots)
-    check.option("intermediates", intermediate_states is not None)
-    check.option("no_update", not update_state)
-    return check.problem("decode", _axis(tokens), tokens, dtype, check.sizes["T"])
-
-
-def describe_verify(
-    tokens: Tokens,
-    *,
-    state: Tensor,
-    state_indices: Tensor | None,
-    buffer: KVBuffer,
-    buffer_indices: Tensor | None,
-    out: Tensor | None,
-) -> Problem:
-    """Validate a verify call. Raises TypeError or ValueError naming the argument, UnsupportedProblem when grad is asked for."""
-    check = _Checker()
-    check.tokens(tokens)
-    check.draft_length(tokens.cu_seqlens is not None)
-    dtype = check.state("state", state, "P HV V K").dtype
-    check.index("state_indices", state_indices)
-    check.one_each("state", "P", state_indices)
-    axis = check.buffer(buffer, "rows")
-    if axis != _axis(tokens):
-        raise ValueError(
-            f"buffer: expected gate={_axis(tokens)!r}, as g has {tokens.g.ndim} dimensions, got a buffer with gate={axis!r}"
-        )
-    if tokens.cu_seqlens is None and check.sizes["C"] < check.sizes["T"]:
-        raise ValueError(f"buffer: expected room for T={check.sizes['T']} tokens, got {check.sizes['C']}")
-    check.index("buffer_indices", buffer_indices)
-    check.one_each("buffer", "rows", buffer_indices)
-    check.out(out, tokens)
-    check.writes("out", *BUFFER)
-    check.vectors(tokens, state)
-    check.option("unaligned_buffer", not _aligned(buffer.k))
-    return check.problem("verify", axis, tokens, dtype, min(check.sizes["T"], check.sizes["C"]))
-
-
-def describe_flush(
-    *,
-    state: Tensor,
-    buffer: KVBuffer,
-    num_accepted: int | Tensor,
-    state_indices: Tensor | None,
-    write_indices: Tensor | None,
-    buffer_indices: Tensor | None,
-) -> Problem:
-    """Validate a flush call. Raises TypeError or ValueError naming the argument, UnsupportedProblem when grad is asked for.
-
-    N, the number of sequences, is the length of whichever of the index tensors and num_accepted are given.
-    """
-    check = _Checker()
-    layers = isinstance(state, Tensor) and state.ndim == 5
-    dtype = check.state("state", state, "L P HV V K" if layers else "P HV V K").dtype
-    axis = check.buffer(buffer, "L rows" if layers else "rows")
-    check.index("state_indices", state_indices)
-    check.index("write_indices", write_indices)
-    check.index("buffer_indices", buffer_indices)
-    if isinstance(num_accepted, Tensor):
-        check.index("num_accepted", num_accepted)
-    elif integer("num_accepted", num_accepted, "an int or an int tensor [N]") < 0:
-        raise ValueError(f"num_accepted: expected 0 or more, got {num_accepted}")
-    if "N" not in check.sizes:
-        raise ValueError(
-            "num_accepted: expected a tensor [N], or an int beside state_indices, write_indices or buffer_indices [N]; "
-            f"got {num_accepted} alone, which names no sequences"
-        )
-    check.one_each("state", "P", state_indices)
-    check.one_each("buffer", "rows", buffer_indices)
-    if check.sizes["HV"] % check.sizes["H"]:
-        raise ValueError(f"buffer.k: expected H to divide HV={check.sizes['HV']}, got H={check.sizes['H']}")
-    check.writes("state")
-    check.vectors(None, state)
-    check.option("layers", layers)
-    return check.problem("flush", axis, None, dtype, check.sizes["C"])
+def axis_of(g: Tensor) -> str:
+    """Problem.axis."""
+    return "head" if g.ndim == 3 else "channel"

@@ -72,7 +72,7 @@ def versions() -> dict[str, str | None]:
         "gated_delta": __version__,
         "python": platform.python_version(),
         **{package: kernels.installed(package) for package in PACKAGES},
-        "kernel_sources": kernels.sources(),
+        "kernel_sources": kernels.all_sources(),
     }
 
 

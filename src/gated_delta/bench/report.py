@@ -222,7 +222,7 @@ def run_facts(device: torch.device, peers: Mapping[str, Peer], more: Mapping[str
         device=device_name(device),
         torch=torch.__version__,
         **checkout(),
-        kernel_sources=compile.sources(),
+        kernel_sources=compile.all_sources(),
         peers={name: peer.version for name, peer in peers.items() if not name.endswith(RAW)},
         tools={name: compile.installed(name) for name in TOOLS},
         **more,

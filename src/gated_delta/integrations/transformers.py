@@ -27,8 +27,8 @@ import torch
 from torch import Tensor
 
 from .. import api
+from ..call_cache import CallCache
 from ..dispatch import BACKENDS
-from ..memo import Memo
 from ..problem import MAX_DRAFT
 
 GDN = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
@@ -90,7 +90,7 @@ class Replacement:
         self.compiled = False
         self._lock = threading.Lock()
         self._tallies: dict[tuple[str, str], _Tally] = {}
-        self._calls: Memo[_Tally] = Memo()
+        self._calls: CallCache[_Tally] = CallCache()
 
     def __call__(
         self,

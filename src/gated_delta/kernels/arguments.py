@@ -1,115 +1,154 @@
-"""What the host hands to a kernel, in the kernel's order; `cute.py` fills it in, and needs no compiler to."""
+"""What the host passes to a kernel: pointers, strides and sizes, in the kernel's order. Needs no compiler.
 
-from typing import NamedTuple
+Pointers are byte addresses, 0 for an absent optional tensor. Strides are in bytes, below 2**31, 0 for an absent tensor.
+"""
+
+from collections import namedtuple
+from typing import Any, NamedTuple
 
 BF16, FP16, FP32, ABSENT = range(4)
-"""What a tensor of one number per token or head holds, told to the kernel when it runs."""
+"""Dtype of a tensor with one number per token or head, passed to the kernel as a run-time size."""
+
+TOKEN_TILES = (2, 4, 8, 16)
+"""Draft lengths that verify is compiled for."""
+
+CHUNK = 64
+"""Tokens of a chunk of prefill."""
+
+TILE_BYTES = CHUNK * 128 * 2
+"""A chunk's k or q in prefill's workspace: [64, 128] of fp16, in the order of shared memory."""
+
+TRIANGLE_BYTES = CHUNK * (CHUNK + 16) // 2 * 2
+"""A chunk's Tinv or Aqk in the workspace: [64, 64] of fp16 without the 16 x 16 blocks above the diagonal."""
+
+SCALE_BYTES = 1024
+"""A chunk's scales in the workspace, per token or channel: kernels/device/chunk_layout.py has the offsets."""
 
 
-def lanes_of(K: int) -> int:
+def lanes_per_row(K: int) -> int:
     """Threads that share a V row, 8 key channels each."""
     return 16 if K > 64 else 8
 
 
-def tile_of(K: int, rows: int, threads: int) -> int:
-    """V rows of a block of `threads` with `rows` in flight each."""
-    return rows * threads // lanes_of(K)
+def tile_rows(K: int, rows: int, threads: int) -> int:
+    """V rows of a block of `threads` threads with `rows` rows each."""
+    return rows * threads // lanes_per_row(K)
 
 
-ROOMS = (2, 4, 8, 16)
+def round_up_tokens(tokens: int) -> int:
+    """The token tile of a draft."""
+    return next(tile for tile in TOKEN_TILES if tokens <= tile)
 
 
-def room_for(tokens: int) -> int:
-    """Tokens a verify kernel has room for."""
-    return next(room for room in ROOMS if tokens <= room)
+# ------------------------------------------------------------------------------------------------ strides
+
+TOKEN_STRIDES = dict(q="nth", k="nth", v="nth", g="nthc", beta="nth", o="nthc", A_log="h", dt_bias="hc")
+BUFFER_STRIDES = dict(buffer_u="rth", buffer_k="rth")
+
+
+def _strides(name: str, **dims: str) -> Any:
+    """A tuple type with a field for each dimension of each tensor: q="nt" gives q_n and q_t.
+
+    n: sequence (0 when packed), t: token, h: head, c: channel, p: pool slot, r: row of the KVBuffer.
+    """
+    return namedtuple(name, [f"{tensor}_{dim}" for tensor, letters in dims.items() for dim in letters])
+
+
+DecodeStrides = _strides(
+    "DecodeStrides",
+    **TOKEN_STRIDES,
+    state="ph",
+    intermediate_states="nth",
+    cu_seqlens="n",
+    state_indices="nt",
+    write_indices="n",
+    num_accepted="n",
+)
+VerifyStrides = _strides(
+    "VerifyStrides",
+    **TOKEN_STRIDES,
+    state="ph",
+    **BUFFER_STRIDES,
+    buffer_log_decay="rth",
+    cu_seqlens="n",
+    state_indices="n",
+    buffer_indices="n",
+)
+FlushStrides = _strides(
+    "FlushStrides",
+    state="ph",
+    **BUFFER_STRIDES,
+    buffer_log_decay="rthc",
+    num_accepted="n",
+    state_indices="n",
+    write_indices="n",
+    buffer_indices="n",
+)
+PrefillStrides = _strides(
+    "PrefillStrides",
+    **TOKEN_STRIDES,
+    initial_state="ph",
+    final_state="ph",
+    cu_seqlens="n",
+    state_indices="n",
+    has_initial_state="n",
+)
+
+
+# ------------------------------------------------------------------------------------------------ decode
 
 
 class DecodePointers(NamedTuple):
-    """Addresses; 0 for an optional tensor that is not there."""
+    """Of tensors; packed tokens have 1 for N and `total` for T."""
 
-    q: int
-    k: int
-    v: int
-    g: int
-    beta: int
-    state: int
-    A_log: int
-    dt_bias: int
-    cu_seqlens: int
-    reads: int
-    writes: int
-    accepted: int
-    steps: int
-    o: int
-
-
-class DecodeStrides(NamedTuple):
-    """In bytes, below 2**31 each. n: sequence (0 when packed), t: token, h: head, c: channel, p: pool slot."""
-
-    q_n: int
-    q_t: int
-    q_h: int
-    k_n: int
-    k_t: int
-    k_h: int
-    v_n: int
-    v_t: int
-    v_h: int
-    g_n: int
-    g_t: int
-    g_h: int
-    g_c: int
-    beta_n: int
-    beta_t: int
-    beta_h: int
-    o_n: int
-    o_t: int
-    o_h: int
-    o_c: int
-    A_log_h: int
-    dt_bias_h: int
-    dt_bias_c: int
-    state_p: int
-    state_h: int
-    steps_n: int
-    steps_t: int
-    steps_h: int
-    cu_seqlens_n: int
-    reads_n: int
-    reads_t: int
-    writes_n: int
-    accepted_n: int
+    q: int  # [N, T, H, K]
+    k: int  # [N, T, H, K]
+    v: int  # [N, T, HV, V]
+    g: int  # [N, T, HV], KDA [N, T, HV, K]
+    beta: int  # [N, T, HV]
+    state: int  # [P, HV, V, K]
+    A_log: int  # [HV]
+    dt_bias: int  # [HV], KDA [HV, K]
+    cu_seqlens: int  # [N + 1]
+    state_indices: int  # [N], [N, W]
+    write_indices: int  # [N]
+    num_accepted: int  # [N]
+    intermediate_states: int  # [N, T, HV, V, K]
+    o: int  # [N, T, HV, V]
 
 
 class DecodeSizes(NamedTuple):
-    """Counts, flags of 0 or 1, and kinds: BF16, FP16, FP32 or ABSENT for numbers; bytes / 4 for indices, 0 for none."""
+    """Counts, flags of 0 or 1, and kinds. A kind of numbers is BF16, FP16, FP32 or ABSENT; of indices bytes / 4, or 0 if absent."""
 
     N: int
     T: int
-    """Tokens of every sequence; when packed, most that one may have."""
+    """Tokens of every sequence; when packed, the most that one may have."""
     total: int
     """Rows of packed tokens."""
     HV: int
-    q_heads: int
-    """ceil(2**30 / (HV // H)): value head hv reads q/k head hv * q_heads >> 30, a division without dividing."""
+    qk_head_factor: int
+    """ceil(2**30 / (HV // H)): value head hv reads q/k head hv * factor >> 30, which saves a division."""
     P: int
-    slots: int
-    """W of a [N, W] table of slots, else 0."""
-    update: int
+    slots_per_sequence: int
+    """W of state_indices [N, W], else 0."""
+    update_state: int
     beta_kind: int
     dt_bias_kind: int
     cu_seqlens_kind: int
-    reads_kind: int
-    writes_kind: int
-    accepted_kind: int
-    early: int
-    """Sequences whose state is asked for before the kernel in front of this one has ended."""
-    keep_lines: int
-    """Whether L2 should rather keep the state's lines than others'."""
+    state_indices_kind: int
+    write_indices_kind: int
+    num_accepted_kind: int
+    prefetch_sequences: int
+    """Sequences whose state is prefetched into L2 before the previous kernel has ended."""
+    keep_in_l2: int
+    """Whether the state's loads have L2's evict_last policy."""
+
+
+# ------------------------------------------------------------------------------------------------ verify and flush
 
 
 class VerifyPointers(NamedTuple):
-    """Addresses; 0 for an optional tensor that is not there. u, kept_k and log_decay are the buffer's."""
+    """As DecodePointers; B rows of the KVBuffer with C tokens each."""
 
     q: int
     k: int
@@ -120,54 +159,12 @@ class VerifyPointers(NamedTuple):
     A_log: int
     dt_bias: int
     cu_seqlens: int
-    reads: int
-    rows: int
-    u: int
-    kept_k: int
-    log_decay: int
+    state_indices: int  # [N]
+    buffer_indices: int  # [N]
+    buffer_u: int  # [B, C, HV, V]
+    buffer_k: int  # [B, C, H, K]
+    buffer_log_decay: int  # [B, C, HV], KDA [B, C, HV, K]
     o: int
-
-
-class VerifyStrides(NamedTuple):
-    """As DecodeStrides; r: row of the buffer."""
-
-    q_n: int
-    q_t: int
-    q_h: int
-    k_n: int
-    k_t: int
-    k_h: int
-    v_n: int
-    v_t: int
-    v_h: int
-    g_n: int
-    g_t: int
-    g_h: int
-    g_c: int
-    beta_n: int
-    beta_t: int
-    beta_h: int
-    o_n: int
-    o_t: int
-    o_h: int
-    o_c: int
-    A_log_h: int
-    dt_bias_h: int
-    dt_bias_c: int
-    state_p: int
-    state_h: int
-    u_r: int
-    u_t: int
-    u_h: int
-    kept_k_r: int
-    kept_k_t: int
-    kept_k_h: int
-    log_decay_r: int
-    log_decay_t: int
-    log_decay_h: int
-    cu_seqlens_n: int
-    reads_n: int
-    rows_n: int
 
 
 class VerifySizes(NamedTuple):
@@ -177,94 +174,62 @@ class VerifySizes(NamedTuple):
     T: int
     total: int
     HV: int
-    q_heads: int
-    group: int
-    """Value heads to a q/k head."""
+    qk_head_factor: int
+    group_size: int
+    """Value heads that share a q/k head: HV // H."""
     P: int
     C: int
-    """Tokens a row of the buffer holds."""
     beta_logits: int
     beta_kind: int
     dt_bias_kind: int
     cu_seqlens_kind: int
-    reads_kind: int
-    rows_kind: int
-    early: int
-    keep_lines: int
+    state_indices_kind: int
+    buffer_indices_kind: int
+    prefetch_sequences: int
+    keep_in_l2: int
 
 
 class FlushPointers(NamedTuple):
-    """Addresses, 0 for an optional tensor that is not there; and bytes from layer to layer, which may not fit 32 bits."""
+    """Tensors of the first of L layers, then the bytes from layer to layer, which may exceed 32 bits."""
 
-    state: int
-    u: int
-    k: int
-    log_decay: int
-    accepted: int
-    reads: int
-    writes: int
-    rows: int
+    state: int  # [L, P, HV, V, K]
+    buffer_u: int  # [L, B, C, HV, V]
+    buffer_k: int  # [L, B, C, H, K]
+    buffer_log_decay: int  # [L, B, C, HV], KDA [L, B, C, HV, K]
+    num_accepted: int  # [N]
+    state_indices: int  # [N]
+    write_indices: int  # [N]
+    buffer_indices: int  # [N]
     state_l: int
-    u_l: int
-    k_l: int
-    log_decay_l: int
-
-
-class FlushStrides(NamedTuple):
-    """In bytes, below 2**31 each; r: row of the buffer, c: channel, 0 where all of a head share a decay."""
-
-    state_p: int
-    state_h: int
-    u_r: int
-    u_t: int
-    u_h: int
-    k_r: int
-    k_t: int
-    k_h: int
-    log_decay_r: int
-    log_decay_t: int
-    log_decay_h: int
-    log_decay_c: int
-    accepted_n: int
-    reads_n: int
-    writes_n: int
-    rows_n: int
+    buffer_u_l: int
+    buffer_k_l: int
+    buffer_log_decay_l: int
 
 
 class FlushSizes(NamedTuple):
-    """Counts, flags and kinds of indices, as DecodeSizes."""
+    """As DecodeSizes."""
 
     layers: int
     N: int
     HV: int
-    k_heads: int
-    """As q_heads."""
+    qk_head_factor: int
     P: int
     C: int
-    count: int
-    """Tokens to fold where there is no tensor of them."""
-    accepted_kind: int
-    reads_kind: int
-    writes_kind: int
-    rows_kind: int
-    early: int
-    keep_lines: int
+    num_accepted_all: int
+    """Tokens to fold into every sequence's state, where num_accepted is no tensor."""
+    num_accepted_kind: int
+    state_indices_kind: int
+    write_indices_kind: int
+    buffer_indices_kind: int
+    prefetch_sequences: int
+    keep_in_l2: int
 
 
-CHUNK = 64
-"""Tokens that prefill treats at once."""
-
-IMAGE = CHUNK * 128 * 2
-"""Bytes of a chunk's keys, or queries, in prefill's workspace: fp16, as the tensor cores read shared memory."""
-TRIANGLE = CHUNK * (CHUNK + 16) // 2 * 2
-"""Bytes of a lower triangle of pairs of a chunk's tokens: of each 16 columns the rows from the diagonal block on."""
-
-COLUMNS = 1024
-"""Bytes of numbers that each token of a chunk, and each channel, is scaled with: fp32, but fp16 for what GDN adds to a state."""
+# ------------------------------------------------------------------------------------------------ prefill
 
 
 class PrefillPointers(NamedTuple):
-    """Addresses; 0 for an optional tensor that is not there. From `keys` on they lie in the workspace: docs/kernels/prefill.md."""
+    """As DecodePointers, then parts of the workspace, chunk by chunk: docs/kernels/prefill.md."""
 
     q: int
     k: int
@@ -274,55 +239,20 @@ class PrefillPointers(NamedTuple):
     A_log: int
     dt_bias: int
     cu_seqlens: int
-    reads: int
-    has_initial: int
-    initial: int
-    final: int
+    state_indices: int  # [N]
+    has_initial_state: int  # [N]
+    initial_state: int  # [N, HV, V, K], or the pool [P, HV, V, K]
+    final_state: int  # the same
     o: int
-    keys: int
-    queries: int
-    writes: int
-    pairs: int
-    columns: int
-    order: int
-    queue: int
-    moves: int
-    starts: int
-
-
-class PrefillStrides(NamedTuple):
-    """As DecodeStrides."""
-
-    q_n: int
-    q_t: int
-    q_h: int
-    k_n: int
-    k_t: int
-    k_h: int
-    v_n: int
-    v_t: int
-    v_h: int
-    g_n: int
-    g_t: int
-    g_h: int
-    g_c: int
-    beta_n: int
-    beta_t: int
-    beta_h: int
-    o_n: int
-    o_t: int
-    o_h: int
-    o_c: int
-    A_log_h: int
-    dt_bias_h: int
-    dt_bias_c: int
-    initial_p: int
-    initial_h: int
-    final_p: int
-    final_h: int
-    cu_seqlens_n: int
-    reads_n: int
-    has_initial_n: int
+    k_tiles: int
+    q_tiles: int
+    k_restored: int
+    tinv_aqk: int
+    scales: int
+    sequence_order: int  # [N]
+    work_queue: int  # [1]
+    segment_transitions: int
+    segment_states: int
 
 
 class PrefillSizes(NamedTuple):
@@ -333,17 +263,17 @@ class PrefillSizes(NamedTuple):
     """Tokens of every sequence; 0 when packed."""
     total: int
     """Rows of packed tokens; 0 when dense."""
-    places: int
-    """Chunks that the workspace has room for; a sequence's begin at `place_of` (chunks.py)."""
+    chunk_slots: int
+    """Chunks that fit in the workspace; `first_chunk_slot` (device/chunk_layout.py) says which are a sequence's."""
     H: int
     HV: int
-    q_heads: int
+    qk_head_factor: int
     beta_logits: int
     beta_kind: int
     dt_bias_kind: int
     cu_seqlens_kind: int
-    reads_kind: int
-    pieces: int
-    """Parts that each sequence is cut in."""
-    blocks: int
-    """Of the scan at most, where they take one head after another."""
+    state_indices_kind: int
+    segments: int
+    """Segments of each sequence, scanned in parallel."""
+    max_blocks: int
+    """Blocks of a persistent scan at most."""

@@ -1,11 +1,15 @@
-"""Decode: 1 to 16 tokens a sequence, the state in registers from the first to the last. docs/kernels/decode.md tells why it is so.
+"""Decode: 1 to 16 tokens a sequence; the state stays in registers from the first token to the last. docs/kernels/decode.md.
 
-A block holds `tile` V rows of one head of one sequence. `lanes` neighbouring threads share a row, 8 key channels each in every
-variant, so that a row's sums have one order whatever the batch, the token count or the schedule: that is what makes decode's bits
-independent of them. A thread has `rows` rows in flight.
+Block: `tile` V rows of one value head of one sequence. `lanes` neighbouring threads share a row, 8 key channels each; a thread has
+`rows` rows. Every variant has this lane mapping, so a row's sums have one order: bits do not depend on batch, tokens or schedule.
 
-In order: ask for indices, tokens and state; turn the tokens into what the recurrence reads (normalised q and k, decays, beta) in
-shared memory, all tokens at once, each thing on threads of its own; then walk over the tokens.
+Warp roles: every warp loads its rows of the state, and q, k and v of the tokens. The last warp also loads beta and GDN's g, a token
+a lane. KDA's g is loaded by all threads, a channel each; with a single token the first warp is left out, as it prepares q and k.
+
+Shared memory: a record per token, fp32: q, k, KDA's decays [padded_K each], v [tile], beta, k.q, GDN's decay.
+
+Order of work: prefetch into L2 before the previous kernel has ended; load indices, tokens and state; write the records; barrier;
+token by token S k, S q, u, o and the new state; store the state.
 """
 
 from typing import NamedTuple
@@ -15,28 +19,16 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
-from .arguments import ABSENT, DecodePointers, DecodeSizes, DecodeStrides, tile_of
-from .device import (
-    broadcast,
-    dot,
-    floats_of,
-    load,
-    load_index,
-    load_scalar,
-    offset,
-    sigmoid,
-    store,
-    sum_lanes,
-    sum_rows,
-    words_of,
-)
-from .rows import typed
-from .tokens import Call, Tokens
+from .arguments import DecodePointers, DecodeSizes, DecodeStrides, lanes_per_row, tile_rows
+from .device.math import broadcast, dot, sigmoid, sum_lanes, sum_rows
+from .device.ptx import load, load_index, offset, pack, store, typed, unpack
+from .device.state_rows import StateRows, shared_tensor
+from .device.tokens import Args, Tokens, sequence_block, sequence_grid
 
 Pointers, Strides, Sizes = typed(DecodePointers, Int64), typed(DecodeStrides, Int32), typed(DecodeSizes, Int32)
 
 
-class Here(NamedTuple):
+class Coord(NamedTuple):
     """What a thread works on."""
 
     n: Int32
@@ -49,14 +41,14 @@ class Here(NamedTuple):
     """First row of its warp."""
     first_row: Int32
     """Its rows are first_row, first_row + 32 // lanes, ..."""
-    own_row: Int32
-    """The one of them whose sums it ends up with."""
-    owner: cutlass.Boolean
-    """Whether it, among those that end up with the same row's sums, writes that row's output."""
+    o_row: Int32
+    """The one of them whose sums it has after a reduction."""
+    stores_o: cutlass.Boolean
+    """Whether it stores o of o_row: one of the lanes that have the same sums."""
 
 
-class Decode(Tokens):
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
+class Decode:
+    """Compile-time facts of a variant; `compile.py` compiles __call__, all else being run-time arguments."""
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
@@ -71,32 +63,33 @@ class Decode(Tokens):
         gate: str,
         qk_l2norm: bool,
         beta_logits: bool,
-        single: bool,
+        single_token: bool,
         aligned: bool,
         rows: int,
         threads: int,
     ):
-        super().__init__(axis, K, dtype, g_dtype, state_dtype, gate, qk_l2norm, aligned)
-        self.beta_logits, self.single, self.rows, self.threads = beta_logits, single, rows, threads
-        self.groups = threads // self.lanes
-        self.tile = tile_of(K, rows, threads)
+        self.state = StateRows(K, state_dtype, rows * 32 // lanes_per_row(K))
+        self.tokens = Tokens(self.state, axis, dtype, g_dtype, gate, qk_l2norm, aligned)
+        self.channel = axis == "channel"
+        self.beta_logits, self.single_token, self.rows, self.threads = beta_logits, single_token, rows, threads
+        self.lanes, self.padded_K = self.state.lanes, self.state.padded_K
+        self.groups = threads // self.lanes  # rows, or tokens' q and k, that a block accesses at once
+        self.tile = tile_rows(K, rows, threads)
         self.tiles = V // self.tile
-        self.warp_rows = self.per_warp * rows
-        self.share = self.lanes // rows  # lanes that end a reduction with the same row
-        # KDA's decays are everybody's work; those of a single token leave the first warp to q and k.
-        self.first_gater = 32 if single else 0
-        # A token in shared memory: q, k, KDA's decays, the tile's v, then beta, k.q and GDN's decay.
-        self.at_decay = 2 * self.padded_K
-        self.at_v = self.at_decay + (self.padded_K if self.channel else 0)
-        self.at_rest = self.at_v + self.tile
-        self.record = self.at_rest + 4
+        self.lanes_per_sum = self.lanes // rows  # lanes with the same row's sum after a reduction
+        self.first_decay_thread = 32 if single_token else 0
+        # A token's record in shared memory, in fp32 numbers.
+        self.decay_offset = 2 * self.padded_K
+        self.v_offset = self.decay_offset + (self.padded_K if self.channel else 0)
+        self.scalars_offset = self.v_offset + self.tile
+        self.record = self.scalars_offset + 4
 
     # -------------------------------------------------------------------------------------------- launch
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
         self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=self.grid(self.tiles * size.HV, size.N),
+            grid=sequence_grid(self.tiles * size.HV, size.N),
             block=(self.threads, 1, 1),
             smem=self.record * size.T * 4,
             stream=stream,
@@ -105,228 +98,240 @@ class Decode(Tokens):
 
     @cute.kernel
     def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes):
-        thread, _, _ = cute.arch.thread_idx()
-        head_tile, n = self.block()
-        tile, hv = head_tile % self.tiles, head_tile // self.tiles
-        lane = thread % self.lanes
-        warp_row = tile * self.tile + (thread // 32) * self.warp_rows
-        first_row = warp_row + (thread % 32) // self.lanes
-        own_row = first_row + self.per_warp * (lane // self.share)
-        here = Here(n, hv, tile, thread, lane, warp_row, first_row, own_row, lane % self.share == 0)
-        call = Call(ptr, scale, bound, stride, size)
-
-        if n < size.early:
-            self.ask_early(call, here)
+        args, coord = Args(ptr, scale, bound, stride, size), self.coord()
+        if coord.n < size.prefetch_sequences:
+            self.state.prefetch(args, coord)
+            self.tokens.prefetch(args, coord)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if n < size.N:
-            self.sequence(call, here)
+        if coord.n < size.N:
+            self.sequence(args, coord)
+
+    def coord(self):
+        thread, _, _ = cute.arch.thread_idx()
+        head_tile, n = sequence_block()
+        tile, hv = head_tile % self.tiles, head_tile // self.tiles
+        lane = thread % self.lanes
+        warp_row = tile * self.tile + (thread // 32) * self.state.warp_rows
+        first_row = warp_row + (thread % 32) // self.lanes
+        o_row = first_row + self.state.warp_groups * (lane // self.lanes_per_sum)
+        return Coord(n, hv, tile, thread, lane, warp_row, first_row, o_row, lane % self.lanes_per_sum == 0)
 
     # -------------------------------------------------------------------------------------------- one sequence
 
     @cute.jit
-    def sequence(self, call, here):
-        ptr, stride, size = call.ptr, call.stride, call.size
+    def sequence(self, args, coord):
+        size, stride = args.size, args.stride
         start, length = Int32(0), Int32(1)
-        if cutlass.const_expr(not self.single):
-            start, length = self.span(call, here)
-        read, write = self.slots(call, here)
+        if cutlass.const_expr(not self.single_token):
+            start, length = self.tokens.span(args, coord)
+        read, write = self.slots(args, coord)
 
-        first = here.thread // self.lanes
-        raw_qk = self.raw_qk(call, here, start, first, length)
-        raw_gates = self.raw_gates(call, here, start, length)
-        raw_v = self.raw_v(call, here, start, here.thread, length)
-        state_at = self.state_row(call, here, read, here.first_row)
-        rows = self.load_rows(state_at, here, self.policy(size.keep_lines), read >= 0)
+        qk = self.tokens.load_qk(args, coord, start, coord.thread // self.lanes, length)
+        gates = self.load_gates(args, coord, start, length)
+        v = self.load_v(args, coord, start, coord.thread, length)
+        state_at = self.state.address(args, coord, read, coord.first_row)
+        rows = self.state.load(state_at, coord, self.state.policy(size.keep_in_l2), read >= 0)
 
-        o_at = ptr.o + offset(here.n, stride.o_n) + offset(here.hv, stride.o_h) + offset(here.own_row, stride.o_c)
+        o_at = self.tokens.o_address(args, coord) + offset(coord.o_row, stride.o_c)
         if read >= 0:
             records = cute.arch.get_dyn_smem(Float32, 16)
-            self.stage_qk(records, call, here, start, length, raw_qk)
-            self.stage_gates(records, call, here, start, length, raw_gates)
-            self.stage_v(records, call, here, start, length, raw_v)
-            words = cute.make_rmem_tensor((4 * self.parts, self.rows), Uint32)
-            self.hold(words, rows)
+            self.stage_qk(records, args, coord, start, length, qk)
+            self.stage_gates(records, args, coord, start, length, gates)
+            self.stage_v(records, args, coord, start, length, v)
+            rState = cute.make_rmem_tensor((4 * self.state.vectors, self.rows), Uint32)
+            self.state.store_registers(rState, rows)
             cute.arch.sync_threads()
-            if cutlass.const_expr(self.single):
-                self.advance(words, records, call, here, o_at, Int32(0))
+            if cutlass.const_expr(self.single_token):
+                self.step(rState, records, args, coord, o_at, Int32(0))
             else:
                 for t in cutlass.range(length, unroll=1):
-                    self.advance(words, records, call, here, o_at + offset(start, stride.o_t), t)
+                    self.step(rState, records, args, coord, o_at + offset(start, stride.o_t), t)
             wanted = (write >= 0) & ((length > 0) | (write != read))
-            self.store_rows(self.held(words), self.state_row(call, here, write, here.first_row), here, wanted)
-        elif here.owner:
+            final = self.state.load_registers(rState)
+            self.state.store(final, self.state.address(args, coord, write, coord.first_row), coord, wanted)
+        elif coord.stores_o:
             for t in range(length):
-                store(self.dtype, o_at + offset(start + t, stride.o_t), Float32(0))
-        if cutlass.const_expr(not self.single) and size.cu_seqlens_kind != 0 and here.owner:
-            self.zero_rest(call, here, o_at)
+                store(self.tokens.dtype, o_at + offset(start + t, stride.o_t), Float32(0))
+        if cutlass.const_expr(not self.single_token) and size.cu_seqlens_kind != 0 and coord.stores_o:
+            self.tokens.zero_padding(args, coord, o_at)
 
-    def slots(self, call, here):
-        """Slot read and slot written; below zero: an inactive sequence, no final state to write."""
-        ptr, stride, size = call.ptr, call.stride, call.size
-        accepted = load_index(ptr.accepted + offset(here.n, stride.accepted_n), size.accepted_kind, Int32(1))
-        column = cutlass.max(cutlass.min(accepted, size.slots), 1) - 1
-        read_at = ptr.reads + offset(here.n, stride.reads_n) + offset(column, stride.reads_t)
-        read = load_index(read_at, size.reads_kind, here.n)
-        write = load_index(ptr.writes + offset(here.n, stride.writes_n), size.writes_kind, read)
-        return read, Int32(select_((size.update == 0) | (size.slots != 0), Int32(-1), write))
+    def slots(self, args, coord):
+        """Slot read, negative for an inactive sequence; slot of the final state, negative where there is none to store."""
+        ptr, stride, size = args.ptr, args.stride, args.size
+        accepted = load_index(ptr.num_accepted + offset(coord.n, stride.num_accepted_n), size.num_accepted_kind, Int32(1))
+        column = cutlass.max(cutlass.min(accepted, size.slots_per_sequence), 1) - 1
+        read_at = ptr.state_indices + offset(coord.n, stride.state_indices_n) + offset(column, stride.state_indices_t)
+        read = load_index(read_at, size.state_indices_kind, coord.n)
+        write = load_index(ptr.write_indices + offset(coord.n, stride.write_indices_n), size.write_indices_kind, read)
+        return read, Int32(select_((size.update_state == 0) | (size.slots_per_sequence != 0), Int32(-1), write))
+
+    # -------------------------------------------------------------------------------------------- one token
 
     @cute.jit
-    def advance(self, words, records, call, here, o_at, t):
-        """Token t: its output, and the state after it wherever it is asked for."""
-        o = self.token(words, records + t * self.record, call, here)
-        if here.owner:
-            store(self.dtype, o_at + offset(t, call.stride.o_t), o)
-        self.keep(words, call, here, t)
+    def step(self, rState, records, args, coord, o_at, t):
+        """Token t: its o, and the state after it where that is stored."""
+        o = self.update(rState, records + t * self.record, args, coord)
+        if coord.stores_o:
+            store(self.tokens.dtype, o_at + offset(t, args.stride.o_t), o)
+        self.store_intermediate(rState, args, coord, t)
 
-    def token(self, words, record, call, here):
-        """One token, its record in shared memory: moves the rows in `words` and returns o of own_row.
+    def update(self, rState, record, args, coord):
+        """Update the rows in rState with the token of a record; returns o of o_row.
 
-        With S' = S decay + u k^T, o = S' q = (S decay) q + u (k.q): both inner products are with S, and reduce together.
+        With S' = S decay + u k^T, o = S' q = (S decay) q + u (k.q): S k and S q reduce together, before u is known.
         """
         fma = cute.math.fma
-        q, k = self.staged(record, here), self.staged(record + self.padded_K, here)
-        v = self.floats(record + self.at_v, self.tile)[here.own_row - here.tile * self.tile]
-        rest = self.floats(record + self.at_rest, 4)
-        beta, kq, decay = rest[0], rest[1], rest[2]
-        rows = [floats_of(row, self.state_dtype) for row in self.held(words)]
+        q, k = self.state.load_shared(record, coord), self.state.load_shared(record + self.padded_K, coord)
+        v = shared_tensor(record + self.v_offset, self.tile)[coord.o_row - coord.tile * self.tile]
+        scalars = shared_tensor(record + self.scalars_offset, 4)
+        beta, kq, decay = scalars[0], scalars[1], scalars[2]
+        rows = [unpack(row, self.state.dtype) for row in self.state.load_registers(rState)]
         if self.channel:
-            decays = self.staged(record + self.at_decay, here)
+            decays = self.state.load_shared(record + self.decay_offset, coord)
             rows = [[s * d for s, d in zip(row, decays, strict=True)] for row in rows]
-        seen_k = sum_rows([dot(row, k) for row in rows], self.lanes, here.lane)
-        seen_q = sum_rows([dot(row, q) for row in rows], self.lanes, here.lane)
+        s_k = sum_rows([dot(row, k) for row in rows], self.lanes, coord.lane)
+        s_q = sum_rows([dot(row, q) for row in rows], self.lanes, coord.lane)
         if self.channel:
-            u = beta * (v - seen_k)
-            o = fma(u, kq, seen_q)
+            u = beta * (v - s_k)
+            o = fma(u, kq, s_q)
         else:
-            u = beta * fma(-decay, seen_k, v)
-            o = fma(u, kq, decay * seen_q)
-        moved = []
+            u = beta * fma(-decay, s_k, v)
+            o = fma(u, kq, decay * s_q)
+        updated = []
         for r, row in enumerate(rows):
-            u_r = broadcast(u, r * self.share, self.lanes)
+            u_r = broadcast(u, r * self.lanes_per_sum, self.lanes)
             row = [fma(u_r, x, s if self.channel else s * decay) for x, s in zip(k, row, strict=True)]
-            moved.append(words_of(row, self.state_dtype))
-        self.hold(words, moved)
+            updated.append(pack(row, self.state.dtype))
+        self.state.store_registers(rState, updated)
         return o
 
     @cute.jit
-    def keep(self, words, call, here, t):
-        """Write the state after token t where somebody asked for it."""
-        ptr, stride, size = call.ptr, call.stride, call.size
-        at = ptr.steps + offset(here.n, stride.steps_n) + offset(t, stride.steps_t) + offset(here.hv, stride.steps_h)
-        self.store_rows(self.held(words), at + here.first_row * self.row_bytes, here, ptr.steps != 0)
-        if size.slots != 0 and size.update != 0:
-            slot_at = ptr.reads + offset(here.n, stride.reads_n) + offset(t, stride.reads_t)
-            slot = load_index(slot_at, size.reads_kind, Int32(-1))
-            self.store_rows(self.held(words), self.state_row(call, here, slot, here.first_row), here, slot >= 0)
+    def store_intermediate(self, rState, args, coord, t):
+        """Store the state after token t: to intermediate_states, and to the token's slot of state_indices [N, W]."""
+        ptr, stride, size = args.ptr, args.stride, args.size
+        at = ptr.intermediate_states + offset(coord.n, stride.intermediate_states_n)
+        at = at + offset(t, stride.intermediate_states_t) + offset(coord.hv, stride.intermediate_states_h)
+        rows = self.state.load_registers(rState)
+        self.state.store(rows, at + coord.first_row * self.state.row_bytes, coord, ptr.intermediate_states != 0)
+        if size.slots_per_sequence != 0 and size.update_state != 0:
+            slot_at = ptr.state_indices + offset(coord.n, stride.state_indices_n) + offset(t, stride.state_indices_t)
+            slot = load_index(slot_at, size.state_indices_kind, Int32(-1))
+            rows = self.state.load_registers(rState)
+            self.state.store(rows, self.state.address(args, coord, slot, coord.first_row), coord, slot >= 0)
 
-    def raw_v(self, call, here, start, i, length):
-        """Element i of the tile's [tokens, rows] of v."""
-        token, row = i // self.tile, i % self.tile
-        return load(self.dtype, self.v_row(call, here, start + token, here.tile * self.tile + row), token < length)
+    # -------------------------------------------------------------------------------------------- records: q and k
 
     @cute.jit
-    def stage_v(self, records, call, here, start, length, raw_v):
-        count = length * self.tile
-        if here.thread < count:
-            self.put_v(records, here.thread, raw_v)
-        if cutlass.const_expr(not self.single):
-            for i in cutlass.range(here.thread + self.threads, count, self.threads, unroll=1):
-                self.put_v(records, i, self.raw_v(call, here, start, i, length))
+    def stage_qk(self, records, args, coord, start, length, qk):
+        """q and k, normalised and q scaled, and k.q: a token per group of lanes, in as many rounds as there are tokens."""
+        first_of_warp = (coord.thread // 32) * self.state.warp_groups
+        if first_of_warp < length:
+            self.store_qk(records, args, coord, coord.thread // self.lanes, length, qk)
+        if cutlass.const_expr(not self.single_token):
+            for first in cutlass.range(first_of_warp + self.groups, length, self.groups, unroll=1):
+                t = first + (coord.thread % 32) // self.lanes
+                self.store_qk(records, args, coord, t, length, self.tokens.load_qk(args, coord, start, t, length))
 
-    def put_v(self, records, i, v):
-        values = self.floats(records + (i // self.tile) * self.record + self.at_v, self.tile)
+    @cute.jit
+    def store_qk(self, records, args, coord, t, length, qk):
+        q, k = [unpack(words, self.tokens.dtype) for words in qk]
+        kq = sum_lanes(dot(k, q), self.lanes)
+        q_scale, k_scale = self.tokens.qk_scales(args, q, k)
+        if t < length:
+            record = records + t * self.record
+            self.state.store_shared(record, coord, q, q_scale)
+            self.state.store_shared(record + self.padded_K, coord, k, k_scale)
+            scalars = shared_tensor(record + self.scalars_offset, 4)
+            scalars[1] = kq * q_scale * k_scale
+
+    # -------------------------------------------------------------------------------------------- records: v
+
+    def load_v(self, args, coord, start, i, length):
+        """Element i of the tile's v [tokens, tile]."""
+        token, row = i // self.tile, i % self.tile
+        at = self.tokens.v_address(args, coord, start + token, coord.tile * self.tile + row)
+        return load(self.tokens.dtype, at, token < length)
+
+    @cute.jit
+    def stage_v(self, records, args, coord, start, length, v):
+        count = length * self.tile
+        if coord.thread < count:
+            self.store_v(records, coord.thread, v)
+        if cutlass.const_expr(not self.single_token):
+            for i in cutlass.range(coord.thread + self.threads, count, self.threads, unroll=1):
+                self.store_v(records, i, self.load_v(args, coord, start, i, length))
+
+    def store_v(self, records, i, v):
+        values = shared_tensor(records + (i // self.tile) * self.record + self.v_offset, self.tile)
         values[i % self.tile] = v
 
-    def raw_gates(self, call, here, start, length):
-        """beta of this lane's token, for the last warp; g and the gate's parameters, of that token or of KDA's first."""
-        ptr, stride, size = call.ptr, call.stride, call.size
-        t = here.thread % 32
-        mine = (here.thread // 32 == self.threads // 32 - 1) & (t < length)
-        at = ptr.beta + offset(here.n, stride.beta_n) + offset(start + t, stride.beta_t) + offset(here.hv, stride.beta_h)
-        beta = load_scalar(at, Int32(select_(mine, size.beta_kind, Int32(ABSENT))))
+    # -------------------------------------------------------------------------------------------- records: beta and decays
+
+    def load_gates(self, args, coord, start, length):
+        """beta and GDN's (g, gate parameters), a token a lane of the last warp; KDA's, of a thread's channels and first token."""
+        t = coord.thread % 32
+        active = (coord.thread // 32 == self.threads // 32 - 1) & (t < length)
+        beta = self.tokens.load_beta(args, coord, start + t, active)
         if not self.channel:
-            g = load(self.g_dtype, self.gate_at(call, here, start + t, None), mine)
-            return beta, [(g, self.gate_parameters(call, here, None, mine))]
-        raw = []
-        for place, first, wanted in self.channel_work(here, length):
-            channel = self.channel_at(place)
-            g = load(self.g_dtype, self.gate_at(call, here, start + first, channel), wanted)
-            raw.append((g, self.gate_parameters(call, here, channel, wanted)))
-        return beta, raw
+            g = self.tokens.load_g(args, coord, start + t, None, active)
+            return beta, [(g, self.tokens.load_gate_parameters(args, coord, None, active))]
+        gates = []
+        for position, first, wanted in self.decay_work(coord, length):
+            channel = self.state.channel_at(position)
+            g = self.tokens.load_g(args, coord, start + first, channel, wanted)
+            gates.append((g, self.tokens.load_gate_parameters(args, coord, channel, wanted)))
+        return beta, gates
+
+    def decay_work(self, coord, length):
+        """KDA: for each channel of a thread, its position in the record, the first token, and whether there is such a token."""
+        threads = self.threads - self.first_decay_thread
+        index = coord.thread - self.first_decay_thread
+        positions = [index + i * threads for i in range(max(1, -(-self.padded_K // threads)))]
+        if self.first_decay_thread:
+            return [(position, Int32(0), (index >= 0) & (position < self.padded_K)) for position in positions]
+        first = index // self.padded_K
+        return [(position % self.padded_K, first, first < length) for position in positions]
 
     @cute.jit
-    def stage_gates(self, records, call, here, start, length, raw):
-        beta, raw_g = raw
-        if here.thread // 32 == self.threads // 32 - 1:
-            # One token a lane: at most 16 tokens, and a warp has 32.
-            t = here.thread % 32
+    def stage_gates(self, records, args, coord, start, length, gates):
+        beta, g = gates
+        if coord.thread // 32 == self.threads // 32 - 1:
+            # A token a lane: there are at most 16.
+            t = coord.thread % 32
             if cutlass.const_expr(self.beta_logits):
                 beta = sigmoid(beta)
             decay = Float32(0)
             if cutlass.const_expr(not self.channel):
-                decay = self.decay(call, *raw_g[0])
+                decay = self.decay(args, *g[0])
             if t < length:
-                rest = self.floats(records + t * self.record + self.at_rest, 4)
-                rest[0] = beta
-                rest[2] = decay
+                scalars = shared_tensor(records + t * self.record + self.scalars_offset, 4)
+                scalars[0] = beta
+                scalars[2] = decay
         if cutlass.const_expr(self.channel):
-            for i in cutlass.range_constexpr(len(raw_g)):
-                self.stage_channel(records, call, here, start, length, i, raw_g[i])
-
-    def channel_work(self, here, length):
-        """KDA: places of the channels whose decays a thread makes, the first token it makes them for, and whether there is that."""
-        gaters = self.threads - self.first_gater
-        index = here.thread - self.first_gater
-        places = [index + i * gaters for i in range(max(1, -(-self.padded_K // gaters)))]
-        if self.first_gater:
-            return [(place, Int32(0), (index >= 0) & (place < self.padded_K)) for place in places]
-        first = index // self.padded_K
-        return [(place % self.padded_K, first, first < length) for place in places]
+            for i in cutlass.range_constexpr(len(g)):
+                self.stage_channel(records, args, coord, start, length, i, g[i])
 
     @cute.jit
-    def stage_channel(self, records, call, here, start, length, i, raw):
-        """One channel's decays of all tokens, four in flight."""
-        g, parameters = raw
-        place, first, wanted = self.channel_work(here, length)[i]
+    def stage_channel(self, records, args, coord, start, length, i, gate):
+        """One channel's decays: of the first token, then of the others, four loads in flight."""
+        g, parameters = gate
+        position, first, wanted = self.decay_work(coord, length)[i]
         if wanted:
-            self.put_decay(records, call, first, place, g, parameters)
-        if cutlass.const_expr(not self.single):
-            channel = self.channel_at(place)
-            step = max(1, self.threads // self.padded_K)
-            for t0 in cutlass.range(first + step, length, 4 * step, unroll=1):
-                turns = [t0 + j * step for j in range(4)]
-                more = [load(self.g_dtype, self.gate_at(call, here, start + t, channel), t < length) for t in turns]
+            self.store_decay(records, args, first, position, g, parameters)
+        if cutlass.const_expr(not self.single_token):
+            channel = self.state.channel_at(position)
+            stride = max(1, self.threads // self.padded_K)
+            for t0 in cutlass.range(first + stride, length, 4 * stride, unroll=1):
+                ts = [t0 + j * stride for j in range(4)]
+                gs = [self.tokens.load_g(args, coord, start + t, channel, t < length) for t in ts]
                 for j in cutlass.range_constexpr(4):
-                    if turns[j] < length:
-                        self.put_decay(records, call, turns[j], place, more[j], parameters)
+                    if ts[j] < length:
+                        self.store_decay(records, args, ts[j], position, gs[j], parameters)
 
-    def put_decay(self, records, call, t, place, g, parameters):
-        decays = self.floats(records + t * self.record + self.at_decay, self.padded_K)
-        decays[place] = self.decay(call, g, parameters)
+    def store_decay(self, records, args, t, position, g, parameters):
+        decays = shared_tensor(records + t * self.record + self.decay_offset, self.padded_K)
+        decays[position] = self.decay(args, g, parameters)
 
-    @cute.jit
-    def stage_qk(self, records, call, here, start, length, raw):
-        """q, scaled, and k, both normalised, and k.q: a token for each group of lanes, as often as it takes."""
-        warp_first = (here.thread // 32) * self.per_warp
-        if warp_first < length:
-            self.put_qk(records, call, here, here.thread // self.lanes, length, raw)
-        if cutlass.const_expr(not self.single):
-            for first in cutlass.range(warp_first + self.groups, length, self.groups, unroll=1):
-                t = first + (here.thread % 32) // self.lanes
-                self.put_qk(records, call, here, t, length, self.raw_qk(call, here, start, t, length))
-
-    @cute.jit
-    def put_qk(self, records, call, here, t, length, raw):
-        q, k = [floats_of(words, self.dtype) for words in raw]
-        kq = sum_lanes(dot(k, q), self.lanes)
-        q_scale, k_scale = self.scales(call, q, k)
-        if t < length:
-            record = records + t * self.record
-            for base, xs, x_scale in ((0, q, q_scale), (self.padded_K, k, k_scale)):
-                for h in cutlass.range_constexpr(2):
-                    place = self.half(record + base, here, h)
-                    for i in cutlass.range_constexpr(4):
-                        place[i] = xs[4 * h + i] * x_scale
-            rest = self.floats(record + self.at_rest, 4)
-            rest[1] = kq * q_scale * k_scale
+    def decay(self, args, g, parameters):
+        return cute.math.exp(self.tokens.log_decay(args, g, parameters))

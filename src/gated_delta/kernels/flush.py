@@ -1,7 +1,16 @@
-"""Flush: the accepted draft tokens of a sequence, folded into its state; one layer or all of them in one launch.
+"""Flush: fold a sequence's accepted draft tokens into its state; one layer or all of them in one launch. docs/kernels/verify.md.
 
-S_m = S_0 prod_{j<m} decay_j + sum_{i<m} outer(u_i, k_i prod_{i<j<m} decay_j), with m read on the device. A block holds `tile` V
-rows of one head of one sequence of one layer, as decode does. The keys, each with the decays after it, go through shared memory.
+    S_m = S_0 prod_{j<m} decay_j + sum_{i<m} outer(u_i, k_i prod_{i<j<m} decay_j),  m = num_accepted, read on the device
+
+Block: `tile` V rows of one value head of one sequence of one layer, `rows` rows a thread, in decode's lane mapping.
+
+Warp roles: none. Every warp holds its rows of the state; k, decays and u are loaded by all threads, a channel or an element each.
+
+Shared memory, fp32: the product of all decays [padded_K]; then per token its restored k, k_i prod_{i<j<m} decay_j [padded_K], and u
+[tile], a thread's rows side by side.
+
+Order of work: prefetch the state into L2 before the previous kernel has ended; load indices and state; load tokens from the last
+to the first, restore k and write it to shared memory; barrier; decay the state; fold token by token; store the state.
 """
 
 from typing import NamedTuple
@@ -10,24 +19,24 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from .arguments import FlushPointers, FlushSizes, FlushStrides, tile_of
-from .device import floats_of, load, load_index, offset, prefetch, qk_head, words_of
-from .rows import LINE, Rows, typed
+from .arguments import FlushPointers, FlushSizes, FlushStrides, lanes_per_row, tile_rows
+from .device.ptx import load, load_index, offset, pack, qk_head, typed, unpack
+from .device.state_rows import StateRows, shared_tensor
+from .device.tokens import MAX_GRID
 
 Pointers, Strides, Sizes = typed(FlushPointers, Int64), typed(FlushStrides, Int32), typed(FlushSizes, Int32)
 
+LOADS = (4, 8)  # tokens whose loads are in flight at once: with at most so many tokens the first, else the second
+UNROLL = 2  # tokens folded per iteration; a missing last one is neutral
 
-ROUNDS = (4, 8)  # tokens whose keys are asked for at once: where these are all, and where they are not
-FOLDED = 2  # tokens folded in one turn, the last of them neutral where there are fewer
 
-
-class Call(NamedTuple):
+class Args(NamedTuple):
     ptr: Pointers
     stride: Strides
     size: Sizes
 
 
-class Here(NamedTuple):
+class Coord(NamedTuple):
     """What a thread works on."""
 
     layer: Int32
@@ -36,166 +45,176 @@ class Here(NamedTuple):
     tile: Int32
     thread: Int32
     lane: Int32
+    """Among those that share a row."""
     warp_row: Int32
+    """First row of its warp."""
     first_row: Int32
+    """Its rows are first_row, first_row + 32 // lanes, ..."""
 
 
-class Flush(Rows):
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
+class Flush:
+    """Compile-time facts of a variant; `compile.py` compiles __call__, all else being run-time arguments."""
 
     arguments = (Pointers, Strides, Sizes)
 
     def __init__(self, K: int, V: int, state_dtype: str, rows: int, threads: int):
-        super().__init__(K, state_dtype)
-        self.rows, self.threads = rows, threads
-        self.warp_rows = self.per_warp * rows
-        self.tile = tile_of(K, rows, threads)
+        self.state = StateRows(K, state_dtype, rows * 32 // lanes_per_row(K), layers=True)
+        self.K, self.padded_K, self.rows, self.threads = K, self.state.padded_K, rows, threads
+        self.tile = tile_rows(K, rows, threads)
         self.tiles = V // self.tile
-        # A token in shared memory: its decayed k, then the tile's u. Before all of them, the state's own decays.
-        self.token = self.padded_K + self.tile
+        self.record = self.padded_K + self.tile  # a token in shared memory, in fp32 numbers
 
     @cute.jit
     def __call__(self, ptr: Pointers, stride: Strides, size: Sizes, stream):
         self.kernel(ptr, stride, size).launch(
-            grid=(self.tiles * size.HV, cutlass.min(size.N, 65535), size.layers * ((size.N + 65534) // 65535)),
+            grid=(self.tiles * size.HV, cutlass.min(size.N, MAX_GRID), size.layers * ((size.N + MAX_GRID - 1) // MAX_GRID)),
             block=(self.threads, 1, 1),
-            smem=(self.padded_K + self.token * ((size.C + FOLDED - 1) // FOLDED * FOLDED)) * 4,
+            smem=(self.padded_K + self.record * round_up(size.C)) * 4,
             stream=stream,
             use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, ptr: Pointers, stride: Strides, size: Sizes):
+        args, coord = Args(ptr, stride, size), self.coord(size)
+        if coord.n < size.prefetch_sequences:
+            self.state.prefetch(args, coord)
+        cute.arch.griddepcontrol_wait()
+        if coord.n < size.N:
+            self.sequence(args, coord)
+
+    def coord(self, size):
         thread, _, _ = cute.arch.thread_idx()
         head_tile, n_low, z = cute.arch.block_idx()
-        layer, n = z % size.layers, n_low + z // size.layers * 65535
+        layer, n = z % size.layers, n_low + z // size.layers * MAX_GRID
         tile, hv = head_tile % self.tiles, head_tile // self.tiles
-        lane = thread % self.lanes
-        warp_row = tile * self.tile + (thread // 32) * self.warp_rows
-        here = Here(layer, n, hv, tile, thread, lane, warp_row, warp_row + (thread % 32) // self.lanes)
-        call = Call(ptr, stride, size)
+        lane = thread % self.state.lanes
+        warp_row = tile * self.tile + (thread // 32) * self.state.warp_rows
+        return Coord(layer, n, hv, tile, thread, lane, warp_row, warp_row + (thread % 32) // self.state.lanes)
 
-        if n < size.early:
-            self.ask_early(call, here)
-        cute.arch.griddepcontrol_wait()
-        if n < size.N:
-            self.sequence(call, here)
+    # -------------------------------------------------------------------------------------------- one sequence
 
     @cute.jit
-    def sequence(self, call, here):
-        ptr, stride, size = call.ptr, call.stride, call.size
-        read = load_index(ptr.reads + offset(here.n, stride.reads_n), size.reads_kind, here.n)
-        write = load_index(ptr.writes + offset(here.n, stride.writes_n), size.writes_kind, read)
-        row = load_index(ptr.rows + offset(here.n, stride.rows_n), size.rows_kind, here.n)
-        count = load_index(ptr.accepted + offset(here.n, stride.accepted_n), size.accepted_kind, size.count)
+    def sequence(self, args, coord):
+        ptr, stride, size = args.ptr, args.stride, args.size
+        read = load_index(ptr.state_indices + offset(coord.n, stride.state_indices_n), size.state_indices_kind, coord.n)
+        write = load_index(ptr.write_indices + offset(coord.n, stride.write_indices_n), size.write_indices_kind, read)
+        row = load_index(ptr.buffer_indices + offset(coord.n, stride.buffer_indices_n), size.buffer_indices_kind, coord.n)
+        accepted_at = ptr.num_accepted + offset(coord.n, stride.num_accepted_n)
+        count = load_index(accepted_at, size.num_accepted_kind, size.num_accepted_all)
         count = cutlass.max(cutlass.min(count, size.C), 0)
         wanted = (read >= 0) & (write >= 0) & (row >= 0) & ((count > 0) | (read != write))
 
-        state_at = self.layer_row(call, here, read, here.first_row)
-        rows = self.load_rows(state_at, here, self.policy(size.keep_lines), wanted)
+        state_at = self.state.address(args, coord, read, coord.first_row)
+        rows = self.state.load(state_at, coord, self.state.policy(size.keep_in_l2), wanted)
         if wanted:
             shared = cute.arch.get_dyn_smem(Float32, 16)
-            tokens = shared + self.padded_K
-            self.stage(shared, tokens, call, here, row, count)
+            records = shared + self.padded_K
+            self.stage_tokens(shared, records, args, coord, row, count)
             cute.arch.sync_threads()
-            # Not before: blocks of the next kernel that move in beside these ones end up uneven over the multiprocessors.
+            # Not earlier: blocks of the next kernel would start beside these and spread unevenly over the multiprocessors.
             cute.arch.griddepcontrol_launch_dependents()
-            carried = self.staged(shared, here)
-            states = cute.make_rmem_tensor((8, self.rows), Float32)
+            decays = self.state.load_shared(shared, coord)
+            rState = cute.make_rmem_tensor((8, self.rows), Float32)
             for r in cutlass.range_constexpr(self.rows):
-                numbers = floats_of(rows[r], self.state_dtype)
+                numbers = unpack(rows[r], self.state.dtype)
                 for c in cutlass.range_constexpr(8):
-                    states[c, r] = numbers[c] * carried[c]
-            for first in cutlass.range(0, count, FOLDED, unroll=1):
-                for i in cutlass.range_constexpr(FOLDED):
-                    self.fold(states, tokens + (first + i) * self.token, here)
-            folded = [words_of([states[c, r] for c in range(8)], self.state_dtype) for r in range(self.rows)]
-            self.store_rows(folded, self.layer_row(call, here, write, here.first_row), here, wanted)
+                    rState[c, r] = numbers[c] * decays[c]
+            for first in cutlass.range(0, count, UNROLL, unroll=1):
+                for i in cutlass.range_constexpr(UNROLL):
+                    self.fold(rState, records + (first + i) * self.record, coord)
+            final = [pack([rState[c, r] for c in range(8)], self.state.dtype) for r in range(self.rows)]
+            self.state.store(final, self.state.address(args, coord, write, coord.first_row), coord, wanted)
 
-    def layer_row(self, call, here, slot, row):
-        return self.state_row(call, here, slot, row) + Int64(here.layer) * call.ptr.state_l
-
-    def ask_early(self, call, here):
-        """Bring the state towards L2 while the kernel in front of this one is still running; the slot read here is but a hint."""
-        ptr, stride, size = call.ptr, call.stride, call.size
-        guess = load_index(ptr.reads + offset(here.n, stride.reads_n), size.reads_kind, here.n)
-        inside = (guess >= 0) & (guess < size.P)
-        lines = self.warp_rows * self.row_bytes // LINE
-        for first in range(0, lines, 32):
-            line = first + here.thread % 32
-            prefetch(self.layer_row(call, here, guess, here.warp_row) + line * LINE, inside & (line < lines))
-
-    @cute.jit
-    def stage(self, shared, tokens, call, here, row, count):
-        """Every k, decayed to the last accepted token, every u's rows of the tile, and the product of all decays."""
-        ptr, stride, size = call.ptr, call.stride, call.size
-        h = qk_head(here.hv, size.k_heads)
-        layer = Int64(here.layer)
-        k_at = ptr.k + layer * ptr.k_l + offset(row, stride.k_r) + offset(h, stride.k_h)
-        decay_at = ptr.log_decay + layer * ptr.log_decay_l + offset(row, stride.log_decay_r)
-        decay_at += offset(here.hv, stride.log_decay_h)
-        u_at = ptr.u + layer * ptr.u_l + offset(row, stride.u_r) + offset(here.hv, stride.u_h) + here.tile * (self.tile * 4)
-        at = (k_at, decay_at, u_at)
-        channels = [here.thread + first for first in range(0, self.padded_K, self.threads)]
-        after = cute.make_rmem_tensor((len(channels),), Float32)
-        after.fill(1.0)
-        padded = (count + FOLDED - 1) // FOLDED * FOLDED
-        few, many = ROUNDS
-        if padded <= few:
-            self.put_tokens(tokens, here, channels, padded - 1, after, self.ask(at, stride, here, channels, padded - 1, count, few))
-        else:
-            for first in cutlass.range(0, padded, many, unroll=1):
-                last = padded - 1 - first
-                self.put_tokens(tokens, here, channels, last, after, self.ask(at, stride, here, channels, last, count, many))
-        for i, channel in enumerate(channels):
-            if channel < self.padded_K:
-                carried = self.floats(shared, self.padded_K)
-                carried[self.place_of(channel)] = after[i]
-
-    def ask(self, at, stride, here, channels, last, count, some):
-        """k and log decays of the thread's channels and its part of the u, of `some` tokens from `last` backwards, all at once.
-
-        Tokens past the accepted ones are neutral.
-        """
-        k_at, decay_at, u_at = at
-        turns = [last - j for j in range(some)]
-        there = [Uint32(t) < Uint32(count) for t in turns]  # a negative one is a large one
-        keys, logs, us = [], [], []
-        for channel in channels:
-            inside = there if self.K % self.threads == 0 else [wanted & (channel < self.K) for wanted in there]
-            rows = [k_at + offset(t, stride.k_t) + channel * 4 for t in turns]
-            keys.append([load(Float32, row, wanted) for row, wanted in zip(rows, inside, strict=True)])
-            rows = [decay_at + offset(t, stride.log_decay_t) + offset(channel, stride.log_decay_c) for t in turns]
-            logs.append([load(Float32, row, wanted) for row, wanted in zip(rows, inside, strict=True)])
-        for first in range(0, some * self.tile, self.threads):
-            t, v = last - (here.thread + first) // self.tile, (here.thread + first) % self.tile
-            inside = (Uint32(t) < Uint32(count)) & (t > last - some)
-            us.append(load(Float32, u_at + offset(t, stride.u_t) + v * 4, inside))
-        return keys, logs, us
-
-    @cute.jit
-    def put_tokens(self, tokens, here, channels, last, after, raw):
-        keys, logs, us = raw
-        for i in cutlass.range_constexpr(len(channels)):
-            place = self.place_of(channels[i])
-            for j in cutlass.range_constexpr(len(keys[i])):
-                if (last - j >= 0) & (channels[i] < self.padded_K):
-                    key = self.floats(tokens + (last - j) * self.token, self.padded_K)
-                    key[place] = keys[i][j] * after[i]
-                after[i] = after[i] * cute.math.exp(logs[i][j])
-        for j in cutlass.range_constexpr(len(us)):
-            t, v = last - (here.thread + j * self.threads) // self.tile, (here.thread + j * self.threads) % self.tile
-            if (t >= 0) & (t > last - len(keys[0])):
-                warp, rest = v // self.warp_rows, v % self.warp_rows
-                corrections = self.floats(tokens + t * self.token + self.padded_K, self.tile)
-                corrections[warp * self.warp_rows + rest % self.per_warp * self.rows + rest // self.per_warp] = us[j]
-
-    def fold(self, states, token, here):
-        """One token into this thread's rows."""
-        key = self.staged(token, here)
-        at = (token + self.padded_K + here.thread // self.lanes * self.rows).toint()
-        us = self.floats(cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=4 * min(self.rows, 4)), self.rows).load()
+    def fold(self, rState, record, coord):
+        """Add u k^T of one token to this thread's rows."""
+        k = self.state.load_shared(record, coord)
+        at = (record + self.padded_K + coord.thread // self.state.lanes * self.rows).toint()
+        pointer = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=4 * min(self.rows, 4))
+        us = shared_tensor(pointer, self.rows).load()
         for r in range(self.rows):
             u = us[r]
             for c in range(8):
-                states[c, r] = cute.math.fma(u, key[c], states[c, r])
+                rState[c, r] = cute.math.fma(u, k[c], rState[c, r])
+
+    # -------------------------------------------------------------------------------------------- tokens
+
+    @cute.jit
+    def stage_tokens(self, shared, records, args, coord, row, count):
+        """Restored k and u of the accepted tokens into shared memory, from the last to the first; and the product of all decays."""
+        ptr, stride, size = args.ptr, args.stride, args.size
+        h = qk_head(coord.hv, size.qk_head_factor)
+        layer = Int64(coord.layer)
+        k_at = ptr.buffer_k + layer * ptr.buffer_k_l + offset(row, stride.buffer_k_r) + offset(h, stride.buffer_k_h)
+        decay_at = ptr.buffer_log_decay + layer * ptr.buffer_log_decay_l + offset(row, stride.buffer_log_decay_r)
+        decay_at += offset(coord.hv, stride.buffer_log_decay_h)
+        u_at = ptr.buffer_u + layer * ptr.buffer_u_l + offset(row, stride.buffer_u_r) + offset(coord.hv, stride.buffer_u_h)
+        u_at += coord.tile * (self.tile * 4)
+        at = (k_at, decay_at, u_at)
+        channels = [coord.thread + first for first in range(0, self.padded_K, self.threads)]
+        rDecay = cute.make_rmem_tensor((len(channels),), Float32)  # product of the decays after a token
+        rDecay.fill(1.0)
+        padded = round_up(count)
+        few, many = LOADS
+        if padded <= few:
+            loaded = self.load_tokens(at, stride, coord, channels, padded - 1, count, few)
+            self.store_tokens(records, coord, channels, padded - 1, rDecay, loaded)
+        else:
+            for first in cutlass.range(0, padded, many, unroll=1):
+                last = padded - 1 - first
+                loaded = self.load_tokens(at, stride, coord, channels, last, count, many)
+                self.store_tokens(records, coord, channels, last, rDecay, loaded)
+        for i, channel in enumerate(channels):
+            if channel < self.padded_K:
+                decays = shared_tensor(shared, self.padded_K)
+                decays[self.state.position(channel)] = rDecay[i]
+
+    def load_tokens(self, at, stride, coord, channels, last, count, tokens):
+        """k and log decays of the thread's channels, and its elements of u, of `tokens` tokens from `last` backwards.
+
+        All loads are in flight at once. Tokens past the accepted ones are neutral: zeros.
+        """
+        k_at, decay_at, u_at = at
+        ts = [last - j for j in range(tokens)]
+        accepted = [Uint32(t) < Uint32(count) for t in ts]  # a negative t is a large unsigned one
+        ks, log_decays, us = [], [], []
+        for channel in channels:
+            inside = accepted if self.K % self.threads == 0 else [wanted & (channel < self.K) for wanted in accepted]
+            addresses = [k_at + offset(t, stride.buffer_k_t) + channel * 4 for t in ts]
+            ks.append([load(Float32, address, wanted) for address, wanted in zip(addresses, inside, strict=True)])
+            addresses = [decay_at + offset(t, stride.buffer_log_decay_t) + offset(channel, stride.buffer_log_decay_c) for t in ts]
+            log_decays.append([load(Float32, address, wanted) for address, wanted in zip(addresses, inside, strict=True)])
+        for first in range(0, tokens * self.tile, self.threads):
+            t, v = self.element(coord, first, last)
+            inside = (Uint32(t) < Uint32(count)) & (t > last - tokens)
+            us.append(load(Float32, u_at + offset(t, stride.buffer_u_t) + v * 4, inside))
+        return ks, log_decays, us
+
+    def element(self, coord, first, last):
+        """Token and V row of this thread's element of u among those from `first` on, of tokens from `last` backwards."""
+        return last - (coord.thread + first) // self.tile, (coord.thread + first) % self.tile
+
+    @cute.jit
+    def store_tokens(self, records, coord, channels, last, rDecay, loaded):
+        """Loaded tokens into their records; rDecay takes up their decays."""
+        ks, log_decays, us = loaded
+        for i in cutlass.range_constexpr(len(channels)):
+            position = self.state.position(channels[i])
+            for j in cutlass.range_constexpr(len(ks[i])):
+                if (last - j >= 0) & (channels[i] < self.padded_K):
+                    sK = shared_tensor(records + (last - j) * self.record, self.padded_K)
+                    sK[position] = ks[i][j] * rDecay[i]
+                rDecay[i] = rDecay[i] * cute.math.exp(log_decays[i][j])
+        for j in cutlass.range_constexpr(len(us)):
+            t, v = self.element(coord, j * self.threads, last)
+            if (t >= 0) & (t > last - len(ks[0])):
+                warp, row = v // self.state.warp_rows, v % self.state.warp_rows
+                sU = shared_tensor(records + t * self.record + self.padded_K, self.tile)
+                # A thread's rows side by side.
+                group = warp * self.state.warp_rows + row % self.state.warp_groups * self.rows
+                sU[group + row // self.state.warp_groups] = us[j]
+
+
+def round_up(tokens):
+    """To a whole number of iterations."""
+    return (tokens + UNROLL - 1) // UNROLL * UNROLL

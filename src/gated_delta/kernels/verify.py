@@ -1,12 +1,22 @@
-"""Verify: 1 to 16 draft tokens a sequence against a state read once and left alone. docs/kernels/verify.md tells why it is so.
+"""Verify: 1 to 16 draft tokens a sequence against a state that is read once and not written. docs/kernels/verify.md.
 
-A block holds `tile` V rows of one head of one sequence, `rows` of them a warp. What the tokens see in the state, S (k_t b_t) and
-S (q_t b_t) with b_t the product of the decays up to t, are products of the rows with all tokens at once on the tensor cores, so
-that time hardly depends on how many there are; the state's words go from memory to where those want them. The rest concerns the
-tokens alone: products of every pair of them, and one forward substitution a row.
+With b_t the product of the decays up to t, S (k_t b_t) and S (q_t b_t) of all tokens are one product on the tensor cores, so time
+hardly depends on T. The rest concerns tokens alone: Akk and Aqk (A and P in docs/math.md), and a forward substitution per V row.
 
-In order: ask for indices, tokens and state; tokens and decays into shared memory; the products; then a lane for each row, which
-walks over the tokens. The tensor cores' left operand, 16 rows of it at a time, is k of eight tokens and then q of the same eight.
+Block: `tile` V rows of one value head of one sequence, `rows` of them a warp.
+
+Warp roles: every warp loads its rows of the state and multiplies them. q and k are loaded by all threads, a token per `lanes`
+neighbouring threads; beta and GDN's g by the last warp, a token a lane; KDA's g by all threads, a channel each.
+
+Shared memory, in words:
+    KDA: k and q [token, 2, padded_K], decays and their products b_t [token, padded_K each], fp32
+    operand [high or low part, m_tile, k_block, step, lane, 4]: k b_t and q b_t (GDN: k and q), split in two, in mma.sync's order
+    S k and S q, interleaved, of each warp's rows [warp, token, 2 rows]; Akk and Aqk [token, 2, token], for GDN once a warp
+    beta and GDN's decay [token, 2]
+
+Order of work: prefetch into L2 before the previous kernel has ended; load indices, tokens and the state; write tokens and decays;
+barrier; KDA: decay the operand, Akk and Aqk, barrier; S k and S q (GDN: and Akk, Aqk) on the tensor cores; each lane takes a V row
+through the tokens, and stores u and o.
 """
 
 import itertools
@@ -15,38 +25,34 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass.cutlass_dsl import select_
 
-from .arguments import ABSENT, VerifyPointers, VerifySizes, VerifyStrides
-from .device import (
-    choose,
-    dot,
-    floats_of,
+from .arguments import VerifyPointers, VerifySizes, VerifyStrides
+from .device.math import dot, sigmoid, sum_rows
+from .device.ptx import (
     load,
     load_index,
-    load_scalar,
     load_words,
-    log_decay,
-    multiply_accumulate,
+    mma_sync,
     offset,
     qk_head,
-    sigmoid,
+    select,
     split,
     store,
-    store_where,
+    store_if,
     store_words,
-    sum_rows,
+    typed,
+    unpack,
 )
-from .rows import typed
-from .tokens import Call, Tokens
+from .device.state_rows import StateRows, shared_tensor
+from .device.tokens import Args, Tokens, sequence_block, sequence_grid
 
 Pointers, Strides, Sizes = typed(VerifyPointers, Int64), typed(VerifyStrides, Int32), typed(VerifySizes, Int32)
 
-PAD = 16  # floats between tokens in shared memory, so that eight lanes' accesses to two of them fall on all banks
-ROUND = 8  # tokens whose decays are asked for at once
+PAD = 16  # words between tokens' S k and S q, so that eight lanes' accesses to two tokens fall on all banks
+LOADS = 8  # tokens whose g is loaded at once
 
 
-class Here(NamedTuple):
+class Coord(NamedTuple):
     """What a thread works on."""
 
     n: Int32
@@ -57,18 +63,18 @@ class Here(NamedTuple):
     """Among those that share a token's q and k."""
     warp_row: Int32
     """First row of its warp."""
-    member: Int32
-    """Which row of eight, of the state and of the tokens, it holds for the tensor cores ..."""
     quad: Int32
-    """... and which of the four lanes that share one it is."""
-    own_row: Int32
-    """The first row it walks over the tokens for; 32 rows further is the next."""
-    owner: cutlass.Boolean
-    """Whether there is such a row for it, as there is not for all lanes of a warp with fewer than 32."""
+    """Its quad of lanes: the row of eight that it has in mma.sync's operands, of the state and of the tokens ..."""
+    quad_lane: Int32
+    """... and which of the quad's four lanes it is."""
+    o_row: Int32
+    """The first row that it computes u and o of; the next is 32 further."""
+    stores_o: cutlass.Boolean
+    """Whether it has such a row: a warp may have fewer than 32."""
 
 
-class Verify(Tokens):
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
+class Verify:
+    """Compile-time facts of a variant; `compile.py` compiles __call__, all else being run-time arguments."""
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
@@ -83,38 +89,39 @@ class Verify(Tokens):
         gate: str,
         qk_l2norm: bool,
         aligned: bool,
-        tokens: int,
+        token_tile: int,
         rows: int,
         threads: int,
     ):
-        super().__init__(axis, K, dtype, g_dtype, state_dtype, gate, qk_l2norm, aligned)
-        self.tokens, self.warp_rows, self.threads = tokens, rows, threads
-        self.groups = threads // self.lanes
-        self.tile = rows * threads // 32
-        self.tiles = V // self.tile
-        self.walks = -(-rows // 32)  # rows that a lane walks for
-        self.chunks = -(-self.row_bytes // 64)  # 16-byte accesses of a row by each lane of a quad, two tensor-core steps each
-        self.eights = -(-tokens // 8)
-        # Shared memory, in words: for KDA fp32 rows of k, q, decays and their products; the left operand, in the tensor cores'
-        # order, as two numbers that add up to it; per warp, what each row sees and, for GDN, what each pair of tokens has in
-        # common, which KDA has once; beta and GDN's decay of each token.
+        self.state = StateRows(K, state_dtype, rows)
+        self.tokens = Tokens(self.state, axis, dtype, g_dtype, gate, qk_l2norm, aligned)
+        self.channel = axis == "channel"
+        self.K, self.token_tile, self.rows, self.threads = K, token_tile, rows, threads
+        self.lanes, self.padded_K = self.state.lanes, self.state.padded_K
+        self.groups = threads // self.lanes  # tokens whose q and k a block accesses at once
         self.warps = threads // 32
-        self.at_decays = 2 * tokens * self.padded_K
-        self.at_products = self.at_decays + tokens * self.padded_K
-        self.at_operand = self.at_products + tokens * self.padded_K if self.channel else 0
-        self.operand = self.eights * 2 * self.chunks * 128
-        self.at_seen = self.at_operand + 2 * self.operand
-        self.seen_token = 2 * rows + PAD
-        self.at_pairs = self.at_seen + self.warps * tokens * self.seen_token
-        self.pair_row = max(tokens, 4)
-        self.pair_rows = 2 * self.pair_row * self.pair_row
-        self.at_rest = self.at_pairs + (1 if self.channel else self.warps) * self.pair_rows
-        self.shared = self.at_rest + 2 * tokens
+        self.tile = rows * self.warps
+        self.tiles = V // self.tile
+        self.lane_rows = -(-rows // 32)  # rows that a lane computes u and o of
+        self.k_blocks = -(-self.state.row_bytes // 64)  # of a row: 16 bytes a lane of a quad, two mma.sync steps
+        self.m_tiles = -(-token_tile // 8)  # 16 rows of the operand: k of eight tokens, q of the same
+        # Offsets in shared memory, in words.
+        self.decay_offset = 2 * token_tile * self.padded_K
+        self.product_offset = self.decay_offset + token_tile * self.padded_K
+        self.operand_offset = self.product_offset + token_tile * self.padded_K if self.channel else 0
+        self.operand = self.m_tiles * 2 * self.k_blocks * 128
+        self.skq_offset = self.operand_offset + 2 * self.operand
+        self.skq_token = 2 * rows + PAD
+        self.pair_offset = self.skq_offset + self.warps * token_tile * self.skq_token
+        self.pair_row = max(token_tile, 4)
+        self.pair_words = 2 * self.pair_row * self.pair_row
+        self.scalars_offset = self.pair_offset + (1 if self.channel else self.warps) * self.pair_words
+        self.shared = self.scalars_offset + 2 * token_tile
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
         self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=self.grid(self.tiles * size.HV, size.N),
+            grid=sequence_grid(self.tiles * size.HV, size.N),
             block=(self.threads, 1, 1),
             smem=self.shared * 4,
             stream=stream,
@@ -123,392 +130,398 @@ class Verify(Tokens):
 
     @cute.kernel
     def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes):
-        thread, _, _ = cute.arch.thread_idx()
-        head_tile, n = self.block()
-        tile, hv = head_tile % self.tiles, head_tile // self.tiles
-        warp_row = tile * self.tile + (thread // 32) * self.warp_rows
-        lane_row = thread % 32
-        own_row, owner = warp_row + lane_row % self.warp_rows, lane_row < self.warp_rows
-        here = Here(n, hv, tile, thread, thread % self.lanes, warp_row, thread % 32 // 4, thread % 4, own_row, owner)
-        call = Call(ptr, scale, bound, stride, size)
-
-        if n < size.early:
-            self.ask_early(call, here)
+        args, coord = Args(ptr, scale, bound, stride, size), self.coord()
+        if coord.n < size.prefetch_sequences:
+            self.state.prefetch(args, coord)
+            self.tokens.prefetch(args, coord)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if n < size.N:
-            self.sequence(call, here)
+        if coord.n < size.N:
+            self.sequence(args, coord)
+
+    def coord(self):
+        thread, _, _ = cute.arch.thread_idx()
+        head_tile, n = sequence_block()
+        tile, hv = head_tile % self.tiles, head_tile // self.tiles
+        warp_row = tile * self.tile + (thread // 32) * self.rows
+        warp_lane = thread % 32
+        o_row, stores_o = warp_row + warp_lane % self.rows, warp_lane < self.rows
+        return Coord(n, hv, tile, thread, thread % self.lanes, warp_row, thread % 32 // 4, thread % 4, o_row, stores_o)
 
     @cute.jit
-    def sequence(self, call, here):
-        ptr, stride, size = call.ptr, call.stride, call.size
-        start, length = self.span(call, here)
-        read = load_index(ptr.reads + offset(here.n, stride.reads_n), size.reads_kind, here.n)
-        row = load_index(ptr.rows + offset(here.n, stride.rows_n), size.rows_kind, here.n)
+    def sequence(self, args, coord):
+        ptr, stride, size = args.ptr, args.stride, args.size
+        start, length = self.tokens.span(args, coord)
+        read = load_index(ptr.state_indices + offset(coord.n, stride.state_indices_n), size.state_indices_kind, coord.n)
+        row = load_index(ptr.buffer_indices + offset(coord.n, stride.buffer_indices_n), size.buffer_indices_kind, coord.n)
         active = (read >= 0) & (row >= 0)
 
-        raw_qk = self.raw_qk(call, here, start, here.thread // self.lanes, length)
-        raw_gates = self.raw_gates(call, here, start, length)
-        fragments = self.load_fragments(call, here, read, active)
+        qk = self.tokens.load_qk(args, coord, start, coord.thread // self.lanes, length)
+        gates = self.load_gates(args, coord, start, length)
+        fragments = self.load_fragments(args, coord, read, active)
         v = [
-            [self.raw_v(call, here, start, t, walk, (t < length) & active) for t in range(self.tokens)]
-            for walk in range(self.walks)
+            [self.load_v(args, coord, start, t, r, (t < length) & active) for t in range(self.token_tile)]
+            for r in range(self.lane_rows)
         ]
 
-        o_at = ptr.o + offset(here.n, stride.o_n) + offset(here.hv, stride.o_h)
+        o_at = self.tokens.o_address(args, coord)
         if active:
             shared = cute.arch.get_dyn_smem(Float32, 16)
-            self.stage_qk(shared, call, here, start, length, row, raw_qk)
-            self.stage_gates(shared, call, here, start, length, row, raw_gates)
+            self.stage_qk(shared, args, coord, start, length, row, qk)
+            self.stage_gates(shared, args, coord, start, length, row, gates)
             cute.arch.sync_threads()
             if cutlass.const_expr(self.channel):
-                self.stage_decayed(shared, here, length)
-                self.stage_pairs(shared, here, length)
+                self.stage_decayed_qk(shared, coord, length)
+                self.stage_pairs(shared, coord, length)
                 cute.arch.sync_threads()
-            self.stage_products(shared, here, fragments)
+            self.stage_products(shared, coord, fragments)
             cute.arch.sync_warp()
-            for walk in cutlass.range_constexpr(self.walks):
-                own_row = here.own_row + 32 * walk
-                at = o_at + offset(own_row, stride.o_c) + offset(start, stride.o_t)
-                self.walk(shared, call, here, length, row, own_row, v[walk], at)
-        elif here.owner:
-            for walk in cutlass.range_constexpr(self.walks):
-                at = o_at + offset(here.own_row + 32 * walk, stride.o_c)
+            for r in cutlass.range_constexpr(self.lane_rows):
+                o_row = coord.o_row + 32 * r
+                at = o_at + offset(o_row, stride.o_c) + offset(start, stride.o_t)
+                self.substitute(shared, args, coord, length, row, o_row, v[r], at)
+        elif coord.stores_o:
+            for r in cutlass.range_constexpr(self.lane_rows):
+                at = o_at + offset(coord.o_row + 32 * r, stride.o_c)
                 for t in range(length):
-                    store(self.dtype, at + offset(start + t, stride.o_t), Float32(0))
-        if size.cu_seqlens_kind != 0 and here.owner:
-            for walk in cutlass.range_constexpr(self.walks):
-                self.zero_rest(call, here, o_at + offset(here.own_row + 32 * walk, stride.o_c))
+                    store(self.tokens.dtype, at + offset(start + t, stride.o_t), Float32(0))
+        if size.cu_seqlens_kind != 0 and coord.stores_o:
+            for r in cutlass.range_constexpr(self.lane_rows):
+                self.tokens.zero_padding(args, coord, o_at + offset(coord.o_row + 32 * r, stride.o_c))
 
     # -------------------------------------------------------------------------------------------- q and k
 
     @cute.jit
-    def stage_qk(self, shared, call, here, start, length, row, raw):
-        """k and q, normalised and q scaled: a token for each group of lanes, as often as it takes."""
-        warp_first = (here.thread // 32) * self.per_warp
-        if warp_first < length:
-            self.put_qk(shared, call, here, here.thread // self.lanes, length, row, raw)
-        if cutlass.const_expr(self.tokens > self.groups):
-            for first in cutlass.range(warp_first + self.groups, length, self.groups, unroll=1):
-                t = first + (here.thread % 32) // self.lanes
-                self.put_qk(shared, call, here, t, length, row, self.raw_qk(call, here, start, t, length))
-        self.keep_nothing(call, here, length, row)
+    def stage_qk(self, shared, args, coord, start, length, row, qk):
+        """k and q, normalised and q scaled: a token per group of lanes, in as many rounds as there are tokens."""
+        first_of_warp = (coord.thread // 32) * self.state.warp_groups
+        if first_of_warp < length:
+            self.store_qk(shared, args, coord, coord.thread // self.lanes, length, row, qk)
+        if cutlass.const_expr(self.token_tile > self.groups):
+            for first in cutlass.range(first_of_warp + self.groups, length, self.groups, unroll=1):
+                t = first + (coord.thread % 32) // self.lanes
+                self.store_qk(shared, args, coord, t, length, row, self.tokens.load_qk(args, coord, start, t, length))
+        self.zero_buffer_k(args, coord, length, row)
 
     @cute.jit
-    def put_qk(self, shared, call, here, t, length, row, raw):
-        q, k = [floats_of(words, self.dtype) for words in raw]
-        q_scale, k_scale = self.scales(call, q, k)
+    def store_qk(self, shared, args, coord, t, length, row, qk):
+        q, k = [unpack(words, self.tokens.dtype) for words in qk]
+        q_scale, k_scale = self.tokens.qk_scales(args, q, k)
         k, q = [x * k_scale for x in k], [x * q_scale for x in q]
         if t < length:
             if cutlass.const_expr(self.channel):
-                self.put_row(shared + 2 * t * self.padded_K, here, k)
-                self.put_row(shared + (2 * t + 1) * self.padded_K, here, q)
+                self.state.store_shared(shared + 2 * t * self.padded_K, coord, k)
+                self.state.store_shared(shared + (2 * t + 1) * self.padded_K, coord, q)
             else:
-                self.put_operand(shared, here, t, k, q)
-        self.keep_k(call, here, t, length, row, k)
+                self.store_operand(shared, coord, t, k, q)
+        self.store_buffer_k(args, coord, t, length, row, k)
 
-    def put_row(self, at, here, xs):
-        for h in range(2):
-            place = self.half(at, here, h)
-            for i in range(4):
-                place[i] = xs[4 * h + i]
-
-    def put_operand(self, shared, here, t, k, q):
-        """One token's k and q, this lane's eight channels of each, into the tensor cores' left operand."""
-        halves = []
-        for part in range(self.parts):
-            some = slice(part * self.width, (part + 1) * self.width)
-            halves.append([split(x[some], self.state_dtype) for x in (k, q)])
-        for part, (ks, qs) in enumerate(halves):
-            chunk = part * (self.lanes // 4) + here.lane // 4
-            for size, step in itertools.product(range(2), range(2)):
-                at = self.at_operand + size * self.operand + (t // 8 * self.chunks + chunk) * 256 + step * 128
-                words = [x[size][2 * step + late] for late in range(2) for x in (ks, qs)]
-                self.put_vector(Uint32, shared, at + (t % 8 * 4 + here.lane % 4) * 4, words, chunk < self.chunks)
-
-    def vector(self, dtype, shared, at, count=4):
-        address = (shared + at).toint()
-        return self.floats(cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=4 * count), count)
+    def store_operand(self, shared, coord, t, k, q):
+        """One token's k and q, this lane's eight channels of each, into the operand."""
+        vector_size, parts = self.state.vector_size, []
+        for vector in range(self.state.vectors):
+            some = slice(vector * vector_size, (vector + 1) * vector_size)
+            parts.append([split(x[some], self.state.dtype) for x in (k, q)])
+        for vector, (k_parts, q_parts) in enumerate(parts):
+            k_block = vector * (self.lanes // 4) + coord.lane // 4
+            for part, step in itertools.product(range(2), range(2)):
+                at = self.operand_offset + part * self.operand + (t // 8 * self.k_blocks + k_block) * 256 + step * 128
+                words = [x[part][2 * step + i] for i in range(2) for x in (k_parts, q_parts)]
+                self.store_vector(Uint32, shared, at + (t % 8 * 4 + coord.lane % 4) * 4, words, k_block < self.k_blocks)
 
     @cute.jit
-    def put_vector(self, dtype, shared, at, xs, condition):
-        if condition:
-            place = self.vector(dtype, shared, at, len(xs))
-            for i in cutlass.range_constexpr(len(xs)):
-                place[i] = xs[i]
-
-    @cute.jit
-    def stage_decayed(self, shared, here, length):
-        """KDA: k_t b_t and q_t b_t."""
-        for first in cutlass.range(here.thread // 32 * self.per_warp, length, self.groups, unroll=1):
-            t = first + here.thread % 32 // self.lanes
+    def stage_decayed_qk(self, shared, coord, length):
+        """KDA: k_t b_t and q_t b_t into the operand."""
+        for first in cutlass.range(coord.thread // 32 * self.state.warp_groups, length, self.groups, unroll=1):
+            t = first + coord.thread % 32 // self.lanes
             if t < length:
-                products = self.staged(shared + self.at_products + t * self.padded_K, here)
-                rows = [self.staged(shared + (2 * t + which) * self.padded_K, here) for which in range(2)]
+                products = self.state.load_shared(shared + self.product_offset + t * self.padded_K, coord)
+                rows = [self.state.load_shared(shared + (2 * t + which) * self.padded_K, coord) for which in range(2)]
                 k, q = [[x * b for x, b in zip(row, products, strict=True)] for row in rows]
-                self.put_operand(shared, here, t, k, q)
+                self.store_operand(shared, coord, t, k, q)
 
-    def kept_k_at(self, call, here, row, t):
-        """The buffer's k of a token, and whether this block writes it: the first tile of the first value head that shares it."""
-        ptr, stride = call.ptr, call.stride
-        h = qk_head(here.hv, call.size.q_heads)
-        at = ptr.kept_k + offset(row, stride.kept_k_r) + offset(h, stride.kept_k_h) + offset(t, stride.kept_k_t)
-        return at, (here.tile == 0) & (here.hv == h * call.size.group)
+    def buffer_k_address(self, args, coord, row, t):
+        """A token's k in the buffer, and whether this block stores it: the first tile of the first value head that shares it."""
+        ptr, stride = args.ptr, args.stride
+        h = qk_head(coord.hv, args.size.qk_head_factor)
+        at = ptr.buffer_k + offset(row, stride.buffer_k_r) + offset(h, stride.buffer_k_h) + offset(t, stride.buffer_k_t)
+        return at, (coord.tile == 0) & (coord.hv == h * args.size.group_size)
 
-    def keep_k(self, call, here, t, length, row, k):
-        at, mine = self.kept_k_at(call, here, row, t)
-        for part in range(8 // 4):
-            channel = here.lane * 8 + 4 * part if self.parts == 1 else self.part_at(here, part)
-            inside = mine & (t < length) & (channel < self.K)
-            store_words(at + channel * 4, [x.bitcast(Uint32) for x in k[4 * part : 4 * part + 4]], inside)
+    def store_buffer_k(self, args, coord, t, length, row, k):
+        at, wanted = self.buffer_k_address(args, coord, row, t)
+        for half in range(2):
+            channel = coord.lane * 8 + 4 * half if self.state.vectors == 1 else self.state.channel(coord, half)
+            inside = wanted & (t < length) & (channel < self.K)
+            store_words(at + channel * 4, [x.bitcast(Uint32) for x in k[4 * half : 4 * half + 4]], inside)
 
     @cute.jit
-    def keep_nothing(self, call, here, length, row):
-        """The buffer's k past the last token is neutral."""
-        first, mine = self.kept_k_at(call, here, row, length)
-        if mine:
-            for i in cutlass.range(here.thread, (call.size.C - length) * self.K, self.threads, unroll=1):
-                store(Float32, first + offset(i // self.K, call.stride.kept_k_t) + i % self.K * 4, Float32(0))
+    def zero_buffer_k(self, args, coord, length, row):
+        """Zero the buffer's k past the last token."""
+        first, wanted = self.buffer_k_address(args, coord, row, length)
+        if wanted:
+            for i in cutlass.range(coord.thread, (args.size.C - length) * self.K, self.threads, unroll=1):
+                store(Float32, first + offset(i // self.K, args.stride.buffer_k_t) + i % self.K * 4, Float32(0))
 
-    # -------------------------------------------------------------------------------------------- gates and beta
+    # -------------------------------------------------------------------------------------------- beta and decays
 
-    def raw_gates(self, call, here, start, length):
-        """beta of this lane's token, for the last warp; g of that token or of a channel's first, and the gate's parameters."""
-        ptr, stride, size = call.ptr, call.stride, call.size
-        t = here.thread % 32
-        mine = (here.thread // 32 == self.threads // 32 - 1) & (t < length)
-        at = ptr.beta + offset(here.n, stride.beta_n) + offset(start + t, stride.beta_t) + offset(here.hv, stride.beta_h)
-        beta = load_scalar(at, Int32(select_(mine, size.beta_kind, Int32(ABSENT))))
+    def load_gates(self, args, coord, start, length):
+        """beta and GDN's (g, gate parameters), a token a lane of the last warp; KDA's, of a thread's channels and first tokens."""
+        t = coord.thread % 32
+        active = (coord.thread // 32 == self.warps - 1) & (t < length)
+        beta = self.tokens.load_beta(args, coord, start + t, active)
         if not self.channel:
-            g = load(self.g_dtype, self.gate_at(call, here, start + t, None), mine)
-            return beta, [(g, self.gate_parameters(call, here, None, mine))]
-        raw = []
-        for channel in self.own_channels(here):
-            parameters = self.gate_parameters(call, here, channel, channel < self.K)
-            raw.append((self.raw_decays(call, here, start, Int32(0), length, channel), parameters))
-        return beta, raw
+            g = self.tokens.load_g(args, coord, start + t, None, active)
+            return beta, [(g, self.tokens.load_gate_parameters(args, coord, None, active))]
+        gates = []
+        for channel in self.thread_channels(coord):
+            parameters = self.tokens.load_gate_parameters(args, coord, channel, channel < self.K)
+            gates.append((self.load_channel(args, coord, start, Int32(0), length, channel), parameters))
+        return beta, gates
 
-    def own_channels(self, here):
-        """KDA: the channels whose decays a thread makes."""
-        return [here.thread + first for first in range(0, self.padded_K, self.threads)]
+    def thread_channels(self, coord):
+        """KDA: the channels whose decays a thread computes."""
+        return [coord.thread + first for first in range(0, self.padded_K, self.threads)]
 
-    def raw_decays(self, call, here, start, t0, length, channel):
-        """g of a channel of a round of tokens."""
-        turns = [t0 + j for j in range(min(self.tokens, ROUND))]
+    def load_channel(self, args, coord, start, t0, length, channel):
+        """g of a channel, of the tokens from t0 on that are loaded at once."""
+        ts = [t0 + j for j in range(min(self.token_tile, LOADS))]
         inside = channel < self.K
-        return [load(self.g_dtype, self.gate_at(call, here, start + t, channel), (t < length) & inside) for t in turns]
+        return [self.tokens.load_g(args, coord, start + t, channel, (t < length) & inside) for t in ts]
 
     @cute.jit
-    def stage_gates(self, shared, call, here, start, length, row, raw):
-        """beta and decays; log decays into the buffer too, zeros past the last token."""
-        beta, raw_g = raw
-        ptr, stride, size = call.ptr, call.stride, call.size
-        kept = ptr.log_decay + offset(row, stride.log_decay_r) + offset(here.hv, stride.log_decay_h)
-        if here.thread // 32 == self.threads // 32 - 1:
-            # One token a lane: at most 16 tokens, and a warp has 32.
-            t = here.thread % 32
-            beta = choose(size.beta_logits != 0, sigmoid(beta), beta)
+    def stage_gates(self, shared, args, coord, start, length, row, gates):
+        """beta and decays into shared memory; log decays into the buffer, zeros past the last token."""
+        beta, g = gates
+        ptr, stride, size = args.ptr, args.stride, args.size
+        buffer_at = ptr.buffer_log_decay + offset(row, stride.buffer_log_decay_r) + offset(coord.hv, stride.buffer_log_decay_h)
+        if coord.thread // 32 == self.warps - 1:
+            # A token a lane: there are at most 16.
+            t = coord.thread % 32
+            beta = select(size.beta_logits != 0, sigmoid(beta), beta)
             decay = Float32(0)
             if cutlass.const_expr(not self.channel):
-                log = log_decay(self.gate, raw_g[0][0], *raw_g[0][1], call.bound)
-                decay = cute.math.exp(log)
-                wanted = (here.tile == 0) & (t < size.C)
-                store_where(Float32, kept + offset(t, stride.log_decay_t), choose(t < length, log, Float32(0)), wanted)
+                log_decay = self.tokens.log_decay(args, *g[0])
+                decay = cute.math.exp(log_decay)
+                at, wanted = buffer_at + offset(t, stride.buffer_log_decay_t), (coord.tile == 0) & (t < size.C)
+                store_if(Float32, at, select(t < length, log_decay, Float32(0)), wanted)
             if t < length:
-                rest = self.floats(shared + self.at_rest + 2 * t, 2)
-                rest[0] = beta
-                rest[1] = decay
+                scalars = shared_tensor(shared + self.scalars_offset + 2 * t, 2)
+                scalars[0] = beta
+                scalars[1] = decay
         if cutlass.const_expr(self.channel):
-            for i in cutlass.range_constexpr(len(raw_g)):
-                self.stage_channel(shared, call, here, start, length, kept, self.own_channels(here)[i], raw_g[i])
+            for i in cutlass.range_constexpr(len(g)):
+                self.stage_channel(shared, args, coord, start, length, buffer_at, self.thread_channels(coord)[i], g[i])
 
     @cute.jit
-    def stage_channel(self, shared, call, here, start, length, kept, channel, raw):
-        """A channel's decays and their products, token by token; channels past the last one are neutral."""
-        first, parameters = raw
-        stride, size = call.stride, call.size
+    def stage_channel(self, shared, args, coord, start, length, buffer_at, channel, gate):
+        """KDA: a channel's decays and their products, token by token; padded channels are neutral."""
+        gs, parameters = gate
+        stride, size = args.stride, args.size
         if channel < self.padded_K:
-            product = cute.make_rmem_tensor((1,), Float32)
-            product[0] = Float32(1)
-            self.put_decays(shared, call, here, Int32(0), length, kept, channel, first, parameters, product)
-            if cutlass.const_expr(self.tokens > ROUND):
-                for t0 in cutlass.range(ROUND, length, ROUND, unroll=1):
-                    more = self.raw_decays(call, here, start, t0, length, channel)
-                    self.put_decays(shared, call, here, t0, length, kept, channel, more, parameters, product)
-            if here.tile == 0 and channel < self.K:
+            rProduct = cute.make_rmem_tensor((1,), Float32)
+            rProduct[0] = Float32(1)
+            self.store_decays(shared, args, coord, Int32(0), length, buffer_at, channel, gs, parameters, rProduct)
+            if cutlass.const_expr(self.token_tile > LOADS):
+                for t0 in cutlass.range(LOADS, length, LOADS, unroll=1):
+                    more = self.load_channel(args, coord, start, t0, length, channel)
+                    self.store_decays(shared, args, coord, t0, length, buffer_at, channel, more, parameters, rProduct)
+            if coord.tile == 0 and channel < self.K:
                 for t in cutlass.range(length, size.C, unroll=1):
-                    store(Float32, kept + offset(t, stride.log_decay_t) + channel * 4, Float32(0))
+                    store(Float32, buffer_at + offset(t, stride.buffer_log_decay_t) + channel * 4, Float32(0))
 
     @cute.jit
-    def put_decays(self, shared, call, here, t0, length, kept, channel, gs, parameters, product):
+    def store_decays(self, shared, args, coord, t0, length, buffer_at, channel, gs, parameters, rProduct):
         for j in cutlass.range_constexpr(len(gs)):
             t = t0 + j
-            log = log_decay(self.gate, gs[j], *parameters, call.bound)
-            decay = choose(channel < self.K, cute.math.exp(log), Float32(1))
-            product[0] = product[0] * decay
-            place = self.place_of(channel) + t * self.padded_K
-            decays = self.floats(shared + self.at_decays, self.tokens * self.padded_K)
-            products = self.floats(shared + self.at_products, self.tokens * self.padded_K)
-            decays[place] = decay
-            products[place] = product[0]
-            wanted = (t < length) & (here.tile == 0) & (channel < self.K)
-            store_where(Float32, kept + offset(t, call.stride.log_decay_t) + channel * 4, log, wanted)
+            log_decay = self.tokens.log_decay(args, gs[j], parameters)
+            decay = select(channel < self.K, cute.math.exp(log_decay), Float32(1))
+            rProduct[0] = rProduct[0] * decay
+            position = self.state.position(channel) + t * self.padded_K
+            decays = shared_tensor(shared + self.decay_offset, self.token_tile * self.padded_K)
+            products = shared_tensor(shared + self.product_offset, self.token_tile * self.padded_K)
+            decays[position] = decay
+            products[position] = rProduct[0]
+            wanted = (t < length) & (coord.tile == 0) & (channel < self.K)
+            store_if(Float32, buffer_at + offset(t, args.stride.buffer_log_decay_t) + channel * 4, log_decay, wanted)
 
-    # -------------------------------------------------------------------------------------------- pairs of tokens
+    # -------------------------------------------------------------------------------------------- KDA: Akk and Aqk
 
     @cute.jit
-    def stage_pairs(self, shared, here, length):
-        """KDA: for every pair i <= t, sums over the channels of k_t k_i and q_t k_i times the decays between: math.md, "Pairs".
+    def stage_pairs(self, shared, coord, length):
+        """Akk[t, i] and Aqk[t, i] for i <= t: sums over the channels of k_t k_i and q_t k_i times the decays between them.
 
-        An earlier token for each group of lanes, which decays it from one later token to the next.
+        A token i for each group of lanes, which decays k_i from one t to the next. docs/math.md, "Pairs".
         """
-        turn = min(4, self.tokens)  # later tokens in flight
-        early = cute.make_rmem_tensor((8,), Float32)
-        for first in cutlass.range((here.thread // 32) * self.per_warp, length, self.groups, unroll=1):
-            i = first + (here.thread % 32) // self.lanes
-            ks = self.staged(shared + 2 * i * self.padded_K, here)
+        count = min(4, self.token_tile)  # tokens t at once
+        rK = cute.make_rmem_tensor((8,), Float32)
+        for first in cutlass.range((coord.thread // 32) * self.state.warp_groups, length, self.groups, unroll=1):
+            i = first + (coord.thread % 32) // self.lanes
+            k = self.state.load_shared(shared + 2 * i * self.padded_K, coord)
             for c in cutlass.range_constexpr(8):
-                early[c] = ks[c]
-            # A warp's earlier tokens lie in the same turn, so its halves take as many turns.
-            self.put_pairs(shared, here, i, first // turn * turn, turn, early, True)
-            for t0 in cutlass.range(first // turn * turn + turn, length, turn, unroll=1):
-                self.put_pairs(shared, here, i, t0, turn, early, False)
+                rK[c] = k[c]
+            # t starts at a multiple of `count` that is the same for all of a warp's i, so its groups loop equally often.
+            self.store_pairs(shared, coord, i, first // count * count, count, rK, True)
+            for t0 in cutlass.range(first // count * count + count, length, count, unroll=1):
+                self.store_pairs(shared, coord, i, t0, count, rK, False)
 
     @cute.jit
-    def put_pairs(self, shared, here, i, t0, turn, early, first):
-        """Token i with `turn` later ones; in the first turn some of these are not later."""
-        share = self.lanes // (2 * turn)
+    def store_pairs(self, shared, coord, i, t0, count, rK, first):
+        """Token i with `count` tokens t from t0 on; the first time some of these are not later than i."""
+        lanes_per_sum = self.lanes // (2 * count)
         sums = []
-        for j in cutlass.range_constexpr(turn):
+        for j in cutlass.range_constexpr(count):
             t = t0 + j
-            decays = self.staged(shared + self.at_decays + t * self.padded_K, here)
+            decays = self.state.load_shared(shared + self.decay_offset + t * self.padded_K, coord)
             for c in cutlass.range_constexpr(8):
                 decay = decays[c]
                 if cutlass.const_expr(first):
-                    decay = choose(t > i, decay, Float32(1))
-                early[c] = early[c] * decay
-            xs = [early[c] for c in range(8)]
+                    decay = select(t > i, decay, Float32(1))
+                rK[c] = rK[c] * decay
+            k_i = [rK[c] for c in range(8)]
             for which in cutlass.range_constexpr(2):
-                sums.append(dot(self.staged(shared + (2 * t + which) * self.padded_K, here), xs))
-        total = sum_rows(sums, self.lanes, here.lane)
-        if here.lane % share == 0:
-            t, which = t0 + here.lane // share // 2, here.lane // share % 2
-            pairs = self.floats(shared + self.at_pairs, self.pair_rows)
+                sums.append(dot(self.state.load_shared(shared + (2 * t + which) * self.padded_K, coord), k_i))
+        total = sum_rows(sums, self.lanes, coord.lane)
+        if coord.lane % lanes_per_sum == 0:
+            t, which = t0 + coord.lane // lanes_per_sum // 2, coord.lane // lanes_per_sum % 2
+            pairs = shared_tensor(shared + self.pair_offset, self.pair_words)
             pairs[(2 * t + which) * self.pair_row + i] = total
 
-    def pairs_at(self, here):
-        """KDA has the pairs once; with GDN every warp makes its own, which spares them a wait."""
-        return self.at_pairs if self.channel else self.at_pairs + here.thread // 32 * self.pair_rows
+    # -------------------------------------------------------------------------------------------- products on the tensor cores
 
-    # -------------------------------------------------------------------------------------------- the state
-
-    def load_fragments(self, call, here, slot, active):
-        """This lane's 16-byte accesses to the rows member, member + 8, ... of its warp."""
+    def load_fragments(self, args, coord, slot, active):
+        """This lane's 16-byte vectors of the rows quad, quad + 8, ... of its warp."""
         rows = []
-        policy = self.policy(call.size.keep_lines)
-        for first in range(0, self.warp_rows, 8):
-            at = self.state_row(call, here, slot, here.warp_row + here.member + first)
+        policy = self.state.policy(args.size.keep_in_l2)
+        for first in range(0, self.rows, 8):
+            at = self.state.address(args, coord, slot, coord.warp_row + coord.quad + first)
             row = []
-            for chunk in range(self.chunks):
-                byte = (4 * chunk + here.quad) * 16
-                whole = 64 * (chunk + 1) <= self.row_bytes
-                inside = active if whole else active & (byte < self.row_bytes)
+            for k_block in range(self.k_blocks):
+                byte = (4 * k_block + coord.quad_lane) * 16
+                whole = 64 * (k_block + 1) <= self.state.row_bytes
+                inside = active if whole else active & (byte < self.state.row_bytes)
                 row.append(load_words(at + byte, inside, policy=policy, zero=not whole))
             rows.append(row)
         return rows
 
-    def stage_products(self, shared, here, fragments):
-        """What the warp's rows see of all tokens, and for GDN the pairs of tokens, whose k are but eight more rows."""
-        exact = self.parts == 1  # a bf16 state, of which nothing is left over
-        rows, eights = len(fragments), range(self.eights)
-        blank = lambda: [[Float32(0)] * 4 for _ in range(2)]  # noqa: E731  two sums, for the tensor cores' latency
-        seen = [[blank() for _ in range(rows)] for _ in eights]
-        pairs = [[blank() for _ in range(late + 1)] for late in eights]
-
-        def add(sums, a, b):
-            """Two split operands' product but for what is left over of both."""
-            for into, which, whose in ((0, 0, 0), (1, 1, 0), (1, 0, 1)):
-                if b[whose] is not None:
-                    sums[into] = multiply_accumulate(sums[into], a[which], b[whose], self.state_dtype)
-
-        for chunk in range(self.chunks):
-            states = [row[chunk] for row in fragments]
+    def stage_products(self, shared, coord, fragments):
+        """S k and S q of the warp's rows; for GDN Akk and Aqk too, whose right operand is k as eight more rows."""
+        exact = self.state.vectors == 1  # a bf16 state has no low part
+        m_tiles = range(self.m_tiles)
+        skq = [[zero_sums() for _ in fragments] for _ in m_tiles]
+        pairs = [[zero_sums() for _ in range(late + 1)] for late in m_tiles]
+        for k_block in range(self.k_blocks):
+            rows = [row[k_block] for row in fragments]
             if not exact:
-                states = [split([w.bitcast(Float32) for w in words], Float32) for words in states]
+                rows = [split([word.bitcast(Float32) for word in words], Float32) for words in rows]
             for step in range(2):
                 some = slice(2 * step, 2 * step + 2)
-                tokens = [[self.operand_of(shared, here, eight, chunk, step, size) for size in range(2)] for eight in eights]
-                for eight in eights:
-                    for row, words in enumerate(states):
+                tokens = [[self.load_operand(shared, coord, m, k_block, step, part) for part in range(2)] for m in m_tiles]
+                for m in m_tiles:
+                    for row, words in enumerate(rows):
                         b = (words[some], None) if exact else (words[0][some], words[1][some])
-                        add(seen[eight][row], tokens[eight], b)
+                        self.multiply(skq[m][row], tokens[m], b)
                     if not self.channel:
-                        for earlier in range(eight + 1):
-                            add(pairs[eight][earlier], tokens[eight], [x[0::2] for x in tokens[earlier]])
-        for eight in eights:
-            t = 8 * eight + here.member
-            inside = here.member < self.tokens
-            for row, sums in enumerate(seen[eight]):
-                by_k0, by_k1, by_q0, by_q1 = [x + y for x, y in zip(*sums, strict=True)]
-                at = self.seen_at(here, t) + 2 * (8 * row + 2 * here.quad)
-                self.put_vector(Float32, shared, at, [by_k0, by_q0, by_k1, by_q1], inside)
-            if not self.channel:
-                for earlier, sums in enumerate(pairs[eight]):
-                    found = [x + y for x, y in zip(*sums, strict=True)]
-                    for which in range(2):
-                        at = self.pairs_at(here) + (2 * t + which) * self.pair_row + 8 * earlier + 2 * here.quad
-                        some = inside & (2 * here.quad < self.tokens)
-                        self.put_vector(Float32, shared, at, found[2 * which : 2 * which + 2], some)
+                        for earlier in range(m + 1):
+                            self.multiply(pairs[m][earlier], tokens[m], [x[0::2] for x in tokens[earlier]])
+        for m in m_tiles:
+            self.store_products(shared, coord, m, skq[m], pairs[m])
 
-    def operand_of(self, shared, here, eight, chunk, step, size):
-        """This lane's words of the left operand: k and q of a token, for two of its channels or pairs of them."""
-        at = self.at_operand + size * self.operand + (eight * self.chunks + chunk) * 256 + step * 128
-        words = self.vector(Uint32, shared, at + here.thread % 32 * 4).load()
+    def multiply(self, sums, a, b):
+        """Add a product of split operands: high times high to one sum, the mixed terms to the other; low times low is dropped."""
+        for target, a_part, b_part in ((0, 0, 0), (1, 1, 0), (1, 0, 1)):
+            if b[b_part] is not None:
+                sums[target] = mma_sync(sums[target], a[a_part], b[b_part], self.state.dtype)
+
+    def load_operand(self, shared, coord, m, k_block, step, part):
+        """This lane's words of the left operand: k and q of a token, of two channels (fp32) or two pairs of channels."""
+        at = self.operand_offset + part * self.operand + (m * self.k_blocks + k_block) * 256 + step * 128
+        words = self.vector(Uint32, shared, at + coord.thread % 32 * 4).load()
         return [words[i] for i in range(4)]
 
-    def seen_at(self, here, t):
-        return self.at_seen + (here.thread // 32 * self.tokens + t) * self.seen_token
+    def store_products(self, shared, coord, m, skq, pairs):
+        """Sums of eight tokens: mma.sync leaves a lane two columns (V rows, or tokens i) of S k and the same two of S q."""
+        t = 8 * m + coord.quad
+        inside = coord.quad < self.token_tile
+        for row, sums in enumerate(skq):
+            s_k0, s_k1, s_q0, s_q1 = [x + y for x, y in zip(*sums, strict=True)]
+            at = self.skq_at(coord, t) + 2 * (8 * row + 2 * coord.quad_lane)
+            self.store_vector(Float32, shared, at, [s_k0, s_q0, s_k1, s_q1], inside)
+        if not self.channel:
+            for earlier, sums in enumerate(pairs):
+                found = [x + y for x, y in zip(*sums, strict=True)]
+                for which in range(2):
+                    at = self.pairs_at(coord) + (2 * t + which) * self.pair_row + 8 * earlier + 2 * coord.quad_lane
+                    some = inside & (2 * coord.quad_lane < self.token_tile)
+                    self.store_vector(Float32, shared, at, found[2 * which : 2 * which + 2], some)
 
-    # -------------------------------------------------------------------------------------------- the walk over the tokens
+    def skq_at(self, coord, t):
+        """S k and S q of a token and the warp's rows."""
+        return self.skq_offset + (coord.thread // 32 * self.token_tile + t) * self.skq_token
 
-    def raw_v(self, call, here, start, t, walk, condition):
-        return load(self.dtype, self.v_row(call, here, start + t, here.own_row + 32 * walk), condition)
+    def pairs_at(self, coord):
+        """Akk and Aqk: KDA's are the block's; GDN's are each warp's own, which saves a barrier."""
+        return self.pair_offset if self.channel else self.pair_offset + coord.thread // 32 * self.pair_words
 
-    def pairs(self, shared, here, t, which, count):
-        """The first `count` entries of a token's row, in fours."""
-        at, entries = self.pairs_at(here) + (2 * t + which) * self.pair_row, []
+    def vector(self, dtype, shared, at, count=4):
+        address = (shared + at).toint()
+        return shared_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.smem, assumed_align=4 * count), count)
+
+    @cute.jit
+    def store_vector(self, dtype, shared, at, xs, condition):
+        if condition:
+            target = self.vector(dtype, shared, at, len(xs))
+            for i in cutlass.range_constexpr(len(xs)):
+                target[i] = xs[i]
+
+    # -------------------------------------------------------------------------------------------- u and o
+
+    def load_v(self, args, coord, start, t, r, condition):
+        at = self.tokens.v_address(args, coord, start + t, coord.o_row + 32 * r)
+        return load(self.tokens.dtype, at, condition)
+
+    def load_pairs(self, shared, coord, t, which, count):
+        """The first `count` entries of row t of Akk (which = 0) or Aqk (1)."""
+        at, entries = self.pairs_at(coord) + (2 * t + which) * self.pair_row, []
         for first in range(0, count, 4):
             four = self.vector(Float32, shared, at + first).load()
             entries += [four[i] for i in range(4)]
         return entries[:count]
 
     @cute.jit
-    def walk(self, shared, call, here, length, row, own_row, v, o_at):
-        """u_t = beta_t (v_t - S k_t b_t - sum_{i<t} A[t, i] u_i) and o_t = S q_t b_t + sum_{i<=t} P[t, i] u_i, for one row.
+    def substitute(self, shared, args, coord, length, row, o_row, v, o_at):
+        """u and o of one V row, by forward substitution.
 
-        GDN's decays were left out of the products and the pairs; the u_i take them up here, one token after the other.
+            u_t = beta_t (v_t - S k_t b_t - sum_{i<t} Akk[t, i] u_i)
+            o_t = S q_t b_t + sum_{i<=t} Aqk[t, i] u_i
+
+        GDN's decays are in neither the products nor the pairs: S k and S q take up b_t here, and the u_i a decay per token.
         """
         fma = cute.math.fma
-        ptr, stride, size = call.ptr, call.stride, call.size
-        u_at = ptr.u + offset(row, stride.u_r) + offset(here.hv, stride.u_h) + own_row * 4
+        ptr, stride, size = args.ptr, args.stride, args.size
+        u_at = ptr.buffer_u + offset(row, stride.buffer_u_r) + offset(coord.hv, stride.buffer_u_h) + o_row * 4
         us, product = [], Float32(1)
-        for t in cutlass.range_constexpr(self.tokens):
-            beta, decay = [self.floats(shared + self.at_rest + 2 * t, 2)[i] for i in range(2)]
-            seen = self.vector(Float32, shared, self.seen_at(here, t) + 2 * (own_row - here.warp_row), 2)
-            by_k, by_q = seen[0], seen[1]
+        for t in cutlass.range_constexpr(self.token_tile):
+            beta, decay = [shared_tensor(shared + self.scalars_offset + 2 * t, 2)[i] for i in range(2)]
+            skq = self.vector(Float32, shared, self.skq_at(coord, t) + 2 * (o_row - coord.warp_row), 2)
+            s_k, s_q = skq[0], skq[1]
             if cutlass.const_expr(not self.channel):
                 product = product * decay
-                by_k, by_q, us = by_k * product, by_q * product, [x * decay for x in us]
-            u = v[t] - by_k
-            for a, u_i in zip(self.pairs(shared, here, t, 0, t), us, strict=True):
-                u = fma(-a, u_i, u)
-            u = choose(t < length, u * beta, Float32(0))
+                s_k, s_q, us = s_k * product, s_q * product, [x * decay for x in us]
+            residual = v[t] - s_k
+            for a, u_i in zip(self.load_pairs(shared, coord, t, 0, t), us, strict=True):
+                residual = fma(-a, u_i, residual)
+            u = select(t < length, residual * beta, Float32(0))
             us = [*us, u]
-            o = by_q
-            for p, u_i in zip(self.pairs(shared, here, t, 1, t + 1), us, strict=True):
-                o = fma(p, u_i, o)
-            store_where(self.dtype, o_at + offset(t, stride.o_t), o, here.owner & (t < length))
-            store_where(Float32, u_at + offset(t, stride.u_t), u, here.owner & (t < size.C))
-        if here.owner:
-            for t in cutlass.range(self.tokens, size.C, unroll=1):
-                store(Float32, u_at + offset(t, stride.u_t), Float32(0))
+            o = s_q
+            for a, u_i in zip(self.load_pairs(shared, coord, t, 1, t + 1), us, strict=True):
+                o = fma(a, u_i, o)
+            store_if(self.tokens.dtype, o_at + offset(t, stride.o_t), o, coord.stores_o & (t < length))
+            store_if(Float32, u_at + offset(t, stride.buffer_u_t), u, coord.stores_o & (t < size.C))
+        if coord.stores_o:
+            for t in cutlass.range(self.token_tile, size.C, unroll=1):
+                store(Float32, u_at + offset(t, stride.buffer_u_t), Float32(0))
+
+
+def zero_sums():
+    """Two sums of a product, so that one mma.sync need not wait for the other."""
+    return [[Float32(0)] * 4 for _ in range(2)]

@@ -1,7 +1,7 @@
 """Recognising a call like an earlier one in a few microseconds: the same values, and tensors of the same facts in the same places.
 
 Describing and routing a call costs some twenty microseconds of Python, several times what a small decode takes on the GPU, and its
-outcome depends on types, shapes, strides, dtypes and devices alone, never on what or where the tensors are.
+outcome depends on types, shapes, strides, dtypes and devices, and on whether memory overlaps, never on what the tensors hold.
 """
 
 from __future__ import annotations
@@ -25,23 +25,24 @@ def _same_by_python(tensors: Sequence[Tensor]) -> Callable[..., bool]:
 
 
 def _same(tensors: Sequence[Tensor]) -> Callable[..., bool]:
-    """A check whether as many other tensors have these ones' type, shape, strides, dtype, device and requires_grad."""
+    """A check whether as many other tensors have these ones' type, shape, strides, dtype, device, requires_grad and mode."""
     try:
         # torch.compile's own check, in C++ and five times as fast; it is internal to torch, hence the other one.
         from torch._C._dynamo.guards import TensorGuards
 
         sizes: list[Any] = [list(x.shape) for x in tensors]
         strides: list[Any] = [list(x.stride()) for x in tensors]
-        return TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
+        check = TensorGuards(*tensors, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides).check
     except Exception:
         return _same_by_python(tensors)
+    return check if check(*tensors) else _same_by_python(tensors)  # it wants every tensor once
 
 
-class Memo(Generic[Value]):
+class CallCache(Generic[Value]):
     """What was worked out for a call, found again for calls like it.
 
-    A call's key says everything but the facts of its tensors: flags and numbers, with their types where 1 must not pass for True,
-    and which tensors there are. Calls of one key are compared one by one, so a size that varies from call to call belongs in it.
+    A call's key says everything but the facts of its tensors: flags and numbers, with their types where 1 must not pass for True.
+    Calls of one key are compared one by one, so a size that varies from call to call belongs in it.
     """
 
     MOST = 4096
@@ -66,3 +67,6 @@ class Memo(Generic[Value]):
     def clear(self) -> None:
         self._calls.clear()
         self._count = 0
+
+    def __len__(self) -> int:
+        return self._count

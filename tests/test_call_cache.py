@@ -3,15 +3,15 @@
 import pytest
 import torch
 
-from gated_delta import memo
+from gated_delta import call_cache
 
 
 @pytest.fixture(params=["torch's guards", "plain Python"])
 def found(request, monkeypatch):
-    """A memo on either check."""
+    """A cache on either check."""
     if request.param == "plain Python":
-        monkeypatch.setattr(memo, "_same", memo._same_by_python)
-    return memo.Memo()
+        monkeypatch.setattr(call_cache, "_same", call_cache._same_by_python)
+    return call_cache.CallCache()
 
 
 X = torch.zeros(2, 3, 4)
@@ -54,8 +54,18 @@ def test_calls_that_differ_in_a_size_are_kept_beside_each_other(found):
 
 
 def test_it_does_not_grow_without_end(found, monkeypatch):
-    monkeypatch.setattr(memo.Memo, "MOST", 3)
+    monkeypatch.setattr(call_cache.CallCache, "MOST", 3)
     for n in range(1, 8):
         found.remember(KEY, [torch.zeros(n)], n)
     assert sum(len(similar) for similar in found._calls.values()) <= 3
     assert found.find(KEY, [torch.zeros(7)]) == 7
+
+
+def test_a_tensor_given_twice_is_recognised(found):
+    """As one tensor of slots for states and for a buffer's rows."""
+    found.remember(KEY, [X, X], "twice")
+    found.remember(KEY, [X, X[0]], "once")
+    assert found.find(KEY, [X, X]) == "twice"
+    other = X.clone()
+    assert found.find(KEY, [other, other]) == "twice"
+    assert found.find(KEY, [other, X[1]]) == "once"

@@ -1,0 +1,274 @@
+"""One instruction or a few each: predicated loads and stores at byte addresses, conversions, mma.sync.
+
+Loads and stores are predicated rather than behind branches, so that the assembler may move other loads across them.
+"""
+
+from typing import NamedTuple
+
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint16, Uint32, Uint64
+from cutlass.cutlass_dsl import select_
+
+from ..arguments import BF16, FP32
+
+DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
+
+L2_LINE = 128  # bytes of an L2 fetch
+# L2 cache policies, as createpolicy.fractional encodes them.
+EVICT_NORMAL, EVICT_LAST, EVICT_FIRST = 0x16F0000000000000, 0x14F0000000000000, 0x12F0000000000000
+
+
+def typed(fields, dtype):
+    """A tuple type of arguments.py as a kernel's argument: every field a `dtype`."""
+    return NamedTuple(fields.__name__, [(name, dtype) for name in fields._fields])
+
+
+# ------------------------------------------------------------------------------------------------ addresses
+
+
+def offset(index, stride):
+    """index * stride in one widening multiply; neither is negative."""
+    return Int64(Uint64(Uint32(index)) * Uint64(Uint32(stride)))
+
+
+def qk_head(hv, factor):
+    """q/k head of a value head; `factor` is qk_head_factor of arguments.py."""
+    return Int32((Uint64(Uint32(hv)) * Uint64(Uint32(factor))) >> Uint64(30))
+
+
+# ------------------------------------------------------------------------------------------------ loads
+
+
+def load_bits(address, condition, width=16):
+    """16 or 32 bits, zero where the condition is false."""
+    bits = f"b{width}"
+    return cute.arch.inline_ptx(
+        f"""{{
+        .reg .pred p;
+        setp.ne.s32 p, {{$r1}}, 0;
+        mov.{bits} {{$w0}}, 0;
+        @p ld.global.{bits} {{$w0}}, [{{$r0}}];
+        }}""",
+        write_only_types=[Uint32 if width == 32 else Uint16],
+        read_only_args=[address, Int32(condition)],
+    )
+
+
+def load(dtype, address, condition):
+    """One number as fp32, 0 where the condition is false."""
+    return load_bits(address, condition, dtype.width).bitcast(dtype).to(Float32)
+
+
+def load_words(address, condition, count=4, policy=None, zero=True):
+    """`count` words from a multiple of their bytes, with an L2 cache policy if given; zeros where the condition is false.
+
+    zero=False leaves them undefined there.
+    """
+    names = [f"{{$w{i}}}" for i in range(count)]
+    zeros = " ".join(f"mov.b32 {name}, 0;" for name in names if zero)
+    target = names[0] if count == 1 else f"{{{', '.join(names)}}}"
+    vector, hint, policy_operand = {1: "", 2: ".v2", 4: ".v4"}[count], "", ""
+    if policy is not None:
+        hint, policy_operand = ".L2::cache_hint", ", {$r2}"
+    words = cute.arch.inline_ptx(
+        f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; {zeros} "
+        f"@p ld.global{hint}{vector}.b32 {target}, [{{$r0}}]{policy_operand}; }}",
+        write_only_types=[Uint32] * count,
+        read_only_args=[address, Int32(condition), *([] if policy is None else [policy])],
+    )
+    return [words] if count == 1 else list(words)
+
+
+def load_flag(address, condition):
+    """A bool as 0 or 1; 1 where the condition is false."""
+    return cute.arch.inline_ptx(
+        """{
+        .reg .pred p;
+        .reg .b16 flag;
+        setp.ne.s32 p, {$r1}, 0;
+        mov.b16 flag, 1;
+        @p ld.global.u8 flag, [{$r0}];
+        cvt.u32.u16 {$w0}, flag;
+        }""",
+        write_only_types=[Int32],
+        read_only_args=[address, Int32(condition)],
+    )
+
+
+def load_index(address, kind, absent):
+    """An int32 or int64 index as 32 bits, negative if it is; `absent` where kind is 0."""
+    return cute.arch.inline_ptx(
+        """{
+        .reg .pred is_32, is_64, negative;
+        .reg .b32 low, high;
+        setp.eq.s32 is_32, {$r1}, 1;
+        setp.eq.s32 is_64, {$r1}, 2;
+        mov.b32 low, {$r2};
+        mov.b32 high, 0;
+        @is_32 ld.global.b32 low, [{$r0}];
+        @is_64 ld.global.v2.b32 {low, high}, [{$r0}];
+        setp.lt.s32 negative, high, 0;
+        selp.b32 {$w0}, high, low, negative;
+        }""",
+        write_only_types=[Int32],
+        read_only_args=[address, kind, absent],
+    )
+
+
+def load_scalar(address, kind):
+    """One number of a run-time dtype (BF16, FP16, FP32) as fp32; 0 where kind is ABSENT."""
+    return cute.arch.inline_ptx(
+        f"""{{
+        .reg .pred is_word, is_half, is_bf16;
+        .reg .b16 half, zero;
+        .reg .b32 word, bf16, fp16;
+        setp.eq.s32 is_word, {{$r1}}, {FP32};
+        setp.lt.s32 is_half, {{$r1}}, {FP32};
+        setp.eq.s32 is_bf16, {{$r1}}, {BF16};
+        mov.b16 half, 0;
+        mov.b16 zero, 0;
+        mov.b32 word, 0;
+        @is_half ld.global.b16 half, [{{$r0}}];
+        @is_word ld.global.b32 word, [{{$r0}}];
+        mov.b32 bf16, {{zero, half}};
+        cvt.f32.f16 fp16, half;
+        selp.b32 bf16, bf16, fp16, is_bf16;
+        selp.b32 {{$w0}}, bf16, word, is_half;
+        }}""",
+        write_only_types=[Float32],
+        read_only_args=[address, kind],
+    )
+
+
+def load_scalar_bits(address, kind):
+    """load_scalar without the conversion: 16 and 32 bits for `scalar_from_bits`, where the load's latency is to be overlapped.
+
+    load_scalar schedules better where its number is needed at once.
+    """
+    return cute.arch.inline_ptx(
+        f"""{{
+        .reg .pred is_word, is_half;
+        setp.eq.s32 is_word, {{$r1}}, {FP32};
+        setp.lt.s32 is_half, {{$r1}}, {FP32};
+        mov.b16 {{$w0}}, 0;
+        mov.b32 {{$w1}}, 0;
+        @is_half ld.global.b16 {{$w0}}, [{{$r0}}];
+        @is_word ld.global.b32 {{$w1}}, [{{$r0}}];
+        }}""",
+        write_only_types=[Uint16, Uint32],
+        read_only_args=[address, kind],
+    )
+
+
+def scalar_from_bits(bits, kind):
+    """load_scalar_bits' number as fp32."""
+    return cute.arch.inline_ptx(
+        f"""{{
+        .reg .pred is_half, is_bf16;
+        .reg .b16 zero;
+        .reg .b32 bf16, fp16;
+        setp.lt.s32 is_half, {{$r2}}, {FP32};
+        setp.eq.s32 is_bf16, {{$r2}}, {BF16};
+        mov.b16 zero, 0;
+        mov.b32 bf16, {{zero, {{$r0}}}};
+        cvt.f32.f16 fp16, {{$r0}};
+        selp.b32 bf16, bf16, fp16, is_bf16;
+        selp.b32 {{$w0}}, bf16, {{$r1}}, is_half;
+        }}""",
+        write_only_types=[Float32],
+        read_only_args=[*bits, kind],
+    )
+
+
+def prefetch_l2(address, condition):
+    """Prefetch an address's line into L2; the address must be mapped."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; @p prefetch.global.L2 [{$r0}]; }", read_only_args=[address, Int32(condition)]
+    )
+
+
+# ------------------------------------------------------------------------------------------------ stores
+
+
+def store(dtype, address, value):
+    """One fp32 number as a `dtype`."""
+    cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.gmem), cute.make_layout((1,)))[0] = value.to(dtype)
+
+
+def store_if(dtype, address, value, condition):
+    """`store` where the condition is true."""
+    bits, kind = (value.bitcast(Uint32), "b32") if dtype is Float32 else (value.to(dtype).bitcast(Uint16), "b16")
+    cute.arch.inline_ptx(
+        f"{{ .reg .pred p; setp.ne.s32 p, {{$r2}}, 0; @p st.global.{kind} [{{$r0}}], {{$r1}}; }}",
+        read_only_args=[address, bits, Int32(condition)],
+    )
+
+
+def store_words(address, words, condition):
+    """One, two or four words to a multiple of their bytes where the condition is true."""
+    names = [f"{{$r{i + 1}}}" for i in range(len(words))]
+    source, vector = (names[0], "") if len(words) == 1 else (f"{{{', '.join(names)}}}", f".v{len(words)}")
+    cute.arch.inline_ptx(
+        f"{{ .reg .pred p; setp.ne.s32 p, {{$r{len(words) + 1}}}, 0; @p st.global{vector}.b32 [{{$r0}}], {source}; }}",
+        read_only_args=[address, *words, Int32(condition)],
+    )
+
+
+# ------------------------------------------------------------------------------------------------ conversions and arithmetic
+
+
+def select(condition, yes, no):
+    """One of two fp32 numbers."""
+    return Float32(select_(condition, yes, no))
+
+
+def unpack(words, dtype):
+    """The numbers in 32-bit words as fp32: one a word of fp32, two of 16 bits."""
+    out = []
+    for word in words:
+        if dtype is Float32:
+            out.append(word.bitcast(Float32))
+        elif dtype is BFloat16:
+            out += [(word << Uint32(16)).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)]
+        else:
+            halves = (Uint16(word & Uint32(0xFFFF)), Uint16(word >> Uint32(16)))
+            out += [half.bitcast(Float16).to(Float32) for half in halves]
+    return out
+
+
+def pack(xs, dtype):
+    """fp32 numbers as 32-bit words of fp32, or of bf16 rounded to nearest even."""
+    if dtype is Float32:
+        return [x.bitcast(Uint32) for x in xs]
+    return [
+        cute.arch.inline_ptx("cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high])
+        for low, high in zip(xs[::2], xs[1::2], strict=True)
+    ]
+
+
+def split(xs, dtype):
+    """fp32 numbers as words of a high part and of a low part that add up to them.
+
+    Of bf16, two numbers a word; of fp32, each part is an fp32 number at tf32 precision.
+    """
+    high = [x.bitcast(Uint32) & Uint32(0xFFFFE000) for x in xs] if dtype is Float32 else pack(xs, BFloat16)
+    low = [x - h for x, h in zip(xs, unpack(high, dtype), strict=True)]
+    return high, pack(low, dtype)
+
+
+def mma_sync(sums, a, b, dtype):
+    """sums [16, 8] + a [16, c] b [c, 8] on the tensor cores: c is 16 or 8 of bf16 or fp16, or 8 of fp32 at tf32 precision.
+
+    A lane has four words of a and two of b (c = 8 of 16 bits: half as many), and four sums.
+    """
+    kind = {Float32: "tf32", BFloat16: "bf16", Float16: "f16"}[dtype]
+    shape = "m16n8k16" if dtype is not Float32 and len(a) == 4 else "m16n8k8"
+    names = [f"{{$r{i}}}" for i in range(len(a) + len(b) + 4)]
+    operands = ", ".join(f"{{{', '.join(some)}}}" for some in (names[: len(a)], names[len(a) : -4], names[-4:]))
+    return list(
+        cute.arch.inline_ptx(
+            f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, {operands};",
+            write_only_types=[Float32] * 4,
+            read_only_args=[*a, *b, *sums],
+        )
+    )

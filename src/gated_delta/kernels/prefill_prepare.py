@@ -1,0 +1,100 @@
+"""prefill_prepare: prefill's first kernel. It leaves the intra-chunk terms of every chunk in the workspace, each chunk by itself.
+
+A block has the 64 tokens of one chunk of one q/k head (KDA: value head), a warp 16 of them, a sub-chunk. In the workspace it leaves
+k and q tiles, Tinv and Aqk, in fp16 as the tensor cores read them, and fp32 scales. docs/kernels/prefill.md has the algebra.
+`prefill_prepare_gdn.py` and `prefill_prepare_kda.py` say what a block does, `prefill_prepare_chunk.py` what both share.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+from cutlass.cute.arch import shuffle_sync_bfly
+from cutlass.cutlass_dsl import select_
+
+from .arguments import CHUNK
+from .device.chunk_layout import Args, Pointers, Sizes, Strides, first_chunk_slot, load_sequence
+from .device.ptx import DTYPES, load_index, offset, store_words
+from .prefill_prepare_chunk import THREADS, Coord
+from .prefill_prepare_gdn import GdnChunk
+from .prefill_prepare_kda import KdaChunk
+
+
+class PrefillPrepare:
+    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
+
+    arguments = (Pointers, Float32, Float32, Strides, Sizes)
+
+    def __init__(self, axis: str, K: int, dtype: str, g_dtype: str, gate: str, qk_l2norm: bool):
+        self.channel = axis == "channel"
+        self.chunk = (KdaChunk if self.channel else GdnChunk)(K, DTYPES[dtype], DTYPES[g_dtype], gate, qk_l2norm)
+        self.shared = self.chunk.shared
+
+    @cute.jit
+    def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
+        self.kernel(ptr, scale, bound, stride, size).launch(
+            grid=((size.HV if self.channel else size.H) * size.chunk_slots, 1, 1),
+            block=(THREADS, 1, 1),
+            smem=self.shared,
+            stream=stream,
+            use_pdl=True,
+            min_blocks_per_mp=3,
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        args = Args(ptr, scale, bound, stride, size)
+        heads = size.HV if self.channel else size.H
+        # The last chunks first: the scan starts with the first ones, which are then still in L2.
+        h, slot = block % heads, size.chunk_slots - 1 - block // heads
+        shared = (cute.arch.get_dyn_smem(Uint32, 128)).toint()
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        store_words(ptr.work_queue, [Uint32(0)], (block == 0) & (thread == 0))
+        if (block < size.N) & (size.cu_seqlens_kind != 0) & (thread < 32):
+            self.rank_sequence(args, block, thread)
+        n = self.find_sequence(args, slot, thread % 32)
+        sequence = load_sequence(args, n)
+        state_index = load_index(ptr.state_indices + offset(n, stride.state_indices_n), size.state_indices_kind, n)
+        chunk = slot - sequence.first_slot
+        tokens = Int32(select_(state_index < 0, 0, cutlass.min(sequence.tokens - chunk * CHUNK, CHUNK)))
+        lane = thread % 32
+        # Later sub-chunks have more work: which warp has them changes from block to block, to load the SM's schedulers alike.
+        subchunk = (thread // 32 + block) % 4
+        coord = Coord(sequence, h, slot, chunk, tokens, shared, thread, lane, subchunk, lane // 4, lane % 4)
+        if tokens > 0:
+            self.chunk.prepare(args, coord)
+            if thread == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    @cute.jit
+    def rank_sequence(self, args, n, lane):
+        """A warp writes sequence n to its place in `sequence_order`, the longest first."""
+        size = args.size
+        own = load_sequence(args, n).tokens
+        rank = Int32(0)
+        for m in cutlass.range(lane, size.N, 32, unroll=1):
+            other = load_sequence(args, m).tokens
+            rank += Int32((other > own) | ((other == own) & (m < n)))
+        for step in (16, 8, 4, 2, 1):
+            rank += shuffle_sync_bfly(rank, offset=step)
+        store_words(args.ptr.sequence_order + offset(rank, 4), [Uint32(n)], lane == 0)
+
+    @cute.jit
+    def find_sequence(self, args, slot, lane):
+        """The sequence of a chunk slot, the last one that begins there or before: a search in steps of 32."""
+        size = args.size
+        first, step = Int32(0), Int32(1)
+        while step * 32 < size.N:
+            step *= 32
+        while step > 0:
+            n = first + lane * step
+            start = load_index(
+                args.ptr.cu_seqlens + offset(cutlass.min(n, size.N), args.stride.cu_seqlens_n), size.cu_seqlens_kind, Int32(0)
+            )
+            before = cute.arch.popc(cute.arch.vote_ballot_sync((n < size.N) & (first_chunk_slot(args, n, start) <= slot)))
+            first += (before - 1) * step
+            step = step // 32
+        return first

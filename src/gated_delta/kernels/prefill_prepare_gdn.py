@@ -1,0 +1,254 @@
+"""GDN's part of prefill_prepare: a block has one q/k head, makes K K^T and Q K^T once, and decays them for each value head."""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, Int64, Uint32
+from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly, shuffle_sync_up
+
+from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from .device.chunk_layout import GDN_SCALE_O, GDN_SCALE_S_K, GDN_SCALE_S_Q, GDN_SCALE_U, lay_out, tile_offset
+from .device.math import log_decay
+from .device.packed import exp2, mul_x2, pack_pairs, pack_x2, rsqrt_or_zero
+from .device.pipeline import bulk_store
+from .device.ptx import EVICT_FIRST, load, load_scalar, load_words, mma_sync, offset, select, store_if, store_words, unpack
+from .device.shared_memory import (
+    load_shared_f32,
+    load_shared_f32x2,
+    load_shared_x4,
+    store_shared_f32,
+    store_shared_x4,
+)
+from .prefill_prepare_chunk import (
+    GATE_BETA_K,
+    GATE_BETA_K2,
+    GATE_BYTES,
+    GATE_CUMSUM,
+    K_BLOCKS,
+    LOG2_E,
+    MIN_LOG_DECAY,
+    OPERAND_REGIONS,
+    SUBCHUNK,
+    SYSTEM_REGIONS,
+    PrepareChunk,
+)
+
+TILES = 0  # q and k tiles on their way to the workspace, where tinv_aqk and the system are later
+NORM_Q, NORM_K = 0, CHUNK  # first entries of the norms, fp32 [64] each
+
+
+class GdnChunk(PrepareChunk):
+    def __init__(self, K, dtype, g_dtype, gate, qk_l2norm):
+        regions = {
+            "tinv_aqk": 4 * TRIANGLE_BYTES,  # two buffers of Tinv and Aqk on their way to the workspace
+            **SYSTEM_REGIONS,
+            **OPERAND_REGIONS,
+            "gates": 4 * GATE_BYTES,  # of four heads
+            "norms": 2 * CHUNK * 4,  # |q| with the scale, |k|, fp32
+        }
+        super().__init__(K, dtype, g_dtype, gate, qk_l2norm, *lay_out(regions))
+        assert self.smem.k_operands >= TILES + 2 * TILE_BYTES
+
+    def tinv_at(self, coord, head):
+        return coord.shared + (self.smem.tinv_aqk + head % 2 * (2 * TRIANGLE_BYTES))
+
+    def aqk_at(self, coord, head):
+        return self.tinv_at(coord, head) + TRIANGLE_BYTES
+
+    @cute.jit
+    def prepare(self, args, coord):
+        group = args.size.HV // args.size.H
+        gates = self.load_gates(args, coord, 0, group)
+        q, k = self.load_qk(args, coord)
+        self.stage_gates(coord, gates)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.sync_threads()
+        if coord.thread == 0:
+            at = Int64(coord.slot) * Int64(args.size.H) + Int64(coord.h)
+            for i, tiles in enumerate((args.ptr.q_tiles, args.ptr.k_tiles)):
+                bulk_store(tiles + at * TILE_BYTES, coord.shared + TILES + i * TILE_BYTES, TILE_BYTES)
+        kk, qk = self.inner_products(coord, q, k)
+        for i in cutlass.range(group, unroll=1):
+            if i % 4 == 0:
+                cute.arch.sync_threads()
+                if i > 0:
+                    self.stage_gates(coord, self.load_gates(args, coord, i, group))
+                    cute.arch.sync_threads()
+                self.cumulate_gates(args, coord, i + coord.thread // 32, group)
+                if coord.thread == 0:
+                    # Aqk and the system overwrite the tiles.
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                cute.arch.sync_threads()
+            self.decay_products(coord, i, kk, qk)
+            self.invert_and_store(args, coord, coord.h * group + i, i)
+
+    # -------------------------------------------------------------------------------------------- q and k
+
+    def load_qk(self, args, coord):
+        """The warp's q and k as left operands: fp16 unit vectors. The same in shared memory, as tiles, and k as right operands.
+
+        A lane has two tokens, and of each four times 8 neighbouring channels: a product may sum its 128 terms in any order.
+        """
+        ptr, stride = args.ptr, args.stride
+        raw = []
+        for i in range(2):
+            token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
+            active = token < coord.tokens
+            q_at = ptr.q + self.token_offset(args, coord, token, stride.q_n, stride.q_t)
+            q_at = q_at + offset(coord.h, stride.q_h) + coord.quad_lane * 16
+            k_at = ptr.k + self.token_offset(args, coord, token, stride.k_n, stride.k_t)
+            k_at = k_at + offset(coord.h, stride.k_h) + coord.quad_lane * 16
+            # Read once: evicted first, so that what the scan reads stays in L2.
+            vectors = [(at + 64 * j, active & (32 * j < self.K)) for at in (q_at, k_at) for j in range(K_BLOCKS)]
+            words = [load_words(*vector, policy=Int64(EVICT_FIRST)) for vector in vectors]
+            raw.append([words[:4], words[4:]])
+        q = cute.make_rmem_tensor((2, 4, 4), Uint32)
+        k = cute.make_rmem_tensor((2, 4, 4), Uint32)
+        for i in range(2):
+            token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
+            for which, made in enumerate((q, k)):
+                numbers = [unpack(words, self.dtype) for words in raw[i][which]]
+                squares = self.sum_of_squares(numbers)
+                inverse = rsqrt_or_zero(squares)
+                norm = self.norm(squares, inverse)
+                if which == 0:
+                    norm = norm * args.scale
+                store_shared_f32(coord.shared + self.smem.norms + (NORM_Q, NORM_K)[which] * 4 + token * 4, norm)
+                for j in range(K_BLOCKS):
+                    words = pack_pairs([y * inverse for y in numbers[j]])
+                    for w in range(4):
+                        made[i, j, w] = words[w]
+                    tile = coord.shared + TILES + which * TILE_BYTES
+                    store_shared_x4(tile + tile_offset(token, 4 * j + coord.quad_lane), words)
+                    if which == 1:
+                        at = self.operand_at(coord, self.smem.k_operands, coord.subchunk, i, j)
+                        store_shared_x4(at + coord.lane * 16, words)
+        return q, k
+
+    def sum_of_squares(self, numbers):
+        """Of a token's row, which four lanes share."""
+        total = Float32(0)
+        for k_block in numbers:
+            for x in k_block:
+                total = cute.math.fma(x, x, total)
+        total = total + shuffle_sync_bfly(total, offset=1)
+        return total + shuffle_sync_bfly(total, offset=2)
+
+    @cute.jit
+    def inner_products(self, coord, q, k):
+        """K K^T and Q K^T of unit vectors, of the warp's tokens with all up to them, as words of two fp16 numbers.
+
+        Word [i, 2 b + j]: of the warp's token row + 8 i with tokens 16 b + 8 j + 2 quad_lane and the next.
+        """
+        kk = cute.make_rmem_tensor((2, 8), Uint32)
+        qk = cute.make_rmem_tensor((2, 8), Uint32)
+        for b in cutlass.range_constexpr(4):
+            if b <= coord.subchunk:
+                self.block_products(coord, q, k, b, kk, qk)
+        return kk, qk
+
+    def block_products(self, coord, q, k, b, kk, qk):
+        for j in range(2):
+            sums = [[Float32(0)] * 4, [Float32(0)] * 4]
+            for k_block in range(K_BLOCKS):
+                right = load_shared_x4(self.operand_at(coord, self.smem.k_operands, b, j, k_block) + coord.lane * 16)
+                for step in range(2):
+                    for which, left in enumerate((k, q)):
+                        a = [left[i, k_block, 2 * step + w] for w in range(2) for i in range(2)]
+                        sums[which] = mma_sync(sums[which], a, right[2 * step : 2 * step + 2], Float16)
+            for i in range(2):
+                for which, words in enumerate((kk, qk)):
+                    words[i, 2 * b + j] = pack_x2(sums[which][2 * i], sums[which][2 * i + 1], Float16)
+
+    # -------------------------------------------------------------------------------------------- gates
+
+    def load_gates(self, args, coord, first, group):
+        """Log decays to base 2 and betas of four heads from `first` on; 0 past the last token.
+
+        Neighbouring threads have the heads of one token, which lie together in memory.
+        """
+        ptr, stride, size = args.ptr, args.stride, args.size
+        head = first + coord.thread % 4
+        hv = coord.h * group + cutlass.min(head, group - 1)
+        parameters = (None, None)
+        if self.gate != "log":
+            bias = load_scalar(ptr.dt_bias + offset(hv, stride.dt_bias_h), size.dt_bias_kind)
+            parameters = (load(Float32, ptr.A_log + offset(hv, stride.A_log_h), Int32(1)), bias)
+        made = []
+        for token in (coord.thread // 4, coord.thread // 4 + 32):
+            active = (token < coord.tokens) & (head < group)
+            at = ptr.g + self.token_offset(args, coord, token, stride.g_n, stride.g_t) + offset(hv, stride.g_h)
+            g = load(self.g_dtype, at, active)
+            beta = self.activate_beta(args, self.load_beta(args, coord, hv, token, active), active)
+            log = cute.math.max(log_decay(self.gate, g, *parameters, args.bound), Float32(MIN_LOG_DECAY))
+            made.append((select(active, log * Float32(LOG2_E), Float32(0)), beta))
+        return made
+
+    def stage_gates(self, coord, gates):
+        """The log decays and betas of `load_gates` to shared memory, for `cumulate_gates`."""
+        for half, (log, beta) in enumerate(gates):
+            at = self.gates_at(coord, coord.thread % 4) + (coord.thread // 4 + 32 * half) * 4
+            store_shared_f32(at + GATE_CUMSUM * 4, log)
+            store_shared_f32(at + GATE_BETA_K * 4, beta)
+
+    def cumulate_gates(self, args, coord, i, group):
+        """A warp's head: the gates in shared memory, and the scales in the workspace."""
+        gates, cumsums, before = self.gates_at(coord, i), [], Float32(0)
+        tokens = (coord.lane, coord.lane + 32)
+        logs, betas = ([load_shared_f32(gates + (first + t) * 4) for t in tokens] for first in (GATE_CUMSUM, GATE_BETA_K))
+        for log in logs:
+            for step in (1, 2, 4, 8, 16):
+                other = shuffle_sync_up(log, offset=step, mask_and_clamp=0)
+                log = log + select(coord.lane >= step, other, Float32(0))
+            cumsums.append(log + before)
+            before = before + shuffle_sync(log, offset=31)
+        chunk = self.head_chunk(args, coord, coord.h * group + i)
+        for token, cumsum, beta in zip(tokens, cumsums, betas, strict=True):
+            q_norm, k_norm = (load_shared_f32(coord.shared + self.smem.norms + (which + token) * 4) for which in (NORM_Q, NORM_K))
+            at, beta_k = gates + token * 4, beta * k_norm
+            store_shared_f32(at + GATE_CUMSUM * 4, cumsum)
+            store_shared_f32(at + GATE_BETA_K2 * 4, beta_k * k_norm)
+            store_shared_f32(at + GATE_BETA_K * 4, beta_k)
+            decay = exp2(cumsum)
+            scales = args.ptr.scales + chunk * SCALE_BYTES
+            for first, x in ((GDN_SCALE_S_K, k_norm * decay), (GDN_SCALE_S_Q, decay), (GDN_SCALE_O, q_norm)):
+                store_words(scales + (first + token * 4), [x.bitcast(Uint32)], i < group)
+            store_if(Float16, scales + GDN_SCALE_U + token * 2, exp2(before - cumsum), i < group)
+
+    # -------------------------------------------------------------------------------------------- decayed products
+
+    @cute.jit
+    def decay_products(self, coord, head, kk, qk):
+        """The warp's rows of the system and of Aqk; zeros right of the diagonal in the diagonal blocks.
+
+        System: beta_t |k_t|**2 (k_t k_i) decay(t, i) for i < t. Aqk: (q_t k_i) decay(t, i) for i <= t.
+        """
+        factors = self.load_factors(coord, head)
+        for b in cutlass.range_constexpr(4):
+            if b < coord.subchunk:
+                self.decay_block(coord, head, kk, qk, factors, b, False)
+            elif b == coord.subchunk:
+                self.decay_block(coord, head, kk, qk, factors, b, True)
+        cute.arch.sync_warp()
+
+    def load_factors(self, coord, head):
+        """The rows' cumulative log decays and beta |k|**2, and the columns' cumulative log decays, before anything is stored."""
+        gates = self.gates_at(coord, head)
+        at = gates + (GATE_CUMSUM + coord.subchunk * SUBCHUNK + coord.row) * 4
+        rows = [load_shared_f32(at + 32 * i) for i in range(2)]
+        beta_k2 = self.load_beta_k2(coord, head)
+        return rows, beta_k2, [load_shared_f32x2(gates + (GATE_CUMSUM + 8 * j + 2 * coord.quad_lane) * 4) for j in range(8)]
+
+    def decay_block(self, coord, head, kk, qk, factors, b, diagonal):
+        rows, beta_k2, columns = factors
+        for j in (2 * b, 2 * b + 1):
+            for i in range(2):
+                decays = [exp2(rows[i] - x) for x in columns[j]]  # above the diagonal they grow, and are masked
+                if diagonal:
+                    k_products, q_products = (unpack([x[i, j]], Float16) for x in (kk, qk))
+                    system = [x * decay * beta_k2[i] for x, decay in zip(k_products, decays, strict=True)]
+                    self.store_system_diagonal(coord, i, j % 2, system)
+                    self.store_aqk_diagonal(coord, head, i, j % 2, [x * y for x, y in zip(q_products, decays, strict=True)])
+                else:
+                    decay, beta_k2_x2 = pack_x2(*decays, Float16), pack_x2(beta_k2[i], beta_k2[i], Float16)
+                    self.store_system(coord, b, i, j % 2, mul_x2(mul_x2(kk[i, j], decay), beta_k2_x2))
+                    self.store_aqk(coord, head, b, i, j % 2, mul_x2(qk[i, j], decay))

@@ -1,0 +1,468 @@
+"""KDA's part of prefill_prepare: each key channel decays by itself, so decays stand inside the sums over channels.
+
+A warp has a sub-chunk of 16 tokens. G is the cumulative log decay to base 2. The decay from token i to token t, 2**(G_t - G_i),
+is split at sub-chunk boundaries into factors of at most 1. For t in sub-chunk a and i in sub-chunk b, G_t - G(start of a) goes to
+the left operand, G(end of b) - G_i to the right one, and the sub-chunks between to either. Within a sub-chunk the right operand
+grows instead, by G(start) - G_i. Where that exceeds `MAX_GROWTH`, each token gets a split of its own: sixteen times the work.
+
+Raw tokens come to shared memory by asynchronous copies. A lane overwrites 8 raw channels of a token with its operands of them.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, Int64, Uint32
+from cutlass.cute.arch import shuffle_sync
+from cutlass.cutlass_dsl import select_
+
+from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from .device.chunk_layout import KDA_SCALE_O, KDA_SCALE_S_K, KDA_SCALE_STATE, D, lay_out, tile_offset
+from .device.packed import exp2, fmax, log2, mul_x2, pack_pairs, pack_x2, reciprocal, rsqrt_or_zero
+from .device.pipeline import cp_async_or_fill, cp_async_or_zero
+from .device.ptx import (
+    load,
+    load_scalar,
+    load_scalar_bits,
+    mma_sync,
+    offset,
+    qk_head,
+    scalar_from_bits,
+    select,
+    store_words,
+    unpack,
+)
+from .device.shared_memory import (
+    load_shared_as_f32,
+    load_shared_f32,
+    load_shared_f32x4,
+    load_shared_x4,
+    store_shared,
+    store_shared_f32,
+    store_shared_x4,
+)
+from .prefill_prepare_chunk import (
+    GATE_BETA_K,
+    GATE_BETA_K2,
+    GATE_BYTES,
+    K_BLOCKS,
+    LOG2_E,
+    MIN_LOG_DECAY,
+    OPERAND_REGIONS,
+    SUBCHUNK,
+    SYSTEM_REGIONS,
+    PrepareChunk,
+)
+
+MAX_GROWTH = 100.0  # log2 of the most that right operands grow by within a sub-chunk: it stays well within fp32
+MIN_RATE, MAX_RATE = 2.0**-100, 2.0**100  # of exp(A_log)
+TF32_TRUNCATION = 7.04e-4
+"""The mean relative loss of a product on the tensor cores, which truncate operands to tf32."""
+
+CUMSUM_PITCH = 32 * 4 + 16
+"""Bytes of a token's cumulative log decays of a K block, padded so that rows start in different banks."""
+
+# A warp's vectors: first, in rows of 128 bytes, the growth of right operands, fp32 [32], and biases, fp32 [4, 32]; later, at byte
+# offsets, decays from the chunk's start to the sub-chunk's and from its end to the chunk's, fp16 [128] each.
+GROWTH_ROW, BIAS_ROW = 0, 1
+FROM_START, TO_END = 0, 2 * D
+VECTOR_BYTES = 5 * 128
+
+
+class KdaChunk(PrepareChunk):
+    def __init__(self, K, dtype, g_dtype, gate, qk_l2norm):
+        # Cumulative log decays of a K block, whose place the system takes later.
+        system, system_end = lay_out(SYSTEM_REGIONS)
+        cumsum, cumsum_end = lay_out({"cumsum": CHUNK * CUMSUM_PITCH})
+        regions = {
+            **OPERAND_REGIONS,  # k_operands: raw 16-bit g first, Tinv last
+            "aqk": TRIANGLE_BYTES,
+            "qk_operands": 2 * TILE_BYTES,  # raw q and k, then left operands
+            "totals": 4 * D * 4,  # log decays of each sub-chunk, fp32
+            "vectors": 4 * VECTOR_BYTES,
+            "gates": GATE_BYTES,
+        }
+        if g_dtype is Float32:
+            regions["g_fp32"] = CHUNK * D * 4
+        offsets, shared = lay_out(regions, max(system_end, cumsum_end))
+        super().__init__(K, dtype, g_dtype, gate, qk_l2norm, system | cumsum | offsets, shared)
+
+    def tinv_at(self, coord, head):
+        return coord.shared + self.smem.k_operands
+
+    def aqk_at(self, coord, head):
+        return coord.shared + self.smem.aqk
+
+    @cute.jit
+    def prepare(self, args, coord):
+        token = coord.subchunk * SUBCHUNK + coord.lane % SUBCHUNK
+        self.start_load_tokens(args, coord)
+        beta = self.load_beta(args, coord, coord.h, token, token < coord.tokens, load_scalar_bits)
+        parameters = self.load_gate_parameters(args, coord)
+        self.stage_biases(args, coord)
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_warp()
+        inverse_norms, squares = self.norms(coord)
+        beta = self.activate_beta(args, scalar_from_bits(beta, args.size.beta_kind), token < coord.tokens)
+        self.store_norms(args, coord, inverse_norms, squares, beta)
+        diagonal = cute.make_rmem_tensor((4, 2, 2), Float32)
+        diagonal.fill(0.0)
+        for k_block in cutlass.range(K_BLOCKS, unroll=1):
+            self.decay_k_block(coord, inverse_norms, k_block, parameters, diagonal)
+        cute.arch.sync_threads()
+        self.store_chunk_decays(args, coord)
+        self.store_diagonal(coord, diagonal)
+        self.off_diagonal_blocks(args, coord)
+        self.invert_and_store(args, coord, coord.h, 0)
+
+    # -------------------------------------------------------------------------------------------- addresses
+
+    def lane_operand_at(self, coord, region, i, k_block, lane):
+        """Address of a lane's 8 channels of its sub-chunk's token row + 8 i: lines of two K blocks start in different banks."""
+        return self.operand_at(coord, region, coord.subchunk, i, k_block) + (lane ^ (k_block % 2 * 4)) * 16
+
+    def left_at(self, coord, which, i, k_block):
+        """Raw q or k of token row + 8 i; later the left operand of step i of a product."""
+        return self.lane_operand_at(coord, self.smem.qk_operands + which * TILE_BYTES, i, k_block, coord.lane)
+
+    def right_at(self, coord, i, k_block):
+        """Raw 16-bit g of token row + 8 i; later right operands."""
+        return self.lane_operand_at(coord, self.smem.k_operands, i, k_block, coord.lane)
+
+    def g_fp32_row(self, coord, t):
+        return coord.shared + self.smem.g_fp32 + (coord.subchunk * SUBCHUNK + t) * (D * 4)
+
+    def cumsum_at(self, coord, t):
+        return coord.shared + self.smem.cumsum + (coord.subchunk * SUBCHUNK + t) * CUMSUM_PITCH
+
+    def totals_at(self, coord, subchunk):
+        return coord.shared + self.smem.totals + subchunk * (D * 4)
+
+    def vectors_at(self, coord):
+        return coord.shared + self.smem.vectors + coord.subchunk * VECTOR_BYTES
+
+    def bias_at(self, coord, k_block):
+        return self.vectors_at(coord) + (BIAS_ROW + k_block) * 128 + coord.lane * 4
+
+    # -------------------------------------------------------------------------------------------- raw tokens
+
+    @cute.jit
+    def start_load_tokens(self, args, coord):
+        """Start asynchronous copies of the warp's tokens, two at a time: whole lines.
+
+        Past the last token q and k are zeros, and g gives a log decay of 0.
+        """
+        ptr, stride = args.ptr, args.stride
+        k_block, second, quad_lane = coord.lane // 8, coord.lane // 4 % 2, coord.lane % 4
+        first, across = coord.subchunk * SUBCHUNK + second, (4 * k_block + quad_lane) * 16
+        h = qk_head(coord.h, args.size.qk_head_factor)
+        q_at = ptr.q + self.token_offset(args, coord, first, stride.q_n, stride.q_t) + offset(h, stride.q_h) + across
+        k_at = ptr.k + self.token_offset(args, coord, first, stride.k_n, stride.k_t) + offset(h, stride.k_h) + across
+        g_at = ptr.g + self.token_offset(args, coord, first, stride.g_n, stride.g_t) + offset(coord.h, stride.g_h) + across
+        target = self.lane_operand_at(coord, 0, 0, k_block, second * 4 + quad_lane)
+        # q, k and g of two tokens in turn: eight copies of each tensor one behind the other are 6% slower.
+        for token in cutlass.range(0, SUBCHUNK, 2, unroll=1):
+            active = (first + token < coord.tokens) & (32 * k_block < self.K)
+            at = target + token // 8 * 2048 + token % 8 * 64
+            if cutlass.const_expr(self.g_dtype is not Float32):
+                cp_async_or_fill(at + self.smem.k_operands, g_at + offset(token, stride.g_t), active, self.neutral_g())
+            cp_async_or_zero(at + self.smem.qk_operands, q_at + offset(token, stride.q_t), active)
+            cp_async_or_zero(at + self.smem.qk_operands + TILE_BYTES, k_at + offset(token, stride.k_t), active)
+        if cutlass.const_expr(self.g_dtype is Float32):
+            self.start_load_g_fp32(args, coord)
+        cute.arch.cp_async_commit_group()
+
+    def neutral_g(self):
+        """A word of raw g whose log decay is 0: minus infinity, or 0 where g is the log decay."""
+        infinity = {Float32: 0xFF800000, Float16: 0xFC00FC00}.get(self.g_dtype, 0xFF80FF80)
+        return Uint32(0 if self.gate == "log" else infinity)
+
+    def start_load_g_fp32(self, args, coord):
+        """A row a token."""
+        stride, first = args.stride, coord.subchunk * SUBCHUNK
+        source = args.ptr.g + self.token_offset(args, coord, first, stride.g_n, stride.g_t)
+        source = source + offset(coord.h, stride.g_h) + coord.lane * 16
+        for token in range(SUBCHUNK):
+            active = (first + token < coord.tokens) & (4 * coord.lane < self.K)
+            target = self.g_fp32_row(coord, token) + coord.lane * 16
+            cp_async_or_fill(target, source + offset(token, stride.g_t), active, self.neutral_g())
+
+    def load_g(self, coord, k_block):
+        """Raw g of the sub-chunk's tokens, of the lane's channel of a K block."""
+        if self.g_dtype is Float32:
+            addresses = [self.g_fp32_row(coord, t) + (32 * k_block + coord.lane) * 4 for t in range(SUBCHUNK)]
+        else:
+            swap = k_block % 2 * 64  # lane_operand_at, 4 lanes a token
+            at = self.operand_at(coord, self.smem.k_operands, coord.subchunk, 0, k_block) + coord.lane * 2
+            pairs = [at + t // 8 * 2048 + t % 8 * 64 for t in range(0, SUBCHUNK, 2)]
+            addresses = [address for pair in pairs for address in (pair + swap, pair + 64 - swap)]
+        return [load_shared_as_f32(address, self.g_dtype) for address in addresses]
+
+    # -------------------------------------------------------------------------------------------- cumulative log decays
+
+    def load_gate_parameters(self, args, coord):
+        """exp(A_log), within bounds, and the bound to base 2."""
+        if self.gate == "log":
+            return None
+        rate = cute.math.exp(load(Float32, args.ptr.A_log + offset(coord.h, args.stride.A_log_h), Int32(1)))
+        return fmax(cute.math.min(rate, Float32(MAX_RATE)), Float32(MIN_RATE)), args.bound * Float32(LOG2_E)
+
+    def stage_biases(self, args, coord):
+        """dt_bias of the lane's channels to shared memory."""
+        ptr, stride, kind = args.ptr, args.stride, args.size.dt_bias_kind
+        if self.gate != "log":
+            channels = [cutlass.min(32 * k_block + coord.lane, self.K - 1) for k_block in range(K_BLOCKS)]
+            at = ptr.dt_bias + offset(coord.h, stride.dt_bias_h)
+            biases = [load_scalar(at + offset(channel, stride.dt_bias_c), kind) for channel in channels]
+            for k_block in range(K_BLOCKS):
+                store_shared_f32(self.bias_at(coord, k_block), biases[k_block])
+
+    def cumulate_gates(self, coord, k_block, parameters):
+        """The sub-chunk's cumulative log decays of a K block, a channel a lane; whether any exceeds MAX_GROWTH."""
+        total, bias = None, None if self.gate == "log" else load_shared_f32(self.bias_at(coord, k_block))
+        for t, g in enumerate(self.load_g(coord, k_block)):
+            log = fmax(self.log2_decay(g, parameters, bias), Float32(MIN_LOG_DECAY * LOG2_E))
+            total = log if total is None else total + log
+            store_shared_f32(self.cumsum_at(coord, t) + coord.lane * 4, total)
+        store_shared_f32(self.totals_at(coord, coord.subchunk) + (32 * k_block + coord.lane) * 4, total)
+        exceeds = cute.arch.vote_any_sync(total < Float32(-MAX_GROWTH))
+        growth = select(exceeds, Float32(0), exp2(Float32(TF32_TRUNCATION * LOG2_E) - total))
+        store_shared_f32(self.vectors_at(coord) + GROWTH_ROW * 128 + coord.lane * 4, growth)
+        return exceeds
+
+    def log2_decay(self, g, parameters, bias):
+        """log_decay to base 2 in as few instructions as possible; the bounded rate spares the cases of inf and 0."""
+        if self.gate == "log":
+            return g * Float32(LOG2_E)
+        rate, bound = parameters
+        x = g + bias
+        if self.gate == "softplus":
+            e = exp2(-cute.math.abs(x) * Float32(LOG2_E))
+            # 1 + e loses the digits of a small e; the series' next term is below 2**-18 of the first.
+            small = e * cute.math.fma(e, cute.math.fma(e, Float32(LOG2_E / 3), Float32(-LOG2_E / 2)), Float32(LOG2_E))
+            soft = select(e < Float32(2.0**-6), small, log2(Float32(1) + e))
+            return -rate * cute.math.fma(cute.math.max(x, Float32(0)), Float32(LOG2_E), soft)
+        return bound * reciprocal(Float32(1) + exp2(x * (rate * Float32(-LOG2_E))))
+
+    def load_total(self, coord, subchunk, k_block):
+        """Log decays of a sub-chunk, of the lane's channels of a K block."""
+        return self.load_f32x8(self.totals_at(coord, subchunk) + (32 * k_block + 8 * coord.quad_lane) * 4)
+
+    def load_f32x8(self, address):
+        return [x for half in range(2) for x in load_shared_f32x4(address + 16 * half)]
+
+    # -------------------------------------------------------------------------------------------- operands, diagonal blocks
+
+    def norms(self, coord):
+        """1 over the norms of q and k of the lane's tokens, 0 past the last one; and their sums of squares.
+
+        The sums are the diagonals of the tokens' products with themselves on the tensor cores.
+        """
+        squares = [[], []]
+        for i in range(2):
+            for which in range(2):
+                sums = [[Float32(0)] * 4 for _ in range(2)]
+                for k_block in range(K_BLOCKS):
+                    words = load_shared_x4(self.left_at(coord, which, i, k_block))
+                    for w in range(4):
+                        # Two words are upper and lower rows, one of them is also the columns: half of the product is used.
+                        rows = words[w // 2 * 2 : w // 2 * 2 + 2]
+                        sums[w % 2] = mma_sync(sums[w % 2], rows, words[w : w + 1], self.dtype)
+                odd = coord.row % 2 != 0
+                own = [select(odd, sums[upper][2 * upper + 1], sums[upper][2 * upper]) for upper in range(2)]
+                squares[i].append(shuffle_sync(own[0] + own[1], offset=coord.row * 4 + coord.row // 2))
+        return [[rsqrt_or_zero(x) for x in both] for both in squares], squares
+
+    @cute.jit
+    def decay_k_block(self, coord, inverse_norms, k_block, parameters, diagonal):
+        """Cumulative log decays and operands of a K block; every operand's input is loaded before anything is stored."""
+        exceeds = self.cumulate_gates(coord, k_block, parameters)
+        cute.arch.sync_warp()
+        cumsum, total, growth, tokens = self.load_k_block(coord, inverse_norms, k_block)
+        if exceeds:
+            self.add_diagonal_per_token(coord, tokens, cumsum, diagonal)
+        self.store_operands(coord, k_block, cumsum, total, growth, tokens, diagonal)
+        cute.arch.sync_warp()
+
+    def load_k_block(self, coord, inverse_norms, k_block):
+        """Of the lane's tokens: cumulative log decays, the sub-chunk's total, the growth of right operands; unit q and k."""
+        cumsum = [self.load_f32x8(self.cumsum_at(coord, coord.row + 8 * i) + coord.quad_lane * 32) for i in range(2)]
+        total = self.load_total(coord, coord.subchunk, k_block)
+        growth = self.load_f32x8(self.vectors_at(coord) + GROWTH_ROW * 128 + coord.quad_lane * 32)
+        raw = [[load_shared_x4(self.left_at(coord, which, i, k_block)) for which in range(2)] for i in range(2)]
+        tokens = [
+            [[x * by for x in unpack(words, self.dtype)] for words, by in zip(raw[i], inverse_norms[i], strict=True)]
+            for i in range(2)
+        ]
+        return cumsum, total, growth, tokens
+
+    def store_operands(self, coord, k_block, cumsum, total, growth, tokens, diagonal):
+        """Operands of a K block, q and k decayed from the sub-chunk's start, k to its end; adds to the diagonal block."""
+        left, right = [], []
+        for i, (q, k) in enumerate(tokens):
+            from_start = [exp2(x) for x in cumsum[i]]
+            to_end = [exp2(y - x) for x, y in zip(cumsum[i], total, strict=True)]
+            left.append([self.times(q, from_start), self.times(k, from_start)])
+            k_to_end = self.times(k, to_end)
+            store_shared_x4(self.right_at(coord, i, k_block), pack_pairs(k_to_end))
+            right.append(self.times(k_to_end, growth))
+        for which in range(2):
+            both = [pack_pairs(left[i][which]) for i in range(2)]
+            for step in range(2):
+                words = [both[i][2 * step + w] for w in range(2) for i in range(2)]
+                store_shared_x4(self.left_at(coord, which, step, k_block), words)
+        self.add_diagonal(diagonal, left, right)
+
+    def add_diagonal(self, diagonal, left, right):
+        """8 channels' share of the diagonal block, in tf32: [number, half of the columns, q or k]."""
+        for step in range(4):
+            for which in range(2):
+                a = [left[i][which][2 * step + c].bitcast(Uint32) for c in range(2) for i in range(2)]
+                for half in range(2):
+                    sums = [diagonal[e, half, which] for e in range(4)]
+                    b = [right[half][2 * step + c].bitcast(Uint32) for c in range(2)]
+                    sums = mma_sync(sums, a, b, Float32)
+                    for e in range(4):
+                        diagonal[e, half, which] = sums[e]
+
+    @cute.jit
+    def add_diagonal_per_token(self, coord, tokens, cumsum, diagonal):
+        """The same with a split at each token in turn, so that no operand grows; each product is right in that token's column."""
+        found = cute.make_rmem_tensor((4, 2, 2), Float32)
+        right = [self.times(k, [Float32(1 + TF32_TRUNCATION)] * 8) for _, k in tokens]
+        for at in cutlass.range(SUBCHUNK, unroll=1):
+            found.fill(0.0)
+            self.add_diagonal(found, self.left_split_at(coord, at, tokens, cumsum), right)
+            for half in cutlass.range_constexpr(2):
+                for e in cutlass.range_constexpr(4):
+                    own = 8 * half + 2 * coord.quad_lane + e % 2 == at
+                    for which in cutlass.range_constexpr(2):
+                        diagonal[e, half, which] = diagonal[e, half, which] + select(own, found[e, half, which], Float32(0))
+
+    def left_split_at(self, coord, at, tokens, cumsum):
+        """Left operands decayed from a token of the sub-chunk on."""
+        split = self.load_f32x8(self.cumsum_at(coord, at) + coord.quad_lane * 32)
+        decays = [[exp2(cute.math.min(x - y, Float32(0))) for x, y in zip(both, split, strict=True)] for both in cumsum]
+        return [[self.times(x, decays[i]) for x in tokens[i]] for i in range(2)]
+
+    def times(self, xs, ys):
+        return [x * y for x, y in zip(xs, ys, strict=True)]
+
+    def store_diagonal(self, coord, diagonal):
+        beta_k2 = self.load_beta_k2(coord, 0)
+        for half in range(2):
+            for i in range(2):
+                self.store_system_diagonal(coord, i, half, [diagonal[2 * i + p, half, 1] * beta_k2[i] for p in range(2)])
+                self.store_aqk_diagonal(coord, 0, i, half, [diagonal[2 * i + p, half, 0] for p in range(2)])
+
+    # -------------------------------------------------------------------------------------------- scales
+
+    def store_norms(self, args, coord, inverse_norms, squares, beta):
+        """The warp's tokens: beta |k|**2 and beta |k| to shared memory, |q| and |k| to the workspace."""
+        scales = args.ptr.scales + self.head_chunk(args, coord, coord.h) * SCALE_BYTES
+        for i in range(2):
+            token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
+            q_norm, k_norm = (self.norm(x, inverse) for x, inverse in zip(squares[i], inverse_norms[i], strict=True))
+            q_norm = q_norm * args.scale
+            beta_k = shuffle_sync(beta, offset=coord.row + 8 * i) * k_norm
+            at = self.gates_at(coord, 0) + token * 4
+            store_shared_f32(at + GATE_BETA_K2 * 4, beta_k * k_norm)
+            store_shared_f32(at + GATE_BETA_K * 4, beta_k)
+            store_words(scales + KDA_SCALE_S_K + token * 4, [k_norm.bitcast(Uint32)], coord.quad_lane == 0)
+            store_words(scales + (KDA_SCALE_O + token * 4), [q_norm.bitcast(Uint32)], coord.quad_lane == 0)
+
+    def store_chunk_decays(self, args, coord):
+        """Decays from the chunk's start to the sub-chunk's, and from its end to the chunk's; the whole chunk's to the workspace."""
+        before, after = [Float32(0)] * 4, [Float32(0)] * 4
+        totals = [load_shared_f32x4(self.totals_at(coord, b) + coord.lane * 16) for b in range(4)]
+        for b in range(4):
+            earlier, later = (select(x, Float32(1), Float32(0)) for x in (b < coord.subchunk, b > coord.subchunk))
+            before = [cute.math.fma(x, earlier, y) for x, y in zip(totals[b], before, strict=True)]
+            after = [cute.math.fma(x, later, y) for x, y in zip(totals[b], after, strict=True)]
+        for first, logs in ((FROM_START, before), (TO_END, after)):
+            for p, word in enumerate(pack_pairs([exp2(x) for x in logs])):
+                store_shared(self.vectors_at(coord) + first + coord.lane * 8 + p * 4, word)
+        # The last sub-chunk's warp has the sum of all of them.
+        decays = [exp2(x + y) for x, y in zip(before, totals[3], strict=True)]
+        scales = args.ptr.scales + self.head_chunk(args, coord, coord.h) * SCALE_BYTES
+        store_words(scales + KDA_SCALE_STATE + coord.lane * 16, [x.bitcast(Uint32) for x in decays], coord.subchunk == 3)
+        cute.arch.sync_warp()
+
+    # -------------------------------------------------------------------------------------------- tiles, off-diagonal blocks
+
+    @cute.jit
+    def off_diagonal_blocks(self, args, coord):
+        """The warp's rows of the tiles; products of its tokens with the two sub-chunks in front. Warp 0: of sub-chunk 3 with 0."""
+        one, two = cute.make_rmem_tensor((4, 2, 2), Float32), cute.make_rmem_tensor((4, 2, 2), Float32)
+        one.fill(0.0)
+        tiles = self.tile_addresses(args, coord)
+        if coord.subchunk > 1:
+            two.fill(0.0)
+            for k_block in cutlass.range(K_BLOCKS, unroll=1):
+                left = self.store_tiles_and_add(coord, tiles, k_block, one)
+                self.add_block(coord, two, left, k_block, coord.subchunk - 2, [coord.subchunk - 1])
+            self.store_block(coord, two, coord.subchunk, coord.subchunk - 2)
+        elif coord.subchunk == 1:
+            for k_block in cutlass.range(K_BLOCKS, unroll=1):
+                self.store_tiles_and_add(coord, tiles, k_block, one)
+        else:
+            last = coord._replace(subchunk=Int32(3))
+            for k_block in cutlass.range(K_BLOCKS, unroll=1):
+                self.store_tiles(coord, tiles, k_block, self.load_left(coord, k_block))
+                self.add_block(coord, one, self.load_left(last, k_block), k_block, Int32(0), [1, 2])
+        a = Int32(select_(coord.subchunk == 0, 3, coord.subchunk))
+        self.store_block(coord, one, a, cutlass.max(coord.subchunk - 1, 0))
+        cute.arch.sync_warp()
+
+    def store_tiles_and_add(self, coord, tiles, k_block, found):
+        left = self.load_left(coord, k_block)
+        self.store_tiles(coord, tiles, k_block, left)
+        self.add_block(coord, found, left, k_block, coord.subchunk - 1)
+        return left
+
+    def load_left(self, coord, k_block):
+        """Left operands: [q or k][step]."""
+        return [[load_shared_x4(self.left_at(coord, which, step, k_block)) for step in range(2)] for which in range(2)]
+
+    def tile_addresses(self, args, coord):
+        """Of the lane's first vector in the tiles q_decayed, k_decayed, k_restored."""
+        at = self.head_chunk(args, coord, coord.h) * TILE_BYTES
+        at = at + tile_offset(coord.subchunk * SUBCHUNK + coord.row, coord.quad_lane)
+        return [tile + at for tile in (args.ptr.q_tiles, args.ptr.k_tiles, args.ptr.k_restored)]
+
+    def store_tiles(self, coord, tiles, k_block, left):
+        """8 channels of the lane's tokens: q and k decayed from the chunk's start, k decayed to its end."""
+        at = self.vectors_at(coord) + (32 * k_block + 8 * coord.quad_lane) * 2
+        from_start, to_end = load_shared_x4(at + FROM_START), load_shared_x4(at + TO_END)
+        for i in range(2):
+            q, k = ([words[step][2 * w + i] for step in range(2) for w in range(2)] for words in left)
+            k_to_end = load_shared_x4(self.right_at(coord, i, k_block))
+            for tile, words, by in zip(tiles, (q, k, k_to_end), (from_start, from_start, to_end), strict=True):
+                address = tile + Int64(k_block * tile_offset(0, 4) + i * tile_offset(8, 0))
+                store_words(address, [mul_x2(x, y) for x, y in zip(words, by, strict=True)], True)
+
+    def add_block(self, coord, found, left, k_block, subchunk, between=()):
+        """8 channels' share of the products with an earlier sub-chunk, right operands decayed over the sub-chunks between."""
+        other, by = coord._replace(subchunk=subchunk), None
+        if between:
+            logs = [self.load_total(coord, b, k_block) for b in between]
+            by = pack_pairs([exp2(sum(xs[1:], xs[0])) for xs in zip(*logs, strict=True)])
+        for half in range(2):
+            right = load_shared_x4(self.right_at(other, half, k_block))
+            if by is not None:
+                right = [mul_x2(x, y) for x, y in zip(right, by, strict=True)]
+            for step in range(2):
+                for which in range(2):
+                    sums = [found[e, half, which] for e in range(4)]
+                    sums = mma_sync(sums, left[which][step], right[2 * step : 2 * step + 2], Float16)
+                    for e in range(4):
+                        found[e, half, which] = sums[e]
+
+    def store_block(self, coord, found, a, b):
+        """Block (a, b) of the system and of Aqk."""
+        coord = coord._replace(subchunk=a)
+        beta_k2 = self.load_beta_k2(coord, 0)
+        for half in range(2):
+            for i in range(2):
+                q_products, k_products = ([found[2 * i + p, half, which] for p in range(2)] for which in range(2))
+                system = pack_x2(k_products[0] * beta_k2[i], k_products[1] * beta_k2[i], Float16)
+                self.store_system(coord, b, i, half, system)
+                self.store_aqk(coord, 0, b, i, half, pack_x2(q_products[0], q_products[1], Float16))

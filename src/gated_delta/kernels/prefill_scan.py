@@ -1,0 +1,743 @@
+"""prefill_scan: prefill's second kernel. It walks the chunks of one head with the state in registers.
+
+docs/kernels/prefill.md has the algebra and the timeline of a chunk. A block has 64 or 128 V rows of a head's state. They are the M
+dimension of every wgmma, so a result is the next product's left operand without leaving registers. An MMA warpgroup has 64 rows;
+two load and two store warps form one more warpgroup. Blocks of 128 rows are persistent: they take heads from a work queue.
+
+The right operands are fp16: unit keys and queries, with decays for KDA, Tinv and Aqk. The left operands, state and residual, are
+fp16 times a power of two, `state_scale`, that each warp adapts. bf16 would lose three bits of them.
+"""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import select_
+
+from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from .device.chunk_layout import (
+    GDN_SCALE_O,
+    GDN_SCALE_S_K,
+    GDN_SCALE_S_Q,
+    GDN_SCALE_U,
+    KDA_SCALE_O,
+    KDA_SCALE_S_K,
+    KDA_SCALE_STATE,
+    SQUARE_BYTES,
+    Args,
+    D,
+    Pointers,
+    Sequence,
+    Sizes,
+    Strides,
+    first_chunk_slot,
+    lay_out,
+    load_sequence,
+    num_chunks,
+    square_panel,
+    square_tensor,
+    tile_tensor,
+    token_offset,
+    triangle_panel,
+)
+from .device.packed import fmax, max_x2, mul_x2, pack_x2, warp_max
+from .device.pipeline import (
+    PipelineState,
+    advance,
+    atomic_increment,
+    bulk_load,
+    bulk_prefetch_l2,
+    cp_async_arrive,
+    cp_async_or_zero,
+    mbarrier,
+)
+from .device.ptx import DTYPES, load_flag, load_index, load_words, offset, pack, qk_head, select, store_words, unpack
+from .device.shared_memory import (
+    ldmatrix_x4_trans,
+    load_shared,
+    load_shared_f32,
+    load_shared_f32x2,
+    load_shared_x4,
+    stmatrix_x4_trans,
+    store_shared,
+    store_shared_x4,
+)
+
+WARPGROUP = 128
+WARPGROUP_ROWS = 64  # V rows of an MMA warpgroup
+# Warp roles: warps 0 and 1 load, warps 2 and 3 store, the warpgroups behind them run the MMAs.
+LOAD_THREADS = STORE_THREADS = 64
+COPY_REGISTERS, MMA_REGISTERS = 24, 240  # of a thread, with two MMA warpgroups
+WORK_BYTES = 32  # a published work tile
+RESCALE_INTERVAL = 4  # chunks from one look at the state's absmax to the next
+ABSMAX_HIGH, ABSMAX_LOW = 2.0**4, 2.0**-4  # of the scaled state and values: docs/kernels/prefill.md, "Precision and range"
+
+
+class Work(NamedTuple):
+    """A work tile: a segment of a sequence, a value head, a tile of its V rows."""
+
+    sequence: Sequence
+    state_index: Int32
+    hv: Int32
+    """-1 after the last work tile."""
+    tile: Int32
+    segment: Int32
+    iterations_before: Int32
+    """Chunks of the block's earlier work tiles: the pipeline goes on from there."""
+
+
+class Coord(NamedTuple):
+    """A thread's place in a work tile."""
+
+    work: Work
+    v_row: Int32
+    """First V row of the thread's warpgroup."""
+    first_chunk: Int32
+    end_chunk: Int32
+    shared: Int32
+    thread: Int32
+    """Within its role."""
+    group: Int32
+    """MMA warpgroup; -1 for load and store warps."""
+
+
+class Fragments(NamedTuple):
+    """Registers of an MMA warpgroup."""
+
+    state: cute.Tensor
+    s_k: cute.Tensor
+    """S k, then u."""
+    o: cute.Tensor
+    state_fp16: cute.Tensor
+    operand: cute.Tensor
+    """The residual, then GDN's u times its decay to the chunk's end."""
+    u: cute.Tensor
+
+
+class PrefillScan:
+    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else.
+
+    rows: V rows of a block. transitions: whether it finds segment transitions (M, B), rather than outputs and final states.
+    """
+
+    arguments = (Pointers, Float32, Float32, Strides, Sizes)
+
+    def __init__(self, axis: str, K: int, V: int, dtype: str, state_dtype: str, rows: int, transitions: bool):
+        self.K, self.V, self.rows = K, V, rows
+        self.mma_groups, self.v_tiles = rows // WARPGROUP_ROWS, V // rows
+        self.tiles = self.v_tiles + (D // rows if transitions else 0)  # M is found from an identity's rows
+        self.channel, self.transitions = axis == "channel", transitions
+        self.persistent = self.mma_groups > 1 and not transitions  # otherwise a block has one work tile
+        self.dtype, self.state_dtype = DTYPES[dtype], DTYPES[state_dtype]
+        tiles = dict.fromkeys(("k", "q", "k_restored") if self.channel else ("k", "q"), TILE_BYTES)
+        self.stage_bytes = sum(tiles.values()) + 2 * TRIANGLE_BYTES + SCALE_BYTES
+        self.v_pitch = rows * 2 + 16  # bytes of a token's values, padded so that 8 tokens start in different banks
+        self.stages = 2 if self.channel and self.mma_groups > 1 else 3
+        staged = {
+            **tiles,
+            "tinv": SQUARE_BYTES,
+            "aqk": SQUARE_BYTES,
+            "v": CHUNK * self.v_pitch,  # overwritten by o
+            "scales": SCALE_BYTES,
+            "v_absmax": 8,
+            "full": 8,
+            "empty": 8,
+            "o_full": 8,
+        }
+        offsets, end = lay_out({name: self.stages * size for name, size in staged.items()})
+        work, self.shared = lay_out({"work": 2 * WORK_BYTES, "work_full": 2 * 8, "work_empty": 2 * 8}, end)
+        self.smem = SimpleNamespace(**offsets, **work)
+        self.threads = WARPGROUP + WARPGROUP * self.mma_groups
+        self.consumers = WARPGROUP * self.mma_groups + (0 if transitions else STORE_THREADS)
+
+    @cute.jit
+    def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
+        work_tiles = self.tiles * size.HV * size.N * size.segments
+        blocks = cutlass.min(work_tiles, size.max_blocks) if self.persistent else work_tiles
+        self.kernel(ptr, scale, bound, stride, size).launch(
+            grid=(blocks, 1, 1),
+            block=(self.threads, 1, 1),
+            smem=self.shared,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        args = Args(ptr, scale, bound, stride, size)
+        shared = (cute.arch.get_dyn_smem(Uint32, 1024)).toint()
+        if thread == 0:
+            for stage in cutlass.range_constexpr(self.stages):
+                cute.arch.mbarrier_init(mbarrier(shared + self.smem.full + stage * 8), 1 + LOAD_THREADS)
+                cute.arch.mbarrier_init(mbarrier(shared + self.smem.empty + stage * 8), self.consumers)
+                cute.arch.mbarrier_init(mbarrier(shared + self.smem.o_full + stage * 8), WARPGROUP * self.mma_groups)
+            for i in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(mbarrier(shared + self.smem.work_full + i * 8), 1)
+                cute.arch.mbarrier_init(mbarrier(shared + self.smem.work_empty + i * 8), self.threads)
+            cute.arch.mbarrier_init_fence()
+        # Tinv and Aqk above their diagonal blocks: no copy writes there.
+        for at in cutlass.range(thread * 16, 2 * self.stages * SQUARE_BYTES, self.threads * 16, unroll=1):
+            store_shared_x4(shared + self.smem.tinv + at, [Uint32(0)] * 4)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.sync_threads()
+        group = thread // WARPGROUP - 1
+        if cutlass.const_expr(self.persistent):
+            if group >= 0:
+                cute.arch.setmaxregister_increase(MMA_REGISTERS)
+                self.for_each_work(self.mma, args, shared, thread % WARPGROUP, group)
+            else:
+                cute.arch.setmaxregister_decrease(COPY_REGISTERS)
+                if thread < LOAD_THREADS:
+                    self.for_each_work(self.load, args, shared, thread, group, block)
+                else:
+                    self.for_each_work(self.store, args, shared, thread - LOAD_THREADS, group)
+        else:
+            coord = self.coord_of(args, self.work_of(args, block), shared, thread % WARPGROUP, group)
+            # The last segment's transition is not needed, nor the first one's M: it starts from its own state.
+            unneeded = (coord.work.segment == size.segments - 1) | ((coord.work.segment == 0) & (coord.work.tile >= self.v_tiles))
+            if self.transitions & unneeded:
+                pass
+            elif group >= 0:
+                if cutlass.const_expr(self.mma_groups > 1):
+                    cute.arch.setmaxregister_increase(MMA_REGISTERS)
+                self.mma(args, coord)
+            else:
+                if cutlass.const_expr(self.mma_groups > 1):
+                    cute.arch.setmaxregister_decrease(COPY_REGISTERS)
+                if thread < LOAD_THREADS:
+                    self.load(args, coord)
+                elif not self.transitions:
+                    self.store(args, coord._replace(thread=thread - LOAD_THREADS))
+
+    # -------------------------------------------------------------------------------------------- work tiles
+
+    def work_of(self, args, number):
+        """A work tile by its number: the longest sequences come first."""
+        ptr, stride, size = args.ptr, args.stride, args.size
+        tile, hv, rest = number % self.tiles, number // self.tiles % size.HV, number // (self.tiles * size.HV)
+        segment, rank = rest % size.segments, rest // size.segments
+        n = load_index(ptr.sequence_order + offset(rank, 4), Int32(ptr.sequence_order != 0), rank)
+        sequence = load_sequence(args, n)
+        state_index = load_index(ptr.state_indices + offset(n, stride.state_indices_n), size.state_indices_kind, n)
+        return Work(sequence, state_index, hv, tile, segment, Int32(0))
+
+    def coord_of(self, args, work, shared, thread, group):
+        chunks = num_chunks(work.sequence.tokens)
+        per_segment = (chunks + args.size.segments - 1) // args.size.segments
+        first = cutlass.min(work.segment * per_segment, chunks)
+        end = cutlass.min(first + per_segment, chunks)
+        v_row = work.tile * self.rows + cutlass.max(group, 0) * WARPGROUP_ROWS
+        return Coord(work, v_row, first, Int32(select_(work.state_index >= 0, end, first)), shared, thread, group)
+
+    # -------------------------------------------------------------------------------------------- persistent tile scheduler
+
+    @cute.jit
+    def publish_work(self, args, shared, i, number):
+        """Thread 0: work tile `number` as the block's i-th for all its threads; head -1 past the last one."""
+        size = args.size
+        iterations_before = Int32(0)
+        if i > 0:
+            last = self.published_work(args, shared, i - 1)
+            chunks = Int32(select_(last.state_index >= 0, num_chunks(last.sequence.tokens), 0))
+            iterations_before = last.iterations_before + chunks
+        cute.arch.mbarrier_wait(mbarrier(shared + self.smem.work_empty + i % 2 * 8), (i // 2 + 1) % 2)
+        at = shared + self.smem.work + i % 2 * WORK_BYTES
+        if number < size.HV * size.N:
+            (n, start, tokens, _), state_index, hv, _, _, _ = self.work_of(args, number)
+            store_shared_x4(at, [Uint32(x) for x in (n, start, tokens, state_index)])
+            store_shared(at + 16, Uint32(hv))
+            store_shared(at + 20, Uint32(iterations_before))
+            self.prefetch_state(args, state_index, hv)
+        else:
+            store_shared(at + 16, Uint32(0xFFFFFFFF))
+        cute.arch.mbarrier_arrive(mbarrier(shared + self.smem.work_full + i % 2 * 8))
+
+    def published_work(self, args, shared, i):
+        at = shared + self.smem.work + i % 2 * WORK_BYTES
+        n, start, tokens, state_index = (Int32(x) for x in load_shared_x4(at))
+        hv, iterations_before = (Int32(load_shared(at + b)) for b in (16, 20))
+        sequence = Sequence(n, start, tokens, first_chunk_slot(args, n, start))
+        return Work(sequence, state_index, hv, Int32(0), Int32(0), iterations_before)
+
+    @cute.jit
+    def get_next_work(self, args, shared, i):
+        """The block's i-th work tile; head -1 past the last one."""
+        cute.arch.mbarrier_wait(mbarrier(shared + self.smem.work_full + i % 2 * 8), i // 2 % 2)
+        work = self.published_work(args, shared, i)
+        cute.arch.mbarrier_arrive(mbarrier(shared + self.smem.work_empty + i % 2 * 8))
+        return work
+
+    @cute.jit
+    def for_each_work(self, role, args, shared, thread, group, block=None):
+        """Run a role on each of the block's work tiles.
+
+        block: its number, given to the load warps alone. Their thread 0 publishes work: tile `block` first, then from the queue.
+        """
+        i = Int32(0)
+        if cutlass.const_expr(block is not None):  # noqa: SIM102 - settled when compiling
+            if thread == 0:
+                self.publish_work(args, shared, i, block)
+        work = self.get_next_work(args, shared, i)
+        while work.hv >= 0:
+            role(args, self.coord_of(args, work, shared, thread, group))
+            i += 1
+            if cutlass.const_expr(block is not None):  # noqa: SIM102 - settled when compiling
+                if thread == 0:
+                    self.publish_work(args, shared, i, args.size.max_blocks + atomic_increment(args.ptr.work_queue))
+            work = self.get_next_work(args, shared, i)
+
+    def prefetch_state(self, args, state_index, hv):
+        """Prefetch a head's initial state to L2."""
+        ptr, stride = args.ptr, args.stride
+        at = ptr.initial_state + offset(cutlass.max(state_index, 0), stride.initial_state_p) + offset(hv, stride.initial_state_h)
+        wanted = Int32(ptr.initial_state != 0) & Int32(state_index >= 0)
+        bulk_prefetch_l2(at, self.V * self.K * self.state_dtype.width // 8, wanted)
+
+    # -------------------------------------------------------------------------------------------- load warps
+
+    @cute.jit
+    def load(self, args, coord):
+        """The load warps: a chunk's tiles by bulk copies, its values by 16 bytes; zeros past the last token.
+
+        With one MMA warpgroup, values pass through registers a chunk ahead, and their absmax is taken on the way. With two, the
+        load warps have no registers for that: values come by asynchronous copies, and the MMA warps take the absmax.
+        """
+        shared, thread, work = coord.shared, coord.thread, coord.work
+        row, vector, step = self.copy_slice(thread)
+        v_at = args.ptr.v + offset(work.hv, args.stride.v_h) + offset(work.tile % self.v_tiles, self.rows * 2) + vector * 16
+        v_at += token_offset(args, work.sequence, Int32(0), args.stride.v_n, args.stride.v_t)
+        ahead = cute.make_rmem_tensor((4, CHUNK // step), Uint32)
+        if cutlass.const_expr(self.mma_groups == 1):
+            self.load_v(args, coord, v_at, coord.first_chunk, ahead)
+        for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
+            iteration = work.iterations_before + c - coord.first_chunk
+            stage = iteration % self.stages
+            full = shared + self.smem.full + stage * 8
+            cute.arch.mbarrier_wait(mbarrier(shared + self.smem.empty + stage * 8), (iteration // self.stages + 1) % 2)
+            if thread == 0:
+                cute.arch.mbarrier_arrive_and_expect_tx(mbarrier(full), self.stage_bytes)
+                self.load_tiles(args, coord, work.sequence.first_slot + c, stage, full)
+            values = shared + self.smem.v + stage * (CHUNK * self.v_pitch) + vector * 16
+            if cutlass.const_expr(self.mma_groups == 1):
+                words = [[ahead[w, i] for w in range(4)] for i in range(CHUNK // step)]
+                for i in cutlass.range_constexpr(CHUNK // step):
+                    store_shared_x4(values + (row + i * step) * self.v_pitch, words[i])
+                absmax = self.words_absmax([word for four in words for word in four])
+                self.load_v(args, coord, v_at, c + 1, ahead)
+                store_shared(shared + self.smem.v_absmax + stage * 8 + thread // 32 * 4, absmax, thread % 32 == 0)
+                cute.arch.mbarrier_arrive(mbarrier(full))
+            else:
+                for at in cutlass.range(row, CHUNK, step, unroll=4):
+                    token = c * CHUNK + at
+                    v_token = v_at + offset(token, args.stride.v_t)
+                    cp_async_or_zero(values + at * self.v_pitch, v_token, self.has_v(coord, token))
+                cp_async_arrive(full)
+
+    def load_v(self, args, coord, v_at, c, ahead):
+        row, _, step = self.copy_slice(coord.thread)
+        for i in range(CHUNK // step):
+            token = c * CHUNK + row + i * step
+            for w, word in enumerate(load_words(v_at + offset(token, args.stride.v_t), self.has_v(coord, token))):
+                ahead[w, i] = word
+
+    def has_v(self, coord, token):
+        """Tokens past the end have no values, nor has the identity."""
+        return (token < coord.work.sequence.tokens) & (coord.work.tile < self.v_tiles)
+
+    def copy_slice(self, thread):
+        """A load or store thread's first token, its 16-byte vector of each token, and the step to its next token."""
+        vectors = self.rows // 8
+        return thread // vectors, thread % vectors, LOAD_THREADS // vectors
+
+    def load_tiles(self, args, coord, slot, stage, full):
+        ptr, size, shared, smem = args.ptr, args.size, coord.shared, self.smem
+        v_chunk = Int64(slot) * Int64(size.HV) + Int64(coord.work.hv)
+        qk_chunk = v_chunk
+        if not self.channel:
+            qk_chunk = Int64(slot) * Int64(size.H) + Int64(qk_head(coord.work.hv, size.qk_head_factor))
+        tiles = {smem.k: ptr.k_tiles, smem.q: ptr.q_tiles} | ({smem.k_restored: ptr.k_restored} if self.channel else {})
+        for target, source in tiles.items():
+            bulk_load(shared + target + stage * TILE_BYTES, source + qk_chunk * TILE_BYTES, TILE_BYTES, full)
+        for i, square in enumerate((smem.tinv, smem.aqk)):
+            for panel in range(CHUNK // 16):
+                source = ptr.tinv_aqk + v_chunk * (2 * TRIANGLE_BYTES) + i * TRIANGLE_BYTES + triangle_panel(panel)
+                target = shared + square + stage * SQUARE_BYTES + square_panel(panel)
+                bulk_load(target, source, (CHUNK - 16 * panel) * 32, full)
+        bulk_load(shared + smem.scales + stage * SCALE_BYTES, ptr.scales + v_chunk * SCALE_BYTES, SCALE_BYTES, full)
+
+    # -------------------------------------------------------------------------------------------- store warps
+
+    @cute.jit
+    def store(self, args, coord):
+        """The store warps: outputs from shared memory to o. Inactive sequences and rows past the last one get zeros."""
+        stride, size, shared, work = args.stride, args.size, coord.shared, coord.work
+        row, vector, step = self.copy_slice(coord.thread)
+        o_at = args.ptr.o + offset(work.hv, stride.o_h) + offset(work.tile, self.rows * 2) + vector * 16
+        o_at += token_offset(args, work.sequence, Int32(0), stride.o_n, stride.o_t)
+        for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
+            iteration = work.iterations_before + c - coord.first_chunk
+            stage = iteration % self.stages
+            cute.arch.mbarrier_wait(mbarrier(shared + self.smem.o_full + stage * 8), iteration // self.stages % 2)
+            outputs = shared + self.smem.v + stage * (CHUNK * self.v_pitch) + vector * 16
+            for first in cutlass.range(row, CHUNK, 2 * step, unroll=1):
+                words = [load_shared_x4(outputs + (first + i * step) * self.v_pitch) for i in range(2)]
+                for i in cutlass.range_constexpr(2):
+                    token = c * CHUNK + first + i * step
+                    store_words(o_at + offset(token, stride.o_t), words[i], token < work.sequence.tokens)
+            cute.arch.mbarrier_arrive(mbarrier(shared + self.smem.empty + stage * 8))
+        if work.segment == 0:
+            begin = Int32(select_(work.state_index < 0, 0, work.sequence.tokens))
+            end = work.sequence.tokens
+            if (work.sequence.n == size.N - 1) & (size.cu_seqlens_kind != 0):
+                end = size.total - work.sequence.start
+            zeros = [Uint32(0)] * 4
+            for token in cutlass.range(begin + row, end, step, unroll=1):
+                store_words(o_at + offset(token, stride.o_t), zeros, Int32(1))
+
+    # -------------------------------------------------------------------------------------------- wgmma
+
+    def right_operands(self, coord):
+        """Right operands by name, [N, K, stage] of wgmma's N and K."""
+        shared, smem = coord.shared, self.smem
+        tensors = {
+            "k": tile_tensor(shared + smem.k, D, self.stages),
+            "q": tile_tensor(shared + smem.q, D, self.stages),
+            "tinv": square_tensor(shared + smem.tinv, self.stages),
+            "aqk": square_tensor(shared + smem.aqk, self.stages),
+        }
+        tensors["k_update"] = tile_tensor(shared + smem.k_restored, D, self.stages) if self.channel else tensors["k"]
+        made = {}
+        for name, x in tensors.items():
+            if name == "k_update":
+                x = cute.make_tensor(x.iterator, cute.select(x.layout, [1, 0, 2]))
+            mma = self.tiled_mma(name).get_slice(coord.thread)
+            made[name] = mma.make_fragment_B(mma.partition_B(x))
+        return made
+
+    def tiled_mma(self, name):
+        major = cute.nvgpu.OperandMajorMode
+        columns, right = (D, major.MN) if name == "k_update" else (CHUNK, major.K)
+        source = warpgroup.OperandSource.RMEM
+        op = warpgroup.MmaF16BF16Op(Float16, Float32, (64, columns, 16), source, major.K, right)
+        return cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
+
+    def start_mma(self, sums, left, name, right, pipe, accumulate):
+        """Start sums += left right, or sums = left right, as a wgmma group of its own."""
+        mma = self.tiled_mma(name)
+        warpgroup.fence()
+        for k_block in range(cute.size(left, mode=[2])):
+            mma.set(warpgroup.Field.ACCUMULATE, accumulate or k_block > 0)
+            cute.gemm(mma, sums, left[None, None, k_block], right[name][None, None, k_block, pipe.stage], sums)
+        warpgroup.commit_group()
+
+    def accumulator(self, columns):
+        """fp32 registers of a [64, columns] result: number 4 j + 2 i + p has row lane // 4 + 8 i, column 8 j + lane % 4 * 2 + p."""
+        mma = self.tiled_mma("k_update" if columns == D else "k")
+        return cute.make_rmem_tensor(mma.partition_shape_C((64, columns)), Float32)
+
+    def left_operand(self, columns):
+        """fp16 registers of a [64, columns] left operand, in the order of `accumulator`."""
+        return cute.make_rmem_tensor(self.tiled_mma("k").partition_shape_A((64, columns)), Float16)
+
+    # -------------------------------------------------------------------------------------------- MMA warpgroups
+
+    @cute.jit
+    def mma(self, args, coord):
+        """An MMA warpgroup's work tile. docs/kernels/prefill.md, "Timeline of a chunk"."""
+        right, work = self.right_operands(coord), coord.work
+        frag = Fragments(
+            self.accumulator(D),
+            self.accumulator(CHUNK),
+            self.accumulator(CHUNK),
+            self.left_operand(D),
+            self.left_operand(CHUNK),
+            self.left_operand(CHUNK),
+        )
+        self.load_state(args, coord, frag.state)
+        if self.transitions & (work.segment == 0):
+            # The segment's initial state, kept for the second scan: in a pool the last segment overwrites it.
+            row, column = self.state_row(coord) + coord.thread // 32 * 16 + coord.thread % 32 // 4, coord.thread % 4 * 2
+            at = args.ptr.segment_states + self.segment_offset(args, coord, D)
+            self.store_rows(at, Float32, D, row, column, True, frag.state, Float32(1))
+        state_scale = Float32(1)
+        pipe = PipelineState(coord.first_chunk, work.iterations_before % self.stages, work.iterations_before // self.stages % 2)
+        if coord.end_chunk > coord.first_chunk:
+            self.consumer_wait(coord, pipe)
+            state_scale = self.rescale(frag, self.v_absmax(coord, pipe), state_scale, True)
+            self.to_fp16(frag.state, frag.state_fp16)
+            for _ in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
+                state_scale, pipe = self.chunk(frag, right, coord, pipe, state_scale)
+        self.store_state(args, coord, frag.state, state_scale)
+
+    @cute.jit
+    def chunk(self, frag, right, coord, pipe, state_scale):
+        """A chunk, from S k on. Shared memory is read in front of each wait for a wgmma group, not behind it.
+
+        No wgmma group is in flight across the loop's back edge: ptxas would serialise every wgmma.
+        """
+        following, o_scale = advance(pipe, self.stages), state_scale
+        self.start_mma(frag.s_k, frag.state_fp16, "k", right, pipe, False)
+        if cutlass.const_expr(not self.transitions):
+            self.start_mma(frag.o, frag.state_fp16, "q", right, pipe, False)
+        values, s_k_scales = self.values(coord, pipe), self.column_scales(coord, pipe, "s_k")
+        warpgroup.wait_group(0 if self.transitions else 1)
+        self.residual(frag, values, s_k_scales, state_scale)
+        self.start_mma(frag.s_k, frag.operand, "tinv", right, pipe, False)
+        self.decay_state(frag, self.state_decay(coord, pipe))
+        u_scales = self.u_scales(coord, pipe)
+        warpgroup.wait_group(0)
+        self.start_update(frag, right, coord, u_scales, pipe)
+        if cutlass.const_expr(self.mma_groups > 1):  # the other warpgroup keeps the tensor cores busy: free the stage early
+            self.finish_chunk(frag, coord, pipe, o_scale)
+        absmax = Float32(0)
+        if following.chunk < coord.end_chunk:
+            self.consumer_wait(coord, following)
+            absmax = self.v_absmax(coord, following)
+        if cutlass.const_expr(self.mma_groups == 1):  # otherwise finish_chunk has waited for all groups
+            warpgroup.wait_group(0 if self.transitions else 1)
+        state_scale = self.rescale(frag, absmax, state_scale, following.chunk % RESCALE_INTERVAL == 0)
+        self.to_fp16(frag.state, frag.state_fp16)
+        if cutlass.const_expr(self.mma_groups == 1):
+            self.finish_chunk(frag, coord, pipe, o_scale)
+        return state_scale, following
+
+    def start_update(self, frag, right, coord, u_scales, pipe):
+        """Start the state's update and Aqk u."""
+        self.to_fp16(frag.s_k, frag.u)
+        if self.channel:
+            self.start_mma(frag.state, frag.u, "k_update", right, pipe, True)
+        else:
+            u, words = (cute.recast_tensor(half, Uint32) for half in (frag.u, frag.operand))
+            for i in range(cute.size(words)):
+                words[i] = mul_x2(u[i], u_scales[i // 2])
+            self.start_mma(frag.state, frag.operand, "k_update", right, pipe, True)
+            if not self.transitions:
+                self.scale_columns(frag.o, self.column_scales(coord, pipe, "s_q"))
+        if not self.transitions:
+            self.start_mma(frag.o, frag.u, "aqk", right, pipe, True)
+
+    def finish_chunk(self, frag, coord, pipe, state_scale):
+        """Outputs to shared memory, and the stage is released."""
+        o_scales = None if self.transitions else self.column_scales(coord, pipe, "o")
+        warpgroup.wait_group(0)
+        if not self.transitions:
+            self.store_o(coord, pipe, self.outputs(frag, o_scales, state_scale))
+        self.consumer_release(coord, pipe)
+
+    @cute.jit
+    def consumer_wait(self, coord, pipe):
+        cute.arch.mbarrier_wait(mbarrier(coord.shared + self.smem.full + pipe.stage * 8), pipe.phase)
+
+    def consumer_release(self, coord, pipe):
+        cute.arch.mbarrier_arrive(mbarrier(coord.shared + self.smem.empty + pipe.stage * 8))
+
+    # -------------------------------------------------------------------------------------------- scales of a chunk
+
+    def scales_at(self, coord, pipe):
+        return coord.shared + self.smem.scales + pipe.stage * SCALE_BYTES
+
+    def column_scales(self, coord, pipe, name):
+        """fp32 scales of a lane's columns 8 j + lane % 4 * 2 and the next, for every j."""
+        gdn = {"s_k": GDN_SCALE_S_K, "s_q": GDN_SCALE_S_Q, "o": GDN_SCALE_O}
+        first = ({"s_k": KDA_SCALE_S_K, "o": KDA_SCALE_O} if self.channel else gdn)[name]
+        at = self.scales_at(coord, pipe) + first + coord.thread % 4 * 8
+        return [load_shared_f32x2(at + 32 * j) for j in range(CHUNK // 8)]
+
+    def u_scales(self, coord, pipe):
+        """GDN: decays of u to the chunk's end, packed fp16, of the columns of `column_scales`."""
+        at = self.scales_at(coord, pipe) + GDN_SCALE_U + coord.thread % 4 * 4
+        return None if self.channel else [load_shared(at + 16 * j) for j in range(CHUNK // 8)]
+
+    def state_decay(self, coord, pipe):
+        """GDN: the state's decay over the chunk; KDA: the address of its channels' decays."""
+        at = self.scales_at(coord, pipe)
+        if self.channel:
+            return at + KDA_SCALE_STATE + coord.thread % 4 * 8
+        return load_shared_f32(at + GDN_SCALE_S_Q + (CHUNK - 1) * 4)
+
+    def decay_state(self, frag, decay):
+        if self.channel:
+            self.scale_columns(frag.state, [load_shared_f32x2(decay + 32 * j) for j in range(D // 8)])
+        else:
+            self.multiply(frag.state, decay)
+
+    def scale_columns(self, sums, scales):
+        for j, pair in enumerate(scales):
+            for i in range(4):
+                sums[4 * j + i] = sums[4 * j + i] * pair[i % 2]
+
+    def multiply(self, sums, factor):
+        for i in range(cute.size(sums)):
+            sums[i] = sums[i] * factor
+
+    def to_fp16(self, sums, half):
+        words = cute.recast_tensor(half, Uint32)
+        for j in range(cute.size(sums) // 4):
+            x = [sums[4 * j + i] for i in range(4)]
+            words[2 * j] = pack_x2(x[0], x[1], Float16)
+            words[2 * j + 1] = pack_x2(x[2], x[3], Float16)
+
+    # -------------------------------------------------------------------------------------------- the state's scale
+
+    @cute.jit
+    def rescale(self, frag, v_absmax, state_scale, measure):
+        """Scale the state anew where the chunk's values, or the state if it is measured, leave the range. Returns the scale."""
+        absmax = state_scale * v_absmax
+        low = Float32(0)  # small values alone are no reason: the state may be larger
+        if measure:
+            absmax = cute.math.max(absmax, self.absmax(frag.state))
+            low = Float32(ABSMAX_LOW)
+        if (absmax > ABSMAX_HIGH) | ((absmax < low) & (absmax > 0)):
+            exponent = cutlass.max(cutlass.min(Int32(absmax.bitcast(Uint32) >> 23), 253), 1)
+            wanted = state_scale * Uint32((254 - exponent) << 23).bitcast(Float32)
+            wanted = cute.math.max(cute.math.min(wanted, Float32(2.0**120)), Float32(2.0**-120))
+            factor = wanted * inverse_power_of_2(state_scale)
+            self.multiply(frag.state, factor)
+            state_scale = wanted
+        return state_scale
+
+    def absmax(self, sums):
+        """The largest magnitude among a warp's numbers."""
+        sizes = [cute.math.abs(sums[i]) for i in range(cute.size(sums))]
+        while len(sizes) > 1:
+            sizes = [fmax(a, b) for a, b in zip(sizes[::2], sizes[1::2], strict=True)]
+        return warp_max(sizes[0].bitcast(Uint32)).bitcast(Float32)
+
+    def v_absmax(self, coord, pipe):
+        """The largest magnitude among a chunk's values; with two MMA warpgroups, among the warp's rows of them."""
+        if self.mma_groups == 1:
+            pair = load_shared_f32x2(coord.shared + self.smem.v_absmax + pipe.stage * 8)
+            return cute.math.max(pair[0], pair[1])
+        return self.words_absmax(self.values(coord, pipe)).bitcast(Float32)
+
+    def words_absmax(self, words):
+        """The largest magnitude among a warp's packed values, as the bits of an fp32 number."""
+        words = [word & Uint32(0x7FFF7FFF) for word in words]
+        while len(words) > 1:
+            words = [max_x2(a, b, self.dtype) for a, b in zip(words[::2], words[1::2], strict=True)]
+        both = unpack(words, self.dtype)
+        return warp_max(cute.math.max(both[0], both[1]).bitcast(Uint32))
+
+    # -------------------------------------------------------------------------------------------- values and outputs
+
+    def values(self, coord, pipe):
+        """The chunk's values in the order of `accumulator`, packed."""
+        at = self.values_at(coord, pipe)
+        fours = [ldmatrix_x4_trans(at + j * 8 * self.v_pitch) for j in range(0, CHUNK // 8, 2)]
+        return [word for four in fours for word in four]
+
+    def values_at(self, coord, pipe):
+        """Address of a lane's row of the warp's first four 8 x 8 matrices of values, later of outputs."""
+        lane = coord.thread % 32
+        token, vector = lane // 16 * 8 + lane % 8, coord.group * 8 + coord.thread // 32 * 2 + lane // 8 % 2
+        return coord.shared + self.smem.v + pipe.stage * (CHUNK * self.v_pitch) + token * self.v_pitch + vector * 16
+
+    def residual(self, frag, values, s_k_scales, state_scale):
+        """v - S k as fp16."""
+        words = cute.recast_tensor(frag.operand, Uint32)
+        scale_x2 = pack([state_scale, state_scale], BFloat16)[0]  # exact: a power of two
+        for j in range(CHUNK // 8):
+            for i in range(2):
+                word, at = values[2 * j + i], 4 * j + 2 * i
+                if self.dtype is BFloat16:
+                    v = unpack([mul_x2(word, scale_x2, BFloat16)], BFloat16)
+                else:
+                    v = [x * state_scale for x in unpack([word], self.dtype)]
+                residual = [v[p] - frag.s_k[at + p] * s_k_scales[j][p] for p in range(2)]
+                words[2 * j + i] = pack_x2(residual[0], residual[1], Float16)
+
+    def outputs(self, frag, o_scales, state_scale):
+        """A chunk's outputs, packed, in the order of `accumulator`."""
+        unscale, words = inverse_power_of_2(state_scale), []
+        for j, pair in enumerate(o_scales):
+            x = [frag.o[4 * j + i] * (pair[i % 2] * unscale) for i in range(4)]
+            words += [pack_x2(x[0], x[1], self.dtype), pack_x2(x[2], x[3], self.dtype)]
+        return words
+
+    @cute.jit
+    def store_o(self, coord, pipe, words):
+        """A chunk's outputs over its values: a warp overwrites values that no other warp reads."""
+        at = self.values_at(coord, pipe)
+        for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
+            stmatrix_x4_trans(at + j * 8 * self.v_pitch, words[2 * j : 2 * j + 4])
+        cute.arch.mbarrier_arrive(mbarrier(coord.shared + self.smem.o_full + pipe.stage * 8))
+
+    # -------------------------------------------------------------------------------------------- states in global memory
+
+    @cute.jit
+    def load_state(self, args, coord, state):
+        """A segment's initial state: the call's, state passing's, or zeros and an identity to find its transition."""
+        ptr, stride, size, work = args.ptr, args.stride, args.size, coord.work
+        lane, warp = coord.thread % 32, coord.thread // 32
+        row, column = warp * 16 + lane // 4, lane % 4 * 2
+        row, identity_row = self.state_row(coord) + row, self.state_row(coord) + row - D
+        if self.transitions & (work.segment > 0):
+            for j in cutlass.range_constexpr(D // 8):
+                for i in cutlass.range_constexpr(4):
+                    state[4 * j + i] = select(identity_row + i // 2 * 8 == column + 8 * j + i % 2, Float32(1), Float32(0))
+        elif (not self.transitions) & (size.segments > 1):
+            self.load_rows(ptr.segment_states + self.segment_offset(args, coord, D), Float32, D, row, column, True, state)
+        else:
+            resumed = load_flag(
+                ptr.has_initial_state + offset(work.sequence.n, stride.has_initial_state_n), ptr.has_initial_state != 0
+            )
+            resumed = resumed & Int32(ptr.initial_state != 0) & Int32(work.state_index >= 0)
+            at = ptr.initial_state + offset(cutlass.max(work.state_index, 0), stride.initial_state_p)
+            at += offset(work.hv, stride.initial_state_h)
+            self.load_rows(at, self.state_dtype, self.K, row, column, resumed, state)
+
+    @cute.jit
+    def store_state(self, args, coord, state, state_scale):
+        """A segment's transition; else the final state, after the last segment."""
+        ptr, stride, size, work = args.ptr, args.stride, args.size, coord.work
+        lane, warp = coord.thread % 32, coord.thread // 32
+        row, column = self.state_row(coord) + warp * 16 + lane // 4, lane % 4 * 2
+        unscale = inverse_power_of_2(state_scale)
+        if cutlass.const_expr(self.transitions):
+            at = ptr.segment_transitions + self.segment_offset(args, coord, 2 * D)
+            self.store_rows(at, Float32, D, row, column, True, state, unscale)
+        else:
+            wanted = Int32(ptr.final_state != 0) & Int32(work.state_index >= 0) & Int32(work.segment == size.segments - 1)
+            at = ptr.final_state + offset(cutlass.max(work.state_index, 0), stride.final_state_p)
+            at += offset(work.hv, stride.final_state_h)
+            self.store_rows(at, self.state_dtype, self.K, row, column, wanted, state, unscale)
+
+    def state_row(self, coord):
+        """First row of the warpgroup in its state, or, behind D rows, in the identity."""
+        return coord.v_row + Int32(select_(coord.work.tile < self.v_tiles, 0, D - self.V))
+
+    def segment_offset(self, args, coord, rows):
+        """Byte offset of a segment's matrix of `rows` rows, fp32, among those of all heads and segments."""
+        size, work = args.size, coord.work
+        number = (Int64(work.sequence.n) * Int64(size.HV) + Int64(work.hv)) * Int64(size.segments) + Int64(work.segment)
+        return number * (rows * D * 4)
+
+    def load_rows(self, at, dtype, columns, row, column, condition, state):
+        """A lane's part of a [V, columns] matrix; zeros in the columns past it."""
+        size = dtype.width // 8
+        for i in range(2):
+            for j in range(D // 8):
+                address = at + ((row + 8 * i) * columns + column + 8 * j) * size
+                pair = unpack(load_words(address, condition & (8 * j < columns), count=size // 2), dtype)
+                for p in range(2):
+                    state[4 * j + 2 * i + p] = pair[p]
+
+    def store_rows(self, at, dtype, columns, row, column, condition, state, unscale):
+        size = dtype.width // 8
+        for i in range(2):
+            for j in range(columns // 8):
+                address = at + ((row + 8 * i) * columns + column + 8 * j) * size
+                pair = pack([state[4 * j + 2 * i + p] * unscale for p in range(2)], dtype)
+                store_words(address, pair, condition)
+
+
+def inverse_power_of_2(x):
+    """1 / x for a power of two x."""
+    return (Uint32(254 << 23) - x.bitcast(Uint32)).bitcast(Float32)

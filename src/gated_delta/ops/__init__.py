@@ -1,0 +1,11 @@
+"""The operations' host side: what each one's kernels support, its schedules, its launch. One module each; launch.py is shared."""
+
+from .decode import Decode
+from .flush import Flush
+from .launch import Operation
+from .prefill import Prefill
+from .verify import Verify
+
+PREFILL, DECODE, VERIFY, FLUSH = Prefill(), Decode(), Verify(), Flush()
+
+OPERATIONS: dict[str, Operation] = {op.name: op for op in (PREFILL, DECODE, VERIFY, FLUSH)}

@@ -1,0 +1,214 @@
+"""decode on the host: its arguments and what they must be, its schedules, its launch. The kernel: kernels/decode.py."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import compile, reference
+from ..kernels.arguments import DecodeSizes, DecodeStrides, tile_rows
+from ..problem import MAX_DRAFT, SHORT, Checker, Problem
+from .launch import (
+    LARGE,
+    PREFETCH_HEADS,
+    Launch,
+    Operation,
+    Plan,
+    Schedule,
+    Table,
+    TokensLaunch,
+    bytes_of,
+    entry,
+    index_kind,
+    missing_for_states,
+    named,
+    ready,
+    ready_strides,
+    state_bytes,
+    token_sizes,
+    token_strides,
+    tokens_of,
+    unique,
+)
+
+SCHEDULES: dict[tuple[str, str, bool], Table] = {
+    # axis, state, one token
+    ("head", "bf16", True): ((LARGE, Schedule(8, 64, True)), (0, Schedule(8, 64))),
+    ("head", "fp32", True): ((LARGE, Schedule(8, 64, True)), (0, Schedule(8, 64))),
+    ("head", "bf16", False): ((LARGE, Schedule(4, 128, True)), (2**22, Schedule(4, 128)), (0, Schedule(8, 128))),
+    ("head", "fp32", False): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
+    ("channel", "bf16", True): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
+    ("channel", "fp32", True): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
+    ("channel", "bf16", False): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
+    ("channel", "fp32", False): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
+}
+"""Measured on an H200: docs/kernels/decode.md."""
+
+
+class Arguments(NamedTuple):
+    """A call of gated_delta.decode, whose docstring says what each one is; the gate in its parts."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    state: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    cu_seqlens: Tensor | None
+    state_indices: Tensor | None
+    write_indices: Tensor | None
+    num_accepted: Tensor | None
+    intermediate_states: Tensor | None
+    out: Tensor | None
+    gate: str
+    bound: float
+    scale: float | None
+    qk_l2norm: bool
+    beta_logits: bool
+    update_state: bool
+    backend: str
+
+
+class Decode(Operation):
+    name = "decode"
+    arguments = Arguments
+    num_tensors = 14
+    may_write = ("state", "intermediate_states", "out")
+
+    def describe(self, a: Arguments) -> Problem:
+        check = Checker()
+        check.tokens(a)
+        check.draft_length(a.cu_seqlens is not None)
+        dtype = check.state("state", a.state, "P HV V K").dtype
+        check.flag("update_state", a.update_state)
+        token_slots = isinstance(a.state_indices, Tensor) and a.state_indices.ndim == 2
+        if token_slots:
+            check.index("state_indices", a.state_indices, "N W")
+            if check.sizes["W"] < (1 if a.cu_seqlens is not None else check.sizes["T"]):
+                raise ValueError(f"state_indices: expected [N, W] with W >= T={check.sizes['T']}, got W={check.sizes['W']}")
+            if a.write_indices is not None:
+                raise ValueError(
+                    "write_indices: expected None beside [N, T] state_indices (each token's slot is named there), got a tensor"
+                )
+            check.index("num_accepted", a.num_accepted)
+        else:
+            check.index("state_indices", a.state_indices)
+            check.one_each("state", "P", a.state_indices)
+            check.index("write_indices", a.write_indices)
+            if a.num_accepted is not None:
+                raise ValueError("num_accepted: expected None unless state_indices is [N, T], got a value")
+        if a.write_indices is not None and not a.update_state:
+            raise ValueError("write_indices: expected None with update_state=False (nothing is written), got a tensor")
+        if a.intermediate_states is not None:
+            check.state("intermediate_states", a.intermediate_states, "R C HV V K", (dtype,))
+            check.one_each("intermediate_states", "R")
+            if a.cu_seqlens is None and check.sizes["C"] < check.sizes["T"]:
+                raise ValueError(f"intermediate_states: expected C >= T={check.sizes['T']} steps, got C={check.sizes['C']}")
+        check.out(a)
+        check.writes("out", "intermediate_states", *(["state"] if a.update_state else []))
+        check.vectors(a, a.state, a.intermediate_states)
+        check.option("token_slots", token_slots)
+        check.option("intermediates", a.intermediate_states is not None)
+        check.option("no_update", not a.update_state)
+        return check.problem("decode", a, dtype, check.sizes["T"])
+
+    def written(self, a: Arguments) -> list[Tensor | None]:
+        return [a.state if a.update_state else None, a.intermediate_states, a.out]
+
+    def run_reference(self, a: Arguments) -> None:
+        assert a.out is not None
+        reference.decode(tokens_of(a), **_states(a), out=a.out)
+
+    def check_indices(self, a: Arguments) -> None:
+        reference.decode_rows(tokens_of(a), **_states(a))
+
+    def missing(self, problem: Problem) -> list[str]:
+        return missing_for_states(problem)
+
+    def work(self, a: Arguments) -> tuple[int, int]:
+        return tokens_of(a).num_sequences, a.q.shape[:2].numel()
+
+    def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
+        schedule = entry(_schedules(problem), sequences * state_bytes(problem))
+        while problem.V % tile_rows(problem.K, schedule.rows, schedule.threads):
+            schedule = schedule._replace(rows=schedule.rows // 2)
+        return Plan(schedule, (_variant(problem, schedule),))
+
+    def variants(self, problem: Problem) -> list[compile.Variant]:
+        return unique([self.plan(problem, -(-least // state_bytes(problem)), 0).variants[0] for least, _ in _schedules(problem)])
+
+    def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
+        return [Problem("decode", axis, 1, 1, K, V, T, state_dtype=state_dtype, **tokens) for T in (1, 2)]
+
+    def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
+        return DecodeLaunch(self, problem, plan, a)
+
+
+def _states(a: Arguments) -> dict[str, Any]:
+    names = ("state", "state_indices", "write_indices", "num_accepted", "intermediate_states", "update_state")
+    return {name: getattr(a, name) for name in names}
+
+
+def _single_token(problem: Problem) -> bool:
+    return problem.T == 1 and not any(option.startswith("cu_seqlens") for option in problem.options)
+
+
+def _schedules(problem: Problem) -> Table:
+    assert problem.state_dtype is not None
+    return SCHEDULES[problem.axis, SHORT[problem.state_dtype], _single_token(problem)]
+
+
+def _variant(problem: Problem, schedule: Schedule) -> compile.Variant:
+    """Everything static about the kernel; H, HV, index types and which options a call uses are settled when it runs."""
+    facts = problem.facts("axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm")
+    facts |= dict(aligned="unaligned_qk" not in problem.options, beta_logits=problem.beta_logits)
+    facts |= dict(single_token=_single_token(problem), rows=schedule.rows, threads=schedule.threads)
+    return compile.Variant("decode", tuple(facts.items()))
+
+
+class DecodeLaunch(TokensLaunch):
+    """A decode of given shapes and strides."""
+
+    def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Arguments):
+        super().__init__(operation, plan, a)
+        aligned = () if "unaligned_qk" in problem.options else ("q", "k")
+        self.vectors = (*aligned, "state", "intermediate_states")
+        slots = 0
+        longest = MAX_DRAFT if a.cu_seqlens is not None else a.q.shape[1]
+        if a.intermediate_states is not None:
+            longest = min(longest, a.intermediate_states.shape[1])
+        if a.state_indices is not None and a.state_indices.ndim == 2:
+            slots = a.state_indices.shape[1]
+            longest = min(longest, slots)
+        self.strides = ready_strides(
+            problem,
+            DecodeStrides(
+                **token_strides(a),
+                **named("state", "ph", bytes_of(a.state, 2)),
+                **named("intermediate_states", "nth", bytes_of(a.intermediate_states, 3)),
+                **named("state_indices", "nt", bytes_of(a.state_indices, 2)),
+                **named("write_indices", "n", bytes_of(a.write_indices, 1)),
+                **named("num_accepted", "n", bytes_of(a.num_accepted, 1)),
+            ),
+        )
+        N, HV = operation.work(a)[0], a.v.shape[2]
+        self.sizes = ready(
+            DecodeSizes(
+                **token_sizes(a),
+                N=N,
+                T=longest,
+                total=a.q.shape[1],
+                P=a.state.shape[0],
+                slots_per_sequence=slots,
+                update_state=int(a.update_state),
+                state_indices_kind=index_kind(a.state_indices),
+                write_indices_kind=index_kind(a.write_indices),
+                num_accepted_kind=index_kind(a.num_accepted),
+                prefetch_sequences=N if N * HV <= PREFETCH_HEADS else 0,
+                keep_in_l2=int(plan.schedule.keep_in_l2),
+            )
+        )

@@ -1,0 +1,200 @@
+"""flush on the host: its arguments and what they must be, its schedules, its launch. The kernel: kernels/flush.py."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import compile, reference
+from ..kernels.arguments import FlushSizes, FlushStrides, tile_rows
+from ..problem import SHORT, Checker, KVBuffer, Problem, flush_sequences, integer
+from .launch import (
+    LARGE,
+    PREFETCH_HEADS,
+    REDESCRIBE,
+    Launch,
+    Operation,
+    Plan,
+    Schedule,
+    Table,
+    bytes_of,
+    entry,
+    head_factor,
+    index_kind,
+    missing_for_states,
+    named,
+    ready,
+    ready_strides,
+    state_bytes,
+    unique,
+)
+
+SCHEDULES: dict[str, Table] = {
+    # state
+    "bf16": ((LARGE, Schedule(8, 64, True)), (2**23, Schedule(8, 64)), (0, Schedule(4, 128))),
+    "fp32": ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
+}
+"""Measured on an H200: docs/kernels/verify.md."""
+
+
+class Arguments(NamedTuple):
+    """A call of gated_delta.flush, whose docstring says what each one is; an int num_accepted is accepted_by_all."""
+
+    state: Tensor
+    buffer_u: Tensor
+    buffer_k: Tensor
+    buffer_log_decay: Tensor
+    num_accepted: Tensor | None
+    state_indices: Tensor | None
+    write_indices: Tensor | None
+    buffer_indices: Tensor | None
+    accepted_by_all: int | None
+    backend: str
+
+    @property
+    def num_sequences(self) -> int:
+        """Of one layer."""
+        return flush_sequences(self.num_accepted, self.state_indices, self.write_indices, self.buffer_indices)
+
+
+class Flush(Operation):
+    name = "flush"
+    arguments = Arguments
+    num_tensors = 8
+    may_write = ("state",)
+
+    def describe(self, a: Arguments) -> Problem:
+        """N, the number of sequences, is the length of whichever of the index tensors and num_accepted are given."""
+        check = Checker()
+        layers = isinstance(a.state, Tensor) and a.state.ndim == 5
+        dtype = check.state("state", a.state, "L P HV V K" if layers else "P HV V K").dtype
+        axis = check.buffer(a, "L rows" if layers else "rows")
+        check.index("state_indices", a.state_indices)
+        check.index("write_indices", a.write_indices)
+        check.index("buffer_indices", a.buffer_indices)
+        if a.num_accepted is not None:
+            check.index("num_accepted", a.num_accepted)
+        elif integer("num_accepted", a.accepted_by_all, "an int or an int tensor [N]") < 0:
+            raise ValueError(f"num_accepted: expected 0 or more, got {a.accepted_by_all}")
+        if "N" not in check.sizes:
+            raise ValueError(
+                "num_accepted: expected a tensor [N], or an int beside state_indices, write_indices or buffer_indices [N]; "
+                f"got {a.accepted_by_all} alone, which names no sequences"
+            )
+        check.one_each("state", "P", a.state_indices)
+        check.one_each("buffer", "rows", a.buffer_indices)
+        if check.sizes["HV"] % check.sizes["H"]:
+            raise ValueError(f"buffer.k: expected H to divide HV={check.sizes['HV']}, got H={check.sizes['H']}")
+        check.writes("state")
+        check.vectors(None, a.state)
+        check.option("layers", layers)
+        sizes, options = check.sizes, frozenset(check.options)
+        heads = (sizes["H"], sizes["HV"], sizes["K"], sizes["V"])
+        return Problem("flush", axis, *heads, sizes["C"], state_dtype=dtype, options=options)
+
+    def written(self, a: Arguments) -> list[Tensor | None]:
+        return [a.state]
+
+    def allocated(self, a: Arguments) -> Arguments:
+        return a
+
+    def result(self, a: Arguments) -> None:
+        return None
+
+    def run_reference(self, a: Arguments) -> None:
+        reference.flush(**_reference_arguments(a))
+
+    def check_indices(self, a: Arguments) -> None:
+        reference.flush_rows(**_reference_arguments(a))
+
+    def missing(self, problem: Problem) -> list[str]:
+        return missing_for_states(problem)
+
+    def work(self, a: Arguments) -> tuple[int, int]:
+        return (a.state.shape[0] if a.state.ndim == 5 else 1) * a.num_sequences, 0
+
+    def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
+        schedule = entry(_schedules(problem), sequences * state_bytes(problem))
+        while problem.V % tile_rows(problem.K, schedule.rows, schedule.threads):
+            schedule = schedule._replace(rows=schedule.rows // 2)
+        facts = problem.facts("K", "V", "state_dtype") | dict(rows=schedule.rows, threads=schedule.threads)
+        return Plan(schedule, (compile.Variant("flush", tuple(facts.items())),))
+
+    def variants(self, problem: Problem) -> list[compile.Variant]:
+        return unique([self.plan(problem, -(-least // state_bytes(problem)), 0).variants[0] for least, _ in _schedules(problem)])
+
+    def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
+        return [Problem("flush", axis, 1, 1, K, V, state_dtype=state_dtype)]
+
+    def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
+        return FlushLaunch(self, problem, plan, a)
+
+
+def _reference_arguments(a: Arguments) -> dict[str, Any]:
+    return dict(
+        state=a.state,
+        buffer=KVBuffer(a.buffer_u, a.buffer_k, a.buffer_log_decay),
+        num_accepted=a.accepted_by_all if a.num_accepted is None else a.num_accepted,
+        state_indices=a.state_indices,
+        write_indices=a.write_indices,
+        buffer_indices=a.buffer_indices,
+    )
+
+
+def _schedules(problem: Problem) -> Table:
+    assert problem.state_dtype is not None
+    return SCHEDULES[SHORT[problem.state_dtype]]
+
+
+class FlushLaunch(Launch):
+    """A flush of given shapes and strides."""
+
+    def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Arguments):
+        super().__init__(operation, plan, a)
+        self.vectors = ("state",)
+        layered = a.state.ndim == 5
+        tensors = a[:4]  # with a layer each
+        layers, HV, C, N = a.state.shape[0] if layered else 1, a.buffer_u.shape[-2], a.buffer_u.shape[-3], a.num_sequences
+        self.layer_strides = tuple(bytes_of(x, 1)[0] if layered else 0 for x in tensors)
+        state, u, k, log_decay = [x[0] for x in tensors] if layered and layers else tensors
+        self.strides = ready_strides(
+            problem,
+            FlushStrides(
+                **named("state", "ph", bytes_of(state, 2)),
+                **named("buffer_u", "rth", bytes_of(u, 3)),
+                **named("buffer_k", "rth", bytes_of(k, 3)),
+                **named("buffer_log_decay", "rthc", bytes_of(log_decay, 4)),
+                **named("num_accepted", "n", bytes_of(a.num_accepted, 1)),
+                **named("state_indices", "n", bytes_of(a.state_indices, 1)),
+                **named("write_indices", "n", bytes_of(a.write_indices, 1)),
+                **named("buffer_indices", "n", bytes_of(a.buffer_indices, 1)),
+            ),
+        )
+        self.empty = N * layers == 0
+        self.sizes = ready(
+            FlushSizes(
+                layers=layers,
+                N=N,
+                HV=HV,
+                qk_head_factor=head_factor(HV, a.buffer_k.shape[-2]),
+                P=a.state.shape[-4],
+                C=C,
+                num_accepted_all=min(int(a.accepted_by_all or 0), C),
+                num_accepted_kind=index_kind(a.num_accepted),
+                state_indices_kind=index_kind(a.state_indices),
+                write_indices_kind=index_kind(a.write_indices),
+                buffer_indices_kind=index_kind(a.buffer_indices),
+                prefetch_sequences=N if layers * N * HV <= PREFETCH_HEADS else 0,
+                keep_in_l2=int(plan.schedule.keep_in_l2),
+            )
+        )
+
+    def __call__(self, tensors: list[Tensor]) -> object | None:
+        pointers = self.pointers(tensors)
+        if pointers is None:
+            return REDESCRIBE
+        if not self.empty:
+            self.launch((*pointers, *self.layer_strides), self.strides, self.sizes)
+        return None

@@ -1,0 +1,333 @@
+"""What the operations share on the host: how each describes itself, and a call as a kernel takes it.
+
+Whatever depends on shapes, strides and dtypes alone is worked out once per shape (a `Launch`); a call adds the addresses.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from typing import Any, ClassVar, NamedTuple, get_type_hints
+
+import torch
+from torch import Tensor
+
+from .. import compile
+from ..call_cache import CallCache
+from ..kernels.arguments import ABSENT as NO_KIND
+from ..kernels.arguments import BF16, FP16, FP32
+from ..memory import Placement
+from ..problem import Gate, Problem, Tokens, UnsupportedProblem
+
+CHECK = compile.flag("GATED_DELTA_CHECK", False)
+"""Look at every index on the host before a launch, and raise as the reference backend does; costs a wait for the GPU."""
+
+REDESCRIBE = object()
+
+KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
+
+_data_ptr = Tensor.data_ptr
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)  # not in builds for the CPU
+_stream = functools.cache(ctypes.c_void_p)  # a process has few
+
+
+class Plan(NamedTuple):
+    """How a problem's work is cut, and the kernels that do it, in the order of their launches."""
+
+    schedule: Any
+    variants: tuple[compile.Variant, ...]
+
+
+class Operation(ABC):
+    """One of the four operations, as the API, dispatch and torch.library see it.
+
+    `arguments` is a NamedTuple with a call's tensors first, in the order of its kernels' pointers and None where one is not given,
+    then its other values, the backend last.
+    """
+
+    name: ClassVar[str]
+    arguments: ClassVar[Any]
+    num_tensors: ClassVar[int]
+    may_write: ClassVar[tuple[str, ...]]
+    """Tensors that some call writes."""
+    archs: ClassVar[tuple[str, ...]] = tuple(compile.ARCHS.values())
+    """What its kernels are compiled for."""
+
+    def __init__(self) -> None:
+        self.calls: CallCache[Any] = CallCache()
+        self.absent = [torch.empty(0, 0, 0, dtype=torch.complex128) for _ in range(self.num_tensors)]
+        """Stand for the tensors that a call lacks; their address is 0."""
+        self.recognise = self._recogniser()
+
+    def _recogniser(self) -> Callable[..., tuple[tuple[Any, ...], list[Tensor]]]:
+        """From a call's arguments to its key in the call cache and its tensors; compiled, as it runs in front of every launch."""
+        fields = list(get_type_hints(self.arguments).items())
+        values = [name for name, _ in fields[self.num_tensors :]]
+        tensors = [
+            name if hint is Tensor else f"absent[{i}] if {name} is None else {name}"
+            for i, (name, hint) in enumerate(fields[: self.num_tensors])
+        ]
+        optional = [name for name, hint in fields[: self.num_tensors] if hint is not Tensor]
+        of_values, of_tensors = map("type({})".format, values), map("{} is None".format, optional)
+        key = ", ".join([f"{fields[0][0]}.shape", *values, *of_values, *of_tensors, "grad()"])
+        source = f"lambda {', '.join(name for name, _ in fields)}: (({key}), [{', '.join(tensors)}])"
+        return eval(source, dict(absent=self.absent, grad=torch.is_grad_enabled))
+
+    @abstractmethod
+    def describe(self, a: Any) -> Problem:
+        """Validate a call. Raises TypeError or ValueError naming the argument, UnsupportedProblem when grad is asked for."""
+
+    @abstractmethod
+    def written(self, a: Any) -> list[Tensor | None]:
+        """Tensors that this call writes."""
+
+    def allocated(self, a: Any) -> Any:
+        """The call with the outputs that the caller did not give."""
+        return a._replace(out=torch.empty(a.v.shape, dtype=a.v.dtype, device=a.v.device)) if a.out is None else a
+
+    def result(self, a: Any) -> Any:
+        """What the operation returns, of an allocated call that has run."""
+        return a.out
+
+    @abstractmethod
+    def run_reference(self, a: Any) -> None:
+        """Run an allocated call on the reference backend."""
+
+    @abstractmethod
+    def check_indices(self, a: Any) -> None:
+        """Look at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
+
+    @abstractmethod
+    def missing(self, problem: Problem) -> list[str]:
+        """What the kernels lack for this problem, whatever is compiled and on whatever device."""
+
+    @abstractmethod
+    def work(self, a: Any) -> tuple[int, int]:
+        """Sequences, each layer's counted, and tokens."""
+
+    @abstractmethod
+    def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
+        """The schedule for so much work, and its kernels."""
+
+    @abstractmethod
+    def variants(self, problem: Problem) -> list[compile.Variant]:
+        """Every variant that some number of sequences and tokens leads to."""
+
+    @abstractmethod
+    def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
+        """What a pack serves of a model with such heads and tokens."""
+
+    @abstractmethod
+    def launch(self, problem: Problem, plan: Plan, a: Any) -> Launch:
+        """A launch for calls like this one."""
+
+
+def tokens_of(a: Any) -> Tokens:
+    """The tokens of a prefill's, decode's or verify's arguments."""
+    gate = Gate(a.gate, a.A_log, a.dt_bias, a.bound)
+    return Tokens(a.q, a.k, a.v, a.g, a.beta, gate, a.scale, a.qk_l2norm, a.beta_logits, a.cu_seqlens)
+
+
+class Launch(ABC):
+    """A launch for calls of given shapes and strides. Called with a call's tensors, the operation's absent ones among them.
+
+    Returns the call's result; REDESCRIBE, and nothing is done, where the tensors' addresses ask for another description: their
+    memory may overlap, or rows start off a vector's boundary.
+    """
+
+    placement: Placement
+    vectors: tuple[str, ...]
+    """Arguments that have to start at a multiple of 16 bytes."""
+
+    def __init__(self, operation: Operation, plan: Plan, a: Any):
+        device = a[0].device
+        arch = compile.arch_of(device)
+        assert arch is not None
+        self.operation, self.flags = operation, a[operation.num_tensors :]
+        self.index = device.index
+        self.several_devices = torch.cuda.device_count() > 1
+        self.functions = [compile.load(variant, arch) for variant in plan.variants]
+
+    @abstractmethod
+    def __call__(self, tensors: list[Tensor]) -> Any: ...
+
+    def pointers(self, tensors: list[Tensor]) -> list[int] | None:
+        """The tensors' addresses; None where the call has to be described anew."""
+        pointers, placement = list(map(_data_ptr, tensors)), self.placement
+        if placement.known.get(pointers[placement.key]) != pointers and not placement(pointers):
+            return None
+        if CHECK:
+            given = (None if x is absent else x for x, absent in zip(tensors, self.operation.absent, strict=True))
+            self.operation.check_indices(self.operation.arguments(*given, *self.flags))
+        return pointers
+
+    def launch(self, *arguments: Any) -> None:
+        stream = _stream(_raw_stream(self.index))
+        if self.several_devices and torch.cuda.current_device() != self.index:
+            with torch.cuda.device(self.index):
+                for function in self.functions:
+                    function(*arguments, stream)
+        else:
+            for function in self.functions:
+                function(*arguments, stream)
+
+
+class TokensLaunch(Launch):
+    """What prefill's, decode's and verify's launches share: tokens in, out as the last tensor."""
+
+    strides: Any
+    sizes: Any
+
+    def __init__(self, operation: Operation, plan: Plan, a: Any):
+        super().__init__(operation, plan, a)
+        self.scale = a.q.shape[-1] ** -0.5 if a.scale is None else float(a.scale)
+        self.bound = a.bound
+        self.empty = tokens_of(a).num_sequences == 0
+        self.own_output, self.dense_v = a.out is None, a.v.is_contiguous()
+
+    def out(self, tensors: list[Tensor], pointers: list[int]) -> Tensor:
+        """A new out, whose address becomes the last."""
+        v = tensors[2]
+        out = torch.empty_like(v) if self.dense_v else v.new_empty(v.shape)
+        pointers[-1] = out.data_ptr()
+        return out
+
+    def __call__(self, tensors: list[Tensor]) -> Any:
+        pointers = self.pointers(tensors)
+        if pointers is None:
+            return REDESCRIBE
+        out = self.out(tensors, pointers) if self.own_output else tensors[-1]
+        if self.empty:
+            return out.zero_()
+        self.launch(pointers, self.scale, self.bound, self.strides, self.sizes)
+        return out
+
+
+# ------------------------------------------------------------------------------------------------ strides and sizes
+
+
+PREFETCH_HEADS = 1024
+"""States (sequences times heads and layers) up to which a launch prefetches them: about what the chip holds at once."""
+
+
+def token_strides(a: Any) -> dict[str, int]:
+    """Those that the strides of all kernels that read tokens have in common."""
+    o = torch.empty(a.v.shape, dtype=a.v.dtype, device="meta") if a.out is None else a.out
+    packed = a.cu_seqlens is not None
+
+    def rows(x: Tensor, dims: int) -> list[int]:
+        """Strides of sequence, token, head, ...; none to the next sequence where they are packed, or there is but one."""
+        strides = bytes_of(x, dims)
+        return [0, *strides[1:]] if packed or x.shape[0] == 1 else strides
+
+    return dict(
+        **named("q", "nth", rows(a.q, 3)),
+        **named("k", "nth", rows(a.k, 3)),
+        **named("v", "nth", rows(a.v, 3)),
+        **named("g", "nthc", rows(a.g, 4) if a.g.ndim == 4 else [*rows(a.g, 3), 0]),
+        **named("beta", "nth", rows(a.beta, 3)),
+        **named("o", "nthc", rows(o, 4)),
+        **named("A_log", "h", bytes_of(a.A_log, 1)),
+        **named("dt_bias", "hc", bytes_of(a.dt_bias, 2)),
+        **named("cu_seqlens", "n", bytes_of(a.cu_seqlens, 1)),
+    )
+
+
+def token_sizes(a: Any) -> dict[str, int]:
+    """Those that the sizes of all kernels that read tokens have in common."""
+    return dict(
+        HV=a.v.shape[2],
+        qk_head_factor=head_factor(a.v.shape[2], a.q.shape[2]),
+        beta_kind=KINDS[a.beta.dtype],
+        dt_bias_kind=NO_KIND if a.dt_bias is None else KINDS[a.dt_bias.dtype],
+        cu_seqlens_kind=index_kind(a.cu_seqlens),
+    )
+
+
+def bytes_of(x: Tensor | None, dims: int) -> list[int]:
+    """The first `dims` strides in bytes; zeros for dimensions or tensors that are not there."""
+    if x is None:
+        return [0] * dims
+    strides = [stride * x.element_size() for stride in x.stride()[:dims]]
+    return strides + [0] * (dims - len(strides))
+
+
+def named(tensor: str, dims: str, strides: Sequence[int]) -> dict[str, int]:
+    """Strides under their names in arguments.py."""
+    return {f"{tensor}_{dim}": stride for dim, stride in zip(dims, strides, strict=True)}
+
+
+def ready(numbers: tuple[int, ...]) -> Any:
+    """Numbers that no call changes, as TVM-FFI takes them fastest."""
+    import tvm_ffi
+
+    return tvm_ffi.convert(numbers)
+
+
+def ready_strides(problem: Problem, strides: tuple[int, ...]) -> Any:
+    if max(strides) >= 2**31:
+        raise UnsupportedProblem(f"backend 'cute' cannot run {problem.label}; it needs", ("strides below 2 GiB, in every tensor",))
+    return ready(strides)
+
+
+def head_factor(HV: int, H: int) -> int:
+    """qk_head_factor of arguments.py."""
+    return -(-(2**30) // (HV // H))
+
+
+def index_kind(x: Tensor | None) -> int:
+    return 0 if x is None else x.element_size() // 4
+
+
+# ------------------------------------------------------------------------------------------------ schedules of states
+
+
+LARGE = 2**26
+"""State bytes of a launch well over the 60 MB of an H200's L2."""
+
+
+class Schedule(NamedTuple):
+    """How a kernel's work is cut. rows: V rows in flight, of a thread, or for verify of a warp; threads: of a block."""
+
+    rows: int
+    threads: int
+    keep_in_l2: bool = False
+    """Ask L2 to rather keep the state's lines: pays once a launch's states are well over the L2, costs its neighbours below."""
+
+
+Table = tuple[tuple[int, Schedule], ...]
+"""(least state bytes of a launch, schedule), the largest first."""
+
+
+def state_bytes(problem: Problem) -> int:
+    """Of one sequence in one layer."""
+    assert problem.state_dtype is not None
+    return problem.HV * problem.K * problem.V * problem.state_dtype.itemsize
+
+
+def entry(table: Table, launch_bytes: int) -> Schedule:
+    return next(schedule for least, schedule in table if launch_bytes >= least)
+
+
+def missing_for_states(problem: Problem) -> list[str]:
+    """What decode's, verify's and flush's kernels lack."""
+    reasons = []
+    if problem.K % 8 or not 8 <= problem.K <= 128:
+        reasons.append(f"K a multiple of 8 up to 128, got {problem.K}")
+    if problem.V % 32:
+        reasons.append(f"V a multiple of 32, got {problem.V}")
+    if "scattered_rows" in problem.options:
+        reasons.append(SCATTERED)
+    if "unaligned_buffer" in problem.options:
+        reasons.append("a buffer whose rows of k start at multiples of 16 bytes")
+    return reasons
+
+
+SCATTERED = "states whose V rows lie next to each other (stride K) and start at multiples of 16 bytes"
+
+
+def unique(variants: Sequence[compile.Variant]) -> list[compile.Variant]:
+    return list(dict.fromkeys(itertools.chain(variants)))

@@ -1,0 +1,275 @@
+"""prefill on the host: its arguments and what they must be, its segmentation, its launch. The kernels: kernels/prefill_*.py."""
+
+from __future__ import annotations
+
+import itertools
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import compile, reference
+from ..kernels.arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES, PrefillSizes, PrefillStrides
+from ..problem import STATE_DTYPES, Checker, Problem
+from .launch import (
+    REDESCRIBE,
+    SCATTERED,
+    Launch,
+    Operation,
+    Plan,
+    TokensLaunch,
+    bytes_of,
+    index_kind,
+    named,
+    ready,
+    ready_strides,
+    token_sizes,
+    token_strides,
+    tokens_of,
+    unique,
+)
+
+MAX_BLOCKS = 132
+"""Blocks of the scan that an H200 runs at once.
+
+Where a prefill has fewer, its sequences are cut in segments; where it has more, so many persistent blocks take head after head.
+"""
+MIN_SEGMENT, MIN_THREE_SEGMENTS = 512, 8192
+"""Tokens that a segment has at least; and a sequence that is cut in three, which saves little. Two cost more than they save."""
+
+
+class Segmentation(NamedTuple):
+    """How a prefill's work is cut. segments: of every sequence, walked at the same time; rows: V rows of a block."""
+
+    segments: int
+    rows: int = 64
+
+
+def segmentation_of(problem: Problem, sequences: int, tokens: int) -> Segmentation:
+    """For that many sequences with so many tokens in all, measured on an H200: docs/kernels/prefill.md."""
+    heads = sequences * problem.HV
+    if problem.V == 128 and 2 * heads > MAX_BLOCKS:
+        return Segmentation(1, 128)
+    blocks = problem.V // 64 * heads
+    segments = min(MAX_BLOCKS // blocks, tokens // max(sequences, 1) // MIN_SEGMENT) if blocks else 1
+    if segments < 3 or (segments == 3 and tokens < MIN_THREE_SEGMENTS * sequences):
+        return Segmentation(1)
+    return Segmentation(segments)
+
+
+class Arguments(NamedTuple):
+    """A call of gated_delta.prefill, whose docstring says what each one is; the gate in its parts, and the final state's memory."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    cu_seqlens: Tensor | None
+    state_indices: Tensor | None
+    has_initial_state: Tensor | None
+    initial_state: Tensor | None
+    state: Tensor | None
+    final_state: Tensor | None
+    out: Tensor | None
+    gate: str
+    bound: float
+    scale: float | None
+    qk_l2norm: bool
+    beta_logits: bool
+    output_final_state: bool
+    backend: str
+
+
+class Prefill(Operation):
+    name = "prefill"
+    arguments = Arguments
+    num_tensors = 14
+    may_write = ("state", "final_state", "out")
+    archs = ("sm_90a",)  # its tensor core instructions are Hopper's
+
+    def describe(self, a: Arguments) -> Problem:
+        check = Checker()
+        check.tokens(a)
+        check.flag("output_final_state", a.output_final_state)
+        dtype = torch.float32
+        if a.state is not None:
+            if a.initial_state is not None:
+                raise ValueError("initial_state: expected None beside state (the pool holds the initial states), got a tensor")
+            if a.output_final_state:
+                raise ValueError(
+                    "output_final_state: expected False beside state (the final state is written to the pool), got True"
+                )
+            dtype = check.state("state", a.state, "P HV V K").dtype
+            check.index("state_indices", a.state_indices)
+            check.one_each("state", "P", a.state_indices)
+            if a.has_initial_state is not None:
+                check.tensor("has_initial_state", a.has_initial_state, (torch.bool,), "N")
+            check.option("pool", True)
+            check.option("has_initial_state", a.has_initial_state is not None)
+        else:
+            for name, x in (("state_indices", a.state_indices), ("has_initial_state", a.has_initial_state)):
+                if x is not None:
+                    raise ValueError(f"{name}: expected None without state, got a value")
+            if a.initial_state is not None:
+                dtype = check.state("initial_state", a.initial_state, "N HV V K", STATE_DTYPES).dtype
+                check.option("initial_state", True)
+            check.option("final_state", a.output_final_state)
+        check.out(a)
+        check.writes("out", "state")
+        check.vectors(a, a.initial_state if a.state is None else a.state)
+        values = [x for x in (a.v, a.out, a.g if a.g.ndim == 4 else None) if x is not None]
+        check.option("unaligned_values", not all(check.aligned(x) and x.stride(-1) == 1 for x in values))
+        return check.problem("prefill", a, dtype, None)
+
+    def written(self, a: Arguments) -> list[Tensor | None]:
+        return [a.state, a.final_state, a.out]
+
+    def allocated(self, a: Arguments) -> Arguments:
+        if a.output_final_state and a.final_state is None:
+            a = a._replace(final_state=torch.empty(_final_shape(a), dtype=_final_dtype(a), device=a.v.device))
+        return super().allocated(a)
+
+    def result(self, a: Arguments) -> tuple[Tensor | None, Tensor | None]:
+        return a.out, a.final_state
+
+    def run_reference(self, a: Arguments) -> None:
+        names = ("initial_state", "state", "state_indices", "has_initial_state", "final_state", "out")
+        reference.prefill(tokens_of(a), **{name: getattr(a, name) for name in names})
+
+    def check_indices(self, a: Arguments) -> None:
+        reference.prefill_rows(tokens_of(a), a.initial_state if a.state is None else a.state, a.state_indices)
+
+    def missing(self, problem: Problem) -> list[str]:
+        reasons = []
+        if not {problem.K, problem.V} <= {64, 128}:
+            reasons.append(f"K and V of 64 or 128, got K={problem.K}, V={problem.V}")
+        if "unaligned_qk" in problem.options:
+            reasons.append("rows of q and k that start at multiples of 16 bytes")
+        if "unaligned_values" in problem.options:
+            reasons.append("rows of v and out, and of KDA's g, that start at multiples of 16 bytes")
+        if "scattered_rows" in problem.options:
+            reasons.append(SCATTERED)
+        return reasons
+
+    def work(self, a: Arguments) -> tuple[int, int]:
+        return tokens_of(a).num_sequences, a.q.shape[:2].numel()
+
+    def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
+        cut = segmentation_of(problem, sequences, tokens)
+        return Plan(cut, tuple(variants_of(problem, cut)))
+
+    def variants(self, problem: Problem) -> list[compile.Variant]:
+        cuts = (Segmentation(1), Segmentation(4), *((Segmentation(1, 128),) if problem.V == 128 else ()))
+        return unique([variant for cut in cuts for variant in variants_of(problem, cut)])
+
+    def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
+        return [Problem("prefill", axis, 1, 1, K, V, state_dtype=state_dtype, **tokens)] if {K, V} == {128} else []
+
+    def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
+        return PrefillLaunch(self, problem, plan, a)
+
+
+def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
+    """Prefill's kernels, in the order of their launches."""
+    prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm")
+    made = [compile.Variant("prefill_prepare", tuple(prepare.items()))]
+    scan = problem.facts("axis", "K", "V", "dtype", "state_dtype")
+    if cut.segments > 1:
+        transitions = scan | dict(rows=problem.V, transitions=True)
+        made.append(compile.Variant("prefill_scan", tuple(transitions.items())))
+        made.append(compile.Variant("prefill_state_passing", (("V", problem.V),)))
+    return [*made, compile.Variant("prefill_scan", tuple((scan | dict(rows=cut.rows, transitions=False)).items()))]
+
+
+def _final_shape(a: Arguments) -> tuple[int, ...]:
+    return (tokens_of(a).num_sequences, *a.v.shape[2:], a.q.shape[3])
+
+
+def _final_dtype(a: Arguments) -> torch.dtype:
+    return torch.float32 if a.initial_state is None else a.initial_state.dtype
+
+
+class PrefillLaunch(TokensLaunch):
+    """A prefill of given shapes and strides."""
+
+    def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Arguments):
+        super().__init__(operation, plan, a)
+        channel, packed = a.g.ndim == 4, a.cu_seqlens is not None
+        initial = a.initial_state if a.state is None else a.state
+        self.vectors = ("q", "k", "v", "initial_state", "state", "final_state", "out", *(("g",) if channel else ()))
+        self.pooled = a.state is not None
+        self.final_shape = _final_shape(a) if a.output_final_state and a.final_state is None else None
+        self.final_dtype = _final_dtype(a)
+        N, H, HV = operation.work(a)[0], a.q.shape[2], a.v.shape[2]
+        total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
+        chunk_slots = total // CHUNK + N if packed else max(N * -(-T // CHUNK), 1)
+        self.workspace = _workspace(problem.axis, N, H, HV, chunk_slots, plan.schedule.segments, packed)
+        final = a.final_state if a.state is None else a.state
+        if self.final_shape is not None:
+            final = torch.empty(self.final_shape, dtype=self.final_dtype, device="meta")
+        self.strides = ready_strides(
+            problem,
+            PrefillStrides(
+                **token_strides(a),
+                **named("initial_state", "ph", bytes_of(initial, 2)),
+                **named("final_state", "ph", bytes_of(final, 2)),
+                **named("state_indices", "n", bytes_of(a.state_indices, 1)),
+                **named("has_initial_state", "n", bytes_of(a.has_initial_state, 1)),
+            ),
+        )
+        self.sizes = ready(
+            PrefillSizes(
+                **token_sizes(a),
+                N=N,
+                T=T,
+                total=total,
+                chunk_slots=chunk_slots,
+                H=H,
+                beta_logits=int(a.beta_logits),
+                state_indices_kind=index_kind(a.state_indices),
+                segments=plan.schedule.segments,
+                max_blocks=MAX_BLOCKS,
+            )
+        )
+
+    def __call__(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor | None] | object:
+        pointers = self.pointers(tensors)
+        if pointers is None:
+            return REDESCRIBE
+        *given, initial_state, state, final, _ = pointers
+        final_state = tensors[-2] if final else None
+        if self.final_shape is not None:
+            final_state = torch.empty(self.final_shape, dtype=self.final_dtype, device=tensors[0].device)
+            final = final_state.data_ptr()
+        out = self.out(tensors, pointers) if self.own_output else tensors[-1]
+        if self.empty:
+            return out.zero_(), final_state
+        size, offsets = self.workspace
+        scratch = torch.empty(size, dtype=torch.uint8, device=out.device)
+        start = scratch.data_ptr()
+        workspace = [start + at if at >= 0 else 0 for at in offsets]
+        states = (state, state) if self.pooled else (initial_state, final)
+        self.launch((*given, *states, pointers[-1], *workspace), self.scale, self.bound, self.strides, self.sizes)
+        return out, final_state
+
+
+def _workspace(axis: str, N: int, H: int, HV: int, chunk_slots: int, segments: int, packed: bool) -> tuple[int, list[int]]:
+    """Bytes of a prefill's workspace, and where in it lies what PrefillPointers ends with; -1 for what is not there."""
+    channel, cut = axis == "channel", segments > 1
+    heads, states = (HV if channel else H), N * HV * segments * 4 * 128 * 128
+    sizes = (
+        chunk_slots * heads * TILE_BYTES,  # k_tiles
+        chunk_slots * heads * TILE_BYTES,  # q_tiles
+        chunk_slots * HV * TILE_BYTES if channel else 0,  # k_restored
+        chunk_slots * HV * 2 * TRIANGLE_BYTES,  # tinv_aqk
+        chunk_slots * HV * SCALE_BYTES,  # scales
+        N * 4 if packed else 0,  # sequence_order
+        4,  # work_queue
+        2 * states if cut else 0,  # segment_transitions
+        states if cut else 0,  # segment_states
+    )
+    ends = list(itertools.accumulate(-(-size // 256) * 256 for size in sizes))
+    return ends[-1], [end - -(-size // 256) * 256 if size else -1 for size, end in zip(sizes, ends, strict=True)]

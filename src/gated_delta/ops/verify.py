@@ -1,0 +1,196 @@
+"""verify on the host: its arguments and what they must be, its schedules, its launch. The kernel: kernels/verify.py."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import compile, reference
+from ..kernels.arguments import TOKEN_TILES, VerifySizes, VerifyStrides, round_up_tokens
+from ..problem import BUFFER, SHORT, Checker, KVBuffer, Problem, axis_of
+from .launch import (
+    LARGE,
+    PREFETCH_HEADS,
+    Launch,
+    Operation,
+    Plan,
+    Schedule,
+    Table,
+    TokensLaunch,
+    bytes_of,
+    entry,
+    index_kind,
+    missing_for_states,
+    named,
+    ready,
+    ready_strides,
+    state_bytes,
+    token_sizes,
+    token_strides,
+    tokens_of,
+    unique,
+)
+
+_SMALL, _WIDE = Schedule(16, 128), Schedule(32, 128)
+SCHEDULES: dict[tuple[str, str, int], Table] = {
+    # axis, state, token tile
+    **{("head", "bf16", tile): ((0, _WIDE),) for tile in TOKEN_TILES},
+    **{("channel", "bf16", tile): ((2**22, Schedule(64, 64)), (0, _SMALL)) for tile in (2, 4)},
+    **{("channel", "bf16", tile): ((2**23, _WIDE), (0, _SMALL)) for tile in (8, 16)},
+    **{("head", "fp32", tile): ((LARGE, Schedule(32, 64)), (0, _SMALL)) for tile in (2, 4)},
+    **{("head", "fp32", tile): ((0, _SMALL),) for tile in (8, 16)},
+    **{("channel", "fp32", tile): ((2**23, _WIDE), (0, _SMALL)) for tile in TOKEN_TILES},
+}
+"""Measured on an H200: docs/kernels/verify.md."""
+
+
+class Arguments(NamedTuple):
+    """A call of gated_delta.verify, whose docstring says what each one is; the gate and the buffer in their parts."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
+    state: Tensor
+    A_log: Tensor | None
+    dt_bias: Tensor | None
+    cu_seqlens: Tensor | None
+    state_indices: Tensor | None
+    buffer_indices: Tensor | None
+    buffer_u: Tensor
+    buffer_k: Tensor
+    buffer_log_decay: Tensor
+    out: Tensor | None
+    gate: str
+    bound: float
+    scale: float | None
+    qk_l2norm: bool
+    beta_logits: bool
+    backend: str
+
+
+class Verify(Operation):
+    name = "verify"
+    arguments = Arguments
+    num_tensors = 15
+    may_write = ("buffer_u", "buffer_k", "buffer_log_decay", "out")
+
+    def describe(self, a: Arguments) -> Problem:
+        check = Checker()
+        check.tokens(a)
+        check.draft_length(a.cu_seqlens is not None)
+        dtype = check.state("state", a.state, "P HV V K").dtype
+        check.index("state_indices", a.state_indices)
+        check.one_each("state", "P", a.state_indices)
+        axis = check.buffer(a, "rows")
+        if axis != axis_of(a.g):
+            raise ValueError(
+                f"buffer: expected gate={axis_of(a.g)!r}, as g has {a.g.ndim} dimensions, got a buffer with gate={axis!r}"
+            )
+        if a.cu_seqlens is None and check.sizes["C"] < check.sizes["T"]:
+            raise ValueError(f"buffer: expected room for T={check.sizes['T']} tokens, got {check.sizes['C']}")
+        check.index("buffer_indices", a.buffer_indices)
+        check.one_each("buffer", "rows", a.buffer_indices)
+        check.out(a)
+        check.writes("out", *BUFFER)
+        check.vectors(a, a.state)
+        check.option("unaligned_buffer", not check.aligned(a.buffer_k))
+        return check.problem("verify", a, dtype, min(check.sizes["T"], check.sizes["C"]))
+
+    def written(self, a: Arguments) -> list[Tensor | None]:
+        return [a.buffer_u, a.buffer_k, a.buffer_log_decay, a.out]
+
+    def run_reference(self, a: Arguments) -> None:
+        assert a.out is not None
+        indices = dict(state_indices=a.state_indices, buffer_indices=a.buffer_indices)
+        reference.verify(tokens_of(a), state=a.state, buffer=_buffer(a), **indices, out=a.out)
+
+    def check_indices(self, a: Arguments) -> None:
+        reference.verify_rows(tokens_of(a), a.state, a.state_indices, _buffer(a), a.buffer_indices)
+
+    def missing(self, problem: Problem) -> list[str]:
+        return missing_for_states(problem)
+
+    def work(self, a: Arguments) -> tuple[int, int]:
+        return tokens_of(a).num_sequences, a.q.shape[:2].numel()
+
+    def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
+        schedule = entry(_schedules(problem), sequences * state_bytes(problem))
+        while problem.V % (schedule.rows * schedule.threads // 32):
+            schedule = (
+                schedule._replace(threads=schedule.threads // 2)
+                if schedule.threads > 32
+                else schedule._replace(rows=schedule.rows // 2)
+            )
+        return Plan(schedule, (_variant(problem, schedule),))
+
+    def variants(self, problem: Problem) -> list[compile.Variant]:
+        return unique([self.plan(problem, -(-least // state_bytes(problem)), 0).variants[0] for least, _ in _schedules(problem)])
+
+    def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
+        return [Problem("verify", axis, 1, 1, K, V, T, state_dtype=state_dtype, **tokens) for T in TOKEN_TILES]
+
+    def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
+        return VerifyLaunch(self, problem, plan, a)
+
+
+def _buffer(a: Arguments) -> KVBuffer:
+    return KVBuffer(a.buffer_u, a.buffer_k, a.buffer_log_decay)
+
+
+def _schedules(problem: Problem) -> Table:
+    assert problem.state_dtype is not None
+    assert problem.T is not None
+    return SCHEDULES[problem.axis, SHORT[problem.state_dtype], round_up_tokens(problem.T)]
+
+
+def _variant(problem: Problem, schedule: Schedule) -> compile.Variant:
+    """Everything static about the kernel; H, HV, index types, beta's form and a call's options are settled when it runs."""
+    assert problem.T is not None
+    facts = problem.facts("axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm")
+    facts |= dict(aligned="unaligned_qk" not in problem.options, token_tile=round_up_tokens(problem.T))
+    facts |= dict(rows=schedule.rows, threads=schedule.threads)
+    return compile.Variant("verify", tuple(facts.items()))
+
+
+class VerifyLaunch(TokensLaunch):
+    """A verify of given shapes and strides."""
+
+    def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Arguments):
+        super().__init__(operation, plan, a)
+        aligned = () if "unaligned_qk" in problem.options else ("q", "k")
+        self.vectors = (*aligned, "state", "buffer_k")
+        longest = problem.T
+        assert longest is not None
+        self.strides = ready_strides(
+            problem,
+            VerifyStrides(
+                **token_strides(a),
+                **named("state", "ph", bytes_of(a.state, 2)),
+                **named("buffer_u", "rth", bytes_of(a.buffer_u, 3)),
+                **named("buffer_k", "rth", bytes_of(a.buffer_k, 3)),
+                **named("buffer_log_decay", "rth", bytes_of(a.buffer_log_decay, 3)),
+                **named("state_indices", "n", bytes_of(a.state_indices, 1)),
+                **named("buffer_indices", "n", bytes_of(a.buffer_indices, 1)),
+            ),
+        )
+        N, HV = operation.work(a)[0], a.v.shape[2]
+        self.sizes = ready(
+            VerifySizes(
+                **token_sizes(a),
+                N=N,
+                T=longest,
+                total=a.q.shape[1],
+                group_size=HV // a.q.shape[2],
+                P=a.state.shape[0],
+                C=a.buffer_u.shape[1],
+                beta_logits=int(a.beta_logits),
+                state_indices_kind=index_kind(a.state_indices),
+                buffer_indices_kind=index_kind(a.buffer_indices),
+                prefetch_sequences=N if N * HV <= PREFETCH_HEADS else 0,
+                keep_in_l2=int(plan.schedule.keep_in_l2),
+            )
+        )
