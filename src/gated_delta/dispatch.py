@@ -29,10 +29,20 @@ class Route:
     plan: Plan | None = None
     """On the CuTe backend, how the work is cut and what is launched."""
 
+    @property
+    def schedule(self) -> Any:
+        """How the work is cut; None on the reference backend."""
+        return self.plan and self.plan.schedule
+
+    @property
+    def variants(self) -> tuple[compile.Variant, ...]:
+        """What is launched, in its order."""
+        return self.plan.variants if self.plan else ()
+
     def __str__(self) -> str:
         lines = [f"{self.problem.label}: backend {self.backend}, kernel {self.kernel}"]
-        if self.plan is not None:
-            lines.append(f"  {self.plan.schedule}")
+        if self.schedule is not None:
+            lines.append(f"  {self.schedule}")
         return "\n".join(lines + [f"  cute needs: {reason}" for reason in self.missing])
 
 
