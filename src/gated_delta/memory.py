@@ -94,7 +94,7 @@ class Placement:
             some = list(some)
             return [i for i, x in enumerate(tensors) if any(x is y for y in some)]
 
-        self._extents = [extent(x) for x in tensors]
+        self._extents = {i: size for i, x in enumerate(tensors) if (size := extent(x))}
         self._written, self._vectors = places(written), places(vectors)
         self.key = self._written[-1] if self._written else 0
         """Which tensor's address finds the others' in `known`."""
@@ -119,12 +119,11 @@ class Placement:
         return True
 
     def _meet(self, pointers: list[int]) -> bool:
-        ranges = list(zip(pointers, self._extents, strict=True))
-        if any(size and not start for start, size in ranges):
-            return True
+        extents = self._extents
         for i in self._written:
-            start, size = ranges[i]
-            for j, (other, length) in enumerate(ranges):
-                if other < start + size and start < other + length and i != j and size and length:
+            start = pointers[i]
+            end = start + extents.get(i, 0)
+            for j, size in extents.items():
+                if pointers[j] < end and start < pointers[j] + size and i != j and end > start:
                     return True
-        return False
+        return not all(pointers[i] for i in extents)

@@ -86,7 +86,7 @@ class Operation(ABC):
 
     def allocated(self, a: Any) -> Any:
         """The call with the outputs that the caller did not give."""
-        return a._replace(out=torch.empty(a.v.shape, dtype=a.v.dtype, device=a.v.device)) if a.out is None else a
+        return a._replace(out=a.v.new_empty(a.v.shape)) if a.out is None else a
 
     def result(self, a: Any) -> Any:
         """What the operation returns, of an allocated call that has run."""
