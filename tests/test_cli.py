@@ -20,6 +20,7 @@ from typer.testing import CliRunner
 
 import gated_delta
 from gated_delta import bench, compile, reference, results, testing
+from gated_delta.bench import operations
 from gated_delta.cli import app
 from gated_delta.results import Report, make_table
 
@@ -27,6 +28,14 @@ runner = CliRunner()
 CHECK = ["check", "--backend", "reference", "--op", "flush", "--limit", "3", "--device", "cpu"]
 BENCH = ["bench", "--op", "decode", "--batch", "1,2", "--heads", "1/1", "--dim", "16", "--model", "kda", "--device", "cpu"]
 SOURCE = str(Path(gated_delta.__file__).parents[1])
+
+
+@pytest.fixture(autouse=True)
+def _short_timings(monkeypatch):
+    """What times are is for tests of the benchmark."""
+    times = operations._times
+    monkeypatch.setattr(operations, "TURN", 0.002)
+    monkeypatch.setattr(operations, "_times", lambda functions, device, seconds: times(functions, device, min(seconds, 0.02)))
 
 
 def run(*arguments):

@@ -144,27 +144,28 @@ def _closure(module: Path) -> dict[Path, str]:
         file = todo.pop()
         if file in code or not file.is_file():
             continue
-        text = file.read_text()
-        code[file] = _code(text)
-        for node in ast.walk(ast.parse(text)):
-            if isinstance(node, ast.ImportFrom) and node.level:
-                base = file.parents[node.level - 1].joinpath(*(node.module or "").split("."))
-                todo += [base.with_suffix(".py"), base / "__init__.py", *(base / f"{alias.name}.py" for alias in node.names)]
+        code[file], imports = _read(file.read_text())
+        for level, name, members in imports:
+            base = file.parents[level - 1].joinpath(*name.split("."))
+            todo += [base.with_suffix(".py"), base / "__init__.py", *(base / f"{member}.py" for member in members)]
     return code
 
 
-def _code(text: str) -> str:
-    """A module's lines without comments, docstrings and empty lines; the same for every version of Python."""
-    lines = text.splitlines()
+@functools.cache
+def _read(text: str) -> tuple[str, list[tuple[int, str, list[str]]]]:
+    """A module's lines without comments, docstrings and empty lines, the same for every Python; and its relative imports."""
+    lines, tree = text.splitlines(), ast.parse(text)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
-    for node in ast.walk(ast.parse(text)):
+    for node in ast.walk(tree):
         if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
             last = node.end_lineno or node.lineno
             lines[node.lineno - 1 : last] = [""] * (last - node.lineno + 1)
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+    imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
+    relative = [(node.level, node.module or "", [alias.name for alias in node.names]) for node in imports]
+    return "\n".join(line.rstrip() for line in lines if line.strip()), relative
 
 
 def file_name(variant: Variant, arch: str) -> str:
