@@ -17,20 +17,17 @@ from .launch import (
     Operation,
     Plan,
     Schedule,
+    StateOperation,
     Table,
     TokensLaunch,
     bytes_of,
-    entry,
     index_kind,
-    missing_for_states,
     named,
     ready,
     ready_strides,
-    state_bytes,
     token_sizes,
     token_strides,
     tokens_of,
-    unique,
 )
 
 SCHEDULES: dict[tuple[str, str, bool], Table] = {
@@ -73,7 +70,7 @@ class Arguments(NamedTuple):
     backend: str
 
 
-class Decode(Operation):
+class Decode(StateOperation):
     name = "decode"
     arguments = Arguments
     num_tensors = 14
@@ -126,20 +123,18 @@ class Decode(Operation):
     def check_indices(self, a: Arguments) -> None:
         reference.decode_rows(tokens_of(a), **_states(a))
 
-    def missing(self, problem: Problem) -> list[str]:
-        return missing_for_states(problem)
+    def schedules(self, problem: Problem) -> Table:
+        assert problem.state_dtype is not None
+        return SCHEDULES[problem.axis, SHORT[problem.state_dtype], _single_token(problem)]
 
-    def work(self, a: Arguments) -> tuple[int, int]:
-        return tokens_of(a).num_sequences, a.q.shape[:2].numel()
+    def block_rows(self, problem: Problem, schedule: Schedule) -> int:
+        return tile_rows(problem.K, schedule.rows, schedule.threads)
 
-    def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
-        schedule = entry(_schedules(problem), sequences * state_bytes(problem))
-        while problem.V % tile_rows(problem.K, schedule.rows, schedule.threads):
-            schedule = schedule._replace(rows=schedule.rows // 2)
-        return Plan(schedule, (_variant(problem, schedule),))
-
-    def variants(self, problem: Problem) -> list[compile.Variant]:
-        return unique([self.plan(problem, -(-least // state_bytes(problem)), 0).variants[0] for least, _ in _schedules(problem)])
+    def variant(self, problem: Problem, schedule: Schedule) -> compile.Variant:
+        facts = problem.facts("axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm")
+        facts |= dict(aligned="unaligned_qk" not in problem.options, beta_logits=problem.beta_logits)
+        facts |= dict(single_token=_single_token(problem), rows=schedule.rows, threads=schedule.threads)
+        return compile.Variant("decode", tuple(facts.items()))
 
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
         return [Problem("decode", axis, 1, 1, K, V, T, state_dtype=state_dtype, **tokens) for T in (1, 2)]
@@ -155,19 +150,6 @@ def _states(a: Arguments) -> dict[str, Any]:
 
 def _single_token(problem: Problem) -> bool:
     return problem.T == 1 and not any(option.startswith("cu_seqlens") for option in problem.options)
-
-
-def _schedules(problem: Problem) -> Table:
-    assert problem.state_dtype is not None
-    return SCHEDULES[problem.axis, SHORT[problem.state_dtype], _single_token(problem)]
-
-
-def _variant(problem: Problem, schedule: Schedule) -> compile.Variant:
-    """Everything static about the kernel; H, HV, index types and which options a call uses are settled when it runs."""
-    facts = problem.facts("axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm")
-    facts |= dict(aligned="unaligned_qk" not in problem.options, beta_logits=problem.beta_logits)
-    facts |= dict(single_token=_single_token(problem), rows=schedule.rows, threads=schedule.threads)
-    return compile.Variant("decode", tuple(facts.items()))
 
 
 class DecodeLaunch(TokensLaunch):

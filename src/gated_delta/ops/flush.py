@@ -18,17 +18,14 @@ from .launch import (
     Operation,
     Plan,
     Schedule,
+    StateOperation,
     Table,
     bytes_of,
-    entry,
     head_factor,
     index_kind,
-    missing_for_states,
     named,
     ready,
     ready_strides,
-    state_bytes,
-    unique,
 )
 
 SCHEDULES: dict[str, Table] = {
@@ -59,7 +56,7 @@ class Arguments(NamedTuple):
         return flush_sequences(self.num_accepted, self.state_indices, self.write_indices, self.buffer_indices)
 
 
-class Flush(Operation):
+class Flush(StateOperation):
     name = "flush"
     arguments = Arguments
     num_tensors = 8
@@ -109,21 +106,19 @@ class Flush(Operation):
     def check_indices(self, a: Arguments) -> None:
         reference.flush_rows(**_reference_arguments(a))
 
-    def missing(self, problem: Problem) -> list[str]:
-        return missing_for_states(problem)
-
     def work(self, a: Arguments) -> tuple[int, int]:
         return (a.state.shape[0] if a.state.ndim == 5 else 1) * a.num_sequences, 0
 
-    def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
-        schedule = entry(_schedules(problem), sequences * state_bytes(problem))
-        while problem.V % tile_rows(problem.K, schedule.rows, schedule.threads):
-            schedule = schedule._replace(rows=schedule.rows // 2)
-        facts = problem.facts("K", "V", "state_dtype") | dict(rows=schedule.rows, threads=schedule.threads)
-        return Plan(schedule, (compile.Variant("flush", tuple(facts.items())),))
+    def schedules(self, problem: Problem) -> Table:
+        assert problem.state_dtype is not None
+        return SCHEDULES[SHORT[problem.state_dtype]]
 
-    def variants(self, problem: Problem) -> list[compile.Variant]:
-        return unique([self.plan(problem, -(-least // state_bytes(problem)), 0).variants[0] for least, _ in _schedules(problem)])
+    def block_rows(self, problem: Problem, schedule: Schedule) -> int:
+        return tile_rows(problem.K, schedule.rows, schedule.threads)
+
+    def variant(self, problem: Problem, schedule: Schedule) -> compile.Variant:
+        facts = problem.facts("K", "V", "state_dtype") | dict(rows=schedule.rows, threads=schedule.threads)
+        return compile.Variant("flush", tuple(facts.items()))
 
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
         return [Problem("flush", axis, 1, 1, K, V, state_dtype=state_dtype)]
@@ -141,11 +136,6 @@ def _reference_arguments(a: Arguments) -> dict[str, Any]:
         write_indices=a.write_indices,
         buffer_indices=a.buffer_indices,
     )
-
-
-def _schedules(problem: Problem) -> Table:
-    assert problem.state_dtype is not None
-    return SCHEDULES[SHORT[problem.state_dtype]]
 
 
 class FlushLaunch(Launch):

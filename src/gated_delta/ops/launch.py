@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import itertools
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, get_type_hints
@@ -104,9 +103,9 @@ class Operation(ABC):
     def missing(self, problem: Problem) -> list[str]:
         """What the kernels lack for this problem, whatever is compiled and on whatever device."""
 
-    @abstractmethod
     def work(self, a: Any) -> tuple[int, int]:
         """Sequences, each layer's counted, and tokens."""
+        return tokens_of(a).num_sequences, a.q.shape[:2].numel()
 
     @abstractmethod
     def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
@@ -308,26 +307,46 @@ def state_bytes(problem: Problem) -> int:
     return problem.HV * problem.K * problem.V * problem.state_dtype.itemsize
 
 
-def entry(table: Table, launch_bytes: int) -> Schedule:
-    return next(schedule for least, schedule in table if launch_bytes >= least)
-
-
-def missing_for_states(problem: Problem) -> list[str]:
-    """What decode's, verify's and flush's kernels lack."""
-    reasons = []
-    if problem.K % 8 or not 8 <= problem.K <= 128:
-        reasons.append(f"K a multiple of 8 up to 128, got {problem.K}")
-    if problem.V % 32:
-        reasons.append(f"V a multiple of 32, got {problem.V}")
-    if "scattered_rows" in problem.options:
-        reasons.append(SCATTERED)
-    if "unaligned_buffer" in problem.options:
-        reasons.append("a buffer whose rows of k start at multiples of 16 bytes")
-    return reasons
-
-
 SCATTERED = "states whose V rows lie next to each other (stride K) and start at multiples of 16 bytes"
 
 
-def unique(variants: Sequence[compile.Variant]) -> list[compile.Variant]:
-    return list(dict.fromkeys(itertools.chain(variants)))
+class StateOperation(Operation):
+    """decode, verify and flush: one kernel, whose schedule is chosen by the bytes of a launch's states."""
+
+    @abstractmethod
+    def schedules(self, problem: Problem) -> Table: ...
+
+    @abstractmethod
+    def block_rows(self, problem: Problem, schedule: Schedule) -> int:
+        """V rows of a block, which have to divide V."""
+
+    @abstractmethod
+    def variant(self, problem: Problem, schedule: Schedule) -> compile.Variant:
+        """The kernel with everything static about it; sizes, index types and a call's options are settled when it runs."""
+
+    def missing(self, problem: Problem) -> list[str]:
+        reasons = []
+        if problem.K % 8 or not 8 <= problem.K <= 128:
+            reasons.append(f"K a multiple of 8 up to 128, got {problem.K}")
+        if problem.V % 32:
+            reasons.append(f"V a multiple of 32, got {problem.V}")
+        if "scattered_rows" in problem.options:
+            reasons.append(SCATTERED)
+        if "unaligned_buffer" in problem.options:
+            reasons.append("a buffer whose rows of k start at multiples of 16 bytes")
+        return reasons
+
+    def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
+        launch_bytes = sequences * state_bytes(problem)
+        schedule = next(schedule for least, schedule in self.schedules(problem) if launch_bytes >= least)
+        while problem.V % self.block_rows(problem, schedule):
+            schedule = self.halved(schedule)
+        return Plan(schedule, (self.variant(problem, schedule),))
+
+    def halved(self, schedule: Schedule) -> Schedule:
+        """With blocks of half as many rows."""
+        return schedule._replace(rows=schedule.rows // 2)
+
+    def variants(self, problem: Problem) -> list[compile.Variant]:
+        plans = [self.plan(problem, -(-least // state_bytes(problem)), 0) for least, _ in self.schedules(problem)]
+        return list(dict.fromkeys(variant for plan in plans for variant in plan.variants))

@@ -26,7 +26,6 @@ from .launch import (
     token_sizes,
     token_strides,
     tokens_of,
-    unique,
 )
 
 MAX_BLOCKS = 132
@@ -154,16 +153,13 @@ class Prefill(Operation):
             reasons.append(SCATTERED)
         return reasons
 
-    def work(self, a: Arguments) -> tuple[int, int]:
-        return tokens_of(a).num_sequences, a.q.shape[:2].numel()
-
     def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
         cut = segmentation_of(problem, sequences, tokens)
         return Plan(cut, tuple(variants_of(problem, cut)))
 
     def variants(self, problem: Problem) -> list[compile.Variant]:
         cuts = (Segmentation(1), Segmentation(4), *((Segmentation(1, 128),) if problem.V == 128 else ()))
-        return unique([variant for cut in cuts for variant in variants_of(problem, cut)])
+        return list(dict.fromkeys(variant for cut in cuts for variant in variants_of(problem, cut)))
 
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
         return [Problem("prefill", axis, 1, 1, K, V, state_dtype=state_dtype, **tokens)] if {K, V} == {128} else []

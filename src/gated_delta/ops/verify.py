@@ -17,20 +17,17 @@ from .launch import (
     Operation,
     Plan,
     Schedule,
+    StateOperation,
     Table,
     TokensLaunch,
     bytes_of,
-    entry,
     index_kind,
-    missing_for_states,
     named,
     ready,
     ready_strides,
-    state_bytes,
     token_sizes,
     token_strides,
     tokens_of,
-    unique,
 )
 
 _SMALL, _WIDE = Schedule(16, 128), Schedule(32, 128)
@@ -72,7 +69,7 @@ class Arguments(NamedTuple):
     backend: str
 
 
-class Verify(Operation):
+class Verify(StateOperation):
     name = "verify"
     arguments = Arguments
     num_tensors = 15
@@ -111,24 +108,21 @@ class Verify(Operation):
     def check_indices(self, a: Arguments) -> None:
         reference.verify_rows(tokens_of(a), a.state, a.state_indices, _buffer(a), a.buffer_indices)
 
-    def missing(self, problem: Problem) -> list[str]:
-        return missing_for_states(problem)
+    def schedules(self, problem: Problem) -> Table:
+        assert problem.state_dtype is not None
+        return SCHEDULES[problem.axis, SHORT[problem.state_dtype], _token_tile(problem)]
 
-    def work(self, a: Arguments) -> tuple[int, int]:
-        return tokens_of(a).num_sequences, a.q.shape[:2].numel()
+    def block_rows(self, problem: Problem, schedule: Schedule) -> int:
+        return schedule.rows * schedule.threads // 32
 
-    def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
-        schedule = entry(_schedules(problem), sequences * state_bytes(problem))
-        while problem.V % (schedule.rows * schedule.threads // 32):
-            schedule = (
-                schedule._replace(threads=schedule.threads // 2)
-                if schedule.threads > 32
-                else schedule._replace(rows=schedule.rows // 2)
-            )
-        return Plan(schedule, (_variant(problem, schedule),))
+    def halved(self, schedule: Schedule) -> Schedule:
+        return schedule._replace(threads=schedule.threads // 2) if schedule.threads > 32 else super().halved(schedule)
 
-    def variants(self, problem: Problem) -> list[compile.Variant]:
-        return unique([self.plan(problem, -(-least // state_bytes(problem)), 0).variants[0] for least, _ in _schedules(problem)])
+    def variant(self, problem: Problem, schedule: Schedule) -> compile.Variant:
+        facts = problem.facts("axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm")
+        facts |= dict(aligned="unaligned_qk" not in problem.options, token_tile=_token_tile(problem))
+        facts |= dict(rows=schedule.rows, threads=schedule.threads)
+        return compile.Variant("verify", tuple(facts.items()))
 
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
         return [Problem("verify", axis, 1, 1, K, V, T, state_dtype=state_dtype, **tokens) for T in TOKEN_TILES]
@@ -141,19 +135,9 @@ def _buffer(a: Arguments) -> KVBuffer:
     return KVBuffer(a.buffer_u, a.buffer_k, a.buffer_log_decay)
 
 
-def _schedules(problem: Problem) -> Table:
-    assert problem.state_dtype is not None
+def _token_tile(problem: Problem) -> int:
     assert problem.T is not None
-    return SCHEDULES[problem.axis, SHORT[problem.state_dtype], round_up_tokens(problem.T)]
-
-
-def _variant(problem: Problem, schedule: Schedule) -> compile.Variant:
-    """Everything static about the kernel; H, HV, index types, beta's form and a call's options are settled when it runs."""
-    assert problem.T is not None
-    facts = problem.facts("axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm")
-    facts |= dict(aligned="unaligned_qk" not in problem.options, token_tile=round_up_tokens(problem.T))
-    facts |= dict(rows=schedule.rows, threads=schedule.threads)
-    return compile.Variant("verify", tuple(facts.items()))
+    return round_up_tokens(problem.T)
 
 
 class VerifyLaunch(TokensLaunch):
