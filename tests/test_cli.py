@@ -328,6 +328,7 @@ def test_bad_paths_and_values_are_refused_in_one_line_before_anything_runs(tmp_p
         ("CC", " ", "CC: expected a C compiler"),
         ("GATED_DELTA_JIT", "maybe", "GATED_DELTA_JIT: expected 0 or 1, got 'maybe'"),
         ("GATED_DELTA_JIT", "", "GATED_DELTA_JIT: expected 0 or 1, got ''"),
+        ("GATED_DELTA_CHECK", "yes", "GATED_DELTA_CHECK: expected 0 or 1, got 'yes'"),
         ("GATED_DELTA_CACHE_DIR", __file__, "GATED_DELTA_CACHE_DIR"),
         ("GATED_DELTA_CACHE_DIR", __file__ + "/x/y", "GATED_DELTA_CACHE_DIR"),
     ],

@@ -49,6 +49,14 @@ def test_the_front_door_is_small():
     assert max(len(line) for line in lines if not line.startswith("|")) <= 120
 
 
+def test_files_that_pages_name_are_there():
+    files = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("**/*.py") if not path.is_relative_to(ROOT / ".venv")]
+    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
+        if not page.name.endswith("-log.md"):  # what was tried, in the names of the day
+            for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
+                assert any(file.endswith(f"/{name}") or file == name for file in files), f"{page.name}: {name}"
+
+
 def test_links_between_pages_lead_somewhere():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):

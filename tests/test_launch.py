@@ -1109,3 +1109,10 @@ def test_known_calls_on_interleaved_views_are_launched(launches):
     assert [launch[0].o for launch in launches] == [x[:, :, 1::2].data_ptr() for x in fused for _ in range(2)]
     ((_, known),) = remembered("decode")._calls.popitem()[1]
     assert len(known.placement.known) == 2
+
+
+def test_a_check_that_is_neither_on_nor_off_is_an_error(launches, monkeypatch):
+    monkeypatch.setenv("GATED_DELTA_CHECK", "maybe")
+    with pytest.raises(ValueError, match="GATED_DELTA_CHECK: expected 0 or 1"):
+        decode(tokens(), state=pool())
+    assert launches == []

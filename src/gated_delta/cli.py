@@ -100,6 +100,7 @@ def _main(
 ) -> None:
     try:
         kernels.may_compile()
+        kernels.flag("GATED_DELTA_CHECK", False)
         kernels.check_directory()
     except (ValueError, OSError) as problem:
         raise Refusal(getattr(problem, "strerror", None) or one_line(problem)) from None
