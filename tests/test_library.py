@@ -120,6 +120,14 @@ def test_fake_tensors_run_nothing():
     assert o.shape == (2, 3, 4, 6)
 
 
+def test_explain_looks_through_subclasses():
+    class Labelled(torch.Tensor):
+        pass
+
+    route = gd.explain("decode", **tokens() | dict(q=tokens()["q"].as_subclass(Labelled)), state=pool())
+    assert (route.backend, route.problem.op) == ("reference", "decode")
+
+
 def test_a_bad_call_raises_in_a_compiled_graph_too():
     torch._dynamo.reset()
     step = torch.compile(lambda t, s: gd.decode(**t, state=s, backend="reference"), fullgraph=True, backend="aot_eager")

@@ -1,5 +1,8 @@
 """Bad calls: each raises the right error naming the argument, and writes nothing."""
 
+import inspect
+import itertools
+
 import pytest
 import torch
 
@@ -220,6 +223,26 @@ def test_bad_call_is_refused_and_writes_nothing(op, changes, error, text):
     assert type(caught.value) is error
     for name, (x, before) in watched.items():
         assert torch.equal(x.nan_to_num(5.5), before.nan_to_num(5.5)), f"{name} was written"
+
+
+NONSENSE = [3, "x", [1], torch.zeros(0), object(), float("nan"), torch.empty(0, 0, 0, dtype=torch.complex128)]
+
+
+@pytest.mark.parametrize("op", ["prefill", "decode", "verify", "flush"])
+def test_nonsense_is_refused_in_every_place(op):
+    """Twice each: the second time it meets the call cache, which knows the good call and those without optional tensors."""
+    good = call(op)
+    getattr(gd, op)(**good)
+    names = [name for name in inspect.signature(getattr(gd, op)).parameters if name != "backend"]
+    for name, bad in itertools.product(names, [*NONSENSE, None]):
+        if (bad is None and name not in good) or (bad is NONSENSE[0] and name == "scale"):
+            continue
+        for _ in range(2):
+            with pytest.raises((TypeError, ValueError)):
+                getattr(gd, op)(**{**call(op), name: bad})
+    for bad in (None, 3, "cuda", [1]):
+        with pytest.raises(ValueError, match="backend: expected one of"):
+            getattr(gd, op)(**call(op), backend=bad)
 
 
 def test_slots_that_are_read_or_written_twice_but_never_both():
