@@ -228,7 +228,8 @@ def run(op: Operation, *arguments: Any) -> Any:
         if isinstance(a.backend, _Explain):
             return route
         launch: Any = ReferenceCall() if route.plan is None else op.launch(problem, route.plan, a)
-        launch.placement = Placement(tensors, op.written(a), [getattr(a, name) for name in launch.vectors])
+        written, vectors = ([getattr(a, name) for name in names] for names in (op.written(a), launch.vectors))
+        launch.placement = Placement(tensors, written, vectors)
         if known is None:
             op.calls.remember(key, tensors, launch)
         else:

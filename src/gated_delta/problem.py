@@ -315,7 +315,8 @@ class _Sizes(dict[str, int]):
                 raise ValueError(f"{name}: expected shape [{', '.join(names)}] = [{wanted}], got {list(shape)}")
 
 
-BUFFER = ("buffer.u", "buffer.k", "buffer.log_decay")
+BUFFER = {"buffer_u": "buffer.u", "buffer_k": "buffer.k", "buffer_log_decay": "buffer.log_decay"}
+"""The parts of a KVBuffer among an operation's arguments, and as errors name them."""
 
 
 class Checker:
@@ -435,15 +436,16 @@ class Checker:
         """Returns the axis the buffer was made for."""
         channel = isinstance(a.buffer_log_decay, Tensor) and a.buffer_log_decay.ndim > len(lead.split()) + 2
         parts = (a.buffer_u, a.buffer_k, a.buffer_log_decay)
-        for name, x, dims in zip(BUFFER, parts, ("HV V", "H K", "HV K" if channel else "HV"), strict=True):
+        for name, x, dims in zip(BUFFER.values(), parts, ("HV V", "H K", "HV K" if channel else "HV"), strict=True):
             self.state(name, x, f"{lead} C {dims}", (torch.float32,))
         if self.sizes["C"] > MAX_DRAFT:
             raise ValueError(f"buffer: expected room for at most {MAX_DRAFT} tokens, got {self.sizes['C']}")
         return "channel" if channel else "head"
 
     def writes(self, *names: str) -> None:
-        """Check the tensors that the call writes: those of these names that there are."""
-        written = {name: self.tensors[name] for name in names if name in self.tensors}
+        """Check the tensors that the call writes: those of these arguments that there are."""
+        shown = [BUFFER.get(name, name) for name in names]
+        written = {name: self.tensors[name] for name in shown if name in self.tensors}
         check_written(written, self.tensors)
 
     def problem(self, op: str, a: Any, state_dtype: torch.dtype, T: int | None) -> Problem:

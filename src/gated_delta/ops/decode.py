@@ -12,7 +12,6 @@ from ..kernels.arguments import DecodeSizes, DecodeStrides, tile_rows
 from ..problem import MAX_DRAFT, SHORT, Checker, Problem
 from .launch import (
     LARGE,
-    PREFETCH_HEADS,
     Launch,
     Operation,
     Plan,
@@ -25,7 +24,7 @@ from .launch import (
     named,
     ready,
     ready_strides,
-    token_sizes,
+    state_sizes,
     token_strides,
     tokens_of,
 )
@@ -106,15 +105,15 @@ class Decode(StateOperation):
             if a.cu_seqlens is None and check.sizes["C"] < check.sizes["T"]:
                 raise ValueError(f"intermediate_states: expected C >= T={check.sizes['T']} steps, got C={check.sizes['C']}")
         check.out(a)
-        check.writes("out", "intermediate_states", *(["state"] if a.update_state else []))
+        check.writes(*self.written(a))
         check.vectors(a, a.state, a.intermediate_states)
         check.option("token_slots", token_slots)
         check.option("intermediates", a.intermediate_states is not None)
         check.option("no_update", not a.update_state)
         return check.problem("decode", a, dtype, check.sizes["T"])
 
-    def written(self, a: Arguments) -> list[Tensor | None]:
-        return [a.state if a.update_state else None, a.intermediate_states, a.out]
+    def written(self, a: Arguments) -> tuple[str, ...]:
+        return ("out", "intermediate_states", *(("state",) if a.update_state else ()))
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None
@@ -177,20 +176,14 @@ class DecodeLaunch(TokensLaunch):
                 **named("num_accepted", "n", bytes_of(a.num_accepted, 1)),
             ),
         )
-        N, HV = operation.work(a)[0], a.v.shape[2]
         self.sizes = ready(
             DecodeSizes(
-                **token_sizes(a),
-                N=N,
+                **state_sizes(a, plan),
                 T=longest,
-                total=a.q.shape[1],
-                P=a.state.shape[0],
                 slots_per_sequence=slots,
                 update_state=int(a.update_state),
                 state_indices_kind=index_kind(a.state_indices),
                 write_indices_kind=index_kind(a.write_indices),
                 num_accepted_kind=index_kind(a.num_accepted),
-                prefetch_sequences=N if N * HV <= PREFETCH_HEADS else 0,
-                keep_in_l2=int(plan.schedule.keep_in_l2),
             )
         )

@@ -84,15 +84,15 @@ class Flush(StateOperation):
         check.one_each("buffer", "rows", a.buffer_indices)
         if check.sizes["HV"] % check.sizes["H"]:
             raise ValueError(f"buffer.k: expected H to divide HV={check.sizes['HV']}, got H={check.sizes['H']}")
-        check.writes("state")
+        check.writes(*self.written(a))
         check.vectors(None, a.state)
         check.option("layers", layers)
         sizes, options = check.sizes, frozenset(check.options)
         heads = (sizes["H"], sizes["HV"], sizes["K"], sizes["V"])
         return Problem("flush", axis, *heads, sizes["C"], state_dtype=dtype, options=options)
 
-    def written(self, a: Arguments) -> list[Tensor | None]:
-        return [a.state]
+    def written(self, a: Arguments) -> tuple[str, ...]:
+        return ("state",)
 
     def allocated(self, a: Arguments) -> Arguments:
         return a

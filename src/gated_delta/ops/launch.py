@@ -81,8 +81,8 @@ class Operation(ABC):
         """Validate a call. Raises TypeError or ValueError naming the argument, UnsupportedProblem when grad is asked for."""
 
     @abstractmethod
-    def written(self, a: Any) -> list[Tensor | None]:
-        """Tensors that this call writes."""
+    def written(self, a: Any) -> tuple[str, ...]:
+        """Arguments that this call writes, those that there are."""
 
     def allocated(self, a: Any) -> Any:
         """The call with the outputs that the caller did not give."""
@@ -245,6 +245,19 @@ def token_sizes(a: Any) -> dict[str, int]:
         beta_kind=KINDS[a.beta.dtype],
         dt_bias_kind=NO_KIND if a.dt_bias is None else KINDS[a.dt_bias.dtype],
         cu_seqlens_kind=index_kind(a.cu_seqlens),
+    )
+
+
+def state_sizes(a: Any, plan: Plan) -> dict[str, int]:
+    """Those that decode's and verify's sizes have in common."""
+    N, HV = tokens_of(a).num_sequences, a.v.shape[2]
+    return dict(
+        **token_sizes(a),
+        N=N,
+        total=a.q.shape[1],
+        P=a.state.shape[0],
+        prefetch_sequences=N if N * HV <= PREFETCH_HEADS else 0,
+        keep_in_l2=int(plan.schedule.keep_in_l2),
     )
 
 

@@ -117,14 +117,14 @@ class Prefill(Operation):
                 check.option("initial_state", True)
             check.option("final_state", a.output_final_state)
         check.out(a)
-        check.writes("out", "state")
+        check.writes(*self.written(a))
         check.vectors(a, a.initial_state if a.state is None else a.state)
         values = [x for x in (a.v, a.out, a.g if a.g.ndim == 4 else None) if x is not None]
         check.option("unaligned_values", not all(check.aligned(x) and x.stride(-1) == 1 for x in values))
         return check.problem("prefill", a, dtype, None)
 
-    def written(self, a: Arguments) -> list[Tensor | None]:
-        return [a.state, a.final_state, a.out]
+    def written(self, a: Arguments) -> tuple[str, ...]:
+        return ("out", "state", "final_state")
 
     def allocated(self, a: Arguments) -> Arguments:
         if a.output_final_state and a.final_state is None:

@@ -12,7 +12,6 @@ from ..kernels.arguments import TOKEN_TILES, VerifySizes, VerifyStrides, round_u
 from ..problem import BUFFER, SHORT, Checker, KVBuffer, Problem, axis_of
 from .launch import (
     LARGE,
-    PREFETCH_HEADS,
     Launch,
     Operation,
     Plan,
@@ -25,7 +24,7 @@ from .launch import (
     named,
     ready,
     ready_strides,
-    token_sizes,
+    state_sizes,
     token_strides,
     tokens_of,
 )
@@ -92,13 +91,13 @@ class Verify(StateOperation):
         check.index("buffer_indices", a.buffer_indices)
         check.one_each("buffer", "rows", a.buffer_indices)
         check.out(a)
-        check.writes("out", *BUFFER)
+        check.writes(*self.written(a))
         check.vectors(a, a.state)
         check.option("unaligned_buffer", not check.aligned(a.buffer_k))
         return check.problem("verify", a, dtype, min(check.sizes["T"], check.sizes["C"]))
 
-    def written(self, a: Arguments) -> list[Tensor | None]:
-        return [a.buffer_u, a.buffer_k, a.buffer_log_decay, a.out]
+    def written(self, a: Arguments) -> tuple[str, ...]:
+        return ("out", *BUFFER)
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None
@@ -161,20 +160,14 @@ class VerifyLaunch(TokensLaunch):
                 **named("buffer_indices", "n", bytes_of(a.buffer_indices, 1)),
             ),
         )
-        N, HV = operation.work(a)[0], a.v.shape[2]
         self.sizes = ready(
             VerifySizes(
-                **token_sizes(a),
-                N=N,
+                **state_sizes(a, plan),
                 T=longest,
-                total=a.q.shape[1],
-                group_size=HV // a.q.shape[2],
-                P=a.state.shape[0],
+                group_size=a.v.shape[2] // a.q.shape[2],
                 C=a.buffer_u.shape[1],
                 beta_logits=int(a.beta_logits),
                 state_indices_kind=index_kind(a.state_indices),
                 buffer_indices_kind=index_kind(a.buffer_indices),
-                prefetch_sequences=N if N * HV <= PREFETCH_HEADS else 0,
-                keep_in_l2=int(plan.schedule.keep_in_l2),
             )
         )
