@@ -20,10 +20,22 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
 from .arguments import DecodePointers, DecodeSizes, DecodeStrides, lanes_per_row, tile_rows
-from .device.math import broadcast, dot, sigmoid, sum_lanes, sum_rows
-from .device.ptx import load, load_index, offset, pack, store, typed, unpack
-from .device.state_rows import StateRows, shared_tensor
-from .device.tokens import Args, Tokens, sequence_block, sequence_grid
+from .device.primitives import (
+    Args,
+    broadcast,
+    dot,
+    load,
+    load_index,
+    offset,
+    pack,
+    sigmoid,
+    store,
+    sum_lanes,
+    sum_rows,
+    typed,
+    unpack,
+)
+from .device.recurrent import StateRows, Tokens, sequence_block, sequence_grid, shared_tensor
 
 Pointers, Strides, Sizes = typed(DecodePointers, Int64), typed(DecodeStrides, Int32), typed(DecodeSizes, Int32)
 

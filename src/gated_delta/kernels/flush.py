@@ -20,9 +20,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from .arguments import FlushPointers, FlushSizes, FlushStrides, lanes_per_row, tile_rows
-from .device.ptx import load, load_index, offset, pack, qk_head, typed, unpack
-from .device.state_rows import StateRows, shared_tensor
-from .device.tokens import MAX_GRID
+from .device.primitives import load, load_index, offset, pack, qk_head, typed, unpack
+from .device.recurrent import MAX_GRID, StateRows, shared_tensor
 
 Pointers, Strides, Sizes = typed(FlushPointers, Int64), typed(FlushStrides, Int32), typed(FlushSizes, Int32)
 

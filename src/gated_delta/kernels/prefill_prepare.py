@@ -12,8 +12,8 @@ from cutlass.cute.arch import shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK
-from .device.chunk_layout import Args, Pointers, Sizes, Strides, first_chunk_slot, load_sequence
-from .device.ptx import DTYPES, load_index, offset, store_words
+from .device.chunk_layout import Pointers, Sizes, Strides, first_chunk_slot, load_sequence
+from .device.primitives import DTYPES, Args, load_index, offset, store_words
 from .prefill_prepare_chunk import THREADS, Coord
 from .prefill_prepare_gdn import GdnChunk
 from .prefill_prepare_kda import KdaChunk

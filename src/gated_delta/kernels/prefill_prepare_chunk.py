@@ -10,10 +10,9 @@ from cutlass.cutlass_dsl import select_
 
 from .arguments import ABSENT, CHUNK, TILE_BYTES, TRIANGLE_BYTES
 from .device.chunk_layout import Sequence, token_offset, triangle_offset
-from .device.math import L2NORM_EPS, sigmoid
 from .device.packed import pack_pairs, pack_x2, rsqrt_or_zero
 from .device.pipeline import bulk_store
-from .device.ptx import load_scalar, mma_sync, offset, select
+from .device.primitives import L2NORM_EPS, load_scalar, mma_sync, offset, select, sigmoid
 from .device.shared_memory import (
     ldmatrix_x4,
     ldmatrix_x4_trans,

@@ -7,10 +7,21 @@ from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly, shuffle_sync_up
 
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .device.chunk_layout import GDN_SCALE_O, GDN_SCALE_S_K, GDN_SCALE_S_Q, GDN_SCALE_U, lay_out, tile_offset
-from .device.math import log_decay
 from .device.packed import exp2, mul_x2, pack_pairs, pack_x2, rsqrt_or_zero
 from .device.pipeline import bulk_store
-from .device.ptx import EVICT_FIRST, load, load_scalar, load_words, mma_sync, offset, select, store_if, store_words, unpack
+from .device.primitives import (
+    EVICT_FIRST,
+    load,
+    load_scalar,
+    load_words,
+    log_decay,
+    mma_sync,
+    offset,
+    select,
+    store_if,
+    store_words,
+    unpack,
+)
 from .device.shared_memory import (
     load_shared_f32,
     load_shared_f32x2,

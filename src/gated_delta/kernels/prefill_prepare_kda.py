@@ -18,7 +18,7 @@ from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .device.chunk_layout import KDA_SCALE_O, KDA_SCALE_S_K, KDA_SCALE_STATE, D, lay_out, tile_offset
 from .device.packed import exp2, fmax, log2, mul_x2, pack_pairs, pack_x2, reciprocal, rsqrt_or_zero
 from .device.pipeline import cp_async_or_fill, cp_async_or_zero
-from .device.ptx import (
+from .device.primitives import (
     load,
     load_scalar,
     load_scalar_bits,

@@ -27,7 +27,6 @@ from .device.chunk_layout import (
     KDA_SCALE_S_K,
     KDA_SCALE_STATE,
     SQUARE_BYTES,
-    Args,
     D,
     Pointers,
     Sequence,
@@ -54,7 +53,7 @@ from .device.pipeline import (
     cp_async_or_zero,
     mbarrier,
 )
-from .device.ptx import DTYPES, load_flag, load_index, load_words, offset, pack, qk_head, select, store_words, unpack
+from .device.primitives import DTYPES, Args, load_flag, load_index, load_words, offset, pack, qk_head, select, store_words, unpack
 from .device.shared_memory import (
     ldmatrix_x4_trans,
     load_shared,

@@ -10,9 +10,9 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from .device.chunk_layout import Args, D, Pointers, Sizes, Strides
+from .device.chunk_layout import D, Pointers, Sizes, Strides
 from .device.pipeline import bulk_load, mbarrier
-from .device.ptx import load_words, store_words
+from .device.primitives import Args, load_words, store_words
 from .device.shared_memory import load_shared_f32, load_shared_f32x4, store_shared_f32
 
 V_ROWS = 8  # of a block

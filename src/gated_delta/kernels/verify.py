@@ -27,8 +27,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from .arguments import VerifyPointers, VerifySizes, VerifyStrides
-from .device.math import dot, sigmoid, sum_rows
-from .device.ptx import (
+from .device.primitives import (
+    Args,
+    dot,
     load,
     load_index,
     load_words,
@@ -36,15 +37,16 @@ from .device.ptx import (
     offset,
     qk_head,
     select,
+    sigmoid,
     split,
     store,
     store_if,
     store_words,
+    sum_rows,
     typed,
     unpack,
 )
-from .device.state_rows import StateRows, shared_tensor
-from .device.tokens import Args, Tokens, sequence_block, sequence_grid
+from .device.recurrent import StateRows, Tokens, sequence_block, sequence_grid, shared_tensor
 
 Pointers, Strides, Sizes = typed(VerifyPointers, Int64), typed(VerifyStrides, Int32), typed(VerifySizes, Int32)
 

@@ -9,12 +9,12 @@ triangles have the same layout in global and in shared memory, so bulk copies mo
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import Float16, Float32, Int32, Int64
+from cutlass import Float16, Int32, Int64
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
 from ..arguments import CHUNK, PrefillPointers, PrefillSizes, PrefillStrides
-from .ptx import load_index, offset, typed
+from .primitives import load_index, offset, typed
 
 Pointers, Strides, Sizes = typed(PrefillPointers, Int64), typed(PrefillStrides, Int32), typed(PrefillSizes, Int32)
 
@@ -30,16 +30,6 @@ GDN_SCALE_S_Q = 256  # S q: exp(G), whose last entry is the state's decay over t
 GDN_SCALE_O, KDA_SCALE_O = 512, 256  # o: |q|
 GDN_SCALE_U = 768  # u in the state's update: exp(G_64 - G)
 KDA_SCALE_STATE = 512  # the state's decay over the chunk, per channel
-
-
-class Args(NamedTuple):
-    """A launch's arguments; `arguments.py` says what the three tuples hold."""
-
-    ptr: Pointers
-    scale: Float32
-    bound: Float32
-    stride: Strides
-    size: Sizes
 
 
 class Sequence(NamedTuple):
