@@ -210,6 +210,70 @@ def test_indices_of_both_widths_and_any_negative_value(dtype):
         same(o[live], decode(part(call, live), alone, state_indices=slots[live]))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("null_index", [0, 2])
+def test_slots_up_to_null_index_are_as_negative_ones(null_index, T, dtype):
+    """Several sequences may be on one of them; they are not read, and not written."""
+    call, start = tokens(5, T), pool(10)
+    start[: null_index + 1] = math.nan
+    want, state = start.clone(), start.clone()
+    o = decode(call, want, state_indices=index(5, -1, -1, 3, -1, dtype=dtype))
+    got = decode(call, state, state_indices=index(5, 0, null_index, 3, -2, dtype=dtype), null_index=null_index)
+    assert (got[[1, 2, 4]] == 0).all()
+    same(got, o)
+    same(state, want)
+    # A write there is dropped, the outputs are not.
+    want, state = start.clone(), start.clone()
+    slots, writes = index(5, 4, 3, 7, 6, dtype=dtype), [8, -1, 9, -1, -1]
+    dropped = index(*(0 if w < 0 else w for w in writes), dtype=dtype)
+    o = decode(call, want, state_indices=slots, write_indices=index(*writes, dtype=dtype))
+    same(decode(call, state, state_indices=slots, write_indices=dropped, null_index=null_index), o)
+    same(state, want)
+
+
+def test_token_slots_up_to_null_index_are_dropped():
+    call, start = tokens(2, 3), pool(9)
+    start[:2] = math.nan
+    want, state = start.clone(), start.clone()
+    o = decode(call, want, state_indices=index(2, -1, 4, -1, -1, -1).view(2, 3))
+    got = decode(call, state, state_indices=index(2, 1, 4, 0, 0, 1).view(2, 3), null_index=1)
+    assert torch.isfinite(got).all()
+    assert (got[1] == 0).all()
+    same(got, o)
+    same(state, want)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("state_dtype", STATES, ids=str)
+@pytest.mark.parametrize("T", [1, 4])
+def test_intermediate_states_in_rows_of_their_own(T, state_dtype, dtype):
+    """Rows in any order and fewer than sequences; a negative one keeps none, and changes nothing else. null_index is not of rows."""
+    call, start, slots = tokens(4, T), pool(9, state_dtype), index(8, 3, 5, 1)
+    shape = (4, T + 1, HV, D, D)
+    want = torch.full(shape, math.nan, dtype=state_dtype, device="cuda")
+    plain, state = start.clone(), start.clone()
+    o = decode(call, plain, state_indices=slots, intermediate_states=want)
+    steps = torch.full((3, *shape[1:]), math.nan, dtype=state_dtype, device="cuda")
+    rows = torch.stack([index(2, -1, 0, -7, dtype=dtype), index(9, 9, 9, 9, dtype=dtype)], 1)[:, 0]
+    got = decode(call, state, state_indices=slots, intermediate_states=steps, intermediate_indices=rows, null_index=0)
+    same(got, o)
+    same(state, plain)
+    same(steps[[2, 0]].contiguous(), want[[0, 2]].contiguous())
+    assert steps[1].isnan().all()
+    # An inactive sequence keeps none, whatever its row.
+    decode(
+        call,
+        state,
+        state_indices=index(0, 3, 0, 0),
+        intermediate_states=steps,
+        intermediate_indices=index(1, 1, 1, 1),
+        null_index=0,
+    )
+    same(steps[2], want[0])
+    assert torch.isfinite(steps[1, :T]).all()
+
+
 def test_a_padded_graph_writes_nothing_for_its_padding():
     """Bug 10: every sequence but one is padding, with NaN tokens."""
     call, start = tokens(8, 2), pool(3)

@@ -256,6 +256,31 @@ def test_an_inactive_draft_writes_nothing(dtype, which):
     same_buffers(buffer, alone)
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("null_index", [0, 2])
+def test_slots_up_to_null_index_are_as_negative_ones(null_index, dtype):
+    """Several sequences may be on one of them; rows of the buffer are no slots."""
+    call, start = draft(4, 3), pool(8)
+    start[: null_index + 1] = math.nan
+    made, plain = buffer_for(call, 4, 3), buffer_for(call, 4, 3)
+    nulls, slots = index(5, 0, null_index, 3, dtype=dtype), index(5, -1, -1, 3, dtype=dtype)
+    rows = index(2, 3, 1, 0, dtype=dtype)
+    o = verify(call, start.clone(), plain, state_indices=slots, buffer_indices=rows)
+    got = verify(call, start.clone(), made, state_indices=nulls, buffer_indices=rows, null_index=null_index)
+    assert (got[1:3] == 0).all()
+    same(got, o)
+    same_buffers(made, plain)
+    assert all(x[[3, 1]].isnan().all() for x in parts(made))
+    want, state = start.clone(), start.clone()
+    flush(want, plain, 2, state_indices=slots, buffer_indices=rows)
+    flush(state, made, 2, state_indices=nulls, buffer_indices=rows, null_index=null_index)
+    same(state, want)
+    assert not torch.equal(state[3], start[3])
+    # A write there is dropped.
+    flush(state, made, 1, state_indices=slots, buffer_indices=rows, write_indices=index(0, 4, 5, null_index), null_index=null_index)
+    same(state, want)
+
+
 def test_unused_slots_may_hold_anything():
     call, state = draft(2, 3), torch.full((5, HV, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
     state[[1, 3]] = pool(2)

@@ -270,6 +270,23 @@ def test_a_pool_is_read_and_written_in_its_slots(axis, state_dtype, dtype, segme
     assert (o[1] == 0).all()
 
 
+@EITHER_AXIS
+@EITHER_INDEX
+@SEGMENTATIONS
+@pytest.mark.parametrize("null_index", [0, 2])
+def test_slots_up_to_null_index_are_as_negative_ones(null_index, axis, dtype, segments, monkeypatch):
+    """Several sequences may be on one of them; they are not read, and not written."""
+    force_segments(segments, monkeypatch)
+    call, start = slowly(ragged((300, 1, 130, 70, 64), inactive=(1, 2, 4), axis=axis)), pool(8)
+    start[: null_index + 1] = math.nan
+    o, after = in_pool(call, state=start, state_indices=index(5, -1, -1, 3, -1, dtype=dtype))
+    nulls = index(5, 0, null_index, 3, LOWEST[dtype], dtype=dtype)
+    got, state = in_pool(call, state=start, state_indices=nulls, null_index=null_index)
+    same(got, o)
+    same(state, after)
+    assert not torch.equal(state[5], start[5])
+
+
 @EITHER_STATE
 def test_a_pool_without_indices(state_dtype):
     """Sequence n has slot n, and all of them resume."""

@@ -4,6 +4,7 @@ import itertools
 import math
 import random
 
+import numpy
 import pytest
 import torch
 
@@ -69,7 +70,9 @@ def remembered(name):
 
 def launch_of(name, route, **given):
     """The launch for such a call, whatever its addresses."""
-    facts = dict(gate="log", bound=0.0, qk_l2norm=True, beta_logits=False, update_state=True, output_final_state=False)
+    facts = dict(
+        gate="log", bound=0.0, qk_l2norm=True, beta_logits=False, update_state=True, output_final_state=False, null_index=-1
+    )
     op = OPERATIONS[name]
     absent = dict.fromkeys(op.arguments._fields)
     a = op.arguments(**{field: (absent | facts | given)[field] for field in op.arguments._fields})
@@ -200,6 +203,10 @@ def test_what_makes_a_call_another_one(launches):
         dict(gate=gd.Gate.softplus(torch.zeros(HV))),
         dict(gate=gd.Gate.lower_bound(torch.zeros(HV), bound=-4.0)),
         dict(state_indices=torch.arange(N)),
+        dict(state_indices=torch.arange(N), null_index=0),
+        dict(state_indices=torch.arange(N), null_index=1),
+        dict(intermediate_states=(steps := pool()[:N, None].expand(-1, T, -1, -1, -1).clone())),
+        dict(intermediate_states=steps, intermediate_indices=torch.arange(N)),
         dict(state=pool(torch.float32)),
         dict(beta=first["beta"].float()),
     ]
@@ -216,6 +223,8 @@ def test_a_known_call_hides_no_mistake(launches):
         for wrong, error in (
             (dict(qk_l2norm=1), TypeError),
             (dict(update_state=1), TypeError),
+            (dict(null_index=False), TypeError),
+            (dict(null_index=0), ValueError),
             (dict(scale=True), TypeError),
             (dict(beta=[1.0]), TypeError),
             (dict(g=None), TypeError),
@@ -247,6 +256,57 @@ def test_strides_that_do_not_fit_are_refused(launches):
     far = torch.empty(2, dtype=torch.bfloat16, device="meta").as_strided((2, HV, V, K), (2**31, V * K, K, 1))
     with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):
         launch_of("decode", route, **call, state=far)
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_intermediate_states_in_rows_of_their_own(launches, dtype):
+    """Fewer rows than sequences, at indices of their own stride."""
+    call, steps = tokens(), torch.randn(2, T + 1, HV, V, K).bfloat16()
+    rows = torch.tensor([[1, 9], [-1, 9], [0, 9]], dtype=dtype)[:, 0]
+    decode(call, state=pool(), intermediate_states=steps, intermediate_indices=rows)
+    ((pointers, _, _, s, sizes),) = launches
+    follow(pointers.intermediate_states, steps, s.intermediate_states_n, s.intermediate_states_t, s.intermediate_states_h)
+    follow(pointers.intermediate_indices, rows, s.intermediate_indices_n)
+    assert sizes.intermediate_indices_kind == rows.element_size() // 4
+    decode(call, state=pool(), intermediate_states=torch.randn(N, T, HV, V, K).bfloat16())
+    pointers, _, _, _, sizes = launches[1]
+    assert (pointers.intermediate_indices, sizes.intermediate_indices_kind) == (0, 0)
+
+
+@pytest.mark.parametrize(("given", "passed"), [(-1, -1), (0, 0), (5, 5), (2**40, 2**31 - 1), (numpy.int64(2), 2)], ids=str)
+def test_null_index_is_a_number_of_the_launch(launches, given, passed):
+    """Of every operation; it needs no other kernels."""
+    slots, kept = torch.arange(N), buffer()
+    decode(tokens(), state=pool(), state_indices=slots, null_index=given)
+    verify(tokens(), state=pool(), buffer=kept, state_indices=slots, null_index=given)
+    flush(pool(), kept, 1, state_indices=slots, null_index=given)
+    gd.prefill(**tokens(V=128), state=torch.zeros(P, HV, 128, K), state_indices=slots, null_index=given, backend="cute")
+    kernels = list(launches.kernels)
+    assert {launch[-1].null_index for launch in launches} == {passed}
+    launches.clear()
+    decode(tokens(), state=pool(), state_indices=slots)
+    verify(tokens(), state=pool(), buffer=kept, state_indices=slots)
+    flush(pool(), kept, 1, state_indices=slots)
+    gd.prefill(**tokens(V=128), state=torch.zeros(P, HV, 128, K), state_indices=slots, backend="cute")
+    assert launches.kernels == kernels
+    assert {launch[-1].null_index for launch in launches} == {-1}
+
+
+def test_indices_of_decode_are_checked_on_request(launches, monkeypatch):
+    """With null_index, and with rows for intermediate states; nothing is launched."""
+    monkeypatch.setattr(shared, "CHECK", True)
+    call, state, steps = tokens(), pool(), pool()[:2, None].expand(-1, T, -1, -1, -1).clone()
+    padded = dict(state=state, state_indices=torch.tensor([0, 3, 0]))
+    for _ in range(2):
+        with pytest.raises(ValueError, match="state_indices: expected at most one sequence to write each row"):
+            decode(call, **padded)
+        for rows, error in (([0, 0, -1], ValueError), ([0, 2, -1], IndexError)):
+            with pytest.raises(error, match="intermediate_indices"):
+                decode(call, state=state, intermediate_states=steps, intermediate_indices=torch.tensor(rows))
+    assert launches == []
+    decode(call, **padded, null_index=0)
+    decode(call, state=state, intermediate_states=steps, intermediate_indices=torch.tensor([1, -1, 0]))
+    assert len(launches) == 2
 
 
 def test_decode_of_no_sequences(launches):

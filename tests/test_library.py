@@ -17,6 +17,12 @@ SAMPLES = [
     ("prefill", tokens() | dict(state=pool(), state_indices=torch.tensor([3, -1]))),
     ("decode", tokens() | dict(gate=gd.Gate.lower_bound(A_LOG), state=pool(), state_indices=torch.tensor([3, -1]))),
     ("decode", tokens() | dict(state=pool(), intermediate_states=torch.zeros(2, 3, 4, 6, 8), out=torch.zeros(2, 3, 4, 6))),
+    (
+        "decode",
+        tokens()
+        | dict(state=pool(), intermediate_states=torch.zeros(1, 3, 4, 6, 8), intermediate_indices=torch.tensor([-1, 0]))
+        | dict(state_indices=torch.tensor([3, 0]), null_index=0),
+    ),
     ("verify", tokens() | dict(state=pool(), state_indices=torch.tensor([3, -1]), buffer=verified())),
     ("flush", dict(state=pool(), buffer=verified(), num_accepted=torch.tensor([1, 3]))),
     ("flush", dict(state=pool(), buffer=verified(), num_accepted=1, state_indices=torch.tensor([3, 1]))),
@@ -102,6 +108,34 @@ def test_verify_then_flush_compile_whole():
     (eager, seen), (compiled, seen_compiled) = both_ways(chain, arguments)
     same(eager, compiled)
     same(seen, seen_compiled)
+
+
+def test_a_null_index_and_rows_of_intermediate_states_compile_whole():
+    arguments = {
+        **tokens(),
+        "state": pool(),
+        "intermediate_states": torch.zeros(1, 3, 4, 6, 8),
+        "intermediate_indices": torch.tensor([-1, 0]),
+        "state_indices": torch.tensor([0, 2]),
+    }
+    run = lambda a: gd.decode(**a, null_index=0, backend="reference") * 2
+    (eager, seen), (compiled, seen_compiled) = both_ways(run, arguments)
+    same(eager, compiled)
+    same(seen, seen_compiled)
+    assert torch.equal(seen_compiled["state"][0], pool()[0])
+
+
+def test_a_null_index_may_vary_in_a_compiled_graph():
+    torch._dynamo.reset()
+    step = torch.compile(
+        lambda t, s, slots, null: gd.decode(**t, state=s, state_indices=slots, null_index=null, backend="reference"),
+        fullgraph=True,
+        backend="aot_eager",
+    )
+    slots = torch.tensor([1, 3])
+    for null in (-1, 0, 1, 2):
+        o = step(tokens(), pool(), slots, null)
+        assert torch.equal(o.abs().amax((1, 2, 3)) > 0, slots > null)
 
 
 def test_inductor_compiles_a_decode_step():

@@ -3,6 +3,7 @@
 import inspect
 import itertools
 
+import numpy
 import pytest
 import torch
 
@@ -28,6 +29,8 @@ def packed(*ends, dtype=i32):
 
 LONG = gd.KVBuffer(*(torch.cat([x] * 6, 1) for x in vars(buffer()).values()))  # room for 18 drafts
 
+INTERMEDIATES = dict(intermediate_states=torch.zeros(N, T, HV, V, K))
+
 # operation, what replaces the valid call's arguments, error, what its text must hold
 BAD = [
     # who is not a tensor, and of which dtype
@@ -49,6 +52,11 @@ BAD = [
     ("decode", dict(qk_l2norm="yes"), TypeError, "qk_l2norm: expected True or False, got str"),
     ("decode", dict(beta_logits=None), TypeError, "beta_logits: expected True or False"),
     ("decode", dict(scale="0.5"), TypeError, "scale: expected a number, got str"),
+    ("decode", dict(null_index=True), TypeError, "null_index: expected an int, got bool"),
+    ("decode", dict(null_index=None), TypeError, "null_index: expected an int, got NoneType"),
+    ("prefill", dict(null_index=0.0), TypeError, "null_index: expected an int, got float"),
+    ("verify", dict(null_index=ints(0)), TypeError, "null_index: expected an int, got Tensor"),
+    ("flush", dict(null_index=numpy.bool_(True)), TypeError, "null_index: expected an int, got bool"),
     ("decode", dict(scale=True), TypeError, "scale: expected a number, got bool"),
     ("decode", dict(gate="softplus"), TypeError, "gate: expected a gated_delta.Gate, got str"),
     ("decode", dict(out=torch.zeros(N, T, HV, V, dtype=bf16)), TypeError, "out: expected dtype torch.float32, got torch.bfloat16"),
@@ -140,6 +148,21 @@ BAD = [
         ValueError,
         "write_indices: expected None with update_state=False",
     ),
+    (
+        "decode",
+        dict(intermediate_indices=ints(0, 1)),
+        ValueError,
+        "intermediate_indices: expected None without intermediate_states",
+    ),
+    *(
+        (op, dict(null_index=value), ValueError, f"null_index: expected {wanted}, got {value}")
+        for op in ("prefill", "decode", "verify", "flush")
+        for value, wanted in ((-2, "-1 or more"), (0, "-1 without state_indices.*"))
+    ),
+    ("prefill", dict(state=pool(), null_index=0), ValueError, "null_index: expected -1 without state_indices"),
+    ("prefill", dict(initial_state=pool(N), null_index=0), ValueError, "null_index: expected -1 without state_indices"),
+    ("verify", dict(buffer_indices=ints(0, 1), null_index=0), ValueError, "null_index: expected -1 without state_indices"),
+    ("flush", dict(buffer_indices=ints(0, 1), null_index=0), ValueError, "null_index: expected -1 without state_indices"),
     # memory
     ("prefill", dict(q=last_dim_strided(N, T, H, K)), ValueError, "q: expected a contiguous last dimension, got strides"),
     ("prefill", dict(v=last_dim_strided(N, T, HV, V)), ValueError, "v: expected a contiguous last dimension"),
@@ -193,6 +216,17 @@ BAD = [
         ValueError,
         "write_indices: expected no row that another sequence reads, got row 1, which sequence 1 reads",
     ),
+    (
+        "decode",
+        dict(INTERMEDIATES, intermediate_indices=ints(1, 1)),
+        ValueError,
+        "intermediate_indices: expected at most one sequence",
+    ),
+    ("decode", dict(INTERMEDIATES, intermediate_indices=ints(0, 2)), IndexError, "intermediate_indices: expected indices below 2"),
+    ("decode", dict(INTERMEDIATES, intermediate_indices=ints(0, 1, 2)), ValueError, "intermediate_indices: expected shape"),
+    ("decode", dict(INTERMEDIATES, intermediate_indices=torch.zeros(N)), TypeError, "intermediate_indices: expected dtype"),
+    ("prefill", dict(state=pool(), state_indices=ints(P, 0), null_index=0), IndexError, "state_indices: expected indices below"),
+    ("decode", dict(state_indices=ints(1, 1), null_index=0), ValueError, "state_indices: expected at most one sequence to write"),
     ("prefill", dict(state=pool(), state_indices=ints(P, 0)), IndexError, "state_indices: expected indices below"),
     ("verify", dict(buffer_indices=ints(0, N)), IndexError, f"buffer_indices: expected indices below {N}"),
     ("verify", dict(buffer_indices=ints(1, 1)), ValueError, "buffer_indices: expected at most one sequence"),

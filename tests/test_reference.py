@@ -2,6 +2,7 @@
 
 import math
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -349,6 +350,99 @@ def test_an_inactive_batch_of_nothing_but_padding():
         assert (o == 0).all()
         assert torch.equal(arguments["state"], before)
     assert all(x.isnan().all() for x in vars(arguments["buffer"]).values())
+
+
+# ------------------------------------------------------------------------------------------------ null_index
+
+
+def padded(op, slots, dtype=torch.int32, **options):
+    """The call on two sequences, slots 0 to null_index of its pool full of NaN, and its outputs and the pool after it."""
+    arguments = {**call(op), "state": pool(), "state_indices": torch.tensor(slots, dtype=dtype), **options}
+    arguments["state"][: options.get("null_index", -1) + 1] = math.nan
+    o = getattr(gd, op)(**arguments, backend="reference")
+    return (o[0] if op == "prefill" else o), arguments
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+@pytest.mark.parametrize("null_index", [0, 2, numpy.int32(0), 2**40], ids=str)
+@pytest.mark.parametrize("op", OPS)
+def test_slots_up_to_null_index_are_as_negative_ones(op, null_index, dtype):
+    """Several sequences may be on one of them; they are not read, and not written."""
+    nulls = int(null_index) + 1
+    for null in {0, min(int(null_index), 1), -1, -7}:
+        o, after = padded(op, [null, 3], dtype, null_index=null_index)
+        want, plain = padded(op, [-1, 3 if nulls <= 3 else -1], dtype)
+        if op != "flush":
+            assert torch.equal(o, want)
+            assert (o[0] == 0).all()
+            assert (o[1] != 0).any() == (nulls <= 3)
+        assert after["state"][:nulls].isnan().all()
+        assert torch.equal(after["state"][nulls:], plain["state"][nulls:])
+    o, after = padded(op, [0, 0], dtype, null_index=null_index)
+    assert o is None or (o == 0).all()
+    assert torch.equal(after["state"][nulls:], pool()[nulls:])
+
+
+def test_writes_and_token_slots_up_to_null_index_are_dropped():
+    want, state = pool(), pool()
+    o = gd.decode(**tokens(), state=want, state_indices=torch.tensor([2, 3]), write_indices=torch.tensor([-1, 4]))
+    got = gd.decode(**tokens(), state=state, state_indices=torch.tensor([2, 3]), write_indices=torch.tensor([1, 4]), null_index=1)
+    assert torch.equal(got, o)
+    assert torch.equal(state, want)
+    slots = torch.arange(2, 2 + N * T).view(N, T)
+    for dropped, null_index in ((-1, -1), (0, 0), (1, 1)):
+        slots[1, 1], state = dropped, pool(2 + N * T)
+        gd.decode(**tokens(), state=state, state_indices=slots, null_index=null_index)
+        assert torch.equal(state[:2], pool(2 + N * T)[:2])
+        want = state if null_index == -1 else want
+        assert torch.equal(state, want)
+
+
+def test_rows_of_a_buffer_and_of_intermediate_states_are_no_slots():
+    """null_index leaves row 0 of either alone."""
+    slots, made, state = torch.tensor([3, 2]), buffer(), pool()
+    gd.verify(**tokens(), state=state, state_indices=slots, buffer=made, buffer_indices=torch.tensor([0, 1]), null_index=0)
+    assert not made.u.isnan().any()
+    gd.flush(state, made, 2, state_indices=slots, buffer_indices=torch.tensor([0, 1]), null_index=1)
+    assert not torch.equal(state[3], pool()[3])
+    steps, rows = torch.zeros(N, T, HV, V, K), torch.tensor([1, 0])
+    gd.decode(**tokens(), state=pool(), state_indices=slots, intermediate_states=steps, intermediate_indices=rows, null_index=1)
+    assert (steps.flatten(2) != 0).any(2).all()
+
+
+def test_slots_in_order_are_compared_with_null_index_too():
+    """A sequence without an index has slot n; given write_indices, that slot may be a null one."""
+    state = pool()
+    o = gd.decode(**tokens(), state=state, write_indices=torch.tensor([3, 4]), null_index=0)
+    assert (o[0] == 0).all()
+    assert torch.equal(state[:4], pool()[:4])
+    assert not torch.equal(state[4], pool()[4])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_intermediate_states_go_to_the_rows_named(packed):
+    call = {**tokens(), "state_indices": torch.tensor([4, 2])}
+    want, steps, state = (torch.full((R, T, HV, V, K), math.nan) for R in (N, 4, 0))
+    gd.decode(**call, state=pool(), intermediate_states=want)
+    if packed:
+        call |= {name: call[name].flatten(0, 1)[None] for name in ("q", "k", "v", "g", "beta")}
+        call["cu_seqlens"] = torch.tensor([0, T, 2 * T])
+    o = gd.decode(**call, state=(state := pool()), intermediate_states=steps, intermediate_indices=torch.tensor([3, 1]))
+    assert torch.equal(steps[[3, 1]], want)
+    assert steps[[0, 2]].isnan().all()
+    dropped, after = torch.full_like(steps[:1], math.nan), pool()
+    again = gd.decode(**call, state=after, intermediate_states=dropped, intermediate_indices=torch.tensor([-5, 0]))
+    assert torch.equal(dropped[0], want[1])
+    assert torch.equal(again, o)
+    assert torch.equal(after, state)  # the state itself is updated as ever
+
+
+def test_an_inactive_sequence_keeps_no_intermediate_states():
+    """Nor does it count among those that write a row."""
+    steps = torch.full((1, T, HV, V, K), math.nan)
+    options = dict(state_indices=torch.tensor([0, 2]), intermediate_indices=torch.tensor([0, 0]), null_index=0)
+    gd.decode(**tokens(), state=pool(), intermediate_states=steps, **options)
+    assert torch.isfinite(steps).all()
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode", "verify"])

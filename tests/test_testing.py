@@ -85,7 +85,7 @@ def test_wrong_mathematics_fails(monkeypatch, op, judged, fault):
 def test_writing_where_nothing_should_be_written_fails(monkeypatch):
     def run_then_touch(run, tokens, **states):
         run(tokens, **states)
-        states["state"][0] = 0.0  # slot 0 belongs to nobody in a pooled case
+        states["state"][0] = 0.0  # slot 0 is no sequence's in a pooled case
 
     broken(monkeypatch, "decode", run_then_touch)
     assert fails("decode", layout="pool")
@@ -99,6 +99,18 @@ def test_clamping_padding_onto_slot_0_fails(monkeypatch):
     )
     chosen = [c for c in cases("decode") if c.layout == "pool" and len(c.lengths) > 1][:6]
     assert any(not run_case(c, "reference").passed for c in chosen)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_reading_and_writing_the_null_slot_fails(monkeypatch, op):
+    broken(monkeypatch, op, lambda run, *tokens, **states: run(*tokens, **without(states, null_index=-1)))
+    chosen = [c for c in cases(op) if c.null_index == 0 and len(c.lengths) > 1 and c.layout in ("pool", "layers")][:6]
+    assert any(not run_case(c, "reference").passed for c in chosen)
+
+
+def test_ignoring_intermediate_indices_fails(monkeypatch):
+    broken(monkeypatch, "decode", lambda run, tokens, **states: run(tokens, **without(states, intermediate_indices=None)))
+    assert fails("decode", layout="intermediates")
 
 
 def test_leaving_padded_outputs_as_they_were_fails(monkeypatch):

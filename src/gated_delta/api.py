@@ -35,6 +35,7 @@ def prefill(
     state: Tensor | None = None,
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
+    null_index: int = -1,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
@@ -49,8 +50,9 @@ def prefill(
     final_state, new, in its dtype (fp32 without one), when output_final_state is True, else None.
     Pooled: state [P, HV, V, K] is the pool; sequence n starts from slot state_indices[n] (slot n when None), or from zero where
     has_initial_state [N] (bool) is False, and its final state is written there; final_state is None.
-    Sequences with a negative index are inactive: zero outputs, nothing written. out: [N, T, HV, V], v's dtype. What a call writes
-    (out, state) shares no memory with what else it reads or writes.
+    Sequences with a negative index are inactive: zero outputs, nothing written. null_index: slots up to this one count as negative
+    ones do; 0 keeps slot 0 for padding. out: [N, T, HV, V], v's dtype. What a call writes (out, state) shares no memory with what
+    else it reads or writes.
 
     Returns (o [N, T, HV, V] in v's dtype, final_state). Raises TypeError or ValueError naming the argument, IndexError for an index
     past the pool (reference backend), UnsupportedProblem if the asked backend cannot run the call; then nothing was written.
@@ -60,7 +62,7 @@ def prefill(
     return (_node if _traced(q) else run)(
         ops.PREFILL,
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, state_indices, has_initial_state, initial_state, state, None, out,
-        kind, bound, scale, qk_l2norm, beta_logits, output_final_state, backend,
+        kind, bound, scale, qk_l2norm, beta_logits, output_final_state, null_index, backend,
     )  # fmt: skip
 
 
@@ -81,7 +83,9 @@ def decode(
     write_indices: Tensor | None = None,
     num_accepted: Tensor | None = None,
     intermediate_states: Tensor | None = None,
+    intermediate_indices: Tensor | None = None,
     update_state: bool = True,
+    null_index: int = -1,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -91,19 +95,21 @@ def decode(
     state: [P, HV, V, K], fp32 or bf16, K contiguous; a bf16 state is rounded after every token, so that one call with T tokens
     leaves what T calls with one leave. Sequence n reads slot state_indices[n] (slot n when None).
     write_indices: [N]; the final state goes there instead, and the slot read stays as it was; below zero drops the write.
-    intermediate_states: [R, C, HV, V, K] in state's dtype, R >= N, C >= T; row n, step t gets the state after token t.
+    intermediate_states: [R, C, HV, V, K] in state's dtype, C >= T; row intermediate_indices[n] (row n when None, then R >= N), step
+    t gets the state after token t of sequence n. A negative row keeps none; no two sequences may write one row.
     update_state=False leaves the pool as it was. No sequence may write a slot that another one reads or writes.
     state_indices [N, W], W >= T, one slot per token: reads slot state_indices[n, num_accepted[n] - 1] (num_accepted [N], 1 when
     None, clamped to [1, W]) and writes the state after token t to slot state_indices[n, t].
-    Inactive sequences, out, backend and errors as for prefill.
+    Inactive sequences, null_index (of state_indices and write_indices), out, backend and errors as for prefill.
 
     Returns o [N, T, HV, V] in v's dtype.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
     return (_node if _traced(q) else run)(
         ops.DECODE,
-        q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices, num_accepted, intermediate_states, out,
-        kind, bound, scale, qk_l2norm, beta_logits, update_state, backend,
+        q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices, num_accepted, intermediate_states,
+        intermediate_indices, out,
+        kind, bound, scale, qk_l2norm, beta_logits, update_state, null_index, backend,
     )  # fmt: skip
 
 
@@ -123,6 +129,7 @@ def verify(
     state_indices: Tensor | None = None,
     buffer: KVBuffer,
     buffer_indices: Tensor | None = None,
+    null_index: int = -1,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
@@ -130,7 +137,7 @@ def verify(
 
     Tokens as for decode. state: [P, HV, V, K], read once and left alone. buffer: a KVBuffer for at least T tokens; sequence n
     fills row buffer_indices[n] (row n when None) whole: what lies past its last token is neutral. A negative index in either makes
-    the sequence inactive. Other arguments and errors as for prefill.
+    the sequence inactive; null_index is of slots, not of rows. Other arguments and errors as for prefill.
 
     Returns o [N, T, HV, V] in v's dtype: decode's outputs, except that a bf16 state is not rounded between the tokens.
     """
@@ -138,7 +145,7 @@ def verify(
     return (_node if _traced(q) else run)(
         ops.VERIFY,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices, *_parts(buffer), out,
-        kind, bound, scale, qk_l2norm, beta_logits, backend,
+        kind, bound, scale, qk_l2norm, beta_logits, null_index, backend,
     )  # fmt: skip
 
 
@@ -150,6 +157,7 @@ def flush(
     state_indices: Tensor | None = None,
     write_indices: Tensor | None = None,
     buffer_indices: Tensor | None = None,
+    null_index: int = -1,
     backend: str = "auto",
 ) -> None:
     """Fold the first num_accepted draft tokens that `verify` buffered into the state, in place.
@@ -159,13 +167,13 @@ def flush(
     Sequence n folds row buffer_indices[n] (row n when None) into slot state_indices[n] (slot n when None), or, with write_indices
     [N], from there into slot write_indices[n], also when num_accepted is 0. A negative index writes nothing. N is the length of
     num_accepted and of the index tensors; an int num_accepted with none of these names no sequences and is a ValueError. No
-    sequence may write a slot that another one reads or writes. Errors as for prefill.
+    sequence may write a slot that another one reads or writes. null_index, of slots alone, and errors as for prefill.
     """
     counts, count = (num_accepted, None) if isinstance(num_accepted, Tensor) else (None, num_accepted)
     if isinstance(count, int) and count > MAX_DRAFT:
         count = MAX_DRAFT  # all that a buffer holds; torch.library has no larger numbers than 64 bits
     indices = (state_indices, write_indices, buffer_indices)
-    return (_node if _traced(state) else run)(ops.FLUSH, state, *_parts(buffer), counts, *indices, count, backend)
+    return (_node if _traced(state) else run)(ops.FLUSH, state, *_parts(buffer), counts, *indices, count, null_index, backend)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Route:

@@ -420,6 +420,13 @@ class Checker:
         x = self.tensor(name, x, INDEX_DTYPES, dims)
         self.options.add(f"{name}_{SHORT[x.dtype]}")
 
+    def null_index(self, null_index: object, *slots: Tensor | None) -> None:
+        """`slots`: the call's tensors of pool slots."""
+        if integer("null_index", null_index) < -1:
+            raise ValueError(f"null_index: expected -1 or more, got {null_index}")
+        if null_index != -1 and all(x is None for x in slots):
+            raise ValueError(f"null_index: expected -1 without state_indices (sequence n has slot n), got {null_index}")
+
     def one_each(self, name: str, dim: str, indices: Tensor | None = None) -> None:
         """Without indices, sequence n uses entry n, so there must be one for each."""
         if indices is None and self.sizes[dim] < self.sizes["N"]:

@@ -342,13 +342,13 @@ def _draft_spans(tokens: Tokens, **room: int) -> tuple[list[int], list[int]]:
     return starts, lengths
 
 
-def _rows(name: str, indices: Tensor | None, count: int, size: int) -> list[int]:
-    """Row of each sequence, below zero where it is inactive; raises IndexError past the end."""
+def _rows(name: str, indices: Tensor | None, count: int, size: int, null_index: int = -1) -> list[int]:
+    """Row of each sequence, below zero where it has none: an index up to null_index. Raises IndexError past the end."""
     rows = list(range(count)) if indices is None else indices.tolist()
     for n, row in enumerate(rows):
-        if row >= size:
+        if row >= size and row > null_index:
             raise IndexError(f"{name}: expected indices below {size}, got {row} at sequence {n}")
-    return rows
+    return [row if row > null_index else -1 for row in rows]
 
 
 @contextlib.contextmanager
@@ -393,10 +393,10 @@ class PrefillRows(NamedTuple):
     lengths: list[int]
 
 
-def prefill_rows(tokens: Tokens, state: Tensor | None, state_indices: Tensor | None) -> PrefillRows:
+def prefill_rows(tokens: Tokens, state: Tensor | None, state_indices: Tensor | None, null_index: int) -> PrefillRows:
     """Looks at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
     starts, lengths = _spans(tokens)
-    slots = _rows("state_indices", state_indices, len(starts), len(starts) if state is None else state.shape[0])
+    slots = _rows("state_indices", state_indices, len(starts), len(starts) if state is None else state.shape[0], null_index)
     _no_conflict("state_indices", enumerate(slots))
     return PrefillRows(slots, starts, lengths)
 
@@ -408,10 +408,11 @@ def prefill(
     state: Tensor | None,
     state_indices: Tensor | None,
     has_initial_state: Tensor | None,
+    null_index: int,
     final_state: Tensor | None,
     out: Tensor,
 ) -> None:
-    slots, starts, lengths = prefill_rows(tokens, state, state_indices)
+    slots, starts, lengths = prefill_rows(tokens, state, state_indices, null_index)
     N, (HV, V, K) = len(starts), (*tokens.v.shape[2:], tokens.q.shape[3])
     with _exact_fp32():
         walk = tokens.v.new_zeros(N, HV, V, K, dtype=torch.float32)
@@ -438,6 +439,8 @@ class DecodeRows(NamedTuple):
     writes: list[int]
     token_slots: list[list[int]]
     """Slot of the state after each token; empty where the call has none."""
+    intermediates: list[int]
+    """Row of intermediate_states."""
     starts: list[int]
     lengths: list[int]
 
@@ -449,6 +452,8 @@ def decode_rows(
     write_indices: Tensor | None,
     num_accepted: Tensor | None,
     intermediate_states: Tensor | None,
+    intermediate_indices: Tensor | None,
+    null_index: int,
     update_state: bool,
 ) -> DecodeRows:
     """Looks at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
@@ -457,13 +462,13 @@ def decode_rows(
     token_slots: list[list[int]] = []
     if state_indices is not None and state_indices.ndim == 2:
         width = room["state_indices"] = state_indices.shape[1]
-        token_slots = [_rows("state_indices", row, width, P) for row in state_indices]
+        token_slots = [_rows("state_indices", row, width, P, null_index) for row in state_indices]
         accepted = [1] * N if num_accepted is None else num_accepted.tolist()
         reads = [slots[min(max(m, 1), width) - 1] for slots, m in zip(token_slots, accepted, strict=True)]
         writes = [-1] * N
     else:
-        reads = _rows("state_indices", state_indices, N, P)
-        writes = reads if write_indices is None else _rows("write_indices", write_indices, N, P)
+        reads = _rows("state_indices", state_indices, N, P, null_index)
+        writes = reads if write_indices is None else _rows("write_indices", write_indices, N, P, null_index)
     starts, lengths = _draft_spans(tokens, **room)
     active = [n for n in range(N) if reads[n] >= 0]
     if not update_state:
@@ -474,7 +479,11 @@ def decode_rows(
         written = [(n, writes[n]) for n in active]
     read = [(n, reads[n]) for n in active if lengths[n] or writes[n] >= 0]
     _no_conflict("state_indices" if write_indices is None else "write_indices", written, read)
-    return DecodeRows(reads, writes, token_slots, starts, lengths)
+    kept = [-1] * N
+    if intermediate_states is not None:
+        kept = _rows("intermediate_indices", intermediate_indices, N, intermediate_states.shape[0])
+    _no_conflict("intermediate_indices", ((n, kept[n]) for n in active if lengths[n]))
+    return DecodeRows(reads, writes, token_slots, kept, starts, lengths)
 
 
 def decode(
@@ -485,14 +494,24 @@ def decode(
     write_indices: Tensor | None,
     num_accepted: Tensor | None,
     intermediate_states: Tensor | None,
+    intermediate_indices: Tensor | None,
+    null_index: int,
     update_state: bool,
     out: Tensor,
 ) -> None:
-    if tokens.cu_seqlens is None and state_indices is None and write_indices is None:
+    if all(x is None for x in (tokens.cu_seqlens, state_indices, write_indices, intermediate_indices)):
         _decode_in_order(tokens, state, intermediate_states, update_state, out)
         return
-    reads, writes, token_slots, starts, lengths = decode_rows(
-        tokens, state, state_indices, write_indices, num_accepted, intermediate_states, update_state
+    reads, writes, token_slots, intermediates, starts, lengths = decode_rows(
+        tokens,
+        state,
+        state_indices,
+        write_indices,
+        num_accepted,
+        intermediate_states,
+        intermediate_indices,
+        null_index,
+        update_state,
     )
     P = state.shape[0]
     active = [n for n in range(len(reads)) if reads[n] >= 0]
@@ -511,8 +530,10 @@ def decode(
             else:
                 now = now.clone()
                 now[some] = stored.float()
-            if intermediate_states is not None:
-                intermediate_states[_places([active[i] for i in going], len(intermediate_states)), t] = stored
+            kept = [(j, row) for j, i in enumerate(going) if (row := intermediates[active[i]]) >= 0]
+            if intermediate_states is not None and kept:
+                where = _places([row for _, row in kept], len(intermediate_states))
+                intermediate_states[where, t] = stored[_places([j for j, _ in kept], len(going))]
             if token_slots:
                 kept = [(j, s) for j, i in enumerate(going) if (s := token_slots[active[i]][t]) >= 0]
                 state[[s for _, s in kept]] = stored[[j for j, _ in kept]]
@@ -553,12 +574,17 @@ class VerifyRows(NamedTuple):
 
 
 def verify_rows(
-    tokens: Tokens, state: Tensor, state_indices: Tensor | None, buffer: KVBuffer, buffer_indices: Tensor | None
+    tokens: Tokens,
+    state: Tensor,
+    state_indices: Tensor | None,
+    buffer: KVBuffer,
+    buffer_indices: Tensor | None,
+    null_index: int,
 ) -> VerifyRows:
     """Looks at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
     N = tokens.num_sequences
     starts, lengths = _draft_spans(tokens, buffer=buffer.u.shape[1])
-    reads = _rows("state_indices", state_indices, N, state.shape[0])
+    reads = _rows("state_indices", state_indices, N, state.shape[0], null_index)
     rows = _rows("buffer_indices", buffer_indices, N, buffer.u.shape[0])
     active = [n for n in range(N) if reads[n] >= 0 and rows[n] >= 0]
     _no_conflict("buffer_indices", ((n, rows[n]) for n in active))
@@ -572,10 +598,11 @@ def verify(
     state_indices: Tensor | None,
     buffer: KVBuffer,
     buffer_indices: Tensor | None,
+    null_index: int,
     out: Tensor,
 ) -> None:
     C = buffer.u.shape[1]
-    reads, rows, active, starts, lengths = verify_rows(tokens, state, state_indices, buffer, buffer_indices)
+    reads, rows, active, starts, lengths = verify_rows(tokens, state, state_indices, buffer, buffer_indices, null_index)
     with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
         x = activate(flatten(tokens), torch.float32)
         if active:
@@ -615,11 +642,12 @@ def flush_rows(
     state_indices: Tensor | None,
     write_indices: Tensor | None,
     buffer_indices: Tensor | None,
+    null_index: int,
 ) -> FlushRows:
     """Looks at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
     P, N = state.shape[-4], flush_sequences(num_accepted, state_indices, write_indices, buffer_indices)
-    reads = _rows("state_indices", state_indices, N, P)
-    writes = reads if write_indices is None else _rows("write_indices", write_indices, N, P)
+    reads = _rows("state_indices", state_indices, N, P, null_index)
+    writes = reads if write_indices is None else _rows("write_indices", write_indices, N, P, null_index)
     rows = _rows("buffer_indices", buffer_indices, N, buffer.u.shape[-4])
     active = [n for n in range(N) if min(reads[n], writes[n], rows[n]) >= 0]
     name = "state_indices" if write_indices is None else "write_indices"
@@ -635,8 +663,9 @@ def flush(
     state_indices: Tensor | None,
     write_indices: Tensor | None,
     buffer_indices: Tensor | None,
+    null_index: int,
 ) -> None:
-    reads, writes, rows, active = flush_rows(state, buffer, num_accepted, state_indices, write_indices, buffer_indices)
+    reads, writes, rows, active = flush_rows(state, buffer, num_accepted, state_indices, write_indices, buffer_indices, null_index)
     counts = num_accepted.tolist() if isinstance(num_accepted, Tensor) else [min(int(num_accepted), MAX_DRAFT)] * len(reads)
     layers = state.ndim == 5
     moved = [n for n in active if counts[n] > 0 or reads[n] != writes[n]]

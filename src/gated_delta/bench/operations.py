@@ -87,6 +87,7 @@ def bench_case(
         qk_l2norm=True,
         beta_logits=True,
         lengths=(tokens,) * sequences,
+        null_index=-1,
         seed=1,
     )
 

@@ -63,6 +63,7 @@ DecodeStrides = _strides(
     state_indices="nt",
     write_indices="n",
     num_accepted="n",
+    intermediate_indices="n",
 )
 VerifyStrides = _strides(
     "VerifyStrides",
@@ -113,7 +114,8 @@ class DecodePointers(NamedTuple):
     state_indices: int  # [N], [N, W]
     write_indices: int  # [N]
     num_accepted: int  # [N]
-    intermediate_states: int  # [N, T, HV, V, K]
+    intermediate_states: int  # [R, C, HV, V, K]
+    intermediate_indices: int  # [N]
     o: int  # [N, T, HV, V]
 
 
@@ -129,6 +131,8 @@ class DecodeSizes(NamedTuple):
     qk_head_factor: int
     """ceil(2**30 / (HV // H)): value head hv reads q/k head hv * factor >> 30, which saves a division."""
     P: int
+    null_index: int
+    """Slots of the pool up to this one are none: whoever has such an index is inactive, and writes to one are dropped."""
     slots_per_sequence: int
     """W of state_indices [N, W], else 0."""
     update_state: int
@@ -138,6 +142,7 @@ class DecodeSizes(NamedTuple):
     state_indices_kind: int
     write_indices_kind: int
     num_accepted_kind: int
+    intermediate_indices_kind: int
     prefetch_sequences: int
     """Sequences whose state is prefetched into L2 before the previous kernel has ended."""
     keep_in_l2: int
@@ -178,6 +183,7 @@ class VerifySizes(NamedTuple):
     group_size: int
     """Value heads that share a q/k head: HV // H."""
     P: int
+    null_index: int
     C: int
     beta_logits: int
     beta_kind: int
@@ -214,6 +220,7 @@ class FlushSizes(NamedTuple):
     HV: int
     qk_head_factor: int
     P: int
+    null_index: int
     C: int
     num_accepted_all: int
     """Tokens to fold into every sequence's state, where num_accepted is no tensor."""
@@ -273,6 +280,7 @@ class PrefillSizes(NamedTuple):
     dt_bias_kind: int
     cu_seqlens_kind: int
     state_indices_kind: int
+    null_index: int
     segments: int
     """Segments of each sequence, scanned in parallel."""
     max_blocks: int

@@ -143,10 +143,10 @@ class Decode:
         gates = self.load_gates(args, coord, start, length)
         v = self.load_v(args, coord, start, coord.thread, length)
         state_at = self.state.address(args, coord, read, coord.first_row)
-        rows = self.state.load(state_at, coord, self.state.policy(size.keep_in_l2), read >= 0)
+        rows = self.state.load(state_at, coord, self.state.policy(size.keep_in_l2), read > size.null_index)
 
         o_at = self.tokens.o_address(args, coord) + offset(coord.o_row, stride.o_c)
-        if read >= 0:
+        if read > size.null_index:
             records = cute.arch.get_dyn_smem(Float32, 16)
             self.stage_qk(records, args, coord, start, length, qk)
             self.stage_gates(records, args, coord, start, length, gates)
@@ -159,7 +159,7 @@ class Decode:
             else:
                 for t in cutlass.range(length, unroll=1):
                     self.step(rState, records, args, coord, o_at + offset(start, stride.o_t), t)
-            wanted = (write >= 0) & ((length > 0) | (write != read))
+            wanted = (write > size.null_index) & ((length > 0) | (write != read))
             final = self.state.load_registers(rState)
             self.state.store(final, self.state.address(args, coord, write, coord.first_row), coord, wanted)
         elif coord.stores_o:
@@ -169,7 +169,7 @@ class Decode:
             self.tokens.zero_padding(args, coord, o_at)
 
     def slots(self, args, coord):
-        """Slot read, negative for an inactive sequence; slot of the final state, negative where there is none to store."""
+        """Slot read, none for an inactive sequence; slot of the final state, none where there is nothing to store."""
         ptr, stride, size = args.ptr, args.stride, args.size
         accepted = load_index(ptr.num_accepted + offset(coord.n, stride.num_accepted_n), size.num_accepted_kind, Int32(1))
         column = cutlass.max(cutlass.min(accepted, size.slots_per_sequence), 1) - 1
@@ -222,15 +222,26 @@ class Decode:
     def store_intermediate(self, rState, args, coord, t):
         """Store the state after token t: to intermediate_states, and to the token's slot of state_indices [N, W]."""
         ptr, stride, size = args.ptr, args.stride, args.size
-        at = ptr.intermediate_states + offset(coord.n, stride.intermediate_states_n)
-        at = at + offset(t, stride.intermediate_states_t) + offset(coord.hv, stride.intermediate_states_h)
-        rows = self.state.load_registers(rState)
-        self.state.store(rows, at + coord.first_row * self.state.row_bytes, coord, ptr.intermediate_states != 0)
+        if cutlass.const_expr(self.single_token):
+            self.store_step(rState, args, coord, t)  # a branch would cost 16 registers
+        elif ptr.intermediate_states != 0:
+            self.store_step(rState, args, coord, t)
         if size.slots_per_sequence != 0 and size.update_state != 0:
             slot_at = ptr.state_indices + offset(coord.n, stride.state_indices_n) + offset(t, stride.state_indices_t)
             slot = load_index(slot_at, size.state_indices_kind, Int32(-1))
             rows = self.state.load_registers(rState)
-            self.state.store(rows, self.state.address(args, coord, slot, coord.first_row), coord, slot >= 0)
+            self.state.store(rows, self.state.address(args, coord, slot, coord.first_row), coord, slot > size.null_index)
+
+    def store_step(self, rState, args, coord, t):
+        """Store the state after token t to the sequence's row of intermediate_states."""
+        ptr, stride, size = args.ptr, args.stride, args.size
+        row_at = ptr.intermediate_indices + offset(coord.n, stride.intermediate_indices_n)
+        own = Int32(select_(ptr.intermediate_states != 0, coord.n, Int32(-1)))
+        row = load_index(row_at, size.intermediate_indices_kind, own)
+        at = ptr.intermediate_states + offset(row, stride.intermediate_states_n)
+        at = at + offset(t, stride.intermediate_states_t) + offset(coord.hv, stride.intermediate_states_h)
+        rows = self.state.load_registers(rState)
+        self.state.store(rows, at + coord.first_row * self.state.row_bytes, coord, row >= 0)
 
     # -------------------------------------------------------------------------------------------- records: q and k
 

@@ -102,7 +102,7 @@ class Flush:
         accepted_at = ptr.num_accepted + offset(coord.n, stride.num_accepted_n)
         count = load_index(accepted_at, size.num_accepted_kind, size.num_accepted_all)
         count = cutlass.max(cutlass.min(count, size.C), 0)
-        wanted = (read >= 0) & (write >= 0) & (row >= 0) & ((count > 0) | (read != write))
+        wanted = (read > size.null_index) & (write > size.null_index) & (row >= 0) & ((count > 0) | (read != write))
 
         state_at = self.state.address(args, coord, read, coord.first_row)
         rows = self.state.load(state_at, coord, self.state.policy(size.keep_in_l2), wanted)

@@ -59,7 +59,7 @@ class PrefillPrepare:
         sequence = load_sequence(args, n)
         state_index = load_index(ptr.state_indices + offset(n, stride.state_indices_n), size.state_indices_kind, n)
         chunk = slot - sequence.first_slot
-        tokens = Int32(select_(state_index < 0, 0, cutlass.min(sequence.tokens - chunk * CHUNK, CHUNK)))
+        tokens = Int32(select_(state_index <= size.null_index, 0, cutlass.min(sequence.tokens - chunk * CHUNK, CHUNK)))
         lane = thread % 32
         # Later sub-chunks have more work: which warp has them changes from block to block, to load the SM's schedulers alike.
         subchunk = (thread // 32 + block) % 4

@@ -80,6 +80,7 @@ class Work(NamedTuple):
 
     sequence: Sequence
     state_index: Int32
+    """Its slot or row; -1 for an inactive sequence."""
     hv: Int32
     """-1 after the last work tile."""
     tile: Int32
@@ -224,7 +225,8 @@ class PrefillScan:
         segment, rank = rest % size.segments, rest // size.segments
         n = load_index(ptr.sequence_order + offset(rank, 4), Int32(ptr.sequence_order != 0), rank)
         sequence = load_sequence(args, n)
-        state_index = load_index(ptr.state_indices + offset(n, stride.state_indices_n), size.state_indices_kind, n)
+        slot = load_index(ptr.state_indices + offset(n, stride.state_indices_n), size.state_indices_kind, n)
+        state_index = Int32(select_(slot > size.null_index, slot, Int32(-1)))
         return Work(sequence, state_index, hv, tile, segment, Int32(0))
 
     def coord_of(self, args, work, shared, thread, group):

@@ -156,7 +156,7 @@ class Verify:
         start, length = self.tokens.span(args, coord)
         read = load_index(ptr.state_indices + offset(coord.n, stride.state_indices_n), size.state_indices_kind, coord.n)
         row = load_index(ptr.buffer_indices + offset(coord.n, stride.buffer_indices_n), size.buffer_indices_kind, coord.n)
-        active = (read >= 0) & (row >= 0)
+        active = (read > size.null_index) & (row >= 0)
 
         qk = self.tokens.load_qk(args, coord, start, coord.thread // self.lanes, length)
         gates = self.load_gates(args, coord, start, length)

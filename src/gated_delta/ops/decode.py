@@ -59,6 +59,7 @@ class Arguments(NamedTuple):
     write_indices: Tensor | None
     num_accepted: Tensor | None
     intermediate_states: Tensor | None
+    intermediate_indices: Tensor | None
     out: Tensor | None
     gate: str
     bound: float
@@ -66,13 +67,14 @@ class Arguments(NamedTuple):
     qk_l2norm: bool
     beta_logits: bool
     update_state: bool
+    null_index: int
     backend: str
 
 
 class Decode(StateOperation):
     name = "decode"
     arguments = Arguments
-    num_tensors = 14
+    num_tensors = 15
     may_write = ("state", "intermediate_states", "out")
 
     def describe(self, a: Arguments) -> Problem:
@@ -99,11 +101,15 @@ class Decode(StateOperation):
                 raise ValueError("num_accepted: expected None unless state_indices is [N, T], got a value")
         if a.write_indices is not None and not a.update_state:
             raise ValueError("write_indices: expected None with update_state=False (nothing is written), got a tensor")
+        check.null_index(a.null_index, a.state_indices, a.write_indices)
         if a.intermediate_states is not None:
             check.state("intermediate_states", a.intermediate_states, "R C HV V K", (dtype,))
-            check.one_each("intermediate_states", "R")
+            check.index("intermediate_indices", a.intermediate_indices)
+            check.one_each("intermediate_states", "R", a.intermediate_indices)
             if a.cu_seqlens is None and check.sizes["C"] < check.sizes["T"]:
                 raise ValueError(f"intermediate_states: expected C >= T={check.sizes['T']} steps, got C={check.sizes['C']}")
+        elif a.intermediate_indices is not None:
+            raise ValueError("intermediate_indices: expected None without intermediate_states, got a value")
         check.out(a)
         check.writes(*self.written(a))
         check.vectors(a, a.state, a.intermediate_states)
@@ -143,8 +149,8 @@ class Decode(StateOperation):
 
 
 def _states(a: Arguments) -> dict[str, Any]:
-    names = ("state", "state_indices", "write_indices", "num_accepted", "intermediate_states", "update_state")
-    return {name: getattr(a, name) for name in names}
+    indices = ("state_indices", "write_indices", "num_accepted", "intermediate_indices", "null_index")
+    return {name: getattr(a, name) for name in ("state", "intermediate_states", "update_state", *indices)}
 
 
 def _single_token(problem: Problem) -> bool:
@@ -174,6 +180,7 @@ class DecodeLaunch(TokensLaunch):
                 **named("state_indices", "nt", bytes_of(a.state_indices, 2)),
                 **named("write_indices", "n", bytes_of(a.write_indices, 1)),
                 **named("num_accepted", "n", bytes_of(a.num_accepted, 1)),
+                **named("intermediate_indices", "n", bytes_of(a.intermediate_indices, 1)),
             ),
         )
         self.sizes = ready(
@@ -185,5 +192,6 @@ class DecodeLaunch(TokensLaunch):
                 state_indices_kind=index_kind(a.state_indices),
                 write_indices_kind=index_kind(a.write_indices),
                 num_accepted_kind=index_kind(a.num_accepted),
+                intermediate_indices_kind=index_kind(a.intermediate_indices),
             )
         )

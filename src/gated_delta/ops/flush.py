@@ -24,6 +24,7 @@ from .launch import (
     head_factor,
     index_kind,
     named,
+    null_index,
     ready,
     ready_strides,
 )
@@ -48,6 +49,7 @@ class Arguments(NamedTuple):
     write_indices: Tensor | None
     buffer_indices: Tensor | None
     accepted_by_all: int | None
+    null_index: int
     backend: str
 
     @property
@@ -80,6 +82,7 @@ class Flush(StateOperation):
                 "num_accepted: expected a tensor [N], or an int beside state_indices, write_indices or buffer_indices [N]; "
                 f"got {a.accepted_by_all} alone, which names no sequences"
             )
+        check.null_index(a.null_index, a.state_indices, a.write_indices)
         check.one_each("state", "P", a.state_indices)
         check.one_each("buffer", "rows", a.buffer_indices)
         if check.sizes["HV"] % check.sizes["H"]:
@@ -135,6 +138,7 @@ def _reference_arguments(a: Arguments) -> dict[str, Any]:
         state_indices=a.state_indices,
         write_indices=a.write_indices,
         buffer_indices=a.buffer_indices,
+        null_index=a.null_index,
     )
 
 
@@ -170,6 +174,7 @@ class FlushLaunch(Launch):
                 HV=HV,
                 qk_head_factor=head_factor(HV, a.buffer_k.shape[-2]),
                 P=a.state.shape[-4],
+                null_index=null_index(a),
                 C=C,
                 num_accepted_all=min(int(a.accepted_by_all or 0), C),
                 num_accepted_kind=index_kind(a.num_accepted),

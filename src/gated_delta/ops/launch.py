@@ -241,6 +241,7 @@ def token_sizes(a: Any) -> dict[str, int]:
     """Those that the sizes of all kernels that read tokens have in common."""
     return dict(
         HV=a.v.shape[2],
+        null_index=null_index(a),
         qk_head_factor=head_factor(a.v.shape[2], a.q.shape[2]),
         beta_kind=KINDS[a.beta.dtype],
         dt_bias_kind=NO_KIND if a.dt_bias is None else KINDS[a.dt_bias.dtype],
@@ -259,6 +260,11 @@ def state_sizes(a: Any, plan: Plan) -> dict[str, int]:
         prefetch_sequences=N if N * HV <= PREFETCH_HEADS else 0,
         keep_in_l2=int(plan.schedule.keep_in_l2),
     )
+
+
+def null_index(a: Any) -> int:
+    """Of a call, as 32 bits: indices past them are past any pool."""
+    return min(int(a.null_index), 2**31 - 1)
 
 
 def bytes_of(x: Tensor | None, dims: int) -> list[int]:

@@ -79,6 +79,7 @@ class Arguments(NamedTuple):
     qk_l2norm: bool
     beta_logits: bool
     output_final_state: bool
+    null_index: int
     backend: str
 
 
@@ -93,6 +94,7 @@ class Prefill(Operation):
         check = Checker()
         check.tokens(a)
         check.flag("output_final_state", a.output_final_state)
+        check.null_index(a.null_index, a.state_indices)
         dtype = torch.float32
         if a.state is not None:
             if a.initial_state is not None:
@@ -135,11 +137,11 @@ class Prefill(Operation):
         return a.out, a.final_state
 
     def run_reference(self, a: Arguments) -> None:
-        names = ("initial_state", "state", "state_indices", "has_initial_state", "final_state", "out")
+        names = ("initial_state", "state", "state_indices", "has_initial_state", "null_index", "final_state", "out")
         reference.prefill(tokens_of(a), **{name: getattr(a, name) for name in names})
 
     def check_indices(self, a: Arguments) -> None:
-        reference.prefill_rows(tokens_of(a), a.initial_state if a.state is None else a.state, a.state_indices)
+        reference.prefill_rows(tokens_of(a), a.initial_state if a.state is None else a.state, a.state_indices, a.null_index)
 
     def missing(self, problem: Problem) -> list[str]:
         reasons = []

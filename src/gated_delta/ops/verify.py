@@ -65,6 +65,7 @@ class Arguments(NamedTuple):
     scale: float | None
     qk_l2norm: bool
     beta_logits: bool
+    null_index: int
     backend: str
 
 
@@ -81,6 +82,7 @@ class Verify(StateOperation):
         dtype = check.state("state", a.state, "P HV V K").dtype
         check.index("state_indices", a.state_indices)
         check.one_each("state", "P", a.state_indices)
+        check.null_index(a.null_index, a.state_indices)
         axis = check.buffer(a, "rows")
         if axis != axis_of(a.g):
             raise ValueError(
@@ -101,11 +103,10 @@ class Verify(StateOperation):
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None
-        indices = dict(state_indices=a.state_indices, buffer_indices=a.buffer_indices)
-        reference.verify(tokens_of(a), state=a.state, buffer=_buffer(a), **indices, out=a.out)
+        reference.verify(tokens_of(a), **_states(a), out=a.out)
 
     def check_indices(self, a: Arguments) -> None:
-        reference.verify_rows(tokens_of(a), a.state, a.state_indices, _buffer(a), a.buffer_indices)
+        reference.verify_rows(tokens_of(a), **_states(a))
 
     def schedules(self, problem: Problem) -> Table:
         assert problem.state_dtype is not None
@@ -130,8 +131,10 @@ class Verify(StateOperation):
         return VerifyLaunch(self, problem, plan, a)
 
 
-def _buffer(a: Arguments) -> KVBuffer:
-    return KVBuffer(a.buffer_u, a.buffer_k, a.buffer_log_decay)
+def _states(a: Arguments) -> dict[str, Any]:
+    buffer = KVBuffer(a.buffer_u, a.buffer_k, a.buffer_log_decay)
+    names = ("state", "state_indices", "buffer_indices", "null_index")
+    return dict(buffer=buffer, **{name: getattr(a, name) for name in names})
 
 
 def _token_tile(problem: Problem) -> int:

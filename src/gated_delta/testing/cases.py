@@ -40,7 +40,7 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
         "write": frozenset({"state_indices_i64", "write_indices_i64"}),
         "token_slots": frozenset({"state_indices_i32", "token_slots", "num_accepted_i32"}),
         "packed_slots": frozenset({"cu_seqlens_i64", "state_indices_i64", "token_slots"}),
-        "intermediates": frozenset({"state_indices_i32", "intermediates"}),
+        "intermediates": frozenset({"state_indices_i32", "intermediates", "intermediate_indices_i64"}),
         "frozen": frozenset({"intermediates", "no_update"}),
     },
     "verify": {
@@ -83,6 +83,7 @@ class Case:
     beta_logits: bool
     lengths: tuple[int, ...]
     """Tokens of each sequence; all the same unless the layout is packed."""
+    null_index: int
     seed: int
 
     @property
@@ -185,6 +186,7 @@ def cases(op: str) -> tuple[Case, ...]:
                 rng.random() < 0.75,
                 rng.random() < 0.5,
                 _lengths(op, packed, heads[1], rng),
+                rng.choice((-1, 0)) if _uses(LAYOUTS[op][layout], "state_indices") else -1,
                 seed,
             )
         )

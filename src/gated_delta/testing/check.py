@@ -145,7 +145,7 @@ def _buffer_failures(call: Call, before: dict[str, Tensor]) -> list[str]:
         N = len(call.case.lengths)
         rows = list(range(N)) if call.states["buffer_indices"] is None else call.states["buffer_indices"].tolist()
         slots = list(range(N)) if call.states["state_indices"] is None else call.states["state_indices"].tolist()
-        active = {row for row, slot in zip(rows, slots, strict=True) if min(row, slot) >= 0}
+        active = {row for row, slot in zip(rows, slots, strict=True) if row >= 0 and slot > call.case.null_index}
         for row in range(x.shape[0]):
             if row in active and bool(x[row].isnan().any()):
                 failures.append(f"buffer.{part}: row {row} was not filled")

@@ -150,6 +150,10 @@ def _pool(case: Case, slots: int, used: list[int], rng: torch.Generator, device:
     return pool
 
 
+def _masked(case: Case, slots: list[int], inactive: int | None) -> list[int]:
+    return [case.null_index if n == inactive else slot for n, slot in enumerate(slots)]
+
+
 def _index(values: list[int] | list[list[int]], case: Case, name: str, device: torch.device) -> Tensor:
     dtype = torch.int64 if f"{name}_i64" in case.options else torch.int32
     return torch.tensor(values, dtype=dtype, device=device)
@@ -159,15 +163,14 @@ def _prefill_states(call: Call, rng: torch.Generator, device: torch.device, inac
     case, N = call.case, len(call.case.lengths)
     HV, D = case.heads[1], case.D
     states: dict[str, Any] = dict(initial_state=None, output_final_state="final_state" in case.options)
-    states |= dict(state=None, state_indices=None, has_initial_state=None)
+    states |= dict(state=None, state_indices=None, has_initial_state=None, null_index=case.null_index)
     if "initial_state" in case.options:
         states["initial_state"] = (torch.randn(N, HV, D, D, generator=rng) / 2).to(device, case.state_dtype)
     if "pool" in case.options:
         slots = [2 * n + 1 for n in reversed(range(N))]
         resumed = [(n + case.seed) % 2 == 0 for n in range(N)]  # a fresh sequence's slot still holds another's NaN
         states["state"] = _pool(case, 2 * N + 1, [s for s, r in zip(slots, resumed, strict=True) if r], rng, device)
-        slots = [-1 if n == inactive else s for n, s in enumerate(slots)]
-        states["state_indices"] = _index(slots, case, "state_indices", device)
+        states["state_indices"] = _index(_masked(case, slots, inactive), case, "state_indices", device)
         states["has_initial_state"] = torch.tensor(resumed, device=device)
     call.states = states
 
@@ -175,8 +178,9 @@ def _prefill_states(call: Call, rng: torch.Generator, device: torch.device, inac
 def _decode_states(call: Call, rng: torch.Generator, device: torch.device, inactive: int | None) -> None:
     case, N = call.case, len(call.case.lengths)
     HV, D, T = case.heads[1], case.D, max(call.case.lengths)
-    states: dict[str, Any] = dict(state_indices=None, write_indices=None, num_accepted=None, intermediate_states=None)
-    states["update_state"] = "no_update" not in case.options
+    states: dict[str, Any] = dict(state_indices=None, write_indices=None, num_accepted=None)
+    states |= dict(intermediate_states=None, intermediate_indices=None)
+    states |= dict(update_state="no_update" not in case.options, null_index=case.null_index)
     slots = [2 * n + 1 for n in reversed(range(N))]
     if "token_slots" in case.options:
         width = T + (1 if case.packed else 0)
@@ -185,23 +189,28 @@ def _decode_states(call: Call, rng: torch.Generator, device: torch.device, inact
         given = case.uses("num_accepted")
         reads = [min(max(m, 1), width) - 1 if given else 0 for m in accepted]
         states["state"] = _pool(case, N * width + 2, [rows[n][reads[n]] for n in range(N)], rng, device)
-        rows = [[-1] * width if n == inactive else row for n, row in enumerate(rows)]
+        rows = [[case.null_index] * width if n == inactive else row for n, row in enumerate(rows)]
         if width > 1 and inactive != 0 and reads[0] != width - 1:
-            rows[0][width - 1] = -1  # a token whose state nobody wants
+            rows[0][width - 1] = case.null_index  # a token whose state nobody wants
         states["state_indices"] = _index(rows, case, "state_indices", device)
         states["num_accepted"] = _index(accepted, case, "num_accepted", device) if given else None
     elif case.uses("state_indices"):
         states["state"] = _pool(case, 3 * N + 2, slots, rng, device)
-        states["state_indices"] = _index([-1 if n == inactive else s for n, s in enumerate(slots)], case, "state_indices", device)
+        states["state_indices"] = _index(_masked(case, slots, inactive), case, "state_indices", device)
     else:
         states["state"] = _pool(case, N + 1, list(range(N)), rng, device)
     if case.uses("write_indices"):
         writes = [2 * N + 1 + n for n in range(N)]
-        writes[0] = -1  # drops the write, not the outputs
+        writes[0] = case.null_index  # drops the write, not the outputs
         states["write_indices"] = _index(writes, case, "write_indices", device)
     if "intermediates" in case.options:
         shape = (N + 2, T + 1, HV, D, D)
         states["intermediate_states"] = torch.full(shape, math.nan, dtype=case.state_dtype, device=device)
+        if case.uses("intermediate_indices"):
+            kept = [N + 1 - n for n in range(N)]
+            if case.seed % 3 == 0:
+                kept[0] = -1  # whose intermediate states are not kept
+            states["intermediate_indices"] = _index(kept, case, "intermediate_indices", device)
     call.states = states
 
 
@@ -217,12 +226,11 @@ def _buffer(case: Case, rows: int, device: torch.device, layers: int | None = No
 
 def _verify_states(call: Call, rng: torch.Generator, device: torch.device, inactive: int | None) -> None:
     case, N = call.case, len(call.case.lengths)
-    states: dict[str, Any] = dict(state_indices=None, buffer_indices=None)
+    states: dict[str, Any] = dict(state_indices=None, buffer_indices=None, null_index=case.null_index)
     slots = list(range(N))
     if case.uses("state_indices"):
         slots = [2 * n + 1 for n in reversed(range(N))]
-        masked = [-1 if n == inactive else s for n, s in enumerate(slots)]
-        states["state_indices"] = _index(masked, case, "state_indices", device)
+        states["state_indices"] = _index(_masked(case, slots, inactive), case, "state_indices", device)
     states["state"] = _pool(case, 2 * N + 1, slots, rng, device)
     if case.uses("buffer_indices"):
         states["buffer_indices"] = _index([N - n for n in range(N)], case, "buffer_indices", device)
@@ -236,11 +244,11 @@ def _flush_states(call: Call, rng: torch.Generator, device: torch.device, inacti
     layers = LAYERS if "layers" in case.options else None
     indexed = case.uses("state_indices")
     slots = [2 * n + 1 for n in reversed(range(N))] if indexed else list(range(N))
-    masked = [-1 if n == inactive else s for n, s in enumerate(slots)]
+    masked = _masked(case, slots, inactive)
     pools = [_pool(case, 3 * N + 2, slots, rng, device) for _ in range(layers or 1)]
     states: dict[str, Any] = dict(state=torch.stack(pools) if layers else pools[0])
     states["state_indices"] = _index(masked, case, "state_indices", device) if indexed else None
-    states["write_indices"] = states["buffer_indices"] = None
+    states |= dict(write_indices=None, buffer_indices=None, null_index=case.null_index)
     if case.uses("write_indices"):
         states["write_indices"] = _index([2 * N + 1 + n for n in range(N)], case, "write_indices", device)
     rows = [n + 1 for n in reversed(range(N))]
@@ -251,4 +259,4 @@ def _flush_states(call: Call, rng: torch.Generator, device: torch.device, inacti
     states["num_accepted"] = _index(counts, case, "num_accepted", device) if counted else counts[0]
     states["buffer"] = _buffer(case, N + 2, device, layers)
     call.states = states
-    call.verify_states = {name: states[name] for name in ("state_indices", "buffer_indices")}
+    call.verify_states = {name: states[name] for name in ("state_indices", "buffer_indices", "null_index")}

@@ -70,7 +70,7 @@ def _prefill(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]
         result["final_state"] = _blank(torch.zeros(N, HV, D, D, dtype=kept, device=zero.device), 1, dtype)
     slots = _rows(states["state_indices"], N)
     for n in range(N):
-        if slots[n] < 0:
+        if slots[n] <= call.case.null_index:
             continue
         state = zero
         if pool is not None and bool(states["has_initial_state"][n]):
@@ -94,24 +94,26 @@ def _decode(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
     result = {"o": o, "state": after_all}
     if steps is not None:
         result["intermediate_states"] = _blank(steps, 2, dtype)
-    indices, accepted = states["state_indices"], states["num_accepted"]
+    indices, accepted, null = states["state_indices"], states["num_accepted"], call.case.null_index
     for n in range(N):
         row = [n] if indices is None else indices[n].reshape(-1).tolist()
         per_token = indices is not None and indices.ndim == 2
         m = 1 if accepted is None else min(max(int(accepted[n]), 1), len(row))
         read = row[m - 1]
-        if read < 0:
+        if read <= null:
             continue
         state = pool[read].to(dtype)
         for t, (o_t, after) in enumerate(recurrent(call.sequence(n), state, dtype, call.case.state_dtype if plain else None)):
             _put(o, _at(call, n, t), o_t)
             state = after
             if steps is not None:
-                _put(result["intermediate_states"], (n, t), state)
-            if per_token and states["update_state"] and row[t] >= 0:
+                kept = n if states["intermediate_indices"] is None else int(states["intermediate_indices"][n])
+                if kept >= 0:
+                    _put(result["intermediate_states"], (kept, t), state)
+            if per_token and states["update_state"] and row[t] > null:
                 _put(after_all, (row[t],), state)
         write = read if states["write_indices"] is None else int(states["write_indices"][n])
-        if not per_token and states["update_state"] and write >= 0:
+        if not per_token and states["update_state"] and write > null:
             _put(after_all, (write,), state)
     return result
 
@@ -121,7 +123,7 @@ def _verify(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
     o = _outputs(call, dtype)
     slots, rows = _rows(states["state_indices"], N), _rows(states["buffer_indices"], N)
     for n in range(N):
-        if min(slots[n], rows[n]) >= 0:
+        if slots[n] > call.case.null_index and rows[n] >= 0:
             for t, (o_t, _) in enumerate(recurrent(call.sequence(n), states["state"][slots[n]], dtype)):
                 _put(o, _at(call, n, t), o_t)
     return {"o": o, "state": _blank(states["state"], 1, dtype)}
@@ -136,7 +138,7 @@ def _flush(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
     counts = states["num_accepted"]
     for layer, n in ((layer, n) for layer in range(len(call.tokens)) for n in range(N)):
         m = int(counts[n]) if isinstance(counts, Tensor) else counts
-        if min(reads[n], writes[n]) < 0 or (m == 0 and reads[n] == writes[n]):
+        if min(reads[n], writes[n]) <= call.case.null_index or (m == 0 and reads[n] == writes[n]):
             continue
         state = (states["state"][layer] if layered else states["state"])[reads[n]].to(dtype)
         for t, (_, after) in enumerate(recurrent(call.sequence(n, layer), state, dtype)):

@@ -107,7 +107,7 @@ class StateRows:
         """
         ptr, stride, size = args.ptr, args.stride, args.size
         slot = load_index(ptr.state_indices + offset(coord.n, stride.state_indices_n), size.state_indices_kind, coord.n)
-        inside = (slot >= 0) & (slot < size.P)
+        inside = (slot > size.null_index) & (slot < size.P)
         lines = self.warp_rows * self.row_bytes // L2_LINE
         for first in range(0, lines, 32):
             line = first + coord.thread % 32
