@@ -50,7 +50,7 @@ def verified():
 def writable(arguments):
     """Every tensor a call may write, by name."""
     found = {}
-    for name in ("state", "intermediate_states", "out"):
+    for name in ("state", "intermediate_states", "checkpoints", "out"):
         if isinstance(arguments.get(name), torch.Tensor):
             found[name] = arguments[name]
     if isinstance(arguments.get("buffer"), gd.KVBuffer):

@@ -246,7 +246,8 @@ def test_host_and_kernel_agree_on_the_arguments():
     """A launch passes tuples: the same names in the same order on both sides."""
     from gated_delta import reference
     from gated_delta.kernels import arguments, decode, flush, prefill_prepare, prefill_scan, prefill_state_passing, verify
-    from gated_delta.kernels.device import math
+    from gated_delta.kernels.device import primitives
+    from gated_delta.problem import CHECKPOINT_INTERVAL
 
     kernels = dict(
         Decode=[decode.Decode],
@@ -259,7 +260,8 @@ def test_host_and_kernel_agree_on_the_arguments():
             if issubclass(taken, tuple):
                 assert taken._fields == getattr(arguments, taken.__name__)._fields
                 assert taken.__name__.startswith(operation)
-    assert math.L2NORM_EPS == reference.L2NORM_EPS
+    assert primitives.L2NORM_EPS == reference.L2NORM_EPS
+    assert arguments.CHUNK == CHECKPOINT_INTERVAL
 
 
 @needs_compiler

@@ -811,6 +811,50 @@ def test_final_states_without_initial_states(launches):
     follow(pointers.final_state, final, s.final_state_p, s.final_state_h)
 
 
+def test_checkpoints_in_slots_of_a_pool(launches):
+    """Lengths and slots at strides of their own, slots in a pool with padding heads."""
+    call, state = prompts(), torch.randn(P, HV + 1, D, D)[:, 1:]
+    lens, slots = torch.zeros(4, N).int()[::2].T, torch.full((N, 2), -1)
+    prefill(call, state=state, checkpoint_lens=lens, checkpoint_indices=slots)
+    assert [dict(some.facts).get("checkpoints") for some in launches.kernels] == [None, True]
+    pointers, _, _, s, sizes = launches[-1]
+    follow(pointers.checkpoint_lens, lens, s.checkpoint_lens_n, s.checkpoint_lens_j)
+    follow(pointers.checkpoint_indices, slots, s.checkpoint_indices_n, s.checkpoint_indices_j)
+    follow(pointers.checkpoints, state, s.checkpoints_p, s.checkpoints_h)
+    assert (s.checkpoints_n, s.checkpoints_j) == (0, 0)
+    assert (sizes.checkpoint_lens_kind, sizes.checkpoint_indices_kind, sizes.checkpoints_per_sequence) == (1, 2, 2)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_checkpoints_in_a_tensor(launches, pooled):
+    call, lens = prompts(), torch.zeros(N, 3, dtype=torch.int64)
+    kept = torch.zeros(N, 6, HV + 1, D, D).bfloat16()[:, ::2, 1:]
+    given = dict(state=states()) if pooled else dict(initial_state=states(N))
+    for _ in range(2):
+        prefill(call, **given, checkpoint_lens=lens, checkpoints=kept)
+        pointers, _, _, s, sizes = launches[-1]
+        follow(pointers.checkpoint_lens, lens, s.checkpoint_lens_n, s.checkpoint_lens_j)
+        follow(pointers.checkpoints, kept, s.checkpoints_n, s.checkpoints_j, s.checkpoints_h)
+        assert (pointers.checkpoint_indices, s.checkpoints_p) == (0, 0)
+        assert (sizes.checkpoint_lens_kind, sizes.checkpoint_indices_kind, sizes.checkpoints_per_sequence) == (2, 0, 3)
+        lens, kept = lens.clone(), torch.zeros(N, 6, HV + 1, D, D).bfloat16()[:, ::2, 1:]
+
+
+def test_calls_without_checkpoints_have_none(launches):
+    prefill(prompts(), state=states())
+    pointers, *_, s, sizes = launches[-1]
+    assert (pointers.checkpoint_lens, pointers.checkpoint_indices, pointers.checkpoints) == (0, 0, 0)
+    assert sizes.checkpoints_per_sequence == 0
+    assert [dict(some.facts).get("checkpoints") for some in launches.kernels] == [None, False]
+
+
+def test_checkpoints_of_one_long_prompt_may_span_more_than_2_gib(launches):
+    call, lens = prompts((1, 70)), torch.zeros(1, 2, dtype=torch.int64)
+    route = gd.explain("prefill", **call, backend="cute")
+    wide = torch.zeros(1, 2, HV, D, D).as_strided((1, 2, HV, D, D), (2**30, HV * D * D, D * D, D, 1))
+    assert launch_of("prefill", route, **call, checkpoint_lens=lens, checkpoints=wide)
+
+
 @PROMPTS
 @pytest.mark.parametrize("segments", [2, 7])
 def test_segments_launch_transitions_state_passing_and_scan(launches, monkeypatch, channels, segments):
@@ -912,6 +956,11 @@ def test_changes_that_need_another_launch(launches):
         dict(state=None, initial_state=states(N)),
         dict(state=None, initial_state=states(N), output_final_state=True),
         dict(state=None, initial_state=states(N, torch.float32)),
+        dict(checkpoint_lens=torch.zeros(N, 1).int(), checkpoint_indices=torch.full((N, 1), -1)),
+        dict(checkpoint_lens=torch.zeros(N, 1).int(), checkpoint_indices=torch.full((N, 1), -1).int()),
+        dict(checkpoint_lens=torch.zeros(N, 1, dtype=torch.int64), checkpoint_indices=torch.full((N, 1), -1)),
+        dict(checkpoint_lens=torch.zeros(N, 2).int(), checkpoint_indices=torch.full((N, 2), -1)),
+        dict(checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=states(N).unsqueeze(1)),
         dict(beta=first["beta"].float()),
         dict(out=torch.empty_like(first["v"])),
         dict(prompts((1, 70))),
@@ -992,6 +1041,10 @@ def test_misaligned_prompts_are_refused(launches, channels):
         prefill({**given, "state": torch.zeros(P, HV, D, 2 * D).bfloat16()[..., :D]})
     with pytest.raises(gd.UnsupportedProblem, match="V rows"):
         prefill(call, initial_state=off(states(N)))
+    kept, lens = states(N, torch.float32).unsqueeze(1), torch.zeros(N, 1).int()
+    for bad in (off(kept), torch.zeros(N, 1, HV, D, D + 4)[..., :D], torch.zeros(N, 1, HV * D * D + 2)[..., 2:].view(kept.shape)):
+        with pytest.raises(gd.UnsupportedProblem, match="V rows"):
+            prefill(call, checkpoint_lens=lens, checkpoints=bad)
     assert len(launches) == 4 + 2 * len({"g", "beta"} - set(reasons))
 
 
@@ -1041,6 +1094,10 @@ def test_gated_delta_check_covers_prefills_indices(launches, monkeypatch):
         for slots, error in (([0, 1, P], IndexError), ([0, 1, 1], ValueError)):
             with pytest.raises(error, match="state_indices"):
                 prefill(call, state=state, state_indices=torch.tensor(slots))
+        for lens, slots, error in ((65, 3, ValueError), (128, 3, ValueError), (64, P, IndexError), (64, 2, ValueError)):
+            lens, slots = (torch.tensor([[-1]] * (N - 1) + [[x]]) for x in (lens, slots))
+            with pytest.raises(error, match=r"checkpoint_(lens|indices)"):
+                prefill(call, state=state, checkpoint_lens=lens, checkpoint_indices=slots)
         for ends in ([0, 5, 4], [1, 5, 9], [0, 5, 10]):
             with pytest.raises(ValueError, match="cu_seqlens"):
                 prefill(prompts((1, 9)), cu_seqlens=torch.tensor(ends), state=state)
@@ -1099,6 +1156,8 @@ def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
         assert made == ["prefill_prepare", *passing, "prefill_scan"]
         assert set(on_host.variants_of(problem, segmentation)) <= set(listed)
     assert sorted(some.kernel for some in listed) == ["prefill_prepare", *["prefill_scan"] * 3, "prefill_state_passing"]
+    new = set(dispatch.variants_of(prompt_problem(axis=axis, options=frozenset({"checkpoints"})))) - set(listed)
+    assert [(some.kernel, dict(some.facts)["transitions"]) for some in new] == [("prefill_scan", False)] * 2
 
 
 def test_compile_time_facts_of_prefills_kernels():
@@ -1122,7 +1181,8 @@ def test_prefills_of_the_released_models_are_shipped():
     shipped = set(dispatch.shipped())
     wanted = [("head", "log"), ("head", "softplus"), ("channel", "log"), ("channel", "softplus"), ("channel", "lower_bound")]
     for (axis, gate), state in itertools.product(wanted, (torch.float32, torch.bfloat16)):
-        assert set(dispatch.variants_of(prompt_problem(axis=axis, gate=gate, state_dtype=state))) <= shipped
+        for options in (frozenset(), frozenset({"checkpoints"})):
+            assert set(dispatch.variants_of(prompt_problem(axis=axis, gate=gate, state_dtype=state, options=options))) <= shipped
     assert set(dispatch.variants_of(prompt_problem(gate="log", g_dtype=torch.float32))) <= shipped
 
 

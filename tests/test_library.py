@@ -15,6 +15,11 @@ SAMPLES = [
     ("prefill", tokens()),
     ("prefill", tokens() | dict(gate=gd.Gate.softplus(A_LOG), output_final_state=True)),
     ("prefill", tokens() | dict(state=pool(), state_indices=torch.tensor([3, -1]))),
+    ("prefill", tokens() | dict(checkpoint_lens=torch.zeros(2, 1).int(), checkpoints=torch.zeros(2, 1, 4, 6, 8))),
+    (
+        "prefill",
+        tokens() | dict(state=pool(), checkpoint_lens=torch.zeros(2, 1).int(), checkpoint_indices=torch.tensor([[3], [-1]])),
+    ),
     ("decode", tokens() | dict(gate=gd.Gate.lower_bound(A_LOG), state=pool(), state_indices=torch.tensor([3, -1]))),
     ("decode", tokens() | dict(state=pool(), intermediate_states=torch.zeros(2, 3, 4, 6, 8), out=torch.zeros(2, 3, 4, 6))),
     (
@@ -81,6 +86,18 @@ def test_pooled_prefill_compiles_whole():
     (eager, seen), (compiled, seen_compiled) = both_ways(lambda a: gd.prefill(**a, backend="reference"), arguments)
     same(eager, compiled)
     same(seen, seen_compiled)
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_checkpoints_compile_whole_and_are_written(pooled):
+    arguments = {**tokens(2, 70), "checkpoint_lens": torch.tensor([[64, 0], [-1, 64]])}
+    places = dict(state=pool(8), checkpoint_indices=torch.tensor([[7, 5], [-1, 4]]))
+    arguments |= places if pooled else dict(checkpoints=torch.zeros(2, 2, 4, 6, 8))
+    (eager, seen), (compiled, seen_compiled) = both_ways(lambda a: gd.prefill(**a, backend="reference")[0] * 2, arguments)
+    same(eager, compiled)
+    same(seen, seen_compiled)
+    name = "state" if pooled else "checkpoints"
+    assert not torch.equal(seen_compiled[name], arguments[name])
 
 
 def test_decode_compiles_whole_and_mutates_its_pool():

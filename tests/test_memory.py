@@ -108,6 +108,31 @@ def overlapping(name):
             dict(drafts, v=long[:-16].view(v_out), out=long[16:].view(v_out)),
             "out",
         ),
+        "checkpoints in the pool": (
+            "prefill",
+            dict(drafts, state=(large := pool(9)), checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=large[4:6].unsqueeze(1)),
+            "state",
+        ),
+        "checkpoints over their lengths": (
+            "prefill",
+            dict(drafts, checkpoint_lens=inside(state, (N, 1), torch.int32), checkpoints=state[:N].unsqueeze(1)),
+            "checkpoints",
+        ),
+        "checkpoints in the initial states": (
+            "prefill",
+            dict(drafts, initial_state=state[:N], checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=state[1:3].unsqueeze(1)),
+            "checkpoints",
+        ),
+        "the pool over its checkpoints' slots": (
+            "prefill",
+            dict(
+                drafts,
+                state=state,
+                checkpoint_lens=torch.zeros(N, 1).int(),
+                checkpoint_indices=inside(state, (N, 1), torch.int32),
+            ),
+            "state",
+        ),
         "out is g": (
             "prefill",
             dict(tokens(axis="channel") | dict(v=torch.randn(N, T, HV, K)), out=(same := tokens(axis="channel")["g"]), g=same),
@@ -211,12 +236,12 @@ def test_remembered_addresses_do_not_grow_without_end():
 
 def made_in_inference_mode(op):
     """(arguments, name) of a call for each tensor that it writes, that one made under torch.inference_mode()."""
-    for name in ("out", "state", "intermediate_states", "buffer.u", "buffer.k", "buffer.log_decay"):
+    for name in ("out", "state", "intermediate_states", "checkpoints", "buffer.u", "buffer.k", "buffer.log_decay"):
         arguments = call(op)
         if op != "flush":
             arguments["out"] = torch.zeros_like(arguments["v"])
         if op == "prefill":
-            arguments["state"] = pool()
+            arguments |= dict(state=pool(), checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=torch.zeros(N, 1, HV, V, K))
         if op == "decode":
             arguments["intermediate_states"] = torch.zeros(N, T, HV, V, K)
         names = writable(arguments)

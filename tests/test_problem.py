@@ -27,6 +27,19 @@ def packed(*ends, dtype=i32):
     return {**tokens(1, ends[-1] if ends else 4), "cu_seqlens": ints(*ends, dtype=dtype)}
 
 
+LENS = torch.zeros(N, 2, dtype=i32)
+
+
+def kept(n=N, c=2, dtype=f32):
+    return torch.zeros(n, c, HV, V, K, dtype=dtype)
+
+
+def checkpointed(lens, slots, t=128):
+    """A prefill that keeps states in the slots of a pool."""
+    slots = torch.tensor(slots)
+    return {**tokens(N, t), "state": pool(), "checkpoint_lens": torch.tensor(lens), "checkpoint_indices": slots}
+
+
 LONG = gd.KVBuffer(*(torch.cat([x] * 6, 1) for x in vars(buffer()).values()))  # room for 18 drafts
 
 INTERMEDIATES = dict(intermediate_states=torch.zeros(N, T, HV, V, K))
@@ -65,6 +78,32 @@ BAD = [
     ("prefill", dict(output_final_state=None), TypeError, "output_final_state: expected True or False"),
     ("prefill", dict(state=pool(), has_initial_state=ints(1, 0)), TypeError, "has_initial_state: expected dtype torch.bool"),
     ("prefill", {**tokens(1, 4), "cu_seqlens": torch.tensor([0.0, 4.0])}, TypeError, "cu_seqlens: expected dtype"),
+    ("prefill", dict(checkpoint_lens=[0, 0], checkpoints=kept()), TypeError, "checkpoint_lens: expected a torch.Tensor, got list"),
+    (
+        "prefill",
+        dict(checkpoint_lens=LENS.float(), checkpoints=kept()),
+        TypeError,
+        "checkpoint_lens: expected dtype torch.int32 or",
+    ),
+    ("prefill", dict(checkpoint_lens=LENS, checkpoints=kept(dtype=bf16)), TypeError, "checkpoints: expected dtype torch.float32"),
+    (
+        "prefill",
+        dict(initial_state=pool(N, bf16), checkpoint_lens=LENS, checkpoints=kept()),
+        TypeError,
+        "checkpoints: expected dtype torch.bfloat16, got torch.float32",
+    ),
+    (
+        "prefill",
+        dict(state=pool(dtype=bf16), checkpoint_lens=LENS, checkpoints=kept()),
+        TypeError,
+        "checkpoints: expected dtype torch.bfloat16",
+    ),
+    (
+        "prefill",
+        dict(state=pool(), checkpoint_lens=LENS, checkpoint_indices=LENS.short()),
+        TypeError,
+        "checkpoint_indices: expected dtype",
+    ),
     ("verify", dict(buffer=torch.zeros(3)), TypeError, "buffer: expected a gated_delta.KVBuffer, got Tensor"),
     ("verify", dict(buffer=gd.KVBuffer(1, 2, 3)), TypeError, "buffer.u: expected a torch.Tensor, got int"),
     ("verify", dict(buffer=gd.KVBuffer(*(x.bfloat16() for x in vars(buffer()).values()))), TypeError, "buffer.u: expected dtype"),
@@ -98,6 +137,17 @@ BAD = [
     ),
     ("prefill", {**tokens(1, 4), "cu_seqlens": ints()}, ValueError, "cu_seqlens: expected shape"),
     ("prefill", {**tokens(1, 4), "cu_seqlens": ints(0, 4).view(1, 2)}, ValueError, "cu_seqlens: expected 1 dimensions"),
+    ("prefill", dict(checkpoint_lens=LENS[0], checkpoints=kept()), ValueError, r"checkpoint_lens: expected 2 dimensions \[N, C\]"),
+    ("prefill", dict(checkpoint_lens=LENS[:1], checkpoints=kept()), ValueError, r"checkpoint_lens: expected shape \[N, C\]"),
+    ("prefill", dict(checkpoint_lens=LENS[:, :0], checkpoints=kept(c=0)), ValueError, "checkpoint_lens: expected .* with C >= 1"),
+    ("prefill", dict(checkpoint_lens=LENS, checkpoints=kept(c=3)), ValueError, r"checkpoints: expected shape \[N, C, HV, V, K\]"),
+    ("prefill", dict(checkpoint_lens=LENS, checkpoints=kept(n=3)), ValueError, "checkpoints: expected shape"),
+    (
+        "prefill",
+        dict(state=pool(), checkpoint_lens=LENS, checkpoint_indices=LENS[:, :1]),
+        ValueError,
+        "checkpoint_indices: expected shape",
+    ),
     ("decode", dict(state=torch.zeros(P, HV, K, V)), ValueError, "state: expected shape"),
     ("decode", dict(state=pool()[:1]), ValueError, "state: expected P >= N=2"),
     ("decode", dict(state_indices=ints(0, 1, 2)), ValueError, r"state_indices: expected shape \[N\] = \[2\], got \[3\]"),
@@ -135,6 +185,21 @@ BAD = [
         ValueError,
         "has_initial_state: expected None without state",
     ),
+    ("prefill", dict(checkpoints=kept()), ValueError, "checkpoints: expected None without checkpoint_lens"),
+    (
+        "prefill",
+        dict(state=pool(), checkpoint_indices=LENS),
+        ValueError,
+        "checkpoint_indices: expected None without checkpoint_lens",
+    ),
+    ("prefill", dict(checkpoint_lens=LENS), ValueError, "checkpoint_lens: expected one of checkpoint_indices and .*got neither"),
+    (
+        "prefill",
+        dict(state=pool(), checkpoint_lens=LENS, checkpoint_indices=LENS, checkpoints=kept()),
+        ValueError,
+        "checkpoint_lens: expected one of checkpoint_indices and checkpoints beside it, got both",
+    ),
+    ("prefill", dict(checkpoint_lens=LENS, checkpoint_indices=LENS), ValueError, "checkpoint_indices: expected None without state"),
     ("decode", dict(num_accepted=ints(1, 1)), ValueError, r"num_accepted: expected None unless state_indices is \[N, T\]"),
     (
         "decode",
@@ -166,6 +231,18 @@ BAD = [
     # memory
     ("prefill", dict(q=last_dim_strided(N, T, H, K)), ValueError, "q: expected a contiguous last dimension, got strides"),
     ("prefill", dict(v=last_dim_strided(N, T, HV, V)), ValueError, "v: expected a contiguous last dimension"),
+    (
+        "prefill",
+        dict(checkpoint_lens=LENS, checkpoints=kept().mT.contiguous().mT),
+        ValueError,
+        "checkpoints: expected a contiguous last dimension",
+    ),
+    (
+        "prefill",
+        dict(checkpoint_lens=LENS, checkpoints=kept(c=1).expand(-1, 2, -1, -1, -1)),
+        ValueError,
+        "checkpoints: expected memory of its own for every element",
+    ),
     ("decode", dict(state=pool().mT.contiguous().mT), ValueError, "state: expected a contiguous last dimension"),
     ("decode", dict(state=pool()[:1].expand(P, -1, -1, -1)), ValueError, "state: expected memory of its own"),
     ("decode", dict(out=torch.zeros(1, T, HV, V).expand(N, -1, -1, -1)), ValueError, "out: expected memory of its own"),
@@ -228,6 +305,54 @@ BAD = [
     ("prefill", dict(state=pool(), state_indices=ints(P, 0), null_index=0), IndexError, "state_indices: expected indices below"),
     ("decode", dict(state_indices=ints(1, 1), null_index=0), ValueError, "state_indices: expected at most one sequence to write"),
     ("prefill", dict(state=pool(), state_indices=ints(P, 0)), IndexError, "state_indices: expected indices below"),
+    (
+        "prefill",
+        checkpointed([[0, 65], [-1, -1]], [[2, 3], [4, 4]]),
+        ValueError,
+        "checkpoint_lens: expected multiples of 64 .*got 65",
+    ),
+    (
+        "prefill",
+        checkpointed([[-1, -1], [64, 192]], [[2, 2], [3, 4]]),
+        ValueError,
+        "checkpoint_lens: expected multiples of 64 up to the sequence's 128 tokens, or negative ones, got 192 at sequence 1",
+    ),
+    (
+        "prefill",
+        {**checkpointed([[64, 128]], [[3, 4]]), **packed(0, 127), "state_indices": ints(0)},
+        ValueError,
+        "checkpoint_lens: .* up to the sequence's 127 tokens.* got 128 at sequence 0",
+    ),
+    (
+        "prefill",
+        checkpointed([[0, -1], [64, -1]], [[2, P], [P, 0]]),
+        IndexError,
+        f"checkpoint_indices: expected indices below {P}, got {P} at sequence 1",
+    ),
+    (
+        "prefill",
+        checkpointed([[0, 64], [-1, 0]], [[2, 2], [3, 4]]),
+        ValueError,
+        "checkpoint_indices: expected no two states.*for 2",
+    ),
+    (
+        "prefill",
+        checkpointed([[0, -1], [64, -1]], [[2, 3], [2, 3]]),
+        ValueError,
+        "checkpoint_indices: expected no two states.*for 2",
+    ),
+    (
+        "prefill",
+        checkpointed([[64, -1], [-1, -1]], [[0, 3], [3, 3]]),
+        ValueError,
+        "checkpoint_indices: expected no two states.*for 0",
+    ),
+    (
+        "prefill",
+        checkpointed([[64, -1], [-1, -1]], [[1, 3], [3, 3]]),
+        ValueError,
+        "checkpoint_indices: expected no two states.*for 1",
+    ),
     ("verify", dict(buffer_indices=ints(0, N)), IndexError, f"buffer_indices: expected indices below {N}"),
     ("verify", dict(buffer_indices=ints(1, 1)), ValueError, "buffer_indices: expected at most one sequence"),
     ("flush", dict(state_indices=ints(0, P)), IndexError, "state_indices: expected indices below"),

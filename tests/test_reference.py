@@ -1,5 +1,6 @@
 """The mathematics against independent implementations, and the reference backend against the oracle and its promises."""
 
+import itertools
 import math
 
 import numpy
@@ -306,6 +307,104 @@ def test_prefill_in_pieces_and_into_decode():
     torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5)
     torch.testing.assert_close(state[[2, 0]], final, rtol=1e-5, atol=1e-5)
     assert state[1].isnan().all()
+
+
+CHECKPOINT_LENS = [[128, 0, -5], [-1, -1, -1], [0, 0, -(2**40)], [192, 64, 64]]
+"""Of 150, 150, 0 and 192 tokens; the second sequence is inactive where there is a pool."""
+
+
+def prefill_to(t, n, length, state):
+    """State of a packed call's sequence n after its first tokens, by a call of its own."""
+    first = int(t["cu_seqlens"][n])
+    part = {name: x[:, first : first + length] for name, x in t.items() if name != "cu_seqlens"}
+    return gd.prefill(**part, initial_state=state, output_final_state=True, backend="reference")[1]
+
+
+@pytest.mark.parametrize("axis", ["head", "channel"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("slab", [1, 2**19])
+def test_checkpoints_are_the_states_of_shorter_prefills(axis, dtype, slab, monkeypatch):
+    """In a tensor and in slots of the pool, bit for bit, chunk by chunk or all in one slab; nothing else changes."""
+    monkeypatch.setitem(reference.SLAB, "cpu", slab)
+    ends = torch.tensor([0, 150, 300, 300, 492])
+    t, start = tokens(1, 492, axis=axis) | dict(cu_seqlens=ends), pool(4, dtype)
+    o, final = gd.prefill(**t, initial_state=start, output_final_state=True, backend="reference")
+    lens = torch.tensor(CHECKPOINT_LENS)
+    wide = torch.full((4, 6, HV, V, K), math.nan, dtype=dtype)
+    kept = wide[:, ::2]
+    same_o, same_final = gd.prefill(
+        **t, initial_state=start, output_final_state=True, checkpoint_lens=lens, checkpoints=kept, backend="reference"
+    )
+    assert torch.equal(same_o, o)
+    assert torch.equal(same_final, final)
+    assert wide[:, 1::2].isnan().all()
+    for n, j in itertools.product(range(4), range(3)):
+        length = CHECKPOINT_LENS[n][j]
+        if length < 0:
+            assert kept[n, j].isnan().all()
+        else:
+            assert torch.equal(kept[n, j], prefill_to(t, n, length, start[n : n + 1])[0])
+    assert torch.equal(kept[3, 0], final[3])
+    assert torch.equal(kept[0, 1], start[0])
+
+    state, narrow = torch.full((20, HV, V, K), math.nan, dtype=dtype), lens.clamp(min=-9).int()
+    slots, indices = torch.tensor([7, -1, 0, 3]), torch.arange(8, 20).view(4, 3).flip(0)
+    indices[3, 1] = -2
+    state[slots[[0, 2, 3]]] = start[[0, 2, 3]]
+    pooled_o, _ = gd.prefill(
+        **t, state=state, state_indices=slots, checkpoint_lens=narrow, checkpoint_indices=indices, backend="reference"
+    )
+    assert torch.equal(pooled_o[:, :150], o[:, :150])
+    assert torch.equal(pooled_o[:, 300:], o[:, 300:])
+    assert torch.equal(state[slots[[0, 2, 3]]], final[[0, 2, 3]])
+    written = {int(indices[n, j]): kept[n, j] for n in (0, 2, 3) for j in range(3) if lens[n, j] >= 0 and indices[n, j] >= 0}
+    assert len(written) == 6
+    for slot in set(range(20)) - {7, 0, 3}:
+        assert torch.equal(state[slot], written[slot]) if slot in written else state[slot].isnan().all()
+
+
+def test_checkpoints_of_length_0_are_zeros_where_a_sequence_starts_from_zero():
+    state, kept = pool(), torch.full((N, 1, HV, V, K), math.nan)
+    before, fresh = state.clone(), torch.tensor([False, True])
+    lens = torch.zeros(N, 1, dtype=torch.int32)
+    gd.prefill(**tokens(), state=state, has_initial_state=fresh, checkpoint_lens=lens, checkpoints=kept, backend="reference")
+    assert (kept[0] == 0).all()
+    assert torch.equal(kept[1, 0], before[1])
+
+
+def test_lengths_and_slots_of_checkpoints_that_are_not_kept_may_hold_anything():
+    """Those of inactive sequences, lengths without a slot, slots without a length."""
+    state = pool(4)
+    before, lens, slots = state.clone(), torch.tensor([[65, 999], [-1, 63]]), torch.tensor([[0, 99], [99, -1]])
+    indices = torch.tensor([-1, 2])
+    gd.prefill(**tokens(), state=state, state_indices=indices, checkpoint_lens=lens, checkpoint_indices=slots, backend="reference")
+    assert torch.equal(state[[0, 1, 3]], before[[0, 1, 3]])
+
+
+def test_checkpoints_up_to_null_index_are_none():
+    state, lens = pool(6), torch.tensor([[64, 0], [0, 64]])
+    before, slots = state.clone(), torch.tensor([[0, 4], [-3, 5]])
+    keep = dict(checkpoint_lens=lens, checkpoint_indices=slots, null_index=0)
+    gd.prefill(**tokens(t=64), state=state, state_indices=torch.tensor([2, 3]), **keep, backend="reference")
+    assert torch.equal(state[[0, 1]], before[[0, 1]])
+    assert torch.equal(state[4], before[2])
+    assert torch.equal(state[5], state[3])
+    gd.prefill(**tokens(t=64), state=state, **keep, backend="reference")  # sequence 0 has slot 0, which is none
+    assert torch.equal(state[[0, 4]], before[[0, 2]])
+
+
+def test_a_prompt_resumes_from_a_checkpoint():
+    """A prefix of two prompts is computed once: the second one starts from what the first kept."""
+    t, state = tokens(1, 200, axis="channel"), torch.full((3, HV, V, K), math.nan)
+    lens, fresh = torch.tensor([[128]]), torch.tensor([False])
+    keep = dict(checkpoint_lens=lens, checkpoint_indices=torch.tensor([[2]]))
+    slot = torch.tensor([0])
+    o, _ = gd.prefill(**t, state=state, state_indices=slot, has_initial_state=fresh, **keep, backend="reference")
+    state[1] = state[2]
+    rest = {name: x[:, 128:] for name, x in t.items()}
+    o_rest, _ = gd.prefill(**rest, state=state, state_indices=torch.tensor([1]), backend="reference")
+    assert torch.equal(o_rest, o[:, 128:])
+    assert torch.equal(state[1], state[0])
 
 
 def test_sequences_of_no_tokens_keep_and_carry_their_state():

@@ -151,6 +151,28 @@ def test_starting_from_a_stale_slot_fails(monkeypatch):
     assert any(not run_case(c, "reference").passed for c in chosen)
 
 
+CHECKPOINT_FAULTS = {
+    "the last one for the initial state": lambda lens: torch.where(lens == 0, lens.amax(1, keepdim=True), lens),
+    "a chunk too early": lambda lens: torch.where(lens == 64, 0, lens),
+    "none": lambda lens: torch.full_like(lens, -1),
+    "those that were not asked for": lambda lens: lens.clamp(min=0),
+    "in the next entry's place": lambda lens: lens.roll(1, 1),
+}
+
+
+@pytest.mark.parametrize("layout", ["checkpoints", "pool_checkpoints", "pool_and_checkpoints"])
+@pytest.mark.parametrize("judged", ["reference", "cute"])
+@pytest.mark.parametrize("fault", CHECKPOINT_FAULTS)
+def test_wrong_checkpoints_fail(monkeypatch, judged, layout, fault):
+    def run_wrong(run, tokens, *, checkpoint_lens, **states):
+        run(tokens, checkpoint_lens=CHECKPOINT_FAULTS[fault](checkpoint_lens), **states)
+
+    judge_as(judged, monkeypatch)
+    broken(monkeypatch, "prefill", run_wrong)
+    long = [c for c in cases("prefill") if c.layout == layout and c.family == "typical" and c.lengths[0] >= 64]
+    assert any(not run_case(c, judged).passed for c in long[:6])
+
+
 def test_folding_one_token_too_many_fails(monkeypatch):
     def one_more(run, *, num_accepted, **states):
         run(num_accepted=num_accepted + 1, **states)

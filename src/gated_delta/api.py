@@ -35,6 +35,9 @@ def prefill(
     state: Tensor | None = None,
     state_indices: Tensor | None = None,
     has_initial_state: Tensor | None = None,
+    checkpoint_lens: Tensor | None = None,
+    checkpoint_indices: Tensor | None = None,
+    checkpoints: Tensor | None = None,
     null_index: int = -1,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -51,8 +54,14 @@ def prefill(
     Pooled: state [P, HV, V, K] is the pool; sequence n starts from slot state_indices[n] (slot n when None), or from zero where
     has_initial_state [N] (bool) is False, and its final state is written there; final_state is None.
     Sequences with a negative index are inactive: zero outputs, nothing written. null_index: slots up to this one count as negative
-    ones do; 0 keeps slot 0 for padding. out: [N, T, HV, V], v's dtype. What a call writes (out, state) shares no memory with what
-    else it reads or writes.
+    ones do; 0 keeps slot 0 for padding. out: [N, T, HV, V], v's dtype. What a call writes (out, state, checkpoints) shares no
+    memory with what else it reads or writes.
+
+    checkpoint_lens: [N, C] (int32 or int64), C >= 1: also keeps the state of sequence n after so many of its tokens in this call,
+    multiples of 64 in any order: 0 for the initial state, all tokens for the final one; a negative length keeps none. Entry j goes
+    to slot checkpoint_indices[n, j] ([N, C], int32 or int64) of the pool, none up to null_index, or to checkpoints[n, j]
+    ([N, C, HV, V, K], the states' dtype, fp32 without any); a call has one of the two. Another length keeps none, and two states
+    for one slot leave either; the reference backend, and any where GATED_DELTA_CHECK=1, raise ValueError for both.
 
     Returns (o [N, T, HV, V] in v's dtype, final_state). Raises TypeError or ValueError naming the argument, IndexError for an index
     past the pool (reference backend), UnsupportedProblem if the asked backend cannot run the call; then nothing was written.
@@ -61,7 +70,8 @@ def prefill(
     kind, A_log, dt_bias, bound = _gate(gate)
     return (_node if _traced(q) else run)(
         ops.PREFILL,
-        q, k, v, g, beta, A_log, dt_bias, cu_seqlens, state_indices, has_initial_state, initial_state, state, None, out,
+        q, k, v, g, beta, A_log, dt_bias, cu_seqlens, state_indices, has_initial_state,
+        checkpoint_lens, checkpoint_indices, checkpoints, initial_state, state, None, out,
         kind, bound, scale, qk_l2norm, beta_logits, output_final_state, null_index, backend,
     )  # fmt: skip
 

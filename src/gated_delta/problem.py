@@ -21,6 +21,9 @@ from .memory import overlap, overlaps_itself
 MAX_DRAFT = 16
 """Most tokens a sequence may bring to one decode or verify call."""
 
+CHECKPOINT_INTERVAL = 64
+"""Tokens: prefill keeps states after multiples of it, where each backend's chunks end."""
+
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
@@ -203,7 +206,7 @@ class Problem:
     beta_logits: bool = False
     options: frozenset[str] = frozenset()
     """Which optional parts the call uses: each index tensor given, with its dtype (cu_seqlens_i32, state_indices_i64, ...), and
-    pool, token_slots, has_initial_state, initial_state, final_state, intermediates, no_update, layers.
+    pool, token_slots, has_initial_state, initial_state, final_state, checkpoints, intermediates, no_update, layers.
     And what is out of reach of 16-byte accesses: unaligned_qk, rows of q or k; scattered_rows, V rows of a state, which need to lie
     together too; unaligned_buffer, rows of a buffer's k; unaligned_values, rows of v or out, or of KDA's g, in a prefill."""
 

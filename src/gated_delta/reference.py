@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .problem import MAX_DRAFT, Gate, KVBuffer, Tokens, flush_sequences
+from .problem import CHECKPOINT_INTERVAL, MAX_DRAFT, Gate, KVBuffer, Tokens, flush_sequences
 
 L2NORM_EPS = 1e-6
 
@@ -236,17 +236,31 @@ def chunk_terms(x: Activated) -> ChunkTerms:
 
 
 def chunked(
-    tokens: Tokens, starts: Sequence[int], lengths: Sequence[int], state: Tensor, o: Tensor, chunk: int | None = None
+    tokens: Tokens,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    state: Tensor,
+    o: Tensor,
+    chunk: int | None = None,
+    checkpoints: Iterable[tuple[int, int, Tensor]] = (),
 ) -> Tensor:
     """Chunkwise recurrence over ragged sequences of flattened tokens, vectorised over sequences, heads and chunks.
 
     Sequence n is tokens starts[n] .. starts[n] + lengths[n], from state[n] [HV, V, K], whose dtype is the one computed in. Writes
     its rows of o [tokens, HV, V] and returns the final states. Only the walk from chunk to chunk is a loop.
+    checkpoints: (sequence, tokens, where its state after so many goes), tokens a multiple of the chunk.
     """
     HV, V, K = state.shape[1:]
     device = state.device
     chunk = chunk or CHUNK.get(device.type, CHUNK["cuda"])
     order = sorted((n for n, length in enumerate(lengths) if length), key=lambda n: -lengths[n])
+    rank_places: dict[int, list[tuple[int, Tensor]]] = {}
+    row_of = {n: i for i, n in enumerate(order)}
+    for n, after, place in checkpoints:
+        if after:
+            rank_places.setdefault(after // chunk, []).append((row_of[n], place))
+        else:
+            place.copy_(state[n])
     if not order:
         return state
     state = state.clone()
@@ -273,9 +287,11 @@ def chunked(
         now = walk[: live * HV]
         outputs = now.new_empty(count, live, HV, chunk, V)
         u, seen = now.new_empty(live * HV, chunk, V), Seen.empty(outputs[0])
-        for terms, v, o_rank in zip(by_rank, x.v.transpose(2, 3), outputs, strict=True):
+        for rank, (terms, v, o_rank) in enumerate(zip(by_rank, x.v.transpose(2, 3), outputs, strict=True), first + 1):
             terms.outputs(v, now, o_rank, u, seen)
             terms.advance(u, now)
+            for i, place in rank_places.get(rank, ()):
+                place.copy_(now[i * HV : (i + 1) * HV])
         outputs = outputs.transpose(2, 3)
         if isinstance(rows, slice):
             o[rows].unflatten(0, (count, live, chunk)).copy_(outputs)
@@ -385,20 +401,71 @@ def _no_conflict(name: str, writes: Iterable[tuple[int, int]], reads: Iterable[t
 # ------------------------------------------------------------------------------------------------ the four operations
 
 
+class Checkpoint(NamedTuple):
+    """Where the state of a sequence after so many tokens goes: a slot of the pool, or a row of the call's checkpoints."""
+
+    sequence: int
+    tokens: int
+    place: tuple[int, ...]
+
+
 class PrefillRows(NamedTuple):
     """Which slot a prefill starts from and writes, sequence by sequence, below zero where it is inactive."""
 
     slots: list[int]
     starts: list[int]
     lengths: list[int]
+    checkpoints: list[Checkpoint]
 
 
-def prefill_rows(tokens: Tokens, state: Tensor | None, state_indices: Tensor | None, null_index: int) -> PrefillRows:
+def prefill_rows(
+    tokens: Tokens,
+    state: Tensor | None,
+    state_indices: Tensor | None,
+    checkpoint_lens: Tensor | None,
+    checkpoint_indices: Tensor | None,
+    null_index: int,
+) -> PrefillRows:
     """Looks at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
     starts, lengths = _spans(tokens)
-    slots = _rows("state_indices", state_indices, len(starts), len(starts) if state is None else state.shape[0], null_index)
+    P = len(starts) if state is None else state.shape[0]
+    slots = _rows("state_indices", state_indices, len(starts), P, null_index)
     _no_conflict("state_indices", enumerate(slots))
-    return PrefillRows(slots, starts, lengths)
+    checkpoints = _checkpoints(slots, lengths, checkpoint_lens, checkpoint_indices, null_index)
+    taken = {slot for slot in slots if slot >= 0}
+    for n, _, place in checkpoints if checkpoint_indices is not None else ():
+        (slot,) = place
+        if slot >= P:
+            raise IndexError(f"checkpoint_indices: expected indices below {P}, got {slot} at sequence {n}")
+        if slot in taken:
+            raise ValueError(f"checkpoint_indices: expected no two states, checkpoints or final, for one slot, got two for {slot}")
+        taken.add(slot)
+    return PrefillRows(slots, starts, lengths, checkpoints)
+
+
+def _checkpoints(
+    slots: list[int],
+    lengths: list[int],
+    checkpoint_lens: Tensor | None,
+    checkpoint_indices: Tensor | None,
+    null_index: int,
+) -> list[Checkpoint]:
+    """Those that are kept; raises ValueError for a length that is none."""
+    made = []
+    after = [] if checkpoint_lens is None else checkpoint_lens.tolist()
+    places = None if checkpoint_indices is None else checkpoint_indices.tolist()
+    for n, row in enumerate(after):
+        for j, t in enumerate(row):
+            place = (n, j) if places is None else (places[n][j],)
+            if slots[n] < 0 or t < 0 or (places is not None and places[n][j] <= null_index):
+                continue
+            if t % CHECKPOINT_INTERVAL or t > lengths[n]:
+                raise ValueError(
+                    f"checkpoint_lens: expected multiples of {CHECKPOINT_INTERVAL} up to the sequence's {lengths[n]} tokens, "
+                    f"or negative ones, got {t} at sequence {n}"
+                )
+            made.append(Checkpoint(n, t, place))
+    return made
 
 
 def prefill(
@@ -410,9 +477,12 @@ def prefill(
     has_initial_state: Tensor | None,
     null_index: int,
     final_state: Tensor | None,
+    checkpoint_lens: Tensor | None,
+    checkpoint_indices: Tensor | None,
+    checkpoints: Tensor | None,
     out: Tensor,
 ) -> None:
-    slots, starts, lengths = prefill_rows(tokens, state, state_indices, null_index)
+    slots, starts, lengths, kept = prefill_rows(tokens, state, state_indices, checkpoint_lens, checkpoint_indices, null_index)
     N, (HV, V, K) = len(starts), (*tokens.v.shape[2:], tokens.q.shape[3])
     with _exact_fp32():
         walk = tokens.v.new_zeros(N, HV, V, K, dtype=torch.float32)
@@ -424,8 +494,10 @@ def prefill(
             lengths = [lengths[n] if slots[n] >= 0 else 0 for n in range(N)]
         elif initial_state is not None:
             walk.copy_(initial_state)
+        target = state if checkpoints is None else checkpoints
+        places = [(n, after, target[place]) for n, after, place in kept] if target is not None else []
         with _output_rows(out, sum(lengths)) as o:
-            walk = chunked(flatten(tokens), starts, lengths, walk, o)
+            walk = chunked(flatten(tokens), starts, lengths, walk, o, checkpoints=places)
         if state is not None:
             state[[slots[n] for n in active]] = walk[active].to(state.dtype)
         if final_state is not None:

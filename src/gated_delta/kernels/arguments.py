@@ -49,7 +49,7 @@ BUFFER_STRIDES = dict(buffer_u="rth", buffer_k="rth")
 def _strides(name: str, **dims: str) -> Any:
     """A tuple type with a field for each dimension of each tensor: q="nt" gives q_n and q_t.
 
-    n: sequence (0 when packed), t: token, h: head, c: channel, p: pool slot, r: row of the KVBuffer.
+    n: sequence (0 when packed), t: token, h: head, c: channel, p: pool slot, r: row of the KVBuffer, j: checkpoint of a sequence.
     """
     return namedtuple(name, [f"{tensor}_{dim}" for tensor, letters in dims.items() for dim in letters])
 
@@ -93,6 +93,9 @@ PrefillStrides = _strides(
     cu_seqlens="n",
     state_indices="n",
     has_initial_state="n",
+    checkpoint_lens="nj",
+    checkpoint_indices="nj",
+    checkpoints="njph",
 )
 
 
@@ -248,6 +251,9 @@ class PrefillPointers(NamedTuple):
     cu_seqlens: int
     state_indices: int  # [N]
     has_initial_state: int  # [N]
+    checkpoint_lens: int  # [N, C]
+    checkpoint_indices: int  # [N, C]
+    checkpoints: int  # [N, C, HV, V, K], or the pool
     initial_state: int  # [N, HV, V, K], or the pool [P, HV, V, K]
     final_state: int  # the same
     o: int
@@ -280,6 +286,9 @@ class PrefillSizes(NamedTuple):
     dt_bias_kind: int
     cu_seqlens_kind: int
     state_indices_kind: int
+    checkpoint_lens_kind: int
+    checkpoint_indices_kind: int
+    checkpoints_per_sequence: int
     null_index: int
     segments: int
     """Segments of each sequence, scanned in parallel."""

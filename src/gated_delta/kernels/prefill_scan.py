@@ -53,7 +53,20 @@ from .device.pipeline import (
     cp_async_or_zero,
     mbarrier,
 )
-from .device.primitives import DTYPES, Args, load_flag, load_index, load_words, offset, pack, qk_head, select, store_words, unpack
+from .device.primitives import (
+    DTYPES,
+    Args,
+    load_flag,
+    load_index,
+    load_length,
+    load_words,
+    offset,
+    pack,
+    qk_head,
+    select,
+    store_words,
+    unpack,
+)
 from .device.shared_memory import (
     ldmatrix_x4_trans,
     load_shared,
@@ -121,15 +134,16 @@ class PrefillScan:
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else.
 
     rows: V rows of a block. transitions: whether it finds segment transitions (M, B), rather than outputs and final states.
+    checkpoints: whether it stores states between chunks, where a call asks for them.
     """
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
-    def __init__(self, axis: str, K: int, V: int, dtype: str, state_dtype: str, rows: int, transitions: bool):
+    def __init__(self, axis: str, K: int, V: int, dtype: str, state_dtype: str, rows: int, transitions: bool, checkpoints: bool):
         self.K, self.V, self.rows = K, V, rows
         self.mma_groups, self.v_tiles = rows // WARPGROUP_ROWS, V // rows
         self.tiles = self.v_tiles + (D // rows if transitions else 0)  # M is found from an identity's rows
-        self.channel, self.transitions = axis == "channel", transitions
+        self.channel, self.transitions, self.checkpoints = axis == "channel", transitions, checkpoints
         self.persistent = self.mma_groups > 1 and not transitions  # otherwise a block has one work tile
         self.dtype, self.state_dtype = DTYPES[dtype], DTYPES[state_dtype]
         tiles = dict.fromkeys(("k", "q", "k_restored") if self.channel else ("k", "q"), TILE_BYTES)
@@ -468,6 +482,9 @@ class PrefillScan:
             at = args.ptr.segment_states + self.segment_offset(args, coord, D)
             self.store_rows(at, Float32, D, row, column, True, frag.state, Float32(1))
         state_scale = Float32(1)
+        checkpoint = Int32(0)
+        if cutlass.const_expr(self.checkpoints):
+            checkpoint = self.store_checkpoints(args, coord, frag.state, state_scale, coord.first_chunk)
         pipe = PipelineState(coord.first_chunk, work.iterations_before % self.stages, work.iterations_before // self.stages % 2)
         if coord.end_chunk > coord.first_chunk:
             self.consumer_wait(coord, pipe)
@@ -475,6 +492,9 @@ class PrefillScan:
             self.to_fp16(frag.state, frag.state_fp16)
             for _ in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
                 state_scale, pipe = self.chunk(frag, right, coord, pipe, state_scale)
+                if cutlass.const_expr(self.checkpoints):  # noqa: SIM102 - settled when compiling
+                    if pipe.chunk == checkpoint:
+                        checkpoint = self.store_checkpoints(args, coord, frag.state, state_scale, checkpoint)
         self.store_state(args, coord, frag.state, state_scale)
 
     @cute.jit
@@ -709,6 +729,39 @@ class PrefillScan:
             at = ptr.final_state + offset(cutlass.max(work.state_index, 0), stride.final_state_p)
             at += offset(work.hv, stride.final_state_h)
             self.store_rows(at, self.state_dtype, self.K, row, column, wanted, state, unscale)
+
+    @cute.jit
+    def store_checkpoints(self, args, coord, state, state_scale, chunk):
+        """Store the state, before `chunk`, to its checkpoints. Returns the chunk of the segment's next ones, -1 past the last.
+
+        A segment stores those before its own chunks; the last one, which has the final state, also those at the sequence's end.
+        """
+        ptr, stride, size, work = args.ptr, args.stride, args.size, coord.work
+        row, column = self.state_row(coord) + coord.thread // 32 * 16 + coord.thread % 32 // 4, coord.thread % 4 * 2
+        unscale = inverse_power_of_2(state_scale)
+        last = cutlass.min(work.sequence.tokens, coord.end_chunk * CHUNK - 1)
+        last = Int32(select_(work.segment == size.segments - 1, work.sequence.tokens, last))
+        last = Int32(select_(work.state_index >= 0, last, -1))
+        following = Int32(-1)
+        for j in cutlass.range(size.checkpoints_per_sequence, unroll=1):
+            at = ptr.checkpoint_lens + offset(work.sequence.n, stride.checkpoint_lens_n) + offset(j, stride.checkpoint_lens_j)
+            length = load_length(at, size.checkpoint_lens_kind)
+            if (length >= chunk * CHUNK) & (length <= last) & (length % CHUNK == 0):
+                if length == chunk * CHUNK:
+                    at, wanted = self.checkpoint_address(args, coord, j)
+                    self.store_rows(at, self.state_dtype, self.K, row, column, wanted, state, unscale)
+                elif (following < 0) | (length < following * CHUNK):
+                    following = length // CHUNK
+        return following
+
+    def checkpoint_address(self, args, coord, j):
+        """Where the sequence's checkpoint j of the head goes: its slot of the pool, or its row of a tensor; and whether it does."""
+        ptr, stride, size, n = args.ptr, args.stride, args.size, coord.work.sequence.n
+        slot_at = ptr.checkpoint_indices + offset(n, stride.checkpoint_indices_n) + offset(j, stride.checkpoint_indices_j)
+        slot = load_index(slot_at, size.checkpoint_indices_kind, size.null_index + 1)
+        at = ptr.checkpoints + offset(n, stride.checkpoints_n) + offset(j, stride.checkpoints_j)
+        at += offset(cutlass.max(slot, 0), stride.checkpoints_p) + offset(coord.work.hv, stride.checkpoints_h)
+        return at, slot > size.null_index
 
     def state_row(self, coord):
         """First row of the warpgroup in its state, or, behind D rows, in the identity."""

@@ -69,6 +69,9 @@ class Arguments(NamedTuple):
     cu_seqlens: Tensor | None
     state_indices: Tensor | None
     has_initial_state: Tensor | None
+    checkpoint_lens: Tensor | None
+    checkpoint_indices: Tensor | None
+    checkpoints: Tensor | None
     initial_state: Tensor | None
     state: Tensor | None
     final_state: Tensor | None
@@ -86,15 +89,15 @@ class Arguments(NamedTuple):
 class Prefill(Operation):
     name = "prefill"
     arguments = Arguments
-    num_tensors = 14
-    may_write = ("state", "final_state", "out")
+    num_tensors = 17
+    may_write = ("state", "final_state", "checkpoints", "out")
     archs = ("sm_90a",)  # its tensor core instructions are Hopper's
 
     def describe(self, a: Arguments) -> Problem:
         check = Checker()
         check.tokens(a)
         check.flag("output_final_state", a.output_final_state)
-        check.null_index(a.null_index, a.state_indices)
+        check.null_index(a.null_index, a.state_indices, a.checkpoint_indices)
         dtype = torch.float32
         if a.state is not None:
             if a.initial_state is not None:
@@ -118,15 +121,37 @@ class Prefill(Operation):
                 dtype = check.state("initial_state", a.initial_state, "N HV V K", STATE_DTYPES).dtype
                 check.option("initial_state", True)
             check.option("final_state", a.output_final_state)
+        self.describe_checkpoints(check, a, dtype)
         check.out(a)
         check.writes(*self.written(a))
-        check.vectors(a, a.initial_state if a.state is None else a.state)
+        check.vectors(a, a.initial_state if a.state is None else a.state, a.checkpoints)
         values = [x for x in (a.v, a.out, a.g if a.g.ndim == 4 else None) if x is not None]
         check.option("unaligned_values", not all(check.aligned(x) and x.stride(-1) == 1 for x in values))
         return check.problem("prefill", a, dtype, None)
 
+    def describe_checkpoints(self, check: Checker, a: Arguments, dtype: torch.dtype) -> None:
+        places = dict(checkpoint_indices=a.checkpoint_indices, checkpoints=a.checkpoints)
+        given = [name for name, x in places.items() if x is not None]
+        if a.checkpoint_lens is None:
+            if given:
+                raise ValueError(f"{given[0]}: expected None without checkpoint_lens, got a value")
+            return
+        check.index("checkpoint_lens", a.checkpoint_lens, "N C")
+        if not check.sizes["C"]:
+            raise ValueError(f"checkpoint_lens: expected shape [N, C] with C >= 1, got {list(a.checkpoint_lens.shape)}")
+        if len(given) != 1:
+            got = "both" if given else "neither"
+            raise ValueError(f"checkpoint_lens: expected one of checkpoint_indices and checkpoints beside it, got {got}")
+        if a.checkpoints is not None:
+            check.state("checkpoints", a.checkpoints, "N C HV V K", (dtype,))
+        elif a.state is None:
+            raise ValueError("checkpoint_indices: expected None without state, got a value")
+        else:
+            check.index("checkpoint_indices", a.checkpoint_indices, "N C")
+        check.option("checkpoints", True)
+
     def written(self, a: Arguments) -> tuple[str, ...]:
-        return ("out", "state", "final_state")
+        return ("out", "state", "final_state", "checkpoints")
 
     def allocated(self, a: Arguments) -> Arguments:
         if a.output_final_state and a.final_state is None:
@@ -137,11 +162,13 @@ class Prefill(Operation):
         return a.out, a.final_state
 
     def run_reference(self, a: Arguments) -> None:
-        names = ("initial_state", "state", "state_indices", "has_initial_state", "null_index", "final_state", "out")
+        states = ("initial_state", "state", "state_indices", "has_initial_state", "null_index", "final_state")
+        names = (*states, "checkpoint_lens", "checkpoint_indices", "checkpoints", "out")
         reference.prefill(tokens_of(a), **{name: getattr(a, name) for name in names})
 
     def check_indices(self, a: Arguments) -> None:
-        reference.prefill_rows(tokens_of(a), a.initial_state if a.state is None else a.state, a.state_indices, a.null_index)
+        state = a.initial_state if a.state is None else a.state
+        reference.prefill_rows(tokens_of(a), state, a.state_indices, a.checkpoint_lens, a.checkpoint_indices, a.null_index)
 
     def missing(self, problem: Problem) -> list[str]:
         reasons = []
@@ -164,7 +191,10 @@ class Prefill(Operation):
         return list(dict.fromkeys(variant for cut in cuts for variant in variants_of(problem, cut)))
 
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
-        return [Problem("prefill", axis, 1, 1, K, V, state_dtype=state_dtype, **tokens)] if {K, V} == {128} else []
+        if {K, V} != {128}:
+            return []
+        options = (frozenset[str](), frozenset({"checkpoints"}))
+        return [Problem("prefill", axis, 1, 1, K, V, state_dtype=state_dtype, options=some, **tokens) for some in options]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
         return PrefillLaunch(self, problem, plan, a)
@@ -176,10 +206,11 @@ def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
     made = [compile.Variant("prefill_prepare", tuple(prepare.items()))]
     scan = problem.facts("axis", "K", "V", "dtype", "state_dtype")
     if cut.segments > 1:
-        transitions = scan | dict(rows=problem.V, transitions=True)
+        transitions = scan | dict(rows=problem.V, transitions=True, checkpoints=False)
         made.append(compile.Variant("prefill_scan", tuple(transitions.items())))
         made.append(compile.Variant("prefill_state_passing", (("V", problem.V),)))
-    return [*made, compile.Variant("prefill_scan", tuple((scan | dict(rows=cut.rows, transitions=False)).items()))]
+    scan |= dict(rows=cut.rows, transitions=False, checkpoints="checkpoints" in problem.options)
+    return [*made, compile.Variant("prefill_scan", tuple(scan.items()))]
 
 
 def _final_shape(a: Arguments) -> tuple[int, ...]:
@@ -197,8 +228,9 @@ class PrefillLaunch(TokensLaunch):
         super().__init__(operation, plan, a)
         channel, packed = a.g.ndim == 4, a.cu_seqlens is not None
         initial = a.initial_state if a.state is None else a.state
-        self.vectors = ("q", "k", "v", "initial_state", "state", "final_state", "out", *(("g",) if channel else ()))
-        self.pooled = a.state is not None
+        states = ("initial_state", "state", "final_state", "checkpoints")
+        self.vectors = ("q", "k", "v", *states, "out", *(("g",) if channel else ()))
+        self.pooled, self.checkpoints_in_pool = a.state is not None, a.checkpoint_indices is not None
         self.final_shape = _final_shape(a) if a.output_final_state and a.final_state is None else None
         self.final_dtype = _final_dtype(a)
         N, H, HV = operation.work(a)[0], a.q.shape[2], a.v.shape[2]
@@ -216,6 +248,9 @@ class PrefillLaunch(TokensLaunch):
                 **named("final_state", "ph", bytes_of(final, 2)),
                 **named("state_indices", "n", bytes_of(a.state_indices, 1)),
                 **named("has_initial_state", "n", bytes_of(a.has_initial_state, 1)),
+                **named("checkpoint_lens", "nj", bytes_of(a.checkpoint_lens, 2)),
+                **named("checkpoint_indices", "nj", bytes_of(a.checkpoint_indices, 2)),
+                **named("checkpoints", "njph", self.checkpoint_strides(a)),
             ),
         )
         self.sizes = ready(
@@ -228,16 +263,26 @@ class PrefillLaunch(TokensLaunch):
                 H=H,
                 beta_logits=int(a.beta_logits),
                 state_indices_kind=index_kind(a.state_indices),
+                checkpoint_lens_kind=index_kind(a.checkpoint_lens),
+                checkpoint_indices_kind=index_kind(a.checkpoint_indices),
+                checkpoints_per_sequence=0 if a.checkpoint_lens is None else a.checkpoint_lens.shape[1],
                 segments=plan.schedule.segments,
                 max_blocks=MAX_BLOCKS,
             )
         )
 
+    def checkpoint_strides(self, a: Arguments) -> list[int]:
+        """From one sequence, checkpoint, slot and head to the next; the pool's slots are found by checkpoint_indices alone."""
+        if self.checkpoints_in_pool:
+            return [0, 0, *bytes_of(a.state, 2)]
+        sequence, checkpoint, head = bytes_of(a.checkpoints, 3)
+        return [sequence if len(a.q) > 1 or a.cu_seqlens is not None else 0, checkpoint, 0, head]
+
     def __call__(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor | None] | object:
         pointers = self.pointers(tensors)
         if pointers is None:
             return REDESCRIBE
-        *given, initial_state, state, final, _ = pointers
+        *given, checkpoints, initial_state, state, final, _ = pointers
         final_state = tensors[-2] if final else None
         if self.final_shape is not None:
             final_state = torch.empty(self.final_shape, dtype=self.final_dtype, device=tensors[0].device)
@@ -250,7 +295,8 @@ class PrefillLaunch(TokensLaunch):
         start = scratch.data_ptr()
         workspace = [start + at if at >= 0 else 0 for at in offsets]
         states = (state, state) if self.pooled else (initial_state, final)
-        self.launch((*given, *states, pointers[-1], *workspace), self.scale, self.bound, self.strides, self.sizes)
+        kept = state if self.checkpoints_in_pool else checkpoints
+        self.launch((*given, kept, *states, pointers[-1], *workspace), self.scale, self.bound, self.strides, self.sizes)
         return out, final_state
 
 

@@ -31,6 +31,14 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
         "packed": frozenset({"cu_seqlens_i32", "initial_state", "final_state"}),
         "pool": frozenset({"pool", "state_indices_i64", "has_initial_state"}),
         "packed_pool": frozenset({"cu_seqlens_i64", "pool", "state_indices_i32", "has_initial_state"}),
+        "checkpoints": frozenset({"initial_state", "final_state", "checkpoints", "checkpoint_lens_i64"}),
+        "pool_checkpoints": frozenset(
+            {"cu_seqlens_i32", "pool", "state_indices_i64", "has_initial_state", "checkpoints"}
+            | {"checkpoint_lens_i32", "checkpoint_indices_i64"}
+        ),
+        "pool_and_checkpoints": frozenset(
+            {"pool", "state_indices_i32", "has_initial_state", "checkpoints", "checkpoint_lens_i32"},
+        ),
     },
     "decode": {
         "dense": frozenset(),

@@ -15,7 +15,7 @@ from .compare import Error, error, rounding_unit, smallest_head, untouched
 from .inputs import Call, make
 from .oracle import expected
 
-_HEAD_DIM = {"o": 2, "final_state": 1, "state": 1, "intermediate_states": 2}
+_HEAD_DIM = {"o": 2, "final_state": 1, "state": 1, "intermediate_states": 2, "checkpoints": 2}
 
 
 @dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Result:
 def _snapshot(call: Call) -> dict[str, Tensor]:
     """Copies of every tensor the call might write, poison and padding included."""
     states = call.states
-    names = ("state", "intermediate_states", "initial_state")
+    names = ("state", "intermediate_states", "checkpoints", "initial_state")
     kept = {name: states[name].clone() for name in names if isinstance(states.get(name), Tensor)}
     if isinstance(states.get("buffer"), KVBuffer):
         kept |= {f"buffer.{part}": getattr(states["buffer"], part).clone() for part in ("u", "k", "log_decay")}
@@ -71,7 +71,7 @@ def run(call: Call, backend: str) -> dict[str, Tensor]:
     states = call.states
     if call.case.op == "prefill":
         o, final_state = api.prefill(**call.arguments, backend=backend)
-        made = {"o": o, "final_state": final_state, "state": states["state"]}
+        made = {"o": o, "final_state": final_state, "state": states["state"], "checkpoints": states.get("checkpoints")}
     elif call.case.op == "flush":
         api.flush(**call.arguments, backend=backend)
         made = {"state": states["state"]}
@@ -95,7 +95,7 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
     before = _snapshot(call)
     made = run(call, backend)
     after = {name: x.clone() for name, x in made.items()}
-    for name in ("state", "intermediate_states"):  # the oracle reads the states as they were before the call
+    for name in ("state", "intermediate_states", "checkpoints"):  # the oracle reads the states as they were before the call
         if name in before:
             call.states[name].copy_(before[name])
     truth = expected(call, torch.float64)

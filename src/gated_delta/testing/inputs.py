@@ -10,10 +10,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..problem import Gate, KVBuffer, Tokens
+from ..problem import CHECKPOINT_INTERVAL, Gate, KVBuffer, Tokens
 from .cases import Case
 
 LAYERS = 3
+CHECKPOINTS = 3  # of a sequence
 
 
 @dataclass
@@ -169,10 +170,28 @@ def _prefill_states(call: Call, rng: torch.Generator, device: torch.device, inac
     if "pool" in case.options:
         slots = [2 * n + 1 for n in reversed(range(N))]
         resumed = [(n + case.seed) % 2 == 0 for n in range(N)]  # a fresh sequence's slot still holds another's NaN
-        states["state"] = _pool(case, 2 * N + 1, [s for s, r in zip(slots, resumed, strict=True) if r], rng, device)
+        kept = CHECKPOINTS * N if case.uses("checkpoint_indices") else 0
+        states["state"] = _pool(case, 2 * N + 1 + kept, [s for s, r in zip(slots, resumed, strict=True) if r], rng, device)
         states["state_indices"] = _index(_masked(case, slots, inactive), case, "state_indices", device)
         states["has_initial_state"] = torch.tensor(resumed, device=device)
+    if "checkpoints" in case.options:
+        _prefill_checkpoints(case, states, device)
     call.states = states
+
+
+def _prefill_checkpoints(case: Case, states: dict[str, Any], device: torch.device) -> None:
+    """The initial state, the last that may be kept, and an entry that keeps none, in an order of each sequence's own."""
+    N, C, HV, D = len(case.lengths), CHECKPOINTS, case.heads[1], case.D
+    lens = [[0, length // CHECKPOINT_INTERVAL * CHECKPOINT_INTERVAL, -1] for length in case.lengths]
+    lens = [row[n % C :] + row[: n % C] for n, row in enumerate(lens, case.seed)]
+    states["checkpoint_lens"] = _index(lens, case, "checkpoint_lens", device)
+    if case.uses("checkpoint_indices"):
+        slots = [[2 * N + 1 + C * n + j for j in range(C)] for n in reversed(range(N))]
+        slots[0][1] = case.null_index
+        states["checkpoint_indices"] = _index(slots, case, "checkpoint_indices", device)
+    else:
+        storage = torch.full((N, C, HV, D * D + 24), math.nan, dtype=case.state_dtype, device=device)
+        states["checkpoints"] = storage[..., : D * D].unflatten(-1, (D, D))
 
 
 def _decode_states(call: Call, rng: torch.Generator, device: torch.device, inactive: int | None) -> None:

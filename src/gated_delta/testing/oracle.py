@@ -68,6 +68,9 @@ def _prefill(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]
     elif states["output_final_state"]:
         kept = call.case.state_dtype if states["initial_state"] is not None else torch.float32
         result["final_state"] = _blank(torch.zeros(N, HV, D, D, dtype=kept, device=zero.device), 1, dtype)
+    lens, places = states.get("checkpoint_lens"), states.get("checkpoint_indices")
+    if lens is not None and places is None:
+        result["checkpoints"] = _blank(states["checkpoints"], 2, dtype)
     slots = _rows(states["state_indices"], N)
     for n in range(N):
         if slots[n] <= call.case.null_index:
@@ -77,9 +80,18 @@ def _prefill(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]
             state = pool[slots[n]].to(dtype)
         elif states["initial_state"] is not None:
             state = states["initial_state"][n].to(dtype)
+        wanted = [] if lens is None else lens[n].tolist()
+        after_token = {0: state}
         for t, (o_t, after) in enumerate(recurrent(call.sequence(n), state, dtype)):
             _put(o, _at(call, n, t), o_t)
             state = after
+            if t + 1 in wanted:
+                after_token[t + 1] = state
+        for j, t in enumerate(wanted):
+            if t >= 0 and places is None:
+                _put(result["checkpoints"], (n, j), after_token[t])
+            elif t >= 0 and places is not None and int(places[n, j]) > call.case.null_index:
+                _put(result["state"], (int(places[n, j]),), after_token[t])
         if pool is not None:
             _put(result["state"], (slots[n],), state)
         elif "final_state" in result:

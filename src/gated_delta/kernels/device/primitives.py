@@ -128,6 +128,24 @@ def load_index(address, kind, absent):
     )
 
 
+def load_length(address, kind):
+    """An int32 or int64 number of tokens as 32 bits; negative where it is, or where 31 bits do not hold it."""
+    return cute.arch.inline_ptx(
+        """{
+        .reg .pred is_64, wide;
+        .reg .b32 low, high;
+        setp.eq.s32 is_64, {$r1}, 2;
+        mov.b32 high, 0;
+        ld.global.b32 low, [{$r0}];
+        @is_64 ld.global.b32 high, [{$r0} + 4];
+        setp.ne.s32 wide, high, 0;
+        selp.b32 {$w0}, -1, low, wide;
+        }""",
+        write_only_types=[Int32],
+        read_only_args=[address, kind],
+    )
+
+
 def load_scalar(address, kind):
     """One number of a run-time dtype (BF16, FP16, FP32) as fp32; 0 where kind is ABSENT."""
     return cute.arch.inline_ptx(
