@@ -11,6 +11,7 @@ import torch
 import test_cula
 import test_fla
 import test_flashinfer
+from adapters import refusals, refused
 from calls import call
 from gated_delta import UnsupportedProblem, prefill
 from gated_delta.integrations import cula, fla, flashinfer
@@ -44,7 +45,10 @@ def reasons_in_the_code(adapter) -> set[str]:
 @pytest.mark.parametrize("library", ADAPTERS)
 def test_each_refusal_is_on_the_page_with_its_reason(library):
     adapter, tests = ADAPTERS[library]
-    errors = [tests.refused(*case, UnsupportedProblem) for case in tests.UNSUPPORTED]
+    cases = [row for row in refusals(tests.REFUSED) if row[2] is UnsupportedProblem]
+    function = next(iter(tests.CALLS))
+    cases.append((function, dict(q=tests.valid(function)["q"].requires_grad_()), UnsupportedProblem, "backward"))
+    errors = [refused(getattr(adapter, name), tests.valid(name) | changes, *error) for name, changes, *error in cases]
     raised = {reason for error in errors for reason in error.missing}
     page, code = reasons_on_the_page(library), reasons_in_the_code(adapter)
     assert len(page) >= len(code) >= 4

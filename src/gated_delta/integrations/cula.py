@@ -251,11 +251,11 @@ def kda_decode_mtp(
     softplus = (softplus_beta, softplus_threshold)
     qk_l2norm = use_qk_l2norm_in_kernel
     tokens = _tokens(A_log, dt_bias, q, k, v, a, b, initial_state_indices, scale, qk_l2norm, *softplus, lower_bound)
-    state = tensor("initial_state_source", initial_state_source)
+    state = tensor("initial_state_source", initial_state_source, STATE_DTYPES)
     if _k_first(state_layout):
         _refuse(_K_FIRST, not disable_state_update)
         _refuse("states after each token beside state_layout='kv'", intermediate_states_buffer is not None)
-        check_writes(dict(out=out), dict(initial_state_source=state))
+        check_writes(dict(out=out), dict(initial_state_source=state, initial_state_indices=initial_state_indices))
         state, tokens["state_indices"] = _transposed(state, tokens["state_indices"], [v.shape[2], q.shape[3], v.shape[3]], q)
     if intermediate_states_buffer is not None:
         want, got = [*v.shape, q.shape[3]], list(tensor("intermediate_states_buffer", intermediate_states_buffer).shape)
@@ -347,7 +347,7 @@ def kda_flush_kvbuffer(
 
 def kda_flush_kvbuffer_all_layers(
     initial_state_source: Tensor,
-    initial_state_indices: Tensor,
+    initial_state_indices: Tensor | None,
     d_buffer: Tensor,
     k_buffer: Tensor,
     g_buffer: Tensor,

@@ -30,7 +30,20 @@ from torch import Tensor
 
 from .. import Gate, decode, prefill
 from ..problem import INDEX_DTYPES, INPUT_DTYPES, MAX_DRAFT, STATE_DTYPES, integer
-from .checks import check_writes, copy_target, floating, gather, own_slots, rank, refuse, same, sequence_slots, sequences, tensor
+from .checks import (
+    check_writes,
+    copy_target,
+    floating,
+    gather,
+    on_device,
+    own_slots,
+    rank,
+    refuse,
+    same,
+    sequence_slots,
+    sequences,
+    tensor,
+)
 
 __all__ = ["chunk_gated_delta_rule", "gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp", "recurrent_kda"]
 
@@ -408,7 +421,7 @@ def recurrent_kda(
         sequence_slots("initial_state_indices", initial_state_indices, N, q.device)
     if initial_state_source is None or initial_state_indices is None:
         arguments = dict(state=initial_state, state_indices=slots, num_accepted=num_accepted_tokens)
-    elif same(initial_state_source, initial_state):
+    elif same(tensor("initial_state_source", initial_state_source), initial_state):
         if slots is None:
             slots = torch.arange(N, device=q.device)
         if slots.ndim == 2:
@@ -449,6 +462,7 @@ def _token_slots(writes: Tensor, reads: Tensor, N: int, T: int) -> dict[str, Ten
     """State after token t to slot writes[n, t], from slot reads[n]: one more column, which is read and which no token writes."""
     if list(tensor("ssm_state_indices", writes, INDEX_DTYPES).shape) != [N, T]:
         raise ValueError(f"ssm_state_indices: expected a slot for each token, [{N}, {T}], got {list(writes.shape)}")
+    on_device("ssm_state_indices", writes, reads.device)
     return dict(state_indices=torch.cat([writes, reads[:, None]], 1), num_accepted=reads.new_full((N,), T + 1))
 
 
