@@ -33,7 +33,7 @@ test-oldest:
 	$(OLDEST)/bin/gated-delta info
 	$(OLDEST)/bin/gated-delta compile --out $(OLDEST)/pack --filter decode --limit 1
 	$(OLDEST)/bin/pytest -n 2 tests/test_problem.py tests/test_library.py tests/test_cli.py tests/test_compile.py \
-		-k "(test_problem or test_library or one_line or json or compiled_once or damaged or switches) and not plot and not picture"
+		-k "test_problem or test_library or one_line or json or compiled_once or damaged or switches"
 
 lint: $(READY)
 	$(BIN)/ruff check .

@@ -40,7 +40,7 @@ class Group(NamedTuple):
 
     @staticmethod
     def of(some: Iterable[Cell], ratio: Callable[[Cell], float]) -> Group:
-        found = [(ratio(cell), cell.get("label") or f"{cell['series']} B={cell['sequences']}") for cell in some]
+        found = [(ratio(cell), cell["label"]) for cell in some]
         return Group([x for x, _ in found], min(found)[1])
 
     @property
@@ -74,7 +74,8 @@ def decode() -> dict[str, Group]:
 def verify(*peers: str) -> dict[str, Group]:
     made: dict[str, list[Cell]] = {}
     for cell in cells("speculate"):
-        made.setdefault(cell["family"], []).append(cell)
+        if cell["peers"]:
+            made.setdefault(cell["family"], []).append(cell)
     return {f"verify and flush, {family} states": Group.of(some, against(*peers)) for family, some in made.items()}
 
 
@@ -83,7 +84,7 @@ def prefill(which: str) -> dict[str, Group]:
     kinds = [("GDN", "gdn", ("fast", "slow")), ("KDA, slow gates", "kda", ("slow",)), ("KDA, fast gates", "kda", ("fast",))]
     return {
         f"prefill, {name}": Group.of(
-            (c for c in cells("prefill") if c["model"] == model and c["gates"] in gates), lambda cell: cell[which]
+            (c for c in cells("prefill") if c["model"] == model and c["facts"]["gates"] in gates), lambda cell: cell[which]
         )
         for name, model, gates in kinds
     }
@@ -115,8 +116,8 @@ def verify_page() -> str:
     best, sglang, cached = verify("sglang", "flashinfer"), verify("sglang"), verify("cached")
     memory: dict[str, float] = {}
     for cell in cells("speculate"):
-        if cell["tokens"] == 4:
-            memory[f"verify and flush, {cell['family']} states"] = cell["memory_ratio"]
+        if cell["peers"] and cell["tokens"] == 4:
+            memory[f"verify and flush, {cell['family']} states"] = cell["facts"]["memory_ratio"]
     rows = {
         name: [
             *best[name].columns,

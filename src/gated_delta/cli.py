@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
-import json
 import math
 import os
 import platform
@@ -13,14 +11,11 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import torch
 import typer
-from rich.console import Console
 from rich.table import Table
 from typer.core import TyperGroup
 
@@ -34,7 +29,6 @@ from .options import (
     Arch,
     Backend,
     BackendOption,
-    BenchOp,
     DeviceOption,
     FileArgument,
     FilterOption,
@@ -43,20 +37,16 @@ from .options import (
     LimitOption,
     Model,
     Op,
-    PlotOption,
     Precision,
     head_counts,
     ints,
-    plot_target,
-    some_of,
 )
 from .options import device_option as _device
 from .pack import build_all
-from .problem import UnsupportedProblem
-from .results import PACKAGES, Refusal, Report, console, document, errors, first_line, make_table, one_line, same_file, tracked
+from .problem import MAX_DRAFT, UnsupportedProblem
+from .results import PACKAGES, Refusal, Report, console, document, first_line, make_table, one_line, same_file, tracked
 
 if TYPE_CHECKING:
-    from .bench import Agenda, Outcome
     from .testing import Case
 
 
@@ -271,7 +261,7 @@ def _judged(case: Case, backend: str, device: torch.device) -> dict[str, Any]:
 def bench(
     context: typer.Context,
     file: FileArgument = None,
-    op: Annotated[BenchOp, typer.Option(help="Operation to time; speculate, on a GPU: verify and flush.")] = BenchOp.decode,
+    op: Annotated[Op, typer.Option(help="Operation to time.")] = Op.decode,
     model: Annotated[list[Model] | None, typer.Option(help="gdn or kda; may be repeated, both when not given.")] = None,
     batch: Annotated[str, typer.Option(help="Numbers of sequences, e.g. 1,8,64.")] = "1,8",
     tokens: Annotated[str, typer.Option(help="Tokens per sequence, e.g. 1,4; 4096 for a prefill when not given.")] = "",
@@ -282,76 +272,26 @@ def bench(
     state_dtype: Annotated[Precision, typer.Option(help="State: fp32 or bf16.")] = Precision.fp32,
     backend: BackendOption = Backend.auto,
     token_loop: Annotated[bool, typer.Option("--token-loop", help="Prefill: time the token recurrence too, in turns.")] = False,
-    grid: Annotated[
-        bool, typer.Option("--grid", help="On a GPU: a fixed grid, narrowed by the options given; always for speculate.")
-    ] = False,
-    peers: Annotated[
-        str,
-        typer.Option(
-            help="The grid beside these: flashinfer,sglang,fla; speculate: no fla; "
-            "prefill, in parts that benchmarks/results/prefill.json or FILE gathers: fla,flashinfer,cudnn,cudnn_cute,flashqla.",
-            show_default=False,
-        ),
-    ] = "",
-    gates: Annotated[
-        str, typer.Option(help="Prefill's grid: fast,slow, how the gates forget; both when not given.", show_default=False)
-    ] = "",
-    shapes: Annotated[
-        str, typer.Option(help="Prefill's grid: e.g. 1x8192,8x1024,10-skewed-4096; all when not given.", show_default=False)
-    ] = "",
     as_json: JsonOption = False,
-    plot_file: PlotOption = None,
     device: DeviceOption = "auto",
 ) -> None:
-    """Time an operation; a case that fails its check is not timed."""
+    """Time an operation beside a copy of as many bytes, and what a call costs the host; what fails its check is not timed."""
     from . import bench as timing
 
     where = _device(device)
     H, HV = head_counts(heads)
-    plot_target(plot_file)
-    if file is not None and plot_file is not None and same_file(file, plot_file):
-        raise typer.BadParameter("expected another file than that of --json", param_hint="--plot")
     if state_dtype is Precision.fp16:
         raise typer.BadParameter("a state is fp32 or bf16", param_hint="--state-dtype")
-    if token_loop and op is not BenchOp.prefill:
+    if token_loop and op is not Op.prefill:
         raise typer.BadParameter("only a prefill has a token loop to compare with", param_hint="--token-loop")
-    if grid or peers or gates or shapes or op is BenchOp.speculate:
-        sources = {name: context.get_parameter_source(name) for name in context.params}
-        given = {name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"}
-        if fixed := given & {"dim", "gate", "dtype", "token_loop"}:
-            raise typer.BadParameter("the grid settles it", param_hint=f"--{min(fixed).replace('_', '-')}")
-        if op.value not in timing.AGENDAS or backend is Backend.reference or where.type != "cuda":
-            raise typer.BadParameter(
-                f"grids time the CuTe backend's {' or '.join(timing.AGENDAS)} on a CUDA device, "
-                f"got {op.value}, {backend.value}, {where}",
-                param_hint="--peers" if peers else "--grid" if grid else "--op",
-            )
-        options: dict[str, tuple[str, list[Any]]] = {
-            # option: what it is of a cell, the values given
-            "--model": ("model", [m.value for m in model or ()]),
-            "--heads": ("heads", [(H, HV)] if "heads" in given else []),
-            "--state-dtype": ("state_dtype", [state_dtype.dtype] if "state_dtype" in given else []),
-            "--tokens": ("tokens", ints(tokens, "--tokens", MAX_TOKENS) if tokens else []),
-            "--batch": ("sequences", ints(batch, "--batch", MAX_SEQUENCES) if "batch" in given else []),
-            "--gates": ("gates", some_of(timing.SPEEDS, gates, "--gates")),
-            "--shapes": ("shape", some_of(timing.SHAPES, shapes, "--shapes")),
-        }
-        wanted = {name: values for name, values in options.values() if values}
-        for option, (name, _) in options.items():
-            if name in wanted and not hasattr(timing.AGENDAS[op.value]().grid[0], name):
-                raise typer.BadParameter(f"the grid of {op.value} settles it", param_hint=option)
-        agenda = timing.AGENDAS[op.value](**wanted)
-        if agenda.results is not None and not as_json:
-            as_json, file = True, agenda.results
-        kept = _kept(file, agenda) if agenda.results is not None and file is not None and file.exists() else []
-        _bench_grid(agenda, peers, where, errors if as_json and file is None else console, file, as_json, plot_file, kept)
-        return
-    lengths = ints(tokens or ("4096" if op is BenchOp.prefill else "1"), "--tokens", MAX_TOKENS)
-    if op is not BenchOp.prefill and max(lengths) > 16:
-        raise typer.BadParameter(f"{op.value} takes at most 16 tokens a sequence, got {max(lengths)}", param_hint="--tokens")
+    lengths = ints(tokens or ("4096" if op is Op.prefill else "1"), "--tokens", MAX_TOKENS)
+    if op is not Op.prefill and max(lengths) > MAX_DRAFT:
+        raise typer.BadParameter(
+            f"{op.value} takes at most {MAX_DRAFT} tokens a sequence, got {max(lengths)}", param_hint="--tokens"
+        )
     axes = {"gdn": "head", "kda": "channel"}
     chosen = [
-        timing.bench_case(op.value, axes[m.value], (H, HV), dim, gate.value, N, T, dtype.dtype, state_dtype.dtype)
+        timing.bench_case(op.value, axes[m.value], (H, HV), dim, gate.value, (T,) * N, dtype.dtype, state_dtype.dtype)
         for m in model or list(Model)
         for N in ints(batch, "--batch", MAX_SEQUENCES)
         for T in lengths
@@ -366,114 +306,19 @@ def bench(
         except UnsupportedProblem as problem:
             raise typer.BadParameter(one_line(problem), param_hint="--backend") from None
     report = Report("bench", as_json, file)
-    records = []
-    done: list[timing.Timing] = []
+    records: list[dict[str, Any]] = []
     with report.measuring():
-        bandwidth = timing.copy_bandwidth(where)
         for case in tracked(chosen, f"{op.value} on {where}"):
             try:
-                taken = timing.time_case(case, backend.value, where, bandwidth, token_loop=token_loop)
-                failure = "fails its check, not timed"
+                records.append(timing.time_case(case, backend.value, where, token_loop))
             except Exception as problem:  # out of memory, above all; the others' times are not lost for it
-                taken, failure = None, first_line(problem)
-            if taken is None:
-                records.append(dict(label=case.label, status="failed", reason=failure))
-                report.say(f"{failure}: {case.label}")
-            else:
-                records.append(dict(taken.record(), status="timed"))
-                done.append(taken)
+                records.append(dict(label=case.label, status="failed", reason=first_line(problem)))
+            if records[-1]["status"] == "failed":
+                report.say(f"{records[-1]['reason']}: {case.label}")
     report.write(document(context, records, where, complete=not report.interrupted))
-    if done:
-        report.show(timing.table(op.value, done))
-        _plot(report, plot_file, lambda picture: timing.plot(done, picture))
-    report.leave(len(records) > len(done))
-
-
-def _plot(report: Report, file: Path | None, draw: Callable[[Path], None]) -> None:
-    if file is None:
-        return
-    try:
-        draw(file)
-    except Exception as problem:  # matplotlib's own, too
-        report.lose(str(file), problem)
-    else:
-        report.show(f"wrote {file}")
-
-
-def _kept(file: Path, agenda: Agenda) -> list[Outcome]:
-    """What earlier runs over parts of the grid left there."""
-    from . import bench as timing
-
-    try:
-        return timing.restored(json.loads(file.read_text()), agenda.grid)
-    except (ValueError, KeyError, TypeError):
-        raise typer.BadParameter(f"{file} holds nothing that results can be added to", param_hint="FILE") from None
-
-
-def _bench_grid(
-    agenda: Agenda,
-    peers: str,
-    device: torch.device,
-    tables: Console,
-    file: Path | None,
-    as_json: bool,
-    plot_file: Path | None,
-    kept: Sequence[Outcome] = (),
-) -> None:
-    from . import bench as timing
-
-    if not agenda.cells:
-        raise typer.BadParameter("no cell of the grid has all the values given", param_hint="--grid")
-    asked = some_of(agenda.peers, peers, "--peers")
-    for target in (file, plot_file):
-        if target is not None:
-            with contextlib.suppress(OSError):  # what comes of it is checked next
-                target.parent.mkdir(parents=True, exist_ok=True)
-    report = Report("grid", as_json, file, tables)
-    rivals = {**agenda.baselines, **{form: peer for name in asked for form, peer in agenda.peers[name].forms.items()}}
-    outcomes: list[timing.Outcome] = []
-    run: dict[str, Any] = {}
-    failed = 0
-    with report.measuring(), torch.cuda.device(device):
-        contest = timing.Contest(
-            rivals,
-            device,
-            report.say,
-            capture=partial(timing.capture, passes=agenda.passes),
-            eager=timing.eager if agenda.eager else None,
-            facts=timing.run_facts(device, rivals, agenda.facts(device)),
-        )
-        run = contest.run
-        right = []
-        for one in tracked([*agenda.cells, *agenda.probes], "checking"):
-            if wrong := contest.check(one):
-                failed += 1
-                report.say(f"fails its check, not timed: {one}: {'; '.join(wrong)}")
-            else:
-                right.append(one)
-        for one in tracked(right, "timing"):
-            if isinstance(one, timing.Cell):
-                outcomes.append(contest.measure(one))
-            else:
-                found = contest.probe(one)
-                run.setdefault(one.name, []).append(found)
-            report.keep(timing.record(timing.merged(kept, outcomes, agenda.grid), run))
-        if outcomes and not agenda.eager:
-            smallest = min((o.cell for o in outcomes), key=lambda cell: cell.bytes)
-            run |= dict(host_us=contest.host(smallest), host_us_of=smallest.label)
-    everything = timing.merged(kept, outcomes, agenda.grid)
-    if outcomes or not report.interrupted:
-        report.write(timing.record(everything, run))
-        report.show(*timing.tables(outcomes), *timing.summary_tables(everything))
-    for name in dict.fromkeys(probe.name for probe in agenda.probes if probe.name in run):
-        report.show(timing.probe_table(name, run[name]))
-    for fact in ("gemm_tflops", "kernels", "host_us", "host_us_of"):
-        if fact in run:
-            report.show(f"{fact.replace('_', ' ')}: {run[fact]}")
-    if everything:
-        title = ", ".join(dict.fromkeys(o.run["device"] for o in everything))
-        _plot(report, plot_file, lambda picture: timing.plot_outcomes(everything, title, picture))
-    report.leave(failed > 0)
+    if timed := [record for record in records if record["status"] == "timed"]:
+        report.show(timing.table(op.value, timed))
+    report.leave(len(records) > len(timed))
 
 
 @app.command()

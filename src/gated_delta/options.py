@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -10,22 +9,12 @@ from typing import Annotated
 import torch
 import typer
 
-from .results import check_target
-
 
 class Op(str, Enum):
     prefill = "prefill"
     decode = "decode"
     verify = "verify"
     flush = "flush"
-
-
-class BenchOp(str, Enum):
-    prefill = "prefill"
-    decode = "decode"
-    verify = "verify"
-    flush = "flush"
-    speculate = "speculate"
 
 
 class Backend(str, Enum):
@@ -106,32 +95,8 @@ def head_counts(text: str) -> tuple[int, int]:
     return H, HV
 
 
-def some_of(known: Collection[str], text: str, what: str) -> list[str]:
-    names = [name.strip() for name in text.split(",")] if text else []
-    if unknown := [name for name in names if name not in known]:
-        raise typer.BadParameter(f"expected some of {','.join(known)}, got {','.join(unknown)}", param_hint=what)
-    return names
-
-
-def plot_target(file: Path | None) -> Path | None:
-    """Raises BadParameter unless matplotlib is there and knows the file's kind of picture."""
-    if file is None:
-        return None
-    try:
-        from matplotlib.backend_bases import FigureCanvasBase
-    except ImportError:
-        raise typer.BadParameter("needs matplotlib: pip install 'gated-delta[plot]'", param_hint="--plot") from None
-    known = FigureCanvasBase.get_supported_filetypes()
-    if file.suffix[1:].lower() not in known:
-        raise typer.BadParameter(f"expected a file ending in .{', .'.join(known)}, got {str(file)!r}", param_hint="--plot")
-    return check_target(file, "--plot")
-
-
 JsonOption = Annotated[bool, typer.Option("--json", help="Give the results as JSON: to FILE, or else to the standard output.")]
 FileArgument = Annotated[Path | None, typer.Argument(dir_okay=False, writable=True, help="File for --json.", show_default=False)]
-PlotOption = Annotated[
-    Path | None, typer.Option("--plot", dir_okay=False, writable=True, help="Write a picture of the timings to this file.")
-]
 DeviceOption = Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda; a GPU when there is one.")]
 BackendOption = Annotated[Backend, typer.Option(help="Which backend to run.")]
 FilterOption = Annotated[str, typer.Option(help="Only those whose label contains this text.")]

@@ -79,7 +79,7 @@ def versions() -> dict[str, str | None]:
 def document(
     context: typer.Context, results: Sequence[Mapping[str, Any]], device: torch.device | None = None, complete: bool = True
 ) -> dict[str, Any]:
-    """What `--json` writes, of the same shape for check, compile and bench (its grids have a form of their own, for merging).
+    """What `--json` writes, of the same shape for check, compile and bench.
 
     command; complete: False when Ctrl-C ended it; versions; device: None where none is used; arguments: all options, defaults too;
     results: one record for each case or kernel, in order. Every record has label and status.
@@ -149,18 +149,16 @@ def _kind(file: Path) -> str | None:
         content = json.loads(file.read_text())
     except (ValueError, RecursionError):
         return None
-    if not isinstance(content, dict):
-        return None
-    return "grid" if {"runs", "cells"} <= set(content) else content.get("command")
+    return content.get("command") if isinstance(content, dict) else None
 
 
 class Report:
-    """Where results go. kind: the command, or "grid"; what other kinds or other programs wrote is not overwritten.
+    """Where results go. kind: the command, as the JSON has it; what other commands or other programs wrote is not overwritten.
 
     First `measuring`, then `write` and `show`, then `leave`: a reader that closes its pipe ends what comes after it.
     """
 
-    def __init__(self, kind: str, as_json: bool, file: Path | None, tables: Console | None = None):
+    def __init__(self, kind: str, as_json: bool, file: Path | None):
         if file is not None and not as_json:
             raise typer.BadParameter(f"unexpected without --json: {file}", param_hint="FILE")
         if file is not None:
@@ -178,7 +176,7 @@ class Report:
         self._armed = False
         self._before: Any = None  # what Ctrl-C did before
         # Beside JSON on the standard output tables would spoil it.
-        self._tables = tables or (errors if as_json and file is None else console)
+        self._tables = errors if as_json and file is None else console
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
@@ -256,10 +254,6 @@ class Report:
         if code := 130 if self.interrupted else 2 if self._lost else int(failed):
             raise typer.Exit(code)
 
-    def lose(self, what: str, problem: Exception) -> None:
-        """A file beside the JSON could not be written."""
-        self._lose(f"cannot write {what!r}: {getattr(problem, 'strerror', None) or one_line(problem)}")
-
     def _lose(self, line: str) -> None:
         self._lost = True
         self.say(line)
@@ -275,7 +269,16 @@ class Report:
 
 
 def _text(content: Mapping[str, Any]) -> str:
-    return json.dumps(_finite(content), indent=1, default=str, allow_nan=False) + "\n"
+    """JSON with one entry of a list, such as a result, a line."""
+
+    def dumps(x: Any) -> str:
+        return json.dumps(x, default=str, allow_nan=False)
+
+    parts = []
+    for key, value in _finite(content).items():
+        entries = ",\n".join(f"  {dumps(entry)}" for entry in value) if isinstance(value, list) else ""
+        parts.append(f" {dumps(key)}: " + (f"[\n{entries}\n ]" if entries else dumps(value)))
+    return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _finite(x: Any) -> Any:

@@ -84,7 +84,7 @@ def _raw_gate(case: Case, shape: tuple[int, ...], rng: torch.Generator) -> tuple
 def _tokens(case: Case, rng: torch.Generator, device: torch.device | str, inactive: int | None) -> Tokens:
     (H, HV), D, N = case.heads, case.D, len(case.lengths)
     total = sum(case.lengths)
-    spare = 3 if case.packed else 0  # packed rows past the last sequence belong to nobody
+    spare = 3 if case.packed else 0  # packed rows past the last sequence belong to none
     lead = (1, total + spare) if case.packed else (N, case.lengths[0])
     q = torch.randn(*lead, H, D, generator=rng)
     k = torch.randn(*lead, H, D, generator=rng)
@@ -106,7 +106,7 @@ def _tokens(case: Case, rng: torch.Generator, device: torch.device | str, inacti
 
     def finished(x: Tensor, dtype: torch.dtype) -> Tensor:
         x = x.to(dtype)
-        if inactive is not None:  # nothing of an inactive sequence may reach anybody
+        if inactive is not None:  # nothing of an inactive sequence may reach another
             x[(slice(None), dead) if dead else (inactive,)] = math.nan
         if spare:
             x[:, total:] = math.nan
@@ -210,7 +210,7 @@ def _decode_states(call: Call, rng: torch.Generator, device: torch.device, inact
         states["state"] = _pool(case, N * width + 2, [rows[n][reads[n]] for n in range(N)], rng, device)
         rows = [[case.null_index] * width if n == inactive else row for n, row in enumerate(rows)]
         if width > 1 and inactive != 0 and reads[0] != width - 1:
-            rows[0][width - 1] = case.null_index  # a token whose state nobody wants
+            rows[0][width - 1] = case.null_index  # a token whose state is not kept
         states["state_indices"] = _index(rows, case, "state_indices", device)
         states["num_accepted"] = _index(accepted, case, "num_accepted", device) if given else None
     elif case.uses("state_indices"):

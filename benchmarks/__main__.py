@@ -1,0 +1,116 @@
+"""python -m benchmarks: measure, plot."""
+
+from __future__ import annotations
+
+import re
+from enum import Enum
+from pathlib import Path
+from typing import Annotated, Any
+
+import torch
+import typer
+
+from gated_delta.cli import Commands
+from gated_delta.options import DeviceOption, device_option
+from gated_delta.results import Report, make_table, tracked
+
+from .cells import CELLS
+from .measure import Runner, run_facts
+from .peers import OWN, PEERS
+from .plot import draw
+from .record import RESULTS, Record, merged, read, summary
+
+
+class Op(str, Enum):
+    decode = "decode"
+    prefill = "prefill"
+    speculate = "speculate"
+
+
+app = typer.Typer(cls=Commands, help="Our kernels against their peers, on one CUDA device.", pretty_exceptions_enable=False)
+
+
+@app.command()
+def measure(
+    op: Annotated[Op, typer.Argument(help="speculate: verify and flush.")],
+    file: Annotated[
+        Path | None, typer.Argument(help="JSON; what it holds of other cells stays. benchmarks/results/OP.json")
+    ] = None,
+    peers: Annotated[str, typer.Option(help="Such as fla,flashinfer; all of the operation's that are installed.")] = "",
+    filter: Annotated[str, typer.Option(help="Only cells with this regular expression in their labels: 'KDA 32/32 .* B=8$'.")] = "",
+    device: DeviceOption = "auto",
+) -> None:
+    """Check and time cells beside a copy and the peers; each is written as soon as it is measured."""
+    where, cells, known = device_option(device), CELLS[op.value], PEERS[op.value]
+    if where.type != "cuda":
+        raise typer.BadParameter(f"expected a CUDA device, got {where}", param_hint="--device")
+    try:
+        chosen = [cell for cell in cells.values() if re.search(filter, cell.label)]
+    except re.error as problem:
+        raise typer.BadParameter(f"expected a regular expression, got {filter!r}: {problem}", param_hint="--filter") from None
+    if not chosen:
+        raise typer.BadParameter(f"no cell of {op.value} matches {filter!r}; one is {next(iter(cells))!r}", param_hint="--filter")
+    names = peers.split(",") if peers else [name for name, peer in known.items() if peer.version]
+    if unknown := [name for name in names if name not in known]:
+        raise typer.BadParameter(f"expected some of {','.join(known)}, got {','.join(unknown)}", param_hint="--peers")
+    asked = (OWN if op is Op.speculate else {}) | {name: known[name] for name in names}
+    file = file or RESULTS / f"{op.value}.json"
+    command = f"benchmarks {op.value}"
+    report = Report(command, True, file)
+    before: dict[str, Any] = {}
+    if file.exists() and file.stat().st_size:
+        try:
+            before = read(file)
+        except ValueError as problem:
+            raise typer.BadParameter(str(problem), param_hint="FILE") from None
+    done: list[Record] = []
+    content: dict[str, Any] = {}
+    failed = 0
+    with report.measuring(), torch.cuda.device(where):
+        run = run_facts(where, {name: peer.version for name, peer in asked.items()})
+        prepare = {form: made for name, peer in asked.items() for form, made in peer.forms(name).items()}
+        runner, right = Runner(prepare, where, run, report.say), []
+        for cell in tracked(chosen, "checking"):
+            if wrong := runner.check(cell):
+                failed += 1
+                report.say(f"fails its check, not timed: {cell.label}: {'; '.join(wrong)}")
+            else:
+                right.append(cell)
+        smallest = min((cell for cell in right if cell.compared), key=lambda cell: cell.bytes, default=None)
+        for cell in tracked(right, "timing"):
+            done.append(runner.measure(cell, host=cell is smallest))
+            content = dict(command=command, **merged(before, done, run, cells))
+            report.keep(content)
+            report.say(line(done[-1]))
+    if done:
+        report.write(content)
+        table = make_table(
+            "peer / ours, of every cell in the file", *("family", "peer", "cells", "geomean", "least", "at", "behind")
+        )
+        for row in summary(content["cells"]):
+            table.add_row(*row)
+        report.show(table)
+    report.leave(failed > 0)
+
+
+def line(record: Record) -> str:
+    """A cell's times in words."""
+    peers = {name: peer["us"] for name, peer in record["peers"].items()}
+    times = {"ours": record["us"], **record["parts"], "copy": record["copy_us"], **peers}
+    return f"{record['label']}, us: " + ", ".join(f"{name} {us:.2f}" for name, us in times.items() if us is not None)
+
+
+@app.command()
+def plot(files: Annotated[list[Path] | None, typer.Argument(help="JSON of `measure`; benchmarks/results/*.json")] = None) -> None:
+    """Draw times and ratios of every series, into a PNG beside each file."""
+    for file in files or sorted(RESULTS.glob("*.json")):
+        try:
+            content = read(file)
+        except (OSError, ValueError) as problem:
+            raise typer.BadParameter(str(problem), param_hint="FILES") from None
+        draw(content, file.with_suffix(".png"))
+        typer.echo(f"wrote {file.with_suffix('.png')}")
+
+
+if __name__ == "__main__":
+    app()

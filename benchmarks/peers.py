@@ -1,0 +1,347 @@
+"""How each peer makes the same call: an adapter for every peer and operation, and the registry of them all.
+
+The peers' names for things live here alone. Nothing of a peer is imported before a cell is prepared, and each may refuse a cell. A
+peer gets what it takes at its best: tensors allocated beforehand, states in the layout of its choice, its own fused gate.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from gated_delta import compile
+
+from .cells import BOUND, FP32, Call, Cell, D, Drafts, Pooled, Prompts, cu_seqlens
+from .record import CACHED, RAW
+
+
+class NotOffered(Exception):
+    """The peer has nothing for this cell; the message says why."""
+
+
+Prepare = Callable[[Cell, Any], Call]
+"""From a cell and one set of its buffers to a call: everything but the call itself."""
+
+
+@dataclass(frozen=True)
+class Peer:
+    """raw: as prepare, but what prepare makes of our inputs is made in every call; None for a peer that takes them as they are."""
+
+    package: str
+    prepare: Prepare
+    raw: Prepare | None = None
+
+    def forms(self, name: str) -> dict[str, Prepare]:
+        """What of the peer is timed, by name."""
+        return {name: self.prepare} if self.raw is None else {name: self.prepare, name + RAW: self.raw}
+
+    @property
+    def version(self) -> str | None:
+        """The installed package's version; SGLang's kernel may be a lone file, named by its digest."""
+        return compile.installed(self.package) or (digest(KERNEL) if self.package == "sglang" else None)
+
+
+def function(module: str, name: str) -> Any:
+    return getattr(importlib.import_module(module), name)
+
+
+# ------------------------------------------------------------------------------------------------ decode
+
+INSIDE = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True, output_final_state=True)
+
+
+def packed(x: Tensor) -> Tensor:
+    """[B, T, ...] -> [1, B * T, ...], the same memory."""
+    return x.view(1, -1, *x.shape[2:])
+
+
+def flashinfer_decode(cell: Cell, b: Pooled) -> Call:
+    if cell.model == "kda":
+        return _flashinfer_kda(cell, b)
+    decode = function("flashinfer.gdn_decode", "gated_delta_rule_decode_pretranspose")
+    options: dict[str, Any] = dict(scale=D**-0.5, output=b.blank(), use_qk_l2norm=True)
+    options |= dict(initial_state=b.state, initial_state_indices=b.state_indices)
+    if b.intermediate_states is not None:
+        options |= dict(intermediate_states_buffer=b.intermediate_states, disable_state_update=True)
+    return lambda: (decode(b.q, b.k, b.v, None, b.gate.A_log, b.g, b.gate.dt_bias, b.beta, **options)[0], b.written)
+
+
+def _flashinfer_kda(cell: Cell, b: Pooled) -> Call:
+    if cell.state_dtype == FP32:
+        raise NotOffered("recurrent_kda takes no fp32 state")
+    # This entry and not flashinfer.recurrent_kda, which also looks whether the packed batch might be a prefill.
+    decode = function("flashinfer.kda_decode", "recurrent_kda")
+    tokens = [packed(x) for x in (b.q, b.k, b.v, b.g, b.beta)]
+    options: dict[str, Any] = dict(A_log=b.gate.A_log, dt_bias=b.gate.dt_bias.view(-1), lower_bound=BOUND, scale=D**-0.5)
+    options |= dict(use_gate_in_kernel=True, beta_is_logit=True, output=packed(b.blank()))
+    options |= dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int32, b.q.device))
+    if b.intermediate_states is None:
+        options |= dict(initial_state=b.state, ssm_state_indices=b.state_indices)
+    else:
+        # Its form of speculative decoding: one slot a token in a pool of their own, read from another pool.
+        slots = torch.arange(cell.sequences * cell.T, dtype=torch.int32, device=b.q.device).view(-1, cell.T)
+        options |= dict(initial_state=b.intermediate_states.flatten(0, 1), ssm_state_indices=slots)
+        options |= dict(initial_state_source=b.state, initial_state_indices=b.state_indices, num_spec_tokens=cell.T - 1)
+    return lambda: (decode(*tokens, **options)[0], b.written)
+
+
+def sglang_decode(cell: Cell, b: Pooled) -> Call:
+    decode, kda = sglang(KERNEL), cell.model == "kda"
+    g, beta = (x.view(cell.sequences * cell.T, -1) for x in (b.g, b.beta))
+    options: dict[str, Any] = dict(softplus_beta=1.0, softplus_threshold=20.0, scale=D**-0.5, use_qk_l2norm_in_kernel=True)
+    options |= dict(q=packed(b.q), k=packed(b.k), v=packed(b.v), a=g, b=beta, A_log=b.gate.A_log, dt_bias=b.gate.dt_bias)
+    options |= dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int32, b.q.device), is_kda=kda, lower_bound=BOUND if kda else None)
+    options |= dict(initial_state_source=b.state, initial_state_indices=b.state_indices)
+    if b.intermediate_states is not None:
+        rows = torch.arange(cell.sequences, dtype=torch.int32, device=b.q.device)
+        options |= dict(intermediate_states_buffer=b.intermediate_states, intermediate_state_indices=rows)
+        options |= dict(cache_steps=cell.T, disable_state_update=True)
+    return lambda: (decode(**options), b.written)
+
+
+def fla_decode(cell: Cell, b: Pooled) -> Call:
+    """FLA has no pool: it gets the states gathered beforehand, and writes new ones, in fp32 always."""
+    if cell.T > 1:
+        raise NotOffered("fused_recurrent returns the final state alone, no intermediate ones")
+    options: dict[str, Any] = dict(INSIDE, A_log=b.gate.A_log, dt_bias=b.gate.dt_bias, scale=D**-0.5, state_v_first=True)
+    if cell.model == "gdn":
+        decode = function("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")
+    else:
+        decode, options["lower_bound"] = function("fla.ops.kda", "fused_recurrent_kda"), BOUND
+    states = b.state[b.state_indices.long()]
+    return lambda: decode(b.q, b.k, b.v, b.g, beta=b.beta, initial_state=states, **options)
+
+
+# ------------------------------------------------------------------------------------------------ SGLang's files
+
+File = tuple[str, str, str]
+"""The variable that may name the file, its place in SGLang, and the function in it."""
+KERNEL: File = (
+    *("GATED_DELTA_SGLANG_KERNEL", "attention/linear/fused_sigmoid_gating_recurrent.py"),
+    "fused_sigmoid_gating_delta_rule_update",
+)
+COMMIT: File = ("GATED_DELTA_SGLANG_COMMIT", "mamba/mamba_state_scatter_triton.py", "fused_mamba_state_scatter_with_mask")
+
+
+def sglang_file(wanted: File) -> Path | None:
+    """The file that the variable names, else one on sys.path, alone or in SGLang; for the commit, beside the kernel too."""
+    if named := os.environ.get(wanted[0]):
+        return Path(named)
+    kernel = sglang_file(KERNEL) if wanted is COMMIT else None
+    roots = [*([kernel.parent] if kernel else []), *map(Path, sys.path)]
+    files = (root / inside for root in roots for inside in (Path(wanted[1]).name, f"sglang/kernels/ops/{wanted[1]}"))
+    return next((file for file in files if file.is_file()), None)
+
+
+def digest(wanted: File) -> str | None:
+    file = sglang_file(wanted)
+    return f"file {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}" if file and file.is_file() else None
+
+
+@functools.cache
+def sglang(wanted: File) -> Any:
+    """The function. The files ask SGLang's own modules what machine this is; these need the whole of SGLang, so stubs answer."""
+    file = sglang_file(wanted)
+    if file is None or not file.is_file():
+        raise ImportError(f"SGLang's {Path(wanted[1]).name}: not on sys.path; {wanted[0]} may name it, got {file}")
+    cuda = torch.cuda.is_available()
+    major, minor = torch.cuda.get_device_capability() if cuda else (0, 0)
+    machine = dict(get_device_sm=major * 10 + minor, is_cuda=cuda, is_sm90_supported=major == 9)
+    answers: dict[str, dict[str, Any]] = {
+        "sglang.kernels.jit.utils": dict(is_arch_support_pdl=major >= 9),
+        "sglang.kernels.ops.memory.ptr_table": dict(make_ptr_table=None),  # for convolutions, of which there are none
+        "sglang.srt.utils": dict(machine, is_gfx95_supported=False, is_hip=False),
+        "sglang.srt.utils.common": dict(
+            get_device_core_count=torch.cuda.get_device_properties().multi_processor_count if cuda else 0
+        ),
+    }
+    stubs = {name: ModuleType(name) for name in answers}
+    for name, facts in answers.items():
+        vars(stubs[name]).update({question: lambda *_, answer=answer: answer for question, answer in facts.items()})
+    spec = importlib.util.spec_from_file_location(f"benchmarks_sglang_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded, before = importlib.util.module_from_spec(spec), {name: sys.modules[name] for name in stubs if name in sys.modules}
+    sys.modules.update(stubs)
+    try:
+        spec.loader.exec_module(loaded)
+    finally:
+        for name in stubs:
+            del sys.modules[name]
+        sys.modules.update(before)
+    return getattr(loaded, wanted[2])
+
+
+# ------------------------------------------------------------------------------------------------ speculative decoding
+
+
+def commit_version() -> str:
+    """What commits a cached state, for the peers and for our own decode."""
+    found = digest(COMMIT)
+    return f"sglang {COMMIT[2]}, {found}" if found else "torch indexing"
+
+
+def committed(b: Drafts) -> Callable[[], object]:
+    """The call that puts each sequence's state after its last accepted draft into its slot, with everything else done."""
+    steps, rows = b.num_accepted - 1, torch.arange(len(b.num_accepted), dtype=torch.int32, device=b.q.device)
+    if sglang_file(COMMIT) is not None:
+        return partial(sglang(COMMIT), b.state[None], b.written[None], b.state_indices, steps, rows)
+    slots, accepted = b.state_indices.long(), (rows.long(), steps.long())
+    return lambda: b.state.index_copy_(0, slots, b.written[accepted])
+
+
+def caching(decode: Prepare) -> Prepare:
+    """Speculative decoding by a decode that caches the state after every token, and the commit of one of them."""
+
+    def prepare(cell: Cell, b: Drafts) -> Call:
+        step, commit = decode(cell, b), committed(b)
+
+        def call() -> tuple[Tensor, Tensor]:
+            o, _ = step()
+            commit()
+            return o, b.state
+
+        return call
+
+    return prepare
+
+
+# ------------------------------------------------------------------------------------------------ prefill
+
+Made = Callable[[], tuple[Tensor, ...]]
+
+
+def making(raw: bool, make: Made) -> Made:
+    """What gives a call its inputs: made anew for every call, or once beforehand."""
+    made = None if raw else make()
+    return make if made is None else lambda: made
+
+
+def normalised(x: Tensor) -> Tensor:
+    return F.normalize(x.float(), dim=-1).to(x.dtype)
+
+
+def gates(b: Prompts) -> tuple[Tensor, Tensor]:
+    """fp32 log decay [1, total, HV] or [1, total, HV, K], and beta [1, total, HV]."""
+    rate, x = b.gate.A_log.exp(), b.g.float() + b.gate.dt_bias
+    log_decay = -rate * F.softplus(x) if x.ndim == 3 else BOUND * torch.sigmoid(rate[:, None] * x)
+    return log_decay, b.beta.float().sigmoid()
+
+
+def key_first(states: Tensor) -> Tensor:
+    """[N, HV, V, K] <-> [N, HV, K, V], a view."""
+    return states.transpose(-1, -2)
+
+
+def returned(prefill: Call) -> Call:
+    """The call of a peer whose states are K-first."""
+
+    def call() -> tuple[Tensor, Tensor]:
+        o, final_state = prefill()
+        return o, key_first(final_state)
+
+    return call
+
+
+def only(model: str, cell: Cell) -> None:
+    if cell.model != model:
+        raise NotOffered(f"no prefill of {cell.model.upper()} on Hopper")
+
+
+def fla_prefill(cell: Cell, b: Prompts) -> Call:
+    """Takes everything raw; its states are K-first by default."""
+    os.environ.update(FLA_FLASH_KDA="0", FLA_FLASH_QLA="0")  # its own Triton kernels, whatever else is installed
+    options: dict[str, Any] = dict(INSIDE, A_log=b.gate.A_log, dt_bias=b.gate.dt_bias, scale=D**-0.5)
+    options |= dict(initial_state=key_first(b.initial_state).contiguous())
+    options |= dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int64, b.q.device))
+    if cell.model == "gdn":
+        prefill = function("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
+    else:
+        prefill = function("fla.ops.kda", "chunk_kda")
+        options |= dict(dt_bias=b.gate.dt_bias.view(-1), safe_gate=True, lower_bound=BOUND)
+    return returned(lambda: prefill(b.q, b.k, b.v, b.g, b.beta, **options))
+
+
+def flashinfer_prefill(cell: Cell, b: Prompts, raw: bool = False) -> Call:
+    """Wants q and k normalised, which it can do itself, the decay (not its logarithm) and beta."""
+    only("gdn", cell)
+    prefill = function("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
+
+    def activated() -> tuple[Tensor, Tensor]:
+        log_decay, beta = gates(b)
+        return log_decay[0].exp(), beta[0]
+
+    inputs = making(raw, activated)
+    q, k = (x if raw else normalised(x) for x in (b.q[0], b.k[0]))
+    options: dict[str, Any] = dict(scale=D**-0.5, output_final_state=True, use_qk_l2norm_in_kernel=raw, output=b.blank()[0])
+    options |= dict(initial_state=b.initial_state, output_state=torch.empty_like(b.initial_state))
+    options |= dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int64, b.q.device), max_seqlen=max(cell.lengths))
+    return lambda: prefill(q, k, b.v[0], *inputs(), **options)
+
+
+def flashqla_prefill(cell: Cell, b: Prompts, raw: bool = False) -> Call:
+    """Wants q and k normalised, which it can do itself, the log decay and beta; its states are K-first by default."""
+    only("gdn", cell)
+    prefill, inputs = function("flash_qla", "chunk_gated_delta_rule"), making(raw, lambda: gates(b))
+    q, k = (x if raw else normalised(x) for x in (b.q, b.k))
+    options: dict[str, Any] = dict(scale=D**-0.5, output_final_state=True, use_qk_l2norm_in_kernel=raw)
+    options |= dict(initial_state=key_first(b.initial_state).contiguous(), cu_seqlens=b.cu_seqlens)
+    return returned(lambda: prefill(q, k, b.v, *inputs(), **options))
+
+
+def cudnn_prefill(cell: Cell, b: Prompts, raw: bool = False, plan: str = "kda_hopper_cuda") -> Call:
+    """At its best with q and k normalised, the log decay and beta in fp32.
+
+    Its plan kda_hopper_cuda can make all of it itself; kda_hopper wants it made and compiles anew for every shape.
+    """
+    only("kda", cell)
+    if plan == "kda_hopper" and cell.heads[0] != cell.heads[1]:
+        raise NotOffered("kda_hopper takes equal heads")
+    prefill = function("cudnn.linear_attention", "kimi_delta_attention")
+    options: dict[str, Any] = dict(plan_name=plan, scale=D**-0.5, initial_state=b.initial_state, output_final_state=True)
+    inputs = making(raw, lambda: tuple(x[0] for x in (normalised(b.q), normalised(b.k), *gates(b))))
+    if raw and plan == "kda_hopper_cuda":
+        options |= dict(use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True)
+        options |= dict(safe_gate=True, gate_lower_bound=BOUND, a_log=b.gate.A_log, dt_bias=b.gate.dt_bias)
+        inputs = making(False, lambda: (b.q[0], b.k[0], b.g[0], b.beta[0]))
+
+    def call() -> tuple[Tensor, Tensor]:
+        q, k, g, beta = inputs()
+        made: tuple[Tensor, Tensor] = prefill(q, k, b.v[0], g, beta, b.cu_seqlens, **options)
+        return made
+
+    return call
+
+
+# ------------------------------------------------------------------------------------------------ registry
+
+DECODE = {
+    "flashinfer": Peer("flashinfer-python", flashinfer_decode),
+    "sglang": Peer("sglang", sglang_decode),
+    "fla": Peer("fla-core", fla_decode),
+}
+CACHING = {name: replace(DECODE[name], prepare=caching(DECODE[name].prepare)) for name in ("sglang", "flashinfer")}
+OWN = {CACHED: Peer("gated-delta", caching(lambda cell, b: Pooled.ours(b, "auto")))}
+"""Our own decode with a state cached after every token: what verify and flush replace. It is always timed, and is no peer."""
+CUDNN_CUTE = partial(cudnn_prefill, plan="kda_hopper")
+PREFILL = {
+    "fla": Peer("fla-core", fla_prefill),
+    "flashinfer": Peer("flashinfer-python", flashinfer_prefill, partial(flashinfer_prefill, raw=True)),
+    "cudnn": Peer("nvidia-cudnn-frontend", cudnn_prefill, partial(cudnn_prefill, raw=True)),
+    "cudnn_cute": Peer("nvidia-cudnn-frontend", CUDNN_CUTE, partial(CUDNN_CUTE, raw=True)),
+    "flashqla": Peer("flash-qla", flashqla_prefill, partial(flashqla_prefill, raw=True)),
+}
+PEERS = {"decode": DECODE, "prefill": PREFILL, "speculate": CACHING}

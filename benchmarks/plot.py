@@ -1,0 +1,90 @@
+"""Pictures of results: each series' times and, below, every peer's time over ours; needs matplotlib."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from .record import CACHED, RAW, Record, grouped, over_ours, peers_of
+
+WORDS = {
+    RAW: "raw: with the time to make what a peer needs of our inputs (normalised q, k, activated gates), else made before",
+    "fast": "fast gates: every head or channel forgets; slow: one in ten hardly does",
+    CACHED: "cached: our own decode with a state cached after every token and a copy of one, what verify and flush replace",
+}
+"""Said below a picture in which the word occurs."""
+COLUMNS = 4
+
+
+def title(content: Mapping[str, Any]) -> str:
+    """Operation, device, date, versions, commits of the runs."""
+    runs = content["runs"]
+
+    def of(name: str, values: list[Any]) -> str:
+        return f"{name} " + (", ".join(dict.fromkeys(str(value) for value in values if value)) or "not recorded")
+
+    peers = {f"{name} {version}": None for run in runs for name, version in run["peers"].items() if version}
+    facts = [", ".join(dict.fromkeys(run["device"] for run in runs)), of("date", [(run["date"] or "")[:10] for run in runs])]
+    facts += [of("commit", [(run["commit"] or "")[:7] for run in runs]), of("torch", [run["versions"]["torch"] for run in runs])]
+    return f"{content['command'].split()[-1]}: " + ", ".join([*facts, *peers])
+
+
+def draw(content: Mapping[str, Any], file: Path) -> None:
+    import matplotlib
+
+    matplotlib.use("Agg")
+    import matplotlib.pyplot as plt
+
+    compared = [cell for cell in content["cells"] if cell["peers"]]
+    series, names = grouped(compared, "series"), peers_of(compared)
+    rows = -(-len(series) // COLUMNS)
+    size = (4.4 * COLUMNS, 4.6 * rows + 1.6)
+    figure, axes = plt.subplots(2 * rows, COLUMNS, figsize=size, squeeze=False, layout="constrained", height_ratios=[3, 2] * rows)
+    colors = {peer: f"C{i + 1}" for i, peer in enumerate(dict.fromkeys(name.removesuffix(RAW) for name in names))}
+    for i, (name, cells) in enumerate(series.items()):
+        row, column = divmod(i, COLUMNS)
+        _panels(axes[2 * row][column], axes[2 * row + 1][column], name, cells, names, colors)
+    for i in range(len(series), rows * COLUMNS):
+        for below in (0, 1):
+            axes[2 * (i // COLUMNS) + below][i % COLUMNS].set_axis_off()
+    labels = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
+    figure.legend(labels.values(), labels.keys(), loc="outside upper right", ncols=len(labels), fontsize=8)
+    figure.suptitle("\n".join(textwrap.wrap(title(content), 90)), x=0.01, ha="left", fontsize=10)
+    said = " ".join([*names, *series])
+    notes = ["above: us per call; below: their time over ours, shaded where ours is behind"]
+    figure.supxlabel("\n".join([*notes, *(text for word, text in WORDS.items() if word in said)]), x=0.01, ha="left", fontsize=9)
+    figure.savefig(file, dpi=100)
+    plt.close(figure)
+
+
+def _panels(times: Any, ratios: Any, name: str, cells: list[Record], names: list[str], colors: Mapping[str, str]) -> None:
+    """One series. Only places on a scale, such as numbers of sequences, are joined by lines; a prefill's shapes are not."""
+    line = "none" if "shape" in cells[0]["facts"] else "-"
+    places = range(len(cells))
+
+    def show(axis: Any, values: list[float | None], label: str, **style: Any) -> None:
+        shown = [math.nan if value is None else value for value in values]
+        if not all(map(math.isnan, shown)):
+            axis.plot(places, shown, linewidth=1, label=label, **{"markersize": 4, "linestyle": line, **style})
+
+    show(times, [cell["us"] for cell in cells], "ours", marker="o", color="#2f6db0", markersize=5)
+    show(times, [cell["floor_us"] for cell in cells], "floor: copy or GEMM", marker="_", color="black", markersize=9)
+    for peer in names:
+        style = dict(marker="^" if peer.endswith(RAW) else "s", color=colors[peer.removesuffix(RAW)])
+        style |= dict(markerfacecolor="none") if peer.endswith(RAW) else {}
+        show(times, [cell["peers"].get(peer, {}).get("us") for cell in cells], peer, **style)
+        show(ratios, [over_ours(cell, peer) for cell in cells], peer, **style)
+    times.set_yscale("log")
+    times.set_title(name, fontsize=9)
+    times.tick_params(labelbottom=False)
+    ratios.axhline(1, color="black", linewidth=1)
+    show(ratios, [cell["share"] for cell in cells], "floor: copy or GEMM", marker="_", color="black", markersize=9)
+    ratios.set_ylim(0, max([2.0, *(1.1 * x for cell in cells for peer in names if (x := over_ours(cell, peer)) is not None)]))
+    ratios.axhspan(0, 1, color="red", alpha=0.08)
+    ratios.set_xticks(places, [cell["place"] for cell in cells], fontsize=7, rotation=90)
+    for axis in (times, ratios):
+        axis.set_xticks(places)
+        axis.grid(alpha=0.3)

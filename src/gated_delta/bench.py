@@ -1,0 +1,269 @@
+"""`gated-delta bench`: an operation's time, a copy of as many bytes, what a call costs the host. benchmarks/ has its clock."""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import torch
+from rich.table import Table
+from torch import Tensor
+
+from . import api, reference
+from .problem import KVBuffer
+from .results import make_table
+from .testing import run_case
+from .testing.cases import Case
+from .testing.check import fill_buffer, run
+from .testing.inputs import Call, make
+
+# ------------------------------------------------------------------------------------------------ clock
+
+REPLAYS, ROUNDS = 3, 5
+"""Timed replays of a turn, and turns of each runner."""
+HOST_BATCHES, HOST_CALLS = 20, 100
+"""Batches of calls submitted without waiting, few enough that the launch queue never fills."""
+TURN = 0.05
+"""Seconds of calls in one replay without a graph: a CPU's single calls are too short, and too noisy, to be timed alone."""
+PIECE = 2**27
+"""Bytes of one copy: device copies of a gigabyte were seen at two thirds of the bandwidth of smaller ones."""
+
+Function = Callable[[], object]
+Replay = Callable[[], float]
+"""One timed replay: microseconds per call."""
+
+
+def capture(calls: Sequence[Function], passes: int = 1) -> Replay:
+    """The calls as one CUDA graph, `passes` times over; each is called once before, so that nothing is compiled within."""
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+        torch.cuda.synchronize()
+        with torch.cuda.graph(graph, stream=stream):
+            for _ in range(passes):
+                for call in calls:
+                    call()
+    torch.cuda.synchronize()
+
+    def replay() -> float:
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        graph.replay()  # while it runs the timed one is submitted, and no launch is waited for
+        began.record()
+        graph.replay()
+        ended.record()
+        ended.synchronize()
+        return began.elapsed_time(ended) * 1e3 / (passes * len(calls))
+
+    return replay
+
+
+def eager(calls: Sequence[Function], device: torch.device, seconds: float = 0.0) -> Replay:
+    """Single calls, each on an idle device, from the host's first step to the device's last; their median over `seconds`."""
+    turn = itertools.cycle(calls)
+
+    def single() -> float:
+        call = next(turn)
+        if device.type != "cuda":
+            start = time.perf_counter()
+            call()
+            return (time.perf_counter() - start) * 1e6
+        began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        torch.cuda.synchronize(device)
+        began.record()
+        call()
+        ended.record()
+        ended.synchronize()
+        return began.elapsed_time(ended) * 1e3
+
+    def replay() -> float:
+        start, taken = time.perf_counter(), [single()]
+        while time.perf_counter() - start < seconds:
+            taken.append(single())
+        return statistics.median(taken)
+
+    return replay
+
+
+def in_turns(replays: Mapping[str, Replay]) -> dict[str, float]:
+    """Median microseconds per call of each, turn by turn, so that a slow spell of the machine falls on all alike."""
+    taken: dict[str, list[float]] = {name: [] for name in replays}
+    for _ in range(ROUNDS):
+        for name, replay in replays.items():
+            taken[name].append(statistics.median(replay() for _ in range(REPLAYS)))
+    return {name: statistics.median(times) for name, times in taken.items()}
+
+
+def host_us(call: Function, device: torch.device) -> float:
+    """Median microseconds that a call keeps the host, which does not wait for the device."""
+    taken = []
+    for _ in range(HOST_BATCHES):
+        if device.type == "cuda":
+            torch.cuda.synchronize(device)
+        began = time.perf_counter()
+        for _ in range(HOST_CALLS):
+            call()
+        taken.append((time.perf_counter() - began) / HOST_CALLS)
+    return statistics.median(taken) * 1e6
+
+
+def copies(moved: int, sets: int, device: torch.device) -> list[Function]:
+    """Plain copies that read and write so many bytes in all, one for each set."""
+
+    def copy() -> Function:
+        source = torch.empty(max(1, moved // 2), dtype=torch.uint8, device=device).random_()
+        target = torch.empty_like(source)
+        pieces = list(zip(target.split(PIECE), source.split(PIECE), strict=True))
+
+        def run() -> None:
+            for written, read in pieces:
+                written.copy_(read)
+
+        return run
+
+    return [copy() for _ in range(sets)]
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
+
+
+# ------------------------------------------------------------------------------------------------ one operation
+
+CHECKED_TOKENS = 130
+"""A problem is checked on at most this many tokens of at most three sequences; only its sizes grow for the timing."""
+COLD, MOST_SETS = 400e6, 48
+"""On a GPU: bytes that a rotation over buffers goes through, many times its L2, and the sets of buffers that it has at most."""
+
+
+def bench_case(
+    op: str,
+    axis: str,
+    heads: tuple[int, int],
+    D: int,
+    gate: str,
+    lengths: tuple[int, ...],
+    dtype: torch.dtype,
+    state_dtype: torch.dtype,
+    layout: str = "dense",
+    family: str = "typical",
+) -> Case:
+    """A case of raw inputs, normalisation and beta's sigmoid inside."""
+    inputs = (gate, family, "random", state_dtype, layout, dtype, dtype)
+    return Case(op, axis, D, heads, *inputs, qk_l2norm=True, beta_logits=True, lengths=lengths, null_index=-1, seed=1)
+
+
+def _host_us(call: Call, backend: str, device: torch.device, compiled: bool) -> float:
+    """Of a call whose reference backend does nothing; the kernels' launches are the host's work."""
+
+    def nothing(*_tokens: Any, **_states: Any) -> None:
+        pass
+
+    def traced(_x: Any) -> bool:
+        return compiled
+
+    # Plain functions, since a Mock's own cost would be counted.
+    with mock.patch.object(reference, call.case.op, nothing), mock.patch.object(api, "_traced", traced):
+        run(call, backend)
+        return host_us(lambda: run(call, backend), device)
+
+
+def least_bytes(call: Call) -> int:
+    """Inputs once, outputs once, each state the call reads or writes once."""
+
+    def size(x: Tensor | KVBuffer | None) -> int:
+        return 0 if x is None else x.nbytes
+
+    case, states = call.case, call.states
+    state_bytes = len(case.lengths) * case.heads[1] * case.D**2 * case.state_dtype.itemsize
+    if case.op == "flush":
+        return size(states["buffer"]) + 2 * state_bytes
+    t = call.tokens[0]
+    tokens = sum(size(x) for x in (t.q, t.k, t.v, t.g, t.beta, t.v))
+    passes = 1 if case.op == "verify" else 2
+    return tokens + passes * state_bytes + (size(states["buffer"]) if case.op == "verify" else 0)
+
+
+def least_memory(case: Case) -> int:
+    """Bytes that a call of the case takes at the least, with the fp32 numbers that its inputs are made from."""
+    H, HV = case.heads
+    numbers = 2 * H * case.D + 2 * HV * case.D + HV * (case.D if case.axis == "channel" else 1) + HV
+    states = len(case.lengths) * HV * case.D**2 * case.state_dtype.itemsize
+    return sum(case.lengths) * numbers * (torch.float32.itemsize + case.dtype.itemsize) + states
+
+
+def memory(device: torch.device) -> int:
+    """Bytes that the device has, used or not."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).total_memory
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
+
+@torch.no_grad()
+def time_case(case: Case, backend: str, device: torch.device, token_loop: bool = False) -> dict[str, Any]:
+    """Check the problem, then time it at full size: its record. One that fails its check has status "failed" and no times.
+
+    us: of one call, replayed in a CUDA graph where the kernels run; copy_us: of a plain copy of as many bytes; host_us: describing,
+    routing, allocating and launching; host_us_compiled: the same through torch.ops, as a compiled graph calls it; token_loop_us:
+    where it is wanted, of the token recurrence in fp32 over the same sequences.
+    """
+    small = replace(case, lengths=tuple(min(length, CHECKED_TOKENS) for length in case.lengths[:3]))
+    checked = run_case(small, backend, device)
+    if not checked.passed:
+        return dict(label=case.label, status="failed", reason="fails its check, not timed")
+    first = make(case, device)
+    moved, kernels = least_bytes(first), checked.backend == "cute"
+    room = memory(device) // (8 * max(moved, least_memory(case)))
+    sets = max(1, min(MOST_SETS, -int(-COLD // moved), room)) if kernels else 1
+    # Steps of 30 leave what a seed settles of the problem: whether there is a scale, a bias, another bound.
+    calls = [first, *(make(replace(case, seed=case.seed + 30 * i), device) for i in range(1, sets))]
+    if case.op == "flush":
+        for call in calls:
+            fill_buffer(call, backend)
+
+    def replay(functions: Sequence[Function]) -> Replay:
+        return capture(functions) if kernels else eager(functions, device, TURN)
+
+    replays = {"ours": replay([functools.partial(run, call, backend) for call in calls])}
+    replays["copy"] = replay(copies(moved, sets, device))
+    if token_loop:
+        replays["token loop"] = eager([functools.partial(_token_loop, first)], device, TURN)
+    taken = in_turns(replays)
+    facts = dict(backend=checked.backend, device=device_name(device), sequences=len(case.lengths), tokens=case.lengths[0])
+    times = dict(us=taken["ours"], copy_us=taken["copy"], token_loop_us=taken.get("token loop"))
+    times |= {f"host_us{name}": _host_us(first, backend, device, bool(name)) for name in ("", "_compiled")}
+    return dict(label=case.label, status="timed", **facts, bytes=moved, **times)
+
+
+def _token_loop(call: Call) -> None:
+    for n in range(len(call.case.lengths)):
+        for _ in reference.recurrent(call.sequence(n), call.states["initial_state"][n], torch.float32):
+            pass
+
+
+def table(op: str, timed: Sequence[Mapping[str, Any]]) -> Table:
+    """One row a record."""
+    loop = ["token loop us", "ratio"] if timed[0]["token_loop_us"] is not None else []
+    backends = ", ".join(dict.fromkeys(t["backend"] for t in timed))
+    columns = ("case", "N", "T", "us", "tokens/s", "copy us", "x copy", "host us", *loop)
+    made = make_table(f"{op}, backend {backends}, {timed[0]['device']}", *columns)
+    for t in timed:
+        us, N, T = t["us"], t["sequences"], t["tokens"]
+        row = [t["label"].split("/")[0], str(N), str(T), f"{us:.1f}", f"{N * T / us * 1e6:.0f}"]
+        row += [f"{t['copy_us']:.1f}", f"{us / t['copy_us']:.1f}", f"{t['host_us']:.1f}"]
+        if loop:
+            row += [f"{t['token_loop_us']:.0f}", f"{t['token_loop_us'] / us:.1f}"]
+        made.add_row(*row)
+    return made

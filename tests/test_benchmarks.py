@@ -1,0 +1,975 @@
+"""benchmarks/ without a GPU: cells, peers, judging, records, plots, the command. Ours runs on the reference backend, times are made up."""
+
+import itertools
+import os
+import re
+import signal
+import subprocess
+import sys
+import types
+from contextlib import nullcontext
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+import benchmarks.__main__ as command
+import gated_delta as gd
+from benchmarks import cells, measure, peers, plot, record
+from benchmarks.cells import BF16, CELLS, FP32, Pooled, decode, prefill, speculation
+from benchmarks.measure import Runner
+from benchmarks.peers import NotOffered, Peer
+from gated_delta import compile, reference
+from gated_delta.dispatch import schedule_of
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).parents[1]
+DECODES = [
+    decode("gdn", (1, 2), BF16, 1, 3),
+    decode("kda", (2, 2), BF16, 3, 2),
+    decode("gdn", (1, 2), FP32, 1, 2),
+    decode("kda", (2, 2), BF16, 1, 2),
+]
+CHAINS = [
+    speculation("kda", (2, 2), FP32, 3, 3),
+    speculation("gdn", (1, 2), BF16, 2, 2),
+    speculation("kda", (2, 2), BF16, 4, 3),
+    speculation("gdn", (1, 2), FP32, 3, 3),
+]
+ALONE = [speculation("kda", (2, 2), FP32, 3, 5, op) for op in ("verify", "all", "random")]
+PREFILLS = [
+    prefill("kda", (2, 2), "slow", "3 tiny", (70, 1, 9)),
+    prefill("kda", (1, 2), "fast", "1 tiny", (66,)),
+    prefill("gdn", (1, 2), "slow", "3 tiny", (70, 1, 9)),
+    prefill("gdn", (2, 2), "fast", "1 tiny", (66,)),
+]
+label = pytest.mark.parametrize  # with ids of cells
+
+
+def each(some):
+    return pytest.mark.parametrize("cell", some, ids=lambda cell: cell.label)
+
+
+def small(cell, **others):
+    return replace(cell, sets=2, **others)
+
+
+def ours(cell, b):
+    """A peer that makes our own call, into an output of its own."""
+    return b.ours("reference")
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    """runner(prepare by name, their microseconds) on the CPU; `captured`: sets of every graph, `said`: remarks."""
+    monkeypatch.setattr(Runner, "backend", "reference")
+    captured, said, times = [], [], {"ours": 4.0, "copy": 3.0, "verify": 2.5, "flush": 1.75}
+
+    def capture(calls, passes):
+        for call in calls:
+            call()
+        captured.append(len(calls))
+        return lambda: 0.0
+
+    monkeypatch.setattr(measure, "capture", capture)
+    monkeypatch.setattr(measure, "eager", lambda calls, device: lambda: 100.0)
+    monkeypatch.setattr(measure, "in_turns", lambda replays: {name: times[name] + replay() for name, replay in replays.items()})
+    monkeypatch.setattr(measure, "host_us", lambda call, device: float(call() is not None))
+
+    def made(prepare=None, **us):
+        times.update(us)
+        found = Runner(prepare or {}, CPU, dict(gemm_tflops=800.0), said.append)
+        found.captured, found.said = captured, said
+        return found
+
+    return made
+
+
+# ------------------------------------------------------------------------------------------------ the tables
+
+
+def test_tables_are_the_agreed_ones():
+    assert {op: len(table) for op, table in CELLS.items()} == dict(
+        decode=4 * 10 + 2 * 5 * 8 + 2 * 10, prefill=320, speculate=192 + 24 + 72
+    )
+    assert all(len(table) == len(cells.TABLES[op]) for op, table in CELLS.items())  # labels name one cell each
+    families = {op: list(dict.fromkeys(cell.family for cell in table.values())) for op, table in CELLS.items()}
+    assert families["decode"] == ["T=1", "T>1", "fp32"]
+    assert families["prefill"] == ["KDA fast", "KDA slow", "GDN fast", "GDN slow"]
+    assert families["speculate"][:4] == ["KDA fp32", "KDA bf16", "GDN fp32", "GDN bf16"]
+    for op, names in {
+        "decode": ("GDN 16/64 bf16 T=1 B=512", "KDA 64/64 bf16 T=1 B=1", "KDA 32/32 bf16 T=8 B=128", "GDN 16/64 fp32 T=1 B=512"),
+        "speculate": ("KDA 64/64 bf16 T=3 B=128", "verify GDN 16/64 fp32 B=64 T=16"),
+        "prefill": ("KDA 8/8 slow 1x512", "GDN 4/8 fast 20-skewed-8192"),
+    }.items():
+        assert set(names) <= set(CELLS[op])
+    assert "GDN 16/64 bf16 T=4 B=256" not in CELLS["decode"]
+    assert "flush of 48 layers, random drafts, KDA 64/64 fp32 T=4 B=32" in CELLS["speculate"]
+
+
+def test_bytes_and_products_are_the_least_there_are():
+    state, T = 64 * 128 * 128 * 2, 8192
+    assert decode("gdn", (16, 64), BF16, 1, 64).bytes == 2 * 64 * state
+    assert decode("gdn", (16, 64), BF16, 4, 64).bytes == (1 + 4) * 64 * state
+    assert speculation("gdn", (16, 64), BF16, 4, 64).bytes == 3 * 64 * state
+    one = 16 * 128 * 4 + 64 * 128 * 4 + 64 * 4  # a token's k, u and log decay in the buffer, fp32
+    tokens = (2 * 16 * 128 + 2 * 64 * 128 + 2 * 64) * 2
+    assert speculation("gdn", (16, 64), BF16, 4, 8, "verify").bytes == 8 * (state + 4 * (one + tokens))
+    kda, gdn = CELLS["prefill"]["KDA 64/64 fast 1x8192"], CELLS["prefill"]["GDN 16/64 fast 1x8192"]
+    assert kda.bytes == T * 64 * (5 * 128 + 1) * 2 + 4 * state
+    assert gdn.bytes == T * tokens + 4 * state
+    assert CELLS["prefill"]["GDN 16/64 fast 8x1024"].bytes == gdn.bytes + 7 * 4 * state
+    assert gdn.flops == kda.flops == T * 64 * 163_840
+
+
+@pytest.mark.parametrize("op", CELLS)
+def test_rotations_are_cold_and_fit(op):
+    for cell in CELLS[op].values():
+        states = cell.sequences * cell.heads[1] * 128 * 128 * cell.state_dtype.itemsize * cell.facts.get("layers", 1)
+        if op == "speculate":
+            assert cell.sets * states >= 600e6 or (cell.sets == 160 and cell.sets * states > 2 * 60e6), cell.label
+        else:
+            assert cell.sets * cell.bytes >= 400e6 or cell.sets == 48, cell.label
+            assert cell.sets >= 2 or cell.bytes > 4e9, cell.label
+        held = 4 * cell.bytes if op != "speculate" else cell.bytes + states  # of each set, at least
+        assert cell.sets * held <= 40e9, cell.label
+    assert decode("gdn", (16, 64), FP32, 1, 4096).sets == 1  # sets are given up before memory
+
+
+@pytest.mark.parametrize("op", ["decode", "speculate"])
+def test_checks_take_the_cells_own_schedule_on_few_sequences(op):
+    for cell in CELLS[op].values():
+        for case in cell.cases(cell):
+            layers, launched = (3, 48) if case.layout == "layers" else (1, 1)  # the case list's layers
+            schedule = schedule_of(case.problem, launched * cell.sequences)
+            assert schedule_of(case.problem, layers * len(case.lengths)) == schedule, cell.label
+            assert len(case.lengths) <= 64
+            assert (*cell.heads, cell.T) == (case.problem.H, case.problem.HV, case.problem.T)
+            assert (case.gate, case.problem.state_dtype) == (
+                {"gdn": "softplus", "kda": "lower_bound"}[cell.model],
+                cell.state_dtype,
+            )
+    layouts = {case.layout for case in CELLS["decode"]["GDN 16/64 bf16 T=4 B=8"].cases(CELLS["decode"]["GDN 16/64 bf16 T=4 B=8"])}
+    assert layouts == {"intermediates", "frozen"}
+    assert [case.op for case in CHAINS[0].cases(CHAINS[0])] == ["verify", "flush"]
+    assert [[case.op for case in cell.cases(cell)] for cell in ALONE] == [["verify"], ["flush"], ["flush"]]
+
+
+@each(PREFILLS)
+def test_checks_of_prefill_are_small_and_pass(monkeypatch, runner, cell):
+    cases = cell.cases(cell)
+    assert {(case.heads, case.family, case.dtype, case.state_dtype) for case in cases} == {
+        (cell.heads, "typical" if cell.facts["gates"] == "fast" else "slow", BF16, FP32)
+    }
+    assert max(sum(case.lengths) for case in cases) < 600
+    monkeypatch.setattr(cells, "CHECKED", ((40, 1, 3), (70,)))
+    assert runner().check(cell) == []
+
+
+def test_shapes_hold_the_tokens_that_their_names_say():
+    assert len(cells.SHAPES) == 6 + 2 + 3 * 2 * 2
+    for name, lengths in cells.SHAPES.items():
+        assert min(lengths) >= 1
+        n, total = int(re.split("[x-]", name)[0]), int(re.split("[x-]", name)[-1])
+        assert lengths == (total,) * n if "x" in name else (len(lengths), sum(lengths)) == (n, total)
+    assert cells.SHAPES["10-uniform-4096"] == (409,) * 9 + (415,)
+    assert cells.SHAPES["20-skewed-8192"] == (215,) * 10 + (4107,) + (215,) * 9
+    assert cells.SHAPES["10-random-4096"] == cells.scattered(10, 4096)
+    assert max(cells.scattered(10, 4096)) > 2 * 409 > 409 > 2 * min(cells.scattered(10, 4096))
+    assert cells.scattered(5, 5) == (1,) * 5
+
+
+# ------------------------------------------------------------------------------------------------ tensors
+
+
+@each(DECODES)
+def test_pools_are_valid_arguments_in_scattered_slots(cell):
+    b, other = cell.make(cell, CPU, 0), cell.make(cell, CPU, 1)
+    assert sorted(b.state_indices.tolist()) == list(range(1, cell.sequences + 1))
+    assert (b.state_indices.dtype, b.state.shape[0]) == (torch.int32, cell.sequences + 1)
+    assert not torch.equal(b.q, other.q)
+    before = b.state.clone()
+    o, states = b.results(ours(cell, b))
+    assert torch.equal(b.state, before)
+    assert bool(o.isfinite().all())
+    assert states.shape == (b.state[1:].shape if cell.T == 1 else b.intermediate_states.shape)
+    assert not torch.equal(states, before[b.state_indices.long()] if cell.T == 1 else torch.zeros_like(states))
+
+
+@each(PREFILLS)
+def test_prompts_are_packed_and_one_in_ten_gates_may_be_slow(cell):
+    b, again, other = cell.make(cell, CPU, 0), cell.make(cell, CPU, 0), cell.make(cell, CPU, 1)
+    assert b.cu_seqlens.tolist() == [0, *itertools.accumulate(cell.lengths)]
+    assert b.cu_seqlens is other.cu_seqlens  # some peers know it again by that
+    assert torch.equal(b.q, again.q)
+    assert not torch.equal(b.q, other.q)
+    assert b.initial_state.std() == pytest.approx(0.05, rel=0.05)
+    shifted = (b.gate.dt_bias.view(-1) < -5).nonzero().flatten().tolist()
+    assert shifted == (list(range(0, b.gate.dt_bias.numel(), 10)) if cell.facts["gates"] == "slow" else [])
+    before = b.initial_state.clone()
+    o, states = b.results(ours(cell, b))
+    assert torch.equal(b.initial_state, before)
+    assert (o.shape, states.shape) == (b.v.shape, before.shape)
+
+
+@each(CHAINS)
+def test_drafts_are_accepted_from_one_to_all_and_leave_the_states_bounded(cell):
+    many = [cell.make(cell, CPU, seed).num_accepted for seed in range(20)]
+    assert {x for m in many for x in m.tolist()} == set(range(1, cell.T + 1))
+    assert {x for s in range(20) for x in cells.counts(0, cell.T, cell.sequences, s).tolist()} == set(range(cell.T + 1))
+    assert all(cells.counts(0, cell.T, cell.sequences, s).any() for s in range(20))
+    b = cell.make(cell, CPU, 0)
+    assert bool(b.buffer.u.isnan().all())
+    call, before = ours(cell, b), b.state.float().norm()
+    for _ in range(40):
+        o, states = call()
+    assert states is b.state
+    assert bool(o.isfinite().all())
+    assert b.state.float().norm() < 2 * before
+
+
+def test_memory_is_of_one_requests_drafts():
+    for T, B in ((2, 1), (4, 8)):
+        facts = speculation("kda", (32, 32), FP32, T, B).facts
+        assert facts["memory_ratio"] == pytest.approx(128 * 128 / (3 * 128))
+        assert facts["buffer_bytes_per_request"] == T * 32 * 3 * 128 * 4
+        assert facts["cached_bytes_per_request"] == T * 32 * 128 * 128 * 4
+
+
+@pytest.mark.parametrize("op", ["all", "random"])
+def test_a_flush_of_layers_moves_the_states_of_sequences_that_accept(monkeypatch, op):
+    monkeypatch.setattr(cells, "FLUSHED", 2)
+    cell = speculation("gdn", (1, 2), FP32, 3, 5, op)
+    b = cell.make(cell, CPU, 0)
+    before = b.state.clone()
+    b.ours("reference")()
+    touched = (b.state != before).flatten(2).any(2)
+    assert touched[:, b.state_indices.long()].tolist() == [(b.num_accepted > 0).tolist()] * 2
+    assert cell.bytes == 2 * 2 * 128 * 128 * 4 * int(touched.sum())
+    assert bool((b.num_accepted < 3).any()) == (op == "random")
+    for _ in range(30):
+        b.ours("reference")()
+    assert b.state.float().norm() < 4 * before.float().norm()
+
+
+# ------------------------------------------------------------------------------------------------ ours and the peers
+
+
+def test_a_right_kernel_passes_and_a_wrong_one_is_named(monkeypatch, runner):
+    assert runner().check(DECODES[0]) == []
+    right = reference.decode
+    monkeypatch.setattr(reference, "decode", lambda tokens, **states: right(tokens._replace(beta_logits=False), **states))
+    assert any("o: error" in line for line in runner().check(DECODES[0]))
+    monkeypatch.setattr(Runner, "backend", "cute")
+    lines = runner().check(DECODES[1])
+    assert len(lines) == 2
+    assert "tensors on a CUDA device" in lines[0]
+
+
+@each([*DECODES, *PREFILLS])
+def test_every_peer_that_agrees_is_timed(runner, cell):
+    run = runner({"twin": ours, "other": ours, "other raw": ours}, twin=6.0, other=5.0, **{"other raw": 9.0})
+    found = run.measure(small(cell), host=True)
+    assert (found["us"], found["copy_us"], found["eager_us"], found["best_peer"]) == (4.0, 3.0, 104.0, "other")
+    assert found["peers"]["twin"] == dict(us=6.0, error=0.0, agrees=True, reason=None, eager_us=106.0)
+    assert (found["ratio"], found["raw_ratio"]) == (1.25, 1.5)
+    assert run.captured == [2] * 5  # ours, the copy and three peers, each on every set
+    assert run.run["copy_tb_s"] == pytest.approx(cell.bytes / 3e6)
+    assert (set(run.run["host_us"]), run.run["host_us_of"]) == ({"ours", "twin", "other", "other raw"}, cell.label)
+
+
+def idle(cell, b):
+    """Returns what it was given and does nothing."""
+    return lambda: (b.blank(), b.written)
+
+
+def forgetful(cell, b):
+    """The right o, no state written."""
+    o, _ = b.results(ours(cell, b))
+    return lambda: (o, b.written if isinstance(b, Pooled) else b.initial_state)
+
+
+def careless(cell, b):
+    """Takes the states in another order."""
+    call = ours(cell, b)
+
+    def wrong():
+        held = b.state_indices.clone()
+        b.state_indices.copy_(held.flip(0))
+        made = call()
+        b.state_indices.copy_(held)
+        return made
+
+    return wrong
+
+
+def one_sequence(cell, b):
+    """Takes the packed sequences for one."""
+    arguments = dict(gate=b.gate, beta_logits=True, initial_state=b.initial_state[:1], output_final_state=True, backend="reference")
+
+    def call():
+        o, state = gd.prefill(b.q, b.k, b.v, b.g, b.beta, **arguments)
+        return o, state.expand_as(b.initial_state)
+
+    return call
+
+
+def transposed(cell, b):
+    return lambda: (lambda o, state: (o, state.transpose(-1, -2)))(*ours(cell, b)())
+
+
+def uncommitted(cell, b):
+    step = Pooled.ours(b, "reference")
+    return lambda: (step()[0], b.state)
+
+
+def all_accepted(cell, b):
+    return ours(cell, replace(b, num_accepted=torch.full_like(b.num_accepted, cell.T)))
+
+
+def elsewhere(cell, b):
+    """Commits into other sequences' slots."""
+    return peers.OWN["cached"].prepare(cell, replace(b, state_indices=b.state_indices.flip(0)))
+
+
+WRONG = [(cell, wrong) for cell in DECODES for wrong in (idle, forgetful, careless)]
+WRONG += [(cell, wrong) for cell in (PREFILLS[0], PREFILLS[2]) for wrong in (forgetful, one_sequence, transposed)]
+WRONG += [(cell, wrong) for cell in CHAINS for wrong in (uncommitted, all_accepted, elsewhere)]
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(("cell", "wrong"), WRONG, ids=lambda x: getattr(x, "label", None) or x.__name__)
+def test_a_peer_that_disagrees_is_not_timed(runner, cell, wrong):
+    run = runner({"wrong": wrong, "right": ours}, wrong=1.0, right=5.0)
+    found = run.measure(small(cell))
+    assert (found["peers"]["wrong"]["us"], found["peers"]["wrong"]["eager_us"], found["peers"]["wrong"]["agrees"]) == (
+        None,
+        None,
+        False,
+    )
+    assert "disagrees by" in found["peers"]["wrong"]["reason"]
+    assert (found["best_peer"], found["ratio"]) == ("right", 1.25)
+    assert len(run.said) == 1
+    assert "wrong disagrees" in run.said[0]
+
+
+def test_a_missing_peer_is_reported_once_and_the_run_goes_on(runner):
+    def missing(cell, b):
+        raise ModuleNotFoundError("No module named 'nowhere'\nand more")
+
+    run = runner({"missing": missing, "right": ours}, right=5.0)
+    found = [run.measure(small(cell)) for cell in DECODES[:2]]
+    assert [one["best_peer"] for one in found] == ["right"] * 2
+    reason = "ModuleNotFoundError: No module named 'nowhere'"
+    assert found[0]["peers"]["missing"] == dict(us=None, error=None, agrees=None, reason=reason, eager_us=None)
+    assert len(run.said) == 1
+    assert run.said[0].startswith("missing does not run")
+
+
+def test_a_peer_that_fails_in_the_graph_is_not_fatal(runner):
+    def late(cell, b):
+        calls, call = iter([True]), ours(cell, b)
+        return lambda: (next(calls), call())[1]
+
+    found = runner({"late": late}).measure(small(DECODES[0]))
+    assert (found["best_peer"], found["ratio"]) == (None, None)
+    assert (found["peers"]["late"]["agrees"], found["peers"]["late"]["reason"]) == (True, "StopIteration")
+
+
+def test_our_own_failure_is_not_swallowed(monkeypatch, runner):
+    monkeypatch.setattr(reference, "decode", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        runner().measure(small(DECODES[0]))
+
+
+def test_kernels_loaded_after_the_checks_are_counted(monkeypatch, runner):
+    run, loaded, right = runner(), dict(compile._loaded), reference.decode
+    run.check(DECODES[0])
+    run.measure(small(DECODES[0]))
+    assert (run.run["loaded_by_checks"], run.run["loaded_while_timing"]) == (0, 0)
+    monkeypatch.setattr(compile, "_loaded", loaded)
+
+    def loading(tokens, **states):
+        loaded[tokens.q.shape] = None  # a kernel for every shape
+        return right(tokens, **states)
+
+    monkeypatch.setattr(reference, "decode", loading)
+    run.measure(small(DECODES[0]))
+    run.measure(small(DECODES[3]))
+    assert run.run["loaded_while_timing"] == 2
+
+
+@pytest.mark.usefixtures("stand_ins")
+@each(CHAINS)
+def test_our_own_cached_states_agree_and_are_no_peer(runner, cell):
+    run = runner({"cached": peers.OWN["cached"].prepare, "twin": ours}, cached=3.5, twin=6.0)
+    found = run.measure(small(cell))
+    assert found["peers"]["cached"]["us"] == 3.5
+    assert found["peers"]["cached"]["error"] < 5e-3
+    assert (found["best_peer"], found["ratio"]) == ("twin", 1.5)
+    assert found["parts"] == {"verify": 2.5, "flush": 1.75}
+    assert run.captured == [2] * 6  # ours, the copy, its two parts, cached and the peer
+
+
+@each(ALONE)
+def test_verify_and_flush_alone_have_no_peers(monkeypatch, runner, cell):
+    monkeypatch.setattr(cells, "FLUSHED", 2)
+    found = runner({"twin": ours}, twin=1.0).measure(small(cell))
+    assert (found["peers"], found["parts"], found["ratio"], found["share"]) == ({}, {}, None, 0.75)
+
+
+# ------------------------------------------------------------------------------------------------ the peers' calls
+# Stand-ins with the peers' own signatures, whose bodies say what the peers' documentation says.
+
+
+def pretranspose(
+    q, k, v, state, A_log, a, dt_bias, b, scale=None, output=None, use_qk_l2norm=True, initial_state=None,
+    initial_state_indices=None, output_state_indices=None, intermediate_states_buffer=None, disable_state_update=False,
+):  # fmt: skip
+    assert (state, output_state_indices, use_qk_l2norm) == (None, None, True)
+    assert disable_state_update == (q.shape[1] > 1)
+    gd.decode(
+        q, k, v, a, b, gate=gd.Gate.softplus(A_log, dt_bias), scale=scale, beta_logits=True, state=initial_state,
+        state_indices=initial_state_indices, intermediate_states=intermediate_states_buffer,
+        update_state=not disable_state_update, out=output, backend="reference",
+    )  # fmt: skip
+    return output, initial_state
+
+
+def recurrent_kda(
+    q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=True, use_gate_in_kernel=False, lower_bound=None, cu_seqlens=None, ssm_state_indices=None,
+    num_spec_tokens=None, num_accepted_tokens=None, output=None, initial_state_source=None, initial_state_indices=None,
+    beta_is_logit=False,
+):  # fmt: skip
+    assert use_gate_in_kernel
+    assert beta_is_logit
+    assert cu_seqlens.dtype == torch.int32
+    gate = gd.Gate.lower_bound(A_log, dt_bias.view(v.shape[2], -1), lower_bound)
+    options = dict(gate=gate, scale=scale, beta_logits=True, cu_seqlens=cu_seqlens, backend="reference")
+    if num_spec_tokens is None:
+        return gd.decode(q, k, v, g, beta, **options, state=initial_state, state_indices=ssm_state_indices, out=output), None
+    N, W = ssm_state_indices.shape
+    assert num_spec_tokens + 1 == W
+    steps = torch.empty(N, W, *initial_state.shape[1:], dtype=initial_state.dtype)
+    source = dict(state=initial_state_source, state_indices=initial_state_indices, update_state=False)
+    gd.decode(q, k, v, g, beta, **options, **source, intermediate_states=steps, out=output)
+    initial_state[ssm_state_indices.view(-1).long()] = steps.flatten(0, 1)
+    return output, None
+
+
+def fla_gdn(
+    q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False,
+    allow_neg_eigval=False, state_v_first=False, cu_seqlens=None,
+):  # fmt: skip
+    return fla_step(q, k, v, g, beta, gd.Gate.softplus(A_log, dt_bias), scale, initial_state, state_v_first)
+
+
+def fla_kda(
+    q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
+    lower_bound=None, state_v_first=False, cu_seqlens=None,
+):  # fmt: skip
+    return fla_step(q, k, v, g, beta, gd.Gate.lower_bound(A_log, dt_bias, lower_bound), scale, initial_state, state_v_first)
+
+
+def fla_step(q, k, v, g, beta, gate, scale, initial_state, state_v_first):
+    assert state_v_first
+    states = initial_state.float()
+    return gd.decode(q, k, v, g, beta, gate=gate, scale=scale, beta_logits=True, state=states, backend="reference"), states
+
+
+def chunk_kda(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False, lower_bound=None,
+    state_v_first=False, cu_seqlens=None, *, A_log=None, dt_bias=None,
+):  # fmt: skip
+    assert use_gate_in_kernel
+    assert safe_gate
+    gate = gd.Gate.lower_bound(A_log, dt_bias.view(v.shape[2], -1), lower_bound)
+    return from_key_first(
+        q, k, v, g, beta, scale, initial_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens, gate
+    )
+
+
+def chunk_gdn(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, *, use_gate_in_kernel=False,
+    A_log=None, dt_bias=None,
+):  # fmt: skip
+    gate = gd.Gate.softplus(A_log, dt_bias) if use_gate_in_kernel else gd.Gate.log()
+    return from_key_first(
+        q, k, v, g, beta, scale, initial_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens, gate
+    )
+
+
+def chunk_qla(
+    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None,
+    head_first=False, state_v_first=False, auto_cp=True,
+):  # fmt: skip
+    assert g.dtype == beta.dtype == torch.float32
+    return from_key_first(q, k, v, g, beta, scale, initial_state, use_qk_l2norm_in_kernel, False, cu_seqlens, gd.Gate.log())
+
+
+def from_key_first(q, k, v, g, beta, scale, initial_state, qk_l2norm, beta_logits, cu_seqlens, gate):
+    assert initial_state.is_contiguous()
+    assert len(initial_state) == len(cu_seqlens) - 1
+    o, state = gd.prefill(
+        q, k, v, g, beta, gate=gate, scale=scale, qk_l2norm=qk_l2norm, beta_logits=beta_logits, cu_seqlens=cu_seqlens,
+        initial_state=initial_state.transpose(-1, -2).contiguous(), output_final_state=True, backend="reference",
+    )  # fmt: skip
+    return o, state.transpose(-1, -2).contiguous()
+
+
+def chunk_flashinfer(
+    q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
+    use_qk_l2norm_in_kernel=False, output=None, output_state=None, use_cp="auto", state_indices=None, backend="auto", max_seqlen=None,
+):  # fmt: skip
+    assert g.dtype == beta.dtype == torch.float32
+    assert cu_seqlens.diff().max() == max_seqlen
+    o, state = gd.prefill(
+        q[None], k[None], v[None], g[None].log(), beta[None], scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens,
+        initial_state=initial_state, output_final_state=output_final_state, backend="reference",
+    )  # fmt: skip
+    output.copy_(o[0])
+    output_state.copy_(state)
+    return output, output_state
+
+
+def kimi_delta_attention(
+    q, k, v, g, beta, cu_seqlens, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
+    use_beta_sigmoid_in_kernel=False, safe_gate=False, gate_lower_bound=None, gate_domain="log", a_log=None, dt_bias=None,
+    plan_name=None,
+):  # fmt: skip
+    assert plan_name in ("kda_hopper_cuda", "kda_hopper")
+    if plan_name == "kda_hopper":
+        assert q.shape[1] == v.shape[1]
+        assert {use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, safe_gate} == {False}
+    if not safe_gate:
+        assert g.dtype == beta.dtype == torch.float32
+    assert cu_seqlens.dtype == torch.int32
+    o, state = gd.prefill(
+        q[None], k[None], v[None], g[None], beta[None], scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens,
+        gate=gd.Gate.lower_bound(a_log, dt_bias, gate_lower_bound) if safe_gate else gd.Gate.log(),
+        beta_logits=use_beta_sigmoid_in_kernel, initial_state=initial_state, output_final_state=True, backend="reference",
+    )  # fmt: skip
+    return o[0], state
+
+
+SGLANG = """
+from sglang.kernels.jit.utils import is_arch_support_pdl
+from sglang.srt.utils import get_device_sm, is_cuda, is_gfx95_supported, is_hip, is_sm90_supported
+
+import torch
+import gated_delta as gd
+
+assert not (is_arch_support_pdl() or is_cuda() or is_gfx95_supported() or is_hip() or is_sm90_supported())
+assert get_device_sm() == 0
+
+
+def fused_sigmoid_gating_delta_rule_update(
+    A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices, scale=None,
+    use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False, lower_bound=None, disable_state_update=False,
+    intermediate_states_buffer=None, intermediate_state_indices=None, cache_steps=None,
+):
+    assert (softplus_beta, softplus_threshold, use_qk_l2norm_in_kernel) == (1.0, 20.0, True)
+    assert (lower_bound is not None) == is_kda
+    assert cache_steps is None or cache_steps == intermediate_states_buffer.shape[1]
+    a = a.view(1, a.shape[0], v.shape[2], -1)
+    a = a if is_kda else a[..., 0]
+    gate = gd.Gate.lower_bound(A_log, dt_bias, lower_bound) if is_kda else gd.Gate.softplus(A_log, dt_bias)
+    return gd.decode(
+        q, k, v, a, b[None], gate=gate, scale=scale, beta_logits=True, cu_seqlens=cu_seqlens, state=initial_state_source,
+        state_indices=initial_state_indices, intermediate_states=intermediate_states_buffer,
+        update_state=not disable_state_update, backend="reference",
+    )
+"""
+
+
+SGLANG_COMMIT = """
+from sglang.kernels.ops.memory.ptr_table import make_ptr_table
+from sglang.srt.utils.common import get_device_core_count
+
+import torch
+
+assert make_ptr_table is not None
+assert get_device_core_count(0) == 0
+
+
+def fused_mamba_state_scatter_with_mask(dst, src, dst_indices_raw, step_indices_raw, src_indices_raw=None):
+    assert {x.dtype for x in (dst_indices_raw, step_indices_raw, src_indices_raw)} == {torch.int32}
+    assert dst.shape[0] == src.shape[0] and dst.shape[2:] == src.shape[3:] and src.is_contiguous()
+    for slot, step, row in zip(dst_indices_raw.tolist(), step_indices_raw.tolist(), src_indices_raw.tolist()):
+        if step >= 0:
+            dst[:, slot] = src[:, row, step]
+"""
+
+
+MODULES = {
+    "flashinfer": {},
+    "flashinfer.gdn_decode": dict(gated_delta_rule_decode_pretranspose=pretranspose),
+    "flashinfer.kda_decode": dict(recurrent_kda=recurrent_kda),
+    "flashinfer.gdn_prefill": dict(chunk_gated_delta_rule=chunk_flashinfer),
+    "fla": {},
+    "fla.ops": {},
+    "fla.ops.gated_delta_rule": dict(fused_recurrent_gated_delta_rule=fla_gdn, chunk_gated_delta_rule=chunk_gdn),
+    "fla.ops.kda": dict(fused_recurrent_kda=fla_kda, chunk_kda=chunk_kda),
+    "flash_qla": dict(chunk_gated_delta_rule=chunk_qla),
+    "cudnn": {},
+    "cudnn.linear_attention": dict(kimi_delta_attention=kimi_delta_attention),
+}
+
+
+@pytest.fixture
+def stand_ins(monkeypatch, tmp_path):
+    """Every peer, SGLang's kernel as a file; its directory, where SGLang's commit may lie too."""
+    for name, content in MODULES.items():
+        module = types.ModuleType(name)
+        vars(module).update(content)
+        monkeypatch.setitem(sys.modules, name, module)
+    (tmp_path / "a_kernel.py").write_text(SGLANG)
+    monkeypatch.setenv("GATED_DELTA_SGLANG_KERNEL", str(tmp_path / "a_kernel.py"))
+    monkeypatch.delenv("GATED_DELTA_SGLANG_COMMIT", raising=False)
+    monkeypatch.setenv("FLA_FLASH_KDA", "1")
+    monkeypatch.setenv("FLA_FLASH_QLA", "1")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    peers.sglang.cache_clear()
+    yield tmp_path
+    peers.sglang.cache_clear()
+
+
+REFUSED = [("fla", cell, "final state alone") for cell in DECODES if cell.T > 1]
+REFUSED += [("flashinfer", decode("kda", (2, 2), FP32, 1, 2), "fp32"), ("flashinfer", CHAINS[0], "fp32")]
+REFUSED += [(name, cell, "KDA on Hopper") for name in ("flashinfer", "flashqla") for cell in PREFILLS[:2]]
+REFUSED += [(name, cell, "GDN on Hopper") for name in ("cudnn", "cudnn_cute") for cell in PREFILLS[2:]]
+REFUSED += [("cudnn_cute", PREFILLS[1], "equal heads")]
+ASKED = [
+    (op, name, cell)
+    for op, some in dict(decode=DECODES, prefill=PREFILLS, speculate=CHAINS).items()
+    for name in peers.PEERS[op]
+    for cell in some
+    if not [one for one in REFUSED if one[:2] == (name, cell)]
+]
+
+
+def named(x):
+    return getattr(x, "label", x)
+
+
+@pytest.mark.parametrize(("op", "name", "cell"), ASKED, ids=named)
+def test_peers_are_asked_for_the_same(runner, stand_ins, op, name, cell):
+    (stand_ins / "mamba_state_scatter_triton.py").write_text(SGLANG_COMMIT)
+    forms = peers.PEERS[op][name].forms(name)
+    found = runner(forms, **dict(zip(forms, (7.0, 8.0)))).measure(small(cell))
+    assert list(found["peers"]) == ([name, f"{name} raw"] if op == "prefill" and name != "fla" else [name])
+    for peer in found["peers"].values():
+        assert peer["reason"] is None
+        assert peer["error"] < (measure.AGREEMENT / 2 if op == "prefill" else 5e-3)
+    assert found["best_peer"] == name
+    if (op, name) == ("prefill", "fla"):
+        assert os.environ["FLA_FLASH_KDA"] == os.environ["FLA_FLASH_QLA"] == "0"
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(("name", "cell", "why"), REFUSED, ids=named)
+def test_peers_refuse_what_they_do_not_offer(name, cell, why):
+    op = "prefill" if cell.flops else "decode" if cell in DECODES or cell.passes > 1 else "speculate"
+    for prepare in peers.PEERS[op][name].forms(name).values():
+        with pytest.raises(NotOffered, match=why):
+            prepare(cell, cell.make(cell, CPU, 0))
+
+
+@pytest.mark.usefixtures("stand_ins")
+@pytest.mark.parametrize(
+    ("name", "cell"), [("flashinfer", PREFILLS[2]), ("flashqla", PREFILLS[2]), ("cudnn_cute", PREFILLS[0])], ids=named
+)
+def test_only_the_raw_form_makes_its_inputs_in_every_call(name, cell):
+    for form, prepare in peers.PEERS["prefill"][name].forms(name).items():
+        b = cell.make(cell, CPU, 0)
+        call = prepare(cell, b)
+        before, _ = b.results(call)
+        b.g.add_(3)
+        after, _ = b.results(call)
+        assert torch.equal(before, after) != form.endswith(" raw")
+
+
+@each(CHAINS)
+def test_a_commit_takes_the_state_after_the_last_accepted_draft(stand_ins, cell):
+    for found, content in (("torch indexing", None), ("sglang fused_mamba_state_scatter_with_mask, file ", SGLANG_COMMIT)):
+        if content:
+            (stand_ins / "mamba_state_scatter_triton.py").write_text(content)
+        assert peers.commit_version().startswith(found)
+        b = cell.make(cell, CPU, 1)
+        b.intermediate_states.normal_()
+        before = b.state.clone()
+        peers.committed(b)()
+        for n, (slot, m) in enumerate(zip(b.state_indices.tolist(), b.num_accepted.tolist())):
+            assert torch.equal(b.state[slot], b.intermediate_states[n, m - 1])
+        assert torch.equal(b.state[0], before[0])
+
+
+def test_sglangs_files_are_found_and_leave_no_modules_behind(monkeypatch, stand_ins):
+    kept = types.ModuleType("sglang.srt.utils")
+    monkeypatch.setitem(sys.modules, "sglang.srt.utils", kept)
+    before = {name for name in sys.modules if name.split(".")[0] == "sglang"}
+    (stand_ins / "mamba_state_scatter_triton.py").write_text(SGLANG_COMMIT)
+    assert peers.sglang(peers.KERNEL).__name__ == "fused_sigmoid_gating_delta_rule_update"
+    assert peers.sglang(peers.COMMIT).__name__ == "fused_mamba_state_scatter_with_mask"
+    assert {name for name in sys.modules if name.split(".")[0] == "sglang"} == before
+    assert sys.modules["sglang.srt.utils"] is kept
+    assert peers.DECODE["sglang"].version.startswith("file ")
+    monkeypatch.delenv("GATED_DELTA_SGLANG_KERNEL")
+    for wanted, inside in ((peers.KERNEL, "attention/linear"), (peers.COMMIT, "mamba")):
+        file = stand_ins / "site/sglang/kernels/ops" / inside / Path(wanted[1]).name
+        file.parent.mkdir(parents=True)
+        file.touch()
+        assert peers.sglang_file(wanted) is None
+        with monkeypatch.context() as patch:
+            patch.setattr(sys, "path", [str(stand_ins / "site"), *sys.path])
+            assert peers.sglang_file(wanted) == file
+        monkeypatch.setenv(wanted[0], str(stand_ins / "nowhere.py"))
+        peers.sglang.cache_clear()
+        with pytest.raises(ImportError, match=r"nowhere\.py"):
+            peers.sglang(wanted)
+        monkeypatch.delenv(wanted[0])
+
+
+# ------------------------------------------------------------------------------------------------ records
+
+
+def one(name="KDA 32/32 bf16 T=1 B=8", us=10.0, copy_us=8.0, flops=0, **times):
+    """A record of made-up times; peers by name."""
+    made = {peer: dict(us=time, error=1e-3, agrees=True, reason=None, eager_us=None) for peer, time in times.items()}
+    cell = dict(measure.facts(CELLS["decode"][name]), us=us, eager_us=None, copy_us=copy_us, parts={}, peers=made, flops=flops)
+    return record.derived(cell, dict(gemm_tflops=800.0))
+
+
+def test_ratios_are_those_of_the_best_peer():
+    made = one(a=20.0, b=15.0, cached=2.0, **{"a raw": 21.0, "b raw": 30.0})
+    assert (made["best_peer"], made["ratio"], made["raw_ratio"]) == ("b", 1.5, 2.1)
+    made["peers"]["b raw"]["us"] = None  # a form that fails leaves the other
+    assert record.derived(made, {})["raw_ratio"] == 2.1
+    alone = one(cached=2.0)
+    assert (alone["best_peer"], alone["ratio"], alone["raw_ratio"]) == (None, None, None)
+    assert (alone["floor_us"], alone["share"], alone["tb_s"], alone["tflops"]) == (8.0, 0.8, alone["bytes"] / 10.0 / 1e6, None)
+    gemm = one(flops=16_000_000_000)  # 20 us at 800 TFLOP/s
+    assert (gemm["floor_us"], gemm["share"], gemm["tflops"]) == (20.0, 2.0, 1600.0)
+    assert record.derived(dict(alone, copy_us=None), {})["floor_us"] is None
+
+
+def test_a_summary_has_means_and_losing_cells():
+    names = [f"KDA 32/32 bf16 T=1 B={B}" for B in (1, 2, 4)]
+    rows = record.summary([one(names[0], a=20.0, b=40.0), one(names[1], a=5.0), one(names[2])])
+    assert rows == [
+        ["T=1", "a", "2 of 3", "1.000", "0.500", names[1], "1"],
+        ["T=1", "b", "1 of 3", "4.000", "4.000", names[0], "0"],
+        ["T=1", "best", "2 of 3", "1.000", "0.500", names[1], "1"],
+    ]
+    assert record.summary([one(names[0])]) == [["T=1", "best", "0 of 1"]]
+
+
+def test_runs_are_put_together_by_cell():
+    names = [f"KDA 32/32 bf16 T=1 B={B}" for B in (1, 2, 4, 8)]
+    first = record.merged({}, [one(name) for name in names[1:]], dict(commit="a"), names)
+    assert [cell["run"] for cell in first["cells"]] == [0, 0, 0]
+    second = record.merged(first, [one(names[2], us=5.0), one(names[0])], dict(commit="b"), names)
+    assert [cell["label"] for cell in second["cells"]] == names
+    assert [second["runs"][cell["run"]]["commit"] for cell in second["cells"]] == ["b", "a", "b", "a"]
+    assert second["cells"][2]["us"] == 5.0
+    third = record.merged(second, [one(name) for name in names], dict(commit="c"), names)
+    assert third["runs"] == [dict(commit="c")]  # of the others no cell is left
+    gone = record.merged(third, [], dict(commit="d"), names[1:])  # a cell that the table has no more is kept
+    assert [cell["label"] for cell in gone["cells"]] == [*names[1:], names[0]]
+
+
+@pytest.mark.parametrize("op", CELLS)
+def test_results_have_one_form_and_one_cell_a_line(runner, op):
+    file = record.RESULTS / f"{op}.json"
+    content = record.read(file)
+    assert (content["command"], [cell["label"] for cell in content["cells"]]) == (f"benchmarks {op}", list(CELLS[op]))
+    assert file.read_text().count("\n") == len(content["cells"]) + len(content["runs"]) + 7
+    measured = runner().measure(small(DECODES[0]))
+    assert {tuple(cell) for cell in content["cells"]} == {(*measured, "run")}
+    for cell in content["cells"]:
+        assert {name: cell[name] for name in measure.facts(CELLS[op][cell["label"]])} == measure.facts(CELLS[op][cell["label"]])
+        assert record.derived(cell, content["runs"][cell["run"]]) == cell
+
+
+def test_a_run_is_known_by_date_versions_commit_and_kernels(monkeypatch, runner):
+    monkeypatch.setattr(measure, "gemm_tflops", lambda _: 700.0)
+    run = runner().run | measure.run_facts(CPU, dict(a="1.0", b=None))
+    assert {tuple(sorted(one)) for op in CELLS for one in record.read(record.RESULTS / f"{op}.json")["runs"]} == {
+        tuple(sorted(run))
+    }
+    assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:]+\+00:00", run["date"])
+    assert run["kernels"]["decode"] == compile.sources("decode")
+    assert {"verify", "flush", "prefill_scan"} < set(run["kernels"])
+    assert run["versions"]["torch"] == torch.__version__
+    assert (run["peers"], run["state_commit"]) == (dict(a="1.0", b=None), "torch indexing")
+    if (ROOT / ".git").exists():
+        head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        assert run["commit"] == head
+        assert isinstance(run["dirty"], bool)
+    monkeypatch.setenv("GATED_DELTA_COMMIT", "copied")
+    assert measure.checkout() == {"commit": "copied", "dirty": False}
+    monkeypatch.delenv("GATED_DELTA_COMMIT")
+    monkeypatch.setenv("PATH", "")
+    assert measure.checkout() == {"commit": None, "dirty": None}
+
+
+def test_pictures_say_what_they_show(monkeypatch, tmp_path):
+    """Shapes of a prefill are not joined by lines; ratios have panels of their own, in which a losing cell is below 1."""
+    pytest.importorskip("matplotlib")
+    from matplotlib.figure import Figure
+
+    drawn = []
+    right = Figure.savefig
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure) or right(figure, *_, **__))
+    for op in CELLS:
+        content = record.read(record.RESULTS / f"{op}.json")
+        series = list(record.grouped((cell for cell in content["cells"] if cell["peers"]), "series"))[:5]
+        content["cells"] = [cell for cell in content["cells"] if cell["series"] in series or not cell["peers"]]
+        plot.draw(content, tmp_path / f"{op}.png")
+        assert (tmp_path / f"{op}.png").read_bytes().startswith(b"\x89PNG")
+        figure, panels = drawn[-1], [axis for axis in drawn[-1].axes if axis.axison]
+        for words in (op, "NVIDIA H200", "date not recorded", "torch 2.11.0", content["runs"][0]["commit"][:7]):
+            assert words in figure.get_suptitle().replace("\n", " ")
+        for word, used in (("raw:", op == "prefill"), ("fast gates:", op == "prefill"), ("cached:", op == "speculate")):
+            assert (word in figure.get_supxlabel()) == used
+        assert [panel.get_title() for panel in panels if panel.get_title()] == series
+        assert len(panels) == 2 * len(series)
+        lines = {line.get_linestyle() for panel in panels for line in panel.lines if line.get_marker() != "None"}
+        assert lines == ({"None"} if op == "prefill" else {"-"})
+        ratio = next(panel for panel in panels if panel.get_xticklabels() and not panel.get_title())
+        assert ratio.get_yscale() == "linear"
+        shown = {line.get_label(): list(line.get_ydata()) for line in ratio.lines}
+        peer = next(name for name in shown if name in content["cells"][0]["peers"])
+        first = [cell for cell in content["cells"] if cell["series"] == series[0]]
+        assert shown[peer] == [cell["peers"][peer]["us"] / cell["us"] for cell in first]
+
+
+# ------------------------------------------------------------------------------------------------ the command
+
+
+def run(*arguments):
+    return CliRunner().invoke(command.app, [str(argument) for argument in arguments])
+
+
+@pytest.fixture
+def gpu(monkeypatch, runner):
+    """A CUDA device for the command, and the cells of a few small problems."""
+    tables = dict(decode=DECODES[:3], prefill=PREFILLS, speculate=[CHAINS[0], ALONE[0]])
+    monkeypatch.setattr(command, "CELLS", {op: {cell.label: small(cell) for cell in some} for op, some in tables.items()})
+    known = {op: dict(a=Peer("torch", ours), b=Peer("no-such-package", ours)) for op in CELLS}
+    monkeypatch.setattr(command, "PEERS", known)
+    monkeypatch.setattr(command, "device_option", lambda _: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
+    monkeypatch.setattr(command, "run_facts", lambda device, versions: dict(device="made up", peers=versions, gemm_tflops=800.0))
+    monkeypatch.setattr(command, "Runner", lambda prepare, device, facts, say: Runner(prepare, CPU, facts, say))
+    monkeypatch.setattr(cells, "CHECKED", ((5, 1),))
+    runner(a=8.0, b=9.0, cached=6.0)
+
+
+@pytest.mark.usefixtures("gpu")
+def test_every_part_is_added_to_one_file(tmp_path):
+    file = tmp_path / "decode.json"
+    first = run("measure", "decode", file, "--filter", "B=3")
+    assert first.exit_code == 0, first.output
+    assert f"{DECODES[0].label}, us: ours 4.00, copy 3.00, a 8.00" in first.output.replace("\n", " ")
+    assert run("measure", "decode", file, "--filter", "B=2", "--peers", "b,a").exit_code == 0
+    content = record.read(file)
+    assert [cell["label"] for cell in content["cells"]] == [cell.label for cell in DECODES[:3]]
+    assert [cell["run"] for cell in content["cells"]] == [0, 1, 1]
+    assert [list(cell["peers"]) for cell in content["cells"]] == [
+        ["a"],
+        ["b", "a"],
+        ["b", "a"],
+    ]  # installed ones, else those asked for
+    assert content["runs"][1]["peers"] == dict(a=torch.__version__.split("+")[0], b=None) | content["runs"][1]["peers"]
+    assert [one["host_us_of"] for one in content["runs"]] == [DECODES[0].label, DECODES[1].label]  # of the least bytes
+    assert not list(tmp_path.glob("*.unfinished"))
+
+
+@pytest.mark.usefixtures("gpu", "stand_ins")
+def test_speculation_is_measured_beside_cached_states(tmp_path):
+    assert run("measure", "speculate", tmp_path / "x.json").exit_code == 0
+    chain, alone = record.read(tmp_path / "x.json")["cells"]
+    assert (list(chain["peers"]), chain["ratio"], alone["peers"]) == (["cached", "a"], 2.0, {})
+
+
+@pytest.mark.usefixtures("gpu")
+def test_cells_that_fail_their_check_are_not_timed(monkeypatch, tmp_path):
+    right = reference.decode
+
+    def wrong(tokens, **states):
+        right(tokens._replace(beta_logits=tokens.beta_logits and states["state"].dtype == BF16), **states)
+
+    monkeypatch.setattr(reference, "decode", wrong)
+    result = run("measure", "decode", tmp_path / "x.json", "--filter", "GDN")
+    assert result.exit_code == 1
+    assert f"fails its check, not timed: {DECODES[2].label}" in result.output.replace("\n", " ")
+    assert [cell["label"] for cell in record.read(tmp_path / "x.json")["cells"]] == [DECODES[0].label]
+
+
+@pytest.mark.usefixtures("gpu")
+def test_a_run_cut_short_leaves_what_it_has(monkeypatch, tmp_path):
+    right = Runner.measure
+
+    def cut(self, cell, host):
+        if cell.label == DECODES[1].label:
+            os.kill(os.getpid(), signal.SIGINT)
+        return right(self, cell, host)
+
+    monkeypatch.setattr(Runner, "measure", cut)
+    result = run("measure", "decode", tmp_path / "x.json")
+    assert result.exit_code == 130, result.output
+    assert [cell["label"] for cell in record.read(tmp_path / "x.json")["cells"]] == [DECODES[0].label]
+
+
+@pytest.mark.usefixtures("gpu")
+@pytest.mark.parametrize(
+    ("arguments", "word"),
+    [
+        ("measure decode --peers a,sglang", "expected some of a,b, got sglang"),
+        ("measure decode --filter B=7", "no cell of decode matches 'B=7'; one is 'GDN 1/2 bf16 T=1 B=3'"),
+        ("measure decode --filter (", "expected a regular expression, got '('"),
+        ("measure flush", "'flush'"),
+        ("measure decode --grid", "--grid"),
+        ("measure decode /nonexistent/x.json", "/nonexistent/x.json"),
+        ("measure decode {0}/other.json", "something else"),
+        ("measure decode {0}/broken.json", "expected results of a benchmark"),
+        ("plot {0}/other.json", "expected results of a benchmark"),
+        ("plot {0}/nowhere.json", "nowhere.json"),
+    ],
+)
+def test_the_command_refuses_in_one_line(monkeypatch, tmp_path, arguments, word):
+    monkeypatch.setattr(Runner, "check", None)
+    (tmp_path / "other.json").write_text('{"command": "check", "results": []}')
+    (tmp_path / "broken.json").write_text('{"command": "benchmarks decode", "cells": [{"label": "x"}], "runs": []}')
+    before = {file: file.read_text() for file in tmp_path.iterdir()}
+    result = run(*arguments.format(tmp_path).split())
+    assert (result.exit_code, result.output.count("\n")) == (2, 1), result.output
+    assert word in result.output
+    assert {file: file.read_text() for file in tmp_path.iterdir()} == before
+
+
+def test_a_cpu_is_refused():
+    result = run("measure", "decode", "--device", "cpu")
+    assert result.exit_code == 2
+    assert "--device: expected a CUDA device, got cpu" in result.output
+
+
+def test_it_imports_without_peers_and_touches_no_gpu():
+    code = (
+        "import sys, benchmarks.__main__, torch; heavy = {'flashinfer', 'fla', 'cudnn', 'flash_qla', 'sglang', 'triton', 'cutlass', 'matplotlib'};"
+        "assert not heavy & {name.split('.')[0] for name in sys.modules} and not torch.cuda.is_initialized()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="times a GPU")
+def test_a_gemm_takes_its_time():
+    assert 50 < measure.gemm_tflops(torch.device("cuda")) < 5000
