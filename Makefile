@@ -6,8 +6,9 @@ BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OLDEST := .venv-oldest
 OLDEST_TORCH := 2.11.0
+SGLANG := .venv-sglang
 
-.PHONY: demo test test-oldest lint check clean
+.PHONY: demo test test-oldest test-sglang lint check clean
 
 demo: $(READY)
 	$(BIN)/gated-delta demo
@@ -35,6 +36,19 @@ test-oldest:
 	$(OLDEST)/bin/pytest -n 2 tests/test_problem.py tests/test_library.py tests/test_cli.py tests/test_compile.py \
 		-k "test_problem or test_library or one_line or json or compiled_once or damaged or switches"
 
+# The plug-in in a real SGLang on a CPU, in an environment of its own.
+test-sglang: $(SGLANG)/.ready
+	OMP_NUM_THREADS=1 $(SGLANG)/bin/pytest tests/engines/test_sglang.py
+
+# SGLang pins CUDA's build of a newer torch: it comes without its requirements, of which sglang.txt has those that a CPU needs.
+$(SGLANG)/.ready: pyproject.toml Makefile tests/engines/sglang.txt
+	$(PYTHON) -m venv --clear $(SGLANG)
+	$(SGLANG)/bin/pip install -q "torch==$(TORCH)+cpu" || { \
+		$(SGLANG)/bin/pip install -q uv && VIRTUAL_ENV=$(SGLANG) $(SGLANG)/bin/uv pip install -q --torch-backend=cpu torch==$(TORCH); }
+	$(SGLANG)/bin/pip install -q -r tests/engines/sglang.txt
+	$(SGLANG)/bin/pip install -q --no-deps sglang==0.5.23 torchvision datasets timm -e .
+	touch $@
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -56,4 +70,4 @@ $(READY): pyproject.toml Makefile
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(SGLANG) .pytest_cache .mypy_cache .ruff_cache .hypothesis

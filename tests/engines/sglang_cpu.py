@@ -1,0 +1,246 @@
+"""What lets SGLang serve on a machine without CUDA: stand-ins in PyTorch for what its CUDA builds bring. Import it before sglang.
+
+`sgl_kernel` has no build for CPUs on a package index. Here its modules import, its few functions that these models need on a CPU are
+written out, and any other raises when it is called. The engine's own two kernels of the recurrence are among those written out:
+token loops that share nothing with gated_delta, so that what the engine runs itself can be told from what the plug-in runs.
+"""
+
+import importlib.abc
+import importlib.machinery
+import os
+import sys
+import types
+
+import torch
+import torch.nn.functional as F
+
+os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+torch._C._cpu._is_amx_tile_supported = lambda: False  # else the engine wants more of sgl_kernel
+
+
+class Missing:
+    """A name of sgl_kernel that is imported, and must not be called."""
+
+    def __init__(self, name):
+        self.__name__ = self.__qualname__ = name
+
+    def __call__(self, *_, **__):
+        raise NotImplementedError(f"not on this machine: {self.__name__}")
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return Missing(f"{self.__name__}.{name}")
+
+
+class Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
+    """Finds sgl_kernel and all of its modules."""
+
+    def find_spec(self, name, path, target=None):
+        if name.partition(".")[0] == "sgl_kernel":
+            return importlib.machinery.ModuleSpec(name, self, is_package=True)
+
+    def create_module(self, spec):
+        module = types.ModuleType(spec.name)
+        module.__path__ = []
+        module.__getattr__ = Missing(spec.name).__getattr__
+        return module
+
+    def exec_module(self, module):
+        module.__version__ = "0.4.10"
+        if module.__name__ == "sgl_kernel.mamba":
+            for function in (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu):
+                setattr(module, function.__name__, function)
+
+
+# ------------------------------------------------------------------------------------------------ convolutions
+
+
+def convolved(sequence, weight, bias, activation):
+    """sequence [dim, W-1+T], the state in front. Returns [dim, T]."""
+    y = F.conv1d(sequence.float()[None], weight.float().unsqueeze(1), None if bias is None else bias.float(), groups=len(sequence))[
+        0
+    ]
+    return F.silu(y) if activation in ("silu", "swish") else y
+
+
+def causal_conv1d_fn_cpu(
+    x, weight, bias=None, conv_states=None, query_start_loc=None, cache_indices=None, has_initial_state=None, activation="silu", **_
+):
+    """x [dim, total], conv_states [slots, dim, W-1], updated."""
+    out, bounds, keep = torch.zeros_like(x), query_start_loc.tolist(), weight.shape[-1] - 1
+    for slot, has, start, end in zip(cache_indices.tolist(), has_initial_state.tolist(), bounds, bounds[1:]):
+        if start == end or slot < 0:
+            continue
+        state = conv_states[slot]
+        prior = state if has else torch.zeros_like(state)
+        sequence = torch.cat([prior.to(x.dtype), x[:, start:end]], 1)
+        out[:, start:end] = convolved(sequence, weight, bias, activation).to(x.dtype)
+        state.copy_(sequence[:, -keep:])
+    return out
+
+
+def causal_conv1d_update_cpu(
+    x,
+    conv_state,
+    weight,
+    bias=None,
+    activation=None,
+    conv_state_indices=None,
+    intermediate_conv_window=None,
+    intermediate_state_indices=None,
+    **_,
+):
+    """x [N, dim] or [N, dim, T]; the windows after each token go to intermediate_conv_window instead of the state where there is one."""
+    steps, width = x if x.dim() == 3 else x.unsqueeze(-1), weight.shape[-1]
+    out = torch.zeros_like(steps)
+    for n in range(len(steps)):
+        slot = int(conv_state_indices[n])
+        if slot < 0:
+            continue
+        sequence = torch.cat([conv_state[slot].to(x.dtype), steps[n]], 1)
+        out[n] = convolved(sequence, weight, bias, activation).to(x.dtype)
+        if intermediate_conv_window is None:
+            conv_state[slot].copy_(sequence[:, 1 - width :])
+        else:
+            row = intermediate_conv_window[int(intermediate_state_indices[n])]
+            for t in range(steps.shape[2]):
+                row[t] = sequence[:, t + 1 : t + width]
+    return out.view_as(x)
+
+
+# ------------------------------------------------------------------------------------------------ the engine's recurrence
+
+
+def unit(x):
+    return x * torch.rsqrt(x.pow(2).sum(-1, keepdim=True) + 1e-6)
+
+
+def delta_rule(q, k, v, g, beta, pool, slots, cu_seqlens, work=torch.float32):
+    """Gated delta rule, token by token; q..beta [T, heads, ...], g [T, HV] or [T, HV, K], pool updated.
+
+    Returns o [T, HV, V] and, a list a sequence, the states in front of each of its tokens and behind the last.
+    """
+    bounds, out, all_states = cu_seqlens.tolist(), torch.zeros_like(v, dtype=work), []
+    repeat, scale = v.shape[1] // q.shape[1], q.shape[-1] ** -0.5
+    for slot, start, end in zip(slots.tolist(), bounds, bounds[1:]):
+        states = [pool[slot].to(work, copy=True)]  # [HV, V, K]
+        all_states.append(states)
+        for t in range(start, end if slot > 0 else start):
+            qt, kt = (unit(x[t].to(work)).repeat_interleave(repeat, 0) for x in (q, k))
+            decay = g[t].to(work).exp()
+            state = states[-1] * (decay[:, None, :] if decay.dim() == 2 else decay[:, None, None])
+            u = beta[t].to(work)[:, None] * (v[t].to(work) - (state @ kt[..., None])[..., 0])
+            states.append(state + u[..., None] * kt[:, None, :])
+            out[t] = (states[-1] @ qt[..., None])[..., 0] * scale
+        if slot > 0:
+            pool[slot] = states[-1].to(pool.dtype)
+    return out, all_states
+
+
+def chunk_gated_delta_rule_cpu(q, k, v, g, beta, initial_state, cu_seqlens, initial_state_indices, **_):
+    """With the state in front of each chunk of 64 tokens."""
+    o, states = delta_rule(q[0], k[0], v[0], g[0], beta[0], initial_state, initial_state_indices, cu_seqlens)
+    return o.to(v.dtype)[None], None, torch.stack([state for one in states for state in one[:-1:64]])[None]
+
+
+def fused_sigmoid_gating_delta_rule_update_cpu(
+    A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, cu_seqlens, **_
+):
+    g, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
+    o, _ = delta_rule(q[0], k[0], v[0], g[0], beta[0], initial_state_source, initial_state_indices, cu_seqlens)
+    return o.to(v.dtype)[None]
+
+
+# ------------------------------------------------------------------------------------------------ norms and gates
+
+
+def normalised(x, weight, eps):
+    y = x.float()
+    return y * torch.rsqrt(y.pow(2).mean(-1, keepdim=True) + eps) * weight.float()
+
+
+def fused_gdn_gating_cpu(A_log, a, b, dt_bias):
+    return (-A_log.float().exp() * F.softplus(a.float() + dt_bias.float()))[None], b.float().sigmoid()[None]
+
+
+def fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, q_heads, v_heads, K, V):
+    n, width = len(qkvz), 2 * q_heads * K + v_heads * V
+    b, a = ba.split(v_heads, 1)
+    return qkvz[:, :width].contiguous(), qkvz[:, width:].reshape(n, v_heads, V), b.contiguous(), a.contiguous()
+
+
+def fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, dim):
+    return tuple(
+        normalised(x.reshape(-1, dim), 1 + weight.float(), eps).to(x.dtype) for x, weight in ((q, q_weight), (k, k_weight))
+    )
+
+
+def fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate, k, q_weight, k_weight, eps, dim, heads):
+    q, gate = q_gate.view(len(q_gate), heads, 2 * dim).chunk(2, -1)
+    return (*fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, dim), gate.reshape(len(q_gate), -1))
+
+
+def fused_sigmoid_mul_cpu(x, gate):
+    return x.mul_(torch.sigmoid(gate.reshape(x.shape).float()).to(x.dtype))
+
+
+def fused_rmsnorm_gated_cpu(x, weight, z, eps):
+    return (normalised(x, weight, eps) * F.silu(z.float())).to(x.dtype)
+
+
+class Ops:
+    """torch.ops.sgl_kernel: the functions above, and Missing for the rest."""
+
+    def __getattr__(self, name):
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return globals().get(name) or Missing(f"torch.ops.sgl_kernel.{name}")
+
+
+# ------------------------------------------------------------------------------------------------ in place of CUDA in the engine
+
+
+def gated_norm(self, x, z=None):
+    y = normalised(x, self.weight, self.eps)
+    if z is not None:
+        y = y * (torch.sigmoid if self.activation == "sigmoid" else F.silu)(z.float())
+    return y.to(x.dtype)
+
+
+def track_all_layers(conv, ssm, slots, mask, destinations, count, **_):
+    rows = mask[:count]
+    for pool in (conv, ssm):
+        pool[:, destinations[:count][rows].long()] = pool[:, slots[:count][rows].long()]
+
+
+def track_one_layer(conv, ssm, slots, mask, destinations, count, **_):
+    track_all_layers(conv[None], ssm[None], slots, mask, destinations, count)
+
+
+kept = []
+
+
+def install():
+    """Before `import sglang`; and again in each of the engine's processes, which import the driver's module first."""
+    sys.meta_path.insert(0, Stub())
+    torch.ops.sgl_kernel = Ops()
+    library = torch.library.Library("torchvision", "DEF")  # a package index has CUDA's build, which does not load here
+    for name in ("nms", "qnms"):
+        library.define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
+    kept.append(library)
+    torch.Tensor.pin_memory = lambda self, *_: self
+
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+    from sglang.srt.utils import patch_torch
+
+    patch_torch.register_fake_if_exists = lambda name: lambda function: function  # of operators that only seem to be there
+    attention, hybrid = "sglang.srt.layers.attention.", "sglang.srt.layers.attention.hybrid_linear_attn_backend."
+    for target, function in {
+        attention + "linear.kda_backend.causal_conv1d_fn": causal_conv1d_fn_cpu,
+        hybrid + "track_mamba_states_all_layers": track_all_layers,
+        hybrid + "track_mamba_states_if_needed": track_one_layer,
+        "sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward": gated_norm,
+        "sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer": lambda: True,
+    }.items():
+        HookRegistry.register(target, function, HookType.REPLACE)

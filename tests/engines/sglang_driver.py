@@ -1,0 +1,65 @@
+"""One engine and its processes, for test_sglang.py; SGLANG_CASE says which, as JSON.
+
+Prints RESULT and, as JSON, each round's tokens and how many of each prompt's the prefix cache had. Every process of the engine
+imports this file before anything else, so what is at its top happens in each of them.
+"""
+
+import collections
+import json
+import os
+
+import sglang_cpu
+
+sglang_cpu.install()
+
+from gated_delta.integrations import sglang as plugin
+
+case = json.loads(os.environ["SGLANG_CASE"])
+
+
+class Calls(collections.Counter):
+    """The plug-in's counts, which this process also writes to a file."""
+
+    def __setitem__(self, route, calls):
+        super().__setitem__(route, calls)
+        with open(os.path.join(case["reports"], str(os.getpid())), "w") as file:
+            json.dump(plugin.report(), file)
+
+
+plugin._calls = Calls()
+plugin.VERSIONS = tuple(case.get("versions", plugin.VERSIONS))
+if "backend" in case:
+    plugin.backend_for = lambda x: case["backend"]
+
+
+def main():
+    import sglang
+
+    options = dict(
+        model_path=case["model"],
+        device="cpu",
+        dtype="float32",
+        skip_tokenizer_init=True,
+        attention_backend="torch_native",
+        sampling_backend="pytorch",
+        grammar_backend="none",
+        disable_overlap_schedule=True,
+        max_running_requests=4,
+        max_total_tokens=4096,
+        max_mamba_cache_size=24,
+        context_length=1024,
+        chunked_prefill_size=256,
+        log_level="info",
+    )
+    engine = sglang.Engine(**options | case["engine"])
+    sampling = dict(temperature=0, max_new_tokens=case["new_tokens"], ignore_eos=True)
+    rounds = []
+    for _ in range(2):
+        made = engine.generate(input_ids=case["prompts"], sampling_params=sampling)
+        rounds.append([dict(tokens=one["output_ids"], cached=one["meta_info"]["cached_tokens"]) for one in made])
+    print("RESULT", json.dumps(rounds), flush=True)
+    engine.shutdown()
+
+
+if __name__ == "__main__":
+    main()

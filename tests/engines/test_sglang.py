@@ -1,0 +1,452 @@
+"""The SGLang plug-in in the real engine, on a CPU: make test-sglang. What needs CUDA has stand-ins in sglang_cpu.py."""
+
+import inspect
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+HERE = Path(__file__).parent
+sys.path.insert(0, str(HERE))
+import sglang_cpu
+
+sglang_cpu.install()
+
+from sglang.srt.arg_groups.choices import LINEAR_ATTN_KERNEL_BACKEND_CHOICES
+from sglang.srt.layers.attention.linear import gdn_backend, kda_backend, utils
+from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
+from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
+from sglang.srt.runtime_context import get_context
+
+from gated_delta.integrations import sglang as plugin
+
+load_plugins()  # as each of the engine's processes does
+ENGINES = dict(GDN=TritonGDNKernel, KDA=TritonKDAKernel)
+H, HV, D, P = 2, 4, 32, 8
+POISON = float("nan")
+
+
+@pytest.fixture(autouse=True)
+def _counts_of_its_own():
+    torch.set_num_threads(1)
+    plugin._calls.clear()
+    with torch.inference_mode():
+        yield
+
+
+# ------------------------------------------------------------------------------------------------ the kernels, without a server
+
+
+class Given:
+    """Random inputs of one layer: sequences of these lengths in these slots, and `past` tokens that no sequence has."""
+
+    def __init__(self, layers, lengths, slots, *, past=0, bound=None, dtype=torch.float32, states=torch.float32, seed=0):
+        torch.manual_seed(seed)
+        self.layers, self.bound, self.T = layers, bound, sum(lengths) + past
+        channels = (D,) if layers == "KDA" else ()
+        self.mixed = torch.randn(self.T, (2 * H + HV) * D + 8, dtype=dtype)[:, 8:]  # rows of a wider tensor
+        self.q, self.k, self.v = (x.unflatten(1, (-1, D))[None] for x in self.mixed.split([H * D, H * D, HV * D], 1))
+        self.a, self.b = torch.randn(self.T, HV, *channels, dtype=dtype), torch.randn(self.T, HV, dtype=dtype)
+        self.A_log, self.dt_bias = torch.randn(HV), torch.randn(HV, *channels)
+        self.pool = torch.randn(P, HV, D, D).to(states)
+        self.slots = torch.tensor(slots, dtype=torch.int32)
+        self.bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        self.g, self.beta = self.activated()
+        for one in range(self.T - past, self.T):  # what no sequence has may be anything
+            self.mixed[one] = self.a[one] = self.b[one] = POISON
+
+    def activated(self, work=torch.float32):
+        x = self.a.to(work) + self.dt_bias.to(work)
+        A = self.A_log.to(work).exp().view(HV, *[1] * (x.dim() - 2))
+        g = -A * torch.nn.functional.softplus(x) if self.bound is None else self.bound * torch.sigmoid(A * x)
+        return g, torch.sigmoid(self.b.to(work))
+
+    def gates(self):
+        """As the engine's layers hold them."""
+        if self.layers == "GDN":
+            return dict(A_log=self.A_log, dt_bias=self.dt_bias)
+        return dict(A_log=self.A_log.view(1, 1, HV, 1), dt_bias=self.dt_bias.flatten(), lower_bound=self.bound)
+
+    def raw(self):
+        """a, b as the engine hands them on: KDA's with a batch of 1 in front."""
+        return (self.a, self.b) if self.layers == "GDN" else (self.a.flatten(1)[None], self.b[None])
+
+    def where(self):
+        return dict(ssm_states=self.pool, cache_indices=self.slots, query_start_loc=self.bounds)
+
+    def truth(self):
+        """In float64: outputs, the pool, and each sequence's states in front of and behind every token."""
+        g, beta = self.activated(torch.float64)
+        pool = self.pool.double()
+        o, states = sglang_cpu.delta_rule(self.q[0], self.k[0], self.v[0], g, beta, pool, self.slots, self.bounds, torch.float64)
+        return o[None], pool, states
+
+
+def kernel(layers):
+    return plugin.kernel_class(ENGINES[layers])()
+
+
+def near(x, truth, unit=2e-4):
+    assert x.shape == truth.shape
+    assert torch.isfinite(x).all()
+    assert (x.double() - truth).norm() <= unit * truth.norm() + 1e-30
+
+
+def ran(*modes, backend="reference"):
+    assert {(row.mode, row.backend) for row in plugin.report()} == {(mode, backend) for mode in modes}
+
+
+LAYERS = pytest.mark.parametrize(("layers", "bound"), [("GDN", None), ("KDA", None), ("KDA", -5.0)])
+
+
+@LAYERS
+@pytest.mark.parametrize("packed", [True, False], ids=["packed", "split"])
+def test_decode(layers, bound, packed):
+    x = Given(layers, [1] * 5, [3, 0, 5, -1, 0], bound=bound)
+    o, pool, _ = x.truth()
+    if packed:
+        options = dict(scale=D**-0.5, ssm_states=x.pool, cache_indices=x.slots, num_v_heads=HV, head_v_dim=D)
+        a, b = x.raw()
+        made = kernel(layers).packed_decode(mixed_qkv=x.mixed, a=a, b=b, **x.gates(), **options, replayssm_d=None)
+    else:
+        made = kernel(layers).decode(x.q, x.k, x.v, *x.raw(), **x.gates(), **x.where())
+    near(made, o)
+    near(x.pool, pool)
+    assert not made[0, [1, 3, 4]].any()
+    ran("decode")
+
+
+@LAYERS
+@pytest.mark.parametrize("states", [torch.float32, torch.bfloat16])
+def test_extend_with_states_for_the_prefix_cache(layers, bound, states):
+    lengths, chunks = [70, 0, 130, 5, 9], [1, -1, 2, -1, 0]
+    x = Given(layers, lengths, [3, 0, 5, 0, 1], past=3, bound=bound, states=states)
+    o, pool, after = x.truth()
+    track = torch.full((len(lengths), HV, D, D), 7.0)
+    tokens = (x.g[None], x.beta[None]) if layers == "GDN" else (x.a[None], x.b[None])
+    gates = {} if layers == "GDN" else x.gates() | dict(beta_is_raw=True, return_intermediate_states=True)
+    tracked = dict(track_state=track, track_chunk_idx=torch.tensor(chunks, dtype=torch.int32))
+    made = kernel(layers).extend(x.q, x.k, x.v, *tokens, **gates, **x.where(), **tracked, layer_id=0, extend_prefix_lens=None)
+    assert made[1:] == ((None, None) if layers == "GDN" else (None,))
+    unit = 2e-4 if states == torch.float32 else 4e-3
+    near(made[0], o)
+    near(x.pool, pool, unit)
+    for n in (0, 2, 4):
+        near(track[n], after[n][64 * chunks[n]], unit)
+    if states == torch.float32:
+        assert (track[[1, 3]] == 7).all()
+    assert not made[0][:, -3:].any()
+    ran("prefill")
+
+
+def test_extend_writes_where_the_engine_wants_it_and_reads_columns():
+    x = Given("GDN", [5, 3], [2, 1])
+    o, pool, _ = x.truth()
+    output = torch.empty_like(x.v, memory_format=torch.contiguous_format)
+    columns = [y.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for y in (x.q, x.k, x.v)]
+    assert columns[0].stride(-1) != 1
+    made, _, _ = kernel("GDN").extend(*columns, x.g[None], x.beta[None], **x.where(), output=output)
+    assert made.data_ptr() == output.data_ptr()
+    near(made, o)
+    near(x.pool, pool)
+
+
+def test_extend_of_copies_that_the_engine_gathered_has_no_padding_slot():
+    x = Given("GDN", [5, 3], [1, 2])
+    o, pool, _ = x.truth()
+    x.pool, x.slots = x.pool[1:3].clone(), torch.tensor([0, 1], dtype=torch.int32)
+    made, _, _ = kernel("GDN").extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where())
+    near(made, o)
+    near(x.pool, pool[1:3])
+
+
+@LAYERS
+def test_verify_keeps_every_state_in_its_row(layers, bound):
+    lengths, rows = [4, 2, 3, 0, 1], [2, 5, 0, 6, 6]
+    x = Given(layers, lengths, [3, 5, 0, 2, -1], past=2, bound=bound)
+    before, (o, _, after) = x.pool.clone(), x.truth()
+    scratch = torch.full((7, 4, HV, D, D), 7.0)
+    options = dict(intermediate_states_buffer=scratch, intermediate_state_indices=torch.tensor([*rows, 1, 3], dtype=torch.int32))
+    a, b = x.raw()
+    made = kernel(layers).target_verify(
+        q=x.q, k=x.k, v=x.v, a=a, b=b, **x.gates(), **x.where(), **options, cache_steps=4, retrieve_parent_token=None
+    )
+    near(made, o)
+    assert torch.equal(x.pool, before)
+    for n in (0, 1):
+        near(scratch[rows[n], : lengths[n]], torch.stack(after[n][1:]))
+        assert (scratch[rows[n], lengths[n] :] == 7).all()
+    assert (scratch[[0, 1, 3, 4, 6]] == 7).all()
+    ran("verify")
+
+
+# ------------------------------------------------------------------------------------------------ what the engine runs itself
+
+
+def recorded(layers):
+    """Our kernel over an engine's that says what it was asked."""
+    calls = []
+    base = ENGINES[layers]
+    methods = {
+        name: lambda self, *args, _name=name, **given: calls.append((_name, given)) or _name
+        for name in ("packed_decode", "decode", "extend", "target_verify")
+    }
+    return plugin.kernel_class(type(base.__name__, (base,), methods))(), calls
+
+
+@pytest.mark.parametrize("layers", ENGINES)
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        (dict(retrieve_parent_token=torch.zeros(1, 2, dtype=torch.int32)), "drafts that form a tree"),
+        (dict(cache_steps=17), "more than 16 draft tokens"),
+        (dict(intermediate_states_buffer=None, cache_ring=True), "ReplaySSM"),
+    ],
+)
+def test_drafts_that_the_engine_verifies_itself(layers, change, reason):
+    x, (ours, calls) = Given(layers, [2], [1]), recorded(layers)
+    options = dict(intermediate_states_buffer=torch.zeros(2, 2, HV, D, D), intermediate_state_indices=torch.tensor([0]))
+    options |= dict(cache_steps=2, retrieve_parent_token=None) | change
+    a, b = x.raw()
+    given = dict(q=x.q, k=x.k, v=x.v, a=a, b=b, **x.gates(), **x.where(), **options)
+    assert ours.target_verify(**given) == "target_verify"
+    assert calls[0][1].keys() == given.keys()
+    (row,) = plugin.report()
+    assert row.backend == "engine"
+    assert reason in str(row)
+
+
+def test_rings_and_scoring_stay_the_engines():
+    x, (ours, calls) = Given("GDN", [1], [1]), recorded("GDN")
+    options = dict(scale=1.0, ssm_states=x.pool, cache_indices=x.slots, num_v_heads=HV, head_v_dim=D)
+    assert ours.packed_decode(x.mixed, x.a, x.b, **x.gates(), **options, replayssm_d=x.pool) == "packed_decode"
+    assert ours.extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where(), inplace_update=False) == "extend"
+    assert [name for name, _ in calls] == ["packed_decode", "extend"]
+
+
+@pytest.mark.parametrize("layers", ENGINES)
+def test_what_our_kernels_refuse_runs_on_the_engines(layers, monkeypatch):
+    """Our GPU kernels refuse CPU tensors, which is as good a reason as any."""
+    monkeypatch.setattr(plugin, "backend_for", lambda x: "cute")
+    x, (ours, calls) = Given(layers, [1, 1], [1, 2]), recorded(layers)
+    before = x.pool.clone()
+    for _ in range(2):
+        assert ours.decode(x.q, x.k, x.v, *x.raw(), **x.gates(), **x.where()) == "decode"
+    assert len(calls) == 2
+    assert torch.equal(x.pool, before)
+    (row,) = plugin.report()
+    assert (row.backend, row.calls) == ("engine", 2)
+    assert "tensors on a CUDA device, got cpu" in row.missing
+
+
+def test_tracked_states_of_the_engines_own_kernel(monkeypatch):
+    """Which returns every chunk's state, where ours keep those asked for: both must leave the same."""
+    made = []
+    for backend in ("reference", "cute"):
+        monkeypatch.setattr(plugin, "backend_for", lambda x, backend=backend: backend)
+        x = Given("GDN", [70, 130, 64, 5], [3, 5, 1, 2])
+        track = torch.zeros(4, HV, D, D)
+        tracked = dict(track_state=track, track_chunk_idx=torch.tensor([1, 2, -1, 0], dtype=torch.int32))
+        o = kernel("GDN").extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where(), **tracked)[0]
+        made.append((o, x.pool, track[[0, 1, 3]]))
+    assert {row.backend for row in plugin.report()} == {"reference", "engine"}
+    for ours, engines in zip(*made):
+        near(ours, engines.double())
+
+
+# ------------------------------------------------------------------------------------------------ which kernel a mode gets
+
+
+CLASSES = gdn_backend.GDNKernelDispatcher, kda_backend.KDAKernelDispatcher
+ORIGINALS = [one.__init__ for one in CLASSES]
+
+
+def dispatchers(**flags):
+    """Both dispatchers as the engine builds them under these flags, in an engine that had no other before."""
+    for one, original in zip(CLASSES, ORIGINALS):
+        one.__init__ = original
+        target = f"{one.__module__}.{one.__qualname__}.__init__"
+        HookRegistry._patched.discard(target)
+        HookRegistry._hooks.pop(target, None)
+    settings = dict(linear_attn_backend="triton", **dict.fromkeys(plugin.FLAGS.values())) | flags
+    with get_context().override_server_args(**settings):
+        backends = utils.resolve_linear_attn_backends()
+        made = [gdn_backend.GDNKernelDispatcher(backends.decode, backends.prefill, backends.verify)]
+        made.append(kda_backend.KDAKernelDispatcher(backends.decode, backends.prefill, backends.verify))
+    return made
+
+
+def ours_in(dispatcher):
+    return {mode for mode, name in plugin._KERNELS.items() if isinstance(getattr(dispatcher, name), plugin.Operations)}
+
+
+def test_the_flags_know_the_name():
+    import argparse
+
+    from sglang.srt.server_args import ServerArgs
+
+    plugin.register()  # a second call does nothing
+    assert LINEAR_ATTN_KERNEL_BACKEND_CHOICES.count(plugin.NAME) == 1
+    parser = argparse.ArgumentParser()
+    ServerArgs.add_cli_args(parser)
+    for flag in plugin.FLAGS.values():
+        (action,) = [one for one in parser._actions if one.dest == flag]
+        assert action.choices.count(plugin.NAME) == 1
+
+
+def test_without_a_flag_every_kernel_is_the_engines():
+    for dispatcher in dispatchers():
+        assert ours_in(dispatcher) == set()
+    assert [one.__init__ for one in CLASSES] == ORIGINALS
+
+
+@pytest.mark.parametrize("mode", plugin.FLAGS)
+def test_a_flag_gives_its_mode_alone(mode):
+    for dispatcher in dispatchers(**{plugin.FLAGS[mode]: plugin.NAME}):
+        assert ours_in(dispatcher) == {mode}
+        assert dispatcher.supports_packed_decode == (mode == "decode")  # the engine's has none on a CPU
+
+
+def test_the_base_flag_gives_decode_and_prefill():
+    for dispatcher in dispatchers(linear_attn_backend=plugin.NAME):
+        assert ours_in(dispatcher) == {"decode", "prefill"}
+
+
+def test_another_release_is_a_message_and_the_engines_kernels(monkeypatch, caplog):
+    monkeypatch.setattr(plugin, "VERSIONS", ("0.0.1",))
+    for dispatcher in dispatchers(**dict.fromkeys(plugin.FLAGS.values(), plugin.NAME)):
+        assert ours_in(dispatcher) == set()
+    assert [one.__init__ for one in CLASSES] == ORIGINALS
+    assert "gated_delta knows SGLang 0.0.1, not" in caplog.text
+
+
+EXPECTED = {
+    utils.resolve_linear_attn_backends: "prefill_default",
+    gdn_backend.GDNKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",
+    kda_backend.KDAKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",
+}
+STEP = "A_log dt_bias ssm_states cache_indices query_start_loc"
+PACKED = "self mixed_qkv a b A_log dt_bias scale ssm_states cache_indices num_v_heads head_v_dim"
+VERIFY = f"self A_log dt_bias q k v a b {STEP[14:]} intermediate_states_buffer intermediate_state_indices cache_steps retrieve_parent_token"
+EXTEND = "self q k v g beta ssm_states cache_indices query_start_loc"
+EXPECTED |= {
+    TritonGDNKernel.packed_decode: f"{PACKED} kwargs",
+    TritonKDAKernel.packed_decode: f"{PACKED} lower_bound kwargs",
+    TritonGDNKernel.decode: f"self q k v a b {STEP} kwargs",
+    TritonKDAKernel.decode: f"self q k v a b {STEP} lower_bound kwargs",
+    TritonGDNKernel.extend: f"{EXTEND} inplace_update kwargs",
+    TritonKDAKernel.extend: f"{EXTEND} A_log dt_bias lower_bound beta_is_raw return_intermediate_states kwargs",
+    TritonGDNKernel.target_verify: f"{VERIFY} kwargs",
+    TritonKDAKernel.target_verify: (
+        f"{VERIFY} lower_bound cache_ring replayssm_rawv replayssm_rawk replayssm_g replayssm_beta kwargs"
+    ),
+}
+
+
+@pytest.mark.parametrize("function", EXPECTED, ids=lambda function: function.__qualname__)
+def test_the_engine_has_the_functions_that_the_plug_in_replaces(function):
+    assert " ".join(inspect.signature(inspect.unwrap(function)).parameters) == EXPECTED[function]
+
+
+# ------------------------------------------------------------------------------------------------ whole engines
+
+PROMPTS = [
+    list(text.encode()) for text in ("for", "def f(x):\n    return x\n" * 12, "class A:\n    def g(self):\n        pass\n" * 16)
+]
+NEW = 24
+OURS = dict(linear_attn_decode_backend="gated_delta", linear_attn_prefill_backend="gated_delta")
+
+
+@pytest.fixture(scope="session")
+def qwen3_5(tmp_path_factory):
+    """The shipped model, with the one setting that SGLang's own config class wants beside transformers'."""
+    made = tmp_path_factory.mktemp("models") / "qwen3_5"
+    shutil.copytree(Path(plugin.__file__).parents[1] / "demo/tiny_qwen3_5", made)
+    config = json.loads((made / "config.json").read_text())
+    (made / "config.json").write_text(json.dumps(config | dict(full_attention_interval=4)))
+    return made
+
+
+@pytest.fixture(scope="session")
+def expected(qwen3_5):
+    """transformers' tokens, in fp32."""
+    import transformers
+
+    model = transformers.AutoModelForCausalLM.from_pretrained(qwen3_5, dtype=torch.float32).eval()
+    with torch.inference_mode():
+        made = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0] for prompt in PROMPTS]
+    return [tokens[len(prompt) :].tolist() for tokens, prompt in zip(made, PROMPTS)]
+
+
+class Run:
+    """One engine in processes of its own: two rounds of the prompts, the second from the prefix cache."""
+
+    def __init__(self, model, tmp_path, engine, **case):
+        reports = tmp_path / "reports"
+        reports.mkdir()
+        case |= dict(model=str(model), engine=engine, prompts=PROMPTS, new_tokens=NEW, reports=str(reports))
+        environment = os.environ | dict(SGLANG_CASE=json.dumps(case), SGLANG_MAMBA_CONV_DTYPE="float32", OMP_NUM_THREADS="1")
+        command = [sys.executable, str(HERE / "sglang_driver.py")]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280, cwd=tmp_path)
+        self.log = done.stdout + done.stderr
+        results = [line for line in self.log.splitlines() if line.startswith("RESULT ")]
+        assert results, self.log[-8000:]
+        self.rounds = json.loads(results[-1].removeprefix("RESULT "))
+        rows = [plugin.Row(*row) for file in reports.iterdir() for row in json.loads(file.read_text())]
+        self.ran = {(row.mode, row.backend): row for row in rows}
+
+    def tokens(self, n):
+        return [one["tokens"] for one in self.rounds[n]]
+
+    def cached(self, n):
+        return [one["cached"] for one in self.rounds[n]]
+
+
+def test_engine_with_chunked_prefill_and_the_prefix_cache(qwen3_5, expected, tmp_path):
+    run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer"))
+    assert run.tokens(0) == run.tokens(1) == expected
+    assert run.cached(0) == [0, 0, 0]
+    assert min(run.cached(1)[1:]) > 200
+    assert run.ran.keys() == {("decode", "reference"), ("prefill", "reference")}
+    assert run.ran["decode", "reference"].calls >= 2 * 3 * (NEW - 1)  # three layers, two rounds
+    assert run.ran["prefill", "reference"].calls >= 3 * 4  # chunks of 256 tokens of 600
+    assert "gated_delta serves GDN decode, prefill; verify stays TritonGDNKernel" in run.log
+
+
+def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
+    run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="extra_buffer"))
+    assert run.tokens(0) == run.tokens(1) == expected
+    assert all(count % 64 == 0 for count in run.cached(1))
+    assert min(run.cached(1)[1:]) >= 256
+    assert run.ran.keys() == {("decode", "reference"), ("prefill", "reference")}
+
+
+def test_engine_runs_its_own_kernels_where_ours_cannot(qwen3_5, expected, tmp_path):
+    """Our GPU kernels asked for on a CPU: every call is refused, also those with states for the prefix cache."""
+    run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="extra_buffer"), backend="cute")
+    assert run.tokens(0) == run.tokens(1) == expected
+    assert run.ran.keys() == {("decode", "engine"), ("prefill", "engine")}
+    assert "tensors on a CUDA device" in run.ran["decode", "engine"].missing
+    assert "GDN prefill: the engine's own kernel (tensors on a CUDA device, got cpu" in run.log
+
+
+def test_engine_without_the_flags_is_left_alone(qwen3_5, expected, tmp_path):
+    run = Run(qwen3_5, tmp_path, dict(mamba_radix_cache_strategy="no_buffer"))
+    assert run.tokens(0) == expected
+    assert not run.ran
+    assert "gated_delta serves" not in run.log
+    assert "KernelDispatcher.__init__" not in run.log
+
+
+def test_engine_of_another_release_runs_its_own_kernels(qwen3_5, expected, tmp_path):
+    run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer"), versions=["0.0.1"])
+    assert run.tokens(0) == expected
+    assert not run.ran
+    assert "gated_delta knows SGLang 0.0.1, not 0.5.23: the engine's own kernels run" in run.log

@@ -1,0 +1,45 @@
+"""The SGLang plug-in without SGLang; tests/engines/test_sglang.py has the engine."""
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from gated_delta.integrations import sglang as plugin
+
+ROOT = Path(__file__).parents[1]
+
+
+def test_importing_the_plug_in_imports_no_engine():
+    """And its own name does not stand in the engine's way, even from its own directory."""
+    code = "import sys, gated_delta.integrations.sglang as plugin; print('sglang' in sys.modules, plugin.report())"
+    directory = Path(plugin.__file__).parent
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT)
+    assert done.stdout.split() == ["False", "[]"]
+    assert "from __future__" in (directory / "sglang.py").read_text()
+
+
+def test_the_entry_point_is_there():
+    tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
+    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"]["sglang.srt.plugins"]
+    module, _, name = points["gated_delta"].partition(":")
+    assert module == plugin.__name__
+    assert getattr(plugin, name) is plugin.register
+
+
+def test_a_row_says_where_a_mode_ran():
+    assert str(plugin.Row("GDN", "decode", "cute", "", 3)) == "GDN decode: backend cute, 3 calls"
+    row = plugin.Row("KDA", "verify", "engine", "drafts that form a tree", 1)
+    assert str(row) == "KDA verify: the engine's own kernel (drafts that form a tree), 1 calls"
+
+
+def test_tracked_states_are_found_among_those_of_all_chunks():
+    """The engine's kernel returns the state in front of every chunk, one sequence after the other; an empty sequence has none."""
+    lengths, chunks = [70, 0, 64, 130], [1, -1, 0, 2]
+    states = torch.arange(6.0).view(1, 6, 1, 1, 1).expand(1, 6, 2, 3, 3)
+    track = torch.full((4, 2, 3, 3), -1.0)
+    bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
+    plugin._take_tracked(states, dict(query_start_loc=bounds, track_chunk_idx=torch.tensor(chunks), track_state=track))
+    assert track[[0, 2, 3], 0, 0, 0].tolist() == [1, 2, 5]
