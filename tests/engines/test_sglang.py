@@ -1,5 +1,6 @@
 """The SGLang plug-in in the real engine, on a CPU: make test-sglang. What needs CUDA has stand-ins in sglang_cpu.py."""
 
+import dataclasses
 import inspect
 import json
 import os
@@ -7,6 +8,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,15 +19,21 @@ import sglang_cpu
 
 sglang_cpu.install()
 
+from sglang.kernels.ops.mamba.mamba_state_scatter_triton import scatter_mamba_states_after_mtp_verify
 from sglang.srt.arg_groups.choices import LINEAR_ATTN_KERNEL_BACKEND_CHOICES
+from sglang.srt.configs import mamba_utils
 from sglang.srt.layers.attention.linear import gdn_backend, kda_backend, utils
 from sglang.srt.layers.attention.linear.kernels.gdn_triton import TritonGDNKernel
 from sglang.srt.layers.attention.linear.kernels.kda_triton import TritonKDAKernel
+from sglang.srt.mem_cache.kv_cache_configurator import KVCacheConfigurator
+from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
 
 from gated_delta.integrations import sglang as plugin
+from gated_delta.integrations import sglang_kvbuffer as kvbuffer
+from gated_delta.problem import KVBuffer
 
 load_plugins()  # as each of the engine's processes does
 ENGINES = dict(GDN=TritonGDNKernel, KDA=TritonKDAKernel)
@@ -187,6 +195,126 @@ def test_verify_keeps_every_state_in_its_row(layers, bound):
     ran("verify")
 
 
+# ------------------------------------------------------------------------------------------------ verify and flush
+
+
+class Configurator:
+    """What the plug-in asks of the engine's pool configurator, for an engine of two layers."""
+
+    device, attn_dp_size = "cpu", 1
+
+    def __init__(self, layers):
+        dtype = mamba_utils.Mamba2StateDType(conv=torch.float32, temporal=torch.float32)
+        if layers == "GDN":
+            sizes = dict(intermediate_size=HV * D, n_groups=H, num_heads=HV, head_dim=D, state_size=D, conv_kernel=4)
+            shape, made = mamba_utils.Mamba2StateShape.create(tp_world_size=1, **sizes), mamba_utils.Mamba2CacheParams
+        else:
+            sizes = dict(num_heads=HV, head_dim=D, num_k_heads=H)
+            shape, made = mamba_utils.KimiLinearStateShape.create(tp_world_size=1, **sizes), mamba_utils.KimiLinearCacheParams
+        # No convolutions: moving their windows needs CUDA.
+        self.params = made(shape=dataclasses.replace(shape, conv=[]), layers=[0, 1], dtype=dtype)
+        self.mambaish_config = SimpleNamespace(mamba2_cache_params=self.params)
+        self.hybrid_gdn_config, self.hybrid_kda_config = (self.mambaish_config if layers == one else None for one in ENGINES)
+
+    def _get_mamba_layer_ids_for_req_pool(self):
+        return [0, 1]
+
+    def pool(self, drafts):
+        size = dict(size=P - 1, spec_state_size=4, speculative_num_draft_tokens=drafts)
+        return MambaPool(**size, cache_params=self.params, mamba_layer_ids=[0, 1], device="cpu")
+
+
+def under(**flags):
+    settings = dict(linear_attn_backend="triton", **dict.fromkeys(plugin.FLAGS.values())) | flags
+    return get_context().override_server_args(**settings)
+
+
+def speculating(drafts=4, topk=1, **flags):
+    return under(linear_attn_verify_backend=plugin.NAME, speculative_num_draft_tokens=drafts, speculative_eagle_topk=topk, **flags)
+
+
+@LAYERS
+@pytest.mark.parametrize("tracked", [False, True])
+@pytest.mark.parametrize("request_rows", [False, True], ids=["positions", "requests"])
+def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracked, request_rows):
+    configurator, lengths = Configurator(layers), [4, 2, 4, 3, 0]
+    steps, track_steps, track_slots = [2, 1, -1, 0, 0], [1, -1, -1, 0, -1], [6, 6, 6, 7, 0]
+    requests = SimpleNamespace(mamba_pool=configurator.pool(4))
+    before = requests.mamba_pool.mem_usage
+    with speculating():
+        kvbuffer._built(requests, configurator)
+    caches = requests.mamba_pool.get_speculative_mamba2_params_all_layers()
+    assert isinstance(caches.intermediate_ssm, kvbuffer.Drafts)
+    assert requests.mamba_pool.mem_usage < before
+    rows = torch.tensor([3, 0, 4, 1, 2] if request_rows else [0, 1, 2, 3, 4], dtype=torch.int32)
+    expected = []
+    for layer in range(2):
+        x = Given(layers, lengths, [3, 5, 1, 2, -1], bound=bound, past=1, seed=layer)
+        caches.temporal[layer] = x.pool
+        _, _, after = x.truth()
+        x.pool = requests.mamba_pool.mamba2_layer_cache(layer).temporal
+        a, b = x.raw()
+        scratch = requests.mamba_pool.mamba2_layer_cache(layer).intermediate_ssm
+        options = dict(intermediate_states_buffer=scratch, intermediate_state_indices=rows, cache_steps=4)
+        made = kernel(layers).target_verify(
+            q=x.q, k=x.k, v=x.v, a=a, b=b, **x.gates(), **x.where(), **options, retrieve_parent_token=None
+        )
+        near(made, x.truth()[0])
+        want = x.pool.double()
+        for n, slot in enumerate(x.slots.tolist()):
+            if tracked and track_steps[n] >= 0:
+                want[track_slots[n]] = after[n][track_steps[n] + 1]
+            if slot > 0:
+                want[slot] = after[n][steps[n] + 1]
+        expected.append(want)
+    assert torch.equal(caches.temporal[0], Given(layers, lengths, [3, 5, 1, 2, -1], bound=bound, past=1).pool)  # verify left it
+    track = (torch.tensor(track_slots), torch.tensor(track_steps)) if tracked else (None, None)
+    sources = rows if request_rows else None
+    kvbuffer.commit(scatter_mamba_states_after_mtp_verify, caches, x.slots, torch.tensor(steps), *track, src_indices_raw=sources)
+    for layer in range(2):
+        near(caches.temporal[layer], expected[layer])
+    ran("verify")
+
+
+def test_the_pool_keeps_its_scratch_where_flush_cannot_take_its_place(monkeypatch, caplog):
+    configurator = Configurator("GDN")
+    for flags, reason in [
+        (dict(drafts=17), "at most 16"),
+        (dict(topk=2), "drafts in a line"),
+        (dict(enable_linear_replayssm_spec=True), "ReplaySSM"),
+    ]:
+        caplog.clear()
+        with speculating(**flags):
+            assert kvbuffer.sizes(configurator) is None
+        assert reason in caplog.text
+    with under(speculative_num_draft_tokens=4):
+        assert kvbuffer.sizes(configurator) is None  # verify is the engine's
+    monkeypatch.setattr(plugin, "backend_for", lambda x: "cute")
+    requests = SimpleNamespace(mamba_pool=configurator.pool(4))
+    with speculating():
+        kvbuffer._built(requests, configurator)
+    assert torch.is_tensor(requests.mamba_pool.mamba_cache.intermediate_ssm)
+    assert "tensors on a CUDA device, got cpu" in caplog.text
+
+
+def test_memory_for_drafts_is_reserved_as_they_take_it():
+    """The engine subtracts what it reserves from the memory that is left: its scratch, or the KVBuffer."""
+    from sglang.srt.mem_cache import kv_cache_configurator as module
+
+    seen = []
+
+    def original(configurator, rest):
+        seen.append((rest, module._pd_prefill_skips_mamba_spec_state()))
+        return rest
+
+    with speculating(max_running_requests=7):
+        made = kvbuffer.sizes(Configurator("GDN"))
+        assert kvbuffer._budget(original, Configurator("GDN"), 1.0) == 1.0 - KVBuffer.empty(8, **made).nbytes / 2**30
+    with under(speculative_num_draft_tokens=4, max_running_requests=7):
+        assert kvbuffer._budget(original, Configurator("GDN"), 1.0) == 1.0
+    assert [skips for _, skips in seen] == [True, False]
+
+
 # ------------------------------------------------------------------------------------------------ what the engine runs itself
 
 
@@ -331,6 +459,13 @@ EXPECTED = {
     utils.resolve_linear_attn_backends: "prefill_default",
     gdn_backend.GDNKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",
     kda_backend.KDAKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",
+}
+EXPECTED |= {
+    KVCacheConfigurator._handle_max_mamba_cache: "self total_rest_memory",
+    KVCacheConfigurator._build_hybrid_req_pool: "self max_num_reqs extra_max_context_len",
+    scatter_mamba_states_after_mtp_verify: (
+        "mamba_caches state_indices_tensor last_correct_step_indices mamba_track_indices mamba_steps_to_track src_indices_raw"
+    ),
 }
 STEP = "A_log dt_bias ssm_states cache_indices query_start_loc"
 PACKED = "self mixed_qkv a b A_log dt_bias scale ssm_states cache_indices num_v_heads head_v_dim"

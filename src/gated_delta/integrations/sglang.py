@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import logging
+import os
 from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -18,7 +19,7 @@ import torch
 from torch import Tensor
 
 from gated_delta import api
-from gated_delta.problem import MAX_DRAFT, Gate, UnsupportedProblem
+from gated_delta.problem import MAX_DRAFT, Gate, KVBuffer, UnsupportedProblem
 
 NAME = "gated_delta"
 VERSIONS = ("0.5.23",)
@@ -82,6 +83,10 @@ def register() -> None:
     if NAME not in verify.choices:  # that flag copied the list when its module was imported
         verify.choices.append(NAME)
     HookRegistry.register(f"{_LINEAR}utils.resolve_linear_attn_backends", _resolved, HookType.AFTER)
+    if os.environ.get("GATED_DELTA_SGLANG_KVBUFFER") == "1":
+        from gated_delta.integrations import sglang_kvbuffer
+
+        sglang_kvbuffer.register()
 
 
 def chosen() -> set[str]:
@@ -218,7 +223,10 @@ class Operations:
         return self._run("prefill", ours, engines, missing, given, q, v, g)
 
     def target_verify(self, **given: Any) -> Tensor:
-        """Drafts q, k, v, packed [1, T, H, D]: the state after each token goes to a row of intermediate_states_buffer."""
+        """Drafts q, k, v, packed [1, T, H, D]: the state after each token goes to a row of intermediate_states_buffer.
+
+        In the place of that buffer there may be a KVBuffer, which the engine's own kernel cannot use.
+        """
         engine: Any = super()
         q, k, v, a, b = (given[name] for name in ("q", "k", "v", "a", "b"))
         scratch, missing = given.get("intermediate_states_buffer"), ""
@@ -233,6 +241,8 @@ class Operations:
             N = len(given["query_start_loc"]) - 1
             call = self._raw(q, k, v, a, b, given) | _pool(given, N) | dict(cu_seqlens=given["query_start_loc"], backend=backend)
             rows = given["intermediate_state_indices"][:N]
+            if isinstance(scratch, KVBuffer):  # sglang_kvbuffer.py put it there
+                return api.verify(**call, buffer=scratch, buffer_indices=rows)
             return api.decode(**call, update_state=False, intermediate_states=scratch, intermediate_indices=rows)
 
         return self._run("verify", ours, lambda: engine.target_verify(**given), missing, given, q, v, a)
