@@ -29,12 +29,6 @@ def test_the_entry_point_is_there():
     assert getattr(plugin, name) is plugin.register
 
 
-def test_a_row_says_where_a_mode_ran():
-    assert str(plugin.Row("GDN", "decode", "cute", "", 3)) == "GDN decode: backend cute, 3 calls"
-    row = plugin.Row("KDA", "verify", "engine", "drafts that form a tree", 1)
-    assert str(row) == "KDA verify: the engine's own kernel (drafts that form a tree), 1 calls"
-
-
 def test_tracked_states_are_found_among_those_of_all_chunks():
     """The engine's kernel returns the state in front of every chunk, one sequence after the other; an empty sequence has none."""
     lengths, chunks = [70, 0, 64, 130], [1, -1, 0, 2]

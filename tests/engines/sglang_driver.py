@@ -23,7 +23,7 @@ class Calls(collections.Counter):
     def __setitem__(self, route, calls):
         super().__setitem__(route, calls)
         with open(os.path.join(case["reports"], str(os.getpid())), "w") as file:
-            json.dump(plugin.report(), file)
+            json.dump(self, file)
 
 
 plugin._calls = Calls()

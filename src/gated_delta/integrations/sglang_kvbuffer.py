@@ -129,7 +129,9 @@ def commit(
     """
     drafts = caches.intermediate_ssm
     if isinstance(drafts, Drafts):
-        given: dict[str, Any] = dict(state_indices=slots, buffer_indices=src_indices_raw, null_index=0, backend=plugin.backend_for(slots))
+        given: dict[str, Any] = dict(
+            state_indices=slots, buffer_indices=src_indices_raw, null_index=0, backend=plugin.backend_for(slots)
+        )
         if track_slots is not None and track_steps is not None:
             N = len(slots)
             wanted = torch.where(track_steps[:N] >= 0, track_slots[:N], -1)
