@@ -17,7 +17,7 @@ needs_hopper = pytest.mark.skipif(
 
 H, HV, D = 4, 8, 128
 AXES = ("head", "channel")
-STATES = (torch.bfloat16, torch.float32)
+STATES = (torch.bfloat16, torch.float32, torch.float16)
 PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 
@@ -73,6 +73,33 @@ def cycle(values, x):
     """x's shape, filled with the values in turn."""
     values = torch.tensor(values, dtype=x.dtype, device=x.device)
     return values[torch.arange(x.numel(), device=x.device) % len(values)].view(x.shape)
+
+
+def writing(N, v, beta=1.0, T=1):
+    """Calls without decay whose keys are all one unit vector: with beta 1, S[:, 0] becomes v, [N, T, HV, V], and o is v."""
+    q = torch.zeros(N, T, H, D, device="cuda", dtype=torch.bfloat16)
+    q[..., 0] = 1
+    values = torch.full((N, T, HV, D), v, device="cuda", dtype=torch.bfloat16)
+    gates = dict(g=torch.zeros(N, T, HV, device="cuda"), beta=torch.full((N, T, HV), beta, device="cuda"))
+    return dict(q=q, k=q.clone(), v=values, **gates, gate=gd.Gate.log(), scale=1.0, qk_l2norm=False)
+
+
+def large_states(N):
+    """In fp16, near its largest number, with one NaN, small and subnormal numbers."""
+    states = torch.zeros(N, HV, D, D, dtype=torch.float16, device="cuda")
+    states[..., 1], states[..., 2], states[..., 3], states[..., 4] = 65504, -65504, 2.0**-24, 1e-5
+    states[0, 0, 1, 9] = float("nan")
+    return states
+
+
+def check_saturated(after, before, want):
+    """Column 0 is `want`, all else as it was; the row with NaN is NaN in column 0 too, as its S k is NaN."""
+    column = after[..., 0].clone()
+    column[0, 0, 1] = want
+    assert (column == want).all()
+    same(after[1:, ..., 1:].contiguous(), before[1:, ..., 1:].contiguous())
+    assert after[0, 0, 1].isnan().any()
+    assert after.isnan().sum() == after[0, 0, 1].isnan().sum()
 
 
 def same(a, b):

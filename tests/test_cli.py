@@ -253,7 +253,6 @@ REFUSED = [
     ("bench --op prefill --tokens 16000000 --heads 1024/1024 --device cpu", "GiB"),
     ("bench --op decode --tokens 17", "--tokens"),
     ("bench --op decode --token-loop", "--token-loop"),
-    ("bench --state-dtype fp16", "--state-dtype"),
     ("bench --device tpu7", "tpu7"),
     ("bench --device meta", "'meta'"),
     ("bench --backend cute --device cpu", "CUDA device"),

@@ -8,7 +8,25 @@ import torch
 import gated_delta as gd
 from gated_delta.ops import launch as on_host
 from gated_delta.testing import cases, run_case
-from gpu import AXES, HV, PER_TOKEN, STATES, D, H, decode, index, needs_gpu, packed, part, pool, same, tokens
+from gpu import (
+    AXES,
+    HV,
+    PER_TOKEN,
+    STATES,
+    D,
+    H,
+    check_saturated,
+    decode,
+    index,
+    large_states,
+    needs_gpu,
+    packed,
+    part,
+    pool,
+    same,
+    tokens,
+    writing,
+)
 
 pytestmark = needs_gpu
 
@@ -93,6 +111,31 @@ def test_several_tokens_in_a_call_equal_as_many_calls(axis, state_dtype, N, head
         same(decode(part(call, slice(None), slice(t, t + 1)), one_by_one), o[:, t : t + 1])
         same(steps[:, t], one_by_one)
     same(at_once, one_by_one)
+
+
+@pytest.mark.parametrize("v", [1e5, -1e9, 3e38])
+@pytest.mark.parametrize("T", [1, 3])
+def test_fp16_states_saturate(T, v):
+    """At +-65504, never inf; NaN stays NaN; subnormal numbers keep their bits; o is from the state before it is rounded."""
+    call, start, want = writing(3, v, T=T), large_states(3), math.copysign(65504.0, v)
+    state, steps = start.clone(), torch.zeros(3, T, HV, D, D, dtype=torch.float16, device="cuda")
+    o = decode(call, state, intermediate_states=steps)
+    check_saturated(state, start, want)
+    check_saturated(steps[:, T - 1], start, want)
+    same(o[1:], call["v"][1:])
+    slots = index(*range(3 * T)).view(3, T)
+    pooled = start.repeat_interleave(T, 0)
+    decode(call, pooled, state_indices=slots)
+    same(pooled[T - 1 :: T].contiguous(), state)
+    state = start.clone()
+    decode({**call, "g": torch.zeros(3, T, HV, D, device="cuda")}, state)  # KDA
+    check_saturated(state, start, want)
+
+
+def test_a_token_reads_the_fp16_state_that_the_one_before_left():
+    o = decode(writing(2, 98304.0, beta=0.5, T=3), torch.zeros(2, HV, D, D, dtype=torch.float16, device="cuda"))
+    for t, want in enumerate((49152, 73728, 81904)):
+        same(o[:, t], torch.full_like(o[:, t], want))
 
 
 @pytest.mark.parametrize("axis", AXES)

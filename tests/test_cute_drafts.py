@@ -13,7 +13,26 @@ from gated_delta.problem import Tokens
 from gated_delta.reference import recurrent
 from gated_delta.testing.compare import error, rounding_unit
 from gated_delta.testing.oracle import Expected
-from gpu import AXES, HV, PER_TOKEN, STATES, D, H, cycle, decode, index, needs_gpu, packed, part, pool, same, tokens
+from gpu import (
+    AXES,
+    HV,
+    PER_TOKEN,
+    STATES,
+    D,
+    H,
+    check_saturated,
+    cycle,
+    decode,
+    index,
+    large_states,
+    needs_gpu,
+    packed,
+    part,
+    pool,
+    same,
+    tokens,
+    writing,
+)
 
 pytestmark = needs_gpu
 
@@ -281,6 +300,32 @@ def test_slots_up_to_null_index_are_as_negative_ones(null_index, dtype):
     same(state, want)
 
 
+@pytest.mark.parametrize("v", [1e5, -1e9])
+@EITHER_AXIS
+def test_fp16_states_saturate_when_flushed(axis, v):
+    """At +-65504, never inf; verify reads them to the last bit, as fp16 outputs show."""
+    call, start, want = writing(3, v, T=2), large_states(3), math.copysign(65504.0, v)
+    if axis == "channel":
+        call["g"] = torch.zeros(3, 2, HV, D, device="cuda")
+    state, buffer = start.clone(), buffer_for(call, 3, 2)
+    o = verify(call, state, buffer)
+    same(state, start)
+    same(o[1:], call["v"][1:])
+    flush(state, buffer, index(2, 1, 2))
+    check_saturated(state, start, want)
+    start[..., 5] = -1.2353515625  # 11 bits
+    reads = {**call, "beta": torch.zeros_like(call["beta"])} | {
+        name: torch.zeros_like(call[name]).half() for name in ("q", "k", "v")
+    }
+    for column in range(6):
+        reads["q"].zero_()[..., column] = 1
+        got = verify(reads, start, buffer_for(call, 3, 2))[1:]
+        same(got, start[1:, None, ..., column].expand_as(got).contiguous())
+    copied, pooled = index(3, 4, 5), torch.cat([start, torch.zeros_like(start)])
+    flush(pooled, buffer, index(0, 0, 0), write_indices=copied)
+    same(pooled[4:], start[1:])
+
+
 def test_unused_slots_may_hold_anything():
     call, state = draft(2, 3), torch.full((5, HV, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
     state[[1, 3]] = pool(2)
@@ -396,9 +441,10 @@ def test_flush_of_a_buffer_longer_than_the_draft(axis, state_dtype):
 
 @EITHER_STATE
 def test_flush_into_other_slots(state_dtype):
-    """The slots read are unchanged; with no accepted token states are copied bit for bit, subnormals and -0 too."""
+    """The slots read are unchanged; with no accepted token states are copied bit for bit, subnormals and -0 too, and inf but in fp16."""
     _, small, buffer = drafted(4, 5, state_dtype=state_dtype)
-    small[3] = cycle((3e-39, -0.0, -1e-40, math.inf, -1.5), small[3])
+    half = state_dtype == torch.float16
+    small[3] = cycle((6e-8, -0.0, -1e-7, 65504.0, -1.5) if half else (3e-39, -0.0, -1e-40, math.inf, -1.5), small[3])
     accepted = index(0, 5, 2, 0)
     folded = small.clone()
     flush(folded, buffer, accepted)

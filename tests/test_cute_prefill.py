@@ -16,7 +16,7 @@ from gated_delta.reference import recurrent
 from gated_delta.testing import cases, run_case
 from gated_delta.testing.compare import error, rounding_unit
 from gated_delta.testing.oracle import Expected
-from gpu import AXES, HV, PER_TOKEN, STATES, D, H, cycle, decode, index, needs_hopper, packed, part, pool, same, tokens
+from gpu import AXES, HV, PER_TOKEN, STATES, D, H, cycle, decode, index, needs_hopper, packed, part, pool, same, tokens, writing
 
 pytestmark = needs_hopper
 
@@ -268,6 +268,37 @@ def test_a_pool_is_read_and_written_in_its_slots(axis, state_dtype, dtype, segme
     slots, resumed = index(7, LOWEST[dtype], 2, 5, dtype=dtype), torch.tensor([True, True, False, True], device="cuda")
     o, _ = check(call, state=state, state_indices=slots, has_initial_state=resumed)
     assert (o[1] == 0).all()
+
+
+@EITHER_AXIS
+@SEGMENTATIONS
+@pytest.mark.parametrize("pooled", [False, True])
+@pytest.mark.parametrize("v", [3e5, -1e7])
+def test_fp16_states_saturate(v, pooled, axis, segments, monkeypatch):
+    """At +-65504, never inf; what no token touches keeps its bits within the rounding of fp16 operands."""
+    force_segments(segments, monkeypatch)
+    call, start = writing(3, v, T=257), torch.zeros(3, HV, D, D, dtype=torch.float16, device="cuda")
+    if axis == "channel":
+        call["g"] = torch.zeros(3, 257, HV, D, device="cuda")
+    start[..., 1], start[..., 2] = 65504, -65504
+    if pooled:
+        final = start.clone()
+        prefill(call, state=final)
+    else:
+        _, final = prefill(call, initial_state=start, output_final_state=True)
+    assert final.dtype == torch.float16
+    assert torch.isfinite(final).all()
+    assert (final[..., 0] == math.copysign(65504, v)).all()
+    assert torch.allclose(final[..., 1:3].float(), start[..., 1:3].float(), rtol=2**-8)
+    assert (final[..., 3:].abs() <= 65504 * 2**-8).all()
+
+
+@EITHER_AXIS
+def test_zero_tokens_keep_an_fp16_state_bit_for_bit(axis):
+    call, start = packed(tokens(3, 64, axis=axis), (0, 64, 0)), pool(3, torch.float16)
+    start[0, 0, 0, :4] = torch.tensor([65504.0, -65504.0, 2.0**-24, 2.0**-15])
+    _, final = prefill(call, initial_state=start, output_final_state=True)
+    same(final[[0, 2]], start[[0, 2]])
 
 
 @EITHER_AXIS

@@ -593,7 +593,7 @@ def test_a_known_flush_hides_no_mistake(launches):
             (dict(num_accepted=-1), ValueError),
             (dict(num_accepted=torch.ones(N)), TypeError),
             (dict(num_accepted=torch.ones(N, 1, dtype=torch.int32)), ValueError),
-            (dict(state=state.half()), TypeError),
+            (dict(state=state.double()), TypeError),
             (dict(state=grad(state)), gd.UnsupportedProblem),
             (dict(kept=(kept.u, kept.k, kept.log_decay)), TypeError),
             (dict(kept=gd.KVBuffer(kept.u, kept.k.bfloat16(), kept.log_decay)), TypeError),

@@ -203,7 +203,7 @@ def test_flush_gives_decodes_state_for_every_accept_length(axis, accepted):
 # ------------------------------------------------------------------------------------------------ promises
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_decode_of_T_tokens_equals_T_calls_bit_for_bit(dtype):
     t = tokens(t=5)
     together, apart = pool(dtype=dtype), pool(dtype=dtype)
@@ -214,7 +214,7 @@ def test_decode_of_T_tokens_equals_T_calls_bit_for_bit(dtype):
 
 
 @pytest.mark.parametrize("update_state", [True, False])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("axis", ["head", "channel"])
 @pytest.mark.parametrize("t", [1, 3])
 def test_decode_without_indices_equals_decode_by_indices_bit_for_bit(t, axis, dtype, update_state):
@@ -449,6 +449,83 @@ def test_an_inactive_batch_of_nothing_but_padding():
         assert (o == 0).all()
         assert torch.equal(arguments["state"], before)
     assert all(x.isnan().all() for x in vars(arguments["buffer"]).values())
+
+
+# ------------------------------------------------------------------------------------------------ fp16 states
+
+
+def writing(v, beta=1.0, T=1):
+    """Calls without decay whose keys are all one unit vector: S[:, 0] becomes v, as N sequences and HV heads have it."""
+    q = torch.zeros(N, T, H, K)
+    q[..., 0] = 1
+    values = torch.full((N, T, HV, V), float(v))
+    return dict(q=q, k=q.clone(), v=values, g=torch.zeros(N, T, HV), beta=torch.full((N, T, HV), beta), scale=1.0, qk_l2norm=False)
+
+
+def stored(op, call, state):
+    """The pool after the call, or after the flush of its tokens."""
+    if op == "prefill":
+        gd.prefill(**call, state=state, backend="reference")
+    elif op == "decode":
+        gd.decode(**call, state=state, backend="reference")
+    elif op == "decode by index":
+        gd.decode(**call, state=state, state_indices=torch.arange(N), backend="reference")
+    elif op == "token slots":
+        slots = torch.arange(2 * N).view(N, 2)
+        gd.decode(**call, state=(pool := state.repeat_interleave(2, 0)), state_indices=slots, backend="reference")
+        state.copy_(pool[::2])
+    else:
+        made = buffer(t=call["q"].shape[1])
+        gd.verify(**call, state=state, buffer=made, backend="reference")
+        gd.flush(state, made, torch.full((N,), 16), backend="reference")
+    return state
+
+
+@pytest.mark.parametrize("op", ["prefill", "decode", "decode by index", "token slots", "flush"])
+def test_fp16_states_saturate(op):
+    """At +-65504, never inf; below it they round to nearest, 65519 too; NaN stays NaN."""
+    for v, want in ((1e5, 65504.0), (-1e9, -65504.0), (65519.0, 65504.0), (1000.3, 1000.5), (3e38, 65504.0)):
+        start = torch.zeros(N, HV, V, K, dtype=torch.float16)
+        start[0, 0, 1, 1], start[1, 1, :, 2] = math.nan, -65504.0
+        after = stored(op, writing(v), start.clone())
+        assert (after[1, :, :, 0] == want).all()
+        assert after[0, 0, 1].isnan().any()
+        assert after.isnan().sum() == after[0, 0, 1].isnan().sum()
+        assert torch.equal(after[1, :, :, 1:], start[1, :, :, 1:])
+
+
+def test_fp16_final_states_and_intermediate_states_saturate():
+    start = torch.full((N, HV, V, K), 6e4, dtype=torch.float16)
+    o, final = gd.prefill(**writing(-1e6), initial_state=start, output_final_state=True, backend="reference")
+    assert final.dtype == torch.float16
+    assert (final[..., 0] == -65504).all()
+    assert torch.equal(final[..., 1:], start[..., 1:])
+    assert (o == -1e6).all()  # from the state before it is rounded
+    for indices in (None, torch.arange(N)):
+        steps, state = torch.zeros(N, 2, HV, V, K, dtype=torch.float16), start.clone()
+        o = gd.decode(**writing(1e5, T=2), state=state, state_indices=indices, intermediate_states=steps, backend="reference")
+        assert (steps[..., 0] == 65504).all()
+        assert (state[..., 0] == 65504).all()
+        assert (o == 1e5).all()
+
+
+def test_a_token_reads_the_fp16_state_that_the_one_before_left():
+    """The third token reads 65504, where the second made 73728."""
+    o = gd.decode(**writing(98304, beta=0.5, T=3), state=torch.zeros(N, HV, V, K, dtype=torch.float16), backend="reference")
+    for t, want in enumerate((49152, 73728, 81904)):
+        assert (o[:, t] == want).all()
+
+
+@pytest.mark.parametrize("op", ["prefill", "decode", "flush"])
+def test_small_fp16_states_are_rounded_once(op):
+    """Subnormal numbers, and below 2**-25 zero: what a fp32 pool would hold, rounded to nearest."""
+    small = torch.tensor([2.0**-14, 2.0**-24, 3 * 2.0**-24, 1e-4, 5e-6, 0.0, -(2.0**-20), 65504]).expand(N, HV, V, K)
+    call = {**tokens(t=1), "v": torch.zeros(N, 1, HV, V), "beta": torch.zeros(N, 1, HV), "g": torch.full((N, 1, HV), -0.6)}
+    want = stored(op, call, small.contiguous())
+    got = stored(op, call, small.half())
+    assert torch.equal(got, want.half())
+    assert (got == 0).any()
+    assert ((got.abs() < 2**-14) & (got != 0)).any()
 
 
 # ------------------------------------------------------------------------------------------------ null_index

@@ -7,7 +7,7 @@ import torch
 
 from gated_delta import reference
 from gated_delta.testing import cases, check, quick_cases, run_case
-from gated_delta.testing.cases import AXES, DIMS, FAMILIES, GATES, HEADS, KEYS, LAYOUTS, OPS
+from gated_delta.testing.cases import AXES, DIMS, FAMILIES, GATES, HEADS, KEYS, LAYOUTS, OPS, RANK_HEADS
 from gated_delta.testing.compare import Error, error, rounding_unit, smallest_head
 from gated_delta.testing.oracle import Expected
 
@@ -16,11 +16,14 @@ FACTORS = ("axis", "D", "heads", "gate", "family", "keys", "state_dtype", "layou
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_list_crosses_every_main_factor(op):
-    crossed = {(c.axis, c.D, c.heads, c.gate, c.family, c.keys) for c in cases(op)}
+    crossed = {(c.axis, c.D, c.heads, c.gate, c.family, c.keys) for c in cases(op) if c.heads in HEADS}
     assert len(crossed) == len(AXES) * len(DIMS) * len(HEADS) * len(GATES) * len(FAMILIES) * len(KEYS)
     pairs = {(c.layout, c.gate, c.family) for c in cases(op)}
     assert len(pairs) == len(LAYOUTS[op]) * len(GATES) * len(FAMILIES)
     assert len({c.label for c in cases(op)}) > 0.9 * len(cases(op))
+    ranks = {(c.axis, c.D, c.heads) for c in cases(op) if c.heads in RANK_HEADS}
+    assert len(ranks) == len(AXES) * len(DIMS) * len(RANK_HEADS)
+    assert len({(c.axis, c.gate, c.layout) for c in cases(op) if c.state_dtype == torch.float16}) > 4 * len(GATES)
 
 
 @pytest.mark.parametrize("op", OPS)

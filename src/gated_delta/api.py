@@ -49,8 +49,8 @@ def prefill(
     g: [N, T, HV] (GDN) or [N, T, HV, K] (KDA), beta: [N, T, HV]; bf16, fp16 or fp32. `gate` says what g holds; beta is the write
     strength, or its logit with beta_logits=True. scale: K**-0.5 when None. qk_l2norm: x * rsqrt(sum(x*x) + 1e-6) on q and k.
 
-    Functional: starts from initial_state [N, HV, V, K] (fp32 or bf16; zeros when None), which is not written, and returns
-    final_state, new, in its dtype (fp32 without one), when output_final_state is True, else None.
+    Functional: starts from initial_state [N, HV, V, K] (fp32, bf16 or fp16; zeros when None), which is not written, and returns
+    final_state, new, in its dtype (fp32 without one), when output_final_state is True, else None. fp16 saturates at +-65504.
     Pooled: state [P, HV, V, K] is the pool; sequence n starts from slot state_indices[n] (slot n when None), or from zero where
     has_initial_state [N] (bool) is False, and its final state is written there; final_state is None.
     Sequences with a negative index are inactive: zero outputs, nothing written. null_index: slots up to this one count as negative
@@ -102,8 +102,8 @@ def decode(
     """The next 1..16 tokens of each sequence; the state pool is updated in place.
 
     Tokens (q to cu_seqlens) as for prefill, with 1 <= T <= 16, or packed sequences of 0..16 tokens each.
-    state: [P, HV, V, K], fp32 or bf16, K contiguous; a bf16 state is rounded after every token, so that one call with T tokens
-    leaves what T calls with one leave. Sequence n reads slot state_indices[n] (slot n when None).
+    state: [P, HV, V, K], fp32, bf16 or fp16, K contiguous; one of 16 bits is rounded after every token, so that one call with T
+    tokens leaves what T calls with one leave. Sequence n reads slot state_indices[n] (slot n when None).
     write_indices: [N]; the final state goes there instead, and the slot read stays as it was; below zero drops the write.
     intermediate_states: [R, C, HV, V, K] in state's dtype, C >= T; row intermediate_indices[n] (row n when None, then R >= N), step
     t gets the state after token t of sequence n. A negative row keeps none; no two sequences may write one row.
@@ -149,7 +149,7 @@ def verify(
     fills row buffer_indices[n] (row n when None) whole: what lies past its last token is neutral. A negative index in either makes
     the sequence inactive; null_index is of slots, not of rows. Other arguments and errors as for prefill.
 
-    Returns o [N, T, HV, V] in v's dtype: decode's outputs, except that a bf16 state is not rounded between the tokens.
+    Returns o [N, T, HV, V] in v's dtype: decode's outputs, except that a state of 16 bits is not rounded between the tokens.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
     return (_node if _traced(q) else run)(

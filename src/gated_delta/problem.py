@@ -25,7 +25,8 @@ CHECKPOINT_INTERVAL = 64
 """Tokens: prefill keeps states after multiples of it, where each backend's chunks end."""
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-STATE_DTYPES = (torch.float32, torch.bfloat16)
+STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+DT_BIAS_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 GATE_KINDS = ("log", "softplus", "lower_bound")
 
@@ -59,7 +60,7 @@ class Gate:
         if A_log.ndim != 1:
             raise ValueError(f"A_log: expected shape [HV], got {list(A_log.shape)}")
         if self.dt_bias is not None:
-            _tensor("dt_bias", self.dt_bias, STATE_DTYPES)
+            _tensor("dt_bias", self.dt_bias, DT_BIAS_DTYPES)
             if self.dt_bias.ndim not in (1, 2):
                 raise ValueError(f"dt_bias: expected shape [HV] or [HV, K], got {list(self.dt_bias.shape)}")
         if self.kind == "lower_bound":
@@ -394,7 +395,7 @@ class Checker:
         if a.A_log is not None:
             self.tensor("A_log", a.A_log, (torch.float32,), "HV")
         if a.dt_bias is not None:
-            self.tensor("dt_bias", a.dt_bias, STATE_DTYPES, "HV" if a.g.ndim == 3 else "HV K")
+            self.tensor("dt_bias", a.dt_bias, DT_BIAS_DTYPES, "HV" if a.g.ndim == 3 else "HV K")
         if a.scale is not None and not math.isfinite(number("scale", a.scale)):
             raise ValueError(f"scale: expected a finite number, got {a.scale}")
         self.flag("qk_l2norm", a.qk_l2norm)

@@ -22,12 +22,18 @@ from torch import Tensor
 from .problem import CHECKPOINT_INTERVAL, MAX_DRAFT, Gate, KVBuffer, Tokens, flush_sequences
 
 L2NORM_EPS = 1e-6
+FP16_MAX = torch.finfo(torch.float16).max
 
 CHUNK = {"cpu": 32, "cuda": 64}
 """Tokens per chunk, a power of two: short ones mean less work inside the chunk, long ones fewer steps, so fewer kernel launches."""
 
 SLAB = {"cpu": 2**19, "cuda": 2**25}
 """Elements of one [tokens, HV, K] tensor that prefill prepares at a time: it bounds memory and keeps a CPU's cache warm."""
+
+
+def rounded(state: Tensor, dtype: torch.dtype) -> Tensor:
+    """A state as its pool stores it. What fp16 cannot hold becomes its largest number; NaN stays NaN."""
+    return (state.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else state).to(dtype)
 
 
 class Activated(NamedTuple):
@@ -111,7 +117,7 @@ def recurrent(
     for token in zip(*activate(flatten(tokens), dtype), strict=True):
         o, state = step(state, Activated(*token))
         if stored is not None:
-            state = state.to(stored).to(dtype)
+            state = rounded(state, stored).to(dtype)
         yield o, state
 
 
@@ -499,9 +505,9 @@ def prefill(
         with _output_rows(out, sum(lengths)) as o:
             walk = chunked(flatten(tokens), starts, lengths, walk, o, checkpoints=places)
         if state is not None:
-            state[[slots[n] for n in active]] = walk[active].to(state.dtype)
+            state[[slots[n] for n in active]] = rounded(walk[active], state.dtype)
         if final_state is not None:
-            final_state.copy_(walk)
+            final_state.copy_(rounded(walk, final_state.dtype))
 
 
 class DecodeRows(NamedTuple):
@@ -596,7 +602,7 @@ def decode(
             rows = _places([starts[active[i]] + t for i in going], len(o))
             o_t, after = step(now[some], Activated(*(y[rows] for y in x)))
             o[rows] = o_t.to(o.dtype)
-            stored = after.to(state.dtype)  # the state is rounded after every token, so T tokens in one call equal T calls
+            stored = rounded(after, state.dtype)  # the state is rounded after every token, so T tokens in one call equal T calls
             if len(going) == len(active):
                 now = stored.float()
             else:
@@ -628,7 +634,7 @@ def _decode_in_order(tokens: Tokens, state: Tensor, intermediate_states: Tensor 
         for t in range(T):
             o, after = step(stored.float(), x if T == 1 else Activated(*(at(y, t) for y in x)))
             at(out, t).copy_(o)
-            stored = after.to(state.dtype)  # rounded after every token, as in decode
+            stored = rounded(after, state.dtype)  # rounded after every token, as in decode
             if intermediate_states is not None:
                 at(intermediate_states[:N], t).copy_(stored)
         if update_state:
@@ -749,7 +755,7 @@ def flush(
         for layer in range(state.shape[0]) if layers else (None,):
             pool = state if layer is None else state[layer]
             parts = buffer if layer is None else buffer.layer(layer)
-            pool[write] = _fold(pool[read], parts.u[row], parts.k[row], parts.log_decay[row], m).to(state.dtype)
+            pool[write] = rounded(_fold(pool[read], parts.u[row], parts.k[row], parts.log_decay[row], m), state.dtype)
 
 
 def _fold(state: Tensor, u: Tensor, k: Tensor, log_decay: Tensor, m: Tensor) -> Tensor:

@@ -24,7 +24,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
 from .arguments import VerifyPointers, VerifySizes, VerifyStrides
 from .device.primitives import (
@@ -96,6 +96,7 @@ class Verify:
         threads: int,
     ):
         self.state = StateRows(K, state_dtype, rows)
+        self.operand_dtype = Float32 if self.state.dtype is Float32 else BFloat16  # fp16 has not the range of k b_t
         self.tokens = Tokens(self.state, axis, dtype, g_dtype, gate, qk_l2norm, aligned)
         self.channel = axis == "channel"
         self.K, self.token_tile, self.rows, self.threads = K, token_tile, rows, threads
@@ -223,7 +224,7 @@ class Verify:
         vector_size, parts = self.state.vector_size, []
         for vector in range(self.state.vectors):
             some = slice(vector * vector_size, (vector + 1) * vector_size)
-            parts.append([split(x[some], self.state.dtype) for x in (k, q)])
+            parts.append([split(x[some], self.operand_dtype) for x in (k, q)])
         for vector, (k_parts, q_parts) in enumerate(parts):
             k_block = vector * (self.lanes // 4) + coord.lane // 4
             for part, step in itertools.product(range(2), range(2)):
@@ -407,14 +408,14 @@ class Verify:
 
     def stage_products(self, shared, coord, fragments):
         """S k and S q of the warp's rows; for GDN Akk and Aqk too, whose right operand is k as eight more rows."""
-        exact = self.state.vectors == 1  # a bf16 state has no low part
+        exact = self.state.dtype is BFloat16  # it has no low part; that of fp16 is exact
         m_tiles = range(self.m_tiles)
         skq = [[zero_sums() for _ in fragments] for _ in m_tiles]
         pairs = [[zero_sums() for _ in range(late + 1)] for late in m_tiles]
         for k_block in range(self.k_blocks):
             rows = [row[k_block] for row in fragments]
             if not exact:
-                rows = [split([word.bitcast(Float32) for word in words], Float32) for words in rows]
+                rows = [split(unpack(words, self.state.dtype), self.operand_dtype) for words in rows]
             for step in range(2):
                 some = slice(2 * step, 2 * step + 2)
                 tokens = [[self.load_operand(shared, coord, m, k_block, step, part) for part in range(2)] for m in m_tiles]
@@ -432,7 +433,7 @@ class Verify:
         """Add a product of split operands: high times high to one sum, the mixed terms to the other; low times low is dropped."""
         for target, a_part, b_part in ((0, 0, 0), (1, 1, 0), (1, 0, 1)):
             if b[b_part] is not None:
-                sums[target] = mma_sync(sums[target], a[a_part], b[b_part], self.state.dtype)
+                sums[target] = mma_sync(sums[target], a[a_part], b[b_part], self.operand_dtype)
 
     def load_operand(self, shared, coord, m, k_block, step, part):
         """This lane's words of the left operand: k and q of a token, of two channels (fp32) or two pairs of channels."""

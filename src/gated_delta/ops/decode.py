@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import compile, reference
 from ..kernels.arguments import DecodeSizes, DecodeStrides, tile_rows
-from ..problem import MAX_DRAFT, SHORT, Checker, Problem
+from ..problem import MAX_DRAFT, Checker, Problem
 from .launch import (
     LARGE,
     Launch,
@@ -25,12 +25,13 @@ from .launch import (
     ready,
     ready_strides,
     state_sizes,
+    state_width,
     token_strides,
     tokens_of,
 )
 
 SCHEDULES: dict[tuple[str, str, bool], Table] = {
-    # axis, state, one token
+    # axis, state (bf16: fp16 too), one token
     ("head", "bf16", True): ((LARGE, Schedule(8, 64, True)), (0, Schedule(8, 64))),
     ("head", "fp32", True): ((LARGE, Schedule(8, 64, True)), (0, Schedule(8, 64))),
     ("head", "bf16", False): ((LARGE, Schedule(4, 128, True)), (2**22, Schedule(4, 128)), (0, Schedule(8, 128))),
@@ -129,8 +130,7 @@ class Decode(StateOperation):
         reference.decode_rows(tokens_of(a), **_states(a))
 
     def schedules(self, problem: Problem) -> Table:
-        assert problem.state_dtype is not None
-        return SCHEDULES[problem.axis, SHORT[problem.state_dtype], _single_token(problem)]
+        return SCHEDULES[problem.axis, state_width(problem), _single_token(problem)]
 
     def block_rows(self, problem: Problem, schedule: Schedule) -> int:
         return tile_rows(problem.K, schedule.rows, schedule.threads)

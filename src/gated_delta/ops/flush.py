@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import compile, reference
 from ..kernels.arguments import FlushSizes, FlushStrides, tile_rows
-from ..problem import SHORT, Checker, KVBuffer, Problem, flush_sequences, integer
+from ..problem import Checker, KVBuffer, Problem, flush_sequences, integer
 from .launch import (
     LARGE,
     PREFETCH_HEADS,
@@ -27,10 +27,11 @@ from .launch import (
     null_index,
     ready,
     ready_strides,
+    state_width,
 )
 
 SCHEDULES: dict[str, Table] = {
-    # state
+    # state (bf16: fp16 too)
     "bf16": ((LARGE, Schedule(8, 64, True)), (2**23, Schedule(8, 64)), (0, Schedule(4, 128))),
     "fp32": ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
 }
@@ -113,8 +114,7 @@ class Flush(StateOperation):
         return (a.state.shape[0] if a.state.ndim == 5 else 1) * a.num_sequences, 0
 
     def schedules(self, problem: Problem) -> Table:
-        assert problem.state_dtype is not None
-        return SCHEDULES[SHORT[problem.state_dtype]]
+        return SCHEDULES[state_width(problem)]
 
     def block_rows(self, problem: Problem, schedule: Schedule) -> int:
         return tile_rows(problem.K, schedule.rows, schedule.threads)

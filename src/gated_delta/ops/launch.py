@@ -322,6 +322,11 @@ Table = tuple[tuple[int, Schedule], ...]
 """(least state bytes of a launch, schedule), the largest first."""
 
 
+def state_width(problem: Problem) -> str:
+    """Key of schedule tables: states of as many bytes take the same time."""
+    return "fp32" if problem.state_dtype == torch.float32 else "bf16"
+
+
 def state_bytes(problem: Problem) -> int:
     """Of one sequence in one layer."""
     assert problem.state_dtype is not None

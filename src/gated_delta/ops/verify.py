@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import compile, reference
 from ..kernels.arguments import TOKEN_TILES, VerifySizes, VerifyStrides, round_up_tokens
-from ..problem import BUFFER, SHORT, Checker, KVBuffer, Problem, axis_of
+from ..problem import BUFFER, Checker, KVBuffer, Problem, axis_of
 from .launch import (
     LARGE,
     Launch,
@@ -25,13 +25,14 @@ from .launch import (
     ready,
     ready_strides,
     state_sizes,
+    state_width,
     token_strides,
     tokens_of,
 )
 
 _SMALL, _WIDE = Schedule(16, 128), Schedule(32, 128)
 SCHEDULES: dict[tuple[str, str, int], Table] = {
-    # axis, state, token tile
+    # axis, state (bf16: fp16 too), token tile
     **{("head", "bf16", tile): ((0, _WIDE),) for tile in TOKEN_TILES},
     **{("channel", "bf16", tile): ((2**22, Schedule(64, 64)), (0, _SMALL)) for tile in (2, 4)},
     **{("channel", "bf16", tile): ((2**23, _WIDE), (0, _SMALL)) for tile in (8, 16)},
@@ -109,8 +110,7 @@ class Verify(StateOperation):
         reference.verify_rows(tokens_of(a), **_states(a))
 
     def schedules(self, problem: Problem) -> Table:
-        assert problem.state_dtype is not None
-        return SCHEDULES[problem.axis, SHORT[problem.state_dtype], _token_tile(problem)]
+        return SCHEDULES[problem.axis, state_width(problem), _token_tile(problem)]
 
     def block_rows(self, problem: Problem, schedule: Schedule) -> int:
         return schedule.rows * schedule.threads // 32

@@ -1,7 +1,8 @@
 """The one list of cases that the tests, `gated-delta check` and `gated-delta bench` share.
 
 Main factors are crossed in full; what else may vary (layout, input dtype, token counts, l2norm, ...) is drawn per case from a fixed
-seed, so that the list stays the same from run to run.
+seed, so that the list stays the same from run to run. fp16 states and the heads of one rank under tensor parallelism follow, with
+gate family and keys drawn too.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import functools
 import itertools
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 import torch
@@ -19,6 +21,8 @@ OPS = ("prefill", "decode", "verify", "flush")
 AXES = ("head", "channel")
 DIMS = (64, 128)
 HEADS = ((4, 4), (4, 8), (16, 32), (16, 64))
+RANK_HEADS = ((1, 1), (1, 2), (2, 4), (2, 8), (4, 12), (6, 6), (3, 3), (2, 16))
+"""Of one rank under tensor parallelism: few, odd, and 1 to 8 value heads a q/k head."""
 GATES = ("log", "softplus", "lower_bound")
 FAMILIES = ("typical", "saturated", "slow", "none")
 KEYS = ("random", "collinear")
@@ -166,13 +170,33 @@ def _lengths(op: str, packed: bool, HV: int, rng: random.Random) -> tuple[int, .
     return (rng.choice((1, 1, 2, 3, 4, 6, 8, MAX_DRAFT)),) * rng.choice((1, 3))
 
 
+_Factors = tuple[str, int, tuple[int, int], str, str, str, torch.dtype]
+
+
+def _crossed() -> Iterator[_Factors]:
+    return itertools.product(AXES, DIMS, HEADS, GATES, FAMILIES, KEYS, STATE_DTYPES)
+
+
+def _half_states(op: str) -> Iterator[_Factors]:
+    """fp16 states under every gate."""
+    rng = random.Random(f"{op} fp16")
+    for axis, D, heads, gate in itertools.product(AXES, DIMS, HEADS[1:], GATES):
+        yield axis, D, heads, gate, rng.choice(FAMILIES), rng.choice(KEYS), torch.float16
+
+
+def _ranks(op: str) -> Iterator[_Factors]:
+    rng = random.Random(f"{op} ranks")
+    for axis, D, heads in itertools.product(AXES, DIMS, RANK_HEADS):
+        gate, family, keys = (rng.choice(factor) for factor in (GATES, FAMILIES, KEYS))
+        yield axis, D, heads, gate, family, keys, rng.choice((*STATE_DTYPES, torch.float16))
+
+
 @functools.cache
 def cases(op: str) -> tuple[Case, ...]:
     """Every case of an operation: all main factors crossed, the rest drawn from the case's own seed."""
     made = []
-    crossed = itertools.product(AXES, DIMS, HEADS, GATES, FAMILIES, KEYS, STATE_DTYPES)
     layouts = tuple(LAYOUTS[op])
-    for seed, (axis, D, heads, gate, family, keys, state_dtype) in enumerate(crossed):
+    for seed, (axis, D, heads, gate, family, keys, state_dtype) in enumerate([*_crossed(), *_half_states(op), *_ranks(op)]):
         rng = random.Random(f"{op}{seed}")
         layout = rng.choice(layouts)
         dtype = rng.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
@@ -202,8 +226,11 @@ def cases(op: str) -> tuple[Case, ...]:
 
 
 QUICK_STRIDE = 23  # coprime to every factor's period in the crossing, so every value of every factor turns up
+QUICK_RANK_STRIDE = 3  # coprime to the number of RANK_HEADS, the factor that runs fastest
 
 
 def quick_cases(op: str) -> tuple[Case, ...]:
     """A small part of `cases(op)` in which every value of every factor occurs."""
-    return cases(op)[::QUICK_STRIDE]
+    listed = cases(op)
+    ranks = len(AXES) * len(DIMS) * len(RANK_HEADS)
+    return (*listed[:-ranks:QUICK_STRIDE], *listed[-ranks::QUICK_RANK_STRIDE][: len(RANK_HEADS)])

@@ -268,11 +268,12 @@ def unpack(words, dtype):
 
 
 def pack(xs, dtype):
-    """fp32 numbers as 32-bit words of fp32, or of bf16 rounded to nearest even."""
+    """fp32 numbers as 32-bit words of fp32, or of 16-bit ones rounded to nearest even; what fp16 cannot hold becomes +-65504."""
     if dtype is Float32:
         return [x.bitcast(Uint32) for x in xs]
+    kind = {BFloat16: "bf16x2", Float16: "satfinite.f16x2"}[dtype]
     return [
-        cute.arch.inline_ptx("cvt.rn.bf16x2.f32 {$w0}, {$r1}, {$r0};", write_only_types=[Uint32], read_only_args=[low, high])
+        cute.arch.inline_ptx(f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Uint32], read_only_args=[low, high])
         for low, high in zip(xs[::2], xs[1::2], strict=True)
     ]
 
@@ -282,7 +283,7 @@ def split(xs, dtype):
 
     Of bf16, two numbers a word; of fp32, each part is an fp32 number at tf32 precision.
     """
-    high = [x.bitcast(Uint32) & Uint32(0xFFFFE000) for x in xs] if dtype is Float32 else pack(xs, BFloat16)
+    high = [x.bitcast(Uint32) & Uint32(0xFFFFE000) for x in xs] if dtype is Float32 else pack(xs, dtype)
     low = [x - h for x, h in zip(xs, unpack(high, dtype), strict=True)]
     return high, pack(low, dtype)
 

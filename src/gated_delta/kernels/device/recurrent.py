@@ -44,8 +44,8 @@ def sequence_block():
 class StateRows:
     """How a warp holds `warp_rows` V rows: `lanes` neighbouring lanes share a row, 8 key channels each.
 
-    A lane's 8 channels are one 16-byte vector of bf16, or two of fp32. A kernel's `coord` has n, hv, thread, lane (among those that
-    share a row) and warp_row (the warp's first row), and with `layers` layer.
+    A lane's 8 channels are one 16-byte vector of bf16 or fp16, or two of fp32. A kernel's `coord` has n, hv, thread, lane (among
+    those that share a row) and warp_row (the warp's first row), and with `layers` layer.
     """
 
     def __init__(self, K: int, state_dtype: str, warp_rows: int, layers: bool = False):
