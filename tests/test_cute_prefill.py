@@ -396,6 +396,280 @@ def test_decode_and_verify_continue_a_prefill(axis, state_dtype):
         judge("state", after, truth, plain)
 
 
+# ------------------------------------------------------------------------------------------------ checkpoints
+
+LENS = ((192, 0, 640), (640, 640, -1), (64, 128, 0), (-(2**31), 576, 64))
+"""Of 700 tokens each, on both sides of the ends of 4 segments and on them; the third sequence is inactive in a pool."""
+FORMS = pytest.mark.parametrize("form", ["tensor", "slots", "tensor beside a pool"])
+
+
+def after(call, n, length, start):
+    """The state of a dense call's sequence n after its first tokens, by a prefill of its own."""
+    one = part(call, slice(n, n + 1), slice(0, length))
+    return prefill(one, initial_state=start[n : n + 1], output_final_state=True)[1][0]
+
+
+def poisoned(*lead, dtype, V=D, K=D):
+    return torch.full((*lead, HV, V, K), math.nan, dtype=dtype, device="cuda")
+
+
+@EITHER_AXIS
+@EITHER_STATE
+@EITHER_INDEX
+@SEGMENTATIONS
+@FORMS
+def test_checkpoints_are_states_of_shorter_prefills_and_change_nothing_else(axis, state_dtype, dtype, segments, form, monkeypatch):
+    """Bit for bit where a sequence is not cut in segments; whatever is not asked for keeps its NaN."""
+    force_segments(segments, monkeypatch)
+    call, start, N, C = slowly(tokens(4, 700, axis=axis)), pool(4, state_dtype), 4, 3
+    o, final = prefill(call, initial_state=start, output_final_state=True)
+    lens, kept = torch.tensor(LENS, device="cuda").to(dtype), poisoned(N, C, dtype=state_dtype)
+    state, slots = poisoned(20, dtype=state_dtype), index(7, 3, LOWEST[dtype], 0, dtype=dtype)
+    active = [0, 1, 3]
+    where = slots[active].long()
+    state[where] = start[active]
+    places = (torch.randperm(12, device="cuda") + 8).view(N, C).to(dtype)
+    places[0, 0] = LOWEST[dtype]
+    if form == "tensor":
+        got, last = prefill(call, initial_state=start, output_final_state=True, checkpoint_lens=lens, checkpoints=kept)
+        active = range(N)
+        same(last, final)
+    elif form == "slots":
+        got, _ = prefill(call, state=state, state_indices=slots, checkpoint_lens=lens, checkpoint_indices=places)
+        for n, j in itertools.product(range(N), range(C)):
+            if places[n, j] >= 0:
+                kept[n, j] = state[places[n, j]]
+        state[places[places >= 0].long()] = math.nan
+    else:
+        got, _ = prefill(call, state=state, state_indices=slots, checkpoint_lens=lens, checkpoints=kept)
+    same(got[active], o[active])
+    if form != "tensor":
+        same(state[where], final[active])
+        assert state[[slot for slot in range(20) if slot not in where]].isnan().all()
+    stored = []
+    for n, j in itertools.product(range(N), range(C)):
+        length = LENS[n][j]
+        if n not in active or length < 0 or (form == "slots" and places[n, j] < 0):
+            assert kept[n, j].isnan().all()
+        elif length == 0 or segments != 4:
+            same(kept[n, j], after(call, n, length, start))
+        else:
+            want = exact(part(call, slice(n, n + 1), slice(0, length)), initial_state=start[n : n + 1])[1]
+            stored.append((kept[n, j], want[0]))
+    if segments == 4:
+        judge("state", *(torch.stack(x) for x in zip(*stored)))
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize("segments", [1, "persistent", 2, 4, 7, 16])
+def test_a_checkpoint_at_the_end_is_the_final_state(axis, segments, monkeypatch):
+    """Packed, also of sequences with fewer chunks than segments, and of one without tokens."""
+    force_segments(segments, monkeypatch)
+    lengths = (64, 1024, 0, 128, 100, 320, 960)
+    call, start = slowly(ragged(lengths, axis=axis)), pool(len(lengths), torch.float32)
+    lens, kept = index(*(length // 64 * 64 for length in lengths))[:, None], poisoned(len(lengths), 1, dtype=torch.float32)
+    _, final = prefill(call, initial_state=start, output_final_state=True, checkpoint_lens=lens, checkpoints=kept)
+    for n, length in enumerate(lengths):
+        if length % 64 == 0:
+            same(kept[n, 0], final[n])
+    dense = slowly(tokens(len(lengths), 1024, axis=axis))
+    want = exact(part(dense, slice(4, 5), slice(0, 64)), initial_state=start[4:5])[1]
+    judge("state", kept[4], want)
+
+
+@EITHER_AXIS
+@SEGMENTATIONS
+@pytest.mark.parametrize("power", [0, 40, -40])
+def test_a_checkpoint_before_every_chunk(axis, segments, power, monkeypatch):
+    """In an order of no meaning, with values and states of any size."""
+    force_segments(segments, monkeypatch)
+    call, start, size = slowly(tokens(2, 700, axis=axis)), pool(2, torch.float32), 2.0**power
+    call["v"], start = call["v"] * size, start * size
+    order = torch.randperm(11).tolist()
+    lens, kept = torch.tensor([order, order[::-1]], device="cuda") * 64, poisoned(2, 11, dtype=torch.float32)
+    prefill(call, initial_state=start, checkpoint_lens=lens, checkpoints=kept)
+    for n, row in enumerate(lens.tolist()):
+        for j, length in enumerate(row):
+            if length == 0 or segments != 4:
+                same(kept[n, j], after(call, n, length, start))
+            else:
+                want = exact(part(call, slice(n, n + 1), slice(0, length)), initial_state=start[n : n + 1])[1]
+                assert apart(kept[n, j], want[0]) <= 2e-3
+
+
+@EITHER_AXIS
+@EITHER_INDEX
+@SEGMENTATIONS
+def test_lengths_that_are_none_are_dropped(axis, dtype, segments, monkeypatch):
+    """Between the chunks' ends, past the sequence's own end, negative, or beyond 32 bits; the last entry is a good one."""
+    force_segments(segments, monkeypatch)
+    call, start = slowly(tokens(1, 200, axis=axis)), pool(1, torch.float32)
+    lens = [1, 63, 65, 200, 256, 2**31 - 64, -1, -64, -(2**31), 192]
+    lens[:0] = [2**31, 2**32, 2**32 + 64, 2**40, -(2**40), -(2**63)] if dtype == torch.int64 else []
+    kept = poisoned(1, len(lens), dtype=torch.float32)
+    prefill(call, initial_state=start, checkpoint_lens=index(*lens, dtype=dtype)[None], checkpoints=kept)
+    assert kept[:, :-1].isnan().all()
+    want = exact(part(call, slice(0, 1), slice(0, 192)), initial_state=start)[1]
+    judge("state", kept[:, -1], want)
+
+
+@EITHER_AXIS
+@EITHER_STATE
+@SEGMENTATIONS
+def test_initial_states_as_checkpoints(axis, state_dtype, segments, monkeypatch):
+    """Zeros where a sequence starts from zero, whatever its slot holds; of sequences with tokens and without."""
+    force_segments(segments, monkeypatch)
+    call, start = ragged((300, 0, 300, 0), axis=axis), pool(4, state_dtype)
+    start[2:] = math.nan
+    resumed, lens = torch.tensor([True, True, False, False], device="cuda"), torch.zeros(4, 2, device="cuda").int()
+    kept, state = poisoned(4, 2, dtype=state_dtype), start.clone()
+    prefill(call, state=state, has_initial_state=resumed, checkpoint_lens=lens, checkpoints=kept)
+    for j in range(2):
+        same(kept[:2, j], start[:2])
+    assert (kept[2:] == 0).all()
+
+
+@EITHER_AXIS
+@SEGMENTATIONS
+@pytest.mark.parametrize("null_index", [-1, 0, 2])
+def test_checkpoints_in_slots_up_to_null_index_are_none(axis, segments, null_index, monkeypatch):
+    force_segments(segments, monkeypatch)
+    call, state = slowly(ragged((300, 64, 130), axis=axis)), pool(9)
+    before, slots = state.clone(), index(5, null_index, 4)
+    lens, places = index(64, 128, 64, 0, 0, 128).view(3, 2), index(null_index, 7, 8, 6, 3, null_index).view(3, 2)
+    keep = dict(checkpoint_lens=lens, checkpoint_indices=places, null_index=null_index)
+    prefill(call, state=state, state_indices=slots, **keep)
+    unwritten = [0, 1, 2, 6, 8]
+    same(state[unwritten], before[unwritten])
+    same(state[3], before[4])
+    for slot in (4, 5, 7):
+        assert not torch.equal(state[slot], before[slot])
+
+
+@EITHER_AXIS
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64)], ids=str)
+@SEGMENTATIONS
+def test_checkpoints_of_other_head_dims(axis, K, V, segments, monkeypatch):
+    force_segments(segments, monkeypatch)
+    call, start = slowly(tokens(2, 530, axis=axis, K=K, V=V)), pool(2, torch.float32, K=K, V=V)
+    lens, kept = index(512, 64).view(2, 1), poisoned(2, 1, dtype=torch.float32, K=K, V=V)
+    prefill(call, initial_state=start, checkpoint_lens=lens, checkpoints=kept)
+    for n, length in enumerate((512, 64)):
+        want = exact(part(call, slice(n, n + 1), slice(0, length)), initial_state=start[n : n + 1])[1]
+        judge("state", kept[n], want)
+
+
+@EITHER_AXIS
+@EITHER_STATE
+@SEGMENTATIONS
+def test_strided_checkpoints_are_written_in_place(axis, state_dtype, segments, monkeypatch):
+    """A tensor with padding between heads, entries and sequences, lengths in columns; a pool with padding between its slots."""
+    force_segments(segments, monkeypatch)
+    call, start = slowly(tokens(2, 300, axis=axis)), pool(2, state_dtype)
+    lens, want = index(64, 256, 128, -1).view(2, 2), poisoned(2, 2, dtype=state_dtype)
+    prefill(call, initial_state=start, checkpoint_lens=lens, checkpoints=want)
+    storage = torch.full((2, 5, HV + 1, D * D + 24), math.nan, dtype=state_dtype, device="cuda")
+    kept = storage[:, 1:5:2, :HV, : D * D].unflatten(-1, (D, D))
+    columns = torch.full((2, 6), 192, dtype=torch.int64, device="cuda").T[1::3].T
+    columns.copy_(lens)
+    prefill(call, initial_state=start, checkpoint_lens=columns, checkpoints=kept)
+    same(kept.contiguous(), want)
+    kept.fill_(math.nan)
+    assert storage.isnan().all()
+    wide = torch.full((7, HV * D * D + 24), math.nan, dtype=state_dtype, device="cuda")
+    state = wide[:, : HV * D * D].view(7, HV, D, D)
+    state[:2] = start
+    places = index(6, 3, 2, 4).view(2, 2)
+    prefill(call, state=state, checkpoint_lens=columns, checkpoint_indices=places)
+    same(state[[6, 3, 2]], want.flatten(0, 1)[:3])
+    assert state[[4, 5]].isnan().all()
+    assert wide[:, HV * D * D :].isnan().all()
+
+
+@EITHER_AXIS
+@SEGMENTATIONS
+def test_a_captured_graph_follows_its_checkpoints(axis, segments, monkeypatch):
+    """Replays see other lengths and slots; among them such that keep nothing. No call waits for the GPU."""
+    force_segments(segments, monkeypatch)
+    call, state, start = slowly(tokens(2, 300, axis=axis)), pool(9), pool(9)
+    lens, places = torch.full((2, 3), -1, device="cuda"), torch.full((2, 3), -1, device="cuda").int()
+
+    def run(state):
+        return prefill(call, state=state, checkpoint_lens=lens, checkpoint_indices=places)[0]
+
+    run(state)
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        run(state)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = run(state)
+    o, plain = in_pool(call, state=start)
+    for seed in range(4):
+        rng = torch.Generator().manual_seed(seed)
+        lens.copy_(torch.tensor([-1, 0, 64, 65, 128, 192, 256, 320])[torch.randint(8, (2, 3), generator=rng)])
+        places.copy_((torch.randperm(7, generator=rng)[:6] + 2).view(2, 3))
+        state.copy_(start)
+        graph.replay()
+        again = start.clone()
+        same(out, run(again))
+        same(out, o)
+        same(state, again)
+        same(state[:2], plain[:2])
+        for length, slot in zip(lens.flatten().tolist(), places.flatten().tolist()):
+            assert torch.equal(state[slot], start[slot]) == (length % 64 != 0 or not 0 <= length <= 300)
+
+
+@EITHER_AXIS
+def test_a_prompt_resumes_from_a_checkpoint(axis):
+    call, state = slowly(tokens(1, 700, axis=axis)), pool(2, torch.float32)
+    keep = dict(checkpoint_lens=index(448)[None], checkpoint_indices=index(1)[None])
+    o, _ = prefill(call, state=state, **keep)
+    rest, _ = prefill(part(call, slice(None), slice(448, None)), state=state, state_indices=index(1))
+    judge("o", rest, o[:, 448:].double())
+    judge("state", state[1:], state[:1].double())
+
+
+@SEGMENTATIONS
+def test_gated_delta_check_covers_checkpoints(segments, monkeypatch):
+    force_segments(segments, monkeypatch)
+    monkeypatch.setattr(launch, "CHECK", True)
+    call, state = tokens(2, 300), pool(4)
+    before = state.clone()
+    for lens, slots, kind in (
+        (65, 3, ValueError),
+        (320, 3, ValueError),
+        (64, 4, IndexError),
+        (64, 1, ValueError),
+        (64, 0, ValueError),
+    ):
+        with pytest.raises(kind, match=r"checkpoint_(lens|indices)"):
+            prefill(call, state=state, checkpoint_lens=index(-1, lens)[:, None], checkpoint_indices=index(2, slots)[:, None])
+    same(state, before)
+
+
+@EITHER_INDEX
+@SEGMENTATIONS
+def test_checkpoints_beyond_2_to_the_31_elements(dtype, segments, monkeypatch):
+    """In the last slots of a pool, and in the last rows of a tensor."""
+    force_segments(segments, monkeypatch)
+    slots = 2**31 // (64 * D * D) + 3
+    call, small = slowly(tokens(1, 300, heads=(16, 64))), pool(1, HV=64)
+    kept = torch.full((1, 2, 64, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
+    prefill(call, initial_state=small, checkpoint_lens=index(64, 256)[None], checkpoints=kept)
+    state = torch.empty(slots, 64, D, D, dtype=torch.bfloat16, device="cuda")
+    state[0] = small[0]
+    places = index(slots - 1, slots - 2, dtype=dtype)[None]
+    prefill(call, state=state, checkpoint_lens=index(64, 256, dtype=dtype)[None], checkpoint_indices=places)
+    same(state[places[0]], kept[0])
+    lens = torch.full((1, slots), -1, dtype=dtype, device="cuda")
+    lens[0, -2:] = index(64, 256)
+    prefill(call, initial_state=small, checkpoint_lens=lens, checkpoints=state[None])
+    same(state[-2:], kept[0])
+
+
 # ------------------------------------------------------------------------------------------------ segments
 
 RAGGED = (1111, 0, 70, 37)  # one sequence empty, one inactive, one shorter than a segment

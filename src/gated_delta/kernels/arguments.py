@@ -286,11 +286,12 @@ class PrefillSizes(NamedTuple):
     dt_bias_kind: int
     cu_seqlens_kind: int
     state_indices_kind: int
-    checkpoint_lens_kind: int
-    checkpoint_indices_kind: int
-    checkpoints_per_sequence: int
     null_index: int
     segments: int
     """Segments of each sequence, scanned in parallel."""
     max_blocks: int
     """Blocks of a persistent scan at most."""
+    checkpoint_lens_kind: int
+    checkpoint_indices_kind: int
+    checkpoints_per_sequence: int
+    """C of checkpoint_lens, 0 without."""

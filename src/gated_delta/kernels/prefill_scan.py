@@ -171,6 +171,8 @@ class PrefillScan:
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
         work_tiles = self.tiles * size.HV * size.N * size.segments
         blocks = cutlass.min(work_tiles, size.max_blocks) if self.persistent else work_tiles
+        if cutlass.const_expr(not self.checkpoints):
+            ptr, stride, size = (without_checkpoints(some) for some in (ptr, stride, size))
         self.kernel(ptr, scale, bound, stride, size).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
@@ -180,7 +182,7 @@ class PrefillScan:
         )
 
     @cute.kernel
-    def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes):
+    def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         args = Args(ptr, scale, bound, stride, size)
@@ -790,6 +792,12 @@ class PrefillScan:
                 address = at + ((row + 8 * i) * columns + column + 8 * j) * size
                 pair = pack([state[4 * j + 2 * i + p] * unscale for p in range(2)], dtype)
                 store_words(address, pair, condition)
+
+
+def without_checkpoints(arguments):
+    """Arguments but for those of checkpoints: where others lie, ptxas gives kernels that store none other registers."""
+    kept = {name: x for name, x in zip(arguments._fields, arguments, strict=True) if "checkpoint" not in name}
+    return NamedTuple(type(arguments).__name__, [(name, type(x)) for name, x in kept.items()])(**kept)
 
 
 def inverse_power_of_2(x):

@@ -263,11 +263,11 @@ class PrefillLaunch(TokensLaunch):
                 H=H,
                 beta_logits=int(a.beta_logits),
                 state_indices_kind=index_kind(a.state_indices),
+                segments=plan.schedule.segments,
+                max_blocks=MAX_BLOCKS,
                 checkpoint_lens_kind=index_kind(a.checkpoint_lens),
                 checkpoint_indices_kind=index_kind(a.checkpoint_indices),
                 checkpoints_per_sequence=0 if a.checkpoint_lens is None else a.checkpoint_lens.shape[1],
-                segments=plan.schedule.segments,
-                max_blocks=MAX_BLOCKS,
             )
         )
 
