@@ -361,7 +361,7 @@ def check_prefill(x: dict) -> None:
         o, made = results if asked else (results, None)
         assert given is None or o is x["output"]
         assert o.dtype == x["v"].dtype
-        live = [row for row in range(TOTAL) if row >= ENDS[-1] or slots[[row < end for end in ENDS].index(True) - 1] >= 0]
+        live = [row for n, slot in enumerate(slots) if slot >= 0 for row in range(*ENDS[n : n + 2])]
         close(o[live], want[live])
         assert all((o[row] == 0).all() for row in {*range(TOTAL)} - {*live})
         if state is not None:
@@ -464,11 +464,14 @@ def ragged(**more) -> dict:
     return valid(KDA) | packed([0, 3, 6, 9]) | dict(output=untouched(1, 10, HV, V)) | more
 
 
+def into_pool(**states) -> dict:
+    return valid(PREFILL) | states | dict(state_indices=ints(9, 2, 4, 0), output_final_state=True)
+
+
 def converted(name: str) -> dict:
     return valid(name) | dict(output=untouched(B, T, HV, V, dtype=BF16))
 
 
-INTO_POOL = dict(state_indices=ints(9, 2, 4, 0), initial_state=None, output_final_state=True)
 CALLS = {name: functools.partial(valid, name) for name in (*DECODES, PREFILL)} | {
     **{f"{name}, converted": functools.partial(converted, name) for name in DECODES},
     f"{PRETRANSPOSE}, batch": lambda: valid(PRETRANSPOSE) | in_order(PRETRANSPOSE),
@@ -483,8 +486,8 @@ CALLS = {name: functools.partial(valid, name) for name in (*DECODES, PREFILL)} |
     f"{KDA}, another pool": lambda: valid(KDA) | source(False, 9, 8, 9) | COUNTED | dict(output_final_state=True),
     f"{PREFILL}, new states": lambda: prompts() | dict(initial_state=pool(N), output_final_state=True),
     f"{PREFILL}, from zeros": lambda: prompts() | dict(output_state=untouched(N, HV, V, K), output_final_state=True),
-    f"{PREFILL}, pool": lambda: valid(PREFILL) | INTO_POOL | dict(state_indices=ints(9, 2, 4, 0), output_state=pool()),
-    f"{PREFILL}, in place": lambda: valid(PREFILL) | INTO_POOL | dict.fromkeys(("initial_state", "output_state"), pool()),
+    f"{PREFILL}, pool": lambda: into_pool(initial_state=None, output_state=pool()),
+    f"{PREFILL}, in place": lambda: into_pool(**dict.fromkeys(("initial_state", "output_state"), pool())),
     f"{PREFILL}, pool to read": lambda: (
         valid(PREFILL) | dict(initial_state=pool(), output_state=None, state_indices=ints(9, 2, 4, 0))
     ),
@@ -650,6 +653,7 @@ REFUSED = {
         (KDA, dict(GATE, dt_bias=[0.0]), "^dt_bias"),
         (KDA, lambda _: source(False, 0, 1, 2) | COUNTED | dict(initial_state=pool(dtype=BF16)), "intermediate_states"),
         (KDA, dict(num_spec_tokens=2.0), "^num_spec_tokens"),
+        (KDA, dict(initial_state_source=[0.0], initial_state_indices=ints(0, 1, 2)), "^initial_state_source: "),
         (MTP, dict(ssm_state_indices=SLOTS.float()), "^ssm_state_indices: "),
         (MTP, dict(initial_state=None), "^state: "),
         (PREFILL, dict(cu_seqlens=None), "^cu_seqlens: "),

@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
-from ..problem import INDEX_DTYPES, UnsupportedProblem, check_written
+from ..problem import INDEX_DTYPES, Gate, UnsupportedProblem, check_written
 
 
 def tensor(name: str, x: object, dtypes: Sequence[torch.dtype] | None = None) -> Tensor:
@@ -32,6 +32,28 @@ def rank(name: str, x: object, dims: str) -> None:
     x = tensor(name, x)
     if x.ndim != dims.count(",") + 1:
         raise ValueError(f"{name}: expected [{dims}], got shape {list(x.shape)}")
+
+
+def shaped(name: str, x: object, *shapes: list[int], ones: bool = False) -> Tensor:
+    """x, which has one of these shapes, as the first of them; with `ones`, dimensions of size 1 are not looked at."""
+    x = tensor(name, x)
+    if not any(_sizes(x.shape, ones) == _sizes(shape, ones) for shape in shapes):
+        raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {list(x.shape)}")
+    return x.reshape(shapes[0])
+
+
+def _sizes(shape: Sequence[int], ones: bool) -> list[int]:
+    return [size for size in shape if size != 1] if ones else list(shape)
+
+
+def gate_of(rate: Tensor, bias: Tensor | None, lower_bound: float | None) -> Gate:
+    """The gate of the peers' KDA: softplus, or, given a lower_bound, the sigmoid above it."""
+    return Gate.softplus(rate, bias) if lower_bound is None else Gate.lower_bound(rate, bias, lower_bound)
+
+
+def safe_bound(lower_bound: float | None) -> None:
+    if lower_bound is None or not -5 <= lower_bound < 0:
+        raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate and use_gate_in_kernel, got {lower_bound}")
 
 
 def on_device(name: str, x: Tensor, device: torch.device) -> None:

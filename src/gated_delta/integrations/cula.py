@@ -29,7 +29,6 @@ tables in docs/migration.md translate and list what is refused.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -37,7 +36,20 @@ from torch import Tensor
 
 from .. import Gate, KVBuffer, decode, flush, prefill, verify
 from ..problem import MAX_DRAFT, STATE_DTYPES, integer
-from .checks import check_writes, copy_target, gather, rank, refuse, same, sequence_slots, sequences, tensor
+from .checks import (
+    check_writes,
+    copy_target,
+    gate_of,
+    gather,
+    rank,
+    refuse,
+    safe_bound,
+    same,
+    sequence_slots,
+    sequences,
+    shaped,
+    tensor,
+)
 
 __all__ = [
     "kda_decode",
@@ -53,29 +65,13 @@ _refuse = functools.partial(refuse, "cuLA")
 
 
 def kda_prefill(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = True,
-    use_qk_l2norm_in_kernel: bool = True,
-    use_gate_in_kernel: bool = True,
-    safe_gate: bool = True,
-    lower_bound: float | None = -5.0,
-    cu_seqlens: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    *,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    use_intracard_cp: bool | str | None = "auto",
-    out: Tensor | None = None,
-    final_state: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = True, use_qk_l2norm_in_kernel: bool = True, use_gate_in_kernel: bool = True,
+    safe_gate: bool = True, lower_bound: float | None = -5.0, cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None, *, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, use_beta_sigmoid_in_kernel: bool = False,
+    use_intracard_cp: bool | str | None = "auto", out: Tensor | None = None, final_state: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Whole sequences.
 
     q, k: [B, T, H, K], or packed [1, total, H, K] with cu_seqlens [N+1], int32 or int64. v: [B, T, HV, V]. One dtype, bf16, fp16 or
@@ -110,85 +106,36 @@ def kda_prefill(
     if use_gate_in_kernel:
         if A_log is None:
             raise ValueError("A_log: expected a tensor with use_gate_in_kernel=True, got None")
-        if safe_gate and not (lower_bound is not None and -5 <= lower_bound < 0):
-            raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate and use_gate_in_kernel, got {lower_bound}")
+        if safe_gate:
+            safe_bound(lower_bound)
         gate = _gate(A_log, dt_bias, v.shape[2], K, lower_bound)
     o, made = prefill(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        gate=gate,
-        scale=scale,
-        qk_l2norm=use_qk_l2norm_in_kernel,
-        beta_logits=use_beta_sigmoid_in_kernel,
-        cu_seqlens=cu_seqlens,
-        initial_state=initial_state,
-        output_final_state=output_final_state,
-        out=out,
-    )
+        q, k, v, g, beta, gate=gate, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, beta_logits=use_beta_sigmoid_in_kernel,
+        cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state, out=out,
+    )  # fmt: skip
     return o, made if final_state is None or made is None else final_state.copy_(made)
 
 
 def kda_prefill_hopper(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    safe_gate: bool = False,
-    lower_bound: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    *,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    safe_gate: bool = False, lower_bound: float | None = None, cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None, *, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """kda_prefill with other defaults: cula_kda_prefill of cuLA's hopper_fused_fwd, where any other keyword goes unnoticed."""
     return kda_prefill(
-        q,
-        k,
-        v,
-        g,
-        beta,
-        scale,
-        initial_state,
-        output_final_state,
-        use_qk_l2norm_in_kernel,
-        use_gate_in_kernel,
-        safe_gate,
-        lower_bound,
-        cu_seqlens,
-        A_log=A_log,
-        dt_bias=dt_bias,
-    )
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate,
+        lower_bound, cu_seqlens, A_log=A_log, dt_bias=dt_bias,
+    )  # fmt: skip
 
 
 def kda_decode(
-    A_log: Tensor,
-    dt_bias: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    initial_state_source: Tensor,
-    initial_state_indices: Tensor | None,
-    cu_seqlens: Tensor | None = None,
-    scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = True,
-    softplus_beta: float = 1.0,
-    softplus_threshold: float = 20.0,
-    out: Tensor | None = None,
-    state_layout: str = "vk",
-) -> Tensor:
+    A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, initial_state_source: Tensor,
+    initial_state_indices: Tensor | None, cu_seqlens: Tensor | None = None, scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True, softplus_beta: float = 1.0, softplus_threshold: float = 20.0,
+    out: Tensor | None = None, state_layout: str = "vk",
+) -> Tensor:  # fmt: skip
     """The next token; see the module for what is common.
 
     q, k, v, out: [N, 1, ...], or [1, N, ...], where too each token has a sequence of its own. a and b may lack the dimension of
@@ -219,25 +166,11 @@ def kda_decode(
 
 
 def kda_decode_mtp(
-    A_log: Tensor,
-    dt_bias: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    initial_state_source: Tensor,
-    initial_state_indices: Tensor | None,
-    scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = True,
-    softplus_beta: float = 1.0,
-    softplus_threshold: float = 20.0,
-    out: Tensor | None = None,
-    state_layout: str = "vk",
-    disable_state_update: bool = False,
-    intermediate_states_buffer: Tensor | None = None,
-    lower_bound: float | None = None,
-) -> Tensor:
+    A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, initial_state_source: Tensor,
+    initial_state_indices: Tensor | None, scale: float | None = None, use_qk_l2norm_in_kernel: bool = True,
+    softplus_beta: float = 1.0, softplus_threshold: float = 20.0, out: Tensor | None = None, state_layout: str = "vk",
+    disable_state_update: bool = False, intermediate_states_buffer: Tensor | None = None, lower_bound: float | None = None,
+) -> Tensor:  # fmt: skip
     """The next T tokens; see the module for what is common.
 
     lower_bound: below 0; the gate is then lower_bound * sigmoid(exp(A_log) * (a + dt_bias)).
@@ -248,9 +181,10 @@ def kda_decode_mtp(
     Returns out. Raises UnsupportedProblem for state_layout="kv" where the pool is written, and beside intermediate_states_buffer,
     which cuLA refuses too.
     """
-    softplus = (softplus_beta, softplus_threshold)
-    qk_l2norm = use_qk_l2norm_in_kernel
-    tokens = _tokens(A_log, dt_bias, q, k, v, a, b, initial_state_indices, scale, qk_l2norm, *softplus, lower_bound)
+    tokens = _tokens(
+        A_log, dt_bias, q, k, v, a, b, initial_state_indices, scale, use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold,
+        lower_bound,
+    )  # fmt: skip
     state = tensor("initial_state_source", initial_state_source, STATE_DTYPES)
     if _k_first(state_layout):
         _refuse(_K_FIRST, not disable_state_update)
@@ -264,40 +198,17 @@ def kda_decode_mtp(
         if intermediate_states_buffer.dtype != state.dtype:
             pair = f"{state.dtype}, as initial_state_source, got {intermediate_states_buffer.dtype}"
             raise ValueError(f"intermediate_states_buffer: expected dtype {pair}")
-    return decode(
-        **tokens,
-        state=state,
-        intermediate_states=intermediate_states_buffer,
-        update_state=not disable_state_update,
-        out=out,
-    )
+    update = not disable_state_update
+    return decode(**tokens, state=state, intermediate_states=intermediate_states_buffer, update_state=update, out=out)
 
 
 def kda_decode_mtp_kvbuffer(
-    A_log: Tensor,
-    dt_bias: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    initial_state_source: Tensor,
-    initial_state_indices: Tensor | None,
-    scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = True,
-    softplus_beta: float = 1.0,
-    softplus_threshold: float = 20.0,
-    out: Tensor | None = None,
-    disable_state_update: bool = True,
-    emit_output: bool = True,
-    d_buffer: Tensor | None = None,
-    k_buffer: Tensor | None = None,
-    g_buffer: Tensor | None = None,
-    t_crossover: int | None = None,
-    opt_level: int = 3,
-    fast_math: bool = True,
-    lower_bound: float | None = None,
-) -> Tensor:
+    A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, initial_state_source: Tensor,
+    initial_state_indices: Tensor | None, scale: float | None = None, use_qk_l2norm_in_kernel: bool = True,
+    softplus_beta: float = 1.0, softplus_threshold: float = 20.0, out: Tensor | None = None, disable_state_update: bool = True,
+    emit_output: bool = True, d_buffer: Tensor | None = None, k_buffer: Tensor | None = None, g_buffer: Tensor | None = None,
+    t_crossover: int | None = None, opt_level: int = 3, fast_math: bool = True, lower_bound: float | None = None,
+) -> Tensor:  # fmt: skip
     """T draft tokens against a frozen state, and what a flush needs to accept some; lower_bound as for kda_decode_mtp.
 
     d_buffer [>=N, >=T, HV, V], k_buffer, g_buffer [>=N, >=T, HV, K]: fp32, last dimension contiguous; row n is filled for sequence
@@ -310,9 +221,10 @@ def kda_decode_mtp_kvbuffer(
     - fewer query than value heads: gated_delta keeps k once per query head, k_buffer has a row per value head, and no argument of a
       flush says how many were filled. Repeat q and k for each value head, or use gated_delta.verify and flush.
     """
-    softplus = (softplus_beta, softplus_threshold)
-    qk_l2norm = use_qk_l2norm_in_kernel
-    arguments = _tokens(A_log, dt_bias, q, k, v, a, b, initial_state_indices, scale, qk_l2norm, *softplus, lower_bound)
+    arguments = _tokens(
+        A_log, dt_bias, q, k, v, a, b, initial_state_indices, scale, use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold,
+        lower_bound,
+    )  # fmt: skip
     arguments |= dict(state=initial_state_source, out=out)
     if d_buffer is None and k_buffer is None and g_buffer is None:
         return decode(**arguments, update_state=not disable_state_update)
@@ -371,20 +283,9 @@ def kda_flush_kvbuffer_all_layers(
 
 
 def _tokens(
-    A_log: Tensor,
-    dt_bias: Tensor,
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    a: Tensor,
-    b: Tensor,
-    indices: Tensor | None,
-    scale: float | None,
-    qk_l2norm: bool,
-    softplus_beta: float,
-    softplus_threshold: float,
-    lower_bound: float | None = None,
-) -> dict[str, Any]:
+    A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, indices: Tensor | None,
+    scale: float | None, qk_l2norm: bool, softplus_beta: float, softplus_threshold: float, lower_bound: float | None = None,
+) -> dict[str, Any]:  # fmt: skip
     """The arguments that decode and verify share."""
     rank("q", q, "N, T, H, K")
     rank("v", v, "N, T, HV, V")
@@ -393,7 +294,7 @@ def _tokens(
     gate = _gate(A_log, dt_bias, HV, K, lower_bound)
     other = lower_bound is None and (softplus_beta, softplus_threshold) != (1, 20)
     _refuse(f"another softplus (softplus_beta={softplus_beta}, softplus_threshold={softplus_threshold})", other)
-    g, beta = _shaped("a", a, [N, T, HV, K], [N, T, HV * K]), _shaped("b", b, [N, T, HV])
+    g, beta = shaped("a", a, [N, T, HV, K], [N, T, HV * K], ones=True), shaped("b", b, [N, T, HV], ones=True)
     if indices is not None:
         sequence_slots("initial_state_indices", indices, N, q.device)
     numbers = dict(scale=scale, qk_l2norm=qk_l2norm, beta_logits=True)
@@ -401,20 +302,9 @@ def _tokens(
 
 
 def _gate(A_log: Tensor, dt_bias: Tensor | None, HV: int, K: int, lower_bound: float | None) -> Gate:
-    rate = _shaped("A_log", A_log, [HV])
-    bias = None if dt_bias is None else _shaped("dt_bias", dt_bias, [HV, K], [HV * K])
-    return Gate.softplus(rate, bias) if lower_bound is None else Gate.lower_bound(rate, bias, lower_bound)
-
-
-def _shaped(name: str, x: Tensor, *shapes: list[int]) -> Tensor:
-    """x as the first of these shapes, if it has one of them but for dimensions of size 1."""
-    if _long(tensor(name, x).shape) not in map(_long, shapes):
-        raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {list(x.shape)}")
-    return x.view(shapes[0])
-
-
-def _long(shape: Iterable[int]) -> list[int]:
-    return [size for size in shape if size != 1]
+    rate = shaped("A_log", A_log, [HV], ones=True)
+    bias = None if dt_bias is None else shaped("dt_bias", dt_bias, [HV, K], [HV * K], ones=True)
+    return gate_of(rate, bias, lower_bound)
 
 
 _K_FIRST = "writing states of [P, HV, K, V] (state_layout='kv')"

@@ -28,7 +28,7 @@ from torch import Tensor
 from ..api import decode, prefill
 from ..problem import INPUT_DTYPES, MAX_DRAFT, Gate, Tokens
 from ..reference import log_decay
-from .checks import floating, rank, refuse, sequences
+from .checks import floating, gate_of, rank, refuse, safe_bound, sequences
 
 __all__ = ["chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda"]
 
@@ -36,29 +36,13 @@ _refuse = functools.partial(refuse, "FLA")
 
 
 def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    chunk_indices: Tensor | None = None,
-    cp_context: object | None = None,
-    *,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    chunk_size: int = 64,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
+    cu_seqlens_cpu: Tensor | None = None, chunk_indices: Tensor | None = None, cp_context: object | None = None, *,
+    use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = 64,
     transpose_state_layout: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """GDN over whole sequences; see the module for what is common.
 
     g: [B, T, HV], the log decay, or with use_gate_in_kernel the raw gate of -exp(A_log) * softplus(g + dt_bias), dt_bias [HV].
@@ -69,32 +53,17 @@ def chunk_gated_delta_rule(
     _one_of("chunk_size", chunk_size, (16, 32, 64))
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias)
     tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
-    v_first = _state_v_first(state_v_first, transpose_state_layout)
-    return _run(tokens, allow_neg_eigval, initial_state, output_final_state, v_first)
+    return _run(tokens, allow_neg_eigval, initial_state, output_final_state, state_v_first, transpose_state_layout)
 
 
 def fused_recurrent_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    gk: Tensor | None = None,
-    gv: Tensor | None = None,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None, gv: Tensor | None = None,
+    beta: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None, *,
     transpose_state_layout: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """GDN, usually for a few tokens; see the module for what is common.
 
     g: [B, T, HV], as for chunk_gated_delta_rule. gk: [B, T, HV, K], a log decay per key channel, to which no gate is applied. The
@@ -117,39 +86,18 @@ def fused_recurrent_gated_delta_rule(
     g = v.new_zeros(v.shape[:3]) if g is None else g
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
     tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
-    v_first = _state_v_first(state_v_first, transpose_state_layout)
-    return _run(tokens, allow_neg_eigval, initial_state, output_final_state, v_first, step=True)
+    return _run(tokens, allow_neg_eigval, initial_state, output_final_state, state_v_first, transpose_state_layout, step=True)
 
 
 def chunk_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    safe_gate: bool = False,
-    lower_bound: float | None = None,
-    disable_recompute: bool = False,
-    return_intermediate_states: bool = False,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
-    cp_context: object | None = None,
-    use_graph: bool = False,
-    max_num_seqs: int | None = None,
-    *,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    chunk_size: int = 64,
-    transpose_state_layout: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, safe_gate: bool = False,
+    lower_bound: float | None = None, disable_recompute: bool = False, return_intermediate_states: bool = False,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+    cp_context: object | None = None, use_graph: bool = False, max_num_seqs: int | None = None, *, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, chunk_size: int = 64, transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """KDA over whole sequences; see the module for what is common.
 
     g: [B, T, HV, K], the log decay, or with use_gate_in_kernel the raw gate of -exp(A_log) * softplus(g + dt_bias), or, given
@@ -161,52 +109,47 @@ def chunk_kda(
     _refuse("context parallelism (cp_context)", cp_context is not None)
     _refuse("the state at the start of every chunk (return_intermediate_states=True)", return_intermediate_states)
     _one_of("chunk_size", chunk_size, (32, 64))
-    if safe_gate and use_gate_in_kernel and not (lower_bound is not None and -5 <= lower_bound < 0):
-        raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate and use_gate_in_kernel, got {lower_bound}")
+    if safe_gate and use_gate_in_kernel:
+        safe_bound(lower_bound)
     if use_graph and cu_seqlens is not None and max_num_seqs not in (None, sequences(cu_seqlens, g.device)):
         raise ValueError(f"cu_seqlens: expected max_num_seqs={max_num_seqs} sequences with use_graph, got {list(cu_seqlens.shape)}")
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
-    v_first = _state_v_first(state_v_first, transpose_state_layout)
-    return _run(tokens, allow_neg_eigval, initial_state, output_final_state, v_first)
+    return _run(tokens, allow_neg_eigval, initial_state, output_final_state, state_v_first, transpose_state_layout)
 
 
 def fused_recurrent_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False,
-    use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False,
-    lower_bound: float | None = None,
-    state_v_first: bool = False,
-    cu_seqlens: Tensor | None = None,
-    *,
-    transpose_state_layout: bool | None = None,
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+    allow_neg_eigval: bool = False, lower_bound: float | None = None, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, *, transpose_state_layout: bool | None = None,
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """KDA, usually for a few tokens: arguments as for chunk_kda; see the module for what is common."""
     rank("g", g, "B, T, HV, K")
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
-    v_first = _state_v_first(state_v_first, transpose_state_layout)
-    return _run(tokens, allow_neg_eigval, initial_state, output_final_state, v_first, step=True)
+    return _run(tokens, allow_neg_eigval, initial_state, output_final_state, state_v_first, transpose_state_layout, step=True)
 
 
 # ------------------------------------------------------------------------------------------------ shared
 
 
 def _run(
-    tokens: Tokens, double_beta: bool, initial_state: Tensor | None, output_final_state: bool, v_first: bool, step: bool = False
+    tokens: Tokens,
+    double_beta: bool,
+    initial_state: Tensor | None,
+    output_final_state: bool,
+    v_first: bool,
+    transposed: bool | None,
+    step: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """gated_delta.prefill with FLA's beta and state; with `step`, gated_delta.decode where it takes as many tokens."""
+    if transposed is not None:  # False warns, too
+        if v_first:
+            raise ValueError("transpose_state_layout: expected None beside state_v_first, its new name, got a value")
+        warnings.warn("transpose_state_layout is FLA's old name of state_v_first", DeprecationWarning, stacklevel=3)
+        v_first = transposed
     for name, x, dims in (("q", tokens.q, "B, T, H, K"), ("k", tokens.k, "B, T, H, K"), ("v", tokens.v, "B, T, HV, V")):
         rank(name, x, dims)
     q, k, v, beta = tokens.q, tokens.k, tokens.v, floating("beta", tokens.beta)
@@ -254,23 +197,13 @@ def _gate(g: Tensor, active: bool, A_log: Tensor | None, dt_bias: Tensor | None,
         A_log = g.new_zeros(g.shape[2])
     rate = _parameter("A_log", A_log, g.shape[2:3])
     bias = None if dt_bias is None else _parameter("dt_bias", dt_bias, g.shape[2:])
-    return Gate.softplus(rate, bias) if lower_bound is None else Gate.lower_bound(rate, bias, lower_bound)
+    return gate_of(rate, bias, lower_bound)
 
 
 def _parameter(name: str, x: Tensor, shape: torch.Size) -> Tensor:
     if floating(name, x).numel() != shape.numel():
         raise ValueError(f"{name}: expected the elements of {list(shape)}, got shape {list(x.shape)}")
     return x.float().reshape(shape)
-
-
-def _state_v_first(state_v_first: bool, transpose_state_layout: bool | None) -> bool:
-    """state_v_first, or its deprecated name, in which False also warns."""
-    if transpose_state_layout is None:
-        return state_v_first
-    if state_v_first:
-        raise ValueError("transpose_state_layout: expected None beside state_v_first, its new name, got a value")
-    warnings.warn("transpose_state_layout is FLA's old name of state_v_first", DeprecationWarning, stacklevel=3)
-    return transpose_state_layout
 
 
 def _one_of(name: str, x: int, allowed: tuple[int, ...]) -> None:

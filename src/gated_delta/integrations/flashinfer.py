@@ -30,20 +30,8 @@ from torch import Tensor
 
 from .. import Gate, decode, prefill
 from ..problem import INDEX_DTYPES, INPUT_DTYPES, MAX_DRAFT, STATE_DTYPES, integer
-from .checks import (
-    check_writes,
-    copy_target,
-    floating,
-    gather,
-    on_device,
-    own_slots,
-    rank,
-    refuse,
-    same,
-    sequence_slots,
-    sequences,
-    tensor,
-)
+from . import checks
+from .checks import floating, rank, refuse, sequence_slots, sequences, tensor
 
 __all__ = ["chunk_gated_delta_rule", "gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp", "recurrent_kda"]
 
@@ -53,27 +41,13 @@ _REFUSED_STATES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def chunk_gated_delta_rule(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor | None = None,
-    beta: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    cu_seqlens: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False,
-    output: Tensor | None = None,
-    output_state: Tensor | None = None,
-    state_checkpoints: Tensor | None = None,
-    checkpoint_cu_starts: Tensor | None = None,
-    checkpoint_every_n_tokens: int = 0,
-    use_cp: bool | str = "auto",
-    state_indices: Tensor | None = None,
-    _cp_chunk_len: int | None = None,
-    backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False, output: Tensor | None = None, output_state: Tensor | None = None,
+    state_checkpoints: Tensor | None = None, checkpoint_cu_starts: Tensor | None = None, checkpoint_every_n_tokens: int = 0,
+    use_cp: bool | str = "auto", state_indices: Tensor | None = None, _cp_chunk_len: int | None = None, backend: str = "auto",
     max_seqlen: int | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """GDN over N whole sequences, packed: gated_delta.prefill.
 
     q, k: [total, H, K]. v: [total, HV, V]. One dtype, bf16, fp16 or fp32; output: [total, HV, V] in that dtype. cu_seqlens: [N+1],
@@ -124,13 +98,13 @@ def chunk_gated_delta_rule(
         out=None if output is None else tensor("output", output)[None],
     )
     shape = [N, *v.shape[1:], q.shape[2]]
-    in_place = initial_state is not None and output_state is not None and same(initial_state, output_state)
+    in_place = initial_state is not None and output_state is not None and checks.same(initial_state, output_state)
     apart = output_state is not None and initial_state is not None and not in_place
     _refuse("writing by index another pool than it reads (state_indices, output_state)", apart and state_indices is not None)
     if apart:
-        copy_target("output_state", output_state, "N, HV, V, K", shape, q.device, STATE_DTYPES)
+        checks.copy_target("output_state", output_state, "N, HV, V, K", shape, q.device, STATE_DTYPES)
     read |= {} if in_place else dict(initial_state=initial_state)
-    check_writes(dict(output=output, output_state=output_state), read)
+    checks.check_writes(dict(output=output, output_state=output_state), read)
     fresh = torch.zeros(N, dtype=torch.bool, device=q.device) if initial_state is None else None
     final_state = output_state
     if output_state is not None and not apart:
@@ -141,9 +115,9 @@ def chunk_gated_delta_rule(
         o, _ = prefill(**tokens, state=output_state, state_indices=state_indices, has_initial_state=fresh)
     elif state_indices is not None:
         if initial_state is None:
-            scratch, own = v.new_empty(shape, dtype=torch.float32), own_slots(state_indices)
+            scratch, own = v.new_empty(shape, dtype=torch.float32), checks.own_slots(state_indices)
         else:
-            scratch, own = gather("initial_state", initial_state, "P, HV, V, K", "state_indices", state_indices)
+            scratch, own = checks.gather("initial_state", initial_state, "P, HV, V, K", "state_indices", state_indices)
         o, _ = prefill(**tokens, state=scratch, state_indices=own, has_initial_state=fresh)
     else:
         # fp32, so that a final state made here is fp32 too, as FlashInfer's is.
@@ -156,24 +130,11 @@ def chunk_gated_delta_rule(
 
 
 def gated_delta_rule_decode_pretranspose(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    state: Tensor | None,
-    A_log: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    b: Tensor,
-    scale: float | None = None,
-    output: Tensor | None = None,
-    use_qk_l2norm: bool = True,
-    initial_state: Tensor | None = None,
-    initial_state_indices: Tensor | None = None,
-    output_state_indices: Tensor | None = None,
-    intermediate_states_buffer: Tensor | None = None,
-    disable_state_update: bool = False,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, A_log: Tensor, a: Tensor, dt_bias: Tensor, b: Tensor,
+    scale: float | None = None, output: Tensor | None = None, use_qk_l2norm: bool = True, initial_state: Tensor | None = None,
+    initial_state_indices: Tensor | None = None, output_state_indices: Tensor | None = None,
+    intermediate_states_buffer: Tensor | None = None, disable_state_update: bool = False, backend: str = "auto",
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """GDN for the next token, or the next 16; see the module for what is common.
 
     a: [B, T, HV], the raw gate of -exp(A_log) * softplus(a + dt_bias). A_log: [HV], fp32. dt_bias: [HV], fp32 or bf16; fp16 is an
@@ -208,48 +169,21 @@ def gated_delta_rule_decode_pretranspose(
     if initial_state is None and output_state_indices is not None:
         raise ValueError("output_state_indices: expected None without initial_state, got a tensor")
     o = _decode(
-        output,
-        q=q,
-        k=k,
-        v=v,
-        g=a,
-        beta=b,
-        gate=Gate.softplus(A_log, dt_bias),
-        scale=scale,
-        qk_l2norm=use_qk_l2norm,
-        beta_logits=True,
-        state=pool,
-        state_indices=initial_state_indices,
-        write_indices=None if disable_state_update else output_state_indices,
-        intermediate_states=intermediate_states_buffer,
-        update_state=not disable_state_update,
-    )
+        output, q=q, k=k, v=v, g=a, beta=b, gate=Gate.softplus(A_log, dt_bias), scale=scale, qk_l2norm=use_qk_l2norm,
+        beta_logits=True, state=pool, state_indices=initial_state_indices, intermediate_states=intermediate_states_buffer,
+        write_indices=None if disable_state_update else output_state_indices, update_state=not disable_state_update,
+    )  # fmt: skip
     return o, pool
 
 
 def gated_delta_rule_mtp(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    initial_state: Tensor,
-    initial_state_indices: Tensor,
-    A_log: Tensor,
-    a: Tensor,
-    dt_bias: Tensor,
-    b: Tensor,
-    scale: float | None = None,
-    output: Tensor | None = None,
-    intermediate_states_buffer: Tensor | None = None,
-    ssm_state_indices: Tensor | None = None,
-    disable_state_update: bool | None = None,
-    use_qk_l2norm: bool = True,
-    output_state_indices: Tensor | None = None,
-    cache_replayssm: bool = False,
-    replayssm_rawv: Tensor | None = None,
-    replayssm_rawk: Tensor | None = None,
-    replayssm_g: Tensor | None = None,
-    replayssm_beta: Tensor | None = None,
-) -> tuple[Tensor, Tensor]:
+    q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor, initial_state_indices: Tensor, A_log: Tensor, a: Tensor,
+    dt_bias: Tensor, b: Tensor, scale: float | None = None, output: Tensor | None = None,
+    intermediate_states_buffer: Tensor | None = None, ssm_state_indices: Tensor | None = None,
+    disable_state_update: bool | None = None, use_qk_l2norm: bool = True, output_state_indices: Tensor | None = None,
+    cache_replayssm: bool = False, replayssm_rawv: Tensor | None = None, replayssm_rawk: Tensor | None = None,
+    replayssm_g: Tensor | None = None, replayssm_beta: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """GDN for a draft; see the module for what is common, and gated_delta_rule_decode_pretranspose for a, A_log, dt_bias and b.
 
     initial_state: [P, HV, V, K], bf16 too, which FlashInfer refuses here. initial_state_indices: [B], the slots read.
@@ -286,58 +220,25 @@ def gated_delta_rule_mtp(
     elif not disable_state_update:
         indices["write_indices"] = output_state_indices
     o = _decode(
-        output,
-        q=q,
-        k=k,
-        v=v,
-        g=a,
-        beta=b,
-        gate=Gate.softplus(A_log, dt_bias),
-        scale=scale,
-        qk_l2norm=use_qk_l2norm,
-        beta_logits=True,
-        state=initial_state,
-        **indices,
-        intermediate_states=intermediate_states_buffer,
-        update_state=not disable_state_update,
-    )
+        output, q=q, k=k, v=v, g=a, beta=b, gate=Gate.softplus(A_log, dt_bias), scale=scale, qk_l2norm=use_qk_l2norm,
+        beta_logits=True, state=initial_state, intermediate_states=intermediate_states_buffer,
+        update_state=not disable_state_update, **indices,
+    )  # fmt: skip
     return o, initial_state
 
 
 def recurrent_kda(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    g: Tensor,
-    beta: Tensor,
-    A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None,
-    scale: float | None = None,
-    initial_state: Tensor | None = None,
-    output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = True,
-    use_gate_in_kernel: bool = False,
-    lower_bound: float | None = None,
-    cu_seqlens: Tensor | None = None,
-    ssm_state_indices: Tensor | None = None,
-    num_spec_tokens: int | None = None,
-    num_accepted_tokens: Tensor | None = None,
-    output: Tensor | None = None,
-    initial_state_source: Tensor | None = None,
-    initial_state_indices: Tensor | None = None,
-    beta_is_logit: bool = False,
-    seq_order: Tensor | None = None,
-    prefill_workspace: object | None = None,
-    state_checkpoints: Tensor | None = None,
-    checkpoint_cu_starts: Tensor | None = None,
-    checkpoint_every_n_tokens: int = 0,
-    checkpoint_state_indices: Tensor | None = None,
-    *,
-    disable_state_update: bool = False,
-    correction_cache: Tensor | None = None,
-    kg_cache: Tensor | None = None,
-    backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = True, use_gate_in_kernel: bool = False, lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None, ssm_state_indices: Tensor | None = None, num_spec_tokens: int | None = None,
+    num_accepted_tokens: Tensor | None = None, output: Tensor | None = None, initial_state_source: Tensor | None = None,
+    initial_state_indices: Tensor | None = None, beta_is_logit: bool = False, seq_order: Tensor | None = None,
+    prefill_workspace: object | None = None, state_checkpoints: Tensor | None = None,
+    checkpoint_cu_starts: Tensor | None = None, checkpoint_every_n_tokens: int = 0,
+    checkpoint_state_indices: Tensor | None = None, *, disable_state_update: bool = False,
+    correction_cache: Tensor | None = None, kg_cache: Tensor | None = None, backend: str = "auto",
+) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """KDA for the next 1..16 tokens; see the module for what is common.
 
     Tokens: [B, T, ...], or packed [1, total, ...] with cu_seqlens [N+1]. For longer sequences there is gated_delta.prefill:
@@ -379,17 +280,9 @@ def recurrent_kda(
     caches = correction_cache is not None or kg_cache is not None
     _refuse("FlashInfer's records of a frozen draft (correction_cache, kg_cache)", caches)
     tokens = dict(
-        q=q,
-        k=k,
-        v=v,
-        g=g,
-        beta=beta,
-        gate=_kda_gate(q, v, use_gate_in_kernel, A_log, dt_bias, lower_bound),
-        scale=scale,
-        qk_l2norm=use_qk_l2norm_in_kernel,
-        beta_logits=beta_is_logit,
-        cu_seqlens=cu_seqlens,
-    )
+        q=q, k=k, v=v, g=g, beta=beta, gate=_kda_gate(q, v, use_gate_in_kernel, A_log, dt_bias, lower_bound), scale=scale,
+        qk_l2norm=use_qk_l2norm_in_kernel, beta_logits=beta_is_logit, cu_seqlens=cu_seqlens,
+    )  # fmt: skip
     if disable_state_update:
         for name, on in (("output_final_state", output_final_state), ("num_accepted_tokens", num_accepted_tokens is not None)):
             if on:
@@ -421,7 +314,7 @@ def recurrent_kda(
         sequence_slots("initial_state_indices", initial_state_indices, N, q.device)
     if initial_state_source is None or initial_state_indices is None:
         arguments = dict(state=initial_state, state_indices=slots, num_accepted=num_accepted_tokens)
-    elif same(tensor("initial_state_source", initial_state_source), initial_state):
+    elif checks.same(tensor("initial_state_source", initial_state_source), initial_state):
         if slots is None:
             slots = torch.arange(N, device=q.device)
         if slots.ndim == 2:
@@ -452,9 +345,9 @@ def _decode(output: Tensor | None, **arguments: Any) -> Tensor:
     v = arguments["v"]
     if output is None or tensor("output", output).dtype == v.dtype:
         return decode(**arguments, out=output)
-    copy_target("output", output, "B, T, HV, V", v.shape, v.device, INPUT_DTYPES)
+    checks.copy_target("output", output, "B, T, HV, V", v.shape, v.device, INPUT_DTYPES)
     gate = arguments["gate"]
-    check_writes(dict(output=output), dict(A_log=gate.A_log, dt_bias=gate.dt_bias, **arguments))
+    checks.check_writes(dict(output=output), dict(A_log=gate.A_log, dt_bias=gate.dt_bias, **arguments))
     return output.copy_(decode(**arguments))
 
 
@@ -462,7 +355,7 @@ def _token_slots(writes: Tensor, reads: Tensor, N: int, T: int) -> dict[str, Ten
     """State after token t to slot writes[n, t], from slot reads[n]: one more column, which is read and which no token writes."""
     if list(tensor("ssm_state_indices", writes, INDEX_DTYPES).shape) != [N, T]:
         raise ValueError(f"ssm_state_indices: expected a slot for each token, [{N}, {T}], got {list(writes.shape)}")
-    on_device("ssm_state_indices", writes, reads.device)
+    checks.on_device("ssm_state_indices", writes, reads.device)
     return dict(state_indices=torch.cat([writes, reads[:, None]], 1), num_accepted=reads.new_full((N,), T + 1))
 
 
@@ -495,17 +388,10 @@ def _kda_gate(q: Tensor, v: Tensor, active: bool, A_log: Tensor | None, dt_bias:
     if A_log is None:
         raise ValueError("A_log: expected a tensor with use_gate_in_kernel=True, got None")
     (H, K), group = q.shape[2:], v.shape[2] // max(q.shape[2], 1)
-    rate = _per_value_head("A_log", A_log, group, [H])
-    bias = None if dt_bias is None else _per_value_head("dt_bias", dt_bias, group, [H, K], [H * K])
-    return Gate.softplus(rate, bias) if lower_bound is None else Gate.lower_bound(rate, bias, lower_bound)
-
-
-def _per_value_head(name: str, x: Tensor, group: int, *shapes: list[int]) -> Tensor:
-    """x of one of these shapes, one row per query head, as the first of them with a row per value head."""
-    if list(tensor(name, x).shape) not in shapes:
-        raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {list(x.shape)}")
-    x = x.reshape(shapes[0])
-    return x if group == 1 else x.repeat_interleave(group, 0)
+    rate, bias = checks.shaped("A_log", A_log, [H]), None if dt_bias is None else checks.shaped("dt_bias", dt_bias, [H, K], [H * K])
+    if group > 1:
+        rate, bias = rate.repeat_interleave(group), None if bias is None else bias.repeat_interleave(group, 0)
+    return checks.gate_of(rate, bias, lower_bound)
 
 
 def _sequences(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> int:
