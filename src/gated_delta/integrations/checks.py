@@ -37,13 +37,16 @@ def rank(name: str, x: object, dims: str) -> None:
 def shaped(name: str, x: object, *shapes: list[int], ones: bool = False) -> Tensor:
     """x, which has one of these shapes, as the first of them; with `ones`, dimensions of size 1 are not looked at."""
     x = tensor(name, x)
-    if not any(_sizes(x.shape, ones) == _sizes(shape, ones) for shape in shapes):
-        raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {list(x.shape)}")
+    shape = list(x.shape)
+    if shape == shapes[0]:
+        return x
+    if shape not in shapes and not (ones and _long(shape) in map(_long, shapes)):
+        raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {shape}")
     return x.reshape(shapes[0])
 
 
-def _sizes(shape: Sequence[int], ones: bool) -> list[int]:
-    return [size for size in shape if size != 1] if ones else list(shape)
+def _long(shape: list[int]) -> list[int]:
+    return [size for size in shape if size != 1]
 
 
 def gate_of(rate: Tensor, bias: Tensor | None, lower_bound: float | None) -> Gate:
