@@ -20,22 +20,14 @@ from .peers import OWN, PEERS
 from .plot import draw
 from .record import RESULTS, Record, merged, read, summary
 
-
-class Op(str, Enum):
-    decode = "decode"
-    prefill = "prefill"
-    speculate = "speculate"
-
-
+Op = Enum("Op", {"decode": "decode", "prefill": "prefill", "speculate": "speculate"}, type=str)
 app = typer.Typer(cls=Commands, help="Our kernels against their peers, on one CUDA device.", pretty_exceptions_enable=False)
 
 
 @app.command()
 def measure(
     op: Annotated[Op, typer.Argument(help="speculate: verify and flush.")],
-    file: Annotated[
-        Path | None, typer.Argument(help="JSON; what it holds of other cells stays. benchmarks/results/OP.json")
-    ] = None,
+    file: Annotated[Path | None, typer.Argument(help="JSON, other cells of which stay; benchmarks/results/OP.json.")] = None,
     peers: Annotated[str, typer.Option(help="Such as fla,flashinfer; all of the operation's that are installed.")] = "",
     filter: Annotated[str, typer.Option(help="Only cells with this regular expression in their labels: 'KDA 32/32 .* B=8$'.")] = "",
     device: DeviceOption = "auto",
@@ -54,28 +46,23 @@ def measure(
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"expected some of {','.join(known)}, got {','.join(unknown)}", param_hint="--peers")
     asked = (OWN if op is Op.speculate else {}) | {name: known[name] for name in names}
-    file = file or RESULTS / f"{op.value}.json"
-    command = f"benchmarks {op.value}"
+    file, command = file or RESULTS / f"{op.value}.json", f"benchmarks {op.value}"
     report = Report(command, True, file)
-    before: dict[str, Any] = {}
-    if file.exists() and file.stat().st_size:
-        try:
-            before = read(file)
-        except ValueError as problem:
-            raise typer.BadParameter(str(problem), param_hint="FILE") from None
+    try:
+        before = read(file) if file.exists() and file.stat().st_size else {}
+    except ValueError as problem:
+        raise typer.BadParameter(str(problem), param_hint="FILE") from None
     done: list[Record] = []
     content: dict[str, Any] = {}
-    failed = 0
+    wrong: dict[str, list[str]] = {}
     with report.measuring(), torch.cuda.device(where):
         run = run_facts(where, {name: peer.version for name, peer in asked.items()})
         prepare = {form: made for name, peer in asked.items() for form, made in peer.forms(name).items()}
-        runner, right = Runner(prepare, where, run, report.say), []
-        for cell in tracked(chosen, "checking"):
-            if wrong := runner.check(cell):
-                failed += 1
-                report.say(f"fails its check, not timed: {cell.label}: {'; '.join(wrong)}")
-            else:
-                right.append(cell)
+        runner = Runner(prepare, where, run, report.say)
+        wrong = {cell.label: found for cell in tracked(chosen, "checking") if (found := runner.check(cell))}
+        for label, found in wrong.items():
+            report.say(f"fails its check, not timed: {label}: {'; '.join(found)}")
+        right = [cell for cell in chosen if cell.label not in wrong]
         smallest = min((cell for cell in right if cell.compared), key=lambda cell: cell.bytes, default=None)
         for cell in tracked(right, "timing"):
             done.append(runner.measure(cell, host=cell is smallest))
@@ -84,13 +71,11 @@ def measure(
             report.say(line(done[-1]))
     if done:
         report.write(content)
-        table = make_table(
-            "peer / ours, of every cell in the file", *("family", "peer", "cells", "geomean", "least", "at", "behind")
-        )
+        table = make_table("peer / ours, of all the file's cells", *("family", "peer", "cells", "geomean", "least", "at", "behind"))
         for row in summary(content["cells"]):
             table.add_row(*row)
         report.show(table)
-    report.leave(failed > 0)
+    report.leave(bool(wrong))
 
 
 def line(record: Record) -> str:

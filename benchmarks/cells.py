@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gated_delta import api
-from gated_delta.bench import bench_case
+from gated_delta.bench import typical
 from gated_delta.dispatch import schedule_of
 from gated_delta.problem import SHORT, Gate, KVBuffer
 from gated_delta.testing import Case
@@ -75,7 +75,8 @@ class Cell:
 
     def case(self, op: str, layout: str, lengths: tuple[int, ...], family: str = "typical") -> Case:
         axis, gate = {"gdn": ("head", "softplus"), "kda": ("channel", "lower_bound")}[self.model]
-        return bench_case(op, axis, self.heads, D, gate, lengths, BF16, self.state_dtype, layout, family)
+        dtypes: dict[str, Any] = dict(dtype=BF16, g_dtype=BF16, state_dtype=self.state_dtype)
+        return typical(op=op, axis=axis, heads=self.heads, D=D, gate=gate, lengths=lengths, layout=layout, family=family, **dtypes)
 
     def check(self, op: str, layout: str, launched: int = 1, layers: int = 1) -> Case:
         """On the fewest sequences, from three on, whose launch has the cell's schedule; launched: states for each sequence."""
@@ -95,8 +96,7 @@ def state_bytes(heads: Heads, state_dtype: torch.dtype, sequences: int) -> int:
 
 def token_bytes(model: str, heads: Heads) -> int:
     """Of a token's q, k, v, o, g and beta."""
-    H, HV = heads
-    return (2 * H * D + 2 * HV * D + HV * (D if model == "kda" else 1) + HV) * BF16.itemsize
+    return (2 * heads[0] * D + heads[1] * (2 * D + (D if model == "kda" else 1) + 1)) * BF16.itemsize
 
 
 def sets_within(wanted: float, memory: int) -> int:
@@ -137,8 +137,6 @@ def random_tokens(cell: Cell, lead: tuple[int, int], rng: torch.Generator) -> di
     shapes = dict(q=(H, D), k=(H, D), v=(HV, D), g=(HV, *channels), beta=(HV,))
     return dict(gate=gate, **{name: normal(*lead, *shape) for name, shape in shapes.items()})
 
-
-# ------------------------------------------------------------------------------------------------ decode
 
 FOOTPRINT, MOST_SETS = 2e9, 48
 """Bytes of state that decode's calls move at least, of which L2 keeps little from replay to replay, or so many sets of buffers,
@@ -214,8 +212,6 @@ DECODE = [
 ]
 
 
-# ------------------------------------------------------------------------------------------------ speculative decoding
-
 COLD_STATES, MOST_CHAINS = 600e6, 160
 """Bytes of state that a rotation goes through at least, ten times what L2 holds (verify and flush move the same states), or so many
 sets, which for the smallest cells hold less than that and still over twice the L2."""
@@ -251,10 +247,10 @@ def speculation(model: str, heads: Heads, dtype: torch.dtype, T: int, B: int, op
         m = counts(T if op == "all" else 0, T, B, 0)
         names = (f"flush of {layers} layers, {family}", f"flush of {layers} layers, {op} drafts, {one} T={T}", f"B={B}")
         moved, memory = 2 * states // B * int(m.count_nonzero()), states * (B + 1) // B + buffer + 2 * states
-        facts, make = dict(layers=layers, accepted=op), partial(layered, m)
+        facts, make = dict(layers=layers, accepted=op), partial(flushed_alone, m)
     elif op == "verify":
         names = (f"verify alone, {family}", f"verify {one} B={B}", f"T={T}")
-        moved, memory, make = states + B * T * token_bytes(model, heads) + buffer, 3 * states + 2 * buffer, verified
+        moved, memory, make = states + B * T * token_bytes(model, heads) + buffer, 3 * states + 2 * buffer, verify_alone
     else:
         names, moved = (family, f"{one} T={T}", f"B={B}"), 3 * states
         memory = (5 + T) * states + buffer  # pool and its spare slot, the copy's two, cached states
@@ -294,14 +290,6 @@ class Drafts(Pooled):
         return {"verify": verify, "flush": partial(api.flush, **states, num_accepted=self.num_accepted)}
 
 
-class Verified(Drafts):
-    def ours(self, backend: str) -> Callable[[], Any]:
-        return super().parts(backend)["verify"]
-
-    def parts(self, backend: str) -> dict[str, Callable[[], Any]]:
-        return {}
-
-
 def drafts(cell: Cell, device: torch.device, seed: int, steps: bool = True) -> Drafts:
     buffer = kv_buffer(cell.model, cell.heads, cell.T, cell.sequences, device)
     for x in (buffer.u, buffer.k, buffer.log_decay):
@@ -310,25 +298,20 @@ def drafts(cell: Cell, device: torch.device, seed: int, steps: bool = True) -> D
     return Drafts(**vars(pooled(cell, device, seed, steps)), buffer=buffer, num_accepted=m)
 
 
-def verified(cell: Cell, device: torch.device, seed: int) -> Verified:
-    return Verified(**vars(drafts(cell, device, seed, steps=False)))
-
-
 @dataclass
-class Layers:
-    """State [L, P, HV, V, K], the layers' buffer, slots and numbers of accepted drafts [B]."""
+class Alone:
+    """What is measured without peers. ours: from a backend to the call."""
 
-    state: Tensor
-    buffer: KVBuffer
-    state_indices: Tensor
-    num_accepted: Tensor
-
-    def ours(self, backend: str) -> Callable[[], Any]:
-        return partial(api.flush, **vars(self), backend=backend)
+    ours: Callable[[str], Callable[[], Any]]
 
 
-def layered(num_accepted: Tensor, cell: Cell, device: torch.device, seed: int) -> Layers:
-    """States, a buffer of slow decays, unit keys and random corrections, and slots."""
+def verify_alone(cell: Cell, device: torch.device, seed: int) -> Alone:
+    b = drafts(cell, device, seed, steps=False)
+    return Alone(lambda backend: b.parts(backend)["verify"])
+
+
+def flushed_alone(num_accepted: Tensor, cell: Cell, device: torch.device, seed: int) -> Alone:
+    """Of states, a buffer of slow decays, unit keys and random corrections, and slots."""
     B, rng = cell.sequences, torch.Generator(device).manual_seed(seed)
     buffer, shape = kv_buffer(cell.model, cell.heads, cell.T, B, device, FLUSHED), (FLUSHED, B + 1, cell.heads[1], D, D)
     state = torch.randn(shape, dtype=cell.state_dtype, device=device, generator=rng)
@@ -336,7 +319,8 @@ def layered(num_accepted: Tensor, cell: Cell, device: torch.device, seed: int) -
     F.normalize(buffer.k.normal_(generator=rng), dim=-1, out=buffer.k)
     buffer.log_decay.uniform_(-0.2, -0.01, generator=rng)
     slots = 1 + torch.randperm(B, device=device, generator=rng).to(torch.int32)
-    return Layers(state, buffer, slots, num_accepted.to(device))
+    call = partial(api.flush, state=state, buffer=buffer, num_accepted=num_accepted.to(device), state_indices=slots)
+    return Alone(lambda backend: partial(call, backend=backend))
 
 
 KINDS = [(*model, dtype) for model in (("kda", (32, 32)), ("kda", (64, 64)), ("gdn", (16, 64))) for dtype in (FP32, BF16)]
@@ -347,18 +331,12 @@ SPECULATE = [
 ]
 
 
-# ------------------------------------------------------------------------------------------------ prefill
-
-CHUNK = 64
-"""Tokens of the chunks whose products are counted."""
-COLD = 400e6
-"""Bytes that a rotation goes through at least, over six times what the L2 of an H200 holds."""
+CHUNK, COLD = 64, 400e6
+"""Tokens of the chunks whose products are counted; bytes that a rotation goes through at least, over six times an H200's L2."""
 SPEEDS = {"fast": "typical", "slow": "slow"}
 """How gates forget, and the case list's family for it. slow: one channel (KDA) or head (GDN) in ten hardly does."""
-STRIDE, SHIFT = 10, -7.0
-"""The slow ones, and what their dt_bias is shifted by."""
-STATE_SCALE = 0.05
-"""Standard deviation of the initial state."""
+STRIDE, SHIFT, STATE_SCALE = 10, -7.0, 0.05
+"""The slow ones, and what their dt_bias is shifted by; the initial state's standard deviation."""
 CHECKED = ((130, 1, 70), (517,))
 """Lengths on which ours is checked: chunks cut short, a single token, and many chunks in one sequence."""
 

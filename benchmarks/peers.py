@@ -58,9 +58,7 @@ def function(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-# ------------------------------------------------------------------------------------------------ decode
-
-INSIDE = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True, output_final_state=True)
+INSIDE = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True)
 
 
 def packed(x: Tensor) -> Tensor:
@@ -116,13 +114,13 @@ def fla_decode(cell: Cell, b: Pooled) -> Call:
     """FLA has no pool: it gets the states gathered beforehand, and writes new ones, in fp32 always."""
     if cell.T > 1:
         raise NotOffered("fused_recurrent returns the final state alone, no intermediate ones")
-    options: dict[str, Any] = dict(INSIDE, A_log=b.gate.A_log, dt_bias=b.gate.dt_bias, scale=D**-0.5, state_v_first=True)
+    options: dict[str, Any] = dict(INSIDE, A_log=b.gate.A_log, dt_bias=b.gate.dt_bias, scale=D**-0.5)
+    options |= dict(initial_state=b.state[b.state_indices.long()], output_final_state=True, state_v_first=True)
     if cell.model == "gdn":
         decode = function("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")
     else:
         decode, options["lower_bound"] = function("fla.ops.kda", "fused_recurrent_kda"), BOUND
-    states = b.state[b.state_indices.long()]
-    return lambda: decode(b.q, b.k, b.v, b.g, beta=b.beta, initial_state=states, **options)
+    return lambda: decode(b.q, b.k, b.v, b.g, beta=b.beta, **options)
 
 
 # ------------------------------------------------------------------------------------------------ SGLang's files
@@ -185,9 +183,6 @@ def sglang(wanted: File) -> Any:
     return getattr(loaded, wanted[2])
 
 
-# ------------------------------------------------------------------------------------------------ speculative decoding
-
-
 def commit_version() -> str:
     """What commits a cached state, for the peers and for our own decode."""
     found = digest(COMMIT)
@@ -219,9 +214,7 @@ def caching(decode: Prepare) -> Prepare:
     return prepare
 
 
-# ------------------------------------------------------------------------------------------------ prefill
-
-Made = Callable[[], tuple[Tensor, ...]]
+Made = Callable[[], list[Tensor]]
 
 
 def making(raw: bool, make: Made) -> Made:
@@ -234,11 +227,11 @@ def normalised(x: Tensor) -> Tensor:
     return F.normalize(x.float(), dim=-1).to(x.dtype)
 
 
-def gates(b: Prompts) -> tuple[Tensor, Tensor]:
-    """fp32 log decay [1, total, HV] or [1, total, HV, K], and beta [1, total, HV]."""
+def gates(b: Prompts, decay: bool = False) -> list[Tensor]:
+    """fp32 log decay, or the decay, [1, total, HV] or [1, total, HV, K], and beta [1, total, HV]."""
     rate, x = b.gate.A_log.exp(), b.g.float() + b.gate.dt_bias
     log_decay = -rate * F.softplus(x) if x.ndim == 3 else BOUND * torch.sigmoid(rate[:, None] * x)
-    return log_decay, b.beta.float().sigmoid()
+    return [log_decay.exp() if decay else log_decay, b.beta.float().sigmoid()]
 
 
 def key_first(states: Tensor) -> Tensor:
@@ -246,25 +239,25 @@ def key_first(states: Tensor) -> Tensor:
     return states.transpose(-1, -2)
 
 
-def returned(prefill: Call) -> Call:
-    """The call of a peer whose states are K-first."""
-
-    def call() -> tuple[Tensor, Tensor]:
-        o, final_state = prefill()
-        return o, key_first(final_state)
-
-    return call
-
-
 def only(model: str, cell: Cell) -> None:
     if cell.model != model:
         raise NotOffered(f"no prefill of {cell.model.upper()} on Hopper")
 
 
+def prefilling(prefill: Callable[..., Any], inputs: Made, swap: bool = False, **options: Any) -> Call:
+    """swap: for a peer whose states are K-first."""
+
+    def call() -> tuple[Tensor, Tensor]:
+        o, final_state = prefill(*inputs(), scale=D**-0.5, output_final_state=True, **options)
+        return o, key_first(final_state) if swap else final_state
+
+    return call
+
+
 def fla_prefill(cell: Cell, b: Prompts) -> Call:
     """Takes everything raw; its states are K-first by default."""
     os.environ.update(FLA_FLASH_KDA="0", FLA_FLASH_QLA="0")  # its own Triton kernels, whatever else is installed
-    options: dict[str, Any] = dict(INSIDE, A_log=b.gate.A_log, dt_bias=b.gate.dt_bias, scale=D**-0.5)
+    options: dict[str, Any] = dict(INSIDE, A_log=b.gate.A_log, dt_bias=b.gate.dt_bias)
     options |= dict(initial_state=key_first(b.initial_state).contiguous())
     options |= dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int64, b.q.device))
     if cell.model == "gdn":
@@ -272,34 +265,28 @@ def fla_prefill(cell: Cell, b: Prompts) -> Call:
     else:
         prefill = function("fla.ops.kda", "chunk_kda")
         options |= dict(dt_bias=b.gate.dt_bias.view(-1), safe_gate=True, lower_bound=BOUND)
-    return returned(lambda: prefill(b.q, b.k, b.v, b.g, b.beta, **options))
+    return prefilling(prefill, lambda: [b.q, b.k, b.v, b.g, b.beta], swap=True, **options)
 
 
 def flashinfer_prefill(cell: Cell, b: Prompts, raw: bool = False) -> Call:
     """Wants q and k normalised, which it can do itself, the decay (not its logarithm) and beta."""
     only("gdn", cell)
     prefill = function("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
-
-    def activated() -> tuple[Tensor, Tensor]:
-        log_decay, beta = gates(b)
-        return log_decay[0].exp(), beta[0]
-
-    inputs = making(raw, activated)
-    q, k = (x if raw else normalised(x) for x in (b.q[0], b.k[0]))
-    options: dict[str, Any] = dict(scale=D**-0.5, output_final_state=True, use_qk_l2norm_in_kernel=raw, output=b.blank()[0])
+    q, k = (x[0] if raw else normalised(x[0]) for x in (b.q, b.k))
+    made = making(raw, lambda: [x[0] for x in gates(b, decay=True)])
+    options: dict[str, Any] = dict(use_qk_l2norm_in_kernel=raw, output=b.blank()[0], max_seqlen=max(cell.lengths))
     options |= dict(initial_state=b.initial_state, output_state=torch.empty_like(b.initial_state))
-    options |= dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int64, b.q.device), max_seqlen=max(cell.lengths))
-    return lambda: prefill(q, k, b.v[0], *inputs(), **options)
+    options |= dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int64, b.q.device))
+    return prefilling(prefill, lambda: [q, k, b.v[0], *made()], **options)
 
 
 def flashqla_prefill(cell: Cell, b: Prompts, raw: bool = False) -> Call:
     """Wants q and k normalised, which it can do itself, the log decay and beta; its states are K-first by default."""
     only("gdn", cell)
-    prefill, inputs = function("flash_qla", "chunk_gated_delta_rule"), making(raw, lambda: gates(b))
+    prefill, made = function("flash_qla", "chunk_gated_delta_rule"), making(raw, lambda: gates(b))
     q, k = (x if raw else normalised(x) for x in (b.q, b.k))
-    options: dict[str, Any] = dict(scale=D**-0.5, output_final_state=True, use_qk_l2norm_in_kernel=raw)
-    options |= dict(initial_state=key_first(b.initial_state).contiguous(), cu_seqlens=b.cu_seqlens)
-    return returned(lambda: prefill(q, k, b.v, *inputs(), **options))
+    options = dict(initial_state=key_first(b.initial_state).contiguous(), cu_seqlens=b.cu_seqlens, use_qk_l2norm_in_kernel=raw)
+    return prefilling(prefill, lambda: [q, k, b.v, *made()], swap=True, **options)
 
 
 def cudnn_prefill(cell: Cell, b: Prompts, raw: bool = False, plan: str = "kda_hopper_cuda") -> Call:
@@ -311,19 +298,13 @@ def cudnn_prefill(cell: Cell, b: Prompts, raw: bool = False, plan: str = "kda_ho
     if plan == "kda_hopper" and cell.heads[0] != cell.heads[1]:
         raise NotOffered("kda_hopper takes equal heads")
     prefill = function("cudnn.linear_attention", "kimi_delta_attention")
-    options: dict[str, Any] = dict(plan_name=plan, scale=D**-0.5, initial_state=b.initial_state, output_final_state=True)
-    inputs = making(raw, lambda: tuple(x[0] for x in (normalised(b.q), normalised(b.k), *gates(b))))
+    options: dict[str, Any] = dict(plan_name=plan, initial_state=b.initial_state)
     if raw and plan == "kda_hopper_cuda":
         options |= dict(use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True)
         options |= dict(safe_gate=True, gate_lower_bound=BOUND, a_log=b.gate.A_log, dt_bias=b.gate.dt_bias)
-        inputs = making(False, lambda: (b.q[0], b.k[0], b.g[0], b.beta[0]))
-
-    def call() -> tuple[Tensor, Tensor]:
-        q, k, g, beta = inputs()
-        made: tuple[Tensor, Tensor] = prefill(q, k, b.v[0], g, beta, b.cu_seqlens, **options)
-        return made
-
-    return call
+        return prefilling(prefill, lambda: [*(x[0] for x in (b.q, b.k, b.v, b.g, b.beta)), b.cu_seqlens], **options)
+    made = making(raw, lambda: [x[0] for x in (normalised(b.q), normalised(b.k), b.v, *gates(b))])
+    return prefilling(prefill, lambda: [*made(), b.cu_seqlens], **options)
 
 
 # ------------------------------------------------------------------------------------------------ registry

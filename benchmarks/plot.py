@@ -16,19 +16,21 @@ WORDS = {
     CACHED: "cached: our own decode with a state cached after every token and a copy of one, what verify and flush replace",
 }
 """Said below a picture in which the word occurs."""
-COLUMNS = 4
+COLUMNS, HIGHEST = 4, 3.0
+"""Of series, and the ratio from which on it no more matters."""
 
 
 def title(content: Mapping[str, Any]) -> str:
     """Operation, device, date, versions, commits of the runs."""
     runs = content["runs"]
 
-    def of(name: str, values: list[Any]) -> str:
-        return f"{name} " + (", ".join(dict.fromkeys(str(value) for value in values if value)) or "not recorded")
+    def of(name: str, values: list[str | None]) -> str:
+        return name + (", ".join(dict.fromkeys(value for value in values if value)) or "not recorded")
 
+    facts = [of("", [run["device"] for run in runs]), of("date ", [run["date"] and run["date"][:10] for run in runs])]
+    facts += [of("commit ", [run["commit"] and run["commit"][:7] for run in runs])]
+    facts += [of("torch ", [run["versions"]["torch"] for run in runs])]
     peers = {f"{name} {version}": None for run in runs for name, version in run["peers"].items() if version}
-    facts = [", ".join(dict.fromkeys(run["device"] for run in runs)), of("date", [(run["date"] or "")[:10] for run in runs])]
-    facts += [of("commit", [(run["commit"] or "")[:7] for run in runs]), of("torch", [run["versions"]["torch"] for run in runs])]
     return f"{content['command'].split()[-1]}: " + ", ".join([*facts, *peers])
 
 
@@ -54,7 +56,7 @@ def draw(content: Mapping[str, Any], file: Path) -> None:
     figure.legend(labels.values(), labels.keys(), loc="outside upper right", ncols=len(labels), fontsize=8)
     figure.suptitle("\n".join(textwrap.wrap(title(content), 90)), x=0.01, ha="left", fontsize=10)
     said = " ".join([*names, *series])
-    notes = ["above: us per call; below: their time over ours, shaded where ours is behind"]
+    notes = [f"above: us per call; below: time over ours, at most {HIGHEST:.0f}, shaded where ours is behind"]
     figure.supxlabel("\n".join([*notes, *(text for word, text in WORDS.items() if word in said)]), x=0.01, ha="left", fontsize=9)
     figure.savefig(file, dpi=100)
     plt.close(figure)
@@ -76,13 +78,13 @@ def _panels(times: Any, ratios: Any, name: str, cells: list[Record], names: list
         style = dict(marker="^" if peer.endswith(RAW) else "s", color=colors[peer.removesuffix(RAW)])
         style |= dict(markerfacecolor="none") if peer.endswith(RAW) else {}
         show(times, [cell["peers"].get(peer, {}).get("us") for cell in cells], peer, **style)
-        show(ratios, [over_ours(cell, peer) for cell in cells], peer, **style)
+        show(ratios, [None if (x := over_ours(cell, peer)) is None else min(x, HIGHEST) for cell in cells], peer, **style)
     times.set_yscale("log")
     times.set_title(name, fontsize=9)
     times.tick_params(labelbottom=False)
     ratios.axhline(1, color="black", linewidth=1)
     show(ratios, [cell["share"] for cell in cells], "floor: copy or GEMM", marker="_", color="black", markersize=9)
-    ratios.set_ylim(0, max([2.0, *(1.1 * x for cell in cells for peer in names if (x := over_ours(cell, peer)) is not None)]))
+    ratios.set_ylim(0, 1.05 * HIGHEST)
     ratios.axhspan(0, 1, color="red", alpha=0.08)
     ratios.set_xticks(places, [cell["place"] for cell in cells], fontsize=7, rotation=90)
     for axis in (times, ratios):

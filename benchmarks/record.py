@@ -27,23 +27,16 @@ def derived(record: Record, run: Mapping[str, Any]) -> Record:
     faster; raw_ratio: the same if every peer starts from what ours starts from; floor_us: what no call can beat, its bytes at the
     speed of a copy, its products at that of a GEMM; share: of the speed that the floor allows.
     """
-    us, peers, flops = record["us"], record["peers"], record["flops"]
-    times = {name: peer["us"] for name, peer in peers.items() if name != CACHED}
-    names = [name for name in times if not name.endswith(RAW)]
+    us, flops, times = record["us"], record["flops"], {name: peer["us"] for name, peer in record["peers"].items()}
+    names = [name for name in times if name != CACHED and not name.endswith(RAW)]
     made = {name: times[name] for name in names if times[name] is not None}
     raw = [time for name in names if (time := times.get(name + RAW, times[name])) is not None]
     gemm_us = flops / run["gemm_tflops"] / 1e6 if flops else 0.0
     floor_us = None if record["copy_us"] is None else max(record["copy_us"], gemm_us)
-    return dict(
-        record,
-        best_peer=min(made, key=made.__getitem__, default=None),
-        ratio=min(made.values()) / us if made else None,
-        raw_ratio=min(raw) / us if raw else None,
-        tb_s=record["bytes"] / us / 1e6,
-        tflops=flops / us / 1e6 if flops else None,
-        floor_us=floor_us,
-        share=None if floor_us is None else floor_us / us,
-    )
+    ratios = dict(ratio=min(made.values()) / us if made else None, raw_ratio=min(raw) / us if raw else None)
+    speeds = dict(tb_s=record["bytes"] / us / 1e6, tflops=flops / us / 1e6 if flops else None)
+    floors = dict(floor_us=floor_us, share=None if floor_us is None else floor_us / us)
+    return dict(record, best_peer=min(made, key=made.__getitem__, default=None), **ratios, **speeds, **floors)
 
 
 def merged(before: Mapping[str, Any], measured: Iterable[Record], run: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:
@@ -65,9 +58,6 @@ def read(file: Path) -> dict[str, Any]:
     except (ValueError, TypeError, KeyError, IndexError, AttributeError):
         raise ValueError(f"expected results of a benchmark, got {str(file)!r}") from None
     return dict(content)
-
-
-# ------------------------------------------------------------------------------------------------ summary
 
 
 def over_ours(record: Record, name: str) -> float | None:

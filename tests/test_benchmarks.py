@@ -23,6 +23,7 @@ from benchmarks.measure import Runner
 from benchmarks.peers import NotOffered, Peer
 from gated_delta import compile, reference
 from gated_delta.dispatch import schedule_of
+from gated_delta.integrations import fla, flashinfer
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
@@ -45,7 +46,6 @@ PREFILLS = [
     prefill("gdn", (1, 2), "slow", "3 tiny", (70, 1, 9)),
     prefill("gdn", (2, 2), "fast", "1 tiny", (66,)),
 ]
-label = pytest.mark.parametrize  # with ids of cells
 
 
 def each(some):
@@ -91,36 +91,23 @@ def runner(monkeypatch):
 
 
 def test_tables_are_the_agreed_ones():
-    assert {op: len(table) for op, table in CELLS.items()} == dict(
-        decode=4 * 10 + 2 * 5 * 8 + 2 * 10, prefill=320, speculate=192 + 24 + 72
-    )
-    assert all(len(table) == len(cells.TABLES[op]) for op, table in CELLS.items())  # labels name one cell each
-    families = {op: list(dict.fromkeys(cell.family for cell in table.values())) for op, table in CELLS.items()}
-    assert families["decode"] == ["T=1", "T>1", "fp32"]
-    assert families["prefill"] == ["KDA fast", "KDA slow", "GDN fast", "GDN slow"]
-    assert families["speculate"][:4] == ["KDA fp32", "KDA bf16", "GDN fp32", "GDN bf16"]
-    for op, names in {
-        "decode": ("GDN 16/64 bf16 T=1 B=512", "KDA 64/64 bf16 T=1 B=1", "KDA 32/32 bf16 T=8 B=128", "GDN 16/64 fp32 T=1 B=512"),
-        "speculate": ("KDA 64/64 bf16 T=3 B=128", "verify GDN 16/64 fp32 B=64 T=16"),
-        "prefill": ("KDA 8/8 slow 1x512", "GDN 4/8 fast 20-skewed-8192"),
-    }.items():
-        assert set(names) <= set(CELLS[op])
-    assert "GDN 16/64 bf16 T=4 B=256" not in CELLS["decode"]
-    assert "flush of 48 layers, random drafts, KDA 64/64 fp32 T=4 B=32" in CELLS["speculate"]
+    """Each cell by name: see also the results."""
+    sizes = {op: len(table) for op, table in CELLS.items()}
+    assert sizes == dict(decode=4 * 10 + 2 * 5 * 8 + 2 * 10, prefill=2 * 4 * 2 * 20, speculate=192 + 24 + 72)
+    assert all(len(table) == len(cells.TABLES[op]) for op, table in CELLS.items())  # a label names one cell
 
 
 def test_bytes_and_products_are_the_least_there_are():
     state, T = 64 * 128 * 128 * 2, 8192
-    assert decode("gdn", (16, 64), BF16, 1, 64).bytes == 2 * 64 * state
     assert decode("gdn", (16, 64), BF16, 4, 64).bytes == (1 + 4) * 64 * state
-    assert speculation("gdn", (16, 64), BF16, 4, 64).bytes == 3 * 64 * state
+    chain = speculation("gdn", (16, 64), BF16, 4, 64)
     one = 16 * 128 * 4 + 64 * 128 * 4 + 64 * 4  # a token's k, u and log decay in the buffer, fp32
+    assert (chain.bytes, chain.facts["buffer_bytes_per_request"]) == (3 * 64 * state, 4 * one)
+    assert chain.facts["memory_ratio"] == pytest.approx(state / one)
     tokens = (2 * 16 * 128 + 2 * 64 * 128 + 2 * 64) * 2
     assert speculation("gdn", (16, 64), BF16, 4, 8, "verify").bytes == 8 * (state + 4 * (one + tokens))
     kda, gdn = CELLS["prefill"]["KDA 64/64 fast 1x8192"], CELLS["prefill"]["GDN 16/64 fast 1x8192"]
-    assert kda.bytes == T * 64 * (5 * 128 + 1) * 2 + 4 * state
-    assert gdn.bytes == T * tokens + 4 * state
-    assert CELLS["prefill"]["GDN 16/64 fast 8x1024"].bytes == gdn.bytes + 7 * 4 * state
+    assert (kda.bytes, gdn.bytes) == (T * 64 * (5 * 128 + 1) * 2 + 4 * state, T * tokens + 4 * state)
     assert gdn.flops == kda.flops == T * 64 * 163_840
 
 
@@ -230,28 +217,21 @@ def test_drafts_are_accepted_from_one_to_all_and_leave_the_states_bounded(cell):
     assert b.state.float().norm() < 2 * before
 
 
-def test_memory_is_of_one_requests_drafts():
-    for T, B in ((2, 1), (4, 8)):
-        facts = speculation("kda", (32, 32), FP32, T, B).facts
-        assert facts["memory_ratio"] == pytest.approx(128 * 128 / (3 * 128))
-        assert facts["buffer_bytes_per_request"] == T * 32 * 3 * 128 * 4
-        assert facts["cached_bytes_per_request"] == T * 32 * 128 * 128 * 4
-
-
 @pytest.mark.parametrize("op", ["all", "random"])
 def test_a_flush_of_layers_moves_the_states_of_sequences_that_accept(monkeypatch, op):
     monkeypatch.setattr(cells, "FLUSHED", 2)
     cell = speculation("gdn", (1, 2), FP32, 3, 5, op)
-    b = cell.make(cell, CPU, 0)
-    before = b.state.clone()
-    b.ours("reference")()
-    touched = (b.state != before).flatten(2).any(2)
-    assert touched[:, b.state_indices.long()].tolist() == [(b.num_accepted > 0).tolist()] * 2
+    flush = cell.make(cell, CPU, 0).ours("reference")
+    state, slots, m = (flush.keywords[name] for name in ("state", "state_indices", "num_accepted"))
+    before = state.clone()
+    flush()
+    touched = (state != before).flatten(2).any(2)
+    assert touched[:, slots.long()].tolist() == [(m > 0).tolist()] * 2
     assert cell.bytes == 2 * 2 * 128 * 128 * 4 * int(touched.sum())
-    assert bool((b.num_accepted < 3).any()) == (op == "random")
+    assert bool((m < 3).any()) == (op == "random")
     for _ in range(30):
-        b.ours("reference")()
-    assert b.state.float().norm() < 4 * before.float().norm()
+        flush()
+    assert state.float().norm() < 4 * before.float().norm()
 
 
 # ------------------------------------------------------------------------------------------------ ours and the peers
@@ -421,122 +401,23 @@ def test_verify_and_flush_alone_have_no_peers(monkeypatch, runner, cell):
 
 
 # ------------------------------------------------------------------------------------------------ the peers' calls
-# Stand-ins with the peers' own signatures, whose bodies say what the peers' documentation says.
+# FLA's and FlashInfer's are our adapters, which have their signatures; the others do what their documentation says.
 
 
-def pretranspose(
-    q, k, v, state, A_log, a, dt_bias, b, scale=None, output=None, use_qk_l2norm=True, initial_state=None,
-    initial_state_indices=None, output_state_indices=None, intermediate_states_buffer=None, disable_state_update=False,
-):  # fmt: skip
-    assert (state, output_state_indices, use_qk_l2norm) == (None, None, True)
-    assert disable_state_update == (q.shape[1] > 1)
-    gd.decode(
-        q, k, v, a, b, gate=gd.Gate.softplus(A_log, dt_bias), scale=scale, beta_logits=True, state=initial_state,
-        state_indices=initial_state_indices, intermediate_states=intermediate_states_buffer,
-        update_state=not disable_state_update, out=output, backend="reference",
-    )  # fmt: skip
-    return output, initial_state
-
-
-def recurrent_kda(
-    q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None, output_final_state=False,
-    use_qk_l2norm_in_kernel=True, use_gate_in_kernel=False, lower_bound=None, cu_seqlens=None, ssm_state_indices=None,
-    num_spec_tokens=None, num_accepted_tokens=None, output=None, initial_state_source=None, initial_state_indices=None,
-    beta_is_logit=False,
-):  # fmt: skip
-    assert use_gate_in_kernel
-    assert beta_is_logit
-    assert cu_seqlens.dtype == torch.int32
-    gate = gd.Gate.lower_bound(A_log, dt_bias.view(v.shape[2], -1), lower_bound)
-    options = dict(gate=gate, scale=scale, beta_logits=True, cu_seqlens=cu_seqlens, backend="reference")
+def recurrent_kda(q, k, v, g, beta, *, num_spec_tokens=None, **options):
     if num_spec_tokens is None:
-        return gd.decode(q, k, v, g, beta, **options, state=initial_state, state_indices=ssm_state_indices, out=output), None
-    N, W = ssm_state_indices.shape
-    assert num_spec_tokens + 1 == W
-    steps = torch.empty(N, W, *initial_state.shape[1:], dtype=initial_state.dtype)
-    source = dict(state=initial_state_source, state_indices=initial_state_indices, update_state=False)
-    gd.decode(q, k, v, g, beta, **options, **source, intermediate_states=steps, out=output)
-    initial_state[ssm_state_indices.view(-1).long()] = steps.flatten(0, 1)
-    return output, None
-
-
-def fla_gdn(
-    q, k, v, g=None, gk=None, gv=None, beta=None, scale=None, initial_state=None, output_final_state=False,
-    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, A_log=None, dt_bias=None, use_beta_sigmoid_in_kernel=False,
-    allow_neg_eigval=False, state_v_first=False, cu_seqlens=None,
-):  # fmt: skip
-    return fla_step(q, k, v, g, beta, gd.Gate.softplus(A_log, dt_bias), scale, initial_state, state_v_first)
-
-
-def fla_kda(
-    q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None, output_final_state=False,
-    use_qk_l2norm_in_kernel=False, use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False,
-    lower_bound=None, state_v_first=False, cu_seqlens=None,
-):  # fmt: skip
-    return fla_step(q, k, v, g, beta, gd.Gate.lower_bound(A_log, dt_bias, lower_bound), scale, initial_state, state_v_first)
-
-
-def fla_step(q, k, v, g, beta, gate, scale, initial_state, state_v_first):
-    assert state_v_first
-    states = initial_state.float()
-    return gd.decode(q, k, v, g, beta, gate=gate, scale=scale, beta_logits=True, state=states, backend="reference"), states
-
-
-def chunk_kda(
-    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
-    use_gate_in_kernel=False, use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, safe_gate=False, lower_bound=None,
-    state_v_first=False, cu_seqlens=None, *, A_log=None, dt_bias=None,
-):  # fmt: skip
-    assert use_gate_in_kernel
-    assert safe_gate
-    gate = gd.Gate.lower_bound(A_log, dt_bias.view(v.shape[2], -1), lower_bound)
-    return from_key_first(
-        q, k, v, g, beta, scale, initial_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens, gate
-    )
-
-
-def chunk_gdn(
-    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
-    use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False, state_v_first=False, cu_seqlens=None, *, use_gate_in_kernel=False,
-    A_log=None, dt_bias=None,
-):  # fmt: skip
-    gate = gd.Gate.softplus(A_log, dt_bias) if use_gate_in_kernel else gd.Gate.log()
-    return from_key_first(
-        q, k, v, g, beta, scale, initial_state, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens, gate
-    )
-
-
-def chunk_qla(
-    q, k, v, g, beta, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False, cu_seqlens=None,
-    head_first=False, state_v_first=False, auto_cp=True,
-):  # fmt: skip
-    assert g.dtype == beta.dtype == torch.float32
-    return from_key_first(q, k, v, g, beta, scale, initial_state, use_qk_l2norm_in_kernel, False, cu_seqlens, gd.Gate.log())
-
-
-def from_key_first(q, k, v, g, beta, scale, initial_state, qk_l2norm, beta_logits, cu_seqlens, gate):
-    assert initial_state.is_contiguous()
-    assert len(initial_state) == len(cu_seqlens) - 1
-    o, state = gd.prefill(
-        q, k, v, g, beta, gate=gate, scale=scale, qk_l2norm=qk_l2norm, beta_logits=beta_logits, cu_seqlens=cu_seqlens,
-        initial_state=initial_state.transpose(-1, -2).contiguous(), output_final_state=True, backend="reference",
-    )  # fmt: skip
-    return o, state.transpose(-1, -2).contiguous()
-
-
-def chunk_flashinfer(
-    q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None,
-    use_qk_l2norm_in_kernel=False, output=None, output_state=None, use_cp="auto", state_indices=None, backend="auto", max_seqlen=None,
-):  # fmt: skip
-    assert g.dtype == beta.dtype == torch.float32
-    assert cu_seqlens.diff().max() == max_seqlen
-    o, state = gd.prefill(
-        q[None], k[None], v[None], g[None].log(), beta[None], scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens,
-        initial_state=initial_state, output_final_state=output_final_state, backend="reference",
-    )  # fmt: skip
-    output.copy_(o[0])
-    output_state.copy_(state)
-    return output, output_state
+        return flashinfer.recurrent_kda(q, k, v, g, beta, **options)
+    assert options["use_gate_in_kernel"]
+    assert options["beta_is_logit"]
+    # What the adapter does not do: a slot for every token, in another pool than the one that is read.
+    written, slots, cu_seqlens = options["initial_state"], options["ssm_state_indices"], options["cu_seqlens"]
+    assert slots.shape == (len(cu_seqlens) - 1, num_spec_tokens + 1)
+    gate = gd.Gate.lower_bound(options["A_log"], options["dt_bias"].view(v.shape[2], -1), options["lower_bound"])
+    steps = torch.empty(*slots.shape, *written.shape[1:], dtype=written.dtype)
+    read = dict(state=options["initial_state_source"], state_indices=options["initial_state_indices"], update_state=False)
+    o = gd.decode(q, k, v, g, beta, gate=gate, beta_logits=True, cu_seqlens=cu_seqlens, intermediate_states=steps, **read)
+    written[slots.view(-1).long()] = steps.flatten(0, 1)
+    return o, None
 
 
 def kimi_delta_attention(
@@ -569,7 +450,6 @@ import gated_delta as gd
 assert not (is_arch_support_pdl() or is_cuda() or is_gfx95_supported() or is_hip() or is_sm90_supported())
 assert get_device_sm() == 0
 
-
 def fused_sigmoid_gating_delta_rule_update(
     A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices, scale=None,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False, lower_bound=None, disable_state_update=False,
@@ -598,7 +478,6 @@ import torch
 assert make_ptr_table is not None
 assert get_device_core_count(0) == 0
 
-
 def fused_mamba_state_scatter_with_mask(dst, src, dst_indices_raw, step_indices_raw, src_indices_raw=None):
     assert {x.dtype for x in (dst_indices_raw, step_indices_raw, src_indices_raw)} == {torch.int32}
     assert dst.shape[0] == src.shape[0] and dst.shape[2:] == src.shape[3:] and src.is_contiguous()
@@ -609,26 +488,20 @@ def fused_mamba_state_scatter_with_mask(dst, src, dst_indices_raw, step_indices_
 
 
 MODULES = {
-    "flashinfer": {},
-    "flashinfer.gdn_decode": dict(gated_delta_rule_decode_pretranspose=pretranspose),
-    "flashinfer.kda_decode": dict(recurrent_kda=recurrent_kda),
-    "flashinfer.gdn_prefill": dict(chunk_gated_delta_rule=chunk_flashinfer),
-    "fla": {},
-    "fla.ops": {},
-    "fla.ops.gated_delta_rule": dict(fused_recurrent_gated_delta_rule=fla_gdn, chunk_gated_delta_rule=chunk_gdn),
-    "fla.ops.kda": dict(fused_recurrent_kda=fla_kda, chunk_kda=chunk_kda),
-    "flash_qla": dict(chunk_gated_delta_rule=chunk_qla),
-    "cudnn": {},
-    "cudnn.linear_attention": dict(kimi_delta_attention=kimi_delta_attention),
+    "flashinfer.gdn_decode": flashinfer,
+    "flashinfer.kda_decode": types.SimpleNamespace(recurrent_kda=recurrent_kda),
+    "flashinfer.gdn_prefill": flashinfer,
+    "fla.ops.gated_delta_rule": fla,
+    "fla.ops.kda": fla,
+    "flash_qla": fla,
+    "cudnn.linear_attention": types.SimpleNamespace(kimi_delta_attention=kimi_delta_attention),
 }
 
 
 @pytest.fixture
 def stand_ins(monkeypatch, tmp_path):
     """Every peer, SGLang's kernel as a file; its directory, where SGLang's commit may lie too."""
-    for name, content in MODULES.items():
-        module = types.ModuleType(name)
-        vars(module).update(content)
+    for name, module in MODULES.items():
         monkeypatch.setitem(sys.modules, name, module)
     (tmp_path / "a_kernel.py").write_text(SGLANG)
     monkeypatch.setenv("GATED_DELTA_SGLANG_KERNEL", str(tmp_path / "a_kernel.py"))
@@ -848,7 +721,7 @@ def test_pictures_say_what_they_show(monkeypatch, tmp_path):
         shown = {line.get_label(): list(line.get_ydata()) for line in ratio.lines}
         peer = next(name for name in shown if name in content["cells"][0]["peers"])
         first = [cell for cell in content["cells"] if cell["series"] == series[0]]
-        assert shown[peer] == [cell["peers"][peer]["us"] / cell["us"] for cell in first]
+        assert shown[peer] == [min(cell["peers"][peer]["us"] / cell["us"], plot.HIGHEST) for cell in first]
 
 
 # ------------------------------------------------------------------------------------------------ the command

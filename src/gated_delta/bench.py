@@ -25,8 +25,6 @@ from .testing.cases import Case
 from .testing.check import fill_buffer, run
 from .testing.inputs import Call, make
 
-# ------------------------------------------------------------------------------------------------ clock
-
 REPLAYS, ROUNDS = 3, 5
 """Timed replays of a turn, and turns of each runner."""
 HOST_BATCHES, HOST_CALLS = 20, 100
@@ -121,15 +119,9 @@ def copies(moved: int, sets: int, device: torch.device) -> list[Function]:
     """Plain copies that read and write so many bytes in all, one for each set."""
 
     def copy() -> Function:
-        source = torch.empty(max(1, moved // 2), dtype=torch.uint8, device=device).random_()
-        target = torch.empty_like(source)
-        pieces = list(zip(target.split(PIECE), source.split(PIECE), strict=True))
-
-        def run() -> None:
-            for written, read in pieces:
-                written.copy_(read)
-
-        return run
+        read = torch.empty(max(1, moved // 2), dtype=torch.uint8, device=device).random_().split(PIECE)
+        pieces = [(torch.empty_like(x), x) for x in read]
+        return lambda: [target.copy_(source) for target, source in pieces]
 
     return [copy() for _ in range(sets)]
 
@@ -147,22 +139,10 @@ CHECKED_TOKENS = 130
 COLD, MOST_SETS = 400e6, 48
 """On a GPU: bytes that a rotation over buffers goes through, many times its L2, and the sets of buffers that it has at most."""
 
-
-def bench_case(
-    op: str,
-    axis: str,
-    heads: tuple[int, int],
-    D: int,
-    gate: str,
-    lengths: tuple[int, ...],
-    dtype: torch.dtype,
-    state_dtype: torch.dtype,
-    layout: str = "dense",
-    family: str = "typical",
-) -> Case:
-    """A case of raw inputs, normalisation and beta's sigmoid inside."""
-    inputs = (gate, family, "random", state_dtype, layout, dtype, dtype)
-    return Case(op, axis, D, heads, *inputs, qk_l2norm=True, beta_logits=True, lengths=lengths, null_index=-1, seed=1)
+typical = functools.partial(
+    Case, family="typical", keys="random", qk_l2norm=True, beta_logits=True, layout="dense", null_index=-1, seed=1
+)
+"""A case of raw inputs, normalisation and beta's sigmoid inside; the rest of its fields by name."""
 
 
 def _host_us(call: Call, backend: str, device: torch.device, compiled: bool) -> float:
@@ -183,17 +163,14 @@ def _host_us(call: Call, backend: str, device: torch.device, compiled: bool) -> 
 def least_bytes(call: Call) -> int:
     """Inputs once, outputs once, each state the call reads or writes once."""
 
-    def size(x: Tensor | KVBuffer | None) -> int:
-        return 0 if x is None else x.nbytes
+    def size(*tensors: Tensor | KVBuffer | None) -> int:
+        return sum(x.nbytes for x in tensors if x is not None)
 
-    case, states = call.case, call.states
-    state_bytes = len(case.lengths) * case.heads[1] * case.D**2 * case.state_dtype.itemsize
+    case, t, buffer = call.case, call.tokens[0], size(call.states.get("buffer"))
+    states = len(case.lengths) * case.heads[1] * case.D**2 * case.state_dtype.itemsize
     if case.op == "flush":
-        return size(states["buffer"]) + 2 * state_bytes
-    t = call.tokens[0]
-    tokens = sum(size(x) for x in (t.q, t.k, t.v, t.g, t.beta, t.v))
-    passes = 1 if case.op == "verify" else 2
-    return tokens + passes * state_bytes + (size(states["buffer"]) if case.op == "verify" else 0)
+        return buffer + 2 * states
+    return size(t.q, t.k, t.v, t.g, t.beta, t.v) + buffer + (1 if case.op == "verify" else 2) * states
 
 
 def least_memory(case: Case) -> int:
@@ -219,6 +196,8 @@ def time_case(case: Case, backend: str, device: torch.device, token_loop: bool =
     routing, allocating and launching; host_us_compiled: the same through torch.ops, as a compiled graph calls it; token_loop_us:
     where it is wanted, of the token recurrence in fp32 over the same sequences.
     """
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # where graphs are captured
     small = replace(case, lengths=tuple(min(length, CHECKED_TOKENS) for length in case.lengths[:3]))
     checked = run_case(small, backend, device)
     if not checked.passed:

@@ -287,17 +287,18 @@ def bench(
         raise typer.BadParameter(
             f"{op.value} takes at most {MAX_DRAFT} tokens a sequence, got {max(lengths)}", param_hint="--tokens"
         )
-    axes = {"gdn": "head", "kda": "channel"}
+    sizes: dict[str, Any] = dict(op=op.value, D=dim, heads=(H, HV), gate=gate.value)
+    dtypes: dict[str, Any] = dict(dtype=dtype.dtype, g_dtype=dtype.dtype, state_dtype=state_dtype.dtype)
     chosen = [
-        timing.bench_case(op.value, axes[m.value], (H, HV), dim, gate.value, (T,) * N, dtype.dtype, state_dtype.dtype)
+        timing.typical(axis={"gdn": "head", "kda": "channel"}[m.value], lengths=(T,) * N, **sizes, **dtypes)
         for m in model or list(Model)
         for N in ints(batch, "--batch", MAX_SEQUENCES)
         for T in lengths
     ]
     for case in chosen:
         if timing.least_memory(case) > (room := timing.memory(where)):
-            sizes = f"N={len(case.lengths):,} T={case.lengths[0]:,} heads {heads} dim {dim}"
-            raise typer.BadParameter(f"{sizes} takes more than the {room / 2**30:.0f} GiB of {where}", param_hint="--batch")
+            asked = f"N={len(case.lengths):,} T={case.lengths[0]:,} heads {heads} dim {dim}"
+            raise typer.BadParameter(f"{asked} takes more than the {room / 2**30:.0f} GiB of {where}", param_hint="--batch")
         try:
             for problem in case.problems:
                 dispatch.select(OPERATIONS[problem.op], problem, where, backend.value, len(case.lengths), sum(case.lengths))
