@@ -8,6 +8,7 @@ import random
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -104,16 +105,8 @@ def sets_within(wanted: float, memory: int) -> int:
     return max(1, min(-int(-wanted // 1), int(MOST_MEMORY // memory)))
 
 
-@dataclass
-class Inputs:
-    """Inputs of one call, q to beta [B, T, ...]; every set has its own."""
-
-    q: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
-    gate: Any
+class Inputs(SimpleNamespace):
+    """Inputs of one call, q, k, v, g and beta [B, T, ...] and gate; every set has its own."""
 
     def arguments(self) -> dict[str, Any]:
         """Of the operations on tokens, with an output of the caller's own."""
@@ -139,8 +132,7 @@ def random_tokens(cell: Cell, lead: tuple[int, int], rng: torch.Generator) -> di
 
 
 FOOTPRINT, MOST_SETS = 2e9, 48
-"""Bytes of state that decode's calls move at least, of which L2 keeps little from replay to replay, or so many sets of buffers,
-which for the smallest cells move less and still more than the L2 holds."""
+"""Bytes of state that decode's replays move at least, of which L2 keeps little from one to the next, or the most sets."""
 
 
 def decode(model: str, heads: Heads, dtype: torch.dtype, T: int, B: int) -> Cell:
@@ -156,13 +148,8 @@ def decode(model: str, heads: Heads, dtype: torch.dtype, T: int, B: int) -> Cell
     return Cell(*names, model, heads, dtype, (T,) * B, moved, sets, cases, pooled, passes=4)
 
 
-@dataclass
 class Pooled(Inputs):
-    """Tokens, and states in scattered slots of a pool."""
-
-    state: Tensor
-    state_indices: Tensor
-    intermediate_states: Tensor | None
+    """Inputs, state, state_indices and intermediate_states or None: states in scattered slots of a pool."""
 
     @property
     def written(self) -> Tensor:
@@ -195,12 +182,8 @@ def pooled(cell: Cell, device: torch.device, seed: int, steps: bool = True) -> P
     tokens["g"].sub_(2)  # states that last, so that reading a wrong one shows
     state = torch.randn(B + 1, *shape, dtype=dtype, device=device, generator=rng).mul_(0.5)
     slots = 1 + torch.randperm(B, device=device, generator=rng).to(torch.int32)
-    return Pooled(
-        **tokens,
-        state=state,
-        state_indices=slots,
-        intermediate_states=(torch.zeros(B, T, *shape, dtype=dtype, device=device) if steps and T > 1 else None),
-    )
+    steps_taken = torch.zeros(B, T, *shape, dtype=dtype, device=device) if steps and T > 1 else None
+    return Pooled(**tokens, state=state, state_indices=slots, intermediate_states=steps_taken)
 
 
 MAIN = (("gdn", (16, 64)), ("kda", (32, 32)))
@@ -213,8 +196,7 @@ DECODE = [
 
 
 COLD_STATES, MOST_CHAINS = 600e6, 160
-"""Bytes of state that a rotation goes through at least, ten times what L2 holds (verify and flush move the same states), or so many
-sets, which for the smallest cells hold less than that and still over twice the L2."""
+"""Bytes of state that a chain's replays hold, ten times the L2 since verify and flush move the same ones, or the most sets."""
 FLUSHED = 48
 """Layers of one flush."""
 
@@ -266,12 +248,8 @@ def speculation(model: str, heads: Heads, dtype: torch.dtype, T: int, B: int, op
     return Cell(*names, model, heads, dtype, (T,) * B, moved, sets, cases, make, facts=facts, compared=not op)
 
 
-@dataclass
 class Drafts(Pooled):
-    """A chain's tensors: decode's, a KVBuffer and the number of accepted drafts [B], int32, from 1 to T."""
-
-    buffer: KVBuffer
-    num_accepted: Tensor
+    """A chain's tensors: decode's, a KVBuffer `buffer`, and num_accepted [B], int32, from 1 to T."""
 
     def ours(self, backend: str) -> Call:
         verify, flush = self.parts(backend).values()
@@ -298,19 +276,12 @@ def drafts(cell: Cell, device: torch.device, seed: int, steps: bool = True) -> D
     return Drafts(**vars(pooled(cell, device, seed, steps)), buffer=buffer, num_accepted=m)
 
 
-@dataclass
-class Alone:
-    """What is measured without peers. ours: from a backend to the call."""
-
-    ours: Callable[[str], Callable[[], Any]]
-
-
-def verify_alone(cell: Cell, device: torch.device, seed: int) -> Alone:
+def verify_alone(cell: Cell, device: torch.device, seed: int) -> SimpleNamespace:
     b = drafts(cell, device, seed, steps=False)
-    return Alone(lambda backend: b.parts(backend)["verify"])
+    return SimpleNamespace(ours=lambda backend: b.parts(backend)["verify"])
 
 
-def flushed_alone(num_accepted: Tensor, cell: Cell, device: torch.device, seed: int) -> Alone:
+def flushed_alone(num_accepted: Tensor, cell: Cell, device: torch.device, seed: int) -> SimpleNamespace:
     """Of states, a buffer of slow decays, unit keys and random corrections, and slots."""
     B, rng = cell.sequences, torch.Generator(device).manual_seed(seed)
     buffer, shape = kv_buffer(cell.model, cell.heads, cell.T, B, device, FLUSHED), (FLUSHED, B + 1, cell.heads[1], D, D)
@@ -320,7 +291,7 @@ def flushed_alone(num_accepted: Tensor, cell: Cell, device: torch.device, seed: 
     buffer.log_decay.uniform_(-0.2, -0.01, generator=rng)
     slots = 1 + torch.randperm(B, device=device, generator=rng).to(torch.int32)
     call = partial(api.flush, state=state, buffer=buffer, num_accepted=num_accepted.to(device), state_indices=slots)
-    return Alone(lambda backend: partial(call, backend=backend))
+    return SimpleNamespace(ours=lambda backend: partial(call, backend=backend))
 
 
 KINDS = [(*model, dtype) for model in (("kda", (32, 32)), ("kda", (64, 64)), ("gdn", (16, 64))) for dtype in (FP32, BF16)]
@@ -390,12 +361,8 @@ def cu_seqlens(lengths: tuple[int, ...], dtype: torch.dtype, device: torch.devic
     return torch.tensor([0, *itertools.accumulate(lengths)], dtype=dtype, device=device)
 
 
-@dataclass
 class Prompts(Inputs):
-    """Packed tokens, q to beta [1, total, ...], cu_seqlens [N + 1] int32, and fp32 states [N, HV, V, K]."""
-
-    cu_seqlens: Tensor
-    initial_state: Tensor
+    """Packed inputs [1, total, ...], cu_seqlens [N + 1] int32, and initial_state, fp32 [N, HV, V, K]."""
 
     def ours(self, backend: str) -> Callable[[], Any]:
         states: dict[str, Any] = dict(cu_seqlens=self.cu_seqlens, initial_state=self.initial_state, output_final_state=True)

@@ -139,19 +139,15 @@ def gemm_tflops(device: torch.device) -> float:
 
 
 def checkout() -> dict[str, Any]:
-    """The commit of this checkout and whether its sources differ; None where git says neither.
-
-    GATED_DELTA_COMMIT names the commit of a copy without one.
-    """
+    """The commit of this checkout, or of a copy of one as GATED_DELTA_COMMIT names it; dirty: whether files differ from it."""
     if named := os.environ.get("GATED_DELTA_COMMIT"):
         return dict(commit=named, dirty=False)
+    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
     try:
-        command = ("git", "-C", str(Path(__file__).parents[1]))
-        head = subprocess.run([*command, "rev-parse", "HEAD"], check=True, capture_output=True, text=True).stdout.strip()
-        changed = [*command, "status", "--porcelain", "--", "src", "benchmarks/*.py"]
-        return dict(commit=head, dirty=bool(subprocess.run(changed, check=True, capture_output=True).stdout))
+        commit, _, dirty = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip().partition("-")
     except (OSError, subprocess.CalledProcessError):
         return dict(commit=None, dirty=None)
+    return dict(commit=commit, dirty=bool(dirty))
 
 
 def run_facts(device: torch.device, peers: Mapping[str, str | None]) -> dict[str, Any]:

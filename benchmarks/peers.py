@@ -123,14 +123,10 @@ def fla_decode(cell: Cell, b: Pooled) -> Call:
     return lambda: decode(b.q, b.k, b.v, b.g, beta=b.beta, **options)
 
 
-# ------------------------------------------------------------------------------------------------ SGLang's files
-
 File = tuple[str, str, str]
 """The variable that may name the file, its place in SGLang, and the function in it."""
-KERNEL: File = (
-    *("GATED_DELTA_SGLANG_KERNEL", "attention/linear/fused_sigmoid_gating_recurrent.py"),
-    "fused_sigmoid_gating_delta_rule_update",
-)
+GATING = "attention/linear/fused_sigmoid_gating_recurrent.py"
+KERNEL: File = ("GATED_DELTA_SGLANG_KERNEL", GATING, "fused_sigmoid_gating_delta_rule_update")
 COMMIT: File = ("GATED_DELTA_SGLANG_COMMIT", "mamba/mamba_state_scatter_triton.py", "fused_mamba_state_scatter_with_mask")
 
 
@@ -157,14 +153,13 @@ def sglang(wanted: File) -> Any:
         raise ImportError(f"SGLang's {Path(wanted[1]).name}: not on sys.path; {wanted[0]} may name it, got {file}")
     cuda = torch.cuda.is_available()
     major, minor = torch.cuda.get_device_capability() if cuda else (0, 0)
+    cores = torch.cuda.get_device_properties().multi_processor_count if cuda else 0
     machine = dict(get_device_sm=major * 10 + minor, is_cuda=cuda, is_sm90_supported=major == 9)
     answers: dict[str, dict[str, Any]] = {
         "sglang.kernels.jit.utils": dict(is_arch_support_pdl=major >= 9),
         "sglang.kernels.ops.memory.ptr_table": dict(make_ptr_table=None),  # for convolutions, of which there are none
         "sglang.srt.utils": dict(machine, is_gfx95_supported=False, is_hip=False),
-        "sglang.srt.utils.common": dict(
-            get_device_core_count=torch.cuda.get_device_properties().multi_processor_count if cuda else 0
-        ),
+        "sglang.srt.utils.common": dict(get_device_core_count=cores),
     }
     stubs = {name: ModuleType(name) for name in answers}
     for name, facts in answers.items():
@@ -306,8 +301,6 @@ def cudnn_prefill(cell: Cell, b: Prompts, raw: bool = False, plan: str = "kda_ho
     made = making(raw, lambda: [x[0] for x in (normalised(b.q), normalised(b.k), b.v, *gates(b))])
     return prefilling(prefill, lambda: [*made(), b.cu_seqlens], **options)
 
-
-# ------------------------------------------------------------------------------------------------ registry
 
 DECODE = {
     "flashinfer": Peer("flashinfer-python", flashinfer_decode),

@@ -23,15 +23,11 @@ COLUMNS, HIGHEST = 4, 3.0
 def title(content: Mapping[str, Any]) -> str:
     """Operation, device, date, versions, commits of the runs."""
     runs = content["runs"]
-
-    def of(name: str, values: list[str | None]) -> str:
-        return name + (", ".join(dict.fromkeys(value for value in values if value)) or "not recorded")
-
-    facts = [of("", [run["device"] for run in runs]), of("date ", [run["date"] and run["date"][:10] for run in runs])]
-    facts += [of("commit ", [run["commit"] and run["commit"][:7] for run in runs])]
-    facts += [of("torch ", [run["versions"]["torch"] for run in runs])]
-    peers = {f"{name} {version}": None for run in runs for name, version in run["peers"].items() if version}
-    return f"{content['command'].split()[-1]}: " + ", ".join([*facts, *peers])
+    facts = dict(on=[run["device"] for run in runs], date=[run["date"] and run["date"][:10] for run in runs])
+    facts |= dict(commit=[run["commit"] and run["commit"][:7] for run in runs], torch=[run["versions"]["torch"] for run in runs])
+    facts |= {name: [run["peers"].get(name) for run in runs] for run in runs for name, version in run["peers"].items() if version}
+    found = {name: ", ".join(dict.fromkeys(filter(None, values))) or "not recorded" for name, values in facts.items()}
+    return f"{content['command'].split()[-1]} " + ", ".join(f"{name} {words}" for name, words in found.items())
 
 
 def draw(content: Mapping[str, Any], file: Path) -> None:

@@ -196,8 +196,6 @@ def time_case(case: Case, backend: str, device: torch.device, token_loop: bool =
     routing, allocating and launching; host_us_compiled: the same through torch.ops, as a compiled graph calls it; token_loop_us:
     where it is wanted, of the token recurrence in fp32 over the same sequences.
     """
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # where graphs are captured
     small = replace(case, lengths=tuple(min(length, CHECKED_TOKENS) for length in case.lengths[:3]))
     checked = run_case(small, backend, device)
     if not checked.passed:
