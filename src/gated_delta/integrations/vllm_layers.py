@@ -1,0 +1,226 @@
+"""vLLM's GDN and KDA layers with their core on gated_delta. Imported by `vllm.register` alone, since it imports vLLM.
+
+A core is the short convolution, by vLLM's own kernels, and the recurrence, on vLLM's cache where it lies. Projections, norms,
+caches and scheduling stay with vLLM, and so does each operation that gated_delta cannot run for a layer.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+from vllm.model_executor.layers.mamba.ops import causal_conv1d
+from vllm.triton_utils import HAS_TRITON
+from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
+
+from gated_delta import __version__, api, compile, dispatch
+from gated_delta.integrations.vllm import Tally, layers, logger, platform
+from gated_delta.problem import MAX_DRAFT, Gate, UnsupportedProblem
+
+DEVICE = platform()
+BACKEND = {"cuda": "cute", "cpu": "reference"}[DEVICE]
+
+
+class Core(GatedDeltaNetAttention):
+    """Stands before vLLM's class among a layer's bases and computes the layer's core where gated_delta can."""
+
+    def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any):
+        super().__init__(config, vllm_config, *args, **kwargs)
+        HV, V, K = self.get_state_shape()[1]
+        self.sizes = (self.conv1d.weight.shape[0] - HV * V) // (2 * K), HV, V, K  # H is what the convolution's channels leave
+        self.tally, self.warm = Tally(), False
+        self._refuse(self._missing(self._pool()) | self._kept_by_vllm(vllm_config))
+        layers.add(self)
+        runs = "; ".join(f"{op}: {self.tally.place(op)}" for op in ("decode", "prefill"))
+        logger().info_once(f"gated_delta {__version__}, backend {BACKEND}, in {self.name}: {runs}")
+
+    def bind_kv_cache(self, kv_cache: Tensor) -> None:
+        super().bind_kv_cache(kv_cache)
+        self._refuse(self._missing(self.kv_cache[1]))
+
+    def _kept_by_vllm(self, vllm_config: Any) -> dict[str, str]:
+        """What is left to vLLM whatever the kernels can run."""
+        chosen = vllm_config.additional_config
+        chosen = chosen.get("gated_delta", True) if isinstance(chosen, dict) else True
+        if not isinstance(chosen, bool):
+            raise ValueError(f"additional_config gated_delta: expected true or false, got {chosen!r}")
+        reasons = {
+            "additional_config has gated_delta false": not chosen,
+            "ReplaySSM keeps tokens beside the states": getattr(vllm_config.cache_config, "use_replayssm", False),
+            "vLLM's short convolution needs Triton": not HAS_TRITON
+            and causal_conv1d.causal_conv1d_fn.__module__ == causal_conv1d.__name__,
+        }
+        for reason in [reason for reason, holds in reasons.items() if holds]:
+            return dict(decode=reason, prefill=reason)
+        return dict(decode=f"more than {MAX_DRAFT - 1} draft tokens") if self.num_spec >= MAX_DRAFT else {}
+
+    def _refuse(self, reasons: dict[str, str]) -> None:
+        if reasons and DEVICE == "cpu":  # there vLLM's kernels hold states as [K, V]: both operations or none
+            reasons = dict.fromkeys(("decode", "prefill"), next(iter(reasons.values())))
+        self.tally.refused = reasons | self.tally.refused
+
+    @torch.no_grad()
+    def _missing(self, pool: Tensor) -> dict[str, str]:
+        """What keeps batches on that pool of states from being run here, by operation."""
+        missing = {}
+        for op, arguments in self._examples(pool, 64):
+            try:
+                api.explain(op, **arguments)
+            except UnsupportedProblem as error:
+                missing[op] = "; ".join(error.missing)
+            except (TypeError, ValueError) as error:  # a dtype or layout that the operations do not know
+                missing[op] = str(error)
+        return missing
+
+    def _pool(self) -> Tensor:
+        """Two slots; the first is the null block."""
+        return torch.zeros(2, *self.sizes[1:], dtype=self.get_state_dtype()[1], device=DEVICE)
+
+    def _examples(self, pool: Tensor, tokens: int) -> list[tuple[str, dict[str, Any]]]:
+        """Calls like those of batches, on that pool: a prefill of so many tokens, a decode, drafts."""
+        (H, HV, V, K), W = self.sizes, 1 + self.num_spec
+        gate = self._gate(*(torch.empty_like(x, device=pool.device) for x in (self.A_log, self.dt_bias)))
+        widths = (2 * H * K + HV * V,), (HV, K) if isinstance(self, Kimi) else (HV,), (HV,)
+        rows = [pool.new_empty(tokens, *width, dtype=self.model_config.dtype) for width in widths]
+        one = torch.ones(1, dtype=torch.int32, device=pool.device)
+        slots, from_state, cu = dict(state_indices=one), dict(has_initial_state=one.bool()), torch.cat([0 * one, one])
+        drafts = dict(state_indices=one.repeat(1, W), num_accepted=one, cu_seqlens=cu * W)
+        calls = [
+            ("prefill", tokens, slots | from_state | dict(cu_seqlens=cu * tokens)),
+            ("decode", 1, slots),
+            ("decode", W, drafts),
+        ]
+        return [(op, self._arguments([x[:n] for x in rows], pool, "cu_seqlens" in own, gate) | own) for op, n, own in calls]
+
+    def _warm_up(self, tokens: int) -> None:
+        """In vLLM's profile run: compiles what serving launches, and takes a large prefill's memory where vLLM measures it."""
+        pool, self.warm = self._pool(), True
+        arch = compile.arch_of(pool.device)
+        for op, arguments in self._examples(pool, max(tokens, MAX_DRAFT)):
+            if arch is not None and op not in self.tally.refused:
+                for variant in dispatch.variants_of(api.explain(op, **arguments).problem):
+                    compile.load(variant, arch)
+                if op == "prefill":
+                    api.prefill(**arguments)
+
+    def _run(self, qkv: Tensor, g: Tensor, beta: Tensor, out: Tensor) -> bool:
+        """Whether this batch was run here. qkv [tokens, D] before its convolution, g [tokens, HV(, K)] and beta [tokens, HV] before
+        their gates; out [tokens, HV, V] is written as far as there are tokens."""
+        refused, m = self.tally.refused, get_forward_context().attn_metadata
+        m = m.get(self.prefix) if isinstance(m, dict) else None
+        if m is None:  # a profile run: there is no cache yet
+            if "prefill" not in refused and not self.warm:
+                self._warm_up(len(qkv))
+            return "prefill" not in refused
+        if (m.num_prefills and "prefill" in refused) or (m.num_decodes + m.num_spec_decodes and "decode" in refused):
+            self.tally.calls["vLLM"] += 1
+            return False
+        n, drafts = m.num_actual_tokens, m.spec_sequence_masks is not None
+        rows, out = [qkv[:n], g[:n], beta[:n]], out[:n]
+        if not drafts or not m.num_prefills:
+            (self._drafts if drafts else self._others)(m, rows, out)
+            return True
+        for run, index in ((self._drafts, m.spec_token_indx), (self._others, m.non_spec_token_indx)):
+            part = out.new_empty(len(index), *out.shape[1:])
+            run(m, [x.index_select(0, index) for x in rows], part)
+            out.index_copy_(0, index, part)
+        return True
+
+    def _drafts(self, m: Any, rows: Sequence[Tensor], out: Tensor) -> None:
+        """Sequences of several tokens each, with a slot for the state after every token."""
+        n = m.num_spec_decodes
+        slots, cu_seqlens = m.spec_state_indices_tensor[:n], m.spec_query_start_loc[: n + 1]
+        accepted = m.num_accepted_tokens[:n].clamp(min=1)  # the convolution does not clamp, and reads from there on
+        lengths = dict(num_accepted_tokens=accepted, query_start_loc=cu_seqlens, max_query_len=slots.shape[1])
+        x = self._update(rows[0], conv_state_indices=slots[:, 0], **lengths, validate_data=False)
+        packed = self._arguments([x, *rows[1:]], self.kv_cache[1], True)
+        api.decode(**packed, cu_seqlens=cu_seqlens, state_indices=slots, num_accepted=accepted, out=out[None])
+        self.tally.calls["drafts"] += 1
+
+    def _others(self, m: Any, rows: Sequence[Tensor], out: Tensor) -> None:
+        """Sequences of one token each, unless there are drafts; and behind them prefills."""
+        slots, n = m.non_spec_state_indices_tensor, 0 if m.spec_sequence_masks is not None else m.num_decode_tokens
+        if m.num_prefills:
+            conv_states, weight, bias, activation = self._convolution()
+            own = dict(has_initial_state=m.has_initial_state, cache_indices=slots, query_start_loc=m.non_spec_query_start_loc)
+            own |= dict(conv_states=conv_states, activation=activation)
+            x = causal_conv1d.causal_conv1d_fn(rows[0].T, weight, bias, **own, metadata=m).T
+            packed = self._arguments([y[n:] for y in (x, *rows[1:])], self.kv_cache[1], True)
+            own = dict(state_indices=m.prefill_state_indices, has_initial_state=m.prefill_has_initial_state)
+            api.prefill(**packed, cu_seqlens=m.prefill_query_start_loc, **own, out=out[None, n:])
+            self.tally.calls["prefill"] += 1
+        elif m.num_decodes:
+            n = len(out)  # with the rows that a CUDA graph adds: their slot is the null block
+            x = self._update(rows[0], conv_state_indices=slots[:n], validate_data=True)
+        if m.num_decodes:
+            single = self._arguments([y[:n] for y in (x, *rows[1:])], self.kv_cache[1], False)
+            api.decode(**single, state_indices=slots[:n], out=out[:n, None])
+            self.tally.calls["decode"] += 1
+
+    def _update(self, x: Tensor, **options: Any) -> Tensor:
+        """The convolution of few tokens a sequence, into new memory: x may lie beside what is read later."""
+        out = torch.empty_like(x, memory_format=torch.contiguous_format)
+        return causal_conv1d.causal_conv1d_update(x, *self._convolution(), **options, out=out)
+
+    def _convolution(self) -> tuple[Tensor, Tensor, Tensor | None, str]:
+        """Its states [slots, D, tokens], weight [D, width], bias and activation."""
+        state = self.kv_cache[0] if is_conv_state_dim_first() else self.kv_cache[0].mT
+        weight = getattr(self.conv1d, "_cpu_unpacked_conv_weight", self.conv1d.weight)  # which vLLM packs for its CPU kernels
+        return state, weight.view(weight.shape[0], -1), self.conv1d.bias, "silu" if isinstance(self, Kimi) else self.activation
+
+    def _arguments(self, rows: Sequence[Tensor], pool: Tensor, packed: bool, gate: Gate | None = None) -> dict[str, Any]:
+        """An operation's arguments for the tokens of rows (x after the convolution, g, beta): packed sequences, or a token each."""
+        (H, HV, V, K), (x, g, beta) = self.sizes, rows
+        lead = (1, len(x)) if packed else (len(x), 1)
+        q, k, v = x.split((H * K, H * K, HV * V), -1)
+        shapes = dict(q=(q, H, K), k=(k, H, K), v=(v, HV, V), g=(g, *g.shape[1:]), beta=(beta, HV))
+        tensors = {name: y.view(*lead, *shape) for name, (y, *shape) in shapes.items()}
+        gate = gate or self._gate(self.A_log, self.dt_bias)
+        options = dict(beta_logits=True, null_index=NULL_BLOCK_ID, backend=BACKEND)
+        return dict(**tensors, **options, gate=gate, state=pool)
+
+    def _gate(self, A_log: Tensor, dt_bias: Tensor) -> Gate:
+        return Gate.softplus(A_log.float(), dt_bias if dt_bias.dtype == torch.bfloat16 else dt_bias.float())
+
+
+class GDN(Core):
+    def _forward_core(self, mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor) -> None:
+        if not self._run(mixed_qkv, a, b, core_attn_out):
+            super()._forward_core(mixed_qkv=mixed_qkv, b=b, a=a, core_attn_out=core_attn_out)
+
+
+class Qwen(GDN, QwenGatedDeltaNetAttention):
+    def _refuse(self, reasons: dict[str, str]) -> None:
+        super()._refuse(reasons)
+        if "decode" not in self.tally.refused:
+            self.enable_fused_gdn_spec_decode = False  # that kernel takes the gated norm in and passes the core by
+        if DEVICE == "cpu" and not self.tally.refused:
+            self._forward_method = self.forward_cuda  # the one that calls the core
+
+
+class Olmo(GDN, OlmoHybridGatedDeltaNetAttention):
+    def _arguments(self, rows: Sequence[Tensor], pool: Tensor, packed: bool, gate: Gate | None = None) -> dict[str, Any]:
+        made = super()._arguments(rows, pool, packed, gate)
+        return made | dict(beta=2 * made["beta"].float().sigmoid(), beta_logits=False) if self.allow_neg_eigval else made
+
+
+class Kimi(Core, KimiGatedDeltaNetAttention):
+    @eager_break_during_capture
+    def _forward(self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor) -> None:
+        if self._run(mixed_qkv, g1[0], beta[0], core_attn_out[0]):
+            core_attn_out.copy_(self.o_norm(core_attn_out, g2))
+        else:
+            super()._forward(mixed_qkv=mixed_qkv, g1=g1, g2=g2, beta=beta, core_attn_out=core_attn_out)
+
+    def _gate(self, A_log: Tensor, dt_bias: Tensor) -> Gate:
+        dt_bias, bound = dt_bias.view(len(A_log), -1), self.gate_lower_bound
+        return Gate.softplus(A_log, dt_bias) if bound is None else Gate.lower_bound(A_log, dt_bias, bound)

@@ -1,0 +1,7 @@
+"""Found first on the path of an engine's processes: PyPI's torchvision is the CUDA build, whose operators do not load on a CPU."""
+
+import torch
+
+operators = torch.library.Library("torchvision", "DEF")
+operators.define("nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")
+operators.define("qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor")

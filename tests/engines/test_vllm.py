@@ -1,0 +1,268 @@
+"""vLLM's own engine, on a CPU, with its GDN and KDA layers on gated_delta: `make test-vllm`. Every case is a process of its own."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import safetensors.torch
+import torch
+import transformers
+
+HERE = Path(__file__).parent
+SOURCES = HERE.parents[1] / "src"
+PROMPTS = [
+    list(b"The for statement is used to iterate over"),
+    list(b"def f(x):\n    return x\n") * 12,
+    list(b"for"),
+    list(b"class A:\n    def g(self):\n        pass\n") * 20,  # longer than a chunk of prefill: max_num_batched_tokens
+]
+STEPS = 24
+NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4, prompt_lookup_min=1)
+
+
+class Run(NamedTuple):
+    rounds: list[dict[str, Any]]
+    calls: dict[str, int]
+    batches: dict[str, int]
+    report: list[dict[str, Any]]
+    log: str
+
+    @property
+    def tokens(self) -> list[list[int]]:
+        return self.rounds[0]["tokens"]
+
+
+def run(
+    tmp_path: Path,
+    model: Path,
+    *,
+    plugin: str | None = "1",
+    job: dict[str, Any] | None = None,
+    env: dict[str, str] | None = None,
+    **engine: Any,
+) -> Run:
+    options = dict(dtype="float32", max_num_batched_tokens=256, enforce_eager=True, max_model_len=1024, max_num_seqs=8, seed=0)
+    asked = dict(
+        engine=options | dict(model=str(model)) | engine,
+        prompts=PROMPTS,
+        max_tokens=STEPS,
+        rounds=1,
+        result=str(tmp_path / "result.json"),
+    )
+    variables = dict(
+        os.environ,
+        PYTHONPATH=os.pathsep.join([str(HERE / "site"), str(SOURCES)]),
+        VLLM_ENABLE_V1_MULTIPROCESSING="0",
+        VLLM_CPU_KVCACHE_SPACE="1",
+        VLLM_CPU_OMP_THREADS_BIND="nobind",
+        VLLM_CACHE_ROOT=str(Path(sys.prefix) / "cache"),  # what vLLM finds out about a model class, in a process of its own
+        VLLM_NO_USAGE_STATS="1",
+        HF_HUB_OFFLINE="1",
+        OMP_NUM_THREADS="1",
+    )
+    variables.pop("GATED_DELTA_VLLM", None)
+    variables |= {} if plugin is None else dict(GATED_DELTA_VLLM=plugin)
+    done = subprocess.run(
+        [sys.executable, HERE / "vllm_driver.py"],
+        input=json.dumps(asked | (job or {})),
+        text=True,
+        capture_output=True,
+        env=variables | (env or {}),
+        timeout=300,
+    )
+    log = done.stdout + done.stderr
+    assert done.returncode == 0, log
+    return Run(**json.loads((tmp_path / "result.json").read_text()), log=log)
+
+
+def expected(model: Any) -> list[list[int]]:
+    """transformers' greedy tokens, in fp32, a prompt at a time."""
+    tokens = []
+    for prompt in PROMPTS:
+        options = dict(
+            max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, use_cache=False
+        )  # its cache wants an attention layer
+        made = model.float().eval().generate(torch.tensor([prompt]), **options)
+        tokens.append(made[0, len(prompt) :].tolist())
+    return tokens
+
+
+COMMON: dict[str, Any] = dict(
+    vocab_size=256,
+    hidden_size=48,
+    num_hidden_layers=3,
+    num_attention_heads=2,
+    num_key_value_heads=1,
+    intermediate_size=64,
+    pad_token_id=0,
+    bos_token_id=1,
+    eos_token_id=None,
+    max_position_embeddings=1024,
+    initializer_range=0.2,
+    layer_types=["linear_attention", "linear_attention", "full_attention"],
+)
+GDN: dict[str, Any] = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=64)
+
+
+def qwen3_5() -> Any:
+    return transformers.AutoModelForCausalLM.from_pretrained(SOURCES / "gated_delta" / "demo" / "tiny_qwen3_5", dtype=torch.float32)
+
+
+def qwen3_next() -> Any:
+    return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**COMMON, **GDN, head_dim=32, mlp_only_layers=[0, 1, 2]))
+
+
+def olmo_hybrid() -> Any:
+    return transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig(**COMMON, **GDN, linear_allow_neg_eigval=True))
+
+
+def kimi_linear() -> Any:
+    """KDA layers only: vLLM cannot build the others on a CPU."""
+    common = COMMON | dict(layer_types=["linear_attention"] * 3, num_key_value_heads=2)
+    mla = dict(kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+    config = transformers.KimiLinearConfig(**common, **mla, mlp_layer_types=["dense"] * 3, linear_num_heads=3, linear_head_dim=32)
+    return transformers.KimiLinearForCausalLM(config)
+
+
+NAMES = {
+    "kimi_linear": (("block_sparse_moe", "mlp"),),
+    "olmo_hybrid": (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm")),
+}
+"""Of weights, where vLLM's differ from those that transformers saves."""
+
+
+def save(model: Any, place: Path) -> None:
+    model.save_pretrained(place)
+    file, kind = place / "model.safetensors", model.config.model_type
+    weights = safetensors.torch.load_file(file)
+    for old, new in NAMES.get(kind, ()):
+        weights = {name.replace(old, new): x for name, x in weights.items()}
+    safetensors.torch.save_file(weights, file, metadata=dict(format="pt"))
+    if kind == "kimi_linear":
+        layers = dict(kda_layers=[1, 2, 3], full_attn_layers=[], head_dim=32, num_heads=3, short_conv_kernel_size=4)
+        no_mla = dict.fromkeys(
+            ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        )  # else no chunks, no prefixes
+        config = json.loads((place / "config.json").read_text())
+        config |= dict(linear_attn_config=layers, num_experts=None, first_k_dense_replace=3, **no_mla)
+        (place / "config.json").write_text(json.dumps(config))
+
+
+class Model(NamedTuple):
+    path: Path
+    tokens: list[list[int]]
+
+
+@pytest.fixture(scope="session")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    made: dict[str, Model] = {}
+
+    def get(make: Any) -> Model:
+        name = make.__name__
+        if name not in made:
+            torch.manual_seed(0)
+            model, path = make(), tmp_path_factory.mktemp(name)
+            made[name] = Model(path, expected(model))
+            save(model, path)
+        return made[name]
+
+    return get
+
+
+ON_GATED_DELTA = dict(decode="gated_delta", prefill="gated_delta")
+BF16: dict[str, Any] = dict(dtype="bfloat16", enable_prefix_caching=True)  # all that vLLM's own CPU kernels take
+
+
+@pytest.fixture(scope="session")
+def own(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """vLLM without the plug-in."""
+    return run(tmp_path_factory.mktemp("own"), models(qwen3_5).path, plugin=None, **BF16)
+
+
+def test_plugin_not_chosen(own: Run) -> None:
+    assert own.report == []
+    assert own.calls == {}
+    assert "gated_delta " not in own.log
+
+
+@pytest.mark.parametrize("make", [qwen3_5, qwen3_next, kimi_linear])
+def test_tokens_of_transformers(make: Any, models: Any, tmp_path: Path) -> None:
+    """Prefills in chunks, beside decodes too; the second round starts from cached prefixes."""
+    model = models(make)
+    made = run(tmp_path, model.path, job=dict(rounds=2), enable_prefix_caching=True)
+    assert made.tokens == model.tokens
+    assert made.rounds[1]["tokens"] == model.tokens
+    assert made.rounds[0]["cached"] == [0] * len(PROMPTS)
+    assert made.rounds[1]["cached"][3] >= 256
+    assert {"prefill", "decode", "prefill+decode"} <= made.batches.keys()
+    _all_on_gated_delta(made, "prefill", "decode")
+    assert made.calls["prefill from a state"]
+
+
+@pytest.mark.parametrize("make", [qwen3_5, kimi_linear])
+def test_drafts(make: Any, models: Any, tmp_path: Path) -> None:
+    """Speculative decoding from n-grams, beside prefills too. vLLM's prefix cache and drafts together want Triton."""
+    model = models(make)
+    made = run(tmp_path, model.path, speculative_config=NGRAM, enable_prefix_caching=False)
+    assert made.tokens == model.tokens
+    assert {"drafts", "prefill+drafts"} <= made.batches.keys()
+    assert sum(made.batches.values()) < 6 + STEPS  # steps of the engine: some drafts were accepted
+    _all_on_gated_delta(made, "prefill", "drafts")
+
+
+def _all_on_gated_delta(made: Run, *kinds: str) -> None:
+    assert len(made.report) >= 2
+    for row in made.report:
+        assert ON_GATED_DELTA.items() <= row.items()
+        assert row["calls"].keys() <= {"prefill", "decode", "drafts"}
+        assert all(row["calls"][kind] for kind in kinds)
+    for name, calls in dict(prefill="prefill", decode="decode", drafts="drafts").items():
+        counted = sum(row["calls"].get(calls, 0) for row in made.report)
+        also = sum(row["calls"].get("drafts", 0) for row in made.report) if name == "decode" else 0
+        assert made.calls.get(name, 0) == counted + also
+    assert "backend reference" in made.log
+
+
+def test_tokens_of_vllm(own: Run, models: Any, tmp_path: Path) -> None:
+    made = run(tmp_path, models(qwen3_5).path, **BF16)
+    assert made.tokens == own.tokens
+    _all_on_gated_delta(made, "prefill", "decode")
+
+
+def test_layer_left_to_vllm(own: Run, models: Any, tmp_path: Path) -> None:
+    made = run(tmp_path, models(qwen3_5).path, job=dict(refuse=1), **BF16)
+    assert made.tokens == own.tokens
+    places = [(row["decode"], row["prefill"]) for row in made.report]
+    assert places == [("gated_delta",) * 2, ("vLLM: what a test says",) * 2, ("gated_delta",) * 2]
+    assert made.report[1]["calls"] == {}  # vLLM's CPU kernels do not come through the layer's core
+    assert made.calls["prefill"] == made.report[0]["calls"]["prefill"] + made.report[2]["calls"]["prefill"]
+    assert "decode: vLLM: what a test says; prefill: vLLM: what a test says" in made.log
+
+
+def test_engine_that_declines(own: Run, models: Any, tmp_path: Path) -> None:
+    made = run(tmp_path, models(qwen3_5).path, additional_config=dict(gated_delta=False), **BF16)
+    assert made.tokens == own.tokens
+    assert made.calls == {}
+    assert {row["decode"] for row in made.report} == {"vLLM: additional_config has gated_delta false"}
+
+
+def test_another_version(own: Run, models: Any, tmp_path: Path) -> None:
+    made = run(tmp_path, models(qwen3_5).path, job=dict(version="0.34.0"), **BF16)
+    assert made.tokens == own.tokens
+    assert made.report == []
+    assert made.calls == {}
+    assert "expected vLLM 0.32.* on cpu, got 0.34.0; vLLM's own kernels run" in made.log
+
+
+def test_process_of_the_engine(own: Run, models: Any, tmp_path: Path) -> None:
+    """vLLM loads the plug-in where the layers are. There torch does not stand in for the convolution, and so the layers are vLLM's."""
+    made = run(tmp_path, models(qwen3_5).path, env=dict(VLLM_ENABLE_V1_MULTIPROCESSING="1"), **BF16)
+    assert made.tokens == own.tokens
+    assert made.report == []
+    assert "in QwenGatedDeltaNetAttention: decode: vLLM: vLLM's short convolution needs Triton" in made.log

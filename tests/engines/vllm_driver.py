@@ -1,0 +1,159 @@
+"""One vLLM engine in a process of its own: reads a job (JSON) from stdin, writes what came of it to the file that it names.
+
+On a CPU vLLM has neither Triton nor, for what the layers call, a convolution: torch stands in for the kernels around gated_delta's.
+"""
+
+import collections
+import itertools
+import json
+import sys
+
+import torch
+import torch.nn.functional as F
+
+CALLS = collections.Counter()
+BATCHES = collections.Counter()
+
+
+def conv_fn(x, weight, bias, *, activation, conv_states, has_initial_state, cache_indices, query_start_loc, metadata):
+    """x [D, tokens]; the state's first columns are the tokens before these."""
+    out = torch.zeros_like(x)
+    for n, (start, end) in enumerate(itertools.pairwise(query_start_loc.tolist())):
+        slot = int(cache_indices[n])
+        if start < end and slot > 0:
+            held = conv_states[slot, :, : weight.shape[1] - 1]
+            prior = held if has_initial_state[n] else torch.zeros_like(held)
+            window = torch.cat([prior, x[:, start:end].to(held.dtype)], 1)
+            out[:, start:end] = _conv(window, weight, bias, activation)
+            held.copy_(window[:, -held.shape[1] :])
+    return out
+
+
+def conv_update(
+    x,
+    conv_state,
+    weight,
+    bias,
+    activation,
+    *,
+    conv_state_indices,
+    out,
+    validate_data,
+    num_accepted_tokens=None,
+    query_start_loc=None,
+    max_query_len=1,
+):
+    """x [tokens, D]. With num_accepted_tokens, the state is the window that ends with the last draft."""
+    assert num_accepted_tokens is None or (num_accepted_tokens >= 1).all()
+    bounds = list(range(len(x) + 1)) if query_start_loc is None else query_start_loc.tolist()
+    out.zero_()
+    for n, (start, end) in enumerate(itertools.pairwise(bounds)):
+        slot = int(conv_state_indices[n])
+        assert end - start <= max_query_len
+        if start < end and slot > 0:
+            first = 0 if num_accepted_tokens is None else int(num_accepted_tokens[n]) - 1
+            held = conv_state[slot]
+            window = torch.cat([held[:, first : first + weight.shape[1] - 1], x[start:end].T.to(held.dtype)], 1)
+            out[start:end] = _conv(window, weight, bias, activation).T
+            kept = window[:, 1:]
+            held[:, : kept.shape[1]] = kept
+    return out
+
+
+def _conv(window, weight, bias, activation):
+    assert activation == "silu"
+    y = F.conv1d(window.float()[None], weight.float()[:, None], None if bias is None else bias.float(), groups=len(weight))[0]
+    return F.silu(y).to(window.dtype)
+
+
+def stand_in():
+    from llvmlite.binding import ffi
+    from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
+    from vllm.model_executor.layers.mamba.ops import causal_conv1d
+    from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
+
+    library = type(
+        ffi.lib
+    )  # numba's: vLLM looks for kernels in every module's values, and this one has whatever attribute is asked for
+    find = library.__getattr__
+    library.__getattr__ = lambda self, name: find(self, name) if name != "__dict__" else object.__getattribute__(self, name)
+    Qwen3NextForCausalLM.set_moe_parameters = lambda self: None  # it wants experts, whose kernels want bf16
+    olmo_gdn_linear_attn.set_triton_allocator = lambda device: None
+    causal_conv1d.causal_conv1d_fn, causal_conv1d.causal_conv1d_update = conv_fn, conv_update
+
+
+def count():
+    """Every call of the operations goes through here, so that what ran is known from outside the plug-in."""
+    from gated_delta import api
+
+    def counted(name, f):
+        def call(*args, **kwargs):
+            if type(kwargs["backend"]) is str:  # a run, no question of explain
+                CALLS[name] += 1
+                CALLS["drafts"] += kwargs.get("num_accepted") is not None
+                CALLS["prefill from a state"] += name == "prefill" and bool(kwargs["has_initial_state"].any())
+            return f(*args, **kwargs)
+
+        return call
+
+    for name in ("prefill", "decode"):
+        setattr(api, name, counted(name, getattr(api, name)))
+
+
+def refuse(layer):
+    """The operations cannot run what that layer asks for when it is built: three calls."""
+    from gated_delta import UnsupportedProblem, api
+
+    explain, calls = api.explain, itertools.count()
+
+    def scarce(*args, **kwargs):
+        if next(calls) // 3 == layer:
+            raise UnsupportedProblem("", ("what a test says",))
+        return explain(*args, **kwargs)
+
+    api.explain = scarce
+
+
+def watch():
+    """What kinds of batches there were."""
+    from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder as Builder
+
+    build = Builder.build
+
+    def watched(*args, **kwargs):
+        m = build(*args, **kwargs)
+        kinds = dict(prefill=m.num_prefills, decode=m.num_decodes, drafts=m.num_spec_decodes)
+        BATCHES["+".join(kind for kind, n in kinds.items() if n)] += 1
+        return m
+
+    Builder.build = watched
+
+
+def main():
+    job = json.load(sys.stdin)
+    if "version" in job:
+        import vllm
+
+        vllm.__version__ = job["version"]
+    if "refuse" in job:
+        refuse(job["refuse"])
+    stand_in()
+    count()
+    watch()
+    from vllm import LLM, SamplingParams
+
+    llm = LLM(skip_tokenizer_init=True, **job["engine"])
+    sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], detokenize=False, ignore_eos=True)
+    rounds = []
+    for _ in range(job["rounds"]):
+        outputs = llm.generate([dict(prompt_token_ids=p) for p in job["prompts"]], sampling, use_tqdm=False)
+        rounds.append(dict(tokens=[list(o.outputs[0].token_ids) for o in outputs], cached=[o.num_cached_tokens for o in outputs]))
+    from gated_delta.integrations import vllm as plugin
+
+    made = dict(rounds=rounds, calls=CALLS, batches=BATCHES, report=[row._asdict() for row in plugin.report()])
+    with open(job["result"], "w") as f:
+        json.dump(made, f)
+
+
+if __name__ == "__main__":
+    main()
