@@ -298,7 +298,7 @@ PROMPTS = [
     *((PREFILLS, DECAYS | more | dict(lower_bound=bound)) for more in PARAMETERS for bound in (None, -5.0, -99.0)),
     (AUTO, dict(beta=normal(1, TOTAL, HV, seed=8), use_beta_sigmoid_in_kernel=True)),
     (PREFILLS, doubtful),
-    *((PREFILLS, functools.partial(half, dtype, state)) for dtype in (BF16, FP16) for state in (FP32, BF16)),
+    *((PREFILLS, functools.partial(half, dtype, state)) for dtype in (BF16, FP16) for state in (FP32, BF16, FP16)),
 ]
 
 
@@ -326,6 +326,14 @@ def test_prefill_into_the_tensors_given(given):
     got = check_prefill(AUTO, prompts() | dict(initial_state=initial_state, out=out, final_state=final))
     assert got[0] is out
     assert got[1] is final
+
+
+def test_a_final_state_in_fp16_saturates():
+    x = prompts()
+    final = torch.zeros(*states().shape, dtype=FP16)
+    cula.kda_prefill(**x | dict(v=torch.full_like(x["v"], 1e6)), final_state=final)
+    assert torch.isfinite(final).all()
+    assert (final.abs() == 65504).any()
 
 
 # ------------------------------------------------------------------------------------------------ for test_adapters.py
@@ -454,11 +462,11 @@ REFUSED = {
         (STEPS, dict(A_log=ZEROS(HV).bfloat16()), "A_log"),
         (STEPS, dict(dt_bias=ZEROS(HV, K).half()), "dt_bias"),
         (STEPS, dict(initial_state_indices=[*SLOTS]), "state_indices: "),
-        *((AUTO, dict(final_state=states().to(dtype)), "^final_state: ") for dtype in (FP16, FP64)),
+        *((AUTO, dict(final_state=states().to(dtype)), "^final_state: ") for dtype in (torch.int64, FP64)),
         *((FLUSHES, dict(accept_len=x), "^accept_len: ") for x in (1.0, None, True, [1, 2, 3])),
         ((VERIFY, FLUSH), dict(d_buffer=buffers()["d_buffer"].bfloat16()), "buffer.u"),
         (PREFILLS, dict(A_log=ZEROS(HV).bfloat16()), "A_log"),
-        (PREFILLS, dict(initial_state=states(dtype=FP16)), "initial_state"),
+        (PREFILLS, dict(initial_state=states(dtype=FP64)), "initial_state"),
         (AUTO, dict(out=ZEROS(1, TOTAL, HV, V).bfloat16()), "^out: "),
         (AUTO, dict(use_cp=True), "use_cp"),
     ],

@@ -200,7 +200,7 @@ FROZEN = dict(disable_state_update=True)
 ONE, PACKED = (lambda: inputs(KDA, t=1)), (lambda: packed([0, 1, 2, 3]))
 ACCEPTED = [
     *((DECODES, functools.partial(plain, t=t)) for t in (1, T, 16)),
-    *((DECODES, functools.partial(plain, t=1, dtype=dtype, state_dtype=BF16)) for dtype in (BF16, FP16)),
+    *((DECODES, functools.partial(plain, t=1, dtype=dtype, state_dtype=state)) for dtype in (BF16, FP16) for state in (BF16, FP16)),
     (DECODES, shrunk),
     *((GDN, lambda name, t=t: nan_in(1, inputs(name, t=t)) | dict(initial_state_indices=ints(0, -1, 3))) for t in (1, T)),
     *((KDA, lambda name, t=t: nan_in(1, inputs(name, t=t)) | dict(ssm_state_indices=ints(0, -1, 3))) for t in (1, T)),
@@ -397,11 +397,11 @@ PROMPTS = [
         for l2norm in (False, True)
         for scale in (None, 0.0, 0.7, np.float32(0), np.float32(0.7), np.int64(2))
     ),
-    *(prompts(dtype=dtype) | dict(initial_state=pool(N, BF16)) for dtype in (BF16, FP16)),
+    *(prompts(dtype=dtype) | dict(initial_state=pool(N, state)) for dtype in (BF16, FP16) for state in (BF16, FP16)),
     *(
         prompts() | into(given, dtype)
         for given in ("no initial state", "another", "the same", "the same as two views")
-        for dtype in (FP32, BF16)
+        for dtype in (FP32, BF16, FP16)
     ),
     *(by_index(fresh, dtype, 9, 2, slot, 0) for fresh in (False, True) for dtype in (FP32, BF16) for slot in (4, -1)),
     *(by_index(fresh, dtype, 9, 2, -1, 9) | dict(output_state=None) for fresh in (False, True) for dtype in (FP32, BF16)),
@@ -417,6 +417,17 @@ def test_a_pool_that_is_only_read_gives_the_bits_of_packed_states():
     x = prompts()
     o = flashinfer.chunk_gated_delta_rule(**x, initial_state=pool(), state_indices=ints(9, 2, 4, 9))
     assert torch.equal(o, flashinfer.chunk_gated_delta_rule(**x, initial_state=pool()[[9, 2, 4, 9]]))
+
+
+@pytest.mark.parametrize("given", ["no initial state", "another", "the same"])
+def test_fp16_states_of_a_prefill_saturate(given):
+    """Also where they are computed in fp32 and copied."""
+    x = prompts() | dict(g=torch.ones(TOTAL, HV), v=torch.full((TOTAL, HV, V), 1e6))
+    state = torch.zeros(N, HV, V, K, dtype=FP16)
+    initial_state = {"no initial state": None, "another": torch.zeros_like(state), "the same": state}[given]
+    flashinfer.chunk_gated_delta_rule(**x, initial_state=initial_state, output_state=state)
+    assert torch.isfinite(state).all()
+    assert (state.abs() == 65504).any()
 
 
 def test_prefill_of_no_sequences():
@@ -557,9 +568,9 @@ REFUSED = {
         (KDA, SPEC | dict(initial_state=None), "largest index"),
         (PREFILL, dict(q=ZEROS(TOTAL, 8, K), k=ZEROS(TOTAL, HV, K)), "H=8, HV=4"),
         *(
-            (PREFILL, {name: ZEROS(N, HV, V, K, dtype=dtype)}, rf"fp16 or fp8 \({name}\)")
+            (PREFILL, {name: ZEROS(N, HV, V, K, dtype=dtype)}, rf"states in fp8 \({name}\)")
             for name in ("initial_state", "output_state")
-            for dtype in (FP16, torch.float8_e4m3fn, torch.float8_e5m2)
+            for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
         ),
         (PREFILL, dict(state_indices=ints(9, 2, 4, 0), output_state=pool()), "another pool"),
         *((PREFILL, {name: ZEROS(TOTAL, HV).requires_grad_()}, f"{name} requires grad") for name in ("g", "beta")),

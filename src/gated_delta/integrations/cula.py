@@ -8,8 +8,8 @@ others, for N sequences of T tokens, 1 in kda_decode and up to 16 elsewhere:
     a [N, T, HV, K] or [N, T, HV * K]    the raw gate of -exp(A_log) * softplus(a + dt_bias)
     b [N, T, HV]                         the logit of beta
     A_log [HV], dt_bias [HV, K]          fp32, dt_bias also bf16; dimensions of size 1 are ignored, dt_bias may be [HV * K]
-    initial_state_source [P, HV, V, K]   the pool, fp32 or bf16, K contiguous; written in place. Where it is only read it may be
-                                         [P, HV, K, V] (state_layout="kv"); then the slots named are copied
+    initial_state_source [P, HV, V, K]   the pool, fp32, bf16 or fp16, K contiguous; written in place. Where it is only read it may
+                                         be [P, HV, K, V] (state_layout="kv"); then the slots named are copied
     initial_state_indices [N]            its slots, int32 or int64; slot n when None
     scale                                K**-0.5 when None
     out [N, T, HV, V]                    in v's dtype; written and returned
@@ -36,6 +36,7 @@ from torch import Tensor
 
 from .. import Gate, KVBuffer, decode, flush, prefill, verify
 from ..problem import MAX_DRAFT, STATE_DTYPES, integer
+from ..reference import rounded
 from .checks import (
     check_writes,
     copy_target,
@@ -81,9 +82,9 @@ def kda_prefill(
     use_gate_in_kernel the log decay itself, and A_log, dt_bias and lower_bound are not looked at.
     safe_gate: together with use_gate_in_kernel asks for a lower_bound in [-5, 0). False, an error in cuLA, asks for nothing.
     beta: [B, T, HV], the write strength; its logit with use_beta_sigmoid_in_kernel.
-    initial_state: [N, HV, V, K], fp32; zeros when None; read, never written. bf16, which cuLA does not take, makes the new final
-    state bf16. Sequences of no tokens keep their state.
-    out: [B, T, HV, V], v's dtype. final_state: [N, HV, V, K], fp32 or bf16, with output_final_state only; the final states are
+    initial_state: [N, HV, V, K], fp32; zeros when None; read, never written. bf16 or fp16, which cuLA does not take, is the new
+    final state's dtype too. Sequences of no tokens keep their state.
+    out: [B, T, HV, V], v's dtype. final_state: [N, HV, V, K], fp32, bf16 or fp16, with output_final_state; the final states are
     computed apart and copied there.
     chunk_indices, cu_seqlens_cpu and use_intracard_cp are not looked at.
 
@@ -113,7 +114,7 @@ def kda_prefill(
         q, k, v, g, beta, gate=gate, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, beta_logits=use_beta_sigmoid_in_kernel,
         cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state, out=out,
     )  # fmt: skip
-    return o, made if final_state is None or made is None else final_state.copy_(made)
+    return o, made if final_state is None or made is None else final_state.copy_(rounded(made, final_state.dtype))
 
 
 def kda_prefill_hopper(
@@ -176,7 +177,7 @@ def kda_decode_mtp(
     lower_bound: below 0; the gate is then lower_bound * sigmoid(exp(A_log) * (a + dt_bias)).
     disable_state_update: the pool stays as it was. Only then may state_layout be "kv".
     intermediate_states_buffer: exactly [N, T, HV, V, K], in the pool's dtype; row n, step t gets the state after token t.
-    A bf16 pool, which cuLA does not take, is rounded after every token.
+    A pool of 16 bits, which cuLA does not take, is rounded after every token.
 
     Returns out. Raises UnsupportedProblem for state_layout="kv" where the pool is written, and beside intermediate_states_buffer,
     which cuLA refuses too.

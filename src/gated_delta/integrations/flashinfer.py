@@ -4,13 +4,13 @@ Parameter names, order, defaults and meaning are FlashInfer's. chunk_gated_delta
 Common to the other three, which are decode, for B sequences of T = 1..16 tokens:
 
     q, k [B, T, H, K], v [B, T, HV, V]   one dtype, bf16, fp16 or fp32, computed in fp32; FlashInfer rounds fp16 to bf16
-    pools [P, HV, V, K]                  bf16 or fp32, K contiguous, any K and V; written in place, returned as they are
+    pools [P, HV, V, K]                  bf16, fp16 or fp32, K contiguous, any K and V; written in place, returned as they are
     indices                              int32 or int64
     scale                                K**-0.5 when None
     output [B, T, HV, V]                 written and returned; one of another dtype than v's is converted to
 
-A bf16 pool is rounded after every token, so that a call with T tokens leaves what T calls leave; FlashInfer stays in fp32 within
-a call. A negative index makes its sequence inactive: zero outputs, nothing written. Each function says where FlashInfer does
+A pool of 16 bits is rounded after every token, so that a call with T tokens leaves what T calls leave; FlashInfer stays in fp32
+within a call. A negative index makes its sequence inactive: zero outputs, nothing written. Each function says where FlashInfer does
 otherwise. Two sequences may not write one slot: where padding shares a slot 0 kept for it, give -1.
 
 What decode and prefill cannot do raises UnsupportedProblem and says what, before anything is written; so do inputs that require
@@ -30,6 +30,7 @@ from torch import Tensor
 
 from .. import Gate, decode, prefill
 from ..problem import INDEX_DTYPES, INPUT_DTYPES, MAX_DRAFT, STATE_DTYPES, integer
+from ..reference import rounded
 from . import checks
 from .checks import floating, rank, refuse, sequence_slots, sequences, tensor
 
@@ -37,7 +38,7 @@ __all__ = ["chunk_gated_delta_rule", "gated_delta_rule_decode_pretranspose", "ga
 
 _refuse = functools.partial(refuse, "FlashInfer")
 
-_REFUSED_STATES = (torch.float16, torch.float8_e4m3fn, torch.float8_e5m2)
+_REFUSED_STATES = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def chunk_gated_delta_rule(
@@ -55,8 +56,8 @@ def chunk_gated_delta_rule(
     g: [total, HV], the decay itself, not its log, from 0 to 1; ones when None. 0 is 0; FlashInfer adds 1e-10 to every decay.
     beta: [total, HV], the write strength; ones when None. FlashInfer asks for both in fp32.
     scale: K**-0.5 when None or 0. use_qk_l2norm_in_kernel: not rounded; FlashInfer rounds the normalised q and k to their dtype.
-    initial_state: [N, HV, V, K], fp32 or bf16; zeros when None.
-    output_state: [N, HV, V, K], fp32 or bf16, or initial_state itself. It gets the final states whenever it is given, whatever
+    initial_state: [N, HV, V, K], fp32, bf16 or fp16; zeros when None.
+    output_state: [N, HV, V, K], those dtypes, or initial_state itself. It gets the final states whenever it is given, whatever
     output_final_state says, as from FlashInfer's Hopper kernels; beside another initial_state they are computed apart and copied.
     A sequence of no tokens leaves its row as it was. Where none is given, that sequence's final state is its initial state.
     state_indices: [N], int32 or int64. output_state is then a pool [P, HV, V, K], and initial_state the same pool or None; slots
@@ -66,7 +67,7 @@ def chunk_gated_delta_rule(
 
     Returns output, or with output_final_state (output, output_state), the very tensors given; without output_state the final states
     are new, in fp32. Raises UnsupportedProblem for states at intervals (state_checkpoints, checkpoint_*), more query than value
-    heads, fp16 and fp8 states, a pool to read that is not the one to write, and the backends "cake_gdn" and "cudnn", other
+    heads, fp8 states, a pool to read that is not the one to write, and the backends "cake_gdn" and "cudnn", other
     hardware's.
     Negative index: FlashInfer does not check; here its sequence is inactive, with zero outputs and nothing written.
     """
@@ -76,7 +77,7 @@ def chunk_gated_delta_rule(
     _no_checkpoints(checkpoint_every_n_tokens, state_checkpoints, checkpoint_cu_starts)
     _refuse(f"more query than value heads (H={q.shape[1]}, HV={v.shape[1]})", q.shape[1] > v.shape[1])
     for name, x in (("initial_state", initial_state), ("output_state", output_state)):
-        _refuse(f"states in fp16 or fp8 ({name})", x is not None and tensor(name, x).dtype in _REFUSED_STATES)
+        _refuse(f"states in fp8 ({name})", x is not None and tensor(name, x).dtype in _REFUSED_STATES)
     N = sequences(cu_seqlens, q.device)
     assert cu_seqlens is not None
     if state_indices is not None:
@@ -124,7 +125,8 @@ def chunk_gated_delta_rule(
         start = None if initial_state is None else tensor("initial_state", initial_state, STATE_DTYPES).float()
         o, final_state = prefill(**tokens, initial_state=start, output_final_state=output_final_state or apart)
         if output_state is not None and final_state is not None:
-            final_state = output_state.copy_(torch.where(_has_tokens(cu_seqlens)[:, None, None, None], final_state, output_state))
+            kept = torch.where(_has_tokens(cu_seqlens)[:, None, None, None], final_state, output_state)
+            final_state = output_state.copy_(rounded(kept, output_state.dtype))
     o = o[0] if output is None else output
     return (o, final_state) if output_final_state and final_state is not None else o
 

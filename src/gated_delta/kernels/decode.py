@@ -155,10 +155,11 @@ class Decode:
             self.state.store_registers(rState, rows)
             cute.arch.sync_threads()
             if cutlass.const_expr(self.single_token):
-                self.step(rState, records, args, coord, o_at, Int32(0))
+                self.step(rState, records, args, coord, o_at, Int32(0), None)
             else:
+                intermediate_row = self.intermediate_row(args, coord)
                 for t in cutlass.range(length, unroll=1):
-                    self.step(rState, records, args, coord, o_at + offset(start, stride.o_t), t)
+                    self.step(rState, records, args, coord, o_at + offset(start, stride.o_t), t, intermediate_row)
             wanted = (write > size.null_index) & ((length > 0) | (write != read))
             final = self.state.load_registers(rState)
             self.state.store(final, self.state.address(args, coord, write, coord.first_row), coord, wanted)
@@ -181,12 +182,12 @@ class Decode:
     # -------------------------------------------------------------------------------------------- one token
 
     @cute.jit
-    def step(self, rState, records, args, coord, o_at, t):
+    def step(self, rState, records, args, coord, o_at, t, intermediate_row):
         """Token t: its o, and the state after it where that is stored."""
         o = self.update(rState, records + t * self.record, args, coord)
         if coord.stores_o:
             store(self.tokens.dtype, o_at + offset(t, args.stride.o_t), o)
-        self.store_intermediate(rState, args, coord, t)
+        self.store_intermediate(rState, args, coord, t, intermediate_row)
 
     def update(self, rState, record, args, coord):
         """Update the rows in rState with the token of a record; returns o of o_row.
@@ -219,29 +220,27 @@ class Decode:
         return o
 
     @cute.jit
-    def store_intermediate(self, rState, args, coord, t):
+    def store_intermediate(self, rState, args, coord, t, intermediate_row):
         """Store the state after token t: to intermediate_states, and to the token's slot of state_indices [N, W]."""
         ptr, stride, size = args.ptr, args.stride, args.size
-        if cutlass.const_expr(self.single_token):
-            self.store_step(rState, args, coord, t)  # a branch would cost 16 registers
-        elif ptr.intermediate_states != 0:
-            self.store_step(rState, args, coord, t)
+        if cutlass.const_expr(intermediate_row is None):  # a single token's: loaded sooner, it would cost 16 registers
+            intermediate_row = self.intermediate_row(args, coord)
+        at = ptr.intermediate_states + offset(intermediate_row, stride.intermediate_states_n)
+        at = at + offset(t, stride.intermediate_states_t) + offset(coord.hv, stride.intermediate_states_h)
+        rows = self.state.load_registers(rState)
+        self.state.store(rows, at + coord.first_row * self.state.row_bytes, coord, intermediate_row >= 0)
         if size.slots_per_sequence != 0 and size.update_state != 0:
             slot_at = ptr.state_indices + offset(coord.n, stride.state_indices_n) + offset(t, stride.state_indices_t)
             slot = load_index(slot_at, size.state_indices_kind, Int32(-1))
             rows = self.state.load_registers(rState)
             self.state.store(rows, self.state.address(args, coord, slot, coord.first_row), coord, slot > size.null_index)
 
-    def store_step(self, rState, args, coord, t):
-        """Store the state after token t to the sequence's row of intermediate_states."""
+    def intermediate_row(self, args, coord):
+        """The sequence's row of intermediate_states, negative where there is none to store to."""
         ptr, stride, size = args.ptr, args.stride, args.size
         row_at = ptr.intermediate_indices + offset(coord.n, stride.intermediate_indices_n)
         own = Int32(select_(ptr.intermediate_states != 0, coord.n, Int32(-1)))
-        row = load_index(row_at, size.intermediate_indices_kind, own)
-        at = ptr.intermediate_states + offset(row, stride.intermediate_states_n)
-        at = at + offset(t, stride.intermediate_states_t) + offset(coord.hv, stride.intermediate_states_h)
-        rows = self.state.load_registers(rState)
-        self.state.store(rows, at + coord.first_row * self.state.row_bytes, coord, row >= 0)
+        return load_index(row_at, size.intermediate_indices_kind, own)
 
     # -------------------------------------------------------------------------------------------- records: q and k
 
