@@ -39,7 +39,7 @@ test-oldest:
 
 # The plug-in in a real SGLang on a CPU, in an environment of its own.
 test-sglang: $(SGLANG)/.ready
-	OMP_NUM_THREADS=1 $(SGLANG)/bin/pytest tests/engines/test_sglang.py
+	OMP_NUM_THREADS=1 $(SGLANG)/bin/pytest tests/engines/test_sglang_kit.py tests/engines/test_sglang.py
 
 # SGLang pins CUDA's build of a newer torch: it comes without its requirements, of which sglang.txt has those that a CPU needs.
 $(SGLANG)/.ready: pyproject.toml Makefile tests/engines/sglang.txt

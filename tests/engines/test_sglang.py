@@ -560,8 +560,10 @@ def test_engine_with_chunked_prefill_and_the_prefix_cache(qwen3_5, expected, tmp
 def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
     run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="extra_buffer"))
     assert run.tokens(0) == run.tokens(1) == expected
-    assert min(run.cached(1)[1:]) >= 256, run.cached(1)
-    assert run.cached(1) == 0
+    kept = run.cached(1)[1]  # of 276 tokens, in chunks of 256 and less: a state from inside one of them
+    assert kept >= 128
+    assert kept % 64 == 0
+    assert run.cached(1)[2] > 256
     assert run.ran.keys() == BOTH
 
 

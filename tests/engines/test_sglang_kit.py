@@ -1,0 +1,99 @@
+"""SGLang's own tests of its GDN and KDA backends, the kits in its wheel, with the plug-in's kernels in the place of the engine's.
+
+On a CPU with stand-ins for what needs CUDA (sglang_cpu.py); on a GPU with the engine as it is, and in CUDA graphs too.
+"""
+
+import sys
+import unittest
+from pathlib import Path
+
+import pytest
+import torch
+
+CUDA = torch.cuda.is_available()
+if not CUDA:
+    sys.path.insert(0, str(Path(__file__).parent))
+    import sglang_cpu
+
+    sglang_cpu.install()
+    torch.cuda.get_rng_state = torch.cuda.set_rng_state = lambda *_, **__: None
+
+from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.plugins import load_plugins
+from sglang.srt.runtime_context import get_context
+from sglang.test.kits.attention_unittest.attention_methods import gdn_attention, kda_attention
+from sglang.test.kits.attention_unittest.runner_modes import cuda_graph_decode_runner as graphs
+from sglang.test.kits.attention_unittest.runner_modes import speculative_target_verify_runner as drafts
+
+from gated_delta.integrations import sglang as plugin
+
+load_plugins()
+CASE = unittest.TestCase()
+BACKEND = "triton" if CUDA else "torch_native"  # of the full-attention layers, of which the kits have none
+SIZES = (
+    dict(head_k_dim=128, head_v_dim=128, dtype=torch.bfloat16, device="cuda") if CUDA else dict(device="cpu", dtype=torch.float32)
+)
+ROUTE = "cute" if CUDA else "reference"
+KITS = dict(
+    GDN=(gdn_attention, gdn_attention.make_gdn_cases(BACKEND), gdn_attention.run_gdn_attention_case),
+    KDA=(kda_attention, kda_attention.make_kda_cases(BACKEND), kda_attention.run_kda_attention_case),
+)
+CASES = [pytest.param(layers, case, id=case.name) for layers, (_, cases, _) in KITS.items() for case in cases]
+
+
+class Context:
+    """The engine's, with the flags that the kits leave alone set to the plug-in's name."""
+
+    def __getattr__(self, name):
+        return getattr(get_context(), name)
+
+    def override_server_args(self, **settings):
+        return get_context().override_server_args(**settings | dict.fromkeys(plugin.FLAGS.values(), plugin.NAME))
+
+
+@pytest.fixture(autouse=True)
+def _the_flags_are_ours(monkeypatch):
+    torch.set_num_threads(1)
+    for kit, _, _ in KITS.values():
+        monkeypatch.setattr(kit, "get_context", Context)
+    plugin._calls.clear()
+
+
+def ran(layers, mode):
+    assert set(plugin._calls) == {f"{layers} {mode} on backend {ROUTE}"}
+
+
+@pytest.mark.parametrize(("layers", "case"), CASES)
+def test_eager(layers, case):
+    KITS[layers][2](CASE, case, **SIZES)
+    ran(layers, "decode" if case.forward_mode.is_decode() else "prefill")
+
+
+def verify_case(layers):
+    kind = gdn_attention.GDNAttentionCase if layers == "GDN" else kda_attention.KDAAttentionCase
+    sizes = dict(num_k_heads=2, num_v_heads=2)
+    mode = dict(forward_mode=ForwardMode.TARGET_VERIFY, page_size=16, prefix_lens=(2, 15, 16), extend_lens=(3, 3, 3))
+    return kind(name=f"{layers}_verify", backend=BACKEND, **mode, **sizes)
+
+
+@pytest.mark.parametrize("layers", KITS)
+def test_drafts_in_a_line(layers):
+    run = drafts.run_gdn_eagle_verify_case if layers == "GDN" else drafts.run_kda_eagle_verify_case
+    run(CASE, verify_case(layers), topk=1, **SIZES)
+    ran(layers, "verify")
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU: CUDA graphs")
+@pytest.mark.parametrize(("layers", "case"), [one for one in CASES if "decode" in one.id])
+def test_decode_in_a_cuda_graph(layers, case):
+    run = graphs.run_gdn_cuda_graph_decode_case if layers == "GDN" else graphs.run_kda_cuda_graph_decode_case
+    run(CASE, case, **SIZES, cuda_graph_capture_batch_size=case.batch_size)
+    ran(layers, "decode")
+
+
+@pytest.mark.skipif(not CUDA, reason="needs a GPU: CUDA graphs")
+@pytest.mark.parametrize("layers", KITS)
+def test_drafts_in_a_cuda_graph(layers):
+    run = drafts.run_gdn_eagle_verify_cuda_graph_case if layers == "GDN" else drafts.run_kda_eagle_verify_cuda_graph_case
+    run(CASE, verify_case(layers), topk=1, **SIZES)
+    ran(layers, "verify")
