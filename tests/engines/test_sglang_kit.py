@@ -6,6 +6,7 @@ On a CPU with stand-ins for what needs CUDA (sglang_cpu.py); on a GPU with the e
 import sys
 import unittest
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,14 +19,19 @@ if not CUDA:
     sglang_cpu.install()
     torch.cuda.get_rng_state = torch.cuda.set_rng_state = lambda *_, **__: None
 
+from sglang.kernels.ops.mamba import mamba_state_scatter_triton as scatter
+from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
+from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.plugins import load_plugins
+from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
 from sglang.test.kits.attention_unittest.attention_methods import gdn_attention, kda_attention
 from sglang.test.kits.attention_unittest.runner_modes import cuda_graph_decode_runner as graphs
 from sglang.test.kits.attention_unittest.runner_modes import speculative_target_verify_runner as drafts
 
 from gated_delta.integrations import sglang as plugin
+from gated_delta.integrations import sglang_kvbuffer as kvbuffer
 
 load_plugins()
 CASE = unittest.TestCase()
@@ -81,6 +87,45 @@ def test_drafts_in_a_line(layers):
     run = drafts.run_gdn_eagle_verify_case if layers == "GDN" else drafts.run_kda_eagle_verify_case
     run(CASE, verify_case(layers), topk=1, **SIZES)
     ran(layers, "verify")
+
+
+def committed(layers, in_kvbuffer):
+    """States and convolution windows after the engine verified three drafts each and committed three, one and two of them."""
+    kit, case = KITS[layers][0], verify_case(layers)
+    name = layers.lower()
+    fixture = getattr(kit, f"build_{name}_attention_fixture")(CASE, case, **SIZES)
+    pool = fixture.runner.req_to_token_pool
+    if in_kvbuffer:
+        state = pool.mamba_pool.mamba_cache
+        shape = SimpleNamespace(temporal=state.temporal.shape[2:], num_k_heads_per_tp=2)
+        dtype = SimpleNamespace(conv=state.conv[0].dtype, temporal=state.temporal.dtype)
+        config = SimpleNamespace(mamba2_cache_params=SimpleNamespace(shape=shape, dtype=dtype))
+        kinds = dict(hybrid_gdn_config=config if layers == "GDN" else None, hybrid_kda_config=config if layers == "KDA" else None)
+        layer_ids = SimpleNamespace(_get_mamba_layer_ids_for_req_pool=lambda: [0], mambaish_config=config, device=SIZES["device"])
+        kvbuffer._built(pool, SimpleNamespace(**kinds, **vars(layer_ids)))
+        assert isinstance(pool.mamba_pool.mamba_cache.intermediate_ssm, kvbuffer.Drafts)
+    batch, inputs = fixture.forward_batch, getattr(kit, f"{name}_fixture_inputs")(fixture)
+    drafts._prepare_target_verify_batch(batch, case, SIZES["device"])
+    batch.spec_info = drafts._make_spec_verify_input(case, batch, topk=1, device=SIZES["device"], spec_kind="eagle")
+    with torch.no_grad(), forward_context(ForwardContext(attn_backend=fixture.backend)):
+        fixture.backend.init_forward_metadata(batch)
+        getattr(kit, f"run_{name}_forward")(fixture, batch, inputs)
+        steps = torch.tensor([2, 0, 1], device=SIZES["device"])
+        fixture.backend.update_mamba_state_after_mtp_verify(steps, None, None, model=None)
+    return kit._ssm_states(fixture), kit._conv_states(fixture)
+
+
+@pytest.mark.parametrize("layers", KITS)
+def test_drafts_in_a_kvbuffer_are_committed_as_the_engine_commits_states(layers, monkeypatch):
+    kvbuffer.register()
+    HookRegistry.apply_hooks()
+    if not CUDA:
+        for name in ("fused_mamba_state_scatter_with_mask", "fused_conv_window_scatter_with_mask"):
+            monkeypatch.setattr(scatter, name, HybridLinearAttnBackend._scatter_speculative_state_with_mask)
+    (states, windows), (ours, our_windows) = (committed(layers, in_kvbuffer) for in_kvbuffer in (False, True))
+    torch.testing.assert_close(ours, states, rtol=1e-5, atol=1e-5)
+    assert torch.equal(our_windows, windows)
+    assert plugin._calls == {f"{layers} verify on backend {ROUTE}": 2}
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU: CUDA graphs")
