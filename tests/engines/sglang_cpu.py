@@ -241,6 +241,7 @@ def install():
         hybrid + "track_mamba_states_all_layers": track_all_layers,
         hybrid + "track_mamba_states_if_needed": track_one_layer,
         "sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward": gated_norm,
+        "sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward": gated_norm,
         "sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer": lambda: True,
     }.items():
         HookRegistry.register(target, function, HookType.REPLACE)

@@ -20,6 +20,7 @@ import sglang_cpu
 sglang_cpu.install()
 
 from sglang.kernels.ops.mamba.mamba_state_scatter_triton import scatter_mamba_states_after_mtp_verify
+from sglang.srt import runtime_context
 from sglang.srt.arg_groups.choices import LINEAR_ATTN_KERNEL_BACKEND_CHOICES
 from sglang.srt.configs import mamba_utils
 from sglang.srt.layers.attention.linear import gdn_backend, kda_backend, utils
@@ -292,6 +293,10 @@ def test_the_pool_keeps_its_scratch_where_flush_cannot_take_its_place(monkeypatc
         assert reason in caplog.text
     with under(speculative_num_draft_tokens=4):
         assert kvbuffer.sizes(configurator) is None  # verify is the engine's
+    monkeypatch.setattr(runtime_context, "max_speculative_num_draft_tokens", lambda: 6)  # of an adaptive algorithm
+    with speculating():
+        assert kvbuffer.sizes(configurator)["T"] == 6
+    monkeypatch.undo()
     monkeypatch.setattr(plugin, "backend_for", lambda x: "cute")
     requests = SimpleNamespace(mamba_pool=configurator.pool(4))
     with speculating():
@@ -512,15 +517,43 @@ def qwen3_5(tmp_path_factory):
     return made
 
 
-@pytest.fixture(scope="session")
-def expected(qwen3_5):
-    """transformers' tokens, in fp32."""
-    import transformers
-
-    model = transformers.AutoModelForCausalLM.from_pretrained(qwen3_5, dtype=torch.float32).eval()
+def by_transformers(model):
+    """Its tokens, in fp32."""
     with torch.inference_mode():
         made = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0] for prompt in PROMPTS]
     return [tokens[len(prompt) :].tolist() for tokens, prompt in zip(made, PROMPTS)]
+
+
+@pytest.fixture(scope="session")
+def expected(qwen3_5):
+    import transformers
+
+    return by_transformers(transformers.AutoModelForCausalLM.from_pretrained(qwen3_5, dtype=torch.float32).eval())
+
+
+@pytest.fixture(scope="session")
+def kimi_linear(tmp_path_factory):
+    """A random model of three KDA layers and one of full attention, and transformers' tokens."""
+    import transformers
+    from safetensors.torch import load_file, save_file
+
+    torch.manual_seed(0)
+    layers = dict(num_hidden_layers=4, layer_types=["linear_attention"] * 3 + ["full_attention"], first_k_dense_replace=4)
+    attention = dict(num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16)
+    sizes = dict(vocab_size=256, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, v_head_dim=16)
+    rest = dict(linear_num_heads=2, linear_head_dim=32, num_local_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1)
+    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=None, max_position_embeddings=1024, initializer_range=0.2)
+    config = transformers.KimiLinearConfig(**layers, **attention, **sizes, **rest, **tokens)
+    model = transformers.KimiLinearForCausalLM(config).float().eval()
+    made = tmp_path_factory.mktemp("models") / "kimi_linear"
+    model.save_pretrained(made)
+    # As released checkpoints have them, which SGLang reads: dense layers' names, and the layers' kinds in one table.
+    weights = {name.replace("block_sparse_moe", "mlp"): x.clone() for name, x in load_file(made / "model.safetensors").items()}
+    save_file(weights, made / "model.safetensors", metadata=dict(format="pt"))
+    table = dict(kda_layers=[1, 2, 3], full_attn_layers=[4], num_heads=2, head_dim=32, short_conv_kernel_size=4)
+    config = json.loads((made / "config.json").read_text()) | dict(linear_attn_config=table, mla_use_nope=True)
+    (made / "config.json").write_text(json.dumps(config))
+    return made, by_transformers(model)
 
 
 class Run:
@@ -565,6 +598,13 @@ def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
     assert kept % 64 == 0
     assert run.cached(1)[2] > 256
     assert run.ran.keys() == BOTH
+
+
+def test_engine_with_kda_layers(kimi_linear, tmp_path):
+    model, tokens = kimi_linear
+    run = Run(model, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer"))
+    assert run.tokens(0) == run.tokens(1) == tokens
+    assert run.ran.keys() == {f"KDA {mode} on backend reference" for mode in ("decode", "prefill")}
 
 
 def test_engine_runs_its_own_kernels_where_ours_cannot(qwen3_5, expected, tmp_path):

@@ -114,8 +114,7 @@ def _dispatcher_made(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
 
 def kernel_class(triton: type) -> Any:
     """Our kernels as a class of the engine's, over its TritonGDNKernel or TritonKDAKernel, which runs what ours cannot."""
-    layers = "KDA" if "KDA" in triton.__name__ else "GDN"
-    return type(f"GatedDelta{layers}Kernel", (Operations, triton), dict(layers=layers))
+    return type(f"GatedDelta{triton.__name__}", (Operations, triton), dict(layers="KDA" if "KDA" in triton.__name__ else "GDN"))
 
 
 class Operations:

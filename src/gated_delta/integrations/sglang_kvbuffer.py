@@ -45,9 +45,9 @@ def register() -> None:
 
 def sizes(configurator: Any) -> dict[str, Any] | None:
     """KVBuffer.empty's arguments but for the rows, for the engine that this pool configurator is of; None if its scratch stays."""
-    from sglang.srt.runtime_context import get_exec, get_memory, get_spec
+    from sglang.srt.runtime_context import get_exec, get_memory, get_spec, max_speculative_num_draft_tokens
 
-    drafts, tree = get_spec().speculative_num_draft_tokens, (get_spec().speculative_eagle_topk or 1) > 1
+    drafts, tree = max_speculative_num_draft_tokens(), (get_spec().speculative_eagle_topk or 1) > 1
     if drafts is None or "verify" not in plugin.chosen() or not plugin.supported():
         return None
     params = (configurator.hybrid_gdn_config or configurator.hybrid_kda_config) and configurator.mambaish_config.mamba2_cache_params
