@@ -39,7 +39,8 @@ test-oldest:
 
 # The plug-in in a real SGLang on a CPU, in an environment of its own.
 test-sglang: $(SGLANG)/.ready
-	OMP_NUM_THREADS=1 $(SGLANG)/bin/pytest tests/engines/test_sglang_kit.py tests/engines/test_sglang.py
+	OMP_NUM_THREADS=1 $(SGLANG)/bin/pytest tests/engines/test_sglang_kit.py
+	OMP_NUM_THREADS=1 $(SGLANG)/bin/pytest tests/engines/test_sglang.py
 
 # SGLang pins CUDA's build of a newer torch: it comes without its requirements, of which sglang.txt has those that a CPU needs.
 $(SGLANG)/.ready: pyproject.toml Makefile tests/engines/sglang.txt
@@ -47,7 +48,7 @@ $(SGLANG)/.ready: pyproject.toml Makefile tests/engines/sglang.txt
 	$(SGLANG)/bin/pip install -q "torch==$(TORCH)+cpu" || { \
 		$(SGLANG)/bin/pip install -q uv && VIRTUAL_ENV=$(SGLANG) $(SGLANG)/bin/uv pip install -q --torch-backend=cpu torch==$(TORCH); }
 	$(SGLANG)/bin/pip install -q -r tests/engines/sglang.txt
-	$(SGLANG)/bin/pip install -q --no-deps sglang==0.5.23 torchvision datasets timm -e .
+	$(SGLANG)/bin/pip install -q --no-deps sglang==0.5.23 torchvision==0.28.0 datasets timm -e .
 	touch $@
 
 # vLLM's engine on a CPU, from a build of it on PyPI that is not vLLM's own. PyPI's torchaudio and torchcodec are for CUDA.

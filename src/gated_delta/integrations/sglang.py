@@ -12,7 +12,6 @@ import importlib.metadata
 import logging
 import os
 from collections import Counter
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -22,8 +21,7 @@ from gated_delta import api
 from gated_delta.problem import MAX_DRAFT, Gate, KVBuffer, UnsupportedProblem
 
 NAME = "gated_delta"
-VERSIONS = ("0.5.23",)
-"""Releases of SGLang whose calls this plug-in knows; under any other the engine keeps its own kernels."""
+VERSIONS = ("0.5.23",)  # releases of SGLang whose calls this plug-in knows; any other keeps its own kernels
 
 FLAGS = dict(decode="linear_attn_decode_backend", prefill="linear_attn_prefill_backend", verify="linear_attn_verify_backend")
 CHUNK = 64  # tokens from one state that the engine may ask a prefill to keep to the next
@@ -144,7 +142,7 @@ class Operations:
         engine: Any = super()
         return self._step(tokens, given, "", lambda: engine.decode(*tokens, **given))
 
-    def _step(self, tokens: Tokens, given: Given, missing: str, engine: Callable[[], Any]) -> Tensor:
+    def _step(self, tokens: Tokens, given: Given, missing: str, engine: Any) -> Tensor:
         def ours(backend: str) -> Tensor:
             q, k, v, a, b = tokens
             call = self._raw((q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), a, b), given) | _pool(given, q.shape[1])
