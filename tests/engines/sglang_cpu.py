@@ -14,9 +14,6 @@ import types
 import torch
 import torch.nn.functional as F
 
-os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
-torch._C._cpu._is_amx_tile_supported = lambda: False  # else the engine wants more of sgl_kernel
-
 
 class Missing:
     """A name of sgl_kernel that is imported, and must not be called."""
@@ -221,20 +218,27 @@ def track_one_layer(conv, ssm, slots, mask, destinations, count, **_):
 kept = []
 
 
-def install():
-    """Before `import sglang`; and again in each of the engine's processes, which import the driver's module first."""
+def stub():
+    """Stands in for sgl_kernel alone, as where an engine runs on Triton's kernels."""
     sys.meta_path.insert(0, Stub())
     torch.ops.sgl_kernel = Ops()
+    from sglang.srt.utils import patch_torch
+
+    patch_torch.register_fake_if_exists = lambda name: lambda function: function  # of operators that only seem to be there
+
+
+def install():
+    """Before `import sglang`; and again in each of the engine's processes, which import the driver's module first."""
+    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    torch._C._cpu._is_amx_tile_supported = lambda: False  # else the engine wants more of sgl_kernel
     library = torch.library.Library("torchvision", "DEF")  # a package index has CUDA's build, which does not load here
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
     kept.append(library)
     torch.Tensor.pin_memory = lambda self, *_: self
-
+    stub()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-    from sglang.srt.utils import patch_torch
 
-    patch_torch.register_fake_if_exists = lambda name: lambda function: function  # of operators that only seem to be there
     attention, hybrid = "sglang.srt.layers.attention.", "sglang.srt.layers.attention.hybrid_linear_attn_backend."
     for target, function in {
         attention + "linear.kda_backend.causal_conv1d_fn": causal_conv1d_fn_cpu,
