@@ -140,12 +140,11 @@ def decode(model: str, heads: Heads, dtype: torch.dtype, T: int, B: int) -> Cell
     moved = (1 + T) * state_bytes(heads, dtype, B)  # states are read once, and written once or once a token
     sets = sets_within(max(2, min(MOST_SETS, FOOTPRINT / moved)), 4 * moved)  # ours, the copy's, and a peer's own states
     names = ("fp32" if dtype == FP32 else "T=1" if T == 1 else "T>1", f"{kind(model, heads, dtype)} T={T}", f"B={B}")
-    layouts = ("pool",) if T == 1 else ("intermediates", "frozen")
+    return Cell(*names, model, heads, dtype, (T,) * B, moved, sets, decode_cases, pooled, passes=4)
 
-    def cases(cell: Cell) -> list[Case]:
-        return [cell.check("decode", layout) for layout in layouts]
 
-    return Cell(*names, model, heads, dtype, (T,) * B, moved, sets, cases, pooled, passes=4)
+def decode_cases(cell: Cell) -> list[Case]:
+    return [cell.check("decode", layout) for layout in (["pool"] if cell.T == 1 else ["intermediates", "frozen"])]
 
 
 class Pooled(Inputs):
@@ -220,12 +219,11 @@ def speculation(model: str, heads: Heads, dtype: torch.dtype, T: int, B: int, op
     them. bytes: of a chain three passes over the states, of verify everything, of flush the states of sequences with an accepted
     draft. memory_ratio: of what a request's drafts hold until they are accepted, a state each over the KVBuffer.
     """
-    flushed, family, one = op in ("all", "random"), f"{model.upper()} {SHORT[dtype]}", kind(model, heads, dtype)
-    layers = FLUSHED if flushed else 1
+    family, one, layers = f"{model.upper()} {SHORT[dtype]}", kind(model, heads, dtype), FLUSHED if op in ("all", "random") else 1
     states, buffer = layers * state_bytes(heads, dtype, B), layers * kv_buffer(model, heads, T, B).nbytes
     facts: dict[str, Any] = {}
     make: Any = drafts
-    if flushed:
+    if layers > 1:
         m = counts(T if op == "all" else 0, T, B, 0)
         names = (f"flush of {layers} layers, {family}", f"flush of {layers} layers, {op} drafts, {one} T={T}", f"B={B}")
         moved, memory = 2 * states // B * int(m.count_nonzero()), states * (B + 1) // B + buffer + 2 * states
@@ -240,7 +238,7 @@ def speculation(model: str, heads: Heads, dtype: torch.dtype, T: int, B: int, op
         facts |= dict(memory_ratio=T * states / buffer)
 
     def cases(cell: Cell) -> list[Case]:
-        if flushed:
+        if layers > 1:
             return [cell.check("flush", "layers", layers, LAYERS)]
         return [cell.check(checked, "pool") for checked in ([op] if op else ["verify", "flush"])]
 
@@ -348,11 +346,11 @@ def prefill(model: str, heads: Heads, gates: str, shape: str, lengths: tuple[int
     sets = sets_within(max(2, COLD / moved), 4 * moved)  # ours, the copy's, and what peers make of the inputs
     names = (f"{model.upper()} {gates}", f"{model.upper()} {heads[0]}/{heads[1]} {gates}", shape)
     flops, facts = total * heads[1] * (6 * D * D + 8 * CHUNK * D), dict(gates=gates, shape=shape)
+    return Cell(*names, model, heads, FP32, lengths, moved, sets, prefill_cases, prompts, flops=flops, facts=facts)
 
-    def cases(cell: Cell) -> list[Case]:
-        return [cell.case("prefill", "packed", some, SPEEDS[gates]) for some in CHECKED]
 
-    return Cell(*names, model, heads, FP32, lengths, moved, sets, cases, prompts, flops=flops, facts=facts)
+def prefill_cases(cell: Cell) -> list[Case]:
+    return [cell.case("prefill", "packed", some, SPEEDS[cell.facts["gates"]]) for some in CHECKED]
 
 
 @functools.lru_cache(maxsize=4)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import datetime
+import functools
 import math
 import os
 import subprocess
@@ -38,8 +39,7 @@ class Runner:
     backend = "cute"
 
     def __init__(self, peers: Mapping[str, Prepare], device: torch.device, run: dict[str, Any], say: Callable[[str], None]):
-        self.peers, self.device, self.run, self._say = peers, device, run, say
-        self._said: set[str] = set()
+        self.peers, self.device, self.run, self._say = peers, device, run, functools.cache(say)
         self._verdicts: dict[Case, list[str]] = {}
         self.run |= dict(copy_tb_s=0.0, loaded_by_checks=0, loaded_while_timing=0)
 
@@ -72,7 +72,7 @@ class Runner:
             except Exception as problem:
                 if name not in peers:
                     raise
-                peers[name]["reason"] = self._refused(name, cell, problem)
+                peers[name]["reason"] = self._refused(name, problem)
         taken = in_turns(replays)
         timed = {name: some for name, some in calls.items() if name in replays}
         alone = in_turns({name: eager(some, self.device) for name, some in timed.items()})
@@ -95,7 +95,7 @@ class Runner:
                 theirs = [prepare(cell, b) for b in sets]
                 error = difference(sets[0].results(theirs[0]), truth)
             except Exception as problem:  # whatever another library may raise
-                peer["reason"] = self._refused(name, cell, problem)
+                peer["reason"] = self._refused(name, problem)
                 continue
             peer.update(error=error if math.isfinite(error) else None, agrees=error < AGREEMENT)  # NaN does not
             if peer["agrees"]:
@@ -105,11 +105,9 @@ class Runner:
                 self._say(f"{name} {peer['reason']}, not timed: {cell.label}")
         return found
 
-    def _refused(self, name: str, cell: Cell, problem: Exception) -> str:
+    def _refused(self, name: str, problem: Exception) -> str:
         reason = first_line(problem)
-        if (remark := f"{name} {reason}") not in self._said:
-            self._said.add(remark)
-            self._say(f"{name} does not run {cell.label} and what fails alike: {reason}")
+        self._say(f"{name} does not run some cells: {reason}")
         return reason
 
 

@@ -343,7 +343,7 @@ def test_a_missing_peer_is_reported_once_and_the_run_goes_on(runner):
     reason = "ModuleNotFoundError: No module named 'nowhere'"
     assert found[0]["peers"]["missing"] == dict(us=None, error=None, agrees=None, reason=reason, eager_us=None)
     assert len(run.said) == 1
-    assert run.said[0].startswith("missing does not run")
+    assert run.said == [f"missing does not run some cells: {reason}"]
 
 
 def test_a_peer_that_fails_in_the_graph_is_not_fatal(runner):
@@ -672,9 +672,8 @@ def test_results_have_one_form_and_one_cell_a_line(runner, op):
 def test_a_run_is_known_by_date_versions_commit_and_kernels(monkeypatch, runner):
     monkeypatch.setattr(measure, "gemm_tflops", lambda _: 700.0)
     run = runner().run | measure.run_facts(CPU, dict(a="1.0", b=None))
-    assert {tuple(sorted(one)) for op in CELLS for one in record.read(record.RESULTS / f"{op}.json")["runs"]} == {
-        tuple(sorted(run))
-    }
+    for op in CELLS:
+        assert all(set(one) == set(run) for one in record.read(record.RESULTS / f"{op}.json")["runs"])
     assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:]+\+00:00", run["date"])
     assert run["kernels"]["decode"] == compile.sources("decode")
     assert {"verify", "flush", "prefill_scan"} < set(run["kernels"])
@@ -701,7 +700,7 @@ def test_pictures_say_what_they_show(monkeypatch, tmp_path):
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure) or right(figure, *_, **__))
     for op in CELLS:
         content = record.read(record.RESULTS / f"{op}.json")
-        series = list(record.grouped((cell for cell in content["cells"] if cell["peers"]), "series"))[:5]
+        series = list(record.grouped((cell for cell in content["cells"] if cell["peers"]), "series"))[:3]
         content["cells"] = [cell for cell in content["cells"] if cell["series"] in series or not cell["peers"]]
         plot.draw(content, tmp_path / f"{op}.png")
         assert (tmp_path / f"{op}.png").read_bytes().startswith(b"\x89PNG")
@@ -754,12 +753,12 @@ def test_every_part_is_added_to_one_file(tmp_path):
     content = record.read(file)
     assert [cell["label"] for cell in content["cells"]] == [cell.label for cell in DECODES[:3]]
     assert [cell["run"] for cell in content["cells"]] == [0, 1, 1]
-    assert [list(cell["peers"]) for cell in content["cells"]] == [
-        ["a"],
-        ["b", "a"],
-        ["b", "a"],
-    ]  # installed ones, else those asked for
-    assert content["runs"][1]["peers"] == dict(a=torch.__version__.split("+")[0], b=None) | content["runs"][1]["peers"]
+    asked = [list(cell["peers"]) for cell in content["cells"]]
+    assert asked == [["a"], ["b", "a"], ["b", "a"]]  # those that are installed, else those that are asked for
+    assert [one["peers"] for one in content["runs"]] == [
+        dict(a=Peer("torch", ours).version),
+        dict(b=None, a=Peer("torch", ours).version),
+    ]
     assert [one["host_us_of"] for one in content["runs"]] == [DECODES[0].label, DECODES[1].label]  # of the least bytes
     assert not list(tmp_path.glob("*.unfinished"))
 
