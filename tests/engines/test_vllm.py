@@ -74,7 +74,7 @@ def run(
         text=True,
         capture_output=True,
         env=variables | (env or {}),
-        timeout=300,
+        timeout=900,
     )
     log = done.stdout + done.stderr
     assert done.returncode == 0, log

@@ -105,8 +105,9 @@ class Core(GatedDeltaNetAttention):
         """In vLLM's profile run: compiles what serving launches, and takes a large prefill's memory where vLLM measures it."""
         pool, self.warm = self._pool(), True
         arch = compile.arch_of(pool.device)
+        assert arch is not None
         for op, arguments in self._examples(pool, max(tokens, MAX_DRAFT)):
-            if arch is not None and op not in self.tally.refused:
+            if op not in self.tally.refused:
                 for variant in dispatch.variants_of(api.explain(op, **arguments).problem):
                     compile.load(variant, arch)
                 if op == "prefill":
@@ -118,7 +119,7 @@ class Core(GatedDeltaNetAttention):
         refused, m = self.tally.refused, get_forward_context().attn_metadata
         m = m.get(self.prefix) if isinstance(m, dict) else None
         if m is None:  # a profile run: there is no cache yet
-            if "prefill" not in refused and not self.warm:
+            if BACKEND == "cute" and "prefill" not in refused and not self.warm:
                 self._warm_up(len(qkv))
             return "prefill" not in refused
         if (m.num_prefills and "prefill" in refused) or (m.num_decodes + m.num_spec_decodes and "decode" in refused):

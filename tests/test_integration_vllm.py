@@ -1,0 +1,127 @@
+"""What the plug-in for vLLM does before there is an engine; with one: tests/engines/test_vllm.py (make test-vllm)."""
+
+from __future__ import annotations
+
+import gc
+import sys
+from types import ModuleType, SimpleNamespace
+from typing import Any
+
+import pytest
+
+from gated_delta.integrations import vllm as plugin
+
+
+class Engine(SimpleNamespace):
+    """As much of vLLM as registering looks at."""
+
+    registry: dict[str, type]
+    log: list[str]
+
+
+@pytest.fixture
+def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
+    made = Engine(registry={}, log=[])
+
+    def register_oot(name: str) -> Any:
+        assert name not in made.registry
+        return lambda layer: made.registry.setdefault(name, layer)
+
+    contents: dict[str, dict[str, Any]] = {
+        "vllm": dict(__version__="0.33.1"),
+        "vllm.logger": dict(init_logger=lambda name: SimpleNamespace(warning=made.log.append, name=name)),
+        "vllm.platforms": dict(current_platform=SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")),
+        "vllm.model_executor": {},
+        "vllm.model_executor.custom_op": dict(
+            op_registry_oot=made.registry, PluggableLayer=SimpleNamespace(register_oot=register_oot)
+        ),
+        "gated_delta.integrations.vllm_layers": {name: type(name, (), {}) for name in plugin.LAYERS.values()},
+    }
+    for name, values in contents.items():
+        module = ModuleType(name)
+        vars(module).update(values)
+        monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.setenv("GATED_DELTA_VLLM", "1")
+    made.module = sys.modules["vllm"]
+    return made
+
+
+@pytest.mark.parametrize("chosen", [None, "0"])
+def test_nothing_is_imported_unless_chosen(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("GATED_DELTA_VLLM", raising=False)
+    if chosen is not None:
+        monkeypatch.setenv("GATED_DELTA_VLLM", chosen)
+    monkeypatch.setitem(sys.modules, "vllm", None)  # an import of it raises
+    plugin.register()
+
+
+def test_another_value_of_the_switch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("GATED_DELTA_VLLM", "yes")
+    with pytest.raises(ValueError, match="GATED_DELTA_VLLM: expected 0 or 1, got 'yes'"):
+        plugin.register()
+    assert engine.registry == {}
+
+
+def test_layers_are_registered_once(engine: Engine) -> None:
+    for _ in range(2):
+        plugin.register()
+    assert {name: layer.__name__ for name, layer in engine.registry.items()} == plugin.LAYERS
+    assert engine.log == []
+
+
+def test_layers_of_another_plugin_stay(engine: Engine) -> None:
+    engine.registry["KimiGatedDeltaNetAttention"] = other = type("Other", (), {})
+    plugin.register()
+    assert engine.registry.pop("KimiGatedDeltaNetAttention") is other
+    assert len(engine.registry) == len(plugin.LAYERS) - 1
+    (line,) = engine.log
+    assert "KimiGatedDeltaNetAttention was replaced by Other before" in line
+
+
+def test_an_unsupported_release_is_left_alone(engine: Engine) -> None:
+    engine.module.__version__ = "0.34.0rc1"
+    plugin.register()
+    assert engine.registry == {}
+    (line,) = engine.log
+    assert "expected vLLM 0.33.* on cuda, got 0.34.0rc1; vLLM's own kernels run" in line
+
+
+@pytest.mark.parametrize("version", ["0.33.0", "0.33.2+cu130", "0.33.1.post1"])
+def test_supported(version: str) -> None:
+    assert plugin.unsupported(version, "cuda") is None
+
+
+@pytest.mark.parametrize(
+    ("version", "platform", "reason"),
+    [
+        ("0.32.0", "cuda", "expected vLLM 0.33.* on cuda, got 0.32.0"),
+        ("0.330.0", "cuda", "expected vLLM 0.33.* on cuda, got 0.330.0"),
+        ("1.33.0", "cuda", "expected vLLM 0.33.* on cuda, got 1.33.0"),
+        ("dev", "cuda", "expected vLLM 0.33.* on cuda, got dev"),
+        ("0.33.0", "cpu", "expected vLLM 0.32.* on cpu, got 0.33.0"),
+        ("0.33.0", "rocm", "expected vLLM on cuda or cpu, got rocm"),
+    ],
+)
+def test_unsupported(version: str, platform: str, reason: str) -> None:
+    assert plugin.unsupported(version, platform) == reason
+
+
+class Layer:
+    name = "QwenGatedDeltaNetAttention"
+
+    def __init__(self, prefix: str, **refused: str):
+        self.prefix, self.tally = prefix, plugin.Tally(refused)
+        plugin.layers.add(self)
+
+
+def test_report() -> None:
+    ran, left = Layer("model.layers.10.linear_attn"), Layer("model.layers.9.linear_attn", prefill="K=96")
+    ran.tally.calls.update(decode=2, prefill=1)
+    first, second = plugin.report()
+    assert first == (left.prefix, left.name, "gated_delta", "vLLM: K=96", {})
+    assert str(first) == f"{left.prefix} ({left.name}): decode: gated_delta; prefill: vLLM: K=96; calls: none"
+    assert second == (ran.prefix, ran.name, "gated_delta", "gated_delta", dict(decode=2, prefill=1))
+    assert str(second).endswith("calls: decode 2, prefill 1")
+    del ran, left
+    gc.collect()
+    assert plugin.report() == []  # with the engine's end its layers are gone
