@@ -1,9 +1,11 @@
-"""python -m benchmarks: measure, plot."""
+"""python -m benchmarks: measure, plot, serve."""
 
 from __future__ import annotations
 
+import json
 import re
 from enum import Enum
+from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -14,6 +16,7 @@ from gated_delta.cli import Commands
 from gated_delta.options import DeviceOption, device_option
 from gated_delta.results import Report, make_table, tracked
 
+from . import serve as serving
 from .cells import CELLS
 from .measure import Runner, run_facts
 from .peers import OWN, PEERS
@@ -95,6 +98,40 @@ def plot(files: Annotated[list[Path] | None, typer.Argument(help="JSON of `measu
             raise typer.BadParameter(str(problem), param_hint="FILES") from None
         draw(content, file.with_suffix(".png"))
         typer.echo(f"wrote {file.with_suffix('.png')}")
+
+
+@app.command()
+def serve(
+    engine: Annotated[Enum("Engine", {name: name for name in serving.ENGINES}, type=str), typer.Argument()],  # type: ignore[misc]
+    file: Annotated[Path | None, typer.Argument(help="JSON; benchmarks/results/serve/ENGINE.json.")] = None,
+    model: Annotated[str, typer.Option(help="Whose layers: " + ", ".join(serving.MODELS))] = next(iter(serving.MODELS)),
+    filter: Annotated[str, typer.Option(help="Only cells with this regular expression in their labels: '^8 x'.")] = "",
+    options: Annotated[str, typer.Option(help="The engine's own, as JSON.")] = "{}",
+) -> None:
+    """Time a serving engine, which is installed beside gated_delta, with its own kernels and then with ours."""
+    labels = [label for label in serving.CELLS if re.search(filter, label)]
+    if model not in serving.MODELS or not labels:
+        raise typer.BadParameter(f"expected a model of {', '.join(serving.MODELS)} and a filter of {', '.join(serving.CELLS)}")
+    try:
+        given = dict(json.loads(options))
+    except (ValueError, TypeError):
+        raise typer.BadParameter(f"expected a JSON object, got {options!r}", param_hint="--options") from None
+    if file is None:
+        (RESULTS / "serve").mkdir(exist_ok=True)
+    report = Report(f"benchmarks serve {engine.value}", True, file or RESULTS / "serve" / f"{engine.value}.json")
+    run = run_facts(torch.device("cuda"), {engine.value: metadata.version(engine.value)})
+    made: list[list[dict[str, Any]]] = []
+    with report.measuring():
+        for plugin in (False, True):
+            made.append([])
+            for measured in serving.run(engine.value, model, plugin, labels, given):
+                report.say(f"{'gated_delta' if plugin else engine.value}: {measured}")
+                made[-1].append(measured)
+        starts = [measured.pop(0)["start_s"] for measured in made]
+        run |= dict(model=model, options=given, start_s=dict(zip(("engine", "gated_delta"), starts, strict=True)))
+        cells = [dict(label=cell.pop("cell"), run=0, **cell) for cell in serving.compared(*made)]
+        report.write(dict(command=f"benchmarks serve {engine.value}", runs=[run], cells=cells))
+    report.leave()
 
 
 if __name__ == "__main__":
