@@ -31,7 +31,7 @@ app = typer.Typer(cls=Commands, help="Our kernels against their peers, on one CU
 def measure(
     op: Annotated[Op, typer.Argument(help="speculate: verify and flush.")],
     file: Annotated[Path | None, typer.Argument(help="JSON, other cells of which stay; benchmarks/results/OP.json.")] = None,
-    peers: Annotated[str, typer.Option(help="Such as fla,flashinfer; all of the operation's that are installed.")] = "",
+    peers: Annotated[str, typer.Option(help="Such as fla,flashinfer, or none; all that are installed when not given.")] = "",
     filter: Annotated[str, typer.Option(help="Only cells with this regular expression in their labels: 'KDA 32/32 .* B=8$'.")] = "",
     device: DeviceOption = "auto",
 ) -> None:
@@ -45,7 +45,8 @@ def measure(
         raise typer.BadParameter(f"expected a regular expression, got {filter!r}: {problem}", param_hint="--filter") from None
     if not chosen:
         raise typer.BadParameter(f"no cell of {op.value} matches {filter!r}; one is {next(iter(cells))!r}", param_hint="--filter")
-    names = peers.split(",") if peers else [name for name, peer in known.items() if peer.version]
+    installed = [name for name, peer in known.items() if peer.version]
+    names = {"": installed, "none": []}.get(peers, [name.strip() for name in peers.split(",")])
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(f"expected some of {','.join(known)}, got {','.join(unknown)}", param_hint="--peers")
     asked = (OWN if op is Op.speculate else {}) | {name: known[name] for name in names}

@@ -36,20 +36,20 @@ def draw(content: Mapping[str, Any], file: Path) -> None:
     matplotlib.use("Agg")
     import matplotlib.pyplot as plt
 
-    compared = [cell for cell in content["cells"] if cell["peers"]]
+    compared = [cell for cell in content["cells"] if cell["peers"]] or content["cells"]
     series, names = grouped(compared, "series"), peers_of(compared)
-    rows = -(-len(series) // COLUMNS)
+    rows = max(1, -(-len(series) // COLUMNS))
     size = (4.4 * COLUMNS, 4.6 * rows + 1.6)
     figure, axes = plt.subplots(2 * rows, COLUMNS, figsize=size, squeeze=False, layout="constrained", height_ratios=[3, 2] * rows)
     colors = {peer: f"C{i + 1}" for i, peer in enumerate(dict.fromkeys(name.removesuffix(RAW) for name in names))}
     for i, (name, cells) in enumerate(series.items()):
         row, column = divmod(i, COLUMNS)
         _panels(axes[2 * row][column], axes[2 * row + 1][column], name, cells, names, colors)
-    for i in range(len(series), rows * COLUMNS):
-        for below in (0, 1):
-            axes[2 * (i // COLUMNS) + below][i % COLUMNS].set_axis_off()
+    for axis in axes.flat:
+        if not axis.has_data():
+            axis.set_axis_off()
     labels = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(labels.values(), labels.keys(), loc="outside upper right", ncols=len(labels), fontsize=8)
+    figure.legend(labels.values(), labels.keys(), loc="outside upper right", ncols=max(1, len(labels)), fontsize=8)
     figure.suptitle("\n".join(textwrap.wrap(title(content), 90)), x=0.01, ha="left", fontsize=10)
     said = " ".join([*names, *series])
     notes = [f"above: us per call; below: time over ours, at most {HIGHEST:.0f}, shaded where ours is behind"]

@@ -719,6 +719,8 @@ def test_pictures_say_what_they_show(monkeypatch, tmp_path):
         peer = next(name for name in shown if name in content["cells"][0]["peers"])
         first = [cell for cell in content["cells"] if cell["series"] == series[0]]
         assert shown[peer] == [min(cell["peers"][peer]["us"] / cell["us"], plot.HIGHEST) for cell in first]
+    for some in ([dict(cell, peers={}) for cell in first], []):  # ours alone, or nothing
+        plot.draw(dict(content, cells=some), tmp_path / "alone.png")
 
 
 # ------------------------------------------------------------------------------------------------ the command
@@ -749,7 +751,7 @@ def test_every_part_is_added_to_one_file(tmp_path):
     first = run("measure", "decode", file, "--filter", "B=3")
     assert first.exit_code == 0, first.output
     assert f"{DECODES[0].label}, us: ours 4.00, copy 3.00, a 8.00" in first.output.replace("\n", " ")
-    assert run("measure", "decode", file, "--filter", "B=2", "--peers", "b,a").exit_code == 0
+    assert run("measure", "decode", file, "--filter", "B=2", "--peers", "b, a").exit_code == 0
     content = record.read(file)
     assert [cell["label"] for cell in content["cells"]] == [cell.label for cell in DECODES[:3]]
     assert [cell["run"] for cell in content["cells"]] == [0, 1, 1]
@@ -761,6 +763,8 @@ def test_every_part_is_added_to_one_file(tmp_path):
     ]
     assert [one["host_us_of"] for one in content["runs"]] == [DECODES[0].label, DECODES[1].label]  # of the least bytes
     assert not list(tmp_path.glob("*.unfinished"))
+    assert run("measure", "decode", file, "--filter", "B=3", "--peers", "none").exit_code == 0
+    assert record.read(file)["cells"][0]["peers"] == {}
 
 
 @pytest.mark.usefixtures("gpu", "stand_ins")
