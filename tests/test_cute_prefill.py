@@ -281,11 +281,15 @@ def test_fp16_states_saturate(v, pooled, axis, segments, monkeypatch):
     if axis == "channel":
         call["g"] = torch.zeros(3, 257, HV, D, device="cuda")
     start[..., 1], start[..., 2] = 65504, -65504
+    lens, kept = index(0, 192, 256).expand(3, 3), torch.full((3, 3, HV, D, D), math.nan, dtype=torch.float16, device="cuda")
     if pooled:
         final = start.clone()
-        prefill(call, state=final)
+        prefill(call, state=final, checkpoint_lens=lens, checkpoints=kept)
     else:
-        _, final = prefill(call, initial_state=start, output_final_state=True)
+        _, final = prefill(call, initial_state=start, output_final_state=True, checkpoint_lens=lens, checkpoints=kept)
+    same(kept[:, 0], start)
+    assert torch.isfinite(kept).all()
+    assert (kept[:, 1:, ..., 0] == math.copysign(65504, v)).all()
     assert final.dtype == torch.float16
     assert torch.isfinite(final).all()
     assert (final[..., 0] == math.copysign(65504, v)).all()

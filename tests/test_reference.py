@@ -321,7 +321,7 @@ def prefill_to(t, n, length, state):
 
 
 @pytest.mark.parametrize("axis", ["head", "channel"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("slab", [1, 2**19])
 def test_checkpoints_are_the_states_of_shorter_prefills(axis, dtype, slab, monkeypatch):
     """In a tensor and in slots of the pool, bit for bit, chunk by chunk or all in one slab; nothing else changes."""
@@ -507,6 +507,25 @@ def test_fp16_final_states_and_intermediate_states_saturate():
         assert (steps[..., 0] == 65504).all()
         assert (state[..., 0] == 65504).all()
         assert (o == 1e5).all()
+
+
+@pytest.mark.parametrize("pooled", [False, True])
+def test_fp16_checkpoints_saturate(pooled):
+    """The initial state, one within and the last one, which is the final state."""
+    start = torch.full((N, HV, V, K), -3e4, dtype=torch.float16)
+    lens, slots = torch.tensor([[0, 64, 128]] * N), torch.arange(N, 4 * N).view(N, 3)
+    kept = torch.zeros(N, 3, HV, V, K, dtype=torch.float16)
+    call = dict(**writing(1e5, T=128), checkpoint_lens=lens, backend="reference")
+    if pooled:
+        state = torch.cat([start, kept.flatten(0, 1)])
+        gd.prefill(**call, state=state, checkpoint_indices=slots)
+        kept, final = state[slots], state[:N]
+    else:
+        _, final = gd.prefill(**call, initial_state=start, output_final_state=True, checkpoints=kept)
+    assert torch.equal(kept[:, 0], start)
+    assert (kept[:, 1:, ..., 0] == 65504).all()
+    assert (kept[..., 1:] == start[:, None, ..., 1:]).all()
+    assert torch.equal(kept[:, 2], final)
 
 
 def test_a_token_reads_the_fp16_state_that_the_one_before_left():

@@ -266,7 +266,7 @@ def chunked(
         if after:
             rank_places.setdefault(after // chunk, []).append((row_of[n], place))
         else:
-            place.copy_(state[n])
+            place.copy_(rounded(state[n], place.dtype))
     if not order:
         return state
     state = state.clone()
@@ -297,7 +297,7 @@ def chunked(
             terms.outputs(v, now, o_rank, u, seen)
             terms.advance(u, now)
             for i, place in rank_places.get(rank, ()):
-                place.copy_(now[i * HV : (i + 1) * HV])
+                place.copy_(rounded(now[i * HV : (i + 1) * HV], place.dtype))
         outputs = outputs.transpose(2, 3)
         if isinstance(rows, slice):
             o[rows].unflatten(0, (count, live, chunk)).copy_(outputs)
