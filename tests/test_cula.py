@@ -440,8 +440,6 @@ REFUSED = {
         (FLUSH_ALL, dict(initial_state_source=pool()), "^initial_state_source"),
         (FLUSH_ALL, buffers(), "^d_buffer"),
         (FLUSH_ALL, buffers(L + 1, N, T), "^buffer.u"),
-        (PREFILLS, dict(q=ZEROS(TOTAL, H, K)), "^q: "),
-        (PREFILLS, dict(v=ZEROS(TOTAL, HV, V)), "^v: "),
         (PREFILLS, dict(q=ZEROS(1, TOTAL, 3, K), k=ZEROS(1, TOTAL, 3, K)), "HV"),
         (PREFILLS, dict(g=ZEROS(1, TOTAL, HV)), "^g: "),
         (PREFILLS, dict(g=ZEROS(1, TOTAL, H, K)), "^g: "),
@@ -461,7 +459,6 @@ REFUSED = {
     TypeError: [
         (STEPS, dict(A_log=ZEROS(HV).bfloat16()), "A_log"),
         (STEPS, dict(dt_bias=ZEROS(HV, K).half()), "dt_bias"),
-        (STEPS, dict(initial_state_indices=[*SLOTS]), "state_indices: "),
         *((AUTO, dict(final_state=states().to(dtype)), "^final_state: ") for dtype in (torch.int64, FP64)),
         *((FLUSHES, dict(accept_len=x), "^accept_len: ") for x in (1.0, None, True, [1, 2, 3])),
         ((VERIFY, FLUSH), dict(d_buffer=buffers()["d_buffer"].bfloat16()), "buffer.u"),

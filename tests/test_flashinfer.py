@@ -573,8 +573,6 @@ REFUSED = {
             for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
         ),
         (PREFILL, dict(state_indices=ints(9, 2, 4, 0), output_state=pool()), "another pool"),
-        *((PREFILL, {name: ZEROS(TOTAL, HV).requires_grad_()}, f"{name} requires grad") for name in ("g", "beta")),
-        (PREFILL, dict(initial_state=pool(N, BF16).requires_grad_()), "initial_state requires grad"),
     ],
     ValueError: [
         ((PRETRANSPOSE, KDA, PREFILL), dict(backend="fast"), "^backend"),
@@ -582,9 +580,6 @@ REFUSED = {
         (DECODES, dict(output=ZEROS(B, T, V, HV)), "^out"),
         (DECODES, dict(output=ZEROS(T, HV, V).bfloat16()), "^output"),
         (DECODES, dict(v=ZEROS(B, T, 3, V), output=None), "HV"),
-        (DECODES, dict(q=ZEROS(B, H, K)), "^q: "),
-        (DECODES, dict(v=ZEROS(B, HV, V)), "^v: "),
-        (GDN, dict(a=ZEROS(B, T, HV, K)), "^a: "),
         (GDN, dict(dt_bias=ZEROS(HV, K)), "dt_bias"),
         (GDN, dict(intermediate_states_buffer=ZEROS(B, T - 1, HV, V, K)), "intermediate_states"),
         (PRETRANSPOSE, dict(in_order(PRETRANSPOSE), state=None), "^state: "),
@@ -632,11 +627,8 @@ REFUSED = {
         (KDA, FROZEN | dict(num_accepted_tokens=ints(1, 1, 1)), "^num_accepted_tokens"),
         (KDA, FROZEN | dict(initial_state=None), "^initial_state: "),
         *((PREFILL, dict(cu_seqlens=x), "^cu_seqlens") for x in (ints(), torch.tensor(4), ints(0, 5, 5, 75, 81))),
-        (PREFILL, dict(q=ZEROS(1, TOTAL, H, K)), "^q: "),
-        (PREFILL, dict(v=ZEROS(1, TOTAL, HV, V)), "^v: "),
         (PREFILL, dict(v=ZEROS(TOTAL, 3, V), output=None), "HV"),
         *((PREFILL, dict(g=ZEROS(TOTAL, *shape)), "^g: ") for shape in ((HV, K), (H,))),
-        (PREFILL, dict(beta=ZEROS(TOTAL, HV, K)), "^beta: "),
         *(
             (PREFILL, {name: ZEROS(*shape)}, f"^{name}: ")
             for name in ("initial_state", "output_state")
@@ -646,7 +638,6 @@ REFUSED = {
         (PREFILL, alone(output_final_state=True), "^output_state: "),
         (PREFILL, dict(initial_state=None, state_indices=ints(0, 1)), "^state_indices: "),
         (PREFILL, dict(initial_state=None, state_indices=ints(0, 1, 2, 2)), "two for row 2"),
-        (PREFILL, alone(state_indices=ints([0, 1, 2, 3])), "^state_indices: "),
         (PREFILL, alone(initial_state=ZEROS(HV, V, K)), "^initial_state: "),
         (PREFILL, alone(initial_state=ZEROS(P, HV, K, V)), "^state: "),
         (PREFILL, dict(initial_state=(held := pool(N + 1))[1:], output_state=held[:N]), "^output_state: expected memory apart"),
@@ -665,12 +656,10 @@ REFUSED = {
         (KDA, lambda _: source(False, 0, 1, 2) | COUNTED | dict(initial_state=pool(dtype=BF16)), "intermediate_states"),
         (KDA, dict(num_spec_tokens=2.0), "^num_spec_tokens"),
         (KDA, dict(initial_state_source=[0.0], initial_state_indices=ints(0, 1, 2)), "^initial_state_source: "),
-        (MTP, dict(ssm_state_indices=SLOTS.float()), "^ssm_state_indices: "),
         (MTP, dict(initial_state=None), "^state: "),
         (PREFILL, dict(cu_seqlens=None), "^cu_seqlens: "),
         *((PREFILL, dict(scale=x), "^scale: ") for x in ("1", torch.tensor([0.5, 0.5]))),
         *((PREFILL, {name: pool(N).to(FP64)}, f"^{name}: ") for name in ("initial_state", "output_state")),
-        *((PREFILL, alone(state_indices=x), "^state_indices: ") for x in ([0, 1, 2, 3], ints(0, 1, 2, 3).float())),
         (PREFILL, dict(output=ZEROS(TOTAL, HV, V).bfloat16()), "^out: "),
         (PREFILL, dict(initial_state=None, output_state=pool(N, FP64)), "^state: "),
     ],

@@ -37,20 +37,8 @@ from torch import Tensor
 from .. import Gate, KVBuffer, decode, flush, prefill, verify
 from ..problem import MAX_DRAFT, STATE_DTYPES, integer
 from ..reference import rounded
-from .checks import (
-    check_writes,
-    copy_target,
-    gate_of,
-    gather,
-    rank,
-    refuse,
-    safe_bound,
-    same,
-    sequence_slots,
-    sequences,
-    shaped,
-    tensor,
-)
+from . import checks
+from .checks import rank, refuse, tensor
 
 __all__ = [
     "kda_decode",
@@ -94,21 +82,21 @@ def kda_prefill(
     rank("q", q, "B, T, H, K")
     rank("v", v, "B, T, HV, V")
     rank("g", g, "B, T, HV, K")
-    N, K = q.shape[0] if cu_seqlens is None else sequences(cu_seqlens, q.device), q.shape[3]
+    N, K = q.shape[0] if cu_seqlens is None else checks.sequences(cu_seqlens, q.device), q.shape[3]
     if final_state is not None and not output_final_state:
         raise ValueError("final_state: expected None without output_final_state, got a tensor")
     if final_state is not None:
-        copy_target("final_state", final_state, "N, HV, V, K", [N, *v.shape[2:], K], q.device, STATE_DTYPES)
+        checks.copy_target("final_state", final_state, "N, HV, V, K", [N, *v.shape[2:], K], q.device, STATE_DTYPES)
         read: dict[str, object] = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens, out=out)
-        if initial_state is not None and not same(initial_state, final_state):
+        if initial_state is not None and not checks.same(initial_state, final_state):
             read["initial_state"] = initial_state
-        check_writes(dict(final_state=final_state), read)
+        checks.check_writes(dict(final_state=final_state), read)
     gate = Gate.log()
     if use_gate_in_kernel:
         if A_log is None:
             raise ValueError("A_log: expected a tensor with use_gate_in_kernel=True, got None")
         if safe_gate:
-            safe_bound(lower_bound)
+            checks.safe_bound(lower_bound)
         gate = _gate(A_log, dt_bias, v.shape[2], K, lower_bound)
     o, made = prefill(
         q, k, v, g, beta, gate=gate, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, beta_logits=use_beta_sigmoid_in_kernel,
@@ -190,7 +178,7 @@ def kda_decode_mtp(
     if _k_first(state_layout):
         _refuse(_K_FIRST, not disable_state_update)
         _refuse("states after each token beside state_layout='kv'", intermediate_states_buffer is not None)
-        check_writes(dict(out=out), dict(initial_state_source=state, initial_state_indices=initial_state_indices))
+        checks.check_writes(dict(out=out), dict(initial_state_source=state, initial_state_indices=initial_state_indices))
         state, tokens["state_indices"] = _transposed(state, tokens["state_indices"], [v.shape[2], q.shape[3], v.shape[3]], q)
     if intermediate_states_buffer is not None:
         want, got = [*v.shape, q.shape[3]], list(tensor("intermediate_states_buffer", intermediate_states_buffer).shape)
@@ -295,17 +283,17 @@ def _tokens(
     gate = _gate(A_log, dt_bias, HV, K, lower_bound)
     other = lower_bound is None and (softplus_beta, softplus_threshold) != (1, 20)
     _refuse(f"another softplus (softplus_beta={softplus_beta}, softplus_threshold={softplus_threshold})", other)
-    g, beta = shaped("a", a, [N, T, HV, K], [N, T, HV * K], ones=True), shaped("b", b, [N, T, HV], ones=True)
+    g, beta = checks.shaped("a", a, [N, T, HV, K], [N, T, HV * K], ones=True), checks.shaped("b", b, [N, T, HV], ones=True)
     if indices is not None:
-        sequence_slots("initial_state_indices", indices, N, q.device)
+        checks.sequence_slots("initial_state_indices", indices, N, q.device)
     numbers = dict(scale=scale, qk_l2norm=qk_l2norm, beta_logits=True)
     return dict(q=q, k=tensor("k", k), v=v, g=g, beta=beta, gate=gate, **numbers, state_indices=indices)
 
 
 def _gate(A_log: Tensor, dt_bias: Tensor | None, HV: int, K: int, lower_bound: float | None) -> Gate:
-    rate = shaped("A_log", A_log, [HV], ones=True)
-    bias = None if dt_bias is None else shaped("dt_bias", dt_bias, [HV, K], [HV * K], ones=True)
-    return gate_of(rate, bias, lower_bound)
+    rate = checks.shaped("A_log", A_log, [HV], ones=True)
+    bias = None if dt_bias is None else checks.shaped("dt_bias", dt_bias, [HV, K], [HV * K], ones=True)
+    return checks.gate_of(rate, bias, lower_bound)
 
 
 _K_FIRST = "writing states of [P, HV, K, V] (state_layout='kv')"
@@ -324,7 +312,7 @@ def _transposed(pool: Tensor, indices: Tensor | None, want: list[int], q: Tensor
         raise ValueError(f"initial_state_source: expected shape [P, HV, K, V] = [P, {str(want)[1:]}, got {list(pool.shape)}")
     if indices is None:
         return pool[: len(q)].mT.contiguous(), None
-    return gather("initial_state_source", pool.mT, "P, HV, V, K", "initial_state_indices", indices)
+    return checks.gather("initial_state_source", pool.mT, "P, HV, V, K", "initial_state_indices", indices)
 
 
 def _buffer(d_buffer: Tensor, k_buffer: Tensor, g_buffer: Tensor) -> KVBuffer:
