@@ -16,6 +16,7 @@ import transformers
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src"
+TRAINED = SOURCES / "gated_delta" / "demo" / "tiny_qwen3_5"
 PROMPTS = [
     list(b"The for statement is used to iterate over"),
     list(b"def f(x):\n    return x\n") * 12,
@@ -85,9 +86,8 @@ def expected(model: Any) -> list[list[int]]:
     """transformers' greedy tokens, in fp32, a prompt at a time."""
     tokens = []
     for prompt in PROMPTS:
-        options = dict(
-            max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, use_cache=False
-        )  # its cache wants an attention layer
+        cached = model.config.model_type != "kimi_linear"  # transformers' cache asks for a layer of full attention
+        options = dict(max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, use_cache=cached)
         made = model.float().eval().generate(torch.tensor([prompt]), **options)
         tokens.append(made[0, len(prompt) :].tolist())
     return tokens
@@ -111,7 +111,7 @@ GDN: dict[str, Any] = dict(linear_num_key_heads=2, linear_num_value_heads=4, lin
 
 
 def qwen3_5() -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(SOURCES / "gated_delta" / "demo" / "tiny_qwen3_5", dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_pretrained(TRAINED, dtype=torch.float32)
 
 
 def qwen3_next() -> Any:
@@ -180,9 +180,9 @@ BF16: dict[str, Any] = dict(dtype="bfloat16", enable_prefix_caching=True)  # all
 
 
 @pytest.fixture(scope="session")
-def own(models: Any, tmp_path_factory: pytest.TempPathFactory) -> Run:
+def own(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """vLLM without the plug-in."""
-    return run(tmp_path_factory.mktemp("own"), models(qwen3_5).path, plugin=None, **BF16)
+    return run(tmp_path_factory.mktemp("own"), TRAINED, plugin=None, **BF16)
 
 
 def test_plugin_not_chosen(own: Run) -> None:
@@ -229,14 +229,14 @@ def _all_on_gated_delta(made: Run, *kinds: str) -> None:
     assert "backend reference" in made.log
 
 
-def test_tokens_of_vllm(own: Run, models: Any, tmp_path: Path) -> None:
-    made = run(tmp_path, models(qwen3_5).path, **BF16)
+def test_tokens_of_vllm(own: Run, tmp_path: Path) -> None:
+    made = run(tmp_path, TRAINED, **BF16)
     assert made.tokens == own.tokens
     _all_on_gated_delta(made, "prefill", "decode")
 
 
-def test_layer_left_to_vllm(own: Run, models: Any, tmp_path: Path) -> None:
-    made = run(tmp_path, models(qwen3_5).path, job=dict(refuse=1), **BF16)
+def test_layer_left_to_vllm(own: Run, tmp_path: Path) -> None:
+    made = run(tmp_path, TRAINED, job=dict(refuse=1), **BF16)
     assert made.tokens == own.tokens
     places = [(row["decode"], row["prefill"]) for row in made.report]
     assert places == [("gated_delta",) * 2, ("vLLM: what a test says",) * 2, ("gated_delta",) * 2]
@@ -245,24 +245,24 @@ def test_layer_left_to_vllm(own: Run, models: Any, tmp_path: Path) -> None:
     assert "decode: vLLM: what a test says; prefill: vLLM: what a test says" in made.log
 
 
-def test_engine_that_declines(own: Run, models: Any, tmp_path: Path) -> None:
-    made = run(tmp_path, models(qwen3_5).path, additional_config=dict(gated_delta=False), **BF16)
+def test_engine_that_declines(own: Run, tmp_path: Path) -> None:
+    made = run(tmp_path, TRAINED, additional_config=dict(gated_delta=False), **BF16)
     assert made.tokens == own.tokens
     assert made.calls == {}
     assert {row["decode"] for row in made.report} == {"vLLM: additional_config has gated_delta false"}
 
 
-def test_another_version(own: Run, models: Any, tmp_path: Path) -> None:
-    made = run(tmp_path, models(qwen3_5).path, job=dict(version="0.34.0"), **BF16)
+def test_another_version(own: Run, tmp_path: Path) -> None:
+    made = run(tmp_path, TRAINED, job=dict(version="0.34.0"), **BF16)
     assert made.tokens == own.tokens
     assert made.report == []
     assert made.calls == {}
     assert "expected vLLM 0.32.* on cpu, got 0.34.0; vLLM's own kernels run" in made.log
 
 
-def test_process_of_the_engine(own: Run, models: Any, tmp_path: Path) -> None:
+def test_process_of_the_engine(own: Run, tmp_path: Path) -> None:
     """vLLM loads the plug-in where the layers are. There torch does not stand in for the convolution, and so the layers are vLLM's."""
-    made = run(tmp_path, models(qwen3_5).path, env=dict(VLLM_ENABLE_V1_MULTIPROCESSING="1"), **BF16)
+    made = run(tmp_path, TRAINED, env=dict(VLLM_ENABLE_V1_MULTIPROCESSING="1"), **BF16)
     assert made.tokens == own.tokens
     assert made.report == []
     assert "in QwenGatedDeltaNetAttention: decode: vLLM: vLLM's short convolution needs Triton" in made.log
