@@ -206,6 +206,19 @@ def test_tokens_of_transformers(make: Any, models: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("make", [qwen3_5, kimi_linear])
+def test_checkpoints(make: Any, models: Any, tmp_path: Path) -> None:
+    """Prefills that run past the end of a prefix in cache keep its state, as in vLLM 0.33, whose questions 0.32 does not ask."""
+    model = models(make)
+    made = run(tmp_path, model.path, job=dict(rounds=2, grid=True), max_num_batched_tokens=1024, enable_prefix_caching=True)
+    assert made.tokens == model.tokens
+    assert made.rounds[1]["tokens"] == model.tokens
+    assert made.rounds[1]["cached"][3] >= 256
+    assert made.calls["checkpoints"]
+    assert made.calls["windows"] == made.calls["checkpoints"]
+    _all_on_gated_delta(made, "prefill", "decode")
+
+
+@pytest.mark.parametrize("make", [qwen3_5, kimi_linear])
 def test_drafts(make: Any, models: Any, tmp_path: Path) -> None:
     """Speculative decoding from n-grams, beside prefills too. vLLM's prefix cache and drafts together want Triton."""
     model = models(make)

@@ -91,6 +91,7 @@ def count():
             if type(kwargs["backend"]) is str:  # a run, no question of explain
                 CALLS[name] += 1
                 CALLS["drafts"] += kwargs.get("num_accepted") is not None
+                CALLS["checkpoints"] += kwargs.get("checkpoint_lens") is not None
                 CALLS["prefill from a state"] += name == "prefill" and bool(kwargs["has_initial_state"].any())
             return f(*args, **kwargs)
 
@@ -98,6 +99,29 @@ def count():
 
     for name in ("prefill", "decode"):
         setattr(api, name, counted(name, getattr(api, name)))
+
+
+class Exporter:
+    """Keeps the inputs of the convolution before a checkpoint, in its window of the checkpoint's slot."""
+
+    def __init__(self, state_len):
+        self.state_len = state_len
+
+    def export(self, m, *, raw_qkv, conv_state, cu_seqlens):
+        CALLS["windows"] += 1
+        for n, (offset, slot) in enumerate(zip(m.checkpoint_offsets.tolist(), m.state_indices.tolist(), strict=True)):
+            if slot > 0 and offset >= self.state_len:
+                end = int(cu_seqlens[n]) + offset
+                conv_state[slot, :, : self.state_len] = raw_qkv[end - self.state_len : end].T.to(conv_state.dtype)
+
+
+def ask_for_checkpoints():
+    """vLLM 0.32 has their bookkeeping; what its layers are asked, and one exporter for all of them, are 0.33's."""
+    from vllm.model_executor.layers.mamba import abstract, checkpoint
+
+    abstract.get_mamba_prefill_checkpoint_alignment = lambda config: 64
+    abstract.get_mamba_prefill_checkpoint_grid = lambda config: config.cache_config.mamba_block_size
+    checkpoint.MambaPrefillCheckpointExporter = Exporter
 
 
 def refuse(layer):
@@ -135,6 +159,8 @@ def main():
         import vllm
 
         vllm.__version__ = job["version"]
+    if "grid" in job:
+        ask_for_checkpoints()
     if "refuse" in job:
         refuse(job["refuse"])
     stand_in()

@@ -7,12 +7,14 @@ caches and scheduling stay with vLLM, and so does each operation that gated_delt
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.layers.mamba import abstract, checkpoint
 from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
@@ -24,9 +26,11 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta import __version__, api, compile, dispatch
 from gated_delta.integrations.vllm import Tally, layers, logger, platform
+from gated_delta.kernels.arguments import CHUNK
 from gated_delta.problem import MAX_DRAFT, Gate, UnsupportedProblem
 
 DEVICE = platform()
+GRID = "get_mamba_prefill_checkpoint_grid"  # not in vLLM 0.32
 BACKEND = {"cuda": "cute", "cpu": "reference"}[DEVICE]
 
 
@@ -38,6 +42,7 @@ class Core(GatedDeltaNetAttention):
         HV, V, K = self.get_state_shape()[1]
         self.sizes = (self.conv1d.weight.shape[0] - HV * V) // (2 * K), HV, V, K  # H is what the convolution's channels leave
         self.tally, self.warm = Tally(), False
+        self.aligned = vllm_config.cache_config.mamba_cache_mode == "align" and hasattr(abstract, GRID)
         self._refuse(self._missing(self._pool()) | self._kept_by_vllm(vllm_config))
         layers.add(self)
         runs = "; ".join(f"{op}: {self.tally.place(op)}" for op in ("decode", "prefill"))
@@ -45,7 +50,24 @@ class Core(GatedDeltaNetAttention):
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
+        exported = self._exports()
         self._refuse(self._missing(self.kv_cache[1]))
+        if exported and not self._exports():  # vLLM has blocks for the checkpoints, and its own kernels would leave them unwritten
+            raise RuntimeError(f"gated_delta cannot run {self.prefix} on vLLM's cache as it lies: {self.tally.refused}")
+
+    def _exports(self) -> bool:
+        """Whether prefills keep the states that prefixes in cache end with. Not where vLLM's kernels may get a batch."""
+        return self.aligned and not self.tally.refused
+
+    def get_prefill_checkpoint_alignment(self) -> int | None:
+        return CHUNK if self._exports() else super().get_prefill_checkpoint_alignment()
+
+    def get_kv_cache_spec(self, vllm_config: Any) -> Any:
+        spec = super().get_kv_cache_spec(vllm_config)
+        if not self._exports() or abstract.get_mamba_prefill_checkpoint_alignment(vllm_config) is None:
+            return spec  # another layer of the model keeps none, and so vLLM ends the prefill there
+        grid = getattr(abstract, GRID)(vllm_config)
+        return replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=grid)
 
     def _kept_by_vllm(self, vllm_config: Any) -> dict[str, str]:
         """What is left to vLLM whatever the kernels can run."""
@@ -94,11 +116,10 @@ class Core(GatedDeltaNetAttention):
         one = torch.ones(1, dtype=torch.int32, device=pool.device)
         slots, from_state, cu = dict(state_indices=one), dict(has_initial_state=one.bool()), torch.cat([0 * one, one])
         drafts = dict(state_indices=one.repeat(1, W), num_accepted=one, cu_seqlens=cu * W)
-        calls = [
-            ("prefill", tokens, slots | from_state | dict(cu_seqlens=cu * tokens)),
-            ("decode", 1, slots),
-            ("decode", W, drafts),
-        ]
+        prefill = slots | from_state | dict(cu_seqlens=cu * tokens)
+        calls = [("prefill", tokens, prefill), ("decode", 1, slots), ("decode", W, drafts)]
+        if self.aligned:
+            calls.append(("prefill", tokens, prefill | dict(checkpoint_lens=-one[:, None], checkpoint_indices=one[:, None])))
         return [(op, self._arguments([x[:n] for x in rows], pool, "cu_seqlens" in own, gate) | own) for op, n, own in calls]
 
     def _warm_up(self, tokens: int) -> None:
@@ -157,6 +178,12 @@ class Core(GatedDeltaNetAttention):
             x = causal_conv1d.causal_conv1d_fn(rows[0].T, weight, bias, **own, metadata=m).T
             packed = self._arguments([y[n:] for y in (x, *rows[1:])], self.kv_cache[1], True)
             own = dict(state_indices=m.prefill_state_indices, has_initial_state=m.prefill_has_initial_state)
+            if m.checkpoint is not None and self._exports():
+                last = slice(-len(m.prefill_state_indices), None)  # its rows are those of slots
+                lens, indices = m.checkpoint.checkpoint_offsets, m.checkpoint.state_indices
+                own |= dict(checkpoint_lens=lens[last, None], checkpoint_indices=indices[last, None])
+                windows = checkpoint.MambaPrefillCheckpointExporter(state_len=weight.shape[1] - 1)
+                windows.export(m.checkpoint, raw_qkv=rows[0], conv_state=conv_states, cu_seqlens=m.non_spec_query_start_loc)
             api.prefill(**packed, cu_seqlens=m.prefill_query_start_loc, **own, out=out[None, n:])
             self.tally.calls["prefill"] += 1
         elif m.num_decodes:
