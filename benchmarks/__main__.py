@@ -24,6 +24,7 @@ from .plot import draw
 from .record import RESULTS, Record, merged, read, summary
 
 Op = Enum("Op", {"decode": "decode", "prefill": "prefill", "speculate": "speculate"}, type=str)
+Engine = Enum("Engine", {"sglang": "sglang", "vllm": "vllm"}, type=str)
 app = typer.Typer(cls=Commands, help="Our kernels against their peers, on one CUDA device.", pretty_exceptions_enable=False)
 
 
@@ -103,13 +104,13 @@ def plot(files: Annotated[list[Path] | None, typer.Argument(help="JSON of `measu
 
 @app.command()
 def serve(
-    engine: Annotated[Enum("Engine", {name: name for name in serving.ENGINES}, type=str), typer.Argument()],  # type: ignore[misc]
+    engine: Annotated[Engine, typer.Argument(help="Installed beside gated_delta.")],
     file: Annotated[Path | None, typer.Argument(help="JSON; benchmarks/results/serve/ENGINE.json.")] = None,
     model: Annotated[str, typer.Option(help="Whose layers: " + ", ".join(serving.MODELS))] = next(iter(serving.MODELS)),
     filter: Annotated[str, typer.Option(help="Only cells with this regular expression in their labels: '^8 x'.")] = "",
     options: Annotated[str, typer.Option(help="The engine's own, as JSON.")] = "{}",
 ) -> None:
-    """Time a serving engine, which is installed beside gated_delta, with its own kernels and then with ours."""
+    """Time a serving engine with its own kernels and then with ours."""
     labels = [label for label in serving.CELLS if re.search(filter, label)]
     if model not in serving.MODELS or not labels:
         raise typer.BadParameter(f"expected a model of {', '.join(serving.MODELS)} and a filter of {', '.join(serving.CELLS)}")
