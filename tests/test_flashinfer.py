@@ -580,6 +580,7 @@ REFUSED = {
         (DECODES, dict(output=ZEROS(B, T, V, HV)), "^out"),
         (DECODES, dict(output=ZEROS(T, HV, V).bfloat16()), "^output"),
         (DECODES, dict(v=ZEROS(B, T, 3, V), output=None), "HV"),
+        (GDN, dict(a=ZEROS(B, T, HV, K)), "^a: "),  # decode would take it for KDA
         (GDN, dict(dt_bias=ZEROS(HV, K)), "dt_bias"),
         (GDN, dict(intermediate_states_buffer=ZEROS(B, T - 1, HV, V, K)), "intermediate_states"),
         (PRETRANSPOSE, dict(in_order(PRETRANSPOSE), state=None), "^state: "),
