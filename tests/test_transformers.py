@@ -47,17 +47,9 @@ _GDN = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_di
 _KDA = dict(linear_num_heads=3, linear_head_dim=16)
 _MOE = dict(num_experts=4, num_experts_per_tok=2, moe_intermediate_size=24, shared_expert_intermediate_size=24)
 _MLA = dict(
-    num_attention_heads=2,
-    num_key_value_heads=2,
-    kv_lora_rank=16,
-    qk_nope_head_dim=16,
-    v_head_dim=16,
-    intermediate_size=64,
-    moe_intermediate_size=24,
-    num_experts_per_tok=2,
-    n_group=1,
-    topk_group=1,
-)
+    num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, qk_nope_head_dim=16, v_head_dim=16, intermediate_size=64,
+    moe_intermediate_size=24, num_experts_per_tok=2, n_group=1, topk_group=1,
+)  # fmt: skip
 _QWEN4_INDEXER = dict(
     indexer_n_heads=2,
     indexer_kv_heads=1,
@@ -72,29 +64,18 @@ _GLM5_VISION = dict(
     depth=1, hidden_size=16, num_heads=2, intermediate_size=16, out_hidden_size=48, image_size=28, projection_intermediate_size=16
 )
 
+_KIMI = {**_COMMON, **_MLA, **_KDA}
+_GLM5 = {**_KIMI, **_GLM5_INDEXER, "q_lora_rank": 16, "n_routed_experts": 4}
+_GDN_DENSE = {**_COMMON, **_GDN, "intermediate_size": 64}
+_GDN_MOE = {**_COMMON, **_ATTENTION, **_GDN, **_MOE}
 TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
-    "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", {**_COMMON, **_ATTENTION, **_GDN, **_MOE}),
-    "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**_COMMON, **_ATTENTION, **_GDN, "intermediate_size": 64}),
-    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", {**_COMMON, **_ATTENTION, **_GDN, **_MOE}),
-    "qwen4_exp": ("Qwen4ExpForCausalLM", "Qwen4ExpTextConfig", {**_COMMON, **_ATTENTION, **_GDN, **_MOE, **_QWEN4_INDEXER}),
-    "olmo_hybrid": (
-        "OlmoHybridForCausalLM",
-        "OlmoHybridConfig",
-        {**_COMMON, **_GDN, "num_attention_heads": 2, "intermediate_size": 64},
-    ),
-    "kimi_linear": (
-        "KimiLinearForCausalLM",
-        "KimiLinearConfig",
-        {**_COMMON, **_MLA, **_KDA, "qk_rope_head_dim": 8, "num_local_experts": 4},
-    ),
-    "glm5_next": (
-        "Glm5NextForConditionalGeneration",
-        "Glm5NextConfig",
-        dict(
-            text_config={**_COMMON, **_MLA, **_KDA, **_GLM5_INDEXER, "q_lora_rank": 16, "n_routed_experts": 4},
-            vision_config=_GLM5_VISION,
-        ),
-    ),
+    "qwen3_next": ("Qwen3NextForCausalLM", "Qwen3NextConfig", _GDN_MOE),
+    "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**_GDN_DENSE, **_ATTENTION}),
+    "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", _GDN_MOE),
+    "qwen4_exp": ("Qwen4ExpForCausalLM", "Qwen4ExpTextConfig", {**_GDN_MOE, **_QWEN4_INDEXER}),
+    "olmo_hybrid": ("OlmoHybridForCausalLM", "OlmoHybridConfig", {**_GDN_DENSE, "num_attention_heads": 2}),
+    "kimi_linear": ("KimiLinearForCausalLM", "KimiLinearConfig", {**_KIMI, "qk_rope_head_dim": 8, "num_local_experts": 4}),
+    "glm5_next": ("Glm5NextForConditionalGeneration", "Glm5NextConfig", dict(text_config=_GLM5, vision_config=_GLM5_VISION)),
     "bailing_hybrid": (
         "BailingHybridForCausalLM",
         "BailingHybridConfig",
@@ -151,6 +132,10 @@ def _forward(model: Any, pieces: list[Tensor], cache: Any = None) -> tuple[Tenso
     return torch.cat(logits, 1), cache
 
 
+def near(logits: Tensor, expected: Tensor) -> None:
+    torch.testing.assert_close(logits, expected, rtol=0, atol=TOLERANCE)
+
+
 def _states(cache: Any) -> list[Tensor]:
     return [layer.recurrent_states[0] for layer in cache.layers if hasattr(layer, "recurrent_states")]
 
@@ -196,8 +181,7 @@ def nothing_left_patched() -> Iterator[None]:
 def test_generate_is_the_same(tiny: Tiny) -> None:
     with patch(tiny.model) as handle:
         tokens, logits = _generate(tiny.model)
-    error = (logits - tiny.logits).abs().amax((1, 2))
-    assert error.max() <= TOLERANCE, f"{tiny.name}: largest logit difference by step {error.tolist()}"
+    near(logits, tiny.logits)
     assert torch.equal(tokens, tiny.tokens), f"{tiny.name}: other tokens"
     ran = {row.function: row for row in handle.report()}
     chunk, recurrent = MODELS[tiny.name]
@@ -212,8 +196,7 @@ def test_prompt_in_two_pieces(tiny: Tiny) -> None:
     expected, _ = _forward(tiny.model, pieces)
     with patch(tiny.model) as handle:
         logits, cache = _forward(tiny.model, pieces)
-    error = (logits - expected).abs().max()
-    assert error <= TOLERANCE, f"{tiny.name}: largest logit difference {error}"
+    near(logits, expected)
     assert [row.calls for row in handle.report()] == [2 * LINEAR_LAYERS, 3 * LINEAR_LAYERS], tiny.name
     # The cache holds our layout, so that a decode step transposes nothing.
     assert all(state.mT.is_contiguous() and state.dtype == torch.float32 for state in _states(cache)), tiny.name
@@ -228,8 +211,7 @@ def test_cache_from_the_other_side(tiny: Tiny, patched: str) -> None:
         start, cache = _forward(tiny.model, [prompt])
     with patch(tiny.model) if patched == "decode" else contextlib.nullcontext():
         end, _ = _forward(tiny.model, rest, cache)
-    error = (torch.cat([start, end], 1) - expected).abs().max()
-    assert error <= TOLERANCE, f"{tiny.name}: largest logit difference {error}"
+    near(torch.cat([start, end], 1), expected)
 
 
 def test_bf16(tiny: Tiny) -> None:
@@ -496,48 +478,42 @@ def test_a_subclassed_layer_counts() -> None:
         assert {row.module for row in handle.report()} == {_module("qwen3_5").__name__}
 
 
-@pytest.mark.parametrize(
-    ("models", "message"),
-    [
-        ("llama", "qwen3_next.*got 'llama'"),
-        (["qwen3_5", "qwen9"], "got 'qwen9'"),
-        ("", "got ''"),
-        ([], "got none"),
-        (iter(()), "got none"),
-        (torch.nn.Linear(1, 1), "a Linear"),
-    ],
-    ids=["name", "names", "empty name", "empty", "empty iterator", "model"],
-)
-def test_unknown_models(models: Any, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        patch(models)
+ONE_LINE = r"^models: expected a model.*names of model modules.*or None[^\n]*got "
+REFUSED = [
+    *(
+        (dict(models=models), ValueError, words)
+        for models, words in (
+            ("llama", "qwen3_next.*got 'llama'"),
+            (["qwen3_5", "qwen9"], "got 'qwen9'"),
+            ("", "got ''"),
+            ([], "got none"),
+            (iter(()), "got none"),
+            (torch.nn.Linear(1, 1), "a Linear"),
+        )
+    ),
+    *(
+        (dict(models=models), TypeError, f"{ONE_LINE}{came}[^\n]*$")
+        for models, came in (
+            (3, "int 3"),
+            ([3], "a list with int 3"),
+            (["qwen3_5", None], "a list with NoneType None"),
+            (b"qwen3_5", "a bytes with int 113"),
+            (torch.nn.Linear, "the class Linear"),
+            ([torch.nn.Linear(1, 1)], "a list with Linear"),
+            (torch.zeros(()), "Tensor"),
+        )
+    ),
+    *(
+        (dict(backend=x), ValueError, "backend: expected one of auto.*got " + re.escape(repr(x)))
+        for x in ("cuda", "", 3, None, ["auto"])
+    ),
+]
 
 
-@pytest.mark.parametrize(
-    ("models", "came"),
-    [
-        (3, "got int 3"),
-        ([3], "got a list with int 3"),
-        (["qwen3_5", None], "got a list with NoneType None"),
-        (b"qwen3_5", "got a bytes with int 113"),
-        (torch.nn.Linear, "got the class Linear"),
-        ([torch.nn.Linear(1, 1)], "got a list with Linear"),
-        (torch.zeros(()), "got Tensor"),
-    ],
-    ids=["int", "ints", "None among names", "bytes", "class", "models", "tensor"],
-)
-def test_models_of_another_type(models: Any, came: str) -> None:
-    """One line: the argument, what it may be, what came."""
-    with pytest.raises(TypeError, match=r"^models: expected a model.*names of model modules.*or None") as raised:
-        patch(models)
-    assert came in str(raised.value)
-    assert "\n" not in str(raised.value)
-
-
-@pytest.mark.parametrize("backend", ["cuda", "", 3, None, ["auto"]])
-def test_unknown_backend(backend: Any) -> None:
-    with pytest.raises(ValueError, match="backend: expected one of auto.*got " + re.escape(repr(backend))):
-        patch(backend=backend)
+@pytest.mark.parametrize(("arguments", "kind", "words"), REFUSED)
+def test_refused(arguments: Any, kind: type[Exception], words: str) -> None:
+    with pytest.raises(kind, match=words):
+        patch(**arguments)
 
 
 def test_backend_that_cannot_run() -> None:
