@@ -123,14 +123,18 @@ def serve(
     report = Report(f"benchmarks serve {engine.value}", True, file or RESULTS / "serve" / f"{engine.value}.json")
     run = run_facts(torch.device("cuda"), {engine.value: metadata.version(engine.value)})
     made: list[list[dict[str, Any]]] = []
+    log: list[str] = []
     with report.measuring():
         for plugin in (False, True):
             made.append([])
             for measured in serving.run(engine.value, model, plugin, labels, given):
                 report.say(f"{'gated_delta' if plugin else engine.value}: {measured}")
-                made[-1].append(measured)
+                if "log" in measured:
+                    log.append(measured["log"])
+                else:
+                    made[-1].append(measured)
         starts = [measured.pop(0)["start_s"] for measured in made]
-        run |= dict(model=model, options=given, start_s=dict(zip(("engine", "gated_delta"), starts, strict=True)))
+        run |= dict(model=model, options=given, log=log, start_s=dict(zip(("engine", "gated_delta"), starts, strict=True)))
         cells = [dict(label=cell.pop("cell"), run=0, **cell) for cell in serving.compared(*made)]
         report.write(dict(command=f"benchmarks serve {engine.value}", runs=[run], cells=cells))
     report.leave()

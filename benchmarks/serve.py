@@ -138,7 +138,10 @@ MEASURED = "MEASURED"
 
 
 def run(engine: str, model: str, plugin: bool, labels: list[str], options: dict[str, Any], repeats: int = 2) -> Iterator[Any]:
-    """What an engine that is started for it measures, line by line. Raises RuntimeError with the end of its output if it fails."""
+    """What an engine that is started for it measures, line by line; under "log" what it says of gated_delta, which tells what ran.
+
+    Raises RuntimeError with the end of the engine's output if it fails.
+    """
     job = dict(engine=engine, model=model, plugin=plugin, options=options, cells=labels, repeats=repeats)
     said: list[str] = []
     command = [sys.executable, "-m", "benchmarks.serve", json.dumps(job)]
@@ -147,8 +150,10 @@ def run(engine: str, model: str, plugin: bool, labels: list[str], options: dict[
         for line in process.stdout:
             if line.startswith(MEASURED):
                 yield json.loads(line[len(MEASURED) :])
-            else:
-                said = [*said[-60:], line]
+                continue
+            said = [*said[-60:], line]
+            if "gated_delta" in line and "server_args" not in line:
+                yield dict(log=line.strip())
     if process.returncode:
         raise RuntimeError(f"{engine} ended with {process.returncode}\n{''.join(said)}")
 

@@ -18,6 +18,7 @@ class Engine:
         self.heads = json.load(open(os.path.join(model_path, "config.json")))["linear_num_value_heads"]
         self.ours = options.get("linear_attn_decode_backend") == "gated_delta"
         assert options["load_format"] == "dummy" and options["page_size"] == 64
+        print("gated_delta runs decode" if self.ours else "Triton runs decode", flush=True)
         if self.ours and FAILS:
             raise MemoryError("no room")
     def generate(self, input_ids, sampling_params):
@@ -44,6 +45,7 @@ def test_both_kernels_are_measured_in_every_cell_asked_for(engine):
     engine()
     labels = [label for label in serve.CELLS if label.endswith(" x 512")][:2]
     made = [list(serve.run("sglang", "qwen3_next", plugin, labels, dict(page_size=64), repeats=1)) for plugin in (False, True)]
+    assert made[1].pop(0) == dict(log="gated_delta runs decode")
     assert [row["start_s"] > 0 for row in (made[0].pop(0), made[1].pop(0))] == [True, True]
     records = serve.compared(*made)
     assert [record["cell"] for record in records] == labels == ["1 x 512", "8 x 512"]
@@ -87,5 +89,6 @@ def test_the_file_has_a_line_for_every_cell(engine, tmp_path, monkeypatch):
     assert result.exit_code == 0, result.output
     content = json.loads(file.read_text())
     assert content["runs"][0]["peers"] == {"sglang": "0.5.23"}
+    assert content["runs"][0]["log"] == ["gated_delta runs decode"]
     assert [cell["label"] for cell in content["cells"]] == ["1 x 512"]
     assert sum(line.startswith('  {"label"') for line in file.read_text().splitlines()) == 1
