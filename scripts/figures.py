@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/kernels/decode.md", "docs/kernels/verify.md", "docs/kernels/prefill.md")
+PAGES = ("README.md", "docs/kernels/decode.md", "docs/kernels/verify.md", "docs/kernels/prefill.md", "docs/engines.md")
 
 Cell = dict[str, Any]
 
@@ -130,8 +130,21 @@ def verify_page() -> str:
     return table(*heads, "cached: mean, least", "rollback memory, T=4", rows=rows)
 
 
+def served(engine: str) -> str:
+    rows = {}
+    for cell in cells(f"serve/{engine}"):
+        ttft, tpot = (cell[name] for name in ("ttft_ms", "tpot_ms"))
+        first = f"{ttft['engine']:.1f}, {ttft['gated_delta']:.1f}"
+        each = f"{tpot['engine']:.2f}, {tpot['gated_delta']:.2f}"
+        rows[cell["label"]] = [first, down(cell["ttft_ratio"]), each, down(cell["tpot_ratio"])]
+    heads = ("prompts x tokens", "TTFT, ms: its kernels, ours", "ratio", "TPOT, ms: its kernels, ours", "ratio")
+    return table(*heads, rows=rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
+    "serve sglang": lambda: served("sglang"),
+    "serve vllm": lambda: served("vllm"),
     "decode": lambda: summary("best peer's time over ours", decode()),
     "verify": verify_page,
     "prefill raw": lambda: summary("best peer's time over ours, all from raw inputs", prefill("raw_ratio")),
