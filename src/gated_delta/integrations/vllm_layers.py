@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from inspect import signature
 from typing import Any
 
 import torch
@@ -21,7 +22,6 @@ from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybrid
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops import causal_conv1d
-from vllm.triton_utils import HAS_TRITON
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta import __version__, api, compile, dispatch
@@ -67,6 +67,8 @@ class Core(GatedDeltaNetAttention):
         if not self._exports() or abstract.get_mamba_prefill_checkpoint_alignment(vllm_config) is None:
             return spec  # another layer of the model keeps none, and so vLLM ends the prefill there
         grid = getattr(abstract, GRID)(vllm_config)
+        if grid % CHUNK:  # no state is kept inside a chunk
+            return spec
         return replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=grid)
 
     def _kept_by_vllm(self, vllm_config: Any) -> dict[str, str]:
@@ -78,8 +80,8 @@ class Core(GatedDeltaNetAttention):
         reasons = {
             "additional_config has gated_delta false": not chosen,
             "ReplaySSM keeps tokens beside the states": getattr(vllm_config.cache_config, "use_replayssm", False),
-            "vLLM's short convolution needs Triton": not HAS_TRITON
-            and causal_conv1d.causal_conv1d_fn.__module__ == causal_conv1d.__name__,
+            "vLLM's short convolution ignores drafts": self.num_spec  # as on a CPU
+            and "num_accepted_tokens" not in signature(causal_conv1d.causal_conv1d_update).parameters,
         }
         for reason in [reason for reason, holds in reasons.items() if holds]:
             return dict(decode=reason, prefill=reason)
