@@ -1,6 +1,6 @@
 """One vLLM engine in a process of its own: reads a job (JSON) from stdin, writes what came of it to the file that it names.
 
-On a CPU vLLM has neither Triton nor, for what the layers call, a convolution: torch stands in for the kernels around gated_delta's.
+On a CPU vLLM has no Triton, and its convolution ignores drafts: torch stands in for it where there are some.
 """
 
 import collections
@@ -12,21 +12,7 @@ import torch
 import torch.nn.functional as F
 
 CALLS = collections.Counter()
-BATCHES = collections.Counter()
-
-
-def conv_fn(x, weight, bias, *, activation, conv_states, has_initial_state, cache_indices, query_start_loc, metadata):
-    """x [D, tokens]; the state's first columns are the tokens before these."""
-    out = torch.zeros_like(x)
-    for n, (start, end) in enumerate(itertools.pairwise(query_start_loc.tolist())):
-        slot = int(cache_indices[n])
-        if start < end and slot > 0:
-            held = conv_states[slot, :, : weight.shape[1] - 1]
-            prior = held if has_initial_state[n] else torch.zeros_like(held)
-            window = torch.cat([prior, x[:, start:end].to(held.dtype)], 1)
-            out[:, start:end] = _conv(window, weight, bias, activation)
-            held.copy_(window[:, -held.shape[1] :])
-    return out
+BATCHES = set()
 
 
 def conv_update(
@@ -66,7 +52,7 @@ def _conv(window, weight, bias, activation):
     return F.silu(y).to(window.dtype)
 
 
-def stand_in():
+def stand_in(drafts):
     from llvmlite.binding import ffi
     from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
     from vllm.model_executor.layers.mamba.ops import causal_conv1d
@@ -79,7 +65,8 @@ def stand_in():
     library.__getattr__ = lambda self, name: find(self, name) if name != "__dict__" else object.__getattribute__(self, name)
     Qwen3NextForCausalLM.set_moe_parameters = lambda self: None  # it wants experts, whose kernels want bf16
     olmo_gdn_linear_attn.set_triton_allocator = lambda device: None
-    causal_conv1d.causal_conv1d_fn, causal_conv1d.causal_conv1d_update = conv_fn, conv_update
+    if drafts:
+        causal_conv1d.causal_conv1d_update = conv_update
 
 
 def count():
@@ -90,7 +77,9 @@ def count():
         def call(*args, **kwargs):
             if type(kwargs["backend"]) is str:  # a run, no question of explain
                 CALLS[name] += 1
-                CALLS["drafts"] += kwargs.get("num_accepted") is not None
+                accepted = kwargs.get("num_accepted")
+                CALLS["drafts"] += accepted is not None
+                CALLS.update(f"accepted {n - 1}" for n in ([] if accepted is None else accepted.tolist()))  # the first was no draft
                 CALLS["checkpoints"] += kwargs.get("checkpoint_lens") is not None
                 CALLS["prefill from a state"] += name == "prefill" and bool(kwargs["has_initial_state"].any())
             return f(*args, **kwargs)
@@ -113,6 +102,22 @@ class Exporter:
             if slot > 0 and offset >= self.state_len:
                 end = int(cu_seqlens[n]) + offset
                 conv_state[slot, :, : self.state_len] = raw_qkv[end - self.state_len : end].T.to(conv_state.dtype)
+
+
+def draft_from(answers):
+    """Drafts of 0 to 3 tokens: those that the model is to say, and every fifth another."""
+    from vllm.v1.spec_decode.ngram_proposer import NgramProposer
+
+    def propose(self, num_requests, asking, num_tokens, token_ids, k):
+        drafts = []
+        for row in range(num_requests):
+            n = int(num_tokens[row])
+            said = token_ids[row, :n].tolist()
+            answer = next((a for a in answers if a[:n] == said), []) if row in asking else []
+            drafts.append([x ^ (i % 5 == 0) for i, x in enumerate(answer[n : n + n % (k + 1)], n)])
+        return drafts
+
+    NgramProposer.batch_propose = propose
 
 
 def ask_for_checkpoints():
@@ -147,7 +152,7 @@ def watch():
     def watched(*args, **kwargs):
         m = build(*args, **kwargs)
         kinds = dict(prefill=m.num_prefills, decode=m.num_decodes, drafts=m.num_spec_decodes)
-        BATCHES["+".join(kind for kind, n in kinds.items() if n)] += 1
+        BATCHES.add("+".join(kind for kind, n in kinds.items() if n))
         return m
 
     Builder.build = watched
@@ -161,9 +166,11 @@ def main():
         vllm.__version__ = job["version"]
     if "grid" in job:
         ask_for_checkpoints()
+    if "answers" in job:
+        draft_from(job["answers"])
     if "refuse" in job:
         refuse(job["refuse"])
-    stand_in()
+    stand_in("speculative_config" in job["engine"] and not job.get("own_convolution"))
     count()
     watch()
     from vllm import LLM, SamplingParams
@@ -176,7 +183,7 @@ def main():
         rounds.append(dict(tokens=[list(o.outputs[0].token_ids) for o in outputs], cached=[o.num_cached_tokens for o in outputs]))
     from gated_delta.integrations import vllm as plugin
 
-    made = dict(rounds=rounds, calls=CALLS, batches=BATCHES, report=[row._asdict() for row in plugin.report()])
+    made = dict(rounds=rounds, calls=CALLS, batches=sorted(BATCHES), report=[row._asdict() for row in plugin.report()])
     with open(job["result"], "w") as f:
         json.dump(made, f)
 
