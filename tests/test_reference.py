@@ -347,12 +347,12 @@ def test_checkpoints_are_the_states_of_shorter_prefills(axis, dtype, slab, monke
     assert torch.equal(kept[3, 0], final[3])
     assert torch.equal(kept[0, 1], start[0])
 
-    state, narrow = torch.full((20, HV, V, K), math.nan, dtype=dtype), lens.clamp(min=-9).int()
+    state, lens_i32 = torch.full((20, HV, V, K), math.nan, dtype=dtype), lens.clamp(min=-9).int()
     slots, indices = torch.tensor([7, -1, 0, 3]), torch.arange(8, 20).view(4, 3).flip(0)
     indices[3, 1] = -2
     state[slots[[0, 2, 3]]] = start[[0, 2, 3]]
     pooled_o, _ = gd.prefill(
-        **t, state=state, state_indices=slots, checkpoint_lens=narrow, checkpoint_indices=indices, backend="reference"
+        **t, state=state, state_indices=slots, checkpoint_lens=lens_i32, checkpoint_indices=indices, backend="reference"
     )
     assert torch.equal(pooled_o[:, :150], o[:, :150])
     assert torch.equal(pooled_o[:, 300:], o[:, 300:])

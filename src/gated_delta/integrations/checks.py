@@ -50,7 +50,7 @@ def _long(shape: list[int]) -> list[int]:
 
 
 def gate_of(rate: Tensor, bias: Tensor | None, lower_bound: float | None) -> Gate:
-    """The gate of the peers' KDA: softplus, or, given a lower_bound, the sigmoid above it."""
+    """The gate of the peers and engines: softplus, or, given a lower_bound, the sigmoid above it."""
     return Gate.softplus(rate, bias) if lower_bound is None else Gate.lower_bound(rate, bias, lower_bound)
 
 

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from gated_delta import api
-from gated_delta.problem import MAX_DRAFT, Gate, KVBuffer, UnsupportedProblem
+from gated_delta.integrations.checks import gate_of
+from gated_delta.problem import MAX_DRAFT, KVBuffer, UnsupportedProblem
 
 NAME = "gated_delta"
 VERSIONS = ("0.5.23",)  # releases of SGLang whose calls this plug-in knows; any other keeps its own kernels
@@ -207,7 +208,7 @@ class Operations:
         lead, HV, channels = v.shape[:2], v.shape[2], (q.shape[-1],) if self.layers == "KDA" else ()
         A_log, dt_bias = given["A_log"].reshape(-1).float(), given["dt_bias"].reshape(HV, *channels)
         dt_bias, bound = dt_bias if dt_bias.dtype == torch.bfloat16 else dt_bias.float(), given.get("lower_bound")
-        gate = Gate.softplus(A_log, dt_bias) if bound is None else Gate.lower_bound(A_log, dt_bias, bound)
+        gate = gate_of(A_log, dt_bias, bound)
         g, beta = a.reshape(*lead, HV, *channels), b.reshape(*lead, HV)
         return dict(q=_rows(q), k=_rows(k), v=_rows(v), g=g, beta=beta, beta_logits=True, gate=gate)
 

@@ -25,9 +25,9 @@ from vllm.model_executor.layers.mamba.ops import causal_conv1d
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta import __version__, api, compile, dispatch
+from gated_delta.integrations.checks import gate_of
 from gated_delta.integrations.vllm import Tally, layers, logger, platform
-from gated_delta.kernels.arguments import CHUNK
-from gated_delta.problem import MAX_DRAFT, Gate, UnsupportedProblem
+from gated_delta.problem import CHECKPOINT_INTERVAL, MAX_DRAFT, Gate, UnsupportedProblem
 
 DEVICE = platform()
 GRID = "get_mamba_prefill_checkpoint_grid"  # not in vLLM 0.32
@@ -60,14 +60,14 @@ class Core(GatedDeltaNetAttention):
         return self.aligned and not self.tally.refused
 
     def get_prefill_checkpoint_alignment(self) -> int | None:
-        return CHUNK if self._exports() else super().get_prefill_checkpoint_alignment()
+        return CHECKPOINT_INTERVAL if self._exports() else super().get_prefill_checkpoint_alignment()
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)
         if not self._exports() or abstract.get_mamba_prefill_checkpoint_alignment(vllm_config) is None:
             return spec  # another layer of the model keeps none, and so vLLM ends the prefill there
         grid = getattr(abstract, GRID)(vllm_config)
-        if grid % CHUNK:  # no state is kept inside a chunk
+        if grid % CHECKPOINT_INTERVAL:  # no state is kept in between
             return spec
         return replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=grid)
 
@@ -253,4 +253,4 @@ class Kimi(Core, KimiGatedDeltaNetAttention):
 
     def _gate(self, A_log: Tensor, dt_bias: Tensor) -> Gate:
         dt_bias, bound = dt_bias.view(len(A_log), -1), self.gate_lower_bound
-        return Gate.softplus(A_log, dt_bias) if bound is None else Gate.lower_bound(A_log, dt_bias, bound)
+        return gate_of(A_log, dt_bias, bound)
