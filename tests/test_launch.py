@@ -1227,7 +1227,7 @@ def test_known_calls_on_interleaved_views_are_launched(launches):
         for _ in range(2):
             decode({**call, "v": both[:, :, ::2]}, state=wide[:, 0], out=both[:, :, 1::2])
     assert [launch[0].o for launch in launches] == [x[:, :, 1::2].data_ptr() for x in fused for _ in range(2)]
-    ((_, known),) = remembered("decode")._calls.popitem()[1]
+    ((_, known),) = remembered("decode")._calls.popitem()[1][1]
     assert len(known.placement.known) == 2
 
 

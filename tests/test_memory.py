@@ -215,20 +215,28 @@ def test_interleaved_views_of_one_allocation_are_welcome():
 def test_the_call_cache_asks_where_tensors_are():
     x, y = torch.zeros(40), torch.zeros(8)
     apart = Placement([x, y], [x])
-    assert apart([x.data_ptr(), y.data_ptr()])
+    assert apart((x.data_ptr(), y.data_ptr()))
     for start, fits in ((1000, True), (1159, False), (1160, True), (968, True), (969, False), (1080, False)):
-        assert apart([1000, start]) == (fits and start != 1000)
-    assert Placement([x, y], [])([1000, 1000])
+        assert apart((1000, start)) == ((1000, start) if fits and start != 1000 else None)
+    assert Placement([x, y], [])((1000, 1000))
     empty = torch.zeros(0)
-    assert Placement([x, empty], [x, empty])([1000, 1080])
+    assert Placement([x, empty], [x, empty])((1000, 1080))
+
+
+def test_what_is_made_of_addresses_is_made_once_for_each():
+    x, y, made = torch.zeros(4), torch.zeros(4), []
+    apart = Placement([x, y], [x], made=lambda addresses: made.append(addresses) or len(made))
+    there = (x.data_ptr(), y.data_ptr())
+    assert [apart(there), apart((1600, 3200)), apart((1600, 3216)), apart((1600, 3200)), apart(there)] == [1, 2, 3, 2, 1]
+    assert made == [there, (1600, 3200), (1600, 3216)]
 
 
 def test_remembered_addresses_do_not_grow_without_end():
     x = torch.zeros(4)
     apart = Placement([x], [x])
-    for at in range(1, 1001):
-        assert apart([at * 16])
-    assert len(apart.known) <= Placement.MOST
+    for at in range(1, 2 * Placement.MOST):
+        assert apart((at * 16,))
+        assert len(apart.known) <= Placement.MOST
 
 
 # ------------------------------------------------------------------------------------------------ inference mode

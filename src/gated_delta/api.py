@@ -13,7 +13,7 @@ from torch import Tensor
 
 from . import ops
 from .dispatch import Route, select
-from .memory import Placement
+from .memory import Addresses, Placement, addresses
 from .ops.launch import REDESCRIBE, Operation
 from .problem import LOG, MAX_DRAFT, Gate, KVBuffer
 
@@ -229,13 +229,14 @@ def _node(op: Operation, *arguments: Any) -> Any:
 
 def run(op: Operation, *arguments: Any) -> Any:
     """An eager call: found in the call cache, or described, routed and remembered; on the CuTe backend launched."""
-    known, made = None, REDESCRIBE
+    found, made = None, REDESCRIBE
     try:
-        key, tensors = op.recognise(*arguments)
-        known = op.calls.find(key, tensors)
+        key = op.key(*arguments)
+        found = op.calls.find(key, arguments)
     except (AttributeError, TypeError):
         pass  # an argument of no known kind, as describing the call will say
-    if known is not None:
+    if found is not None:
+        known, tensors = found
         made = known(tensors)
         if made is not REDESCRIBE and made is not ON_REFERENCE:
             return made
@@ -247,11 +248,12 @@ def run(op: Operation, *arguments: Any) -> Any:
             return route
         launch: Any = ReferenceCall() if route.plan is None else op.launch(problem, route.plan, a)
         written, vectors = ([getattr(a, name) for name in names] for names in (op.written(a), launch.vectors))
-        launch.placement = Placement(tensors, written, vectors)
-        if known is None:
-            op.calls.remember(key, tensors, launch)
+        tensors = tuple(x for x in a[: op.num_tensors] if x is not None)
+        launch.placement = Placement(tensors, written, vectors, launch.pointers)
+        if found is None:
+            op.calls.remember(key, arguments, launch)
         else:
-            known.placement.allow([x.data_ptr() for x in tensors])
+            known.placement.allow(addresses(tensors))
         made = launch(tensors)
     if made is ON_REFERENCE:
         a = op.allocated(a)
@@ -269,9 +271,15 @@ class ReferenceCall:
     placement: Placement
     vectors = ()
 
-    def __call__(self, tensors: list[Tensor]) -> object:
-        return ON_REFERENCE if self.placement([x.data_ptr() for x in tensors]) else REDESCRIBE
+    def pointers(self, given: Addresses) -> Addresses:
+        return given
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> object:
+        return REDESCRIBE if self.placement(addresses(tensors)) is None else ON_REFERENCE
 
 
 def _traced(x: object) -> bool:
-    return torch.compiler.is_compiling() or (isinstance(x, Tensor) and type(x) not in (Tensor, torch.nn.Parameter))
+    return torch.compiler.is_compiling() or (type(x) not in PLAIN and isinstance(x, Tensor))
+
+
+PLAIN = (Tensor, torch.nn.Parameter)

@@ -7,6 +7,7 @@ outcome depends on types, shapes, strides, dtypes and devices, and on whether me
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from operator import itemgetter
 from typing import Any, Generic, TypeVar
 
 import torch
@@ -38,30 +39,46 @@ def _same(tensors: Sequence[Tensor]) -> Callable[..., bool]:
     return check if check(*tensors) else _same_by_python(tensors)  # it wants every tensor once
 
 
+Check = Callable[..., bool]
+Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
+
+
+def _picker(arguments: Sequence[Any]) -> Picker:
+    """What takes from arguments like these the tensors among them."""
+    places = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
+    return itemgetter(*places) if len(places) > 1 else lambda some: tuple(some[i] for i in places)
+
+
 class CallCache(Generic[Value]):
     """What was worked out for a call, found again for calls like it.
 
-    A call's key says everything but the facts of its tensors: flags and numbers, with their types where 1 must not pass for True.
-    Calls of one key are compared one by one, so a size that varies from call to call belongs in it.
+    A call's key says everything but the facts of its tensors: which arguments are tensors, flags and numbers, with their types
+    where 1 must not pass for True. Calls of one key are compared one by one, so a size that varies from call to call belongs in it.
     """
 
     MOST = 4096
     """Calls remembered; past it all are forgotten, and worked out again as they come."""
 
     def __init__(self) -> None:
-        self._calls: dict[Any, list[tuple[Callable[..., bool], Value]]] = {}
+        self._calls: dict[Any, tuple[Picker, list[tuple[Check, Value]]]] = {}
         self._count = 0
 
-    def find(self, key: tuple[Any, ...], tensors: Sequence[Tensor]) -> Value | None:
-        for same, value in self._calls.get(key, ()):
+    def find(self, key: tuple[Any, ...], arguments: Sequence[Any]) -> tuple[Value, tuple[Tensor, ...]] | None:
+        """What is remembered of calls like this one, and the tensors among its arguments."""
+        if (similar := self._calls.get(key)) is None:
+            return None
+        pick, calls = similar
+        tensors = pick(arguments)
+        for same, value in calls:
             if same(*tensors):
-                return value
+                return value, tensors
         return None
 
-    def remember(self, key: tuple[Any, ...], tensors: Sequence[Tensor], value: Value) -> None:
+    def remember(self, key: tuple[Any, ...], arguments: Sequence[Any], value: Value) -> None:
         if self._count >= self.MOST:
             self.clear()
-        self._calls.setdefault(key, []).append((_same(tensors), value))
+        pick, calls = self._calls.setdefault(key, (_picker(arguments), []))
+        calls.append((_same(pick(arguments)), value))
         self._count += 1
 
     def clear(self) -> None:

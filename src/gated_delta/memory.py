@@ -7,7 +7,8 @@ pool, the parts of a fused projection) are apart.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 from torch import Tensor
 
@@ -79,46 +80,55 @@ def _reaches(terms: Sequence[Term], low: int, high: int) -> bool:
     return search(0, low, high)
 
 
+Addresses = tuple[int, ...]
+_data_ptr = Tensor.data_ptr
+
+
+def addresses(tensors: Iterable[Tensor]) -> Addresses:
+    return tuple(map(_data_ptr, tensors))
+
+
 class Placement:
     """Whether a call's tensors lie as its kernels need it: for calls with tensors of the same shapes, strides and dtypes.
 
     What is written is apart from all else, and the tensors accessed in vectors start at a multiple of 16 bytes. Made of tensors of
-    which the former was found; addresses are remembered, so that a call that comes again costs a comparison.
+    which the former was found. `known` has what `made` makes of addresses, so that a call that comes again costs a look-up.
     """
 
-    MOST = 256
-    """Addresses remembered; each layer of a model, with a pool of its own, comes back to its own."""
+    MOST = 1024
+    """Calls' addresses remembered; each layer of a model, with a pool of its own, comes back to its own."""
 
-    def __init__(self, tensors: Sequence[Tensor], written: Iterable[Tensor | None], vectors: Iterable[Tensor | None] = ()):
+    def __init__(
+        self,
+        tensors: Sequence[Tensor],
+        written: Iterable[Tensor | None],
+        vectors: Iterable[Tensor | None] = (),
+        made: Callable[[Addresses], Any] = lambda addresses: addresses,
+    ):
         def places(some: Iterable[Tensor | None]) -> list[int]:
             some = list(some)
             return [i for i, x in enumerate(tensors) if any(x is y for y in some)]
 
         self._extents = {i: size for i, x in enumerate(tensors) if (size := extent(x))}
-        self._written, self._vectors = places(written), places(vectors)
-        self.key = self._written[-1] if self._written else 0
-        """Which tensor's address finds the others' in `known`."""
-        self.known: dict[int, list[int]] = {}
-        self.allow([x.data_ptr() for x in tensors])
+        self._written, self._vectors, self._made = places(written), places(vectors), made
+        self.known: dict[Addresses, Any] = {}
+        self.allow(addresses(tensors))
 
-    def __call__(self, pointers: list[int]) -> bool:
-        """True where they do; False where ranges meet, rows are unaligned or memory was freed: the call is to be described anew."""
-        if self.known.get(pointers[self.key]) == pointers:
-            return True
-        if self._meet(pointers):
-            return False
-        return self.allow(pointers)
+    def __call__(self, pointers: Addresses) -> Any | None:
+        """What is made of them; None where ranges meet, rows are unaligned or memory was freed: describe the call anew."""
+        made = self.known.get(pointers)
+        return self.allow(pointers) if made is None and not self._meet(pointers) else made
 
-    def allow(self, pointers: list[int]) -> bool:
+    def allow(self, pointers: Addresses) -> Any | None:
         """Remember addresses at which the tensors are apart, unless one that is accessed in vectors is unaligned there."""
         if any(pointers[i] & 15 for i in self._vectors):
-            return False
+            return None
         if len(self.known) >= self.MOST:
             self.known.clear()
-        self.known[pointers[self.key]] = list(pointers)
-        return True
+        made = self.known[pointers] = self._made(pointers)
+        return made
 
-    def _meet(self, pointers: list[int]) -> bool:
+    def _meet(self, pointers: Addresses) -> bool:
         extents = self._extents
         for i in self._written:
             start = pointers[i]

@@ -143,14 +143,15 @@ class Replacement:
 
     def _count(self, op: str, tokens: tuple[Tensor, ...], start: Tensor | None, options: dict[str, Any]) -> None:
         q, cu_seqlens = tokens[0], options["cu_seqlens"]
-        tensors = [x for x in (*tokens, start, cu_seqlens) if x is not None]
+        arguments = (*tokens, start, cu_seqlens)
         key = (op, q.shape, options["qk_l2norm"], options.get("output_final_state"), start is None, cu_seqlens is None)
-        tally = self._calls.find(key, tensors)
-        if tally is None:  # asking for the route costs as much as a small call, so once for each kind of call
+        if found := self._calls.find(key, arguments):
+            tally = found[0]
+        else:  # asking for the route costs as much as a small call, so once for each kind of call
             route = api.explain(op, *tokens, **options)
             with self._lock:
                 tally = self._tallies.setdefault((route.backend, route.kernel), _Tally())
-                self._calls.remember(key, tensors, tally)
+                self._calls.remember(key, arguments, tally)
         with self._lock:
             tally.calls += 1
             tally.tokens += q.shape[0] * q.shape[1]

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from .. import compile, reference
 from ..kernels.arguments import FlushSizes, FlushStrides, tile_rows
+from ..memory import Addresses
 from ..problem import Checker, KVBuffer, Problem, flush_sequences, integer
 from .launch import (
     LARGE,
@@ -186,10 +187,13 @@ class FlushLaunch(Launch):
             )
         )
 
-    def __call__(self, tensors: list[Tensor]) -> object | None:
-        pointers = self.pointers(tensors)
+    def pointers(self, given: Addresses) -> Any:
+        return ready((*self.spread(given, 0), *self.layer_strides))
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> object | None:
+        pointers = self.placed(tensors)
         if pointers is None:
             return REDESCRIBE
         if not self.empty:
-            self.launch((*pointers, *self.layer_strides), self.strides, self.sizes)
+            self.launch(pointers, self.strides, self.sizes)
         return None

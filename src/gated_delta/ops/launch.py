@@ -19,7 +19,7 @@ from .. import compile
 from ..call_cache import CallCache
 from ..kernels.arguments import ABSENT as NO_KIND
 from ..kernels.arguments import BF16, FP16, FP32
-from ..memory import Placement
+from ..memory import Addresses, Placement
 from ..problem import Gate, Problem, Tokens, UnsupportedProblem
 
 CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
@@ -58,23 +58,16 @@ class Operation(ABC):
 
     def __init__(self) -> None:
         self.calls: CallCache[Any] = CallCache()
-        self.absent = [torch.empty(0, 0, 0, dtype=torch.complex128) for _ in range(self.num_tensors)]
-        """Stand for the tensors that a call lacks; their address is 0."""
-        self.recognise = self._recogniser()
+        self.key = self._key()
 
-    def _recogniser(self) -> Callable[..., tuple[tuple[Any, ...], list[Tensor]]]:
-        """From a call's arguments to its key in the call cache and its tensors; compiled, as it runs in front of every launch."""
+    def _key(self) -> Callable[..., tuple[Any, ...]]:
+        """From a call's arguments to its key in the call cache; compiled, as it runs in front of every launch."""
         fields = list(get_type_hints(self.arguments).items())
         values = [name for name, _ in fields[self.num_tensors :]]
-        tensors = [
-            name if hint is Tensor else f"absent[{i}] if {name} is None else {name}"
-            for i, (name, hint) in enumerate(fields[: self.num_tensors])
-        ]
         optional = [name for name, hint in fields[: self.num_tensors] if hint is not Tensor]
         of_values, of_tensors = map("type({})".format, values), map("{} is None".format, optional)
-        key = ", ".join([f"{fields[0][0]}.shape", *values, *of_values, *of_tensors, "grad()"])
-        source = f"lambda {', '.join(name for name, _ in fields)}: (({key}), [{', '.join(tensors)}])"
-        return eval(source, dict(absent=self.absent, grad=torch.is_grad_enabled))
+        key = ", ".join([f"{fields[0][0]}.numel()", *values, *of_values, *of_tensors, "grad()"])
+        return eval(f"lambda {', '.join(name for name, _ in fields)}: ({key})", dict(grad=torch.is_grad_enabled))
 
     @abstractmethod
     def describe(self, a: Any) -> Problem:
@@ -132,7 +125,7 @@ def tokens_of(a: Any) -> Tokens:
 
 
 class Launch(ABC):
-    """A launch for calls of given shapes and strides. Called with a call's tensors, the operation's absent ones among them.
+    """A launch for calls of given shapes and strides. Called with the tensors of a call, those that are not None.
 
     Returns the call's result; REDESCRIBE, and nothing is done, where the tensors' addresses ask for another description: their
     memory may overlap, or rows start off a vector's boundary.
@@ -148,21 +141,33 @@ class Launch(ABC):
         arch = compile.arch_of(device)
         assert arch is not None
         self.operation, self.flags = operation, a[operation.num_tensors :]
+        self.places = [i for i, x in enumerate(a[: operation.num_tensors]) if x is not None]
         self.index = device.index
         self.several_devices = torch.cuda.device_count() > 1
         self.functions = [compile.load(variant, arch) for variant in plan.variants]
 
     @abstractmethod
-    def __call__(self, tensors: list[Tensor]) -> Any: ...
+    def __call__(self, tensors: tuple[Tensor, ...]) -> Any: ...
 
-    def pointers(self, tensors: list[Tensor]) -> list[int] | None:
-        """The tensors' addresses; None where the call has to be described anew."""
-        pointers, placement = list(map(_data_ptr, tensors)), self.placement
-        if placement.known.get(pointers[placement.key]) != pointers and not placement(pointers):
-            return None
-        if CHECK:
-            given = (None if x is absent else x for x, absent in zip(tensors, self.operation.absent, strict=True))
-            self.operation.check_indices(self.operation.arguments(*given, *self.flags))
+    def pointers(self, given: Addresses) -> Any:
+        """The kernel's pointers, of the given tensors' addresses: what `placed` returns, made once for each."""
+        return ready(tuple(self.spread(given, 0)))
+
+    def spread(self, given: Sequence[Any], absent: Any) -> list[Any]:
+        """Something of every given tensor, in the places of all of them."""
+        found = [absent] * self.operation.num_tensors
+        for place, x in zip(self.places, given, strict=True):
+            found[place] = x
+        return found
+
+    def placed(self, tensors: tuple[Tensor, ...]) -> Any | None:
+        """`pointers` of the tensors; None where the call has to be described anew."""
+        given, placement = tuple(map(_data_ptr, tensors)), self.placement
+        pointers = placement.known.get(given)
+        if pointers is None:
+            pointers = placement(given)
+        if CHECK and pointers is not None:
+            self.operation.check_indices(self.operation.arguments(*self.spread(tensors, None), *self.flags))
         return pointers
 
     def launch(self, *arguments: Any) -> None:
@@ -189,18 +194,23 @@ class TokensLaunch(Launch):
         self.empty = tokens_of(a).num_sequences == 0
         self.own_output, self.dense_v = a.out is None, a.v.is_contiguous()
 
-    def out(self, tensors: list[Tensor], pointers: list[int]) -> Tensor:
-        """A new out, whose address becomes the last."""
-        v = tensors[2]
-        out = torch.empty_like(v) if self.dense_v else v.new_empty(v.shape)
-        pointers[-1] = out.data_ptr()
-        return out
+    def pointers(self, given: Addresses) -> Any:
+        return self.spread(given, 0)[:-1] if self.own_output else super().pointers(given)
 
-    def __call__(self, tensors: list[Tensor]) -> Any:
-        pointers = self.pointers(tensors)
+    def out(self, tensors: tuple[Tensor, ...]) -> Tensor:
+        """The caller's output, or a new one."""
+        if not self.own_output:
+            return tensors[-1]
+        v = tensors[2]
+        return torch.empty_like(v) if self.dense_v else v.new_empty(v.shape)
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> Any:
+        pointers = self.placed(tensors)
         if pointers is None:
             return REDESCRIBE
-        out = self.out(tensors, pointers) if self.own_output else tensors[-1]
+        out = self.out(tensors)
+        if self.own_output:
+            pointers = (*pointers, out.data_ptr())
         if self.empty:
             return out.zero_()
         self.launch(pointers, self.scale, self.bound, self.strides, self.sizes)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from .. import compile, reference
 from ..kernels.arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES, PrefillSizes, PrefillStrides
+from ..memory import Addresses
 from ..problem import STATE_DTYPES, Checker, Problem
 from .launch import (
     REDESCRIBE,
@@ -233,6 +234,7 @@ class PrefillLaunch(TokensLaunch):
         self.pooled, self.checkpoints_in_pool = a.state is not None, a.checkpoint_indices is not None
         self.final_shape = _final_shape(a) if a.output_final_state and a.final_state is None else None
         self.final_dtype = _final_dtype(a)
+        self.final_place = None if a.final_state is None else self.places.index(Arguments._fields.index("final_state"))
         N, H, HV = operation.work(a)[0], a.q.shape[2], a.v.shape[2]
         total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
         chunk_slots = total // CHUNK + N if packed else max(N * -(-T // CHUNK), 1)
@@ -278,16 +280,19 @@ class PrefillLaunch(TokensLaunch):
         sequence, checkpoint, head = bytes_of(a.checkpoints, 3)
         return [sequence if len(a.q) > 1 or a.cu_seqlens is not None else 0, checkpoint, 0, head]
 
-    def __call__(self, tensors: list[Tensor]) -> tuple[Tensor, Tensor | None] | object:
-        pointers = self.pointers(tensors)
+    def pointers(self, given: Addresses) -> list[int]:
+        return self.spread(given, 0)
+
+    def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None] | object:
+        pointers = self.placed(tensors)
         if pointers is None:
             return REDESCRIBE
-        *given, checkpoints, initial_state, state, final, _ = pointers
-        final_state = tensors[-2] if final else None
+        *given, checkpoints, initial_state, state, final, o = pointers
+        out = self.out(tensors)
+        final_state = None if self.final_place is None else tensors[self.final_place]
         if self.final_shape is not None:
             final_state = torch.empty(self.final_shape, dtype=self.final_dtype, device=tensors[0].device)
             final = final_state.data_ptr()
-        out = self.out(tensors, pointers) if self.own_output else tensors[-1]
         if self.empty:
             return out.zero_(), final_state
         size, offsets = self.workspace
@@ -296,7 +301,7 @@ class PrefillLaunch(TokensLaunch):
         workspace = [start + at if at >= 0 else 0 for at in offsets]
         states = (state, state) if self.pooled else (initial_state, final)
         kept = state if self.checkpoints_in_pool else checkpoints
-        self.launch((*given, kept, *states, pointers[-1], *workspace), self.scale, self.bound, self.strides, self.sizes)
+        self.launch((*given, kept, *states, o or out.data_ptr(), *workspace), self.scale, self.bound, self.strides, self.sizes)
         return out, final_state
 
 
