@@ -14,7 +14,6 @@ from ..problem import Checker, KVBuffer, Problem, flush_sequences, integer
 from .launch import (
     LARGE,
     PREFETCH_HEADS,
-    REDESCRIBE,
     Launch,
     Operation,
     Plan,
@@ -190,10 +189,6 @@ class FlushLaunch(Launch):
     def pointers(self, given: Addresses) -> Any:
         return ready((*self.spread(given, 0), *self.layer_strides))
 
-    def __call__(self, tensors: tuple[Tensor, ...]) -> object | None:
-        pointers = self.placed(tensors)
-        if pointers is None:
-            return REDESCRIBE
+    def run(self, tensors: tuple[Tensor, ...], pointers: Any) -> None:
         if not self.empty:
             self.launch(pointers, self.strides, self.sizes)
-        return None

@@ -125,11 +125,7 @@ def tokens_of(a: Any) -> Tokens:
 
 
 class Launch(ABC):
-    """A launch for calls of given shapes and strides. Called with the tensors of a call, those that are not None.
-
-    Returns the call's result; REDESCRIBE, and nothing is done, where the tensors' addresses ask for another description: their
-    memory may overlap, or rows start off a vector's boundary.
-    """
+    """A launch for calls of given shapes and strides."""
 
     placement: Placement
     vectors: tuple[str, ...]
@@ -146,11 +142,26 @@ class Launch(ABC):
         self.several_devices = torch.cuda.device_count() > 1
         self.functions = [compile.load(variant, arch) for variant in plan.variants]
 
+    def __call__(self, tensors: tuple[Tensor, ...]) -> Any:
+        """Run a call with these tensors, those that are not None.
+
+        Returns the call's result; REDESCRIBE, and nothing is done, where the tensors' addresses ask for another description: their
+        memory may overlap, or rows start off a vector's boundary.
+        """
+        given, placement = tuple(map(_data_ptr, tensors)), self.placement
+        pointers = placement.known.get(given)
+        if pointers is None and (pointers := placement(given)) is None:
+            return REDESCRIBE
+        if CHECK:
+            self.operation.check_indices(self.operation.arguments(*self.spread(tensors, None), *self.flags))
+        return self.run(tensors, pointers)
+
     @abstractmethod
-    def __call__(self, tensors: tuple[Tensor, ...]) -> Any: ...
+    def run(self, tensors: tuple[Tensor, ...], pointers: Any) -> Any:
+        """The call's result; `pointers` is what the method of that name made of the tensors' addresses."""
 
     def pointers(self, given: Addresses) -> Any:
-        """The kernel's pointers, of the given tensors' addresses: what `placed` returns, made once for each."""
+        """The kernel's pointers, of the given tensors' addresses; made once for each."""
         return ready(tuple(self.spread(given, 0)))
 
     def spread(self, given: Sequence[Any], absent: Any) -> list[Any]:
@@ -159,16 +170,6 @@ class Launch(ABC):
         for place, x in zip(self.places, given, strict=True):
             found[place] = x
         return found
-
-    def placed(self, tensors: tuple[Tensor, ...]) -> Any | None:
-        """`pointers` of the tensors; None where the call has to be described anew."""
-        given, placement = tuple(map(_data_ptr, tensors)), self.placement
-        pointers = placement.known.get(given)
-        if pointers is None:
-            pointers = placement(given)
-        if CHECK and pointers is not None:
-            self.operation.check_indices(self.operation.arguments(*self.spread(tensors, None), *self.flags))
-        return pointers
 
     def launch(self, *arguments: Any) -> None:
         stream = _stream(_raw_stream(self.index))
@@ -197,19 +198,13 @@ class TokensLaunch(Launch):
     def pointers(self, given: Addresses) -> Any:
         return self.spread(given, 0)[:-1] if self.own_output else super().pointers(given)
 
-    def out(self, tensors: tuple[Tensor, ...]) -> Tensor:
-        """The caller's output, or a new one."""
-        if not self.own_output:
-            return tensors[-1]
-        v = tensors[2]
+    def new_output(self, v: Tensor) -> Tensor:
         return torch.empty_like(v) if self.dense_v else v.new_empty(v.shape)
 
-    def __call__(self, tensors: tuple[Tensor, ...]) -> Any:
-        pointers = self.placed(tensors)
-        if pointers is None:
-            return REDESCRIBE
-        out = self.out(tensors)
+    def run(self, tensors: tuple[Tensor, ...], pointers: Any) -> Any:
+        out = tensors[-1]
         if self.own_output:
+            out = self.new_output(tensors[2])
             pointers = (*pointers, out.data_ptr())
         if self.empty:
             return out.zero_()

@@ -13,7 +13,6 @@ from ..kernels.arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES, 
 from ..memory import Addresses
 from ..problem import STATE_DTYPES, Checker, Problem
 from .launch import (
-    REDESCRIBE,
     SCATTERED,
     Launch,
     Operation,
@@ -283,12 +282,9 @@ class PrefillLaunch(TokensLaunch):
     def pointers(self, given: Addresses) -> list[int]:
         return self.spread(given, 0)
 
-    def __call__(self, tensors: tuple[Tensor, ...]) -> tuple[Tensor, Tensor | None] | object:
-        pointers = self.placed(tensors)
-        if pointers is None:
-            return REDESCRIBE
+    def run(self, tensors: tuple[Tensor, ...], pointers: list[int]) -> tuple[Tensor, Tensor | None]:
         *given, checkpoints, initial_state, state, final, o = pointers
-        out = self.out(tensors)
+        out = self.new_output(tensors[2]) if self.own_output else tensors[-1]
         final_state = None if self.final_place is None else tensors[self.final_place]
         if self.final_shape is not None:
             final_state = torch.empty(self.final_shape, dtype=self.final_dtype, device=tensors[0].device)
