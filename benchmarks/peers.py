@@ -80,8 +80,7 @@ def flashinfer_decode(cell: Cell, b: Pooled) -> Call:
 def _flashinfer_kda(cell: Cell, b: Pooled) -> Call:
     if cell.state_dtype == FP32:
         raise NotOffered("recurrent_kda takes no fp32 state")
-    # This entry and not flashinfer.recurrent_kda, which also looks whether the packed batch might be a prefill.
-    decode = function("flashinfer.kda_decode", "recurrent_kda")
+    decode = function("flashinfer", "recurrent_kda")
     tokens = [packed(x) for x in (b.q, b.k, b.v, b.g, b.beta)]
     options: dict[str, Any] = dict(A_log=b.gate.A_log, dt_bias=b.gate.dt_bias.view(-1), lower_bound=BOUND, scale=D**-0.5)
     options |= dict(use_gate_in_kernel=True, beta_is_logit=True, output=packed(b.blank()))
@@ -96,13 +95,16 @@ def _flashinfer_kda(cell: Cell, b: Pooled) -> Call:
     return lambda: (decode(*tokens, **options)[0], b.written)
 
 
-def sglang_decode(cell: Cell, b: Pooled) -> Call:
-    decode, kda = sglang(KERNEL), cell.model == "kda"
-    g, beta = (x.view(cell.sequences * cell.T, -1) for x in (b.g, b.beta))
+def sglang_options(cell: Cell, b: Pooled) -> dict[str, Any]:
+    g, beta, kda = b.g.view(cell.sequences * cell.T, -1), b.beta.flatten(0, 1), cell.model == "kda"
     options: dict[str, Any] = dict(softplus_beta=1.0, softplus_threshold=20.0, scale=D**-0.5, use_qk_l2norm_in_kernel=True)
     options |= dict(q=packed(b.q), k=packed(b.k), v=packed(b.v), a=g, b=beta, A_log=b.gate.A_log, dt_bias=b.gate.dt_bias)
     options |= dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int32, b.q.device), is_kda=kda, lower_bound=BOUND if kda else None)
-    options |= dict(initial_state_source=b.state, initial_state_indices=b.state_indices)
+    return options | dict(initial_state_source=b.state, initial_state_indices=b.state_indices)
+
+
+def sglang_decode(cell: Cell, b: Pooled) -> Call:
+    decode, options = sglang(KERNEL), sglang_options(cell, b)
     if b.intermediate_states is not None:
         rows = torch.arange(cell.sequences, dtype=torch.int32, device=b.q.device)
         options |= dict(intermediate_states_buffer=b.intermediate_states, intermediate_state_indices=rows)
@@ -128,13 +130,15 @@ File = tuple[str, str, str]
 GATING = "attention/linear/fused_sigmoid_gating_recurrent.py"
 KERNEL: File = ("GATED_DELTA_SGLANG_KERNEL", GATING, "fused_sigmoid_gating_delta_rule_update")
 COMMIT: File = ("GATED_DELTA_SGLANG_COMMIT", "mamba/mamba_state_scatter_triton.py", "fused_mamba_state_scatter_with_mask")
+KDA_FOLD: File = ("", "attention/linear/kda_replayssm_spec_decode.py", "commit_kda_replayssm_spec_all_layers")
+GDN_REPLAY = ("", "attention/linear/gdn_replayssm_spec_decode.py")
 
 
 def sglang_file(wanted: File) -> Path | None:
-    """The file that the variable names, else one on sys.path, alone or in SGLang; for the commit, beside the kernel too."""
+    """The file that the variable names, else one on sys.path, alone or in SGLang; beside the kernel, too."""
     if named := os.environ.get(wanted[0]):
         return Path(named)
-    kernel = sglang_file(KERNEL) if wanted is COMMIT else None
+    kernel = None if wanted is KERNEL else sglang_file(KERNEL)
     roots = [*([kernel.parent] if kernel else []), *map(Path, sys.path)]
     files = (root / inside for root in roots for inside in (Path(wanted[1]).name, f"sglang/kernels/ops/{wanted[1]}"))
     return next((file for file in files if file.is_file()), None)
@@ -150,13 +154,14 @@ def sglang(wanted: File) -> Any:
     """The function. The files ask SGLang's own modules what machine this is; these need the whole of SGLang, so stubs answer."""
     file = sglang_file(wanted)
     if file is None or not file.is_file():
-        raise ImportError(f"SGLang's {Path(wanted[1]).name}: not on sys.path; {wanted[0]} may name it, got {file}")
+        raise ImportError(f"SGLang's {Path(wanted[1]).name}: not on sys.path; {wanted[0] or KERNEL[0]} may name it, got {file}")
     cuda = torch.cuda.is_available()
     major, minor = torch.cuda.get_device_capability() if cuda else (0, 0)
     cores = torch.cuda.get_device_properties().multi_processor_count if cuda else 0
     machine = dict(get_device_sm=major * 10 + minor, is_cuda=cuda, is_sm90_supported=major == 9)
     answers: dict[str, dict[str, Any]] = {
         "sglang.kernels.jit.utils": dict(is_arch_support_pdl=major >= 9),
+        "sglang.kernels.ops.attention.fla.utils": dict(is_tf32_supported=True),  # a constant there: any function is true, too
         "sglang.kernels.ops.memory.ptr_table": dict(make_ptr_table=None),  # for convolutions, of which there are none
         "sglang.srt.utils": dict(machine, is_gfx95_supported=False, is_hip=False),
         "sglang.srt.utils.common": dict(get_device_core_count=cores),
@@ -207,6 +212,65 @@ def caching(decode: Prepare) -> Prepare:
         return call
 
     return prepare
+
+
+RING = 16
+"""Tokens of SGLang's ring of records, as it is unless a server asks for another one."""
+
+
+def sglang_replay(cell: Cell, b: Drafts) -> Call:
+    """ReplaySSM: verify keeps records of the drafts in a ring, from which the accepted ones are folded into the state."""
+
+    def ring(heads: int, *channels: int, dtype: torch.dtype = b.q.dtype) -> Tensor:
+        return torch.zeros(cell.sequences + 1, heads, RING, *channels, dtype=dtype, device=b.q.device)
+
+    verify, *commit = (_kda_replay if cell.model == "kda" else _gdn_replay)(cell, b, ring)
+
+    def call() -> tuple[Tensor, Tensor]:
+        o = verify()
+        for part in commit:
+            part()
+        return o, b.state
+
+    return call
+
+
+def _kda_replay(cell: Cell, b: Drafts, ring: Callable[..., Tensor]) -> list[Callable[[], Any]]:
+    (H, HV), keep = cell.heads, dict(disable_state_update=True, cache_steps=cell.T, cache_ring=True)
+    v, k, g, beta = ring(HV, D), ring(H, D), ring(HV, D, dtype=FP32), ring(HV, dtype=FP32)
+    rings = dict(replayssm_rawv=v, replayssm_rawk=k, replayssm_g=g, replayssm_beta=beta)
+    layer = [x[None] for x in (b.state, v, k, g, beta)]
+    fold = partial(sglang(KDA_FOLD), *layer, b.state_indices, b.num_accepted, RING, H, null_block_id=-1)
+    return [partial(sglang(KERNEL), **sglang_options(cell, b), **keep, **rings), fold]
+
+
+def _gdn_replay(cell: Cell, b: Drafts, ring: Callable[..., Tensor]) -> list[Callable[[], Any]]:
+    """Folds at every commit with states of 16 bits, and with fp32 ones before the ring might not hold two more drafts.
+
+    The first call folds in any case, since its states are compared, and what its ring holds before changes nothing. Afterwards
+    every sequence is at a random point of its ring.
+    """
+    names = ("gdn_replayssm_spec_decode", "commit_gdn_replayssm_spec", "commit_gdn_replayssm_circular")
+    (H, HV), device, full = cell.heads, b.q.device, RING - 2 * cell.T
+    verify, advance, fold = (sglang((*GDN_REPLAY, name)) for name in names)
+    pos, base = (torch.full((cell.sequences,), at, dtype=torch.int32, device=device) for at in (full, 0))
+    rows, null = torch.arange(cell.sequences, dtype=torch.int32, device=device), dict(null_block_id=-1)
+    cursors = dict(write_pos=pos, cache_base=base, is_flush=base.to(torch.int8), replay_indices=rows)
+    records = dict(checkpoint_state=b.state, d_cache=ring(HV, D), k_cache=ring(H, D), g_cache=ring(HV, dtype=FP32))
+    d_low, k_low = ring(HV, D), ring(H, D)
+    tokens = {name: x.flatten(0, 1) for name, x in dict(q=b.q, k=b.k, v=b.v, a=b.g, b=b.beta, out=b.blank()).items()}
+    tokens |= dict(A_log=b.gate.A_log, dt_bias=b.gate.dt_bias, query_start_loc=cu_seqlens(cell.lengths, torch.int32, device))
+    options: dict[str, Any] = dict(scale=D**-0.5, launch_mode="verify", rawv_cache=d_low, rawk_cache=k_low, beta_cache=None)
+    sizes: dict[str, Any] = dict(max_cache_len=RING, max_spec_len=cell.T, **null)
+    layer = {name: x[None] for name, x in records.items()} | dict(d_residual_cache=d_low[None], k_residual_cache=k_low[None])
+    anywhere = torch.randint(0, full + 1, pos.shape, generator=torch.Generator().manual_seed(0)).to(pos)
+    spread = [partial(pos.copy_, anywhere)] if cell.state_dtype == FP32 else []
+    return [
+        partial(verify, **tokens, **records, **cursors, **sizes, **options, ssm_state_indices=b.state_indices),
+        partial(advance, **cursors, **sizes, num_accepted=b.num_accepted, fold_every_commit=cell.state_dtype != FP32),
+        partial(fold, **layer, **cursors, **null, state_batch_indices=b.state_indices, accept_lens=b.num_accepted),
+        lambda: spread and spread.pop()(),
+    ]
 
 
 Made = Callable[[], list[Tensor]]
@@ -308,6 +372,7 @@ DECODE = {
     "fla": Peer("fla-core", fla_decode),
 }
 CACHING = {name: replace(DECODE[name], prepare=caching(DECODE[name].prepare)) for name in ("sglang", "flashinfer")}
+CACHING |= dict(replayssm=Peer("sglang", sglang_replay))
 OWN = {CACHED: Peer("gated-delta", caching(lambda cell, b: Pooled.ours(b, "auto")))}
 """Our own decode with a state cached after every token: what verify and flush replace. It is always timed, and is no peer."""
 CUDNN_CUTE = partial(cudnn_prefill, plan="kda_hopper")

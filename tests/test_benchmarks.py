@@ -451,11 +451,18 @@ assert get_device_sm() == 0
 def fused_sigmoid_gating_delta_rule_update(
     A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices, scale=None,
     use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False, lower_bound=None, disable_state_update=False,
-    intermediate_states_buffer=None, intermediate_state_indices=None, cache_steps=None,
+    intermediate_states_buffer=None, intermediate_state_indices=None, cache_steps=None, cache_ring=False, replayssm_rawv=None,
+    replayssm_rawk=None, replayssm_g=None, replayssm_beta=None,
 ):
     assert (softplus_beta, softplus_threshold, use_qk_l2norm_in_kernel) == (1.0, 20.0, True)
     assert (lower_bound is not None) == is_kda
-    assert cache_steps is None or cache_steps == intermediate_states_buffer.shape[1]
+    assert cache_ring or cache_steps is None or cache_steps == intermediate_states_buffer.shape[1]
+    if cache_ring:
+        assert is_kda and disable_state_update and cache_steps <= replayssm_rawv.shape[2]
+        log_decay = lower_bound * torch.sigmoid(A_log.exp()[:, None] * (a.view(-1, *dt_bias.shape).float() + dt_bias))
+        records = (replayssm_rawv, v[0]), (replayssm_rawk, k[0]), (replayssm_g, log_decay), (replayssm_beta, b.float().sigmoid())
+        for ring, x in records:
+            ring[initial_state_indices.long(), :, :cache_steps] = x.unflatten(0, (-1, cache_steps)).transpose(1, 2).to(ring.dtype)
     a = a.view(1, a.shape[0], v.shape[2], -1)
     a = a if is_kda else a[..., 0]
     gate = gd.Gate.lower_bound(A_log, dt_bias, lower_bound) if is_kda else gd.Gate.softplus(A_log, dt_bias)
@@ -485,9 +492,100 @@ def fused_mamba_state_scatter_with_mask(dst, src, dst_indices_raw, step_indices_
 """
 
 
+# The folds keep a state of 16 bits rounded once, at their end.
+KDA_FOLD = """
+import torch
+
+def commit_kda_replayssm_spec_all_layers(
+    checkpoint_state, rawv_cache, rawk_cache, gk_cache, beta_cache, ssm_state_indices, accept_lens, max_cache_len, num_k_heads,
+    mamba_track_indices=None, mamba_steps_to_track=None, use_qk_l2norm_in_kernel=True, null_block_id=0,
+):
+    assert (null_block_id, max_cache_len, num_k_heads) == (-1, rawk_cache.shape[3], rawk_cache.shape[2])
+    layer = (checkpoint_state, rawv_cache, rawk_cache, gk_cache, beta_cache)
+    state, v, k, g, beta = (x[0] for x in layer)
+    for slot, m in zip(ssm_state_indices.tolist(), accept_lens.tolist()):
+        s = state[slot].float()
+        for t in range(m):
+            x = k[slot, :, t].float()
+            x = x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
+            s = s * g[slot, :, t, None].exp()
+            u = beta[slot, :, t, None] * (v[slot, :, t].float() - (s @ x[..., None])[..., 0])
+            s = s + u[..., None] * x[:, None]
+        state[slot] = s.to(state.dtype)
+"""
+
+
+GDN_REPLAY = """
+from sglang.kernels.ops.attention.fla.utils import is_tf32_supported
+from sglang.srt.utils import is_gfx95_supported
+
+import torch
+import gated_delta as gd
+
+assert is_tf32_supported and not is_gfx95_supported()
+
+def places(write_pos, cache_base, row, count, L):
+    start = int(cache_base[row] + write_pos[row]) if count is not None else int(cache_base[row])
+    return [(start + i) % L for i in range(count if count is not None else int(write_pos[row]))]
+
+def folded(state, d, k, g, places):
+    s, group = state.float(), d[0].shape[0] // k[0].shape[0]
+    for i in places:
+        u, x = (sum(part[:, i].float() for part in both) for both in (d, k))
+        s = s * g[:, i, None, None].exp() + u[..., None] * x.repeat_interleave(group, 0)[:, None]
+    return s
+
+def parts(x, high, low, row, where):
+    for i, one in zip(where, x.unbind(0)):
+        high[row, :, i] = one.to(high.dtype)
+        low[row, :, i] = (one - high[row, :, i].float()).to(low.dtype)
+
+def gdn_replayssm_spec_decode(
+    q, k, v, a, b, A_log, dt_bias, checkpoint_state, d_cache, k_cache, g_cache, rawv_cache, rawk_cache, beta_cache, out,
+    query_start_loc, ssm_state_indices, replay_indices, write_pos, cache_base, is_flush, max_cache_len, max_spec_len, scale=None,
+    use_qk_l2norm_in_kernel=True, null_block_id=0, launch_mode="both",
+):
+    assert (launch_mode, beta_cache, null_block_id, max_cache_len) == ("verify", None, -1, d_cache.shape[2])
+    gate = gd.Gate.softplus(A_log, dt_bias)
+    for n, (slot, row) in enumerate(zip(ssm_state_indices.tolist(), replay_indices.tolist())):
+        assert not is_flush[row] and write_pos[row] + max_spec_len <= max_cache_len
+        some = slice(int(query_start_loc[n]), int(query_start_loc[n + 1]))
+        d, x = (d_cache[row], rawv_cache[row]), (k_cache[row], rawk_cache[row])
+        state = folded(checkpoint_state[slot], d, x, g_cache[row], places(write_pos, cache_base, row, None, max_cache_len))
+        buffer = gd.KVBuffer.empty(1, max_spec_len, k.shape[1], v.shape[1], k.shape[2], v.shape[2])
+        tokens = [one[None, some] for one in (q, k, v, a, b)]
+        out[some] = gd.verify(*tokens, gate=gate, scale=scale, beta_logits=True, state=state[None], buffer=buffer)[0]
+        where = places(write_pos, cache_base, row, max_spec_len, max_cache_len)
+        parts(buffer.u[0], d_cache, rawv_cache, row, where)
+        parts(buffer.k[0], k_cache, rawk_cache, row, where)
+        g_cache[row][:, where] = buffer.log_decay[0].float().reshape(max_spec_len, -1).T
+    return out
+
+def commit_gdn_replayssm_spec(
+    write_pos, cache_base, is_flush, num_accepted, replay_indices, max_cache_len, max_spec_len, fold_every_commit=False,
+    cache_buf_len=None, null_block_id=0,
+):
+    assert is_flush.dtype == torch.int8 and not is_flush.any()
+    write_pos[replay_indices] += num_accepted
+    is_flush.copy_(write_pos > 0 if fold_every_commit else write_pos + 2 * max_spec_len > max_cache_len)
+
+def commit_gdn_replayssm_circular(
+    *, checkpoint_state, d_cache, k_cache, g_cache, d_residual_cache, k_residual_cache, state_batch_indices, replay_indices,
+    write_pos, cache_base, is_flush, accept_lens, mamba_track_indices=None, mamba_steps_to_track=None, null_block_id=-1,
+):
+    for slot, row in zip(state_batch_indices.tolist(), replay_indices.tolist()):
+        if is_flush[row]:
+            d, k = (d_cache[0, row], d_residual_cache[0, row]), (k_cache[0, row], k_residual_cache[0, row])
+            where = places(write_pos, cache_base, row, None, d_cache.shape[3])
+            checkpoint_state[0, slot] = folded(checkpoint_state[0, slot], d, k, g_cache[0, row], where).to(checkpoint_state.dtype)
+            cache_base[row] = (cache_base[row] + write_pos[row]) % d_cache.shape[3]
+            write_pos[row] = is_flush[row] = 0
+"""
+
+
 MODULES = {
+    "flashinfer": types.SimpleNamespace(recurrent_kda=recurrent_kda),
     "flashinfer.gdn_decode": flashinfer,
-    "flashinfer.kda_decode": types.SimpleNamespace(recurrent_kda=recurrent_kda),
     "flashinfer.gdn_prefill": flashinfer,
     "fla.ops.gated_delta_rule": fla,
     "fla.ops.kda": fla,
@@ -501,7 +599,8 @@ def stand_ins(monkeypatch, tmp_path):
     """Every peer, SGLang's kernel as a file; its directory, where SGLang's commit may lie too."""
     for name, module in MODULES.items():
         monkeypatch.setitem(sys.modules, name, module)
-    (tmp_path / "a_kernel.py").write_text(SGLANG)
+    for name, text in dict(a_kernel=SGLANG, kda_replayssm_spec_decode=KDA_FOLD, gdn_replayssm_spec_decode=GDN_REPLAY).items():
+        (tmp_path / f"{name}.py").write_text(text)
     monkeypatch.setenv("GATED_DELTA_SGLANG_KERNEL", str(tmp_path / "a_kernel.py"))
     monkeypatch.delenv("GATED_DELTA_SGLANG_COMMIT", raising=False)
     monkeypatch.setenv("FLA_FLASH_KDA", "1")
