@@ -665,6 +665,30 @@ def test_no_sequences():
     assert decode(part(tokens(1, 2), slice(0, 0)), state).shape == (0, 2, HV, D)
 
 
+@pytest.mark.parametrize(("K", "V"), [(D, D), (64, 256), (72, 256)], ids=str)
+@pytest.mark.parametrize("state_dtype", STATES, ids=str)
+def test_blocks_that_take_their_rows_in_chunks(state_dtype, K, V):
+    """As many sequences as lead to such a schedule, in slots of a larger pool, two of them inactive; every state is stored, too."""
+    for N in range(8, 400, 8):
+        call, start = tokens(N, 1, K=K, V=V), pool(N + 3, state_dtype, K=K, V=V)
+        if gd.explain("decode", **call, state=start, state_indices=index(*range(N))).schedule.chunks > 1:
+            break
+    else:
+        pytest.fail("no such schedule")
+    slots = torch.randperm(N + 3, generator=torch.Generator().manual_seed(N))[:N].to("cuda")
+    slots[3], slots[N - 1] = -1, -2
+    steps, want_steps = (torch.full((N, 1, *start.shape[1:]), 7.0, dtype=state_dtype, device="cuda") for _ in range(2))
+    state, want = start.clone(), start.clone()
+    o = decode(call, state, state_indices=slots, intermediate_states=steps)
+    want_o = gd.decode(**call, state=want, state_indices=slots, intermediate_states=want_steps, backend="reference")
+    assert (o[[3, N - 1]] == 0).all()
+    for x, y in ((o, want_o), (state, want), (steps, want_steps)):
+        assert (x.double() - y.double()).norm() <= 2e-2 * y.double().norm()
+    untouched = [slot for slot in range(N + 3) if slot not in set(slots.tolist())]
+    same(state[untouched], start[untouched])
+    same(steps[[3, N - 1]], want_steps[[3, N - 1]])
+
+
 @pytest.mark.parametrize(("K", "V"), [(96, 192), (64, 96), (128, 32), (16, 64)], ids=str)
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("state_dtype", STATES, ids=str)

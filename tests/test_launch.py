@@ -1231,6 +1231,25 @@ def test_known_calls_on_interleaved_views_are_launched(launches):
     assert len(known.placement.known) == 2
 
 
+@pytest.mark.parametrize(("N", "prefetched"), [(1, 1), (40, 40), (112, 0), (200, 200), (260, 0)])
+def test_small_launches_prefetch_their_states_but_where_it_was_measured_to_cost(launches, N, prefetched):
+    """Of bf16 GDN with 128 KiB a sequence: not from 14 to 24 MiB, nor past 1024 heads."""
+    decode(tokens((N, 1), K=128, V=128), state=torch.zeros(N, HV, 128, 128).bfloat16())
+    assert launches[0][-1].prefetch_sequences == prefetched
+
+
+@pytest.mark.parametrize("op", ["decode", "verify", "flush"])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (128, 32), (96, 192), (64, 256), (64, 96), (16, 64)], ids=str)
+def test_blocks_share_a_heads_rows_evenly(op, K, V):
+    operation = OPERATIONS[op]
+    for axis, state_dtype, T in itertools.product(("head", "channel"), (torch.bfloat16, torch.float32), (1, 4)):
+        problem = Problem(op, axis, 2, 4, K, V, T, state_dtype=state_dtype, dtype=torch.bfloat16, g_dtype=torch.bfloat16)
+        for heads in (1, 8, 100, 150, 200, 300, 500, 1000, 5000):
+            plan = operation.plan(problem, heads, heads * T)
+            assert V % operation.block_rows(problem, plan.schedule) == 0
+            assert plan.variants[0] in operation.variants(problem)
+
+
 def test_a_check_that_is_neither_on_nor_off_is_an_error(launches, monkeypatch):
     monkeypatch.setenv("GATED_DELTA_CHECK", "maybe")
     with pytest.raises(ValueError, match="GATED_DELTA_CHECK: expected 0 or 1"):

@@ -1,7 +1,8 @@
 """Decode: 1 to 16 tokens a sequence; the state stays in registers from the first token to the last. docs/kernels/decode.md.
 
 Block: `tile` V rows of one value head of one sequence. `lanes` neighbouring threads share a row, 8 key channels each; a thread has
-`rows` rows. Every variant has this lane mapping, so a row's sums have one order: bits do not depend on batch, tokens or schedule.
+`rows` rows, of each of the `chunks` that the block takes one after the other, the next one's loads in flight. Every variant has
+this lane mapping, so a row's sums have one order: bits do not depend on batch, tokens or schedule.
 
 Warp roles: every warp loads its rows of the state, and q, k and v of the tokens. The last warp also loads beta and GDN's g, a token
 a lane. KDA's g is loaded by all threads, a channel each; with a single token the first warp is left out, as it prepares q and k.
@@ -79,14 +80,17 @@ class Decode:
         aligned: bool,
         rows: int,
         threads: int,
+        chunks: int,
     ):
         self.state = StateRows(K, state_dtype, rows * 32 // lanes_per_row(K))
         self.tokens = Tokens(self.state, axis, dtype, g_dtype, gate, qk_l2norm, aligned)
         self.channel = axis == "channel"
         self.beta_logits, self.single_token, self.rows, self.threads = beta_logits, single_token, rows, threads
+        assert single_token or chunks == 1
+        self.chunks, self.chunk_rows = chunks, tile_rows(K, rows, threads)
         self.lanes, self.padded_K = self.state.lanes, self.state.padded_K
         self.groups = threads // self.lanes  # rows, or tokens' q and k, that a block accesses at once
-        self.tile = tile_rows(K, rows, threads)
+        self.tile = chunks * self.chunk_rows
         self.tiles = V // self.tile
         self.lanes_per_sum = self.lanes // rows  # lanes with the same row's sum after a reduction
         self.first_decay_thread = 32 if single_token else 0
@@ -112,7 +116,7 @@ class Decode:
     def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes):
         args, coord = Args(ptr, scale, bound, stride, size), self.coord()
         if coord.n < size.prefetch_sequences:
-            self.state.prefetch(args, coord)
+            self.state.prefetch(args, coord, [i * self.chunk_rows for i in range(self.chunks)])
             self.tokens.prefetch(args, coord)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -129,6 +133,13 @@ class Decode:
         o_row = first_row + self.state.warp_groups * (lane // self.lanes_per_sum)
         return Coord(n, hv, tile, thread, lane, warp_row, first_row, o_row, lane % self.lanes_per_sum == 0)
 
+    def chunk(self, coord, i):
+        """The thread's rows in the i-th chunk of its tile."""
+        if i == 0:
+            return coord
+        rows = {name: getattr(coord, name) + i * self.chunk_rows for name in ("warp_row", "first_row", "o_row")}
+        return coord._replace(**rows)
+
     # -------------------------------------------------------------------------------------------- one sequence
 
     @cute.jit
@@ -141,9 +152,9 @@ class Decode:
 
         qk = self.tokens.load_qk(args, coord, start, coord.thread // self.lanes, length)
         gates = self.load_gates(args, coord, start, length)
-        v = self.load_v(args, coord, start, coord.thread, length)
-        state_at = self.state.address(args, coord, read, coord.first_row)
-        rows = self.state.load(state_at, coord, self.state.policy(size.keep_in_l2), read > size.null_index)
+        v = [self.load_v(args, coord, start, i, length) for i in self.v_elements(coord)]
+        state_at, policy = self.state.address(args, coord, read, coord.first_row), self.state.policy(size.keep_in_l2)
+        rows = self.state.load(state_at, coord, policy, read > size.null_index)
 
         o_at = self.tokens.o_address(args, coord) + offset(coord.o_row, stride.o_c)
         if read > size.null_index:
@@ -154,6 +165,16 @@ class Decode:
             rState = cute.make_rmem_tensor((4 * self.state.vectors, self.rows), Uint32)
             self.state.store_registers(rState, rows)
             cute.arch.sync_threads()
+            for i in cutlass.range_constexpr(self.chunks - 1):
+                part, following = self.chunk(coord, i), self.chunk(coord, i + 1)
+                following_at = self.state.address(args, coord, read, following.first_row)
+                rows = self.state.load(following_at, coord, policy, read > size.null_index)
+                self.step(rState, records, args, part, o_at, Int32(0), None)
+                updated = self.state.load_registers(rState)
+                self.state.store(updated, self.state.address(args, coord, write, part.first_row), coord, write > size.null_index)
+                self.state.store_registers(rState, rows)
+                o_at += offset(self.chunk_rows, stride.o_c)
+            coord = self.chunk(coord, self.chunks - 1)
             if cutlass.const_expr(self.single_token):
                 self.step(rState, records, args, coord, o_at, Int32(0), None)
             else:
@@ -165,7 +186,9 @@ class Decode:
             self.state.store(final, self.state.address(args, coord, write, coord.first_row), coord, wanted)
         elif coord.stores_o:
             for t in range(length):
-                store(self.tokens.dtype, o_at + offset(start + t, stride.o_t), Float32(0))
+                for i in cutlass.range_constexpr(self.chunks):
+                    row_at = o_at + offset(i * self.chunk_rows, stride.o_c) if i else o_at
+                    store(self.tokens.dtype, row_at + offset(start + t, stride.o_t), Float32(0))
         if cutlass.const_expr(not self.single_token) and size.cu_seqlens_kind != 0 and coord.stores_o:
             self.tokens.zero_padding(args, coord, o_at)
 
@@ -269,6 +292,11 @@ class Decode:
 
     # -------------------------------------------------------------------------------------------- records: v
 
+    def v_elements(self, coord):
+        """A thread's elements of the first tokens' v; with one token they are all."""
+        rounds = -(-self.tile // self.threads) if self.single_token else 1
+        return [coord.thread + j * self.threads if j else coord.thread for j in range(rounds)]
+
     def load_v(self, args, coord, start, i, length):
         """Element i of the tile's v [tokens, tile]."""
         token, row = i // self.tile, i % self.tile
@@ -277,9 +305,10 @@ class Decode:
 
     @cute.jit
     def stage_v(self, records, args, coord, start, length, v):
-        count = length * self.tile
-        if coord.thread < count:
-            self.store_v(records, coord.thread, v)
+        count, elements = length * self.tile, self.v_elements(coord)
+        for j in cutlass.range_constexpr(len(elements)):
+            if elements[j] < count:
+                self.store_v(records, elements[j], v[j])
         if cutlass.const_expr(not self.single_token):
             for i in cutlass.range(coord.thread + self.threads, count, self.threads, unroll=1):
                 self.store_v(records, i, self.load_v(args, coord, start, i, length))

@@ -30,14 +30,37 @@ from .launch import (
     tokens_of,
 )
 
+MIB = 2**20
 SCHEDULES: dict[tuple[str, str, bool], Table] = {
     # axis, state (bf16: fp16 too), one token
-    ("head", "bf16", True): ((LARGE, Schedule(8, 64, True)), (0, Schedule(8, 64))),
-    ("head", "fp32", True): ((LARGE, Schedule(8, 64, True)), (0, Schedule(8, 64))),
-    ("head", "bf16", False): ((LARGE, Schedule(4, 128, True)), (2**22, Schedule(4, 128)), (0, Schedule(8, 128))),
+    ("head", "bf16", True): (
+        (LARGE, Schedule(8, 64, True)),
+        (24 * MIB, Schedule(8, 64)),
+        (14 * MIB, Schedule(4, 128, prefetch=False)),
+        (4 * MIB, Schedule(8, 128, chunks=2)),
+        (0, Schedule(8, 64)),
+    ),
+    ("head", "fp32", True): (
+        (LARGE, Schedule(4, 64, True, prefetch=False)),
+        (14 * MIB, Schedule(4, 64, prefetch=False)),
+        (10 * MIB, Schedule(4, 128, chunks=2)),
+        (0, Schedule(8, 64)),
+    ),
+    ("head", "bf16", False): ((LARGE, Schedule(4, 128, True)), (4 * MIB, Schedule(4, 128)), (0, Schedule(8, 128))),
     ("head", "fp32", False): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
-    ("channel", "bf16", True): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
-    ("channel", "fp32", True): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
+    ("channel", "bf16", True): (
+        (LARGE, Schedule(4, 128, True)),
+        (24 * MIB, Schedule(4, 128)),
+        (14 * MIB, Schedule(4, 128, prefetch=False)),
+        (MIB // 2, Schedule(4, 128)),
+        (0, Schedule(2, 128)),
+    ),
+    ("channel", "fp32", True): (
+        (LARGE, Schedule(4, 128, True)),
+        (28 * MIB, Schedule(4, 128)),
+        (10 * MIB, Schedule(4, 128, prefetch=False)),
+        (0, Schedule(4, 128)),
+    ),
     ("channel", "bf16", False): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
     ("channel", "fp32", False): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
 }
@@ -133,12 +156,16 @@ class Decode(StateOperation):
         return SCHEDULES[problem.axis, state_width(problem), _single_token(problem)]
 
     def block_rows(self, problem: Problem, schedule: Schedule) -> int:
-        return tile_rows(problem.K, schedule.rows, schedule.threads)
+        return tile_rows(problem.K, schedule.rows, schedule.threads) * schedule.chunks
+
+    def halved(self, schedule: Schedule) -> Schedule:
+        return schedule._replace(chunks=schedule.chunks // 2) if schedule.chunks > 1 else super().halved(schedule)
 
     def variant(self, problem: Problem, schedule: Schedule) -> compile.Variant:
         facts = problem.facts("axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm")
         facts |= dict(aligned="unaligned_qk" not in problem.options, beta_logits=problem.beta_logits)
         facts |= dict(single_token=_single_token(problem), rows=schedule.rows, threads=schedule.threads)
+        facts |= dict(chunks=schedule.chunks)
         return compile.Variant("decode", tuple(facts.items()))
 
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:

@@ -262,7 +262,7 @@ def state_sizes(a: Any, plan: Plan) -> dict[str, int]:
         N=N,
         total=a.q.shape[1],
         P=a.state.shape[0],
-        prefetch_sequences=N if N * HV <= PREFETCH_HEADS else 0,
+        prefetch_sequences=N if plan.schedule.prefetch and N * HV <= PREFETCH_HEADS else 0,
         keep_in_l2=int(plan.schedule.keep_in_l2),
     )
 
@@ -321,6 +321,10 @@ class Schedule(NamedTuple):
     threads: int
     keep_in_l2: bool = False
     """Ask L2 to rather keep the state's lines: pays once a launch's states are well over the L2, costs its neighbours below."""
+    prefetch: bool = True
+    """Small launches prefetch states into L2 before the previous kernel has ended."""
+    chunks: int = 1
+    """Of a decode's block: how often its threads take so many rows, one chunk after the other."""
 
 
 Table = tuple[tuple[int, Schedule], ...]

@@ -1,5 +1,7 @@
 """What the recurrent kernels (decode, verify, flush) share: the grid, V rows of a state in registers, loads of the tokens."""
 
+import itertools
+
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
@@ -100,8 +102,8 @@ class StateRows:
                 inside = self.in_row(coord, vector, condition)
                 store_words(address + self.byte(coord, r, vector), row[4 * vector : 4 * vector + 4], inside)
 
-    def prefetch(self, args, coord):
-        """Prefetch the warp's rows into L2, before the previous kernel has ended.
+    def prefetch(self, args, coord, chunks=(0,)):
+        """Prefetch the warp's rows into L2, before the previous kernel has ended; so many from each of these on.
 
         That kernel may still change the slot, so this one is a hint and only has to lie in the pool.
         """
@@ -109,9 +111,10 @@ class StateRows:
         slot = load_index(ptr.state_indices + offset(coord.n, stride.state_indices_n), size.state_indices_kind, coord.n)
         inside = (slot > size.null_index) & (slot < size.P)
         lines = self.warp_rows * self.row_bytes // L2_LINE
-        for first in range(0, lines, 32):
+        for chunk, first in itertools.product(chunks, range(0, lines, 32)):
             line = first + coord.thread % 32
-            prefetch_l2(self.address(args, coord, slot, coord.warp_row) + line * L2_LINE, inside & (line < lines))
+            row = coord.warp_row + chunk if chunk else coord.warp_row
+            prefetch_l2(self.address(args, coord, slot, row) + line * L2_LINE, inside & (line < lines))
 
     # -------------------------------------------------------------------------------------------- registers
 
