@@ -189,6 +189,6 @@ class FlushLaunch(Launch):
     def pointers(self, given: Addresses) -> Any:
         return ready((*self.spread(given, 0), *self.layer_strides))
 
-    def run(self, tensors: tuple[Tensor, ...], pointers: Any) -> None:
+    def run(self, tensors: tuple[Tensor, ...], pointers: Any, stream: Any) -> None:
         if not self.empty:
-            self.launch(pointers, self.strides, self.sizes)
+            self.functions[0](pointers, self.strides, self.sizes, stream)

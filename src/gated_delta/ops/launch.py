@@ -154,11 +154,15 @@ class Launch(ABC):
             return REDESCRIBE
         if CHECK:
             self.operation.check_indices(self.operation.arguments(*self.spread(tensors, None), *self.flags))
-        return self.run(tensors, pointers)
+        stream = _stream(_raw_stream(self.index))
+        if self.several_devices and torch.cuda.current_device() != self.index:
+            with torch.cuda.device(self.index):
+                return self.run(tensors, pointers, stream)
+        return self.run(tensors, pointers, stream)
 
     @abstractmethod
-    def run(self, tensors: tuple[Tensor, ...], pointers: Any) -> Any:
-        """The call's result; `pointers` is what the method of that name made of the tensors' addresses."""
+    def run(self, tensors: tuple[Tensor, ...], pointers: Any, stream: Any) -> Any:
+        """Launch the kernels and return the call's result; `pointers` is what the method of that name made of the addresses."""
 
     def pointers(self, given: Addresses) -> Any:
         """The kernel's pointers, of the given tensors' addresses; made once for each."""
@@ -170,16 +174,6 @@ class Launch(ABC):
         for place, x in zip(self.places, given, strict=True):
             found[place] = x
         return found
-
-    def launch(self, *arguments: Any) -> None:
-        stream = _stream(_raw_stream(self.index))
-        if self.several_devices and torch.cuda.current_device() != self.index:
-            with torch.cuda.device(self.index):
-                for function in self.functions:
-                    function(*arguments, stream)
-        else:
-            for function in self.functions:
-                function(*arguments, stream)
 
 
 class TokensLaunch(Launch):
@@ -201,14 +195,15 @@ class TokensLaunch(Launch):
     def new_output(self, v: Tensor) -> Tensor:
         return torch.empty_like(v) if self.dense_v else v.new_empty(v.shape)
 
-    def run(self, tensors: tuple[Tensor, ...], pointers: Any) -> Any:
+    def run(self, tensors: tuple[Tensor, ...], pointers: Any, stream: Any) -> Any:
         out = tensors[-1]
         if self.own_output:
             out = self.new_output(tensors[2])
             pointers = (*pointers, out.data_ptr())
         if self.empty:
             return out.zero_()
-        self.launch(pointers, self.scale, self.bound, self.strides, self.sizes)
+        for function in self.functions:
+            function(pointers, self.scale, self.bound, self.strides, self.sizes, stream)
         return out
 
 

@@ -282,7 +282,7 @@ class PrefillLaunch(TokensLaunch):
     def pointers(self, given: Addresses) -> list[int]:
         return self.spread(given, 0)
 
-    def run(self, tensors: tuple[Tensor, ...], pointers: list[int]) -> tuple[Tensor, Tensor | None]:
+    def run(self, tensors: tuple[Tensor, ...], pointers: list[int], stream: Any) -> tuple[Tensor, Tensor | None]:
         *given, checkpoints, initial_state, state, final, o = pointers
         out = self.new_output(tensors[2]) if self.own_output else tensors[-1]
         final_state = None if self.final_place is None else tensors[self.final_place]
@@ -297,7 +297,9 @@ class PrefillLaunch(TokensLaunch):
         workspace = [start + at if at >= 0 else 0 for at in offsets]
         states = (state, state) if self.pooled else (initial_state, final)
         kept = state if self.checkpoints_in_pool else checkpoints
-        self.launch((*given, kept, *states, o or out.data_ptr(), *workspace), self.scale, self.bound, self.strides, self.sizes)
+        addresses = (*given, kept, *states, o or out.data_ptr(), *workspace)
+        for function in self.functions:
+            function(addresses, self.scale, self.bound, self.strides, self.sizes, stream)
         return out, final_state
 
 
