@@ -47,11 +47,15 @@ SCHEDULES: dict[tuple[str, str, bool], Table] = {
         (0, Schedule(8, 64)),
     ),
     ("head", "bf16", False): ((LARGE, Schedule(4, 128, True)), (4 * MIB, Schedule(4, 128)), (0, Schedule(8, 128))),
-    ("head", "fp32", False): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
+    ("head", "fp32", False): (
+        (LARGE, Schedule(4, 128, True)),
+        (8 * MIB, Schedule(4, 128, prefetch=False)),
+        (0, Schedule(4, 128)),
+    ),
     ("channel", "bf16", True): (
         (LARGE, Schedule(4, 128, True)),
         (24 * MIB, Schedule(4, 128)),
-        (14 * MIB, Schedule(4, 128, prefetch=False)),
+        (10 * MIB, Schedule(4, 128, prefetch=False)),
         (MIB // 2, Schedule(4, 128)),
         (0, Schedule(2, 128)),
     ),
