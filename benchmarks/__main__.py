@@ -1,9 +1,10 @@
-"""python -m benchmarks: measure, plot, serve."""
+"""python -m benchmarks: measure, plot, serve, tokens."""
 
 from __future__ import annotations
 
 import json
 import re
+import tempfile
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
@@ -12,19 +13,23 @@ from typing import Annotated, Any
 import torch
 import typer
 
+from gated_delta import demo
 from gated_delta.cli import Commands
 from gated_delta.options import DeviceOption, device_option
 from gated_delta.results import Report, make_table, tracked
 
 from . import serve as serving
+from . import tokens as answers
 from .cells import CELLS
-from .measure import Runner, run_facts
+from .measure import Runner, environment, run_facts
 from .peers import OWN, PEERS
 from .plot import draw
 from .record import RESULTS, Record, merged, read, summary
 
 Op = Enum("Op", {"decode": "decode", "prefill": "prefill", "speculate": "speculate"}, type=str)
-Engine = Enum("Engine", {"sglang": "sglang", "vllm": "vllm"}, type=str)
+Server = Enum("Server", {"sglang": "sglang", "vllm": "vllm"}, type=str)
+Engine = Enum("Engine", {"sglang": "sglang", "vllm": "vllm", "transformers": "transformers"}, type=str)
+TRAINED = str(Path(demo.__file__).parent / "tiny_qwen3_5")
 app = typer.Typer(cls=Commands, help="Our kernels against their peers, on one CUDA device.", pretty_exceptions_enable=False)
 
 
@@ -110,34 +115,90 @@ def serve(
     filter: Annotated[str, typer.Option(help="Only cells with this regular expression in their labels: '^8 x'.")] = "",
     options: Annotated[str, typer.Option(help="The engine's own, as JSON.")] = "{}",
 ) -> None:
-    """Time a serving engine with its own kernels and then with ours."""
+    """Time a serving engine with its own kernels and then with ours: tokens as users see them, and GPU kernels."""
     labels = [label for label in serving.CELLS if re.search(filter, label)]
     if model not in serving.MODELS or not labels:
         raise typer.BadParameter(f"expected a model of {', '.join(serving.MODELS)} and a filter of {', '.join(serving.CELLS)}")
-    try:
-        given = dict(json.loads(options))
-    except (ValueError, TypeError):
-        raise typer.BadParameter(f"expected a JSON object, got {options!r}", param_hint="--options") from None
-    if file is None:
-        (RESULTS / "serve").mkdir(exist_ok=True)
-    report = Report(f"benchmarks serve {engine.value}", True, file or RESULTS / "serve" / f"{engine.value}.json")
-    run = run_facts(torch.device("cuda"), {engine.value: metadata.version(engine.value)})
+    given = object_of(options, "--options")
+    report, run = served(engine.value, "serve", file)
     made: list[list[dict[str, Any]]] = []
     log: list[str] = []
     with report.measuring():
         for plugin in (False, True):
             made.append([])
-            for measured in serving.run(engine.value, model, plugin, labels, given):
+            for measured in serving.run(engine.value, model, plugin, given, cells=labels):
                 report.say(f"{'gated_delta' if plugin else engine.value}: {measured}")
-                if "log" in measured:
-                    log.append(measured["log"])
-                else:
-                    made[-1].append(measured)
+                log += said(measured)
+                made[-1] += [measured] if "cell" in measured or "start_s" in measured else []
         starts = [measured.pop(0)["start_s"] for measured in made]
         run |= dict(model=model, options=given, log=log, start_s=dict(zip(("engine", "gated_delta"), starts, strict=True)))
         cells = [dict(label=cell.pop("cell"), run=0, **cell) for cell in serving.compared(*made)]
         report.write(dict(command=f"benchmarks serve {engine.value}", runs=[run], cells=cells))
     report.leave()
+
+
+@app.command()
+def tokens(
+    engine: Annotated[Server, typer.Argument(help="Installed beside gated_delta.")],
+    file: Annotated[Path | None, typer.Argument(help="JSON; benchmarks/results/serve/ENGINE_tokens.json.")] = None,
+    model: Annotated[
+        str, typer.Option(help="A checkpoint of bytes as tokens, or one to make: " + ", ".join(serving.MODELS))
+    ] = TRAINED,
+    count: Annotated[int, typer.Option(help="Of prompts.", min=1)] = 320,
+    new_tokens: Annotated[int, typer.Option(help="Of each answer.", min=1)] = 32,
+    options: Annotated[str, typer.Option(help="The engine's own, as JSON.")] = "{}",
+    also: Annotated[list[str] | None, typer.Option(help="More of them, for another start with ours: '{\"tp_size\": 2}'.")] = None,
+) -> None:
+    """Compare greedy tokens of an engine with its own kernels and with ours."""
+    given = object_of(options, "--options")
+    starts = [(False, {}), (True, {}), *((True, object_of(more, "--also")) for more in also or ())]
+    report, run = served(engine.value, "tokens", file)
+    asked = dict(prompts=answers.prompts(count), new_tokens=new_tokens)
+    own: list[Any] = []
+    rows = []
+    with report.measuring(), tempfile.TemporaryDirectory() as place:
+        if model in serving.MODELS:
+            answers.save_random(model, Path(place))
+        path = place if model in serving.MODELS else model
+        for plugin, more in starts:
+            log: list[str] = []
+            found: list[Any] = []
+            top = not any("speculative" in name for name in more)
+            try:
+                for measured in serving.run(engine.value, path, plugin, given | more, top=top, **asked):
+                    log += said(measured)
+                    found += measured.get("answers", ())
+            except RuntimeError as problem:  # one start that fails leaves the others
+                report.say(str(problem))
+            own = own or found
+            row = dict(label=f"{'gated_delta' if plugin else engine.value} {json.dumps(more)}", run=0, log=log)
+            rows.append(row | (answers.compared(own, found) if found else dict(equal=None)))
+            report.say(str(rows[-1]))
+    run |= dict(model=model, options=given)
+    report.write(dict(command=f"benchmarks tokens {engine.value}", runs=[run], cells=rows))
+    report.leave(any(row["equal"] is None for row in rows))
+
+
+def object_of(text: str, name: str) -> dict[str, Any]:
+    try:
+        return dict(json.loads(text))
+    except (ValueError, TypeError):
+        raise typer.BadParameter(f"expected a JSON object, got {text!r}", param_hint=name) from None
+
+
+def served(engine: str, command: str, file: Path | None) -> tuple[Report, dict[str, Any]]:
+    """Where results of an engine go, and what is known of the run."""
+    if file is None:
+        (RESULTS / "serve").mkdir(exist_ok=True)
+        file = RESULTS / "serve" / f"{engine}{'' if command == 'serve' else '_' + command}.json"
+    report = Report(f"benchmarks {command} {engine}", True, file)
+    return report, environment(torch.device("cuda"), {engine: metadata.version(engine)})
+
+
+def said(measured: dict[str, Any]) -> list[str]:
+    """What an engine's log or its ranks say of gated_delta."""
+    ranks = measured.get("ranks", ())
+    return [measured["log"]] if "log" in measured else [f"rank {i}: {line}" for i, rank in enumerate(ranks) for line in rank]
 
 
 if __name__ == "__main__":

@@ -149,10 +149,14 @@ def checkout() -> dict[str, Any]:
 
 
 def run_facts(device: torch.device, peers: Mapping[str, str | None]) -> dict[str, Any]:
-    """What the file says of a run; kernels: fingerprints of their sources; peers: versions."""
+    """What the file says of a run of `measure`."""
+    return dict(environment(device, peers), gemm_tflops=gemm_tflops(device), host_us=None, host_us_of=None)
+
+
+def environment(device: torch.device, peers: Mapping[str, str | None]) -> dict[str, Any]:
+    """What was run where; kernels: fingerprints of their sources; peers: versions."""
     named = sorted(file.stem for file in Path(compile.__file__).parent.glob("kernels/[a-z]*.py"))
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     found: dict[str, Any] = dict(date=now, device=device_name(device))
     found |= dict(checkout(), versions={**versions(), "triton": compile.installed("triton")})
-    found |= dict(kernels={name: compile.sources(name) for name in named}, peers=dict(peers), state_commit=commit_version())
-    return dict(found, gemm_tflops=gemm_tflops(device), host_us=None, host_us_of=None)
+    return found | dict(kernels={name: compile.sources(name) for name in named}, peers=dict(peers), state_commit=commit_version())

@@ -1,14 +1,17 @@
-"""What the user of a served model waits for, with the engine's own kernels and with gated_delta's, on one CUDA device.
+"""What the user of a served model waits for, with the engine's own kernels and with gated_delta's, on CUDA devices.
 
-Time to first token (TTFT) of prompts that arrive together, and time per output token (TPOT) after it. The model has random weights
-and few layers, which have the sizes of a released one's. Every engine starts in a process of its own.
+Time to first token (TTFT) of prompts that arrive together, and time per output token (TPOT) after it; and of that what GPU kernels
+take, by the engine's profiler. The model has few layers, of a released one's sizes, and random weights. Every engine starts in a
+process of its own.
 """
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import random
+import re
 import subprocess
 import sys
 import tempfile
@@ -49,7 +52,41 @@ MODELS = {
         vocab_size=VOCABULARY,
         dtype="bfloat16",
     ),
+    "kimi_linear": dict(  # its linear layers, 3 of 4, and one of MLA, between dense ones
+        architectures=["KimiLinearForCausalLM"],
+        model_type="kimi_linear",
+        hidden_size=2304,
+        intermediate_size=9216,
+        num_hidden_layers=4,
+        num_attention_heads=32,
+        num_key_value_heads=32,
+        first_k_dense_replace=4,
+        linear_attn_config=dict(kda_layers=[1, 2, 3], full_attn_layers=[4], num_heads=32, head_dim=128, short_conv_kernel_size=4),
+        kv_lora_rank=512,
+        qk_nope_head_dim=128,
+        qk_rope_head_dim=64,
+        v_head_dim=128,
+        mla_use_nope=True,
+        hidden_act="silu",
+        initializer_range=0.02,
+        model_max_length=65536,
+        rms_norm_eps=1e-5,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=2,
+        tie_word_embeddings=False,
+        vocab_size=VOCABULARY,
+        dtype="bfloat16",
+    ),
 }
+RECURRENCE = re.compile(
+    "gated_delta|delta_rule|chunk_|cumsum|l2norm|recompute_w_u|solve_tril|merge_16x16|post_conv|gating|(gdn|kda)_(?!.*norm)"
+    "|(gather_initial|scatter)_states"
+)
+"""In the names of kernels, ours and the engines', that take a linear layer from its convolution to its norm.
+
+Copies that an engine makes of states or inputs with PyTorch's own kernels are not known by their names: they are in `all` alone.
+"""
 
 
 class Cell(NamedTuple):
@@ -70,66 +107,186 @@ CELLS = {cell.label: cell for prompt in PROMPTS for batch in BATCHES if (cell :=
 
 # ------------------------------------------------------------------------------------------------ a process, its engine
 
-Generate = Callable[[list[list[int]], int], list[list[int]]]
+Prompts = list[list[int]]
+TOP = 5
+"""Of every position's tokens, how many have their logarithmic probabilities in an Answer."""
 
 
-def sglang(model: str, plugin: bool, options: dict[str, Any]) -> Generate:
+class Answer(NamedTuple):
+    """tokens: greedy ones; top: of every position the TOP best (token, log probability), the best first; empty if not asked for."""
+
+    tokens: list[int]
+    top: list[list[tuple[int, float]]]
+
+
+class Server(NamedTuple):
+    """An engine that runs.
+
+    answer(prompts, new_tokens, top): top with log probabilities. profile: starts the engine's profiler, or stops it, which then has
+    written its trace. ranks: what gated_delta's report says, rank by rank, where the engine can ask its processes.
+    """
+
+    answer: Callable[[Prompts, int, bool], list[Answer]]
+    profile: Callable[[bool], object]
+    ranks: Callable[[], list[list[str]]] = lambda: []
+
+
+def sglang(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Server:
     import sglang
 
     ours = {f"linear_attn_{mode}_backend": "gated_delta" for mode in ("decode", "prefill", "verify")} if plugin else {}
-    defaults = dict(load_format="dummy", skip_tokenizer_init=True, random_seed=0, disable_radix_cache=True, log_level="info")
+    defaults = dict(skip_tokenizer_init=True, random_seed=0, disable_radix_cache=True, log_level="info")
     engine = sglang.Engine(model_path=model, **(defaults | ours | options))
 
-    def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
+    def answer(prompts: Prompts, new_tokens: int, top: bool) -> list[Answer]:
         sampling = dict(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
-        return [made["output_ids"] for made in engine.generate(input_ids=prompts, sampling_params=sampling)]
+        asked = dict(return_logprob=True, top_logprobs_num=TOP) if top else {}
+        made = engine.generate(input_ids=prompts, sampling_params=sampling, **asked)
+        found = [one["meta_info"]["output_top_logprobs"] if top else [] for one in made]
+        best = [[[(token, logprob) for logprob, token, *_ in place] for place in places] for places in found]
+        return [Answer(one["output_ids"], places) for one, places in zip(made, best, strict=True)]
 
-    return generate
+    def profile(on: bool) -> None:
+        if on:
+            engine.start_profile(output_dir=str(traces), activities=["GPU"], with_stack=False, record_shapes=False)
+        else:
+            engine.stop_profile()
+
+    return Server(answer, profile)
 
 
-def vllm(model: str, plugin: bool, options: dict[str, Any]) -> Generate:
+def vllm(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Server:
     os.environ["GATED_DELTA_VLLM"] = str(int(plugin))
     from vllm import LLM, SamplingParams
 
-    defaults = dict(load_format="dummy", skip_tokenizer_init=True, seed=0, enable_prefix_caching=False)
-    engine = LLM(model=model, **(defaults | options))
+    defaults = dict(skip_tokenizer_init=True, seed=0, enable_prefix_caching=False)
+    torch_profiler = dict(dir=str(traces), activities=["CUDA"], with_stack=False, dump_cuda_time_total=False)
+    profiler = dict(profiler="torch", **{f"torch_profiler_{name}": value for name, value in torch_profiler.items()})
+    engine = LLM(model=model, **(defaults | dict(profiler_config=profiler) | options))
 
-    def generate(prompts: list[list[int]], new_tokens: int) -> list[list[int]]:
-        sampling = SamplingParams(temperature=0, max_tokens=new_tokens, detokenize=False, ignore_eos=True)
+    def answer(prompts: Prompts, new_tokens: int, top: bool) -> list[Answer]:
+        asked = dict(logprobs=TOP) if top else {}
+        sampling = SamplingParams(temperature=0, max_tokens=new_tokens, detokenize=False, ignore_eos=True, **asked)
         made = engine.generate([dict(prompt_token_ids=prompt) for prompt in prompts], sampling, use_tqdm=False)
-        return [list(one.outputs[0].token_ids) for one in made]
+        places = [one.outputs[0].logprobs if top else [] for one in made]
+        best = [[sorted(((t, x.logprob) for t, x in place.items()), key=lambda x: -x[1]) for place in some] for some in places]
+        return [Answer(list(one.outputs[0].token_ids), some) for one, some in zip(made, best, strict=True)]
 
-    return generate
+    return Server(
+        answer, lambda on: (engine.start_profile if on else engine.stop_profile)(), lambda: engine.collective_rpc(_report)
+    )
 
 
-ENGINES = dict(sglang=sglang, vllm=vllm)
+def _report(_worker: object) -> list[str]:
+    from gated_delta.integrations import vllm
+
+    return [str(row) for row in vllm.report()]
 
 
-def measure(generate: Generate, cell: Cell, repeats: int) -> dict[str, Any]:
-    """The least of several times, in ms. No prompt comes twice, so no cache helps; tokens: the first prompt's, for comparison."""
+def transformers(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Server:
+    """Not an engine, but `generate`: its own path is FLA's kernels where FLA is installed, else PyTorch."""
+    import torch
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from gated_delta.integrations.transformers import patch
+
+    torch.manual_seed(0)
+    if options.pop("load_format", None) == "dummy":
+        with torch.device("cuda"):
+            made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16, **options).eval()
+    else:
+        made = AutoModelForCausalLM.from_pretrained(model, **options).cuda().eval()
+    handle = patch(made) if plugin else None
+    running: list[Any] = []
+
+    def answer(prompts: Prompts, new_tokens: int, top: bool) -> list[Answer]:
+        ids = torch.tensor(prompts, device="cuda")
+        lengths = dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens, attention_mask=torch.ones_like(ids))
+        out = made.generate(ids, do_sample=False, **lengths)
+        return [Answer(row[ids.shape[1] :].tolist(), []) for row in out]
+
+    def profile(on: bool) -> None:
+        if on:
+            running.append(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]).__enter__())
+        else:
+            running[-1].__exit__(None, None, None)
+            running.pop().export_chrome_trace(str(traces / "of.trace.json.gz"))
+
+    return Server(answer, profile, lambda: [[str(row) for row in handle.report()]] if handle else [])
+
+
+ENGINES = dict(sglang=sglang, vllm=vllm, transformers=transformers)
+
+
+def prompts_of(cell: Cell, repeat: int) -> Prompts:
+    """No prompt comes twice, so no cache helps."""
+    drawn = random.Random(f"{cell} {repeat}")
+    return [[drawn.randrange(VOCABULARY) for _ in range(cell.prompt)] for _ in range(cell.batch)]
+
+
+def measure(server: Server, cell: Cell, repeats: int, traces: Path) -> dict[str, Any]:
+    """The least of several times, in ms; what kernels take, in us; tokens: the first prompt's, for comparison."""
     first, whole, tokens = [], [], [[0]]
     for repeat in range(repeats + 1):
-        drawn = random.Random(f"{cell} {repeat}")
-        prompts = [[drawn.randrange(VOCABULARY) for _ in range(cell.prompt)] for _ in range(cell.batch)]
+        prompts = prompts_of(cell, repeat)
         start = time.perf_counter()
-        generate(prompts, 1)
+        server.answer(prompts, 1, False)
         between = time.perf_counter()
-        tokens = generate([prompt[::-1] for prompt in prompts], NEW_TOKENS)
+        tokens = [answer.tokens for answer in server.answer([prompt[::-1] for prompt in prompts], NEW_TOKENS, False)]
         if repeat:  # the first one warms up
             first.append(between - start)
             whole.append(time.perf_counter() - between)
-    return dict(ttft_ms=1e3 * min(first), tpot_ms=1e3 * (min(whole) - min(first)) / (NEW_TOKENS - 1), tokens=tokens[0])
+    times = dict(ttft_ms=1e3 * min(first), tpot_ms=1e3 * (min(whole) - min(first)) / (NEW_TOKENS - 1))
+    return dict(times, kernels_us=kernels(server, cell, traces, repeats + 1), tokens=tokens[0])
+
+
+def kernels(server: Server, cell: Cell, traces: Path, repeat: int) -> dict[str, float]:
+    """What GPU kernels take for the prompts and for a step of decode after them: those of the recurrence, and all. In us."""
+    found = []
+    for new_tokens in (1, NEW_TOKENS):
+        server.profile(True)
+        server.answer(prompts_of(cell, repeat + new_tokens), new_tokens, False)
+        server.profile(False)
+        found.append(profiled(traces))
+    prefill, both = found
+    steps = {f"decode {name}": (both[name] - prefill[name]) / (NEW_TOKENS - 1) for name in prefill}
+    return {f"prefill {name}": us for name, us in prefill.items()} | steps
+
+
+def profiled(traces: Path) -> dict[str, float]:
+    """Time of the recurrence's kernels, and of all, in the trace that the profiler left, of rank 0; removes every rank's."""
+    files = sorted(traces.rglob("*.json*"))
+    if not files:
+        raise RuntimeError(f"the engine's profiler left no trace in {traces}")
+    events = json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
+    events = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    for file in files:
+        file.unlink()
+    return dict(recurrence=sum(e["dur"] for e in events if RECURRENCE.search(e["name"])), all=sum(e["dur"] for e in events))
 
 
 def main(job: dict[str, Any]) -> None:
-    """A process's work: starts its engine, prints MEASURED and JSON for its start and for every cell."""
+    """A process's work: starts its engine, prints MEASURED and JSON for its start and for all that it is asked."""
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as model:
-        Path(model, "config.json").write_text(json.dumps(MODELS[job["model"]]))
-        generate = ENGINES[job["engine"]](model, job["plugin"], job["options"])
-    print(MEASURED, json.dumps(dict(start_s=time.perf_counter() - start)), flush=True)
-    for cell in (CELLS[label] for label in job["cells"]):
-        print(MEASURED, json.dumps(dict(cell=cell.label, **measure(generate, cell, job["repeats"]))), flush=True)
+    with tempfile.TemporaryDirectory() as place:
+        traces = Path(place, "traces")
+        traces.mkdir()
+        model, options = job["model"], job["options"]
+        if model in MODELS:
+            config, model = MODELS[model], place
+            Path(place, "config.json").write_text(json.dumps(config))
+            options = dict(load_format="dummy") | options
+        server = ENGINES[job["engine"]](model, job["plugin"], options, traces)
+        say(start_s=time.perf_counter() - start)
+        for cell in (CELLS[label] for label in job["cells"]):
+            say(cell=cell.label, **measure(server, cell, job["repeats"], traces))
+        if prompts := job.get("prompts"):
+            say(answers=server.answer(prompts, job["new_tokens"], job["top"]))
+        say(ranks=server.ranks())
+
+
+def say(**what: Any) -> None:
+    print(MEASURED, json.dumps(what), flush=True)
 
 
 # ------------------------------------------------------------------------------------------------ the command's process
@@ -137,23 +294,28 @@ def main(job: dict[str, Any]) -> None:
 MEASURED = "MEASURED"
 
 
-def run(engine: str, model: str, plugin: bool, labels: list[str], options: dict[str, Any], repeats: int = 2) -> Iterator[Any]:
+def run(engine: str, model: str, plugin: bool, options: dict[str, Any], **asked: Any) -> Iterator[Any]:
     """What an engine that is started for it measures, line by line; under "log" what it says of gated_delta, which tells what ran.
 
-    Raises RuntimeError with the end of the engine's output if it fails.
+    model: a name of MODELS, or a directory. asked: cells, labels of CELLS, each timed `repeats` times; prompts, for answers of
+    new_tokens, with log probabilities if `top`. Raises RuntimeError with the end of the engine's output if it fails.
     """
-    job = dict(engine=engine, model=model, plugin=plugin, options=options, cells=labels, repeats=repeats)
+    job = dict(engine=engine, model=model, plugin=plugin, options=options, cells=[], repeats=2) | asked
     said: list[str] = []
-    command = [sys.executable, "-m", "benchmarks.serve", json.dumps(job)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, errors="replace") as process:
-        assert process.stdout is not None
-        for line in process.stdout:
-            if line.startswith(MEASURED):
-                yield json.loads(line[len(MEASURED) :])
-                continue
-            said = [*said[-60:], line]
-            if "gated_delta" in line and "server_args" not in line:
-                yield dict(log=line.strip())
+    command = [sys.executable, "-m", "benchmarks.serve"]
+    with tempfile.TemporaryFile("w+") as given:
+        json.dump(job, given)
+        given.seek(0)
+        pipes: dict[str, Any] = dict(stdin=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        with subprocess.Popen(command, **pipes, text=True, errors="replace") as process:
+            assert process.stdout is not None
+            for line in process.stdout:
+                if line.startswith(MEASURED):
+                    yield json.loads(line[len(MEASURED) :])
+                    continue
+                said = [*said[-60:], line]
+                if "gated_delta" in line and "server_args" not in line:
+                    yield dict(log=line.strip())
     if process.returncode:
         raise RuntimeError(f"{engine} ended with {process.returncode}\n{''.join(said)}")
 
@@ -162,12 +324,14 @@ def compared(engines: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[
     """A record a cell: the engine's own times, ours, their ratios (above 1: ours is faster), tokens equal from the first on."""
     made = []
     for one, other in zip(engines, ours, strict=True):
-        ratios = {f"{name}_ratio": one[f"{name}_ms"] / other[f"{name}_ms"] for name in ("ttft", "tpot")}
+        pairs = {name: (one[name], other[name]) for name in ("ttft_ms", "tpot_ms")}
+        times = {name: dict(zip(("engine", "gated_delta"), pair, strict=True)) for name, pair in pairs.items()}
+        ratios = {f"{name[:4]}_ratio": a / b for name, (a, b) in pairs.items()}
+        both = {name: dict(engine=us, gated_delta=other["kernels_us"][name]) for name, us in one["kernels_us"].items()}
         equal = next((i for i, (a, b) in enumerate(zip(one["tokens"], other["tokens"], strict=True)) if a != b), len(one["tokens"]))
-        times = {f"{name}_ms": {"engine": one[f"{name}_ms"], "gated_delta": other[f"{name}_ms"]} for name in ("ttft", "tpot")}
-        made.append(dict(cell=one["cell"], **times, **ratios, equal_tokens=equal, tokens=len(one["tokens"])))
+        made.append(dict(cell=one["cell"], **times, **ratios, kernels_us=both, equal_tokens=equal, tokens=len(one["tokens"])))
     return made
 
 
 if __name__ == "__main__":
-    main(json.loads(sys.argv[1]))
+    main(json.load(sys.stdin))

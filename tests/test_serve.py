@@ -1,4 +1,4 @@
-"""benchmarks/serve.py with an engine that is a stand-in of SGLang: processes, cells, records."""
+"""benchmarks/serve.py and tokens.py with an engine that is a stand-in of SGLang: processes, cells, records."""
 
 import json
 import os
@@ -8,22 +8,41 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from benchmarks import serve
+from benchmarks import serve, tokens
 from benchmarks.__main__ import app
 
 ENGINE = """
+import gzip, json, os
+
 class Engine:
     def __init__(self, model_path, **options):
-        import json, os
         self.heads = json.load(open(os.path.join(model_path, "config.json")))["linear_num_value_heads"]
         self.ours = options.get("linear_attn_decode_backend") == "gated_delta"
-        assert options["load_format"] == "dummy" and options["page_size"] == 64
+        self.fails = options.get("tp_size") == 2
+        assert (options.get("load_format") == "dummy") != model_path.endswith("tiny_qwen3_5") and options["page_size"] == 64
         print("gated_delta runs decode" if self.ours else "Triton runs decode", flush=True)
-        if self.ours and FAILS:
+        if self.ours and (FAILS or self.fails):
             raise MemoryError("no room")
-    def generate(self, input_ids, sampling_params):
+    def start_profile(self, output_dir, activities, with_stack, record_shapes):
+        assert activities == ["GPU"]
+        self.place, self.events = output_dir, []
+    def stop_profile(self):
+        with gzip.open(os.path.join(self.place, "1-TP-0.trace.json.gz"), "wt") as file:
+            json.dump(dict(traceEvents=self.events), file)
+        with gzip.open(os.path.join(self.place, "1-TP-1.trace.json.gz"), "wt") as file:
+            json.dump(dict(traceEvents=[dict(cat="kernel", name="gated_delta", dur=1e9)]), file)
+    def generate(self, input_ids, sampling_params, return_logprob=False, top_logprobs_num=0):
         n = sampling_params["max_new_tokens"]
-        return [dict(output_ids=[prompt[0]] * (n - self.ours) + [self.heads] * self.ours) for prompt in input_ids]
+        prompt = dict(cat="kernel", name="kernel_gated_delta_scan" if self.ours else "chunk_fwd_kernel_o", dur=100)
+        step = dict(cat="kernel", name="kernel_gated_delta_decode" if self.ours else "fused_delta_rule_kernel", dur=4 - self.ours)
+        rest = [dict(cat="kernel", name="gemm", dur=10), dict(cat="gpu_memcpy", name="Memcpy", dur=1), dict(cat="cpu_op", name="x")]
+        self.events = [prompt, *rest] + [step, *rest] * (n - 1)
+        made = []
+        for prompt in input_ids:
+            ids = [prompt[0]] * (n - self.ours) + [self.heads] * self.ours
+            top = [[(-0.1 - 0.01 * self.ours, token, None), (-0.3, self.heads, None)] for token in ids]
+            made.append(dict(output_ids=ids, meta_info=dict(output_top_logprobs=top[:n]) if return_logprob else {}))
+        return made
 """
 
 
@@ -44,20 +63,53 @@ def engine(tmp_path, monkeypatch):
 def test_both_kernels_are_measured_in_every_cell_asked_for(engine):
     engine()
     labels = [label for label in serve.CELLS if label.endswith(" x 512")][:2]
-    made = [list(serve.run("sglang", "qwen3_next", plugin, labels, dict(page_size=64), repeats=1)) for plugin in (False, True)]
+    asked = dict(cells=labels, repeats=1)
+    made = [list(serve.run("sglang", "qwen3_next", plugin, dict(page_size=64), **asked)) for plugin in (False, True)]
     assert made[1].pop(0) == dict(log="gated_delta runs decode")
     assert [row["start_s"] > 0 for row in (made[0].pop(0), made[1].pop(0))] == [True, True]
+    assert [row.pop() for row in made] == [dict(ranks=[])] * 2
     records = serve.compared(*made)
     assert [record["cell"] for record in records] == labels == ["1 x 512", "8 x 512"]
     for record in records:
         assert (record["equal_tokens"], record["tokens"]) == (serve.NEW_TOKENS - 1, serve.NEW_TOKENS)
         assert record["ttft_ratio"] == record["ttft_ms"]["engine"] / record["ttft_ms"]["gated_delta"]
+        kernels = {"prefill recurrence": (100, 100), "prefill all": (111, 111), "decode recurrence": (4, 3), "decode all": (15, 14)}
+        assert record["kernels_us"] == {name: dict(engine=a, gated_delta=b) for name, (a, b) in kernels.items()}
 
 
 def test_an_engine_that_fails_says_so(engine):
     engine(fails=True)
     with pytest.raises(RuntimeError, match=r"(?s)sglang ended with 1.*no room"):
-        list(serve.run("sglang", "qwen3_next", True, ["1 x 512"], dict(page_size=64)))
+        list(serve.run("sglang", "qwen3_next", True, dict(page_size=64), cells=["1 x 512"]))
+
+
+@pytest.mark.parametrize(
+    ("kernel", "counts"),
+    [
+        ("kernel_cutlass_kernel_gated_deltakernelsdecodeDecode_object_at__DecodePointers", True),
+        ("fused_recurrent_gated_delta_rule_packed_decode_kernel", True),
+        ("chunk_gated_delta_rule_fwd_kernel_h_blockdim64", True),
+        ("chunk_kda_fwd_kernel_intra_sub_chunk", True),
+        ("merge_16x16_to_64x64_inverse_kernel", True),
+        ("l2norm_fwd_kernel", True),
+        ("fused_gdn_gating_kernel", True),
+        ("_fused_post_conv_kernel", True),
+        ("_gather_initial_states_kernel", True),
+        ("_causal_conv1d_update_kernel", False),
+        ("_gdn_mtp_gated_rmsnorm_kernel", False),
+        ("layer_norm_gated_fwd_kernel", False),
+        ("nvjet_tst_128x256_64x4_2x1_v_bz_coopA_TNN", False),
+        ("_fwd_kernel", False),
+        ("void at::native::vectorized_elementwise_kernel<4, at::native::CUDAFunctor_add>", False),
+    ],
+)
+def test_kernels_of_the_recurrence_are_known_by_name(kernel, counts):
+    assert bool(serve.RECURRENCE.search(kernel)) == counts
+
+
+def test_a_profile_without_a_trace_is_an_error(tmp_path):
+    with pytest.raises(RuntimeError, match="left no trace"):
+        serve.profiled(tmp_path)
 
 
 def test_cells_stay_below_what_a_card_holds():
@@ -83,7 +135,7 @@ def test_what_cannot_be_measured_is_refused(arguments, words, tmp_path):
 
 def test_the_file_has_a_line_for_every_cell(engine, tmp_path, monkeypatch):
     engine()
-    monkeypatch.setattr("benchmarks.__main__.run_facts", lambda device, peers: dict(peers=peers))
+    monkeypatch.setattr("benchmarks.__main__.environment", lambda device, peers: dict(peers=peers))
     file = tmp_path / "new.json"
     result = CliRunner().invoke(app, ["serve", "sglang", str(file), "--filter", "^1 x 512", "--options", '{"page_size": 64}'])
     assert result.exit_code == 0, result.output
@@ -92,3 +144,53 @@ def test_the_file_has_a_line_for_every_cell(engine, tmp_path, monkeypatch):
     assert content["runs"][0]["log"] == ["gated_delta runs decode"]
     assert [cell["label"] for cell in content["cells"]] == ["1 x 512"]
     assert sum(line.startswith('  {"label"') for line in file.read_text().splitlines()) == 1
+
+
+# ------------------------------------------------------------------------------------------------ tokens
+
+
+def answer(tokens, *top):
+    return [tokens, [[list(one) for one in place] for place in top]]
+
+
+def test_answers_part_where_a_token_differs_first():
+    same = answer([7, 8], [(7, -0.1), (9, -2.0)], [(8, -0.5), (9, -0.625)])
+    tie = answer([7, 9], [(7, -0.2), (9, -1.0)], [(9, -0.5), (8, -0.625)])
+    far = answer([5, 5], [(5, -0.1), (4, -4.0)], [(5, -0.1), (4, -4.0)])
+    found = tokens.compared([same, same, same], [same, tie, far])
+    assert found == dict(
+        prompts=3, equal=1, tokens=2, parted=[None, 0.125], deviation=dict(mean=pytest.approx(0.1 / 3), largest=pytest.approx(0.1))
+    )
+
+
+def test_answers_without_probabilities_are_compared_by_the_engines_own():
+    own = answer([7, 8], [(7, -0.1), (9, -2.0)], [(8, -0.5), (9, -0.75)])
+    assert tokens.compared([own], [answer([7, 9])])["parted"] == [0.25]
+    assert tokens.compared([own], [answer([7, 8])]) == dict(prompts=1, equal=1, tokens=2, parted=[], deviation=None)
+
+
+def test_prompts_are_pieces_of_text_and_always_the_same():
+    made = tokens.prompts(50)
+    assert made == tokens.prompts(60)[:50]
+    assert {8 <= len(prompt) <= tokens.LONGEST for prompt in made} == {True}
+    assert "statement" in "".join(bytes(prompt).decode(errors="ignore") for prompt in made)
+
+
+def test_tokens_of_every_start_are_compared_with_the_engines_own(engine, tmp_path, monkeypatch):
+    """A start that fails is a row too, and the exit code says it."""
+    engine()
+    monkeypatch.setattr("benchmarks.__main__.environment", lambda device, peers: dict(peers=peers))
+    file = tmp_path / "new.json"
+    starts = ["--also", '{"speculative_algorithm": "NGRAM"}', "--also", '{"tp_size": 2}']
+    arguments = ["tokens", "sglang", str(file), "--count", "3", "--new-tokens", "4", "--options", '{"page_size": 64}', *starts]
+    result = CliRunner().invoke(app, arguments)
+    assert result.exit_code == 1, result.output
+    own, ours, drafts, failed = json.loads(file.read_text())["cells"]
+    assert (own["label"], own["equal"], own["log"]) == ("sglang {}", 3, [])
+    assert own["deviation"] == dict(mean=0, largest=0)
+    assert (ours["label"], ours["equal"], ours["prompts"], ours["tokens"]) == ("gated_delta {}", 0, 3, 4)
+    assert ours["log"] == ["gated_delta runs decode"]
+    assert ours["parted"] == [pytest.approx(0.2)] * 3
+    assert ours["deviation"]["largest"] == pytest.approx(0.01)
+    assert (drafts["parted"], drafts["deviation"]) == (ours["parted"], None)
+    assert failed["equal"] is None
