@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from gated_delta.integrations import checks
 from gated_delta.integrations import sglang as plugin
 
 ROOT = Path(__file__).parents[1]
@@ -37,3 +38,19 @@ def test_tracked_states_are_found_among_those_of_all_chunks():
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
     plugin._take_tracked(states, dict(query_start_loc=bounds, track_chunk_idx=torch.tensor(chunks), track_state=track))
     assert track[[0, 2, 3], 0, 0, 0].tolist() == [1, 2, 5]
+
+
+def test_another_value_of_the_switch_for_drafts(monkeypatch):
+    monkeypatch.setenv("GATED_DELTA_SGLANG_KVBUFFER", "yes")
+    with pytest.raises(ValueError, match="GATED_DELTA_SGLANG_KVBUFFER: expected 0 or 1, got 'yes'"):
+        plugin.register()
+
+
+@pytest.mark.parametrize("bound", [None, -5.0])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_weights_of_a_layer_become_dtypes_that_a_gate_takes(dtype, bound):
+    gate = checks.layer_gate(torch.full((2,), 0.5, dtype=dtype), torch.full((2, 3), 0.25, dtype=dtype), bound)
+    assert (gate.A_log.dtype, gate.A_log.tolist()) == (torch.float32, [0.5] * 2)
+    assert gate.dt_bias.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
+    assert gate.dt_bias.tolist() == [[0.25] * 3] * 2
+    assert gate.kind == ("softplus" if bound is None else "lower_bound")

@@ -54,6 +54,11 @@ def gate_of(rate: Tensor, bias: Tensor | None, lower_bound: float | None) -> Gat
     return Gate.softplus(rate, bias) if lower_bound is None else Gate.lower_bound(rate, bias, lower_bound)
 
 
+def layer_gate(A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None) -> Gate:
+    """The gate of an engine's layer, whose weights may be of any floating dtype; a bias of bf16 is read as it is."""
+    return gate_of(A_log.float(), dt_bias if dt_bias.dtype == torch.bfloat16 else dt_bias.float(), lower_bound)
+
+
 def safe_bound(lower_bound: float | None) -> None:
     if lower_bound is None or not -5 <= lower_bound < 0:
         raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate and use_gate_in_kernel, got {lower_bound}")

@@ -8,9 +8,9 @@ such a flag nothing of the engine is changed. docs/engines.md says what runs. No
 
 from __future__ import annotations
 
+import functools
 import importlib.metadata
 import logging
-import os
 from collections import Counter
 from typing import Any
 
@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 
 from gated_delta import api
-from gated_delta.integrations.checks import gate_of
+from gated_delta.compile import flag
+from gated_delta.integrations.checks import layer_gate
 from gated_delta.problem import MAX_DRAFT, KVBuffer, UnsupportedProblem
 
 NAME = "gated_delta"
@@ -31,8 +32,6 @@ Tokens = tuple[Tensor, ...]
 _LINEAR = "sglang.srt.layers.attention.linear."
 _KERNELS = dict(decode="decode_kernel", prefill="extend_kernel", verify="verify_kernel")
 _log = logging.getLogger(__name__)
-
-
 _calls: Counter[str] = Counter()
 _refused: dict[tuple[object, ...], str] = {}
 
@@ -47,6 +46,7 @@ def report() -> list[str]:
 
 def register() -> None:
     """The entry point: makes "gated_delta" a choice of the engine's flags, and asks to be called when they are resolved."""
+    in_kvbuffer = flag("GATED_DELTA_SGLANG_KVBUFFER", False)  # an error in it is logged by the engine, and nothing is a choice
     from sglang.srt.arg_groups import choices
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
@@ -59,7 +59,7 @@ def register() -> None:
     if NAME not in verify.choices:  # that flag copied the list when its module was imported
         verify.choices.append(NAME)
     HookRegistry.register(f"{_LINEAR}utils.resolve_linear_attn_backends", _resolved, HookType.AFTER)
-    if os.environ.get("GATED_DELTA_SGLANG_KVBUFFER") == "1":
+    if in_kvbuffer:
         from gated_delta.integrations import sglang_kvbuffer
 
         sglang_kvbuffer.register()
@@ -206,9 +206,7 @@ class Operations:
         """Tokens whose gates are still raw, and the layer's gate."""
         q, k, v, a, b = tokens
         lead, HV, channels = v.shape[:2], v.shape[2], (q.shape[-1],) if self.layers == "KDA" else ()
-        A_log, dt_bias = given["A_log"].reshape(-1).float(), given["dt_bias"].reshape(HV, *channels)
-        dt_bias, bound = dt_bias if dt_bias.dtype == torch.bfloat16 else dt_bias.float(), given.get("lower_bound")
-        gate = gate_of(A_log, dt_bias, bound)
+        gate = layer_gate(given["A_log"].reshape(-1), given["dt_bias"].reshape(HV, *channels), given.get("lower_bound"))
         g, beta = a.reshape(*lead, HV, *channels), b.reshape(*lead, HV)
         return dict(q=_rows(q), k=_rows(k), v=_rows(v), g=g, beta=beta, beta_logits=True, gate=gate)
 
@@ -222,13 +220,17 @@ class Operations:
                 made = ours(backend)
             except UnsupportedProblem as error:  # nothing was written
                 missing = _refused[problem] = "; ".join(error.missing) or str(error)
-        route = f"{self.layers} {mode} on " + (
-            f"the engine's own kernel (ours needs {missing})" if missing else f"backend {backend}"
-        )
+        route = _route(self.layers, mode, backend, missing)
         _calls[route] += 1
         if _calls[route] == 1:
             _log.info("gated_delta runs %s", route)
         return engine() if missing else made
+
+
+@functools.cache
+def _route(layers: str, mode: str, backend: str, missing: str) -> str:
+    """In the words of the log and of `report`."""
+    return f"{layers} {mode} on " + (f"the engine's own kernel (ours needs {missing})" if missing else f"backend {backend}")
 
 
 def backend_for(x: Tensor) -> str:

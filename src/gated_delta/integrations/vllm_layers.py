@@ -25,7 +25,7 @@ from vllm.model_executor.layers.mamba.ops import causal_conv1d
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta import __version__, api, compile, dispatch
-from gated_delta.integrations.checks import gate_of
+from gated_delta.integrations.checks import layer_gate
 from gated_delta.integrations.vllm import Tally, layers, logger, platform
 from gated_delta.problem import CHECKPOINT_INTERVAL, MAX_DRAFT, Gate, UnsupportedProblem
 
@@ -219,7 +219,7 @@ class Core(GatedDeltaNetAttention):
         return dict(**tensors, **options, gate=gate, state=pool)
 
     def _gate(self, A_log: Tensor, dt_bias: Tensor) -> Gate:
-        return Gate.softplus(A_log.float(), dt_bias if dt_bias.dtype == torch.bfloat16 else dt_bias.float())
+        return layer_gate(A_log, dt_bias)
 
 
 class GDN(Core):
@@ -252,5 +252,4 @@ class Kimi(Core, KimiGatedDeltaNetAttention):
             super()._forward(mixed_qkv=mixed_qkv, g1=g1, g2=g2, beta=beta, core_attn_out=core_attn_out)
 
     def _gate(self, A_log: Tensor, dt_bias: Tensor) -> Gate:
-        dt_bias, bound = dt_bias.view(len(A_log), -1), self.gate_lower_bound
-        return gate_of(A_log, dt_bias, bound)
+        return layer_gate(A_log, dt_bias.view(len(A_log), -1), self.gate_lower_bound)
