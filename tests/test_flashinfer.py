@@ -446,7 +446,71 @@ def test_prefill_of_more_query_than_value_heads_by_repeating_k_and_v():
     check_prefill(x)
 
 
+def long_prompts(every: int) -> tuple[dict, dict[int, Tensor]]:
+    """Prompts of 130, 0, 70 and 192 tokens with rows for their states at intervals, and by row the states, in float64."""
+    ends, total = [0, 130, 130, 200, 392], 400
+    x = dict(k=F.normalize(normal(total, H, K, seed=1), dim=-1), q=normal(total, H, K, seed=0), v=normal(total, HV, V, seed=2))
+    x |= dict(g=normal(total, HV, seed=3).sigmoid(), beta=normal(total, HV, seed=4).sigmoid(), initial_state=pool(N))
+    starts, states = [0], {}
+    for n, (start, end) in enumerate(itertools.pairwise(ends)):
+        for after in range(every, end - start + 1, every):
+            one = {name: x[name][None, start : start + after] for name in ("q", "k", "v")}
+            gate = (x[name][None, start : start + after].double() for name in ("g", "beta"))
+            _, made = prompt_loop(one, next(gate).log()[..., None], next(gate), x["initial_state"][[n]], K**-0.5, False)
+            states[len(states)] = made[0]
+        starts.append(len(states))
+    x |= dict(cu_seqlens=ints(*ends), checkpoint_cu_starts=ints(*starts), checkpoint_every_n_tokens=every)
+    return x, states
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
+@pytest.mark.parametrize("every", [64, 128])
+def test_states_at_intervals(every, dtype):
+    """From states that are only read, into another tensor, in place, in a pool; the rest as without them."""
+    x, states = long_prompts(every)
+    assert len(states) == {64: 6, 128: 2}[every]
+    start, slots = x["initial_state"], ints(9, 2, 4, 0)
+    whole = pool()
+    whole[slots.long()] = start
+    for more in (
+        {},
+        dict(output_state=untouched(N, HV, V, K)),
+        dict.fromkeys(("initial_state", "output_state"), start.clone()),
+        dict.fromkeys(("initial_state", "output_state"), whole.clone()) | dict(state_indices=slots),
+        dict(initial_state=whole, state_indices=slots),
+    ):
+        kept = untouched(len(states) + 2, HV, V, K, dtype=dtype)
+        given = {n: y.clone() if isinstance(y, Tensor) else y for n, y in more.items()}
+        if "initial_state" in more and more["initial_state"] is more.get("output_state"):
+            given["initial_state"] = given["output_state"]
+        plain = {n: y for n, y in x.items() if "checkpoint" not in n}
+        want = flashinfer.chunk_gated_delta_rule(**plain | more)
+        got = flashinfer.chunk_gated_delta_rule(**x | given | dict(state_checkpoints=kept))
+        assert torch.equal(got, want)
+        assert "output_state" not in more or torch.equal(given["output_state"], more["output_state"])
+        check_pool(kept, untouched(len(kept), HV, V, K, dtype=dtype), states)
+
+
+def test_states_at_intervals_that_no_sequence_reaches():
+    x, _ = long_prompts(64)
+    more = dict(checkpoint_every_n_tokens=448, checkpoint_cu_starts=ints(0, 0, 0, 0, 0), state_checkpoints=untouched(0, HV, V, K))
+    flashinfer.chunk_gated_delta_rule(**x | more)
+    flashinfer.chunk_gated_delta_rule(**x | more | dict(state_checkpoints=(kept := untouched(1, HV, V, K))))
+    assert (kept == UNTOUCHED).all()
+
+
 # ------------------------------------------------------------------------------------------------ for test_adapters.py
+
+
+AT_INTERVALS = dict(checkpoint_cu_starts=ints(1, 1, 1, 2, 2), checkpoint_every_n_tokens=64)
+
+
+def at_intervals(dtype: torch.dtype = FP32, **more) -> dict:
+    """One sequence has so many tokens; its state goes to the second row."""
+    starts = AT_INTERVALS["checkpoint_cu_starts"].clone()
+    return (
+        prompts() | AT_INTERVALS | dict(checkpoint_cu_starts=starts, state_checkpoints=untouched(2, HV, V, K, dtype=dtype)) | more
+    )
 
 
 def pooled() -> dict:
@@ -499,6 +563,11 @@ CALLS = {name: functools.partial(valid, name) for name in (*DECODES, PREFILL)} |
     f"{PREFILL}, from zeros": lambda: prompts() | dict(output_state=untouched(N, HV, V, K), output_final_state=True),
     f"{PREFILL}, pool": lambda: into_pool(initial_state=None, output_state=pool()),
     f"{PREFILL}, in place": lambda: into_pool(**dict.fromkeys(("initial_state", "output_state"), pool())),
+    f"{PREFILL}, at intervals": lambda: at_intervals(initial_state=pool(N), output_final_state=True),
+    f"{PREFILL}, at intervals, converted": lambda: at_intervals(BF16),
+    f"{PREFILL}, at intervals, pool": lambda: at_intervals(
+        **dict.fromkeys(("initial_state", "output_state"), pool()), state_indices=ints(9, 2, 4, 0)
+    ),
     f"{PREFILL}, pool to read": lambda: (
         valid(PREFILL) | dict(initial_state=pool(), output_state=None, state_indices=ints(9, 2, 4, 0))
     ),
@@ -506,7 +575,11 @@ CALLS = {name: functools.partial(valid, name) for name in (*DECODES, PREFILL)} |
 COPIED = {
     **{f"{name}, converted": {"output"} for name in DECODES},
     f"{KDA}, drafts": {"A_log", "dt_bias"},
-    **{f"{PREFILL}, {form}": {"g"} for form in ("new states", "from zeros", "pool", "in place")},
+    **{
+        f"{PREFILL}, {form}": {"g"}
+        for form in ("new states", "from zeros", "pool", "in place", "at intervals", "at intervals, pool")
+    },
+    f"{PREFILL}, at intervals, converted": {"g", "state_checkpoints"},
     f"{PREFILL}, pool to read": {"g", "initial_state"},
     PREFILL: {"g", "output_state"},
 }
@@ -550,9 +623,9 @@ REFUSED = {
         (KDA, longer(2, 18, num_spec_tokens=17), "more than 16 tokens"),
         (KDA, dict(seq_order=ints(0, 1, 2)), "seq_order"),
         (KDA, dict(prefill_workspace=object()), "prefill_workspace"),
-        ((KDA, PREFILL), dict(state_checkpoints=ZEROS(1)), "state_checkpoints"),
-        ((KDA, PREFILL), dict(checkpoint_cu_starts=ints(0)), r"checkpoint_\*"),
-        ((KDA, PREFILL), dict(checkpoint_every_n_tokens=64), r"checkpoint_\*"),
+        (KDA, dict(state_checkpoints=ZEROS(1)), "state_checkpoints"),
+        (KDA, dict(checkpoint_cu_starts=ints(0)), r"checkpoint_\*"),
+        (KDA, dict(checkpoint_every_n_tokens=64), r"checkpoint_\*"),
         (KDA, dict(checkpoint_state_indices=ints(0)), r"checkpoint_\*"),
         (KDA, FROZEN | dict(correction_cache=ZEROS(1)), "correction_cache"),
         (KDA, FROZEN | dict(kg_cache=ZEROS(1)), "kg_cache"),
@@ -569,7 +642,7 @@ REFUSED = {
         (PREFILL, dict(q=ZEROS(TOTAL, 8, K), k=ZEROS(TOTAL, HV, K)), "H=8, HV=4"),
         *(
             (PREFILL, {name: ZEROS(N, HV, V, K, dtype=dtype)}, rf"states in fp8 \({name}\)")
-            for name in ("initial_state", "output_state")
+            for name in ("initial_state", "output_state", "state_checkpoints")
             for dtype in (torch.float8_e4m3fn, torch.float8_e5m2)
         ),
         (PREFILL, dict(state_indices=ints(9, 2, 4, 0), output_state=pool()), "another pool"),
@@ -636,6 +709,17 @@ REFUSED = {
             for shape in ((N, HV, K, V), (P, HV, V, K))
         ),
         (PREFILL, dict(output=ZEROS(TOTAL, V, HV)), "^out: "),
+        *(
+            (PREFILL, at_intervals(checkpoint_every_n_tokens=every), "^checkpoint_every_n_tokens: expected a multiple of 64, or 0")
+            for every in (-64, 32, 65)
+        ),
+        (PREFILL, at_intervals(state_checkpoints=None), "^state_checkpoints: expected a tensor with"),
+        (PREFILL, at_intervals(checkpoint_cu_starts=None), "^checkpoint_cu_starts: expected a tensor with"),
+        (PREFILL, dict(state_checkpoints=ZEROS(2, HV, V, K)), "^state_checkpoints: expected None without"),
+        (PREFILL, dict(checkpoint_cu_starts=ints(0)), "^checkpoint_cu_starts: expected None without"),
+        (PREFILL, at_intervals(checkpoint_cu_starts=ints(0, 1)), r"^checkpoint_cu_starts: expected \[N\+1\] = \[5\]"),
+        (PREFILL, at_intervals(state_checkpoints=ZEROS(2, HV, K, V)), "^state_checkpoints: expected shape"),
+        (PREFILL, at_intervals(state_checkpoints=ZEROS(2, 1, HV, V, K)), "^state_checkpoints: "),
         (PREFILL, alone(output_final_state=True), "^output_state: "),
         (PREFILL, dict(initial_state=None, state_indices=ints(0, 1)), "^state_indices: "),
         (PREFILL, dict(initial_state=None, state_indices=ints(0, 1, 2, 2)), "two for row 2"),
@@ -662,6 +746,9 @@ REFUSED = {
         *((PREFILL, dict(scale=x), "^scale: ") for x in ("1", torch.tensor([0.5, 0.5]))),
         *((PREFILL, {name: pool(N).to(FP64)}, f"^{name}: ") for name in ("initial_state", "output_state")),
         (PREFILL, dict(output=ZEROS(TOTAL, HV, V).bfloat16()), "^out: "),
+        (PREFILL, at_intervals(state_checkpoints=ZEROS(2, HV, V, K).to(FP64)), "^state_checkpoints: "),
+        (PREFILL, at_intervals(checkpoint_every_n_tokens=64.0), "^checkpoint_every_n_tokens: "),
+        (PREFILL, at_intervals(checkpoint_cu_starts=ZEROS(5)), "^checkpoint_cu_starts: "),
         (PREFILL, dict(initial_state=None, output_state=pool(N, FP64)), "^state: "),
     ],
     IndexError: [

@@ -840,6 +840,21 @@ def test_checkpoints_in_a_tensor(launches, pooled):
         lens, kept = lens.clone(), torch.zeros(N, 6, HV + 1, D, D).bfloat16()[:, ::2, 1:]
 
 
+@pytest.mark.parametrize("pooled", [False, True])
+def test_checkpoints_in_rows_of_a_tensor(launches, pooled):
+    call, lens = prompts(), torch.zeros(N, 3, dtype=torch.int64)
+    kept, rows = torch.zeros(10, HV + 1, D, D).bfloat16()[::2, 1:], torch.full((3, N), -1).int().T
+    given = dict(state=states()) if pooled else dict(initial_state=states(N))
+    for _ in range(2):
+        prefill(call, **given, checkpoint_lens=lens, checkpoint_indices=rows, checkpoints=kept)
+        pointers, _, _, s, sizes = launches[-1]
+        follow(pointers.checkpoint_indices, rows, s.checkpoint_indices_n, s.checkpoint_indices_j)
+        follow(pointers.checkpoints, kept, s.checkpoints_p, s.checkpoints_h)
+        assert (s.checkpoints_n, s.checkpoints_j) == (0, 0)
+        assert (sizes.checkpoint_lens_kind, sizes.checkpoint_indices_kind, sizes.checkpoints_per_sequence) == (2, 1, 3)
+        kept = torch.zeros(10, HV + 1, D, D).bfloat16()[::2, 1:]
+
+
 def test_calls_without_checkpoints_have_none(launches):
     prefill(prompts(), state=states())
     pointers, *_, s, sizes = launches[-1]

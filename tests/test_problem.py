@@ -193,12 +193,20 @@ BAD = [
         ValueError,
         "checkpoint_indices: expected None without checkpoint_lens",
     ),
-    ("prefill", dict(checkpoint_lens=LENS), ValueError, "checkpoint_lens: expected one of checkpoint_indices and .*got neither"),
     (
         "prefill",
-        dict(state=pool(), checkpoint_lens=LENS, checkpoint_indices=LENS, checkpoints=kept()),
+        dict(checkpoint_lens=LENS),
         ValueError,
-        "checkpoint_lens: expected one of checkpoint_indices and checkpoints beside it, got both",
+        "checkpoint_lens: expected checkpoint_indices or checkpoints .*got neither",
+    ),
+    *(
+        (
+            "prefill",
+            states | dict(checkpoint_lens=LENS, checkpoint_indices=LENS, checkpoints=kept()),
+            ValueError,
+            r"checkpoints: expected 4 dimensions \[R, HV, V, K\]",
+        )
+        for states in (dict(state=pool()), {})
     ),
     ("prefill", dict(checkpoint_lens=LENS, checkpoint_indices=LENS), ValueError, "checkpoint_indices: expected None without state"),
     ("decode", dict(num_accepted=ints(1, 1)), ValueError, r"num_accepted: expected None unless state_indices is \[N, T\]"),
@@ -351,6 +359,18 @@ BAD = [
     (
         "prefill",
         checkpointed([[64, -1], [-1, -1]], [[1, 3], [3, 3]]),
+        ValueError,
+        "checkpoint_indices: expected no two states.*for 1",
+    ),
+    (
+        "prefill",
+        checkpointed([[0, -1], [64, -1]], [[P, 0], [P + 1, 0]]) | dict(checkpoints=pool(P + 1)),
+        IndexError,
+        f"checkpoint_indices: expected indices below {P + 1}, got {P + 1} at sequence 1",
+    ),
+    (
+        "prefill",
+        checkpointed([[0, -1], [64, -1]], [[1, 3], [1, 3]]) | dict(checkpoints=pool()),
         ValueError,
         "checkpoint_indices: expected no two states.*for 1",
     ),

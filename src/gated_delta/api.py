@@ -59,9 +59,10 @@ def prefill(
 
     checkpoint_lens: [N, C] (int32 or int64), C >= 1: also keeps the state of sequence n after so many of its tokens in this call,
     multiples of 64 in any order: 0 for the initial state, all tokens for the final one; a negative length keeps none. Entry j goes
-    to slot checkpoint_indices[n, j] ([N, C], int32 or int64) of the pool, none up to null_index, or to checkpoints[n, j]
-    ([N, C, HV, V, K], the states' dtype, fp32 without any); a call has one of the two. Another length keeps none, and two states
-    for one slot leave either; the reference backend, and any where GATED_DELTA_CHECK=1, raise ValueError for both.
+    to slot checkpoint_indices[n, j] ([N, C], int32 or int64) of the pool, none up to null_index; or to checkpoints[n, j]
+    ([N, C, HV, V, K], the states' dtype, fp32 without any); or, given both, to row checkpoint_indices[n, j] of checkpoints
+    [R, HV, V, K]. Another length keeps none, and two states for one slot leave either; the reference backend, and any where
+    GATED_DELTA_CHECK=1, raise ValueError for both.
 
     Returns (o [N, T, HV, V] in v's dtype, final_state). Raises TypeError or ValueError naming the argument, IndexError for an index
     past the pool (reference backend), UnsupportedProblem if the asked backend cannot run the call; then nothing was written.

@@ -408,7 +408,7 @@ def _no_conflict(name: str, writes: Iterable[tuple[int, int]], reads: Iterable[t
 
 
 class Checkpoint(NamedTuple):
-    """Where the state of a sequence after so many tokens goes: a slot of the pool, or a row of the call's checkpoints."""
+    """Where the state of a sequence after so many tokens goes: a slot of the pool, or a place in the call's checkpoints."""
 
     sequence: int
     tokens: int
@@ -430,6 +430,7 @@ def prefill_rows(
     state_indices: Tensor | None,
     checkpoint_lens: Tensor | None,
     checkpoint_indices: Tensor | None,
+    checkpoints: Tensor | None,
     null_index: int,
 ) -> PrefillRows:
     """Looks at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
@@ -437,16 +438,17 @@ def prefill_rows(
     P = len(starts) if state is None else state.shape[0]
     slots = _rows("state_indices", state_indices, len(starts), P, null_index)
     _no_conflict("state_indices", enumerate(slots))
-    checkpoints = _checkpoints(slots, lengths, checkpoint_lens, checkpoint_indices, null_index)
-    taken = {slot for slot in slots if slot >= 0}
-    for n, _, place in checkpoints if checkpoint_indices is not None else ():
+    kept = _checkpoints(slots, lengths, checkpoint_lens, checkpoint_indices, null_index)
+    taken = {slot for slot in slots if slot >= 0} if checkpoints is None else set()
+    rows = P if checkpoints is None else len(checkpoints)
+    for n, _, place in kept if checkpoint_indices is not None else ():
         (slot,) = place
-        if slot >= P:
-            raise IndexError(f"checkpoint_indices: expected indices below {P}, got {slot} at sequence {n}")
+        if slot >= rows:
+            raise IndexError(f"checkpoint_indices: expected indices below {rows}, got {slot} at sequence {n}")
         if slot in taken:
             raise ValueError(f"checkpoint_indices: expected no two states, checkpoints or final, for one slot, got two for {slot}")
         taken.add(slot)
-    return PrefillRows(slots, starts, lengths, checkpoints)
+    return PrefillRows(slots, starts, lengths, kept)
 
 
 def _checkpoints(
@@ -488,7 +490,8 @@ def prefill(
     checkpoints: Tensor | None,
     out: Tensor,
 ) -> None:
-    slots, starts, lengths, kept = prefill_rows(tokens, state, state_indices, checkpoint_lens, checkpoint_indices, null_index)
+    rows = prefill_rows(tokens, state, state_indices, checkpoint_lens, checkpoint_indices, checkpoints, null_index)
+    slots, starts, lengths, kept = rows
     N, (HV, V, K) = len(starts), (*tokens.v.shape[2:], tokens.q.shape[3])
     with _exact_fp32():
         walk = tokens.v.new_zeros(N, HV, V, K, dtype=torch.float32)

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .. import Gate, decode, prefill
-from ..problem import INDEX_DTYPES, INPUT_DTYPES, MAX_DRAFT, STATE_DTYPES, integer
+from ..problem import CHECKPOINT_INTERVAL, INDEX_DTYPES, INPUT_DTYPES, MAX_DRAFT, STATE_DTYPES, integer
 from ..reference import rounded
 from . import checks
 from .checks import floating, rank, refuse, sequence_slots, sequences, tensor
@@ -63,20 +63,21 @@ def chunk_gated_delta_rule(
     state_indices: [N], int32 or int64. output_state is then a pool [P, HV, V, K], and initial_state the same pool or None; slots
     state_indices[n] are read and written in place. Two sequences may not share a slot. Without output_final_state it may be left
     out: the slots of initial_state are then copied, and nothing is written.
+    checkpoint_every_n_tokens: above 0, a multiple of 64; the state after every so many tokens of sequence n then goes to the rows
+    of state_checkpoints [R, HV, V, K] from checkpoint_cu_starts[n] ([N+1], int32 or int64) on. It is fp32, bf16 or fp16; where that
+    is not the dtype of the states computed (output_state's where it is written in place, else fp32), all rows are copied.
     use_cp, _cp_chunk_len and max_seqlen are not looked at. backend: "auto" and "flashinfer" mean our "auto".
 
     Returns output, or with output_final_state (output, output_state), the very tensors given; without output_state the final states
-    are new, in fp32. Raises UnsupportedProblem for states at intervals (state_checkpoints, checkpoint_*), more query than value
-    heads, fp8 states, a pool to read that is not the one to write, and the backends "cake_gdn" and "cudnn", other
-    hardware's.
+    are new, in fp32. Raises UnsupportedProblem for more query than value heads, fp8 states, a pool to read that is not the one to
+    write, and the backends "cake_gdn" and "cudnn", other hardware's.
     Negative index: FlashInfer does not check; here its sequence is inactive, with zero outputs and nothing written.
     """
     rank("q", q, "total, H, K")
     rank("v", v, "total, HV, V")
     _backend(backend, ("auto", "flashinfer"), ("cake_gdn", "cudnn"))
-    _no_checkpoints(checkpoint_every_n_tokens, state_checkpoints, checkpoint_cu_starts)
     _refuse(f"more query than value heads (H={q.shape[1]}, HV={v.shape[1]})", q.shape[1] > v.shape[1])
-    for name, x in (("initial_state", initial_state), ("output_state", output_state)):
+    for name, x in (("initial_state", initial_state), ("output_state", output_state), ("state_checkpoints", state_checkpoints)):
         _refuse(f"states in fp8 ({name})", x is not None and tensor(name, x).dtype in _REFUSED_STATES)
     N = sequences(cu_seqlens, q.device)
     assert cu_seqlens is not None
@@ -104,8 +105,20 @@ def chunk_gated_delta_rule(
     _refuse("writing by index another pool than it reads (state_indices, output_state)", apart and state_indices is not None)
     if apart:
         checks.copy_target("output_state", output_state, "N, HV, V, K", shape, q.device, STATE_DTYPES)
-    read |= {} if in_place else dict(initial_state=initial_state)
-    checks.check_writes(dict(output=output, output_state=output_state), read)
+    read |= dict(checkpoint_cu_starts=checkpoint_cu_starts) | ({} if in_place else dict(initial_state=initial_state))
+    wanted = _checkpoints(state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, cu_seqlens, v, shape)
+    checks.check_writes(dict(output=output, output_state=output_state, state_checkpoints=state_checkpoints), read)
+
+    def run(**states: Any) -> tuple[Tensor, Tensor | None]:
+        pool = states.get("state")
+        kept, dtype = state_checkpoints, torch.float32 if pool is None else pool.dtype
+        if not wanted or kept is None or kept.dtype == dtype:
+            return prefill(**tokens, **states, **wanted, checkpoints=kept if wanted else None)
+        made = kept.to(dtype)
+        result = prefill(**tokens, **states, **wanted, checkpoints=made)
+        kept.copy_(rounded(made, kept.dtype))
+        return result
+
     fresh = torch.zeros(N, dtype=torch.bool, device=q.device) if initial_state is None else None
     final_state = output_state
     if output_state is not None and not apart:
@@ -113,17 +126,17 @@ def chunk_gated_delta_rule(
             _slot_each("output_state", output_state, N)
         if initial_state is None:
             state_indices = _slots_with_tokens(state_indices, cu_seqlens)
-        o, _ = prefill(**tokens, state=output_state, state_indices=state_indices, has_initial_state=fresh)
+        o, _ = run(state=output_state, state_indices=state_indices, has_initial_state=fresh)
     elif state_indices is not None:
         if initial_state is None:
             scratch, own = v.new_empty(shape, dtype=torch.float32), checks.own_slots(state_indices)
         else:
             scratch, own = checks.gather("initial_state", initial_state, "P, HV, V, K", "state_indices", state_indices)
-        o, _ = prefill(**tokens, state=scratch, state_indices=own, has_initial_state=fresh)
+        o, _ = run(state=scratch, state_indices=own, has_initial_state=fresh)
     else:
         # fp32, so that a final state made here is fp32 too, as FlashInfer's is.
         start = None if initial_state is None else tensor("initial_state", initial_state, STATE_DTYPES).float()
-        o, final_state = prefill(**tokens, initial_state=start, output_final_state=output_final_state or apart)
+        o, final_state = run(initial_state=start, output_final_state=output_final_state or apart)
         if output_state is not None and final_state is not None:
             kept = torch.where(_has_tokens(cu_seqlens)[:, None, None, None], final_state, output_state)
             final_state = output_state.copy_(rounded(kept, output_state.dtype))
@@ -278,7 +291,8 @@ def recurrent_kda(
     _backend(backend, ("auto", "cute-dsl"), foreign)
     _refuse("an order of sequences (seq_order)", seq_order is not None)
     _refuse("a workspace for prefill (prefill_workspace)", prefill_workspace is not None)
-    _no_checkpoints(checkpoint_every_n_tokens, state_checkpoints, checkpoint_cu_starts, checkpoint_state_indices)
+    at_intervals = (state_checkpoints, checkpoint_cu_starts, checkpoint_state_indices, checkpoint_every_n_tokens or None)
+    _refuse("states at intervals (state_checkpoints, checkpoint_*)", any(x is not None for x in at_intervals))
     caches = correction_cache is not None or kg_cache is not None
     _refuse("FlashInfer's records of a frozen draft (correction_cache, kg_cache)", caches)
     tokens = dict(
@@ -423,9 +437,31 @@ def _slots_with_tokens(indices: Tensor | None, cu_seqlens: Tensor) -> Tensor:
     return torch.where(live, torch.arange(len(live), device=live.device) if indices is None else indices, -1)
 
 
-def _no_checkpoints(every: int, *tensors: Tensor | None) -> None:
-    asked = every != 0 or any(x is not None for x in tensors)
-    _refuse("states at intervals (state_checkpoints, checkpoint_*)", asked)
+def _checkpoints(
+    kept: Tensor | None, starts: Tensor | None, every: int, cu_seqlens: Tensor, v: Tensor, shape: list[int]
+) -> dict[str, Any]:  # fmt: skip
+    """prefill's arguments for the state after every so many tokens of a sequence; empty where a call keeps none."""
+    if integer("checkpoint_every_n_tokens", every) < 0 or every % CHECKPOINT_INTERVAL:
+        raise ValueError(f"checkpoint_every_n_tokens: expected a multiple of {CHECKPOINT_INTERVAL}, or 0, got {every}")
+    for name, x in (("state_checkpoints", kept), ("checkpoint_cu_starts", starts)):
+        if x is None and every:
+            raise ValueError(f"{name}: expected a tensor with checkpoint_every_n_tokens, got None")
+        if x is not None and not every:
+            raise ValueError(f"{name}: expected None without checkpoint_every_n_tokens, got a value")
+    if kept is None or starts is None:
+        return {}
+    N, device = shape[0], v.device
+    rank("state_checkpoints", kept, "R, HV, V, K")
+    checks.copy_target("state_checkpoints", kept, "R, HV, V, K", [len(kept), *shape[1:]], device, STATE_DTYPES)
+    if list(tensor("checkpoint_cu_starts", starts, INDEX_DTYPES).shape) != [N + 1]:
+        raise ValueError(f"checkpoint_cu_starts: expected [N+1] = [{N + 1}], got shape {list(starts.shape)}")
+    checks.on_device("checkpoint_cu_starts", starts, device)
+    most = min(len(kept), len(v) // every)  # of one sequence
+    if not most:
+        return {}
+    order = torch.arange(most, device=device)
+    lens = torch.where(order < cu_seqlens.diff()[:, None] // every, (order + 1) * every, -1)
+    return dict(checkpoint_lens=lens, checkpoint_indices=starts[:-1, None] + order)
 
 
 def _backend(backend: str, native: tuple[str, ...], foreign: tuple[str, ...]) -> None:

@@ -253,7 +253,7 @@ class PrefillPointers(NamedTuple):
     has_initial_state: int  # [N]
     checkpoint_lens: int  # [N, C]
     checkpoint_indices: int  # [N, C]
-    checkpoints: int  # [N, C, HV, V, K], or the pool
+    checkpoints: int  # [N, C, HV, V, K], or [R, HV, V, K] or the pool, by checkpoint_indices
     initial_state: int  # [N, HV, V, K], or the pool [P, HV, V, K]
     final_state: int  # the same
     o: int

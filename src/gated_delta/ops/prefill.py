@@ -139,15 +139,13 @@ class Prefill(Operation):
         check.index("checkpoint_lens", a.checkpoint_lens, "N C")
         if not check.sizes["C"]:
             raise ValueError(f"checkpoint_lens: expected shape [N, C] with C >= 1, got {list(a.checkpoint_lens.shape)}")
-        if len(given) != 1:
-            got = "both" if given else "neither"
-            raise ValueError(f"checkpoint_lens: expected one of checkpoint_indices and checkpoints beside it, got {got}")
+        if not given:
+            raise ValueError("checkpoint_lens: expected checkpoint_indices or checkpoints beside it, got neither")
         if a.checkpoints is not None:
-            check.state("checkpoints", a.checkpoints, "N C HV V K", (dtype,))
+            check.state("checkpoints", a.checkpoints, "N C HV V K" if a.checkpoint_indices is None else "R HV V K", (dtype,))
         elif a.state is None:
-            raise ValueError("checkpoint_indices: expected None without state, got a value")
-        else:
-            check.index("checkpoint_indices", a.checkpoint_indices, "N C")
+            raise ValueError("checkpoint_indices: expected None without state or checkpoints, got a value")
+        check.index("checkpoint_indices", a.checkpoint_indices, "N C")
         check.option("checkpoints", True)
 
     def written(self, a: Arguments) -> tuple[str, ...]:
@@ -168,7 +166,8 @@ class Prefill(Operation):
 
     def check_indices(self, a: Arguments) -> None:
         state = a.initial_state if a.state is None else a.state
-        reference.prefill_rows(tokens_of(a), state, a.state_indices, a.checkpoint_lens, a.checkpoint_indices, a.null_index)
+        checkpoints = (a.checkpoint_lens, a.checkpoint_indices, a.checkpoints)
+        reference.prefill_rows(tokens_of(a), state, a.state_indices, *checkpoints, a.null_index)
 
     def missing(self, problem: Problem) -> list[str]:
         reasons = []
@@ -230,7 +229,7 @@ class PrefillLaunch(TokensLaunch):
         initial = a.initial_state if a.state is None else a.state
         states = ("initial_state", "state", "final_state", "checkpoints")
         self.vectors = ("q", "k", "v", *states, "out", *(("g",) if channel else ()))
-        self.pooled, self.checkpoints_in_pool = a.state is not None, a.checkpoint_indices is not None
+        self.pooled, self.checkpoints_in_pool = a.state is not None, a.checkpoint_indices is not None and a.checkpoints is None
         self.final_shape = _final_shape(a) if a.output_final_state and a.final_state is None else None
         self.final_dtype = _final_dtype(a)
         self.final_place = None if a.final_state is None else self.places.index(Arguments._fields.index("final_state"))
@@ -273,9 +272,9 @@ class PrefillLaunch(TokensLaunch):
         )
 
     def checkpoint_strides(self, a: Arguments) -> list[int]:
-        """From one sequence, checkpoint, slot and head to the next; the pool's slots are found by checkpoint_indices alone."""
-        if self.checkpoints_in_pool:
-            return [0, 0, *bytes_of(a.state, 2)]
+        """From one sequence, checkpoint, slot and head to the next; slots are found by checkpoint_indices alone."""
+        if a.checkpoint_indices is not None:
+            return [0, 0, *bytes_of(a.state if self.checkpoints_in_pool else a.checkpoints, 2)]
         sequence, checkpoint, head = bytes_of(a.checkpoints, 3)
         return [sequence if len(a.q) > 1 or a.cu_seqlens is not None else 0, checkpoint, 0, head]
 

@@ -40,6 +40,9 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
             {"cu_seqlens_i32", "pool", "state_indices_i64", "has_initial_state", "checkpoints"}
             | {"checkpoint_lens_i32", "checkpoint_indices_i64"}
         ),
+        "indexed_checkpoints": frozenset(
+            {"cu_seqlens_i64", "initial_state", "final_state", "checkpoints"} | {"checkpoint_lens_i32", "checkpoint_indices_i32"}
+        ),
         "pool_and_checkpoints": frozenset(
             {"pool", "state_indices_i32", "has_initial_state", "checkpoints", "checkpoint_lens_i32"},
         ),

@@ -15,7 +15,7 @@ from .compare import Error, error, rounding_unit, smallest_head, untouched
 from .inputs import Call, make
 from .oracle import expected
 
-_HEAD_DIM = {"o": 2, "final_state": 1, "state": 1, "intermediate_states": 2, "checkpoints": 2}
+_HEAD_DIM = {"o": 2, "final_state": 1, "intermediate_states": 2}
 
 
 @dataclass(frozen=True)
@@ -111,7 +111,7 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
     keys = "reflecting" if case.keys == "collinear" and not case.beta_logits else case.keys
     for name in set(truth) & set(after):
         want, x = truth[name], after[name]
-        head_dim = _HEAD_DIM[name] + (1 if name == "state" and x.ndim == 5 else 0)
+        head_dim = x.ndim - 3 if name in ("state", "checkpoints") else _HEAD_DIM[name]
         unit = rounding_unit(case.op, x.dtype, ran, keys)
         baseline = plain[name]._replace(value=plain[name].value.to(x.dtype))
         least = smallest_head(case.op, ran)

@@ -185,12 +185,15 @@ def _prefill_checkpoints(case: Case, states: dict[str, Any], device: torch.devic
     lens = [[0, length // CHECKPOINT_INTERVAL * CHECKPOINT_INTERVAL, -1] for length in case.lengths]
     lens = [row[n % C :] + row[: n % C] for n, row in enumerate(lens, case.seed)]
     states["checkpoint_lens"] = _index(lens, case, "checkpoint_lens", device)
-    if case.uses("checkpoint_indices"):
-        slots = [[2 * N + 1 + C * n + j for j in range(C)] for n in reversed(range(N))]
+    indexed, pooled = case.uses("checkpoint_indices"), "pool" in case.options
+    if indexed:
+        first = 2 * N + 1 if pooled else 0
+        slots = [[first + C * n + j for j in range(C)] for n in reversed(range(N))]
         slots[0][1] = case.null_index
         states["checkpoint_indices"] = _index(slots, case, "checkpoint_indices", device)
-    else:
-        storage = torch.full((N, C, HV, D * D + 24), math.nan, dtype=case.state_dtype, device=device)
+    if not (indexed and pooled):
+        rows = (N * C,) if indexed else (N, C)
+        storage = torch.full((*rows, HV, D * D + 24), math.nan, dtype=case.state_dtype, device=device)
         states["checkpoints"] = storage[..., : D * D].unflatten(-1, (D, D))
 
 

@@ -69,8 +69,9 @@ def _prefill(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]
         kept = call.case.state_dtype if states["initial_state"] is not None else torch.float32
         result["final_state"] = _blank(torch.zeros(N, HV, D, D, dtype=kept, device=zero.device), 1, dtype)
     lens, places = states.get("checkpoint_lens"), states.get("checkpoint_indices")
-    if lens is not None and places is None:
-        result["checkpoints"] = _blank(states["checkpoints"], 2, dtype)
+    if states.get("checkpoints") is not None:
+        result["checkpoints"] = _blank(states["checkpoints"], states["checkpoints"].ndim - 3, dtype)
+    holder = "checkpoints" if "checkpoints" in result else "state"
     slots = _rows(states["state_indices"], N)
     for n in range(N):
         if slots[n] <= call.case.null_index:
@@ -88,10 +89,9 @@ def _prefill(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]
             if t + 1 in wanted:
                 after_token[t + 1] = state
         for j, t in enumerate(wanted):
-            if t >= 0 and places is None:
-                _put(result["checkpoints"], (n, j), after_token[t])
-            elif t >= 0 and places is not None and int(places[n, j]) > call.case.null_index:
-                _put(result["state"], (int(places[n, j]),), after_token[t])
+            place = (n, j) if places is None else (int(places[n, j]),)
+            if t >= 0 and (places is None or place[0] > call.case.null_index):
+                _put(result[holder], place, after_token[t])
         if pool is not None:
             _put(result["state"], (slots[n],), state)
         elif "final_state" in result:
