@@ -404,7 +404,7 @@ def test_decode_and_verify_continue_a_prefill(axis, state_dtype):
 
 LENS = ((192, 0, 640), (640, 640, -1), (64, 128, 0), (-(2**31), 576, 64))
 """Of 700 tokens each, on both sides of the ends of 4 segments and on them; the third sequence is inactive in a pool."""
-FORMS = pytest.mark.parametrize("form", ["tensor", "slots", "tensor beside a pool"])
+FORMS = pytest.mark.parametrize("form", ["tensor", "slots", "tensor beside a pool", "rows"])
 
 
 def after(call, n, length, start):
@@ -436,24 +436,31 @@ def test_checkpoints_are_states_of_shorter_prefills_and_change_nothing_else(axis
     places[0, 0] = LOWEST[dtype]
     if form == "tensor":
         got, last = prefill(call, initial_state=start, output_final_state=True, checkpoint_lens=lens, checkpoints=kept)
-        active = range(N)
-        same(last, final)
-    elif form == "slots":
-        got, _ = prefill(call, state=state, state_indices=slots, checkpoint_lens=lens, checkpoint_indices=places)
+    elif form in ("slots", "rows"):
+        where_kept, keep = state, dict(checkpoint_lens=lens, checkpoint_indices=places)
+        if form == "slots":
+            got, _ = prefill(call, state=state, state_indices=slots, **keep)
+        else:
+            where_kept = poisoned(20, dtype=state_dtype)
+            got, last = prefill(call, initial_state=start, output_final_state=True, **keep, checkpoints=where_kept)
         for n, j in itertools.product(range(N), range(C)):
             if places[n, j] >= 0:
-                kept[n, j] = state[places[n, j]]
-        state[places[places >= 0].long()] = math.nan
+                kept[n, j] = where_kept[places[n, j]]
+        where_kept[places[places >= 0].long()] = math.nan
+        assert form == "slots" or where_kept.isnan().all()
     else:
         got, _ = prefill(call, state=state, state_indices=slots, checkpoint_lens=lens, checkpoints=kept)
-    same(got[active], o[active])
-    if form != "tensor":
+    if form in ("tensor", "rows"):
+        active = range(N)
+        same(last, final)
+    else:
         same(state[where], final[active])
         assert state[[slot for slot in range(20) if slot not in where]].isnan().all()
+    same(got[active], o[active])
     stored = []
     for n, j in itertools.product(range(N), range(C)):
         length = LENS[n][j]
-        if n not in active or length < 0 or (form == "slots" and places[n, j] < 0):
+        if n not in active or length < 0 or (form in ("slots", "rows") and places[n, j] < 0):
             assert kept[n, j].isnan().all()
         elif length == 0 or segments != 4:
             same(kept[n, j], after(call, n, length, start))
