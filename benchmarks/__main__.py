@@ -155,7 +155,8 @@ def tokens(
     report, run = served(engine.value, "tokens", file)
     asked = dict(prompts=answers.prompts(count), new_tokens=new_tokens)
     own: list[Any] = []
-    rows = []
+    rows: list[dict[str, Any]] = []
+    content = dict(command=f"benchmarks tokens {engine.value}", runs=[run | dict(model=model, options=given)], cells=rows)
     with report.measuring(), tempfile.TemporaryDirectory() as place:
         if model in serving.MODELS:
             answers.save_random(model, Path(place))
@@ -174,8 +175,8 @@ def tokens(
             row = dict(label=f"{'gated_delta' if plugin else engine.value} {json.dumps(more)}", run=0, log=log)
             rows.append(row | (answers.compared(own, found) if found else dict(equal=None)))
             report.say(str(rows[-1]))
-    run |= dict(model=model, options=given)
-    report.write(dict(command=f"benchmarks tokens {engine.value}", runs=[run], cells=rows))
+            report.keep(content)
+    report.write(content)
     report.leave(any(row["equal"] is None for row in rows))
 
 

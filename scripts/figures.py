@@ -141,10 +141,27 @@ def served(engine: str) -> str:
     return table(*heads, rows=rows)
 
 
+def kernels(engine: str) -> str:
+    """Times of GPU kernels: prefill's in ms, those of a step of decode in us; and the engine's over ours."""
+    rows: dict[str, list[str]] = {}
+    for cell in cells(f"serve/{engine}"):
+        rows[cell["label"]] = []
+        for part, unit, digits in (("prefill", 1e3, 2), ("decode", 1, 0)):
+            for name in ("recurrence", "all"):
+                theirs, ours = (cell["kernels_us"][f"{part} {name}"][whose] for whose in ("engine", "gated_delta"))
+                rows[cell["label"]] += [f"{theirs / unit:.{digits}f}, {ours / unit:.{digits}f}", down(theirs / ours)]
+    heads = ("prefill's recurrence, ms: its kernels, ours", "ratio", "all kernels", "ratio")
+    return table("prompts x tokens", *heads, "a decode step's recurrence, us", "ratio", "all kernels", "ratio", rows=rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
     "serve sglang": lambda: served("sglang"),
     "serve vllm": lambda: served("vllm"),
+    "serve transformers": lambda: served("transformers"),
+    "serve transformers pytorch": lambda: served("transformers_pytorch"),
+    "kernels sglang": lambda: kernels("sglang"),
+    "kernels vllm": lambda: kernels("vllm"),
     "decode": lambda: summary("best peer's time over ours", decode()),
     "verify": verify_page,
     "prefill raw": lambda: summary("best peer's time over ours, all from raw inputs", prefill("raw_ratio")),
