@@ -20,9 +20,13 @@ from gated_delta.problem import Problem
 
 pytestmark = pytest.mark.skipif(compile.missing_packages() != (), reason="needs apache-tvm-ffi")
 
-N, T, H, HV, K, V, P = 3, 2, 2, 4, 64, 96, 7
-CHANNELS = pytest.mark.parametrize("channels", [(), (K,)], ids=["gdn", "kda"])
+N, H, HV, P = 3, 2, 4, 7
+T, K, V = 3, 64, 96  # of drafts
+D = 128  # K and V of prompts
+i32, i64, bf16, fp16, f32 = torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32
+OPS = ("decode", "verify", "flush", "prefill")
 PREFILL_KERNELS = ("prefill_prepare", "prefill_scan", "prefill_state_passing")
+AXES = pytest.mark.parametrize("axis", ["head", "channel"])
 
 
 class Launches(list):
@@ -63,27 +67,24 @@ def launches(monkeypatch):
     return made
 
 
-def remembered(name):
-    """What the call cache holds of an operation."""
-    return OPERATIONS[name].calls
+# ------------------------------------------------------------------------------------------------ calls
 
 
-def launch_of(name, route, **given):
-    """The launch for such a call, whatever its addresses."""
-    facts = dict(
-        gate="log", bound=0.0, qk_l2norm=True, beta_logits=False, update_state=True, output_final_state=False, null_index=-1
-    )
-    op = OPERATIONS[name]
-    absent = dict.fromkeys(op.arguments._fields)
-    a = op.arguments(**{field: (absent | facts | given)[field] for field in op.arguments._fields})
-    return op.launch(route.problem, route.plan, a)
+def run(op, **call):
+    return getattr(gd, op)(**call, backend="cute")
 
 
-def parts_of(kept):
-    return dict(buffer_u=kept.u, buffer_k=kept.k, buffer_log_decay=kept.log_decay)
+def ints(*values, dtype=i32):
+    return torch.tensor(values, dtype=dtype)
 
 
-def tokens(lead=(N, T), channels=(), dtype=torch.bfloat16, K=K, V=V):
+def column(values, dtype):
+    """Indices at a stride of their own."""
+    return torch.stack([torch.as_tensor(values), torch.full((len(values),), 9)], 1).to(dtype)[:, 0]
+
+
+def tokens(lead=(N, T), axis="head", dtype=bf16, K=K, V=V):
+    channels = (K,) if axis == "channel" else ()
     return dict(
         q=torch.randn(*lead, H, K).to(dtype),
         k=torch.randn(*lead, H, K).to(dtype),
@@ -93,53 +94,131 @@ def tokens(lead=(N, T), channels=(), dtype=torch.bfloat16, K=K, V=V):
     )
 
 
-def pool(dtype=torch.bfloat16):
+def prompts(lead=(N, 70), axis="head", dtype=bf16):
+    return tokens(lead, axis, dtype, D, D)
+
+
+def gated(call):
+    """With all that a gate may have, and a scale."""
+    g = call["g"]
+    return call | dict(gate=gd.Gate.lower_bound(torch.randn(HV), torch.randn(g.shape[2:]).bfloat16(), -3.0), scale=0.5)
+
+
+def strided(T, K, V, axis="head", spread_channels=True):
+    """q and v as slices of a fused projection, k apart, every other beta, out in a wider tensor with heads in front of tokens."""
+    channels = (K,) if axis == "channel" else ()
+    q, v = torch.randn(N, T, H * K + HV * V).bfloat16().split([H * K, HV * V], -1)
+    call = dict(q=q.unflatten(-1, (H, K)), k=torch.randn(N, T, 2 * H, K).bfloat16()[:, :, ::2], v=v.unflatten(-1, (HV, V)))
+    g = torch.randn(N, T, HV, *channels, 3)[..., 1] if spread_channels else torch.randn(N, T, 2 * HV, *channels)[:, :, ::2]
+    wide = torch.zeros(N, HV, T, 2 * V).bfloat16().transpose(1, 2)
+    out = wide[..., ::2] if spread_channels else wide[..., :V]
+    return call | dict(g=g, beta=torch.randn(N, T, 2 * HV).half()[..., ::2], out=out)
+
+
+def pool(dtype=bf16):
     return torch.randn(P, HV, V, K).to(dtype)
 
 
-def decode(call, **options):
-    return gd.decode(**call, **options, backend="cute")
+def states(slots=P, dtype=bf16):
+    return torch.randn(slots, HV, D, D).to(dtype)
 
 
-def follow(base, x, *strides):
+def buffer(rows=N, C=T, axis="head", layers=None):
+    made = gd.KVBuffer.empty(rows, C, H, HV, K, V, gate=axis, num_layers=layers)
+    for x in vars(made).values():
+        x.fill_(math.nan)
+    return made
+
+
+def bent_buffer(axis):
+    """One layer of a buffer, and every other head of another's k."""
+    layer = buffer(N + 1, T + 1, axis, layers=3).layer(1)
+    return gd.KVBuffer(layer.u[:, 1:], torch.randn(N + 1, T, 2 * H, K)[:, :, ::2], layer.log_decay[:, 1:])
+
+
+def layers_anywhere(axis):
+    """Layers of the state behind its slots; of the buffer in the other direction, and every other head of its k."""
+    channels = (K,) if axis == "channel" else ()
+    shapes = (HV, V), (2 * H, K), (HV, *channels)
+    u, k, log_decay = (torch.randn(T, N, 2, *rest).permute(2, 1, 0, 3, *range(4, 3 + len(rest))) for rest in shapes)
+    return dict(state=torch.randn(P, 2, HV, V, K).transpose(0, 1), buffer=gd.KVBuffer(u, k[..., ::2, :], log_decay))
+
+
+ALL = torch.arange(N, dtype=i32)
+"""A slot for each sequence: an int for num_accepted does not say how many there are."""
+
+
+def good(op, axis="head"):
+    """A call for the tables below to bend."""
+    return {
+        "decode": lambda: dict(tokens(axis=axis), state=pool()),
+        "verify": lambda: dict(tokens(axis=axis), state=pool(), buffer=buffer(axis=axis)),
+        "flush": lambda: dict(state=pool(), buffer=buffer(axis=axis), num_accepted=1, state_indices=ALL),
+        "prefill": lambda: dict(prompts(axis=axis), state=states()),
+    }[op]()
+
+
+def pieces(call):
+    """A call's tensors by the names that a launch has for them."""
+    found = {name: x for name, x in call.items() if isinstance(x, torch.Tensor)}
+    if (gate := call.get("gate")) is not None:
+        found |= {name: x for name, x in vars(gate).items() if isinstance(x, torch.Tensor)}
+    if (kept := call.get("buffer")) is not None:
+        found |= {f"buffer_{part}": x for part, x in vars(kept).items()}
+    return found
+
+
+def changed(call, name, change):
+    """The call with another tensor in a place, which may be a part of its buffer."""
+    of, _, part = name.partition("_")
+    if of == "buffer" and name not in call:
+        return call | dict(buffer=gd.KVBuffer(**vars(call["buffer"]) | {part: change(vars(call["buffer"])[part])}))
+    return call | {name: change(call[name])}
+
+
+# ------------------------------------------------------------------------------------------------ addresses
+
+
+def follow(base, x, strides):
     """Every element's address by base and strides (in bytes) is the tensor's own."""
+    assert not any(strides[x.ndim :])
+    strides = strides[: x.ndim]
     for where in itertools.product(*(range(min(size, 3)) for size in x.shape[: len(strides)])):
         assert base + sum(i * s for i, s in zip(where, strides, strict=True)) == x[where].data_ptr(), where
 
 
-def follow_tokens(launch, call, o, packed=False):
-    pointers, _, _, s, _ = launch
-    for name in ("q", "k", "v", "beta"):
-        row = [getattr(s, f"{name}_{dim}") for dim in "nth"]
-        assert not packed or row[0] == 0  # a packed sequence is found by its first token
-        follow(getattr(pointers, name), call[name], *row)
-    g = [s.g_n, s.g_t, s.g_h] + ([s.g_c] if call["g"].ndim == 4 else [])
-    follow(pointers.g, call["g"], *g)
-    follow(pointers.o, o, s.o_n, s.o_t, s.o_h, s.o_c)
-
-
-@CHANNELS
-def test_dense_tokens_and_a_pool(launches, channels):
-    call, state = tokens(channels=channels), pool()
-    slots, writes = torch.tensor([5, 1, -1], dtype=torch.int32), torch.tensor([0, 2, 3])
-    A_log, dt_bias = torch.randn(HV), torch.randn(HV, *channels).bfloat16()
-    gate = gd.Gate.lower_bound(A_log, dt_bias, -3.0)
-    o = decode(call, gate=gate, scale=0.5, state=state, state_indices=slots, write_indices=writes)
-    (launch,) = launches
-    follow_tokens(launch, call, o)
-    pointers, scale, bound, s, sizes = launch
-    assert (scale, bound) == (0.5, -3.0)
-    follow(pointers.state, state, s.state_p, s.state_h)
-    follow(pointers.state_indices, slots, s.state_indices_n)
-    follow(pointers.write_indices, writes, s.write_indices_n)
-    follow(pointers.A_log, A_log, s.A_log_h)
-    follow(pointers.dt_bias, dt_bias, *[s.dt_bias_h, s.dt_bias_c][: dt_bias.ndim])
-    assert (pointers.cu_seqlens, pointers.num_accepted, pointers.intermediate_states) == (0, 0, 0)
-    assert (sizes.N, sizes.T, sizes.HV, sizes.P, sizes.slots_per_sequence, sizes.update_state) == (N, T, HV, P, 0, 1)
-    assert (sizes.state_indices_kind, sizes.write_indices_kind, sizes.cu_seqlens_kind, sizes.num_accepted_kind) == (1, 2, 0, 0)
-    assert (sizes.beta_kind, sizes.dt_bias_kind) == (BF16, BF16)
-    for hv in range(HV):
-        assert hv * sizes.qk_head_factor >> 30 == hv // (HV // H)
+def check(launch, given, **sizes):
+    """Every address, stride and kind of a launch is that of the tensors given, and of nothing where one is not; sizes: others."""
+    pointers, *_, strides, passed = launch
+    dims = {}
+    for field, stride in strides._asdict().items():
+        dims.setdefault(field.rpartition("_")[0], []).append(stride)
+    assert set(given) <= set(dims)
+    for name, steps in dims.items():
+        x, base = given.get(name), getattr(pointers, name)
+        if x is None:
+            assert (base, *steps) == (0,) * (1 + len(steps)), name
+            continue
+        if name in ("q", "k", "v", "g", "beta", "o") and len(x) == 1:
+            assert steps[0] == 0  # a packed sequence is found by its first token
+        if name == "checkpoints":  # of slots in a pool, or of sequences and their checkpoints
+            n, j, p, h = steps
+            assert (n, j) == (0, 0) if x.ndim == 4 else p == 0
+            steps = [p, h] if x.ndim == 4 else [n, j, h]
+        if getattr(passed, "layers", 1) > 1 and hasattr(pointers, f"{name}_l"):
+            steps = [getattr(pointers, f"{name}_l"), *steps]
+        follow(base, x, steps)
+    for field in passed._fields:
+        if (name := field.removesuffix("_kind")) != field:
+            x, numbers = given.get(name), name in ("beta", "dt_bias")
+            if numbers:
+                wanted = ABSENT if x is None else {bf16: BF16, fp16: FP16, f32: FP32}[x.dtype]
+            else:
+                wanted = 0 if x is None else x.element_size() // 4
+            assert getattr(passed, field) == wanted, name
+    assert all(hv * passed.qk_head_factor >> 30 == hv // (HV // H) for hv in range(HV))
+    assert passed.HV == HV
+    assert {name: getattr(passed, name) for name in sizes} == sizes
 
 
 def test_qk_head_factor_replaces_a_division():
@@ -148,489 +227,478 @@ def test_qk_head_factor_replaces_a_division():
         assert all(hv * magic >> 30 == hv // group for hv in range(heads))
 
 
-def test_every_tensor_at_strides_of_its_own(launches):
-    fused = torch.randn(N, T, 2 * H * K + HV * V).bfloat16()
-    q, k, v = (x.unflatten(-1, shape) for x, shape in zip(fused.split([H * K, H * K, HV * V], -1), [(H, K), (H, K), (HV, V)]))
-    call = dict(q=q, k=k, v=v, g=torch.randn(N, T, HV, 3)[..., 1], beta=torch.randn(N, T, 2 * HV).half()[..., ::2])
-    state = torch.randn(P, 2 * HV, V, K)[:, ::2]
-    steps = torch.randn(N + 1, T + 2, HV + 1, V, K)[:, 1:, :HV]
-    out = torch.zeros(N, HV, T, V).bfloat16().transpose(1, 2)
-    made = decode(call, state=state, intermediate_states=steps, update_state=False, out=out)
-    assert made is out
-    (launch,) = launches
-    follow_tokens(launch, call, out)
-    pointers, scale, _, s, sizes = launch
-    assert scale == K**-0.5
-    follow(pointers.state, state, s.state_p, s.state_h)
-    follow(pointers.intermediate_states, steps, s.intermediate_states_n, s.intermediate_states_t, s.intermediate_states_h)
-    assert (sizes.update_state, sizes.beta_kind, sizes.dt_bias_kind, sizes.state_indices_kind) == (0, FP16, ABSENT, 0)
+CALLS = {
+    # a call of an axis; its sizes
+    "decode in a pool": (
+        lambda axis: (
+            gated(tokens(axis=axis)) | dict(state=pool(), state_indices=ints(5, 1, -1), write_indices=ints(0, 2, 3, dtype=i64))
+        ),
+        dict(N=N, T=T, P=P, slots_per_sequence=0, update_state=1),
+    ),
+    "decode at strides of its own": (
+        lambda axis: (
+            strided(T, K, V, axis)
+            | dict(state=torch.randn(P, 2 * HV, V, K)[:, ::2], update_state=False)
+            | dict(intermediate_states=torch.randn(N + 1, T + 2, HV + 1, V, K)[:, 1:, :HV])
+        ),
+        dict(N=N, T=T, update_state=0),
+    ),
+    "decode to an output of its own": (
+        lambda axis: tokens(axis=axis) | dict(v=torch.randn(N, HV, T, V).bfloat16().transpose(1, 2), state=pool()),
+        dict(N=N, T=T),
+    ),
+    "decode of packed tokens with a slot for each": (  # no more tokens than there are slots
+        lambda axis: (
+            gated(tokens((1, 9), axis, fp16))
+            | dict(beta=torch.randn(1, 9, HV), cu_seqlens=ints(0, 4, 8, dtype=i64), num_accepted=ints(1, 9), state=pool())
+            | dict(state_indices=torch.arange(P).int().expand(2, P)[:, :5].contiguous())
+        ),
+        dict(N=2, T=5, total=9, slots_per_sequence=5),
+    ),
+    **{
+        f"decode with rows of intermediate states, {dtype}": (  # fewer rows than sequences
+            lambda axis, dtype=dtype: (
+                tokens(axis=axis)
+                | dict(state=pool(), intermediate_states=torch.randn(2, T + 1, HV, V, K).bfloat16())
+                | dict(intermediate_indices=column([1, -1, 0], dtype))
+            ),
+            dict(N=N, T=T),
+        )
+        for dtype in (i32, i64)
+    },
+    "verify in a pool": (
+        lambda axis: (
+            gated(tokens(axis=axis))
+            | dict(state=pool(), state_indices=ints(5, 1, -1), beta_logits=True)
+            | dict(buffer=buffer(5, 6, axis), buffer_indices=ints(4, -1, 0, dtype=i64))
+        ),
+        dict(N=N, T=T, P=P, C=6, group_size=HV // H, beta_logits=1),
+    ),
+    "verify at strides of its own": (
+        lambda axis: strided(T, K, V, axis) | dict(state=torch.randn(P, 2 * HV, V, K)[:, ::2], buffer=bent_buffer(axis)),
+        dict(N=N, T=T, beta_logits=0),
+    ),
+    "verify of packed tokens": (  # no more tokens than fit in a row of the buffer
+        lambda axis: (
+            tokens((1, 9), axis, fp16) | dict(cu_seqlens=ints(0, 4, 8, dtype=i64), state=pool(), buffer=buffer(2, 5, axis))
+        ),
+        dict(N=2, T=5, total=9, C=5),
+    ),
+    **{
+        f"flush of one layer by {count}": (
+            lambda axis, count=count: dict(state=pool(), buffer=buffer(N, 5, axis), num_accepted=count, state_indices=ALL.clone()),
+            dict(layers=1, N=N, P=P, C=5, num_accepted_all=min(count, 5)),
+        )
+        for count in (0, 1, 2**40)
+    },
+    **{
+        f"flush of layers by numbers on the device, {dtype}": (  # fewer sequences than the buffer has rows
+            lambda axis, dtype=dtype, other=other: dict(
+                state=torch.randn(2, P, HV + 1, V, K)[:, :, 1:],
+                buffer=buffer(N + 2, 4, axis, layers=2),
+                num_accepted=torch.arange(2 * N, dtype=dtype)[::2],
+                write_indices=torch.arange(3 * N, dtype=dtype)[::3],
+                state_indices=column([0, 2, 4], other),
+                buffer_indices=column([1, 3, 5], other),
+            ),
+            dict(layers=2, N=N, P=P, C=4),
+        )
+        for dtype, other in ((i32, i64), (i64, i32))
+    },
+    "flush of layers that lie anywhere": (
+        lambda axis: layers_anywhere(axis) | dict(num_accepted=1, state_indices=ALL.clone()),
+        dict(layers=2, N=N, C=T),
+    ),
+    "prefill from states of their own": (
+        lambda axis: gated(prompts(axis=axis)) | dict(initial_state=states(N), output_final_state=True, beta_logits=True),
+        dict(N=N, T=70, total=0, chunk_slots=2 * N, H=H, segments=1, beta_logits=1, max_blocks=on_host.MAX_BLOCKS),
+    ),
+    **{
+        f"prefill of packed prompts in a pool, {dtype}": (  # with padding heads
+            lambda axis, dtype=dtype, other=other: (
+                prompts((1, 150), axis, fp16)
+                | dict(beta=torch.randn(1, 150, HV), cu_seqlens=column([0, 5, 140], dtype), state_indices=column([4, -1], other))
+                | dict(state=torch.randn(P, HV + 1, D, D)[:, 1:], has_initial_state=torch.tensor([True, True, False])[::2])
+            ),
+            dict(N=2, T=0, total=150, chunk_slots=150 // CHUNK + 2),
+        )
+        for dtype, other in ((i32, i64), (i64, i32))
+    },
+    "prefill at strides of its own": (lambda axis: strided(70, D, D, axis, spread_channels=False), dict(N=N, T=70)),
+    "prefill to final states from zeros": (lambda axis: prompts(axis=axis) | dict(output_final_state=True), dict(N=N)),
+    "prefill with checkpoints in slots": (
+        lambda axis: (
+            prompts(axis=axis)
+            | dict(state=torch.randn(P, 2 * HV, D, D)[:, ::2], checkpoint_lens=torch.zeros(4, N).int()[::2].T)
+            | dict(checkpoint_indices=torch.full((N, 2), -1))
+        ),
+        dict(checkpoints_per_sequence=2),
+    ),
+    **{
+        f"prefill with checkpoints beside {name}": (
+            lambda axis, name=name: (
+                prompts(axis=axis)
+                | {name: states(N), "checkpoint_lens": torch.zeros(N, 3, dtype=i64)}
+                | dict(checkpoints=torch.zeros(N, 6, HV + 1, D, D).bfloat16()[:, ::2, 1:])
+            ),
+            dict(checkpoints_per_sequence=3),
+        )
+        for name in ("state", "initial_state")
+    },
+    **{
+        f"prefill with checkpoints in rows of a tensor beside {name}": (
+            lambda axis, name=name: (
+                prompts(axis=axis)
+                | {name: states(N), "checkpoint_lens": torch.zeros(N, 3, dtype=i64)}
+                | dict(checkpoints=torch.zeros(10, HV + 1, D, D).bfloat16()[::2, 1:])
+                | dict(checkpoint_indices=torch.full((3, N), -1).int().T)
+            ),
+            dict(checkpoints_per_sequence=3),
+        )
+        for name in ("state", "initial_state")
+    },
+    "prefill without checkpoints": (lambda axis: prompts(axis=axis) | dict(state=states()), dict(checkpoints_per_sequence=0)),
+}
 
 
-def test_packed_tokens_with_a_slot_for_each(launches):
-    call = tokens((1, 9), dtype=torch.float16)
-    call["beta"] = call["beta"].float()
-    slots = torch.arange(P).int().expand(2, P)[:, :5].contiguous()
-    ends, accepted = torch.tensor([0, 4, 8]), torch.tensor([1, 9], dtype=torch.int32)
-    o = decode(call, cu_seqlens=ends, state=pool(), state_indices=slots, num_accepted=accepted)
-    (launch,) = launches
-    follow_tokens(launch, call, o, packed=True)
-    pointers, _, _, s, sizes = launch
-    follow(pointers.state_indices, slots, s.state_indices_n, s.state_indices_t)
-    follow(pointers.cu_seqlens, ends, s.cu_seqlens_n)
-    follow(pointers.num_accepted, accepted, s.num_accepted_n)
-    assert (sizes.N, sizes.T, sizes.total, sizes.slots_per_sequence) == (2, 5, 9, 5)  # no more tokens than there are slots
-    assert (sizes.cu_seqlens_kind, sizes.num_accepted_kind, sizes.beta_kind) == (2, 1, FP32)
-
-
-def test_a_known_call_is_launched_with_its_own_addresses(launches, monkeypatch):
-    decode(tokens(), state=pool())
-    monkeypatch.setattr(OPERATIONS["decode"], "describe", None)  # a known call is not described again
-    call, state = tokens(), pool()
-    o = decode(call, state=state)
-    follow_tokens(launches[1], call, o)
-    assert launches[1][0].state == state.data_ptr()
-    assert launches[0][3:] == launches[1][3:]
-
-
-def test_what_makes_a_call_another_one(launches):
-    first = dict(tokens(), state=pool())
-    decode(first)
-    others = [
-        dict(qk_l2norm=False),
-        dict(beta_logits=True),
-        dict(scale=1.0),
-        dict(update_state=False),
-        dict(gate=gd.Gate.softplus(torch.zeros(HV))),
-        dict(gate=gd.Gate.lower_bound(torch.zeros(HV), bound=-4.0)),
-        dict(state_indices=torch.arange(N)),
-        dict(state_indices=torch.arange(N), null_index=0),
-        dict(state_indices=torch.arange(N), null_index=1),
-        dict(intermediate_states=(steps := pool()[:N, None].expand(-1, T, -1, -1, -1).clone())),
-        dict(intermediate_states=steps, intermediate_indices=torch.arange(N)),
-        dict(state=pool(torch.float32)),
-        dict(beta=first["beta"].float()),
-    ]
-    for other in others:
-        decode({**first, **other})
-    assert len(launches) == 1 + len(others)
-    assert len(remembered("decode")) == 1 + len(others)
-
-
-def test_a_known_call_hides_no_mistake(launches):
-    call, state = tokens(), pool()
+@AXES
+@pytest.mark.parametrize("name", CALLS)
+def test_every_address_is_the_tensors_own(launches, monkeypatch, name, axis):
+    """Of a new call, and of a known one with other tensors, which is not described again; every kernel gets the same."""
+    (make, sizes), op = CALLS[name], name.split()[0]
+    kept = []
     for _ in range(2):
-        decode(call, state=state)
-        for wrong, error in (
-            (dict(qk_l2norm=1), TypeError),
-            (dict(update_state=1), TypeError),
-            (dict(null_index=False), TypeError),
-            (dict(null_index=0), ValueError),
-            (dict(scale=True), TypeError),
-            (dict(beta=[1.0]), TypeError),
-            (dict(g=None), TypeError),
-            (dict(state=[0]), TypeError),
-            (dict(gate="softplus"), TypeError),
-            (dict(out=call["v"]), ValueError),
-            (dict(beta=call["beta"][:, :1]), ValueError),
-            (dict(beta=call["beta"].clone().requires_grad_()), gd.UnsupportedProblem),
-        ):
-            with pytest.raises(error):
-                decode({**call, "state": state, **wrong})
-    assert len(launches) == 2
+        launches.clear()
+        call = make(axis)
+        made = run(op, **call)
+        given = pieces(call) | ({} if op == "flush" else dict(o=made[0] if op == "prefill" else made))
+        if (out := given.pop("out", None)) is not None:
+            assert given["o"] is out
+        if op == "prefill":
+            state, initial = given.pop("state", None), given.get("initial_state")
+            assert (made[1] is not None) == call.get("output_final_state", False)
+            assert made[1] is None or (made[1].dtype, made[1].shape) == (f32 if initial is None else initial.dtype, (N, HV, D, D))
+            given |= dict(initial_state=initial if state is None else state, final_state=made[1] if state is None else state)
+            given = (dict(checkpoints=state) if "checkpoint_indices" in given else {}) | given
+            kinds = [dict(some.facts).get("checkpoints") for some in launches.kernels]
+            assert kinds == [None, "checkpoint_lens" in given]
+        assert all(launch == launches[0] for launch in launches)
+        check(launches[0], given, **sizes)
+        if op != "flush":
+            scale, bound = launches[0][1:3]
+            assert scale == (0.5 if "scale" in call else call["q"].shape[-1] ** -0.5)
+            assert "gate" not in call or bound == -3.0
+        kept.append((call, made, launches[0]))
+        monkeypatch.setattr(OPERATIONS[op], "describe", None)
+    assert kept[0][2][1:] == kept[1][2][1:]
 
 
-def test_misaligned_rows(launches):
-    call, state = tokens(), pool()
-    decode(call, state=state)
-    storage = torch.zeros(call["q"].numel() + 1).bfloat16()
-    decode({**call, "q": storage[1:].view(call["q"].shape)}, state=state)
-    assert len(launches) == 2
-    shifted = torch.zeros(state.numel() + 1).bfloat16()[1:].view(state.shape)
-    with pytest.raises(gd.UnsupportedProblem, match="V rows"):
-        decode(call, state=shifted)
+def test_known_calls_at_addresses_of_their_own(launches):
+    """The slots of interleaved views of one allocation, whose ranges overlap; each set of addresses is checked once."""
+    call, wide = tokens(), torch.randn(P, 2, HV, V, K).bfloat16()
+    fused = [torch.zeros(N, T, 2 * HV, V).bfloat16() for _ in range(2)]
+    for both in fused:
+        for _ in range(2):
+            run("decode", **{**call, "v": both[:, :, ::2]}, state=wide[:, 0], out=both[:, :, 1::2])
+    assert [launch[0].o for launch in launches] == [x[:, :, 1::2].data_ptr() for x in fused for _ in range(2)]
+    ((_, known),) = OPERATIONS["decode"].calls._calls.popitem()[1][1]
+    assert len(known.placement.known) == 2
 
 
-def test_strides_that_do_not_fit_are_refused(launches):
-    call = tokens((2, 1))
-    route = gd.explain("decode", **call, state=pool(), backend="cute")
-    far = torch.empty(2, dtype=torch.bfloat16, device="meta").as_strided((2, HV, V, K), (2**31, V * K, K, 1))
-    with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):
-        launch_of("decode", route, **call, state=far)
+@pytest.mark.parametrize(("N", "prefetched"), [(1, 1), (40, 40), (112, 0), (200, 200), (260, 0)])
+def test_small_launches_prefetch_their_states_but_where_it_was_measured_to_cost(launches, N, prefetched):
+    """Of bf16 GDN with 128 KiB a sequence: not from 14 to 24 MiB, nor past 1024 heads."""
+    run("decode", **tokens((N, 1), K=128, V=128), state=torch.zeros(N, HV, 128, 128).bfloat16())
+    assert launches[0][-1].prefetch_sequences == prefetched
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_intermediate_states_in_rows_of_their_own(launches, dtype):
-    """Fewer rows than sequences, at indices of their own stride."""
-    call, steps = tokens(), torch.randn(2, T + 1, HV, V, K).bfloat16()
-    rows = torch.tensor([[1, 9], [-1, 9], [0, 9]], dtype=dtype)[:, 0]
-    decode(call, state=pool(), intermediate_states=steps, intermediate_indices=rows)
-    ((pointers, _, _, s, sizes),) = launches
-    follow(pointers.intermediate_states, steps, s.intermediate_states_n, s.intermediate_states_t, s.intermediate_states_h)
-    follow(pointers.intermediate_indices, rows, s.intermediate_indices_n)
-    assert sizes.intermediate_indices_kind == rows.element_size() // 4
-    decode(call, state=pool(), intermediate_states=torch.randn(N, T, HV, V, K).bfloat16())
-    pointers, _, _, _, sizes = launches[1]
-    assert (pointers.intermediate_indices, sizes.intermediate_indices_kind) == (0, 0)
+@pytest.mark.parametrize("op", ["decode", "verify", "flush"])
+@pytest.mark.parametrize(("K", "V"), [(128, 128), (128, 32), (96, 192), (64, 256), (64, 96), (16, 64)], ids=str)
+def test_blocks_share_a_heads_rows_evenly(op, K, V):
+    operation = OPERATIONS[op]
+    for axis, state_dtype, T in itertools.product(("head", "channel"), (bf16, f32), (1, 4)):
+        problem = Problem(op, axis, 2, 4, K, V, T, state_dtype=state_dtype, dtype=bf16, g_dtype=bf16)
+        for heads in (1, 8, 100, 150, 200, 300, 500, 1000, 5000):
+            plan = operation.plan(problem, heads, heads * T)
+            assert V % operation.block_rows(problem, plan.schedule) == 0
+            assert plan.variants[0] in operation.variants(problem)
 
 
 @pytest.mark.parametrize(("given", "passed"), [(-1, -1), (0, 0), (5, 5), (2**40, 2**31 - 1), (numpy.int64(2), 2)], ids=str)
 def test_null_index_is_a_number_of_the_launch(launches, given, passed):
     """Of every operation; it needs no other kernels."""
-    slots, kept = torch.arange(N), buffer()
-    decode(tokens(), state=pool(), state_indices=slots, null_index=given)
-    verify(tokens(), state=pool(), buffer=kept, state_indices=slots, null_index=given)
-    flush(pool(), kept, 1, state_indices=slots, null_index=given)
-    gd.prefill(**tokens(V=128), state=torch.zeros(P, HV, 128, K), state_indices=slots, null_index=given, backend="cute")
-    kernels = list(launches.kernels)
-    assert {launch[-1].null_index for launch in launches} == {passed}
-    launches.clear()
-    decode(tokens(), state=pool(), state_indices=slots)
-    verify(tokens(), state=pool(), buffer=kept, state_indices=slots)
-    flush(pool(), kept, 1, state_indices=slots)
-    gd.prefill(**tokens(V=128), state=torch.zeros(P, HV, 128, K), state_indices=slots, backend="cute")
-    assert launches.kernels == kernels
-    assert {launch[-1].null_index for launch in launches} == {-1}
+    found = []
+    for null_index in (given, -1):
+        launches.clear()
+        for op in OPS:
+            run(op, **good(op) | dict(state_indices=ALL), null_index=null_index)
+        found.append(({launch[-1].null_index for launch in launches}, list(launches.kernels)))
+    assert found == [({passed}, launches.kernels), ({-1}, launches.kernels)]
 
 
-def test_indices_of_decode_are_checked_on_request(launches, monkeypatch):
-    """With null_index, and with rows for intermediate states; nothing is launched."""
-    monkeypatch.setattr(shared, "CHECK", True)
-    call, state, steps = tokens(), pool(), pool()[:2, None].expand(-1, T, -1, -1, -1).clone()
-    padded = dict(state=state, state_indices=torch.tensor([0, 3, 0]))
-    for _ in range(2):
-        with pytest.raises(ValueError, match="state_indices: expected at most one sequence to write each row"):
-            decode(call, **padded)
-        for rows, error in (([0, 0, -1], ValueError), ([0, 2, -1], IndexError)):
-            with pytest.raises(error, match="intermediate_indices"):
-                decode(call, state=state, intermediate_states=steps, intermediate_indices=torch.tensor(rows))
-    assert launches == []
-    decode(call, **padded, null_index=0)
-    decode(call, state=state, intermediate_states=steps, intermediate_indices=torch.tensor([1, -1, 0]))
-    assert len(launches) == 2
-
-
-def test_decode_of_no_sequences(launches):
-    o = decode(tokens((0, T)), state=pool())
-    assert o.shape == (0, T, HV, V)
-    assert launches == []
-
-
-# ------------------------------------------------------------------------------------------------ verify and flush
-
-
-def buffer(rows=N, C=T, channels=(), layers=None):
-    made = gd.KVBuffer.empty(rows, C, H, HV, K, V, gate="channel" if channels else "head", num_layers=layers)
-    for x in (made.u, made.k, made.log_decay):
-        x.fill_(math.nan)
-    return made
-
-
-def verify(call, **options):
-    return gd.verify(**call, **options, backend="cute")
-
-
-def flush(state, kept, num_accepted, **options):
-    gd.flush(state, kept, num_accepted, **options, backend="cute")
-
-
-def all_rows(kept):
-    """A slot for each row of a buffer, which an int for num_accepted does not name."""
-    return torch.arange(kept.u.shape[-4], dtype=torch.int32)
-
-
-def follow_buffer(pointers, s, kept):
-    follow(pointers.buffer_u, kept.u, s.buffer_u_r, s.buffer_u_t, s.buffer_u_h)
-    follow(pointers.buffer_k, kept.k, s.buffer_k_r, s.buffer_k_t, s.buffer_k_h)
-    follow(pointers.buffer_log_decay, kept.log_decay, s.buffer_log_decay_r, s.buffer_log_decay_t, s.buffer_log_decay_h)
-
-
-def follow_layers(pointers, s, state, kept):
-    follow(pointers.state, state, pointers.state_l, s.state_p, s.state_h)
-    follow(pointers.buffer_u, kept.u, pointers.buffer_u_l, s.buffer_u_r, s.buffer_u_t, s.buffer_u_h)
-    follow(pointers.buffer_k, kept.k, pointers.buffer_k_l, s.buffer_k_r, s.buffer_k_t, s.buffer_k_h)
-    strides = [s.buffer_log_decay_r, s.buffer_log_decay_t, s.buffer_log_decay_h]
-    strides += [s.buffer_log_decay_c] if kept.log_decay.ndim == 5 else []
-    follow(pointers.buffer_log_decay, kept.log_decay, pointers.buffer_log_decay_l, *strides)
-
-
-@CHANNELS
-def test_verify_of_a_pool_into_rows_of_a_buffer(launches, channels):
-    call, state, kept = tokens(channels=channels), pool(), buffer(5, 6, channels)
-    slots, rows = torch.tensor([5, 1, -1], dtype=torch.int32), torch.tensor([4, -1, 0])
-    A_log, dt_bias = torch.randn(HV), torch.randn(HV, *channels).bfloat16()
-    gate = gd.Gate.lower_bound(A_log, dt_bias, -3.0)
-    o = verify(call, gate=gate, scale=0.5, state=state, state_indices=slots, buffer=kept, buffer_indices=rows, beta_logits=True)
-    (launch,) = launches
-    follow_tokens(launch, call, o)
-    pointers, scale, bound, s, sizes = launch
-    assert (scale, bound) == (0.5, -3.0)
-    follow(pointers.state, state, s.state_p, s.state_h)
-    follow_buffer(pointers, s, kept)
-    follow(pointers.state_indices, slots, s.state_indices_n)
-    follow(pointers.buffer_indices, rows, s.buffer_indices_n)
-    follow(pointers.A_log, A_log, s.A_log_h)
-    follow(pointers.dt_bias, dt_bias, *[s.dt_bias_h, s.dt_bias_c][: dt_bias.ndim])
-    assert pointers.cu_seqlens == 0
-    assert (sizes.N, sizes.T, sizes.HV, sizes.group_size, sizes.P, sizes.C) == (N, T, HV, HV // H, P, 6)
-    assert (sizes.state_indices_kind, sizes.buffer_indices_kind, sizes.cu_seqlens_kind) == (1, 2, 0)
-    assert (sizes.beta_logits, sizes.beta_kind, sizes.dt_bias_kind) == (1, BF16, BF16)
-    for hv in range(HV):
-        assert hv * sizes.qk_head_factor >> 30 == hv // sizes.group_size
-
-
-@CHANNELS
-def test_verify_with_every_tensor_at_strides_of_its_own(launches, channels):
-    """Slices of a fused projection, one layer of a buffer, and every other head of the buffer's k."""
-    fused = torch.randn(N, T, 2 * H * K + HV * V).bfloat16()
-    q, k, v = (x.unflatten(-1, shape) for x, shape in zip(fused.split([H * K, H * K, HV * V], -1), [(H, K), (H, K), (HV, V)]))
-    g = torch.randn(N, T, HV, *channels, 3)[..., 1]
-    call = dict(q=q, k=k, v=v, g=g, beta=torch.randn(N, T, 2 * HV).half()[..., ::2])
-    state = torch.randn(P, 2 * HV, V, K)[:, ::2]
-    layer = buffer(N + 1, T + 1, channels, layers=3).layer(1)
-    kept = gd.KVBuffer(layer.u[:, 1:], torch.randn(N + 1, T, 2 * H, K)[:, :, ::2], layer.log_decay[:, 1:])
-    out = torch.zeros(N, HV, T, V).bfloat16().transpose(1, 2)
-    assert verify(call, state=state, buffer=kept, out=out) is out
-    (launch,) = launches
-    follow_tokens(launch, call, out)
-    pointers, _, _, s, sizes = launch
-    follow(pointers.state, state, s.state_p, s.state_h)
-    follow_buffer(pointers, s, kept)
-    assert (pointers.state_indices, pointers.buffer_indices) == (0, 0)
-    assert (sizes.beta_logits, sizes.beta_kind, sizes.dt_bias_kind, sizes.state_indices_kind, sizes.buffer_indices_kind) == (
-        0,
-        FP16,
-        ABSENT,
-        0,
-        0,
-    )
-
-
-def test_verify_of_packed_tokens(launches):
-    call, kept, ends = tokens((1, 9), dtype=torch.float16), buffer(2, 5), torch.tensor([0, 4, 8])
-    o = verify(call, cu_seqlens=ends, state=pool(), buffer=kept)
-    (launch,) = launches
-    follow_tokens(launch, call, o, packed=True)
-    pointers, _, _, s, sizes = launch
-    follow(pointers.cu_seqlens, ends, s.cu_seqlens_n)
-    follow_buffer(pointers, s, kept)
-    assert (sizes.N, sizes.T, sizes.total, sizes.C) == (2, 5, 9, 5)  # no more tokens than fit in a row of the buffer
-    assert sizes.cu_seqlens_kind == 2
-
-
-@CHANNELS
-@pytest.mark.parametrize("count", [1, 2**40], ids=str)
-def test_flush_of_one_layer_by_a_number(launches, channels, count):
-    state, kept = pool(), buffer(N, 5, channels)
-    slots = all_rows(kept)
-    flush(state, kept, count, state_indices=slots)
-    ((pointers, s, sizes),) = launches
-    follow(pointers.state_indices, slots, s.state_indices_n)
-    follow(pointers.state, state, s.state_p, s.state_h)
-    follow_buffer(pointers, s, kept)
-    assert s.buffer_log_decay_c == (kept.log_decay.element_size() if channels else 0)
-    assert (pointers.num_accepted, *pointers[6:]) == (0,) * 7  # no counts, no other indices, no layers
-    assert (sizes.layers, sizes.N, sizes.HV, sizes.P, sizes.C, sizes.num_accepted_all) == (1, N, HV, P, 5, min(count, 5))
-    assert (sizes.num_accepted_kind, sizes.state_indices_kind, sizes.write_indices_kind, sizes.buffer_indices_kind) == (0, 1, 0, 0)
-    for hv in range(HV):
-        assert hv * sizes.qk_head_factor >> 30 == hv // (HV // H)
-
-
-@CHANNELS
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_flush_of_all_layers_by_numbers_on_the_device(launches, channels, dtype):
-    """Fewer sequences than the buffer has rows, each index at a stride of its own."""
-    state = torch.randn(2, P, HV + 1, V, K)[:, :, 1:]
-    kept = buffer(N + 2, 4, channels, layers=2)
-    other = torch.int64 if dtype == torch.int32 else torch.int32
-    accepted, writes = torch.arange(2 * N, dtype=dtype)[::2], torch.arange(3 * N, dtype=dtype)[::3]
-    slots, rows = torch.arange(2 * N, dtype=other).view(N, 2).unbind(1)
-    flush(state, kept, accepted, state_indices=slots, write_indices=writes, buffer_indices=rows)
-    ((pointers, s, sizes),) = launches
-    follow_layers(pointers, s, state, kept)
-    follow(pointers.num_accepted, accepted, s.num_accepted_n)
-    follow(pointers.state_indices, slots, s.state_indices_n)
-    follow(pointers.write_indices, writes, s.write_indices_n)
-    follow(pointers.buffer_indices, rows, s.buffer_indices_n)
-    assert (sizes.layers, sizes.N, sizes.HV, sizes.P, sizes.C) == (2, N, HV, P, 4)
-    kind = accepted.element_size() // 4
-    assert (sizes.num_accepted_kind, sizes.state_indices_kind, sizes.write_indices_kind, sizes.buffer_indices_kind) == (
-        kind,
-        3 - kind,
-        kind,
-        3 - kind,
-    )
-
-
-def test_layers_lie_anywhere(launches):
-    """Layers of the state behind its slots; of the buffer in the other direction, and every other head of its k."""
-    state = torch.randn(P, 2, HV, V, K).transpose(0, 1)
-    u, k, log_decay = (
-        torch.randn(T, N, 2, *rest).permute(2, 1, 0, 3, *range(4, 3 + len(rest))) for rest in ((HV, V), (2 * H, K), (HV,))
-    )
-    kept = gd.KVBuffer(u, k[..., ::2, :], log_decay)
-    flush(state, kept, 1, state_indices=all_rows(kept))
-    ((pointers, s, sizes),) = launches
-    follow_layers(pointers, s, state, kept)
-    assert (sizes.layers, sizes.N, sizes.C) == (2, N, T)
-
-
-def test_a_known_verify_is_launched_with_its_own_addresses(launches, monkeypatch):
-    verify(tokens(), state=pool(), buffer=buffer())
-    monkeypatch.setattr(OPERATIONS["verify"], "describe", None)  # a known call is not described again
-    call, state, kept = tokens(), pool(), buffer()
-    o = verify(call, state=state, buffer=kept)
-    pointers, _, _, s, _ = launches[1]
-    follow_tokens(launches[1], call, o)
-    follow_buffer(pointers, s, kept)
-    assert pointers.state == state.data_ptr()
-    assert launches[0][3:] == launches[1][3:]
-
-
-@pytest.mark.parametrize("counted", [False, True], ids=["int", "tensor"])
-def test_a_known_flush_is_launched_with_its_own_addresses(launches, monkeypatch, counted):
-    def counts():
-        return torch.ones(N, dtype=torch.int32) if counted else 1
-
-    flush(pool(), buffer(), counts(), state_indices=all_rows(buffer()))
-    monkeypatch.setattr(OPERATIONS["flush"], "describe", None)  # a known call is not described again
-    state, kept, accepted = pool(), buffer(), counts()
-    flush(state, kept, accepted, state_indices=all_rows(kept))
-    pointers, s, _ = launches[1]
-    follow_buffer(pointers, s, kept)
-    assert pointers.state == state.data_ptr()
-    assert pointers.num_accepted == (accepted.data_ptr() if counted else 0)
-    assert launches[0][1:] == launches[1][1:]
-
-
-def test_what_makes_a_verify_another_one(launches):
-    first = dict(tokens(), state=pool(), buffer=buffer())
-    verify(first)
-    others = [
-        dict(qk_l2norm=False),
-        dict(beta_logits=True),
-        dict(scale=1.0),
-        dict(gate=gd.Gate.softplus(torch.zeros(HV))),
-        dict(state_indices=torch.arange(N)),
-        dict(buffer_indices=torch.arange(N)),
-        dict(buffer=buffer(N + 1)),
-        dict(buffer=buffer(C=T + 1)),
-        dict(state=pool(torch.float32)),
-    ]
-    for other in others:
-        verify({**first, **other})
-    assert len(launches) == 1 + len(others)
-    assert len(remembered("verify")) == 1 + len(others)
-
-
-def test_what_makes_a_flush_another_one(launches):
-    first = dict(state=pool(), kept=buffer(), num_accepted=1, state_indices=all_rows(buffer()))
-    flush(**first)
-    others = [
-        dict(num_accepted=0),
-        dict(num_accepted=2),
-        dict(num_accepted=torch.ones(N, dtype=torch.int32)),
-        dict(num_accepted=torch.ones(N, dtype=torch.int64)),
-        dict(state_indices=torch.arange(N)),
-        dict(write_indices=torch.arange(N)),
-        dict(buffer_indices=torch.arange(N)),
-        dict(buffer_indices=torch.arange(N - 1), state_indices=None),
-        dict(state=pool(torch.float32)),
-        dict(state=pool()[None], kept=buffer(layers=1)),
-    ]
-    for other in others:
-        flush(**{**first, **other})
-    assert len(launches) == 1 + len(others)
-    assert len(remembered("flush")) == 1 + len(others)
-    assert [sizes.num_accepted_all for _, _, sizes in launches[:3]] == [1, 0, 2]
-
-
-def test_one_index_tensor_is_not_taken_for_another(launches):
-    """Calls that differ only in which index tensor is given."""
-    call, state, kept, indices = tokens(), pool(), buffer(), torch.arange(N)
-    for name in ("state_indices", "buffer_indices"):
-        verify(call, state=state, buffer=kept, **{name: indices})
-    assert [(bool(made[0].state_indices), bool(made[0].buffer_indices)) for made in launches] == [(True, False), (False, True)]
-    launches.clear()
-    for name in ("num_accepted", "state_indices", "write_indices", "buffer_indices"):
-        flush(state, kept, **{"num_accepted": 1, name: indices})
-    given = [(made[0].num_accepted, made[0].state_indices, made[0].write_indices, made[0].buffer_indices) for made in launches]
-    assert given == [tuple(indices.data_ptr() if i == j else 0 for j in range(4)) for i in range(4)]
+# ------------------------------------------------------------------------------------------------ known calls
 
 
 def grad(x):
     return x.clone().requires_grad_()
 
 
-def test_a_known_verify_hides_no_mistake(launches):
-    call, state, kept = tokens(), pool(), buffer()
-    for _ in range(2):
-        verify(call, state=state, buffer=kept)
-        for wrong, error in (
-            (dict(qk_l2norm=1), TypeError),
-            (dict(gate="softplus"), TypeError),
-            (dict(out=call["v"]), ValueError),
-            (dict(beta=call["beta"][:, :1]), ValueError),
-            (dict(beta=grad(call["beta"])), gd.UnsupportedProblem),
+def softplus():
+    return gd.Gate.softplus(torch.zeros(HV))
+
+
+def checkpointed(count=1, dtype=i32, slots=i64):
+    return dict(checkpoint_lens=torch.zeros(N, count, dtype=dtype), checkpoint_indices=torch.full((N, count), -1, dtype=slots))
+
+
+def others(op):
+    """What makes a call another one."""
+    if op == "flush":
+        return [
+            dict(num_accepted=0),
+            dict(num_accepted=2),
+            dict(num_accepted=torch.ones(N, dtype=i32)),
+            dict(num_accepted=torch.ones(N, dtype=i64)),
+            dict(state_indices=torch.arange(N)),
+            dict(write_indices=torch.arange(N)),
+            dict(buffer_indices=torch.arange(N)),
+            dict(buffer_indices=torch.arange(N - 1), state_indices=None),
+            dict(state=pool(f32)),
+            dict(state=pool()[None], buffer=buffer(layers=1)),
+        ]
+    first = good(op)
+    found = [
+        dict(qk_l2norm=False),
+        dict(beta_logits=True),
+        dict(scale=1.0),
+        dict(gate=softplus()),
+        dict(gate=gd.Gate.lower_bound(torch.zeros(HV), bound=-4.0)),
+        dict(state_indices=torch.arange(N)),
+        dict(state_indices=ALL),
+        dict(state_indices=torch.arange(N), null_index=0),
+        dict(state=first["state"].float()),
+        dict(beta=first["beta"].float()),
+        dict(out=torch.empty_like(first["v"])),
+    ]
+    if op == "decode":
+        steps = pool()[:N, None].expand(-1, T, -1, -1, -1).clone()
+        found += [dict(update_state=False), dict(intermediate_states=steps)]
+        found += [dict(intermediate_states=steps, intermediate_indices=torch.arange(N))]
+    elif op == "verify":
+        found += [dict(buffer_indices=torch.arange(N)), dict(buffer=buffer(N + 1)), dict(buffer=buffer(C=T + 1))]
+    else:
+        own = [dict(), dict(output_final_state=True), dict(initial_state=states(N))]
+        own += [dict(initial_state=states(N), output_final_state=True), dict(initial_state=states(N, f32))]
+        found += [dict(has_initial_state=torch.ones(N, dtype=torch.bool)), *(dict(state=None, **some) for some in own)]
+        found += [checkpointed(), checkpointed(slots=i32), checkpointed(dtype=i64), checkpointed(2)]
+        found += [dict(checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=states(N).unsqueeze(1))]
+        found += [prompts((1, 70)), *(prompts((1, 70)) | dict(cu_seqlens=torch.tensor(ends)) for ends in ([0, 70], [0, 7, 70]))]
+    return found
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_what_makes_a_call_another_one(launches, op):
+    first, changes = good(op), others(op)
+    for change in ({}, *changes, *changes):
+        run(op, **first | change)
+    assert len(OPERATIONS[op].calls) == 1 + len(changes)
+    assert op == "prefill" or len(launches) == 1 + 2 * len(changes)
+
+
+INDICES = dict(decode=["state_indices", "write_indices"], verify=["state_indices", "buffer_indices"])
+INDICES |= dict(flush=["num_accepted", "state_indices", "write_indices", "buffer_indices"])
+
+
+@pytest.mark.parametrize("op", INDICES)
+def test_one_index_tensor_is_not_taken_for_another(launches, op):
+    """Calls that differ only in which one is given."""
+    for name in INDICES[op]:
+        run(op, **good(op) | {"state_indices": None, name: torch.arange(N)})
+    given = [[bool(getattr(made[0], name)) for name in INDICES[op]] for made in launches]
+    assert given == [[name == other for other in INDICES[op]] for name in INDICES[op]]
+
+
+def test_a_pool_is_not_taken_for_initial_states(launches):
+    call, given = prompts(), states(N)
+    for name in ("state", "initial_state"):
+        run("prefill", **call, **{name: given})
+    made = [(made[0].initial_state, made[0].final_state) for made in launches[1::2]]
+    assert made == [(given.data_ptr(), given.data_ptr()), (given.data_ptr(), 0)]
+
+
+def mistakes(op):
+    """What is wrong with a call, and the error; a known call hides none."""
+    call = good(op)
+    if op == "flush":
+        kept = call["buffer"]
+        return [
+            (dict(state_indices=None), ValueError),
+            (dict(num_accepted=True), TypeError),
+            (dict(num_accepted=1.0), TypeError),
+            (dict(num_accepted=-1), ValueError),
+            (dict(num_accepted=torch.ones(N)), TypeError),
+            (dict(num_accepted=torch.ones(N, 1, dtype=i32)), ValueError),
+            (dict(state=call["state"].double()), TypeError),
+            (dict(state=grad(call["state"])), gd.UnsupportedProblem),
+            (dict(buffer=(kept.u, kept.k, kept.log_decay)), TypeError),
+            (dict(buffer=gd.KVBuffer(kept.u, kept.k.bfloat16(), kept.log_decay)), TypeError),
+            (dict(buffer=buffer(N - 1), state_indices=torch.arange(N)), ValueError),
+        ]
+    found = [
+        (dict(qk_l2norm=1), TypeError),
+        (dict(scale=True), TypeError),
+        (dict(null_index=False), TypeError),
+        (dict(null_index=0), ValueError),
+        (dict(beta=[1.0]), TypeError),
+        (dict(g=None), TypeError),
+        (dict(state=[0]), TypeError),
+        (dict(gate="softplus"), TypeError),
+        (dict(out=call["v"], v=call["v"]), ValueError),
+        (dict(beta=call["beta"][:, :1]), ValueError),
+        (dict(beta=grad(call["beta"])), gd.UnsupportedProblem),
+    ]
+    if op == "decode":
+        return [*found, (dict(update_state=1), TypeError)]
+    if op == "verify":
+        kept = call["buffer"]
+        return [
+            *found,
             (dict(buffer=(kept.u, kept.k, kept.log_decay)), TypeError),
             (dict(buffer=gd.KVBuffer(kept.u.double(), kept.k, kept.log_decay)), TypeError),
             (dict(buffer=buffer(C=T - 1)), ValueError),
             (dict(buffer=gd.KVBuffer(grad(kept.u), kept.k, kept.log_decay)), gd.UnsupportedProblem),
             (dict(buffer_indices=torch.arange(N).short()), TypeError),
-        ):
+        ]
+    return [
+        *found,
+        (dict(output_final_state=0), TypeError),
+        (dict(output_final_state=True), ValueError),
+        (dict(initial_state=states(N)), ValueError),
+        (dict(has_initial_state=torch.ones(N)), TypeError),
+    ]
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_known_call_hides_no_mistake(launches, op):
+    call = good(op)
+    for _ in range(2):
+        run(op, **call)
+        before = len(launches)
+        for change, error in mistakes(op):
             with pytest.raises(error):
-                verify({**call, "state": state, "buffer": kept, **wrong})
-    assert len(launches) == 2
+                run(op, **call | change)
+        assert len(launches) == before
 
 
-def test_a_known_flush_hides_no_mistake(launches):
-    state, kept = pool(), buffer()
+def within(x, like, offset=0):
+    """A tensor of like's shape and dtype in x's memory."""
+    return x.flatten().view(like.dtype)[offset : offset + like.numel()].view(like.shape)
+
+
+@pytest.mark.parametrize("op", OPS)
+def test_a_known_call_at_addresses_that_overlap_is_refused(launches, op):
+    """The same shapes come first with tensors apart, then with out, the pool or the buffer overlapping another tensor."""
+    call, state = tokens(V=64), torch.randn(P, HV, 64, K).bfloat16()
+    out, kept, counts = torch.zeros_like(call["v"]), gd.KVBuffer.empty(N, T, H, HV, K, 64), torch.ones(N, dtype=i32)
+    both = torch.zeros(2 * out.numel()).bfloat16()
+    in_the_pool = gd.KVBuffer(within(state, kept.u), kept.k, kept.log_decay)
+    first, *overlapping = {
+        "decode": (dict(call, state=state, out=out), dict(out=within(state, out, 128))),
+        "prefill": (dict(call, state=state, out=out), dict(out=within(state, out, 128))),
+        "verify": (dict(call, state=state, buffer=kept, out=out), dict(out=within(state, out, 128)), dict(buffer=in_the_pool)),
+        "flush": (dict(state=state, buffer=kept, num_accepted=counts), dict(num_accepted=within(state, counts, 2))),
+    }[op]
+    if op != "flush":
+        overlapping.append(dict(v=within(both, out), out=within(both, out, out.numel() - 16)))
+    run(op, **first)
+    before = len(launches)
+    for change in overlapping:
+        with pytest.raises(ValueError, match="expected memory apart"):
+            run(op, **{**first, **change})
+    assert len(launches) == before
+
+
+# ------------------------------------------------------------------------------------------------ what kernels do not take
+
+
+def off(x):
+    """A copy of x that starts one element off a 16-byte boundary."""
+    storage = torch.zeros(x.numel() + 8, dtype=x.dtype)
+    assert storage.data_ptr() % 16 == 0
+    return storage[1 : 1 + x.numel()].view(x.shape).copy_(x)
+
+
+def wider(x, by):
+    """A copy of x whose last dimension lies in a wider one."""
+    return torch.zeros(*x.shape[:-1], x.shape[-1] + by, dtype=x.dtype)[..., : x.shape[-1]].copy_(x)
+
+
+def apart(x):
+    return torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)[..., ::2].copy_(x)
+
+
+def steps():
+    return torch.zeros(N, T, HV, V, K).bfloat16()
+
+
+EXTRA = {
+    "intermediate_states": lambda call: call | dict(intermediate_states=steps()),
+    "initial_state": lambda call: call | dict(state=None, initial_state=states(N)),
+    "checkpoints": lambda call: call | dict(checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=states(N).unsqueeze(1)),
+    "out": lambda call: call | dict(out=torch.zeros_like(call["v"])),
+}
+"""Calls with an argument that is not in every one."""
+ROWS, QK, VALUES = "V rows", "rows of q and k", "rows of v and out"
+MISALIGNED = [
+    # operation, tensor, how it lies, what is missing then, if anything is
+    *(("decode", name, off, None) for name in ("q", "k", "v", "g", "beta", "out")),
+    *(("decode", name, how, ROWS) for name in ("state", "intermediate_states") for how in (off, lambda x: wider(x, 4))),
+    *(("verify", name, off, None) for name in ("q", "v", "g", "buffer_u", "buffer_log_decay")),
+    *(("verify", "state", how, ROWS) for how in (off, lambda x: wider(x, 4))),
+    *(("verify", "buffer_k", how, "rows of k") for how in (off, lambda x: wider(x, 1))),
+    *(("flush", name, off, None) for name in ("buffer_u", "buffer_k", "buffer_log_decay")),
+    ("flush", "state", off, ROWS),
+    *(("prefill", name, off, words) for name, words in (("q", QK), ("k", QK), ("v", VALUES), ("out", VALUES), ("beta", None))),
+    *(("prefill", name, off, ROWS) for name in ("state", "initial_state", "checkpoints")),
+    *(("prefill", name, lambda x: wider(x, 4), ROWS) for name in ("state", "checkpoints")),
+    ("prefill", "out", apart, VALUES),
+]
+
+
+@AXES
+@pytest.mark.parametrize(("op", "name", "how", "missing"), [*MISALIGNED, ("prefill", "g", off, "KDA's g")])
+def test_rows_off_a_vectors_boundary(launches, op, name, how, missing, axis):
+    """Refused, also once the call is known, where only the address shows it; or launched, where numbers are read one by one."""
+    missing = None if (name, axis) == ("g", "head") else missing
+    call = EXTRA.get(name, dict)(good(op, axis))
     for _ in range(2):
-        flush(state, kept, 1, state_indices=all_rows(kept))
-        for wrong, error in (
-            (dict(num_accepted=1), ValueError),
-            (dict(num_accepted=True), TypeError),
-            (dict(num_accepted=1.0), TypeError),
-            (dict(num_accepted=-1), ValueError),
-            (dict(num_accepted=torch.ones(N)), TypeError),
-            (dict(num_accepted=torch.ones(N, 1, dtype=torch.int32)), ValueError),
-            (dict(state=state.double()), TypeError),
-            (dict(state=grad(state)), gd.UnsupportedProblem),
-            (dict(kept=(kept.u, kept.k, kept.log_decay)), TypeError),
-            (dict(kept=gd.KVBuffer(kept.u, kept.k.bfloat16(), kept.log_decay)), TypeError),
-            (dict(kept=buffer(N - 1), state_indices=torch.arange(N)), ValueError),
-        ):
-            with pytest.raises(error):
-                flush(**{"state": state, "kept": kept, "num_accepted": 1, **wrong})
-    assert len(launches) == 2
+        run(op, **call)
+        before = len(launches)
+        if missing:
+            with pytest.raises(gd.UnsupportedProblem, match=missing):
+                run(op, **changed(call, name, how))
+        else:
+            run(op, **changed(call, name, how))
+            assert dict(launches.kernels[-1].facts).get("aligned", True) == (name not in ("q", "k"))
+        assert (len(launches) > before) == (missing is None)
 
 
-def test_misaligned_pools_are_refused(launches):
-    """Also of a cached call, where only the address is new."""
-    call, state, kept = tokens(), pool(), buffer()
-    shifted = torch.zeros(state.numel() + 1).bfloat16()[1:].view(state.shape)
-    for _ in range(2):
-        with pytest.raises(gd.UnsupportedProblem, match="V rows"):
-            verify(call, state=shifted, buffer=kept)
-        with pytest.raises(gd.UnsupportedProblem, match="V rows"):
-            flush(shifted, kept, 1, state_indices=all_rows(kept))
-        verify(call, state=state, buffer=kept)
-        flush(state, kept, 1, state_indices=all_rows(kept))
-    assert len(launches) == 4
+def test_other_head_dims_are_refused(launches):
+    for K, V in ((96, 192), (32, 128), (128, 96)):
+        with pytest.raises(gd.UnsupportedProblem, match=f"got K={K}, V={V}"):
+            run("prefill", **tokens((N, 3), "head", bf16, K, V))
+    assert launches == []
 
 
-def test_misaligned_rows_of_a_buffers_k(launches):
-    """verify, which stores vectors of k, refuses them; u and log decays may lie anywhere, and flush loads single numbers."""
-    call, state, kept = tokens(), pool(), buffer()
-    shifted = [torch.zeros(x.numel() + 1)[1:].view(x.shape) for x in (kept.u, kept.k, kept.log_decay)]
-    for _ in range(2):
-        with pytest.raises(gd.UnsupportedProblem, match="rows of k"):
-            verify(call, state=state, buffer=gd.KVBuffer(kept.u, shifted[1], kept.log_decay))
-        verify(call, state=state, buffer=kept)
-    with pytest.raises(gd.UnsupportedProblem, match="rows of k"):
-        verify(call, state=state, buffer=gd.KVBuffer(kept.u, torch.zeros(N, T, H, K + 1)[..., :K], kept.log_decay))
-    verify(call, state=state, buffer=gd.KVBuffer(shifted[0], kept.k, shifted[2]))
-    flush(state, gd.KVBuffer(*shifted), torch.ones(N).int())
-    assert len(launches) == 4
+def launch_of(op, call, **bent):
+    """The launch for such a call with tensors that have no memory, whatever their addresses."""
+    route = gd.explain(op, **call, backend="cute")
+    facts = dict(
+        gate="log", bound=0.0, qk_l2norm=True, beta_logits=False, update_state=True, output_final_state=False, null_index=-1
+    )
+    fields = OPERATIONS[op].arguments._fields
+    given = dict.fromkeys(fields) | facts | pieces(call) | bent
+    return OPERATIONS[op].launch(route.problem, route.plan, OPERATIONS[op].arguments(*(given[field] for field in fields)))
 
 
 def far(x, *strides):
@@ -638,293 +706,178 @@ def far(x, *strides):
     return torch.empty(2, dtype=x.dtype, device="meta").as_strided(x.shape, (*strides, *x.stride()[len(strides) :]))
 
 
-@pytest.mark.parametrize("which", ["state", "u", "k", "log_decay"])
-def test_slots_and_rows_2_gib_apart_are_refused(launches, which):
-    """Of states and of every tensor of a buffer, in both operations."""
-    call, given = tokens(), dict(vars(buffer()), state=pool())
-    routes = [
-        gd.explain("verify", **call, state=given["state"], buffer=buffer(), backend="cute"),
-        gd.explain("flush", given["state"], buffer(), torch.ones(N).int(), backend="cute"),
-    ]
-    given[which] = far(given[which], 2**31 // given[which].element_size())
-    state, kept = given.pop("state"), gd.KVBuffer(**given)
-    with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):
-        launch_of("verify", routes[0], **call, state=state, **parts_of(kept))
-    with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):
-        launch_of("flush", routes[1], state=state, **parts_of(kept), num_accepted=torch.ones(N).int())
+BUFFER = ("buffer_u", "buffer_k", "buffer_log_decay")
+FAR = [("decode", ("state", "v", "out", "intermediate_states")), ("verify", ("state", *BUFFER)), ("flush", ("state", *BUFFER))]
+FAR += [("prefill", ("state", "initial_state", "out", "checkpoints"))]
 
 
-def test_layers_may_be_2_gib_apart(launches):
-    state, kept = pool(torch.float32)[None].expand(2, P, HV, V, K), buffer(layers=2)
-    counts = torch.ones(N).int()
-    route = gd.explain("flush", state.clone(), kept, counts, backend="cute")
-    apart = gd.KVBuffer(*(far(x, 2**30 + i) for i, x in enumerate((kept.u, kept.k, kept.log_decay))))
-    made = launch_of("flush", route, state=far(state, 2**33), **parts_of(apart), num_accepted=counts)
+@pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in FAR for name in names])
+def test_rows_2_gib_apart_are_refused(launches, op, name):
+    call = EXTRA.get(name, dict)(good(op))
+    x = pieces(call)[name]
+    assert launch_of(op, call, **{name: far(x, 2**31 // x.element_size() - 1)})
+    with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):
+        launch_of(op, call, **{name: far(x, 2**31 // x.element_size())})
+
+
+def test_layers_one_prompt_and_its_checkpoints_may_be_longer(launches):
+    layered = dict(state=pool(f32)[None].repeat(2, 1, 1, 1, 1), buffer=buffer(layers=2), num_accepted=torch.ones(N).int())
+    bent = {name: far(x, 2**30 + i) for i, (name, x) in enumerate(pieces(dict(buffer=layered["buffer"])).items())}
+    made = launch_of("flush", layered, state=far(layered["state"], 2**33), **bent)
     assert made.layer_strides == (2**35, 2**32, 2**32 + 4, 2**32 + 8)
+    call = prompts((1, 70))
+    assert launch_of("prefill", call, v=far(call["v"], 2**30))
+    wide = far(torch.zeros(1, 2, HV, D, D), 2**30)
+    assert launch_of("prefill", call, checkpoint_lens=torch.zeros(1, 2, dtype=i64), checkpoints=wide)
 
 
-def test_verify_and_flush_of_no_sequences(launches):
-    state, kept, none = pool(), buffer(), torch.arange(0)
-    assert verify(tokens((0, T)), state=state, buffer=kept).shape == (0, T, HV, V)
-    assert (verify(tokens((1, 4)), cu_seqlens=torch.zeros(1).int(), state=state, buffer=kept) == 0).all()
-    flush(state, kept, 1, state_indices=none)
-    flush(state, kept, none)
-    flush(state, buffer(0), 1, buffer_indices=none)
-    flush(state[None][:0], buffer(layers=0), torch.ones(N).int())
+def test_calls_of_no_sequences_launch_nothing(launches):
+    state, kept, none, no_ends = pool(), buffer(), torch.arange(0), torch.zeros(1).int()
+    assert run("decode", **tokens((0, T)), state=state).shape == (0, T, HV, V)
+    assert run("verify", **tokens((0, T)), state=state, buffer=kept).shape == (0, T, HV, V)
+    assert (run("verify", **tokens((1, 4)), cu_seqlens=no_ends, state=state, buffer=kept) == 0).all()
+    run("flush", state=state, buffer=kept, num_accepted=1, state_indices=none)
+    run("flush", state=state, buffer=kept, num_accepted=none)
+    run("flush", state=state, buffer=buffer(0), num_accepted=1, buffer_indices=none)
+    run("flush", state=state[None][:0], buffer=buffer(layers=0), num_accepted=torch.ones(N).int())
+    o, final = run("prefill", **prompts((0, 5)), output_final_state=True)
+    assert (o.shape, final.shape) == ((0, 5, HV, D), (0, HV, D, D))
+    start = states()
+    before = start.clone()
+    assert (run("prefill", **prompts((1, 4)), cu_seqlens=no_ends, state=start)[0] == 0).all()
+    assert torch.equal(start, before)
     assert launches == []
+    run("prefill", **prompts((N, 0)), initial_state=states(N), output_final_state=True)  # no tokens still have final states
+    assert launches[0][-1].chunk_slots > 0
 
 
-def test_indices_of_drafts_are_checked_on_request(launches, monkeypatch):
+# ------------------------------------------------------------------------------------------------ GATED_DELTA_CHECK
+
+COUNTS, PAST, TWICE = torch.ones(N).int(), ints(0, 1, P), ints(0, 1, 1)
+FEW_STEPS = torch.zeros(2, T, HV, V, K).bfloat16()
+
+
+def kept_at(length, slot):
+    lens, slots = (torch.tensor([[-1]] * (N - 1) + [[x]]) for x in (length, slot))
+    return dict(checkpoint_lens=lens, checkpoint_indices=slots)
+
+
+def packed_prompts(*ends):
+    return prompts((1, 9)) | dict(cu_seqlens=torch.tensor(ends))
+
+
+CHECKED = [
+    # operation, its indices, the error; None for such as are right
+    ("decode", dict(state_indices=ints(0, 3, 0)), "ValueError state_indices: expected at most one sequence to write each row"),
+    ("decode", dict(state_indices=ints(0, 3, 0), null_index=0), None),
+    ("decode", dict(intermediate_states=FEW_STEPS, intermediate_indices=ints(0, 0, -1)), "ValueError intermediate_indices"),
+    ("decode", dict(intermediate_states=FEW_STEPS, intermediate_indices=ints(0, 2, -1)), "IndexError intermediate_indices"),
+    ("decode", dict(intermediate_states=FEW_STEPS, intermediate_indices=ints(1, -1, 0)), None),
+    *(("verify", {name: PAST}, f"IndexError {name}") for name in ("state_indices", "buffer_indices")),
+    ("verify", dict(buffer_indices=TWICE), "ValueError buffer_indices"),
+    ("verify", dict(state_indices=TWICE), None),  # a slot may be read twice
+    *(("flush", {"state_indices": None, name: PAST}, f"IndexError {name}") for name in ("state_indices", "buffer_indices")),
+    ("flush", dict(num_accepted=COUNTS, write_indices=PAST), "IndexError write_indices"),
+    ("flush", dict(num_accepted=0, state_indices=TWICE), "ValueError state_indices"),
+    ("flush", dict(num_accepted=COUNTS), None),
+    ("prefill", dict(state_indices=PAST), "IndexError state_indices"),
+    ("prefill", dict(state_indices=TWICE), "ValueError state_indices"),
+    ("prefill", kept_at(65, 3), "ValueError checkpoint_lens"),
+    ("prefill", kept_at(128, 3), "ValueError checkpoint_lens"),
+    ("prefill", kept_at(64, P), "IndexError checkpoint_indices"),
+    ("prefill", kept_at(64, 2), "ValueError checkpoint_indices"),
+    *(("prefill", packed_prompts(*ends), "ValueError cu_seqlens") for ends in ((0, 5, 4), (1, 5, 9), (0, 5, 10))),
+    ("prefill", packed_prompts(0, 5, 8), None),
+    ("prefill", dict(state_indices=ints(0, -1, -1)), None),
+]
+
+
+@pytest.mark.parametrize(("op", "changes", "error"), CHECKED)
+def test_indices_are_checked_on_request(launches, monkeypatch, op, changes, error):
+    """Of new calls and known ones; nothing is launched for a wrong one."""
+    call = good(op) | changes
+    if error:
+        kind, _, words = error.partition(" ")
+        run(op, **call)  # not looked at
+        launches.clear()
     monkeypatch.setattr(shared, "CHECK", True)
-    call, state, kept = tokens(), pool(), buffer()
-    past, twice = torch.tensor([0, 1, P]), torch.tensor([0, 1, 1])
-    for name, error in (("state_indices", IndexError), ("buffer_indices", IndexError)):
-        with pytest.raises(error, match=name):
-            verify(call, state=state, buffer=kept, **{name: past})
-        with pytest.raises(error, match=name):
-            flush(state, kept, 1, **{name: past})
-    with pytest.raises(IndexError, match="write_indices"):
-        flush(state, kept, torch.ones(N).int(), write_indices=past)
-    with pytest.raises(ValueError, match="buffer_indices"):
-        verify(call, state=state, buffer=kept, buffer_indices=twice)
-    with pytest.raises(ValueError, match="state_indices"):
-        flush(state, kept, 0, state_indices=twice)
+    for _ in range(2):
+        if error:
+            with pytest.raises(dict(ValueError=ValueError, IndexError=IndexError)[kind], match=words):
+                run(op, **call)
+        else:
+            run(op, **call)
+    assert bool(launches) == (error is None)
+
+
+def test_a_check_that_is_neither_on_nor_off_is_an_error(launches, monkeypatch):
+    monkeypatch.setenv("GATED_DELTA_CHECK", "maybe")
+    with pytest.raises(ValueError, match="GATED_DELTA_CHECK: expected 0 or 1"):
+        run("decode", **good("decode"))
     assert launches == []
-    verify(call, state=state, buffer=kept, state_indices=twice)  # a slot may be read twice
-    flush(state, kept, torch.ones(N).int())
-    assert len(launches) == 2
 
 
-# ------------------------------------------------------------------------------------------------ prefill
+# ------------------------------------------------------------------------------------------------ prefill's workspace and segments
 
-D = 128  # K and V
-PROMPTS = pytest.mark.parametrize("channels", [(), (D,)], ids=["gdn", "kda"])
-GDN_TILES = ["k_tiles", "q_tiles"]
-KDA_TILES = [*GDN_TILES, "k_restored"]
-WORKSPACE = [*KDA_TILES, "tinv_aqk", "scales", "sequence_order", "work_queue", "segment_transitions", "segment_states"]
-
-
-def prompts(lead=(N, 70), channels=(), dtype=torch.bfloat16):
-    return tokens(lead, channels, dtype, D, D)
-
-
-def states(slots=P, dtype=torch.bfloat16):
-    return torch.randn(slots, HV, D, D).to(dtype)
-
-
-def prefill(call, **options):
-    return gd.prefill(**call, **options, backend="cute")
+WORKSPACE = ["k_tiles", "q_tiles", "k_restored", "tinv_aqk", "scales", "sequence_order", "work_queue"]
+WORKSPACE += ["segment_transitions", "segment_states"]
 
 
 def force_segments(segments, monkeypatch):
     """Prefills from here on split each sequence into that many segments."""
     monkeypatch.setattr(on_host, "segmentation_of", lambda problem, sequences, tokens: on_host.Segmentation(segments))
-    remembered("prefill").clear()
 
 
-def workspace_regions(pointers):
-    """The workspace's regions that are present; they begin at multiples of 256 bytes from one another."""
-    present = {name: at for name in WORKSPACE if (at := getattr(pointers, name))}
-    assert all((at - pointers.k_tiles) % 256 == 0 for at in present.values())
-    return list(present)
-
-
-def first_chunk_slot(starts, n):
-    """The slot of a packed sequence's first chunk, as device/chunk_layout.py has it."""
-    return starts[n] // CHUNK + n
-
-
-@PROMPTS
-def test_prompts_of_one_length_from_states_of_their_own(launches, channels):
-    """By the functional form, with a final state."""
-    call, initial = prompts(channels=channels), states(N)
-    A_log, dt_bias = torch.randn(HV), torch.randn(HV, *channels).bfloat16()
-    gate = gd.Gate.lower_bound(A_log, dt_bias, -3.0)
-    o, final = prefill(call, gate=gate, scale=0.5, initial_state=initial, output_final_state=True, beta_logits=True)
-    assert [some.kernel for some in launches.kernels] == ["prefill_prepare", "prefill_scan"]
-    first, launch = launches
-    assert first == launch  # one description for every kernel
-    follow_tokens(launch, call, o)
-    pointers, scale, bound, s, sizes = launch
-    assert (scale, bound) == (0.5, -3.0)
-    assert (final.dtype, final.shape) == (initial.dtype, initial.shape)
-    follow(pointers.initial_state, initial, s.initial_state_p, s.initial_state_h)
-    follow(pointers.final_state, final, s.final_state_p, s.final_state_h)
-    follow(pointers.A_log, A_log, s.A_log_h)
-    follow(pointers.dt_bias, dt_bias, *[s.dt_bias_h, s.dt_bias_c][: dt_bias.ndim])
-    assert (pointers.cu_seqlens, pointers.state_indices, pointers.has_initial_state) == (0, 0, 0)
-    assert workspace_regions(pointers) == [*(KDA_TILES if channels else GDN_TILES), "tinv_aqk", "scales", "work_queue"]
-    assert (sizes.N, sizes.T, sizes.total, sizes.chunk_slots, sizes.H, sizes.HV, sizes.segments) == (N, 70, 0, 2 * N, H, HV, 1)
-    assert (sizes.cu_seqlens_kind, sizes.state_indices_kind, sizes.beta_logits) == (0, 0, 1)
-    assert (sizes.beta_kind, sizes.dt_bias_kind, sizes.max_blocks) == (BF16, BF16, on_host.MAX_BLOCKS)
-    for hv in range(HV):
-        assert hv * sizes.qk_head_factor >> 30 == hv // (HV // H)
-
-
-@PROMPTS
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-def test_packed_prompts_in_a_pool(launches, channels, dtype):
-    """Indices at strides of their own, a pool with padding heads."""
-    call = prompts((1, 150), channels, torch.float16)
-    call["beta"] = call["beta"].float()
-    other = torch.int64 if dtype == torch.int32 else torch.int32
-    ends, slots = torch.tensor([0, 0, 5, 0, 140, 0], dtype=dtype)[::2], torch.tensor([[4, 9], [-1, 9]], dtype=other)[:, 0]
-    resumed, state = torch.tensor([True, True, False])[::2], torch.randn(P, HV + 1, D, D)[:, 1:]
-    o, final = prefill(call, cu_seqlens=ends, state=state, state_indices=slots, has_initial_state=resumed)
-    assert final is None
-    launch = launches[-1]
-    follow_tokens(launch, call, o, packed=True)
-    pointers, _, _, s, sizes = launch
-    follow(pointers.cu_seqlens, ends, s.cu_seqlens_n)
-    follow(pointers.state_indices, slots, s.state_indices_n)
-    follow(pointers.has_initial_state, resumed, s.has_initial_state_n)
-    for which in ("initial_state", "final_state"):
-        follow(getattr(pointers, which), state, getattr(s, f"{which}_p"), getattr(s, f"{which}_h"))
-    regions = [*(KDA_TILES if channels else GDN_TILES), "tinv_aqk", "scales", "sequence_order", "work_queue"]
-    assert workspace_regions(pointers) == regions
-    assert (sizes.N, sizes.T, sizes.total, sizes.chunk_slots) == (2, 0, 150, 150 // CHUNK + 2)
-    kind = ends.element_size() // 4
-    assert (sizes.cu_seqlens_kind, sizes.state_indices_kind, sizes.beta_kind, sizes.dt_bias_kind) == (kind, 3 - kind, FP32, ABSENT)
-
-
-def test_prompts_at_strides_of_their_own(launches):
-    """Slices of a fused projection, expanded beta, out in a wider tensor with heads in front of tokens."""
-    fused = torch.randn(N, 70, 2 * H * D + HV * D).bfloat16()
-    q, k, v = (x.unflatten(-1, shape) for x, shape in zip(fused.split([H * D, H * D, HV * D], -1), [(H, D), (H, D), (HV, D)]))
-    call = dict(q=q, k=k, v=v, g=torch.randn(N, 70, HV, 3)[..., 1], beta=torch.randn(N, 70, 1).half().expand(N, 70, HV))
-    out = torch.zeros(N, HV, 70, 2 * D).bfloat16()[..., :D].transpose(1, 2)
-    made, final = prefill(call, out=out)
-    assert made is out
-    assert final is None
-    follow_tokens(launches[-1], call, out)
-    pointers, scale, _, s, sizes = launches[-1]
-    assert scale == D**-0.5
-    assert (pointers.initial_state, pointers.final_state) == (0, 0)
-    assert sizes.beta_kind == FP16
-
-
-def test_final_states_without_initial_states(launches):
-    _, final = prefill(prompts(), output_final_state=True)
-    assert (final.dtype, final.shape) == (torch.float32, (N, HV, D, D))
-    pointers, _, _, s, _ = launches[-1]
-    assert pointers.initial_state == 0
-    follow(pointers.final_state, final, s.final_state_p, s.final_state_h)
-
-
-def test_checkpoints_in_slots_of_a_pool(launches):
-    """Lengths and slots at strides of their own, slots in a pool with padding heads."""
-    call, state = prompts(), torch.randn(P, HV + 1, D, D)[:, 1:]
-    lens, slots = torch.zeros(4, N).int()[::2].T, torch.full((N, 2), -1)
-    prefill(call, state=state, checkpoint_lens=lens, checkpoint_indices=slots)
-    assert [dict(some.facts).get("checkpoints") for some in launches.kernels] == [None, True]
-    pointers, _, _, s, sizes = launches[-1]
-    follow(pointers.checkpoint_lens, lens, s.checkpoint_lens_n, s.checkpoint_lens_j)
-    follow(pointers.checkpoint_indices, slots, s.checkpoint_indices_n, s.checkpoint_indices_j)
-    follow(pointers.checkpoints, state, s.checkpoints_p, s.checkpoints_h)
-    assert (s.checkpoints_n, s.checkpoints_j) == (0, 0)
-    assert (sizes.checkpoint_lens_kind, sizes.checkpoint_indices_kind, sizes.checkpoints_per_sequence) == (1, 2, 2)
-
-
-@pytest.mark.parametrize("pooled", [False, True])
-def test_checkpoints_in_a_tensor(launches, pooled):
-    call, lens = prompts(), torch.zeros(N, 3, dtype=torch.int64)
-    kept = torch.zeros(N, 6, HV + 1, D, D).bfloat16()[:, ::2, 1:]
-    given = dict(state=states()) if pooled else dict(initial_state=states(N))
-    for _ in range(2):
-        prefill(call, **given, checkpoint_lens=lens, checkpoints=kept)
-        pointers, _, _, s, sizes = launches[-1]
-        follow(pointers.checkpoint_lens, lens, s.checkpoint_lens_n, s.checkpoint_lens_j)
-        follow(pointers.checkpoints, kept, s.checkpoints_n, s.checkpoints_j, s.checkpoints_h)
-        assert (pointers.checkpoint_indices, s.checkpoints_p) == (0, 0)
-        assert (sizes.checkpoint_lens_kind, sizes.checkpoint_indices_kind, sizes.checkpoints_per_sequence) == (2, 0, 3)
-        lens, kept = lens.clone(), torch.zeros(N, 6, HV + 1, D, D).bfloat16()[:, ::2, 1:]
-
-
-@pytest.mark.parametrize("pooled", [False, True])
-def test_checkpoints_in_rows_of_a_tensor(launches, pooled):
-    call, lens = prompts(), torch.zeros(N, 3, dtype=torch.int64)
-    kept, rows = torch.zeros(10, HV + 1, D, D).bfloat16()[::2, 1:], torch.full((3, N), -1).int().T
-    given = dict(state=states()) if pooled else dict(initial_state=states(N))
-    for _ in range(2):
-        prefill(call, **given, checkpoint_lens=lens, checkpoint_indices=rows, checkpoints=kept)
-        pointers, _, _, s, sizes = launches[-1]
-        follow(pointers.checkpoint_indices, rows, s.checkpoint_indices_n, s.checkpoint_indices_j)
-        follow(pointers.checkpoints, kept, s.checkpoints_p, s.checkpoints_h)
-        assert (s.checkpoints_n, s.checkpoints_j) == (0, 0)
-        assert (sizes.checkpoint_lens_kind, sizes.checkpoint_indices_kind, sizes.checkpoints_per_sequence) == (2, 1, 3)
-        kept = torch.zeros(10, HV + 1, D, D).bfloat16()[::2, 1:]
-
-
-def test_calls_without_checkpoints_have_none(launches):
-    prefill(prompts(), state=states())
-    pointers, *_, s, sizes = launches[-1]
-    assert (pointers.checkpoint_lens, pointers.checkpoint_indices, pointers.checkpoints) == (0, 0, 0)
-    assert sizes.checkpoints_per_sequence == 0
-    assert [dict(some.facts).get("checkpoints") for some in launches.kernels] == [None, False]
-
-
-def test_checkpoints_of_one_long_prompt_may_span_more_than_2_gib(launches):
-    call, lens = prompts((1, 70)), torch.zeros(1, 2, dtype=torch.int64)
-    route = gd.explain("prefill", **call, backend="cute")
-    wide = torch.zeros(1, 2, HV, D, D).as_strided((1, 2, HV, D, D), (2**30, HV * D * D, D * D, D, 1))
-    assert launch_of("prefill", route, **call, checkpoint_lens=lens, checkpoints=wide)
-
-
-@PROMPTS
-@pytest.mark.parametrize("segments", [2, 7])
-def test_segments_launch_transitions_state_passing_and_scan(launches, monkeypatch, channels, segments):
+@AXES
+@pytest.mark.parametrize("segments", [1, 2, 7])
+def test_segments_launch_transitions_state_passing_and_scan(launches, monkeypatch, axis, segments):
     force_segments(segments, monkeypatch)
-    call = prompts(channels=channels)
-    prefill(call, state=states())
-    kernels = ["prefill_prepare", "prefill_scan", "prefill_state_passing", "prefill_scan"]
-    assert [some.kernel for some in launches.kernels] == kernels
-    assert [dict(some.facts).get("transitions") for some in launches.kernels] == [None, True, None, False]
+    run("prefill", **good("prefill", axis))
+    passing = [("prefill_scan", True), ("prefill_state_passing", None)] if segments > 1 else []
+    kernels = [(some.kernel, dict(some.facts).get("transitions")) for some in launches.kernels]
+    assert kernels == [("prefill_prepare", None), *passing, ("prefill_scan", False)]
     assert all(launch == launches[0] for launch in launches)
-    pointers, *_, sizes = launches[0]
-    assert workspace_regions(pointers)[-2:] == ["segment_transitions", "segment_states"]
-    assert sizes.segments == segments
+    assert launches[0][-1].segments == segments
 
 
 def test_segmentation_depends_on_sequences_and_tokens(launches, monkeypatch):
     """Calls and explain pass the same numbers."""
     asked = []
     monkeypatch.setattr(on_host, "segmentation_of", lambda problem, *sizes: asked.append(sizes) or on_host.Segmentation(1))
-    ends = torch.tensor([0, 4, 8], dtype=torch.int32)
-    for call in (prompts(), {**prompts((1, 9)), "cu_seqlens": ends}):
-        prefill(call)
+    for call in (prompts(), packed_prompts(0, 4, 8)):
+        run("prefill", **call)
         gd.explain("prefill", **call, backend="cute")
     assert asked == [(N, N * 70)] * 2 + [(2, 9)] * 2
 
 
 @pytest.mark.parametrize("segments", [1, 4])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@PROMPTS
-def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, channels, packed, segments):
-    """Every region up to the last byte of its last entry."""
+@AXES
+def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, axis, packed, segments):
+    """Every region up to the last byte of its last entry; they begin at multiples of 256 bytes from one another."""
     force_segments(segments, monkeypatch)
     made, measure = [], on_host._workspace
     monkeypatch.setattr(on_host, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1])
-    prefill({**prompts((1, 200), channels), "cu_seqlens": torch.tensor([0, 5, 190])} if packed else prompts(channels=channels))
-    ((size, offsets),) = made
-    sizes = launches[0][-1]
-    qk_chunks, v_chunks = sizes.chunk_slots * (sizes.HV if channels else sizes.H), sizes.chunk_slots * sizes.HV
+    more = dict(cu_seqlens=torch.tensor([0, 5, 190])) if packed else {}
+    run("prefill", **prompts((1, 200) if packed else (N, 70), axis), **more)
+    ((size, offsets),), (pointers, *_, sizes) = made, launches[0]
+    v_chunks, channel = sizes.chunk_slots * sizes.HV, axis == "channel"
+    qk_bytes = TILE_BYTES * (v_chunks if channel else sizes.chunk_slots * sizes.H)
     states = sizes.N * sizes.HV * segments * D * D * 4 if segments > 1 else 0
-    ends = dict(
-        k_tiles=qk_chunks * TILE_BYTES,
-        q_tiles=qk_chunks * TILE_BYTES,
-        k_restored=v_chunks * TILE_BYTES if channels else 0,
-        tinv_aqk=v_chunks * 2 * TRIANGLE_BYTES,
-        scales=v_chunks * SCALE_BYTES,
-        sequence_order=4 * sizes.N if packed else 0,
-        work_queue=4,
-        segment_transitions=2 * states,
-        segment_states=states,
-    )
-    assert [at < 0 for at in offsets] == [end == 0 for end in ends.values()]
-    taken = [(at, at + end) for at, end in zip(offsets, ends.values(), strict=True) if end]
+    tiles = [qk_bytes, qk_bytes, v_chunks * TILE_BYTES if channel else 0, v_chunks * 2 * TRIANGLE_BYTES, v_chunks * SCALE_BYTES]
+    ends = [*tiles, 4 * sizes.N if packed else 0, 4, 2 * states, states]
+    assert [at < 0 for at in offsets] == [end == 0 for end in ends]
+    taken = [(at, at + end) for at, end in zip(offsets, ends, strict=True) if end]
     assert all(at % 256 == 0 for at, _ in taken)
     assert all(end <= following for (_, end), (following, _) in itertools.pairwise(taken))
     assert taken[-1][1] <= size
+    start = pointers.k_tiles
+    assert [getattr(pointers, name) for name in WORKSPACE] == [start + at if at >= 0 else 0 for at in offsets]
+
+
+def first_chunk_slot(starts, n):
+    """The slot of a packed sequence's first chunk, as device/chunk_layout.py has it."""
+    return starts[n] // CHUNK + n
 
 
 def test_every_chunk_of_packed_prompts_has_a_slot(launches):
@@ -933,197 +886,10 @@ def test_every_chunk_of_packed_prompts_has_a_slot(launches):
         lengths = [rng.choice((0, 1, 63, 64, 65, rng.randrange(300))) for _ in range(rng.randrange(1, 9))]
         starts = [0, *itertools.accumulate(lengths)]
         total = starts[-1] + rng.choice((0, 1, 100))
-        prefill({**prompts((1, total)), "cu_seqlens": torch.tensor(starts)})
+        run("prefill", **prompts((1, total)), cu_seqlens=torch.tensor(starts))
         slots = [first_chunk_slot(starts, n) + c for n, length in enumerate(lengths) for c in range(-(-length // CHUNK))]
         assert slots == sorted(set(slots))
         assert max(slots, default=0) < launches[-1][-1].chunk_slots
-
-
-def test_a_known_prefill_is_launched_with_its_own_addresses(launches, monkeypatch):
-    prefill(prompts(), initial_state=states(N), output_final_state=True)
-    monkeypatch.setattr(OPERATIONS["prefill"], "describe", None)  # a known call is not described again
-    call, initial = prompts(), states(N)
-    made = [prefill(call, initial_state=initial, output_final_state=True) for _ in range(2)]
-    assert made[0][0].data_ptr() != made[1][0].data_ptr()
-    for (o, final), launch in zip(made, launches[3::2]):
-        pointers, _, _, s, _ = launch
-        follow_tokens(launch, call, o)
-        assert pointers.initial_state == initial.data_ptr()
-        follow(pointers.final_state, final, s.final_state_p, s.final_state_h)
-        assert launch[3:] == launches[0][3:]
-
-
-def test_changes_that_need_another_launch(launches):
-    first = dict(prompts(), state=states())
-    prefill(first)
-    others = [
-        dict(qk_l2norm=False),
-        dict(beta_logits=True),
-        dict(scale=1.0),
-        dict(gate=gd.Gate.softplus(torch.zeros(HV))),
-        dict(gate=gd.Gate.lower_bound(torch.zeros(HV), bound=-4.0)),
-        dict(state_indices=torch.arange(N)),
-        dict(state_indices=torch.arange(N).int()),
-        dict(has_initial_state=torch.ones(N, dtype=torch.bool)),
-        dict(state=states(dtype=torch.float32)),
-        dict(state=None),
-        dict(state=None, output_final_state=True),
-        dict(state=None, initial_state=states(N)),
-        dict(state=None, initial_state=states(N), output_final_state=True),
-        dict(state=None, initial_state=states(N, torch.float32)),
-        dict(checkpoint_lens=torch.zeros(N, 1).int(), checkpoint_indices=torch.full((N, 1), -1)),
-        dict(checkpoint_lens=torch.zeros(N, 1).int(), checkpoint_indices=torch.full((N, 1), -1).int()),
-        dict(checkpoint_lens=torch.zeros(N, 1, dtype=torch.int64), checkpoint_indices=torch.full((N, 1), -1)),
-        dict(checkpoint_lens=torch.zeros(N, 2).int(), checkpoint_indices=torch.full((N, 2), -1)),
-        dict(checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=states(N).unsqueeze(1)),
-        dict(beta=first["beta"].float()),
-        dict(out=torch.empty_like(first["v"])),
-        dict(prompts((1, 70))),
-        dict(prompts((1, 70)), cu_seqlens=torch.tensor([0, 70])),
-        dict(prompts((1, 70)), cu_seqlens=torch.tensor([0, 7, 70])),
-    ]
-    for other in others:
-        prefill({**first, **other})
-    assert len(remembered("prefill")) == 1 + len(others)
-
-
-def test_a_pool_is_not_taken_for_initial_states(launches):
-    """Two calls with the same tensor, as another argument."""
-    call, given = prompts(), states(N)
-    prefill(call, state=given)
-    prefill(call, initial_state=given)
-    assert [(made[0].initial_state, made[0].final_state) for made in launches[1::2]] == [
-        (given.data_ptr(),) * 2,
-        (given.data_ptr(), 0),
-    ]
-
-
-def test_a_known_prefill_hides_no_mistake(launches):
-    call, state = prompts(), states()
-    for _ in range(2):
-        prefill(call, state=state)
-        for wrong, error in (
-            (dict(qk_l2norm=1), TypeError),
-            (dict(output_final_state=0), TypeError),
-            (dict(scale=True), TypeError),
-            (dict(beta=[1.0]), TypeError),
-            (dict(state=[0]), TypeError),
-            (dict(gate="softplus"), TypeError),
-            (dict(out=call["v"]), ValueError),
-            (dict(output_final_state=True), ValueError),
-            (dict(initial_state=states(N)), ValueError),
-            (dict(has_initial_state=torch.ones(N)), TypeError),
-            (dict(beta=call["beta"][:, :1]), ValueError),
-            (dict(beta=grad(call["beta"])), gd.UnsupportedProblem),
-        ):
-            with pytest.raises(error):
-                prefill({**call, "state": state, **wrong})
-    out = torch.empty_like(call["v"])
-    for _ in range(2):
-        prefill(call, out=out)
-        for name in ("q", "k", "v"):
-            aliased = call["v"] if name == "v" else out[:, :, :H]
-            with pytest.raises(ValueError, match="memory apart"):
-                prefill({**call, name: aliased}, out=aliased if name == "v" else out)
-    assert len(launches) == 8
-
-
-def off(x, by=1):
-    """A copy of x that starts `by` elements off a 16-byte boundary."""
-    storage = torch.zeros(x.numel() + 8, dtype=x.dtype)
-    assert storage.data_ptr() % 16 == 0
-    return storage[by : by + x.numel()].view(x.shape).copy_(x)
-
-
-@PROMPTS
-def test_misaligned_prompts_are_refused(launches, channels):
-    """Also once the call is known, when only the address shows it. A head's g and beta are read number by number."""
-    call, state, out = prompts(channels=channels), states(), torch.zeros(N, 70, HV, D).bfloat16()
-    reasons = dict(q="rows of q and k", k="rows of q and k", v="rows of v and out", state="V rows", out="rows of v and out")
-    reasons |= dict(g="KDA's g") if channels else {}
-    given = dict(call, state=state, out=out)
-    for _ in range(2):
-        prefill(given)
-        for name, reason in reasons.items():
-            with pytest.raises(gd.UnsupportedProblem, match=reason):
-                prefill({**given, name: off(given[name])})
-    for name in {"g", "beta"} - set(reasons):
-        prefill({**given, name: off(given[name])})
-    wide = torch.zeros(N, 70, HV, 2 * D).bfloat16()
-    with pytest.raises(gd.UnsupportedProblem, match="rows of v and out"):
-        prefill({**given, "out": wide[..., ::2]})
-    with pytest.raises(gd.UnsupportedProblem, match="V rows"):
-        prefill({**given, "state": torch.zeros(P, HV, D, 2 * D).bfloat16()[..., :D]})
-    with pytest.raises(gd.UnsupportedProblem, match="V rows"):
-        prefill(call, initial_state=off(states(N)))
-    kept, lens = states(N, torch.float32).unsqueeze(1), torch.zeros(N, 1).int()
-    for bad in (off(kept), torch.zeros(N, 1, HV, D, D + 4)[..., :D], torch.zeros(N, 1, HV * D * D + 2)[..., 2:].view(kept.shape)):
-        with pytest.raises(gd.UnsupportedProblem, match="V rows"):
-            prefill(call, checkpoint_lens=lens, checkpoints=bad)
-    assert len(launches) == 4 + 2 * len({"g", "beta"} - set(reasons))
-
-
-def test_other_head_dims_are_refused(launches):
-    for K, V in ((96, 192), (32, 128), (128, 96)):
-        with pytest.raises(gd.UnsupportedProblem, match=f"got K={K}, V={V}"):
-            prefill(tokens((N, 3), (), torch.bfloat16, K, V))
-    assert launches == []
-
-
-@pytest.mark.parametrize("which", ["initial_state", "state", "out"])
-def test_prompts_2_gib_apart_are_refused(launches, which):
-    call, optional = prompts((2, 1)), ["initial_state", "state", "state_indices", "has_initial_state", "final_state", "out"]
-    given = dict.fromkeys(optional) | {which: far(call["v"] if which == "out" else states(2), 2**30)}
-    route = gd.explain("prefill", **call, backend="cute")
-    with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):
-        launch_of("prefill", route, **call, **given)
-
-
-def test_one_prompt_may_be_longer_than_2_gib(launches):
-    call = prompts((1, 70))
-    route = gd.explain("prefill", **call, backend="cute")
-    call["v"] = far(call["v"], 2**30)
-    assert launch_of("prefill", route, **call)
-
-
-def test_prefill_of_no_sequences(launches):
-    state = states()
-    before = state.clone()
-    o, final = prefill(prompts((0, 5)), output_final_state=True)
-    assert (o.shape, final.shape) == ((0, 5, HV, D), (0, HV, D, D))
-    o, _ = prefill(prompts((1, 4)), cu_seqlens=torch.zeros(1).int(), state=state)
-    assert (o == 0).all()
-    assert torch.equal(state, before)
-    assert launches == []
-
-
-def test_prompts_of_no_tokens_still_have_final_states(launches):
-    prefill(prompts((N, 0)), initial_state=states(N), output_final_state=True)
-    assert launches[0][-1].chunk_slots > 0
-
-
-def test_gated_delta_check_covers_prefills_indices(launches, monkeypatch):
-    monkeypatch.setattr(shared, "CHECK", True)
-    call, state = prompts(), states()
-    for _ in range(2):
-        for slots, error in (([0, 1, P], IndexError), ([0, 1, 1], ValueError)):
-            with pytest.raises(error, match="state_indices"):
-                prefill(call, state=state, state_indices=torch.tensor(slots))
-        for lens, slots, error in ((65, 3, ValueError), (128, 3, ValueError), (64, P, IndexError), (64, 2, ValueError)):
-            lens, slots = (torch.tensor([[-1]] * (N - 1) + [[x]]) for x in (lens, slots))
-            with pytest.raises(error, match=r"checkpoint_(lens|indices)"):
-                prefill(call, state=state, checkpoint_lens=lens, checkpoint_indices=slots)
-        for ends in ([0, 5, 4], [1, 5, 9], [0, 5, 10]):
-            with pytest.raises(ValueError, match="cu_seqlens"):
-                prefill(prompts((1, 9)), cu_seqlens=torch.tensor(ends), state=state)
-        assert launches == []
-        prefill(call, state=state, state_indices=torch.tensor([0, -1, -1]))
-        prefill(prompts((1, 9)), cu_seqlens=torch.tensor([0, 5, 8]), state=state)
-        assert len(launches) == 4
-        launches.clear()
-
-
-# ------------------------------------------------------------------------------------------------ prefill, dispatched
 
 
 def prompt_problem(HV=8, **changes):
@@ -1199,74 +965,3 @@ def test_prefills_of_the_released_models_are_shipped():
         for options in (frozenset(), frozenset({"checkpoints"})):
             assert set(dispatch.variants_of(prompt_problem(axis=axis, gate=gate, state_dtype=state, options=options))) <= shipped
     assert set(dispatch.variants_of(prompt_problem(gate="log", g_dtype=torch.float32))) <= shipped
-
-
-# ------------------------------------------------------------------------------------------------ memory of known calls
-
-
-def within(x, like, offset=0):
-    """A tensor of like's shape and dtype in x's memory."""
-    x = x.flatten().view(like.dtype)[offset : offset + like.numel()]
-    return x.view(like.shape)
-
-
-@pytest.mark.parametrize("op", ["decode", "verify", "flush", "prefill"])
-def test_a_known_call_at_addresses_that_overlap_is_refused(launches, op):
-    """The same shapes come first with tensors apart, then with out, the pool or the buffer overlapping another tensor."""
-    call, state = tokens(V=64), torch.randn(P, HV, 64, K).bfloat16()
-    out, kept, counts = torch.zeros_like(call["v"]), gd.KVBuffer.empty(N, T, H, HV, K, 64), torch.ones(N, dtype=torch.int32)
-    both = torch.zeros(2 * out.numel()).bfloat16()
-    in_the_pool = gd.KVBuffer(within(state, kept.u), kept.k, kept.log_decay)
-    first, *overlapping = {
-        "decode": (dict(call, state=state, out=out), dict(out=within(state, out, 128))),
-        "prefill": (dict(call, state=state, out=out), dict(out=within(state, out, 128))),
-        "verify": (dict(call, state=state, buffer=kept, out=out), dict(out=within(state, out, 128)), dict(buffer=in_the_pool)),
-        "flush": (dict(state=state, buffer=kept, num_accepted=counts), dict(num_accepted=within(state, counts, 2))),
-    }[op]
-    if op != "flush":
-        overlapping.append(dict(v=within(both, out), out=within(both, out, out.numel() - 16)))
-    run = getattr(gd, op)
-    run(**first, backend="cute")
-    before = len(launches)
-    for change in overlapping:
-        with pytest.raises(ValueError, match="expected memory apart"):
-            run(**{**first, **change}, backend="cute")
-    assert len(launches) == before
-
-
-def test_known_calls_on_interleaved_views_are_launched(launches):
-    """Views of one allocation whose ranges overlap but which share no byte; each set of addresses is checked once."""
-    call, wide = tokens(), torch.randn(P, 2, HV, V, K).bfloat16()
-    fused = [torch.zeros(N, T, 2 * HV, V).bfloat16() for _ in range(2)]
-    for both in fused:
-        for _ in range(2):
-            decode({**call, "v": both[:, :, ::2]}, state=wide[:, 0], out=both[:, :, 1::2])
-    assert [launch[0].o for launch in launches] == [x[:, :, 1::2].data_ptr() for x in fused for _ in range(2)]
-    ((_, known),) = remembered("decode")._calls.popitem()[1][1]
-    assert len(known.placement.known) == 2
-
-
-@pytest.mark.parametrize(("N", "prefetched"), [(1, 1), (40, 40), (112, 0), (200, 200), (260, 0)])
-def test_small_launches_prefetch_their_states_but_where_it_was_measured_to_cost(launches, N, prefetched):
-    """Of bf16 GDN with 128 KiB a sequence: not from 14 to 24 MiB, nor past 1024 heads."""
-    decode(tokens((N, 1), K=128, V=128), state=torch.zeros(N, HV, 128, 128).bfloat16())
-    assert launches[0][-1].prefetch_sequences == prefetched
-
-
-@pytest.mark.parametrize("op", ["decode", "verify", "flush"])
-@pytest.mark.parametrize(("K", "V"), [(128, 128), (128, 32), (96, 192), (64, 256), (64, 96), (16, 64)], ids=str)
-def test_blocks_share_a_heads_rows_evenly(op, K, V):
-    operation = OPERATIONS[op]
-    for axis, state_dtype, T in itertools.product(("head", "channel"), (torch.bfloat16, torch.float32), (1, 4)):
-        problem = Problem(op, axis, 2, 4, K, V, T, state_dtype=state_dtype, dtype=torch.bfloat16, g_dtype=torch.bfloat16)
-        for heads in (1, 8, 100, 150, 200, 300, 500, 1000, 5000):
-            plan = operation.plan(problem, heads, heads * T)
-            assert V % operation.block_rows(problem, plan.schedule) == 0
-            assert plan.variants[0] in operation.variants(problem)
-
-
-def test_a_check_that_is_neither_on_nor_off_is_an_error(launches, monkeypatch):
-    monkeypatch.setenv("GATED_DELTA_CHECK", "maybe")
-    with pytest.raises(ValueError, match="GATED_DELTA_CHECK: expected 0 or 1"):
-        decode(tokens(), state=pool())
-    assert launches == []
