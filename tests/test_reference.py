@@ -49,18 +49,10 @@ def test_recurrence_is_the_contracts(axis):
             q = t["q"][n, :, hv // (HV // H)].double() * K**-0.5
             k, v, g = t["k"][n, :, hv // (HV // H)].double(), t["v"][n, :, hv].double(), t["g"][n, :, hv].double()
             g = g[:, None].expand(T, K) if axis == "head" else g
-            want, S = scalar_recurrence(
-                q.tolist(),
-                k.tolist(),
-                v.tolist(),
-                g.tolist(),
-                t["beta"][n, :, hv].double().tolist(),
-                start[n, hv].double().tolist(),
-            )
-            torch.testing.assert_close(
-                torch.stack([o[hv] for o, _ in got]), torch.tensor(want, dtype=torch.float64), rtol=1e-12, atol=1e-12
-            )
-            torch.testing.assert_close(got[-1][1][hv], torch.tensor(S, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+            beta = t["beta"][n, :, hv].double()
+            want, S = scalar_recurrence(*(x.tolist() for x in (q, k, v, g, beta, start[n, hv].double())))
+            for found, expected in ((torch.stack([o[hv] for o, _ in got]), want), (got[-1][1][hv], S)):
+                torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
 
 
 def test_gates_are_the_contracts():
@@ -147,18 +139,9 @@ def test_slow_decays_do_not_drift_over_a_long_prefill(axis):
     """A decay of 1 - 1e-5 rounded at every token is off by 4e-4 after 32768 of them; its log, summed in chunks, is not."""
     length, decay = 32768, -1.03e-5
     shape = (1, length, 1, 8) if axis == "channel" else (1, length, 1)
-    q = torch.zeros(1, length, 1, 8)
+    q, g, beta = torch.zeros(1, length, 1, 8), torch.full(shape, decay), torch.zeros(1, length, 1)
     start = torch.ones(1, 1, 8, 8)
-    _, final = gd.prefill(
-        q,
-        q,
-        q,
-        torch.full(shape, decay),
-        torch.zeros(1, length, 1),
-        initial_state=start,
-        output_final_state=True,
-        backend="reference",
-    )
+    _, final = gd.prefill(q, q, q, g, beta, initial_state=start, output_final_state=True, backend="reference")
     want = math.exp(length * torch.tensor(decay).double().item())
     torch.testing.assert_close(final.double(), want * start.double(), rtol=1e-5, atol=0)
 
@@ -183,21 +166,6 @@ def test_verify_buffers_the_corrections_of_the_algebra(axis):
             u = x.beta[i][:, None] * (x.v[i] - ((before * x.log_decay[i].exp()[:, None]) @ k[..., None])[..., 0])
             torch.testing.assert_close(made.u[n, i].double(), u, rtol=1e-5, atol=1e-5)
             before = after
-
-
-@pytest.mark.parametrize("axis", ["head", "channel"])
-@pytest.mark.parametrize("accepted", range(6))
-def test_flush_gives_decodes_state_for_every_accept_length(axis, accepted):
-    t, state, made = tokens(t=4, axis=axis), pool(), buffer(t=4, axis=axis)
-    gd.verify(**t, state=state, buffer=made, backend="reference")
-    before = state.clone()
-    gd.flush(state, made, torch.full((N,), accepted), backend="reference")
-    decoded = before.clone()
-    if accepted:
-        gd.decode(**{name: x[:, :accepted] for name, x in t.items()}, state=decoded, backend="reference")
-    torch.testing.assert_close(state, decoded, rtol=1e-5, atol=1e-5)
-    if accepted == 0:
-        assert torch.equal(state, before)
 
 
 # ------------------------------------------------------------------------------------------------ promises
@@ -232,46 +200,6 @@ def test_decode_without_indices_equals_decode_by_indices_bit_for_bit(t, axis, dt
     assert torch.equal(found[0][0], pool(N + 2, dtype)) != update_state
 
 
-def test_intermediate_states_end_with_the_final_state():
-    steps = torch.full((N + 1, T + 2, HV, V, K), math.nan, dtype=torch.bfloat16)
-    state = pool(dtype=torch.bfloat16)
-    gd.decode(**tokens(), state=state, intermediate_states=steps, backend="reference")
-    assert torch.equal(steps[:N, T - 1], state[:N])
-    assert steps[N:].isnan().all()
-    assert steps[:, T:].isnan().all()
-
-
-def test_replay_after_rejection_through_token_slots_equals_plain_decoding():
-    """vLLM's way: each token's state in a slot of its own; the next call reads the slot of the last accepted one."""
-    t = tokens(1, 6)
-    slots = torch.tensor([[0, 1, 2, 3]])
-    state = pool(4)
-    plain = state[:1].clone()
-    gd.decode(**{n: x[:, :4] for n, x in t.items()}, state=state, state_indices=slots, backend="reference")
-    o = gd.decode(
-        **{n: x[:, 2:3] for n, x in t.items()},
-        state=state,
-        state_indices=slots,
-        num_accepted=torch.tensor([2]),
-        backend="reference",
-    )
-    for i in range(3):
-        want = gd.decode(**{n: x[:, i : i + 1] for n, x in t.items()}, state=plain, backend="reference")
-    assert torch.equal(o, want)
-    assert torch.equal(state[0], plain[0])
-
-
-def test_num_accepted_is_clamped():
-    for given, read in ((-3, 0), (0, 0), (1, 0), (3, 2), (99, 2)):
-        state = pool(3)
-        slots = torch.tensor([[0, 1, 2]])
-        o = gd.decode(
-            **tokens(1, 1), state=state.clone(), state_indices=slots, num_accepted=torch.tensor([given]), backend="reference"
-        )
-        want = gd.decode(**tokens(1, 1), state=state[read : read + 1].clone(), backend="reference")
-        assert torch.equal(o, want)
-
-
 def test_flush_of_no_tokens_moves_the_state_to_another_slot_unchanged():
     state, made = pool(dtype=torch.bfloat16), buffer()
     before = state.clone()
@@ -279,34 +207,6 @@ def test_flush_of_no_tokens_moves_the_state_to_another_slot_unchanged():
     gd.flush(state, made, torch.tensor([0, 0]), write_indices=torch.tensor([3, 1]), backend="reference")
     assert torch.equal(state[3], before[0])
     assert torch.equal(state[[0, 1, 2, 4]], before[[0, 1, 2, 4]])
-
-
-def test_flush_clamps_to_the_tokens_a_shorter_draft_had():
-    """A buffer for 4 tokens, drafts of 3, 0 and 1: accepting 4 accepts what there is."""
-    t, state = tokens(1, 4), pool()
-    made = buffer(rows=3, t=4)
-    gd.verify(**t, cu_seqlens=torch.tensor([0, 3, 3, 4]), state=state, buffer=made, backend="reference")
-    want = state.clone()
-    gd.flush(state, made, torch.tensor([4, 4, 4]), backend="reference")
-    gd.decode(**t, cu_seqlens=torch.tensor([0, 3, 3, 4]), state=want, backend="reference")
-    torch.testing.assert_close(state, want, rtol=1e-5, atol=1e-5)
-
-
-def test_prefill_in_pieces_and_into_decode():
-    t = tokens(2, 150, axis="channel")
-    whole, final = gd.prefill(**t, output_final_state=True, backend="reference")
-    state = torch.full((3, HV, V, K), math.nan)
-    slots = torch.tensor([2, 0], dtype=torch.int32)
-    pieces = []
-    for first, last in ((0, 70), (70, 71), (71, 140)):
-        part = {n: x[:, first:last] for n, x in t.items()}
-        seen = torch.tensor([first > 0] * 2)
-        pieces.append(gd.prefill(**part, state=state, state_indices=slots, has_initial_state=seen, backend="reference")[0])
-    part = {n: x[:, 140:] for n, x in t.items()}
-    pieces.append(gd.decode(**part, state=state, state_indices=slots, backend="reference"))
-    torch.testing.assert_close(torch.cat(pieces, 1), whole, rtol=1e-5, atol=1e-5)
-    torch.testing.assert_close(state[[2, 0]], final, rtol=1e-5, atol=1e-5)
-    assert state[1].isnan().all()
 
 
 CHECKPOINT_LENS = [[128, 0, -5], [-1, -1, -1], [0, 0, -(2**40)], [192, 64, 64]]
@@ -363,15 +263,6 @@ def test_checkpoints_are_the_states_of_shorter_prefills(axis, dtype, slab, monke
         assert torch.equal(state[slot], written[slot]) if slot in written else state[slot].isnan().all()
 
 
-def test_checkpoints_of_length_0_are_zeros_where_a_sequence_starts_from_zero():
-    state, kept = pool(), torch.full((N, 1, HV, V, K), math.nan)
-    before, fresh = state.clone(), torch.tensor([False, True])
-    lens = torch.zeros(N, 1, dtype=torch.int32)
-    gd.prefill(**tokens(), state=state, has_initial_state=fresh, checkpoint_lens=lens, checkpoints=kept, backend="reference")
-    assert (kept[0] == 0).all()
-    assert torch.equal(kept[1, 0], before[1])
-
-
 def test_lengths_and_slots_of_checkpoints_that_are_not_kept_may_hold_anything():
     """Those of inactive sequences, lengths without a slot, slots without a length."""
     state = pool(4)
@@ -393,39 +284,15 @@ def test_checkpoints_up_to_null_index_are_none():
     assert torch.equal(state[[0, 4]], before[[0, 2]])
 
 
-def test_a_prompt_resumes_from_a_checkpoint():
-    """A prefix of two prompts is computed once: the second one starts from what the first kept."""
-    t, state = tokens(1, 200, axis="channel"), torch.full((3, HV, V, K), math.nan)
-    lens, fresh = torch.tensor([[128]]), torch.tensor([False])
-    keep = dict(checkpoint_lens=lens, checkpoint_indices=torch.tensor([[2]]))
-    slot = torch.tensor([0])
-    o, _ = gd.prefill(**t, state=state, state_indices=slot, has_initial_state=fresh, **keep, backend="reference")
-    state[1] = state[2]
-    rest = {name: x[:, 128:] for name, x in t.items()}
-    o_rest, _ = gd.prefill(**rest, state=state, state_indices=torch.tensor([1]), backend="reference")
-    assert torch.equal(o_rest, o[:, 128:])
-    assert torch.equal(state[1], state[0])
-
-
 def test_sequences_of_no_tokens_keep_and_carry_their_state():
     ends = torch.tensor([0, 0, 3])
-    t = tokens(1, 3)
+    call = {**tokens(1, 3), "cu_seqlens": ends, "backend": "reference"}
     state, before = pool(), pool()
-    gd.decode(
-        **t,
-        cu_seqlens=ends,
-        state=state,
-        state_indices=torch.tensor([0, 1]),
-        write_indices=torch.tensor([4, 3]),
-        backend="reference",
-    )
+    gd.decode(**call, state=state, state_indices=torch.tensor([0, 1]), write_indices=torch.tensor([4, 3]))
     assert torch.equal(state[4], before[0])
     assert torch.equal(state[:3], before[:3])
     state[2] = math.nan
-    fresh = torch.tensor([False, True])
-    o, _ = gd.prefill(
-        **t, cu_seqlens=ends, state=state, state_indices=torch.tensor([2, 0]), has_initial_state=fresh, backend="reference"
-    )
+    o, _ = gd.prefill(**call, state=state, state_indices=torch.tensor([2, 0]), has_initial_state=torch.tensor([False, True]))
     assert (state[2] == 0).all()
     assert o.isfinite().all()
 
@@ -463,69 +330,56 @@ def writing(v, beta=1.0, T=1):
 
 
 def stored(op, call, state):
-    """The pool after the call, or after the flush of its tokens."""
+    """What the call, or the flush of its tokens, stores from these states: the pool, or other states of their dtype."""
+    T = call["q"].shape[1]
+    call = {**call, "backend": "reference"}
+    kept = torch.zeros(N, T, *state.shape[1:], dtype=state.dtype)
     if op == "prefill":
-        gd.prefill(**call, state=state, backend="reference")
+        gd.prefill(**call, state=state)
+    elif op == "final state":
+        return gd.prefill(**call, initial_state=state, output_final_state=True)[1]
+    elif op == "checkpoints":
+        gd.prefill(**call, initial_state=state, checkpoint_lens=torch.full((N, 1), T), checkpoints=kept[:, :1])
+        return kept[:, 0]
+    elif op == "checkpoint slots":
+        wide = torch.cat([state, kept[:, 0]])
+        slots = torch.arange(N, 2 * N)[:, None]
+        gd.prefill(**call, state=wide, checkpoint_lens=torch.full((N, 1), T), checkpoint_indices=slots)
+        return wide[N:]
     elif op == "decode":
-        gd.decode(**call, state=state, backend="reference")
+        gd.decode(**call, state=state)
     elif op == "decode by index":
-        gd.decode(**call, state=state, state_indices=torch.arange(N), backend="reference")
+        gd.decode(**call, state=state, state_indices=torch.arange(N))
+    elif op.startswith("intermediate states"):
+        gd.decode(**call, state=state, state_indices=torch.arange(N) if "index" in op else None, intermediate_states=kept)
+        return kept[:, -1]
     elif op == "token slots":
-        slots = torch.arange(2 * N).view(N, 2)
-        gd.decode(**call, state=(pool := state.repeat_interleave(2, 0)), state_indices=slots, backend="reference")
-        state.copy_(pool[::2])
+        pool = state.repeat_interleave(2, 0)
+        gd.decode(**call, state=pool, state_indices=torch.arange(2 * N).view(N, 2))
+        state.copy_(pool[T - 1 :: 2])
     else:
-        made = buffer(t=call["q"].shape[1])
-        gd.verify(**call, state=state, buffer=made, backend="reference")
+        made = buffer(t=T)
+        gd.verify(**call, state=state, buffer=made)
         gd.flush(state, made, torch.full((N,), 16), backend="reference")
     return state
 
 
-@pytest.mark.parametrize("op", ["prefill", "decode", "decode by index", "token slots", "flush"])
+STORED = ["prefill", "final state", "checkpoints", "checkpoint slots", "decode", "decode by index", "intermediate states"]
+STORED += ["intermediate states by index", "token slots", "flush"]
+
+
+@pytest.mark.parametrize("op", STORED)
 def test_fp16_states_saturate(op):
-    """At +-65504, never inf; below it they round to nearest, 65519 too; NaN stays NaN."""
+    """At +-65504, never inf; below it they round to nearest, 65519 too; NaN stays NaN, and what no token touches as it was."""
     for v, want in ((1e5, 65504.0), (-1e9, -65504.0), (65519.0, 65504.0), (1000.3, 1000.5), (3e38, 65504.0)):
         start = torch.zeros(N, HV, V, K, dtype=torch.float16)
         start[0, 0, 1, 1], start[1, 1, :, 2] = math.nan, -65504.0
-        after = stored(op, writing(v), start.clone())
+        after = stored(op, writing(v, T=64 if "checkpoint" in op else 1), start.clone())
+        assert after.dtype == torch.float16
         assert (after[1, :, :, 0] == want).all()
         assert after[0, 0, 1].isnan().any()
         assert after.isnan().sum() == after[0, 0, 1].isnan().sum()
         assert torch.equal(after[1, :, :, 1:], start[1, :, :, 1:])
-
-
-def test_fp16_final_states_and_intermediate_states_saturate():
-    start = torch.full((N, HV, V, K), 6e4, dtype=torch.float16)
-    o, final = gd.prefill(**writing(-1e6), initial_state=start, output_final_state=True, backend="reference")
-    assert final.dtype == torch.float16
-    assert (final[..., 0] == -65504).all()
-    assert torch.equal(final[..., 1:], start[..., 1:])
-    assert (o == -1e6).all()  # from the state before it is rounded
-    for indices in (None, torch.arange(N)):
-        steps, state = torch.zeros(N, 2, HV, V, K, dtype=torch.float16), start.clone()
-        o = gd.decode(**writing(1e5, T=2), state=state, state_indices=indices, intermediate_states=steps, backend="reference")
-        assert (steps[..., 0] == 65504).all()
-        assert (state[..., 0] == 65504).all()
-        assert (o == 1e5).all()
-
-
-@pytest.mark.parametrize("pooled", [False, True])
-def test_fp16_checkpoints_saturate(pooled):
-    """The initial state, one within and the last one, which is the final state."""
-    start = torch.full((N, HV, V, K), -3e4, dtype=torch.float16)
-    lens, slots = torch.tensor([[0, 64, 128]] * N), torch.arange(N, 4 * N).view(N, 3)
-    kept = torch.zeros(N, 3, HV, V, K, dtype=torch.float16)
-    call = dict(**writing(1e5, T=128), checkpoint_lens=lens, backend="reference")
-    if pooled:
-        state = torch.cat([start, kept.flatten(0, 1)])
-        gd.prefill(**call, state=state, checkpoint_indices=slots)
-        kept, final = state[slots], state[:N]
-    else:
-        _, final = gd.prefill(**call, initial_state=start, output_final_state=True, checkpoints=kept)
-    assert torch.equal(kept[:, 0], start)
-    assert (kept[:, 1:, ..., 0] == 65504).all()
-    assert (kept[..., 1:] == start[:, None, ..., 1:]).all()
-    assert torch.equal(kept[:, 2], final)
 
 
 def test_a_token_reads_the_fp16_state_that_the_one_before_left():
@@ -578,21 +432,6 @@ def test_slots_up_to_null_index_are_as_negative_ones(op, null_index, dtype):
     assert torch.equal(after["state"][nulls:], pool()[nulls:])
 
 
-def test_writes_and_token_slots_up_to_null_index_are_dropped():
-    want, state = pool(), pool()
-    o = gd.decode(**tokens(), state=want, state_indices=torch.tensor([2, 3]), write_indices=torch.tensor([-1, 4]))
-    got = gd.decode(**tokens(), state=state, state_indices=torch.tensor([2, 3]), write_indices=torch.tensor([1, 4]), null_index=1)
-    assert torch.equal(got, o)
-    assert torch.equal(state, want)
-    slots = torch.arange(2, 2 + N * T).view(N, T)
-    for dropped, null_index in ((-1, -1), (0, 0), (1, 1)):
-        slots[1, 1], state = dropped, pool(2 + N * T)
-        gd.decode(**tokens(), state=state, state_indices=slots, null_index=null_index)
-        assert torch.equal(state[:2], pool(2 + N * T)[:2])
-        want = state if null_index == -1 else want
-        assert torch.equal(state, want)
-
-
 def test_rows_of_a_buffer_and_of_intermediate_states_are_no_slots():
     """null_index leaves row 0 of either alone."""
     slots, made, state = torch.tensor([3, 2]), buffer(), pool()
@@ -612,24 +451,6 @@ def test_slots_in_order_are_compared_with_null_index_too():
     assert (o[0] == 0).all()
     assert torch.equal(state[:4], pool()[:4])
     assert not torch.equal(state[4], pool()[4])
-
-
-@pytest.mark.parametrize("packed", [False, True])
-def test_intermediate_states_go_to_the_rows_named(packed):
-    call = {**tokens(), "state_indices": torch.tensor([4, 2])}
-    want, steps, state = (torch.full((R, T, HV, V, K), math.nan) for R in (N, 4, 0))
-    gd.decode(**call, state=pool(), intermediate_states=want)
-    if packed:
-        call |= {name: call[name].flatten(0, 1)[None] for name in ("q", "k", "v", "g", "beta")}
-        call["cu_seqlens"] = torch.tensor([0, T, 2 * T])
-    o = gd.decode(**call, state=(state := pool()), intermediate_states=steps, intermediate_indices=torch.tensor([3, 1]))
-    assert torch.equal(steps[[3, 1]], want)
-    assert steps[[0, 2]].isnan().all()
-    dropped, after = torch.full_like(steps[:1], math.nan), pool()
-    again = gd.decode(**call, state=after, intermediate_states=dropped, intermediate_indices=torch.tensor([-5, 0]))
-    assert torch.equal(dropped[0], want[1])
-    assert torch.equal(again, o)
-    assert torch.equal(after, state)  # the state itself is updated as ever
 
 
 def test_an_inactive_sequence_keeps_no_intermediate_states():
@@ -663,14 +484,10 @@ def test_default_outputs_are_never_shared_and_out_is_honoured(op):
     assert wide[..., 1::2].isnan().all()
 
 
-def test_prefill_stores_no_final_state_unless_asked():
-    o, final = gd.prefill(**tokens(), backend="reference")
-    assert final is None
-    o2, final = gd.prefill(**tokens(), output_final_state=True, backend="reference")
-    assert torch.equal(o, o2)
-    assert final.dtype == torch.float32
-    _, final = gd.prefill(**tokens(), initial_state=pool(N, torch.bfloat16), output_final_state=True, backend="reference")
-    assert final.dtype == torch.bfloat16
+def test_final_states_have_the_dtype_of_the_initial_ones():
+    for start, dtype in ((None, torch.float32), (pool(N, torch.bfloat16), torch.bfloat16)):
+        _, final = gd.prefill(**tokens(), initial_state=start, output_final_state=True, backend="reference")
+        assert final.dtype == dtype
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode"])
