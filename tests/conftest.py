@@ -3,6 +3,8 @@ from collections import Counter
 import pytest
 import torch
 
+from gpu import AXES, STATES
+
 
 @pytest.fixture(autouse=True)
 def _one_thread():
@@ -13,6 +15,17 @@ def _one_thread():
 @pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])
 def device(request):
     return torch.device(request.param)
+
+
+@pytest.fixture(params=AXES)
+def axis(request):
+    """What a decay belongs to: GDN's and KDA's gates."""
+    return request.param
+
+
+@pytest.fixture(params=STATES, ids=str)
+def state_dtype(request):
+    return request.param
 
 
 def pytest_terminal_summary(terminalreporter):

@@ -1,5 +1,7 @@
 """Calls for tests of the CuTe backend on a GPU."""
 
+import contextlib
+
 import pytest
 import torch
 
@@ -59,6 +61,32 @@ def packed(call, lengths):
     rows = {name: torch.cat([call[name][n, :t] for n, t in enumerate(lengths)])[None] for name in PER_TOKEN}
     ends = torch.tensor([0, *lengths], device="cuda").cumsum(0)
     return {**call, **rows, "cu_seqlens": ends.int()}
+
+
+def fused(call, shift=0):
+    """The call with q, k and v as slices of one projection, which starts so many numbers into its rows."""
+    sizes = [call[name].shape[2:].numel() for name in ("q", "k", "v")]
+    wide = call["q"].new_empty(*call["q"].shape[:2], shift + sum(sizes))
+    slices = dict(zip(("q", "k", "v"), wide[..., shift:].split(sizes, -1)))
+    return call | {name: x.copy_(call[name].flatten(2)).unflatten(-1, call[name].shape[2:]) for name, x in slices.items()}
+
+
+def captured(run):
+    """The run as a CUDA graph, and what it returned, which replays write again."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        made = run()
+    return graph, made
+
+
+@contextlib.contextmanager
+def no_waits():
+    """Nothing in the block waits for the GPU."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
 
 
 def decode(call, state, **options):

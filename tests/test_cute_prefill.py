@@ -16,14 +16,29 @@ from gated_delta.reference import recurrent
 from gated_delta.testing import cases, run_case
 from gated_delta.testing.compare import error, rounding_unit
 from gated_delta.testing.oracle import Expected
-from gpu import AXES, HV, PER_TOKEN, STATES, D, H, cycle, decode, index, needs_hopper, packed, part, pool, same, tokens, writing
+from gpu import (
+    HV,
+    PER_TOKEN,
+    D,
+    H,
+    captured,
+    cycle,
+    decode,
+    fused,
+    index,
+    needs_hopper,
+    no_waits,
+    packed,
+    part,
+    pool,
+    same,
+    tokens,
+    writing,
+)
 
 pytestmark = needs_hopper
 
-EITHER_AXIS = pytest.mark.parametrize("axis", AXES)
-EITHER_STATE = pytest.mark.parametrize("state_dtype", STATES, ids=str)
 EITHER_INDEX = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-SEGMENTATIONS = pytest.mark.parametrize("segments", [1, "persistent", 4])
 LOWEST = {torch.int32: -1, torch.int64: -(2**40)}  # an int64's low word may look innocent
 HEAD_DIM = {"o": 2, "state": 1}
 
@@ -32,19 +47,21 @@ def prefill(call, **options):
     return gd.prefill(**call, **options, backend="cute")
 
 
-def force_segments(segments, monkeypatch):
-    """Prefills from here on split each sequence into that many segments, however many sequences there are.
+@pytest.fixture(params=[1, "persistent", 4])
+def segments(request, monkeypatch):
+    """Prefills split each sequence into that many segments, however many sequences there are.
 
     "persistent": one segment, all V rows in a block, and three blocks, so that each has several heads.
     """
 
     def segmentation_of(problem, sequences, tokens):
-        return on_host.Segmentation(1, problem.V) if segments == "persistent" else on_host.Segmentation(segments)
+        return on_host.Segmentation(1, problem.V) if request.param == "persistent" else on_host.Segmentation(request.param)
 
     monkeypatch.setattr(on_host, "segmentation_of", segmentation_of)
-    if segments == "persistent":
+    if request.param == "persistent":
         monkeypatch.setattr(on_host, "MAX_BLOCKS", 3)
     monkeypatch.setattr(PREFILL, "calls", CallCache())
+    return request.param
 
 
 def exact(call, **states):
@@ -135,9 +152,8 @@ RUNNABLE = [case for case in cases("prefill") if not case.reference_only and not
 MIXED = list(zip(itertools.cycle((1, "persistent", 4)), RUNNABLE[::3], strict=False))
 
 
-@pytest.mark.parametrize(("segments", "case"), MIXED, ids=str)
-def test_the_case_list_passes(case, segments, monkeypatch):
-    force_segments(segments, monkeypatch)
+@pytest.mark.parametrize(("segments", "case"), MIXED, ids=str, indirect=["segments"])
+def test_the_case_list_passes(case, segments):
     result = run_case(case, "cute", "cuda")
     assert result.passed, result.failures
 
@@ -145,7 +161,6 @@ def test_the_case_list_passes(case, segments, monkeypatch):
 LENGTHS = (0, 1, 15, 16, 17, 63, 64, 65, 127, 128, 129, 70, 1000)  # 70: of an inactive sequence
 
 
-@EITHER_AXIS
 @EITHER_INDEX
 @pytest.mark.parametrize("seed", [0, 1])
 def test_lengths_around_every_boundary_packed_in_one_call(axis, dtype, seed):
@@ -161,14 +176,12 @@ def test_lengths_around_every_boundary_packed_in_one_call(axis, dtype, seed):
     assert (o[:, sum(lengths) :] == 0).all()
 
 
-@EITHER_AXIS
 @pytest.mark.parametrize("T", [1, 16, 63, 64, 65, 200])
 def test_prompts_of_one_length(axis, T):
     check(tokens(3, T, axis=axis), by_definition, initial_state=pool(3, torch.float32))
 
 
 @pytest.mark.parametrize("N", [32, 33, 300, 1024, 1100])
-@EITHER_AXIS
 def test_many_short_prompts(axis, N):
     """More than one, two and three rounds of the search that finds a chunk's sequence."""
     rng = random.Random(N)
@@ -178,7 +191,6 @@ def test_many_short_prompts(axis, N):
     check(tokens(N, 3, axis=axis, heads=(1, 2)))
 
 
-@EITHER_AXIS
 def test_nothing_but_empty_prompts(axis):
     """Packed, with rows past the last sequence: states are unchanged, or zeros where they start from zero."""
     call, start = ragged([0] * 40, spare=200, axis=axis), pool(40)
@@ -189,7 +201,6 @@ def test_nothing_but_empty_prompts(axis):
     assert (after[~resumed] == 0).all()
 
 
-@EITHER_AXIS
 def test_dense_prompts_of_no_tokens(axis):
     call, start = tokens(2, 0, axis=axis), pool(2)
     o, final = prefill(call, initial_state=start, output_final_state=True)
@@ -197,29 +208,23 @@ def test_dense_prompts_of_no_tokens(axis):
     same(final, start)
 
 
-@EITHER_AXIS
 @pytest.mark.parametrize("heads", [(8, 8), (4, 8), (2, 8), (1, 8), (1, 6), (3, 9)], ids=str)
 def test_value_heads_that_share_keys(axis, heads):
     """One to eight value heads to a q/k head; prepare loads the gates of four at a time."""
     check(tokens(2, 130, axis=axis, heads=heads), initial_state=pool(2, torch.float32, heads[1]))
 
 
-@EITHER_AXIS
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64)], ids=str)
-@SEGMENTATIONS
-def test_other_head_dims(axis, K, V, segments, monkeypatch):
-    force_segments(segments, monkeypatch)
+def test_other_head_dims(axis, K, V, segments):
     check(tokens(2, 530, axis=axis, K=K, V=V, dtype=torch.float16), state=pool(3, K=K, V=V), state_indices=index(2, 0))
 
 
-@EITHER_AXIS
 @pytest.mark.parametrize("gate", ["log", "softplus", "lower_bound"])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_every_gate_over_many_chunks(axis, gate, dtype):
     check(tokens(2, 1000, axis=axis, gate=gate, dtype=dtype), initial_state=pool(2, torch.float32))
 
 
-@EITHER_AXIS
 @pytest.mark.parametrize("size", [1.0, 0.3])
 def test_keys_that_come_normalised_and_a_scale(axis, size):
     """Keys of norm below 1 keep their norm."""
@@ -229,7 +234,6 @@ def test_keys_that_come_normalised_and_a_scale(axis, size):
     check({**call, "qk_l2norm": False, "scale": 0.3}, by_definition)
 
 
-@EITHER_AXIS
 def test_rows_of_zeros(axis):
     """Zero keys and betas write nothing; zero queries give outputs of exactly zero."""
     call = tokens(2, 130, axis=axis)
@@ -240,7 +244,6 @@ def test_rows_of_zeros(axis):
     assert (o[:, ::4] == 0).all()
 
 
-@EITHER_AXIS
 @pytest.mark.parametrize("power", [-80, 56, 100])
 def test_rows_of_any_size(axis, power):
     """Sums of squares beyond the range of fp32: such a row is normalised to zero, as in the reference."""
@@ -253,13 +256,9 @@ def test_rows_of_any_size(axis, power):
 # ------------------------------------------------------------------------------------------------ states
 
 
-@EITHER_AXIS
-@EITHER_STATE
 @EITHER_INDEX
-@SEGMENTATIONS
-def test_a_pool_is_read_and_written_in_its_slots(axis, state_dtype, dtype, segments, monkeypatch):
+def test_a_pool_is_read_and_written_in_its_slots(axis, state_dtype, dtype, segments):
     """One sequence starts from zero whatever its slot held, one is inactive, and unused slots keep their NaN."""
-    force_segments(segments, monkeypatch)
     call = slowly(tokens(4, 300, axis=axis))
     for name in PER_TOKEN:
         call[name][1] = math.nan
@@ -270,13 +269,10 @@ def test_a_pool_is_read_and_written_in_its_slots(axis, state_dtype, dtype, segme
     assert (o[1] == 0).all()
 
 
-@EITHER_AXIS
-@SEGMENTATIONS
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("v", [3e5, -1e7])
-def test_fp16_states_saturate(v, pooled, axis, segments, monkeypatch):
+def test_fp16_states_saturate(v, pooled, axis, segments):
     """At +-65504, never inf; what no token touches keeps its bits within the rounding of fp16 operands."""
-    force_segments(segments, monkeypatch)
     call, start = writing(3, v, T=257), torch.zeros(3, HV, D, D, dtype=torch.float16, device="cuda")
     if axis == "channel":
         call["g"] = torch.zeros(3, 257, HV, D, device="cuda")
@@ -297,7 +293,6 @@ def test_fp16_states_saturate(v, pooled, axis, segments, monkeypatch):
     assert (final[..., 3:].abs() <= 65504 * 2**-8).all()
 
 
-@EITHER_AXIS
 def test_zero_tokens_keep_an_fp16_state_bit_for_bit(axis):
     call, start = packed(tokens(3, 64, axis=axis), (0, 64, 0)), pool(3, torch.float16)
     start[0, 0, 0, :4] = torch.tensor([65504.0, -65504.0, 2.0**-24, 2.0**-15])
@@ -305,13 +300,10 @@ def test_zero_tokens_keep_an_fp16_state_bit_for_bit(axis):
     same(final[[0, 2]], start[[0, 2]])
 
 
-@EITHER_AXIS
 @EITHER_INDEX
-@SEGMENTATIONS
 @pytest.mark.parametrize("null_index", [0, 2])
-def test_slots_up_to_null_index_are_as_negative_ones(null_index, axis, dtype, segments, monkeypatch):
+def test_slots_up_to_null_index_are_as_negative_ones(null_index, axis, dtype, segments):
     """Several sequences may be on one of them; they are not read, and not written."""
-    force_segments(segments, monkeypatch)
     call, start = slowly(ragged((300, 1, 130, 70, 64), inactive=(1, 2, 4), axis=axis)), pool(8)
     start[: null_index + 1] = math.nan
     o, after = in_pool(call, state=start, state_indices=index(5, -1, -1, 3, -1, dtype=dtype))
@@ -322,17 +314,12 @@ def test_slots_up_to_null_index_are_as_negative_ones(null_index, axis, dtype, se
     assert not torch.equal(state[5], start[5])
 
 
-@EITHER_STATE
 def test_a_pool_without_indices(state_dtype):
     """Sequence n has slot n, and all of them resume."""
     check(slowly(tokens(3, 100)), state=pool(5, state_dtype))
 
 
-@EITHER_AXIS
-@EITHER_STATE
-@SEGMENTATIONS
-def test_initial_states_are_not_written(axis, state_dtype, segments, monkeypatch):
-    force_segments(segments, monkeypatch)
+def test_initial_states_are_not_written(axis, state_dtype, segments):
     call, start = slowly(tokens(3, 300, axis=axis)), pool(3, state_dtype)
     initial = start.clone()
     o, final = check(call, initial_state=initial)
@@ -346,9 +333,7 @@ def test_initial_states_are_not_written(axis, state_dtype, segments, monkeypatch
     same(after, final)
 
 
-@SEGMENTATIONS
-def test_without_any_state(segments, monkeypatch):
-    force_segments(segments, monkeypatch)
+def test_without_any_state(segments):
     call = slowly(tokens(2, 300))
     o, final = check(call)
     assert final.dtype == torch.float32
@@ -357,11 +342,8 @@ def test_without_any_state(segments, monkeypatch):
     same(plain, o)
 
 
-@EITHER_AXIS
-@SEGMENTATIONS
-def test_strided_states_and_outputs_are_written_in_place(axis, segments, monkeypatch):
+def test_strided_states_and_outputs_are_written_in_place(axis, segments):
     """Pools with padding between slots and heads, outputs within wider rows; the padding is not written."""
-    force_segments(segments, monkeypatch)
     call, start, slots = slowly(tokens(2, 300, axis=axis)), pool(4), index(3, 1)
     storage = torch.full((4, HV * D * D + 24), math.nan, dtype=torch.bfloat16, device="cuda")
     wide = torch.full((4, HV + 1, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
@@ -379,8 +361,6 @@ def test_strided_states_and_outputs_are_written_in_place(axis, segments, monkeyp
     assert out[:, :, HV].isnan().all()
 
 
-@EITHER_AXIS
-@EITHER_STATE
 def test_decode_and_verify_continue_a_prefill(axis, state_dtype):
     """100 tokens and 8 more, judged by the error of the reference backend's two calls."""
     T, more = 100, 8
@@ -417,14 +397,10 @@ def poisoned(*lead, dtype, V=D, K=D):
     return torch.full((*lead, HV, V, K), math.nan, dtype=dtype, device="cuda")
 
 
-@EITHER_AXIS
-@EITHER_STATE
 @EITHER_INDEX
-@SEGMENTATIONS
 @FORMS
-def test_checkpoints_are_states_of_shorter_prefills_and_change_nothing_else(axis, state_dtype, dtype, segments, form, monkeypatch):
+def test_checkpoints_are_states_of_shorter_prefills_and_change_nothing_else(axis, state_dtype, dtype, segments, form):
     """Bit for bit where a sequence is not cut in segments; whatever is not asked for keeps its NaN."""
-    force_segments(segments, monkeypatch)
     call, start, N, C = slowly(tokens(4, 700, axis=axis)), pool(4, state_dtype), 4, 3
     o, final = prefill(call, initial_state=start, output_final_state=True)
     lens, kept = torch.tensor(LENS, device="cuda").to(dtype), poisoned(N, C, dtype=state_dtype)
@@ -471,11 +447,9 @@ def test_checkpoints_are_states_of_shorter_prefills_and_change_nothing_else(axis
         judge("state", *(torch.stack(x) for x in zip(*stored)))
 
 
-@EITHER_AXIS
-@pytest.mark.parametrize("segments", [1, "persistent", 2, 4, 7, 16])
-def test_a_checkpoint_at_the_end_is_the_final_state(axis, segments, monkeypatch):
+@pytest.mark.parametrize("segments", [1, "persistent", 2, 4, 7, 16], indirect=True)
+def test_a_checkpoint_at_the_end_is_the_final_state(axis, segments):
     """Packed, also of sequences with fewer chunks than segments, and of one without tokens."""
-    force_segments(segments, monkeypatch)
     lengths = (64, 1024, 0, 128, 100, 320, 960)
     call, start = slowly(ragged(lengths, axis=axis)), pool(len(lengths), torch.float32)
     lens, kept = index(*(length // 64 * 64 for length in lengths))[:, None], poisoned(len(lengths), 1, dtype=torch.float32)
@@ -488,12 +462,9 @@ def test_a_checkpoint_at_the_end_is_the_final_state(axis, segments, monkeypatch)
     judge("state", kept[4], want)
 
 
-@EITHER_AXIS
-@SEGMENTATIONS
 @pytest.mark.parametrize("power", [0, 40, -40])
-def test_a_checkpoint_before_every_chunk(axis, segments, power, monkeypatch):
+def test_a_checkpoint_before_every_chunk(axis, segments, power):
     """In an order of no meaning, with values and states of any size."""
-    force_segments(segments, monkeypatch)
     call, start, size = slowly(tokens(2, 700, axis=axis)), pool(2, torch.float32), 2.0**power
     call["v"], start = call["v"] * size, start * size
     order = torch.randperm(11).tolist()
@@ -508,12 +479,9 @@ def test_a_checkpoint_before_every_chunk(axis, segments, power, monkeypatch):
                 assert apart(kept[n, j], want[0]) <= 2e-3
 
 
-@EITHER_AXIS
 @EITHER_INDEX
-@SEGMENTATIONS
-def test_lengths_that_are_none_are_dropped(axis, dtype, segments, monkeypatch):
+def test_lengths_that_are_none_are_dropped(axis, dtype, segments):
     """Between the chunks' ends, past the sequence's own end, negative, or beyond 32 bits; the last entry is a good one."""
-    force_segments(segments, monkeypatch)
     call, start = slowly(tokens(1, 200, axis=axis)), pool(1, torch.float32)
     lens = [1, 63, 65, 200, 256, 2**31 - 64, -1, -64, -(2**31), 192]
     lens[:0] = [2**31, 2**32, 2**32 + 64, 2**40, -(2**40), -(2**63)] if dtype == torch.int64 else []
@@ -524,12 +492,8 @@ def test_lengths_that_are_none_are_dropped(axis, dtype, segments, monkeypatch):
     judge("state", kept[:, -1], want)
 
 
-@EITHER_AXIS
-@EITHER_STATE
-@SEGMENTATIONS
-def test_initial_states_as_checkpoints(axis, state_dtype, segments, monkeypatch):
+def test_initial_states_as_checkpoints(axis, state_dtype, segments):
     """Zeros where a sequence starts from zero, whatever its slot holds; of sequences with tokens and without."""
-    force_segments(segments, monkeypatch)
     call, start = ragged((300, 0, 300, 0), axis=axis), pool(4, state_dtype)
     start[2:] = math.nan
     resumed, lens = torch.tensor([True, True, False, False], device="cuda"), torch.zeros(4, 2, device="cuda").int()
@@ -540,11 +504,8 @@ def test_initial_states_as_checkpoints(axis, state_dtype, segments, monkeypatch)
     assert (kept[2:] == 0).all()
 
 
-@EITHER_AXIS
-@SEGMENTATIONS
 @pytest.mark.parametrize("null_index", [-1, 0, 2])
-def test_checkpoints_in_slots_up_to_null_index_are_none(axis, segments, null_index, monkeypatch):
-    force_segments(segments, monkeypatch)
+def test_checkpoints_in_slots_up_to_null_index_are_none(axis, segments, null_index):
     call, state = slowly(ragged((300, 64, 130), axis=axis)), pool(9)
     before, slots = state.clone(), index(5, null_index, 4)
     lens, places = index(64, 128, 64, 0, 0, 128).view(3, 2), index(null_index, 7, 8, 6, 3, null_index).view(3, 2)
@@ -557,11 +518,8 @@ def test_checkpoints_in_slots_up_to_null_index_are_none(axis, segments, null_ind
         assert not torch.equal(state[slot], before[slot])
 
 
-@EITHER_AXIS
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64)], ids=str)
-@SEGMENTATIONS
-def test_checkpoints_of_other_head_dims(axis, K, V, segments, monkeypatch):
-    force_segments(segments, monkeypatch)
+def test_checkpoints_of_other_head_dims(axis, K, V, segments):
     call, start = slowly(tokens(2, 530, axis=axis, K=K, V=V)), pool(2, torch.float32, K=K, V=V)
     lens, kept = index(512, 64).view(2, 1), poisoned(2, 1, dtype=torch.float32, K=K, V=V)
     prefill(call, initial_state=start, checkpoint_lens=lens, checkpoints=kept)
@@ -570,12 +528,8 @@ def test_checkpoints_of_other_head_dims(axis, K, V, segments, monkeypatch):
         judge("state", kept[n], want)
 
 
-@EITHER_AXIS
-@EITHER_STATE
-@SEGMENTATIONS
-def test_strided_checkpoints_are_written_in_place(axis, state_dtype, segments, monkeypatch):
+def test_strided_checkpoints_are_written_in_place(axis, state_dtype, segments):
     """A tensor with padding between heads, entries and sequences, lengths in columns; a pool with padding between its slots."""
-    force_segments(segments, monkeypatch)
     call, start = slowly(tokens(2, 300, axis=axis)), pool(2, state_dtype)
     lens, want = index(64, 256, 128, -1).view(2, 2), poisoned(2, 2, dtype=state_dtype)
     prefill(call, initial_state=start, checkpoint_lens=lens, checkpoints=want)
@@ -597,11 +551,8 @@ def test_strided_checkpoints_are_written_in_place(axis, state_dtype, segments, m
     assert wide[:, HV * D * D :].isnan().all()
 
 
-@EITHER_AXIS
-@SEGMENTATIONS
-def test_a_captured_graph_follows_its_checkpoints(axis, segments, monkeypatch):
+def test_a_captured_graph_follows_its_checkpoints(axis, segments):
     """Replays see other lengths and slots; among them such that keep nothing. No call waits for the GPU."""
-    force_segments(segments, monkeypatch)
     call, state, start = slowly(tokens(2, 300, axis=axis)), pool(9), pool(9)
     lens, places = torch.full((2, 3), -1, device="cuda"), torch.full((2, 3), -1, device="cuda").int()
 
@@ -609,14 +560,9 @@ def test_a_captured_graph_follows_its_checkpoints(axis, segments, monkeypatch):
         return prefill(call, state=state, checkpoint_lens=lens, checkpoint_indices=places)[0]
 
     run(state)
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         run(state)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out = run(state)
+    graph, out = captured(lambda: run(state))
     o, plain = in_pool(call, state=start)
     for seed in range(4):
         rng = torch.Generator().manual_seed(seed)
@@ -633,39 +579,9 @@ def test_a_captured_graph_follows_its_checkpoints(axis, segments, monkeypatch):
             assert torch.equal(state[slot], start[slot]) == (length % 64 != 0 or not 0 <= length <= 300)
 
 
-@EITHER_AXIS
-def test_a_prompt_resumes_from_a_checkpoint(axis):
-    call, state = slowly(tokens(1, 700, axis=axis)), pool(2, torch.float32)
-    keep = dict(checkpoint_lens=index(448)[None], checkpoint_indices=index(1)[None])
-    o, _ = prefill(call, state=state, **keep)
-    rest, _ = prefill(part(call, slice(None), slice(448, None)), state=state, state_indices=index(1))
-    judge("o", rest, o[:, 448:].double())
-    judge("state", state[1:], state[:1].double())
-
-
-@SEGMENTATIONS
-def test_gated_delta_check_covers_checkpoints(segments, monkeypatch):
-    force_segments(segments, monkeypatch)
-    monkeypatch.setattr(launch, "CHECK", True)
-    call, state = tokens(2, 300), pool(4)
-    before = state.clone()
-    for lens, slots, kind in (
-        (65, 3, ValueError),
-        (320, 3, ValueError),
-        (64, 4, IndexError),
-        (64, 1, ValueError),
-        (64, 0, ValueError),
-    ):
-        with pytest.raises(kind, match=r"checkpoint_(lens|indices)"):
-            prefill(call, state=state, checkpoint_lens=index(-1, lens)[:, None], checkpoint_indices=index(2, slots)[:, None])
-    same(state, before)
-
-
 @EITHER_INDEX
-@SEGMENTATIONS
-def test_checkpoints_beyond_2_to_the_31_elements(dtype, segments, monkeypatch):
+def test_checkpoints_beyond_2_to_the_31_elements(dtype, segments):
     """In the last slots of a pool, and in the last rows of a tensor."""
-    force_segments(segments, monkeypatch)
     slots = 2**31 // (64 * D * D) + 3
     call, small = slowly(tokens(1, 300, heads=(16, 64))), pool(1, HV=64)
     kept = torch.full((1, 2, 64, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
@@ -686,13 +602,11 @@ def test_checkpoints_beyond_2_to_the_31_elements(dtype, segments, monkeypatch):
 RAGGED = (1111, 0, 70, 37)  # one sequence empty, one inactive, one shorter than a segment
 
 
-@EITHER_AXIS
-@pytest.mark.parametrize("segments", [1, 2, 4, 7, 16])
+@pytest.mark.parametrize("segments", [1, 2, 4, 7, 16], indirect=True)
 @pytest.mark.parametrize("lengths", [(2048,), RAGGED], ids=str)
 @pytest.mark.parametrize("pooled", [False, True], ids=["functional", "pooled"])
-def test_states_pass_exactly_between_segments(axis, segments, lengths, pooled, monkeypatch):
+def test_states_pass_exactly_between_segments(axis, segments, lengths, pooled):
     """fp16, so that no rounding of outputs hides an error of state passing; slow gates carry initial states to the ends."""
-    force_segments(segments, monkeypatch)
     N, start = len(lengths), pool(5, torch.float32)
     call = slowly(ragged(lengths, [2] if pooled else [], axis=axis, dtype=torch.float16))
     if pooled:
@@ -710,7 +624,6 @@ def test_states_pass_exactly_between_segments(axis, segments, lengths, pooled, m
         same(after[[2, 3]], start[[2, 3]])
 
 
-@EITHER_AXIS
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_long_prompt_of_few_heads_as_dispatch_segments_it(axis, dtype):
     call = slowly(tokens(1, 20_000, axis=axis, heads=(1, 2), dtype=dtype))
@@ -721,14 +634,12 @@ def test_a_long_prompt_of_few_heads_as_dispatch_segments_it(axis, dtype):
     assert apart(final, want) <= 2e-3
 
 
-@pytest.mark.parametrize("segments", [4, 16])
-def test_segments_under_every_gate(segments, monkeypatch):
+@pytest.mark.parametrize("segments", [4, 16], indirect=True)
+def test_segments_under_every_gate(segments, axis):
     """Also where a segment's initial state decays to nothing within it, and where it does not decay."""
-    force_segments(segments, monkeypatch)
-    for axis in AXES:
-        call = tokens(2, 1500, axis=axis, gate="log")
-        for values in ((-300.0, -1e-3, -1e-3), (0.0,), (-1e4,), (0.0, -1e-3, -1.0)):
-            check({**call, "g": cycle(values, call["g"])}, initial_state=pool(2, torch.float32))
+    call = tokens(2, 1500, axis=axis, gate="log")
+    for values in ((-300.0, -1e-3, -1e-3), (0.0,), (-1e4,), (0.0, -1e-3, -1.0)):
+        check({**call, "g": cycle(values, call["g"])}, initial_state=pool(2, torch.float32))
 
 
 # ------------------------------------------------------------------------------------------------ hard gates, betas, keys and sizes
@@ -742,7 +653,6 @@ FAMILIES = {
 }
 
 
-@EITHER_AXIS
 @pytest.mark.parametrize("family", FAMILIES)
 def test_hard_gates(axis, family):
     """KDA's vary by channel, or, the second time, by token alone."""
@@ -753,7 +663,6 @@ def test_hard_gates(axis, family):
         check({**call, "g": by_token}, by_definition, initial_state=start)
 
 
-@EITHER_AXIS
 @pytest.mark.parametrize("gate", ["softplus", "lower_bound"])
 def test_gates_at_their_ends(axis, gate):
     """Far out on both sides, exp(A_log) overflowing, no decay and full decay."""
@@ -775,7 +684,6 @@ def test_channels_that_decay_far_more_than_others(rate, where):
     check(call, by_definition, initial_state=start)
 
 
-@EITHER_AXIS
 @pytest.mark.parametrize("gate", ["log", "softplus", "lower_bound"])
 @pytest.mark.parametrize("noise", [0.0, 1.0])
 def test_slow_decays_do_not_drift(axis, gate, noise):
@@ -791,7 +699,6 @@ def test_slow_decays_do_not_drift(axis, gate, noise):
     check({**call, "beta": call["beta"] - 3}, initial_state=pool(1, torch.float32, 2))
 
 
-@EITHER_AXIS
 @pytest.mark.parametrize("family", ["none", "slow", "mixed"])
 def test_betas_of_0_and_1(axis, family):
     call = tokens(2, 200, axis=axis, gate="log")
@@ -799,7 +706,6 @@ def test_betas_of_0_and_1(axis, family):
     check(call, by_definition, initial_state=pool(2, torch.float32))
 
 
-@EITHER_AXIS
 @pytest.mark.parametrize("logit", [-5.0, -8.0])
 def test_betas_near_0(axis, logit):
     """The states are small, and judged by the same tolerance."""
@@ -807,7 +713,6 @@ def test_betas_near_0(axis, logit):
     check({**call, "beta": call["beta"] + logit}, by_definition)
 
 
-@EITHER_AXIS
 @pytest.mark.parametrize("family", ["none", "slow", "mixed"])
 @pytest.mark.parametrize("beta", [1.0, 2.0])
 def test_collinear_keys(axis, family, beta):
@@ -824,7 +729,6 @@ def test_collinear_keys(axis, family, beta):
             assert apart(x, want) <= 0.1
 
 
-@EITHER_AXIS
 @pytest.mark.parametrize("power", [100, -100])
 @pytest.mark.parametrize("resumed", [False, True])
 def test_values_of_any_size(axis, power, resumed):
@@ -838,7 +742,6 @@ def test_values_of_any_size(axis, power, resumed):
     assert apart(final.double() / size, want) <= 2e-3
 
 
-@EITHER_AXIS
 @pytest.mark.parametrize("slow", [False, True])
 def test_values_that_grow_a_millionfold(axis, slow):
     """In the middle of a chunk. Its earlier tokens are judged by its largest outputs, other chunks by the usual tolerance."""
@@ -854,7 +757,6 @@ def test_values_that_grow_a_millionfold(axis, slow):
     assert apart(final, want) <= 2e-3
 
 
-@EITHER_AXIS
 def test_values_that_shrink_a_millionfold(axis):
     """The state forgets the large ones within a few tokens and is rescaled within four chunks; until then fp16 has few digits."""
     call, T = tokens(2, 900, axis=axis), 300
@@ -867,11 +769,8 @@ def test_values_that_shrink_a_millionfold(axis):
     assert apart(final, want) <= 2e-3
 
 
-@EITHER_AXIS
-@SEGMENTATIONS
 @pytest.mark.parametrize("slow", [False, True])
-def test_a_state_far_larger_than_the_values(axis, segments, slow, monkeypatch):
-    force_segments(segments, monkeypatch)
+def test_a_state_far_larger_than_the_values(axis, segments, slow):
     call, start = tokens(2, 600, axis=axis), pool(2, torch.float32) * 1e4
     check(slowly(call) if slow else call, initial_state=start)
 
@@ -879,10 +778,7 @@ def test_a_state_far_larger_than_the_values(axis, segments, slow, monkeypatch):
 # ------------------------------------------------------------------------------------------------ bitwise promises
 
 
-@EITHER_AXIS
-@SEGMENTATIONS
-def test_bits_do_not_change_from_run_to_run(axis, segments, monkeypatch):
-    force_segments(segments, monkeypatch)
+def test_bits_do_not_change_from_run_to_run(axis, segments):
     call, start = slowly(ragged((700, 64, 1, 130, 0, 333), axis=axis)), pool(6)
     o, after = in_pool(call, state=start)
     for _ in range(20):
@@ -891,12 +787,8 @@ def test_bits_do_not_change_from_run_to_run(axis, segments, monkeypatch):
         same(state, after)
 
 
-@EITHER_AXIS
-@EITHER_STATE
-@SEGMENTATIONS
-def test_bits_do_not_depend_on_the_batch(axis, state_dtype, segments, monkeypatch):
+def test_bits_do_not_depend_on_the_batch(axis, state_dtype, segments):
     """A sequence alone, dense or packed, and among others in any order."""
-    force_segments(segments, monkeypatch)
     lengths = [random.Random(0).choice((1, 40, 64, 200, 500)) for _ in range(12)] + [0, 700]
     N = len(lengths)
     dense, start = slowly(tokens(N, max(lengths), axis=axis)), pool(N, state_dtype)
@@ -918,22 +810,14 @@ def test_bits_do_not_depend_on_the_batch(axis, state_dtype, segments, monkeypatc
         same(together, alone)
 
 
-@EITHER_AXIS
 def test_slices_of_a_fused_projection(axis):
     call = tokens(3, 200, axis=axis)
     o, final = prefill(call, output_final_state=True)
-    sizes = [call[name].shape[2] * D for name in ("q", "k", "v")]
-    fused = torch.empty(3, 200, 8 + sum(sizes), dtype=torch.bfloat16, device="cuda")[..., 8:]
-    views = {}
-    for name, x in zip(("q", "k", "v"), fused.split(sizes, -1)):
-        x.copy_(call[name].flatten(2))
-        views[name] = x.unflatten(-1, call[name].shape[2:])
-    got, state = prefill({**call, **views}, output_final_state=True)
+    got, state = prefill(fused(call, 8), output_final_state=True)
     same(got, o)
     same(state, final)
 
 
-@EITHER_AXIS
 def test_strided_gates_betas_and_parameters(axis):
     call, start = tokens(2, 200, axis=axis), pool(2)
     gate = call["gate"]
@@ -952,64 +836,36 @@ def test_strided_gates_betas_and_parameters(axis):
 # ------------------------------------------------------------------------------------------------ refused
 
 
-def test_fp32_inputs_are_refused_with_the_reason():
-    with pytest.raises(gd.UnsupportedProblem, match="bf16 or fp16 inputs, got fp32"):
-        prefill(tokens(1, 20, dtype=torch.float32))
-
-
-@EITHER_AXIS
-def test_a_refused_call_writes_nothing(axis):
-    call, state = tokens(2, 20, axis=axis), pool(2)
-    out, before = torch.full_like(call["v"], math.nan), state.clone()
-
-    def off(x):
-        return torch.cat([x.flatten()[:1], x.flatten()])[1:].view(x.shape)
-
-    given = dict(call, state=state, out=out)
-    off_the_boundary = {name: {name: off(call[name])} for name in ("q", "k", "v", *(["g"] if axis == "channel" else []))}
-    refused = {
-        **off_the_boundary,
-        "wide out": dict(out=torch.full((2, 20, HV, 2 * D), math.nan, dtype=torch.bfloat16, device="cuda")[..., ::2]),
-        "narrow rows": dict(state=pool(2, K=2 * D)[..., :D]),
-        "shifted state": dict(state=off(state)),
-        "other head dims": {**tokens(2, 20, axis=axis, K=96, V=192), "state": pool(2, K=96, V=192), "out": None},
-    }
-    for _ in range(2):
-        for change in refused.values():
-            kept = {name: x.clone() for name, x in change.items() if name in ("state", "out") and x is not None}
-            with pytest.raises(gd.UnsupportedProblem):
-                prefill({**given, **change})
-            for name, x in kept.items():
-                assert torch.equal(x.nan_to_num(7.0), change[name].nan_to_num(7.0))
-        assert out.isnan().all()
-        same(state, before)
-        prefill({**given, "state": before.clone(), "out": None})  # known from here on
-    same(state, before)
-
-
-@SEGMENTATIONS
-def test_gated_delta_check_covers_indices(segments, monkeypatch):
-    force_segments(segments, monkeypatch)
+def test_gated_delta_check_covers_indices(monkeypatch):
+    """Read back from the device; what else is refused, and when, is of the host: test_launch.py."""
     monkeypatch.setattr(launch, "CHECK", True)
-    call, state = tokens(2, 300), pool(2)
+    call, state = tokens(2, 300), pool(4)
     before = state.clone()
-    with pytest.raises(IndexError, match="state_indices"):
-        prefill(call, state=state, state_indices=index(0, 2))
-    with pytest.raises(ValueError, match="one sequence to write"):
-        prefill(call, state=state, state_indices=index(1, 1))
-    with pytest.raises(ValueError, match="cu_seqlens"):
-        prefill({**part(call, slice(0, 1)), "cu_seqlens": index(0, 5, 301)}, state=state)
+
+    def refused(kind, words, call=call, **states):
+        with pytest.raises(kind, match=words):
+            prefill(call, state=state, **states)
+
+    refused(IndexError, "state_indices", state_indices=index(0, 4))
+    refused(ValueError, "one sequence to write", state_indices=index(1, 1))
+    refused(ValueError, "cu_seqlens", {**part(call, slice(0, 1)), "cu_seqlens": index(0, 5, 301)})
+    for lens, slots, kind in (
+        (65, 3, ValueError),
+        (320, 3, ValueError),
+        (64, 4, IndexError),
+        (64, 1, ValueError),
+        (64, 0, ValueError),
+    ):
+        places = dict(checkpoint_lens=index(-1, lens)[:, None], checkpoint_indices=index(2, slots)[:, None])
+        refused(kind, r"checkpoint_(lens|indices)", **places)
     same(state, before)
 
 
 # ------------------------------------------------------------------------------------------------ how it is called
 
 
-@EITHER_AXIS
-@SEGMENTATIONS
-def test_a_captured_graph_follows_its_inputs(axis, segments, monkeypatch):
+def test_a_captured_graph_follows_its_inputs(axis, segments):
     """Captured after one warm call; replays see other tokens, parameters, lengths, slots, flags and states."""
-    force_segments(segments, monkeypatch)
     N, P, total = 5, 7, 700
     call, state = tokens(1, total, axis=axis), pool(P)
     call["cu_seqlens"] = index(0, 100, 100, 300, 301, 700)
@@ -1019,9 +875,7 @@ def test_a_captured_graph_follows_its_inputs(axis, segments, monkeypatch):
         prefill(call, state=state, state_indices=slots, has_initial_state=resumed, out=out)
 
     run()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        run()
+    graph, _ = captured(run)
     for seed, lengths in enumerate([(0, 64, 300, 7, 200), (699, 0, 1, 0, 0), (130, 131, 132, 133, 134), (0, 0, 0, 0, 0)]):
         fresh, start = tokens(1, total, axis=axis, seed=seed + 5), pool(P, seed=seed + 5)
         for name in PER_TOKEN:
@@ -1041,13 +895,10 @@ def test_a_captured_graph_follows_its_inputs(axis, segments, monkeypatch):
         same(state, after)
 
 
-@EITHER_AXIS
-@SEGMENTATIONS
-def test_prefills_in_a_row_wait_for_each_other(axis, segments, monkeypatch):
+def test_prefills_in_a_row_wait_for_each_other(axis, segments):
     """Launched before the kernel in front has ended, in a graph and without one; each starts from the last one's states."""
-    force_segments(segments, monkeypatch)
     call, start = slowly(ragged((300, 20, 500, 64), axis=axis)), pool(4)
-    serial, state, captured = start.clone(), start.clone(), start.clone()
+    serial, state, replayed = start.clone(), start.clone(), start.clone()
     outputs = []
     for _ in range(8):
         outputs.append(prefill(call, state=serial)[0])
@@ -1055,37 +906,16 @@ def test_prefills_in_a_row_wait_for_each_other(axis, segments, monkeypatch):
     row = [prefill(call, state=state)[0] for _ in range(8)]
     same(torch.stack(row), torch.stack(outputs))
     same(state, serial)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        row = [prefill(call, state=captured)[0] for _ in range(8)]
+    graph, row = captured(lambda: [prefill(call, state=replayed)[0] for _ in range(8)])
     for _ in range(2):
-        captured.copy_(start)
+        replayed.copy_(start)
         graph.replay()
         same(torch.stack(row), torch.stack(outputs))
-        same(captured, serial)
+        same(replayed, serial)
 
 
-@EITHER_AXIS
-@SEGMENTATIONS
-def test_two_prefills_of_one_graph_are_alike(axis, segments, monkeypatch):
-    """On the very same tensors, back to back."""
-    force_segments(segments, monkeypatch)
-    call, start = slowly(tokens(3, 300, axis=axis)), pool(3)
-    o, final = prefill(call, initial_state=start, output_final_state=True)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        made = [prefill(call, initial_state=start, output_final_state=True) for _ in range(2)]
-    for _ in range(5):
-        graph.replay()
-        for got, state in made:
-            same(got, o)
-            same(state, final)
-
-
-@SEGMENTATIONS
-def test_writes_of_the_kernel_in_front_are_seen(segments, monkeypatch):
+def test_writes_of_the_kernel_in_front_are_seen(segments):
     """Lengths, slots, flags and tokens that a torch kernel writes right before the launch."""
-    force_segments(segments, monkeypatch)
     call, start = tokens(1, 700), pool(8)
     ends, slots, resumed = index(0, 0, 0, 0), index(0, 1, 2), torch.zeros(3, dtype=torch.bool, device="cuda")
     turns = [
@@ -1112,19 +942,14 @@ def test_writes_of_the_kernel_in_front_are_seen(segments, monkeypatch):
     same(state, serial)
 
 
-@SEGMENTATIONS
-def test_nothing_waits_for_the_gpu(segments, monkeypatch):
+def test_nothing_waits_for_the_gpu(segments):
     """New calls and known ones."""
-    force_segments(segments, monkeypatch)
     call, state, slots = ragged((300, 2)), pool(4), index(3, 1)
     prefill(call, state=state)  # kernels are loaded
-    torch.cuda.set_sync_debug_mode("error")
-    try:
+    with no_waits():
         for _ in range(2):
             prefill(call, state=state, state_indices=slots)
             prefill(call, output_final_state=True)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
 
 
 def test_the_current_stream_is_used():
@@ -1151,9 +976,7 @@ def test_a_default_output_and_a_final_state_are_new_every_time():
         same(x, z)
 
 
-@SEGMENTATIONS
-def test_torch_compile_makes_it_one_node(segments, monkeypatch):
-    force_segments(segments, monkeypatch)
+def test_torch_compile_makes_it_one_node(segments):
     call, start = tokens(2, 300), pool(2)
 
     def run(call, state):
@@ -1191,10 +1014,9 @@ def has_room(gib):
         pytest.skip(f"needs {gib} GiB of free device memory")
 
 
-@EITHER_AXIS
-def test_outputs_and_a_workspace_of_more_than_2_to_the_32_bytes(axis, monkeypatch):
+@pytest.mark.parametrize("segments", [1], indirect=True)
+def test_outputs_and_a_workspace_of_more_than_2_to_the_32_bytes(axis, segments):
     """All heads have the same tokens, so each must give the bits of one head alone. KDA: more than 2**31."""
-    force_segments(1, monkeypatch)
     T, many = 64 * 4100, 64 if axis == "head" else 33
     has_room(24)
     one = packed(slowly(tokens(1, T, axis=axis, heads=(1, 1))), [T])
@@ -1207,7 +1029,6 @@ def test_outputs_and_a_workspace_of_more_than_2_to_the_32_bytes(axis, monkeypatc
         same(finals[:, hv], final[:, 0])
 
 
-@EITHER_AXIS
 def test_tokens_a_gibibyte_apart(axis):
     """Rows of q, k, v, g and out up to 5 GiB from the first."""
     T, row = 6, 2**29
@@ -1225,10 +1046,8 @@ def test_tokens_a_gibibyte_apart(axis):
 
 
 @EITHER_INDEX
-@SEGMENTATIONS
-def test_pools_of_more_than_2_to_the_31_elements(dtype, segments, monkeypatch):
+def test_pools_of_more_than_2_to_the_31_elements(dtype, segments):
     """Both ends, read and written."""
-    force_segments(segments, monkeypatch)
     slots = 2**31 // (64 * D * D) + 3
     call, small = slowly(tokens(3, 300, heads=(16, 64))), pool(3, HV=64)
     state = torch.empty(slots, 64, D, D, dtype=torch.bfloat16, device="cuda")
