@@ -98,7 +98,6 @@ ODD = [dict(K=64, V=64), dict(dtype=torch.float16, g_dtype=torch.float32, gate="
 
 
 @needs_compiler
-@pytest.mark.parametrize("axis", ["head", "channel"])
 @pytest.mark.parametrize("odd", ODD, ids=str)
 def test_prefill_builds_for_what_is_not_shipped_too(cache, axis, odd):
     facts = dict(K=128, V=128, gate="softplus", dtype=torch.bfloat16, g_dtype=torch.bfloat16, state_dtype=torch.float32)

@@ -26,7 +26,6 @@ D = 128  # K and V of prompts
 i32, i64, bf16, fp16, f32 = torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32
 OPS = ("decode", "verify", "flush", "prefill")
 PREFILL_KERNELS = ("prefill_prepare", "prefill_scan", "prefill_state_passing")
-AXES = pytest.mark.parametrize("axis", ["head", "channel"])
 
 
 class Launches(list):
@@ -361,7 +360,6 @@ CALLS = {
 }
 
 
-@AXES
 @pytest.mark.parametrize("name", CALLS)
 def test_every_address_is_the_tensors_own(launches, monkeypatch, name, axis):
     """Of a new call, and of a known one with other tensors, which is not described again; every kernel gets the same."""
@@ -665,7 +663,6 @@ MISALIGNED = [
 ]
 
 
-@AXES
 @pytest.mark.parametrize(("op", "name", "how", "missing"), [*MISALIGNED, ("prefill", "g", off, "KDA's g")])
 def test_rows_off_a_vectors_boundary(launches, op, name, how, missing, axis):
     """Refused, also once the call is known, where only the address shows it; or launched, where numbers are read one by one."""
@@ -828,7 +825,6 @@ def force_segments(segments, monkeypatch):
     monkeypatch.setattr(on_host, "segmentation_of", lambda problem, sequences, tokens: on_host.Segmentation(segments))
 
 
-@AXES
 @pytest.mark.parametrize("segments", [1, 2, 7])
 def test_segments_launch_transitions_state_passing_and_scan(launches, monkeypatch, axis, segments):
     force_segments(segments, monkeypatch)
@@ -852,7 +848,6 @@ def test_segmentation_depends_on_sequences_and_tokens(launches, monkeypatch):
 
 @pytest.mark.parametrize("segments", [1, 4])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-@AXES
 def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, axis, packed, segments):
     """Every region up to the last byte of its last entry; they begin at multiples of 256 bytes from one another."""
     force_segments(segments, monkeypatch)
@@ -926,7 +921,6 @@ def test_a_longer_prompt_has_no_fewer_segments():
         assert segments == sorted(segments)
 
 
-@pytest.mark.parametrize("axis", ["head", "channel"])
 def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
     problem = prompt_problem(axis=axis)
     listed = dispatch.variants_of(problem)

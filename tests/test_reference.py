@@ -39,7 +39,6 @@ def scalar_recurrence(q, k, v, log_decay, beta, state):
     return outputs, S
 
 
-@pytest.mark.parametrize("axis", ["head", "channel"])
 def test_recurrence_is_the_contracts(axis):
     t = tokens(axis=axis, dtype=torch.float32)
     start = pool(N)
@@ -70,7 +69,6 @@ def test_gates_are_the_contracts():
 
 
 @pytest.mark.parametrize("kind", ["log", "softplus", "lower_bound"])
-@pytest.mark.parametrize("axis", ["head", "channel"])
 def test_no_finite_input_gives_nan(kind, axis):
     """exp(A_log) overflows, softplus underflows, log decays add up to -inf: select, never 0 * inf."""
     huge = torch.finfo(torch.float32).max
@@ -99,7 +97,6 @@ def test_no_finite_input_gives_nan(kind, axis):
 # ------------------------------------------------------------------------------------------------ the chunk algebra
 
 
-@pytest.mark.parametrize("axis", ["head", "channel"])
 @pytest.mark.parametrize("C", [1, 2, 16, 64])
 def test_pairwise_is_the_sum_over_channels_of_decayed_products(axis, C):
     rng = torch.Generator().manual_seed(C)
@@ -116,7 +113,6 @@ def test_pairwise_is_the_sum_over_channels_of_decayed_products(axis, C):
     assert (M.triu(1) == 0).all()
 
 
-@pytest.mark.parametrize("axis", ["head", "channel"])
 @pytest.mark.parametrize("chunk", [1, 16, 64])
 def test_chunked_equals_recurrent_in_float64(axis, chunk):
     lengths = [0, 1, 15, 16, 63, 64, 65, 130]
@@ -134,7 +130,6 @@ def test_chunked_equals_recurrent_in_float64(axis, chunk):
         torch.testing.assert_close(final[n], last, rtol=1e-10, atol=1e-10)
 
 
-@pytest.mark.parametrize("axis", ["head", "channel"])
 def test_slow_decays_do_not_drift_over_a_long_prefill(axis):
     """A decay of 1 - 1e-5 rounded at every token is off by 4e-4 after 32768 of them; its log, summed in chunks, is not."""
     length, decay = 32768, -1.03e-5
@@ -151,7 +146,6 @@ def test_sums_after_each_token_survive_a_decay_of_zero():
     assert reference.sum_after(x).tolist() == [[-math.inf, 5.0, 3.0, 0.0]]
 
 
-@pytest.mark.parametrize("axis", ["head", "channel"])
 def test_verify_buffers_the_corrections_of_the_algebra(axis):
     t, state, made = tokens(axis=axis), pool(), buffer(axis=axis)
     gd.verify(**t, state=state, buffer=made, backend="reference")
@@ -183,7 +177,6 @@ def test_decode_of_T_tokens_equals_T_calls_bit_for_bit(dtype):
 
 @pytest.mark.parametrize("update_state", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("axis", ["head", "channel"])
 @pytest.mark.parametrize("t", [1, 3])
 def test_decode_without_indices_equals_decode_by_indices_bit_for_bit(t, axis, dtype, update_state):
     """The one gathers nothing; out may have any strides, the pool and the intermediate states more rows than there are sequences."""
@@ -220,7 +213,6 @@ def prefill_to(t, n, length, state):
     return gd.prefill(**part, initial_state=state, output_final_state=True, backend="reference")[1]
 
 
-@pytest.mark.parametrize("axis", ["head", "channel"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("slab", [1, 2**19])
 def test_checkpoints_are_the_states_of_shorter_prefills(axis, dtype, slab, monkeypatch):
