@@ -29,7 +29,7 @@ CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
 DECODES = [
     decode("gdn", (1, 2), BF16, 1, 3),
-    decode("kda", (2, 2), BF16, 3, 2),
+    decode("kda", (2, 2), BF16, 4, 2),
     decode("gdn", (1, 2), FP32, 1, 2),
     decode("kda", (2, 2), BF16, 1, 2),
 ]
@@ -94,27 +94,6 @@ def runner(monkeypatch):
 # ------------------------------------------------------------------------------------------------ the tables
 
 
-def test_tables_are_the_agreed_ones():
-    """Each cell by name: see also the results."""
-    sizes = {op: len(table) for op, table in CELLS.items()}
-    assert sizes == dict(decode=4 * 10 + 2 * 5 * 8 + 2 * 10, prefill=2 * 4 * 2 * 20, speculate=192 + 24 + 72)
-    assert all(len(table) == len(cells.TABLES[op]) for op, table in CELLS.items())  # a label names one cell
-
-
-def test_bytes_and_products_are_the_least_there_are():
-    state, T = 64 * 128 * 128 * 2, 8192
-    assert decode("gdn", (16, 64), BF16, 4, 64).bytes == (1 + 4) * 64 * state
-    chain = speculation("gdn", (16, 64), BF16, 4, 64)
-    one = 16 * 128 * 4 + 64 * 128 * 4 + 64 * 4  # a token's k, u and log decay in the buffer, fp32
-    assert (chain.bytes, chain.facts["buffer_bytes_per_request"]) == (3 * 64 * state, 4 * one)
-    assert chain.facts["memory_ratio"] == pytest.approx(state / one)
-    tokens = (2 * 16 * 128 + 2 * 64 * 128 + 2 * 64) * 2
-    assert speculation("gdn", (16, 64), BF16, 4, 8, "verify").bytes == 8 * (state + 4 * (one + tokens))
-    kda, gdn = CELLS["prefill"]["KDA 64/64 fast 1x8192"], CELLS["prefill"]["GDN 16/64 fast 1x8192"]
-    assert (kda.bytes, gdn.bytes) == (T * 64 * (5 * 128 + 1) * 2 + 4 * state, T * tokens + 4 * state)
-    assert gdn.flops == kda.flops == T * 64 * 163_840
-
-
 def test_rotations_are_cold_and_fit():
     for cell in [cell for table in cells.TABLES.values() for cell in table]:
         states = cells.state_bytes(cell.heads, cell.state_dtype, cell.sequences) * cell.facts.get("layers", 1)
@@ -134,11 +113,9 @@ def test_checks_take_the_cells_own_schedule_on_few_sequences(op):
             schedule = schedule_of(case.problem, launched * cell.sequences)
             assert schedule_of(case.problem, layers * len(case.lengths)) == schedule, cell.label
             assert len(case.lengths) <= 64
-            assert (*cell.heads, cell.T) == (case.problem.H, case.problem.HV, case.problem.T)
-            assert (case.gate, case.problem.state_dtype) == (
-                {"gdn": "softplus", "kda": "lower_bound"}[cell.model],
-                cell.state_dtype,
-            )
+            gate = {"gdn": "softplus", "kda": "lower_bound"}[cell.model]
+            assert (case.heads, case.problem.T, case.gate) == (cell.heads, cell.T, gate)
+            assert case.problem.state_dtype == cell.state_dtype
     kinds = [[(case.op, case.layout) for case in cell.cases(cell)] for cell in (*DECODES[:2], CHAINS[0], *ALONE[:2])]
     assert kinds[:2] == [[("decode", "pool")], [("decode", "intermediates"), ("decode", "frozen")]]
     assert kinds[2:] == [[("verify", "pool"), ("flush", "pool")], [("verify", "pool")], [("flush", "layers")]]
@@ -271,27 +248,12 @@ def forgetful(cell, b):
 
 def careless(cell, b):
     """Takes the states in another order."""
-    call = ours(cell, b)
-
-    def wrong():
-        held = b.state_indices.clone()
-        b.state_indices.copy_(held.flip(0))
-        made = call()
-        b.state_indices.copy_(held)
-        return made
-
-    return wrong
+    return ours(cell, other(b, state_indices=b.state_indices.flip(0)))
 
 
-def one_sequence(cell, b):
-    """Takes the packed sequences for one."""
-    arguments = dict(gate=b.gate, beta_logits=True, initial_state=b.initial_state[:1], output_final_state=True, backend="reference")
-
-    def call():
-        o, state = gd.prefill(b.q, b.k, b.v, b.g, b.beta, **arguments)
-        return o, state.expand_as(b.initial_state)
-
-    return call
+def idle_prefill(cell, b):
+    """The right states, no output."""
+    return lambda: (b.blank(), ours(cell, b)()[1])
 
 
 def transposed(cell, b):
@@ -307,14 +269,9 @@ def all_accepted(cell, b):
     return ours(cell, other(b, num_accepted=torch.full_like(b.num_accepted, cell.T)))
 
 
-def elsewhere(cell, b):
-    """Commits into other sequences' slots."""
-    return peers.OWN["cached"].prepare(cell, other(b, state_indices=b.state_indices.flip(0)))
-
-
 WRONG = [(cell, wrong) for cell in DECODES for wrong in (idle, forgetful, careless)]
-WRONG += [(cell, wrong) for cell in (PREFILLS[0], PREFILLS[2]) for wrong in (forgetful, one_sequence, transposed)]
-WRONG += [(cell, wrong) for cell in CHAINS for wrong in (uncommitted, all_accepted, elsewhere)]
+WRONG += [(cell, wrong) for cell in (PREFILLS[0], PREFILLS[2]) for wrong in (idle_prefill, forgetful, transposed)]
+WRONG += [(cell, wrong) for cell in CHAINS for wrong in (uncommitted, all_accepted, careless)]
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -322,38 +279,31 @@ WRONG += [(cell, wrong) for cell in CHAINS for wrong in (uncommitted, all_accept
 def test_a_peer_that_disagrees_is_not_timed(runner, cell, wrong):
     run = runner({"wrong": wrong, "right": ours}, wrong=1.0, right=5.0)
     found = run.measure(small(cell))
-    assert (found["peers"]["wrong"]["us"], found["peers"]["wrong"]["eager_us"], found["peers"]["wrong"]["agrees"]) == (
-        None,
-        None,
-        False,
-    )
-    assert "disagrees by" in found["peers"]["wrong"]["reason"]
+    made = found["peers"]["wrong"]
+    assert (made["us"], made["eager_us"], made["agrees"]) == (None, None, False)
+    assert "disagrees by" in made["reason"]
     assert (found["best_peer"], found["ratio"]) == ("right", 1.25)
     assert len(run.said) == 1
     assert "wrong disagrees" in run.said[0]
 
 
-def test_a_missing_peer_is_reported_once_and_the_run_goes_on(runner):
+def test_peers_that_fail_are_reported_once_and_the_run_goes_on(runner):
     def missing(cell, b):
         raise ModuleNotFoundError("No module named 'nowhere'\nand more")
 
-    run = runner({"missing": missing, "right": ours}, right=5.0)
-    found = [run.measure(small(cell)) for cell in DECODES[:2]]
-    assert [one["best_peer"] for one in found] == ["right"] * 2
-    reason = "ModuleNotFoundError: No module named 'nowhere'"
-    assert found[0]["peers"]["missing"] == dict(us=None, error=None, agrees=None, reason=reason, eager_us=None)
-    assert len(run.said) == 1
-    assert run.said == [f"missing does not run some cells: {reason}"]
-
-
-def test_a_peer_that_fails_in_the_graph_is_not_fatal(runner):
     def late(cell, b):
+        """Fails while its graph is captured."""
         calls, call = iter([True]), ours(cell, b)
         return lambda: (next(calls), call())[1]
 
-    found = runner({"late": late}).measure(small(DECODES[0]))
-    assert (found["best_peer"], found["ratio"]) == (None, None)
-    assert (found["peers"]["late"]["agrees"], found["peers"]["late"]["reason"]) == (True, "StopIteration")
+    run = runner({"missing": missing, "late": late, "right": ours}, right=5.0)
+    for cell in DECODES[:2]:
+        found = run.measure(small(cell))
+        reason = "ModuleNotFoundError: No module named 'nowhere'"
+        assert found["peers"]["missing"] == dict(us=None, error=None, agrees=None, reason=reason, eager_us=None)
+        assert (found["peers"]["late"]["us"], found["peers"]["late"]["agrees"]) == (None, True)
+        assert (found["peers"]["late"]["reason"], found["best_peer"]) == ("StopIteration", "right")
+    assert run.said == [f"missing does not run some cells: {reason}", "late does not run some cells: StopIteration"]
 
 
 def test_our_own_failure_is_not_swallowed(monkeypatch, runner):
@@ -611,17 +561,20 @@ def stand_ins(monkeypatch, tmp_path):
     peers.sglang.cache_clear()
 
 
-REFUSED = [("fla", cell, "final state alone") for cell in DECODES if cell.T > 1]
-REFUSED += [("flashinfer", decode("kda", (2, 2), FP32, 1, 2), "fp32"), ("flashinfer", CHAINS[0], "fp32")]
-REFUSED += [(name, cell, "KDA on Hopper") for name in ("flashinfer", "flashqla") for cell in PREFILLS[:2]]
-REFUSED += [(name, cell, "GDN on Hopper") for name in ("cudnn", "cudnn_cute") for cell in PREFILLS[2:]]
-REFUSED += [("cudnn_cute", PREFILLS[1], "equal heads")]
+NOT_OFFERED = [
+    ("decode", "fla", [cell for cell in DECODES if cell.T > 1], "final state alone"),
+    ("decode", "flashinfer", [FP32_KDA := decode("kda", (2, 2), FP32, 1, 2)], "fp32"),
+    ("speculate", "flashinfer", CHAINS[:1], "fp32"),
+    *(("prefill", name, PREFILLS[:2], "KDA on Hopper") for name in ("flashinfer", "flashqla")),
+    *(("prefill", name, PREFILLS[2:], "GDN on Hopper") for name in ("cudnn", "cudnn_cute")),
+    ("prefill", "cudnn_cute", PREFILLS[1:2], "equal heads"),
+]
+REFUSED = {(op, name, cell): why for op, name, some, why in NOT_OFFERED for cell in some}
 ASKED = [
     (op, name, cell)
-    for op, some in dict(decode=DECODES, prefill=PREFILLS, speculate=CHAINS).items()
+    for op, some in dict(decode=[*DECODES, FP32_KDA], prefill=PREFILLS, speculate=CHAINS).items()
     for name in peers.PEERS[op]
     for cell in some
-    if not [one for one in REFUSED if one[:2] == (name, cell)]
 ]
 
 
@@ -630,26 +583,22 @@ def named(x):
 
 
 @pytest.mark.parametrize(("op", "name", "cell"), ASKED, ids=named)
-def test_peers_are_asked_for_the_same(runner, stand_ins, op, name, cell):
+def test_peers_are_asked_for_the_same_or_refuse(runner, stand_ins, op, name, cell):
     (stand_ins / "mamba_state_scatter_triton.py").write_text(SGLANG_COMMIT)
     forms = peers.PEERS[op][name].forms(name)
+    assert list(forms) == ([name, f"{name} raw"] if op == "prefill" and name != "fla" else [name])
+    if why := REFUSED.get((op, name, cell)):
+        for prepare in forms.values():
+            with pytest.raises(NotOffered, match=why):
+                prepare(cell, cell.make(cell, CPU, 0))
+        return
     found = runner(forms, **dict(zip(forms, (7.0, 8.0)))).measure(small(cell))
-    assert list(found["peers"]) == ([name, f"{name} raw"] if op == "prefill" and name != "fla" else [name])
     for peer in found["peers"].values():
         assert peer["reason"] is None
         assert peer["error"] < (measure.AGREEMENT / 2 if op == "prefill" else 5e-3)
     assert found["best_peer"] == name
     if (op, name) == ("prefill", "fla"):
         assert os.environ["FLA_FLASH_KDA"] == os.environ["FLA_FLASH_QLA"] == "0"
-
-
-@pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize(("name", "cell", "why"), REFUSED, ids=named)
-def test_peers_refuse_what_they_do_not_offer(name, cell, why):
-    op = "prefill" if cell.flops else "decode" if cell in DECODES or cell.passes > 1 else "speculate"
-    for prepare in peers.PEERS[op][name].forms(name).values():
-        with pytest.raises(NotOffered, match=why):
-            prepare(cell, cell.make(cell, CPU, 0))
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -684,27 +633,25 @@ def test_a_commit_takes_the_state_after_the_last_accepted_draft(stand_ins, cell)
 def test_sglangs_files_are_found_and_leave_no_modules_behind(monkeypatch, stand_ins):
     kept = types.ModuleType("sglang.srt.utils")
     monkeypatch.setitem(sys.modules, "sglang.srt.utils", kept)
-    before = {name for name in sys.modules if name.split(".")[0] == "sglang"}
     (stand_ins / "mamba_state_scatter_triton.py").write_text(SGLANG_COMMIT)
     assert peers.sglang(peers.KERNEL).__name__ == "fused_sigmoid_gating_delta_rule_update"
     assert peers.sglang(peers.COMMIT).__name__ == "fused_mamba_state_scatter_with_mask"
-    assert {name for name in sys.modules if name.split(".")[0] == "sglang"} == before
+    assert {name for name in sys.modules if name.split(".")[0] == "sglang"} == {kept.__name__}
     assert sys.modules["sglang.srt.utils"] is kept
     assert peers.DECODE["sglang"].version.startswith("file ")
     monkeypatch.delenv("GATED_DELTA_SGLANG_KERNEL")
-    for wanted, inside in ((peers.KERNEL, "attention/linear"), (peers.COMMIT, "mamba")):
-        file = stand_ins / "site/sglang/kernels/ops" / inside / Path(wanted[1]).name
+    for wanted in (peers.KERNEL, peers.COMMIT):
+        assert peers.sglang_file(wanted) is None
+        file = stand_ins / "site/sglang/kernels/ops" / wanted[1]
         file.parent.mkdir(parents=True)
         file.touch()
-        assert peers.sglang_file(wanted) is None
         with monkeypatch.context() as patch:
-            patch.setattr(sys, "path", [str(stand_ins / "site"), *sys.path])
+            patch.syspath_prepend(stand_ins / "site")
             assert peers.sglang_file(wanted) == file
-        monkeypatch.setenv(wanted[0], str(stand_ins / "nowhere.py"))
-        peers.sglang.cache_clear()
-        with pytest.raises(ImportError, match=r"nowhere\.py"):
-            peers.sglang(wanted)
-        monkeypatch.delenv(wanted[0])
+            patch.setenv(wanted[0], str(stand_ins / "nowhere.py"))
+            peers.sglang.cache_clear()
+            with pytest.raises(ImportError, match=r"nowhere\.py"):
+                peers.sglang(wanted)
 
 
 # ------------------------------------------------------------------------------------------------ records
@@ -759,12 +706,14 @@ def test_runs_are_put_together_by_cell():
 def test_results_have_one_form_and_one_cell_a_line(runner, op):
     file = record.RESULTS / f"{op}.json"
     content = record.read(file)
+    assert len(CELLS[op]) == len(cells.TABLES[op])  # a label names one cell
     assert (content["command"], [cell["label"] for cell in content["cells"]]) == (f"benchmarks {op}", list(CELLS[op]))
     assert file.read_text().count("\n") == len(content["cells"]) + len(content["runs"]) + 7
     measured = runner().measure(small(DECODES[0]))
     assert {tuple(cell) for cell in content["cells"]} == {(*measured, "run")}
     for cell in content["cells"]:
-        assert {name: cell[name] for name in measure.facts(CELLS[op][cell["label"]])} == measure.facts(CELLS[op][cell["label"]])
+        facts = measure.facts(CELLS[op][cell["label"]])  # bytes and products too
+        assert {name: cell[name] for name in facts} == facts
         assert record.derived(cell, content["runs"][cell["run"]]) == cell
 
 
@@ -794,8 +743,7 @@ def test_pictures_say_what_they_show(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    drawn = []
-    right = Figure.savefig
+    drawn, right = [], Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure) or right(figure, *_, **__))
     for op in CELLS:
         content = record.read(record.RESULTS / f"{op}.json")
@@ -806,8 +754,8 @@ def test_pictures_say_what_they_show(monkeypatch, tmp_path):
         figure, panels = drawn[-1], [axis for axis in drawn[-1].axes if axis.axison]
         for words in (op, "NVIDIA H200", "date not recorded", "torch 2.11.0", content["runs"][0]["commit"][:7]):
             assert words in figure.get_suptitle().replace("\n", " ")
-        for word, used in (("raw:", op == "prefill"), ("fast gates:", op == "prefill"), ("cached:", op == "speculate")):
-            assert (word in figure.get_supxlabel()) == used
+        said = [word for word in ("raw:", "fast gates:", "cached:") if word in figure.get_supxlabel()]
+        assert said == dict(decode=[], prefill=["raw:", "fast gates:"], speculate=["cached:"])[op]
         assert [panel.get_title() for panel in panels if panel.get_title()] == series
         assert len(panels) == 2 * len(series)
         lines = {line.get_linestyle() for panel in panels for line in panel.lines if line.get_marker() != "None"}
@@ -860,7 +808,7 @@ def test_every_part_is_added_to_one_file(tmp_path):
         dict(a=Peer("torch", ours).version),
         dict(b=None, a=Peer("torch", ours).version),
     ]
-    assert [one["host_us_of"] for one in content["runs"]] == [DECODES[0].label, DECODES[1].label]  # of the least bytes
+    assert [one["host_us_of"] for one in content["runs"]] == [DECODES[0].label, DECODES[2].label]  # of the least bytes
     assert not list(tmp_path.glob("*.unfinished"))
     assert run("measure", "decode", file, "--filter", "B=3", "--peers", "none").exit_code == 0
     assert record.read(file)["cells"][0]["peers"] == {}
@@ -889,17 +837,18 @@ def test_cells_that_fail_their_check_are_not_timed(monkeypatch, tmp_path):
 
 @pytest.mark.usefixtures("gpu")
 def test_a_run_cut_short_leaves_what_it_has(monkeypatch, tmp_path):
-    right = Runner.measure
+    right, early = Runner.measure, []
 
     def cut(self, cell, host):
         if cell.label == DECODES[1].label:
+            early.extend(cell["label"] for cell in record.read(tmp_path / "x.json")["cells"])
             os.kill(os.getpid(), signal.SIGINT)
         return right(self, cell, host)
 
     monkeypatch.setattr(Runner, "measure", cut)
     result = run("measure", "decode", tmp_path / "x.json")
     assert result.exit_code == 130, result.output
-    assert [cell["label"] for cell in record.read(tmp_path / "x.json")["cells"]] == [DECODES[0].label]
+    assert [cell["label"] for cell in record.read(tmp_path / "x.json")["cells"]] == early == [DECODES[0].label]
 
 
 @pytest.mark.usefixtures("gpu")
