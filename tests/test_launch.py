@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import gated_delta as gd
-from gated_delta import compile, dispatch
+from gated_delta import api, compile, dispatch
 from gated_delta.call_cache import CallCache
 from gated_delta.kernels import arguments
 from gated_delta.kernels.arguments import ABSENT, BF16, CHUNK, FP16, FP32, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
@@ -60,7 +60,7 @@ def launches(monkeypatch):
     monkeypatch.setattr(compile, "load", load)
     monkeypatch.setattr(compile, "missing", lambda variant, arch: ())
     monkeypatch.setattr(compile, "arch_of", lambda device: "sm_90a")
-    monkeypatch.setattr(dispatch, "_missing_for_cute", lambda op, problem, device: op.missing(problem))
+    monkeypatch.setattr(api, "_missing_for_cute", lambda op, problem, device: op.missing(problem))
     monkeypatch.setattr(shared, "_raw_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     return made

@@ -127,5 +127,5 @@ def test_a_users_file_passes_mypy_strict(tmp_path):
     assert len(revealed) == 5
     returned = [line.rpartition("-> ")[2] for line in revealed[:3]]
     assert returned == ['tuple[torch._tensor.Tensor, torch._tensor.Tensor | None]"', *['torch._tensor.Tensor"'] * 2]
-    assert revealed[4] == '"gated_delta.dispatch.Route"'
+    assert revealed[4] == '"gated_delta.api.Route"'
     assert not any("Any" in line for line in revealed)

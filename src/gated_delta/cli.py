@@ -22,6 +22,7 @@ from typer.core import TyperGroup
 
 from . import __version__, dispatch
 from . import compile as kernels
+from .api import select
 from .ops import OPERATIONS
 from .options import (
     MAX_DIM,
@@ -299,7 +300,7 @@ def bench(
             raise typer.BadParameter(f"{asked} takes more than the {room / 2**30:.0f} GiB of {where}", param_hint="--batch")
         try:
             for problem in case.problems:
-                dispatch.select(OPERATIONS[problem.op], problem, where, backend.value, len(case.lengths), sum(case.lengths))
+                select(OPERATIONS[problem.op], problem, where, backend.value, len(case.lengths), sum(case.lengths))
         except UnsupportedProblem as problem:
             raise typer.BadParameter(one_line(problem), param_hint="--backend") from None
     report = Report("bench", as_json, file)

@@ -1,97 +1,15 @@
-"""Which backend and kernels a call gets, and why: `select`. What a pack holds: `shipped`."""
+"""Which kernels problems lead to, and what a pack holds: loops over the operations, none of them by name."""
 
 from __future__ import annotations
 
-import functools
 import itertools
-import warnings
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from . import compile
-from .ops import OPERATIONS, Operation
-from .ops.launch import Plan
-from .problem import Problem, UnsupportedProblem
-
-BACKENDS = ("auto", "cute", "reference")
-
-
-@dataclass(frozen=True)
-class Route:
-    """What would run a problem. `missing` says what keeps it from the CuTe kernels, one reason each; empty when nothing does."""
-
-    problem: Problem
-    backend: str
-    kernel: str
-    missing: tuple[str, ...] = ()
-    plan: Plan | None = None
-    """On the CuTe backend, how the work is cut and what is launched."""
-
-    @property
-    def schedule(self) -> Any:
-        """How the work is cut; None on the reference backend."""
-        return self.plan and self.plan.schedule
-
-    @property
-    def variants(self) -> tuple[compile.Variant, ...]:
-        """What is launched, in its order."""
-        return self.plan.variants if self.plan else ()
-
-    def __str__(self) -> str:
-        lines = [f"{self.problem.label}: backend {self.backend}, kernel {self.kernel}"]
-        if self.schedule is not None:
-            lines.append(f"  {self.schedule}")
-        return "\n".join(lines + [f"  cute needs: {reason}" for reason in self.missing])
-
-
-def select(op: Operation, problem: Problem, device: torch.device, backend: str, sequences: int = 0, tokens: int = 0) -> Route:
-    """The route of a problem; `sequences`, each layer's counted, and `tokens`, those of all, settle its schedule.
-
-    Raises ValueError for an unknown backend, UnsupportedProblem when the asked one cannot run it.
-    """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
-    missing = tuple(_missing_for_cute(op, problem, device))
-    if not missing and backend != "reference":
-        plan = op.plan(problem, sequences, tokens)
-        arch = compile.arch_of(device)
-        assert arch is not None
-        missing = tuple(dict.fromkeys(reason for variant in plan.variants for reason in compile.missing(variant, arch)))
-        if not missing:
-            return Route(problem, "cute", ", ".join(variant.label for variant in plan.variants), (), plan)
-    if backend == "cute":
-        raise UnsupportedProblem(f"backend 'cute' cannot run {problem.label}; it needs", missing)
-    if backend == "auto" and device.type == "cuda":
-        _warn_of_fallback()
-    return Route(problem, "reference", f"reference.{op.name}", missing)
-
-
-def _missing_for_cute(op: Operation, problem: Problem, device: torch.device) -> list[str]:
-    """What the CuTe backend lacks for this problem on this device, whatever is compiled; empty when nothing."""
-    reasons = []
-    if device.type != "cuda":
-        reasons.append(f"tensors on a CUDA device, got {device.type}")
-    elif compile.arch_of(device) not in op.archs:
-        capability = torch.cuda.get_device_capability(device)
-        numbers = " or ".join(f"{major}.{minor}" for (major, minor), arch in compile.ARCHS.items() if arch in op.archs)
-        reasons.append(f"a device of compute capability {numbers}, got {capability[0]}.{capability[1]}")
-    if problem.dtype == torch.float32:
-        reasons.append("bf16 or fp16 inputs, got fp32")
-    return reasons + op.missing(problem)
-
-
-@functools.cache
-def _warn_of_fallback() -> None:
-    warnings.warn(
-        "gated_delta runs a CUDA call on its PyTorch reference backend, which is slow; gated_delta.explain(op, ...) says why. "
-        "Pass backend='reference' to choose it, or backend='cute' to get an error instead.",
-        stacklevel=5,  # the caller of the operation: operation, _run, select, this
-    )
-
-
-# ------------------------------------------------------------------------------------------------ built ahead of time
+from .ops import OPERATIONS
+from .problem import Problem
 
 MODELS = (
     # axis, K, V, gates

@@ -19,7 +19,7 @@ from rich.text import Text
 from torch import Tensor
 
 from .. import Gate, KVBuffer, api, reference
-from ..dispatch import Route
+from ..api import Route
 from ..problem import SHORT, Tokens
 
 MODEL = Path(__file__).parent / "tiny_qwen3_5"

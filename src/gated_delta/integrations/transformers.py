@@ -28,7 +28,6 @@ from torch import Tensor
 
 from .. import api
 from ..call_cache import CallCache
-from ..dispatch import BACKENDS
 from ..problem import MAX_DRAFT
 
 GDN = ("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule")
@@ -229,8 +228,8 @@ def patch(models: str | Iterable[str] | torch.nn.Module | None = None, *, backen
     and RuntimeError when a module is patched already or this release of transformers computes its layers in another way. Then
     nothing was patched. The functions are replaced for all threads; patch() and undo() may be called from any.
     """
-    if backend not in BACKENDS:
-        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
+    if backend not in api.BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(api.BACKENDS)}, got {backend!r}")
     names = _names(models)
     modules = [(importlib.import_module(_path(name)), f) for name in names for f in MODELS[name]]
     with _lock:

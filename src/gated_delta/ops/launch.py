@@ -42,7 +42,7 @@ class Plan(NamedTuple):
 
 
 class Operation(ABC):
-    """One of the four operations, as the API, dispatch and torch.library see it.
+    """One of the four operations, as the API, packs and torch.library see it.
 
     `arguments` is a NamedTuple with a call's tensors first, in the order of its kernels' pointers and None where one is not given,
     then its other values, the backend last.
