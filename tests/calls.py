@@ -31,6 +31,13 @@ def buffer(rows=N, t=T, axis="head", layers=None):
     return made
 
 
+def normed(n=N, t=T, dtype=torch.float32, seed=3, **options):
+    """norm and z, for a decode or a verify."""
+    rng = torch.Generator().manual_seed(seed)
+    weight, z = 1 + torch.randn(V, generator=rng) / 2, torch.randn(n, t, HV, V, generator=rng)
+    return dict(norm=gd.GatedNorm(weight, **options), z=z.to(dtype))
+
+
 def call(op):
     """Keyword arguments of a valid call."""
     return {

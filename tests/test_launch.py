@@ -114,6 +114,16 @@ def strided(T, K, V, axis="head", spread_channels=True):
     return call | dict(g=g, beta=torch.randn(N, T, 2 * HV).half()[..., ::2], out=out)
 
 
+def normed(lead=(N, T), activation="silu", weight_dtype=fp16, eps=1e-5):
+    """A norm and its gate, whose memory lies between other numbers."""
+    weight = torch.randn(V, 2)[:, 1].to(weight_dtype)
+    return dict(norm=gd.GatedNorm(weight, eps, activation), z=torch.randn(*lead, HV, 3, V).bfloat16()[:, :, :, 1])
+
+
+def bits(x):
+    return int(numpy.float32(x).view(numpy.int32))
+
+
 def pool(dtype=bf16):
     return torch.randn(P, HV, V, K).to(dtype)
 
@@ -162,6 +172,8 @@ def pieces(call):
     found = {name: x for name, x in call.items() if isinstance(x, torch.Tensor)}
     if (gate := call.get("gate")) is not None:
         found |= {name: x for name, x in vars(gate).items() if isinstance(x, torch.Tensor)}
+    if (norm := call.get("norm")) is not None:
+        found |= dict(norm_weight=norm.weight)
     if (kept := call.get("buffer")) is not None:
         found |= {f"buffer_{part}": x for part, x in vars(kept).items()}
     return found
@@ -198,7 +210,7 @@ def check(launch, given, **sizes):
         if x is None:
             assert (base, *steps) == (0,) * (1 + len(steps)), name
             continue
-        if name in ("q", "k", "v", "g", "beta", "o") and len(x) == 1:
+        if name in ("q", "k", "v", "g", "beta", "z", "o") and len(x) == 1:
             assert steps[0] == 0  # a packed sequence is found by its first token
         if name == "checkpoints":  # of slots in a pool, or of sequences and their checkpoints
             n, j, p, h = steps
@@ -209,7 +221,7 @@ def check(launch, given, **sizes):
         follow(base, x, steps)
     for field in passed._fields:
         if (name := field.removesuffix("_kind")) != field:
-            x, numbers = given.get(name), name in ("beta", "dt_bias")
+            x, numbers = given.get(name), name in ("beta", "dt_bias", "norm_weight")
             if numbers:
                 wanted = ABSENT if x is None else {bf16: BF16, fp16: FP16, f32: FP32}[x.dtype]
             else:
@@ -283,6 +295,18 @@ CALLS = {
         ),
         dict(N=2, T=5, total=9, C=5),
     ),
+    **{
+        f"{op} of {tokens_of} tokens with a norm": (
+            lambda axis, op=op, lead=lead, rest=rest: good(op, axis) | tokens(lead, axis) | normed(lead, "sigmoid") | rest,
+            dict(norm_eps=bits(1e-5), norm_sigmoid=1),
+        )
+        for op in ("decode", "verify")
+        for tokens_of, lead, rest in (
+            ("N x T", (N, T), {}),
+            ("one sequence's", (1, T), {}),
+            ("packed", (1, 9), dict(cu_seqlens=ints(0, 3, 6, 9))),
+        )
+    },
     **{
         f"flush of one layer by {count}": (
             lambda axis, count=count: dict(state=pool(), buffer=buffer(N, 5, axis), num_accepted=count, state_indices=ALL.clone()),
@@ -422,6 +446,37 @@ def test_blocks_share_a_heads_rows_evenly(op, K, V):
             assert plan.variants[0] in operation.variants(problem)
 
 
+@pytest.mark.parametrize("op", ["decode", "verify"])
+def test_a_norm_takes_other_kernels_than_a_call_without_one(launches, op):
+    """But its weight, eps and activation do not: they are arguments."""
+    for some in ({}, normed(), normed(weight_dtype=bf16), normed(activation="sigmoid"), normed(eps=1e-3)):
+        run(op, **good(op) | some)
+    bare, *fused = (dict(some.facts) for some in launches.kernels)
+    assert "norm" not in bare
+    assert fused[0]["norm"] is True
+    assert all(facts == fused[0] for facts in fused)
+
+
+@pytest.mark.parametrize("K", [8, 64, 96, 128])
+def test_a_block_or_a_cluster_has_a_whole_head_for_a_norm(K):
+    """Of every V and schedule; within what a block and a cluster may have."""
+    facts = dict(gate="log", dtype=bf16, g_dtype=bf16, options=frozenset({"norm"}))
+    for V, axis, state_dtype, T in itertools.product(range(32, 257, 32), ("head", "channel"), (f32, bf16), (1, 3, 16)):
+        for some in dispatch.variants_of(Problem("decode", axis, 1, 1, K, V, T, state_dtype=state_dtype, **facts)):
+            made = dict(some.facts)
+            blocks, rest = divmod(V, made["chunks"] * arguments.tile_rows(K, made["rows"], made["threads"]))
+            assert rest == 0
+            assert 1 <= blocks <= 8  # more of a cluster run on some devices only
+            assert made["threads"] >= 64  # with one warp, no thread were left for KDA's decays
+        for some in dispatch.variants_of(Problem("verify", axis, 1, 1, K, V, T, state_dtype=state_dtype, **facts)):
+            made = dict(some.facts)
+            assert made["rows"] * made["threads"] == 32 * V
+            assert made["threads"] <= 512
+    for op in ("decode", "verify"):
+        problem = Problem(op, "head", 1, 1, K, 288, 1, state_dtype=bf16, **facts)
+        assert OPERATIONS[op].missing(problem) == ["V up to 256 with a norm, got 288"]
+
+
 @pytest.mark.parametrize(("given", "passed"), [(-1, -1), (0, 0), (5, 5), (2**40, 2**31 - 1), (numpy.int64(2), 2)], ids=str)
 def test_null_index_is_a_number_of_the_launch(launches, given, passed):
     """Of every operation; it needs no other kernels."""
@@ -478,6 +533,9 @@ def others(op):
         dict(beta=first["beta"].float()),
         dict(out=torch.empty_like(first["v"])),
     ]
+    if op != "prefill":
+        found += [normed(), normed(weight_dtype=f32), normed(activation="sigmoid"), normed(eps=1e-6)]
+        found.append(dict(norm=gd.GatedNorm(torch.ones(V), 1e-5), z=first["v"]))
     if op == "decode":
         steps = pool()[:N, None].expand(-1, T, -1, -1, -1).clone()
         found += [dict(update_state=False), dict(intermediate_states=steps)]
@@ -555,6 +613,10 @@ def mistakes(op):
         (dict(beta=call["beta"][:, :1]), ValueError),
         (dict(beta=grad(call["beta"])), gd.UnsupportedProblem),
     ]
+    if op != "prefill":
+        norm = normed()
+        found += [(norm | dict(z=None), ValueError), (dict(z=norm["z"]), ValueError), (norm | dict(z=norm["z"].float()), TypeError)]
+        found += [(norm | dict(norm="silu"), TypeError), (norm | dict(out=norm["z"]), ValueError)]
     if op == "decode":
         return [*found, (dict(update_state=1), TypeError)]
     if op == "verify":
@@ -644,14 +706,15 @@ EXTRA = {
     "initial_state": lambda call: call | dict(state=None, initial_state=states(N)),
     "checkpoints": lambda call: call | dict(checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=states(N).unsqueeze(1)),
     "out": lambda call: call | dict(out=torch.zeros_like(call["v"])),
+    "z": lambda call: call | normed(),
 }
 """Calls with an argument that is not in every one."""
 ROWS, QK, VALUES = "V rows", "rows of q and k", "rows of v and out"
 MISALIGNED = [
     # operation, tensor, how it lies, what is missing then, if anything is
-    *(("decode", name, off, None) for name in ("q", "k", "v", "g", "beta", "out")),
+    *(("decode", name, off, None) for name in ("q", "k", "v", "g", "beta", "z", "out")),
     *(("decode", name, how, ROWS) for name in ("state", "intermediate_states") for how in (off, lambda x: wider(x, 4))),
-    *(("verify", name, off, None) for name in ("q", "v", "g", "buffer_u", "buffer_log_decay")),
+    *(("verify", name, off, None) for name in ("q", "v", "g", "z", "buffer_u", "buffer_log_decay")),
     *(("verify", "state", how, ROWS) for how in (off, lambda x: wider(x, 4))),
     *(("verify", "buffer_k", how, "rows of k") for how in (off, lambda x: wider(x, 1))),
     *(("flush", name, off, None) for name in ("buffer_u", "buffer_k", "buffer_log_decay")),
@@ -690,9 +753,8 @@ def test_other_head_dims_are_refused(launches):
 def launch_of(op, call, **bent):
     """The launch for such a call with tensors that have no memory, whatever their addresses."""
     route = gd.explain(op, **call, backend="cute")
-    facts = dict(
-        gate="log", bound=0.0, qk_l2norm=True, beta_logits=False, update_state=True, output_final_state=False, null_index=-1
-    )
+    facts = dict(gate="log", bound=0.0, norm_eps=0.0, qk_l2norm=True, beta_logits=False, null_index=-1)
+    facts |= dict(update_state=True, output_final_state=False)
     fields = OPERATIONS[op].arguments._fields
     given = dict.fromkeys(fields) | facts | pieces(call) | bent
     return OPERATIONS[op].launch(route.problem, route.plan, OPERATIONS[op].arguments(*(given[field] for field in fields)))
@@ -704,7 +766,11 @@ def far(x, *strides):
 
 
 BUFFER = ("buffer_u", "buffer_k", "buffer_log_decay")
-FAR = [("decode", ("state", "v", "out", "intermediate_states")), ("verify", ("state", *BUFFER)), ("flush", ("state", *BUFFER))]
+FAR = [
+    ("decode", ("state", "v", "z", "out", "intermediate_states")),
+    ("verify", ("state", "z", *BUFFER)),
+    ("flush", ("state", *BUFFER)),
+]
 FAR += [("prefill", ("state", "initial_state", "out", "checkpoints"))]
 
 

@@ -5,7 +5,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 import gated_delta as gd
-from calls import buffer, call, pool, tokens, verified
+from calls import buffer, call, normed, pool, tokens, verified
 from gated_delta import api
 
 A_LOG = torch.linspace(-1, 1, 4)
@@ -29,6 +29,8 @@ SAMPLES = [
         | dict(state_indices=torch.tensor([3, 0]), null_index=0),
     ),
     ("verify", tokens() | dict(state=pool(), state_indices=torch.tensor([3, -1]), buffer=verified())),
+    ("decode", tokens() | normed() | dict(state=pool(), state_indices=torch.tensor([3, -1]))),
+    ("verify", tokens() | normed(activation="sigmoid") | dict(state=pool(), buffer=verified())),
     ("flush", dict(state=pool(), buffer=verified(), num_accepted=torch.tensor([1, 3]))),
     ("flush", dict(state=pool(), buffer=verified(), num_accepted=1, state_indices=torch.tensor([3, 1]))),
 ]
@@ -111,6 +113,20 @@ def test_decode_compiles_whole_and_mutates_its_pool():
     same(eager, compiled)
     same(seen, seen_compiled)
     assert not torch.equal(seen_compiled["state"], pool())
+
+
+@pytest.mark.parametrize("op", ["decode", "verify"])
+def test_a_norm_compiles_whole(op):
+    def run(a):
+        norm = gd.GatedNorm(a["weight"], 1e-5, "sigmoid")
+        rest = dict(state=a["state"]) | (dict(buffer=gd.KVBuffer(a["u"], a["k"], a["log_decay"])) if op == "verify" else {})
+        return getattr(gd, op)(**a["tokens"], **rest, norm=norm, z=a["z"], backend="reference") * 2
+
+    given = normed()
+    arguments = dict(tokens=tokens(), state=pool(), z=given["z"], weight=given["norm"].weight, **vars(verified()))
+    (eager, seen), (compiled, seen_compiled) = both_ways(run, arguments)
+    same(eager, compiled)
+    same(seen, seen_compiled)
 
 
 def test_verify_then_flush_compile_whole():

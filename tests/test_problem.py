@@ -2,13 +2,14 @@
 
 import inspect
 import itertools
+import math
 
 import numpy
 import pytest
 import torch
 
 import gated_delta as gd
-from calls import HV, H, K, N, P, T, V, buffer, call, pool, tokens, writable
+from calls import HV, H, K, N, P, T, V, buffer, call, normed, pool, tokens, writable
 from gated_delta.testing import cases
 from gated_delta.testing.inputs import make
 
@@ -297,12 +298,40 @@ BAD = {
         ],
     },
 }
+WRITTEN = torch.zeros(N, T, HV, V)
+BAD_NORMS = [  # of decode and verify
+    (dict(norm="silu"), "norm: expected a gated_delta.GatedNorm or None, got str", TypeError),
+    (dict(z=[1.0]), "z: expected a torch.Tensor, got list", TypeError),
+    (dict(z=WRITTEN.bfloat16()), "z: expected dtype torch.float32, got torch.bfloat16", TypeError),
+    (dict(z=None), "z: expected a tensor beside norm, got None", ValueError),
+    (dict(norm=None), "z: expected None without norm, got a tensor", ValueError),
+    (dict(z=torch.zeros(N, T + 1, HV, V)), r"z: expected v's shape \[2, 3, 4, 6\], got \[2, 4, 4, 6\]", ValueError),
+    (dict(z=torch.zeros(N, T, HV * V)), r"z: expected v's shape \[2, 3, 4, 6\], got \[2, 3, 24\]", ValueError),
+    (dict(z=last_dim_strided(N, T, HV, V)), "z: expected a contiguous last dimension", ValueError),
+    (dict(z=WRITTEN.to("meta")), "z: expected device cpu, .*, got meta", ValueError),
+    (dict(norm=gd.GatedNorm(torch.ones(K))), rf"norm.weight: expected shape \[V\] = \[{V}\], got \[{K}\]", ValueError),
+    (dict(norm=gd.GatedNorm(torch.ones(V).to("meta"))), "norm.weight: expected device cpu, .*, got meta", ValueError),
+    (dict(z=WRITTEN, out=WRITTEN), "out: expected memory apart from .*, got some of z's", ValueError),
+    (
+        dict(norm=gd.GatedNorm(WRITTEN[0, 0, 0]), out=WRITTEN),
+        "out: expected memory apart from .*, got some of norm.weight's",
+        ValueError,
+    ),
+    (
+        dict(norm=gd.GatedNorm(torch.nn.Parameter(torch.ones(V)))),
+        "norm.weight requires grad.*no backward",
+        gd.UnsupportedProblem,
+    ),
+    (dict(z=torch.zeros(N, T, HV, V, requires_grad=True)), "z requires grad.*no backward", gd.UnsupportedProblem),
+    (dict(backend="cute"), "cute.*cannot run .*-norm", gd.UnsupportedProblem),
+]
 REFUSED = [(op, *row, error) for error, ops in BAD.items() for op, rows in ops.items() for row in rows]
 REFUSED += [
     (op, dict(null_index=value), f"null_index: expected {wanted}, got {value}", ValueError)
     for op in ("prefill", "decode", "verify", "flush")
     for value, wanted in ((-2, "-1 or more"), (0, "-1 without state_indices.*"))
 ]
+REFUSED += [(op, normed() | changes, *rest) for op in ("decode", "verify") for changes, *rest in BAD_NORMS]
 
 
 @pytest.mark.parametrize(
@@ -389,9 +418,26 @@ def test_unknown_arguments_are_python_errors():
             ValueError,
             "layer: expected a buffer made with num_layers",
         ),
+        (lambda: gd.GatedNorm([1.0]), TypeError, "weight: expected a torch.Tensor, got list"),
+        (lambda: gd.GatedNorm(torch.ones(4).double()), TypeError, "weight: expected dtype .*got torch.float64"),
+        (lambda: gd.GatedNorm(torch.ones(1, 4)), ValueError, r"weight: expected shape \[V\], got \[1, 4\]"),
+        (lambda: gd.GatedNorm(torch.ones(4), "small"), TypeError, "eps: expected a number, got str"),
+        (lambda: gd.GatedNorm(torch.ones(4), True), TypeError, "eps: expected a number, got bool"),
+        *(
+            (lambda eps=eps: gd.GatedNorm(torch.ones(4), eps), ValueError, "eps: expected a finite number from")
+            for eps in (0.0, -1e-6, 1e-39, math.inf, math.nan)
+        ),
+        *(
+            (
+                lambda name=name: gd.GatedNorm(torch.ones(4), activation=name),
+                ValueError,
+                "activation: expected one of silu, sigmoid",
+            )
+            for name in ("swish", None, [])
+        ),
     ],
 )
-def test_bad_gates_and_buffers(make_gate, error, text):
+def test_bad_gates_norms_and_buffers(make_gate, error, text):
     with pytest.raises(error, match=text):
         make_gate()
 

@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 
 import gated_delta as gd
-from calls import HV, H, K, N, T, V, buffer, call, pool, tokens
+from calls import HV, H, K, N, T, V, buffer, call, normed, pool, tokens
 from gated_delta import reference
 from gated_delta.problem import Tokens
 from gated_delta.testing import quick_cases, run_case
@@ -24,6 +24,54 @@ def test_case_list(case, device):
 
 
 # ------------------------------------------------------------------------------------------------ the definition
+
+
+@pytest.mark.parametrize("activation", ["silu", "sigmoid"])
+def test_the_gated_norm_is_the_contracts(activation):
+    """Against Python floats."""
+    o, z, weight, eps = torch.randn(3, V).double(), 3 * torch.randn(3, V).double(), torch.randn(V), 0.25
+    o[1] = 0
+    got = reference.gated_norm(o, z, gd.GatedNorm(weight, eps, activation), torch.float64)
+    for row, gates, made in zip(o.tolist(), z.tolist(), got.tolist()):
+        root = math.sqrt(sum(x * x for x in row) / V + eps)
+        act = [1 / (1 + math.exp(-x)) * (x if activation == "silu" else 1) for x in gates]
+        assert made == pytest.approx([x / root * w * a for x, w, a in zip(row, weight.tolist(), act)], rel=1e-12, abs=0)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("indexed", [False, True])
+@pytest.mark.parametrize("op", ["decode", "verify"])
+def test_a_fused_norm_is_the_norm_of_the_calls_own_outputs(op, indexed, dtype):
+    """In 16 bits to the bit: o is rounded in front of the norm. And the states are those of the call without it."""
+    given = tokens(dtype=dtype)
+    slots = dict(state_indices=torch.tensor([3, 1])) if indexed else {}
+    norm = normed(dtype=dtype, eps=1e-5)
+    states, made = [], []
+    for with_norm in ({}, norm):
+        rest = dict(state=pool(dtype=torch.bfloat16)) | (dict(buffer=buffer()) if op == "verify" else {})
+        made.append(getattr(gd, op)(**given, **slots, **rest, **with_norm, backend="reference"))
+        states.append([rest["state"], *(vars(rest["buffer"]).values() if op == "verify" else ())])
+    bare, fused = made
+    want = reference.gated_norm(bare, norm["z"], norm["norm"], torch.float32).to(dtype)
+    torch.testing.assert_close(fused, want, rtol=1e-6 if dtype == torch.float32 else 0, atol=0)  # exp of a CPU varies by place
+    assert all(torch.equal(x.nan_to_num(5.0), y.nan_to_num(5.0)) for x, y in zip(*states, strict=True))
+
+
+@pytest.mark.parametrize("op", ["decode", "verify"])
+def test_a_norm_of_packed_tokens(op):
+    """Each with its own row of z; rows of no active sequence are zeros, whatever z holds there."""
+    given, norm = tokens(1, 6), normed(1, 6)
+    norm["z"][:, [2, 5]] = math.nan
+    rest = dict(cu_seqlens=torch.tensor([0, 2, 3, 5]), state_indices=torch.tensor([3, -1, 0]))
+    made = []
+    for with_norm in ({}, norm):
+        own = dict(state=pool()) | (dict(buffer=buffer(3, 4)) if op == "verify" else {})
+        made.append(getattr(gd, op)(**given, **rest, **own, **with_norm, backend="reference"))
+    bare, fused = (x[0] for x in made)
+    want = reference.gated_norm(bare, norm["z"][0], norm["norm"], torch.float32)
+    want[[2, 5]] = 0
+    torch.testing.assert_close(fused, want, rtol=1e-6, atol=0)
+    assert fused[[0, 1, 3, 4]].abs().sum(-1).min() > 0
 
 
 def scalar_recurrence(q, k, v, log_decay, beta, state):
@@ -165,12 +213,14 @@ def test_verify_buffers_the_corrections_of_the_algebra(axis):
 # ------------------------------------------------------------------------------------------------ promises
 
 
+@pytest.mark.parametrize("norm", [{}, normed(t=5)], ids=["bare", "norm"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_decode_of_T_tokens_equals_T_calls_bit_for_bit(dtype):
-    t = tokens(t=5)
+def test_decode_of_T_tokens_equals_T_calls_bit_for_bit(dtype, norm):
+    t = tokens(t=5) | norm
     together, apart = pool(dtype=dtype), pool(dtype=dtype)
     o = gd.decode(**t, state=together, backend="reference")
-    steps = [gd.decode(**{name: x[:, i : i + 1] for name, x in t.items()}, state=apart, backend="reference") for i in range(5)]
+    calls = [{name: x[:, i : i + 1] if isinstance(x, torch.Tensor) else x for name, x in t.items()} for i in range(5)]
+    steps = [gd.decode(**each, state=apart, backend="reference") for each in calls]
     assert torch.equal(o, torch.cat(steps, 1))
     assert torch.equal(together, apart)
 

@@ -5,13 +5,16 @@ import itertools
 import pytest
 import torch
 
+import gated_delta as gd
 from gated_delta import reference
+from gated_delta.reference import gated_norm
 from gated_delta.testing import cases, check, quick_cases, run_case
 from gated_delta.testing.cases import AXES, DIMS, FAMILIES, GATES, HEADS, KEYS, LAYOUTS, OPS, RANK_HEADS
 from gated_delta.testing.compare import Error, error, rounding_unit, smallest_head
 from gated_delta.testing.oracle import Expected
 
 FACTORS = ("axis", "D", "heads", "gate", "family", "keys", "state_dtype", "layout", "dtype", "g_dtype", "qk_l2norm", "beta_logits")
+FACTORS += ("norm",)
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -83,6 +86,36 @@ def test_wrong_mathematics_fails(monkeypatch, op, judged, fault):
     if fault == "default scale":
         chosen = [c for c in chosen if c.seed % 5 == 0]
     assert any(not run_case(c, judged or "reference").passed for c in chosen[:8])
+
+
+NORM_FAULTS = {
+    "none": lambda o, z, norm: o,
+    "no mean": lambda o, z, norm: right_norm(o, z, norm) * o.shape[-1] ** -0.5,
+    "no eps": lambda o, z, norm: right_norm(o * 1e6, z, norm),
+    "the other activation": lambda o, z, norm: right_norm(o, z, norm, {"silu": "sigmoid", "sigmoid": "silu"}[norm.activation]),
+    "no gate": lambda o, z, norm: right_norm(o, torch.full_like(z, 1e4), norm, "sigmoid"),
+    "gated before the norm": lambda o, z, norm: right_norm(
+        o * reference.gated_norm(torch.ones_like(o), z, norm, torch.float32), torch.full_like(z, 1e4), norm, "sigmoid"
+    ),
+    "no weight": lambda o, z, norm: right_norm(o, z, norm) / norm.weight.float(),
+    "over all heads": lambda o, z, norm: right_norm(o, z, norm) * o.norm(dim=-1, keepdim=True) / o.norm(dim=-1).mean(),
+}
+
+
+def right_norm(o, z, norm, activation=None):
+    return gated_norm(o, z, gd.GatedNorm(norm.weight, norm.eps, activation or norm.activation), torch.float32)
+
+
+@pytest.mark.parametrize("fault", NORM_FAULTS)
+@pytest.mark.parametrize("op", ["decode", "verify"])
+def test_a_wrong_norm_fails(monkeypatch, op, fault):
+    def finished(o, dtype, norm, z):
+        return (o if norm is None else NORM_FAULTS[fault](o.to(dtype).float(), z.float(), norm)).to(dtype)
+
+    monkeypatch.setattr(reference, "_finished", finished)
+    wanted = dict(gate="log", family="saturated") if fault == "no eps" else dict(family="typical")
+    chosen = [c for c in cases(op) if c.norm and c.heads == (4, 8) and all(getattr(c, n) == x for n, x in wanted.items())]
+    assert not all(run_case(c, "reference").passed for c in chosen[:8])
 
 
 def test_writing_where_nothing_should_be_written_fails(monkeypatch):

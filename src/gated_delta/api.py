@@ -17,7 +17,7 @@ from torch import Tensor
 from . import compile, ops
 from .memory import Addresses, Placement, addresses
 from .ops.launch import REDESCRIBE, Operation, Plan
-from .problem import LOG, MAX_DRAFT, Gate, KVBuffer, Problem, UnsupportedProblem
+from .problem import LOG, MAX_DRAFT, Gate, GatedNorm, KVBuffer, Problem, UnsupportedProblem
 
 BACKENDS = ("auto", "cute", "reference")
 
@@ -93,6 +93,8 @@ def decode(
     qk_l2norm: bool = True,
     beta_logits: bool = False,
     cu_seqlens: Tensor | None = None,
+    norm: GatedNorm | None = None,
+    z: Tensor | None = None,
     state: Tensor,
     state_indices: Tensor | None = None,
     write_indices: Tensor | None = None,
@@ -115,16 +117,18 @@ def decode(
     update_state=False leaves the pool as it was. No sequence may write a slot that another one reads or writes.
     state_indices [N, W], W >= T, one slot per token: reads slot state_indices[n, num_accepted[n] - 1] (num_accepted [N], 1 when
     None, clamped to [1, W]) and writes the state after token t to slot state_indices[n, t].
+    norm, z: the layer's gated RMSNorm of o, as if o, rounded to v's dtype, had then gone through it; z [N, T, HV, V] in v's dtype.
     Inactive sequences, null_index (of state_indices and write_indices), out, backend and errors as for prefill.
 
-    Returns o [N, T, HV, V] in v's dtype.
+    Returns o [N, T, HV, V] in v's dtype, with norm the normalised one.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
+    weight, eps, activation = _norm(norm)
     return (_node if _traced(q) else run)(
         ops.DECODE,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices, num_accepted, intermediate_states,
-        intermediate_indices, out,
-        kind, bound, scale, qk_l2norm, beta_logits, update_state, null_index, backend,
+        intermediate_indices, z, weight, out,
+        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, update_state, null_index, backend,
     )  # fmt: skip
 
 
@@ -140,6 +144,8 @@ def verify(
     qk_l2norm: bool = True,
     beta_logits: bool = False,
     cu_seqlens: Tensor | None = None,
+    norm: GatedNorm | None = None,
+    z: Tensor | None = None,
     state: Tensor,
     state_indices: Tensor | None = None,
     buffer: KVBuffer,
@@ -152,15 +158,17 @@ def verify(
 
     Tokens as for decode. state: [P, HV, V, K], read once and left alone. buffer: a KVBuffer for at least T tokens; sequence n
     fills row buffer_indices[n] (row n when None) whole: what lies past its last token is neutral. A negative index in either makes
-    the sequence inactive; null_index is of slots, not of rows. Other arguments and errors as for prefill.
+    the sequence inactive; null_index is of slots, not of rows. norm and z as for decode, other arguments and errors as for prefill.
 
     Returns o [N, T, HV, V] in v's dtype: decode's outputs, except that a state of 16 bits is not rounded between the tokens.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
+    weight, eps, activation = _norm(norm)
     return (_node if _traced(q) else run)(
         ops.VERIFY,
-        q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices, *_parts(buffer), out,
-        kind, bound, scale, qk_l2norm, beta_logits, null_index, backend,
+        q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices, *_parts(buffer), z, weight,
+        out,
+        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, null_index, backend,
     )  # fmt: skip
 
 
@@ -215,6 +223,14 @@ def _gate(gate: Gate) -> tuple[str, Tensor | None, Tensor | None, float]:
     if not isinstance(gate, Gate):
         raise TypeError(f"gate: expected a gated_delta.Gate, got {type(gate).__name__}")
     return gate.kind, gate.A_log, gate.dt_bias, gate.bound
+
+
+def _norm(norm: GatedNorm | None) -> tuple[Tensor | None, float, str | None]:
+    if norm is None:
+        return None, 0.0, None
+    if not isinstance(norm, GatedNorm):
+        raise TypeError(f"norm: expected a gated_delta.GatedNorm or None, got {type(norm).__name__}")
+    return norm.weight, norm.eps, norm.activation
 
 
 def _parts(buffer: KVBuffer) -> tuple[Tensor, Tensor, Tensor]:

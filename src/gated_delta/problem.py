@@ -29,6 +29,8 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DT_BIAS_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 GATE_KINDS = ("log", "softplus", "lower_bound")
+ACTIVATIONS = ("silu", "sigmoid")
+LEAST_EPS = torch.finfo(torch.float32).tiny
 
 
 class UnsupportedProblem(NotImplementedError):
@@ -86,6 +88,30 @@ class Gate:
 
 
 LOG = Gate.log()
+
+
+@dataclass(frozen=True, eq=False)
+class GatedNorm:
+    """The gated RMSNorm behind a layer's recurrence: o * rsqrt(mean(o * o) + eps) * weight * act(z), over V of each head, in fp32.
+
+    weight: [V], fp32, bf16 or fp16. eps: finite, above 0 in fp32. activation: of the gate z, "silu" or "sigmoid".
+    Raises TypeError or ValueError naming the argument.
+    """
+
+    weight: Tensor
+    eps: float = 1e-6
+    activation: str = "silu"
+
+    def __post_init__(self) -> None:
+        _tensor("weight", self.weight, STATE_DTYPES)
+        if self.weight.ndim != 1:
+            raise ValueError(f"weight: expected shape [V], got {list(self.weight.shape)}")
+        eps = number("eps", self.eps)
+        if not LEAST_EPS <= eps < math.inf:  # a smaller one is 0 in fp32, and a row of zeros then NaN
+            raise ValueError(f"eps: expected a finite number from {LEAST_EPS:.1e} on, got {self.eps}")
+        object.__setattr__(self, "eps", eps)
+        if self.activation not in ACTIVATIONS:
+            raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
 
 
 @dataclass(frozen=True, eq=False)
@@ -207,7 +233,7 @@ class Problem:
     beta_logits: bool = False
     options: frozenset[str] = frozenset()
     """Which optional parts the call uses: each index tensor given, with its dtype (cu_seqlens_i32, state_indices_i64, ...), and
-    pool, token_slots, has_initial_state, initial_state, final_state, checkpoints, intermediates, no_update, layers.
+    pool, token_slots, has_initial_state, initial_state, final_state, checkpoints, intermediates, no_update, layers, norm.
     And what is out of reach of 16-byte accesses: unaligned_qk, rows of q or k; scattered_rows, V rows of a state, which need to lie
     together too; unaligned_buffer, rows of a buffer's k; unaligned_values, rows of v or out, or of KDA's g, in a prefill."""
 
@@ -435,6 +461,21 @@ class Checker:
         """Without indices, sequence n uses entry n, so there must be one for each."""
         if indices is None and self.sizes[dim] < self.sizes["N"]:
             raise ValueError(f"{name}: expected {dim} >= N={self.sizes['N']}, one for each sequence, got {dim}={self.sizes[dim]}")
+
+    def norm(self, a: Any) -> None:
+        """norm and z of a decode's or verify's arguments: both or neither."""
+        if a.norm_weight is None:
+            if a.z is not None:
+                raise ValueError("z: expected None without norm, got a tensor")
+            return
+        if a.z is None:
+            raise ValueError("z: expected a tensor beside norm, got None")
+        self.tensor("z", a.z, (a.v.dtype,))
+        if a.z.shape != a.v.shape:
+            raise ValueError(f"z: expected v's shape {list(a.v.shape)}, got {list(a.z.shape)}")
+        _last_dim_contiguous("z", a.z)
+        self.tensor("norm.weight", a.norm_weight, STATE_DTYPES, "V")
+        self.option("norm", True)
 
     def out(self, a: Any) -> None:
         if a.out is None:

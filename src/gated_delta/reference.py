@@ -19,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .problem import CHECKPOINT_INTERVAL, MAX_DRAFT, Gate, KVBuffer, Tokens, flush_sequences
+from .problem import CHECKPOINT_INTERVAL, MAX_DRAFT, Gate, GatedNorm, KVBuffer, Tokens, flush_sequences
 
 L2NORM_EPS = 1e-6
 FP16_MAX = torch.finfo(torch.float16).max
@@ -74,6 +74,13 @@ def l2norm(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x * rsqrt(sum(x * x) + 1e-6) in dtype: FLA's form, where a zero row stays zero."""
     x = x.to(dtype)
     return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2NORM_EPS)
+
+
+def gated_norm(o: Tensor, z: Tensor, norm: GatedNorm, dtype: torch.dtype) -> Tensor:
+    """o * rsqrt(mean(o * o) + eps) * weight * act(z) over the last dimension, in dtype."""
+    o, z = o.to(dtype), z.to(dtype)
+    scaled = o * torch.rsqrt((o * o).mean(-1, keepdim=True) + norm.eps) * norm.weight.to(dtype)
+    return scaled * (F.silu(z) if norm.activation == "silu" else z.sigmoid())
 
 
 def activate(tokens: Tokens, dtype: torch.dtype) -> Activated:
@@ -385,6 +392,15 @@ def _output_rows(out: Tensor, covered: int) -> Iterator[Tensor]:
         out.copy_(made)
 
 
+def _finished(o: Tensor, dtype: torch.dtype, norm: GatedNorm | None, z: Tensor | None) -> Tensor:
+    """o as the call returns it: rounded to its dtype, then, with a norm, normalised and rounded again."""
+    o = o.to(dtype)
+    if norm is None:
+        return o
+    assert z is not None
+    return gated_norm(o, z, norm, torch.float32).to(dtype)
+
+
 def _places(rows: list[int], count: int) -> list[int] | slice:
     """Index for rows of a tensor of `count`: a slice, which copies nothing, where they are its first ones in order."""
     return slice(len(rows)) if rows == list(range(len(rows))) and len(rows) <= count else rows
@@ -578,10 +594,12 @@ def decode(
     intermediate_indices: Tensor | None,
     null_index: int,
     update_state: bool,
+    norm: GatedNorm | None,
+    z: Tensor | None,
     out: Tensor,
 ) -> None:
     if all(x is None for x in (tokens.cu_seqlens, state_indices, write_indices, intermediate_indices)):
-        _decode_in_order(tokens, state, intermediate_states, update_state, out)
+        _decode_in_order(tokens, state, intermediate_states, update_state, norm, z, out)
         return
     reads, writes, token_slots, intermediates, starts, lengths = decode_rows(
         tokens,
@@ -604,7 +622,7 @@ def decode(
             some = _places(going, len(active))
             rows = _places([starts[active[i]] + t for i in going], len(o))
             o_t, after = step(now[some], Activated(*(y[rows] for y in x)))
-            o[rows] = o_t.to(o.dtype)
+            o[rows] = _finished(o_t, o.dtype, norm, None if z is None else z.flatten(0, 1)[rows])
             stored = rounded(after, state.dtype)  # the state is rounded after every token, so T tokens in one call equal T calls
             if len(going) == len(active):
                 now = stored.float()
@@ -624,7 +642,15 @@ def decode(
             state[_places([w for _, w in kept], P)] = moved
 
 
-def _decode_in_order(tokens: Tokens, state: Tensor, intermediate_states: Tensor | None, update_state: bool, out: Tensor) -> None:
+def _decode_in_order(
+    tokens: Tokens,
+    state: Tensor,
+    intermediate_states: Tensor | None,
+    update_state: bool,
+    norm: GatedNorm | None,
+    z: Tensor | None,
+    out: Tensor,
+) -> None:
     """decode where sequence n has slot n: no index to look at, nothing to gather."""
     N, T = tokens.q.shape[:2]
 
@@ -636,7 +662,7 @@ def _decode_in_order(tokens: Tokens, state: Tensor, intermediate_states: Tensor 
         stored = state[:N].unsqueeze(1)
         for t in range(T):
             o, after = step(stored.float(), x if T == 1 else Activated(*(at(y, t) for y in x)))
-            at(out, t).copy_(o)
+            at(out, t).copy_(_finished(o, out.dtype, norm, None if z is None else at(z, t)))
             stored = rounded(after, state.dtype)  # rounded after every token, as in decode
             if intermediate_states is not None:
                 at(intermediate_states[:N], t).copy_(stored)
@@ -680,6 +706,8 @@ def verify(
     buffer: KVBuffer,
     buffer_indices: Tensor | None,
     null_index: int,
+    norm: GatedNorm | None,
+    z: Tensor | None,
     out: Tensor,
 ) -> None:
     C = buffer.u.shape[1]
@@ -699,7 +727,8 @@ def verify(
             outputs, u = torch.empty_like(values), torch.empty_like(values.flatten(0, 1))
             frozen = state[[reads[n] for n in active]].float().flatten(0, 1)
             chunk_terms(x).outputs(values, frozen, outputs, u, Seen.empty(outputs))
-            o[index[valid]] = outputs.transpose(1, 2)[valid].to(o.dtype)
+            places = index[valid]
+            o[places] = _finished(outputs.transpose(1, 2)[valid], o.dtype, norm, None if z is None else z.flatten(0, 1)[places])
             # The zeros past a sequence's end go into the buffer too, so flush needs no lengths.
             where = [rows[n] for n in active]
             buffer.u[where] = u.view(values.shape).transpose(1, 2)[:, :C]

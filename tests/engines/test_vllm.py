@@ -206,6 +206,7 @@ def test_tokens_of_transformers(make: Any, models: Any, tmp_path: Path) -> None:
     assert {"prefill", "decode", "prefill+decode"} <= set(made.batches)
     _all_on_gated_delta(made, "prefill", "decode")
     assert made.calls["prefill from a state"]
+    assert made.calls["norm"] == (made.calls["decode"] if make is kimi_linear else 0)
 
 
 @pytest.mark.parametrize(("make", "block"), [(qwen3_5, 64), (kimi_linear, 64), (kimi_linear, 32)])
@@ -235,6 +236,7 @@ def test_drafts(make: Any, models: Any, tmp_path: Path) -> None:
     assert {"drafts", "prefill+drafts"} <= set(made.batches)
     assert {"accepted 0", "accepted 1", "accepted 2", "accepted 3"} <= made.calls.keys()
     _all_on_gated_delta(made, "prefill", "drafts")
+    assert made.calls["norm"] == (made.calls["decode"] if make is kimi_linear else 0)
 
 
 def test_drafts_and_convolution_of_vllm(own: Run, tmp_path: Path) -> None:
@@ -260,9 +262,11 @@ def _all_on_gated_delta(made: Run, *kinds: str) -> None:
 
 
 def test_tokens_of_vllm(own: Run, tmp_path: Path) -> None:
+    """decode takes in the norm behind it, as vLLM's layer hands its gate over to fused kernels, in bf16."""
     made = run(tmp_path, TRAINED, **BF16)
     assert made.tokens == own.tokens
     _all_on_gated_delta(made, "prefill", "decode")
+    assert made.calls["norm"] == made.calls["decode"]
 
 
 def test_layer_left_to_vllm(own: Run, tmp_path: Path) -> None:

@@ -80,6 +80,7 @@ def count():
                 accepted = kwargs.get("num_accepted")
                 CALLS["drafts"] += accepted is not None
                 CALLS.update(f"accepted {n - 1}" for n in ([] if accepted is None else accepted.tolist()))  # the first was no draft
+                CALLS["norm"] += kwargs.get("norm") is not None
                 CALLS["checkpoints"] += kwargs.get("checkpoint_lens") is not None
                 CALLS["prefill from a state"] += name == "prefill" and bool(kwargs["has_initial_state"].any())
             return f(*args, **kwargs)

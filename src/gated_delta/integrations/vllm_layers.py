@@ -1,7 +1,8 @@
 """vLLM's GDN and KDA layers with their core on gated_delta. Imported by `vllm.register` alone, since it imports vLLM.
 
-A core is the short convolution, by vLLM's own kernels, and the recurrence, on vLLM's cache where it lies. Projections, norms,
-caches and scheduling stay with vLLM, and so does each operation that gated_delta cannot run for a layer.
+A core is the short convolution, by vLLM's own kernels, and the recurrence, on vLLM's cache where it lies; decode takes in the gated
+norm behind it where the layer hands its gate over (Qwen3.5, Kimi Linear). Projections, other norms, caches and scheduling stay with
+vLLM, and so does each operation that gated_delta cannot run for a layer.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from gated_delta import __version__, api, compile, dispatch
 from gated_delta.integrations.checks import layer_gate
 from gated_delta.integrations.vllm import Tally, layers, logger, platform
-from gated_delta.problem import CHECKPOINT_INTERVAL, MAX_DRAFT, Gate, UnsupportedProblem
+from gated_delta.ops.launch import MAX_NORM
+from gated_delta.problem import CHECKPOINT_INTERVAL, MAX_DRAFT, Gate, GatedNorm, UnsupportedProblem
 
 DEVICE = platform()
 GRID = "get_mamba_prefill_checkpoint_grid"  # not in vLLM 0.32
@@ -41,7 +43,7 @@ class Core(GatedDeltaNetAttention):
         super().__init__(config, vllm_config, *args, **kwargs)
         HV, V, K = self.get_state_shape()[1]
         self.sizes = (self.conv1d.weight.shape[0] - HV * V) // (2 * K), HV, V, K  # H is what the convolution's channels leave
-        self.tally, self.warm = Tally(), False
+        self.tally, self.warm, self.fuses_norm = Tally(), False, V <= MAX_NORM and self._hands_gate_over()
         self.aligned = vllm_config.cache_config.mamba_cache_mode == "align" and hasattr(abstract, GRID)
         self._refuse(self._missing(self._pool()) | self._kept_by_vllm(vllm_config))
         layers.add(self)
@@ -87,6 +89,14 @@ class Core(GatedDeltaNetAttention):
             return dict(decode=reason, prefill=reason)
         return dict(decode=f"more than {MAX_DRAFT - 1} draft tokens") if self.num_spec >= MAX_DRAFT else {}
 
+    def _hands_gate_over(self) -> bool:
+        """Whether the layer's core gets the gate of the norm behind it, and that is a norm of decode's."""
+        return False
+
+    def _norm(self) -> Any:
+        """vLLM's gated norm behind the core."""
+        raise NotImplementedError
+
     def _refuse(self, reasons: dict[str, str]) -> None:
         if reasons and DEVICE == "cpu":  # there vLLM's kernels hold states as [K, V]: both operations or none
             reasons = dict.fromkeys(("decode", "prefill"), next(iter(reasons.values())))
@@ -113,7 +123,8 @@ class Core(GatedDeltaNetAttention):
         """Calls like those of batches, on that pool: a prefill of so many tokens, a decode, drafts."""
         (H, HV, V, K), W = self.sizes, 1 + self.num_spec
         gate = self._gate(*(torch.empty_like(x, device=pool.device) for x in (self.A_log, self.dt_bias)))
-        widths = (2 * H * K + HV * V,), (HV, K) if isinstance(self, Kimi) else (HV,), (HV,)
+        widths = [(2 * H * K + HV * V,), (HV, K) if isinstance(self, Kimi) else (HV,), (HV,)]
+        widths += [(HV, V)] if self.fuses_norm else []
         rows = [pool.new_empty(tokens, *width, dtype=self.model_config.dtype) for width in widths]
         one = torch.ones(1, dtype=torch.int32, device=pool.device)
         slots, from_state, cu = dict(state_indices=one), dict(has_initial_state=one.bool()), torch.cat([0 * one, one])
@@ -122,7 +133,11 @@ class Core(GatedDeltaNetAttention):
         calls = [("prefill", tokens, prefill), ("decode", 1, slots), ("decode", W, drafts)]
         if self.aligned:
             calls.append(("prefill", tokens, prefill | dict(checkpoint_lens=-one[:, None], checkpoint_indices=one[:, None])))
-        return [(op, self._arguments([x[:n] for x in rows], pool, "cu_seqlens" in own, gate) | own) for op, n, own in calls]
+        made = []
+        for op, n, own in calls:
+            some = [x[:n] for x in rows[: 3 if op == "prefill" else 4]]
+            made.append((op, self._arguments(some, pool, "cu_seqlens" in own, gate) | own))
+        return made
 
     def _warm_up(self, tokens: int) -> None:
         """In vLLM's profile run: compiles what serving launches, and takes a large prefill's memory where vLLM measures it."""
@@ -136,9 +151,9 @@ class Core(GatedDeltaNetAttention):
                 if op == "prefill":
                     api.prefill(**arguments)
 
-    def _run(self, qkv: Tensor, g: Tensor, beta: Tensor, out: Tensor) -> bool:
+    def _run(self, qkv: Tensor, g: Tensor, beta: Tensor, out: Tensor, *z: Tensor) -> bool:
         """Whether this batch was run here. qkv [tokens, D] before its convolution, g [tokens, HV(, K)] and beta [tokens, HV] before
-        their gates; out [tokens, HV, V] is written as far as there are tokens."""
+        their gates; out [tokens, HV, V] is written as far as there are tokens, behind the norm with its gate z [tokens, HV, V]."""
         refused, m = self.tally.refused, get_forward_context().attn_metadata
         m = m.get(self.prefix) if isinstance(m, dict) else None
         if m is None:  # a profile run: there is no cache yet
@@ -149,14 +164,16 @@ class Core(GatedDeltaNetAttention):
             self.tally.calls["vLLM"] += 1
             return False
         n, drafts = m.num_actual_tokens, m.spec_sequence_masks is not None
-        rows, out = [qkv[:n], g[:n], beta[:n]], out[:n]
+        rows, out = [x[:n] for x in (qkv, g, beta, *(z if self.fuses_norm else ()))], out[:n]
         if not drafts or not m.num_prefills:
             (self._drafts if drafts else self._others)(m, rows, out)
-            return True
-        for run, index in ((self._drafts, m.spec_token_indx), (self._others, m.non_spec_token_indx)):
-            part = out.new_empty(len(index), *out.shape[1:])
-            run(m, [x.index_select(0, index) for x in rows], part)
-            out.index_copy_(0, index, part)
+        else:
+            for run, index in ((self._drafts, m.spec_token_indx), (self._others, m.non_spec_token_indx)):
+                part = out.new_empty(len(index), *out.shape[1:])
+                run(m, [x.index_select(0, index) for x in rows], part)
+                out.index_copy_(0, index, part)
+        for gate in () if self.fuses_norm else z:
+            self._normalise(out, gate[:n])
         return True
 
     def _drafts(self, m: Any, rows: Sequence[Tensor], out: Tensor) -> None:
@@ -178,7 +195,7 @@ class Core(GatedDeltaNetAttention):
             own = dict(has_initial_state=m.has_initial_state, cache_indices=slots, query_start_loc=m.non_spec_query_start_loc)
             own |= dict(conv_states=conv_states, activation=activation)
             x = causal_conv1d.causal_conv1d_fn(rows[0].T, weight, bias, **own, metadata=m).T
-            packed = self._arguments([y[n:] for y in (x, *rows[1:])], self.kv_cache[1], True)
+            packed = self._arguments([y[n:] for y in (x, *rows[1:3])], self.kv_cache[1], True)
             own = dict(state_indices=m.prefill_state_indices, has_initial_state=m.prefill_has_initial_state)
             if m.checkpoint is not None and self._exports():
                 last = slice(-len(m.prefill_state_indices), None)  # its rows are those of slots
@@ -187,6 +204,8 @@ class Core(GatedDeltaNetAttention):
                 windows = checkpoint.MambaPrefillCheckpointExporter(state_len=weight.shape[1] - 1)
                 windows.export(m.checkpoint, raw_qkv=rows[0], conv_state=conv_states, cu_seqlens=m.non_spec_query_start_loc)
             api.prefill(**packed, cu_seqlens=m.prefill_query_start_loc, **own, out=out[None, n:])
+            for z in rows[3:]:
+                self._normalise(out[n:], z[n:])
             self.tally.calls["prefill"] += 1
         elif m.num_decodes:
             n = len(out)  # with the rows that a CUDA graph adds: their slot is the null block
@@ -195,6 +214,10 @@ class Core(GatedDeltaNetAttention):
             single = self._arguments([y[:n] for y in (x, *rows[1:])], self.kv_cache[1], False)
             api.decode(**single, state_indices=slots[:n], out=out[:n, None])
             self.tally.calls["decode"] += 1
+
+    def _normalise(self, out: Tensor, z: Tensor) -> None:
+        """vLLM's norm, where the core's own operation has none."""
+        out.copy_(self._norm()(out, z))
 
     def _update(self, x: Tensor, **options: Any) -> Tensor:
         """The convolution of few tokens a sequence, into new memory: x may lie beside what is read later."""
@@ -208,12 +231,18 @@ class Core(GatedDeltaNetAttention):
         return state, weight.view(weight.shape[0], -1), self.conv1d.bias, "silu" if isinstance(self, Kimi) else self.activation
 
     def _arguments(self, rows: Sequence[Tensor], pool: Tensor, packed: bool, gate: Gate | None = None) -> dict[str, Any]:
-        """An operation's arguments for the tokens of rows (x after the convolution, g, beta): packed sequences, or a token each."""
-        (H, HV, V, K), (x, g, beta) = self.sizes, rows
+        """An operation's arguments for the tokens of rows (x after the convolution, g, beta; with a norm z): packed sequences, or a
+        token each."""
+        (H, HV, V, K), (x, g, beta, *z) = self.sizes, rows
         lead = (1, len(x)) if packed else (len(x), 1)
         q, k, v = x.split((H * K, H * K, HV * V), -1)
         shapes = dict(q=(q, H, K), k=(k, H, K), v=(v, HV, V), g=(g, *g.shape[1:]), beta=(beta, HV))
-        tensors = {name: y.view(*lead, *shape) for name, (y, *shape) in shapes.items()}
+        tensors: dict[str, Any] = {name: y.view(*lead, *shape) for name, (y, *shape) in shapes.items()}
+        if z:
+            norm = self._norm()
+            weight = norm.weight if norm.weight.device == x.device else torch.empty_like(norm.weight, device=x.device)
+            activation = "sigmoid" if norm.activation == "sigmoid" else "silu"  # also called swish
+            tensors |= dict(z=z[0].view(*lead, HV, V), norm=GatedNorm(weight, norm.eps, activation))
         gate = gate or self._gate(self.A_log, self.dt_bias)
         options = dict(beta_logits=True, null_index=NULL_BLOCK_ID, backend=BACKEND)
         return dict(**tensors, **options, gate=gate, state=pool)
@@ -232,9 +261,30 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
     def _refuse(self, reasons: dict[str, str]) -> None:
         super()._refuse(reasons)
         if "decode" not in self.tally.refused:
-            self.enable_fused_gdn_spec_decode = False  # that kernel takes the gated norm in and passes the core by
+            self.enable_fused_gdn_spec_decode = self.fuses_norm  # else vLLM's kernel that takes the norm in would pass the core by
         if DEVICE == "cpu" and not self.tally.refused:
             self._forward_method = self.forward_cuda  # the one that calls the core
+
+    def _hands_gate_over(self) -> bool:
+        """As forward_cuda does, for z that lies behind q, k and v, and a norm as forward_cuda asks."""
+        norm = self.norm
+        plain = norm.norm_before_gate and norm.group_size in (None, self.sizes[2]) and norm.bias is None
+        bf16 = self.model_config.dtype == torch.bfloat16 and norm.weight.dtype in (torch.bfloat16, torch.float32)
+        return plain and bf16 and not self.gqa_interleaved_layout
+
+    def _norm(self) -> Any:
+        return self.norm
+
+    def _forward_core_fused_norm_packed(self, mixed_qkvz: Tensor, ba: Tensor, core_attn_out: Tensor) -> None:
+        if not self.fuses_norm or "decode" in self.tally.refused:
+            super()._forward_core_fused_norm_packed(mixed_qkvz=mixed_qkvz, ba=ba, core_attn_out=core_attn_out)
+            return
+        (_, HV, V, _), (b, a) = self.sizes, self.split_ba(ba)
+        qkv, z = mixed_qkvz.split([mixed_qkvz.shape[1] - HV * V, HV * V], -1)
+        z = z.view(-1, HV, V)
+        if not self._run(qkv, a, b, core_attn_out, z):
+            super(GDN, self)._forward_core(mixed_qkv=qkv, b=b.contiguous(), a=a.contiguous(), core_attn_out=core_attn_out)
+            self._normalise(core_attn_out, z)
 
 
 class Olmo(GDN, OlmoHybridGatedDeltaNetAttention):
@@ -246,10 +296,14 @@ class Olmo(GDN, OlmoHybridGatedDeltaNetAttention):
 class Kimi(Core, KimiGatedDeltaNetAttention):
     @eager_break_during_capture
     def _forward(self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor) -> None:
-        if self._run(mixed_qkv, g1[0], beta[0], core_attn_out[0]):
-            core_attn_out.copy_(self.o_norm(core_attn_out, g2))
-        else:
+        if not self._run(mixed_qkv, g1[0], beta[0], core_attn_out[0], g2.view_as(core_attn_out[0])):
             super()._forward(mixed_qkv=mixed_qkv, g1=g1, g2=g2, beta=beta, core_attn_out=core_attn_out)
+
+    def _hands_gate_over(self) -> bool:
+        return True
+
+    def _norm(self) -> Any:
+        return self.o_norm
 
     def _gate(self, A_log: Tensor, dt_bias: Tensor) -> Gate:
         return layer_gate(A_log, dt_bias.view(len(A_log), -1), self.gate_lower_bound)

@@ -44,6 +44,7 @@ def round_up_tokens(tokens: int) -> int:
 
 TOKEN_STRIDES = dict(q="nth", k="nth", v="nth", g="nthc", beta="nth", o="nthc", A_log="h", dt_bias="hc")
 BUFFER_STRIDES = dict(buffer_u="rth", buffer_k="rth")
+NORM_STRIDES = dict(z="nth", norm_weight="c")
 
 
 def _strides(name: str, **dims: str) -> Any:
@@ -64,6 +65,7 @@ DecodeStrides = _strides(
     write_indices="n",
     num_accepted="n",
     intermediate_indices="n",
+    **NORM_STRIDES,
 )
 VerifyStrides = _strides(
     "VerifyStrides",
@@ -74,6 +76,7 @@ VerifyStrides = _strides(
     cu_seqlens="n",
     state_indices="n",
     buffer_indices="n",
+    **NORM_STRIDES,
 )
 FlushStrides = _strides(
     "FlushStrides",
@@ -119,6 +122,8 @@ class DecodePointers(NamedTuple):
     num_accepted: int  # [N]
     intermediate_states: int  # [R, C, HV, V, K]
     intermediate_indices: int  # [N]
+    z: int  # [N, T, HV, V]
+    norm_weight: int  # [V]
     o: int  # [N, T, HV, V]
 
 
@@ -150,6 +155,11 @@ class DecodeSizes(NamedTuple):
     """Sequences whose state is prefetched into L2 before the previous kernel has ended."""
     keep_in_l2: int
     """Whether the state's loads have L2's evict_last policy."""
+    norm_weight_kind: int
+    norm_eps: int
+    """The bits of an fp32 number."""
+    norm_sigmoid: int
+    """Whether z's activation is sigmoid, not silu."""
 
 
 # ------------------------------------------------------------------------------------------------ verify and flush
@@ -172,6 +182,8 @@ class VerifyPointers(NamedTuple):
     buffer_u: int  # [B, C, HV, V]
     buffer_k: int  # [B, C, H, K]
     buffer_log_decay: int  # [B, C, HV], KDA [B, C, HV, K]
+    z: int
+    norm_weight: int
     o: int
 
 
@@ -196,6 +208,9 @@ class VerifySizes(NamedTuple):
     buffer_indices_kind: int
     prefetch_sequences: int
     keep_in_l2: int
+    norm_weight_kind: int
+    norm_eps: int
+    norm_sigmoid: int
 
 
 class FlushPointers(NamedTuple):

@@ -20,7 +20,8 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
-from .arguments import DecodePointers, DecodeSizes, DecodeStrides, lanes_per_row, tile_rows
+from .arguments import TOKEN_TILES, DecodePointers, DecodeSizes, DecodeStrides, lanes_per_row, tile_rows
+from .device.norm import GatedNorm
 from .device.primitives import (
     Args,
     broadcast,
@@ -36,7 +37,7 @@ from .device.primitives import (
     typed,
     unpack,
 )
-from .device.recurrent import StateRows, Tokens, sequence_block, sequence_grid, shared_tensor
+from .device.recurrent import StateRows, Tokens, sequence_block, sequence_grid, shared_tensor, without_norm
 
 Pointers, Strides, Sizes = typed(DecodePointers, Int64), typed(DecodeStrides, Int32), typed(DecodeSizes, Int32)
 
@@ -81,17 +82,20 @@ class Decode:
         rows: int,
         threads: int,
         chunks: int,
+        norm: bool = False,
     ):
         self.state = StateRows(K, state_dtype, rows * 32 // lanes_per_row(K))
         self.tokens = Tokens(self.state, axis, dtype, g_dtype, gate, qk_l2norm, aligned)
         self.channel = axis == "channel"
         self.beta_logits, self.single_token, self.rows, self.threads = beta_logits, single_token, rows, threads
-        assert single_token or chunks == 1
+        assert single_token or norm or chunks == 1
         self.chunks, self.chunk_rows = chunks, tile_rows(K, rows, threads)
         self.lanes, self.padded_K = self.state.lanes, self.state.padded_K
         self.groups = threads // self.lanes  # rows, or tokens' q and k, that a block accesses at once
         self.tile = chunks * self.chunk_rows
         self.tiles = V // self.tile
+        self.cluster = (self.tiles, 1, 1) if norm and self.tiles > 1 else None
+        self.v_loads = -(-self.tile // threads)  # of a thread, in front of the state's arrival
         self.lanes_per_sum = self.lanes // rows  # lanes with the same row's sum after a reduction
         self.first_decay_thread = 32 if single_token else 0
         # A token's record in shared memory, in fp32 numbers.
@@ -99,25 +103,33 @@ class Decode:
         self.v_offset = self.decay_offset + (self.padded_K if self.channel else 0)
         self.scalars_offset = self.v_offset + self.tile
         self.record = self.scalars_offset + 4
+        tokens = 1 if single_token else TOKEN_TILES[-1]
+        self.norm = GatedNorm(V, self.tiles, self.tokens.dtype, threads, tokens) if norm else None
+        self.token_words = self.record + (self.norm.token_words if self.norm else 0)
 
     # -------------------------------------------------------------------------------------------- launch
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
+        if cutlass.const_expr(self.norm is None):
+            ptr, stride, size = without_norm(ptr), without_norm(stride), without_norm(size)
         self.kernel(ptr, scale, bound, stride, size).launch(
             grid=sequence_grid(self.tiles * size.HV, size.N),
             block=(self.threads, 1, 1),
-            smem=self.record * size.T * 4,
+            cluster=self.cluster,
+            smem=self.token_words * size.T * 4,
             stream=stream,
             use_pdl=True,
         )
 
     @cute.kernel
-    def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes):
+    def kernel(self, ptr, scale: Float32, bound: Float32, stride, size):
         args, coord = Args(ptr, scale, bound, stride, size), self.coord()
         if coord.n < size.prefetch_sequences:
             self.state.prefetch(args, coord, [i * self.chunk_rows for i in range(self.chunks)])
             self.tokens.prefetch(args, coord)
+            if cutlass.const_expr(self.norm is not None):
+                self.norm.prefetch(args, coord)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if coord.n < size.N:
@@ -152,9 +164,11 @@ class Decode:
 
         qk = self.tokens.load_qk(args, coord, start, coord.thread // self.lanes, length)
         gates = self.load_gates(args, coord, start, length)
-        v = [self.load_v(args, coord, start, i, length) for i in self.v_elements(coord)]
+        v = [self.load_v(args, coord, start, i, length) for i in self.v_elements(coord.thread, self.v_loads)]
         state_at, policy = self.state.address(args, coord, read, coord.first_row), self.state.policy(size.keep_in_l2)
         rows = self.state.load(state_at, coord, policy, read > size.null_index)
+        if cutlass.const_expr(self.norm is not None):
+            z = self.norm.load_first(args, coord, start, length)
 
         o_at = self.tokens.o_address(args, coord) + offset(coord.o_row, stride.o_c)
         if read > size.null_index:
@@ -162,35 +176,50 @@ class Decode:
             self.stage_qk(records, args, coord, start, length, qk)
             self.stage_gates(records, args, coord, start, length, gates)
             self.stage_v(records, args, coord, start, length, v)
+            if cutlass.const_expr(self.norm is not None):
+                self.norm.stage(records + size.T * self.record, args, coord, start, length, z)
+                self.norm.arrive()
             rState = cute.make_rmem_tensor((4 * self.state.vectors, self.rows), Uint32)
             self.state.store_registers(rState, rows)
             cute.arch.sync_threads()
-            for i in cutlass.range_constexpr(self.chunks - 1):
-                part, following = self.chunk(coord, i), self.chunk(coord, i + 1)
-                following_at = self.state.address(args, coord, read, following.first_row)
-                rows = self.state.load(following_at, coord, policy, read > size.null_index)
-                self.step(rState, records, args, part, o_at, Int32(0), None)
+            if cutlass.const_expr(self.norm is not None):
+                self.norm.wait()
+            for i in cutlass.range_constexpr(self.chunks):
+                part = self.chunk(coord, i)
+                if cutlass.const_expr(i + 1 < self.chunks):
+                    following_at = self.state.address(args, coord, read, self.chunk(coord, i + 1).first_row)
+                    rows = self.state.load(following_at, coord, policy, read > size.null_index)
+                self.steps(rState, records, args, part, start, length, self.chunk_o(args, o_at, i))
+                if cutlass.const_expr(self.norm is not None and i + 1 == self.chunks):
+                    self.norm.arrive()  # in front of the stores, which it would wait for
+                wanted = (write > size.null_index) & ((length > 0) | (write != read))
                 updated = self.state.load_registers(rState)
-                self.state.store(updated, self.state.address(args, coord, write, part.first_row), coord, write > size.null_index)
-                self.state.store_registers(rState, rows)
-                o_at += offset(self.chunk_rows, stride.o_c)
-            coord = self.chunk(coord, self.chunks - 1)
-            if cutlass.const_expr(self.single_token):
-                self.step(rState, records, args, coord, o_at, Int32(0), None)
-            else:
-                intermediate_row = self.intermediate_row(args, coord)
-                for t in cutlass.range(length, unroll=1):
-                    self.step(rState, records, args, coord, o_at + offset(start, stride.o_t), t, intermediate_row)
-            wanted = (write > size.null_index) & ((length > 0) | (write != read))
-            final = self.state.load_registers(rState)
-            self.state.store(final, self.state.address(args, coord, write, coord.first_row), coord, wanted)
+                self.state.store(updated, self.state.address(args, coord, write, part.first_row), coord, wanted)
+                if cutlass.const_expr(i + 1 < self.chunks):
+                    self.state.store_registers(rState, rows)
+            if cutlass.const_expr(self.norm is not None):
+                o_at = self.tokens.o_address(args, coord)
+                self.norm.finish(records + size.T * self.record, args, o_at, coord, start, length)
         elif coord.stores_o:
             for t in range(length):
                 for i in cutlass.range_constexpr(self.chunks):
-                    row_at = o_at + offset(i * self.chunk_rows, stride.o_c) if i else o_at
-                    store(self.tokens.dtype, row_at + offset(start + t, stride.o_t), Float32(0))
+                    store(self.tokens.dtype, self.chunk_o(args, o_at, i) + offset(start + t, stride.o_t), Float32(0))
         if cutlass.const_expr(not self.single_token) and size.cu_seqlens_kind != 0 and coord.stores_o:
-            self.tokens.zero_padding(args, coord, o_at)
+            for i in cutlass.range_constexpr(self.chunks):
+                self.tokens.zero_padding(args, coord, self.chunk_o(args, o_at, i))
+
+    def chunk_o(self, args, o_at, i):
+        return o_at + offset(i * self.chunk_rows, args.stride.o_c) if i else o_at
+
+    @cute.jit
+    def steps(self, rState, records, args, coord, start, length, o_at):
+        """All tokens of the rows in rState."""
+        if cutlass.const_expr(self.single_token):
+            self.step(rState, records, args, coord, o_at, Int32(0), None)
+        else:
+            intermediate_row = self.intermediate_row(args, coord)
+            for t in cutlass.range(length, unroll=1):
+                self.step(rState, records, args, coord, o_at + offset(start, args.stride.o_t), t, intermediate_row)
 
     def slots(self, args, coord):
         """Slot read, none for an inactive sequence; slot of the final state, none where there is nothing to store."""
@@ -208,7 +237,10 @@ class Decode:
     def step(self, rState, records, args, coord, o_at, t, intermediate_row):
         """Token t: its o, and the state after it where that is stored."""
         o = self.update(rState, records + t * self.record, args, coord)
-        if coord.stores_o:
+        if cutlass.const_expr(self.norm is not None):
+            normed = records + args.size.T * self.record
+            self.norm.put(normed, t, coord.o_row, o, coord.lane % self.lanes_per_sum, self.lanes_per_sum)
+        elif coord.stores_o:
             store(self.tokens.dtype, o_at + offset(t, args.stride.o_t), o)
         self.store_intermediate(rState, args, coord, t, intermediate_row)
 
@@ -292,10 +324,9 @@ class Decode:
 
     # -------------------------------------------------------------------------------------------- records: v
 
-    def v_elements(self, coord):
-        """A thread's elements of the first tokens' v; with one token they are all."""
-        rounds = -(-self.tile // self.threads) if self.single_token else 1
-        return [coord.thread + j * self.threads if j else coord.thread for j in range(rounds)]
+    def v_elements(self, first, count):
+        """A thread's next `count` elements of the tile's v, from the first on."""
+        return [first + j * self.threads if j else first for j in range(count)]
 
     def load_v(self, args, coord, start, i, length):
         """Element i of the tile's v [tokens, tile]."""
@@ -305,17 +336,21 @@ class Decode:
 
     @cute.jit
     def stage_v(self, records, args, coord, start, length, v):
-        count, elements = length * self.tile, self.v_elements(coord)
-        for j in cutlass.range_constexpr(len(elements)):
-            if elements[j] < count:
-                self.store_v(records, elements[j], v[j])
+        self.store_v(records, length, self.v_elements(coord.thread, self.v_loads), v)
         if cutlass.const_expr(not self.single_token):
-            for i in cutlass.range(coord.thread + self.threads, count, self.threads, unroll=1):
-                self.store_v(records, i, self.load_v(args, coord, start, i, length))
+            loads = 1 if self.norm is None else 4  # a whole head's v takes more rounds
+            first = coord.thread + self.v_loads * self.threads
+            for i in cutlass.range(first, length * self.tile, loads * self.threads, unroll=1):
+                elements = self.v_elements(i, loads)
+                more = [self.load_v(args, coord, start, i, length) for i in elements]
+                self.store_v(records, length, elements, more)
 
-    def store_v(self, records, i, v):
-        values = shared_tensor(records + (i // self.tile) * self.record + self.v_offset, self.tile)
-        values[i % self.tile] = v
+    @cute.jit
+    def store_v(self, records, length, elements, v):
+        for j in cutlass.range_constexpr(len(elements)):
+            if elements[j] < length * self.tile:
+                values = shared_tensor(records + (elements[j] // self.tile) * self.record + self.v_offset, self.tile)
+                values[elements[j] % self.tile] = v[j]
 
     # -------------------------------------------------------------------------------------------- records: beta and decays
 

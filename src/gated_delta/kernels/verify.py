@@ -27,6 +27,7 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
 from .arguments import VerifyPointers, VerifySizes, VerifyStrides
+from .device.norm import GatedNorm
 from .device.primitives import (
     Args,
     dot,
@@ -46,7 +47,7 @@ from .device.primitives import (
     typed,
     unpack,
 )
-from .device.recurrent import StateRows, Tokens, sequence_block, sequence_grid, shared_tensor
+from .device.recurrent import StateRows, Tokens, sequence_block, sequence_grid, shared_tensor, without_norm
 
 Pointers, Strides, Sizes = typed(VerifyPointers, Int64), typed(VerifyStrides, Int32), typed(VerifySizes, Int32)
 
@@ -94,6 +95,7 @@ class Verify:
         token_tile: int,
         rows: int,
         threads: int,
+        norm: bool = False,
     ):
         self.state = StateRows(K, state_dtype, rows)
         self.operand_dtype = Float32 if self.state.dtype is Float32 else BFloat16  # fp16 has not the range of k b_t
@@ -119,10 +121,14 @@ class Verify:
         self.pair_row = max(token_tile, 4)
         self.pair_words = 2 * self.pair_row * self.pair_row
         self.scalars_offset = self.pair_offset + (1 if self.channel else self.warps) * self.pair_words
-        self.shared = self.scalars_offset + 2 * token_tile
+        self.norm_offset = self.scalars_offset + 2 * token_tile
+        self.norm = GatedNorm(V, self.tiles, self.tokens.dtype, threads, token_tile) if norm else None
+        self.shared = self.norm_offset + (self.norm.token_words * token_tile if self.norm else 0)
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
+        if cutlass.const_expr(self.norm is None):
+            ptr, stride, size = without_norm(ptr), without_norm(stride), without_norm(size)
         self.kernel(ptr, scale, bound, stride, size).launch(
             grid=sequence_grid(self.tiles * size.HV, size.N),
             block=(self.threads, 1, 1),
@@ -132,11 +138,13 @@ class Verify:
         )
 
     @cute.kernel
-    def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes):
+    def kernel(self, ptr, scale: Float32, bound: Float32, stride, size):
         args, coord = Args(ptr, scale, bound, stride, size), self.coord()
         if coord.n < size.prefetch_sequences:
             self.state.prefetch(args, coord)
             self.tokens.prefetch(args, coord)
+            if cutlass.const_expr(self.norm is not None):
+                self.norm.prefetch(args, coord)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if coord.n < size.N:
@@ -166,12 +174,16 @@ class Verify:
             [self.load_v(args, coord, start, t, r, (t < length) & active) for t in range(self.token_tile)]
             for r in range(self.lane_rows)
         ]
+        if cutlass.const_expr(self.norm is not None):
+            z = self.norm.load_first(args, coord, start, length)
 
         o_at = self.tokens.o_address(args, coord)
         if active:
             shared = cute.arch.get_dyn_smem(Float32, 16)
             self.stage_qk(shared, args, coord, start, length, row, qk)
             self.stage_gates(shared, args, coord, start, length, row, gates)
+            if cutlass.const_expr(self.norm is not None):
+                self.norm.stage(shared + self.norm_offset, args, coord, start, length, z)
             cute.arch.sync_threads()
             if cutlass.const_expr(self.channel):
                 self.stage_decayed_qk(shared, coord, length)
@@ -183,6 +195,8 @@ class Verify:
                 o_row = coord.o_row + 32 * r
                 at = o_at + offset(o_row, stride.o_c) + offset(start, stride.o_t)
                 self.substitute(shared, args, coord, length, row, o_row, v[r], at)
+            if cutlass.const_expr(self.norm is not None):
+                self.norm.finish(shared + self.norm_offset, args, o_at, coord, start, length)
         elif coord.stores_o:
             for r in cutlass.range_constexpr(self.lane_rows):
                 at = o_at + offset(coord.o_row + 32 * r, stride.o_c)
@@ -518,7 +532,10 @@ class Verify:
             o = s_q
             for a, u_i in zip(self.load_pairs(shared, coord, t, 1, t + 1), us, strict=True):
                 o = fma(a, u_i, o)
-            store_if(self.tokens.dtype, o_at + offset(t, stride.o_t), o, coord.stores_o & (t < length))
+            if cutlass.const_expr(self.norm is None):
+                store_if(self.tokens.dtype, o_at + offset(t, stride.o_t), o, coord.stores_o & (t < length))
+            else:
+                self.norm.put(shared + self.norm_offset, t, o_row, o, coord.thread % 32 // self.rows, 1)
             store_if(Float32, u_at + offset(t, stride.buffer_u_t), u, coord.stores_o & (t < size.C))
         if coord.stores_o:
             for t in cutlass.range(self.token_tile, size.C, unroll=1):

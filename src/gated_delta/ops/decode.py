@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,11 @@ from .launch import (
     bytes_of,
     index_kind,
     named,
+    norm_of,
+    norm_strides,
     ready,
     ready_strides,
+    shipped_norms,
     state_sizes,
     state_width,
     token_strides,
@@ -70,9 +74,21 @@ SCHEDULES: dict[tuple[str, str, bool], Table] = {
 }
 """Measured on an H200: docs/kernels/decode.md."""
 
+_APART, _WHOLE, _PASSES = Schedule(4, 128, cluster=True), Schedule(8, 256), Schedule(4, 128, True)
+NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
+    # With a norm: a head in a cluster of blocks, in one block at once, or in one block in passes.
+    **{(axis, "bf16", True): ((LARGE, _PASSES), (2**21, _WHOLE), (0, _APART)) for axis in ("head", "channel")},
+    **{(axis, "fp32", True): ((LARGE, Schedule(8, 256, True)), (2**22, _WHOLE), (0, _APART)) for axis in ("head", "channel")},
+    **{(axis, "bf16", False): ((LARGE, _PASSES), (2**22, Schedule(4, 256)), (0, _APART)) for axis in ("head", "channel")},
+    **{
+        (axis, "fp32", False): ((LARGE, Schedule(4, 512, True)), (2**22, Schedule(4, 512)), (0, _APART))
+        for axis in ("head", "channel")
+    },
+}
+
 
 class Arguments(NamedTuple):
-    """A call of gated_delta.decode, whose docstring says what each one is; the gate in its parts."""
+    """A call of gated_delta.decode, whose docstring says what each one is; the gate and the norm in their parts."""
 
     q: Tensor
     k: Tensor
@@ -88,9 +104,13 @@ class Arguments(NamedTuple):
     num_accepted: Tensor | None
     intermediate_states: Tensor | None
     intermediate_indices: Tensor | None
+    z: Tensor | None
+    norm_weight: Tensor | None
     out: Tensor | None
     gate: str
     bound: float
+    norm_eps: float
+    norm_activation: str | None
     scale: float | None
     qk_l2norm: bool
     beta_logits: bool
@@ -102,7 +122,7 @@ class Arguments(NamedTuple):
 class Decode(StateOperation):
     name = "decode"
     arguments = Arguments
-    num_tensors = 15
+    num_tensors = 17
     may_write = ("state", "intermediate_states", "out")
 
     def describe(self, a: Arguments) -> Problem:
@@ -138,6 +158,7 @@ class Decode(StateOperation):
                 raise ValueError(f"intermediate_states: expected C >= T={check.sizes['T']} steps, got C={check.sizes['C']}")
         elif a.intermediate_indices is not None:
             raise ValueError("intermediate_indices: expected None without intermediate_states, got a value")
+        check.norm(a)
         check.out(a)
         check.writes(*self.written(a))
         check.vectors(a, a.state, a.intermediate_states)
@@ -151,16 +172,23 @@ class Decode(StateOperation):
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None
-        reference.decode(tokens_of(a), **_states(a), out=a.out)
+        reference.decode(tokens_of(a), **_states(a), norm=norm_of(a), z=a.z, out=a.out)
 
     def check_indices(self, a: Arguments) -> None:
         reference.decode_rows(tokens_of(a), **_states(a))
 
     def schedules(self, problem: Problem) -> Table:
-        return SCHEDULES[problem.axis, state_width(problem), _single_token(problem)]
+        table = NORM_SCHEDULES if "norm" in problem.options else SCHEDULES
+        return table[problem.axis, state_width(problem), _single_token(problem)]
 
     def block_rows(self, problem: Problem, schedule: Schedule) -> int:
         return tile_rows(problem.K, schedule.rows, schedule.threads) * schedule.chunks
+
+    def block_chunks(self, problem: Problem, schedule: Schedule) -> int:
+        """With a norm, as many as a head has, unless its blocks are a cluster."""
+        if "norm" not in problem.options or schedule.cluster:
+            return schedule.chunks
+        return problem.V // tile_rows(problem.K, schedule.rows, schedule.threads)
 
     def halved(self, schedule: Schedule) -> Schedule:
         return schedule._replace(chunks=schedule.chunks // 2) if schedule.chunks > 1 else super().halved(schedule)
@@ -169,11 +197,13 @@ class Decode(StateOperation):
         facts = problem.facts("axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm")
         facts |= dict(aligned="unaligned_qk" not in problem.options, beta_logits=problem.beta_logits)
         facts |= dict(single_token=_single_token(problem), rows=schedule.rows, threads=schedule.threads)
-        facts |= dict(chunks=schedule.chunks)
+        facts |= dict(chunks=self.block_chunks(problem, schedule))
+        facts |= dict(norm=True) if "norm" in problem.options else {}
         return compile.Variant("decode", tuple(facts.items()))
 
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
-        return [Problem("decode", axis, 1, 1, K, V, T, state_dtype=state_dtype, **tokens) for T in (1, 2)]
+        cases = itertools.product((1, 2), shipped_norms(tokens))
+        return [Problem("decode", axis, 1, 1, K, V, T, state_dtype=state_dtype, options=some, **tokens) for T, some in cases]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
         return DecodeLaunch(self, problem, plan, a)
@@ -208,6 +238,7 @@ class DecodeLaunch(TokensLaunch):
                 **token_strides(a),
                 **named("state", "ph", bytes_of(a.state, 2)),
                 **named("intermediate_states", "nth", bytes_of(a.intermediate_states, 3)),
+                **norm_strides(a),
                 **named("state_indices", "nt", bytes_of(a.state_indices, 2)),
                 **named("write_indices", "n", bytes_of(a.write_indices, 1)),
                 **named("num_accepted", "n", bytes_of(a.num_accepted, 1)),

@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import struct
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any, ClassVar, NamedTuple, get_type_hints
@@ -20,7 +21,7 @@ from ..call_cache import CallCache
 from ..kernels.arguments import ABSENT as NO_KIND
 from ..kernels.arguments import BF16, FP16, FP32
 from ..memory import Addresses, Placement
-from ..problem import Gate, Problem, Tokens, UnsupportedProblem
+from ..problem import Gate, GatedNorm, Problem, Tokens, UnsupportedProblem
 
 CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
 """Look at every index on the host before a launch, and raise as the reference backend does; costs a wait for the GPU."""
@@ -124,6 +125,11 @@ def tokens_of(a: Any) -> Tokens:
     return Tokens(a.q, a.k, a.v, a.g, a.beta, gate, a.scale, a.qk_l2norm, a.beta_logits, a.cu_seqlens)
 
 
+def norm_of(a: Any) -> GatedNorm | None:
+    """The norm of a decode's or verify's arguments, which have its gate z, too."""
+    return None if a.norm_weight is None else GatedNorm(a.norm_weight, a.norm_eps, a.norm_activation)
+
+
 class Launch(ABC):
     """A launch for calls of given shapes and strides."""
 
@@ -217,13 +223,7 @@ PREFETCH_HEADS = 1024
 def token_strides(a: Any) -> dict[str, int]:
     """Those that the strides of all kernels that read tokens have in common."""
     o = torch.empty(a.v.shape, dtype=a.v.dtype, device="meta") if a.out is None else a.out
-    packed = a.cu_seqlens is not None
-
-    def rows(x: Tensor, dims: int) -> list[int]:
-        """Strides of sequence, token, head, ...; none to the next sequence where they are packed, or there is but one."""
-        strides = bytes_of(x, dims)
-        return [0, *strides[1:]] if packed or x.shape[0] == 1 else strides
-
+    rows = functools.partial(token_rows, a)
     return dict(
         **named("q", "nth", rows(a.q, 3)),
         **named("k", "nth", rows(a.k, 3)),
@@ -235,6 +235,12 @@ def token_strides(a: Any) -> dict[str, int]:
         **named("dt_bias", "hc", bytes_of(a.dt_bias, 2)),
         **named("cu_seqlens", "n", bytes_of(a.cu_seqlens, 1)),
     )
+
+
+def token_rows(a: Any, x: Tensor, dims: int) -> list[int]:
+    """Strides of sequence, token, head, ...; none to the next sequence where they are packed, or there is but one."""
+    strides = bytes_of(x, dims)
+    return [0, *strides[1:]] if a.cu_seqlens is not None or x.shape[0] == 1 else strides
 
 
 def token_sizes(a: Any) -> dict[str, int]:
@@ -249,9 +255,16 @@ def token_sizes(a: Any) -> dict[str, int]:
     )
 
 
+def norm_strides(a: Any) -> dict[str, int]:
+    """Those of a decode's or verify's z and norm."""
+    z = [0] * 3 if a.z is None else token_rows(a, a.z, 3)
+    return dict(**named("z", "nth", z), **named("norm_weight", "c", bytes_of(a.norm_weight, 1)))
+
+
 def state_sizes(a: Any, plan: Plan) -> dict[str, int]:
     """Those that decode's and verify's sizes have in common."""
     N, HV = tokens_of(a).num_sequences, a.v.shape[2]
+    (eps,) = struct.unpack("i", struct.pack("f", a.norm_eps))
     return dict(
         **token_sizes(a),
         N=N,
@@ -259,6 +272,9 @@ def state_sizes(a: Any, plan: Plan) -> dict[str, int]:
         P=a.state.shape[0],
         prefetch_sequences=N if plan.schedule.prefetch and N * HV <= PREFETCH_HEADS else 0,
         keep_in_l2=int(plan.schedule.keep_in_l2),
+        norm_weight_kind=NO_KIND if a.norm_weight is None else KINDS[a.norm_weight.dtype],
+        norm_eps=eps,
+        norm_sigmoid=int(a.norm_activation == "sigmoid"),
     )
 
 
@@ -320,6 +336,8 @@ class Schedule(NamedTuple):
     """Small launches prefetch states into L2 before the previous kernel has ended."""
     chunks: int = 1
     """Of a decode's block: how often its threads take so many rows, one chunk after the other."""
+    cluster: bool = False
+    """decode with a norm: the blocks of a head are a cluster; else one block has all rows, in as many chunks as that takes."""
 
 
 Table = tuple[tuple[int, Schedule], ...]
@@ -337,7 +355,16 @@ def state_bytes(problem: Problem) -> int:
     return problem.HV * problem.K * problem.V * problem.state_dtype.itemsize
 
 
+MAX_NORM = 256
+"""V up to which a block takes a whole head, as a norm needs."""
+
 SCATTERED = "states whose V rows lie next to each other (stride K) and start at multiples of 16 bytes"
+
+
+def shipped_norms(tokens: dict[str, Any]) -> tuple[frozenset[str], ...]:
+    """Options of what is shipped: with a norm, too, where gate and beta are raw, as engines hand them over."""
+    raw = tokens["gate"] != "log" and tokens["beta_logits"]
+    return (frozenset(), frozenset({"norm"})) if raw else (frozenset(),)
 
 
 class StateOperation(Operation):
@@ -362,6 +389,8 @@ class StateOperation(Operation):
             reasons.append(f"V a multiple of 32, got {problem.V}")
         if "scattered_rows" in problem.options:
             reasons.append(SCATTERED)
+        if "norm" in problem.options and problem.V > MAX_NORM:
+            reasons.append(f"V up to {MAX_NORM} with a norm, got {problem.V}")
         if "unaligned_buffer" in problem.options:
             reasons.append("a buffer whose rows of k start at multiples of 16 bytes")
         return reasons
@@ -375,7 +404,7 @@ class StateOperation(Operation):
 
     def halved(self, schedule: Schedule) -> Schedule:
         """With blocks of half as many rows."""
-        return schedule._replace(rows=schedule.rows // 2)
+        return schedule._replace(rows=schedule.rows // 2) if schedule.rows > 1 else schedule._replace(threads=schedule.threads // 2)
 
     def variants(self, problem: Problem) -> list[compile.Variant]:
         plans = [self.plan(problem, -(-least // state_bytes(problem)), 0) for least, _ in self.schedules(problem)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any, NamedTuple
 
 import torch
@@ -22,8 +23,11 @@ from .launch import (
     bytes_of,
     index_kind,
     named,
+    norm_of,
+    norm_strides,
     ready,
     ready_strides,
+    shipped_norms,
     state_sizes,
     state_width,
     token_strides,
@@ -44,7 +48,7 @@ SCHEDULES: dict[tuple[str, str, int], Table] = {
 
 
 class Arguments(NamedTuple):
-    """A call of gated_delta.verify, whose docstring says what each one is; the gate and the buffer in their parts."""
+    """A call of gated_delta.verify, whose docstring says what each one is; the gate, the norm and the buffer in their parts."""
 
     q: Tensor
     k: Tensor
@@ -60,9 +64,13 @@ class Arguments(NamedTuple):
     buffer_u: Tensor
     buffer_k: Tensor
     buffer_log_decay: Tensor
+    z: Tensor | None
+    norm_weight: Tensor | None
     out: Tensor | None
     gate: str
     bound: float
+    norm_eps: float
+    norm_activation: str | None
     scale: float | None
     qk_l2norm: bool
     beta_logits: bool
@@ -73,7 +81,7 @@ class Arguments(NamedTuple):
 class Verify(StateOperation):
     name = "verify"
     arguments = Arguments
-    num_tensors = 15
+    num_tensors = 17
     may_write = ("buffer_u", "buffer_k", "buffer_log_decay", "out")
 
     def describe(self, a: Arguments) -> Problem:
@@ -93,6 +101,7 @@ class Verify(StateOperation):
             raise ValueError(f"buffer: expected room for T={check.sizes['T']} tokens, got {check.sizes['C']}")
         check.index("buffer_indices", a.buffer_indices)
         check.one_each("buffer", "rows", a.buffer_indices)
+        check.norm(a)
         check.out(a)
         check.writes(*self.written(a))
         check.vectors(a, a.state)
@@ -104,13 +113,21 @@ class Verify(StateOperation):
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None
-        reference.verify(tokens_of(a), **_states(a), out=a.out)
+        reference.verify(tokens_of(a), **_states(a), norm=norm_of(a), z=a.z, out=a.out)
 
     def check_indices(self, a: Arguments) -> None:
         reference.verify_rows(tokens_of(a), **_states(a))
 
     def schedules(self, problem: Problem) -> Table:
-        return SCHEDULES[problem.axis, state_width(problem), _token_tile(problem)]
+        table = SCHEDULES[problem.axis, state_width(problem), _token_tile(problem)]
+        if "norm" not in problem.options:
+            return table
+        # A block then has a whole head; two warps of a head are too few for one of 64 rows each.
+        rows = [min(schedule.rows, 32) for _, schedule in table]
+        return tuple(
+            (least, schedule._replace(rows=r, threads=problem.V // r * 32))
+            for (least, schedule), r in zip(table, rows, strict=True)
+        )
 
     def block_rows(self, problem: Problem, schedule: Schedule) -> int:
         return schedule.rows * schedule.threads // 32
@@ -122,10 +139,12 @@ class Verify(StateOperation):
         facts = problem.facts("axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm")
         facts |= dict(aligned="unaligned_qk" not in problem.options, token_tile=_token_tile(problem))
         facts |= dict(rows=schedule.rows, threads=schedule.threads)
+        facts |= dict(norm=True) if "norm" in problem.options else {}
         return compile.Variant("verify", tuple(facts.items()))
 
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
-        return [Problem("verify", axis, 1, 1, K, V, T, state_dtype=state_dtype, **tokens) for T in TOKEN_TILES]
+        cases = itertools.product(TOKEN_TILES, shipped_norms(tokens))
+        return [Problem("verify", axis, 1, 1, K, V, T, state_dtype=state_dtype, options=some, **tokens) for T, some in cases]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
         return VerifyLaunch(self, problem, plan, a)
@@ -159,6 +178,7 @@ class VerifyLaunch(TokensLaunch):
                 **named("buffer_u", "rth", bytes_of(a.buffer_u, 3)),
                 **named("buffer_k", "rth", bytes_of(a.buffer_k, 3)),
                 **named("buffer_log_decay", "rth", bytes_of(a.buffer_log_decay, 3)),
+                **norm_strides(a),
                 **named("state_indices", "n", bytes_of(a.state_indices, 1)),
                 **named("buffer_indices", "n", bytes_of(a.buffer_indices, 1)),
             ),

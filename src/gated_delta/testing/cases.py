@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from ..problem import MAX_DRAFT, Problem
+from ..problem import ACTIVATIONS, MAX_DRAFT, Problem
 
 OPS = ("prefill", "decode", "verify", "flush")
 AXES = ("head", "channel")
@@ -100,10 +100,12 @@ class Case:
     """Tokens of each sequence; all the same unless the layout is packed."""
     null_index: int
     seed: int
+    norm: str | None = None
+    """Activation of the gated norm behind it, where there is one."""
 
     @property
     def options(self) -> frozenset[str]:
-        return LAYOUTS[self.op][self.layout]
+        return LAYOUTS[self.op][self.layout] | (frozenset() if self.norm is None else {"norm"})
 
     def uses(self, index: str) -> bool:
         """Whether the call brings this index tensor, of whichever dtype."""
@@ -158,7 +160,8 @@ class Case:
     @property
     def label(self) -> str:
         gate = f"{self.gate}_" if self.op == "flush" else ""
-        return f"{self.problem.label}/{gate}{self.family}-{self.keys}-{self.layout}"
+        norm = "" if self.norm is None else f"-{self.norm}"
+        return f"{self.problem.label}/{gate}{self.family}-{self.keys}-{self.layout}{norm}"
 
     def __str__(self) -> str:
         return self.label
@@ -223,6 +226,7 @@ def cases(op: str) -> tuple[Case, ...]:
                 _lengths(op, packed, heads[1], rng),
                 rng.choice((-1, 0)) if _uses(LAYOUTS[op][layout], "state_indices") else -1,
                 seed,
+                rng.choice((None, None, *ACTIVATIONS)) if op in ("decode", "verify") else None,
             )
         )
     return tuple(made)

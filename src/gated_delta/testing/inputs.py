@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..problem import CHECKPOINT_INTERVAL, Gate, KVBuffer, Tokens
+from ..problem import CHECKPOINT_INTERVAL, Gate, GatedNorm, KVBuffer, Tokens
 from .cases import Case
 
 LAYERS = 3
@@ -28,13 +28,16 @@ class Call:
     starts: tuple[int, ...]
     verify_states: dict[str, Any] = field(default_factory=dict)
     """For flush: what the verify call that fills the buffer takes beside tokens."""
+    norm: GatedNorm | None = None
+    z: Tensor | None = None
 
     @property
     def arguments(self) -> dict[str, Any]:
         """Keyword arguments of the public operation."""
         if self.case.op == "flush":
             return dict(self.states)
-        return {**self.tokens[0]._asdict(), **self.states, "out": self.out}
+        norm = {} if self.norm is None else dict(norm=self.norm, z=self.z)
+        return {**self.tokens[0]._asdict(), **self.states, **norm, "out": self.out}
 
     def sequence(self, n: int, layer: int = 0) -> Tokens:
         """Tokens of sequence n alone, [1, T, ...]."""
@@ -56,6 +59,8 @@ def make(case: Case, device: torch.device | str = "cpu") -> Call:
     {"prefill": _prefill_states, "decode": _decode_states, "verify": _verify_states, "flush": _flush_states}[case.op](
         call, rng, torch.device(device), inactive
     )
+    if case.norm is not None:
+        _norm(call, rng, device)
     return call
 
 
@@ -130,6 +135,16 @@ def _tokens(case: Case, rng: torch.Generator, device: torch.device | str, inacti
     return Tokens(
         q, k, v, finished(g, case.g_dtype), finished(beta, case.dtype), gate, scale, case.qk_l2norm, case.beta_logits, cu_seqlens
     )
+
+
+def _norm(call: Call, rng: torch.Generator, device: torch.device | str) -> None:
+    """A weight of either width and z as a slice of a projection; NaN where no active sequence has a token."""
+    case, v = call.case, call.tokens[0].v
+    weight = (1 + torch.randn(case.D, generator=rng) / 2).to(device, torch.float32 if case.seed % 2 else case.dtype)
+    assert case.norm is not None
+    call.norm = GatedNorm(weight, 1e-5 if case.seed % 3 else 1e-6, case.norm)
+    z = 2 * torch.randn(*v.shape[:3], 2, case.D, generator=rng).to(device, case.dtype)
+    call.z = z[..., 1, :].masked_fill_(v.isnan(), math.nan)
 
 
 def _fused(*parts: Tensor) -> tuple[Tensor, ...]:

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..reference import recurrent
+from ..reference import gated_norm, recurrent
 from .inputs import Call
 
 
@@ -50,6 +50,15 @@ def _outputs(call: Call, dtype: torch.dtype) -> Expected:
 
 def _at(call: Call, n: int, t: int) -> tuple[int, int]:
     return (0, call.starts[n] + t) if call.case.packed else (n, t)
+
+
+def _put_output(call: Call, o: Expected, n: int, t: int, o_t: Tensor, plain: bool) -> None:
+    """`plain` rounds an output to its dtype in front of the norm, as decode and verify do."""
+    at = _at(call, n, t)
+    if call.norm is not None:
+        assert call.z is not None
+        o_t = gated_norm(o_t.to(call.case.dtype) if plain else o_t, call.z[at], call.norm, o_t.dtype)
+    _put(o, at, o_t)
 
 
 def _rows(indices: Tensor | None, N: int) -> list[int]:
@@ -116,7 +125,7 @@ def _decode(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
             continue
         state = pool[read].to(dtype)
         for t, (o_t, after) in enumerate(recurrent(call.sequence(n), state, dtype, call.case.state_dtype if plain else None)):
-            _put(o, _at(call, n, t), o_t)
+            _put_output(call, o, n, t, o_t, plain)
             state = after
             if steps is not None:
                 kept = n if states["intermediate_indices"] is None else int(states["intermediate_indices"][n])
@@ -137,7 +146,7 @@ def _verify(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
     for n in range(N):
         if slots[n] > call.case.null_index and rows[n] >= 0:
             for t, (o_t, _) in enumerate(recurrent(call.sequence(n), states["state"][slots[n]], dtype)):
-                _put(o, _at(call, n, t), o_t)
+                _put_output(call, o, n, t, o_t, plain)
     return {"o": o, "state": _blank(states["state"], 1, dtype)}
 
 

@@ -235,6 +235,20 @@ def store_if(dtype, address, value, condition):
     )
 
 
+def store_cluster(address, block, value, condition):
+    """One fp32 number to an address of this block's shared memory, in the memory of another block of its cluster."""
+    cute.arch.inline_ptx(
+        """{
+        .reg .pred p;
+        .reg .b32 there;
+        setp.ne.s32 p, {$r3}, 0;
+        mapa.shared::cluster.u32 there, {$r0}, {$r1};
+        @p st.shared::cluster.b32 [there], {$r2};
+        }""",
+        read_only_args=[address, block, value.bitcast(Uint32), Int32(condition)],
+    )
+
+
 def store_words(address, words, condition):
     """One, two or four words to a multiple of their bytes where the condition is true."""
     names = [f"{{$r{i + 1}}}" for i in range(len(words))]

@@ -1,6 +1,7 @@
 """What the recurrent kernels (decode, verify, flush) share: the grid, V rows of a state in registers, loads of the tokens."""
 
 import itertools
+from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -28,6 +29,14 @@ from .primitives import (
     store_words,
     sum_lanes,
 )
+
+
+def without_norm(arguments):
+    """A kernel's tuple of arguments without those that only a norm reads: a kernel without one has the machine code of before."""
+    kept = [name for name in arguments._fields if not name.startswith(("z", "norm_"))]
+    kind = NamedTuple(type(arguments).__name__, [(name, type(arguments).__annotations__[name]) for name in kept])
+    return kind(*(getattr(arguments, name) for name in kept))
+
 
 MAX_GRID = 65535  # of a grid's second and third dimension
 

@@ -1,0 +1,159 @@
+"""decode and verify with the gated norm in them, on the GPU: the norm of their own outputs, whatever the shape of the call."""
+
+import math
+
+import pytest
+import torch
+
+import gated_delta as gd
+from gated_delta import reference
+from gpu import AXES, STATES, decode, index, needs_gpu, packed, part, pool, same, tokens
+
+pytestmark = needs_gpu
+
+HEADS, D = (4, 8), 128
+SIZES = [  # state, K, V
+    *((state_dtype, 128, 128) for state_dtype in STATES),
+    *((state_dtype, 96, 192) for state_dtype in STATES[:2]),
+    (torch.float16, 64, 64),
+]
+
+
+def normed(N, T, *, heads=HEADS, V=D, dtype=torch.bfloat16, weight_dtype=torch.float32, activation="silu", seed=7):
+    """norm and z, whose memory lies between other numbers."""
+    rng = torch.Generator("cuda").manual_seed(seed)
+    z = 2 * torch.randn(N, T, heads[1], 3, V, generator=rng, device="cuda").to(dtype)
+    weight = (1 + torch.randn(V, generator=rng, device="cuda") / 2).to(weight_dtype)
+    return dict(norm=gd.GatedNorm(weight, 1e-5, activation), z=z[..., 1, :])
+
+
+def check_norm(fused, bare, norm, z):
+    """`fused` is the norm of exactly `bare`: off by no more than its own rounding to 16 bits."""
+    want = reference.gated_norm(bare, z, norm, torch.float64)
+    unit = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[fused.dtype]
+    assert ((fused.double() - want).abs() <= unit * 1.02 * want.abs() + 1e-7).all()
+
+
+def of_tokens(call, *where):
+    """A call with its z on some of its sequences or tokens."""
+    return {**part(call, *where), "z": call["z"][where]}
+
+
+def buffer_for(call, rows, C):
+    (H, K), (HV, V) = call["q"].shape[2:], call["v"].shape[2:]
+    made = gd.KVBuffer.empty(rows, C, H, HV, K, V, gate="channel" if call["g"].ndim == 4 else "head", device="cuda")
+    for x in vars(made).values():
+        x.fill_(math.nan)
+    return made
+
+
+def run(op, call, state, **options):
+    """o and all that the call wrote or left."""
+    rest = options
+    if op == "verify":
+        rest = dict(buffer=buffer_for(call, len(state), 16)) | options
+    o = getattr(gd, op)(**call, state=state, backend="cute", **rest)
+    return o, [state, *(vars(rest["buffer"]).values() if op == "verify" else ())]
+
+
+@pytest.mark.parametrize(("state_dtype", "K", "V"), SIZES)
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("N", [2, 300])
+@pytest.mark.parametrize("T", [1, 3, 16])
+@pytest.mark.parametrize("op", ["decode", "verify"])
+def test_a_fused_norm_is_the_norm_of_the_calls_own_outputs(op, T, N, K, V, axis, state_dtype):
+    """And states and buffers have the bits of the call without it."""
+    call = tokens(N, T, axis=axis, heads=HEADS, K=K, V=V)
+    norm = normed(N, T, V=V, weight_dtype=torch.float32 if T > 1 else torch.bfloat16, activation="sigmoid" if T == 3 else "silu")
+    made = [run(op, call | some, pool(N, state_dtype, HEADS[1], K, V)) for some in ({}, norm)]
+    (bare, of_bare), (fused, of_fused) = made
+    check_norm(fused, bare, **norm)
+    for x, y in zip(of_bare, of_fused, strict=True):
+        same(x, y)
+
+
+@pytest.mark.parametrize("op", ["decode", "verify"])
+def test_a_norm_of_fp16(op):
+    call, norm = tokens(3, 2, dtype=torch.float16), normed(3, 2, dtype=torch.float16, weight_dtype=torch.float16)
+    (bare, _), (fused, _) = (run(op, call | some, pool(3)) for some in ({}, norm))
+    check_norm(fused, bare, **norm)
+
+
+@pytest.mark.parametrize("state_dtype", STATES[:2], ids=str)
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("T", [2, 16])
+def test_several_tokens_in_a_call_equal_as_many_calls(T, axis, state_dtype):
+    call, start = tokens(3, T, axis=axis) | normed(3, T), pool(3, state_dtype)
+    at_once, one_by_one = start.clone(), start.clone()
+    o = decode(call, at_once)
+    for t in range(T):
+        same(decode(of_tokens(call, slice(None), slice(t, t + 1)), one_by_one), o[:, t : t + 1])
+    same(at_once, one_by_one)
+
+
+@pytest.mark.parametrize("state_dtype", STATES[:2], ids=str)
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("T", [1, 3])
+@pytest.mark.parametrize("op", ["decode", "verify"])
+def test_bits_do_not_depend_on_the_batch(op, axis, state_dtype, T):
+    """Every schedule of the tables is used."""
+    most = 512
+    call, start = tokens(most, T, axis=axis) | normed(most, T), pool(most, state_dtype)
+    alone = [run(op, of_tokens(call, slice(n, n + 1)), start.clone(), state_indices=index(n))[0][0] for n in range(0, most, 37)]
+    for N in (40, 200, 512):
+        o, _ = run(op, of_tokens(call, slice(0, N)), start.clone())
+        for n, want in zip(range(0, N, 37), alone, strict=False):
+            same(o[n], want)
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("op", ["decode", "verify"])
+def test_packed_and_inactive_sequences(op, axis):
+    """Each token with its own row of z; rows of no active sequence are zeros, whatever z holds there."""
+    lengths = (3, 0, 16, 1, 8)
+    dense = tokens(len(lengths), 16, axis=axis) | normed(len(lengths), 16)
+    call = packed(dense, lengths)
+    spare = torch.full((1, 2, *dense["z"].shape[2:]), math.nan, device="cuda").to(dense["z"])
+    call["z"] = torch.cat([dense["z"][n, :t] for n, t in enumerate(lengths)] + [spare[0]])[None]
+    call |= {name: torch.cat([call[name], call[name][:, :2]], 1) for name in ("q", "k", "v", "g", "beta")}
+    call["z"][:, 19] = math.nan
+    o, _ = run(op, call, pool(6), state_indices=index(4, 1, 0, -1, 2))
+    at = 0
+    for n, length in enumerate(lengths):
+        if n == 3:
+            assert (o[0, at : at + length] == 0).all()
+        elif length:
+            one = of_tokens(dense, slice(n, n + 1), slice(0, length))
+            alone, _ = run(op, one, pool(6), state_indices=index((4, 1, 0, -1, 2)[n]))
+            same(alone[0], o[0, at : at + length].contiguous())
+        at += length
+    assert (o[0, at:] == 0).all()
+
+
+@pytest.mark.parametrize("op", ["decode", "verify"])
+def test_a_slot_for_each_token_views_and_a_given_out(op):
+    """Strides of all kinds; and a captured graph follows z and the weight as they change."""
+    N, T = 3, 2
+    call, norm = tokens(N, T), normed(N, T)
+    slots = dict(state_indices=torch.arange(N * T, device="cuda").int().view(N, T)) if op == "decode" else {}
+    out = torch.full((N, HEADS[1], T, D), math.nan, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    bare, _ = run(op, call, pool(N * T), **slots)
+    state, rest = pool(N * T), {} if op == "decode" else dict(buffer=buffer_for(call, N * T, 16))
+    start = state.clone()
+    run(op, call | norm, state, out=out, **slots, **rest)
+    check_norm(out, bare, **norm)
+    state.copy_(start)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run(op, call | norm, state, out=out, **slots, **rest)
+    norm["z"].neg_()
+    norm["norm"].weight.mul_(2)
+    graph.replay()
+    check_norm(out, bare, **norm)
+
+
+def test_a_head_too_wide_for_a_block_is_refused():
+    call, norm = tokens(1, 1, K=64, V=288), normed(1, 1, V=288)
+    with pytest.raises(gd.UnsupportedProblem, match="V up to 256 with a norm, got 288"):
+        decode(call | norm, pool(1, K=64, V=288))
