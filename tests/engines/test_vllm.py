@@ -122,7 +122,9 @@ def qwen3_next() -> Any:
 
 
 def olmo_hybrid() -> Any:
-    return transformers.OlmoHybridForCausalLM(transformers.OlmoHybridConfig(**COMMON, **GDN, linear_allow_neg_eigval=True))
+    return transformers.OlmoHybridForCausalLM(
+        transformers.OlmoHybridConfig(**COMMON | dict(hidden_size=64), **GDN, linear_allow_neg_eigval=True)
+    )
 
 
 def kimi_linear() -> Any:
@@ -133,19 +135,16 @@ def kimi_linear() -> Any:
     return transformers.KimiLinearForCausalLM(config)
 
 
-NAMES = {
-    "kimi_linear": (("block_sparse_moe", "mlp"),),
-    "olmo_hybrid": (("attention_layer_norm", "input_layernorm"), ("feedforward_layer_norm", "post_attention_layernorm")),
-}
-"""Of weights, where vLLM's differ from those that transformers saves."""
-
-
 def save(model: Any, place: Path) -> None:
     model.save_pretrained(place)
     file, kind = place / "model.safetensors", model.config.model_type
-    weights = safetensors.torch.load_file(file)
-    for old, new in NAMES.get(kind, ()):
-        weights = {name.replace(old, new): x for name, x in weights.items()}
+    if kind == "olmo_hybrid":  # transformers saves its convolution in three equal parts, whatever their widths
+        weights = model.state_dict()
+        for name in [name for name in weights if "conv1d" in name]:
+            for part, x in zip("qkv", weights.pop(name).split((64, 64, 256)), strict=True):
+                weights[name.replace("conv1d", f"{part}_conv1d")] = x.contiguous()
+    else:
+        weights = {name.replace("block_sparse_moe", "mlp"): x for name, x in safetensors.torch.load_file(file).items()}
     safetensors.torch.save_file(weights, file, metadata=dict(format="pt"))
     if kind == "kimi_linear":
         layers = dict(kda_layers=[1, 2, 3], full_attn_layers=[], head_dim=32, num_heads=3, short_conv_kernel_size=4)
@@ -194,7 +193,7 @@ def test_plugin_not_chosen(own: Run) -> None:
     assert "gated_delta " not in own.log
 
 
-@pytest.mark.parametrize("make", [qwen3_5, qwen3_next, kimi_linear])
+@pytest.mark.parametrize("make", [qwen3_5, qwen3_next, olmo_hybrid, kimi_linear])
 def test_tokens_of_transformers(make: Any, models: Any, tmp_path: Path) -> None:
     """Prefills in chunks, beside decodes too; the second round starts from cached prefixes."""
     model = models(make)
@@ -223,6 +222,16 @@ def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None
     assert made.rounds[1]["cached"][3] >= 256
     assert bool(made.calls["checkpoints"]) == (block == 64)
     assert made.calls.get("windows", 0) == made.calls["checkpoints"]
+    _all_on_gated_delta(made, "prefill", "decode")
+
+
+@pytest.mark.parametrize("cached", [False, True])
+def test_preempted(cached: bool, models: Any, tmp_path: Path) -> None:
+    """Requests that come back begin anew from zeros, or from a prefix in cache, in slots that others had meanwhile."""
+    model = models(qwen3_5)
+    made = run(tmp_path, model.path, job=dict(preempt_every=5), enable_prefix_caching=cached)
+    assert made.tokens == model.tokens
+    assert made.calls["preempted"] >= 3
     _all_on_gated_delta(made, "prefill", "decode")
 
 

@@ -7,6 +7,7 @@ import collections
 import itertools
 import json
 import sys
+import time
 
 import torch
 import torch.nn.functional as F
@@ -65,6 +66,8 @@ def stand_in(drafts):
     library.__getattr__ = lambda self, name: find(self, name) if name != "__dict__" else object.__getattribute__(self, name)
     Qwen3NextForCausalLM.set_moe_parameters = lambda self: None  # it wants experts, whose kernels want bf16
     olmo_gdn_linear_attn.set_triton_allocator = lambda device: None
+    loader = olmo_gdn_linear_attn._make_fused_conv1d_weight_loader  # it wants as an argument what vLLM hangs on the tensor
+    olmo_gdn_linear_attn._make_fused_conv1d_weight_loader = lambda *dims: lambda param, x: loader(*dims)(param, x, x.shard_id)
     if drafts:
         causal_conv1d.causal_conv1d_update = conv_update
 
@@ -144,6 +147,21 @@ def refuse(layer):
     api.explain = scarce
 
 
+def preempt_every(steps):
+    """As where memory is short: a request leaves, and comes back as a prompt."""
+    from vllm.v1.core.sched.scheduler import Scheduler
+
+    schedule, calls = Scheduler.schedule, itertools.count(1)
+
+    def pressed(self, *args, **kwargs):
+        if next(calls) % steps == 0 and len(self.running) > 1:
+            self._preempt_request(self.running.pop(), time.monotonic())
+            CALLS["preempted"] += 1
+        return schedule(self, *args, **kwargs)
+
+    Scheduler.schedule = pressed
+
+
 def watch():
     """What kinds of batches there were."""
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder as Builder
@@ -169,6 +187,8 @@ def main():
         ask_for_checkpoints()
     if "answers" in job:
         draft_from(job["answers"])
+    if "preempt_every" in job:
+        preempt_every(job["preempt_every"])
     if "refuse" in job:
         refuse(job["refuse"])
     stand_in("speculative_config" in job["engine"] and not job.get("own_convolution"))
