@@ -6,6 +6,9 @@ import pytest
 import torch
 
 import gated_delta as gd
+from gated_delta.call_cache import CallCache
+from gated_delta.ops import PREFILL
+from gated_delta.ops import prefill as on_host
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10),
@@ -69,6 +72,26 @@ def fused(call, shift=0):
     wide = call["q"].new_empty(*call["q"].shape[:2], shift + sum(sizes))
     slices = dict(zip(("q", "k", "v"), wide[..., shift:].split(sizes, -1)))
     return call | {name: x.copy_(call[name].flatten(2)).unflatten(-1, call[name].shape[2:]) for name, x in slices.items()}
+
+
+def slowly(call):
+    """Decays near 1 and weak betas, so that initial states still matter at the end."""
+    return {**call, "gate": gd.Gate.log(), "g": call["g"].abs() * -1e-3, "beta": call["beta"] - 3}
+
+
+def force_segments(segments, monkeypatch):
+    """Prefills from here on split each sequence into that many segments, however many sequences there are.
+
+    "persistent": one segment, all V rows in a block, and three blocks, so that each has several heads.
+    """
+
+    def segmentation_of(problem, sequences, tokens):
+        return on_host.Segmentation(1, problem.V) if segments == "persistent" else on_host.Segmentation(segments)
+
+    monkeypatch.setattr(on_host, "segmentation_of", segmentation_of)
+    if segments == "persistent":
+        monkeypatch.setattr(on_host, "MAX_BLOCKS", 3)
+    monkeypatch.setattr(PREFILL, "calls", CallCache())
 
 
 def captured(run):

@@ -52,44 +52,11 @@ def statuses(written):
     return [one["status"] for one in written["results"]]
 
 
-def test_compile_builds_a_pack_and_says_what_it_takes(tmp_path):
-    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
-    file = tmp_path / "pack.json"
-    arguments = ["--out", str(tmp_path / "pack"), "--limit", "1", "--jobs", "1", "--json", str(file)]
-    result = run("compile", *arguments)
-    assert result.exit_code == 0, result.stdout
-    written = json.loads(file.read_text())
-    assert len(list((tmp_path / "pack").glob("*/*.so"))) == len(written["results"]) == 1
-    assert statuses(written) == ["compiled"]
-    assert written["results"][0]["registers"] > 0
-    assert written["versions"]["nvidia-cutlass-dsl"] == compile.installed("nvidia-cutlass-dsl")
-    assert written["versions"]["kernel_sources"] == compile.all_sources()
-    assert run("compile", "--out", str(tmp_path), "--filter", "no such kernel").exit_code == 2
-
-
 def test_info_names_versions_and_backends():
     result = run("info")
     assert result.exit_code == 0
     for word in ("gated_delta", "torch", "backend reference", "backend cute"):
         assert word in result.stdout
-
-
-def test_check_passes_and_reports_every_case(tmp_path):
-    file = tmp_path / "check.json"
-    result = run("check", "--backend", "reference", "--quick", "--op", "verify", "--json", str(file), "--device", "cpu")
-    assert result.exit_code == 0, result.stdout
-    written = json.loads(file.read_text())
-    assert len(written["results"]) > 30
-    assert all(case["status"] == "passed" and case["errors"]["o"]["share"] <= 1 for case in written["results"])
-
-
-def test_json_without_a_file_is_all_there_is_on_the_standard_output():
-    checked = run("check", "--op", "flush", "--limit", "2", "--json", "--device", "cpu", "--backend", "reference")
-    assert len(json.loads(checked.stdout)["results"]) == 2
-    timed = run(
-        "bench", "--op", "decode", "--batch", "1", "--heads", "1/1", "--dim", "16", "--model", "kda", "--json", "--device", "cpu"
-    )
-    assert json.loads(timed.stdout)["results"][0]["host_us"] > 0
 
 
 def test_check_fails_loudly_when_a_backend_is_wrong(monkeypatch):
@@ -102,12 +69,6 @@ def test_check_fails_loudly_when_a_backend_is_wrong(monkeypatch):
     assert "FAILED" in result.stdout
 
 
-def test_check_of_a_backend_that_cannot_run_is_a_failure():
-    result = run("check", "--backend", "cute", "--op", "flush", "--limit", "2", "--device", "cpu")
-    assert result.exit_code == 1
-    assert "needs tensors on a CUDA device" in result.stdout
-
-
 def test_check_leaves_fp32_inputs_to_the_reference_backend(tmp_path):
     """The contract does; on a CPU what remains is refused."""
     result = run("check", "--backend", "cute", "--op", "decode", "--quick", "--device", "cpu")
@@ -115,33 +76,16 @@ def test_check_leaves_fp32_inputs_to_the_reference_backend(tmp_path):
     assert "got fp32" not in result.stdout
 
 
-def test_check_filter_that_matches_nothing():
-    assert run("check", "--filter", "no such case").exit_code == 2
-
-
-def test_bench_writes_json(tmp_path):
-    file = tmp_path / "bench.json"
-    sizes = ["--batch", "1,2", "--tokens", "3", "--heads", "2/4", "--dim", "16", "--device", "cpu"]
-    result = run("bench", "--op", "decode", *sizes, "--json", file)
+@pytest.mark.parametrize("more", [["prefill", "--token-loop"], ["decode"], ["verify"], ["flush"]], ids=lambda more: more[0])
+def test_bench_times_every_operation_of_both_models(tmp_path, more):
+    sizes = ["--batch", "1,2", "--tokens", "3", "--heads", "2/4", "--dim", "16", "--device", "cpu", "--json", tmp_path / "x.json"]
+    result = run("bench", "--op", *more, *sizes)
     assert result.exit_code == 0, result.stdout
-    timed = json.loads(file.read_text())["results"]
+    assert ("ratio" in result.stdout) == ("--token-loop" in more)
+    timed = json.loads((tmp_path / "x.json").read_text())["results"]
     assert len(timed) == 4
-    assert all(min(t["us"], t["copy_us"], t["bytes"]) > 0 for t in timed)
-    assert sum(line.startswith('  {"label": ') for line in file.read_text().splitlines()) == 4  # one a line
-
-
-def test_bench_compares_prefill_with_the_token_loop():
-    sizes = ["--batch", "1", "--tokens", "96", "--heads", "1/1", "--dim", "16", "--device", "cpu"]
-    result = run("bench", "--op", "prefill", *sizes, "--token-loop")
-    assert result.exit_code == 0, result.stdout
-    assert "ratio" in result.stdout
-
-
-@pytest.mark.parametrize("op", ["verify", "flush"])
-def test_bench_times_every_operation(op):
-    assert (
-        run("bench", "--op", op, "--batch", "2", "--tokens", "4", "--heads", "1/2", "--dim", "16", "--device", "cpu").exit_code == 0
-    )
+    assert all(min(t["us"], t["copy_us"], t["host_us"], t["bytes"]) > 0 for t in timed)
+    assert sum(line.startswith('  {"label": ') for line in (tmp_path / "x.json").read_text().splitlines()) == 4  # one a line
 
 
 def test_bench_prints_nothing_for_a_case_that_fails_its_check(monkeypatch):
@@ -167,13 +111,19 @@ def test_json_has_one_shape_for_every_command(tmp_path):
     for command, content in written.items():
         assert list(content) == ["command", "complete", "versions", "device", "arguments", "results"]
         assert (content["command"], content["complete"]) == (command, True)
-        assert content["versions"]["gated_delta"] == gated_delta.__version__
-        assert content["versions"]["torch"] == torch.__version__
-        assert {"python", "nvidia-cutlass-dsl", "apache-tvm-ffi", "kernel_sources"} <= set(content["versions"])
+        versions = {"gated_delta": gated_delta.__version__, "torch": torch.__version__, "kernel_sources": compile.all_sources()}
+        versions |= {package: compile.installed(package) for package in (compile.COMPILER, compile.RUNTIME)}
+        assert versions.items() <= content["versions"].items()
         assert all({"label", "status"} <= set(record) for record in content["results"])
+    assert statuses(written["check"]) == ["passed"] * 3
+    assert all(case["errors"]["state"]["share"] <= 1 for case in written["check"]["results"])
     assert written["check"]["device"] == written["bench"]["device"] == "cpu"
     assert written["check"]["arguments"]["backend"] == "reference"
     assert written["bench"]["arguments"]["dim"] == 16
+    if "compile" in written:
+        assert len(list((tmp_path / "pack").glob("*/*.so"))) == 1
+        assert statuses(written["compile"]) == ["compiled"]
+        assert written["compile"]["results"][0]["registers"] > 0
 
 
 def test_json_names_the_backend_that_ran(tmp_path):
@@ -185,7 +135,9 @@ def test_json_names_the_backend_that_ran(tmp_path):
 
 
 def test_json_lists_what_is_unsupported_and_what_fails(monkeypatch):
-    listed = json.loads(run("check", "--backend", "cute", "--op", "flush", "--limit", "2", "--device", "cpu", "--json").stdout)
+    result = run("check", "--backend", "cute", "--op", "flush", "--limit", "2", "--device", "cpu", "--json")
+    assert (result.exit_code, "needs tensors on a CUDA device" in result.stderr) == (1, True)
+    listed = json.loads(result.stdout)
     assert statuses(listed) == ["unsupported"] * 2
     assert all(case["backend"] is None and "CUDA device" in case["missing"][0] for case in listed["results"])
 
@@ -427,6 +379,15 @@ def test_ctrl_c_in_the_demo_keeps_what_was_shown(monkeypatch):
     assert "4 draft tokens" not in result.stdout
 
 
+def first(pack, pattern):
+    """A file or folder of that name, once there is one."""
+    deadline = time.monotonic() + 120
+    while (found := next(pack.glob(pattern), None)) is None:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return found
+
+
 def alive(group):
     """Processes of the group, but those that only wait to be counted."""
     found = []
@@ -444,9 +405,7 @@ def test_ctrl_c_ends_compiling_and_its_processes(tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     pack, file = tmp_path / "pack", tmp_path / "pack.json"
     with process("compile", "--out", pack, "--jobs", "2", "--json", file, start_new_session=True) as running:
-        deadline = time.monotonic() + 120
-        while not list(pack.glob("*/*.so")) and time.monotonic() < deadline:
-            time.sleep(0.05)
+        first(pack, "*/*.so")
         time.sleep(0.3)  # in the midst of the next
         os.killpg(running.pid, signal.SIGINT)
         pressed = time.monotonic()
@@ -470,13 +429,8 @@ def test_a_worker_that_dies_takes_nothing_along_that_was_compiled(tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     pack = tmp_path / "pack"
     with process("compile", "--out", pack, "--jobs", "1", "--filter", "flush", "--json", start_new_session=True) as running:
-        deadline = time.monotonic() + 120
-        while not list(pack.glob("*/*.so")) and time.monotonic() < deadline:
-            time.sleep(0.05)
-        scratch = None
-        while scratch is None and time.monotonic() < deadline:
-            scratch = next(pack.glob("*/scratch-*"), None)
-        os.kill(int(scratch.name.split("-")[1]), signal.SIGKILL)
+        first(pack, "*/*.so")
+        os.kill(int(first(pack, "*/scratch-*").name.split("-")[1]), signal.SIGKILL)
         output, _ = running.communicate(timeout=60)
     assert running.returncode == 1
     found = statuses(json.loads(output))
@@ -523,17 +477,21 @@ def test_a_full_standard_output(arguments, kept):
     assert kept in complaints  # the table
 
 
-def test_closed_streams():
-    command = f"{sys.executable} -m gated_delta {' '.join(CHECK)}"
-    environment = {**os.environ, "PYTHONPATH": SOURCE}
-    found = subprocess.run(["sh", "-c", f"{command} >&-"], env=environment, capture_output=True, text=True)
-    assert (found.returncode, found.stderr) == (0, "")
-    found = subprocess.run(["sh", "-c", f"{command} --json >&-"], env=environment, capture_output=True, text=True)
-    assert found.returncode == 2
-    assert "the standard output is closed" in found.stderr
-    found = subprocess.run(["sh", "-c", f"{command} 2>&-"], env=environment, capture_output=True, text=True)
-    assert found.returncode == 0
-    assert "passed" in found.stdout
+@pytest.mark.parametrize(
+    ("arguments", "code", "said"),
+    [
+        (f"{' '.join(CHECK)} >&-", 0, ""),
+        (f"{' '.join(CHECK)} --json >&-", 2, "the standard output is closed"),
+        (f"{' '.join(CHECK)} 2>&-", 0, "passed"),
+    ],
+    ids=["out", "json", "err"],
+)
+def test_closed_streams(arguments, code, said):
+    command = ["sh", "-c", f"{sys.executable} -m gated_delta {arguments}"]
+    found = subprocess.run(command, env={**os.environ, "PYTHONPATH": SOURCE}, capture_output=True, text=True)
+    assert found.returncode == code
+    assert said in found.stdout + found.stderr
+    assert said or not found.stderr
 
 
 # ------------------------------------------------------------------------------------------------ terminals
@@ -563,24 +521,20 @@ def test_a_locale_that_knows_ascii_alone(tmp_path):
     assert complaints.count("\n") == 1
 
 
-def test_labels_and_paths_are_not_markup(tmp_path, capsys):
-    from gated_delta.results import console
-
+def test_labels_and_paths_are_not_markup(tmp_path):
     Report("check", False, None).show("[/] [red]")
-    file = tmp_path / "[bold]"
-    result = run(*CHECK, "--json", file)
-    assert "[bold]" in result.stdout
-    assert console is results.console
+    assert "[bold]" in run(*CHECK, "--json", tmp_path / "[bold]").stdout
 
 
-def test_codes_of_leaving():
+@pytest.mark.parametrize(
+    ("failed", "lost", "interrupted", "code"),
+    [(False, False, False, None), (True, False, False, 1), (True, True, False, 2), (True, True, True, 130)],
+)
+def test_codes_of_leaving(failed, lost, interrupted, code):
     report = Report("check", False, None)
-    report.leave()
-    for happened, code in ((dict(failed=True), 1), (dict(lost=True), 2), (dict(failed=True, lost=True, interrupted=True), 130)):
-        report = Report("check", False, None)
-        report.interrupted = happened.get("interrupted", False)
-        if happened.get("lost"):
-            report._lose("full")
-        with pytest.raises(typer.Exit) as left:
-            report.leave(happened.get("failed", False))
-        assert left.value.exit_code == code
+    report.interrupted = interrupted
+    if lost:
+        report._lose("full")
+    with pytest.raises(typer.Exit) if code else contextlib.nullcontext() as left:
+        report.leave(failed)
+    assert not code or left.value.exit_code == code

@@ -17,7 +17,6 @@ from gpu import (
     captured,
     check_saturated,
     decode,
-    fused,
     index,
     large_states,
     needs_gpu,
@@ -66,17 +65,6 @@ def test_explain_names_the_kernel_and_its_schedule():
 
 
 # ------------------------------------------------------------------------------------------------ bitwise guarantees
-
-
-@pytest.mark.parametrize("T", [1, 5])
-def test_bits_do_not_change_from_run_to_run(axis, state_dtype, T):
-    call, start = tokens(33, T, axis=axis), pool(33, state_dtype)
-    first = start.clone()
-    o = decode(call, first)
-    for _ in range(50):
-        again = start.clone()
-        same(decode(call, again), o)
-        same(again, first)
 
 
 @pytest.mark.parametrize("heads", [(H, HV), (16, 64)], ids=str)
@@ -163,16 +151,6 @@ def test_one_process_may_use_every_dtype_head_count_and_stride():
                         close_to_reference(call, start, (decode(call, state), state))
 
 
-def test_a_default_output_is_new_every_time():
-    """Bug 2."""
-    call, state = tokens(1, 1), pool(1)
-    first = decode(call, state)
-    kept = first.clone()
-    second = decode(call, state)
-    assert first.data_ptr() != second.data_ptr()
-    same(first, kept)
-
-
 def test_intermediate_states_keep_to_their_own_strides():
     """Bug 3, more steps than tokens; bug 9, the state is written with intermediates on."""
     call, start = tokens(3, 2), pool(3)
@@ -183,21 +161,6 @@ def test_intermediate_states_keep_to_their_own_strides():
     assert steps[:3, 2:].isnan().all()
     assert steps[3:].isnan().all()
     assert not torch.equal(state, start)
-
-
-def test_pools_of_more_than_2_to_the_31_elements():
-    """Bug 4: read and written at both ends, with int32 and int64 indices."""
-    slots = 2**31 // (64 * D * D) + 3
-    state = torch.empty(slots, 64, D, D, dtype=torch.bfloat16, device="cuda")
-    small = pool(3, HV=64)
-    call = tokens(3, 1, heads=(16, 64))
-    for dtype in (torch.int32, torch.int64):
-        where = index(slots - 1, 0, slots - 2, dtype=dtype)
-        state[where] = small
-        got = decode(call, state, state_indices=where)
-        near = small.clone()
-        same(got, decode(call, near))
-        same(state[where], near)
 
 
 def test_intermediate_states_of_more_than_2_to_the_31_elements():
@@ -247,24 +210,13 @@ def test_indices_of_both_widths_and_any_negative_value(dtype):
         same(o[live], decode(part(call, live), alone, state_indices=slots[live]))
 
 
-@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
-@pytest.mark.parametrize("T", [1, 3])
 @pytest.mark.parametrize("null_index", [0, 2])
-def test_slots_up_to_null_index_are_as_negative_ones(null_index, T, dtype):
-    """Several sequences may be on one of them; they are not read, and not written."""
-    call, start = tokens(5, T), pool(10)
-    start[: null_index + 1] = math.nan
-    want, state = start.clone(), start.clone()
-    o = decode(call, want, state_indices=index(5, -1, -1, 3, -1, dtype=dtype))
-    got = decode(call, state, state_indices=index(5, 0, null_index, 3, -2, dtype=dtype), null_index=null_index)
-    assert (got[[1, 2, 4]] == 0).all()
-    same(got, o)
-    same(state, want)
-    # A write there is dropped, the outputs are not.
-    want, state = start.clone(), start.clone()
-    slots, writes = index(5, 4, 3, 7, 6, dtype=dtype), [8, -1, 9, -1, -1]
-    dropped = index(*(0 if w < 0 else w for w in writes), dtype=dtype)
-    o = decode(call, want, state_indices=slots, write_indices=index(*writes, dtype=dtype))
+def test_writes_up_to_null_index_are_dropped(null_index):
+    """The outputs are not."""
+    call, start = tokens(5, 3), pool(10)
+    want, state, slots, writes = start.clone(), start.clone(), index(5, 4, 3, 7, 6), [8, -1, 9, -1, -1]
+    dropped = index(*(0 if w < 0 else w for w in writes))
+    o = decode(call, want, state_indices=slots, write_indices=index(*writes))
     same(decode(call, state, state_indices=slots, write_indices=dropped, null_index=null_index), o)
     same(state, want)
 
@@ -386,25 +338,6 @@ def test_sequences_of_no_tokens(axis):
     same(state[[3, 4, 5]], torch.stack([start[0], start[4], start[2]]))
 
 
-def test_unused_slots_may_hold_anything():
-    """Bug 17."""
-    call, state = tokens(2, 2), torch.full((5, HV, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
-    state[[1, 3]] = pool(2)
-    o = decode(call, state, state_indices=index(3, 1))
-    assert torch.isfinite(o).all()
-    assert torch.isfinite(state[[1, 3]]).all()
-    assert state[[0, 2, 4]].isnan().all()
-
-
-@pytest.mark.parametrize("shift", [0, 8, 1], ids=["aligned", "16 bytes on", "2 bytes on"])
-def test_slices_of_a_fused_projection(shift):
-    """Bug 18; a misaligned projection is loaded in 16-bit numbers and gives the same bits."""
-    call, start = tokens(3, 2), pool(3)
-    plain, state = start.clone(), start.clone()
-    same(decode(fused(call, shift), state), decode(call, plain))
-    same(state, plain)
-
-
 def test_strided_gates_and_parameters():
     call, start = tokens(2, 2, axis="channel"), pool(2)
     spread = {}
@@ -463,33 +396,6 @@ def test_a_captured_graph_follows_its_inputs(T):
         o = decode(fresh, start, state_indices=slots, num_accepted=accepted)
         same(out, o)
         same(state, start)
-
-
-def test_the_current_stream_is_used():
-    call, state = tokens(4, 1), pool(4)
-    expected_state = state.clone()
-    expected = decode(call, expected_state)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)
-        late = state + 0  # ready only once the stream is through with its sleep
-        o = decode(call, late)
-    side.synchronize()
-    same(o, expected)
-    same(late, expected_state)
-
-
-def test_dependent_launches_wait_for_each_other():
-    """Launched before the previous kernel has ended, each step still reads what that one wrote."""
-    call, state = tokens(64, 1, heads=(16, 64)), pool(64, HV=64)
-    serial = state.clone()
-    for _ in range(20):
-        decode(call, state)
-    for _ in range(20):
-        decode(call, serial)
-        torch.cuda.synchronize()
-    same(state, serial)
 
 
 def test_indices_written_just_before_are_read():

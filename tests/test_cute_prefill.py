@@ -8,9 +8,7 @@ import pytest
 import torch
 
 import gated_delta as gd
-from gated_delta.call_cache import CallCache
 from gated_delta.ops import PREFILL, launch
-from gated_delta.ops import prefill as on_host
 from gated_delta.problem import Tokens
 from gated_delta.reference import recurrent
 from gated_delta.testing import cases, run_case
@@ -24,7 +22,7 @@ from gpu import (
     captured,
     cycle,
     decode,
-    fused,
+    force_segments,
     index,
     needs_hopper,
     no_waits,
@@ -32,6 +30,7 @@ from gpu import (
     part,
     pool,
     same,
+    slowly,
     tokens,
     writing,
 )
@@ -49,18 +48,8 @@ def prefill(call, **options):
 
 @pytest.fixture(params=[1, "persistent", 4])
 def segments(request, monkeypatch):
-    """Prefills split each sequence into that many segments, however many sequences there are.
-
-    "persistent": one segment, all V rows in a block, and three blocks, so that each has several heads.
-    """
-
-    def segmentation_of(problem, sequences, tokens):
-        return on_host.Segmentation(1, problem.V) if request.param == "persistent" else on_host.Segmentation(request.param)
-
-    monkeypatch.setattr(on_host, "segmentation_of", segmentation_of)
-    if request.param == "persistent":
-        monkeypatch.setattr(on_host, "MAX_BLOCKS", 3)
-    monkeypatch.setattr(PREFILL, "calls", CallCache())
+    """Segments of each sequence, however many sequences there are."""
+    force_segments(request.param, monkeypatch)
     return request.param
 
 
@@ -133,11 +122,6 @@ def ragged(lengths, inactive=(), spare=5, **options):
             call[name][:, at : at + length] = math.nan
         at += length
     return call
-
-
-def slowly(call):
-    """Decays near 1 and weak betas, so that initial states still matter at the end."""
-    return {**call, "gate": gd.Gate.log(), "g": call["g"].abs() * -1e-3, "beta": call["beta"] - 3}
 
 
 def spread(x, *, dim, by):
@@ -298,20 +282,6 @@ def test_zero_tokens_keep_an_fp16_state_bit_for_bit(axis):
     start[0, 0, 0, :4] = torch.tensor([65504.0, -65504.0, 2.0**-24, 2.0**-15])
     _, final = prefill(call, initial_state=start, output_final_state=True)
     same(final[[0, 2]], start[[0, 2]])
-
-
-@EITHER_INDEX
-@pytest.mark.parametrize("null_index", [0, 2])
-def test_slots_up_to_null_index_are_as_negative_ones(null_index, axis, dtype, segments):
-    """Several sequences may be on one of them; they are not read, and not written."""
-    call, start = slowly(ragged((300, 1, 130, 70, 64), inactive=(1, 2, 4), axis=axis)), pool(8)
-    start[: null_index + 1] = math.nan
-    o, after = in_pool(call, state=start, state_indices=index(5, -1, -1, 3, -1, dtype=dtype))
-    nulls = index(5, 0, null_index, 3, LOWEST[dtype], dtype=dtype)
-    got, state = in_pool(call, state=start, state_indices=nulls, null_index=null_index)
-    same(got, o)
-    same(state, after)
-    assert not torch.equal(state[5], start[5])
 
 
 def test_a_pool_without_indices(state_dtype):
@@ -810,14 +780,6 @@ def test_bits_do_not_depend_on_the_batch(axis, state_dtype, segments):
         same(together, alone)
 
 
-def test_slices_of_a_fused_projection(axis):
-    call = tokens(3, 200, axis=axis)
-    o, final = prefill(call, output_final_state=True)
-    got, state = prefill(fused(call, 8), output_final_state=True)
-    same(got, o)
-    same(state, final)
-
-
 def test_strided_gates_betas_and_parameters(axis):
     call, start = tokens(2, 200, axis=axis), pool(2)
     gate = call["gate"]
@@ -895,25 +857,6 @@ def test_a_captured_graph_follows_its_inputs(axis, segments):
         same(state, after)
 
 
-def test_prefills_in_a_row_wait_for_each_other(axis, segments):
-    """Launched before the kernel in front has ended, in a graph and without one; each starts from the last one's states."""
-    call, start = slowly(ragged((300, 20, 500, 64), axis=axis)), pool(4)
-    serial, state, replayed = start.clone(), start.clone(), start.clone()
-    outputs = []
-    for _ in range(8):
-        outputs.append(prefill(call, state=serial)[0])
-        torch.cuda.synchronize()
-    row = [prefill(call, state=state)[0] for _ in range(8)]
-    same(torch.stack(row), torch.stack(outputs))
-    same(state, serial)
-    graph, row = captured(lambda: [prefill(call, state=replayed)[0] for _ in range(8)])
-    for _ in range(2):
-        replayed.copy_(start)
-        graph.replay()
-        same(torch.stack(row), torch.stack(outputs))
-        same(replayed, serial)
-
-
 def test_writes_of_the_kernel_in_front_are_seen(segments):
     """Lengths, slots, flags and tokens that a torch kernel writes right before the launch."""
     call, start = tokens(1, 700), pool(8)
@@ -952,28 +895,12 @@ def test_nothing_waits_for_the_gpu(segments):
             prefill(call, output_final_state=True)
 
 
-def test_the_current_stream_is_used():
-    call, start = tokens(4, 200), pool(4)
-    o, want = in_pool(call, state=start)
-    side = torch.cuda.Stream()
-    side.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(side):
-        torch.cuda._sleep(50_000_000)
-        late = start + 0  # ready only once the stream is through with its sleep
-        got, _ = prefill(call, state=late)
-    side.synchronize()
-    same(got, o)
-    same(late, want)
-
-
-def test_a_default_output_and_a_final_state_are_new_every_time():
+def test_a_final_state_is_new_every_time():
     call = tokens(1, 100)
-    first = prefill(call, output_final_state=True)
-    kept = [x.clone() for x in first]
-    second = prefill(call, output_final_state=True)
-    for x, y, z in zip(first, second, kept):
-        assert x.data_ptr() != y.data_ptr()
-        same(x, z)
+    _, first = prefill(call, output_final_state=True)
+    kept = first.clone()
+    assert prefill(call, output_final_state=True)[1].data_ptr() != first.data_ptr()
+    same(first, kept)
 
 
 def test_torch_compile_makes_it_one_node(segments):
@@ -1043,17 +970,3 @@ def test_tokens_a_gibibyte_apart(axis):
     got, state = prefill({**call, **far}, out=out[..., -HV * D :].view(want.shape), output_final_state=True)
     same(got.contiguous(), want)
     same(state, final)
-
-
-@EITHER_INDEX
-def test_pools_of_more_than_2_to_the_31_elements(dtype, segments):
-    """Both ends, read and written."""
-    slots = 2**31 // (64 * D * D) + 3
-    call, small = slowly(tokens(3, 300, heads=(16, 64))), pool(3, HV=64)
-    state = torch.empty(slots, 64, D, D, dtype=torch.bfloat16, device="cuda")
-    where = index(slots - 1, 0, slots - 2, dtype=dtype)
-    state[where] = small
-    got, _ = prefill(call, state=state, state_indices=where)
-    o, near = in_pool(call, state=small)
-    same(got, o)
-    same(state[where], near)
