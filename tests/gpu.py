@@ -79,6 +79,12 @@ def slowly(call):
     return {**call, "gate": gd.Gate.log(), "g": call["g"].abs() * -1e-3, "beta": call["beta"] - 3}
 
 
+def spread(x, *, dim, by):
+    """x where the entries of a dimension lie `by` times as far apart, with NaN between."""
+    wide = x.new_full((*x.shape[: dim + 1], by, *x.shape[dim + 1 :]), float("nan"))
+    return wide.select(dim + 1, 0).copy_(x)
+
+
 def force_segments(segments, monkeypatch):
     """Prefills from here on split each sequence into that many segments, however many sequences there are.
 

@@ -14,7 +14,6 @@ from gpu import (
     STATES,
     D,
     H,
-    captured,
     check_saturated,
     decode,
     index,
@@ -338,23 +337,6 @@ def test_sequences_of_no_tokens(axis):
     same(state[[3, 4, 5]], torch.stack([start[0], start[4], start[2]]))
 
 
-def test_strided_gates_and_parameters():
-    call, start = tokens(2, 2, axis="channel"), pool(2)
-    spread = {}
-    for name in ("g", "beta"):
-        wide = torch.full((*call[name].shape, 3), math.nan, dtype=call[name].dtype, device="cuda")
-        spread[name] = wide[..., 1].copy_(call[name])
-    gate = call["gate"]
-    A_log = torch.stack([gate.A_log, gate.A_log.neg()], 1)[:, 0]
-    dt_bias = gate.dt_bias.bfloat16().t().contiguous().t()
-    plain, state = start.clone(), start.clone()
-    same(
-        decode({**call, **spread, "gate": gd.Gate.softplus(A_log, dt_bias)}, state),
-        decode({**call, "gate": gd.Gate.softplus(gate.A_log, gate.dt_bias.bfloat16())}, plain),
-    )
-    same(state, plain)
-
-
 def test_more_sequences_than_a_grid_has_rows():
     """More than the 65,535 of a grid's second dimension."""
     N = 65_535 + 3
@@ -367,49 +349,6 @@ def test_more_sequences_than_a_grid_has_rows():
 
 
 # ------------------------------------------------------------------------------------------------ calls
-
-
-@pytest.mark.parametrize("T", [1, 4])
-def test_a_captured_graph_follows_its_inputs(T):
-    """Captured after one warm call; replays see new tokens, slots, accepted counts and states."""
-    slots = index(*range(6 * T)).view(6, T)
-    accepted = index(*[1] * 6)
-    call, state = tokens(6, T), pool(6 * T + 1)
-    out = torch.empty_like(call["v"])
-
-    def run():
-        decode(call, state, state_indices=slots, num_accepted=accepted, out=out)
-
-    run()
-    graph, _ = captured(run)
-    for seed in (5, 6):
-        fresh, start = tokens(6, T, seed=seed), pool(6 * T + 1, seed=seed)
-        for name in PER_TOKEN:
-            call[name].copy_(fresh[name])
-        call["gate"].A_log.copy_(fresh["gate"].A_log)
-        call["gate"].dt_bias.copy_(fresh["gate"].dt_bias)
-        slots.copy_(torch.randperm(6 * T, device="cuda").view(6, T))
-        slots[seed % 6] = -1
-        accepted.copy_(torch.randint(-1, T + 3, (6,), device="cuda"))
-        state.copy_(start)
-        graph.replay()
-        o = decode(fresh, start, state_indices=slots, num_accepted=accepted)
-        same(out, o)
-        same(state, start)
-
-
-def test_indices_written_just_before_are_read():
-    """A prefetch reads slots before the previous kernel has ended; the kernel itself reads what that one writes."""
-    call, start = tokens(16, 1), pool(64)
-    slots, state, serial = index(*range(16)), start.clone(), start.clone()
-    orders = [torch.randperm(64, device="cuda")[:16].int() for _ in range(20)]
-    for order in orders:
-        slots.copy_(order)
-        decode(call, state, state_indices=slots)
-    for order in orders:
-        torch.cuda.synchronize()
-        decode(call, serial, state_indices=order)
-    same(state, serial)
 
 
 def test_torch_compile_makes_it_one_node():

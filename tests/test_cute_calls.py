@@ -9,36 +9,45 @@ import torch
 from torch import Tensor
 
 import gated_delta as gd
-from gpu import HV, D, captured, decode, force_segments, fused, index, needs_gpu, pool, same, slowly, tokens
+from gpu import HV, PER_TOKEN, D, captured, decode, force_segments, fused, index, needs_gpu, pool, same, slowly, spread, tokens
 
 pytestmark = needs_gpu
 
 
 class Op(NamedTuple):
-    """T: tokens of its calls. repeats: how often bits are compared. run: from a call and a pool, which it updates, to outputs."""
+    """T: tokens of its calls. repeats: how often bits are compared. run: from a call and a pool, which it updates, to what it wrote."""
 
     T: int
     repeats: int
-    run: Callable[..., Tensor]
+    run: Callable[..., tuple[Tensor, ...]]
 
 
-def drafts(call, state, **slots):
-    """verify, and flush of 0 to T drafts."""
+def steps(call, state, **given):
+    return (decode(call, state, **given),)
+
+
+def drafts(call, state, num_accepted=None, buffer_indices=None, out=None, **slots):
+    """verify, and flush of 0 to T drafts: of as many as are given, and one more where a kernel between the two says so."""
     (N, T, H, K), (HV, V) = call["q"].shape, call["v"].shape[2:]
-    gate = "channel" if call["g"].ndim == 4 else "head"
-    buffer = gd.KVBuffer.empty(N, T, H, HV, K, V, gate=gate, device="cuda")
-    o = gd.verify(**call, state=state, buffer=buffer, **slots, backend="cute")
-    gd.flush(state, buffer, torch.arange(N, device="cuda") % (T + 1), **slots, backend="cute")
-    return o
+    rows, gate = N if buffer_indices is None else len(state), "channel" if call["g"].ndim == 4 else "head"
+    buffer = gd.KVBuffer.empty(rows, T, H, HV, K, V, gate=gate, device="cuda")
+    made = buffer.u, buffer.k, buffer.log_decay
+    for x in made:
+        x.fill_(math.nan)
+    o = gd.verify(**call, state=state, buffer=buffer, buffer_indices=buffer_indices, out=out, **slots, backend="cute")
+    counts = torch.arange(N, device="cuda") % (T + 1) if num_accepted is None else num_accepted
+    counts = counts + (o[:, 0, 0, 0] > 0)
+    gd.flush(state, buffer, counts, buffer_indices=buffer_indices, **slots, backend="cute")
+    return o, *made
 
 
-def prefill(call, state, **slots):
-    return gd.prefill(**call, state=state, **slots, backend="cute")[0]
+def prefill(call, state, **given):
+    return gd.prefill(**call, state=state, **given, backend="cute")[:1]
 
 
 OPS = {
-    "decode": Op(1, 50, decode),
-    "decode of 4 tokens": Op(4, 50, decode),
+    "decode": Op(1, 50, steps),
+    "decode of 4 tokens": Op(4, 50, steps),
     "verify and flush": Op(4, 1000, drafts),
     "verify and flush of 16 tokens": Op(16, 1000, drafts),
     **{f"prefill, segments {segments}": Op(300, 20, prefill) for segments in (1, "persistent", 4)},
@@ -55,21 +64,21 @@ def op(request, monkeypatch):
     return OPS[request.param]
 
 
-def differ(a, b):
-    """Whether any bit differs, as a tensor on the device."""
-    return (a.view(torch.uint8) != b.view(torch.uint8)).any()
+def alike(xs, ys):
+    for x, y in zip(xs, ys, strict=True):
+        same(x, y)
 
 
 def test_bits_do_not_change_from_run_to_run(op, axis, state_dtype):
     """Launched one after the other, each before the previous one has ended."""
     call, start = slowly(tokens(17, op.T, axis=axis)), pool(17, state_dtype)
     first = start.clone()
-    o = op.run(call, first)
-    state, changed = torch.empty_like(start), torch.zeros((), dtype=torch.bool, device="cuda")
+    made, state = (*op.run(call, first), first), torch.empty_like(start)
+    changed = torch.zeros((), dtype=torch.bool, device="cuda")
     for _ in range(op.repeats):
         state.copy_(start)
-        changed |= differ(op.run(call, state), o)
-        changed |= differ(state, first)
+        for x, y in zip((*op.run(call, state), state), made):
+            changed |= (x.view(torch.uint8) != y.view(torch.uint8)).any()
     assert not changed
 
 
@@ -78,15 +87,15 @@ def test_bits_do_not_change_from_run_to_run(op, axis, state_dtype):
 def test_slots_up_to_null_index_are_as_negative_ones(op, axis, null_index, dtype):
     """Several sequences may be on one of them; they are not read, and not written, whatever their tokens hold."""
     call, start = slowly(tokens(5, op.T, axis=axis)), pool(8)
-    for name in ("q", "k", "v", "g", "beta"):
+    for name in PER_TOKEN:
         call[name][[1, 2, 4]] = math.nan
     start[: null_index + 1] = math.nan
     after, state = start.clone(), start.clone()
-    o = op.run(call, after, state_indices=index(5, -1, -1, 3, -1, dtype=dtype))
+    made = op.run(call, after, state_indices=index(5, -1, -1, 3, -1, dtype=dtype))
     lowest = -1 if dtype == torch.int32 else -(2**40)  # an int64's low word may look valid
     got = op.run(call, state, state_indices=index(5, 0, null_index, 3, lowest, dtype=dtype), null_index=null_index)
-    assert (got[[1, 2, 4]] == 0).all()
-    same(got, o)
+    assert (got[0][[1, 2, 4]] == 0).all()
+    alike(got, made)
     same(state, after)
     assert not torch.equal(state[3], start[3])
 
@@ -94,7 +103,7 @@ def test_slots_up_to_null_index_are_as_negative_ones(op, axis, null_index, dtype
 def test_unused_slots_may_hold_anything(op):
     call, state = tokens(2, op.T), torch.full((5, HV, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
     state[[1, 3]] = pool(2)
-    assert torch.isfinite(op.run(call, state, state_indices=index(3, 1))).all()
+    assert all(torch.isfinite(x).all() for x in op.run(call, state, state_indices=index(3, 1)))
     assert torch.isfinite(state[[1, 3]]).all()
     assert state[[0, 2, 4]].isnan().all()
 
@@ -107,34 +116,103 @@ def test_pools_of_more_than_2_to_the_31_elements(op, dtype):
     state = torch.empty(slots, 64, D, D, dtype=torch.bfloat16, device="cuda")
     where = index(slots - 1, 0, slots - 2, dtype=dtype)
     state[where] = small
-    same(op.run(call, state, state_indices=where), op.run(call, small))
+    alike(op.run(call, state, state_indices=where), op.run(call, small))
     same(state[where], small)
 
 
 def test_launches_in_a_row_wait_for_each_other(op, axis):
     """Launched before the kernel in front has ended, in a graph and without one; each starts from the last one's states."""
-    N = 64 if op.T <= 16 else 4
+    N = 64 if op.T <= 4 else 4
     call, start = slowly(tokens(N, op.T, axis=axis, heads=(16, 64))), pool(N, HV=64)
     serial, state, replayed = start.clone(), start.clone(), start.clone()
-    outputs = []
+    made = []
     for _ in range(20):
-        outputs.append(op.run(call, serial))
+        made += op.run(call, serial)
         torch.cuda.synchronize()
-    row = [op.run(call, state) for _ in range(20)]
-    same(torch.stack(row), torch.stack(outputs))
+    alike([x for _ in range(20) for x in op.run(call, state)], made)
     same(state, serial)
-    graph, row = captured(lambda: [op.run(call, replayed) for _ in range(20)])
+    graph, row = captured(lambda: [x for _ in range(20) for x in op.run(call, replayed)])
     for _ in range(2):
         replayed.copy_(start)
         graph.replay()
-        same(torch.stack(row), torch.stack(outputs))
+        alike(row, made)
         same(replayed, serial)
+
+
+N, P = 6, 25
+
+
+def drawn(op, seed, axis="head"):
+    """A call of N sequences, and what else it reads on the device: slots, one of them none, and each operation's own."""
+    rng, T = torch.Generator("cuda").manual_seed(seed), op.T
+
+    def order(n):
+        return torch.randperm(P, generator=rng, device="cuda")[:n].int()
+
+    def below(most, low=-1):
+        return torch.randint(low, most, (N,), generator=rng, device="cuda").int()
+
+    if op.run is prefill:
+        ends = torch.cat([index(0), below(T, 0).cumsum(0).int()])
+        ends[1 + seed % N :] = ends[seed % N : -1].clone()  # one of no tokens
+        given = dict(cu_seqlens=ends, state_indices=order(N), has_initial_state=below(1) < 0)
+    elif op.run is steps:
+        given = dict(state_indices=order(N * T).view(N, T), num_accepted=below(T + 3))
+    else:
+        given = dict(state_indices=order(N), buffer_indices=order(N), num_accepted=below(T + 2))
+    given["state_indices"][seed % N] = -1
+    return tokens(*((1, N * T) if op.run is prefill else (N, T)), axis=axis, seed=seed), given
+
+
+def test_a_captured_graph_follows_its_inputs(op, axis):
+    """Captured after one warm call; replays see other tokens, parameters, states and whatever else lies on the device."""
+    (call, given), state = drawn(op, 0, axis), pool(P)
+    out = torch.empty_like(call["v"])
+    op.run(call, state, **given, out=out)
+    graph, made = captured(lambda: op.run(call, state, **given, out=out))
+    for seed in range(1, 6):
+        (fresh, others), start = drawn(op, seed, axis), pool(P, seed=seed)
+        for name in PER_TOKEN:
+            call[name].copy_(fresh[name])
+        for name in ("A_log", "dt_bias"):
+            getattr(call["gate"], name).copy_(getattr(fresh["gate"], name))
+        for name, x in others.items():
+            given[name].copy_(x)
+        state.copy_(start)
+        out.fill_(math.nan)
+        graph.replay()
+        alike((*made, state), (*op.run(fresh, start, **others), start))
+
+
+def test_what_the_kernel_in_front_wrote_is_read(op):
+    """Tokens, slots and whatever else that a torch kernel writes right before the launch, though a prefetch may read it early."""
+    turns = [drawn(op, seed)[1] for seed in range(20)]
+
+    def rounds(state, wait):
+        call, given = drawn(op, 0)
+        made = []
+        for others in turns:
+            for name, x in others.items():
+                given[name].copy_(x)
+            wait()
+            o, *rest = op.run(call, state, **given)
+            made += [o, *rest]
+            wait()
+            call["v"].copy_(o)
+            wait()
+        return made
+
+    start = pool(P)
+    state, serial = start.clone(), start.clone()
+    alike(rounds(state, lambda: None), rounds(serial, torch.cuda.synchronize))
+    same(state, serial)
+    assert not torch.equal(state, start)
 
 
 def test_the_current_stream_is_used(op):
     call, start = tokens(4, op.T), pool(4)
     want = start.clone()
-    o = op.run(call, want)
+    made = op.run(call, want)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -142,15 +220,15 @@ def test_the_current_stream_is_used(op):
         late = start + 0  # ready only once the stream is through with its sleep
         got = op.run(call, late)
     side.synchronize()
-    same(got, o)
+    alike(got, made)
     same(late, want)
 
 
 def test_a_default_output_is_new_every_time(op):
     call, state = tokens(1, op.T), pool(1)
-    first = op.run(call, state)
+    first, *_ = op.run(call, state)
     kept = first.clone()
-    assert op.run(call, state).data_ptr() != first.data_ptr()
+    assert op.run(call, state)[0].data_ptr() != first.data_ptr()
     same(first, kept)
 
 
@@ -163,5 +241,19 @@ def test_slices_of_a_fused_projection(op, axis, shift):
         with pytest.raises(gd.UnsupportedProblem, match="rows of q and k"):
             op.run(fused(call, shift), state)
         return
-    same(op.run(fused(call, shift), state), op.run(call, plain))
+    alike(op.run(fused(call, shift), state), op.run(call, plain))
+    same(state, plain)
+
+
+def test_strided_gates_betas_and_parameters(op, axis):
+    """Channels of g and dt_bias too, but in prefill, which loads them in vectors."""
+    call, start = tokens(3, op.T, axis=axis), pool(3)
+    gate, (plain, state) = call["gate"], (start.clone(), start.clone())
+    A_log, dt_bias = torch.stack([gate.A_log, gate.A_log.neg()], 1)[:, 0], gate.dt_bias.bfloat16()
+    channels = 0 if op.run is prefill else dt_bias.ndim - 1
+    apart = dict(g=spread(call["g"], dim=2 + channels, by=3), beta=spread(call["beta"], dim=1, by=3))
+    apart["gate"] = gd.Gate.softplus(A_log, spread(dt_bias, dim=channels, by=3))
+    assert apart["g"].stride(2) != call["g"].stride(2)
+    want = op.run({**call, "gate": gd.Gate.softplus(gate.A_log, dt_bias)}, plain)
+    alike(op.run(call | apart, state), want)
     same(state, plain)

@@ -18,7 +18,6 @@ from gpu import (
     PER_TOKEN,
     D,
     H,
-    captured,
     check_saturated,
     cycle,
     decode,
@@ -525,19 +524,6 @@ def test_betas_of_0_1_and_2_and_rows_of_zeros(axis):
 # ------------------------------------------------------------------------------------------------ bitwise guarantees
 
 
-@pytest.mark.parametrize("T", [4, 16])
-def test_bits_of_verify_do_not_change_from_run_to_run(axis, state_dtype, T):
-    call, state, first = drafted(17, T, axis=axis, state_dtype=state_dtype)
-    o, again, changed = verify(call, state, first), copy_of(first), torch.zeros((), dtype=torch.bool, device="cuda")
-    for _ in range(1000):
-        for x in parts(again):
-            x.fill_(math.nan)
-        changed |= differ(verify(call, state, again), o)
-        for x, y in zip(parts(again), parts(first)):
-            changed |= differ(x, y)
-    assert not changed
-
-
 @pytest.mark.parametrize("T", [3, 6, 16])
 def test_bits_do_not_depend_on_the_batch(axis, state_dtype, T):
     """A sequence alone, and at any position of a batch of 5 or 64: every schedule of the tables is used."""
@@ -566,40 +552,6 @@ def test_bits_do_not_depend_on_the_batch(axis, state_dtype, T):
 # ------------------------------------------------------------------------------------------------ calls
 
 
-def test_a_captured_round_follows_its_inputs(axis):
-    """Captured once; replays see other tokens, parameters, slots, rows, counts and states."""
-    N, P, T = 6, 9, 4
-    call, state, out = draft(N, T, axis=axis), pool(P), torch.empty(N, T, HV, D, dtype=torch.bfloat16, device="cuda")
-    buffer = buffer_for(call, P, T)
-    slots, rows, accepted = (torch.arange(N, dtype=torch.int32, device="cuda") for _ in range(3))
-
-    def run(call, state, buffer, out=None):
-        o = verify(call, state, buffer, state_indices=slots, buffer_indices=rows, out=out)
-        flush(state, buffer, accepted, state_indices=slots, buffer_indices=rows)
-        return o
-
-    run(call, state, buffer, out)
-    graph, _ = captured(lambda: run(call, state, buffer, out))
-    for seed in (5, 6, 7):
-        fresh, start = draft(N, T, axis=axis, seed=seed), pool(P, seed=seed)
-        for name in PER_TOKEN:
-            call[name].copy_(fresh[name])
-        for name in ("A_log", "dt_bias"):
-            getattr(call["gate"], name).copy_(getattr(fresh["gate"], name))
-        slots.copy_(torch.randperm(P, device="cuda")[:N])
-        rows.copy_(torch.randperm(P, device="cuda")[:N])
-        slots[seed % N] = -1
-        accepted.copy_(torch.randint(-1, T + 2, (N,), device="cuda"))
-        state.copy_(start)
-        for x in parts(buffer):
-            x.fill_(math.nan)
-        eager = copy_of(buffer)
-        graph.replay()
-        same(out, run(fresh, start, eager))
-        same(state, start)
-        same_buffers(buffer, eager)
-
-
 def test_calls_do_not_synchronize():
     """New and cached calls; num_accepted, lengths and indices on the device, and num_accepted as an int."""
     call, state = packed(draft(2, 3), (3, 2)), pool(4)
@@ -611,33 +563,6 @@ def test_calls_do_not_synchronize():
             verify(call, state, buffer, state_indices=slots)
             flush(state, buffer, accepted, state_indices=slots)
             flush(state, buffer, 2, state_indices=slots)
-
-
-def test_what_the_previous_kernel_wrote_is_read():
-    """Slots, rows, and counts that a torch op computes from verify's outputs are read after the previous kernel has ended."""
-    N, P = 16, 64
-    call, start = draft(N, 4), pool(P)
-    orders = [torch.randperm(P, device="cuda")[:N].int() for _ in range(20)]
-
-    def rounds(state, wait):
-        slots, accepted = torch.zeros_like(orders[0]), torch.zeros_like(orders[0])
-        buffer = buffer_for(call, P, 4)
-        for order in orders:
-            slots.copy_(order)
-            wait()
-            o = verify(call, state, buffer, state_indices=slots, buffer_indices=slots)
-            wait()
-            torch.sum((o.float().mean((2, 3)) > 0).cumprod(1), 1, dtype=torch.int32, out=accepted)
-            wait()
-            flush(state, buffer, accepted, state_indices=slots, buffer_indices=slots)
-            wait()
-        return accepted
-
-    state, serial = start.clone(), start.clone()
-    accepted = rounds(state, lambda: None)
-    same(accepted, rounds(serial, torch.cuda.synchronize))
-    same(state, serial)
-    assert differ(state, start)
 
 
 def test_indices_are_checked_on_request(monkeypatch):

@@ -124,12 +124,6 @@ def ragged(lengths, inactive=(), spare=5, **options):
     return call
 
 
-def spread(x, *, dim, by):
-    """x where the entries of a dimension lie `by` times as far apart, with NaN between."""
-    wide = x.new_full((*x.shape[: dim + 1], by, *x.shape[dim + 1 :]), math.nan)
-    return wide.select(dim + 1, 0).copy_(x)
-
-
 # ------------------------------------------------------------------------------------------------ judged
 
 RUNNABLE = [case for case in cases("prefill") if not case.reference_only and not PREFILL.missing(case.problem)]
@@ -780,21 +774,6 @@ def test_bits_do_not_depend_on_the_batch(axis, state_dtype, segments):
         same(together, alone)
 
 
-def test_strided_gates_betas_and_parameters(axis):
-    call, start = tokens(2, 200, axis=axis), pool(2)
-    gate = call["gate"]
-    plain = {**call, "gate": gd.Gate.softplus(gate.A_log, gate.dt_bias.bfloat16())}
-    A_log = torch.stack([gate.A_log, gate.A_log.neg()], 1)[:, 0]
-    dt_bias = spread(gate.dt_bias.bfloat16(), dim=0, by=3)
-    g = spread(call["g"], dim=2, by=2)
-    apart_ = {**call, "g": g, "beta": spread(call["beta"], dim=1, by=3), "gate": gd.Gate.softplus(A_log, dt_bias)}
-    assert g.stride(2) != call["g"].stride(2)
-    o, final = prefill(plain, initial_state=start, output_final_state=True)
-    got, state = prefill(apart_, initial_state=start, output_final_state=True)
-    same(got, o)
-    same(state, final)
-
-
 # ------------------------------------------------------------------------------------------------ refused
 
 
@@ -824,65 +803,6 @@ def test_gated_delta_check_covers_indices(monkeypatch):
 
 
 # ------------------------------------------------------------------------------------------------ how it is called
-
-
-def test_a_captured_graph_follows_its_inputs(axis, segments):
-    """Captured after one warm call; replays see other tokens, parameters, lengths, slots, flags and states."""
-    N, P, total = 5, 7, 700
-    call, state = tokens(1, total, axis=axis), pool(P)
-    call["cu_seqlens"] = index(0, 100, 100, 300, 301, 700)
-    out, slots, resumed = torch.empty_like(call["v"]), index(*range(N)), torch.ones(N, dtype=torch.bool, device="cuda")
-
-    def run():
-        prefill(call, state=state, state_indices=slots, has_initial_state=resumed, out=out)
-
-    run()
-    graph, _ = captured(run)
-    for seed, lengths in enumerate([(0, 64, 300, 7, 200), (699, 0, 1, 0, 0), (130, 131, 132, 133, 134), (0, 0, 0, 0, 0)]):
-        fresh, start = tokens(1, total, axis=axis, seed=seed + 5), pool(P, seed=seed + 5)
-        for name in PER_TOKEN:
-            call[name].copy_(fresh[name])
-        for name in ("A_log", "dt_bias"):
-            getattr(call["gate"], name).copy_(getattr(fresh["gate"], name))
-        call["cu_seqlens"][1:] = torch.tensor(lengths).cumsum(0)
-        slots.copy_(torch.randperm(P, device="cuda")[:N])
-        slots[seed % N] = -1
-        resumed.copy_(torch.rand(N, device="cuda") < 0.5)
-        state.copy_(start)
-        out.fill_(math.nan)
-        graph.replay()
-        fresh["cu_seqlens"] = call["cu_seqlens"].clone()
-        o, after = in_pool(fresh, state=start, state_indices=slots, has_initial_state=resumed)
-        same(out, o)
-        same(state, after)
-
-
-def test_writes_of_the_kernel_in_front_are_seen(segments):
-    """Lengths, slots, flags and tokens that a torch kernel writes right before the launch."""
-    call, start = tokens(1, 700), pool(8)
-    ends, slots, resumed = index(0, 0, 0, 0), index(0, 1, 2), torch.zeros(3, dtype=torch.bool, device="cuda")
-    turns = [
-        (index(0, 5 * i, 300, 600 + i), torch.randperm(8, device="cuda")[:3].int(), torch.rand(3, device="cuda") < 0.5)
-        for i in range(20)
-    ]
-
-    def rounds(state, wait):
-        outputs = []
-        for given in turns:
-            for x, y in zip((ends, slots, resumed), given):
-                x.copy_(y)
-            wait()
-            outputs.append(prefill({**call, "cu_seqlens": ends}, state=state, state_indices=slots, has_initial_state=resumed)[0])
-            wait()
-            call["v"].copy_(outputs[-1])
-            wait()
-        return torch.stack(outputs)
-
-    values, state, serial = call["v"].clone(), start.clone(), start.clone()
-    outputs = rounds(state, lambda: None)
-    call["v"].copy_(values)
-    same(outputs, rounds(serial, torch.cuda.synchronize))
-    same(state, serial)
 
 
 def test_nothing_waits_for_the_gpu(segments):
