@@ -16,6 +16,7 @@ from gated_delta.testing.oracle import Expected
 from gpu import (
     HV,
     PER_TOKEN,
+    STATES,
     D,
     H,
     check_saturated,
@@ -116,10 +117,9 @@ def judge_buffer(got, want):
         assert error(x, Expected(y, everywhere), 2).worst_row <= 3e-5
 
 
-def check_verify(call, start, C=None):
+def check_verify(call, start, buffer):
     """Outputs against float64; the buffer against the reference backend, zero past the draft; states unchanged."""
-    N, T = call["q"].shape[:2]
-    state, buffer, expected = start.clone(), buffer_for(call, N, C or T), buffer_for(call, N, C or T)
+    T, state, expected = call["q"].shape[1], start.clone(), copy_of(buffer)
     o = verify(call, state, buffer)
     same(state, start)
     judge("verify", o, by_definition(call, start)[0], by_definition(call, start, torch.float32)[0])
@@ -150,49 +150,44 @@ def differ(a, b):
     return (a.view(torch.uint8) != b.view(torch.uint8)).any()
 
 
-# ------------------------------------------------------------------------------------------------ accuracy of verify
+# ------------------------------------------------------------------------------------------------ accuracy
+
+ROUNDS = [
+    *(
+        (options, state_dtype)
+        for state_dtype in STATES
+        for options in (
+            *(dict(T=T) for T in range(1, 17)),
+            dict(K=64, V=64),
+            dict(K=96, V=192),  # OLMo hybrid's: lanes without channels, and warps that do not divide V
+        )
+    ),
+    *(
+        (options, torch.bfloat16)
+        for options in (
+            *(dict(T=T, C=C) for T, C in ((1, 4), (3, 16), (8, 9))),  # what lies past a draft is neutral
+            *(dict(heads=heads) for heads in ((1, 1), (8, 8), (2, 8), (1, 6))),  # a group's first value head stores its k
+            *(dict(T=7, gate=gate) for gate in ("log", "softplus", "lower_bound")),
+            dict(dtype=torch.float16),
+            dict(T=7, qk_l2norm=False, scale=0.3),
+        )
+    ),
+]
 
 
-@pytest.mark.parametrize("T", range(1, 17))
-def test_verify_of_every_draft_length(axis, state_dtype, T):
-    call = draft(3, T, axis=axis)
-    check_verify(call, pool(3, state_dtype))
-
-
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (96, 192)], ids=str)
-def test_verify_of_other_head_dims(axis, state_dtype, K, V):
-    """OLMo hybrid has K=96, V=192: lanes without channels, and warps that do not divide V."""
-    call = draft(3, 5, axis=axis, K=K, V=V)
-    check_verify(call, pool_for(call, 3, state_dtype))
-
-
-def test_verify_of_fp16(axis):
-    call = draft(3, 5, axis=axis, dtype=torch.float16)
-    check_verify(call, pool(3))
-
-
-@pytest.mark.parametrize("gate", ["log", "softplus", "lower_bound"])
-def test_verify_with_every_gate(axis, gate):
-    check_verify(draft(3, 7, axis=axis, gate=gate), pool(3))
-
-
-def test_verify_without_normalisation_and_with_a_scale(axis):
-    call = draft(3, 7, axis=axis)
-    for name in ("q", "k"):
-        call[name] = torch.nn.functional.normalize(call[name].float(), dim=-1).bfloat16()
-    check_verify({**call, "qk_l2norm": False, "scale": 0.3}, pool(3))
-
-
-@pytest.mark.parametrize("heads", [(1, 1), (8, 8), (2, 8), (1, 6)], ids=str)
-def test_value_heads_that_share_keys(axis, heads):
-    """The first value head of a group stores its k."""
-    call = draft(3, 5, axis=axis, heads=heads)
-    check_verify(call, pool_for(call, 3))
-
-
-@pytest.mark.parametrize(("T", "C"), [(1, 4), (3, 16), (5, 16), (8, 9)], ids=str)
-def test_what_lies_past_a_draft_is_neutral(axis, T, C):
-    check_verify(draft(3, T, axis=axis), pool(3), C)
+@pytest.mark.parametrize(("options", "state_dtype"), ROUNDS, ids=str)
+def test_a_draft_and_every_count_of_it(axis, options, state_dtype):
+    """verify, and flush of each number of its tokens, and of more."""
+    options = dict(options)
+    T, C = options.pop("T", 5), options.pop("C", None)
+    numbers = {name: options.pop(name) for name in ("qk_l2norm", "scale") if name in options}
+    call = draft(3, T, axis=axis, **options) | numbers
+    for name in ("q", "k") if numbers else ():
+        call[name] = torch.nn.functional.normalize(call[name].float(), dim=-1).to(call[name].dtype)
+    start, buffer = pool_for(call, 3, state_dtype), buffer_for(call, 3, C or T)
+    check_verify(call, start, buffer)
+    for first in range(0, T + 1, 3):
+        check_flush(call, start, buffer, torch.arange(first, first + 3, device="cuda").int())
 
 
 RAGGED = random.Random(0).sample(range(17), 17)
@@ -334,18 +329,6 @@ def test_flush_of_every_accept_length(axis, state_dtype, T):
     decoded = start.clone()
     decode(packed(call, accepted.tolist()), decoded)
     judge("flush", state, truth, decoded)
-
-
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (96, 192)], ids=str)
-def test_flush_of_other_head_dims(axis, state_dtype, K, V):
-    call, start, buffer = drafted(6, 5, axis=axis, K=K, V=V, state_dtype=state_dtype)
-    check_flush(call, start, buffer, index(5, 0, 1, 4, 2, 3))
-
-
-@pytest.mark.parametrize("heads", [(1, 1), (8, 8), (2, 8), (1, 6)], ids=str)
-def test_flush_of_value_heads_that_share_keys(axis, heads):
-    call, start, buffer = drafted(3, 5, axis=axis, heads=heads)
-    check_flush(call, start, buffer, index(5, 2, 0))
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
