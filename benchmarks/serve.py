@@ -295,7 +295,7 @@ MEASURED = "MEASURED"
 
 
 def run(engine: str, model: str, plugin: bool, options: dict[str, Any], **asked: Any) -> Iterator[Any]:
-    """What an engine that is started for it measures, line by line; under "log" what it says of gated_delta, which tells what ran.
+    """What an engine that is started for it measures, line by line; under "log" what it says of gated_delta: what ran.
 
     model: a name of MODELS, or a directory. asked: cells, labels of CELLS, each timed `repeats` times; prompts, for answers of
     new_tokens, with log probabilities if `top`. Raises RuntimeError with the end of the engine's output if it fails.

@@ -84,6 +84,7 @@ def test_bench_times_every_operation_of_both_models(tmp_path, more):
     assert ("ratio" in result.stdout) == ("--token-loop" in more)
     timed = json.loads((tmp_path / "x.json").read_text())["results"]
     assert len(timed) == 4
+    assert all(f"{t['token_loop_us'] / t['us']:.1f}" in result.stdout for t in timed if "--token-loop" in more)
     assert all(min(t["us"], t["copy_us"], t["host_us"], t["bytes"]) > 0 for t in timed)
     assert sum(line.startswith('  {"label": ') for line in (tmp_path / "x.json").read_text().splitlines()) == 4  # one a line
 
@@ -379,10 +380,10 @@ def test_ctrl_c_in_the_demo_keeps_what_was_shown(monkeypatch):
     assert "4 draft tokens" not in result.stdout
 
 
-def first(pack, pattern):
-    """A file or folder of that name, once there is one."""
+def found_in(pack, pattern, count=1):
+    """Files or folders of that name, once there are so many."""
     deadline = time.monotonic() + 120
-    while (found := next(pack.glob(pattern), None)) is None:
+    while len(found := list(pack.glob(pattern))) < count:
         assert time.monotonic() < deadline
         time.sleep(0.01)
     return found
@@ -405,7 +406,7 @@ def test_ctrl_c_ends_compiling_and_its_processes(tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     pack, file = tmp_path / "pack", tmp_path / "pack.json"
     with process("compile", "--out", pack, "--jobs", "2", "--json", file, start_new_session=True) as running:
-        first(pack, "*/*.so")
+        found_in(pack, "*/*.so")
         time.sleep(0.3)  # in the midst of the next
         os.killpg(running.pid, signal.SIGINT)
         pressed = time.monotonic()
@@ -429,8 +430,9 @@ def test_a_worker_that_dies_takes_nothing_along_that_was_compiled(tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     pack = tmp_path / "pack"
     with process("compile", "--out", pack, "--jobs", "1", "--filter", "flush", "--json", start_new_session=True) as running:
-        first(pack, "*/*.so")
-        os.kill(int(first(pack, "*/scratch-*").name.split("-")[1]), signal.SIGKILL)
+        found_in(pack, "*/*.so", 2)  # the first one's folder is gone by then
+        (scratch,) = found_in(pack, "*/scratch-*")
+        os.kill(int(scratch.name.split("-")[1]), signal.SIGKILL)
         output, _ = running.communicate(timeout=60)
     assert running.returncode == 1
     found = statuses(json.loads(output))

@@ -395,7 +395,7 @@ def test_a_handle_is_entered_once() -> None:
 
 
 def test_undo_leaves_what_others_put_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Somebody's wrapper around our function, say: the others are restored, and it says which one is not."""
+    """Such as a wrapper around our function: the others are restored, and the error names the one that is not."""
     module, (chunk, recurrent) = _module("qwen3_5"), GDN
     before = _functions()
     handle = patch("qwen3_5")

@@ -201,26 +201,27 @@ class Seen(NamedTuple):
 class ChunkTerms(NamedTuple):
     """What a chunk of C tokens needs besides its state S and values v: math.md, "A chunk".
 
-    seen = read @ S^T; u = correct @ (v - seen[:C]); o = seen[C:] + attend @ u; S' = S * carry + u^T @ write.
+    seen = kq_decayed @ S^T; u = Tinv @ (v - seen[:C]); o = seen[C:] + Aqk @ u; S' = S * decay + u^T @ k_restored.
+    kq_decayed: k's rows, then q's. Tinv has beta in it.
     """
 
-    read: Tensor
-    correct: Tensor
-    attend: Tensor
-    write: Tensor
-    carry: Tensor
+    kq_decayed: Tensor
+    Tinv: Tensor
+    Aqk: Tensor
+    k_restored: Tensor
+    decay: Tensor
 
     def outputs(self, v: Tensor, state: Tensor, o: Tensor, u: Tensor, seen: Seen) -> None:
         """Writes o [N, HV, C, V] and u [B, C, V] from v [N, HV, C, V] and state [B, V, K], B = N HV; seen is scratch."""
-        torch.bmm(self.read, state.mT, out=seen.both)
+        torch.bmm(self.kq_decayed, state.mT, out=seen.both)
         torch.sub(v, seen.by_k, out=o)
         o = o.view(u.shape)
-        torch.bmm(self.correct, o, out=u)
-        torch.baddbmm(seen.by_q, self.attend, u, out=o)
+        torch.bmm(self.Tinv, o, out=u)
+        torch.baddbmm(seen.by_q, self.Aqk, u, out=o)
 
     def advance(self, u: Tensor, state: Tensor) -> None:
         """Moves state over the chunk, in place."""
-        state.mul_(self.carry).baddbmm_(u.mT, self.write)
+        state.mul_(self.decay).baddbmm_(u.mT, self.k_restored)
 
 
 def chunk_terms(x: Activated) -> ChunkTerms:
@@ -236,15 +237,15 @@ def chunk_terms(x: Activated) -> ChunkTerms:
     M = pairwise(rows, log_decay.exp())
     # Along the walk from chunk to chunk sums of logs: products of decays near 1, each rounded, drift over a long sequence.
     from_start = log_decay.cumsum(1).exp()
-    write = rows[:, 0] * sum_after(log_decay).exp()
+    k_restored = rows[:, 0] * sum_after(log_decay).exp()
     eye = torch.eye(C, dtype=rows.dtype, device=rows.device)
-    correct = torch.linalg.solve_triangular(M[:, 0] * beta, beta * eye, upper=False, unitriangular=True)
+    Tinv = torch.linalg.solve_triangular(M[:, 0] * beta, beta * eye, upper=False, unitriangular=True)
     return ChunkTerms(
-        read=rows.mul_(from_start[:, None]).flatten(1, 2),
-        correct=correct,
-        attend=M[:, 1],
-        write=write,
-        carry=from_start[:, -1:],
+        kq_decayed=rows.mul_(from_start[:, None]).flatten(1, 2),
+        Tinv=Tinv,
+        Aqk=M[:, 1],
+        k_restored=k_restored,
+        decay=from_start[:, -1:],
     )
 
 
