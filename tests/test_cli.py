@@ -85,7 +85,9 @@ def test_bench_times_every_operation_of_both_models(tmp_path, more):
     timed = json.loads((tmp_path / "x.json").read_text())["results"]
     assert len(timed) == 4
     assert all(f"{t['token_loop_us'] / t['us']:.1f}" in result.stdout for t in timed if "--token-loop" in more)
-    assert all(min(t["us"], t["copy_us"], t["host_us"], t["bytes"]) > 0 for t in timed)
+    assert all(min(t[name] for name in ("us", "copy_us", "host_us", "host_us_compiled", "bytes")) > 0 for t in timed)
+    assert [(t["backend"], t["sequences"], t["tokens"]) for t in timed] == [("reference", N, 3) for N in (1, 2)] * 2
+    assert all((t["token_loop_us"] is None) == ("--token-loop" not in more) for t in timed)
     assert sum(line.startswith('  {"label": ') for line in (tmp_path / "x.json").read_text().splitlines()) == 4  # one a line
 
 
@@ -94,6 +96,7 @@ def test_bench_prints_nothing_for_a_case_that_fails_its_check(monkeypatch):
     monkeypatch.setattr(reference, "decode", lambda tokens, **states: right(tokens._replace(beta_logits=False), **states))
     result = run("bench", "--op", "decode", "--batch", "1", "--heads", "1/1", "--dim", "16", "--device", "cpu")
     assert result.exit_code == 1
+    assert "fails its check, not timed: " in result.stderr
     assert "tokens/s" not in result.stdout
 
 

@@ -72,101 +72,65 @@ def inside(x, shape, dtype=None, offset=0):
     return x.as_strided(shape, torch.empty(shape, device="meta").stride(), x.storage_offset() + offset)
 
 
-def overlapping(name):
-    """(operation, arguments, name in the error): one call for each way in which what is written meets something else."""
-    state, drafts = pool(), tokens()
-    v_out = drafts["v"].shape
-    long = torch.randn(drafts["v"].numel() + 16)
-    ways = {
-        "out is v": ("decode", dict(drafts, state=state, out=drafts["v"]), "out"),
-        "out in the pool": ("decode", dict(drafts, state=state, out=inside(state, v_out)), "out"),
-        "out at the end of v": ("decode", dict(drafts, v=long[:-16].view(v_out), state=state, out=long[16:].view(v_out)), "out"),
-        "out in front of v": ("decode", dict(drafts, v=long[16:].view(v_out), state=state, out=long[:-16].view(v_out)), "out"),
-        "out in intermediate states": (
-            "decode",
-            dict(drafts, state=state, intermediate_states=(many := torch.zeros(N, T, HV, V, K)), out=inside(many, v_out)),
-            "out",
-        ),
-        "out of a frozen pool": ("decode", dict(drafts, state=state, update_state=False, out=inside(state, v_out)), "out"),
-        "intermediate states in the pool": (
-            "decode",
-            dict(drafts, state=(large := pool(9)), intermediate_states=large[2:8].unflatten(0, (N, T)), update_state=False),
+def overlapping():
+    """Calls by the way in which what they write meets something else, each with the name that the error begins with."""
+    state, large, drafts, made = pool(), pool(9), tokens(), buffer()
+    v, lens = drafts["v"], torch.zeros(N, 1).int()
+    long, many = torch.randn(v.numel() + 16), torch.zeros(N, T, HV, V, K)
+    low, high, g = long[:-16].view(v.shape), long[16:].view(v.shape), tokens(axis="channel")["g"]
+    in_pool = gd.KVBuffer(inside(state, v.shape), made.k, made.log_decay)
+    counts = torch.ones(N).int()
+    first = {
+        "prefill": drafts,
+        "decode": dict(drafts, state=state),
+        "verify": dict(drafts, state=state, buffer=made),
+        "flush": dict(state=state, buffer=made, num_accepted=counts),
+    }
+    kept = dict(checkpoint_lens=lens)
+    rows = {
+        "decode: out is v": (dict(out=v), "out"),
+        "decode: out in the pool": (dict(out=inside(state, v.shape)), "out"),
+        "decode: out at the end of v": (dict(v=low, out=high), "out"),
+        "decode: out in front of v": (dict(v=high, out=low), "out"),
+        "decode: out in intermediate states": (dict(intermediate_states=many, out=inside(many, v.shape)), "out"),
+        "decode: out of a frozen pool": (dict(update_state=False, out=inside(state, v.shape)), "out"),
+        "decode: intermediate states in the pool": (
+            dict(state=large, intermediate_states=large[2:8].unflatten(0, (N, T)), update_state=False),
             "intermediate_states",
         ),
-        "the pool over its indices": (
-            "decode",
-            dict(drafts, state=state, state_indices=inside(state, (N,), torch.int32)),
-            "state",
-        ),
-        "slots that overlap": ("decode", dict(drafts, state=inside_slots(state)), "state"),
-        "slots that overlap, flushed": ("flush", dict(call("flush"), state=inside_slots(state)), "state"),
-        "out that overlaps itself": ("decode", dict(drafts, state=state, out=BASE.as_strided(v_out, (7, 24, 6, 1))), "out"),
-        "prefill's out in the pool": ("prefill", dict(drafts, state=state, out=inside(state, v_out)), "out"),
-        "out in the initial states": ("prefill", dict(drafts, initial_state=state[:N], out=inside(state, v_out)), "out"),
-        "prefill's out at the end of v": (
-            "prefill",
-            dict(drafts, v=long[:-16].view(v_out), out=long[16:].view(v_out)),
-            "out",
-        ),
-        "checkpoints in the pool": (
-            "prefill",
-            dict(drafts, state=(large := pool(9)), checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=large[4:6].unsqueeze(1)),
-            "state",
-        ),
-        "checkpoints over their lengths": (
-            "prefill",
-            dict(drafts, checkpoint_lens=inside(state, (N, 1), torch.int32), checkpoints=state[:N].unsqueeze(1)),
+        "decode: the pool over its indices": (dict(state_indices=inside(state, (N,), torch.int32)), "state"),
+        "decode: slots that overlap": (dict(state=inside_slots(state)), "state"),
+        "flush: slots that overlap": (dict(state=inside_slots(state)), "state"),
+        "decode: out that overlaps itself": (dict(out=BASE.as_strided(v.shape, (7, 24, 6, 1))), "out"),
+        "prefill: out in the pool": (dict(state=state, out=inside(state, v.shape)), "out"),
+        "prefill: out in the initial states": (dict(initial_state=state[:N], out=inside(state, v.shape)), "out"),
+        "prefill: out at the end of v": (dict(v=low, out=high), "out"),
+        "prefill: checkpoints in the pool": (kept | dict(state=large, checkpoints=large[4:6].unsqueeze(1)), "state"),
+        "prefill: checkpoints over their lengths": (
+            dict(checkpoint_lens=inside(state, (N, 1), torch.int32), checkpoints=state[:N].unsqueeze(1)),
             "checkpoints",
         ),
-        "checkpoints in the initial states": (
-            "prefill",
-            dict(drafts, initial_state=state[:N], checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=state[1:3].unsqueeze(1)),
+        "prefill: checkpoints in the initial states": (
+            kept | dict(initial_state=state[:N], checkpoints=state[1:3].unsqueeze(1)),
             "checkpoints",
         ),
-        "the pool over its checkpoints' slots": (
-            "prefill",
-            dict(
-                drafts,
-                state=state,
-                checkpoint_lens=torch.zeros(N, 1).int(),
-                checkpoint_indices=inside(state, (N, 1), torch.int32),
-            ),
+        "prefill: the pool over its checkpoints' indices": (
+            kept | dict(state=state, checkpoint_indices=inside(state, (N, 1), torch.int32)),
             "state",
         ),
-        "out is g": (
-            "prefill",
-            dict(tokens(axis="channel") | dict(v=torch.randn(N, T, HV, K)), out=(same := tokens(axis="channel")["g"]), g=same),
-            "out",
-        ),
-        "out over A_log": (
-            "prefill",
-            dict(drafts, gate=gd.Gate.softplus(inside(long, (HV,), offset=16)), out=long[:-16].view(v_out)),
-            "out",
-        ),
-        "out in the buffer": ("verify", dict(drafts, state=state, buffer=(made := buffer()), out=made.u), "out"),
-        "verify's out in the pool": ("verify", dict(drafts, state=state, buffer=buffer(), out=inside(state, v_out)), "out"),
-        "the buffer in the pool": (
-            "verify",
-            dict(drafts, state=state, buffer=gd.KVBuffer(inside(state, v_out), made.k, made.log_decay)),
+        "prefill: out is g": (dict(v=torch.randn(N, T, HV, K), g=g, out=g), "out"),
+        "prefill: out over A_log": (dict(gate=gd.Gate.softplus(inside(long, (HV,), offset=16)), out=low), "out"),
+        "verify: out in the buffer": (dict(out=made.u), "out"),
+        "verify: out in the pool": (dict(out=inside(state, v.shape)), "out"),
+        "verify: the buffer in the pool": (dict(buffer=in_pool), "buffer.u"),
+        "verify: parts of the buffer in each other": (
+            dict(buffer=gd.KVBuffer(made.u, inside(made.u, made.k.shape), made.log_decay)),
             "buffer.u",
         ),
-        "parts of the buffer in each other": (
-            "verify",
-            dict(drafts, state=state, buffer=gd.KVBuffer(made.u, inside(made.u, made.k.shape), made.log_decay)),
-            "buffer.u",
-        ),
-        "the flushed pool over its buffer": (
-            "flush",
-            dict(state=state, buffer=gd.KVBuffer(inside(state, v_out), made.k, made.log_decay), num_accepted=torch.ones(N).int()),
-            "state",
-        ),
-        "the flushed pool over its counts": (
-            "flush",
-            dict(state=state, buffer=buffer(), num_accepted=inside(state, (N,), torch.int32)),
-            "state",
-        ),
+        "flush: the pool over its buffer": (dict(buffer=in_pool), "state"),
+        "flush: the pool over its counts": (dict(num_accepted=inside(state, (N,), torch.int32)), "state"),
     }
-    return ways if name is None else ways[name]
+    return {way: (op := way.partition(":")[0], first[op] | changes, name) for way, (changes, name) in rows.items()}
 
 
 def inside_slots(state):
@@ -174,10 +138,10 @@ def inside_slots(state):
     return state.as_strided((P - 1, HV, V, K), (HV * V * K - K, V * K, K, 1))
 
 
-@pytest.mark.parametrize("way", overlapping(None))
+@pytest.mark.parametrize("way", overlapping())
 def test_what_is_written_shares_no_memory(way):
     """On new calls and on those that came before at other addresses: nothing is written."""
-    op, arguments, name = overlapping(way)
+    op, arguments, name = overlapping()[way]
     apart = {key: x.clone() if isinstance(x, torch.Tensor) and x.is_contiguous() else x for key, x in arguments.items()}
     buffers = arguments.get("buffer")
     if buffers is not None:
