@@ -498,17 +498,14 @@ def prefill(
     *,
     initial_state: Tensor | None,
     state: Tensor | None,
-    state_indices: Tensor | None,
     has_initial_state: Tensor | None,
-    null_index: int,
     final_state: Tensor | None,
-    checkpoint_lens: Tensor | None,
-    checkpoint_indices: Tensor | None,
     checkpoints: Tensor | None,
     out: Tensor,
+    **indices: Any,
 ) -> None:
-    rows = prefill_rows(tokens, state, state_indices, checkpoint_lens, checkpoint_indices, checkpoints, null_index)
-    slots, starts, lengths, kept = rows
+    """indices: those of prefill_rows, here as in the other three."""
+    slots, starts, lengths, kept = prefill_rows(tokens, state=state, checkpoints=checkpoints, **indices)
     N, (HV, V, K) = len(starts), (*tokens.v.shape[2:], tokens.q.shape[3])
     with _exact_fp32():
         walk = tokens.v.new_zeros(N, HV, V, K, dtype=torch.float32)
@@ -588,31 +585,18 @@ def decode(
     tokens: Tokens,
     *,
     state: Tensor,
-    state_indices: Tensor | None,
-    write_indices: Tensor | None,
-    num_accepted: Tensor | None,
     intermediate_states: Tensor | None,
-    intermediate_indices: Tensor | None,
-    null_index: int,
     update_state: bool,
     norm: GatedNorm | None,
     z: Tensor | None,
     out: Tensor,
+    **indices: Any,
 ) -> None:
-    if all(x is None for x in (tokens.cu_seqlens, state_indices, write_indices, intermediate_indices)):
+    if tokens.cu_seqlens is None and not any(isinstance(x, Tensor) for x in indices.values()):
         _decode_in_order(tokens, state, intermediate_states, update_state, norm, z, out)
         return
-    reads, writes, token_slots, intermediates, starts, lengths = decode_rows(
-        tokens,
-        state,
-        state_indices,
-        write_indices,
-        num_accepted,
-        intermediate_states,
-        intermediate_indices,
-        null_index,
-        update_state,
-    )
+    states: dict[str, Any] = dict(state=state, intermediate_states=intermediate_states, update_state=update_state)
+    reads, writes, token_slots, intermediates, starts, lengths = decode_rows(tokens, **states, **indices)
     P = state.shape[0]
     active = [n for n in range(len(reads)) if reads[n] >= 0]
     with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
@@ -700,19 +684,10 @@ def verify_rows(
 
 
 def verify(
-    tokens: Tokens,
-    *,
-    state: Tensor,
-    state_indices: Tensor | None,
-    buffer: KVBuffer,
-    buffer_indices: Tensor | None,
-    null_index: int,
-    norm: GatedNorm | None,
-    z: Tensor | None,
-    out: Tensor,
+    tokens: Tokens, *, state: Tensor, buffer: KVBuffer, norm: GatedNorm | None, z: Tensor | None, out: Tensor, **indices: Any
 ) -> None:
     C = buffer.u.shape[1]
-    reads, rows, active, starts, lengths = verify_rows(tokens, state, state_indices, buffer, buffer_indices, null_index)
+    reads, rows, active, starts, lengths = verify_rows(tokens, state=state, buffer=buffer, **indices)
     with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
         x = activate(flatten(tokens), torch.float32)
         if active:
@@ -766,17 +741,8 @@ def flush_rows(
     return FlushRows(reads, writes, rows, active)
 
 
-def flush(
-    *,
-    state: Tensor,
-    buffer: KVBuffer,
-    num_accepted: int | Tensor,
-    state_indices: Tensor | None,
-    write_indices: Tensor | None,
-    buffer_indices: Tensor | None,
-    null_index: int,
-) -> None:
-    reads, writes, rows, active = flush_rows(state, buffer, num_accepted, state_indices, write_indices, buffer_indices, null_index)
+def flush(*, state: Tensor, buffer: KVBuffer, num_accepted: int | Tensor, **indices: Any) -> None:
+    reads, writes, rows, active = flush_rows(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
     counts = num_accepted.tolist() if isinstance(num_accepted, Tensor) else [min(int(num_accepted), MAX_DRAFT)] * len(reads)
     layers = state.ndim == 5
     moved = [n for n in active if counts[n] > 0 or reads[n] != writes[n]]
