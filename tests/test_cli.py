@@ -40,12 +40,18 @@ def run(*arguments):
     return runner.invoke(app, [str(argument) for argument in arguments])
 
 
+@contextlib.contextmanager
 def process(*arguments, **options):
-    """The command in a process of its own: its signals, streams and locale."""
+    """The command in a process of its own: its signals, streams and locale. It ends with a test that fails."""
     environment = {**os.environ, "PYTHONPATH": SOURCE, **options.pop("env", {})}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     command = [sys.executable, "-m", "gated_delta", *map(str, arguments)]
-    return subprocess.Popen(command, env=environment, text=True, **streams)
+    with subprocess.Popen(command, env=environment, text=True, **streams) as running:
+        try:
+            yield running
+        except BaseException:
+            running.kill()
+            raise
 
 
 def statuses(written):
