@@ -144,7 +144,7 @@ def served(engine: str) -> str:
 def kernels(engine: str) -> str:
     """Times of GPU kernels: prefill's in ms, those of a step of decode in us; and the engine's over ours."""
     rows: dict[str, list[str]] = {}
-    for cell in cells(f"serve/{engine}"):
+    for cell in cells(f"serve/{engine}_kernels"):
         rows[cell["label"]] = []
         for part, unit, digits in (("prefill", 1e3, 2), ("decode", 1, 0)):
             for name in ("recurrence", "all"):
@@ -154,14 +154,27 @@ def kernels(engine: str) -> str:
     return table("prompts x tokens", *heads, "a decode step's recurrence, us", "ratio", "all kernels", "ratio", rows=rows)
 
 
+def tokens(engine: str) -> str:
+    """Answers that are equal, and how much more probable one's own token was to it than the other's where they part, at most."""
+    rows = {}
+    for cell in cells(f"serve/{engine}_tokens"):
+        known = None not in cell["parted"]  # else the other's was not among the best
+        gaps = f"{max(cell['parted']):.4f}" if known else "beyond the best 5"
+        deviation = f"{cell['deviation']['mean']:.4f}" if cell["deviation"] else "not asked for"
+        rows[cell["label"]] = [f"{cell['equal']} of {cell['prompts']}", gaps, deviation]
+    return table("answers", "equal", "largest gap where they part", "mean difference of log probabilities", rows=rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
     "serve sglang": lambda: served("sglang"),
     "serve vllm": lambda: served("vllm"),
     "serve transformers": lambda: served("transformers"),
-    "serve transformers pytorch": lambda: served("transformers_pytorch"),
     "kernels sglang": lambda: kernels("sglang"),
+    "kernels sglang drafts": lambda: kernels("sglang_drafts"),
     "kernels vllm": lambda: kernels("vllm"),
+    "tokens sglang": lambda: tokens("sglang"),
+    "tokens vllm": lambda: tokens("vllm"),
     "decode": lambda: summary("best peer's time over ours", decode()),
     "verify": verify_page,
     "prefill raw": lambda: summary("best peer's time over ours, all from raw inputs", prefill("raw_ratio")),
