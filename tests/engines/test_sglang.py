@@ -476,6 +476,23 @@ def test_another_release_is_a_message_and_the_engines_kernels(monkeypatch, caplo
     assert "gated_delta knows SGLang 0.0.1, not" in caplog.text
 
 
+@pytest.mark.parametrize(("breadth", "warned"), [(1, True), (10, False)])
+def test_drafts_that_fork_unseen_are_a_warning(breadth, warned, caplog):
+    """A breadth of 1 is a line to SGLang's linear layers. Its corpus joins what follows every matching suffix."""
+    from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
+
+    corpus = NgramCorpus(min_bfs_breadth=1, max_bfs_breadth=1, draft_token_num=4)
+    for text in (b"xyA1p", b"zzA2rs"):
+        corpus.batch_put([list(text)])
+    corpus.synchronize()
+    tokens, seen = corpus.batch_get(["one"], [list(b"xyA")], [3])
+    assert bytes(tokens.tolist()) == b"A21p"
+    assert seen.reshape(4, 4)[2].tolist() == [1, 0, 1, 0]  # the third token follows the first
+    flags = dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4, speculative_eagle_topk=breadth)
+    dispatchers(linear_attn_verify_backend=plugin.NAME, **flags)
+    assert ("n-gram drafts of breadth 1 may fork" in caplog.text) == warned
+
+
 EXPECTED = {
     utils.resolve_linear_attn_backends: "prefill_default",
     gdn_backend.GDNKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",

@@ -8,7 +8,6 @@ such a flag nothing of the engine is changed. docs/engines.md says what runs. No
 
 from __future__ import annotations
 
-import functools
 import importlib.metadata
 import logging
 from collections import Counter
@@ -101,6 +100,7 @@ def _resolved(backends: Any, *_: Any, **__: Any) -> Any:
 
 def _dispatcher_made(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
     """Puts our kernels in a dispatcher where it chose the engine's for our modes."""
+    from sglang.srt.runtime_context import get_spec
     from sglang.srt.utils.common import rank0_log
 
     triton = dispatcher.triton_kernel if hasattr(dispatcher, "triton_kernel") else dispatcher.tree_verify_kernel
@@ -109,6 +109,10 @@ def _dispatcher_made(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
         setattr(dispatcher, _KERNELS[mode], ours)
     kept = [f"{mode} stays {type(getattr(dispatcher, name)).__name__}" for mode, name in _KERNELS.items() if mode not in modes]
     rank0_log("; ".join([f"gated_delta serves {ours.layers} {', '.join(sorted(modes))}", *kept]))
+    if get_spec().speculative_algorithm == "NGRAM" and get_spec().speculative_eagle_topk == 1:
+        _log.warning(
+            "gated_delta: SGLang's n-gram drafts of breadth 1 may fork and its linear layers are not told: tokens may be wrong"
+        )
 
 
 def kernel_class(triton: type) -> Any:
@@ -220,17 +224,12 @@ class Operations:
                 made = ours(backend)
             except UnsupportedProblem as error:  # nothing was written
                 missing = _refused[problem] = "; ".join(error.missing) or str(error)
-        route = _route(self.layers, mode, backend, missing)
+        where = f"the engine's own kernel (ours needs {missing})" if missing else f"backend {backend}"
+        route = f"{self.layers} {mode} on {where}"
         _calls[route] += 1
         if _calls[route] == 1:
             _log.info("gated_delta runs %s", route)
         return engine() if missing else made
-
-
-@functools.cache
-def _route(layers: str, mode: str, backend: str, missing: str) -> str:
-    """In the words of the log and of `report`."""
-    return f"{layers} {mode} on " + (f"the engine's own kernel (ours needs {missing})" if missing else f"backend {backend}")
 
 
 def backend_for(x: Tensor) -> str:
