@@ -235,6 +235,20 @@ def test_preempted(cached: bool, models: Any, tmp_path: Path) -> None:
     _all_on_gated_delta(made, "prefill", "decode")
 
 
+def test_states_in_fp16(models: Any, tmp_path: Path) -> None:
+    """And parts of prompts that end within a chunk of 64 tokens."""
+    model = models(qwen3_5)
+    made = run(tmp_path, model.path, mamba_ssm_cache_dtype="float16", long_prefill_token_threshold=96, enable_prefix_caching=True)
+    assert made.tokens == model.tokens
+    _all_on_gated_delta(made, "prefill", "decode")
+
+
+def test_an_error_is_not_taken_for_a_refusal(tmp_path: Path) -> None:
+    """In the middle of a request it ends the engine, in its own words; vLLM's kernels do not hide it."""
+    with pytest.raises(AssertionError, match="decode: what a test says"):
+        run(tmp_path, TRAINED, job=dict(fail="decode"), **BF16)
+
+
 @pytest.mark.parametrize("make", [qwen3_5, kimi_linear])
 def test_drafts(make: Any, models: Any, tmp_path: Path) -> None:
     """Speculative decoding, beside prefills too. vLLM's prefix cache and drafts together want Triton."""

@@ -147,6 +147,20 @@ def refuse(layer):
     api.explain = scarce
 
 
+def fail(op):
+    """The operation ends with an error when it is run."""
+    from gated_delta import api
+
+    original = getattr(api, op)
+
+    def failing(*args, **kwargs):
+        if type(kwargs["backend"]) is str:  # a run, no question of explain
+            raise RuntimeError(f"{op}: what a test says")
+        return original(*args, **kwargs)
+
+    setattr(api, op, failing)
+
+
 def preempt_every(steps):
     """As where memory is short: a request leaves, and comes back as a prompt."""
     from vllm.v1.core.sched.scheduler import Scheduler
@@ -189,6 +203,8 @@ def main():
         draft_from(job["answers"])
     if "preempt_every" in job:
         preempt_every(job["preempt_every"])
+    if "fail" in job:
+        fail(job["fail"])
     if "refuse" in job:
         refuse(job["refuse"])
     stand_in("speculative_config" in job["engine"] and not job.get("own_convolution"))
