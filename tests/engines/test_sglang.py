@@ -490,7 +490,7 @@ def test_drafts_that_fork_unseen_are_a_warning(breadth, warned, caplog):
     assert seen.reshape(4, 4)[2].tolist() == [1, 0, 1, 0]  # the third token follows the first
     flags = dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4, speculative_eagle_topk=breadth)
     dispatchers(linear_attn_verify_backend=plugin.NAME, **flags)
-    assert ("n-gram drafts of breadth 1 may fork" in caplog.text) == warned
+    assert ("n-gram drafts of breadth 1, which may fork" in caplog.text) == warned
 
 
 EXPECTED = {

@@ -110,9 +110,7 @@ def _dispatcher_made(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
     kept = [f"{mode} stays {type(getattr(dispatcher, name)).__name__}" for mode, name in _KERNELS.items() if mode not in modes]
     rank0_log("; ".join([f"gated_delta serves {ours.layers} {', '.join(sorted(modes))}", *kept]))
     if get_spec().speculative_algorithm == "NGRAM" and get_spec().speculative_eagle_topk == 1:
-        _log.warning(
-            "gated_delta: SGLang's n-gram drafts of breadth 1 may fork and its linear layers are not told: tokens may be wrong"
-        )
+        _log.warning("gated_delta: SGLang takes n-gram drafts of breadth 1, which may fork, for lines: its tokens may be wrong")
 
 
 def kernel_class(triton: type) -> Any:
