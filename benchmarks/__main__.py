@@ -121,19 +121,26 @@ def serve(
         raise typer.BadParameter(f"expected a model of {', '.join(serving.MODELS)} and a filter of {', '.join(serving.CELLS)}")
     given = object_of(options, "--options")
     report, run = served(engine.value, "serve", file)
-    made: list[list[dict[str, Any]]] = []
+    made: dict[str, list[dict[str, Any]]] = dict(engine=[], gated_delta=[])
+    starts: dict[str, float] = {}
     log: list[str] = []
+
+    def content() -> dict[str, Any]:
+        """What there is so far; unpaired: cells that only the engine's own kernels have run."""
+        own, ours = made.values()
+        paired = [dict(label=cell.pop("cell"), run=0, **cell) for cell in serving.compared(own[: len(ours)], ours)]
+        facts = run | dict(model=model, options=given, log=log, start_s=starts)
+        return dict(command=f"benchmarks serve {engine.value}", runs=[facts], cells=paired, unpaired=own[len(ours) :])
+
     with report.measuring():
-        for plugin in (False, True):
-            made.append([])
-            for measured in serving.run(engine.value, model, plugin, given, cells=labels):
-                report.say(f"{'gated_delta' if plugin else engine.value}: {measured}")
+        for name, found in made.items():
+            for measured in serving.run(engine.value, model, name == "gated_delta", given, cells=labels):
+                report.say(f"{name}: {measured}")
                 log += said(measured)
-                made[-1] += [measured] if "cell" in measured or "start_s" in measured else []
-        starts = [measured.pop(0)["start_s"] for measured in made]
-        run |= dict(model=model, options=given, log=log, start_s=dict(zip(("engine", "gated_delta"), starts, strict=True)))
-        cells = [dict(label=cell.pop("cell"), run=0, **cell) for cell in serving.compared(*made)]
-        report.write(dict(command=f"benchmarks serve {engine.value}", runs=[run], cells=cells))
+                starts |= {name: measured["start_s"]} if "start_s" in measured else {}
+                found += [measured] if "cell" in measured else []
+                report.keep(content())
+    report.write(content())
     report.leave()
 
 

@@ -143,7 +143,20 @@ def test_the_file_has_a_line_for_every_cell(engine, tmp_path, monkeypatch):
     assert content["runs"][0]["peers"] == {"sglang": "0.5.23"}
     assert content["runs"][0]["log"] == ["gated_delta runs decode"]
     assert [cell["label"] for cell in content["cells"]] == ["1 x 512"]
+    assert content["unpaired"] == []
+    assert content["runs"][0]["start_s"].keys() == {"engine", "gated_delta"}
     assert sum(line.startswith('  {"label"') for line in file.read_text().splitlines()) == 1
+
+
+def test_what_the_engines_own_kernels_took_is_not_lost_where_ours_fail(engine, tmp_path, monkeypatch):
+    engine(fails=True)
+    monkeypatch.setattr("benchmarks.__main__.environment", lambda device, peers: dict(peers=peers))
+    file = tmp_path / "new.json"
+    result = CliRunner().invoke(app, ["serve", "sglang", str(file), "--filter", "^1 x 512", "--options", '{"page_size": 64}'])
+    assert result.exit_code == 1
+    content = json.loads(file.read_text())
+    assert content["cells"] == []
+    assert [cell["cell"] for cell in content["unpaired"]] == ["1 x 512"]
 
 
 # ------------------------------------------------------------------------------------------------ tokens
