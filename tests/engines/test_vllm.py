@@ -225,11 +225,10 @@ def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None
     _all_on_gated_delta(made, "prefill", "decode")
 
 
-@pytest.mark.parametrize("cached", [False, True])
-def test_preempted(cached: bool, models: Any, tmp_path: Path) -> None:
-    """Requests that come back begin anew from zeros, or from a prefix in cache, in slots that others had meanwhile."""
+def test_preempted(models: Any, tmp_path: Path) -> None:
+    """Requests that come back begin anew, short ones from zeros, others from a prefix in cache, in slots that others had meanwhile."""
     model = models(qwen3_5)
-    made = run(tmp_path, model.path, job=dict(preempt_every=5), enable_prefix_caching=cached)
+    made = run(tmp_path, model.path, job=dict(preempt_every=5), enable_prefix_caching=True)
     assert made.tokens == model.tokens
     assert made.calls["preempted"] >= 3
     _all_on_gated_delta(made, "prefill", "decode")
