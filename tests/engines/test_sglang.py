@@ -476,11 +476,12 @@ def test_another_release_is_a_message_and_the_engines_kernels(monkeypatch, caplo
     assert "gated_delta knows SGLang 0.0.1, not" in caplog.text
 
 
-@pytest.mark.parametrize(("breadth", "warned"), [(1, True), (10, False)])
-def test_drafts_that_fork_unseen_are_a_warning(breadth, warned, caplog):
-    """A breadth of 1 is a line to SGLang's linear layers. Its corpus joins what follows every matching suffix."""
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler: the engine builds its corpus")
+def test_drafts_of_breadth_1_fork(monkeypatch):
+    """To SGLang's linear layers such a draft is a line. Its corpus joins what follows every matching suffix."""
     from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
 
+    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))  # of ninja
     corpus = NgramCorpus(min_bfs_breadth=1, max_bfs_breadth=1, draft_token_num=4)
     for text in (b"xyA1p", b"zzA2rs"):
         corpus.batch_put([list(text)])
@@ -488,6 +489,10 @@ def test_drafts_that_fork_unseen_are_a_warning(breadth, warned, caplog):
     tokens, seen = corpus.batch_get(["one"], [list(b"xyA")], [3])
     assert bytes(tokens.tolist()) == b"A21p"
     assert seen.reshape(4, 4)[2].tolist() == [1, 0, 1, 0]  # the third token follows the first
+
+
+@pytest.mark.parametrize(("breadth", "warned"), [(1, True), (10, False)])
+def test_drafts_that_may_fork_unseen_are_a_warning(breadth, warned, caplog):
     flags = dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4, speculative_eagle_topk=breadth)
     dispatchers(linear_attn_verify_backend=plugin.NAME, **flags)
     assert ("n-gram drafts of breadth 1, which may fork" in caplog.text) == warned
