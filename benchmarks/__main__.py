@@ -18,6 +18,7 @@ from gated_delta.cli import Commands
 from gated_delta.options import DeviceOption, device_option
 from gated_delta.results import Report, make_table, tracked
 
+from . import layers
 from . import serve as serving
 from . import tokens as answers
 from .cells import CELLS
@@ -26,7 +27,8 @@ from .peers import OWN, PEERS
 from .plot import draw
 from .record import RESULTS, Record, merged, read, summary
 
-Op = Enum("Op", {"decode": "decode", "prefill": "prefill", "speculate": "speculate"}, type=str)
+Op = Enum("Op", {"decode": "decode", "prefill": "prefill", "speculate": "speculate", "layer": "layer"}, type=str)
+TABLES, KNOWN = CELLS | dict(layer=layers.CELLS), PEERS | dict(layer=layers.PEERS)
 Server = Enum("Server", {"sglang": "sglang", "vllm": "vllm"}, type=str)
 Engine = Enum("Engine", {"sglang": "sglang", "vllm": "vllm", "transformers": "transformers"}, type=str)
 TRAINED = str(Path(demo.__file__).parent / "tiny_qwen3_5")
@@ -35,14 +37,14 @@ app = typer.Typer(cls=Commands, help="Our kernels against their peers, on one CU
 
 @app.command()
 def measure(
-    op: Annotated[Op, typer.Argument(help="speculate: verify and flush.")],
+    op: Annotated[Op, typer.Argument(help="speculate: verify and flush; layer: decode and its neighbours.")],
     file: Annotated[Path | None, typer.Argument(help="JSON, other cells of which stay; benchmarks/results/OP.json.")] = None,
     peers: Annotated[str, typer.Option(help="Such as fla,flashinfer, or none; all that are installed when not given.")] = "",
     filter: Annotated[str, typer.Option(help="Only cells with this regular expression in their labels: 'KDA 32/32 .* B=8$'.")] = "",
     device: DeviceOption = "auto",
 ) -> None:
     """Check and time cells beside a copy and the peers; each is written as soon as it is measured."""
-    where, cells, known = device_option(device), CELLS[op.value], PEERS[op.value]
+    where, cells, known = device_option(device), TABLES[op.value], KNOWN[op.value]
     if where.type != "cuda":
         raise typer.BadParameter(f"expected a CUDA device, got {where}", param_hint="--device")
     try:

@@ -76,7 +76,7 @@ class Cell:
 
     def case(self, op: str, layout: str, lengths: tuple[int, ...], family: str = "typical") -> Case:
         axis, gate = {"gdn": ("head", "softplus"), "kda": ("channel", "lower_bound")}[self.model]
-        dtypes: dict[str, Any] = dict(dtype=BF16, g_dtype=BF16, state_dtype=self.state_dtype)
+        dtypes: dict[str, Any] = dict(dtype=BF16, g_dtype=BF16, state_dtype=self.state_dtype, norm=self.facts.get("norm"))
         return typical(op=op, axis=axis, heads=self.heads, D=D, gate=gate, lengths=lengths, layout=layout, family=family, **dtypes)
 
     def check(self, op: str, layout: str, launched: int = 1, layers: int = 1) -> Case:

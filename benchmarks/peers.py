@@ -6,16 +6,17 @@ peer gets what it takes at its best: tensors allocated beforehand, states in the
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import torch
@@ -149,37 +150,55 @@ def digest(wanted: File) -> str | None:
     return f"file {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}" if file and file.is_file() else None
 
 
-@functools.cache
-def sglang(wanted: File) -> Any:
-    """The function. The files ask SGLang's own modules what machine this is; these need the whole of SGLang, so stubs answer."""
-    file = sglang_file(wanted)
-    if file is None or not file.is_file():
-        raise ImportError(f"SGLang's {Path(wanted[1]).name}: not on sys.path; {wanted[0] or KERNEL[0]} may name it, got {file}")
+@contextlib.contextmanager
+def sglang_modules() -> Iterator[None]:
+    """SGLang's files ask its other modules what machine this is; these need the whole of SGLang, so stubs answer meanwhile."""
     cuda = torch.cuda.is_available()
     major, minor = torch.cuda.get_device_capability() if cuda else (0, 0)
     cores = torch.cuda.get_device_properties().multi_processor_count if cuda else 0
     machine = dict(get_device_sm=major * 10 + minor, is_cuda=cuda, is_sm90_supported=major == 9)
+    machine |= dict(is_gfx95_supported=False, is_hip=False, is_npu=False, is_cpu=False, cpu_has_amx_support=False)
     answers: dict[str, dict[str, Any]] = {
-        "sglang.kernels.jit.utils": dict(is_arch_support_pdl=major >= 9),
+        "sglang.kernels.jit.utils": dict(
+            is_arch_support_pdl=major >= 9, get_jit_cuda_arch=SimpleNamespace(major=major, minor=minor)
+        ),
         "sglang.kernels.ops.attention.fla.utils": dict(is_tf32_supported=True),  # a constant there: any function is true, too
         "sglang.kernels.ops.memory.ptr_table": dict(make_ptr_table=None),  # for convolutions, of which there are none
-        "sglang.srt.utils": dict(machine, is_gfx95_supported=False, is_hip=False),
+        "sglang.srt.utils": machine,
         "sglang.srt.utils.common": dict(get_device_core_count=cores),
     }
     stubs = {name: ModuleType(name) for name in answers}
     for name, facts in answers.items():
         vars(stubs[name]).update({question: lambda *_, answer=answer: answer for question, answer in facts.items()})
-    spec = importlib.util.spec_from_file_location(f"benchmarks_sglang_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    loaded, before = importlib.util.module_from_spec(spec), {name: sys.modules[name] for name in stubs if name in sys.modules}
+    vars(stubs["sglang.kernels.ops.attention.fla.utils"]).update(input_guard=lambda call: call)
+    vars(stubs["sglang.srt.utils"]).update(cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << (n - 1).bit_length())
+    stubs["sglang.kernels.ops.attention"] = attention = ModuleType("sglang.kernels.ops.attention")
+    vars(attention).update(kda_packed_decode=SimpleNamespace(covered=lambda *_: False))  # a CUDA kernel, slower on an H200
+    if importlib.util.find_spec("triton"):
+        stubs["sglang.kernels.ops.attention.fla.op"] = operators = ModuleType("sglang.kernels.ops.attention.fla.op")
+        vars(operators).update(exp=function("triton.language", "exp"))
+    before = {name: sys.modules[name] for name in stubs if name in sys.modules}
     sys.modules.update(stubs)
     try:
-        spec.loader.exec_module(loaded)
+        yield
     finally:
         for name in stubs:
             del sys.modules[name]
         sys.modules.update(before)
+
+
+@functools.cache
+def sglang(wanted: File) -> Any:
+    """The function."""
+    file = sglang_file(wanted)
+    if file is None or not file.is_file():
+        raise ImportError(f"SGLang's {Path(wanted[1]).name}: not on sys.path; {wanted[0] or KERNEL[0]} may name it, got {file}")
+    spec = importlib.util.spec_from_file_location(f"benchmarks_sglang_{file.stem}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    loaded = importlib.util.module_from_spec(spec)
+    with sglang_modules():
+        spec.loader.exec_module(loaded)
     return getattr(loaded, wanted[2])
 
 

@@ -1,0 +1,210 @@
+"""A layer's decode step, which engines fuse more and more: a convolution in front, the recurrence, a gated RMSNorm behind.
+
+With one token the convolution is part of every call: SGLang's kernel, but for vLLM's KDA, which has it inside. Drafts come
+convolved and have a slot a token, as vLLM's kernel wants them.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gated_delta import GatedNorm, api, compile
+from gated_delta.testing import Case
+
+from .cells import (
+    BF16,
+    BOUND,
+    FP32,
+    MOST_SETS,
+    Call,
+    Cell,
+    D,
+    Heads,
+    Pooled,
+    cu_seqlens,
+    kind,
+    random_tokens,
+    sets_within,
+    state_bytes,
+)
+from .peers import File, NotOffered, Peer, sglang, sglang_modules
+
+TAPS, EPS = 4, 1e-6
+ACTIVATIONS = {"gdn": "silu", "kda": "sigmoid"}
+COLD = 1e9
+"""Bytes of state that a cell's replays move at least, or the most sets."""
+CONVOLUTION: File = ("", "mamba/causal_conv1d_triton.py", "causal_conv1d_update")
+NORM: File = ("", "attention/fla/fused_norm_gate.py", "layer_norm_gated_fwd")
+PACKED = {
+    "gdn": ("", "attention/fla/fused_recurrent.py", "fused_recurrent_gated_delta_rule_packed_decode"),
+    "kda": ("", "attention/fla/fused_recurrent.py", "fused_recurrent_kda_packed_decode"),
+}
+LIBRARY = "GATED_DELTA_VLLM_LIBRARY"
+"""Names vLLM's _C_stable_libtorch.abi3.so, which loads without vLLM."""
+
+
+class Layer(Pooled):
+    """mixed [B * T, channels]: q, k and v behind one another, with one token raw; windows [slots, channels, 3]; z; norm.
+
+    state_indices: [B], or with drafts [B, T], read from the first (num_accepted is 1).
+    """
+
+    def results(self, call: Call) -> tuple[Tensor, Tensor]:
+        before = self.windows.clone()
+        made = super().results(call)
+        self.windows.copy_(before)
+        return made
+
+    def split(self, mixed: Tensor) -> dict[str, Tensor]:
+        """q, k and v of convolved rows, views."""
+        (B, T, H, _), HV = self.q.shape, self.v.shape[2]
+        sizes = (H * D, H * D, HV * D)
+        split = mixed.view(B, T, sum(sizes)).split(sizes, -1)
+        return {name: x.unflatten(-1, (-1, D)) for name, x in zip("qkv", split, strict=True)}
+
+    def convolved(self) -> Tensor:
+        options: dict[str, Any] = dict(activation="silu", conv_state_indices=self.state_indices)
+        return sglang(CONVOLUTION)(self.mixed, self.windows, self.weight, **options) if self.raw else self.mixed
+
+    def decode(self, backend: str, **options: Any) -> Callable[..., Tensor]:
+        states = dict(state=self.state, state_indices=self.state_indices, num_accepted=self.num_accepted)
+        return partial(api.decode, **{**self.arguments(), **states, **options}, backend=backend)
+
+    def ours(self, backend: str) -> Call:
+        decode = self.decode(backend, norm=self.norm, z=self.z)
+        return lambda: (decode(**self.split(self.convolved())), self.state)
+
+    def parts(self, backend: str) -> dict[str, Callable[[], Any]]:
+        """The recurrence with and without its norm, timed alone too, of tensors of their own."""
+        return dict(decode=self.decode(backend), decode_norm=self.decode(backend, norm=self.norm, z=self.z))
+
+
+def layer(model: str, heads: Heads, dtype: torch.dtype, T: int, B: int) -> Cell:
+    moved = (1 + T) * state_bytes(heads, dtype, B)
+    sets = sets_within(max(2, min(MOST_SETS, COLD / moved)), 2 * moved)
+    family = f"{model.upper()} {'step' if T == 1 else 'drafts'}"
+    names, facts = (family, f"{kind(model, heads, dtype)} T={T}", f"B={B}"), dict(norm=ACTIVATIONS[model])
+    return Cell(*names, model, heads, dtype, (T,) * B, moved, sets, cases, made, passes=4, facts=facts)
+
+
+def cases(cell: Cell) -> list[Case]:
+    return [cell.check("decode", "pool" if cell.T == 1 else "token_slots")]
+
+
+def made(cell: Cell, device: torch.device, seed: int) -> Layer:
+    (H, HV), B, T = cell.heads, cell.sequences, cell.T
+    rng = torch.Generator(device).manual_seed(seed)
+
+    def normal(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+        return torch.randn(*shape, dtype=dtype, device=device, generator=rng)
+
+    tokens = random_tokens(cell, (B, T), rng)
+    tokens["g"].sub_(2)  # states that last, so that reading a wrong one shows
+    state = normal(B * T + 1, HV, D, D, dtype=cell.state_dtype).mul_(0.5)
+    slots = 1 + torch.randperm(B * T, device=device, generator=rng).to(torch.int32)
+    channels, raw = (2 * H + HV) * D, T == 1
+    mixed = torch.cat([tokens[name].flatten(2) for name in "qkv"], -1).flatten(0, 1)
+    taps = normal(channels, TAPS, dtype=FP32 if cell.model == "kda" else BF16).mul_(0.5)
+    norm = GatedNorm(1 + 0.1 * normal(D, dtype=FP32), EPS, ACTIVATIONS[cell.model])
+    return Layer(
+        **tokens,
+        state=state,
+        state_indices=slots if raw else slots.view(B, T),
+        num_accepted=None if raw else torch.ones(B, dtype=torch.int32, device=device),
+        intermediate_states=None,
+        raw=raw,
+        mixed=mixed,
+        windows=normal(B + 1 if raw else 1, TAPS - 1, channels).transpose(1, 2),
+        weight=taps,
+        z=normal(B, T, HV, D),
+        norm=norm,
+    )
+
+
+def vllm(name: str) -> Callable[..., Any]:
+    """One of vLLM's fused kernels."""
+    if compile.installed("vllm"):
+        import vllm._custom_ops  # noqa: F401
+    elif named := os.environ.get(LIBRARY):
+        torch.ops.load_library(named)
+    else:
+        raise ImportError(f"vLLM's kernels: neither vllm nor {LIBRARY}")
+    found: Callable[..., Any] = getattr(torch.ops._C, name)
+    return found
+
+
+def vllm_fused(cell: Cell, b: Layer) -> Call:
+    return vllm_kda(cell, b) if cell.model == "kda" else vllm_drafts(cell, b)
+
+
+def vllm_kda(cell: Cell, b: Layer) -> Call:
+    if cell.T > 1 or cell.state_dtype != FP32 or cell.heads[0] not in (12, 24, 48, 96):
+        raise NotOffered("fused_kda_decode takes one token, fp32 states and 12, 24, 48 or 96 heads")
+    H, out = cell.heads[0], b.blank().view(1, -1, cell.heads[0], D)
+    weight = b.weight.view(3, H * D, TAPS).transpose(1, 2).contiguous()
+    tokens = (b.g.transpose(0, 1), b.beta.transpose(0, 1), b.gate.A_log, b.gate.dt_bias.flatten())
+    behind = (BOUND, b.z.flatten(0, 1), b.norm.weight, EPS)
+    decode = vllm("fused_kda_decode")
+
+    def call() -> tuple[Tensor, Tensor]:
+        decode(b.mixed, weight, None, b.windows, *tokens, b.state_indices, b.state, out, *behind)
+        return out, b.state
+
+    return call
+
+
+def vllm_drafts(cell: Cell, b: Layer) -> Call:
+    """With one token it takes convolved inputs too, behind SGLang's convolution."""
+    decode, out, z = vllm("fused_gdn_decode_post_conv_mtp"), b.blank().flatten(0, 1), b.z.flatten(0, 1)
+    slots = b.state_indices.view(cell.sequences, cell.T)
+    accepted = torch.ones(cell.sequences, dtype=torch.int32, device=b.q.device)
+    starts = cu_seqlens(cell.lengths, torch.int32, b.q.device)
+    gates = (b.g.flatten(0, 1), b.beta.flatten(0, 1), b.gate.A_log, b.gate.dt_bias)
+
+    def call() -> tuple[Tensor, Tensor]:
+        decode(b.convolved(), *gates, slots, starts, accepted, b.state, z, b.norm.weight, out, D**-0.5, EPS, b.norm.activation)
+        return out, b.state
+
+    return call
+
+
+def sglang_chain(cell: Cell, b: Layer) -> Call:
+    """Three kernels: convolution, packed decode, norm."""
+    if cell.T > 1:
+        raise NotOffered("the packed decode takes one token")
+    decode, norm, o = sglang(PACKED[cell.model]), sglang(NORM), b.blank()
+    options: dict[str, Any] = dict(a=b.g.flatten(1), b=b.beta.flatten(1), A_log=b.gate.A_log, dt_bias=b.gate.dt_bias.flatten())
+    options |= dict(scale=D**-0.5, initial_state=b.state, out=o, ssm_state_indices=b.state_indices, use_qk_l2norm_in_kernel=True)
+    if cell.model == "kda":
+        options |= dict(lower_bound=BOUND)
+    behind = dict(activation=b.norm.activation, eps=EPS, is_rms_norm=True, out_dtype=BF16)
+
+    def call() -> tuple[Tensor, Tensor]:
+        mixed = b.convolved()
+        with sglang_modules():  # KDA's imports another kernel when it is called
+            decode(mixed_qkv=mixed, **options)
+        return norm(o.view(-1, D), b.z.view(-1, D), b.norm.weight, None, **behind)[0].view(o.shape), b.state
+
+    return call
+
+
+PEERS = {"vllm": Peer("vllm", vllm_fused), "sglang": Peer("sglang", sglang_chain)}
+STEPS = [
+    *(layer("kda", (H, H), FP32, 1, B) for H, B in itertools.product((12, 24, 48), (1, 8, 64, 256))),
+    *(
+        layer(*model, BF16, 1, B)
+        for model, B in itertools.product([("gdn", (16, 32)), ("gdn", (4, 8)), ("kda", (32, 32)), ("kda", (8, 8))], (1, 8, 64, 256))
+    ),
+]
+DRAFTS = [
+    layer("gdn", heads, dtype, T, B)
+    for heads, dtype, T, B in itertools.product(((16, 32), (16, 48)), (BF16, FP32), (2, 4, 8), (1, 8, 64))
+]
+CELLS = {cell.label: cell for cell in [*STEPS, *DRAFTS]}
