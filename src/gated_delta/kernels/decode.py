@@ -188,7 +188,7 @@ class Decode:
                 part = self.chunk(coord, i)
                 if cutlass.const_expr(i + 1 < self.chunks):
                     following_at = self.state.address(args, coord, read, self.chunk(coord, i + 1).first_row)
-                    rows = self.state.load(following_at, coord, policy, read > size.null_index)
+                    following = self.state.load(following_at, coord, policy, read > size.null_index)
                 self.steps(rState, records, args, part, start, length, self.chunk_o(args, o_at, i))
                 if cutlass.const_expr(self.norm is not None and i + 1 == self.chunks):
                     self.norm.arrive()  # in front of the stores, which it would wait for
@@ -196,10 +196,9 @@ class Decode:
                 updated = self.state.load_registers(rState)
                 self.state.store(updated, self.state.address(args, coord, write, part.first_row), coord, wanted)
                 if cutlass.const_expr(i + 1 < self.chunks):
-                    self.state.store_registers(rState, rows)
+                    self.state.store_registers(rState, following)
             if cutlass.const_expr(self.norm is not None):
-                o_at = self.tokens.o_address(args, coord)
-                self.norm.finish(records + size.T * self.record, args, o_at, coord, start, length)
+                self.norm.finish(records + size.T * self.record, args, self.tokens.o_address(args, coord), coord, start, length)
         elif coord.stores_o:
             for t in range(length):
                 for i in cutlass.range_constexpr(self.chunks):
