@@ -88,14 +88,16 @@ def spread(x, *, dim, by):
 def force_segments(segments, monkeypatch):
     """Prefills from here on split each sequence into that many segments, however many sequences there are.
 
-    "persistent": one segment, all V rows in a block, and three blocks, so that each has several heads.
+    "persistent": one segment, all V rows in a block, and three blocks, so that each has several heads. "fused": in one kernel, too.
     """
+    persistent = segments in ("persistent", "fused")
 
     def segmentation_of(problem, sequences, tokens):
-        return on_host.Segmentation(1, problem.V) if segments == "persistent" else on_host.Segmentation(segments)
+        fused = segments == "fused" and on_host.can_fuse(problem)
+        return on_host.Segmentation(1, problem.V, fused) if persistent else on_host.Segmentation(segments)
 
     monkeypatch.setattr(on_host, "segmentation_of", segmentation_of)
-    if segments == "persistent":
+    if persistent:
         monkeypatch.setattr(on_host, "MAX_BLOCKS", 3)
     monkeypatch.setattr(PREFILL, "calls", CallCache())
 

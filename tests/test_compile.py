@@ -21,6 +21,8 @@ SPILLS = {
     "K=96": 8,
     # Load and store warps have 24 registers, one too few for the number of the block's work tile.
     "rows=128": 8,
+    # Its four roles have 65536 registers together: what a role needs once a work tile, or once in four chunks, waits in local memory.
+    "prefill_fused": 56,
 }
 PREFILL = ("prefill_prepare", "prefill_scan", "prefill_state_passing")
 
@@ -43,7 +45,9 @@ def files(cache):
 
 
 ALWAYS = [some for some in dispatch.shipped() if some.kernel in ("flush", *PREFILL)]
-SAMPLE = ALWAYS + random.Random(0).sample([some for some in dispatch.shipped() if some not in ALWAYS], 72)
+FUSED = [some for some in dispatch.shipped() if some.kernel == "prefill_fused"][-1:]
+OTHERS = [some for some in dispatch.shipped() if some not in ALWAYS and some.kernel != "prefill_fused"]
+SAMPLE = ALWAYS + FUSED + random.Random(0).sample(OTHERS, 72)
 """A quarter of what ships; `gated-delta compile` prints the registers of all of it."""
 
 
@@ -59,12 +63,12 @@ def test_registers_and_spills_of_shipped_kernels(cache, some):
 
 
 @needs_compiler
-@pytest.mark.parametrize("some", [some for some in ALWAYS if some.kernel == "prefill_scan"], ids=str)
+@pytest.mark.parametrize("some", [*FUSED, *(some for some in ALWAYS if some.kernel == "prefill_scan")], ids=str)
 def test_wgmmas_are_not_serialised(cache, some):
     """ptxas fences every wgmma by itself, without a warning, for lack of registers or where it cannot count groups in flight."""
     code = compile.inspected(compile.build(some, "sm_90a"), "-sass")
     assert code is not None, "needs cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
-    groups = 3 if dict(some.facts)["transitions"] else 5
+    groups = 6 if some in FUSED else 3 if dict(some.facts)["transitions"] else 5
     assert code.count("WARPGROUP.ARRIVE") == groups
     assert code.count("HGMMA") > 5 * groups
 
@@ -244,7 +248,17 @@ def test_missing_compiler_is_named(cache, monkeypatch):
 def test_host_and_kernel_agree_on_the_arguments():
     """A launch passes tuples: the same names in the same order on both sides."""
     from gated_delta import reference
-    from gated_delta.kernels import arguments, decode, flush, prefill_prepare, prefill_scan, prefill_state_passing, verify
+    from gated_delta.kernels import (
+        arguments,
+        decode,
+        flush,
+        prefill_fused,
+        prefill_prepare,
+        prefill_scan,
+        prefill_schedule,
+        prefill_state_passing,
+        verify,
+    )
     from gated_delta.kernels.device import primitives
     from gated_delta.problem import CHECKPOINT_INTERVAL
 
@@ -252,7 +266,13 @@ def test_host_and_kernel_agree_on_the_arguments():
         Decode=[decode.Decode],
         Verify=[verify.Verify],
         Flush=[flush.Flush],
-        Prefill=[prefill_prepare.PrefillPrepare, prefill_scan.PrefillScan, prefill_state_passing.PrefillStatePassing],
+        Prefill=[
+            prefill_prepare.PrefillPrepare,
+            prefill_scan.PrefillScan,
+            prefill_state_passing.PrefillStatePassing,
+            prefill_schedule.PrefillSchedule,
+            prefill_fused.PrefillFused,
+        ],
     )
     for operation, kernel in ((operation, kernel) for operation, some in kernels.items() for kernel in some):
         for taken in kernel.arguments:

@@ -51,7 +51,7 @@ OPS = {
     "decode of 4 tokens": Op(4, 50, steps),
     "verify and flush": Op(4, 1000, drafts),
     "verify and flush of 16 tokens": Op(16, 1000, drafts),
-    **{f"prefill, segments {segments}": Op(300, 20, prefill) for segments in (1, "persistent", 4)},
+    **{f"prefill, segments {segments}": Op(300, 20, prefill) for segments in (1, "persistent", "fused", 4)},
 }
 
 
@@ -61,7 +61,7 @@ def op(request, monkeypatch):
     if name == "prefill":
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("needs an NVIDIA GPU of compute capability 9.0")
-        force_segments(segments if segments == "persistent" else int(segments), monkeypatch)
+        force_segments(int(segments) if segments.isdigit() else segments, monkeypatch)
     return OPS[request.param]
 
 

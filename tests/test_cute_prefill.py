@@ -46,9 +46,11 @@ def prefill(call, **options):
     return gd.prefill(**call, **options, backend="cute")
 
 
-@pytest.fixture(params=[1, "persistent", 4])
+@pytest.fixture(params=[1, "persistent", "fused", 4])
 def segments(request, monkeypatch):
     """Segments of each sequence, however many sequences there are."""
+    if request.param == "fused" and request.node.callspec.params.get("axis") == "channel":
+        pytest.skip("KDA has no fused kernel")
     force_segments(request.param, monkeypatch)
     return request.param
 
@@ -127,7 +129,7 @@ def ragged(lengths, inactive=(), spare=5, **options):
 # ------------------------------------------------------------------------------------------------ judged
 
 RUNNABLE = [case for case in cases("prefill") if not case.reference_only and not PREFILL.missing(case.problem)]
-MIXED = list(zip(itertools.cycle((1, "persistent", 4)), RUNNABLE[::3], strict=False))
+MIXED = list(zip(itertools.cycle((1, "persistent", 4, "fused")), RUNNABLE[::3], strict=False))
 
 
 @pytest.mark.parametrize(("segments", "case"), MIXED, ids=str, indirect=["segments"])
@@ -411,7 +413,7 @@ def test_checkpoints_are_states_of_shorter_prefills_and_change_nothing_else(axis
         judge("state", *(torch.stack(x) for x in zip(*stored)))
 
 
-@pytest.mark.parametrize("segments", [1, "persistent", 2, 4, 7, 16], indirect=True)
+@pytest.mark.parametrize("segments", [1, "persistent", "fused", 2, 4, 7, 16], indirect=True)
 def test_a_checkpoint_at_the_end_is_the_final_state(axis, segments):
     """Packed, also of sequences with fewer chunks than segments, and of one without tokens."""
     lengths = (64, 1024, 0, 128, 100, 320, 960)
@@ -839,11 +841,12 @@ def test_torch_compile_makes_it_one_node(segments):
 
 
 def test_explain_names_the_kernels_and_the_segments():
-    short, long = (gd.explain("prefill", **tokens(1, T, heads=(1, 1))) for T in (100, 9000))
-    assert (short.backend, long.backend) == ("cute", "cute")
+    short, long, many = (gd.explain("prefill", **tokens(N, T, heads=(1, 1))) for N, T in ((1, 100), (1, 9000), (100, 100)))
+    assert (short.backend, long.backend, many.backend) == ("cute", "cute", "cute")
     prepare, scan, state_passing = "prefill_prepare", "prefill_scan", "prefill_state_passing"
     assert [some.kernel for some in short.variants] == [prepare, scan]
     assert [some.kernel for some in long.variants] == [prepare, scan, state_passing, scan]
+    assert [some.kernel for some in many.variants] == ["prefill_schedule", "prefill_fused"]
     assert "segments=" in str(long)
 
 

@@ -25,7 +25,7 @@ T, K, V = 3, 64, 96  # of drafts
 D = 128  # K and V of prompts
 i32, i64, bf16, fp16, f32 = torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32
 OPS = ("decode", "verify", "flush", "prefill")
-PREFILL_KERNELS = ("prefill_prepare", "prefill_scan", "prefill_state_passing")
+PREFILL_KERNELS = ("prefill_prepare", "prefill_scan", "prefill_state_passing", "prefill_schedule", "prefill_fused")
 
 
 class Launches(list):
@@ -902,6 +902,25 @@ def test_segments_launch_transitions_state_passing_and_scan(launches, monkeypatc
     assert launches[0][-1].segments == segments
 
 
+def test_one_kernel_where_heads_fill_the_chip(launches):
+    """And few value heads share a k head. Nothing of a chunk is in the workspace."""
+    many = 33
+    for heads, more, kernels in (
+        ((2, 4), {}, ["prefill_schedule", "prefill_fused"]),
+        ((4, 4), dict(cu_seqlens=torch.arange(many + 1) * 65), ["prefill_schedule", "prefill_fused"]),
+        ((1, 4), {}, ["prefill_prepare", "prefill_scan"]),
+    ):
+        launches.clear()
+        call = prompts((1, many * 65) if more else (many, 70))
+        run("prefill", **call | {name: call[name].repeat_interleave(2, 2)[:, :, : heads[0]] for name in "qk"}, **more)
+        assert [some.kernel for some in launches.kernels] == kernels
+        assert launches[0] == launches[1]
+        pointers = launches[0][0]
+        present = ["work_queue", *(["sequence_order"] if more else [])]
+        if "prefill_fused" in kernels:
+            assert sorted(name for name in WORKSPACE if getattr(pointers, name)) == sorted(present)
+
+
 def test_segmentation_depends_on_sequences_and_tokens(launches, monkeypatch):
     """Calls and explain pass the same numbers."""
     asked = []
@@ -932,7 +951,7 @@ def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, a
     assert all(at % 256 == 0 for at, _ in taken)
     assert all(end <= following for (_, end), (following, _) in itertools.pairwise(taken))
     assert taken[-1][1] <= size
-    start = pointers.k_tiles
+    start = pointers.work_queue - offsets[WORKSPACE.index("work_queue")]
     assert [getattr(pointers, name) for name in WORKSPACE] == [start + at if at >= 0 else 0 for at in offsets]
 
 
@@ -976,6 +995,16 @@ def test_few_long_prompts_are_segmented_and_others_are_not():
     assert on_host.segmentation_of(prompt_problem(), 0, 0) == on_host.Segmentation(1)
 
 
+def test_what_has_no_fused_kernel_is_not_fused():
+    one, split = on_host.Segmentation(1, 128, True), on_host.Segmentation(1, 128)
+    assert on_host.segmentation_of(prompt_problem(2), 64, 6400) == one
+    assert on_host.segmentation_of(prompt_problem(1), 67, 6700) == one
+    for other in (dict(axis="channel"), dict(dtype=torch.float16), dict(K=64), dict(HV=3)):
+        assert on_host.segmentation_of(prompt_problem(**dict(HV=2) | other), 100, 10000) == split
+    assert on_host.segmentation_of(prompt_problem(2), 63, 6300) == split
+    assert on_host.segmentation_of(prompt_problem(2), 100, 6400) == split  # a chunk a sequence
+
+
 def test_blocks_of_states_with_64_v_rows_have_64():
     for N, HV in itertools.product((1, 300), (1, 64)):
         assert on_host.segmentation_of(prompt_problem(HV, V=64), N, N * 1000).rows == 64
@@ -996,9 +1025,12 @@ def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
         passing = ["prefill_scan", "prefill_state_passing"] if segmentation in several else []
         assert made == ["prefill_prepare", *passing, "prefill_scan"]
         assert set(on_host.variants_of(problem, segmentation)) <= set(listed)
-    assert sorted(some.kernel for some in listed) == ["prefill_prepare", *["prefill_scan"] * 3, "prefill_state_passing"]
+    fused = ["prefill_fused", "prefill_schedule"] if axis == "head" else []
+    split = ["prefill_prepare", *["prefill_scan"] * 3, "prefill_state_passing"]
+    assert sorted(some.kernel for some in listed) == sorted([*split, *fused])
     new = set(dispatch.variants_of(prompt_problem(axis=axis, options=frozenset({"checkpoints"})))) - set(listed)
-    assert [(some.kernel, dict(some.facts)["transitions"]) for some in new] == [("prefill_scan", False)] * 2
+    new = [(some.kernel, dict(some.facts).get("transitions")) for some in new]
+    assert sorted(new, key=str) == [*([("prefill_fused", None)] if fused else []), *[("prefill_scan", False)] * 2]
 
 
 def test_compile_time_facts_of_prefills_kernels():
@@ -1011,8 +1043,8 @@ def test_compile_time_facts_of_prefills_kernels():
     for same in (dict(H=8, HV=64), dict(beta_logits=True), dict(beta_dtype=torch.float32), dict(options=frozenset({"pool"}))):
         assert changed(**same) == set()
     assert changed(axis="channel") == changed(dtype=torch.float16) == {"prepare", "scan"}
-    assert changed(g_dtype=torch.float32) == changed(gate="log") == changed(qk_l2norm=False) == {"prepare"}
-    assert changed(state_dtype=torch.bfloat16) == {"scan"}
+    assert changed(g_dtype=torch.float32) == changed(gate="log") == changed(qk_l2norm=False) == {"prepare", "fused"}
+    assert changed(state_dtype=torch.bfloat16) == {"scan", "fused"}
     assert changed(K=64) == {"prepare", "scan"}
     assert changed(V=64) == {"scan", "state_passing"}
 

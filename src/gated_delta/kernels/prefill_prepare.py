@@ -8,7 +8,6 @@ k and q tiles, Tinv and Aqk, in fp16 as the tensor cores read them, and fp32 sca
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
-from cutlass.cute.arch import shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK
@@ -17,6 +16,7 @@ from .device.primitives import DTYPES, Args, load_index, offset, store_words
 from .prefill_prepare_chunk import THREADS, Coord
 from .prefill_prepare_gdn import GdnChunk
 from .prefill_prepare_kda import KdaChunk
+from .prefill_schedule import rank_sequence
 
 
 class PrefillPrepare:
@@ -54,7 +54,7 @@ class PrefillPrepare:
         cute.arch.griddepcontrol_launch_dependents()
         store_words(ptr.work_queue, [Uint32(0)], (block == 0) & (thread == 0))
         if (block < size.N) & (size.cu_seqlens_kind != 0) & (thread < 32):
-            self.rank_sequence(args, block, thread)
+            rank_sequence(args, block, thread)
         n = self.find_sequence(args, slot, thread % 32)
         sequence = load_sequence(args, n)
         state_index = load_index(ptr.state_indices + offset(n, stride.state_indices_n), size.state_indices_kind, n)
@@ -68,19 +68,6 @@ class PrefillPrepare:
             self.chunk.prepare(args, coord)
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def rank_sequence(self, args, n, lane):
-        """A warp writes sequence n to its place in `sequence_order`, the longest first."""
-        size = args.size
-        own = load_sequence(args, n).tokens
-        rank = Int32(0)
-        for m in cutlass.range(lane, size.N, 32, unroll=1):
-            other = load_sequence(args, m).tokens
-            rank += Int32((other > own) | ((other == own) & (m < n)))
-        for step in (16, 8, 4, 2, 1):
-            rank += shuffle_sync_bfly(rank, offset=step)
-        store_words(args.ptr.sequence_order + offset(rank, 4), [Uint32(n)], lane == 0)
 
     @cute.jit
     def find_sequence(self, args, slot, lane):

@@ -93,6 +93,10 @@ class PrepareChunk:
         """Address of a head's Aqk on its way to the workspace."""
         raise NotImplementedError
 
+    def vector_offset(self, row, vector):
+        """Byte offset of 16-byte vector 0..7 of a row of Tinv or Aqk."""
+        return triangle_offset(row, vector)
+
     # -------------------------------------------------------------------------------------------- addresses
 
     def head_chunk(self, args, coord, hv):
@@ -148,7 +152,7 @@ class PrepareChunk:
             store_shared_f32(at, select(column + p < row, x[p], Float32(0)))
 
     def store_aqk(self, coord, head, subchunk, i, j, word):
-        at = triangle_offset(coord.subchunk * SUBCHUNK + coord.row + 8 * i, 2 * subchunk + j) + coord.quad_lane * 4
+        at = self.vector_offset(coord.subchunk * SUBCHUNK + coord.row + 8 * i, 2 * subchunk + j) + coord.quad_lane * 4
         store_shared(self.aqk_at(coord, head) + at, word)
 
     def store_aqk_diagonal(self, coord, head, i, j, x):
@@ -214,7 +218,7 @@ class PrepareChunk:
         """
         b, gates = coord.subchunk, self.gates_at(coord, head)
         beta_k = [load_shared_f32(gates + (GATE_BETA_K + b * SUBCHUNK + coord.row + 8 * i) * 4) for i in range(2)]
-        scaled, above = ldmatrix_x4(self.inverse_matrices_at(coord, b, 1)), cute.make_rmem_tensor((4, 4), Uint32)
+        scaled, above = ldmatrix_x4(self.inverse_matrices_at(coord, b, 1)), self.inverse_blocks()
         first = ldmatrix_x4(self.inverse_matrices_at(coord, b))
         # Every operand is loaded before anything is stored; past the last sub-chunk, the last one's again.
         system = [[self.load_system(coord, cutlass.min(b + below, 3), i) for i in range(below)] for below in range(1, 4)]
@@ -225,6 +229,10 @@ class PrepareChunk:
         for below in cutlass.range_constexpr(1, 4):
             if b + below < 4:
                 self.invert_block(coord, head, above, system[below - 1], inverses[below - 1], beta_k, below)
+
+    def inverse_blocks(self):
+        """Registers of the warp's blocks of the inverse."""
+        return cute.make_rmem_tensor((4, 4), Uint32)
 
     def load_system(self, coord, j, i):
         """The system's block (j, own + i) as a right operand, whose columns are its rows."""
@@ -254,4 +262,4 @@ class PrepareChunk:
         """Block (j, b) of Tinv, given transposed as a left operand."""
         # Matrices as a left operand has them: columns i 0..7 and 8..15 of tokens t 0..7, then of t 8..15.
         t, vector = coord.lane // 16 * 8 + coord.lane % 8, coord.lane // 8 % 2
-        stmatrix_x4_trans(self.tinv_at(coord, head) + triangle_offset(j * SUBCHUNK + t, 2 * b + vector), words)
+        stmatrix_x4_trans(self.tinv_at(coord, head) + self.vector_offset(j * SUBCHUNK + t, 2 * b + vector), words)

@@ -145,6 +145,7 @@ class PrefillScan:
         self.tiles = self.v_tiles + (D // rows if transitions else 0)  # M is found from an identity's rows
         self.channel, self.transitions, self.checkpoints = axis == "channel", transitions, checkpoints
         self.persistent = self.mma_groups > 1 and not transitions  # otherwise a block has one work tile
+        self.fused = False
         self.dtype, self.state_dtype = DTYPES[dtype], DTYPES[state_dtype]
         tiles = dict.fromkeys(("k", "q", "k_restored") if self.channel else ("k", "q"), TILE_BYTES)
         self.stage_bytes = sum(tiles.values()) + 2 * TRIANGLE_BYTES + SCALE_BYTES
@@ -424,8 +425,7 @@ class PrefillScan:
         """Right operands by name, [N, K, stage] of wgmma's N and K."""
         shared, smem = coord.shared, self.smem
         tensors = {
-            "k": tile_tensor(shared + smem.k, D, self.stages),
-            "q": tile_tensor(shared + smem.q, D, self.stages),
+            **self.qk_tensors(coord),
             "tinv": square_tensor(shared + smem.tinv, self.stages),
             "aqk": square_tensor(shared + smem.aqk, self.stages),
         }
@@ -438,12 +438,19 @@ class PrefillScan:
             made[name] = mma.make_fragment_B(mma.partition_B(x))
         return made
 
+    def qk_tensors(self, coord):
+        return {name: tile_tensor(coord.shared + at, D, self.stages) for name, at in (("k", self.smem.k), ("q", self.smem.q))}
+
     def tiled_mma(self, name):
         major = cute.nvgpu.OperandMajorMode
         columns, right = (D, major.MN) if name == "k_update" else (CHUNK, major.K)
         source = warpgroup.OperandSource.RMEM
-        op = warpgroup.MmaF16BF16Op(Float16, Float32, (64, columns, 16), source, major.K, right)
+        op = warpgroup.MmaF16BF16Op(Float16, self.sums(name), (64, columns, 16), source, major.K, right)
         return cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
+
+    def sums(self, name):
+        """The type of a product's sums."""
+        return Float32
 
     def start_mma(self, sums, left, name, right, pipe, accumulate):
         """Start sums += left right, or sums = left right, as a wgmma group of its own."""
@@ -456,8 +463,11 @@ class PrefillScan:
 
     def accumulator(self, columns):
         """fp32 registers of a [64, columns] result: number 4 j + 2 i + p has row lane // 4 + 8 i, column 8 j + lane % 4 * 2 + p."""
-        mma = self.tiled_mma("k_update" if columns == D else "k")
-        return cute.make_rmem_tensor(mma.partition_shape_C((64, columns)), Float32)
+        name = "k_update" if columns == D else "k"
+        return cute.make_rmem_tensor(self.tiled_mma(name).partition_shape_C((64, columns)), Float32)
+
+    def output_accumulator(self):
+        return self.accumulator(CHUNK)
 
     def left_operand(self, columns):
         """fp16 registers of a [64, columns] left operand, in the order of `accumulator`."""
@@ -472,7 +482,7 @@ class PrefillScan:
         frag = Fragments(
             self.accumulator(D),
             self.accumulator(CHUNK),
-            self.accumulator(CHUNK),
+            self.output_accumulator(),
             self.left_operand(D),
             self.left_operand(CHUNK),
             self.left_operand(CHUNK),
@@ -487,30 +497,34 @@ class PrefillScan:
         checkpoint = Int32(0)
         if cutlass.const_expr(self.checkpoints):
             checkpoint = self.store_checkpoints(args, coord, frag.state, state_scale, coord.first_chunk)
-        pipe = PipelineState(coord.first_chunk, work.iterations_before % self.stages, work.iterations_before // self.stages % 2)
+        pipe = self.pipeline_state(args, coord)
         if coord.end_chunk > coord.first_chunk:
             self.consumer_wait(coord, pipe)
             state_scale = self.rescale(frag, self.v_absmax(coord, pipe), state_scale, True)
             self.to_fp16(frag.state, frag.state_fp16)
-            for _ in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
-                state_scale, pipe = self.chunk(frag, right, coord, pipe, state_scale)
-                if cutlass.const_expr(self.checkpoints):  # noqa: SIM102 - settled when compiling
-                    if pipe.chunk == checkpoint:
-                        checkpoint = self.store_checkpoints(args, coord, frag.state, state_scale, checkpoint)
+            if cutlass.const_expr(self.fused):
+                while self.has_tokens(coord, pipe):
+                    state_scale, pipe, checkpoint = self.chunk(frag, right, args, coord, pipe, state_scale, checkpoint)
+            else:
+                for _ in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
+                    state_scale, pipe, checkpoint = self.chunk(frag, right, args, coord, pipe, state_scale, checkpoint)
         self.store_state(args, coord, frag.state, state_scale)
 
     @cute.jit
-    def chunk(self, frag, right, coord, pipe, state_scale):
+    def chunk(self, frag, right, args, coord, pipe, state_scale, checkpoint):
         """A chunk, from S k on. Shared memory is read in front of each wait for a wgmma group, not behind it.
 
         No wgmma group is in flight across the loop's back edge: ptxas would serialise every wgmma.
         """
-        following, o_scale = advance(pipe, self.stages), state_scale
+        following, o_scale = self.advance(args, pipe), state_scale
         self.start_mma(frag.s_k, frag.state_fp16, "k", right, pipe, False)
         if cutlass.const_expr(not self.transitions):
             self.start_mma(frag.o, frag.state_fp16, "q", right, pipe, False)
+        if cutlass.const_expr(self.fused):  # whose registers do not hold values beside the state's operand
+            warpgroup.wait_group(0)
         values, s_k_scales = self.values(coord, pipe), self.column_scales(coord, pipe, "s_k")
-        warpgroup.wait_group(0 if self.transitions else 1)
+        if cutlass.const_expr(not self.fused):
+            warpgroup.wait_group(0 if self.transitions else 1)
         self.residual(frag, values, s_k_scales, state_scale)
         self.start_mma(frag.s_k, frag.operand, "tinv", right, pipe, False)
         self.decay_state(frag, self.state_decay(coord, pipe))
@@ -518,9 +532,9 @@ class PrefillScan:
         warpgroup.wait_group(0)
         self.start_update(frag, right, coord, u_scales, pipe)
         if cutlass.const_expr(self.mma_groups > 1):  # the other warpgroup keeps the tensor cores busy: free the stage early
-            self.finish_chunk(frag, coord, pipe, o_scale)
+            self.finish_chunk(frag, args, coord, pipe, o_scale)
         absmax = Float32(0)
-        if following.chunk < coord.end_chunk:
+        if self.has_tokens(coord, following):
             self.consumer_wait(coord, following)
             absmax = self.v_absmax(coord, following)
         if cutlass.const_expr(self.mma_groups == 1):  # otherwise finish_chunk has waited for all groups
@@ -528,8 +542,11 @@ class PrefillScan:
         state_scale = self.rescale(frag, absmax, state_scale, following.chunk % RESCALE_INTERVAL == 0)
         self.to_fp16(frag.state, frag.state_fp16)
         if cutlass.const_expr(self.mma_groups == 1):
-            self.finish_chunk(frag, coord, pipe, o_scale)
-        return state_scale, following
+            self.finish_chunk(frag, args, coord, pipe, o_scale)
+        if cutlass.const_expr(self.checkpoints):  # noqa: SIM102 - settled when compiling
+            if following.chunk == checkpoint:
+                checkpoint = self.store_checkpoints(args, coord, frag.state, state_scale, checkpoint)
+        return state_scale, following, checkpoint
 
     def start_update(self, frag, right, coord, u_scales, pipe):
         """Start the state's update and Aqk u."""
@@ -542,11 +559,25 @@ class PrefillScan:
                 words[i] = mul_x2(u[i], u_scales[i // 2])
             self.start_mma(frag.state, frag.operand, "k_update", right, pipe, True)
             if not self.transitions:
-                self.scale_columns(frag.o, self.column_scales(coord, pipe, "s_q"))
+                self.decay_s_q(frag, coord, pipe)
         if not self.transitions:
             self.start_mma(frag.o, frag.u, "aqk", right, pipe, True)
 
-    def finish_chunk(self, frag, coord, pipe, state_scale):
+    def decay_s_q(self, frag, coord, pipe):
+        self.scale_columns(frag.o, self.column_scales(coord, pipe, "s_q"))
+
+    def pipeline_state(self, args, coord):
+        """At the work tile's first chunk."""
+        before = coord.work.iterations_before
+        return PipelineState(coord.first_chunk, before % self.stages, before // self.stages % 2)
+
+    def has_tokens(self, coord, pipe):
+        return pipe.chunk < coord.end_chunk
+
+    def advance(self, args, pipe):
+        return advance(pipe, self.stages)
+
+    def finish_chunk(self, frag, args, coord, pipe, state_scale):
         """Outputs to shared memory, and the stage is released."""
         o_scales = None if self.transitions else self.column_scales(coord, pipe, "o")
         warpgroup.wait_group(0)

@@ -36,24 +36,36 @@ Where a prefill has fewer, its sequences are cut in segments; where it has more,
 MIN_SEGMENT, MIN_THREE_SEGMENTS = 512, 8192
 """Tokens that a segment has at least; and a sequence that is cut in three, which saves little. Two cost more than they save."""
 
+FUSED_HEADS = {1: 1, 2: 128}
+"""Value heads of all sequences from which one kernel is faster, by the value heads of a k head.
+
+Each value head makes unit k and q and their products anew. With a single chunk a sequence two kernels are faster.
+"""
+
 
 class Segmentation(NamedTuple):
-    """How a prefill's work is cut. segments: of every sequence, walked at the same time; rows: V rows of a block."""
+    """How a prefill's work is cut. segments: of every sequence, walked at once; rows: V rows of a block; fused: in one kernel."""
 
     segments: int
     rows: int = 64
+    fused: bool = False
 
 
 def segmentation_of(problem: Problem, sequences: int, tokens: int) -> Segmentation:
     """For that many sequences with so many tokens in all, measured on an H200: docs/kernels/prefill.md."""
     heads = sequences * problem.HV
     if problem.V == 128 and 2 * heads > MAX_BLOCKS:
-        return Segmentation(1, 128)
+        fewest = FUSED_HEADS.get(problem.HV // problem.H, heads + 1)
+        return Segmentation(1, 128, can_fuse(problem) and heads >= fewest and tokens > CHUNK * sequences)
     blocks = problem.V // 64 * heads
     segments = min(MAX_BLOCKS // blocks, tokens // max(sequences, 1) // MIN_SEGMENT) if blocks else 1
     if segments < 3 or (segments == 3 and tokens < MIN_THREE_SEGMENTS * sequences):
         return Segmentation(1)
     return Segmentation(segments)
+
+
+def can_fuse(problem: Problem) -> bool:
+    return problem.axis == "head" and problem.dtype == torch.bfloat16 and problem.K == problem.V == 128
 
 
 class Arguments(NamedTuple):
@@ -186,7 +198,9 @@ class Prefill(Operation):
         return Plan(cut, tuple(variants_of(problem, cut)))
 
     def variants(self, problem: Problem) -> list[compile.Variant]:
-        cuts = (Segmentation(1), Segmentation(4), *((Segmentation(1, 128),) if problem.V == 128 else ()))
+        cuts = [Segmentation(1), Segmentation(4)]
+        cuts += [Segmentation(1, 128)] if problem.V == 128 else []
+        cuts += [Segmentation(1, 128, True)] if can_fuse(problem) else []
         return list(dict.fromkeys(variant for cut in cuts for variant in variants_of(problem, cut)))
 
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
@@ -201,6 +215,9 @@ class Prefill(Operation):
 
 def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
     """Prefill's kernels, in the order of their launches."""
+    if cut.fused:
+        fused = problem.facts("g_dtype", "gate", "qk_l2norm", "state_dtype") | dict(checkpoints="checkpoints" in problem.options)
+        return [compile.Variant("prefill_schedule", ()), compile.Variant("prefill_fused", tuple(fused.items()))]
     prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm")
     made = [compile.Variant("prefill_prepare", tuple(prepare.items()))]
     scan = problem.facts("axis", "K", "V", "dtype", "state_dtype")
@@ -236,7 +253,7 @@ class PrefillLaunch(TokensLaunch):
         N, H, HV = operation.work(a)[0], a.q.shape[2], a.v.shape[2]
         total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
         chunk_slots = total // CHUNK + N if packed else max(N * -(-T // CHUNK), 1)
-        self.workspace = _workspace(problem.axis, N, H, HV, chunk_slots, plan.schedule.segments, packed)
+        self.workspace = _workspace(problem.axis, N, H, HV, chunk_slots, plan.schedule, packed)
         final = a.final_state if a.state is None else a.state
         if self.final_shape is not None:
             final = torch.empty(self.final_shape, dtype=self.final_dtype, device="meta")
@@ -302,10 +319,11 @@ class PrefillLaunch(TokensLaunch):
         return out, final_state
 
 
-def _workspace(axis: str, N: int, H: int, HV: int, chunk_slots: int, segments: int, packed: bool) -> tuple[int, list[int]]:
+def _workspace(axis: str, N: int, H: int, HV: int, chunk_slots: int, cut: Segmentation, packed: bool) -> tuple[int, list[int]]:
     """Bytes of a prefill's workspace, and where in it lies what PrefillPointers ends with; -1 for what is not there."""
-    channel, cut = axis == "channel", segments > 1
-    heads, states = (HV if channel else H), N * HV * segments * 4 * 128 * 128
+    channel, segmented = axis == "channel", cut.segments > 1
+    heads, states = (HV if channel else H), N * HV * cut.segments * 4 * 128 * 128
+    chunk_slots = 0 if cut.fused else chunk_slots
     sizes = (
         chunk_slots * heads * TILE_BYTES,  # k_tiles
         chunk_slots * heads * TILE_BYTES,  # q_tiles
@@ -314,8 +332,8 @@ def _workspace(axis: str, N: int, H: int, HV: int, chunk_slots: int, segments: i
         chunk_slots * HV * SCALE_BYTES,  # scales
         N * 4 if packed else 0,  # sequence_order
         4,  # work_queue
-        2 * states if cut else 0,  # segment_transitions
-        states if cut else 0,  # segment_states
+        2 * states if segmented else 0,  # segment_transitions
+        states if segmented else 0,  # segment_states
     )
     ends = list(itertools.accumulate(-(-size // 256) * 256 for size in sizes))
     return ends[-1], [end - -(-size // 256) * 256 if size else -1 for size, end in zip(sizes, ends, strict=True)]

@@ -16,6 +16,16 @@ def pack_pairs(xs, dtype=Float16):
     return [pack_x2(a, b, dtype) for a, b in zip(xs[::2], xs[1::2], strict=True)]
 
 
+def scale_bf16_to_fp16(word, factor):
+    """A word's two bf16 numbers times an fp32 factor, as fp16. In one piece: the compiler would keep unpacked numbers for later."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 low, high; prmt.b32 low, {$r0}, 0, 0x1044; prmt.b32 high, {$r0}, 0, 0x3244; "
+        "mul.f32 low, low, {$r1}; mul.f32 high, high, {$r1}; cvt.rn.f16x2.f32 {$w0}, high, low; }",
+        write_only_types=[Uint32],
+        read_only_args=[word, factor],
+    )
+
+
 def mul_x2(x, y, dtype=Float16):
     """Products of two words' 16-bit numbers."""
     return cute.arch.inline_ptx(f"mul.rn.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[x, y])

@@ -18,9 +18,8 @@ class PipelineState(NamedTuple):
 def advance(state, stages):
     """The next chunk's state."""
     wraps = state.stage == stages - 1
-    return PipelineState(
-        state.chunk + 1, Int32(select_(wraps, 0, state.stage + 1)), Int32(select_(wraps, 1 - state.phase, state.phase))
-    )
+    stage, phase = Int32(select_(wraps, 0, state.stage + 1)), Int32(select_(wraps, 1 - state.phase, state.phase))
+    return state._replace(chunk=state.chunk + 1, stage=stage, phase=phase)
 
 
 def mbarrier(address):

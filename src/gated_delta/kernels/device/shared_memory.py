@@ -1,7 +1,7 @@
 """Loads and stores at byte addresses of shared memory, ldmatrix and stmatrix."""
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint16, Uint32
+from cutlass import Float16, Float32, Int32, Uint16, Uint32
 
 
 def load_shared(address):
@@ -54,6 +54,12 @@ def store_shared(address, word, condition=True):
 def store_shared_f32(address, x):
     """An fp32 number."""
     store_shared(address, x.bitcast(Uint32))
+
+
+def store_shared_half(address, x):
+    """An fp32 number as fp16."""
+    half = x.to(Float16).bitcast(Uint16)
+    cute.arch.inline_ptx("st.shared.b16 [{$r0}], {$r1};", read_only_args=[address, half])
 
 
 def store_shared_x4(address, words):

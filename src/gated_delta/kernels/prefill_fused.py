@@ -1,0 +1,556 @@
+"""prefill_fused: prefill of GDN in one kernel, where heads fill the chip and few share a k. A chunk's terms stay in shared memory.
+
+A block is persistent and has four warpgroups. The copy warpgroup makes fp16 tiles of unit k and q. The prepare warpgroup makes a
+chunk's Tinv, Aqk and scales. Two MMA warpgroups walk the chunks as in prefill_scan, 64 V rows each; they load v and store o
+themselves. bf16 tokens, K = V = 128.
+"""
+
+from types import SimpleNamespace
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly, shuffle_sync_up
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import select_
+
+from .arguments import ABSENT, CHUNK, SCALE_BYTES, TILE_BYTES
+from .device.chunk_layout import (
+    GDN_SCALE_O,
+    GDN_SCALE_S_K,
+    GDN_SCALE_S_Q,
+    GDN_SCALE_U,
+    SQUARE_BYTES,
+    D,
+    Pointers,
+    Sizes,
+    Strides,
+    lay_out,
+    square_offset,
+    tile_pair_offset,
+    tile_pair_tensors,
+    token_offset,
+)
+from .device.packed import exp2, mul_x2, pack_x2, rsqrt_or_zero, scale_bf16_to_fp16
+from .device.pipeline import advance, cp_async_arrive, cp_async_or_zero, mbarrier
+from .device.primitives import (
+    DTYPES,
+    Args,
+    load,
+    load_scalar,
+    load_words,
+    log_decay,
+    offset,
+    prefetch_l2,
+    qk_head,
+    select,
+    store_words,
+    unpack,
+)
+from .device.shared_memory import (
+    load_shared,
+    load_shared_f32,
+    load_shared_x4,
+    stmatrix_x4_trans,
+    store_shared,
+    store_shared_f32,
+    store_shared_half,
+    store_shared_x4,
+)
+from .prefill_prepare_chunk import (
+    GATE_BETA_K,
+    GATE_BETA_K2,
+    GATE_BYTES,
+    GATE_CUMSUM,
+    LOG2_E,
+    MIN_LOG_DECAY,
+    OPERAND_REGIONS,
+    SUBCHUNK,
+    SYSTEM_REGIONS,
+    PrepareChunk,
+)
+from .prefill_prepare_chunk import Coord as PrepareCoord
+from .prefill_prepare_gdn import NORM_K, NORM_Q, GdnChunk
+from .prefill_scan import WARPGROUP, WORK_BYTES, PrefillScan, inverse_power_of_2, without_checkpoints
+
+COPY_REGISTERS, PREPARE_REGISTERS, MMA_REGISTERS = 72, 88, 176  # of a thread: 65536 in all, with two MMA warpgroups
+PREPARE_BARRIER, MMA_BARRIER = 1, 2  # and 3: one for each MMA warpgroup
+GATE_CHUNKS = 4  # whose gates are computed at once, a chunk a warp
+SCALE_DECAY = 896  # exp(G), fp16 [64], behind the scales of prefill_scan
+Q_SCALE = 2.0**-4  # of unit queries: fp16 sums of outputs stay in range
+
+
+def opaque(x):
+    """x, of which the compiler knows nothing: what follows from it is computed where it is used, not kept in registers."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
+class MmaState(NamedTuple):
+    """A pipeline's state of an MMA warpgroup's thread."""
+
+    chunk: Int32
+    stage: Int32
+    phase: Int32
+    left: Int32
+    """Tokens from the chunk's first one on."""
+
+
+class FusedChunk(GdnChunk):
+    """The prepare warpgroup's work: one head, Tinv and Aqk straight to a stage of the pipeline."""
+
+    def __init__(self, g_dtype, gate, qk_l2norm, smem):
+        PrepareChunk.__init__(self, D, BFloat16, g_dtype, gate, qk_l2norm, smem, 0)
+
+    def inverse_blocks(self):
+        """Zeros: blocks that a warp does not have would be kept from chunk to chunk."""
+        blocks = super().inverse_blocks()
+        blocks.fill(Uint32(0))
+        return blocks
+
+    def vector_offset(self, row, vector):
+        return square_offset(row, vector)
+
+    def gates_at(self, coord, head):
+        return coord.shared + self.smem.gates + (head & (2 * GATE_CHUNKS - 1)) * GATE_BYTES
+
+    def tinv_at(self, coord, head):
+        return coord.shared + self.smem.tinv + coord.slot * SQUARE_BYTES
+
+    def aqk_at(self, coord, head):
+        return coord.shared + self.smem.aqk + coord.slot * SQUARE_BYTES
+
+    def decay_block(self, coord, head, kk, kq, factors, b, diagonal):
+        """The warp's rows of the system; and of Aqk, of which it has the transposed products, its columns."""
+        rows, beta_k2, columns = factors
+        words = []
+        for j in (2 * b, 2 * b + 1):
+            for i in range(2):
+                if diagonal:
+                    k_products, q_products = (unpack([x[i, j]], Float16) for x in (kk, kq))
+                    system = [x * exp2(rows[i] - y) * beta_k2[i] for x, y in zip(k_products, columns[j], strict=True)]
+                    self.store_system_diagonal(coord, i, j % 2, system)
+                    row, column = coord.row + 8 * i, 8 * (j % 2) + 2 * coord.quad_lane
+                    aqk = [x * exp2(y - rows[i]) for x, y in zip(q_products, columns[j], strict=True)]
+                    words.append(pack_x2(*[select(column + p >= row, aqk[p], Float32(0)) for p in range(2)], Float16))
+                else:
+                    decay = pack_x2(*[exp2(rows[i] - y) for y in columns[j]], Float16)
+                    beta = pack_x2(beta_k2[i], beta_k2[i], Float16)
+                    self.store_system(coord, b, i, j % 2, mul_x2(mul_x2(kk[i, j], decay), beta))
+        if diagonal:
+            self.store_aqk_block(coord, b, words)
+
+    def decay_block_above(self, coord, kq, factors, b):
+        rows, _, columns = factors
+        words = []
+        for j in (2 * b, 2 * b + 1):
+            for i in range(2):
+                decay = pack_x2(*[exp2(y - rows[i]) for y in columns[j]], Float16)
+                words.append(mul_x2(kq[i, j], decay))
+        self.store_aqk_block(coord, b, words)
+
+    def store_aqk_block(self, coord, b, words):
+        """Block (b, own) of Aqk, given transposed: halves of its columns within halves of its rows."""
+        matrix = coord.lane // 8
+        row, vector = b * SUBCHUNK + matrix // 2 * 8 + coord.lane % 8, 2 * coord.subchunk + matrix % 2
+        stmatrix_x4_trans(self.aqk_at(coord, 0) + square_offset(row, vector), words)
+
+    @cute.jit
+    def decay_products(self, coord, head, kk, kq):
+        factors = self.load_factors(coord, head)
+        for b in cutlass.range_constexpr(4):
+            if b < coord.subchunk:
+                self.decay_block(coord, head, kk, kq, factors, b, False)
+            elif b == coord.subchunk:
+                self.decay_block(coord, head, kk, kq, factors, b, True)
+            else:
+                self.decay_block_above(coord, kq, factors, b)
+        cute.arch.sync_warp()
+
+
+class PrefillFused(PrefillScan):
+    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
+
+    arguments = (Pointers, Float32, Float32, Strides, Sizes)
+
+    def __init__(self, g_dtype: str, gate: str, qk_l2norm: bool, state_dtype: str, checkpoints: bool):
+        self.K, self.V, self.rows = D, D, D
+        self.mma_groups, self.v_tiles, self.tiles = 2, 1, 1
+        self.channel, self.transitions, self.checkpoints = False, False, checkpoints
+        self.dtype, self.state_dtype = BFloat16, DTYPES[state_dtype]
+        self.v_pitch = D * 2 + 16
+        self.stages, self.fused = 3, True
+        staged = {
+            "kq": 2 * TILE_BYTES,
+            "tinv": SQUARE_BYTES,
+            "aqk": SQUARE_BYTES,
+            "v": CHUNK * self.v_pitch,
+            "scales": SCALE_BYTES,
+            "norms": 2 * CHUNK * 4,
+            "qk_full": 8,
+            "full": 8,
+            "empty": 8,
+        }
+        offsets, end = lay_out({name: self.stages * size for name, size in staged.items()})
+        regions = {**SYSTEM_REGIONS, "diagonals": OPERAND_REGIONS["diagonals"], "gates": 2 * GATE_CHUNKS * GATE_BYTES}
+        scratch, end = lay_out(regions, -(-end // 128) * 128)
+        work, self.shared = lay_out(
+            {"work": 2 * WORK_BYTES, "work_full": 2 * 8, "work_empty": 2 * 8, "addresses": 2 * WARPGROUP * 16}, end
+        )
+        self.smem = SimpleNamespace(**offsets, **scratch, **work)
+        self.threads = 4 * WARPGROUP
+        self.chunk_terms = FusedChunk(DTYPES[g_dtype], gate, qk_l2norm, vars(self.smem))
+
+    @cute.jit
+    def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
+        if cutlass.const_expr(not self.checkpoints):
+            ptr, stride, size = (without_checkpoints(some) for some in (ptr, stride, size))
+        self.kernel(ptr, scale, bound, stride, size).launch(
+            grid=(cutlass.min(size.HV * size.N, size.max_blocks), 1, 1),
+            block=(self.threads, 1, 1),
+            smem=self.shared,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        args = Args(ptr, scale, bound, stride, size)
+        shared = (cute.arch.get_dyn_smem(Uint32, 1024)).toint()
+        if thread == 0:
+            for stage in cutlass.range_constexpr(self.stages):
+                cute.arch.mbarrier_init(mbarrier(shared + self.smem.qk_full + stage * 8), WARPGROUP)
+                cute.arch.mbarrier_init(mbarrier(shared + self.smem.full + stage * 8), 3 * WARPGROUP)
+                cute.arch.mbarrier_init(mbarrier(shared + self.smem.empty + stage * 8), 2 * WARPGROUP)
+            for i in cutlass.range_constexpr(2):
+                cute.arch.mbarrier_init(mbarrier(shared + self.smem.work_full + i * 8), 1)
+                cute.arch.mbarrier_init(mbarrier(shared + self.smem.work_empty + i * 8), self.threads)
+            cute.arch.mbarrier_init_fence()
+        # Tinv and Aqk above their diagonal blocks are never written.
+        for at in cutlass.range(thread * 16, 2 * self.stages * SQUARE_BYTES, self.threads * 16, unroll=1):
+            store_shared_x4(shared + self.smem.tinv + at, [Uint32(0)] * 4)
+        cute.arch.fence_proxy("async.shared", space="cta")
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        cute.arch.sync_threads()
+        group = thread // WARPGROUP - 2
+        if group >= 0:
+            cute.arch.setmaxregister_increase(MMA_REGISTERS)
+            self.for_each_work(self.mma, args, shared, thread % WARPGROUP, group)
+        elif group == -1:
+            cute.arch.setmaxregister_decrease(PREPARE_REGISTERS)
+            self.for_each_work(self.prepare, args, shared, thread % WARPGROUP, group)
+        else:
+            cute.arch.setmaxregister_decrease(COPY_REGISTERS)
+            self.for_each_work(self.copy, args, shared, thread, group, block)
+
+    def stage_of(self, iteration):
+        """A chunk's stage and the phase of its barriers; without a sign, the divisions take fewer instructions."""
+        iteration = Uint32(iteration)
+        return Int32(iteration % self.stages), Int32(iteration // self.stages % 2)
+
+    def qk_tensors(self, coord):
+        k, q = tile_pair_tensors(coord.shared + self.smem.kq, D, self.stages)
+        return {"k": k, "q": q}
+
+    # -------------------------------------------------------------------------------------------- fp16 sums of outputs
+
+    def sums(self, name):
+        return Float16 if name in ("q", "aqk") else Float32
+
+    def output_accumulator(self):
+        return cute.make_rmem_tensor(self.tiled_mma("q").partition_shape_C((64, CHUNK)), Float16)
+
+    def decay_s_q(self, frag, coord, pipe):
+        at = self.scales_at(coord, pipe) + SCALE_DECAY + coord.thread % 4 * 4
+        words = cute.recast_tensor(frag.o, Uint32)
+        for j in range(CHUNK // 8):
+            decay = load_shared(at + 16 * j)
+            for i in range(2):
+                words[2 * j + i] = mul_x2(words[2 * j + i], decay)
+
+    def outputs(self, frag, o_scales, state_scale):
+        """A chunk's outputs, packed, in the order of `accumulator`."""
+        unscale, words = inverse_power_of_2(state_scale), []
+        o = cute.recast_tensor(frag.o, Uint32)
+        for j, pair in enumerate(o_scales):
+            scales = [x * unscale for x in pair]
+            for i in range(2):
+                x = unpack([o[2 * j + i]], Float16)
+                words.append(pack_x2(x[0] * scales[0], x[1] * scales[1], self.dtype))
+        return words
+
+    # -------------------------------------------------------------------------------------------- values and outputs
+
+    def finish_chunk(self, frag, args, coord, pipe, state_scale):
+        """The stage is released, outputs are stored, and the copies of v of the stage's next chunk started."""
+        warpgroup.wait_group(0)
+        o_scales = self.column_scales(coord, pipe, "o")
+        self.consumer_release(coord, pipe)
+        words, at = self.outputs(frag, o_scales, state_scale), self.values_at(coord, pipe)
+        for j in range(0, CHUNK // 8, 2):
+            stmatrix_x4_trans(at + j * 8 * self.v_pitch, words[2 * j : 2 * j + 4])
+        cute.arch.barrier(barrier_id=MMA_BARRIER + coord.group, number_of_threads=WARPGROUP)
+        left = pipe.left - coord.thread // 8  # tokens from the thread's first one of the chunk on
+        o_at, v_at = self.kept_addresses(coord)
+        at = self.place_of_v(coord, pipe.stage)
+        fours = [load_shared_x4(at + 16 * i * self.v_pitch) for i in range(CHUNK // 16)]
+        for i, words in enumerate(fours):
+            store_words(o_at + offset(16 * i, args.stride.o_t), words, left > 16 * i)
+        self.start_v(args, coord, v_at, pipe.left, pipe.stage, self.stages)
+        self.keep_addresses(coord, o_at + offset(CHUNK, args.stride.o_t), v_at + offset(CHUNK, args.stride.v_t))
+
+    def place_of_v(self, coord, stage):
+        """The thread's first vector of a stage's v, later o: eight threads have a token's 64 V rows."""
+        row, vector = coord.thread // 8, coord.group * 8 + coord.thread % 8
+        return coord.shared + self.smem.v + stage * (CHUNK * self.v_pitch) + row * self.v_pitch + vector * 16
+
+    @cute.jit
+    def start_v(self, args, coord, v_at, left, stage, ahead):
+        """Start the copies of v some chunks ahead, zeros past the last token: each thread to where it has read outputs from."""
+        if left > ahead * CHUNK:
+            left, at = left - ahead * CHUNK - coord.thread // 8, self.place_of_v(coord, stage)
+            for i in cutlass.range_constexpr(CHUNK // 16):
+                source = v_at + offset(ahead * CHUNK + 16 * i, args.stride.v_t)
+                cp_async_or_zero(at + 16 * i * self.v_pitch, source, left > 16 * i)
+            cp_async_arrive(coord.shared + self.smem.full + stage * 8)
+
+    def pipeline_state(self, args, coord):
+        """At the work tile's first chunk; the copies of the first chunks' v are started."""
+        stride, work = args.stride, coord.work
+        stage, phase = self.stage_of(work.iterations_before)
+        row, vector = coord.thread // 8, coord.group * 8 + coord.thread % 8
+        o_at = args.ptr.o + offset(work.hv, stride.o_h) + token_offset(args, work.sequence, row, stride.o_n, stride.o_t)
+        v_at = args.ptr.v + offset(work.hv, stride.v_h) + token_offset(args, work.sequence, row, stride.v_n, stride.v_t)
+        left = Int32(select_(work.state_index >= 0, work.sequence.tokens, 0))
+        o_at, v_at = o_at + vector * 16, v_at + vector * 16
+        for i in range(self.stages):
+            self.start_v(args, coord, v_at, left, self.stage_of(work.iterations_before + i)[0], i)
+        self.keep_addresses(coord, o_at, v_at)
+        return MmaState(coord.first_chunk, stage, phase, left)
+
+    def addresses_at(self, coord):
+        return coord.shared + self.smem.addresses + (coord.group * WARPGROUP + coord.thread) * 16
+
+    def keep_addresses(self, coord, o_at, v_at):
+        """The thread's addresses of the next chunk's o and v, in shared memory: registers do not hold them."""
+        store_shared_x4(
+            self.addresses_at(coord), [Uint32(x >> Int64(b) & Int64(0xFFFFFFFF)) for x in (o_at, v_at) for b in (0, 32)]
+        )
+
+    def kept_addresses(self, coord):
+        words = load_shared_x4(self.addresses_at(coord))
+        return [(Int64(high) << Int64(32)) | Int64(low) for low, high in (words[:2], words[2:])]
+
+    def has_tokens(self, coord, pipe):
+        return pipe.left > 0
+
+    def advance(self, args, pipe):
+        return advance(pipe, self.stages)._replace(left=pipe.left - CHUNK)
+
+    # -------------------------------------------------------------------------------------------- copy warpgroup
+
+    @cute.jit
+    def copy(self, args, coord):
+        """Fill a stage with unit k and q as soon as the chunk three before is complete. Raw rows pass through registers.
+
+        Four lanes have a row, and of it a vector in each block of 32 channels; a thread has a row of each half of k and of q.
+        """
+        thread, work = coord.thread, coord.work
+        raw = [cute.make_rmem_tensor((4, D // 32), Uint32) for _ in range(2)]
+        h = qk_head(work.hv, args.size.qk_head_factor)
+        k_at = args.ptr.k + offset(h, args.stride.k_h) + thread % 4 * 16
+        k_at += token_offset(args, work.sequence, Int32(0), args.stride.k_n, args.stride.k_t)
+        q_at = args.ptr.q + offset(h, args.stride.q_h) + thread % 4 * 16
+        q_at += token_offset(args, work.sequence, Int32(0), args.stride.q_n, args.stride.q_t)
+        left, iteration = Int32(select_(work.state_index >= 0, work.sequence.tokens, 0)), work.iterations_before
+        if left > 0:
+            for half in cutlass.range_constexpr(2):
+                self.load_raw(k_at, args.stride.k_t, thread // 4 + 32 * half, left, raw[half])
+        while left > 0:
+            stage, phase = self.stage_of(iteration)
+            thread, shared = opaque(coord.thread) & (WARPGROUP - 1), opaque(coord.shared)
+            # The chunk three before is complete: its k and q are no longer read.
+            cute.arch.mbarrier_wait(mbarrier(shared + self.smem.empty + stage * 8), 1 - phase)
+            for which in cutlass.range(2, unroll=1):  # k, then q; the other's rows are loaded, the next chunk's k behind q
+                at, stride_t = select_(which == 0, q_at, k_at), select_(which == 0, args.stride.q_t, args.stride.k_t)
+                for half in cutlass.range_constexpr(2):
+                    self.make_units(args, shared, thread, stage, which, half, raw[half], left)
+                    self.load_raw(at, stride_t, which * CHUNK + thread // 4 + 32 * half, left, raw[half])
+            self.prefetch(k_at, args.stride.k_t, thread, left)
+            self.prefetch(q_at, args.stride.q_t, thread, left)
+            k_at, q_at = k_at + offset(CHUNK, args.stride.k_t), q_at + offset(CHUNK, args.stride.q_t)
+            left, iteration = left - CHUNK, iteration + 1
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.mbarrier_arrive(mbarrier(shared + self.smem.qk_full + stage * 8))
+        self.store_zeros(args, coord)
+
+    def load_raw(self, at, stride_t, row, left, raw):
+        """A row of raw k or q behind `at`, or the last one before the sequence's end: a vector of each block of 32 channels."""
+        at += offset(cutlass.min(row, left - 1), stride_t)
+        for j in range(D // 32):
+            for w, word in enumerate(load_words(at + 64 * j, Int32(1), zero=False)):
+                raw[w, j] = word
+
+    def prefetch(self, at, stride_t, thread, left):
+        """Prefetch the rows of the chunk behind `at`'s, the thread's vector of its first row, to L2: a line a thread."""
+        row = CHUNK + thread // 2
+        prefetch_l2(at + offset(row, stride_t) + (thread % 2 * (D * 2 - 16) - thread % 4 * 16), row < left)
+
+    def make_units(self, args, shared, thread, stage, which, half, raw, left):
+        """The thread's raw k (q) to fp16 unit vectors in the stage, zeros past the last token; norms to shared memory."""
+        row, lane = half * 32 + thread // 4, thread % 4
+        words = [[raw[w, j] for w in range(4)] for j in range(D // 32)]
+        squares = [Float32(0), Float32(0)]
+        for four in words:
+            for word in four:
+                squares = [cute.math.fma(x, x, total) for x, total in zip(unpack([word], self.dtype), squares, strict=True)]
+        total = squares[0] + squares[1]
+        total = total + shuffle_sync_bfly(total, offset=1)
+        total = total + shuffle_sync_bfly(total, offset=2)
+        inverse = rsqrt_or_zero(total)
+        norm = self.chunk_terms.norm(total, inverse)
+        norm = norm * select(which == 1, args.scale * Float32(1 / Q_SCALE), Float32(1))
+        inverse = select(row < left, inverse * select(which == 1, Float32(Q_SCALE), Float32(1)), Float32(0))
+        tile = shared + self.smem.kq + stage * (2 * TILE_BYTES) + tile_pair_offset(which * CHUNK + row, lane)
+        for j in range(D // 32):
+            made = [scale_bf16_to_fp16(word, inverse) for word in words[j]]
+            store_shared_x4(tile + j * (2 * CHUNK * 64), made)
+        at = shared + self.smem.norms + stage * (2 * CHUNK * 4) + (NORM_K + which * (NORM_Q - NORM_K) + row) * 4
+        store_shared(at, norm.bitcast(Uint32), lane == 0)
+
+    @cute.jit
+    def store_zeros(self, args, coord):
+        """Zeros for inactive sequences and rows past the last one."""
+        stride, size, work = args.stride, args.size, coord.work
+        row, vector = coord.thread // 16, coord.thread % 16
+        o_at = args.ptr.o + offset(work.hv, stride.o_h) + vector * 16
+        o_at += token_offset(args, work.sequence, Int32(0), stride.o_n, stride.o_t)
+        begin, end = work.sequence.tokens, work.sequence.tokens
+        if work.state_index < 0:
+            begin = Int32(0)
+        if (work.sequence.n == size.N - 1) & (size.cu_seqlens_kind != 0):
+            end = size.total - work.sequence.start
+        for token in cutlass.range(begin + row, end, 8, unroll=1):
+            store_words(o_at + offset(token, stride.o_t), [Uint32(0)] * 4, Int32(1))
+
+    # -------------------------------------------------------------------------------------------- prepare warpgroup
+
+    @cute.jit
+    def prepare(self, args, coord):
+        """Tinv, Aqk and scales of every chunk. Gates come four chunks at a time, a chunk a warp."""
+        work, thread, shared = coord.work, coord.thread, coord.shared
+        lane, warp = thread % 32, thread // 32
+        parameters = (Float32(0), Float32(0))
+        if cutlass.const_expr(self.chunk_terms.gate != "log"):
+            bias = load_scalar(args.ptr.dt_bias + offset(work.hv, args.stride.dt_bias_h), args.size.dt_bias_kind)
+            parameters = (load(Float32, args.ptr.A_log + offset(work.hv, args.stride.A_log_h), Int32(1)), bias)
+        left = Int32(select_(work.state_index >= 0, work.sequence.tokens, 0))
+        g_at = args.ptr.g + token_offset(args, work.sequence, lane, args.stride.g_n, args.stride.g_t)
+        beta_at = args.ptr.beta + token_offset(args, work.sequence, lane, args.stride.beta_n, args.stride.beta_t)
+        gates = g_at + offset(work.hv, args.stride.g_h), beta_at + offset(work.hv, args.stride.beta_h)
+        raw = cute.make_rmem_tensor((4,), Float32)
+        self.load_raw_gates(args, gates, warp, lane, left, raw)
+        cute.arch.barrier(barrier_id=PREPARE_BARRIER, number_of_threads=WARPGROUP)
+        self.cumulate_gates(args, shared, gates, warp, lane, left, parameters, raw)
+        cute.arch.barrier(barrier_id=PREPARE_BARRIER, number_of_threads=WARPGROUP)
+        c, iteration = Int32(0), work.iterations_before
+        while left > c * CHUNK:
+            stage, phase = self.stage_of(iteration)
+            here = self.place(coord, stage, c)
+            cute.arch.mbarrier_wait(mbarrier(here.shared + self.smem.qk_full + stage * 8), phase)
+            sums = self.start_products(here)
+            if here.thread < CHUNK:
+                self.finish_gates(here)
+            if c & (GATE_CHUNKS - 1) == GATE_CHUNKS - 1:
+                self.cumulate_gates(args, here.shared, gates, c + 1 + here.subchunk, here.lane, left, parameters, raw)
+            warpgroup.wait_group(0)
+            kk, kq = self.packed(sums)
+            cute.arch.barrier(barrier_id=PREPARE_BARRIER, number_of_threads=WARPGROUP)
+            self.chunk_terms.decay_products(here, c, kk, kq)
+            self.chunk_terms.invert_diagonal(here, c)
+            cute.arch.barrier(barrier_id=PREPARE_BARRIER, number_of_threads=WARPGROUP)
+            self.chunk_terms.invert_below(here, c)
+            cute.arch.fence_proxy("async.shared", space="cta")
+            cute.arch.mbarrier_arrive(mbarrier(here.shared + self.smem.full + stage * 8))
+            c, iteration = c + 1, iteration + 1
+
+    def place(self, coord, stage, c):
+        thread, shared = opaque(coord.thread) & (WARPGROUP - 1), opaque(coord.shared)
+        lane = thread % 32
+        return PrepareCoord(
+            coord.work.sequence, coord.work.hv, stage, c, Int32(CHUNK), shared, thread, lane, thread // 32, lane // 4, lane % 4
+        )
+
+    def load_raw_gates(self, args, gates, c, lane, left, raw):
+        """A chunk's raw gates and betas, of tokens lane and lane + 32; zeros past the last one."""
+        for i in range(2):
+            row = c * CHUNK + 32 * i
+            active = row + lane < left
+            raw[i] = load(self.chunk_terms.g_dtype, gates[0] + offset(row, args.stride.g_t), active)
+            kind = Int32(select_(active, args.size.beta_kind, Int32(ABSENT)))
+            raw[2 + i] = load_scalar(gates[1] + offset(row, args.stride.beta_t), kind)
+
+    def cumulate_gates(self, args, shared, gates, c, lane, left, parameters, raw):
+        """A warp's chunk: cumulative log decays and betas to shared memory. Loads the raw gates of the chunk four further on."""
+        terms, logs, betas = self.chunk_terms, [], []
+        for i in range(2):
+            active = c * CHUNK + lane + 32 * i < left
+            log = cute.math.max(log_decay(terms.gate, raw[i], *parameters, args.bound), Float32(MIN_LOG_DECAY))
+            logs.append(select(active, log * Float32(LOG2_E), Float32(0)))
+            betas.append(terms.activate_beta(args, raw[2 + i], active))
+        self.load_raw_gates(args, gates, c + GATE_CHUNKS, lane, left, raw)
+        at, before = shared + self.smem.gates + (c & (2 * GATE_CHUNKS - 1)) * GATE_BYTES, Float32(0)
+        for i, log in enumerate(logs):
+            for step in (1, 2, 4, 8, 16):
+                other = shuffle_sync_up(log, offset=step, mask_and_clamp=0)
+                log = log + select(lane >= step, other, Float32(0))
+            store_shared_f32(at + (GATE_CUMSUM + lane + 32 * i) * 4, log + before)
+            store_shared_f32(at + (GATE_BETA_K + lane + 32 * i) * 4, betas[i])
+            before = before + shuffle_sync(log, offset=31)
+
+    def finish_gates(self, here):
+        """A thread's token: beta |k|, beta |k|**2 and the scales for the MMA warpgroups."""
+        gates, token = self.chunk_terms.gates_at(here, here.chunk), here.thread
+        norms = here.shared + self.smem.norms + here.slot * (2 * CHUNK * 4)
+        scales = here.shared + self.smem.scales + here.slot * SCALE_BYTES
+        cumsum, last = (load_shared_f32(gates + (GATE_CUMSUM + t) * 4) for t in (token, CHUNK - 1))
+        beta = load_shared_f32(gates + (GATE_BETA_K + token) * 4)
+        q_norm, k_norm = (load_shared_f32(norms + (which + token) * 4) for which in (NORM_Q, NORM_K))
+        store_shared_f32(gates + (GATE_BETA_K2 + token) * 4, beta * k_norm * k_norm)
+        store_shared_f32(gates + (GATE_BETA_K + token) * 4, beta * k_norm)
+        decay = exp2(cumsum)
+        for first, x in ((GDN_SCALE_S_K, k_norm * decay), (GDN_SCALE_S_Q, decay), (GDN_SCALE_O, q_norm)):
+            store_shared_f32(scales + first + token * 4, x)
+        for first, x in ((GDN_SCALE_U, exp2(last - cumsum)), (SCALE_DECAY, decay)):
+            store_shared_half(scales + first + token * 2, x)
+
+    def start_products(self, here):
+        """Start K K^T and K Q^T of unit vectors; the latter with fp16 sums, to save registers."""
+        k, q = tile_pair_tensors(here.shared + self.smem.kq, D, self.stages)
+        major, made = cute.nvgpu.OperandMajorMode, []
+        warpgroup.fence()
+        for right, dtype in ((k, Float32), (q, Float16)):
+            op = warpgroup.MmaF16BF16Op(Float16, dtype, (64, CHUNK, 16), warpgroup.OperandSource.SMEM, major.K, major.K)
+            mma = cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
+            some = mma.get_slice(here.thread)
+            left, right = some.make_fragment_A(some.partition_A(k)), some.make_fragment_B(some.partition_B(right))
+            sums = cute.make_rmem_tensor(mma.partition_shape_C((64, CHUNK)), dtype)
+            for k_block in range(D // 16):
+                mma.set(warpgroup.Field.ACCUMULATE, k_block > 0)
+                cute.gemm(mma, sums, left[None, None, k_block, here.slot], right[None, None, k_block, here.slot], sums)
+            made.append(sums)
+        warpgroup.commit_group()
+        return made
+
+    def packed(self, products):
+        """The products as `decay_products` takes them: words of two fp16 numbers."""
+        kk, kq = (cute.make_rmem_tensor((2, CHUNK // 8), Uint32) for _ in range(2))
+        halves = cute.recast_tensor(products[1], Uint32)
+        for j in range(CHUNK // 8):
+            for i in range(2):
+                at = 4 * j + 2 * i
+                kk[i, j], kq[i, j] = pack_x2(products[0][at], products[0][at + 1], Float16), halves[at // 2]
+        return kk, kq
