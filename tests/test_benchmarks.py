@@ -781,9 +781,9 @@ def run(*arguments):
 def gpu(monkeypatch, runner):
     """A CUDA device for the command, and the cells of a few small problems."""
     tables = dict(decode=DECODES[:3], prefill=PREFILLS, speculate=[CHAINS[0], ALONE[0]])
-    monkeypatch.setattr(command, "CELLS", {op: {cell.label: small(cell) for cell in some} for op, some in tables.items()})
+    monkeypatch.setattr(command, "TABLES", {op: {cell.label: small(cell) for cell in some} for op, some in tables.items()})
     known = {op: dict(a=Peer("torch", ours), b=Peer("no-such-package", ours)) for op in CELLS}
-    monkeypatch.setattr(command, "PEERS", known)
+    monkeypatch.setattr(command, "KNOWN", known)
     monkeypatch.setattr(command, "device_option", lambda _: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
     monkeypatch.setattr(command, "run_facts", lambda device, versions: dict(device="made up", peers=versions, gemm_tflops=800.0))

@@ -34,7 +34,7 @@ from sglang.srt.runtime_context import get_context
 
 from gated_delta.integrations import sglang as plugin
 from gated_delta.integrations import sglang_kvbuffer as kvbuffer
-from gated_delta.problem import KVBuffer
+from gated_delta.problem import KVBuffer, UnsupportedProblem
 
 load_plugins()  # as each of the engine's processes does
 ENGINES = dict(GDN=TritonGDNKernel, KDA=TritonKDAKernel)
@@ -357,6 +357,18 @@ def test_drafts_that_the_engine_verifies_itself(layers, change, reason):
     (line,) = plugin.report()
     assert line.startswith(f"{layers} verify on the engine's own kernel (ours needs ")
     assert reason in line
+
+
+def test_drafts_in_a_kvbuffer_have_no_other_kernel():
+    """Which could not read it. The error says what ours needs, in the first call and in the next."""
+    x, (ours, calls) = Given("GDN", [2], [1]), recorded("GDN")
+    scratch = KVBuffer.empty(1, 2, x.q.shape[2], HV, D, D)
+    options = dict(intermediate_states_buffer=scratch, intermediate_state_indices=torch.tensor([0]), cache_steps=17)
+    a, b = x.raw()
+    for _ in range(2):
+        with pytest.raises(UnsupportedProblem, match=r"KVBUFFER=0(?s:.)*at most 16"):
+            ours.target_verify(q=x.q, k=x.k, v=x.v, a=a, b=b, **x.gates(), **x.where(), **options, retrieve_parent_token=None)
+    assert calls == []
 
 
 def test_rings_and_scoring_stay_the_engines():

@@ -202,7 +202,8 @@ class Operations:
                 return api.verify(**call, buffer=scratch, buffer_indices=rows)
             return api.decode(**call, update_state=False, intermediate_states=scratch, intermediate_indices=rows)
 
-        return self._run("verify", ours, lambda: engine.target_verify(**given), missing, tokens, given)
+        engines = None if isinstance(scratch, KVBuffer) else lambda: engine.target_verify(**given)
+        return self._run("verify", ours, engines, missing, tokens, given)
 
     def _raw(self, tokens: Tokens, given: Given) -> Given:
         """Tokens whose gates are still raw, and the layer's gate."""
@@ -222,6 +223,8 @@ class Operations:
                 made = ours(backend)
             except UnsupportedProblem as error:  # nothing was written
                 missing = _refused[problem] = "; ".join(error.missing) or str(error)
+        if missing and engine is None:
+            raise UnsupportedProblem("drafts in a KVBuffer are ours alone (GATED_DELTA_SGLANG_KVBUFFER=0); it needs", (missing,))
         where = f"the engine's own kernel (ours needs {missing})" if missing else f"backend {backend}"
         route = f"{self.layers} {mode} on {where}"
         _calls[route] += 1
