@@ -24,7 +24,9 @@ SPILLS = {
     # Its four roles have 65536 registers together: what a role needs once a work tile, or once in four chunks, waits in local memory.
     "prefill_fused": 56,
 }
-PREFILL = ("prefill_prepare", "prefill_scan", "prefill_state_passing")
+PREFILL = ("prefill_prepare", "prefill_scan", "prefill_state_passing", "prefill_schedule", "prefill_fused")
+BUILT_ON = {"prefill_scan": {"prefill_fused"}, "prefill_schedule": {"prefill_prepare"}}
+"""Kernels that use another kernel's file."""
 
 
 @pytest.fixture
@@ -44,7 +46,7 @@ def files(cache):
     return sorted(cache.glob("*/*.so"))
 
 
-ALWAYS = [some for some in dispatch.shipped() if some.kernel in ("flush", *PREFILL)]
+ALWAYS = [some for some in dispatch.shipped() if some.kernel in ("flush", *PREFILL) and some.kernel != "prefill_fused"]
 FUSED = [some for some in dispatch.shipped() if some.kernel == "prefill_fused"][-1:]
 OTHERS = [some for some in dispatch.shipped() if some not in ALWAYS and some.kernel != "prefill_fused"]
 SAMPLE = ALWAYS + FUSED + random.Random(0).sample(OTHERS, 72)
@@ -59,7 +61,7 @@ def test_registers_and_spills_of_shipped_kernels(cache, some):
     assert found is not None, "needs cuobjdump: pip install nvidia-cuda-cuobjdump"
     allowed = max((stack for part, stack in SPILLS.items() if part in some.label), default=0)
     assert found.stack <= allowed
-    assert 32 <= found.registers <= (255 if some.kernel in ("verify", "prefill_scan") else 168)  # these hold a tile of the state
+    assert 16 <= found.registers <= (255 if some.kernel in ("verify", "prefill_scan") else 168)  # these hold a tile of the state
 
 
 @needs_compiler
@@ -149,7 +151,7 @@ def copied(tmp_path, monkeypatch):
 
 
 def test_a_kernels_fingerprint_is_of_the_sources_it_imports(copied):
-    """Of each file in kernels/ and its packages some kernel's; of another kernel's file none."""
+    """Of each file in kernels/ and its packages some kernel's; of another kernel's file none, but for those built on it."""
     kernels, fingerprints = copied
     before, seen = fingerprints(), set()
     assert len(set(before.values())) == len(before)
@@ -160,7 +162,7 @@ def test_a_kernels_fingerprint_is_of_the_sources_it_imports(copied):
         if file.name != "__init__.py":
             assert changed, file
         if file.stem in before:
-            assert changed == {file.stem}
+            assert changed == {file.stem} | BUILT_ON.get(file.stem, set())
         seen |= changed
         file.write_text(text)
     assert seen == set(before)
