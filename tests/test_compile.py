@@ -25,7 +25,7 @@ SPILLS = {
     "prefill_fused": 56,
 }
 PREFILL = ("prefill_prepare", "prefill_scan", "prefill_state_passing", "prefill_schedule", "prefill_fused")
-BUILT_ON = {"prefill_scan": {"prefill_fused"}, "prefill_schedule": {"prefill_prepare"}}
+BUILT_ON = {"prefill_scan": {"prefill_fused"}}
 """Kernels that use another kernel's file."""
 
 
@@ -289,7 +289,7 @@ def test_host_and_kernel_agree_on_the_arguments():
 def test_triangle_offsets_are_the_swizzled_layout_of_a_square():
     """Every 16-byte vector of a triangle has an offset of its own, and in the square the one that wgmma reads."""
     from gated_delta.kernels.arguments import CHUNK, TRIANGLE_BYTES
-    from gated_delta.kernels.device.chunk_layout import square_panel, triangle_offset, triangle_panel
+    from gated_delta.kernels.device.chunks import square_panel, triangle_offset, triangle_panel
 
     taken = set()
     for row in range(CHUNK):
@@ -305,7 +305,7 @@ def test_triangle_offsets_are_the_swizzled_layout_of_a_square():
 def test_tile_offsets_are_swizzled_and_written_as_whole_lines():
     """Every 16-byte vector has an offset of its own; a warp writes four vectors of eight tokens at once, which are four lines."""
     from gated_delta.kernels.arguments import CHUNK, TILE_BYTES
-    from gated_delta.kernels.device.chunk_layout import tile_offset
+    from gated_delta.kernels.device.chunks import tile_offset
 
     offsets = {(row, vector): tile_offset(row, vector) for row in range(CHUNK) for vector in range(16)}
     assert set(offsets.values()) == set(range(0, TILE_BYTES, 16))

@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+from gated_delta import compile as kernels
+
 ROOT = Path(__file__).parents[1]
 
 
@@ -55,6 +57,21 @@ def test_files_that_pages_name_are_there():
         if not page.name.endswith("-log.md"):  # what was tried, in the names of the day
             for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
                 assert any(file.endswith(f"/{name}") or file == name for file in files), f"{page.name}: {name}"
+
+
+def test_an_operation_is_read_in_few_files():
+    """CONTRIBUTING names all that a kernel is made of, but for the other gate's file, and the host's four: 8 files, for prefill 10."""
+    page, root = (ROOT / "CONTRIBUTING.md").read_text(), ROOT / "src/gated_delta"
+    common = re.search(r"^Read an operation .*$", page, re.M).group()
+    paths = re.findall(r"^\| (decode|verify|flush|prefill)(?:, (\w+))? \| (`ops.*) \|$", page, re.M)
+    assert [op for op, *_ in paths] == ["decode", "verify", "flush", "prefill", "prefill", "prefill"]
+    for op, kind, files in paths:
+        named = {file for name in re.findall(r"`([\w/]+\.py)`", common + files) for file in root.glob(f"**/{name}")}
+        made_of = {file for kernel in named & set(root.glob("kernels/*.py")) for file in kernels._closure(kernel)}
+        other = {"GDN": "prefill_prepare_kda.py", "KDA": "prefill_prepare_gdn.py"}.get(kind)
+        assert {file.name for file in made_of - named} <= {"__init__.py", other}
+        assert {root / name for name in ("api.py", "problem.py", "ops/launch.py", f"ops/{op}.py")} <= named
+        assert len(named) <= (10 if op == "prefill" else 8)
 
 
 def test_links_between_pages_lead_somewhere():

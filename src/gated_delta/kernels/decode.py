@@ -21,7 +21,6 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
 from .arguments import TOKEN_TILES, DecodePointers, DecodeSizes, DecodeStrides, lanes_per_row, tile_rows
-from .device.norm import GatedNorm
 from .device.primitives import (
     Args,
     broadcast,
@@ -37,7 +36,7 @@ from .device.primitives import (
     typed,
     unpack,
 )
-from .device.recurrent import StateRows, Tokens, sequence_block, sequence_grid, shared_tensor, without_norm
+from .device.recurrent import GatedNorm, StateRows, Tokens, sequence_block, sequence_grid, shared_tensor, without_norm
 
 Pointers, Strides, Sizes = typed(DecodePointers, Int64), typed(DecodeStrides, Int32), typed(DecodeSizes, Int32)
 

@@ -16,14 +16,24 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
 from .arguments import ABSENT, CHUNK, SCALE_BYTES, TILE_BYTES
-from .device.chunk_layout import (
+from .device.chunks import (
+    GATE_BETA_K,
+    GATE_BETA_K2,
+    GATE_BYTES,
+    GATE_CUMSUM,
     GDN_SCALE_O,
     GDN_SCALE_S_K,
     GDN_SCALE_S_Q,
     GDN_SCALE_U,
+    LOG2_E,
+    MIN_LOG_DECAY,
+    OPERAND_REGIONS,
     SQUARE_BYTES,
+    SUBCHUNK,
+    SYSTEM_REGIONS,
     D,
     Pointers,
+    PrepareChunk,
     Sizes,
     Strides,
     lay_out,
@@ -32,45 +42,38 @@ from .device.chunk_layout import (
     tile_pair_tensors,
     token_offset,
 )
-from .device.packed import exp2, mul_x2, pack_x2, rsqrt_or_zero, scale_bf16_to_fp16
-from .device.pipeline import advance, cp_async_arrive, cp_async_or_zero, mbarrier
+from .device.chunks import Coord as PrepareCoord
 from .device.primitives import (
     DTYPES,
     Args,
+    advance,
+    cp_async_arrive,
+    cp_async_or_zero,
+    exp2,
     load,
     load_scalar,
-    load_words,
-    log_decay,
-    offset,
-    prefetch_l2,
-    qk_head,
-    select,
-    store_words,
-    unpack,
-)
-from .device.shared_memory import (
     load_shared,
     load_shared_f32,
     load_shared_x4,
+    load_words,
+    log_decay,
+    mbarrier,
+    mul_x2,
+    offset,
+    pack_x2,
+    prefetch_l2,
+    qk_head,
+    rsqrt_or_zero,
+    scale_bf16_to_fp16,
+    select,
     stmatrix_x4_trans,
     store_shared,
     store_shared_f32,
     store_shared_half,
     store_shared_x4,
+    store_words,
+    unpack,
 )
-from .prefill_prepare_chunk import (
-    GATE_BETA_K,
-    GATE_BETA_K2,
-    GATE_BYTES,
-    GATE_CUMSUM,
-    LOG2_E,
-    MIN_LOG_DECAY,
-    OPERAND_REGIONS,
-    SUBCHUNK,
-    SYSTEM_REGIONS,
-    PrepareChunk,
-)
-from .prefill_prepare_chunk import Coord as PrepareCoord
 from .prefill_prepare_gdn import NORM_K, NORM_Q, GdnChunk
 from .prefill_scan import WARPGROUP, WORK_BYTES, PrefillScan, inverse_power_of_2, without_checkpoints
 

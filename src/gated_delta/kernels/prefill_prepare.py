@@ -11,12 +11,10 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK
-from .device.chunk_layout import Pointers, Sizes, Strides, first_chunk_slot, load_sequence
+from .device.chunks import THREADS, Coord, Pointers, Sizes, Strides, first_chunk_slot, load_sequence, rank_sequence
 from .device.primitives import DTYPES, Args, load_index, offset, store_words
-from .prefill_prepare_chunk import THREADS, Coord
 from .prefill_prepare_gdn import GdnChunk
 from .prefill_prepare_kda import KdaChunk
-from .prefill_schedule import rank_sequence
 
 
 class PrefillPrepare:

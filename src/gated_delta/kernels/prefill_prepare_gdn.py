@@ -6,34 +6,15 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly, shuffle_sync_up
 
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
-from .device.chunk_layout import GDN_SCALE_O, GDN_SCALE_S_K, GDN_SCALE_S_Q, GDN_SCALE_U, lay_out, tile_offset
-from .device.packed import exp2, mul_x2, pack_pairs, pack_x2, rsqrt_or_zero
-from .device.pipeline import bulk_store
-from .device.primitives import (
-    EVICT_FIRST,
-    load,
-    load_scalar,
-    load_words,
-    log_decay,
-    mma_sync,
-    offset,
-    select,
-    store_if,
-    store_words,
-    unpack,
-)
-from .device.shared_memory import (
-    load_shared_f32,
-    load_shared_f32x2,
-    load_shared_x4,
-    store_shared_f32,
-    store_shared_x4,
-)
-from .prefill_prepare_chunk import (
+from .device.chunks import (
     GATE_BETA_K,
     GATE_BETA_K2,
     GATE_BYTES,
     GATE_CUMSUM,
+    GDN_SCALE_O,
+    GDN_SCALE_S_K,
+    GDN_SCALE_S_Q,
+    GDN_SCALE_U,
     K_BLOCKS,
     LOG2_E,
     MIN_LOG_DECAY,
@@ -41,6 +22,32 @@ from .prefill_prepare_chunk import (
     SUBCHUNK,
     SYSTEM_REGIONS,
     PrepareChunk,
+    lay_out,
+    tile_offset,
+)
+from .device.primitives import (
+    EVICT_FIRST,
+    bulk_store,
+    exp2,
+    load,
+    load_scalar,
+    load_shared_f32,
+    load_shared_f32x2,
+    load_shared_x4,
+    load_words,
+    log_decay,
+    mma_sync,
+    mul_x2,
+    offset,
+    pack_pairs,
+    pack_x2,
+    rsqrt_or_zero,
+    select,
+    store_if,
+    store_shared_f32,
+    store_shared_x4,
+    store_words,
+    unpack,
 )
 
 TILES = 0  # q and k tiles on their way to the workspace, where tinv_aqk and the system are later

@@ -15,41 +15,52 @@ from cutlass.cute.arch import shuffle_sync
 from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
-from .device.chunk_layout import KDA_SCALE_O, KDA_SCALE_S_K, KDA_SCALE_STATE, D, lay_out, tile_offset
-from .device.packed import exp2, fmax, log2, mul_x2, pack_pairs, pack_x2, reciprocal, rsqrt_or_zero
-from .device.pipeline import cp_async_or_fill, cp_async_or_zero
-from .device.primitives import (
-    load,
-    load_scalar,
-    load_scalar_bits,
-    mma_sync,
-    offset,
-    qk_head,
-    scalar_from_bits,
-    select,
-    store_words,
-    unpack,
-)
-from .device.shared_memory import (
-    load_shared_as_f32,
-    load_shared_f32,
-    load_shared_f32x4,
-    load_shared_x4,
-    store_shared,
-    store_shared_f32,
-    store_shared_x4,
-)
-from .prefill_prepare_chunk import (
+from .device.chunks import (
     GATE_BETA_K,
     GATE_BETA_K2,
     GATE_BYTES,
     K_BLOCKS,
+    KDA_SCALE_O,
+    KDA_SCALE_S_K,
+    KDA_SCALE_STATE,
     LOG2_E,
     MIN_LOG_DECAY,
     OPERAND_REGIONS,
     SUBCHUNK,
     SYSTEM_REGIONS,
+    D,
     PrepareChunk,
+    lay_out,
+    tile_offset,
+)
+from .device.primitives import (
+    cp_async_or_fill,
+    cp_async_or_zero,
+    exp2,
+    fmax,
+    load,
+    load_scalar,
+    load_scalar_bits,
+    load_shared_as_f32,
+    load_shared_f32,
+    load_shared_f32x4,
+    load_shared_x4,
+    log2,
+    mma_sync,
+    mul_x2,
+    offset,
+    pack_pairs,
+    pack_x2,
+    qk_head,
+    reciprocal,
+    rsqrt_or_zero,
+    scalar_from_bits,
+    select,
+    store_shared,
+    store_shared_f32,
+    store_shared_x4,
+    store_words,
+    unpack,
 )
 
 MAX_GROWTH = 100.0  # log2 of the most that right operands grow by within a sub-chunk: it stays well within fp32

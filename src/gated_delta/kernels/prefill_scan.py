@@ -18,7 +18,7 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
-from .device.chunk_layout import (
+from .device.chunks import (
     GDN_SCALE_O,
     GDN_SCALE_S_K,
     GDN_SCALE_S_Q,
@@ -42,8 +42,9 @@ from .device.chunk_layout import (
     token_offset,
     triangle_panel,
 )
-from .device.packed import fmax, max_x2, mul_x2, pack_x2, warp_max
-from .device.pipeline import (
+from .device.primitives import (
+    DTYPES,
+    Args,
     PipelineState,
     advance,
     atomic_increment,
@@ -51,31 +52,30 @@ from .device.pipeline import (
     bulk_prefetch_l2,
     cp_async_arrive,
     cp_async_or_zero,
-    mbarrier,
-)
-from .device.primitives import (
-    DTYPES,
-    Args,
+    fmax,
+    ldmatrix_x4_trans,
     load_flag,
     load_index,
     load_length,
-    load_words,
-    offset,
-    pack,
-    qk_head,
-    select,
-    store_words,
-    unpack,
-)
-from .device.shared_memory import (
-    ldmatrix_x4_trans,
     load_shared,
     load_shared_f32,
     load_shared_f32x2,
     load_shared_x4,
+    load_words,
+    max_x2,
+    mbarrier,
+    mul_x2,
+    offset,
+    pack,
+    pack_x2,
+    qk_head,
+    select,
     stmatrix_x4_trans,
     store_shared,
     store_shared_x4,
+    store_words,
+    unpack,
+    warp_max,
 )
 
 WARPGROUP = 128

@@ -10,10 +10,17 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from .device.chunk_layout import D, Pointers, Sizes, Strides
-from .device.pipeline import bulk_load, mbarrier
-from .device.primitives import Args, load_words, store_words
-from .device.shared_memory import load_shared_f32, load_shared_f32x4, store_shared_f32
+from .device.chunks import D, Pointers, Sizes, Strides
+from .device.primitives import (
+    Args,
+    bulk_load,
+    load_shared_f32,
+    load_shared_f32x4,
+    load_words,
+    mbarrier,
+    store_shared_f32,
+    store_words,
+)
 
 V_ROWS = 8  # of a block
 K_SPLITS = 4  # threads that share a channel's sums

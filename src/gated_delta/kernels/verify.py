@@ -27,7 +27,6 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 
 from .arguments import VerifyPointers, VerifySizes, VerifyStrides
-from .device.norm import GatedNorm
 from .device.primitives import (
     Args,
     dot,
@@ -47,7 +46,7 @@ from .device.primitives import (
     typed,
     unpack,
 )
-from .device.recurrent import StateRows, Tokens, sequence_block, sequence_grid, shared_tensor, without_norm
+from .device.recurrent import GatedNorm, StateRows, Tokens, sequence_block, sequence_grid, shared_tensor, without_norm
 
 Pointers, Strides, Sizes = typed(VerifyPointers, Int64), typed(VerifyStrides, Int32), typed(VerifySizes, Int32)
 

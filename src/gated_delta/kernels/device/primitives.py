@@ -1,4 +1,5 @@
-"""Predicated loads and stores at byte addresses, conversions, mma.sync; gates, inner products, sums over lanes.
+"""Instructions and small arithmetic that kernels share, by section: addresses, loads, stores, shared memory, asynchronous copies,
+conversions, packed pairs, gates and sums over lanes.
 
 Loads and stores are predicated rather than behind branches, so that the assembler may move other loads across them. Multiply-adds
 are explicit `fma`, so contraction does not depend on the code around: a token gives the same bits in every kernel.
@@ -259,6 +260,179 @@ def store_words(address, words, condition):
     )
 
 
+# ------------------------------------------------------------------------------------------------ shared memory
+
+
+def load_shared(address):
+    """A 32-bit word."""
+    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+
+
+def load_shared_x4(address):
+    """Four words at a multiple of 16 bytes."""
+    return list(
+        cute.arch.inline_ptx(
+            "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Uint32] * 4, read_only_args=[address]
+        )
+    )
+
+
+def load_shared_f32(address):
+    """An fp32 number."""
+    return load_shared(address).bitcast(Float32)
+
+
+def load_shared_f32x2(address):
+    """Two fp32 numbers at a multiple of 8 bytes."""
+    return cute.arch.inline_ptx(
+        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32] * 2, read_only_args=[address]
+    )
+
+
+def load_shared_f32x4(address):
+    """Four fp32 numbers at a multiple of 16 bytes."""
+    return [x.bitcast(Float32) for x in load_shared_x4(address)]
+
+
+def load_shared_as_f32(address, dtype):
+    """A number of `dtype` as fp32."""
+    if dtype is Float32:
+        return load_shared_f32(address)
+    half = cute.arch.inline_ptx("ld.shared.b16 {$w0}, [{$r0}];", write_only_types=[Uint16], read_only_args=[address])
+    return half.bitcast(dtype).to(Float32)
+
+
+def store_shared(address, word, condition=True):
+    """A 32-bit word where the condition holds."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p st.shared.b32 [{$r0}], {$r1}; }",
+        read_only_args=[address, word, Int32(condition)],
+    )
+
+
+def store_shared_f32(address, x):
+    """An fp32 number."""
+    store_shared(address, x.bitcast(Uint32))
+
+
+def store_shared_half(address, x):
+    """An fp32 number as fp16."""
+    half = x.to(Float16).bitcast(Uint16)
+    cute.arch.inline_ptx("st.shared.b16 [{$r0}], {$r1};", read_only_args=[address, half])
+
+
+def store_shared_x4(address, words):
+    """Four words to a multiple of 16 bytes."""
+    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words])
+
+
+def ldmatrix_x4(address):
+    """Four 8 x 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i // 8."""
+    return list(
+        cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Uint32] * 4,
+            read_only_args=[address],
+        )
+    )
+
+
+def ldmatrix_x4_trans(address):
+    """ldmatrix_x4, each matrix transposed."""
+    return list(
+        cute.arch.inline_ptx(
+            "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Uint32] * 4,
+            read_only_args=[address],
+        )
+    )
+
+
+def stmatrix_x4_trans(address, words):
+    """The inverse of ldmatrix_x4_trans."""
+    cute.arch.inline_ptx(
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
+    )
+
+
+# ------------------------------------------------------------------------------------------------ asynchronous copies, pipelines
+
+
+class PipelineState(NamedTuple):
+    """A chunk, the stage that holds it, and the phase in which the stage's barrier says so."""
+
+    chunk: Int32
+    stage: Int32
+    phase: Int32
+
+
+def advance(state, stages):
+    """The next chunk's state."""
+    wraps = state.stage == stages - 1
+    stage, phase = Int32(select_(wraps, 0, state.stage + 1)), Int32(select_(wraps, 1 - state.phase, state.phase))
+    return state._replace(chunk=state.chunk + 1, stage=stage, phase=phase)
+
+
+def mbarrier(address):
+    """The mbarrier at an address of shared memory."""
+    return cute.make_ptr(Int64, address, cute.AddressSpace.smem, assumed_align=8)
+
+
+def bulk_load(shared, source, size, barrier):
+    """`size` bytes of global memory to shared memory; the mbarrier counts them."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        read_only_args=[shared, source, Int32(size), barrier],
+    )
+
+
+def bulk_store(target, shared, size):
+    """`size` bytes of shared memory to global memory, in a bulk group of its own."""
+    cute.arch.inline_ptx(
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};", read_only_args=[target, shared, Int32(size)]
+    )
+    cute.arch.cp_async_bulk_commit_group()
+
+
+def bulk_prefetch_l2(address, size, condition):
+    """Prefetch `size` bytes, a multiple of 16, to L2 where the condition holds."""
+    cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p cp.async.bulk.prefetch.L2.global [{$r0}], {$r1}; }",
+        read_only_args=[address, Int32(size), condition],
+    )
+
+
+def cp_async_or_zero(shared, source, condition):
+    """16 bytes to shared memory, zeros where the condition does not hold."""
+    cute.arch.inline_ptx(
+        "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
+        read_only_args=[shared, source, Int32(select_(condition, 16, 0))],
+    )
+
+
+def cp_async_or_fill(shared, source, condition, word):
+    """16 bytes to shared memory, four times `word` where the condition does not hold."""
+    cute.arch.inline_ptx(
+        """{
+        .reg .pred p;
+        setp.ne.s32 p, {$r2}, 0;
+        @p cp.async.cg.shared.global [{$r0}], [{$r1}], 16;
+        @!p st.shared.v4.b32 [{$r0}], {{$r3}, {$r3}, {$r3}, {$r3}};
+        }""",
+        read_only_args=[shared, source, Int32(condition), word],
+    )
+
+
+def cp_async_arrive(barrier):
+    """Arrive at the mbarrier, once the thread's asynchronous copies are complete; the barrier counts this arrival."""
+    cute.arch.inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[barrier])
+
+
+def atomic_increment(address):
+    """Add 1 to a counter in global memory; returns its old value."""
+    return cute.arch.inline_ptx("atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address])
+
+
 # ------------------------------------------------------------------------------------------------ conversions and arithmetic
 
 
@@ -318,6 +492,77 @@ def mma_sync(sums, a, b, dtype):
             read_only_args=[*a, *b, *sums],
         )
     )
+
+
+# ---------------------------------------------------------------------------------- packed pairs, approximate functions
+
+
+def pack_x2(low, high, dtype):
+    """Two fp32 numbers rounded to a word of two fp16 or bf16 ones."""
+    return cute.arch.inline_ptx(
+        f"cvt.rn.{_x2(dtype)}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Uint32], read_only_args=[low, high]
+    )
+
+
+def pack_pairs(xs, dtype=Float16):
+    """Neighbouring fp32 numbers packed two by two."""
+    return [pack_x2(a, b, dtype) for a, b in zip(xs[::2], xs[1::2], strict=True)]
+
+
+def scale_bf16_to_fp16(word, factor):
+    """A word's two bf16 numbers times an fp32 factor, as fp16. In one piece: the compiler would keep unpacked numbers for later."""
+    return cute.arch.inline_ptx(
+        "{ .reg .b32 low, high; prmt.b32 low, {$r0}, 0, 0x1044; prmt.b32 high, {$r0}, 0, 0x3244; "
+        "mul.f32 low, low, {$r1}; mul.f32 high, high, {$r1}; cvt.rn.f16x2.f32 {$w0}, high, low; }",
+        write_only_types=[Uint32],
+        read_only_args=[word, factor],
+    )
+
+
+def mul_x2(x, y, dtype=Float16):
+    """Products of two words' 16-bit numbers."""
+    return cute.arch.inline_ptx(f"mul.rn.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[x, y])
+
+
+def max_x2(x, y, dtype):
+    """Maxima of two words' 16-bit numbers."""
+    return cute.arch.inline_ptx(f"max.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[x, y])
+
+
+def _x2(dtype):
+    return "f16x2" if dtype is Float16 else "bf16x2"
+
+
+def warp_max(x):
+    """The maximum of a warp's 32-bit unsigned numbers."""
+    return cute.arch.inline_ptx("redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Uint32], read_only_args=[x])
+
+
+def fmax(x, y):
+    """The maximum; of NaN and a number the number."""
+    return cute.arch.inline_ptx("max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
+
+
+def exp2(x):
+    """2**x, 0 below 2**-126."""
+    return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def log2(x):
+    return cute.arch.inline_ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+
+
+def rsqrt_or_zero(x):
+    """1 / sqrt(x), and 0 for x below 2**-126."""
+    return cute.arch.inline_ptx(
+        "{ .reg .pred p; setp.gt.ftz.f32 p, {$r0}, 0f00000000; mov.f32 {$w0}, 0f00000000; @p rsqrt.approx.ftz.f32 {$w0}, {$r0}; }",
+        write_only_types=[Float32],
+        read_only_args=[x],
+    )
+
+
+def reciprocal(x):
+    return cute.arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
 
 
 # ---------------------------------------------------------------------------------- gates, inner products, sums over lanes
