@@ -202,8 +202,9 @@ def check(launch, given, **sizes):
     """Every address, stride and kind of a launch is that of the tensors given, and of nothing where one is not; sizes: others."""
     pointers, *_, strides, passed = launch
     dims = {}
-    for field, stride in strides._asdict().items():
-        dims.setdefault(field.rpartition("_")[0], []).append(stride)
+    for tensor, letters in type(strides).dims.items():
+        assert letters == "".join(sorted(letters, key="njprthc".index)), tensor  # a dimension's letter is the kernel's name for it
+        dims[tensor] = [getattr(strides, f"{tensor}_{letter}") for letter in letters]
     assert set(given) <= set(dims)
     for name, steps in dims.items():
         x, base = given.get(name), getattr(pointers, name)
@@ -956,7 +957,7 @@ def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, a
 
 
 def first_chunk_slot(starts, n):
-    """The slot of a packed sequence's first chunk, as device/chunk_layout.py has it."""
+    """The slot of a packed sequence's first chunk, as device/chunks.py has it."""
     return starts[n] // CHUNK + n
 
 

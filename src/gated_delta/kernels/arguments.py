@@ -22,7 +22,7 @@ TRIANGLE_BYTES = CHUNK * (CHUNK + 16) // 2 * 2
 """A chunk's Tinv or Aqk in the workspace: [64, 64] of fp16 without the 16 x 16 blocks above the diagonal."""
 
 SCALE_BYTES = 1024
-"""A chunk's scales in the workspace, per token or channel: kernels/device/chunk_layout.py has the offsets."""
+"""A chunk's scales in the workspace, per token or channel: kernels/device/chunks.py has the offsets."""
 
 
 def lanes_per_row(K: int) -> int:
@@ -52,7 +52,9 @@ def _strides(name: str, **dims: str) -> Any:
 
     n: sequence (0 when packed), t: token, h: head, c: channel, p: pool slot, r: row of the KVBuffer, j: checkpoint of a sequence.
     """
-    return namedtuple(name, [f"{tensor}_{dim}" for tensor, letters in dims.items() for dim in letters])
+    made: Any = namedtuple(name, [f"{tensor}_{dim}" for tensor, letters in dims.items() for dim in letters])
+    made.dims = dims
+    return made
 
 
 DecodeStrides = _strides(
@@ -292,7 +294,7 @@ class PrefillSizes(NamedTuple):
     total: int
     """Rows of packed tokens; 0 when dense."""
     chunk_slots: int
-    """Chunks that fit in the workspace; `first_chunk_slot` (device/chunk_layout.py) says which are a sequence's."""
+    """Chunks that fit in the workspace; `first_chunk_slot` (device/chunks.py) says which are a sequence's."""
     H: int
     HV: int
     qk_head_factor: int

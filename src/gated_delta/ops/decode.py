@@ -20,17 +20,11 @@ from .launch import (
     StateOperation,
     Table,
     TokensLaunch,
-    bytes_of,
-    index_kind,
-    named,
     norm_of,
-    norm_strides,
     ready,
-    ready_strides,
     shipped_norms,
     state_sizes,
     state_width,
-    token_strides,
     tokens_of,
 )
 
@@ -267,28 +261,12 @@ class DecodeLaunch(TokensLaunch):
         if a.state_indices is not None and a.state_indices.ndim == 2:
             slots = a.state_indices.shape[1]
             longest = min(longest, slots)
-        self.strides = ready_strides(
-            problem,
-            DecodeStrides(
-                **token_strides(a),
-                **named("state", "ph", bytes_of(a.state, 2)),
-                **named("intermediate_states", "nth", bytes_of(a.intermediate_states, 3)),
-                **norm_strides(a),
-                **named("state_indices", "nt", bytes_of(a.state_indices, 2)),
-                **named("write_indices", "n", bytes_of(a.write_indices, 1)),
-                **named("num_accepted", "n", bytes_of(a.num_accepted, 1)),
-                **named("intermediate_indices", "n", bytes_of(a.intermediate_indices, 1)),
-            ),
-        )
+        self.strides = self.strides_of(DecodeStrides, problem, a)
         self.sizes = ready(
             DecodeSizes(
-                **state_sizes(a, plan),
+                **state_sizes(DecodeSizes, a, plan),
                 T=longest,
                 slots_per_sequence=slots,
                 update_state=int(a.update_state),
-                state_indices_kind=index_kind(a.state_indices),
-                write_indices_kind=index_kind(a.write_indices),
-                num_accepted_kind=index_kind(a.num_accepted),
-                intermediate_indices_kind=index_kind(a.intermediate_indices),
             )
         )

@@ -22,12 +22,11 @@ from .launch import (
     Table,
     bytes_of,
     head_factor,
-    index_kind,
-    named,
+    kinds_of,
     null_index,
     ready,
-    ready_strides,
     state_width,
+    strides_of,
 )
 
 SCHEDULES: dict[str, Table] = {
@@ -152,23 +151,12 @@ class FlushLaunch(Launch):
         tensors = a[:4]  # with a layer each
         layers, HV, C, N = a.state.shape[0] if layered else 1, a.buffer_u.shape[-2], a.buffer_u.shape[-3], a.num_sequences
         self.layer_strides = tuple(bytes_of(x, 1)[0] if layered else 0 for x in tensors)
-        state, u, k, log_decay = [x[0] for x in tensors] if layered and layers else tensors
-        self.strides = ready_strides(
-            problem,
-            FlushStrides(
-                **named("state", "ph", bytes_of(state, 2)),
-                **named("buffer_u", "rth", bytes_of(u, 3)),
-                **named("buffer_k", "rth", bytes_of(k, 3)),
-                **named("buffer_log_decay", "rthc", bytes_of(log_decay, 4)),
-                **named("num_accepted", "n", bytes_of(a.num_accepted, 1)),
-                **named("state_indices", "n", bytes_of(a.state_indices, 1)),
-                **named("write_indices", "n", bytes_of(a.write_indices, 1)),
-                **named("buffer_indices", "n", bytes_of(a.buffer_indices, 1)),
-            ),
-        )
+        one_layer = dict(zip(a._fields, [x[0] for x in tensors] if layered and layers else tensors, strict=False))
+        self.strides = strides_of(FlushStrides, problem, a, **one_layer)
         self.empty = N * layers == 0
         self.sizes = ready(
             FlushSizes(
+                **kinds_of(FlushSizes, a),
                 layers=layers,
                 N=N,
                 HV=HV,
@@ -177,10 +165,6 @@ class FlushLaunch(Launch):
                 null_index=null_index(a),
                 C=C,
                 num_accepted_all=min(int(a.accepted_by_all or 0), C),
-                num_accepted_kind=index_kind(a.num_accepted),
-                state_indices_kind=index_kind(a.state_indices),
-                write_indices_kind=index_kind(a.write_indices),
-                buffer_indices_kind=index_kind(a.buffer_indices),
                 prefetch_sequences=N if layers * N * HV <= PREFETCH_HEADS else 0,
                 keep_in_l2=int(plan.schedule.keep_in_l2),
             )

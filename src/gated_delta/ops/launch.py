@@ -198,6 +198,10 @@ class TokensLaunch(Launch):
     def pointers(self, given: Addresses) -> Any:
         return self.spread(given, 0)[:-1] if self.own_output else super().pointers(given)
 
+    def strides_of(self, wanted: Any, problem: Problem, a: Any, **others: Tensor | list[int] | None) -> Any:
+        o = torch.empty(a.v.shape, dtype=a.v.dtype, device="meta") if a.out is None else a.out
+        return strides_of(wanted, problem, a, o=o, **others)
+
     def new_output(self, v: Tensor) -> Tensor:
         return torch.empty_like(v) if self.dense_v else v.new_empty(v.shape)
 
@@ -220,59 +224,59 @@ PREFETCH_HEADS = 1024
 """States (sequences times heads and layers) up to which a launch prefetches them: about what the chip holds at once."""
 
 
-def token_strides(a: Any) -> dict[str, int]:
-    """Those that the strides of all kernels that read tokens have in common."""
-    o = torch.empty(a.v.shape, dtype=a.v.dtype, device="meta") if a.out is None else a.out
-    rows = functools.partial(token_rows, a)
-    return dict(
-        **named("q", "nth", rows(a.q, 3)),
-        **named("k", "nth", rows(a.k, 3)),
-        **named("v", "nth", rows(a.v, 3)),
-        **named("g", "nthc", rows(a.g, 4) if a.g.ndim == 4 else [*rows(a.g, 3), 0]),
-        **named("beta", "nth", rows(a.beta, 3)),
-        **named("o", "nthc", rows(o, 4)),
-        **named("A_log", "h", bytes_of(a.A_log, 1)),
-        **named("dt_bias", "hc", bytes_of(a.dt_bias, 2)),
-        **named("cu_seqlens", "n", bytes_of(a.cu_seqlens, 1)),
-    )
+TOKEN_TENSORS = ("q", "k", "v", "g", "beta", "z", "o")
+"""Tensors with a row for each token."""
+NUMBER_TENSORS = ("beta", "dt_bias", "norm_weight")
+"""Tensors of numbers whose dtype is settled when a kernel runs; the other kinds are of indices."""
 
 
-def token_rows(a: Any, x: Tensor, dims: int) -> list[int]:
-    """Strides of sequence, token, head, ...; none to the next sequence where they are packed, or there is but one."""
-    strides = bytes_of(x, dims)
-    return [0, *strides[1:]] if a.cu_seqlens is not None or x.shape[0] == 1 else strides
+def strides_of(wanted: Any, problem: Problem, a: Any, **others: Tensor | list[int] | None) -> Any:
+    """Strides as `wanted`, a tuple type of arguments.py, lists them; others: of tensors that are not the call's arguments.
+
+    From sequence to sequence tokens have none where they are packed, or there is but one.
+    """
+    found: list[int] = []
+    for name, dims in wanted.dims.items():
+        x = others[name] if name in others else getattr(a, name)
+        steps = x if isinstance(x, list) else bytes_of(x, len(dims))
+        one = isinstance(x, Tensor) and name in TOKEN_TENSORS and (a.cu_seqlens is not None or x.shape[0] == 1)
+        found += [0, *steps[1:]] if one else steps
+    if max(found) >= 2**31:
+        raise UnsupportedProblem(f"backend 'cute' cannot run {problem.label}; it needs", ("strides below 2 GiB, in every tensor",))
+    return ready(wanted(*found))
 
 
-def token_sizes(a: Any) -> dict[str, int]:
+def kinds_of(wanted: Any, a: Any) -> dict[str, int]:
+    """The fields of a call's sizes that say which dtypes its tensors have."""
+    found = {}
+    for field in wanted._fields:
+        if field.endswith("_kind"):
+            name = field.removesuffix("_kind")
+            x = getattr(a, name)
+            if name in NUMBER_TENSORS:
+                found[field] = NO_KIND if x is None else KINDS[x.dtype]
+            else:
+                found[field] = 0 if x is None else x.element_size() // 4
+    return found
+
+
+def token_sizes(wanted: Any, a: Any) -> dict[str, int]:
     """Those that the sizes of all kernels that read tokens have in common."""
-    return dict(
-        HV=a.v.shape[2],
-        null_index=null_index(a),
-        qk_head_factor=head_factor(a.v.shape[2], a.q.shape[2]),
-        beta_kind=KINDS[a.beta.dtype],
-        dt_bias_kind=NO_KIND if a.dt_bias is None else KINDS[a.dt_bias.dtype],
-        cu_seqlens_kind=index_kind(a.cu_seqlens),
-    )
+    heads = dict(HV=a.v.shape[2], qk_head_factor=head_factor(a.v.shape[2], a.q.shape[2]))
+    return dict(**kinds_of(wanted, a), **heads, null_index=null_index(a))
 
 
-def norm_strides(a: Any) -> dict[str, int]:
-    """Those of a decode's or verify's z and norm."""
-    z = [0] * 3 if a.z is None else token_rows(a, a.z, 3)
-    return dict(**named("z", "nth", z), **named("norm_weight", "c", bytes_of(a.norm_weight, 1)))
-
-
-def state_sizes(a: Any, plan: Plan) -> dict[str, int]:
+def state_sizes(wanted: Any, a: Any, plan: Plan) -> dict[str, int]:
     """Those that decode's and verify's sizes have in common."""
     N, HV = tokens_of(a).num_sequences, a.v.shape[2]
     (eps,) = struct.unpack("i", struct.pack("f", a.norm_eps))
     return dict(
-        **token_sizes(a),
+        **token_sizes(wanted, a),
         N=N,
         total=a.q.shape[1],
         P=a.state.shape[0],
         prefetch_sequences=N if plan.schedule.prefetch and N * HV <= PREFETCH_HEADS else 0,
         keep_in_l2=int(plan.schedule.keep_in_l2),
-        norm_weight_kind=NO_KIND if a.norm_weight is None else KINDS[a.norm_weight.dtype],
         norm_eps=eps,
         norm_sigmoid=int(a.norm_activation == "sigmoid"),
     )
@@ -291,11 +295,6 @@ def bytes_of(x: Tensor | None, dims: int) -> list[int]:
     return strides + [0] * (dims - len(strides))
 
 
-def named(tensor: str, dims: str, strides: Sequence[int]) -> dict[str, int]:
-    """Strides under their names in arguments.py."""
-    return {f"{tensor}_{dim}": stride for dim, stride in zip(dims, strides, strict=True)}
-
-
 def ready(numbers: tuple[int, ...]) -> Any:
     """Numbers that no call changes, as TVM-FFI takes them fastest."""
     import tvm_ffi
@@ -303,19 +302,9 @@ def ready(numbers: tuple[int, ...]) -> Any:
     return tvm_ffi.convert(numbers)
 
 
-def ready_strides(problem: Problem, strides: tuple[int, ...]) -> Any:
-    if max(strides) >= 2**31:
-        raise UnsupportedProblem(f"backend 'cute' cannot run {problem.label}; it needs", ("strides below 2 GiB, in every tensor",))
-    return ready(strides)
-
-
 def head_factor(HV: int, H: int) -> int:
     """qk_head_factor of arguments.py."""
     return -(-(2**30) // (HV // H))
-
-
-def index_kind(x: Tensor | None) -> int:
-    return 0 if x is None else x.element_size() // 4
 
 
 # ------------------------------------------------------------------------------------------------ schedules of states

@@ -19,12 +19,8 @@ from .launch import (
     Plan,
     TokensLaunch,
     bytes_of,
-    index_kind,
-    named,
     ready,
-    ready_strides,
     token_sizes,
-    token_strides,
     tokens_of,
 )
 
@@ -257,33 +253,21 @@ class PrefillLaunch(TokensLaunch):
         final = a.final_state if a.state is None else a.state
         if self.final_shape is not None:
             final = torch.empty(self.final_shape, dtype=self.final_dtype, device="meta")
-        self.strides = ready_strides(
-            problem,
-            PrefillStrides(
-                **token_strides(a),
-                **named("initial_state", "ph", bytes_of(initial, 2)),
-                **named("final_state", "ph", bytes_of(final, 2)),
-                **named("state_indices", "n", bytes_of(a.state_indices, 1)),
-                **named("has_initial_state", "n", bytes_of(a.has_initial_state, 1)),
-                **named("checkpoint_lens", "nj", bytes_of(a.checkpoint_lens, 2)),
-                **named("checkpoint_indices", "nj", bytes_of(a.checkpoint_indices, 2)),
-                **named("checkpoints", "njph", self.checkpoint_strides(a)),
-            ),
+        checkpoints = self.checkpoint_strides(a)
+        self.strides = self.strides_of(
+            PrefillStrides, problem, a, initial_state=initial, final_state=final, checkpoints=checkpoints
         )
         self.sizes = ready(
             PrefillSizes(
-                **token_sizes(a),
+                **token_sizes(PrefillSizes, a),
                 N=N,
                 T=T,
                 total=total,
                 chunk_slots=chunk_slots,
                 H=H,
                 beta_logits=int(a.beta_logits),
-                state_indices_kind=index_kind(a.state_indices),
                 segments=plan.schedule.segments,
                 max_blocks=MAX_BLOCKS,
-                checkpoint_lens_kind=index_kind(a.checkpoint_lens),
-                checkpoint_indices_kind=index_kind(a.checkpoint_indices),
                 checkpoints_per_sequence=0 if a.checkpoint_lens is None else a.checkpoint_lens.shape[1],
             )
         )

@@ -20,17 +20,11 @@ from .launch import (
     StateOperation,
     Table,
     TokensLaunch,
-    bytes_of,
-    index_kind,
-    named,
     norm_of,
-    norm_strides,
     ready,
-    ready_strides,
     shipped_norms,
     state_sizes,
     state_width,
-    token_strides,
     tokens_of,
 )
 
@@ -170,27 +164,13 @@ class VerifyLaunch(TokensLaunch):
         self.vectors = (*aligned, "state", "buffer_k")
         longest = problem.T
         assert longest is not None
-        self.strides = ready_strides(
-            problem,
-            VerifyStrides(
-                **token_strides(a),
-                **named("state", "ph", bytes_of(a.state, 2)),
-                **named("buffer_u", "rth", bytes_of(a.buffer_u, 3)),
-                **named("buffer_k", "rth", bytes_of(a.buffer_k, 3)),
-                **named("buffer_log_decay", "rth", bytes_of(a.buffer_log_decay, 3)),
-                **norm_strides(a),
-                **named("state_indices", "n", bytes_of(a.state_indices, 1)),
-                **named("buffer_indices", "n", bytes_of(a.buffer_indices, 1)),
-            ),
-        )
+        self.strides = self.strides_of(VerifyStrides, problem, a)
         self.sizes = ready(
             VerifySizes(
-                **state_sizes(a, plan),
+                **state_sizes(VerifySizes, a, plan),
                 T=longest,
                 group_size=a.v.shape[2] // a.q.shape[2],
                 C=a.buffer_u.shape[1],
                 beta_logits=int(a.beta_logits),
-                state_indices_kind=index_kind(a.state_indices),
-                buffer_indices_kind=index_kind(a.buffer_indices),
             )
         )
