@@ -3,12 +3,14 @@
 import itertools
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import types
 from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +18,6 @@ import torch
 from typer.testing import CliRunner
 
 import benchmarks.__main__ as command
-import gated_delta as gd
 from benchmarks import cells, measure, peers, plot, record
 from benchmarks.cells import BF16, CELLS, FP32, Pooled, decode, prefill, speculation
 from benchmarks.measure import Runner
@@ -24,9 +25,12 @@ from benchmarks.peers import NotOffered, Peer
 from gated_delta import compile, reference
 from gated_delta.dispatch import schedule_of
 from gated_delta.integrations import fla, flashinfer
+from stand_ins import modules as stand_in
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
+STAND_INS = Path(__file__).parent / "stand_ins"
+COMMIT = STAND_INS / Path(peers.COMMIT[1]).name
 DECODES = [
     decode("gdn", (1, 2), BF16, 1, 3),
     decode("kda", (2, 2), BF16, 4, 2),
@@ -48,8 +52,12 @@ PREFILLS = [
 ]
 
 
+def named(x):
+    return getattr(x, "label", x)
+
+
 def each(some):
-    return pytest.mark.parametrize("cell", some, ids=lambda cell: cell.label)
+    return pytest.mark.parametrize("cell", some, ids=named)
 
 
 def small(cell, **others):
@@ -235,49 +243,36 @@ def test_every_peer_that_agrees_is_timed(runner, cell):
     assert (set(run.run["host_us"]), run.run["host_us_of"]) == ({"ours", "twin", "other", "other raw"}, cell.label)
 
 
-def idle(cell, b):
-    """Returns what it was given and does nothing."""
-    return lambda: (b.blank(), b.written)
+def then(call, change):
+    """The call, with something else in place of its o and states."""
+    return lambda: change(*call())
 
 
-def forgetful(cell, b):
-    """The right o, no state written."""
-    o, _ = b.results(ours(cell, b))
-    return lambda: (o, b.written if isinstance(b, Pooled) else b.initial_state)
-
-
-def careless(cell, b):
-    """Takes the states in another order."""
+def in_another_order(cell, b):
     return ours(cell, other(b, state_indices=b.state_indices.flip(0)))
 
 
-def idle_prefill(cell, b):
-    """The right states, no output."""
-    return lambda: (b.blank(), ours(cell, b)()[1])
-
-
-def transposed(cell, b):
-    return lambda: (lambda o, state: (o, state.transpose(-1, -2)))(*ours(cell, b)())
-
-
-def uncommitted(cell, b):
-    step = Pooled.ours(b, "reference")
-    return lambda: (step()[0], b.state)
-
-
-def all_accepted(cell, b):
+def with_every_draft(cell, b):
     return ours(cell, other(b, num_accepted=torch.full_like(b.num_accepted, cell.T)))
 
 
-WRONG = [(cell, wrong) for cell in DECODES for wrong in (idle, forgetful, careless)]
-WRONG += [(cell, wrong) for cell in (PREFILLS[0], PREFILLS[2]) for wrong in (idle_prefill, forgetful, transposed)]
-WRONG += [(cell, wrong) for cell in CHAINS for wrong in (uncommitted, all_accepted, careless)]
+WRONG = {
+    # how a peer prepares its call, and for which cells
+    "does nothing": (lambda cell, b: lambda: (b.blank(), b.written), DECODES),
+    "writes no states": (lambda cell, b: then(partial(tuple, b.results(ours(cell, b))), lambda o, _: (o, b.written)), DECODES),
+    "takes states in another order": (in_another_order, [*DECODES, *CHAINS]),
+    "has no output": (lambda cell, b: then(ours(cell, b), lambda _, states: (b.blank(), states)), PREFILLS[::2]),
+    "gives the initial states back": (lambda cell, b: then(ours(cell, b), lambda o, _: (o, b.initial_state)), PREFILLS[::2]),
+    "gives transposed states": (lambda cell, b: then(ours(cell, b), lambda o, states: (o, states.mT)), PREFILLS[::2]),
+    "commits nothing": (lambda cell, b: then(Pooled.ours(b, "reference"), lambda o, _: (o, b.state)), CHAINS),
+    "accepts every draft": (with_every_draft, CHAINS),
+}
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize(("cell", "wrong"), WRONG, ids=lambda x: getattr(x, "label", None) or x.__name__)
+@pytest.mark.parametrize(("cell", "wrong"), [(cell, how) for how, (_, some) in WRONG.items() for cell in some], ids=named)
 def test_a_peer_that_disagrees_is_not_timed(runner, cell, wrong):
-    run = runner({"wrong": wrong, "right": ours}, wrong=1.0, right=5.0)
+    run = runner({"wrong": WRONG[wrong][0], "right": ours}, wrong=1.0, right=5.0)
     found = run.measure(small(cell))
     made = found["peers"]["wrong"]
     assert (made["us"], made["eager_us"], made["agrees"]) == (None, None, False)
@@ -314,9 +309,6 @@ def test_our_own_failure_is_not_swallowed(monkeypatch, runner):
 
 def test_kernels_loaded_after_the_checks_are_counted(monkeypatch, runner):
     run, loaded, right = runner(), dict(compile._loaded), reference.decode
-    run.check(DECODES[0])
-    run.measure(small(DECODES[0]))
-    assert (run.run["loaded_by_checks"], run.run["loaded_while_timing"]) == (0, 0)
     monkeypatch.setattr(compile, "_loaded", loaded)
 
     def loading(tokens, **states):
@@ -324,9 +316,10 @@ def test_kernels_loaded_after_the_checks_are_counted(monkeypatch, runner):
         return right(tokens, **states)
 
     monkeypatch.setattr(reference, "decode", loading)
-    run.measure(small(DECODES[0]))
-    run.measure(small(DECODES[3]))
-    assert run.run["loaded_while_timing"] == 2
+    run.check(DECODES[0])
+    run.measure(small(DECODES[1]))
+    run.measure(small(DECODES[2]))
+    assert (run.run["loaded_by_checks"], run.run["loaded_while_timing"]) == (1, 2)
 
 
 @pytest.mark.usefixtures("stand_ins")
@@ -349,209 +342,27 @@ def test_verify_and_flush_alone_have_no_peers(monkeypatch, runner, cell):
 
 
 # ------------------------------------------------------------------------------------------------ the peers' calls
-# FLA's and FlashInfer's are our adapters, which have their signatures; the others do what their documentation says.
-
-
-def recurrent_kda(q, k, v, g, beta, *, num_spec_tokens=None, **options):
-    if num_spec_tokens is None:
-        return flashinfer.recurrent_kda(q, k, v, g, beta, **options)
-    assert options["use_gate_in_kernel"]
-    assert options["beta_is_logit"]
-    # What the adapter does not do: a slot for every token, in another pool than the one that is read.
-    written, slots, cu_seqlens = options["initial_state"], options["ssm_state_indices"], options["cu_seqlens"]
-    assert slots.shape == (len(cu_seqlens) - 1, num_spec_tokens + 1)
-    gate = gd.Gate.lower_bound(options["A_log"], options["dt_bias"].view(v.shape[2], -1), options["lower_bound"])
-    steps = torch.empty(*slots.shape, *written.shape[1:], dtype=written.dtype)
-    read = dict(state=options["initial_state_source"], state_indices=options["initial_state_indices"], update_state=False)
-    o = gd.decode(q, k, v, g, beta, gate=gate, beta_logits=True, cu_seqlens=cu_seqlens, intermediate_states=steps, **read)
-    written[slots.view(-1).long()] = steps.flatten(0, 1)
-    return o, None
-
-
-def kimi_delta_attention(
-    q, k, v, g, beta, cu_seqlens, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
-    use_beta_sigmoid_in_kernel=False, safe_gate=False, gate_lower_bound=None, gate_domain="log", a_log=None, dt_bias=None,
-    plan_name=None,
-):  # fmt: skip
-    assert plan_name in ("kda_hopper_cuda", "kda_hopper")
-    if plan_name == "kda_hopper":
-        assert q.shape[1] == v.shape[1]
-        assert {use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, safe_gate} == {False}
-    if not safe_gate:
-        assert g.dtype == beta.dtype == torch.float32
-    assert cu_seqlens.dtype == torch.int32
-    o, state = gd.prefill(
-        q[None], k[None], v[None], g[None], beta[None], scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens,
-        gate=gd.Gate.lower_bound(a_log, dt_bias, gate_lower_bound) if safe_gate else gd.Gate.log(),
-        beta_logits=use_beta_sigmoid_in_kernel, initial_state=initial_state, output_final_state=True, backend="reference",
-    )  # fmt: skip
-    return o[0], state
-
-
-SGLANG = """
-from sglang.kernels.jit.utils import is_arch_support_pdl
-from sglang.srt.utils import get_device_sm, is_cuda, is_gfx95_supported, is_hip, is_sm90_supported
-
-import torch
-import gated_delta as gd
-
-assert not (is_arch_support_pdl() or is_cuda() or is_gfx95_supported() or is_hip() or is_sm90_supported())
-assert get_device_sm() == 0
-
-def fused_sigmoid_gating_delta_rule_update(
-    A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices, scale=None,
-    use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False, lower_bound=None, disable_state_update=False,
-    intermediate_states_buffer=None, intermediate_state_indices=None, cache_steps=None, cache_ring=False, replayssm_rawv=None,
-    replayssm_rawk=None, replayssm_g=None, replayssm_beta=None,
-):
-    assert (softplus_beta, softplus_threshold, use_qk_l2norm_in_kernel) == (1.0, 20.0, True)
-    assert (lower_bound is not None) == is_kda
-    assert cache_ring or cache_steps is None or cache_steps == intermediate_states_buffer.shape[1]
-    if cache_ring:
-        assert is_kda and disable_state_update and cache_steps <= replayssm_rawv.shape[2]
-        log_decay = lower_bound * torch.sigmoid(A_log.exp()[:, None] * (a.view(-1, *dt_bias.shape).float() + dt_bias))
-        records = (replayssm_rawv, v[0]), (replayssm_rawk, k[0]), (replayssm_g, log_decay), (replayssm_beta, b.float().sigmoid())
-        for ring, x in records:
-            ring[initial_state_indices.long(), :, :cache_steps] = x.unflatten(0, (-1, cache_steps)).transpose(1, 2).to(ring.dtype)
-    a = a.view(1, a.shape[0], v.shape[2], -1)
-    a = a if is_kda else a[..., 0]
-    gate = gd.Gate.lower_bound(A_log, dt_bias, lower_bound) if is_kda else gd.Gate.softplus(A_log, dt_bias)
-    return gd.decode(
-        q, k, v, a, b[None], gate=gate, scale=scale, beta_logits=True, cu_seqlens=cu_seqlens, state=initial_state_source,
-        state_indices=initial_state_indices, intermediate_states=intermediate_states_buffer,
-        update_state=not disable_state_update, backend="reference",
-    )
-"""
-
-
-SGLANG_COMMIT = """
-from sglang.kernels.ops.memory.ptr_table import make_ptr_table
-from sglang.srt.utils.common import get_device_core_count
-
-import torch
-
-assert make_ptr_table is not None
-assert get_device_core_count(0) == 0
-
-def fused_mamba_state_scatter_with_mask(dst, src, dst_indices_raw, step_indices_raw, src_indices_raw=None):
-    assert {x.dtype for x in (dst_indices_raw, step_indices_raw, src_indices_raw)} == {torch.int32}
-    assert dst.shape[0] == src.shape[0] and dst.shape[2:] == src.shape[3:] and src.is_contiguous()
-    for slot, step, row in zip(dst_indices_raw.tolist(), step_indices_raw.tolist(), src_indices_raw.tolist()):
-        if step >= 0:
-            dst[:, slot] = src[:, row, step]
-"""
-
-
-# The folds keep a state of 16 bits rounded once, at their end.
-KDA_FOLD = """
-import torch
-
-def commit_kda_replayssm_spec_all_layers(
-    checkpoint_state, rawv_cache, rawk_cache, gk_cache, beta_cache, ssm_state_indices, accept_lens, max_cache_len, num_k_heads,
-    mamba_track_indices=None, mamba_steps_to_track=None, use_qk_l2norm_in_kernel=True, null_block_id=0,
-):
-    assert (null_block_id, max_cache_len, num_k_heads) == (-1, rawk_cache.shape[3], rawk_cache.shape[2])
-    layer = (checkpoint_state, rawv_cache, rawk_cache, gk_cache, beta_cache)
-    state, v, k, g, beta = (x[0] for x in layer)
-    for slot, m in zip(ssm_state_indices.tolist(), accept_lens.tolist()):
-        s = state[slot].float()
-        for t in range(m):
-            x = k[slot, :, t].float()
-            x = x * (x.square().sum(-1, keepdim=True) + 1e-6).rsqrt()
-            s = s * g[slot, :, t, None].exp()
-            u = beta[slot, :, t, None] * (v[slot, :, t].float() - (s @ x[..., None])[..., 0])
-            s = s + u[..., None] * x[:, None]
-        state[slot] = s.to(state.dtype)
-"""
-
-
-GDN_REPLAY = """
-from sglang.kernels.ops.attention.fla.utils import is_tf32_supported
-from sglang.srt.utils import is_gfx95_supported
-
-import torch
-import gated_delta as gd
-
-assert is_tf32_supported and not is_gfx95_supported()
-
-def places(write_pos, cache_base, row, count, L):
-    start = int(cache_base[row] + write_pos[row]) if count is not None else int(cache_base[row])
-    return [(start + i) % L for i in range(count if count is not None else int(write_pos[row]))]
-
-def folded(state, d, k, g, places):
-    s, group = state.float(), d[0].shape[0] // k[0].shape[0]
-    for i in places:
-        u, x = (sum(part[:, i].float() for part in both) for both in (d, k))
-        s = s * g[:, i, None, None].exp() + u[..., None] * x.repeat_interleave(group, 0)[:, None]
-    return s
-
-def parts(x, high, low, row, where):
-    for i, one in zip(where, x.unbind(0)):
-        high[row, :, i] = one.to(high.dtype)
-        low[row, :, i] = (one - high[row, :, i].float()).to(low.dtype)
-
-def gdn_replayssm_spec_decode(
-    q, k, v, a, b, A_log, dt_bias, checkpoint_state, d_cache, k_cache, g_cache, rawv_cache, rawk_cache, beta_cache, out,
-    query_start_loc, ssm_state_indices, replay_indices, write_pos, cache_base, is_flush, max_cache_len, max_spec_len, scale=None,
-    use_qk_l2norm_in_kernel=True, null_block_id=0, launch_mode="both",
-):
-    assert (launch_mode, beta_cache, null_block_id, max_cache_len) == ("verify", None, -1, d_cache.shape[2])
-    gate = gd.Gate.softplus(A_log, dt_bias)
-    for n, (slot, row) in enumerate(zip(ssm_state_indices.tolist(), replay_indices.tolist())):
-        assert not is_flush[row] and write_pos[row] + max_spec_len <= max_cache_len
-        some = slice(int(query_start_loc[n]), int(query_start_loc[n + 1]))
-        d, x = (d_cache[row], rawv_cache[row]), (k_cache[row], rawk_cache[row])
-        state = folded(checkpoint_state[slot], d, x, g_cache[row], places(write_pos, cache_base, row, None, max_cache_len))
-        buffer = gd.KVBuffer.empty(1, max_spec_len, k.shape[1], v.shape[1], k.shape[2], v.shape[2])
-        tokens = [one[None, some] for one in (q, k, v, a, b)]
-        out[some] = gd.verify(*tokens, gate=gate, scale=scale, beta_logits=True, state=state[None], buffer=buffer)[0]
-        where = places(write_pos, cache_base, row, max_spec_len, max_cache_len)
-        parts(buffer.u[0], d_cache, rawv_cache, row, where)
-        parts(buffer.k[0], k_cache, rawk_cache, row, where)
-        g_cache[row][:, where] = buffer.log_decay[0].float().reshape(max_spec_len, -1).T
-    return out
-
-def commit_gdn_replayssm_spec(
-    write_pos, cache_base, is_flush, num_accepted, replay_indices, max_cache_len, max_spec_len, fold_every_commit=False,
-    cache_buf_len=None, null_block_id=0,
-):
-    assert is_flush.dtype == torch.int8 and not is_flush.any()
-    write_pos[replay_indices] += num_accepted
-    is_flush.copy_(write_pos > 0 if fold_every_commit else write_pos + 2 * max_spec_len > max_cache_len)
-
-def commit_gdn_replayssm_circular(
-    *, checkpoint_state, d_cache, k_cache, g_cache, d_residual_cache, k_residual_cache, state_batch_indices, replay_indices,
-    write_pos, cache_base, is_flush, accept_lens, mamba_track_indices=None, mamba_steps_to_track=None, null_block_id=-1,
-):
-    for slot, row in zip(state_batch_indices.tolist(), replay_indices.tolist()):
-        if is_flush[row]:
-            d, k = (d_cache[0, row], d_residual_cache[0, row]), (k_cache[0, row], k_residual_cache[0, row])
-            where = places(write_pos, cache_base, row, None, d_cache.shape[3])
-            checkpoint_state[0, slot] = folded(checkpoint_state[0, slot], d, k, g_cache[0, row], where).to(checkpoint_state.dtype)
-            cache_base[row] = (cache_base[row] + write_pos[row]) % d_cache.shape[3]
-            write_pos[row] = is_flush[row] = 0
-"""
-
+# FLA's and FlashInfer's are our adapters, which have their signatures; those in stand_ins do what the peers' documentation says.
 
 MODULES = {
-    "flashinfer": types.SimpleNamespace(recurrent_kda=recurrent_kda),
+    "flashinfer": stand_in,
     "flashinfer.gdn_decode": flashinfer,
     "flashinfer.gdn_prefill": flashinfer,
     "fla.ops.gated_delta_rule": fla,
     "fla.ops.kda": fla,
     "flash_qla": fla,
-    "cudnn.linear_attention": types.SimpleNamespace(kimi_delta_attention=kimi_delta_attention),
+    "cudnn.linear_attention": stand_in,
 }
 
 
 @pytest.fixture
 def stand_ins(monkeypatch, tmp_path):
-    """Every peer, SGLang's kernel as a file; its directory, where SGLang's commit may lie too."""
+    """Every peer, SGLang's kernels as files; their directory, where SGLang's commit may lie too."""
     for name, module in MODULES.items():
         monkeypatch.setitem(sys.modules, name, module)
-    for name, text in dict(a_kernel=SGLANG, kda_replayssm_spec_decode=KDA_FOLD, gdn_replayssm_spec_decode=GDN_REPLAY).items():
-        (tmp_path / f"{name}.py").write_text(text)
-    monkeypatch.setenv("GATED_DELTA_SGLANG_KERNEL", str(tmp_path / "a_kernel.py"))
+    for name in ("kda_replayssm_spec_decode", "gdn_replayssm_spec_decode"):
+        shutil.copy(STAND_INS / f"{name}.py", tmp_path)
+    monkeypatch.setenv("GATED_DELTA_SGLANG_KERNEL", str(shutil.copy(STAND_INS / Path(peers.GATING).name, tmp_path / "a_kernel.py")))
     monkeypatch.delenv("GATED_DELTA_SGLANG_COMMIT", raising=False)
     monkeypatch.setenv("FLA_FLASH_KDA", "1")
     monkeypatch.setenv("FLA_FLASH_QLA", "1")
@@ -578,13 +389,9 @@ ASKED = [
 ]
 
 
-def named(x):
-    return getattr(x, "label", x)
-
-
 @pytest.mark.parametrize(("op", "name", "cell"), ASKED, ids=named)
 def test_peers_are_asked_for_the_same_or_refuse(runner, stand_ins, op, name, cell):
-    (stand_ins / "mamba_state_scatter_triton.py").write_text(SGLANG_COMMIT)
+    shutil.copy(COMMIT, stand_ins)
     forms = peers.PEERS[op][name].forms(name)
     assert list(forms) == ([name, f"{name} raw"] if op == "prefill" and name != "fla" else [name])
     if why := REFUSED.get((op, name, cell)):
@@ -617,9 +424,9 @@ def test_only_the_raw_form_makes_its_inputs_in_every_call(name, cell):
 
 @each(CHAINS)
 def test_a_commit_takes_the_state_after_the_last_accepted_draft(stand_ins, cell):
-    for found, content in (("torch indexing", None), ("sglang fused_mamba_state_scatter_with_mask, file ", SGLANG_COMMIT)):
-        if content:
-            (stand_ins / "mamba_state_scatter_triton.py").write_text(content)
+    for found in ("torch indexing", "sglang fused_mamba_state_scatter_with_mask, file "):
+        if "sglang" in found:
+            shutil.copy(COMMIT, stand_ins)
         assert peers.commit_version().startswith(found)
         b = cell.make(cell, CPU, 1)
         b.intermediate_states.normal_()
@@ -633,7 +440,7 @@ def test_a_commit_takes_the_state_after_the_last_accepted_draft(stand_ins, cell)
 def test_sglangs_files_are_found_and_leave_no_modules_behind(monkeypatch, stand_ins):
     kept = types.ModuleType("sglang.srt.utils")
     monkeypatch.setitem(sys.modules, "sglang.srt.utils", kept)
-    (stand_ins / "mamba_state_scatter_triton.py").write_text(SGLANG_COMMIT)
+    shutil.copy(COMMIT, stand_ins)
     assert peers.sglang(peers.KERNEL).__name__ == "fused_sigmoid_gating_delta_rule_update"
     assert peers.sglang(peers.COMMIT).__name__ == "fused_mamba_state_scatter_with_mask"
     assert {name for name in sys.modules if name.split(".")[0] == "sglang"} == {kept.__name__}
@@ -723,9 +530,8 @@ def test_a_run_is_known_by_date_versions_commit_and_kernels(monkeypatch, runner)
     for op in CELLS:
         assert all(set(one) == set(run) for one in record.read(record.RESULTS / f"{op}.json")["runs"])
     assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:]+\+00:00", run["date"])
-    assert run["kernels"]["decode"] == compile.sources("decode")
+    assert (run["kernels"]["decode"], run["versions"]["torch"]) == (compile.sources("decode"), torch.__version__)
     assert {"verify", "flush", "prefill_scan"} < set(run["kernels"])
-    assert run["versions"]["torch"] == torch.__version__
     assert (run["peers"], run["state_commit"]) == (dict(a="1.0", b=None), "torch indexing")
     if (ROOT / ".git").exists():
         head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
@@ -804,10 +610,7 @@ def test_every_part_is_added_to_one_file(tmp_path):
     assert [cell["run"] for cell in content["cells"]] == [0, 1, 1]
     asked = [list(cell["peers"]) for cell in content["cells"]]
     assert asked == [["a"], ["b", "a"], ["b", "a"]]  # those that are installed, else those that are asked for
-    assert [one["peers"] for one in content["runs"]] == [
-        dict(a=Peer("torch", ours).version),
-        dict(b=None, a=Peer("torch", ours).version),
-    ]
+    assert [one["peers"] for one in content["runs"]] == [dict(a=torch.__version__), dict(b=None, a=torch.__version__)]
     assert [one["host_us_of"] for one in content["runs"]] == [DECODES[0].label, DECODES[2].label]  # of the least bytes
     assert not list(tmp_path.glob("*.unfinished"))
     assert run("measure", "decode", file, "--filter", "B=3", "--peers", "none").exit_code == 0
