@@ -360,7 +360,7 @@ def select(op: Operation, problem: Problem, device: torch.device, backend: str, 
 
 
 def _missing_for_cute(op: Operation, problem: Problem, device: torch.device) -> list[str]:
-    """What the CuTe backend lacks for this problem on this device, whatever is compiled; empty when nothing."""
+    """What keeps this problem from the CuTe backend on this device, whatever is compiled."""
     reasons = []
     if device.type != "cuda":
         reasons.append(f"tensors on a CUDA device, got {device.type}")

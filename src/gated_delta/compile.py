@@ -190,7 +190,7 @@ def _whole(file: Path) -> bool:
 
 
 def missing_packages() -> tuple[str, ...]:
-    """What running any compiled kernel lacks here."""
+    """Packages that any compiled kernel needs to run and that are not installed."""
     return () if importlib.util.find_spec("tvm_ffi") else (f"{RUNTIME}, which is not installed",)
 
 
@@ -208,8 +208,8 @@ def scratch_prefix(process: int | None) -> str:
 
 def missing(variant: Variant, arch: str) -> tuple[str, ...]:
     """What keeps the variant from being loaded or compiled here."""
-    if lacking := missing_packages():
-        return lacking
+    if packages := missing_packages():
+        return packages
     if may_compile() and installed(COMPILER) is None and _find(variant, arch) is None:
         return (f"a compiled kernel in {directory()}, or {COMPILER} to compile it",)
     return ()

@@ -34,7 +34,7 @@ LEAST_EPS = torch.finfo(torch.float32).tiny
 
 
 class UnsupportedProblem(NotImplementedError):
-    """A legal call that the asked backend cannot run. `missing` lists what it lacks, one reason per entry."""
+    """A valid call that a backend cannot run. `missing` lists why, one reason per entry."""
 
     def __init__(self, message: str, missing: tuple[str, ...] = ()):
         super().__init__(message + "".join(f"\n  - {reason}" for reason in missing))

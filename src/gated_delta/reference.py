@@ -450,7 +450,7 @@ def prefill_rows(
     checkpoints: Tensor | None,
     null_index: int,
 ) -> PrefillRows:
-    """Looks at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
+    """Looks at every index on the host. Raises IndexError past a tensor, ValueError for lengths or writes that conflict."""
     starts, lengths = _spans(tokens)
     P = len(starts) if state is None else state.shape[0]
     slots = _rows("state_indices", state_indices, len(starts), P, null_index)
@@ -551,7 +551,7 @@ def decode_rows(
     null_index: int,
     update_state: bool,
 ) -> DecodeRows:
-    """Looks at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
+    """Looks at every index on the host. Raises IndexError past a tensor, ValueError for lengths or writes that conflict."""
     N, P = tokens.num_sequences, state.shape[0]
     room = {} if intermediate_states is None else {"intermediate_states": intermediate_states.shape[1]}
     token_slots: list[list[int]] = []
@@ -673,7 +673,7 @@ def verify_rows(
     buffer_indices: Tensor | None,
     null_index: int,
 ) -> VerifyRows:
-    """Looks at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
+    """Looks at every index on the host. Raises IndexError past a tensor, ValueError for lengths or writes that conflict."""
     N = tokens.num_sequences
     starts, lengths = _draft_spans(tokens, buffer=buffer.u.shape[1])
     reads = _rows("state_indices", state_indices, N, state.shape[0], null_index)
@@ -730,7 +730,7 @@ def flush_rows(
     buffer_indices: Tensor | None,
     null_index: int,
 ) -> FlushRows:
-    """Looks at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
+    """Looks at every index on the host. Raises IndexError past a tensor, ValueError for lengths or writes that conflict."""
     P, N = state.shape[-4], flush_sequences(num_accepted, state_indices, write_indices, buffer_indices)
     reads = _rows("state_indices", state_indices, N, P, null_index)
     writes = reads if write_indices is None else _rows("write_indices", write_indices, N, P, null_index)

@@ -135,6 +135,6 @@ def _has_memory(x: Tensor) -> bool:
 
 
 def refuse(library: str, what: str, asked: bool) -> None:
-    """Raises UnsupportedProblem where a call of the library asks for what gated_delta lacks."""
+    """Raises UnsupportedProblem where a call of the library asks for what gated_delta does not have."""
     if asked:
-        raise UnsupportedProblem(f"gated_delta cannot run this {library} call; it lacks", (what,))
+        raise UnsupportedProblem(f"gated_delta cannot run this {library} call, which asks for", (what,))

@@ -290,8 +290,8 @@ def _replacement(module: ModuleType, name: str, backend: str) -> Replacement:
     if current is None or not looked_up:
         import transformers
 
-        lacks = f"has no function {name}" if current is None else f"has no layer that looks up {name} when it is called"
-        raise RuntimeError(f"{module.__name__} of transformers {transformers.__version__} {lacks}, so it cannot be patched")
+        reason = f"has no function {name}" if current is None else f"has no layer that looks up {name} when it is called"
+        raise RuntimeError(f"{module.__name__} of transformers {transformers.__version__} {reason}, so it cannot be patched")
     return Replacement(module, name, backend)
 
 

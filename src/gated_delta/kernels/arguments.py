@@ -142,7 +142,7 @@ class DecodeSizes(NamedTuple):
     """ceil(2**30 / (HV // H)): value head hv reads q/k head hv * factor >> 30, which saves a division."""
     P: int
     null_index: int
-    """Slots of the pool up to this one are none: whoever has such an index is inactive, and writes to one are dropped."""
+    """An index up to this one names no slot: a sequence that reads there is inactive, a write there is dropped."""
     slots_per_sequence: int
     """W of state_indices [N, W], else 0."""
     update_state: int

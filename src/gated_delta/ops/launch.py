@@ -27,6 +27,7 @@ CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
 """Look at every index on the host before a launch, and raise as the reference backend does; costs a wait for the GPU."""
 
 REDESCRIBE = object()
+"""What a launch returns, having done nothing, where a call has to be described anew."""
 
 KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
@@ -92,11 +93,11 @@ class Operation(ABC):
 
     @abstractmethod
     def check_indices(self, a: Any) -> None:
-        """Look at every index on the host. Raises IndexError or ValueError for one that no backend can serve."""
+        """Look at every index on the host. Raises IndexError past a tensor, ValueError for lengths or writes that conflict."""
 
     @abstractmethod
     def missing(self, problem: Problem) -> list[str]:
-        """What the kernels lack for this problem, whatever is compiled and on whatever device."""
+        """What keeps this problem from the kernels, whatever is compiled and on whatever device."""
 
     def work(self, a: Any) -> tuple[int, int]:
         """Sequences, each layer's counted, and tokens."""
@@ -112,7 +113,7 @@ class Operation(ABC):
 
     @abstractmethod
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
-        """What a pack serves of a model with such heads and tokens."""
+        """What a pack is built for, of a model with such heads and tokens."""
 
     @abstractmethod
     def launch(self, problem: Problem, plan: Plan, a: Any) -> Launch:
@@ -151,8 +152,7 @@ class Launch(ABC):
     def __call__(self, tensors: tuple[Tensor, ...]) -> Any:
         """Run a call with these tensors, those that are not None.
 
-        Returns the call's result; REDESCRIBE, and nothing is done, where the tensors' addresses ask for another description: their
-        memory may overlap, or rows start off a vector's boundary.
+        Returns the call's result; REDESCRIBE where the tensors' memory may overlap, or rows start off a vector's boundary.
         """
         given, placement = tuple(map(_data_ptr, tensors)), self.placement
         pointers = placement.known.get(given)

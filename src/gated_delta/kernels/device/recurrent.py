@@ -37,7 +37,7 @@ from .primitives import (
 
 
 def without_norm(arguments):
-    """A kernel's tuple of arguments without those that only a norm reads: a kernel without one has the machine code of before."""
+    """A kernel's tuple of arguments without those that only a norm reads: they would move the others in constant memory."""
     kept = [name for name in arguments._fields if not name.startswith(("z", "norm_"))]
     kind = NamedTuple(type(arguments).__name__, [(name, type(arguments).__annotations__[name]) for name in kept])
     return kind(*(getattr(arguments, name) for name in kept))
