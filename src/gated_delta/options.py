@@ -9,23 +9,11 @@ from typing import Annotated
 import torch
 import typer
 
-
-class Op(str, Enum):
-    prefill = "prefill"
-    decode = "decode"
-    verify = "verify"
-    flush = "flush"
-
-
-class Backend(str, Enum):
-    auto = "auto"
-    cute = "cute"
-    reference = "reference"
-
-
-class Model(str, Enum):
-    gdn = "gdn"
-    kda = "kda"
+Op = Enum("Op", {"prefill": "prefill", "decode": "decode", "verify": "verify", "flush": "flush"}, type=str)
+Backend = Enum("Backend", {"auto": "auto", "cute": "cute", "reference": "reference"}, type=str)
+Model = Enum("Model", {"gdn": "gdn", "kda": "kda"}, type=str)
+GateKind = Enum("GateKind", {"log": "log", "softplus": "softplus", "lower_bound": "lower_bound"}, type=str)
+Arch = Enum("Arch", {"sm_90a": "sm_90a", "sm_100a": "sm_100a"}, type=str)
 
 
 class Precision(str, Enum):
@@ -36,17 +24,6 @@ class Precision(str, Enum):
     @property
     def dtype(self) -> torch.dtype:
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.value]
-
-
-class GateKind(str, Enum):
-    log = "log"
-    softplus = "softplus"
-    lower_bound = "lower_bound"
-
-
-class Arch(str, Enum):
-    sm_90a = "sm_90a"
-    sm_100a = "sm_100a"
 
 
 MAX_SEQUENCES, MAX_TOKENS, MAX_HEADS, MAX_DIM = 2**20, 2**24, 1024, 1024

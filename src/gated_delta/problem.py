@@ -281,6 +281,12 @@ def _tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     return x
 
 
+def absent(name: str, x: object, when: str) -> None:
+    """Raise ValueError unless x is None, as it has to be `when` something else is given, or is not."""
+    if x is not None:
+        raise ValueError(f"{name}: expected None {when}, got a {'tensor' if isinstance(x, Tensor) else 'value'}")
+
+
 def number(name: str, x: object) -> float:
     """x, a Python or numpy number, as a float; inf where a float cannot hold it."""
     if not isinstance(x, Real) or isinstance(x, bool):
@@ -465,8 +471,7 @@ class Checker:
     def norm(self, a: Any) -> None:
         """norm and z of a decode's or verify's arguments: both or neither."""
         if a.norm_weight is None:
-            if a.z is not None:
-                raise ValueError("z: expected None without norm, got a tensor")
+            absent("z", a.z, "without norm")
             return
         if a.z is None:
             raise ValueError("z: expected a tensor beside norm, got None")

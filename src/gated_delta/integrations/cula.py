@@ -35,7 +35,7 @@ import torch
 from torch import Tensor
 
 from .. import Gate, KVBuffer, decode, flush, prefill, verify
-from ..problem import MAX_DRAFT, STATE_DTYPES, integer
+from ..problem import MAX_DRAFT, STATE_DTYPES, absent, integer
 from ..reference import rounded
 from . import checks
 from .checks import rank, refuse, tensor
@@ -83,8 +83,8 @@ def kda_prefill(
     rank("v", v, "B, T, HV, V")
     rank("g", g, "B, T, HV, K")
     N, K = q.shape[0] if cu_seqlens is None else checks.sequences(cu_seqlens, q.device), q.shape[3]
-    if final_state is not None and not output_final_state:
-        raise ValueError("final_state: expected None without output_final_state, got a tensor")
+    if not output_final_state:
+        absent("final_state", final_state, "without output_final_state")
     if final_state is not None:
         checks.copy_target("final_state", final_state, "N, HV, V, K", [N, *v.shape[2:], K], q.device, STATE_DTYPES)
         read: dict[str, object] = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens, out=out)

@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from ..api import decode, prefill
-from ..problem import INPUT_DTYPES, MAX_DRAFT, Gate, Tokens
+from ..problem import INPUT_DTYPES, MAX_DRAFT, Gate, Tokens, absent
 from ..reference import log_decay
 from .checks import floating, gate_of, rank, refuse, safe_bound, sequences
 
@@ -146,8 +146,7 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     """gated_delta.prefill with FLA's beta and state; with `step`, gated_delta.decode where it takes as many tokens."""
     if transposed is not None:  # False warns, too
-        if v_first:
-            raise ValueError("transpose_state_layout: expected None beside state_v_first, its new name, got a value")
+        absent("transpose_state_layout", transposed if v_first else None, "beside state_v_first, its new name")
         warnings.warn("transpose_state_layout is FLA's old name of state_v_first", DeprecationWarning, stacklevel=3)
         v_first = transposed
     for name, x, dims in (("q", tokens.q, "B, T, H, K"), ("k", tokens.k, "B, T, H, K"), ("v", tokens.v, "B, T, HV, V")):

@@ -29,7 +29,7 @@ import torch
 from torch import Tensor
 
 from .. import Gate, decode, prefill
-from ..problem import CHECKPOINT_INTERVAL, INDEX_DTYPES, INPUT_DTYPES, MAX_DRAFT, STATE_DTYPES, integer
+from ..problem import CHECKPOINT_INTERVAL, INDEX_DTYPES, INPUT_DTYPES, MAX_DRAFT, STATE_DTYPES, absent, integer
 from ..reference import rounded
 from . import checks
 from .checks import floating, rank, refuse, sequence_slots, sequences, tensor
@@ -171,8 +171,7 @@ def gated_delta_rule_decode_pretranspose(
     _backend(backend, ("auto", "flashinfer"), ("cake_gdn", "rubin"))
     pool = state
     if initial_state is not None:
-        if state is not None:
-            raise ValueError("state: expected None beside initial_state, the pool, got a tensor")
+        absent("state", state, "beside initial_state, the pool")
         _refuse("uGPU pools (initial_state of five dimensions)", tensor("initial_state", initial_state).ndim == 5)
         pool = initial_state
     if pool is None:
@@ -181,8 +180,8 @@ def gated_delta_rule_decode_pretranspose(
         raise ValueError("initial_state_indices: expected together with initial_state, got one of them")
     if initial_state_indices is not None:
         sequence_slots("initial_state_indices", initial_state_indices, N, q.device)
-    if initial_state is None and output_state_indices is not None:
-        raise ValueError("output_state_indices: expected None without initial_state, got a tensor")
+    if initial_state is None:
+        absent("output_state_indices", output_state_indices, "without initial_state")
     o = _decode(
         output, q=q, k=k, v=v, g=a, beta=b, gate=Gate.softplus(A_log, dt_bias), scale=scale, qk_l2norm=use_qk_l2norm,
         beta_logits=True, state=pool, state_indices=initial_state_indices, intermediate_states=intermediate_states_buffer,
@@ -316,8 +315,8 @@ def recurrent_kda(
     slots = ssm_state_indices
     if slots is None and num_spec_tokens is not None:
         slots = torch.arange(N * steps, device=q.device).view(N, steps)
-    if num_accepted_tokens is not None and num_spec_tokens is None:
-        raise ValueError("num_accepted_tokens: expected None without num_spec_tokens, got a tensor")
+    if num_spec_tokens is None:
+        absent("num_accepted_tokens", num_accepted_tokens, "without num_spec_tokens")
     if (initial_state_source is None) != (initial_state_indices is None):
         raise ValueError("initial_state_indices: expected together with initial_state_source, got one of them")
     if initial_state is None:
@@ -398,8 +397,7 @@ def _steps(q: Tensor, N: int, cu_seqlens: Tensor | None, ssm_state_indices: Tens
 def _kda_gate(q: Tensor, v: Tensor, active: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Gate:
     """How to read g. A value head has the parameters of its query head."""
     if not active:
-        if lower_bound is not None:
-            raise ValueError("lower_bound: expected None without use_gate_in_kernel, got a value")
+        absent("lower_bound", lower_bound, "without use_gate_in_kernel")
         return Gate.log()
     if A_log is None:
         raise ValueError("A_log: expected a tensor with use_gate_in_kernel=True, got None")
@@ -446,8 +444,8 @@ def _checkpoints(
     for name, x in (("state_checkpoints", kept), ("checkpoint_cu_starts", starts)):
         if x is None and every:
             raise ValueError(f"{name}: expected a tensor with checkpoint_every_n_tokens, got None")
-        if x is not None and not every:
-            raise ValueError(f"{name}: expected None without checkpoint_every_n_tokens, got a value")
+        if not every:
+            absent(name, x, "without checkpoint_every_n_tokens")
     if kept is None or starts is None:
         return {}
     N, device = shape[0], v.device

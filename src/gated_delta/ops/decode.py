@@ -10,7 +10,7 @@ from torch import Tensor
 
 from .. import compile, reference
 from ..kernels.arguments import DecodeSizes, DecodeStrides, tile_rows
-from ..problem import MAX_DRAFT, Checker, Problem
+from ..problem import MAX_DRAFT, Checker, Problem, absent
 from .launch import (
     LARGE,
     Launch,
@@ -165,19 +165,15 @@ class Decode(StateOperation):
             check.index("state_indices", a.state_indices, "N W")
             if check.sizes["W"] < (1 if a.cu_seqlens is not None else check.sizes["T"]):
                 raise ValueError(f"state_indices: expected [N, W] with W >= T={check.sizes['T']}, got W={check.sizes['W']}")
-            if a.write_indices is not None:
-                raise ValueError(
-                    "write_indices: expected None beside [N, T] state_indices (each token's slot is named there), got a tensor"
-                )
+            absent("write_indices", a.write_indices, "beside [N, T] state_indices (each token's slot is named there)")
             check.index("num_accepted", a.num_accepted)
         else:
             check.index("state_indices", a.state_indices)
             check.one_each("state", "P", a.state_indices)
             check.index("write_indices", a.write_indices)
-            if a.num_accepted is not None:
-                raise ValueError("num_accepted: expected None unless state_indices is [N, T], got a value")
-        if a.write_indices is not None and not a.update_state:
-            raise ValueError("write_indices: expected None with update_state=False (nothing is written), got a tensor")
+            absent("num_accepted", a.num_accepted, "unless state_indices is [N, T]")
+        if not a.update_state:
+            absent("write_indices", a.write_indices, "with update_state=False (nothing is written)")
         check.null_index(a.null_index, a.state_indices, a.write_indices)
         if a.intermediate_states is not None:
             check.state("intermediate_states", a.intermediate_states, "R C HV V K", (dtype,))
@@ -185,8 +181,8 @@ class Decode(StateOperation):
             check.one_each("intermediate_states", "R", a.intermediate_indices)
             if a.cu_seqlens is None and check.sizes["C"] < check.sizes["T"]:
                 raise ValueError(f"intermediate_states: expected C >= T={check.sizes['T']} steps, got C={check.sizes['C']}")
-        elif a.intermediate_indices is not None:
-            raise ValueError("intermediate_indices: expected None without intermediate_states, got a value")
+        else:
+            absent("intermediate_indices", a.intermediate_indices, "without intermediate_states")
         check.norm(a)
         check.out(a)
         check.writes(*self.written(a))

@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import compile, reference
 from ..kernels.arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES, PrefillSizes, PrefillStrides
 from ..memory import Addresses
-from ..problem import STATE_DTYPES, Checker, Problem
+from ..problem import STATE_DTYPES, Checker, Problem, absent
 from .launch import (
     SCATTERED,
     Launch,
@@ -108,8 +108,7 @@ class Prefill(Operation):
         check.null_index(a.null_index, a.state_indices, a.checkpoint_indices)
         dtype = torch.float32
         if a.state is not None:
-            if a.initial_state is not None:
-                raise ValueError("initial_state: expected None beside state (the pool holds the initial states), got a tensor")
+            absent("initial_state", a.initial_state, "beside state (the pool holds the initial states)")
             if a.output_final_state:
                 raise ValueError(
                     "output_final_state: expected False beside state (the final state is written to the pool), got True"
@@ -122,9 +121,8 @@ class Prefill(Operation):
             check.option("pool", True)
             check.option("has_initial_state", a.has_initial_state is not None)
         else:
-            for name, x in (("state_indices", a.state_indices), ("has_initial_state", a.has_initial_state)):
-                if x is not None:
-                    raise ValueError(f"{name}: expected None without state, got a value")
+            absent("state_indices", a.state_indices, "without state")
+            absent("has_initial_state", a.has_initial_state, "without state")
             if a.initial_state is not None:
                 dtype = check.state("initial_state", a.initial_state, "N HV V K", STATE_DTYPES).dtype
                 check.option("initial_state", True)
@@ -138,21 +136,19 @@ class Prefill(Operation):
         return check.problem("prefill", a, dtype, None)
 
     def describe_checkpoints(self, check: Checker, a: Arguments, dtype: torch.dtype) -> None:
-        places = dict(checkpoint_indices=a.checkpoint_indices, checkpoints=a.checkpoints)
-        given = [name for name, x in places.items() if x is not None]
         if a.checkpoint_lens is None:
-            if given:
-                raise ValueError(f"{given[0]}: expected None without checkpoint_lens, got a value")
+            absent("checkpoint_indices", a.checkpoint_indices, "without checkpoint_lens")
+            absent("checkpoints", a.checkpoints, "without checkpoint_lens")
             return
         check.index("checkpoint_lens", a.checkpoint_lens, "N C")
         if not check.sizes["C"]:
             raise ValueError(f"checkpoint_lens: expected shape [N, C] with C >= 1, got {list(a.checkpoint_lens.shape)}")
-        if not given:
+        if a.checkpoint_indices is None and a.checkpoints is None:
             raise ValueError("checkpoint_lens: expected checkpoint_indices or checkpoints beside it, got neither")
         if a.checkpoints is not None:
             check.state("checkpoints", a.checkpoints, "N C HV V K" if a.checkpoint_indices is None else "R HV V K", (dtype,))
         elif a.state is None:
-            raise ValueError("checkpoint_indices: expected None without state or checkpoints, got a value")
+            absent("checkpoint_indices", a.checkpoint_indices, "without state or checkpoints")
         check.index("checkpoint_indices", a.checkpoint_indices, "N C")
         check.option("checkpoints", True)
 
