@@ -43,10 +43,6 @@ def fails(op, backend="reference", **wanted):
     return any(not run_case(c, backend).passed for c in chosen)
 
 
-def without(arguments, **changes):
-    return {**arguments, **changes}
-
-
 def broken(monkeypatch, op, wrap):
     original = getattr(reference, op)
     monkeypatch.setattr(reference, op, lambda *tokens, **arguments: wrap(original, *tokens, **arguments))
@@ -118,73 +114,69 @@ def test_a_wrong_norm_fails(monkeypatch, op, fault):
     assert not all(run_case(c, "reference").passed for c in chosen[:8])
 
 
-def test_writing_where_nothing_should_be_written_fails(monkeypatch):
-    def run_then_touch(run, tokens, **states):
-        run(tokens, **states)
-        states["state"][0] = 0.0  # slot 0 is no sequence's in a pooled case
-
-    broken(monkeypatch, "decode", run_then_touch)
-    assert fails("decode", layout="pool")
+def changed(**how):
+    """The backend, with arguments that are changed so."""
+    return lambda run, *tokens, **states: run(*tokens, **states | {name: change(states[name]) for name, change in how.items()})
 
 
-def test_clamping_padding_onto_slot_0_fails(monkeypatch):
-    broken(
-        monkeypatch,
-        "decode",
-        lambda run, tokens, **states: run(tokens, **without(states, state_indices=states["state_indices"].clamp(min=0))),
-    )
-    chosen = [c for c in cases("decode") if c.layout == "pool" and len(c.lengths) > 1][:6]
-    assert any(not run_case(c, "reference").passed for c in chosen)
+def then(touch):
+    """The backend, and something done to the call's tensors after it."""
+    return lambda run, *tokens, **states: (run(*tokens, **states), touch(**states))
 
 
-@pytest.mark.parametrize("op", OPS)
-def test_reading_and_writing_the_null_slot_fails(monkeypatch, op):
-    broken(monkeypatch, op, lambda run, *tokens, **states: run(*tokens, **without(states, null_index=-1)))
-    chosen = [c for c in cases(op) if c.null_index == 0 and len(c.lengths) > 1 and c.layout in ("pool", "layers")][:6]
-    assert any(not run_case(c, "reference").passed for c in chosen)
+def keeps_the_last_output(run, tokens, *, out, **states):
+    before = out.clone()
+    run(tokens, out=out, **states)
+    out[-1] = before[-1]
 
 
-def test_ignoring_intermediate_indices_fails(monkeypatch):
-    broken(monkeypatch, "decode", lambda run, tokens, **states: run(tokens, **without(states, intermediate_indices=None)))
-    assert fails("decode", layout="intermediates")
+def indexed_with_T(run, tokens, *, intermediate_states, **states):
+    R, C, T = *intermediate_states.shape[:2], tokens.q.shape[1]
+    steps = intermediate_states.view(R * C, *intermediate_states.shape[2:])[: R * T].unflatten(0, (R, T))
+    run(tokens, intermediate_states=steps, **states)
 
 
-def test_leaving_padded_outputs_as_they_were_fails(monkeypatch):
-    def keep(run, tokens, *, out, **states):
-        before = out.clone()
-        run(tokens, out=out, **states)
-        out[-1] = before[-1]
-
-    broken(monkeypatch, "decode", keep)
-    chosen = [c for c in cases("decode") if c.layout == "pool" and len(c.lengths) > 1][:6]
-    assert all(not run_case(c, "reference").passed for c in chosen)
+def first_layer(run, *, state, buffer, **rest):
+    run(state=state[0], buffer=buffer.layer(0), **rest)
 
 
-def test_ignoring_write_indices_fails(monkeypatch):
-    broken(monkeypatch, "decode", lambda run, tokens, **states: run(tokens, **without(states, write_indices=None)))
-    assert fails("decode", layout="write")
+def several(*layouts, **wanted):
+    """Cases of such layouts with several sequences."""
+    return lambda c: c.layout in layouts and len(c.lengths) > 1 and all(getattr(c, name) == x for name, x in wanted.items())
 
 
-def test_not_writing_the_state_beside_intermediates_fails(monkeypatch):
-    broken(monkeypatch, "decode", lambda run, tokens, **states: run(tokens, **without(states, update_state=False)))
-    assert fails("decode", layout="intermediates")
+FAULTS = {
+    # operation, what runs in its place, which of its cases are tried, how many of the first six have to fail
+    "a slot of no sequence is written": ("decode", then(lambda state, **_: state[0].zero_()), several("pool"), any),
+    "padding clamped to slot 0": ("decode", changed(state_indices=lambda x: x.clamp(min=0)), several("pool"), any),
+    "padded outputs left as they were": ("decode", keeps_the_last_output, several("pool"), all),
+    "write_indices ignored": ("decode", changed(write_indices=lambda _: None), several("write"), any),
+    "intermediate_indices ignored": ("decode", changed(intermediate_indices=lambda _: None), several("intermediates"), any),
+    "no state written beside intermediates": ("decode", changed(update_state=lambda _: False), several("intermediates"), any),
+    "intermediates indexed with T": ("decode", indexed_with_T, several("intermediates"), all),
+    "a start from a stale slot": ("prefill", changed(has_initial_state=lambda _: None), several("pool"), any),
+    "values off by 0.004": (  # bf16 sums in a prefill of fp32
+        "prefill",
+        lambda run, tokens, **states: run(tokens._replace(v=(tokens.v.float() * 1.004).to(tokens.v.dtype)), **states),
+        lambda c: c.layout == "dense" and c.dtype == torch.float32,
+        any,
+    ),
+    "the state moved by verify": ("verify", then(lambda state, **_: state[1].mul_(0.5)), several("pool"), any),
+    "a token too many folded": ("flush", changed(num_accepted=lambda m: m + 1), lambda c: c.family == "typical", any),
+    "only the first layer flushed": ("flush", first_layer, lambda c: c.layout == "layers", any),
+    **{
+        f"{op} on the null slot": (op, changed(null_index=lambda _: -1), several("pool", "layers", null_index=0), any) for op in OPS
+    },
+}
 
 
-def test_indexing_intermediates_with_T_fails(monkeypatch):
-    def with_T(run, tokens, **states):
-        steps = states["intermediate_states"]
-        R, C, T = *steps.shape[:2], tokens.q.shape[1]
-        run(tokens, **without(states, intermediate_states=steps.view(R * C, *steps.shape[2:])[: R * T].unflatten(0, (R, T))))
-
-    broken(monkeypatch, "decode", with_T)
-    chosen = [c for c in cases("decode") if c.layout == "intermediates" and len(c.lengths) > 1][:3]
-    assert all(not run_case(c, "reference").passed for c in chosen)
-
-
-def test_starting_from_a_stale_slot_fails(monkeypatch):
-    broken(monkeypatch, "prefill", lambda run, tokens, **states: run(tokens, **without(states, has_initial_state=None)))
-    chosen = [c for c in cases("prefill") if c.layout == "pool" and len(c.lengths) > 1][:4]
-    assert any(not run_case(c, "reference").passed for c in chosen)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_a_wrong_backend_fails(monkeypatch, fault):
+    op, wrong, exposes, enough = FAULTS[fault]
+    broken(monkeypatch, op, wrong)
+    chosen = [c for c in cases(op) if exposes(c)][:6]
+    assert chosen
+    assert enough(not run_case(c, "reference").passed for c in chosen)
 
 
 CHECKPOINT_FAULTS = {
@@ -207,41 +199,6 @@ def test_wrong_checkpoints_fail(monkeypatch, judged, layout, fault):
     broken(monkeypatch, "prefill", run_wrong)
     long = [c for c in cases("prefill") if c.layout == layout and c.family == "typical" and c.lengths[0] >= 64]
     assert any(not run_case(c, judged).passed for c in long[:6])
-
-
-def test_folding_one_token_too_many_fails(monkeypatch):
-    def one_more(run, *, num_accepted, **states):
-        run(num_accepted=num_accepted + 1, **states)
-
-    broken(monkeypatch, "flush", one_more)
-    assert fails("flush", family="typical")
-
-
-def test_flushing_only_the_first_layer_fails(monkeypatch):
-    def first(run, *, state, buffer, **rest):
-        run(state=state[0], buffer=buffer.layer(0), **rest)
-
-    broken(monkeypatch, "flush", first)
-    assert fails("flush", layout="layers")
-
-
-def test_moving_the_state_in_verify_fails(monkeypatch):
-    def move(run, tokens, *, state, **rest):
-        run(tokens, state=state, **rest)
-        state[1] *= 0.5
-
-    broken(monkeypatch, "verify", move)
-    assert fails("verify", layout="pool")
-
-
-def test_half_precision_arithmetic_fails(monkeypatch):
-    """bf16 states or bf16 sums inside an fp32-state prefill are outside the tolerance."""
-
-    def rounded(run, tokens, **states):
-        run(tokens._replace(v=(tokens.v.float() * 1.004).to(tokens.v.dtype)), **states)
-
-    broken(monkeypatch, "prefill", rounded)
-    assert fails("prefill", dtype=torch.float32, layout="dense")
 
 
 # ------------------------------------------------------------------------------------------------ tolerances
