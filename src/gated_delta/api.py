@@ -249,8 +249,8 @@ def _node(op: Operation, *arguments: Any) -> Any:
 
 
 def run(op: Operation, *arguments: Any) -> Any:
-    """An eager call: found in the call cache, or described, routed and remembered; on the CuTe backend launched."""
-    found, made = None, REDESCRIBE
+    """An eager call: found in the call cache, or described, routed and remembered; then its kernels or the reference backend."""
+    found = None
     try:
         key = op.key(*arguments)
         found = op.calls.find(key, arguments)
@@ -259,31 +259,35 @@ def run(op: Operation, *arguments: Any) -> Any:
     if found is not None:
         known, tensors = found
         made = known(tensors)
-        if made is not REDESCRIBE and made is not ON_REFERENCE:
+        if made is ON_REFERENCE:
+            return _on_reference(op, op.arguments(*arguments))
+        if made is not REDESCRIBE:
             return made
     a = op.arguments(*arguments)
-    if made is REDESCRIBE:
-        problem = op.describe(a)
-        route = select(op, problem, a[0].device, a.backend, *op.work(a))
-        if isinstance(a.backend, _Explain):
-            return route
-        launch: Any = ReferenceCall() if route.plan is None else op.launch(problem, route.plan, a)
-        written, vectors = ([getattr(a, name) for name in names] for names in (op.written(a), launch.vectors))
-        tensors = tuple(x for x in a[: op.num_tensors] if x is not None)
-        launch.placement = Placement(tensors, written, vectors, launch.pointers)
-        if found is None:
-            op.calls.remember(key, arguments, launch)
-        else:
-            known.placement.allow(addresses(tensors))
-        made = launch(tensors)
-    if made is ON_REFERENCE:
-        a = op.allocated(a)
-        op.run_reference(a)
-        made = op.result(a)
-    return made
+    problem = op.describe(a)
+    route = select(op, problem, a[0].device, a.backend, *op.work(a))
+    if isinstance(a.backend, _Explain):
+        return route
+    launch: Any = ReferenceCall() if route.plan is None else op.launch(problem, route.plan, a)
+    written, vectors = ([getattr(a, name) for name in names] for names in (op.written(a), launch.vectors))
+    tensors = tuple(x for x in a[: op.num_tensors] if x is not None)
+    launch.placement = Placement(tensors, written, vectors, launch.pointers)
+    if found is None:
+        op.calls.remember(key, arguments, launch)
+    else:
+        known.placement.allow(addresses(tensors))
+    made = launch(tensors)
+    return _on_reference(op, a) if made is ON_REFERENCE else made
+
+
+def _on_reference(op: Operation, a: Any) -> Any:
+    a = op.allocated(a)
+    op.run_reference(a)
+    return op.result(a)
 
 
 ON_REFERENCE = object()
+"""What a `ReferenceCall` returns: the call is to run on the reference backend."""
 
 
 class ReferenceCall:
