@@ -507,23 +507,10 @@ class Checker:
 
     def problem(self, op: str, a: Any, state_dtype: torch.dtype, T: int | None) -> Problem:
         """Of a call with tokens."""
-        return Problem(
-            op,
-            axis_of(a.g),
-            self.sizes["H"],
-            self.sizes["HV"],
-            self.sizes["K"],
-            self.sizes["V"],
-            T,
-            gate=a.gate,
-            dtype=a.q.dtype,
-            g_dtype=a.g.dtype,
-            beta_dtype=a.beta.dtype,
-            state_dtype=state_dtype,
-            qk_l2norm=a.qk_l2norm,
-            beta_logits=a.beta_logits,
-            options=frozenset(self.options),
-        )
+        facts: dict[str, Any] = {name: self.sizes[name] for name in ("H", "HV", "K", "V")}
+        facts |= dict(dtype=a.q.dtype, g_dtype=a.g.dtype, beta_dtype=a.beta.dtype, state_dtype=state_dtype)
+        facts |= dict(gate=a.gate, qk_l2norm=a.qk_l2norm, beta_logits=a.beta_logits)
+        return Problem(op, axis_of(a.g), T=T, **facts, options=frozenset(self.options))
 
 
 def axis_of(g: Tensor) -> str:

@@ -90,9 +90,8 @@ class Flush(StateOperation):
         check.writes(*self.written(a))
         check.vectors(None, a.state)
         check.option("layers", layers)
-        sizes, options = check.sizes, frozenset(check.options)
-        heads = (sizes["H"], sizes["HV"], sizes["K"], sizes["V"])
-        return Problem("flush", axis, *heads, sizes["C"], state_dtype=dtype, options=options)
+        sizes: dict[str, Any] = {name: check.sizes[name] for name in ("H", "HV", "K", "V")}
+        return Problem("flush", axis, **sizes, T=check.sizes["C"], state_dtype=dtype, options=frozenset(check.options))
 
     def written(self, a: Arguments) -> tuple[str, ...]:
         return ("state",)
@@ -130,15 +129,10 @@ class Flush(StateOperation):
 
 
 def _reference_arguments(a: Arguments) -> dict[str, Any]:
-    return dict(
-        state=a.state,
-        buffer=KVBuffer(a.buffer_u, a.buffer_k, a.buffer_log_decay),
-        num_accepted=a.accepted_by_all if a.num_accepted is None else a.num_accepted,
-        state_indices=a.state_indices,
-        write_indices=a.write_indices,
-        buffer_indices=a.buffer_indices,
-        null_index=a.null_index,
-    )
+    buffer = KVBuffer(a.buffer_u, a.buffer_k, a.buffer_log_decay)
+    num_accepted = a.accepted_by_all if a.num_accepted is None else a.num_accepted
+    names = ("state", "state_indices", "write_indices", "buffer_indices", "null_index")
+    return dict(buffer=buffer, num_accepted=num_accepted, **{name: getattr(a, name) for name in names})
 
 
 class FlushLaunch(Launch):

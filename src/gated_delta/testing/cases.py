@@ -130,32 +130,12 @@ class Case:
 
     @property
     def problem(self) -> Problem:
-        H, HV = self.heads
-        drafts = MAX_DRAFT if self.packed else self.lengths[0]
-        problem = Problem(
-            self.op,
-            self.axis,
-            H,
-            HV,
-            self.D,
-            self.D,
-            T=None if self.op == "prefill" else drafts,
-            state_dtype=self.state_dtype,
-            options=self.options,
-        )
+        T = None if self.op == "prefill" else MAX_DRAFT if self.packed else self.lengths[0]
+        problem = Problem(self.op, self.axis, *self.heads, self.D, self.D, T, state_dtype=self.state_dtype, options=self.options)
         if self.op == "flush":
             return problem
-        return Problem(
-            **{
-                **vars(problem),
-                "gate": self.gate,
-                "dtype": self.dtype,
-                "g_dtype": self.g_dtype,
-                "beta_dtype": self.dtype,
-                "qk_l2norm": self.qk_l2norm,
-                "beta_logits": self.beta_logits,
-            }
-        )
+        names = ("gate", "dtype", "g_dtype", "qk_l2norm", "beta_logits")
+        return replace(problem, beta_dtype=self.dtype, **{name: getattr(self, name) for name in names})
 
     @property
     def label(self) -> str:
@@ -206,29 +186,14 @@ def cases(op: str) -> tuple[Case, ...]:
         rng = random.Random(f"{op}{seed}")
         layout = rng.choice(layouts)
         dtype = rng.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
-        packed = _uses(LAYOUTS[op][layout], "cu_seqlens")
-        made.append(
-            Case(
-                op,
-                axis,
-                D,
-                heads,
-                gate,
-                family,
-                keys,
-                # Nothing names a state dtype in a prefill without states: it computes in fp32.
-                torch.float32 if (op, layout) == ("prefill", "fused_qkv") else state_dtype,
-                layout,
-                dtype,
-                rng.choice((dtype, torch.float32)),
-                rng.random() < 0.75,
-                rng.random() < 0.5,
-                _lengths(op, packed, heads[1], rng),
-                rng.choice((-1, 0)) if _uses(LAYOUTS[op][layout], "state_indices") else -1,
-                seed,
-                rng.choice((None, None, *ACTIVATIONS)) if op in ("decode", "verify") else None,
-            )
-        )
+        tokens = dtype, rng.choice((dtype, torch.float32)), rng.random() < 0.75, rng.random() < 0.5
+        lengths = _lengths(op, _uses(LAYOUTS[op][layout], "cu_seqlens"), heads[1], rng)
+        null_index = rng.choice((-1, 0)) if _uses(LAYOUTS[op][layout], "state_indices") else -1
+        norm = rng.choice((None, None, *ACTIVATIONS)) if op in ("decode", "verify") else None
+        if (op, layout) == ("prefill", "fused_qkv"):
+            state_dtype = torch.float32  # nothing names a state dtype in a prefill without states: it computes in fp32
+        factors = axis, D, heads, gate, family, keys, state_dtype
+        made.append(Case(op, *factors, layout, *tokens, lengths, null_index, seed, norm))
     return tuple(made)
 
 
