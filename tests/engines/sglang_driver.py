@@ -12,7 +12,9 @@ import sglang_cpu
 
 sglang_cpu.install()
 
+from gated_delta import api, dispatch, ops
 from gated_delta.integrations import sglang as plugin
+from gated_delta.integrations import start
 
 case = json.loads(os.environ["SGLANG_CASE"])
 
@@ -26,8 +28,39 @@ class Calls(collections.Counter):
             json.dump(self, file)
 
 
+def record(kernels):
+    """Writes which kernels were looked for when the engine started, and which its calls would launch on a GPU."""
+    found = dict(looked_for=set(), needed=set())
+
+    def note(kind, problem):
+        found[kind] |= {variant.label for variant in dispatch.variants_of(problem)}
+        with open(os.path.join(kernels, str(os.getpid())), "w") as file:
+            json.dump({kind: sorted(labels) for kind, labels in found.items()}, file)
+
+    def load(calls, device):
+        for op, arguments in calls:
+            note("looked_for", api.explain(op, **arguments).problem)
+
+    def described(describe):
+        def wrapped(a):
+            problem = describe(a)
+            if not isinstance(a.backend, api._Explain):
+                note("needed", problem)
+            return problem
+
+        return wrapped
+
+    start.load = load
+    for operation in ops.OPERATIONS.values():
+        operation.describe = described(operation.describe)
+
+
 plugin._calls = Calls()
 plugin.VERSIONS = tuple(case.get("versions", plugin.VERSIONS))
+if "kernels" in case:
+    record(case["kernels"])
+if "arch" in case:
+    start.arch_of = lambda device: case["arch"]
 if "backend" in case:
     plugin.backend_for = lambda x: case["backend"]
 

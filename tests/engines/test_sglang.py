@@ -34,6 +34,7 @@ from sglang.srt.runtime_context import get_context
 
 from gated_delta.integrations import sglang as plugin
 from gated_delta.integrations import sglang_kvbuffer as kvbuffer
+from gated_delta.integrations import sglang_start
 from gated_delta.problem import KVBuffer, UnsupportedProblem
 
 load_plugins()  # as each of the engine's processes does
@@ -206,6 +207,7 @@ class Configurator:
     """What the plug-in asks of the engine's pool configurator, for an engine of two layers."""
 
     device, attn_dp_size = "cpu", 1
+    model_config = SimpleNamespace(dtype=torch.float32)
 
     def __init__(self, layers):
         dtype = mamba_utils.Mamba2StateDType(conv=torch.float32, temporal=torch.float32)
@@ -503,15 +505,17 @@ def test_drafts_of_breadth_1_fork(monkeypatch):
     assert seen.reshape(4, 4)[2].tolist() == [1, 0, 1, 0]  # the third token follows the first
 
 
-@pytest.mark.parametrize(("breadth", "warned"), [(1, True), (10, False)])
-def test_drafts_that_may_fork_unseen_are_a_warning(breadth, warned, caplog):
-    flags = dict(speculative_algorithm="NGRAM", speculative_num_draft_tokens=4, speculative_eagle_topk=breadth)
-    dispatchers(linear_attn_verify_backend=plugin.NAME, **flags)
+@pytest.mark.parametrize(("breadth", "drafts", "warned"), [(1, 4, True), (1, 2, False), (10, 4, False)])
+def test_drafts_that_may_fork_unseen_are_a_warning(breadth, drafts, warned, caplog):
+    with under(speculative_algorithm="NGRAM", speculative_num_draft_tokens=drafts, speculative_eagle_topk=breadth):
+        sglang_start.warn_of_forks()
     assert ("n-gram drafts of breadth 1, which may fork" in caplog.text) == warned
 
 
 EXPECTED = {
     utils.resolve_linear_attn_backends: "prefill_default",
+    gdn_backend.GDNAttnBackend.__init__: "self model_runner",
+    kda_backend.KDAAttnBackend.__init__: "self model_runner",
     gdn_backend.GDNKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",
     kda_backend.KDAKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",
 }
@@ -607,15 +611,21 @@ def kimi_linear(tmp_path_factory):
 class Run:
     """One engine in processes of its own: two rounds of the prompts, the second from the prefix cache."""
 
-    def __init__(self, model, tmp_path, engine, variables=(), **case):
+    def __init__(self, model, tmp_path, engine, variables=(), starts=True, **case):
         reports = tmp_path / "reports"
         reports.mkdir()
+        self.kernels = tmp_path / "kernels"
+        self.kernels.mkdir()
         case |= dict(model=str(model), engine=engine, prompts=PROMPTS, new_tokens=NEW, reports=str(reports))
+        case |= dict(kernels=str(self.kernels)) if starts else {}
         environment = os.environ | dict(SGLANG_CASE=json.dumps(case), SGLANG_MAMBA_CONV_DTYPE="float32", OMP_NUM_THREADS="1")
         environment |= dict(variables)
         command = [sys.executable, str(HERE / "sglang_driver.py")]
         done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, cwd=tmp_path)
         self.log = done.stdout + done.stderr
+        if not starts:
+            assert done.returncode
+            return
         results = [line for line in self.log.splitlines() if line.startswith("RESULT ")]
         assert results, self.log[-8000:]
         self.rounds = json.loads(results[-1].removeprefix("RESULT "))
@@ -623,6 +633,12 @@ class Run:
 
     def tokens(self, n):
         return [one["tokens"] for one in self.rounds[n]]
+
+    def looked_for_what_it_needs(self):
+        """When it started it looked for every kernel that its calls would launch on a GPU, and for no others."""
+        found = [json.loads(file.read_text()) for file in self.kernels.iterdir()]
+        (found,) = [one for one in found if one["needed"]]
+        assert found["looked_for"] == found["needed"]
 
     def cached(self, n):
         return [one["cached"] for one in self.rounds[n]]
@@ -637,6 +653,7 @@ def test_engine_with_chunked_prefill_and_the_prefix_cache(qwen3_5, expected, tmp
     assert run.ran["GDN decode on backend reference"] >= 2 * 3 * (NEW - 1)  # three layers, two rounds
     assert run.ran["GDN prefill on backend reference"] >= 3 * 4  # chunks of 256 tokens of 900
     assert "gated_delta serves GDN decode, prefill; verify stays TritonGDNKernel" in run.log
+    run.looked_for_what_it_needs()
 
 
 def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
@@ -647,6 +664,7 @@ def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
     assert kept % 64 == 0
     assert run.cached(1)[2] > 256
     assert run.ran.keys() == BOTH
+    run.looked_for_what_it_needs()
 
 
 def test_engine_that_retracts_requests(qwen3_5, expected, tmp_path):
@@ -660,8 +678,17 @@ def test_engine_that_retracts_requests(qwen3_5, expected, tmp_path):
 def test_engine_with_kda_layers(kimi_linear, tmp_path):
     model, tokens = kimi_linear
     run = Run(model, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer"))
+    run.looked_for_what_it_needs()
     assert run.tokens(0) == run.tokens(1) == tokens
     assert run.ran.keys() == {f"KDA {mode} on backend reference" for mode in ("decode", "prefill")}
+
+
+def test_engine_that_lacks_kernels_does_not_start(qwen3_5, tmp_path):
+    """As on a GPU without the compiler, with a pack that has none of what these layers need."""
+    strict = dict(GATED_DELTA_JIT="0", GATED_DELTA_CACHE_DIR=str(tmp_path))
+    run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer"), strict, starts=False, arch="sm_90a")
+    assert "kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no compiler, and no compiled kernel" in run.log
+    assert "`gated-delta compile` builds them ahead of time\n  - decode axis=head K=64 V=64" in run.log
 
 
 def test_engine_runs_its_own_kernels_where_ours_cannot(qwen3_5, expected, tmp_path):

@@ -32,6 +32,7 @@ class Run(NamedTuple):
     calls: dict[str, int]
     batches: list[str]
     report: list[dict[str, Any]]
+    kernels: dict[str, list[str]]
     log: str
 
     @property
@@ -242,6 +243,16 @@ def test_states_in_fp16(models: Any, tmp_path: Path) -> None:
     _all_on_gated_delta(made, "prefill", "decode")
 
 
+def test_an_engine_that_lacks_kernels_does_not_start(tmp_path: Path) -> None:
+    """As on a GPU without the compiler, with a pack that has none of what these layers need."""
+    strict = dict(GATED_DELTA_JIT="0", GATED_DELTA_CACHE_DIR=str(tmp_path))
+    missing = (
+        "kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no compiler(.|\n)*  - prefill_prepare axis=head K=64"
+    )
+    with pytest.raises(AssertionError, match=missing):
+        run(tmp_path, TRAINED, job=dict(arch="sm_90a"), env=strict, **BF16)
+
+
 def test_an_error_is_not_taken_for_a_refusal(tmp_path: Path) -> None:
     """In the middle of a request it ends the engine, in its own words; vLLM's kernels do not hide it."""
     with pytest.raises(AssertionError, match="decode: what a test says"):
@@ -281,6 +292,8 @@ def _all_on_gated_delta(made: Run, *kinds: str) -> None:
         also = sum(row["calls"].get("drafts", 0) for row in made.report) if name == "decode" else 0
         assert made.calls.get(name, 0) == counted + also
     assert "backend reference" in made.log
+    assert made.kernels["needed"]
+    assert set(made.kernels["needed"]) <= set(made.kernels["looked_for"])  # when the engine started
 
 
 def test_tokens_of_vllm(own: Run, tmp_path: Path) -> None:

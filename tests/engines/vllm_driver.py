@@ -134,17 +134,46 @@ def ask_for_checkpoints():
 
 
 def refuse(layer):
-    """The operations cannot run what that layer asks for when it is built: three calls."""
+    """The operations cannot run what that layer asks for when it is built: two calls."""
     from gated_delta import UnsupportedProblem, api
 
     explain, calls = api.explain, itertools.count()
 
     def scarce(*args, **kwargs):
-        if next(calls) // 3 == layer:
+        if next(calls) // 2 == layer:
             raise UnsupportedProblem("", ("what a test says",))
         return explain(*args, **kwargs)
 
     api.explain = scarce
+
+
+def record(kernels, arch):
+    """What is looked for when the engine starts, and what its calls would launch on a GPU. arch: look for it in earnest."""
+    from gated_delta import api, dispatch, ops
+    from gated_delta.integrations import start
+
+    def note(kind, problem):
+        kernels[kind] = sorted({*kernels[kind], *(variant.label for variant in dispatch.variants_of(problem))})
+
+    def described(describe):
+        def wrapped(a):
+            problem = describe(a)
+            if not isinstance(a.backend, api._Explain):
+                note("needed", problem)
+            return problem
+
+        return wrapped
+
+    def load(calls, device):
+        for op, arguments in calls:
+            note("looked_for", api.explain(op, **arguments).problem)
+
+    for operation in ops.OPERATIONS.values():
+        operation.describe = described(operation.describe)
+    if arch:
+        start.arch_of = lambda device: arch
+    else:
+        start.load = load
 
 
 def fail(op):
@@ -207,6 +236,8 @@ def main():
         fail(job["fail"])
     if "refuse" in job:
         refuse(job["refuse"])
+    kernels = dict(looked_for=[], needed=[])
+    record(kernels, job.get("arch"))
     stand_in("speculative_config" in job["engine"] and not job.get("own_convolution"))
     count()
     watch()
@@ -221,6 +252,7 @@ def main():
     from gated_delta.integrations import vllm as plugin
 
     made = dict(rounds=rounds, calls=CALLS, batches=sorted(BATCHES), report=[row._asdict() for row in plugin.report()])
+    made |= dict(kernels=kernels)
     with open(job["result"], "w") as f:
         json.dump(made, f)
 

@@ -59,9 +59,7 @@ def register() -> None:
         verify.choices.append(NAME)
     HookRegistry.register(f"{_LINEAR}utils.resolve_linear_attn_backends", _resolved, HookType.AFTER)
     if in_kvbuffer:
-        from gated_delta.integrations import sglang_kvbuffer
-
-        sglang_kvbuffer.register()
+        importlib.import_module("gated_delta.integrations.sglang_kvbuffer").register()
 
 
 def chosen() -> set[str]:
@@ -90,17 +88,18 @@ def _resolved(backends: Any, *_: Any, **__: Any) -> Any:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if supported():
+        check = importlib.import_module("gated_delta.integrations.sglang_start").check
         for layers in ("GDN", "KDA"):
-            target = f"{_LINEAR}{layers.lower()}_backend.{layers}KernelDispatcher.__init__"
-            if target not in HookRegistry._hooks:
-                HookRegistry.register(target, _dispatcher_made, HookType.AFTER)
+            module = f"{_LINEAR}{layers.lower()}_backend.{layers}"
+            for target, hook in (("KernelDispatcher", _dispatcher_made), ("AttnBackend", check)):
+                if f"{module}{target}.__init__" not in HookRegistry._hooks:
+                    HookRegistry.register(f"{module}{target}.__init__", hook, HookType.AFTER)
         HookRegistry.apply_hooks()
     return type(backends)(**{m: LinearAttnKernelBackend.TRITON if m in modes else getattr(backends, m) for m in FLAGS})
 
 
 def _dispatcher_made(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
     """Puts our kernels in a dispatcher where it chose the engine's for our modes."""
-    from sglang.srt.runtime_context import get_spec
     from sglang.srt.utils.common import rank0_log
 
     triton = dispatcher.triton_kernel if hasattr(dispatcher, "triton_kernel") else dispatcher.tree_verify_kernel
@@ -109,8 +108,6 @@ def _dispatcher_made(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
         setattr(dispatcher, _KERNELS[mode], ours)
     kept = [f"{mode} stays {type(getattr(dispatcher, name)).__name__}" for mode, name in _KERNELS.items() if mode not in modes]
     rank0_log("; ".join([f"gated_delta serves {ours.layers} {', '.join(sorted(modes))}", *kept]))
-    if get_spec().speculative_algorithm == "NGRAM" and get_spec().speculative_eagle_topk == 1:
-        _log.warning("gated_delta: SGLang takes n-gram drafts of breadth 1, which may fork, for lines: its tokens may be wrong")
 
 
 def kernel_class(triton: type) -> Any:

@@ -17,7 +17,9 @@ from torch import Tensor
 
 from gated_delta import api
 from gated_delta.integrations import sglang as plugin
-from gated_delta.problem import MAX_DRAFT, Gate, KVBuffer, UnsupportedProblem
+from gated_delta.integrations import start
+from gated_delta.integrations.sglang_start import Layer
+from gated_delta.problem import MAX_DRAFT, KVBuffer
 
 _POOLS = "sglang.srt.mem_cache.kv_cache_configurator"
 _COMMIT = "sglang.kernels.ops.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify"
@@ -58,33 +60,17 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
         missing = "the engine's plain pool, neither unified memory nor ReplaySSM"
     if not missing:
         HV, V, K = params.shape.temporal
-        gate = "channel" if configurator.hybrid_kda_config else "head"
-        made = dict(T=drafts, H=params.shape.num_k_heads_per_tp, HV=HV, K=K, V=V, gate=gate, device=configurator.device)
-        missing = refused(made, params.dtype.conv, params.dtype.temporal)
+        kind = "KDA" if configurator.hybrid_kda_config else "GDN"
+        layer = Layer(kind, params.shape.num_k_heads_per_tp, HV, K, V, configurator.model_config.dtype)
+        axis = "channel" if kind == "KDA" else "head"
+        made = dict(T=drafts, H=layer.H, HV=HV, K=K, V=V, gate=axis, device=configurator.device)
+        state = torch.zeros(1, HV, V, K, dtype=params.dtype.temporal, device=configurator.device)
+        calls = layer.calls(state, scratch=KVBuffer.empty(1, **made), drafts=drafts)
+        missing = "; ".join(start.refused(calls["verify"]).values())
         if not missing:
             return made | dict(num_layers=len(configurator._get_mamba_layer_ids_for_req_pool()))
     _log.warning("gated_delta leaves the engine's scratch for drafts as it is; a KVBuffer needs %s", missing)
     return None
-
-
-def refused(made: dict[str, Any], dtype: torch.dtype, state_dtype: torch.dtype) -> str:
-    """What keeps verify and flush from running on the backend of this device; "" if nothing does."""
-    device, (H, HV, K, V) = made["device"], (made[name] for name in ("H", "HV", "K", "V"))
-
-    def new(*shape: int, dtype: torch.dtype = dtype) -> Tensor:
-        return torch.zeros(*shape, dtype=dtype, device=device)
-
-    g, dt_bias = (new(1, 1, HV, K), new(HV, K)) if made["gate"] == "channel" else (new(1, 1, HV), new(HV))
-    call = dict(q=new(1, 1, H, K), k=new(1, 1, H, K), v=new(1, 1, HV, V), g=g, beta=new(1, 1, HV), beta_logits=True)
-    call |= dict(gate=Gate.softplus(new(HV, dtype=torch.float32), dt_bias.float()), cu_seqlens=new(2, dtype=torch.int32))
-    state, buffer = new(1, HV, V, K, dtype=state_dtype), KVBuffer.empty(1, **made)
-    backend = plugin.backend_for(state)
-    try:
-        api.explain("verify", **call, state=state, buffer=buffer, backend=backend)
-        api.explain("flush", state, buffer, new(1, dtype=torch.int32), backend=backend)
-    except UnsupportedProblem as error:
-        return "; ".join(error.missing)
-    return ""
 
 
 def _budget(original: Any, configurator: Any, rest: float) -> float:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from inspect import signature
 from typing import Any
 
 import torch
@@ -25,27 +24,29 @@ from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops import causal_conv1d
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
-from gated_delta import __version__, api, compile, dispatch
+from gated_delta import __version__, api
+from gated_delta.integrations import vllm_start
 from gated_delta.integrations.checks import layer_gate
-from gated_delta.integrations.vllm import Tally, layers, logger, platform
+from gated_delta.integrations.vllm import Tally, layers, logger
+from gated_delta.integrations.vllm_start import BACKEND, DEVICE
 from gated_delta.ops.launch import MAX_NORM
-from gated_delta.problem import CHECKPOINT_INTERVAL, MAX_DRAFT, Gate, GatedNorm, UnsupportedProblem
+from gated_delta.problem import CHECKPOINT_INTERVAL, Gate, GatedNorm
 
-DEVICE = platform()
 GRID = "get_mamba_prefill_checkpoint_grid"  # not in vLLM 0.32
-BACKEND = {"cuda": "cute", "cpu": "reference"}[DEVICE]
 
 
 class Core(GatedDeltaNetAttention):
     """Stands before vLLM's class among a layer's bases and computes the layer's core where gated_delta can."""
 
+    channels = False  # whether the gate has K channels
+
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, vllm_config, *args, **kwargs)
         HV, V, K = self.get_state_shape()[1]
         self.sizes = (self.conv1d.weight.shape[0] - HV * V) // (2 * K), HV, V, K  # H is what the convolution's channels leave
-        self.tally, self.warm, self.fuses_norm = Tally(), False, V <= MAX_NORM and self._hands_gate_over()
+        self.tally, self.profiled, self.fuses_norm = Tally(), False, V <= MAX_NORM and self._hands_gate_over()
         self.aligned = vllm_config.cache_config.mamba_cache_mode == "align" and hasattr(abstract, GRID)
-        self._refuse(self._missing(self._pool()) | self._kept_by_vllm(vllm_config))
+        self._refuse(vllm_start.missing(self, vllm_start.small_pool(self)) | vllm_start.left_to_vllm(vllm_config, self.num_spec))
         layers.add(self)
         runs = "; ".join(f"{op}: {self.tally.place(op)}" for op in ("decode", "prefill"))
         logger().info_once(f"gated_delta {__version__}, backend {BACKEND}, in {self.name}: {runs}")
@@ -53,9 +54,10 @@ class Core(GatedDeltaNetAttention):
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
         exported = self._exports()
-        self._refuse(self._missing(self.kv_cache[1]))
+        self._refuse(vllm_start.missing(self, self.kv_cache[1]))
         if exported and not self._exports():  # vLLM has blocks for the checkpoints, and its own kernels would leave them unwritten
             raise RuntimeError(f"gated_delta cannot run {self.prefix} on vLLM's cache as it lies: {self.tally.refused}")
+        vllm_start.load(self, self.kv_cache[1])
 
     def _exports(self) -> bool:
         """Whether prefills keep the states that prefixes in cache end with. Not where vLLM's kernels may get a batch."""
@@ -73,22 +75,6 @@ class Core(GatedDeltaNetAttention):
             return spec
         return replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=grid)
 
-    def _kept_by_vllm(self, vllm_config: Any) -> dict[str, str]:
-        """What is left to vLLM whatever the kernels can run."""
-        chosen = vllm_config.additional_config
-        chosen = chosen.get("gated_delta", True) if isinstance(chosen, dict) else True
-        if not isinstance(chosen, bool):
-            raise ValueError(f"additional_config gated_delta: expected true or false, got {chosen!r}")
-        reasons = {
-            "additional_config has gated_delta false": not chosen,
-            "ReplaySSM keeps tokens beside the states": getattr(vllm_config.cache_config, "use_replayssm", False),
-            "vLLM's short convolution ignores drafts": self.num_spec  # as on a CPU
-            and "num_accepted_tokens" not in signature(causal_conv1d.causal_conv1d_update).parameters,
-        }
-        for reason in [reason for reason, holds in reasons.items() if holds]:
-            return dict(decode=reason, prefill=reason)
-        return dict(decode=f"more than {MAX_DRAFT - 1} draft tokens") if self.num_spec >= MAX_DRAFT else {}
-
     def _hands_gate_over(self) -> bool:
         """Whether the layer's core gets the gate of the norm behind it, and that is a norm of decode's."""
         return False
@@ -102,63 +88,14 @@ class Core(GatedDeltaNetAttention):
             reasons = dict.fromkeys(("decode", "prefill"), next(iter(reasons.values())))
         self.tally.refused = reasons | self.tally.refused
 
-    @torch.no_grad()
-    def _missing(self, pool: Tensor) -> dict[str, str]:
-        """What keeps batches on that pool of states from being run here, by operation."""
-        missing = {}
-        for op, arguments in self._examples(pool, 64):
-            try:
-                api.explain(op, **arguments)
-            except UnsupportedProblem as error:
-                missing[op] = "; ".join(error.missing)
-            except (TypeError, ValueError) as error:  # a dtype or layout that the operations do not know
-                missing[op] = str(error)
-        return missing
-
-    def _pool(self) -> Tensor:
-        """Two slots; the first is the null block."""
-        return torch.zeros(2, *self.sizes[1:], dtype=self.get_state_dtype()[1], device=DEVICE)
-
-    def _examples(self, pool: Tensor, tokens: int) -> list[tuple[str, dict[str, Any]]]:
-        """Calls like those of batches, on that pool: a prefill of so many tokens, a decode, drafts."""
-        (H, HV, V, K), W = self.sizes, 1 + self.num_spec
-        gate = self._gate(*(torch.empty_like(x, device=pool.device) for x in (self.A_log, self.dt_bias)))
-        widths = [(2 * H * K + HV * V,), (HV, K) if isinstance(self, Kimi) else (HV,), (HV,)]
-        widths += [(HV, V)] if self.fuses_norm else []
-        rows = [pool.new_empty(tokens, *width, dtype=self.model_config.dtype) for width in widths]
-        one = torch.ones(1, dtype=torch.int32, device=pool.device)
-        slots, from_state, cu = dict(state_indices=one), dict(has_initial_state=one.bool()), torch.cat([0 * one, one])
-        drafts = dict(state_indices=one.repeat(1, W), num_accepted=one, cu_seqlens=cu * W)
-        prefill = slots | from_state | dict(cu_seqlens=cu * tokens)
-        calls = [("prefill", tokens, prefill), ("decode", 1, slots), ("decode", W, drafts)]
-        if self.aligned:
-            calls.append(("prefill", tokens, prefill | dict(checkpoint_lens=-one[:, None], checkpoint_indices=one[:, None])))
-        made = []
-        for op, n, own in calls:
-            some = [x[:n] for x in rows[: 3 if op == "prefill" else 4]]
-            made.append((op, self._arguments(some, pool, "cu_seqlens" in own, gate) | own))
-        return made
-
-    def _warm_up(self, tokens: int) -> None:
-        """In vLLM's profile run: compiles what serving launches, and takes a large prefill's memory where vLLM measures it."""
-        pool, self.warm = self._pool(), True
-        arch = compile.arch_of(pool.device)
-        assert arch is not None
-        for op, arguments in self._examples(pool, max(tokens, MAX_DRAFT)):
-            if op not in self.tally.refused:
-                for variant in dispatch.variants_of(api.explain(op, **arguments).problem):
-                    compile.load(variant, arch)
-                if op == "prefill":
-                    api.prefill(**arguments)
-
     def _run(self, qkv: Tensor, g: Tensor, beta: Tensor, out: Tensor, *z: Tensor) -> bool:
         """Whether this batch was run here. qkv [tokens, D] before its convolution, g [tokens, HV(, K)] and beta [tokens, HV] before
         their gates; out [tokens, HV, V] is written as far as there are tokens, behind the norm with its gate z [tokens, HV, V]."""
         refused, m = self.tally.refused, get_forward_context().attn_metadata
         m = m.get(self.prefix) if isinstance(m, dict) else None
         if m is None:  # a profile run: there is no cache yet
-            if BACKEND == "cute" and "prefill" not in refused and not self.warm:
-                self._warm_up(len(qkv))
+            if BACKEND == "cute" and "prefill" not in refused and not self.profiled:
+                vllm_start.profile(self, len(qkv))
             return "prefill" not in refused
         if (m.num_prefills and "prefill" in refused) or (m.num_decodes + m.num_spec_decodes and "decode" in refused):
             self.tally.calls["vLLM"] += 1
@@ -294,6 +231,8 @@ class Olmo(GDN, OlmoHybridGatedDeltaNetAttention):
 
 
 class Kimi(Core, KimiGatedDeltaNetAttention):
+    channels = True
+
     @eager_break_during_capture
     def _forward(self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor) -> None:
         if not self._run(mixed_qkv, g1[0], beta[0], core_attn_out[0], g2.view_as(core_attn_out[0])):

@@ -1,0 +1,69 @@
+"""What the engines' plug-ins look for when an engine starts; tests/engines have whole engines that do."""
+
+import pytest
+import torch
+
+from gated_delta import Gate, KVBuffer, UnsupportedProblem, compile
+from gated_delta.integrations import start
+from gated_delta.integrations.sglang_start import Layer
+
+CPU = torch.device("cpu")
+
+
+def decode(**changes):
+    x, g = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16), torch.zeros(1, 1, 2, dtype=torch.bfloat16)
+    call = dict(q=x, k=x, v=x, g=g, beta=g, gate=Gate.softplus(torch.zeros(2), torch.zeros(2)), beta_logits=True)
+    return "decode", call | dict(state=torch.zeros(3, 2, 64, 64), state_indices=torch.tensor([1])) | dict(
+        backend="reference"
+    ) | changes
+
+
+def test_where_none_of_our_kernels_run_none_are_loaded(monkeypatch):
+    monkeypatch.setattr(compile, "load", lambda *_: pytest.fail("loaded"))
+    start.load([decode()], CPU)
+
+
+def test_kernels_of_every_batch_size_are_loaded_once(monkeypatch):
+    loaded = []
+    monkeypatch.setattr(start, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(compile, "load", lambda variant, arch: loaded.append((variant, arch)))
+    start.load([decode(), decode()], CPU)
+    assert len(loaded) == len(set(loaded)) > 1
+    assert {(variant.kernel, arch) for variant, arch in loaded} == {("decode", "sm_90a")}
+
+
+def test_all_missing_kernels_are_named(monkeypatch, tmp_path):
+    """Where one of several is there, as in a pack for other engines."""
+    monkeypatch.setattr(start, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setenv("GATED_DELTA_JIT", "0")
+    load, present = compile.load, []
+    monkeypatch.setattr(compile, "load", lambda variant, arch: load(variant, arch) if present else present.append(variant))
+    with pytest.raises(UnsupportedProblem) as raised:
+        start.load([decode()], CPU)
+    lines = str(raised.value).splitlines()
+    assert f"{len(lines) - 1} of the {len(lines)} kernels that this engine needs are missing: GATED_DELTA_JIT=0" in lines[0]
+    assert "`gated-delta compile` builds them ahead of time" in lines[0]
+    assert all(line.startswith("  - decode axis=head K=64 V=64 ") for line in lines[1:])
+    assert present[0].label not in str(raised.value)
+
+
+def test_what_the_operations_refuse_is_said_of_each():
+    refused = start.refused([decode(backend="cute"), decode(state=torch.zeros(3, 2, 64, 64, dtype=torch.float64))])
+    assert list(refused) == ["decode"]
+    assert refused["decode"].startswith("state: expected dtype")
+    assert start.refused([decode(backend="cute")]) == dict(decode="tensors on a CUDA device, got cpu")
+    assert start.refused([decode()]) == {}
+
+
+@pytest.mark.parametrize("kind", ["GDN", "KDA"])
+@pytest.mark.parametrize("scratch", [None, "states", "buffer"])
+def test_calls_of_a_layer_of_sglang(kind, scratch):
+    """Every one of them can run."""
+    layer, state = Layer(kind, 2, 4, 32, 64, torch.float32), torch.zeros(2, 4, 64, 32)
+    buffer = KVBuffer.empty(2, T=3, H=2, HV=4, K=32, V=64, gate="head" if kind == "GDN" else "channel", device="cpu")
+    given = {None: None, "states": torch.zeros(2, 3, 4, 64, 32), "buffer": buffer}[scratch]
+    made = layer.calls(state, True, given, 3)
+    assert [op for op, _ in made["decode"] + made["prefill"]] == ["decode", "prefill", "prefill"]
+    assert [op for op, _ in made.get("verify", ())] == {None: [], "states": ["decode"], "buffer": ["verify", "flush"]}[scratch]
+    assert start.refused([call for calls in made.values() for call in calls]) == {}
