@@ -190,6 +190,16 @@ def test_a_draft_and_every_count_of_it(axis, options, state_dtype):
         check_flush(call, start, buffer, torch.arange(first, first + 3, device="cuda").int())
 
 
+@pytest.mark.parametrize("log_decay", [-7.875, -7.9375, -12, -30])
+@pytest.mark.parametrize("channels", [D, 1])
+def test_decays_on_both_sides_of_what_the_tensor_cores_take(state_dtype, log_decay, channels):
+    """RANGE in kernels/verify.py is exp(55.45): past it pairs of tokens are computed another way, for 16-bit states."""
+    call = draft(3, 8, axis="channel", gate="log")
+    call["g"] /= 8
+    call["g"][:, :7, :, D - channels :] = log_decay  # the last token forgets nothing more
+    check_verify(call, pool(3, state_dtype), buffer_for(call, 3, 8))
+
+
 RAGGED = random.Random(0).sample(range(17), 17)
 
 
@@ -232,6 +242,17 @@ def test_packed_drafts_in_a_buffer_of_few_tokens(axis):
     same(o, torch.cat(outputs, 1))
     same_buffers(ragged, alone, [0, 2])
     assert all((x[1] == 0).all() for x in parts(ragged))
+
+
+def test_bits_do_not_depend_on_the_longest_draft(axis, state_dtype):
+    """Packed beside one of 16 tokens, in a kernel for as many, a draft has the bits that it has alone."""
+    dense, lengths = draft(5, 16, axis=axis), (1, 3, 5, 8, 16)
+    start, buffer = pool(5, state_dtype), buffer_for(dense, 5, 16)
+    o = verify(packed(dense, lengths), start, buffer).split(lengths, 1)
+    for n, length in enumerate(lengths):
+        one, kept = part(dense, slice(n, n + 1), slice(0, length)), buffer_for(dense, 1, 16)
+        same(verify(one, start[n : n + 1], kept), o[n].contiguous())
+        same_buffers(kept, gd.KVBuffer(*(x[n : n + 1] for x in parts(buffer))))
 
 
 # ------------------------------------------------------------------------------------------------ memory that verify reads and writes

@@ -478,6 +478,23 @@ def test_a_block_or_a_cluster_has_a_whole_head_for_a_norm(K):
         assert OPERATIONS[op].missing(problem) == ["V up to 256 with a norm, got 288"]
 
 
+@pytest.mark.parametrize("state_dtype", [bf16, torch.float16, f32], ids=str)
+@pytest.mark.parametrize("norm", [frozenset(), frozenset({"norm"})], ids=str)
+def test_a_verify_computes_pairs_in_one_way_whatever_its_batch_and_longest_draft(norm, state_dtype):
+    """The two ways differ in bits."""
+    facts = dict(gate="log", dtype=bf16, g_dtype=bf16, options=norm, state_dtype=state_dtype)
+    of_channel, of_head = (
+        {
+            dict(some.facts).get("mma_pairs", False)
+            for T in range(1, 17)
+            for some in dispatch.variants_of(Problem("verify", axis, 1, 1, 128, 128, T, **facts))
+        }
+        for axis in ("channel", "head")
+    )
+    assert of_channel == {state_dtype != f32}
+    assert of_head == {False}
+
+
 @pytest.mark.parametrize(("given", "passed"), [(-1, -1), (0, 0), (5, 5), (2**40, 2**31 - 1), (numpy.int64(2), 2)], ids=str)
 def test_null_index_is_a_number_of_the_launch(launches, given, passed):
     """Of every operation; it needs no other kernels."""

@@ -3,6 +3,9 @@
 With b_t the product of the decays up to t, S (k_t b_t) and S (q_t b_t) of all tokens are one product on the tensor cores, so time
 hardly depends on T. The rest concerns tokens alone: Akk and Aqk (A and P in docs/math.md), and a forward substitution per V row.
 
+KDA's Akk and Aqk: a token i per group of lanes decays k_i from token to token. With `mma_pairs` they are products of k_t b_t and
+q_t b_t with k_i / b_i on the tensor cores, unless some b_i is so small (RANGE) that this loses digits.
+
 Block: `tile` V rows of one value head of one sequence, `rows` of them a warp.
 
 Warp roles: every warp loads its rows of the state and multiplies them. q and k are loaded by all threads, a token per `lanes`
@@ -11,12 +14,14 @@ neighbouring threads; beta and GDN's g by the last warp, a token a lane; KDA's g
 Shared memory, in words:
     KDA: k and q [token, 2, padded_K], decays and their products b_t [token, padded_K each], fp32
     operand [high or low part, m_tile, k_block, step, lane, 4]: k b_t and q b_t (GDN: k and q), split in two, in mma.sync's order
-    S k and S q, interleaved, of each warp's rows [warp, token, 2 rows]; Akk and Aqk [token, 2, token], for GDN once a warp
+    mma_pairs: keys [high or low part, m_tile, k_block, step, lane, 2]: k / b_t, likewise
+    S k and S q, interleaved, of each warp's rows [warp, token, 2 rows], with mma_pairs in the place of the first line
+    Akk and Aqk [token, 2, token]: of the tensor cores once a warp, KDA's of other cores once
     beta and GDN's decay [token, 2]
 
 Order of work: prefetch into L2 before the previous kernel has ended; load indices, tokens and the state; write tokens and decays;
-barrier; KDA: decay the operand, Akk and Aqk, barrier; S k and S q (GDN: and Akk, Aqk) on the tensor cores; each lane takes a V row
-through the tokens, and stores u and o.
+barrier; KDA: decay the operand, Akk and Aqk (with mma_pairs behind a barrier, and only for strong decays), barrier; S k and S q
+(GDN, mma_pairs: and Akk, Aqk) on the tensor cores; each lane takes a V row through the tokens, and stores u and o.
 """
 
 import itertools
@@ -35,6 +40,7 @@ from .device.primitives import (
     load_words,
     mma_sync,
     offset,
+    prefetch_l2,
     qk_head,
     select,
     sigmoid,
@@ -43,6 +49,7 @@ from .device.primitives import (
     store_if,
     store_words,
     sum_rows,
+    sync_threads_or,
     typed,
     unpack,
 )
@@ -50,6 +57,7 @@ from .device.recurrent import GatedNorm, StateRows, Tokens, sequence_block, sequ
 
 Pointers, Strides, Sizes = typed(VerifyPointers, Int64), typed(VerifyStrides, Int32), typed(VerifySizes, Int32)
 
+RANGE = 2.0**80  # b_t up to which, and down to 1 / which, mma_pairs divides by them
 PAD = 16  # words between tokens' S k and S q, so that eight lanes' accesses to two tokens fall on all banks
 LOADS = 8  # tokens whose g is loaded at once
 
@@ -94,12 +102,15 @@ class Verify:
         token_tile: int,
         rows: int,
         threads: int,
+        mma_pairs: bool = False,
         norm: bool = False,
     ):
         self.state = StateRows(K, state_dtype, rows)
         self.operand_dtype = Float32 if self.state.dtype is Float32 else BFloat16  # fp16 has not the range of k b_t
         self.tokens = Tokens(self.state, axis, dtype, g_dtype, gate, qk_l2norm, aligned)
         self.channel = axis == "channel"
+        self.divided = self.channel and mma_pairs  # Akk and Aqk of KDA on the tensor cores, with k / b_t
+        self.lane_pairs = self.channel and not mma_pairs
         self.K, self.token_tile, self.rows, self.threads = K, token_tile, rows, threads
         self.lanes, self.padded_K = self.state.lanes, self.state.padded_K
         self.groups = threads // self.lanes  # tokens whose q and k a block accesses at once
@@ -112,17 +123,30 @@ class Verify:
         # Offsets in shared memory, in words.
         self.decay_offset = 2 * token_tile * self.padded_K
         self.product_offset = self.decay_offset + token_tile * self.padded_K
-        self.operand_offset = self.product_offset + token_tile * self.padded_K if self.channel else 0
+        tokens_end = self.product_offset + token_tile * self.padded_K if self.channel else 0
         self.operand = self.m_tiles * 2 * self.k_blocks * 128
-        self.skq_offset = self.operand_offset + 2 * self.operand
         self.skq_token = 2 * rows + PAD
-        self.pair_offset = self.skq_offset + self.warps * token_tile * self.skq_token
+        skq = self.warps * token_tile * self.skq_token
+        if self.divided:  # S k and S q take the place of what the operands are made from
+            self.skq_offset, self.operand_offset = 0, max(skq, tokens_end)
+            self.keys_offset = self.operand_offset + 2 * self.operand
+            self.pair_offset = self.keys_offset + self.operand
+        else:
+            self.operand_offset = tokens_end
+            self.skq_offset = self.operand_offset + 2 * self.operand
+            self.pair_offset = self.skq_offset + skq
         self.pair_row = max(token_tile, 4)
         self.pair_words = 2 * self.pair_row * self.pair_row
-        self.scalars_offset = self.pair_offset + (1 if self.channel else self.warps) * self.pair_words
+        self.block_pairs = self.pair_offset + (0 if self.lane_pairs else self.warps * self.pair_words)  # behind each warp's own
+        self.scalars_offset = self.block_pairs + (self.pair_words if self.channel else 0)
         self.norm_offset = self.scalars_offset + 2 * token_tile
         self.norm = GatedNorm(V, self.tiles, self.tokens.dtype, threads, token_tile) if norm else None
         self.shared = self.norm_offset + (self.norm.token_words * token_tile if self.norm else 0)
+        # With k / b_t and 32 rows registers are few: until the products v waits in L2.
+        self.late_v = self.divided and self.state.dtype is not Float32 and rows > 16
+        # 128 registers, as if for blocks of 512 threads, leave room for a fourth block where ptxas would take a few more.
+        capped = self.divided and self.state.dtype is BFloat16 and token_tile == 8 and rows == 32 and not norm
+        self.limits = dict(max_number_threads=(512, 1, 1)) if capped else {}
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
@@ -134,6 +158,7 @@ class Verify:
             smem=self.shared * 4,
             stream=stream,
             use_pdl=True,
+            **self.limits,
         )
 
     @cute.kernel
@@ -169,10 +194,10 @@ class Verify:
         qk = self.tokens.load_qk(args, coord, start, coord.thread // self.lanes, length)
         gates = self.load_gates(args, coord, start, length)
         fragments = self.load_fragments(args, coord, read, active)
-        v = [
-            [self.load_v(args, coord, start, t, r, (t < length) & active) for t in range(self.token_tile)]
-            for r in range(self.lane_rows)
-        ]
+        if cutlass.const_expr(self.late_v):
+            warp_lane = coord.thread % 32
+            prefetch_l2(self.tokens.v_address(args, coord, start + warp_lane, coord.warp_row), (warp_lane < length) & active)
+        early_v = None if self.late_v else self.load_v(args, coord, start, length, active)
         if cutlass.const_expr(self.norm is not None):
             z = self.norm.load_first(args, coord, start, length)
 
@@ -184,16 +209,25 @@ class Verify:
             if cutlass.const_expr(self.norm is not None):
                 self.norm.stage(shared + self.norm_offset, args, coord, start, length, z)
             cute.arch.sync_threads()
-            if cutlass.const_expr(self.channel):
+            v, pairs_at = early_v, None
+            if cutlass.const_expr(self.divided):
+                pairs_at = Int32(self.warp_pairs(coord))
+                if sync_threads_or(self.stage_decayed_qk(shared, coord, length)):
+                    pairs_at = Int32(self.block_pairs)
+                    self.stage_pairs(shared, coord, length)
+                    cute.arch.sync_threads()
+            elif cutlass.const_expr(self.lane_pairs):
                 self.stage_decayed_qk(shared, coord, length)
                 self.stage_pairs(shared, coord, length)
                 cute.arch.sync_threads()
+            if cutlass.const_expr(self.late_v):
+                v = self.load_v(args, coord, start, length, active)
             self.stage_products(shared, coord, fragments)
             cute.arch.sync_warp()
             for r in cutlass.range_constexpr(self.lane_rows):
                 o_row = coord.o_row + 32 * r
                 at = o_at + offset(o_row, stride.o_c) + offset(start, stride.o_t)
-                self.substitute(shared, args, coord, length, row, o_row, v[r], at)
+                self.substitute(shared, args, coord, length, row, o_row, pairs_at, v[r], at)
             if cutlass.const_expr(self.norm is not None):
                 self.norm.finish(shared + self.norm_offset, args, o_at, coord, start, length)
         elif coord.stores_o:
@@ -247,7 +281,8 @@ class Verify:
 
     @cute.jit
     def stage_decayed_qk(self, shared, coord, length):
-        """KDA: k_t b_t and q_t b_t into the operand."""
+        """KDA: k_t b_t and q_t b_t into the operand; mma_pairs: `stage_keys`, and what it returns of any token."""
+        wide = cutlass.Boolean(False)
         for first in cutlass.range(coord.thread // 32 * self.state.warp_groups, length, self.groups, unroll=1):
             t = first + coord.thread % 32 // self.lanes
             if t < length:
@@ -255,6 +290,30 @@ class Verify:
                 rows = [self.state.load_shared(shared + (2 * t + which) * self.padded_K, coord) for which in range(2)]
                 k, q = [[x * b for x, b in zip(row, products, strict=True)] for row in rows]
                 self.store_operand(shared, coord, t, k, q)
+                if cutlass.const_expr(self.divided):
+                    wide = wide | self.stage_keys(shared, coord, t, rows[0], products)
+        return wide
+
+    def stage_keys(self, shared, coord, t, k, products):
+        """k_t / b_t into the keys; whether a b_t is too far from 1 for that."""
+        self.store_keys(shared, coord, t, [x * cute.arch.rcp_approx(b) for x, b in zip(k, products, strict=True)])
+        wide = cutlass.Boolean(False)
+        for b in products:
+            wide = wide | ~((b >= Float32(1 / RANGE)) & (b <= Float32(RANGE)))
+        return wide
+
+    def store_keys(self, shared, coord, t, k):
+        """One token's k / b, this lane's eight channels, as the right operand of Akk and Aqk."""
+        vector_size = self.state.vector_size
+        for vector in range(self.state.vectors):
+            parts = split(k[vector * vector_size : (vector + 1) * vector_size], self.operand_dtype)
+            k_block = vector * (self.lanes // 4) + coord.lane // 4
+            for part, step in itertools.product(range(2), range(2)):
+                at = self.keys_at(t // 8, k_block, step, part) + (t % 8 * 4 + coord.lane % 4) * 2
+                self.store_vector(Uint32, shared, at, parts[part][2 * step : 2 * step + 2], k_block < self.k_blocks)
+
+    def keys_at(self, m, k_block, step, part):
+        return self.keys_offset + part * (self.operand // 2) + (m * self.k_blocks + k_block) * 128 + step * 64
 
     def buffer_k_address(self, args, coord, row, t):
         """A token's k in the buffer, and whether this block stores it: the first tile of the first value head that shares it."""
@@ -364,11 +423,11 @@ class Verify:
 
     @cute.jit
     def stage_pairs(self, shared, coord, length):
-        """Akk[t, i] and Aqk[t, i] for i <= t: sums over the channels of k_t k_i and q_t k_i times the decays between them.
+        """Not on the tensor cores: Akk[t, i] and Aqk[t, i] for i <= t, sums over the channels of k_t k_i and q_t k_i times decays.
 
         A token i for each group of lanes, which decays k_i from one t to the next. docs/math.md, "Pairs".
         """
-        count = min(4, self.token_tile)  # tokens t at once
+        count = 1 if self.divided else min(4, self.token_tile)  # tokens t at once; mma_pairs: few registers, and rare
         rK = cute.make_rmem_tensor((8,), Float32)
         for first in cutlass.range((coord.thread // 32) * self.state.warp_groups, length, self.groups, unroll=1):
             i = first + (coord.thread % 32) // self.lanes
@@ -376,13 +435,16 @@ class Verify:
             for c in cutlass.range_constexpr(8):
                 rK[c] = k[c]
             # t starts at a multiple of `count` that is the same for all of a warp's i, so its groups loop equally often.
-            self.store_pairs(shared, coord, i, first // count * count, count, rK, True)
-            for t0 in cutlass.range(first // count * count + count, length, count, unroll=1):
-                self.store_pairs(shared, coord, i, t0, count, rK, False)
+            begin = first // count * count
+            if cutlass.const_expr(count > 1):
+                self.store_pairs(shared, coord, i, begin, count, rK, True)
+                begin += count
+            for t0 in cutlass.range(begin, length, count, unroll=1):
+                self.store_pairs(shared, coord, i, t0, count, rK, count == 1)
 
     @cute.jit
-    def store_pairs(self, shared, coord, i, t0, count, rK, first):
-        """Token i with `count` tokens t from t0 on; the first time some of these are not later than i."""
+    def store_pairs(self, shared, coord, i, t0, count, rK, masked):
+        """Token i with `count` tokens t from t0 on; masked: some of these may not be later than i."""
         lanes_per_sum = self.lanes // (2 * count)
         sums = []
         for j in cutlass.range_constexpr(count):
@@ -390,7 +452,7 @@ class Verify:
             decays = self.state.load_shared(shared + self.decay_offset + t * self.padded_K, coord)
             for c in cutlass.range_constexpr(8):
                 decay = decays[c]
-                if cutlass.const_expr(first):
+                if cutlass.const_expr(masked):
                     decay = select(t > i, decay, Float32(1))
                 rK[c] = rK[c] * decay
             k_i = [rK[c] for c in range(8)]
@@ -399,7 +461,7 @@ class Verify:
         total = sum_rows(sums, self.lanes, coord.lane)
         if coord.lane % lanes_per_sum == 0:
             t, which = t0 + coord.lane // lanes_per_sum // 2, coord.lane // lanes_per_sum % 2
-            pairs = shared_tensor(shared + self.pair_offset, self.pair_words)
+            pairs = shared_tensor(shared + self.block_pairs, self.pair_words)
             pairs[(2 * t + which) * self.pair_row + i] = total
 
     # -------------------------------------------------------------------------------------------- products on the tensor cores
@@ -420,11 +482,11 @@ class Verify:
         return rows
 
     def stage_products(self, shared, coord, fragments):
-        """S k and S q of the warp's rows; for GDN Akk and Aqk too, whose right operand is k as eight more rows."""
+        """S k and S q of the warp's rows; Akk and Aqk too, unless lanes have them: with k (KDA: k / b) as eight more rows."""
         exact = self.state.dtype is BFloat16  # it has no low part; that of fp16 is exact
         m_tiles = range(self.m_tiles)
-        skq = [[zero_sums() for _ in fragments] for _ in m_tiles]
-        pairs = [[zero_sums() for _ in range(late + 1)] for late in m_tiles]
+        skq = [[self.zero_sums() for _ in fragments] for _ in m_tiles]
+        pairs = [[self.zero_sums() for _ in range(0 if self.lane_pairs else late + 1)] for late in m_tiles]
         for k_block in range(self.k_blocks):
             rows = [row[k_block] for row in fragments]
             if not exact:
@@ -432,19 +494,27 @@ class Verify:
             for step in range(2):
                 some = slice(2 * step, 2 * step + 2)
                 tokens = [[self.load_operand(shared, coord, m, k_block, step, part) for part in range(2)] for m in m_tiles]
+                keys = []
+                if self.divided:
+                    keys = [[self.load_keys(shared, coord, m, k_block, step, part) for part in range(2)] for m in m_tiles]
+                elif not self.lane_pairs:
+                    keys = [[words[0::2] for words in parts] for parts in tokens]
                 for m in m_tiles:
                     for row, words in enumerate(rows):
                         b = (words[some], None) if exact else (words[0][some], words[1][some])
                         self.multiply(skq[m][row], tokens[m], b)
-                    if not self.channel:
-                        for earlier in range(m + 1):
-                            self.multiply(pairs[m][earlier], tokens[m], [x[0::2] for x in tokens[earlier]])
+                    for earlier, key in enumerate(keys[: m + 1]):
+                        self.multiply(pairs[m][earlier], tokens[m], key)
         for m in m_tiles:
             self.store_products(shared, coord, m, skq[m], pairs[m])
 
+    def zero_sums(self):
+        """Of a product: two, so that one mma.sync need not wait for the other; mma_pairs have no registers for a second."""
+        return [[Float32(0)] * 4 for _ in range(1 if self.divided else 2)]
+
     def multiply(self, sums, a, b):
-        """Add a product of split operands: high times high to one sum, the mixed terms to the other; low times low is dropped."""
-        for target, a_part, b_part in ((0, 0, 0), (1, 1, 0), (1, 0, 1)):
+        """Add a product of split operands: high times high to the first sum, mixed terms to the last; low times low is dropped."""
+        for target, a_part, b_part in ((0, 0, 0), (-1, 1, 0), (-1, 0, 1)):
             if b[b_part] is not None:
                 sums[target] = mma_sync(sums[target], a[a_part], b[b_part], self.operand_dtype)
 
@@ -454,29 +524,36 @@ class Verify:
         words = self.vector(Uint32, shared, at + coord.thread % 32 * 4).load()
         return [words[i] for i in range(4)]
 
+    def load_keys(self, shared, coord, m, k_block, step, part):
+        """This lane's words of the right operand of Akk and Aqk, k / b of eight tokens."""
+        words = self.vector(Uint32, shared, self.keys_at(m, k_block, step, part) + coord.thread % 32 * 2, 2).load()
+        return [words[i] for i in range(2)]
+
     def store_products(self, shared, coord, m, skq, pairs):
         """Sums of eight tokens: mma.sync leaves a lane two columns (V rows, or tokens i) of S k and the same two of S q."""
         t = 8 * m + coord.quad
         inside = coord.quad < self.token_tile
         for row, sums in enumerate(skq):
-            s_k0, s_k1, s_q0, s_q1 = [x + y for x, y in zip(*sums, strict=True)]
+            s_k0, s_k1, s_q0, s_q1 = total(sums)
             at = self.skq_at(coord, t) + 2 * (8 * row + 2 * coord.quad_lane)
             self.store_vector(Float32, shared, at, [s_k0, s_q0, s_k1, s_q1], inside)
-        if not self.channel:
-            for earlier, sums in enumerate(pairs):
-                found = [x + y for x, y in zip(*sums, strict=True)]
-                for which in range(2):
-                    at = self.pairs_at(coord) + (2 * t + which) * self.pair_row + 8 * earlier + 2 * coord.quad_lane
-                    some = inside & (2 * coord.quad_lane < self.token_tile)
-                    self.store_vector(Float32, shared, at, found[2 * which : 2 * which + 2], some)
+        for earlier, sums in enumerate(pairs):
+            found = total(sums)
+            for which in range(2):
+                at = self.warp_pairs(coord) + (2 * t + which) * self.pair_row + 8 * earlier + 2 * coord.quad_lane
+                some = inside & (2 * coord.quad_lane < self.token_tile)
+                self.store_vector(Float32, shared, at, found[2 * which : 2 * which + 2], some)
+
+    def warp_pairs(self, coord):
+        """Akk and Aqk of the tensor cores: each warp has its own, which saves a barrier."""
+        return self.pair_offset + coord.thread // 32 * self.pair_words
+
+    def own_pairs(self, coord):
+        return self.block_pairs if self.lane_pairs else self.warp_pairs(coord)
 
     def skq_at(self, coord, t):
         """S k and S q of a token and the warp's rows."""
         return self.skq_offset + (coord.thread // 32 * self.token_tile + t) * self.skq_token
-
-    def pairs_at(self, coord):
-        """Akk and Aqk: KDA's are the block's; GDN's are each warp's own, which saves a barrier."""
-        return self.pair_offset if self.channel else self.pair_offset + coord.thread // 32 * self.pair_words
 
     def vector(self, dtype, shared, at, count=4):
         address = (shared + at).toint()
@@ -491,20 +568,27 @@ class Verify:
 
     # -------------------------------------------------------------------------------------------- u and o
 
-    def load_v(self, args, coord, start, t, r, condition):
-        at = self.tokens.v_address(args, coord, start + t, coord.o_row + 32 * r)
-        return load(self.tokens.dtype, at, condition)
+    def load_v(self, args, coord, start, length, active):
+        """v of each row of this lane's, of every token."""
+        return [
+            [
+                load(self.tokens.dtype, self.tokens.v_address(args, coord, start + t, coord.o_row + 32 * r), (t < length) & active)
+                for t in range(self.token_tile)
+            ]
+            for r in range(self.lane_rows)
+        ]
 
-    def load_pairs(self, shared, coord, t, which, count):
+    def load_pairs(self, shared, coord, pairs_at, t, which, count):
         """The first `count` entries of row t of Akk (which = 0) or Aqk (1)."""
-        at, entries = self.pairs_at(coord) + (2 * t + which) * self.pair_row, []
+        at = (self.own_pairs(coord) if pairs_at is None else pairs_at) + (2 * t + which) * self.pair_row
+        entries = []
         for first in range(0, count, 4):
             four = self.vector(Float32, shared, at + first).load()
             entries += [four[i] for i in range(4)]
         return entries[:count]
 
     @cute.jit
-    def substitute(self, shared, args, coord, length, row, o_row, v, o_at):
+    def substitute(self, shared, args, coord, length, row, o_row, pairs_at, v, o_at):
         """u and o of one V row, by forward substitution.
 
             u_t = beta_t (v_t - S k_t b_t - sum_{i<t} Akk[t, i] u_i)
@@ -524,12 +608,12 @@ class Verify:
                 product = product * decay
                 s_k, s_q, us = s_k * product, s_q * product, [x * decay for x in us]
             residual = v[t] - s_k
-            for a, u_i in zip(self.load_pairs(shared, coord, t, 0, t), us, strict=True):
+            for a, u_i in zip(self.load_pairs(shared, coord, pairs_at, t, 0, t), us, strict=True):
                 residual = fma(-a, u_i, residual)
             u = select(t < length, residual * beta, Float32(0))
             us = [*us, u]
             o = s_q
-            for a, u_i in zip(self.load_pairs(shared, coord, t, 1, t + 1), us, strict=True):
+            for a, u_i in zip(self.load_pairs(shared, coord, pairs_at, t, 1, t + 1), us, strict=True):
                 o = fma(a, u_i, o)
             if cutlass.const_expr(self.norm is None):
                 store_if(self.tokens.dtype, o_at + offset(t, stride.o_t), o, coord.stores_o & (t < length))
@@ -541,6 +625,5 @@ class Verify:
                 store(Float32, u_at + offset(t, stride.buffer_u_t), Float32(0))
 
 
-def zero_sums():
-    """Two sums of a product, so that one mma.sync need not wait for the other."""
-    return [[Float32(0)] * 4 for _ in range(2)]
+def total(sums):
+    return sums[0] if len(sums) == 1 else [x + y for x, y in zip(*sums, strict=True)]

@@ -32,13 +32,16 @@ _SMALL, _WIDE = Schedule(16, 128), Schedule(32, 128)
 SCHEDULES: dict[tuple[str, str, int], Table] = {
     # axis, state (bf16: fp16 too), token tile
     **{("head", "bf16", tile): ((0, _WIDE),) for tile in TOKEN_TILES},
-    **{("channel", "bf16", tile): ((2**22, Schedule(64, 64)), (0, _SMALL)) for tile in (2, 4)},
-    **{("channel", "bf16", tile): ((2**23, _WIDE), (0, _SMALL)) for tile in (8, 16)},
+    **{("channel", "bf16", tile): ((2**22, _WIDE), (0, _SMALL)) for tile in TOKEN_TILES},
     **{("head", "fp32", tile): ((LARGE, Schedule(32, 64)), (0, _SMALL)) for tile in (2, 4)},
     **{("head", "fp32", tile): ((0, _SMALL),) for tile in (8, 16)},
     **{("channel", "fp32", tile): ((2**23, _WIDE), (0, _SMALL)) for tile in TOKEN_TILES},
 }
 """Measured on an H200: docs/kernels/verify.md."""
+
+MMA_PAIRS = {"bf16": True, "fp32": False}
+"""Whether KDA's Akk and Aqk are computed on the tensor cores, for a state's bytes; GDN's always are. Its bits differ: they may
+depend neither on the bytes of a launch nor, where drafts are packed, on the longest one. Measured, as above."""
 
 
 class Arguments(NamedTuple):
@@ -116,12 +119,8 @@ class Verify(StateOperation):
         table = SCHEDULES[problem.axis, state_width(problem), _token_tile(problem)]
         if "norm" not in problem.options:
             return table
-        # A block then has a whole head; two warps of a head are too few for one of 64 rows each.
-        rows = [min(schedule.rows, 32) for _, schedule in table]
-        return tuple(
-            (least, schedule._replace(rows=r, threads=problem.V // r * 32))
-            for (least, schedule), r in zip(table, rows, strict=True)
-        )
+        # A block then has a whole head.
+        return tuple((least, schedule._replace(threads=problem.V // schedule.rows * 32)) for least, schedule in table)
 
     def block_rows(self, problem: Problem, schedule: Schedule) -> int:
         return schedule.rows * schedule.threads // 32
@@ -133,6 +132,7 @@ class Verify(StateOperation):
         facts = problem.facts("axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm")
         facts |= dict(aligned="unaligned_qk" not in problem.options, token_tile=_token_tile(problem))
         facts |= dict(rows=schedule.rows, threads=schedule.threads)
+        facts |= dict(mma_pairs=True) if problem.axis == "channel" and MMA_PAIRS[state_width(problem)] else {}
         facts |= dict(norm=True) if "norm" in problem.options else {}
         return compile.Variant("verify", tuple(facts.items()))
 

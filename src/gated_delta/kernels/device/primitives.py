@@ -433,6 +433,16 @@ def atomic_increment(address):
     return cute.arch.inline_ptx("atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address])
 
 
+def sync_threads_or(condition):
+    """A block's barrier, and whether the condition holds for any of its threads."""
+    found = cute.arch.inline_ptx(
+        "{ .reg .pred p, any; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.or.pred any, 0, p; selp.s32 {$w0}, 1, 0, any; }",
+        write_only_types=[Int32],
+        read_only_args=[Int32(condition)],
+    )
+    return found != 0
+
+
 # ------------------------------------------------------------------------------------------------ conversions and arithmetic
 
 
