@@ -6,7 +6,7 @@ import functools
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from types import SimpleNamespace
 from typing import Any
@@ -233,24 +233,29 @@ def speculation(model: str, heads: Heads, dtype: torch.dtype, T: int, B: int, op
         moved, memory, make = states + B * T * token_bytes(model, heads) + buffer, 3 * states + 2 * buffer, verify_alone
     else:
         names, moved = (family, f"{one} T={T}", f"B={B}"), 3 * states
-        memory = (5 + T) * states + buffer  # pool and its spare slot, the copy's two, cached states
+        memory = (5 + T) * states + 3 * buffer  # pool and its spare slot, the copy's two, cached states; a buffer for two rounds
         facts = dict(buffer_bytes_per_request=buffer // B, cached_bytes_per_request=T * states // B)
         facts |= dict(memory_ratio=T * states / buffer)
 
     def cases(cell: Cell) -> list[Case]:
         if layers > 1:
             return [cell.check("flush", "layers", layers, LAYERS)]
-        return [cell.check(checked, "pool") for checked in ([op] if op else ["verify", "flush"])]
+        chained = [cell, replace(cell, lengths=(2 * T,) * B)] if not op and 2 * T <= MOST_OF_TWO else [cell]
+        return [some.check(checked, "pool") for some in chained for checked in ([op] if op else ["verify", "flush"])]
 
     sets = sets_within(min(MOST_CHAINS, COLD_STATES / states), memory)
     return Cell(*names, model, heads, dtype, (T,) * B, moved, sets, cases, make, facts=facts, compared=not op)
+
+
+MOST_OF_TWO = 8
+"""Tokens up to which two rounds share a flush: verify of 16 takes twice what one of 8 takes."""
 
 
 class Drafts(Pooled):
     """A chain's tensors: decode's, a KVBuffer `buffer`, and num_accepted [B], int32, from 1 to T."""
 
     def ours(self, backend: str) -> Call:
-        verify, flush = self.parts(backend).values()
+        verify, flush, *_ = self.parts(backend).values()
 
         def call() -> tuple[Tensor, Tensor]:
             o = verify()
@@ -263,7 +268,29 @@ class Drafts(Pooled):
         """What of our own call is timed alone too."""
         states: dict[str, Any] = dict(state=self.state, buffer=self.buffer, state_indices=self.state_indices, backend=backend)
         verify = partial(api.verify, **self.arguments(), **states)
-        return {"verify": verify, "flush": partial(api.flush, **states, num_accepted=self.num_accepted)}
+        flush = partial(api.flush, **states, num_accepted=self.num_accepted)
+        found: dict[str, Callable[[], Any]] = {"verify": verify, "flush": flush}
+        if 2 * self.q.shape[1] <= MOST_OF_TWO:
+            found["two_rounds"] = self.two_rounds(states)
+        return found
+
+    def two_rounds(self, states: dict[str, Any]) -> Callable[[], None]:
+        """Two rounds with one flush: the drafts that the first accepted come again, in front of the second's."""
+        T, names = self.q.shape[1], ("q", "k", "v", "g", "beta")
+        both = Inputs(gate=self.gate, **{name: torch.cat([getattr(self, name)] * 2, 1) for name in names})
+        (B, _, H, K), (HV, V) = self.q.shape, self.v.shape[2:]
+        axis = "channel" if self.g.ndim == 4 else "head"
+        wide = states | dict(buffer=KVBuffer.empty(B, 2 * T, H, HV, K, V, gate=axis, device=self.q.device))
+        second = partial(api.verify, **both.arguments(), **wide)
+        first = partial(second, **{name: second.keywords[name][:, :T] for name in (*names, "out")})
+        flush = partial(api.flush, **wide, num_accepted=2 * self.num_accepted)
+
+        def call() -> None:
+            first()
+            second()
+            flush()
+
+        return call
 
 
 def drafts(cell: Cell, device: torch.device, seed: int, steps: bool = True) -> Drafts:

@@ -77,7 +77,7 @@ def ours(cell, b):
 def runner(monkeypatch):
     """runner(prepare by name, their microseconds) on the CPU; `captured`: sets of every graph, `said`: remarks."""
     monkeypatch.setattr(Runner, "backend", "reference")
-    captured, said, times = [], [], {"ours": 4.0, "copy": 3.0, "verify": 2.5, "flush": 1.75}
+    captured, said, times = [], [], {"ours": 4.0, "copy": 3.0, "verify": 2.5, "flush": 1.75, "two_rounds": 6.0}
 
     def capture(calls, passes):
         for call in calls:
@@ -122,11 +122,12 @@ def test_checks_take_the_cells_own_schedule_on_few_sequences(op):
             assert schedule_of(case.problem, layers * len(case.lengths)) == schedule, cell.label
             assert len(case.lengths) <= 64
             gate = {"gdn": "softplus", "kda": "lower_bound"}[cell.model]
-            assert (case.heads, case.problem.T, case.gate) == (cell.heads, cell.T, gate)
+            assert (case.heads, case.gate) == (cell.heads, gate)
+            assert case.problem.T in ((cell.T, 2 * cell.T) if op == "speculate" else (cell.T,))  # 2 T: two rounds at once
             assert case.problem.state_dtype == cell.state_dtype
     kinds = [[(case.op, case.layout) for case in cell.cases(cell)] for cell in (*DECODES[:2], CHAINS[0], *ALONE[:2])]
     assert kinds[:2] == [[("decode", "pool")], [("decode", "intermediates"), ("decode", "frozen")]]
-    assert kinds[2:] == [[("verify", "pool"), ("flush", "pool")], [("verify", "pool")], [("flush", "layers")]]
+    assert kinds[2:] == [[("verify", "pool"), ("flush", "pool")] * 2, [("verify", "pool")], [("flush", "layers")]]
 
 
 @each(PREFILLS)
@@ -330,8 +331,29 @@ def test_our_own_cached_states_agree_and_are_no_peer(runner, cell):
     assert found["peers"]["cached"]["us"] == 3.5
     assert found["peers"]["cached"]["error"] < 5e-3
     assert (found["best_peer"], found["ratio"]) == ("twin", 1.5)
-    assert found["parts"] == {"verify": 2.5, "flush": 1.75}
-    assert run.captured == [2] * 6  # ours, the copy, its two parts, cached and the peer
+    assert found["parts"] == {"verify": 2.5, "flush": 1.75, "two_rounds": 6.0}
+    assert run.captured == [2] * 7  # ours, the copy, its parts, cached and the peer
+
+
+@each([cell for cell in CHAINS if cell.state_dtype == FP32])
+def test_two_rounds_with_one_flush_leave_the_states_of_two(cell):
+    """After as many tokens as both accepted, one by one."""
+    b, twin = (cell.make(cell, CPU, 3) for _ in range(2))
+    b.parts("reference")["two_rounds"]()
+    for n, accepted in enumerate((2 * b.num_accepted).tolist()):
+        for t in range(accepted):
+            where = slice(n, n + 1), slice(t % cell.T, t % cell.T + 1)
+            tokens = {name: getattr(twin, name)[where] for name in ("q", "k", "v", "g", "beta")}
+            slot = twin.state_indices[n : n + 1]
+            gd.decode(**tokens, gate=twin.gate, beta_logits=True, state=twin.state, state_indices=slot, backend="reference")
+    torch.testing.assert_close(b.state, twin.state, rtol=1e-4, atol=1e-5)
+
+
+def test_two_rounds_are_timed_where_their_drafts_fit_in_a_kernel_for_8():
+    for T in (4, 5):
+        cell = speculation("gdn", (1, 2), BF16, T, 2)
+        assert ("two_rounds" in cell.make(cell, CPU, 0).parts("reference")) == (T == 4)
+        assert len(cell.cases(cell)) == (4 if T == 4 else 2)
 
 
 @each(ALONE)

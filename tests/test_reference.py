@@ -252,6 +252,26 @@ def test_flush_of_no_tokens_moves_the_state_to_another_slot_unchanged():
     assert torch.equal(state[[0, 1, 2, 4]], before[[0, 1, 2, 4]])
 
 
+def test_two_rounds_with_one_flush_equal_two_with_one_each(axis):
+    """docs/speculative_decoding.md: accepted tokens come again in front of the next round's; what lies behind these is no matter."""
+    T, accepted = 3, torch.tensor([[1, 3], [2, 0]])  # of the first round, of the second
+    first, second = (tokens(t=T, axis=axis, seed=seed) for seed in (5, 6))
+    apart, outputs, small = pool(), [], buffer(t=T, axis=axis)
+    for given, count in zip((first, second), accepted):
+        outputs.append(gd.verify(**given, state=apart, buffer=small, state_indices=torch.tensor([3, 1]), backend="reference"))
+        gd.flush(apart, small, count, state_indices=torch.tensor([3, 1]), backend="reference")
+    both = tokens(t=2 * T, axis=axis, seed=7)
+    for n, m in enumerate(accepted[0].tolist()):
+        for name in ("q", "k", "v", "g", "beta"):
+            both[name][n, : m + T] = torch.cat([first[name][n, :m], second[name][n]])
+    together, wide = pool(), buffer(t=2 * T, axis=axis)
+    o = gd.verify(**both, state=together, buffer=wide, state_indices=torch.tensor([3, 1]), backend="reference")
+    gd.flush(together, wide, accepted.sum(0), state_indices=torch.tensor([3, 1]), backend="reference")
+    for n, m in enumerate(accepted[0].tolist()):
+        torch.testing.assert_close(o[n, m : m + T], outputs[1][n], rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
+
+
 CHECKPOINT_LENS = [[128, 0, -5], [-1, -1, -1], [0, 0, -(2**40)], [192, 64, 64]]
 """Of 150, 150, 0 and 192 tokens; the second sequence is inactive where there is a pool."""
 
