@@ -7,7 +7,6 @@ convolved and have a slot a token, as vLLM's kernel wants them.
 from __future__ import annotations
 
 import itertools
-import os
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -34,7 +33,7 @@ from .cells import (
     sets_within,
     state_bytes,
 )
-from .peers import File, NotOffered, Peer, sglang, sglang_modules
+from .peers import LIBRARY, File, NotOffered, Peer, lone_file, sglang, sglang_modules
 
 TAPS, EPS = 4, 1e-6
 ACTIVATIONS = {"gdn": "silu", "kda": "sigmoid"}
@@ -46,8 +45,6 @@ PACKED = {
     "gdn": ("", "attention/fla/fused_recurrent.py", "fused_recurrent_gated_delta_rule_packed_decode"),
     "kda": ("", "attention/fla/fused_recurrent.py", "fused_recurrent_kda_packed_decode"),
 }
-LIBRARY = "GATED_DELTA_VLLM_LIBRARY"
-"""Names vLLM's _C_stable_libtorch.abi3.so, which loads without vLLM."""
 
 
 class Layer(Pooled):
@@ -132,10 +129,10 @@ def vllm(name: str) -> Callable[..., Any]:
     """One of vLLM's fused kernels."""
     if compile.installed("vllm"):
         import vllm._custom_ops  # noqa: F401
-    elif named := os.environ.get(LIBRARY):
-        torch.ops.load_library(named)
+    elif file := lone_file(LIBRARY):
+        torch.ops.load_library(file)
     else:
-        raise ImportError(f"vLLM's kernels: neither vllm nor {LIBRARY}")
+        raise ImportError(f"vLLM's kernels: neither vllm nor {LIBRARY[0]}")
     found: Callable[..., Any] = getattr(torch.ops._C, name)
     return found
 

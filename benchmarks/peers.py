@@ -51,8 +51,8 @@ class Peer:
 
     @property
     def version(self) -> str | None:
-        """The installed package's version; SGLang's kernel may be a lone file, named by its digest."""
-        return compile.installed(self.package) or (digest(KERNEL) if self.package == "sglang" else None)
+        """The installed package's version, or the digest of the lone file that stands for it."""
+        return compile.installed(self.package) or (digest(LONE[self.package]) if self.package in LONE else None)
 
 
 def function(module: str, name: str) -> Any:
@@ -128,25 +128,29 @@ def fla_decode(cell: Cell, b: Pooled) -> Call:
 
 File = tuple[str, str, str]
 """The variable that may name the file, its place in SGLang, and the function in it."""
+LIBRARY: File = ("GATED_DELTA_VLLM_LIBRARY", "_C_stable_libtorch.abi3.so", "")
+"""vLLM's, which loads without vLLM."""
 GATING = "attention/linear/fused_sigmoid_gating_recurrent.py"
 KERNEL: File = ("GATED_DELTA_SGLANG_KERNEL", GATING, "fused_sigmoid_gating_delta_rule_update")
 COMMIT: File = ("GATED_DELTA_SGLANG_COMMIT", "mamba/mamba_state_scatter_triton.py", "fused_mamba_state_scatter_with_mask")
 KDA_FOLD: File = ("", "attention/linear/kda_replayssm_spec_decode.py", "commit_kda_replayssm_spec_all_layers")
 GDN_REPLAY = ("", "attention/linear/gdn_replayssm_spec_decode.py")
+LONE = {"sglang": KERNEL, "vllm": LIBRARY}
+"""What stands for a package that is not installed."""
 
 
-def sglang_file(wanted: File) -> Path | None:
+def lone_file(wanted: File) -> Path | None:
     """The file that the variable names, else one on sys.path, alone or in SGLang; beside the kernel, too."""
     if named := os.environ.get(wanted[0]):
         return Path(named)
-    kernel = None if wanted is KERNEL else sglang_file(KERNEL)
+    kernel = None if wanted is KERNEL else lone_file(KERNEL)
     roots = [*([kernel.parent] if kernel else []), *map(Path, sys.path)]
     files = (root / inside for root in roots for inside in (Path(wanted[1]).name, f"sglang/kernels/ops/{wanted[1]}"))
     return next((file for file in files if file.is_file()), None)
 
 
 def digest(wanted: File) -> str | None:
-    file = sglang_file(wanted)
+    file = lone_file(wanted)
     return f"file {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}" if file and file.is_file() else None
 
 
@@ -190,7 +194,7 @@ def sglang_modules() -> Iterator[None]:
 @functools.cache
 def sglang(wanted: File) -> Any:
     """The function."""
-    file = sglang_file(wanted)
+    file = lone_file(wanted)
     if file is None or not file.is_file():
         raise ImportError(f"SGLang's {Path(wanted[1]).name}: not on sys.path; {wanted[0] or KERNEL[0]} may name it, got {file}")
     spec = importlib.util.spec_from_file_location(f"benchmarks_sglang_{file.stem}", file)
@@ -211,7 +215,7 @@ def commit_version() -> str:
 def committed(b: Drafts) -> Callable[[], object]:
     """The call that puts each sequence's state after its last accepted draft into its slot, with everything else done."""
     steps, rows = b.num_accepted - 1, torch.arange(len(b.num_accepted), dtype=torch.int32, device=b.q.device)
-    if sglang_file(COMMIT) is not None:
+    if lone_file(COMMIT) is not None:
         return partial(sglang(COMMIT), b.state[None], b.written[None], b.state_indices, steps, rows)
     slots, accepted = b.state_indices.long(), (rows.long(), steps.long())
     return lambda: b.state.index_copy_(0, slots, b.written[accepted])

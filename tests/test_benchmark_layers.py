@@ -1,5 +1,7 @@
 """benchmarks/layers.py without a GPU: every peer gets what it documents, and gives what ours gives."""
 
+import hashlib
+
 import pytest
 import torch
 
@@ -59,9 +61,19 @@ def test_a_step_is_a_convolution_the_recurrence_and_a_norm(cell):
 
 
 def test_vllms_kernels_are_named_where_they_are_missing(monkeypatch):
-    monkeypatch.delenv(layers.LIBRARY, raising=False)
-    with pytest.raises(ImportError, match=layers.LIBRARY):
+    monkeypatch.delenv(peers.LIBRARY[0], raising=False)
+    with pytest.raises(ImportError, match=peers.LIBRARY[0]):
         layers.vllm("fused_kda_decode")
+
+
+def test_vllms_library_alone_is_named_by_its_digest(monkeypatch, tmp_path):
+    monkeypatch.setattr(peers.compile, "installed", lambda package: None)
+    monkeypatch.delenv(peers.LIBRARY[0], raising=False)
+    assert layers.PEERS["vllm"].version is None
+    library = tmp_path / "lone.so"
+    library.write_bytes(b"kernels")
+    monkeypatch.setenv(peers.LIBRARY[0], str(library))
+    assert layers.PEERS["vllm"].version == "file " + hashlib.sha256(b"kernels").hexdigest()[:16]
 
 
 def test_fused_kda_is_offered_for_some_heads_and_fp32_states_alone():

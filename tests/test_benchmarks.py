@@ -470,13 +470,13 @@ def test_sglangs_files_are_found_and_leave_no_modules_behind(monkeypatch, stand_
     assert peers.DECODE["sglang"].version.startswith("file ")
     monkeypatch.delenv("GATED_DELTA_SGLANG_KERNEL")
     for wanted in (peers.KERNEL, peers.COMMIT):
-        assert peers.sglang_file(wanted) is None
+        assert peers.lone_file(wanted) is None
         file = stand_ins / "site/sglang/kernels/ops" / wanted[1]
         file.parent.mkdir(parents=True)
         file.touch()
         with monkeypatch.context() as patch:
             patch.syspath_prepend(stand_ins / "site")
-            assert peers.sglang_file(wanted) == file
+            assert peers.lone_file(wanted) == file
             patch.setenv(wanted[0], str(stand_ins / "nowhere.py"))
             peers.sglang.cache_clear()
             with pytest.raises(ImportError, match=r"nowhere\.py"):
