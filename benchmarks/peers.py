@@ -154,9 +154,9 @@ def digest(wanted: File) -> str | None:
     return f"file {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}" if file and file.is_file() else None
 
 
-@contextlib.contextmanager
-def sglang_modules() -> Iterator[None]:
-    """SGLang's files ask its other modules what machine this is; these need the whole of SGLang, so stubs answer meanwhile."""
+@functools.cache
+def sglang_stubs() -> dict[str, ModuleType]:
+    """What stands for SGLang's modules, by name; made once, since some calls are timed with them in place."""
     cuda = torch.cuda.is_available()
     major, minor = torch.cuda.get_device_capability() if cuda else (0, 0)
     cores = torch.cuda.get_device_properties().multi_processor_count if cuda else 0
@@ -181,6 +181,13 @@ def sglang_modules() -> Iterator[None]:
     if importlib.util.find_spec("triton"):
         stubs["sglang.kernels.ops.attention.fla.op"] = operators = ModuleType("sglang.kernels.ops.attention.fla.op")
         vars(operators).update(exp=function("triton.language", "exp"))
+    return stubs
+
+
+@contextlib.contextmanager
+def sglang_modules() -> Iterator[None]:
+    """SGLang's files ask its other modules what machine this is; these need the whole of SGLang, so stubs answer meanwhile."""
+    stubs = sglang_stubs()
     before = {name: sys.modules[name] for name in stubs if name in sys.modules}
     sys.modules.update(stubs)
     try:

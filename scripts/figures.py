@@ -97,6 +97,21 @@ def prefill_against_fla() -> dict[str, Group]:
     }
 
 
+def layer() -> dict[str, Group]:
+    """Decode with the convolution and the norm around it; drafts come convolved."""
+    some = cells("layer")
+    groups = {
+        "KDA, 1 token, fp32 states: vLLM's fused kernel": Group.of(
+            (c for c in some if c["family"] == "KDA step" and c["state_dtype"] == "fp32"), against("vllm")
+        ),
+        "GDN, 2 to 8 drafts: vLLM's fused kernel": Group.of((c for c in some if c["family"] == "GDN drafts"), against("vllm")),
+    }
+    for B in (1, 8, 64, 256):
+        steps = (c for c in some if c["tokens"] == 1 and c["state_dtype"] == "bf16" and c["sequences"] == B)
+        groups[f"GDN and KDA, 1 token, bf16 states, B={B}: the best chain"] = Group.of(steps, against())
+    return groups
+
+
 def table(*heads: str, rows: dict[str, list[str]]) -> str:
     lines = [heads, ("---",) * len(heads), *((name, *columns) for name, columns in rows.items())]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -108,7 +123,8 @@ def summary(title: str, groups: dict[str, Group]) -> str:
 
 def readme() -> str:
     made = {f"{name}, peers' inputs made beforehand": group for name, group in prefill("ratio").items()}
-    groups = decode() | verify("sglang", "flashinfer") | prefill("raw_ratio") | made
+    step = {"a layer's decode step, with its convolution and norm": Group.of(cells("layer"), against())}
+    groups = decode() | step | verify("sglang", "flashinfer") | prefill("raw_ratio") | made
     return summary("best peer's time over ours, one H200", groups)
 
 
@@ -176,6 +192,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens sglang": lambda: tokens("sglang"),
     "tokens vllm": lambda: tokens("vllm"),
     "decode": lambda: summary("best peer's time over ours", decode()),
+    "layer": lambda: summary("the engines' time over ours, with a convolution in front of one token", layer()),
     "verify": verify_page,
     "prefill raw": lambda: summary("best peer's time over ours, all from raw inputs", prefill("raw_ratio")),
     "prefill made": lambda: summary("best peer's time over ours, peers' inputs made beforehand", prefill("ratio")),
