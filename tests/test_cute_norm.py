@@ -7,6 +7,9 @@ import torch
 
 import gated_delta as gd
 from gated_delta import reference
+from gated_delta.call_cache import CallCache
+from gated_delta.ops import OPERATIONS
+from gated_delta.ops.launch import Schedule
 from gpu import AXES, STATES, decode, index, needs_gpu, packed, part, pool, same, tokens
 
 pytestmark = needs_gpu
@@ -104,6 +107,55 @@ def test_bits_do_not_depend_on_the_batch(op, axis, state_dtype, T):
         o, _ = run(op, of_tokens(call, slice(0, N)), start.clone())
         for n, want in zip(range(0, N, 37), alone, strict=False):
             same(o[n], want)
+
+
+WAYS = [  # to hold a head: blocks of a cluster, one block, one block in chunks
+    Schedule(4, 128, cluster=True),
+    Schedule(8, 128, cluster=True),
+    Schedule(8, 256),
+    Schedule(4, 256),
+    Schedule(4, 128),
+]
+
+
+@pytest.mark.parametrize(
+    ("axis", "state_dtype", "K", "V"), [*((a, s, 128, 128) for a in AXES for s in STATES[:2]), ("head", STATES[0], 96, 192)]
+)
+@pytest.mark.parametrize("T", [1, 8])
+def test_every_schedule_has_the_same_bits(monkeypatch, T, axis, state_dtype, K, V):
+    """Also of a launch whose blocks do not all run at once."""
+    N = 170
+    call, norm = tokens(N, T, axis=axis, heads=HEADS, K=K, V=V), normed(N, T, V=V)
+    bare, of_bare = run("decode", call, pool(N, state_dtype, HEADS[1], K, V))
+    first = None
+    for schedule in WAYS:
+        monkeypatch.setattr(OPERATIONS["decode"], "calls", CallCache())
+        monkeypatch.setattr(OPERATIONS["decode"], "schedules", lambda problem, schedule=schedule: ((0, schedule),))
+        fused, of_fused = run("decode", call | norm, pool(N, state_dtype, HEADS[1], K, V))
+        if first is None:
+            first = fused
+            check_norm(fused, bare, **norm)
+        for x, y in zip([first, *of_bare], [fused, *of_fused], strict=True):
+            same(x, y)
+
+
+@pytest.mark.parametrize("axis", AXES)
+def test_intermediate_states_of_a_pool_that_is_left_alone(axis):
+    """In inference mode, with a sequence of the null slot."""
+    N, T = 3, 4
+    call, norm, made = tokens(N, T, axis=axis), normed(N, T), []
+    for some in ({}, norm):
+        state, steps = pool(4), torch.full((N, T, HEADS[1], D, D), math.nan, device="cuda", dtype=torch.bfloat16)
+        options = dict(state_indices=index(3, 0, 1), null_index=0, update_state=False, intermediate_states=steps)
+        with torch.inference_mode():
+            o, _ = run("decode", call | some, state, **options)
+        same(state, pool(4))
+        assert steps[1].isnan().all()
+        made.append((o, steps))
+    (bare, steps), (fused, kept) = made
+    same(steps, kept)
+    assert (fused[1] == 0).all()
+    check_norm(fused[::2], bare[::2], norm["norm"], norm["z"][::2])
 
 
 @pytest.mark.parametrize("axis", AXES)

@@ -116,7 +116,7 @@ class Decode:
             grid=sequence_grid(self.tiles * size.HV, size.N),
             block=(self.threads, 1, 1),
             cluster=self.cluster,
-            smem=self.token_words * size.T * 4,
+            smem=(self.token_words * size.T + (self.norm.barrier_words if self.norm else 0)) * 4,
             stream=stream,
             use_pdl=True,
         )
@@ -172,12 +172,13 @@ class Decode:
         o_at = self.tokens.o_address(args, coord) + offset(coord.o_row, stride.o_c)
         if read > size.null_index:
             records = cute.arch.get_dyn_smem(Float32, 16)
+            if cutlass.const_expr(self.norm is not None):
+                self.norm.expect(records + size.T * self.record, coord, length)
             self.stage_qk(records, args, coord, start, length, qk)
             self.stage_gates(records, args, coord, start, length, gates)
             self.stage_v(records, args, coord, start, length, v)
             if cutlass.const_expr(self.norm is not None):
                 self.norm.stage(records + size.T * self.record, args, coord, start, length, z)
-                self.norm.arrive()
             rState = cute.make_rmem_tensor((4 * self.state.vectors, self.rows), Uint32)
             self.state.store_registers(rState, rows)
             cute.arch.sync_threads()
@@ -189,8 +190,6 @@ class Decode:
                     following_at = self.state.address(args, coord, read, self.chunk(coord, i + 1).first_row)
                     following = self.state.load(following_at, coord, policy, read > size.null_index)
                 self.steps(rState, records, args, part, start, length, self.chunk_o(args, o_at, i))
-                if cutlass.const_expr(self.norm is not None and i + 1 == self.chunks):
-                    self.norm.arrive()  # in front of the stores, which it would wait for
                 wanted = (write > size.null_index) & ((length > 0) | (write != read))
                 updated = self.state.load_registers(rState)
                 self.state.store(updated, self.state.address(args, coord, write, part.first_row), coord, wanted)

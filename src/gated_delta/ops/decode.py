@@ -68,25 +68,27 @@ SCHEDULES: dict[tuple[str, str, bool], Table] = {
 }
 """Measured on an H200: docs/kernels/decode.md."""
 
-_OF_4, _OF_2 = Schedule(4, 128, cluster=True), Schedule(8, 128, cluster=True)
+_OF_4 = Schedule(4, 128, cluster=True)
 NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
     # With a norm: a head in a cluster of blocks, in one block at once, or in one block in chunks.
     ("head", "bf16", True): (
         (LARGE, Schedule(4, 128, True)),
-        (14 * MIB, Schedule(4, 128)),
+        (24 * MIB, Schedule(4, 128)),
+        (14 * MIB, Schedule(4, 256, prefetch=False)),
         (2 * MIB, Schedule(8, 256)),
-        (MIB, _OF_2),
+        (MIB, Schedule(8, 64, cluster=True)),
         (0, _OF_4),
     ),
     ("head", "fp32", True): (
         (LARGE, Schedule(8, 256, True)),
         (4 * MIB, Schedule(8, 256)),
-        (2 * MIB, _OF_2),
+        (2 * MIB, Schedule(8, 64, cluster=True)),
         (0, _OF_4),
     ),
     ("channel", "bf16", True): (
         (LARGE, Schedule(4, 128, True)),
         (24 * MIB, Schedule(4, 128)),
+        (14 * MIB, Schedule(4, 256, prefetch=False)),
         (4 * MIB, Schedule(4, 256)),
         (0, _OF_4),
     ),
@@ -94,21 +96,21 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
         (LARGE, Schedule(8, 256, True)),
         (24 * MIB, Schedule(8, 256)),
         (4 * MIB, Schedule(4, 256)),
-        (0, _OF_2),
+        (0, _OF_4),
     ),
     **{
         (axis, "bf16", False): (
             (LARGE, Schedule(4, 128, True)),
             (4 * MIB, Schedule(4, 256)),
-            (0, Schedule(4, 256, cluster=True)),
+            (0, _OF_4),
         )
         for axis in ("head", "channel")
     },
     **{
         (axis, "fp32", False): (
             (LARGE, Schedule(4, 512, True)),
-            (4 * MIB, Schedule(4, 512)),
-            (0, Schedule(4, 256, cluster=True)),
+            (4 * MIB, Schedule(4, 256, cluster=True)),
+            (0, _OF_4),
         )
         for axis in ("head", "channel")
     },

@@ -326,7 +326,8 @@ class Schedule(NamedTuple):
     chunks: int = 1
     """Of a decode's block: how often its threads take so many rows, one chunk after the other."""
     cluster: bool = False
-    """decode with a norm: the blocks of a head are a cluster; else one block has all rows, in as many chunks as that takes."""
+    """decode with a norm: the blocks of a head, of 32 rows or more, are a cluster; else one block has all rows, in as many chunks
+    as that takes."""
 
 
 Table = tuple[tuple[int, Schedule], ...]

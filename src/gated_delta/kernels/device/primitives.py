@@ -236,17 +236,18 @@ def store_if(dtype, address, value, condition):
     )
 
 
-def store_cluster(address, block, value, condition):
-    """One fp32 number to an address of this block's shared memory, in the memory of another block of its cluster."""
+def store_async(address, barrier, block, value, condition):
+    """One fp32 number into the memory of a block of the cluster, whose mbarrier counts it; both addresses are this block's own."""
     cute.arch.inline_ptx(
         """{
         .reg .pred p;
-        .reg .b32 there;
-        setp.ne.s32 p, {$r3}, 0;
-        mapa.shared::cluster.u32 there, {$r0}, {$r1};
-        @p st.shared::cluster.b32 [there], {$r2};
+        .reg .b32 there, counts;
+        setp.ne.s32 p, {$r4}, 0;
+        mapa.shared::cluster.u32 there, {$r0}, {$r2};
+        mapa.shared::cluster.u32 counts, {$r1}, {$r2};
+        @p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], {$r3}, [counts];
         }""",
-        read_only_args=[address, block, value.bitcast(Uint32), Int32(condition)],
+        read_only_args=[address, barrier, block, value.bitcast(Uint32), Int32(condition)],
     )
 
 

@@ -23,6 +23,7 @@ from .primitives import (
     load_scalar_bits,
     load_words,
     log_decay,
+    mbarrier,
     offset,
     prefetch_l2,
     qk_head,
@@ -30,7 +31,7 @@ from .primitives import (
     select,
     sigmoid,
     store,
-    store_cluster,
+    store_async,
     store_words,
     sum_lanes,
 )
@@ -303,10 +304,13 @@ class GatedNorm:
     """The gated RMSNorm of o. docs/kernels/decode.md, "The gated norm".
 
     All V rows of a head lie in one block, or in the blocks of a cluster. All threads prepare weight * act(z) of the block's rows,
-    an element each. Every block gets o of all rows; behind a barrier a warp normalises the block's rows of a token: lane l sums
-    the squares of rows l, l + 32, ..., so that bits depend on neither operation, schedule nor number of tokens.
+    an element each. Every block gets o of all rows; then a warp normalises the block's rows of a token: lane l sums the squares of
+    rows l, l + 32, ..., so that bits depend on neither operation, schedule nor number of tokens.
 
-    Shared memory, fp32, of each token: o as its dtype rounds it [V], weight * act(z) [block_rows].
+    In a cluster o goes by st.async, which an mbarrier of the block that gets it counts: a cluster's barrier would wait for the
+    stores of states. A block ends once it has all of o, so that nothing is written to one that has ended.
+
+    Shared memory: of each token, fp32, o as its dtype rounds it [V], weight * act(z) [block_rows]; in a cluster the mbarrier before.
     `coord` has a thread's n, hv and thread, and tile, the block's number in its cluster of `blocks`.
     """
 
@@ -318,6 +322,7 @@ class GatedNorm:
         self.one_round = elements <= self.first_loads * threads
         self.one_row = threads % self.block_rows == 0  # all that a thread loads
         self.token_words = V + self.block_rows
+        self.barrier_words = 4 if blocks > 1 else 0
 
     # -------------------------------------------------------------------------------------------- weight * act(z)
 
@@ -328,11 +333,10 @@ class GatedNorm:
 
     def prefetch(self, args, coord):
         """Prefetch the weight and the first tokens' z into L2; z only where cu_seqlens does not place it."""
-        sectors = self.block_rows // 32
-        token = cutlass.min(coord.thread // sectors, args.size.T - 1)
-        row = coord.tile * self.block_rows + coord.thread % sectors * 32
-        prefetch_l2(self.z_address(args, coord, token, row), args.size.cu_seqlens_kind == 0)
-        prefetch_l2(args.ptr.norm_weight + offset(row, args.stride.norm_weight_c), coord.thread < sectors)
+        parts = self.block_rows // 32
+        token, row = coord.thread // parts, coord.tile * self.block_rows + coord.thread % parts * 32
+        prefetch_l2(self.z_address(args, coord, token, row), (token < args.size.T) & (args.size.cu_seqlens_kind == 0))
+        prefetch_l2(args.ptr.norm_weight + offset(row, args.stride.norm_weight_c), token == 0)
 
     def places(self, coord, first, count):
         """A thread's next `count` elements of [tokens, block_rows]: the last warp has token 0, whose v the first ones load."""
@@ -377,10 +381,27 @@ class GatedNorm:
     # -------------------------------------------------------------------------------------------- o
 
     def outputs(self, shared, t):
-        return shared_tensor(shared + t * self.token_words, self.V)
+        return shared_tensor(shared + (self.barrier_words + t * self.token_words), self.V)
 
     def factors(self, shared, t):
-        return shared_tensor(shared + t * self.token_words + self.V, self.block_rows)
+        return shared_tensor(shared + (self.barrier_words + t * self.token_words + self.V), self.block_rows)
+
+    @cute.jit
+    def expect(self, shared, coord, length):
+        """Prepare for o of so many tokens; `wait` lies between this and the first `put`."""
+        if cutlass.const_expr(self.blocks > 1):
+            if coord.thread == 0:
+                barrier = mbarrier(shared.toint())
+                cute.arch.mbarrier_init(barrier, 1)
+                cute.arch.mbarrier_init_fence()
+                cute.arch.mbarrier_arrive_and_expect_tx(barrier, length * self.V * 4)
+            cute.arch.cluster_arrive_relaxed()
+
+    @cute.jit
+    def wait(self):
+        """Until every block of the cluster is prepared."""
+        if cutlass.const_expr(self.blocks > 1):
+            cute.arch.cluster_wait()
 
     @cute.jit
     def put(self, shared, t, row, o, lane, lanes):
@@ -391,27 +412,17 @@ class GatedNorm:
                 outputs = self.outputs(shared, t)
                 outputs[row] = o
         else:
-            at = (shared + t * self.token_words + row).toint()
+            at = (shared + (self.barrier_words + t * self.token_words + row)).toint()
             for first in cutlass.range_constexpr(0, self.blocks, lanes):
                 block = first + lane
-                store_cluster(at, cutlass.min(block, self.blocks - 1), o, block < self.blocks)
-
-    @cute.jit
-    def arrive(self):
-        """At the barrier of the cluster: once before the first `put`, as all blocks have to run then, and once behind the last."""
-        if cutlass.const_expr(self.blocks > 1):
-            cute.arch.cluster_arrive()
-
-    @cute.jit
-    def wait(self):
-        if cutlass.const_expr(self.blocks > 1):
-            cute.arch.cluster_wait()
+                store_async(at, shared.toint(), cutlass.min(block, self.blocks - 1), o, block < self.blocks)
 
     @cute.jit
     def finish(self, shared, args, o_at, coord, start, length):
         """Normalise and store the block's rows of every token; o_at: of token 0 and row 0. Every `put` lies before it."""
         if cutlass.const_expr(self.blocks > 1):
-            cute.arch.cluster_wait()
+            if coord.thread // 32 < length:  # the others have no token
+                cute.arch.mbarrier_wait(mbarrier(shared.toint()), 0)
         else:
             cute.arch.sync_threads()
         lane = coord.thread % 32
