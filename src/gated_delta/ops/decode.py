@@ -75,7 +75,7 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
         (LARGE, Schedule(4, 128, True)),
         (24 * MIB, Schedule(4, 128)),
         (14 * MIB, Schedule(4, 256, prefetch=False)),
-        (2 * MIB, Schedule(8, 256)),
+        (2 * MIB, Schedule(4, 256)),
         (MIB, Schedule(8, 64, cluster=True)),
         (0, _OF_4),
     ),
@@ -94,13 +94,13 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
     ),
     ("channel", "fp32", True): (
         (LARGE, Schedule(8, 256, True)),
-        (24 * MIB, Schedule(8, 256)),
+        (24 * MIB, Schedule(8, 64, cluster=True)),
         (4 * MIB, Schedule(4, 256)),
         (0, _OF_4),
     ),
     **{
         (axis, "bf16", False): (
-            (LARGE, Schedule(4, 128, True)),
+            (LARGE, Schedule(4, 256, True)),
             (4 * MIB, Schedule(4, 256)),
             (0, _OF_4),
         )
@@ -108,7 +108,7 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
     },
     **{
         (axis, "fp32", False): (
-            (LARGE, Schedule(4, 512, True)),
+            (LARGE, Schedule(4, 128, True, cluster=True)),
             (4 * MIB, Schedule(4, 256, cluster=True)),
             (0, _OF_4),
         )
