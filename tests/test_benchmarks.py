@@ -18,6 +18,7 @@ import torch
 from typer.testing import CliRunner
 
 import benchmarks.__main__ as command
+import gated_delta as gd
 from benchmarks import cells, measure, peers, plot, record
 from benchmarks.cells import BF16, CELLS, FP32, Pooled, decode, prefill, speculation
 from benchmarks.measure import Runner
