@@ -89,10 +89,13 @@ def force_segments(segments, monkeypatch):
     """Prefills from here on split each sequence into that many segments, however many sequences there are.
 
     "persistent": one segment, all V rows in a block, and three blocks, so that each has several heads. "fused": in one kernel, too.
+    "joined": four segments, of which those behind one that does not forget are joined to it.
     """
     persistent = segments in ("persistent", "fused")
 
     def segmentation_of(problem, sequences, tokens):
+        if segments == "joined":
+            return on_host.Segmentation(4, joins=True)
         fused = segments == "fused" and on_host.can_fuse(problem)
         return on_host.Segmentation(1, problem.V, fused) if persistent else on_host.Segmentation(segments)
 
@@ -100,6 +103,30 @@ def force_segments(segments, monkeypatch):
     if persistent:
         monkeypatch.setattr(on_host, "MAX_BLOCKS", 3)
     monkeypatch.setattr(PREFILL, "calls", CallCache())
+
+
+def segments_that_forget(run, segments, monkeypatch):
+    """The flags [N, HV, segments - 1] that a call of one prefill leaves in its workspace."""
+    launch, empty, kept = on_host.PrefillLaunch.run, torch.empty, []
+
+    def watched(self, *args):
+        def keep(*shape, **options):
+            made = empty(*shape, **options)
+            if options.get("dtype") == torch.uint8:
+                kept.append((made, self.workspace[1][-1]))
+            return made
+
+        with monkeypatch.context() as patch:
+            patch.setattr(torch, "empty", keep)
+            return launch(self, *args)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(on_host.PrefillLaunch, "run", watched)
+        o = run()
+    ((workspace, states),) = kept
+    number = len(o) * o.shape[2] * segments
+    flags = workspace[states + number * D * D * 4 :][: number * 4].view(torch.int32).view(len(o), o.shape[2], segments)
+    return flags[..., :-1] != 0
 
 
 def captured(run):

@@ -24,8 +24,9 @@ SPILLS = {
     # Its four roles have 65536 registers together: what a role needs once a work tile, or once in four chunks, waits in local memory.
     "prefill_fused": 56,
 }
-PREFILL = ("prefill_prepare", "prefill_scan", "prefill_state_passing", "prefill_schedule", "prefill_fused")
-BUILT_ON = {"prefill_scan": {"prefill_fused"}}
+SCANS = ("prefill_scan", "prefill_transitions")
+PREFILL = ("prefill_prepare", *SCANS, "prefill_state_passing", "prefill_schedule", "prefill_fused")
+BUILT_ON = {"prefill_scan": {"prefill_fused", "prefill_transitions"}}
 """Kernels that use another kernel's file."""
 
 
@@ -61,16 +62,16 @@ def test_registers_and_spills_of_shipped_kernels(cache, some):
     assert found is not None, "needs cuobjdump: pip install nvidia-cuda-cuobjdump"
     allowed = max((stack for part, stack in SPILLS.items() if part in some.label), default=0)
     assert found.stack <= allowed
-    assert 16 <= found.registers <= (255 if some.kernel in ("verify", "prefill_scan") else 168)  # these hold a tile of the state
+    assert 16 <= found.registers <= (255 if some.kernel in ("verify", *SCANS) else 168)  # these hold a tile of the state
 
 
 @needs_compiler
-@pytest.mark.parametrize("some", [*FUSED, *(some for some in ALWAYS if some.kernel == "prefill_scan")], ids=str)
+@pytest.mark.parametrize("some", [*FUSED, *(some for some in ALWAYS if some.kernel in SCANS)], ids=str)
 def test_wgmmas_are_not_serialised(cache, some):
     """ptxas fences every wgmma by itself, without a warning, for lack of registers or where it cannot count groups in flight."""
     code = compile.inspected(compile.build(some, "sm_90a"), "-sass")
     assert code is not None, "needs cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
-    groups = 6 if some in FUSED else 3 if dict(some.facts)["transitions"] else 5
+    groups = 6 if some in FUSED else 3 if some.kernel == "prefill_transitions" else 5
     assert code.count("WARPGROUP.ARRIVE") == groups
     assert code.count("HGMMA") > 5 * groups
 
@@ -259,6 +260,7 @@ def test_host_and_kernel_agree_on_the_arguments():
         prefill_scan,
         prefill_schedule,
         prefill_state_passing,
+        prefill_transitions,
         verify,
     )
     from gated_delta.kernels.device import primitives
@@ -272,6 +274,7 @@ def test_host_and_kernel_agree_on_the_arguments():
             prefill_prepare.PrefillPrepare,
             prefill_scan.PrefillScan,
             prefill_state_passing.PrefillStatePassing,
+            prefill_transitions.PrefillTransitions,
             prefill_schedule.PrefillSchedule,
             prefill_fused.PrefillFused,
         ],

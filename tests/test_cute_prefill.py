@@ -30,6 +30,7 @@ from gpu import (
     part,
     pool,
     same,
+    segments_that_forget,
     slowly,
     tokens,
     writing,
@@ -46,7 +47,7 @@ def prefill(call, **options):
     return gd.prefill(**call, **options, backend="cute")
 
 
-@pytest.fixture(params=[1, "persistent", "fused", 4])
+@pytest.fixture(params=[1, "persistent", "fused", 4, "joined"])
 def segments(request, monkeypatch):
     """Segments of each sequence, however many sequences there are."""
     if request.param == "fused" and request.node.callspec.params.get("axis") == "channel":
@@ -608,6 +609,141 @@ def test_segments_under_every_gate(segments, axis):
         check({**call, "g": cycle(values, call["g"])}, initial_state=pool(2, torch.float32))
 
 
+CUTS = {4: 5, 7: 3, "joined": 5}
+"""Chunks of a segment of 1100 tokens, by the segments that are forced."""
+ALMOST, JUST = -87.336, -87.338
+"""Log decays of more and of less than 2**-126, beyond which fp32 has no normal numbers."""
+
+
+def forgetting(kind, shape, chunks):
+    """Log decays of a dense call cut in segments of so many chunks, and which heads forget."""
+    g, forgets = torch.full(shape, -1e-3, device="cuda"), torch.ones(shape[2], dtype=torch.bool)
+    lasts = slice((chunks - 1) * 64 + 10, None, chunks * 64)  # a token of each segment's last chunk
+    if kind in ("all", "every other head", "all channels but one"):
+        g.fill_(-2.0)
+    if kind == "none":
+        forgets[:] = False
+    elif kind == "every other head":
+        g[:, :, 1::2], forgets[1::2] = -1e-3, False
+    elif kind == "all channels but one":
+        g[:, :, 3, 77], forgets[3] = -1e-3, False
+    elif kind == "just":
+        g.zero_()[:, lasts] = JUST
+    elif kind == "almost":
+        g.zero_()[:, lasts], forgets[:] = ALMOST, False
+    elif kind == "the first head just, others almost":
+        g.zero_()[:, lasts], g[:, lasts, 0], forgets[1:] = ALMOST, JUST, False
+    elif kind == "the whole window":  # of as many chunks as are looked at
+        g.fill_(-126.5 * math.log(2) / 64 / ((chunks + 1) // 2))
+    return g, forgets
+
+
+KINDS = ["all", "none", "every other head", "all channels but one", "just", "almost", "the first head just, others almost"]
+KINDS += ["the whole window"]
+
+
+@pytest.mark.parametrize("segments", CUTS, indirect=True)
+@pytest.mark.parametrize("size", [1.0, 1e30])
+@pytest.mark.parametrize("kind", KINDS)
+def test_segments_that_forget_start_from_their_windows(axis, segments, kind, size, monkeypatch):
+    """Judged by float64, head by head. An initial state of 1e30 hides the values beside it until it is forgotten."""
+    call, T, chunks = tokens(2, 1100, axis=axis, gate="log"), 1100, CUTS[segments]
+    if kind == "all channels but one" and axis == "head":
+        pytest.skip("GDN has no channels")
+    call["g"], heads = forgetting(kind, call["g"].shape, chunks)
+    start, made = pool(2, torch.float32) * size, []
+
+    def run():
+        made[:] = prefill(call, initial_state=start, output_final_state=True)
+        return made[0]
+
+    flags = segments_that_forget(run, 4 if segments == "joined" else segments, monkeypatch)
+    full = flags[..., : (T // 64) // chunks]  # the last segments of seven have no chunks
+    assert (full == heads.to("cuda")[:, None]).all(), full
+    want_o, want = by_definition(call, start)
+    for head in range(HV):
+        if size == 1:
+            assert apart(made[0][:, :, head], want_o[:, :, head]) <= 3e-3
+        elif heads[head]:
+            assert apart(made[0][:, chunks * 64 :, head], want_o[:, chunks * 64 :, head]) <= 3e-3
+        if size == 1 or heads[head]:
+            assert apart(made[1][:, head], want[:, head]) <= 2e-3
+    assert all(x.isfinite().all() for x in made)
+
+
+@pytest.mark.parametrize("segments", [4, "joined"], indirect=True)
+def test_what_moves_to_another_channel_is_not_forgotten(segments, monkeypatch):
+    """Each channel decays to 0 once in a segment's last chunk, but k has carried a state from one that will to one that has."""
+    call, chunks = tokens(1, 1100, axis="channel", gate="log"), CUTS[segments]
+    call["g"] = torch.zeros_like(call["g"])
+    call |= dict(beta=torch.zeros_like(call["beta"]), beta_logits=False)
+    end = chunks * 64
+    call["g"][:, end - 50, :, :64] = -88.0
+    call["g"][:, end - 40, :, 64:] = -88.0
+    call["k"][:, end - 45] = 0
+    call["k"][:, end - 45, :, 3], call["k"][:, end - 45, :, 70] = 8.0, -8.0  # e_3 - e_70: with beta 2 they change places
+    call["beta"][:, end - 45] = 2
+    start = pool(1, torch.float32)
+    flags = segments_that_forget(lambda: prefill(call, initial_state=start)[0], 4, monkeypatch)
+    assert not flags.any()
+    o, final = prefill(call, initial_state=start, output_final_state=True)
+    want_o, want = by_definition(call, start)
+    assert want[..., 3].norm() > 0.1 * start[..., 70].norm()
+    assert apart(o, want_o) <= 3e-3
+    assert apart(final, want) <= 2e-3
+
+
+@pytest.mark.parametrize("keys", ["random", "the same"])
+def test_keys_that_let_a_state_grow_in_segments(axis, keys, monkeypatch):
+    """|k| = 3 and beta 2 make a state 17 times as large along k. Where all keys are the same that outweighs a decay of exp(-2.9)."""
+    call = tokens(1, 1100, axis=axis, gate="log")
+    k = torch.nn.functional.normalize(call["k"].float(), dim=-1)
+    k = k[:, :1].expand_as(k) if keys == "the same" else k
+    call |= dict(k=(k * 3).bfloat16(), q=call["q"] / 10, beta=torch.full_like(call["beta"], 2), beta_logits=False)
+    call |= dict(g=torch.full_like(call["g"], -2.9, dtype=torch.float32), qk_l2norm=False)
+    start, made = pool(1, torch.float32), []
+    want = by_definition(call, start)
+    for segments in (1, 4, "joined"):
+        force_segments(segments, monkeypatch)
+        made.append(prefill(call, initial_state=start, output_final_state=True))
+        if segments != 1:
+            flags = segments_that_forget(lambda: prefill(call, initial_state=start)[0], 4, monkeypatch)
+            assert (flags == (keys == "random")).all()
+            for x, one, truth in zip(made[-1], made[0], want):
+                assert apart(x, truth) <= 1.5 * apart(one, truth) + 1e-3
+
+
+@pytest.mark.parametrize("kind", ["none", "almost"])
+def test_joined_segments_have_the_bits_of_one(axis, kind, monkeypatch):
+    call, start = tokens(2, 1100, axis=axis, gate="log"), pool(2, torch.float32)
+    call["g"], _ = forgetting(kind, call["g"].shape, CUTS["joined"])
+    force_segments(1, monkeypatch)
+    one = prefill(call, initial_state=start, output_final_state=True)
+    force_segments("joined", monkeypatch)
+    joined = prefill(call, initial_state=start, output_final_state=True)
+    for x, y in zip(one, joined):
+        same(x, y)
+
+
+@pytest.mark.parametrize("segments", [4, "joined"], indirect=True)
+def test_checkpoints_and_pools_where_some_heads_forget(axis, segments):
+    """Packed, with sequences that are empty, inactive, or shorter than a segment."""
+    lengths, slots = (1100, 0, 70, 37, 640), index(4, 0, -1, 1, 6)
+    call = ragged(lengths, [2], axis=axis, gate="log")
+    g, _ = forgetting("every other head", call["g"].shape, CUTS[segments])
+    call["g"] = torch.where(call["g"].isnan(), call["g"].float(), g)
+    state, before = pool(8, torch.float32), pool(8, torch.float32)
+    lens, kept = index(320, 0, 0, 0, 640)[:, None], poisoned(5, 1, dtype=torch.float32)
+    o, _ = prefill(call, state=state, state_indices=slots, checkpoint_lens=lens, checkpoints=kept)
+    want_o, want = exact(call, state=before.clone(), state_indices=slots)
+    assert apart(o, want_o) <= 3e-3
+    assert apart(state, want) <= 2e-3
+    same(kept[4, 0], state[6])
+    same(kept[1, 0], before[0])
+    first = {name: x[:, :320] if name in PER_TOKEN else x for name, x in call.items() if name != "cu_seqlens"}
+    assert apart(kept[0, 0], exact(first, initial_state=before[4:5])[1][0]) <= 2e-3
+
+
 # ------------------------------------------------------------------------------------------------ hard gates, betas, keys and sizes
 
 FAMILIES = {
@@ -774,6 +910,21 @@ def test_bits_do_not_depend_on_the_batch(axis, state_dtype, segments):
         o, together = in_pool(call, state=start, state_indices=index(*order))
         same(o[0], torch.cat([outputs[n] for n in order]))
         same(together, alone)
+
+
+@pytest.mark.parametrize("slow", [False, True])
+def test_bits_do_not_depend_on_other_heads(axis, segments, slow):
+    """A k head and its value heads in a call of their own, cut in the same way."""
+    call, start = tokens(2, 700, axis=axis, gate="log"), pool(2, torch.float32)
+    call = slowly(call) if slow else call
+    o, final = prefill(call, initial_state=start, output_final_state=True)
+    group = HV // H
+    for h in range(H):
+        own, values = slice(h, h + 1), slice(h * group, (h + 1) * group)
+        one = {name: call[name][:, :, own if name in "qk" else values] for name in PER_TOKEN}
+        got_o, got = prefill(call | one, initial_state=start[:, values], output_final_state=True)
+        same(got_o, o[:, :, values])
+        same(got, final[:, values])
 
 
 # ------------------------------------------------------------------------------------------------ refused

@@ -25,7 +25,7 @@ T, K, V = 3, 64, 96  # of drafts
 D = 128  # K and V of prompts
 i32, i64, bf16, fp16, f32 = torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32
 OPS = ("decode", "verify", "flush", "prefill")
-PREFILL_KERNELS = ("prefill_prepare", "prefill_scan", "prefill_state_passing", "prefill_schedule", "prefill_fused")
+PREFILL_KERNELS = tuple(f"prefill_{name}" for name in ("prepare", "scan", "transitions", "state_passing", "schedule", "fused"))
 
 
 class Launches(list):
@@ -914,11 +914,20 @@ def force_segments(segments, monkeypatch):
 def test_segments_launch_transitions_state_passing_and_scan(launches, monkeypatch, axis, segments):
     force_segments(segments, monkeypatch)
     run("prefill", **good("prefill", axis))
-    passing = [("prefill_scan", True), ("prefill_state_passing", None)] if segments > 1 else []
-    kernels = [(some.kernel, dict(some.facts).get("transitions")) for some in launches.kernels]
-    assert kernels == [("prefill_prepare", None), *passing, ("prefill_scan", False)]
+    passing = ["prefill_transitions", "prefill_state_passing"] if segments > 1 else []
+    assert [some.kernel for some in launches.kernels] == ["prefill_prepare", *passing, "prefill_scan"]
     assert all(launch == launches[0] for launch in launches)
     assert launches[0][-1].segments == segments
+
+
+def test_joined_segments_launch_no_state_passing(launches, monkeypatch, axis):
+    """Nor is there memory for transitions."""
+    monkeypatch.setattr(on_host, "segmentation_of", lambda *_: on_host.Segmentation(2, joins=True))
+    run("prefill", **good("prefill", axis))
+    assert [some.kernel for some in launches.kernels] == ["prefill_prepare", "prefill_transitions", "prefill_scan"]
+    assert [dict(some.facts).get("joins") for some in launches.kernels] == [None, None, True]
+    assert all(launch == launches[0] for launch in launches)
+    assert launches[0][0].segment_transitions == 0 < launches[0][0].segment_states
 
 
 def test_one_kernel_where_heads_fill_the_chip(launches):
@@ -962,9 +971,9 @@ def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, a
     ((size, offsets),), (pointers, *_, sizes) = made, launches[0]
     v_chunks, channel = sizes.chunk_slots * sizes.HV, axis == "channel"
     qk_bytes = TILE_BYTES * (v_chunks if channel else sizes.chunk_slots * sizes.H)
-    states = sizes.N * sizes.HV * segments * D * D * 4 if segments > 1 else 0
+    cut = sizes.N * sizes.HV * segments if segments > 1 else 0
     tiles = [qk_bytes, qk_bytes, v_chunks * TILE_BYTES if channel else 0, v_chunks * 2 * TRIANGLE_BYTES, v_chunks * SCALE_BYTES]
-    ends = [*tiles, 4 * sizes.N if packed else 0, 4, 2 * states, states]
+    ends = [*tiles, 4 * sizes.N if packed else 0, 4, 2 * cut * D * D * 4, cut * (D * D * 4 + 4)]
     assert [at < 0 for at in offsets] == [end == 0 for end in ends]
     taken = [(at, at + end) for at, end in zip(offsets, ends, strict=True) if end]
     assert all(at % 256 == 0 for at, _ in taken)
@@ -999,18 +1008,23 @@ def prompt_problem(HV=8, **changes):
 def test_few_long_prompts_are_segmented_and_others_are_not():
     """No more blocks than run at once, and no segment too short to pay for state passing."""
     found = set()
-    for HV, N, T in itertools.product((1, 2, 4, 8, 16, 64), (1, 2, 3, 7, 33, 300), (0, 1, 512, 2048, 8191, 8192, 100_000)):
-        made = on_host.segmentation_of(prompt_problem(HV), N, N * T)
-        found.add(made.segments)
+    sizes = ((1, 2, 4, 8, 16, 32, 64), (1, 2, 3, 7, 33, 300), (0, 1, 512, 2047, 2048, 8191, 8192, 100_000))
+    for axis, HV, N, T in itertools.product(("head", "channel"), *sizes):
+        made = on_host.segmentation_of(prompt_problem(HV, axis=axis), N, N * T)
+        found.add((made.segments, made.joins))
         assert made.segments >= 1
         if made.segments > 1:
             assert made.segments * 2 * HV * N <= on_host.MAX_BLOCKS
-            assert made.segments * on_host.MIN_SEGMENT <= T
-            assert made.segments >= 4 or (made.segments == 3 and T >= on_host.MIN_THREE_SEGMENTS)
+            assert T >= on_host.MIN_CUT
+            assert made.segments <= on_host.FEW_SEGMENTS or made.segments * on_host.MIN_SEGMENT <= T
+            if made.joins:
+                assert made.segments * on_host.MIN_JOINED_SEGMENT[axis] <= T
+            else:
+                assert made.segments >= 4 or (made.segments == 3 and T >= on_host.MIN_THREE_SEGMENTS)
         assert made.rows == (128 if 2 * HV * N > on_host.MAX_BLOCKS else 64)
         if made.segments == 1 and 2 * 3 * HV * N <= on_host.MAX_BLOCKS:
             assert T < on_host.MIN_THREE_SEGMENTS  # room for three, and tokens for them
-    assert found > {1, 4, 16}
+    assert found > {(1, False), (4, False), (16, False), (2, True)}
     assert on_host.segmentation_of(prompt_problem(), 0, 0) == on_host.Segmentation(1)
 
 
@@ -1039,17 +1053,19 @@ def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
     problem = prompt_problem(axis=axis)
     listed = dispatch.variants_of(problem)
     several = [on_host.Segmentation(segments) for segments in (2, 3, 16)]
-    for segmentation in (on_host.Segmentation(1), on_host.Segmentation(1, 128), *several):
+    joined = on_host.Segmentation(2, joins=True)
+    for segmentation in (on_host.Segmentation(1), on_host.Segmentation(1, 128), *several, joined):
         made = [some.kernel for some in on_host.variants_of(problem, segmentation)]
-        passing = ["prefill_scan", "prefill_state_passing"] if segmentation in several else []
+        passing = (
+            ["prefill_transitions", *["prefill_state_passing"] * (segmentation != joined)] if segmentation.segments > 1 else []
+        )
         assert made == ["prefill_prepare", *passing, "prefill_scan"]
         assert set(on_host.variants_of(problem, segmentation)) <= set(listed)
     fused = ["prefill_fused", "prefill_schedule"] if axis == "head" else []
-    split = ["prefill_prepare", *["prefill_scan"] * 3, "prefill_state_passing"]
+    split = ["prefill_prepare", *["prefill_scan"] * 3, "prefill_state_passing", "prefill_transitions"]
     assert sorted(some.kernel for some in listed) == sorted([*split, *fused])
     new = set(dispatch.variants_of(prompt_problem(axis=axis, options=frozenset({"checkpoints"})))) - set(listed)
-    new = [(some.kernel, dict(some.facts).get("transitions")) for some in new]
-    assert sorted(new, key=str) == [*([("prefill_fused", None)] if fused else []), *[("prefill_scan", False)] * 2]
+    assert sorted(some.kernel for some in new) == [*fused[:1], *["prefill_scan"] * 3]
 
 
 def test_compile_time_facts_of_prefills_kernels():
@@ -1061,11 +1077,11 @@ def test_compile_time_facts_of_prefills_kernels():
     first = dispatch.variants_of(prompt_problem())
     for same in (dict(H=8, HV=64), dict(beta_logits=True), dict(beta_dtype=torch.float32), dict(options=frozenset({"pool"}))):
         assert changed(**same) == set()
-    assert changed(axis="channel") == changed(dtype=torch.float16) == {"prepare", "scan"}
+    assert changed(axis="channel") == changed(dtype=torch.float16) == {"prepare", "scan", "transitions"}
     assert changed(g_dtype=torch.float32) == changed(gate="log") == changed(qk_l2norm=False) == {"prepare", "fused"}
-    assert changed(state_dtype=torch.bfloat16) == {"scan", "fused"}
-    assert changed(K=64) == {"prepare", "scan"}
-    assert changed(V=64) == {"scan", "state_passing"}
+    assert changed(state_dtype=torch.bfloat16) == {"scan", "transitions", "fused"}
+    assert changed(K=64) == {"prepare", "scan", "transitions"}
+    assert changed(V=64) == {"scan", "transitions", "state_passing"}
 
 
 def test_prefills_of_the_released_models_are_shipped():

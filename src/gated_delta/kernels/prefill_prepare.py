@@ -2,7 +2,7 @@
 
 A block has the 64 tokens of one chunk of one q/k head (KDA: value head), a warp 16 of them, a sub-chunk. In the workspace it leaves
 k and q tiles, Tinv and Aqk, in fp16 as the tensor cores read them, and fp32 scales. docs/kernels/prefill.md has the algebra.
-`prefill_prepare_gdn.py` and `prefill_prepare_kda.py` say what a block does, `prefill_prepare_chunk.py` what both share.
+`prefill_prepare_gdn.py` and `prefill_prepare_kda.py` say what a block does, `device/chunks.py` what both share.
 """
 
 import cutlass

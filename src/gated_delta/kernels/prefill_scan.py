@@ -33,9 +33,12 @@ from .device.chunks import (
     Sizes,
     Strides,
     first_chunk_slot,
+    forgets_at,
+    head_number,
     lay_out,
     load_sequence,
     num_chunks,
+    segment_number,
     square_panel,
     square_tensor,
     tile_tensor,
@@ -69,7 +72,6 @@ from .device.primitives import (
     pack,
     pack_x2,
     qk_head,
-    select,
     stmatrix_x4_trans,
     store_shared,
     store_shared_x4,
@@ -110,6 +112,8 @@ class Coord(NamedTuple):
     """First V row of the thread's warpgroup."""
     first_chunk: Int32
     end_chunk: Int32
+    last_segment: Int32
+    """The segment that the work tile ends with."""
     shared: Int32
     thread: Int32
     """Within its role."""
@@ -133,18 +137,20 @@ class Fragments(NamedTuple):
 class PrefillScan:
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else.
 
-    rows: V rows of a block. transitions: whether it finds segment transitions (M, B), rather than outputs and final states.
+    rows: V rows of a block. joins: whether a block walks on through segments whose initial states it would have to wait for.
     checkpoints: whether it stores states between chunks, where a call asks for them.
     """
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
+    transitions = False
+    """Whether it finds segment transitions, rather than outputs and final states: prefill_transitions.py."""
 
-    def __init__(self, axis: str, K: int, V: int, dtype: str, state_dtype: str, rows: int, transitions: bool, checkpoints: bool):
+    def __init__(self, axis: str, K: int, V: int, dtype: str, state_dtype: str, rows: int, joins: bool, checkpoints: bool):
         self.K, self.V, self.rows = K, V, rows
         self.mma_groups, self.v_tiles = rows // WARPGROUP_ROWS, V // rows
-        self.tiles = self.v_tiles + (D // rows if transitions else 0)  # M is found from an identity's rows
-        self.channel, self.transitions, self.checkpoints = axis == "channel", transitions, checkpoints
-        self.persistent = self.mma_groups > 1 and not transitions  # otherwise a block has one work tile
+        self.tiles = self.v_tiles
+        self.channel, self.joins, self.checkpoints = axis == "channel", joins, checkpoints
+        self.persistent = self.mma_groups > 1 and not self.transitions  # otherwise a block has one work tile
         self.fused = False
         self.dtype, self.state_dtype = DTYPES[dtype], DTYPES[state_dtype]
         tiles = dict.fromkeys(("k", "q", "k_restored") if self.channel else ("k", "q"), TILE_BYTES)
@@ -166,7 +172,7 @@ class PrefillScan:
         work, self.shared = lay_out({"work": 2 * WORK_BYTES, "work_full": 2 * 8, "work_empty": 2 * 8}, end)
         self.smem = SimpleNamespace(**offsets, **work)
         self.threads = WARPGROUP + WARPGROUP * self.mma_groups
-        self.consumers = WARPGROUP * self.mma_groups + (0 if transitions else STORE_THREADS)
+        self.consumers = WARPGROUP * self.mma_groups + (0 if self.transitions else STORE_THREADS)
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
@@ -187,6 +193,36 @@ class PrefillScan:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         args = Args(ptr, scale, bound, stride, size)
+        shared = self.begin(thread)
+        cute.arch.sync_threads()
+        group = thread // WARPGROUP - 1
+        if cutlass.const_expr(self.persistent):
+            if group >= 0:
+                cute.arch.setmaxregister_increase(MMA_REGISTERS)
+                self.for_each_work(self.mma, args, shared, thread % WARPGROUP, group)
+            else:
+                cute.arch.setmaxregister_decrease(COPY_REGISTERS)
+                if thread < LOAD_THREADS:
+                    self.for_each_work(self.load, args, shared, thread, group, block)
+                else:
+                    self.for_each_work(self.store, args, shared, thread - LOAD_THREADS, group)
+        else:
+            coord = self.coord_of(args, self.work_of(args, block), shared, thread % WARPGROUP, group)
+            begins = True
+            if cutlass.const_expr(self.joins):
+                coord, begins = self.join_segments(args, coord)
+            if self.joins & (not begins):
+                pass
+            elif group >= 0:
+                self.mma(args, coord)
+            elif thread < LOAD_THREADS:
+                self.load(args, coord)
+            else:
+                self.store(args, coord._replace(thread=thread - LOAD_THREADS))
+
+    @cute.jit
+    def begin(self, thread):
+        """The block's shared memory, with its mbarriers; waits for the kernel in front."""
         shared = (cute.arch.get_dyn_smem(Uint32, 1024)).toint()
         if thread == 0:
             for stage in cutlass.range_constexpr(self.stages):
@@ -203,35 +239,7 @@ class PrefillScan:
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.sync_threads()
-        group = thread // WARPGROUP - 1
-        if cutlass.const_expr(self.persistent):
-            if group >= 0:
-                cute.arch.setmaxregister_increase(MMA_REGISTERS)
-                self.for_each_work(self.mma, args, shared, thread % WARPGROUP, group)
-            else:
-                cute.arch.setmaxregister_decrease(COPY_REGISTERS)
-                if thread < LOAD_THREADS:
-                    self.for_each_work(self.load, args, shared, thread, group, block)
-                else:
-                    self.for_each_work(self.store, args, shared, thread - LOAD_THREADS, group)
-        else:
-            coord = self.coord_of(args, self.work_of(args, block), shared, thread % WARPGROUP, group)
-            # The last segment's transition is not needed, nor the first one's M: it starts from its own state.
-            unneeded = (coord.work.segment == size.segments - 1) | ((coord.work.segment == 0) & (coord.work.tile >= self.v_tiles))
-            if self.transitions & unneeded:
-                pass
-            elif group >= 0:
-                if cutlass.const_expr(self.mma_groups > 1):
-                    cute.arch.setmaxregister_increase(MMA_REGISTERS)
-                self.mma(args, coord)
-            else:
-                if cutlass.const_expr(self.mma_groups > 1):
-                    cute.arch.setmaxregister_decrease(COPY_REGISTERS)
-                if thread < LOAD_THREADS:
-                    self.load(args, coord)
-                elif not self.transitions:
-                    self.store(args, coord._replace(thread=thread - LOAD_THREADS))
+        return shared
 
     # -------------------------------------------------------------------------------------------- work tiles
 
@@ -252,7 +260,20 @@ class PrefillScan:
         first = cutlass.min(work.segment * per_segment, chunks)
         end = cutlass.min(first + per_segment, chunks)
         v_row = work.tile * self.rows + cutlass.max(group, 0) * WARPGROUP_ROWS
-        return Coord(work, v_row, first, Int32(select_(work.state_index >= 0, end, first)), shared, thread, group)
+        return Coord(work, v_row, first, Int32(select_(work.state_index >= 0, end, first)), work.segment, shared, thread, group)
+
+    def join_segments(self, args, coord):
+        """The coord with all segments up to the next one that forgets, at most 32; and whether one begins with the block's."""
+        work, last, lane = coord.work, args.size.segments - 1, coord.thread % 32
+        at = forgets_at(args, segment_number(args, head_number(args, work.sequence.n, work.hv), lane))
+        forgets = load_words(at, lane < last, count=1)[0] != 0
+        ends = Uint32(cute.arch.vote_ballot_sync(forgets | (lane >= last)))
+        behind = ends >> Uint32(work.segment)
+        last = work.segment + cute.arch.popc((behind & (-behind)) - 1)
+        end = self.coord_of(args, work._replace(segment=last), coord.shared, coord.thread, coord.group).end_chunk
+        end = Int32(select_(work.state_index >= 0, end, coord.first_chunk))
+        begins = (work.segment == 0) | ((ends >> Uint32(cutlass.max(work.segment - 1, 0))) & 1 != 0)
+        return coord._replace(end_chunk=end, last_segment=last), begins
 
     # -------------------------------------------------------------------------------------------- persistent tile scheduler
 
@@ -366,8 +387,8 @@ class PrefillScan:
                 ahead[w, i] = word
 
     def has_v(self, coord, token):
-        """Tokens past the end have no values, nor has the identity."""
-        return (token < coord.work.sequence.tokens) & (coord.work.tile < self.v_tiles)
+        """Tokens past the end have no values."""
+        return token < coord.work.sequence.tokens
 
     def copy_slice(self, thread):
         """A load or store thread's first token, its 16-byte vector of each token, and the step to its next token."""
@@ -478,8 +499,17 @@ class PrefillScan:
     @cute.jit
     def mma(self, args, coord):
         """An MMA warpgroup's work tile. docs/kernels/prefill.md, "Timeline of a chunk"."""
-        right, work = self.right_operands(coord), coord.work
-        frag = Fragments(
+        right, frag = self.right_operands(coord), self.fragments()
+        self.load_state(args, coord, frag.state)
+        state_scale = Float32(1)
+        checkpoint = Int32(0)
+        if cutlass.const_expr(self.checkpoints):
+            checkpoint = self.store_checkpoints(args, coord, frag.state, state_scale, coord.first_chunk)
+        state_scale = self.walk(frag, right, args, coord, state_scale, checkpoint)
+        self.store_state(args, coord, frag.state, state_scale)
+
+    def fragments(self):
+        return Fragments(
             self.accumulator(D),
             self.accumulator(CHUNK),
             self.output_accumulator(),
@@ -487,16 +517,10 @@ class PrefillScan:
             self.left_operand(CHUNK),
             self.left_operand(CHUNK),
         )
-        self.load_state(args, coord, frag.state)
-        if self.transitions & (work.segment == 0):
-            # The segment's initial state, kept for the second scan: in a pool the last segment overwrites it.
-            row, column = self.state_row(coord) + coord.thread // 32 * 16 + coord.thread % 32 // 4, coord.thread % 4 * 2
-            at = args.ptr.segment_states + self.segment_offset(args, coord, D)
-            self.store_rows(at, Float32, D, row, column, True, frag.state, Float32(1))
-        state_scale = Float32(1)
-        checkpoint = Int32(0)
-        if cutlass.const_expr(self.checkpoints):
-            checkpoint = self.store_checkpoints(args, coord, frag.state, state_scale, coord.first_chunk)
+
+    @cute.jit
+    def walk(self, frag, right, args, coord, state_scale, checkpoint):
+        """All chunks of a work tile. Returns the state's scale."""
         pipe = self.pipeline_state(args, coord)
         if coord.end_chunk > coord.first_chunk:
             self.consumer_wait(coord, pipe)
@@ -508,7 +532,7 @@ class PrefillScan:
             else:
                 for _ in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
                     state_scale, pipe, checkpoint = self.chunk(frag, right, args, coord, pipe, state_scale, checkpoint)
-        self.store_state(args, coord, frag.state, state_scale)
+        return state_scale
 
     @cute.jit
     def chunk(self, frag, right, args, coord, pipe, state_scale, checkpoint):
@@ -539,7 +563,7 @@ class PrefillScan:
             absmax = self.v_absmax(coord, following)
         if cutlass.const_expr(self.mma_groups == 1):  # otherwise finish_chunk has waited for all groups
             warpgroup.wait_group(0 if self.transitions else 1)
-        state_scale = self.rescale(frag, absmax, state_scale, following.chunk % RESCALE_INTERVAL == 0)
+        state_scale = self.rescale(frag, absmax, state_scale, self.measures_state(coord, following))
         self.to_fp16(frag.state, frag.state_fp16)
         if cutlass.const_expr(self.mma_groups == 1):
             self.finish_chunk(frag, args, coord, pipe, o_scale)
@@ -547,6 +571,10 @@ class PrefillScan:
             if following.chunk == checkpoint:
                 checkpoint = self.store_checkpoints(args, coord, frag.state, state_scale, checkpoint)
         return state_scale, following, checkpoint
+
+    def measures_state(self, coord, pipe):
+        """Whether the state's absmax is looked at in front of a chunk."""
+        return pipe.chunk % RESCALE_INTERVAL == 0
 
     def start_update(self, frag, right, coord, u_scales, pipe):
         """Start the state's update and Aqk u."""
@@ -727,41 +755,31 @@ class PrefillScan:
 
     @cute.jit
     def load_state(self, args, coord, state):
-        """A segment's initial state: the call's, state passing's, or zeros and an identity to find its transition."""
-        ptr, stride, size, work = args.ptr, args.stride, args.size, coord.work
-        lane, warp = coord.thread % 32, coord.thread // 32
-        row, column = warp * 16 + lane // 4, lane % 4 * 2
-        row, identity_row = self.state_row(coord) + row, self.state_row(coord) + row - D
-        if self.transitions & (work.segment > 0):
-            for j in cutlass.range_constexpr(D // 8):
-                for i in cutlass.range_constexpr(4):
-                    state[4 * j + i] = select(identity_row + i // 2 * 8 == column + 8 * j + i % 2, Float32(1), Float32(0))
-        elif (not self.transitions) & (size.segments > 1):
-            self.load_rows(ptr.segment_states + self.segment_offset(args, coord, D), Float32, D, row, column, True, state)
+        """A segment's initial state: the call's, or what is left in the workspace."""
+        row, column = self.state_coord(coord)
+        if args.size.segments > 1:
+            at = args.ptr.segment_states + self.segment_offset(args, coord, D)
+            self.load_rows(at, Float32, D, row, column, True, state)
         else:
-            resumed = load_flag(
-                ptr.has_initial_state + offset(work.sequence.n, stride.has_initial_state_n), ptr.has_initial_state != 0
-            )
-            resumed = resumed & Int32(ptr.initial_state != 0) & Int32(work.state_index >= 0)
-            at = ptr.initial_state + offset(cutlass.max(work.state_index, 0), stride.initial_state_p)
-            at += offset(work.hv, stride.initial_state_h)
-            self.load_rows(at, self.state_dtype, self.K, row, column, resumed, state)
+            self.load_initial_state(args, coord, row, column, state)
+
+    def load_initial_state(self, args, coord, row, column, state):
+        ptr, stride, work = args.ptr, args.stride, coord.work
+        resumed = load_flag(ptr.has_initial_state + offset(work.sequence.n, stride.has_initial_state_n), ptr.has_initial_state != 0)
+        resumed = resumed & Int32(ptr.initial_state != 0) & Int32(work.state_index >= 0)
+        at = ptr.initial_state + offset(cutlass.max(work.state_index, 0), stride.initial_state_p)
+        at += offset(work.hv, stride.initial_state_h)
+        self.load_rows(at, self.state_dtype, self.K, row, column, resumed, state)
 
     @cute.jit
     def store_state(self, args, coord, state, state_scale):
-        """A segment's transition; else the final state, after the last segment."""
+        """The final state, after the last segment."""
         ptr, stride, size, work = args.ptr, args.stride, args.size, coord.work
-        lane, warp = coord.thread % 32, coord.thread // 32
-        row, column = self.state_row(coord) + warp * 16 + lane // 4, lane % 4 * 2
-        unscale = inverse_power_of_2(state_scale)
-        if cutlass.const_expr(self.transitions):
-            at = ptr.segment_transitions + self.segment_offset(args, coord, 2 * D)
-            self.store_rows(at, Float32, D, row, column, True, state, unscale)
-        else:
-            wanted = Int32(ptr.final_state != 0) & Int32(work.state_index >= 0) & Int32(work.segment == size.segments - 1)
-            at = ptr.final_state + offset(cutlass.max(work.state_index, 0), stride.final_state_p)
-            at += offset(work.hv, stride.final_state_h)
-            self.store_rows(at, self.state_dtype, self.K, row, column, wanted, state, unscale)
+        row, column = self.state_coord(coord)
+        wanted = Int32(ptr.final_state != 0) & Int32(work.state_index >= 0) & Int32(coord.last_segment == size.segments - 1)
+        at = ptr.final_state + offset(cutlass.max(work.state_index, 0), stride.final_state_p)
+        at += offset(work.hv, stride.final_state_h)
+        self.store_rows(at, self.state_dtype, self.K, row, column, wanted, state, inverse_power_of_2(state_scale))
 
     @cute.jit
     def store_checkpoints(self, args, coord, state, state_scale, chunk):
@@ -770,10 +788,10 @@ class PrefillScan:
         A segment stores those before its own chunks; the last one, which has the final state, also those at the sequence's end.
         """
         ptr, stride, size, work = args.ptr, args.stride, args.size, coord.work
-        row, column = self.state_row(coord) + coord.thread // 32 * 16 + coord.thread % 32 // 4, coord.thread % 4 * 2
+        row, column = self.state_coord(coord)
         unscale = inverse_power_of_2(state_scale)
         last = cutlass.min(work.sequence.tokens, coord.end_chunk * CHUNK - 1)
-        last = Int32(select_(work.segment == size.segments - 1, work.sequence.tokens, last))
+        last = Int32(select_(coord.last_segment == size.segments - 1, work.sequence.tokens, last))
         last = Int32(select_(work.state_index >= 0, last, -1))
         following = Int32(-1)
         for j in cutlass.range(size.checkpoints_per_sequence, unroll=1):
@@ -796,9 +814,10 @@ class PrefillScan:
         at += offset(cutlass.max(slot, 0), stride.checkpoints_p) + offset(coord.work.hv, stride.checkpoints_h)
         return at, slot > size.null_index
 
-    def state_row(self, coord):
-        """First row of the warpgroup in its state, or, behind D rows, in the identity."""
-        return coord.v_row + Int32(select_(coord.work.tile < self.v_tiles, 0, D - self.V))
+    def state_coord(self, coord):
+        """A lane's first row and column of the state."""
+        lane, warp = coord.thread % 32, coord.thread // 32
+        return coord.v_row + (warp * 16 + lane // 4), lane % 4 * 2
 
     def segment_offset(self, args, coord, rows):
         """Byte offset of a segment's matrix of `rows` rows, fp32, among those of all heads and segments."""

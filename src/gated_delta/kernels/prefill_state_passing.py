@@ -1,7 +1,8 @@
 """prefill_state_passing: the initial state of every segment of a sequence, from the segments' transitions.
 
-A segment turns a state S into S M + B. prefill_scan has found both: B from zeros, M from an identity. The first segment was scanned
-from the sequence's own state, so its B is the second one's initial state. A block has 8 V rows of one head, four threads a channel.
+A segment turns a state S into S M + B. prefill_transitions has found both. The first segment was walked from the sequence's own
+state, so its B is the second one's initial state. Behind a segment that forgets the next one's is already there. A block has 8 V
+rows of one head, four threads a channel.
 """
 
 from typing import NamedTuple
@@ -10,14 +11,16 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from .device.chunks import D, Pointers, Sizes, Strides
+from .device.chunks import STATE_BYTES, D, Pointers, Sizes, Strides, forgets_at, segment_number
 from .device.primitives import (
     Args,
     bulk_load,
+    load_shared,
     load_shared_f32,
     load_shared_f32x4,
     load_words,
     mbarrier,
+    store_shared,
     store_shared_f32,
     store_words,
 )
@@ -26,8 +29,8 @@ V_ROWS = 8  # of a block
 K_SPLITS = 4  # threads that share a channel's sums
 OWN_ROWS = V_ROWS // K_SPLITS  # rows whose sums a thread keeps
 K_UNROLL = 16  # channels loaded together
-MATRIX_BYTES = D * D * 4
 STAGES = 2
+MAX_SEGMENTS = K_SPLITS * D  # a thread loads a segment's flag
 
 
 class Coord(NamedTuple):
@@ -47,11 +50,12 @@ class PrefillStatePassing:
 
     def __init__(self, V: int):
         self.blocks_per_head = V // V_ROWS
-        # Shared memory: two stages of M, the state's rows transposed, partial sums of each split, M's mbarriers.
-        self.state = STAGES * MATRIX_BYTES
+        # Shared memory: two stages of M, the state's rows transposed, partial sums of each split, M's mbarriers, flags.
+        self.state = STAGES * STATE_BYTES
         self.partial_sums = self.state + D * V_ROWS * 4
         self.full = self.partial_sums + K_SPLITS * V_ROWS * D * 4
-        self.shared = self.full + STAGES * 8
+        self.forgets = self.full + STAGES * 8
+        self.shared = self.forgets + MAX_SEGMENTS * 4
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
@@ -75,21 +79,34 @@ class PrefillStatePassing:
             for stage in cutlass.range_constexpr(STAGES):
                 cute.arch.mbarrier_init(mbarrier(shared + self.full + stage * 8), 1)
             cute.arch.mbarrier_init_fence()
-        cute.arch.sync_threads()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        self.pass_states(args, coord)
+        rows = cute.make_rmem_tensor((OWN_ROWS,), Float32)
+        self.load_b(args, coord, 0, rows)
+        if self.load_flags(args, coord, thread):
+            self.pass_states(args, coord, rows)
 
     @cute.jit
-    def pass_states(self, args, coord):
+    def load_flags(self, args, coord, thread):
+        """Which segments forget, to shared memory. Returns whether one does not."""
+        before_last = args.size.segments - 1
+        at = forgets_at(args, segment_number(args, coord.head, thread))
+        flag = load_words(at, thread < before_last, count=1)[0]
+        store_shared(coord.shared + self.forgets + thread * 4, flag, thread < before_last)
+        cute.arch.sync_threads()
+        remembers = Int32(0)
+        for segment in cutlass.range(thread % 32, before_last, 32, unroll=1):
+            remembers = remembers | Int32(load_shared(coord.shared + self.forgets + segment * 4) == 0)
+        return cute.arch.vote_any_sync(remembers != 0)
+
+    @cute.jit
+    def pass_states(self, args, coord, rows):
         segments, producer = args.size.segments, (coord.channel == 0) & (coord.split == 0)
         if producer:
             for segment in cutlass.range_constexpr(1, 1 + STAGES):
                 if segment < segments - 1:
                     self.start_load_m(args, coord, segment)
-        rows = cute.make_rmem_tensor((OWN_ROWS,), Float32)
-        self.load_b(args, coord, 0, rows)
-        self.store_state(args, coord, 1, rows)
+        self.pass_over(args, coord, 0, rows)
         sums = cute.make_rmem_tensor((V_ROWS,), Float32)
         for segment in cutlass.range(1, segments - 1, 1, unroll=1):
             for r in cutlass.range_constexpr(OWN_ROWS):
@@ -111,11 +128,21 @@ class PrefillStatePassing:
                 partial_sums = [load_shared_f32(self.partial_sum_at(coord, split, own_row)) for split in range(K_SPLITS)]
                 for x in partial_sums:
                     rows[r] = rows[r] + x
-            self.store_state(args, coord, segment + 1, rows)
+            self.pass_over(args, coord, segment, rows)
+
+    @cute.jit
+    def pass_over(self, args, coord, segment, rows):
+        """The next segment's initial state: stored, or loaded where the segment forgets."""
+        at = args.ptr.segment_states + segment_number(args, coord.head, segment + 1) * STATE_BYTES + self.own_offset(coord)
+        if load_shared(coord.shared + self.forgets + segment * 4) == 0:
+            for r in cutlass.range_constexpr(OWN_ROWS):
+                store_words(at + r * (D * 4), [rows[r].bitcast(Uint32)], True)
+        else:
+            self.load_rows(at, rows)
 
     def mma_sync(self, coord, stage, k, sums):
         """sums += S[:, k : k + 16] M[k : k + 16, channel]."""
-        at = coord.shared + stage * MATRIX_BYTES + (k * D + coord.channel) * 4
+        at = coord.shared + stage * STATE_BYTES + (k * D + coord.channel) * 4
         m = [load_shared_f32(at + i * (D * 4)) for i in range(K_UNROLL)]
         at = coord.shared + self.state + k * (V_ROWS * 4)
         s = [[load_shared_f32x4(at + i * (V_ROWS * 4) + first) for first in (0, 16)] for i in range(K_UNROLL)]
@@ -129,28 +156,20 @@ class PrefillStatePassing:
     def start_load_m(self, args, coord, segment):
         stage = (segment - 1) % STAGES
         full = coord.shared + self.full + stage * 8
-        cute.arch.mbarrier_arrive_and_expect_tx(mbarrier(full), MATRIX_BYTES)
-        number = self.segment_number(args, coord, segment)
-        source = args.ptr.segment_transitions + number * (2 * MATRIX_BYTES) + MATRIX_BYTES
-        bulk_load(coord.shared + stage * MATRIX_BYTES, source, MATRIX_BYTES, full)
-
-    def segment_number(self, args, coord, segment):
-        """Among those of all heads."""
-        return coord.head * Int64(args.size.segments) + Int64(segment)
+        cute.arch.mbarrier_arrive_and_expect_tx(mbarrier(full), STATE_BYTES)
+        number = segment_number(args, coord.head, segment)
+        source = args.ptr.segment_transitions + number * (2 * STATE_BYTES) + STATE_BYTES
+        bulk_load(coord.shared + stage * STATE_BYTES, source, STATE_BYTES, full)
 
     def load_b(self, args, coord, segment, rows):
         """The thread's rows of a segment's B."""
-        number = self.segment_number(args, coord, segment)
-        at = args.ptr.segment_transitions + number * (2 * MATRIX_BYTES) + self.own_offset(coord)
+        number = segment_number(args, coord.head, segment)
+        self.load_rows(args.ptr.segment_transitions + number * (2 * STATE_BYTES) + self.own_offset(coord), rows)
+
+    def load_rows(self, at, rows):
         found = [load_words(at + r * (D * 4), True, count=1)[0].bitcast(Float32) for r in range(OWN_ROWS)]
         for r in range(OWN_ROWS):
             rows[r] = found[r]
-
-    def store_state(self, args, coord, segment, rows):
-        """The thread's rows of a segment's initial state."""
-        at = args.ptr.segment_states + self.segment_number(args, coord, segment) * MATRIX_BYTES + self.own_offset(coord)
-        for r in range(OWN_ROWS):
-            store_words(at + r * (D * 4), [rows[r].bitcast(Uint32)], True)
 
     def own_offset(self, coord):
         return (coord.v_row + coord.split * OWN_ROWS) * (D * 4) + coord.channel * 4

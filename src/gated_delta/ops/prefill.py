@@ -29,8 +29,12 @@ MAX_BLOCKS = 132
 
 Where a prefill has fewer, its sequences are cut in segments; where it has more, so many persistent blocks take head after head.
 """
-MIN_SEGMENT, MIN_THREE_SEGMENTS = 512, 8192
-"""Tokens that a segment has at least; and a sequence that is cut in three, which saves little. Two cost more than they save."""
+MIN_CUT, FEW_SEGMENTS, MIN_SEGMENT, MIN_THREE_SEGMENTS = 2048, 8, 512, 8192
+"""Tokens of a sequence that is cut at all, for which FEW_SEGMENTS are best; that each has where there are more; and of a sequence
+that is cut in three, which saves little. Two cost more than they save where state passing joins them."""
+
+MIN_JOINED_SEGMENT = {"channel": 16384}
+"""Tokens that a segment has at least where scans join them, by axis: two save a fifth where gates forget, and cost 1% where not."""
 
 FUSED_HEADS = {1: 1, 2: 128}
 """Value heads of all sequences from which one kernel is faster, by the value heads of a k head.
@@ -40,11 +44,15 @@ Each value head makes unit k and q and their products anew. With a single chunk 
 
 
 class Segmentation(NamedTuple):
-    """How a prefill's work is cut. segments: of every sequence, walked at once; rows: V rows of a block; fused: in one kernel."""
+    """How a prefill's work is cut. segments: of every sequence, walked at once; rows: V rows of a block; fused: in one kernel.
+
+    joins: segments behind one that does not forget are walked by that one's blocks, without state passing.
+    """
 
     segments: int
     rows: int = 64
     fused: bool = False
+    joins: bool = False
 
 
 def segmentation_of(problem: Problem, sequences: int, tokens: int) -> Segmentation:
@@ -54,10 +62,15 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int) -> Segmentati
         fewest = FUSED_HEADS.get(problem.HV // problem.H, heads + 1)
         return Segmentation(1, 128, can_fuse(problem) and heads >= fewest and tokens > CHUNK * sequences)
     blocks = problem.V // 64 * heads
-    segments = min(MAX_BLOCKS // blocks, tokens // max(sequences, 1) // MIN_SEGMENT) if blocks else 1
-    if segments < 3 or (segments == 3 and tokens < MIN_THREE_SEGMENTS * sequences):
+    if not blocks:
         return Segmentation(1)
-    return Segmentation(segments)
+    length, most = tokens // sequences, MAX_BLOCKS // blocks
+    segments = min(most, max(length // MIN_SEGMENT, FEW_SEGMENTS)) if length >= MIN_CUT else 1
+    if segments > 3 or (segments == 3 and length >= MIN_THREE_SEGMENTS):
+        return Segmentation(segments)
+    least = MIN_JOINED_SEGMENT.get(problem.axis, length + 1)
+    joined = min(most, length // least) if problem.K == problem.V == 128 else 1
+    return Segmentation(joined, joins=True) if joined > 1 else Segmentation(1)
 
 
 def can_fuse(problem: Problem) -> bool:
@@ -190,7 +203,7 @@ class Prefill(Operation):
         return Plan(cut, tuple(variants_of(problem, cut)))
 
     def variants(self, problem: Problem) -> list[compile.Variant]:
-        cuts = [Segmentation(1), Segmentation(4)]
+        cuts = [Segmentation(1), Segmentation(2, joins=True), Segmentation(4)]
         cuts += [Segmentation(1, 128)] if problem.V == 128 else []
         cuts += [Segmentation(1, 128, True)] if can_fuse(problem) else []
         return list(dict.fromkeys(variant for cut in cuts for variant in variants_of(problem, cut)))
@@ -214,10 +227,10 @@ def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
     made = [compile.Variant("prefill_prepare", tuple(prepare.items()))]
     scan = problem.facts("axis", "K", "V", "dtype", "state_dtype")
     if cut.segments > 1:
-        transitions = scan | dict(rows=problem.V, transitions=True, checkpoints=False)
-        made.append(compile.Variant("prefill_scan", tuple(transitions.items())))
+        made.append(compile.Variant("prefill_transitions", tuple(scan.items())))
+    if cut.segments > 1 and not cut.joins:
         made.append(compile.Variant("prefill_state_passing", (("V", problem.V),)))
-    scan |= dict(rows=cut.rows, transitions=False, checkpoints="checkpoints" in problem.options)
+    scan |= dict(rows=cut.rows, joins=cut.joins, checkpoints="checkpoints" in problem.options)
     return [*made, compile.Variant("prefill_scan", tuple(scan.items()))]
 
 
@@ -301,8 +314,8 @@ class PrefillLaunch(TokensLaunch):
 
 def _workspace(axis: str, N: int, H: int, HV: int, chunk_slots: int, cut: Segmentation, packed: bool) -> tuple[int, list[int]]:
     """Bytes of a prefill's workspace, and where in it lies what PrefillPointers ends with; -1 for what is not there."""
-    channel, segmented = axis == "channel", cut.segments > 1
-    heads, states = (HV if channel else H), N * HV * cut.segments * 4 * 128 * 128
+    channel, segments = axis == "channel", N * HV * cut.segments if cut.segments > 1 else 0
+    heads, states = (HV if channel else H), segments * 4 * 128 * 128
     chunk_slots = 0 if cut.fused else chunk_slots
     sizes = (
         chunk_slots * heads * TILE_BYTES,  # k_tiles
@@ -312,8 +325,8 @@ def _workspace(axis: str, N: int, H: int, HV: int, chunk_slots: int, cut: Segmen
         chunk_slots * HV * SCALE_BYTES,  # scales
         N * 4 if packed else 0,  # sequence_order
         4,  # work_queue
-        2 * states if segmented else 0,  # segment_transitions
-        states if segmented else 0,  # segment_states
+        0 if cut.joins else 2 * states,  # segment_transitions
+        states + segments * 4,  # segment_states, and a flag for each
     )
     ends = list(itertools.accumulate(-(-size // 256) * 256 for size in sizes))
     return ends[-1], [end - -(-size // 256) * 256 if size else -1 for size, end in zip(sizes, ends, strict=True)]

@@ -46,6 +46,9 @@ Pointers, Strides, Sizes = typed(PrefillPointers, Int64), typed(PrefillStrides, 
 D = 128
 """Channels of a head in the workspace and in registers; with a smaller K the last ones are zeros."""
 
+STATE_BYTES = D * D * 4
+"""A state in the workspace, or a segment's M or B: fp32 [128, 128]."""
+
 SQUARE_BYTES = CHUNK * CHUNK * 2
 """A triangle in shared memory, with zeros above the diagonal blocks."""
 
@@ -94,6 +97,22 @@ def load_sequence(args, n):
     start = load_index(at, size.cu_seqlens_kind, Int32(0))
     end = load_index(at + offset(1, args.stride.cu_seqlens_n), size.cu_seqlens_kind, size.T)
     return Sequence(n, start, end - start, first_chunk_slot(args, n, start))
+
+
+def head_number(args, n, hv):
+    """Among those of all sequences."""
+    return Int64(n) * Int64(args.size.HV) + Int64(hv)
+
+
+def segment_number(args, head, segment):
+    """Among those of all heads."""
+    return head * Int64(args.size.segments) + Int64(segment)
+
+
+def forgets_at(args, number):
+    """Address of a segment's flag behind the segments' initial states: whether it forgets, docs/kernels/prefill.md, "Segments"."""
+    states = Int64(args.size.N) * Int64(args.size.HV) * Int64(args.size.segments)
+    return args.ptr.segment_states + states * STATE_BYTES + number * 4
 
 
 def token_offset(args, sequence, token, n_stride, t_stride):

@@ -452,6 +452,11 @@ def select(condition, yes, no):
     return Float32(select_(condition, yes, no))
 
 
+def opaque(x):
+    """x, of which the compiler knows nothing: what follows from it is computed where it is used, not kept in registers."""
+    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+
+
 def unpack(words, dtype):
     """The numbers in 32-bit words as fp32: one a word of fp32, two of 16 bits."""
     out = []
