@@ -11,12 +11,13 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
-from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly, shuffle_sync_up
+from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
 from .arguments import ABSENT, CHUNK, SCALE_BYTES, TILE_BYTES
 from .device.chunks import (
+    DIAGONAL_PITCH,
     GATE_BETA_K,
     GATE_BETA_K2,
     GATE_BYTES,
@@ -54,10 +55,12 @@ from .device.primitives import (
     load_scalar,
     load_shared,
     load_shared_f32,
+    load_shared_f32x2,
     load_shared_x4,
     load_words,
     log_decay,
     mbarrier,
+    mma_sync,
     mul_x2,
     offset,
     pack_x2,
@@ -123,52 +126,81 @@ class FusedChunk(GdnChunk):
     def aqk_at(self, coord, head):
         return coord.shared + self.smem.aqk + coord.slot * SQUARE_BYTES
 
-    def decay_block(self, coord, head, kk, kq, factors, b, diagonal):
-        """The warp's rows of the system; and of Aqk, of which it has the transposed products, its columns."""
-        rows, beta_k2, columns = factors
-        words = []
-        for j in (2 * b, 2 * b + 1):
-            for i in range(2):
-                if diagonal:
-                    k_products, q_products = (unpack([x[i, j]], Float16) for x in (kk, kq))
-                    system = [x * exp2(rows[i] - y) * beta_k2[i] for x, y in zip(k_products, columns[j], strict=True)]
-                    self.store_system_diagonal(coord, i, j % 2, system)
-                    row, column = coord.row + 8 * i, 8 * (j % 2) + 2 * coord.quad_lane
-                    aqk = [x * exp2(y - rows[i]) for x, y in zip(q_products, columns[j], strict=True)]
-                    words.append(pack_x2(*[select(column + p >= row, aqk[p], Float32(0)) for p in range(2)], Float16))
-                else:
-                    decay = pack_x2(*[exp2(rows[i] - y) for y in columns[j]], Float16)
-                    beta = pack_x2(beta_k2[i], beta_k2[i], Float16)
-                    self.store_system(coord, b, i, j % 2, mul_x2(mul_x2(kk[i, j], decay), beta))
-        if diagonal:
-            self.store_aqk_block(coord, b, words)
+    @cute.jit
+    def decay_products(self, coord, head, kk, kq):
+        """The warp's rows of the system; and of Aqk, of which it has the transposed products, its columns.
 
-    def decay_block_above(self, coord, kq, factors, b):
-        rows, _, columns = factors
-        words = []
+        Outside its diagonal block a warp has blocks of the system in front, and of Aqk behind. Their decays are a row's times a
+        column's: to and from the last token in front of the warp's, or the warp's last one. Every warp computes all four blocks:
+        ptxas issues both sides of a short branch anyway.
+        """
+        gates, subchunk = self.gates_at(coord, head), coord.subchunk
+        rows, beta_k2, columns = self.load_factors(coord, head)
+        own = gates + (GATE_CUMSUM + subchunk * SUBCHUNK) * 4
+        own_columns = [load_shared_f32x2(own + (8 * j + 2 * coord.quad_lane) * 4) for j in range(2)]
+        before = load_shared_f32(own - Int32(select_(subchunk > 0, 4, 0)))
+        last = load_shared_f32(own + (SUBCHUNK - 1) * 4)
+        front = [exp2(row - before) * beta for row, beta in zip(rows, beta_k2, strict=True)]
+        behind = [exp2(last - row) for row in rows]
+        front, behind = ([pack_x2(x, x, Float16) for x in some] for some in (front, behind))
+        self.decay_diagonal(coord, kk, kq, rows, beta_k2, own_columns)
+        for b in cutlass.range_constexpr(4):
+            words = self.decay_block(coord, kk, kq, columns, (before, front), (last, behind), b)
+            if b < subchunk:
+                for e in cutlass.range_constexpr(4):
+                    self.store_system(coord, b, e % 2, e // 2, words[e])
+            if b > subchunk:
+                self.store_aqk_block(coord, b, words)
+        cute.arch.sync_warp()
+
+    def decay_block(self, coord, kk, kq, columns, before, last, b):
+        """Block b of the system's rows where it is in front of the warp's own, of Aqk's columns where it is behind."""
+        # Of the warp's own block nothing is stored; the first one is never behind, nor the last one in front.
+        in_front, words = {0: True, 3: False}.get(b, b < coord.subchunk), []
+        sign, origin = self.choose(in_front, (Float32(-1), before[0]), (Float32(1), -last[0]))
+        factors = self.choose(in_front, before[1], last[1])
         for j in (2 * b, 2 * b + 1):
+            decay = pack_x2(*[exp2(cute.math.fma(x, sign, origin)) for x in columns[j]], Float16)
+            products = self.choose(in_front, [kk[i, j] for i in range(2)], [kq[i, j] for i in range(2)])
+            words += [mul_x2(mul_x2(product, decay), factor) for product, factor in zip(products, factors, strict=True)]
+        return words
+
+    def decay_diagonal(self, coord, kk, kq, rows, beta_k2, columns):
+        """The warp's diagonal blocks. Of an element's two decays, there and back, at most one is needed: that of at most 1."""
+        kk, kq = ([[self.own_word(coord, some, i, j) for j in range(2)] for i in range(2)] for some in (kk, kq))
+        words = []
+        for j in range(2):
             for i in range(2):
-                decay = pack_x2(*[exp2(y - rows[i]) for y in columns[j]], Float16)
-                words.append(mul_x2(kq[i, j], decay))
-        self.store_aqk_block(coord, b, words)
+                decays = [exp2(-cute.math.abs(rows[i] - x)) for x in columns[j]]
+                row, column = coord.row + 8 * i, 8 * j + 2 * coord.quad_lane
+                for p in range(2 if i >= j else 0):  # forward substitution reads below the diagonal only
+                    x = unpack([kk[i][j]], Float16)[p] * decays[p] * beta_k2[i]
+                    at = coord.shared + self.smem.diagonals + (coord.subchunk * SUBCHUNK + column + p) * DIAGONAL_PITCH
+                    store_shared_f32(at + row * 4, x)
+                aqk = [x * decay for x, decay in zip(unpack([kq[i][j]], Float16), decays, strict=True)]
+                if i == j:
+                    aqk = [select(column + p >= row, aqk[p], Float32(0)) for p in range(2)]
+                words.append(pack_x2(*aqk, Float16) if i <= j else Uint32(0))
+        self.store_aqk_block(coord, coord.subchunk, words)
+
+    def choose(self, condition, yes, no):
+        """One of two lists of numbers."""
+        if isinstance(condition, bool):
+            return yes if condition else no
+        return [type(a)(select_(condition, a, b)) for a, b in zip(yes, no, strict=True)]
+
+    def own_word(self, coord, words, i, j):
+        """The word of the warp's diagonal block."""
+        own = words[i, j]
+        for b in range(1, 4):
+            own = Uint32(select_(coord.subchunk == b, words[i, 2 * b + j], own))
+        return own
 
     def store_aqk_block(self, coord, b, words):
         """Block (b, own) of Aqk, given transposed: halves of its columns within halves of its rows."""
         matrix = coord.lane // 8
         row, vector = b * SUBCHUNK + matrix // 2 * 8 + coord.lane % 8, 2 * coord.subchunk + matrix % 2
         stmatrix_x4_trans(self.aqk_at(coord, 0) + square_offset(row, vector), words)
-
-    @cute.jit
-    def decay_products(self, coord, head, kk, kq):
-        factors = self.load_factors(coord, head)
-        for b in cutlass.range_constexpr(4):
-            if b < coord.subchunk:
-                self.decay_block(coord, head, kk, kq, factors, b, False)
-            elif b == coord.subchunk:
-                self.decay_block(coord, head, kk, kq, factors, b, True)
-            else:
-                self.decay_block_above(coord, kq, factors, b)
-        cute.arch.sync_warp()
 
 
 class PrefillFused(PrefillScan):
@@ -403,26 +435,37 @@ class PrefillFused(PrefillScan):
         prefetch_l2(at + offset(row, stride_t) + (thread % 2 * (D * 2 - 16) - thread % 4 * 16), row < left)
 
     def make_units(self, args, shared, thread, stage, which, half, raw, left):
-        """The thread's raw k (q) to fp16 unit vectors in the stage, zeros past the last token; norms to shared memory."""
+        """The thread's raw k (q) to the stage as fp16, zeros past the last token; norms to shared memory.
+
+        A row is multiplied by a power of two, so it keeps all its digits: its length is in 0.5..1, of q a sixteenth of that. The
+        norm makes up for it.
+        """
         row, lane = half * 32 + thread // 4, thread % 4
-        words = [[raw[w, j] for w in range(4)] for j in range(D // 32)]
-        squares = [Float32(0), Float32(0)]
-        for four in words:
-            for word in four:
-                squares = [cute.math.fma(x, x, total) for x, total in zip(unpack([word], self.dtype), squares, strict=True)]
-        total = squares[0] + squares[1]
-        total = total + shuffle_sync_bfly(total, offset=1)
-        total = total + shuffle_sync_bfly(total, offset=2)
-        inverse = rsqrt_or_zero(total)
-        norm = self.chunk_terms.norm(total, inverse)
+        words = [raw[w, j] for j in range(D // 32) for w in range(4)]
+        squares = self.sum_of_squares(words, thread)
+        inverse = rsqrt_or_zero(squares)
+        norm = self.chunk_terms.norm(squares, inverse)
+        # Of 1 / |k|, the mantissa goes to the norm, the exponent to the row.
+        bits = inverse.bitcast(Uint32)
+        norm = norm * (bits & Uint32(0x007FFFFF) | Uint32(0x3F800000)).bitcast(Float32)
         norm = norm * select(which == 1, args.scale * Float32(1 / Q_SCALE), Float32(1))
-        inverse = select(row < left, inverse * select(which == 1, Float32(Q_SCALE), Float32(1)), Float32(0))
+        factor = (bits & Uint32(0x7F800000)).bitcast(Float32) * select(which == 1, Float32(Q_SCALE), Float32(1))
+        factor = select(row < left, factor, Float32(0)).bitcast(Uint32)
         tile = shared + self.smem.kq + stage * (2 * TILE_BYTES) + tile_pair_offset(which * CHUNK + row, lane)
         for j in range(D // 32):
-            made = [scale_bf16_to_fp16(word, inverse) for word in words[j]]
-            store_shared_x4(tile + j * (2 * CHUNK * 64), made)
+            store_shared_x4(tile + j * (2 * CHUNK * 64), [scale_bf16_to_fp16(word, factor) for word in words[4 * j : 4 * j + 4]])
         at = shared + self.smem.norms + stage * (2 * CHUNK * 4) + (NORM_K + which * (NORM_Q - NORM_K) + row) * 4
         store_shared(at, norm.bitcast(Uint32), lane == 0)
+
+    def sum_of_squares(self, words, thread):
+        """Of a row, which four lanes share: the diagonal of the products of the warp's eight rows with themselves."""
+        sums = [[Float32(0)] * 4, [Float32(0)] * 4]
+        for i in range(0, len(words), 2):
+            for j in range(2):  # rows 0 to 7 of the left operand have the first words, rows 8 to 15 the second ones
+                sums[j] = mma_sync(sums[j], words[i : i + 2], words[i + j : i + j + 1], self.dtype)
+        row = thread % 32 // 4
+        own = select(row % 2 == 0, sums[0][0] + sums[1][2], sums[0][1] + sums[1][3])
+        return shuffle_sync(own, offset=row * 4 + row // 2)
 
     @cute.jit
     def store_zeros(self, args, coord):
@@ -465,8 +508,7 @@ class PrefillFused(PrefillScan):
             here = self.place(coord, stage, c)
             cute.arch.mbarrier_wait(mbarrier(here.shared + self.smem.qk_full + stage * 8), phase)
             sums = self.start_products(here)
-            if here.thread < CHUNK:
-                self.finish_gates(here)
+            self.finish_gates(here)
             if c & (GATE_CHUNKS - 1) == GATE_CHUNKS - 1:
                 self.cumulate_gates(args, here.shared, gates, c + 1 + here.subchunk, here.lane, left, parameters, raw)
             warpgroup.wait_group(0)
@@ -514,21 +556,26 @@ class PrefillFused(PrefillScan):
             store_shared_f32(at + (GATE_BETA_K + lane + 32 * i) * 4, betas[i])
             before = before + shuffle_sync(log, offset=31)
 
+    @cute.jit
     def finish_gates(self, here):
-        """A thread's token: beta |k|, beta |k|**2 and the scales for the MMA warpgroups."""
-        gates, token = self.chunk_terms.gates_at(here, here.chunk), here.thread
-        norms = here.shared + self.smem.norms + here.slot * (2 * CHUNK * 4)
+        """Two threads a token: beta |k|, beta |k|**2 and the scales for the MMA warpgroups."""
+        gates, token = self.chunk_terms.gates_at(here, here.chunk), here.thread % CHUNK
+        norms = here.shared + self.smem.norms + here.slot * (2 * CHUNK * 4) + token * 4
         scales = here.shared + self.smem.scales + here.slot * SCALE_BYTES
-        cumsum, last = (load_shared_f32(gates + (GATE_CUMSUM + t) * 4) for t in (token, CHUNK - 1))
-        beta = load_shared_f32(gates + (GATE_BETA_K + token) * 4)
-        q_norm, k_norm = (load_shared_f32(norms + (which + token) * 4) for which in (NORM_Q, NORM_K))
-        store_shared_f32(gates + (GATE_BETA_K2 + token) * 4, beta * k_norm * k_norm)
-        store_shared_f32(gates + (GATE_BETA_K + token) * 4, beta * k_norm)
-        decay = exp2(cumsum)
-        for first, x in ((GDN_SCALE_S_K, k_norm * decay), (GDN_SCALE_S_Q, decay), (GDN_SCALE_O, q_norm)):
-            store_shared_f32(scales + first + token * 4, x)
-        for first, x in ((GDN_SCALE_U, exp2(last - cumsum)), (SCALE_DECAY, decay)):
-            store_shared_half(scales + first + token * 2, x)
+        cumsum = load_shared_f32(gates + (GATE_CUMSUM + token) * 4)
+        if here.thread < CHUNK:
+            beta, k_norm = load_shared_f32(gates + (GATE_BETA_K + token) * 4), load_shared_f32(norms + NORM_K * 4)
+            beta_k = beta * k_norm
+            store_shared_f32(gates + (GATE_BETA_K2 + token) * 4, beta_k * k_norm)
+            store_shared_f32(gates + (GATE_BETA_K + token) * 4, beta_k)
+            store_shared_f32(scales + GDN_SCALE_S_K + token * 4, k_norm * exp2(cumsum))
+        else:
+            last, q_norm = load_shared_f32(gates + (GATE_CUMSUM + CHUNK - 1) * 4), load_shared_f32(norms + NORM_Q * 4)
+            decay = exp2(cumsum)
+            store_shared_f32(scales + GDN_SCALE_S_Q + token * 4, decay)
+            store_shared_f32(scales + GDN_SCALE_O + token * 4, q_norm)
+            store_shared_half(scales + GDN_SCALE_U + token * 2, exp2(last - cumsum))
+            store_shared_half(scales + SCALE_DECAY + token * 2, decay)
 
     def start_products(self, here):
         """Start K K^T and K Q^T of unit vectors; the latter with fp16 sums, to save registers."""

@@ -526,10 +526,13 @@ def pack_pairs(xs, dtype=Float16):
 
 
 def scale_bf16_to_fp16(word, factor):
-    """A word's two bf16 numbers times an fp32 factor, as fp16. In one piece: the compiler would keep unpacked numbers for later."""
+    """A word's two bf16 numbers times an fp32 power of two, given by its bits, as fp16.
+
+    In one piece: the compiler would keep unpacked numbers for later.
+    """
     return cute.arch.inline_ptx(
-        "{ .reg .b32 low, high; prmt.b32 low, {$r0}, 0, 0x1044; prmt.b32 high, {$r0}, 0, 0x3244; "
-        "mul.f32 low, low, {$r1}; mul.f32 high, high, {$r1}; cvt.rn.f16x2.f32 {$w0}, high, low; }",
+        "{ .reg .b32 both, low, high; prmt.b32 both, {$r1}, 0, 0x3232; mul.rn.bf16x2 both, {$r0}, both; "
+        "shl.b32 low, both, 16; and.b32 high, both, 0xffff0000; cvt.rn.f16x2.f32 {$w0}, high, low; }",
         write_only_types=[Uint32],
         read_only_args=[word, factor],
     )

@@ -310,7 +310,7 @@ class GatedNorm:
     In a cluster o goes by st.async, which an mbarrier of the block that gets it counts: a cluster's barrier would wait for the
     stores of states. A block ends once it has all of o, so that nothing is written to one that has ended.
 
-    Shared memory: of each token, fp32, o as its dtype rounds it [V], weight * act(z) [block_rows]; before them a cluster's mbarrier.
+    Shared memory, fp32, of each token: o as its dtype rounds it [V], weight * act(z) [block_rows]; in front, a cluster's mbarrier.
     `coord` has a thread's n, hv and thread, and tile, the block's number in its cluster of `blocks`.
     """
 
