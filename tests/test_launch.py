@@ -767,6 +767,13 @@ def test_other_head_dims_are_refused(launches):
         with pytest.raises(gd.UnsupportedProblem, match=f"got K={K}, V={V}"):
             run("prefill", **tokens((N, 3), "head", bf16, K, V))
     assert launches == []
+    for op, (K, V, missing) in itertools.product(
+        OPS[:3],
+        [(k, 32, [f"K a multiple of 8 up to 128, got {k}"]) for k in (4, 12, 136)]
+        + [(8, v, [f"V a multiple of 32, got {v}"]) for v in (16, 48)]
+        + [(8, 32, []), (128, 288, [])],
+    ):
+        assert OPERATIONS[op].missing(Problem(op, "head", 1, 1, K, V, 1, state_dtype=bf16)) == missing
 
 
 def launch_of(op, call, **bent):

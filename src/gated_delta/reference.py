@@ -469,11 +469,7 @@ def prefill_rows(
 
 
 def _checkpoints(
-    slots: list[int],
-    lengths: list[int],
-    checkpoint_lens: Tensor | None,
-    checkpoint_indices: Tensor | None,
-    null_index: int,
+    slots: list[int], lengths: list[int], checkpoint_lens: Tensor | None, checkpoint_indices: Tensor | None, null_index: int
 ) -> list[Checkpoint]:
     """Those that are kept; raises ValueError for a length that is none."""
     made = []
@@ -666,12 +662,7 @@ class VerifyRows(NamedTuple):
 
 
 def verify_rows(
-    tokens: Tokens,
-    state: Tensor,
-    state_indices: Tensor | None,
-    buffer: KVBuffer,
-    buffer_indices: Tensor | None,
-    null_index: int,
+    tokens: Tokens, state: Tensor, state_indices: Tensor | None, buffer: KVBuffer, buffer_indices: Tensor | None, null_index: int
 ) -> VerifyRows:
     """Looks at every index on the host. Raises IndexError past a tensor, ValueError for lengths or writes that conflict."""
     N = tokens.num_sequences

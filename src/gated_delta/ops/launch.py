@@ -372,18 +372,14 @@ class StateOperation(Operation):
         """The kernel with everything static about it; sizes, index types and a call's options are settled when it runs."""
 
     def missing(self, problem: Problem) -> list[str]:
-        reasons = []
-        if problem.K % 8 or not 8 <= problem.K <= 128:
-            reasons.append(f"K a multiple of 8 up to 128, got {problem.K}")
-        if problem.V % 32:
-            reasons.append(f"V a multiple of 32, got {problem.V}")
-        if "scattered_rows" in problem.options:
-            reasons.append(SCATTERED)
-        if "norm" in problem.options and problem.V > MAX_NORM:
-            reasons.append(f"V up to {MAX_NORM} with a norm, got {problem.V}")
-        if "unaligned_buffer" in problem.options:
-            reasons.append("a buffer whose rows of k start at multiples of 16 bytes")
-        return reasons
+        needs = {
+            f"K a multiple of 8 up to 128, got {problem.K}": problem.K % 8 != 0 or problem.K > 128,
+            f"V a multiple of 32, got {problem.V}": problem.V % 32 != 0,
+            SCATTERED: "scattered_rows" in problem.options,
+            f"V up to {MAX_NORM} with a norm, got {problem.V}": "norm" in problem.options and problem.V > MAX_NORM,
+            "a buffer whose rows of k start at multiples of 16 bytes": "unaligned_buffer" in problem.options,
+        }
+        return [need for need, is_missing in needs.items() if is_missing]
 
     def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
         launch_bytes = sequences * state_bytes(problem)
