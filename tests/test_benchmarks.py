@@ -32,25 +32,12 @@ CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
 STAND_INS = Path(__file__).parent / "stand_ins"
 COMMIT = STAND_INS / Path(peers.COMMIT[1]).name
-DECODES = [
-    decode("gdn", (1, 2), BF16, 1, 3),
-    decode("kda", (2, 2), BF16, 4, 2),
-    decode("gdn", (1, 2), FP32, 1, 2),
-    decode("kda", (2, 2), BF16, 1, 2),
-]
-CHAINS = [
-    speculation("kda", (2, 2), FP32, 3, 3),
-    speculation("gdn", (1, 2), BF16, 2, 2),
-    speculation("kda", (2, 2), BF16, 4, 3),
-    speculation("gdn", (1, 2), FP32, 3, 3),
-]
+GDN, KDA = ("gdn", (1, 2)), ("kda", (2, 2))
+DECODES = [decode(*GDN, BF16, 1, 3), decode(*KDA, BF16, 4, 2), decode(*GDN, FP32, 1, 2), decode(*KDA, BF16, 1, 2)]
+CHAINS = [speculation(*some) for some in ((*KDA, FP32, 3, 3), (*GDN, BF16, 2, 2), (*KDA, BF16, 4, 3), (*GDN, FP32, 3, 3))]
 ALONE = [speculation("kda", (2, 2), FP32, 3, 5, op) for op in ("verify", "all", "random")]
-PREFILLS = [
-    prefill("kda", (2, 2), "slow", "3 tiny", (70, 1, 9)),
-    prefill("kda", (1, 2), "fast", "1 tiny", (66,)),
-    prefill("gdn", (1, 2), "slow", "3 tiny", (70, 1, 9)),
-    prefill("gdn", (2, 2), "fast", "1 tiny", (66,)),
-]
+SLOW, FAST = ("slow", "3 tiny", (70, 1, 9)), ("fast", "1 tiny", (66,))
+PREFILLS = [prefill(*some) for some in ((*KDA, *SLOW), ("kda", (1, 2), *FAST), (*GDN, *SLOW), ("gdn", (2, 2), *FAST))]
 
 
 def named(x):
@@ -250,24 +237,16 @@ def then(call, change):
     return lambda: change(*call())
 
 
-def in_another_order(cell, b):
-    return ours(cell, other(b, state_indices=b.state_indices.flip(0)))
-
-
-def with_every_draft(cell, b):
-    return ours(cell, other(b, num_accepted=torch.full_like(b.num_accepted, cell.T)))
-
-
 WRONG = {
     # how a peer prepares its call, and for which cells
     "does nothing": (lambda cell, b: lambda: (b.blank(), b.written), DECODES),
     "writes no states": (lambda cell, b: then(partial(tuple, b.results(ours(cell, b))), lambda o, _: (o, b.written)), DECODES),
-    "takes states in another order": (in_another_order, [*DECODES, *CHAINS]),
+    "in another order": (lambda cell, b: ours(cell, other(b, state_indices=b.state_indices.flip(0))), [*DECODES, *CHAINS]),
     "has no output": (lambda cell, b: then(ours(cell, b), lambda _, states: (b.blank(), states)), PREFILLS[::2]),
     "gives the initial states back": (lambda cell, b: then(ours(cell, b), lambda o, _: (o, b.initial_state)), PREFILLS[::2]),
     "gives transposed states": (lambda cell, b: then(ours(cell, b), lambda o, states: (o, states.mT)), PREFILLS[::2]),
     "commits nothing": (lambda cell, b: then(Pooled.ours(b, "reference"), lambda o, _: (o, b.state)), CHAINS),
-    "accepts every draft": (with_every_draft, CHAINS),
+    "with every draft": (lambda cell, b: ours(cell, other(b, num_accepted=torch.full_like(b.num_accepted, cell.T))), CHAINS),
 }
 
 
@@ -329,9 +308,8 @@ def test_kernels_loaded_after_the_checks_are_counted(monkeypatch, runner):
 def test_our_own_cached_states_agree_and_are_no_peer(runner, cell):
     run = runner({"cached": peers.OWN["cached"].prepare, "twin": ours}, cached=3.5, twin=6.0)
     found = run.measure(small(cell))
-    assert found["peers"]["cached"]["us"] == 3.5
+    assert (found["peers"]["cached"]["us"], found["best_peer"], found["ratio"]) == (3.5, "twin", 1.5)
     assert found["peers"]["cached"]["error"] < 5e-3
-    assert (found["best_peer"], found["ratio"]) == ("twin", 1.5)
     assert found["parts"] == {"verify": 2.5, "flush": 1.75, "two_rounds": 6.0}
     assert run.captured == [2] * 7  # ours, the copy, its parts, cached and the peer
 
@@ -585,8 +563,7 @@ def test_pictures_say_what_they_show(monkeypatch, tmp_path):
             assert words in figure.get_suptitle().replace("\n", " ")
         said = [word for word in ("raw:", "fast gates:", "cached:") if word in figure.get_supxlabel()]
         assert said == dict(decode=[], prefill=["raw:", "fast gates:"], speculate=["cached:"])[op]
-        assert [panel.get_title() for panel in panels if panel.get_title()] == series
-        assert len(panels) == 2 * len(series)
+        assert ([panel.get_title() for panel in panels if panel.get_title()], len(panels)) == (series, 2 * len(series))
         lines = {line.get_linestyle() for panel in panels for line in panel.lines if line.get_marker() != "None"}
         assert lines == ({"None"} if op == "prefill" else {"-"})
         ratio = next(panel for panel in panels if panel.get_xticklabels() and not panel.get_title())
