@@ -12,17 +12,7 @@ from .. import compile, reference
 from ..kernels.arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES, PrefillSizes, PrefillStrides
 from ..memory import Addresses
 from ..problem import STATE_DTYPES, Checker, Problem, absent
-from .launch import (
-    SCATTERED,
-    Launch,
-    Operation,
-    Plan,
-    TokensLaunch,
-    bytes_of,
-    ready,
-    token_sizes,
-    tokens_of,
-)
+from .launch import SCATTERED, Launch, Operation, Plan, TokensLaunch, bytes_of, ready, token_sizes, tokens_of
 
 MAX_BLOCKS = 132
 """Blocks of the scan that an H200 runs at once.
