@@ -56,6 +56,12 @@ def test_what_the_operations_refuse_is_said_of_each():
     assert start.refused([decode()]) == {}
 
 
+def test_a_switch_with_another_value_is_no_refusal(monkeypatch):
+    monkeypatch.setenv("GATED_DELTA_JIT", "2")
+    with pytest.raises(ValueError, match="GATED_DELTA_JIT: expected 0 or 1, got '2'"):
+        start.refused([decode()])
+
+
 @pytest.mark.parametrize("kind", ["GDN", "KDA"])
 @pytest.mark.parametrize("scratch", [None, "states", "buffer"])
 def test_calls_of_a_layer_of_sglang(kind, scratch):

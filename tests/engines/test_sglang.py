@@ -629,16 +629,16 @@ class Run:
         results = [line for line in self.log.splitlines() if line.startswith("RESULT ")]
         assert results, self.log[-8000:]
         self.rounds = json.loads(results[-1].removeprefix("RESULT "))
-        self.ran = {route: calls for file in reports.iterdir() for route, calls in json.loads(file.read_text()).items()}
+        self.ranks = [json.loads(file.read_text()) for file in reports.iterdir()]
+        self.ran = {route: calls for rank in self.ranks for route, calls in rank.items()}
 
     def tokens(self, n):
         return [one["tokens"] for one in self.rounds[n]]
 
     def looked_for_what_it_needs(self):
         """When it started it looked for every kernel that its calls would launch on a GPU, and for no others."""
-        found = [json.loads(file.read_text()) for file in self.kernels.iterdir()]
-        (found,) = [one for one in found if one["needed"]]
-        assert found["looked_for"] == found["needed"]
+        found = [one for file in self.kernels.iterdir() if (one := json.loads(file.read_text()))["needed"]]
+        assert [one["looked_for"] for one in found] == [one["needed"] for one in found] != []
 
     def cached(self, n):
         return [one["cached"] for one in self.rounds[n]]
@@ -673,6 +673,17 @@ def test_engine_that_retracts_requests(qwen3_5, expected, tmp_path):
     assert run.log.count("retract") >= 5
     assert run.tokens(0) == run.tokens(1) == expected
     assert run.ran.keys() == BOTH
+
+
+def test_engine_under_tensor_parallelism(qwen3_5, expected, tmp_path):
+    """Two processes with half of the heads each: two value heads and one of keys. SGLang wants to know which cores are whose."""
+    engine = OURS | dict(mamba_radix_cache_strategy="extra_buffer", tp_size=2)
+    run = Run(qwen3_5, tmp_path, engine, dict(SGLANG_CPU_OMP_THREADS_BIND="0|1"))
+    assert run.tokens(0) == run.tokens(1) == expected
+    assert len(run.ranks) == 2
+    assert run.ranks[0] == run.ranks[1]
+    assert run.ran.keys() == BOTH
+    run.looked_for_what_it_needs()
 
 
 def test_engine_with_kda_layers(kimi_linear, tmp_path):

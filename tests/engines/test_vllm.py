@@ -33,6 +33,7 @@ class Run(NamedTuple):
     batches: list[str]
     report: list[dict[str, Any]]
     kernels: dict[str, list[str]]
+    ranks: list[list[dict[str, Any]]]
     log: str
 
     @property
@@ -226,13 +227,32 @@ def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None
     _all_on_gated_delta(made, "prefill", "decode")
 
 
-def test_preempted(models: Any, tmp_path: Path) -> None:
-    """Requests that come back begin anew, short ones from zeros, others from a prefix in cache, in slots that others had meanwhile."""
+def test_preempted_and_aborted(models: Any, tmp_path: Path) -> None:
+    """Requests that come back begin anew, short ones from zeros, others from a prefix in cache, in slots that others had meanwhile.
+
+    One leaves for good; the second round has all four, in slots that hold what was left there.
+    """
     model = models(qwen3_5)
-    made = run(tmp_path, model.path, job=dict(preempt_every=5), enable_prefix_caching=True)
-    assert made.tokens == model.tokens
+    made = run(tmp_path, model.path, job=dict(preempt_every=5, abort_at=12, rounds=2), enable_prefix_caching=True)
+    assert made.tokens == [tokens for n, tokens in enumerate(model.tokens) if n != 1]
+    assert made.rounds[1]["tokens"] == model.tokens
     assert made.calls["preempted"] >= 3
+    assert made.calls["aborted"] == 1
     _all_on_gated_delta(made, "prefill", "decode")
+
+
+def test_tensor_parallel(models: Any, tmp_path: Path) -> None:
+    """Two workers with half of the heads each: two value heads and one of keys."""
+    model = models(qwen3_5)
+    both = dict(tensor_parallel_size=2, distributed_executor_backend="mp", enable_prefix_caching=True)
+    forked = dict(VLLM_WORKER_MULTIPROC_METHOD="fork")  # with the stand-ins of this process
+    made = run(tmp_path, model.path, job=dict(ranks=True), env=forked, **both)
+    assert made.tokens == model.tokens
+    assert len(made.ranks) == 2
+    for row in [row for rank in made.ranks for row in rank]:
+        assert ON_GATED_DELTA.items() <= row.items()
+        assert row["calls"].keys() == {"prefill", "decode"}
+    assert made.ranks[0] == made.ranks[1]
 
 
 def test_states_in_fp16(models: Any, tmp_path: Path) -> None:
@@ -319,6 +339,20 @@ def test_engine_that_declines(own: Run, tmp_path: Path) -> None:
     assert made.tokens == own.tokens
     assert made.calls == {}
     assert {row["decode"] for row in made.report} == {"vLLM: additional_config has gated_delta false"}
+
+
+@pytest.mark.parametrize(
+    ("engine", "env", "reason"),
+    [
+        (dict(additional_config=dict(gated_delta="no")), {}, "additional_config gated_delta: expected true or false, got 'no'"),
+        ({}, dict(GATED_DELTA_JIT="yes"), "GATED_DELTA_JIT: expected 0 or 1, got 'yes'"),
+        ({}, dict(GATED_DELTA_VLLM="on"), "GATED_DELTA_VLLM: expected 0 or 1, got 'on'"),
+    ],
+)
+def test_switches_with_another_value(engine: Any, env: Any, reason: str, tmp_path: Path) -> None:
+    """The engine does not start."""
+    with pytest.raises(AssertionError, match=f"ValueError: {reason}"):
+        run(tmp_path, TRAINED, env=env, **BF16, **engine)
 
 
 def test_another_version(own: Run, tmp_path: Path) -> None:

@@ -205,6 +205,28 @@ def preempt_every(steps):
     Scheduler.schedule = pressed
 
 
+def abort_at(step):
+    """As where a user goes: in that step the second request ends without an answer, and its blocks are free."""
+    from vllm.v1.engine.llm_engine import LLMEngine
+
+    original, calls = LLMEngine.step, itertools.count(1)
+
+    def leave(self):
+        if next(calls) == step:
+            self.abort_request([list(self.output_processor.request_states)[1]], internal=True)
+            CALLS["aborted"] += 1
+        return original(self)
+
+    LLMEngine.step = leave
+
+
+def rank(worker):
+    """What a worker's process says of its layers."""
+    from gated_delta.integrations import vllm as plugin
+
+    return [row._asdict() for row in plugin.report()]
+
+
 def watch():
     """What kinds of batches there were."""
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder as Builder
@@ -232,6 +254,8 @@ def main():
         draft_from(job["answers"])
     if "preempt_every" in job:
         preempt_every(job["preempt_every"])
+    if "abort_at" in job:
+        abort_at(job["abort_at"])
     if "fail" in job:
         fail(job["fail"])
     if "refuse" in job:
@@ -252,7 +276,7 @@ def main():
     from gated_delta.integrations import vllm as plugin
 
     made = dict(rounds=rounds, calls=CALLS, batches=sorted(BATCHES), report=[row._asdict() for row in plugin.report()])
-    made |= dict(kernels=kernels)
+    made |= dict(kernels=kernels, ranks=llm.collective_rpc(rank) if "ranks" in job else [])
     with open(job["result"], "w") as f:
         json.dump(made, f)
 

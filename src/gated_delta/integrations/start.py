@@ -15,7 +15,11 @@ Call = tuple[str, dict[str, Any]]
 
 
 def refused(calls: Iterable[Call]) -> dict[str, str]:
-    """The operations of these calls that cannot run so, and why."""
+    """The operations of these calls that cannot run so, and why.
+
+    Raises ValueError for another value of GATED_DELTA_JIT than 0 and 1, which is no reason to leave anything to the engine.
+    """
+    compile.may_compile()
     reasons = {}
     for op, arguments in calls:
         try:
