@@ -249,10 +249,8 @@ class PrefillLaunch(TokensLaunch):
         final = a.final_state if a.state is None else a.state
         if self.final_shape is not None:
             final = torch.empty(self.final_shape, dtype=self.final_dtype, device="meta")
-        checkpoints = self.checkpoint_strides(a)
-        self.strides = self.strides_of(
-            PrefillStrides, problem, a, initial_state=initial, final_state=final, checkpoints=checkpoints
-        )
+        others: dict[str, Any] = dict(initial_state=initial, final_state=final, checkpoints=self.checkpoint_strides(a))
+        self.strides = self.strides_of(PrefillStrides, problem, a, **others)
         self.sizes = ready(
             PrefillSizes(
                 **token_sizes(PrefillSizes, a),
