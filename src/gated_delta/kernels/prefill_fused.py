@@ -1,6 +1,6 @@
 """prefill_fused: prefill of GDN in one kernel, where heads fill the chip and few share a k. A chunk's terms stay in shared memory.
 
-A block is persistent and has four warpgroups. The copy warpgroup makes fp16 tiles of unit k and q. The prepare warpgroup makes a
+A block is persistent and has four warpgroups. The copy warpgroup makes fp16 tiles of k and q. The prepare warpgroup makes a
 chunk's Tinv, Aqk and scales. Two MMA warpgroups walk the chunks as in prefill_scan, 64 V rows each; they load v and store o
 themselves. bf16 tokens, K = V = 128.
 """
@@ -84,7 +84,7 @@ COPY_REGISTERS, PREPARE_REGISTERS, MMA_REGISTERS = 72, 88, 176  # of a thread: 6
 PREPARE_BARRIER, MMA_BARRIER = 1, 2  # and 3: one for each MMA warpgroup
 GATE_CHUNKS = 4  # whose gates are computed at once, a chunk a warp
 SCALE_DECAY = 896  # exp(G), fp16 [64], behind the scales of prefill_scan
-Q_SCALE = 2.0**-4  # of unit queries: fp16 sums of outputs stay in range
+Q_SCALE = 2.0**-4  # of queries: fp16 sums of outputs stay in range
 
 
 def opaque(x):
@@ -389,7 +389,7 @@ class PrefillFused(PrefillScan):
 
     @cute.jit
     def copy(self, args, coord):
-        """Fill a stage with unit k and q as soon as the chunk three before is complete. Raw rows pass through registers.
+        """Fill a stage with k and q as soon as the chunk three before is complete. Raw rows pass through registers.
 
         Four lanes have a row, and of it a vector in each block of 32 channels; a thread has a row of each half of k and of q.
         """
@@ -412,7 +412,7 @@ class PrefillFused(PrefillScan):
             for which in cutlass.range(2, unroll=1):  # k, then q; the other's rows are loaded, the next chunk's k behind q
                 at, stride_t = select_(which == 0, q_at, k_at), select_(which == 0, args.stride.q_t, args.stride.k_t)
                 for half in cutlass.range_constexpr(2):
-                    self.make_units(args, shared, thread, stage, which, half, raw[half], left)
+                    self.fill_row(args, shared, thread, stage, which, half, raw[half], left)
                     self.load_raw(at, stride_t, which * CHUNK + thread // 4 + 32 * half, left, raw[half])
             self.prefetch(k_at, args.stride.k_t, thread, left)
             self.prefetch(q_at, args.stride.q_t, thread, left)
@@ -434,7 +434,7 @@ class PrefillFused(PrefillScan):
         row = CHUNK + thread // 2
         prefetch_l2(at + offset(row, stride_t) + (thread % 2 * (D * 2 - 16) - thread % 4 * 16), row < left)
 
-    def make_units(self, args, shared, thread, stage, which, half, raw, left):
+    def fill_row(self, args, shared, thread, stage, which, half, raw, left):
         """The thread's raw k (q) to the stage as fp16, zeros past the last token; norms to shared memory.
 
         A row is multiplied by a power of two, so it keeps all its digits: its length is in 0.5..1, of q a sixteenth of that. The
@@ -578,7 +578,7 @@ class PrefillFused(PrefillScan):
             store_shared_half(scales + SCALE_DECAY + token * 2, decay)
 
     def start_products(self, here):
-        """Start K K^T and K Q^T of unit vectors; the latter with fp16 sums, to save registers."""
+        """Start K K^T and K Q^T; the latter with fp16 sums, to save registers."""
         k, q = tile_pair_tensors(here.shared + self.smem.kq, D, self.stages)
         major, made = cute.nvgpu.OperandMajorMode, []
         warpgroup.fence()
