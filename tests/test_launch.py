@@ -1045,6 +1045,18 @@ def test_what_has_no_fused_kernel_is_not_fused():
     assert on_host.segmentation_of(prompt_problem(2), 100, 6400) == split  # a chunk a sequence
 
 
+def test_few_packed_prompts_have_64_rows():
+    """Of which one may be long; as long as each other they are where they are not packed."""
+    packed = dict(options=frozenset({"cu_seqlens_i32"}))
+    for sizes in (dict(H=16, HV=32), dict(H=11, HV=33), dict(H=16, HV=48)):
+        assert on_host.segmentation_of(prompt_problem(**sizes, **packed), 99 // sizes["HV"], 8192) == on_host.Segmentation(1)
+        assert on_host.segmentation_of(prompt_problem(**sizes), 99 // sizes["HV"], 8192) == on_host.Segmentation(1, 128)
+    for other, sequences in ((dict(axis="channel"), 3), (dict(HV=34), 3), (dict(HV=18), 5), (dict(HV=96), 1)):
+        sizes = dict(H=1, HV=32) | other
+        assert on_host.segmentation_of(prompt_problem(**sizes, **packed), sequences, 8192) == on_host.Segmentation(1, 128)
+    assert on_host.segmentation_of(prompt_problem(H=32, HV=32, **packed), 3, 8192).fused
+
+
 def test_blocks_of_states_with_64_v_rows_have_64():
     for N, HV in itertools.product((1, 300), (1, 64)):
         assert on_host.segmentation_of(prompt_problem(HV, V=64), N, N * 1000).rows == 64

@@ -33,6 +33,14 @@ Each value head makes unit k and q and their products anew. With a single chunk 
 """
 
 
+MAX_PACKED, MAX_PACKED_HEADS = 4, 99
+"""Packed sequences, and their heads, up to which a GDN prefill in two kernels has 64 rows a block.
+
+Among so few, as an engine's step has them, one may be most of the tokens: its heads then fill twice as many SMs. Where all are as
+long it costs a tenth.
+"""
+
+
 class Segmentation(NamedTuple):
     """How a prefill's work is cut. segments: of every sequence, walked at once; rows: V rows of a block; fused: in one kernel.
 
@@ -50,7 +58,10 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int) -> Segmentati
     heads = sequences * problem.HV
     if problem.V == 128 and 2 * heads > MAX_BLOCKS:
         fewest = FUSED_HEADS.get(problem.HV // problem.H, heads + 1)
-        return Segmentation(1, 128, can_fuse(problem) and heads >= fewest and tokens > CHUNK * sequences)
+        fused = can_fuse(problem) and heads >= fewest and tokens > CHUNK * sequences
+        packed = any(option.startswith("cu_seqlens") for option in problem.options)
+        few = packed and problem.axis == "head" and 1 < sequences <= MAX_PACKED and heads <= MAX_PACKED_HEADS
+        return Segmentation(1) if few and not fused else Segmentation(1, 128, fused)
     blocks = problem.V // 64 * heads
     if not blocks:
         return Segmentation(1)
