@@ -175,7 +175,7 @@ def tokens(engine: str) -> str:
     rows = {}
     for cell in cells(f"serve/{engine}_tokens"):
         known = None not in cell["parted"]  # else the other's was not among the best
-        gaps = f"{max(cell['parted']):.4f}" if known else "beyond the best 5"
+        gaps = f"{max(cell['parted'], default=0):.4f}" if known else "beyond the best 5"
         deviation = f"{cell['deviation']['mean']:.4f}" if cell["deviation"] else "not asked for"
         rows[cell["label"]] = [f"{cell['equal']} of {cell['prompts']}", gaps, deviation]
     return table("answers", "equal", "largest gap where they part", "mean difference of log probabilities", rows=rows)
@@ -188,7 +188,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve transformers": lambda: served("transformers"),
     "kernels sglang": lambda: kernels("sglang"),
     "kernels sglang drafts": lambda: kernels("sglang_drafts"),
+    "kernels sglang one run": lambda: kernels("sglang_one_run"),
     "kernels vllm": lambda: kernels("vllm"),
+    "kernels vllm one run": lambda: kernels("vllm_one_run"),
     "tokens sglang": lambda: tokens("sglang"),
     "tokens vllm": lambda: tokens("vllm"),
     "decode": lambda: summary("best peer's time over ours", decode()),

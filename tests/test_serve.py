@@ -36,7 +36,8 @@ class Engine:
         prompt = dict(cat="kernel", name="kernel_gated_delta_scan" if self.ours else "chunk_fwd_kernel_o", dur=100)
         step = dict(cat="kernel", name="kernel_gated_delta_decode" if self.ours else "fused_delta_rule_kernel", dur=4 - self.ours)
         rest = [dict(cat="kernel", name="gemm", dur=10), dict(cat="gpu_memcpy", name="Memcpy", dur=1), dict(cat="cpu_op", name="x")]
-        self.events = [prompt, *rest] + [step, *rest] * (n - 1)
+        events, at = [prompt, *rest] + [step, *rest] * (n - 1), 0
+        self.events = [event | dict(ts=(at := at + 1000)) for event in events]
         made = []
         for prompt in input_ids:
             ids = [prompt[0]] * (n - self.ours) + [self.heads] * self.ours
@@ -105,6 +106,13 @@ def test_an_engine_that_fails_says_so(engine):
 )
 def test_kernels_of_the_recurrence_are_known_by_name(kernel, counts):
     assert bool(serve.RECURRENCE.search(kernel)) == counts
+
+
+def test_what_overlaps_counts_once():
+    """As a kernel does that was launched early and waits; in whatever order a trace has them."""
+    events = [(10, 5), (0, 4), (3, 6), (30, 1), (11, 2)]
+    assert serve.busy(dict(ts=ts, dur=dur) for ts, dur in events) == 9 + 5 + 1
+    assert serve.busy([]) == 0
 
 
 def test_a_profile_without_a_trace_is_an_error(tmp_path):
