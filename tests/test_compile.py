@@ -65,6 +65,22 @@ def test_registers_and_spills_of_shipped_kernels(cache, some):
     assert 16 <= found.registers <= (255 if some.kernel in ("verify", *SCANS) else 168)  # these hold a tile of the state
 
 
+WIDE = [
+    compile.Variant(some.kernel, tuple(({**dict(some.facts)} | dict(rows=32, threads=128)).items()))
+    for some in dispatch.shipped()
+    if some.kernel == "verify" and {("K", 128), ("token_tile", 8), ("state_dtype", "bf16"), ("g_dtype", "bf16")} <= set(some.facts)
+]
+
+
+@needs_compiler
+@pytest.mark.parametrize("some", list(dict.fromkeys(WIDE)), ids=str)
+def test_four_blocks_of_verify_fit_on_an_sm(cache, some):
+    """Of 8 tokens beside bf16 states, with a norm too: at 129 registers there are three, and a quarter of the speed is gone."""
+    found = compile.resources(compile.build(some, "sm_90a"))
+    assert found.registers <= 128
+    assert found.stack == 0
+
+
 @needs_compiler
 @pytest.mark.parametrize("some", [*FUSED, *(some for some in ALWAYS if some.kernel in SCANS)], ids=str)
 def test_wgmmas_are_not_serialised(cache, some):

@@ -479,6 +479,17 @@ def test_a_block_or_a_cluster_has_a_whole_head_for_a_norm(K):
         assert OPERATIONS[op].missing(problem) == ["V up to 256 with a norm, got 288"]
 
 
+@pytest.mark.parametrize("options", [frozenset(), frozenset({"norm"})], ids=str)
+def test_a_warp_of_verify_has_no_more_rows_than_lanes(options):
+    """A lane takes one row through the tokens; a block's rows divide V, and with a norm are all of it."""
+    facts = dict(gate="log", dtype=bf16, g_dtype=bf16, options=options)
+    for V, axis, state_dtype, T in itertools.product(range(32, 257, 32), ("head", "channel"), (f32, bf16), (1, 3, 7, 16)):
+        for some in dispatch.variants_of(Problem("verify", axis, 1, 1, 128, V, T, state_dtype=state_dtype, **facts)):
+            made = dict(some.facts)
+            assert made["rows"] in (16, 32)
+            assert V % (made["rows"] * made["threads"] // 32) == 0
+
+
 @pytest.mark.parametrize("state_dtype", [bf16, torch.float16, f32], ids=str)
 @pytest.mark.parametrize("norm", [frozenset(), frozenset({"norm"})], ids=str)
 def test_a_verify_computes_pairs_in_one_way_whatever_its_batch_and_longest_draft(norm, state_dtype):

@@ -18,10 +18,12 @@ Shared memory, in words:
     S k and S q, interleaved, of each warp's rows [warp, token, 2 rows], with mma_pairs in the place of the first line
     Akk and Aqk [token, 2, token]: of the tensor cores once a warp, KDA's of other cores once
     beta and GDN's decay [token, 2]
+    with a norm: sums of the squares of 16 rows' o [token, V / 16]
 
 Order of work: prefetch into L2 before the previous kernel has ended; load indices, tokens and the state; write tokens and decays;
 barrier; KDA: decay the operand, Akk and Aqk (with mma_pairs behind a barrier, and only for strong decays), barrier; S k and S q
-(GDN, mma_pairs: and Akk, Aqk) on the tensor cores; each lane takes a V row through the tokens, and stores u and o.
+(GDN, mma_pairs: and Akk, Aqk) on the tensor cores; each lane takes a V row through the tokens, and stores u and o. With a norm o
+is stored behind a barrier, which the sums of squares need.
 """
 
 import itertools
@@ -30,18 +32,22 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass.cute.arch import shuffle_sync
+from cutlass.cutlass_dsl import select_
 
-from .arguments import VerifyPointers, VerifySizes, VerifyStrides
+from .arguments import ABSENT, VerifyPointers, VerifySizes, VerifyStrides
 from .device.primitives import (
     Args,
     dot,
     load,
     load_index,
+    load_scalar_bits,
     load_words,
     mma_sync,
     offset,
     prefetch_l2,
     qk_head,
+    scalar_from_bits,
     select,
     sigmoid,
     split,
@@ -53,13 +59,14 @@ from .device.primitives import (
     typed,
     unpack,
 )
-from .device.recurrent import GatedNorm, StateRows, Tokens, sequence_block, sequence_grid, shared_tensor, without_norm
+from .device.recurrent import StateRows, Tokens, sequence_block, sequence_grid, shared_tensor, without_norm
 
 Pointers, Strides, Sizes = typed(VerifyPointers, Int64), typed(VerifyStrides, Int32), typed(VerifySizes, Int32)
 
 RANGE = 2.0**80  # b_t up to which, and down to 1 / which, mma_pairs divides by them
 PAD = 16  # words between tokens' S k and S q, so that eight lanes' accesses to two tokens fall on all banks
 LOADS = 8  # tokens whose g is loaded at once
+GROUP = 16  # rows of which lanes sum the squares, for the norm
 
 
 class Coord(NamedTuple):
@@ -78,7 +85,7 @@ class Coord(NamedTuple):
     quad_lane: Int32
     """... and which of the quad's four lanes it is."""
     o_row: Int32
-    """The first row that it computes u and o of; the next is 32 further."""
+    """The row that it computes u and o of."""
     stores_o: cutlass.Boolean
     """Whether it has such a row: a warp may have fewer than 32."""
 
@@ -117,7 +124,6 @@ class Verify:
         self.warps = threads // 32
         self.tile = rows * self.warps
         self.tiles = V // self.tile
-        self.lane_rows = -(-rows // 32)  # rows that a lane computes u and o of
         self.k_blocks = -(-self.state.row_bytes // 64)  # of a row: 16 bytes a lane of a quad, two mma.sync steps
         self.m_tiles = -(-token_tile // 8)  # 16 rows of the operand: k of eight tokens, q of the same
         # Offsets in shared memory, in words.
@@ -139,13 +145,17 @@ class Verify:
         self.pair_words = 2 * self.pair_row * self.pair_row
         self.block_pairs = self.pair_offset + (0 if self.lane_pairs else self.warps * self.pair_words)  # behind each warp's own
         self.scalars_offset = self.block_pairs + (self.pair_words if self.channel else 0)
-        self.norm_offset = self.scalars_offset + 2 * token_tile
-        self.norm = GatedNorm(V, self.tiles, self.tokens.dtype, threads, token_tile) if norm else None
-        self.shared = self.norm_offset + (self.norm.token_words * token_tile if self.norm else 0)
-        # With k / b_t and 32 rows registers are few: until the products v waits in L2.
+        self.norm_offset = -(-(self.scalars_offset + 2 * token_tile) // 4) * 4
+        self.norm = RowNorm(V, self.tokens.dtype, token_tile) if norm else None
+        self.shared = self.norm_offset + self.norm.words if self.norm else self.scalars_offset + 2 * token_tile
+        # Where registers decide how many blocks fit on an SM, z, and beside k / b_t v, waits in L2 until the products.
         self.late_v = self.divided and self.state.dtype is not Float32 and rows > 16
+        few = token_tile <= (8 if self.channel else 4)
+        self.late_z = norm and not (self.state.dtype is Float32 and rows > 16 and few)
+        # Before which part of the products they and z are loaded: with a norm once most of the state's registers are free.
+        self.late_block = self.k_blocks - 1 if norm else 0
         # 128 registers, as if for blocks of 512 threads, leave room for a fourth block where ptxas would take a few more.
-        capped = self.divided and self.state.dtype is BFloat16 and token_tile == 8 and rows == 32 and not norm
+        capped = self.state.dtype is BFloat16 and token_tile == 8 and rows == 32 and self.divided != norm and self.padded_K == K
         self.limits = dict(max_number_threads=(512, 1, 1)) if capped else {}
 
     @cute.jit
@@ -168,7 +178,7 @@ class Verify:
             self.state.prefetch(args, coord)
             self.tokens.prefetch(args, coord)
             if cutlass.const_expr(self.norm is not None):
-                self.norm.prefetch(args, coord)
+                self.norm.prefetch(args, coord, Int32(0), size.T, size.cu_seqlens_kind == 0)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         if coord.n < size.N:
@@ -197,19 +207,17 @@ class Verify:
         if cutlass.const_expr(self.late_v):
             warp_lane = coord.thread % 32
             prefetch_l2(self.tokens.v_address(args, coord, start + warp_lane, coord.warp_row), (warp_lane < length) & active)
-        early_v = None if self.late_v else self.load_v(args, coord, start, length, active)
-        if cutlass.const_expr(self.norm is not None):
-            z = self.norm.load_first(args, coord, start, length)
+        early = self.load_v_z(args, coord, start, length, active, not self.late_v, self.norm is not None and not self.late_z)
+        if cutlass.const_expr(self.late_z):
+            self.norm.prefetch(args, coord, start, length, active)
 
         o_at = self.tokens.o_address(args, coord)
         if active:
             shared = cute.arch.get_dyn_smem(Float32, 16)
             self.stage_qk(shared, args, coord, start, length, row, qk)
             self.stage_gates(shared, args, coord, start, length, row, gates)
-            if cutlass.const_expr(self.norm is not None):
-                self.norm.stage(shared + self.norm_offset, args, coord, start, length, z)
             cute.arch.sync_threads()
-            v, pairs_at = early_v, None
+            pairs_at = None
             if cutlass.const_expr(self.divided):
                 pairs_at = Int32(self.warp_pairs(coord))
                 if sync_threads_or(self.stage_decayed_qk(shared, coord, length)):
@@ -220,24 +228,22 @@ class Verify:
                 self.stage_decayed_qk(shared, coord, length)
                 self.stage_pairs(shared, coord, length)
                 cute.arch.sync_threads()
-            if cutlass.const_expr(self.late_v):
-                v = self.load_v(args, coord, start, length, active)
-            self.stage_products(shared, coord, fragments)
+            late = self.stage_products(
+                shared, coord, fragments, lambda: self.load_v_z(args, coord, start, length, active, self.late_v, self.late_z)
+            )
             cute.arch.sync_warp()
-            for r in cutlass.range_constexpr(self.lane_rows):
-                o_row = coord.o_row + 32 * r
-                at = o_at + offset(o_row, stride.o_c) + offset(start, stride.o_t)
-                self.substitute(shared, args, coord, length, row, o_row, pairs_at, v[r], at)
+            v, z = given(early, late)
+            at = o_at + offset(coord.o_row, stride.o_c) + offset(start, stride.o_t)
+            o = self.substitute(shared, args, coord, length, row, pairs_at, v, at)
             if cutlass.const_expr(self.norm is not None):
-                self.norm.finish(shared + self.norm_offset, args, o_at, coord, start, length)
+                o = self.norm.normalise(shared + self.norm_offset, args, coord, o, z)
+                self.store_o(args, coord, length, at, o)
         elif coord.stores_o:
-            for r in cutlass.range_constexpr(self.lane_rows):
-                at = o_at + offset(coord.o_row + 32 * r, stride.o_c)
-                for t in range(length):
-                    store(self.tokens.dtype, at + offset(start + t, stride.o_t), Float32(0))
+            at = o_at + offset(coord.o_row, stride.o_c)
+            for t in range(length):
+                store(self.tokens.dtype, at + offset(start + t, stride.o_t), Float32(0))
         if size.cu_seqlens_kind != 0 and coord.stores_o:
-            for r in cutlass.range_constexpr(self.lane_rows):
-                self.tokens.zero_padding(args, coord, o_at + offset(coord.o_row + 32 * r, stride.o_c))
+            self.tokens.zero_padding(args, coord, o_at + offset(coord.o_row, stride.o_c))
 
     # -------------------------------------------------------------------------------------------- q and k
 
@@ -481,13 +487,15 @@ class Verify:
             rows.append(row)
         return rows
 
-    def stage_products(self, shared, coord, fragments):
+    def stage_products(self, shared, coord, fragments, load_late):
         """S k and S q of the warp's rows; Akk and Aqk too, unless lanes have them: with k (KDA: k / b) as eight more rows."""
         exact = self.state.dtype is BFloat16  # it has no low part; that of fp16 is exact
         m_tiles = range(self.m_tiles)
         skq = [[self.zero_sums() for _ in fragments] for _ in m_tiles]
         pairs = [[self.zero_sums() for _ in range(0 if self.lane_pairs else late + 1)] for late in m_tiles]
         for k_block in range(self.k_blocks):
+            if k_block == self.late_block:
+                late = load_late()
             rows = [row[k_block] for row in fragments]
             if not exact:
                 rows = [split(unpack(words, self.state.dtype), self.operand_dtype) for words in rows]
@@ -507,6 +515,7 @@ class Verify:
                         self.multiply(pairs[m][earlier], tokens[m], key)
         for m in m_tiles:
             self.store_products(shared, coord, m, skq[m], pairs[m])
+        return late
 
     def zero_sums(self):
         """Of a product: two, so that one mma.sync need not wait for the other; mma_pairs have no registers for a second."""
@@ -569,14 +578,14 @@ class Verify:
     # -------------------------------------------------------------------------------------------- u and o
 
     def load_v(self, args, coord, start, length, active):
-        """v of each row of this lane's, of every token."""
-        return [
-            [
-                load(self.tokens.dtype, self.tokens.v_address(args, coord, start + t, coord.o_row + 32 * r), (t < length) & active)
-                for t in range(self.token_tile)
-            ]
-            for r in range(self.lane_rows)
-        ]
+        """v of this lane's row, of every token."""
+        places = [self.tokens.v_address(args, coord, start + t, coord.o_row) for t in range(self.token_tile)]
+        return [load(self.tokens.dtype, at, (t < length) & active) for t, at in enumerate(places)]
+
+    def load_v_z(self, args, coord, start, length, active, v, z):
+        """Those of v and z that are asked for."""
+        loaded_v = self.load_v(args, coord, start, length, active) if v else None
+        return loaded_v, self.norm.load(args, coord, start, length) if z else None
 
     def load_pairs(self, shared, coord, pairs_at, t, which, count):
         """The first `count` entries of row t of Akk (which = 0) or Aqk (1)."""
@@ -588,8 +597,8 @@ class Verify:
         return entries[:count]
 
     @cute.jit
-    def substitute(self, shared, args, coord, length, row, o_row, pairs_at, v, o_at):
-        """u and o of one V row, by forward substitution.
+    def substitute(self, shared, args, coord, length, row, pairs_at, v, o_at):
+        """u and o of the lane's V row, by forward substitution; o is returned, rounded, where a norm follows.
 
             u_t = beta_t (v_t - S k_t b_t - sum_{i<t} Akk[t, i] u_i)
             o_t = S q_t b_t + sum_{i<=t} Aqk[t, i] u_i
@@ -598,11 +607,11 @@ class Verify:
         """
         fma = cute.math.fma
         ptr, stride, size = args.ptr, args.stride, args.size
-        u_at = ptr.buffer_u + offset(row, stride.buffer_u_r) + offset(coord.hv, stride.buffer_u_h) + o_row * 4
-        us, product = [], Float32(1)
+        u_at = ptr.buffer_u + offset(row, stride.buffer_u_r) + offset(coord.hv, stride.buffer_u_h) + coord.o_row * 4
+        us, outputs, product = [], [], Float32(1)
         for t in cutlass.range_constexpr(self.token_tile):
             beta, decay = [shared_tensor(shared + self.scalars_offset + 2 * t, 2)[i] for i in range(2)]
-            skq = self.vector(Float32, shared, self.skq_at(coord, t) + 2 * (o_row - coord.warp_row), 2)
+            skq = self.vector(Float32, shared, self.skq_at(coord, t) + 2 * (coord.o_row - coord.warp_row), 2)
             s_k, s_q = skq[0], skq[1]
             if cutlass.const_expr(not self.channel):
                 product = product * decay
@@ -618,11 +627,88 @@ class Verify:
             if cutlass.const_expr(self.norm is None):
                 store_if(self.tokens.dtype, o_at + offset(t, stride.o_t), o, coord.stores_o & (t < length))
             else:
-                self.norm.put(shared + self.norm_offset, t, o_row, o, coord.thread % 32 // self.rows, 1)
+                outputs.append(o.to(self.tokens.dtype).to(Float32))
             store_if(Float32, u_at + offset(t, stride.buffer_u_t), u, coord.stores_o & (t < size.C))
         if coord.stores_o:
             for t in cutlass.range(self.token_tile, size.C, unroll=1):
                 store(Float32, u_at + offset(t, stride.buffer_u_t), Float32(0))
+        return outputs
+
+    def store_o(self, args, coord, length, o_at, o):
+        for t, x in enumerate(o):
+            store_if(self.tokens.dtype, o_at + offset(t, args.stride.o_t), x, coord.stores_o & (t < length))
+
+
+class RowNorm:
+    """The gated RMSNorm, in a block of all V rows of a head. docs/kernels/verify.md, "The gated norm".
+
+    Lanes sum the squares of 16 neighbouring rows, all tokens at once; behind a barrier each warp adds these sums up, a token
+    a lane, and each lane normalises its own row. So bits do not depend on how many rows a warp has, 16 or 32.
+    """
+
+    def __init__(self, V: int, dtype, tokens: int):
+        self.V, self.dtype, self.tokens = V, dtype, tokens
+        self.groups = V // GROUP
+        self.token_words = -(-self.groups // 4) * 4
+        self.words = tokens * self.token_words
+
+    def z_address(self, args, coord, token, row):
+        ptr, stride = args.ptr, args.stride
+        at = ptr.z + offset(coord.n, stride.z_n) + offset(token, stride.z_t) + offset(coord.hv, stride.z_h)
+        return at + row * (self.dtype.width // 8)
+
+    def weight_address(self, args, row):
+        return args.ptr.norm_weight + offset(row, args.stride.norm_weight_c)
+
+    def prefetch(self, args, coord, start, length, condition):
+        """Prefetch z of the warp's rows into L2, a token a lane."""
+        t = coord.thread % 32
+        prefetch_l2(self.z_address(args, coord, start + t, coord.warp_row), condition & (t < length))
+
+    def load(self, args, coord, start, length):
+        """z of the lane's row and the bits of its weight."""
+        kind = Int32(select_(length > 0, args.size.norm_weight_kind, Int32(ABSENT)))
+        bits = load_scalar_bits(self.weight_address(args, coord.o_row), kind)
+        places = [self.z_address(args, coord, start + t, coord.o_row) for t in range(self.tokens)]
+        return [load(self.dtype, at, t < length) for t, at in enumerate(places)], bits
+
+    def normalise(self, shared, args, coord, o, loaded):
+        """The lane's row of every token, normalised; o: as its dtype rounds it."""
+        z, bits = loaded
+        lane = coord.thread % 32
+        self.store_sums(shared, coord, sum_rows([x * x for x in o], GROUP, lane))
+        cute.arch.sync_threads()
+        rstd = self.rstd(shared, args, lane % self.tokens)
+        weight = scalar_from_bits(bits, args.size.norm_weight_kind)
+        normed = []
+        for t in range(self.tokens):
+            gate = sigmoid(z[t])
+            act = select(args.size.norm_sigmoid != 0, gate, z[t] * gate)
+            normed.append(o[t] * shuffle_sync(rstd, offset=t) * (act * weight))
+        return normed
+
+    @cute.jit
+    def store_sums(self, shared, coord, total):
+        """A lane's sum of its 16 rows is of token lane // lanes_per_token."""
+        lanes_per_token = GROUP // self.tokens
+        place = coord.thread % GROUP
+        if place % lanes_per_token == 0:
+            sums = shared_tensor(shared, self.words)
+            sums[place // lanes_per_token * self.token_words + coord.o_row // GROUP] = total
+
+    def rstd(self, shared, args, t):
+        total, at = None, shared + t * self.token_words
+        for first in range(0, self.groups, 4):
+            four = shared_tensor(cute.make_ptr(Float32, (at + first).toint(), cute.AddressSpace.smem, assumed_align=16), 4).load()
+            for i in range(min(4, self.groups - first)):
+                total = four[i] if total is None else total + four[i]
+        eps = args.size.norm_eps.bitcast(Float32)
+        return cute.math.rsqrt(cute.math.fma(total, Float32(1 / self.V), eps))
+
+
+def given(early, late):
+    """Of every pair the one that is not None."""
+    return [y if x is None else x for x, y in zip(early, late, strict=True)]
 
 
 def total(sums):

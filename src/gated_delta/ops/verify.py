@@ -39,6 +39,20 @@ SCHEDULES: dict[tuple[str, str, int], Table] = {
 }
 """Measured on an H200: docs/kernels/verify.md."""
 
+MIB = 2**20
+NORM_ROWS: dict[tuple[str, str, int], tuple[tuple[int, int], ...]] = {
+    # With a norm: (least state bytes of a launch, V rows of a warp), in blocks of a whole head.
+    **{("head", "bf16", tile): ((0, 32),) for tile in TOKEN_TILES},
+    **{("channel", "bf16", tile): ((0, 32),) for tile in (2, 4, 8)},
+    ("channel", "bf16", 16): ((0, 16),),
+    ("head", "fp32", 2): ((96 * MIB, 32), (12 * MIB, 16), (0, 32)),
+    ("head", "fp32", 4): ((0, 32),),
+    ("head", "fp32", 8): ((48 * MIB, 32), (12 * MIB, 16), (0, 32)),
+    ("head", "fp32", 16): ((0, 32),),
+    **{("channel", "fp32", tile): ((8 * MIB, 32), (0, 16)) for tile in TOKEN_TILES},
+}
+"""Measured on an H200: docs/kernels/verify.md."""
+
 MMA_PAIRS = {"bf16": True, "fp32": False}
 """Whether KDA's Akk and Aqk are computed on the tensor cores, for a state's bytes; GDN's always are. Its bits differ: they may
 depend neither on the bytes of a launch nor, where drafts are packed, on the longest one. Measured, as above."""
@@ -116,11 +130,10 @@ class Verify(StateOperation):
         reference.verify_rows(tokens_of(a), **_states(a))
 
     def schedules(self, problem: Problem) -> Table:
-        table = SCHEDULES[problem.axis, state_width(problem), _token_tile(problem)]
+        key = problem.axis, state_width(problem), _token_tile(problem)
         if "norm" not in problem.options:
-            return table
-        # A block then has a whole head.
-        return tuple((least, schedule._replace(threads=problem.V // schedule.rows * 32)) for least, schedule in table)
+            return SCHEDULES[key]
+        return tuple((least, Schedule(rows, problem.V // rows * 32)) for least, rows in NORM_ROWS[key])
 
     def block_rows(self, problem: Problem, schedule: Schedule) -> int:
         return schedule.rows * schedule.threads // 32

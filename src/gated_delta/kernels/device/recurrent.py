@@ -301,11 +301,11 @@ NORM_LOADS = 8  # elements of z that a thread loads at once
 
 
 class GatedNorm:
-    """The gated RMSNorm of o. docs/kernels/decode.md, "The gated norm".
+    """The gated RMSNorm of decode's o. docs/kernels/decode.md, "The gated norm".
 
     All V rows of a head lie in one block, or in the blocks of a cluster. All threads prepare weight * act(z) of the block's rows,
     an element each. Every block gets o of all rows; then a warp normalises the block's rows of a token: lane l sums the squares of
-    rows l, l + 32, ..., so that bits depend on neither operation, schedule nor number of tokens.
+    rows l, l + 32, ..., so that bits depend on neither schedule nor number of tokens.
 
     In a cluster o goes by st.async, which an mbarrier of the block that gets it counts: a cluster's barrier would wait for the
     stores of states. A block ends once it has all of o, so that nothing is written to one that has ended.
