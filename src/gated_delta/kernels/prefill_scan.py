@@ -207,10 +207,16 @@ class PrefillScan:
                 else:
                     self.for_each_work(self.store, args, shared, thread - LOAD_THREADS, group)
         else:
+            # Else ptxas keeps the operands' descriptors, which follow from a chunk's number, in every lane: 62 instructions
+            # a chunk. With checkpoints it does not, and the hints cost 65.
+            hinted = not self.checkpoints
+            group = warp_uniform(group + 1) - 1 if hinted else group
             coord = self.coord_of(args, self.work_of(args, block), shared, thread % WARPGROUP, group)
             begins = True
             if cutlass.const_expr(self.joins):
                 coord, begins = self.join_segments(args, coord)
+            if cutlass.const_expr(hinted):
+                coord = coord._replace(first_chunk=warp_uniform(coord.first_chunk), end_chunk=warp_uniform(coord.end_chunk))
             if self.joins & (not begins):
                 pass
             elif group >= 0:
@@ -853,3 +859,8 @@ def without_checkpoints(arguments):
 def inverse_power_of_2(x):
     """1 / x for a power of two x."""
     return (Uint32(254 << 23) - x.bitcast(Uint32)).bitcast(Float32)
+
+
+def warp_uniform(x):
+    """A number that is not negative and the same in all lanes of a warp, in a form of which the compiler knows that."""
+    return Int32(warp_max(Uint32(x)))

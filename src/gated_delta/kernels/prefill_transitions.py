@@ -34,9 +34,9 @@ MAX_WINDOW = 32  # chunks
 MIN_DECAY = 2.0**-126  # of a window: what is smaller counts as 0
 MAX_M = 2.0**-120  # of a window's M: docs/math.md, "Segments"
 ALL_WALKED = 1  # named barrier
-WINDOW, SEGMENT, VERDICTS = 0, 4, 16
-"""In shared memory: the window's first chunk, the segment, which waits there for want of registers, and for each MMA warp whether
-its rows of M are 0."""
+WINDOW, SEGMENT, WITHOUT, VERDICTS = 0, 4, 8, 16
+"""In shared memory: the window's first chunk, the segment, which waits there for want of registers, whether some head has no
+window, and for each MMA warp whether its rows of M are 0."""
 
 
 class Coord(NamedTuple):
@@ -92,19 +92,15 @@ class PrefillTransitions(PrefillScan):
     @cute.jit
     def first_walk(self, args, coord):
         """The block's first walk, over the segment's window if it has one."""
-        work, window = coord.work, Int32(-1)
+        work, window, joins = coord.work, Int32(-1), args.ptr.segment_transitions == 0
         store_shared(coord.shared + self.smem.work + SEGMENT, Uint32(work.segment), coord.thread == 0)
         if cutlass.const_expr(self.has_windows):
-            if (coord.group < 0) & (coord.thread < 32):
-                found = self.find_window(args, coord)
-                store_shared(coord.shared + self.smem.work + WINDOW, Uint32(found), coord.thread == 0)
-            cute.arch.sync_threads()
-            window = self.load_uniform(coord, WINDOW)
+            window = self.find_windows(args, coord, joins)
         else:
             cute.arch.sync_threads()
         of_b = work.tile == 0
-        whole_b = self.select_walk(args.ptr.segment_transitions != 0, WHOLE_B, self.select_walk(work.segment == 0, COPY, DONE))
-        whole_m = self.select_walk((args.ptr.segment_transitions != 0) & (work.segment > 0), WHOLE_M, DONE)
+        whole_b = self.select_walk(joins, self.select_walk(work.segment == 0, COPY, DONE), WHOLE_B)
+        whole_m = self.select_walk(joins | (work.segment == 0), DONE, WHOLE_M)
         whole = self.select_walk(of_b, whole_b, whole_m)
         walk = self.select_walk(window < 0, whole, self.select_walk(of_b, WINDOW_B, WINDOW_M))
         rows = cutlass.max(work.tile - 1, 0) * self.rows + cutlass.max(coord.group, 0) * WARPGROUP_ROWS
@@ -181,6 +177,21 @@ class PrefillTransitions(PrefillScan):
     # -------------------------------------------------------------------------------------------- windows
 
     @cute.jit
+    def find_windows(self, args, coord, joins):
+        """The segment's window. Where segments are joined, only if all heads have one: the last head is waited for anyway."""
+        work, lane = coord.work, coord.thread % 32
+        at, warp = coord.shared + self.smem.work, (coord.group + 1) * 4 + coord.thread // 32
+        store_shared(at + WITHOUT, Uint32(0), coord.thread == 0)
+        cute.arch.sync_threads()
+        first = Int32(select_(joins, warp, Int32(select_(warp == 0, work.hv, args.size.HV))))
+        for hv in cutlass.range(first, Int32(select_(joins, args.size.HV, work.hv + 1)), self.threads // 32, unroll=1):
+            found = self.find_window(args, coord._replace(work=work._replace(hv=hv)))
+            store_shared(at + WINDOW, Uint32(found), (hv == work.hv) & (lane == 0))
+            store_shared(at + WITHOUT, Uint32(1), (found < 0) & (lane == 0))
+        cute.arch.sync_threads()
+        return self.select_walk(self.load_uniform(coord, WITHOUT) == 0, self.load_uniform(coord, WINDOW), -1)
+
+    @cute.jit
     def find_window(self, args, coord):
         """A warp: the first chunk of the segment's window, -1 where decays are too slow.
 
@@ -203,7 +214,7 @@ class PrefillTransitions(PrefillScan):
 
     def head_window(self, args, coord, most):
         """GDN: a chunk a lane."""
-        lane = coord.thread
+        lane = coord.thread % 32
         decay = load(Float32, self.decay_at(args, coord, lane, GDN_SCALE_S_Q + (CHUNK - 1) * 4), lane < most)
         decay = select(lane < most, decay, Float32(1))
         for step in (1, 2, 4, 8, 16):
@@ -220,10 +231,8 @@ class PrefillTransitions(PrefillScan):
         decays.fill(1.0)
         before_end, found = Int32(0), Int32(0)
         while (before_end < most) & (found == 0):
-            loaded = [
-                load_words(self.decay_at(args, coord, before_end + i, KDA_SCALE_STATE + coord.thread * 16), before_end + i < most)
-                for i in range(4)
-            ]
+            at = [self.decay_at(args, coord, before_end + i, KDA_SCALE_STATE + coord.thread % 32 * 16) for i in range(4)]
+            loaded = [load_words(at[i], before_end + i < most) for i in range(4)]
             for i in cutlass.range_constexpr(4):
                 for j in cutlass.range_constexpr(4):
                     decays[j] = decays[j] * loaded[i][j].bitcast(Float32)

@@ -24,7 +24,10 @@ MIN_CUT, FEW_SEGMENTS, MIN_SEGMENT, MIN_THREE_SEGMENTS = 2048, 8, 512, 8192
 that is cut in three, which saves little. Two cost more than they save where state passing joins them."""
 
 MIN_JOINED_SEGMENT = {"channel": 16384}
-"""Tokens that a segment has at least where scans join them, by axis: two save a fifth where gates forget, and cost 1% where not."""
+"""Tokens that a segment has at least where scans join them, by axis: two save a fifth where gates forget, and cost 2% where not.
+
+Two of GDN save a quarter and cost 3%: too much.
+"""
 
 FUSED_HEADS = {1: 1, 2: 128}
 """Value heads of all sequences from which one kernel is faster, by the value heads of a k head.
@@ -69,9 +72,12 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int) -> Segmentati
     segments = min(most, max(length // MIN_SEGMENT, FEW_SEGMENTS)) if length >= MIN_CUT else 1
     if segments > 3 or (segments == 3 and length >= MIN_THREE_SEGMENTS):
         return Segmentation(segments)
-    least = MIN_JOINED_SEGMENT.get(problem.axis, length + 1)
-    joined = min(most, length // least) if problem.K == problem.V == 128 else 1
+    joined = min(most, length // MIN_JOINED_SEGMENT[problem.axis]) if can_join(problem) else 1
     return Segmentation(joined, joins=True) if joined > 1 else Segmentation(1)
+
+
+def can_join(problem: Problem) -> bool:
+    return problem.axis in MIN_JOINED_SEGMENT and problem.K == problem.V == 128
 
 
 def can_fuse(problem: Problem) -> bool:
@@ -201,7 +207,8 @@ class Prefill(Operation):
         return Plan(cut, tuple(variants_of(problem, cut)))
 
     def variants(self, problem: Problem) -> list[compile.Variant]:
-        cuts = [Segmentation(1), Segmentation(2, joins=True), Segmentation(4)]
+        cuts = [Segmentation(1), Segmentation(4)]
+        cuts += [Segmentation(2, joins=True)] if can_join(problem) else []
         cuts += [Segmentation(1, 128)] if problem.V == 128 else []
         cuts += [Segmentation(1, 128, True)] if can_fuse(problem) else []
         return list(dict.fromkeys(variant for cut in cuts for variant in variants_of(problem, cut)))
