@@ -996,9 +996,9 @@ def test_torch_compile_makes_it_one_node(segments):
 def test_explain_names_the_kernels_and_the_segments():
     short, long, many = (gd.explain("prefill", **tokens(N, T, heads=(1, 1))) for N, T in ((1, 100), (1, 9000), (100, 100)))
     assert (short.backend, long.backend, many.backend) == ("cute", "cute", "cute")
-    prepare, scan, state_passing = "prefill_prepare", "prefill_scan", "prefill_state_passing"
+    prepare, scan = "prefill_prepare", "prefill_scan"
     assert [some.kernel for some in short.variants] == [prepare, scan]
-    assert [some.kernel for some in long.variants] == [prepare, scan, state_passing, scan]
+    assert [some.kernel for some in long.variants] == [prepare, "prefill_transitions", "prefill_state_passing", scan]
     assert [some.kernel for some in many.variants] == ["prefill_schedule", "prefill_fused"]
     assert "segments=" in str(long)
 

@@ -63,6 +63,7 @@ from .device.primitives import (
     mma_sync,
     mul_x2,
     offset,
+    opaque,
     pack_x2,
     prefetch_l2,
     qk_head,
@@ -85,11 +86,6 @@ PREPARE_BARRIER, MMA_BARRIER = 1, 2  # and 3: one for each MMA warpgroup
 GATE_CHUNKS = 4  # whose gates are computed at once, a chunk a warp
 SCALE_DECAY = 896  # exp(G), fp16 [64], behind the scales of prefill_scan
 Q_SCALE = 2.0**-4  # of queries: fp16 sums of outputs stay in range
-
-
-def opaque(x):
-    """x, of which the compiler knows nothing: what follows from it is computed where it is used, not kept in registers."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
 
 
 class MmaState(NamedTuple):
