@@ -180,6 +180,26 @@ def test_extend_of_copies_that_the_engine_gathered_has_no_padding_slot():
     near(x.pool, pool[1:3])
 
 
+@pytest.mark.parametrize("layers", ENGINES)
+@pytest.mark.parametrize("slots", [[], [3, 4]], ids=["no sequence", "empty ones"])
+def test_extend_of_nothing(layers, slots):
+    """As on a rank that has no request; the tokens are padding."""
+    x = Given(layers, [0] * len(slots), slots, past=2)
+    before = x.pool.clone()
+    tokens = (x.g[None], x.beta[None]) if layers == "GDN" else (x.a[None], x.b[None])
+    gates = {} if layers == "GDN" else x.gates() | dict(beta_is_raw=True)
+    made = kernel(layers).extend(x.q, x.k, x.v, *tokens, **gates, **x.where())
+    assert not (made[0] if layers == "GDN" else made).any()
+    assert torch.equal(x.pool, before)
+    ran(f"{layers} prefill on backend reference")
+
+
+def test_decode_of_nothing():
+    x = Given("GDN", [], [])
+    options = dict(scale=D**-0.5, ssm_states=x.pool, cache_indices=x.slots, num_v_heads=HV, head_v_dim=D)
+    assert kernel("GDN").packed_decode(mixed_qkv=x.mixed, a=x.a, b=x.b, **x.gates(), **options).shape == (1, 0, HV, D)
+
+
 @LAYERS
 def test_verify_keeps_every_state_in_its_row(layers, bound):
     lengths, rows = [4, 2, 3, 0, 1], [2, 5, 0, 6, 6]
