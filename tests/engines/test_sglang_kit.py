@@ -102,11 +102,12 @@ def committed(layers, in_kvbuffer):
     if in_kvbuffer:
         state = pool.mamba_pool.mamba_cache
         shape = SimpleNamespace(temporal=state.temporal.shape[2:], num_k_heads_per_tp=2)
-        dtype = SimpleNamespace(conv=state.conv[0].dtype, temporal=state.temporal.dtype)
+        dtype = SimpleNamespace(temporal=state.temporal.dtype)
         config = SimpleNamespace(mamba2_cache_params=SimpleNamespace(shape=shape, dtype=dtype))
         kinds = dict(hybrid_gdn_config=config if layers == "GDN" else None, hybrid_kda_config=config if layers == "KDA" else None)
         layer_ids = SimpleNamespace(_get_mamba_layer_ids_for_req_pool=lambda: [0], mambaish_config=config, device=SIZES["device"])
-        kvbuffer._built(pool, SimpleNamespace(**kinds, **vars(layer_ids)))
+        tokens = SimpleNamespace(dtype=state.conv[0].dtype)
+        kvbuffer._built(pool, SimpleNamespace(**kinds, **vars(layer_ids), model_config=tokens))
         assert isinstance(pool.mamba_pool.mamba_cache.intermediate_ssm, kvbuffer.Drafts)
     batch, inputs = fixture.forward_batch, getattr(kit, f"{name}_fixture_inputs")(fixture)
     drafts._prepare_target_verify_batch(batch, case, SIZES["device"])
