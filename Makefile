@@ -14,8 +14,9 @@ SGLANG := .venv-sglang
 demo: $(READY)
 	$(BIN)/gated-delta demo
 
+# Workers take tests from each other at the end: those of compiled kernels take half of the time.
 test: lint
-	$(BIN)/pytest -n 2
+	$(BIN)/pytest -n 2 --dist worksteal
 
 # The wheel in an environment of its own: first alone, then with its compiler, everything as old as pyproject.toml allows.
 # torch is PyTorch's CPU build; where only pip's index is reached, which has none of the oldest, the one of `make test`.
