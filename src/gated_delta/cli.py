@@ -25,6 +25,7 @@ from . import compile as kernels
 from .api import select
 from .ops import OPERATIONS
 from .options import (
+    DTYPES,
     MAX_DIM,
     MAX_SEQUENCES,
     MAX_TOKENS,
@@ -46,7 +47,7 @@ from .options import (
 from .options import device_option as _device
 from .pack import build_all
 from .problem import MAX_DRAFT, UnsupportedProblem
-from .results import PACKAGES, Refusal, Report, console, document, first_line, make_table, one_line, same_file, tracked
+from .results import PACKAGES, Refusal, Report, console, document, first_line, make_table, one_line, tracked
 
 if TYPE_CHECKING:
     from .testing import Case
@@ -164,7 +165,7 @@ def compile_kernels(
         kernels.check_tools()
     except UnsupportedProblem as problem:
         raise Refusal(one_line(problem)) from None
-    if file is not None and same_file(file, out):
+    if file is not None and file.resolve() == out.resolve():
         raise typer.BadParameter(f"expected another file than the directory of --out, {str(out)!r}", param_hint="FILE")
     report = Report("compile", as_json, file)
     try:
@@ -287,7 +288,7 @@ def bench(
     most = MAX_TOKENS if op is Op.prefill else MAX_DRAFT
     lengths = ints(tokens or ("4096" if op is Op.prefill else "1"), "--tokens", most)
     sizes: dict[str, Any] = dict(op=op.value, D=dim, heads=(H, HV), gate=gate.value)
-    dtypes: dict[str, Any] = dict(dtype=dtype.dtype, g_dtype=dtype.dtype, state_dtype=state_dtype.dtype)
+    dtypes: dict[str, Any] = dict(dtype=DTYPES[dtype.value], g_dtype=DTYPES[dtype.value], state_dtype=DTYPES[state_dtype.value])
     chosen = [
         timing.typical(axis={"gdn": "head", "kda": "channel"}[m.value], lengths=(T,) * N, **sizes, **dtypes)
         for m in model or list(Model)

@@ -9,22 +9,15 @@ from typing import Annotated
 import torch
 import typer
 
+from .problem import SHORT
+
 Op = Enum("Op", {"prefill": "prefill", "decode": "decode", "verify": "verify", "flush": "flush"}, type=str)
 Backend = Enum("Backend", {"auto": "auto", "cute": "cute", "reference": "reference"}, type=str)
 Model = Enum("Model", {"gdn": "gdn", "kda": "kda"}, type=str)
 GateKind = Enum("GateKind", {"log": "log", "softplus": "softplus", "lower_bound": "lower_bound"}, type=str)
 Arch = Enum("Arch", {"sm_90a": "sm_90a", "sm_100a": "sm_100a"}, type=str)
-
-
-class Precision(str, Enum):
-    bf16 = "bf16"
-    fp16 = "fp16"
-    fp32 = "fp32"
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[self.value]
-
+Precision = Enum("Precision", {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}, type=str)
+DTYPES = {short: dtype for dtype, short in SHORT.items()}
 
 MAX_SEQUENCES, MAX_TOKENS, MAX_HEADS, MAX_DIM = 2**20, 2**24, 1024, 1024
 """What `bench` takes at most of each; memory runs out before."""

@@ -475,19 +475,18 @@ class Checker:
             return
         if a.z is None:
             raise ValueError("z: expected a tensor beside norm, got None")
-        self.tensor("z", a.z, (a.v.dtype,))
-        if a.z.shape != a.v.shape:
-            raise ValueError(f"z: expected v's shape {list(a.v.shape)}, got {list(a.z.shape)}")
+        self.like_v("z", a.z, a.v)
         _last_dim_contiguous("z", a.z)
         self.tensor("norm.weight", a.norm_weight, STATE_DTYPES, "V")
         self.option("norm", True)
 
     def out(self, a: Any) -> None:
-        if a.out is None:
-            return
-        out = self.tensor("out", a.out, (a.v.dtype,))
-        if out.shape != a.v.shape:
-            raise ValueError(f"out: expected v's shape {list(a.v.shape)}, got {list(out.shape)}")
+        if a.out is not None:
+            self.like_v("out", a.out, a.v)
+
+    def like_v(self, name: str, x: object, v: Tensor) -> None:
+        if self.tensor(name, x, (v.dtype,)).shape != v.shape:
+            raise ValueError(f"{name}: expected v's shape {list(v.shape)}, got {list(self.tensors[name].shape)}")
 
     def buffer(self, a: Any, lead: str) -> str:
         """Returns the axis the buffer was made for."""

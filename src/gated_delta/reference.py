@@ -423,6 +423,9 @@ def _no_conflict(name: str, writes: Iterable[tuple[int, int]], reads: Iterable[t
 
 # ------------------------------------------------------------------------------------------------ the four operations
 
+# Each operation's *_rows looks at every index on the host, before anything is written. It raises IndexError past a tensor,
+# ValueError for lengths or writes that conflict.
+
 
 class Checkpoint(NamedTuple):
     """Where the state of a sequence after so many tokens goes: a slot of the pool, or a place in the call's checkpoints."""
@@ -450,7 +453,6 @@ def prefill_rows(
     checkpoints: Tensor | None,
     null_index: int,
 ) -> PrefillRows:
-    """Looks at every index on the host. Raises IndexError past a tensor, ValueError for lengths or writes that conflict."""
     starts, lengths = _spans(tokens)
     P = len(starts) if state is None else state.shape[0]
     slots = _rows("state_indices", state_indices, len(starts), P, null_index)
@@ -547,7 +549,6 @@ def decode_rows(
     null_index: int,
     update_state: bool,
 ) -> DecodeRows:
-    """Looks at every index on the host. Raises IndexError past a tensor, ValueError for lengths or writes that conflict."""
     N, P = tokens.num_sequences, state.shape[0]
     room = {} if intermediate_states is None else {"intermediate_states": intermediate_states.shape[1]}
     token_slots: list[list[int]] = []
@@ -664,7 +665,6 @@ class VerifyRows(NamedTuple):
 def verify_rows(
     tokens: Tokens, state: Tensor, state_indices: Tensor | None, buffer: KVBuffer, buffer_indices: Tensor | None, null_index: int
 ) -> VerifyRows:
-    """Looks at every index on the host. Raises IndexError past a tensor, ValueError for lengths or writes that conflict."""
     N = tokens.num_sequences
     starts, lengths = _draft_spans(tokens, buffer=buffer.u.shape[1])
     reads = _rows("state_indices", state_indices, N, state.shape[0], null_index)
@@ -721,7 +721,6 @@ def flush_rows(
     buffer_indices: Tensor | None,
     null_index: int,
 ) -> FlushRows:
-    """Looks at every index on the host. Raises IndexError past a tensor, ValueError for lengths or writes that conflict."""
     P, N = state.shape[-4], flush_sequences(num_accepted, state_indices, write_indices, buffer_indices)
     reads = _rows("state_indices", state_indices, N, P, null_index)
     writes = reads if write_indices is None else _rows("write_indices", write_indices, N, P, null_index)

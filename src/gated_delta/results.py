@@ -118,10 +118,6 @@ def replace(file: Path, text: str) -> None:
             unfinished.unlink(missing_ok=True)
 
 
-def same_file(one: Path, other: Path) -> bool:
-    return one.resolve() == other.resolve()
-
-
 def _unfinished(file: Path) -> Path:
     return file.with_name(file.name + ".unfinished")
 

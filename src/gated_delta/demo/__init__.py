@@ -20,6 +20,7 @@ from torch import Tensor
 
 from .. import Gate, KVBuffer, api, reference
 from ..api import Route
+from ..bench import eager
 from ..problem import SHORT, Tokens
 
 MODEL = Path(__file__).parent / "tiny_qwen3_5"
@@ -232,17 +233,8 @@ class Truth:
 
 def _medians(device: torch.device, *functions: Callable[[], object]) -> list[float]:
     """Seconds of each, called in turns."""
-    times: list[list[float]] = []
-    for _ in range(TURNS):
-        turn = []
-        for function in functions:
-            start = time.perf_counter()
-            function()
-            if device.type == "cuda":
-                torch.cuda.synchronize(device)
-            turn.append(time.perf_counter() - start)
-        times.append(turn)
-    return [statistics.median(mine) for mine in zip(*times, strict=True)]
+    turns = [[eager([function], device)() / 1e6 for function in functions] for _ in range(TURNS)]
+    return [statistics.median(mine) for mine in zip(*turns, strict=True)]
 
 
 @torch.inference_mode()

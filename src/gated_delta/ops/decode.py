@@ -100,11 +100,7 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
         (0, _OF_4),
     ),
     **{
-        (axis, "bf16", False): (
-            (LARGE, Schedule(4, 256, True)),
-            (4 * MIB, Schedule(4, 256)),
-            (0, _OF_4),
-        )
+        (axis, "bf16", False): ((LARGE, Schedule(4, 256, True)), (4 * MIB, Schedule(4, 256)), (0, _OF_4))
         for axis in ("head", "channel")
     },
     **{
@@ -155,7 +151,7 @@ class Decode(StateOperation):
     name = "decode"
     arguments = Arguments
     num_tensors = 17
-    may_write = ("state", "intermediate_states", "out")
+    may_write = ("out", "intermediate_states", "state")
 
     def describe(self, a: Arguments) -> Problem:
         check = Checker()
@@ -196,7 +192,7 @@ class Decode(StateOperation):
         return check.problem("decode", a, dtype, check.sizes["T"])
 
     def written(self, a: Arguments) -> tuple[str, ...]:
-        return ("out", "intermediate_states", *(("state",) if a.update_state else ()))
+        return self.may_write if a.update_state else self.may_write[:-1]
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None

@@ -93,9 +93,6 @@ class Flush(StateOperation):
         sizes: dict[str, Any] = {name: check.sizes[name] for name in ("H", "HV", "K", "V")}
         return Problem("flush", axis, **sizes, T=check.sizes["C"], state_dtype=dtype, options=frozenset(check.options))
 
-    def written(self, a: Arguments) -> tuple[str, ...]:
-        return ("state",)
-
     def allocated(self, a: Arguments) -> Arguments:
         return a
 

@@ -54,7 +54,7 @@ class Operation(ABC):
     arguments: ClassVar[Any]
     num_tensors: ClassVar[int]
     may_write: ClassVar[tuple[str, ...]]
-    """Tensors that some call writes."""
+    """Tensors that some call writes, in the order in which they are checked."""
     archs: ClassVar[tuple[str, ...]] = tuple(compile.ARCHS.values())
     """What its kernels are compiled for."""
 
@@ -75,9 +75,9 @@ class Operation(ABC):
     def describe(self, a: Any) -> Problem:
         """Validate a call. Raises TypeError or ValueError naming the argument, UnsupportedProblem when grad is asked for."""
 
-    @abstractmethod
     def written(self, a: Any) -> tuple[str, ...]:
         """Arguments that this call writes, those that there are."""
+        return self.may_write
 
     def allocated(self, a: Any) -> Any:
         """The call with the outputs that the caller did not give."""

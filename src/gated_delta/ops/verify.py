@@ -93,7 +93,7 @@ class Verify(StateOperation):
     name = "verify"
     arguments = Arguments
     num_tensors = 17
-    may_write = ("buffer_u", "buffer_k", "buffer_log_decay", "out")
+    may_write = ("out", *BUFFER)
 
     def describe(self, a: Arguments) -> Problem:
         check = Checker()
@@ -118,9 +118,6 @@ class Verify(StateOperation):
         check.vectors(a, a.state)
         check.option("unaligned_buffer", not check.aligned(a.buffer_k))
         return check.problem("verify", a, dtype, min(check.sizes["T"], check.sizes["C"]))
-
-    def written(self, a: Arguments) -> tuple[str, ...]:
-        return ("out", *BUFFER)
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None

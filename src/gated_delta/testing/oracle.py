@@ -6,7 +6,6 @@ tolerance. It shares nothing with the reference backend but `reference.recurrent
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -34,13 +33,7 @@ def _put(expected: Expected, index: tuple[int, ...], value: Tensor) -> None:
 
 def expected(call: Call, dtype: torch.dtype, plain: bool = False) -> dict[str, Expected]:
     """Every tensor the call may write, by name; `plain` rounds stored states as a pool of their dtype would."""
-    functions: dict[str, Callable[..., dict[str, Expected]]] = {
-        "prefill": _prefill,
-        "decode": _decode,
-        "verify": _verify,
-        "flush": _flush,
-    }
-    return functions[call.case.op](call, dtype, plain)
+    return dict(prefill=_prefill, decode=_decode, verify=_verify, flush=_flush)[call.case.op](call, dtype, plain)
 
 
 def _outputs(call: Call, dtype: torch.dtype) -> Expected:
