@@ -3,6 +3,7 @@
 import errno
 import multiprocessing
 import os
+import pwd
 import random
 import shutil
 from pathlib import Path
@@ -351,6 +352,35 @@ def test_other_switches_are_errors_that_name_the_variable(monkeypatch, value):
     monkeypatch.setenv("GATED_DELTA_JIT", value)
     with pytest.raises(ValueError, match="GATED_DELTA_JIT: expected 0 or 1"):
         compile.missing(variant(), "sm_90a")
+
+
+@pytest.mark.parametrize(
+    ("variables", "place"),
+    [
+        (dict(GATED_DELTA_CACHE_DIR="/pack"), "/pack"),
+        (dict(GATED_DELTA_CACHE_DIR="~/pack", XDG_CACHE_HOME="/xdg"), "/home/me/pack"),
+        (dict(GATED_DELTA_CACHE_DIR="", XDG_CACHE_HOME="/xdg"), "/xdg/gated_delta"),
+        (dict(XDG_CACHE_HOME=""), "/home/me/.cache/gated_delta"),
+    ],
+)
+def test_where_kernels_are_kept(monkeypatch, variables, place):
+    monkeypatch.setenv("HOME", "/home/me")
+    for name in ("GATED_DELTA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.setenv(name, variables[name]) if name in variables else monkeypatch.delenv(name, raising=False)
+    assert compile.directory() == Path(place)
+
+
+def test_a_user_without_a_home_has_to_name_a_place(monkeypatch):
+    def no_entry(_user):
+        raise KeyError("getpwuid(): uid not found")
+
+    monkeypatch.setattr(pwd, "getpwuid", no_entry)
+    for name in ("HOME", "GATED_DELTA_CACHE_DIR", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    with pytest.raises(FileNotFoundError, match="GATED_DELTA_CACHE_DIR: expected a directory"):
+        compile.check_directory()
+    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", "/")
+    compile.check_directory()
 
 
 @needs_compiler

@@ -276,8 +276,9 @@ def test_tensors_without_plain_memory_are_refused():
             gd.decode(**freed)
     negated = torch.randn(N, T, HV, V, dtype=torch.complex64).conj().imag
     assert negated.is_neg()
-    for name, x in (("v", negated), ("q", torch.zeros(call("decode")["q"].shape).to_sparse())):
-        with pytest.raises(ValueError, match=f"{name}: expected a plain strided tensor"):
+    nested = torch.nested.nested_tensor([torch.zeros(T, H, K)] * N)
+    for name, x in (("v", negated), ("q", torch.zeros(call("decode")["q"].shape).to_sparse()), ("q", nested)):
+        with pytest.raises(ValueError, match=f"{name}: expected a plain strided tensor"):  # of a call that is known otherwise
             gd.decode(**{**call("decode"), name: x})
 
 

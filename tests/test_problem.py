@@ -43,6 +43,12 @@ def checkpointed(lens, slots, t=128):
 
 LONG = gd.KVBuffer(*(torch.cat([x] * 6, 1) for x in vars(buffer()).values()))  # room for 18 drafts
 
+
+def empty_buffer(C=T, H=H, HV=HV, K=K):
+    """Of sizes that KVBuffer.empty refuses."""
+    return gd.KVBuffer(torch.zeros(N, C, HV, V), torch.zeros(N, C, H, K), torch.zeros(N, C, HV))
+
+
 INTERMEDIATES = dict(intermediate_states=torch.zeros(N, T, HV, V, K))
 
 # error: operation: what replaces the valid call's arguments, what the error's text must hold
@@ -193,7 +199,8 @@ BAD = {
             (dict(intermediate_states=torch.zeros(N, T - 1, HV, V, K)), "intermediate_states: expected C >= T=3"),
             (dict(intermediate_states=torch.zeros(N - 1, T, HV, V, K)), "intermediate_states: expected R >= N=2"),
             (dict(intermediate_states=torch.zeros(N, T, HV, V)), "intermediate_states: expected 5 dimensions"),
-            (dict(state_indices=ints(0, 1, 2, 3).view(2, 2)), r"state_indices: expected \[N, W\] with W >= T=3"),
+            (dict(state_indices=ints(0, 1, 2, 3).view(2, 2)), r"state_indices: expected \[N, W\] with W >= 3, got W=2"),
+            (packed(0, 1) | dict(state_indices=ints().view(1, 0)), r"state_indices: expected \[N, W\] with W >= 1, got W=0"),
             (tokens(N, 17), "q: expected 1 to 16 tokens per sequence, got T=17"),
             (tokens(N, 0), "q: expected 1 to 16 tokens per sequence, got T=0"),
             (dict(num_accepted=ints(1, 1)), r"num_accepted: expected None unless state_indices is \[N, T\]"),
@@ -241,7 +248,7 @@ BAD = {
         "verify": [
             (dict(buffer=buffer(t=2)), "buffer: expected room for T=3 tokens, got 2"),
             (dict(buffer=buffer(rows=1)), "buffer: expected rows >= N=2"),
-            (dict(buffer=LONG), "buffer: expected room for at most 16 tokens, got 18"),
+            (dict(buffer=LONG), "buffer: expected room for 1 to 16 tokens, got 18"),
             (dict(buffer=buffer(axis="channel")), "buffer: expected gate='head'"),
             (dict(buffer=buffer(layers=2)), "buffer.u: expected 4 dimensions"),
             (dict(buffer_indices=ints(0, 1), null_index=0), "null_index: expected -1 without state_indices"),
@@ -249,7 +256,15 @@ BAD = {
             (dict(buffer_indices=ints(1, 1)), "buffer_indices: expected at most one sequence"),
         ],
         "flush": [
-            (dict(buffer=LONG), "buffer: expected room for at most 16 tokens, got 18"),
+            (dict(buffer=LONG), "buffer: expected room for 1 to 16 tokens, got 18"),
+            (dict(buffer=empty_buffer(C=0)), "buffer: expected room for 1 to 16 tokens, got 0"),
+            *(
+                (
+                    dict(state=torch.zeros(P, sizes.get("HV", HV), V, sizes.get("K", K)), buffer=empty_buffer(**sizes)),
+                    "at least one head",
+                )
+                for sizes in (dict(H=0), dict(HV=0), dict(HV=0, H=0), dict(K=0))
+            ),
             (dict(state=pool().unsqueeze(0)), "buffer.u: expected 5 dimensions"),
             (dict(num_accepted=-1), "num_accepted: expected 0 or more, got -1"),
             (dict(num_accepted=-(10**30)), "num_accepted: expected 0 or more, got -1000"),
@@ -405,6 +420,15 @@ def test_unknown_arguments_are_python_errors():
         (lambda: gd.Gate.lower_bound(torch.zeros(4), bound=0.0), ValueError, "bound: expected a finite number below 0"),
         (lambda: gd.Gate.lower_bound(torch.zeros(4), bound=float("-inf")), ValueError, "bound: expected a finite number"),
         (lambda: gd.Gate.lower_bound(torch.zeros(4), bound="-5"), TypeError, "bound: expected a number"),
+        *(
+            (
+                lambda kind=kind, bound=bound: gd.Gate(kind, torch.zeros(4), bound=bound),
+                ValueError,
+                "bound: expected 0.0 with kind=",
+            )
+            for kind in ("log", "softplus")
+            for bound in (-5.0, math.nan, "-5")
+        ),
         (lambda: gd.KVBuffer.empty(2, 17, 2, 4, 8, 8, gate="head"), ValueError, "T: expected at most 16"),
         (lambda: gd.KVBuffer.empty(2, 4, 3, 4, 8, 8, gate="head"), ValueError, "HV: expected a multiple of H=3"),
         (lambda: gd.KVBuffer.empty(2, 4, 2, 4, 8, 8, gate="log"), ValueError, "gate: expected"),
@@ -473,8 +497,9 @@ def test_explain_says_what_runs_and_what_is_missing():
     assert route.problem.label in str(route)
     assert "cute needs" in str(route)
     assert gd.explain("flush", **call("flush")).problem.op == "flush"
-    with pytest.raises(ValueError, match="op: expected one of"):
-        gd.explain("train")
+    for op in ("train", None, ["decode"]):
+        with pytest.raises(ValueError, match="op: expected one of"):
+            gd.explain(op)
     with pytest.raises(ValueError, match="state: expected shape"):
         gd.explain("decode", **{**call("decode"), "state": torch.zeros(P, HV, K, V)})
     with pytest.raises(gd.UnsupportedProblem) as caught:

@@ -204,7 +204,7 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Route:
 
     Takes the operation's own arguments, checks them as the operation does, and runs nothing. Raises what the operation would raise.
     """
-    if op not in ops.OPERATIONS:
+    if not isinstance(op, str) or op not in ops.OPERATIONS:
         raise ValueError(f"op: expected one of {', '.join(ops.OPERATIONS)}, got {op!r}")
     backend = kwargs.pop("backend", "auto")
     asked = _Explain(backend) if isinstance(backend, str) else backend
@@ -254,7 +254,7 @@ def run(op: Operation, *arguments: Any) -> Any:
     try:
         key = op.key(*arguments)
         found = op.calls.find(key, arguments)
-    except (AttributeError, TypeError):
+    except (AttributeError, TypeError, RuntimeError):  # RuntimeError: of a nested tensor's shape
         pass  # an argument of no known kind, as describing the call will say
     if found is not None:
         known, tensors = found

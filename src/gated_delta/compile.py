@@ -69,16 +69,23 @@ def flag(name: str, default: bool) -> bool:
 
 
 def directory() -> Path:
-    """Where compiled kernels live: GATED_DELTA_CACHE_DIR, else gated_delta in the user's cache directory."""
-    if chosen := os.environ.get("GATED_DELTA_CACHE_DIR"):
-        return Path(chosen)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "gated_delta"
+    """Where compiled kernels live: GATED_DELTA_CACHE_DIR, else gated_delta in the user's cache directory.
+
+    Raises FileNotFoundError for a user without a home directory.
+    """
+    chosen = os.environ.get("GATED_DELTA_CACHE_DIR") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "gated_delta")
+    try:
+        return Path(chosen).expanduser()
+    except RuntimeError:
+        raise FileNotFoundError(
+            f"GATED_DELTA_CACHE_DIR: expected a directory for compiled kernels (no home for {chosen})"
+        ) from None
 
 
 def check_directory() -> None:
     """Raises OSError if compiled kernels cannot be in `directory()`, since that is a file or lies in one."""
+    place = directory()
     with _naming_directory():
-        place = directory()
         while not place.exists() and place != place.parent:
             place = place.parent
         if not place.is_dir():

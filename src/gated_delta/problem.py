@@ -56,6 +56,8 @@ class Gate:
     def __post_init__(self) -> None:
         if self.kind not in GATE_KINDS:
             raise ValueError(f"Gate kind: expected one of {', '.join(GATE_KINDS)}, got {self.kind!r}")
+        if self.kind != "lower_bound" and self.bound != 0.0:
+            raise ValueError(f"bound: expected 0.0 with kind={self.kind!r}, got {self.bound!r}")
         if self.kind == "log":
             return
         A_log = _tensor("A_log", self.A_log, (torch.float32,))
@@ -366,6 +368,9 @@ class Checker:
 
     def tensor(self, name: str, x: object, dtypes: tuple[torch.dtype, ...], dims: str | None = None) -> Tensor:
         x = _tensor(name, x, dtypes)
+        if x.layout != torch.strided or x.is_nested or x.is_neg():
+            kind = f"layout {x.layout}, nested={x.is_nested}, negated={x.is_neg()}"
+            raise ValueError(f"{name}: expected a plain strided tensor, got {kind}")
         if dims is not None:
             self.sizes.bind(name, x, dims)
         if self.device is None:
@@ -374,8 +379,6 @@ class Checker:
             raise ValueError(f"{name}: expected device {self.device}, where the first tensor is, got {x.device}")
         if x.is_meta:
             raise ValueError(f"{name}: expected a tensor with data, got one on the meta device")
-        if x.layout != torch.strided or x.is_neg():
-            raise ValueError(f"{name}: expected a plain strided tensor, got layout {x.layout}, negated={x.is_neg()}")
         if x.numel() and not x.data_ptr():
             raise ValueError(f"{name}: expected a tensor with data, got one whose storage was freed")
         if x.requires_grad and torch.is_grad_enabled():
@@ -494,8 +497,12 @@ class Checker:
         parts = (a.buffer_u, a.buffer_k, a.buffer_log_decay)
         for name, x, dims in zip(BUFFER.values(), parts, ("HV V", "H K", "HV K" if channel else "HV"), strict=True):
             self.state(name, x, f"{lead} C {dims}", (torch.float32,))
-        if self.sizes["C"] > MAX_DRAFT:
-            raise ValueError(f"buffer: expected room for at most {MAX_DRAFT} tokens, got {self.sizes['C']}")
+        if not 1 <= self.sizes["C"] <= MAX_DRAFT:
+            raise ValueError(f"buffer: expected room for 1 to {MAX_DRAFT} tokens, got {self.sizes['C']}")
+        if not all(self.sizes[name] for name in ("H", "HV", "K", "V")):
+            raise ValueError(
+                f"buffer: expected at least one head and channel, got u {list(parts[0].shape)}, k {list(parts[1].shape)}"
+            )
         return "channel" if channel else "head"
 
     def writes(self, *names: str) -> None:

@@ -162,8 +162,9 @@ class Decode(StateOperation):
         token_slots = isinstance(a.state_indices, Tensor) and a.state_indices.ndim == 2
         if token_slots:
             check.index("state_indices", a.state_indices, "N W")
-            if check.sizes["W"] < (1 if a.cu_seqlens is not None else check.sizes["T"]):
-                raise ValueError(f"state_indices: expected [N, W] with W >= T={check.sizes['T']}, got W={check.sizes['W']}")
+            least = 1 if a.cu_seqlens is not None else check.sizes["T"]
+            if check.sizes["W"] < least:
+                raise ValueError(f"state_indices: expected [N, W] with W >= {least}, got W={check.sizes['W']}")
             absent("write_indices", a.write_indices, "beside [N, T] state_indices (each token's slot is named there)")
             check.index("num_accepted", a.num_accepted)
         else:

@@ -68,7 +68,7 @@ class Operation(ABC):
         values = [name for name, _ in fields[self.num_tensors :]]
         optional = [name for name, hint in fields[: self.num_tensors] if hint is not Tensor]
         of_values, of_tensors = map("type({})".format, values), map("{} is None".format, optional)
-        key = ", ".join([f"{fields[0][0]}.numel()", *values, *of_values, *of_tensors, "grad()"])
+        key = ", ".join([f"{fields[0][0]}.shape", *values, *of_values, *of_tensors, "grad()"])
         return eval(f"lambda {', '.join(name for name, _ in fields)}: ({key})", dict(grad=torch.is_grad_enabled))
 
     @abstractmethod
