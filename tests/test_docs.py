@@ -74,6 +74,12 @@ def test_an_operation_is_read_in_few_files():
         assert len(named) <= (10 if op == "prefill" else 8)
 
 
+def test_every_variable_that_the_package_reads_is_on_a_page():
+    read = {name for file in ROOT.glob("src/**/*.py") for name in re.findall(r"\bGATED_DELTA_[A-Z_]+[A-Z]\b", file.read_text())}
+    listed = set(re.findall(r"^\| `(GATED_DELTA_\w+)`", (ROOT / "docs/packs.md").read_text(), re.M))
+    assert read == listed
+
+
 def test_links_between_pages_lead_somewhere():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
         for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):

@@ -45,8 +45,8 @@ Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 def _picker(arguments: Sequence[Any]) -> Picker:
     """What takes from arguments like these the tensors among them."""
-    places = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
-    return itemgetter(*places) if len(places) > 1 else lambda some: tuple(some[i] for i in places)
+    positions = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
+    return itemgetter(*positions) if len(positions) > 1 else lambda some: tuple(some[i] for i in positions)
 
 
 class CallCache(Generic[Value]):

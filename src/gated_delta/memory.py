@@ -105,12 +105,12 @@ class Placement:
         vectors: Iterable[Tensor | None] = (),
         made: Callable[[Addresses], Any] = lambda addresses: addresses,
     ):
-        def places(some: Iterable[Tensor | None]) -> list[int]:
+        def positions(some: Iterable[Tensor | None]) -> list[int]:
             some = list(some)
             return [i for i, x in enumerate(tensors) if any(x is y for y in some)]
 
         self._extents = {i: size for i, x in enumerate(tensors) if (size := extent(x))}
-        self._written, self._vectors, self._made = places(written), places(vectors), made
+        self._written, self._vectors, self._made = positions(written), positions(vectors), made
         self.known: dict[Addresses, Any] = {}
         self.allow(addresses(tensors))
 

@@ -175,10 +175,10 @@ class Launch(ABC):
         return ready(tuple(self.spread(given, 0)))
 
     def spread(self, given: Sequence[Any], absent: Any) -> list[Any]:
-        """Something of every given tensor, in the places of all of them."""
+        """The given tensors, or a number of each, at their positions among the operation's tensors; elsewhere `absent`."""
         found = [absent] * self.operation.num_tensors
-        for place, x in zip(self.places, given, strict=True):
-            found[place] = x
+        for position, x in zip(self.places, given, strict=True):
+            found[position] = x
         return found
 
 
