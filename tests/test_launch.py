@@ -522,10 +522,6 @@ def test_null_index_is_a_number_of_the_launch(launches, given, passed):
 # ------------------------------------------------------------------------------------------------ known calls
 
 
-def grad(x):
-    return x.clone().requires_grad_()
-
-
 def softplus():
     return gd.Gate.softplus(torch.zeros(HV))
 
@@ -610,74 +606,6 @@ def test_a_pool_is_not_taken_for_initial_states(launches):
         run("prefill", **call, **{name: given})
     made = [(made[0].initial_state, made[0].final_state) for made in launches[1::2]]
     assert made == [(given.data_ptr(), given.data_ptr()), (given.data_ptr(), 0)]
-
-
-def mistakes(op):
-    """What is wrong with a call, and the error; a known call hides none."""
-    call = good(op)
-    if op == "flush":
-        kept = call["buffer"]
-        return [
-            (dict(state_indices=None), ValueError),
-            (dict(num_accepted=True), TypeError),
-            (dict(num_accepted=1.0), TypeError),
-            (dict(num_accepted=-1), ValueError),
-            (dict(num_accepted=torch.ones(N)), TypeError),
-            (dict(num_accepted=torch.ones(N, 1, dtype=i32)), ValueError),
-            (dict(state=call["state"].double()), TypeError),
-            (dict(state=grad(call["state"])), gd.UnsupportedProblem),
-            (dict(buffer=(kept.u, kept.k, kept.log_decay)), TypeError),
-            (dict(buffer=gd.KVBuffer(kept.u, kept.k.bfloat16(), kept.log_decay)), TypeError),
-            (dict(buffer=buffer(N - 1), state_indices=torch.arange(N)), ValueError),
-        ]
-    found = [
-        (dict(qk_l2norm=1), TypeError),
-        (dict(scale=True), TypeError),
-        (dict(null_index=False), TypeError),
-        (dict(null_index=0), ValueError),
-        (dict(beta=[1.0]), TypeError),
-        (dict(g=None), TypeError),
-        (dict(state=[0]), TypeError),
-        (dict(gate="softplus"), TypeError),
-        (dict(out=call["v"], v=call["v"]), ValueError),
-        (dict(beta=call["beta"][:, :1]), ValueError),
-        (dict(beta=grad(call["beta"])), gd.UnsupportedProblem),
-    ]
-    if op != "prefill":
-        norm = normed()
-        found += [(norm | dict(z=None), ValueError), (dict(z=norm["z"]), ValueError), (norm | dict(z=norm["z"].float()), TypeError)]
-        found += [(norm | dict(norm="silu"), TypeError), (norm | dict(out=norm["z"]), ValueError)]
-    if op == "decode":
-        return [*found, (dict(update_state=1), TypeError)]
-    if op == "verify":
-        kept = call["buffer"]
-        return [
-            *found,
-            (dict(buffer=(kept.u, kept.k, kept.log_decay)), TypeError),
-            (dict(buffer=gd.KVBuffer(kept.u.double(), kept.k, kept.log_decay)), TypeError),
-            (dict(buffer=buffer(C=T - 1)), ValueError),
-            (dict(buffer=gd.KVBuffer(grad(kept.u), kept.k, kept.log_decay)), gd.UnsupportedProblem),
-            (dict(buffer_indices=torch.arange(N).short()), TypeError),
-        ]
-    return [
-        *found,
-        (dict(output_final_state=0), TypeError),
-        (dict(output_final_state=True), ValueError),
-        (dict(initial_state=states(N)), ValueError),
-        (dict(has_initial_state=torch.ones(N)), TypeError),
-    ]
-
-
-@pytest.mark.parametrize("op", OPS)
-def test_a_known_call_hides_no_mistake(launches, op):
-    call = good(op)
-    for _ in range(2):
-        run(op, **call)
-        before = len(launches)
-        for change, error in mistakes(op):
-            with pytest.raises(error):
-                run(op, **call | change)
-        assert len(launches) == before
 
 
 def within(x, like, offset=0):

@@ -264,6 +264,7 @@ def test_tensors_of_inference_mode_are_read_anywhere(op):
 # ------------------------------------------------------------------------------------------------ odd tensors and numbers
 
 
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_without_plain_memory_are_refused():
     meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in call("decode").items()}
     with pytest.raises(ValueError, match="q: expected a tensor with data, got one on the meta device"):

@@ -353,10 +353,13 @@ REFUSED += [(op, normed() | changes, *rest) for op in ("decode", "verify") for c
     ("op", "changes", "text", "error"), REFUSED, ids=[f"{op}-{'-'.join(c)}-{i}" for i, (op, c, *_) in enumerate(REFUSED)]
 )
 def test_bad_call_is_refused_and_writes_nothing(op, changes, text, error):
-    arguments = {"backend": "reference", "out": None, **call(op), **changes}
-    if op == "flush":
-        arguments.pop("out")
-    elif "out" not in changes and isinstance(arguments["v"], torch.Tensor):
+    """Beside a good one that the call cache knows, which hides no mistake."""
+    good = {"backend": "reference", **call(op)}
+    if op != "flush":
+        good["out"] = torch.full_like(good["v"], 7.0)
+    getattr(gd, op)(**good)
+    arguments = {**good, **changes}
+    if "out" in good and "out" not in changes and isinstance(arguments["v"], torch.Tensor):
         arguments["out"] = torch.full_like(arguments["v"], 7.0)
     watched = {name: (x, x.clone()) for name, x in writable(arguments).items() if x.device.type == "cpu"}
     with pytest.raises(error, match=text) as caught:
@@ -395,12 +398,6 @@ def test_slots_that_are_read_or_written_twice_but_never_both():
     gd.decode(**packed(0, 0, 3), state=pool(9), state_indices=slots, num_accepted=ints(3, 1), backend="reference")
     gd.flush(**call("flush") | dict(state_indices=ints(0, 0), write_indices=ints(1, 2)), backend="reference")
     gd.flush(**call("flush") | dict(state_indices=ints(0, 1), write_indices=ints(1, -1)), backend="reference")
-
-
-@pytest.mark.parametrize("op", ["prefill", "decode", "verify", "flush"])
-def test_valid_calls_are_valid(op):
-    """The calls that BAD bends are good ones."""
-    getattr(gd, op)(**call(op), backend="reference")
 
 
 def test_unknown_arguments_are_python_errors():

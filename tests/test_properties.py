@@ -74,31 +74,6 @@ def test_prefill_is_the_recurrence(problem):
     assert torch.equal(pool[others], before[others])
 
 
-@given(problems(longest=200, most=3), st.data())
-def test_checkpoints_are_the_recurrence_and_change_nothing_else(problem, data):
-    t, lengths, slots, pool = problem
-    N, C = len(lengths), data.draw(st.integers(1, 3))
-    entries = [data.draw(st.lists(st.sampled_from((-1, *range(0, n + 1, 64))), min_size=C, max_size=C)) for n in lengths]
-    wide = torch.cat([pool, torch.full((N * C, *pool.shape[1:]), float("nan"))])
-    places = torch.tensor(data.draw(st.permutations(range(len(pool), len(wide))))).view(N, C)
-    places[data.draw(st.integers(0, N - 1)), data.draw(st.integers(0, C - 1))] = -1
-    before, lens = wide.clone(), torch.tensor(entries)
-    plain, _ = gd.prefill(**t._asdict(), state=pool, state_indices=slots, backend="reference")
-    o, _ = gd.prefill(
-        **t._asdict(), state=wide, state_indices=slots, checkpoint_lens=lens, checkpoint_indices=places, backend="reference"
-    )
-    assert torch.equal(o, plain)
-    assert torch.equal(wide[: len(pool)], pool)
-    for n, slot in enumerate(slots.tolist()):
-        for length, place in zip(entries[n], places[n].tolist()):
-            if place >= 0 and length >= 0 and slot >= 0:
-                first = t.cu_seqlens[n]
-                part = t.map(lambda x: x[:, first : first + length])._replace(cu_seqlens=torch.tensor([0, length]))
-                close(wide[place], truth(part, 0, before[slot])[1])
-            elif place >= 0:
-                assert wide[place].isnan().all()
-
-
 @given(problems(longest=16))
 def test_decode_verify_and_flush_agree(problem):
     t, lengths, slots, pool = problem
