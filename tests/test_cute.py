@@ -6,7 +6,6 @@ import pytest
 import torch
 
 import gated_delta as gd
-from gated_delta.ops import launch as on_host
 from gated_delta.testing import cases, run_case
 from gpu import (
     HV,
@@ -19,7 +18,6 @@ from gpu import (
     index,
     large_states,
     needs_gpu,
-    no_waits,
     packed,
     part,
     pool,
@@ -288,15 +286,6 @@ def test_out_is_written_in_packed_calls():
     same(out, decode(call, pool(2)))
 
 
-def test_calls_do_not_synchronize():
-    """Bug 14: indices, lengths and num_accepted stay on the device."""
-    call, state = packed(tokens(2, 3), (3, 2)), pool(8)
-    slots, accepted = index(*range(8)).view(2, 4), index(2, 1)
-    decode(call, state, state_indices=slots, num_accepted=accepted)
-    with no_waits():
-        decode(call, state, state_indices=slots, num_accepted=accepted)
-
-
 def test_sequences_of_no_tokens(axis):
     """Bug 16: their states stay; with write_indices they are copied; rows past the last sequence are zero."""
     call, start = packed(tokens(3, 4, axis=axis), (0, 4, 0)), pool(6)
@@ -330,14 +319,6 @@ def test_more_sequences_than_a_grid_has_rows():
 # ------------------------------------------------------------------------------------------------ calls
 
 
-def test_torch_compile_makes_it_one_node():
-    call, state = tokens(2, 1), pool(2)
-    eager = state.clone()
-    step = torch.compile(lambda c, s: gd.decode(**c, state=s, backend="cute") * 2, fullgraph=True, backend="aot_eager")
-    same(step(call, state), decode(call, eager) * 2)
-    same(state, eager)
-
-
 def test_a_transformers_model_decodes_on_the_kernel():
     pytest.importorskip("transformers", reason="needs transformers")
     from gated_delta import demo
@@ -350,22 +331,6 @@ def test_a_transformers_model_decodes_on_the_kernel():
         ran = {row.backend for row in patched.report() if "recurrent" in row.function}
     assert ran == {"cute"}
     assert demo.compare(ours, plain)[1] <= demo.LOGITS[torch.bfloat16]
-
-
-def test_indices_are_checked_on_request(monkeypatch):
-    """Read back from the device; what else is refused, and when, is of the host: test_launch.py, test_memory.py."""
-    monkeypatch.setattr(on_host, "CHECK", True)
-    call, state = tokens(2, 1), pool(4)
-    before = state.clone()
-    with pytest.raises(IndexError, match="state_indices"):
-        decode(call, state, state_indices=index(0, 4))
-    with pytest.raises(ValueError, match="one sequence to write"):
-        decode(call, state, state_indices=index(1, 1))
-    with pytest.raises(ValueError, match="no row that another sequence reads"):
-        decode(call, state, state_indices=index(0, 1), write_indices=index(1, 2))
-    same(state, before)
-    decode(call, state, state_indices=index(0, 1), write_indices=index(3, 2))
-    same(state[:2], before[:2])
 
 
 @pytest.mark.parametrize(("K", "V"), [(D, D), (64, 256), (72, 256)], ids=str)

@@ -10,7 +10,24 @@ import torch
 from torch import Tensor
 
 import gated_delta as gd
-from gpu import HV, PER_TOKEN, D, captured, decode, force_segments, fused, index, needs_gpu, pool, same, slowly, spread, tokens
+from gated_delta.ops import OPERATIONS, launch
+from gpu import (
+    HV,
+    PER_TOKEN,
+    D,
+    captured,
+    decode,
+    force_segments,
+    fused,
+    index,
+    needs_gpu,
+    no_waits,
+    pool,
+    same,
+    slowly,
+    spread,
+    tokens,
+)
 
 pytestmark = needs_gpu
 
@@ -215,6 +232,37 @@ def test_what_the_kernel_in_front_wrote_is_read(op):
     alike(rounds(state, lambda: None), rounds(serial, torch.cuda.synchronize))
     same(state, serial)
     assert not torch.equal(state, start)
+
+
+def test_nothing_waits_for_the_gpu(op):
+    """New calls and known ones: indices, lengths and counts stay on the device."""
+    (call, given), state = drawn(op, 0), pool(P)
+    op.run(call, state, **given)  # kernels are loaded
+    for operation in OPERATIONS.values():
+        operation.calls.clear()
+    with no_waits():
+        for _ in range(2):
+            op.run(call, state, **given)
+
+
+def test_indices_are_checked_on_request(op, monkeypatch):
+    """Read back from the device; what else is refused, and when, is of the host: test_launch.py, test_memory.py."""
+    monkeypatch.setattr(launch, "CHECK", True)
+    call, state = some(op, 2), pool(4)
+    before = state.clone()
+    for slots, kind in (((0, 4), IndexError), ((1, 1), ValueError)):
+        with pytest.raises(kind, match="state_indices: expected"):
+            op.run(call, state, state_indices=index(*slots))
+    same(state, before)
+
+
+def test_torch_compile_makes_it_one_graph(op):
+    torch._dynamo.reset()
+    (call, given), state = drawn(op, 0), pool(P)
+    eager = state.clone()
+    made = torch.compile(op.run, fullgraph=True, backend="aot_eager")(call, state, **given)
+    alike(made, op.run(call, eager, **given))
+    same(state, eager)
 
 
 def test_the_current_stream_is_used(op):

@@ -8,7 +8,6 @@ import pytest
 import torch
 
 import gated_delta as gd
-from gated_delta.ops import launch as on_host
 from gated_delta.problem import Tokens
 from gated_delta.reference import recurrent
 from gated_delta.testing.compare import error, rounding_unit
@@ -25,7 +24,6 @@ from gpu import (
     index,
     large_states,
     needs_gpu,
-    no_waits,
     packed,
     part,
     pool,
@@ -551,54 +549,6 @@ def test_bits_do_not_depend_on_the_batch(axis, state_dtype, T):
         state = start.clone()
         flush(state, together, accepted[order], state_indices=order, buffer_indices=order)
         same(state[order], alone[order])
-
-
-# ------------------------------------------------------------------------------------------------ calls
-
-
-def test_calls_do_not_synchronize():
-    """New and cached calls; num_accepted, lengths and indices on the device, and num_accepted as an int."""
-    call, state = packed(draft(2, 3), (3, 2)), pool(4)
-    buffer, slots, accepted = buffer_for(call, 2, 3), index(3, 1), index(2, 0)
-    verify(call, state, buffer)  # kernels are loaded
-    flush(state, buffer, 0)
-    with no_waits():
-        for _ in range(2):
-            verify(call, state, buffer, state_indices=slots)
-            flush(state, buffer, accepted, state_indices=slots)
-            flush(state, buffer, 2, state_indices=slots)
-
-
-def test_indices_are_checked_on_request(monkeypatch):
-    """Read back from the device; what else is refused, and when, is of the host: test_launch.py."""
-    monkeypatch.setattr(on_host, "CHECK", True)
-    call, start, buffer = drafted(2, 3)
-    state, before, kept = start.clone(), start.clone(), copy_of(buffer)
-    with pytest.raises(IndexError, match="buffer_indices"):
-        verify(draft(2, 3, seed=9), state, buffer, buffer_indices=index(0, 2))
-    with pytest.raises(IndexError, match="state_indices"):
-        flush(state, buffer, index(2, 1), state_indices=index(0, 2))
-    with pytest.raises(ValueError, match="no row that another sequence reads"):
-        flush(state, buffer, 2, state_indices=index(0, 1), write_indices=index(1, 0))
-    same(state, before)
-    same_buffers(buffer, kept)
-
-
-@pytest.mark.parametrize("counted", [False, True], ids=["int", "tensor"])
-def test_torch_compile_makes_each_one_node(counted):
-    call, start = draft(2, 3), pool(2)
-    accepted, slots = index(2, 3) if counted else 2, index(1, 0)
-
-    def run(call, state, buffer):
-        o = gd.verify(**call, state=state, buffer=buffer, backend="cute")
-        gd.flush(state, buffer, accepted, state_indices=slots, backend="cute")
-        return o * 2
-
-    state, eager = start.clone(), start.clone()
-    buffer, plain = buffer_for(call, 2, 3), buffer_for(call, 2, 3)
-    same(torch.compile(run, fullgraph=True, backend="aot_eager")(call, state, buffer), run(call, eager, plain))
-    same(state, eager)
-    same_buffers(buffer, plain)
 
 
 # ------------------------------------------------------------------------------------------------ beyond 32 bits

@@ -205,9 +205,3 @@ def test_a_slot_for_each_token_views_and_a_given_out(op):
     norm["norm"].weight.mul_(2)
     graph.replay()
     check_norm(out, bare, **norm)
-
-
-def test_a_head_too_wide_for_a_block_is_refused():
-    call, norm = tokens(1, 1, K=64, V=288), normed(1, 1, V=288)
-    with pytest.raises(gd.UnsupportedProblem, match="V up to 256 with a norm, got 288"):
-        decode(call | norm, pool(1, K=64, V=288))
