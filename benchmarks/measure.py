@@ -21,7 +21,7 @@ from gated_delta.results import first_line, versions
 from gated_delta.testing import Case, run_case
 
 from .cells import Cell
-from .peers import Prepare, commit_version
+from .peers import Prepare, commit_version, our_us
 from .record import Record, derived
 
 AGREEMENT = 2e-2
@@ -77,7 +77,7 @@ class Runner:
         timed = {name: some for name, some in calls.items() if name in replays}
         alone = in_turns({name: eager(some, self.device) for name, some in timed.items()})
         for name, peer in peers.items():
-            peer.update(us=taken.get(name), eager_us=alone.get(name))
+            peer.update(us=taken.get(name), eager_us=alone.get(name), ours_us=our_us(name, cell, taken) if name in taken else None)
         if host:
             of = {name: host_us(some[0], self.device) for name, some in timed.items()}
             self.run |= dict(host_us=of, host_us_of=cell.label)
@@ -90,7 +90,7 @@ class Runner:
         """What is known of every peer so far; adds the calls of those whose results are ours."""
         truth, found = sets[0].results(calls["ours"][0]), {}
         for name, prepare in self.peers.items():
-            peer = found[name] = dict[str, Any](us=None, error=None, agrees=None, reason=None, eager_us=None)
+            peer = found[name] = dict[str, Any](us=None, error=None, agrees=None, reason=None, eager_us=None, ours_us=None)
             try:
                 theirs = [prepare(cell, b) for b in sets]
                 error = difference(sets[0].results(theirs[0]), truth)

@@ -12,7 +12,7 @@ import hashlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -248,6 +248,18 @@ RING = 16
 """Tokens of SGLang's ring of records, as it is unless a server asks for another one."""
 
 
+def folds_each_round(cell: Cell) -> bool:
+    """Whether ReplaySSM folds in every round: all but GDN with fp32 states, which waits until its ring may overflow."""
+    return cell.model == "kda" or cell.state_dtype != FP32
+
+
+def our_us(name: str, cell: Cell, us: Mapping[str, float]) -> float:
+    """What a peer's time is compared with: ours, or a round of two that share a flush, where the peer leaves folds out too."""
+    if name != "replayssm" or folds_each_round(cell) or "two_rounds" not in us:
+        return us["ours"]
+    return us["two_rounds"] / 2
+
+
 def sglang_replay(cell: Cell, b: Drafts) -> Call:
     """ReplaySSM: verify keeps records of the drafts in a ring, from which the accepted ones are folded into the state."""
 
@@ -294,10 +306,10 @@ def _gdn_replay(cell: Cell, b: Drafts, ring: Callable[..., Tensor]) -> list[Call
     sizes: dict[str, Any] = dict(max_cache_len=RING, max_spec_len=cell.T, **null)
     layer = {name: x[None] for name, x in records.items()} | dict(d_residual_cache=d_low[None], k_residual_cache=k_low[None])
     anywhere = torch.randint(0, full + 1, pos.shape, generator=torch.Generator().manual_seed(0)).to(pos)
-    spread = [partial(pos.copy_, anywhere)] if cell.state_dtype == FP32 else []
+    spread = [] if folds_each_round(cell) else [partial(pos.copy_, anywhere)]
     return [
         partial(verify, **tokens, **records, **cursors, **sizes, **options, ssm_state_indices=b.state_indices),
-        partial(advance, **cursors, **sizes, num_accepted=b.num_accepted, fold_every_commit=cell.state_dtype != FP32),
+        partial(advance, **cursors, **sizes, num_accepted=b.num_accepted, fold_every_commit=folds_each_round(cell)),
         partial(fold, **layer, **cursors, **null, state_batch_indices=b.state_indices, accept_lens=b.num_accepted),
         lambda: spread and spread.pop()(),
     ]

@@ -23,17 +23,17 @@ Record = dict[str, Any]
 def derived(record: Record, run: Mapping[str, Any]) -> Record:
     """The record with what follows from its times.
 
-    best_peer: the fastest that agrees with ours, its inputs made beforehand; ratio: its time over ours, above 1 where ours is
+    best_peer: the best that agrees with ours, its inputs made beforehand; ratio: its time over ours, above 1 where ours is
     faster; raw_ratio: the same if every peer starts from what ours starts from; floor_us: what no call can beat, its bytes at the
     speed of a copy, its products at that of a GEMM; share: of the speed that the floor allows.
     """
-    us, flops, times = record["us"], record["flops"], {name: peer["us"] for name, peer in record["peers"].items()}
-    names = [name for name in times if name != CACHED and not name.endswith(RAW)]
-    made = {name: times[name] for name in names if times[name] is not None}
-    raw = [time for name in names if (time := times.get(name + RAW, times[name])) is not None]
+    us, flops, peers = record["us"], record["flops"], record["peers"]
+    names = [name for name in peers if name != CACHED and not name.endswith(RAW)]
+    made = {name: ratio for name in names if (ratio := over_ours(record, name)) is not None}
+    raw = [ratio for name in names if (ratio := over_ours(record, name + RAW if name + RAW in peers else name)) is not None]
     gemm_us = flops / run["gemm_tflops"] / 1e6 if flops else 0.0
     floor_us = None if record["copy_us"] is None else max(record["copy_us"], gemm_us)
-    ratios = dict(ratio=min(made.values()) / us if made else None, raw_ratio=min(raw) / us if raw else None)
+    ratios = dict(ratio=min(made.values(), default=None), raw_ratio=min(raw, default=None))
     speeds = dict(tb_s=record["bytes"] / us / 1e6, tflops=flops / us / 1e6 if flops else None)
     floors = dict(floor_us=floor_us, share=None if floor_us is None else floor_us / us)
     return dict(record, best_peer=min(made, key=made.__getitem__, default=None), **ratios, **speeds, **floors)
@@ -61,12 +61,13 @@ def read(file: Path) -> dict[str, Any]:
 
 
 def over_ours(record: Record, name: str) -> float | None:
-    """A peer's time over ours; "best" and "best raw": the best one's."""
+    """A peer's time over ours, or over the time that it is compared with, ours_us; "best" and "best raw": the best one's."""
     if name in ("best", "best" + RAW):
         found: float | None = record["ratio" if name == "best" else "raw_ratio"]
         return found
-    us = record["peers"].get(name, {}).get("us")
-    return None if us is None else us / record["us"]
+    peer = record["peers"].get(name, {})
+    us = peer.get("us")
+    return None if us is None else us / peer.get("ours_us", record["us"])
 
 
 def peers_of(cells: Iterable[Record]) -> list[str]:

@@ -58,8 +58,13 @@ class Group(NamedTuple):
 
 
 def against(*peers: str) -> Callable[[Cell], float]:
-    """The fastest of these peers over ours, of those that ran the cell; all of them where none is named."""
-    return lambda cell: min(x["us"] for name, x in cell["peers"].items() if x["us"] and (not peers or name in peers)) / cell["us"]
+    """The best of these peers over ours, of those that ran the cell; all of them where none is named."""
+
+    def ratio(cell: Cell) -> float:
+        found = [x for name, x in cell["peers"].items() if x["us"] and (not peers or name in peers)]
+        return min(x["us"] / x.get("ours_us", cell["us"]) for x in found)
+
+    return ratio
 
 
 def decode() -> dict[str, Group]:

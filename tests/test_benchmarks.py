@@ -225,7 +225,7 @@ def test_every_peer_that_agrees_is_timed(runner, cell):
     run = runner({"twin": ours, "other": ours, "other raw": ours}, twin=6.0, other=5.0, **{"other raw": 9.0})
     found = run.measure(small(cell), host=True)
     assert (found["us"], found["copy_us"], found["eager_us"], found["best_peer"]) == (4.0, 3.0, 104.0, "other")
-    assert found["peers"]["twin"] == dict(us=6.0, error=0.0, agrees=True, reason=None, eager_us=106.0)
+    assert found["peers"]["twin"] == dict(us=6.0, error=0.0, agrees=True, reason=None, eager_us=106.0, ours_us=4.0)
     assert (found["ratio"], found["raw_ratio"]) == (1.25, 1.5)
     assert run.captured == [2] * 5  # ours, the copy and three peers, each on every set
     assert run.run["copy_tb_s"] == pytest.approx(cell.bytes / 3e6)
@@ -276,7 +276,7 @@ def test_peers_that_fail_are_reported_once_and_the_run_goes_on(runner):
     for cell in DECODES[:2]:
         found = run.measure(small(cell))
         reason = "ModuleNotFoundError: No module named 'nowhere'"
-        assert found["peers"]["missing"] == dict(us=None, error=None, agrees=None, reason=reason, eager_us=None)
+        assert found["peers"]["missing"] == dict(us=None, error=None, agrees=None, reason=reason, eager_us=None, ours_us=None)
         assert (found["peers"]["late"]["us"], found["peers"]["late"]["agrees"]) == (None, True)
         assert (found["peers"]["late"]["reason"], found["best_peer"]) == ("StopIteration", "right")
     assert run.said == [f"missing does not run some cells: {reason}", "late does not run some cells: StopIteration"]
@@ -312,6 +312,17 @@ def test_our_own_cached_states_agree_and_are_no_peer(runner, cell):
     assert found["peers"]["cached"]["error"] < 5e-3
     assert found["parts"] == {"verify": 2.5, "flush": 1.75, "two_rounds": 6.0}
     assert run.captured == [2] * 7  # ours, the copy, its parts, cached and the peer
+
+
+@pytest.mark.usefixtures("stand_ins")
+@each([*CHAINS, speculation(*GDN, FP32, 5, 2)])
+def test_replayssm_is_beside_two_rounds_where_it_leaves_folds_out(runner, cell):
+    lazy = cell in CHAINS and (cell.model, cell.state_dtype) == ("gdn", FP32)  # 10 tokens are too many for two rounds of ours
+    run = runner({"replayssm": peers.CACHING["replayssm"].prepare, "twin": ours}, replayssm=4.5, twin=4.4)
+    found = run.measure(small(cell))
+    assert [found["peers"][name]["ours_us"] for name in ("replayssm", "twin")] == [6.0 / 2 if lazy else 4.0, 4.0]
+    assert (found["best_peer"], found["ratio"]) == ("twin", 1.1)  # 1.5 or 1.125 of the other
+    assert record.over_ours(found, "replayssm") == (1.5 if lazy else 1.125)
 
 
 @each([cell for cell in CHAINS if cell.state_dtype == FP32])
