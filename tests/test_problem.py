@@ -66,6 +66,7 @@ BAD = {
             (dict(null_index=0.0), "null_index: expected an int, got float"),
             (dict(initial_state=torch.zeros(N, HV, V, K, dtype=f64)), "initial_state: expected dtype"),
             (dict(output_final_state=None), "output_final_state: expected True or False"),
+            (dict(deterministic=1), "deterministic: expected True or False, got int"),
             (dict(state=pool(), has_initial_state=ints(1, 0)), "has_initial_state: expected dtype torch.bool"),
             ({**tokens(1, 4), "cu_seqlens": torch.tensor([0.0, 4.0])}, "cu_seqlens: expected dtype"),
             (dict(checkpoint_lens=[0, 0], checkpoints=kept()), "checkpoint_lens: expected a torch.Tensor, got list"),

@@ -1,5 +1,7 @@
 """Properties over random shapes, index patterns and gates."""
 
+import itertools
+
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -72,6 +74,45 @@ def test_prefill_is_the_recurrence(problem):
         close(pool[slot], state)
     others = [s for s in range(pool.shape[0]) if s not in slots]
     assert torch.equal(pool[others], before[others])
+
+
+GATES = {"log": None, "softplus": gd.Gate.softplus, "lower_bound": gd.Gate.lower_bound}
+
+
+@given(problems(longest=200, most=3), st.sampled_from(list(GATES)), st.sampled_from([torch.float32, torch.bfloat16]), st.data())
+def test_bits_of_a_deterministic_prefill_depend_on_a_head_of_a_sequence_alone(problem, kind, dtype, data):
+    """Alone, with fewer heads, and in calls split at multiples of 64 tokens; checkpoints are the states between these calls."""
+    t, lengths, slots, pool = problem
+    t = t.map(lambda x: x.to(dtype))
+    rng = torch.Generator().manual_seed(len(pool))
+    parameters = [torch.randn(shape, generator=rng) for shape in (t.v.shape[2], t.g.shape[2:])]
+
+    def gate(heads):
+        return gd.Gate.log() if kind == "log" else GATES[kind](*(x[heads].clone() for x in parameters))
+
+    def run(t, heads=slice(None), **states):
+        return gd.prefill(**t._replace(gate=gate(heads))._asdict(), **states, deterministic=True, backend="reference")
+
+    H, group = t.q.shape[2], t.v.shape[2] // t.q.shape[2]
+    h = data.draw(st.integers(0, H - 1))
+    heads = slice(h * group, h * group + group)
+    splits = [sorted({0, *data.draw(st.lists(st.sampled_from(range(0, n + 1, 64)), max_size=2))}) for n in lengths]
+    lens = torch.tensor([[*split, *[-1] * (3 - len(split))] for split in splits])
+    after, kept = pool.clone(), pool.new_empty(len(lengths), 3, *pool.shape[1:])
+    o, _ = run(t, state=after, state_indices=slots, checkpoint_lens=lens, checkpoints=kept)
+    for n, slot in enumerate(slots.tolist()):
+        if slot < 0:
+            continue
+        own, state = sequence(t, n), pool[slot : slot + 1, heads]
+        whole = o[0, t.cu_seqlens[n] : t.cu_seqlens[n + 1]]
+        for i, (first, last) in enumerate(itertools.pairwise([*splits[n], lengths[n]])):
+            assert torch.equal(kept[n, i, heads], state[0])
+            part = own.map(lambda x: x[:, first:last])
+            part = part._replace(q=part.q[:, :, h : h + 1], k=part.k[:, :, h : h + 1])
+            part = part._replace(v=part.v[:, :, heads], g=part.g[:, :, heads], beta=part.beta[:, :, heads])
+            made, state = run(part, heads, initial_state=state, output_final_state=True)
+            assert torch.equal(made[0], whole[first:last, heads])
+        assert torch.equal(state[0], after[slot, heads])
 
 
 @given(problems(longest=16))

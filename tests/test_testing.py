@@ -1,6 +1,7 @@
 """The judge itself: the list covers what it claims, and a backend that is wrong in any of these ways fails."""
 
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -14,7 +15,7 @@ from gated_delta.testing.compare import Error, error, rounding_unit, smallest_he
 from gated_delta.testing.oracle import Expected
 
 FACTORS = ("axis", "D", "heads", "gate", "family", "keys", "state_dtype", "layout", "dtype", "g_dtype", "qk_l2norm", "beta_logits")
-FACTORS += ("norm",)
+FACTORS += ("norm", "deterministic")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -50,8 +51,9 @@ def broken(monkeypatch, op, wrap):
 
 def judge_as(backend, monkeypatch):
     """run_case with this backend runs the reference, and judges it as the backend."""
-    run = check.run
+    run, alone = check.run, check._bit_failures
     monkeypatch.setattr(check, "run", lambda call, given: run(call, "reference" if given == backend else given))
+    monkeypatch.setattr(check, "_bit_failures", lambda call, made, _: alone(call, made, "reference"))
 
 
 TOKEN_FAULTS = {
@@ -193,12 +195,35 @@ CHECKPOINT_FAULTS = {
 @pytest.mark.parametrize("fault", CHECKPOINT_FAULTS)
 def test_wrong_checkpoints_fail(monkeypatch, judged, layout, fault):
     def run_wrong(run, tokens, *, checkpoint_lens, **states):
-        run(tokens, checkpoint_lens=CHECKPOINT_FAULTS[fault](checkpoint_lens), **states)
+        wrong = None if checkpoint_lens is None else CHECKPOINT_FAULTS[fault](checkpoint_lens)
+        run(tokens, checkpoint_lens=wrong, **states)
 
     judge_as(judged, monkeypatch)
     broken(monkeypatch, "prefill", run_wrong)
     long = [c for c in cases("prefill") if c.layout == layout and c.family == "typical" and c.lengths[0] >= 64]
     assert any(not run_case(c, judged).passed for c in long[:6])
+
+
+HISTORIES = {
+    # on what a final state hangs, within any tolerance
+    "the number of sequences": lambda tokens, state: tokens.num_sequences,
+    "the number of heads": lambda tokens, state: state.shape[1],
+    "the chunks of the call": lambda tokens, state: (tokens.q.shape[1] // 64 + 1) ** 2,
+}
+
+
+@pytest.mark.parametrize("history", HISTORIES)
+def test_bits_that_a_deterministic_prefill_must_not_have_fail(monkeypatch, history):
+    def run_wrong(run, tokens, *, final_state, **states):
+        run(tokens, final_state=final_state, **states)
+        final_state.mul_(1 + 2.0**-20 * HISTORIES[history](tokens, final_state))
+
+    broken(monkeypatch, "prefill", run_wrong)
+    dense = [c for c in cases("prefill") if c.layout == "dense" and c.state_dtype == torch.float32 and max(c.lengths) > 64]
+    several = [c for c in dense if len(c.lengths) > 1 and c.heads == (4, 8) and c.family != "saturated"]
+    deterministic, other = ([run_case(replace(c, deterministic=on), "reference") for c in several[:3]] for on in (True, False))
+    assert all(result.failures and all("other bits" in failure for failure in result.failures) for result in deterministic)
+    assert all(result.passed for result in other)
 
 
 # ------------------------------------------------------------------------------------------------ tolerances

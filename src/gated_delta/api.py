@@ -42,6 +42,7 @@ def prefill(
     checkpoint_lens: Tensor | None = None,
     checkpoint_indices: Tensor | None = None,
     checkpoints: Tensor | None = None,
+    deterministic: bool = False,
     null_index: int = -1,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -68,6 +69,10 @@ def prefill(
     [R, HV, V, K]. Another length keeps none, and two states for one slot leave either; the reference backend, and any where
     GATED_DELTA_CHECK=1, raise ValueError for both.
 
+    deterministic: o, states and checkpoints of a sequence's value head have bits that depend on its own tokens, initial state and
+    gate alone, whatever N, H, HV and other sequences; and, where states are fp32, a prompt in several calls, split at multiples of
+    64 tokens, has those of one call. Slower: docs/contract.md.
+
     Returns (o [N, T, HV, V] in v's dtype, final_state). Raises TypeError or ValueError naming the argument, IndexError for an index
     past the pool (reference backend), UnsupportedProblem if the asked backend cannot run the call; then nothing was written.
     The recurrence is Gated DeltaNet's (arXiv 2412.06464, eq. 10), per key channel Kimi Linear's (arXiv 2510.26692, eq. 1).
@@ -77,7 +82,7 @@ def prefill(
         ops.PREFILL,
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, state_indices, has_initial_state,
         checkpoint_lens, checkpoint_indices, checkpoints, initial_state, state, None, out,
-        kind, bound, scale, qk_l2norm, beta_logits, output_final_state, null_index, backend,
+        kind, bound, scale, qk_l2norm, beta_logits, output_final_state, deterministic, null_index, backend,
     )  # fmt: skip
 
 

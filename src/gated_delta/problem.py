@@ -235,7 +235,8 @@ class Problem:
     beta_logits: bool = False
     options: frozenset[str] = frozenset()
     """Which optional parts the call uses: each index tensor given, with its dtype (cu_seqlens_i32, state_indices_i64, ...), and
-    pool, token_slots, has_initial_state, initial_state, final_state, checkpoints, intermediates, no_update, layers, norm.
+    pool, token_slots, has_initial_state, initial_state, final_state, checkpoints, intermediates, no_update, layers, norm,
+    deterministic.
     And what is out of reach of 16-byte accesses: unaligned_qk, rows of q or k; scattered_rows, V rows of a state, which need to lie
     together too; unaligned_buffer, rows of a buffer's k; unaligned_values, rows of v or out, or of KDA's g, in a prefill."""
 

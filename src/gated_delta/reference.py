@@ -316,6 +316,44 @@ def chunked(
     return state
 
 
+def chunked_apart(
+    tokens: Tokens,
+    starts: Sequence[int],
+    lengths: Sequence[int],
+    state: Tensor,
+    o: Tensor,
+    checkpoints: Iterable[tuple[int, int, Tensor]] = (),
+) -> Tensor:
+    """chunked, a sequence, a value head and a chunk at a time: bits that depend on nothing else.
+
+    The same operations on tensors of the same shapes and strides, in memory of their own: which numbers share a vector of the CPU,
+    and which kernel a product takes, changes from shape to shape.
+    """
+    HV, group = o.shape[1], o.shape[1] // tokens.q.shape[1]
+    state, kept = state.clone(), list(checkpoints)
+
+    def apart(x: Tensor, *index: slice) -> Tensor:
+        return x[index].clone(memory_format=torch.contiguous_format)
+
+    for n, hv in itertools.product(range(len(starts)), range(HV)):
+        own, shared, gate = slice(hv, hv + 1), slice(hv // group, hv // group + 1), tokens.gate
+        A_log, dt_bias = (None if x is None else apart(x, own) for x in (gate.A_log, gate.dt_bias))
+        gate, now = Gate(gate.kind, A_log, dt_bias, gate.bound), apart(state, slice(n, n + 1), own)
+        for first in range(0, lengths[n] + 1, CHECKPOINT_INTERVAL):
+            for place in (place for m, after, place in kept if (m, after) == (n, first)):
+                place[hv] = rounded(now[0, 0], place.dtype)
+            count = min(CHECKPOINT_INTERVAL, lengths[n] - first)
+            rows = slice(starts[n] + first, starts[n] + first + count)
+            q, k = (apart(x, rows, shared) for x in (tokens.q, tokens.k))
+            v, g, beta = (apart(x, rows, own) for x in (tokens.v, tokens.g, tokens.beta))
+            part = tokens._replace(q=q, k=k, v=v, g=g, beta=beta, gate=gate)
+            made = now.new_empty(count, 1, o.shape[2])
+            now = chunked(part, [0], [count], now, made, CHECKPOINT_INTERVAL)
+            o[rows, own] = made.to(o.dtype)
+        state[n, hv] = now[0, 0]
+    return state
+
+
 # ------------------------------------------------------------------------------------------------ who reads and writes what
 
 
@@ -499,6 +537,7 @@ def prefill(
     has_initial_state: Tensor | None,
     final_state: Tensor | None,
     checkpoints: Tensor | None,
+    deterministic: bool,
     out: Tensor,
     **indices: Any,
 ) -> None:
@@ -518,7 +557,7 @@ def prefill(
         target = state if checkpoints is None else checkpoints
         places = [(n, after, target[place]) for n, after, place in kept] if target is not None else []
         with _output_rows(out, sum(lengths)) as o:
-            walk = chunked(flatten(tokens), starts, lengths, walk, o, checkpoints=places)
+            walk = (chunked_apart if deterministic else chunked)(flatten(tokens), starts, lengths, walk, o, checkpoints=places)
         if state is not None:
             state[[slots[n] for n in active]] = rounded(walk[active], state.dtype)
         if final_state is not None:

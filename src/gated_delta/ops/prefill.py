@@ -110,6 +110,7 @@ class Arguments(NamedTuple):
     qk_l2norm: bool
     beta_logits: bool
     output_final_state: bool
+    deterministic: bool
     null_index: int
     backend: str
 
@@ -125,6 +126,8 @@ class Prefill(Operation):
         check = Checker()
         check.tokens(a)
         check.flag("output_final_state", a.output_final_state)
+        check.flag("deterministic", a.deterministic)
+        check.option("deterministic", a.deterministic)
         check.null_index(a.null_index, a.state_indices, a.checkpoint_indices)
         dtype = torch.float32
         if a.state is not None:
@@ -185,7 +188,7 @@ class Prefill(Operation):
 
     def run_reference(self, a: Arguments) -> None:
         states = ("initial_state", "state", "state_indices", "has_initial_state", "null_index", "final_state")
-        names = (*states, "checkpoint_lens", "checkpoint_indices", "checkpoints", "out")
+        names = (*states, "checkpoint_lens", "checkpoint_indices", "checkpoints", "deterministic", "out")
         reference.prefill(tokens_of(a), **{name: getattr(a, name) for name in names})
 
     def check_indices(self, a: Arguments) -> None:
@@ -199,6 +202,7 @@ class Prefill(Operation):
             "rows of q and k that start at multiples of 16 bytes": "unaligned_qk" in problem.options,
             "rows of v and out, and of KDA's g, that start at multiples of 16 bytes": "unaligned_values" in problem.options,
             SCATTERED: "scattered_rows" in problem.options,
+            "deterministic=False": "deterministic" in problem.options,
         }
         return [need for need, is_missing in needs.items() if is_missing]
 

@@ -102,10 +102,12 @@ class Case:
     seed: int
     norm: str | None = None
     """Activation of the gated norm behind it, where there is one."""
+    deterministic: bool = False
 
     @property
     def options(self) -> frozenset[str]:
-        return LAYOUTS[self.op][self.layout] | (frozenset() if self.norm is None else {"norm"})
+        more = dict(norm=self.norm is not None, deterministic=self.deterministic)
+        return LAYOUTS[self.op][self.layout] | {name for name, on in more.items() if on}
 
     def uses(self, index: str) -> bool:
         """Whether the call brings this index tensor, of whichever dtype."""
@@ -193,7 +195,8 @@ def cases(op: str) -> tuple[Case, ...]:
         if (op, layout) == ("prefill", "fused_qkv"):
             state_dtype = torch.float32  # nothing names a state dtype in a prefill without states: it computes in fp32
         factors = axis, D, heads, gate, family, keys, state_dtype
-        made.append(Case(op, *factors, layout, *tokens, lengths, null_index, seed, norm))
+        deterministic = op == "prefill" and rng.random() < 0.125
+        made.append(Case(op, *factors, layout, *tokens, lengths, null_index, seed, norm, deterministic))
     return tuple(made)
 
 

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from .. import api
-from ..problem import KVBuffer
+from ..problem import CHECKPOINT_INTERVAL, KVBuffer
 from .cases import Case
 from .compare import Error, error, rounding_unit, smallest_head, untouched
 from .inputs import Call, make
@@ -98,10 +99,10 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
     for name in ("state", "intermediate_states", "checkpoints"):  # the oracle reads the states as they were before the call
         if name in before:
             call.states[name].copy_(before[name])
+    failures = _bit_failures(call, after, backend) if case.deterministic else []
     truth = expected(call, torch.float64)
     plain = expected(call, torch.float32, plain=True)
 
-    failures: list[str] = []
     if case.op != "flush" and call.out is not None and made["o"].data_ptr() != call.out.data_ptr():
         failures.append("out was given but not returned")
     if set(truth) != set(after):
@@ -128,6 +129,49 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
     if "initial_state" in before and not torch.equal(call.states["initial_state"], before["initial_state"]):
         failures.append("initial_state was written")
     return Result(case, errors, tuple(failures), time.monotonic() - began, ran)
+
+
+def _bit_failures(call: Call, made: dict[str, Tensor], backend: str) -> list[str]:
+    """A deterministic prefill gives the same bits for a sequence alone, its last q/k head alone and, with fp32 states, in parts of
+    64 tokens. The call's states are as before it."""
+    case, states, failures = call.case, call.states, []
+    group = case.heads[1] // case.heads[0]
+    part = CHECKPOINT_INTERVAL if case.state_dtype == torch.float32 else max(case.lengths)
+    slots = list(range(len(case.lengths))) if states["state_indices"] is None else states["state_indices"].tolist()
+    for n, length in enumerate(case.lengths):
+        if slots[n] <= case.null_index:
+            continue
+        state, t = _initial_state(call, n)[:, -group:], call.sequence(n)
+        A_log, dt_bias = (None if x is None else x[-group:] for x in (t.gate.A_log, t.gate.dt_bias))
+        t = t._replace(q=t.q[:, :, -1:], k=t.k[:, :, -1:], gate=replace(t.gate, A_log=A_log, dt_bias=dt_bias))
+        t = t._replace(v=t.v[:, :, -group:], g=t.g[:, :, -group:], beta=t.beta[:, :, -group:])
+        o = torch.empty_like(t.v)
+        for at in [slice(first, first + part) for first in range(0, length, part)]:
+            some: dict[str, Any] = {**t._asdict(), **{name: getattr(t, name)[:, at] for name in ("q", "k", "v", "g", "beta")}}
+            o[:, at], final = api.prefill(**some, initial_state=state, output_final_state=True, deterministic=True, backend=backend)
+            assert final is not None
+            state = final
+        rows = (0, slice(call.starts[n], call.starts[n] + length)) if case.packed else (n,)
+        pairs = {"o": (o[0], made["o"][rows][:, -group:])}
+        places = {"state": slots[n], "final_state": n}
+        pairs |= {name: (state[0], made[name][place][-group:]) for name, place in places.items() if name in made}
+        differ = [name for name, (x, y) in pairs.items() if not _same_bits(x, y)]
+        failures += [f"{name}: other bits for sequence {n} alone, its last heads alone or in parts" for name in differ]
+    return failures
+
+
+def _initial_state(call: Call, n: int) -> Tensor:
+    """Of a sequence of a prefill: [1, HV, V, K], zeros where it has none."""
+    case, states = call.case, call.states
+    if states["state"] is not None and bool(states["has_initial_state"][n]):
+        return states["state"][states["state_indices"][n]][None]
+    if states["initial_state"] is not None:
+        return states["initial_state"][n : n + 1]
+    return torch.zeros(1, case.heads[1], case.D, case.D, dtype=case.state_dtype, device=call.tokens[0].q.device)
+
+
+def _same_bits(x: Tensor, y: Tensor) -> bool:
+    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 
 def _buffer_failures(call: Call, before: dict[str, Tensor]) -> list[str]:

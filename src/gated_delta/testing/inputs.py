@@ -180,6 +180,7 @@ def _prefill_states(call: Call, rng: torch.Generator, device: torch.device, inac
     HV, D = case.heads[1], case.D
     states: dict[str, Any] = dict(initial_state=None, output_final_state="final_state" in case.options)
     states |= dict(state=None, state_indices=None, has_initial_state=None, null_index=case.null_index)
+    states |= dict(deterministic=case.deterministic)
     if "initial_state" in case.options:
         states["initial_state"] = (torch.randn(N, HV, D, D, generator=rng) / 2).to(device, case.state_dtype)
     if "pool" in case.options:
