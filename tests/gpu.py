@@ -89,13 +89,15 @@ def force_segments(segments, monkeypatch):
     """Prefills from here on split each sequence into that many segments, however many sequences there are.
 
     "persistent": one segment, all V rows in a block, and three blocks, so that each has several heads. "fused": in one kernel, too.
-    "joined": four segments, of which those behind one that does not forget are joined to it.
+    "joined": four segments, of which those behind one that does not forget are joined to it. "overlapped": prepare beside scan.
     """
     persistent = segments in ("persistent", "fused")
 
     def segmentation_of(problem, sequences, tokens):
         if segments == "joined":
             return on_host.Segmentation(4, joins=True)
+        if segments == "overlapped":
+            return on_host.Segmentation(1, overlapped=on_host.can_fuse(problem))
         fused = segments == "fused" and on_host.can_fuse(problem)
         return on_host.Segmentation(1, problem.V, fused) if persistent else on_host.Segmentation(segments)
 

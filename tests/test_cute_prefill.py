@@ -47,11 +47,11 @@ def prefill(call, **options):
     return gd.prefill(**call, **options, backend="cute")
 
 
-@pytest.fixture(params=[1, "persistent", "fused", 4, "joined"])
+@pytest.fixture(params=[1, "persistent", "fused", "overlapped", 4, "joined"])
 def segments(request, monkeypatch):
     """Segments of each sequence, however many sequences there are."""
-    if request.param == "fused" and request.node.callspec.params.get("axis") == "channel":
-        pytest.skip("KDA has no fused kernel")
+    if request.param in ("fused", "overlapped") and request.node.callspec.params.get("axis") == "channel":
+        pytest.skip("KDA has no such kernel")
     force_segments(request.param, monkeypatch)
     return request.param
 
@@ -130,7 +130,7 @@ def ragged(lengths, inactive=(), spare=5, **options):
 # ------------------------------------------------------------------------------------------------ judged
 
 RUNNABLE = [case for case in cases("prefill") if not case.reference_only and not PREFILL.missing(case.problem)]
-MIXED = list(zip(itertools.cycle((1, "persistent", 4, "fused")), RUNNABLE[::3], strict=False))
+MIXED = list(zip(itertools.cycle((1, "persistent", 4, "fused", "overlapped")), RUNNABLE[::3], strict=False))
 
 
 @pytest.mark.parametrize(("segments", "case"), MIXED, ids=str, indirect=["segments"])
@@ -414,7 +414,25 @@ def test_checkpoints_are_states_of_shorter_prefills_and_change_nothing_else(axis
         judge("state", *(torch.stack(x) for x in zip(*stored)))
 
 
-@pytest.mark.parametrize("segments", [1, "persistent", "fused", 2, 4, 7, 16], indirect=True)
+@pytest.mark.parametrize("segments", ["overlapped"], indirect=True)
+def test_calls_whose_blocks_wait_for_each_other_share_a_gpu(segments):
+    """More of them at once, in streams of their own, than the SMs hold; then one with more heads than SMs."""
+    calls = [tokens(1, 2048, heads=(16, 32), seed=seed) for seed in range(6)]
+    want = [prefill(call)[0] for call in calls]
+    streams = [torch.cuda.Stream() for _ in calls]
+    torch.cuda.synchronize()
+    for _ in range(5):
+        made = []
+        for call, stream in zip(calls, streams, strict=True):
+            with torch.cuda.stream(stream):
+                made.append(prefill(call)[0])
+        torch.cuda.synchronize()
+        for x, y in zip(made, want, strict=True):
+            same(x, y)
+    check(tokens(40, 130, heads=(4, 8)))
+
+
+@pytest.mark.parametrize("segments", [1, "persistent", "fused", "overlapped", 2, 4, 7, 16], indirect=True)
 def test_a_checkpoint_at_the_end_is_the_final_state(axis, segments):
     """Packed, also of sequences with fewer chunks than segments, and of one without tokens."""
     lengths = (64, 1024, 0, 128, 100, 320, 960)

@@ -984,6 +984,17 @@ def test_what_has_no_fused_kernel_is_not_fused():
     assert on_host.segmentation_of(prompt_problem(2), 100, 6400) == split  # a chunk a sequence
 
 
+def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_half_of_the_sms_are_idle():
+    overlapped = on_host.Segmentation(1, overlapped=True)
+    packed = dict(options=frozenset({"cu_seqlens_i32"}))
+    for sizes in (dict(H=16, HV=32), dict(HV=17), dict(H=32, HV=32, **packed)):
+        assert on_host.segmentation_of(prompt_problem(**sizes), 1, on_host.MIN_OVERLAPPED) == overlapped
+        assert on_host.segmentation_of(prompt_problem(**sizes), 1, on_host.MIN_OVERLAPPED - 1) == on_host.Segmentation(1)
+    for other in (dict(axis="channel"), dict(dtype=torch.float16), dict(K=64), dict(V=64), dict(HV=33)):
+        assert not on_host.segmentation_of(prompt_problem(**dict(H=1, HV=32) | other), 1, 8192).overlapped
+    assert not on_host.segmentation_of(prompt_problem(HV=16), 2, 8192).overlapped
+
+
 def test_few_packed_prompts_have_64_rows():
     """Of which one may be long; as long as each other they are where they are not packed."""
     packed = dict(options=frozenset({"cu_seqlens_i32"}))
@@ -1017,11 +1028,19 @@ def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
         between = ["prefill_transitions"] * (segmentation.segments > 1) + ["prefill_state_passing"] * (segmentation in several)
         assert made == ["prefill_prepare", *between, "prefill_scan"]
         assert set(on_host.variants_of(problem, segmentation)) <= set(listed)
-    fused = ["prefill_fused", "prefill_schedule"] if axis == "head" else []
+    for segmentation in (on_host.Segmentation(1, 128, True), on_host.Segmentation(1, overlapped=True)) if axis == "head" else ():
+        schedule, kernel = on_host.variants_of(problem, segmentation)
+        assert (schedule.kernel, kernel.kernel) == (
+            "prefill_schedule",
+            "prefill_fused" if segmentation.fused else "prefill_overlapped",
+        )
+        assert dict(schedule.facts) == dict(overlapped=segmentation.overlapped)
+        assert {schedule, kernel} <= set(listed)
+    fused = ["prefill_fused", "prefill_overlapped", "prefill_schedule", "prefill_schedule"] if axis == "head" else []
     split = ["prefill_prepare", *["prefill_scan"] * (2 + len(joined)), "prefill_state_passing", "prefill_transitions"]
     assert sorted(some.kernel for some in listed) == sorted([*split, *fused])
     new = set(dispatch.variants_of(prompt_problem(axis=axis, options=frozenset({"checkpoints"})))) - set(listed)
-    assert sorted(some.kernel for some in new) == [*fused[:1], *["prefill_scan"] * (2 + len(joined))]
+    assert sorted(some.kernel for some in new) == [*fused[:2], *["prefill_scan"] * (2 + len(joined))]
 
 
 def test_compile_time_facts_of_prefills_kernels():
@@ -1034,8 +1053,8 @@ def test_compile_time_facts_of_prefills_kernels():
     for same in (dict(H=8, HV=64), dict(beta_logits=True), dict(beta_dtype=torch.float32), dict(options=frozenset({"pool"}))):
         assert changed(**same) == set()
     assert changed(axis="channel") == changed(dtype=torch.float16) == {"prepare", "scan", "transitions"}
-    assert changed(g_dtype=torch.float32) == changed(gate="log") == changed(qk_l2norm=False) == {"prepare", "fused"}
-    assert changed(state_dtype=torch.bfloat16) == {"scan", "transitions", "fused"}
+    assert changed(g_dtype=torch.float32) == changed(gate="log") == changed(qk_l2norm=False) == {"prepare", "fused", "overlapped"}
+    assert changed(state_dtype=torch.bfloat16) == {"scan", "transitions", "fused", "overlapped"}
     assert changed(K=64) == {"prepare", "scan", "transitions"}
     assert changed(V=64) == {"scan", "transitions", "state_passing"}
 

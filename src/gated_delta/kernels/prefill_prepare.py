@@ -11,7 +11,7 @@ from cutlass import Float32, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK
-from .device.chunks import THREADS, Coord, Pointers, Sizes, Strides, first_chunk_slot, load_sequence, rank_sequence
+from .device.chunks import THREADS, Coord, Pointers, Sizes, Strides, find_sequence, load_sequence, rank_sequence
 from .device.primitives import DTYPES, Args, load_index, offset, store_words
 from .prefill_prepare_gdn import GdnChunk
 from .prefill_prepare_kda import KdaChunk
@@ -53,7 +53,7 @@ class PrefillPrepare:
         store_words(ptr.work_queue, [Uint32(0)], (block == 0) & (thread == 0))
         if (block < size.N) & (size.cu_seqlens_kind != 0) & (thread < 32):
             rank_sequence(args, block, thread)
-        n = self.find_sequence(args, slot, thread % 32)
+        n = find_sequence(args, slot, thread % 32)
         sequence = load_sequence(args, n)
         state_index = load_index(ptr.state_indices + offset(n, stride.state_indices_n), size.state_indices_kind, n)
         chunk = slot - sequence.first_slot
@@ -66,20 +66,3 @@ class PrefillPrepare:
             self.chunk.prepare(args, coord)
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-
-    @cute.jit
-    def find_sequence(self, args, slot, lane):
-        """The sequence of a chunk slot, the last one that begins there or before: a search in steps of 32."""
-        size = args.size
-        first, step = Int32(0), Int32(1)
-        while step * 32 < size.N:
-            step *= 32
-        while step > 0:
-            n = first + lane * step
-            start = load_index(
-                args.ptr.cu_seqlens + offset(cutlass.min(n, size.N), args.stride.cu_seqlens_n), size.cu_seqlens_kind, Int32(0)
-            )
-            before = cute.arch.popc(cute.arch.vote_ballot_sync((n < size.N) & (first_chunk_slot(args, n, start) <= slot)))
-            first += (before - 1) * step
-            step = step // 32
-        return first

@@ -79,23 +79,24 @@ class GdnChunk(PrepareChunk):
         q, k = self.load_qk(args, coord)
         self.stage_gates(coord, gates)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.sync_threads()
+        self.sync(coord)
         if coord.thread == 0:
+            self.inputs_loaded(args, coord)
             at = Int64(coord.slot) * Int64(args.size.H) + Int64(coord.h)
             for i, tiles in enumerate((args.ptr.q_tiles, args.ptr.k_tiles)):
                 bulk_store(tiles + at * TILE_BYTES, coord.shared + TILES + i * TILE_BYTES, TILE_BYTES)
         kk, qk = self.inner_products(coord, q, k)
         for i in cutlass.range(group, unroll=1):
             if i % 4 == 0:
-                cute.arch.sync_threads()
+                self.sync(coord)
                 if i > 0:
                     self.stage_gates(coord, self.load_gates(args, coord, i, group))
-                    cute.arch.sync_threads()
+                    self.sync(coord)
                 self.cumulate_gates(args, coord, i + coord.thread // 32, group)
                 if coord.thread == 0:
                     # Aqk and the system overwrite the tiles.
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
-                cute.arch.sync_threads()
+                self.sync(coord)
             self.decay_products(coord, i, kk, qk)
             self.invert_and_store(args, coord, coord.h * group + i, i)
 

@@ -71,6 +71,7 @@ from .device.primitives import (
     offset,
     pack,
     pack_x2,
+    prefetch_l2,
     qk_head,
     stmatrix_x4_trans,
     store_shared,
@@ -367,8 +368,7 @@ class PrefillScan:
             full = shared + self.smem.full + stage * 8
             cute.arch.mbarrier_wait(mbarrier(shared + self.smem.empty + stage * 8), (iteration // self.stages + 1) % 2)
             if thread == 0:
-                cute.arch.mbarrier_arrive_and_expect_tx(mbarrier(full), self.stage_bytes)
-                self.load_tiles(args, coord, work.sequence.first_slot + c, stage, full)
+                self.start_tiles(args, coord, work.sequence.first_slot + c, stage, full)
             values = shared + self.smem.v + stage * (CHUNK * self.v_pitch) + vector * 16
             if cutlass.const_expr(self.mma_groups == 1):
                 words = [[ahead[w, i] for w in range(4)] for i in range(CHUNK // step)]
@@ -376,6 +376,8 @@ class PrefillScan:
                     store_shared_x4(values + (row + i * step) * self.v_pitch, words[i])
                 absmax = self.words_absmax([word for four in words for word in four])
                 self.load_v(args, coord, v_at, c + 1, ahead)
+                token = (c + 4) * CHUNK + thread
+                prefetch_l2(v_at + (offset(token, args.stride.v_t) - vector * 16), self.has_v(coord, token))
                 store_shared(shared + self.smem.v_absmax + stage * 8 + thread // 32 * 4, absmax, thread % 32 == 0)
                 cute.arch.mbarrier_arrive(mbarrier(full))
             else:
@@ -401,7 +403,9 @@ class PrefillScan:
         vectors = self.rows // 8
         return thread // vectors, thread % vectors, LOAD_THREADS // vectors
 
-    def load_tiles(self, args, coord, slot, stage, full):
+    def start_tiles(self, args, coord, slot, stage, full):
+        """A chunk's tiles by bulk copies, which the stage's barrier expects."""
+        cute.arch.mbarrier_arrive_and_expect_tx(mbarrier(full), self.stage_bytes)
         ptr, size, shared, smem = args.ptr, args.size, coord.shared, self.smem
         v_chunk = Int64(slot) * Int64(size.HV) + Int64(coord.work.hv)
         qk_chunk = v_chunk

@@ -1,20 +1,28 @@
 """prefill_schedule: in front of prefill_fused. It ranks the sequences by length and clears the work queue."""
 
+import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from .device.chunks import Pointers, Sizes, Strides, rank_sequence
-from .device.primitives import Args, store_words
+from .device.primitives import Args, offset, store_words
 
 WARPS = 4
 
 
 class PrefillSchedule:
+    """overlapped: in front of prefill_overlapped, whose counters of chunks it clears, too."""
+
+    def __init__(self, overlapped: bool):
+        self.overlapped = overlapped
+
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
         blocks = (size.N + WARPS - 1) // WARPS if size.cu_seqlens_kind != 0 else Int32(1)
+        if cutlass.const_expr(self.overlapped):
+            blocks = cutlass.max(blocks, (size.chunk_slots + 32 * WARPS) // (32 * WARPS))
         self.kernel(ptr, scale, bound, stride, size).launch(
             grid=(blocks, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=True
         )
@@ -26,6 +34,7 @@ class PrefillSchedule:
         n = block * WARPS + thread // 32
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        store_words(ptr.work_queue, [Uint32(0)], (block == 0) & (thread == 0))
+        counter = block * (32 * WARPS) + thread
+        store_words(ptr.work_queue + offset(counter, 4), [Uint32(0)], counter <= (size.chunk_slots if self.overlapped else 0))
         if (n < size.N) & (size.cu_seqlens_kind != 0):
             rank_sequence(Args(ptr, scale, bound, stride, size), n, thread % 32)

@@ -29,6 +29,9 @@ MIN_JOINED_SEGMENT = {"channel": 16384}
 Two of GDN save a quarter and cost 3%: too much.
 """
 
+MAX_OVERLAPPED, MIN_OVERLAPPED = 64, 1536
+"""Blocks of the scan up to which others prepare chunks beside it, and tokens of the one sequence from which that is faster."""
+
 FUSED_HEADS = {1: 1, 2: 128}
 """Value heads of all sequences from which one kernel is faster, by the value heads of a k head.
 
@@ -47,13 +50,15 @@ long it costs a tenth.
 class Segmentation(NamedTuple):
     """How a prefill's work is cut. segments: of every sequence, walked at once; rows: V rows of a block; fused: in one kernel.
 
-    joins: segments behind one that does not forget are walked by that one's blocks, without state passing.
+    joins: segments behind one that does not forget are walked by that one's blocks, without state passing. overlapped: some blocks
+    prepare chunks while others walk those that are prepared.
     """
 
     segments: int
     rows: int = 64
     fused: bool = False
     joins: bool = False
+    overlapped: bool = False
 
 
 def segmentation_of(problem: Problem, sequences: int, tokens: int) -> Segmentation:
@@ -72,6 +77,8 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int) -> Segmentati
     segments = min(most, max(length // MIN_SEGMENT, FEW_SEGMENTS)) if length >= MIN_CUT else 1
     if segments > 3 or (segments == 3 and length >= MIN_THREE_SEGMENTS):
         return Segmentation(segments)
+    if can_fuse(problem) and sequences == 1 and blocks <= MAX_OVERLAPPED and tokens >= MIN_OVERLAPPED:
+        return Segmentation(1, overlapped=True)
     joined = min(most, length // MIN_JOINED_SEGMENT[problem.axis]) if can_join(problem) else 1
     return Segmentation(joined, joins=True) if joined > 1 else Segmentation(1)
 
@@ -81,6 +88,10 @@ def can_join(problem: Problem) -> bool:
 
 
 def can_fuse(problem: Problem) -> bool:
+    """Whether prefill_fused, and prefill_overlapped, can do it.
+
+    Their variants are those of prepare times those of scan, so they are kept to the commonest.
+    """
     return problem.axis == "head" and problem.dtype == torch.bfloat16 and problem.K == problem.V == 128
 
 
@@ -214,7 +225,7 @@ class Prefill(Operation):
         cuts = [Segmentation(1), Segmentation(4)]
         cuts += [Segmentation(2, joins=True)] if can_join(problem) else []
         cuts += [Segmentation(1, 128)] if problem.V == 128 else []
-        cuts += [Segmentation(1, 128, True)] if can_fuse(problem) else []
+        cuts += [Segmentation(1, 128, True), Segmentation(1, overlapped=True)] if can_fuse(problem) else []
         return list(dict.fromkeys(variant for cut in cuts for variant in variants_of(problem, cut)))
 
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
@@ -229,9 +240,11 @@ class Prefill(Operation):
 
 def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
     """Prefill's kernels, in the order of their launches."""
-    if cut.fused:
-        fused = problem.facts("g_dtype", "gate", "qk_l2norm", "state_dtype") | dict(checkpoints="checkpoints" in problem.options)
-        return [compile.Variant("prefill_schedule", ()), compile.Variant("prefill_fused", tuple(fused.items()))]
+    checkpoints = dict(checkpoints="checkpoints" in problem.options)
+    if cut.fused or cut.overlapped:
+        one = problem.facts("g_dtype", "gate", "qk_l2norm", "state_dtype") | checkpoints
+        schedule = compile.Variant("prefill_schedule", (("overlapped", cut.overlapped),))
+        return [schedule, compile.Variant("prefill_overlapped" if cut.overlapped else "prefill_fused", tuple(one.items()))]
     prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm")
     made = [compile.Variant("prefill_prepare", tuple(prepare.items()))]
     scan = problem.facts("axis", "K", "V", "dtype", "state_dtype")
@@ -239,7 +252,7 @@ def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
         made.append(compile.Variant("prefill_transitions", tuple(scan.items())))
     if cut.segments > 1 and not cut.joins:
         made.append(compile.Variant("prefill_state_passing", (("V", problem.V),)))
-    scan |= dict(rows=cut.rows, joins=cut.joins, checkpoints="checkpoints" in problem.options)
+    scan |= dict(rows=cut.rows, joins=cut.joins, **checkpoints)
     return [*made, compile.Variant("prefill_scan", tuple(scan.items()))]
 
 
@@ -331,7 +344,7 @@ def _workspace(axis: str, N: int, H: int, HV: int, chunk_slots: int, cut: Segmen
         chunk_slots * HV * 2 * TRIANGLE_BYTES,  # tinv_aqk
         chunk_slots * HV * SCALE_BYTES,  # scales
         N * 4 if packed else 0,  # sequence_order
-        4,  # work_queue
+        4 * (1 + chunk_slots * cut.overlapped),  # work_queue; then a counter for each chunk
         0 if cut.joins else 2 * states,  # segment_transitions
         states + segments * 4,  # segment_states, and a flag for each
     )

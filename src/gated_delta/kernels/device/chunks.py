@@ -99,6 +99,24 @@ def load_sequence(args, n):
     return Sequence(n, start, end - start, first_chunk_slot(args, n, start))
 
 
+@cute.jit
+def find_sequence(args, slot, lane):
+    """The sequence of a chunk slot, the last one that begins there or before: a search in steps of 32."""
+    size = args.size
+    first, step = Int32(0), Int32(1)
+    while step * 32 < size.N:
+        step *= 32
+    while step > 0:
+        n = first + lane * step
+        start = load_index(
+            args.ptr.cu_seqlens + offset(cutlass.min(n, size.N), args.stride.cu_seqlens_n), size.cu_seqlens_kind, Int32(0)
+        )
+        before = cute.arch.popc(cute.arch.vote_ballot_sync((n < size.N) & (first_chunk_slot(args, n, start) <= slot)))
+        first += (before - 1) * step
+        step = step // 32
+    return first
+
+
 def head_number(args, n, hv):
     """Among those of all sequences."""
     return Int64(n) * Int64(args.size.HV) + Int64(hv)
@@ -261,6 +279,13 @@ class PrepareChunk:
         """All of a chunk's work."""
         raise NotImplementedError
 
+    def inputs_loaded(self, args, coord):
+        """Thread 0, once the chunk's tokens have come."""
+
+    def sync(self, coord):
+        """Wait for all warps that prepare the chunk."""
+        cute.arch.sync_threads()
+
     def tinv_at(self, coord, head):
         """Address of a head's Tinv on its way to the workspace."""
         raise NotImplementedError
@@ -346,13 +371,13 @@ class PrepareChunk:
     def invert_and_store(self, args, coord, hv, head):
         """Tinv of a head; Tinv and Aqk start on their way to the workspace."""
         self.invert_diagonal(coord, head)
-        cute.arch.sync_threads()
+        self.sync(coord)
         self.invert_below(coord, head)
         cute.arch.fence_proxy("async.shared", space="cta")
         if coord.thread == 0:
             # The next head writes to the other buffer, which must have been read.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
-        cute.arch.sync_threads()
+        self.sync(coord)
         if coord.thread == 0:
             target = args.ptr.tinv_aqk + self.head_chunk(args, coord, hv) * (2 * TRIANGLE_BYTES)
             bulk_store(target, self.tinv_at(coord, head), TRIANGLE_BYTES)

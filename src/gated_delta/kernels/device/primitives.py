@@ -434,6 +434,16 @@ def atomic_increment(address):
     return cute.arch.inline_ptx("atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address])
 
 
+def release_increment(address):
+    """Add 1 to a counter in global memory, behind all that the thread knows to be written."""
+    cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[address])
+
+
+def load_acquire(address):
+    """A counter in global memory; what was written in front of its increments can be read behind this."""
+    return cute.arch.inline_ptx("ld.acquire.gpu.global.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
 def sync_threads_or(condition):
     """A block's barrier, and whether the condition holds for any of its threads."""
     found = cute.arch.inline_ptx(
