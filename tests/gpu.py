@@ -90,10 +90,13 @@ def force_segments(segments, monkeypatch):
 
     "persistent": one segment, all V rows in a block, and three blocks, so that each has several heads. "fused": in one kernel, too.
     "joined": four segments, of which those behind one that does not forget are joined to it. "overlapped": prepare beside scan.
+    Deterministic ones have one segment.
     """
     persistent = segments in ("persistent", "fused")
 
     def segmentation_of(problem, sequences, tokens):
+        if "deterministic" in problem.options:
+            return on_host.Segmentation(1, problem.V if persistent else 64)
         if segments == "joined":
             return on_host.Segmentation(4, joins=True)
         if segments == "overlapped":

@@ -947,6 +947,90 @@ def test_bits_do_not_depend_on_other_heads(axis, segments, slow):
         same(got, final[:, values])
 
 
+SIZES = ("typical", "slow", "strong", "huge", "tiny", "far apart", "fading", "zeros")
+
+
+def sized(call, start, kind):
+    """Tokens and initial states of which fp16, or fp32, cannot hold all digits at one scale."""
+    rng, chunk = random.Random(0), torch.arange(call["v"].shape[1], device="cuda") // 64
+    if kind == "slow":
+        return slowly(call), start
+    if kind == "strong":
+        return call | dict(gate=gd.Gate.log(), g=call["g"].abs() * -20), start
+    if kind in ("huge", "tiny"):
+        size = 2.0 ** (100 if kind == "huge" else -100)
+        return call | dict(v=call["v"] * size), start * size
+    if kind == "far apart":
+        powers = torch.tensor([rng.choice((-120, -100, 0, 100)) for _ in range(int(chunk[-1]) + 1)], device="cuda")
+        sizes = torch.tensor([2.0 ** rng.choice((-140, -100, 0, 110)) for _ in range(len(start))], device="cuda")
+        return slowly(call | dict(v=call["v"] * (2.0 ** powers[chunk]).bfloat16()[:, None, None])), start * sizes.view(-1, 1, 1, 1)
+    if kind == "fading":  # states down to fp32's smallest numbers, with nothing written beside them
+        return call | dict(gate=gd.Gate.log(), g=call["g"].abs() * -0.3, v=call["v"] * (chunk == 5)[:, None, None]), start
+    if kind == "zeros":
+        return slowly(call | dict(v=call["v"] * (chunk % 3 == 2)[:, None, None])), start * 0
+    return call, start
+
+
+def of_heads(call, first, last):
+    """The call with these q/k heads and their value heads."""
+    values, gate = slice(first * (HV // H), last * (HV // H)), call["gate"]
+    made = {name: call[name][:, :, first:last] for name in "qk"} | {name: call[name][:, :, values] for name in ("v", "g", "beta")}
+    parameters = (None if x is None else x[values] for x in (gate.A_log, gate.dt_bias))
+    return call | made | dict(gate=gd.Gate(gate.kind, *parameters, gate.bound)), values
+
+
+@pytest.mark.parametrize("kind", SIZES)
+def test_deterministic_bits_are_those_of_a_head_alone_and_in_parts(axis, kind, monkeypatch):
+    """In blocks of 64 and of 128 rows, in calls split at multiples of 64 tokens, and from checkpoints there."""
+    rng, lengths = random.Random(kind), (700, 64, 1, 130, 0, 333, 512)
+    N, ends = len(lengths), [0, *itertools.accumulate(lengths)]
+    dense, start = sized(tokens(N, max(lengths), axis=axis), pool(N, torch.float32), kind)
+    splits = [sorted(rng.sample(range(0, length + 1, 64), min(2, length // 64 + 1))) for length in lengths]
+    lens, made = index(*([*split, -1][:2] for split in splits)), []
+    for rows in (1, "persistent"):
+        force_segments(rows, monkeypatch)
+        kept = poisoned(N, 2, dtype=torch.float32)
+        keep = dict(checkpoint_lens=lens, checkpoints=kept, deterministic=True)
+        made.append((*in_pool(packed(dense, lengths), state=start, **keep), kept))
+    for x, y in zip(*made):
+        same(x, y)
+    o, after, kept = made[0]
+    assert o.isfinite().all()
+    monkeypatch.undo()
+    for n, (first, last) in itertools.product(range(N), ((0, H), (0, 1), (2, 3))):
+        call, values = of_heads(part(dense, slice(n, n + 1), slice(0, lengths[n])), first, last)
+        state = start[n : n + 1, values]
+        for j, (begin, end) in enumerate(itertools.pairwise([0, *splits[n], lengths[n]])):
+            some = part(call, slice(None), slice(begin, end))
+            got, state = prefill(some, initial_state=state, output_final_state=True, deterministic=True)
+            same(got[0], o[0, ends[n] + begin : ends[n] + end, values])
+            same(state[0], kept[n, j, values] if j < len(splits[n]) else after[n, values])
+
+
+def test_deterministic_bits_do_not_depend_on_the_load(axis, state_dtype):
+    """Where dispatch cuts calls in segments, takes one kernel, or persistent blocks: as alone, from a pool and from a tensor."""
+    call, start = slowly(tokens(40, 300, axis=axis)), pool(40, state_dtype)
+    o, after = in_pool(call, state=start, deterministic=True)
+    few, few_after = in_pool(part(call, slice(9)), state=start[:9], deterministic=True)
+    same(few, o[:9])
+    same(few_after, after[:9])
+    for n in (0, 8, 39):
+        got, state = prefill(
+            part(call, slice(n, n + 1)), initial_state=start[n : n + 1], output_final_state=True, deterministic=True
+        )
+        same(got[0], o[n])
+        same(state[0], after[n])
+    long = slowly(tokens(1, 4096, axis=axis))  # eight segments without the flag
+    whole, final = prefill(long, output_final_state=True, deterministic=True)
+    state, outputs = None, []
+    for first, last in itertools.pairwise((0, 64, 2112, 4096)):
+        states = dict(initial_state=state, output_final_state=True, deterministic=True)
+        some, state = prefill(part(long, slice(None), slice(first, last)), **states)
+        outputs.append(some)
+    same(torch.cat(outputs, 1), whole)
+    same(state, final)
+
+
 # ------------------------------------------------------------------------------------------------ how it is called
 
 

@@ -895,6 +895,21 @@ def test_one_kernel_where_heads_fill_the_chip(launches):
             assert sorted(name for name in WORKSPACE if getattr(pointers, name)) == sorted(present)
 
 
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_deterministic_prefill_has_one_scan_of_one_segment(launches, axis, keeps):
+    """Where calls without the flag have segments, joined ones, or one kernel; rows do not change bits."""
+    packed = prompts((1, 200), axis) | dict(cu_seqlens=ints(0, 64, 200))
+    for call, n, rows in ((prompts((1, 8192), axis), 1, 64), (packed, 2, 64), (prompts((40, 70), axis), 40, 128)):
+        launches.clear()
+        keep = dict(checkpoint_lens=torch.zeros(n, 1, dtype=i32), checkpoints=torch.zeros(n, 1, HV, D, D)) if keeps else {}
+        run("prefill", **call, **keep, deterministic=True)
+        prepare, scan = launches.kernels
+        assert prepare.kernel == "prefill_prepare"
+        assert dict(scan.facts) | dict(rows=rows, joins=False, checkpoints=True, deterministic=True) == dict(scan.facts)
+        assert launches[0][-1].segments == 1
+    assert "deterministic" in str(gd.explain("prefill", **packed, deterministic=True, backend="cute"))
+
+
 def test_segmentation_depends_on_sequences_and_tokens(launches, monkeypatch):
     """Calls and explain pass the same numbers."""
     asked = []

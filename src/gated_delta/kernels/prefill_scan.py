@@ -139,17 +139,30 @@ class PrefillScan:
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else.
 
     rows: V rows of a block. joins: whether a block walks on through segments whose initial states it would have to wait for.
-    checkpoints: whether it stores states between chunks, where a call asks for them.
+    checkpoints: whether it stores states between chunks, where a call asks for them. deterministic: whether a chunk's bits follow
+    from its state and tokens alone, whatever the rows: docs/kernels/prefill.md, "What bits depend on".
     """
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
     transitions = False
     """Whether it finds segment transitions, rather than outputs and final states: prefill_transitions.py."""
 
-    def __init__(self, axis: str, K: int, V: int, dtype: str, state_dtype: str, rows: int, joins: bool, checkpoints: bool):
-        self.K, self.V, self.rows = K, V, rows
+    def __init__(
+        self,
+        axis: str,
+        K: int,
+        V: int,
+        dtype: str,
+        state_dtype: str,
+        rows: int,
+        joins: bool,
+        checkpoints: bool,
+        deterministic: bool = False,
+    ):
+        self.K, self.V, self.rows, self.deterministic = K, V, rows, deterministic
         self.mma_groups, self.v_tiles = rows // WARPGROUP_ROWS, V // rows
         self.tiles = self.v_tiles
+        self.load_absmax = self.mma_groups == 1 and not deterministic  # of values, by load warps; else by each MMA warp
         self.channel, self.joins, self.checkpoints = axis == "channel", joins, checkpoints
         self.persistent = self.mma_groups > 1 and not self.transitions  # otherwise a block has one work tile
         self.fused = False
@@ -374,11 +387,12 @@ class PrefillScan:
                 words = [[ahead[w, i] for w in range(4)] for i in range(CHUNK // step)]
                 for i in cutlass.range_constexpr(CHUNK // step):
                     store_shared_x4(values + (row + i * step) * self.v_pitch, words[i])
-                absmax = self.words_absmax([word for four in words for word in four])
+                if cutlass.const_expr(self.load_absmax):
+                    absmax = self.words_absmax([word for four in words for word in four])
+                    store_shared(shared + self.smem.v_absmax + stage * 8 + thread // 32 * 4, absmax, thread % 32 == 0)
                 self.load_v(args, coord, v_at, c + 1, ahead)
                 token = (c + 4) * CHUNK + thread
                 prefetch_l2(v_at + (offset(token, args.stride.v_t) - vector * 16), self.has_v(coord, token))
-                store_shared(shared + self.smem.v_absmax + stage * 8 + thread // 32 * 4, absmax, thread % 32 == 0)
                 cute.arch.mbarrier_arrive(mbarrier(full))
             else:
                 for at in cutlass.range(row, CHUNK, step, unroll=4):
@@ -534,7 +548,10 @@ class PrefillScan:
         pipe = self.pipeline_state(args, coord)
         if coord.end_chunk > coord.first_chunk:
             self.consumer_wait(coord, pipe)
-            state_scale = self.rescale(frag, self.v_absmax(coord, pipe), state_scale, True)
+            if cutlass.const_expr(self.deterministic):
+                state_scale = self.set_scale(frag, self.v_absmax(coord, pipe), state_scale)
+            else:
+                state_scale = self.rescale(frag, self.v_absmax(coord, pipe), state_scale, True)
             self.to_fp16(frag.state, frag.state_fp16)
             if cutlass.const_expr(self.fused):
                 while self.has_tokens(coord, pipe):
@@ -573,14 +590,26 @@ class PrefillScan:
             absmax = self.v_absmax(coord, following)
         if cutlass.const_expr(self.mma_groups == 1):  # otherwise finish_chunk has waited for all groups
             warpgroup.wait_group(0 if self.transitions else 1)
-        state_scale = self.rescale(frag, absmax, state_scale, self.measures_state(coord, following))
+        if cutlass.const_expr(self.deterministic):  # a new scale, where fp32 cannot hold all digits, would show in a checkpoint
+            checkpoint = self.keep_state(frag, args, coord, following, state_scale, checkpoint)
+            if self.has_tokens(coord, following):
+                state_scale = self.set_scale(frag, absmax, state_scale)
+        else:
+            state_scale = self.rescale(frag, absmax, state_scale, self.measures_state(coord, following))
         self.to_fp16(frag.state, frag.state_fp16)
         if cutlass.const_expr(self.mma_groups == 1):
             self.finish_chunk(frag, args, coord, pipe, o_scale)
-        if cutlass.const_expr(self.checkpoints):  # noqa: SIM102 - settled when compiling
-            if following.chunk == checkpoint:
-                checkpoint = self.store_checkpoints(args, coord, frag.state, state_scale, checkpoint)
+        if cutlass.const_expr(not self.deterministic):
+            checkpoint = self.keep_state(frag, args, coord, following, state_scale, checkpoint)
         return state_scale, following, checkpoint
+
+    @cute.jit
+    def keep_state(self, frag, args, coord, pipe, state_scale, checkpoint):
+        """Store the state in front of a chunk if a checkpoint lies there. Returns the chunk of the next ones."""
+        if cutlass.const_expr(self.checkpoints):  # noqa: SIM102 - settled when compiling
+            if pipe.chunk == checkpoint:
+                checkpoint = self.store_checkpoints(args, coord, frag.state, state_scale, checkpoint)
+        return checkpoint
 
     def measures_state(self, coord, pipe):
         """Whether the state's absmax is looked at in front of a chunk."""
@@ -687,13 +716,28 @@ class PrefillScan:
             absmax = cute.math.max(absmax, self.absmax(frag.state))
             low = Float32(ABSMAX_LOW)
         if (absmax > ABSMAX_HIGH) | ((absmax < low) & (absmax > 0)):
-            exponent = cutlass.max(cutlass.min(Int32(absmax.bitcast(Uint32) >> 23), 253), 1)
-            wanted = state_scale * Uint32((254 - exponent) << 23).bitcast(Float32)
+            wanted = state_scale * inverse_power_of_2_below(absmax)
             wanted = cute.math.max(cute.math.min(wanted, Float32(2.0**120)), Float32(2.0**-120))
             factor = wanted * inverse_power_of_2(state_scale)
             self.multiply(frag.state, factor)
             state_scale = wanted
         return state_scale
+
+    @cute.jit
+    def set_scale(self, frag, v_absmax, state_scale):
+        """The state at a scale that has no history: as if the call began here, with the state that one before it has stored.
+
+        So the state goes by way of the stored one, which has lost what fp32 cannot hold. With a scale of at most 1 it has lost
+        nothing but what is too large, so a scale that stays leaves the state as it is.
+        """
+        unscale = inverse_power_of_2(state_scale)
+        absmax = cute.math.max(v_absmax, self.absmax(frag.state) * unscale)
+        wanted = inverse_power_of_2_below(absmax)
+        wanted = cute.math.max(cute.math.min(wanted, Float32(2.0**120)), Float32(2.0**-120))
+        if (wanted != state_scale) | (state_scale > 1) | (state_scale < Float32(2.0**-119)):
+            self.multiply(frag.state, unscale)
+            self.multiply(frag.state, wanted)
+        return wanted
 
     def absmax(self, sums):
         """The largest magnitude among a warp's numbers."""
@@ -703,8 +747,8 @@ class PrefillScan:
         return warp_max(sizes[0].bitcast(Uint32)).bitcast(Float32)
 
     def v_absmax(self, coord, pipe):
-        """The largest magnitude among a chunk's values; with two MMA warpgroups, among the warp's rows of them."""
-        if self.mma_groups == 1:
+        """The largest magnitude among a chunk's values; where the MMA warps take it, among the warp's rows of them."""
+        if self.load_absmax:
             pair = load_shared_f32x2(coord.shared + self.smem.v_absmax + pipe.stage * 8)
             return cute.math.max(pair[0], pair[1])
         return self.words_absmax(self.values(coord, pipe)).bitcast(Float32)
@@ -863,6 +907,12 @@ def without_checkpoints(arguments):
 def inverse_power_of_2(x):
     """1 / x for a power of two x."""
     return (Uint32(254 << 23) - x.bitcast(Uint32)).bitcast(Float32)
+
+
+def inverse_power_of_2_below(x):
+    """1 / the largest power of two up to x, for x of 2**-126 to 2**126; for others that of the next of these."""
+    exponent = cutlass.max(cutlass.min(Int32(x.bitcast(Uint32) >> 23), 253), 1)
+    return Uint32((254 - exponent) << 23).bitcast(Float32)
 
 
 def warp_uniform(x):

@@ -63,15 +63,15 @@ class Segmentation(NamedTuple):
 
 def segmentation_of(problem: Problem, sequences: int, tokens: int) -> Segmentation:
     """For that many sequences with so many tokens in all, measured on an H200: docs/kernels/prefill.md."""
-    heads = sequences * problem.HV
+    heads, deterministic = sequences * problem.HV, "deterministic" in problem.options
     if problem.V == 128 and 2 * heads > MAX_BLOCKS:
         fewest = FUSED_HEADS.get(problem.HV // problem.H, heads + 1)
-        fused = can_fuse(problem) and heads >= fewest and tokens > CHUNK * sequences
+        fused = can_fuse(problem) and not deterministic and heads >= fewest and tokens > CHUNK * sequences
         packed = any(option.startswith("cu_seqlens") for option in problem.options)
         few = packed and problem.axis == "head" and 1 < sequences <= MAX_PACKED and heads <= MAX_PACKED_HEADS
         return Segmentation(1) if few and not fused else Segmentation(1, 128, fused)
     blocks = problem.V // 64 * heads
-    if not blocks:
+    if not blocks or deterministic:  # segments change bits; the rows of a block do not then
         return Segmentation(1)
     length, most = tokens // sequences, MAX_BLOCKS // blocks
     segments = min(most, max(length // MIN_SEGMENT, FEW_SEGMENTS)) if length >= MIN_CUT else 1
@@ -213,7 +213,6 @@ class Prefill(Operation):
             "rows of q and k that start at multiples of 16 bytes": "unaligned_qk" in problem.options,
             "rows of v and out, and of KDA's g, that start at multiples of 16 bytes": "unaligned_values" in problem.options,
             SCATTERED: "scattered_rows" in problem.options,
-            "deterministic=False": "deterministic" in problem.options,
         }
         return [need for need, is_missing in needs.items() if is_missing]
 
@@ -222,16 +221,18 @@ class Prefill(Operation):
         return Plan(cut, tuple(variants_of(problem, cut)))
 
     def variants(self, problem: Problem) -> list[compile.Variant]:
-        cuts = [Segmentation(1), Segmentation(4)]
-        cuts += [Segmentation(2, joins=True)] if can_join(problem) else []
+        cuts = [Segmentation(1)]
         cuts += [Segmentation(1, 128)] if problem.V == 128 else []
-        cuts += [Segmentation(1, 128, True), Segmentation(1, overlapped=True)] if can_fuse(problem) else []
+        if "deterministic" not in problem.options:
+            cuts += [Segmentation(4)]
+            cuts += [Segmentation(2, joins=True)] if can_join(problem) else []
+            cuts += [Segmentation(1, 128, True), Segmentation(1, overlapped=True)] if can_fuse(problem) else []
         return list(dict.fromkeys(variant for cut in cuts for variant in variants_of(problem, cut)))
 
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
         if {K, V} != {128}:
             return []
-        options = (frozenset[str](), frozenset({"checkpoints"}))
+        options = (frozenset[str](), frozenset({"checkpoints"}), frozenset({"deterministic"}))
         return [Problem("prefill", axis, 1, 1, K, V, state_dtype=state_dtype, options=some, **tokens) for some in options]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
@@ -252,7 +253,9 @@ def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
         made.append(compile.Variant("prefill_transitions", tuple(scan.items())))
     if cut.segments > 1 and not cut.joins:
         made.append(compile.Variant("prefill_state_passing", (("V", problem.V),)))
-    scan |= dict(rows=cut.rows, joins=cut.joins, **checkpoints)
+    deterministic = "deterministic" in problem.options  # one scan with and without checkpoints: a cache keeps these anyway
+    scan |= dict(rows=cut.rows, joins=cut.joins, checkpoints=deterministic or checkpoints["checkpoints"])
+    scan |= dict(deterministic=True) if deterministic else {}
     return [*made, compile.Variant("prefill_scan", tuple(scan.items()))]
 
 
