@@ -5,6 +5,7 @@ import functools
 import pytest
 import torch
 from torch._subclasses import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import gated_delta as gd
 from calls import buffer, call, normed, pool, tokens, verified
@@ -180,6 +181,34 @@ def test_fake_tensors_run_nothing():
         fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in call("decode").items()}
         o = gd.decode(**fake, backend="reference")
     assert o.shape == (2, 3, 4, 6)
+
+
+TRACERS = {"make_fx": lambda f, *xs: make_fx(f)(*xs), "torch.jit.trace": lambda f, *xs: torch.jit.trace(f, xs)}
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+@pytest.mark.parametrize("trace", TRACERS)
+def test_what_is_traced_with_some_slots_is_right_for_others(trace):
+    given = tokens()
+
+    def decode(state, slots):
+        return gd.decode(**given, state=state, state_indices=slots, backend="reference")
+
+    traced, others = TRACERS[trace](decode, pool(), torch.tensor([0, 1])), torch.tensor([4, 2])
+    eager, state = pool(), pool()
+    same(traced(state, others), decode(eager, others))
+    same(state, eager)
+
+
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+def test_transforms_of_functions_are_refused(transform):
+    given = call("decode")
+
+    def summed(q):
+        return gd.decode(**given | dict(q=q)).sum()
+
+    with pytest.raises(gd.UnsupportedProblem, match="q has no memory of its own"):
+        transform(summed)(given["q"] if transform is torch.func.grad else given["q"][None])
 
 
 def test_explain_looks_through_subclasses():

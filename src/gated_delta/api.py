@@ -1,7 +1,7 @@
 """The four operations: recognise the call or describe it, choose its route, run.
 
-In eager mode a call goes straight to its backend. Under torch.compile (and for FakeTensor and other subclasses) it becomes one
-node, torch.ops.gated_delta.<op> (library.py), whose schema says what it mutates and whose body is the same eager call.
+In eager mode a call goes straight to its backend. Under torch.compile and other tracers, and for FakeTensor and other subclasses,
+it becomes one node, torch.ops.gated_delta.<op> (library.py). Its schema says what it mutates, and its body is the same eager call.
 """
 
 from __future__ import annotations
@@ -309,7 +309,13 @@ class ReferenceCall:
 
 
 def _traced(x: object) -> bool:
-    return torch.compiler.is_compiling() or (type(x) not in PLAIN and isinstance(x, Tensor))
+    """Whether a call is to be seen as one node: kernels, and what the reference backend reads on the host, leave no trace."""
+    return (
+        torch.compiler.is_compiling()
+        or (type(x) not in PLAIN and isinstance(x, Tensor))
+        or torch._C._len_torch_dispatch_stack() > 0  # make_fx, among others
+        or torch._C._get_tracing_state() is not None  # torch.jit.trace
+    )
 
 
 PLAIN = (Tensor, torch.nn.Parameter)

@@ -380,7 +380,11 @@ class Checker:
             raise ValueError(f"{name}: expected device {self.device}, where the first tensor is, got {x.device}")
         if x.is_meta:
             raise ValueError(f"{name}: expected a tensor with data, got one on the meta device")
-        if x.numel() and not x.data_ptr():
+        try:
+            pointer = x.data_ptr()
+        except RuntimeError:
+            raise UnsupportedProblem(f"{name} has no memory of its own, as under torch.func's transforms", ("memory",)) from None
+        if x.numel() and not pointer:
             raise ValueError(f"{name}: expected a tensor with data, got one whose storage was freed")
         if x.requires_grad and torch.is_grad_enabled():
             raise UnsupportedProblem(
