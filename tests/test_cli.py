@@ -302,9 +302,13 @@ def test_results_replace_earlier_ones_of_the_same_command(tmp_path):
     link = tmp_path / "link.json"
     file.touch()
     link.symlink_to(file)
+    beside = tmp_path / "check.json.unfinished"  # another's: results are first written under a name of this process's own
+    beside.write_text("mine")
     for _ in range(2):
         assert run(*CHECK, "--json", link).exit_code == 0
     assert link.is_symlink()
+    assert beside.read_text() == "mine"
+    assert sorted(tmp_path.iterdir()) == [file, beside, link]
     assert len(json.loads(file.read_text())["results"]) == 3
     refused(run(*BENCH, "--json", file), "holds something else")
 

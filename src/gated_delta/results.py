@@ -119,7 +119,7 @@ def replace(file: Path, text: str) -> None:
 
 
 def _unfinished(file: Path) -> Path:
-    return file.with_name(file.name + ".unfinished")
+    return file.with_name(f"{file.name}.{os.getpid()}.unfinished")  # two processes may write one file
 
 
 def check_target(file: Path, hint: str) -> Path:
