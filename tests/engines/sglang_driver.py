@@ -55,6 +55,13 @@ def record(kernels):
         operation.describe = described(operation.describe)
 
 
+if case["engine"].get("enable_deterministic_inference"):  # with the one attention that a CPU has, and torch's own kernels
+    from sglang.srt.arg_groups import choices
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+    ModelRunner.maybe_enable_batch_invariant_mode = lambda self: None
+    choices.add_deterministic_attention_backend_choices(["torch_native"])
+    choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 plugin._calls = Calls()
 plugin.VERSIONS = tuple(case.get("versions", plugin.VERSIONS))
 if "kernels" in case:

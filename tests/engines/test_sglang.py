@@ -687,6 +687,17 @@ def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
     run.looked_for_what_it_needs()
 
 
+def test_engine_with_deterministic_inference(qwen3_5, expected, tmp_path):
+    """Prefills have the engine's flag, and so have the kernels that it looks for when it starts."""
+    run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="extra_buffer", enable_deterministic_inference=True))
+    assert run.tokens(0) == run.tokens(1) == expected
+    assert run.cached(1)[1] >= 128
+    assert run.ran.keys() == BOTH
+    run.looked_for_what_it_needs()
+    (needed,) = [one["needed"] for file in run.kernels.iterdir() if (one := json.loads(file.read_text()))["needed"]]
+    assert {"deterministic=True" in label for label in needed if "prefill_scan" in label} == {True}
+
+
 def test_engine_that_retracts_requests(qwen3_5, expected, tmp_path):
     """As where memory is short: requests leave at every third step, and come back as prompts, some from a prefix in cache."""
     run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="extra_buffer"), dict(SGLANG_TEST_RETRACT="1"))

@@ -122,9 +122,8 @@ class Operations:
     """
 
     layers: str
-    supports_safe_gate_verify = True
-    supports_strided_target_verify_qkv = True
-    supports_track_state_snapshot = True
+    deterministic = False  # whether prefills are; sglang_start.check knows the engine's flag
+    supports_safe_gate_verify = supports_strided_target_verify_qkv = supports_track_state_snapshot = True
     supports_fused_chain_verify = False  # the engine's fused kernel would run in place of target_verify
 
     def packed_decode(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, **given: Any) -> Tensor:
@@ -165,6 +164,7 @@ class Operations:
             made = dict(q=_rows(q), k=_rows(k), v=_rows(v), g=g, beta=beta)
             call = made if given.get("A_log") is None else self._raw(tokens, given)
             call |= _pool(given, N := len(bounds) - 1) | dict(beta_logits=given.get("beta_is_raw", False))
+            call |= dict(deterministic=self.deterministic)
             if len(states) == N:  # no pool, which has a slot of padding: copies that the engine made, in order, of strided slots
                 call |= dict(null_index=-1)
             if track is not None:

@@ -48,6 +48,7 @@ class Layer(NamedTuple):
         own = dict(state=state, state_indices=zero, null_index=0, backend=plugin.backend_for(state))
         prompt = self.tokens(plugin.CHUNK, device, raw=self.layers == "KDA") | own
         prompt |= dict(cu_seqlens=torch.tensor([0, plugin.CHUNK], dtype=torch.int32, device=device))
+        prompt |= dict(deterministic=plugin.Operations.deterministic)
         made = dict(decode=[("decode", self.tokens(1, device) | own)], prefill=[("prefill", prompt)])
         if tracked:
             kept = dict(checkpoint_lens=zero[:, None], checkpoints=state.new_zeros(1, 1, *state.shape[1:]))
@@ -73,6 +74,7 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
     from sglang.srt.runtime_context import get_exec, max_speculative_num_draft_tokens
 
     warn_of_forks()
+    plugin.Operations.deterministic = get_exec().deterministic.enable_deterministic_inference
     kind, drafts = "KDA" if "KDA" in type(backend).__name__ else "GDN", max_speculative_num_draft_tokens() or 0
     found: dict[Layer, int] = {}  # of each kind of layer the last one
     model = getattr(runner, "model", None)  # not in SGLang's own tests of its backends
