@@ -96,7 +96,8 @@ def force_segments(segments, monkeypatch):
 
     def segmentation_of(problem, sequences, tokens):
         if "deterministic" in problem.options:
-            return on_host.Segmentation(1, problem.V if persistent else 64)
+            beside = segments == "overlapped" and on_host.can_fuse(problem)
+            return on_host.Segmentation(1, problem.V if persistent else 64, overlapped=beside)
         if segments == "joined":
             return on_host.Segmentation(4, joins=True)
         if segments == "overlapped":

@@ -981,19 +981,20 @@ def of_heads(call, first, last):
 
 @pytest.mark.parametrize("kind", SIZES)
 def test_deterministic_bits_are_those_of_a_head_alone_and_in_parts(axis, kind, monkeypatch):
-    """In blocks of 64 and of 128 rows, in calls split at multiples of 64 tokens, and from checkpoints there."""
+    """In blocks of 64 and of 128 rows, beside prepare, in calls split at multiples of 64 tokens, and from checkpoints there."""
     rng, lengths = random.Random(kind), (700, 64, 1, 130, 0, 333, 512)
     N, ends = len(lengths), [0, *itertools.accumulate(lengths)]
     dense, start = sized(tokens(N, max(lengths), axis=axis), pool(N, torch.float32), kind)
     splits = [sorted(rng.sample(range(0, length + 1, 64), min(2, length // 64 + 1))) for length in lengths]
     lens, made = index(*([*split, -1][:2] for split in splits)), []
-    for rows in (1, "persistent"):
-        force_segments(rows, monkeypatch)
+    for cut in (1, "persistent", "overlapped"):
+        force_segments(cut, monkeypatch)
         kept = poisoned(N, 2, dtype=torch.float32)
         keep = dict(checkpoint_lens=lens, checkpoints=kept, deterministic=True)
         made.append((*in_pool(packed(dense, lengths), state=start, **keep), kept))
-    for x, y in zip(*made):
-        same(x, y)
+    for x, *others in zip(*made):
+        for y in others:
+            same(x, y)
     o, after, kept = made[0]
     assert o.isfinite().all()
     monkeypatch.undo()

@@ -25,7 +25,9 @@ T, K, V = 3, 64, 96  # of drafts
 D = 128  # K and V of prompts
 i32, i64, bf16, fp16, f32 = torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32
 OPS = ("decode", "verify", "flush", "prefill")
-PREFILL_KERNELS = tuple(f"prefill_{name}" for name in ("prepare", "scan", "transitions", "state_passing", "schedule", "fused"))
+PREFILL_KERNELS = tuple(
+    f"prefill_{name}" for name in ("prepare", "scan", "transitions", "state_passing", "schedule", "fused", "overlapped")
+)
 
 
 class Launches(list):
@@ -897,15 +899,21 @@ def test_one_kernel_where_heads_fill_the_chip(launches):
 
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_deterministic_prefill_has_one_scan_of_one_segment(launches, axis, keeps):
-    """Where calls without the flag have segments, joined ones, or one kernel; rows do not change bits."""
-    packed = prompts((1, 200), axis) | dict(cu_seqlens=ints(0, 64, 200))
-    for call, n, rows in ((prompts((1, 8192), axis), 1, 64), (packed, 2, 64), (prompts((40, 70), axis), 40, 128)):
+    """Where calls without the flag have segments, joined ones, or one kernel; rows, and prepare beside the scan, do not change bits."""
+    packed, two = prompts((1, 200), axis) | dict(cu_seqlens=ints(0, 64, 200)), ["prefill_prepare", "prefill_scan"]
+    beside = ["prefill_schedule", "prefill_overlapped"] if axis == "head" else two
+    for call, n, kernels, rows in (
+        (prompts((1, 8192), axis), 1, beside, 64),
+        (packed, 2, two, 64),
+        (prompts((40, 70), axis), 40, two, 128),
+    ):
         launches.clear()
         keep = dict(checkpoint_lens=torch.zeros(n, 1, dtype=i32), checkpoints=torch.zeros(n, 1, HV, D, D)) if keeps else {}
         run("prefill", **call, **keep, deterministic=True)
-        prepare, scan = launches.kernels
-        assert prepare.kernel == "prefill_prepare"
-        assert dict(scan.facts) | dict(rows=rows, joins=False, checkpoints=True, deterministic=True) == dict(scan.facts)
+        facts = dict(launches.kernels[-1].facts)
+        assert [some.kernel for some in launches.kernels] == kernels
+        assert facts | dict(checkpoints=True, deterministic=True) == facts
+        assert facts.get("rows", 64) == rows
         assert launches[0][-1].segments == 1
     assert "deterministic" in str(gd.explain("prefill", **packed, deterministic=True, backend="cute"))
 

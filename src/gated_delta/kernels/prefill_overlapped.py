@@ -83,8 +83,8 @@ class OverlappedChunk(GdnChunk):
 class PrefillOverlapped(PrefillScan):
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
 
-    def __init__(self, g_dtype: str, gate: str, qk_l2norm: bool, state_dtype: str, checkpoints: bool):
-        super().__init__("head", D, D, "bf16", state_dtype, 64, joins=False, checkpoints=checkpoints)
+    def __init__(self, g_dtype: str, gate: str, qk_l2norm: bool, state_dtype: str, checkpoints: bool, deterministic: bool = False):
+        super().__init__("head", D, D, "bf16", state_dtype, 64, False, checkpoints, deterministic)
         self.chunk_terms = OverlappedChunk(D, BFloat16, DTYPES[g_dtype], gate, qk_l2norm)
         assert PREPARING * self.chunk_terms.shared <= self.smem.work
         self.threads = 3 * WARPGROUP

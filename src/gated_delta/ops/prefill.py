@@ -71,15 +71,16 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int) -> Segmentati
         few = packed and problem.axis == "head" and 1 < sequences <= MAX_PACKED and heads <= MAX_PACKED_HEADS
         return Segmentation(1) if few and not fused else Segmentation(1, 128, fused)
     blocks = problem.V // 64 * heads
-    if not blocks or deterministic:  # segments change bits; the rows of a block do not then
+    if not blocks:
         return Segmentation(1)
     length, most = tokens // sequences, MAX_BLOCKS // blocks
-    segments = min(most, max(length // MIN_SEGMENT, FEW_SEGMENTS)) if length >= MIN_CUT else 1
+    may_cut = not deterministic  # segments change bits, which rows and where chunks are prepared do not
+    segments = min(most, max(length // MIN_SEGMENT, FEW_SEGMENTS)) if length >= MIN_CUT and may_cut else 1
     if segments > 3 or (segments == 3 and length >= MIN_THREE_SEGMENTS):
         return Segmentation(segments)
     if can_fuse(problem) and sequences == 1 and blocks <= MAX_OVERLAPPED and tokens >= MIN_OVERLAPPED:
         return Segmentation(1, overlapped=True)
-    joined = min(most, length // MIN_JOINED_SEGMENT[problem.axis]) if can_join(problem) else 1
+    joined = min(most, length // MIN_JOINED_SEGMENT[problem.axis]) if can_join(problem) and may_cut else 1
     return Segmentation(joined, joins=True) if joined > 1 else Segmentation(1)
 
 
@@ -223,10 +224,11 @@ class Prefill(Operation):
     def variants(self, problem: Problem) -> list[compile.Variant]:
         cuts = [Segmentation(1)]
         cuts += [Segmentation(1, 128)] if problem.V == 128 else []
+        cuts += [Segmentation(1, overlapped=True)] if can_fuse(problem) else []
         if "deterministic" not in problem.options:
             cuts += [Segmentation(4)]
             cuts += [Segmentation(2, joins=True)] if can_join(problem) else []
-            cuts += [Segmentation(1, 128, True), Segmentation(1, overlapped=True)] if can_fuse(problem) else []
+            cuts += [Segmentation(1, 128, True)] if can_fuse(problem) else []
         return list(dict.fromkeys(variant for cut in cuts for variant in variants_of(problem, cut)))
 
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
@@ -241,9 +243,11 @@ class Prefill(Operation):
 
 def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
     """Prefill's kernels, in the order of their launches."""
-    checkpoints = dict(checkpoints="checkpoints" in problem.options)
+    kept = dict(checkpoints="checkpoints" in problem.options)
+    if "deterministic" in problem.options:  # one variant with and without checkpoints: a cache keeps these anyway
+        kept = dict(checkpoints=True, deterministic=True)
     if cut.fused or cut.overlapped:
-        one = problem.facts("g_dtype", "gate", "qk_l2norm", "state_dtype") | checkpoints
+        one = problem.facts("g_dtype", "gate", "qk_l2norm", "state_dtype") | kept
         schedule = compile.Variant("prefill_schedule", (("overlapped", cut.overlapped),))
         return [schedule, compile.Variant("prefill_overlapped" if cut.overlapped else "prefill_fused", tuple(one.items()))]
     prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm")
@@ -253,9 +257,7 @@ def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
         made.append(compile.Variant("prefill_transitions", tuple(scan.items())))
     if cut.segments > 1 and not cut.joins:
         made.append(compile.Variant("prefill_state_passing", (("V", problem.V),)))
-    deterministic = "deterministic" in problem.options  # one scan with and without checkpoints: a cache keeps these anyway
-    scan |= dict(rows=cut.rows, joins=cut.joins, checkpoints=deterministic or checkpoints["checkpoints"])
-    scan |= dict(deterministic=True) if deterministic else {}
+    scan |= dict(rows=cut.rows, joins=cut.joins) | kept
     return [*made, compile.Variant("prefill_scan", tuple(scan.items()))]
 
 
