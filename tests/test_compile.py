@@ -42,6 +42,14 @@ def cache(tmp_path, monkeypatch):
     return tmp_path
 
 
+@pytest.fixture
+def shared(tmp_path_factory, monkeypatch):
+    """A cache for the whole run: its workers and tests build a kernel once."""
+    base = tmp_path_factory.getbasetemp()
+    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"))
+    monkeypatch.delenv("GATED_DELTA_JIT", raising=False)
+
+
 def variant(**changes):
     first = next(some for some in dispatch.shipped() if some.kernel == "decode")
     return compile.Variant(first.kernel, tuple({**dict(first.facts), **changes}.items()))
@@ -59,8 +67,9 @@ SAMPLE = ALWAYS + ONE_EACH + random.Random(0).sample(OTHERS, 72)
 
 
 @needs_compiler
+@pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("some", SAMPLE, ids=str)
-def test_registers_and_spills_of_shipped_kernels(cache, some):
+def test_registers_and_spills_of_shipped_kernels(some):
     """Machine code for sm_90a, without local memory but for SPILLS."""
     found = compile.resources(compile.build(some, "sm_90a"))
     assert found is not None, "needs cuobjdump: pip install nvidia-cuda-cuobjdump"
@@ -77,8 +86,9 @@ WIDE = [
 
 
 @needs_compiler
+@pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("some", list(dict.fromkeys(WIDE)), ids=str)
-def test_four_blocks_of_verify_fit_on_an_sm(cache, some):
+def test_four_blocks_of_verify_fit_on_an_sm(some):
     """Of 8 tokens beside bf16 states, with a norm too: at 129 registers there are three, and a quarter of the speed is gone."""
     found = compile.resources(compile.build(some, "sm_90a"))
     assert found.registers <= 128
@@ -86,8 +96,9 @@ def test_four_blocks_of_verify_fit_on_an_sm(cache, some):
 
 
 @needs_compiler
+@pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("some", [*ONE_EACH, *(some for some in ALWAYS if some.kernel in SCANS)], ids=str)
-def test_wgmmas_are_not_serialised(cache, some):
+def test_wgmmas_are_not_serialised(some):
     """ptxas fences every wgmma by itself, without a warning, for lack of registers or where it cannot count groups in flight."""
     code = compile.inspected(compile.build(some, "sm_90a"), "-sass")
     assert code is not None, "needs cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
@@ -109,7 +120,8 @@ def test_three_blocks_of_prepare_fit_on_an_sm():
 
 
 @needs_compiler
-def test_blackwell_compiles_too(cache):
+@pytest.mark.usefixtures("shared")
+def test_blackwell_compiles_too():
     """All but prefill, whose tensor cores' instructions are Hopper's."""
     first = {some.kernel: some for some in reversed(dispatch.shipped()) if some.kernel not in PREFILL}
     for some in (*first.values(), variant(axis="channel", single_token=False)):
@@ -125,8 +137,9 @@ ODD = [dict(K=64, V=64), dict(dtype=torch.float16, g_dtype=torch.float32, gate="
 
 
 @needs_compiler
+@pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("odd", ODD, ids=str)
-def test_prefill_builds_for_what_is_not_shipped_too(cache, axis, odd):
+def test_prefill_builds_for_what_is_not_shipped_too(axis, odd):
     facts = dict(K=128, V=128, gate="softplus", dtype=torch.bfloat16, g_dtype=torch.bfloat16, state_dtype=torch.float32)
     for some in set(dispatch.variants_of(Problem("prefill", axis, 1, 1, **(facts | odd)))) - set(dispatch.shipped()):
         assert compile.resources(compile.build(some, "sm_90a")).registers <= 255
