@@ -115,7 +115,8 @@ class PrefillOverlapped(PrefillScan):
         else:
             work = self.work_of(args, block - self.preparing_blocks(size))
             coord = self.coord_of(args, work, shared, thread % WARPGROUP, group - 1)
-            end = cutlass.min(coord.end_chunk, size.chunk_slots - work.sequence.first_slot)  # what is not prepared is not waited for
+            # What is not prepared is not waited for.
+            end = cutlass.min(coord.end_chunk, size.chunk_slots - work.sequence.first_slot)
             coord = coord._replace(first_chunk=warp_uniform(coord.first_chunk), end_chunk=warp_uniform(end))
             if group == 1:
                 cute.arch.setmaxregister_increase(MMA_REGISTERS)
