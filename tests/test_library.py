@@ -219,6 +219,26 @@ def test_explain_looks_through_subclasses():
     assert (route.backend, route.problem.op) == ("reference", "decode")
 
 
+@pytest.mark.parametrize(
+    ("op", "wrong"),
+    [
+        ("prefill", dict(output_final_state=1)),
+        ("decode", dict(qk_l2norm=1)),
+        ("decode", dict(update_state=0)),
+        ("decode", dict(scale=True)),
+        ("verify", dict(null_index=True, state_indices=torch.tensor([3, 2]))),
+        ("flush", dict(num_accepted=True, state_indices=torch.tensor([3, 2]))),
+    ],
+)
+def test_flags_and_numbers_are_told_apart_in_a_compiled_graph_too(op, wrong):
+    torch._dynamo.reset()
+    given = call(op) | wrong
+    for run in (getattr(gd, op), torch.compile(getattr(gd, op), fullgraph=True, backend="aot_eager")):
+        with pytest.raises(Exception, match="expected") as caught:
+            run(**given)
+        assert "TypeError" in f"{type(caught.value).__name__} {caught.value}"
+
+
 def test_a_bad_call_raises_in_a_compiled_graph_too():
     torch._dynamo.reset()
     step = torch.compile(lambda t, s: gd.decode(**t, state=s, backend="reference"), fullgraph=True, backend="aot_eager")

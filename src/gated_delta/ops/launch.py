@@ -61,6 +61,8 @@ class Operation(ABC):
     def __init__(self) -> None:
         self.calls: CallCache[Any] = CallCache()
         self.key = self._key()
+        hints = list(get_type_hints(self.arguments).items())
+        self.flags = {name: hint is bool for name, hint in hints[self.num_tensors :]}
 
     def _key(self) -> Callable[..., tuple[Any, ...]]:
         """From a call's arguments to its key in the call cache; compiled, as it runs in front of every launch."""
