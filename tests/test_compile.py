@@ -60,7 +60,7 @@ def files(cache):
 
 
 ALWAYS = [some for some in dispatch.shipped() if some.kernel in ("flush", *PREFILL) and some.kernel not in IN_ONE]
-ONE_EACH = [[some for some in dispatch.shipped() if some.kernel == kernel][-1] for kernel in IN_ONE]
+ONE_EACH = [[some for some in dispatch.shipped() if some.kernel == kernel][i] for kernel in IN_ONE for i in (0, -1)]
 OTHERS = [some for some in dispatch.shipped() if some not in ALWAYS and some.kernel not in IN_ONE]
 SAMPLE = ALWAYS + ONE_EACH + random.Random(0).sample(OTHERS, 72)
 """A quarter of what ships; `gated-delta compile` prints the registers of all of it."""
