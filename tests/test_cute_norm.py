@@ -111,11 +111,13 @@ def test_bits_do_not_depend_on_the_batch(op, axis, state_dtype, T):
 
 WAYS = [  # to hold a head: blocks of a cluster, one block, one block in chunks
     Schedule(4, 128, cluster=True),
+    Schedule(4, 128, cluster=True, bulk=True),
     Schedule(4, 128, chunks=2, cluster=True),
     Schedule(8, 64, cluster=True),
     Schedule(8, 128, cluster=True),
     Schedule(8, 256),
     Schedule(4, 256),
+    Schedule(4, 256, blocks_per_sm=3, prefetch_chunks=1),
     Schedule(4, 128),
 ]
 

@@ -472,6 +472,8 @@ def test_a_block_or_a_cluster_has_a_whole_head_for_a_norm(K):
             assert (rest, tile % 32) == (0, 0)  # the norm's loops take 32 rows of a block at once
             assert 1 <= blocks <= 8  # more of a cluster run on some devices only
             assert made["threads"] >= 64  # with one warp, no thread were left for KDA's decays
+            assert made.get("blocks_per_sm", 1) * made["threads"] <= 1024  # as many as a block may have
+            assert made.get("prefetch_chunks", 1) <= made["chunks"]
         for some in dispatch.variants_of(Problem("verify", axis, 1, 1, K, V, T, state_dtype=state_dtype, **facts)):
             made = dict(some.facts)
             assert made["rows"] * made["threads"] == 32 * V

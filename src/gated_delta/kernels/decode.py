@@ -82,6 +82,9 @@ class Decode:
         threads: int,
         chunks: int,
         norm: bool = False,
+        blocks_per_sm: int = 0,
+        prefetch_chunks: int = 0,
+        bulk: bool = False,
     ):
         self.state = StateRows(K, state_dtype, rows * 32 // lanes_per_row(K))
         self.tokens = Tokens(self.state, axis, dtype, g_dtype, gate, qk_l2norm, aligned)
@@ -89,6 +92,9 @@ class Decode:
         self.beta_logits, self.single_token, self.rows, self.threads = beta_logits, single_token, rows, threads
         assert single_token or norm or chunks == 1
         self.chunks, self.chunk_rows = chunks, tile_rows(K, rows, threads)
+        self.prefetch_chunks, self.bulk = prefetch_chunks or chunks, bulk
+        # As if for blocks of so many threads: as many blocks' registers fit.
+        self.limits = dict(max_number_threads=(blocks_per_sm * threads, 1, 1)) if blocks_per_sm else {}
         self.lanes, self.padded_K = self.state.lanes, self.state.padded_K
         self.groups = threads // self.lanes  # rows, or tokens' q and k, that a block accesses at once
         self.tile = chunks * self.chunk_rows
@@ -119,13 +125,17 @@ class Decode:
             smem=(self.token_words * size.T + (self.norm.barrier_words if self.norm else 0)) * 4,
             stream=stream,
             use_pdl=True,
+            **self.limits,
         )
 
     @cute.kernel
     def kernel(self, ptr, scale: Float32, bound: Float32, stride, size):
         args, coord = Args(ptr, scale, bound, stride, size), self.coord()
         if coord.n < size.prefetch_sequences:
-            self.state.prefetch(args, coord, [i * self.chunk_rows for i in range(self.chunks)])
+            if cutlass.const_expr(self.bulk):
+                self.state.prefetch_bulk(args, coord, coord.tile * self.tile, self.prefetch_chunks * self.chunk_rows)
+            else:
+                self.state.prefetch(args, coord, [i * self.chunk_rows for i in range(self.prefetch_chunks)])
             self.tokens.prefetch(args, coord)
             if cutlass.const_expr(self.norm is not None):
                 self.norm.prefetch(args, coord)

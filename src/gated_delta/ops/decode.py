@@ -68,7 +68,7 @@ SCHEDULES: dict[tuple[str, str, bool], Table] = {
 }
 """Measured on an H200: docs/kernels/decode.md."""
 
-_OF_4 = Schedule(4, 128, cluster=True)
+_OF_4, _OF_2 = Schedule(4, 128, cluster=True), Schedule(4, 128, chunks=2, cluster=True)
 NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
     # With a norm: a head in a cluster of blocks, in one block at once, or in one block in chunks.
     ("head", "bf16", True): (
@@ -94,25 +94,34 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
         (0, _OF_4),
     ),
     ("channel", "fp32", True): (
-        (LARGE, Schedule(8, 256, True)),
-        (24 * MIB, Schedule(8, 64, cluster=True)),
+        (LARGE, Schedule(4, 128, True, cluster=True, bulk=True)),
+        (4 * MIB, Schedule(4, 256, blocks_per_sm=3, prefetch_chunks=1)),
+        (0, Schedule(4, 128, cluster=True, bulk=True)),
+    ),
+    ("head", "bf16", False): (
+        (LARGE, Schedule(4, 256, True)),
+        (12 * MIB, Schedule(4, 256)),
+        (8 * MIB, Schedule(4, 256, prefetch=False)),
         (4 * MIB, Schedule(4, 256)),
         (0, _OF_4),
     ),
-    **{
-        (axis, "bf16", False): ((LARGE, Schedule(4, 256, True)), (4 * MIB, Schedule(4, 256)), (0, _OF_4))
-        for axis in ("head", "channel")
-    },
-    **{
-        (axis, "fp32", False): (
-            (LARGE, Schedule(4, 128, True, cluster=True)),
-            (4 * MIB, Schedule(4, 256, cluster=True)),
-            (0, _OF_4),
-        )
-        for axis in ("head", "channel")
-    },
+    ("head", "fp32", False): (
+        (LARGE, _OF_2._replace(keep_in_l2=True)),
+        (24 * MIB, _OF_2._replace(prefetch=False)),
+        (4 * MIB, Schedule(4, 256, cluster=True)),
+        (0, _OF_4),
+    ),
+    ("channel", "bf16", False): ((LARGE, Schedule(4, 256, True)), (4 * MIB, Schedule(4, 256)), (0, _OF_4)),
+    ("channel", "fp32", False): (
+        (LARGE, Schedule(4, 128, True, cluster=True)),
+        (4 * MIB, Schedule(4, 256, cluster=True)),
+        (0, _OF_4),
+    ),
 }
 """Measured on an H200: docs/kernels/decode.md."""
+
+RARE = ("blocks_per_sm", "prefetch_chunks", "bulk")
+"""Of a schedule: a variant has them where they are given."""
 
 
 class Arguments(NamedTuple):
@@ -224,6 +233,7 @@ class Decode(StateOperation):
         facts |= dict(single_token=_single_token(problem), rows=schedule.rows, threads=schedule.threads)
         facts |= dict(chunks=self.block_chunks(problem, schedule))
         facts |= dict(norm=True) if "norm" in problem.options else {}
+        facts |= {name: value for name in RARE if (value := getattr(schedule, name))}
         return compile.Variant("decode", tuple(facts.items()))
 
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:

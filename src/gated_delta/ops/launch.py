@@ -330,6 +330,12 @@ class Schedule(NamedTuple):
     cluster: bool = False
     """decode with a norm: the blocks of a head, of 32 rows or more, are a cluster; else one block has all rows, in as many chunks
     as that takes."""
+    blocks_per_sm: int = 0
+    """decode: registers are held down so that as many blocks fit; 0: as many as the compiler takes."""
+    prefetch_chunks: int = 0
+    """decode: only the first ones of a block are prefetched; 0: all."""
+    bulk: bool = False
+    """decode: a block's states are prefetched by one instruction of one thread, not by one of each warp."""
 
 
 Table = tuple[tuple[int, Schedule], ...]

@@ -219,6 +219,14 @@ def prefetch_l2(address, condition):
     )
 
 
+def prefetch_bulk_l2(address, size, condition):
+    """Prefetch `size` bytes into L2, of mapped memory; address and size are multiples of 16."""
+    cute.arch.inline_ptx(
+        f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; @p cp.async.bulk.prefetch.L2.global [{{$r0}}], {size}; }}",
+        read_only_args=[address, Int32(condition)],
+    )
+
+
 # ------------------------------------------------------------------------------------------------ stores
 
 

@@ -25,6 +25,7 @@ from .primitives import (
     log_decay,
     mbarrier,
     offset,
+    prefetch_bulk_l2,
     prefetch_l2,
     qk_head,
     scalar_from_bits,
@@ -122,14 +123,23 @@ class StateRows:
 
         That kernel may still change the slot, so this one is a hint and only has to lie in the pool.
         """
-        ptr, stride, size = args.ptr, args.stride, args.size
-        slot = load_index(ptr.state_indices + offset(coord.n, stride.state_indices_n), size.state_indices_kind, coord.n)
-        inside = (slot > size.null_index) & (slot < size.P)
+        slot, inside = self.prefetched_slot(args, coord)
         lines = self.warp_rows * self.row_bytes // L2_LINE
         for chunk, first in itertools.product(chunks, range(0, lines, 32)):
             line = first + coord.thread % 32
             row = coord.warp_row + chunk if chunk else coord.warp_row
             prefetch_l2(self.address(args, coord, slot, row) + line * L2_LINE, inside & (line < lines))
+
+    def prefetch_bulk(self, args, coord, first_row, rows):
+        """`prefetch` of a block's rows by one instruction of its first thread."""
+        slot, inside = self.prefetched_slot(args, coord)
+        prefetch_bulk_l2(self.address(args, coord, slot, first_row), rows * self.row_bytes, inside & (coord.thread == 0))
+
+    def prefetched_slot(self, args, coord):
+        """The slot that the sequence reads, as far as is known, and whether it lies in the pool."""
+        ptr, stride, size = args.ptr, args.stride, args.size
+        slot = load_index(ptr.state_indices + offset(coord.n, stride.state_indices_n), size.state_indices_kind, coord.n)
+        return slot, (slot > size.null_index) & (slot < size.P)
 
     # -------------------------------------------------------------------------------------------- registers
 
