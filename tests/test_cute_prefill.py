@@ -996,8 +996,12 @@ def test_deterministic_bits_are_those_of_a_head_alone_and_in_parts(axis, kind, m
         for y in others:
             same(x, y)
     o, after, kept = made[0]
-    assert o.isfinite().all()
     monkeypatch.undo()
+    assert o.isfinite().all()
+    if kind not in ("far apart", "fading"):  # where what is lost beside larger numbers is most of a whole
+        want_o, want = exact(packed(dense, lengths), initial_state=start)
+        assert apart(o, want_o) <= 3e-3
+        assert apart(after, want) <= 2e-3
     for n, (first, last) in itertools.product(range(N), ((0, H), (0, 1), (2, 3))):
         call, values = of_heads(part(dense, slice(n, n + 1), slice(0, lengths[n])), first, last)
         state = start[n : n + 1, values]
