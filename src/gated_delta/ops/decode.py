@@ -95,7 +95,8 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
     ),
     ("channel", "fp32", True): (
         (LARGE, Schedule(4, 128, True, cluster=True, bulk=True)),
-        (4 * MIB, Schedule(4, 256, blocks_per_sm=3, prefetch_chunks=1)),
+        (10 * MIB, Schedule(4, 256, blocks_per_sm=3, prefetch_chunks=1)),
+        (4 * MIB, Schedule(4, 256, blocks_per_sm=3)),
         (0, Schedule(4, 128, cluster=True, bulk=True)),
     ),
     ("head", "bf16", False): (
