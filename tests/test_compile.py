@@ -95,6 +95,18 @@ def test_four_blocks_of_verify_fit_on_an_sm(some):
     assert found.stack == 0
 
 
+HELD = [some for some in dispatch.shipped() if "blocks_per_sm" in dict(some.facts)]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("some", HELD, ids=str)
+def test_as_many_blocks_of_decode_fit_on_an_sm_as_their_schedule_says(some):
+    found, facts = compile.resources(compile.build(some, "sm_90a")), dict(some.facts)
+    assert found.registers * facts["threads"] * facts["blocks_per_sm"] <= 65536
+    assert found.stack == 0
+
+
 @needs_compiler
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("some", [*ONE_EACH, *(some for some in ALWAYS if some.kernel in SCANS)], ids=str)
