@@ -570,7 +570,8 @@ def test_pictures_say_what_they_show(monkeypatch, tmp_path):
         plot.draw(content, tmp_path / f"{op}.png")
         assert (tmp_path / f"{op}.png").read_bytes().startswith(b"\x89PNG")
         figure, panels = drawn[-1], [axis for axis in drawn[-1].axes if axis.axison]
-        for words in (op, "NVIDIA H200", "date not recorded", "torch 2.11.0", content["runs"][0]["commit"][:7]):
+        date = next((run["date"][:10] for run in content["runs"] if run["date"]), "not recorded")
+        for words in (op, "NVIDIA H200", f"date {date}", "torch 2.11.0", content["runs"][0]["commit"][:7]):
             assert words in figure.get_suptitle().replace("\n", " ")
         said = [word for word in ("raw:", "fast gates:", "cached:") if word in figure.get_supxlabel()]
         assert said == dict(decode=[], prefill=["raw:", "fast gates:"], speculate=["cached:"])[op]
