@@ -40,13 +40,33 @@ def derived(record: Record, run: Mapping[str, Any]) -> Record:
 
 
 def merged(before: Mapping[str, Any], measured: Iterable[Record], run: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:
-    """The file's content with these records in place of older ones of the same cells, in the table's order; `run` names its run."""
+    """The file's content with these records in place of older ones of the same cells, in the table's order; `run` names its run.
+
+    Peers that a cell was not measured with this time stay, each with its own run and the time of ours then.
+    """
     runs: list[Any] = [*before.get("runs", ()), run]
     cells = {cell["label"]: cell for cell in before.get("cells", ())}
-    cells |= {cell["label"]: dict(cell, run=len(runs) - 1) for cell in measured}
+    for cell in measured:
+        older = _others(cells.get(cell["label"]), cell["peers"])
+        cell = derived(dict(cell, peers={**cell["peers"], **older}), run) if older else cell
+        cells[cell["label"]] = dict(cell, run=len(runs) - 1)
     found = [cells.pop(label) for label in order if label in cells] + list(cells.values())
-    used = sorted({cell["run"] for cell in found} | {len(runs) - 1})
-    return dict(runs=[runs[i] for i in used], cells=[dict(cell, run=used.index(cell["run"])) for cell in found])
+    peers = [peer for cell in found for peer in cell["peers"].values() if "run" in peer]
+    used = sorted({one["run"] for one in (*found, *peers)} | {len(runs) - 1})
+
+    def numbered(one: Record) -> Record:
+        return dict(one, run=used.index(one["run"])) if "run" in one else one
+
+    found = [numbered(dict(cell, peers={name: numbered(peer) for name, peer in cell["peers"].items()})) for cell in found]
+    return dict(runs=[runs[i] for i in used], cells=found)
+
+
+def _others(older: Record | None, peers: Iterable[str]) -> Record:
+    """The other peers of an older record, with what their times were compared with."""
+    if older is None:
+        return {}
+    since = dict(ours_us=older["us"], run=older["run"])
+    return {name: {**since, **peer} for name, peer in older["peers"].items() if name not in peers}
 
 
 def read(file: Path) -> dict[str, Any]:

@@ -521,6 +521,26 @@ def test_runs_are_put_together_by_cell():
     assert [cell["label"] for cell in gone["cells"]] == [*names[1:], names[0]]
 
 
+def test_peers_not_measured_again_keep_their_run_and_the_time_of_ours_then():
+    name, times = "KDA 32/32 bf16 T=1 B=8", dict(b=12.0, **{"b raw": 16.0})
+    old = record.merged({}, [one(name, a=15.0, **times), one("KDA 32/32 bf16 T=1 B=1", a=1.0)], dict(commit="a"), [])
+    new = record.merged(old, [one(name, us=5.0, a=15.0)], dict(commit="b"), [])
+    cell = new["cells"][0]
+    assert (cell["best_peer"], cell["ratio"], cell["raw_ratio"]) == ("b", 1.2, 1.6)  # a's is 3 now
+    assert record.over_ours(cell, "a") == 3.0
+    newest = record.merged(new, [one(name, us=4.0, c=2.0), one("KDA 32/32 bf16 T=1 B=1")], dict(commit="c"), [])
+    peers, runs = newest["cells"][0]["peers"], newest["runs"]
+    assert {peer: runs[found.get("run", 2)]["commit"] for peer, found in peers.items()} == {
+        "c": "c",
+        "a": "b",
+        "b": "a",
+        "b raw": "a",
+    }
+    assert [peers[peer]["ours_us"] for peer in ("a", "b")] == [5.0, 10.0]
+    again = record.merged(newest, [one(name, a=1.0, c=1.0, **times), one("KDA 32/32 bf16 T=1 B=1", a=1.0)], dict(commit="d"), [])
+    assert again["runs"] == [dict(commit="d")]
+
+
 @pytest.mark.parametrize("op", CELLS)
 def test_results_have_one_form_and_one_cell_a_line(runner, op):
     file = record.RESULTS / f"{op}.json"
@@ -626,7 +646,10 @@ def test_every_part_is_added_to_one_file(tmp_path):
     assert [one["host_us_of"] for one in content["runs"]] == [DECODES[0].label, DECODES[2].label]  # of the least bytes
     assert not list(tmp_path.glob("*.unfinished"))
     assert run("measure", "decode", file, "--filter", "B=3", "--peers", "none").exit_code == 0
-    assert record.read(file)["cells"][0]["peers"] == {}
+    content = record.read(file)
+    assert {name: content["runs"][peer["run"]]["peers"] for name, peer in content["cells"][0]["peers"].items()} == dict(
+        a=dict(a=torch.__version__)
+    )
 
 
 @pytest.mark.usefixtures("gpu", "stand_ins")
