@@ -1007,6 +1007,9 @@ def test_what_has_no_fused_kernel_is_not_fused():
         assert on_host.segmentation_of(prompt_problem(**dict(HV=2) | other), 100, 10000) == split
     assert on_host.segmentation_of(prompt_problem(2), 63, 6300) == split
     assert on_host.segmentation_of(prompt_problem(2), 100, 6400) == split  # a chunk a sequence
+    for heads, made in ((160, split), (196, split), (198, one), (320, one)):  # 132 at a time: three quarters of the last round
+        assert on_host.segmentation_of(prompt_problem(2), heads // 2, 100 * heads) == made
+    assert on_host.segmentation_of(prompt_problem(1), 160, 16000) == one
 
 
 def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_half_of_the_sms_are_idle():

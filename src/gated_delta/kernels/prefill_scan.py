@@ -391,8 +391,9 @@ class PrefillScan:
                     absmax = self.words_absmax([word for four in words for word in four])
                     store_shared(shared + self.smem.v_absmax + stage * 8 + thread // 32 * 4, absmax, thread % 32 == 0)
                 self.load_v(args, coord, v_at, c + 1, ahead)
-                token = (c + 4) * CHUNK + thread
-                prefetch_l2(v_at + (offset(token, args.stride.v_t) - vector * 16), self.has_v(coord, token))
+                if cutlass.const_expr(not self.channel):  # KDA's scan is bound by its bytes, and loses by it
+                    token = (c + 4) * CHUNK + thread
+                    prefetch_l2(v_at + (offset(token, args.stride.v_t) - vector * 16), self.has_v(coord, token))
                 cute.arch.mbarrier_arrive(mbarrier(full))
             else:
                 for at in cutlass.range(row, CHUNK, step, unroll=4):

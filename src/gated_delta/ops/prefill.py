@@ -32,8 +32,9 @@ Two of GDN save a quarter and cost 3%: too much.
 MAX_OVERLAPPED, MIN_OVERLAPPED = 64, 1536
 """Blocks of the scan up to which others prepare chunks beside it, and tokens of the one sequence from which that is faster."""
 
-FUSED_HEADS = {1: 1, 2: 128}
-"""Value heads of all sequences from which one kernel is faster, by the value heads of a k head.
+FUSED_HEADS = {1: (1, 0.0), 2: (128, 0.75)}
+"""Value heads of all sequences from which one kernel is faster, and the least share of the SMs that their last round fills, by the
+value heads of a k head.
 
 Each value head makes unit k and q and their products anew. With a single chunk a sequence two kernels are faster.
 """
@@ -65,8 +66,9 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int) -> Segmentati
     """For that many sequences with so many tokens in all, measured on an H200: docs/kernels/prefill.md."""
     heads, deterministic = sequences * problem.HV, "deterministic" in problem.options
     if problem.V == 128 and 2 * heads > MAX_BLOCKS:
-        fewest = FUSED_HEADS.get(problem.HV // problem.H, heads + 1)
-        fused = can_fuse(problem) and not deterministic and heads >= fewest and tokens > CHUNK * sequences
+        fewest, share = FUSED_HEADS.get(problem.HV // problem.H, (heads + 1, 0.0))
+        fills = heads >= max(fewest, share * MAX_BLOCKS * -(-heads // MAX_BLOCKS))
+        fused = can_fuse(problem) and not deterministic and fills and tokens > CHUNK * sequences
         packed = any(option.startswith("cu_seqlens") for option in problem.options)
         few = packed and problem.axis == "head" and 1 < sequences <= MAX_PACKED and heads <= MAX_PACKED_HEADS
         return Segmentation(1) if few and not fused else Segmentation(1, 128, fused)
