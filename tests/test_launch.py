@@ -899,6 +899,24 @@ def test_one_kernel_where_heads_fill_the_chip(launches):
             assert sorted(name for name in WORKSPACE if getattr(pointers, name)) == sorted(present)
 
 
+@pytest.mark.parametrize("packed", [False, True])
+def test_prepare_beside_the_scan_has_a_counter_for_each_chunk(launches, monkeypatch, packed):
+    """Behind the work queue, and memory for what two kernels hand over."""
+    monkeypatch.setattr(on_host, "segmentation_of", lambda *_: on_host.Segmentation(1, overlapped=True))
+    made, measure = [], on_host._workspace
+    monkeypatch.setattr(on_host, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1])
+    run("prefill", **prompts((1, 6400)), **(dict(cu_seqlens=torch.tensor([0, 6000])) if packed else {}))
+    assert [some.kernel for some in launches.kernels] == ["prefill_schedule", "prefill_overlapped"]
+    ((size, offsets),), (pointers, *_, sizes) = made, launches[0]
+    assert launches[0] == launches[1]
+    present = {name for name in WORKSPACE if getattr(pointers, name)}
+    assert present == {"k_tiles", "q_tiles", "tinv_aqk", "scales", "work_queue", *(["sequence_order"] if packed else [])}
+    queue = offsets[WORKSPACE.index("work_queue")]
+    assert queue == max(offsets)
+    assert queue + 4 * (1 + sizes.chunk_slots) <= size
+    assert sizes.chunk_slots >= 100
+
+
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_deterministic_prefill_has_one_scan_of_one_segment(launches, axis, keeps):
     """Where calls without the flag have segments, joined ones, or one kernel; rows, and prepare beside the scan, do not change bits."""
