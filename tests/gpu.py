@@ -95,13 +95,12 @@ def force_segments(segments, monkeypatch):
     persistent = segments in ("persistent", "fused")
 
     def segmentation_of(problem, sequences, tokens):
-        if "deterministic" in problem.options:
-            beside = segments == "overlapped" and on_host.can_fuse(problem)
-            return on_host.Segmentation(1, problem.V if persistent else 64, overlapped=beside)
-        if segments == "joined":
-            return on_host.Segmentation(4, joins=True)
         if segments == "overlapped":
             return on_host.Segmentation(1, overlapped=on_host.can_fuse(problem))
+        if "deterministic" in problem.options:
+            return on_host.Segmentation(1, problem.V if persistent else 64)
+        if segments == "joined":
+            return on_host.Segmentation(4, joins=True)
         fused = segments == "fused" and on_host.can_fuse(problem)
         return on_host.Segmentation(1, problem.V, fused) if persistent else on_host.Segmentation(segments)
 

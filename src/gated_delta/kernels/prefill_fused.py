@@ -33,10 +33,7 @@ from .device.chunks import (
     SUBCHUNK,
     SYSTEM_REGIONS,
     D,
-    Pointers,
     PrepareChunk,
-    Sizes,
-    Strides,
     lay_out,
     square_offset,
     tile_pair_offset,
@@ -79,7 +76,7 @@ from .device.primitives import (
     unpack,
 )
 from .prefill_prepare_gdn import NORM_K, NORM_Q, GdnChunk
-from .prefill_scan import WARPGROUP, WORK_BYTES, PrefillScan, inverse_power_of_2, without_checkpoints
+from .prefill_scan import WARPGROUP, WORK_BYTES, PrefillScan, inverse_power_of_2
 
 COPY_REGISTERS, PREPARE_REGISTERS, MMA_REGISTERS = 72, 88, 176  # of a thread: 65536 in all, with two MMA warpgroups
 PREPARE_BARRIER, MMA_BARRIER = 1, 2  # and 3: one for each MMA warpgroup
@@ -202,8 +199,6 @@ class FusedChunk(GdnChunk):
 class PrefillFused(PrefillScan):
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
 
-    arguments = (Pointers, Float32, Float32, Strides, Sizes)
-
     def __init__(self, g_dtype: str, gate: str, qk_l2norm: bool, state_dtype: str, checkpoints: bool):
         self.K, self.V, self.rows = D, D, D
         self.mma_groups, self.v_tiles, self.tiles = 2, 1, 1
@@ -233,17 +228,8 @@ class PrefillFused(PrefillScan):
         self.threads = 4 * WARPGROUP
         self.chunk_terms = FusedChunk(DTYPES[g_dtype], gate, qk_l2norm, vars(self.smem))
 
-    @cute.jit
-    def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
-        if cutlass.const_expr(not self.checkpoints):
-            ptr, stride, size = (without_checkpoints(some) for some in (ptr, stride, size))
-        self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=(cutlass.min(size.HV * size.N, size.max_blocks), 1, 1),
-            block=(self.threads, 1, 1),
-            smem=self.shared,
-            stream=stream,
-            use_pdl=True,
-        )
+    def blocks(self, size):
+        return cutlass.min(size.HV * size.N, size.max_blocks)
 
     @cute.kernel
     def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple):

@@ -10,16 +10,14 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
-from cutlass.cutlass_dsl import select_
 
-from .arguments import CHUNK
-from .device.chunks import D, Pointers, Sequence, Sizes, Strides, find_sequence, load_sequence
+from .device.chunks import Coord as ChunkCoord
+from .device.chunks import D, find_sequence, load_chunk
 from .device.primitives import (
     DTYPES,
     Args,
     atomic_increment,
     load_acquire,
-    load_index,
     load_shared,
     mbarrier,
     offset,
@@ -28,7 +26,7 @@ from .device.primitives import (
     store_shared,
 )
 from .prefill_prepare_gdn import GdnChunk
-from .prefill_scan import LOAD_THREADS, WARPGROUP, PrefillScan, warp_uniform, without_checkpoints
+from .prefill_scan import LOAD_THREADS, WARPGROUP, PrefillScan, warp_uniform
 
 COPY_REGISTERS, MMA_REGISTERS, TILE_REGISTERS = 104, 232, 40  # of a thread of a block that walks; of one that prepares, 168
 PREPARING = 3  # warpgroups of a block that prepares
@@ -38,24 +36,8 @@ PREVIOUS = 16  # byte offset behind `work` of the slots that the warpgroups have
 NONE = 0xFFFFFFFF
 
 
-class Coord(NamedTuple):
-    """As chunks.Coord, for one of the block's warpgroups."""
-
-    sequence: Sequence
-    h: Int32
-    slot: Int32
-    chunk: Int32
-    tokens: Int32
-    shared: Int32
-    """Of the warpgroup."""
-    thread: Int32
-    lane: Int32
-    subchunk: Int32
-    row: Int32
-    quad_lane: Int32
-    previous_at: Int32
-    """Where the slot is that the warpgroup has prepared last, or NONE."""
-    block_shared: Int32
+# With where the slot is that the warpgroup has prepared last, or NONE; `shared` is the warpgroup's.
+Coord = NamedTuple("Coord", [*ChunkCoord.__annotations__.items(), ("previous_at", Int32), ("block_shared", Int32)])
 
 
 class OverlappedChunk(GdnChunk):
@@ -89,17 +71,14 @@ class PrefillOverlapped(PrefillScan):
         assert PREPARING * self.chunk_terms.shared <= self.smem.work
         self.threads = 3 * WARPGROUP
 
-    @cute.jit
-    def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
-        if cutlass.const_expr(not self.checkpoints):
-            ptr, stride, size = (without_checkpoints(some) for some in (ptr, stride, size))
-        self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=(self.preparing_blocks(size) + self.walking_blocks(size), 1, 1),
-            block=(self.threads, 1, 1),
-            smem=self.shared,
-            stream=stream,
-            use_pdl=True,
-        )
+    def blocks(self, size):
+        return self.preparing_blocks(size) + self.walking_blocks(size)
+
+    def walking_blocks(self, size):
+        return self.tiles * size.HV * size.N
+
+    def preparing_blocks(self, size):
+        return cutlass.max(size.max_blocks - self.walking_blocks(size), MIN_PREPARING_BLOCKS)
 
     @cute.kernel
     def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple):
@@ -132,18 +111,12 @@ class PrefillOverlapped(PrefillScan):
                 if thread == 2 * WARPGROUP:
                     self.start_all_tiles(args, coord)
 
-    def walking_blocks(self, size):
-        return self.tiles * size.HV * size.N
-
-    def preparing_blocks(self, size):
-        return cutlass.max(size.max_blocks - self.walking_blocks(size), MIN_PREPARING_BLOCKS)
-
     # -------------------------------------------------------------------------------------------- blocks that prepare
 
     @cute.jit
     def prepare_chunks(self, args, shared, thread, group, block):
         """A warpgroup's chunks, the first ones of all heads first. One is counted when the next one's inputs have come."""
-        ptr, stride, size, lane = args.ptr, args.stride, args.size, thread % 32
+        size, lane = args.size, thread % 32
         at, previous_at = shared + group * self.chunk_terms.shared, shared + self.smem.work + PREVIOUS + group * 4
         store_shared(previous_at, Uint32(NONE), thread == 0)
         i = block * PREPARING + group
@@ -152,10 +125,7 @@ class PrefillOverlapped(PrefillScan):
             n = Int32(0)
             if size.N > 1:
                 n = find_sequence(args, slot, lane)
-            sequence = load_sequence(args, n)
-            state_index = load_index(ptr.state_indices + offset(n, stride.state_indices_n), size.state_indices_kind, n)
-            chunk = slot - sequence.first_slot
-            tokens = Int32(select_(state_index <= size.null_index, 0, cutlass.min(sequence.tokens - chunk * CHUNK, CHUNK)))
+            sequence, chunk, tokens = load_chunk(args, n, slot)
             # Later sub-chunks have more work: which warp has them changes, to load the SM's schedulers alike.
             subchunk = (thread // 32 + i) % 4
             coord = Coord(sequence, h, slot, chunk, tokens, at, thread, lane, subchunk, lane // 4, lane % 4, previous_at, shared)

@@ -5,14 +5,11 @@ k and q tiles, Tinv and Aqk, in fp16 as the tensor cores read them, and fp32 sca
 `prefill_prepare_gdn.py` and `prefill_prepare_kda.py` say what a block does, `device/chunks.py` what both share.
 """
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
-from cutlass.cutlass_dsl import select_
+from cutlass import Float32, Uint32
 
-from .arguments import CHUNK
-from .device.chunks import THREADS, Coord, Pointers, Sizes, Strides, find_sequence, load_sequence, rank_sequence
-from .device.primitives import DTYPES, Args, load_index, offset, store_words
+from .device.chunks import THREADS, Coord, Pointers, Sizes, Strides, find_sequence, load_chunk, rank_sequence
+from .device.primitives import DTYPES, Args, store_words
 from .prefill_prepare_gdn import GdnChunk
 from .prefill_prepare_kda import KdaChunk
 
@@ -53,11 +50,7 @@ class PrefillPrepare:
         store_words(ptr.work_queue, [Uint32(0)], (block == 0) & (thread == 0))
         if (block < size.N) & (size.cu_seqlens_kind != 0) & (thread < 32):
             rank_sequence(args, block, thread)
-        n = find_sequence(args, slot, thread % 32)
-        sequence = load_sequence(args, n)
-        state_index = load_index(ptr.state_indices + offset(n, stride.state_indices_n), size.state_indices_kind, n)
-        chunk = slot - sequence.first_slot
-        tokens = Int32(select_(state_index <= size.null_index, 0, cutlass.min(sequence.tokens - chunk * CHUNK, CHUNK)))
+        sequence, chunk, tokens = load_chunk(args, find_sequence(args, slot, thread % 32), slot)
         lane = thread % 32
         # Later sub-chunks have more work: which warp has them changes from block to block, to load the SM's schedulers alike.
         subchunk = (thread // 32 + block) % 4

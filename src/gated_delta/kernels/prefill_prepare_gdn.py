@@ -100,6 +100,9 @@ class GdnChunk(PrepareChunk):
             self.decay_products(coord, i, kk, qk)
             self.invert_and_store(args, coord, coord.h * group + i, i)
 
+    def inputs_loaded(self, args, coord):
+        """Thread 0, once the chunk's tokens have come."""
+
     # -------------------------------------------------------------------------------------------- q and k
 
     def load_qk(self, args, coord):

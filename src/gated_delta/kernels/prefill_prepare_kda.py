@@ -119,8 +119,6 @@ class KdaChunk(PrepareChunk):
         for k_block in cutlass.range(K_BLOCKS, unroll=1):
             self.decay_k_block(coord, inverse_norms, k_block, parameters, diagonal)
         self.sync(coord)
-        if coord.thread == 0:
-            self.inputs_loaded(args, coord)
         self.store_chunk_decays(args, coord)
         self.store_diagonal(coord, diagonal)
         self.off_diagonal_blocks(args, coord)

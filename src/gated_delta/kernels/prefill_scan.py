@@ -190,8 +190,7 @@ class PrefillScan:
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
-        work_tiles = self.tiles * size.HV * size.N * size.segments
-        blocks = cutlass.min(work_tiles, size.max_blocks) if self.persistent else work_tiles
+        blocks = self.blocks(size)
         if cutlass.const_expr(not self.checkpoints):
             ptr, stride, size = (without_checkpoints(some) for some in (ptr, stride, size))
         self.kernel(ptr, scale, bound, stride, size).launch(
@@ -201,6 +200,10 @@ class PrefillScan:
             stream=stream,
             use_pdl=True,
         )
+
+    def blocks(self, size):
+        work_tiles = self.tiles * size.HV * size.N * size.segments
+        return cutlass.min(work_tiles, size.max_blocks) if self.persistent else work_tiles
 
     @cute.kernel
     def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple):
@@ -717,8 +720,7 @@ class PrefillScan:
             absmax = cute.math.max(absmax, self.absmax(frag.state))
             low = Float32(ABSMAX_LOW)
         if (absmax > ABSMAX_HIGH) | ((absmax < low) & (absmax > 0)):
-            wanted = state_scale * inverse_power_of_2_below(absmax)
-            wanted = cute.math.max(cute.math.min(wanted, Float32(2.0**120)), Float32(2.0**-120))
+            wanted = within_scales(state_scale * inverse_power_of_2_below(absmax))
             factor = wanted * inverse_power_of_2(state_scale)
             self.multiply(frag.state, factor)
             state_scale = wanted
@@ -733,8 +735,7 @@ class PrefillScan:
         """
         unscale = inverse_power_of_2(state_scale)
         absmax = cute.math.max(v_absmax, self.absmax(frag.state) * unscale)
-        wanted = inverse_power_of_2_below(absmax)
-        wanted = cute.math.max(cute.math.min(wanted, Float32(2.0**120)), Float32(2.0**-120))
+        wanted = within_scales(inverse_power_of_2_below(absmax))
         if (wanted != state_scale) | (state_scale > 1) | (state_scale < Float32(2.0**-119)):
             self.multiply(frag.state, unscale)
             self.multiply(frag.state, wanted)
@@ -914,6 +915,11 @@ def inverse_power_of_2_below(x):
     """1 / the largest power of two up to x, for x of 2**-126 to 2**126; for others that of the next of these."""
     exponent = cutlass.max(cutlass.min(Int32(x.bitcast(Uint32) >> 23), 253), 1)
     return Uint32((254 - exponent) << 23).bitcast(Float32)
+
+
+def within_scales(x):
+    """x, or the nearest bound of state_scale."""
+    return cute.math.max(cute.math.min(x, Float32(2.0**120)), Float32(2.0**-120))
 
 
 def warp_uniform(x):

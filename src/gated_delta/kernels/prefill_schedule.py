@@ -1,4 +1,4 @@
-"""prefill_schedule: in front of prefill_fused. It ranks the sequences by length and clears the work queue."""
+"""prefill_schedule: in front of prefill_fused or prefill_overlapped. It ranks the sequences by length and clears the work queue."""
 
 import cutlass
 import cutlass.cute as cute
@@ -13,10 +13,10 @@ WARPS = 4
 class PrefillSchedule:
     """overlapped: in front of prefill_overlapped, whose counters of chunks it clears, too."""
 
+    arguments = (Pointers, Float32, Float32, Strides, Sizes)
+
     def __init__(self, overlapped: bool):
         self.overlapped = overlapped
-
-    arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):

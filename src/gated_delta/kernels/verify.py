@@ -59,7 +59,16 @@ from .device.primitives import (
     typed,
     unpack,
 )
-from .device.recurrent import StateRows, Tokens, sequence_block, sequence_grid, shared_tensor, without_norm
+from .device.recurrent import (
+    StateRows,
+    Tokens,
+    norm_weight_address,
+    sequence_block,
+    sequence_grid,
+    shared_tensor,
+    without_norm,
+    z_address,
+)
 
 Pointers, Strides, Sizes = typed(VerifyPointers, Int64), typed(VerifyStrides, Int32), typed(VerifySizes, Int32)
 
@@ -652,24 +661,16 @@ class RowNorm:
         self.token_words = -(-self.groups // 4) * 4
         self.words = tokens * self.token_words
 
-    def z_address(self, args, coord, token, row):
-        ptr, stride = args.ptr, args.stride
-        at = ptr.z + offset(coord.n, stride.z_n) + offset(token, stride.z_t) + offset(coord.hv, stride.z_h)
-        return at + row * (self.dtype.width // 8)
-
-    def weight_address(self, args, row):
-        return args.ptr.norm_weight + offset(row, args.stride.norm_weight_c)
-
     def prefetch(self, args, coord, start, length, condition):
         """Prefetch z of the warp's rows into L2, a token a lane."""
         t = coord.thread % 32
-        prefetch_l2(self.z_address(args, coord, start + t, coord.warp_row), condition & (t < length))
+        prefetch_l2(z_address(args, coord, self.dtype, start + t, coord.warp_row), condition & (t < length))
 
     def load(self, args, coord, start, length):
         """z of the lane's row and the bits of its weight."""
         kind = Int32(select_(length > 0, args.size.norm_weight_kind, Int32(ABSENT)))
-        bits = load_scalar_bits(self.weight_address(args, coord.o_row), kind)
-        places = [self.z_address(args, coord, start + t, coord.o_row) for t in range(self.tokens)]
+        bits = load_scalar_bits(norm_weight_address(args, coord.o_row), kind)
+        places = [z_address(args, coord, self.dtype, start + t, coord.o_row) for t in range(self.tokens)]
         return [load(self.dtype, at, t < length) for t, at in enumerate(places)], bits
 
     def normalise(self, shared, args, coord, o, loaded):

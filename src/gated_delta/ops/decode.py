@@ -13,6 +13,7 @@ from ..kernels.arguments import DecodeSizes, DecodeStrides, tile_rows
 from ..problem import MAX_DRAFT, Checker, Problem, absent
 from .launch import (
     LARGE,
+    MIB,
     Launch,
     Operation,
     Plan,
@@ -28,7 +29,6 @@ from .launch import (
     tokens_of,
 )
 
-MIB = 2**20
 SCHEDULES: dict[tuple[str, str, bool], Table] = {
     # axis, state (bf16: fp16 too), one token
     ("head", "bf16", True): (

@@ -98,8 +98,12 @@ class Operation(ABC):
         """Look at every index on the host. Raises IndexError past a tensor, ValueError for lengths or writes that conflict."""
 
     @abstractmethod
+    def needs(self, problem: Problem) -> dict[str, bool]:
+        """What the kernels need, and whether this problem lacks it, whatever is compiled and on whatever device."""
+
     def missing(self, problem: Problem) -> list[str]:
-        """What keeps this problem from the kernels, whatever is compiled and on whatever device."""
+        """What keeps this problem from the kernels."""
+        return [need for need, is_missing in self.needs(problem).items() if is_missing]
 
     def work(self, a: Any) -> tuple[int, int]:
         """Sequences, each layer's counted, and tokens."""
@@ -312,7 +316,7 @@ def head_factor(HV: int, H: int) -> int:
 # ------------------------------------------------------------------------------------------------ schedules of states
 
 
-LARGE = 2**26
+MIB, LARGE = 2**20, 2**26
 """State bytes of a launch well over the 60 MB of an H200's L2."""
 
 
@@ -379,15 +383,14 @@ class StateOperation(Operation):
     def variant(self, problem: Problem, schedule: Schedule) -> compile.Variant:
         """The kernel with everything static about it; sizes, index types and a call's options are settled when it runs."""
 
-    def missing(self, problem: Problem) -> list[str]:
-        needs = {
+    def needs(self, problem: Problem) -> dict[str, bool]:
+        return {
             f"K a multiple of 8 up to 128, got {problem.K}": problem.K % 8 != 0 or problem.K > 128,
             f"V a multiple of 32, got {problem.V}": problem.V % 32 != 0,
             SCATTERED: "scattered_rows" in problem.options,
             f"V up to {MAX_NORM} with a norm, got {problem.V}": "norm" in problem.options and problem.V > MAX_NORM,
             "a buffer whose rows of k start at multiples of 16 bytes": "unaligned_buffer" in problem.options,
         }
-        return [need for need, is_missing in needs.items() if is_missing]
 
     def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
         launch_bytes = sequences * state_bytes(problem)

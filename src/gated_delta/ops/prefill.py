@@ -210,14 +210,13 @@ class Prefill(Operation):
         checkpoints = (a.checkpoint_lens, a.checkpoint_indices, a.checkpoints)
         reference.prefill_rows(tokens_of(a), state, a.state_indices, *checkpoints, a.null_index)
 
-    def missing(self, problem: Problem) -> list[str]:
-        needs = {
+    def needs(self, problem: Problem) -> dict[str, bool]:
+        return {
             f"K and V of 64 or 128, got K={problem.K}, V={problem.V}": not {problem.K, problem.V} <= {64, 128},
             "rows of q and k that start at multiples of 16 bytes": "unaligned_qk" in problem.options,
             "rows of v and out, and of KDA's g, that start at multiples of 16 bytes": "unaligned_values" in problem.options,
             SCATTERED: "scattered_rows" in problem.options,
         }
-        return [need for need, is_missing in needs.items() if is_missing]
 
     def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
         cut = segmentation_of(problem, sequences, tokens)

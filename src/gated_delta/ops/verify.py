@@ -13,6 +13,7 @@ from ..kernels.arguments import TOKEN_TILES, VerifySizes, VerifyStrides, round_u
 from ..problem import BUFFER, Checker, KVBuffer, Problem, axis_of
 from .launch import (
     LARGE,
+    MIB,
     Launch,
     Operation,
     Plan,
@@ -39,7 +40,6 @@ SCHEDULES: dict[tuple[str, str, int], Table] = {
 }
 """Measured on an H200: docs/kernels/verify.md."""
 
-MIB = 2**20
 NORM_ROWS: dict[tuple[str, str, int], tuple[tuple[int, int], ...]] = {
     # With a norm: (least state bytes of a launch, V rows of a warp), in blocks of a whole head.
     **{("head", "bf16", tile): ((0, 32),) for tile in TOKEN_TILES},

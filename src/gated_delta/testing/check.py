@@ -12,7 +12,7 @@ from torch import Tensor
 from .. import api
 from ..problem import CHECKPOINT_INTERVAL, KVBuffer
 from .cases import Case
-from .compare import Error, error, rounding_unit, smallest_head, untouched
+from .compare import Error, error, rounding_unit, same_bits, smallest_head, untouched
 from .inputs import Call, make
 from .oracle import expected
 
@@ -155,7 +155,7 @@ def _bit_failures(call: Call, made: dict[str, Tensor], backend: str) -> list[str
         pairs = {"o": (o[0], made["o"][rows][:, -group:])}
         places = {"state": slots[n], "final_state": n}
         pairs |= {name: (state[0], made[name][place][-group:]) for name, place in places.items() if name in made}
-        differ = [name for name, (x, y) in pairs.items() if not _same_bits(x, y)]
+        differ = [name for name, (x, y) in pairs.items() if not same_bits(x, y)]
         failures += [f"{name}: other bits for sequence {n} alone, its last heads alone or in parts" for name in differ]
     return failures
 
@@ -168,10 +168,6 @@ def _initial_state(call: Call, n: int) -> Tensor:
     if states["initial_state"] is not None:
         return states["initial_state"][n : n + 1]
     return torch.zeros(1, case.heads[1], case.D, case.D, dtype=case.state_dtype, device=call.tokens[0].q.device)
-
-
-def _same_bits(x: Tensor, y: Tensor) -> bool:
-    return torch.equal(x.contiguous().view(torch.uint8), y.contiguous().view(torch.uint8))
 
 
 def _buffer_failures(call: Call, before: dict[str, Tensor]) -> list[str]:

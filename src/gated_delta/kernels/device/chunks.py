@@ -117,6 +117,15 @@ def find_sequence(args, slot, lane):
     return first
 
 
+def load_chunk(args, n, slot):
+    """The sequence of a chunk slot, the chunk's number within it, and its tokens: none of an inactive sequence."""
+    size, sequence = args.size, load_sequence(args, n)
+    state_index = load_index(args.ptr.state_indices + offset(n, args.stride.state_indices_n), size.state_indices_kind, n)
+    chunk = slot - sequence.first_slot
+    tokens = select_(state_index <= size.null_index, 0, cutlass.min(sequence.tokens - chunk * CHUNK, CHUNK))
+    return sequence, chunk, Int32(tokens)
+
+
 def head_number(args, n, hv):
     """Among those of all sequences."""
     return Int64(n) * Int64(args.size.HV) + Int64(hv)
@@ -278,9 +287,6 @@ class PrepareChunk:
     def prepare(self, args, coord):
         """All of a chunk's work."""
         raise NotImplementedError
-
-    def inputs_loaded(self, args, coord):
-        """Thread 0, once the chunk's tokens have come."""
 
     def sync(self, coord):
         """Wait for all warps that prepare the chunk."""

@@ -219,14 +219,6 @@ def prefetch_l2(address, condition):
     )
 
 
-def prefetch_bulk_l2(address, size, condition):
-    """Prefetch `size` bytes into L2, of mapped memory; address and size are multiples of 16."""
-    cute.arch.inline_ptx(
-        f"{{ .reg .pred p; setp.ne.s32 p, {{$r1}}, 0; @p cp.async.bulk.prefetch.L2.global [{{$r0}}], {size}; }}",
-        read_only_args=[address, Int32(condition)],
-    )
-
-
 # ------------------------------------------------------------------------------------------------ stores
 
 
@@ -404,10 +396,10 @@ def bulk_store(target, shared, size):
 
 
 def bulk_prefetch_l2(address, size, condition):
-    """Prefetch `size` bytes, a multiple of 16, to L2 where the condition holds."""
+    """Prefetch `size` bytes of mapped memory to L2 where the condition holds; address and size are multiples of 16."""
     cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p cp.async.bulk.prefetch.L2.global [{$r0}], {$r1}; }",
-        read_only_args=[address, Int32(size), condition],
+        read_only_args=[address, Int32(size), Int32(condition)],
     )
 
 

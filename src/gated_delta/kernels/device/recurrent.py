@@ -15,6 +15,7 @@ from .primitives import (
     EVICT_NORMAL,
     L2_LINE,
     L2NORM_EPS,
+    bulk_prefetch_l2,
     dot,
     load,
     load_bits,
@@ -25,7 +26,6 @@ from .primitives import (
     log_decay,
     mbarrier,
     offset,
-    prefetch_bulk_l2,
     prefetch_l2,
     qk_head,
     scalar_from_bits,
@@ -133,7 +133,7 @@ class StateRows:
     def prefetch_bulk(self, args, coord, first_row, rows):
         """`prefetch` of a block's rows by one instruction of its first thread."""
         slot, inside = self.prefetched_slot(args, coord)
-        prefetch_bulk_l2(self.address(args, coord, slot, first_row), rows * self.row_bytes, inside & (coord.thread == 0))
+        bulk_prefetch_l2(self.address(args, coord, slot, first_row), rows * self.row_bytes, inside & (coord.thread == 0))
 
     def prefetched_slot(self, args, coord):
         """The slot that the sequence reads, as far as is known, and whether it lies in the pool."""
@@ -310,6 +310,16 @@ class Tokens:
 NORM_LOADS = 8  # elements of z that a thread loads at once
 
 
+def z_address(args, coord, dtype, token, row):
+    ptr, stride = args.ptr, args.stride
+    at = ptr.z + offset(coord.n, stride.z_n) + offset(token, stride.z_t) + offset(coord.hv, stride.z_h)
+    return at + row * (dtype.width // 8)
+
+
+def norm_weight_address(args, row):
+    return args.ptr.norm_weight + offset(row, args.stride.norm_weight_c)
+
+
 class GatedNorm:
     """The gated RMSNorm of decode's o. docs/kernels/decode.md, "The gated norm".
 
@@ -336,17 +346,12 @@ class GatedNorm:
 
     # -------------------------------------------------------------------------------------------- weight * act(z)
 
-    def z_address(self, args, coord, token, row):
-        ptr, stride = args.ptr, args.stride
-        at = ptr.z + offset(coord.n, stride.z_n) + offset(token, stride.z_t) + offset(coord.hv, stride.z_h)
-        return at + row * (self.dtype.width // 8)
-
     def prefetch(self, args, coord):
         """Prefetch the weight and the first tokens' z into L2; z only where cu_seqlens does not place it."""
         parts = self.block_rows // 32
         token, row = coord.thread // parts, coord.tile * self.block_rows + coord.thread % parts * 32
-        prefetch_l2(self.z_address(args, coord, token, row), (token < args.size.T) & (args.size.cu_seqlens_kind == 0))
-        prefetch_l2(args.ptr.norm_weight + offset(row, args.stride.norm_weight_c), token == 0)
+        prefetch_l2(z_address(args, coord, self.dtype, token, row), (token < args.size.T) & (args.size.cu_seqlens_kind == 0))
+        prefetch_l2(norm_weight_address(args, row), token == 0)
 
     def places(self, coord, first, count):
         """A thread's next `count` elements of [tokens, block_rows]: the last warp has token 0, whose v the first ones load."""
@@ -358,10 +363,10 @@ class GatedNorm:
         loaded = []
         for i in places:
             t, row = i // self.block_rows, coord.tile * self.block_rows + i % self.block_rows
-            z = load(self.dtype, self.z_address(args, coord, start + t, row), t < length)
+            z = load(self.dtype, z_address(args, coord, self.dtype, start + t, row), t < length)
             if not loaded or not self.one_row:
                 kind = Int32(select_(t < length, args.size.norm_weight_kind, Int32(ABSENT)))
-                bits = load_scalar_bits(args.ptr.norm_weight + offset(row, args.stride.norm_weight_c), kind)
+                bits = load_scalar_bits(norm_weight_address(args, row), kind)
             loaded.append((z, bits))
         return loaded
 
