@@ -1,8 +1,8 @@
 """prefill_fused: prefill of GDN in one kernel, where heads fill the chip and few share a k. A chunk's terms stay in shared memory.
 
-A block is persistent and has four warpgroups. The copy warpgroup makes fp16 tiles of k and q. The prepare warpgroup makes a
-chunk's Tinv, Aqk and scales. Two MMA warpgroups walk the chunks as in prefill_scan, 64 V rows each; they load v and store o
-themselves. bf16 tokens, K = V = 128.
+A block is persistent and has four warpgroups. Tensor maps bring raw k, q and v to shared memory. The convert warpgroup makes k and
+q fp16 there. The prepare warpgroup makes a chunk's Tinv, Aqk and scales. Two MMA warpgroups walk the chunks as in prefill_scan, 64
+V rows each. bf16 tokens, K = V = 128.
 """
 
 from types import SimpleNamespace
@@ -11,8 +11,8 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
-from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
-from cutlass.cute.nvgpu import warpgroup
+from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly, shuffle_sync_up
+from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cutlass_dsl import select_
 
 from .arguments import ABSENT, CHUNK, SCALE_BYTES, TILE_BYTES
@@ -44,9 +44,6 @@ from .device.chunks import Coord as PrepareCoord
 from .device.primitives import (
     DTYPES,
     Args,
-    advance,
-    cp_async_arrive,
-    cp_async_or_zero,
     exp2,
     load,
     load_scalar,
@@ -54,15 +51,13 @@ from .device.primitives import (
     load_shared_f32,
     load_shared_f32x2,
     load_shared_x4,
-    load_words,
     log_decay,
     mbarrier,
-    mma_sync,
+    mbarrier_test,
     mul_x2,
     offset,
     opaque,
     pack_x2,
-    prefetch_l2,
     qk_head,
     rsqrt_or_zero,
     scale_bf16_to_fp16,
@@ -76,13 +71,24 @@ from .device.primitives import (
     unpack,
 )
 from .prefill_prepare_gdn import NORM_K, NORM_Q, GdnChunk
-from .prefill_scan import WARPGROUP, WORK_BYTES, PrefillScan, inverse_power_of_2
+from .prefill_scan import WARPGROUP, WARPGROUP_ROWS, WORK_BYTES, PrefillScan, inverse_power_of_2
 
-COPY_REGISTERS, PREPARE_REGISTERS, MMA_REGISTERS = 72, 88, 176  # of a thread: 65536 in all, with two MMA warpgroups
-PREPARE_BARRIER, MMA_BARRIER = 1, 2  # and 3: one for each MMA warpgroup
+CONVERT_REGISTERS, PREPARE_REGISTERS, MMA_REGISTERS = 64, 96, 176  # of a thread: 65536 in all, with two MMA warpgroups
+PREPARE_BARRIER, MMA_BARRIER = 1, 2  # and the next three: one for each MMA warpgroup and place of o
 GATE_CHUNKS = 4  # whose gates are computed at once, a chunk a warp
 SCALE_DECAY = 896  # exp(G), fp16 [64], behind the scales of prefill_scan
 Q_SCALE = 2.0**-4  # of queries: fp16 sums of outputs stay in range
+
+
+class TensorMap(NamedTuple):
+    """What a bulk copy knows of a tensor of tokens, [T, channels, heads, N]; packed ones have 1 for N."""
+
+    atom: cute.CopyAtom
+    coordinates: cute.Tensor
+
+
+Maps = NamedTuple("Maps", [(name, TensorMap) for name in "qkvo"])
+FusedArgs = NamedTuple("FusedArgs", [*Args.__annotations__.items(), ("maps", Maps)])
 
 
 class MmaState(NamedTuple):
@@ -90,7 +96,6 @@ class MmaState(NamedTuple):
 
     chunk: Int32
     stage: Int32
-    phase: Int32
     left: Int32
     """Tokens from the chunk's first one on."""
 
@@ -114,10 +119,10 @@ class FusedChunk(GdnChunk):
         return coord.shared + self.smem.gates + (head & (2 * GATE_CHUNKS - 1)) * GATE_BYTES
 
     def tinv_at(self, coord, head):
-        return coord.shared + self.smem.tinv + coord.slot * SQUARE_BYTES
+        return coord.shared + self.smem.tinv + (coord.slot & 1) * SQUARE_BYTES
 
     def aqk_at(self, coord, head):
-        return coord.shared + self.smem.aqk + coord.slot * SQUARE_BYTES
+        return coord.shared + self.smem.aqk + (coord.slot & 1) * SQUARE_BYTES
 
     @cute.jit
     def decay_products(self, coord, head, kk, kq):
@@ -205,25 +210,16 @@ class PrefillFused(PrefillScan):
         self.channel, self.transitions, self.checkpoints = False, False, checkpoints
         self.deterministic, self.load_absmax = False, False
         self.dtype, self.state_dtype = BFloat16, DTYPES[state_dtype]
-        self.v_pitch = D * 2 + 16
-        self.stages, self.fused = 3, True
-        staged = {
-            "kq": 2 * TILE_BYTES,
-            "tinv": SQUARE_BYTES,
-            "aqk": SQUARE_BYTES,
-            "v": CHUNK * self.v_pitch,
-            "scales": SCALE_BYTES,
-            "norms": 2 * CHUNK * 4,
-            "qk_full": 8,
-            "full": 8,
-            "empty": 8,
-        }
-        offsets, end = lay_out({name: self.stages * size for name, size in staged.items()})
+        self.v_pitch = WARPGROUP_ROWS * 2
+        self.stages, self.square_stages, self.fused = 4, 2, True
+        staged = {"kq": 2 * TILE_BYTES, "scales": SCALE_BYTES, "norms": 2 * CHUNK * 4, "raw_full": 8, "qk_full": 8, "empty": 8}
+        finished = {"tinv": SQUARE_BYTES, "aqk": SQUARE_BYTES, "v": 2 * CHUNK * self.v_pitch, "full": 8}
+        sizes = {name: self.stages * size for name, size in staged.items()}
+        sizes |= {name: self.square_stages * size for name, size in finished.items()}
+        offsets, end = lay_out(dict(sorted(sizes.items(), key=lambda item: -item[1])))
         regions = {**SYSTEM_REGIONS, "diagonals": OPERAND_REGIONS["diagonals"], "gates": 2 * GATE_CHUNKS * GATE_BYTES}
         scratch, end = lay_out(regions, -(-end // 128) * 128)
-        work, self.shared = lay_out(
-            {"work": 2 * WORK_BYTES, "work_full": 2 * 8, "work_empty": 2 * 8, "addresses": 2 * WARPGROUP * 16}, end
-        )
+        work, self.shared = lay_out({"work": 2 * WORK_BYTES, "work_full": 2 * 8, "work_empty": 2 * 8, "places": 2 * 4 * 16}, end)
         self.smem = SimpleNamespace(**offsets, **scratch, **work)
         self.threads = 4 * WARPGROUP
         self.chunk_terms = FusedChunk(DTYPES[g_dtype], gate, qk_l2norm, vars(self.smem))
@@ -232,22 +228,24 @@ class PrefillFused(PrefillScan):
         return cutlass.min(size.HV * size.N, size.max_blocks)
 
     @cute.kernel
-    def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple):
+    def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple, maps: NamedTuple):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        args = Args(ptr, scale, bound, stride, size)
+        args = FusedArgs(ptr, scale, bound, stride, size, maps)
         shared = (cute.arch.get_dyn_smem(Uint32, 1024)).toint()
         if thread == 0:
             for stage in cutlass.range_constexpr(self.stages):
+                cute.arch.mbarrier_init(mbarrier(shared + self.smem.raw_full + stage * 8), 1)
                 cute.arch.mbarrier_init(mbarrier(shared + self.smem.qk_full + stage * 8), WARPGROUP)
-                cute.arch.mbarrier_init(mbarrier(shared + self.smem.full + stage * 8), 3 * WARPGROUP)
                 cute.arch.mbarrier_init(mbarrier(shared + self.smem.empty + stage * 8), 2 * WARPGROUP)
+            for stage in cutlass.range_constexpr(self.square_stages):
+                cute.arch.mbarrier_init(mbarrier(shared + self.smem.full + stage * 8), WARPGROUP + 2)
             for i in cutlass.range_constexpr(2):
                 cute.arch.mbarrier_init(mbarrier(shared + self.smem.work_full + i * 8), 1)
                 cute.arch.mbarrier_init(mbarrier(shared + self.smem.work_empty + i * 8), self.threads)
             cute.arch.mbarrier_init_fence()
         # Tinv and Aqk above their diagonal blocks are never written.
-        for at in cutlass.range(thread * 16, 2 * self.stages * SQUARE_BYTES, self.threads * 16, unroll=1):
+        for at in cutlass.range(thread * 16, 2 * self.square_stages * SQUARE_BYTES, self.threads * 16, unroll=1):
             store_shared_x4(shared + self.smem.tinv + at, [Uint32(0)] * 4)
         cute.arch.fence_proxy("async.shared", space="cta")
         cute.arch.griddepcontrol_wait()
@@ -261,13 +259,15 @@ class PrefillFused(PrefillScan):
             cute.arch.setmaxregister_decrease(PREPARE_REGISTERS)
             self.for_each_work(self.prepare, args, shared, thread % WARPGROUP, group)
         else:
-            cute.arch.setmaxregister_decrease(COPY_REGISTERS)
-            self.for_each_work(self.copy, args, shared, thread, group, block)
+            cute.arch.setmaxregister_decrease(CONVERT_REGISTERS)
+            self.for_each_work(self.convert, args, shared, thread, group, block)
 
     def stage_of(self, iteration):
-        """A chunk's stage and the phase of its barriers; without a sign, the divisions take fewer instructions."""
-        iteration = Uint32(iteration)
-        return Int32(iteration % self.stages), Int32(iteration // self.stages % 2)
+        """A chunk's stage and the phase of its barriers. Tinv, Aqk, v and o have two stages: a chunk's is its stage's last bit."""
+        return iteration & (self.stages - 1), iteration // self.stages & 1
+
+    def stage_of_operand(self, name, pipe):
+        return pipe.stage & 1 if name in ("tinv", "aqk") else pipe.stage
 
     def qk_tensors(self, coord):
         k, q = tile_pair_tensors(coord.shared + self.smem.kq, D, self.stages)
@@ -300,131 +300,223 @@ class PrefillFused(PrefillScan):
                 words.append(pack_x2(x[0] * scales[0], x[1] * scales[1], self.dtype))
         return words
 
+    # -------------------------------------------------------------------------------------------- copies by tensor maps
+
+    def tensor_maps(self, ptr, stride, size):
+        packed, made = size.cu_seqlens_kind != 0, []
+        tokens, sequences = Int32(select_(packed, size.total, size.T)), Int32(select_(packed, 1, size.N))
+        for name in Maps._fields:
+            t, h, n = (cute.assume(Int64(getattr(stride, f"{name}_{x}") // 16) * 8, divby=8) for x in "thn")
+            heads, layout = size.H if name in "qk" else size.HV, self.box_layout(name)
+            at = cute.make_ptr(BFloat16, getattr(ptr, name), cute.AddressSpace.gmem, assumed_align=16)
+            tensor = cute.make_tensor(at, cute.make_layout((tokens, D, heads, sequences), stride=(t, 1, h, n)))
+            op = cpasync.CopyBulkTensorTileS2GOp() if name == "o" else cpasync.CopyBulkTensorTileG2SOp()
+            atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, layout, cute.product_each(layout.shape))
+            made.append(TensorMap(atom, coordinates))
+        return (Maps(*made),)
+
+    def box_layout(self, name):
+        """A copy's numbers in shared memory: all tokens of a chunk, 32 channels of k or q, 64 V rows of v or o."""
+        columns, kind = (32, "K_SW64") if name in "qk" else (WARPGROUP_ROWS, "K_SW128")
+        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind[kind], BFloat16)
+        return cute.tile_to_shape(atom, (CHUNK, columns), order=(0, 1))
+
+    def copy_box(self, args, name, place, address, full=None):
+        """A warp: start a copy between shared memory and a chunk at `place`: sequence, first token, head, column of boxes."""
+        n, token, head, column = place
+        atom, coordinates = getattr(args.maps, name)
+        layout = self.box_layout(name)
+        at = cute.make_ptr(BFloat16, address, cute.AddressSpace.smem, assumed_align=1024)
+        inside = cute.make_tensor(cute.recast_ptr(at, swizzle_=layout.inner, dtype=BFloat16), layout.outer)
+        outside = cute.domain_offset((token, 0, 0, 0), coordinates)[None, None, head, n]
+        outside = cute.local_tile(outside, cute.product_each(layout.shape), (0, column))
+        inside, outside = cpasync.tma_partition(
+            atom, 0, cute.make_layout(1), cute.group_modes(inside, 0, 2), cute.group_modes(outside, 0, 2)
+        )
+        if name == "o":
+            cute.copy(atom, inside, outside)
+        else:
+            cute.copy(atom, outside, inside, tma_bar_ptr=mbarrier(full))
+
+    def expect(self, full, size):
+        with cute.arch.elect_one():
+            cute.arch.mbarrier_arrive_and_expect_tx(mbarrier(full), size)
+
+    def row_of_maps(self, args, sequence):
+        """Of tensor maps: packed tokens are those of one sequence."""
+        return Int32(select_(args.size.cu_seqlens_kind == 0, sequence.n, 0))
+
     # -------------------------------------------------------------------------------------------- values and outputs
 
+    @cute.jit
     def finish_chunk(self, frag, args, coord, pipe, state_scale):
-        """The stage is released, outputs are stored, and the copies of v of the stage's next chunk started."""
+        """The stage is released; outputs go to the values' place, and from there to o."""
         warpgroup.wait_group(0)
         o_scales = self.column_scales(coord, pipe, "o")
         self.consumer_release(coord, pipe)
         words, at = self.outputs(frag, o_scales, state_scale), self.values_at(coord, pipe)
-        for j in range(0, CHUNK // 8, 2):
+        for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
             stmatrix_x4_trans(at + j * 8 * self.v_pitch, words[2 * j : 2 * j + 4])
-        cute.arch.barrier(barrier_id=MMA_BARRIER + coord.group, number_of_threads=WARPGROUP)
-        left = pipe.left - coord.thread // 8  # tokens from the thread's first one of the chunk on
-        o_at, v_at = self.kept_addresses(coord)
-        at = self.place_of_v(coord, pipe.stage)
-        fours = [load_shared_x4(at + 16 * i * self.v_pitch) for i in range(CHUNK // 16)]
-        for i, words in enumerate(fours):
-            store_words(o_at + offset(16 * i, args.stride.o_t), words, left > 16 * i)
-        self.start_v(args, coord, v_at, pipe.left, pipe.stage, self.stages)
-        self.keep_addresses(coord, o_at + offset(CHUNK, args.stride.o_t), v_at + offset(CHUNK, args.stride.v_t))
+        cute.arch.fence_proxy("async.shared", space="cta")
+        if pipe.left < CHUNK:
+            self.sync_group(coord, pipe)
+            self.store_last(args, coord, pipe)
+            self.sync_group(coord, pipe)
+        elif coord.thread // 32 == 0:
+            self.sync_group(coord, pipe)
+            self.copy_box(args, "o", self.place_of(coord, pipe.chunk), self.group_values_at(coord, pipe.stage))
+            cute.arch.cp_async_bulk_commit_group()
+        else:
+            cute.arch.barrier_arrive(barrier_id=self.barrier_of(coord, pipe), number_of_threads=WARPGROUP)
 
-    def place_of_v(self, coord, stage):
-        """The thread's first vector of a stage's v, later o: eight threads have a token's 64 V rows."""
-        row, vector = coord.thread // 8, coord.group * 8 + coord.thread % 8
-        return coord.shared + self.smem.v + stage * (CHUNK * self.v_pitch) + row * self.v_pitch + vector * 16
+    def barrier_of(self, coord, pipe):
+        # No warp comes to a barrier again before warp 0 has left it: it waits for values that warp 0 copies in between.
+        return MMA_BARRIER + 2 * coord.group + (pipe.stage & 1)
+
+    def sync_group(self, coord, pipe):
+        cute.arch.barrier(barrier_id=self.barrier_of(coord, pipe), number_of_threads=WARPGROUP)
+
+    def store_last(self, args, coord, pipe):
+        """Outputs of a chunk that has rows of others: eight threads have a token's 64 V rows."""
+        n, token, hv, column = self.place_of(coord, pipe.chunk)
+        row, vector = coord.thread // 8, coord.thread % 8
+        o_at = args.ptr.o + offset(hv, args.stride.o_h) + offset(n, args.stride.o_n)
+        o_at += offset(token + row, args.stride.o_t) + (column * 8 + vector) * 16
+        at = self.vector_of_v(coord, pipe.stage, row, vector)
+        for i in range(CHUNK // 16):
+            words = load_shared_x4(at + 16 * i * self.v_pitch)
+            store_words(o_at + offset(16 * i, args.stride.o_t), words, pipe.left - row > 16 * i)
+
+    def group_values_at(self, coord, stage):
+        """The warpgroup's V rows of a stage's values, later outputs."""
+        return coord.shared + self.smem.v + ((stage & 1) * self.mma_groups + coord.group) * (CHUNK * self.v_pitch)
+
+    def vector_of_v(self, coord, stage, token, vector):
+        return self.group_values_at(coord, stage) + token * self.v_pitch + (vector ^ token % 8) * 16
+
+    def values_at(self, coord, pipe):
+        lane = coord.thread % 32
+        return self.vector_of_v(coord, pipe.stage, lane // 16 * 8 + lane % 8, coord.thread // 32 * 2 + lane // 8 % 2)
 
     @cute.jit
-    def start_v(self, args, coord, v_at, left, stage, ahead):
-        """Start the copies of v some chunks ahead, zeros past the last token: each thread to where it has read outputs from."""
-        if left > ahead * CHUNK:
-            left, at = left - ahead * CHUNK - coord.thread // 8, self.place_of_v(coord, stage)
-            for i in cutlass.range_constexpr(CHUNK // 16):
-                source = v_at + offset(ahead * CHUNK + 16 * i, args.stride.v_t)
-                cp_async_or_zero(at + 16 * i * self.v_pitch, source, left > 16 * i)
-            cp_async_arrive(coord.shared + self.smem.full + stage * 8)
+    def start_v(self, args, coord, pipe, ahead):
+        """Warp 0: start the copy of v some chunks ahead, to where outputs lay that have been stored."""
+        if (pipe.left > ahead * CHUNK) & (coord.thread // 32 == 0):
+            stage = pipe.stage + ahead
+            full = coord.shared + self.smem.full + (stage & 1) * 8
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            self.expect(full, CHUNK * self.v_pitch)
+            self.copy_box(args, "v", self.place_of(coord, pipe.chunk + ahead), self.group_values_at(coord, stage), full)
+
+    @cute.jit
+    def consumer_wait(self, coord, pipe):
+        """Values past the sequence's last token may be others': the warp sets its rows of them to zero."""
+        cute.arch.mbarrier_wait(mbarrier(coord.shared + self.smem.full + (pipe.stage & 1) * 8), pipe.stage // 2)
+        if pipe.left < CHUNK:
+            lane, vector = coord.thread % 32, coord.thread // 32 * 2 + coord.thread % 2
+            for token in cutlass.range(lane // 2, CHUNK, 16, unroll=1):
+                if token >= pipe.left:
+                    store_shared_x4(self.vector_of_v(coord, pipe.stage, token, vector), [Uint32(0)] * 4)
+            cute.arch.sync_warp()
 
     def pipeline_state(self, args, coord):
-        """At the work tile's first chunk; the copies of the first chunks' v are started."""
-        stride, work = args.stride, coord.work
-        stage, phase = self.stage_of(work.iterations_before)
-        row, vector = coord.thread // 8, coord.group * 8 + coord.thread % 8
-        o_at = args.ptr.o + offset(work.hv, stride.o_h) + token_offset(args, work.sequence, row, stride.o_n, stride.o_t)
-        v_at = args.ptr.v + offset(work.hv, stride.v_h) + token_offset(args, work.sequence, row, stride.v_n, stride.v_t)
+        """At the work tile's first chunk; the copy of its v is started."""
+        work = coord.work
+        stage, _ = self.stage_of(work.iterations_before)
         left = Int32(select_(work.state_index >= 0, work.sequence.tokens, 0))
-        o_at, v_at = o_at + vector * 16, v_at + vector * 16
-        for i in range(self.stages):
-            self.start_v(args, coord, v_at, left, self.stage_of(work.iterations_before + i)[0], i)
-        self.keep_addresses(coord, o_at, v_at)
-        return MmaState(coord.first_chunk, stage, phase, left)
+        pipe = MmaState(coord.first_chunk, stage, left)
+        words = self.row_of_maps(args, work.sequence), work.sequence.start, work.hv, coord.group
+        store_shared_x4(self.kept_place(coord), [Uint32(x) for x in words])
+        cute.arch.sync_warp()
+        self.start_v(args, coord, pipe, 0)
+        return pipe
 
-    def addresses_at(self, coord):
-        return coord.shared + self.smem.addresses + (coord.group * WARPGROUP + coord.thread) * 16
+    def kept_place(self, coord):
+        """Of the warp's place in v and o, in shared memory: registers do not hold it."""
+        return coord.shared + self.smem.places + (coord.group * 4 + coord.thread // 32) * 16
 
-    def keep_addresses(self, coord, o_at, v_at):
-        """The thread's addresses of the next chunk's o and v, in shared memory: registers do not hold them."""
-        store_shared_x4(
-            self.addresses_at(coord), [Uint32(x >> Int64(b) & Int64(0xFFFFFFFF)) for x in (o_at, v_at) for b in (0, 32)]
-        )
-
-    def kept_addresses(self, coord):
-        words = load_shared_x4(self.addresses_at(coord))
-        return [(Int64(high) << Int64(32)) | Int64(low) for low, high in (words[:2], words[2:])]
+    def place_of(self, coord, chunk):
+        n, start, hv, column = (Int32(x) for x in load_shared_x4(self.kept_place(coord)))
+        return n, start + chunk * CHUNK, hv, column
 
     def has_tokens(self, coord, pipe):
         return pipe.left > 0
 
     def advance(self, args, pipe):
-        return advance(pipe, self.stages)._replace(left=pipe.left - CHUNK)
+        return MmaState(pipe.chunk + 1, (pipe.stage + 1) & (self.stages - 1), pipe.left - CHUNK)
 
-    # -------------------------------------------------------------------------------------------- copy warpgroup
+    # -------------------------------------------------------------------------------------------- convert warpgroup
 
     @cute.jit
-    def copy(self, args, coord):
-        """Fill a stage with k and q as soon as the chunk three before is complete. Raw rows pass through registers.
+    def convert(self, args, coord):
+        """Raw k and q by copies to each stage as soon as it is empty, then to fp16 in place.
 
         Four lanes have a row, and of it a vector in each block of 32 channels; a thread has a row of each half of k and of q.
         """
-        thread, work = coord.thread, coord.work
-        raw = [cute.make_rmem_tensor((4, D // 32), Uint32) for _ in range(2)]
-        h = qk_head(work.hv, args.size.qk_head_factor)
-        k_at = args.ptr.k + offset(h, args.stride.k_h) + thread % 4 * 16
-        k_at += token_offset(args, work.sequence, Int32(0), args.stride.k_n, args.stride.k_t)
-        q_at = args.ptr.q + offset(h, args.stride.q_h) + thread % 4 * 16
-        q_at += token_offset(args, work.sequence, Int32(0), args.stride.q_n, args.stride.q_t)
+        work, warp = coord.work, coord.thread // 32
         left, iteration = Int32(select_(work.state_index >= 0, work.sequence.tokens, 0)), work.iterations_before
-        if left > 0:
-            for half in cutlass.range_constexpr(2):
-                self.load_raw(k_at, args.stride.k_t, thread // 4 + 32 * half, left, raw[half])
+        token, started = work.sequence.start, False
         while left > 0:
             stage, phase = self.stage_of(iteration)
             thread, shared = opaque(coord.thread) & (WARPGROUP - 1), opaque(coord.shared)
-            # The chunk three before is complete: its k and q are no longer read.
-            cute.arch.mbarrier_wait(mbarrier(shared + self.smem.empty + stage * 8), 1 - phase)
-            for which in cutlass.range(2, unroll=1):  # k, then q; the other's rows are loaded, the next chunk's k behind q
-                at, stride_t = select_(which == 0, q_at, k_at), select_(which == 0, args.stride.q_t, args.stride.k_t)
+            if (warp == 0) & (not started):
+                cute.arch.mbarrier_wait(mbarrier(shared + self.smem.empty + stage * 8), 1 - phase)
+                self.start_qk(args, work, shared, stage, token)
+            started = False
+            cute.arch.mbarrier_wait(mbarrier(shared + self.smem.raw_full + stage * 8), phase)
+            if left < CHUNK:
+                self.clear_rows(shared, thread, stage, left)
+            for which in cutlass.range(2, unroll=1):  # k, then q
+                rows = [self.load_row(shared, thread, stage, which, half) for half in range(2)]
                 for half in cutlass.range_constexpr(2):
-                    self.fill_row(args, shared, thread, stage, which, half, raw[half], left)
-                    self.load_raw(at, stride_t, which * CHUNK + thread // 4 + 32 * half, left, raw[half])
-            self.prefetch(k_at, args.stride.k_t, thread, left)
-            self.prefetch(q_at, args.stride.q_t, thread, left)
-            k_at, q_at = k_at + offset(CHUNK, args.stride.k_t), q_at + offset(CHUNK, args.stride.q_t)
-            left, iteration = left - CHUNK, iteration + 1
+                    self.fill_row(args, shared, thread, stage, which, half, rows[half])
+                if (warp == 0) & (not started) & (left > CHUNK):
+                    following, its_phase = self.stage_of(iteration + 1)
+                    if mbarrier_test(mbarrier(shared + self.smem.empty + following * 8), 1 - its_phase):
+                        self.start_qk(args, work, shared, following, token + CHUNK)
+                        started = True
+            left, iteration, token = left - CHUNK, iteration + 1, token + CHUNK
             cute.arch.fence_proxy("async.shared", space="cta")
             cute.arch.mbarrier_arrive(mbarrier(shared + self.smem.qk_full + stage * 8))
         self.store_zeros(args, coord)
 
-    def load_raw(self, at, stride_t, row, left, raw):
-        """A row of raw k or q behind `at`, or the last one before the sequence's end: a vector of each block of 32 channels."""
-        at += offset(cutlass.min(row, left - 1), stride_t)
-        for j in range(D // 32):
-            for w, word in enumerate(load_words(at + 64 * j, Int32(1), zero=False)):
-                raw[w, j] = word
+    def start_qk(self, args, work, shared, stage, token):
+        """Start the copies of a chunk's raw k and q to an empty stage."""
+        n, h = self.row_of_maps(args, work.sequence), qk_head(work.hv, args.size.qk_head_factor)
+        full = shared + self.smem.raw_full + stage * 8
+        self.expect(full, 2 * TILE_BYTES)
+        for which, name in enumerate("kq"):
+            for column in range(D // 32):
+                at = shared + self.smem.kq + stage * (2 * TILE_BYTES) + tile_pair_offset(which * CHUNK, 4 * column)
+                self.copy_box(args, name, (n, token, h, column), at, full)
 
-    def prefetch(self, at, stride_t, thread, left):
-        """Prefetch the rows of the chunk behind `at`'s, the thread's vector of its first row, to L2: a line a thread."""
-        row = CHUNK + thread // 2
-        prefetch_l2(at + offset(row, stride_t) + (thread % 2 * (D * 2 - 16) - thread % 4 * 16), row < left)
+    def row_at(self, shared, thread, stage, which, half):
+        """The thread's vector of a row of k or q, in the first block of 32 channels."""
+        row = which * CHUNK + half * 32 + thread // 4
+        return shared + self.smem.kq + stage * (2 * TILE_BYTES) + tile_pair_offset(row, thread % 4)
 
-    def fill_row(self, args, shared, thread, stage, which, half, raw, left):
-        """The thread's raw k (q) to the stage as fp16, zeros past the last token; norms to shared memory.
+    def load_row(self, shared, thread, stage, which, half):
+        """The thread's words of a row of raw k or q."""
+        at = self.row_at(shared, thread, stage, which, half)
+        fours = [load_shared_x4(at + j * (2 * CHUNK * 64)) for j in range(D // 32)]
+        return [word for four in fours for word in four]
+
+    @cute.jit
+    def clear_rows(self, shared, thread, stage, left):
+        """Zeros past the last token, where others' k and q may lie: of the thread's rows."""
+        for i in cutlass.range(4, unroll=1):
+            which, half = i // 2, i % 2
+            if half * 32 + thread // 4 >= left:
+                at = self.row_at(shared, thread, stage, which, half)
+                for j in cutlass.range_constexpr(D // 32):
+                    store_shared_x4(at + j * (2 * CHUNK * 64), [Uint32(0)] * 4)
+
+    def fill_row(self, args, shared, thread, stage, which, half, words):
+        """The thread's raw k (q) to the stage as fp16; norms to shared memory.
 
         A row is multiplied by a power of two, so it keeps all its digits: its length is in 0.5..1, of q a sixteenth of that. The
         norm makes up for it.
         """
-        row, lane = half * 32 + thread // 4, thread % 4
-        words = [raw[w, j] for j in range(D // 32) for w in range(4)]
         squares = self.sum_of_squares(words, thread)
         inverse = rsqrt_or_zero(squares)
         norm = self.chunk_terms.norm(squares, inverse)
@@ -433,22 +525,25 @@ class PrefillFused(PrefillScan):
         norm = norm * (bits & Uint32(0x007FFFFF) | Uint32(0x3F800000)).bitcast(Float32)
         norm = norm * select(which == 1, args.scale * Float32(1 / Q_SCALE), Float32(1))
         factor = (bits & Uint32(0x7F800000)).bitcast(Float32) * select(which == 1, Float32(Q_SCALE), Float32(1))
-        factor = select(row < left, factor, Float32(0)).bitcast(Uint32)
-        tile = shared + self.smem.kq + stage * (2 * TILE_BYTES) + tile_pair_offset(which * CHUNK + row, lane)
+        factor, at = factor.bitcast(Uint32), self.row_at(shared, thread, stage, which, half)
         for j in range(D // 32):
-            store_shared_x4(tile + j * (2 * CHUNK * 64), [scale_bf16_to_fp16(word, factor) for word in words[4 * j : 4 * j + 4]])
+            fp16 = [scale_bf16_to_fp16(word, factor) for word in words[4 * j : 4 * j + 4]]
+            store_shared_x4(at + j * (2 * CHUNK * 64), fp16)
+        row = half * 32 + thread // 4
         at = shared + self.smem.norms + stage * (2 * CHUNK * 4) + (NORM_K + which * (NORM_Q - NORM_K) + row) * 4
-        store_shared(at, norm.bitcast(Uint32), lane == 0)
+        store_shared(at, norm.bitcast(Uint32), thread % 4 == 0)
 
     def sum_of_squares(self, words, thread):
-        """Of a row, which four lanes share: the diagonal of the products of the warp's eight rows with themselves."""
-        sums = [[Float32(0)] * 4, [Float32(0)] * 4]
-        for i in range(0, len(words), 2):
-            for j in range(2):  # rows 0 to 7 of the left operand have the first words, rows 8 to 15 the second ones
-                sums[j] = mma_sync(sums[j], words[i : i + 2], words[i + j : i + j + 1], self.dtype)
-        row = thread % 32 // 4
-        own = select(row % 2 == 0, sums[0][0] + sums[1][2], sums[0][1] + sums[1][3])
-        return shuffle_sync(own, offset=row * 4 + row // 2)
+        """Of a row, which four lanes share."""
+        sums = [Float32(0)] * 4
+        for i, word in enumerate(words):
+            low, high = (word << Uint32(16)).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)
+            sums[i % 2] = cute.math.fma(low, low, sums[i % 2])
+            sums[2 + i % 2] = cute.math.fma(high, high, sums[2 + i % 2])
+        own = (sums[0] + sums[1]) + (sums[2] + sums[3])
+        for step in (1, 2):
+            own = own + shuffle_sync_bfly(own, offset=step)
+        return own
 
     @cute.jit
     def store_zeros(self, args, coord):
@@ -497,12 +592,15 @@ class PrefillFused(PrefillScan):
             warpgroup.wait_group(0)
             kk, kq = self.packed(sums)
             cute.arch.barrier(barrier_id=PREPARE_BARRIER, number_of_threads=WARPGROUP)
+            # The chunk two before is complete: its Tinv and Aqk are no longer read.
+            last, its_phase = self.stage_of(iteration + 2)
+            cute.arch.mbarrier_wait(mbarrier(here.shared + self.smem.empty + last * 8), 1 - its_phase)
             self.chunk_terms.decay_products(here, c, kk, kq)
             self.chunk_terms.invert_diagonal(here, c)
             cute.arch.barrier(barrier_id=PREPARE_BARRIER, number_of_threads=WARPGROUP)
             self.chunk_terms.invert_below(here, c)
             cute.arch.fence_proxy("async.shared", space="cta")
-            cute.arch.mbarrier_arrive(mbarrier(here.shared + self.smem.full + stage * 8))
+            cute.arch.mbarrier_arrive(mbarrier(here.shared + self.smem.full + (stage & 1) * 8))
             c, iteration = c + 1, iteration + 1
 
     def place(self, coord, stage, c):

@@ -65,7 +65,7 @@ from .device.primitives import (
     load_shared_f32x2,
     load_shared_x4,
     load_words,
-    max_x2,
+    max_abs_x2,
     mbarrier,
     mul_x2,
     offset,
@@ -171,6 +171,7 @@ class PrefillScan:
         self.stage_bytes = sum(tiles.values()) + 2 * TRIANGLE_BYTES + SCALE_BYTES
         self.v_pitch = rows * 2 + 16  # bytes of a token's values, padded so that 8 tokens start in different banks
         self.stages = 2 if self.channel and self.mma_groups > 1 else 3
+        self.square_stages = self.stages
         staged = {
             **tiles,
             "tinv": SQUARE_BYTES,
@@ -193,13 +194,17 @@ class PrefillScan:
         blocks = self.blocks(size)
         if cutlass.const_expr(not self.checkpoints):
             ptr, stride, size = (without_checkpoints(some) for some in (ptr, stride, size))
-        self.kernel(ptr, scale, bound, stride, size).launch(
+        self.kernel(ptr, scale, bound, stride, size, *self.tensor_maps(ptr, stride, size)).launch(
             grid=(blocks, 1, 1),
             block=(self.threads, 1, 1),
             smem=self.shared,
             stream=stream,
             use_pdl=True,
         )
+
+    def tensor_maps(self, ptr, stride, size):
+        """Further arguments of the kernel."""
+        return ()
 
     def blocks(self, size):
         work_tiles = self.tiles * size.HV * size.N * size.segments
@@ -475,8 +480,8 @@ class PrefillScan:
         shared, smem = coord.shared, self.smem
         tensors = {
             **self.qk_tensors(coord),
-            "tinv": square_tensor(shared + smem.tinv, self.stages),
-            "aqk": square_tensor(shared + smem.aqk, self.stages),
+            "tinv": square_tensor(shared + smem.tinv, self.square_stages),
+            "aqk": square_tensor(shared + smem.aqk, self.square_stages),
         }
         tensors["k_update"] = tile_tensor(shared + smem.k_restored, D, self.stages) if self.channel else tensors["k"]
         made = {}
@@ -507,8 +512,13 @@ class PrefillScan:
         warpgroup.fence()
         for k_block in range(cute.size(left, mode=[2])):
             mma.set(warpgroup.Field.ACCUMULATE, accumulate or k_block > 0)
-            cute.gemm(mma, sums, left[None, None, k_block], right[name][None, None, k_block, pipe.stage], sums)
+            cute.gemm(
+                mma, sums, left[None, None, k_block], right[name][None, None, k_block, self.stage_of_operand(name, pipe)], sums
+            )
         warpgroup.commit_group()
+
+    def stage_of_operand(self, name, pipe):
+        return pipe.stage
 
     def accumulator(self, columns):
         """fp32 registers of a [64, columns] result: number 4 j + 2 i + p has row lane // 4 + 8 i, column 8 j + lane % 4 * 2 + p."""
@@ -555,7 +565,8 @@ class PrefillScan:
             if cutlass.const_expr(self.deterministic):
                 state_scale = self.set_scale(frag, self.v_absmax(coord, pipe), state_scale)
             else:
-                state_scale = self.rescale(frag, self.v_absmax(coord, pipe), state_scale, True)
+                absmax = Float32(0) if self.fused else self.v_absmax(coord, pipe)
+                state_scale = self.rescale(frag, absmax, state_scale, True)
             self.to_fp16(frag.state, frag.state_fp16)
             if cutlass.const_expr(self.fused):
                 while self.has_tokens(coord, pipe):
@@ -571,12 +582,16 @@ class PrefillScan:
 
         No wgmma group is in flight across the loop's back edge: ptxas would serialise every wgmma.
         """
-        following, o_scale = self.advance(args, pipe), state_scale
+        following = self.advance(args, pipe)
         self.start_mma(frag.s_k, frag.state_fp16, "k", right, pipe, False)
         if cutlass.const_expr(not self.transitions):
             self.start_mma(frag.o, frag.state_fp16, "q", right, pipe, False)
         if cutlass.const_expr(self.fused):  # whose registers do not hold values beside the state's operand
+            self.start_v(args, coord, pipe, 1)
+            absmax = self.v_absmax(coord, pipe)
             warpgroup.wait_group(0)
+            state_scale = self.fit_values(frag, absmax, state_scale)
+        o_scale = state_scale
         values, s_k_scales = self.values(coord, pipe), self.column_scales(coord, pipe, "s_k")
         if cutlass.const_expr(not self.fused):
             warpgroup.wait_group(0 if self.transitions else 1)
@@ -591,7 +606,8 @@ class PrefillScan:
         absmax = Float32(0)
         if self.has_tokens(coord, following):
             self.consumer_wait(coord, following)
-            absmax = self.v_absmax(coord, following)
+            if cutlass.const_expr(not self.fused):
+                absmax = self.v_absmax(coord, following)
         if cutlass.const_expr(self.mma_groups == 1):  # otherwise finish_chunk has waited for all groups
             warpgroup.wait_group(0 if self.transitions else 1)
         if cutlass.const_expr(self.deterministic):  # a new scale, where fp32 cannot hold all digits, would show in a checkpoint
@@ -727,6 +743,21 @@ class PrefillScan:
         return state_scale
 
     @cute.jit
+    def fit_values(self, frag, v_absmax, state_scale):
+        """Scale the state, S k and S q down where the chunk's values leave the range. Returns the scale."""
+        absmax = state_scale * v_absmax
+        if absmax > ABSMAX_HIGH:
+            wanted = within_scales(state_scale * inverse_power_of_2_below(absmax))
+            factor = wanted * inverse_power_of_2(state_scale)
+            for sums in (frag.state, frag.s_k):
+                self.multiply(sums, factor)
+            words, half = cute.recast_tensor(frag.o, Uint32), pack_x2(factor, factor, Float16)
+            for i in range(cute.size(words)):
+                words[i] = mul_x2(words[i], half)
+            state_scale = wanted
+        return state_scale
+
+    @cute.jit
     def set_scale(self, frag, v_absmax, state_scale):
         """The state at a scale that has no history: as if the call began here, with the state that one before it has stored.
 
@@ -757,10 +788,9 @@ class PrefillScan:
 
     def words_absmax(self, words):
         """The largest magnitude among a warp's packed values, as the bits of an fp32 number."""
-        words = [word & Uint32(0x7FFF7FFF) for word in words]
         while len(words) > 1:
-            words = [max_x2(a, b, self.dtype) for a, b in zip(words[::2], words[1::2], strict=True)]
-        both = unpack(words, self.dtype)
+            words = [max_abs_x2(a, b, self.dtype) for a, b in zip(words[::2], words[1::2], strict=True)]
+        both = unpack([words[0] & Uint32(0x7FFF7FFF)], self.dtype)
         return warp_max(cute.math.max(both[0], both[1]).bitcast(Uint32))
 
     # -------------------------------------------------------------------------------------------- values and outputs

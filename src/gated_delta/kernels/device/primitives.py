@@ -374,6 +374,20 @@ def advance(state, stages):
     return state._replace(chunk=state.chunk + 1, stage=stage, phase=phase)
 
 
+def mbarrier_test(barrier, phase):
+    """Whether a phase is complete, without waiting."""
+    done = cute.arch.inline_ptx(
+        """{
+        .reg .pred p;
+        mbarrier.test_wait.parity.shared::cta.b64 p, [{$r0}], {$r1};
+        selp.b32 {$w0}, 1, 0, p;
+        }""",
+        write_only_types=[Int32],
+        read_only_args=[Int32(barrier.toint()), Int32(phase)],
+    )
+    return done != 0
+
+
 def mbarrier(address):
     """The mbarrier at an address of shared memory."""
     return cute.make_ptr(Int64, address, cute.AddressSpace.smem, assumed_align=8)
@@ -553,9 +567,10 @@ def mul_x2(x, y, dtype=Float16):
     return cute.arch.inline_ptx(f"mul.rn.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[x, y])
 
 
-def max_x2(x, y, dtype):
-    """Maxima of two words' 16-bit numbers."""
-    return cute.arch.inline_ptx(f"max.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[x, y])
+def max_abs_x2(x, y, dtype):
+    """The larger magnitudes among two words' 16-bit numbers, with the signs' products."""
+    instruction = f"max.xorsign.abs.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};"
+    return cute.arch.inline_ptx(instruction, write_only_types=[Uint32], read_only_args=[x, y])
 
 
 def _x2(dtype):
