@@ -880,21 +880,24 @@ def test_joined_segments_launch_no_state_passing(launches, monkeypatch, axis):
     assert launches[0][0].segment_transitions == 0 < launches[0][0].segment_states
 
 
-def test_one_kernel_where_heads_fill_the_chip(launches):
-    """And few value heads share a k head. Nothing of a chunk is in the workspace."""
+def test_one_kernel_where_heads_fill_the_chip(launches, monkeypatch):
+    """And at most four value heads share a k head. Nothing of a chunk is in the workspace."""
+    monkeypatch.setattr(on_host, "MAX_UNEVEN", 100)  # packed prompts of four heads are taken to be even
     many = 33
     for heads, more, kernels in (
-        ((2, 4), {}, ["prefill_schedule", "prefill_fused"]),
-        ((4, 4), dict(cu_seqlens=torch.arange(many + 1) * 65), ["prefill_schedule", "prefill_fused"]),
-        ((1, 4), {}, ["prefill_prepare", "prefill_scan"]),
+        (2, {}, ["prefill_schedule", "prefill_fused"]),
+        (4, dict(cu_seqlens=torch.arange(many + 1) * 65), ["prefill_schedule", "prefill_fused"]),
+        (1, {}, ["prefill_schedule", "prefill_fused"]),
+        (1, dict(deterministic=True), ["prefill_prepare", "prefill_scan"]),
     ):
         launches.clear()
-        call = prompts((1, many * 65) if more else (many, 70))
-        run("prefill", **call | {name: call[name].repeat_interleave(2, 2)[:, :, : heads[0]] for name in "qk"}, **more)
+        packed = "cu_seqlens" in more
+        call = prompts((1, many * 65) if packed else (many, 70))
+        run("prefill", **call | {name: call[name].repeat_interleave(2, 2)[:, :, :heads] for name in "qk"}, **more)
         assert [some.kernel for some in launches.kernels] == kernels
         assert launches[0] == launches[1]
         pointers = launches[0][0]
-        present = ["work_queue", *(["sequence_order"] if more else [])]
+        present = ["work_queue", *(["sequence_order"] if packed else [])]
         if "prefill_fused" in kernels:
             assert sorted(name for name in WORKSPACE if getattr(pointers, name)) == sorted(present)
 
@@ -1021,13 +1024,25 @@ def test_what_has_no_fused_kernel_is_not_fused():
     one, split = on_host.Segmentation(1, 128, True), on_host.Segmentation(1, 128)
     assert on_host.segmentation_of(prompt_problem(2), 64, 6400) == one
     assert on_host.segmentation_of(prompt_problem(1), 67, 6700) == one
-    for other in (dict(axis="channel"), dict(dtype=torch.float16), dict(K=64), dict(HV=3)):
+    for other in (
+        dict(axis="channel"),
+        dict(dtype=torch.float16),
+        dict(K=64),
+        dict(HV=5),
+        dict(options=frozenset({"deterministic"})),
+    ):
         assert on_host.segmentation_of(prompt_problem(**dict(HV=2) | other), 100, 10000) == split
-    assert on_host.segmentation_of(prompt_problem(2), 63, 6300) == split
     assert on_host.segmentation_of(prompt_problem(2), 100, 6400) == split  # a chunk a sequence
-    for heads, made in ((160, split), (196, split), (198, one), (320, one)):  # 132 at a time: three quarters of the last round
-        assert on_host.segmentation_of(prompt_problem(2), heads // 2, 100 * heads) == made
-    assert on_host.segmentation_of(prompt_problem(1), 160, 16000) == one
+
+
+def test_where_heads_leave_many_sms_idle_blocks_have_64_rows():
+    """Three or four value heads a k head: 132 at a time, which should fill three quarters of all rounds but a single one."""
+    one, two = on_host.Segmentation(1, 128, True), on_host.Segmentation(1)
+    for heads, made in ((84, one), (132, one), (144, two), (192, two), (204, one), (264, one), (276, two), (300, one), (372, one)):
+        for HV in (3, 4):
+            assert on_host.segmentation_of(prompt_problem(HV), heads // HV, 100 * heads) == made
+        for HV in (1, 2):
+            assert on_host.segmentation_of(prompt_problem(HV), heads // HV, 100 * heads) == one
 
 
 def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_half_of_the_sms_are_idle():
@@ -1041,16 +1056,22 @@ def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_half_of_the_sms
     assert not on_host.segmentation_of(prompt_problem(HV=16), 2, 8192).overlapped
 
 
-def test_few_packed_prompts_have_64_rows():
-    """Of which one may be long; as long as each other they are where they are not packed."""
+def test_packed_prompts_have_64_rows_where_one_of_them_may_keep_few_sms_busy():
+    """The fewer they are, the more of all tokens one may have; as long as each other they are where they are not packed."""
     packed = dict(options=frozenset({"cu_seqlens_i32"}))
-    for sizes in (dict(H=16, HV=32), dict(H=11, HV=33), dict(H=16, HV=48)):
-        assert on_host.segmentation_of(prompt_problem(**sizes, **packed), 99 // sizes["HV"], 8192) == on_host.Segmentation(1)
-        assert on_host.segmentation_of(prompt_problem(**sizes), 99 // sizes["HV"], 8192) == on_host.Segmentation(1, 128)
-    for other, sequences in ((dict(axis="channel"), 3), (dict(HV=34), 3), (dict(HV=18), 5), (dict(HV=96), 1)):
-        sizes = dict(H=1, HV=32) | other
-        assert on_host.segmentation_of(prompt_problem(**sizes, **packed), sequences, 8192) == on_host.Segmentation(1, 128)
-    assert on_host.segmentation_of(prompt_problem(H=32, HV=32, **packed), 3, 8192).fused
+    rows = {
+        (16, 32): {3: 64, 4: 64, 5: 128, 20: 128},
+        (4, 8): {9: 64, 20: 64},
+        (16, 64): {2: 64, 4: 128},
+        (32, 32): {4: 64, 5: 128},
+    }
+    for (H, HV), by_sequences in rows.items():
+        for sequences, wanted in by_sequences.items():
+            sizes, tokens = dict(H=H, HV=HV), sequences * 1024
+            assert on_host.segmentation_of(prompt_problem(**sizes, **packed), sequences, tokens).rows == wanted
+            assert on_host.segmentation_of(prompt_problem(**sizes), sequences, tokens).rows == 128
+            assert on_host.segmentation_of(prompt_problem(**sizes, **packed, axis="channel"), sequences, tokens).rows == 128
+    assert on_host.segmentation_of(prompt_problem(HV=96, **packed), 1, 8192).rows == 128
 
 
 def test_blocks_of_states_with_64_v_rows_have_64():

@@ -32,20 +32,23 @@ Two of GDN save a quarter and cost 3%: too much.
 MAX_OVERLAPPED, MIN_OVERLAPPED = 64, 1536
 """Blocks of the scan up to which others prepare chunks beside it, and tokens of the one sequence from which that is faster."""
 
-FUSED_HEADS = {1: (1, 0.0), 2: (128, 0.75)}
-"""Value heads of all sequences from which one kernel is faster, and the least share of the SMs that their last round fills, by the
-value heads of a k head.
+MAX_FUSED_GROUP, MIN_FILLED = 4, {3: 0.75, 4: 0.75}
+"""Value heads of a k head up to which one kernel is faster, and the share of several rounds of SMs that heads have to fill.
 
-Each value head makes unit k and q and their products anew. With a single chunk a sequence two kernels are faster.
+Each value head makes fp16 k and q and their products anew. With a single chunk a sequence two kernels are faster.
+"""
+
+MAX_UNEVEN = 2
+"""Chunks of the longest sequence, over what an SM would have of all heads' chunks, up to which a block walks all V rows of a head.
+
+Else a long sequence's heads keep few SMs busy, and blocks of 64 rows, twice as many, are faster. Not KDA's: bytes bound it.
 """
 
 
-MAX_PACKED, MAX_PACKED_HEADS = 4, 99
-"""Packed sequences, and their heads, up to which a GDN prefill in two kernels has 64 rows a block.
-
-Among so few, as an engine's step has them, one may be most of the tokens: its heads then fill twice as many SMs. Where all are as
-long it costs a tenth.
-"""
+def longest_of(problem: Problem, sequences: int, tokens: int) -> int:
+    """Tokens of the longest sequence. How long packed ones are the host does not know: a serving engine's steps are uneven."""
+    packed = any(option.startswith("cu_seqlens") for option in problem.options)
+    return max(tokens * 2 // max(sequences, 2), tokens // 3) if packed else tokens // max(sequences, 1)
 
 
 class Segmentation(NamedTuple):
@@ -66,12 +69,14 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int) -> Segmentati
     """For that many sequences with so many tokens in all, measured on an H200: docs/kernels/prefill.md."""
     heads, deterministic = sequences * problem.HV, "deterministic" in problem.options
     if problem.V == 128 and 2 * heads > MAX_BLOCKS:
-        fewest, share = FUSED_HEADS.get(problem.HV // problem.H, (heads + 1, 0.0))
-        fills = heads >= max(fewest, share * MAX_BLOCKS * -(-heads // MAX_BLOCKS))
-        fused = can_fuse(problem) and not deterministic and fills and tokens > CHUNK * sequences
-        packed = any(option.startswith("cu_seqlens") for option in problem.options)
-        few = packed and problem.axis == "head" and 1 < sequences <= MAX_PACKED and heads <= MAX_PACKED_HEADS
-        return Segmentation(1) if few and not fused else Segmentation(1, 128, fused)
+        longest, group = longest_of(problem, sequences, tokens), problem.HV // problem.H
+        if problem.axis == "head" and longest * MAX_BLOCKS > MAX_UNEVEN * tokens * problem.HV:
+            return Segmentation(1)
+        if not can_fuse(problem) or deterministic or group > MAX_FUSED_GROUP or tokens <= CHUNK * sequences:
+            return Segmentation(1, 128)
+        rounds = -(-heads // MAX_BLOCKS)
+        fills = rounds == 1 or heads >= MIN_FILLED.get(group, 0) * MAX_BLOCKS * rounds
+        return Segmentation(1, 128, True) if fills else Segmentation(1)
     blocks = problem.V // 64 * heads
     if not blocks:
         return Segmentation(1)
