@@ -387,11 +387,12 @@ def cu_seqlens(lengths: tuple[int, ...], dtype: torch.dtype, device: torch.devic
 
 
 class Prompts(Inputs):
-    """Packed inputs [1, total, ...], cu_seqlens [N + 1] int32, and initial_state, fp32 [N, HV, V, K]."""
+    """Packed inputs [1, total, ...], cu_seqlens [N + 1] int32, max_seqlen, and initial_state, fp32 [N, HV, V, K]."""
 
     def ours(self, backend: str) -> Callable[[], Any]:
-        states: dict[str, Any] = dict(cu_seqlens=self.cu_seqlens, initial_state=self.initial_state, output_final_state=True)
-        return partial(api.prefill, **self.arguments(), **states, backend=backend)
+        packed: dict[str, Any] = dict(cu_seqlens=self.cu_seqlens, max_seqlen=self.max_seqlen)
+        states: dict[str, Any] = dict(initial_state=self.initial_state, output_final_state=True)
+        return partial(api.prefill, **self.arguments(), **packed, **states, backend=backend)
 
     def results(self, call: Call) -> tuple[Tensor, Tensor]:
         o, final_state = call()
@@ -404,7 +405,8 @@ def prompts(cell: Cell, device: torch.device, seed: int) -> Prompts:
     if cell.facts["gates"] == "slow":
         tokens["gate"].dt_bias.view(-1)[::STRIDE] += SHIFT
     states = torch.randn(cell.sequences, cell.heads[1], D, D, device=device, generator=rng).mul_(STATE_SCALE)
-    return Prompts(**tokens, cu_seqlens=cu_seqlens(cell.lengths, torch.int32, device), initial_state=states)
+    packed = dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int32, device), max_seqlen=max(cell.lengths))
+    return Prompts(**tokens, **packed, initial_state=states)
 
 
 MODELS = [("kda", heads) for heads in ((64, 64), (16, 64), (32, 32), (8, 8))]

@@ -375,7 +375,7 @@ def flashinfer_prefill(cell: Cell, b: Prompts, raw: bool = False) -> Call:
     prefill = function("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
     q, k = (x[0] if raw else normalised(x[0]) for x in (b.q, b.k))
     made = making(raw, lambda: [x[0] for x in gates(b, decay=True)])
-    options: dict[str, Any] = dict(use_qk_l2norm_in_kernel=raw, output=b.blank()[0], max_seqlen=max(cell.lengths))
+    options: dict[str, Any] = dict(use_qk_l2norm_in_kernel=raw, output=b.blank()[0], max_seqlen=b.max_seqlen)
     options |= dict(initial_state=b.initial_state, output_state=torch.empty_like(b.initial_state))
     options |= dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int64, b.q.device))
     return prefilling(prefill, lambda: [q, k, b.v[0], *made()], **options)

@@ -94,7 +94,7 @@ def force_segments(segments, monkeypatch):
     """
     persistent = segments in ("persistent", "fused")
 
-    def segmentation_of(problem, sequences, tokens):
+    def segmentation_of(problem, *_work):
         if segments == "overlapped":
             return on_host.Segmentation(1, overlapped=on_host.can_fuse(problem))
         if "deterministic" in problem.options:

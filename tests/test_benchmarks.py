@@ -162,6 +162,7 @@ def test_prompts_are_packed_and_one_in_ten_gates_may_be_slow(cell):
     b, again, other = cell.make(cell, CPU, 0), cell.make(cell, CPU, 0), cell.make(cell, CPU, 1)
     assert b.cu_seqlens.tolist() == [0, *itertools.accumulate(cell.lengths)]
     assert b.cu_seqlens is other.cu_seqlens  # some peers know it again by that
+    assert b.ours("reference").keywords["max_seqlen"] == max(cell.lengths)
     assert torch.equal(b.q, again.q)
     assert not torch.equal(b.q, other.q)
     assert b.initial_state.std() == pytest.approx(0.05, rel=0.05)

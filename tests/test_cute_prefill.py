@@ -172,6 +172,20 @@ def test_many_short_prompts(axis, N):
     check(tokens(N, 3, axis=axis, heads=(1, 2)))
 
 
+@pytest.mark.parametrize("lengths", [[300] * 10, [1500, *[100] * 9]], ids=["even", "uneven"])
+def test_whatever_max_seqlen_says_only_the_schedule_depends_on_it(axis, lengths):
+    call, start, found, bits = ragged(lengths, axis=axis, heads=(4, 8)), pool(10, torch.float32, 8), set(), []
+    for longest in (None, 0, max(lengths), 2**40):
+        some = call | dict(max_seqlen=longest)
+        found.add(gd.explain("prefill", **some, backend="cute").schedule)
+        check(some, initial_state=start)
+        bits.append(prefill(some, initial_state=start, output_final_state=True, deterministic=True))
+    assert len(found) == (2 if axis == "head" else 1)
+    for o, final in bits[1:]:
+        same(o, bits[0][0])
+        same(final, bits[0][1])
+
+
 def test_nothing_but_empty_prompts(axis):
     """Packed, with rows past the last sequence: states are unchanged, or zeros where they start from zero."""
     call, start = ragged([0] * 40, spare=200, axis=axis), pool(40)

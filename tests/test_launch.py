@@ -579,6 +579,7 @@ def others(op):
         found += [checkpointed(), checkpointed(slots=i32), checkpointed(dtype=i64), checkpointed(2)]
         found += [dict(checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=states(N).unsqueeze(1))]
         found += [prompts((1, 70)), *(prompts((1, 70)) | dict(cu_seqlens=torch.tensor(ends)) for ends in ([0, 70], [0, 7, 70]))]
+        found += [prompts((1, 70)) | dict(cu_seqlens=torch.tensor([0, 7, 70]), max_seqlen=longest) for longest in (63, 64)]
     return found
 
 
@@ -857,7 +858,7 @@ WORKSPACE += ["segment_transitions", "segment_states"]
 
 def force_segments(segments, monkeypatch):
     """Prefills from here on split each sequence into that many segments."""
-    monkeypatch.setattr(on_host, "segmentation_of", lambda problem, sequences, tokens: on_host.Segmentation(segments))
+    monkeypatch.setattr(on_host, "segmentation_of", lambda *_: on_host.Segmentation(segments))
 
 
 @pytest.mark.parametrize("segments", [1, 2, 7])
@@ -880,13 +881,12 @@ def test_joined_segments_launch_no_state_passing(launches, monkeypatch, axis):
     assert launches[0][0].segment_transitions == 0 < launches[0][0].segment_states
 
 
-def test_one_kernel_where_heads_fill_the_chip(launches, monkeypatch):
+def test_one_kernel_where_heads_fill_the_chip(launches):
     """And at most four value heads share a k head. Nothing of a chunk is in the workspace."""
-    monkeypatch.setattr(on_host, "MAX_UNEVEN", 100)  # packed prompts of four heads are taken to be even
     many = 33
     for heads, more, kernels in (
         (2, {}, ["prefill_schedule", "prefill_fused"]),
-        (4, dict(cu_seqlens=torch.arange(many + 1) * 65), ["prefill_schedule", "prefill_fused"]),
+        (4, dict(cu_seqlens=torch.arange(many + 1) * 65, max_seqlen=65), ["prefill_schedule", "prefill_fused"]),
         (1, {}, ["prefill_schedule", "prefill_fused"]),
         (1, dict(deterministic=True), ["prefill_prepare", "prefill_scan"]),
     ):
@@ -941,14 +941,34 @@ def test_a_deterministic_prefill_has_one_scan_of_one_segment(launches, axis, kee
     assert "deterministic" in str(gd.explain("prefill", **packed, deterministic=True, backend="cute"))
 
 
-def test_segmentation_depends_on_sequences_and_tokens(launches, monkeypatch):
+def test_segmentation_depends_on_sequences_tokens_and_what_the_call_says_of_them(launches, monkeypatch):
     """Calls and explain pass the same numbers."""
     asked = []
     monkeypatch.setattr(on_host, "segmentation_of", lambda problem, *sizes: asked.append(sizes) or on_host.Segmentation(1))
-    for call in (prompts(), packed_prompts(0, 4, 8)):
+    for call in (prompts(), packed_prompts(0, 4, 8), packed_prompts(0, 4, 8) | dict(max_seqlen=5)):
         run("prefill", **call)
         gd.explain("prefill", **call, backend="cute")
-    assert asked == [(N, N * 70)] * 2 + [(2, 9)] * 2
+    assert asked == [(N, N * 70, None)] * 2 + [(2, 9, None)] * 2 + [(2, 9, 5)] * 2
+
+
+def test_calls_that_differ_in_max_seqlen_have_kernels_of_their_own(launches):
+    """Known calls too, and whatever it says: one that is too small or too large is as the nearest that can be."""
+    many, fused, split = 33, ["prefill_schedule", "prefill_fused"], ["prefill_prepare", "prefill_scan"]
+    call = prompts((1, many * 65)) | dict(cu_seqlens=torch.arange(many + 1) * 65)
+    for _ in range(2):
+        for max_seqlen, kernels, rows in (
+            (65, fused, None),
+            (0, fused, None),
+            (numpy.int32(65), fused, None),
+            (1000, split, 64),
+            (2**70, split, 64),
+            (None, split, 64),
+        ):
+            launches.clear()
+            run("prefill", **call, max_seqlen=max_seqlen)
+            assert [some.kernel for some in launches.kernels] == kernels
+            assert dict(launches.kernels[-1].facts).get("rows") == rows
+    assert len(OPERATIONS["prefill"].calls) == 6
 
 
 @pytest.mark.parametrize("segments", [1, 4])
@@ -1072,6 +1092,22 @@ def test_packed_prompts_have_64_rows_where_one_of_them_may_keep_few_sms_busy():
             assert on_host.segmentation_of(prompt_problem(**sizes), sequences, tokens).rows == 128
             assert on_host.segmentation_of(prompt_problem(**sizes, **packed, axis="channel"), sequences, tokens).rows == 128
     assert on_host.segmentation_of(prompt_problem(HV=96, **packed), 1, 8192).rows == 128
+
+
+def test_where_the_longest_packed_prompt_is_known_rows_depend_on_it():
+    """Not on how many there are. KDA's always have 128, and so have more heads than SMs, whatever the call says."""
+    packed = dict(options=frozenset({"cu_seqlens_i32"}))
+    for (H, HV), sequences, longest in (((4, 8), 10, 992), ((4, 8), 20, 992), ((16, 32), 3, 3971), ((32, 32), 4, 3971)):
+        even, uneven = (
+            on_host.segmentation_of(prompt_problem(H=H, HV=HV, **packed), sequences, 8192, known)
+            for known in (longest, longest + 1)
+        )
+        assert (even.rows, uneven) == (128, on_host.Segmentation(1))
+    for problem in (prompt_problem(axis="channel", **packed), prompt_problem(HV=96, **packed)):
+        rows = {on_host.segmentation_of(problem, 10, 8192, known).rows for known in (0, 820, 8192, 2**40)}
+        assert rows == {128}
+    few = {on_host.segmentation_of(prompt_problem(HV=4, **packed), 10, 81920, known) for known in (None, 0, 8192, 2**40)}
+    assert len(few) == 1
 
 
 def test_blocks_of_states_with_64_v_rows_have_64():

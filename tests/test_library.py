@@ -4,6 +4,7 @@ import functools
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -18,6 +19,7 @@ OTHER = gd.KVBuffer(*(torch.ones_like(x) for x in vars(verified()).values()))
 SAMPLES = [
     ("prefill", tokens()),
     ("prefill", tokens() | dict(gate=gd.Gate.softplus(A_LOG), output_final_state=True)),
+    ("prefill", tokens(1, 4) | dict(cu_seqlens=torch.tensor([0, 3, 4]), max_seqlen=3)),
     ("prefill", tokens() | dict(state=pool(), state_indices=torch.tensor([3, -1]))),
     ("prefill", tokens() | dict(checkpoint_lens=torch.zeros(2, 1).int(), checkpoints=torch.ones(2, 1, 4, 6, 8))),
     (
@@ -167,6 +169,24 @@ def test_a_null_index_may_vary_in_a_compiled_graph():
         assert torch.equal(o.abs().amax((1, 2, 3)) > 0, slots > null)
 
 
+def graphs(function, values):
+    """How often a function of a number is compiled for these; its results are the eager ones."""
+    torch._dynamo.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    step = torch.compile(function, fullgraph=True, backend=counter)
+    for x in values:
+        same(step(x), function(x))
+    return counter.frame_count
+
+
+def test_a_number_that_varies_from_call_to_call_is_not_compiled_anew():
+    """None is another graph, and so may the first number be."""
+    packed = tokens(1, 9) | dict(cu_seqlens=torch.tensor([0, 4, 9]))
+    step = tokens() | dict(state=pool(), state_indices=torch.tensor([1, 3]), update_state=False)
+    assert graphs(lambda n: gd.prefill(**packed, max_seqlen=n, backend="reference")[0], (None, *range(2, 20))) <= 3
+    assert graphs(lambda n: gd.decode(**step, null_index=n, backend="reference"), range(2, 20)) <= 2
+
+
 def test_inductor_compiles_a_decode_step():
     torch._dynamo.reset()
     step = torch.compile(lambda t, s: gd.decode(**t, state=s, backend="reference").sum(-1), fullgraph=True)
@@ -223,6 +243,7 @@ def test_explain_looks_through_subclasses():
     ("op", "wrong"),
     [
         ("prefill", dict(output_final_state=1)),
+        ("prefill", tokens(1, 4) | dict(cu_seqlens=torch.tensor([0, 4]), max_seqlen=True)),
         ("decode", dict(qk_l2norm=1)),
         ("decode", dict(update_state=0)),
         ("decode", dict(scale=True)),

@@ -34,6 +34,7 @@ def prefill(
     qk_l2norm: bool = True,
     beta_logits: bool = False,
     cu_seqlens: Tensor | None = None,
+    max_seqlen: int | None = None,
     initial_state: Tensor | None = None,
     output_final_state: bool = False,
     state: Tensor | None = None,
@@ -53,6 +54,8 @@ def prefill(
     v: [N, T, HV, V], as q; value head hv reads q/k head hv // (HV // H).
     g: [N, T, HV] (GDN) or [N, T, HV, K] (KDA), beta: [N, T, HV]; bf16, fp16 or fp32. `gate` says what g holds; beta is the write
     strength, or its logit with beta_logits=True. scale: K**-0.5 when None. qk_l2norm: x * rsqrt(sum(x*x) + 1e-6) on q and k.
+    max_seqlen: tokens of the longest packed sequence, an int, where the caller knows it, as the host does not see cu_seqlens. It
+    settles how the work is cut, and a wrong one costs time alone; None beside dense tokens.
 
     Functional: starts from initial_state [N, HV, V, K] (fp32, bf16 or fp16; zeros when None), which is not written, and returns
     final_state, new, in its dtype (fp32 without one), when output_final_state is True, else None. fp16 saturates at +-65504.
@@ -82,7 +85,7 @@ def prefill(
         ops.PREFILL,
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, state_indices, has_initial_state,
         checkpoint_lens, checkpoint_indices, checkpoints, initial_state, state, None, out,
-        kind, bound, scale, qk_l2norm, beta_logits, output_final_state, deterministic, null_index, backend,
+        kind, bound, scale, qk_l2norm, beta_logits, output_final_state, deterministic, max_seqlen, null_index, backend,
     )  # fmt: skip
 
 
@@ -356,8 +359,8 @@ class Route:
         return "\n".join(lines + [f"  cute needs: {reason}" for reason in self.missing])
 
 
-def select(op: Operation, problem: Problem, device: torch.device, backend: str, sequences: int = 0, tokens: int = 0) -> Route:
-    """The route of a problem; `sequences`, each layer's counted, and `tokens`, those of all, settle its schedule.
+def select(op: Operation, problem: Problem, device: torch.device, backend: str, *work: Any) -> Route:
+    """The route of a problem; `work`, as `Operation.work` has it, settles its schedule.
 
     Raises ValueError for an unknown backend, UnsupportedProblem when the asked one cannot run it.
     """
@@ -365,7 +368,7 @@ def select(op: Operation, problem: Problem, device: torch.device, backend: str, 
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
     missing = tuple(_missing_for_cute(op, problem, device))
     if not missing and backend != "reference":
-        plan = op.plan(problem, sequences, tokens)
+        plan = op.plan(problem, *work)
         arch = compile.arch_of(device)
         assert arch is not None
         missing = tuple(dict.fromkeys(reason for variant in plan.variants for reason in compile.missing(variant, arch)))

@@ -105,8 +105,8 @@ class Operation(ABC):
         """What keeps this problem from the kernels."""
         return [need for need, is_missing in self.needs(problem).items() if is_missing]
 
-    def work(self, a: Any) -> tuple[int, int]:
-        """Sequences, each layer's counted, and tokens."""
+    def work(self, a: Any) -> tuple[Any, ...]:
+        """What `plan` asks of a call: sequences, each layer's counted, and tokens."""
         return tokens_of(a).num_sequences, a.q.shape[:2].numel()
 
     @abstractmethod

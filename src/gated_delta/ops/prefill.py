@@ -11,7 +11,7 @@ from torch import Tensor
 from .. import compile, reference
 from ..kernels.arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES, PrefillSizes, PrefillStrides
 from ..memory import Addresses
-from ..problem import STATE_DTYPES, Checker, Problem, absent
+from ..problem import STATE_DTYPES, Checker, Problem, absent, integer
 from .launch import SCATTERED, Launch, Operation, Plan, TokensLaunch, bytes_of, ready, token_sizes, tokens_of
 
 MAX_BLOCKS = 132
@@ -45,8 +45,10 @@ Else a long sequence's heads keep few SMs busy, and blocks of 64 rows, twice as 
 """
 
 
-def longest_of(problem: Problem, sequences: int, tokens: int) -> int:
-    """Tokens of the longest sequence. How long packed ones are the host does not know: a serving engine's steps are uneven."""
+def longest_of(problem: Problem, sequences: int, tokens: int, max_seqlen: int | None) -> int:
+    """Tokens of the longest sequence. Where the call does not say, packed ones are as uneven as a serving engine's."""
+    if max_seqlen is not None:
+        return min(int(max_seqlen), tokens)
     packed = any(option.startswith("cu_seqlens") for option in problem.options)
     return max(tokens * 2 // max(sequences, 2), tokens // 3) if packed else tokens // max(sequences, 1)
 
@@ -65,11 +67,11 @@ class Segmentation(NamedTuple):
     overlapped: bool = False
 
 
-def segmentation_of(problem: Problem, sequences: int, tokens: int) -> Segmentation:
+def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None) -> Segmentation:
     """For that many sequences with so many tokens in all, measured on an H200: docs/kernels/prefill.md."""
     heads, deterministic = sequences * problem.HV, "deterministic" in problem.options
     if problem.V == 128 and 2 * heads > MAX_BLOCKS:
-        longest, group = longest_of(problem, sequences, tokens), problem.HV // problem.H
+        longest, group = longest_of(problem, sequences, tokens, max_seqlen), problem.HV // problem.H
         if problem.axis == "head" and longest * MAX_BLOCKS > MAX_UNEVEN * tokens * problem.HV:
             return Segmentation(1)
         if not can_fuse(problem) or deterministic or group > MAX_FUSED_GROUP or tokens <= CHUNK * sequences:
@@ -130,6 +132,7 @@ class Arguments(NamedTuple):
     beta_logits: bool
     output_final_state: bool
     deterministic: bool
+    max_seqlen: int | None
     null_index: int
     backend: str
 
@@ -147,6 +150,10 @@ class Prefill(Operation):
         check.flag("output_final_state", a.output_final_state)
         check.flag("deterministic", a.deterministic)
         check.option("deterministic", a.deterministic)
+        if a.cu_seqlens is None:
+            absent("max_seqlen", a.max_seqlen, "without cu_seqlens")
+        elif a.max_seqlen is not None and integer("max_seqlen", a.max_seqlen, "an int or None") < 0:
+            raise ValueError(f"max_seqlen: expected 0 or more, got {a.max_seqlen}")
         check.null_index(a.null_index, a.state_indices, a.checkpoint_indices)
         dtype = torch.float32
         if a.state is not None:
@@ -223,8 +230,11 @@ class Prefill(Operation):
             SCATTERED: "scattered_rows" in problem.options,
         }
 
-    def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
-        cut = segmentation_of(problem, sequences, tokens)
+    def work(self, a: Arguments) -> tuple[Any, ...]:
+        return *super().work(a), a.max_seqlen
+
+    def plan(self, problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None) -> Plan:
+        cut = segmentation_of(problem, sequences, tokens, max_seqlen)
         return Plan(cut, tuple(variants_of(problem, cut)))
 
     def variants(self, problem: Problem) -> list[compile.Variant]:
