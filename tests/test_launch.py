@@ -882,12 +882,12 @@ def test_joined_segments_launch_no_state_passing(launches, monkeypatch, axis):
 
 
 def test_one_kernel_where_heads_fill_the_chip(launches):
-    """And at most four value heads share a k head. Nothing of a chunk is in the workspace."""
+    """And at most four value heads share a k head. Nothing of a chunk is in the workspace; of dense sequences nothing at all."""
     many = 33
     for heads, more, kernels in (
-        (2, {}, ["prefill_schedule", "prefill_fused"]),
+        (2, {}, ["prefill_fused"]),
         (4, dict(cu_seqlens=torch.arange(many + 1) * 65, max_seqlen=65), ["prefill_schedule", "prefill_fused"]),
-        (1, {}, ["prefill_schedule", "prefill_fused"]),
+        (1, {}, ["prefill_fused"]),
         (1, dict(deterministic=True), ["prefill_prepare", "prefill_scan"]),
     ):
         launches.clear()
@@ -895,11 +895,11 @@ def test_one_kernel_where_heads_fill_the_chip(launches):
         call = prompts((1, many * 65) if packed else (many, 70))
         run("prefill", **call | {name: call[name].repeat_interleave(2, 2)[:, :, :heads] for name in "qk"}, **more)
         assert [some.kernel for some in launches.kernels] == kernels
-        assert launches[0] == launches[1]
+        assert all(launch == launches[0] for launch in launches)
         pointers = launches[0][0]
-        present = ["work_queue", *(["sequence_order"] if packed else [])]
+        present = ["sequence_order", "work_queue"] if packed else []
         if "prefill_fused" in kernels:
-            assert sorted(name for name in WORKSPACE if getattr(pointers, name)) == sorted(present)
+            assert sorted(name for name in WORKSPACE if getattr(pointers, name)) == present
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -1131,14 +1131,17 @@ def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
         between = ["prefill_transitions"] * (segmentation.segments > 1) + ["prefill_state_passing"] * (segmentation in several)
         assert made == ["prefill_prepare", *between, "prefill_scan"]
         assert set(on_host.variants_of(problem, segmentation)) <= set(listed)
-    for segmentation in (on_host.Segmentation(1, 128, True), on_host.Segmentation(1, overlapped=True)) if axis == "head" else ():
-        schedule, kernel = on_host.variants_of(problem, segmentation)
-        assert (schedule.kernel, kernel.kernel) == (
-            "prefill_schedule",
-            "prefill_fused" if segmentation.fused else "prefill_overlapped",
-        )
-        assert dict(schedule.facts) == dict(overlapped=segmentation.overlapped)
-        assert {schedule, kernel} <= set(listed)
+    packed = prompt_problem(axis=axis, options=frozenset({"cu_seqlens_i32"}))
+    fused, overlapped = on_host.Segmentation(1, 128, True), on_host.Segmentation(1, overlapped=True)
+    for asked, segmentation, kernels in (
+        (problem, fused, ["prefill_fused"]),
+        (packed, fused, ["prefill_schedule", "prefill_fused"]),
+        (problem, overlapped, ["prefill_schedule", "prefill_overlapped"]),
+    ) * (axis == "head"):
+        made = on_host.variants_of(asked, segmentation)
+        assert [some.kernel for some in made] == kernels
+        assert all(dict(some.facts) == dict(overlapped=segmentation.overlapped) for some in made[:-1])
+        assert set(made) <= set(listed)
     fused = ["prefill_fused", "prefill_overlapped", "prefill_schedule", "prefill_schedule"] if axis == "head" else []
     split = ["prefill_prepare", *["prefill_scan"] * (2 + len(joined)), "prefill_state_passing", "prefill_transitions"]
     assert sorted(some.kernel for some in listed) == sorted([*split, *fused])

@@ -262,6 +262,14 @@ class PrefillFused(PrefillScan):
             cute.arch.setmaxregister_decrease(CONVERT_REGISTERS)
             self.for_each_work(self.convert, args, shared, thread, group, block)
 
+    @cute.jit
+    def next_number(self, args, block, i):
+        """Dense sequences are as long as each other, so blocks take heads in turn: no queue, and no kernel in front to clear it."""
+        number = block + i * args.size.max_blocks
+        if args.ptr.work_queue != 0:
+            number = PrefillScan.next_number(self, args, block, i)
+        return number
+
     def stage_of(self, iteration):
         """A chunk's stage and the phase of its barriers. Tinv, Aqk, v and o have two stages: a chunk's is its stage's last bit."""
         return iteration & (self.stages - 1), iteration // self.stages & 1

@@ -357,8 +357,12 @@ class PrefillScan:
             i += 1
             if cutlass.const_expr(block is not None):  # noqa: SIM102 - settled when compiling
                 if thread == 0:
-                    self.publish_work(args, shared, i, args.size.max_blocks + atomic_increment(args.ptr.work_queue))
+                    self.publish_work(args, shared, i, self.next_number(args, block, i))
             work = self.get_next_work(args, shared, i)
+
+    def next_number(self, args, block, i):
+        """Of the block's i-th work tile, behind the first one."""
+        return args.size.max_blocks + atomic_increment(args.ptr.work_queue)
 
     def prefetch_state(self, args, state_index, hv):
         """Prefetch a head's initial state to L2."""

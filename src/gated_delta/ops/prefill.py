@@ -49,8 +49,13 @@ def longest_of(problem: Problem, sequences: int, tokens: int, max_seqlen: int | 
     """Tokens of the longest sequence. Where the call does not say, packed ones are as uneven as a serving engine's."""
     if max_seqlen is not None:
         return min(int(max_seqlen), tokens)
-    packed = any(option.startswith("cu_seqlens") for option in problem.options)
-    return max(tokens * 2 // max(sequences, 2), tokens // 3) if packed else tokens // max(sequences, 1)
+    if is_packed(problem):
+        return max(tokens * 2 // max(sequences, 2), tokens // 3)
+    return tokens // max(sequences, 1)
+
+
+def is_packed(problem: Problem) -> bool:
+    return any(option.startswith("cu_seqlens") for option in problem.options)
 
 
 class Segmentation(NamedTuple):
@@ -245,7 +250,9 @@ class Prefill(Operation):
             cuts += [Segmentation(4)]
             cuts += [Segmentation(2, joins=True)] if can_join(problem) else []
             cuts += [Segmentation(1, 128, True)] if can_fuse(problem) else []
-        return list(dict.fromkeys(variant for cut in cuts for variant in variants_of(problem, cut)))
+        made = [variant for cut in cuts for variant in variants_of(problem, cut)]
+        made += [schedule_variant(False)] if any(cut.fused for cut in cuts) else []  # of packed sequences
+        return list(dict.fromkeys(made))
 
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
         if {K, V} != {128}:
@@ -264,8 +271,8 @@ def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
         kept = dict(checkpoints=True, deterministic=True)
     if cut.fused or cut.overlapped:
         one = problem.facts("g_dtype", "gate", "qk_l2norm", "state_dtype") | kept
-        schedule = compile.Variant("prefill_schedule", (("overlapped", cut.overlapped),))
-        return [schedule, compile.Variant("prefill_overlapped" if cut.overlapped else "prefill_fused", tuple(one.items()))]
+        made = [compile.Variant("prefill_overlapped" if cut.overlapped else "prefill_fused", tuple(one.items()))]
+        return [schedule_variant(cut.overlapped), *made] if cut.overlapped or is_packed(problem) else made
     prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm")
     made = [compile.Variant("prefill_prepare", tuple(prepare.items()))]
     scan = problem.facts("axis", "K", "V", "dtype", "state_dtype")
@@ -275,6 +282,10 @@ def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
         made.append(compile.Variant("prefill_state_passing", (("V", problem.V),)))
     scan |= dict(rows=cut.rows, joins=cut.joins) | kept
     return [*made, compile.Variant("prefill_scan", tuple(scan.items()))]
+
+
+def schedule_variant(overlapped: bool) -> compile.Variant:
+    return compile.Variant("prefill_schedule", (("overlapped", overlapped),))
 
 
 def _final_shape(a: Arguments) -> tuple[int, ...]:
@@ -365,7 +376,7 @@ def _workspace(axis: str, N: int, H: int, HV: int, chunk_slots: int, cut: Segmen
         chunk_slots * HV * 2 * TRIANGLE_BYTES,  # tinv_aqk
         chunk_slots * HV * SCALE_BYTES,  # scales
         N * 4 if packed else 0,  # sequence_order
-        4 * (1 + chunk_slots * cut.overlapped),  # work_queue; then a counter for each chunk
+        0 if cut.fused and not packed else 4 * (1 + chunk_slots * cut.overlapped),  # work_queue; then a counter for each chunk
         0 if cut.joins else 2 * states,  # segment_transitions
         states + segments * 4,  # segment_states, and a flag for each
     )
