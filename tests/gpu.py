@@ -96,7 +96,7 @@ def force_segments(segments, monkeypatch):
 
     def segmentation_of(problem, *_work):
         if segments == "overlapped":
-            return on_host.Segmentation(1, overlapped=on_host.can_fuse(problem))
+            return on_host.Segmentation(1, overlapped=on_host.can_overlap(problem))
         if "deterministic" in problem.options:
             return on_host.Segmentation(1, problem.V if persistent else 64)
         if segments == "joined":

@@ -7,6 +7,7 @@ import pwd
 import random
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -333,6 +334,24 @@ def test_host_and_kernel_agree_on_the_arguments():
                 assert taken.__name__.startswith(operation)
     assert primitives.L2NORM_EPS == reference.L2NORM_EPS
     assert arguments.CHUNK == CHECKPOINT_INTERVAL
+
+
+@needs_compiler
+def test_blocks_that_walk_prepare_what_the_others_do_not_keep_up_with():
+    """Before they walk: nothing where others are fast enough, and no more than the L2 holds until it is read."""
+    from gated_delta.kernels.prefill_overlapped import MOST_ROUNDS, PREPARING, PrefillOverlapped
+
+    def rounds(axis, H, HV, chunks):
+        kernel = PrefillOverlapped(axis, "bf16", "softplus", True, "fp32", False)
+        size = SimpleNamespace(N=1, H=H, HV=HV, chunk_slots=chunks, max_blocks=132)
+        return 1 + kernel.head_start(size) / (132 * PREPARING)
+
+    for axis, most in MOST_ROUNDS.items():
+        found = [rounds(axis, 32, 32, chunks) for chunks in range(0, 1024, 32)]
+        assert found == sorted(found)
+        assert (found[0], found[-1]) == (0, most)
+        assert rounds(axis, 17, 17, 1024) == 0  # 98 blocks prepare
+    assert rounds("head", 16, 32, 1024) == 0
 
 
 @needs_compiler

@@ -70,7 +70,7 @@ def test_an_operation_is_read_in_few_files():
     for op, kind, files in paths:
         named = {file for name in re.findall(r"`([\w/]+\.py)`", common + files) for file in root.glob(f"**/{name}")}
         made_of = {file for kernel in named & set(root.glob("kernels/*.py")) for file in kernels._closure(kernel)}
-        other = {"GDN": "prefill_prepare_kda.py", "KDA": "prefill_prepare_gdn.py"}.get(kind)
+        other = "prefill_prepare_gdn.py" if kind == "KDA" else "prefill_prepare_kda.py"
         assert {file.name for file in made_of - named} <= {"__init__.py", other}
         assert {root / name for name in ("api.py", "problem.py", "ops/launch.py", f"ops/{op}.py")} <= named
         assert len(named) <= (10 if op == "prefill" else 8)

@@ -903,20 +903,21 @@ def test_one_kernel_where_heads_fill_the_chip(launches):
 
 
 @pytest.mark.parametrize("packed", [False, True])
-def test_prepare_beside_the_scan_has_a_counter_for_each_chunk(launches, monkeypatch, packed):
-    """Behind the work queue, and memory for what two kernels hand over."""
+def test_prepare_beside_the_scan_has_a_counter_for_each_chunk(launches, monkeypatch, axis, packed):
+    """Behind the queues of blocks and of items, and memory for what two kernels hand over."""
     monkeypatch.setattr(on_host, "segmentation_of", lambda *_: on_host.Segmentation(1, overlapped=True))
     made, measure = [], on_host._workspace
     monkeypatch.setattr(on_host, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1])
-    run("prefill", **prompts((1, 6400)), **(dict(cu_seqlens=torch.tensor([0, 6000])) if packed else {}))
+    run("prefill", **prompts((1, 6400), axis), **(dict(cu_seqlens=torch.tensor([0, 6000])) if packed else {}))
     assert [some.kernel for some in launches.kernels] == ["prefill_schedule", "prefill_overlapped"]
     ((size, offsets),), (pointers, *_, sizes) = made, launches[0]
     assert launches[0] == launches[1]
     present = {name for name in WORKSPACE if getattr(pointers, name)}
-    assert present == {"k_tiles", "q_tiles", "tinv_aqk", "scales", "work_queue", *(["sequence_order"] if packed else [])}
+    more = (["sequence_order"] if packed else []) + (["k_restored"] if axis == "channel" else [])
+    assert present == {"k_tiles", "q_tiles", "tinv_aqk", "scales", "work_queue", *more}
     queue = offsets[WORKSPACE.index("work_queue")]
     assert queue == max(offsets)
-    assert queue + 4 * (1 + sizes.chunk_slots) <= size
+    assert queue + 4 * (2 + sizes.chunk_slots) <= size
     assert sizes.chunk_slots >= 100
 
 
@@ -924,7 +925,7 @@ def test_prepare_beside_the_scan_has_a_counter_for_each_chunk(launches, monkeypa
 def test_a_deterministic_prefill_has_one_scan_of_one_segment(launches, axis, keeps):
     """Where calls without the flag have segments, joined ones, or one kernel; rows, and prepare beside the scan, do not change bits."""
     packed, two = prompts((1, 200), axis) | dict(cu_seqlens=ints(0, 64, 200)), ["prefill_prepare", "prefill_scan"]
-    beside = ["prefill_schedule", "prefill_overlapped"] if axis == "head" else two
+    beside = ["prefill_schedule", "prefill_overlapped"]
     for call, n, kernels, rows in (
         (prompts((1, 8192), axis), 1, beside, 64),
         (packed, 2, two, 64),
@@ -1068,10 +1069,13 @@ def test_where_heads_leave_many_sms_idle_blocks_have_64_rows():
 def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_half_of_the_sms_are_idle():
     overlapped = on_host.Segmentation(1, overlapped=True)
     packed = dict(options=frozenset({"cu_seqlens_i32"}))
-    for sizes in (dict(H=16, HV=32), dict(HV=17), dict(H=32, HV=32, **packed)):
-        assert on_host.segmentation_of(prompt_problem(**sizes), 1, on_host.MIN_OVERLAPPED) == overlapped
-        assert on_host.segmentation_of(prompt_problem(**sizes), 1, on_host.MIN_OVERLAPPED - 1) == on_host.Segmentation(1)
-    for other in (dict(axis="channel"), dict(dtype=torch.float16), dict(K=64), dict(V=64), dict(HV=33)):
+    kda = (dict(HV=some, axis="channel") for some in (17, 32))
+    for sizes in (dict(H=16, HV=32), dict(HV=17), dict(H=32, HV=32, **packed), *kda):
+        fewest = on_host.MIN_OVERLAPPED[sizes.get("axis", "head")]
+        assert on_host.segmentation_of(prompt_problem(**sizes), 1, fewest) == overlapped
+        assert on_host.segmentation_of(prompt_problem(**sizes), 1, fewest - 1) == on_host.Segmentation(1)
+    fp32 = dict(axis="channel", g_dtype=torch.float32)  # three chunks of which an SM has no shared memory for
+    for other in (fp32, dict(dtype=torch.float16), dict(K=64), dict(V=64), dict(HV=33)):
         assert not on_host.segmentation_of(prompt_problem(**dict(H=1, HV=32) | other), 1, 8192).overlapped
     assert not on_host.segmentation_of(prompt_problem(HV=16), 2, 8192).overlapped
 
@@ -1137,16 +1141,16 @@ def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
         (problem, fused, ["prefill_fused"]),
         (packed, fused, ["prefill_schedule", "prefill_fused"]),
         (problem, overlapped, ["prefill_schedule", "prefill_overlapped"]),
-    ) * (axis == "head"):
+    )[2 * (axis == "channel") :]:
         made = on_host.variants_of(asked, segmentation)
         assert [some.kernel for some in made] == kernels
         assert all(dict(some.facts) == dict(overlapped=segmentation.overlapped) for some in made[:-1])
         assert set(made) <= set(listed)
-    fused = ["prefill_fused", "prefill_overlapped", "prefill_schedule", "prefill_schedule"] if axis == "head" else []
+    in_one = ["prefill_overlapped", "prefill_fused"][: 2 if axis == "head" else 1]
     split = ["prefill_prepare", *["prefill_scan"] * (2 + len(joined)), "prefill_state_passing", "prefill_transitions"]
-    assert sorted(some.kernel for some in listed) == sorted([*split, *fused])
+    assert sorted(some.kernel for some in listed) == sorted([*split, *in_one, *["prefill_schedule"] * len(in_one)])
     new = set(dispatch.variants_of(prompt_problem(axis=axis, options=frozenset({"checkpoints"})))) - set(listed)
-    assert sorted(some.kernel for some in new) == [*fused[:2], *["prefill_scan"] * (2 + len(joined))]
+    assert sorted(some.kernel for some in new) == sorted([*in_one, *["prefill_scan"] * (2 + len(joined))])
 
 
 def test_compile_time_facts_of_prefills_kernels():
@@ -1158,7 +1162,8 @@ def test_compile_time_facts_of_prefills_kernels():
     first = dispatch.variants_of(prompt_problem())
     for same in (dict(H=8, HV=64), dict(beta_logits=True), dict(beta_dtype=torch.float32), dict(options=frozenset({"pool"}))):
         assert changed(**same) == set()
-    assert changed(axis="channel") == changed(dtype=torch.float16) == {"prepare", "scan", "transitions"}
+    assert changed(axis="channel") == {"prepare", "scan", "transitions", "overlapped"}
+    assert changed(dtype=torch.float16) == {"prepare", "scan", "transitions"}
     assert changed(g_dtype=torch.float32) == changed(gate="log") == changed(qk_l2norm=False) == {"prepare", "fused", "overlapped"}
     assert changed(state_dtype=torch.bfloat16) == {"scan", "transitions", "fused", "overlapped"}
     assert changed(K=64) == {"prepare", "scan", "transitions"}

@@ -280,7 +280,7 @@ class PrefillPointers(NamedTuple):
     tinv_aqk: int
     scales: int
     sequence_order: int  # [N]
-    work_queue: int  # [1]; for prefill_overlapped, [1 + chunk_slots]: its blocks, and of each chunk the heads that are prepared
+    work_queue: int  # [1]; prefill_overlapped: [2 + chunk_slots], its blocks, chunks of heads, each chunk's heads that are prepared
     segment_transitions: int
     segment_states: int
 

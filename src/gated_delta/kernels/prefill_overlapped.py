@@ -1,8 +1,9 @@
 """prefill_overlapped: prepare beside scan, for a sequence of so few heads that a scan leaves half of the SMs idle.
 
-Some blocks prepare chunks as prefill_prepare does, three at a time. The others walk heads as prefill_scan does with 64 V rows, and
-wait for the counter of each chunk. Blocks take their parts as they begin, preparing ones first: so whoever is waited for has begun,
-whatever else runs on the GPU. docs/kernels/prefill.md, "Prepare beside scan".
+Some blocks prepare items, a chunk of a head each, as prefill_prepare does, three at a time. The others walk heads as prefill_scan
+does with 64 V rows, and wait for the counter of each chunk; before that they prepare, too, where the first ones would not keep up.
+Blocks take their parts as they begin, preparing ones first, and warpgroups take items from a queue: so whoever is waited for has
+begun, whatever else runs on the GPU. docs/kernels/prefill.md, "Prepare beside scan".
 """
 
 from typing import NamedTuple
@@ -10,6 +11,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass.cutlass_dsl import select_
 
 from .device.chunks import Coord as ChunkCoord
 from .device.chunks import D, find_sequence, load_chunk
@@ -26,49 +28,89 @@ from .device.primitives import (
     store_shared,
 )
 from .prefill_prepare_gdn import GdnChunk
+from .prefill_prepare_kda import KdaChunk
 from .prefill_scan import LOAD_THREADS, WARPGROUP, PrefillScan, warp_uniform
 
 COPY_REGISTERS, MMA_REGISTERS, TILE_REGISTERS = 104, 232, 40  # of a thread of a block that walks; of one that prepares, 168
 PREPARING = 3  # warpgroups of a block that prepares
 MIN_PREPARING_BLOCKS = 4
-PREPARE_BARRIER = 1  # and the next two: one for each of them
-PREVIOUS = 16  # byte offset behind `work` of the slots that the warpgroups have prepared last
-NONE = 0xFFFFFFFF
+PREPARED_A_CHUNK = {"head": 25, "channel": 18}
+"""64ths of an item that a block prepares while another walks a chunk, by axis: 1.23 us for 3.2, KDA 1.25 for 4.5, on an H200."""
+MOST_ROUNDS = {"head": 1, "channel": 4}
+"""Items that a warpgroup prepares at most before its block walks: those of more leave the L2 before they are read."""
+
+PREPARE_BARRIER = 1  # and the next two: one for each warpgroup that prepares
+# Byte offsets of words of a block that prepares: its number, then behind OWN_WORDS for each warpgroup the slot of the item that it
+# has prepared last, or NONE, and its next item; then up to which one the block takes further ones, and the first one in the queue.
+OWN_WORDS, OWN_BYTES, STOP, QUEUED = 32, 8, 24, 28
+NONE, NO_ITEM = 0xFFFFFFFF, 0x7FFFFFFF
 
 
-# With where the slot is that the warpgroup has prepared last, or NONE; `shared` is the warpgroup's.
-Coord = NamedTuple("Coord", [*ChunkCoord.__annotations__.items(), ("previous_at", Int32), ("block_shared", Int32)])
+# With where its warpgroup's words are.
+Coord = NamedTuple("Coord", [*ChunkCoord.__annotations__.items(), ("own_at", Int32)])
 
 
-class OverlappedChunk(GdnChunk):
-    """A warpgroup's chunk."""
+class OverlappedChunk:
+    """A warpgroup's chunk, among those of other warpgroups."""
 
     def sync(self, coord):
-        # By the place of the warpgroup's shared memory: a register less.
-        group = (coord.shared - coord.block_shared) // self.shared
-        cute.arch.barrier(barrier_id=PREPARE_BARRIER + group, number_of_threads=WARPGROUP)
-
-    def inputs_loaded(self, args, coord):
-        """The last chunk's stores have long arrived by now: waiting for them takes no time."""
-        self.publish(args, coord.previous_at)
+        barrier = PREPARE_BARRIER + coord.own_at // OWN_BYTES % 4
+        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
 
     @cute.jit
-    def publish(self, args, previous_at):
-        """Thread 0: count a head of the slot that is prepared."""
-        slot = Int32(load_shared(previous_at))
-        if slot >= 0:
+    def inputs_loaded(self, coord):
+        """The last chunk's stores have long arrived by now: waiting for them takes no time."""
+        if coord.thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+
+    @cute.jit
+    def chunk_begun(self, args, coord, spare):
+        """Count the last chunk, which waits for all stores of the SM, and take the next item."""
+        if spare & (coord.lane == 0):
+            item = self.take_item(args, coord.own_at, coord.slot * self.heads(args.size) + coord.h)
+            self.publish(args, coord.own_at)
+            store_shared(coord.own_at + 4, Uint32(item))
+
+    @cute.jit
+    def publish(self, args, own_at):
+        """Count a head of the slot that is prepared."""
+        slot = Int32(load_shared(own_at))
+        if slot >= 0:
             release_increment(counter_at(args, slot))
-            store_shared(previous_at, Uint32(NONE))
+            store_shared(own_at, Uint32(NONE))
+
+    @cute.jit
+    def take_item(self, args, own_at, last):
+        """An item from the queue; none behind the block's last one."""
+        item = Int32(NO_ITEM)
+        if last < Int32(load_shared(own_at // 32 * 32 + STOP)):
+            item = Int32(load_shared(own_at // 32 * 32 + QUEUED)) + atomic_increment(args.ptr.work_queue + 4)
+        return item
+
+
+class OverlappedGdnChunk(OverlappedChunk, GdnChunk):
+    def heads(self, size):
+        return size.H
+
+
+class OverlappedKdaChunk(OverlappedChunk, KdaChunk):
+    def heads(self, size):
+        return size.HV
 
 
 class PrefillOverlapped(PrefillScan):
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
 
-    def __init__(self, g_dtype: str, gate: str, qk_l2norm: bool, state_dtype: str, checkpoints: bool, deterministic: bool = False):
-        super().__init__("head", D, D, "bf16", state_dtype, 64, False, checkpoints, deterministic)
-        self.chunk_terms = OverlappedChunk(D, BFloat16, DTYPES[g_dtype], gate, qk_l2norm)
-        assert PREPARING * self.chunk_terms.shared <= self.smem.work
+    def __init__(
+        self, axis: str, g_dtype: str, gate: str, qk_l2norm: bool, state_dtype: str, checkpoints: bool, deterministic: bool = False
+    ):
+        super().__init__(axis, D, D, "bf16", state_dtype, 64, False, checkpoints, deterministic)
+        chunk = OverlappedKdaChunk if self.channel else OverlappedGdnChunk
+        self.chunk_terms = chunk(D, BFloat16, DTYPES[g_dtype], gate, qk_l2norm)
+        self.prepared_a_chunk, self.most_rounds = PREPARED_A_CHUNK[axis], MOST_ROUNDS[axis]
+        # mbarriers lie behind all that blocks prepare in.
+        assert PREPARING * self.chunk_terms.shared <= self.smem.v_absmax
+        assert (self.smem.work + OWN_WORDS) % 32 == 0
         self.threads = 3 * WARPGROUP
 
     def blocks(self, size):
@@ -84,14 +126,19 @@ class PrefillOverlapped(PrefillScan):
     def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple):
         thread, _, _ = cute.arch.thread_idx()
         args = Args(ptr, scale, bound, stride, size)
-        shared = self.begin(thread)
+        shared = self.init_mbarriers(thread)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         if thread == 0:
             store_shared(shared + self.smem.work, Uint32(atomic_increment(ptr.work_queue)))
         cute.arch.sync_threads()
         block, group = warp_uniform(load_shared(shared + self.smem.work)), warp_uniform(thread // WARPGROUP)
-        if block < self.preparing_blocks(size):
-            self.prepare_chunks(args, shared, thread % WARPGROUP, group, block)
-        else:
+        walks = block >= self.preparing_blocks(size)
+        self.prepare_chunks(args, shared, thread % WARPGROUP, group, block, walks)
+        if walks:
+            cute.arch.sync_threads()
+            self.clear_squares(shared, thread)
+            cute.arch.sync_threads()
             work = self.work_of(args, block - self.preparing_blocks(size))
             coord = self.coord_of(args, work, shared, thread % WARPGROUP, group - 1)
             # What is not prepared is not waited for.
@@ -113,35 +160,68 @@ class PrefillOverlapped(PrefillScan):
 
     # -------------------------------------------------------------------------------------------- blocks that prepare
 
+    def items(self, size):
+        """A chunk of a head each, the first chunks of all heads first."""
+        return size.chunk_slots * self.chunk_terms.heads(size)
+
+    def head_start(self, size):
+        """Up to which item blocks that walk take a further one; below 0, none at all.
+
+        They prepare what the other blocks do not while heads are walked, in whole rounds of all warpgroups.
+        """
+        beside = self.prepared_a_chunk * self.preparing_blocks(size)
+        ahead = size.chunk_slots * cutlass.max(64 * self.chunk_terms.heads(size) - beside, 0) // 64
+        groups = PREPARING * size.max_blocks
+        rounds = cutlass.min((ahead + groups // 2) // groups, self.most_rounds)
+        return (rounds - 1) * groups
+
     @cute.jit
-    def prepare_chunks(self, args, shared, thread, group, block):
-        """A warpgroup's chunks, the first ones of all heads first. One is counted when the next one's inputs have come."""
+    def prepare_chunks(self, args, shared, thread, group, block, walks):
+        """A warpgroup's items. One is counted when the next one's inputs have come."""
         size, lane = args.size, thread % 32
-        at, previous_at = shared + group * self.chunk_terms.shared, shared + self.smem.work + PREVIOUS + group * 4
-        store_shared(previous_at, Uint32(NONE), thread == 0)
-        i = block * PREPARING + group
-        while i < size.chunk_slots * size.H:
-            h, slot = i % size.H, i // size.H
+        at, own_at = shared + group * self.chunk_terms.shared, shared + self.smem.work + OWN_WORDS + group * OWN_BYTES
+        preparing = self.preparing_blocks(size) * PREPARING
+        if thread == 0:
+            words = shared + self.smem.work + OWN_WORDS
+            store_shared(words + STOP, Uint32(select_(walks, self.head_start(size), self.items(size))))
+            store_shared(words + QUEUED, Uint32(preparing))
+            first = block * PREPARING + group
+            if walks:
+                first = self.chunk_terms.take_item(args, own_at, Int32(-1))
+            store_shared(own_at, Uint32(NONE))
+            store_shared(own_at + 4, Uint32(first))
+        cute.arch.sync_threads()
+        item = Int32(load_shared(own_at + 4))
+        while item < self.items(size):
+            h, slot = item % self.chunk_terms.heads(size), item // self.chunk_terms.heads(size)
             n = Int32(0)
             if size.N > 1:
                 n = find_sequence(args, slot, lane)
             sequence, chunk, tokens = load_chunk(args, n, slot)
             # Later sub-chunks have more work: which warp has them changes, to load the SM's schedulers alike.
-            subchunk = (thread // 32 + i) % 4
-            coord = Coord(sequence, h, slot, chunk, tokens, at, thread, lane, subchunk, lane // 4, lane % 4, previous_at, shared)
+            subchunk = (thread // 32 + item) % 4
+            coord = Coord(sequence, h, slot, chunk, tokens, at, thread, lane, subchunk, lane // 4, lane % 4, own_at)
             if tokens > 0:
                 self.chunk_terms.prepare(args, coord)
                 if thread == 0:
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    store_shared(previous_at, Uint32(slot))
+                    store_shared(own_at, Uint32(slot))
+            else:
                 self.chunk_terms.sync(coord)
-            i = opaque(slot) * size.H + opaque(h)  # computed anew, to spare a register
-            step = self.preparing_blocks(size) * PREPARING
-            if (i < step) & (thread == 0):  # heads begin with these
-                self.chunk_terms.publish(args, previous_at)
-            i += step
+                if thread == 0:
+                    store_shared(own_at + 4, Uint32(self.chunk_terms.take_item(args, own_at, item)))
+            self.chunk_terms.sync(coord)
+            item = opaque(slot) * self.chunk_terms.heads(size) + opaque(h)  # computed anew, to spare a register
+            if (item < preparing) & (thread == 0):  # heads begin with these
+                self.publish_last(args, own_at)
+            item = Int32(load_shared(own_at + 4))
         if thread == 0:
-            self.chunk_terms.publish(args, previous_at)
+            self.publish_last(args, own_at)
+
+    def publish_last(self, args, own_at):
+        """Thread 0: count the last item as soon as it is prepared."""
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        self.chunk_terms.publish(args, own_at)
 
     # -------------------------------------------------------------------------------------------- blocks that walk
 
@@ -154,7 +234,7 @@ class PrefillOverlapped(PrefillScan):
         for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
             iteration, slot = c - coord.first_chunk, coord.work.sequence.first_slot + c
             stage = iteration % self.stages
-            while load_acquire(counter_at(args, slot)) < args.size.H:
+            while load_acquire(counter_at(args, slot)) < self.chunk_terms.heads(args.size):
                 pass
             cute.arch.fence_proxy("async.global")
             cute.arch.mbarrier_wait(mbarrier(coord.shared + self.smem.empty + stage * 8), (iteration // self.stages + 1) % 2)
@@ -162,5 +242,5 @@ class PrefillOverlapped(PrefillScan):
 
 
 def counter_at(args, slot):
-    """Address of a chunk's counter: heads of which it is prepared."""
-    return args.ptr.work_queue + offset(slot + 1, 4)
+    """Address of a chunk's counter, behind the queues of blocks and of items: heads of which it is prepared."""
+    return args.ptr.work_queue + offset(slot + 2, 4)

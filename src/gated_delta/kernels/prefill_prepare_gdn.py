@@ -79,13 +79,14 @@ class GdnChunk(PrepareChunk):
         q, k = self.load_qk(args, coord)
         self.stage_gates(coord, gates)
         cute.arch.fence_proxy("async.shared", space="cta")
+        self.inputs_loaded(coord)
         self.sync(coord)
         if coord.thread == 0:
-            self.inputs_loaded(args, coord)
             at = Int64(coord.slot) * Int64(args.size.H) + Int64(coord.h)
             for i, tiles in enumerate((args.ptr.q_tiles, args.ptr.k_tiles)):
                 bulk_store(tiles + at * TILE_BYTES, coord.shared + TILES + i * TILE_BYTES, TILE_BYTES)
         kk, qk = self.inner_products(coord, q, k)
+        self.chunk_begun(args, coord, coord.subchunk == 0)
         for i in cutlass.range(group, unroll=1):
             if i % 4 == 0:
                 self.sync(coord)
@@ -99,9 +100,6 @@ class GdnChunk(PrepareChunk):
                 self.sync(coord)
             self.decay_products(coord, i, kk, qk)
             self.invert_and_store(args, coord, coord.h * group + i, i)
-
-    def inputs_loaded(self, args, coord):
-        """Thread 0, once the chunk's tokens have come."""
 
     # -------------------------------------------------------------------------------------------- q and k
 

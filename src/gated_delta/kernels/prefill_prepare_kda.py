@@ -118,7 +118,9 @@ class KdaChunk(PrepareChunk):
         diagonal.fill(0.0)
         for k_block in cutlass.range(K_BLOCKS, unroll=1):
             self.decay_k_block(coord, inverse_norms, k_block, parameters, diagonal)
+        self.inputs_loaded(coord)
         self.sync(coord)
+        self.chunk_begun(args, coord, coord.subchunk == 1)
         self.store_chunk_decays(args, coord)
         self.store_diagonal(coord, diagonal)
         self.off_diagonal_blocks(args, coord)

@@ -248,9 +248,16 @@ class PrefillScan:
             else:
                 self.store(args, coord._replace(thread=thread - LOAD_THREADS))
 
-    @cute.jit
     def begin(self, thread):
         """The block's shared memory, with its mbarriers; waits for the kernel in front."""
+        shared = self.init_mbarriers(thread)
+        self.clear_squares(shared, thread)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
+        return shared
+
+    @cute.jit
+    def init_mbarriers(self, thread):
         shared = (cute.arch.get_dyn_smem(Uint32, 1024)).toint()
         if thread == 0:
             for stage in cutlass.range_constexpr(self.stages):
@@ -261,13 +268,14 @@ class PrefillScan:
                 cute.arch.mbarrier_init(mbarrier(shared + self.smem.work_full + i * 8), 1)
                 cute.arch.mbarrier_init(mbarrier(shared + self.smem.work_empty + i * 8), self.threads)
             cute.arch.mbarrier_init_fence()
-        # Tinv and Aqk above their diagonal blocks: no copy writes there.
+        return shared
+
+    @cute.jit
+    def clear_squares(self, shared, thread):
+        """Tinv and Aqk above their diagonal blocks: no copy writes there."""
         for at in cutlass.range(thread * 16, 2 * self.stages * SQUARE_BYTES, self.threads * 16, unroll=1):
             store_shared_x4(shared + self.smem.tinv + at, [Uint32(0)] * 4)
         cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        return shared
 
     # -------------------------------------------------------------------------------------------- work tiles
 

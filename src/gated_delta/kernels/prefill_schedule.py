@@ -22,7 +22,7 @@ class PrefillSchedule:
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
         blocks = (size.N + WARPS - 1) // WARPS if size.cu_seqlens_kind != 0 else Int32(1)
         if cutlass.const_expr(self.overlapped):
-            blocks = cutlass.max(blocks, (size.chunk_slots + 32 * WARPS) // (32 * WARPS))
+            blocks = cutlass.max(blocks, (size.chunk_slots + 1 + 32 * WARPS) // (32 * WARPS))
         self.kernel(ptr, scale, bound, stride, size).launch(
             grid=(blocks, 1, 1), block=(32 * WARPS, 1, 1), stream=stream, use_pdl=True
         )
@@ -35,6 +35,6 @@ class PrefillSchedule:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         counter = block * (32 * WARPS) + thread
-        store_words(ptr.work_queue + offset(counter, 4), [Uint32(0)], counter <= (size.chunk_slots if self.overlapped else 0))
+        store_words(ptr.work_queue + offset(counter, 4), [Uint32(0)], counter <= (size.chunk_slots + 1 if self.overlapped else 0))
         if (n < size.N) & (size.cu_seqlens_kind != 0):
             rank_sequence(Args(ptr, scale, bound, stride, size), n, thread % 32)

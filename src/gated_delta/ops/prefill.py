@@ -29,8 +29,8 @@ MIN_JOINED_SEGMENT = {"channel": 16384}
 Two of GDN save a quarter and cost 3%: too much.
 """
 
-MAX_OVERLAPPED, MIN_OVERLAPPED = 64, 1536
-"""Blocks of the scan up to which others prepare chunks beside it, and tokens of the one sequence from which that is faster."""
+MAX_OVERLAPPED, MIN_OVERLAPPED = 64, {"head": 1536, "channel": 2048}
+"""Blocks of the scan up to which others prepare chunks beside it; tokens of the one sequence from which that is faster, by axis."""
 
 MAX_FUSED_GROUP, MIN_FILLED = 4, {3: 0.75, 4: 0.75}
 """Value heads of a k head up to which one kernel is faster, and the share of several rounds of SMs that heads have to fill.
@@ -92,10 +92,11 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: i
     segments = min(most, max(length // MIN_SEGMENT, FEW_SEGMENTS)) if length >= MIN_CUT and may_cut else 1
     if segments > 3 or (segments == 3 and length >= MIN_THREE_SEGMENTS):
         return Segmentation(segments)
-    if can_fuse(problem) and sequences == 1 and blocks <= MAX_OVERLAPPED and tokens >= MIN_OVERLAPPED:
-        return Segmentation(1, overlapped=True)
     joined = min(most, length // MIN_JOINED_SEGMENT[problem.axis]) if can_join(problem) and may_cut else 1
-    return Segmentation(joined, joins=True) if joined > 1 else Segmentation(1)
+    if joined > 1:
+        return Segmentation(joined, joins=True)
+    fits = sequences == 1 and blocks <= MAX_OVERLAPPED and tokens >= MIN_OVERLAPPED[problem.axis]
+    return Segmentation(1, overlapped=fits and can_overlap(problem))
 
 
 def can_join(problem: Problem) -> bool:
@@ -103,11 +104,18 @@ def can_join(problem: Problem) -> bool:
 
 
 def can_fuse(problem: Problem) -> bool:
-    """Whether prefill_fused, and prefill_overlapped, can do it.
+    """Whether prefill_fused can do it."""
+    return problem.axis == "head" and is_common(problem)
 
-    Their variants are those of prepare times those of scan, so they are kept to the commonest.
-    """
-    return problem.axis == "head" and problem.dtype == torch.bfloat16 and problem.K == problem.V == 128
+
+def can_overlap(problem: Problem) -> bool:
+    """Whether prefill_overlapped can do it: three chunks of KDA with fp32 g need more shared memory than a block has."""
+    return is_common(problem) and (problem.axis == "head" or problem.g_dtype != torch.float32)
+
+
+def is_common(problem: Problem) -> bool:
+    """Variants of one kernel for all are those of prepare times those of scan, so they are kept to the commonest."""
+    return problem.dtype == torch.bfloat16 and problem.K == problem.V == 128
 
 
 class Arguments(NamedTuple):
@@ -245,7 +253,7 @@ class Prefill(Operation):
     def variants(self, problem: Problem) -> list[compile.Variant]:
         cuts = [Segmentation(1)]
         cuts += [Segmentation(1, 128)] if problem.V == 128 else []
-        cuts += [Segmentation(1, overlapped=True)] if can_fuse(problem) else []
+        cuts += [Segmentation(1, overlapped=True)] if can_overlap(problem) else []
         if "deterministic" not in problem.options:
             cuts += [Segmentation(4)]
             cuts += [Segmentation(2, joins=True)] if can_join(problem) else []
@@ -270,7 +278,8 @@ def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
     if "deterministic" in problem.options:  # one variant with and without checkpoints: a cache keeps these anyway
         kept = dict(checkpoints=True, deterministic=True)
     if cut.fused or cut.overlapped:
-        one = problem.facts("g_dtype", "gate", "qk_l2norm", "state_dtype") | kept
+        axis = problem.facts("axis") if cut.overlapped else {}
+        one = axis | problem.facts("g_dtype", "gate", "qk_l2norm", "state_dtype") | kept
         made = [compile.Variant("prefill_overlapped" if cut.overlapped else "prefill_fused", tuple(one.items()))]
         return [schedule_variant(cut.overlapped), *made] if cut.overlapped or is_packed(problem) else made
     prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm")
@@ -376,7 +385,7 @@ def _workspace(axis: str, N: int, H: int, HV: int, chunk_slots: int, cut: Segmen
         chunk_slots * HV * 2 * TRIANGLE_BYTES,  # tinv_aqk
         chunk_slots * HV * SCALE_BYTES,  # scales
         N * 4 if packed else 0,  # sequence_order
-        0 if cut.fused and not packed else 4 * (1 + chunk_slots * cut.overlapped),  # work_queue; then a counter for each chunk
+        0 if cut.fused and not packed else 4 * (1 + (1 + chunk_slots) * cut.overlapped),  # work_queue; a queue of items, counters
         0 if cut.joins else 2 * states,  # segment_transitions
         states + segments * 4,  # segment_states, and a flag for each
     )

@@ -292,6 +292,12 @@ class PrepareChunk:
         """Wait for all warps that prepare the chunk."""
         cute.arch.sync_threads()
 
+    def inputs_loaded(self, coord):
+        """In front of the barrier that the chunk's tokens have come by."""
+
+    def chunk_begun(self, args, coord, spare):
+        """Behind that barrier. spare: of the warp that has least to do up to the next one."""
+
     def tinv_at(self, coord, head):
         """Address of a head's Tinv on its way to the workspace."""
         raise NotImplementedError
