@@ -255,6 +255,7 @@ class PrefillFused(PrefillScan):
         if group >= 0:
             cute.arch.setmaxregister_increase(MMA_REGISTERS)
             self.for_each_work(self.mma, args, shared, thread % WARPGROUP, group)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last outputs leave from shared memory
         elif group == -1:
             cute.arch.setmaxregister_decrease(PREPARE_REGISTERS)
             self.for_each_work(self.prepare, args, shared, thread % WARPGROUP, group)
