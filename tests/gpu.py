@@ -102,7 +102,8 @@ def force_segments(segments, monkeypatch):
         if segments == "joined":
             return on_host.Segmentation(4, joins=True)
         fused = segments == "fused" and on_host.can_fuse(problem)
-        return on_host.Segmentation(1, problem.V, fused) if persistent else on_host.Segmentation(segments)
+        even = fused and not any(option.startswith("cu_seqlens") for option in problem.options)
+        return on_host.Segmentation(1, problem.V, fused, even=even) if persistent else on_host.Segmentation(segments)
 
     monkeypatch.setattr(on_host, "segmentation_of", segmentation_of)
     if persistent:

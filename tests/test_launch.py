@@ -882,24 +882,23 @@ def test_joined_segments_launch_no_state_passing(launches, monkeypatch, axis):
 
 
 def test_one_kernel_where_heads_fill_the_chip(launches):
-    """And at most four value heads share a k head. Nothing of a chunk is in the workspace; of dense sequences nothing at all."""
+    """And at most four value heads share a k head. In the workspace is at most what uneven sequences need: ranks and a queue."""
     many = 33
     for heads, more, kernels in (
         (2, {}, ["prefill_fused"]),
-        (4, dict(cu_seqlens=torch.arange(many + 1) * 65, max_seqlen=65), ["prefill_schedule", "prefill_fused"]),
+        (4, dict(cu_seqlens=torch.arange(many + 1) * 65, max_seqlen=65), ["prefill_fused"]),
+        (4, dict(cu_seqlens=torch.arange(many + 1) * 65, max_seqlen=66), ["prefill_schedule", "prefill_fused"]),
         (1, {}, ["prefill_fused"]),
         (1, dict(deterministic=True), ["prefill_prepare", "prefill_scan"]),
     ):
         launches.clear()
-        packed = "cu_seqlens" in more
-        call = prompts((1, many * 65) if packed else (many, 70))
+        call = prompts((1, many * 65) if "cu_seqlens" in more else (many, 70))
         run("prefill", **call | {name: call[name].repeat_interleave(2, 2)[:, :, :heads] for name in "qk"}, **more)
         assert [some.kernel for some in launches.kernels] == kernels
         assert all(launch == launches[0] for launch in launches)
-        pointers = launches[0][0]
-        present = ["sequence_order", "work_queue"] if packed else []
+        present = ["sequence_order", "work_queue"] if "prefill_schedule" in kernels else []
         if "prefill_fused" in kernels:
-            assert sorted(name for name in WORKSPACE if getattr(pointers, name)) == present
+            assert sorted(name for name in WORKSPACE if getattr(launches[0][0], name)) == present
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -954,12 +953,13 @@ def test_segmentation_depends_on_sequences_tokens_and_what_the_call_says_of_them
 
 def test_calls_that_differ_in_max_seqlen_have_kernels_of_their_own(launches):
     """Known calls too, and whatever it says: one that is too small or too large is as the nearest that can be."""
-    many, fused, split = 33, ["prefill_schedule", "prefill_fused"], ["prefill_prepare", "prefill_scan"]
+    many, fused, split = 33, ["prefill_fused"], ["prefill_prepare", "prefill_scan"]
     call = prompts((1, many * 65)) | dict(cu_seqlens=torch.arange(many + 1) * 65)
     for _ in range(2):
         for max_seqlen, kernels, rows in (
             (65, fused, None),
             (0, fused, None),
+            (66, ["prefill_schedule", *fused], None),
             (numpy.int32(65), fused, None),
             (1000, split, 64),
             (2**70, split, 64),
@@ -969,7 +969,7 @@ def test_calls_that_differ_in_max_seqlen_have_kernels_of_their_own(launches):
             run("prefill", **call, max_seqlen=max_seqlen)
             assert [some.kernel for some in launches.kernels] == kernels
             assert dict(launches.kernels[-1].facts).get("rows") == rows
-    assert len(OPERATIONS["prefill"].calls) == 6
+    assert len(OPERATIONS["prefill"].calls) == 7
 
 
 @pytest.mark.parametrize("segments", [1, 4])
@@ -1042,7 +1042,7 @@ def test_few_long_prompts_are_segmented_and_others_are_not():
 
 
 def test_what_has_no_fused_kernel_is_not_fused():
-    one, split = on_host.Segmentation(1, 128, True), on_host.Segmentation(1, 128)
+    one, split = on_host.Segmentation(1, 128, True, even=True), on_host.Segmentation(1, 128)
     assert on_host.segmentation_of(prompt_problem(2), 64, 6400) == one
     assert on_host.segmentation_of(prompt_problem(1), 67, 6700) == one
     for other in (
@@ -1058,7 +1058,7 @@ def test_what_has_no_fused_kernel_is_not_fused():
 
 def test_where_heads_leave_many_sms_idle_blocks_have_64_rows():
     """Three or four value heads a k head: 132 at a time, which should fill three quarters of all rounds but a single one."""
-    one, two = on_host.Segmentation(1, 128, True), on_host.Segmentation(1)
+    one, two = on_host.Segmentation(1, 128, True, even=True), on_host.Segmentation(1)
     for heads, made in ((84, one), (132, one), (144, two), (192, two), (204, one), (264, one), (276, two), (300, one), (372, one)):
         for HV in (3, 4):
             assert on_host.segmentation_of(prompt_problem(HV), heads // HV, 100 * heads) == made
@@ -1135,14 +1135,13 @@ def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
         between = ["prefill_transitions"] * (segmentation.segments > 1) + ["prefill_state_passing"] * (segmentation in several)
         assert made == ["prefill_prepare", *between, "prefill_scan"]
         assert set(on_host.variants_of(problem, segmentation)) <= set(listed)
-    packed = prompt_problem(axis=axis, options=frozenset({"cu_seqlens_i32"}))
     fused, overlapped = on_host.Segmentation(1, 128, True), on_host.Segmentation(1, overlapped=True)
-    for asked, segmentation, kernels in (
-        (problem, fused, ["prefill_fused"]),
-        (packed, fused, ["prefill_schedule", "prefill_fused"]),
-        (problem, overlapped, ["prefill_schedule", "prefill_overlapped"]),
+    for segmentation, kernels in (
+        (fused._replace(even=True), ["prefill_fused"]),
+        (fused, ["prefill_schedule", "prefill_fused"]),
+        (overlapped, ["prefill_schedule", "prefill_overlapped"]),
     )[2 * (axis == "channel") :]:
-        made = on_host.variants_of(asked, segmentation)
+        made = on_host.variants_of(problem, segmentation)
         assert [some.kernel for some in made] == kernels
         assert all(dict(some.facts) == dict(overlapped=segmentation.overlapped) for some in made[:-1])
         assert set(made) <= set(listed)

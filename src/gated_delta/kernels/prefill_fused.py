@@ -265,7 +265,7 @@ class PrefillFused(PrefillScan):
 
     @cute.jit
     def next_number(self, args, block, i):
-        """Dense sequences are as long as each other, so blocks take heads in turn: no queue, and no kernel in front to clear it."""
+        """Without a queue, as where sequences are as long as each other, blocks take heads in turn."""
         number = block + i * args.size.max_blocks
         if args.ptr.work_queue != 0:
             number = PrefillScan.next_number(self, args, block, i)

@@ -49,20 +49,16 @@ def longest_of(problem: Problem, sequences: int, tokens: int, max_seqlen: int | 
     """Tokens of the longest sequence. Where the call does not say, packed ones are as uneven as a serving engine's."""
     if max_seqlen is not None:
         return min(int(max_seqlen), tokens)
-    if is_packed(problem):
-        return max(tokens * 2 // max(sequences, 2), tokens // 3)
-    return tokens // max(sequences, 1)
-
-
-def is_packed(problem: Problem) -> bool:
-    return any(option.startswith("cu_seqlens") for option in problem.options)
+    packed = any(option.startswith("cu_seqlens") for option in problem.options)
+    return max(tokens * 2 // max(sequences, 2), tokens // 3) if packed else tokens // max(sequences, 1)
 
 
 class Segmentation(NamedTuple):
     """How a prefill's work is cut. segments: of every sequence, walked at once; rows: V rows of a block; fused: in one kernel.
 
     joins: segments behind one that does not forget are walked by that one's blocks, without state passing. overlapped: some blocks
-    prepare chunks while others walk those that are prepared.
+    prepare chunks while others walk those that are prepared. even: sequences are as long as each other, so that fused blocks take
+    heads in turn, without a queue and the kernel that clears it.
     """
 
     segments: int
@@ -70,6 +66,7 @@ class Segmentation(NamedTuple):
     fused: bool = False
     joins: bool = False
     overlapped: bool = False
+    even: bool = False
 
 
 def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None) -> Segmentation:
@@ -83,7 +80,7 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: i
             return Segmentation(1, 128)
         rounds = -(-heads // MAX_BLOCKS)
         fills = rounds == 1 or heads >= MIN_FILLED.get(group, 0) * MAX_BLOCKS * rounds
-        return Segmentation(1, 128, True) if fills else Segmentation(1)
+        return Segmentation(1, 128, True, even=longest * sequences <= tokens) if fills else Segmentation(1)
     blocks = problem.V // 64 * heads
     if not blocks:
         return Segmentation(1)
@@ -258,9 +255,7 @@ class Prefill(Operation):
             cuts += [Segmentation(4)]
             cuts += [Segmentation(2, joins=True)] if can_join(problem) else []
             cuts += [Segmentation(1, 128, True)] if can_fuse(problem) else []
-        made = [variant for cut in cuts for variant in variants_of(problem, cut)]
-        made += [schedule_variant(False)] if any(cut.fused for cut in cuts) else []  # of packed sequences
-        return list(dict.fromkeys(made))
+        return list(dict.fromkeys(variant for cut in cuts for variant in variants_of(problem, cut)))
 
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
         if {K, V} != {128}:
@@ -281,7 +276,7 @@ def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
         axis = problem.facts("axis") if cut.overlapped else {}
         one = axis | problem.facts("g_dtype", "gate", "qk_l2norm", "state_dtype") | kept
         made = [compile.Variant("prefill_overlapped" if cut.overlapped else "prefill_fused", tuple(one.items()))]
-        return [schedule_variant(cut.overlapped), *made] if cut.overlapped or is_packed(problem) else made
+        return made if cut.even else [compile.Variant("prefill_schedule", (("overlapped", cut.overlapped),)), *made]
     prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm")
     made = [compile.Variant("prefill_prepare", tuple(prepare.items()))]
     scan = problem.facts("axis", "K", "V", "dtype", "state_dtype")
@@ -291,10 +286,6 @@ def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
         made.append(compile.Variant("prefill_state_passing", (("V", problem.V),)))
     scan |= dict(rows=cut.rows, joins=cut.joins) | kept
     return [*made, compile.Variant("prefill_scan", tuple(scan.items()))]
-
-
-def schedule_variant(overlapped: bool) -> compile.Variant:
-    return compile.Variant("prefill_schedule", (("overlapped", overlapped),))
 
 
 def _final_shape(a: Arguments) -> tuple[int, ...]:
@@ -384,8 +375,8 @@ def _workspace(axis: str, N: int, H: int, HV: int, chunk_slots: int, cut: Segmen
         chunk_slots * HV * TILE_BYTES if channel else 0,  # k_restored
         chunk_slots * HV * 2 * TRIANGLE_BYTES,  # tinv_aqk
         chunk_slots * HV * SCALE_BYTES,  # scales
-        N * 4 if packed else 0,  # sequence_order
-        0 if cut.fused and not packed else 4 * (1 + (1 + chunk_slots) * cut.overlapped),  # work_queue; a queue of items, counters
+        N * 4 if packed and not cut.even else 0,  # sequence_order
+        0 if cut.even else 4 * (1 + (1 + chunk_slots) * cut.overlapped),  # work_queue; a queue of items, counters
         0 if cut.joins else 2 * states,  # segment_transitions
         states + segments * 4,  # segment_states, and a flag for each
     )
