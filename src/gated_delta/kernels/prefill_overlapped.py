@@ -201,15 +201,10 @@ class PrefillOverlapped(PrefillScan):
             # Later sub-chunks have more work: which warp has them changes, to load the SM's schedulers alike.
             subchunk = (thread // 32 + item) % 4
             coord = Coord(sequence, h, slot, chunk, tokens, at, thread, lane, subchunk, lane // 4, lane % 4, own_at)
-            if tokens > 0:
-                self.chunk_terms.prepare(args, coord)
-                if thread == 0:
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
-                    store_shared(own_at, Uint32(slot))
-            else:
-                self.chunk_terms.sync(coord)
-                if thread == 0:
-                    store_shared(own_at + 4, Uint32(self.chunk_terms.take_item(args, own_at, item)))
+            self.chunk_terms.prepare(args, coord)
+            if thread == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                store_shared(own_at, Uint32(slot))
             self.chunk_terms.sync(coord)
             item = opaque(slot) * self.chunk_terms.heads(size) + opaque(h)  # computed anew, to spare a register
             if (item < preparing) & (thread == 0):  # heads begin with these
