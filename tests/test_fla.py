@@ -179,9 +179,26 @@ def valid(name: str) -> dict:
 
 
 def gated(name: str) -> dict:
-    x = inputs(name, 1, TOTAL) | packed(dtype=INT32)
+    x = inputs(name, 1, TOTAL) | packed(dtype=INT32) | (dict(cu_seqlens_cpu=torch.tensor(ENDS)) if name == CHUNK_GDN else {})
     x |= dict(use_gate_in_kernel=True, A_log=normal(HV, seed=8), dt_bias=normal(*x["g"].shape[2:], seed=9).flatten())
     return x | dict(initial_state=normal(len(ENDS) - 1, HV, V, K, seed=5), output_final_state=True, state_v_first=True)
+
+
+@pytest.mark.parametrize(
+    ("call", "longest"),
+    [
+        (dict(packed(), cu_seqlens_cpu=torch.tensor(ENDS)), 70),
+        (dict(packed([0] * 4), cu_seqlens_cpu=torch.tensor([0] * 4)), 0),
+        (dict(packed([0]), cu_seqlens_cpu=torch.tensor([0])), None),
+        (packed(), None),
+        (dict(cu_seqlens_cpu=torch.tensor(ENDS)), None),
+    ],
+)
+def test_the_longest_sequence_is_known_where_bounds_are_on_the_host(call, longest, monkeypatch):
+    seen, prefill = [], fla.prefill
+    monkeypatch.setattr(fla, "prefill", lambda **call: seen.append(call["max_seqlen"]) or prefill(**call))
+    fla.chunk_gated_delta_rule(**inputs(CHUNK_GDN, 1, TOTAL), **call)
+    assert seen == [longest]
 
 
 CALLS = {name: functools.partial(valid, name) for name in FUNCTIONS} | {

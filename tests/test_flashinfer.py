@@ -430,6 +430,14 @@ def test_fp16_states_of_a_prefill_saturate(given):
     assert (state.abs() == 65504).any()
 
 
+@pytest.mark.parametrize("max_seqlen", [None, 70])
+def test_a_prefill_hands_its_longest_sequence_on(max_seqlen, monkeypatch):
+    seen, prefill = [], flashinfer.prefill
+    monkeypatch.setattr(flashinfer, "prefill", lambda **call: seen.append(call["max_seqlen"]) or prefill(**call))
+    flashinfer.chunk_gated_delta_rule(**prompts(), max_seqlen=max_seqlen)
+    assert seen == [max_seqlen]
+
+
 def test_prefill_of_no_sequences():
     x = prompts() | dict(cu_seqlens=ints(0))
     for more in ({}, dict(initial_state=pool(0)), dict(output_state=pool(0)), dict(state_indices=ints(), initial_state=pool())):

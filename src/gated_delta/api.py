@@ -81,7 +81,7 @@ def prefill(
     The recurrence is Gated DeltaNet's (arXiv 2412.06464, eq. 10), per key channel Kimi Linear's (arXiv 2510.26692, eq. 1).
     """
     kind, A_log, dt_bias, bound = _gate(gate)
-    return (_node if _traced(q) else run)(
+    return (_node if traced(q) else run)(
         ops.PREFILL,
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, state_indices, has_initial_state,
         checkpoint_lens, checkpoint_indices, checkpoints, initial_state, state, None, out,
@@ -132,7 +132,7 @@ def decode(
     """
     kind, A_log, dt_bias, bound = _gate(gate)
     weight, eps, activation = _norm(norm)
-    return (_node if _traced(q) else run)(
+    return (_node if traced(q) else run)(
         ops.DECODE,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices, num_accepted, intermediate_states,
         intermediate_indices, z, weight, out,
@@ -172,7 +172,7 @@ def verify(
     """
     kind, A_log, dt_bias, bound = _gate(gate)
     weight, eps, activation = _norm(norm)
-    return (_node if _traced(q) else run)(
+    return (_node if traced(q) else run)(
         ops.VERIFY,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices, *_parts(buffer), z, weight,
         out,
@@ -204,7 +204,7 @@ def flush(
     if isinstance(count, int) and count > MAX_DRAFT:
         count = MAX_DRAFT  # all that a buffer holds; torch.library has no larger numbers than 64 bits
     indices = (state_indices, write_indices, buffer_indices)
-    return (_node if _traced(state) else run)(ops.FLUSH, state, *_parts(buffer), counts, *indices, count, null_index, backend)
+    return (_node if traced(state) else run)(ops.FLUSH, state, *_parts(buffer), counts, *indices, count, null_index, backend)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Route:
@@ -315,7 +315,7 @@ class ReferenceCall:
         return REDESCRIBE if self.placement(addresses(tensors)) is None else ON_REFERENCE
 
 
-def _traced(x: object) -> bool:
+def traced(x: object) -> bool:
     """Whether a call is to be seen as one node: kernels, and what the reference backend reads on the host, leave no trace."""
     return (
         torch.compiler.is_compiling()

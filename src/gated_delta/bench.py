@@ -155,7 +155,7 @@ def _host_us(call: Call, backend: str, device: torch.device, compiled: bool) -> 
         return compiled
 
     # Plain functions, since a Mock's own cost would be counted.
-    with mock.patch.object(reference, call.case.op, nothing), mock.patch.object(api, "_traced", traced):
+    with mock.patch.object(reference, call.case.op, nothing), mock.patch.object(api, "traced", traced):
         run(call, backend)
         return host_us(lambda: run(call, backend), device)
 

@@ -535,6 +535,7 @@ def test_drafts_that_may_fork_unseen_are_a_warning(breadth, drafts, warned, capl
 EXPECTED = {
     utils.resolve_linear_attn_backends: "prefill_default",
     gdn_backend.GDNAttnBackend.__init__: "self model_runner",
+    gdn_backend.GDNAttnBackend.init_forward_metadata: "self forward_batch",
     kda_backend.KDAAttnBackend.__init__: "self model_runner",
     gdn_backend.GDNKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",
     kda_backend.KDAKernelDispatcher.__init__: "self decode_backend prefill_backend verify_backend",

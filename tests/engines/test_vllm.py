@@ -207,6 +207,7 @@ def test_tokens_of_transformers(make: Any, models: Any, tmp_path: Path) -> None:
     assert {"prefill", "decode", "prefill+decode"} <= set(made.batches)
     _all_on_gated_delta(made, "prefill", "decode")
     assert made.calls["prefill from a state"]
+    assert bool(made.calls.get("longest")) == (make is not kimi_linear)
     assert made.calls["norm"] == (made.calls["decode"] if make is kimi_linear else 0)
 
 

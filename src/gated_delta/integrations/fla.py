@@ -13,8 +13,9 @@ Common to all four, for B sequences of T tokens, or B = 1 and cu_seqlens [N+1] (
 
 A K-first final_state is a transposed view of gated_delta's own layout, so that giving it back as initial_state copies nothing.
 What has no equivalent raises UnsupportedProblem and says what: gv, beta per value channel, cp_context, return_intermediate_states,
-inputs that require grad. chunk_size, chunk_indices, cu_seqlens_cpu, safe_gate, disable_recompute, use_graph and max_num_seqs choose
-between FLA's kernels: they are checked as FLA checks them, where that costs nothing, and change nothing.
+inputs that require grad. chunk_size, chunk_indices, safe_gate, disable_recompute, use_graph and max_num_seqs choose between FLA's
+kernels: they are checked as FLA checks them, where that costs nothing, and change nothing. cu_seqlens_cpu gives prefill the
+max_seqlen of chunk_gated_delta_rule, and is ignored by chunk_kda.
 """
 
 from __future__ import annotations
@@ -25,10 +26,10 @@ import warnings
 import torch
 from torch import Tensor
 
-from ..api import decode, prefill
-from ..problem import INPUT_DTYPES, MAX_DRAFT, Gate, Tokens, absent
+from ..api import decode, prefill, traced
+from ..problem import INDEX_DTYPES, INPUT_DTYPES, MAX_DRAFT, Gate, Tokens, absent
 from ..reference import log_decay
-from .checks import floating, gate_of, rank, refuse, safe_bound, sequences
+from .checks import floating, gate_of, rank, refuse, safe_bound, sequences, shaped, tensor
 
 __all__ = ["chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda"]
 
@@ -46,14 +47,16 @@ def chunk_gated_delta_rule(
     """GDN over whole sequences; see the module for what is common.
 
     g: [B, T, HV], the log decay, or with use_gate_in_kernel the raw gate of -exp(A_log) * softplus(g + dt_bias), dt_bias [HV].
-    cu_seqlens_cpu and chunk_indices are ignored. Raises ValueError for a chunk_size other than 16, 32 or 64.
+    cu_seqlens_cpu: [N+1], cu_seqlens on the host, int32 or int64; the schedule alone depends on it. chunk_indices is ignored.
+    Raises ValueError for a chunk_size other than 16, 32 or 64.
     """
     rank("g", g, "B, T, HV")
     _refuse("context parallelism (cp_context)", cp_context is not None)
     _one_of("chunk_size", chunk_size, (16, 32, 64))
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias)
     tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
-    return _run(tokens, allow_neg_eigval, initial_state, output_final_state, state_v_first, transpose_state_layout)
+    states = (initial_state, output_final_state, state_v_first, transpose_state_layout)
+    return _run(tokens, allow_neg_eigval, *states, max_seqlen=_longest(cu_seqlens, cu_seqlens_cpu, g.device))
 
 
 def fused_recurrent_gated_delta_rule(
@@ -143,6 +146,7 @@ def _run(
     v_first: bool,
     transposed: bool | None,
     step: bool = False,
+    max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """gated_delta.prefill with FLA's beta and state; with `step`, gated_delta.decode where it takes as many tokens."""
     if transposed is not None:  # False warns, too
@@ -174,8 +178,20 @@ def _run(
         o = decode(**tokens._asdict(), state=state)
         final_state = state if output_final_state else None
     else:
-        o, final_state = prefill(**tokens._asdict(), initial_state=initial_state, output_final_state=output_final_state)
+        o, final_state = prefill(
+            **tokens._asdict(), initial_state=initial_state, output_final_state=output_final_state, max_seqlen=max_seqlen
+        )
     return o.to(o_dtype), final_state if final_state is None or v_first else final_state.mT
+
+
+def _longest(cu_seqlens: Tensor | None, on_host: Tensor | None, device: torch.device) -> int | None:
+    """Tokens of the longest sequence, where the caller has cu_seqlens on the host, too. What is traced cannot read them."""
+    if cu_seqlens is None or on_host is None:
+        return None
+    shaped("cu_seqlens_cpu", tensor("cu_seqlens_cpu", on_host, INDEX_DTYPES), [sequences(cu_seqlens, device) + 1])
+    if on_host.device.type != "cpu":
+        raise ValueError(f"cu_seqlens_cpu: expected device cpu, got {on_host.device}")
+    return None if len(on_host) < 2 or traced(on_host) else max(0, int(on_host.diff().max()))
 
 
 def _one_dtype(*xs: Tensor) -> tuple[Tensor, ...]:

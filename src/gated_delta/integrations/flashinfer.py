@@ -66,7 +66,8 @@ def chunk_gated_delta_rule(
     checkpoint_every_n_tokens: above 0, a multiple of 64; the state after every so many tokens of sequence n then goes to the rows
     of state_checkpoints [R, HV, V, K] from checkpoint_cu_starts[n] ([N+1], int32 or int64) on. It is fp32, bf16 or fp16; where that
     is not the dtype of the states computed (output_state's where it is written in place, else fp32), all rows are copied.
-    use_cp, _cp_chunk_len and max_seqlen are not looked at. backend: "auto" and "flashinfer" mean our "auto".
+    max_seqlen: tokens of the longest sequence, on which the schedule alone depends. use_cp and _cp_chunk_len are not looked at.
+    backend: "auto" and "flashinfer" mean our "auto".
 
     Returns output, or with output_final_state (output, output_state), the very tensors given; without output_state the final states
     are new, in fp32. Raises UnsupportedProblem for more query than value heads, fp8 states, a pool to read that is not the one to
@@ -97,6 +98,7 @@ def chunk_gated_delta_rule(
         scale=None if isinstance(scale, Real) and scale == 0 else scale,
         qk_l2norm=use_qk_l2norm_in_kernel,
         cu_seqlens=cu_seqlens,
+        max_seqlen=max_seqlen,
         out=None if output is None else tensor("output", output)[None],
     )
     shape = [N, *v.shape[1:], q.shape[2]]

@@ -89,11 +89,13 @@ def _resolved(backends: Any, *_: Any, **__: Any) -> Any:
 
     if supported():
         check = importlib.import_module("gated_delta.integrations.sglang_start").check
+        hooks: dict[str, Any] = {f"{_LINEAR}gdn_backend.GDNAttnBackend.init_forward_metadata": _lengths_known}
         for layers in ("GDN", "KDA"):
             module = f"{_LINEAR}{layers.lower()}_backend.{layers}"
-            for target, hook in (("KernelDispatcher", _dispatcher_made), ("AttnBackend", check)):
-                if f"{module}{target}.__init__" not in HookRegistry._hooks:
-                    HookRegistry.register(f"{module}{target}.__init__", hook, HookType.AFTER)
+            hooks |= {f"{module}KernelDispatcher.__init__": _dispatcher_made, f"{module}AttnBackend.__init__": check}
+        for target, hook in hooks.items():
+            if target not in HookRegistry._hooks:
+                HookRegistry.register(target, hook, HookType.AFTER)
         HookRegistry.apply_hooks()
     return type(backends)(**{m: LinearAttnKernelBackend.TRITON if m in modes else getattr(backends, m) for m in FLAGS})
 
@@ -108,6 +110,15 @@ def _dispatcher_made(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
         setattr(dispatcher, _KERNELS[mode], ours)
     kept = [f"{mode} stays {type(getattr(dispatcher, name)).__name__}" for mode, name in _KERNELS.items() if mode not in modes]
     rank0_log("; ".join([f"gated_delta serves {ours.layers} {', '.join(sorted(modes))}", *kept]))
+
+
+def _lengths_known(_: None, backend: Any, batch: Any, *__: Any, **___: Any) -> None:
+    """A batch's lengths are on the host, and GDN's `extend` gets their bounds alone: the longest goes with these. KDA's schedule
+    does not ask for it."""
+    lengths, bounds = batch.extend_seq_lens_cpu, backend.forward_metadata.query_start_loc
+    if bounds is not None:
+        several = lengths is not None and len(lengths) == len(bounds) - 1 > 1
+        bounds.max_seqlen = int(max(lengths)) if several else None
 
 
 def kernel_class(triton: type) -> Any:
@@ -164,7 +175,7 @@ class Operations:
             made = dict(q=_rows(q), k=_rows(k), v=_rows(v), g=g, beta=beta)
             call = made if given.get("A_log") is None else self._raw(tokens, given)
             call |= _pool(given, N := len(bounds) - 1) | dict(beta_logits=given.get("beta_is_raw", False))
-            call |= dict(deterministic=self.deterministic)
+            call |= dict(deterministic=self.deterministic, max_seqlen=getattr(bounds, "max_seqlen", None))
             if len(states) == N:  # no pool, which has a slot of padding: copies that the engine made, in order, of strided slots
                 call |= dict(null_index=-1)
             if track is not None:

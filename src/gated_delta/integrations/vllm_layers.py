@@ -33,6 +33,7 @@ from gated_delta.ops.launch import MAX_NORM
 from gated_delta.problem import CHECKPOINT_INTERVAL, Gate, GatedNorm
 
 GRID = "get_mamba_prefill_checkpoint_grid"  # not in vLLM 0.32
+BLOCK = 8  # tokens that vLLM counts prompts by, for its convolution
 
 
 class Core(GatedDeltaNetAttention):
@@ -140,7 +141,8 @@ class Core(GatedDeltaNetAttention):
                 own |= dict(checkpoint_lens=lens[last, None], checkpoint_indices=indices[last, None])
                 windows = checkpoint.MambaPrefillCheckpointExporter(state_len=weight.shape[1] - 1)
                 windows.export(m.checkpoint, raw_qkv=rows[0], conv_state=conv_states, cu_seqlens=m.non_spec_query_start_loc)
-            api.prefill(**packed, cu_seqlens=m.prefill_query_start_loc, **own, out=out[None, n:])
+            own |= dict(cu_seqlens=m.prefill_query_start_loc, max_seqlen=self._longest(m))
+            api.prefill(**packed, **own, out=out[None, n:])
             for z in rows[3:]:
                 self._normalise(out[n:], z[n:])
             self.tally.calls["prefill"] += 1
@@ -151,6 +153,13 @@ class Core(GatedDeltaNetAttention):
             single = self._arguments([y[:n] for y in (x, *rows[1:])], self.kv_cache[1], False)
             api.decode(**single, state_indices=slots[:n], out=out[:n, None])
             self.tally.calls["decode"] += 1
+
+    def _longest(self, m: Any) -> int | None:
+        """Tokens of the longest of several prefills, up to a multiple of BLOCK, where vLLM has them on the host. Not KDA's, whose
+        schedule does not ask."""
+        if self.channels or len(m.prefill_state_indices) < 2 or (blocks := m.nums_dict[BLOCK]["nums"]).device.type != "cpu":
+            return None
+        return BLOCK * int(blocks.max())
 
     def _normalise(self, out: Tensor, z: Tensor) -> None:
         """vLLM's norm, where the core's own operation has none."""
