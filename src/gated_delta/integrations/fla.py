@@ -29,7 +29,7 @@ from torch import Tensor
 from ..api import decode, prefill, traced
 from ..problem import INDEX_DTYPES, INPUT_DTYPES, MAX_DRAFT, Gate, Tokens, absent
 from ..reference import log_decay
-from .checks import floating, gate_of, rank, refuse, safe_bound, sequences, shaped, tensor
+from .checks import floating, gate_of, in_chunks, rank, refuse, safe_bound, sequences, shaped, tensor
 
 __all__ = ["chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda"]
 
@@ -185,13 +185,13 @@ def _run(
 
 
 def _longest(cu_seqlens: Tensor | None, on_host: Tensor | None, device: torch.device) -> int | None:
-    """Tokens of the longest sequence, where the caller has cu_seqlens on the host, too. What is traced cannot read them."""
+    """max_seqlen, where the caller has cu_seqlens on the host, too. What is traced cannot read them."""
     if cu_seqlens is None or on_host is None:
         return None
     shaped("cu_seqlens_cpu", tensor("cu_seqlens_cpu", on_host, INDEX_DTYPES), [sequences(cu_seqlens, device) + 1])
     if on_host.device.type != "cpu":
         raise ValueError(f"cu_seqlens_cpu: expected device cpu, got {on_host.device}")
-    return None if len(on_host) < 2 or traced(on_host) else max(0, int(on_host.diff().max()))
+    return None if len(on_host) < 2 or traced(on_host) else in_chunks(max(0, int(on_host.diff().max())))
 
 
 def _one_dtype(*xs: Tensor) -> tuple[Tensor, ...]:

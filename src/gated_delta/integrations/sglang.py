@@ -18,7 +18,7 @@ from torch import Tensor
 
 from gated_delta import api
 from gated_delta.compile import flag
-from gated_delta.integrations.checks import layer_gate
+from gated_delta.integrations.checks import in_chunks, layer_gate
 from gated_delta.problem import MAX_DRAFT, KVBuffer, UnsupportedProblem
 
 NAME = "gated_delta"
@@ -118,7 +118,7 @@ def _lengths_known(_: None, backend: Any, batch: Any, *__: Any, **___: Any) -> N
     lengths, bounds = batch.extend_seq_lens_cpu, backend.forward_metadata.query_start_loc
     if bounds is not None:
         several = lengths is not None and len(lengths) == len(bounds) - 1 > 1
-        bounds.max_seqlen = int(max(lengths)) if several else None
+        bounds.max_seqlen = in_chunks(int(max(lengths))) if several else None
 
 
 def kernel_class(triton: type) -> Any:

@@ -26,7 +26,7 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta import __version__, api
 from gated_delta.integrations import vllm_start
-from gated_delta.integrations.checks import layer_gate
+from gated_delta.integrations.checks import in_chunks, layer_gate
 from gated_delta.integrations.vllm import Tally, layers, logger
 from gated_delta.integrations.vllm_start import BACKEND, DEVICE
 from gated_delta.ops.launch import MAX_NORM
@@ -155,11 +155,11 @@ class Core(GatedDeltaNetAttention):
             self.tally.calls["decode"] += 1
 
     def _longest(self, m: Any) -> int | None:
-        """Tokens of the longest of several prefills, up to a multiple of BLOCK, where vLLM has them on the host. Not KDA's, whose
-        schedule does not ask."""
-        if self.channels or len(m.prefill_state_indices) < 2 or (blocks := m.nums_dict[BLOCK]["nums"]).device.type != "cpu":
+        """max_seqlen of several prefills, where vLLM has their lengths on the host. Not KDA's, whose schedule does not ask."""
+        if self.channels or len(m.prefill_state_indices) < 2:
             return None
-        return BLOCK * int(blocks.max())
+        blocks = (m.nums_dict or {}).get(BLOCK, {}).get("nums")
+        return in_chunks(BLOCK * int(blocks.max())) if isinstance(blocks, Tensor) and blocks.device.type == "cpu" else None
 
     def _normalise(self, out: Tensor, z: Tensor) -> None:
         """vLLM's norm, where the core's own operation has none."""
