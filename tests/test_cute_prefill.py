@@ -1077,7 +1077,7 @@ def test_explain_names_the_kernels_and_the_segments():
     prepare, scan = "prefill_prepare", "prefill_scan"
     assert [some.kernel for some in short.variants] == [prepare, scan]
     assert [some.kernel for some in long.variants] == [prepare, "prefill_transitions", "prefill_state_passing", scan]
-    assert [some.kernel for some in many.variants] == ["prefill_schedule", "prefill_fused"]
+    assert [some.kernel for some in many.variants] == ["prefill_fused"]
     assert "segments=" in str(long)
 
 

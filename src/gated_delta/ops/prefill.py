@@ -38,8 +38,9 @@ MAX_FUSED_GROUP, MIN_FILLED = 4, {3: 0.75, 4: 0.75}
 Each value head makes fp16 k and q and their products anew. With a single chunk a sequence two kernels are faster.
 """
 
-MAX_UNEVEN = 2
-"""Chunks of the longest sequence, over what an SM would have of all heads' chunks, up to which a block walks all V rows of a head.
+MAX_UNEVEN = {1: 2.5}
+"""Chunks of the longest sequence, over an SM's share of all heads' chunks, up to which a block walks all V rows of a head; by the
+value heads of a k head, 2 for more than one.
 
 Else a long sequence's heads keep few SMs busy, and blocks of 64 rows, twice as many, are faster. Not KDA's: bytes bound it.
 """
@@ -74,7 +75,7 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: i
     heads, deterministic = sequences * problem.HV, "deterministic" in problem.options
     if problem.V == 128 and 2 * heads > MAX_BLOCKS:
         longest, group = longest_of(problem, sequences, tokens, max_seqlen), problem.HV // problem.H
-        if problem.axis == "head" and longest * MAX_BLOCKS > MAX_UNEVEN * tokens * problem.HV:
+        if problem.axis == "head" and longest * MAX_BLOCKS > MAX_UNEVEN.get(group, 2) * tokens * problem.HV:
             return Segmentation(1)
         if not can_fuse(problem) or deterministic or group > MAX_FUSED_GROUP or tokens <= CHUNK * sequences:
             return Segmentation(1, 128)
