@@ -23,7 +23,7 @@ SPILLS = {
     "K=96": 16,
     # Load and store warps have 24 registers, one too few for the number of the block's work tile.
     "rows=128": 8,
-    # Its four roles have 65536 registers together: what a role needs once a work tile, or once in four chunks, waits in local memory.
+    # Its roles have 65536 registers together: with checkpoints, what a role needs once a work tile waits in local memory.
     "prefill_fused": 56,
     # Warps that prepare have 168 registers, as prefill_prepare has: up to five too few for where a chunk's work is, once a chunk.
     "prefill_overlapped": 24,
