@@ -323,6 +323,13 @@ def test_without_any_state(segments):
     same(plain, o)
 
 
+@pytest.mark.parametrize("dim", [0, 1, 2], ids=["sequences", "tokens", "heads"])
+def test_values_may_be_shared(segments, dim):
+    """By stride 0, which a tensor map takes, too."""
+    call = slowly(tokens(2, 300))
+    check(call | dict(v=call["v"].narrow(dim, 0, 1).expand_as(call["v"])))
+
+
 def test_strided_states_and_outputs_are_written_in_place(axis, segments):
     """Pools with padding between slots and heads, outputs within wider rows; the padding is not written."""
     call, start, slots = slowly(tokens(2, 300, axis=axis)), pool(4), index(3, 1)
