@@ -874,7 +874,7 @@ def test_collinear_keys(axis, family, beta):
 
 @pytest.mark.parametrize("power", [100, -100])
 @pytest.mark.parametrize("resumed", [False, True])
-def test_values_of_any_size(axis, power, resumed):
+def test_values_of_any_size(axis, power, resumed, segments):
     """Up to 2**100, 1.3e30: outputs scale with values and states."""
     call, size = tokens(2, 600, axis=axis), 2.0**power
     states = dict(initial_state=pool(2, torch.float32)) if resumed else {}
@@ -883,6 +883,18 @@ def test_values_of_any_size(axis, power, resumed):
     o, final = prefill(call, **{name: x * size for name, x in states.items()}, output_final_state=True)
     assert apart(o.double() / size, want_o) <= 3e-3
     assert apart(final.double() / size, want) <= 2e-3
+
+
+@pytest.mark.parametrize("power", [-16, -100])
+def test_values_behind_zeros_of_any_size(axis, power, segments):
+    """A state of zeros has no size: the first values that are none decide, in whichever chunk they are."""
+    call = tokens(2, 600, axis=axis)
+    call["v"][:, :100] = 0
+    want_o, want = exact(call)
+    call["v"] = call["v"] * 2.0**power
+    o, final = prefill(call, output_final_state=True)
+    assert apart(o.double() / 2.0**power, want_o) <= 3e-3
+    assert apart(final.double() / 2.0**power, want) <= 2e-3
 
 
 @pytest.mark.parametrize("slow", [False, True])

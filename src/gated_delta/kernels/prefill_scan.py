@@ -89,6 +89,7 @@ COPY_REGISTERS, MMA_REGISTERS = 24, 240  # of a thread, with two MMA warpgroups
 WORK_BYTES = 32  # a published work tile
 RESCALE_INTERVAL = 4  # chunks from one look at the state's absmax to the next
 ABSMAX_HIGH, ABSMAX_LOW = 2.0**4, 2.0**-4  # of the scaled state and values: docs/kernels/prefill.md, "Precision and range"
+MIN_SCALE, MAX_SCALE = 2.0**-120, 2.0**120  # of state_scale; a state of zeros has the largest, so that any values settle it
 
 
 class Work(NamedTuple):
@@ -742,24 +743,24 @@ class PrefillScan:
     @cute.jit
     def rescale(self, frag, v_absmax, state_scale, measure):
         """Scale the state anew where the chunk's values, or the state if it is measured, leave the range. Returns the scale."""
-        absmax = state_scale * v_absmax
+        absmax, state_absmax = state_scale * v_absmax, Float32(0)
         low = Float32(0)  # small values alone are no reason: the state may be larger
         if measure:
-            absmax = cute.math.max(absmax, self.absmax(frag.state))
+            state_absmax = self.absmax(frag.state)
+            absmax = cute.math.max(absmax, state_absmax)
             low = Float32(ABSMAX_LOW)
-        if (absmax > ABSMAX_HIGH) | ((absmax < low) & (absmax > 0)):
-            wanted = within_scales(state_scale * inverse_power_of_2_below(absmax))
-            factor = wanted * inverse_power_of_2(state_scale)
-            self.multiply(frag.state, factor)
+        if (absmax > ABSMAX_HIGH) | ((absmax < low) & (state_scale < MAX_SCALE)):
+            of_values, of_state = (inverse_power_of_2_below(x) for x in (v_absmax, state_absmax))
+            wanted = within_scales(cute.math.min(of_values, state_scale * of_state))
+            self.multiply(frag.state, wanted * inverse_power_of_2(state_scale))
             state_scale = wanted
         return state_scale
 
     @cute.jit
     def fit_values(self, frag, v_absmax, state_scale):
         """Scale the state, S k and S q down where the chunk's values leave the range. Returns the scale."""
-        absmax = state_scale * v_absmax
-        if absmax > ABSMAX_HIGH:
-            wanted = within_scales(state_scale * inverse_power_of_2_below(absmax))
+        if state_scale * v_absmax > ABSMAX_HIGH:
+            wanted = within_scales(inverse_power_of_2_below(v_absmax))
             factor = wanted * inverse_power_of_2(state_scale)
             for sums in (frag.state, frag.s_k):
                 self.multiply(sums, factor)
@@ -779,7 +780,7 @@ class PrefillScan:
         unscale = inverse_power_of_2(state_scale)
         absmax = cute.math.max(v_absmax, self.absmax(frag.state) * unscale)
         wanted = within_scales(inverse_power_of_2_below(absmax))
-        if (wanted != state_scale) | (state_scale > 1) | (state_scale < Float32(2.0**-119)):
+        if (wanted != state_scale) | (state_scale > 1) | (state_scale < Float32(2 * MIN_SCALE)):
             self.multiply(frag.state, unscale)
             self.multiply(frag.state, wanted)
         return wanted
@@ -961,7 +962,7 @@ def inverse_power_of_2_below(x):
 
 def within_scales(x):
     """x, or the nearest bound of state_scale."""
-    return cute.math.max(cute.math.min(x, Float32(2.0**120)), Float32(2.0**-120))
+    return cute.math.max(cute.math.min(x, Float32(MAX_SCALE)), Float32(MIN_SCALE))
 
 
 def warp_uniform(x):
