@@ -9,7 +9,7 @@ OLDEST := .venv-oldest
 OLDEST_TORCH := 2.11.0
 SGLANG := .venv-sglang
 
-.PHONY: demo test test-oldest test-vllm test-sglang lint check clean
+.PHONY: demo test test-kernels test-oldest test-vllm test-sglang lint check clean
 
 demo: $(READY)
 	$(BIN)/gated-delta demo
@@ -17,6 +17,10 @@ demo: $(READY)
 # Workers take tests from each other at the end: those of compiled kernels take half of the time.
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal
+
+# The kernels on a CPU, by an emulator of their PTX: their results and races, not their speed.
+test-kernels: $(READY)
+	$(BIN)/pytest -n 2 --dist worksteal tests/emulator
 
 # The wheel in an environment of its own: first alone, then with its compiler, everything as old as pyproject.toml allows.
 # torch is PyTorch's CPU build; where only pip's index is reached, which has none of the oldest, the one of `make test`.

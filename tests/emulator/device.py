@@ -1,0 +1,137 @@
+"""Lets operations run their compiled kernels on tensors of the CPU."""
+
+import contextlib
+import ctypes
+import functools
+import itertools
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from filelock import FileLock
+from torch.overrides import TorchFunctionMode
+
+from gated_delta import api, compile, ops
+from gated_delta.memory import extent
+from gated_delta.ops import launch
+
+from .machine import POISON, Launch, Memory
+from .ptx import Program
+
+ARCH = "sm_90a"
+ALLOCATES = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
+_Callback = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.POINTER(ctypes.c_uint32),
+    ctypes.c_uint32,
+    ctypes.c_uint32,
+    ctypes.c_size_t,
+    ctypes.POINTER(ctypes.c_void_p),
+)
+
+
+class Device:
+    """What runs between a launch and its kernels. delay: 0 to 1, how late asynchronous copies end."""
+
+    def __init__(self, cache: Path, seed: int, delay: float):
+        self.cache, self.delay, self.seeds = cache, delay, itertools.count(seed)
+        self.memory, self.programs, self.kept = Memory(), {}, []
+        self.kernels: list[str] = []
+        """Those that have run."""
+
+    def load(self, variant: compile.Variant, arch: str) -> Callable[..., None]:
+        import tvm_ffi
+
+        file = build(variant, self.cache)
+        if file not in self.programs:
+            self.programs[file] = Program(file.with_suffix(".ptx").read_text())
+        program, faults = self.programs[file], []
+
+        def launched(grid: Any, cluster: int, threads: int, shared: int, pointers: Any) -> int:
+            try:
+                parameters = [ctypes.string_at(pointers[i], size) for i, size in enumerate(program.parameters)]
+                self.kernels.append(variant.kernel)
+                Launch(program, parameters, grid[:3], cluster, threads, shared, self.memory, next(self.seeds), self.delay).run()
+            except BaseException as fault:  # what C calls cannot raise
+                faults.append(fault)
+            return 0
+
+        callback = _Callback(launched)
+        self.kept.append(callback)
+
+        def call(*arguments: Any) -> None:
+            ctypes.CDLL(str(file)).emulator_set(callback)
+            function(*arguments)
+            if faults:
+                raise faults.pop()
+
+        function = tvm_ffi.load_module(str(file))["gated_delta_kernel"]
+        return call
+
+    def call(self, run: Callable[..., Any], one: launch.Launch, tensors: tuple[torch.Tensor, ...]) -> Any:
+        """A launch's call: its kernels may touch its tensors, and what it allocates."""
+        self.memory = Memory()
+        for x in tensors:
+            self.memory.allow(x.data_ptr(), extent(x))
+        with Allocations(self):
+            return run(one, tensors)
+
+
+class Allocations(TorchFunctionMode):
+    def __init__(self, device: Device):
+        super().__init__()
+        self.device = device
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        made = function(*args, **(kwargs or {}))
+        if function in ALLOCATES and made.device.type == "cpu":
+            ctypes.memset(made.data_ptr(), POISON, made.nbytes)
+            self.device.memory.allow(made.data_ptr(), made.nbytes)
+        return made
+
+
+def build(variant: compile.Variant, cache: Path) -> Path:
+    """The kernel's launch with runtime.c in place of CUDA, and its PTX beside it."""
+    import cutlass.cute as cute
+
+    file = cache / compile.file_name(variant, ARCH)
+    with FileLock(file.with_suffix(".lock")):
+        if not file.exists():
+            with tempfile.TemporaryDirectory(dir=cache) as scratch:
+                kept = f" --keep-ptx --dump-dir {scratch}"
+                compiled = cute.compile
+                keeping = lambda *args, options: compiled(*args, options=options + kept)
+                with mock.patch.object(cute, "compile", keeping):
+                    made = compile._compile(variant, ARCH, Path(scratch))
+                linker = [*compile._linker(), "-shared", "-fPIC", "-Wl,-Bsymbolic", "-o", f"{scratch}/kernel.so", str(made)]
+                compile.subprocess.run([*linker, str(Path(__file__).with_name("runtime.c"))], check=True)
+                next(Path(scratch).glob("*.ptx")).rename(file.with_suffix(".ptx"))
+                (Path(scratch) / "kernel.so").rename(file)
+    return file
+
+
+@contextlib.contextmanager
+def emulated(cache: Path, seed: int = 0, delay: float = 0.5) -> Iterator[Device]:
+    """Within, backend="cute" takes tensors of the CPU. `cache` keeps compiled kernels."""
+    import tvm_ffi
+
+    cache.mkdir(parents=True, exist_ok=True)
+    ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi(), ctypes.RTLD_GLOBAL)
+    device = Device(cache, seed, delay)
+    call = launch.Launch.__call__
+    with contextlib.ExitStack() as stack:
+        for place, name, value in (
+            (compile, "load", functools.lru_cache(device.load)),
+            (compile, "arch_of", lambda _: ARCH),
+            (api, "_missing_for_cute", lambda op, problem, _: op.missing(problem)),
+            (launch, "_raw_stream", lambda _: 0),
+            (launch.Launch, "__call__", lambda one, tensors: device.call(call, one, tensors)),
+        ):
+            stack.enter_context(mock.patch.object(place, name, value))
+        for op in ops.OPERATIONS.values():
+            stack.callback(op.calls.clear)
+            op.calls.clear()
+        yield device

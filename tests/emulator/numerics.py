@@ -1,0 +1,193 @@
+"""Instructions' arithmetic on 32 lanes, and the fragments of matrix instructions: PTX ISA 8.8, "Matrix multiply-accumulate".
+
+Registers are arrays of unsigned numbers. Products of matrices are exact to fp64 and rounded once, as close to the tensor cores as one
+needs here: tolerances are of fp16 operands.
+"""
+
+import numpy as np
+
+U1, U2, U4, U8 = np.uint8, np.uint16, np.uint32, np.uint64
+I2, I4, I8 = np.int16, np.int32, np.int64
+F2, F4, F8 = np.float16, np.float32, np.float64
+LANES = np.arange(32)
+ROW, PAIR = LANES // 4, LANES % 4
+"""Of an 8 x 8 block: the row of which a lane has two neighbours, and which two."""
+
+# ------------------------------------------------------------------------------------------------ floating point
+
+
+def fma(a, b, c):
+    return (a.astype(F8) * b + c).astype(F4)
+
+
+def fma_rm(a, b, c):
+    """Rounded down."""
+    exact = a.astype(F8) * b + c
+    near = exact.astype(F4)
+    return np.where(near > exact, np.nextafter(near, F4(-np.inf)), near)
+
+
+def add_rz(a, b):
+    """Rounded towards zero."""
+    exact = a.astype(F8) + b
+    near = exact.astype(F4)
+    return np.where(np.abs(near.astype(F8)) > np.abs(exact), np.nextafter(near, F4(0)), near)
+
+
+def flushed(x):
+    return np.where(np.abs(x) < F4(2.0**-126), np.copysign(F4(0), x), x)
+
+
+def approximate(function, x):
+    return flushed(function(flushed(x).astype(F8)).astype(F4))
+
+
+def saturated(x):
+    return np.where(np.isnan(x), F4(0), np.clip(x, F4(0), F4(1)))
+
+
+def bf16_bits(x):
+    """fp32 to bf16, to the nearest even, in the low half of a word."""
+    bits = x.view(U4)
+    return np.where(np.isnan(x), U4(0x7FFF), (bits + U4(0x7FFF) + (bits >> U4(16) & U4(1))) >> U4(16))
+
+
+def fp16_bits(x, finite=False):
+    x = np.clip(x, F4(-65504), F4(65504)) if finite else x
+    return np.where(np.isnan(x), U4(0x7FFF), x.astype(F2).view(U2).astype(U4))
+
+
+def from_bf16(bits):
+    return (bits.astype(U4) << U4(16)).view(F4)
+
+
+def bf16_pair(word):
+    """[..., 2] as fp32."""
+    return np.stack([(word << U4(16)).view(F4), (word & U4(0xFFFF0000)).view(F4)], -1)
+
+
+def fp16_pair(word):
+    return word.view(F2).reshape(*word.shape, 2).astype(F4)
+
+
+def packed_bf16(pairs):
+    return bf16_bits(pairs[..., 0]) | bf16_bits(pairs[..., 1]) << U4(16)
+
+
+def max_xorsign_abs(a, b):
+    """The larger magnitude, with the product's sign."""
+    larger = np.fmax(np.abs(a), np.abs(b))
+    return np.where(np.signbit(a) ^ np.signbit(b), -larger, larger)
+
+
+# ------------------------------------------------------------------------------------------------ integers
+
+
+def shift_left(x, count):
+    return np.where(count >= 8 * x.itemsize, x.dtype.type(0), x << count.astype(x.dtype))
+
+
+def shift_right(x, count):
+    """Arithmetic for signed numbers."""
+    return (
+        x >> np.minimum(count, 8 * x.itemsize - 1).astype(x.dtype)
+        if x.dtype.kind == "i"
+        else np.where(count >= 8 * x.itemsize, x.dtype.type(0), x >> count.astype(x.dtype))
+    )
+
+
+def divide(a, b):
+    """Towards zero."""
+    return np.trunc(a.astype(F8) / b).astype(a.dtype)
+
+
+def remainder(a, b):
+    return a - divide(a, b) * b
+
+
+def multiply_high(a, b):
+    wide = I8 if a.dtype.kind == "i" else U8
+    return (a.astype(wide) * b.astype(wide) >> wide(32)).astype(a.dtype)
+
+
+def count_ones(x):
+    return np.unpackbits(x.view(U1).reshape(32, 4), axis=1).sum(1).astype(U4)
+
+
+def permute(a, b, selector):
+    """prmt: each byte of the result is one of eight, or its sign."""
+    pool, result = np.stack([a, b], -1).view(U1), np.zeros(32, U4)
+    for i in range(4):
+        choice = selector >> U4(4 * i) & U4(15)
+        byte = pool[LANES, choice & U4(7)].astype(U4)
+        result |= np.where(choice & U4(8), byte >> U4(7) * U4(255), byte) << U4(8 * i)
+    return result
+
+
+def shuffle(mode, x, by, control):
+    """shfl.sync: the other lane's word, and whether there is such a lane among the segment's."""
+    lane, by, bound, segment = LANES, by.astype(I8) & 31, control.astype(I8) & 31, control.astype(I8) >> 8 & 31
+    bound = lane & segment | bound & ~segment
+    other = {"up": lane - by, "down": lane + by, "bfly": lane ^ by, "idx": lane & segment | by & ~segment}[mode]
+    there = other >= bound if mode == "up" else other <= bound
+    return x[np.where(there, other, lane)], there
+
+
+# ------------------------------------------------------------------------------------------------ matrices
+
+
+def left_fragment(words, pairs):
+    """[16, 16] of four words a lane; `pairs` unpacks them."""
+    x, matrix = pairs(np.stack(words)), np.empty((16, 16), F4)
+    for i in range(4):
+        for e in range(2):
+            matrix[ROW + 8 * (i % 2), 2 * PAIR + e + 8 * (i // 2)] = x[i, :, e]
+    return matrix
+
+
+def mma_16x8x16(left, right, sums, pairs):
+    x, columns = pairs(np.stack(right)), np.empty((16, 8), F4)
+    for i in range(2):
+        for e in range(2):
+            columns[2 * PAIR + e + 8 * i, ROW] = x[i, :, e]
+    return _added(left_fragment(left, pairs), columns, sums)
+
+
+def mma_16x8x8(left, right, sums, pairs):
+    x, y = pairs(np.stack(left)), pairs(np.stack(right))
+    rows, columns = np.empty((16, 8), F4), np.empty((8, 8), F4)
+    for e in range(2):
+        for i in range(2):
+            rows[ROW + 8 * i, 2 * PAIR + e] = x[i, :, e]
+        columns[2 * PAIR + e, ROW] = y[0, :, e]
+    return _added(rows, columns, sums)
+
+
+def mma_16x8x8_tf32(left, right, sums):
+    """Operands are truncated to tf32."""
+    rows, columns = np.empty((16, 8), F4), np.empty((8, 8), F4)
+    for i, word in enumerate(left):
+        rows[ROW + 8 * (i % 2), PAIR + 4 * (i // 2)] = (word & U4(0xFFFFE000)).view(F4)
+    for i, word in enumerate(right):
+        columns[PAIR + 4 * i, ROW] = (word & U4(0xFFFFE000)).view(F4)
+    return _added(rows, columns, sums)
+
+
+def _added(left, right, sums):
+    product = left.astype(F8) @ right.astype(F8)
+    return [(product[ROW + 8 * (i // 2), 2 * PAIR + i % 2] + x.view(F4)).astype(F4).view(U4) for i, x in enumerate(sums)]
+
+
+def accumulated(product, sums, is_fp32):
+    """A warp's 16 rows of a wgmma's product, [16, n], added to its words; sums None: in their place."""
+    words = []
+    for j in range(product.shape[1] // 8):
+        for i in range(2):
+            pair = np.stack([product[ROW + 8 * i, 8 * j + 2 * PAIR + e] for e in range(2)], -1)
+            if is_fp32:
+                at = 4 * j + 2 * i
+                words += [(pair[:, e] + (0 if sums is None else sums[at + e].view(F4))).astype(F4).view(U4) for e in range(2)]
+            else:
+                pair = pair if sums is None else pair + sums[2 * j + i].view(F2).reshape(32, 2)
+                words.append(np.ascontiguousarray(pair.astype(F2)).view(U4)[:, 0])
+    return words
