@@ -249,12 +249,18 @@ def test_explain_looks_through_subclasses():
         ("decode", dict(scale=True)),
         ("verify", dict(null_index=True, state_indices=torch.tensor([3, 2]))),
         ("flush", dict(num_accepted=True, state_indices=torch.tensor([3, 2]))),
+        ("prefill", tokens(1, 4) | dict(cu_seqlens=torch.tensor([0, 4]), max_seqlen=torch.tensor(4))),
+        ("decode", dict(scale=torch.tensor(0.5))),
+        ("decode", dict(null_index=torch.tensor(0), state_indices=torch.tensor([3, 2]))),
     ],
 )
-def test_flags_and_numbers_are_told_apart_in_a_compiled_graph_too(op, wrong):
+def test_flags_numbers_and_tensors_are_told_apart_in_graphs_too(op, wrong):
+    """A tensor's number would be the traced call's for good."""
     torch._dynamo.reset()
-    given = call(op) | wrong
-    for run in (getattr(gd, op), torch.compile(getattr(gd, op), fullgraph=True, backend="aot_eager")):
+    given, function = call(op) | wrong, getattr(gd, op)
+    first = next(iter(given))
+    traced = lambda **call: make_fx(lambda x: function(**call | {first: x}))(call[first])
+    for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager"), traced):
         with pytest.raises(Exception, match="expected") as caught:
             run(**given)
         assert "TypeError" in f"{type(caught.value).__name__} {caught.value}"

@@ -252,9 +252,9 @@ def _node(op: Operation, *arguments: Any) -> Any:
     if isinstance(arguments[-1], _Explain):
         return run(op, *arguments)
     a = op.arguments(*arguments)
-    for name, is_flag in op.flags.items():  # a schema takes 1 for True, and True for 1
-        if isinstance(x := getattr(a, name), bool) != is_flag:
-            raise TypeError(f"{name}: expected {'True or False' if is_flag else 'no flag'}, got {type(x).__name__}")
+    for name, is_flag in op.flags.items():  # a schema takes 1 for True, True for 1, and a tensor's value of now for either
+        if isinstance(x := getattr(a, name), bool) != is_flag or isinstance(x, Tensor):
+            raise TypeError(f"{name}: expected {'True or False' if is_flag else 'no flag or tensor'}, got {type(x).__name__}")
     a = op.allocated(a)
     getattr(torch.ops.gated_delta, op.name)(*a)
     return op.result(a)
