@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import threading
 
 import numpy
 import pytest
@@ -573,6 +574,57 @@ def test_fp32_stays_fp32_under_autocast_and_reduced_matmuls(op, indexed):
         torch.set_float32_matmul_precision("highest")
         torch.backends.mkldnn.matmul.fp32_precision = before
     assert all(torch.equal(x, y) for x, y in zip(got, want, strict=True))
+
+
+@pytest.fixture
+def precisions():
+    """torch's switches for fp32 matmuls, of which the last two follow the first."""
+    backends = (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
+
+    def unset():
+        torch.set_float32_matmul_precision("highest")
+        for backend in backends:
+            backend.fp32_precision = "none"
+
+    unset()
+    yield backends
+    unset()
+
+
+def test_fp32_stays_fp32_where_another_threads_call_ends(monkeypatch, precisions):
+    """The switches are the process's."""
+    torch.set_float32_matmul_precision("medium")
+    activate, seen = reference.activate, []
+    inside, ended = threading.Event(), threading.Event()
+
+    def in_turns(*arguments):
+        if threading.current_thread() is other:
+            inside.set()
+            ended.wait(60)
+            seen.extend(x.fp32_precision for x in precisions[1:])
+        else:
+            other.start()
+            inside.wait(60)
+        return activate(*arguments)
+
+    def run():
+        gd.prefill(**tokens(), backend="reference")
+
+    other = threading.Thread(target=run)
+    monkeypatch.setattr(reference, "activate", in_turns)
+    run()
+    ended.set()
+    other.join()
+    assert seen == ["ieee", "ieee"]
+    assert torch.get_float32_matmul_precision() == "medium"
+
+
+def test_switches_that_follow_torchs_own_still_do_after_a_call(precisions):
+    torch.backends.fp32_precision = "tf32"
+    gd.prefill(**tokens(), backend="reference")
+    assert [x.fp32_precision for x in precisions] == ["tf32"] * 3
+    torch.backends.fp32_precision = "ieee"
+    assert [x.fp32_precision for x in precisions] == ["ieee"] * 3
 
 
 def test_scale_none_is_one_over_root_K():

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import itertools
+import threading
 from collections.abc import Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
@@ -360,24 +361,57 @@ def chunked_apart(
 def _exact_fp32(matmuls: bool = True) -> contextlib.AbstractContextManager[None]:
     """fp32 means fp32, whatever the process has switched on: no autograd, no autocast, no tf32 or bf16 matmuls."""
     autocast = [device_type for device_type in ("cpu", "cuda") if torch.is_autocast_enabled(device_type)]
-    backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul) if matmuls else ()  # type: ignore[attr-defined]
-    rounded = [backend for backend in backends if backend.fp32_precision not in ("ieee", "none")]  # none: not set, so ieee
+    rounded = matmuls and _IEEE_MATMULS.needed()
     if autocast or rounded:  # to enter and leave it costs as much as a few small operations
         return _without(autocast, rounded)
     return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
-def _without(autocast: list[str], rounded: list[Any]) -> Iterator[None]:
-    """No autograd, no autocast on these device types, ieee matmuls in these backends."""
+def _without(autocast: list[str], rounded: bool) -> Iterator[None]:
+    """No autograd, no autocast on these device types, no rounded matmuls."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for device_type in autocast:
             stack.enter_context(torch.autocast(device_type, enabled=False))
-        for backend in rounded:
-            stack.callback(setattr, backend, "fp32_precision", backend.fp32_precision)
-            backend.fp32_precision = "ieee"
+        if rounded:
+            stack.enter_context(_IEEE_MATMULS)
         yield
+
+
+class _IeeeMatmuls:
+    """Matmuls in ieee fp32 while any thread is in here: torch's switches are the process's."""
+
+    def __init__(self) -> None:
+        self._lock, self._inside = threading.Lock(), 0
+        self._before: list[tuple[Any, str]] = []
+
+    def needed(self) -> bool:
+        with self._lock:
+            return self._inside > 0 or bool(self._rounded())
+
+    def _rounded(self) -> list[tuple[Any, str]]:
+        backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
+        return [(x, x.fp32_precision) for x in backends if x.fp32_precision not in ("ieee", "none")]  # none: not set, so ieee
+
+    def __enter__(self) -> None:
+        with self._lock:
+            if not self._inside:
+                self._before = self._rounded()
+                for backend, _ in self._before:
+                    backend.fp32_precision = "ieee"
+            self._inside += 1
+
+    def __exit__(self, *_: object) -> None:
+        with self._lock:
+            self._inside -= 1
+            for backend, before in () if self._inside else self._before:
+                backend.fp32_precision = "none"
+                if backend.fp32_precision != before:  # else it follows torch.backends.fp32_precision, and goes on to
+                    backend.fp32_precision = before
+
+
+_IEEE_MATMULS = _IeeeMatmuls()
 
 
 def _spans(tokens: Tokens) -> tuple[list[int], list[int]]:
