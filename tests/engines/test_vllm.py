@@ -228,6 +228,21 @@ def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None
     _all_on_gated_delta(made, "prefill", "decode")
 
 
+@pytest.mark.parametrize("of_vllm", [None, 64], ids=["vLLM's prefill keeps none", "vLLM's prefill keeps them"])
+@pytest.mark.parametrize("refused", [(), ("decode",), ("prefill",), ("decode", "prefill")], ids=str)
+def test_who_keeps_checkpoints(refused: tuple[str, ...], of_vllm: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM has blocks for them where a layer names an alignment: then each prefill has to keep them, whoever runs it."""
+    from gated_delta.integrations import vllm_layers
+
+    own = "get_prefill_checkpoint_alignment"  # inherited in vLLM 0.32
+    monkeypatch.setattr(vllm_layers.QwenGatedDeltaNetAttention, own, lambda layer: of_vllm, raising=False)
+    layer = object.__new__(vllm_layers.Qwen)
+    vars(layer).update(aligned=True, tally=vllm_layers.Tally(dict.fromkeys(refused, "a reason")))
+    wanted = layer.get_prefill_checkpoint_alignment() is not None
+    assert wanted == (not refused or of_vllm is not None)
+    assert layer._exports() == (wanted and "prefill" not in refused)
+
+
 def test_preempted_and_aborted(models: Any, tmp_path: Path) -> None:
     """Requests that come back begin anew, short ones from zeros, others from a prefix in cache, in slots that others had meanwhile.
 

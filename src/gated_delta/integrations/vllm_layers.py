@@ -61,8 +61,11 @@ class Core(GatedDeltaNetAttention):
         vllm_start.load(self, self.kv_cache[1])
 
     def _exports(self) -> bool:
-        """Whether prefills keep the states that prefixes in cache end with. Not where vLLM's kernels may get a batch."""
-        return self.aligned and not self.tally.refused
+        """Whether prefills keep the states that prefixes in cache end with. Where vLLM's kernels may get a batch, they have to
+        do so too, as FlashInfer's do."""
+        refused = self.tally.refused
+        ours = self.aligned and "prefill" not in refused
+        return ours and (not refused or super().get_prefill_checkpoint_alignment() is not None)
 
     def get_prefill_checkpoint_alignment(self) -> int | None:
         return CHECKPOINT_INTERVAL if self._exports() else super().get_prefill_checkpoint_alignment()
