@@ -16,7 +16,7 @@ import typer
 from gated_delta import demo
 from gated_delta.cli import Commands
 from gated_delta.options import DeviceOption, device_option
-from gated_delta.results import Report, make_table, tracked
+from gated_delta.results import Refusal, Report, make_table, one_line, tracked
 
 from . import layers
 from . import serve as serving
@@ -47,10 +47,7 @@ def measure(
     where, cells, known = device_option(device), TABLES[op.value], KNOWN[op.value]
     if where.type != "cuda":
         raise typer.BadParameter(f"expected a CUDA device, got {where}", param_hint="--device")
-    try:
-        chosen = [cell for cell in cells.values() if re.search(filter, cell.label)]
-    except re.error as problem:
-        raise typer.BadParameter(f"expected a regular expression, got {filter!r}: {problem}", param_hint="--filter") from None
+    chosen = [cell for cell in cells.values() if pattern(filter).search(cell.label)]
     if not chosen:
         raise typer.BadParameter(f"no cell of {op.value} matches {filter!r}; one is {next(iter(cells))!r}", param_hint="--filter")
     installed = [name for name, peer in known.items() if peer.version]
@@ -118,7 +115,7 @@ def serve(
     options: Annotated[str, typer.Option(help="The engine's own, as JSON.")] = "{}",
 ) -> None:
     """Time a serving engine with its own kernels and then with ours: tokens as users see them, and GPU kernels."""
-    labels = [label for label in serving.CELLS if re.search(filter, label)]
+    labels = [label for label in serving.CELLS if pattern(filter).search(label)]
     if model not in serving.MODELS or not labels:
         raise typer.BadParameter(f"expected a model of {', '.join(serving.MODELS)} and a filter of {', '.join(serving.CELLS)}")
     given = object_of(options, "--options")
@@ -189,6 +186,13 @@ def tokens(
     report.leave(any(row["equal"] is None for row in rows))
 
 
+def pattern(filter: str) -> re.Pattern[str]:
+    try:
+        return re.compile(filter)
+    except re.error as problem:
+        raise typer.BadParameter(f"expected a regular expression, got {filter!r}: {problem}", param_hint="--filter") from None
+
+
 def object_of(text: str, name: str) -> dict[str, Any]:
     try:
         return dict(json.loads(text))
@@ -198,11 +202,16 @@ def object_of(text: str, name: str) -> dict[str, Any]:
 
 def served(engine: str, command: str, file: Path | None) -> tuple[Report, dict[str, Any]]:
     """Where results of an engine go, and what is known of the run."""
+    try:
+        run = environment(torch.device("cuda"), {engine: metadata.version(engine)})
+    except metadata.PackageNotFoundError:
+        raise typer.BadParameter(f"{engine} is not installed here", param_hint="ENGINE") from None
+    except (AssertionError, RuntimeError) as problem:
+        raise Refusal(f"expected a CUDA device: {one_line(problem)}") from None
     if file is None:
         (RESULTS / "serve").mkdir(exist_ok=True)
         file = RESULTS / "serve" / f"{engine}{'' if command == 'serve' else '_' + command}.json"
-    report = Report(f"benchmarks {command} {engine}", True, file)
-    return report, environment(torch.device("cuda"), {engine: metadata.version(engine)})
+    return Report(f"benchmarks {command} {engine}", True, file), run
 
 
 def said(measured: dict[str, Any]) -> list[str]:

@@ -1,5 +1,6 @@
 """benchmarks/serve.py and tokens.py with an engine that is a stand-in of SGLang: processes, cells, records."""
 
+import importlib.util
 import json
 import os
 import sys
@@ -129,6 +130,7 @@ def test_cells_stay_below_what_a_card_holds():
     ("arguments", "words"),
     [
         (["--filter", "nothing"], "filter"),
+        (["--filter", "["], "expected a regular expression"),
         (["--model", "nothing"], "expected a model of qwen3_next"),
         (["--options", "[1]"], "expected a JSON object"),
         (["--options", "{"], "expected a JSON object"),
@@ -139,6 +141,25 @@ def test_what_cannot_be_measured_is_refused(arguments, words, tmp_path):
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
     assert not (tmp_path / "new.json").exists()
+
+
+@pytest.mark.parametrize("command", ["serve", "tokens"])
+@pytest.mark.parametrize("missing", ["engine", "device"])
+def test_what_is_not_there_is_refused_in_one_line(missing, command, engine, tmp_path, monkeypatch):
+    if missing == "device":
+        engine()
+        monkeypatch.setattr("torch.cuda.is_available", lambda: False)
+        monkeypatch.setattr("torch.cuda._lazy_init", no_device)
+    elif importlib.util.find_spec("sglang"):
+        pytest.skip("sglang is installed")
+    result = CliRunner().invoke(app, [command, "sglang", str(tmp_path / "new.json")])
+    assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert ("sglang is not installed here" if missing == "engine" else "expected a CUDA device") in result.stderr
+    assert not (tmp_path / "new.json").exists()
+
+
+def no_device():
+    raise RuntimeError("No CUDA GPUs are available")
 
 
 def test_the_file_has_a_line_for_every_cell(engine, tmp_path, monkeypatch):
