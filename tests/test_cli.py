@@ -65,6 +65,14 @@ def test_info_names_versions_and_backends():
         assert word in result.stdout
 
 
+def test_the_build_of_torch_is_named(monkeypatch, tmp_path):
+    """PyPI's package leaves it out."""
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    assert "2.13.0+cu130" in run("info").stdout
+    assert run(*CHECK, "--json", tmp_path / "x.json").exit_code == 0
+    assert json.loads((tmp_path / "x.json").read_text())["versions"]["torch"] == "2.13.0+cu130"
+
+
 def test_check_fails_loudly_when_a_backend_is_wrong(monkeypatch):
     right = reference.decode
     monkeypatch.setattr(

@@ -47,7 +47,7 @@ from .options import (
 from .options import device_option as _device
 from .pack import build_all
 from .problem import MAX_DRAFT, UnsupportedProblem
-from .results import PACKAGES, Refusal, Report, console, document, first_line, make_table, one_line, tracked
+from .results import Refusal, Report, console, document, first_line, make_table, one_line, packages, tracked
 
 if TYPE_CHECKING:
     from .testing import Case
@@ -108,8 +108,8 @@ def info() -> None:
     table = Table(show_header=False, box=None)
     table.add_row("gated_delta", __version__)
     table.add_row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
-    for package in PACKAGES:
-        table.add_row(package, kernels.installed(package) or "not installed")
+    for package, version in packages().items():
+        table.add_row(package, version or "not installed")
     table.add_row("cpu", f"{torch.get_num_threads()} threads")
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)

@@ -26,7 +26,6 @@ from . import __version__
 from . import compile as kernels
 
 Item = TypeVar("Item")
-PACKAGES = ("torch", "transformers", kernels.COMPILER, kernels.RUNTIME)
 
 
 def _console(stream: TextIO | None, stderr: bool) -> Console:
@@ -66,12 +65,18 @@ def first_line(problem: BaseException) -> str:
     return f"{type(problem).__name__}: {lines[0]}" if lines else type(problem).__name__
 
 
+def packages() -> dict[str, str | None]:
+    """Versions; None where one is not installed. torch's own says which build it is, which its package may not."""
+    others = ("transformers", kernels.COMPILER, kernels.RUNTIME)
+    return {"torch": str(torch.__version__), **{package: kernels.installed(package) for package in others}}
+
+
 def versions() -> dict[str, str | None]:
     """Of everything that results depend on; None where a package is not installed."""
     return {
         "gated_delta": __version__,
         "python": platform.python_version(),
-        **{package: kernels.installed(package) for package in PACKAGES},
+        **packages(),
         "kernel_sources": kernels.all_sources(),
     }
 
