@@ -551,6 +551,7 @@ class Launch:
                     warp.waits = None
                     warp.run(self.random.randint(1, 4))
             active = [block for block in active if any(warp.groups for warp in block.warps)]
-            while self.flights and (not warps or not active or self.random.random() > self.delay):
+            stuck = not warps
+            while self.flights and (stuck or not active or self.random.random() > self.delay):
                 self.flights.pop(self.random.randrange(len(self.flights))).end()
-                warps = warps or [None]  # type: ignore[list-item]
+                stuck = False
