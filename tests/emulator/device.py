@@ -4,6 +4,7 @@ import contextlib
 import ctypes
 import functools
 import itertools
+import subprocess
 import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -107,7 +108,7 @@ def build(variant: compile.Variant, cache: Path) -> Path:
                 with mock.patch.object(cute, "compile", keeping):
                     made = compile._compile(variant, ARCH, Path(scratch))
                 linker = [*compile._linker(), "-shared", "-fPIC", "-Wl,-Bsymbolic", "-o", f"{scratch}/kernel.so", str(made)]
-                compile.subprocess.run([*linker, str(Path(__file__).with_name("runtime.c"))], check=True)
+                subprocess.run([*linker, str(Path(__file__).with_name("runtime.c"))], check=True)
                 next(Path(scratch).glob("*.ptx")).rename(file.with_suffix(".ptx"))
                 (Path(scratch) / "kernel.so").rename(file)
     return file
