@@ -1,3 +1,4 @@
+import os
 from collections import Counter
 
 import pytest
@@ -10,6 +11,13 @@ from gpu import AXES, STATES
 def _one_thread():
     """Tests run side by side; more threads than cores only make them wait for each other."""
     torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def run_directory(tmp_path_factory):
+    """One for all workers of a run."""
+    base = tmp_path_factory.getbasetemp()
+    return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
 
 @pytest.fixture(params=["cpu", "cuda"] if torch.cuda.is_available() else ["cpu"])

@@ -85,6 +85,11 @@ def spread(x, *, dim, by):
     return wide.select(dim + 1, 0).copy_(x)
 
 
+def apart(x, y):
+    """Relative distance as a whole; NaN stays NaN."""
+    return float((x.double() - y.double()).norm() / y.double().norm())
+
+
 def force_segments(segments, monkeypatch):
     """Prefills from here on split each sequence into that many segments, however many sequences there are.
 

@@ -44,10 +44,9 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def shared(tmp_path_factory, monkeypatch):
+def shared(run_directory, monkeypatch):
     """A cache for the whole run: its workers and tests build a kernel once."""
-    base = tmp_path_factory.getbasetemp()
-    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str((base.parent if "PYTEST_XDIST_WORKER" in os.environ else base) / "kernels"))
+    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(run_directory / "kernels"))
     monkeypatch.delenv("GATED_DELTA_JIT", raising=False)
 
 

@@ -19,6 +19,7 @@ from gpu import (
     PER_TOKEN,
     D,
     H,
+    apart,
     captured,
     cycle,
     decode,
@@ -108,11 +109,6 @@ def in_pool(call, *, state, **states):
 
 def sequences(call):
     return len(call["q"]) if "cu_seqlens" not in call else len(call["cu_seqlens"]) - 1
-
-
-def apart(x, y):
-    """Relative distance as a whole; NaN stays NaN."""
-    return float((x.double() - y.double()).norm() / y.double().norm())
 
 
 def ragged(lengths, inactive=(), spare=5, **options):

@@ -40,8 +40,6 @@ class Device:
     def __init__(self, cache: Path, seed: int, delay: float):
         self.cache, self.delay, self.seeds = cache, delay, itertools.count(seed)
         self.memory, self.programs, self.kept = Memory(), {}, []
-        self.kernels: list[str] = []
-        """Those that have run."""
 
     def load(self, variant: compile.Variant, arch: str) -> Callable[..., None]:
         import tvm_ffi
@@ -54,7 +52,6 @@ class Device:
         def launched(grid: Any, cluster: int, threads: int, shared: int, pointers: Any) -> int:
             try:
                 parameters = [ctypes.string_at(pointers[i], size) for i, size in enumerate(program.parameters)]
-                self.kernels.append(variant.kernel)
                 Launch(program, parameters, grid[:3], cluster, threads, shared, self.memory, next(self.seeds), self.delay).run()
             except BaseException as fault:  # what C calls cannot raise
                 faults.append(fault)

@@ -5,13 +5,12 @@ import ctypes
 import itertools
 import random
 from collections import deque
-from collections.abc import Callable
-from itertools import chain
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
 
-from .numerics import LANES, PAIR, ROW, U1, U2, U4, U8, accumulated, bf16_pair, fp16_pair, left_fragment  # noqa: F401
+from .numerics import LANES, PAIR, ROW, U1, U2, U4, U8, accumulated, fp16_pair, left_fragment
 from .ptx import SHARED, Program
 
 POISON = 0xFF
@@ -34,6 +33,7 @@ class Memory:
         self.views = {dtype: np.frombuffer(everything, dtype) for dtype in (U1, U2, U4)}
         self.starts: list[int] = []
         self.ends: list[int] = []
+        self.bounds = np.empty(0, int), np.zeros(1, int)
 
     def allow(self, start: int, size: int) -> None:
         at = bisect.bisect(self.starts, start)
@@ -43,10 +43,11 @@ class Memory:
             if self.starts[i] <= self.ends[i - 1]:
                 self.ends[i - 1] = max(self.ends[i - 1], self.ends[i])
                 del self.starts[i], self.ends[i]
+        self.bounds = np.array(self.starts), np.array([*self.ends, 0])  # the last is of what lies in front of all
 
     def check(self, addresses: np.ndarray, size: int, where: Callable[[], str]) -> None:
-        at = np.searchsorted(self.starts, addresses, side="right") - 1
-        good = (at >= 0) & (addresses + size <= np.asarray([*self.ends, 0])[at])
+        starts, ends = self.bounds
+        good = addresses + size <= ends[np.searchsorted(starts, addresses, side="right") - 1]
         if not good.all():
             raise Fault(f"global memory out of bounds: lanes {np.flatnonzero(~good).tolist()} of {where()}")
 
@@ -88,6 +89,29 @@ class Flight:
             self.over = True
 
 
+class Groups:
+    """A warp's copies or products of one kind, in groups; the last one is open."""
+
+    def __init__(self) -> None:
+        self.groups: list[list[Flight]] = [[]]
+
+    def __iter__(self) -> Iterator[Flight]:
+        return itertools.chain(*self.groups)
+
+    def add(self, flight: Flight) -> None:
+        self.groups[-1].append(flight)
+
+    def commit(self) -> None:
+        self.groups.append([])
+
+    def wait(self, left: int) -> None:
+        """For all but so many of the committed groups."""
+        done = len(self.groups) - 1 - left
+        for flight in itertools.chain(*self.groups[: max(done, 0)]):
+            flight.end()
+        del self.groups[: max(done, 0)]
+
+
 class Block:
     def __init__(self, launch: "Launch", index: tuple[int, ...], cluster: list["Block"]):
         self.index, self.cluster, self.cluster_barrier = index, cluster, [0, 0]
@@ -119,9 +143,8 @@ class Warp:
         self.waits: tuple[Callable[[], bool], int] | None = None
         self.yields = False
         self.votes_read = 0
-        self.products: list[list[Flight]] = [[]]
-        self.stores: list[list[Flight]] = [[]]
-        self.copies: list[list[Flight]] = [[]]
+        # A thread's bulk stores are its own groups: a warp's are taken to be one thread's, as they are in our kernels.
+        self.products, self.stores, self.copies = Groups(), Groups(), Groups()
 
     def run(self, steps: int) -> None:
         program = self.launch.program
@@ -140,7 +163,7 @@ class Warp:
                 return
 
     def finish(self) -> None:
-        for flight in chain(*self.products, *self.stores):
+        for flight in (*self.products, *self.stores):
             if not flight.over:
                 raise Fault(f"a warp ends in front of what it has started: {flight.where()}")
 
@@ -176,14 +199,23 @@ class Warp:
 
     # -------------------------------------------------------------------------------------------- loads and stores
 
-    def inside(self, addresses: np.ndarray, size: int, at: int) -> np.ndarray:
-        """The vectors of shared memory in which lanes have so many bytes. Copies on their way there are a fault."""
+    def vectors(self, addresses: np.ndarray, size: int, at: int) -> np.ndarray:
+        """The vectors of shared memory in which lanes have so many bytes."""
         if (addresses < SHARED).any() or (addresses + size > self.block.end).any() or (addresses % size).any():
             raise Fault(f"shared memory out of bounds or misaligned: {self.place(at)()}")
-        vectors = addresses >> 4
+        return addresses >> 4
+
+    def inside(self, addresses: np.ndarray, size: int, at: int) -> np.ndarray:
+        """Those vectors for a load or store; copies on their way there are a fault."""
+        vectors = self.vectors(addresses, size, at)
         if self.block.arriving[vectors].any():
             raise Fault(f"a copy is still on its way there: {self.place(at)()}")
         return vectors
+
+    def outside(self, addresses: np.ndarray, size: int, at: int) -> None:
+        self.memory.check(addresses, size, self.place(at))
+        if (addresses % size).any():
+            raise Fault(f"misaligned: {self.place(at)()}")
 
     def load_shared(self, addresses: np.ndarray, dtype: type, count: int, mask: np.ndarray | None, at: int) -> Any:
         lanes = self.lanes(mask)
@@ -191,10 +223,8 @@ class Warp:
         return self._loaded(self.block.bytes.view(dtype), 0, addresses, lanes, count)
 
     def load_global(self, addresses: np.ndarray, dtype: type, count: int, mask: np.ndarray | None, at: int) -> Any:
-        lanes, size = self.lanes(mask), np.dtype(dtype).itemsize * count
-        self.memory.check(addresses[lanes], size, self.place(at))
-        if (addresses[lanes] % size).any():
-            raise Fault(f"misaligned: {self.place(at)()}")
+        lanes = self.lanes(mask)
+        self.outside(addresses[lanes], np.dtype(dtype).itemsize * count, at)
         return self._loaded(*self.memory.numbers(dtype), addresses, lanes, count)
 
     def _loaded(self, memory: np.ndarray, first: int, addresses: np.ndarray, lanes: np.ndarray, count: int) -> list[np.ndarray]:
@@ -210,10 +240,8 @@ class Warp:
         self._store(self.block.bytes.view(values[0].dtype), 0, addresses, values, lanes)
 
     def store_global(self, addresses: np.ndarray, values: list[np.ndarray], mask: np.ndarray | None, at: int) -> None:
-        lanes, size = self.lanes(mask), values[0].itemsize * len(values)
-        self.memory.check(addresses[lanes], size, self.place(at))
-        if (addresses[lanes] % size).any():
-            raise Fault(f"misaligned: {self.place(at)()}")
+        lanes = self.lanes(mask)
+        self.outside(addresses[lanes], values[0].itemsize * len(values), at)
         self._store(*self.memory.numbers(values[0].dtype.type), addresses, values, lanes)
 
     def _store(self, memory: np.ndarray, first: int, addresses: np.ndarray, values: list[np.ndarray], lanes: np.ndarray) -> None:
@@ -338,7 +366,7 @@ class Warp:
         if self.block.arriving[vectors].any():
             raise Fault(f"two copies to one place: {self.place(at)()}")
         for warp in self.block.warps:
-            for flight in chain(*warp.products, *warp.stores):
+            for flight in (*warp.products, *warp.stores):
                 if not flight.over and np.isin(vectors, flight.vectors).any():
                     raise Fault(f"{self.place(at)()} overwrites what is being read: {flight.where()}")
         self.block.arriving[vectors], self.block.unfenced[vectors] = True, -1
@@ -376,8 +404,9 @@ class Warp:
         def end() -> None:
             memory[outside[:, None] - first + np.arange(16)] = data
 
-        self.stores[-1].append(Flight(self.place(at), vectors, lambda: bool((self.block.bytes[places] == data).all()), end))
-        self.launch.flights.append(self.stores[-1][-1])
+        flight = Flight(self.place(at), vectors, lambda: bool((self.block.bytes[places] == data).all()), end)
+        self.stores.add(flight)
+        self.launch.flights.append(flight)
 
     def _range(self, start: int, size: int, alignment: int, at: int) -> np.ndarray:
         if start % alignment or size % 16 or start < SHARED or start + size > self.block.end:
@@ -426,32 +455,18 @@ class Warp:
             vectors = self._range(int(inside[lane]), 16 * len(offsets), 128, at)
             self._store_later(swizzled(inside[lane] + offsets, swizzle)[within], vectors, outside[within], at)
 
-    def bulk_commit(self) -> None:
-        self.stores.append([])
-
-    def bulk_wait(self, left: int, read: bool) -> None:
-        """Groups are a thread's own: a warp's copies are taken to be one thread's, as they are in our kernels."""
-        for flight in chain(*self.stores[: len(self.stores) - 1 - left]):
-            flight.end()
-
     def copy(self, inside: Any, outside: Any, sizes: Any, mask: np.ndarray | None, at: int) -> None:
         lanes = self.lanes(mask)
         if not len(lanes):
             return
-        if (inside[lanes] % 16).any() or (inside[lanes] < SHARED).any() or (inside[lanes] + 16 > self.block.end).any():
-            raise Fault(f"shared memory out of bounds or misaligned: {self.place(at)()}")
-        vectors, sizes = inside[lanes] >> 4, np.full(len(lanes), 16) if sizes is None else sizes[lanes].astype(np.int64)
-        self.copies[-1].append(self._load(inside[lanes], vectors, outside[lanes], sizes, None, at))
-
-    def copies_commit(self) -> None:
-        self.copies.append([])
-
-    def copies_wait(self, left: int, read: bool) -> None:
-        for flight in chain(*self.copies[: len(self.copies) - 1 - left]):
-            flight.end()
+        vectors, sizes = (
+            self.vectors(inside[lanes], 16, at),
+            np.full(len(lanes), 16) if sizes is None else sizes[lanes].astype(np.int64),
+        )
+        self.copies.add(self._load(inside[lanes], vectors, outside[lanes], sizes, None, at))
 
     def arrive_after_copies(self, bars: Any, mask: np.ndarray | None, at: int) -> None:
-        before, found = [*chain(*self.copies)], [self.mbarrier_at(bars[lane], at) for lane in self.lanes(mask)]
+        before, found = [*self.copies], [self.mbarrier_at(bars[lane], at) for lane in self.lanes(mask)]
 
         def end() -> None:
             for flight in before:
@@ -507,15 +522,7 @@ class Warp:
         for i, words in zip(to, accumulated(product, sums, is_fp32), strict=True):
             r[i] = words
         same = lambda: all((self.block.halves[places] == numbers).all() for numbers, places in read)
-        self.products[-1].append(Flight(self.place(at), vectors, same))
-
-    def products_commit(self) -> None:
-        self.products.append([])
-
-    def products_wait(self, left: int) -> None:
-        for flight in chain(*self.products[: len(self.products) - 1 - left]):
-            flight.end()
-        self.products = self.products[len(self.products) - 1 - left :]
+        self.products.add(Flight(self.place(at), vectors, same))
 
 
 def swizzled(addresses: np.ndarray, kind: int) -> np.ndarray:
@@ -544,8 +551,8 @@ class Launch:
                 active += [Block(self, waiting.popleft()[::-1], cluster) for _ in range(self.cluster)]
             warps = [warp for block in active for warp in block.warps if warp.groups and (warp.waits is None or warp.waits[0]())]
             if not warps and not self.flights:
-                stuck = [warp.place(warp.waits[1])() for block in active for warp in block.warps if warp.groups and warp.waits]
-                raise Fault("deadlock:\n" + "\n".join(stuck[:32]))
+                places = [warp.place(warp.waits[1])() for block in active for warp in block.warps if warp.groups and warp.waits]
+                raise Fault("deadlock:\n" + "\n".join(places[:32]))
             for warp in self.random.sample(warps, -(-len(warps) // 2)):
                 if warp.waits is None or warp.waits[0]():
                     warp.waits = None

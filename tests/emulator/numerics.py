@@ -89,11 +89,9 @@ def shift_left(x, count):
 
 def shift_right(x, count):
     """Arithmetic for signed numbers."""
-    return (
-        x >> np.minimum(count, 8 * x.itemsize - 1).astype(x.dtype)
-        if x.dtype.kind == "i"
-        else np.where(count >= 8 * x.itemsize, x.dtype.type(0), x >> count.astype(x.dtype))
-    )
+    if x.dtype.kind == "i":
+        return x >> np.minimum(count, 8 * x.itemsize - 1).astype(x.dtype)
+    return np.where(count >= 8 * x.itemsize, x.dtype.type(0), x >> count.astype(x.dtype))
 
 
 def divide(a, b):

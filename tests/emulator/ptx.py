@@ -18,7 +18,6 @@ SHARED = 1024
 ENDS_BLOCK = ("bra", "ret", "mbarrier.try_wait", "bar.sync", "bar.vote", "barrier.cluster.wait", "ld.acquire")
 NO_EFFECT = (
     "griddepcontrol", "setmaxnreg", "prefetch", "cp.async.bulk.prefetch", "wgmma.fence", "fence.mbarrier_init", "fence.proxy.async.global",
-    "bar.warp.sync",
 )  # fmt: skip
 """What shows only in time, or between kernels and blocks: kernels run one after the other, global memory is the same for all."""
 
@@ -212,8 +211,6 @@ class Translator:
 
     def instruction(self, op: str, parts: list[str], operands: list[str]) -> None:
         if op.startswith(NO_EFFECT):
-            if op.startswith("bar.warp"):
-                self.of_the_warp()
             return
         stem = ".".join(parts[:-1])
         for name in (f"{parts[0]}_{parts[1]}" if len(parts) > 1 else parts[0], parts[0]):
@@ -229,7 +226,7 @@ class Translator:
             values = [f"bf16_pair({self.read(x, 'b32')})" for x in operands[1:]]
             return self.assign(operands[0], f"packed_bf16({code.format(*values)})", "b32")
         values = [self.read(x, kind) for x in operands[1:]]
-        self.assign(operands[0], code.format(*values), "u32" if parts[0] == "popc" else kind)
+        self.assign(operands[0], code.format(*values), kind)
 
     def do_shl(self, op: str, parts: list[str], operands: list[str]) -> None:
         function = "shift_left" if parts[0] == "shl" else "shift_right"
@@ -295,7 +292,7 @@ class Translator:
             return self.assign(operands[0], f"{'fp16' if to == 'f16' else 'bf16'}_bits({value}).astype(U2)", "b16")
         if source == "f32" and to[0] in "su":
             raise NotImplementedError(op)
-        if to in ("s8", "u8"):  # a narrow number in a wide register keeps its sign
+        if to in ("s8", "u8"):  # 8 bits in a wider register keep their sign
             wide = self.program.widths[self.program.registers[operands[0]]]
             signed = f"{value}.astype(np.{'int8' if to == 's8' else 'uint8'}).astype(I{wide})"
             return self.assign(operands[0], signed, f"s{8 * wide}")
@@ -375,6 +372,8 @@ class Translator:
 
     def do_bar(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.of_the_warp()
+        if parts[1] == "warp":  # lanes that are together need no more
+            return
         if parts[1] == "vote":
             self.emit(f"warp.vote({self.read(operands[1], 'pred')})")
             operands = operands[:1]
@@ -389,9 +388,9 @@ class Translator:
             return self.emit(f"warp.mbarrier_init({self.address(operands[0])}, {self.read(operands[1], 'b32')}, {self.mask})")
         place = self.address(operands[1])
         if parts[1] == "arrive":
-            count, size = ("None", operands[2]) if "expect_tx" in parts else (self.read(operands[2], "b32"), None)
-            size = "None" if size is None else self.read(size, "b32")
-            return self.emit(f"warp.mbarrier_arrive({place}, {count}, {size}, {self.mask}, {self.at})")
+            number = self.read(operands[2], "b32")
+            counts = f"None, {number}" if "expect_tx" in parts else f"{number}, None"
+            return self.emit(f"warp.mbarrier_arrive({place}, {counts}, {self.mask}, {self.at})")
         parity, waits = self.read(operands[2], "b32"), parts[1] == "try_wait"
         self.assign(operands[0], f"warp.mbarrier_test({place}, {parity}, {waits}, {self.mask}, {self.at})", "pred")
 
@@ -417,11 +416,11 @@ class Translator:
     # asynchronous copies
 
     def do_cp(self, op: str, parts: list[str], operands: list[str]) -> None:
-        tail = f"{self.mask}, {self.at}"
+        tail, groups = f"{self.mask}, {self.at}", "stores" if "bulk" in parts else "copies"
         if "wait_group" in parts:
-            return self.emit(f"warp.{'bulk' if 'bulk' in parts else 'copies'}_wait({operands[0]}, {'read' in parts})")
+            return self.emit(f"warp.{groups}.wait({operands[0]})")
         if "commit_group" in parts:
-            return self.emit(f"warp.{'bulk' if 'bulk' in parts else 'copies'}_commit()")
+            return self.emit(f"warp.{groups}.commit()")
         if "noinc" in parts:
             return self.emit(f"warp.arrive_after_copies({self.address(operands[0])}, {tail})")
         if "bulk" not in parts:
@@ -452,7 +451,7 @@ class Translator:
     def do_wgmma(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.of_the_warp()
         if parts[1] != "mma_async":
-            return self.emit(f"warp.products_{'commit()' if parts[1] == 'commit_group' else f'wait({operands[0]})'}")
+            return self.emit(f"warp.products.{'commit()' if parts[1] == 'commit_group' else f'wait({operands[0]})'}")
         assert (parts[-2:], operands[4:6]) == (["f16", "f16"], ["1", "1"]), op
         to, left, right, adds, _, _, *transposed = operands
         in_registers = left[0] == "{"

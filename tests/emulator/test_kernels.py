@@ -13,7 +13,7 @@ from gated_delta.memory import extent
 from gated_delta.ops import OPERATIONS
 from gated_delta.ops import prefill as on_host
 from gated_delta.testing import cases, run_case
-from gpu import force_segments
+from gpu import apart, force_segments
 from test_compile import needs_compiler
 
 from . import Fault, device, emulated
@@ -25,17 +25,9 @@ DELAYS = (0.5, 0.0, 0.97)
 FEW_HEADS = {"head": (1, 2), "channel": (1, 1)}
 
 
-def cute_arch():
-    import cutlass.cute as cute
-
-    return cute.arch
-
-
-@pytest.fixture(scope="session")
-def kernels(tmp_path_factory):
-    """Where compiled kernels are, for all workers of a run."""
-    base = tmp_path_factory.getbasetemp()
-    return (base.parent if "popen-gw" in base.name else base) / "emulated"
+@pytest.fixture
+def kernels(run_directory):
+    return run_directory / "emulated"
 
 
 @pytest.fixture
@@ -53,16 +45,16 @@ def sample(op, count, **wanted):
     return [replace(case, heads=FEW_HEADS[case.axis]) for case in random.Random(0).sample(possible, count)]
 
 
-def judged(case, kernels, seed=0):
-    with emulated(kernels, seed, DELAYS[seed % len(DELAYS)]) as device:
+def judged(case, kernels):
+    seed = case.seed
+    with emulated(kernels, seed, DELAYS[seed % len(DELAYS)]):
         result = run_case(case, "cute")
     assert result.passed, result.failures
-    return device
 
 
 @pytest.mark.parametrize("case", [case for op in ("decode", "verify", "flush") for case in sample(op, 6)], ids=str)
 def test_the_case_list_passes(case, kernels):
-    judged(case, kernels, case.seed)
+    judged(case, kernels)
 
 
 COMMON = dict(D=(128,), dtype=(torch.bfloat16,), deterministic=(False,))
@@ -73,7 +65,7 @@ PREFILLS += [(cut, case) for cut in (1, "overlapped") for case in sample("prefil
 
 @pytest.mark.parametrize(("cut", "case"), PREFILLS, ids=str, indirect=["cut"])
 def test_prefill_passes_in_every_cut(cut, case, kernels):
-    judged(case, kernels, case.seed)
+    judged(case, kernels)
 
 
 def call(axis, T, lengths=None):
@@ -86,10 +78,6 @@ def call(axis, T, lengths=None):
     bias = torch.full((HV, 128) if axis == "channel" else (HV,), -4.0)
     found = dict(q=q, k=k, v=v, g=g, beta=beta, gate=gd.Gate.softplus(A_log, bias), output_final_state=True)
     return found if lengths is None else found | dict(cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)]))
-
-
-def apart(x, y):
-    return float((x.double() - y.double()).norm() / y.double().norm())
 
 
 @pytest.mark.parametrize("cut", [1, "persistent", "fused"], indirect=True)
@@ -127,15 +115,15 @@ IGNORED = lambda *args, **options: None
 
 @pytest.mark.parametrize("cut", ["fused"], indirect=True)
 @pytest.mark.parametrize(
-    ("name", "place", "message"),
+    ("name", "message"),
     [
-        ("fence_proxy", cute_arch, "no fence.proxy.async"),
-        ("cp_async_bulk_wait_group", cute_arch, "overwrites what is being read"),
-        ("mbarrier_init", cute_arch, "no mbarrier"),
+        ("fence_proxy", "no fence.proxy.async"),
+        ("cp_async_bulk_wait_group", "overwrites what is being read"),
+        ("mbarrier_init", "no mbarrier"),
     ],
 )
-def test_a_kernel_without_it_is_a_fault(cut, name, place, message, tmp_path):
-    with mock.patch.object(place(), name, IGNORED), emulated(tmp_path), pytest.raises(Fault, match=message):
+def test_a_kernel_without_it_is_a_fault(cut, name, message, tmp_path):
+    with mock.patch(f"cutlass.cute.arch.{name}", IGNORED), emulated(tmp_path), pytest.raises(Fault, match=message):
         gd.prefill(**call("head", 140), backend="cute")
 
 
