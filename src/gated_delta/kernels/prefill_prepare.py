@@ -8,20 +8,23 @@ k and q tiles, Tinv and Aqk, in fp16 as the tensor cores read them, and fp32 sca
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
-from .device.chunks import THREADS, Coord, Pointers, Sizes, Strides, find_sequence, load_chunk, rank_sequence
-from .device.primitives import DTYPES, Args, store_words
+from .device.chunks import THREADS, Coord, D, Pointers, Sizes, Strides, find_sequence, load_chunk, rank_sequence
+from .device.primitives import DTYPES, Args, offset, store_words
 from .prefill_prepare_gdn import GdnChunk
 from .prefill_prepare_kda import KdaChunk
 
 
 class PrefillPrepare:
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
+    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else.
+
+    segmented: whether it leaves a bound of each chunk's transition, for a scan that joins segments.
+    """
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
-    def __init__(self, axis: str, K: int, dtype: str, g_dtype: str, gate: str, qk_l2norm: bool):
-        self.channel = axis == "channel"
-        self.chunk = (KdaChunk if self.channel else GdnChunk)(K, DTYPES[dtype], DTYPES[g_dtype], gate, qk_l2norm)
+    def __init__(self, axis: str, K: int, dtype: str, g_dtype: str, gate: str, qk_l2norm: bool, segmented: bool):
+        self.channel, self.segmented = axis == "channel", segmented
+        self.chunk = (KdaChunk if self.channel else GdnChunk)(K, DTYPES[dtype], DTYPES[g_dtype], gate, qk_l2norm, segmented)
         self.shared = self.chunk.shared
 
     @cute.jit
@@ -47,7 +50,8 @@ class PrefillPrepare:
         shared = (cute.arch.get_dyn_smem(Uint32, 128)).toint()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        store_words(ptr.work_queue, [Uint32(0)], (block == 0) & (thread == 0))
+        counter = block * THREADS + thread
+        store_words(ptr.work_queue + offset(counter, 4), [Uint32(0)], counter < (self.counters(size) if self.segmented else 1))
         if (block < size.N) & (size.cu_seqlens_kind != 0) & (thread < 32):
             rank_sequence(args, block, thread)
         sequence, chunk, tokens = load_chunk(args, find_sequence(args, slot, thread % 32), slot)
@@ -59,3 +63,7 @@ class PrefillPrepare:
             self.chunk.prepare(args, coord)
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+    def counters(self, size):
+        """Words of the work queue and of initial states that are loaded."""
+        return 1 + size.N * size.HV * (D // 64)

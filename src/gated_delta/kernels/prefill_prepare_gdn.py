@@ -55,7 +55,7 @@ NORM_Q, NORM_K = 0, CHUNK  # first entries of the norms, fp32 [64] each
 
 
 class GdnChunk(PrepareChunk):
-    def __init__(self, K, dtype, g_dtype, gate, qk_l2norm):
+    def __init__(self, K, dtype, g_dtype, gate, qk_l2norm, segmented=False):
         regions = {
             "tinv_aqk": 4 * TRIANGLE_BYTES,  # two buffers of Tinv and Aqk on their way to the workspace
             **SYSTEM_REGIONS,
@@ -63,7 +63,7 @@ class GdnChunk(PrepareChunk):
             "gates": 4 * GATE_BYTES,  # of four heads
             "norms": 2 * CHUNK * 4,  # |q| with the scale, |k|, fp32
         }
-        super().__init__(K, dtype, g_dtype, gate, qk_l2norm, *lay_out(regions))
+        super().__init__(K, dtype, g_dtype, gate, qk_l2norm, *lay_out(regions), segmented)
         assert self.smem.k_operands >= TILES + 2 * TILE_BYTES
 
     def tinv_at(self, coord, head):
@@ -221,7 +221,7 @@ class GdnChunk(PrepareChunk):
                 log = log + select(coord.lane >= step, other, Float32(0))
             cumsums.append(log + before)
             before = before + shuffle_sync(log, offset=31)
-        chunk = self.head_chunk(args, coord, coord.h * group + i)
+        chunk, growth = self.head_chunk(args, coord, coord.h * group + i), Float32(1)
         for token, cumsum, beta in zip(tokens, cumsums, betas, strict=True):
             q_norm, k_norm = (load_shared_f32(coord.shared + self.smem.norms + (which + token) * 4) for which in (NORM_Q, NORM_K))
             at, beta_k = gates + token * 4, beta * k_norm
@@ -233,6 +233,13 @@ class GdnChunk(PrepareChunk):
             for first, x in ((GDN_SCALE_S_K, k_norm * decay), (GDN_SCALE_S_Q, decay), (GDN_SCALE_O, q_norm)):
                 store_words(scales + (first + token * 4), [x.bitcast(Uint32)], i < group)
             store_if(Float16, scales + GDN_SCALE_U + token * 2, exp2(before - cumsum), i < group)
+            kept = cute.math.abs(Float32(1) - beta_k * k_norm)
+            growth = growth * select(kept <= Float32(1), Float32(1), kept)  # NaN stays NaN
+        if self.segmented:
+            # |M| <= the product of the tokens' d |1 - beta k k^T|, whose norm is 1, or |1 - beta |k|**2| where that is more.
+            for step in (1, 2, 4, 8, 16):
+                growth = growth * shuffle_sync_bfly(growth, offset=step)
+            self.store_transition_norm(args, coord, coord.h * group + i, growth * exp2(before), (i < group) & (coord.lane == 0))
 
     # -------------------------------------------------------------------------------------------- decayed products
 

@@ -14,6 +14,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass.cute.arch import shuffle_sync
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
@@ -33,12 +34,10 @@ from .device.chunks import (
     Sizes,
     Strides,
     first_chunk_slot,
-    forgets_at,
     head_number,
     lay_out,
     load_sequence,
     num_chunks,
-    segment_number,
     square_panel,
     square_tensor,
     tile_tensor,
@@ -57,6 +56,8 @@ from .device.primitives import (
     cp_async_or_zero,
     fmax,
     ldmatrix_x4_trans,
+    load,
+    load_acquire,
     load_flag,
     load_index,
     load_length,
@@ -73,6 +74,7 @@ from .device.primitives import (
     pack_x2,
     prefetch_l2,
     qk_head,
+    release_increment,
     stmatrix_x4_trans,
     store_shared,
     store_shared_x4,
@@ -89,6 +91,9 @@ COPY_REGISTERS, MMA_REGISTERS = 24, 240  # of a thread, with two MMA warpgroups
 WORK_BYTES = 32  # a published work tile
 RESCALE_INTERVAL = 4  # chunks from one look at the state's absmax to the next
 ABSMAX_HIGH, ABSMAX_LOW = 2.0**4, 2.0**-4  # of the scaled state and values: docs/kernels/prefill.md, "Precision and range"
+MAX_WINDOW = 32  # chunks that a segment's window has at most
+MAX_M = 2.0**-120  # of a window's M, below which it counts as 0: docs/math.md, "Segments"
+LOADED_NORMS = 4  # at a time
 MIN_SCALE, MAX_SCALE = 2.0**-120, 2.0**120  # of state_scale; a state of zeros has the largest, so that any values settle it
 
 
@@ -114,6 +119,8 @@ class Coord(NamedTuple):
     """First V row of the thread's warpgroup."""
     first_chunk: Int32
     end_chunk: Int32
+    first_stored: Int32
+    """The first chunk with outputs, behind the window of a segment that begins from zeros."""
     last_segment: Int32
     """The segment that the work tile ends with."""
     shared: Int32
@@ -139,7 +146,8 @@ class Fragments(NamedTuple):
 class PrefillScan:
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else.
 
-    rows: V rows of a block. joins: whether a block walks on through segments whose initial states it would have to wait for.
+    rows: V rows of a block. joins: whether segments begin from zeros, a window of chunks in front of them, where gates forget; else
+    the block in front of them walks on.
     checkpoints: whether it stores states between chunks, where a call asks for them. deterministic: whether a chunk's bits follow
     from its state and tokens alone, whatever the rows: docs/kernels/prefill.md, "What bits depend on".
     """
@@ -234,8 +242,10 @@ class PrefillScan:
             # a chunk. With checkpoints it does not, and the hints cost 65.
             hinted = not self.checkpoints
             group = warp_uniform(group + 1) - 1 if hinted else group
-            coord = self.coord_of(args, self.work_of(args, block), shared, thread % WARPGROUP, group)
             begins = True
+            if cutlass.const_expr(self.joins):
+                block = self.own_block(args, shared, thread, block)
+            coord = self.coord_of(args, self.work_of(args, block), shared, thread % WARPGROUP, group)
             if cutlass.const_expr(self.joins):
                 coord, begins = self.join_segments(args, coord)
             if cutlass.const_expr(hinted):
@@ -297,20 +307,80 @@ class PrefillScan:
         first = cutlass.min(work.segment * per_segment, chunks)
         end = cutlass.min(first + per_segment, chunks)
         v_row = work.tile * self.rows + cutlass.max(group, 0) * WARPGROUP_ROWS
-        return Coord(work, v_row, first, Int32(select_(work.state_index >= 0, end, first)), work.segment, shared, thread, group)
+        end = Int32(select_(work.state_index >= 0, end, first))
+        return Coord(work, v_row, first, end, first, work.segment, shared, thread, group)
 
+    # -------------------------------------------------------------------------------------------- joined segments
+
+    @cute.jit
     def join_segments(self, args, coord):
-        """The coord with all segments up to the next one that forgets, at most 32; and whether one begins with the block's."""
-        work, last, lane = coord.work, args.size.segments - 1, coord.thread % 32
-        at = forgets_at(args, segment_number(args, head_number(args, work.sequence.n, work.hv), lane))
-        forgets = load_words(at, lane < last, count=1)[0] != 0
-        ends = Uint32(cute.arch.vote_ballot_sync(forgets | (lane >= last)))
-        behind = ends >> Uint32(work.segment)
-        last = work.segment + cute.arch.popc((behind & (-behind)) - 1)
+        """The coord from its segment's window on up to the next segment with one; and whether its own has one or is the first.
+
+        Of at most 32 segments, a lane has one, so that all blocks of a head agree.
+        """
+        work, lane = coord.work, coord.thread % 32
+        segment = self.coord_of(args, work._replace(segment=lane), coord.shared, coord.thread, coord.group)
+        window = self.find_window(args, segment)
+        begins = Uint32(cute.arch.vote_ballot_sync((window > 0) | (lane == 0) | (lane >= args.size.segments)))
+        behind = (begins >> Uint32(work.segment)) >> Uint32(1)
+        last = cutlass.min(work.segment + cute.arch.popc((behind & (-behind)) - 1), args.size.segments - 1)
         end = self.coord_of(args, work._replace(segment=last), coord.shared, coord.thread, coord.group).end_chunk
-        end = Int32(select_(work.state_index >= 0, end, coord.first_chunk))
-        begins = (work.segment == 0) | ((ends >> Uint32(cutlass.max(work.segment - 1, 0))) & 1 != 0)
-        return coord._replace(end_chunk=end, last_segment=last), begins
+        first = coord.first_chunk - shuffle_sync(window, offset=work.segment)
+        return coord._replace(first_chunk=first, end_chunk=end, last_segment=last), (begins >> Uint32(work.segment)) & 1 != 0
+
+    @cute.jit
+    def find_window(self, args, coord):
+        """Chunks in front of a lane's segment over which its head's M is 0, at most those of a segment; 0 where there are none."""
+        work = coord.work
+        begins = (work.segment > 0) & (work.segment < args.size.segments) & (coord.first_chunk < coord.end_chunk)
+        per_segment = (num_chunks(work.sequence.tokens) + args.size.segments - 1) // args.size.segments
+        most = Int32(select_(begins, cutlass.min(per_segment, MAX_WINDOW), 0))
+        norm, before, window = Float32(1), Int32(0), Int32(0)
+        while cute.arch.vote_any_sync((window == 0) & (before < most)):
+            norms = [self.load_norm(args, coord, before + i, before + i < most) for i in range(LOADED_NORMS)]
+            for i in cutlass.range_constexpr(LOADED_NORMS):
+                before += 1
+                norm = norm * norms[i]
+                window = Int32(select_((window == 0) & (norm <= Float32(MAX_M)) & (before <= most), before, window))
+        return window
+
+    def load_norm(self, args, coord, before, condition):
+        """The bound of a chunk's transition, so many in front of the segment's first one."""
+        slot = coord.work.sequence.first_slot + coord.first_chunk - 1 - before
+        at = args.ptr.transition_norms + (Int64(slot) * Int64(args.size.HV) + Int64(coord.work.hv)) * 4
+        return load(Float32, at, condition)
+
+    # A pool's last block of a head overwrites the initial state with the final one, so it waits until the first block has loaded it.
+    # Blocks take their work in the order in which they begin, so who is waited for has begun.
+
+    def in_place(self, args):
+        return (args.ptr.initial_state == args.ptr.final_state) & (args.ptr.final_state != 0)
+
+    @cute.jit
+    def own_block(self, args, shared, thread, block):
+        if self.in_place(args):
+            if thread == 0:
+                store_shared(shared + self.smem.work, Uint32(atomic_increment(args.ptr.work_queue)))
+            cute.arch.sync_threads()
+            block = Int32(load_shared(shared + self.smem.work))
+        return warp_uniform(block)
+
+    def loaded_at(self, args, coord):
+        """Address of the counter of warps that have loaded the initial state of the block's V rows."""
+        number = head_number(args, coord.work.sequence.n, coord.work.hv) * self.v_tiles + Int64(coord.work.tile)
+        return args.ptr.work_queue + (number + 1) * 4
+
+    @cute.jit
+    def state_loaded(self, args, coord):
+        cute.arch.sync_warp()
+        if self.in_place(args) & (coord.work.segment == 0) & (coord.thread % 32 == 0):
+            release_increment(self.loaded_at(args, coord))
+
+    @cute.jit
+    def wait_for_loads(self, args, coord):
+        if self.in_place(args) & (coord.work.segment > 0) & (coord.last_segment == args.size.segments - 1):
+            while load_acquire(self.loaded_at(args, coord)) < WARPGROUP // 32:
+                pass
 
     # -------------------------------------------------------------------------------------------- persistent tile scheduler
 
@@ -471,11 +541,12 @@ class PrefillScan:
             stage = iteration % self.stages
             cute.arch.mbarrier_wait(mbarrier(shared + self.smem.o_full + stage * 8), iteration // self.stages % 2)
             outputs = shared + self.smem.v + stage * (CHUNK * self.v_pitch) + vector * 16
+            stored = c >= coord.first_stored
             for first in cutlass.range(row, CHUNK, 2 * step, unroll=1):
                 words = [load_shared_x4(outputs + (first + i * step) * self.v_pitch) for i in range(2)]
                 for i in cutlass.range_constexpr(2):
                     token = c * CHUNK + first + i * step
-                    store_words(o_at + offset(token, stride.o_t), words[i], token < work.sequence.tokens)
+                    store_words(o_at + offset(token, stride.o_t), words[i], stored & (token < work.sequence.tokens))
             cute.arch.mbarrier_arrive(mbarrier(shared + self.smem.empty + stage * 8))
         if work.segment == 0:
             begin = Int32(select_(work.state_index < 0, 0, work.sequence.tokens))
@@ -554,9 +625,15 @@ class PrefillScan:
         self.load_state(args, coord, frag.state)
         state_scale = Float32(1)
         checkpoint = Int32(0)
+        if cutlass.const_expr(self.joins):
+            self.state_loaded(args, coord)
         if cutlass.const_expr(self.checkpoints):
-            checkpoint = self.store_checkpoints(args, coord, frag.state, state_scale, coord.first_chunk)
+            checkpoint = coord.first_stored  # none lies in a window
+            if coord.first_chunk == coord.first_stored:
+                checkpoint = self.store_checkpoints(args, coord, frag.state, state_scale, coord.first_chunk)
         state_scale = self.walk(frag, right, args, coord, state_scale, checkpoint)
+        if cutlass.const_expr(self.joins):
+            self.wait_for_loads(args, coord)
         self.store_state(args, coord, frag.state, state_scale)
 
     def fragments(self):
@@ -854,18 +931,20 @@ class PrefillScan:
 
     @cute.jit
     def load_state(self, args, coord, state):
-        """A segment's initial state: the call's, or what is left in the workspace."""
+        """A segment's initial state: the call's, what is left in the workspace, or, where segments are joined, zeros."""
         row, column = self.state_coord(coord)
-        if args.size.segments > 1:
+        if cutlass.const_expr(self.joins):
+            self.load_initial_state(args, coord, row, column, state, coord.work.segment == 0)
+        elif args.size.segments > 1:
             at = args.ptr.segment_states + self.segment_offset(args, coord, D)
             self.load_rows(at, Float32, D, row, column, True, state)
         else:
             self.load_initial_state(args, coord, row, column, state)
 
-    def load_initial_state(self, args, coord, row, column, state):
+    def load_initial_state(self, args, coord, row, column, state, condition=True):
         ptr, stride, work = args.ptr, args.stride, coord.work
         resumed = load_flag(ptr.has_initial_state + offset(work.sequence.n, stride.has_initial_state_n), ptr.has_initial_state != 0)
-        resumed = resumed & Int32(ptr.initial_state != 0) & Int32(work.state_index >= 0)
+        resumed = resumed & Int32(ptr.initial_state != 0) & Int32(work.state_index >= 0) & Int32(condition)
         at = ptr.initial_state + offset(cutlass.max(work.state_index, 0), stride.initial_state_p)
         at += offset(work.hv, stride.initial_state_h)
         self.load_rows(at, self.state_dtype, self.K, row, column, resumed, state)

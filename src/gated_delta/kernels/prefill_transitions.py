@@ -26,17 +26,25 @@ from .device.chunks import (
     segment_number,
 )
 from .device.primitives import Args, load, load_shared, load_shared_x4, load_words, opaque, select, store_shared, store_words
-from .prefill_scan import LOAD_THREADS, RESCALE_INTERVAL, WARPGROUP, WARPGROUP_ROWS, PrefillScan, Work, inverse_power_of_2
+from .prefill_scan import (
+    LOAD_THREADS,
+    MAX_M,
+    MAX_WINDOW,
+    RESCALE_INTERVAL,
+    WARPGROUP,
+    WARPGROUP_ROWS,
+    PrefillScan,
+    Work,
+    inverse_power_of_2,
+)
 
 COPY_REGISTERS, MMA_REGISTERS = 40, 232  # of a thread, with two MMA warpgroups
-DONE, COPY, WHOLE_M, WHOLE_B, WINDOW_M, WINDOW_B = range(-1, 5)  # a block's walks; COPY: over no chunk
-MAX_WINDOW = 32  # chunks
+DONE, WHOLE_M, WHOLE_B, WINDOW_M, WINDOW_B = range(-1, 4)  # a block's walks
 MIN_DECAY = 2.0**-126  # of a window: what is smaller counts as 0
-MAX_M = 2.0**-120  # of a window's M: docs/math.md, "Segments"
 ALL_WALKED = 1  # named barrier
-WINDOW, SEGMENT, WITHOUT, VERDICTS = 0, 4, 8, 16
-"""In shared memory: the window's first chunk, the segment, which waits there for want of registers, whether some head has no
-window, and for each MMA warp whether its rows of M are 0."""
+WINDOW, SEGMENT, VERDICTS = 0, 4, 16
+"""In shared memory: the window's first chunk, the segment, which waits there for want of registers, and for each MMA warp whether
+its rows of M are 0."""
 
 
 class Coord(NamedTuple):
@@ -92,16 +100,18 @@ class PrefillTransitions(PrefillScan):
     @cute.jit
     def first_walk(self, args, coord):
         """The block's first walk, over the segment's window if it has one."""
-        work, window, joins = coord.work, Int32(-1), args.ptr.segment_transitions == 0
+        work, window = coord.work, Int32(-1)
         store_shared(coord.shared + self.smem.work + SEGMENT, Uint32(work.segment), coord.thread == 0)
         if cutlass.const_expr(self.has_windows):
-            window = self.find_windows(args, coord, joins)
+            if (coord.group < 0) & (coord.thread < 32):
+                found = self.find_window(args, coord)
+                store_shared(coord.shared + self.smem.work + WINDOW, Uint32(found), coord.thread == 0)
+            cute.arch.sync_threads()
+            window = self.load_uniform(coord, WINDOW)
         else:
             cute.arch.sync_threads()
         of_b = work.tile == 0
-        whole_b = self.select_walk(joins, self.select_walk(work.segment == 0, COPY, DONE), WHOLE_B)
-        whole_m = self.select_walk(joins | (work.segment == 0), DONE, WHOLE_M)
-        whole = self.select_walk(of_b, whole_b, whole_m)
+        whole = self.select_walk(of_b, WHOLE_B, self.select_walk(work.segment == 0, DONE, WHOLE_M))
         walk = self.select_walk(window < 0, whole, self.select_walk(of_b, WINDOW_B, WINDOW_M))
         rows = cutlass.max(work.tile - 1, 0) * self.rows + cutlass.max(coord.group, 0) * WARPGROUP_ROWS
         self.store_flag(args, coord, 0, (window < 0) & of_b & (coord.group == 0) & (coord.thread == 0))
@@ -122,7 +132,7 @@ class PrefillTransitions(PrefillScan):
                 forgets = forgets & verdict
             self.store_flag(args, coord, forgets, (coord.group == 0) & (coord.thread == 0))
             whole = self.select_walk(coord.work.segment > 0, WHOLE_M, WHOLE_B)
-            following = self.select_walk((forgets == 0) & (args.ptr.segment_transitions != 0), whole, DONE)
+            following = self.select_walk(forgets == 0, whole, DONE)
         elif (walk == WHOLE_M) & (coord.window >= 0):
             following = Int32(WHOLE_B)
         return following
@@ -130,7 +140,7 @@ class PrefillTransitions(PrefillScan):
     def at_walk(self, coord, walk, chunks_before):
         """The coord of a walk, after so many chunks of the block's earlier ones."""
         coord = self.with_segment(coord)
-        first = self.select_walk(walk >= WINDOW_M, coord.window, self.select_walk(walk == COPY, coord.end_chunk, coord.first_chunk))
+        first = self.select_walk(walk >= WINDOW_M, coord.window, coord.first_chunk)
         return coord._replace(first_chunk=first, work=coord.work._replace(iterations_before=chunks_before), walk=walk)
 
     def with_segment(self, coord):
@@ -175,21 +185,6 @@ class PrefillTransitions(PrefillScan):
         return (pipe.chunk % RESCALE_INTERVAL == 0) | (coord.walk == WINDOW_M)
 
     # -------------------------------------------------------------------------------------------- windows
-
-    @cute.jit
-    def find_windows(self, args, coord, joins):
-        """The segment's window. Where segments are joined, only if all heads have one: the last head is waited for anyway."""
-        work, lane = coord.work, coord.thread % 32
-        at, warp = coord.shared + self.smem.work, (coord.group + 1) * 4 + coord.thread // 32
-        store_shared(at + WITHOUT, Uint32(0), coord.thread == 0)
-        cute.arch.sync_threads()
-        first = Int32(select_(joins, warp, Int32(select_(warp == 0, work.hv, args.size.HV))))
-        for hv in cutlass.range(first, Int32(select_(joins, args.size.HV, work.hv + 1)), self.threads // 32, unroll=1):
-            found = self.find_window(args, coord._replace(work=work._replace(hv=hv)))
-            store_shared(at + WINDOW, Uint32(found), (hv == work.hv) & (lane == 0))
-            store_shared(at + WITHOUT, Uint32(1), (found < 0) & (lane == 0))
-        cute.arch.sync_threads()
-        return self.select_walk(self.load_uniform(coord, WITHOUT) == 0, self.load_uniform(coord, WINDOW), -1)
 
     @cute.jit
     def find_window(self, args, coord):
@@ -278,7 +273,7 @@ class PrefillTransitions(PrefillScan):
             transition += Int64(select_(walk == WHOLE_M, Int64(STATE_BYTES), Int64(0)))
             following = ptr.segment_states + self.segment_offset(args, coord, D) + STATE_BYTES
             at = Int64(select_(walk == WINDOW_B, following, transition))
-            self.store_rows(at, Float32, D, row, column, walk != COPY, state, unscale)
+            self.store_rows(at, Float32, D, row, column, True, state, unscale)
 
     def store_flag(self, args, coord, forgets, condition):
         """Whether the segment forgets, in one thread."""

@@ -278,12 +278,11 @@ def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
         one = axis | problem.facts("g_dtype", "gate", "qk_l2norm", "state_dtype") | kept
         made = [compile.Variant("prefill_overlapped" if cut.overlapped else "prefill_fused", tuple(one.items()))]
         return made if cut.even else [compile.Variant("prefill_schedule", (("overlapped", cut.overlapped),)), *made]
-    prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm")
+    prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm") | dict(segmented=cut.joins)
     made = [compile.Variant("prefill_prepare", tuple(prepare.items()))]
     scan = problem.facts("axis", "K", "V", "dtype", "state_dtype")
-    if cut.segments > 1:
-        made.append(compile.Variant("prefill_transitions", tuple(scan.items())))
     if cut.segments > 1 and not cut.joins:
+        made.append(compile.Variant("prefill_transitions", tuple(scan.items())))
         made.append(compile.Variant("prefill_state_passing", (("V", problem.V),)))
     scan |= dict(rows=cut.rows, joins=cut.joins) | kept
     return [*made, compile.Variant("prefill_scan", tuple(scan.items()))]
@@ -367,7 +366,7 @@ class PrefillLaunch(TokensLaunch):
 
 def _workspace(axis: str, N: int, H: int, HV: int, chunk_slots: int, cut: Segmentation, packed: bool) -> tuple[int, list[int]]:
     """Bytes of a prefill's workspace, and where in it lies what PrefillPointers ends with; -1 for what is not there."""
-    channel, segments = axis == "channel", N * HV * cut.segments if cut.segments > 1 else 0
+    channel, segments = axis == "channel", N * HV * cut.segments if cut.segments > 1 and not cut.joins else 0
     heads, states = (HV if channel else H), segments * 4 * 128 * 128
     chunk_slots = 0 if cut.fused else chunk_slots
     sizes = (
@@ -377,9 +376,11 @@ def _workspace(axis: str, N: int, H: int, HV: int, chunk_slots: int, cut: Segmen
         chunk_slots * HV * 2 * TRIANGLE_BYTES,  # tinv_aqk
         chunk_slots * HV * SCALE_BYTES,  # scales
         N * 4 if packed and not cut.even else 0,  # sequence_order
-        0 if cut.even else 4 * (1 + (1 + chunk_slots) * cut.overlapped),  # work_queue; a queue of items, counters
-        0 if cut.joins else 2 * states,  # segment_transitions
+        # work_queue; a queue of items, counters of chunks; of warps that have loaded initial states
+        0 if cut.even else 4 * (1 + (1 + chunk_slots) * cut.overlapped + 2 * N * HV * cut.joins),
+        2 * states,  # segment_transitions
         states + segments * 4,  # segment_states, and a flag for each
+        chunk_slots * HV * 4 if cut.joins else 0,  # transition_norms
     )
     ends = list(itertools.accumulate(-(-size // 256) * 256 for size in sizes))
     return ends[-1], [end - -(-size // 256) * 256 if size else -1 for size, end in zip(sizes, ends, strict=True)]

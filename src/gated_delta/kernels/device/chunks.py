@@ -276,12 +276,14 @@ class Coord(NamedTuple):
 class PrepareChunk:
     """What GdnChunk and KdaChunk share.
 
+    segmented: whether it leaves a bound of the chunk's transition, docs/kernels/prefill.md, "Joined segments".
     smem: byte offsets of the block's regions, of which this class uses system, inverses, diagonals, k_operands and gates.
     shared: bytes of all of them.
     """
 
-    def __init__(self, K, dtype, g_dtype, gate, qk_l2norm, smem, shared):
-        self.K, self.dtype, self.g_dtype, self.gate, self.qk_l2norm = K, dtype, g_dtype, gate, qk_l2norm
+    def __init__(self, K, dtype, g_dtype, gate, qk_l2norm, smem, shared, segmented=False):
+        self.K, self.dtype, self.g_dtype, self.gate = K, dtype, g_dtype, gate
+        self.qk_l2norm, self.segmented = qk_l2norm, segmented
         self.smem, self.shared = SimpleNamespace(**smem), shared
 
     def prepare(self, args, coord):
@@ -326,6 +328,11 @@ class PrepareChunk:
     def operand_at(self, coord, region, subchunk, i, k_block):
         """Address of 32 lanes' 16-byte vectors: 32 channels of tokens row + 8 i of a sub-chunk."""
         return coord.shared + region + subchunk * (TILE_BYTES // 4) + (4 * i + k_block) * 512
+
+    def store_transition_norm(self, args, coord, hv, norm, condition):
+        """The bound of a chunk's transition, and a little more for its own rounding."""
+        at = args.ptr.transition_norms + self.head_chunk(args, coord, hv) * 4
+        store_words(at, [(norm * Float32(1.01)).bitcast(Uint32)], condition)
 
     # -------------------------------------------------------------------------------------------- norms and betas
 
