@@ -11,7 +11,7 @@ Raw tokens come to shared memory by asynchronous copies. A lane overwrites 8 raw
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32
-from cutlass.cute.arch import shuffle_sync
+from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
@@ -28,6 +28,7 @@ from .device.chunks import (
     OPERAND_REGIONS,
     SUBCHUNK,
     SYSTEM_REGIONS,
+    THREADS,
     D,
     PrepareChunk,
     lay_out,
@@ -43,9 +44,11 @@ from .device.primitives import (
     load_scalar_bits,
     load_shared_as_f32,
     load_shared_f32,
+    load_shared_f32x2,
     load_shared_f32x4,
     load_shared_x4,
     log2,
+    max_abs_x2,
     mma_sync,
     mul_x2,
     offset,
@@ -61,6 +64,7 @@ from .device.primitives import (
     store_shared_x4,
     store_words,
     unpack,
+    warp_max,
 )
 
 MAX_GROWTH = 100.0  # log2 of the most that right operands grow by within a sub-chunk: it stays well within fp32
@@ -76,10 +80,14 @@ CUMSUM_PITCH = 32 * 4 + 16
 GROWTH_ROW, BIAS_ROW = 0, 1
 FROM_START, TO_END = 0, 2 * D
 VECTOR_BYTES = 5 * 128
+# For the bound of the chunk's transition, fp32: of each token |k| times the largest entry of k_decayed, and that of k_restored; sums of
+# the warps' threads; the largest decay over the chunk.
+NORM_K_DECAYED, NORM_K_RESTORED, NORM_SUMS, NORM_STATE = 0, 4 * CHUNK, 8 * CHUNK, 8 * CHUNK + 4 * THREADS
+NORM_BYTES = NORM_STATE + 16
 
 
 class KdaChunk(PrepareChunk):
-    def __init__(self, K, dtype, g_dtype, gate, qk_l2norm):
+    def __init__(self, K, dtype, g_dtype, gate, qk_l2norm, segmented=False):
         # Cumulative log decays of a K block, whose place the system takes later.
         system, system_end = lay_out(SYSTEM_REGIONS)
         cumsum, cumsum_end = lay_out({"cumsum": CHUNK * CUMSUM_PITCH})
@@ -93,8 +101,10 @@ class KdaChunk(PrepareChunk):
         }
         if g_dtype is Float32:
             regions["g_fp32"] = CHUNK * D * 4
+        if segmented:
+            regions["norms"] = NORM_BYTES
         offsets, shared = lay_out(regions, max(system_end, cumsum_end))
-        super().__init__(K, dtype, g_dtype, gate, qk_l2norm, system | cumsum | offsets, shared)
+        super().__init__(K, dtype, g_dtype, gate, qk_l2norm, system | cumsum | offsets, shared, segmented)
 
     def tinv_at(self, coord, head):
         return coord.shared + self.smem.k_operands
@@ -381,6 +391,8 @@ class KdaChunk(PrepareChunk):
             store_shared_f32(at + GATE_BETA_K * 4, beta_k)
             store_words(scales + KDA_SCALE_S_K + token * 4, [k_norm.bitcast(Uint32)], coord.quad_lane == 0)
             store_words(scales + (KDA_SCALE_O + token * 4), [q_norm.bitcast(Uint32)], coord.quad_lane == 0)
+            if self.segmented:
+                store_shared_f32(self.norms_at(coord, NORM_K_DECAYED) + token * 4, k_norm)
 
     def store_chunk_decays(self, args, coord):
         """Decays from the chunk's start to the sub-chunk's, and from its end to the chunk's; the whole chunk's to the workspace."""
@@ -397,6 +409,9 @@ class KdaChunk(PrepareChunk):
         decays = [exp2(x + y) for x, y in zip(before, totals[3], strict=True)]
         scales = args.ptr.scales + self.head_chunk(args, coord, coord.h) * SCALE_BYTES
         store_words(scales + KDA_SCALE_STATE + coord.lane * 16, [x.bitcast(Uint32) for x in decays], coord.subchunk == 3)
+        if self.segmented:
+            largest = warp_max(fmax(fmax(decays[0], decays[1]), fmax(decays[2], decays[3])).bitcast(Uint32))
+            store_shared(self.norms_at(coord, NORM_STATE), largest, coord.subchunk == 3)
         cute.arch.sync_warp()
 
     # -------------------------------------------------------------------------------------------- tiles, off-diagonal blocks
@@ -406,7 +421,9 @@ class KdaChunk(PrepareChunk):
         """The warp's rows of the tiles; products of its tokens with the two sub-chunks in front. Warp 0: of sub-chunk 3 with 0."""
         one, two = cute.make_rmem_tensor((4, 2, 2), Float32), cute.make_rmem_tensor((4, 2, 2), Float32)
         one.fill(0.0)
-        tiles = self.tile_addresses(args, coord)
+        largest = cute.make_rmem_tensor((2, 2), Uint32)
+        largest.fill(0)
+        tiles = *self.tile_addresses(args, coord), largest
         if coord.subchunk > 1:
             two.fill(0.0)
             for k_block in cutlass.range(K_BLOCKS, unroll=1):
@@ -423,6 +440,8 @@ class KdaChunk(PrepareChunk):
                 self.add_block(coord, one, self.load_left(last, k_block), k_block, Int32(0), [1, 2])
         a = Int32(select_(coord.subchunk == 0, 3, coord.subchunk))
         self.store_block(coord, one, a, cutlass.max(coord.subchunk - 1, 0))
+        if cutlass.const_expr(self.segmented):
+            self.store_row_norms(coord, largest)
         cute.arch.sync_warp()
 
     def store_tiles_and_add(self, coord, tiles, k_block, found):
@@ -443,14 +462,75 @@ class KdaChunk(PrepareChunk):
 
     def store_tiles(self, coord, tiles, k_block, left):
         """8 channels of the lane's tokens: q and k decayed from the chunk's start, k decayed to its end."""
+        *tiles, largest = tiles
         at = self.vectors_at(coord) + (32 * k_block + 8 * coord.quad_lane) * 2
         from_start, to_end = load_shared_x4(at + FROM_START), load_shared_x4(at + TO_END)
         for i in range(2):
             q, k = ([words[step][2 * w + i] for step in range(2) for w in range(2)] for words in left)
             k_to_end = load_shared_x4(self.right_at(coord, i, k_block))
-            for tile, words, by in zip(tiles, (q, k, k_to_end), (from_start, from_start, to_end), strict=True):
-                address = tile + Int64(k_block * tile_offset(0, 4) + i * tile_offset(8, 0))
-                store_words(address, [mul_x2(x, y) for x, y in zip(words, by, strict=True)], True)
+            rows = ((q, from_start), (k, from_start), (k_to_end, to_end))
+            for which, (words, by) in enumerate(rows):
+                address = tiles[which] + Int64(k_block * tile_offset(0, 4) + i * tile_offset(8, 0))
+                made = [mul_x2(x, y) for x, y in zip(words, by, strict=True)]
+                store_words(address, made, True)
+                if self.segmented and which > 0:
+                    for word in made:
+                        largest[which - 1, i] = max_abs_x2(largest[which - 1, i], word, Float16)
+
+    # -------------------------------------------------------------------------------------------- the transition's bound
+    # M = diag(decay) - sum Tinv[t, i] |k_i| k_decayed_i k_restored_t^T, so |M| <= its largest decay + the sum of the terms' norms. A row
+    # of 128 numbers is at most the root of 128 times its largest one. NaN in k or beta is NaN in Tinv.
+
+    def norms_at(self, coord, first):
+        return coord.shared + self.smem.norms + first
+
+    def store_row_norms(self, coord, largest):
+        """Of the warp's tokens: |k| times the largest entry of k_decayed, and that of k_restored."""
+        for which, first in enumerate((NORM_K_DECAYED, NORM_K_RESTORED)):
+            for i in range(2):
+                low, high = unpack([largest[which, i] & Uint32(0x7FFF7FFF)], Float16)
+                row = fmax(low, high)
+                for step in (1, 2):
+                    row = fmax(row, shuffle_sync_bfly(row, offset=step))
+                at = self.norms_at(coord, first) + (coord.subchunk * SUBCHUNK + coord.row + 8 * i) * 4
+                if which == 0:
+                    row = row * load_shared_f32(at)
+                cute.arch.sync_warp()
+                store_shared_f32(at, row)
+        store_shared_f32(self.sum_at(coord, coord.subchunk, coord.lane), Float32(0))
+
+    def sum_at(self, coord, subchunk, lane):
+        return self.norms_at(coord, NORM_SUMS) + (subchunk * 32 + lane) * 4
+
+    def store_tinv(self, coord, head, b, j, words):
+        super().store_tinv(coord, head, b, j, words)
+        if self.segmented:
+            at = self.sum_at(coord, coord.subchunk, coord.lane)
+            total = load_shared_f32(at)
+            k_decayed = [self.norms_at(coord, NORM_K_DECAYED) + (b * SUBCHUNK + coord.row + 8 * i) * 4 for i in range(2)]
+            k_decayed = [load_shared_f32(address) for address in k_decayed]
+            for half in range(2):
+                column = j * SUBCHUNK + 8 * half + 2 * coord.quad_lane
+                k_restored = load_shared_f32x2(self.norms_at(coord, NORM_K_RESTORED) + column * 4)
+                for i in range(2):
+                    tinv = unpack([words[2 * half + i] & Uint32(0x7FFF7FFF)], Float16)
+                    row = cute.math.fma(tinv[0], k_restored[0], tinv[1] * k_restored[1])
+                    total = cute.math.fma(row, k_decayed[i], total)
+            store_shared_f32(at, total)
+
+    def tinv_stored(self, coord):
+        if self.segmented:
+            total = load_shared_f32(self.sum_at(coord, coord.subchunk, coord.lane))
+            for step in (1, 2, 4, 8, 16):
+                total = total + shuffle_sync_bfly(total, offset=step)
+            store_shared_f32(self.sum_at(coord, coord.subchunk, 0), total)
+
+    def tinv_complete(self, args, coord, hv):
+        if self.segmented:
+            sums = [load_shared_f32(self.sum_at(coord, subchunk, 0)) for subchunk in range(4)]
+            total = (sums[0] + sums[1]) + (sums[2] + sums[3])
+            norm = cute.math.fma(total, Float32(D), load_shared_f32(self.norms_at(coord, NORM_STATE)))
+            self.store_transition_norm(args, coord, hv, norm, True)
 
     def add_block(self, coord, found, left, k_block, subchunk, between=()):
         """8 channels' share of the products with an earlier sub-chunk, right operands decayed over the sub-chunks between."""

@@ -541,12 +541,14 @@ class PrefillScan:
             stage = iteration % self.stages
             cute.arch.mbarrier_wait(mbarrier(shared + self.smem.o_full + stage * 8), iteration // self.stages % 2)
             outputs = shared + self.smem.v + stage * (CHUNK * self.v_pitch) + vector * 16
-            stored = c >= coord.first_stored
             for first in cutlass.range(row, CHUNK, 2 * step, unroll=1):
                 words = [load_shared_x4(outputs + (first + i * step) * self.v_pitch) for i in range(2)]
                 for i in cutlass.range_constexpr(2):
                     token = c * CHUNK + first + i * step
-                    store_words(o_at + offset(token, stride.o_t), words[i], stored & (token < work.sequence.tokens))
+                    stored = token < work.sequence.tokens
+                    if cutlass.const_expr(self.joins):
+                        stored = stored & (c >= coord.first_stored)
+                    store_words(o_at + offset(token, stride.o_t), words[i], stored)
             cute.arch.mbarrier_arrive(mbarrier(shared + self.smem.empty + stage * 8))
         if work.segment == 0:
             begin = Int32(select_(work.state_index < 0, 0, work.sequence.tokens))
@@ -628,8 +630,8 @@ class PrefillScan:
         if cutlass.const_expr(self.joins):
             self.state_loaded(args, coord)
         if cutlass.const_expr(self.checkpoints):
-            checkpoint = coord.first_stored  # none lies in a window
-            if coord.first_chunk == coord.first_stored:
+            checkpoint = coord.first_stored
+            if cutlass.const_expr(not self.joins) or coord.first_chunk == coord.first_stored:  # none lies in a window
                 checkpoint = self.store_checkpoints(args, coord, frag.state, state_scale, coord.first_chunk)
         state_scale = self.walk(frag, right, args, coord, state_scale, checkpoint)
         if cutlass.const_expr(self.joins):
@@ -934,17 +936,20 @@ class PrefillScan:
         """A segment's initial state: the call's, what is left in the workspace, or, where segments are joined, zeros."""
         row, column = self.state_coord(coord)
         if cutlass.const_expr(self.joins):
-            self.load_initial_state(args, coord, row, column, state, coord.work.segment == 0)
+            if coord.work.segment == 0:
+                self.load_initial_state(args, coord, row, column, state)
+            else:
+                state.fill(0.0)
         elif args.size.segments > 1:
             at = args.ptr.segment_states + self.segment_offset(args, coord, D)
             self.load_rows(at, Float32, D, row, column, True, state)
         else:
             self.load_initial_state(args, coord, row, column, state)
 
-    def load_initial_state(self, args, coord, row, column, state, condition=True):
+    def load_initial_state(self, args, coord, row, column, state):
         ptr, stride, work = args.ptr, args.stride, coord.work
         resumed = load_flag(ptr.has_initial_state + offset(work.sequence.n, stride.has_initial_state_n), ptr.has_initial_state != 0)
-        resumed = resumed & Int32(ptr.initial_state != 0) & Int32(work.state_index >= 0) & Int32(condition)
+        resumed = resumed & Int32(ptr.initial_state != 0) & Int32(work.state_index >= 0)
         at = ptr.initial_state + offset(cutlass.max(work.state_index, 0), stride.initial_state_p)
         at += offset(work.hv, stride.initial_state_h)
         self.load_rows(at, self.state_dtype, self.K, row, column, resumed, state)

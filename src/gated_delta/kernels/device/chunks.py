@@ -300,6 +300,12 @@ class PrepareChunk:
     def chunk_begun(self, args, coord, spare):
         """Behind that barrier. spare: of the warp that has least to do up to the next one."""
 
+    def tinv_stored(self, coord):
+        """Behind a warp's columns of Tinv."""
+
+    def tinv_complete(self, args, coord, hv):
+        """Thread 0, behind those of all warps."""
+
     def tinv_at(self, coord, head):
         """Address of a head's Tinv on its way to the workspace."""
         raise NotImplementedError
@@ -401,6 +407,7 @@ class PrepareChunk:
             target = args.ptr.tinv_aqk + self.head_chunk(args, coord, hv) * (2 * TRIANGLE_BYTES)
             bulk_store(target, self.tinv_at(coord, head), TRIANGLE_BYTES)
             bulk_store(target + TRIANGLE_BYTES, self.aqk_at(coord, head), TRIANGLE_BYTES)
+            self.tinv_complete(args, coord, hv)
 
     def invert_diagonal(self, coord, head):
         """(1 + the warp's diagonal block)^-1 by forward substitution in fp32, a column a lane; also with columns times beta |k|."""
@@ -449,6 +456,7 @@ class PrepareChunk:
         for below in cutlass.range_constexpr(1, 4):
             if b + below < 4:
                 self.invert_block(coord, head, above, system[below - 1], inverses[below - 1], beta_k, below)
+        self.tinv_stored(coord)
 
     def inverse_blocks(self):
         """Registers of the warp's blocks of the inverse."""
