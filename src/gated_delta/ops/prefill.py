@@ -23,14 +23,14 @@ MIN_CUT, FEW_SEGMENTS, MIN_SEGMENT, MIN_THREE_SEGMENTS = 2048, 8, 512, 8192
 """Tokens of a sequence that is cut at all, for which FEW_SEGMENTS are best; that each has where there are more; and of a sequence
 that is cut in three, which saves little. Two cost more than they save where state passing joins them."""
 
-MIN_JOINED_SEGMENT = {"channel": 16384}
-"""Tokens that a segment has at least where scans join them, by axis: two save a fifth where gates forget, and cost 2% where not.
-
-Two of GDN save a quarter and cost 3%: too much.
-"""
+MIN_JOINED_SEGMENT, MAX_JOINED_SEGMENTS = {"head": 128, "channel": 128}, 32
+"""Tokens that a segment has at least where scans join them, by axis; segments of a sequence at most, a lane of a warp each."""
 
 MAX_OVERLAPPED, MIN_OVERLAPPED = 64, {"head": 1536, "channel": 2048}
 """Blocks of the scan up to which others prepare chunks beside it; tokens of the one sequence from which that is faster, by axis."""
+
+MIN_JOINED = {"head": 2**31, "channel": 32768}
+"""Tokens of the one sequence from which joined segments are faster than that, by axis."""
 
 MAX_FUSED_GROUP, MIN_FILLED = 4, {3: 0.75, 4: 0.75}
 """Value heads of a k head up to which one kernel is faster, and the share of several rounds of SMs that heads have to fill.
@@ -57,9 +57,9 @@ def longest_of(problem: Problem, sequences: int, tokens: int, max_seqlen: int | 
 class Segmentation(NamedTuple):
     """How a prefill's work is cut. segments: of every sequence, walked at once; rows: V rows of a block; fused: in one kernel.
 
-    joins: segments behind one that does not forget are walked by that one's blocks, without state passing. overlapped: some blocks
-    prepare chunks while others walk those that are prepared. even: sequences are as long as each other, so that fused blocks take
-    heads in turn, without a queue and the kernel that clears it.
+    joins: a segment begins from zeros, a few chunks in front of it, or where those do not forget is walked by the block of the one in
+    front, without state passing. overlapped: some blocks prepare chunks while others walk those that are prepared. even: sequences
+    are as long as each other, so that fused blocks take heads in turn, without a queue and the kernel that clears it.
     """
 
     segments: int
@@ -90,15 +90,16 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: i
     segments = min(most, max(length // MIN_SEGMENT, FEW_SEGMENTS)) if length >= MIN_CUT and may_cut else 1
     if segments > 3 or (segments == 3 and length >= MIN_THREE_SEGMENTS):
         return Segmentation(segments)
-    joined = min(most, length // MIN_JOINED_SEGMENT[problem.axis]) if can_join(problem) and may_cut else 1
-    if joined > 1:
+    joined = min(most, length // MIN_JOINED_SEGMENT[problem.axis], MAX_JOINED_SEGMENTS) if can_join(problem) and may_cut else 1
+    overlapped = sequences == 1 and blocks <= MAX_OVERLAPPED and tokens >= MIN_OVERLAPPED[problem.axis] and can_overlap(problem)
+    if joined > 1 and not (overlapped and tokens < MIN_JOINED[problem.axis]):
         return Segmentation(joined, joins=True)
-    fits = sequences == 1 and blocks <= MAX_OVERLAPPED and tokens >= MIN_OVERLAPPED[problem.axis]
-    return Segmentation(1, overlapped=fits and can_overlap(problem))
+    return Segmentation(1, overlapped=overlapped)
 
 
 def can_join(problem: Problem) -> bool:
-    return problem.axis in MIN_JOINED_SEGMENT and problem.K == problem.V == 128
+    """Whether segments can be joined."""
+    return problem.K == problem.V == 128
 
 
 def can_fuse(problem: Problem) -> bool:
