@@ -853,12 +853,12 @@ def test_a_check_that_is_neither_on_nor_off_is_an_error(launches, monkeypatch):
 # ------------------------------------------------------------------------------------------------ prefill's workspace and segments
 
 WORKSPACE = ["k_tiles", "q_tiles", "k_restored", "tinv_aqk", "scales", "sequence_order", "work_queue"]
-WORKSPACE += ["segment_transitions", "segment_states"]
+WORKSPACE += ["segment_transitions", "segment_states", "transition_norms"]
 
 
-def force_segments(segments, monkeypatch):
+def force_segments(segments, monkeypatch, joins=False):
     """Prefills from here on split each sequence into that many segments."""
-    monkeypatch.setattr(on_host, "segmentation_of", lambda *_: on_host.Segmentation(segments))
+    monkeypatch.setattr(on_host, "segmentation_of", lambda *_: on_host.Segmentation(segments, joins=joins))
 
 
 @pytest.mark.parametrize("segments", [1, 2, 7])
@@ -871,14 +871,14 @@ def test_segments_launch_transitions_state_passing_and_scan(launches, monkeypatc
     assert launches[0][-1].segments == segments
 
 
-def test_joined_segments_launch_no_state_passing(launches, monkeypatch, axis):
-    """Nor is there memory for transitions."""
-    monkeypatch.setattr(on_host, "segmentation_of", lambda *_: on_host.Segmentation(2, joins=True))
+def test_joined_segments_are_two_kernels(launches, monkeypatch, axis):
+    """Prepare and scan. There is memory for the norms of transitions, not for transitions or states."""
+    force_segments(2, monkeypatch, joins=True)
     run("prefill", **good("prefill", axis))
-    assert [some.kernel for some in launches.kernels] == ["prefill_prepare", "prefill_transitions", "prefill_scan"]
-    assert [dict(some.facts).get("joins") for some in launches.kernels] == [None, None, True]
+    assert [some.kernel for some in launches.kernels] == ["prefill_prepare", "prefill_scan"]
+    assert [dict(some.facts).get(name) for some, name in zip(launches.kernels, ("segmented", "joins"))] == [True, True]
     assert all(launch == launches[0] for launch in launches)
-    assert launches[0][0].segment_transitions == 0 < launches[0][0].segment_states
+    assert launches[0][0].segment_transitions == launches[0][0].segment_states == 0 < launches[0][0].transition_norms
 
 
 def test_one_kernel_where_heads_fill_the_chip(launches):
@@ -972,11 +972,11 @@ def test_calls_that_differ_in_max_seqlen_have_kernels_of_their_own(launches):
     assert len(OPERATIONS["prefill"].calls) == 7
 
 
-@pytest.mark.parametrize("segments", [1, 4])
+@pytest.mark.parametrize(("segments", "joins"), [(1, False), (4, False), (4, True)])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, axis, packed, segments):
+def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, axis, packed, segments, joins):
     """Every region up to the last byte of its last entry; they begin at multiples of 256 bytes from one another."""
-    force_segments(segments, monkeypatch)
+    force_segments(segments, monkeypatch, joins)
     made, measure = [], on_host._workspace
     monkeypatch.setattr(on_host, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1])
     more = dict(cu_seqlens=torch.tensor([0, 5, 190])) if packed else {}
@@ -984,9 +984,11 @@ def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, a
     ((size, offsets),), (pointers, *_, sizes) = made, launches[0]
     v_chunks, channel = sizes.chunk_slots * sizes.HV, axis == "channel"
     qk_bytes = TILE_BYTES * (v_chunks if channel else sizes.chunk_slots * sizes.H)
-    cut = sizes.N * sizes.HV * segments if segments > 1 else 0
+    cut = sizes.N * sizes.HV * segments if segments > 1 and not joins else 0
+    queue = 4 * (1 + (sizes.N * sizes.HV * 2 if joins else 0))
     tiles = [qk_bytes, qk_bytes, v_chunks * TILE_BYTES if channel else 0, v_chunks * 2 * TRIANGLE_BYTES, v_chunks * SCALE_BYTES]
-    ends = [*tiles, 4 * sizes.N if packed else 0, 4, 2 * cut * D * D * 4, cut * (D * D * 4 + 4)]
+    ends = [*tiles, 4 * sizes.N if packed else 0, queue, 2 * cut * D * D * 4, cut * (D * D * 4 + 4)]
+    ends.append(v_chunks * 4 if joins else 0)
     assert [at < 0 for at in offsets] == [end == 0 for end in ends]
     taken = [(at, at + end) for at, end in zip(offsets, ends, strict=True) if end]
     assert all(at % 256 == 0 for at, _ in taken)
@@ -1028,11 +1030,12 @@ def test_few_long_prompts_are_segmented_and_others_are_not():
         assert made.segments >= 1
         if made.segments > 1:
             assert made.segments * 2 * HV * N <= on_host.MAX_BLOCKS
-            assert T >= on_host.MIN_CUT
-            assert made.segments <= on_host.FEW_SEGMENTS or made.segments * on_host.MIN_SEGMENT <= T
             if made.joins:
                 assert made.segments * on_host.MIN_JOINED_SEGMENT[axis] <= T
+                assert made.segments <= on_host.MAX_JOINED_SEGMENTS
             else:
+                assert T >= on_host.MIN_CUT
+                assert made.segments <= on_host.FEW_SEGMENTS or made.segments * on_host.MIN_SEGMENT <= T
                 assert made.segments >= 4 or (made.segments == 3 and T >= on_host.MIN_THREE_SEGMENTS)
         assert made.rows == (128 if 2 * HV * N > on_host.MAX_BLOCKS else 64)
         if made.segments == 1 and 2 * 3 * HV * N <= on_host.MAX_BLOCKS:
@@ -1073,7 +1076,8 @@ def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_half_of_the_sms
     for sizes in (dict(H=16, HV=32), dict(HV=17), dict(H=32, HV=32, **packed), *kda):
         fewest = on_host.MIN_OVERLAPPED[sizes.get("axis", "head")]
         assert on_host.segmentation_of(prompt_problem(**sizes), 1, fewest) == overlapped
-        assert on_host.segmentation_of(prompt_problem(**sizes), 1, fewest - 1) == on_host.Segmentation(1)
+        assert not on_host.segmentation_of(prompt_problem(**sizes), 1, fewest - 1).overlapped
+        assert not on_host.segmentation_of(prompt_problem(**sizes), 1, on_host.MIN_JOINED["channel"] - 1).joins
     fp32 = dict(axis="channel", g_dtype=torch.float32)  # three chunks of which an SM has no shared memory for
     for other in (fp32, dict(dtype=torch.float16), dict(K=64), dict(V=64), dict(HV=33)):
         assert not on_host.segmentation_of(prompt_problem(**dict(H=1, HV=32) | other), 1, 8192).overlapped
@@ -1120,19 +1124,20 @@ def test_blocks_of_states_with_64_v_rows_have_64():
 
 
 def test_a_longer_prompt_has_no_fewer_segments():
+    """Among short ones, whose segments are joined, and among those that are cut, longer than what is prepared beside the scan."""
     for HV, N in itertools.product((1, 2, 8, 16), (1, 2, 5)):
-        segments = [on_host.segmentation_of(prompt_problem(HV), N, N * T).segments for T in range(0, 40_000, 100)]
-        assert segments == sorted(segments)
+        for lengths in (range(0, on_host.MIN_OVERLAPPED["head"], 50), range(on_host.MIN_CUT, 40_000, 100)):
+            segments = [on_host.segmentation_of(prompt_problem(HV), N, N * T).segments for T in lengths]
+            assert segments == sorted(segments)
 
 
 def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
     problem = prompt_problem(axis=axis)
     listed = dispatch.variants_of(problem)
     several = [on_host.Segmentation(segments) for segments in (2, 3, 16)]
-    joined = [on_host.Segmentation(2, joins=True)] if axis == "channel" else []
-    for segmentation in (on_host.Segmentation(1), on_host.Segmentation(1, 128), *several, *joined):
+    for segmentation in (on_host.Segmentation(1), on_host.Segmentation(1, 128), *several, on_host.Segmentation(2, joins=True)):
         made = [some.kernel for some in on_host.variants_of(problem, segmentation)]
-        between = ["prefill_transitions"] * (segmentation.segments > 1) + ["prefill_state_passing"] * (segmentation in several)
+        between = ["prefill_transitions", "prefill_state_passing"] if segmentation in several else []
         assert made == ["prefill_prepare", *between, "prefill_scan"]
         assert set(on_host.variants_of(problem, segmentation)) <= set(listed)
     fused, overlapped = on_host.Segmentation(1, 128, True), on_host.Segmentation(1, overlapped=True)
@@ -1146,10 +1151,10 @@ def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
         assert all(dict(some.facts) == dict(overlapped=segmentation.overlapped) for some in made[:-1])
         assert set(made) <= set(listed)
     in_one = ["prefill_overlapped", "prefill_fused"][: 2 if axis == "head" else 1]
-    split = ["prefill_prepare", *["prefill_scan"] * (2 + len(joined)), "prefill_state_passing", "prefill_transitions"]
+    split = [*["prefill_prepare"] * 2, *["prefill_scan"] * 3, "prefill_state_passing", "prefill_transitions"]
     assert sorted(some.kernel for some in listed) == sorted([*split, *in_one, *["prefill_schedule"] * len(in_one)])
     new = set(dispatch.variants_of(prompt_problem(axis=axis, options=frozenset({"checkpoints"})))) - set(listed)
-    assert sorted(some.kernel for some in new) == sorted([*in_one, *["prefill_scan"] * (2 + len(joined))])
+    assert sorted(some.kernel for some in new) == sorted([*in_one, *["prefill_scan"] * 3])
 
 
 def test_compile_time_facts_of_prefills_kernels():
