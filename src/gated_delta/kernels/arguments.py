@@ -280,8 +280,8 @@ class PrefillPointers(NamedTuple):
     tinv_aqk: int
     scales: int
     sequence_order: int  # [N]
-    # [1]; prefill_overlapped: [2 + chunk_slots], its blocks, chunks of heads, each chunk's heads that are prepared; joined segments:
-    # [1 + N * HV * V / 64], its blocks, warps that have loaded each 64 V rows' initial state
+    # [1]; prefill_overlapped: [2 + chunk_slots], its blocks, chunks of heads, each chunk's heads that are prepared;
+    # joined segments: [1 + N * HV * V / 64], its blocks, warps that have loaded the initial state of 64 V rows
     work_queue: int
     segment_transitions: int
     segment_states: int

@@ -80,8 +80,8 @@ CUMSUM_PITCH = 32 * 4 + 16
 GROWTH_ROW, BIAS_ROW = 0, 1
 FROM_START, TO_END = 0, 2 * D
 VECTOR_BYTES = 5 * 128
-# For the bound of the chunk's transition, fp32: of each token |k| times the largest entry of k_decayed, and that of k_restored; a sum
-# of each thread; the largest decay over the chunk.
+# For the bound of the chunk's transition, fp32: of each token |k| times the largest entry of k_decayed, and that of k_restored;
+# a sum of each thread; the largest decay over the chunk.
 NORM_K_DECAYED, NORM_K_RESTORED, NORM_SUMS, NORM_STATE = 0, 4 * CHUNK, 8 * CHUNK, 8 * CHUNK + 4 * THREADS
 NORM_BYTES = NORM_STATE + 16
 
@@ -478,8 +478,8 @@ class KdaChunk(PrepareChunk):
                         largest[which - 1, i] = max_abs_x2(largest[which - 1, i], word, Float16)
 
     # -------------------------------------------------------------------------------------------- the transition's bound
-    # M = diag(decay) - sum Tinv[t, i] |k_i| k_decayed_i k_restored_t^T, so |M| <= its largest decay + the sum of the terms' norms. A
-    # row of 128 numbers is at most the root of 128 times its largest one. NaN in k or beta is NaN in Tinv.
+    # M = diag(decay) - sum Tinv[t, i] |k_i| k_decayed_i k_restored_t^T, so |M| <= its largest decay + the sum of the terms' norms.
+    # A row of 128 numbers is at most the root of 128 times its largest one. NaN in k or beta is NaN in Tinv.
 
     def norms_at(self, coord, first):
         return coord.shared + self.smem.norms + first

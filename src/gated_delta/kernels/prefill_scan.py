@@ -350,7 +350,7 @@ class PrefillScan:
         at = args.ptr.transition_norms + (Int64(slot) * Int64(args.size.HV) + Int64(coord.work.hv)) * 4
         return load(Float32, at, condition)
 
-    # In a pool a head's last block overwrites the initial state with the final one, so it waits until the first block has loaded it.
+    # In a pool a head's last block overwrites the initial state with the final one: it waits until the first block has loaded it.
     # There blocks take their work in the order in which they begin, so who is waited for has begun.
 
     def in_place(self, args):

@@ -57,7 +57,7 @@ def longest_of(problem: Problem, sequences: int, tokens: int, max_seqlen: int | 
 class Segmentation(NamedTuple):
     """How a prefill's work is cut. segments: of every sequence, walked at once; rows: V rows of a block; fused: in one kernel.
 
-    joins: a segment begins from zeros, a few chunks in front of it; where those do not forget, the block of the one in front walks on.
+    joins: a segment begins from zeros, a few chunks in front of it; where these do not forget, the block in front walks on.
     overlapped: some blocks prepare chunks while others walk those that are prepared. even: sequences are as long as each other, so
     that fused blocks take heads in turn, without a queue and the kernel that clears it.
     """
