@@ -7,6 +7,7 @@ import torch
 
 import gated_delta as gd
 from gated_delta.call_cache import CallCache
+from gated_delta.kernels.arguments import CHUNK, PrefillPointers
 from gated_delta.ops import PREFILL
 from gated_delta.ops import prefill as on_host
 
@@ -116,15 +117,15 @@ def force_segments(segments, monkeypatch):
     monkeypatch.setattr(PREFILL, "calls", CallCache())
 
 
-def segments_that_forget(run, segments, monkeypatch):
-    """The flags [N, HV, segments - 1] that a call of one prefill leaves in its workspace."""
+def left_in_workspace(run, monkeypatch):
+    """What run returns, o or a tuple that begins with it, and the regions of the one prefill's workspace behind it, by name."""
     launch, empty, kept = on_host.PrefillLaunch.run, torch.empty, []
 
     def watched(self, *args):
         def keep(*shape, **options):
             made = empty(*shape, **options)
             if options.get("dtype") == torch.uint8:
-                kept.append((made, self.workspace[1][-1]))
+                kept.append((made, self.workspace[1]))
             return made
 
         with monkeypatch.context() as patch:
@@ -133,11 +134,36 @@ def segments_that_forget(run, segments, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(on_host.PrefillLaunch, "run", watched)
-        o = run()
-    ((workspace, states),) = kept
+        made = run()
+    ((workspace, starts),) = kept
+    names = PrefillPointers._fields[-len(starts) :]
+    return made, {name: workspace[start:] for name, start in zip(names, starts, strict=True) if start >= 0}
+
+
+def segments_that_forget(run, segments, monkeypatch):
+    """The flags [N, HV, segments - 1] that a call of one prefill leaves in its workspace."""
+    o, regions = left_in_workspace(run, monkeypatch)
     number = len(o) * o.shape[2] * segments
-    flags = workspace[states + number * D * D * 4 :][: number * 4].view(torch.int32).view(len(o), o.shape[2], segments)
+    flags = regions["segment_states"][number * D * D * 4 :][: number * 4].view(torch.int32).view(len(o), o.shape[2], segments)
     return flags[..., :-1] != 0
+
+
+def transition_norms(o, regions):
+    """[N, HV, chunks], of a dense call whose segments are joined."""
+    chunks = -(-o.shape[1] // CHUNK)
+    norms = regions["transition_norms"][: len(o) * chunks * o.shape[2] * 4].view(torch.float32)
+    return norms.view(len(o), chunks, o.shape[2]).transpose(1, 2)
+
+
+def windows_of_joined(run, segments, monkeypatch):
+    """Chunks of the windows [N, HV, segments - 1] of such a call, 0 for a segment that is joined, by the norms it leaves."""
+    norms = transition_norms(*left_in_workspace(run, monkeypatch))
+    each = -(-norms.shape[2] // segments)
+    found = torch.zeros(*norms.shape[:2], segments - 1, dtype=torch.long)
+    for first in range(each, norms.shape[2], each):
+        small = norms[..., first - each : first].flip(2).cumprod(2) <= 2.0**-120
+        found[..., first // each - 1] = (small.any(2) * (small.int().argmax(2) + 1)).cpu()
+    return found
 
 
 def captured(run):

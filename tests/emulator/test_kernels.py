@@ -9,11 +9,12 @@ import pytest
 import torch
 
 import gated_delta as gd
+from gated_delta.kernels.arguments import SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from gated_delta.memory import extent
 from gated_delta.ops import OPERATIONS
 from gated_delta.ops import prefill as on_host
 from gated_delta.testing import cases, run_case
-from gpu import apart, force_segments
+from gpu import apart, force_segments, left_in_workspace, transition_norms, windows_of_joined
 from test_compile import needs_compiler
 
 from . import Fault, device, emulated
@@ -68,9 +69,9 @@ def test_prefill_passes_in_every_cut(cut, case, kernels):
     judged(case, kernels)
 
 
-def call(axis, T, lengths=None):
+def call(axis, T, lengths=None, heads=None):
     """Raw inputs of two value heads, KDA: one."""
-    generator, (H, HV) = torch.Generator().manual_seed(T), FEW_HEADS[axis]
+    generator, (H, HV) = torch.Generator().manual_seed(T), heads or FEW_HEADS[axis]
     made = lambda *shape: torch.randn(1, T, *shape, 128, generator=generator).bfloat16()
     q, k, v = made(H), made(H), made(HV)
     g = made(HV) if axis == "channel" else made(HV)[..., 0]
@@ -106,6 +107,168 @@ def test_bits_do_not_depend_on_the_order_of_events(axis, cut, kernels):
     for o, state in made[1:]:
         assert torch.equal(o, made[0][0])
         assert torch.equal(state, made[0][1])
+
+
+# ------------------------------------------------------------------------------------------------ joined segments
+
+HEADS = {"head": (1, 2), "channel": (2, 2)}
+
+
+def decaying(axis, T, logs, lengths=None):
+    """A call of two heads whose every token decays by exp(logs[head])."""
+    one = call(axis, T, lengths, HEADS[axis])
+    g = torch.tensor(logs).view(2, *[1] * (axis == "channel")).expand(one["g"].shape)
+    return one | dict(g=g.contiguous(), gate=gd.Gate.log())
+
+
+@pytest.mark.parametrize("cut", ["joined"], indirect=True)
+@pytest.mark.parametrize("axis", FEW_HEADS)
+@pytest.mark.parametrize(("logs", "windows"), [((-1.4, -0.7), (1, 2)), ((-1e-3, -0.7), (0, 2)), ((-1e-3, -0.2), (0, 0))], ids=str)
+def test_segments_begin_from_zeros_where_a_head_forgets(cut, axis, logs, windows, kernels, monkeypatch):
+    """What a NaN in the initial state reaches, and numbers where it does not. KDA's bounds of M are larger: by a chunk at most."""
+    T, chunks = 9 * 64 + 10, 3
+    one, start = decaying(axis, T, logs), torch.randn(1, 2, 128, 128)
+    want = gd.prefill(**one, initial_state=start, backend="reference")
+    start[:, :, 5] = torch.nan
+    found, made = [], []
+
+    def run():
+        made[:] = gd.prefill(**one, initial_state=start, backend="cute")
+        return made[0]
+
+    with emulated(kernels):
+        found = windows_of_joined(run, 4, monkeypatch)[0]
+    for head, window in enumerate(windows):
+        assert all(window <= x <= window + (axis == "channel" and window > 0) for x in found[head]), found
+        reached = made[0][0, :, head].isnan().any(1)
+        assert reached.nonzero().max() < (chunks * 64 if window else T)
+        assert window or reached[-1]
+        assert bool(made[1][0, head].isnan().any()) == (window == 0)
+        rows = slice(16, None)  # of other warps than the NaN's
+        assert apart(made[0][:, :, head, rows], want[0][:, :, head, rows]) <= 3e-3
+        assert apart(made[1][:, head, rows], want[1][:, head, rows]) <= 2e-3
+        if window:
+            assert apart(made[0][:, chunks * 64 :, head], want[0][:, chunks * 64 :, head]) <= 3e-3
+
+
+@pytest.mark.parametrize("cut", ["joined"], indirect=True)
+@pytest.mark.parametrize("axis", FEW_HEADS)
+def test_joined_segments_of_packed_sequences_in_a_pool(cut, axis, kernels):
+    """One head forgets, the other does not. Sequences have no tokens, are inactive, or shorter than a segment.
+
+    Checkpoints lie in windows, in front of segments and at the end; a final state overwrites the initial one.
+    """
+    lengths = (5 * 64 + 10, 0, 70, 40, 4 * 64)
+    one, made = decaying(axis, sum(lengths) + 3, (-1.4, -1e-3), lengths), []
+    slots = torch.tensor([4, 0, -1, 1, 3])
+    lens = torch.tensor([[64, 128, 320], [0, -1, -1], [64, -1, -1], [0, -1, -1], [64, 192, 256]])
+    before = torch.randn(6, 2, 128, 128)
+    del one["output_final_state"]
+
+    def run(backend):
+        state, kept = before.clone(), torch.zeros(5, 3, 2, 128, 128)
+        o, _ = gd.prefill(**one, state=state, state_indices=slots, checkpoint_lens=lens, checkpoints=kept, backend=backend)
+        return o, state, kept
+
+    for seed, delay in enumerate(DELAYS):
+        with emulated(kernels, seed, delay):
+            made.append(run("cute"))
+    want = run("reference")
+    for x, y, dim in zip(made[0], want, (2, 1, 2), strict=True):
+        for head in range(2):
+            assert apart(x.select(dim, head), y.select(dim, head)) <= 3e-3
+    for other in made[1:]:
+        for x, y in zip(made[0], other, strict=True):
+            assert torch.equal(x, y)
+
+
+def transition(one, head, chunk):
+    """A chunk's M, by definition, in float64: what it makes of an identity."""
+    M, tokens = torch.eye(128, dtype=torch.float64), slice(chunk * 64, chunk * 64 + 64)
+    k, log, beta = (one[name][0, tokens, min(head, one[name].shape[2] - 1)].double() for name in ("k", "g", "beta"))
+    if one.get("qk_l2norm", True):
+        k = k / (k.square().sum(1, keepdim=True) + 1e-6).sqrt()
+    for t in range(64):
+        M = M * log[t].exp()
+        M = M - beta[t] * (M @ k[t])[:, None] * k[t]
+    return M
+
+
+def stored_transition(regions, heads, head, chunk):
+    """KDA: a chunk's M as the scan computes it, from the tiles in the workspace."""
+    from gated_delta.kernels.device.chunks import KDA_SCALE_S_K, KDA_SCALE_STATE, tile_offset, triangle_offset
+
+    def numbers(region, start, offset_of, columns):
+        made = torch.zeros(64, columns, dtype=torch.float64)
+        for row, vector in itertools.product(range(64), range(columns // 8)):
+            if offset_of is tile_offset or vector // 2 <= row // 16:
+                at = start + offset_of(row, vector)
+                made[row, 8 * vector : 8 * vector + 8] = regions[region][at : at + 16].view(torch.float16).double()
+        return made
+
+    number = chunk * heads + head
+    k_decayed, k_restored = (numbers(name, number * TILE_BYTES, tile_offset, 128) for name in ("k_tiles", "k_restored"))
+    tinv = numbers("tinv_aqk", number * 2 * TRIANGLE_BYTES, triangle_offset, 64)
+    scales = regions["scales"][number * SCALE_BYTES :][:SCALE_BYTES].view(torch.float32).double()
+    norms, decays = scales[KDA_SCALE_S_K // 4 :][:64], scales[KDA_SCALE_STATE // 4 :][:128]
+    return torch.diag(decays) - (k_decayed * norms[:, None]).T @ tinv.T @ k_restored
+
+
+KINDS = ("random", "fast", "uneven", "collinear", "collinear and reflecting", "long keys", "what moves to another channel")
+
+
+@pytest.mark.parametrize("cut", ["joined"], indirect=True)
+@pytest.mark.parametrize("axis", FEW_HEADS)
+@pytest.mark.parametrize("kind", KINDS)
+def test_no_transition_is_larger_than_its_bound(cut, axis, kind, kernels, monkeypatch):
+    """|M| by float64. KDA's decayed keys and Tinv are fp16: what they lose of M, below 2**-24, is lost in any cut."""
+    one, rng = decaying(axis, 128, (-0.05, -0.2)), torch.Generator().manual_seed(0)
+    if kind == "random":
+        one["g"] = one["g"] * torch.rand(one["g"].shape, generator=rng)
+    elif kind == "fast":
+        one["g"] = one["g"] * 10
+    elif kind == "uneven":
+        one["g"] = one["g"] * torch.randint(0, 2, one["g"].shape, generator=rng) * 60
+    elif "collinear" in kind:
+        one["k"] = one["k"][:, :1] + 0.02 * one["k"]
+        one["g"] = one["g"] * 1e-2
+        one["beta"] = torch.full_like(one["beta"], 2 if "reflecting" in kind else 1)
+    elif kind == "long keys":
+        one |= dict(k=torch.nn.functional.normalize(one["k"].float(), dim=-1).mul(2).bfloat16(), qk_l2norm=False)
+        one |= dict(beta=torch.full_like(one["beta"], 1.5))
+    elif kind == "what moves to another channel":
+        one["g"], one["beta"] = torch.zeros_like(one["g"]), torch.zeros_like(one["beta"])
+        one["g"][:, 10::64, :, ...], one["beta"][:, 20::64] = -88.0, 2
+        if axis == "channel":
+            one["g"][:, 10::64, :, 64:], one["g"][:, 30::64, :, 64:] = 0, -88.0
+        one["k"][:, 20::64] = 0
+        one["k"][:, 20::64, :, 3], one["k"][:, 20::64, :, 70] = 1, -1
+    with emulated(kernels):
+        o, regions = left_in_workspace(lambda: gd.prefill(**one, backend="cute")[0], monkeypatch)
+    bounds = transition_norms(o, regions)[0].double()
+    for head, chunk in itertools.product(range(2), range(2)):
+        exact, bound = torch.linalg.matrix_norm(transition(one, head, chunk), 2), bounds[head, chunk]
+        assert bound * (1 + 2.0**-20) >= exact - (2.0**-20 if axis == "channel" else 2.0**-126)
+        if axis == "channel":
+            assert bound >= torch.linalg.matrix_norm(stored_transition(regions, 2, head, chunk), 2)
+        if kind == "fast":
+            assert bound <= 2.0**-30
+        if kind == "what moves to another channel":
+            assert (bound > 0.1) == (axis == "channel")
+
+
+@pytest.mark.parametrize("cut", ["joined"], indirect=True)
+@pytest.mark.parametrize("axis", FEW_HEADS)
+@pytest.mark.parametrize("value", [torch.nan, torch.inf])
+@pytest.mark.parametrize("name", ["k", "beta"])
+@pytest.mark.parametrize("token", [0, 63])
+def test_a_chunk_with_numbers_that_are_none_forgets_nothing(cut, axis, value, name, token, kernels, monkeypatch):
+    one = decaying(axis, 64, (-20.0, -20.0))
+    one[name][0, token, 0, ...] = value
+    with emulated(kernels):
+        bounds = transition_norms(*left_in_workspace(lambda: gd.prefill(**one, backend="cute")[0], monkeypatch))
+    assert not (bounds[0, 0] <= 2.0**-120).any()
+    assert (bounds[0, 1] <= 2.0**-120).all() or (name == "k" and axis == "head")
 
 
 # ------------------------------------------------------------------------------------------------ faults it finds

@@ -51,7 +51,7 @@ from .device.primitives import (
 )
 
 TILES = 0  # q and k tiles on their way to the workspace, where tinv_aqk and the system are later
-NORM_Q, NORM_K = 0, CHUNK  # first entries of the norms, fp32 [64] each
+NORM_Q, NORM_K, SQUARES_K = 0, CHUNK, 2 * CHUNK  # first entries of the norms, fp32 [64] each
 
 
 class GdnChunk(PrepareChunk):
@@ -61,7 +61,7 @@ class GdnChunk(PrepareChunk):
             **SYSTEM_REGIONS,
             **OPERAND_REGIONS,
             "gates": 4 * GATE_BYTES,  # of four heads
-            "norms": 2 * CHUNK * 4,  # |q| with the scale, |k|, fp32
+            "norms": (3 if segmented else 2) * CHUNK * 4,  # |q| with the scale, |k|, fp32; then |k|**2 as it comes, inf or NaN too
         }
         super().__init__(K, dtype, g_dtype, gate, qk_l2norm, *lay_out(regions), segmented)
         assert self.smem.k_operands >= TILES + 2 * TILE_BYTES
@@ -132,7 +132,10 @@ class GdnChunk(PrepareChunk):
                 norm = self.norm(squares, inverse)
                 if which == 0:
                     norm = norm * args.scale
-                store_shared_f32(coord.shared + self.smem.norms + (NORM_Q, NORM_K)[which] * 4 + token * 4, norm)
+                norms = coord.shared + self.smem.norms + token * 4
+                store_shared_f32(norms + (NORM_Q, NORM_K)[which] * 4, norm)
+                if self.segmented and which == 1:
+                    store_shared_f32(norms + SQUARES_K * 4, squares)
                 for j in range(K_BLOCKS):
                     words = pack_pairs([y * inverse for y in numbers[j]])
                     for w in range(4):
@@ -233,8 +236,10 @@ class GdnChunk(PrepareChunk):
             for first, x in ((GDN_SCALE_S_K, k_norm * decay), (GDN_SCALE_S_Q, decay), (GDN_SCALE_O, q_norm)):
                 store_words(scales + (first + token * 4), [x.bitcast(Uint32)], i < group)
             store_if(Float16, scales + GDN_SCALE_U + token * 2, exp2(before - cumsum), i < group)
-            kept = cute.math.abs(Float32(1) - beta_k * k_norm)
-            growth = growth * select(kept <= Float32(1), Float32(1), kept)  # NaN stays NaN
+            if self.segmented:
+                squares = load_shared_f32(coord.shared + self.smem.norms + (SQUARES_K + token) * 4)
+                kept = cute.math.abs(Float32(1) - beta_k * k_norm) + squares * Float32(0)
+                growth = growth * select(kept <= Float32(1), Float32(1), kept)  # NaN stays NaN
         if self.segmented:
             # |M| <= the product of the tokens' d |1 - beta k k^T|, whose norm is 1, or |1 - beta |k|**2| where that is more.
             for step in (1, 2, 4, 8, 16):
