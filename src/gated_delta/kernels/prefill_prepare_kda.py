@@ -421,22 +421,23 @@ class KdaChunk(PrepareChunk):
         """The warp's rows of the tiles; products of its tokens with the two sub-chunks in front. Warp 0: of sub-chunk 3 with 0."""
         one, two = cute.make_rmem_tensor((4, 2, 2), Float32), cute.make_rmem_tensor((4, 2, 2), Float32)
         one.fill(0.0)
-        largest = cute.make_rmem_tensor((2, 2), Uint32)
-        largest.fill(0)
-        tiles = *self.tile_addresses(args, coord), largest
+        tiles, largest = self.tile_addresses(args, coord), None
+        if cutlass.const_expr(self.segmented):
+            largest = cute.make_rmem_tensor((2, 2), Uint32)
+            largest.fill(0)
         if coord.subchunk > 1:
             two.fill(0.0)
             for k_block in cutlass.range(K_BLOCKS, unroll=1):
-                left = self.store_tiles_and_add(coord, tiles, k_block, one)
+                left = self.store_tiles_and_add(coord, tiles, largest, k_block, one)
                 self.add_block(coord, two, left, k_block, coord.subchunk - 2, [coord.subchunk - 1])
             self.store_block(coord, two, coord.subchunk, coord.subchunk - 2)
         elif coord.subchunk == 1:
             for k_block in cutlass.range(K_BLOCKS, unroll=1):
-                self.store_tiles_and_add(coord, tiles, k_block, one)
+                self.store_tiles_and_add(coord, tiles, largest, k_block, one)
         else:
             last = coord._replace(subchunk=Int32(3))
             for k_block in cutlass.range(K_BLOCKS, unroll=1):
-                self.store_tiles(coord, tiles, k_block, self.load_left(coord, k_block))
+                self.store_tiles(coord, tiles, largest, k_block, self.load_left(coord, k_block))
                 self.add_block(coord, one, self.load_left(last, k_block), k_block, Int32(0), [1, 2])
         a = Int32(select_(coord.subchunk == 0, 3, coord.subchunk))
         self.store_block(coord, one, a, cutlass.max(coord.subchunk - 1, 0))
@@ -444,9 +445,9 @@ class KdaChunk(PrepareChunk):
             self.store_row_norms(coord, largest)
         cute.arch.sync_warp()
 
-    def store_tiles_and_add(self, coord, tiles, k_block, found):
+    def store_tiles_and_add(self, coord, tiles, largest, k_block, found):
         left = self.load_left(coord, k_block)
-        self.store_tiles(coord, tiles, k_block, left)
+        self.store_tiles(coord, tiles, largest, k_block, left)
         self.add_block(coord, found, left, k_block, coord.subchunk - 1)
         return left
 
@@ -460,17 +461,16 @@ class KdaChunk(PrepareChunk):
         at = at + tile_offset(coord.subchunk * SUBCHUNK + coord.row, coord.quad_lane)
         return [tile + at for tile in (args.ptr.q_tiles, args.ptr.k_tiles, args.ptr.k_restored)]
 
-    def store_tiles(self, coord, tiles, k_block, left):
-        """8 channels of the lane's tokens: q and k decayed from the chunk's start, k decayed to its end."""
-        *tiles, largest = tiles
+    def store_tiles(self, coord, tiles, largest, k_block, left):
+        """8 channels of the lane's tokens: q and k decayed from the chunk's start, k decayed to its end; the largest of k's."""
         at = self.vectors_at(coord) + (32 * k_block + 8 * coord.quad_lane) * 2
         from_start, to_end = load_shared_x4(at + FROM_START), load_shared_x4(at + TO_END)
         for i in range(2):
             q, k = ([words[step][2 * w + i] for step in range(2) for w in range(2)] for words in left)
             k_to_end = load_shared_x4(self.right_at(coord, i, k_block))
             rows = ((q, from_start), (k, from_start), (k_to_end, to_end))
-            for which, (words, by) in enumerate(rows):
-                address = tiles[which] + Int64(k_block * tile_offset(0, 4) + i * tile_offset(8, 0))
+            for which, (tile, (words, by)) in enumerate(zip(tiles, rows, strict=True)):
+                address = tile + Int64(k_block * tile_offset(0, 4) + i * tile_offset(8, 0))
                 made = [mul_x2(x, y) for x, y in zip(words, by, strict=True)]
                 store_words(address, made, True)
                 if self.segmented and which > 0:
