@@ -24,7 +24,7 @@ def test_snippets_run_in_order(page):
 
 def test_the_tests_that_the_mathematics_names_exist():
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/math.md").read_text()))
-    defined = {name for file in ROOT.glob("tests/test_*.py") for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)}
+    defined = {name for file in ROOT.glob("tests/**/test_*.py") for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)}
     assert len(named) > 15
     assert named <= defined, named - defined
 
