@@ -161,7 +161,8 @@ def windows_of_joined(run, segments, monkeypatch):
     each = -(-norms.shape[2] // segments)
     found = torch.zeros(*norms.shape[:2], segments - 1, dtype=torch.long)
     for first in range(each, norms.shape[2], each):
-        small = norms[..., first - each : first].flip(2).cumprod(2) <= 2.0**-120
+        most = min(max(each, 4), 32, first)
+        small = norms[..., first - most : first].flip(2).cumprod(2) <= 2.0**-120
         found[..., first // each - 1] = (small.any(2) * (small.int().argmax(2) + 1)).cpu()
     return found
 

@@ -432,18 +432,19 @@ def test_checkpoints_are_states_of_shorter_prefills_and_change_nothing_else(axis
         judge("state", *(torch.stack(x) for x in zip(*stored)))
 
 
-@pytest.mark.parametrize("segments", ["overlapped"], indirect=True)
+@pytest.mark.parametrize("segments", ["overlapped", "joined"], indirect=True)
 def test_calls_whose_blocks_wait_for_each_other_share_a_gpu(axis, segments):
     """More of them at once, in streams of their own, than the SMs hold; then one with more heads than SMs."""
     calls = [tokens(1, 2048, axis=axis, heads=(16, 32), seed=seed) for seed in range(6)]
-    want = [prefill(call)[0] for call in calls]
+    start = pool(1, torch.float32, 32)
+    want = [prefill(call, state=start.clone())[0] for call in calls]
     streams = [torch.cuda.Stream() for _ in calls]
     torch.cuda.synchronize()
     for _ in range(5):
         made = []
         for call, stream in zip(calls, streams, strict=True):
             with torch.cuda.stream(stream):
-                made.append(prefill(call)[0])
+                made.append(prefill(call, state=start.clone())[0])
         torch.cuda.synchronize()
         for x, y in zip(made, want, strict=True):
             same(x, y)

@@ -152,6 +152,24 @@ def test_segments_begin_from_zeros_where_a_head_forgets(cut, axis, logs, windows
 
 
 @pytest.mark.parametrize("cut", ["joined"], indirect=True)
+def test_windows_are_longer_than_short_segments(cut, kernels, monkeypatch):
+    """The second segment has one chunk in front of it, of which a head forgets nothing."""
+    one, start, made = decaying("head", 4 * 64, (-1.4, -0.7)), torch.full((1, 2, 128, 128), torch.nan), []
+
+    def run():
+        made[:] = gd.prefill(**one, initial_state=start, backend="cute")
+        return made[0]
+
+    with emulated(kernels):
+        assert windows_of_joined(run, 4, monkeypatch).tolist() == [[[1, 1, 1], [0, 2, 2]]]
+    want = gd.prefill(**one, initial_state=torch.zeros_like(start), backend="reference")
+    for head, chunks in ((0, 1), (1, 2)):
+        assert made[0][:, : chunks * 64, head].isnan().all()
+        assert apart(made[0][:, chunks * 64 :, head], want[0][:, chunks * 64 :, head]) <= 3e-3
+        assert apart(made[1][:, head], want[1][:, head]) <= 2e-3
+
+
+@pytest.mark.parametrize("cut", ["joined"], indirect=True)
 @pytest.mark.parametrize("axis", FEW_HEADS)
 def test_joined_segments_of_packed_sequences_in_a_pool(cut, axis, kernels):
     """One head forgets, the other does not. Sequences have no tokens, are inactive, or shorter than a segment.

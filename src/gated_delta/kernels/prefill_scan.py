@@ -91,7 +91,7 @@ COPY_REGISTERS, MMA_REGISTERS = 24, 240  # of a thread, with two MMA warpgroups
 WORK_BYTES = 32  # a published work tile
 RESCALE_INTERVAL = 4  # chunks from one look at the state's absmax to the next
 ABSMAX_HIGH, ABSMAX_LOW = 2.0**4, 2.0**-4  # of the scaled state and values: docs/kernels/prefill.md, "Precision and range"
-MAX_WINDOW = 32  # chunks that a segment's window has at most
+MAX_WINDOW, SHORT_WINDOW = 32, 4  # chunks that a segment's window has at most; that it may have where segments are shorter
 MAX_M = 2.0**-120  # of a window's M, below which it counts as 0: docs/math.md, "Segments"
 LOADED_NORMS = 4  # at a time
 MIN_SCALE, MAX_SCALE = 2.0**-120, 2.0**120  # of state_scale; a state of zeros has the largest, so that any values settle it
@@ -330,11 +330,12 @@ class PrefillScan:
 
     @cute.jit
     def find_window(self, args, coord):
-        """Chunks in front of a lane's segment over which its head's M is 0, at most those of a segment; 0 where there are none."""
+        """Chunks in front of a lane's segment over which its head's M is 0; 0 where those are too many."""
         work = coord.work
         begins = (work.segment > 0) & (work.segment < args.size.segments) & (coord.first_chunk < coord.end_chunk)
         per_segment = (num_chunks(work.sequence.tokens) + args.size.segments - 1) // args.size.segments
-        most = Int32(select_(begins, cutlass.min(per_segment, MAX_WINDOW), 0))
+        most = cutlass.min(cutlass.min(cutlass.max(per_segment, SHORT_WINDOW), MAX_WINDOW), coord.first_chunk)
+        most = Int32(select_(begins, most, 0))
         norm, before, window = Float32(1), Int32(0), Int32(0)
         while cute.arch.vote_any_sync((window == 0) & (before < most)):
             norms = [self.load_norm(args, coord, before + i, before + i < most) for i in range(LOADED_NORMS)]
