@@ -123,14 +123,14 @@ def decaying(axis, T, logs, lengths=None):
 
 @pytest.mark.parametrize("cut", ["joined"], indirect=True)
 @pytest.mark.parametrize("axis", FEW_HEADS)
-@pytest.mark.parametrize(("logs", "windows"), [((-1.4, -0.7), (1, 2)), ((-1e-3, -0.7), (0, 2)), ((-1e-3, -0.2), (0, 0))], ids=str)
+@pytest.mark.parametrize(("logs", "windows"), [((-1.4, -0.7), (1, 2)), ((-1e-3, -0.7), (0, 2))], ids=str)
 def test_segments_begin_from_zeros_where_a_head_forgets(cut, axis, logs, windows, kernels, monkeypatch):
     """What a NaN in the initial state reaches, and numbers where it does not. KDA's bounds of M are larger: by a chunk at most."""
     T, chunks = 9 * 64 + 10, 3
     one, start = decaying(axis, T, logs), torch.randn(1, 2, 128, 128)
     want = gd.prefill(**one, initial_state=start, backend="reference")
     start[:, :, 5] = torch.nan
-    found, made = [], []
+    made = []
 
     def run():
         made[:] = gd.prefill(**one, initial_state=start, backend="cute")
