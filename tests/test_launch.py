@@ -1029,10 +1029,12 @@ def test_few_long_prompts_are_segmented_and_others_are_not():
         found.add((made.segments, made.joins))
         assert made.segments >= 1
         if made.segments > 1:
-            assert made.segments * 2 * HV * N <= on_host.MAX_BLOCKS
+            doubled = axis == "head" and made.segments * on_host.MIN_DOUBLED <= 2 * T and made.segments >= 2 * on_host.FEW_SEGMENTS
+            assert made.segments * 2 * HV * N <= on_host.MAX_BLOCKS * (2 if doubled else 1)
             if made.joins:
-                assert made.segments * on_host.MIN_JOINED_SEGMENT[axis] <= T
+                assert T >= on_host.MIN_JOINED
                 assert made.segments <= on_host.MAX_JOINED_SEGMENTS
+                assert made.segments >= on_host.MIN_JOINED_SEGMENTS[axis] or on_host.MIN_JOINED_LONG[axis] <= T
             else:
                 assert T >= on_host.MIN_CUT
                 assert made.segments <= on_host.FEW_SEGMENTS or made.segments * on_host.MIN_SEGMENT <= T
@@ -1042,6 +1044,12 @@ def test_few_long_prompts_are_segmented_and_others_are_not():
             assert T < on_host.MIN_THREE_SEGMENTS  # room for three, and tokens for them
     assert found > {(1, False), (4, False), (16, False), (2, True)}
     assert on_host.segmentation_of(prompt_problem(), 0, 0) == on_host.Segmentation(1)
+
+
+def test_very_long_prompts_of_gdn_have_twice_as_many_segments_as_fit_at_once():
+    for HV, length, segments in ((8, 65_536, 16), (8, 65_535, 8), (4, 131_072, 32), (4, 131_071, 16), (16, 131_072, 4)):
+        assert on_host.segmentation_of(prompt_problem(HV), 1, length) == on_host.Segmentation(segments)
+    assert on_host.segmentation_of(prompt_problem(8, axis="channel"), 1, 131_072) == on_host.Segmentation(8)
 
 
 def test_what_has_no_fused_kernel_is_not_fused():
@@ -1074,10 +1082,10 @@ def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_half_of_the_sms
     packed = dict(options=frozenset({"cu_seqlens_i32"}))
     kda = (dict(HV=some, axis="channel") for some in (17, 32))
     for sizes in (dict(H=16, HV=32), dict(HV=17), dict(H=32, HV=32, **packed), *kda):
-        fewest = on_host.MIN_OVERLAPPED[sizes.get("axis", "head")]
+        fewest = on_host.MIN_OVERLAPPED
         assert on_host.segmentation_of(prompt_problem(**sizes), 1, fewest) == overlapped
         assert not on_host.segmentation_of(prompt_problem(**sizes), 1, fewest - 1).overlapped
-        assert not on_host.segmentation_of(prompt_problem(**sizes), 1, on_host.MIN_JOINED["channel"] - 1).joins
+        assert not on_host.segmentation_of(prompt_problem(**sizes), 1, on_host.MIN_JOINED_LONG["channel"] - 1).joins
     fp32 = dict(axis="channel", g_dtype=torch.float32)  # three chunks of which an SM has no shared memory for
     for other in (fp32, dict(dtype=torch.float16), dict(K=64), dict(V=64), dict(HV=33)):
         assert not on_host.segmentation_of(prompt_problem(**dict(H=1, HV=32) | other), 1, 8192).overlapped
@@ -1126,7 +1134,7 @@ def test_blocks_of_states_with_64_v_rows_have_64():
 def test_a_longer_prompt_has_no_fewer_segments():
     """Among short ones, whose segments are joined, and among those that are cut, longer than what is prepared beside the scan."""
     for HV, N in itertools.product((1, 2, 8, 16), (1, 2, 5)):
-        for lengths in (range(0, on_host.MIN_OVERLAPPED["head"], 50), range(on_host.MIN_CUT, 40_000, 100)):
+        for lengths in (range(0, on_host.MIN_OVERLAPPED, 50), range(on_host.MIN_CUT, 40_000, 100)):
             segments = [on_host.segmentation_of(prompt_problem(HV), N, N * T).segments for T in lengths]
             assert segments == sorted(segments)
 
