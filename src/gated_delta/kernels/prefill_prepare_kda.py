@@ -28,7 +28,6 @@ from .device.chunks import (
     OPERAND_REGIONS,
     SUBCHUNK,
     SYSTEM_REGIONS,
-    THREADS,
     D,
     PrepareChunk,
     lay_out,
@@ -44,7 +43,6 @@ from .device.primitives import (
     load_scalar_bits,
     load_shared_as_f32,
     load_shared_f32,
-    load_shared_f32x2,
     load_shared_f32x4,
     load_shared_x4,
     log2,
@@ -81,8 +79,8 @@ GROWTH_ROW, BIAS_ROW = 0, 1
 FROM_START, TO_END = 0, 2 * D
 VECTOR_BYTES = 5 * 128
 # For the bound of the chunk's transition, fp32: of each token |k| times the largest entry of k_decayed, and that of k_restored;
-# a sum of each thread; the largest decay over the chunk.
-NORM_K_DECAYED, NORM_K_RESTORED, NORM_SUMS, NORM_STATE = 0, 4 * CHUNK, 8 * CHUNK, 8 * CHUNK + 4 * THREADS
+# a sum of each warp; the largest decay over the chunk.
+NORM_K_DECAYED, NORM_K_RESTORED, NORM_SUMS, NORM_STATE = 0, 4 * CHUNK, 8 * CHUNK, 8 * CHUNK + 16
 NORM_BYTES = NORM_STATE + 16
 
 
@@ -497,37 +495,32 @@ class KdaChunk(PrepareChunk):
                     row = row * load_shared_f32(at)
                 cute.arch.sync_warp()
                 store_shared_f32(at, row)
-        store_shared_f32(self.sum_at(coord, coord.subchunk, coord.lane), Float32(0))
 
-    def sum_at(self, coord, subchunk, lane):
-        return self.norms_at(coord, NORM_SUMS) + (subchunk * 32 + lane) * 4
+    def sum_at(self, coord, subchunk):
+        return self.norms_at(coord, NORM_SUMS) + subchunk * 4
 
-    def store_tinv(self, coord, head, b, j, words):
-        super().store_tinv(coord, head, b, j, words)
-        if self.segmented:
-            at = self.sum_at(coord, coord.subchunk, coord.lane)
-            total = load_shared_f32(at)
-            k_decayed = [self.norms_at(coord, NORM_K_DECAYED) + (b * SUBCHUNK + coord.row + 8 * i) * 4 for i in range(2)]
-            k_decayed = [load_shared_f32(address) for address in k_decayed]
-            for half in range(2):
-                column = j * SUBCHUNK + 8 * half + 2 * coord.quad_lane
-                k_restored = load_shared_f32x2(self.norms_at(coord, NORM_K_RESTORED) + column * 4)
-                for i in range(2):
-                    tinv = unpack([words[2 * half + i] & Uint32(0x7FFF7FFF)], Float16)
-                    row = cute.math.fma(tinv[0], k_restored[0], tinv[1] * k_restored[1])
-                    total = cute.math.fma(row, k_decayed[i], total)
-            store_shared_f32(at, total)
-
+    @cute.jit
     def tinv_stored(self, coord):
-        if self.segmented:
-            total = load_shared_f32(self.sum_at(coord, coord.subchunk, coord.lane))
-            for step in (1, 2, 4, 8, 16):
-                total = total + shuffle_sync_bfly(total, offset=step)
-            store_shared_f32(self.sum_at(coord, coord.subchunk, 0), total)
+        """The terms' norms over the warp's columns of Tinv, a lane a row, but for the root of 128 of both rows."""
+        if cutlass.const_expr(self.segmented):
+            cute.arch.sync_warp()
+            total = Float32(0)
+            for row in cutlass.range(coord.subchunk * SUBCHUNK + coord.lane, CHUNK, 32, unroll=1):
+                terms = Float32(0)
+                for vector in cutlass.range_constexpr(2):
+                    words = load_shared_x4(self.tinv_at(coord, 0) + self.vector_offset(row, 2 * coord.subchunk + vector))
+                    tinv = unpack([word & Uint32(0x7FFF7FFF) for word in words], Float16)
+                    at = self.norms_at(coord, NORM_K_DECAYED) + (coord.subchunk * SUBCHUNK + 8 * vector) * 4
+                    for x, y in zip(tinv, self.load_f32x8(at), strict=True):
+                        terms = cute.math.fma(x, y, terms)
+                total = cute.math.fma(terms, load_shared_f32(self.norms_at(coord, NORM_K_RESTORED) + row * 4), total)
+            for step in cutlass.range_constexpr(5):
+                total = total + shuffle_sync_bfly(total, offset=1 << step)
+            store_shared_f32(self.sum_at(coord, coord.subchunk), total)
 
     def tinv_complete(self, args, coord, hv):
         if self.segmented:
-            sums = [load_shared_f32(self.sum_at(coord, subchunk, 0)) for subchunk in range(4)]
+            sums = [load_shared_f32(self.sum_at(coord, subchunk)) for subchunk in range(4)]
             total = (sums[0] + sums[1]) + (sums[2] + sums[3])
             norm = cute.math.fma(total, Float32(D), load_shared_f32(self.norms_at(coord, NORM_STATE)))
             self.store_transition_norm(args, coord, hv, norm, True)
