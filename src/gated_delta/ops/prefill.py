@@ -27,7 +27,7 @@ MIN_DOUBLED = 8192
 """Tokens of a segment of GDN from which twice as many are better, in two rounds: transitions of slow heads take half as long."""
 
 MIN_JOINED, MIN_JOINED_SEGMENTS, MAX_JOINED_SEGMENTS = {"head": 512, "channel": 1024}, {"head": 2, "channel": 4}, 4
-"""Tokens of a sequence from which segments that scans join are faster, and how many there must be room for, by axis; how many at most.
+"""Tokens of a sequence from which segments that scans join are faster, for how many there must be room, by axis; how many at most.
 
 Where gates forget they save 5 to 45%; where not they cost GDN 2 to 4%, KDA 4 to 8%.
 """
