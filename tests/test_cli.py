@@ -227,6 +227,7 @@ REFUSED = [
     ("bench --device meta", "'meta'"),
     ("bench --backend cute --device cpu", "CUDA device"),
     ("bench --backend cute --op flush --device cpu", "CUDA device"),
+    ("compile --out=", "--out"),
     ("compile --out {text}", "--out"),
     ("compile --out {text}/x", "Not a directory"),
     ("compile --out {directory}/x --json {directory}/x", "another file"),

@@ -131,13 +131,20 @@ def info() -> None:
     console.print(table)
 
 
+def _directory(name: str) -> Path:
+    """Path("") would be the working directory: what an unset variable names."""
+    if not name:
+        raise typer.BadParameter("expected a directory, got ''")
+    return Path(name)
+
+
 @app.command("compile")
 def compile_kernels(
     context: typer.Context,
     out: Annotated[
         Path,
         typer.Option(
-            file_okay=False, writable=True, help="Directory of the pack, to be named in GATED_DELTA_CACHE_DIR where it is used."
+            parser=_directory, metavar="<path>", help="Directory of the pack, for GATED_DELTA_CACHE_DIR where it is used."
         ),
     ],
     file: FileArgument = None,
