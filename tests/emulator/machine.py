@@ -459,10 +459,8 @@ class Warp:
         lanes = self.lanes(mask)
         if not len(lanes):
             return
-        vectors, sizes = (
-            self.vectors(inside[lanes], 16, at),
-            np.full(len(lanes), 16) if sizes is None else sizes[lanes].astype(np.int64),
-        )
+        vectors = self.vectors(inside[lanes], 16, at)
+        sizes = np.full(len(lanes), 16) if sizes is None else sizes[lanes].astype(np.int64)
         self.copies.add(self._load(inside[lanes], vectors, outside[lanes], sizes, None, at))
 
     def arrive_after_copies(self, bars: Any, mask: np.ndarray | None, at: int) -> None:

@@ -129,10 +129,7 @@ class PrefillOverlapped(PrefillScan):
         shared = self.init_mbarriers(thread)
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        if thread == 0:
-            store_shared(shared + self.smem.work, Uint32(atomic_increment(ptr.work_queue)))
-        cute.arch.sync_threads()
-        block, group = warp_uniform(load_shared(shared + self.smem.work)), warp_uniform(thread // WARPGROUP)
+        block, group = warp_uniform(self.block_in_order(args, shared, thread)), warp_uniform(thread // WARPGROUP)
         walks = block >= self.preparing_blocks(size)
         self.prepare_chunks(args, shared, thread % WARPGROUP, group, block, walks)
         if walks:

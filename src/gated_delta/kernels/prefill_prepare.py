@@ -23,7 +23,7 @@ class PrefillPrepare:
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
     def __init__(self, axis: str, K: int, dtype: str, g_dtype: str, gate: str, qk_l2norm: bool, segmented: bool):
-        self.channel, self.segmented = axis == "channel", segmented
+        self.channel = axis == "channel"
         self.chunk = (KdaChunk if self.channel else GdnChunk)(K, DTYPES[dtype], DTYPES[g_dtype], gate, qk_l2norm, segmented)
         self.shared = self.chunk.shared
 
@@ -51,7 +51,7 @@ class PrefillPrepare:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         counter = block * THREADS + thread
-        store_words(ptr.work_queue + offset(counter, 4), [Uint32(0)], counter < (self.counters(size) if self.segmented else 1))
+        store_words(ptr.work_queue + offset(counter, 4), [Uint32(0)], counter < self.counters(size))
         if (block < size.N) & (size.cu_seqlens_kind != 0) & (thread < 32):
             rank_sequence(args, block, thread)
         sequence, chunk, tokens = load_chunk(args, find_sequence(args, slot, thread % 32), slot)
@@ -65,5 +65,5 @@ class PrefillPrepare:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
 
     def counters(self, size):
-        """Words of the work queue and of initial states that are loaded."""
-        return 1 + size.N * size.HV * (D // 64)
+        """Words of the work queue and, for a scan that joins segments, of initial states that are loaded."""
+        return 1 + size.N * size.HV * (D // 64) if self.chunk.segmented else 1

@@ -61,6 +61,7 @@ from .device.primitives import (
     store_shared_f32,
     store_shared_x4,
     store_words,
+    sum_lanes,
     unpack,
     warp_max,
 )
@@ -514,9 +515,7 @@ class KdaChunk(PrepareChunk):
                     for x, y in zip(tinv, self.load_f32x8(at), strict=True):
                         terms = cute.math.fma(x, y, terms)
                 total = cute.math.fma(terms, load_shared_f32(self.norms_at(coord, NORM_K_RESTORED) + row * 4), total)
-            for step in cutlass.range_constexpr(5):
-                total = total + shuffle_sync_bfly(total, offset=1 << step)
-            store_shared_f32(self.sum_at(coord, coord.subchunk), total)
+            store_shared_f32(self.sum_at(coord, coord.subchunk), sum_lanes(total, 32))
 
     def tinv_complete(self, args, coord, hv):
         if self.segmented:

@@ -360,11 +360,16 @@ class PrefillScan:
     @cute.jit
     def own_block(self, args, shared, thread, block):
         if self.in_place(args):
-            if thread == 0:
-                store_shared(shared + self.smem.work, Uint32(atomic_increment(args.ptr.work_queue)))
-            cute.arch.sync_threads()
-            block = Int32(load_shared(shared + self.smem.work))
+            block = self.block_in_order(args, shared, thread)
         return warp_uniform(block)
+
+    @cute.jit
+    def block_in_order(self, args, shared, thread):
+        """The block's number by the order in which blocks begin."""
+        if thread == 0:
+            store_shared(shared + self.smem.work, Uint32(atomic_increment(args.ptr.work_queue)))
+        cute.arch.sync_threads()
+        return Int32(load_shared(shared + self.smem.work))
 
     def loaded_at(self, args, coord):
         """Address of the counter of warps that have loaded the initial state of the block's V rows."""
