@@ -17,7 +17,7 @@ ROW, PAIR = LANES // 4, LANES % 4
 
 
 def fma(a, b, c):
-    return (a.astype(F8) * b + c).astype(F4)
+    return (a.astype(F8) * b + c).astype(a.dtype)
 
 
 def fma_rm(a, b, c):

@@ -37,7 +37,7 @@ from .device.chunks import (
     lay_out,
     square_offset,
     tile_pair_offset,
-    tile_pair_tensors,
+    tile_pair_tensor,
     token_offset,
 )
 from .device.chunks import Coord as PrepareCoord
@@ -45,9 +45,10 @@ from .device.primitives import (
     DTYPES,
     Args,
     exp2,
+    fma_x2,
+    ldmatrix_x4,
     load,
     load_scalar,
-    load_shared,
     load_shared_f32,
     load_shared_f32x2,
     load_shared_x4,
@@ -71,12 +72,24 @@ from .device.primitives import (
     unpack,
 )
 from .prefill_prepare_gdn import NORM_K, NORM_Q, GdnChunk
-from .prefill_scan import WARPGROUP, WARPGROUP_ROWS, WORK_BYTES, PrefillScan, inverse_power_of_2
+from .prefill_scan import (
+    ABSMAX_HIGH,
+    WARPGROUP,
+    WARPGROUP_ROWS,
+    WORK_BYTES,
+    PrefillScan,
+    inverse_power_of_2,
+    inverse_power_of_2_below,
+    warp_uniform,
+    within_scales,
+)
 
-CONVERT_REGISTERS, PREPARE_REGISTERS, MMA_REGISTERS = 64, 96, 176  # of a thread: 65536 in all, with two MMA warpgroups
+CONVERT_REGISTERS, PREPARE_REGISTERS, MMA_REGISTERS = 80, 96, 168  # of a thread: 65536 in all, with two MMA warpgroups
 PREPARE_BARRIER, MMA_BARRIER = 1, 2  # and the next three: one for each MMA warpgroup and place of o
 GATE_CHUNKS = 4  # whose gates are computed at once, a chunk a warp
-SCALE_DECAY = 896  # exp(G), fp16 [64], behind the scales of prefill_scan
+SCALE_DECAY = 896  # exp(G), fp16 [64], behind the scales of prefill_scan; that of S k is fp16 here, and negative
+STAGE_BITS = 2  # of a chunk's number, for its stage
+FP16_MAX = 65504.0
 Q_SCALE = 2.0**-4  # of queries: fp16 sums of outputs stay in range
 
 
@@ -105,12 +118,6 @@ class FusedChunk(GdnChunk):
 
     def __init__(self, g_dtype, gate, qk_l2norm, smem):
         PrepareChunk.__init__(self, D, BFloat16, g_dtype, gate, qk_l2norm, smem, 0)
-
-    def inverse_blocks(self):
-        """Zeros: blocks that a warp does not have would be kept from chunk to chunk."""
-        blocks = super().inverse_blocks()
-        blocks.fill(Uint32(0))
-        return blocks
 
     def vector_offset(self, row, vector):
         return square_offset(row, vector)
@@ -181,6 +188,25 @@ class FusedChunk(GdnChunk):
                 words.append(pack_x2(*aqk, Float16) if i <= j else Uint32(0))
         self.store_aqk_block(coord, coord.subchunk, words)
 
+    def invert_below(self, coord, head):
+        """As PrepareChunk's, but all warps compute three blocks: no branch keeps a product from those that need not wait for it."""
+        gates, places = self.gates_at(coord, head) + coord.row * 4, [coord.subchunk + below for below in range(4)]
+        beta_k = [load_shared_f32(gates + (GATE_BETA_K + coord.subchunk * SUBCHUNK + 8 * i) * 4) for i in range(2)]
+        above, scaled = (ldmatrix_x4(self.inverse_matrices_at(coord, coord.subchunk, i)) for i in range(2))
+        system, inverses = self.load_below(coord)
+        self.store_below(coord, head, places[0], scaled)
+        sums = [[[Float32(0)] * 4 for _ in range(2)] for _ in range(3)]
+        for b in range(3):
+            for j in range(b, 3):
+                sums[j] = self.add_product(sums[j], above, system[j][b])
+            above, scaled = self.finish_block(sums[b], inverses[b], beta_k)
+            self.store_below(coord, head, places[b + 1], scaled)
+
+    @cute.jit
+    def store_below(self, coord, head, j, words):
+        if j < CHUNK // SUBCHUNK:
+            self.store_tinv(coord, head, coord.subchunk, j, words)
+
     def choose(self, condition, yes, no):
         """One of two lists of numbers."""
         if isinstance(condition, bool):
@@ -211,7 +237,7 @@ class PrefillFused(PrefillScan):
         self.deterministic, self.load_absmax, self.joins = False, False, False
         self.dtype, self.state_dtype = BFloat16, DTYPES[state_dtype]
         self.v_pitch = WARPGROUP_ROWS * 2
-        self.stages, self.square_stages, self.fused = 4, 2, True
+        self.stages, self.square_stages, self.fused = 1 << STAGE_BITS, 2, True
         staged = {"kq": 2 * TILE_BYTES, "scales": SCALE_BYTES, "norms": 2 * CHUNK * 4, "raw_full": 8, "qk_full": 8, "empty": 8}
         finished = {"tinv": SQUARE_BYTES, "aqk": SQUARE_BYTES, "v": 2 * CHUNK * self.v_pitch, "full": 8}
         sizes = {name: self.stages * size for name, size in staged.items()}
@@ -273,30 +299,76 @@ class PrefillFused(PrefillScan):
 
     def stage_of(self, iteration):
         """A chunk's stage and the phase of its barriers. Tinv, Aqk, v and o have two stages: a chunk's is its stage's last bit."""
-        return iteration & (self.stages - 1), iteration // self.stages & 1
+        return iteration & (self.stages - 1), iteration >> STAGE_BITS & 1
 
     def stage_of_operand(self, name, pipe):
         return pipe.stage & 1 if name in ("tinv", "aqk") else pipe.stage
 
     def qk_tensors(self, coord):
-        k, q = tile_pair_tensors(coord.shared + self.smem.kq, D, self.stages)
-        return {"k": k, "q": q}
+        both = self.qk_tensor(coord)
+        return {name: cute.local_tile(both, (CHUNK, D, self.stages), (i, 0, 0)) for i, name in enumerate("kq")}
 
-    # -------------------------------------------------------------------------------------------- fp16 sums of outputs
+    def qk_tensor(self, coord):
+        """The stages' k and q as one operand."""
+        return tile_pair_tensor(coord.shared + self.smem.kq, D, self.stages)
+
+    # -------------------------------------------------------------------------------------------- fp16 sums
 
     def sums(self, name):
-        return Float16 if name in ("q", "aqk") else Float32
+        """fp16 but for the state: half the registers, nothing to round, and fp32 arithmetic goes on beside such products."""
+        return Float32 if name == "k_update" else Float16
+
+    def fragments(self):
+        return super().fragments()._replace(s_k=self.output_accumulator())
 
     def output_accumulator(self):
         return cute.make_rmem_tensor(self.tiled_mma("q").partition_shape_C((64, CHUNK)), Float16)
 
+    @cute.jit
+    def fit_values(self, frag, coord, pipe, state_scale):
+        """The chunk's values as fp16, times the state's scale, and that scale; the state, S k and S q are scaled down to them.
+
+        In front of the wait for S k and S q, so that little is behind it: ptxas moves such waits up to the last branch.
+        """
+        raw, values = self.values(coord, pipe), cute.make_rmem_tensor((CHUNK // 4,), Uint32)
+        absmax = self.words_absmax(raw).bitcast(Float32)
+        self.scale_values(raw, state_scale, values)
+        if state_scale * absmax > ABSMAX_HIGH:
+            warpgroup.wait_group(0)
+            wanted = within_scales(inverse_power_of_2_below(absmax))
+            factor = wanted * inverse_power_of_2(state_scale)
+            self.multiply(frag.state, factor)
+            half = pack_x2(factor, factor, Float16)
+            for sums in (frag.s_k, frag.o):
+                words = cute.recast_tensor(sums, Uint32)
+                for i in range(cute.size(words)):
+                    words[i] = mul_x2(words[i], half)
+            state_scale = wanted
+            self.scale_values(self.values(coord, pipe), state_scale, values)
+        return values, state_scale
+
+    def scale_values(self, raw, state_scale, values):
+        for i, word in enumerate(raw):
+            values[i] = scale_bf16_to_fp16(word, state_scale.bitcast(Uint32))
+
+    def s_k_scales(self, coord, pipe):
+        return self.packed_scales(coord, pipe, GDN_SCALE_S_K)
+
+    def residual(self, frag, values, s_k_scales, state_scale):
+        """v - S k."""
+        words, s_k = (cute.recast_tensor(x, Uint32) for x in (frag.operand, frag.s_k))
+        for i in range(cute.size(words)):
+            words[i] = fma_x2(s_k[i], s_k_scales[i // 2], values[i])
+
+    def round_u(self, frag):
+        u, sums = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.s_k))
+        for i in range(cute.size(u)):
+            u[i] = sums[i]
+
     def decay_s_q(self, frag, coord, pipe):
-        at = self.scales_at(coord, pipe) + SCALE_DECAY + coord.thread % 4 * 4
-        words = cute.recast_tensor(frag.o, Uint32)
-        for j in range(CHUNK // 8):
-            decay = load_shared(at + 16 * j)
-            for i in range(2):
-                words[2 * j + i] = mul_x2(words[2 * j + i], decay)
+        words, decays = cute.recast_tensor(frag.o, Uint32), self.packed_scales(coord, pipe, SCALE_DECAY)
+        for i in range(cute.size(words)):
+            words[i] = mul_x2(words[i], decays[i // 2])
 
     def outputs(self, frag, o_scales, state_scale):
         """A chunk's outputs, packed, in the order of `accumulator`."""
@@ -594,12 +666,12 @@ class PrefillFused(PrefillScan):
             stage, phase = self.stage_of(iteration)
             here = self.place(coord, stage, c)
             cute.arch.mbarrier_wait(mbarrier(here.shared + self.smem.qk_full + stage * 8), phase)
-            sums = self.start_products(here)
+            sums = self.start_products(coord, warp_uniform(stage))
             self.finish_gates(here)
             if c & (GATE_CHUNKS - 1) == GATE_CHUNKS - 1:
                 self.cumulate_gates(args, here.shared, gates, c + 1 + here.subchunk, here.lane, left, parameters, raw)
             warpgroup.wait_group(0)
-            kk, kq = self.packed(sums)
+            kk, kq = self.words_of(sums)
             cute.arch.barrier(barrier_id=PREPARE_BARRIER, number_of_threads=WARPGROUP)
             # The chunk two before is complete: its Tinv and Aqk are no longer read.
             last, its_phase = self.stage_of(iteration + 2)
@@ -658,7 +730,8 @@ class PrefillFused(PrefillScan):
             beta_k = beta * k_norm
             store_shared_f32(gates + (GATE_BETA_K2 + token) * 4, beta_k * k_norm)
             store_shared_f32(gates + (GATE_BETA_K + token) * 4, beta_k)
-            store_shared_f32(scales + GDN_SCALE_S_K + token * 4, k_norm * exp2(cumsum))
+            s_k = cute.math.min(k_norm * exp2(cumsum), Float32(FP16_MAX))
+            store_shared_half(scales + GDN_SCALE_S_K + token * 2, -s_k)
         else:
             last, q_norm = load_shared_f32(gates + (GATE_CUMSUM + CHUNK - 1) * 4), load_shared_f32(norms + NORM_Q * 4)
             decay = exp2(cumsum)
@@ -667,30 +740,28 @@ class PrefillFused(PrefillScan):
             store_shared_half(scales + GDN_SCALE_U + token * 2, exp2(last - cumsum))
             store_shared_half(scales + SCALE_DECAY + token * 2, decay)
 
-    def start_products(self, here):
-        """Start K K^T and K Q^T; the latter with fp16 sums, to save registers."""
-        k, q = tile_pair_tensors(here.shared + self.smem.kq, D, self.stages)
-        major, made = cute.nvgpu.OperandMajorMode, []
+    def start_products(self, coord, stage):
+        """Start K K^T and K Q^T as one product. stage: known to be the same in all lanes, or they make descriptors of it."""
+        both, major = self.qk_tensor(coord), cute.nvgpu.OperandMajorMode
+        op = warpgroup.MmaF16BF16Op(Float16, Float16, (64, 2 * CHUNK, 16), warpgroup.OperandSource.SMEM, major.K, major.K)
+        mma = cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
+        some, k = mma.get_slice(coord.thread), self.qk_tensors(coord)["k"]
+        left, right = some.make_fragment_A(some.partition_A(k)), some.make_fragment_B(some.partition_B(both))
+        sums = cute.make_rmem_tensor(mma.partition_shape_C((64, 2 * CHUNK)), Float16)
         warpgroup.fence()
-        for right, dtype in ((k, Float32), (q, Float16)):
-            op = warpgroup.MmaF16BF16Op(Float16, dtype, (64, CHUNK, 16), warpgroup.OperandSource.SMEM, major.K, major.K)
-            mma = cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
-            some = mma.get_slice(here.thread)
-            left, right = some.make_fragment_A(some.partition_A(k)), some.make_fragment_B(some.partition_B(right))
-            sums = cute.make_rmem_tensor(mma.partition_shape_C((64, CHUNK)), dtype)
-            for k_block in range(D // 16):
-                mma.set(warpgroup.Field.ACCUMULATE, k_block > 0)
-                cute.gemm(mma, sums, left[None, None, k_block, here.slot], right[None, None, k_block, here.slot], sums)
-            made.append(sums)
+        for k_block in range(D // 16):
+            mma.set(warpgroup.Field.ACCUMULATE, k_block > 0)
+            cute.gemm(mma, sums, left[None, None, k_block, stage], right[None, None, k_block, stage], sums)
         warpgroup.commit_group()
-        return made
+        return sums
 
-    def packed(self, products):
+    def words_of(self, sums):
         """The products as `decay_products` takes them: words of two fp16 numbers."""
-        kk, kq = (cute.make_rmem_tensor((2, CHUNK // 8), Uint32) for _ in range(2))
-        halves = cute.recast_tensor(products[1], Uint32)
-        for j in range(CHUNK // 8):
-            for i in range(2):
-                at = 4 * j + 2 * i
-                kk[i, j], kq[i, j] = pack_x2(products[0][at], products[0][at + 1], Float16), halves[at // 2]
-        return kk, kq
+        words, made = cute.recast_tensor(sums, Uint32), []
+        for first in (0, CHUNK // 4):
+            some = cute.make_rmem_tensor((2, CHUNK // 8), Uint32)
+            for j in range(CHUNK // 8):
+                for i in range(2):
+                    some[i, j] = words[first + 2 * j + i]
+            made.append(some)
+        return made

@@ -684,16 +684,16 @@ class PrefillScan:
         self.start_mma(frag.s_k, frag.state_fp16, "k", right, pipe, False)
         if cutlass.const_expr(not self.transitions):
             self.start_mma(frag.o, frag.state_fp16, "q", right, pipe, False)
-        if cutlass.const_expr(self.fused):  # whose registers do not hold values beside the state's operand
+        if cutlass.const_expr(self.fused):
             self.start_v(args, coord, pipe, 1)
-            absmax = self.v_absmax(coord, pipe)
-            warpgroup.wait_group(0)
-            state_scale = self.fit_values(frag, absmax, state_scale)
-        o_scale = state_scale
-        values, s_k_scales = self.values(coord, pipe), self.column_scales(coord, pipe, "s_k")
-        if cutlass.const_expr(not self.fused):
+            values, state_scale = self.fit_values(frag, coord, pipe, state_scale)
+            warpgroup.wait_group(0)  # for S q as well: registers do not hold both operands beside the values
+            self.residual(frag, values, self.s_k_scales(coord, pipe), state_scale)
+        else:
+            values, s_k_scales = self.values(coord, pipe), self.s_k_scales(coord, pipe)
             warpgroup.wait_group(0 if self.transitions else 1)
-        self.residual(frag, values, s_k_scales, state_scale)
+            self.residual(frag, values, s_k_scales, state_scale)
+        o_scale = state_scale
         self.start_mma(frag.s_k, frag.operand, "tinv", right, pipe, False)
         self.decay_state(frag, self.state_decay(coord, pipe))
         u_scales = self.u_scales(coord, pipe)
@@ -735,7 +735,7 @@ class PrefillScan:
 
     def start_update(self, frag, right, coord, u_scales, pipe):
         """Start the state's update and Aqk u."""
-        self.to_fp16(frag.s_k, frag.u)
+        self.round_u(frag)
         if self.channel:
             self.start_mma(frag.state, frag.u, "k_update", right, pipe, True)
         else:
@@ -747,6 +747,9 @@ class PrefillScan:
                 self.decay_s_q(frag, coord, pipe)
         if not self.transitions:
             self.start_mma(frag.o, frag.u, "aqk", right, pipe, True)
+
+    def round_u(self, frag):
+        self.to_fp16(frag.s_k, frag.u)
 
     def decay_s_q(self, frag, coord, pipe):
         self.scale_columns(frag.o, self.column_scales(coord, pipe, "s_q"))
@@ -789,10 +792,17 @@ class PrefillScan:
         at = self.scales_at(coord, pipe) + first + coord.thread % 4 * 8
         return [load_shared_f32x2(at + 32 * j) for j in range(CHUNK // 8)]
 
+    def packed_scales(self, coord, pipe, first):
+        """Scales that are fp16, packed, of the columns of `column_scales`."""
+        at = self.scales_at(coord, pipe) + first + coord.thread % 4 * 4
+        return [load_shared(at + 16 * j) for j in range(CHUNK // 8)]
+
+    def s_k_scales(self, coord, pipe):
+        return self.column_scales(coord, pipe, "s_k")
+
     def u_scales(self, coord, pipe):
-        """GDN: decays of u to the chunk's end, packed fp16, of the columns of `column_scales`."""
-        at = self.scales_at(coord, pipe) + GDN_SCALE_U + coord.thread % 4 * 4
-        return None if self.channel else [load_shared(at + 16 * j) for j in range(CHUNK // 8)]
+        """GDN: decays of u to the chunk's end."""
+        return None if self.channel else self.packed_scales(coord, pipe, GDN_SCALE_U)
 
     def state_decay(self, coord, pipe):
         """GDN: the state's decay over the chunk; KDA: the address of its channels' decays."""
@@ -838,20 +848,6 @@ class PrefillScan:
             of_values, of_state = (inverse_power_of_2_below(x) for x in (v_absmax, state_absmax))
             wanted = within_scales(cute.math.min(of_values, state_scale * of_state))
             self.multiply(frag.state, wanted * inverse_power_of_2(state_scale))
-            state_scale = wanted
-        return state_scale
-
-    @cute.jit
-    def fit_values(self, frag, v_absmax, state_scale):
-        """Scale the state, S k and S q down where the chunk's values leave the range. Returns the scale."""
-        if state_scale * v_absmax > ABSMAX_HIGH:
-            wanted = within_scales(inverse_power_of_2_below(v_absmax))
-            factor = wanted * inverse_power_of_2(state_scale)
-            for sums in (frag.state, frag.s_k):
-                self.multiply(sums, factor)
-            words, half = cute.recast_tensor(frag.o, Uint32), pack_x2(factor, factor, Float16)
-            for i in range(cute.size(words)):
-                words[i] = mul_x2(words[i], half)
             state_scale = wanted
         return state_scale
 

@@ -51,6 +51,9 @@ value heads of a k head, 2 for more than one.
 Else a long sequence's heads keep few SMs busy, and blocks of 64 rows, twice as many, are faster. Not KDA's: bytes bound it.
 """
 
+MAX_EVEN = 1.1
+"""Times the mean that the longest of sequences is which are taken to have as many chunks as each other, if the mean has as many."""
+
 
 def longest_of(problem: Problem, sequences: int, tokens: int, max_seqlen: int | None) -> int:
     """Tokens of the longest sequence. Where the call does not say, packed ones are as uneven as a serving engine's."""
@@ -64,8 +67,8 @@ class Segmentation(NamedTuple):
     """How a prefill's work is cut. segments: of every sequence, walked at once; rows: V rows of a block; fused: in one kernel.
 
     joins: a segment begins from zeros, a few chunks in front of it; where these do not forget, the block in front walks on.
-    overlapped: some blocks prepare chunks while others walk those that are prepared. even: sequences are as long as each other, so
-    that fused blocks take heads in turn, without a queue and the kernel that clears it.
+    overlapped: some blocks prepare chunks while others walk those that are prepared. even: sequences are about as long as each
+    other, so that fused blocks take heads in turn, without a queue and the kernel that clears it.
     """
 
     segments: int
@@ -87,7 +90,9 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: i
             return Segmentation(1, 128)
         rounds = -(-heads // MAX_BLOCKS)
         fills = rounds == 1 or heads >= MIN_FILLED.get(group, 0) * MAX_BLOCKS * rounds
-        return Segmentation(1, 128, True, even=longest * sequences <= tokens) if fills else Segmentation(1)
+        mean = tokens / sequences
+        even = longest <= MAX_EVEN * mean and mean > (longest - 1) // CHUNK * CHUNK
+        return Segmentation(1, 128, True, even=even) if fills else Segmentation(1)
     blocks = problem.V // 64 * heads
     if not blocks:
         return Segmentation(1)

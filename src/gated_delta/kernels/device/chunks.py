@@ -201,15 +201,14 @@ def tile_pair_offset(row, vector):
     return vector // 4 * (2 * CHUNK * 64) + row * 64 + ((vector % 4) ^ (row // 2 % 4)) * 16
 
 
-def tile_pair_tensors(address, columns, stages):
-    """k and q of tile pairs in shared memory as operands of wgmma: each [64, columns, stages]."""
+def tile_pair_tensor(address, columns, stages):
+    """Tile pairs in shared memory as an operand of wgmma: [128, columns, stages]."""
     layout = cute.tile_to_shape(
         warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, Float16), (2 * CHUNK, columns), order=(0, 1)
     )
     at = cute.make_ptr(Float16, address, cute.AddressSpace.smem, assumed_align=1024)
     at = cute.recast_ptr(at, swizzle_=layout.inner, dtype=Float16)
-    both = cute.make_tensor(at, cute.append(layout.outer, cute.make_layout(stages, stride=2 * CHUNK * columns)))
-    return [cute.local_tile(both, (CHUNK, columns, stages), (i, 0, 0)) for i in range(2)]
+    return cute.make_tensor(at, cute.append(layout.outer, cute.make_layout(stages, stride=2 * CHUNK * columns)))
 
 
 def square_tensor(address, stages):
@@ -445,11 +444,9 @@ class PrepareChunk:
         """
         b, gates = coord.subchunk, self.gates_at(coord, head)
         beta_k = [load_shared_f32(gates + (GATE_BETA_K + b * SUBCHUNK + coord.row + 8 * i) * 4) for i in range(2)]
-        scaled, above = ldmatrix_x4(self.inverse_matrices_at(coord, b, 1)), self.inverse_blocks()
+        scaled, above = ldmatrix_x4(self.inverse_matrices_at(coord, b, 1)), cute.make_rmem_tensor((4, 4), Uint32)
         first = ldmatrix_x4(self.inverse_matrices_at(coord, b))
-        # Every operand is loaded before anything is stored; past the last sub-chunk, the last one's again.
-        system = [[self.load_system(coord, cutlass.min(b + below, 3), i) for i in range(below)] for below in range(1, 4)]
-        inverses = [ldmatrix_x4_trans(self.inverse_matrices_at(coord, cutlass.min(b + below, 3))) for below in range(1, 4)]
+        system, inverses = self.load_below(coord)  # every operand is loaded before anything is stored
         for e in cutlass.range_constexpr(4):
             above[e, 0] = first[e]
         self.store_tinv(coord, head, b, b, scaled)
@@ -458,9 +455,11 @@ class PrepareChunk:
                 self.invert_block(coord, head, above, system[below - 1], inverses[below - 1], beta_k, below)
         self.tinv_stored(coord)
 
-    def inverse_blocks(self):
-        """Registers of the warp's blocks of the inverse."""
-        return cute.make_rmem_tensor((4, 4), Uint32)
+    def load_below(self, coord):
+        """Of the three blocks below the warp's own: the system's row, and the inverse. Past the last sub-chunk, the last one's."""
+        places = [cutlass.min(coord.subchunk + below, 3) for below in range(1, 4)]
+        system = [[self.load_system(coord, j, i) for i in range(below)] for below, j in enumerate(places, start=1)]
+        return system, [ldmatrix_x4_trans(self.inverse_matrices_at(coord, j)) for j in places]
 
     def load_system(self, coord, j, i):
         """The system's block (j, own + i) as a right operand, whose columns are its rows."""
@@ -471,16 +470,20 @@ class PrepareChunk:
     def invert_block(self, coord, head, above, system, inverse, beta_k, below):
         sums = [[Float32(0)] * 4 for _ in range(2)]
         for i, right in enumerate(system):
-            left = [above[e, i] for e in range(4)]
-            sums = [mma_sync(sums[half], left, right[2 * half : 2 * half + 2], Float16) for half in range(2)]
-        left = self.left_operand(sums)
-        sums = [mma_sync([Float32(0)] * 4, left, inverse[2 * half : 2 * half + 2], Float16) for half in range(2)]
-        sums = [[-x for x in half] for half in sums]
-        made = self.left_operand(sums)
+            sums = self.add_product(sums, [above[e, i] for e in range(4)], right)
+        made, scaled = self.finish_block(sums, inverse, beta_k)
         for e in range(4):
             above[e, below] = made[e]
-        scaled = [[half[e] * beta_k[e // 2] for e in range(4)] for half in sums]
-        self.store_tinv(coord, head, coord.subchunk, coord.subchunk + below, self.left_operand(scaled))
+        self.store_tinv(coord, head, coord.subchunk, coord.subchunk + below, scaled)
+
+    def finish_block(self, sums, inverse, beta_k):
+        """A block of the inverse from its sum of products; and times beta |k|. Both as left operands."""
+        sums = self.add_product([[Float32(0)] * 4 for _ in range(2)], self.left_operand(sums), inverse)
+        sums = [[-x for x in half] for half in sums]
+        return self.left_operand(sums), self.left_operand([[half[e] * beta_k[e // 2] for e in range(4)] for half in sums])
+
+    def add_product(self, sums, left, right):
+        return [mma_sync(sums[half], left, right[2 * half : 2 * half + 2], Float16) for half in range(2)]
 
     def left_operand(self, sums):
         """A 16 x 16 result, two times 8 columns, as a left operand of mma.sync."""

@@ -567,6 +567,11 @@ def mul_x2(x, y, dtype=Float16):
     return cute.arch.inline_ptx(f"mul.rn.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[x, y])
 
 
+def fma_x2(x, y, z):
+    """x y + z of three words' fp16 numbers."""
+    return cute.arch.inline_ptx("fma.rn.f16x2 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[x, y, z])
+
+
 def max_abs_x2(x, y, dtype):
     """The larger magnitudes among two words' 16-bit numbers, with the signs' products."""
     instruction = f"max.xorsign.abs.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};"
