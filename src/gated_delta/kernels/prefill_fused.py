@@ -55,6 +55,7 @@ from .device.primitives import (
     log_decay,
     mbarrier,
     mbarrier_test,
+    mma_sync,
     mul_x2,
     offset,
     opaque,
@@ -84,7 +85,8 @@ from .prefill_scan import (
     within_scales,
 )
 
-CONVERT_REGISTERS, PREPARE_REGISTERS, MMA_REGISTERS = 80, 96, 168  # of a thread: 65536 in all, with two MMA warpgroups
+# Of a thread that converts, prepares, or multiplies: 65536 in all, with two MMA warpgroups. With fewer, ptxas serialises wgmmas.
+REGISTERS, REGISTERS_WITH_CHECKPOINTS = (80, 96, 168), (72, 88, 176)
 PREPARE_BARRIER, MMA_BARRIER = 1, 2  # and the next three: one for each MMA warpgroup and place of o
 GATE_CHUNKS = 4  # whose gates are computed at once, a chunk a warp
 SCALE_DECAY = 896  # exp(G), fp16 [64], behind the scales of prefill_scan; that of S k is fp16 here, and negative
@@ -199,8 +201,13 @@ class FusedChunk(GdnChunk):
         for b in range(3):
             for j in range(b, 3):
                 sums[j] = self.add_product(sums[j], above, system[j][b])
-            above, scaled = self.finish_block(sums[b], inverses[b], beta_k)
-            self.store_below(coord, head, places[b + 1], scaled)
+            made = self.add_product([[Float32(0)] * 4 for _ in range(2)], self.left_operand(sums[b]), inverses[b])
+            made = [[-x for x in half] for half in made]
+            above, scaled = self.left_operand(made), [[half[e] * beta_k[e // 2] for e in range(4)] for half in made]
+            self.store_below(coord, head, places[b + 1], self.left_operand(scaled))
+
+    def add_product(self, sums, left, right):
+        return [mma_sync(sums[half], left, right[2 * half : 2 * half + 2], Float16) for half in range(2)]
 
     @cute.jit
     def store_below(self, coord, head, j, words):
@@ -248,6 +255,7 @@ class PrefillFused(PrefillScan):
         work, self.shared = lay_out({"work": 2 * WORK_BYTES, "work_full": 2 * 8, "work_empty": 2 * 8, "places": 2 * 4 * 16}, end)
         self.smem = SimpleNamespace(**offsets, **scratch, **work)
         self.threads = 4 * WARPGROUP
+        self.registers = REGISTERS_WITH_CHECKPOINTS if checkpoints else REGISTERS
         self.chunk_terms = FusedChunk(DTYPES[g_dtype], gate, qk_l2norm, vars(self.smem))
 
     def blocks(self, size):
@@ -279,14 +287,14 @@ class PrefillFused(PrefillScan):
         cute.arch.sync_threads()
         group = thread // WARPGROUP - 2
         if group >= 0:
-            cute.arch.setmaxregister_increase(MMA_REGISTERS)
+            cute.arch.setmaxregister_increase(self.registers[2])
             self.for_each_work(self.mma, args, shared, thread % WARPGROUP, group)
             cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last outputs leave from shared memory
         elif group == -1:
-            cute.arch.setmaxregister_decrease(PREPARE_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.registers[1])
             self.for_each_work(self.prepare, args, shared, thread % WARPGROUP, group)
         else:
-            cute.arch.setmaxregister_decrease(CONVERT_REGISTERS)
+            cute.arch.setmaxregister_decrease(self.registers[0])
             self.for_each_work(self.convert, args, shared, thread, group, block)
 
     @cute.jit

@@ -457,9 +457,9 @@ class PrepareChunk:
 
     def load_below(self, coord):
         """Of the three blocks below the warp's own: the system's row, and the inverse. Past the last sub-chunk, the last one's."""
-        places = [cutlass.min(coord.subchunk + below, 3) for below in range(1, 4)]
-        system = [[self.load_system(coord, j, i) for i in range(below)] for below, j in enumerate(places, start=1)]
-        return system, [ldmatrix_x4_trans(self.inverse_matrices_at(coord, j)) for j in places]
+        b = coord.subchunk
+        system = [[self.load_system(coord, cutlass.min(b + below, 3), i) for i in range(below)] for below in range(1, 4)]
+        return system, [ldmatrix_x4_trans(self.inverse_matrices_at(coord, cutlass.min(b + below, 3))) for below in range(1, 4)]
 
     def load_system(self, coord, j, i):
         """The system's block (j, own + i) as a right operand, whose columns are its rows."""
@@ -470,20 +470,16 @@ class PrepareChunk:
     def invert_block(self, coord, head, above, system, inverse, beta_k, below):
         sums = [[Float32(0)] * 4 for _ in range(2)]
         for i, right in enumerate(system):
-            sums = self.add_product(sums, [above[e, i] for e in range(4)], right)
-        made, scaled = self.finish_block(sums, inverse, beta_k)
+            left = [above[e, i] for e in range(4)]
+            sums = [mma_sync(sums[half], left, right[2 * half : 2 * half + 2], Float16) for half in range(2)]
+        left = self.left_operand(sums)
+        sums = [mma_sync([Float32(0)] * 4, left, inverse[2 * half : 2 * half + 2], Float16) for half in range(2)]
+        sums = [[-x for x in half] for half in sums]
+        made = self.left_operand(sums)
         for e in range(4):
             above[e, below] = made[e]
-        self.store_tinv(coord, head, coord.subchunk, coord.subchunk + below, scaled)
-
-    def finish_block(self, sums, inverse, beta_k):
-        """A block of the inverse from its sum of products; and times beta |k|. Both as left operands."""
-        sums = self.add_product([[Float32(0)] * 4 for _ in range(2)], self.left_operand(sums), inverse)
-        sums = [[-x for x in half] for half in sums]
-        return self.left_operand(sums), self.left_operand([[half[e] * beta_k[e // 2] for e in range(4)] for half in sums])
-
-    def add_product(self, sums, left, right):
-        return [mma_sync(sums[half], left, right[2 * half : 2 * half + 2], Float16) for half in range(2)]
+        scaled = [[half[e] * beta_k[e // 2] for e in range(4)] for half in sums]
+        self.store_tinv(coord, head, coord.subchunk, coord.subchunk + below, self.left_operand(scaled))
 
     def left_operand(self, sums):
         """A 16 x 16 result, two times 8 columns, as a left operand of mma.sync."""
