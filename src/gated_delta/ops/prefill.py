@@ -38,8 +38,9 @@ MIN_JOINED_LONG = {"head": 2**31, "channel": 32768}
 MAX_OVERLAPPED, MIN_OVERLAPPED = 64, 2048
 """Blocks of the scan up to which others prepare chunks beside it; tokens of the one sequence from which that is faster."""
 
-MAX_FUSED_GROUP, MIN_FILLED = 4, {3: 0.75, 4: 0.75}
-"""Value heads of a k head up to which one kernel is faster, and the share of several rounds of SMs that heads have to fill.
+MAX_FUSED_GROUP, MIN_FILLED = 8, {1: 0, 2: 0}
+"""Value heads of a k head up to which one kernel is faster, and the share of several rounds of SMs that heads have to fill, by the
+value heads of a k head, 0.75 for more than two.
 
 Each value head makes fp16 k and q and their products anew. With a single chunk a sequence two kernels are faster.
 """
@@ -89,7 +90,7 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: i
         if not can_fuse(problem) or deterministic or group > MAX_FUSED_GROUP or tokens <= CHUNK * sequences:
             return Segmentation(1, 128)
         rounds = -(-heads // MAX_BLOCKS)
-        fills = rounds == 1 or heads >= MIN_FILLED.get(group, 0) * MAX_BLOCKS * rounds
+        fills = rounds == 1 or heads >= MIN_FILLED.get(group, 0.75) * MAX_BLOCKS * rounds
         mean = tokens / sequences
         even = longest <= MAX_EVEN * mean and mean > (longest - 1) // CHUNK * CHUNK
         return Segmentation(1, 128, True, even=even) if fills else Segmentation(1)
