@@ -1060,19 +1060,35 @@ def test_what_has_no_fused_kernel_is_not_fused():
         dict(axis="channel"),
         dict(dtype=torch.float16),
         dict(K=64),
-        dict(HV=5),
+        dict(HV=9),
         dict(options=frozenset({"deterministic"})),
     ):
         assert on_host.segmentation_of(prompt_problem(**dict(HV=2) | other), 100, 10000) == split
     assert on_host.segmentation_of(prompt_problem(2), 100, 6400) == split  # a chunk a sequence
 
 
+def test_sequences_of_about_one_length_need_no_queue():
+    """As many chunks as the longest on average, and at most a tenth less than it."""
+    problem = prompt_problem(H=16, HV=32, options=frozenset({"cu_seqlens_i32"}))
+    for lengths, even in (
+        ((409,) * 9 + (415,), True),
+        ((204,) * 19 + (220,), True),
+        ((448,) * 7 + (447,), True),
+        ((380,) * 9 + (390,), False),  # six chunks, and seven
+        ((400,) * 9 + (448,), False),
+        ((819,) * 8 + (820, 0), False),
+    ):
+        made = on_host.segmentation_of(problem, len(lengths), sum(lengths), max(lengths))
+        assert made == on_host.Segmentation(1, 128, True, even=even)
+
+
 def test_where_heads_leave_many_sms_idle_blocks_have_64_rows():
-    """Three or four value heads a k head: 132 at a time, which should fill three quarters of all rounds but a single one."""
+    """Three to eight value heads a k head: 132 at a time, which should fill three quarters of all rounds but a single one."""
     one, two = on_host.Segmentation(1, 128, True, even=True), on_host.Segmentation(1)
     for heads, made in ((84, one), (132, one), (144, two), (192, two), (204, one), (264, one), (276, two), (300, one), (372, one)):
         for HV in (3, 4):
             assert on_host.segmentation_of(prompt_problem(HV), heads // HV, 100 * heads) == made
+        assert heads % 6 or on_host.segmentation_of(prompt_problem(6), heads // 6, 100 * heads) == made
         for HV in (1, 2):
             assert on_host.segmentation_of(prompt_problem(HV), heads // HV, 100 * heads) == one
 

@@ -85,8 +85,9 @@ from .prefill_scan import (
     within_scales,
 )
 
-# Of a thread that converts, prepares, or multiplies: 65536 in all, with two MMA warpgroups. With fewer, ptxas serialises wgmmas.
-REGISTERS, REGISTERS_WITH_CHECKPOINTS = (80, 96, 168), (72, 88, 176)
+# Of a thread that converts, prepares, or multiplies: 65536 in all, with two MMA warpgroups. With checkpoints and log gates ptxas
+# serialises the wgmmas of some variants that have 168; the others are slower with 176.
+REGISTERS, MORE_FOR_MMA = (80, 96, 168), (72, 88, 176)
 PREPARE_BARRIER, MMA_BARRIER = 1, 2  # and the next three: one for each MMA warpgroup and place of o
 GATE_CHUNKS = 4  # whose gates are computed at once, a chunk a warp
 SCALE_DECAY = 896  # exp(G), fp16 [64], behind the scales of prefill_scan; that of S k is fp16 here, and negative
@@ -255,7 +256,7 @@ class PrefillFused(PrefillScan):
         work, self.shared = lay_out({"work": 2 * WORK_BYTES, "work_full": 2 * 8, "work_empty": 2 * 8, "places": 2 * 4 * 16}, end)
         self.smem = SimpleNamespace(**offsets, **scratch, **work)
         self.threads = 4 * WARPGROUP
-        self.registers = REGISTERS_WITH_CHECKPOINTS if checkpoints else REGISTERS
+        self.registers = MORE_FOR_MMA if checkpoints and gate == "log" else REGISTERS
         self.chunk_terms = FusedChunk(DTYPES[g_dtype], gate, qk_l2norm, vars(self.smem))
 
     def blocks(self, size):
