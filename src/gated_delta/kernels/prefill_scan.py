@@ -687,7 +687,7 @@ class PrefillScan:
         if cutlass.const_expr(self.fused):
             self.start_v(args, coord, pipe, 1)
             values, state_scale = self.fit_values(frag, coord, pipe, state_scale)
-            warpgroup.wait_group(0)  # for S q as well: registers do not hold both operands beside the values
+            warpgroup.wait_group(0)  # for S q as well: waiting for S k alone takes more registers, and gains nothing
             self.residual(frag, values, self.s_k_scales(coord, pipe), state_scale)
         else:
             values, s_k_scales = self.values(coord, pipe), self.s_k_scales(coord, pipe)
