@@ -882,12 +882,12 @@ def test_joined_segments_are_two_kernels(launches, monkeypatch, axis):
 
 
 def test_one_kernel_where_heads_fill_the_chip(launches):
-    """And at most four value heads share a k head. In the workspace is at most what uneven sequences need: ranks and a queue."""
+    """And at most eight value heads share a k head. In the workspace is at most what uneven sequences need: ranks and a queue."""
     many = 33
     for heads, more, kernels in (
         (2, {}, ["prefill_fused"]),
         (4, dict(cu_seqlens=torch.arange(many + 1) * 65, max_seqlen=65), ["prefill_fused"]),
-        (4, dict(cu_seqlens=torch.arange(many + 1) * 65, max_seqlen=66), ["prefill_schedule", "prefill_fused"]),
+        (4, dict(cu_seqlens=torch.arange(many + 1) * 65, max_seqlen=80), ["prefill_schedule", "prefill_fused"]),
         (1, {}, ["prefill_fused"]),
         (1, dict(deterministic=True), ["prefill_prepare", "prefill_scan"]),
     ):
@@ -959,7 +959,7 @@ def test_calls_that_differ_in_max_seqlen_have_kernels_of_their_own(launches):
         for max_seqlen, kernels, rows in (
             (65, fused, None),
             (0, fused, None),
-            (66, ["prefill_schedule", *fused], None),
+            (80, ["prefill_schedule", *fused], None),
             (numpy.int32(65), fused, None),
             (1000, split, 64),
             (2**70, split, 64),
