@@ -314,12 +314,8 @@ class PrefillFused(PrefillScan):
         return pipe.stage & 1 if name in ("tinv", "aqk") else pipe.stage
 
     def qk_tensors(self, coord):
-        both = self.qk_tensor(coord)
+        both = tile_pair_tensor(coord.shared + self.smem.kq, D, self.stages)
         return {name: cute.local_tile(both, (CHUNK, D, self.stages), (i, 0, 0)) for i, name in enumerate("kq")}
-
-    def qk_tensor(self, coord):
-        """The stages' k and q as one operand."""
-        return tile_pair_tensor(coord.shared + self.smem.kq, D, self.stages)
 
     # -------------------------------------------------------------------------------------------- fp16 sums
 
@@ -750,27 +746,34 @@ class PrefillFused(PrefillScan):
             store_shared_half(scales + SCALE_DECAY + token * 2, decay)
 
     def start_products(self, coord, stage):
-        """Start K K^T and K Q^T as one product. stage: known to be the same in all lanes, or they make descriptors of it."""
-        both, major = self.qk_tensor(coord), cute.nvgpu.OperandMajorMode
-        op = warpgroup.MmaF16BF16Op(Float16, Float16, (64, 2 * CHUNK, 16), warpgroup.OperandSource.SMEM, major.K, major.K)
-        mma = cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
-        some, k = mma.get_slice(coord.thread), self.qk_tensors(coord)["k"]
-        left, right = some.make_fragment_A(some.partition_A(k)), some.make_fragment_B(some.partition_B(both))
-        sums = cute.make_rmem_tensor(mma.partition_shape_C((64, 2 * CHUNK)), Float16)
-        warpgroup.fence()
-        for k_block in range(D // 16):
-            mma.set(warpgroup.Field.ACCUMULATE, k_block > 0)
-            cute.gemm(mma, sums, left[None, None, k_block, stage], right[None, None, k_block, stage], sums)
-        warpgroup.commit_group()
-        return sums
+        """Start K K^T and K Q^T; the latter with fp16 sums. stage: known to be the same in all lanes, which else make descriptors.
 
-    def words_of(self, sums):
-        """The products as `decay_products` takes them: words of two fp16 numbers."""
-        words, made = cute.recast_tensor(sums, Uint32), []
-        for first in (0, CHUNK // 4):
-            some = cute.make_rmem_tensor((2, CHUNK // 8), Uint32)
-            for j in range(CHUNK // 8):
-                for i in range(2):
-                    some[i, j] = words[first + 2 * j + i]
-            made.append(some)
+        Of K K^T fp16 sums would be 2 to 3 % faster, and errors for collinear keys up to 1.6 times as large.
+        """
+        tensors, major, made = self.qk_tensors(coord), cute.nvgpu.OperandMajorMode, []
+        warpgroup.fence()
+        for name, dtype in (("k", Float32), ("q", Float16)):
+            op = warpgroup.MmaF16BF16Op(Float16, dtype, (64, CHUNK, 16), warpgroup.OperandSource.SMEM, major.K, major.K)
+            mma = cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
+            some = mma.get_slice(coord.thread)
+            left, right = (
+                some.make_fragment_A(some.partition_A(tensors["k"])),
+                some.make_fragment_B(some.partition_B(tensors[name])),
+            )
+            sums = cute.make_rmem_tensor(mma.partition_shape_C((64, CHUNK)), dtype)
+            for k_block in range(D // 16):
+                mma.set(warpgroup.Field.ACCUMULATE, k_block > 0)
+                cute.gemm(mma, sums, left[None, None, k_block, stage], right[None, None, k_block, stage], sums)
+            made.append(sums)
+        warpgroup.commit_group()
         return made
+
+    def words_of(self, products):
+        """The products as `decay_products` takes them: words of two fp16 numbers."""
+        kk, kq = (cute.make_rmem_tensor((2, CHUNK // 8), Uint32) for _ in range(2))
+        halves = cute.recast_tensor(products[1], Uint32)
+        for j in range(CHUNK // 8):
+            for i in range(2):
+                at = 4 * j + 2 * i
+                kk[i, j], kq[i, j] = pack_x2(products[0][at], products[0][at + 1], Float16), halves[at // 2]
+        return kk, kq
