@@ -69,6 +69,13 @@ def test_prefill_passes_in_every_cut(cut, case, kernels):
     judged(case, kernels)
 
 
+@pytest.mark.parametrize("cut", ["fused"], indirect=True)
+@pytest.mark.parametrize("case", sample("prefill", 2, axis=("head",), keys=("collinear",), family=("none",), **COMMON), ids=str)
+def test_collinear_keys_pass_in_one_kernel(case, cut, kernels):
+    """Whose inverse is the hardest: fp16 sums of K K^T would not do."""
+    judged(case, kernels)
+
+
 def call(axis, T, lengths=None, heads=None):
     """Raw inputs of two value heads, KDA: one."""
     generator, (H, HV) = torch.Generator().manual_seed(T), heads or FEW_HEADS[axis]
