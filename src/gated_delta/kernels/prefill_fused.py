@@ -37,7 +37,7 @@ from .device.chunks import (
     lay_out,
     square_offset,
     tile_pair_offset,
-    tile_pair_tensor,
+    tile_pair_tensors,
     token_offset,
 )
 from .device.chunks import Coord as PrepareCoord
@@ -193,11 +193,11 @@ class FusedChunk(GdnChunk):
 
     def invert_below(self, coord, head):
         """As PrepareChunk's, but all warps compute three blocks: no branch keeps a product from those that need not wait for it."""
-        gates, places = self.gates_at(coord, head) + coord.row * 4, [coord.subchunk + below for below in range(4)]
+        gates = self.gates_at(coord, head) + coord.row * 4
         beta_k = [load_shared_f32(gates + (GATE_BETA_K + coord.subchunk * SUBCHUNK + 8 * i) * 4) for i in range(2)]
         above, scaled = (ldmatrix_x4(self.inverse_matrices_at(coord, coord.subchunk, i)) for i in range(2))
         system, inverses = self.load_below(coord)
-        self.store_below(coord, head, places[0], scaled)
+        self.store_tinv(coord, head, coord.subchunk, coord.subchunk, scaled)
         sums = [[[Float32(0)] * 4 for _ in range(2)] for _ in range(3)]
         for b in range(3):
             for j in range(b, 3):
@@ -205,7 +205,7 @@ class FusedChunk(GdnChunk):
             made = self.add_product([[Float32(0)] * 4 for _ in range(2)], self.left_operand(sums[b]), inverses[b])
             made = [[-x for x in half] for half in made]
             above, scaled = self.left_operand(made), [[half[e] * beta_k[e // 2] for e in range(4)] for half in made]
-            self.store_below(coord, head, places[b + 1], self.left_operand(scaled))
+            self.store_below(coord, head, coord.subchunk + b + 1, self.left_operand(scaled))
 
     def add_product(self, sums, left, right):
         return [mma_sync(sums[half], left, right[2 * half : 2 * half + 2], Float16) for half in range(2)]
@@ -314,8 +314,8 @@ class PrefillFused(PrefillScan):
         return pipe.stage & 1 if name in ("tinv", "aqk") else pipe.stage
 
     def qk_tensors(self, coord):
-        both = tile_pair_tensor(coord.shared + self.smem.kq, D, self.stages)
-        return {name: cute.local_tile(both, (CHUNK, D, self.stages), (i, 0, 0)) for i, name in enumerate("kq")}
+        k, q = tile_pair_tensors(coord.shared + self.smem.kq, D, self.stages)
+        return {"k": k, "q": q}
 
     # -------------------------------------------------------------------------------------------- fp16 sums
 
@@ -366,6 +366,7 @@ class PrefillFused(PrefillScan):
             words[i] = fma_x2(s_k[i], s_k_scales[i // 2], values[i])
 
     def round_u(self, frag):
+        """Nothing to round: u is fp16 as it comes."""
         u, sums = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.s_k))
         for i in range(cute.size(u)):
             u[i] = sums[i]
@@ -676,7 +677,7 @@ class PrefillFused(PrefillScan):
             if c & (GATE_CHUNKS - 1) == GATE_CHUNKS - 1:
                 self.cumulate_gates(args, here.shared, gates, c + 1 + here.subchunk, here.lane, left, parameters, raw)
             warpgroup.wait_group(0)
-            kk, kq = self.words_of(sums)
+            kk, kq = self.packed(sums)
             cute.arch.barrier(barrier_id=PREPARE_BARRIER, number_of_threads=WARPGROUP)
             # The chunk two before is complete: its Tinv and Aqk are no longer read.
             last, its_phase = self.stage_of(iteration + 2)
@@ -750,16 +751,14 @@ class PrefillFused(PrefillScan):
 
         Of K K^T fp16 sums would be 2 to 3 % faster, and errors for collinear keys up to 1.6 times as large.
         """
-        tensors, major, made = self.qk_tensors(coord), cute.nvgpu.OperandMajorMode, []
+        k, q = self.qk_tensors(coord).values()
+        major, made = cute.nvgpu.OperandMajorMode, []
         warpgroup.fence()
-        for name, dtype in (("k", Float32), ("q", Float16)):
+        for right, dtype in ((k, Float32), (q, Float16)):
             op = warpgroup.MmaF16BF16Op(Float16, dtype, (64, CHUNK, 16), warpgroup.OperandSource.SMEM, major.K, major.K)
             mma = cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
             some = mma.get_slice(coord.thread)
-            left, right = (
-                some.make_fragment_A(some.partition_A(tensors["k"])),
-                some.make_fragment_B(some.partition_B(tensors[name])),
-            )
+            left, right = some.make_fragment_A(some.partition_A(k)), some.make_fragment_B(some.partition_B(right))
             sums = cute.make_rmem_tensor(mma.partition_shape_C((64, CHUNK)), dtype)
             for k_block in range(D // 16):
                 mma.set(warpgroup.Field.ACCUMULATE, k_block > 0)
@@ -768,7 +767,7 @@ class PrefillFused(PrefillScan):
         warpgroup.commit_group()
         return made
 
-    def words_of(self, products):
+    def packed(self, products):
         """The products as `decay_products` takes them: words of two fp16 numbers."""
         kk, kq = (cute.make_rmem_tensor((2, CHUNK // 8), Uint32) for _ in range(2))
         halves = cute.recast_tensor(products[1], Uint32)

@@ -201,14 +201,15 @@ def tile_pair_offset(row, vector):
     return vector // 4 * (2 * CHUNK * 64) + row * 64 + ((vector % 4) ^ (row // 2 % 4)) * 16
 
 
-def tile_pair_tensor(address, columns, stages):
-    """Tile pairs in shared memory as an operand of wgmma: [128, columns, stages]."""
+def tile_pair_tensors(address, columns, stages):
+    """k and q of tile pairs in shared memory as operands of wgmma: each [64, columns, stages]."""
     layout = cute.tile_to_shape(
         warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, Float16), (2 * CHUNK, columns), order=(0, 1)
     )
     at = cute.make_ptr(Float16, address, cute.AddressSpace.smem, assumed_align=1024)
     at = cute.recast_ptr(at, swizzle_=layout.inner, dtype=Float16)
-    return cute.make_tensor(at, cute.append(layout.outer, cute.make_layout(stages, stride=2 * CHUNK * columns)))
+    both = cute.make_tensor(at, cute.append(layout.outer, cute.make_layout(stages, stride=2 * CHUNK * columns)))
+    return [cute.local_tile(both, (CHUNK, columns, stages), (i, 0, 0)) for i in range(2)]
 
 
 def square_tensor(address, stages):
