@@ -513,6 +513,7 @@ class PrefillFused(PrefillScan):
         left = Int32(select_(work.state_index >= 0, work.sequence.tokens, 0))
         pipe = MmaState(coord.first_chunk, stage, left)
         words = self.row_of_maps(args, work.sequence), work.sequence.start, work.hv, coord.group
+        cute.arch.sync_warp()  # all lanes have read the last one
         store_shared_x4(self.kept_place(coord), [Uint32(x) for x in words])
         cute.arch.sync_warp()
         self.start_v(args, coord, pipe, 0)
