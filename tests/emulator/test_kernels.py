@@ -103,6 +103,17 @@ def test_values_of_any_size(cut, power, zeros, kernels):
         assert apart(x.double() / size, y) <= 3e-3
 
 
+@pytest.mark.parametrize("cut", [1, "persistent", "overlapped", "joined"], indirect=True)
+def test_rows_without_tokens_are_zeros_or_not_read(cut, kernels):
+    """Chunks with tokens in one to four of their sub-chunks. What KDA leaves unwritten of the workspace is poison."""
+    one = call("channel", 330, (1, 80, 81, 60, 108))
+    want = gd.prefill(**one, backend="reference")
+    with emulated(kernels):
+        made = gd.prefill(**one, backend="cute")
+    for x, y in zip(made, want, strict=True):
+        assert apart(x.double(), y) <= 3e-3
+
+
 @pytest.mark.parametrize("axis", FEW_HEADS)
 @pytest.mark.parametrize("cut", CUTS[1:4], indirect=True)
 def test_bits_do_not_depend_on_the_order_of_events(axis, cut, kernels):

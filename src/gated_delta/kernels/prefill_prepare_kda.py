@@ -125,8 +125,11 @@ class KdaChunk(PrepareChunk):
         self.store_norms(args, coord, inverse_norms, squares, beta)
         diagonal = cute.make_rmem_tensor((4, 2, 2), Float32)
         diagonal.fill(0.0)
-        for k_block in cutlass.range(K_BLOCKS, unroll=1):
-            self.decay_k_block(coord, inverse_norms, k_block, parameters, diagonal)
+        if self.has_tokens(coord):
+            for k_block in cutlass.range(K_BLOCKS, unroll=1):
+                self.decay_k_block(coord, inverse_norms, k_block, parameters, diagonal)
+        else:
+            self.clear_operands(coord)
         self.inputs_loaded(coord)
         self.sync(coord)
         self.chunk_begun(args, coord, coord.subchunk == 1)
@@ -134,6 +137,17 @@ class KdaChunk(PrepareChunk):
         self.store_diagonal(coord, diagonal)
         self.off_diagonal_blocks(args, coord)
         self.invert_and_store(args, coord, coord.h, 0)
+
+    def has_tokens(self, coord):
+        """Whether the warp's sub-chunk has any."""
+        return coord.subchunk * SUBCHUNK < coord.tokens
+
+    def clear_operands(self, coord):
+        """Of a sub-chunk past the last token, whose raw q and k are zeros."""
+        store_shared_x4(self.totals_at(coord, coord.subchunk) + coord.lane * 16, [Uint32(0)] * 4)
+        for k_block in range(K_BLOCKS):
+            for i in range(2):
+                store_shared_x4(self.right_at(coord, i, k_block), [Uint32(0)] * 4)
 
     # -------------------------------------------------------------------------------------------- addresses
 
@@ -461,7 +475,10 @@ class KdaChunk(PrepareChunk):
         return [tile + at for tile in (args.ptr.q_tiles, args.ptr.k_tiles, args.ptr.k_restored)]
 
     def store_tiles(self, coord, tiles, largest, k_block, left):
-        """8 channels of the lane's tokens: q and k decayed from the chunk's start, k decayed to its end; the largest of k's."""
+        """8 channels of the lane's tokens: q and k decayed from the chunk's start, k decayed to its end; the largest of k's.
+
+        Of a sub-chunk without tokens only the first K block of k_restored is written: the scan reads these zeros for all others.
+        """
         at = self.vectors_at(coord) + (32 * k_block + 8 * coord.quad_lane) * 2
         from_start, to_end = load_shared_x4(at + FROM_START), load_shared_x4(at + TO_END)
         for i in range(2):
@@ -471,7 +488,7 @@ class KdaChunk(PrepareChunk):
             for which, (tile, (words, by)) in enumerate(zip(tiles, rows, strict=True)):
                 address = tile + Int64(k_block * tile_offset(0, 4) + i * tile_offset(8, 0))
                 made = [mul_x2(x, y) for x, y in zip(words, by, strict=True)]
-                store_words(address, made, True)
+                store_words(address, made, self.has_tokens(coord) | ((which == 2) & (k_block == 0)))
                 if self.segmented and which > 0:
                     for word in made:
                         largest[which - 1, i] = max_abs_x2(largest[which - 1, i], word, Float16)

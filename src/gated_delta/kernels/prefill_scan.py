@@ -28,6 +28,7 @@ from .device.chunks import (
     KDA_SCALE_S_K,
     KDA_SCALE_STATE,
     SQUARE_BYTES,
+    SUBCHUNK,
     D,
     Pointers,
     Sequence,
@@ -524,14 +525,34 @@ class PrefillScan:
         if not self.channel:
             qk_chunk = Int64(slot) * Int64(size.H) + Int64(qk_head(coord.work.hv, size.qk_head_factor))
         tiles = {smem.k: ptr.k_tiles, smem.q: ptr.q_tiles} | ({smem.k_restored: ptr.k_restored} if self.channel else {})
-        for target, source in tiles.items():
-            bulk_load(shared + target + stage * TILE_BYTES, source + qk_chunk * TILE_BYTES, TILE_BYTES, full)
+        sources = [(shared + target + stage * TILE_BYTES, source + qk_chunk * TILE_BYTES) for target, source in tiles.items()]
+        if self.channel:
+            left = coord.work.sequence.tokens - (slot - coord.work.sequence.first_slot) * CHUNK
+            self.load_rows_with_tokens(sources, left, full)
+        else:
+            self.load_tiles(sources, full)
         for i, square in enumerate((smem.tinv, smem.aqk)):
             for panel in range(CHUNK // 16):
                 source = ptr.tinv_aqk + v_chunk * (2 * TRIANGLE_BYTES) + i * TRIANGLE_BYTES + triangle_panel(panel)
                 target = shared + square + stage * SQUARE_BYTES + square_panel(panel)
                 bulk_load(target, source, (CHUNK - 16 * panel) * 32, full)
         bulk_load(shared + smem.scales + stage * SCALE_BYTES, ptr.scales + v_chunk * SCALE_BYTES, SCALE_BYTES, full)
+
+    def load_tiles(self, tiles, full):
+        for target, source in tiles:
+            bulk_load(target, source, TILE_BYTES, full)
+
+    @cute.jit
+    def load_rows_with_tokens(self, tiles, left, full):
+        """Tiles of a chunk of KDA. Of sub-chunks without tokens there are zeros, but only in the last tile's first 32 channels."""
+        if left > CHUNK - SUBCHUNK:
+            self.load_tiles(tiles, full)
+        else:
+            size = (left + SUBCHUNK - 1) // SUBCHUNK * (SUBCHUNK * 64)
+            for at in cutlass.range(0, TILE_BYTES, CHUNK * 64, unroll=1):
+                for target, source in tiles:
+                    bulk_load(target + at, source + at, size, full)
+                    bulk_load(target + at + size, tiles[-1][1] + size, CHUNK * 64 - size, full)
 
     # -------------------------------------------------------------------------------------------- store warps
 
