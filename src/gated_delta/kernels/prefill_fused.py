@@ -513,11 +513,15 @@ class PrefillFused(PrefillScan):
         left = Int32(select_(work.state_index >= 0, work.sequence.tokens, 0))
         pipe = MmaState(coord.first_chunk, stage, left)
         words = self.row_of_maps(args, work.sequence), work.sequence.start, work.hv, coord.group
-        cute.arch.sync_warp()  # all lanes have read the last one
         store_shared_x4(self.kept_place(coord), [Uint32(x) for x in words])
         cute.arch.sync_warp()
         self.start_v(args, coord, pipe, 0)
         return pipe
+
+    @cute.jit
+    def store_state(self, args, coord, state, state_scale):
+        PrefillScan.store_state(self, args, coord, state, state_scale)
+        cute.arch.sync_warp()  # all lanes have read their place: the next work tile overwrites it
 
     def kept_place(self, coord):
         """Of the warp's place in v and o, in shared memory: registers do not hold it."""
