@@ -521,7 +521,8 @@ class PrefillFused(PrefillScan):
     @cute.jit
     def store_state(self, args, coord, state, state_scale):
         PrefillScan.store_state(self, args, coord, state, state_scale)
-        cute.arch.sync_warp()  # all lanes have read their place: the next work tile overwrites it
+        # All lanes have read their place, which the next work tile overwrites: right in front of that ptxas serialises wgmmas.
+        cute.arch.sync_warp()
 
     def kept_place(self, coord):
         """Of the warp's place in v and o, in shared memory: registers do not hold it."""

@@ -41,6 +41,7 @@ from .device.chunks import (
     num_chunks,
     square_panel,
     square_tensor,
+    tile_offset,
     tile_tensor,
     token_offset,
     triangle_panel,
@@ -548,11 +549,12 @@ class PrefillScan:
         if left > CHUNK - SUBCHUNK:
             self.load_tiles(tiles, full)
         else:
-            size = (left + SUBCHUNK - 1) // SUBCHUNK * (SUBCHUNK * 64)
-            for at in cutlass.range(0, TILE_BYTES, CHUNK * 64, unroll=1):
+            size, block = (left + SUBCHUNK - 1) // SUBCHUNK * tile_offset(SUBCHUNK, 0), tile_offset(0, 4)
+            zeros = tiles[-1][1] + size
+            for at in cutlass.range(0, TILE_BYTES, block, unroll=1):
                 for target, source in tiles:
                     bulk_load(target + at, source + at, size, full)
-                    bulk_load(target + at + size, tiles[-1][1] + size, CHUNK * 64 - size, full)
+                    bulk_load(target + at + size, zeros, block - size, full)
 
     # -------------------------------------------------------------------------------------------- store warps
 
