@@ -127,6 +127,23 @@ def test_bits_do_not_depend_on_the_order_of_events(axis, cut, kernels):
         assert torch.equal(state, made[0][1])
 
 
+@pytest.mark.parametrize("cut", [1], indirect=True)
+@pytest.mark.parametrize("logs", [(-5.0, -5.0625), (-24.0, -88.0)])
+@pytest.mark.parametrize("every", [1, 3])
+def test_diagonal_blocks_of_any_decays(cut, logs, every, kernels):
+    """On both sides of what a sub-chunk with one split holds, and beyond what counts of a token's decay. Keys of all sizes."""
+    one = decaying("channel", 100, logs)
+    strong = (torch.arange(100) % every == 0)[None, :, None, None]
+    one["g"] = torch.where(strong, one["g"], -0.01)
+    sizes = 2.0 ** -torch.arange(128).remainder(24)
+    one |= dict(k=(one["k"] * sizes).bfloat16(), q=(one["q"] / sizes.clamp_min(2.0**-10)).bfloat16())
+    want = gd.prefill(**one, backend="reference")
+    with emulated(kernels):
+        made = gd.prefill(**one, backend="cute")
+    for x, y in zip(made, want, strict=True):
+        assert apart(x.double(), y) <= 3e-3
+
+
 # ------------------------------------------------------------------------------------------------ joined segments
 
 HEADS = {"head": (1, 2), "channel": (2, 2)}

@@ -3,7 +3,7 @@
 A warp has a sub-chunk of 16 tokens. G is the cumulative log decay to base 2. The decay from token i to token t, 2**(G_t - G_i),
 is split at sub-chunk boundaries into factors of at most 1. For t in sub-chunk a and i in sub-chunk b, G_t - G(start of a) goes to
 the left operand, G(end of b) - G_i to the right one, and the sub-chunks between to either. Within a sub-chunk the right operand
-grows instead, by G(start) - G_i. Where that exceeds `MAX_GROWTH`, each token gets a split of its own: sixteen times the work.
+grows instead, by G(start) - G_i. Where that exceeds `MAX_GROWTH`, four tokens at a time get a split of their own.
 
 Raw tokens come to shared memory by asynchronous copies. A lane overwrites 8 raw channels of a token with its operands of them.
 """
@@ -66,7 +66,16 @@ from .device.primitives import (
     warp_max,
 )
 
-MAX_GROWTH = 100.0  # log2 of the most that right operands grow by within a sub-chunk: it stays well within fp32
+MAX_GROWTH = 116.0
+"""log2 of the most that right operands grow by within a sub-chunk: 16 tokens of -5 nats, the default bound, are 115.4.
+
+Left operands shrink as much, to fp32's subnormal numbers where a channel has less than 2**-10 of a token's length.
+"""
+WINDOW, MIN_STEP = 4, -32.0
+"""Tokens that have a split in common where operands grow by more; and the least log2 decay of a token that counts there.
+
+So right operands grow by 2**96 at most. What a decay of 2**-32 leaves is nothing beside the fp16 of Tinv and Aqk.
+"""
 MIN_RATE, MAX_RATE = 2.0**-100, 2.0**100  # of exp(A_log)
 TF32_TRUNCATION = 7.04e-4
 """The mean relative loss of a product on the tensor cores, which truncate operands to tf32."""
@@ -282,6 +291,10 @@ class KdaChunk(PrepareChunk):
         """Log decays of a sub-chunk, of the lane's channels of a K block."""
         return self.load_f32x8(self.totals_at(coord, subchunk) + (32 * k_block + 8 * coord.quad_lane) * 4)
 
+    def load_cumsum(self, coord, t):
+        """Cumulative log decays of a token of the sub-chunk, of the lane's channels."""
+        return self.load_f32x8(self.cumsum_at(coord, t) + coord.quad_lane * 32)
+
     def load_f32x8(self, address):
         return [x for half in range(2) for x in load_shared_f32x4(address + 16 * half)]
 
@@ -313,14 +326,14 @@ class KdaChunk(PrepareChunk):
         exceeds = self.cumulate_gates(coord, k_block, parameters)
         cute.arch.sync_warp()
         cumsum, total, growth, tokens = self.load_k_block(coord, inverse_norms, k_block)
-        if exceeds:
-            self.add_diagonal_per_token(coord, tokens, cumsum, diagonal)
         self.store_operands(coord, k_block, cumsum, total, growth, tokens, diagonal)
+        if exceeds:
+            self.add_diagonal_by_windows(coord, tokens, diagonal)
         cute.arch.sync_warp()
 
     def load_k_block(self, coord, inverse_norms, k_block):
         """Of the lane's tokens: cumulative log decays, the sub-chunk's total, the growth of right operands; unit q and k."""
-        cumsum = [self.load_f32x8(self.cumsum_at(coord, coord.row + 8 * i) + coord.quad_lane * 32) for i in range(2)]
+        cumsum = [self.load_cumsum(coord, coord.row + 8 * i) for i in range(2)]
         total = self.load_total(coord, coord.subchunk, k_block)
         growth = self.load_f32x8(self.vectors_at(coord) + GROWTH_ROW * 128 + coord.quad_lane * 32)
         raw = [[load_shared_x4(self.left_at(coord, which, i, k_block)) for which in range(2)] for i in range(2)]
@@ -348,11 +361,11 @@ class KdaChunk(PrepareChunk):
         self.add_diagonal(diagonal, left, right)
 
     def add_diagonal(self, diagonal, left, right):
-        """8 channels' share of the diagonal block, in tf32: [number, half of the columns, q or k]."""
+        """8 channels' share of the diagonal block or of half of its columns, in tf32: [number, half of the columns, q or k]."""
         for step in range(4):
             for which in range(2):
                 a = [left[i][which][2 * step + c].bitcast(Uint32) for c in range(2) for i in range(2)]
-                for half in range(2):
+                for half in range(len(right)):
                     sums = [diagonal[e, half, which] for e in range(4)]
                     b = [right[half][2 * step + c].bitcast(Uint32) for c in range(2)]
                     sums = mma_sync(sums, a, b, Float32)
@@ -360,24 +373,41 @@ class KdaChunk(PrepareChunk):
                         diagonal[e, half, which] = sums[e]
 
     @cute.jit
-    def add_diagonal_per_token(self, coord, tokens, cumsum, diagonal):
-        """The same with a split at each token in turn, so that no operand grows; each product is right in that token's column."""
-        found = cute.make_rmem_tensor((4, 2, 2), Float32)
-        right = [self.times(k, [Float32(1 + TF32_TRUNCATION)] * 8) for _, k in tokens]
-        for at in cutlass.range(SUBCHUNK, unroll=1):
+    def add_diagonal_by_windows(self, coord, tokens, diagonal):
+        """The same with a split at every fourth token; each product is right in the columns of the four from there on."""
+        self.limit_decays(coord)
+        cumsum = [self.load_cumsum(coord, coord.row + 8 * i) for i in range(2)]
+        right = []
+        for i, (_, k) in enumerate(tokens):
+            split = self.load_cumsum(coord, coord.row // WINDOW * WINDOW + 8 * i)
+            growth = [exp2(x - y + Float32(TF32_TRUNCATION * LOG2_E)) for x, y in zip(split, cumsum[i], strict=True)]
+            right.append(self.times(k, growth))
+        found = cute.make_rmem_tensor((4, 1, 2), Float32)
+        for first in cutlass.range(0, SUBCHUNK, WINDOW, unroll=1):
+            split, left = self.load_cumsum(coord, first), []
+            for i, both in enumerate(tokens):
+                decays = [exp2(x - y) for x, y in zip(cumsum[i], split, strict=True)]
+                left.append([self.times(x, decays) for x in both])
             found.fill(0.0)
-            self.add_diagonal(found, self.left_split_at(coord, at, tokens, cumsum), right)
+            self.add_diagonal(found, left, [[select(first < 8, x, y) for x, y in zip(*right, strict=True)]])
             for half in cutlass.range_constexpr(2):
-                for e in cutlass.range_constexpr(4):
-                    own = 8 * half + 2 * coord.quad_lane + e % 2 == at
-                    for which in cutlass.range_constexpr(2):
-                        diagonal[e, half, which] = diagonal[e, half, which] + select(own, found[e, half, which], Float32(0))
+                own = (8 * half + 2 * coord.quad_lane) // WINDOW * WINDOW == first
+                for which in cutlass.range_constexpr(2):
+                    for e in cutlass.range_constexpr(4):
+                        diagonal[e, half, which] = diagonal[e, half, which] + select(own, found[e, 0, which], Float32(0))
 
-    def left_split_at(self, coord, at, tokens, cumsum):
-        """Left operands decayed from a token of the sub-chunk on."""
-        split = self.load_f32x8(self.cumsum_at(coord, at) + coord.quad_lane * 32)
-        decays = [[exp2(cute.math.min(x - y, Float32(0))) for x, y in zip(both, split, strict=True)] for both in cumsum]
-        return [[self.times(x, decays[i]) for x in tokens[i]] for i in range(2)]
+    @cute.jit
+    def limit_decays(self, coord):
+        """No token's decay below MIN_STEP in the cumulative log decays, a channel a lane."""
+        cute.arch.sync_warp()
+        last, total = Float32(0), Float32(0)
+        for t in cutlass.range(SUBCHUNK, unroll=1):
+            at = self.cumsum_at(coord, t) + coord.lane * 4
+            own = load_shared_f32(at)
+            total += fmax(own - last, Float32(MIN_STEP))
+            last = own
+            store_shared_f32(at, total)
+        cute.arch.sync_warp()
 
     def times(self, xs, ys):
         return [x * y for x, y in zip(xs, ys, strict=True)]
