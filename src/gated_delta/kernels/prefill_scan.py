@@ -89,7 +89,7 @@ WARPGROUP = 128
 WARPGROUP_ROWS = 64  # V rows of an MMA warpgroup
 # Warp roles: warps 0 and 1 load, warps 2 and 3 store, the warpgroups behind them run the MMAs.
 LOAD_THREADS = STORE_THREADS = 64
-COPY_REGISTERS, MMA_REGISTERS = 24, 240  # of a thread, with two MMA warpgroups
+COPY_REGISTERS, MMA_REGISTERS = 40, 232  # of a thread, with two MMA warpgroups
 WORK_BYTES = 32  # a published work tile
 RESCALE_INTERVAL = 4  # chunks from one look at the state's absmax to the next
 ABSMAX_HIGH, ABSMAX_LOW = 2.0**4, 2.0**-4  # of the scaled state and values: docs/kernels/prefill.md, "Precision and range"
