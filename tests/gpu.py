@@ -199,6 +199,12 @@ def cycle(values, x):
     return values[torch.arange(x.numel(), device=x.device) % len(values)].view(x.shape)
 
 
+def with_channels_of_any_size(call):
+    """The call with keys whose channels differ by up to 2**23, and queries that bring those of 2**-10 and more back."""
+    sizes = 2.0 ** -torch.arange(call["k"].shape[-1], device=call["k"].device).remainder(24)
+    return call | dict(k=(call["k"] * sizes).bfloat16(), q=(call["q"] / sizes.clamp_min(2.0**-10)).bfloat16())
+
+
 def writing(N, v, beta=1.0, T=1):
     """Calls without decay whose keys are all one unit vector: with beta 1, S[:, 0] becomes v, [N, T, HV, V], and o is v."""
     q = torch.zeros(N, T, H, D, device="cuda", dtype=torch.bfloat16)

@@ -35,6 +35,7 @@ from gpu import (
     slowly,
     tokens,
     windows_of_joined,
+    with_channels_of_any_size,
     writing,
 )
 
@@ -828,18 +829,15 @@ def test_channels_that_decay_far_more_than_others(rate, where):
     """On both sides of the decay beyond which a sub-chunk of 16 tokens is split at every fourth, and of the largest that counts."""
     call, start = tokens(1, 130, axis="channel", gate="log"), pool(1, torch.float32)
     call["g"] = call["g"] * 1e-2
-    everywhere = {"everywhere": slice(None), "every third token": slice(1, None, 3)}
-    rows = {**everywhere, "one sub-chunk": slice(32, 48), "a token": slice(70, 71)}[where]
-    call["g"][:, rows, ::3, 5:9] = rate
+    rows = {"everywhere": (0, None), "one sub-chunk": (32, 48), "every third token": (1, None, 3), "a token": (70, 71)}[where]
+    call["g"][:, slice(*rows), ::3, 5:9] = rate
     check(call, by_definition, initial_state=start)
 
 
 @pytest.mark.parametrize("rate", [-0.1, -5.0, -8.0, -24.0])
 def test_keys_of_channels_of_any_size(rate):
     """At the default bound of a decay, operands of the smallest ones are subnormal numbers."""
-    call = tokens(1, 130, axis="channel", gate="log")
-    sizes = 2.0 ** -torch.arange(128, device="cuda").remainder(24)
-    call |= dict(k=(call["k"] * sizes).bfloat16(), q=(call["q"] / sizes.clamp_min(2.0**-10)).bfloat16())
+    call = with_channels_of_any_size(tokens(1, 130, axis="channel", gate="log"))
     call["g"] = torch.full_like(call["g"], rate)
     check(call, by_definition, initial_state=pool(1, torch.float32))
 

@@ -14,7 +14,7 @@ from gated_delta.memory import extent
 from gated_delta.ops import OPERATIONS
 from gated_delta.ops import prefill as on_host
 from gated_delta.testing import cases, run_case
-from gpu import apart, force_segments, left_in_workspace, transition_norms, windows_of_joined
+from gpu import apart, force_segments, left_in_workspace, transition_norms, windows_of_joined, with_channels_of_any_size
 from test_compile import needs_compiler
 
 from . import Fault, device, emulated
@@ -132,11 +132,9 @@ def test_bits_do_not_depend_on_the_order_of_events(axis, cut, kernels):
 @pytest.mark.parametrize("every", [1, 3])
 def test_diagonal_blocks_of_any_decays(cut, logs, every, kernels):
     """On both sides of what a sub-chunk with one split holds, and beyond what counts of a token's decay. Keys of all sizes."""
-    one = decaying("channel", 100, logs)
+    one = with_channels_of_any_size(decaying("channel", 100, logs))
     strong = (torch.arange(100) % every == 0)[None, :, None, None]
     one["g"] = torch.where(strong, one["g"], -0.01)
-    sizes = 2.0 ** -torch.arange(128).remainder(24)
-    one |= dict(k=(one["k"] * sizes).bfloat16(), q=(one["q"] / sizes.clamp_min(2.0**-10)).bfloat16())
     want = gd.prefill(**one, backend="reference")
     with emulated(kernels):
         made = gd.prefill(**one, backend="cute")

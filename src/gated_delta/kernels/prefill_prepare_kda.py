@@ -71,7 +71,7 @@ MAX_GROWTH = 116.0
 
 Left operands shrink as much, to fp32's subnormal numbers where a channel has less than 2**-10 of a token's length.
 """
-WINDOW, MIN_STEP = 4, -32.0
+SPLIT_TOKENS, MIN_STEP = 4, -32.0
 """Tokens that have a split in common where operands grow by more; and the least log2 decay of a token that counts there.
 
 So right operands grow by 2**96 at most. What a decay of 2**-32 leaves is nothing beside the fp16 of Tinv and Aqk.
@@ -328,7 +328,7 @@ class KdaChunk(PrepareChunk):
         cumsum, total, growth, tokens = self.load_k_block(coord, inverse_norms, k_block)
         self.store_operands(coord, k_block, cumsum, total, growth, tokens, diagonal)
         if exceeds:
-            self.add_diagonal_by_windows(coord, tokens, diagonal)
+            self.add_diagonal_with_splits(coord, tokens, diagonal)
         cute.arch.sync_warp()
 
     def load_k_block(self, coord, inverse_norms, k_block):
@@ -373,17 +373,17 @@ class KdaChunk(PrepareChunk):
                         diagonal[e, half, which] = sums[e]
 
     @cute.jit
-    def add_diagonal_by_windows(self, coord, tokens, diagonal):
+    def add_diagonal_with_splits(self, coord, tokens, diagonal):
         """The same with a split at every fourth token; each product is right in the columns of the four from there on."""
         self.limit_decays(coord)
         cumsum = [self.load_cumsum(coord, coord.row + 8 * i) for i in range(2)]
         right = []
         for i, (_, k) in enumerate(tokens):
-            split = self.load_cumsum(coord, coord.row // WINDOW * WINDOW + 8 * i)
+            split = self.load_cumsum(coord, coord.row // SPLIT_TOKENS * SPLIT_TOKENS + 8 * i)
             growth = [exp2(x - y + Float32(TF32_TRUNCATION * LOG2_E)) for x, y in zip(split, cumsum[i], strict=True)]
             right.append(self.times(k, growth))
         found = cute.make_rmem_tensor((4, 1, 2), Float32)
-        for first in cutlass.range(0, SUBCHUNK, WINDOW, unroll=1):
+        for first in cutlass.range(0, SUBCHUNK, SPLIT_TOKENS, unroll=1):
             split, left = self.load_cumsum(coord, first), []
             for i, both in enumerate(tokens):
                 decays = [exp2(x - y) for x, y in zip(cumsum[i], split, strict=True)]
@@ -391,7 +391,7 @@ class KdaChunk(PrepareChunk):
             found.fill(0.0)
             self.add_diagonal(found, left, [[select(first < 8, x, y) for x, y in zip(*right, strict=True)]])
             for half in cutlass.range_constexpr(2):
-                own = (8 * half + 2 * coord.quad_lane) // WINDOW * WINDOW == first
+                own = (8 * half + 2 * coord.quad_lane) // SPLIT_TOKENS * SPLIT_TOKENS == first
                 for which in cutlass.range_constexpr(2):
                     for e in cutlass.range_constexpr(4):
                         diagonal[e, half, which] = diagonal[e, half, which] + select(own, found[e, 0, which], Float32(0))

@@ -27,9 +27,11 @@ from .device.chunks import (
 )
 from .device.primitives import Args, load, load_shared, load_shared_x4, load_words, opaque, select, store_shared, store_words
 from .prefill_scan import (
+    COPY_REGISTERS,
     LOAD_THREADS,
     MAX_M,
     MAX_WINDOW,
+    MMA_REGISTERS,
     RESCALE_INTERVAL,
     WARPGROUP,
     WARPGROUP_ROWS,
@@ -38,7 +40,6 @@ from .prefill_scan import (
     inverse_power_of_2,
 )
 
-COPY_REGISTERS, MMA_REGISTERS = 40, 232  # of a thread, with two MMA warpgroups
 DONE, WHOLE_M, WHOLE_B, WINDOW_M, WINDOW_B = range(-1, 4)  # a block's walks
 MIN_DECAY = 2.0**-126  # of a window: what is smaller counts as 0
 ALL_WALKED = 1  # named barrier
