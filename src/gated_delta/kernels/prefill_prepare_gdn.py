@@ -143,9 +143,12 @@ class GdnChunk(PrepareChunk):
                     tile = coord.shared + TILES + which * TILE_BYTES
                     store_shared_x4(tile + tile_offset(token, 4 * j + coord.quad_lane), words)
                     if which == 1:
-                        at = self.operand_at(coord, self.smem.k_operands, coord.subchunk, i, j)
-                        store_shared_x4(at + coord.lane * 16, words)
+                        store_shared_x4(self.k_operand_at(coord, coord.subchunk, i, j), words)
         return q, k
+
+    def k_operand_at(self, coord, subchunk, i, k_block):
+        """Address of the lane's 8 channels of token row + 8 i of a sub-chunk; 32 lanes' lie together."""
+        return coord.shared + self.smem.k_operands + subchunk * (TILE_BYTES // 4) + (4 * i + k_block) * 512 + coord.lane * 16
 
     def sum_of_squares(self, numbers):
         """Of a token's row, which four lanes share."""
@@ -173,7 +176,7 @@ class GdnChunk(PrepareChunk):
         for j in range(2):
             sums = [[Float32(0)] * 4, [Float32(0)] * 4]
             for k_block in range(K_BLOCKS):
-                right = load_shared_x4(self.operand_at(coord, self.smem.k_operands, b, j, k_block) + coord.lane * 16)
+                right = load_shared_x4(self.k_operand_at(coord, b, j, k_block))
                 for step in range(2):
                     for which, left in enumerate((k, q)):
                         a = [left[i, k_block, 2 * step + w] for w in range(2) for i in range(2)]

@@ -160,17 +160,25 @@ class KdaChunk(PrepareChunk):
 
     # -------------------------------------------------------------------------------------------- addresses
 
-    def lane_operand_at(self, coord, region, i, k_block, lane):
-        """Address of a lane's 8 channels of its sub-chunk's token row + 8 i: lines of two K blocks start in different banks."""
-        return self.operand_at(coord, region, coord.subchunk, i, k_block) + (lane ^ (k_block % 2 * 4)) * 16
+    def operands_at(self, coord, region, k_block):
+        """Address of two K blocks of a sub-chunk's tokens, a line of 128 bytes each; odd tokens have the second K block first.
+
+        So neither an asynchronous copy of a token nor 8 lanes' vectors of two tokens meet in a bank.
+        """
+        return coord.shared + region + coord.subchunk * (TILE_BYTES // 4) + k_block // 2 * (SUBCHUNK * 128)
+
+    def lane_operand_at(self, coord, region, i, k_block):
+        """Address of the lane's 8 channels of token row + 8 i."""
+        own = coord.row * 128 + coord.row % 2 * 64 + coord.quad_lane * 16
+        return self.operands_at(coord, region, k_block) + i * 1024 + (own ^ (k_block % 2 * 64))
 
     def left_at(self, coord, which, i, k_block):
         """Raw q or k of token row + 8 i; later the left operand of step i of a product."""
-        return self.lane_operand_at(coord, self.smem.qk_operands + which * TILE_BYTES, i, k_block, coord.lane)
+        return self.lane_operand_at(coord, self.smem.qk_operands + which * TILE_BYTES, i, k_block)
 
     def right_at(self, coord, i, k_block):
         """Raw 16-bit g of token row + 8 i; later right operands."""
-        return self.lane_operand_at(coord, self.smem.k_operands, i, k_block, coord.lane)
+        return self.lane_operand_at(coord, self.smem.k_operands, i, k_block)
 
     def g_fp32_row(self, coord, t):
         return coord.shared + self.smem.g_fp32 + (coord.subchunk * SUBCHUNK + t) * (D * 4)
@@ -196,21 +204,22 @@ class KdaChunk(PrepareChunk):
         Past the last token q and k are zeros, and g gives a log decay of 0.
         """
         ptr, stride = args.ptr, args.stride
-        k_block, second, quad_lane = coord.lane // 8, coord.lane // 4 % 2, coord.lane % 4
-        first, across = coord.subchunk * SUBCHUNK + second, (4 * k_block + quad_lane) * 16
+        k_block, second = coord.lane // 4 % 4, coord.lane // 16
+        first, across = coord.subchunk * SUBCHUNK + second, coord.lane % 16 * 16
         h = qk_head(coord.h, args.size.qk_head_factor)
         q_at = ptr.q + self.token_offset(args, coord, first, stride.q_n, stride.q_t) + offset(h, stride.q_h) + across
         k_at = ptr.k + self.token_offset(args, coord, first, stride.k_n, stride.k_t) + offset(h, stride.k_h) + across
         g_at = ptr.g + self.token_offset(args, coord, first, stride.g_n, stride.g_t) + offset(coord.h, stride.g_h) + across
-        target = self.lane_operand_at(coord, 0, 0, k_block, second * 4 + quad_lane)
+        at = self.operands_at(coord, 0, k_block) + second * 128 + (k_block + second) % 2 * 64 + coord.quad_lane * 16
         # q, k and g of two tokens in turn: eight copies of each tensor one behind the other are 6% slower.
         for token in cutlass.range(0, SUBCHUNK, 2, unroll=1):
             active = (first + token < coord.tokens) & (32 * k_block < self.K)
-            at = target + token // 8 * 2048 + token % 8 * 64
             if cutlass.const_expr(self.g_dtype is not Float32):
-                cp_async_or_fill(at + self.smem.k_operands, g_at + offset(token, stride.g_t), active, self.neutral_g())
-            cp_async_or_zero(at + self.smem.qk_operands, q_at + offset(token, stride.q_t), active)
-            cp_async_or_zero(at + self.smem.qk_operands + TILE_BYTES, k_at + offset(token, stride.k_t), active)
+                cp_async_or_fill(at + self.smem.k_operands, g_at, active, self.neutral_g())
+            cp_async_or_zero(at + self.smem.qk_operands, q_at, active)
+            cp_async_or_zero(at + self.smem.qk_operands + TILE_BYTES, k_at, active)
+            at += 2 * 128
+            q_at, k_at, g_at = (x + offset(2, step) for x, step in ((q_at, stride.q_t), (k_at, stride.k_t), (g_at, stride.g_t)))
         if cutlass.const_expr(self.g_dtype is Float32):
             self.start_load_g_fp32(args, coord)
         cute.arch.cp_async_commit_group()
@@ -235,10 +244,9 @@ class KdaChunk(PrepareChunk):
         if self.g_dtype is Float32:
             addresses = [self.g_fp32_row(coord, t) + (32 * k_block + coord.lane) * 4 for t in range(SUBCHUNK)]
         else:
-            swap = k_block % 2 * 64  # lane_operand_at, 4 lanes a token
-            at = self.operand_at(coord, self.smem.k_operands, coord.subchunk, 0, k_block) + coord.lane * 2
-            pairs = [at + t // 8 * 2048 + t % 8 * 64 for t in range(0, SUBCHUNK, 2)]
-            addresses = [address for pair in pairs for address in (pair + swap, pair + 64 - swap)]
+            at, swap = self.operands_at(coord, self.smem.k_operands, k_block) + coord.lane * 2, k_block % 2 * 64
+            pairs = [at + t * 128 for t in range(0, SUBCHUNK, 2)]
+            addresses = [address for pair in pairs for address in (pair + swap, pair + 128 + 64 - swap)]
         return [load_shared_as_f32(address, self.g_dtype) for address in addresses]
 
     # -------------------------------------------------------------------------------------------- cumulative log decays

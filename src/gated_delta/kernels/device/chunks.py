@@ -331,10 +331,6 @@ class PrepareChunk:
     def gates_at(self, coord, head):
         return coord.shared + self.smem.gates + head % 4 * GATE_BYTES
 
-    def operand_at(self, coord, region, subchunk, i, k_block):
-        """Address of 32 lanes' 16-byte vectors: 32 channels of tokens row + 8 i of a sub-chunk."""
-        return coord.shared + region + subchunk * (TILE_BYTES // 4) + (4 * i + k_block) * 512
-
     def store_transition_norm(self, args, coord, hv, norm, condition):
         """The bound of a chunk's transition, and a little more for its own rounding."""
         at = args.ptr.transition_norms + self.head_chunk(args, coord, hv) * 4
