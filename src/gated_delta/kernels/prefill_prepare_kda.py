@@ -167,18 +167,18 @@ class KdaChunk(PrepareChunk):
         """
         return coord.shared + region + coord.subchunk * (TILE_BYTES // 4) + k_block // 2 * (SUBCHUNK * 128)
 
-    def lane_operand_at(self, coord, region, i, k_block):
+    def lane_operand_at(self, coord, region, i, k_block, row):
         """Address of the lane's 8 channels of token row + 8 i."""
-        own = coord.row * 128 + coord.row % 2 * 64 + coord.quad_lane * 16
+        own = row * 128 + row % 2 * 64 + coord.quad_lane * 16
         return self.operands_at(coord, region, k_block) + i * 1024 + (own ^ (k_block % 2 * 64))
 
     def left_at(self, coord, which, i, k_block):
         """Raw q or k of token row + 8 i; later the left operand of step i of a product."""
-        return self.lane_operand_at(coord, self.smem.qk_operands + which * TILE_BYTES, i, k_block)
+        return self.lane_operand_at(coord, self.smem.qk_operands + which * TILE_BYTES, i, k_block, coord.row)
 
     def right_at(self, coord, i, k_block):
         """Raw 16-bit g of token row + 8 i; later right operands."""
-        return self.lane_operand_at(coord, self.smem.k_operands, i, k_block)
+        return self.lane_operand_at(coord, self.smem.k_operands, i, k_block, coord.row)
 
     def g_fp32_row(self, coord, t):
         return coord.shared + self.smem.g_fp32 + (coord.subchunk * SUBCHUNK + t) * (D * 4)
@@ -210,7 +210,7 @@ class KdaChunk(PrepareChunk):
         q_at = ptr.q + self.token_offset(args, coord, first, stride.q_n, stride.q_t) + offset(h, stride.q_h) + across
         k_at = ptr.k + self.token_offset(args, coord, first, stride.k_n, stride.k_t) + offset(h, stride.k_h) + across
         g_at = ptr.g + self.token_offset(args, coord, first, stride.g_n, stride.g_t) + offset(coord.h, stride.g_h) + across
-        at = self.operands_at(coord, 0, k_block) + second * 128 + (k_block + second) % 2 * 64 + coord.quad_lane * 16
+        at = self.lane_operand_at(coord, 0, 0, k_block, second)
         # q, k and g of two tokens in turn: eight copies of each tensor one behind the other are 6% slower.
         for token in cutlass.range(0, SUBCHUNK, 2, unroll=1):
             active = (first + token < coord.tokens) & (32 * k_block < self.K)
@@ -244,7 +244,8 @@ class KdaChunk(PrepareChunk):
         if self.g_dtype is Float32:
             addresses = [self.g_fp32_row(coord, t) + (32 * k_block + coord.lane) * 4 for t in range(SUBCHUNK)]
         else:
-            at, swap = self.operands_at(coord, self.smem.k_operands, k_block) + coord.lane * 2, k_block % 2 * 64
+            swap = k_block % 2 * 64  # lane_operand_at, 4 lanes a token
+            at = self.operands_at(coord, self.smem.k_operands, k_block) + coord.lane * 2
             pairs = [at + t * 128 for t in range(0, SUBCHUNK, 2)]
             addresses = [address for pair in pairs for address in (pair + swap, pair + 128 + 64 - swap)]
         return [load_shared_as_f32(address, self.g_dtype) for address in addresses]
