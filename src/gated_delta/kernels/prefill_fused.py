@@ -238,6 +238,8 @@ class FusedChunk(GdnChunk):
 class PrefillFused(PrefillScan):
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
 
+    begins_early = False
+
     def __init__(self, g_dtype: str, gate: str, qk_l2norm: bool, state_dtype: str, checkpoints: bool):
         self.K, self.V, self.rows = D, D, D
         self.mma_groups, self.v_tiles, self.tiles = 2, 1, 1

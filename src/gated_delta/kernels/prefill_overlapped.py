@@ -14,7 +14,7 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
 from .device.chunks import Coord as ChunkCoord
-from .device.chunks import D, find_sequence, load_chunk
+from .device.chunks import D, find_chunk
 from .device.primitives import (
     DTYPES,
     Args,
@@ -104,6 +104,8 @@ class OverlappedKdaChunk(OverlappedChunk, KdaChunk):
 
 class PrefillOverlapped(PrefillScan):
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
+
+    begins_early = False
 
     def __init__(
         self, axis: str, g_dtype: str, gate: str, qk_l2norm: bool, state_dtype: str, checkpoints: bool, deterministic: bool = False
@@ -195,10 +197,7 @@ class PrefillOverlapped(PrefillScan):
         item = Int32(load_shared(own_at + 4))
         while item < self.items(size):
             h, slot = item % self.chunk_terms.heads(size), item // self.chunk_terms.heads(size)
-            n = Int32(0)
-            if size.N > 1:
-                n = find_sequence(args, slot, lane)
-            sequence, chunk, tokens = load_chunk(args, n, slot)
+            sequence, chunk, tokens = find_chunk(args, slot, lane)
             # Later sub-chunks have more work: which warp has them changes, to load the SM's schedulers alike.
             subchunk = (thread // 32 + item) % 4
             coord = Coord(sequence, h, slot, chunk, tokens, at, thread, lane, subchunk, lane // 4, lane % 4, own_at)

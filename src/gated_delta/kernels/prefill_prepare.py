@@ -8,8 +8,8 @@ k and q tiles, Tinv and Aqk, in fp16 as the tensor cores read them, and fp32 sca
 import cutlass.cute as cute
 from cutlass import Float32, Uint32
 
-from .device.chunks import THREADS, Coord, D, Pointers, Sizes, Strides, find_sequence, load_chunk, rank_sequence
-from .device.primitives import DTYPES, Args, offset, store_words
+from .device.chunks import THREADS, Coord, D, Pointers, Sizes, Strides, find_chunk, rank_sequence
+from .device.primitives import DTYPES, Args, offset, opaque, store_words
 from .prefill_prepare_gdn import GdnChunk
 from .prefill_prepare_kda import KdaChunk
 
@@ -52,10 +52,8 @@ class PrefillPrepare:
         cute.arch.griddepcontrol_launch_dependents()
         counter = block * THREADS + thread
         store_words(ptr.work_queue + offset(counter, 4), [Uint32(0)], counter < self.counters(size))
-        if (block < size.N) & (size.cu_seqlens_kind != 0) & (thread < 32):
-            rank_sequence(args, block, thread)
-        sequence, chunk, tokens = load_chunk(args, find_sequence(args, slot, thread % 32), slot)
         lane = thread % 32
+        sequence, chunk, tokens = find_chunk(args, slot, lane)
         # Later sub-chunks have more work: which warp has them changes from block to block, to load the SM's schedulers alike.
         subchunk = (thread // 32 + block) % 4
         coord = Coord(sequence, h, slot, chunk, tokens, shared, thread, lane, subchunk, lane // 4, lane % 4)
@@ -63,6 +61,10 @@ class PrefillPrepare:
             self.chunk.prepare(args, coord)
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
+        # Behind the chunk, which the block's time depends on.
+        block = opaque(h + (size.chunk_slots - 1 - slot) * heads)  # computed anew, to spare a register
+        if (block < size.N) & (ptr.sequence_order != 0) & (thread < 32):
+            rank_sequence(args, block, thread)
 
     def counters(self, size):
         """Words of the work queue and, for a scan that joins segments, of initial states that are loaded."""

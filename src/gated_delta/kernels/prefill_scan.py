@@ -38,6 +38,7 @@ from .device.chunks import (
     head_number,
     lay_out,
     load_sequence,
+    load_state_index,
     num_chunks,
     square_panel,
     square_tensor,
@@ -157,6 +158,8 @@ class PrefillScan:
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
     transitions = False
     """Whether it finds segment transitions, rather than outputs and final states: prefill_transitions.py."""
+    begins_early = True
+    """Whether it begins before prepare has ended, which `wait_for_prepare` waits for."""
 
     def __init__(
         self,
@@ -226,7 +229,7 @@ class PrefillScan:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         args = Args(ptr, scale, bound, stride, size)
-        shared = self.begin(thread)
+        shared = self.begin(args, thread)
         cute.arch.sync_threads()
         group = thread // WARPGROUP - 1
         if cutlass.const_expr(self.persistent):
@@ -249,6 +252,8 @@ class PrefillScan:
                 block = self.own_block(args, shared, thread, block)
             coord = self.coord_of(args, self.work_of(args, block), shared, thread % WARPGROUP, group)
             if cutlass.const_expr(self.joins):
+                self.prefetch(args, coord)
+                self.wait_for_prepare()
                 coord, begins = self.join_segments(args, coord)
             if cutlass.const_expr(hinted):
                 coord = coord._replace(first_chunk=warp_uniform(coord.first_chunk), end_chunk=warp_uniform(coord.end_chunk))
@@ -261,13 +266,20 @@ class PrefillScan:
             else:
                 self.store(args, coord._replace(thread=thread - LOAD_THREADS))
 
-    def begin(self, thread):
-        """The block's shared memory, with its mbarriers; waits for the kernel in front."""
+    @cute.jit
+    def begin(self, args, thread):
+        """The block's shared memory, with its mbarriers."""
         shared = self.init_mbarriers(thread)
         self.clear_squares(shared, thread)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        if args.ptr.sequence_order != 0:
+            self.wait_for_prepare()
         return shared
+
+    def wait_for_prepare(self):
+        """In front of what prepare leaves. It waits for earlier kernels before this one begins: all else may be read before."""
+        if self.begins_early:
+            cute.arch.griddepcontrol_wait()
+            cute.arch.griddepcontrol_launch_dependents()
 
     @cute.jit
     def init_mbarriers(self, thread):
@@ -294,12 +306,12 @@ class PrefillScan:
 
     def work_of(self, args, number):
         """A work tile by its number: the longest sequences come first."""
-        ptr, stride, size = args.ptr, args.stride, args.size
+        ptr, size = args.ptr, args.size
         tile, hv, rest = number % self.tiles, number // self.tiles % size.HV, number // (self.tiles * size.HV)
         segment, rank = rest % size.segments, rest // size.segments
         n = load_index(ptr.sequence_order + offset(rank, 4), Int32(ptr.sequence_order != 0), rank)
         sequence = load_sequence(args, n)
-        slot = load_index(ptr.state_indices + offset(n, stride.state_indices_n), size.state_indices_kind, n)
+        slot = load_state_index(args, n)
         state_index = Int32(select_(slot > size.null_index, slot, Int32(-1)))
         return Work(sequence, state_index, hv, tile, segment, Int32(0))
 
@@ -362,8 +374,21 @@ class PrefillScan:
     @cute.jit
     def own_block(self, args, shared, thread, block):
         if self.in_place(args):
+            self.wait_for_prepare()
             block = self.block_in_order(args, shared, thread)
         return warp_uniform(block)
+
+    @cute.jit
+    def prefetch(self, args, coord):
+        """To L2 what a block needs first: the initial state, or values of its first chunk and, for a window, of that in front."""
+        work, stride = coord.work, args.stride
+        if (coord.group < 0) & (coord.end_chunk > coord.first_chunk):
+            if (coord.thread == 0) & (work.segment == 0):
+                self.prefetch_state(args, work.state_index, work.hv)
+            token = coord.first_chunk * CHUNK - CHUNK + coord.thread
+            at = args.ptr.v + offset(work.hv, stride.v_h) + offset(work.tile, self.rows * 2)
+            at += token_offset(args, work.sequence, cutlass.max(token, 0), stride.v_n, stride.v_t)
+            prefetch_l2(at, (token >= 0) & self.has_v(coord, token))
 
     @cute.jit
     def block_in_order(self, args, shared, thread):
@@ -474,6 +499,7 @@ class PrefillScan:
         ahead = cute.make_rmem_tensor((4, CHUNK // step), Uint32)
         if cutlass.const_expr(self.mma_groups == 1):
             self.load_v(args, coord, v_at, coord.first_chunk, ahead)
+        self.wait_for_prepare()
         for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
             iteration = work.iterations_before + c - coord.first_chunk
             stage = iteration % self.stages
@@ -565,6 +591,7 @@ class PrefillScan:
         row, vector, step = self.copy_slice(coord.thread)
         o_at = args.ptr.o + offset(work.hv, stride.o_h) + offset(work.tile, self.rows * 2) + vector * 16
         o_at += token_offset(args, work.sequence, Int32(0), stride.o_n, stride.o_t)
+        self.wait_for_prepare()
         for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
             iteration = work.iterations_before + c - coord.first_chunk
             stage = iteration % self.stages
@@ -654,6 +681,7 @@ class PrefillScan:
         """An MMA warpgroup's work tile. docs/kernels/prefill.md, "Timeline of a chunk"."""
         right, frag = self.right_operands(coord), self.fragments()
         self.load_state(args, coord, frag.state)
+        self.wait_for_prepare()
         state_scale = Float32(1)
         checkpoint = Int32(0)
         if cutlass.const_expr(self.joins):
@@ -966,6 +994,7 @@ class PrefillScan:
             else:
                 state.fill(0.0)
         elif args.size.segments > 1:
+            self.wait_for_prepare()
             at = args.ptr.segment_states + self.segment_offset(args, coord, D)
             self.load_rows(at, Float32, D, row, column, True, state)
         else:

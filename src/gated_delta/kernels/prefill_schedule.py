@@ -20,7 +20,7 @@ class PrefillSchedule:
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
-        blocks = (size.N + WARPS - 1) // WARPS if size.cu_seqlens_kind != 0 else Int32(1)
+        blocks = (size.N + WARPS - 1) // WARPS if ptr.sequence_order != 0 else Int32(1)
         if cutlass.const_expr(self.overlapped):
             blocks = cutlass.max(blocks, (size.chunk_slots + 1 + 32 * WARPS) // (32 * WARPS))
         self.kernel(ptr, scale, bound, stride, size).launch(
@@ -36,5 +36,5 @@ class PrefillSchedule:
         cute.arch.griddepcontrol_launch_dependents()
         counter = block * (32 * WARPS) + thread
         store_words(ptr.work_queue + offset(counter, 4), [Uint32(0)], counter <= (size.chunk_slots + 1 if self.overlapped else 0))
-        if (n < size.N) & (size.cu_seqlens_kind != 0):
+        if (n < size.N) & (ptr.sequence_order != 0):
             rank_sequence(Args(ptr, scale, bound, stride, size), n, thread % 32)

@@ -81,11 +81,13 @@ class PrefillTransitions(PrefillScan):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         args = Args(ptr, scale, bound, stride, size)
-        shared = self.begin(thread)
+        shared = self.begin(args, thread)
         work, group = self.work_of(args, block), thread // WARPGROUP - 1
+        segment = self.coord_of(args, work, shared, thread % WARPGROUP, group)
+        self.wait_for_prepare()
         # No segment comes behind the last one.
         if work.segment < size.segments - 1:
-            coord = self.first_walk(args, self.coord_of(args, work, shared, thread % WARPGROUP, group))
+            coord = self.first_walk(args, segment)
             if group >= 0:
                 if cutlass.const_expr(self.mma_groups > 1):
                     cute.arch.setmaxregister_increase(MMA_REGISTERS)

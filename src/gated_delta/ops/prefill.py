@@ -35,8 +35,8 @@ Where gates forget they save 5 to 45%; where not they cost GDN 2 to 4%, KDA 4 to
 MIN_JOINED_LONG = {"head": 2**31, "channel": 32768}
 """Tokens of a sequence from which two such segments will do, and are better than chunks that are prepared beside the scan."""
 
-MAX_OVERLAPPED, MIN_OVERLAPPED = 64, 2048
-"""Blocks of the scan up to which others prepare chunks beside it; tokens of the one sequence from which that is faster."""
+MAX_OVERLAPPED, MIN_OVERLAPPED = 64, {"head": 2048, "channel": 1024}
+"""Blocks of the scan up to which others prepare chunks beside it; tokens of the one sequence from which that is faster, by axis."""
 
 MAX_FUSED_GROUP, MIN_FILLED = 8, {1: 0, 2: 0}
 """Value heads of a k head up to which one kernel is faster, and the share of several rounds of SMs that heads have to fill, by the
@@ -68,8 +68,8 @@ class Segmentation(NamedTuple):
     """How a prefill's work is cut. segments: of every sequence, walked at once; rows: V rows of a block; fused: in one kernel.
 
     joins: a segment begins from zeros, a few chunks in front of it; where these do not forget, the block in front walks on.
-    overlapped: some blocks prepare chunks while others walk those that are prepared. even: sequences are about as long as each
-    other, so that fused blocks take heads in turn, without a queue and the kernel that clears it.
+    overlapped: some blocks prepare chunks while others walk those that are prepared. even: there are as many fused blocks as heads,
+    or sequences are about as long as each other: blocks take heads in turn, without a queue and the kernel that clears it.
     """
 
     segments: int
@@ -92,7 +92,7 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: i
         rounds = -(-heads // MAX_BLOCKS)
         fills = rounds == 1 or heads >= MIN_FILLED.get(group, 0.75) * MAX_BLOCKS * rounds
         mean = tokens / sequences
-        even = longest <= MAX_EVEN * mean and mean > (longest - 1) // CHUNK * CHUNK
+        even = rounds == 1 or (longest <= MAX_EVEN * mean and mean > (longest - 1) // CHUNK * CHUNK)
         return Segmentation(1, 128, True, even=even) if fills else Segmentation(1)
     blocks = problem.V // 64 * heads
     if not blocks:
@@ -103,9 +103,9 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: i
     if segments > 3 or (segments == 3 and length >= MIN_THREE_SEGMENTS):
         doubled = problem.axis == "head" and segments >= FEW_SEGMENTS and length >= MIN_DOUBLED * segments
         return Segmentation(2 * segments if doubled else segments)
-    overlapped = sequences == 1 and blocks <= MAX_OVERLAPPED and tokens >= MIN_OVERLAPPED and can_overlap(problem)
+    overlapped = sequences == 1 and blocks <= MAX_OVERLAPPED and tokens >= MIN_OVERLAPPED[problem.axis] and can_overlap(problem)
     joined = min(most, MAX_JOINED_SEGMENTS) if length >= MIN_JOINED[problem.axis] and can_join(problem) and may_cut else 1
-    worthwhile = joined >= MIN_JOINED_SEGMENTS[problem.axis] and not overlapped
+    worthwhile = joined >= MIN_JOINED_SEGMENTS[problem.axis] and not (overlapped and length >= MIN_CUT)
     if joined > 1 and (worthwhile or length >= MIN_JOINED_LONG[problem.axis]):
         return Segmentation(joined, joins=True)
     return Segmentation(1, overlapped=overlapped)
@@ -327,7 +327,7 @@ class PrefillLaunch(TokensLaunch):
         N, H, HV = operation.work(a)[0], a.q.shape[2], a.v.shape[2]
         total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
         chunk_slots = total // CHUNK + N if packed else max(N * -(-T // CHUNK), 1)
-        self.workspace = _workspace(problem.axis, N, H, HV, chunk_slots, plan.schedule, packed)
+        self.workspace = _workspace(problem, N, H, HV, chunk_slots, plan.schedule, packed)
         final = a.final_state if a.state is None else a.state
         if self.final_shape is not None:
             final = torch.empty(self.final_shape, dtype=self.final_dtype, device="meta")
@@ -379,18 +379,20 @@ class PrefillLaunch(TokensLaunch):
         return out, final_state
 
 
-def _workspace(axis: str, N: int, H: int, HV: int, chunk_slots: int, cut: Segmentation, packed: bool) -> tuple[int, list[int]]:
+def _workspace(problem: Problem, N: int, H: int, HV: int, chunk_slots: int, cut: Segmentation, packed: bool) -> tuple[int, list[int]]:
     """Bytes of a prefill's workspace, and where in it lies what PrefillPointers ends with; -1 for what is not there."""
-    channel, segments = axis == "channel", N * HV * cut.segments if cut.segments > 1 and not cut.joins else 0
+    channel, segments = problem.axis == "channel", N * HV * cut.segments if cut.segments > 1 and not cut.joins else 0
     heads, states = (HV if channel else H), segments * 4 * 128 * 128
     chunk_slots = 0 if cut.fused else chunk_slots
+    # Blocks that all run at once need no order, and a scan without one begins before prepare has ended.
+    ranked = packed and not cut.even and N * HV * cut.segments * (problem.V // cut.rows) > MAX_BLOCKS
     sizes = (
         chunk_slots * heads * TILE_BYTES,  # k_tiles
         chunk_slots * heads * TILE_BYTES,  # q_tiles
         chunk_slots * HV * TILE_BYTES if channel else 0,  # k_restored
         chunk_slots * HV * 2 * TRIANGLE_BYTES,  # tinv_aqk
         chunk_slots * HV * SCALE_BYTES,  # scales
-        N * 4 if packed and not cut.even else 0,  # sequence_order
+        N * 4 if ranked else 0,  # sequence_order
         # work_queue; a queue of items, counters of chunks; of warps that have loaded initial states
         0 if cut.even else 4 * (1 + (1 + chunk_slots) * cut.overlapped + 2 * N * HV * cut.joins),
         2 * states,  # segment_transitions

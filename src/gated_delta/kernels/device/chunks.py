@@ -12,7 +12,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32
-from cutlass.cute.arch import shuffle_sync_bfly
+from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
@@ -100,30 +100,35 @@ def load_sequence(args, n):
 
 
 @cute.jit
-def find_sequence(args, slot, lane):
-    """The sequence of a chunk slot, the last one that begins there or before: a search in steps of 32."""
+def find_chunk(args, slot, lane):
+    """A warp: the sequence of a chunk slot, the chunk's number within it, and its tokens: none of an inactive sequence.
+
+    That sequence is the last one that begins there or before: a search in steps of 32, each lane with all that it may be asked for.
+    """
     size = args.size
     first, step = Int32(0), Int32(1)
     while step * 32 < size.N:
         step *= 32
+    start, tokens, state_index, found = Int32(0), Int32(0), Int32(0), Int32(0)
     while step > 0:
         n = first + lane * step
-        start = load_index(
-            args.ptr.cu_seqlens + offset(cutlass.min(n, size.N), args.stride.cu_seqlens_n), size.cu_seqlens_kind, Int32(0)
-        )
-        before = cute.arch.popc(cute.arch.vote_ballot_sync((n < size.N) & (first_chunk_slot(args, n, start) <= slot)))
-        first += (before - 1) * step
+        sequence = load_sequence(args, cutlass.min(n, size.N - 1))
+        start, tokens = sequence.start, sequence.tokens
+        state_index = load_state_index(args, sequence.n)
+        found = cute.arch.popc(cute.arch.vote_ballot_sync((n < size.N) & (sequence.first_slot <= slot))) - 1
+        first += found * step
         step = step // 32
-    return first
-
-
-def load_chunk(args, n, slot):
-    """The sequence of a chunk slot, the chunk's number within it, and its tokens: none of an inactive sequence."""
-    size, sequence = args.size, load_sequence(args, n)
-    state_index = load_index(args.ptr.state_indices + offset(n, args.stride.state_indices_n), size.state_indices_kind, n)
+    start, tokens, state_index = (shuffle_sync(x, offset=found) for x in (start, tokens, state_index))
+    sequence = Sequence(first, start, tokens, first_chunk_slot(args, first, start))
     chunk = slot - sequence.first_slot
-    tokens = select_(state_index <= size.null_index, 0, cutlass.min(sequence.tokens - chunk * CHUNK, CHUNK))
+    tokens = select_(state_index <= size.null_index, 0, cutlass.min(tokens - chunk * CHUNK, CHUNK))
     return sequence, chunk, Int32(tokens)
+
+
+def load_state_index(args, n):
+    """A sequence's slot of the pool, or its row."""
+    at = args.ptr.state_indices + offset(n, args.stride.state_indices_n)
+    return load_index(at, args.size.state_indices_kind, n)
 
 
 def head_number(args, n, hv):
