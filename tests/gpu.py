@@ -94,7 +94,8 @@ def apart(x, y):
 def force_segments(segments, monkeypatch):
     """Prefills from here on split each sequence into that many segments, however many sequences there are.
 
-    "persistent": one segment, all V rows in a block, and three blocks, so that each has several heads. "fused": in one kernel, too.
+    "persistent": one segment, all V rows in a block, and three blocks, so that each has several heads; blocks of prepare have all of
+    a k head's value heads, however few they are. "fused": in one kernel, too.
     "joined": four segments, of which those behind one that does not forget are joined to it. "overlapped": prepare beside scan.
     Deterministic ones have one segment.
     """
@@ -113,6 +114,8 @@ def force_segments(segments, monkeypatch):
 
     monkeypatch.setattr(on_host, "segmentation_of", segmentation_of)
     if persistent:
+        monkeypatch.setattr(on_host, "MAX_PREPARE_BLOCKS", 0)
+    if persistent or segments == 4:  # blocks that take turns, of which the longest sequences' come first
         monkeypatch.setattr(on_host, "MAX_BLOCKS", 3)
     monkeypatch.setattr(PREFILL, "calls", CallCache())
 

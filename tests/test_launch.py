@@ -883,14 +883,16 @@ def test_joined_segments_are_two_kernels(launches, monkeypatch, axis):
 
 def test_one_kernel_where_heads_fill_the_chip(launches):
     """And at most eight value heads share a k head. In the workspace is at most what uneven sequences need: ranks and a queue."""
-    many = 33
-    for heads, more, kernels in (
-        (2, {}, ["prefill_fused"]),
-        (4, dict(cu_seqlens=torch.arange(many + 1) * 65, max_seqlen=65), ["prefill_fused"]),
-        (4, dict(cu_seqlens=torch.arange(many + 1) * 65, max_seqlen=80), ["prefill_schedule", "prefill_fused"]),
-        (1, {}, ["prefill_fused"]),
-        (1, dict(deterministic=True), ["prefill_prepare", "prefill_scan"]),
+    for many, heads, longest, more, kernels in (
+        (33, 2, None, {}, ["prefill_fused"]),
+        (34, 4, 65, {}, ["prefill_fused"]),
+        (34, 4, 80, {}, ["prefill_schedule", "prefill_fused"]),
+        (33, 4, 80, {}, ["prefill_fused"]),  # as many blocks as heads
+        (33, 1, None, {}, ["prefill_fused"]),
+        (33, 1, None, dict(deterministic=True), ["prefill_prepare", "prefill_scan"]),
     ):
+        if longest:
+            more = more | dict(cu_seqlens=torch.arange(many + 1) * 65, max_seqlen=longest)
         launches.clear()
         call = prompts((1, many * 65) if "cu_seqlens" in more else (many, 70))
         run("prefill", **call | {name: call[name].repeat_interleave(2, 2)[:, :, :heads] for name in "qk"}, **more)
@@ -899,6 +901,29 @@ def test_one_kernel_where_heads_fill_the_chip(launches):
         present = ["sequence_order", "work_queue"] if "prefill_schedule" in kernels else []
         if "prefill_fused" in kernels:
             assert sorted(name for name in WORKSPACE if getattr(launches[0][0], name)) == present
+
+
+@pytest.mark.parametrize("longest", [100, 3200])
+def test_packed_sequences_have_an_order_where_their_blocks_take_turns(launches, axis, longest):
+    """Of four heads and two tiles of V rows, or one; what is uneven has two where the longest is known."""
+    for N, kernel in ((16, "prefill_scan"), (40, "prefill_scan"), (17, "prefill_scan")):
+        launches.clear()
+        call = prompts((1, N * 80), axis) | dict(cu_seqlens=ints(*range(0, N * 80 + 1, 80)), max_seqlen=longest)
+        run("prefill", **call, deterministic=True)
+        rows = dict(launches.kernels[-1].facts)["rows"]
+        assert launches.kernels[-1].kernel == kernel
+        assert bool(launches[0][0].sequence_order) == (4 * N * 128 // rows > 132)
+
+
+def test_few_blocks_of_prepare_have_fewer_value_heads(launches):
+    """Halved while they are no more than 300 and the heads are even. KDA's have one, and what prepares beside the scan has all."""
+    for T, H, HV, heads in ((512, 16, 64, 2), (256, 16, 64, 1), (1024, 16, 64, 4), (64, 1, 12, 3), (64, 2, 2, 1), (64, 1, 7, 7)):
+        assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1)) == heads
+        assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1, overlapped=True)) == HV // H
+    for axis, blocks in (("head", 4), ("channel", 4)):
+        launches.clear()
+        run("prefill", **prompts((1, 100), axis))
+        assert (launches[0][-1].block_heads, launches[0][-1].chunk_blocks) == (1, blocks)
 
 
 @pytest.mark.parametrize("packed", [False, True])
@@ -912,7 +937,7 @@ def test_prepare_beside_the_scan_has_a_counter_for_each_chunk(launches, monkeypa
     ((size, offsets),), (pointers, *_, sizes) = made, launches[0]
     assert launches[0] == launches[1]
     present = {name for name in WORKSPACE if getattr(pointers, name)}
-    more = (["sequence_order"] if packed else []) + (["k_restored"] if axis == "channel" else [])
+    more = ["k_restored"] if axis == "channel" else []
     assert present == {"k_tiles", "q_tiles", "tinv_aqk", "scales", "work_queue", *more}
     queue = offsets[WORKSPACE.index("work_queue")]
     assert queue == max(offsets)
@@ -953,7 +978,7 @@ def test_segmentation_depends_on_sequences_tokens_and_what_the_call_says_of_them
 
 def test_calls_that_differ_in_max_seqlen_have_kernels_of_their_own(launches):
     """Known calls too, and whatever it says: one that is too small or too large is as the nearest that can be."""
-    many, fused, split = 33, ["prefill_fused"], ["prefill_prepare", "prefill_scan"]
+    many, fused, split = 34, ["prefill_fused"], ["prefill_prepare", "prefill_scan"]
     call = prompts((1, many * 65)) | dict(cu_seqlens=torch.arange(many + 1) * 65)
     for _ in range(2):
         for max_seqlen, kernels, rows in (
@@ -977,6 +1002,7 @@ def test_calls_that_differ_in_max_seqlen_have_kernels_of_their_own(launches):
 def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, axis, packed, segments, joins):
     """Every region up to the last byte of its last entry; they begin at multiples of 256 bytes from one another."""
     force_segments(segments, monkeypatch, joins)
+    monkeypatch.setattr(on_host, "MAX_BLOCKS", 3)
     made, measure = [], on_host._workspace
     monkeypatch.setattr(on_host, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1])
     more = dict(cu_seqlens=torch.tensor([0, 5, 190])) if packed else {}
@@ -1097,7 +1123,7 @@ def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_half_of_the_sms
     packed = dict(options=frozenset({"cu_seqlens_i32"}))
     kda = (dict(HV=some, axis="channel") for some in (17, 32))
     for sizes in (dict(H=16, HV=32), dict(HV=17), dict(H=32, HV=32, **packed), *kda):
-        fewest = on_host.MIN_OVERLAPPED
+        fewest = on_host.MIN_OVERLAPPED[sizes.get("axis", "head")]
         assert on_host.segmentation_of(prompt_problem(**sizes), 1, fewest) == overlapped
         assert not on_host.segmentation_of(prompt_problem(**sizes), 1, fewest - 1).overlapped
         assert not on_host.segmentation_of(prompt_problem(**sizes), 1, on_host.MIN_JOINED_LONG["channel"] - 1).joins
@@ -1149,7 +1175,7 @@ def test_blocks_of_states_with_64_v_rows_have_64():
 def test_a_longer_prompt_has_no_fewer_segments():
     """Among short ones, whose segments are joined, and among those that are cut, longer than what is prepared beside the scan."""
     for HV, N in itertools.product((1, 2, 8, 16), (1, 2, 5)):
-        for lengths in (range(0, on_host.MIN_OVERLAPPED, 50), range(on_host.MIN_CUT, 40_000, 100)):
+        for lengths in (range(0, on_host.MIN_OVERLAPPED["head"], 50), range(on_host.MIN_CUT, 40_000, 100)):
             segments = [on_host.segmentation_of(prompt_problem(HV), N, N * T).segments for T in lengths]
             assert segments == sorted(segments)
 

@@ -307,6 +307,10 @@ class PrefillSizes(NamedTuple):
     cu_seqlens_kind: int
     state_indices_kind: int
     null_index: int
+    block_heads: int
+    """Value heads of a block of prepare; all of a block share a q/k head."""
+    chunk_blocks: int
+    """Blocks of prepare for a chunk of all heads: HV / block_heads."""
     segments: int
     """Segments of each sequence, scanned in parallel."""
     max_blocks: int

@@ -24,6 +24,7 @@ from .device.primitives import (
     mbarrier,
     offset,
     opaque,
+    qk_head,
     release_increment,
     store_shared,
 )
@@ -67,7 +68,7 @@ class OverlappedChunk:
     def chunk_begun(self, args, coord, spare):
         """Count the last chunk, which waits for all stores of the SM, and take the next item."""
         if spare & (coord.lane == 0):
-            item = self.take_item(args, coord.own_at, coord.slot * self.heads(args.size) + coord.h)
+            item = self.take_item(args, coord.own_at, self.item_of(args, coord))
             self.publish(args, coord.own_at)
             store_shared(coord.own_at + 4, Uint32(item))
 
@@ -89,13 +90,13 @@ class OverlappedChunk:
 
 
 class OverlappedGdnChunk(OverlappedChunk, GdnChunk):
-    def heads(self, size):
-        return size.H
+    def item_of(self, args, coord):
+        return coord.slot * args.size.chunk_blocks + qk_head(coord.hv, args.size.qk_head_factor)
 
 
 class OverlappedKdaChunk(OverlappedChunk, KdaChunk):
-    def heads(self, size):
-        return size.HV
+    def item_of(self, args, coord):
+        return coord.slot * args.size.chunk_blocks + coord.hv
 
     def has_tokens(self, coord):
         """As if: of one long sequence a single chunk has none in some sub-chunks, and registers are few."""
@@ -165,7 +166,7 @@ class PrefillOverlapped(PrefillScan):
 
     def items(self, size):
         """A chunk of a head each, the first chunks of all heads first."""
-        return size.chunk_slots * self.chunk_terms.heads(size)
+        return size.chunk_slots * size.chunk_blocks
 
     def head_start(self, size):
         """Up to which item blocks that walk take a further one; below 0, none at all.
@@ -173,7 +174,7 @@ class PrefillOverlapped(PrefillScan):
         They prepare what the other blocks do not while heads are walked, in whole rounds of all warpgroups.
         """
         beside = self.prepared_a_chunk * self.preparing_blocks(size)
-        ahead = size.chunk_slots * cutlass.max(64 * self.chunk_terms.heads(size) - beside, 0) // 64
+        ahead = size.chunk_slots * cutlass.max(64 * size.chunk_blocks - beside, 0) // 64
         groups = PREPARING * size.max_blocks
         rounds = cutlass.min((ahead + groups // 2) // groups, self.most_rounds)
         return (rounds - 1) * groups
@@ -196,17 +197,18 @@ class PrefillOverlapped(PrefillScan):
         cute.arch.sync_threads()
         item = Int32(load_shared(own_at + 4))
         while item < self.items(size):
-            h, slot = item % self.chunk_terms.heads(size), item // self.chunk_terms.heads(size)
+            hv, slot = item % size.chunk_blocks * size.block_heads, item // size.chunk_blocks
             sequence, chunk, tokens = find_chunk(args, slot, lane)
             # Later sub-chunks have more work: which warp has them changes, to load the SM's schedulers alike.
             subchunk = (thread // 32 + item) % 4
-            coord = Coord(sequence, h, slot, chunk, tokens, at, thread, lane, subchunk, lane // 4, lane % 4, own_at)
+            coord = Coord(sequence, hv, slot, chunk, tokens, at, thread, lane, subchunk, lane // 4, lane % 4, own_at)
             self.chunk_terms.prepare(args, coord)
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
                 store_shared(own_at, Uint32(slot))
             self.chunk_terms.sync(coord)
-            item = opaque(slot) * self.chunk_terms.heads(size) + opaque(h)  # computed anew, to spare a register
+            coord = coord._replace(slot=opaque(slot), hv=opaque(hv))  # computed anew, to spare a register
+            item = self.chunk_terms.item_of(args, coord)
             if (item < preparing) & (thread == 0):  # heads begin with these
                 self.publish_last(args, own_at)
             item = Int32(load_shared(own_at + 4))
@@ -229,7 +231,7 @@ class PrefillOverlapped(PrefillScan):
         for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
             iteration, slot = c - coord.first_chunk, coord.work.sequence.first_slot + c
             stage = iteration % self.stages
-            while load_acquire(counter_at(args, slot)) < self.chunk_terms.heads(args.size):
+            while load_acquire(counter_at(args, slot)) < args.size.chunk_blocks:
                 pass
             cute.arch.fence_proxy("async.global")
             cute.arch.mbarrier_wait(mbarrier(coord.shared + self.smem.empty + stage * 8), (iteration // self.stages + 1) % 2)

@@ -1,7 +1,8 @@
 """prefill_prepare: prefill's first kernel. It leaves the intra-chunk terms of every chunk in the workspace, each chunk by itself.
 
-A block has the 64 tokens of one chunk of one q/k head (KDA: value head), a warp 16 of them, a sub-chunk. In the workspace it leaves
-k and q tiles, Tinv and Aqk, in fp16 as the tensor cores read them, and fp32 scales. docs/kernels/prefill.md has the algebra.
+A block has the 64 tokens of a chunk of one q/k head (KDA: value head), a warp 16 of them, a sub-chunk. Where blocks are few, GDN's
+have some of the head's value heads each. In the workspace they leave k and q tiles, Tinv and Aqk, in fp16 as the tensor cores read
+them, and fp32 scales. docs/kernels/prefill.md has the algebra.
 `prefill_prepare_gdn.py` and `prefill_prepare_kda.py` say what a block does, `device/chunks.py` what both share.
 """
 
@@ -30,7 +31,7 @@ class PrefillPrepare:
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
         self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=((size.HV if self.channel else size.H) * size.chunk_slots, 1, 1),
+            grid=(size.chunk_blocks * size.chunk_slots, 1, 1),
             block=(THREADS, 1, 1),
             smem=self.shared,
             stream=stream,
@@ -44,9 +45,8 @@ class PrefillPrepare:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         args = Args(ptr, scale, bound, stride, size)
-        heads = size.HV if self.channel else size.H
         # The last chunks first: the scan starts with the first ones, which are then still in L2.
-        h, slot = block % heads, size.chunk_slots - 1 - block // heads
+        i, slot = block % size.chunk_blocks, size.chunk_slots - 1 - block // size.chunk_blocks
         shared = (cute.arch.get_dyn_smem(Uint32, 128)).toint()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
@@ -56,13 +56,13 @@ class PrefillPrepare:
         sequence, chunk, tokens = find_chunk(args, slot, lane)
         # Later sub-chunks have more work: which warp has them changes from block to block, to load the SM's schedulers alike.
         subchunk = (thread // 32 + block) % 4
-        coord = Coord(sequence, h, slot, chunk, tokens, shared, thread, lane, subchunk, lane // 4, lane % 4)
+        coord = Coord(sequence, i * size.block_heads, slot, chunk, tokens, shared, thread, lane, subchunk, lane // 4, lane % 4)
         if tokens > 0:
             self.chunk.prepare(args, coord)
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
         # Behind the chunk, which the block's time depends on.
-        block = opaque(h + (size.chunk_slots - 1 - slot) * heads)  # computed anew, to spare a register
+        block = opaque(i + (size.chunk_slots - 1 - slot) * size.chunk_blocks)  # computed anew, to spare a register
         if (block < size.N) & (ptr.sequence_order != 0) & (thread < 32):
             rank_sequence(args, block, thread)
 

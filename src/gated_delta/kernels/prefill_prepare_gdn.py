@@ -1,4 +1,4 @@
-"""GDN's part of prefill_prepare: a block has one q/k head, makes K K^T and Q K^T once, and decays them for each value head."""
+"""GDN's part of prefill_prepare: a block has one q/k head, makes K K^T and Q K^T once, and decays them for its value heads."""
 
 import cutlass
 import cutlass.cute as cute
@@ -41,6 +41,7 @@ from .device.primitives import (
     offset,
     pack_pairs,
     pack_x2,
+    qk_head,
     rsqrt_or_zero,
     select,
     store_if,
@@ -74,32 +75,36 @@ class GdnChunk(PrepareChunk):
 
     @cute.jit
     def prepare(self, args, coord):
-        group = args.size.HV // args.size.H
-        gates = self.load_gates(args, coord, 0, group)
+        gates = self.load_gates(args, coord, 0)
         q, k = self.load_qk(args, coord)
         self.stage_gates(coord, gates)
         cute.arch.fence_proxy("async.shared", space="cta")
         self.inputs_loaded(coord)
         self.sync(coord)
-        if coord.thread == 0:
-            at = Int64(coord.slot) * Int64(args.size.H) + Int64(coord.h)
+        h = self.qk_head(args, coord)
+        if (coord.thread == 0) & (coord.hv * args.size.H == h * args.size.HV):  # the block with the q/k head's first value head
+            at = Int64(coord.slot) * Int64(args.size.H) + Int64(h)
             for i, tiles in enumerate((args.ptr.q_tiles, args.ptr.k_tiles)):
                 bulk_store(tiles + at * TILE_BYTES, coord.shared + TILES + i * TILE_BYTES, TILE_BYTES)
         kk, qk = self.inner_products(coord, q, k)
         self.chunk_begun(args, coord, coord.subchunk == 0)
-        for i in cutlass.range(group, unroll=1):
+        for i in cutlass.range(args.size.block_heads, unroll=1):
             if i % 4 == 0:
                 self.sync(coord)
                 if i > 0:
-                    self.stage_gates(coord, self.load_gates(args, coord, i, group))
+                    self.stage_gates(coord, self.load_gates(args, coord, i))
                     self.sync(coord)
-                self.cumulate_gates(args, coord, i + coord.thread // 32, group)
+                self.cumulate_gates(args, coord, i + coord.thread // 32)
                 if coord.thread == 0:
                     # Aqk and the system overwrite the tiles.
                     cute.arch.cp_async_bulk_wait_group(0, read=True)
                 self.sync(coord)
             self.decay_products(coord, i, kk, qk)
-            self.invert_and_store(args, coord, coord.h * group + i, i)
+            self.invert_and_store(args, coord, coord.hv + i, i)
+
+    def qk_head(self, args, coord):
+        """The q/k head of the block's value heads."""
+        return qk_head(coord.hv, args.size.qk_head_factor)
 
     # -------------------------------------------------------------------------------------------- q and k
 
@@ -108,15 +113,15 @@ class GdnChunk(PrepareChunk):
 
         A lane has two tokens, and of each four times 8 neighbouring channels: a product may sum its 128 terms in any order.
         """
-        ptr, stride = args.ptr, args.stride
+        ptr, stride, h = args.ptr, args.stride, self.qk_head(args, coord)
         raw = []
         for i in range(2):
             token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
             active = token < coord.tokens
             q_at = ptr.q + self.token_offset(args, coord, token, stride.q_n, stride.q_t)
-            q_at = q_at + offset(coord.h, stride.q_h) + coord.quad_lane * 16
+            q_at = q_at + offset(h, stride.q_h) + coord.quad_lane * 16
             k_at = ptr.k + self.token_offset(args, coord, token, stride.k_n, stride.k_t)
-            k_at = k_at + offset(coord.h, stride.k_h) + coord.quad_lane * 16
+            k_at = k_at + offset(h, stride.k_h) + coord.quad_lane * 16
             # Read once: evicted first, so that what the scan reads stays in L2.
             vectors = [(at + 64 * j, active & (32 * j < self.K)) for at in (q_at, k_at) for j in range(K_BLOCKS)]
             words = [load_words(*vector, policy=Int64(EVICT_FIRST)) for vector in vectors]
@@ -187,21 +192,21 @@ class GdnChunk(PrepareChunk):
 
     # -------------------------------------------------------------------------------------------- gates
 
-    def load_gates(self, args, coord, first, group):
+    def load_gates(self, args, coord, first):
         """Log decays to base 2 and betas of four heads from `first` on; 0 past the last token.
 
         Neighbouring threads have the heads of one token, which lie together in memory.
         """
         ptr, stride, size = args.ptr, args.stride, args.size
         head = first + coord.thread % 4
-        hv = coord.h * group + cutlass.min(head, group - 1)
+        hv = coord.hv + cutlass.min(head, size.block_heads - 1)
         parameters = (None, None)
         if self.gate != "log":
             bias = load_scalar(ptr.dt_bias + offset(hv, stride.dt_bias_h), size.dt_bias_kind)
             parameters = (load(Float32, ptr.A_log + offset(hv, stride.A_log_h), Int32(1)), bias)
         made = []
         for token in (coord.thread // 4, coord.thread // 4 + 32):
-            active = (token < coord.tokens) & (head < group)
+            active = (token < coord.tokens) & (head < size.block_heads)
             at = ptr.g + self.token_offset(args, coord, token, stride.g_n, stride.g_t) + offset(hv, stride.g_h)
             g = load(self.g_dtype, at, active)
             beta = self.activate_beta(args, self.load_beta(args, coord, hv, token, active), active)
@@ -216,8 +221,9 @@ class GdnChunk(PrepareChunk):
             store_shared_f32(at + GATE_CUMSUM * 4, log)
             store_shared_f32(at + GATE_BETA_K * 4, beta)
 
-    def cumulate_gates(self, args, coord, i, group):
+    def cumulate_gates(self, args, coord, i):
         """A warp's head: the gates in shared memory, and the scales in the workspace."""
+        has_head = i < args.size.block_heads
         gates, cumsums, before = self.gates_at(coord, i), [], Float32(0)
         tokens = (coord.lane, coord.lane + 32)
         logs, betas = ([load_shared_f32(gates + (first + t) * 4) for t in tokens] for first in (GATE_CUMSUM, GATE_BETA_K))
@@ -227,7 +233,7 @@ class GdnChunk(PrepareChunk):
                 log = log + select(coord.lane >= step, other, Float32(0))
             cumsums.append(log + before)
             before = before + shuffle_sync(log, offset=31)
-        chunk, growth = self.head_chunk(args, coord, coord.h * group + i), Float32(1)
+        chunk, growth = self.head_chunk(args, coord, coord.hv + i), Float32(1)
         for token, cumsum, beta in zip(tokens, cumsums, betas, strict=True):
             q_norm, k_norm = (load_shared_f32(coord.shared + self.smem.norms + (which + token) * 4) for which in (NORM_Q, NORM_K))
             at, beta_k = gates + token * 4, beta * k_norm
@@ -237,8 +243,8 @@ class GdnChunk(PrepareChunk):
             decay = exp2(cumsum)
             scales = args.ptr.scales + chunk * SCALE_BYTES
             for first, x in ((GDN_SCALE_S_K, k_norm * decay), (GDN_SCALE_S_Q, decay), (GDN_SCALE_O, q_norm)):
-                store_words(scales + (first + token * 4), [x.bitcast(Uint32)], i < group)
-            store_if(Float16, scales + GDN_SCALE_U + token * 2, exp2(before - cumsum), i < group)
+                store_words(scales + (first + token * 4), [x.bitcast(Uint32)], has_head)
+            store_if(Float16, scales + GDN_SCALE_U + token * 2, exp2(before - cumsum), has_head)
             if self.segmented:
                 squares = load_shared_f32(coord.shared + self.smem.norms + (SQUARES_K + token) * 4)
                 kept = cute.math.abs(Float32(1) - beta_k * k_norm) + squares * Float32(0)
@@ -247,7 +253,7 @@ class GdnChunk(PrepareChunk):
             # |M| <= the product of the tokens' d |1 - beta k k^T|, whose norm is 1, or |1 - beta |k|**2| where that is more.
             for step in (1, 2, 4, 8, 16):
                 growth = growth * shuffle_sync_bfly(growth, offset=step)
-            self.store_transition_norm(args, coord, coord.h * group + i, growth * exp2(before), (i < group) & (coord.lane == 0))
+            self.store_transition_norm(args, coord, coord.hv + i, growth * exp2(before), has_head & (coord.lane == 0))
 
     # -------------------------------------------------------------------------------------------- decayed products
 

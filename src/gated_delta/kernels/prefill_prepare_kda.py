@@ -124,7 +124,7 @@ class KdaChunk(PrepareChunk):
     def prepare(self, args, coord):
         token = coord.subchunk * SUBCHUNK + coord.lane % SUBCHUNK
         self.start_load_tokens(args, coord)
-        beta = self.load_beta(args, coord, coord.h, token, token < coord.tokens, load_scalar_bits)
+        beta = self.load_beta(args, coord, coord.hv, token, token < coord.tokens, load_scalar_bits)
         parameters = self.load_gate_parameters(args, coord)
         self.stage_biases(args, coord)
         cute.arch.cp_async_wait_group(0)
@@ -145,7 +145,7 @@ class KdaChunk(PrepareChunk):
         self.store_chunk_decays(args, coord)
         self.store_diagonal(coord, diagonal)
         self.off_diagonal_blocks(args, coord)
-        self.invert_and_store(args, coord, coord.h, 0)
+        self.invert_and_store(args, coord, coord.hv, 0)
 
     def has_tokens(self, coord):
         """Whether the warp's sub-chunk has any."""
@@ -206,10 +206,10 @@ class KdaChunk(PrepareChunk):
         ptr, stride = args.ptr, args.stride
         k_block, second = coord.lane // 4 % 4, coord.lane // 16
         first, across = coord.subchunk * SUBCHUNK + second, coord.lane % 16 * 16
-        h = qk_head(coord.h, args.size.qk_head_factor)
+        h = qk_head(coord.hv, args.size.qk_head_factor)
         q_at = ptr.q + self.token_offset(args, coord, first, stride.q_n, stride.q_t) + offset(h, stride.q_h) + across
         k_at = ptr.k + self.token_offset(args, coord, first, stride.k_n, stride.k_t) + offset(h, stride.k_h) + across
-        g_at = ptr.g + self.token_offset(args, coord, first, stride.g_n, stride.g_t) + offset(coord.h, stride.g_h) + across
+        g_at = ptr.g + self.token_offset(args, coord, first, stride.g_n, stride.g_t) + offset(coord.hv, stride.g_h) + across
         at = self.lane_operand_at(coord, 0, 0, k_block, second)
         # q, k and g of two tokens in turn: eight copies of each tensor one behind the other are 6% slower.
         for token in cutlass.range(0, SUBCHUNK, 2, unroll=1):
@@ -233,7 +233,7 @@ class KdaChunk(PrepareChunk):
         """A row a token."""
         stride, first = args.stride, coord.subchunk * SUBCHUNK
         source = args.ptr.g + self.token_offset(args, coord, first, stride.g_n, stride.g_t)
-        source = source + offset(coord.h, stride.g_h) + coord.lane * 16
+        source = source + offset(coord.hv, stride.g_h) + coord.lane * 16
         for token in range(SUBCHUNK):
             active = (first + token < coord.tokens) & (4 * coord.lane < self.K)
             target = self.g_fp32_row(coord, token) + coord.lane * 16
@@ -256,7 +256,7 @@ class KdaChunk(PrepareChunk):
         """exp(A_log), within bounds, and the bound to base 2."""
         if self.gate == "log":
             return None
-        rate = cute.math.exp(load(Float32, args.ptr.A_log + offset(coord.h, args.stride.A_log_h), Int32(1)))
+        rate = cute.math.exp(load(Float32, args.ptr.A_log + offset(coord.hv, args.stride.A_log_h), Int32(1)))
         return fmax(cute.math.min(rate, Float32(MAX_RATE)), Float32(MIN_RATE)), args.bound * Float32(LOG2_E)
 
     def stage_biases(self, args, coord):
@@ -264,7 +264,7 @@ class KdaChunk(PrepareChunk):
         ptr, stride, kind = args.ptr, args.stride, args.size.dt_bias_kind
         if self.gate != "log":
             channels = [cutlass.min(32 * k_block + coord.lane, self.K - 1) for k_block in range(K_BLOCKS)]
-            at = ptr.dt_bias + offset(coord.h, stride.dt_bias_h)
+            at = ptr.dt_bias + offset(coord.hv, stride.dt_bias_h)
             biases = [load_scalar(at + offset(channel, stride.dt_bias_c), kind) for channel in channels]
             for k_block in range(K_BLOCKS):
                 store_shared_f32(self.bias_at(coord, k_block), biases[k_block])
@@ -432,7 +432,7 @@ class KdaChunk(PrepareChunk):
 
     def store_norms(self, args, coord, inverse_norms, squares, beta):
         """The warp's tokens: beta |k|**2 and beta |k| to shared memory, |q| and |k| to the workspace."""
-        scales = args.ptr.scales + self.head_chunk(args, coord, coord.h) * SCALE_BYTES
+        scales = args.ptr.scales + self.head_chunk(args, coord, coord.hv) * SCALE_BYTES
         for i in range(2):
             token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
             q_norm, k_norm = (self.norm(x, inverse) for x, inverse in zip(squares[i], inverse_norms[i], strict=True))
@@ -459,7 +459,7 @@ class KdaChunk(PrepareChunk):
                 store_shared(self.vectors_at(coord) + first + coord.lane * 8 + p * 4, word)
         # The last sub-chunk's warp has the sum of all of them.
         decays = [exp2(x + y) for x, y in zip(before, totals[3], strict=True)]
-        scales = args.ptr.scales + self.head_chunk(args, coord, coord.h) * SCALE_BYTES
+        scales = args.ptr.scales + self.head_chunk(args, coord, coord.hv) * SCALE_BYTES
         store_words(scales + KDA_SCALE_STATE + coord.lane * 16, [x.bitcast(Uint32) for x in decays], coord.subchunk == 3)
         if self.segmented:
             largest = warp_max(fmax(fmax(decays[0], decays[1]), fmax(decays[2], decays[3])).bitcast(Uint32))
@@ -509,7 +509,7 @@ class KdaChunk(PrepareChunk):
 
     def tile_addresses(self, args, coord):
         """Of the lane's first vector in the tiles q_decayed, k_decayed, k_restored."""
-        at = self.head_chunk(args, coord, coord.h) * TILE_BYTES
+        at = self.head_chunk(args, coord, coord.hv) * TILE_BYTES
         at = at + tile_offset(coord.subchunk * SUBCHUNK + coord.row, coord.quad_lane)
         return [tile + at for tile in (args.ptr.q_tiles, args.ptr.k_tiles, args.ptr.k_restored)]
 

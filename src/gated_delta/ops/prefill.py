@@ -45,6 +45,9 @@ value heads of a k head, 0.75 for more than two.
 Each value head makes fp16 k and q and their products anew. With a single chunk a sequence two kernels are faster.
 """
 
+MAX_PREPARE_BLOCKS = 300
+"""Blocks of GDN's prepare up to which a q/k head's value heads are divided between two blocks, and again. Three run on an SM."""
+
 MAX_UNEVEN = {1: 2.5}
 """Chunks of the longest sequence, over an SM's share of all heads' chunks, up to which a block walks all V rows of a head; by the
 value heads of a k head, 2 for more than one.
@@ -109,6 +112,14 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: i
     if joined > 1 and (worthwhile or length >= MIN_JOINED_LONG[problem.axis]):
         return Segmentation(joined, joins=True)
     return Segmentation(1, overlapped=overlapped)
+
+
+def prepare_heads(H: int, HV: int, chunk_slots: int, cut: Segmentation) -> int:
+    """Value heads of a block of GDN's prepare."""
+    heads = HV // H
+    while not cut.overlapped and heads % 2 == 0 and 2 * chunk_slots * (HV // heads) <= MAX_PREPARE_BLOCKS:
+        heads //= 2
+    return heads
 
 
 def can_join(problem: Problem) -> bool:
@@ -333,6 +344,7 @@ class PrefillLaunch(TokensLaunch):
             final = torch.empty(self.final_shape, dtype=self.final_dtype, device="meta")
         others: dict[str, Any] = dict(initial_state=initial, final_state=final, checkpoints=self.checkpoint_strides(a))
         self.strides = self.strides_of(PrefillStrides, problem, a, **others)
+        heads = 1 if channel else prepare_heads(H, HV, chunk_slots, plan.schedule)
         self.sizes = ready(
             PrefillSizes(
                 **token_sizes(PrefillSizes, a),
@@ -342,6 +354,8 @@ class PrefillLaunch(TokensLaunch):
                 chunk_slots=chunk_slots,
                 H=H,
                 beta_logits=int(a.beta_logits),
+                block_heads=heads,
+                chunk_blocks=HV // heads,
                 segments=plan.schedule.segments,
                 max_blocks=MAX_BLOCKS,
                 checkpoints_per_sequence=0 if a.checkpoint_lens is None else a.checkpoint_lens.shape[1],
@@ -379,7 +393,9 @@ class PrefillLaunch(TokensLaunch):
         return out, final_state
 
 
-def _workspace(problem: Problem, N: int, H: int, HV: int, chunk_slots: int, cut: Segmentation, packed: bool) -> tuple[int, list[int]]:
+def _workspace(
+    problem: Problem, N: int, H: int, HV: int, chunk_slots: int, cut: Segmentation, packed: bool
+) -> tuple[int, list[int]]:
     """Bytes of a prefill's workspace, and where in it lies what PrefillPointers ends with; -1 for what is not there."""
     channel, segments = problem.axis == "channel", N * HV * cut.segments if cut.segments > 1 and not cut.joins else 0
     heads, states = (HV if channel else H), segments * 4 * 128 * 128

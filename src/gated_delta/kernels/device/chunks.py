@@ -259,8 +259,8 @@ class Coord(NamedTuple):
     """What a block works on, and a thread's place in it."""
 
     sequence: Sequence
-    h: Int32
-    """q/k head; KDA: value head."""
+    hv: Int32
+    """The first of the block's value heads."""
     slot: Int32
     """Of the workspace."""
     chunk: Int32
