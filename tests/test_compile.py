@@ -352,7 +352,8 @@ def test_blocks_that_walk_prepare_what_the_others_do_not_keep_up_with():
 
     def rounds(axis, H, HV, chunks):
         kernel = PrefillOverlapped(axis, "bf16", "softplus", True, "fp32", False)
-        size = SimpleNamespace(N=1, H=H, HV=HV, chunk_slots=chunks, max_blocks=132)
+        blocks = H if axis == "head" else HV
+        size = SimpleNamespace(N=1, HV=HV, chunk_blocks=blocks, chunk_slots=chunks, max_blocks=132)
         return 1 + kernel.head_start(size) / (132 * PREPARING)
 
     for axis, most in MOST_ROUNDS.items():

@@ -916,7 +916,7 @@ def test_packed_sequences_have_an_order_where_their_blocks_take_turns(launches, 
 
 
 def test_few_blocks_of_prepare_have_fewer_value_heads(launches):
-    """Halved while they are no more than 300 and the heads are even. KDA's have one, and what prepares beside the scan has all."""
+    """Halved while they are no more than 264 and the heads are even. KDA's have one, and what prepares beside the scan has all."""
     for T, H, HV, heads in ((512, 16, 64, 2), (256, 16, 64, 1), (1024, 16, 64, 4), (64, 1, 12, 3), (64, 2, 2, 1), (64, 1, 7, 7)):
         assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1)) == heads
         assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1, overlapped=True)) == HV // H

@@ -7,12 +7,15 @@ them, and fp32 scales. docs/kernels/prefill.md has the algebra.
 """
 
 import cutlass.cute as cute
-from cutlass import Float32, Uint32
+from cutlass import Float32, Int32, Uint32
+from cutlass.cutlass_dsl import select_
 
 from .device.chunks import THREADS, Coord, D, Pointers, Sizes, Strides, find_chunk, rank_sequence
 from .device.primitives import DTYPES, Args, offset, opaque, store_words
 from .prefill_prepare_gdn import GdnChunk
 from .prefill_prepare_kda import KdaChunk
+
+SHARED_BY_TWO = 80 * 1024  # bytes of which an SM has room for two blocks
 
 
 class PrefillPrepare:
@@ -30,10 +33,13 @@ class PrefillPrepare:
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
+        blocks, sms = size.chunk_blocks * size.chunk_slots, size.max_blocks
+        # Two blocks on an SM are faster than three where they are all of them, or half; three may leave other SMs with one.
+        paired = (blocks <= 2 * sms) | ((blocks > 3 * sms) & (blocks <= 4 * sms))
         self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=(size.chunk_blocks * size.chunk_slots, 1, 1),
+            grid=(blocks, 1, 1),
             block=(THREADS, 1, 1),
-            smem=self.shared,
+            smem=Int32(select_(paired, Int32(max(self.shared, SHARED_BY_TWO)), Int32(self.shared))),
             stream=stream,
             use_pdl=True,
             min_blocks_per_mp=3,

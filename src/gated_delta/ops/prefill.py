@@ -45,8 +45,8 @@ value heads of a k head, 0.75 for more than two.
 Each value head makes fp16 k and q and their products anew. With a single chunk a sequence two kernels are faster.
 """
 
-MAX_PREPARE_BLOCKS = 300
-"""Blocks of GDN's prepare up to which a q/k head's value heads are divided between two blocks, and again. Three run on an SM."""
+MAX_PREPARE_BLOCKS = 2 * MAX_BLOCKS
+"""Blocks of GDN's prepare up to which a q/k head's value heads are divided between two blocks, and again."""
 
 MAX_UNEVEN = {1: 2.5}
 """Chunks of the longest sequence, over an SM's share of all heads' chunks, up to which a block walks all V rows of a head; by the
@@ -337,7 +337,7 @@ class PrefillLaunch(TokensLaunch):
         self.final_place = None if a.final_state is None else self.places.index(Arguments._fields.index("final_state"))
         N, H, HV = operation.work(a)[0], a.q.shape[2], a.v.shape[2]
         total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
-        chunk_slots = total // CHUNK + N if packed else max(N * -(-T // CHUNK), 1)
+        chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), 1)
         self.workspace = _workspace(problem, N, H, HV, chunk_slots, plan.schedule, packed)
         final = a.final_state if a.state is None else a.state
         if self.final_shape is not None:
