@@ -34,6 +34,10 @@ class Memory:
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.bounds = np.empty(0, int), np.zeros(1, int)
+        self.written: set[int] = set()
+        """Numbers of 256 bytes in which the kernel that runs has stored."""
+        self.left: set[int] = set()
+        """And the one in front of it."""
 
     def allow(self, start: int, size: int) -> None:
         at = bisect.bisect(self.starts, start)
@@ -143,6 +147,7 @@ class Warp:
         self.waits: tuple[Callable[[], bool], int] | None = None
         self.yields = False
         self.votes_read = 0
+        self.has_waited = False
         # A thread's bulk stores are its own groups: a warp's are taken to be one thread's, as they are in our kernels.
         self.products, self.stores, self.copies = Groups(), Groups(), Groups()
 
@@ -197,6 +202,24 @@ class Warp:
     def address_of_parameter(self, number: int) -> np.ndarray:
         return np.full(32, FIRST_PARAMETER + number, U8)
 
+    # -------------------------------------------------------------------------------------------- the kernel in front
+
+    def wait_for_kernel(self) -> None:
+        self.has_waited = True
+
+    def launch_dependents(self, at: int) -> None:
+        """The next kernel may begin, and rely on it that this one's predecessors have ended."""
+        if not self.has_waited:
+            raise Fault(f"in front of griddepcontrol.wait: {self.place(at)()}")
+
+    def touches(self, addresses: np.ndarray, at: int) -> None:
+        if not self.has_waited and not self.memory.left.isdisjoint((addresses >> 8).tolist()):
+            raise Fault(f"what the kernel in front leaves, in front of griddepcontrol.wait: {self.place(at)()}")
+
+    def writes(self, addresses: np.ndarray, at: int) -> None:
+        self.touches(addresses, at)
+        self.memory.written.update((addresses >> 8).tolist())
+
     # -------------------------------------------------------------------------------------------- loads and stores
 
     def vectors(self, addresses: np.ndarray, size: int, at: int) -> np.ndarray:
@@ -225,6 +248,7 @@ class Warp:
     def load_global(self, addresses: np.ndarray, dtype: type, count: int, mask: np.ndarray | None, at: int) -> Any:
         lanes = self.lanes(mask)
         self.outside(addresses[lanes], np.dtype(dtype).itemsize * count, at)
+        self.touches(addresses[lanes], at)
         return self._loaded(*self.memory.numbers(dtype), addresses, lanes, count)
 
     def _loaded(self, memory: np.ndarray, first: int, addresses: np.ndarray, lanes: np.ndarray, count: int) -> list[np.ndarray]:
@@ -242,6 +266,7 @@ class Warp:
     def store_global(self, addresses: np.ndarray, values: list[np.ndarray], mask: np.ndarray | None, at: int) -> None:
         lanes = self.lanes(mask)
         self.outside(addresses[lanes], values[0].itemsize * len(values), at)
+        self.writes(addresses[lanes], at)
         self._store(*self.memory.numbers(values[0].dtype.type), addresses, values, lanes)
 
     def _store(self, memory: np.ndarray, first: int, addresses: np.ndarray, values: list[np.ndarray], lanes: np.ndarray) -> None:
@@ -252,6 +277,7 @@ class Warp:
     def atomic_add(self, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray | None, at: int) -> np.ndarray:
         before, lanes = np.zeros(32, U4), self.lanes(mask)
         self.memory.check(addresses[lanes], 4, self.place(at))
+        self.writes(addresses[lanes], at)
         memory, first = self.memory.numbers(U4)
         for lane in lanes:
             place = (addresses[lane] - first) // 4
@@ -379,6 +405,7 @@ class Warp:
         self.expect(vectors, at)
         place, sizes = self.place(at), np.broadcast_to(sizes, outside.shape)
         self.memory.check(outside[sizes > 0], 16, place)
+        self.touches(outside[sizes > 0], at)
         memory, first = self.memory.numbers(U1)
 
         def end() -> None:
@@ -398,6 +425,7 @@ class Warp:
     def _store_later(self, inside: np.ndarray, vectors: np.ndarray, outside: np.ndarray, at: int) -> None:
         self.seen(vectors, at)
         self.memory.check(outside, 16, self.place(at))
+        self.writes(outside, at)
         (memory, first), places = self.memory.numbers(U1), inside[:, None] + np.arange(16)
         data = self.block.bytes[places]
 
@@ -538,6 +566,7 @@ class Launch:
         self.program, self.parameters, self.grid, self.cluster, self.threads = program, parameters, grid, cluster, threads
         self.shared, self.memory, self.delay, self.random = shared, memory, delay, random.Random(seed)
         self.flights: list[Flight] = []
+        memory.left, memory.written = memory.written, set()
 
     @np.errstate(all="ignore")
     def run(self, resident: int = 132) -> None:

@@ -17,9 +17,9 @@ SHARED = 1024
 """Address of dynamic shared memory; below it lies nothing."""
 ENDS_BLOCK = ("bra", "ret", "mbarrier.try_wait", "bar.sync", "bar.vote", "barrier.cluster.wait", "ld.acquire")
 NO_EFFECT = (
-    "griddepcontrol", "setmaxnreg", "prefetch", "cp.async.bulk.prefetch", "wgmma.fence", "fence.mbarrier_init", "fence.proxy.async.global",
+    "setmaxnreg", "prefetch", "cp.async.bulk.prefetch", "wgmma.fence", "fence.mbarrier_init", "fence.proxy.async.global",
 )  # fmt: skip
-"""What shows only in time, or between kernels and blocks: kernels run one after the other, global memory is the same for all."""
+"""What shows only in time, or between blocks: global memory is the same for all."""
 
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 UNORDERED = {"leu": ">", "ltu": ">=", "geu": "<", "gtu": "<=", "neu": "=="}
@@ -405,6 +405,10 @@ class Translator:
     def do_fence(self, op: str, parts: list[str], operands: list[str]) -> None:
         assert op == "fence.proxy.async.shared::cta", op
         self.emit("warp.fence_async()")
+
+    def do_griddepcontrol(self, op: str, parts: list[str], operands: list[str]) -> None:
+        waits = parts[1] == "wait"
+        self.emit("warp.wait_for_kernel()" if waits else f"warp.launch_dependents({self.at})")
 
     def do_bra(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.following = f"return {self.program.blocks[operands[0]]}"

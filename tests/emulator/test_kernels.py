@@ -341,6 +341,15 @@ def test_a_kernel_without_it_is_a_fault(cut, name, message, tmp_path):
         gd.prefill(**call("head", 140), backend="cute")
 
 
+@pytest.mark.parametrize("cut", [1, "persistent", 3, "joined"], indirect=True)
+def test_a_scan_that_does_not_wait_for_prepare_is_a_fault(cut, axis, tmp_path):
+    from gated_delta.kernels.prefill_scan import PrefillScan
+
+    message = "what the kernel in front leaves, in front of griddepcontrol.wait"
+    with mock.patch.object(PrefillScan, "wait_for_prepare", IGNORED), emulated(tmp_path), pytest.raises(Fault, match=message):
+        gd.prefill(**call(axis, 140), backend="cute")
+
+
 @pytest.mark.parametrize("cut", ["fused"], indirect=True)
 def test_a_kernel_that_reads_on_into_the_next_sequence_is_wrong(cut, tmp_path):
     from gated_delta.kernels.prefill_fused import PrefillFused
