@@ -1058,7 +1058,7 @@ def test_few_long_prompts_are_segmented_and_others_are_not():
             doubled = axis == "head" and made.segments * on_host.MIN_DOUBLED <= 2 * T and made.segments >= 2 * on_host.FEW_SEGMENTS
             assert made.segments * 2 * HV * N <= on_host.MAX_BLOCKS * (2 if doubled else 1)
             if made.joins:
-                assert on_host.MIN_JOINED[axis] <= T
+                assert on_host.MIN_JOINED <= T
                 assert made.segments <= on_host.MAX_JOINED_SEGMENTS
                 assert made.segments >= on_host.MIN_JOINED_SEGMENTS[axis] or on_host.MIN_JOINED_LONG[axis] <= T
             else:
@@ -1070,6 +1070,18 @@ def test_few_long_prompts_are_segmented_and_others_are_not():
             assert T < on_host.MIN_THREE_SEGMENTS  # room for three, and tokens for them
     assert found > {(1, False), (4, False), (16, False), (2, True)}
     assert on_host.segmentation_of(prompt_problem(), 0, 0) == on_host.Segmentation(1)
+
+
+def test_where_there_is_no_room_for_eight_segments_scans_join_four_of_longer_prompts():
+    for axis, fewest in on_host.MIN_CUT_IN_FEWER.items():
+        joined = on_host.Segmentation(4, joins=True)
+        for HV, N in ((16, 1), (8, 2), (9, 1)):
+            room = 132 // (2 * HV * N)
+            assert {on_host.segmentation_of(prompt_problem(HV, axis=axis), N, N * T) for T in (2048, fewest - 1)} == {joined}
+            assert on_host.segmentation_of(prompt_problem(HV, axis=axis), N, N * fewest) == on_host.Segmentation(room)
+        for other in (dict(HV=8), dict(HV=16, V=64), dict(HV=16, K=64)):  # room for eight; what scans do not join
+            made = on_host.segmentation_of(prompt_problem(axis=axis, **other), 1, 2048)
+            assert (made.segments >= 4, made.joins) == (True, False)
 
 
 def test_very_long_prompts_of_gdn_have_twice_as_many_segments_as_fit_at_once():
@@ -1123,7 +1135,9 @@ def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_half_of_the_sms
     packed = dict(options=frozenset({"cu_seqlens_i32"}))
     kda = (dict(HV=some, axis="channel") for some in (17, 32))
     for sizes in (dict(H=16, HV=32), dict(HV=17), dict(H=32, HV=32, **packed), *kda):
-        fewest = on_host.MIN_OVERLAPPED[sizes.get("axis", "head")]
+        fewest = on_host.MIN_OVERLAPPED
+        if "axis" in sizes:  # more chunks of heads than prepare has blocks at once
+            fewest = on_host.PREPARED_AT_ONCE // sizes["HV"] * 64 + 1
         assert on_host.segmentation_of(prompt_problem(**sizes), 1, fewest) == overlapped
         assert not on_host.segmentation_of(prompt_problem(**sizes), 1, fewest - 1).overlapped
         assert not on_host.segmentation_of(prompt_problem(**sizes), 1, on_host.MIN_JOINED_LONG["channel"] - 1).joins
@@ -1175,7 +1189,7 @@ def test_blocks_of_states_with_64_v_rows_have_64():
 def test_a_longer_prompt_has_no_fewer_segments():
     """Among short ones, whose segments are joined, and among those that are cut, longer than what is prepared beside the scan."""
     for HV, N in itertools.product((1, 2, 8, 16), (1, 2, 5)):
-        for lengths in (range(0, on_host.MIN_OVERLAPPED["head"], 50), range(on_host.MIN_CUT, 40_000, 100)):
+        for lengths in (range(0, on_host.MIN_OVERLAPPED, 50), range(on_host.MIN_CUT, 40_000, 100)):
             segments = [on_host.segmentation_of(prompt_problem(HV), N, N * T).segments for T in lengths]
             assert segments == sorted(segments)
 

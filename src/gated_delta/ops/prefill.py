@@ -23,20 +23,24 @@ MIN_CUT, FEW_SEGMENTS, MIN_SEGMENT, MIN_THREE_SEGMENTS = 2048, 8, 512, 8192
 """Tokens of a sequence that is cut at all, for which FEW_SEGMENTS are best; that each has where there are more; and of a sequence
 that is cut in three, which saves little. Two cost more than they save where state passing joins them."""
 
+MIN_CUT_IN_FEWER = {"head": 3072, "channel": 4096}
+"""The same where there is no room for FEW_SEGMENTS: up to there segments that scans join are faster, by axis."""
+
 MIN_DOUBLED = 8192
 """Tokens of a segment of GDN from which twice as many are better, in two rounds: transitions of slow heads take half as long."""
 
-MIN_JOINED, MIN_JOINED_SEGMENTS, MAX_JOINED_SEGMENTS = {"head": 512, "channel": 1024}, {"head": 2, "channel": 4}, 4
-"""Tokens of a sequence from which segments that scans join are faster, for how many there must be room, by axis; how many at most.
+MIN_JOINED, MIN_JOINED_SEGMENTS, MAX_JOINED_SEGMENTS = 512, {"head": 2, "channel": 4}, 4
+"""Tokens of a sequence from which segments that scans join are faster; for how many there must be room, by axis; how many at most.
 
-Where gates forget they save 5 to 45%; where not they cost GDN 2 to 4%, KDA 4 to 8%.
+Where gates forget they save 5 to 45%; where not they cost up to 7%, KDA 10% in the shortest.
 """
 
 MIN_JOINED_LONG = {"head": 2**31, "channel": 32768}
 """Tokens of a sequence from which two such segments will do, and are better than chunks that are prepared beside the scan."""
 
-MAX_OVERLAPPED, MIN_OVERLAPPED = 64, {"head": 2048, "channel": 1024}
-"""Blocks of the scan up to which others prepare chunks beside it; tokens of the one sequence from which that is faster, by axis."""
+MAX_OVERLAPPED, MIN_OVERLAPPED, PREPARED_AT_ONCE = 64, 2048, 3 * MAX_BLOCKS
+"""Blocks of the scan up to which others prepare chunks beside it; tokens of the one sequence from which that is faster. For KDA it
+is, as soon as prepare has more blocks than run at once."""
 
 MAX_FUSED_GROUP, MIN_FILLED = 8, {1: 0, 2: 0}
 """Value heads of a k head up to which one kernel is faster, and the share of several rounds of SMs that heads have to fill, by the
@@ -102,13 +106,16 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: i
         return Segmentation(1)
     length, most = tokens // sequences, MAX_BLOCKS // blocks
     may_cut = not deterministic  # segments change bits, which rows and where chunks are prepared do not
-    segments = min(most, max(length // MIN_SEGMENT, FEW_SEGMENTS)) if length >= MIN_CUT and may_cut else 1
+    shortest = MIN_CUT if most >= FEW_SEGMENTS or not can_join(problem) else MIN_CUT_IN_FEWER[problem.axis]
+    segments = min(most, max(length // MIN_SEGMENT, FEW_SEGMENTS)) if length >= shortest and may_cut else 1
     if segments > 3 or (segments == 3 and length >= MIN_THREE_SEGMENTS):
         doubled = problem.axis == "head" and segments >= FEW_SEGMENTS and length >= MIN_DOUBLED * segments
         return Segmentation(2 * segments if doubled else segments)
-    overlapped = sequences == 1 and blocks <= MAX_OVERLAPPED and tokens >= MIN_OVERLAPPED[problem.axis] and can_overlap(problem)
-    joined = min(most, MAX_JOINED_SEGMENTS) if length >= MIN_JOINED[problem.axis] and can_join(problem) and may_cut else 1
-    worthwhile = joined >= MIN_JOINED_SEGMENTS[problem.axis] and not (overlapped and length >= MIN_CUT)
+    joined = min(most, MAX_JOINED_SEGMENTS) if length >= MIN_JOINED and can_join(problem) and may_cut else 1
+    chunks = -(-tokens // CHUNK) * problem.HV
+    overlapped = chunks > PREPARED_AT_ONCE if problem.axis == "channel" else tokens >= MIN_OVERLAPPED
+    overlapped &= sequences == 1 and blocks <= MAX_OVERLAPPED and joined < MAX_JOINED_SEGMENTS and can_overlap(problem)
+    worthwhile = joined >= MIN_JOINED_SEGMENTS[problem.axis] and not overlapped
     if joined > 1 and (worthwhile or length >= MIN_JOINED_LONG[problem.axis]):
         return Segmentation(joined, joins=True)
     return Segmentation(1, overlapped=overlapped)
