@@ -115,6 +115,35 @@ def test_rows_without_tokens_are_zeros_or_not_read(cut, kernels):
 
 
 @pytest.mark.parametrize("axis", FEW_HEADS)
+@pytest.mark.parametrize("cut", [1, "overlapped", "joined"], indirect=True)
+@pytest.mark.parametrize("lengths", [(64,), (0, 128, 0, 64, 0)], ids=str)
+def test_packed_sequences_of_whole_chunks_fill_the_workspace(axis, cut, lengths, kernels):
+    """Which has no chunk to spare then."""
+    one = call(axis, sum(lengths), lengths)
+    want = gd.prefill(**one, backend="reference")
+    with emulated(kernels):
+        made = gd.prefill(**one, backend="cute")
+    for x, y in zip(made, want, strict=True):
+        assert apart(x.double(), y) <= 3e-3
+
+
+@pytest.mark.parametrize("cut", [1, "joined"], indirect=True)
+@pytest.mark.parametrize(("HV", "fewest"), [(4, 1), (6, 3)])
+def test_bits_do_not_depend_on_which_block_prepares_a_value_head(cut, HV, fewest, kernels, monkeypatch):
+    one, made = call("head", 100, heads=(1, HV)), []
+    for most in (0, 3 * HV, on_host.MAX_PREPARE_BLOCKS):
+        monkeypatch.setattr(on_host, "MAX_PREPARE_BLOCKS", most)
+        with emulated(kernels):
+            made.append(gd.prefill(**one, backend="cute"))
+    assert on_host.prepare_heads(1, HV, 2, on_host.Segmentation(1)) == fewest
+    want = gd.prefill(**one, backend="reference")
+    for o, state in made:
+        assert torch.equal(o, made[0][0])
+        assert torch.equal(state, made[0][1])
+        assert apart(o.double(), want[0]) <= 3e-3
+
+
+@pytest.mark.parametrize("axis", FEW_HEADS)
 @pytest.mark.parametrize("cut", CUTS[1:4], indirect=True)
 def test_bits_do_not_depend_on_the_order_of_events(axis, cut, kernels):
     """Which warp goes first, and when copies end."""
