@@ -44,8 +44,8 @@ class AttentionCache:
     def __init__(self) -> None:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
-    def update(self, keys: Tensor, values: Tensor, layer: int) -> tuple[Tensor, Tensor]:
-        """Append a step's. transformers' attention calls this, and attends to what it returns."""
+    def update(self, keys: Tensor, values: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
+        """Append a step's. transformers' attention calls this, some versions with more, and attends to what it returns."""
         if layer in self.layers:
             past_keys, past_values = self.layers[layer]
             keys, values = torch.cat([past_keys, keys], 2), torch.cat([past_values, values], 2)
@@ -130,7 +130,7 @@ class Request:
             if i in self.rows:
                 y = self.linear_attention(layer.linear_attn, self.rows[i], y, recurrence)
             else:
-                y, _ = layer.self_attn(y, rotary, visible[None, None], past_key_values=self.attention)
+                y, _ = layer.self_attn(y, rotary, visible[None, None], self.attention)
             x = x + y
             x = x + layer.mlp(layer.post_attention_layernorm(x))
         return self.model.lm_head(text.norm(x)).argmax(-1)
