@@ -24,7 +24,6 @@ from .device.primitives import (
     mbarrier,
     offset,
     opaque,
-    qk_head,
     release_increment,
     store_shared,
 )
@@ -91,7 +90,7 @@ class OverlappedChunk:
 
 class OverlappedGdnChunk(OverlappedChunk, GdnChunk):
     def item_of(self, args, coord):
-        return coord.slot * args.size.chunk_blocks + qk_head(coord.hv, args.size.qk_head_factor)
+        return coord.slot * args.size.chunk_blocks + self.qk_head(args, coord)
 
 
 class OverlappedKdaChunk(OverlappedChunk, KdaChunk):

@@ -381,14 +381,12 @@ class PrefillScan:
     @cute.jit
     def prefetch(self, args, coord):
         """To L2 what a block needs first: the initial state, or values of its first chunk and, for a window, of that in front."""
-        work, stride = coord.work, args.stride
+        work = coord.work
         if (coord.group < 0) & (coord.end_chunk > coord.first_chunk):
             if (coord.thread == 0) & (work.segment == 0):
                 self.prefetch_state(args, work.state_index, work.hv)
             token = coord.first_chunk * CHUNK - CHUNK + coord.thread
-            at = args.ptr.v + offset(work.hv, stride.v_h) + offset(work.tile, self.rows * 2)
-            at += token_offset(args, work.sequence, cutlass.max(token, 0), stride.v_n, stride.v_t)
-            prefetch_l2(at, (token >= 0) & self.has_v(coord, token))
+            prefetch_l2(self.v_address(args, work, cutlass.max(token, 0), 0), (token >= 0) & self.has_v(coord, token))
 
     @cute.jit
     def block_in_order(self, args, shared, thread):
@@ -494,8 +492,7 @@ class PrefillScan:
         """
         shared, thread, work = coord.shared, coord.thread, coord.work
         row, vector, step = self.copy_slice(thread)
-        v_at = args.ptr.v + offset(work.hv, args.stride.v_h) + offset(work.tile % self.v_tiles, self.rows * 2) + vector * 16
-        v_at += token_offset(args, work.sequence, Int32(0), args.stride.v_n, args.stride.v_t)
+        v_at = self.v_address(args, work, Int32(0), vector)
         ahead = cute.make_rmem_tensor((4, CHUNK // step), Uint32)
         if cutlass.const_expr(self.mma_groups == 1):
             self.load_v(args, coord, v_at, coord.first_chunk, ahead)
@@ -526,6 +523,11 @@ class PrefillScan:
                     v_token = v_at + offset(token, args.stride.v_t)
                     cp_async_or_zero(values + at * self.v_pitch, v_token, self.has_v(coord, token))
                 cp_async_arrive(full)
+
+    def v_address(self, args, work, token, vector):
+        """Of 16 bytes of the work tile's values of a token."""
+        at = args.ptr.v + offset(work.hv, args.stride.v_h) + offset(work.tile % self.v_tiles, self.rows * 2) + vector * 16
+        return at + token_offset(args, work.sequence, token, args.stride.v_n, args.stride.v_t)
 
     def load_v(self, args, coord, v_at, c, ahead):
         row, _, step = self.copy_slice(coord.thread)

@@ -100,12 +100,19 @@ def load_sequence(args, n):
 
 
 @cute.jit
+def first_step(size):
+    """Of a search in steps of 32 among all sequences."""
+    step = Int32(1)
+    while step * 32 < size.N:
+        step *= 32
+    return step
+
+
+@cute.jit
 def find_sequence(args, slot, lane):
     """The sequence of a chunk slot, the last one that begins there or before: a search in steps of 32."""
     size = args.size
-    first, step = Int32(0), Int32(1)
-    while step * 32 < size.N:
-        step *= 32
+    first, step = Int32(0), first_step(size)
     while step > 0:
         n = first + lane * step
         start = load_index(
@@ -119,7 +126,11 @@ def find_sequence(args, slot, lane):
 
 def load_chunk(args, n, slot):
     """The sequence of a chunk slot, the chunk's number within it, and its tokens: none of an inactive sequence."""
-    sequence, state_index = load_sequence(args, n), load_state_index(args, n)
+    return chunk_of(args, load_sequence(args, n), load_state_index(args, n), slot)
+
+
+def chunk_of(args, sequence, state_index, slot):
+    """The same of a sequence that is known."""
     chunk = slot - sequence.first_slot
     tokens = select_(state_index <= args.size.null_index, 0, cutlass.min(sequence.tokens - chunk * CHUNK, CHUNK))
     return sequence, chunk, Int32(tokens)
@@ -132,9 +143,7 @@ def find_chunk(args, slot, lane):
     Beside the scan it is 4% faster; GDN's prepare alone is 8% slower with it.
     """
     size = args.size
-    first, step = Int32(0), Int32(1)
-    while step * 32 < size.N:
-        step *= 32
+    first, step = Int32(0), first_step(size)
     start, tokens, state_index, found = Int32(0), Int32(0), Int32(0), Int32(0)
     while step > 0:
         n = first + lane * step
@@ -145,10 +154,7 @@ def find_chunk(args, slot, lane):
         first += found * step
         step = step // 32
     start, tokens, state_index = (shuffle_sync(x, offset=found) for x in (start, tokens, state_index))
-    sequence = Sequence(first, start, tokens, first_chunk_slot(args, first, start))
-    chunk = slot - sequence.first_slot
-    tokens = select_(state_index <= size.null_index, 0, cutlass.min(tokens - chunk * CHUNK, CHUNK))
-    return sequence, chunk, Int32(tokens)
+    return chunk_of(args, Sequence(first, start, tokens, first_chunk_slot(args, first, start)), state_index, slot)
 
 
 def load_state_index(args, n):
