@@ -113,10 +113,9 @@ def force_segments(segments, monkeypatch):
         return on_host.Segmentation(1, problem.V, fused, even=even) if persistent else on_host.Segmentation(segments)
 
     monkeypatch.setattr(on_host, "segmentation_of", segmentation_of)
-    if persistent:
-        monkeypatch.setattr(on_host, "MAX_PREPARE_BLOCKS", 0)
     if persistent or segments == 4:  # blocks that take turns, of which the longest sequences' come first
-        monkeypatch.setattr(on_host, "MAX_BLOCKS", 3)
+        monkeypatch.setattr(on_host, "sms_of", lambda _: 3)
+        monkeypatch.setattr(on_host, "MAX_PREPARE_BLOCKS", 0 if persistent else 88)
     monkeypatch.setattr(PREFILL, "calls", CallCache())
 
 

@@ -353,7 +353,7 @@ def test_blocks_that_walk_prepare_what_the_others_do_not_keep_up_with():
     def rounds(axis, H, HV, chunks):
         kernel = PrefillOverlapped(axis, "bf16", "softplus", True, "fp32", False)
         blocks = H if axis == "head" else HV
-        size = SimpleNamespace(N=1, HV=HV, chunk_blocks=blocks, chunk_slots=chunks, max_blocks=132)
+        size = SimpleNamespace(N=1, HV=HV, chunk_blocks=blocks, chunk_slots=chunks, sms=132)
         return 1 + kernel.head_start(size) / (132 * PREPARING)
 
     for axis, most in MOST_ROUNDS.items():

@@ -337,7 +337,7 @@ CALLS = {
     ),
     "prefill from states of their own": (
         lambda axis: gated(prompts(axis=axis)) | dict(initial_state=states(N), output_final_state=True, beta_logits=True),
-        dict(N=N, T=70, total=0, chunk_slots=2 * N, H=H, segments=1, beta_logits=1, max_blocks=on_host.MAX_BLOCKS),
+        dict(N=N, T=70, total=0, chunk_slots=2 * N, H=H, segments=1, beta_logits=1, sms=on_host.SMS),
     ),
     **{
         f"prefill of packed prompts in a pool, {dtype}": (  # with padding heads
@@ -918,8 +918,8 @@ def test_packed_sequences_have_an_order_where_their_blocks_take_turns(launches, 
 def test_few_blocks_of_prepare_have_fewer_value_heads(launches, axis):
     """Halved while they are no more than 264 and the heads are even. KDA's have one, and what prepares beside the scan has all."""
     for T, H, HV, heads in ((512, 16, 64, 2), (256, 16, 64, 1), (1024, 16, 64, 4), (64, 1, 12, 3), (64, 2, 2, 1), (64, 1, 7, 7)):
-        assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1)) == heads
-        assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1, overlapped=True)) == HV // H
+        assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1), on_host.SMS) == heads
+        assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1, overlapped=True), on_host.SMS) == HV // H
     run("prefill", **prompts((1, 100), axis))
     assert (launches[0][-1].block_heads, launches[0][-1].chunk_blocks) == (1, 4)
 
@@ -971,7 +971,7 @@ def test_segmentation_depends_on_sequences_tokens_and_what_the_call_says_of_them
     for call in (prompts(), packed_prompts(0, 4, 8), packed_prompts(0, 4, 8) | dict(max_seqlen=5)):
         run("prefill", **call)
         gd.explain("prefill", **call, backend="cute")
-    assert asked == [(N, N * 70, None)] * 2 + [(2, 9, None)] * 2 + [(2, 9, 5)] * 2
+    assert asked == [(N, N * 70, None, 132)] * 2 + [(2, 9, None, 132)] * 2 + [(2, 9, 5, 132)] * 2
 
 
 def test_calls_that_differ_in_max_seqlen_have_kernels_of_their_own(launches):
@@ -1000,7 +1000,7 @@ def test_calls_that_differ_in_max_seqlen_have_kernels_of_their_own(launches):
 def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, axis, packed, segments, joins):
     """Every region up to the last byte of its last entry; they begin at multiples of 256 bytes from one another."""
     force_segments(segments, monkeypatch, joins)
-    monkeypatch.setattr(on_host, "MAX_BLOCKS", 3)
+    monkeypatch.setattr(on_host, "sms_of", lambda _: 3)
     made, measure = [], on_host._workspace
     monkeypatch.setattr(on_host, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1])
     more = dict(cu_seqlens=torch.tensor([0, 5, 190])) if packed else {}
@@ -1054,7 +1054,7 @@ def test_few_long_prompts_are_segmented_and_others_are_not():
         assert made.segments >= 1
         if made.segments > 1:
             doubled = axis == "head" and made.segments * on_host.MIN_DOUBLED <= 2 * T and made.segments >= 2 * on_host.FEW_SEGMENTS
-            assert made.segments * 2 * HV * N <= on_host.MAX_BLOCKS * (2 if doubled else 1)
+            assert made.segments * 2 * HV * N <= on_host.SMS * (2 if doubled else 1)
             if made.joins:
                 assert on_host.MIN_JOINED <= T
                 assert made.segments <= on_host.MAX_JOINED_SEGMENTS
@@ -1063,8 +1063,8 @@ def test_few_long_prompts_are_segmented_and_others_are_not():
                 assert T >= on_host.MIN_CUT
                 assert made.segments <= on_host.FEW_SEGMENTS or made.segments * on_host.MIN_SEGMENT <= T
                 assert made.segments >= 4 or (made.segments == 3 and T >= on_host.MIN_THREE_SEGMENTS)
-        assert made.rows == (128 if 2 * HV * N > on_host.MAX_BLOCKS else 64)
-        if made.segments == 1 and 2 * 3 * HV * N <= on_host.MAX_BLOCKS:
+        assert made.rows == (128 if 2 * HV * N > on_host.SMS else 64)
+        if made.segments == 1 and 2 * 3 * HV * N <= on_host.SMS:
             assert T < on_host.MIN_THREE_SEGMENTS  # room for three, and tokens for them
     assert found > {(1, False), (4, False), (16, False), (2, True)}
     assert on_host.segmentation_of(prompt_problem(), 0, 0) == on_host.Segmentation(1)
@@ -1135,7 +1135,7 @@ def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_half_of_the_sms
     for sizes in (dict(H=16, HV=32), dict(HV=17), dict(H=32, HV=32, **packed), *kda):
         fewest = on_host.MIN_OVERLAPPED
         if "axis" in sizes:  # more chunks of heads than prepare has blocks at once
-            fewest = on_host.PREPARED_AT_ONCE // sizes["HV"] * 64 + 1
+            fewest = on_host.PREPARED_AT_ONCE * on_host.SMS // sizes["HV"] * 64 + 1
         assert on_host.segmentation_of(prompt_problem(**sizes), 1, fewest) == overlapped
         assert not on_host.segmentation_of(prompt_problem(**sizes), 1, fewest - 1).overlapped
         assert not on_host.segmentation_of(prompt_problem(**sizes), 1, on_host.MIN_JOINED_LONG["channel"] - 1).joins

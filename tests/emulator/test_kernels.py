@@ -23,6 +23,7 @@ pytestmark = needs_compiler
 
 CUTS = (1, "persistent", "fused", "overlapped", 3, "joined")
 DELAYS = (0.5, 0.0, 0.97)
+SMS = 6
 FEW_HEADS = {"head": (1, 2), "channel": (1, 1)}
 
 
@@ -34,7 +35,8 @@ def kernels(run_directory):
 @pytest.fixture
 def cut(request, monkeypatch):
     """As force_segments has it, with few blocks, since each is emulated."""
-    monkeypatch.setattr(on_host, "MAX_BLOCKS", 6)
+    monkeypatch.setattr(on_host, "sms_of", lambda _: SMS)
+    monkeypatch.setattr(on_host, "MAX_PREPARE_BLOCKS", 44)
     force_segments(request.param, monkeypatch)
     return request.param
 
@@ -131,11 +133,11 @@ def test_packed_sequences_of_whole_chunks_fill_the_workspace(axis, cut, lengths,
 @pytest.mark.parametrize(("HV", "fewest"), [(4, 1), (6, 3)])
 def test_bits_do_not_depend_on_which_block_prepares_a_value_head(cut, HV, fewest, kernels, monkeypatch):
     one, made = call("head", 100, heads=(1, HV)), []
-    for most in (0, 3 * HV, on_host.MAX_PREPARE_BLOCKS):
+    for most in (0, HV // 2, on_host.MAX_PREPARE_BLOCKS):
         monkeypatch.setattr(on_host, "MAX_PREPARE_BLOCKS", most)
         with emulated(kernels):
             made.append(gd.prefill(**one, backend="cute"))
-    assert on_host.prepare_heads(1, HV, 2, on_host.Segmentation(1)) == fewest
+    assert on_host.prepare_heads(1, HV, 2, on_host.Segmentation(1), SMS) == fewest
     want = gd.prefill(**one, backend="reference")
     for o, state in made:
         assert torch.equal(o, made[0][0])

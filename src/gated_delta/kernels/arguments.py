@@ -313,8 +313,8 @@ class PrefillSizes(NamedTuple):
     """Blocks of prepare for a chunk of all heads: HV / block_heads."""
     segments: int
     """Segments of each sequence, scanned in parallel."""
-    max_blocks: int
-    """Blocks of a persistent scan at most."""
+    sms: int
+    """SMs of the chip: blocks of a persistent scan at most."""
     checkpoint_lens_kind: int
     checkpoint_indices_kind: int
     checkpoints_per_sequence: int

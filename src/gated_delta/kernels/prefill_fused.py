@@ -262,7 +262,7 @@ class PrefillFused(PrefillScan):
         self.chunk_terms = FusedChunk(DTYPES[g_dtype], gate, qk_l2norm, vars(self.smem))
 
     def blocks(self, size):
-        return cutlass.min(size.HV * size.N, size.max_blocks)
+        return cutlass.min(size.HV * size.N, size.sms)
 
     @cute.kernel
     def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple, maps: NamedTuple):
@@ -303,7 +303,7 @@ class PrefillFused(PrefillScan):
     @cute.jit
     def next_number(self, args, block, i):
         """Without a queue, as where sequences are as long as each other, blocks take heads in turn."""
-        number = block + i * args.size.max_blocks
+        number = block + i * args.size.sms
         if args.ptr.work_queue != 0:
             number = PrefillScan.next_number(self, args, block, i)
         return number

@@ -126,7 +126,7 @@ class PrefillOverlapped(PrefillScan):
         return self.tiles * size.HV * size.N
 
     def preparing_blocks(self, size):
-        return cutlass.max(size.max_blocks - self.walking_blocks(size), MIN_PREPARING_BLOCKS)
+        return cutlass.max(size.sms - self.walking_blocks(size), MIN_PREPARING_BLOCKS)
 
     @cute.kernel
     def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple):
@@ -174,7 +174,7 @@ class PrefillOverlapped(PrefillScan):
         """
         beside = self.prepared_a_chunk * self.preparing_blocks(size)
         ahead = size.chunk_slots * cutlass.max(64 * size.chunk_blocks - beside, 0) // 64
-        groups = PREPARING * size.max_blocks
+        groups = PREPARING * size.sms
         rounds = cutlass.min((ahead + groups // 2) // groups, self.most_rounds)
         return (rounds - 1) * groups
 

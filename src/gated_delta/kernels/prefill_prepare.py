@@ -34,7 +34,7 @@ class PrefillPrepare:
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
-        blocks, sms = size.chunk_blocks * size.chunk_slots, size.max_blocks
+        blocks, sms = size.chunk_blocks * size.chunk_slots, size.sms
         # Two blocks on an SM are faster than three where they are all of them, or half; three may leave other SMs with one.
         paired = (blocks <= 2 * sms) | ((blocks > 3 * sms) & (blocks <= 4 * sms))
         self.kernel(ptr, scale, bound, stride, size).launch(

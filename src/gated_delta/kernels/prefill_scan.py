@@ -222,7 +222,7 @@ class PrefillScan:
 
     def blocks(self, size):
         work_tiles = self.tiles * size.HV * size.N * size.segments
-        return cutlass.min(work_tiles, size.max_blocks) if self.persistent else work_tiles
+        return cutlass.min(work_tiles, size.sms) if self.persistent else work_tiles
 
     @cute.kernel
     def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple):
@@ -472,7 +472,7 @@ class PrefillScan:
 
     def next_number(self, args, block, i):
         """Of the block's i-th work tile, behind the first one."""
-        return args.size.max_blocks + atomic_increment(args.ptr.work_queue)
+        return args.size.sms + atomic_increment(args.ptr.work_queue)
 
     def prefetch_state(self, args, state_index, hv):
         """Prefetch a head's initial state to L2."""

@@ -14,10 +14,10 @@ from ..memory import Addresses
 from ..problem import STATE_DTYPES, Checker, Problem, absent, integer
 from .launch import SCATTERED, Launch, Operation, Plan, TokensLaunch, bytes_of, ready, token_sizes, tokens_of
 
-MAX_BLOCKS = 132
-"""Blocks of the scan that an H200 runs at once.
+SMS = 132
+"""SMs of an H200, on which the figures below were measured. Each runs a block of the scan at a time.
 
-Where a prefill has fewer, its sequences are cut in segments; where it has more, so many persistent blocks take head after head.
+Where a prefill has fewer blocks, its sequences are cut in segments; where it has more, so many persistent ones take head after head.
 """
 MIN_CUT, FEW_SEGMENTS, MIN_SEGMENT, MIN_THREE_SEGMENTS = 2048, 8, 512, 8192
 """Tokens of a sequence that is cut at all, for which FEW_SEGMENTS are best; that each has where there are more; and of a sequence
@@ -38,9 +38,9 @@ Where gates forget they save 5 to 45%; where not they cost up to 7%, KDA 10% in 
 MIN_JOINED_LONG = {"head": 2**31, "channel": 32768}
 """Tokens of a sequence from which two such segments will do, and are better than chunks that are prepared beside the scan."""
 
-MAX_OVERLAPPED, MIN_OVERLAPPED, PREPARED_AT_ONCE = 64, 2048, 3 * MAX_BLOCKS
-"""Blocks of the scan up to which others prepare chunks beside it; tokens of the one sequence from which that is faster. For KDA it
-is, as soon as prepare has more blocks than run at once."""
+MIN_OVERLAPPED, PREPARED_AT_ONCE = 2048, 3
+"""Tokens of one sequence, of which blocks of the scan walk on less than half of the SMs, from which it is faster if the others
+prepare chunks beside it. For KDA it is, as soon as prepare has more blocks than run at once, so many an SM."""
 
 MAX_FUSED_GROUP, MIN_FILLED = 8, {1: 0, 2: 0}
 """Value heads of a k head up to which one kernel is faster, and the share of several rounds of SMs that heads have to fill, by the
@@ -49,8 +49,8 @@ value heads of a k head, 0.75 for more than two.
 Each value head makes fp16 k and q and their products anew. With a single chunk a sequence two kernels are faster.
 """
 
-MAX_PREPARE_BLOCKS = 2 * MAX_BLOCKS
-"""Blocks of GDN's prepare up to which a q/k head's value heads are divided between two blocks, and again."""
+MAX_PREPARE_BLOCKS = 2
+"""Blocks of GDN's prepare, an SM, up to which a q/k head's value heads are divided between two blocks, and again."""
 
 MAX_UNEVEN = {1: 2.5}
 """Chunks of the longest sequence, over an SM's share of all heads' chunks, up to which a block walks all V rows of a head; by the
@@ -87,24 +87,26 @@ class Segmentation(NamedTuple):
     even: bool = False
 
 
-def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None) -> Segmentation:
-    """For that many sequences with so many tokens in all, measured on an H200: docs/kernels/prefill.md."""
+def segmentation_of(
+    problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None, sms: int = SMS
+) -> Segmentation:
+    """For that many sequences with so many tokens in all, on so many SMs; measured on an H200: docs/kernels/prefill.md."""
     heads, deterministic = sequences * problem.HV, "deterministic" in problem.options
-    if problem.V == 128 and 2 * heads > MAX_BLOCKS:
+    if problem.V == 128 and 2 * heads > sms:
         longest, group = longest_of(problem, sequences, tokens, max_seqlen), problem.HV // problem.H
-        if problem.axis == "head" and longest * MAX_BLOCKS > MAX_UNEVEN.get(group, 2) * tokens * problem.HV:
+        if problem.axis == "head" and longest * sms > MAX_UNEVEN.get(group, 2) * tokens * problem.HV:
             return Segmentation(1)
         if not can_fuse(problem) or deterministic or group > MAX_FUSED_GROUP or tokens <= CHUNK * sequences:
             return Segmentation(1, 128)
-        rounds = -(-heads // MAX_BLOCKS)
-        fills = rounds == 1 or heads >= MIN_FILLED.get(group, 0.75) * MAX_BLOCKS * rounds
+        rounds = -(-heads // sms)
+        fills = rounds == 1 or heads >= MIN_FILLED.get(group, 0.75) * sms * rounds
         mean = tokens / sequences
         even = rounds == 1 or (longest <= MAX_EVEN * mean and mean > (longest - 1) // CHUNK * CHUNK)
         return Segmentation(1, 128, True, even=even) if fills else Segmentation(1)
     blocks = problem.V // 64 * heads
     if not blocks:
         return Segmentation(1)
-    length, most = tokens // sequences, MAX_BLOCKS // blocks
+    length, most = tokens // sequences, sms // blocks
     may_cut = not deterministic  # segments change bits, which rows and where chunks are prepared do not
     shortest = MIN_CUT if most >= FEW_SEGMENTS or not can_join(problem) else MIN_CUT_IN_FEWER[problem.axis]
     segments = min(most, max(length // MIN_SEGMENT, FEW_SEGMENTS)) if length >= shortest and may_cut else 1
@@ -113,18 +115,23 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: i
         return Segmentation(2 * segments if doubled else segments)
     joined = min(most, MAX_JOINED_SEGMENTS) if length >= MIN_JOINED and can_join(problem) and may_cut else 1
     chunks = -(-tokens // CHUNK) * problem.HV
-    overlapped = chunks > PREPARED_AT_ONCE if problem.axis == "channel" else tokens >= MIN_OVERLAPPED
-    overlapped &= sequences == 1 and blocks <= MAX_OVERLAPPED and joined < MAX_JOINED_SEGMENTS and can_overlap(problem)
+    overlapped = chunks > PREPARED_AT_ONCE * sms if problem.axis == "channel" else tokens >= MIN_OVERLAPPED
+    overlapped &= sequences == 1 and blocks < sms // 2 and joined < MAX_JOINED_SEGMENTS and can_overlap(problem)
     worthwhile = joined >= MIN_JOINED_SEGMENTS[problem.axis] and not overlapped
     if joined > 1 and (worthwhile or length >= MIN_JOINED_LONG[problem.axis]):
         return Segmentation(joined, joins=True)
     return Segmentation(1, overlapped=overlapped)
 
 
-def prepare_heads(H: int, HV: int, chunk_slots: int, cut: Segmentation) -> int:
+def sms_of(device: torch.device) -> int:
+    """Of an H200 where it is no GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else SMS
+
+
+def prepare_heads(H: int, HV: int, chunk_slots: int, cut: Segmentation, sms: int) -> int:
     """Value heads of a block of GDN's prepare."""
     heads = HV // H
-    while not cut.overlapped and heads % 2 == 0 and 2 * chunk_slots * (HV // heads) <= MAX_PREPARE_BLOCKS:
+    while not cut.overlapped and heads % 2 == 0 and 2 * chunk_slots * (HV // heads) <= MAX_PREPARE_BLOCKS * sms:
         heads //= 2
     return heads
 
@@ -275,10 +282,10 @@ class Prefill(Operation):
         }
 
     def work(self, a: Arguments) -> tuple[Any, ...]:
-        return *super().work(a), a.max_seqlen
+        return *super().work(a), a.max_seqlen, sms_of(a.q.device)
 
-    def plan(self, problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None) -> Plan:
-        cut = segmentation_of(problem, sequences, tokens, max_seqlen)
+    def plan(self, problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None, sms: int = SMS) -> Plan:
+        cut = segmentation_of(problem, sequences, tokens, max_seqlen, sms)
         return Plan(cut, tuple(variants_of(problem, cut)))
 
     def variants(self, problem: Problem) -> list[compile.Variant]:
@@ -342,16 +349,16 @@ class PrefillLaunch(TokensLaunch):
         self.final_shape = _final_shape(a) if a.output_final_state and a.final_state is None else None
         self.final_dtype = _final_dtype(a)
         self.final_place = None if a.final_state is None else self.places.index(Arguments._fields.index("final_state"))
-        N, H, HV = operation.work(a)[0], a.q.shape[2], a.v.shape[2]
+        N, H, HV, sms = operation.work(a)[0], a.q.shape[2], a.v.shape[2], sms_of(a.q.device)
         total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), 1)
-        self.workspace = _workspace(problem, N, H, HV, chunk_slots, plan.schedule, packed)
+        self.workspace = _workspace(problem, N, H, HV, chunk_slots, plan.schedule, packed, sms)
         final = a.final_state if a.state is None else a.state
         if self.final_shape is not None:
             final = torch.empty(self.final_shape, dtype=self.final_dtype, device="meta")
         others: dict[str, Any] = dict(initial_state=initial, final_state=final, checkpoints=self.checkpoint_strides(a))
         self.strides = self.strides_of(PrefillStrides, problem, a, **others)
-        heads = 1 if channel else prepare_heads(H, HV, chunk_slots, plan.schedule)
+        heads = 1 if channel else prepare_heads(H, HV, chunk_slots, plan.schedule, sms)
         self.sizes = ready(
             PrefillSizes(
                 **token_sizes(PrefillSizes, a),
@@ -364,7 +371,7 @@ class PrefillLaunch(TokensLaunch):
                 block_heads=heads,
                 chunk_blocks=HV // heads,
                 segments=plan.schedule.segments,
-                max_blocks=MAX_BLOCKS,
+                sms=sms,
                 checkpoints_per_sequence=0 if a.checkpoint_lens is None else a.checkpoint_lens.shape[1],
             )
         )
@@ -401,14 +408,14 @@ class PrefillLaunch(TokensLaunch):
 
 
 def _workspace(
-    problem: Problem, N: int, H: int, HV: int, chunk_slots: int, cut: Segmentation, packed: bool
+    problem: Problem, N: int, H: int, HV: int, chunk_slots: int, cut: Segmentation, packed: bool, sms: int
 ) -> tuple[int, list[int]]:
     """Bytes of a prefill's workspace, and where in it lies what PrefillPointers ends with; -1 for what is not there."""
     channel, segments = problem.axis == "channel", N * HV * cut.segments if cut.segments > 1 and not cut.joins else 0
     heads, states = (HV if channel else H), segments * 4 * 128 * 128
     chunk_slots = 0 if cut.fused else chunk_slots
     # Blocks that all run at once need no order, and a scan without one begins before prepare has ended.
-    ranked = packed and not cut.even and N * HV * cut.segments * (problem.V // cut.rows) > MAX_BLOCKS
+    ranked = packed and not cut.even and N * HV * cut.segments * (problem.V // cut.rows) > sms
     sizes = (
         chunk_slots * heads * TILE_BYTES,  # k_tiles
         chunk_slots * heads * TILE_BYTES,  # q_tiles
