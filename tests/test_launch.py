@@ -3,6 +3,7 @@
 import itertools
 import math
 import random
+from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -974,6 +975,25 @@ def test_segmentation_depends_on_sequences_tokens_and_what_the_call_says_of_them
     assert asked == [(N, N * 70, None, 132)] * 2 + [(2, 9, None, 132)] * 2 + [(2, 9, 5, 132)] * 2
 
 
+def test_the_schedule_reads_how_many_sms_the_gpu_has(launches, monkeypatch):
+    """So do the kernels, the order of sequences and the blocks of prepare."""
+    gpu = SimpleNamespace(multi_processor_count=78)
+    monkeypatch.setattr(torch.cuda, "get_device_properties", {torch.device("cuda", 1): gpu}.__getitem__)
+    assert on_host.sms_of(torch.device("cuda", 1)) == 78
+    assert on_host.sms_of(torch.device("cpu")) == on_host.SMS
+    call = prompts((1, 60 * 65)) | dict(cu_seqlens=torch.arange(61) * 65, max_seqlen=65, deterministic=True)
+    for sms, ordered in ((239, True), (240, False)):
+        monkeypatch.setattr(on_host, "sms_of", lambda _, sms=sms: sms)
+        OPERATIONS["prefill"].calls.clear()
+        launches.clear()
+        run("prefill", **call)
+        assert {some[-1].sms for some in launches} == {sms}
+        assert bool(launches[0][0].sequence_order) == ordered
+    for sms, segments in ((132, 8), (60, 7), (16, 1)):
+        monkeypatch.setattr(on_host, "sms_of", lambda _, sms=sms: sms)
+        assert gd.explain("prefill", **prompts((1, 4096)), backend="cute").schedule.segments == segments
+
+
 def test_calls_that_differ_in_max_seqlen_have_kernels_of_their_own(launches):
     """Known calls too, and whatever it says: one that is too small or too large is as the nearest that can be."""
     many, fused, split = 34, ["prefill_fused"], ["prefill_prepare", "prefill_scan"]
@@ -1044,17 +1064,18 @@ def prompt_problem(HV=8, **changes):
     return Problem("prefill", **{"axis": "head", "H": 1, "HV": HV, "K": D, "V": D, "gate": "softplus", **dtypes, **changes})
 
 
-def test_few_long_prompts_are_segmented_and_others_are_not():
+@pytest.mark.parametrize("sms", [132, 114, 78, 16])
+def test_few_long_prompts_are_segmented_and_others_are_not(sms):
     """No more blocks than run at once, and no segment too short to pay for state passing."""
     found = set()
     sizes = ((1, 2, 4, 8, 16, 32, 64), (1, 2, 3, 7, 33, 300), (0, 1, 512, 2047, 2048, 8191, 8192, 100_000))
     for axis, HV, N, T in itertools.product(("head", "channel"), *sizes):
-        made = on_host.segmentation_of(prompt_problem(HV, axis=axis), N, N * T)
+        made = on_host.segmentation_of(prompt_problem(HV, axis=axis), N, N * T, sms=sms)
         found.add((made.segments, made.joins))
         assert made.segments >= 1
         if made.segments > 1:
             doubled = axis == "head" and made.segments * on_host.MIN_DOUBLED <= 2 * T and made.segments >= 2 * on_host.FEW_SEGMENTS
-            assert made.segments * 2 * HV * N <= on_host.SMS * (2 if doubled else 1)
+            assert made.segments * 2 * HV * N <= sms * (1 + doubled)
             if made.joins:
                 assert on_host.MIN_JOINED <= T
                 assert made.segments <= on_host.MAX_JOINED_SEGMENTS
@@ -1063,10 +1084,13 @@ def test_few_long_prompts_are_segmented_and_others_are_not():
                 assert T >= on_host.MIN_CUT
                 assert made.segments <= on_host.FEW_SEGMENTS or made.segments * on_host.MIN_SEGMENT <= T
                 assert made.segments >= 4 or (made.segments == 3 and T >= on_host.MIN_THREE_SEGMENTS)
-        assert made.rows == (128 if 2 * HV * N > on_host.SMS else 64)
-        if made.segments == 1 and 2 * 3 * HV * N <= on_host.SMS:
+        blocks = 2 * HV * N  # of 64 rows
+        if blocks <= sms or axis == "channel" or sms == on_host.SMS:  # else some of GDN's heads would leave SMs idle
+            assert made.rows == (64 if blocks <= sms else 128)
+        assert not made.overlapped or (N == 1 and 16 * blocks <= 9 * sms)
+        if made.segments == 1 and 3 * blocks <= sms:
             assert T < on_host.MIN_THREE_SEGMENTS  # room for three, and tokens for them
-    assert found > {(1, False), (4, False), (16, False), (2, True)}
+    assert found > {(1, False), (4, False), (2, True)} | ({(16, False)} if sms > 16 else set())
     assert on_host.segmentation_of(prompt_problem(), 0, 0) == on_host.Segmentation(1)
 
 
@@ -1128,11 +1152,11 @@ def test_where_heads_leave_many_sms_idle_blocks_have_64_rows():
             assert on_host.segmentation_of(prompt_problem(HV), heads // HV, 100 * heads) == one
 
 
-def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_half_of_the_sms_are_idle():
+def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_many_sms_are_idle():
     overlapped = on_host.Segmentation(1, overlapped=True)
     packed = dict(options=frozenset({"cu_seqlens_i32"}))
-    kda = (dict(HV=some, axis="channel") for some in (17, 32))
-    for sizes in (dict(H=16, HV=32), dict(HV=17), dict(H=32, HV=32, **packed), *kda):
+    kda = (dict(HV=some, axis="channel") for some in (17, 37))
+    for sizes in (dict(H=16, HV=32), dict(HV=17), dict(HV=37), dict(H=32, HV=32, **packed), *kda):
         fewest = on_host.MIN_OVERLAPPED
         if "axis" in sizes:  # more chunks of heads than prepare has blocks at once
             fewest = on_host.PREPARED_AT_ONCE * on_host.SMS // sizes["HV"] * 64 + 1
@@ -1140,9 +1164,11 @@ def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_half_of_the_sms
         assert not on_host.segmentation_of(prompt_problem(**sizes), 1, fewest - 1).overlapped
         assert not on_host.segmentation_of(prompt_problem(**sizes), 1, on_host.MIN_JOINED_LONG["channel"] - 1).joins
     fp32 = dict(axis="channel", g_dtype=torch.float32)  # three chunks of which an SM has no shared memory for
-    for other in (fp32, dict(dtype=torch.float16), dict(K=64), dict(V=64), dict(HV=33)):
+    for other in (fp32, dict(dtype=torch.float16), dict(K=64), dict(V=64), dict(HV=38)):
         assert not on_host.segmentation_of(prompt_problem(**dict(H=1, HV=32) | other), 1, 8192).overlapped
     assert not on_host.segmentation_of(prompt_problem(HV=16), 2, 8192).overlapped
+    for sms, made in ((114, True), (113, False), (78, False)):
+        assert on_host.segmentation_of(prompt_problem(H=16, HV=32), 1, 8192, sms=sms).overlapped == made
 
 
 def test_packed_prompts_have_64_rows_where_one_of_them_may_keep_few_sms_busy():

@@ -17,7 +17,7 @@ from .launch import SCATTERED, Launch, Operation, Plan, TokensLaunch, bytes_of, 
 SMS = 132
 """SMs of an H200, on which the figures below were measured. Each runs a block of the scan at a time.
 
-Where a prefill has fewer blocks, its sequences are cut in segments; where it has more, so many persistent ones take head after head.
+Where a prefill has fewer blocks its sequences are cut in segments, where it has more so many persistent ones take head after head.
 """
 MIN_CUT, FEW_SEGMENTS, MIN_SEGMENT, MIN_THREE_SEGMENTS = 2048, 8, 512, 8192
 """Tokens of a sequence that is cut at all, for which FEW_SEGMENTS are best; that each has where there are more; and of a sequence
@@ -38,9 +38,9 @@ Where gates forget they save 5 to 45%; where not they cost up to 7%, KDA 10% in 
 MIN_JOINED_LONG = {"head": 2**31, "channel": 32768}
 """Tokens of a sequence from which two such segments will do, and are better than chunks that are prepared beside the scan."""
 
-MIN_OVERLAPPED, PREPARED_AT_ONCE = 2048, 3
-"""Tokens of one sequence, of which blocks of the scan walk on less than half of the SMs, from which it is faster if the others
-prepare chunks beside it. For KDA it is, as soon as prepare has more blocks than run at once, so many an SM."""
+MAX_WALKING, MIN_OVERLAPPED, PREPARED_AT_ONCE = 9 / 16, 2048, 3
+"""Share of the SMs up to which blocks of the scan leave the others to prepare chunks beside it; tokens of the one sequence from
+which that is faster. For KDA it is, as soon as prepare has more blocks than run at once, so many an SM."""
 
 MAX_FUSED_GROUP, MIN_FILLED = 8, {1: 0, 2: 0}
 """Value heads of a k head up to which one kernel is faster, and the share of several rounds of SMs that heads have to fill, by the
@@ -87,9 +87,7 @@ class Segmentation(NamedTuple):
     even: bool = False
 
 
-def segmentation_of(
-    problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None, sms: int = SMS
-) -> Segmentation:
+def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None, sms: int = SMS) -> Segmentation:
     """For that many sequences with so many tokens in all, on so many SMs; measured on an H200: docs/kernels/prefill.md."""
     heads, deterministic = sequences * problem.HV, "deterministic" in problem.options
     if problem.V == 128 and 2 * heads > sms:
@@ -116,7 +114,7 @@ def segmentation_of(
     joined = min(most, MAX_JOINED_SEGMENTS) if length >= MIN_JOINED and can_join(problem) and may_cut else 1
     chunks = -(-tokens // CHUNK) * problem.HV
     overlapped = chunks > PREPARED_AT_ONCE * sms if problem.axis == "channel" else tokens >= MIN_OVERLAPPED
-    overlapped &= sequences == 1 and blocks < sms // 2 and joined < MAX_JOINED_SEGMENTS and can_overlap(problem)
+    overlapped &= sequences == 1 and blocks <= MAX_WALKING * sms and joined < MAX_JOINED_SEGMENTS and can_overlap(problem)
     worthwhile = joined >= MIN_JOINED_SEGMENTS[problem.axis] and not overlapped
     if joined > 1 and (worthwhile or length >= MIN_JOINED_LONG[problem.axis]):
         return Segmentation(joined, joins=True)
