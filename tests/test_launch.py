@@ -1178,29 +1178,28 @@ def test_packed_prompts_have_64_rows_where_one_of_them_may_keep_few_sms_busy():
         (16, 32): {3: 64, 4: 64, 5: 128, 20: 128},
         (4, 8): {9: 64, 20: 64},
         (16, 64): {2: 64, 4: 128},
-        (32, 32): {3: 64, 4: 128},
+        (32, 32): {3: 64, 5: 128},
     }
-    for (H, HV), by_sequences in rows.items():
-        for sequences, wanted in by_sequences.items():
-            sizes, tokens = dict(H=H, HV=HV), sequences * 1024
+    for axis, (H, HV) in itertools.product(("head", "channel"), rows):
+        for sequences, wanted in rows[H, HV].items():
+            sizes, tokens = dict(H=H, HV=HV, axis=axis), sequences * 1024
             assert on_host.segmentation_of(prompt_problem(**sizes, **packed), sequences, tokens).rows == wanted
             assert on_host.segmentation_of(prompt_problem(**sizes), sequences, tokens).rows == 128
-            assert on_host.segmentation_of(prompt_problem(**sizes, **packed, axis="channel"), sequences, tokens).rows == 128
     assert on_host.segmentation_of(prompt_problem(HV=96, **packed), 1, 8192).rows == 128
 
 
 def test_where_the_longest_packed_prompt_is_known_rows_depend_on_it():
-    """Not on how many there are. KDA's always have 128, and so have more heads than SMs, whatever the call says."""
+    """Not on how many there are. More heads than SMs always have 128, whatever the call says."""
     packed = dict(options=frozenset({"cu_seqlens_i32"}))
-    for (H, HV), sequences, longest in (((4, 8), 10, 992), ((4, 8), 20, 992), ((16, 32), 3, 3971), ((32, 32), 4, 4964)):
+    cells = [(axis, *some) for axis in ("head", "channel") for some in ((4, 8, 10, 992), (4, 8, 20, 992), (16, 32, 3, 3971))]
+    for axis, H, HV, sequences, longest in (*cells, ("head", 32, 32, 4, 4964), ("channel", 32, 32, 4, 3971)):
         even, uneven = (
-            on_host.segmentation_of(prompt_problem(H=H, HV=HV, **packed), sequences, 8192, known)
+            on_host.segmentation_of(prompt_problem(H=H, HV=HV, axis=axis, **packed), sequences, 8192, known)
             for known in (longest, longest + 1)
         )
         assert (even.rows, uneven) == (128, on_host.Segmentation(1))
-    for problem in (prompt_problem(axis="channel", **packed), prompt_problem(HV=96, **packed)):
-        rows = {on_host.segmentation_of(problem, 10, 8192, known).rows for known in (0, 820, 8192, 2**40)}
-        assert rows == {128}
+    rows = {on_host.segmentation_of(prompt_problem(HV=96, **packed), 10, 8192, known).rows for known in (0, 820, 8192, 2**40)}
+    assert rows == {128}
     few = {on_host.segmentation_of(prompt_problem(HV=4, **packed), 10, 81920, known) for known in (None, 0, 8192, 2**40)}
     assert len(few) == 1
 

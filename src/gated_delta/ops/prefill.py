@@ -52,11 +52,11 @@ Each value head makes fp16 k and q and their products anew. With a single chunk 
 MAX_PREPARE_BLOCKS = 2
 """Blocks of GDN's prepare, an SM, up to which a q/k head's value heads are divided between two blocks, and again."""
 
-MAX_UNEVEN = {1: 2.5}
-"""Chunks of the longest sequence, over an SM's share of all heads' chunks, up to which a block walks all V rows of a head; by the
-value heads of a k head, 2 for more than one.
+MAX_UNEVEN = {("head", 1): 2.5}
+"""Chunks of the longest sequence, over an SM's share of all heads' chunks, up to which a block walks all V rows of a head; by axis
+and value heads of a k head, else 2.
 
-Else a long sequence's heads keep few SMs busy, and blocks of 64 rows, twice as many, are faster. Not KDA's: bytes bound it.
+Beyond it a long sequence's heads keep few SMs busy, and blocks of 64 rows, twice as many, are faster.
 """
 
 MAX_EVEN = 1.1
@@ -92,7 +92,7 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: i
     heads, deterministic = sequences * problem.HV, "deterministic" in problem.options
     if problem.V == 128 and 2 * heads > sms:
         longest, group = longest_of(problem, sequences, tokens, max_seqlen), problem.HV // problem.H
-        if problem.axis == "head" and longest * sms > MAX_UNEVEN.get(group, 2) * tokens * problem.HV:
+        if longest * sms > MAX_UNEVEN.get((problem.axis, group), 2) * tokens * problem.HV:
             return Segmentation(1)
         if not can_fuse(problem) or deterministic or group > MAX_FUSED_GROUP or tokens <= CHUNK * sequences:
             return Segmentation(1, 128)
