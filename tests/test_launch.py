@@ -338,7 +338,7 @@ CALLS = {
     ),
     "prefill from states of their own": (
         lambda axis: gated(prompts(axis=axis)) | dict(initial_state=states(N), output_final_state=True, beta_logits=True),
-        dict(N=N, T=70, total=0, chunk_slots=2 * N, H=H, segments=1, beta_logits=1, sms=on_host.SMS),
+        dict(N=N, T=70, total=0, chunk_slots=2 * N, H=H, segments=1, beta_logits=1, sms=on_host.H200.sms),
     ),
     **{
         f"prefill of packed prompts in a pool, {dtype}": (  # with padding heads
@@ -868,6 +868,8 @@ def test_segments_launch_transitions_state_passing_and_scan(launches, monkeypatc
     run("prefill", **good("prefill", axis))
     passing = ["prefill_transitions", "prefill_state_passing"] if segments > 1 else []
     assert [some.kernel for some in launches.kernels] == ["prefill_prepare", *passing, "prefill_scan"]
+    windows = [dict(some.facts)[name] for some, name in ((launches.kernels[0], "segmented"), (launches.kernels[-1], "joins"))]
+    assert windows == [segments > 1] * 2
     assert all(launch == launches[0] for launch in launches)
     assert launches[0][-1].segments == segments
 
@@ -919,8 +921,8 @@ def test_packed_sequences_have_an_order_where_their_blocks_take_turns(launches, 
 def test_few_blocks_of_prepare_have_fewer_value_heads(launches, axis):
     """Halved while they are no more than 264 and the heads are even. KDA's have one, and what prepares beside the scan has all."""
     for T, H, HV, heads in ((512, 16, 64, 2), (256, 16, 64, 1), (1024, 16, 64, 4), (64, 1, 12, 3), (64, 2, 2, 1), (64, 1, 7, 7)):
-        assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1), on_host.SMS) == heads
-        assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1, overlapped=True), on_host.SMS) == HV // H
+        assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1), on_host.H200.sms) == heads
+        assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1, overlapped=True), on_host.H200.sms) == HV // H
     run("prefill", **prompts((1, 100), axis))
     assert (launches[0][-1].block_heads, launches[0][-1].chunk_blocks) == (1, 4)
 
@@ -972,25 +974,26 @@ def test_segmentation_depends_on_sequences_tokens_and_what_the_call_says_of_them
     for call in (prompts(), packed_prompts(0, 4, 8), packed_prompts(0, 4, 8) | dict(max_seqlen=5)):
         run("prefill", **call)
         gd.explain("prefill", **call, backend="cute")
-    assert asked == [(N, N * 70, None, 132)] * 2 + [(2, 9, None, 132)] * 2 + [(2, 9, 5, 132)] * 2
+    chip = on_host.H200
+    assert asked == [(N, N * 70, None, chip)] * 2 + [(2, 9, None, chip)] * 2 + [(2, 9, 5, chip)] * 2
 
 
 def test_the_schedule_reads_how_many_sms_the_gpu_has(launches, monkeypatch):
     """So do the kernels, the order of sequences and the blocks of prepare."""
-    gpu = SimpleNamespace(multi_processor_count=78)
+    gpu = SimpleNamespace(multi_processor_count=78, memory_clock_rate=2_619_000, memory_bus_width=5120)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {torch.device("cuda", 1): gpu}.__getitem__)
-    assert on_host.sms_of(torch.device("cuda", 1)) == 78
-    assert on_host.sms_of(torch.device("cpu")) == on_host.SMS
+    assert on_host.chip_of(torch.device("cuda", 1)) == (78, 3352)
+    assert on_host.chip_of(torch.device("cpu")) == on_host.H200
     call = prompts((1, 60 * 65)) | dict(cu_seqlens=torch.arange(61) * 65, max_seqlen=65, deterministic=True)
     for sms, ordered in ((239, True), (240, False)):
-        monkeypatch.setattr(on_host, "sms_of", lambda _, sms=sms: sms)
+        monkeypatch.setattr(on_host, "chip_of", lambda _, sms=sms: on_host.H200._replace(sms=sms))
         OPERATIONS["prefill"].calls.clear()
         launches.clear()
         run("prefill", **call)
         assert {some[-1].sms for some in launches} == {sms}
         assert bool(launches[0][0].sequence_order) == ordered
     for sms, segments in ((132, 8), (60, 7), (16, 1)):
-        monkeypatch.setattr(on_host, "sms_of", lambda _, sms=sms: sms)
+        monkeypatch.setattr(on_host, "chip_of", lambda _, sms=sms: on_host.H200._replace(sms=sms))
         assert gd.explain("prefill", **prompts((1, 4096)), backend="cute").schedule.segments == segments
 
 
@@ -1020,7 +1023,7 @@ def test_calls_that_differ_in_max_seqlen_have_kernels_of_their_own(launches):
 def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, axis, packed, segments, joins):
     """Every region up to the last byte of its last entry; they begin at multiples of 256 bytes from one another."""
     force_segments(segments, monkeypatch, joins)
-    monkeypatch.setattr(on_host, "sms_of", lambda _: 3)
+    monkeypatch.setattr(on_host, "chip_of", lambda _: on_host.H200._replace(sms=3))
     made, measure = [], on_host._workspace
     monkeypatch.setattr(on_host, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1])
     more = dict(cu_seqlens=torch.tensor([0, 5, 190])) if packed else {}
@@ -1029,10 +1032,10 @@ def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, a
     v_chunks, channel = sizes.chunk_slots * sizes.HV, axis == "channel"
     qk_bytes = TILE_BYTES * (v_chunks if channel else sizes.chunk_slots * sizes.H)
     cut = sizes.N * sizes.HV * segments if segments > 1 and not joins else 0
-    queue = 4 * (1 + (sizes.N * sizes.HV * 2 if joins else 0))
+    queue = 4 * (1 + (sizes.N * sizes.HV * 2 if segments > 1 else 0))
     tiles = [qk_bytes, qk_bytes, v_chunks * TILE_BYTES if channel else 0, v_chunks * 2 * TRIANGLE_BYTES, v_chunks * SCALE_BYTES]
     ends = [*tiles, 4 * sizes.N if packed else 0, queue, 2 * cut * D * D * 4, cut * (D * D * 4 + 4)]
-    ends.append(v_chunks * 4 if joins else 0)
+    ends.append(v_chunks * 4 if segments > 1 else 0)
     assert [at < 0 for at in offsets] == [end == 0 for end in ends]
     taken = [(at, at + end) for at, end in zip(offsets, ends, strict=True) if end]
     assert all(at % 256 == 0 for at, _ in taken)
@@ -1070,7 +1073,7 @@ def test_few_long_prompts_are_segmented_and_others_are_not(sms):
     found = set()
     sizes = ((1, 2, 4, 8, 16, 32, 64), (1, 2, 3, 7, 33, 300), (0, 1, 512, 2047, 2048, 8191, 8192, 100_000))
     for axis, HV, N, T in itertools.product(("head", "channel"), *sizes):
-        made = on_host.segmentation_of(prompt_problem(HV, axis=axis), N, N * T, sms=sms)
+        made = on_host.segmentation_of(prompt_problem(HV, axis=axis), N, N * T, chip=on_host.H200._replace(sms=sms))
         found.add((made.segments, made.joins))
         assert made.segments >= 1
         if made.segments > 1:
@@ -1079,13 +1082,13 @@ def test_few_long_prompts_are_segmented_and_others_are_not(sms):
             if made.joins:
                 assert on_host.MIN_JOINED <= T
                 assert made.segments <= on_host.MAX_JOINED_SEGMENTS
-                assert made.segments >= on_host.MIN_JOINED_SEGMENTS[axis] or on_host.MIN_JOINED_LONG[axis] <= T
+                assert made.segments >= on_host.MIN_JOINED_SEGMENTS[axis]
             else:
                 assert T >= on_host.MIN_CUT
                 assert made.segments <= on_host.FEW_SEGMENTS or made.segments * on_host.MIN_SEGMENT <= T
                 assert made.segments >= 4 or (made.segments == 3 and T >= on_host.MIN_THREE_SEGMENTS)
         blocks = 2 * HV * N  # of 64 rows
-        if blocks <= sms or axis == "channel" or sms == on_host.SMS:  # else some of GDN's heads would leave SMs idle
+        if blocks <= sms or axis == "channel" or sms == on_host.H200.sms:  # else some of GDN's heads would leave SMs idle
             assert made.rows == (64 if blocks <= sms else 128)
         assert not made.overlapped or (N == 1 and 16 * blocks <= 9 * sms)
         if made.segments == 1 and 3 * blocks <= sms:
@@ -1159,16 +1162,19 @@ def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_many_sms_are_id
     for sizes in (dict(H=16, HV=32), dict(HV=17), dict(HV=37), dict(H=32, HV=32, **packed), *kda):
         fewest = on_host.MIN_OVERLAPPED
         if "axis" in sizes:  # more chunks of heads than prepare has blocks at once
-            fewest = on_host.PREPARED_AT_ONCE * on_host.SMS // sizes["HV"] * 64 + 1
+            fewest = on_host.PREPARED_AT_ONCE * on_host.H200.sms // sizes["HV"] * 64 + 1
         assert on_host.segmentation_of(prompt_problem(**sizes), 1, fewest) == overlapped
         assert not on_host.segmentation_of(prompt_problem(**sizes), 1, fewest - 1).overlapped
-        assert not on_host.segmentation_of(prompt_problem(**sizes), 1, on_host.MIN_JOINED_LONG["channel"] - 1).joins
+        assert not on_host.segmentation_of(prompt_problem(**sizes), 1, 2**20).joins
     fp32 = dict(axis="channel", g_dtype=torch.float32)  # three chunks of which an SM has no shared memory for
     for other in (fp32, dict(dtype=torch.float16), dict(K=64), dict(V=64), dict(HV=38)):
         assert not on_host.segmentation_of(prompt_problem(**dict(H=1, HV=32) | other), 1, 8192).overlapped
     assert not on_host.segmentation_of(prompt_problem(HV=16), 2, 8192).overlapped
     for sms, made in ((114, True), (113, False), (78, False)):
-        assert on_host.segmentation_of(prompt_problem(H=16, HV=32), 1, 8192, sms=sms).overlapped == made
+        assert on_host.segmentation_of(prompt_problem(H=16, HV=32), 1, 8192, chip=on_host.H200._replace(sms=sms)).overlapped == made
+    for axis, made in (("head", True), ("channel", False)):  # KDA's workspace is too much for an H100's memory
+        h100 = on_host.Chip(132, 3352)
+        assert on_host.segmentation_of(prompt_problem(H=32, HV=32, axis=axis), 1, 8192, chip=h100).overlapped == made
 
 
 def test_packed_prompts_have_64_rows_where_one_of_them_may_keep_few_sms_busy():

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import shuffle_sync
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
@@ -247,14 +247,17 @@ class PrefillScan:
             # a chunk. With checkpoints it does not, and the hints cost 65.
             hinted = not self.checkpoints
             group = warp_uniform(group + 1) - 1 if hinted else group
-            begins = True
+            begins = Boolean(True)
             if cutlass.const_expr(self.joins):
                 block = self.own_block(args, shared, thread, block)
             coord = self.coord_of(args, self.work_of(args, block), shared, thread % WARPGROUP, group)
             if cutlass.const_expr(self.joins):
                 self.prefetch(args, coord)
                 self.wait_for_prepare()
-                coord, begins = self.join_segments(args, coord)
+                if args.ptr.segment_states != 0:
+                    coord = self.with_window(args, coord)
+                else:
+                    coord, begins = self.join_segments(args, coord)
             if cutlass.const_expr(hinted):
                 coord = coord._replace(first_chunk=warp_uniform(coord.first_chunk), end_chunk=warp_uniform(coord.end_chunk))
             if self.joins & (not begins):
@@ -341,6 +344,10 @@ class PrefillScan:
         end = self.coord_of(args, work._replace(segment=last), coord.shared, coord.thread, coord.group).end_chunk
         first = coord.first_chunk - shuffle_sync(window, offset=work.segment)
         return coord._replace(first_chunk=first, end_chunk=end, last_segment=last), (begins >> Uint32(work.segment)) & 1 != 0
+
+    def with_window(self, args, coord):
+        """The coord from its segment's window on, where states are passed on to segments without one."""
+        return coord._replace(first_chunk=coord.first_chunk - self.find_window(args, coord))
 
     @cute.jit
     def find_window(self, args, coord):
@@ -994,13 +1001,17 @@ class PrefillScan:
             if coord.work.segment == 0:
                 self.load_initial_state(args, coord, row, column, state)
             else:
-                state.fill(0.0)
+                self.load_segment_state(args, coord, row, column, coord.first_chunk == coord.first_stored, state)
         elif args.size.segments > 1:
             self.wait_for_prepare()
-            at = args.ptr.segment_states + self.segment_offset(args, coord, D)
-            self.load_rows(at, Float32, D, row, column, True, state)
+            self.load_segment_state(args, coord, row, column, True, state)
         else:
             self.load_initial_state(args, coord, row, column, state)
+
+    def load_segment_state(self, args, coord, row, column, condition, state):
+        """A segment's initial state as it is passed on, where the condition holds; else zeros."""
+        at = args.ptr.segment_states + self.segment_offset(args, coord, D)
+        self.load_rows(at, Float32, D, row, column, condition, state)
 
     def load_initial_state(self, args, coord, row, column, state):
         ptr, stride, work = args.ptr, args.stride, coord.work

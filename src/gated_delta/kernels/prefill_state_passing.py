@@ -1,8 +1,8 @@
 """prefill_state_passing: the initial state of every segment of a sequence, from the segments' transitions.
 
-A segment turns a state S into S M + B. prefill_transitions has found both. The first segment was walked from the sequence's own
-state, so its B is the second one's initial state. Behind a segment that forgets the next one's is already there. A block has 8 V
-rows of one head, four threads a channel.
+A segment turns a state S into S M + B, and prefill_transitions has found both. But behind the first segment, which was walked from
+the sequence's own state, and behind segments with a window the next one's initial state is already there; and where the next one
+has a window it is not wanted. A block has 8 V rows of one head, four threads a channel.
 """
 
 from typing import NamedTuple
@@ -11,7 +11,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
-from .device.chunks import STATE_BYTES, D, Pointers, Sizes, Strides, forgets_at, segment_number
+from .device.chunks import STATE_BYTES, D, Pointers, Sizes, Strides, known_at, segment_number
 from .device.primitives import (
     Args,
     bulk_load,
@@ -54,8 +54,8 @@ class PrefillStatePassing:
         self.state = STAGES * STATE_BYTES
         self.partial_sums = self.state + D * V_ROWS * 4
         self.full = self.partial_sums + K_SPLITS * V_ROWS * D * 4
-        self.forgets = self.full + STAGES * 8
-        self.shared = self.forgets + MAX_SEGMENTS * 4
+        self.known = self.full + STAGES * 8
+        self.shared = self.known + MAX_SEGMENTS * 4
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
@@ -82,22 +82,22 @@ class PrefillStatePassing:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         rows = cute.make_rmem_tensor((OWN_ROWS,), Float32)
-        self.load_b(args, coord, 0, rows)
+        rows.fill(0.0)
         if self.load_flags(args, coord, thread):
             self.pass_states(args, coord, rows)
 
     @cute.jit
     def load_flags(self, args, coord, thread):
-        """Which segments forget, to shared memory. Returns whether one does not."""
+        """Behind which segments the next one's initial state is known, to shared memory. Returns whether there are others."""
         before_last = args.size.segments - 1
-        at = forgets_at(args, segment_number(args, coord.head, thread))
+        at = known_at(args, segment_number(args, coord.head, thread))
         flag = load_words(at, thread < before_last, count=1)[0]
-        store_shared(coord.shared + self.forgets + thread * 4, flag, thread < before_last)
+        store_shared(coord.shared + self.known + thread * 4, flag, thread < before_last)
         cute.arch.sync_threads()
-        remembers = Int32(0)
+        others = Int32(0)
         for segment in cutlass.range(thread % 32, before_last, 32, unroll=1):
-            remembers = remembers | Int32(load_shared(coord.shared + self.forgets + segment * 4) == 0)
-        return cute.arch.vote_any_sync(remembers != 0)
+            others = others | Int32(load_shared(coord.shared + self.known + segment * 4) == 0)
+        return cute.arch.vote_any_sync(others != 0)
 
     @cute.jit
     def pass_states(self, args, coord, rows):
@@ -132,9 +132,9 @@ class PrefillStatePassing:
 
     @cute.jit
     def pass_over(self, args, coord, segment, rows):
-        """The next segment's initial state: stored, or loaded where the segment forgets."""
+        """The next segment's initial state: stored, or loaded where it is known."""
         at = args.ptr.segment_states + segment_number(args, coord.head, segment + 1) * STATE_BYTES + self.own_offset(coord)
-        if load_shared(coord.shared + self.forgets + segment * 4) == 0:
+        if load_shared(coord.shared + self.known + segment * 4) == 0:
             for r in cutlass.range_constexpr(OWN_ROWS):
                 store_words(at + r * (D * 4), [rows[r].bitcast(Uint32)], True)
         else:

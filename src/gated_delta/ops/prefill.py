@@ -14,11 +14,22 @@ from ..memory import Addresses
 from ..problem import STATE_DTYPES, Checker, Problem, absent, integer
 from .launch import SCATTERED, Launch, Operation, Plan, TokensLaunch, bytes_of, ready, token_sizes, tokens_of
 
-SMS = 132
-"""SMs of an H200, on which the figures below were measured. Each runs a block of the scan at a time.
 
-Where a prefill has fewer blocks its sequences are cut in segments, where it has more so many persistent ones take head after head.
-"""
+class Chip(NamedTuple):
+    """What of a GPU a schedule goes by."""
+
+    sms: int
+    """Each runs a block of the scan at a time.
+
+    Where a prefill has fewer blocks its sequences are cut in segments, where it has more so many persistent ones take them in turn.
+    """
+    bandwidth: int
+    """Of its memory, GB/s, as the driver has it."""
+
+
+H200 = Chip(132, 4812)
+"""On which the figures below were measured."""
+
 MIN_CUT, FEW_SEGMENTS, MIN_SEGMENT, MIN_THREE_SEGMENTS = 2048, 8, 512, 8192
 """Tokens of a sequence that is cut at all, for which FEW_SEGMENTS are best; that each has where there are more; and of a sequence
 that is cut in three, which saves little. Two cost more than they save where state passing joins them."""
@@ -35,12 +46,12 @@ MIN_JOINED, MIN_JOINED_SEGMENTS, MAX_JOINED_SEGMENTS = 512, {"head": 2, "channel
 Where gates forget they save 5 to 45%; where not they cost up to 7%, KDA 10% in the shortest.
 """
 
-MIN_JOINED_LONG = {"head": 2**31, "channel": 32768}
-"""Tokens of a sequence from which two such segments will do, and are better than chunks that are prepared beside the scan."""
-
 MAX_WALKING, MIN_OVERLAPPED, PREPARED_AT_ONCE = 9 / 16, 2048, 3
 """Share of the SMs up to which blocks of the scan leave the others to prepare chunks beside it; tokens of the one sequence from
 which that is faster. For KDA it is, as soon as prepare has more blocks than run at once, so many an SM."""
+
+MIN_BANDWIDTH = {"head": 0, "channel": 4000}
+"""GB/s from which that is faster, by axis: what KDA prepares ahead leaves the L2 before it is read. An H100 has 3350."""
 
 MAX_FUSED_GROUP, MIN_FILLED = 8, {1: 0, 2: 0}
 """Value heads of a k head up to which one kernel is faster, and the share of several rounds of SMs that heads have to fill, by the
@@ -87,8 +98,11 @@ class Segmentation(NamedTuple):
     even: bool = False
 
 
-def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None, sms: int = SMS) -> Segmentation:
-    """For that many sequences with so many tokens in all, on so many SMs; measured on an H200: docs/kernels/prefill.md."""
+def segmentation_of(
+    problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None, chip: Chip = H200
+) -> Segmentation:
+    """For that many sequences with so many tokens in all; measured on an H200 and an H100: docs/kernels/prefill.md."""
+    sms = chip.sms
     heads, deterministic = sequences * problem.HV, "deterministic" in problem.options
     if problem.V == 128 and 2 * heads > sms:
         longest, group = longest_of(problem, sequences, tokens, max_seqlen), problem.HV // problem.H
@@ -114,16 +128,20 @@ def segmentation_of(problem: Problem, sequences: int, tokens: int, max_seqlen: i
     joined = min(most, MAX_JOINED_SEGMENTS) if length >= MIN_JOINED and can_join(problem) and may_cut else 1
     chunks = -(-tokens // CHUNK) * problem.HV
     overlapped = chunks > PREPARED_AT_ONCE * sms if problem.axis == "channel" else tokens >= MIN_OVERLAPPED
-    overlapped &= sequences == 1 and blocks <= MAX_WALKING * sms and joined < MAX_JOINED_SEGMENTS and can_overlap(problem)
-    worthwhile = joined >= MIN_JOINED_SEGMENTS[problem.axis] and not overlapped
-    if joined > 1 and (worthwhile or length >= MIN_JOINED_LONG[problem.axis]):
+    overlapped &= sequences == 1 and blocks <= MAX_WALKING * sms and chip.bandwidth >= MIN_BANDWIDTH[problem.axis]
+    overlapped &= joined < MAX_JOINED_SEGMENTS and can_overlap(problem)
+    if joined > 1 and joined >= MIN_JOINED_SEGMENTS[problem.axis] and not overlapped:
         return Segmentation(joined, joins=True)
     return Segmentation(1, overlapped=overlapped)
 
 
-def sms_of(device: torch.device) -> int:
-    """Of an H200 where it is no GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else SMS
+def chip_of(device: torch.device) -> Chip:
+    """An H200 where it is no GPU."""
+    if device.type != "cuda":
+        return H200
+    found = torch.cuda.get_device_properties(device)
+    # Kilohertz, two transfers a cycle, bits.
+    return Chip(found.multi_processor_count, found.memory_clock_rate * 2 * found.memory_bus_width // 8 // 10**6)
 
 
 def prepare_heads(H: int, HV: int, chunk_slots: int, cut: Segmentation, sms: int) -> int:
@@ -137,6 +155,11 @@ def prepare_heads(H: int, HV: int, chunk_slots: int, cut: Segmentation, sms: int
 def can_join(problem: Problem) -> bool:
     """Whether segments can be joined."""
     return problem.K == problem.V == 128
+
+
+def has_windows(problem: Problem, cut: Segmentation) -> bool:
+    """Whether segments begin from zeros where gates forget."""
+    return cut.segments > 1 and can_join(problem)
 
 
 def can_fuse(problem: Problem) -> bool:
@@ -280,10 +303,10 @@ class Prefill(Operation):
         }
 
     def work(self, a: Arguments) -> tuple[Any, ...]:
-        return *super().work(a), a.max_seqlen, sms_of(a.q.device)
+        return *super().work(a), a.max_seqlen, chip_of(a.q.device)
 
-    def plan(self, problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None, sms: int = SMS) -> Plan:
-        cut = segmentation_of(problem, sequences, tokens, max_seqlen, sms)
+    def plan(self, problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None, chip: Chip = H200) -> Plan:
+        cut = segmentation_of(problem, sequences, tokens, max_seqlen, chip)
         return Plan(cut, tuple(variants_of(problem, cut)))
 
     def variants(self, problem: Problem) -> list[compile.Variant]:
@@ -316,13 +339,14 @@ def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
         one = axis | problem.facts("g_dtype", "gate", "qk_l2norm", "state_dtype") | kept
         made = [compile.Variant("prefill_overlapped" if cut.overlapped else "prefill_fused", tuple(one.items()))]
         return made if cut.even else [compile.Variant("prefill_schedule", (("overlapped", cut.overlapped),)), *made]
-    prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm") | dict(segmented=cut.joins)
+    windows = has_windows(problem, cut)
+    prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm") | dict(segmented=windows)
     made = [compile.Variant("prefill_prepare", tuple(prepare.items()))]
     scan = problem.facts("axis", "K", "V", "dtype", "state_dtype")
     if cut.segments > 1 and not cut.joins:
         made.append(compile.Variant("prefill_transitions", tuple(scan.items())))
         made.append(compile.Variant("prefill_state_passing", (("V", problem.V),)))
-    scan |= dict(rows=cut.rows, joins=cut.joins) | kept
+    scan |= dict(rows=cut.rows, joins=windows) | kept
     return [*made, compile.Variant("prefill_scan", tuple(scan.items()))]
 
 
@@ -347,7 +371,7 @@ class PrefillLaunch(TokensLaunch):
         self.final_shape = _final_shape(a) if a.output_final_state and a.final_state is None else None
         self.final_dtype = _final_dtype(a)
         self.final_place = None if a.final_state is None else self.places.index(Arguments._fields.index("final_state"))
-        N, H, HV, sms = operation.work(a)[0], a.q.shape[2], a.v.shape[2], sms_of(a.q.device)
+        N, H, HV, sms = operation.work(a)[0], a.q.shape[2], a.v.shape[2], chip_of(a.q.device).sms
         total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), 1)
         self.workspace = _workspace(problem, N, H, HV, chunk_slots, plan.schedule, packed, sms)
@@ -410,6 +434,7 @@ def _workspace(
 ) -> tuple[int, list[int]]:
     """Bytes of a prefill's workspace, and where in it lies what PrefillPointers ends with; -1 for what is not there."""
     channel, segments = problem.axis == "channel", N * HV * cut.segments if cut.segments > 1 and not cut.joins else 0
+    windows = has_windows(problem, cut)
     heads, states = (HV if channel else H), segments * 4 * 128 * 128
     chunk_slots = 0 if cut.fused else chunk_slots
     # Blocks that all run at once need no order, and a scan without one begins before prepare has ended.
@@ -422,10 +447,10 @@ def _workspace(
         chunk_slots * HV * SCALE_BYTES,  # scales
         N * 4 if ranked else 0,  # sequence_order
         # work_queue; a queue of items, counters of chunks; of warps that have loaded initial states
-        0 if cut.even else 4 * (1 + (1 + chunk_slots) * cut.overlapped + 2 * N * HV * cut.joins),
+        0 if cut.even else 4 * (1 + (1 + chunk_slots) * cut.overlapped + 2 * N * HV * windows),
         2 * states,  # segment_transitions
         states + segments * 4,  # segment_states, and a flag for each
-        chunk_slots * HV * 4 if cut.joins else 0,  # transition_norms
+        chunk_slots * HV * 4 if windows else 0,  # transition_norms
     )
     ends = list(itertools.accumulate(-(-size // 256) * 256 for size in sizes))
     return ends[-1], [end - -(-size // 256) * 256 if size else -1 for size, end in zip(sizes, ends, strict=True)]

@@ -173,8 +173,8 @@ def segment_number(args, head, segment):
     return head * Int64(args.size.segments) + Int64(segment)
 
 
-def forgets_at(args, number):
-    """Address of a segment's flag behind the segments' initial states: whether it forgets, docs/kernels/prefill.md, "Segments"."""
+def known_at(args, number):
+    """Address of a segment's flag, behind the segments' initial states: whether nothing is passed on over it to the next one."""
     states = Int64(args.size.N) * Int64(args.size.HV) * Int64(args.size.segments)
     return args.ptr.segment_states + states * STATE_BYTES + number * 4
 
