@@ -142,23 +142,15 @@ def left_in_workspace(run, monkeypatch):
     return made, {name: workspace[start:] for name, start in zip(names, starts, strict=True) if start >= 0}
 
 
-def segments_that_forget(run, segments, monkeypatch):
-    """The flags [N, HV, segments - 1] that a call of one prefill leaves in its workspace."""
-    o, regions = left_in_workspace(run, monkeypatch)
-    number = len(o) * o.shape[2] * segments
-    flags = regions["segment_states"][number * D * D * 4 :][: number * 4].view(torch.int32).view(len(o), o.shape[2], segments)
-    return flags[..., :-1] != 0
-
-
 def transition_norms(o, regions):
-    """[N, HV, chunks], of a dense call whose segments are joined."""
+    """[N, HV, chunks], of a dense call with segments."""
     chunks = -(-o.shape[1] // CHUNK)
     norms = regions["transition_norms"][: len(o) * chunks * o.shape[2] * 4].view(torch.float32)
     return norms.view(len(o), chunks, o.shape[2]).transpose(1, 2)
 
 
-def windows_of_joined(run, segments, monkeypatch):
-    """Chunks of the windows [N, HV, segments - 1] of such a call, 0 for a segment that is joined, by the norms it leaves."""
+def windows_of_segments(run, segments, monkeypatch):
+    """Chunks of the windows [N, HV, segments - 1] of such a call, 0 for a segment without one, by the norms it leaves."""
     norms = transition_norms(*left_in_workspace(run, monkeypatch))
     each = -(-norms.shape[2] // segments)
     found = torch.zeros(*norms.shape[:2], segments - 1, dtype=torch.long)

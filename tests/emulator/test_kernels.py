@@ -14,7 +14,7 @@ from gated_delta.memory import extent
 from gated_delta.ops import OPERATIONS
 from gated_delta.ops import prefill as on_host
 from gated_delta.testing import cases, run_case
-from gpu import apart, force_segments, left_in_workspace, transition_norms, windows_of_joined, with_channels_of_any_size
+from gpu import apart, force_segments, left_in_workspace, transition_norms, windows_of_segments, with_channels_of_any_size
 from test_compile import needs_compiler
 
 from . import Fault, device, emulated
@@ -201,7 +201,7 @@ def test_segments_begin_from_zeros_where_a_head_forgets(cut, axis, logs, windows
         return made[0]
 
     with emulated(kernels):
-        found = windows_of_joined(run, 4, monkeypatch)[0]
+        found = windows_of_segments(run, 4, monkeypatch)[0]
     for head, window in enumerate(windows):
         assert all(window <= x <= window + (axis == "channel" and window > 0) for x in found[head]), found
         reached = made[0][0, :, head].isnan().any(1)
@@ -215,6 +215,22 @@ def test_segments_begin_from_zeros_where_a_head_forgets(cut, axis, logs, windows
             assert apart(made[0][:, chunks * 64 :, head], want[0][:, chunks * 64 :, head]) <= 3e-3
 
 
+@pytest.mark.parametrize("cut", [4], indirect=True)
+@pytest.mark.parametrize("forgetful", [0, 1, 2])
+@pytest.mark.parametrize("axis", FEW_HEADS)
+def test_states_are_passed_on_around_a_segment_that_forgets(axis, forgetful, cut, kernels):
+    """Of four, each of two chunks: from the first state, from what is forgotten, or to neither."""
+    T = 8 * 64
+    one, start = decaying(axis, T, (-1e-3, -1e-3)), torch.randn(1, 2, 128, 128)
+    one["g"][:, forgetful * 128 : (forgetful + 1) * 128, 1] = -1.4
+    want = gd.prefill(**one, initial_state=start, backend="reference")
+    with emulated(kernels):
+        made = gd.prefill(**one, initial_state=start, backend="cute")
+    for head in range(2):
+        assert apart(made[0][:, :, head], want[0][:, :, head]) <= 3e-3
+        assert apart(made[1][:, head], want[1][:, head]) <= 2e-3
+
+
 @pytest.mark.parametrize("cut", ["joined", 4], indirect=True)
 def test_windows_are_longer_than_short_segments(cut, kernels, monkeypatch):
     """The second segment has one chunk in front of it, of which a head forgets nothing."""
@@ -225,7 +241,7 @@ def test_windows_are_longer_than_short_segments(cut, kernels, monkeypatch):
         return made[0]
 
     with emulated(kernels):
-        assert windows_of_joined(run, 4, monkeypatch).tolist() == [[[1, 1, 1], [0, 2, 2]]]
+        assert windows_of_segments(run, 4, monkeypatch).tolist() == [[[1, 1, 1], [0, 2, 2]]]
     want = gd.prefill(**one, initial_state=torch.zeros_like(start), backend="reference")
     for head, chunks in ((0, 1), (1, 2)):
         assert made[0][:, : chunks * 64, head].isnan().all()
