@@ -14,7 +14,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Int64, Uint32
-from cutlass.cute.arch import shuffle_sync
+from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
@@ -78,6 +78,7 @@ from .device.primitives import (
     prefetch_l2,
     qk_head,
     release_increment,
+    select,
     stmatrix_x4_trans,
     store_shared,
     store_shared_x4,
@@ -347,16 +348,31 @@ class PrefillScan:
 
     def with_window(self, args, coord):
         """The coord from its segment's window on, where states are passed on to segments without one."""
-        return coord._replace(first_chunk=coord.first_chunk - self.find_window(args, coord))
+        return coord._replace(first_chunk=coord.first_chunk - self.own_window(args, coord))
 
-    @cute.jit
-    def find_window(self, args, coord):
-        """Chunks in front of a lane's segment over which its head's M is 0; 0 where those are too many."""
+    def own_window(self, args, coord):
+        """What find_window finds, of a segment that all lanes have, a chunk a lane."""
+        lane, most = coord.thread % 32, self.longest_window(args, coord)
+        norm = select(lane < most, self.load_norm(args, coord, lane, lane < most), Float32(1))
+        for step in (1, 2, 4, 8, 16):
+            nearer = shuffle_sync_up(norm, offset=step, mask_and_clamp=0)
+            norm = norm * select(lane >= step, nearer, Float32(1))
+        lanes = cute.arch.vote_ballot_sync((norm <= Float32(MAX_M)) & (lane < most))
+        lowest = cute.arch.popc((lanes & (-lanes)) - 1)
+        return Int32(select_(lanes != 0, Int32(lowest) + 1, Int32(0)))
+
+    def longest_window(self, args, coord):
+        """Chunks that a segment's window has at most; 0 of the first segment and of those without chunks."""
         work = coord.work
         begins = (work.segment > 0) & (work.segment < args.size.segments) & (coord.first_chunk < coord.end_chunk)
         per_segment = (num_chunks(work.sequence.tokens) + args.size.segments - 1) // args.size.segments
         most = cutlass.min(cutlass.min(cutlass.max(per_segment, SHORT_WINDOW), MAX_WINDOW), coord.first_chunk)
-        most = Int32(select_(begins, most, 0))
+        return Int32(select_(begins, most, 0))
+
+    @cute.jit
+    def find_window(self, args, coord):
+        """Chunks in front of a lane's segment over which its head's M is 0; 0 where those are too many."""
+        most = self.longest_window(args, coord)
         norm, before, window = Float32(1), Int32(0), Int32(0)
         while cute.arch.vote_any_sync((window == 0) & (before < most)):
             norms = [self.load_norm(args, coord, before + i, before + i < most) for i in range(LOADED_NORMS)]

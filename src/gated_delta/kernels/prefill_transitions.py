@@ -74,7 +74,7 @@ class PrefillTransitions(PrefillScan):
         following = self.coord_of(
             args, coord.work._replace(segment=coord.work.segment + 1), coord.shared, coord.thread, coord.group
         )
-        return self.find_window(args, coord), self.find_window(args, following)
+        return self.own_window(args, coord), self.own_window(args, following)
 
     def has_v(self, coord, token):
         """Tokens past the end have no values, nor has the identity."""
