@@ -159,7 +159,7 @@ def can_join(problem: Problem) -> bool:
 
 def has_windows(problem: Problem, cut: Segmentation) -> bool:
     """Whether segments begin from zeros where gates forget."""
-    return cut.segments > 1 and can_join(problem)
+    return cut.joins or (cut.segments > 1 and can_join(problem))
 
 
 def can_fuse(problem: Problem) -> bool:
