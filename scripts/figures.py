@@ -84,15 +84,19 @@ def verify(*peers: str) -> dict[str, Group]:
     return {f"verify and flush, {family} states": Group.of(some, against(*peers)) for family, some in made.items()}
 
 
-def prefill(which: str) -> dict[str, Group]:
+def prefill(which: str, file: str = "prefill") -> dict[str, Group]:
     """which: "raw_ratio", where peers pay for their inputs too, or "ratio", where these were made beforehand."""
     kinds = [("GDN", "gdn", ("fast", "slow")), ("KDA, slow gates", "kda", ("slow",)), ("KDA, fast gates", "kda", ("fast",))]
     return {
         f"prefill, {name}": Group.of(
-            (c for c in cells("prefill") if c["model"] == model and c["facts"]["gates"] in gates), lambda cell: cell[which]
+            (c for c in cells(file) if c["model"] == model and c["facts"]["gates"] in gates), lambda cell: cell[which]
         )
         for name, model, gates in kinds
     }
+
+
+def made_beforehand(groups: dict[str, Group]) -> dict[str, Group]:
+    return {f"{name}, peers' inputs made beforehand": group for name, group in groups.items()}
 
 
 def prefill_against_fla() -> dict[str, Group]:
@@ -117,6 +121,11 @@ def layer() -> dict[str, Group]:
     return groups
 
 
+def h100() -> str:
+    groups = prefill("raw_ratio", "h100/prefill") | made_beforehand(prefill("ratio", "h100/prefill"))
+    return summary("best peer's time over ours, one H100", groups)
+
+
 def table(*heads: str, rows: dict[str, list[str]]) -> str:
     lines = [heads, ("---",) * len(heads), *((name, *columns) for name, columns in rows.items())]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -127,7 +136,7 @@ def summary(title: str, groups: dict[str, Group]) -> str:
 
 
 def readme() -> str:
-    made = {f"{name}, peers' inputs made beforehand": group for name, group in prefill("ratio").items()}
+    made = made_beforehand(prefill("ratio"))
     step = {"a layer's decode step, with its convolution and norm": Group.of(cells("layer"), against())}
     groups = decode() | step | verify("sglang", "flashinfer") | prefill("raw_ratio") | made
     return summary("best peer's time over ours, one H200", groups)
@@ -203,6 +212,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "verify": verify_page,
     "prefill raw": lambda: summary("best peer's time over ours, all from raw inputs", prefill("raw_ratio")),
     "prefill made": lambda: summary("best peer's time over ours, peers' inputs made beforehand", prefill("ratio")),
+    "prefill h100": h100,
     "prefill fla": lambda: summary("FLA's time over ours", prefill_against_fla()),
 }
 

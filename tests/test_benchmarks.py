@@ -557,6 +557,15 @@ def test_results_have_one_form_and_one_cell_a_line(runner, op):
         assert record.derived(cell, content["runs"][cell["run"]]) == cell
 
 
+def test_results_of_an_h100_are_of_the_same_cells():
+    content = record.read(record.RESULTS / "h100" / "prefill.json")
+    assert {run["device"] for run in content["runs"]} == {"NVIDIA H100 80GB HBM3"}
+    for cell in content["cells"]:
+        facts = measure.facts(CELLS["prefill"][cell["label"]])
+        assert {name: cell[name] for name in facts} == facts
+        assert record.derived(cell, content["runs"][cell["run"]]) == cell
+
+
 def test_a_run_is_known_by_date_versions_commit_and_kernels(monkeypatch, runner):
     monkeypatch.setattr(measure, "gemm_tflops", lambda _: 700.0)
     run = runner().run | measure.run_facts(CPU, dict(a="1.0", b=None))
