@@ -868,7 +868,7 @@ def test_segments_launch_transitions_state_passing_and_scan(launches, monkeypatc
     run("prefill", **good("prefill", axis))
     passing = ["prefill_transitions", "prefill_state_passing"] if segments > 1 else []
     assert [some.kernel for some in launches.kernels] == ["prefill_prepare", *passing, "prefill_scan"]
-    windows = [dict(some.facts)[name] for some, name in ((launches.kernels[0], "segmented"), (launches.kernels[-1], "joins"))]
+    windows = [dict(some.facts)[name] for some, name in ((launches.kernels[0], "segmented"), (launches.kernels[-1], "windows"))]
     assert windows == [segments > 1] * 2
     assert all(launch == launches[0] for launch in launches)
     assert launches[0][-1].segments == segments
@@ -879,7 +879,7 @@ def test_joined_segments_are_two_kernels(launches, monkeypatch, axis):
     force_segments(2, monkeypatch, joins=True)
     run("prefill", **good("prefill", axis))
     assert [some.kernel for some in launches.kernels] == ["prefill_prepare", "prefill_scan"]
-    assert [dict(some.facts).get(name) for some, name in zip(launches.kernels, ("segmented", "joins"))] == [True, True]
+    assert [dict(some.facts).get(name) for some, name in zip(launches.kernels, ("segmented", "windows"))] == [True, True]
     assert all(launch == launches[0] for launch in launches)
     assert launches[0][0].segment_transitions == launches[0][0].segment_states == 0 < launches[0][0].transition_norms
 

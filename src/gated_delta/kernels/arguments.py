@@ -281,7 +281,7 @@ class PrefillPointers(NamedTuple):
     scales: int
     sequence_order: int  # [N]
     # [1]; prefill_overlapped: [2 + chunk_slots], its blocks, chunks of heads, each chunk's heads that are prepared;
-    # joined segments: [1 + N * HV * V / 64], its blocks, warps that have loaded the initial state of 64 V rows
+    # segments with windows: [1 + N * HV * V / 64], its blocks, warps that have loaded the initial state of 64 V rows
     work_queue: int
     segment_transitions: int
     segment_states: int

@@ -244,7 +244,7 @@ class PrefillFused(PrefillScan):
         self.K, self.V, self.rows = D, D, D
         self.mma_groups, self.v_tiles, self.tiles = 2, 1, 1
         self.channel, self.transitions, self.checkpoints = False, False, checkpoints
-        self.deterministic, self.load_absmax, self.joins = False, False, False
+        self.deterministic, self.load_absmax, self.windows = False, False, False
         self.dtype, self.state_dtype = BFloat16, DTYPES[state_dtype]
         self.v_pitch = WARPGROUP_ROWS * 2
         self.stages, self.square_stages, self.fused = 1 << STAGE_BITS, 2, True

@@ -22,7 +22,7 @@ SHARED_BY_TWO = 80 * 1024  # bytes of which an SM has room for two blocks
 class PrefillPrepare:
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else.
 
-    segmented: whether it leaves a bound of each chunk's transition, for a scan that joins segments.
+    segmented: whether it leaves a bound of each chunk's transition, for a scan whose segments have windows.
     """
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
@@ -81,5 +81,5 @@ class PrefillPrepare:
             rank_sequence(args, block, thread)
 
     def counters(self, size):
-        """Words of the work queue and, for a scan that joins segments, of initial states that are loaded."""
+        """Words of the work queue and, for a scan whose segments have windows, of initial states that are loaded."""
         return 1 + size.N * size.HV * (D // 64) if self.chunk.segmented else 1

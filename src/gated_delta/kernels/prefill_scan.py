@@ -150,8 +150,8 @@ class Fragments(NamedTuple):
 class PrefillScan:
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else.
 
-    rows: V rows of a block. joins: whether segments begin from zeros, a window of chunks in front of them, where gates forget; else
-    the block in front of them walks on.
+    rows: V rows of a block. windows: whether segments begin from zeros, a window of chunks in front of them, where gates forget;
+    else from the state that is passed on to them or, where none is, the block in front of them walks on.
     checkpoints: whether it stores states between chunks, where a call asks for them. deterministic: whether a chunk's bits follow
     from its state and tokens alone, whatever the rows: docs/kernels/prefill.md, "What bits depend on".
     """
@@ -170,7 +170,7 @@ class PrefillScan:
         dtype: str,
         state_dtype: str,
         rows: int,
-        joins: bool,
+        windows: bool,
         checkpoints: bool,
         deterministic: bool = False,
     ):
@@ -178,7 +178,7 @@ class PrefillScan:
         self.mma_groups, self.v_tiles = rows // WARPGROUP_ROWS, V // rows
         self.tiles = self.v_tiles
         self.load_absmax = self.mma_groups == 1 and not deterministic  # of values, by load warps; else by each MMA warp
-        self.channel, self.joins, self.checkpoints = axis == "channel", joins, checkpoints
+        self.channel, self.windows, self.checkpoints = axis == "channel", windows, checkpoints
         self.persistent = self.mma_groups > 1 and not self.transitions  # otherwise a block has one work tile
         self.fused = False
         self.dtype, self.state_dtype = DTYPES[dtype], DTYPES[state_dtype]
@@ -249,10 +249,10 @@ class PrefillScan:
             hinted = not self.checkpoints
             group = warp_uniform(group + 1) - 1 if hinted else group
             begins = Boolean(True)
-            if cutlass.const_expr(self.joins):
+            if cutlass.const_expr(self.windows):
                 block = self.own_block(args, shared, thread, block)
             coord = self.coord_of(args, self.work_of(args, block), shared, thread % WARPGROUP, group)
-            if cutlass.const_expr(self.joins):
+            if cutlass.const_expr(self.windows):
                 self.prefetch(args, coord)
                 self.wait_for_prepare()
                 if args.ptr.segment_states != 0:
@@ -261,7 +261,7 @@ class PrefillScan:
                     coord, begins = self.join_segments(args, coord)
             if cutlass.const_expr(hinted):
                 coord = coord._replace(first_chunk=warp_uniform(coord.first_chunk), end_chunk=warp_uniform(coord.end_chunk))
-            if self.joins & (not begins):
+            if self.windows & (not begins):
                 pass
             elif group >= 0:
                 self.mma(args, coord)
@@ -328,7 +328,7 @@ class PrefillScan:
         end = Int32(select_(work.state_index >= 0, end, first))
         return Coord(work, v_row, first, end, first, work.segment, shared, thread, group)
 
-    # -------------------------------------------------------------------------------------------- joined segments
+    # -------------------------------------------------------------------------------------------- windows, joined segments
 
     @cute.jit
     def join_segments(self, args, coord):
@@ -627,7 +627,7 @@ class PrefillScan:
                 for i in cutlass.range_constexpr(2):
                     token = c * CHUNK + first + i * step
                     stored = token < work.sequence.tokens
-                    if cutlass.const_expr(self.joins):
+                    if cutlass.const_expr(self.windows):
                         stored = stored & (c >= coord.first_stored)
                     store_words(o_at + offset(token, stride.o_t), words[i], stored)
             cute.arch.mbarrier_arrive(mbarrier(shared + self.smem.empty + stage * 8))
@@ -709,14 +709,14 @@ class PrefillScan:
         self.wait_for_prepare()
         state_scale = Float32(1)
         checkpoint = Int32(0)
-        if cutlass.const_expr(self.joins):
+        if cutlass.const_expr(self.windows):
             self.state_loaded(args, coord)
         if cutlass.const_expr(self.checkpoints):
             checkpoint = coord.first_stored
-            if cutlass.const_expr(not self.joins) or coord.first_chunk == coord.first_stored:  # none lies in a window
+            if cutlass.const_expr(not self.windows) or coord.first_chunk == coord.first_stored:  # none lies in a window
                 checkpoint = self.store_checkpoints(args, coord, frag.state, state_scale, coord.first_chunk)
         state_scale = self.walk(frag, right, args, coord, state_scale, checkpoint)
-        if cutlass.const_expr(self.joins):
+        if cutlass.const_expr(self.windows):
             self.wait_for_loads(args, coord)
         self.store_state(args, coord, frag.state, state_scale)
 
@@ -1013,7 +1013,7 @@ class PrefillScan:
     def load_state(self, args, coord, state):
         """A segment's initial state: the call's, what is left in the workspace, or, where segments are joined, zeros."""
         row, column = self.state_coord(coord)
-        if cutlass.const_expr(self.joins):
+        if cutlass.const_expr(self.windows):
             if coord.work.segment == 0:
                 self.load_initial_state(args, coord, row, column, state)
             else:

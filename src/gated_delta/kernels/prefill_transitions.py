@@ -32,7 +32,7 @@ class PrefillTransitions(PrefillScan):
     transitions = True
 
     def __init__(self, axis: str, K: int, V: int, dtype: str, state_dtype: str):
-        super().__init__(axis, K, V, dtype, state_dtype, V, joins=False, checkpoints=False)
+        super().__init__(axis, K, V, dtype, state_dtype, V, windows=False, checkpoints=False)
         self.tiles = 1 + D // V  # all rows of B, then those of M
         self.has_windows = K == V == D
 
@@ -46,7 +46,7 @@ class PrefillTransitions(PrefillScan):
         work, group = self.work_of(args, block), thread // WARPGROUP - 1
         coord = self.coord_of(args, work, shared, thread % WARPGROUP, group)
         of_b = work.tile == 0
-        own, following = self.windows(args, coord)
+        own, following = self.find_windows(args, coord)
         # No segment comes behind the last one.
         if work.segment < size.segments - 1:
             known = (work.segment == 0) | (own > 0)
@@ -67,7 +67,7 @@ class PrefillTransitions(PrefillScan):
                     if thread < LOAD_THREADS:
                         self.load(args, coord)
 
-    def windows(self, args, coord):
+    def find_windows(self, args, coord):
         """Chunks of the windows of the block's segment and of the next one; 0 without one."""
         if not self.has_windows:
             return Int32(0), Int32(0)

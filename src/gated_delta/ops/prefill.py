@@ -27,7 +27,7 @@ class Chip(NamedTuple):
     """Of its memory, GB/s, as the driver has it."""
 
 
-H200 = Chip(132, 4812)
+H200 = Chip(132, 4814)
 """On which the figures below were measured."""
 
 MIN_CUT, FEW_SEGMENTS, MIN_SEGMENT, MIN_THREE_SEGMENTS = 2048, 8, 512, 8192
@@ -346,7 +346,7 @@ def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
     if cut.segments > 1 and not cut.joins:
         made.append(compile.Variant("prefill_transitions", tuple(scan.items())))
         made.append(compile.Variant("prefill_state_passing", (("V", problem.V),)))
-    scan |= dict(rows=cut.rows, joins=windows) | kept
+    scan |= dict(rows=cut.rows, windows=windows) | kept
     return [*made, compile.Variant("prefill_scan", tuple(scan.items()))]
 
 
