@@ -320,13 +320,20 @@ class PrefillScan:
         return Work(sequence, state_index, hv, tile, segment, Int32(0))
 
     def coord_of(self, args, work, shared, thread, group):
-        chunks = num_chunks(work.sequence.tokens)
-        per_segment = (chunks + args.size.segments - 1) // args.size.segments
+        chunks, per_segment = num_chunks(work.sequence.tokens), self.segment_chunks(args, work.sequence)
         first = cutlass.min(work.segment * per_segment, chunks)
         end = cutlass.min(first + per_segment, chunks)
         v_row = work.tile * self.rows + cutlass.max(group, 0) * WARPGROUP_ROWS
         end = Int32(select_(work.state_index >= 0, end, first))
         return Coord(work, v_row, first, end, first, work.segment, shared, thread, group)
+
+    def segment_chunks(self, args, sequence):
+        """Chunks of each of a sequence's segments but the last ones, which have the rest."""
+        return (num_chunks(sequence.tokens) + args.size.segments - 1) // args.size.segments
+
+    def at_segment(self, args, coord, segment):
+        """The coord of another segment of the same rows."""
+        return self.coord_of(args, coord.work._replace(segment=segment), coord.shared, coord.thread, coord.group)
 
     # -------------------------------------------------------------------------------------------- windows, joined segments
 
@@ -337,12 +344,11 @@ class PrefillScan:
         Of at most 32 segments, a lane has one, so that all blocks of a head agree.
         """
         work, lane = coord.work, coord.thread % 32
-        segment = self.coord_of(args, work._replace(segment=lane), coord.shared, coord.thread, coord.group)
-        window = self.find_window(args, segment)
+        window = self.find_window(args, self.at_segment(args, coord, lane))
         begins = Uint32(cute.arch.vote_ballot_sync((window > 0) | (lane == 0) | (lane >= args.size.segments)))
         behind = (begins >> Uint32(work.segment)) >> Uint32(1)
         last = cutlass.min(work.segment + cute.arch.popc((behind & (-behind)) - 1), args.size.segments - 1)
-        end = self.coord_of(args, work._replace(segment=last), coord.shared, coord.thread, coord.group).end_chunk
+        end = self.at_segment(args, coord, last).end_chunk
         first = coord.first_chunk - shuffle_sync(window, offset=work.segment)
         return coord._replace(first_chunk=first, end_chunk=end, last_segment=last), (begins >> Uint32(work.segment)) & 1 != 0
 
@@ -365,8 +371,8 @@ class PrefillScan:
         """Chunks that a segment's window has at most; 0 of the first segment and of those without chunks."""
         work = coord.work
         begins = (work.segment > 0) & (work.segment < args.size.segments) & (coord.first_chunk < coord.end_chunk)
-        per_segment = (num_chunks(work.sequence.tokens) + args.size.segments - 1) // args.size.segments
-        most = cutlass.min(cutlass.min(cutlass.max(per_segment, SHORT_WINDOW), MAX_WINDOW), coord.first_chunk)
+        most = cutlass.min(cutlass.max(self.segment_chunks(args, work.sequence), SHORT_WINDOW), MAX_WINDOW)
+        most = cutlass.min(most, coord.first_chunk)
         return Int32(select_(begins, most, 0))
 
     @cute.jit

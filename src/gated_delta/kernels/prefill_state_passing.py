@@ -81,10 +81,8 @@ class PrefillStatePassing:
             cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        rows = cute.make_rmem_tensor((OWN_ROWS,), Float32)
-        rows.fill(0.0)
         if self.load_flags(args, coord, thread):
-            self.pass_states(args, coord, rows)
+            self.pass_states(args, coord)
 
     @cute.jit
     def load_flags(self, args, coord, thread):
@@ -100,13 +98,15 @@ class PrefillStatePassing:
         return cute.arch.vote_any_sync(others != 0)
 
     @cute.jit
-    def pass_states(self, args, coord, rows):
+    def pass_states(self, args, coord):
+        """From the second segment on, whose initial state is known or not wanted."""
         segments, producer = args.size.segments, (coord.channel == 0) & (coord.split == 0)
         if producer:
             for segment in cutlass.range_constexpr(1, 1 + STAGES):
                 if segment < segments - 1:
                     self.start_load_m(args, coord, segment)
-        self.pass_over(args, coord, 0, rows)
+        rows = cute.make_rmem_tensor((OWN_ROWS,), Float32)
+        self.load_rows(self.state_at(args, coord, 1), rows)
         sums = cute.make_rmem_tensor((V_ROWS,), Float32)
         for segment in cutlass.range(1, segments - 1, 1, unroll=1):
             for r in cutlass.range_constexpr(OWN_ROWS):
@@ -133,7 +133,7 @@ class PrefillStatePassing:
     @cute.jit
     def pass_over(self, args, coord, segment, rows):
         """The next segment's initial state: stored, or loaded where it is known."""
-        at = args.ptr.segment_states + segment_number(args, coord.head, segment + 1) * STATE_BYTES + self.own_offset(coord)
+        at = self.state_at(args, coord, segment + 1)
         if load_shared(coord.shared + self.known + segment * 4) == 0:
             for r in cutlass.range_constexpr(OWN_ROWS):
                 store_words(at + r * (D * 4), [rows[r].bitcast(Uint32)], True)
@@ -165,6 +165,10 @@ class PrefillStatePassing:
         """The thread's rows of a segment's B."""
         number = segment_number(args, coord.head, segment)
         self.load_rows(args.ptr.segment_transitions + number * (2 * STATE_BYTES) + self.own_offset(coord), rows)
+
+    def state_at(self, args, coord, segment):
+        """Address of the thread's rows of a segment's initial state."""
+        return args.ptr.segment_states + segment_number(args, coord.head, segment) * STATE_BYTES + self.own_offset(coord)
 
     def load_rows(self, at, rows):
         found = [load_words(at + r * (D * 4), True, count=1)[0].bitcast(Float32) for r in range(OWN_ROWS)]

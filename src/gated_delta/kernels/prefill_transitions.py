@@ -41,22 +41,20 @@ class PrefillTransitions(PrefillScan):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         args = Args(ptr, scale, bound, stride, size)
-        shared = self.init_mbarriers(thread)
-        self.wait_for_prepare()
+        shared = self.begin(args, thread)
         work, group = self.work_of(args, block), thread // WARPGROUP - 1
         coord = self.coord_of(args, work, shared, thread % WARPGROUP, group)
-        of_b = work.tile == 0
-        own, following = self.find_windows(args, coord)
+        cute.arch.sync_threads()
+        self.wait_for_prepare()
+        following = self.own_window(args, self.at_segment(args, coord, work.segment + 1))
+        coord, of_b = self.with_window(args, coord), work.tile == 0
         # No segment comes behind the last one.
         if work.segment < size.segments - 1:
-            known = (work.segment == 0) | (own > 0)
+            known = self.starts_known(coord)
             self.store_flag(args, coord, known | (following > 0), of_b & (thread == 0))
             if (following == 0) & (of_b | (not known)):
-                self.clear_squares(shared, thread)
-                cute.arch.sync_threads()
                 rows = cutlass.max(work.tile - 1, 0) * self.rows + cutlass.max(group, 0) * WARPGROUP_ROWS
-                first = coord.first_chunk - Int32(select_(of_b, own, Int32(0)))
-                coord = coord._replace(v_row=rows, first_chunk=first)
+                coord = coord._replace(v_row=rows)
                 if group >= 0:
                     if cutlass.const_expr(self.mma_groups > 1):
                         cute.arch.setmaxregister_increase(MMA_REGISTERS)
@@ -67,14 +65,12 @@ class PrefillTransitions(PrefillScan):
                     if thread < LOAD_THREADS:
                         self.load(args, coord)
 
-    def find_windows(self, args, coord):
-        """Chunks of the windows of the block's segment and of the next one; 0 without one."""
-        if not self.has_windows:
-            return Int32(0), Int32(0)
-        following = self.coord_of(
-            args, coord.work._replace(segment=coord.work.segment + 1), coord.shared, coord.thread, coord.group
-        )
-        return self.own_window(args, coord), self.own_window(args, following)
+    def own_window(self, args, coord):
+        return super().own_window(args, coord) if self.has_windows else Int32(0)
+
+    def starts_known(self, coord):
+        """Whether what the segment starts from is known, so that its B is the next one's initial state and nobody wants M."""
+        return (coord.work.segment == 0) | (coord.first_chunk < coord.first_stored)
 
     def has_v(self, coord, token):
         """Tokens past the end have no values, nor has the identity."""
@@ -105,8 +101,7 @@ class PrefillTransitions(PrefillScan):
         transition = ptr.segment_transitions + self.segment_offset(args, coord, 2 * D)
         transition += Int64(select_(work.tile > 0, Int64(STATE_BYTES), Int64(0)))
         following = ptr.segment_states + self.segment_offset(args, coord, D) + STATE_BYTES
-        known = (work.segment == 0) | (coord.first_chunk < coord.first_stored)
-        at = Int64(select_(known, following, transition))
+        at = Int64(select_(self.starts_known(coord), following, transition))
         self.store_rows(at, Float32, D, row, column, True, state, inverse_power_of_2(state_scale))
 
     def store_flag(self, args, coord, flag, condition):

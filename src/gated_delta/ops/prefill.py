@@ -130,7 +130,7 @@ def segmentation_of(
     overlapped = chunks > PREPARED_AT_ONCE * sms if problem.axis == "channel" else tokens >= MIN_OVERLAPPED
     overlapped &= sequences == 1 and blocks <= MAX_WALKING * sms and chip.bandwidth >= MIN_BANDWIDTH[problem.axis]
     overlapped &= joined < MAX_JOINED_SEGMENTS and can_overlap(problem)
-    if joined > 1 and joined >= MIN_JOINED_SEGMENTS[problem.axis] and not overlapped:
+    if joined >= MIN_JOINED_SEGMENTS[problem.axis] and not overlapped:
         return Segmentation(joined, joins=True)
     return Segmentation(1, overlapped=overlapped)
 
