@@ -25,13 +25,14 @@ SPILLS = {
     "rows=128": 8,
     # Its roles have 65536 registers together: with checkpoints, what a role needs once a work tile waits in local memory.
     "prefill_fused": 24,
+    "prefill_scan_raw": 24,
     # Warps that prepare have 168 registers, as prefill_prepare has: up to five too few for where a chunk's work is, once a chunk.
     "prefill_overlapped": 24,
 }
 SCANS = ("prefill_scan", "prefill_transitions")
 IN_ONE = ("prefill_fused", "prefill_overlapped")
-PREFILL = ("prefill_prepare", *SCANS, "prefill_state_passing", "prefill_schedule", *IN_ONE)
-BUILT_ON = {"prefill_scan": {*IN_ONE, "prefill_transitions"}}
+PREFILL = ("prefill_prepare", *SCANS, "prefill_scan_raw", "prefill_state_passing", "prefill_schedule", *IN_ONE)
+BUILT_ON = {"prefill_scan": {*IN_ONE, "prefill_transitions", "prefill_scan_raw"}}
 """Kernels that use another kernel's file."""
 
 
@@ -115,7 +116,9 @@ def test_as_many_blocks_of_decode_fit_on_an_sm_as_their_schedule_says(some):
 @needs_compiler
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize(
-    "some", dict.fromkeys([*ONE_EACH, *WITH_LOG_GATES, *(some for some in ALWAYS if some.kernel in SCANS)]), ids=str
+    "some",
+    dict.fromkeys([*ONE_EACH, *WITH_LOG_GATES, *(some for some in ALWAYS if some.kernel in (*SCANS, "prefill_scan_raw"))]),
+    ids=str,
 )
 def test_wgmmas_are_not_serialised(some):
     """ptxas fences every wgmma by itself, without a warning, for lack of registers or where it cannot count groups in flight.
@@ -314,6 +317,7 @@ def test_host_and_kernel_agree_on_the_arguments():
         prefill_overlapped,
         prefill_prepare,
         prefill_scan,
+        prefill_scan_raw,
         prefill_schedule,
         prefill_state_passing,
         prefill_transitions,
@@ -333,6 +337,7 @@ def test_host_and_kernel_agree_on_the_arguments():
             prefill_transitions.PrefillTransitions,
             prefill_schedule.PrefillSchedule,
             prefill_fused.PrefillFused,
+            prefill_scan_raw.PrefillScanRaw,
             prefill_overlapped.PrefillOverlapped,
         ],
     )

@@ -27,7 +27,7 @@ D = 128  # K and V of prompts
 i32, i64, bf16, fp16, f32 = torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32
 OPS = ("decode", "verify", "flush", "prefill")
 PREFILL_KERNELS = tuple(
-    f"prefill_{name}" for name in ("prepare", "scan", "transitions", "state_passing", "schedule", "fused", "overlapped")
+    f"prefill_{name}" for name in ("prepare", "scan", "transitions", "state_passing", "schedule", "fused", "overlapped", "scan_raw")
 )
 
 
@@ -1119,8 +1119,10 @@ def test_what_has_no_fused_kernel_is_not_fused():
     one, split = on_host.Segmentation(1, 128, True, even=True), on_host.Segmentation(1, 128)
     assert on_host.segmentation_of(prompt_problem(2), 64, 6400) == one
     assert on_host.segmentation_of(prompt_problem(1), 67, 6700) == one
+    assert on_host.segmentation_of(prompt_problem(2, axis="channel"), 100, 10000) == split._replace(raw=True)
     for other in (
-        dict(axis="channel"),
+        dict(axis="channel", g_dtype=torch.float32),
+        dict(axis="channel", options=frozenset({"deterministic"})),
         dict(dtype=torch.float16),
         dict(K=64),
         dict(HV=9),
@@ -1233,20 +1235,42 @@ def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
         assert made == ["prefill_prepare", *between, "prefill_scan"]
         assert set(on_host.variants_of(problem, segmentation)) <= set(listed)
     fused, overlapped = on_host.Segmentation(1, 128, True), on_host.Segmentation(1, overlapped=True)
-    for segmentation, kernels in (
-        (fused._replace(even=True), ["prefill_fused"]),
-        (fused, ["prefill_schedule", "prefill_fused"]),
-        (overlapped, ["prefill_schedule", "prefill_overlapped"]),
-    )[2 * (axis == "channel") :]:
+    in_one = [(overlapped, ["prefill_schedule", "prefill_overlapped"])]
+    if axis == "head":
+        in_one += [(fused._replace(even=True), ["prefill_fused"]), (fused, ["prefill_schedule", "prefill_fused"])]
+    for segmentation, kernels in in_one:
         made = on_host.variants_of(problem, segmentation)
         assert [some.kernel for some in made] == kernels
         assert all(dict(some.facts) == dict(overlapped=segmentation.overlapped) for some in made[:-1])
         assert set(made) <= set(listed)
-    in_one = ["prefill_overlapped", "prefill_fused"][: 2 if axis == "head" else 1]
-    split = [*["prefill_prepare"] * 2, *["prefill_scan"] * 3, "prefill_state_passing", "prefill_transitions"]
-    assert sorted(some.kernel for some in listed) == sorted([*split, *in_one, *["prefill_schedule"] * len(in_one)])
+    walks = ["prefill_overlapped", "prefill_fused" if axis == "head" else "prefill_scan_raw", *["prefill_scan"] * 3]
+    others = [*["prefill_prepare"] * 2, "prefill_state_passing", "prefill_transitions", "prefill_schedule"]
+    others += ["prefill_schedule" if axis == "head" else "prefill_prepare"]
+    assert sorted(some.kernel for some in listed) == sorted([*walks, *others])
     new = set(dispatch.variants_of(prompt_problem(axis=axis, options=frozenset({"checkpoints"})))) - set(listed)
-    assert sorted(some.kernel for some in new) == sorted([*in_one, *["prefill_scan"] * 3])
+    assert sorted(some.kernel for some in new) == sorted(walks)
+
+
+def test_a_scan_that_decays_raw_tokens_has_no_tiles_in_the_workspace(launches):
+    """Many heads of KDA, bf16 with 16-bit g and 128 channels. Deterministic calls and others have tiles."""
+    tiles, call = {"k_tiles", "q_tiles", "k_restored"}, prompts((34, 70), "channel")
+    narrow = {name: x[..., :64] for name, x in call.items() if name in "qkg"}
+    half = {name: call[name].half() for name in "qkv"}
+    for more, kernel in (
+        ({}, "prefill_scan_raw"),
+        (dict(g=call["g"].half()), "prefill_scan_raw"),
+        (dict(checkpoint_lens=ints(*[64] * 34)[:, None], checkpoints=torch.empty(34, 1, 4, 128, 128)), "prefill_scan_raw"),
+        (dict(deterministic=True), "prefill_scan"),
+        (dict(g=call["g"].float()), "prefill_scan"),
+        (half, "prefill_scan"),
+        (narrow, "prefill_scan"),
+    ):
+        launches.clear()
+        run("prefill", **call | more)
+        assert [some.kernel for some in launches.kernels] == ["prefill_prepare", kernel]
+        raw = kernel == "prefill_scan_raw"
+        assert dict(launches.kernels[0].facts)["tiles"] != raw
+        assert {name for name in tiles if getattr(launches[0][0], name)} == (set() if raw else tiles)
 
 
 def test_compile_time_facts_of_prefills_kernels():
@@ -1258,7 +1282,7 @@ def test_compile_time_facts_of_prefills_kernels():
     first = dispatch.variants_of(prompt_problem())
     for same in (dict(H=8, HV=64), dict(beta_logits=True), dict(beta_dtype=torch.float32), dict(options=frozenset({"pool"}))):
         assert changed(**same) == set()
-    assert changed(axis="channel") == {"prepare", "scan", "transitions", "overlapped"}
+    assert changed(axis="channel") == {"prepare", "scan", "scan_raw", "transitions", "overlapped"}
     assert changed(dtype=torch.float16) == {"prepare", "scan", "transitions"}
     assert changed(g_dtype=torch.float32) == changed(gate="log") == changed(qk_l2norm=False) == {"prepare", "fused", "overlapped"}
     assert changed(state_dtype=torch.bfloat16) == {"scan", "transitions", "fused", "overlapped"}

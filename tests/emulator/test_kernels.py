@@ -1,5 +1,6 @@
 """The kernels without a GPU, by the emulator: the case list with fewer heads, values of any size, and faults it has to find."""
 
+import contextlib
 import itertools
 import random
 from dataclasses import replace
@@ -21,7 +22,7 @@ from . import Fault, device, emulated
 
 pytestmark = needs_compiler
 
-CUTS = (1, "persistent", "fused", "overlapped", 3, "joined")
+CUTS = (1, "persistent", "fused", "raw", "overlapped", 3, "joined")
 DELAYS = (0.5, 0.0, 0.97)
 SMS = 6
 FEW_HEADS = {"head": (1, 2), "channel": (1, 1)}
@@ -62,6 +63,7 @@ def test_the_case_list_passes(case, kernels):
 
 COMMON = dict(D=(128,), dtype=(torch.bfloat16,), deterministic=(False,))
 PREFILLS = [(cut, case) for cut in CUTS for axis in FEW_HEADS for case in sample("prefill", 1, axis=(axis,), **COMMON)]
+PREFILLS += [("raw", case) for case in sample("prefill", 3, axis=("channel",), g_dtype=(torch.bfloat16, torch.float16), **COMMON)]
 PREFILLS += [(cut, case) for cut in (1, "persistent", 3) for case in sample("prefill", 1, D=(64,))]
 PREFILLS += [(cut, case) for cut in (1, "overlapped") for case in sample("prefill", 1, D=(128,), deterministic=(True,))]
 
@@ -90,12 +92,12 @@ def call(axis, T, lengths=None, heads=None):
     return found if lengths is None else found | dict(cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)]))
 
 
-@pytest.mark.parametrize("cut", [1, "persistent", "fused"], indirect=True)
+@pytest.mark.parametrize("cut", [1, "persistent", "fused", "raw"], indirect=True)
 @pytest.mark.parametrize("power", [-100, -14, 100])
 @pytest.mark.parametrize("zeros", [0, 70])
 def test_values_of_any_size(cut, power, zeros, kernels):
     """A state of zeros has no size: the first values that are none decide, in whichever chunk they are."""
-    one, size = call("head", 140), 2.0**power
+    one, size = call("channel" if cut == "raw" else "head", 140), 2.0**power
     one["v"][:, :zeros] = 0
     want = gd.prefill(**one, backend="reference")
     one["v"] = one["v"] * size
@@ -105,7 +107,7 @@ def test_values_of_any_size(cut, power, zeros, kernels):
         assert apart(x.double() / size, y) <= 3e-3
 
 
-@pytest.mark.parametrize("cut", [1, "persistent", "overlapped", "joined"], indirect=True)
+@pytest.mark.parametrize("cut", [1, "persistent", "raw", "overlapped", "joined"], indirect=True)
 def test_rows_without_tokens_are_zeros_or_not_read(cut, kernels):
     """Chunks with tokens in one to four of their sub-chunks. What KDA leaves unwritten of the workspace is poison."""
     one = call("channel", 330, (1, 80, 81, 60, 108))
@@ -117,7 +119,7 @@ def test_rows_without_tokens_are_zeros_or_not_read(cut, kernels):
 
 
 @pytest.mark.parametrize("axis", FEW_HEADS)
-@pytest.mark.parametrize("cut", [1, "overlapped", "joined"], indirect=True)
+@pytest.mark.parametrize("cut", [1, "raw", "overlapped", "joined"], indirect=True)
 @pytest.mark.parametrize("lengths", [(64,), (0, 128, 0, 64, 0)], ids=str)
 def test_packed_sequences_of_whole_chunks_fill_the_workspace(axis, cut, lengths, kernels):
     """Which has no chunk to spare then."""
@@ -146,7 +148,7 @@ def test_bits_do_not_depend_on_which_block_prepares_a_value_head(cut, HV, fewest
 
 
 @pytest.mark.parametrize("axis", FEW_HEADS)
-@pytest.mark.parametrize("cut", CUTS[1:4], indirect=True)
+@pytest.mark.parametrize("cut", CUTS[1:5], indirect=True)
 def test_bits_do_not_depend_on_the_order_of_events(axis, cut, kernels):
     """Which warp goes first, and when copies end."""
     one, made = call(axis, 330, (200, 0, 130)), []
@@ -158,7 +160,7 @@ def test_bits_do_not_depend_on_the_order_of_events(axis, cut, kernels):
         assert torch.equal(state, made[0][1])
 
 
-@pytest.mark.parametrize("cut", [1], indirect=True)
+@pytest.mark.parametrize("cut", [1, "raw"], indirect=True)
 @pytest.mark.parametrize("logs", [(-5.0, -5.0625), (-24.0, -88.0)])
 @pytest.mark.parametrize("every", [1, 3])
 def test_diagonal_blocks_of_any_decays(cut, logs, every, kernels):
@@ -374,18 +376,20 @@ def test_a_chunk_with_numbers_that_are_none_forgets_nothing(cut, axis, value, na
 IGNORED = lambda *args, **options: None
 
 
-@pytest.mark.parametrize("cut", ["fused"], indirect=True)
 @pytest.mark.parametrize(
-    ("name", "message"),
+    ("cut", "name", "message"),
     [
-        ("fence_proxy", "no fence.proxy.async"),
-        ("cp_async_bulk_wait_group", "overwrites what is being read"),
-        ("mbarrier_init", "no mbarrier"),
+        ("fused", "fence_proxy", "no fence.proxy.async"),
+        ("fused", "cp_async_bulk_wait_group", "overwrites what is being read"),
+        ("fused", "mbarrier_init", "no mbarrier"),
+        ("raw", "fence_proxy", "no fence.proxy.async"),
+        ("raw", "mbarrier_init", "no mbarrier"),
     ],
+    indirect=["cut"],
 )
 def test_a_kernel_without_it_is_a_fault(cut, name, message, tmp_path):
     with mock.patch(f"cutlass.cute.arch.{name}", IGNORED), emulated(tmp_path), pytest.raises(Fault, match=message):
-        gd.prefill(**call("head", 140), backend="cute")
+        gd.prefill(**call("channel" if cut == "raw" else "head", 140), backend="cute")
 
 
 @pytest.mark.parametrize("cut", [1, "persistent", 3, "joined"], indirect=True)
@@ -397,16 +401,39 @@ def test_a_scan_that_does_not_wait_for_prepare_is_a_fault(cut, axis, tmp_path):
         gd.prefill(**call(axis, 140), backend="cute")
 
 
-@pytest.mark.parametrize("cut", ["fused"], indirect=True)
-def test_a_kernel_that_reads_on_into_the_next_sequence_is_wrong(cut, tmp_path):
-    from gated_delta.kernels.prefill_fused import PrefillFused
+@pytest.mark.parametrize("cut", ["raw"], indirect=True)
+def test_who_decays_tokens_waits_for_the_chunk_before_in_their_stage(cut, tmp_path):
+    """Else it takes an earlier phase of the copies' barrier for its own."""
+    from gated_delta.kernels.prefill_scan_raw import PrefillScanRaw
 
-    one = call("head", 140, (70, 70))
-    for name in "qk":
-        one[name][:, 70:] = torch.nan
-    with mock.patch.object(PrefillFused, "clear_rows", IGNORED), emulated(tmp_path):
+    with mock.patch.object(PrefillScanRaw, "wait_until_empty", IGNORED), emulated(tmp_path), pytest.raises(Fault):
+        gd.prefill(**call("channel", 500), backend="cute")
+
+
+def mapped(cut):
+    """A class whose tensor maps bring rows of the next sequence, the name of what clears them, and its axis."""
+    from gated_delta.kernels.prefill_fused import PrefillFused
+    from gated_delta.kernels.prefill_scan_raw import PrefillScanRaw
+
+    return {"fused": (PrefillFused, "clear_rows", "head"), "raw": (PrefillScanRaw, "clear_tokens", "channel")}[cut]
+
+
+@pytest.mark.parametrize("cleared", [True, False])
+@pytest.mark.parametrize("names", ["qk", "g"])
+@pytest.mark.parametrize("cut", ["fused", "raw"], indirect=True)
+def test_a_kernel_that_reads_on_into_the_next_sequence_is_wrong(cut, names, cleared, tmp_path):
+    kernel, name, axis = mapped(cut)
+    one = call(axis, 140, (70, 70))
+    for tensor in names:
+        one[tensor][:, 70:] = torch.nan
+    with contextlib.ExitStack() as stack:
+        if not cleared:
+            stack.enter_context(mock.patch.object(kernel, name, IGNORED))
+        stack.enter_context(emulated(tmp_path))
         made = gd.prefill(**one, backend="cute")
-    assert made[1][0].isnan().any()
+    reached = not cleared and (names == "qk" or axis == "channel")
+    assert bool(made[1][0].isnan().any()) == reached
+    assert reached or not made[0][:, :70].isnan().any()
 
 
 def test_memory_that_a_call_was_not_given_is_a_fault(kernels, monkeypatch):

@@ -24,6 +24,9 @@ TRIANGLE_BYTES = CHUNK * (CHUNK + 16) // 2 * 2
 SCALE_BYTES = 1024
 """A chunk's scales in the workspace, per token or channel: kernels/device/chunks.py has the offsets."""
 
+RAW_SCALE_BYTES = 3584
+"""The same for a scan that decays raw q and k of KDA itself, which has no tiles in the workspace."""
+
 
 def lanes_per_row(K: int) -> int:
     """Threads that share a V row, 8 key channels each."""

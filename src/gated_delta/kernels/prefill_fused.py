@@ -5,14 +5,13 @@ q fp16 there. The prepare warpgroup makes a chunk's Tinv, Aqk and scales. Two MM
 V rows each. bf16 tokens, K = V = 128.
 """
 
-from types import SimpleNamespace
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float16, Float32, Int32, Uint32
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly, shuffle_sync_up
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
 from .arguments import ABSENT, CHUNK, SCALE_BYTES, TILE_BYTES
@@ -29,12 +28,12 @@ from .device.chunks import (
     LOG2_E,
     MIN_LOG_DECAY,
     OPERAND_REGIONS,
+    Q_SCALE,
     SQUARE_BYTES,
     SUBCHUNK,
     SYSTEM_REGIONS,
     D,
     PrepareChunk,
-    lay_out,
     square_offset,
     tile_pair_offset,
     tile_pair_tensors,
@@ -43,9 +42,7 @@ from .device.chunks import (
 from .device.chunks import Coord as PrepareCoord
 from .device.primitives import (
     DTYPES,
-    Args,
     exp2,
-    fma_x2,
     ldmatrix_x4,
     load,
     load_scalar,
@@ -69,51 +66,22 @@ from .device.primitives import (
     store_shared_f32,
     store_shared_half,
     store_shared_x4,
-    store_words,
     unpack,
 )
+from .prefill_mapped import FP16_MAX, MappedArgs, MmaState, PrefillMapped
 from .prefill_prepare_gdn import NORM_K, NORM_Q, GdnChunk
 from .prefill_scan import (
-    ABSMAX_HIGH,
     WARPGROUP,
-    WARPGROUP_ROWS,
-    WORK_BYTES,
-    PrefillScan,
-    inverse_power_of_2,
-    inverse_power_of_2_below,
     warp_uniform,
-    within_scales,
 )
 
 # Of a thread that converts, prepares, or multiplies: 65536 in all, with two MMA warpgroups. With checkpoints and log gates ptxas
 # serialises the wgmmas of some variants that have 168; the others are slower with 176.
 REGISTERS, MORE_FOR_MMA = (80, 96, 168), (72, 88, 176)
-PREPARE_BARRIER, MMA_BARRIER = 1, 2  # and the next three: one for each MMA warpgroup and place of o
+PREPARE_BARRIER = 1  # those behind it are prefill_mapped's
 GATE_CHUNKS = 4  # whose gates are computed at once, a chunk a warp
 SCALE_DECAY = 896  # exp(G), fp16 [64], behind the scales of prefill_scan; that of S k is fp16 here, and negative
 STAGE_BITS = 2  # of a chunk's number, for its stage
-FP16_MAX = 65504.0
-Q_SCALE = 2.0**-4  # of queries: fp16 sums of outputs stay in range
-
-
-class TensorMap(NamedTuple):
-    """What a bulk copy knows of a tensor of tokens, [T, channels, heads, N]; packed ones have 1 for N."""
-
-    atom: cute.CopyAtom
-    coordinates: cute.Tensor
-
-
-Maps = NamedTuple("Maps", [(name, TensorMap) for name in "qkvo"])
-FusedArgs = NamedTuple("FusedArgs", [*Args.__annotations__.items(), ("maps", Maps)])
-
-
-class MmaState(NamedTuple):
-    """A pipeline's state of an MMA warpgroup's thread."""
-
-    chunk: Int32
-    stage: Int32
-    left: Int32
-    """Tokens from the chunk's first one on."""
 
 
 class FusedChunk(GdnChunk):
@@ -235,59 +203,26 @@ class FusedChunk(GdnChunk):
         stmatrix_x4_trans(self.aqk_at(coord, 0) + square_offset(row, vector), words)
 
 
-class PrefillFused(PrefillScan):
+class PrefillFused(PrefillMapped):
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
 
-    begins_early = False
+    mapped, token_columns, scale_bytes = "qkvo", 32, SCALE_BYTES
 
     def __init__(self, g_dtype: str, gate: str, qk_l2norm: bool, state_dtype: str, checkpoints: bool):
-        self.K, self.V, self.rows = D, D, D
-        self.mma_groups, self.v_tiles, self.tiles = 2, 1, 1
-        self.channel, self.transitions, self.checkpoints = False, False, checkpoints
-        self.deterministic, self.load_absmax, self.windows = False, False, False
-        self.dtype, self.state_dtype = BFloat16, DTYPES[state_dtype]
-        self.v_pitch = WARPGROUP_ROWS * 2
-        self.stages, self.square_stages, self.fused = 1 << STAGE_BITS, 2, True
-        staged = {"kq": 2 * TILE_BYTES, "scales": SCALE_BYTES, "norms": 2 * CHUNK * 4, "raw_full": 8, "qk_full": 8, "empty": 8}
-        finished = {"tinv": SQUARE_BYTES, "aqk": SQUARE_BYTES, "v": 2 * CHUNK * self.v_pitch, "full": 8}
-        sizes = {name: self.stages * size for name, size in staged.items()}
-        sizes |= {name: self.square_stages * size for name, size in finished.items()}
-        offsets, end = lay_out(dict(sorted(sizes.items(), key=lambda item: -item[1])))
-        regions = {**SYSTEM_REGIONS, "diagonals": OPERAND_REGIONS["diagonals"], "gates": 2 * GATE_CHUNKS * GATE_BYTES}
-        scratch, end = lay_out(regions, -(-end // 128) * 128)
-        work, self.shared = lay_out({"work": 2 * WORK_BYTES, "work_full": 2 * 8, "work_empty": 2 * 8, "places": 2 * 4 * 16}, end)
-        self.smem = SimpleNamespace(**offsets, **scratch, **work)
-        self.threads = 4 * WARPGROUP
+        super().__init__("head", state_dtype, checkpoints, 1 << STAGE_BITS)
+        staged = {"kq": 2 * TILE_BYTES, "scales": SCALE_BYTES, "norms": 2 * CHUNK * 4}
+        arrivals = {"raw_full": 1, "qk_full": WARPGROUP, "empty": 2 * WARPGROUP, "full": WARPGROUP + 2}
+        scratch = {**SYSTEM_REGIONS, "diagonals": OPERAND_REGIONS["diagonals"], "gates": 2 * GATE_CHUNKS * GATE_BYTES}
+        self.lay_out(staged, arrivals, scratch)
         self.registers = MORE_FOR_MMA if checkpoints and gate == "log" else REGISTERS
         self.chunk_terms = FusedChunk(DTYPES[g_dtype], gate, qk_l2norm, vars(self.smem))
-
-    def blocks(self, size):
-        return cutlass.min(size.HV * size.N, size.sms)
 
     @cute.kernel
     def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple, maps: NamedTuple):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
-        args = FusedArgs(ptr, scale, bound, stride, size, maps)
-        shared = (cute.arch.get_dyn_smem(Uint32, 1024)).toint()
-        if thread == 0:
-            for stage in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(mbarrier(shared + self.smem.raw_full + stage * 8), 1)
-                cute.arch.mbarrier_init(mbarrier(shared + self.smem.qk_full + stage * 8), WARPGROUP)
-                cute.arch.mbarrier_init(mbarrier(shared + self.smem.empty + stage * 8), 2 * WARPGROUP)
-            for stage in cutlass.range_constexpr(self.square_stages):
-                cute.arch.mbarrier_init(mbarrier(shared + self.smem.full + stage * 8), WARPGROUP + 2)
-            for i in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(mbarrier(shared + self.smem.work_full + i * 8), 1)
-                cute.arch.mbarrier_init(mbarrier(shared + self.smem.work_empty + i * 8), self.threads)
-            cute.arch.mbarrier_init_fence()
-        # Tinv and Aqk above their diagonal blocks are never written.
-        for at in cutlass.range(thread * 16, 2 * self.square_stages * SQUARE_BYTES, self.threads * 16, unroll=1):
-            store_shared_x4(shared + self.smem.tinv + at, [Uint32(0)] * 4)
-        cute.arch.fence_proxy("async.shared", space="cta")
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
-        cute.arch.sync_threads()
+        args = MappedArgs(ptr, scale, bound, stride, size, maps)
+        shared = self.begin(args, thread)
         group = thread // WARPGROUP - 2
         if group >= 0:
             cute.arch.setmaxregister_increase(self.registers[2])
@@ -300,245 +235,30 @@ class PrefillFused(PrefillScan):
             cute.arch.setmaxregister_decrease(self.registers[0])
             self.for_each_work(self.convert, args, shared, thread, group, block)
 
-    @cute.jit
-    def next_number(self, args, block, i):
-        """Without a queue, as where sequences are as long as each other, blocks take heads in turn."""
-        number = block + i * args.size.sms
-        if args.ptr.work_queue != 0:
-            number = PrefillScan.next_number(self, args, block, i)
-        return number
-
     def stage_of(self, iteration):
-        """A chunk's stage and the phase of its barriers. Tinv, Aqk, v and o have two stages: a chunk's is its stage's last bit."""
+        """Tinv, Aqk, v and o have two stages: a chunk's is its stage's last bit."""
         return iteration & (self.stages - 1), iteration >> STAGE_BITS & 1
 
-    def stage_of_operand(self, name, pipe):
-        return pipe.stage & 1 if name in ("tinv", "aqk") else pipe.stage
+    def number(self, pipe):
+        return pipe.stage
+
+    def state_at(self, coord, left):
+        return MmaState(coord.first_chunk, self.stage_of(coord.work.iterations_before)[0], left)
+
+    def advance(self, args, pipe):
+        return MmaState(pipe.chunk + 1, (pipe.stage + 1) & (self.stages - 1), pipe.left - CHUNK)
 
     def qk_tensors(self, coord):
         k, q = tile_pair_tensors(coord.shared + self.smem.kq, D, self.stages)
         return {"k": k, "q": q}
 
-    # -------------------------------------------------------------------------------------------- fp16 sums
-
-    def sums(self, name):
-        """fp16 but for the state: half the registers, nothing to round, and fp32 arithmetic goes on beside such products."""
-        return Float32 if name == "k_update" else Float16
-
-    def fragments(self):
-        return super().fragments()._replace(s_k=self.output_accumulator())
-
-    def output_accumulator(self):
-        return cute.make_rmem_tensor(self.tiled_mma("q").partition_shape_C((64, CHUNK)), Float16)
-
-    @cute.jit
-    def fit_values(self, frag, coord, pipe, state_scale):
-        """The chunk's values as fp16, times the state's scale, and that scale; the state, S k and S q are scaled down to them.
-
-        In front of the wait for S k and S q, so that little is behind it: ptxas moves such waits up to the last branch.
-        """
-        raw, values = self.values(coord, pipe), cute.make_rmem_tensor((CHUNK // 4,), Uint32)
-        absmax = self.words_absmax(raw).bitcast(Float32)
-        self.scale_values(raw, state_scale, values)
-        if state_scale * absmax > ABSMAX_HIGH:
-            warpgroup.wait_group(0)
-            wanted = within_scales(inverse_power_of_2_below(absmax))
-            factor = wanted * inverse_power_of_2(state_scale)
-            self.multiply(frag.state, factor)
-            half = pack_x2(factor, factor, Float16)
-            for sums in (frag.s_k, frag.o):
-                words = cute.recast_tensor(sums, Uint32)
-                for i in range(cute.size(words)):
-                    words[i] = mul_x2(words[i], half)
-            state_scale = wanted
-            self.scale_values(self.values(coord, pipe), state_scale, values)
-        return values, state_scale
-
-    def scale_values(self, raw, state_scale, values):
-        for i, word in enumerate(raw):
-            values[i] = scale_bf16_to_fp16(word, state_scale.bitcast(Uint32))
-
     def s_k_scales(self, coord, pipe):
         return self.packed_scales(coord, pipe, GDN_SCALE_S_K)
-
-    def residual(self, frag, values, s_k_scales, state_scale):
-        """v - S k."""
-        words, s_k = (cute.recast_tensor(x, Uint32) for x in (frag.operand, frag.s_k))
-        for i in range(cute.size(words)):
-            words[i] = fma_x2(s_k[i], s_k_scales[i // 2], values[i])
-
-    def round_u(self, frag):
-        """Nothing to round: u is fp16 as it comes."""
-        u, sums = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.s_k))
-        for i in range(cute.size(u)):
-            u[i] = sums[i]
 
     def decay_s_q(self, frag, coord, pipe):
         words, decays = cute.recast_tensor(frag.o, Uint32), self.packed_scales(coord, pipe, SCALE_DECAY)
         for i in range(cute.size(words)):
             words[i] = mul_x2(words[i], decays[i // 2])
-
-    def outputs(self, frag, o_scales, state_scale):
-        """A chunk's outputs, packed, in the order of `accumulator`."""
-        unscale, words = inverse_power_of_2(state_scale), []
-        o = cute.recast_tensor(frag.o, Uint32)
-        for j, pair in enumerate(o_scales):
-            scales = [x * unscale for x in pair]
-            for i in range(2):
-                x = unpack([o[2 * j + i]], Float16)
-                words.append(pack_x2(x[0] * scales[0], x[1] * scales[1], self.dtype))
-        return words
-
-    # -------------------------------------------------------------------------------------------- copies by tensor maps
-
-    def tensor_maps(self, ptr, stride, size):
-        packed, made = size.cu_seqlens_kind != 0, []
-        tokens, sequences = Int32(select_(packed, size.total, size.T)), Int32(select_(packed, 1, size.N))
-        for name in Maps._fields:
-            t, h, n = (cute.assume(Int64(getattr(stride, f"{name}_{x}") // 16) * 8, divby=8) for x in "thn")
-            heads, layout = size.H if name in "qk" else size.HV, self.box_layout(name)
-            at = cute.make_ptr(BFloat16, getattr(ptr, name), cute.AddressSpace.gmem, assumed_align=16)
-            tensor = cute.make_tensor(at, cute.make_layout((tokens, D, heads, sequences), stride=(t, 1, h, n)))
-            op = cpasync.CopyBulkTensorTileS2GOp() if name == "o" else cpasync.CopyBulkTensorTileG2SOp()
-            atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, layout, cute.product_each(layout.shape))
-            made.append(TensorMap(atom, coordinates))
-        return (Maps(*made),)
-
-    def box_layout(self, name):
-        """A copy's numbers in shared memory: all tokens of a chunk, 32 channels of k or q, 64 V rows of v or o."""
-        columns, kind = (32, "K_SW64") if name in "qk" else (WARPGROUP_ROWS, "K_SW128")
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind[kind], BFloat16)
-        return cute.tile_to_shape(atom, (CHUNK, columns), order=(0, 1))
-
-    def copy_box(self, args, name, place, address, full=None):
-        """A warp: start a copy between shared memory and a chunk at `place`: sequence, first token, head, column of boxes."""
-        n, token, head, column = place
-        atom, coordinates = getattr(args.maps, name)
-        layout = self.box_layout(name)
-        at = cute.make_ptr(BFloat16, address, cute.AddressSpace.smem, assumed_align=1024)
-        inside = cute.make_tensor(cute.recast_ptr(at, swizzle_=layout.inner, dtype=BFloat16), layout.outer)
-        outside = cute.domain_offset((token, 0, 0, 0), coordinates)[None, None, head, n]
-        outside = cute.local_tile(outside, cute.product_each(layout.shape), (0, column))
-        inside, outside = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(inside, 0, 2), cute.group_modes(outside, 0, 2)
-        )
-        if name == "o":
-            cute.copy(atom, inside, outside)
-        else:
-            cute.copy(atom, outside, inside, tma_bar_ptr=mbarrier(full))
-
-    def expect(self, full, size):
-        with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(mbarrier(full), size)
-
-    def row_of_maps(self, args, sequence):
-        """Of tensor maps: packed tokens are those of one sequence."""
-        return Int32(select_(args.size.cu_seqlens_kind == 0, sequence.n, 0))
-
-    # -------------------------------------------------------------------------------------------- values and outputs
-
-    @cute.jit
-    def finish_chunk(self, frag, args, coord, pipe, state_scale):
-        """The stage is released; outputs go to the values' place, and from there to o."""
-        warpgroup.wait_group(0)
-        o_scales = self.column_scales(coord, pipe, "o")
-        self.consumer_release(coord, pipe)
-        words, at = self.outputs(frag, o_scales, state_scale), self.values_at(coord, pipe)
-        for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
-            stmatrix_x4_trans(at + j * 8 * self.v_pitch, words[2 * j : 2 * j + 4])
-        cute.arch.fence_proxy("async.shared", space="cta")
-        if pipe.left < CHUNK:
-            self.sync_group(coord, pipe)
-            self.store_last(args, coord, pipe)
-            self.sync_group(coord, pipe)
-        elif coord.thread // 32 == 0:
-            self.sync_group(coord, pipe)
-            self.copy_box(args, "o", self.place_of(coord, pipe.chunk), self.group_values_at(coord, pipe.stage))
-            cute.arch.cp_async_bulk_commit_group()
-        else:
-            cute.arch.barrier_arrive(barrier_id=self.barrier_of(coord, pipe), number_of_threads=WARPGROUP)
-
-    def barrier_of(self, coord, pipe):
-        # No warp comes to a barrier again before warp 0 has left it: it waits for values that warp 0 copies in between.
-        return MMA_BARRIER + 2 * coord.group + (pipe.stage & 1)
-
-    def sync_group(self, coord, pipe):
-        cute.arch.barrier(barrier_id=self.barrier_of(coord, pipe), number_of_threads=WARPGROUP)
-
-    def store_last(self, args, coord, pipe):
-        """Outputs of a chunk that has rows of others: eight threads have a token's 64 V rows."""
-        n, token, hv, column = self.place_of(coord, pipe.chunk)
-        row, vector = coord.thread // 8, coord.thread % 8
-        o_at = args.ptr.o + offset(hv, args.stride.o_h) + offset(n, args.stride.o_n)
-        o_at += offset(token + row, args.stride.o_t) + (column * 8 + vector) * 16
-        at = self.vector_of_v(coord, pipe.stage, row, vector)
-        for i in range(CHUNK // 16):
-            words = load_shared_x4(at + 16 * i * self.v_pitch)
-            store_words(o_at + offset(16 * i, args.stride.o_t), words, pipe.left - row > 16 * i)
-
-    def group_values_at(self, coord, stage):
-        """The warpgroup's V rows of a stage's values, later outputs."""
-        return coord.shared + self.smem.v + ((stage & 1) * self.mma_groups + coord.group) * (CHUNK * self.v_pitch)
-
-    def vector_of_v(self, coord, stage, token, vector):
-        return self.group_values_at(coord, stage) + token * self.v_pitch + (vector ^ token % 8) * 16
-
-    def values_at(self, coord, pipe):
-        lane = coord.thread % 32
-        return self.vector_of_v(coord, pipe.stage, lane // 16 * 8 + lane % 8, coord.thread // 32 * 2 + lane // 8 % 2)
-
-    @cute.jit
-    def start_v(self, args, coord, pipe, ahead):
-        """Warp 0: start the copy of v some chunks ahead, to where outputs lay that have been stored."""
-        if (pipe.left > ahead * CHUNK) & (coord.thread // 32 == 0):
-            stage = pipe.stage + ahead
-            full = coord.shared + self.smem.full + (stage & 1) * 8
-            cute.arch.cp_async_bulk_wait_group(0, read=True)
-            self.expect(full, CHUNK * self.v_pitch)
-            self.copy_box(args, "v", self.place_of(coord, pipe.chunk + ahead), self.group_values_at(coord, stage), full)
-
-    @cute.jit
-    def consumer_wait(self, coord, pipe):
-        """Values past the sequence's last token may be others': the warp sets its rows of them to zero."""
-        cute.arch.mbarrier_wait(mbarrier(coord.shared + self.smem.full + (pipe.stage & 1) * 8), pipe.stage // 2)
-        if pipe.left < CHUNK:
-            lane, vector = coord.thread % 32, coord.thread // 32 * 2 + coord.thread % 2
-            for token in cutlass.range(lane // 2, CHUNK, 16, unroll=1):
-                if token >= pipe.left:
-                    store_shared_x4(self.vector_of_v(coord, pipe.stage, token, vector), [Uint32(0)] * 4)
-            cute.arch.sync_warp()
-
-    def pipeline_state(self, args, coord):
-        """At the work tile's first chunk; the copy of its v is started."""
-        work = coord.work
-        stage, _ = self.stage_of(work.iterations_before)
-        left = Int32(select_(work.state_index >= 0, work.sequence.tokens, 0))
-        pipe = MmaState(coord.first_chunk, stage, left)
-        words = self.row_of_maps(args, work.sequence), work.sequence.start, work.hv, coord.group
-        store_shared_x4(self.kept_place(coord), [Uint32(x) for x in words])
-        cute.arch.sync_warp()
-        self.start_v(args, coord, pipe, 0)
-        return pipe
-
-    @cute.jit
-    def store_state(self, args, coord, state, state_scale):
-        PrefillScan.store_state(self, args, coord, state, state_scale)
-        # All lanes have read their place, which the next work tile overwrites: right in front of that ptxas serialises wgmmas.
-        cute.arch.sync_warp()
-
-    def kept_place(self, coord):
-        """Of the warp's place in v and o, in shared memory: registers do not hold it."""
-        return coord.shared + self.smem.places + (coord.group * 4 + coord.thread // 32) * 16
-
-    def place_of(self, coord, chunk):
-        n, start, hv, column = (Int32(x) for x in load_shared_x4(self.kept_place(coord)))
-        return n, start + chunk * CHUNK, hv, column
-
-    def has_tokens(self, coord, pipe):
-        return pipe.left > 0
-
-    def advance(self, args, pipe):
-        return MmaState(pipe.chunk + 1, (pipe.stage + 1) & (self.stages - 1), pipe.left - CHUNK)
 
     # -------------------------------------------------------------------------------------------- convert warpgroup
 
@@ -639,21 +359,6 @@ class PrefillFused(PrefillScan):
         for step in (1, 2):
             own = own + shuffle_sync_bfly(own, offset=step)
         return own
-
-    @cute.jit
-    def store_zeros(self, args, coord):
-        """Zeros for inactive sequences and rows past the last one."""
-        stride, size, work = args.stride, args.size, coord.work
-        row, vector = coord.thread // 16, coord.thread % 16
-        o_at = args.ptr.o + offset(work.hv, stride.o_h) + vector * 16
-        o_at += token_offset(args, work.sequence, Int32(0), stride.o_n, stride.o_t)
-        begin, end = work.sequence.tokens, work.sequence.tokens
-        if work.state_index < 0:
-            begin = Int32(0)
-        if (work.sequence.n == size.N - 1) & (size.cu_seqlens_kind != 0):
-            end = size.total - work.sequence.start
-        for token in cutlass.range(begin + row, end, 8, unroll=1):
-            store_words(o_at + offset(token, stride.o_t), [Uint32(0)] * 4, Int32(1))
 
     # -------------------------------------------------------------------------------------------- prepare warpgroup
 

@@ -14,7 +14,7 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
-from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from .arguments import CHUNK, RAW_SCALE_BYTES, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .device.chunks import (
     GATE_BETA_K,
     GATE_BETA_K2,
@@ -26,6 +26,10 @@ from .device.chunks import (
     LOG2_E,
     MIN_LOG_DECAY,
     OPERAND_REGIONS,
+    Q_SCALE,
+    RAW_SCALE_K,
+    RAW_SCALE_Q,
+    RAW_SCALE_TOTALS,
     SUBCHUNK,
     SYSTEM_REGIONS,
     D,
@@ -95,7 +99,8 @@ NORM_BYTES = NORM_STATE + 16
 
 
 class KdaChunk(PrepareChunk):
-    def __init__(self, K, dtype, g_dtype, gate, qk_l2norm, segmented=False):
+    def __init__(self, K, dtype, g_dtype, gate, qk_l2norm, segmented=False, tiles=True):
+        self.tiles, self.scale_bytes = tiles, SCALE_BYTES if tiles else RAW_SCALE_BYTES
         # Cumulative log decays of a K block, whose place the system takes later.
         system, system_end = lay_out(SYSTEM_REGIONS)
         cumsum, cumsum_end = lay_out({"cumsum": CHUNK * CUMSUM_PITCH})
@@ -132,6 +137,8 @@ class KdaChunk(PrepareChunk):
         inverse_norms, squares = self.norms(coord)
         beta = self.activate_beta(args, scalar_from_bits(beta, args.size.beta_kind), token < coord.tokens)
         self.store_norms(args, coord, inverse_norms, squares, beta)
+        if not self.tiles:
+            inverse_norms = self.store_inverse_norms(args, coord, inverse_norms)
         diagonal = cute.make_rmem_tensor((4, 2, 2), Float32)
         diagonal.fill(0.0)
         if self.has_tokens(coord):
@@ -432,11 +439,13 @@ class KdaChunk(PrepareChunk):
 
     def store_norms(self, args, coord, inverse_norms, squares, beta):
         """The warp's tokens: beta |k|**2 and beta |k| to shared memory, |q| and |k| to the workspace."""
-        scales = args.ptr.scales + self.head_chunk(args, coord, coord.hv) * SCALE_BYTES
+        scales = args.ptr.scales + self.head_chunk(args, coord, coord.hv) * self.scale_bytes
         for i in range(2):
             token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
             q_norm, k_norm = (self.norm(x, inverse) for x, inverse in zip(squares[i], inverse_norms[i], strict=True))
             q_norm = q_norm * args.scale
+            if not self.tiles:
+                q_norm = q_norm * Float32(1 / Q_SCALE)
             beta_k = shuffle_sync(beta, offset=coord.row + 8 * i) * k_norm
             at = self.gates_at(coord, 0) + token * 4
             store_shared_f32(at + GATE_BETA_K2 * 4, beta_k * k_norm)
@@ -446,20 +455,38 @@ class KdaChunk(PrepareChunk):
             if self.segmented:
                 store_shared_f32(self.norms_at(coord, NORM_K_DECAYED) + token * 4, k_norm)
 
+    def store_inverse_norms(self, args, coord, inverse_norms):
+        """For a scan of raw tokens, to the workspace; q's, and Aqk with them, times Q_SCALE. Returns them so."""
+        scales = args.ptr.scales + self.head_chunk(args, coord, coord.hv) * self.scale_bytes
+        inverse_norms = [[q * Float32(Q_SCALE), k] for q, k in inverse_norms]
+        for i, both in enumerate(inverse_norms):
+            token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
+            for place, inverse in zip((RAW_SCALE_Q, RAW_SCALE_K), both, strict=True):
+                store_words(scales + (place + token * 4), [inverse.bitcast(Uint32)], coord.quad_lane == 0)
+        return inverse_norms
+
     def store_chunk_decays(self, args, coord):
-        """Decays from the chunk's start to the sub-chunk's, and from its end to the chunk's; the whole chunk's to the workspace."""
+        """Decays from the chunk's start to the sub-chunk's, and from its end to the chunk's; the whole chunk's to the workspace.
+
+        Without tiles, the sub-chunks' log decays to the workspace.
+        """
         before, after = [Float32(0)] * 4, [Float32(0)] * 4
         totals = [load_shared_f32x4(self.totals_at(coord, b) + coord.lane * 16) for b in range(4)]
         for b in range(4):
             earlier, later = (select(x, Float32(1), Float32(0)) for x in (b < coord.subchunk, b > coord.subchunk))
             before = [cute.math.fma(x, earlier, y) for x, y in zip(totals[b], before, strict=True)]
             after = [cute.math.fma(x, later, y) for x, y in zip(totals[b], after, strict=True)]
-        for first, logs in ((FROM_START, before), (TO_END, after)):
-            for p, word in enumerate(pack_pairs([exp2(x) for x in logs])):
-                store_shared(self.vectors_at(coord) + first + coord.lane * 8 + p * 4, word)
+        if self.tiles:
+            for first, logs in ((FROM_START, before), (TO_END, after)):
+                for p, word in enumerate(pack_pairs([exp2(x) for x in logs])):
+                    store_shared(self.vectors_at(coord) + first + coord.lane * 8 + p * 4, word)
         # The last sub-chunk's warp has the sum of all of them.
         decays = [exp2(x + y) for x, y in zip(before, totals[3], strict=True)]
-        scales = args.ptr.scales + self.head_chunk(args, coord, coord.hv) * SCALE_BYTES
+        scales = args.ptr.scales + self.head_chunk(args, coord, coord.hv) * self.scale_bytes
+        if not self.tiles:
+            at = scales + RAW_SCALE_TOTALS + coord.lane * 16
+            for b in range(4):
+                store_words(at + b * D * 4, [x.bitcast(Uint32) for x in totals[b]], coord.subchunk == 2)
         store_words(scales + KDA_SCALE_STATE + coord.lane * 16, [x.bitcast(Uint32) for x in decays], coord.subchunk == 3)
         if self.segmented:
             largest = warp_max(fmax(fmax(decays[0], decays[1]), fmax(decays[2], decays[3])).bitcast(Uint32))
@@ -489,7 +516,8 @@ class KdaChunk(PrepareChunk):
         else:
             last = coord._replace(subchunk=Int32(3))
             for k_block in cutlass.range(K_BLOCKS, unroll=1):
-                self.store_tiles(coord, tiles, largest, k_block, self.load_left(coord, k_block))
+                if self.tiles:
+                    self.store_tiles(coord, tiles, largest, k_block, self.load_left(coord, k_block))
                 self.add_block(coord, one, self.load_left(last, k_block), k_block, Int32(0), [1, 2])
         a = Int32(select_(coord.subchunk == 0, 3, coord.subchunk))
         self.store_block(coord, one, a, cutlass.max(coord.subchunk - 1, 0))
@@ -499,7 +527,8 @@ class KdaChunk(PrepareChunk):
 
     def store_tiles_and_add(self, coord, tiles, largest, k_block, found):
         left = self.load_left(coord, k_block)
-        self.store_tiles(coord, tiles, largest, k_block, left)
+        if self.tiles:
+            self.store_tiles(coord, tiles, largest, k_block, left)
         self.add_block(coord, found, left, k_block, coord.subchunk - 1)
         return left
 

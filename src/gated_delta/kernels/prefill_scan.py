@@ -302,7 +302,7 @@ class PrefillScan:
     @cute.jit
     def clear_squares(self, shared, thread):
         """Tinv and Aqk above their diagonal blocks: no copy writes there."""
-        for at in cutlass.range(thread * 16, 2 * self.stages * SQUARE_BYTES, self.threads * 16, unroll=1):
+        for at in cutlass.range(thread * 16, 2 * self.square_stages * SQUARE_BYTES, self.threads * 16, unroll=1):
             store_shared_x4(shared + self.smem.tinv + at, [Uint32(0)] * 4)
         cute.arch.fence_proxy("async.shared", space="cta")
 
@@ -656,7 +656,7 @@ class PrefillScan:
             "tinv": square_tensor(shared + smem.tinv, self.square_stages),
             "aqk": square_tensor(shared + smem.aqk, self.square_stages),
         }
-        tensors["k_update"] = tile_tensor(shared + smem.k_restored, D, self.stages) if self.channel else tensors["k"]
+        tensors["k_update"] = self.tile(shared + smem.k_restored) if self.channel else tensors["k"]
         made = {}
         for name, x in tensors.items():
             if name == "k_update":
@@ -666,7 +666,10 @@ class PrefillScan:
         return made
 
     def qk_tensors(self, coord):
-        return {name: tile_tensor(coord.shared + at, D, self.stages) for name, at in (("k", self.smem.k), ("q", self.smem.q))}
+        return {name: self.tile(coord.shared + at) for name, at in (("k", self.smem.k), ("q", self.smem.q))}
+
+    def tile(self, address):
+        return tile_tensor(address, D, self.stages)
 
     def tiled_mma(self, name):
         major = cute.nvgpu.OperandMajorMode

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import compile, reference
-from ..kernels.arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES, PrefillSizes, PrefillStrides
+from ..kernels.arguments import CHUNK, RAW_SCALE_BYTES, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES, PrefillSizes, PrefillStrides
 from ..memory import Addresses
 from ..problem import STATE_DTYPES, Checker, Problem, absent, integer
 from .launch import SCATTERED, Launch, Operation, Plan, TokensLaunch, bytes_of, ready, token_sizes, tokens_of
@@ -88,6 +88,7 @@ class Segmentation(NamedTuple):
     joins: a segment begins from zeros, a few chunks in front of it; where these do not forget, the block in front walks on.
     overlapped: some blocks prepare chunks while others walk those that are prepared. even: there are as many fused blocks as heads,
     or sequences are about as long as each other: blocks take heads in turn, without a queue and the kernel that clears it.
+    raw: a scan of 128 rows decays raw q and k of KDA itself.
     """
 
     segments: int
@@ -96,6 +97,7 @@ class Segmentation(NamedTuple):
     joins: bool = False
     overlapped: bool = False
     even: bool = False
+    raw: bool = False
 
 
 def segmentation_of(
@@ -109,7 +111,7 @@ def segmentation_of(
         if longest * sms > MAX_UNEVEN.get((problem.axis, group), 2) * tokens * problem.HV:
             return Segmentation(1)
         if not can_fuse(problem) or deterministic or group > MAX_FUSED_GROUP or tokens <= CHUNK * sequences:
-            return Segmentation(1, 128)
+            return Segmentation(1, 128, raw=can_scan_raw(problem) and not deterministic)
         rounds = -(-heads // sms)
         fills = rounds == 1 or heads >= MIN_FILLED.get(group, 0.75) * sms * rounds
         mean = tokens / sequences
@@ -170,6 +172,11 @@ def can_fuse(problem: Problem) -> bool:
 def can_overlap(problem: Problem) -> bool:
     """Whether prefill_overlapped can do it: three chunks of KDA with fp32 g need more shared memory than a block has."""
     return is_common(problem) and (problem.axis == "head" or problem.g_dtype != torch.float32)
+
+
+def can_scan_raw(problem: Problem) -> bool:
+    """Whether prefill_scan_raw can do it."""
+    return problem.axis == "channel" and is_common(problem) and problem.g_dtype != torch.float32
 
 
 def is_common(problem: Problem) -> bool:
@@ -317,6 +324,7 @@ class Prefill(Operation):
             cuts += [Segmentation(4)]
             cuts += [Segmentation(2, joins=True)] if can_join(problem) else []
             cuts += [Segmentation(1, 128, True)] if can_fuse(problem) else []
+            cuts += [Segmentation(1, 128, raw=True)] if can_scan_raw(problem) else []
         return list(dict.fromkeys(variant for cut in cuts for variant in variants_of(problem, cut)))
 
     def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
@@ -340,8 +348,11 @@ def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
         made = [compile.Variant("prefill_overlapped" if cut.overlapped else "prefill_fused", tuple(one.items()))]
         return made if cut.even else [compile.Variant("prefill_schedule", (("overlapped", cut.overlapped),)), *made]
     windows = has_windows(problem, cut)
-    prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm") | dict(segmented=windows)
+    prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm") | dict(segmented=windows, tiles=not cut.raw)
     made = [compile.Variant("prefill_prepare", tuple(prepare.items()))]
+    if cut.raw:
+        raw = problem.facts("g_dtype", "gate", "state_dtype") | kept
+        return [*made, compile.Variant("prefill_scan_raw", tuple(raw.items()))]
     scan = problem.facts("axis", "K", "V", "dtype", "state_dtype")
     if cut.segments > 1 and not cut.joins:
         made.append(compile.Variant("prefill_transitions", tuple(scan.items())))
@@ -436,15 +447,15 @@ def _workspace(
     channel, segments = problem.axis == "channel", N * HV * cut.segments if cut.segments > 1 and not cut.joins else 0
     windows = has_windows(problem, cut)
     heads, states = (HV if channel else H), segments * 4 * 128 * 128
-    chunk_slots = 0 if cut.fused else chunk_slots
+    chunk_slots, tile = 0 if cut.fused else chunk_slots, 0 if cut.raw else TILE_BYTES
     # Blocks that all run at once need no order, and a scan without one begins before prepare has ended.
     ranked = packed and not cut.even and N * HV * cut.segments * (problem.V // cut.rows) > sms
     sizes = (
-        chunk_slots * heads * TILE_BYTES,  # k_tiles
-        chunk_slots * heads * TILE_BYTES,  # q_tiles
-        chunk_slots * HV * TILE_BYTES if channel else 0,  # k_restored
+        chunk_slots * heads * tile,  # k_tiles
+        chunk_slots * heads * tile,  # q_tiles
+        chunk_slots * HV * tile if channel else 0,  # k_restored
         chunk_slots * HV * 2 * TRIANGLE_BYTES,  # tinv_aqk
-        chunk_slots * HV * SCALE_BYTES,  # scales
+        chunk_slots * HV * (RAW_SCALE_BYTES if cut.raw else SCALE_BYTES),  # scales
         N * 4 if ranked else 0,  # sequence_order
         # work_queue; a queue of items, counters of chunks; of warps that have loaded initial states
         0 if cut.even else 4 * (1 + (1 + chunk_slots) * cut.overlapped + 2 * N * HV * windows),

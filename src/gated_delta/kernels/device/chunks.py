@@ -58,6 +58,10 @@ GDN_SCALE_S_Q = 256  # S q: exp(G), whose last entry is the state's decay over t
 GDN_SCALE_O, KDA_SCALE_O = 512, 256  # o: |q|
 GDN_SCALE_U = 768  # u in the state's update: exp(G_64 - G)
 KDA_SCALE_STATE = 512  # the state's decay over the chunk, per channel
+# For a scan of raw tokens also 1 over the norms of k and q, fp32 [64] each, and log2 decays of sub-chunks, fp32 [4, 128].
+RAW_SCALE_K, RAW_SCALE_Q, RAW_SCALE_TOTALS = 1024, 1280, 1536
+Q_SCALE = 2.0**-4
+"""Of queries where sums of outputs are fp16, which so stay in range."""
 
 
 class Sequence(NamedTuple):
@@ -231,6 +235,11 @@ def square_offset(row, vector):
 def tile_tensor(address, columns, stages):
     """Tiles in shared memory as an operand of wgmma: [64, columns, stages]."""
     return _operand_tensor(address, warpgroup.SmemLayoutAtomKind.K_SW64, columns, stages, CHUNK * columns)
+
+
+def raw_tile_tensor(address, columns, stages):
+    """Tiles of rows of 128 bytes, 64 channels, as an operand of wgmma: [64, columns, stages]."""
+    return _operand_tensor(address, warpgroup.SmemLayoutAtomKind.K_SW128, columns, stages, CHUNK * columns)
 
 
 def tile_pair_offset(row, vector):

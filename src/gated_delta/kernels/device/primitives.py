@@ -322,6 +322,11 @@ def store_shared_half(address, x):
     cute.arch.inline_ptx("st.shared.b16 [{$r0}], {$r1};", read_only_args=[address, half])
 
 
+def store_shared_x2(address, words):
+    """Two words to a multiple of 8 bytes."""
+    cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *words])
+
+
 def store_shared_x4(address, words):
     """Four words to a multiple of 16 bytes."""
     cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words])
@@ -590,6 +595,11 @@ def warp_max(x):
 def fmax(x, y):
     """The maximum; of NaN and a number the number."""
     return cute.arch.inline_ptx("max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
+
+
+def fmin(x, y):
+    """The minimum; of NaN and a number the number."""
+    return cute.arch.inline_ptx("min.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
 
 
 def exp2(x):
