@@ -35,7 +35,7 @@ class Memory:
         self.ends: list[int] = []
         self.bounds = np.empty(0, int), np.zeros(1, int)
         self.written: set[int] = set()
-        """Numbers of 256 bytes in which the kernel that runs has stored."""
+        """Numbers of 64 bytes, which no two tensors share, in which the kernel that runs has stored."""
         self.left: set[int] = set()
         """And the one in front of it."""
 
@@ -213,12 +213,12 @@ class Warp:
             raise Fault(f"in front of griddepcontrol.wait: {self.place(at)()}")
 
     def touches(self, addresses: np.ndarray, at: int) -> None:
-        if not self.has_waited and not self.memory.left.isdisjoint((addresses >> 8).tolist()):
+        if not self.has_waited and not self.memory.left.isdisjoint((addresses >> 6).tolist()):
             raise Fault(f"what the kernel in front leaves, in front of griddepcontrol.wait: {self.place(at)()}")
 
     def writes(self, addresses: np.ndarray, at: int) -> None:
         self.touches(addresses, at)
-        self.memory.written.update((addresses >> 8).tolist())
+        self.memory.written.update((addresses >> 6).tolist())
 
     # -------------------------------------------------------------------------------------------- loads and stores
 

@@ -73,9 +73,13 @@ def test_prefill_passes_in_every_cut(cut, case, kernels):
     judged(case, kernels)
 
 
-@pytest.mark.parametrize("cut", ["fused"], indirect=True)
-@pytest.mark.parametrize("case", sample("prefill", 2, axis=("head",), keys=("collinear",), family=("none",), **COMMON), ids=str)
-def test_collinear_keys_pass_in_one_kernel(case, cut, kernels):
+HARD = dict(keys=("collinear",), family=("none",), **COMMON)
+COLLINEAR = [("fused", case) for case in sample("prefill", 2, axis=("head",), **HARD)]
+COLLINEAR += [("raw", case) for case in sample("prefill", 2, axis=("channel",), g_dtype=(torch.bfloat16,), **HARD)]
+
+
+@pytest.mark.parametrize(("cut", "case"), COLLINEAR, ids=str, indirect=["cut"])
+def test_collinear_keys_pass_with_fp16_sums(cut, case, kernels):
     """Whose inverse is the hardest: fp16 sums of K K^T would not do."""
     judged(case, kernels)
 
