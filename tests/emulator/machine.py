@@ -12,6 +12,7 @@ import numpy as np
 
 from .numerics import LANES, PAIR, ROW, U1, U2, U4, U8, accumulated, fp16_pair, left_fragment
 from .ptx import SHARED, Program
+from .races import Clock, Clocks, later
 
 POISON = 0xFF
 """Every byte of memory that holds nothing yet: NaN as fp32, fp16 and bf16, -1 as an integer."""
@@ -66,6 +67,10 @@ class Barrier:
     def __init__(self, count: int):
         self.count = self.missing = count
         self.bytes = self.phase = 0
+        self.left: Clock | None = None
+        """Of those who have arrived."""
+        self.known: Clock | None = None
+        """To those who have waited for the last phase."""
 
     def update(self, where: Callable[[], str], arrivals: int = 0, size: int = 0) -> None:
         self.missing -= arrivals
@@ -73,7 +78,7 @@ class Barrier:
         if self.missing < 0:
             raise Fault(f"more arrivals at an mbarrier than it was made for: {where()}")
         if self.missing == 0 and self.bytes == 0:
-            self.missing, self.phase = self.count, self.phase ^ 1
+            self.missing, self.phase, self.known = self.count, self.phase ^ 1, self.left
 
 
 class Flight:
@@ -128,9 +133,10 @@ class Block:
         self.unfenced = np.full(len(self.bytes) // 16, -1, np.int16)
         """The warp whose store to a vector copies and products do not see yet; -1: none."""
         self.mbarriers: dict[int, Barrier] = {}
-        self.barriers: dict[int, list[int]] = {}
+        self.barriers: dict[int, list[Any]] = {}
         self.votes: list[bool] = []
         self.warps = [Warp(launch, self, i) for i in range(-(-launch.threads // 32))]
+        self.clocks = Clocks(len(self.warps), len(self.halves))
 
 
 class Warp:
@@ -235,14 +241,27 @@ class Warp:
             raise Fault(f"a copy is still on its way there: {self.place(at)()}")
         return vectors
 
+    def loads(self, places: np.ndarray, at: int) -> None:
+        self._race(self.block.clocks.load(self.index, places, at), at)
+
+    def stores_to(self, places: np.ndarray, changed: np.ndarray, at: int) -> None:
+        self.block.clocks.store_again(self.index, places[~changed], at)
+        self._race(self.block.clocks.store(self.index, places[changed], at), at)
+
+    def _race(self, other: int | None, at: int) -> None:
+        if other is not None:
+            op = self.launch.program.instructions[other]
+            raise Fault(f"no barrier between {self.place(at)()} and another warp's {op.op} {', '.join(op.operands)[:160]}")
+
     def outside(self, addresses: np.ndarray, size: int, at: int) -> None:
         self.memory.check(addresses, size, self.place(at))
         if (addresses % size).any():
             raise Fault(f"misaligned: {self.place(at)()}")
 
     def load_shared(self, addresses: np.ndarray, dtype: type, count: int, mask: np.ndarray | None, at: int) -> Any:
-        lanes = self.lanes(mask)
-        self.inside(addresses[lanes], np.dtype(dtype).itemsize * count, at)
+        lanes, size = self.lanes(mask), np.dtype(dtype).itemsize * count
+        self.inside(addresses[lanes], size, at)
+        self.loads(halves(addresses[lanes], size), at)
         return self._loaded(self.block.bytes.view(dtype), 0, addresses, lanes, count)
 
     def load_global(self, addresses: np.ndarray, dtype: type, count: int, mask: np.ndarray | None, at: int) -> Any:
@@ -259,9 +278,12 @@ class Warp:
         return loaded
 
     def store_shared(self, addresses: np.ndarray, values: list[np.ndarray], mask: np.ndarray | None, at: int) -> None:
-        lanes = self.lanes(mask)
-        self.block.unfenced[self.inside(addresses[lanes], values[0].itemsize * len(values), at)] = self.index
+        lanes, size = self.lanes(mask), values[0].itemsize * len(values)
+        self.block.unfenced[self.inside(addresses[lanes], size, at)] = self.index
+        places = halves(addresses[lanes], size)
+        before = self.block.halves[places]
         self._store(self.block.bytes.view(values[0].dtype), 0, addresses, values, lanes)
+        self.stores_to(places, self.block.halves[places] != before, at)
 
     def store_global(self, addresses: np.ndarray, values: list[np.ndarray], mask: np.ndarray | None, at: int) -> None:
         lanes = self.lanes(mask)
@@ -288,29 +310,47 @@ class Warp:
     def load_matrices(self, addresses: np.ndarray, count: int, transposed: bool, at: int) -> list[np.ndarray]:
         """8 x 8 matrices of 16-bit numbers; lane i has the address of row i."""
         self.inside(addresses[: 8 * count], 16, at)
+        self.loads(halves(addresses[: 8 * count], 16), at)
         rows = self.block.halves[(addresses[: 8 * count, None] >> 1) + np.arange(8)].reshape(count, 8, 8)
         return [np.ascontiguousarray(x.T if transposed else x).view(U4)[ROW, PAIR] for x in rows]
 
     def store_matrices(self, addresses: np.ndarray, words: list[np.ndarray], transposed: bool, at: int) -> None:
         self.block.unfenced[self.inside(addresses[: 8 * len(words)], 16, at)] = self.index
+        places = halves(addresses[: 8 * len(words)], 16)
+        before = self.block.halves[places]
         for i, some in enumerate(words):
             matrix = np.empty((8, 4), U4)
             matrix[ROW, PAIR] = some
             numbers = matrix.view(U2)
             self.block.halves[(addresses[8 * i : 8 * i + 8, None] >> 1) + np.arange(8)] = numbers.T if transposed else numbers
+        self.stores_to(places, self.block.halves[places] != before, at)
 
     # -------------------------------------------------------------------------------------------- barriers
 
     def barrier(self, number: np.ndarray, count: np.ndarray | None, waits: bool, at: int) -> None:
-        state = self.block.barriers.setdefault(int(number[0]), [0, 0])  # threads that have come; how often all had
+        # Threads that have come; how often all had; the clocks that they left, now and the last time.
+        state = self.block.barriers.setdefault(int(number[0]), [0, 0, None, None])
         before, all_ = state[1], self.launch.threads if count is None else int(count[0])
         state[0] += 32
+        state[2] = later(state[2], self.block.clocks.release(self.index))
         if state[0] > all_:
             raise Fault(f"more threads than {all_}: {self.place(at)()}")
         if state[0] == all_:
-            state[:] = 0, before + 1
-        elif waits:
-            self.waits = (lambda: state[1] != before), at
+            state[:] = 0, before + 1, None, state[2]
+        if waits:
+            self.wait_for(lambda: state[1] != before, lambda: state[3], at)
+
+    def wait_for(self, over: Callable[[], bool], known: Callable[[], Clock | None], at: int) -> None:
+        """Until the condition holds; then the warp knows the clock."""
+
+        def done() -> bool:
+            if not (came := over()):
+                return False
+            self.block.clocks.acquire(self.index, known())
+            return came
+
+        if not done():
+            self.waits = done, at
 
     def cluster_arrive(self, at: int) -> None:
         state = self.block.cluster[0].cluster_barrier
@@ -361,9 +401,12 @@ class Warp:
         return found
 
     def mbarrier_arrive(self, addresses: np.ndarray, counts: Any, sizes: Any, mask: np.ndarray | None, at: int) -> None:
+        left = self.block.clocks.release(self.index)
         for lane in self.lanes(mask):
             size, count = 0 if sizes is None else int(sizes[lane]), 1 if counts is None else int(counts[lane])
-            self.mbarrier_at(addresses[lane], at).update(self.place(at), count, size)
+            bar = self.mbarrier_at(addresses[lane], at)
+            bar.left = later(bar.left, left)
+            bar.update(self.place(at), count, size)
 
     def mbarrier_test(self, addresses: np.ndarray, parity: np.ndarray, waits: bool, mask: np.ndarray | None, at: int) -> np.ndarray:
         lanes = self.lanes(mask)
@@ -371,8 +414,8 @@ class Warp:
         if len({(int(addresses[lane]), int(parity[lane])) for lane in lanes}) > 1:
             raise Fault(f"lanes wait for several mbarriers: {self.place(at)()}")
         over = found.phase != phase
-        if waits and not over:
-            self.waits = (lambda: found.phase != phase), at
+        if waits or over:
+            self.wait_for(lambda: found.phase != phase, lambda: found.known, at)
         return np.full(32, over)
 
     # -------------------------------------------------------------------------------------------- asynchronous copies
@@ -403,6 +446,9 @@ class Warp:
     ) -> Flight:
         """Copies pieces of 16 bytes of which `sizes` bytes each are read and the rest are zeros."""
         self.expect(vectors, at)
+        self._race(self.block.clocks.store(self.index, halves(vectors << 4, 16), at), at)
+        if bar is not None:
+            bar.left = later(bar.left, self.block.clocks.release(self.index))
         place, sizes = self.place(at), np.broadcast_to(sizes, outside.shape)
         self.memory.check(outside[sizes > 0], 16, place)
         self.touches(outside[sizes > 0], at)
@@ -424,6 +470,7 @@ class Warp:
 
     def _store_later(self, inside: np.ndarray, vectors: np.ndarray, outside: np.ndarray, at: int) -> None:
         self.seen(vectors, at)
+        self.loads(halves(vectors << 4, 16), at)
         self.memory.check(outside, 16, self.place(at))
         self.writes(outside, at)
         (memory, first), places = self.memory.numbers(U1), inside[:, None] + np.arange(16)
@@ -493,6 +540,9 @@ class Warp:
 
     def arrive_after_copies(self, bars: Any, mask: np.ndarray | None, at: int) -> None:
         before, found = [*self.copies], [self.mbarrier_at(bars[lane], at) for lane in self.lanes(mask)]
+        left = self.block.clocks.release(self.index)
+        for bar in found:
+            bar.left = later(bar.left, left)
 
         def end() -> None:
             for flight in before:
@@ -543,12 +593,18 @@ class Warp:
             rows = read[1][0].view(np.float16)
         vectors = np.unique(np.concatenate([places.ravel() >> 3 for _, places in read]))
         self.seen(vectors, at)
+        self.loads(halves(vectors << 4, 16), at)
         product = rows.astype(np.float64) @ numbers.view(np.float16).astype(np.float64).T
         sums = [r[i] for i in to] if adds[0] else None
         for i, words in zip(to, accumulated(product, sums, is_fp32), strict=True):
             r[i] = words
         same = lambda: all((self.block.halves[places] == numbers).all() for numbers, places in read)
         self.products.add(Flight(self.place(at), vectors, same))
+
+
+def halves(addresses: np.ndarray, size: int) -> np.ndarray:
+    """The numbers of 2 bytes in so many at each of the addresses."""
+    return ((addresses.astype(np.int64)[:, None] + np.arange(0, size, 2)) >> 1).ravel()
 
 
 def swizzled(addresses: np.ndarray, kind: int) -> np.ndarray:

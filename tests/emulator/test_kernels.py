@@ -386,6 +386,8 @@ IGNORED = lambda *args, **options: None
         ("fused", "fence_proxy", "no fence.proxy.async"),
         ("fused", "cp_async_bulk_wait_group", "overwrites what is being read"),
         ("fused", "mbarrier_init", "no mbarrier"),
+        (1, "sync_threads", "no barrier between"),
+        ("fused", "barrier", "no barrier between"),
         ("raw", "fence_proxy", "no fence.proxy.async"),
         ("raw", "mbarrier_init", "no mbarrier"),
     ],
