@@ -29,6 +29,8 @@ STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 DT_BIAS_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 GATE_KINDS = ("log", "softplus", "lower_bound")
+LEAST_BOUND = -1e30
+"""Of a decay, natural log: beyond it products with the bound may leave fp32."""
 ACTIVATIONS = ("silu", "sigmoid")
 LEAST_EPS = torch.finfo(torch.float32).tiny
 
@@ -45,7 +47,7 @@ class UnsupportedProblem(NotImplementedError):
 class Gate:
     """How `g` becomes the natural-log decay, in fp32. Build one with `Gate.log`, `Gate.softplus` or `Gate.lower_bound`.
 
-    A_log: [HV] fp32. dt_bias: [HV] (GDN) or [HV, K] (KDA), fp32 or bf16. bound: natural log, below zero.
+    A_log: [HV] fp32. dt_bias: [HV] (GDN) or [HV, K] (KDA), fp32 or bf16. bound: natural log, below zero and at least -1e30.
     """
 
     kind: str = "log"
@@ -69,8 +71,8 @@ class Gate:
                 raise ValueError(f"dt_bias: expected shape [HV] or [HV, K], got {list(self.dt_bias.shape)}")
         if self.kind == "lower_bound":
             bound = number("bound", self.bound)
-            if not -math.inf < bound < 0:
-                raise ValueError(f"bound: expected a finite number below 0 (natural log), got {self.bound}")
+            if not LEAST_BOUND <= bound < 0:
+                raise ValueError(f"bound: expected a number from {LEAST_BOUND:g} to below 0 (natural log), got {self.bound}")
             object.__setattr__(self, "bound", bound)
 
     @staticmethod

@@ -179,6 +179,19 @@ def test_diagonal_blocks_of_any_decays(cut, logs, every, kernels):
         assert apart(x.double(), y) <= 3e-3
 
 
+@pytest.mark.parametrize("cut", [1, "raw"], indirect=True)
+@pytest.mark.parametrize("bound", [-1e30, -88.0, -1e-45])
+def test_a_gate_with_any_bound(cut, bound, kernels):
+    """Sums of clamped decays are the same in prepare and where a scan makes them again."""
+    one = call("channel", 100)
+    one |= dict(g=60 * one["g"], gate=gd.Gate.lower_bound(torch.zeros(1), torch.full((1, 128), -4.0), bound))
+    want = gd.prefill(**one, backend="reference")
+    with emulated(kernels):
+        made = gd.prefill(**one, backend="cute")
+    for x, y in zip(made, want, strict=True):
+        assert apart(x.double(), y) <= 3e-3
+
+
 # ------------------------------------------------------------------------------------------------ joined segments
 
 HEADS = {"head": (1, 2), "channel": (2, 2)}
