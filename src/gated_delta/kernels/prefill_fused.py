@@ -70,10 +70,7 @@ from .device.primitives import (
 )
 from .prefill_mapped import FP16_MAX, MappedArgs, MmaState, PrefillMapped
 from .prefill_prepare_gdn import NORM_K, NORM_Q, GdnChunk
-from .prefill_scan import (
-    WARPGROUP,
-    warp_uniform,
-)
+from .prefill_scan import WARPGROUP, warp_uniform
 
 # Of a thread that converts, prepares, or multiplies: 65536 in all, with two MMA warpgroups. With checkpoints and log gates ptxas
 # serialises the wgmmas of some variants that have 168; the others are slower with 176.

@@ -68,7 +68,7 @@ class MmaState(NamedTuple):
 class PrefillMapped(PrefillScan):
     """A class names its tensors that have maps, the channels that a copy of raw tokens has, and the bytes of a chunk's scales."""
 
-    begins_early = False
+    by_maps, begins_early = True, False
     mapped, token_columns, scale_bytes = "", 0, 0
 
     def __init__(self, axis: str, state_dtype: str, checkpoints: bool, stages: int):
@@ -78,7 +78,7 @@ class PrefillMapped(PrefillScan):
         self.deterministic, self.load_absmax, self.windows = False, False, False
         self.dtype, self.state_dtype = BFloat16, DTYPES[state_dtype]
         self.v_pitch = WARPGROUP_ROWS * 2
-        self.stages, self.square_stages, self.fused = stages, 2, True
+        self.stages, self.square_stages = stages, 2
         self.threads = 4 * WARPGROUP
 
     def lay_out(self, staged, arrivals, scratch):

@@ -159,6 +159,8 @@ class PrefillScan:
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
     transitions = False
     """Whether it finds segment transitions, rather than outputs and final states: prefill_transitions.py."""
+    by_maps = False
+    """Whether tokens come by tensor maps and sums are fp16: prefill_mapped.py."""
     begins_early = True
     """Whether it begins before prepare has ended, which `wait_for_prepare` waits for."""
 
@@ -180,7 +182,6 @@ class PrefillScan:
         self.load_absmax = self.mma_groups == 1 and not deterministic  # of values, by load warps; else by each MMA warp
         self.channel, self.windows, self.checkpoints = axis == "channel", windows, checkpoints
         self.persistent = self.mma_groups > 1 and not self.transitions  # otherwise a block has one work tile
-        self.fused = False
         self.dtype, self.state_dtype = DTYPES[dtype], DTYPES[state_dtype]
         tiles = dict.fromkeys(("k", "q", "k_restored") if self.channel else ("k", "q"), TILE_BYTES)
         self.stage_bytes = sum(tiles.values()) + 2 * TRIANGLE_BYTES + SCALE_BYTES
@@ -748,10 +749,10 @@ class PrefillScan:
             if cutlass.const_expr(self.deterministic):
                 state_scale = self.set_scale(frag, self.v_absmax(coord, pipe), state_scale)
             else:
-                absmax = Float32(0) if self.fused else self.v_absmax(coord, pipe)
+                absmax = Float32(0) if self.by_maps else self.v_absmax(coord, pipe)
                 state_scale = self.rescale(frag, absmax, state_scale, True)
             self.to_fp16(frag.state, frag.state_fp16)
-            if cutlass.const_expr(self.fused):
+            if cutlass.const_expr(self.by_maps):
                 while self.has_tokens(coord, pipe):
                     state_scale, pipe, checkpoint = self.chunk(frag, right, args, coord, pipe, state_scale, checkpoint)
             else:
@@ -769,7 +770,7 @@ class PrefillScan:
         self.start_mma(frag.s_k, frag.state_fp16, "k", right, pipe, False)
         if cutlass.const_expr(not self.transitions):
             self.start_mma(frag.o, frag.state_fp16, "q", right, pipe, False)
-        if cutlass.const_expr(self.fused):
+        if cutlass.const_expr(self.by_maps):
             self.start_v(args, coord, pipe, 1)
             values, state_scale = self.fit_values(frag, coord, pipe, state_scale)
             warpgroup.wait_group(0)  # for S q as well: waiting for S k alone takes more registers, and gains nothing
@@ -789,7 +790,7 @@ class PrefillScan:
         absmax = Float32(0)
         if self.has_tokens(coord, following):
             self.consumer_wait(coord, following)
-            if cutlass.const_expr(not self.fused):
+            if cutlass.const_expr(not self.by_maps):
                 absmax = self.v_absmax(coord, following)
         if cutlass.const_expr(self.mma_groups == 1):  # otherwise finish_chunk has waited for all groups
             warpgroup.wait_group(0 if self.transitions else 1)
