@@ -1254,7 +1254,7 @@ def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
 def test_a_scan_that_decays_raw_tokens_has_no_tiles_in_the_workspace(launches):
     """Many heads of KDA, bf16 with 16-bit g and 128 channels. Deterministic calls and others have tiles."""
     tiles, call = {"k_tiles", "q_tiles", "k_restored"}, prompts((34, 70), "channel")
-    narrow = {name: x[..., :64] for name, x in call.items() if name in "qkg"}
+    of_64_channels = {name: x[..., :64] for name, x in call.items() if name in "qkg"}
     half = {name: call[name].half() for name in "qkv"}
     for more, kernel in (
         ({}, "prefill_scan_raw"),
@@ -1263,7 +1263,7 @@ def test_a_scan_that_decays_raw_tokens_has_no_tiles_in_the_workspace(launches):
         (dict(deterministic=True), "prefill_scan"),
         (dict(g=call["g"].float()), "prefill_scan"),
         (half, "prefill_scan"),
-        (narrow, "prefill_scan"),
+        (of_64_channels, "prefill_scan"),
     ):
         launches.clear()
         run("prefill", **call | more)

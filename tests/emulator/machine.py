@@ -344,10 +344,10 @@ class Warp:
         """Until the condition holds; then the warp knows the clock."""
 
         def done() -> bool:
-            if not (came := over()):
+            if not over():
                 return False
             self.block.clocks.acquire(self.index, known())
-            return came
+            return True
 
         if not done():
             self.waits = done, at

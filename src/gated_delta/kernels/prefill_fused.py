@@ -5,8 +5,6 @@ q fp16 there. The prepare warpgroup makes a chunk's Tinv, Aqk and scales. Two MM
 V rows each. bf16 tokens, K = V = 128.
 """
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Uint32
@@ -68,7 +66,7 @@ from .device.primitives import (
     store_shared_x4,
     unpack,
 )
-from .prefill_mapped import FP16_MAX, MappedArgs, MmaState, PrefillMapped
+from .prefill_mapped import FP16_MAX, MmaState, PrefillMapped
 from .prefill_prepare_gdn import NORM_K, NORM_Q, GdnChunk
 from .prefill_scan import WARPGROUP, warp_uniform
 
@@ -214,18 +212,9 @@ class PrefillFused(PrefillMapped):
         self.registers = MORE_FOR_MMA if checkpoints and gate == "log" else REGISTERS
         self.chunk_terms = FusedChunk(DTYPES[g_dtype], gate, qk_l2norm, vars(self.smem))
 
-    @cute.kernel
-    def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple, maps: NamedTuple):
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        args = MappedArgs(ptr, scale, bound, stride, size, maps)
-        shared = self.begin(args, thread)
-        group = thread // WARPGROUP - 2
-        if group >= 0:
-            cute.arch.setmaxregister_increase(self.registers[2])
-            self.for_each_work(self.mma, args, shared, thread % WARPGROUP, group)
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last outputs leave from shared memory
-        elif group == -1:
+    @cute.jit
+    def make_operands(self, args, shared, thread, group, block):
+        if group == -1:
             cute.arch.setmaxregister_decrease(self.registers[1])
             self.for_each_work(self.prepare, args, shared, thread % WARPGROUP, group)
         else:
@@ -266,7 +255,7 @@ class PrefillFused(PrefillMapped):
         Four lanes have a row, and of it a vector in each block of 32 channels; a thread has a row of each half of k and of q.
         """
         work, warp = coord.work, coord.thread // 32
-        left, iteration = Int32(select_(work.state_index >= 0, work.sequence.tokens, 0)), work.iterations_before
+        left, iteration = self.active_tokens(work), work.iterations_before
         token, started = work.sequence.start, False
         while left > 0:
             stage, phase = self.stage_of(iteration)
@@ -368,7 +357,7 @@ class PrefillFused(PrefillMapped):
         if cutlass.const_expr(self.chunk_terms.gate != "log"):
             bias = load_scalar(args.ptr.dt_bias + offset(work.hv, args.stride.dt_bias_h), args.size.dt_bias_kind)
             parameters = (load(Float32, args.ptr.A_log + offset(work.hv, args.stride.A_log_h), Int32(1)), bias)
-        left = Int32(select_(work.state_index >= 0, work.sequence.tokens, 0))
+        left = self.active_tokens(work)
         g_at = args.ptr.g + token_offset(args, work.sequence, lane, args.stride.g_n, args.stride.g_t)
         beta_at = args.ptr.beta + token_offset(args, work.sequence, lane, args.stride.beta_n, args.stride.beta_t)
         gates = g_at + offset(work.hv, args.stride.g_h), beta_at + offset(work.hv, args.stride.beta_h)

@@ -66,7 +66,10 @@ class MmaState(NamedTuple):
 
 
 class PrefillMapped(PrefillScan):
-    """A class names its tensors that have maps, the channels that a copy of raw tokens has, and the bytes of a chunk's scales."""
+    """A class names its tensors that have maps, the channels that a copy of raw tokens has, and the bytes of a chunk's scales.
+
+    registers: of a thread of each role, of MMA warpgroups the last.
+    """
 
     by_maps, begins_early = True, False
     mapped, token_columns, scale_bytes = "", 0, 0
@@ -96,6 +99,28 @@ class PrefillMapped(PrefillScan):
 
     def blocks(self, size):
         return cutlass.min(size.HV * size.N, size.sms)
+
+    @cute.kernel
+    def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple, maps: NamedTuple):
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        args = MappedArgs(ptr, scale, bound, stride, size, maps)
+        shared = self.begin(args, thread)
+        group = thread // WARPGROUP - 2
+        if group >= 0:
+            cute.arch.setmaxregister_increase(self.registers[-1])
+            self.for_each_work(self.mma, args, shared, thread % WARPGROUP, group)
+            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last outputs leave from shared memory
+        else:
+            self.make_operands(args, shared, thread, group, block)
+
+    def make_operands(self, args, shared, thread, group, block):
+        """The work of warpgroups -2 and -1, whose thread 0 is the tile scheduler."""
+        raise NotImplementedError
+
+    def active_tokens(self, work):
+        """Of a work tile; an inactive sequence has none."""
+        return Int32(select_(work.state_index >= 0, work.sequence.tokens, 0))
 
     @cute.jit
     def begin(self, args, thread):
@@ -272,7 +297,7 @@ class PrefillMapped(PrefillScan):
             self.sync_group(coord, pipe)
         elif coord.thread // 32 == 0:
             self.sync_group(coord, pipe)
-            self.copy_box(args, "o", self.place_of(coord, pipe.chunk), self.group_values_at(coord, self.number(pipe)))
+            self.copy_box(args, "o", self.box_coord(coord, pipe.chunk), self.group_values_at(coord, self.number(pipe)))
             cute.arch.cp_async_bulk_commit_group()
         else:
             cute.arch.barrier_arrive(barrier_id=self.barrier_of(coord, pipe), number_of_threads=WARPGROUP)
@@ -286,7 +311,7 @@ class PrefillMapped(PrefillScan):
 
     def store_last(self, args, coord, pipe):
         """Outputs of a chunk that has rows of others: eight threads have a token's 64 V rows."""
-        n, token, hv, column = self.place_of(coord, pipe.chunk)
+        n, token, hv, column = self.box_coord(coord, pipe.chunk)
         row, vector = coord.thread // 8, coord.thread % 8
         o_at = args.ptr.o + offset(hv, args.stride.o_h) + offset(n, args.stride.o_n)
         o_at += offset(token + row, args.stride.o_t) + (column * 8 + vector) * 16
@@ -314,7 +339,7 @@ class PrefillMapped(PrefillScan):
             full = coord.shared + self.smem.full + (number & 1) * 8
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.expect(full, CHUNK * self.v_pitch)
-            self.copy_box(args, "v", self.place_of(coord, pipe.chunk + ahead), self.group_values_at(coord, number), full)
+            self.copy_box(args, "v", self.box_coord(coord, pipe.chunk + ahead), self.group_values_at(coord, number), full)
 
     @cute.jit
     def consumer_wait(self, coord, pipe):
@@ -330,7 +355,7 @@ class PrefillMapped(PrefillScan):
     def pipeline_state(self, args, coord):
         """At the work tile's first chunk; the copy of its v is started."""
         work = coord.work
-        left = Int32(select_(work.state_index >= 0, work.sequence.tokens, 0))
+        left = self.active_tokens(work)
         pipe = self.state_at(coord, left)
         words = self.row_of_maps(args, work.sequence), work.sequence.start, work.hv, coord.group
         store_shared_x4(self.kept_place(coord), [Uint32(x) for x in words])
@@ -348,7 +373,7 @@ class PrefillMapped(PrefillScan):
         """Of the warp's place in v and o, in shared memory: registers do not hold it."""
         return coord.shared + self.smem.places + (coord.group * 4 + coord.thread // 32) * 16
 
-    def place_of(self, coord, chunk):
+    def box_coord(self, coord, chunk):
         n, start, hv, column = (Int32(x) for x in load_shared_x4(self.kept_place(coord)))
         return n, start + chunk * CHUNK, hv, column
 

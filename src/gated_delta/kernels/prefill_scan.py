@@ -590,12 +590,16 @@ class PrefillScan:
             self.load_rows_with_tokens(sources, left, full)
         else:
             self.load_tiles(sources, full)
-        for i, square in enumerate((smem.tinv, smem.aqk)):
+        self.load_squares(args, shared, v_chunk, stage, full)
+        bulk_load(shared + smem.scales + stage * SCALE_BYTES, ptr.scales + v_chunk * SCALE_BYTES, SCALE_BYTES, full)
+
+    def load_squares(self, args, shared, chunk, stage, full):
+        """Tinv and Aqk of a value head's chunk."""
+        for i, square in enumerate((self.smem.tinv, self.smem.aqk)):
             for panel in range(CHUNK // 16):
-                source = ptr.tinv_aqk + v_chunk * (2 * TRIANGLE_BYTES) + i * TRIANGLE_BYTES + triangle_panel(panel)
+                source = args.ptr.tinv_aqk + chunk * (2 * TRIANGLE_BYTES) + i * TRIANGLE_BYTES + triangle_panel(panel)
                 target = shared + square + stage * SQUARE_BYTES + square_panel(panel)
                 bulk_load(target, source, (CHUNK - 16 * panel) * 32, full)
-        bulk_load(shared + smem.scales + stage * SCALE_BYTES, ptr.scales + v_chunk * SCALE_BYTES, SCALE_BYTES, full)
 
     def load_tiles(self, tiles, full):
         for target, source in tiles:

@@ -20,13 +20,10 @@ from .device.chunks import (
     RAW_SCALE_K,
     RAW_SCALE_Q,
     RAW_SCALE_TOTALS,
-    SQUARE_BYTES,
     SUBCHUNK,
     D,
     num_chunks,
     raw_tile_tensor,
-    square_panel,
-    triangle_panel,
 )
 from .device.primitives import (
     DTYPES,
@@ -49,7 +46,7 @@ from .device.primitives import (
     store_shared_x2,
     unpack,
 )
-from .prefill_mapped import FP16_MAX, MappedArgs, PrefillMapped
+from .prefill_mapped import FP16_MAX, PrefillMapped
 from .prefill_prepare_kda import KdaChunk
 from .prefill_scan import WARPGROUP
 
@@ -83,20 +80,9 @@ class PrefillScanRaw(PrefillMapped):
         self.registers = MORE_FOR_MMA if checkpoints and gate != "log" else REGISTERS
         self.chunk_terms = KdaChunk(D, BFloat16, DTYPES[g_dtype], gate, False)
 
-    @cute.kernel
-    def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple, maps: NamedTuple):
-        thread, _, _ = cute.arch.thread_idx()
-        block, _, _ = cute.arch.block_idx()
-        args = MappedArgs(ptr, scale, bound, stride, size, maps)
-        shared = self.begin(args, thread)
-        group = thread // WARPGROUP - 2
-        if group >= 0:
-            cute.arch.setmaxregister_increase(self.registers[1])
-            self.for_each_work(self.mma, args, shared, thread % WARPGROUP, group)
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last outputs leave from shared memory
-        else:
-            cute.arch.setmaxregister_decrease(self.registers[0])
-            self.for_each_work(self.decay, args, shared, thread, group, block)
+    def make_operands(self, args, shared, thread, group, block):
+        cute.arch.setmaxregister_decrease(self.registers[0])
+        self.for_each_work(self.decay, args, shared, thread, group, block)
 
     # -------------------------------------------------------------------------------------------- stages
 
@@ -152,11 +138,7 @@ class PrefillScanRaw(PrefillMapped):
     def start_squares(self, args, coord, stage, number):
         full = coord.shared + self.smem.full + stage * 8
         cute.arch.mbarrier_arrive_and_expect_tx(mbarrier(full), 2 * TRIANGLE_BYTES)
-        for i, square in enumerate((self.smem.tinv, self.smem.aqk)):
-            for panel in range(CHUNK // 16):
-                source = args.ptr.tinv_aqk + number * (2 * TRIANGLE_BYTES) + i * TRIANGLE_BYTES + triangle_panel(panel)
-                target = coord.shared + square + stage * SQUARE_BYTES + square_panel(panel)
-                bulk_load(target, source, (CHUNK - 16 * panel) * 32, full)
+        self.load_squares(args, coord.shared, number, stage, full)
 
     # -------------------------------------------------------------------------------------------- decaying warpgroups
 
@@ -164,7 +146,7 @@ class PrefillScanRaw(PrefillMapped):
     def decay(self, args, coord):
         """Every second chunk: a warp has a sub-chunk, a lane four channels of each of its tokens."""
         work, before, thread = coord.work, coord.work.iterations_before, coord.thread % WARPGROUP
-        tokens = Int32(select_(work.state_index >= 0, work.sequence.tokens, 0))
+        tokens = self.active_tokens(work)
         lane, subchunk = thread % 32, thread // 32
         gate = self.load_gate(args, work, lane)
         chunks = num_chunks(tokens)

@@ -69,7 +69,7 @@ class PrefillTransitions(PrefillScan):
         return super().own_window(args, coord) if self.has_windows else Int32(0)
 
     def starts_known(self, coord):
-        """Whether what the segment starts from is known, so that its B is the next one's initial state and nobody wants M."""
+        """Whether what the segment starts from is known, so that its B is the next one's initial state and M is not needed."""
         return (coord.work.segment == 0) | (coord.first_chunk < coord.first_stored)
 
     def has_v(self, coord, token):
