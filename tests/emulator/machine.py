@@ -153,7 +153,7 @@ class Warp:
         self.waits: tuple[Callable[[], bool], int] | None = None
         self.yields = False
         self.votes_read = 0
-        self.has_waited = False
+        self.has_waited = self.has_acquired = False
         # A thread's bulk stores are its own groups: a warp's are taken to be one thread's, as they are in our kernels.
         self.products, self.stores, self.copies = Groups(), Groups(), Groups()
 
@@ -219,7 +219,8 @@ class Warp:
             raise Fault(f"in front of griddepcontrol.wait: {self.place(at)()}")
 
     def touches(self, addresses: np.ndarray, at: int) -> None:
-        if not self.has_waited and not self.memory.left.isdisjoint((addresses >> 6).tolist()):
+        """What the kernel in front leaves is there once that has ended, or has said so itself."""
+        if not (self.has_waited or self.has_acquired) and not self.memory.left.isdisjoint((addresses >> 6).tolist()):
             raise Fault(f"what the kernel in front leaves, in front of griddepcontrol.wait: {self.place(at)()}")
 
     def writes(self, addresses: np.ndarray, at: int) -> None:
@@ -508,14 +509,13 @@ class Warp:
         words = bytes_.view(U4).astype(np.int64)
         start, swizzle, strides = words[0] | words[1] << 32, int(words[2]) >> 13 & 3, [2, *words[3:7] * 16]
         sizes, box = words[8:13] + 1, bytes_[55:60].astype(np.int64) + 1
-        assert (box[2 : len(corner)] == 1).all(), box
-        row, piece = (x.ravel() for x in np.meshgrid(np.arange(box[1]), np.arange(box[0] // 8), indexing="ij"))
-        place = [corner[0] + 8 * piece, corner[1] + row, *corner[2:]]
-        within = np.logical_and.reduce(
-            [np.broadcast_to((x >= 0) & (x < size), row.shape) for x, size in zip(place, sizes, strict=False)]
-        )
+        steps = [8, *[1] * (len(corner) - 1)]  # of a piece in each dimension, the innermost first
+        extents = [np.arange(extent // step) * step for extent, step in zip(box, steps, strict=False)]
+        pieces = [x.ravel() for x in np.meshgrid(*extents[::-1], indexing="ij")][::-1]
+        place = [first + x for first, x in zip(corner, pieces, strict=True)]
+        within = np.logical_and.reduce([(x >= 0) & (x < size) for x, size in zip(place, sizes, strict=False)])
         addresses = start + sum(x * stride for x, stride in zip(place, strides, strict=False))
-        return row * box[0] * 2 + piece * 16, np.where(within, addresses, start), within, swizzle
+        return 16 * np.arange(len(within)), np.where(within, addresses, start), within, swizzle
 
     def box_load(self, inside: Any, map_: Any, corner: list[np.ndarray], bars: Any, mask: np.ndarray | None, at: int) -> None:
         for lane in self.lanes(mask):

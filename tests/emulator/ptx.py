@@ -309,11 +309,11 @@ class Translator:
             name, _, offset = operands[1].strip("[]").partition("+")
             number = self.program.parameter_numbers[name]
             return self.assign(to, f"warp.parameter({number}, {offset or 0}, U{width})", kind)
+        if "acquire" in parts:
+            self.emit("warp.has_acquired = warp.yields = True")
         space = "shared" if "shared" in parts else "global"
         count = len(split(to.strip("{}")))
         self.assign_all(to, f"warp.load_{space}({self.address(operands[1])}, U{width}, {count}, {self.mask}, {self.at})", kind)
-        if "acquire" in parts:
-            self.emit("warp.yields = True")
 
     def do_st(self, op: str, parts: list[str], operands: list[str]) -> None:
         if parts[1] == "async":

@@ -318,6 +318,8 @@ class PrefillSizes(NamedTuple):
     """Segments of each sequence, scanned in parallel."""
     sms: int
     """SMs of the chip: blocks of a persistent scan at most."""
+    walking: int
+    """SMs of a scan of raw tokens that waits for chunks while the others prepare them; 0: it begins behind prepare."""
     checkpoint_lens_kind: int
     checkpoint_indices_kind: int
     checkpoints_per_sequence: int

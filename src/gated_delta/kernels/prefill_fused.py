@@ -66,6 +66,7 @@ from .device.primitives import (
     store_shared_x4,
     unpack,
 )
+from .device.tensor_maps import row_of_maps
 from .prefill_mapped import FP16_MAX, MmaState, PrefillMapped
 from .prefill_prepare_gdn import NORM_K, NORM_Q, GdnChunk
 from .prefill_scan import WARPGROUP, warp_uniform
@@ -283,7 +284,7 @@ class PrefillFused(PrefillMapped):
 
     def start_qk(self, args, work, shared, stage, token):
         """Start the copies of a chunk's raw k and q to an empty stage."""
-        n, h = self.row_of_maps(args, work.sequence), qk_head(work.hv, args.size.qk_head_factor)
+        n, h = row_of_maps(args, work.sequence), qk_head(work.hv, args.size.qk_head_factor)
         full = shared + self.smem.raw_full + stage * 8
         self.expect(full, 2 * TILE_BYTES)
         for which, name in enumerate("kq"):

@@ -10,14 +10,13 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint32
-from cutlass.cute.nvgpu import cpasync, warpgroup
+from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK
 from .device.chunks import SQUARE_BYTES, D, lay_out, token_offset
 from .device.primitives import (
     DTYPES,
-    Args,
     fma_x2,
     load_shared_x4,
     mbarrier,
@@ -30,6 +29,7 @@ from .device.primitives import (
     store_words,
     unpack,
 )
+from .device.tensor_maps import MappedArgs, box_layout, copy_box, make_maps, row_of_maps
 from .prefill_scan import (
     ABSMAX_HIGH,
     WARPGROUP,
@@ -43,16 +43,6 @@ from .prefill_scan import (
 
 MMA_BARRIER = 2  # and the next three: one for each MMA warpgroup and place of o
 FP16_MAX = 65504.0
-
-
-class TensorMap(NamedTuple):
-    """What a bulk copy knows of a tensor of tokens, [T, channels, heads, N]; packed ones have 1 for N."""
-
-    atom: cute.CopyAtom
-    coordinates: cute.Tensor
-
-
-MappedArgs = NamedTuple("MappedArgs", [*Args.__annotations__.items(), ("maps", NamedTuple)])
 
 
 class MmaState(NamedTuple):
@@ -130,10 +120,14 @@ class PrefillMapped(PrefillScan):
             self.init_arrivals(shared)
             cute.arch.mbarrier_init_fence()
         self.clear_squares(shared, thread)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        self.wait_for_earlier()
         cute.arch.sync_threads()
         return shared
+
+    def wait_for_earlier(self):
+        """Kernels in front of this one; those behind it may begin."""
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
     def init_arrivals(self, shared):
         for name, (stages, count) in self.arrivals.items():
@@ -236,48 +230,19 @@ class PrefillMapped(PrefillScan):
     # -------------------------------------------------------------------------------------------- copies by tensor maps
 
     def tensor_maps(self, ptr, stride, size):
-        packed, made = size.cu_seqlens_kind != 0, []
-        tokens, sequences = Int32(select_(packed, size.total, size.T)), Int32(select_(packed, 1, size.N))
-        for name in self.mapped:
-            t, h, n = (cute.assume(Int64(getattr(stride, f"{name}_{x}") // 16) * 8, divby=8) for x in "thn")
-            heads, layout = size.H if name in "qk" else size.HV, self.box_layout(name)
-            at = cute.make_ptr(BFloat16, getattr(ptr, name), cute.AddressSpace.gmem, assumed_align=16)
-            tensor = cute.make_tensor(at, cute.make_layout((tokens, D, heads, sequences), stride=(t, 1, h, n)))
-            op = cpasync.CopyBulkTensorTileS2GOp() if name == "o" else cpasync.CopyBulkTensorTileG2SOp()
-            atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, layout, cute.product_each(layout.shape))
-            made.append(TensorMap(atom, coordinates))
-        return (NamedTuple("Maps", [(name, TensorMap) for name in self.mapped])(*made),)
+        return (make_maps(ptr, stride, size, {name: self.box_layout(name) for name in self.mapped}),)
 
     def box_layout(self, name):
         """A copy's numbers in shared memory: all tokens of a chunk, some channels or 64 V rows."""
         columns = WARPGROUP_ROWS if name in "vo" else self.token_columns
-        atom = warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind[f"K_SW{2 * columns}"], BFloat16)
-        return cute.tile_to_shape(atom, (CHUNK, columns), order=(0, 1))
+        return box_layout(columns, columns)
 
     def copy_box(self, args, name, place, address, full=None):
-        """A warp: start a copy between shared memory and a chunk at `place`: sequence, first token, head, column of boxes."""
-        n, token, head, column = place
-        atom, coordinates = getattr(args.maps, name)
-        layout = self.box_layout(name)
-        at = cute.make_ptr(BFloat16, address, cute.AddressSpace.smem, assumed_align=1024)
-        inside = cute.make_tensor(cute.recast_ptr(at, swizzle_=layout.inner, dtype=BFloat16), layout.outer)
-        outside = cute.domain_offset((token, 0, 0, 0), coordinates)[None, None, head, n]
-        outside = cute.local_tile(outside, cute.product_each(layout.shape), (0, column))
-        inside, outside = cpasync.tma_partition(
-            atom, 0, cute.make_layout(1), cute.group_modes(inside, 0, 2), cute.group_modes(outside, 0, 2)
-        )
-        if name == "o":
-            cute.copy(atom, inside, outside)
-        else:
-            cute.copy(atom, outside, inside, tma_bar_ptr=mbarrier(full))
+        copy_box(getattr(args.maps, name), self.box_layout(name), place, address, full)
 
     def expect(self, full, size):
         with cute.arch.elect_one():
             cute.arch.mbarrier_arrive_and_expect_tx(mbarrier(full), size)
-
-    def row_of_maps(self, args, sequence):
-        """Of tensor maps: packed tokens are those of one sequence."""
-        return Int32(select_(args.size.cu_seqlens_kind == 0, sequence.n, 0))
 
     # -------------------------------------------------------------------------------------------- values and outputs
 
@@ -357,7 +322,7 @@ class PrefillMapped(PrefillScan):
         work = coord.work
         left = self.active_tokens(work)
         pipe = self.state_at(coord, left)
-        words = self.row_of_maps(args, work.sequence), work.sequence.start, work.hv, coord.group
+        words = row_of_maps(args, work.sequence), work.sequence.start, work.hv, coord.group
         store_shared_x4(self.kept_place(coord), [Uint32(x) for x in words])
         cute.arch.sync_warp()
         self.start_v(args, coord, pipe, 0)

@@ -14,7 +14,7 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
 from .device.chunks import Coord as ChunkCoord
-from .device.chunks import D, find_chunk
+from .device.chunks import D, counter_at, find_chunk
 from .device.primitives import (
     DTYPES,
     Args,
@@ -22,7 +22,6 @@ from .device.primitives import (
     load_acquire,
     load_shared,
     mbarrier,
-    offset,
     opaque,
     release_increment,
     store_shared,
@@ -235,8 +234,3 @@ class PrefillOverlapped(PrefillScan):
             cute.arch.fence_proxy("async.global")
             cute.arch.mbarrier_wait(mbarrier(coord.shared + self.smem.empty + stage * 8), (iteration // self.stages + 1) % 2)
             super().start_tiles(args, coord, slot, stage, coord.shared + self.smem.full + stage * 8)
-
-
-def counter_at(args, slot):
-    """Address of a chunk's counter, behind the queues of blocks and of items: heads of which it is prepared."""
-    return args.ptr.work_queue + offset(slot + 2, 4)

@@ -6,8 +6,6 @@ them, and fp32 scales. docs/kernels/prefill.md has the algebra.
 `prefill_prepare_gdn.py` and `prefill_prepare_kda.py` say what a block does, `device/chunks.py` what both share.
 """
 
-import functools
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
@@ -25,14 +23,13 @@ class PrefillPrepare:
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else.
 
     segmented: whether it leaves a bound of each chunk's transition, for a scan whose segments have windows.
-    tiles: whether it leaves tiles of q and k; else, of KDA alone, what a scan of raw tokens needs.
     """
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
-    def __init__(self, axis: str, K: int, dtype: str, g_dtype: str, gate: str, qk_l2norm: bool, segmented: bool, tiles: bool):
+    def __init__(self, axis: str, K: int, dtype: str, g_dtype: str, gate: str, qk_l2norm: bool, segmented: bool):
         self.channel = axis == "channel"
-        chunk = functools.partial(KdaChunk, tiles=tiles) if self.channel else GdnChunk
+        chunk = KdaChunk if self.channel else GdnChunk
         self.chunk = chunk(K, DTYPES[dtype], DTYPES[g_dtype], gate, qk_l2norm, segmented)
         self.shared = self.chunk.shared
 

@@ -42,6 +42,7 @@ from .device.primitives import (
     cp_async_or_zero,
     exp2,
     fmax,
+    fmin,
     load,
     load_scalar,
     load_scalar_bits,
@@ -81,6 +82,7 @@ SPLIT_TOKENS, MIN_STEP = 4, -32.0
 So right operands grow by 2**96 at most. What a decay of 2**-32 leaves is nothing beside the fp16 of Tinv and Aqk.
 """
 MIN_RATE, MAX_RATE = 2.0**-100, 2.0**100  # of exp(A_log)
+MAX_BIAS = 2.0**100  # of what is added to g times the rate, to base 2; and of 1 over the bound
 TF32_TRUNCATION = 7.04e-4
 """The mean relative loss of a product on the tensor cores, which truncate operands to tf32."""
 
@@ -101,13 +103,14 @@ NORM_BYTES = NORM_STATE + 16
 class KdaChunk(PrepareChunk):
     def __init__(self, K, dtype, g_dtype, gate, qk_l2norm, segmented=False, tiles=True):
         self.tiles, self.scale_bytes = tiles, SCALE_BYTES if tiles else RAW_SCALE_BYTES
+        # Raw 16-bit g first, then right operands, Tinv last; raw q and k, then left operands.
+        operands, end = lay_out({"k_operands": TILE_BYTES, "qk_operands": 2 * TILE_BYTES})
         # Cumulative log decays of a K block, whose place the system takes later.
-        system, system_end = lay_out(SYSTEM_REGIONS)
-        cumsum, cumsum_end = lay_out({"cumsum": CHUNK * CUMSUM_PITCH})
+        system, system_end = lay_out(SYSTEM_REGIONS, end)
+        cumsum, cumsum_end = lay_out({"cumsum": CHUNK * CUMSUM_PITCH}, end)
         regions = {
-            **OPERAND_REGIONS,  # k_operands: raw 16-bit g first, Tinv last
+            "diagonals": OPERAND_REGIONS["diagonals"],
             "aqk": TRIANGLE_BYTES,
-            "qk_operands": 2 * TILE_BYTES,  # raw q and k, then left operands
             "totals": 4 * D * 4,  # log decays of each sub-chunk, fp32
             "vectors": 4 * VECTOR_BYTES,
             "gates": GATE_BYTES,
@@ -117,7 +120,7 @@ class KdaChunk(PrepareChunk):
         if segmented:
             regions["norms"] = NORM_BYTES
         offsets, shared = lay_out(regions, max(system_end, cumsum_end))
-        super().__init__(K, dtype, g_dtype, gate, qk_l2norm, system | cumsum | offsets, shared, segmented)
+        super().__init__(K, dtype, g_dtype, gate, qk_l2norm, operands | system | cumsum | offsets, shared, segmented)
 
     def tinv_at(self, coord, head):
         return coord.shared + self.smem.k_operands
@@ -127,16 +130,9 @@ class KdaChunk(PrepareChunk):
 
     @cute.jit
     def prepare(self, args, coord):
-        token = coord.subchunk * SUBCHUNK + coord.lane % SUBCHUNK
-        self.start_load_tokens(args, coord)
-        beta = self.load_beta(args, coord, coord.hv, token, token < coord.tokens, load_scalar_bits)
-        parameters = self.load_gate_parameters(args, coord)
-        self.stage_biases(args, coord)
-        cute.arch.cp_async_wait_group(0)
-        cute.arch.sync_warp()
+        beta, parameters = self.load_inputs(args, coord)
         inverse_norms, squares = self.norms(coord)
-        beta = self.activate_beta(args, scalar_from_bits(beta, args.size.beta_kind), token < coord.tokens)
-        self.store_norms(args, coord, inverse_norms, squares, beta)
+        self.store_norms(args, coord, inverse_norms, squares, self.activated(args, coord, beta))
         if not self.tiles:
             inverse_norms = self.store_inverse_norms(args, coord, inverse_norms)
         diagonal = cute.make_rmem_tensor((4, 2, 2), Float32)
@@ -153,6 +149,26 @@ class KdaChunk(PrepareChunk):
         self.store_diagonal(coord, diagonal)
         self.off_diagonal_blocks(args, coord)
         self.invert_and_store(args, coord, coord.hv, 0)
+
+    def load_inputs(self, args, coord):
+        """The warp's tokens and biases to shared memory; beta of one of its tokens, as it is in memory, and a gate's parameters."""
+        self.start_load_tokens(args, coord)
+        beta, parameters = self.load_beta_bits(args, coord), self.load_gate_parameters(args, coord)
+        self.store_biases(coord, self.load_biases(args, coord, parameters))
+        cute.arch.cp_async_wait_group(0)
+        cute.arch.sync_warp()
+        return beta, parameters
+
+    def load_beta_bits(self, args, coord):
+        token = self.lane_token(coord)
+        return self.load_beta(args, coord, coord.hv, token, token < coord.tokens, load_scalar_bits)
+
+    def activated(self, args, coord, bits):
+        return self.activate_beta(args, scalar_from_bits(bits, args.size.beta_kind), self.lane_token(coord) < coord.tokens)
+
+    def lane_token(self, coord):
+        """The token whose beta the lane has."""
+        return coord.subchunk * SUBCHUNK + coord.lane % SUBCHUNK
 
     def has_tokens(self, coord):
         """Whether the warp's sub-chunk has any."""
@@ -260,27 +276,40 @@ class KdaChunk(PrepareChunk):
     # -------------------------------------------------------------------------------------------- cumulative log decays
 
     def load_gate_parameters(self, args, coord):
-        """exp(A_log), within bounds, and the bound to base 2."""
+        """exp(A_log), within bounds; with a lower bound minus that to base 2, and 1 over the bound to base 2."""
         if self.gate == "log":
             return None
         rate = cute.math.exp(load(Float32, args.ptr.A_log + offset(coord.hv, args.stride.A_log_h), Int32(1)))
-        return fmax(cute.math.min(rate, Float32(MAX_RATE)), Float32(MIN_RATE)), args.bound * Float32(LOG2_E)
+        rate = fmax(cute.math.min(rate, Float32(MAX_RATE)), Float32(MIN_RATE))
+        if self.gate == "softplus":
+            return (rate,)
+        # 1 over a bound that fp32 has no normal number for is infinite, and 0 times that NaN.
+        return rate * Float32(-LOG2_E), fmax(reciprocal(args.bound * Float32(LOG2_E)), Float32(-MAX_BIAS))
 
-    def stage_biases(self, args, coord):
-        """dt_bias of the lane's channels to shared memory."""
-        ptr, stride, kind = args.ptr, args.stride, args.size.dt_bias_kind
-        if self.gate != "log":
-            channels = [cutlass.min(32 * k_block + coord.lane, self.K - 1) for k_block in range(K_BLOCKS)]
-            at = ptr.dt_bias + offset(coord.hv, stride.dt_bias_h)
-            biases = [load_scalar(at + offset(channel, stride.dt_bias_c), kind) for channel in channels]
-            for k_block in range(K_BLOCKS):
-                store_shared_f32(self.bias_at(coord, k_block), biases[k_block])
+    def load_bias(self, args, at, parameters):
+        """dt_bias of a channel; with a lower bound times the rate, and finite, so that a raw g of minus infinity prevails."""
+        bias = load_scalar(at, args.size.dt_bias_kind)
+        if self.gate == "lower_bound":
+            bias = fmin(fmax(bias * parameters[0], Float32(-MAX_BIAS)), Float32(MAX_BIAS))
+        return bias
+
+    def load_biases(self, args, coord, parameters):
+        """Of the lane's channels, one of each K block."""
+        if self.gate == "log":
+            return []
+        channels = [cutlass.min(32 * k_block + coord.lane, self.K - 1) for k_block in range(K_BLOCKS)]
+        at = args.ptr.dt_bias + offset(coord.hv, args.stride.dt_bias_h)
+        return [self.load_bias(args, at + offset(channel, args.stride.dt_bias_c), parameters) for channel in channels]
+
+    def store_biases(self, coord, biases):
+        for k_block, bias in enumerate(biases):
+            store_shared_f32(self.bias_at(coord, k_block), bias)
 
     def cumulate_gates(self, coord, k_block, parameters):
         """The sub-chunk's cumulative log decays of a K block, a channel a lane; whether any exceeds MAX_GROWTH."""
         total, bias = None, None if self.gate == "log" else load_shared_f32(self.bias_at(coord, k_block))
         for t, g in enumerate(self.load_g(coord, k_block)):
-            log = fmax(self.log2_decay(g, parameters, bias), Float32(MIN_LOG_DECAY * LOG2_E))
+            log = self.log2_decay(g, parameters, bias)
             total = log if total is None else total + log
             store_shared_f32(self.cumsum_at(coord, t) + coord.lane * 4, total)
         store_shared_f32(self.totals_at(coord, coord.subchunk) + (32 * k_block + coord.lane) * 4, total)
@@ -290,18 +319,23 @@ class KdaChunk(PrepareChunk):
         return exceeds
 
     def log2_decay(self, g, parameters, bias):
+        """A token's log decay to base 2, at least MIN_LOG_DECAY."""
+        return fmax(self.unlimited_log2_decay(g, parameters, bias), Float32(MIN_LOG_DECAY * LOG2_E))
+
+    def unlimited_log2_decay(self, g, parameters, bias):
         """log_decay to base 2 in as few instructions as possible; the bounded rate spares the cases of inf and 0."""
         if self.gate == "log":
             return g * Float32(LOG2_E)
-        rate, bound = parameters
-        x = g + bias
+        rate = parameters[0]
         if self.gate == "softplus":
+            x = g + bias
             e = exp2(-cute.math.abs(x) * Float32(LOG2_E))
             # 1 + e loses the digits of a small e; the series' next term is below 2**-18 of the first.
             small = e * cute.math.fma(e, cute.math.fma(e, Float32(LOG2_E / 3), Float32(-LOG2_E / 2)), Float32(LOG2_E))
             soft = select(e < Float32(2.0**-6), small, log2(Float32(1) + e))
             return -rate * cute.math.fma(cute.math.max(x, Float32(0)), Float32(LOG2_E), soft)
-        return bound * reciprocal(Float32(1) + exp2(x * (rate * Float32(-LOG2_E))))
+        inverse_bound = parameters[1]
+        return reciprocal(cute.math.fma(exp2(cute.math.fma(g, rate, bias)), inverse_bound, inverse_bound))
 
     def load_total(self, coord, subchunk, k_block):
         """Log decays of a sub-chunk, of the lane's channels of a K block."""

@@ -15,13 +15,12 @@ from cutlass.cutlass_dsl import select_
 from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .device.chunks import (
     KDA_SCALE_S_K,
-    LOG2_E,
-    MIN_LOG_DECAY,
     RAW_SCALE_K,
     RAW_SCALE_Q,
     RAW_SCALE_TOTALS,
     SUBCHUNK,
     D,
+    counter_at,
     num_chunks,
     raw_tile_tensor,
 )
@@ -29,9 +28,7 @@ from .device.primitives import (
     DTYPES,
     bulk_load,
     exp2,
-    fmax,
-    fmin,
-    load_scalar,
+    load_acquire,
     load_shared_f32,
     load_shared_f32x2,
     load_shared_f32x4,
@@ -41,11 +38,11 @@ from .device.primitives import (
     opaque,
     pack_pairs,
     qk_head,
-    reciprocal,
     store_shared_half,
     store_shared_x2,
     unpack,
 )
+from .device.tensor_maps import row_of_maps
 from .prefill_mapped import FP16_MAX, PrefillMapped
 from .prefill_prepare_kda import KdaChunk
 from .prefill_scan import WARPGROUP
@@ -80,9 +77,17 @@ class PrefillScanRaw(PrefillMapped):
         self.registers = MORE_FOR_MMA if checkpoints and gate != "log" else REGISTERS
         self.chunk_terms = KdaChunk(D, BFloat16, DTYPES[g_dtype], gate, False)
 
+    def wait_for_earlier(self):
+        """Those that decay do; MMA warpgroups touch nothing that prepare leaves, and prepare has waited for earlier kernels."""
+
+    @cute.jit
     def make_operands(self, args, shared, thread, group, block):
         cute.arch.setmaxregister_decrease(self.registers[0])
+        if args.size.walking == 0:
+            super().wait_for_earlier()
         self.for_each_work(self.decay, args, shared, thread, group, block)
+        if args.size.walking > 0:
+            super().wait_for_earlier()  # whoever comes next waits for this kernel alone
 
     # -------------------------------------------------------------------------------------------- stages
 
@@ -117,14 +122,26 @@ class PrefillScanRaw(PrefillMapped):
         work, iteration = coord.work, coord.work.iterations_before + c
         stage, _ = self.stage_of(iteration)
         number = Int64(work.sequence.first_slot + c) * Int64(args.size.HV) + Int64(work.hv)
+        slot = work.sequence.first_slot + c
         if c < chunks:
+            self.wait_until_prepared(args, slot)
             self.start_tokens(args, coord, stage, work.sequence.start + c * CHUNK, number)
-        if (c > 0) & (lane == 0):
-            self.start_squares(args, coord, (iteration - 1) & 1, number - Int64(args.size.HV))
+        if c > 0:
+            self.wait_until_prepared(args, slot - 1)
+            if lane == 0:
+                self.start_squares(args, coord, (iteration - 1) & 1, number - Int64(args.size.HV))
+
+    @cute.jit
+    def wait_until_prepared(self, args, slot):
+        """Until all heads of a chunk are, beside prepare."""
+        if args.size.walking > 0:
+            while load_acquire(counter_at(args, slot)) < args.size.chunk_blocks:
+                pass
+            cute.arch.fence_proxy("async.global")
 
     def start_tokens(self, args, coord, stage, token, number):
         shared, hv = coord.shared, coord.work.hv
-        n, h = self.row_of_maps(args, coord.work.sequence), qk_head(hv, args.size.qk_head_factor)
+        n, h = row_of_maps(args, coord.work.sequence), qk_head(hv, args.size.qk_head_factor)
         full = shared + self.smem.raw_full + stage * 8
         self.expect(full, 3 * TILE_BYTES + RAW_SCALE_BYTES)
         for name, region, head in (("k", self.smem.k, h), ("g", self.smem.k_restored, hv), ("q", self.smem.q, h)):
@@ -197,27 +214,13 @@ class PrefillScanRaw(PrefillMapped):
     # -------------------------------------------------------------------------------------------- decays
 
     def load_gate(self, args, work, lane):
-        """A gate's parameters, and biases of the lane's channels; with a lower bound ready for `log_decay`."""
-        parameters, biases = self.chunk_terms.load_gate_parameters(args, work), [None] * 4
-        if self.chunk_terms.gate != "log":
+        """A gate's parameters, and biases of the lane's channels."""
+        terms = self.chunk_terms
+        parameters, biases = terms.load_gate_parameters(args, work), [None] * 4
+        if terms.gate != "log":
             at = args.ptr.dt_bias + offset(work.hv, args.stride.dt_bias_h) + offset(4 * lane, args.stride.dt_bias_c)
-            biases = [load_scalar(at + offset(c, args.stride.dt_bias_c), args.size.dt_bias_kind) for c in range(4)]
-        if self.chunk_terms.gate == "lower_bound":
-            rate, bound = parameters[0] * Float32(-LOG2_E), parameters[1]
-            parameters = rate, bound, Float32(MIN_LOG_DECAY * LOG2_E) * reciprocal(bound)
-            biases = [x * rate for x in biases]
+            biases = [terms.load_bias(args, at + offset(c, args.stride.dt_bias_c), parameters) for c in range(4)]
         return parameters, biases
-
-    def log_decay(self, g, gate, c):
-        """As KdaChunk's, to base 2; with a lower bound in units of that."""
-        parameters, biases = gate
-        if self.chunk_terms.gate == "lower_bound":
-            rate, _, most = parameters
-            return fmin(reciprocal(Float32(1) + exp2(cute.math.fma(g, rate, biases[c]))), most)
-        return fmax(self.chunk_terms.log2_decay(g, parameters, biases[c]), Float32(MIN_LOG_DECAY * LOG2_E))
-
-    def unit(self, gate):
-        return gate[0][1] if self.chunk_terms.gate == "lower_bound" else Float32(1)
 
     def sums_around(self, scales, lane, subchunk):
         """Log decays from the chunk's start to the sub-chunk's, and from there to the chunk's end."""
@@ -241,15 +244,16 @@ class PrefillScanRaw(PrefillMapped):
 
     def decay_some(self, places, norms, around, within, gate):
         """Some tokens; all their words are loaded before any are stored."""
-        smem, dtypes, unit = self.smem, (BFloat16, BFloat16, self.chunk_terms.g_dtype), self.unit(gate)
+        smem, terms, (parameters, biases) = self.smem, self.chunk_terms, gate
+        dtypes = (BFloat16, BFloat16, terms.g_dtype)
         raw = [[self.load_pair(place + region) for region in (smem.q, smem.k, smem.k_restored)] for place in places]
         inverse_q, inverse_k = load_shared_f32x2(norms + RAW_SCALE_Q), load_shared_f32x2(norms + RAW_SCALE_K)
         for j, place in enumerate(places):
             q, k, g = (unpack(words, dtype) for words, dtype in zip(raw[j], dtypes, strict=True))
             for c in range(4):
-                within[c] = within[c] + self.log_decay(g[c], gate, c)
-            from_start = pack_pairs([exp2(cute.math.fma(within[c], unit, around[0][c])) for c in range(4)])
-            to_end = pack_pairs([exp2(cute.math.fma(within[c], -unit, around[1][c])) for c in range(4)])
+                within[c] = within[c] + terms.log2_decay(g[c], parameters, biases[c])
+            from_start = pack_pairs([exp2(around[0][c] + within[c]) for c in range(4)])
+            to_end = pack_pairs([exp2(around[1][c] - within[c]) for c in range(4)])
             q, k = pack_pairs([x * inverse_q[j] for x in q]), pack_pairs([x * inverse_k[j] for x in k])
             for region, words, by in ((smem.q, q, from_start), (smem.k, k, from_start), (smem.k_restored, k, to_end)):
                 store_shared_x2(place + region, [mul_x2(x, y) for x, y in zip(words, by, strict=True)])

@@ -342,17 +342,18 @@ def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
     kept = dict(checkpoints="checkpoints" in problem.options)
     if "deterministic" in problem.options:  # one variant with and without checkpoints: a cache keeps these anyway
         kept = dict(checkpoints=True, deterministic=True)
+    schedule = [] if cut.even else [compile.Variant("prefill_schedule", (("overlapped", cut.overlapped),))]
+    if cut.raw:
+        prepare, scan = problem.facts("g_dtype", "gate", "qk_l2norm"), problem.facts("g_dtype", "gate", "state_dtype") | kept
+        made = [compile.Variant("prefill_prepare_raw", tuple(prepare.items())), compile.Variant("prefill_scan_raw", tuple(scan.items()))]
+        return schedule * cut.overlapped + made
     if cut.fused or cut.overlapped:
         axis = problem.facts("axis") if cut.overlapped else {}
         one = axis | problem.facts("g_dtype", "gate", "qk_l2norm", "state_dtype") | kept
-        made = [compile.Variant("prefill_overlapped" if cut.overlapped else "prefill_fused", tuple(one.items()))]
-        return made if cut.even else [compile.Variant("prefill_schedule", (("overlapped", cut.overlapped),)), *made]
+        return [*schedule, compile.Variant("prefill_overlapped" if cut.overlapped else "prefill_fused", tuple(one.items()))]
     windows = has_windows(problem, cut)
-    prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm") | dict(segmented=windows, tiles=not cut.raw)
+    prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm") | dict(segmented=windows)
     made = [compile.Variant("prefill_prepare", tuple(prepare.items()))]
-    if cut.raw:
-        raw = problem.facts("g_dtype", "gate", "state_dtype") | kept
-        return [*made, compile.Variant("prefill_scan_raw", tuple(raw.items()))]
     scan = problem.facts("axis", "K", "V", "dtype", "state_dtype")
     if cut.segments > 1 and not cut.joins:
         made.append(compile.Variant("prefill_transitions", tuple(scan.items())))
@@ -405,6 +406,7 @@ class PrefillLaunch(TokensLaunch):
                 chunk_blocks=HV // heads,
                 segments=plan.schedule.segments,
                 sms=sms,
+                walking=N * HV if plan.schedule.raw and plan.schedule.overlapped else 0,
                 checkpoints_per_sequence=0 if a.checkpoint_lens is None else a.checkpoint_lens.shape[1],
             )
         )

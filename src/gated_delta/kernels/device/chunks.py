@@ -183,6 +183,11 @@ def known_at(args, number):
     return args.ptr.segment_states + states * STATE_BYTES + number * 4
 
 
+def counter_at(args, slot):
+    """Address of a chunk's counter, behind the queues of blocks and of items: heads of which it is prepared."""
+    return args.ptr.work_queue + offset(slot + 2, 4)
+
+
 def token_offset(args, sequence, token, n_stride, t_stride):
     """Byte offset of a sequence's token in a tensor of tokens."""
     dense = Int32(select_(args.size.cu_seqlens_kind == 0, sequence.n, 0))
@@ -346,6 +351,12 @@ class PrepareChunk:
     def chunk_begun(self, args, coord, spare):
         """Behind that barrier. spare: of the warp that has least to do up to the next one."""
 
+    def operands_read(self, args, coord):
+        """Behind the barrier from which on nobody reads a chunk's operands. Returns what is loaded ahead of the next chunk."""
+
+    def store_ahead(self, args, ahead):
+        """Of what operands_read has returned, in front of the chunk's last barrier."""
+
     def tinv_stored(self, coord):
         """Behind a warp's columns of Tinv."""
 
@@ -439,13 +450,15 @@ class PrepareChunk:
         """Tinv of a head; Tinv and Aqk start on their way to the workspace."""
         self.invert_diagonal(coord, head)
         self.sync(coord)
+        ahead = self.operands_read(args, coord)
         self.invert_below(coord, head)
+        self.store_ahead(args, ahead)
         cute.arch.fence_proxy("async.shared", space="cta")
-        if coord.thread == 0:
+        if coord.thread % THREADS == 0:
             # The next head writes to the other buffer, which must have been read.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         self.sync(coord)
-        if coord.thread == 0:
+        if coord.thread % THREADS == 0:
             target = args.ptr.tinv_aqk + self.head_chunk(args, coord, hv) * (2 * TRIANGLE_BYTES)
             bulk_store(target, self.tinv_at(coord, head), TRIANGLE_BYTES)
             bulk_store(target + TRIANGLE_BYTES, self.aqk_at(coord, head), TRIANGLE_BYTES)
