@@ -319,7 +319,7 @@ class PrefillSizes(NamedTuple):
     sms: int
     """SMs of the chip: blocks of a persistent scan at most."""
     walking: int
-    """SMs of a scan of raw tokens that waits for chunks while the others prepare them; 0: it begins behind prepare."""
+    """SMs of a scan of raw tokens that walks chunks while the others prepare them; 0: it begins behind prepare."""
     checkpoint_lens_kind: int
     checkpoint_indices_kind: int
     checkpoints_per_sequence: int

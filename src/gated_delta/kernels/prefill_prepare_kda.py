@@ -14,7 +14,7 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
-from .arguments import CHUNK, RAW_SCALE_BYTES, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .device.chunks import (
     GATE_BETA_K,
     GATE_BETA_K2,
@@ -26,10 +26,6 @@ from .device.chunks import (
     LOG2_E,
     MIN_LOG_DECAY,
     OPERAND_REGIONS,
-    Q_SCALE,
-    RAW_SCALE_K,
-    RAW_SCALE_Q,
-    RAW_SCALE_TOTALS,
     SUBCHUNK,
     SYSTEM_REGIONS,
     D,
@@ -42,7 +38,6 @@ from .device.primitives import (
     cp_async_or_zero,
     exp2,
     fmax,
-    fmin,
     load,
     load_scalar,
     load_scalar_bits,
@@ -82,7 +77,6 @@ SPLIT_TOKENS, MIN_STEP = 4, -32.0
 So right operands grow by 2**96 at most. What a decay of 2**-32 leaves is nothing beside the fp16 of Tinv and Aqk.
 """
 MIN_RATE, MAX_RATE = 2.0**-100, 2.0**100  # of exp(A_log)
-MAX_BIAS = 2.0**100  # of what is added to g times the rate, to base 2; and of 1 over the bound
 TF32_TRUNCATION = 7.04e-4
 """The mean relative loss of a product on the tensor cores, which truncate operands to tf32."""
 
@@ -101,8 +95,9 @@ NORM_BYTES = NORM_STATE + 16
 
 
 class KdaChunk(PrepareChunk):
-    def __init__(self, K, dtype, g_dtype, gate, qk_l2norm, segmented=False, tiles=True):
-        self.tiles, self.scale_bytes = tiles, SCALE_BYTES if tiles else RAW_SCALE_BYTES
+    scale_bytes = SCALE_BYTES
+
+    def __init__(self, K, dtype, g_dtype, gate, qk_l2norm, segmented=False):
         # Raw 16-bit g first, then right operands, Tinv last; raw q and k, then left operands.
         operands, end = lay_out({"k_operands": TILE_BYTES, "qk_operands": 2 * TILE_BYTES})
         # Cumulative log decays of a K block, whose place the system takes later.
@@ -133,8 +128,7 @@ class KdaChunk(PrepareChunk):
         beta, parameters = self.load_inputs(args, coord)
         inverse_norms, squares = self.norms(coord)
         self.store_norms(args, coord, inverse_norms, squares, self.activated(args, coord, beta))
-        if not self.tiles:
-            inverse_norms = self.store_inverse_norms(args, coord, inverse_norms)
+        inverse_norms = self.keep_inverse_norms(args, coord, inverse_norms)
         diagonal = cute.make_rmem_tensor((4, 2, 2), Float32)
         diagonal.fill(0.0)
         if self.has_tokens(coord):
@@ -154,7 +148,7 @@ class KdaChunk(PrepareChunk):
         """The warp's tokens and biases to shared memory; beta of one of its tokens, as it is in memory, and a gate's parameters."""
         self.start_load_tokens(args, coord)
         beta, parameters = self.load_beta_bits(args, coord), self.load_gate_parameters(args, coord)
-        self.store_biases(coord, self.load_biases(args, coord, parameters))
+        self.store_biases(coord, self.load_biases(args, coord))
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_warp()
         return beta, parameters
@@ -276,30 +270,19 @@ class KdaChunk(PrepareChunk):
     # -------------------------------------------------------------------------------------------- cumulative log decays
 
     def load_gate_parameters(self, args, coord):
-        """exp(A_log), within bounds; with a lower bound minus that to base 2, and 1 over the bound to base 2."""
+        """exp(A_log), within bounds, and the bound to base 2."""
         if self.gate == "log":
             return None
         rate = cute.math.exp(load(Float32, args.ptr.A_log + offset(coord.hv, args.stride.A_log_h), Int32(1)))
-        rate = fmax(cute.math.min(rate, Float32(MAX_RATE)), Float32(MIN_RATE))
-        if self.gate == "softplus":
-            return (rate,)
-        # 1 over a bound that fp32 has no normal number for is infinite, and 0 times that NaN.
-        return rate * Float32(-LOG2_E), fmax(reciprocal(args.bound * Float32(LOG2_E)), Float32(-MAX_BIAS))
+        return fmax(cute.math.min(rate, Float32(MAX_RATE)), Float32(MIN_RATE)), args.bound * Float32(LOG2_E)
 
-    def load_bias(self, args, at, parameters):
-        """dt_bias of a channel; with a lower bound times the rate, and finite, so that a raw g of minus infinity prevails."""
-        bias = load_scalar(at, args.size.dt_bias_kind)
-        if self.gate == "lower_bound":
-            bias = fmin(fmax(bias * parameters[0], Float32(-MAX_BIAS)), Float32(MAX_BIAS))
-        return bias
-
-    def load_biases(self, args, coord, parameters):
+    def load_biases(self, args, coord):
         """Of the lane's channels, one of each K block."""
         if self.gate == "log":
             return []
         channels = [cutlass.min(32 * k_block + coord.lane, self.K - 1) for k_block in range(K_BLOCKS)]
         at = args.ptr.dt_bias + offset(coord.hv, args.stride.dt_bias_h)
-        return [self.load_bias(args, at + offset(channel, args.stride.dt_bias_c), parameters) for channel in channels]
+        return [load_scalar(at + offset(channel, args.stride.dt_bias_c), args.size.dt_bias_kind) for channel in channels]
 
     def store_biases(self, coord, biases):
         for k_block, bias in enumerate(biases):
@@ -309,7 +292,7 @@ class KdaChunk(PrepareChunk):
         """The sub-chunk's cumulative log decays of a K block, a channel a lane; whether any exceeds MAX_GROWTH."""
         total, bias = None, None if self.gate == "log" else load_shared_f32(self.bias_at(coord, k_block))
         for t, g in enumerate(self.load_g(coord, k_block)):
-            log = self.log2_decay(g, parameters, bias)
+            log = fmax(self.log2_decay(g, parameters, bias), Float32(MIN_LOG_DECAY * LOG2_E))
             total = log if total is None else total + log
             store_shared_f32(self.cumsum_at(coord, t) + coord.lane * 4, total)
         store_shared_f32(self.totals_at(coord, coord.subchunk) + (32 * k_block + coord.lane) * 4, total)
@@ -319,23 +302,18 @@ class KdaChunk(PrepareChunk):
         return exceeds
 
     def log2_decay(self, g, parameters, bias):
-        """A token's log decay to base 2, at least MIN_LOG_DECAY."""
-        return fmax(self.unlimited_log2_decay(g, parameters, bias), Float32(MIN_LOG_DECAY * LOG2_E))
-
-    def unlimited_log2_decay(self, g, parameters, bias):
         """log_decay to base 2 in as few instructions as possible; the bounded rate spares the cases of inf and 0."""
         if self.gate == "log":
             return g * Float32(LOG2_E)
-        rate = parameters[0]
+        rate, bound = parameters
+        x = g + bias
         if self.gate == "softplus":
-            x = g + bias
             e = exp2(-cute.math.abs(x) * Float32(LOG2_E))
             # 1 + e loses the digits of a small e; the series' next term is below 2**-18 of the first.
             small = e * cute.math.fma(e, cute.math.fma(e, Float32(LOG2_E / 3), Float32(-LOG2_E / 2)), Float32(LOG2_E))
             soft = select(e < Float32(2.0**-6), small, log2(Float32(1) + e))
             return -rate * cute.math.fma(cute.math.max(x, Float32(0)), Float32(LOG2_E), soft)
-        inverse_bound = parameters[1]
-        return reciprocal(cute.math.fma(exp2(cute.math.fma(g, rate, bias)), inverse_bound, inverse_bound))
+        return bound * reciprocal(Float32(1) + exp2(x * (rate * Float32(-LOG2_E))))
 
     def load_total(self, coord, subchunk, k_block):
         """Log decays of a sub-chunk, of the lane's channels of a K block."""
@@ -471,15 +449,20 @@ class KdaChunk(PrepareChunk):
 
     # -------------------------------------------------------------------------------------------- scales
 
+    def scales_at(self, args, coord):
+        return args.ptr.scales + self.head_chunk(args, coord, coord.hv) * self.scale_bytes
+
+    def output_scale(self, args):
+        """By which |q| is multiplied."""
+        return args.scale
+
     def store_norms(self, args, coord, inverse_norms, squares, beta):
         """The warp's tokens: beta |k|**2 and beta |k| to shared memory, |q| and |k| to the workspace."""
-        scales = args.ptr.scales + self.head_chunk(args, coord, coord.hv) * self.scale_bytes
+        scales = self.scales_at(args, coord)
         for i in range(2):
             token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
             q_norm, k_norm = (self.norm(x, inverse) for x, inverse in zip(squares[i], inverse_norms[i], strict=True))
-            q_norm = q_norm * args.scale
-            if not self.tiles:
-                q_norm = q_norm * Float32(1 / Q_SCALE)
+            q_norm = q_norm * self.output_scale(args)
             beta_k = shuffle_sync(beta, offset=coord.row + 8 * i) * k_norm
             at = self.gates_at(coord, 0) + token * 4
             store_shared_f32(at + GATE_BETA_K2 * 4, beta_k * k_norm)
@@ -489,43 +472,33 @@ class KdaChunk(PrepareChunk):
             if self.segmented:
                 store_shared_f32(self.norms_at(coord, NORM_K_DECAYED) + token * 4, k_norm)
 
-    def store_inverse_norms(self, args, coord, inverse_norms):
-        """For a scan of raw tokens, to the workspace; q's, and Aqk with them, times Q_SCALE. Returns them so."""
-        scales = args.ptr.scales + self.head_chunk(args, coord, coord.hv) * self.scale_bytes
-        inverse_norms = [[q * Float32(Q_SCALE), k] for q, k in inverse_norms]
-        for i, both in enumerate(inverse_norms):
-            token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
-            for place, inverse in zip((RAW_SCALE_Q, RAW_SCALE_K), both, strict=True):
-                store_words(scales + (place + token * 4), [inverse.bitcast(Uint32)], coord.quad_lane == 0)
+    def keep_inverse_norms(self, args, coord, inverse_norms):
+        """For the scan, if it needs them. Returns what q and k are multiplied by."""
         return inverse_norms
 
     def store_chunk_decays(self, args, coord):
-        """Decays from the chunk's start to the sub-chunk's, and from its end to the chunk's; the whole chunk's to the workspace.
-
-        Without tiles, the sub-chunks' log decays to the workspace.
-        """
+        """Decays from the chunk's start to the sub-chunk's, and from its end to the chunk's; the whole chunk's to the workspace."""
         before, after = [Float32(0)] * 4, [Float32(0)] * 4
         totals = [load_shared_f32x4(self.totals_at(coord, b) + coord.lane * 16) for b in range(4)]
         for b in range(4):
             earlier, later = (select(x, Float32(1), Float32(0)) for x in (b < coord.subchunk, b > coord.subchunk))
             before = [cute.math.fma(x, earlier, y) for x, y in zip(totals[b], before, strict=True)]
             after = [cute.math.fma(x, later, y) for x, y in zip(totals[b], after, strict=True)]
-        if self.tiles:
-            for first, logs in ((FROM_START, before), (TO_END, after)):
-                for p, word in enumerate(pack_pairs([exp2(x) for x in logs])):
-                    store_shared(self.vectors_at(coord) + first + coord.lane * 8 + p * 4, word)
+        self.keep_decays(args, coord, totals, before, after)
         # The last sub-chunk's warp has the sum of all of them.
         decays = [exp2(x + y) for x, y in zip(before, totals[3], strict=True)]
-        scales = args.ptr.scales + self.head_chunk(args, coord, coord.hv) * self.scale_bytes
-        if not self.tiles:
-            at = scales + RAW_SCALE_TOTALS + coord.lane * 16
-            for b in range(4):
-                store_words(at + b * D * 4, [x.bitcast(Uint32) for x in totals[b]], coord.subchunk == 2)
-        store_words(scales + KDA_SCALE_STATE + coord.lane * 16, [x.bitcast(Uint32) for x in decays], coord.subchunk == 3)
+        at = self.scales_at(args, coord) + KDA_SCALE_STATE + coord.lane * 16
+        store_words(at, [x.bitcast(Uint32) for x in decays], coord.subchunk == 3)
         if self.segmented:
             largest = warp_max(fmax(fmax(decays[0], decays[1]), fmax(decays[2], decays[3])).bitcast(Uint32))
             store_shared(self.norms_at(coord, NORM_STATE), largest, coord.subchunk == 3)
         cute.arch.sync_warp()
+
+    def keep_decays(self, args, coord, totals, before, after):
+        """For tiles."""
+        for first, logs in ((FROM_START, before), (TO_END, after)):
+            for p, word in enumerate(pack_pairs([exp2(x) for x in logs])):
+                store_shared(self.vectors_at(coord) + first + coord.lane * 8 + p * 4, word)
 
     # -------------------------------------------------------------------------------------------- tiles, off-diagonal blocks
 
@@ -550,8 +523,7 @@ class KdaChunk(PrepareChunk):
         else:
             last = coord._replace(subchunk=Int32(3))
             for k_block in cutlass.range(K_BLOCKS, unroll=1):
-                if self.tiles:
-                    self.store_tiles(coord, tiles, largest, k_block, self.load_left(coord, k_block))
+                self.store_tiles(coord, tiles, largest, k_block)
                 self.add_block(coord, one, self.load_left(last, k_block), k_block, Int32(0), [1, 2])
         a = Int32(select_(coord.subchunk == 0, 3, coord.subchunk))
         self.store_block(coord, one, a, cutlass.max(coord.subchunk - 1, 0))
@@ -561,8 +533,7 @@ class KdaChunk(PrepareChunk):
 
     def store_tiles_and_add(self, coord, tiles, largest, k_block, found):
         left = self.load_left(coord, k_block)
-        if self.tiles:
-            self.store_tiles(coord, tiles, largest, k_block, left)
+        self.store_tiles(coord, tiles, largest, k_block, left)
         self.add_block(coord, found, left, k_block, coord.subchunk - 1)
         return left
 
@@ -576,11 +547,12 @@ class KdaChunk(PrepareChunk):
         at = at + tile_offset(coord.subchunk * SUBCHUNK + coord.row, coord.quad_lane)
         return [tile + at for tile in (args.ptr.q_tiles, args.ptr.k_tiles, args.ptr.k_restored)]
 
-    def store_tiles(self, coord, tiles, largest, k_block, left):
+    def store_tiles(self, coord, tiles, largest, k_block, left=None):
         """8 channels of the lane's tokens: q and k decayed from the chunk's start, k decayed to its end; the largest of k's.
 
         Of a sub-chunk without tokens only the first K block of k_restored is written: the scan reads these zeros for all others.
         """
+        left = left or self.load_left(coord, k_block)
         at = self.vectors_at(coord) + (32 * k_block + 8 * coord.quad_lane) * 2
         from_start, to_end = load_shared_x4(at + FROM_START), load_shared_x4(at + TO_END)
         for i in range(2):

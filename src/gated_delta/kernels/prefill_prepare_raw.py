@@ -1,8 +1,8 @@
 """prefill_prepare_raw: KDA's prepare for a scan of raw tokens. It leaves Tinv, Aqk and scales of every chunk, no tiles.
 
-A block has three warpgroups, each of which takes chunks in turn. Tensor maps bring a chunk's raw q, k and g in boxes of 64-byte rows, as soon
-as the operands of the one before have been read, so that they come during its inverse; so do beta and the gate's parameters.
-bf16 tokens, 16-bit g, K = 128.
+A block has three warpgroups, each of which takes chunks in turn. Tensor maps bring a chunk's raw q, k and g as soon as the operands
+of the one before have been read, so that they come during its inverse; so do beta and the gate's parameters. Where a scan walks
+chunks beside it, a slot of the workspace is counted for each head that is prepared. bf16 tokens, 16-bit g, K = 128.
 """
 
 from typing import NamedTuple
@@ -10,12 +10,16 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass.cutlass_dsl import select_
 
-from .arguments import CHUNK, TILE_BYTES
+from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES
 from .device.chunks import (
+    Q_SCALE,
+    RAW_SCALE_K,
+    RAW_SCALE_Q,
+    RAW_SCALE_TOTALS,
     SUBCHUNK,
     THREADS,
-    Coord,
     D,
     Pointers,
     Sequence,
@@ -27,6 +31,7 @@ from .device.chunks import (
     load_chunk,
     rank_sequence,
 )
+from .device.chunks import Coord as ChunkCoord
 from .device.primitives import (
     DTYPES,
     load_shared_as_f32,
@@ -39,14 +44,15 @@ from .device.primitives import (
     store_shared_x4,
     store_words,
 )
-from .device.tensor_maps import MappedArgs, box_layout, copy_box, make_maps, row_of_maps
+from .device.tensor_maps import MappedArgs, box_layout, copy_box, make_maps, prefetch_box, row_of_maps
 from .prefill_prepare_kda import KdaChunk
 
 GROUPS = 3  # warpgroups of a block
 PARAMETER_BYTES = 16
 BOX_ALIGNMENT = 512
 PREPARE_BARRIER = 1  # and the next two: one for each warpgroup
-NONE = 0xFFFFFFFF
+NO_ITEM = 0x7FFFFFFF
+ROUNDS_AHEAD = 2  # chunks that a warpgroup of any SM prepares before a scan walks beside
 
 
 class Place(NamedTuple):
@@ -67,9 +73,15 @@ class Place(NamedTuple):
     """Of the chunk before, or -1."""
 
 
+# With the number of the thread's warpgroup, of whose threads it is one.
+Coord = NamedTuple("Coord", [*ChunkCoord.__annotations__.items(), ("group", Int32)])
+
+
 class RawKdaChunk(KdaChunk):
+    scale_bytes = RAW_SCALE_BYTES
+
     def __init__(self, g_dtype, gate, qk_l2norm):
-        super().__init__(D, BFloat16, g_dtype, gate, qk_l2norm, tiles=False)
+        super().__init__(D, BFloat16, g_dtype, gate, qk_l2norm)
         own, end = lay_out({"place": 32, "betas": 4 * SUBCHUNK * 4, "parameters": 4 * PARAMETER_BYTES, "loaded": 8}, self.shared)
         vars(self.smem).update(own)
         self.shared = -(-end // BOX_ALIGNMENT) * BOX_ALIGNMENT  # a warpgroup's
@@ -81,8 +93,7 @@ class RawKdaChunk(KdaChunk):
         return box_layout(D, 32)
 
     def sync(self, coord):
-        barrier = PREPARE_BARRIER + coord.thread // THREADS
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=THREADS)
+        cute.arch.barrier(barrier_id=PREPARE_BARRIER + coord.group, number_of_threads=THREADS)
 
     # -------------------------------------------------------------------------------------------- which chunk
 
@@ -90,17 +101,34 @@ class RawKdaChunk(KdaChunk):
         words = [load_shared_x4(shared + self.smem.place + 16 * i) for i in range(2)]
         return Place(*(Int32(x) for x in words[0] + words[1]))
 
-    def coord_of(self, place, shared, thread):
+    def coord_of(self, place, shared, thread, group):
         lane = thread % 32
         sequence = Sequence(place.row, place.token, place.tokens, Int32(0))
         # Later sub-chunks have more work: which warp has them changes from chunk to chunk.
         subchunk = (thread // 32 + place.slot) % 4
-        return Coord(sequence, place.hv, place.slot, Int32(0), place.tokens, shared, thread, lane, subchunk, lane // 4, lane % 4)
+        chunk = sequence, place.hv, place.slot, Int32(0), place.tokens
+        return Coord(*chunk, shared, thread, lane, subchunk, lane // 4, lane % 4, group)
 
     @cute.jit
-    def find_place(self, args, shared, item, lane, phase, last_slot):
-        """A warp: the first chunk with tokens of the warpgroup's, from `item` on, to shared memory."""
+    def item_behind(self, size, item, group):
+        """The warpgroup's next item, a chunk of a head each; of -1 its first one."""
+        block, _, _ = cute.arch.block_idx()
+        step = GROUPS * blocks(size)
+        following = Int32(select_(item < 0, group * blocks(size) + block, item + step))
+        if size.walking > 0:
+            # Behind some rounds of all blocks the last ones end, and a scan walks on their SMs while the others go on.
+            ahead, preparing = ROUNDS_AHEAD * step, size.sms - size.walking
+            if item >= ahead:
+                following = item + GROUPS * preparing
+            elif following >= ahead:
+                following = Int32(select_(block < preparing, ahead + group * preparing + block, NO_ITEM))
+        return following
+
+    @cute.jit
+    def find_place(self, args, shared, item, lane, group, phase, last_slot):
+        """A warp: the first chunk with tokens behind the warpgroup's last item, to shared memory."""
         size = args.size
+        item = self.item_behind(size, item, group)
         hv, slot, row, token, tokens = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
         while (tokens <= 0) & (item < size.chunk_blocks * size.chunk_slots):
             hv, slot = item % size.chunk_blocks, item // size.chunk_blocks
@@ -109,7 +137,7 @@ class RawKdaChunk(KdaChunk):
             sequence, chunk, tokens = load_chunk(args, find_sequence(args, slot, lane), slot)
             row, token = row_of_maps(args, sequence), sequence.start + chunk * CHUNK
             if tokens <= 0:
-                item += GROUPS * blocks(size)
+                item = self.item_behind(size, item, group)
         words = [Uint32(x) for x in (row, token, tokens, hv, slot, item, phase, last_slot)]
         for i in cutlass.range_constexpr(2):
             store_shared_x4(shared + self.smem.place + 16 * i, words[4 * i : 4 * i + 4])
@@ -123,17 +151,28 @@ class RawKdaChunk(KdaChunk):
             full = shared + self.smem.loaded
             with cute.arch.elect_one():
                 cute.arch.mbarrier_arrive_and_expect_tx(mbarrier(full), 3 * TILE_BYTES)
-            h, smem = qk_head(place.hv, args.size.qk_head_factor), self.smem
-            places = (("q", h, smem.qk_operands), ("k", h, smem.qk_operands + TILE_BYTES), ("g", place.hv, smem.k_operands))
-            for name, head, region in places:
+            for name, head, region in self.copies(args, place):
                 copy_box(getattr(args.maps, name), self.box(), (place.row, place.token, head, 0), shared + region, full)
+
+    @cute.jit
+    def prefetch_tokens(self, args, shared):
+        """The same tokens to the L2."""
+        place = self.load_place(shared)
+        if place.tokens > 0:
+            for name, head, _ in self.copies(args, place):
+                prefetch_box(getattr(args.maps, name), self.box(), (place.row, place.token, head, 0))
+
+    def copies(self, args, place):
+        """Of a chunk's tokens: tensors, their heads, regions in shared memory."""
+        h, smem = qk_head(place.hv, args.size.qk_head_factor), self.smem
+        return ("q", h, smem.qk_operands), ("k", h, smem.qk_operands + TILE_BYTES), ("g", place.hv, smem.k_operands)
 
     # -------------------------------------------------------------------------------------------- beta and the gate's parameters
 
     def load_ahead(self, args, coord):
         """Of a chunk: the lane's beta, as it is in memory; a gate's parameters and biases."""
         parameters = self.load_gate_parameters(args, coord)
-        return coord, self.load_beta_bits(args, coord), parameters, self.load_biases(args, coord, parameters)
+        return coord, self.load_beta_bits(args, coord), parameters, self.load_biases(args, coord)
 
     def store_ahead(self, args, ahead):
         """To places in shared memory that the same warp reads."""
@@ -149,7 +188,7 @@ class RawKdaChunk(KdaChunk):
     def load_inputs(self, args, coord):
         beta = load_shared_f32(coord.shared + self.smem.betas + (coord.subchunk * SUBCHUNK + coord.lane % SUBCHUNK) * 4)
         at = coord.shared + self.smem.parameters + coord.subchunk * PARAMETER_BYTES
-        parameters = [load_shared_f32(at + 4 * i) for i in range({"log": 0, "softplus": 1, "lower_bound": 2}[self.gate])]
+        parameters = [load_shared_f32(at + 4 * i) for i in range(0 if self.gate == "log" else 2)]
         cute.arch.mbarrier_wait(mbarrier(coord.shared + self.smem.loaded), self.load_place(coord.shared).phase)
         if coord.tokens < CHUNK:
             self.clear_tokens(coord)
@@ -167,7 +206,8 @@ class RawKdaChunk(KdaChunk):
         smem, row, vector = self.smem, coord.lane // 16, coord.lane % 16
         for t in cutlass.range(row, SUBCHUNK, 2, unroll=1):
             if coord.subchunk * SUBCHUNK + t >= coord.tokens:
-                for region, word in ((smem.qk_operands, 0), (smem.qk_operands + TILE_BYTES, 0), (smem.k_operands, self.neutral_g())):
+                q, k, g = smem.qk_operands, smem.qk_operands + TILE_BYTES, smem.k_operands
+                for region, word in ((q, 0), (k, 0), (g, self.neutral_g())):
                     at = self.operands_at(coord, region, vector // 4) + t * 64 + vector % 4 * 16
                     store_shared_x4(at, [Uint32(word)] * 4)
 
@@ -183,12 +223,35 @@ class RawKdaChunk(KdaChunk):
         vectors = [at + ((coord.lane // 8) ^ i) * 16 for i in range(4)]
         return [load_shared_as_f32(vectors[t // 2 % 4] + t * 64, self.g_dtype) for t in range(SUBCHUNK)]
 
+    # -------------------------------------------------------------------------------------------- what the scan needs
+
+    def output_scale(self, args):
+        return args.scale * Float32(1 / Q_SCALE)
+
+    def keep_inverse_norms(self, args, coord, inverse_norms):
+        """To the workspace; q's, and Aqk with them, times Q_SCALE."""
+        scales, scaled = self.scales_at(args, coord), [[q * Float32(Q_SCALE), k] for q, k in inverse_norms]
+        for i, both in enumerate(scaled):
+            token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
+            for place, inverse in zip((RAW_SCALE_Q, RAW_SCALE_K), both, strict=True):
+                store_words(scales + (place + token * 4), [inverse.bitcast(Uint32)], coord.quad_lane == 0)
+        return scaled
+
+    def keep_decays(self, args, coord, totals, before, after):
+        """The sub-chunks' log decays to the workspace."""
+        at = self.scales_at(args, coord) + RAW_SCALE_TOTALS + coord.lane * 16
+        for b in range(4):
+            store_words(at + b * D * 4, [x.bitcast(Uint32) for x in totals[b]], coord.subchunk == 2)
+
+    def store_tiles(self, coord, tiles, largest, k_block, left=None):
+        """None."""
+
     # -------------------------------------------------------------------------------------------- the next chunk
 
     @cute.jit
     def inputs_loaded(self, coord):
         """Tinv and Aqk of the chunk before are in the workspace: their places are written next, and that chunk may be counted."""
-        if coord.thread % THREADS == 0:
+        if coord.thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
 
     @cute.jit
@@ -196,8 +259,8 @@ class RawKdaChunk(KdaChunk):
         if spare:
             place = self.load_place(coord.shared)
             self.count(args, place.last_slot, coord.lane == 0)
-            item = place.item + GROUPS * blocks(args.size)
-            self.find_place(args, coord.shared, item, coord.lane, 1 - place.phase, place.slot)
+            self.find_place(args, coord.shared, place.item, coord.lane, coord.group, 1 - place.phase, place.slot)
+            self.prefetch_tokens(args, coord.shared)
 
     @cute.jit
     def count(self, args, slot, condition):
@@ -211,11 +274,11 @@ class RawKdaChunk(KdaChunk):
 
     def operands_read(self, args, coord):
         self.start_tokens(args, coord.shared, coord.subchunk == 1)
-        return self.load_ahead(args, self.coord_of(self.load_place(coord.shared), coord.shared, coord.thread))
+        return self.load_ahead(args, self.coord_of(self.load_place(coord.shared), coord.shared, coord.thread, coord.group))
 
 
 def blocks(size):
-    return cutlass.min(size.chunk_blocks * size.chunk_slots, size.sms - size.walking)
+    return cutlass.min(size.chunk_blocks * size.chunk_slots, size.sms)
 
 
 class PrefillPrepareRaw:
@@ -253,14 +316,14 @@ class PrefillPrepareRaw:
         cute.arch.griddepcontrol_launch_dependents()
         store_words(ptr.work_queue, [Uint32(0)], (block == 0) & (thread == 0) & (size.walking == 0))
         if in_group // 32 == 0:
-            self.chunk.find_place(args, shared, group * blocks(size) + block, lane, Int32(0), Int32(-1))
+            self.chunk.find_place(args, shared, Int32(-1), lane, group, Int32(0), Int32(-1))
             self.chunk.start_tokens(args, shared, True)
         cute.arch.sync_threads()
         place = self.chunk.load_place(shared)
-        self.chunk.store_ahead(args, self.chunk.load_ahead(args, self.chunk.coord_of(place, shared, thread)))
+        self.chunk.store_ahead(args, self.chunk.load_ahead(args, self.chunk.coord_of(place, shared, in_group, group)))
         cute.arch.sync_warp()
         while place.tokens > 0:
-            self.chunk.prepare(args, self.chunk.coord_of(place, shared, thread))
+            self.chunk.prepare(args, self.chunk.coord_of(place, shared, in_group, group))
             place = self.chunk.load_place(shared)
         if in_group == 0:
             # The last chunk's scales are there since its barriers.

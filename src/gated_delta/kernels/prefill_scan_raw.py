@@ -15,6 +15,8 @@ from cutlass.cutlass_dsl import select_
 from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .device.chunks import (
     KDA_SCALE_S_K,
+    LOG2_E,
+    MIN_LOG_DECAY,
     RAW_SCALE_K,
     RAW_SCALE_Q,
     RAW_SCALE_TOTALS,
@@ -28,7 +30,10 @@ from .device.primitives import (
     DTYPES,
     bulk_load,
     exp2,
+    fmax,
+    fmin,
     load_acquire,
+    load_scalar,
     load_shared_f32,
     load_shared_f32x2,
     load_shared_f32x4,
@@ -38,6 +43,7 @@ from .device.primitives import (
     opaque,
     pack_pairs,
     qk_head,
+    reciprocal,
     store_shared_half,
     store_shared_x2,
     unpack,
@@ -214,13 +220,28 @@ class PrefillScanRaw(PrefillMapped):
     # -------------------------------------------------------------------------------------------- decays
 
     def load_gate(self, args, work, lane):
-        """A gate's parameters, and biases of the lane's channels."""
+        """A gate's parameters, and biases of the lane's channels; with a lower bound ready for `log_decay`."""
         terms = self.chunk_terms
         parameters, biases = terms.load_gate_parameters(args, work), [None] * 4
         if terms.gate != "log":
             at = args.ptr.dt_bias + offset(work.hv, args.stride.dt_bias_h) + offset(4 * lane, args.stride.dt_bias_c)
-            biases = [terms.load_bias(args, at + offset(c, args.stride.dt_bias_c), parameters) for c in range(4)]
+            biases = [load_scalar(at + offset(c, args.stride.dt_bias_c), args.size.dt_bias_kind) for c in range(4)]
+        if terms.gate == "lower_bound":
+            rate, bound = parameters[0] * Float32(-LOG2_E), parameters[1]
+            parameters = rate, bound, Float32(MIN_LOG_DECAY * LOG2_E) * reciprocal(bound)
+            biases = [x * rate for x in biases]
         return parameters, biases
+
+    def log_decay(self, g, gate, c):
+        """As KdaChunk's, to base 2; with a lower bound in units of that."""
+        parameters, biases = gate
+        if self.chunk_terms.gate == "lower_bound":
+            rate, _, most = parameters
+            return fmin(reciprocal(Float32(1) + exp2(cute.math.fma(g, rate, biases[c]))), most)
+        return fmax(self.chunk_terms.log2_decay(g, parameters, biases[c]), Float32(MIN_LOG_DECAY * LOG2_E))
+
+    def unit(self, gate):
+        return gate[0][1] if self.chunk_terms.gate == "lower_bound" else Float32(1)
 
     def sums_around(self, scales, lane, subchunk):
         """Log decays from the chunk's start to the sub-chunk's, and from there to the chunk's end."""
@@ -244,16 +265,15 @@ class PrefillScanRaw(PrefillMapped):
 
     def decay_some(self, places, norms, around, within, gate):
         """Some tokens; all their words are loaded before any are stored."""
-        smem, terms, (parameters, biases) = self.smem, self.chunk_terms, gate
-        dtypes = (BFloat16, BFloat16, terms.g_dtype)
+        smem, dtypes, unit = self.smem, (BFloat16, BFloat16, self.chunk_terms.g_dtype), self.unit(gate)
         raw = [[self.load_pair(place + region) for region in (smem.q, smem.k, smem.k_restored)] for place in places]
         inverse_q, inverse_k = load_shared_f32x2(norms + RAW_SCALE_Q), load_shared_f32x2(norms + RAW_SCALE_K)
         for j, place in enumerate(places):
             q, k, g = (unpack(words, dtype) for words, dtype in zip(raw[j], dtypes, strict=True))
             for c in range(4):
-                within[c] = within[c] + terms.log2_decay(g[c], parameters, biases[c])
-            from_start = pack_pairs([exp2(around[0][c] + within[c]) for c in range(4)])
-            to_end = pack_pairs([exp2(around[1][c] - within[c]) for c in range(4)])
+                within[c] = within[c] + self.log_decay(g[c], gate, c)
+            from_start = pack_pairs([exp2(cute.math.fma(within[c], unit, around[0][c])) for c in range(4)])
+            to_end = pack_pairs([exp2(cute.math.fma(within[c], -unit, around[1][c])) for c in range(4)])
             q, k = pack_pairs([x * inverse_q[j] for x in q]), pack_pairs([x * inverse_k[j] for x in k])
             for region, words, by in ((smem.q, q, from_start), (smem.k, k, from_start), (smem.k_restored, k, to_end)):
                 store_shared_x2(place + region, [mul_x2(x, y) for x, y in zip(words, by, strict=True)])

@@ -50,6 +50,10 @@ MAX_WALKING, MIN_OVERLAPPED, PREPARED_AT_ONCE = 9 / 16, 2048, 3
 """Share of the SMs up to which blocks of the scan leave the others to prepare chunks beside it; tokens of the one sequence from
 which that is faster. For KDA it is, as soon as prepare has more blocks than run at once, so many an SM."""
 
+MIN_WALKING_RAW, MIN_OVERLAPPED_RAW = 0.45, 3072
+"""Share of the SMs from which on heads of one sequence are walked by a scan of raw tokens beside prepare, and its tokens; up to
+half of the SMs, where the others prepare as fast."""
+
 MIN_BANDWIDTH = {"head": 0, "channel": 4000}
 """GB/s from which that is faster, by axis: what KDA prepares ahead leaves the L2 before it is read. An H100 has 3350."""
 
@@ -106,12 +110,13 @@ def segmentation_of(
     """For that many sequences with so many tokens in all; measured on an H200 and an H100: docs/kernels/prefill.md."""
     sms = chip.sms
     heads, deterministic = sequences * problem.HV, "deterministic" in problem.options
+    may_scan_raw = can_scan_raw(problem) and not deterministic
     if problem.V == 128 and 2 * heads > sms:
         longest, group = longest_of(problem, sequences, tokens, max_seqlen), problem.HV // problem.H
         if longest * sms > MAX_UNEVEN.get((problem.axis, group), 2) * tokens * problem.HV:
             return Segmentation(1)
         if not can_fuse(problem) or deterministic or group > MAX_FUSED_GROUP or tokens <= CHUNK * sequences:
-            return Segmentation(1, 128, raw=can_scan_raw(problem) and not deterministic)
+            return Segmentation(1, 128, raw=may_scan_raw)
         rounds = -(-heads // sms)
         fills = rounds == 1 or heads >= MIN_FILLED.get(group, 0.75) * sms * rounds
         mean = tokens / sequences
@@ -120,6 +125,8 @@ def segmentation_of(
     blocks = problem.V // 64 * heads
     if not blocks:
         return Segmentation(1)
+    if sequences == 1 and heads >= MIN_WALKING_RAW * sms and tokens >= MIN_OVERLAPPED_RAW and may_scan_raw:
+        return Segmentation(1, 128, overlapped=True, raw=True)
     length, most = tokens // sequences, sms // blocks
     may_cut = not deterministic  # segments change bits, which rows and where chunks are prepared do not
     shortest = MIN_CUT if most >= FEW_SEGMENTS or not can_join(problem) else MIN_CUT_IN_FEWER[problem.axis]
@@ -345,8 +352,8 @@ def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
     schedule = [] if cut.even else [compile.Variant("prefill_schedule", (("overlapped", cut.overlapped),))]
     if cut.raw:
         prepare, scan = problem.facts("g_dtype", "gate", "qk_l2norm"), problem.facts("g_dtype", "gate", "state_dtype") | kept
-        made = [compile.Variant("prefill_prepare_raw", tuple(prepare.items())), compile.Variant("prefill_scan_raw", tuple(scan.items()))]
-        return schedule * cut.overlapped + made
+        made = [compile.Variant(f"prefill_{name}_raw", tuple(one.items())) for name, one in (("prepare", prepare), ("scan", scan))]
+        return [*schedule, *made] if cut.overlapped else made
     if cut.fused or cut.overlapped:
         axis = problem.facts("axis") if cut.overlapped else {}
         one = axis | problem.facts("g_dtype", "gate", "qk_l2norm", "state_dtype") | kept

@@ -454,11 +454,11 @@ class PrepareChunk:
         self.invert_below(coord, head)
         self.store_ahead(args, ahead)
         cute.arch.fence_proxy("async.shared", space="cta")
-        if coord.thread % THREADS == 0:
+        if coord.thread == 0:
             # The next head writes to the other buffer, which must have been read.
             cute.arch.cp_async_bulk_wait_group(0, read=True)
         self.sync(coord)
-        if coord.thread % THREADS == 0:
+        if coord.thread == 0:
             target = args.ptr.tinv_aqk + self.head_chunk(args, coord, hv) * (2 * TRIANGLE_BYTES)
             bulk_store(target, self.tinv_at(coord, head), TRIANGLE_BYTES)
             bulk_store(target + TRIANGLE_BYTES, self.aqk_at(coord, head), TRIANGLE_BYTES)

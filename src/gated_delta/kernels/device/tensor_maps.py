@@ -45,21 +45,30 @@ def make_maps(ptr, stride, size, layouts):
 
 
 def copy_box(tensor_map, layout, place, address, full=None):
-    """A warp: start a copy from a chunk at `place` to shared memory: sequence, first token, head, column of boxes. Without `full`
-    the other way."""
+    """A warp: start a copy from a chunk at `place` to shared memory: sequence, first token, head, column of boxes.
+
+    Without the barrier `full` the other way.
+    """
+    inside, outside = _parts(tensor_map, layout, place, address)
+    if full is None:
+        cute.copy(tensor_map.atom, inside, outside)
+    else:
+        cute.copy(tensor_map.atom, outside, inside, tma_bar_ptr=mbarrier(full))
+
+
+def prefetch_box(tensor_map, layout, place):
+    """A warp: start to bring the same to the L2."""
+    cute.prefetch(tensor_map.atom, _parts(tensor_map, layout, place, Int32(0))[1])
+
+
+def _parts(tensor_map, layout, place, address):
     n, token, head, column = place
-    atom, coordinates = tensor_map
     at = cute.make_ptr(BFloat16, address, cute.AddressSpace.smem, assumed_align=1024)
     inside = cute.make_tensor(cute.recast_ptr(at, swizzle_=layout.inner, dtype=BFloat16), layout.outer)
-    outside = cute.domain_offset((token, 0, 0, 0), coordinates)[None, None, head, n]
+    outside = cute.domain_offset((token, 0, 0, 0), tensor_map.coordinates)[None, None, head, n]
     outside = cute.local_tile(outside, cute.product_each(layout.shape), (0, column))
-    inside, outside = cpasync.tma_partition(
-        atom, 0, cute.make_layout(1), cute.group_modes(inside, 0, 2), cute.group_modes(outside, 0, 2)
-    )
-    if full is None:
-        cute.copy(atom, inside, outside)
-    else:
-        cute.copy(atom, outside, inside, tma_bar_ptr=mbarrier(full))
+    one = cute.make_layout(1)
+    return cpasync.tma_partition(tensor_map.atom, 0, one, cute.group_modes(inside, 0, 2), cute.group_modes(outside, 0, 2))
 
 
 def row_of_maps(args, sequence):
