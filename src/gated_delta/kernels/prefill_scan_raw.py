@@ -128,21 +128,20 @@ class PrefillScanRaw(PrefillMapped):
         work, iteration = coord.work, coord.work.iterations_before + c
         stage, _ = self.stage_of(iteration)
         number = Int64(work.sequence.first_slot + c) * Int64(args.size.HV) + Int64(work.hv)
-        slot = work.sequence.first_slot + c
+        self.wait_until_prepared(args, work.sequence.first_slot, c, chunks, lane)
         if c < chunks:
-            self.wait_until_prepared(args, slot)
             self.start_tokens(args, coord, stage, work.sequence.start + c * CHUNK, number)
-        if c > 0:
-            self.wait_until_prepared(args, slot - 1)
-            if lane == 0:
-                self.start_squares(args, coord, (iteration - 1) & 1, number - Int64(args.size.HV))
+        if (c > 0) & (lane == 0):
+            self.start_squares(args, coord, (iteration - 1) & 1, number - Int64(args.size.HV))
 
     @cute.jit
-    def wait_until_prepared(self, args, slot):
-        """Until all heads of a chunk are, beside prepare."""
-        if args.size.walking > 0:
+    def wait_until_prepared(self, args, first_slot, c, chunks, lane):
+        """Beside prepare: until all heads of a chunk are prepared, and of the one before, which other lanes look at."""
+        if (args.size.walking > 0) & (chunks > 0):
+            slot = first_slot + cutlass.max(cutlass.min(c - lane % 2, chunks - 1), 0)
             while load_acquire(counter_at(args, slot)) < args.size.chunk_blocks:
                 pass
+            cute.arch.sync_warp()
             cute.arch.fence_proxy("async.global")
 
     def start_tokens(self, args, coord, stage, token, number):
