@@ -96,10 +96,10 @@ def force_segments(segments, monkeypatch):
 
     "persistent": one segment, all V rows in a block, and three blocks, so that each has several heads; blocks of prepare have all of
     a k head's value heads, however few they are. "fused": in one kernel, too. "raw": the scan decays raw tokens itself.
-    "joined": four segments, of which those behind one that does not forget are joined to it. "overlapped": prepare beside scan.
+    "beside": it does so beside prepare. "joined": four segments, of which those behind one that does not forget are joined to it. "overlapped": prepare beside scan.
     Deterministic ones have one segment.
     """
-    persistent = segments in ("persistent", "fused", "raw")
+    persistent = segments in ("persistent", "fused", "raw", "beside")
 
     def segmentation_of(problem, *_work):
         if segments == "overlapped":
@@ -110,8 +110,10 @@ def force_segments(segments, monkeypatch):
             return on_host.Segmentation(4, joins=True)
         fused = segments == "fused" and on_host.can_fuse(problem)
         even = fused and not any(option.startswith("cu_seqlens") for option in problem.options)
-        raw = segments == "raw" and on_host.can_scan_raw(problem)
-        return on_host.Segmentation(1, problem.V, fused, even=even, raw=raw) if persistent else on_host.Segmentation(segments)
+        raw = segments in ("raw", "beside") and on_host.can_scan_raw(problem)
+        beside = raw and segments == "beside"
+        made = on_host.Segmentation(1, problem.V, fused, even=even, raw=raw, overlapped=beside)
+        return made if persistent else on_host.Segmentation(segments)
 
     monkeypatch.setattr(on_host, "segmentation_of", segmentation_of)
     if persistent or segments == 4:  # blocks that take turns, of which the longest sequences' come first

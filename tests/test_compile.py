@@ -30,7 +30,15 @@ SPILLS = {
 }
 SCANS = ("prefill_scan", "prefill_transitions")
 IN_ONE = ("prefill_fused", "prefill_overlapped")
-PREFILL = ("prefill_prepare", *SCANS, "prefill_scan_raw", "prefill_state_passing", "prefill_schedule", *IN_ONE)
+PREFILL = (
+    "prefill_prepare",
+    *SCANS,
+    "prefill_prepare_raw",
+    "prefill_scan_raw",
+    "prefill_state_passing",
+    "prefill_schedule",
+    *IN_ONE,
+)
 BUILT_ON = {"prefill_scan": {*IN_ONE, "prefill_transitions", "prefill_scan_raw"}}
 """Kernels that use another kernel's file."""
 
@@ -315,6 +323,7 @@ def test_host_and_kernel_agree_on_the_arguments():
         prefill_fused,
         prefill_overlapped,
         prefill_prepare,
+        prefill_prepare_raw,
         prefill_scan,
         prefill_scan_raw,
         prefill_schedule,
@@ -331,6 +340,7 @@ def test_host_and_kernel_agree_on_the_arguments():
         Flush=[flush.Flush],
         Prefill=[
             prefill_prepare.PrefillPrepare,
+            prefill_prepare_raw.PrefillPrepareRaw,
             prefill_scan.PrefillScan,
             prefill_state_passing.PrefillStatePassing,
             prefill_transitions.PrefillTransitions,

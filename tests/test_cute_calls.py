@@ -68,7 +68,10 @@ OPS = {
     "decode of 4 tokens": Op(4, 50, steps),
     "verify and flush": Op(4, 1000, drafts),
     "verify and flush of 16 tokens": Op(16, 1000, drafts),
-    **{f"prefill, segments {segments}": Op(300, 20, prefill) for segments in (1, "persistent", "fused", "raw", "overlapped", 4)},
+    **{
+        f"prefill, segments {segments}": Op(300, 20, prefill)
+        for segments in (1, "persistent", "fused", "raw", "beside", "overlapped", 4)
+    },
 }
 
 

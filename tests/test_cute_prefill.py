@@ -45,7 +45,7 @@ LOWEST = {torch.int32: -1, torch.int64: -(2**40)}  # an int64's low word may loo
 HEAD_DIM = {"o": 2, "state": 1}
 
 
-ONE_AXIS = {"fused": "head", "raw": "channel"}
+ONE_AXIS = {"fused": "head", "raw": "channel", "beside": "channel"}
 """Of cuts that only GDN or only KDA has."""
 
 
@@ -53,7 +53,7 @@ def prefill(call, **options):
     return gd.prefill(**call, **options, backend="cute")
 
 
-@pytest.fixture(params=[1, "persistent", "fused", "raw", "overlapped", 4, "joined"])
+@pytest.fixture(params=[1, "persistent", "fused", "raw", "beside", "overlapped", 4, "joined"])
 def segments(request, monkeypatch):
     """Segments of each sequence, however many sequences there are."""
     if request.param in ONE_AXIS and request.node.callspec.params.get("axis", ONE_AXIS[request.param]) != ONE_AXIS[request.param]:
@@ -131,7 +131,7 @@ def ragged(lengths, inactive=(), spare=5, **options):
 # ------------------------------------------------------------------------------------------------ judged
 
 RUNNABLE = [case for case in cases("prefill") if not case.reference_only and not PREFILL.missing(case.problem)]
-MIXED = list(zip(itertools.cycle((1, "persistent", 4, "fused", "overlapped", "raw")), RUNNABLE[::3], strict=False))
+MIXED = list(zip(itertools.cycle((1, "persistent", 4, "fused", "overlapped", "raw", "beside")), RUNNABLE[::3], strict=False))
 
 
 @pytest.mark.parametrize(("segments", "case"), MIXED, ids=str, indirect=["segments"])
@@ -455,7 +455,7 @@ def test_calls_whose_blocks_wait_for_each_other_share_a_gpu(axis, segments):
     check(tokens(40, 130, axis=axis, heads=(4, 8)))
 
 
-@pytest.mark.parametrize("segments", [1, "persistent", "fused", "raw", "overlapped", 2, 4, 7, 16], indirect=True)
+@pytest.mark.parametrize("segments", [1, "persistent", "fused", "raw", "beside", "overlapped", 2, 4, 7, 16], indirect=True)
 def test_a_checkpoint_at_the_end_is_the_final_state(axis, segments):
     """Packed, also of sequences with fewer chunks than segments, and of one without tokens."""
     lengths = (64, 1024, 0, 128, 100, 320, 960)

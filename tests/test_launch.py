@@ -1088,6 +1088,11 @@ def test_few_long_prompts_are_segmented_and_others_are_not(sms):
                 assert made.segments <= on_host.FEW_SEGMENTS or made.segments * on_host.MIN_SEGMENT <= T
                 assert made.segments >= 4 or (made.segments == 3 and T >= on_host.MIN_THREE_SEGMENTS)
         blocks = 2 * HV * N  # of 64 rows
+        if made.raw and made.overlapped:
+            assert (axis, N) == ("channel", 1)
+            assert T >= on_host.MIN_OVERLAPPED_RAW
+            assert 2 * on_host.MIN_WALKING_RAW * sms <= blocks <= sms
+            continue
         if blocks <= sms or axis == "channel" or sms == on_host.H200.sms:  # else some of GDN's heads would leave SMs idle
             assert made.rows == (64 if blocks <= sms else 128)
         assert not made.overlapped or (N == 1 and 16 * blocks <= 9 * sms)
@@ -1235,7 +1240,12 @@ def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
         assert made == ["prefill_prepare", *between, "prefill_scan"]
         assert set(on_host.variants_of(problem, segmentation)) <= set(listed)
     fused, overlapped = on_host.Segmentation(1, 128, True), on_host.Segmentation(1, overlapped=True)
-    in_one = [(overlapped, ["prefill_schedule", "prefill_overlapped"])]
+    in_one, raw = [(overlapped, ["prefill_schedule", "prefill_overlapped"])], on_host.Segmentation(1, 128, raw=True)
+    if axis == "channel":
+        two = ["prefill_prepare_raw", "prefill_scan_raw"]
+        for segmentation, kernels in ((raw, two), (raw._replace(overlapped=True), ["prefill_schedule", *two])):
+            made = on_host.variants_of(problem, segmentation)
+            assert ([some.kernel for some in made], set(made) <= set(listed)) == (kernels, True)
     if axis == "head":
         in_one += [(fused._replace(even=True), ["prefill_fused"]), (fused, ["prefill_schedule", "prefill_fused"])]
     for segmentation, kernels in in_one:
@@ -1245,7 +1255,7 @@ def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
         assert set(made) <= set(listed)
     walks = ["prefill_overlapped", "prefill_fused" if axis == "head" else "prefill_scan_raw", *["prefill_scan"] * 3]
     others = [*["prefill_prepare"] * 2, "prefill_state_passing", "prefill_transitions", "prefill_schedule"]
-    others += ["prefill_schedule" if axis == "head" else "prefill_prepare"]
+    others += ["prefill_schedule" if axis == "head" else "prefill_prepare_raw"]
     assert sorted(some.kernel for some in listed) == sorted([*walks, *others])
     new = set(dispatch.variants_of(prompt_problem(axis=axis, options=frozenset({"checkpoints"})))) - set(listed)
     assert sorted(some.kernel for some in new) == sorted(walks)
@@ -1267,9 +1277,8 @@ def test_a_scan_that_decays_raw_tokens_has_no_tiles_in_the_workspace(launches):
     ):
         launches.clear()
         run("prefill", **call | more)
-        assert [some.kernel for some in launches.kernels] == ["prefill_prepare", kernel]
         raw = kernel == "prefill_scan_raw"
-        assert dict(launches.kernels[0].facts)["tiles"] != raw
+        assert [some.kernel for some in launches.kernels] == ["prefill_prepare_raw" if raw else "prefill_prepare", kernel]
         assert {name for name in tiles if getattr(launches[0][0], name)} == (set() if raw else tiles)
 
 
@@ -1282,7 +1291,7 @@ def test_compile_time_facts_of_prefills_kernels():
     first = dispatch.variants_of(prompt_problem())
     for same in (dict(H=8, HV=64), dict(beta_logits=True), dict(beta_dtype=torch.float32), dict(options=frozenset({"pool"}))):
         assert changed(**same) == set()
-    assert changed(axis="channel") == {"prepare", "scan", "scan_raw", "transitions", "overlapped"}
+    assert changed(axis="channel") == {"prepare", "prepare_raw", "scan", "scan_raw", "transitions", "overlapped"}
     assert changed(dtype=torch.float16) == {"prepare", "scan", "transitions"}
     assert changed(g_dtype=torch.float32) == changed(gate="log") == changed(qk_l2norm=False) == {"prepare", "fused", "overlapped"}
     assert changed(state_dtype=torch.bfloat16) == {"scan", "transitions", "fused", "overlapped"}

@@ -22,7 +22,7 @@ from . import Fault, device, emulated
 
 pytestmark = needs_compiler
 
-CUTS = (1, "persistent", "fused", "raw", "overlapped", 3, "joined")
+CUTS = (1, "persistent", "fused", "raw", "beside", "overlapped", 3, "joined")
 DELAYS = (0.5, 0.0, 0.97)
 SMS = 6
 FEW_HEADS = {"head": (1, 2), "channel": (1, 1)}
@@ -111,7 +111,7 @@ def test_values_of_any_size(cut, power, zeros, kernels):
         assert apart(x.double() / size, y) <= 3e-3
 
 
-@pytest.mark.parametrize("cut", [1, "persistent", "raw", "overlapped", "joined"], indirect=True)
+@pytest.mark.parametrize("cut", [1, "persistent", "raw", "beside", "overlapped", "joined"], indirect=True)
 def test_rows_without_tokens_are_zeros_or_not_read(cut, kernels):
     """Chunks with tokens in one to four of their sub-chunks. What KDA leaves unwritten of the workspace is poison."""
     one = call("channel", 330, (1, 80, 81, 60, 108))
@@ -122,8 +122,21 @@ def test_rows_without_tokens_are_zeros_or_not_read(cut, kernels):
         assert apart(x.double(), y) <= 3e-3
 
 
+@pytest.mark.parametrize("cut", ["raw", "beside"], indirect=True)
+@pytest.mark.parametrize("sms", [1, 2])
+def test_warpgroups_take_several_chunks(cut, sms, kernels, monkeypatch):
+    """Three of each SM; beside a scan two rounds on all SMs, then on half of them, but for an odd one."""
+    monkeypatch.setattr(on_host, "chip_of", lambda _: on_host.H200._replace(sms=sms))
+    one = call("channel", 1030, (0, 500, 0, 64, 466))
+    want = gd.prefill(**one, backend="reference")
+    with emulated(kernels):
+        made = gd.prefill(**one, backend="cute")
+    for x, y in zip(made, want, strict=True):
+        assert apart(x.double(), y) <= 3e-3
+
+
 @pytest.mark.parametrize("axis", FEW_HEADS)
-@pytest.mark.parametrize("cut", [1, "raw", "overlapped", "joined"], indirect=True)
+@pytest.mark.parametrize("cut", [1, "raw", "beside", "overlapped", "joined"], indirect=True)
 @pytest.mark.parametrize("lengths", [(64,), (0, 128, 0, 64, 0)], ids=str)
 def test_packed_sequences_of_whole_chunks_fill_the_workspace(axis, cut, lengths, kernels):
     """Which has no chunk to spare then."""
@@ -420,6 +433,15 @@ def test_a_scan_that_does_not_wait_for_prepare_is_a_fault(cut, axis, tmp_path):
         gd.prefill(**call(axis, 140), backend="cute")
 
 
+@pytest.mark.parametrize("cut", ["beside"], indirect=True)
+def test_a_scan_that_does_not_wait_for_a_chunk_is_a_fault(cut, tmp_path):
+    from gated_delta.kernels.prefill_scan_raw import PrefillScanRaw
+
+    message = "what the kernel in front leaves, in front of griddepcontrol.wait"
+    with mock.patch.object(PrefillScanRaw, "wait_until_prepared", IGNORED), emulated(tmp_path), pytest.raises(Fault, match=message):
+        gd.prefill(**call("channel", 140), backend="cute")
+
+
 @pytest.mark.parametrize("cut", ["raw"], indirect=True)
 def test_who_decays_tokens_waits_for_the_chunk_before_in_their_stage(cut, tmp_path):
     """Else it takes an earlier phase of the copies' barrier for its own."""
@@ -429,29 +451,35 @@ def test_who_decays_tokens_waits_for_the_chunk_before_in_their_stage(cut, tmp_pa
         gd.prefill(**call("channel", 500), backend="cute")
 
 
-def mapped(cut):
+def mapped(part):
     """A class whose tensor maps bring rows of the next sequence, the name of what clears them, and its axis."""
     from gated_delta.kernels.prefill_fused import PrefillFused
+    from gated_delta.kernels.prefill_prepare_raw import RawKdaChunk
     from gated_delta.kernels.prefill_scan_raw import PrefillScanRaw
 
-    return {"fused": (PrefillFused, "clear_rows", "head"), "raw": (PrefillScanRaw, "clear_tokens", "channel")}[cut]
+    return {
+        "fused": (PrefillFused, "clear_rows", "head"),
+        "prepare": (RawKdaChunk, "clear_tokens", "channel"),
+        "scan": (PrefillScanRaw, "clear_tokens", "channel"),
+    }[part]
 
 
 @pytest.mark.parametrize("cleared", [True, False])
 @pytest.mark.parametrize("names", ["qk", "g"])
-@pytest.mark.parametrize("cut", ["fused", "raw"], indirect=True)
-def test_a_kernel_that_reads_on_into_the_next_sequence_is_wrong(cut, names, cleared, tmp_path):
-    kernel, name, axis = mapped(cut)
+@pytest.mark.parametrize(("cut", "part"), [("fused", "fused"), ("raw", "prepare"), ("raw", "scan")], indirect=["cut"])
+def test_a_kernel_that_reads_on_into_the_next_sequence_is_wrong(cut, part, names, cleared, tmp_path):
+    kernel, name, axis = mapped(part)
     one = call(axis, 140, (70, 70))
     for tensor in names:
         one[tensor][:, 70:] = torch.nan
+    want = gd.prefill(**one, backend="reference")
     with contextlib.ExitStack() as stack:
         if not cleared:
             stack.enter_context(mock.patch.object(kernel, name, IGNORED))
         stack.enter_context(emulated(tmp_path))
         made = gd.prefill(**one, backend="cute")
     reached = not cleared and (names == "qk" or axis == "channel")
-    assert bool(made[1][0].isnan().any()) == reached
+    assert (apart(made[1][:1], want[1][:1]) <= 3e-3) != reached
     assert reached or not made[0][:, :70].isnan().any()
 
 

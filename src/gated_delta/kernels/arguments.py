@@ -27,6 +27,9 @@ SCALE_BYTES = 1024
 RAW_SCALE_BYTES = 3584
 """The same for a scan that decays raw q and k of KDA itself, which has no tiles in the workspace."""
 
+FIRST_COUNTER = 16
+"""Words in front of the counters of chunks that are prepared: who polls these shares no line with the queues."""
+
 
 def lanes_per_row(K: int) -> int:
     """Threads that share a V row, 8 key channels each."""
@@ -283,7 +286,7 @@ class PrefillPointers(NamedTuple):
     tinv_aqk: int
     scales: int
     sequence_order: int  # [N]
-    # [1]; prefill_overlapped: [2 + chunk_slots], its blocks, chunks of heads, each chunk's heads that are prepared;
+    # [1]; beside prepare: [FIRST_COUNTER + chunk_slots], its blocks, chunks of heads, each chunk's heads that are prepared;
     # segments with windows: [1 + N * HV * V / 64], its blocks, warps that have loaded the initial state of 64 V rows
     work_queue: int
     segment_transitions: int

@@ -59,9 +59,10 @@ class PrefillMapped(PrefillScan):
     """A class names its tensors that have maps, the channels that a copy of raw tokens has, and the bytes of a chunk's scales.
 
     registers: of a thread of each role, of MMA warpgroups the last.
+    split: of `make_maps`, either will do; with the other one ptxas serialises wgmmas.
     """
 
-    by_maps, begins_early = True, False
+    by_maps, begins_early, split = True, False, False
     mapped, token_columns, scale_bytes = "", 0, 0
 
     def __init__(self, axis: str, state_dtype: str, checkpoints: bool, stages: int):
@@ -230,7 +231,7 @@ class PrefillMapped(PrefillScan):
     # -------------------------------------------------------------------------------------------- copies by tensor maps
 
     def tensor_maps(self, ptr, stride, size):
-        return (make_maps(ptr, stride, size, {name: self.box_layout(name) for name in self.mapped}),)
+        return (make_maps(ptr, stride, size, {name: self.box_layout(name) for name in self.mapped}, self.split),)
 
     def box_layout(self, name):
         """A copy's numbers in shared memory: all tokens of a chunk, some channels or 64 V rows."""

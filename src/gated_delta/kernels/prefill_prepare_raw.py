@@ -291,7 +291,7 @@ class PrefillPrepareRaw:
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
-        maps = make_maps(ptr, stride, size, dict.fromkeys("qkg", self.chunk.box()))
+        maps = make_maps(ptr, stride, size, dict.fromkeys("qkg", self.chunk.box()), split=True)
         self.kernel(ptr, scale, bound, stride, size, maps).launch(
             grid=(blocks(size), 1, 1),
             block=(GROUPS * THREADS, 1, 1),

@@ -74,6 +74,7 @@ class RawState(NamedTuple):
 class PrefillScanRaw(PrefillMapped):
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
 
+    split = True
     mapped, token_columns, scale_bytes = "qkgvo", 64, RAW_SCALE_BYTES + S_K_BYTES
 
     def __init__(self, g_dtype: str, gate: str, state_dtype: str, checkpoints: bool):

@@ -9,7 +9,16 @@ import torch
 from torch import Tensor
 
 from .. import compile, reference
-from ..kernels.arguments import CHUNK, RAW_SCALE_BYTES, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES, PrefillSizes, PrefillStrides
+from ..kernels.arguments import (
+    CHUNK,
+    FIRST_COUNTER,
+    RAW_SCALE_BYTES,
+    SCALE_BYTES,
+    TILE_BYTES,
+    TRIANGLE_BYTES,
+    PrefillSizes,
+    PrefillStrides,
+)
 from ..memory import Addresses
 from ..problem import STATE_DTYPES, Checker, Problem, absent, integer
 from .launch import SCATTERED, Launch, Operation, Plan, TokensLaunch, bytes_of, ready, token_sizes, tokens_of
@@ -413,7 +422,7 @@ class PrefillLaunch(TokensLaunch):
                 chunk_blocks=HV // heads,
                 segments=plan.schedule.segments,
                 sms=sms,
-                walking=N * HV if plan.schedule.raw and plan.schedule.overlapped else 0,
+                walking=min(N * HV, sms // 2) if plan.schedule.raw and plan.schedule.overlapped else 0,
                 checkpoints_per_sequence=0 if a.checkpoint_lens is None else a.checkpoint_lens.shape[1],
             )
         )
@@ -467,7 +476,7 @@ def _workspace(
         chunk_slots * HV * (RAW_SCALE_BYTES if cut.raw else SCALE_BYTES),  # scales
         N * 4 if ranked else 0,  # sequence_order
         # work_queue; a queue of items, counters of chunks; of warps that have loaded initial states
-        0 if cut.even else 4 * (1 + (1 + chunk_slots) * cut.overlapped + 2 * N * HV * windows),
+        0 if cut.even else 4 * (1 + (FIRST_COUNTER + chunk_slots) * cut.overlapped + 2 * N * HV * windows),
         2 * states,  # segment_transitions
         states + segments * 4,  # segment_states, and a flag for each
         chunk_slots * HV * 4 if windows else 0,  # transition_norms

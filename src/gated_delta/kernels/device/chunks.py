@@ -16,7 +16,7 @@ from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
-from ..arguments import ABSENT, CHUNK, TILE_BYTES, TRIANGLE_BYTES, PrefillPointers, PrefillSizes, PrefillStrides
+from ..arguments import ABSENT, CHUNK, FIRST_COUNTER, TILE_BYTES, TRIANGLE_BYTES, PrefillPointers, PrefillSizes, PrefillStrides
 from .primitives import (
     L2NORM_EPS,
     bulk_store,
@@ -185,7 +185,7 @@ def known_at(args, number):
 
 def counter_at(args, slot):
     """Address of a chunk's counter, behind the queues of blocks and of items: heads of which it is prepared."""
-    return args.ptr.work_queue + offset(slot + 2, 4)
+    return args.ptr.work_queue + offset(slot + FIRST_COUNTER, 4)
 
 
 def token_offset(args, sequence, token, n_stride, t_stride):

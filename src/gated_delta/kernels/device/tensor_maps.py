@@ -28,16 +28,19 @@ def box_layout(columns, width):
     return cute.tile_to_shape(atom, (CHUNK, columns), order=(0, 1))
 
 
-def make_maps(ptr, stride, size, layouts):
-    """Of tensors by name, and their boxes' layouts."""
+def make_maps(ptr, stride, size, layouts, split):
+    """Of tensors by name, and their boxes' layouts.
+
+    split: whether a map has one more dimension, of rows of a box, so that a box with several of them is one copy.
+    """
     packed, made = size.cu_seqlens_kind != 0, []
     tokens, sequences = Int32(select_(packed, size.total, size.T)), Int32(select_(packed, 1, size.N))
     for name, layout in layouts.items():
         t, h, n = (cute.assume(Int64(getattr(stride, f"{name}_{x}") // 16) * 8, divby=8) for x in "thn")
         heads, width = size.H if name in "qk" else size.HV, cute.size(layout, mode=[1, 0])
         at = cute.make_ptr(BFloat16, getattr(ptr, name), cute.AddressSpace.gmem, assumed_align=16)
-        shape, strides = (tokens, (width, D // width), heads, sequences), (t, (1, width), h, n)
-        tensor = cute.make_tensor(at, cute.make_layout(shape, stride=strides))
+        channels, step = ((width, D // width), (1, width)) if split else (D, 1)
+        tensor = cute.make_tensor(at, cute.make_layout((tokens, channels, heads, sequences), stride=(t, step, h, n)))
         op = cpasync.CopyBulkTensorTileS2GOp() if name == "o" else cpasync.CopyBulkTensorTileG2SOp()
         atom, coordinates = cpasync.make_tiled_tma_atom(op, tensor, layout, cute.product_each(layout.shape))
         made.append(TensorMap(atom, coordinates))
