@@ -26,9 +26,6 @@ T, K, V = 3, 64, 96  # of drafts
 D = 128  # K and V of prompts
 i32, i64, bf16, fp16, f32 = torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32
 OPS = ("decode", "verify", "flush", "prefill")
-PREFILL_KERNELS = tuple(
-    f"prefill_{name}" for name in ("prepare", "scan", "transitions", "state_passing", "schedule", "fused", "overlapped", "scan_raw")
-)
 
 
 class Launches(list):
@@ -48,7 +45,7 @@ def launches(monkeypatch):
     made = Launches()
 
     def load(variant, arch):
-        operation = "Prefill" if variant.kernel in PREFILL_KERNELS else variant.kernel.title()
+        operation = variant.kernel.partition("_")[0].title()
         kinds = [getattr(arguments, operation + what) for what in ("Pointers", "Strides", "Sizes")]
 
         def launch(pointers, *rest):
