@@ -48,8 +48,8 @@ from .device.tensor_maps import MappedArgs, box_layout, copy_box, make_maps, pre
 from .prefill_prepare_kda import KdaChunk
 
 GROUPS = 3  # warpgroups of a block
-PARAMETER_BYTES = 16
-BOX_ALIGNMENT = 512
+PARAMETER_BYTES = 16  # a gate's rate and bound, of each warp
+BOX_ALIGNMENT = 512  # of a box's rows of 64 bytes, by which they are swizzled
 PREPARE_BARRIER = 1  # and the next two: one for each warpgroup
 NO_ITEM = 0x7FFFFFFF
 ROUNDS_AHEAD = 2  # chunks that a warpgroup of any SM prepares before a scan walks beside
@@ -90,6 +90,7 @@ class RawKdaChunk(KdaChunk):
         return coord.shared + self.smem.diagonals
 
     def box(self):
+        """A copy of a chunk's tokens, in rows of a K block."""
         return box_layout(D, 32)
 
     def sync(self, coord):
@@ -186,6 +187,7 @@ class RawKdaChunk(KdaChunk):
 
     @cute.jit
     def load_inputs(self, args, coord):
+        """What was loaded ahead; the tokens have come, and those past the last one are cleared."""
         beta = load_shared_f32(coord.shared + self.smem.betas + (coord.subchunk * SUBCHUNK + coord.lane % SUBCHUNK) * 4)
         at = coord.shared + self.smem.parameters + coord.subchunk * PARAMETER_BYTES
         parameters = [load_shared_f32(at + 4 * i) for i in range(0 if self.gate == "log" else 2)]
@@ -244,7 +246,7 @@ class RawKdaChunk(KdaChunk):
             store_words(at + b * D * 4, [x.bitcast(Uint32) for x in totals[b]], coord.subchunk == 2)
 
     def store_tiles(self, coord, tiles, largest, k_block, left=None):
-        """None."""
+        """There are none."""
 
     # -------------------------------------------------------------------------------------------- the next chunk
 
@@ -269,15 +271,18 @@ class RawKdaChunk(KdaChunk):
             release_increment(counter_at(args, slot))
 
     def invert_diagonal(self, coord, head):
+        """And all writes of operands come before the next copies to their places."""
         super().invert_diagonal(coord, head)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     def operands_read(self, args, coord):
+        """The next tokens' copies start, and what else the next chunk needs is loaded."""
         self.start_tokens(args, coord.shared, coord.subchunk == 1)
         return self.load_ahead(args, self.coord_of(self.load_place(coord.shared), coord.shared, coord.thread, coord.group))
 
 
 def blocks(size):
+    """Of the launch, one an SM."""
     return cutlass.min(size.chunk_blocks * size.chunk_slots, size.sms)
 
 
