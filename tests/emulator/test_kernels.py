@@ -96,6 +96,15 @@ def call(axis, T, lengths=None, heads=None):
     return found if lengths is None else found | dict(cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)]))
 
 
+def compared(one, kernels):
+    """A call's results with the reference's."""
+    want = gd.prefill(**one, backend="reference")
+    with emulated(kernels):
+        made = gd.prefill(**one, backend="cute")
+    for x, y in zip(made, want, strict=True):
+        assert apart(x.double(), y) <= 3e-3
+
+
 @pytest.mark.parametrize("cut", [1, "persistent", "fused", "raw"], indirect=True)
 @pytest.mark.parametrize("power", [-100, -14, 100])
 @pytest.mark.parametrize("zeros", [0, 70])
@@ -115,11 +124,7 @@ def test_values_of_any_size(cut, power, zeros, kernels):
 def test_rows_without_tokens_are_zeros_or_not_read(cut, kernels):
     """Chunks with tokens in one to four of their sub-chunks. What KDA leaves unwritten of the workspace is poison."""
     one = call("channel", 330, (1, 80, 81, 60, 108))
-    want = gd.prefill(**one, backend="reference")
-    with emulated(kernels):
-        made = gd.prefill(**one, backend="cute")
-    for x, y in zip(made, want, strict=True):
-        assert apart(x.double(), y) <= 3e-3
+    compared(one, kernels)
 
 
 @pytest.mark.parametrize("cut", ["raw", "beside"], indirect=True)
@@ -128,11 +133,7 @@ def test_warpgroups_take_several_chunks(cut, sms, kernels, monkeypatch):
     """Three of each SM; beside a scan two rounds on all SMs, then on half of them, but for an odd one."""
     monkeypatch.setattr(on_host, "chip_of", lambda _: on_host.H200._replace(sms=sms))
     one = call("channel", 1030, (0, 500, 0, 64, 466))
-    want = gd.prefill(**one, backend="reference")
-    with emulated(kernels):
-        made = gd.prefill(**one, backend="cute")
-    for x, y in zip(made, want, strict=True):
-        assert apart(x.double(), y) <= 3e-3
+    compared(one, kernels)
 
 
 @pytest.mark.parametrize("axis", FEW_HEADS)
@@ -141,11 +142,7 @@ def test_warpgroups_take_several_chunks(cut, sms, kernels, monkeypatch):
 def test_packed_sequences_of_whole_chunks_fill_the_workspace(axis, cut, lengths, kernels):
     """Which has no chunk to spare then."""
     one = call(axis, sum(lengths), lengths)
-    want = gd.prefill(**one, backend="reference")
-    with emulated(kernels):
-        made = gd.prefill(**one, backend="cute")
-    for x, y in zip(made, want, strict=True):
-        assert apart(x.double(), y) <= 3e-3
+    compared(one, kernels)
 
 
 @pytest.mark.parametrize("cut", [1, "joined"], indirect=True)
@@ -185,11 +182,7 @@ def test_diagonal_blocks_of_any_decays(cut, logs, every, kernels):
     one = with_channels_of_any_size(decaying("channel", 100, logs))
     strong = (torch.arange(100) % every == 0)[None, :, None, None]
     one["g"] = torch.where(strong, one["g"], -0.01)
-    want = gd.prefill(**one, backend="reference")
-    with emulated(kernels):
-        made = gd.prefill(**one, backend="cute")
-    for x, y in zip(made, want, strict=True):
-        assert apart(x.double(), y) <= 3e-3
+    compared(one, kernels)
 
 
 @pytest.mark.parametrize("cut", [1, "raw"], indirect=True)
@@ -198,11 +191,7 @@ def test_a_gate_with_any_bound(cut, bound, kernels):
     """Sums of clamped decays are the same in prepare and where a scan makes them again."""
     one = call("channel", 100)
     one |= dict(g=60 * one["g"], gate=gd.Gate.lower_bound(torch.zeros(1), torch.full((1, 128), -4.0), bound))
-    want = gd.prefill(**one, backend="reference")
-    with emulated(kernels):
-        made = gd.prefill(**one, backend="cute")
-    for x, y in zip(made, want, strict=True):
-        assert apart(x.double(), y) <= 3e-3
+    compared(one, kernels)
 
 
 # ------------------------------------------------------------------------------------------------ joined segments

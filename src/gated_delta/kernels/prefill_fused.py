@@ -14,6 +14,7 @@ from cutlass.cutlass_dsl import select_
 
 from .arguments import ABSENT, CHUNK, SCALE_BYTES, TILE_BYTES
 from .device.chunks import (
+    DIAGONAL_BYTES,
     DIAGONAL_PITCH,
     GATE_BETA_K,
     GATE_BETA_K2,
@@ -25,7 +26,6 @@ from .device.chunks import (
     GDN_SCALE_U,
     LOG2_E,
     MIN_LOG_DECAY,
-    OPERAND_REGIONS,
     Q_SCALE,
     SQUARE_BYTES,
     SUBCHUNK,
@@ -208,7 +208,7 @@ class PrefillFused(PrefillMapped):
         super().__init__("head", state_dtype, checkpoints, 1 << STAGE_BITS)
         staged = {"kq": 2 * TILE_BYTES, "scales": SCALE_BYTES, "norms": 2 * CHUNK * 4}
         arrivals = {"raw_full": 1, "qk_full": WARPGROUP, "empty": 2 * WARPGROUP, "full": WARPGROUP + 2}
-        scratch = {**SYSTEM_REGIONS, "diagonals": OPERAND_REGIONS["diagonals"], "gates": 2 * GATE_CHUNKS * GATE_BYTES}
+        scratch = {**SYSTEM_REGIONS, "diagonals": DIAGONAL_BYTES, "gates": 2 * GATE_CHUNKS * GATE_BYTES}
         self.lay_out(staged, arrivals, scratch)
         self.registers = MORE_FOR_MMA if checkpoints and gate == "log" else REGISTERS
         self.chunk_terms = FusedChunk(DTYPES[g_dtype], gate, qk_l2norm, vars(self.smem))

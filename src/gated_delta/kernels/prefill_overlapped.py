@@ -14,7 +14,7 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
 from .device.chunks import Coord as ChunkCoord
-from .device.chunks import D, counter_at, find_chunk
+from .device.chunks import D, OneOfSeveral, counter_at, find_chunk
 from .device.primitives import (
     DTYPES,
     Args,
@@ -38,7 +38,6 @@ PREPARED_A_CHUNK = {"head": 25, "channel": 18}
 MOST_ROUNDS = {"head": 1, "channel": 4}
 """Items that a warpgroup prepares at most before its block walks: those of more leave the L2 before they are read."""
 
-PREPARE_BARRIER = 1  # and the next two: one for each warpgroup that prepares
 # Byte offsets of words of a block that prepares: its number, then behind OWN_WORDS for each warpgroup the slot of the item that it
 # has prepared last, or NONE, and its next item; then up to which one the block takes further ones, and the first one in the queue.
 OWN_WORDS, OWN_BYTES, STOP, QUEUED = 32, 8, 24, 28
@@ -49,18 +48,9 @@ NONE, NO_ITEM = 0xFFFFFFFF, 0x7FFFFFFF
 Coord = NamedTuple("Coord", [*ChunkCoord.__annotations__.items(), ("own_at", Int32)])
 
 
-class OverlappedChunk:
-    """A warpgroup's chunk, among those of other warpgroups."""
-
-    def sync(self, coord):
-        barrier = PREPARE_BARRIER + coord.own_at // OWN_BYTES % 4
-        cute.arch.barrier(barrier_id=barrier, number_of_threads=WARPGROUP)
-
-    @cute.jit
-    def inputs_loaded(self, coord):
-        """The last chunk's stores have long arrived by now: waiting for them takes no time."""
-        if coord.thread == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
+class OverlappedChunk(OneOfSeveral):
+    def group(self, coord):
+        return coord.own_at // OWN_BYTES % 4
 
     @cute.jit
     def chunk_begun(self, args, coord, spare):

@@ -7,6 +7,7 @@ from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly, shuffle_sync_up
 
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .device.chunks import (
+    DIAGONAL_BYTES,
     GATE_BETA_K,
     GATE_BETA_K2,
     GATE_BYTES,
@@ -18,7 +19,6 @@ from .device.chunks import (
     K_BLOCKS,
     LOG2_E,
     MIN_LOG_DECAY,
-    OPERAND_REGIONS,
     SUBCHUNK,
     SYSTEM_REGIONS,
     PrepareChunk,
@@ -60,7 +60,8 @@ class GdnChunk(PrepareChunk):
         regions = {
             "tinv_aqk": 4 * TRIANGLE_BYTES,  # two buffers of Tinv and Aqk on their way to the workspace
             **SYSTEM_REGIONS,
-            **OPERAND_REGIONS,
+            "diagonals": DIAGONAL_BYTES,
+            "k_operands": TILE_BYTES,  # keys as right operands of mma.sync, each lane's words together
             "gates": 4 * GATE_BYTES,  # of four heads
             "norms": (3 if segmented else 2) * CHUNK * 4,  # |q| with the scale, |k|, fp32; then |k|**2 as it comes, inf or NaN too
         }

@@ -16,6 +16,7 @@ from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .device.chunks import (
+    DIAGONAL_BYTES,
     GATE_BETA_K,
     GATE_BETA_K2,
     GATE_BYTES,
@@ -25,7 +26,6 @@ from .device.chunks import (
     KDA_SCALE_STATE,
     LOG2_E,
     MIN_LOG_DECAY,
-    OPERAND_REGIONS,
     SUBCHUNK,
     SYSTEM_REGIONS,
     D,
@@ -104,7 +104,7 @@ class KdaChunk(PrepareChunk):
         system, system_end = lay_out(SYSTEM_REGIONS, end)
         cumsum, cumsum_end = lay_out({"cumsum": CHUNK * CUMSUM_PITCH}, end)
         regions = {
-            "diagonals": OPERAND_REGIONS["diagonals"],
+            "diagonals": DIAGONAL_BYTES,
             "aqk": TRIANGLE_BYTES,
             "totals": 4 * D * 4,  # log decays of each sub-chunk, fp32
             "vectors": 4 * VECTOR_BYTES,

@@ -21,6 +21,7 @@ from .device.chunks import (
     SUBCHUNK,
     THREADS,
     D,
+    OneOfSeveral,
     Pointers,
     Sequence,
     Sizes,
@@ -50,7 +51,6 @@ from .prefill_prepare_kda import KdaChunk
 GROUPS = 3  # warpgroups of a block
 PARAMETER_BYTES = 16  # a gate's rate and bound, of each warp
 BOX_ALIGNMENT = 512  # of a box's rows of 64 bytes, by which they are swizzled
-PREPARE_BARRIER = 1  # and the next two: one for each warpgroup
 NO_ITEM = 0x7FFFFFFF
 ROUNDS_AHEAD = 2  # chunks that a warpgroup of any SM prepares before a scan walks beside
 
@@ -77,7 +77,7 @@ class Place(NamedTuple):
 Coord = NamedTuple("Coord", [*ChunkCoord.__annotations__.items(), ("group", Int32)])
 
 
-class RawKdaChunk(KdaChunk):
+class RawKdaChunk(OneOfSeveral, KdaChunk):
     scale_bytes = RAW_SCALE_BYTES
 
     def __init__(self, g_dtype, gate, qk_l2norm):
@@ -93,8 +93,8 @@ class RawKdaChunk(KdaChunk):
         """A copy of a chunk's tokens, in rows of a K block."""
         return box_layout(D, 32)
 
-    def sync(self, coord):
-        cute.arch.barrier(barrier_id=PREPARE_BARRIER + coord.group, number_of_threads=THREADS)
+    def group(self, coord):
+        return coord.group
 
     # -------------------------------------------------------------------------------------------- which chunk
 
@@ -178,27 +178,31 @@ class RawKdaChunk(KdaChunk):
     def store_ahead(self, args, ahead):
         """To places in shared memory that the same warp reads."""
         coord, beta, parameters, biases = ahead
-        at = coord.shared + self.smem.betas + coord.subchunk * (SUBCHUNK * 4) + coord.lane % SUBCHUNK * 4
-        store_shared_f32(at, self.activated(args, coord, beta))
+        store_shared_f32(self.beta_at(coord), super().activated(args, coord, beta))
         self.store_biases(coord, biases)
-        at = coord.shared + self.smem.parameters + coord.subchunk * PARAMETER_BYTES
         for i, x in enumerate(parameters or ()):
-            store_shared_f32(at + 4 * i, x)
+            store_shared_f32(self.parameters_at(coord) + 4 * i, x)
+
+    def beta_at(self, coord):
+        return coord.shared + self.smem.betas + self.lane_token(coord) * 4
+
+    def parameters_at(self, coord):
+        return coord.shared + self.smem.parameters + coord.subchunk * PARAMETER_BYTES
 
     @cute.jit
     def load_inputs(self, args, coord):
         """What was loaded ahead; the tokens have come, and those past the last one are cleared."""
-        beta = load_shared_f32(coord.shared + self.smem.betas + (coord.subchunk * SUBCHUNK + coord.lane % SUBCHUNK) * 4)
-        at = coord.shared + self.smem.parameters + coord.subchunk * PARAMETER_BYTES
-        parameters = [load_shared_f32(at + 4 * i) for i in range(0 if self.gate == "log" else 2)]
+        beta = load_shared_f32(self.beta_at(coord))
+        parameters = [load_shared_f32(self.parameters_at(coord) + 4 * i) for i in range(0 if self.gate == "log" else 2)]
         cute.arch.mbarrier_wait(mbarrier(coord.shared + self.smem.loaded), self.load_place(coord.shared).phase)
         if coord.tokens < CHUNK:
             self.clear_tokens(coord)
         cute.arch.sync_warp()
         return beta, parameters
 
-    def activated(self, args, coord, bits):
-        return bits if isinstance(bits, Float32) else super().activated(args, coord, bits)
+    def activated(self, args, coord, beta):
+        """It was before it was stored."""
+        return beta
 
     # -------------------------------------------------------------------------------------------- raw tokens
 
@@ -251,13 +255,8 @@ class RawKdaChunk(KdaChunk):
     # -------------------------------------------------------------------------------------------- the next chunk
 
     @cute.jit
-    def inputs_loaded(self, coord):
-        """Tinv and Aqk of the chunk before are in the workspace: their places are written next, and that chunk may be counted."""
-        if coord.thread == 0:
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
-
-    @cute.jit
     def chunk_begun(self, args, coord, spare):
+        """Count the last chunk, which is in the workspace since `inputs_loaded`, and find the next one."""
         if spare:
             place = self.load_place(coord.shared)
             self.count(args, place.last_slot, coord.lane == 0)

@@ -16,7 +16,7 @@ from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
-from ..arguments import ABSENT, CHUNK, FIRST_COUNTER, TILE_BYTES, TRIANGLE_BYTES, PrefillPointers, PrefillSizes, PrefillStrides
+from ..arguments import ABSENT, CHUNK, FIRST_COUNTER, TRIANGLE_BYTES, PrefillPointers, PrefillSizes, PrefillStrides
 from .primitives import (
     L2NORM_EPS,
     bulk_store,
@@ -295,10 +295,9 @@ SYSTEM_REGIONS = {
     "system": (CHUNK - SUBCHUNK) * SYSTEM_PITCH,  # the triangular system left of its diagonal blocks, fp16
     "inverses": 4 * SUBCHUNK * 64,  # of the diagonal blocks, transposed, fp16; then those with columns scaled by beta |k|
 }
-OPERAND_REGIONS = {
-    "diagonals": 4 * SUBCHUNK * DIAGONAL_PITCH,  # the system's diagonal blocks, fp32, columns as rows
-    "k_operands": TILE_BYTES,  # keys as right operands of mma.sync, each lane's words together
-}
+DIAGONAL_BYTES = 4 * SUBCHUNK * DIAGONAL_PITCH
+"""The system's diagonal blocks, fp32, columns as rows."""
+PREPARE_BARRIER = 1  # and the next ones: one for each warpgroup that prepares chunks of its own
 
 
 class Coord(NamedTuple):
@@ -352,7 +351,7 @@ class PrepareChunk:
         """Behind that barrier. spare: of the warp that has least to do up to the next one."""
 
     def operands_read(self, args, coord):
-        """Behind the barrier from which on nobody reads a chunk's operands. Returns what is loaded ahead of the next chunk."""
+        """Behind the barrier after which no warp reads a chunk's operands. Returns what is loaded ahead of the next chunk."""
 
     def store_ahead(self, args, ahead):
         """Of what operands_read has returned, in front of the chunk's last barrier."""
@@ -546,3 +545,20 @@ class PrepareChunk:
         # Matrices as a left operand has them: columns i 0..7 and 8..15 of tokens t 0..7, then of t 8..15.
         t, vector = coord.lane // 16 * 8 + coord.lane % 8, coord.lane // 8 % 2
         stmatrix_x4_trans(self.tinv_at(coord, head) + self.vector_offset(j * SUBCHUNK + t, 2 * b + vector), words)
+
+
+class OneOfSeveral:
+    """Of a PrepareChunk: a block's warpgroups prepare chunks of their own, each one after another."""
+
+    def group(self, coord):
+        """The number of the thread's warpgroup."""
+        raise NotImplementedError
+
+    def sync(self, coord):
+        cute.arch.barrier(barrier_id=PREPARE_BARRIER + self.group(coord), number_of_threads=THREADS)
+
+    @cute.jit
+    def inputs_loaded(self, coord):
+        """The last chunk's stores have long arrived by now: waiting for them takes no time."""
+        if coord.thread == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
