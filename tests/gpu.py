@@ -7,7 +7,7 @@ import torch
 
 import gated_delta as gd
 from gated_delta.call_cache import CallCache
-from gated_delta.kernels.arguments import CHUNK, PrefillPointers
+from gated_delta.kernels.arguments import CHUNK, MAX_WALKED, PrefillPointers
 from gated_delta.ops import PREFILL
 from gated_delta.ops import prefill as on_host
 
@@ -101,7 +101,7 @@ def force_segments(segments, monkeypatch):
     """
     persistent = segments in ("persistent", "fused", "raw", "beside")
 
-    def segmentation_of(problem, *_work):
+    def segmentation_of(problem, sequences, *_work):
         if segments == "overlapped":
             return on_host.Segmentation(1, overlapped=on_host.can_overlap(problem))
         if "deterministic" in problem.options:
@@ -111,7 +111,7 @@ def force_segments(segments, monkeypatch):
         fused = segments == "fused" and on_host.can_fuse(problem)
         even = fused and not any(option.startswith("cu_seqlens") for option in problem.options)
         raw = segments in ("raw", "beside") and on_host.can_scan_raw(problem)
-        beside = raw and segments == "beside"
+        beside = raw and segments == "beside" and sequences <= MAX_WALKED
         made = on_host.Segmentation(1, problem.V, fused, even=even, raw=raw, overlapped=beside)
         return made if persistent else on_host.Segmentation(segments)
 

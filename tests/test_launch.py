@@ -1086,9 +1086,9 @@ def test_few_long_prompts_are_segmented_and_others_are_not(sms):
                 assert made.segments >= 4 or (made.segments == 3 and T >= on_host.MIN_THREE_SEGMENTS)
         blocks = 2 * HV * N  # of 64 rows
         if made.raw and made.overlapped:
-            assert (axis, N) == ("channel", 1)
-            assert T >= on_host.MIN_OVERLAPPED_RAW
-            assert 2 * on_host.MIN_WALKING_RAW * sms <= blocks <= sms
+            assert (axis, made.rows) == ("channel", 128)
+            assert T >= (on_host.MIN_WALKED_RAW if blocks <= sms else on_host.MIN_TURNS_RAW)
+            assert sms / on_host.MAX_UNEVEN_RAW <= HV * N <= on_host.MAX_WALKING_RAW * sms
             continue
         if blocks <= sms or axis == "channel" or sms == on_host.H200.sms:  # else some of GDN's heads would leave SMs idle
             assert made.rows == (64 if blocks <= sms else 128)
@@ -1181,6 +1181,25 @@ def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_many_sms_are_id
         assert on_host.segmentation_of(prompt_problem(H=32, HV=32, axis=axis), 1, 8192, chip=h100).overlapped == made
 
 
+def test_of_kda_with_a_head_for_half_of_the_sms_raw_tokens_are_walked_beside_prepare():
+    """A head of each sequence. Of at most 32 sequences, of which none is much longer than the others."""
+    beside = on_host.Segmentation(1, 128, overlapped=True, raw=True)
+
+    def made(HV, N, tokens, longest=None, **changes):
+        return on_host.segmentation_of(prompt_problem(HV, axis="channel", **changes), N, tokens, longest)
+
+    for HV, N, fewest in ((55, 1, 2048), (66, 1, 2048), (32, 2, 2048), (8, 8, 2048), (2, 32, 2048), (8, 9, 320), (80, 1, 320)):
+        assert made(HV, N, N * fewest) == beside
+        assert made(HV, N, N * (fewest - 1)) != beside
+    for HV, N in ((54, 1), (81, 1), (2, 33), (1, 64)):
+        assert made(HV, N, N * 8192) != beside
+    for other in (dict(options=frozenset({"deterministic"})), dict(g_dtype=torch.float32), dict(K=64)):
+        assert made(64, 1, 8192, **other) != beside
+    packed = dict(options=frozenset({"cu_seqlens_i32"}))
+    assert [made(32, 2, 8192, longest, **packed) == beside for longest in (4096, 4766, 4767, None)] == [True, True, False, False]
+    assert made(64, 1, 8192, **packed) == beside
+
+
 def test_packed_prompts_have_64_rows_where_one_of_them_may_keep_few_sms_busy():
     """The fewer they are, the more of all tokens one may have; as long as each other they are where they are not packed."""
     packed = dict(options=frozenset({"cu_seqlens_i32"}))
@@ -1201,8 +1220,8 @@ def test_packed_prompts_have_64_rows_where_one_of_them_may_keep_few_sms_busy():
 def test_where_the_longest_packed_prompt_is_known_rows_depend_on_it():
     """Not on how many there are. More heads than SMs always have 128, whatever the call says."""
     packed = dict(options=frozenset({"cu_seqlens_i32"}))
-    cells = [(axis, *some) for axis in ("head", "channel") for some in ((4, 8, 10, 992), (4, 8, 20, 992), (16, 32, 3, 3971))]
-    for axis, H, HV, sequences, longest in (*cells, ("head", 32, 32, 4, 4964), ("channel", 32, 32, 4, 3971)):
+    cells = [(axis, *some) for axis in ("head", "channel") for some in ((4, 8, 20, 992), (16, 32, 3, 3971))]
+    for axis, H, HV, sequences, longest in (*cells, ("head", 4, 8, 10, 992), ("head", 32, 32, 4, 4964), ("channel", 32, 32, 4, 3971)):
         even, uneven = (
             on_host.segmentation_of(prompt_problem(H=H, HV=HV, axis=axis, **packed), sequences, 8192, known)
             for known in (longest, longest + 1)

@@ -361,7 +361,8 @@ class Translator:
 
     def do_redux(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.of_the_warp()
-        self.assign(operands[0], f"np.full(32, np.{parts[2]}({self.read(operands[1], parts[3])}))", parts[3])
+        reduced = {"max": "np.max({})", "add": "np.add.reduce({0}, dtype=({0}).dtype)"}[parts[2]]
+        self.assign(operands[0], f"np.full(32, {reduced.format(self.read(operands[1], parts[3]))})", parts[3])
 
     def do_vote(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.of_the_warp()

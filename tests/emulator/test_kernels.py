@@ -128,12 +128,12 @@ def test_rows_without_tokens_are_zeros_or_not_read(cut, kernels):
 
 
 @pytest.mark.parametrize("cut", ["raw", "beside"], indirect=True)
-@pytest.mark.parametrize("sms", [1, 2])
+@pytest.mark.parametrize("sms", [1, 2, 4])
 def test_warpgroups_take_several_chunks(cut, sms, kernels, monkeypatch):
-    """Three of each SM; beside a scan two rounds on all SMs, then on half of them, but for an odd one."""
+    """Three of each SM; beside a scan one round on all SMs, then on those where none walks. Of 32 sequences each lane has one."""
     monkeypatch.setattr(on_host, "chip_of", lambda _: on_host.H200._replace(sms=sms))
-    one = call("channel", 1030, (0, 500, 0, 64, 466))
-    compared(one, kernels)
+    for lengths in ((0, 500, 0, 64, 466), (*[3, 0, 1, 0, 65] * 5, 9, 0, 130, 0, 70, 0, 64)):
+        compared(call("channel", sum(lengths), lengths), kernels)
 
 
 @pytest.mark.parametrize("axis", FEW_HEADS)

@@ -30,6 +30,9 @@ RAW_SCALE_BYTES = 3584
 FIRST_COUNTER = 16
 """Words in front of the counters of chunks that are prepared: who polls these shares no line with the queues."""
 
+MAX_WALKED = 32
+"""Sequences that a scan of raw tokens walks beside prepare, which has one a lane."""
+
 
 def lanes_per_row(K: int) -> int:
     """Threads that share a V row, 8 key channels each."""

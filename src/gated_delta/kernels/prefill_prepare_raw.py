@@ -10,6 +10,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass.cute.arch import shuffle_sync
 from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES
@@ -30,6 +31,9 @@ from .device.chunks import (
     find_sequence,
     lay_out,
     load_chunk,
+    load_sequence,
+    load_state_index,
+    num_chunks,
     rank_sequence,
 )
 from .device.chunks import Coord as ChunkCoord
@@ -44,6 +48,7 @@ from .device.primitives import (
     store_shared_f32,
     store_shared_x4,
     store_words,
+    warp_sum,
 )
 from .device.tensor_maps import MappedArgs, box_layout, copy_box, make_maps, prefetch_box, row_of_maps
 from .prefill_prepare_kda import KdaChunk
@@ -52,7 +57,6 @@ GROUPS = 3  # warpgroups of a block
 PARAMETER_BYTES = 16  # a gate's rate and bound, of each warp
 BOX_ALIGNMENT = 512  # of a box's rows of 64 bytes, by which they are swizzled
 NO_ITEM = 0x7FFFFFFF
-ROUNDS_AHEAD = 2  # chunks that a warpgroup of any SM prepares before a scan walks beside
 
 
 class Place(NamedTuple):
@@ -114,15 +118,15 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
     def item_behind(self, size, item, group):
         """The warpgroup's next item, a chunk of a head each; of -1 its first one."""
         block, _, _ = cute.arch.block_idx()
-        step = GROUPS * blocks(size)
-        following = Int32(select_(item < 0, group * blocks(size) + block, item + step))
+        first = GROUPS * blocks(size)
+        following = Int32(select_(item < 0, group * blocks(size) + block, item + first))
         if size.walking > 0:
-            # Behind some rounds of all blocks the last ones end, and a scan walks on their SMs while the others go on.
-            ahead, preparing = ROUNDS_AHEAD * step, size.sms - size.walking
-            if item >= ahead:
+            # Behind the first round of all blocks the last ones end, and a scan walks on their SMs while the others go on.
+            preparing = size.sms - size.walking
+            if item >= first:
                 following = item + GROUPS * preparing
-            elif following >= ahead:
-                following = Int32(select_(block < preparing, ahead + group * preparing + block, NO_ITEM))
+            elif item >= 0:
+                following = Int32(select_(block < preparing, first + group * preparing + block, NO_ITEM))
         return following
 
     @cute.jit
@@ -131,18 +135,47 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
         size = args.size
         item = self.item_behind(size, item, group)
         hv, slot, row, token, tokens = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
-        while (tokens <= 0) & (item < size.chunk_blocks * size.chunk_slots):
-            hv, slot = item % size.chunk_blocks, item // size.chunk_blocks
-            if size.walking == 0:  # the last chunks first: the scan starts with the first ones, which are then still in L2
-                slot = size.chunk_slots - 1 - slot
-            sequence, chunk, tokens = load_chunk(args, find_sequence(args, slot, lane), slot)
-            row, token = row_of_maps(args, sequence), sequence.start + chunk * CHUNK
-            if tokens <= 0:
-                item = self.item_behind(size, item, group)
+        if size.walking > 0:
+            if item < NO_ITEM:
+                hv, slot, row, token, tokens = self.find_in_turn(args, item, lane)
+        else:
+            while (tokens <= 0) & (item < size.chunk_blocks * size.chunk_slots):
+                # The last chunks first: the scan starts with the first ones, which are then still in L2.
+                hv, slot = item % size.chunk_blocks, size.chunk_slots - 1 - item // size.chunk_blocks
+                sequence, chunk, tokens = load_chunk(args, find_sequence(args, slot, lane), slot)
+                row, token = row_of_maps(args, sequence), sequence.start + chunk * CHUNK
+                if tokens <= 0:
+                    item = self.item_behind(size, item, group)
         words = [Uint32(x) for x in (row, token, tokens, hv, slot, item, phase, last_slot)]
         for i in cutlass.range_constexpr(2):
             store_shared_x4(shared + self.smem.place + 16 * i, words[4 * i : 4 * i + 4])
         cute.arch.sync_warp()
+
+    @cute.jit
+    def find_in_turn(self, args, item, lane):
+        """A chunk by its item, the first chunks of all sequences first: head, slot, row, first token, tokens; none past the last.
+
+        Of at most 32 sequences a lane has one.
+        """
+        size = args.size
+        sequence = load_sequence(args, cutlass.min(lane, size.N - 1))
+        active = (lane < size.N) & (load_state_index(args, sequence.n) > size.null_index)
+        chunks = Int32(select_(active, num_chunks(sequence.tokens), 0))
+        number, c = Int32(Uint32(item) // Uint32(size.chunk_blocks)), Int32(0)
+        left, having = number, Uint32(cute.arch.vote_ballot_sync(chunks > 0))
+        while (having != 0) & (left >= cute.arch.popc(having)):
+            # No more sequences have a later chunk than this one, so that is the item's or in front of it.
+            c += Int32(Uint32(left) // Uint32(cute.arch.popc(having)))
+            left = number - Int32(warp_sum(Uint32(cutlass.min(chunks, c))))
+            having = Uint32(cute.arch.vote_ballot_sync(chunks > c))
+        earlier = cute.arch.popc(having & ((Uint32(1) << Uint32(lane)) - 1))
+        owner = Uint32(cute.arch.vote_ballot_sync((chunks > c) & (earlier == left)))
+        n = cute.arch.popc((owner & (-owner)) - 1) % 32
+        start, tokens, first_slot = (shuffle_sync(x, offset=n) for x in (sequence.start, sequence.tokens, sequence.first_slot))
+        left = cutlass.min(tokens - c * CHUNK, CHUNK)
+        row = Int32(select_(size.cu_seqlens_kind == 0, n, 0))
+        hv = item - number * size.chunk_blocks
+        return hv, first_slot + c, row, start + c * CHUNK, Int32(select_(owner != 0, left, 0))
 
     @cute.jit
     def start_tokens(self, args, shared, condition):

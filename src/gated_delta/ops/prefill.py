@@ -12,6 +12,7 @@ from .. import compile, reference
 from ..kernels.arguments import (
     CHUNK,
     FIRST_COUNTER,
+    MAX_WALKED,
     RAW_SCALE_BYTES,
     SCALE_BYTES,
     TILE_BYTES,
@@ -59,9 +60,11 @@ MAX_WALKING, MIN_OVERLAPPED, PREPARED_AT_ONCE = 9 / 16, 2048, 3
 """Share of the SMs up to which blocks of the scan leave the others to prepare chunks beside it; tokens of the one sequence from
 which that is faster. For KDA it is, as soon as prepare has more blocks than run at once, so many an SM."""
 
-MIN_WALKING_RAW, MIN_OVERLAPPED_RAW = 0.45, 3072
-"""Share of the SMs from which on heads of one sequence are walked by a scan of raw tokens beside prepare, and its tokens; up to
-half of the SMs, where the others prepare as fast."""
+MAX_WALKING_RAW, MAX_UNEVEN_RAW = 0.61, 2.4
+"""Share of the SMs up to which a scan of raw tokens walks a head each, while the others prepare chunks for it; MAX_UNEVEN for it."""
+
+MIN_WALKED_RAW, MIN_TURNS_RAW = 2048, 320
+"""Tokens of the longest sequence from which that is faster: where blocks of 64 rows would all run at once, and where not."""
 
 MIN_BANDWIDTH = {"head": 0, "channel": 4000}
 """GB/s from which that is faster, by axis: what KDA prepares ahead leaves the L2 before it is read. An H100 has 3350."""
@@ -120,8 +123,13 @@ def segmentation_of(
     sms = chip.sms
     heads, deterministic = sequences * problem.HV, "deterministic" in problem.options
     may_scan_raw = can_scan_raw(problem) and not deterministic
+    longest = longest_of(problem, sequences, tokens, max_seqlen)
+    if may_scan_raw and sequences <= MAX_WALKED and heads <= MAX_WALKING_RAW * sms:
+        uneven = longest * sms > MAX_UNEVEN_RAW * tokens * problem.HV
+        if longest >= (MIN_WALKED_RAW if 2 * heads <= sms else MIN_TURNS_RAW) and not uneven:
+            return Segmentation(1, 128, overlapped=True, raw=True)
     if problem.V == 128 and 2 * heads > sms:
-        longest, group = longest_of(problem, sequences, tokens, max_seqlen), problem.HV // problem.H
+        group = problem.HV // problem.H
         if longest * sms > MAX_UNEVEN.get((problem.axis, group), 2) * tokens * problem.HV:
             return Segmentation(1)
         if not can_fuse(problem) or deterministic or group > MAX_FUSED_GROUP or tokens <= CHUNK * sequences:
@@ -134,8 +142,6 @@ def segmentation_of(
     blocks = problem.V // 64 * heads
     if not blocks:
         return Segmentation(1)
-    if sequences == 1 and heads >= MIN_WALKING_RAW * sms and tokens >= MIN_OVERLAPPED_RAW and may_scan_raw:
-        return Segmentation(1, 128, overlapped=True, raw=True)
     length, most = tokens // sequences, sms // blocks
     may_cut = not deterministic  # segments change bits, which rows and where chunks are prepared do not
     shortest = MIN_CUT if most >= FEW_SEGMENTS or not can_join(problem) else MIN_CUT_IN_FEWER[problem.axis]
@@ -422,7 +428,7 @@ class PrefillLaunch(TokensLaunch):
                 chunk_blocks=HV // heads,
                 segments=plan.schedule.segments,
                 sms=sms,
-                walking=min(N * HV, sms // 2) if plan.schedule.raw and plan.schedule.overlapped else 0,
+                walking=min(N * HV, int(MAX_WALKING_RAW * sms)) if plan.schedule.raw and plan.schedule.overlapped else 0,
                 checkpoints_per_sequence=0 if a.checkpoint_lens is None else a.checkpoint_lens.shape[1],
             )
         )

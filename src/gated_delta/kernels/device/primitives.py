@@ -592,6 +592,11 @@ def warp_max(x):
     return cute.arch.inline_ptx("redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Uint32], read_only_args=[x])
 
 
+def warp_sum(x):
+    """The sum of a warp's 32-bit unsigned numbers."""
+    return cute.arch.inline_ptx("redux.sync.add.u32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Uint32], read_only_args=[x])
+
+
 def fmax(x, y):
     """The maximum; of NaN and a number the number."""
     return cute.arch.inline_ptx("max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
