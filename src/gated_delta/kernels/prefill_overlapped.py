@@ -33,10 +33,10 @@ from .prefill_scan import LOAD_THREADS, WARPGROUP, PrefillScan, warp_uniform
 COPY_REGISTERS, MMA_REGISTERS, TILE_REGISTERS = 104, 232, 40  # of a thread of a block that walks; of one that prepares, 168
 PREPARING = 3  # warpgroups of a block that prepares
 MIN_PREPARING_BLOCKS = 4
-PREPARED_A_CHUNK = {"head": 25, "channel": 18}
-"""64ths of an item that a block prepares while another walks a chunk, by axis: 1.23 us for 3.2, KDA 1.25 for 4.5, on an H200."""
-MOST_ROUNDS = {"head": 1, "channel": 4}
-"""Items that a warpgroup prepares at most before its block walks: those of more leave the L2 before they are read."""
+PREPARED_A_CHUNK = {"head": 25, "channel": 23}
+"""64ths of an item that a block prepares while another walks a chunk, by axis: 1.23 us for 3.2, KDA 1.5 for 4.3, on an H200."""
+FEWEST_ROUNDS, MOST_ROUNDS = {"head": 0, "channel": 1}, {"head": 1, "channel": 3}
+"""Items that a warpgroup prepares before its block walks: of more, the first ones leave the L2 before they are read."""
 
 # Byte offsets of words of a block that prepares: its number, then behind OWN_WORDS for each warpgroup the slot of the item that it
 # has prepared last, or NONE, and its next item; then up to which one the block takes further ones, and the first one in the queue.
@@ -102,7 +102,7 @@ class PrefillOverlapped(PrefillScan):
         super().__init__(axis, D, D, "bf16", state_dtype, 64, False, checkpoints, deterministic)
         chunk = OverlappedKdaChunk if self.channel else OverlappedGdnChunk
         self.chunk_terms = chunk(D, BFloat16, DTYPES[g_dtype], gate, qk_l2norm)
-        self.prepared_a_chunk, self.most_rounds = PREPARED_A_CHUNK[axis], MOST_ROUNDS[axis]
+        self.prepared_a_chunk, self.rounds = PREPARED_A_CHUNK[axis], (FEWEST_ROUNDS[axis], MOST_ROUNDS[axis])
         # mbarriers lie behind all that blocks prepare in.
         assert PREPARING * self.chunk_terms.shared <= self.smem.v_absmax
         assert (self.smem.work + OWN_WORDS) % 32 == 0
@@ -163,9 +163,9 @@ class PrefillOverlapped(PrefillScan):
         """
         beside = self.prepared_a_chunk * self.preparing_blocks(size)
         ahead = size.chunk_slots * cutlass.max(64 * size.chunk_blocks - beside, 0) // 64
-        groups = PREPARING * size.sms
-        rounds = cutlass.min((ahead + groups // 2) // groups, self.most_rounds)
-        return (rounds - 1) * groups
+        groups, (fewest, most) = PREPARING * size.sms, self.rounds
+        fewest = Int32(select_(self.items(size) > groups, fewest, 0))
+        return (cutlass.max(cutlass.min((ahead + groups // 2) // groups, most), fewest) - 1) * groups
 
     @cute.jit
     def prepare_chunks(self, args, shared, thread, group, block, walks):
