@@ -362,7 +362,7 @@ def test_host_and_kernel_agree_on_the_arguments():
 @needs_compiler
 def test_blocks_that_walk_prepare_what_the_others_do_not_keep_up_with():
     """Before they walk: nothing where others are fast enough, and no more than the L2 holds until it is read."""
-    from gated_delta.kernels.prefill_overlapped import MOST_ROUNDS, PREPARING, PrefillOverlapped
+    from gated_delta.kernels.prefill_overlapped import FEWEST_ROUNDS, MOST_ROUNDS, PREPARING, PrefillOverlapped
 
     def rounds(axis, H, HV, chunks):
         kernel = PrefillOverlapped(axis, "bf16", "softplus", True, "fp32", False)
@@ -374,8 +374,9 @@ def test_blocks_that_walk_prepare_what_the_others_do_not_keep_up_with():
         found = [rounds(axis, 32, 32, chunks) for chunks in range(0, 1024, 32)]
         assert found == sorted(found)
         assert (found[0], found[-1]) == (0, most)
-        assert rounds(axis, 17, 17, 1024) == 0  # 98 blocks prepare
+        assert rounds(axis, 17, 17, 1024) == FEWEST_ROUNDS[axis]  # 98 blocks prepare
     assert rounds("head", 16, 32, 1024) == 0
+    assert [rounds("channel", 18, 18, chunks) for chunks in (22, 23)] == [0, 1]  # 396 warpgroups
 
 
 @needs_compiler

@@ -1087,7 +1087,7 @@ def test_few_long_prompts_are_segmented_and_others_are_not(sms):
         blocks = 2 * HV * N  # of 64 rows
         if made.raw and made.overlapped:
             assert (axis, made.rows) == ("channel", 128)
-            assert T >= (on_host.MIN_WALKED_RAW if blocks <= sms else on_host.MIN_TURNS_RAW)
+            assert (on_host.MIN_WALKED_RAW if blocks <= sms else on_host.MIN_TURNS_RAW) <= T
             assert sms / on_host.MAX_UNEVEN_RAW <= HV * N <= on_host.MAX_WALKING_RAW * sms
             continue
         if blocks <= sms or axis == "channel" or sms == on_host.H200.sms:  # else some of GDN's heads would leave SMs idle
@@ -1188,7 +1188,8 @@ def test_of_kda_with_a_head_for_half_of_the_sms_raw_tokens_are_walked_beside_pre
     def made(HV, N, tokens, longest=None, **changes):
         return on_host.segmentation_of(prompt_problem(HV, axis="channel", **changes), N, tokens, longest)
 
-    for HV, N, fewest in ((55, 1, 2048), (66, 1, 2048), (32, 2, 2048), (8, 8, 2048), (2, 32, 2048), (8, 9, 320), (80, 1, 320)):
+    half = ((55, 1), (66, 1), (32, 2), (8, 8), (2, 32))
+    for HV, N, fewest in (*((*some, on_host.MIN_WALKED_RAW) for some in half), (8, 9, 320), (80, 1, 320)):
         assert made(HV, N, N * fewest) == beside
         assert made(HV, N, N * (fewest - 1)) != beside
     for HV, N in ((54, 1), (81, 1), (2, 33), (1, 64)):
@@ -1221,7 +1222,12 @@ def test_where_the_longest_packed_prompt_is_known_rows_depend_on_it():
     """Not on how many there are. More heads than SMs always have 128, whatever the call says."""
     packed = dict(options=frozenset({"cu_seqlens_i32"}))
     cells = [(axis, *some) for axis in ("head", "channel") for some in ((4, 8, 20, 992), (16, 32, 3, 3971))]
-    for axis, H, HV, sequences, longest in (*cells, ("head", 4, 8, 10, 992), ("head", 32, 32, 4, 4964), ("channel", 32, 32, 4, 3971)):
+    for axis, H, HV, sequences, longest in (
+        *cells,
+        ("head", 4, 8, 10, 992),
+        ("head", 32, 32, 4, 4964),
+        ("channel", 32, 32, 4, 3971),
+    ):
         even, uneven = (
             on_host.segmentation_of(prompt_problem(H=H, HV=HV, axis=axis, **packed), sequences, 8192, known)
             for known in (longest, longest + 1)

@@ -164,7 +164,7 @@ class PrefillOverlapped(PrefillScan):
         beside = self.prepared_a_chunk * self.preparing_blocks(size)
         ahead = size.chunk_slots * cutlass.max(64 * size.chunk_blocks - beside, 0) // 64
         groups, (fewest, most) = PREPARING * size.sms, self.rounds
-        fewest = Int32(select_(self.items(size) > groups, fewest, 0))
+        fewest = cutlass.min(fewest, self.items(size) // (groups + 1))  # none where the others have an item each
         return (cutlass.max(cutlass.min((ahead + groups // 2) // groups, most), fewest) - 1) * groups
 
     @cute.jit

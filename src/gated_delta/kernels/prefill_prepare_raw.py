@@ -292,7 +292,7 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
         """Count the last chunk, which is in the workspace since `inputs_loaded`, and find the next one."""
         if spare:
             place = self.load_place(coord.shared)
-            self.count(args, place.last_slot, coord.lane == 0)
+            self.count(args, place.last_slot, (coord.lane == 0) & (place.item >= second_round_end(args.size)))
             self.find_place(args, coord.shared, place.item, coord.lane, coord.group, 1 - place.phase, place.slot)
             self.prefetch_tokens(args, coord.shared)
 
@@ -316,6 +316,11 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
 def blocks(size):
     """Of the launch, one an SM."""
     return cutlass.min(size.chunk_blocks * size.chunk_slots, size.sms)
+
+
+def second_round_end(size):
+    """Behind the items that are a warpgroup's second chunk, where a scan walks beside."""
+    return GROUPS * (blocks(size) + size.sms - size.walking)
 
 
 class PrefillPrepareRaw:
@@ -362,10 +367,11 @@ class PrefillPrepareRaw:
         while place.tokens > 0:
             self.chunk.prepare(args, self.chunk.coord_of(place, shared, in_group, group))
             place = self.chunk.load_place(shared)
-        if in_group == 0:
-            # The last chunk's scales are there since its barriers.
-            cute.arch.cp_async_bulk_wait_group(0, read=False)
-            self.chunk.count(args, place.last_slot, True)
+            # At once the first chunk, as heads begin with it, and the last one. Their scales are there since the barriers.
+            at_once = (place.tokens <= 0) | ((size.walking > 0) & (place.item < second_round_end(size)))
+            if at_once & (in_group == 0):
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                self.chunk.count(args, place.last_slot, True)
         if (ptr.sequence_order != 0) & (thread < 32) & (size.walking == 0):
             for n in cutlass.range(block, size.N, blocks(size), unroll=1):
                 rank_sequence(args, n, thread)
