@@ -63,7 +63,7 @@ which that is faster. For KDA it is, as soon as prepare has more blocks than run
 MAX_WALKING_RAW, MAX_UNEVEN_RAW = 0.61, 2.4
 """Share of the SMs up to which a scan of raw tokens walks a head on each, beside prepare on the others; MAX_UNEVEN for it."""
 
-MIN_WALKED_RAW, MIN_TURNS_RAW = 1024, 320
+MIN_WALKED_RAW, MIN_TURNS_RAW = 2048, 320
 """Tokens of the longest sequence from which that is faster: where blocks of 64 rows would all run at once, and where not."""
 
 MIN_BANDWIDTH = {"head": 0, "channel": 4000}
