@@ -147,6 +147,7 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
                 if tokens <= 0:
                     item = self.item_behind(size, item, group)
         words = [Uint32(x) for x in (row, token, tokens, hv, slot, item, phase, last_slot)]
+        cute.arch.sync_warp()  # all lanes have read the place before
         for i in cutlass.range_constexpr(2):
             store_shared_x4(shared + self.smem.place + 16 * i, words[4 * i : 4 * i + 4])
         cute.arch.sync_warp()
