@@ -96,8 +96,8 @@ def force_segments(segments, monkeypatch):
 
     "persistent": one segment, all V rows in a block, and three blocks, so that each has several heads; blocks of prepare have all of
     a k head's value heads, however few they are. "fused": in one kernel, too. "raw": the scan decays raw tokens itself.
-    "beside": it does so beside prepare. "joined": four segments, of which those behind one that does not forget are joined to it. "overlapped": prepare beside scan.
-    Deterministic ones have one segment.
+    "beside": it does so beside prepare, of as many sequences as it can. "joined": four segments, of which those behind one that does
+    not forget are joined to it. "overlapped": prepare beside scan. Deterministic ones have one segment.
     """
     persistent = segments in ("persistent", "fused", "raw", "beside")
 

@@ -2,7 +2,8 @@
 
 A block has three warpgroups, each of which takes chunks in turn. Tensor maps bring a chunk's raw q, k and g as soon as the operands
 of the one before have been read, so that they come during its inverse; so do beta and the gate's parameters. Where a scan walks
-chunks beside it, a slot of the workspace is counted for each head that is prepared. bf16 tokens, 16-bit g, K = 128.
+chunks beside it, the first ones of all sequences come first, and a slot of the workspace is counted for each head that is prepared.
+bf16 tokens, 16-bit g, K = 128.
 """
 
 from typing import NamedTuple

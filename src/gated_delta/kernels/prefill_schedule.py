@@ -1,4 +1,4 @@
-"""prefill_schedule: in front of prefill_fused or prefill_overlapped. It ranks the sequences by length and clears the work queue."""
+"""prefill_schedule: in front of prefill_fused, and of prepare beside a scan. It ranks sequences by length, and clears queues."""
 
 import cutlass
 import cutlass.cute as cute
@@ -12,7 +12,7 @@ WARPS = 4
 
 
 class PrefillSchedule:
-    """overlapped: in front of prefill_overlapped, whose counters of chunks it clears, too."""
+    """overlapped: whether chunks are prepared beside a scan: it clears their counters, too."""
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
