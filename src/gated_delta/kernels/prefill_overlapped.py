@@ -13,8 +13,8 @@ import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
+from .device.chunks import NO_ITEM, D, OneOfSeveral, counter_at, find_chunk
 from .device.chunks import Coord as ChunkCoord
-from .device.chunks import D, OneOfSeveral, counter_at, find_chunk
 from .device.primitives import (
     DTYPES,
     Args,
@@ -41,7 +41,7 @@ FEWEST_ROUNDS, MOST_ROUNDS = {"head": 0, "channel": 1}, {"head": 1, "channel": 3
 # Byte offsets of words of a block that prepares: its number, then behind OWN_WORDS for each warpgroup the slot of the item that it
 # has prepared last, or NONE, and its next item; then up to which one the block takes further ones, and the first one in the queue.
 OWN_WORDS, OWN_BYTES, STOP, QUEUED = 32, 8, 24, 28
-NONE, NO_ITEM = 0xFFFFFFFF, 0x7FFFFFFF
+NONE = 0xFFFFFFFF
 
 
 # With where its warpgroup's words are.

@@ -16,6 +16,7 @@ from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES
 from .device.chunks import (
+    NO_ITEM,
     Q_SCALE,
     RAW_SCALE_K,
     RAW_SCALE_Q,
@@ -43,6 +44,7 @@ from .device.primitives import (
     load_shared_as_f32,
     load_shared_f32,
     load_shared_x4,
+    lowest_bit,
     mbarrier,
     qk_head,
     release_increment,
@@ -57,7 +59,6 @@ from .prefill_prepare_kda import KdaChunk
 GROUPS = 3  # warpgroups of a block
 PARAMETER_BYTES = 16  # a gate's rate and bound, of each warp
 BOX_ALIGNMENT = 512  # of a box's rows of 64 bytes, by which they are swizzled
-NO_ITEM = 0x7FFFFFFF
 
 
 class Place(NamedTuple):
@@ -172,12 +173,11 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
             having = Uint32(cute.arch.vote_ballot_sync(chunks > c))
         earlier = cute.arch.popc(having & ((Uint32(1) << Uint32(lane)) - 1))
         owner = Uint32(cute.arch.vote_ballot_sync((chunks > c) & (earlier == left)))
-        n = cute.arch.popc((owner & (-owner)) - 1) % 32
-        start, tokens, first_slot = (shuffle_sync(x, offset=n) for x in (sequence.start, sequence.tokens, sequence.first_slot))
-        left = cutlass.min(tokens - c * CHUNK, CHUNK)
-        row = Int32(select_(size.cu_seqlens_kind == 0, n, 0))
+        n = lowest_bit(owner) % 32
+        sequence = Sequence(Int32(n), *(shuffle_sync(x, offset=n) for x in sequence[1:]))
+        tokens = Int32(select_(owner != 0, cutlass.min(sequence.tokens - c * CHUNK, CHUNK), 0))
         hv = item - number * size.chunk_blocks
-        return hv, first_slot + c, row, start + c * CHUNK, Int32(select_(owner != 0, left, 0))
+        return hv, sequence.first_slot + c, row_of_maps(args, sequence), sequence.start + c * CHUNK, tokens
 
     @cute.jit
     def start_tokens(self, args, shared, condition):

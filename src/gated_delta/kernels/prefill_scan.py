@@ -69,6 +69,7 @@ from .device.primitives import (
     load_shared_f32x2,
     load_shared_x4,
     load_words,
+    lowest_bit,
     max_abs_x2,
     mbarrier,
     mul_x2,
@@ -348,7 +349,7 @@ class PrefillScan:
         window = self.find_window(args, self.at_segment(args, coord, lane))
         begins = Uint32(cute.arch.vote_ballot_sync((window > 0) | (lane == 0) | (lane >= args.size.segments)))
         behind = (begins >> Uint32(work.segment)) >> Uint32(1)
-        last = cutlass.min(work.segment + cute.arch.popc((behind & (-behind)) - 1), args.size.segments - 1)
+        last = cutlass.min(work.segment + lowest_bit(behind), args.size.segments - 1)
         end = self.at_segment(args, coord, last).end_chunk
         first = coord.first_chunk - shuffle_sync(window, offset=work.segment)
         return coord._replace(first_chunk=first, end_chunk=end, last_segment=last), (begins >> Uint32(work.segment)) & 1 != 0
@@ -365,8 +366,7 @@ class PrefillScan:
             nearer = shuffle_sync_up(norm, offset=step, mask_and_clamp=0)
             norm = norm * select(lane >= step, nearer, Float32(1))
         lanes = cute.arch.vote_ballot_sync((norm <= Float32(MAX_M)) & (lane < most))
-        lowest = cute.arch.popc((lanes & (-lanes)) - 1)
-        return Int32(select_(lanes != 0, Int32(lowest) + 1, Int32(0)))
+        return Int32(select_(lanes != 0, Int32(lowest_bit(lanes)) + 1, Int32(0)))
 
     def longest_window(self, args, coord):
         """Chunks that a segment's window has at most; 0 of the first segment and of those without chunks."""

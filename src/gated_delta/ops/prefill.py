@@ -124,10 +124,10 @@ def segmentation_of(
     heads, deterministic = sequences * problem.HV, "deterministic" in problem.options
     may_scan_raw = can_scan_raw(problem) and not deterministic
     longest = longest_of(problem, sequences, tokens, max_seqlen)
-    if may_scan_raw and sequences <= MAX_WALKED and heads <= MAX_WALKING_RAW * sms:
-        uneven = longest * sms > MAX_UNEVEN_RAW * tokens * problem.HV
-        if longest >= (MIN_WALKED_RAW if 2 * heads <= sms else MIN_TURNS_RAW) and not uneven:
-            return Segmentation(1, 128, overlapped=True, raw=True)
+    beside = may_scan_raw and sequences <= MAX_WALKED and heads <= MAX_WALKING_RAW * sms
+    beside = beside and longest >= (MIN_WALKED_RAW if 2 * heads <= sms else MIN_TURNS_RAW)
+    if beside and longest * sms <= MAX_UNEVEN_RAW * tokens * problem.HV:
+        return Segmentation(1, 128, overlapped=True, raw=True)
     if problem.V == 128 and 2 * heads > sms:
         group = problem.HV // problem.H
         if longest * sms > MAX_UNEVEN.get((problem.axis, group), 2) * tokens * problem.HV:

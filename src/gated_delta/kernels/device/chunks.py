@@ -298,6 +298,7 @@ SYSTEM_REGIONS = {
 DIAGONAL_BYTES = 4 * SUBCHUNK * DIAGONAL_PITCH
 """The system's diagonal blocks, fp32, columns as rows."""
 PREPARE_BARRIER = 1  # and the next ones: one for each warpgroup that prepares chunks of its own
+NO_ITEM = 0x7FFFFFFF  # behind the last one that such a warpgroup takes
 
 
 class Coord(NamedTuple):

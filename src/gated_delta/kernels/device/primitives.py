@@ -597,6 +597,11 @@ def warp_sum(x):
     return cute.arch.inline_ptx("redux.sync.add.u32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Uint32], read_only_args=[x])
 
 
+def lowest_bit(x):
+    """The number of a word's lowest bit that is set; of 0 that of its bits."""
+    return cute.arch.popc((x & (-x)) - 1)
+
+
 def fmax(x, y):
     """The maximum; of NaN and a number the number."""
     return cute.arch.inline_ptx("max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
