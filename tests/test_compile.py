@@ -361,22 +361,24 @@ def test_host_and_kernel_agree_on_the_arguments():
 
 @needs_compiler
 def test_blocks_that_walk_prepare_what_the_others_do_not_keep_up_with():
-    """Before they walk: nothing where others are fast enough, and no more than the L2 holds until it is read."""
-    from gated_delta.kernels.prefill_overlapped import FEWEST_ROUNDS, MOST_ROUNDS, PREPARING, PrefillOverlapped
+    """At most an item a warpgroup before they walk. Beside it KDA's third warpgroup goes on, where the others do not keep up."""
+    from gated_delta.kernels.prefill_overlapped import PrefillOverlapped
 
-    def rounds(axis, H, HV, chunks):
+    def parts(axis, heads, chunks):
         kernel = PrefillOverlapped(axis, "bf16", "softplus", True, "fp32", False)
-        blocks = H if axis == "head" else HV
-        size = SimpleNamespace(N=1, HV=HV, chunk_blocks=blocks, chunk_slots=chunks, sms=132)
-        return 1 + kernel.head_start(size) / (132 * PREPARING)
+        size = SimpleNamespace(N=1, HV=heads, chunk_blocks=heads, chunk_slots=chunks, sms=132)
+        return kernel.before_walk(size) == 0, kernel.missing_a_chunk(size) > 0
 
-    for axis, most in MOST_ROUNDS.items():
-        found = [rounds(axis, 32, 32, chunks) for chunks in range(0, 1024, 32)]
-        assert found == sorted(found)
-        assert (found[0], found[-1]) == (0, most)
-        assert rounds(axis, 17, 17, 1024) == FEWEST_ROUNDS[axis]  # 98 blocks prepare
-    assert rounds("head", 16, 32, 1024) == 0
-    assert [rounds("channel", 18, 18, chunks) for chunks in (22, 23)] == [0, 1]  # 396 warpgroups
+    assert [parts("head", 32, chunks) for chunks in (32, 64, 1024)] == [(False, True), (True, True), (True, True)]
+    assert parts("head", 17, 1024) == (False, False)  # 98 blocks prepare
+    assert [parts("channel", 18, chunks) for chunks in (22, 23)] == [(False, False), (True, False)]  # 396 warpgroups
+    assert [parts("channel", heads, 1024) for heads in (17, 24, 28, 37)] == [
+        (True, False),
+        (True, False),
+        (True, True),
+        (True, True),
+    ]
+    assert parts("channel", 32, 12) == (False, True)
 
 
 @needs_compiler

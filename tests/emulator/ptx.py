@@ -18,6 +18,7 @@ SHARED = 1024
 ENDS_BLOCK = ("bra", "ret", "mbarrier.try_wait", "bar.sync", "bar.vote", "barrier.cluster.wait", "ld.acquire")
 NO_EFFECT = (
     "setmaxnreg", "prefetch", "cp.async.bulk.prefetch", "wgmma.fence", "fence.mbarrier_init", "fence.proxy.async.global",
+    "nanosleep",
 )  # fmt: skip
 """What shows only in time, or between blocks: global memory is the same for all."""
 

@@ -120,7 +120,7 @@ class PrefillMapped(PrefillScan):
         if thread == 0:
             self.init_arrivals(shared)
             cute.arch.mbarrier_init_fence()
-        self.clear_squares(shared, thread)
+        self.clear_squares(shared, thread, self.threads)
         self.wait_for_earlier()
         cute.arch.sync_threads()
         return shared
@@ -129,11 +129,6 @@ class PrefillMapped(PrefillScan):
         """Kernels in front of this one; those behind it may begin."""
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-
-    def init_arrivals(self, shared):
-        for name, (stages, count) in self.arrivals.items():
-            for stage in range(stages):
-                cute.arch.mbarrier_init(mbarrier(shared + getattr(self.smem, name) + stage * 8), count)
 
     @cute.jit
     def next_number(self, args, block, i):

@@ -91,7 +91,7 @@ from .device.primitives import (
 WARPGROUP = 128
 WARPGROUP_ROWS = 64  # V rows of an MMA warpgroup
 # Warp roles: warps 0 and 1 load, warps 2 and 3 store, the warpgroups behind them run the MMAs.
-LOAD_THREADS = STORE_THREADS = 64
+LOAD_THREADS = 64
 COPY_REGISTERS, MMA_REGISTERS = 40, 232  # of a thread, with two MMA warpgroups
 WORK_BYTES = 32  # a published work tile
 RESCALE_INTERVAL = 4  # chunks from one look at the state's absmax to the next
@@ -164,6 +164,8 @@ class PrefillScan:
     """Whether tokens come by tensor maps and sums are fp16: prefill_mapped.py."""
     begins_early = True
     """Whether it begins before prepare has ended, which `wait_for_prepare` waits for."""
+    store_threads = 64
+    o_region, o_empty = "v", "empty"
 
     def __init__(
         self,
@@ -182,29 +184,49 @@ class PrefillScan:
         self.tiles = self.v_tiles
         self.load_absmax = self.mma_groups == 1 and not deterministic  # of values, by load warps; else by each MMA warp
         self.channel, self.windows, self.checkpoints = axis == "channel", windows, checkpoints
+        self.prefetches_v = not self.channel  # KDA's scan is bound by its bytes, and loses by it
         self.persistent = self.mma_groups > 1 and not self.transitions  # otherwise a block has one work tile
         self.dtype, self.state_dtype = DTYPES[dtype], DTYPES[state_dtype]
         tiles = dict.fromkeys(("k", "q", "k_restored") if self.channel else ("k", "q"), TILE_BYTES)
         self.stage_bytes = sum(tiles.values()) + 2 * TRIANGLE_BYTES + SCALE_BYTES
         self.v_pitch = rows * 2 + 16  # bytes of a token's values, padded so that 8 tokens start in different banks
-        self.stages = 2 if self.channel and self.mma_groups > 1 else 3
-        self.square_stages = self.stages
+        self.stages = self.square_stages = self.num_stages()
         staged = {
             **tiles,
             "tinv": SQUARE_BYTES,
             "aqk": SQUARE_BYTES,
-            "v": CHUNK * self.v_pitch,  # overwritten by o
+            "v": CHUNK * self.v_pitch,
+            self.o_region: CHUNK * self.v_pitch,
             "scales": SCALE_BYTES,
             "v_absmax": 8,
             "full": 8,
             "empty": 8,
             "o_full": 8,
         }
-        offsets, end = lay_out({name: self.stages * size for name, size in staged.items()})
-        work, self.shared = lay_out({"work": 2 * WORK_BYTES, "work_full": 2 * 8, "work_empty": 2 * 8}, end)
-        self.smem = SimpleNamespace(**offsets, **work)
+        offsets, end = lay_out({name: self.stages_of(name) * size for name, size in staged.items()})
+        work, end = lay_out({"work": 2 * WORK_BYTES, "work_full": 2 * 8, "work_empty": 2 * 8}, end)
+        further, self.shared = lay_out(self.further_regions(), -(-end // 128) * 128)
+        self.smem = SimpleNamespace(**offsets, **work, **further)
         self.threads = WARPGROUP + WARPGROUP * self.mma_groups
-        self.consumers = WARPGROUP * self.mma_groups + (0 if self.transitions else STORE_THREADS)
+        self.arrivals = self.expected_arrivals()
+
+    def num_stages(self):
+        return 2 if self.channel and self.mma_groups > 1 else 3
+
+    def stages_of(self, name):
+        """Stages that a region of shared memory has."""
+        return self.stages
+
+    def expected_arrivals(self):
+        """mbarriers: how many, and the arrivals that each waits for."""
+        consumers = WARPGROUP * self.mma_groups + (0 if self.transitions else self.store_threads)
+        a_stage = {"full": 1 + LOAD_THREADS, "empty": consumers, "o_full": WARPGROUP * self.mma_groups}
+        a_work_tile = {"work_full": (2, 1), "work_empty": (2, self.threads)}
+        return {name: (self.stages_of(name), count) for name, count in a_stage.items()} | a_work_tile
+
+    def further_regions(self):
+        """Of shared memory, behind all others."""
+        return {}
 
     @cute.jit
     def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
@@ -276,7 +298,7 @@ class PrefillScan:
     def begin(self, args, thread):
         """The block's shared memory, with its mbarriers."""
         shared = self.init_mbarriers(thread)
-        self.clear_squares(shared, thread)
+        self.clear_squares(shared, thread, self.threads)
         if args.ptr.sequence_order != 0:
             self.wait_for_prepare()
         return shared
@@ -291,20 +313,19 @@ class PrefillScan:
     def init_mbarriers(self, thread):
         shared = (cute.arch.get_dyn_smem(Uint32, 1024)).toint()
         if thread == 0:
-            for stage in cutlass.range_constexpr(self.stages):
-                cute.arch.mbarrier_init(mbarrier(shared + self.smem.full + stage * 8), 1 + LOAD_THREADS)
-                cute.arch.mbarrier_init(mbarrier(shared + self.smem.empty + stage * 8), self.consumers)
-                cute.arch.mbarrier_init(mbarrier(shared + self.smem.o_full + stage * 8), WARPGROUP * self.mma_groups)
-            for i in cutlass.range_constexpr(2):
-                cute.arch.mbarrier_init(mbarrier(shared + self.smem.work_full + i * 8), 1)
-                cute.arch.mbarrier_init(mbarrier(shared + self.smem.work_empty + i * 8), self.threads)
+            self.init_arrivals(shared)
             cute.arch.mbarrier_init_fence()
         return shared
 
+    def init_arrivals(self, shared):
+        for name, (count, arrivals) in self.arrivals.items():
+            for i in range(count):
+                cute.arch.mbarrier_init(mbarrier(shared + getattr(self.smem, name) + i * 8), arrivals)
+
     @cute.jit
-    def clear_squares(self, shared, thread):
+    def clear_squares(self, shared, thread, threads):
         """Tinv and Aqk above their diagonal blocks: no copy writes there."""
-        for at in cutlass.range(thread * 16, 2 * self.square_stages * SQUARE_BYTES, self.threads * 16, unroll=1):
+        for at in cutlass.range(thread * 16, 2 * self.square_stages * SQUARE_BYTES, threads * 16, unroll=1):
             store_shared_x4(shared + self.smem.tinv + at, [Uint32(0)] * 4)
         cute.arch.fence_proxy("async.shared", space="cta")
 
@@ -521,7 +542,7 @@ class PrefillScan:
         load warps have no registers for that: values come by asynchronous copies, and the MMA warps take the absmax.
         """
         shared, thread, work = coord.shared, coord.thread, coord.work
-        row, vector, step = self.copy_slice(thread)
+        row, vector, step = self.copy_slice(thread, LOAD_THREADS)
         v_at = self.v_address(args, work, Int32(0), vector)
         ahead = cute.make_rmem_tensor((4, CHUNK // step), Uint32)
         if cutlass.const_expr(self.mma_groups == 1):
@@ -529,9 +550,9 @@ class PrefillScan:
         self.wait_for_prepare()
         for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
             iteration = work.iterations_before + c - coord.first_chunk
-            stage = iteration % self.stages
+            stage, stages = iteration % self.stages_of("v"), self.stages_of("v")
             full = shared + self.smem.full + stage * 8
-            cute.arch.mbarrier_wait(mbarrier(shared + self.smem.empty + stage * 8), (iteration // self.stages + 1) % 2)
+            cute.arch.mbarrier_wait(mbarrier(shared + self.smem.empty + stage * 8), (iteration // stages + 1) % 2)
             if thread == 0:
                 self.start_tiles(args, coord, work.sequence.first_slot + c, stage, full)
             values = shared + self.smem.v + stage * (CHUNK * self.v_pitch) + vector * 16
@@ -543,7 +564,7 @@ class PrefillScan:
                     absmax = self.words_absmax([word for four in words for word in four])
                     store_shared(shared + self.smem.v_absmax + stage * 8 + thread // 32 * 4, absmax, thread % 32 == 0)
                 self.load_v(args, coord, v_at, c + 1, ahead)
-                if cutlass.const_expr(not self.channel):  # KDA's scan is bound by its bytes, and loses by it
+                if cutlass.const_expr(self.prefetches_v):
                     token = (c + 4) * CHUNK + thread
                     prefetch_l2(v_at + (offset(token, args.stride.v_t) - vector * 16), self.has_v(coord, token))
                 cute.arch.mbarrier_arrive(mbarrier(full))
@@ -560,7 +581,7 @@ class PrefillScan:
         return at + token_offset(args, work.sequence, token, args.stride.v_n, args.stride.v_t)
 
     def load_v(self, args, coord, v_at, c, ahead):
-        row, _, step = self.copy_slice(coord.thread)
+        row, _, step = self.copy_slice(coord.thread, LOAD_THREADS)
         for i in range(CHUNK // step):
             token = c * CHUNK + row + i * step
             for w, word in enumerate(load_words(v_at + offset(token, args.stride.v_t), self.has_v(coord, token))):
@@ -570,10 +591,10 @@ class PrefillScan:
         """Tokens past the end have no values."""
         return token < coord.work.sequence.tokens
 
-    def copy_slice(self, thread):
+    def copy_slice(self, thread, threads):
         """A load or store thread's first token, its 16-byte vector of each token, and the step to its next token."""
         vectors = self.rows // 8
-        return thread // vectors, thread % vectors, LOAD_THREADS // vectors
+        return thread // vectors, thread % vectors, threads // vectors
 
     def start_tiles(self, args, coord, slot, stage, full):
         """A chunk's tiles by bulk copies, which the stage's barrier expects."""
@@ -596,10 +617,11 @@ class PrefillScan:
     def load_squares(self, args, shared, chunk, stage, full):
         """Tinv and Aqk of a value head's chunk."""
         for i, square in enumerate((self.smem.tinv, self.smem.aqk)):
-            for panel in range(CHUNK // 16):
-                source = args.ptr.tinv_aqk + chunk * (2 * TRIANGLE_BYTES) + i * TRIANGLE_BYTES + triangle_panel(panel)
-                target = shared + square + stage * SQUARE_BYTES + square_panel(panel)
-                bulk_load(target, source, (CHUNK - 16 * panel) * 32, full)
+            self.load_square(args.ptr.tinv_aqk + (chunk * 2 + i) * TRIANGLE_BYTES, shared + square + stage * SQUARE_BYTES, full)
+
+    def load_square(self, triangle, square, full):
+        for panel in range(CHUNK // 16):
+            bulk_load(square + square_panel(panel), triangle + triangle_panel(panel), (CHUNK - 16 * panel) * 32, full)
 
     def load_tiles(self, tiles, full):
         for target, source in tiles:
@@ -624,15 +646,15 @@ class PrefillScan:
     def store(self, args, coord):
         """The store warps: outputs from shared memory to o. Inactive sequences and rows past the last one get zeros."""
         stride, size, shared, work = args.stride, args.size, coord.shared, coord.work
-        row, vector, step = self.copy_slice(coord.thread)
+        row, vector, step = self.copy_slice(coord.thread, self.store_threads)
         o_at = args.ptr.o + offset(work.hv, stride.o_h) + offset(work.tile, self.rows * 2) + vector * 16
         o_at += token_offset(args, work.sequence, Int32(0), stride.o_n, stride.o_t)
         self.wait_for_prepare()
         for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
             iteration = work.iterations_before + c - coord.first_chunk
-            stage = iteration % self.stages
-            cute.arch.mbarrier_wait(mbarrier(shared + self.smem.o_full + stage * 8), iteration // self.stages % 2)
-            outputs = shared + self.smem.v + stage * (CHUNK * self.v_pitch) + vector * 16
+            stage, stages = iteration % self.stages_of("v"), self.stages_of("v")
+            cute.arch.mbarrier_wait(mbarrier(shared + self.smem.o_full + stage * 8), iteration // stages % 2)
+            outputs = shared + getattr(self.smem, self.o_region) + stage * (CHUNK * self.v_pitch) + vector * 16
             for first in cutlass.range(row, CHUNK, 2 * step, unroll=1):
                 words = [load_shared_x4(outputs + (first + i * step) * self.v_pitch) for i in range(2)]
                 for i in cutlass.range_constexpr(2):
@@ -641,7 +663,7 @@ class PrefillScan:
                     if cutlass.const_expr(self.windows):
                         stored = stored & (c >= coord.first_stored)
                     store_words(o_at + offset(token, stride.o_t), words[i], stored)
-            cute.arch.mbarrier_arrive(mbarrier(shared + self.smem.empty + stage * 8))
+            cute.arch.mbarrier_arrive(mbarrier(shared + getattr(self.smem, self.o_empty) + stage * 8))
         if work.segment == 0:
             begin = Int32(select_(work.state_index < 0, 0, work.sequence.tokens))
             end = work.sequence.tokens
@@ -661,7 +683,7 @@ class PrefillScan:
             "tinv": square_tensor(shared + smem.tinv, self.square_stages),
             "aqk": square_tensor(shared + smem.aqk, self.square_stages),
         }
-        tensors["k_update"] = self.tile(shared + smem.k_restored) if self.channel else tensors["k"]
+        tensors["k_update"] = self.tile(coord, "k_restored") if self.channel else tensors["k"]
         made = {}
         for name, x in tensors.items():
             if name == "k_update":
@@ -671,10 +693,10 @@ class PrefillScan:
         return made
 
     def qk_tensors(self, coord):
-        return {name: self.tile(coord.shared + at) for name, at in (("k", self.smem.k), ("q", self.smem.q))}
+        return {name: self.tile(coord, name) for name in ("k", "q")}
 
-    def tile(self, address):
-        return tile_tensor(address, D, self.stages)
+    def tile(self, coord, name):
+        return tile_tensor(coord.shared + getattr(self.smem, name), D, self.stages_of(name))
 
     def tiled_mma(self, name):
         major = cute.nvgpu.OperandMajorMode
@@ -781,6 +803,7 @@ class PrefillScan:
             self.residual(frag, values, self.s_k_scales(coord, pipe), state_scale)
         else:
             values, s_k_scales = self.values(coord, pipe), self.s_k_scales(coord, pipe)
+            self.values_read(coord, pipe)
             warpgroup.wait_group(0 if self.transitions else 1)
             self.residual(frag, values, s_k_scales, state_scale)
         o_scale = state_scale
@@ -788,6 +811,7 @@ class PrefillScan:
         self.decay_state(frag, self.state_decay(coord, pipe))
         u_scales = self.u_scales(coord, pipe)
         warpgroup.wait_group(0)
+        self.u_found(coord, pipe)
         self.start_update(frag, right, coord, u_scales, pipe)
         if cutlass.const_expr(self.mma_groups > 1):  # the other warpgroup keeps the tensor cores busy: free the stage early
             self.finish_chunk(frag, args, coord, pipe, o_scale)
@@ -810,6 +834,12 @@ class PrefillScan:
         if cutlass.const_expr(not self.deterministic):
             checkpoint = self.keep_state(frag, args, coord, following, state_scale, checkpoint)
         return state_scale, following, checkpoint
+
+    def values_read(self, coord, pipe):
+        """Behind a chunk's values in registers."""
+
+    def u_found(self, coord, pipe):
+        """Between the products up to u and those that it is in."""
 
     @cute.jit
     def keep_state(self, frag, args, coord, pipe, state_scale, checkpoint):
@@ -966,7 +996,7 @@ class PrefillScan:
     def v_absmax(self, coord, pipe):
         """The largest magnitude among a chunk's values; where the MMA warps take it, among the warp's rows of them."""
         if self.load_absmax:
-            pair = load_shared_f32x2(coord.shared + self.smem.v_absmax + pipe.stage * 8)
+            pair = load_shared_f32x2(coord.shared + self.smem.v_absmax + self.value_stage(pipe) * 8)
             return cute.math.max(pair[0], pair[1])
         return self.words_absmax(self.values(coord, pipe)).bitcast(Float32)
 
@@ -985,11 +1015,15 @@ class PrefillScan:
         fours = [ldmatrix_x4_trans(at + j * 8 * self.v_pitch) for j in range(0, CHUNK // 8, 2)]
         return [word for four in fours for word in four]
 
-    def values_at(self, coord, pipe):
-        """Address of a lane's row of the warp's first four 8 x 8 matrices of values, later of outputs."""
+    def value_stage(self, pipe):
+        return pipe.stage
+
+    def values_at(self, coord, pipe, region="v"):
+        """Address of a lane's row of the warp's first four 8 x 8 matrices of values or outputs."""
         lane = coord.thread % 32
         token, vector = lane // 16 * 8 + lane % 8, coord.group * 8 + coord.thread // 32 * 2 + lane // 8 % 2
-        return coord.shared + self.smem.v + pipe.stage * (CHUNK * self.v_pitch) + token * self.v_pitch + vector * 16
+        stage = coord.shared + getattr(self.smem, region) + self.value_stage(pipe) * (CHUNK * self.v_pitch)
+        return stage + token * self.v_pitch + vector * 16
 
     def residual(self, frag, values, s_k_scales, state_scale):
         """v - S k as fp16."""
@@ -1015,11 +1049,11 @@ class PrefillScan:
 
     @cute.jit
     def store_o(self, coord, pipe, words):
-        """A chunk's outputs over its values: a warp overwrites values that no other warp reads."""
-        at = self.values_at(coord, pipe)
+        """A chunk's outputs to shared memory; over its values, where these are, as no other warp reads what a warp overwrites."""
+        at = self.values_at(coord, pipe, self.o_region)
         for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
             stmatrix_x4_trans(at + j * 8 * self.v_pitch, words[2 * j : 2 * j + 4])
-        cute.arch.mbarrier_arrive(mbarrier(coord.shared + self.smem.o_full + pipe.stage * 8))
+        cute.arch.mbarrier_arrive(mbarrier(coord.shared + self.smem.o_full + self.value_stage(pipe) * 8))
 
     # -------------------------------------------------------------------------------------------- states in global memory
 

@@ -115,8 +115,8 @@ class PrefillScanRaw(PrefillMapped):
     def scales_at(self, coord, pipe):
         return super().scales_at(coord._replace(shared=opaque(coord.shared)), pipe)
 
-    def tile(self, address):
-        return raw_tile_tensor(address, D, self.stages)
+    def tile(self, coord, name):
+        return raw_tile_tensor(coord.shared + getattr(self.smem, name), D, self.stages)
 
     def s_k_scales(self, coord, pipe):
         return self.packed_scales(coord, pipe, RAW_SCALE_BYTES)

@@ -458,6 +458,20 @@ def release_increment(address):
     cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[address])
 
 
+def increment(address):
+    """Add 1 to a counter in global memory."""
+    cute.arch.inline_ptx("red.relaxed.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[address])
+
+
+def load_relaxed(address):
+    """A counter in global memory, as it is or was just now."""
+    return cute.arch.inline_ptx("ld.relaxed.gpu.global.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+
+
+def nanosleep(ns):
+    cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Uint32(ns)])
+
+
 def load_acquire(address):
     """A counter in global memory; what was written in front of its increments can be read behind this."""
     return cute.arch.inline_ptx("ld.acquire.gpu.global.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
