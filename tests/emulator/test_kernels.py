@@ -136,6 +136,14 @@ def test_warpgroups_take_several_chunks(cut, sms, kernels, monkeypatch):
         compared(call("channel", sum(lengths), lengths), kernels)
 
 
+@pytest.mark.parametrize("cut", ["overlapped"], indirect=True)
+@pytest.mark.parametrize(("axis", "heads", "sms"), [("channel", 2, 8), ("head", 1, 4)])
+def test_prepare_waits_for_walks_that_are_far_behind(cut, axis, heads, sms, kernels, monkeypatch):
+    """24 chunks of each head, of which 12 warpgroups take some; KDA's beside four walks, and all others first, as well."""
+    monkeypatch.setattr(on_host, "chip_of", lambda _: on_host.H200._replace(sms=sms))
+    compared(call(axis, 1500, heads=(heads, heads)), kernels)
+
+
 @pytest.mark.parametrize("axis", FEW_HEADS)
 @pytest.mark.parametrize("cut", [1, "raw", "beside", "overlapped", "joined"], indirect=True)
 @pytest.mark.parametrize("lengths", [(64,), (0, 128, 0, 64, 0)], ids=str)
