@@ -46,7 +46,6 @@ from .device.primitives import (
     load_shared_x4,
     lowest_bit,
     mbarrier,
-    opaque,
     qk_head,
     release_increment,
     store_shared_f32,
@@ -231,7 +230,7 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
         beta = load_shared_f32(self.beta_at(coord))
         parameters = [load_shared_f32(self.parameters_at(coord) + 4 * i) for i in range(0 if self.gate == "log" else 2)]
         cute.arch.mbarrier_wait(mbarrier(coord.shared + self.smem.loaded), self.load_place(coord.shared).phase)
-        if (coord.tokens < CHUNK) & self.has_tokens(coord):
+        if coord.tokens < CHUNK:
             self.clear_tokens(coord)
         cute.arch.sync_warp()
         return beta, parameters
@@ -264,54 +263,6 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
         at = self.operands_at(coord, self.smem.k_operands, k_block) + coord.lane % 8 * 2
         vectors = [at + ((coord.lane // 8) ^ i) * 16 for i in range(4)]
         return [load_shared_as_f32(vectors[t // 2 % 4] + t * 64, self.g_dtype) for t in range(SUBCHUNK)]
-
-    # -------------------------------------------------------------------------------------------- sub-chunks without tokens
-    # Their rows and columns of Tinv and Aqk are zeros. Their operands, which other tokens may have left, are not read.
-
-    @cute.jit
-    def norms(self, coord):
-        found = cute.make_rmem_tensor((2, 2, 2), Float32)
-        found.fill(0.0)
-        if self.has_tokens(coord):
-            made = super().norms(coord)
-            for i in cutlass.range_constexpr(8):
-                found[i // 4, i // 2 % 2, i % 2] = made[i // 4][i // 2 % 2][i % 2]
-        return [[[found[kind, i, which] for which in (0, 1)] for i in (0, 1)] for kind in (0, 1)]
-
-    def clear_operands(self, coord):
-        store_shared_x4(self.totals_at(coord, coord.subchunk) + coord.lane * 16, [Uint32(0)] * 4)
-
-    @cute.jit
-    def off_diagonal_blocks(self, args, coord):
-        row = Int32(select_(coord.subchunk == 0, 3, coord.subchunk))  # of blocks, that the warp computes
-        if row * SUBCHUNK < coord.tokens:
-            super().off_diagonal_blocks(args, coord)
-        else:
-            none = cute.make_rmem_tensor((4, 2, 2), Float32)
-            none.fill(0.0)
-            self.store_block(coord, none, row, cutlass.max(coord.subchunk - 1, 0))
-            if coord.subchunk > 1:
-                self.store_block(coord, none, row, coord.subchunk - 2)
-
-    @cute.jit
-    def invert_diagonal(self, coord, head):
-        """And all writes of operands come before the next copies to their places."""
-        if self.has_tokens(coord):
-            super().invert_diagonal(coord, head)
-        else:
-            for vector in cutlass.range_constexpr(2):
-                at = self.inverse_at(coord, coord.subchunk, coord.lane // SUBCHUNK, coord.lane % SUBCHUNK, vector)
-                store_shared_x4(at, [Uint32(0)] * 4)
-        cute.arch.fence_proxy("async.shared", space="cta")
-
-    @cute.jit
-    def invert_below(self, coord, head):
-        if self.has_tokens(coord):
-            super().invert_below(coord, head)
-        else:
-            none = Uint32(opaque(Int32(0)))  # stmatrix takes no constants
-            for row in cutlass.range(coord.subchunk, CHUNK // SUBCHUNK, unroll=1):
-                self.store_tinv(coord, head, coord.subchunk, row, [none] * 4)
 
     # -------------------------------------------------------------------------------------------- what the scan needs
 
@@ -352,6 +303,11 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
         """Count a slot's head that is prepared, where a scan waits for it."""
         if condition & (args.size.walking > 0) & (slot >= 0):
             release_increment(counter_at(args, slot))
+
+    def invert_diagonal(self, coord, head):
+        """And all writes of operands come before the next copies to their places."""
+        super().invert_diagonal(coord, head)
+        cute.arch.fence_proxy("async.shared", space="cta")
 
     def operands_read(self, args, coord):
         """The next tokens' copies start, and what else the next chunk needs is loaded."""

@@ -183,15 +183,14 @@ class PrefillScanRaw(PrefillMapped):
             if c < chunks:
                 cute.arch.mbarrier_wait(mbarrier(shared + self.smem.raw_full + stage * 8), phase)
                 at = shared + stage * TILE_BYTES + lane // 16 * BLOCK_BYTES + subchunk * (SUBCHUNK * 128)
-                left = tokens - c * CHUNK - subchunk * SUBCHUNK
-                if left < SUBCHUNK:
-                    self.clear_tokens(at, lane, left)
+                left = tokens - c * CHUNK
+                if left < CHUNK:
+                    self.clear_tokens(at, lane, left - subchunk * SUBCHUNK)
                 scales = shared + self.smem.scales + stage * self.scale_bytes
                 if thread < CHUNK:
                     k_norm = load_shared_f32(scales + KDA_SCALE_S_K + thread * 4)
                     store_shared_half(scales + RAW_SCALE_BYTES + thread * 2, -cute.math.min(k_norm, Float32(FP16_MAX)))
-                if left > 0:
-                    self.decay_tokens(scales, at, lane, subchunk, gate)
+                self.decay_tokens(scales, at, lane, subchunk, gate)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 # The chunk two before is complete: so is the phase of `full` that has its arrivals.
                 self.wait_until_empty(shared, before + c + 1)
@@ -210,12 +209,13 @@ class PrefillScanRaw(PrefillMapped):
 
     @cute.jit
     def clear_tokens(self, at, lane, left):
-        """Past the last token, where others may lie: zeros. If the sub-chunk has one that is decayed, a g whose log decay is 0."""
-        g = Uint32(select_(left > 0, self.chunk_terms.neutral_g(), Uint32(0)))
-        for token in cutlass.range(cutlass.max(left, 0), SUBCHUNK, unroll=1):
-            place = self.word_at(at, lane, token)
-            for region, word in ((self.smem.k, Uint32(0)), (self.smem.q, Uint32(0)), (self.smem.k_restored, g)):
-                store_shared_x2(place + region, [word] * 2)
+        """Past the last token, where others may lie: zeros, and a g whose log decay is 0."""
+        for token in cutlass.range(SUBCHUNK, unroll=1):
+            if token >= left:
+                place = self.word_at(at, lane, token)
+                for region in cutlass.range_constexpr(2):
+                    store_shared_x2(place + (self.smem.k, self.smem.q)[region], [Uint32(0)] * 2)
+                store_shared_x2(place + self.smem.k_restored, [self.chunk_terms.neutral_g()] * 2)
 
     # -------------------------------------------------------------------------------------------- decays
 
