@@ -39,7 +39,9 @@ from .prefill_prepare_kda import KdaChunk
 from .prefill_scan import LOAD_THREADS, WARPGROUP, PrefillScan, warp_uniform
 
 COPY_REGISTERS, MMA_REGISTERS = 104, 232  # of a thread that walks; of one that prepares, 168
-PREPARING, WALKING = 3, 2  # warpgroups of a block that prepare; of those in blocks that walk, the first ones that do
+PREPARING = 3  # warpgroups of a block that prepare
+WALKING = {"head": 3, "channel": 2}
+"""Warpgroups of a block that walk, by axis; KDA's third one prepares beside them."""
 MIN_PREPARING_BLOCKS = 4
 PREPARED_A_CHUNK = {"head": 25, "channel": 23}
 """64ths of an item that a block prepares while another walks a chunk, by axis: 1.23 us for 3.2, KDA 1.5 for 4.3, on an H200."""
@@ -116,7 +118,6 @@ class PrefillOverlapped(PrefillScan):
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
 
     begins_early = False
-    store_threads = 32
     o_region, o_empty = "o", "o_empty"
 
     def __init__(
@@ -125,13 +126,15 @@ class PrefillOverlapped(PrefillScan):
         chunk = OverlappedKdaChunk if axis == "channel" else OverlappedGdnChunk
         self.chunk_terms = chunk(D, BFloat16, DTYPES[g_dtype], gate, qk_l2norm)
         self.deep = ("scales",) if axis == "channel" else ("scales", "k")
+        self.walking = WALKING[axis]
+        self.store_threads, self.tile_warp = (32, 3) if axis == "channel" else (64, 8)
         super().__init__(axis, D, D, "bf16", state_dtype, 64, False, checkpoints, deterministic)
         self.prefetches_v = True
         self.prepared_a_chunk, self.lead = PREPARED_A_CHUNK[axis], LEAD[axis]
         self.threads = PREPARING * WARPGROUP
         # Blocks prepare where stages lie, or will, in front of mbarriers; but for the warpgroup beside a walk.
-        self.last_at = self.smem.beside if self.channel else WALKING * self.chunk_terms.shared
-        assert (WALKING if self.channel else PREPARING) * self.chunk_terms.shared <= self.smem.v_absmax
+        self.last_at = self.smem.beside if self.channel else 2 * self.chunk_terms.shared
+        assert self.walking * self.chunk_terms.shared <= self.smem.v_absmax
         assert self.smem.own % (4 * OWN_BYTES) == self.last_at % 128 == 0
 
     def num_stages(self):
@@ -169,9 +172,9 @@ class PrefillOverlapped(PrefillScan):
         block, group = warp_uniform(self.block_in_order(args, shared, thread)), warp_uniform(thread // WARPGROUP)
         walks = block >= self.preparing_blocks(size)
         self.prepare_chunks(args, shared, thread % WARPGROUP, group, block, walks)
-        if walks & (group < WALKING):
+        if walks & (group < self.walking):
             self.sync_walking()
-            self.clear_squares(shared, thread, WALKING * WARPGROUP)
+            self.clear_squares(shared, thread, self.walking * WARPGROUP)
             self.sync_walking()
             work = self.work_of(args, block - self.preparing_blocks(size))
             coord = self.coord_of(args, work, shared, thread % WARPGROUP, group - 1)
@@ -182,16 +185,17 @@ class PrefillOverlapped(PrefillScan):
                 cute.arch.setmaxregister_increase(MMA_REGISTERS)
                 self.mma(args, coord)
             else:
-                cute.arch.setmaxregister_decrease(COPY_REGISTERS)
+                if group == 0:
+                    cute.arch.setmaxregister_decrease(COPY_REGISTERS)
                 if thread < LOAD_THREADS:
                     self.load(args, coord)
                 elif thread < LOAD_THREADS + self.store_threads:
                     self.store(args, coord._replace(thread=thread - LOAD_THREADS))
-                else:
+                elif thread // 32 == self.tile_warp:
                     self.start_all_tiles(args, coord)
 
     def sync_walking(self):
-        cute.arch.barrier(barrier_id=PREPARE_BARRIER + PREPARING, number_of_threads=WALKING * WARPGROUP)
+        cute.arch.barrier(barrier_id=PREPARE_BARRIER + PREPARING, number_of_threads=self.walking * WARPGROUP)
 
     # -------------------------------------------------------------------------------------------- blocks that prepare
 
@@ -210,16 +214,14 @@ class PrefillOverlapped(PrefillScan):
 
     def last_item(self, size, group):
         """Up to which item a warpgroup of a block that walks takes a further one."""
-        if not self.channel:
-            return Int32(select_(group < WALKING, self.before_walk(size), Int32(-1)))
-        beside = (group >= WALKING) & (self.missing_a_chunk(size) > 0)
+        beside = (group >= self.walking) & (self.missing_a_chunk(size) > 0)
         return Int32(select_(beside, self.items(size), self.before_walk(size)))
 
     @cute.jit
     def prepare_chunks(self, args, shared, thread, group, block, walks):
         """A warpgroup's items. One is counted when the next one's inputs have come."""
         size, lane = args.size, thread % 32
-        at = shared + Int32(select_(group < WALKING, group * self.chunk_terms.shared, Int32(self.last_at)))
+        at = shared + Int32(select_(group < 2, group * self.chunk_terms.shared, Int32(self.last_at)))
         own_at = shared + self.smem.own + group * OWN_BYTES
         preparing = self.preparing_blocks(size) * PREPARING
         if thread == 0:
@@ -235,7 +237,7 @@ class PrefillOverlapped(PrefillScan):
         cute.arch.sync_threads()
         item = Int32(load_shared(own_at + NEXT))
         while item < self.items(size):
-            self.stay_close(args, own_at, thread, group, item)
+            self.stay_close(args, own_at, thread, item)
             hv, slot = item % size.chunk_blocks * size.block_heads, item // size.chunk_blocks
             sequence, chunk, tokens = find_chunk(args, slot, lane)
             # Later sub-chunks have more work: which warp has them changes, to load the SM's schedulers alike.
@@ -255,7 +257,7 @@ class PrefillOverlapped(PrefillScan):
             self.publish_last(args, own_at)
 
     @cute.jit
-    def stay_close(self, args, own_at, thread, group, item):
+    def stay_close(self, args, own_at, thread, item):
         """Where walks are far behind, wait for them: what is prepared too early leaves the L2 before it is read."""
         size = args.size
         first = PREPARING * self.preparing_blocks(size) + self.lead * size.chunk_blocks
@@ -267,7 +269,8 @@ class PrefillOverlapped(PrefillScan):
                 while (looks < MAX_LOOKS) & (load_relaxed(walked_at(args)) < wanted):
                     nanosleep(LOOK_NS)
                     looks += 1
-            cute.arch.barrier(barrier_id=PREPARE_BARRIER + group, number_of_threads=WARPGROUP)
+            # Its number again from an address: GDN has no register for it.
+            cute.arch.barrier(barrier_id=PREPARE_BARRIER + own_at // OWN_BYTES % 4, number_of_threads=WARPGROUP)
             if looks == MAX_LOOKS:
                 store_shared(own_at + WAITS, Uint32(0))
 
