@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32
+from cutlass import BFloat16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
 from .arguments import SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
@@ -30,7 +30,6 @@ from .device.primitives import (
     mbarrier,
     nanosleep,
     opaque,
-    qk_head,
     release_increment,
     store_shared,
 )
@@ -51,6 +50,9 @@ MAX_LOOKS, LOOK_NS = 64, 500
 """How often a warpgroup that is ahead looks how far walks are, and its sleep between. Then it waits no more: SMs may be few."""
 
 DEEP_STAGES = 4
+"""Of what is read in both parts of a chunk, in which its tiles come."""
+PART_ARRIVALS = {"early_full": 1, "early_empty": WARPGROUP // 32, "late_full": 1, "late_empty": WARPGROUP // 32}
+"""mbarriers of these parts, by the arrivals that each waits for."""
 SINGLE = ("v", "o", "v_absmax", "full", "empty", "o_full", "o_empty")
 """Regions and mbarriers with one stage: values are in registers a chunk ahead."""
 
@@ -69,9 +71,14 @@ def walked_at(args):
     return args.ptr.work_queue + 8
 
 
+def group_of(own_at):
+    """The number of a warpgroup, from the address of its words: GDN has no register for it."""
+    return own_at // OWN_BYTES % 4
+
+
 class OverlappedChunk(OneOfSeveral):
     def group(self, coord):
-        return coord.own_at // OWN_BYTES % 4
+        return group_of(coord.own_at)
 
     @cute.jit
     def chunk_begun(self, args, coord, spare):
@@ -133,24 +140,22 @@ class PrefillOverlapped(PrefillScan):
         self.prepared_a_chunk, self.lead = PREPARED_A_CHUNK[axis], LEAD[axis]
         self.threads = PREPARING * WARPGROUP
         # Blocks prepare where stages lie, or will, in front of mbarriers; but for the warpgroup beside a walk.
-        self.last_at = self.smem.beside if self.channel else 2 * self.chunk_terms.shared
+        self.last_at = self.smem.beside if self.channel else (PREPARING - 1) * self.chunk_terms.shared
         assert self.walking * self.chunk_terms.shared <= self.smem.v_absmax
         assert self.smem.own % (4 * OWN_BYTES) == self.last_at % 128 == 0
 
     def num_stages(self):
-        return 2 if self.channel else 3  # with room for a warpgroup beside the walk
+        return 2 if self.channel else 3  # KDA: leaves room for the warpgroup beside the walk
 
     def stages_of(self, name):
         return 1 if name in SINGLE else DEEP_STAGES if name in self.deep else self.stages
 
     def expected_arrivals(self):
-        warps = WARPGROUP // 32
-        parts = {"early_full": 1, "early_empty": warps, "late_full": 1, "late_empty": warps}
-        values = {"full": LOAD_THREADS, "empty": warps, "o_empty": self.store_threads}
-        return super().expected_arrivals() | {name: (self.stages_of(name), count) for name, count in (parts | values).items()}
+        own = PART_ARRIVALS | {"full": LOAD_THREADS, "empty": WARPGROUP // 32, "o_empty": self.store_threads}
+        return super().expected_arrivals() | {name: (self.stages_of(name), count) for name, count in own.items()}
 
     def further_regions(self):
-        barriers = dict.fromkeys(("early_full", "early_empty", "late_full", "late_empty"), self.stages * 8) | {"o_empty": 8}
+        barriers = dict.fromkeys(PART_ARRIVALS, self.stages * 8) | {"o_empty": 8}
         return {"own": 4 * OWN_BYTES, "beside": self.chunk_terms.shared if self.channel else 0} | barriers
 
     def blocks(self, size):
@@ -221,7 +226,7 @@ class PrefillOverlapped(PrefillScan):
     def prepare_chunks(self, args, shared, thread, group, block, walks):
         """A warpgroup's items. One is counted when the next one's inputs have come."""
         size, lane = args.size, thread % 32
-        at = shared + Int32(select_(group < 2, group * self.chunk_terms.shared, Int32(self.last_at)))
+        at = shared + Int32(select_(group < PREPARING - 1, group * self.chunk_terms.shared, Int32(self.last_at)))
         own_at = shared + self.smem.own + group * OWN_BYTES
         preparing = self.preparing_blocks(size) * PREPARING
         if thread == 0:
@@ -269,8 +274,7 @@ class PrefillOverlapped(PrefillScan):
                 while (looks < MAX_LOOKS) & (load_relaxed(walked_at(args)) < wanted):
                     nanosleep(LOOK_NS)
                     looks += 1
-            # Its number again from an address: GDN has no register for it.
-            cute.arch.barrier(barrier_id=PREPARE_BARRIER + own_at // OWN_BYTES % 4, number_of_threads=WARPGROUP)
+            cute.arch.barrier(barrier_id=PREPARE_BARRIER + group_of(own_at), number_of_threads=WARPGROUP)
             if looks == MAX_LOOKS:
                 store_shared(own_at + WAITS, Uint32(0))
 
@@ -321,10 +325,7 @@ class PrefillOverlapped(PrefillScan):
 
     def start_copies(self, part, args, coord, slot, c, stage, full):
         ptr, size, smem, shared = args.ptr, args.size, self.smem, coord.shared
-        v_chunk = Int64(slot) * Int64(size.HV) + Int64(coord.work.hv)
-        qk_chunk = v_chunk
-        if not self.channel:
-            qk_chunk = Int64(slot) * Int64(size.H) + Int64(qk_head(coord.work.hv, size.qk_head_factor))
+        qk_chunk, v_chunk = self.chunk_numbers(size, slot, coord.work.hv)
         tiles = {"k": ptr.k_tiles, "q": ptr.q_tiles} if part == "early" else {"k_restored": ptr.k_restored} if self.channel else {}
         square, scales = ("tinv", SCALE_BYTES) if part == "early" else ("aqk", 0)
         cute.arch.mbarrier_arrive_and_expect_tx(mbarrier(full), len(tiles) * TILE_BYTES + TRIANGLE_BYTES + scales)

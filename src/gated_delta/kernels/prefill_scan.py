@@ -166,6 +166,7 @@ class PrefillScan:
     """Whether it begins before prepare has ended, which `wait_for_prepare` waits for."""
     store_threads = 64
     o_region, o_empty = "v", "empty"
+    """Where a chunk's outputs lie, and the mbarrier that says that they are stored."""
 
     def __init__(
         self,
@@ -541,7 +542,7 @@ class PrefillScan:
         With one MMA warpgroup, values pass through registers a chunk ahead, and their absmax is taken on the way. With two, the
         load warps have no registers for that: values come by asynchronous copies, and the MMA warps take the absmax.
         """
-        shared, thread, work = coord.shared, coord.thread, coord.work
+        shared, thread, work, stages = coord.shared, coord.thread, coord.work, self.stages_of("v")
         row, vector, step = self.copy_slice(thread, LOAD_THREADS)
         v_at = self.v_address(args, work, Int32(0), vector)
         ahead = cute.make_rmem_tensor((4, CHUNK // step), Uint32)
@@ -550,7 +551,7 @@ class PrefillScan:
         self.wait_for_prepare()
         for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
             iteration = work.iterations_before + c - coord.first_chunk
-            stage, stages = iteration % self.stages_of("v"), self.stages_of("v")
+            stage = iteration % stages
             full = shared + self.smem.full + stage * 8
             cute.arch.mbarrier_wait(mbarrier(shared + self.smem.empty + stage * 8), (iteration // stages + 1) % 2)
             if thread == 0:
@@ -600,10 +601,7 @@ class PrefillScan:
         """A chunk's tiles by bulk copies, which the stage's barrier expects."""
         cute.arch.mbarrier_arrive_and_expect_tx(mbarrier(full), self.stage_bytes)
         ptr, size, shared, smem = args.ptr, args.size, coord.shared, self.smem
-        v_chunk = Int64(slot) * Int64(size.HV) + Int64(coord.work.hv)
-        qk_chunk = v_chunk
-        if not self.channel:
-            qk_chunk = Int64(slot) * Int64(size.H) + Int64(qk_head(coord.work.hv, size.qk_head_factor))
+        qk_chunk, v_chunk = self.chunk_numbers(size, slot, coord.work.hv)
         tiles = {smem.k: ptr.k_tiles, smem.q: ptr.q_tiles} | ({smem.k_restored: ptr.k_restored} if self.channel else {})
         sources = [(shared + target + stage * TILE_BYTES, source + qk_chunk * TILE_BYTES) for target, source in tiles.items()]
         if self.channel:
@@ -613,6 +611,14 @@ class PrefillScan:
             self.load_tiles(sources, full)
         self.load_squares(args, shared, v_chunk, stage, full)
         bulk_load(shared + smem.scales + stage * SCALE_BYTES, ptr.scales + v_chunk * SCALE_BYTES, SCALE_BYTES, full)
+
+    def chunk_numbers(self, size, slot, hv):
+        """Of a head's chunk in the workspace: among those of tiles, and of value heads."""
+        v_chunk = Int64(slot) * Int64(size.HV) + Int64(hv)
+        qk_chunk = v_chunk
+        if not self.channel:
+            qk_chunk = Int64(slot) * Int64(size.H) + Int64(qk_head(hv, size.qk_head_factor))
+        return qk_chunk, v_chunk
 
     def load_squares(self, args, shared, chunk, stage, full):
         """Tinv and Aqk of a value head's chunk."""
@@ -645,14 +651,14 @@ class PrefillScan:
     @cute.jit
     def store(self, args, coord):
         """The store warps: outputs from shared memory to o. Inactive sequences and rows past the last one get zeros."""
-        stride, size, shared, work = args.stride, args.size, coord.shared, coord.work
+        stride, size, shared, work, stages = args.stride, args.size, coord.shared, coord.work, self.stages_of("v")
         row, vector, step = self.copy_slice(coord.thread, self.store_threads)
         o_at = args.ptr.o + offset(work.hv, stride.o_h) + offset(work.tile, self.rows * 2) + vector * 16
         o_at += token_offset(args, work.sequence, Int32(0), stride.o_n, stride.o_t)
         self.wait_for_prepare()
         for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
             iteration = work.iterations_before + c - coord.first_chunk
-            stage, stages = iteration % self.stages_of("v"), self.stages_of("v")
+            stage = iteration % stages
             cute.arch.mbarrier_wait(mbarrier(shared + self.smem.o_full + stage * 8), iteration // stages % 2)
             outputs = shared + getattr(self.smem, self.o_region) + stage * (CHUNK * self.v_pitch) + vector * 16
             for first in cutlass.range(row, CHUNK, 2 * step, unroll=1):

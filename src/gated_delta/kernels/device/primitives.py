@@ -469,6 +469,7 @@ def load_relaxed(address):
 
 
 def nanosleep(ns):
+    """Let other warps go on for about so many nanoseconds."""
     cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Uint32(ns)])
 
 
