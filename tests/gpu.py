@@ -117,7 +117,7 @@ def force_segments(segments, monkeypatch):
 
     monkeypatch.setattr(on_host, "segmentation_of", segmentation_of)
     if persistent or segments == 4:  # blocks that take turns, of which the longest sequences' come first
-        monkeypatch.setattr(on_host, "chip_of", lambda _: on_host.H200._replace(sms=3))
+        monkeypatch.setattr(on_host, "sms_of", lambda _: 3)
         monkeypatch.setattr(on_host, "MAX_PREPARE_BLOCKS", 0 if persistent else 88)
     monkeypatch.setattr(PREFILL, "calls", CallCache())
 

@@ -335,7 +335,7 @@ CALLS = {
     ),
     "prefill from states of their own": (
         lambda axis: gated(prompts(axis=axis)) | dict(initial_state=states(N), output_final_state=True, beta_logits=True),
-        dict(N=N, T=70, total=0, chunk_slots=2 * N, H=H, segments=1, beta_logits=1, sms=on_host.H200.sms),
+        dict(N=N, T=70, total=0, chunk_slots=2 * N, H=H, segments=1, beta_logits=1, sms=on_host.H200_SMS),
     ),
     **{
         f"prefill of packed prompts in a pool, {dtype}": (  # with padding heads
@@ -918,8 +918,8 @@ def test_packed_sequences_have_an_order_where_their_blocks_take_turns(launches, 
 def test_few_blocks_of_prepare_have_fewer_value_heads(launches, axis):
     """Halved while they are no more than 264 and the heads are even. KDA's have one, and what prepares beside the scan has all."""
     for T, H, HV, heads in ((512, 16, 64, 2), (256, 16, 64, 1), (1024, 16, 64, 4), (64, 1, 12, 3), (64, 2, 2, 1), (64, 1, 7, 7)):
-        assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1), on_host.H200.sms) == heads
-        assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1, overlapped=True), on_host.H200.sms) == HV // H
+        assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1), on_host.H200_SMS) == heads
+        assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1, overlapped=True), on_host.H200_SMS) == HV // H
     run("prefill", **prompts((1, 100), axis))
     assert (launches[0][-1].block_heads, launches[0][-1].chunk_blocks) == (1, 4)
 
@@ -971,26 +971,26 @@ def test_segmentation_depends_on_sequences_tokens_and_what_the_call_says_of_them
     for call in (prompts(), packed_prompts(0, 4, 8), packed_prompts(0, 4, 8) | dict(max_seqlen=5)):
         run("prefill", **call)
         gd.explain("prefill", **call, backend="cute")
-    chip = on_host.H200
-    assert asked == [(N, N * 70, None, chip)] * 2 + [(2, 9, None, chip)] * 2 + [(2, 9, 5, chip)] * 2
+    sms = on_host.H200_SMS
+    assert asked == [(N, N * 70, None, sms)] * 2 + [(2, 9, None, sms)] * 2 + [(2, 9, 5, sms)] * 2
 
 
 def test_the_schedule_reads_how_many_sms_the_gpu_has(launches, monkeypatch):
     """So do the kernels, the order of sequences and the blocks of prepare."""
-    gpu = SimpleNamespace(multi_processor_count=78, memory_clock_rate=2_619_000, memory_bus_width=5120)
+    gpu = SimpleNamespace(multi_processor_count=78)
     monkeypatch.setattr(torch.cuda, "get_device_properties", {torch.device("cuda", 1): gpu}.__getitem__)
-    assert on_host.chip_of(torch.device("cuda", 1)) == (78, 3352)
-    assert on_host.chip_of(torch.device("cpu")) == on_host.H200
+    assert on_host.sms_of(torch.device("cuda", 1)) == 78
+    assert on_host.sms_of(torch.device("cpu")) == on_host.H200_SMS
     call = prompts((1, 60 * 65)) | dict(cu_seqlens=torch.arange(61) * 65, max_seqlen=65, deterministic=True)
     for sms, ordered in ((239, True), (240, False)):
-        monkeypatch.setattr(on_host, "chip_of", lambda _, sms=sms: on_host.H200._replace(sms=sms))
+        monkeypatch.setattr(on_host, "sms_of", lambda _, sms=sms: sms)
         OPERATIONS["prefill"].calls.clear()
         launches.clear()
         run("prefill", **call)
         assert {some[-1].sms for some in launches} == {sms}
         assert bool(launches[0][0].sequence_order) == ordered
     for sms, segments in ((132, 8), (60, 7), (16, 1)):
-        monkeypatch.setattr(on_host, "chip_of", lambda _, sms=sms: on_host.H200._replace(sms=sms))
+        monkeypatch.setattr(on_host, "sms_of", lambda _, sms=sms: sms)
         assert gd.explain("prefill", **prompts((1, 4096)), backend="cute").schedule.segments == segments
 
 
@@ -1020,7 +1020,7 @@ def test_calls_that_differ_in_max_seqlen_have_kernels_of_their_own(launches):
 def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, axis, packed, segments, joins):
     """Every region up to the last byte of its last entry; they begin at multiples of 256 bytes from one another."""
     force_segments(segments, monkeypatch, joins)
-    monkeypatch.setattr(on_host, "chip_of", lambda _: on_host.H200._replace(sms=3))
+    monkeypatch.setattr(on_host, "sms_of", lambda _: 3)
     made, measure = [], on_host._workspace
     monkeypatch.setattr(on_host, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1])
     more = dict(cu_seqlens=torch.tensor([0, 5, 190])) if packed else {}
@@ -1070,7 +1070,7 @@ def test_few_long_prompts_are_segmented_and_others_are_not(sms):
     found = set()
     sizes = ((1, 2, 4, 8, 16, 32, 64), (1, 2, 3, 7, 33, 300), (0, 1, 512, 2047, 2048, 8191, 8192, 100_000))
     for axis, HV, N, T in itertools.product(("head", "channel"), *sizes):
-        made = on_host.segmentation_of(prompt_problem(HV, axis=axis), N, N * T, chip=on_host.H200._replace(sms=sms))
+        made = on_host.segmentation_of(prompt_problem(HV, axis=axis), N, N * T, sms=sms)
         found.add((made.segments, made.joins))
         assert made.segments >= 1
         if made.segments > 1:
@@ -1090,7 +1090,7 @@ def test_few_long_prompts_are_segmented_and_others_are_not(sms):
             assert (on_host.MIN_WALKED_RAW if blocks <= sms else on_host.MIN_TURNS_RAW) <= T
             assert sms / on_host.MAX_UNEVEN_RAW <= HV * N <= on_host.MAX_WALKING_RAW * sms
             continue
-        if blocks <= sms or axis == "channel" or sms == on_host.H200.sms:  # else some of GDN's heads would leave SMs idle
+        if blocks <= sms or axis == "channel" or sms == on_host.H200_SMS:  # else some of GDN's heads would leave SMs idle
             assert made.rows == (64 if blocks <= sms else 128)
         assert not made.overlapped or (N == 1 and 16 * blocks <= 9 * sms)
         if made.segments == 1 and 3 * blocks <= sms:
@@ -1166,7 +1166,7 @@ def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_many_sms_are_id
     for sizes in (dict(H=16, HV=32), dict(HV=17), dict(HV=37), dict(H=32, HV=32, **packed), *kda):
         fewest = on_host.MIN_OVERLAPPED
         if "axis" in sizes:  # more chunks of heads than prepare has blocks at once
-            fewest = on_host.PREPARED_AT_ONCE * on_host.H200.sms // sizes["HV"] * 64 + 1
+            fewest = on_host.PREPARED_AT_ONCE * on_host.H200_SMS // sizes["HV"] * 64 + 1
         assert on_host.segmentation_of(prompt_problem(**sizes), 1, fewest) == overlapped
         assert not on_host.segmentation_of(prompt_problem(**sizes), 1, fewest - 1).overlapped
         assert not on_host.segmentation_of(prompt_problem(**sizes), 1, 2**20).joins
@@ -1175,10 +1175,7 @@ def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_many_sms_are_id
         assert not on_host.segmentation_of(prompt_problem(**dict(H=1, HV=32) | other), 1, 8192).overlapped
     assert not on_host.segmentation_of(prompt_problem(HV=16), 2, 8192).overlapped
     for sms, made in ((114, True), (113, False), (78, False)):
-        assert on_host.segmentation_of(prompt_problem(H=16, HV=32), 1, 8192, chip=on_host.H200._replace(sms=sms)).overlapped == made
-    for axis, made in (("head", True), ("channel", False)):  # KDA's workspace is too much for an H100's memory
-        h100 = on_host.Chip(132, 3352)
-        assert on_host.segmentation_of(prompt_problem(H=32, HV=32, axis=axis), 1, 8192, chip=h100).overlapped == made
+        assert on_host.segmentation_of(prompt_problem(H=16, HV=32), 1, 8192, sms=sms).overlapped == made
 
 
 def test_of_kda_with_a_head_for_half_of_the_sms_raw_tokens_are_walked_beside_prepare():

@@ -36,7 +36,7 @@ def kernels(run_directory):
 @pytest.fixture
 def cut(request, monkeypatch):
     """As force_segments has it, with few blocks, since each is emulated."""
-    monkeypatch.setattr(on_host, "chip_of", lambda _: on_host.H200._replace(sms=SMS))
+    monkeypatch.setattr(on_host, "sms_of", lambda _: SMS)
     monkeypatch.setattr(on_host, "MAX_PREPARE_BLOCKS", 44)
     force_segments(request.param, monkeypatch)
     return request.param
@@ -131,7 +131,7 @@ def test_rows_without_tokens_are_zeros_or_not_read(cut, kernels):
 @pytest.mark.parametrize("sms", [1, 2, 4])
 def test_warpgroups_take_several_chunks(cut, sms, kernels, monkeypatch):
     """Three of each SM; beside a scan one round on all SMs, then on those where none walks. Of 32 sequences each lane has one."""
-    monkeypatch.setattr(on_host, "chip_of", lambda _: on_host.H200._replace(sms=sms))
+    monkeypatch.setattr(on_host, "sms_of", lambda _: sms)
     for lengths in ((0, 500, 0, 64, 466), (*[3, 0, 1, 0, 65] * 5, 9, 0, 130, 0, 70, 0, 64)):
         compared(call("channel", sum(lengths), lengths), kernels)
 
@@ -140,7 +140,7 @@ def test_warpgroups_take_several_chunks(cut, sms, kernels, monkeypatch):
 @pytest.mark.parametrize(("axis", "heads", "sms"), [("channel", 2, 8), ("head", 1, 4)])
 def test_prepare_waits_for_walks_that_are_far_behind(cut, axis, heads, sms, kernels, monkeypatch):
     """24 chunks of each head, of which 12 warpgroups take some; KDA's beside four walks, and all others first, as well."""
-    monkeypatch.setattr(on_host, "chip_of", lambda _: on_host.H200._replace(sms=sms))
+    monkeypatch.setattr(on_host, "sms_of", lambda _: sms)
     compared(call(axis, 1500, heads=(heads, heads)), kernels)
 
 

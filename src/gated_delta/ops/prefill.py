@@ -24,21 +24,11 @@ from ..memory import Addresses
 from ..problem import STATE_DTYPES, Checker, Problem, absent, integer
 from .launch import SCATTERED, Launch, Operation, Plan, TokensLaunch, bytes_of, ready, token_sizes, tokens_of
 
+H200_SMS = 132
+"""SMs of an H200, on which the figures below were measured. Each runs a block of the scan at a time.
 
-class Chip(NamedTuple):
-    """What of a GPU a schedule goes by."""
-
-    sms: int
-    """Each runs a block of the scan at a time.
-
-    Where a prefill has fewer blocks its sequences are cut in segments, where it has more so many persistent ones take them in turn.
-    """
-    bandwidth: int
-    """Of its memory, GB/s, as the driver has it."""
-
-
-H200 = Chip(132, 4814)
-"""On which the figures below were measured."""
+Where a prefill has fewer blocks its sequences are cut in segments, where it has more so many persistent ones take them in turn.
+"""
 
 MIN_CUT, FEW_SEGMENTS, MIN_SEGMENT, MIN_THREE_SEGMENTS = 2048, 8, 512, 8192
 """Tokens of a sequence that is cut at all, for which FEW_SEGMENTS are best; that each has where there are more; and of a sequence
@@ -65,9 +55,6 @@ MAX_WALKING_RAW, MAX_UNEVEN_RAW = 0.61, 2.4
 
 MIN_WALKED_RAW, MIN_TURNS_RAW = 2048, 320
 """Tokens of the longest sequence from which that is faster: where blocks of 64 rows would all run at once, and where not."""
-
-MIN_BANDWIDTH = {"head": 0, "channel": 4000}
-"""GB/s from which that is faster, by axis: what KDA prepares ahead leaves the L2 before it is read. An H100 has 3350."""
 
 MAX_FUSED_GROUP, MIN_FILLED = 8, {1: 0, 2: 0}
 """Value heads of a k head up to which one kernel is faster, and the share of several rounds of SMs that heads have to fill, by the
@@ -117,10 +104,9 @@ class Segmentation(NamedTuple):
 
 
 def segmentation_of(
-    problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None, chip: Chip = H200
+    problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None, sms: int = H200_SMS
 ) -> Segmentation:
     """For that many sequences with so many tokens in all; measured on an H200 and an H100: docs/kernels/prefill.md."""
-    sms = chip.sms
     heads, deterministic = sequences * problem.HV, "deterministic" in problem.options
     may_scan_raw = can_scan_raw(problem) and not deterministic
     longest = longest_of(problem, sequences, tokens, max_seqlen)
@@ -152,20 +138,16 @@ def segmentation_of(
     joined = min(most, MAX_JOINED_SEGMENTS) if length >= MIN_JOINED and can_join(problem) and may_cut else 1
     chunks = -(-tokens // CHUNK) * problem.HV
     overlapped = chunks > PREPARED_AT_ONCE * sms if problem.axis == "channel" else tokens >= MIN_OVERLAPPED
-    overlapped &= sequences == 1 and blocks <= MAX_WALKING * sms and chip.bandwidth >= MIN_BANDWIDTH[problem.axis]
+    overlapped &= sequences == 1 and blocks <= MAX_WALKING * sms
     overlapped &= joined < MAX_JOINED_SEGMENTS and can_overlap(problem)
     if joined >= MIN_JOINED_SEGMENTS[problem.axis] and not overlapped:
         return Segmentation(joined, joins=True)
     return Segmentation(1, overlapped=overlapped)
 
 
-def chip_of(device: torch.device) -> Chip:
-    """An H200 where it is no GPU."""
-    if device.type != "cuda":
-        return H200
-    found = torch.cuda.get_device_properties(device)
-    # Kilohertz, two transfers a cycle, bits.
-    return Chip(found.multi_processor_count, found.memory_clock_rate * 2 * found.memory_bus_width // 8 // 10**6)
+def sms_of(device: torch.device) -> int:
+    """An H200's where it is no GPU."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
 
 
 def prepare_heads(H: int, HV: int, chunk_slots: int, cut: Segmentation, sms: int) -> int:
@@ -332,10 +314,10 @@ class Prefill(Operation):
         }
 
     def work(self, a: Arguments) -> tuple[Any, ...]:
-        return *super().work(a), a.max_seqlen, chip_of(a.q.device)
+        return *super().work(a), a.max_seqlen, sms_of(a.q.device)
 
-    def plan(self, problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None, chip: Chip = H200) -> Plan:
-        cut = segmentation_of(problem, sequences, tokens, max_seqlen, chip)
+    def plan(self, problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None, sms: int = H200_SMS) -> Plan:
+        cut = segmentation_of(problem, sequences, tokens, max_seqlen, sms)
         return Plan(cut, tuple(variants_of(problem, cut)))
 
     def variants(self, problem: Problem) -> list[compile.Variant]:
@@ -405,7 +387,7 @@ class PrefillLaunch(TokensLaunch):
         self.final_shape = _final_shape(a) if a.output_final_state and a.final_state is None else None
         self.final_dtype = _final_dtype(a)
         self.final_place = None if a.final_state is None else self.places.index(Arguments._fields.index("final_state"))
-        N, H, HV, sms = operation.work(a)[0], a.q.shape[2], a.v.shape[2], chip_of(a.q.device).sms
+        N, H, HV, sms = operation.work(a)[0], a.q.shape[2], a.v.shape[2], sms_of(a.q.device)
         total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), 1)
         self.workspace = _workspace(problem, N, H, HV, chunk_slots, plan.schedule, packed, sms)
