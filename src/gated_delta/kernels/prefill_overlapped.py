@@ -363,6 +363,7 @@ class PrefillOverlapped(PrefillScan):
 
     @cute.jit
     def values_read(self, coord, pipe):
+        cute.arch.sync_warp()  # behind all lanes' reads
         if coord.thread % 32 == 0:
             cute.arch.mbarrier_arrive(mbarrier(coord.shared + self.smem.empty))
 
@@ -373,5 +374,6 @@ class PrefillOverlapped(PrefillScan):
 
     @cute.jit
     def release_part(self, part, coord, pipe):
+        cute.arch.sync_warp()
         if coord.thread % 32 == 0:
             cute.arch.mbarrier_arrive(mbarrier(coord.shared + getattr(self.smem, part + "_empty") + pipe.stage * 8))
