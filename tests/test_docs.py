@@ -7,8 +7,11 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 from gated_delta import compile as kernels
+from gated_delta.ops import prefill
+from gated_delta.problem import Problem
 
 ROOT = Path(__file__).parents[1]
 
@@ -76,6 +79,22 @@ def test_an_operation_is_read_in_few_files():
         assert len(named) <= ({"fused": 12, "raw": 13}.get(kind, 10) if op == "prefill" else 8)
 
 
+def test_prefills_have_the_kernels_that_the_table_of_schedules_says():
+    page = (ROOT / "docs/kernels/prefill-schedules.md").read_text()
+    rows = re.findall(r"^\|.*\|.*\| (GDN|KDA) (\d+)/(\d+), (.*?) \| (.*?) \| (.*?) \|$", page, re.M)
+    assert len(rows) > 10
+    for model, H, HV, shape, cut, kernels_named in rows:
+        lengths = [int(T) for n, T in re.findall(r"(?:(\d+) x )?(\d+)", shape) for _ in range(int(n or 1))]
+        axis = {"GDN": "head", "KDA": "channel"}[model]
+        problem = Problem("prefill", axis, int(H), int(HV), 128, 128, gate="softplus", dtype=torch.bfloat16, g_dtype=torch.bfloat16)
+        made = prefill.segmentation_of(problem, len(lengths), sum(lengths), max(lengths))
+        words = [name for name, value in made._asdict().items() if value is True] + [f"{made.rows} rows"]
+        words += [f"{made.segments} segments"] if made.segments > 1 else []
+        assert sorted(words) == sorted(cut.split(", ")), (model, H, HV, shape, made)
+        named = [variant.kernel.removeprefix("prefill_") for variant in prefill.variants_of(problem, made)]
+        assert named == kernels_named.split(", "), (model, H, HV, shape)
+
+
 def test_every_variable_that_the_package_reads_is_on_a_page():
     read = {name for file in ROOT.glob("src/**/*.py") for name in re.findall(r"\bGATED_DELTA_[A-Z_]+[A-Z]\b", file.read_text())}
     listed = set(re.findall(r"^\| `(GATED_DELTA_\w+)`", (ROOT / "docs/packs.md").read_text(), re.M))
@@ -83,6 +102,15 @@ def test_every_variable_that_the_package_reads_is_on_a_page():
 
 
 def test_links_between_pages_lead_somewhere():
+    """To a file, and to a heading of it."""
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
-        for target in re.findall(r"\]\((?!http)([^)#]+)", page.read_text()):
-            assert (page.parent / target).exists(), f"{page.name} -> {target}"
+        for target, heading in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
+            file = page.parent / target if target else page
+            assert file.exists(), f"{page.name} -> {target}"
+            assert not heading or heading in headings(file), f"{page.name} -> {target}#{heading}"
+
+
+def headings(page):
+    """Of a page of Markdown, as links name them."""
+    titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
+    return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}

@@ -106,7 +106,7 @@ class Segmentation(NamedTuple):
 def segmentation_of(
     problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None, sms: int = H200_SMS
 ) -> Segmentation:
-    """For that many sequences with so many tokens in all; measured on an H200 and an H100: docs/kernels/prefill.md."""
+    """For that many sequences with so many tokens in all; measured on an H200 and an H100: docs/kernels/prefill-schedules.md."""
     heads, deterministic = sequences * problem.HV, "deterministic" in problem.options
     may_scan_raw = can_scan_raw(problem) and not deterministic
     longest = longest_of(problem, sequences, tokens, max_seqlen)
