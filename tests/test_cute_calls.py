@@ -1,8 +1,11 @@
 """What holds of every operation on the GPU: of decode, of verify with flush, of prefill however it is segmented."""
 
 import math
+import subprocess
+import sys
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import NamedTuple
 
 import pytest
@@ -210,6 +213,24 @@ def test_a_captured_graph_follows_its_inputs(op, axis):
         out.fill_(math.nan)
         graph.replay()
         alike((*made, state), (*op.run(fresh, start, **others), start))
+
+
+@pytest.mark.parametrize("run", [steps, drafts, prefill], ids=lambda run: run.__name__)
+def test_the_first_call_of_a_process_can_be_captured(run, axis):
+    """Its kernels are loaded meanwhile."""
+    code = f"import test_cute_calls as calls; calls.capture_first(calls.{run.__name__}, {axis!r})"
+    subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
+
+
+def capture_first(run, axis):
+    op = next(op for op in OPS.values() if op.run is run)
+    call, start = some(op, 5, axis), pool(5)
+    state = start.clone()
+    torch.cuda.synchronize()
+    graph, made = captured(lambda: op.run(call, state))
+    same(state, start)
+    graph.replay()
+    alike((*made, state), (*op.run(call, start), start))
 
 
 def test_what_the_kernel_in_front_wrote_is_read(op):
