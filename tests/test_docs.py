@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from gated_delta import compile as kernels
-from gated_delta.ops import prefill
+from gated_delta.ops import PREFILL
 from gated_delta.problem import Problem
 
 ROOT = Path(__file__).parents[1]
@@ -81,18 +81,19 @@ def test_an_operation_is_read_in_few_files():
 
 def test_prefills_have_the_kernels_that_the_table_of_schedules_says():
     page = (ROOT / "docs/kernels/prefill-schedules.md").read_text()
-    rows = re.findall(r"^\|.*\|.*\| (GDN|KDA) (\d+)/(\d+), (.*?) \| (.*?) \| (.*?) \|$", page, re.M)
+    _, _, *rows = page[page.index("| heads |") :].partition("\n\n")[0].splitlines()
     assert len(rows) > 10
-    for model, H, HV, shape, cut, kernels_named in rows:
+    for row in rows:
+        example, cut, named = (cell.strip() for cell in row.split("|")[3:6])
+        model, H, HV, shape = re.fullmatch(r"(GDN|KDA) (\d+)/(\d+), (.+)", example).groups()
         lengths = [int(T) for n, T in re.findall(r"(?:(\d+) x )?(\d+)", shape) for _ in range(int(n or 1))]
         axis = {"GDN": "head", "KDA": "channel"}[model]
         problem = Problem("prefill", axis, int(H), int(HV), 128, 128, gate="softplus", dtype=torch.bfloat16, g_dtype=torch.bfloat16)
-        made = prefill.segmentation_of(problem, len(lengths), sum(lengths), max(lengths))
+        made, variants = PREFILL.plan(problem, len(lengths), sum(lengths), max(lengths))
         words = [name for name, value in made._asdict().items() if value is True] + [f"{made.rows} rows"]
         words += [f"{made.segments} segments"] if made.segments > 1 else []
-        assert sorted(words) == sorted(cut.split(", ")), (model, H, HV, shape, made)
-        named = [variant.kernel.removeprefix("prefill_") for variant in prefill.variants_of(problem, made)]
-        assert named == kernels_named.split(", "), (model, H, HV, shape)
+        assert sorted(words) == sorted(cut.split(", ")), (example, made)
+        assert [variant.kernel.removeprefix("prefill_") for variant in variants] == named.split(", "), example
 
 
 def test_every_variable_that_the_package_reads_is_on_a_page():
