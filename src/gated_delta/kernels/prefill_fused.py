@@ -157,19 +157,16 @@ class FusedChunk(GdnChunk):
 
     def invert_below(self, coord, head):
         """As PrepareChunk's, but all warps compute three blocks: no branch keeps a product from those that need not wait for it."""
-        gates = self.gates_at(coord, head) + coord.row * 4
-        beta_k = [load_shared_f32(gates + (GATE_BETA_K + coord.subchunk * SUBCHUNK + 8 * i) * 4) for i in range(2)]
-        above, scaled = (ldmatrix_x4(self.inverse_matrices_at(coord, coord.subchunk, i)) for i in range(2))
+        above = ldmatrix_x4(self.inverse_matrices_at(coord, coord.subchunk, 1))
         system, inverses = self.load_below(coord)
-        self.store_tinv(coord, head, coord.subchunk, coord.subchunk, scaled)
+        self.store_tinv(coord, head, coord.subchunk, coord.subchunk, above)
         sums = [[[Float32(0)] * 4 for _ in range(2)] for _ in range(3)]
         for b in range(3):
             for j in range(b, 3):
                 sums[j] = self.add_product(sums[j], above, system[j][b])
-            made = self.add_product([[Float32(0)] * 4 for _ in range(2)], self.left_operand(sums[b]), inverses[b])
-            made = [[-x for x in half] for half in made]
-            above, scaled = self.left_operand(made), [[half[e] * beta_k[e // 2] for e in range(4)] for half in made]
-            self.store_below(coord, head, coord.subchunk + b + 1, self.left_operand(scaled))
+            block = self.add_product([[Float32(0)] * 4 for _ in range(2)], self.left_operand(sums[b]), inverses[b])
+            above = self.left_operand([[-x for x in half] for half in block])
+            self.store_below(coord, head, coord.subchunk + b + 1, above)
 
     def add_product(self, sums, left, right):
         return [mma_sync(sums[half], left, right[2 * half : 2 * half + 2], Float16) for half in range(2)]

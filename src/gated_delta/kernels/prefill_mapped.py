@@ -37,8 +37,7 @@ from .prefill_scan import (
     WORK_BYTES,
     PrefillScan,
     inverse_power_of_2,
-    inverse_power_of_2_below,
-    within_scales,
+    scale_of,
 )
 
 MMA_BARRIER = 2  # and the next three: one for each MMA warpgroup and place of o
@@ -175,7 +174,7 @@ class PrefillMapped(PrefillScan):
 
     @cute.jit
     def fit_values(self, frag, coord, pipe, state_scale):
-        """The chunk's values as fp16, times the state's scale, and that scale; the state, S k and S q are scaled down to them.
+        """The chunk's values as fp16, times the state's scale, their absmax, and that scale; the state, S k and S q are scaled down to them.
 
         In front of the wait for S k and S q, so that little is behind it: ptxas moves such waits up to the last branch.
         """
@@ -184,17 +183,17 @@ class PrefillMapped(PrefillScan):
         self.scale_values(raw, state_scale, values)
         if state_scale * absmax > ABSMAX_HIGH:
             warpgroup.wait_group(0)
-            wanted = within_scales(inverse_power_of_2_below(absmax))
-            factor = wanted * inverse_power_of_2(state_scale)
+            unscale = inverse_power_of_2(state_scale)
+            state_scale = scale_of(absmax, Float32(0))
+            factor = state_scale * unscale
             self.multiply(frag.state, factor)
             half = pack_x2(factor, factor, Float16)
             for sums in (frag.s_k, frag.o):
                 words = cute.recast_tensor(sums, Uint32)
                 for i in range(cute.size(words)):
                     words[i] = mul_x2(words[i], half)
-            state_scale = wanted
             self.scale_values(self.values(coord, pipe), state_scale, values)
-        return values, state_scale
+        return values, absmax, state_scale
 
     def scale_values(self, raw, state_scale, values):
         for i, word in enumerate(raw):

@@ -95,7 +95,10 @@ LOAD_THREADS = 64
 COPY_REGISTERS, MMA_REGISTERS = 40, 232  # of a thread, with two MMA warpgroups
 WORK_BYTES = 32  # a published work tile
 RESCALE_INTERVAL = 4  # chunks from one look at the state's absmax to the next
-ABSMAX_HIGH, ABSMAX_LOW = 2.0**4, 2.0**-4  # of the scaled state and values: docs/kernels/prefill.md, "Precision and range"
+# Absmax of the scaled state and values: docs/kernels/prefill.md, "Precision and range".
+ABSMAX_HIGH, ABSMAX_LOW = 2.0**4, 2.0**-4
+ABSMAX_FAR_BELOW = 2.0**-6  # of values: the state is looked at in front of such a chunk
+STATE_DOMINATES, STATE_HEADROOM = 2.0**8, 2.0**5  # values so far below the state; the state may then be so much above ABSMAX_HIGH
 MAX_WINDOW, SHORT_WINDOW = 32, 4  # chunks that a segment's window has at most; that it may have where segments are shorter
 MAX_M = 2.0**-120  # of a window's M, below which it counts as 0: docs/math.md, "Segments"
 LOADED_NORMS = 4  # at a time
@@ -781,8 +784,7 @@ class PrefillScan:
             if cutlass.const_expr(self.deterministic):
                 state_scale = self.set_scale(frag, self.v_absmax(coord, pipe), state_scale)
             else:
-                absmax = Float32(0) if self.by_maps else self.v_absmax(coord, pipe)
-                state_scale = self.rescale(frag, absmax, state_scale, True)
+                state_scale = self.rescale(frag, self.v_absmax(coord, pipe), state_scale, True)
             self.to_fp16(frag.state, frag.state_fp16)
             if cutlass.const_expr(self.by_maps):
                 while self.has_tokens(coord, pipe):
@@ -804,7 +806,7 @@ class PrefillScan:
             self.start_mma(frag.o, frag.state_fp16, "q", right, pipe, False)
         if cutlass.const_expr(self.by_maps):
             self.start_v(args, coord, pipe, 1)
-            values, state_scale = self.fit_values(frag, coord, pipe, state_scale)
+            values, absmax, state_scale = self.fit_values(frag, coord, pipe, state_scale)
             warpgroup.wait_group(0)  # for S q as well: waiting for S k alone takes more registers, and gains nothing
             self.residual(frag, values, self.s_k_scales(coord, pipe), state_scale)
         else:
@@ -821,7 +823,8 @@ class PrefillScan:
         self.start_update(frag, right, coord, u_scales, pipe)
         if cutlass.const_expr(self.mma_groups > 1):  # the other warpgroup keeps the tensor cores busy: free the stage early
             self.finish_chunk(frag, args, coord, pipe, o_scale)
-        absmax = Float32(0)
+        if cutlass.const_expr(not self.by_maps):
+            absmax = Float32(0)
         if self.has_tokens(coord, following):
             self.consumer_wait(coord, following)
             if cutlass.const_expr(not self.by_maps):
@@ -963,18 +966,21 @@ class PrefillScan:
 
     @cute.jit
     def rescale(self, frag, v_absmax, state_scale, measure):
-        """Scale the state anew where the chunk's values, or the state if it is measured, leave the range. Returns the scale."""
+        """Rescale the state where the chunk's values, or the state if it is measured, leave the range. Returns the scale.
+
+        Values far below the range are a reason to measure: the state may be as small by now, or far larger.
+        """
         absmax, state_absmax = state_scale * v_absmax, Float32(0)
-        low = Float32(0)  # small values alone are no reason: the state may be larger
-        if measure:
+        low = Float32(0)  # an unmeasured state may be larger than the values
+        far_below = is_far_below(v_absmax, state_scale)
+        if measure | far_below:
             state_absmax = self.absmax(frag.state)
             absmax = cute.math.max(absmax, state_absmax)
             low = Float32(ABSMAX_LOW)
-        if (absmax > ABSMAX_HIGH) | ((absmax < low) & (state_scale < MAX_SCALE)):
-            of_values, of_state = (inverse_power_of_2_below(x) for x in (v_absmax, state_absmax))
-            wanted = within_scales(cute.math.min(of_values, state_scale * of_state))
-            self.multiply(frag.state, wanted * inverse_power_of_2(state_scale))
-            state_scale = wanted
+        if far_below | (absmax > ABSMAX_HIGH) | ((absmax < low) & (state_scale < MAX_SCALE)):
+            unscale = inverse_power_of_2(state_scale)
+            state_scale = scale_of(v_absmax, state_absmax * unscale)
+            self.multiply(frag.state, state_scale * unscale)
         return state_scale
 
     @cute.jit
@@ -985,8 +991,7 @@ class PrefillScan:
         nothing but what is too large, so a scale that stays leaves the state as it is.
         """
         unscale = inverse_power_of_2(state_scale)
-        absmax = cute.math.max(v_absmax, self.absmax(frag.state) * unscale)
-        wanted = within_scales(inverse_power_of_2_below(absmax))
+        wanted = scale_of(v_absmax, self.absmax(frag.state) * unscale)
         if (wanted != state_scale) | (state_scale > 1) | (state_scale < Float32(2 * MIN_SCALE)):
             self.multiply(frag.state, unscale)
             self.multiply(frag.state, wanted)
@@ -1181,9 +1186,20 @@ def inverse_power_of_2_below(x):
     return Uint32((254 - exponent) << 23).bitcast(Float32)
 
 
-def within_scales(x):
-    """x, or the nearest bound of state_scale."""
-    return cute.math.max(cute.math.min(x, Float32(MAX_SCALE)), Float32(MIN_SCALE))
+def scale_of(v_absmax, state_absmax):
+    """The power of two that takes the larger absmax to ABSMAX_HIGH / 2 .. ABSMAX_HIGH, within MIN_SCALE .. MAX_SCALE.
+
+    A state that dominates goes above that: it hardly grows, and its chunk's values keep more digits.
+    """
+    scale = inverse_power_of_2_below(cute.math.max(v_absmax, state_absmax)) * Float32(ABSMAX_HIGH / 2)
+    dominates = (v_absmax > 0) & (v_absmax * Float32(STATE_DOMINATES) < state_absmax)
+    scale = scale * select(dominates, Float32(STATE_HEADROOM), Float32(1))
+    return cute.math.max(cute.math.min(scale, Float32(MAX_SCALE)), Float32(MIN_SCALE))
+
+
+def is_far_below(v_absmax, state_scale):
+    """Whether a chunk has values, and they are far below the range."""
+    return (v_absmax > 0) & (state_scale * v_absmax < ABSMAX_FAR_BELOW)
 
 
 def warp_uniform(x):

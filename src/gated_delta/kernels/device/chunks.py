@@ -465,19 +465,24 @@ class PrepareChunk:
             self.tinv_complete(args, coord, hv)
 
     def invert_diagonal(self, coord, head):
-        """(1 + the warp's diagonal block)^-1 by forward substitution in fp32, a column a lane; also with columns times beta |k|."""
+        """(1 + the warp's diagonal block)^-1 by forward substitution in fp32, a column a lane; also with columns times beta |k|.
+
+        A column goes on from its rounded numbers: later tokens correct the rounding of earlier ones, as the delta rule does. Else
+        tokens that are alike would each make the same error, and the chunk would add them up.
+        """
         column = coord.lane % SUBCHUNK
         beta_k = load_shared_f32(self.gates_at(coord, head) + (GATE_BETA_K + coord.subchunk * SUBCHUNK + column) * 4)
-        x = [select(column == t, Float32(1), Float32(0)) for t in range(SUBCHUNK)]
-        for i in range(SUBCHUNK - 1):
-            at = coord.shared + self.smem.diagonals + (coord.subchunk * SUBCHUNK + i) * DIAGONAL_PITCH
+        # Lanes 0..15 have the inverse, transposed, lanes 16..31 the scaled one behind it.
+        diagonal = select(coord.lane < SUBCHUNK, Float32(1), beta_k)
+        x = [select(column == t, diagonal, Float32(0)) for t in range(SUBCHUNK)]
+        for i in range(SUBCHUNK):
+            x[i] = Float32(x[i].to(Float16))
+            if i < SUBCHUNK - 1:
+                at = coord.shared + self.smem.diagonals + (coord.subchunk * SUBCHUNK + i) * DIAGONAL_PITCH
             for first in range((i + 1) // 4 * 4, SUBCHUNK, 4):
                 below = load_shared_f32x4(at + first * 4)
                 for t in range(max(first, i + 1), first + 4):
                     x[t] = cute.math.fma(-below[t - first], x[i], x[t])
-        # Lanes 0..15 store the inverse, transposed, lanes 16..31 the scaled one behind it.
-        factor = select(coord.lane < SUBCHUNK, Float32(1), beta_k)
-        x = [y * factor for y in x]
         words = pack_pairs(x)
         for vector in range(2):
             at = self.inverse_at(coord, coord.subchunk, coord.lane // SUBCHUNK, column, vector)
@@ -494,21 +499,19 @@ class PrepareChunk:
 
     @cute.jit
     def invert_below(self, coord, head):
-        """The warp's 16 columns of Tinv, top to bottom. Block (j, b) is -inverse(j, j) sum_i system(j, i) inverse(i, b).
+        """The warp's 16 columns of Tinv, top to bottom. Block (j, b) is -inverse(j, j) sum_i system(j, i) Tinv(i, b).
 
         All transposed: a block just made is the next product's left operand as it lies in registers.
         """
-        b, gates = coord.subchunk, self.gates_at(coord, head)
-        beta_k = [load_shared_f32(gates + (GATE_BETA_K + b * SUBCHUNK + coord.row + 8 * i) * 4) for i in range(2)]
-        scaled, above = ldmatrix_x4(self.inverse_matrices_at(coord, b, 1)), cute.make_rmem_tensor((4, 4), Uint32)
-        first = ldmatrix_x4(self.inverse_matrices_at(coord, b))
+        b, above = coord.subchunk, cute.make_rmem_tensor((4, 4), Uint32)
+        first = ldmatrix_x4(self.inverse_matrices_at(coord, b, 1))
         system, inverses = self.load_below(coord)  # every operand is loaded before anything is stored
         for e in cutlass.range_constexpr(4):
             above[e, 0] = first[e]
-        self.store_tinv(coord, head, b, b, scaled)
+        self.store_tinv(coord, head, b, b, first)
         for below in cutlass.range_constexpr(1, 4):
             if b + below < 4:
-                self.invert_block(coord, head, above, system[below - 1], inverses[below - 1], beta_k, below)
+                self.invert_block(coord, head, above, system[below - 1], inverses[below - 1], below)
         self.tinv_stored(coord)
 
     def load_below(self, coord):
@@ -523,19 +526,17 @@ class PrepareChunk:
         at = self.system_row(coord, j * SUBCHUNK + row) + cutlass.min(coord.subchunk + i, 2) * (SUBCHUNK * 2)
         return ldmatrix_x4(at + vector * 16)
 
-    def invert_block(self, coord, head, above, system, inverse, beta_k, below):
+    def invert_block(self, coord, head, above, system, inverse, below):
         sums = [[Float32(0)] * 4 for _ in range(2)]
         for i, right in enumerate(system):
             left = [above[e, i] for e in range(4)]
             sums = [mma_sync(sums[half], left, right[2 * half : 2 * half + 2], Float16) for half in range(2)]
         left = self.left_operand(sums)
         sums = [mma_sync([Float32(0)] * 4, left, inverse[2 * half : 2 * half + 2], Float16) for half in range(2)]
-        sums = [[-x for x in half] for half in sums]
-        made = self.left_operand(sums)
+        block = self.left_operand([[-x for x in half] for half in sums])
         for e in range(4):
-            above[e, below] = made[e]
-        scaled = [[half[e] * beta_k[e // 2] for e in range(4)] for half in sums]
-        self.store_tinv(coord, head, coord.subchunk, coord.subchunk + below, self.left_operand(scaled))
+            above[e, below] = block[e]
+        self.store_tinv(coord, head, coord.subchunk, coord.subchunk + below, block)
 
     def left_operand(self, sums):
         """A 16 x 16 result, two times 8 columns, as a left operand of mma.sync."""
