@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch import Tensor
 from . import compile, ops
 from .memory import Addresses, Placement, addresses
 from .ops.launch import REDESCRIBE, Operation, Plan
-from .problem import LOG, MAX_DRAFT, Gate, GatedNorm, KVBuffer, Problem, UnsupportedProblem
+from .problem import BUFFER, LOG, MAX_DRAFT, Gate, GatedNorm, KVBuffer, Problem, UnsupportedProblem, refuse_grad, type_name
 
 BACKENDS = ("auto", "cute", "reference")
 
@@ -47,7 +48,7 @@ def prefill(
     null_index: int = -1,
     out: Tensor | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor | None]:
+) -> tuple[Tensor, Tensor | Any]:  # Any: None unless output_final_state
     """Whole prompts, dense or packed: outputs, and the state after the last token.
 
     q, k: [N, T, H, K], or packed [1, total, H, K] with cu_seqlens [N+1] (int32 or int64); bf16, fp16 or fp32, last dim contiguous.
@@ -81,7 +82,7 @@ def prefill(
     The recurrence is Gated DeltaNet's (arXiv 2412.06464, eq. 10), per key channel Kimi Linear's (arXiv 2510.26692, eq. 1).
     """
     kind, A_log, dt_bias, bound = _gate(gate)
-    return (_node if traced(q) else run)(
+    return _way(q)(
         ops.PREFILL,
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, state_indices, has_initial_state,
         checkpoint_lens, checkpoint_indices, checkpoints, initial_state, state, None, out,
@@ -132,7 +133,7 @@ def decode(
     """
     kind, A_log, dt_bias, bound = _gate(gate)
     weight, eps, activation = _norm(norm)
-    return (_node if traced(q) else run)(
+    return _way(q)(
         ops.DECODE,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices, num_accepted, intermediate_states,
         intermediate_indices, z, weight, out,
@@ -172,7 +173,7 @@ def verify(
     """
     kind, A_log, dt_bias, bound = _gate(gate)
     weight, eps, activation = _norm(norm)
-    return (_node if traced(q) else run)(
+    return _way(q)(
         ops.VERIFY,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices, *_parts(buffer), z, weight,
         out,
@@ -204,7 +205,7 @@ def flush(
     if isinstance(count, int) and count > MAX_DRAFT:
         count = MAX_DRAFT  # all that a buffer holds; torch.library has no larger numbers than 64 bits
     indices = (state_indices, write_indices, buffer_indices)
-    return (_node if traced(state) else run)(ops.FLUSH, state, *_parts(buffer), counts, *indices, count, null_index, backend)
+    return _way(state)(ops.FLUSH, state, *_parts(buffer), counts, *indices, count, null_index, backend)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Route:
@@ -214,14 +215,18 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Route:
     """
     if not isinstance(op, str) or op not in ops.OPERATIONS:
         raise ValueError(f"op: expected one of {', '.join(ops.OPERATIONS)}, got {op!r}")
-    backend = kwargs.pop("backend", "auto")
-    asked = _Explain(backend) if isinstance(backend, str) else backend
+    if _compiling():
+        torch._dynamo.graph_break(msg="gated_delta.explain returns no tensor: call it outside torch.compile")
+    asked = _Explain(kwargs.pop("backend", "auto"))
     operation: Any = dict(prefill=prefill, decode=decode, verify=verify, flush=flush)[op]
     return operation(*args, **kwargs, backend=asked)
 
 
-class _Explain(str):
-    """A backend of which the route is asked for, in place of a run."""
+@dataclass(frozen=True, eq=False)
+class _Explain:
+    """In place of a backend: its route is asked for, and no run."""
+
+    backend: Any
 
 
 # ------------------------------------------------------------------------------------------------ one way for all four
@@ -229,7 +234,7 @@ class _Explain(str):
 
 def _gate(gate: Gate) -> tuple[str, Tensor | None, Tensor | None, float]:
     if not isinstance(gate, Gate):
-        raise TypeError(f"gate: expected a gated_delta.Gate, got {type(gate).__name__}")
+        raise TypeError(f"gate: expected a gated_delta.Gate, got {type_name(gate)}")
     return gate.kind, gate.A_log, gate.dt_bias, gate.bound
 
 
@@ -237,14 +242,27 @@ def _norm(norm: GatedNorm | None) -> tuple[Tensor | None, float, str | None]:
     if norm is None:
         return None, 0.0, None
     if not isinstance(norm, GatedNorm):
-        raise TypeError(f"norm: expected a gated_delta.GatedNorm or None, got {type(norm).__name__}")
+        raise TypeError(f"norm: expected a gated_delta.GatedNorm or None, got {type_name(norm)}")
     return norm.weight, norm.eps, norm.activation
 
 
 def _parts(buffer: KVBuffer) -> tuple[Tensor, Tensor, Tensor]:
     if not isinstance(buffer, KVBuffer):
-        raise TypeError(f"buffer: expected a gated_delta.KVBuffer, got {type(buffer).__name__}")
+        raise TypeError(f"buffer: expected a gated_delta.KVBuffer, got {type_name(buffer)}")
     return buffer.u, buffer.k, buffer.log_decay
+
+
+def _way(x: object) -> Callable[..., Any]:
+    """How a call is made whose first tensor is x."""
+    if traced(x):
+        return _node
+    return _profiled if _profiler._is_profiler_enabled else run
+
+
+def _profiled(op: Operation, *arguments: Any) -> Any:
+    """`run` as a row of torch's profiler, which sees nothing of a call that goes past the dispatcher."""
+    with _profiler.record_function(f"gated_delta::{op.name}"):
+        return run(op, *arguments)
 
 
 def _node(op: Operation, *arguments: Any) -> Any:
@@ -252,9 +270,12 @@ def _node(op: Operation, *arguments: Any) -> Any:
     if isinstance(arguments[-1], _Explain):
         return run(op, *arguments)
     a = op.arguments(*arguments)
+    for name, x in zip(a._fields, a[: op.num_tensors], strict=False):
+        if isinstance(x, Tensor):
+            refuse_grad(BUFFER.get(name, name), x)  # here: where the compiler runs the node, tensors are detached
     for name, is_flag in op.flags.items():  # a schema takes 1 for True, True for 1, and a tensor's value of now for either
         if isinstance(x := getattr(a, name), bool) != is_flag or isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected {'True or False' if is_flag else 'no flag or tensor'}, got {type(x).__name__}")
+            raise TypeError(f"{name}: expected {'True or False' if is_flag else 'no flag or tensor'}, got {type_name(x)}")
     a = op.allocated(a)
     getattr(torch.ops.gated_delta, op.name)(*a)
     return op.result(a)
@@ -277,9 +298,9 @@ def run(op: Operation, *arguments: Any) -> Any:
             return made
     a = op.arguments(*arguments)
     problem = op.describe(a)
-    route = select(op, problem, a[0].device, a.backend, *op.work(a))
     if isinstance(a.backend, _Explain):
-        return route
+        return select(op, problem, a[0].device, a.backend.backend, *op.work(a))
+    route = select(op, problem, a[0].device, a.backend, *op.work(a))
     launch: Any = ReferenceCall() if route.plan is None else op.launch(problem, route.plan, a)
     written, vectors = ([getattr(a, name) for name in names] for names in (op.written(a), launch.vectors))
     tensors = tuple(x for x in a[: op.num_tensors] if x is not None)
@@ -315,17 +336,19 @@ class ReferenceCall:
         return REDESCRIBE if self.placement(addresses(tensors)) is None else ON_REFERENCE
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+_compiling, _modes = torch.compiler.is_dynamo_compiling, torch._C._len_torch_dispatch_stack
+_jit_state, _profiler = torch._C._get_tracing_state, torch.autograd.profiler
+
+
 def traced(x: object) -> bool:
     """Whether a call is to be seen as one node: kernels, and what the reference backend reads on the host, leave no trace."""
     return (
-        torch.compiler.is_compiling()
+        _compiling()
         or (type(x) not in PLAIN and isinstance(x, Tensor))
-        or torch._C._len_torch_dispatch_stack() > 0  # make_fx, among others
-        or torch._C._get_tracing_state() is not None  # torch.jit.trace
+        or _modes() > 0  # make_fx and torch.export, among others
+        or _jit_state() is not None  # torch.jit.trace
     )
-
-
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 # ------------------------------------------------------------------------------------------------ which backend and kernels
