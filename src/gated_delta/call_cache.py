@@ -32,7 +32,8 @@ def _facts_of_one(x: Tensor) -> Hashable:
 def _check(tensors: Sequence[Tensor]) -> Check:
     """A fast check whether as many other tensors have the same facts: True is certain, False is not."""
     try:
-        # torch.compile's own, in C++ and five times as fast as _facts. It is internal to torch, and False where a tensor comes twice.
+        # torch.compile's own, in C++ and five times as fast as _facts; internal to torch.
+        # It is False where a tensor comes twice.
         from torch._C._dynamo.guards import TensorGuards
 
         sizes: list[Any] = [list(x.shape) for x in tensors]
