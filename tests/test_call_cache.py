@@ -72,7 +72,8 @@ def test_a_call_is_compared_with_few_of_those_remembered(monkeypatch):
 
     monkeypatch.setattr(call_cache, "_check", counted)
     found = call_cache.CallCache()
-    views = [torch.zeros(3000)[:n] for n in range(1, 1501)] + [torch.zeros(1, n)[:, 0] for n in range(2, 1502)]
+    views = [torch.zeros(3000)[:n] for n in range(1, 1501)]
+    views += [torch.zeros(2, n)[:, 0] for n in range(2, 1502)]
     for n, x in enumerate(views):
         found.remember(KEY, [X, x], n)
     for n in (0, 0, 700, 1600, len(views) - 1):

@@ -359,7 +359,8 @@ def test_num_accepted_is_clamped(state_dtype, dtype):
     same(state, clamped)
     same(state[[0, 4]], start[[0, 4]])
     if dtype == torch.int64:
-        flush(state.copy_(start), buffer, index(-(2**32) + 2, 2**31, 2**32 + 2, 2**63 - 1, -(2**63), dtype=dtype))
+        counts = (-(2**32) + 2, 2**31, 2**32 + 2, 2**63 - 1, -(2**63))
+        flush(state.copy_(start), buffer, index(*counts, dtype=dtype))
         same(state, clamped)
 
 

@@ -379,7 +379,7 @@ def test_bad_call_is_refused_and_writes_nothing(op, changes, text, error):
 
 
 def every_tensor(op):
-    """Keyword arguments of a valid call with every tensor that it may have, but for those that exclude each other."""
+    """Keyword arguments of a valid call with all tensors that it may have at once."""
     given = call(op) | dict(state=pool(8), state_indices=ints(0, 1), write_indices=ints(2, 3))
     if op in ("prefill", "decode", "verify"):
         given |= dict(gate=gd.Gate.softplus(torch.zeros(HV), torch.zeros(HV)), out=torch.zeros(N, T, HV, V))

@@ -10,7 +10,7 @@ import functools
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -18,11 +18,46 @@ from torch import Tensor
 from . import compile, ops
 from .memory import Addresses, Placement, addresses
 from .ops.launch import REDESCRIBE, Operation, Plan
-from .problem import BUFFER, LOG, MAX_DRAFT, Gate, GatedNorm, KVBuffer, Problem, UnsupportedProblem, refuse_grad, type_name
+from .problem import (
+    BUFFER,
+    LOG,
+    MAX_DRAFT,
+    Gate,
+    GatedNorm,
+    KVBuffer,
+    Problem,
+    UnsupportedProblem,
+    refuse_grad,
+    type_name,
+)
 
 BACKENDS = ("auto", "cute", "reference")
 
 
+# fmt: off
+@overload
+def prefill(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, gate: Gate = ...,
+    scale: float | None = ..., qk_l2norm: bool = ..., beta_logits: bool = ...,
+    cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+    initial_state: Tensor | None = ..., output_final_state: Literal[True], state: None = ...,
+    state_indices: None = ..., has_initial_state: None = ...,
+    checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
+    checkpoints: Tensor | None = ..., deterministic: bool = ..., null_index: int = ...,
+    out: Tensor | None = ..., backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def prefill(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, gate: Gate = ...,
+    scale: float | None = ..., qk_l2norm: bool = ..., beta_logits: bool = ...,
+    cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+    initial_state: Tensor | None = ..., output_final_state: bool = ..., state: Tensor | None = ...,
+    state_indices: Tensor | None = ..., has_initial_state: Tensor | None = ...,
+    checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
+    checkpoints: Tensor | None = ..., deterministic: bool = ..., null_index: int = ...,
+    out: Tensor | None = ..., backend: str = ...,
+) -> tuple[Tensor, Tensor | None]: ...
+# fmt: on
 def prefill(
     q: Tensor,
     k: Tensor,
@@ -48,7 +83,7 @@ def prefill(
     null_index: int = -1,
     out: Tensor | None = None,
     backend: str = "auto",
-) -> tuple[Tensor, Tensor | Any]:  # Any: None unless output_final_state
+) -> tuple[Tensor, Tensor | None]:
     """Whole prompts, dense or packed: outputs, and the state after the last token.
 
     q, k: [N, T, H, K], or packed [1, total, H, K] with cu_seqlens [N+1] (int32 or int64); bf16, fp16 or fp32, last dim contiguous.
@@ -132,7 +167,7 @@ def decode(
     Returns o [N, T, HV, V] in v's dtype, with norm the normalised one.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
-    weight, eps, activation = _norm(norm)
+    weight, eps, activation = NO_NORM if norm is None else _norm(norm)
     return _way(q)(
         ops.DECODE,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices, num_accepted, intermediate_states,
@@ -172,7 +207,7 @@ def verify(
     Returns o [N, T, HV, V] in v's dtype: decode's outputs, except that a state of 16 bits is not rounded between the tokens.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
-    weight, eps, activation = _norm(norm)
+    weight, eps, activation = NO_NORM if norm is None else _norm(norm)
     return _way(q)(
         ops.VERIFY,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices, *_parts(buffer), z, weight,
@@ -205,7 +240,8 @@ def flush(
     if isinstance(count, int) and count > MAX_DRAFT:
         count = MAX_DRAFT  # all that a buffer holds; torch.library has no larger numbers than 64 bits
     indices = (state_indices, write_indices, buffer_indices)
-    return _way(state)(ops.FLUSH, state, *_parts(buffer), counts, *indices, count, null_index, backend)
+    arguments = (state, *_parts(buffer), counts, *indices, count, null_index, backend)
+    return _way(state)(ops.FLUSH, *arguments)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Route:
@@ -216,7 +252,8 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Route:
     if not isinstance(op, str) or op not in ops.OPERATIONS:
         raise ValueError(f"op: expected one of {', '.join(ops.OPERATIONS)}, got {op!r}")
     if _compiling():
-        torch._dynamo.graph_break(msg="gated_delta.explain returns no tensor: call it outside torch.compile")
+        where = "call it outside torch.compile"
+        torch._dynamo.graph_break(msg=f"gated_delta.explain returns no tensor: {where}")
     asked = _Explain(kwargs.pop("backend", "auto"))
     operation: Any = dict(prefill=prefill, decode=decode, verify=verify, flush=flush)[op]
     return operation(*args, **kwargs, backend=asked)
@@ -238,9 +275,10 @@ def _gate(gate: Gate) -> tuple[str, Tensor | None, Tensor | None, float]:
     return gate.kind, gate.A_log, gate.dt_bias, gate.bound
 
 
-def _norm(norm: GatedNorm | None) -> tuple[Tensor | None, float, str | None]:
-    if norm is None:
-        return None, 0.0, None
+NO_NORM: tuple[Tensor | None, float, str | None] = (None, 0.0, None)
+
+
+def _norm(norm: GatedNorm) -> tuple[Tensor | None, float, str | None]:
     if not isinstance(norm, GatedNorm):
         raise TypeError(f"norm: expected a gated_delta.GatedNorm or None, got {type_name(norm)}")
     return norm.weight, norm.eps, norm.activation
@@ -252,15 +290,33 @@ def _parts(buffer: KVBuffer) -> tuple[Tensor, Tensor, Tensor]:
     return buffer.u, buffer.k, buffer.log_decay
 
 
+PLAIN = (Tensor, torch.nn.Parameter)
+_compiling, _modes = torch.compiler.is_dynamo_compiling, torch._C._len_torch_dispatch_stack
+_jit_state, _profiler = torch._C._get_tracing_state, torch.autograd.profiler
+
+
 def _way(x: object) -> Callable[..., Any]:
-    """How a call is made whose first tensor is x."""
-    if traced(x):
+    """How a call with this first tensor is made: as a node where it is traced, else at once.
+
+    Kernels, and what the reference backend reads on the host, leave no trace.
+    """
+    if (
+        _compiling()
+        or (type(x) not in PLAIN and isinstance(x, Tensor))
+        or _modes() > 0  # make_fx and torch.export, among others
+        or _jit_state() is not None  # torch.jit.trace
+    ):
         return _node
     return _profiled if _profiler._is_profiler_enabled else run
 
 
+def traced(x: object) -> bool:
+    """Whether a call with this first tensor becomes a node."""
+    return _way(x) is _node
+
+
 def _profiled(op: Operation, *arguments: Any) -> Any:
-    """`run` as a row of torch's profiler, which sees nothing of a call that goes past the dispatcher."""
+    """`run` as a row of torch's profiler, which does not see calls that bypass the dispatcher."""
     with _profiler.record_function(f"gated_delta::{op.name}"):
         return run(op, *arguments)
 
@@ -270,12 +326,14 @@ def _node(op: Operation, *arguments: Any) -> Any:
     if isinstance(arguments[-1], _Explain):
         return run(op, *arguments)
     a = op.arguments(*arguments)
+    # The node's body sees detached tensors, so gradients are refused here.
     for name, x in zip(a._fields, a[: op.num_tensors], strict=False):
         if isinstance(x, Tensor):
-            refuse_grad(BUFFER.get(name, name), x)  # here: where the compiler runs the node, tensors are detached
+            refuse_grad(BUFFER.get(name, name), x)
     for name, is_flag in op.flags.items():  # a schema takes 1 for True, True for 1, and a tensor's value of now for either
         if isinstance(x := getattr(a, name), bool) != is_flag or isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected {'True or False' if is_flag else 'no flag or tensor'}, got {type_name(x)}")
+            expected = "True or False" if is_flag else "no flag or tensor"
+            raise TypeError(f"{name}: expected {expected}, got {type_name(x)}")
     a = op.allocated(a)
     getattr(torch.ops.gated_delta, op.name)(*a)
     return op.result(a)
@@ -334,21 +392,6 @@ class ReferenceCall:
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> object:
         return REDESCRIBE if self.placement(addresses(tensors)) is None else ON_REFERENCE
-
-
-PLAIN = (Tensor, torch.nn.Parameter)
-_compiling, _modes = torch.compiler.is_dynamo_compiling, torch._C._len_torch_dispatch_stack
-_jit_state, _profiler = torch._C._get_tracing_state, torch.autograd.profiler
-
-
-def traced(x: object) -> bool:
-    """Whether a call is to be seen as one node: kernels, and what the reference backend reads on the host, leave no trace."""
-    return (
-        _compiling()
-        or (type(x) not in PLAIN and isinstance(x, Tensor))
-        or _modes() > 0  # make_fx and torch.export, among others
-        or _jit_state() is not None  # torch.jit.trace
-    )
 
 
 # ------------------------------------------------------------------------------------------------ which backend and kernels

@@ -1,7 +1,8 @@
-"""Recognising a call like an earlier one in a few microseconds: the same values, and tensors of the same facts in the same places.
+"""Recognising a call like an earlier one in a few microseconds: by its values and tensors' facts.
 
-Describing and routing a call costs some twenty microseconds of Python, several times what a small decode takes on the GPU.
-Its outcome depends on types, shapes, strides, dtypes, devices and on whether memory overlaps, never on the numbers in a tensor.
+Describing and routing a call costs some twenty microseconds of Python, several times what a small
+decode takes on the GPU. The outcome depends on types, shapes, strides, dtypes, devices and on
+whether memory overlaps, never on the numbers in a tensor.
 """
 
 from __future__ import annotations
@@ -19,18 +20,22 @@ Picker = Callable[[Sequence[Any]], tuple[Any, ...]]
 
 
 def _facts(tensors: Sequence[Tensor]) -> Hashable:
-    """All that a check of these tensors compares. Raises RuntimeError for a layout without strides."""
-    mode = torch._C._dispatch_tls_local_include_set().raw_repr(), torch._C._dispatch_tls_local_exclude_set().raw_repr()
-    return mode, *map(_facts_of_one, tensors)
+    """All that `_check` compares. Raises RuntimeError for a layout without strides."""
+    included, excluded = (
+        torch._C._dispatch_tls_local_include_set(),
+        torch._C._dispatch_tls_local_exclude_set(),
+    )
+    return included.raw_repr(), excluded.raw_repr(), *map(_facts_of_one, tensors)
 
 
 def _facts_of_one(x: Tensor) -> Hashable:
-    keys = torch._C._dispatch_keys(x).raw_repr()  # layout, negation, inference mode, transforms of torch.func
+    # The dispatch keys tell layouts, negation, inference mode and torch.func's transforms apart.
+    keys = torch._C._dispatch_keys(x).raw_repr()
     return type(x), x.shape, x.stride(), x.dtype, x.device, x.requires_grad, keys
 
 
 def _check(tensors: Sequence[Tensor]) -> Check:
-    """A fast check whether as many other tensors have the same facts: True is certain, False is not."""
+    """A fast check of whether other tensors have the same facts: True is certain, False is not."""
     try:
         # torch.compile's own, in C++ and five times as fast as _facts; internal to torch.
         # It is False where a tensor comes twice.
@@ -50,21 +55,23 @@ def _picker(arguments: Sequence[Any]) -> Picker:
 
 
 class _Calls(Generic[Value]):
-    """Calls of one key: all of them by their tensors' facts, and the latest by their checks, the latest first."""
+    """Calls of one key: all of them by their tensors' facts, the latest by their checks too."""
 
     __slots__ = "by_facts", "latest", "pick"
 
     def __init__(self, pick: Picker) -> None:
         self.pick = pick
         self.by_facts: dict[Hashable, tuple[Check, Value]] = {}
-        self.latest: tuple[tuple[Check, Value], ...] = ()  # replaced as a whole: threads share it
+        # Threads share it: a tuple is replaced, never changed.
+        self.latest: tuple[tuple[Check, Value], ...] = ()
 
 
 class CallCache(Generic[Value]):
-    """What was worked out for a call, found again for calls like it in a time that does not grow with what is remembered.
+    """What was worked out for a call, found again for calls like it, however many are remembered.
 
-    A call's key says everything but the facts of its tensors: which arguments are tensors, flags and numbers, with their types
-    where 1 must not pass for True. Nobody may ask for a call with a nested tensor: torch's check of one ends the process.
+    A call's key says everything but the facts of its tensors: which arguments are tensors, flags
+    and numbers, with their types where 1 must not pass for True. `find` takes no nested tensors:
+    torch's check of one ends the process.
     """
 
     MOST = 4096

@@ -40,7 +40,8 @@ class UnsupportedProblem(NotImplementedError):
 
     missing: tuple[str, ...]
 
-    def __init__(self, message: str, missing: tuple[str, ...] = ()):  # without super, which torch.compile cannot trace
+    def __init__(self, message: str, missing: tuple[str, ...] = ()):
+        # super().__init__() would hide the message: torch.compile cannot trace it.
         self.message, self.missing = message, missing
 
     def __str__(self) -> str:
@@ -59,10 +60,12 @@ class _Tensors:
         return replace(self, **tensors)  # type: ignore[type-var]
 
     def __repr__(self) -> str:
-        shown = {
-            name: f"{list(x.shape)} {x.dtype} {x.device}" if isinstance(x, Tensor) else repr(x) for name, x in vars(self).items()
-        }
-        return f"{type(self).__name__}({', '.join(f'{name}={x}' for name, x in shown.items())})"
+        fields = ", ".join(f"{name}={_shown(x)}" for name, x in vars(self).items())
+        return f"{type(self).__name__}({fields})"
+
+
+def _shown(x: object) -> str:
+    return f"{list(x.shape)} {x.dtype} {x.device}" if isinstance(x, Tensor) else repr(x)
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -146,6 +149,7 @@ class KVBuffer(_Tensors):
 
     u: [rows, T, HV, V], the corrections u_t = beta_t * (v_t - S k_t). k: [rows, T, H, K], normalised if the call normalised.
     log_decay: [rows, T, HV] (gate "head", GDN) or [rows, T, HV, K] (gate "channel", KDA). With layers, L stands in front of each.
+    Raises ValueError for a nested tensor.
     """
 
     u: Tensor
@@ -153,9 +157,9 @@ class KVBuffer(_Tensors):
     log_decay: Tensor
 
     def __post_init__(self) -> None:
-        for name, x in (("buffer.u", self.u), ("buffer.k", self.k), ("buffer.log_decay", self.log_decay)):
-            if isinstance(x, Tensor):  # else verify and flush say what they expect
-                _not_nested(name, x)
+        for name in ("u", "k", "log_decay"):
+            if isinstance(x := getattr(self, name), Tensor):  # verify and flush refuse all else
+                _not_nested(f"buffer.{name}", x)
 
     @staticmethod
     def empty(
@@ -207,7 +211,7 @@ class KVBuffer(_Tensors):
         return sum(t.numel() * t.element_size() for t in (self.u, self.k, self.log_decay))
 
 
-torch.serialization.add_safe_globals([Gate, GatedNorm, KVBuffer])  # torch.load may make them without weights_only=False
+torch.serialization.add_safe_globals([Gate, GatedNorm, KVBuffer])  # what torch.load may make
 
 
 class Tokens(NamedTuple):
@@ -311,7 +315,8 @@ class Problem:
 def type_name(x: object) -> str:
     """As errors show it: with its module, which tells numpy's bool from Python's."""
     kind = type(x)
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return module + kind.__qualname__
 
 
 def _tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
@@ -331,10 +336,9 @@ def _not_nested(name: str, x: Tensor) -> None:
 def refuse_grad(name: str, x: Tensor) -> None:
     """Raise UnsupportedProblem where a gradient for x would be lost."""
     if x.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedProblem(
-            f"{name} requires grad, and gated_delta has no backward: call it under torch.no_grad() or torch.inference_mode()",
-            ("backward",),
-        )
+        message = f"{name} requires grad, and gated_delta has no backward: "
+        message += "call it under torch.no_grad() or torch.inference_mode()"
+        raise UnsupportedProblem(message, ("backward",))
 
 
 def absent(name: str, x: object, when: str) -> None:
@@ -423,7 +427,8 @@ class Checker:
     def tensor(self, name: str, x: object, dtypes: tuple[torch.dtype, ...], dims: str | None = None) -> Tensor:
         x = _tensor(name, x, dtypes)
         if x.layout != torch.strided or x.is_neg():
-            raise ValueError(f"{name}: expected a plain strided tensor, got layout {x.layout}, negated={x.is_neg()}")
+            kind = f"layout {x.layout}, negated={x.is_neg()}"
+            raise ValueError(f"{name}: expected a plain strided tensor, got {kind}")
         if dims is not None:
             self.sizes.bind(name, x, dims)
         if self.device is None:
@@ -438,8 +443,8 @@ class Checker:
         except RuntimeError:
             wrapped = True
         if wrapped:
-            message = f"{name} has no memory of its own, as in tracing and under torch.func's transforms"
-            raise UnsupportedProblem(message, ("memory",))
+            when = "as in tracing and under torch.func's transforms"
+            raise UnsupportedProblem(f"{name} has no memory of its own, {when}", ("memory",))
         if lost:
             raise ValueError(f"{name}: expected a tensor with data, got one whose storage was freed")
         refuse_grad(name, x)

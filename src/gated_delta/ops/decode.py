@@ -175,7 +175,8 @@ class Decode(StateOperation):
             least = 1 if a.cu_seqlens is not None else check.sizes["T"]
             if check.sizes["W"] < least:
                 raise ValueError(f"state_indices: expected [N, W] with W >= {least}, got W={check.sizes['W']}")
-            absent("write_indices", a.write_indices, "beside [N, W] state_indices (each token's slot is named there)")
+            named = "beside [N, W] state_indices (each token's slot is named there)"
+            absent("write_indices", a.write_indices, named)
             check.index("num_accepted", a.num_accepted)
         else:
             check.index("state_indices", a.state_indices)

@@ -72,19 +72,23 @@ class Operation(ABC):
         self.flags = {name: hint is bool for name, hint in hints[self.num_tensors :]}
 
     def _key(self) -> Callable[..., tuple[Any, ...]]:
-        """From a call's arguments to its key in the call cache; compiled, as it runs in front of every launch.
+        """From a call's arguments to its key in the call cache; compiled: every launch waits for it.
 
-        Raises an error for an argument that is nested or no tensor, and for a flag that is no bool.
+        The key raises an error for a tensor that is nested or none, and for a flag that is no bool.
         """
         hints = get_type_hints(self.arguments)
-        (first, *tensors), values = list(hints)[: self.num_tensors], list(hints)[self.num_tensors :]
-        nested = {x: "False" if x in NEVER_NESTED else f"({x}.is_nested and refuse())" for x in tensors}
-        parts = [f"{first}.shape", " or ".join(nested[x] for x in tensors if hints[x] is Tensor)]
-        parts += [f"{x} is None or {nested[x]}" for x in tensors if hints[x] is not Tensor]
-        parts += [f"{x} is True or ({x} is not False and refuse())" for x in values if hints[x] is bool]
-        parts += [x for x in values if hints[x] is not bool]
+        names = list(hints)
+        (first, *tensors), values = names[: self.num_tensors], names[self.num_tensors :]
+        checks = {x: f" or ({x}.is_nested and refuse())" for x in tensors if x not in NEVER_NESTED}
+        required = [checks.get(x, "") for x in tensors if hints[x] is Tensor]
+        parts = [f"{first}.shape", "False" + "".join(required)]
+        parts += [f"{x} is None" + checks.get(x, "") for x in tensors if hints[x] is not Tensor]
+        flags = [x for x in values if hints[x] is bool]
+        parts += [f"{x} is True or ({x} is not False and refuse())" for x in flags]
+        parts += [x for x in values if x not in flags]
         parts += [f"type({x})" for x in values if hints[x] in (int, int | None, float | None)]
-        return eval(f"lambda {', '.join(hints)}: ({', '.join(parts)}, grad())", dict(grad=torch.is_grad_enabled, refuse=_refuse))
+        key = f"lambda {', '.join(names)}: ({', '.join(parts)}, grad())"
+        return eval(key, dict(grad=torch.is_grad_enabled, refuse=_refuse))
 
     @abstractmethod
     def describe(self, a: Any) -> Problem:
@@ -217,7 +221,7 @@ class TokensLaunch(Launch):
         self.bound = a.bound
         self.empty = tokens_of(a).num_sequences == 0
         self.own_output = a.out is None
-        self.new_output: Callable[[Tensor], Tensor] = torch.empty_like if a.v.is_contiguous() else _new_dense
+        self.new_output: Any = torch.empty_like if a.v.is_contiguous() else _new_dense
 
     def pointers(self, given: Addresses) -> Any:
         return self.spread(given, 0)[:-1] if self.own_output else super().pointers(given)

@@ -130,7 +130,10 @@ def load_index(address, kind, absent):
 
 
 def load_count(address, kind, absent):
-    """An int32 or int64 count as 32 bits: negative if it is, at most 2**31 - 1; `absent` where kind is 0."""
+    """An int32 or int64 count as 32 bits: up to 2**31 - 1, negative if it is.
+
+    `absent` where kind is 0.
+    """
     return cute.arch.inline_ptx(
         """{
         .reg .pred is_32, is_64, negative, wide;
