@@ -6,11 +6,11 @@ import torch
 from gated_delta import call_cache
 
 
-@pytest.fixture(params=["torch's guards", "plain Python"])
+@pytest.fixture(params=["torch's guards", "facts alone"])
 def found(request, monkeypatch):
-    """A cache on either check."""
-    if request.param == "plain Python":
-        monkeypatch.setattr(call_cache, "_same", call_cache._same_by_python)
+    """A cache with and without torch's internal check."""
+    if request.param == "facts alone":
+        monkeypatch.setattr(call_cache, "_check", lambda tensors: lambda *others: False)
     return call_cache.CallCache()
 
 
@@ -40,6 +40,8 @@ OTHERS = {
     "device": torch.zeros(2, 3, 4, device="meta"),
     "grad": torch.zeros(2, 3, 4, requires_grad=True),
     "type": torch.nn.Parameter(torch.zeros(2, 3, 4), requires_grad=False),
+    "negation": torch._neg_view(torch.zeros(2, 3, 4)),
+    "mode": torch.inference_mode()(torch.zeros)(2, 3, 4),
 }
 
 
@@ -61,11 +63,41 @@ def test_calls_that_differ_in_a_size_are_kept_beside_each_other(found):
     assert [value(found, KEY, [torch.ones(n)]) for n in range(1, 6)] == [1, 2, 3, 4, None]
 
 
+def test_a_call_is_compared_with_few_of_those_remembered(monkeypatch):
+    compared, make_check = [], call_cache._check
+
+    def counted(tensors):
+        check = make_check(tensors)
+        return lambda *others: compared.append(None) or check(*others)
+
+    monkeypatch.setattr(call_cache, "_check", counted)
+    found = call_cache.CallCache()
+    views = [torch.zeros(3000)[:n] for n in range(1, 1501)]
+    views += [torch.zeros(2, n)[:, 0] for n in range(2, 1502)]
+    for n, x in enumerate(views):
+        found.remember(KEY, [X, x], n)
+    for n in (0, 0, 700, 1600, len(views) - 1):
+        compared.clear()
+        assert value(found, KEY, [X, views[n]]) == n
+        assert len(compared) <= found.MOST_CHECKS
+
+
+def test_calls_in_turns_are_recognised_by_their_checks(monkeypatch):
+    found = call_cache.CallCache()
+    for n in range(1, 9):
+        found.remember(KEY, [torch.zeros(n)], n)
+    turns = [torch.zeros(n) for n in (1, 2, 3, 4)]
+    for x in turns:
+        value(found, KEY, [x])
+    monkeypatch.setattr(call_cache, "_facts", None)
+    assert [value(found, KEY, [x]) for x in turns] == [1, 2, 3, 4]
+
+
 def test_it_does_not_grow_without_end(found, monkeypatch):
     monkeypatch.setattr(call_cache.CallCache, "MOST", 3)
     for n in range(1, 8):
         found.remember(KEY, [torch.zeros(n)], n)
-    assert sum(len(calls) for _, calls in found._calls.values()) <= 3
+    assert sum(len(calls.by_facts) for calls in found._calls.values()) <= 3
     assert value(found, KEY, [torch.zeros(7)]) == 7
 
 

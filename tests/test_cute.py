@@ -207,6 +207,18 @@ def test_indices_of_both_widths_and_any_negative_value(dtype):
         same(o[live], decode(part(call, live), alone, state_indices=slots[live]))
 
 
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_the_accepted_token_that_is_read_is_clamped(dtype):
+    call, start, slots = tokens(6, 3), pool(18), torch.arange(18, device="cuda").view(6, 3)
+    counts, clamped = (0, 1, 2, 3, 4, -7), (1, 1, 2, 3, 3, 1)
+    if dtype == torch.int64:
+        counts = (-(2**32) + 2, -(2**63), 2, 2**31, 2**32 + 1, 0)
+    state, want = start.clone(), start.clone()
+    o = decode(call, state, state_indices=slots, num_accepted=index(*counts, dtype=dtype))
+    same(o, decode(call, want, state_indices=slots, num_accepted=index(*clamped)))
+    same(state, want)
+
+
 @pytest.mark.parametrize("null_index", [0, 2])
 def test_writes_up_to_null_index_are_dropped(null_index):
     """The outputs are not."""

@@ -358,6 +358,10 @@ def test_num_accepted_is_clamped(state_dtype, dtype):
     flush(clamped, buffer, index(0, 3, 3, 3, 0, dtype=dtype))
     same(state, clamped)
     same(state[[0, 4]], start[[0, 4]])
+    if dtype == torch.int64:
+        counts = (-(2**32) + 2, 2**31, 2**32 + 2, 2**63 - 1, -(2**63))
+        flush(state.copy_(start), buffer, index(*counts, dtype=dtype))
+        same(state, clamped)
 
 
 @pytest.mark.parametrize("count", [0, 2, 3, 4, 2**40], ids=str)

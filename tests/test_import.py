@@ -32,5 +32,6 @@ def test_the_public_names():
     import gated_delta
 
     assert set(gated_delta.__all__) == {
-        "prefill", "decode", "verify", "flush", "Gate", "GatedNorm", "KVBuffer", "explain", "UnsupportedProblem",
+        "prefill", "decode", "verify", "flush", "explain",
+        "Gate", "GatedNorm", "KVBuffer", "Problem", "Route", "UnsupportedProblem",
     }  # fmt: skip

@@ -424,7 +424,7 @@ def test_known_calls_at_addresses_of_their_own(launches):
         for _ in range(2):
             run("decode", **{**call, "v": both[:, :, ::2]}, state=wide[:, 0], out=both[:, :, 1::2])
     assert [launch[0].o for launch in launches] == [x[:, :, 1::2].data_ptr() for x in fused for _ in range(2)]
-    ((_, known),) = OPERATIONS["decode"].calls._calls.popitem()[1][1]
+    ((_, known),) = OPERATIONS["decode"].calls._calls.popitem()[1].latest
     assert len(known.placement.known) == 2
 
 

@@ -220,7 +220,7 @@ def test_what_is_traced_with_some_slots_is_right_for_others(trace):
     same(state, eager)
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap])
+@pytest.mark.parametrize("transform", [torch.func.grad, torch.func.vmap, torch.func.functionalize])
 def test_transforms_of_functions_are_refused(transform):
     given = call("decode")
 
@@ -228,7 +228,61 @@ def test_transforms_of_functions_are_refused(transform):
         return gd.decode(**given | dict(q=q)).sum()
 
     with pytest.raises(gd.UnsupportedProblem, match="q has no memory of its own"):
-        transform(summed)(given["q"] if transform is torch.func.grad else given["q"][None])
+        transform(summed)(given["q"][None] if transform is torch.func.vmap else given["q"])
+
+
+@pytest.mark.parametrize("name", ["v", "state"])
+def test_a_fake_tensor_beside_others_is_refused(name):
+    given = call("decode")
+    with pytest.raises(gd.UnsupportedProblem, match=f"{name} has no memory of its own"):
+        gd.decode(**given | {name: FakeTensorMode().from_tensor(given[name])})
+
+
+@pytest.mark.parametrize("fullgraph", [False, True])
+@pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("op", ["prefill", "decode", "verify", "flush"])
+def test_a_compiled_call_refuses_to_lose_a_gradient(op, compiler, fullgraph):
+    """Of a value computed in the graph; dynamo wraps the error where it may not break the graph."""
+    torch._dynamo.reset()
+    given = call(op)
+    first, x = next(iter(given.items()))
+
+    @torch.compile(backend=compiler, fullgraph=fullgraph)
+    def step(weight):
+        return getattr(gd, op)(**given | {first: x * weight})
+
+    error = Exception if fullgraph else gd.UnsupportedProblem
+    with pytest.raises(error, match=f"{first} requires grad, .* no backward"):
+        step(torch.ones((), requires_grad=True))
+
+
+@pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode])
+def test_parameters_compile_where_no_gradient_is_asked_for(mode):
+    torch._dynamo.reset()
+    gate = gd.Gate.softplus(torch.nn.Parameter(torch.zeros(4)))
+
+    def doubled(t):
+        return gd.prefill(**t, gate=gate, backend="reference")[0] * 2
+
+    with mode():
+        same(torch.compile(doubled, backend="aot_eager", fullgraph=True)(tokens()), doubled(tokens()))
+    inside = torch.compile(mode()(doubled), backend="aot_eager", fullgraph=True)
+    same(inside(tokens()), mode()(doubled)(tokens()))
+
+
+def test_explain_in_a_whole_graph_says_where_to_call_it():
+    torch._dynamo.reset()
+    given = call("decode")
+    ask = torch.compile(lambda q: gd.explain("decode", **given | dict(q=q)).backend, fullgraph=True)
+    with pytest.raises(Exception, match=r"explain .*: call it outside torch\.compile"):
+        ask(given["q"])
+
+
+def test_an_eager_call_is_a_row_of_the_profiler():
+    given = call("decode")
+    with torch.profiler.profile() as profile:
+        gd.decode(**given)
+    assert [row.count for row in profile.key_averages() if row.key == "gated_delta::decode"] == [1]
 
 
 def test_explain_looks_through_subclasses():

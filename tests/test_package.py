@@ -1,8 +1,10 @@
 """What a user installs: the wheel's content and metadata, and its types."""
 
+import inspect
 import re
 import subprocess
 import sys
+import typing
 import zipfile
 from email.parser import Parser
 from pathlib import Path
@@ -84,9 +86,7 @@ from gated_delta.integrations.transformers import patch
 
 def step(q: torch.Tensor, v: torch.Tensor, g: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
     gate: Gate = Gate.softplus(torch.zeros(2), torch.zeros(2))
-    o, final_state = gd.prefill(q, q, v, g, g, gate=gate, output_final_state=True)
-    if final_state is not None:
-        state = final_state
+    o, state = gd.prefill(q, q, v, g, g, gate=gate, output_final_state=True)
     o = o + gd.decode(q, q, v, g, g, gate=gate, state=state)
     buffer: KVBuffer = KVBuffer.empty(1, 4, 2, 2, 64, 64, gate="head")
     try:
@@ -112,6 +112,13 @@ step(1, 2, 3, 4)
 """
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="needs typing.get_overloads")
+def test_overloads_of_prefill_have_all_its_parameters():
+    for overload in typing.get_overloads(gated_delta.prefill):
+        parameters = inspect.signature(gated_delta.prefill).parameters
+        assert list(inspect.signature(overload).parameters) == list(parameters)
+
+
 def test_a_users_file_passes_mypy_strict(tmp_path):
     """But for what it gets wrong on purpose; and what the operations return is known."""
     pytest.importorskip("mypy", reason="needs mypy")
@@ -126,6 +133,7 @@ def test_a_users_file_passes_mypy_strict(tmp_path):
     revealed = [line.partition("Revealed type is ")[2] for line in found.stdout.splitlines() if "Revealed" in line]
     assert len(revealed) == 5
     returned = [line.rpartition("-> ")[2] for line in revealed[:3]]
-    assert returned == ['tuple[torch._tensor.Tensor, torch._tensor.Tensor | None]"', *['torch._tensor.Tensor"'] * 2]
+    of_prefill = 'tuple[torch._tensor.Tensor, torch._tensor.Tensor | None])"'  # its last overload's
+    assert returned == [of_prefill, *['torch._tensor.Tensor"'] * 2]
     assert revealed[4] == '"gated_delta.api.Route"'
     assert not any("Any" in line for line in revealed)

@@ -1,8 +1,10 @@
 """Bad calls: each raises the right error naming the argument, and writes nothing."""
 
 import inspect
+import io
 import itertools
 import math
+import multiprocessing
 
 import numpy
 import pytest
@@ -66,7 +68,7 @@ BAD = {
             (dict(null_index=0.0), "null_index: expected an int, got float"),
             (packed(0, 4) | dict(max_seqlen=4.0), "max_seqlen: expected an int or None, got float"),
             (packed(0, 4) | dict(max_seqlen=True), "max_seqlen: expected an int or None, got bool"),
-            (packed(0, 4) | dict(max_seqlen=torch.tensor(4)), "max_seqlen: expected an int or None, got Tensor"),
+            (packed(0, 4) | dict(max_seqlen=torch.tensor(4)), "max_seqlen: expected an int or None, got torch.Tensor"),
             (dict(initial_state=torch.zeros(N, HV, V, K, dtype=f64)), "initial_state: expected dtype"),
             (dict(output_final_state=None), "output_final_state: expected True or False"),
             (dict(deterministic=1), "deterministic: expected True or False, got int"),
@@ -90,6 +92,7 @@ BAD = {
             (dict(state_indices=[0, 1]), "state_indices: expected a torch.Tensor, got list"),
             (dict(write_indices=torch.zeros(N)), "write_indices: expected dtype"),
             (dict(update_state=1), "update_state: expected True or False, got int"),
+            (dict(update_state=numpy.bool_(True)), "update_state: expected True or False, got numpy.bool"),
             (dict(qk_l2norm="yes"), "qk_l2norm: expected True or False, got str"),
             (dict(beta_logits=None), "beta_logits: expected True or False"),
             (dict(scale="0.5"), "scale: expected a number, got str"),
@@ -103,13 +106,13 @@ BAD = {
             (dict(INTERMEDIATES, intermediate_indices=torch.zeros(N)), "intermediate_indices: expected dtype"),
         ],
         "verify": [
-            (dict(null_index=ints(0)), "null_index: expected an int, got Tensor"),
-            (dict(buffer=torch.zeros(3)), "buffer: expected a gated_delta.KVBuffer, got Tensor"),
+            (dict(null_index=ints(0)), "null_index: expected an int, got torch.Tensor"),
+            (dict(buffer=torch.zeros(3)), "buffer: expected a gated_delta.KVBuffer, got torch.Tensor"),
             (dict(buffer=gd.KVBuffer(1, 2, 3)), "buffer.u: expected a torch.Tensor, got int"),
             (dict(buffer=gd.KVBuffer(*(x.bfloat16() for x in vars(buffer()).values()))), "buffer.u: expected dtype"),
         ],
         "flush": [
-            (dict(null_index=numpy.bool_(True)), "null_index: expected an int, got bool"),
+            (dict(null_index=numpy.bool_(True)), "null_index: expected an int, got numpy.bool"),
             (dict(num_accepted=1.0), "num_accepted: expected an int or an int tensor"),
             (dict(num_accepted=True), "num_accepted: expected an int or an int tensor"),
             (dict(num_accepted=torch.ones(N)), "num_accepted: expected dtype"),
@@ -209,10 +212,10 @@ BAD = {
             (packed(0, 1) | dict(state_indices=ints().view(1, 0)), r"state_indices: expected \[N, W\] with W >= 1, got W=0"),
             (tokens(N, 17), "q: expected 1 to 16 tokens per sequence, got T=17"),
             (tokens(N, 0), "q: expected 1 to 16 tokens per sequence, got T=0"),
-            (dict(num_accepted=ints(1, 1)), r"num_accepted: expected None unless state_indices is \[N, T\]"),
+            (dict(num_accepted=ints(1, 1)), r"num_accepted: expected None unless state_indices is \[N, W\]"),
             (
                 dict(state=pool(9), state_indices=ints(0, 1, 2, 3, 4, 5).view(2, 3), write_indices=ints(6, 7)),
-                "write_indices: expected None beside",
+                r"write_indices: expected None beside \[N, W\]",
             ),
             (dict(write_indices=ints(2, 3), update_state=False), "write_indices: expected None with update_state=False"),
             (dict(intermediate_indices=ints(0, 1)), "intermediate_indices: expected None without intermediate_states"),
@@ -375,6 +378,46 @@ def test_bad_call_is_refused_and_writes_nothing(op, changes, text, error):
         assert torch.equal(x.nan_to_num(5.5), before.nan_to_num(5.5)), f"{name} was written"
 
 
+def every_tensor(op):
+    """Keyword arguments of a valid call with all tensors that it may have at once."""
+    given = call(op) | dict(state=pool(8), state_indices=ints(0, 1), write_indices=ints(2, 3))
+    if op in ("prefill", "decode", "verify"):
+        given |= dict(gate=gd.Gate.softplus(torch.zeros(HV), torch.zeros(HV)), out=torch.zeros(N, T, HV, V))
+    if op == "prefill":
+        given |= dict(has_initial_state=torch.ones(N, dtype=torch.bool), checkpoint_lens=LENS)
+        given |= dict(checkpoint_indices=LENS - 1, checkpoints=kept(4).flatten(0, 1))
+    if op == "decode":
+        given |= INTERMEDIATES | dict(intermediate_indices=ints(0, 1))
+    if op in ("verify", "flush"):
+        given["buffer_indices"] = ints(0, 1)
+    names = inspect.signature(getattr(gd, op)).parameters
+    return {name: x for name, x in given.items() if name in names}
+
+
+def refuse_layouts(op):
+    """In a process of its own, which one that is let through ends."""
+    good = every_tensor(op)
+    getattr(gd, op)(**good)
+    tensors = {name: x for name, x in good.items() if isinstance(x, torch.Tensor)}
+    for name, x in tensors.items():
+        rows = x.view(N, -1) if x.ndim == 1 else x
+        for other in (torch.nested.nested_tensor(list(rows)), x.to_sparse()):
+            with pytest.raises((TypeError, ValueError), match=f"{name}: expected a plain strided tensor"):
+                getattr(gd, op)(**good | {name: other})
+    nested = torch.nested.nested_tensor([torch.ones(HV)] * 2)
+    for of_tensors in (gd.Gate.softplus, gd.GatedNorm, lambda x: gd.KVBuffer(x, x, x)):
+        with pytest.raises(ValueError, match="expected a plain strided tensor, got a nested one"):
+            of_tensors(nested)
+
+
+@pytest.mark.parametrize("op", ["prefill", "decode", "verify", "flush"])
+def test_a_nested_tensor_is_refused_after_a_plain_one(op):
+    child = multiprocessing.get_context("fork").Process(target=refuse_layouts, args=(op,))
+    child.start()
+    child.join()
+    assert child.exitcode == 0
+
+
 NONSENSE = [3, "x", [1], torch.zeros(0), object(), float("nan"), torch.empty(0, 0, 0, dtype=torch.complex128)]
 
 
@@ -481,6 +524,32 @@ def test_buffer_shapes_and_layer_views():
     assert made.nbytes == 4 * (made.u.numel() + made.k.numel() + made.log_decay.numel())
 
 
+OBJECTS = {
+    "gate": lambda: gd.Gate.lower_bound(torch.zeros(HV), torch.ones(HV, dtype=bf16), bound=-3.0),
+    "log gate": gd.Gate.log,
+    "norm": lambda: gd.GatedNorm(torch.ones(V), 1e-5, "sigmoid"),
+    "buffer": lambda: buffer(rows=99),
+}
+
+
+@pytest.mark.parametrize("name", OBJECTS)
+def test_objects_of_tensors_move_and_are_saved_and_shown(name):
+    given = OBJECTS[name]()
+    moved = given.to("meta")
+    file = io.BytesIO()
+    torch.save(given, file)
+    loaded = torch.load(io.BytesIO(file.getvalue()))
+    for field, x in vars(given).items():
+        there, back = getattr(moved, field), getattr(loaded, field)
+        if isinstance(x, torch.Tensor):
+            assert (there.device.type, there.shape, there.dtype) == ("meta", x.shape, x.dtype)
+            assert torch.equal(back.nan_to_num(9.0), x.nan_to_num(9.0))
+            assert f"{field}={list(x.shape)} {x.dtype} cpu" in repr(given)
+        else:
+            assert there == back == x
+            assert f"{field}={x!r}" in repr(given)
+
+
 @pytest.mark.parametrize("op", ["prefill", "decode", "verify", "flush"])
 def test_describing_a_call_gives_the_problem_its_case_names(op):
     for case in cases(op)[::37]:
@@ -496,6 +565,8 @@ def test_labels_tell_problems_apart():
 
 def test_explain_says_what_runs_and_what_is_missing():
     route = gd.explain("decode", **call("decode"))
+    assert isinstance(route, gd.Route)
+    assert isinstance(route.problem, gd.Problem)
     assert (route.backend, route.kernel) == ("reference", "reference.decode")
     assert any("CUDA" in reason for reason in route.missing)
     assert route.problem.label in str(route)

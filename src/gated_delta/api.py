@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
@@ -17,11 +18,46 @@ from torch import Tensor
 from . import compile, ops
 from .memory import Addresses, Placement, addresses
 from .ops.launch import REDESCRIBE, Operation, Plan
-from .problem import LOG, MAX_DRAFT, Gate, GatedNorm, KVBuffer, Problem, UnsupportedProblem
+from .problem import (
+    BUFFER,
+    LOG,
+    MAX_DRAFT,
+    Gate,
+    GatedNorm,
+    KVBuffer,
+    Problem,
+    UnsupportedProblem,
+    refuse_grad,
+    type_name,
+)
 
 BACKENDS = ("auto", "cute", "reference")
 
 
+# fmt: off
+@overload
+def prefill(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, gate: Gate = ...,
+    scale: float | None = ..., qk_l2norm: bool = ..., beta_logits: bool = ...,
+    cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+    initial_state: Tensor | None = ..., output_final_state: Literal[True], state: None = ...,
+    state_indices: None = ..., has_initial_state: None = ...,
+    checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
+    checkpoints: Tensor | None = ..., deterministic: bool = ..., null_index: int = ...,
+    out: Tensor | None = ..., backend: str = ...,
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def prefill(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, gate: Gate = ...,
+    scale: float | None = ..., qk_l2norm: bool = ..., beta_logits: bool = ...,
+    cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+    initial_state: Tensor | None = ..., output_final_state: bool = ..., state: Tensor | None = ...,
+    state_indices: Tensor | None = ..., has_initial_state: Tensor | None = ...,
+    checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
+    checkpoints: Tensor | None = ..., deterministic: bool = ..., null_index: int = ...,
+    out: Tensor | None = ..., backend: str = ...,
+) -> tuple[Tensor, Tensor | None]: ...
+# fmt: on
 def prefill(
     q: Tensor,
     k: Tensor,
@@ -81,7 +117,7 @@ def prefill(
     The recurrence is Gated DeltaNet's (arXiv 2412.06464, eq. 10), per key channel Kimi Linear's (arXiv 2510.26692, eq. 1).
     """
     kind, A_log, dt_bias, bound = _gate(gate)
-    return (_node if traced(q) else run)(
+    return _way(q)(
         ops.PREFILL,
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, state_indices, has_initial_state,
         checkpoint_lens, checkpoint_indices, checkpoints, initial_state, state, None, out,
@@ -131,8 +167,8 @@ def decode(
     Returns o [N, T, HV, V] in v's dtype, with norm the normalised one.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
-    weight, eps, activation = _norm(norm)
-    return (_node if traced(q) else run)(
+    weight, eps, activation = NO_NORM if norm is None else _norm(norm)
+    return _way(q)(
         ops.DECODE,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices, num_accepted, intermediate_states,
         intermediate_indices, z, weight, out,
@@ -171,8 +207,8 @@ def verify(
     Returns o [N, T, HV, V] in v's dtype: decode's outputs, except that a state of 16 bits is not rounded between the tokens.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
-    weight, eps, activation = _norm(norm)
-    return (_node if traced(q) else run)(
+    weight, eps, activation = NO_NORM if norm is None else _norm(norm)
+    return _way(q)(
         ops.VERIFY,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices, *_parts(buffer), z, weight,
         out,
@@ -204,7 +240,8 @@ def flush(
     if isinstance(count, int) and count > MAX_DRAFT:
         count = MAX_DRAFT  # all that a buffer holds; torch.library has no larger numbers than 64 bits
     indices = (state_indices, write_indices, buffer_indices)
-    return (_node if traced(state) else run)(ops.FLUSH, state, *_parts(buffer), counts, *indices, count, null_index, backend)
+    arguments = (state, *_parts(buffer), counts, *indices, count, null_index, backend)
+    return _way(state)(ops.FLUSH, *arguments)
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Route:
@@ -214,14 +251,19 @@ def explain(op: str, *args: Any, **kwargs: Any) -> Route:
     """
     if not isinstance(op, str) or op not in ops.OPERATIONS:
         raise ValueError(f"op: expected one of {', '.join(ops.OPERATIONS)}, got {op!r}")
-    backend = kwargs.pop("backend", "auto")
-    asked = _Explain(backend) if isinstance(backend, str) else backend
+    if _compiling():
+        where = "call it outside torch.compile"
+        torch._dynamo.graph_break(msg=f"gated_delta.explain returns no tensor: {where}")
+    asked = _Explain(kwargs.pop("backend", "auto"))
     operation: Any = dict(prefill=prefill, decode=decode, verify=verify, flush=flush)[op]
     return operation(*args, **kwargs, backend=asked)
 
 
-class _Explain(str):
-    """A backend of which the route is asked for, in place of a run."""
+@dataclass(frozen=True, eq=False)
+class _Explain:
+    """In place of a backend: its route is asked for, and no run."""
+
+    backend: Any
 
 
 # ------------------------------------------------------------------------------------------------ one way for all four
@@ -229,22 +271,54 @@ class _Explain(str):
 
 def _gate(gate: Gate) -> tuple[str, Tensor | None, Tensor | None, float]:
     if not isinstance(gate, Gate):
-        raise TypeError(f"gate: expected a gated_delta.Gate, got {type(gate).__name__}")
+        raise TypeError(f"gate: expected a gated_delta.Gate, got {type_name(gate)}")
     return gate.kind, gate.A_log, gate.dt_bias, gate.bound
 
 
-def _norm(norm: GatedNorm | None) -> tuple[Tensor | None, float, str | None]:
-    if norm is None:
-        return None, 0.0, None
+NO_NORM: tuple[Tensor | None, float, str | None] = (None, 0.0, None)
+
+
+def _norm(norm: GatedNorm) -> tuple[Tensor | None, float, str | None]:
     if not isinstance(norm, GatedNorm):
-        raise TypeError(f"norm: expected a gated_delta.GatedNorm or None, got {type(norm).__name__}")
+        raise TypeError(f"norm: expected a gated_delta.GatedNorm or None, got {type_name(norm)}")
     return norm.weight, norm.eps, norm.activation
 
 
 def _parts(buffer: KVBuffer) -> tuple[Tensor, Tensor, Tensor]:
     if not isinstance(buffer, KVBuffer):
-        raise TypeError(f"buffer: expected a gated_delta.KVBuffer, got {type(buffer).__name__}")
+        raise TypeError(f"buffer: expected a gated_delta.KVBuffer, got {type_name(buffer)}")
     return buffer.u, buffer.k, buffer.log_decay
+
+
+PLAIN = (Tensor, torch.nn.Parameter)
+_compiling, _modes = torch.compiler.is_dynamo_compiling, torch._C._len_torch_dispatch_stack
+_jit_state, _profiler = torch._C._get_tracing_state, torch.autograd.profiler
+
+
+def _way(x: object) -> Callable[..., Any]:
+    """How a call with this first tensor is made: as a node where it is traced, else at once.
+
+    Kernels, and what the reference backend reads on the host, leave no trace.
+    """
+    if (
+        _compiling()
+        or (type(x) not in PLAIN and isinstance(x, Tensor))
+        or _modes() > 0  # make_fx and torch.export, among others
+        or _jit_state() is not None  # torch.jit.trace
+    ):
+        return _node
+    return _profiled if _profiler._is_profiler_enabled else run
+
+
+def traced(x: object) -> bool:
+    """Whether a call with this first tensor becomes a node."""
+    return _way(x) is _node
+
+
+def _profiled(op: Operation, *arguments: Any) -> Any:
+    """`run` as a row of torch's profiler, which does not see calls that bypass the dispatcher."""
+    with _profiler.record_function(f"gated_delta::{op.name}"):
+        return run(op, *arguments)
 
 
 def _node(op: Operation, *arguments: Any) -> Any:
@@ -252,9 +326,14 @@ def _node(op: Operation, *arguments: Any) -> Any:
     if isinstance(arguments[-1], _Explain):
         return run(op, *arguments)
     a = op.arguments(*arguments)
+    # The node's body sees detached tensors, so gradients are refused here.
+    for name, x in zip(a._fields, a[: op.num_tensors], strict=False):
+        if isinstance(x, Tensor):
+            refuse_grad(BUFFER.get(name, name), x)
     for name, is_flag in op.flags.items():  # a schema takes 1 for True, True for 1, and a tensor's value of now for either
         if isinstance(x := getattr(a, name), bool) != is_flag or isinstance(x, Tensor):
-            raise TypeError(f"{name}: expected {'True or False' if is_flag else 'no flag or tensor'}, got {type(x).__name__}")
+            expected = "True or False" if is_flag else "no flag or tensor"
+            raise TypeError(f"{name}: expected {expected}, got {type_name(x)}")
     a = op.allocated(a)
     getattr(torch.ops.gated_delta, op.name)(*a)
     return op.result(a)
@@ -277,9 +356,9 @@ def run(op: Operation, *arguments: Any) -> Any:
             return made
     a = op.arguments(*arguments)
     problem = op.describe(a)
-    route = select(op, problem, a[0].device, a.backend, *op.work(a))
     if isinstance(a.backend, _Explain):
-        return route
+        return select(op, problem, a[0].device, a.backend.backend, *op.work(a))
+    route = select(op, problem, a[0].device, a.backend, *op.work(a))
     launch: Any = ReferenceCall() if route.plan is None else op.launch(problem, route.plan, a)
     written, vectors = ([getattr(a, name) for name in names] for names in (op.written(a), launch.vectors))
     tensors = tuple(x for x in a[: op.num_tensors] if x is not None)
@@ -313,19 +392,6 @@ class ReferenceCall:
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> object:
         return REDESCRIBE if self.placement(addresses(tensors)) is None else ON_REFERENCE
-
-
-def traced(x: object) -> bool:
-    """Whether a call is to be seen as one node: kernels, and what the reference backend reads on the host, leave no trace."""
-    return (
-        torch.compiler.is_compiling()
-        or (type(x) not in PLAIN and isinstance(x, Tensor))
-        or torch._C._len_torch_dispatch_stack() > 0  # make_fx, among others
-        or torch._C._get_tracing_state() is not None  # torch.jit.trace
-    )
-
-
-PLAIN = (Tensor, torch.nn.Parameter)
 
 
 # ------------------------------------------------------------------------------------------------ which backend and kernels

@@ -9,9 +9,9 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from numbers import Integral, Real
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -38,13 +38,38 @@ LEAST_EPS = torch.finfo(torch.float32).tiny
 class UnsupportedProblem(NotImplementedError):
     """A valid call that a backend cannot run. `missing` lists why, one reason per entry."""
 
+    missing: tuple[str, ...]
+
     def __init__(self, message: str, missing: tuple[str, ...] = ()):
-        super().__init__(message + "".join(f"\n  - {reason}" for reason in missing))
-        self.missing = missing
+        # super().__init__() would hide the message: torch.compile cannot trace it.
+        self.message, self.missing = message, missing
+
+    def __str__(self) -> str:
+        return self.message + "".join(f"\n  - {reason}" for reason in self.missing)
 
 
-@dataclass(frozen=True, eq=False)
-class Gate:
+Self = TypeVar("Self", bound="_Tensors")
+
+
+class _Tensors:
+    """What Gate, GatedNorm and KVBuffer share: dataclasses with tensors among their fields."""
+
+    def to(self: Self, device: torch.device | str) -> Self:
+        """A copy with its tensors on a device; those that are there already are shared."""
+        tensors = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
+        return replace(self, **tensors)  # type: ignore[type-var]
+
+    def __repr__(self) -> str:
+        fields = ", ".join(f"{name}={_shown(x)}" for name, x in vars(self).items())
+        return f"{type(self).__name__}({fields})"
+
+
+def _shown(x: object) -> str:
+    return f"{list(x.shape)} {x.dtype} {x.device}" if isinstance(x, Tensor) else repr(x)
+
+
+@dataclass(frozen=True, eq=False, repr=False)
+class Gate(_Tensors):
     """How `g` becomes the natural-log decay, in fp32. Build one with `Gate.log`, `Gate.softplus` or `Gate.lower_bound`.
 
     A_log: [HV] fp32. dt_bias: [HV] (GDN) or [HV, K] (KDA), fp32 or bf16. bound: natural log, below zero and at least -1e30.
@@ -94,8 +119,8 @@ class Gate:
 LOG = Gate.log()
 
 
-@dataclass(frozen=True, eq=False)
-class GatedNorm:
+@dataclass(frozen=True, eq=False, repr=False)
+class GatedNorm(_Tensors):
     """The gated RMSNorm behind a layer's recurrence: o * rsqrt(mean(o * o) + eps) * weight * act(z), over V of each head, in fp32.
 
     weight: [V], fp32, bf16 or fp16. eps: finite, above 0 in fp32. activation: of the gate z, "silu" or "sigmoid".
@@ -118,17 +143,23 @@ class GatedNorm:
             raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
 
 
-@dataclass(frozen=True, eq=False)
-class KVBuffer:
+@dataclass(frozen=True, eq=False, repr=False)
+class KVBuffer(_Tensors):
     """What `verify` leaves for `flush`: about 2*T*d fp32 numbers a head, where T cached states would be T*d*d.
 
     u: [rows, T, HV, V], the corrections u_t = beta_t * (v_t - S k_t). k: [rows, T, H, K], normalised if the call normalised.
     log_decay: [rows, T, HV] (gate "head", GDN) or [rows, T, HV, K] (gate "channel", KDA). With layers, L stands in front of each.
+    Raises ValueError for a nested tensor.
     """
 
     u: Tensor
     k: Tensor
     log_decay: Tensor
+
+    def __post_init__(self) -> None:
+        for name in ("u", "k", "log_decay"):
+            if isinstance(x := getattr(self, name), Tensor):  # verify and flush refuse all else
+                _not_nested(f"buffer.{name}", x)
 
     @staticmethod
     def empty(
@@ -178,6 +209,9 @@ class KVBuffer:
     def nbytes(self) -> int:
         """Bytes of device memory the three tensors take."""
         return sum(t.numel() * t.element_size() for t in (self.u, self.k, self.log_decay))
+
+
+torch.serialization.add_safe_globals([Gate, GatedNorm, KVBuffer])  # what torch.load may make
 
 
 class Tokens(NamedTuple):
@@ -278,12 +312,33 @@ class Problem:
 # One check, one sentence: the argument, what was expected, what came.
 
 
+def type_name(x: object) -> str:
+    """As errors show it: with its module, which tells numpy's bool from Python's."""
+    kind = type(x)
+    module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
+    return module + kind.__qualname__
+
+
 def _tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     if not isinstance(x, Tensor):
-        raise TypeError(f"{name}: expected a torch.Tensor, got {type(x).__name__}")
+        raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(x)}")
     if x.dtype not in dtypes:
         raise TypeError(f"{name}: expected dtype {' or '.join(str(d) for d in dtypes)}, got {x.dtype}")
+    _not_nested(name, x)
     return x
+
+
+def _not_nested(name: str, x: Tensor) -> None:
+    if x.is_nested:
+        raise ValueError(f"{name}: expected a plain strided tensor, got a nested one")
+
+
+def refuse_grad(name: str, x: Tensor) -> None:
+    """Raise UnsupportedProblem where a gradient for x would be lost."""
+    if x.requires_grad and torch.is_grad_enabled():
+        message = f"{name} requires grad, and gated_delta has no backward: "
+        message += "call it under torch.no_grad() or torch.inference_mode()"
+        raise UnsupportedProblem(message, ("backward",))
 
 
 def absent(name: str, x: object, when: str) -> None:
@@ -295,7 +350,7 @@ def absent(name: str, x: object, when: str) -> None:
 def number(name: str, x: object) -> float:
     """x, a Python or numpy number, as a float; inf where a float cannot hold it."""
     if not isinstance(x, Real) or isinstance(x, bool):
-        raise TypeError(f"{name}: expected a number, got {type(x).__name__}")
+        raise TypeError(f"{name}: expected a number, got {type_name(x)}")
     try:
         return float(x)
     except OverflowError:
@@ -310,7 +365,7 @@ def _last_dim_contiguous(name: str, x: Tensor) -> None:
 def integer(name: str, x: object, expected: str = "an int") -> int:
     """x, a Python or numpy integer, as an int."""
     if not isinstance(x, Integral) or isinstance(x, bool):
-        raise TypeError(f"{name}: expected {expected}, got {type(x).__name__}")
+        raise TypeError(f"{name}: expected {expected}, got {type_name(x)}")
     return int(x)
 
 
@@ -371,8 +426,8 @@ class Checker:
 
     def tensor(self, name: str, x: object, dtypes: tuple[torch.dtype, ...], dims: str | None = None) -> Tensor:
         x = _tensor(name, x, dtypes)
-        if x.layout != torch.strided or x.is_nested or x.is_neg():
-            kind = f"layout {x.layout}, nested={x.is_nested}, negated={x.is_neg()}"
+        if x.layout != torch.strided or x.is_neg():
+            kind = f"layout {x.layout}, negated={x.is_neg()}"
             raise ValueError(f"{name}: expected a plain strided tensor, got {kind}")
         if dims is not None:
             self.sizes.bind(name, x, dims)
@@ -383,22 +438,22 @@ class Checker:
         if x.is_meta:
             raise ValueError(f"{name}: expected a tensor with data, got one on the meta device")
         try:
-            pointer = x.data_ptr()
+            lost = x.numel() > 0 and not x.data_ptr()
+            wrapped = lost and x.untyped_storage().nbytes() > 0
         except RuntimeError:
-            raise UnsupportedProblem(f"{name} has no memory of its own, as under torch.func's transforms", ("memory",)) from None
-        if x.numel() and not pointer:
+            wrapped = True
+        if wrapped:
+            when = "as in tracing and under torch.func's transforms"
+            raise UnsupportedProblem(f"{name} has no memory of its own, {when}", ("memory",))
+        if lost:
             raise ValueError(f"{name}: expected a tensor with data, got one whose storage was freed")
-        if x.requires_grad and torch.is_grad_enabled():
-            raise UnsupportedProblem(
-                f"{name} requires grad, and gated_delta has no backward: call it under torch.no_grad() or torch.inference_mode()",
-                ("backward",),
-            )
+        refuse_grad(name, x)
         self.tensors[name] = x
         return x
 
     def flag(self, name: str, x: object) -> None:
         if not isinstance(x, bool):
-            raise TypeError(f"{name}: expected True or False, got {type(x).__name__}")
+            raise TypeError(f"{name}: expected True or False, got {type_name(x)}")
 
     def aligned(self, x: Tensor) -> bool:
         """Whether every row of x starts at a multiple of 16 bytes."""

@@ -444,12 +444,22 @@ def _draft_spans(tokens: Tokens, **room: int) -> tuple[list[int], list[int]]:
     return starts, lengths
 
 
-def _rows(name: str, indices: Tensor | None, count: int, size: int, null_index: int = -1) -> list[int]:
-    """Row of each sequence, below zero where it has none: an index up to null_index. Raises IndexError past the end."""
+def _rows(
+    name: str,
+    indices: Tensor | None,
+    count: int,
+    size: int,
+    null_index: int = -1,
+    place: str = "sequence",
+) -> list[int]:
+    """Row of each sequence, or other place; below zero for an index up to null_index.
+
+    Raises IndexError past the end.
+    """
     rows = list(range(count)) if indices is None else indices.tolist()
     for n, row in enumerate(rows):
         if row >= size and row > null_index:
-            raise IndexError(f"{name}: expected indices below {size}, got {row} at sequence {n}")
+            raise IndexError(f"{name}: expected indices below {size}, got {row} at {place} {n}")
     return [row if row > null_index else -1 for row in rows]
 
 
@@ -627,7 +637,9 @@ def decode_rows(
     token_slots: list[list[int]] = []
     if state_indices is not None and state_indices.ndim == 2:
         width = room["state_indices"] = state_indices.shape[1]
-        token_slots = [_rows("state_indices", row, width, P, null_index) for row in state_indices]
+        for n, row in enumerate(state_indices):
+            place = f"sequence {n}, column"
+            token_slots.append(_rows("state_indices", row, width, P, null_index, place))
         accepted = [1] * N if num_accepted is None else num_accepted.tolist()
         reads = [slots[min(max(m, 1), width) - 1] for slots, m in zip(token_slots, accepted, strict=True)]
         writes = [-1] * N

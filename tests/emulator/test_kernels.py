@@ -61,6 +61,34 @@ def test_the_case_list_passes(case, kernels):
     judged(case, kernels)
 
 
+COUNTS = {
+    torch.int32: (2**31 - 1, 4, 3, 2, 1, 0, -1, -(2**31)),
+    torch.int64: (2**63 - 1, 2**32 + 2, 2**31, 3, 2, 1, 0, -1, -(2**32), -(2**32) + 2, -(2**63)),
+}
+
+
+@pytest.mark.parametrize("dtype", COUNTS, ids=str)
+def test_counts_of_any_size_are_clamped(dtype, kernels):
+    """Whatever the low word of a count says: num_accepted of decode's [N, W] slots and of flush."""
+    counts, T = torch.tensor(COUNTS[dtype], dtype=dtype), 3
+    N, rng = len(counts), torch.Generator().manual_seed(0)
+    made = lambda *shape: torch.randn(N, T, *shape, generator=rng).bfloat16()
+    tokens = {name: made(1, 32) for name in "qkv"} | dict(g=-made(1).abs(), beta=made(1).abs())
+    pool, slots = torch.randn(T * N, 1, 32, 32, generator=rng), torch.arange(T * N).view(N, T)
+    results = []
+    buffer = gd.KVBuffer.empty(N, T, 1, 1, 32, 32)
+    gd.verify(**tokens, state=pool, buffer=buffer)
+    for backend, run in (("reference", contextlib.nullcontext()), ("cute", emulated(kernels))):
+        decoded, flushed = pool.clone(), pool.clone()
+        with run:
+            accepted = dict(state_indices=slots, num_accepted=counts)
+            o = gd.decode(**tokens, state=decoded, **accepted, backend=backend)
+            gd.flush(flushed, buffer, counts, backend=backend)
+        results.append((o, decoded, flushed))
+    for got, want in zip(*results, strict=True):
+        torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
+
+
 COMMON = dict(D=(128,), dtype=(torch.bfloat16,), deterministic=(False,))
 PREFILLS = [(cut, case) for cut in CUTS for axis in FEW_HEADS for case in sample("prefill", 1, axis=(axis,), **COMMON)]
 PREFILLS += [("raw", case) for case in sample("prefill", 3, axis=("channel",), g_dtype=(torch.bfloat16, torch.float16), **COMMON)]

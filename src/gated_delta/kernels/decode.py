@@ -26,6 +26,7 @@ from .device.primitives import (
     broadcast,
     dot,
     load,
+    load_count,
     load_index,
     offset,
     pack,
@@ -231,7 +232,8 @@ class Decode:
     def slots(self, args, coord):
         """Slot read, none for an inactive sequence; slot of the final state, none where there is nothing to store."""
         ptr, stride, size = args.ptr, args.stride, args.size
-        accepted = load_index(ptr.num_accepted + offset(coord.n, stride.num_accepted_n), size.num_accepted_kind, Int32(1))
+        accepted_at = ptr.num_accepted + offset(coord.n, stride.num_accepted_n)
+        accepted = load_count(accepted_at, size.num_accepted_kind, Int32(1))
         column = cutlass.max(cutlass.min(accepted, size.slots_per_sequence), 1) - 1
         read_at = ptr.state_indices + offset(coord.n, stride.state_indices_n) + offset(column, stride.state_indices_t)
         read = load_index(read_at, size.state_indices_kind, coord.n)

@@ -20,7 +20,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from .arguments import FlushPointers, FlushSizes, FlushStrides, lanes_per_row, tile_rows
-from .device.primitives import load, load_index, offset, pack, qk_head, typed, unpack
+from .device.primitives import load, load_count, load_index, offset, pack, qk_head, typed, unpack
 from .device.recurrent import MAX_GRID, StateRows, shared_tensor
 
 Pointers, Strides, Sizes = typed(FlushPointers, Int64), typed(FlushStrides, Int32), typed(FlushSizes, Int32)
@@ -100,7 +100,7 @@ class Flush:
         write = load_index(ptr.write_indices + offset(coord.n, stride.write_indices_n), size.write_indices_kind, read)
         row = load_index(ptr.buffer_indices + offset(coord.n, stride.buffer_indices_n), size.buffer_indices_kind, coord.n)
         accepted_at = ptr.num_accepted + offset(coord.n, stride.num_accepted_n)
-        count = load_index(accepted_at, size.num_accepted_kind, size.num_accepted_all)
+        count = load_count(accepted_at, size.num_accepted_kind, size.num_accepted_all)
         count = cutlass.max(cutlass.min(count, size.C), 0)
         wanted = (read > size.null_index) & (write > size.null_index) & (row >= 0) & ((count > 0) | (read != write))
 

@@ -175,13 +175,14 @@ class Decode(StateOperation):
             least = 1 if a.cu_seqlens is not None else check.sizes["T"]
             if check.sizes["W"] < least:
                 raise ValueError(f"state_indices: expected [N, W] with W >= {least}, got W={check.sizes['W']}")
-            absent("write_indices", a.write_indices, "beside [N, T] state_indices (each token's slot is named there)")
+            named = "beside [N, W] state_indices (each token's slot is named there)"
+            absent("write_indices", a.write_indices, named)
             check.index("num_accepted", a.num_accepted)
         else:
             check.index("state_indices", a.state_indices)
             check.one_each("state", "P", a.state_indices)
             check.index("write_indices", a.write_indices)
-            absent("num_accepted", a.num_accepted, "unless state_indices is [N, T]")
+            absent("num_accepted", a.num_accepted, "unless state_indices is [N, W]")
         if not a.update_state:
             absent("write_indices", a.write_indices, "with update_state=False (nothing is written)")
         check.null_index(a.null_index, a.state_indices, a.write_indices)

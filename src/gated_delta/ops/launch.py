@@ -21,13 +21,16 @@ from ..call_cache import CallCache
 from ..kernels.arguments import ABSENT as NO_KIND
 from ..kernels.arguments import BF16, FP16, FP32
 from ..memory import Addresses, Placement
-from ..problem import Gate, GatedNorm, Problem, Tokens, UnsupportedProblem
+from ..problem import BUFFER, Gate, GatedNorm, Problem, Tokens, UnsupportedProblem
 
 CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
 """Look at every index on the host before a launch, and raise as the reference backend does; costs a wait for the GPU."""
 
 REDESCRIBE = object()
 """What a launch returns, having done nothing, where a call has to be described anew."""
+
+NEVER_NESTED = ("A_log", "dt_bias", "norm_weight", *BUFFER)
+"""Tensors of a Gate, a GatedNorm or a KVBuffer, which refuse nested ones."""
 
 KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
@@ -41,6 +44,10 @@ class Plan(NamedTuple):
 
     schedule: Any
     variants: tuple[compile.Variant, ...]
+
+
+def _refuse() -> None:
+    raise TypeError
 
 
 class Operation(ABC):
@@ -65,13 +72,23 @@ class Operation(ABC):
         self.flags = {name: hint is bool for name, hint in hints[self.num_tensors :]}
 
     def _key(self) -> Callable[..., tuple[Any, ...]]:
-        """From a call's arguments to its key in the call cache; compiled, as it runs in front of every launch."""
-        fields = list(get_type_hints(self.arguments).items())
-        values = [name for name, _ in fields[self.num_tensors :]]
-        optional = [name for name, hint in fields[: self.num_tensors] if hint is not Tensor]
-        of_values, of_tensors = map("type({})".format, values), map("{} is None".format, optional)
-        key = ", ".join([f"{fields[0][0]}.shape", *values, *of_values, *of_tensors, "grad()"])
-        return eval(f"lambda {', '.join(name for name, _ in fields)}: ({key})", dict(grad=torch.is_grad_enabled))
+        """From a call's arguments to its key in the call cache; compiled: every launch waits for it.
+
+        The key raises an error for a tensor that is nested or none, and for a flag that is no bool.
+        """
+        hints = get_type_hints(self.arguments)
+        names = list(hints)
+        (first, *tensors), values = names[: self.num_tensors], names[self.num_tensors :]
+        checks = {x: f" or ({x}.is_nested and refuse())" for x in tensors if x not in NEVER_NESTED}
+        required = [checks.get(x, "") for x in tensors if hints[x] is Tensor]
+        parts = [f"{first}.shape", "False" + "".join(required)]
+        parts += [f"{x} is None" + checks.get(x, "") for x in tensors if hints[x] is not Tensor]
+        flags = [x for x in values if hints[x] is bool]
+        parts += [f"{x} is True or ({x} is not False and refuse())" for x in flags]
+        parts += [x for x in values if x not in flags]
+        parts += [f"type({x})" for x in values if hints[x] in (int, int | None, float | None)]
+        key = f"lambda {', '.join(names)}: ({', '.join(parts)}, grad())"
+        return eval(key, dict(grad=torch.is_grad_enabled, refuse=_refuse))
 
     @abstractmethod
     def describe(self, a: Any) -> Problem:
@@ -188,6 +205,10 @@ class Launch(ABC):
         return found
 
 
+def _new_dense(v: Tensor) -> Tensor:
+    return v.new_empty(v.shape)
+
+
 class TokensLaunch(Launch):
     """What prefill's, decode's and verify's launches share: tokens in, out as the last tensor."""
 
@@ -199,7 +220,8 @@ class TokensLaunch(Launch):
         self.scale = a.q.shape[-1] ** -0.5 if a.scale is None else float(a.scale)
         self.bound = a.bound
         self.empty = tokens_of(a).num_sequences == 0
-        self.own_output, self.dense_v = a.out is None, a.v.is_contiguous()
+        self.own_output = a.out is None
+        self.new_output: Any = torch.empty_like if a.v.is_contiguous() else _new_dense
 
     def pointers(self, given: Addresses) -> Any:
         return self.spread(given, 0)[:-1] if self.own_output else super().pointers(given)
@@ -207,9 +229,6 @@ class TokensLaunch(Launch):
     def strides_of(self, wanted: Any, problem: Problem, a: Any, **others: Tensor | list[int] | None) -> Any:
         o = torch.empty(a.v.shape, dtype=a.v.dtype, device="meta") if a.out is None else a.out
         return strides_of(wanted, problem, a, o=o, **others)
-
-    def new_output(self, v: Tensor) -> Tensor:
-        return torch.empty_like(v) if self.dense_v else v.new_empty(v.shape)
 
     def run(self, tensors: tuple[Tensor, ...], pointers: Any, stream: Any) -> Any:
         out = tensors[-1]

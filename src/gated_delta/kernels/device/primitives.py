@@ -129,6 +129,32 @@ def load_index(address, kind, absent):
     )
 
 
+def load_count(address, kind, absent):
+    """An int32 or int64 count as 32 bits: up to 2**31 - 1, negative if it is.
+
+    `absent` where kind is 0.
+    """
+    return cute.arch.inline_ptx(
+        """{
+        .reg .pred is_32, is_64, negative, wide;
+        .reg .b32 low, high;
+        setp.eq.s32 is_32, {$r1}, 1;
+        setp.eq.s32 is_64, {$r1}, 2;
+        mov.b32 low, {$r2};
+        @is_32 ld.global.b32 low, [{$r0}];
+        shr.s32 high, low, 31;
+        @is_64 ld.global.v2.b32 {low, high}, [{$r0}];
+        setp.lt.s32 negative, high, 0;
+        setp.gt.s32 wide, high, 0;
+        min.u32 low, low, 2147483647;
+        selp.b32 low, 2147483647, low, wide;
+        selp.b32 {$w0}, high, low, negative;
+        }""",
+        write_only_types=[Int32],
+        read_only_args=[address, kind, absent],
+    )
+
+
 def load_length(address, kind):
     """An int32 or int64 number of tokens as 32 bits; negative where it is, or where 31 bits do not hold it."""
     return cute.arch.inline_ptx(
