@@ -110,6 +110,12 @@ def l2norm(x: Tensor, dtype: torch.dtype) -> Tensor:
     return normalised(x.to(dtype), L2NORM_EPS, lambda squares: squares.sum(-1, keepdim=True))
 
 
+def before_norm(o: Tensor, dtype: torch.dtype) -> Tensor:
+    """o as the norm reads it: rounded to dtype, but for what dtype cannot hold."""
+    stored = o.to(dtype)
+    return stored if dtype == o.dtype else torch.where(stored.isinf(), o, stored)
+
+
 def gated_norm(o: Tensor, z: Tensor, norm: GatedNorm, dtype: torch.dtype) -> Tensor:
     """o * rsqrt(mean(o * o) + eps) * weight * act(z) over the last dimension, in dtype."""
     o, z = o.to(dtype), z.to(dtype)
@@ -532,13 +538,10 @@ def _output_rows(out: Tensor, covered: int) -> Iterator[Tensor]:
 
 def _finished(o: Tensor, dtype: torch.dtype, norm: GatedNorm | None, z: Tensor | None) -> Tensor:
     """o as the call returns it: rounded to its dtype, then, with a norm, normalised and rounded again."""
-    stored = o.to(dtype)
     if norm is None:
-        return stored
+        return o.to(dtype)
     assert z is not None
-    if dtype != torch.float32:
-        o = torch.where(stored.isinf(), o, stored)  # the norm of what overflows is finite
-    return gated_norm(o, z, norm, torch.float32).to(dtype)
+    return gated_norm(before_norm(o, dtype), z, norm, torch.float32).to(dtype)
 
 
 def _lanes(sequences: list[int], HV: int) -> list[int]:
