@@ -272,6 +272,24 @@ def test_nan_of_a_token_reaches_no_earlier_one_in_drafts(name, value, axis, devi
         assert torch.equal(state, want)
 
 
+@pytest.mark.parametrize("name", ["k", "g", "beta"])
+def test_nan_reaches_no_earlier_token_whatever_solves(name, axis, monkeypatch):
+    """A library may solve by inverses, whose zeros then multiply NaN."""
+
+    def by_inverse(system, right, **_):
+        inverse = torch.eye(16) - system  # (I - A)(I + A^2)(I + A^4)(I + A^8) = (I + A)^-1
+        for _ in range(3):
+            system = system @ system
+            inverse = inverse @ (torch.eye(16) + system)
+        return inverse @ right
+
+    clean, call = poisoned(name, math.nan, 7, 16, axis, "cpu")
+    monkeypatch.setattr(torch.linalg, "solve_triangular", by_inverse)
+    options = dict(state=pool(N), buffer=buffer(t=16, axis=axis), backend="reference")
+    before, after = (gd.verify(**x, **options) for x in (clean, call))
+    only_what_follows(after, before, call, 7, pool(N))
+
+
 def test_a_flush_reads_no_row_of_the_buffer_past_its_count(axis, device):
     made, state = buffer(t=5, axis=axis), pool(N).to(device)
     made = gd.KVBuffer(*(x.to(device) for x in vars(made).values()))
@@ -310,6 +328,25 @@ def test_decode_of_T_tokens_equals_T_calls_bit_for_bit(dtype, norm):
     steps = [gd.decode(**each, state=apart, backend="reference") for each in calls]
     assert torch.equal(o, torch.cat(steps, 1))
     assert torch.equal(together, apart)
+
+
+@pytest.mark.parametrize(("heads", "V", "K"), [(1, 1, 64), (10, 5, 9), (9, 3, 9)])
+def test_drafts_have_their_bits_where_products_are_small(heads, V, K):
+    """A CPU multiplies a batch of one, and matrices of odd sizes, by kernels of their own."""
+    rng = torch.Generator().manual_seed(0)
+    q, k = torch.randn(2, 5, 16, heads, K, generator=rng)
+    v, start = torch.randn(5, 16, heads, V, generator=rng), torch.randn(5, heads, V, K, generator=rng)
+    beta = torch.rand(5, 16, heads, generator=rng)
+    given, found = dict(q=q, k=k, v=v, g=-beta, beta=beta), []
+    for rows in (slice(None), *(slice(n, n + 1) for n in range(5))):
+        state = start[rows].clone()
+        made = gd.KVBuffer.empty(len(state), 16, heads, heads, K, V)
+        call = {name: x[rows] for name, x in given.items()}
+        o = gd.verify(**call, state=state, buffer=made, backend="reference")
+        gd.flush(state, made, torch.full((len(state),), 16), backend="reference")
+        found.append((o, made.u, state))
+    for whole, *alone in zip(*found, strict=True):
+        assert torch.equal(whole, torch.cat(alone))
 
 
 @pytest.mark.parametrize("update_state", [True, False])
