@@ -33,7 +33,7 @@ LEAST_BOUND = -1e30
 """Of a decay, natural log: beyond it products with the bound may leave fp32."""
 ACTIVATIONS = ("silu", "sigmoid")
 TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-"""What numbers that kernels take in fp32 have to lie between."""
+"""Least and largest normal number of fp32, in which kernels take scale and eps."""
 
 
 class UnsupportedProblem(NotImplementedError):

@@ -544,11 +544,6 @@ def _finished(o: Tensor, dtype: torch.dtype, norm: GatedNorm | None, z: Tensor |
     return gated_norm(before_norm(o, dtype), z, norm, torch.float32).to(dtype)
 
 
-def _lanes(sequences: list[int], HV: int) -> list[int]:
-    """Sequences as a batch of products has them: a batch of one, which has bits of its own, twice."""
-    return sequences * 2 if len(sequences) * HV == 1 else sequences
-
-
 def _places(rows: list[int], count: int) -> list[int] | slice:
     """Index for rows of a tensor of `count`: a slice, which copies nothing, where they are its first ones in order."""
     return slice(len(rows)) if rows == list(range(len(rows))) and len(rows) <= count else rows
@@ -836,7 +831,8 @@ def verify(
     reads, rows, active, starts, lengths = verify_rows(tokens, state=state, buffer=buffer, **indices)
     with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
         x = activate(flatten(tokens), torch.float32)
-        active = _lanes(active, out.shape[2])
+        if len(active) * out.shape[2] == 1:
+            active = active * 2  # torch multiplies a batch of one by another kernel, to other bits
         if active:
             # One row of zeros behind the tokens pads every draft to 16: a token of zeros changes nothing.
             padded = Activated(*(F.pad(y, (0, 0) * (y.ndim - 1) + (0, 1)) for y in x))

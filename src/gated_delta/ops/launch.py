@@ -24,9 +24,7 @@ from ..memory import Addresses, Placement
 from ..problem import Gate, GatedNorm, Problem, Tokens, UnsupportedProblem
 
 CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
-"""Look at indices and log decays on the host before a launch, and raise as the reference backend does.
-
-Costs a wait for the GPU."""
+"""Check indices and log decays on the host before a launch; costs a wait for the GPU."""
 
 REDESCRIBE = object()
 """What a launch returns, having done nothing, where a call has to be described anew."""
