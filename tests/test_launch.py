@@ -88,7 +88,7 @@ def tokens(lead=(N, T), axis="head", dtype=bf16, K=K, V=V):
         q=torch.randn(*lead, H, K).to(dtype),
         k=torch.randn(*lead, H, K).to(dtype),
         v=torch.randn(*lead, HV, V).to(dtype),
-        g=torch.randn(*lead, HV, *channels).to(dtype),
+        g=-torch.randn(*lead, HV, *channels).abs().to(dtype),
         beta=torch.randn(*lead, HV).to(dtype),
     )
 
@@ -793,6 +793,16 @@ def kept_at(length, slot):
     return dict(checkpoint_lens=lens, checkpoint_indices=slots)
 
 
+WITH_TOKENS = ("prefill", "decode", "verify")
+
+
+def growing(op):
+    """Log decays, of which sequence 1 has one above 0."""
+    g = good(op)["g"]
+    g[1, -1, 0] = 0.25
+    return g
+
+
 def packed_prompts(*ends):
     return prompts((1, 9)) | dict(cu_seqlens=torch.tensor(ends))
 
@@ -820,6 +830,8 @@ CHECKED = [
     *(("prefill", packed_prompts(*ends), "ValueError cu_seqlens") for ends in ((0, 5, 4), (1, 5, 9), (0, 5, 10))),
     ("prefill", packed_prompts(0, 5, 8), None),
     ("prefill", dict(state_indices=ints(0, -1, -1)), None),
+    *((op, dict(g=growing(op)), "ValueError g: expected log decays") for op in WITH_TOKENS),
+    *((op, dict(g=growing(op), state_indices=ints(0, -1, 1)), None) for op in WITH_TOKENS),
 ]
 
 

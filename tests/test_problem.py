@@ -51,6 +51,9 @@ def empty_buffer(C=T, H=H, HV=HV, K=K):
     return gd.KVBuffer(torch.zeros(N, C, HV, V), torch.zeros(N, C, H, K), torch.zeros(N, C, HV))
 
 
+GROWING = torch.tensor([[0.0, -1.0, -0.0], [math.nan, 0.5, 0.25]])[..., None].expand(N, T, HV)
+"""Log decays of which some are above 0."""
+
 INTERMEDIATES = dict(intermediate_states=torch.zeros(N, T, HV, V, K))
 
 # error: operation: what replaces the valid call's arguments, what the error's text must hold
@@ -175,7 +178,8 @@ BAD = {
                 dict(checkpoint_lens=LENS, checkpoints=kept(c=1).expand(-1, 2, -1, -1, -1)),
                 "checkpoints: expected memory of its own for every element",
             ),
-            (dict(scale=float("inf")), "scale: expected a finite number"),
+            *((dict(scale=x), "scale: expected a finite number, 0 or of 1.2e-38 to 3.4e.38") for x in (math.inf, 1e50, -1e-39)),
+            (dict(g=GROWING), "g: expected log decays of at most 0, got 0.5 at sequence 1"),
             (dict(backend="triton"), "backend: expected one of auto, cute, reference, got 'triton'"),
             (packed(1, 4), "cu_seqlens: expected to start at 0, got 1"),
             (packed(0, 3, 2, 4), "cu_seqlens: expected values that never fall, got 3 then 2"),
@@ -253,8 +257,11 @@ BAD = {
             (dict(INTERMEDIATES, intermediate_indices=ints(1, 1)), "intermediate_indices: expected at most one sequence"),
             (dict(INTERMEDIATES, intermediate_indices=ints(0, 1, 2)), "intermediate_indices: expected shape"),
             (dict(state_indices=ints(1, 1), null_index=0), "state_indices: expected at most one sequence to write"),
+            (dict(g=GROWING), "g: expected log decays of at most 0, got 0.5 at sequence 1"),
+            (dict(g=GROWING, state_indices=ints(3, 2)), "g: expected log decays of at most 0, got 0.5 at sequence 1"),
         ],
         "verify": [
+            (dict(g=GROWING), "g: expected log decays of at most 0, got 0.5 at sequence 1"),
             (dict(buffer=buffer(t=2)), "buffer: expected room for T=3 tokens, got 2"),
             (dict(buffer=buffer(rows=1)), "buffer: expected rows >= N=2"),
             (dict(buffer=LONG), "buffer: expected room for 1 to 16 tokens, got 18"),
@@ -353,7 +360,7 @@ REFUSED = [(op, *row, error) for error, ops in BAD.items() for op, rows in ops.i
 REFUSED += [
     (op, dict(null_index=value), f"null_index: expected {wanted}, got {value}", ValueError)
     for op in ("prefill", "decode", "verify", "flush")
-    for value, wanted in ((-2, "-1 or more"), (0, "-1 without state_indices.*"))
+    for value, wanted in ((-2, "-1 or more.*"), (2**63, r"-1 or more, below 2\*\*63"), (0, "-1 without state_indices.*"))
 ]
 REFUSED += [(op, normed() | changes, *rest) for op in ("decode", "verify") for changes, *rest in BAD_NORMS]
 
@@ -496,7 +503,7 @@ def test_unknown_arguments_are_python_errors():
         (lambda: gd.GatedNorm(torch.ones(4), True), TypeError, "eps: expected a number, got bool"),
         *(
             (lambda eps=eps: gd.GatedNorm(torch.ones(4), eps), ValueError, "eps: expected a finite number from")
-            for eps in (0.0, -1e-6, 1e-39, math.inf, math.nan)
+            for eps in (0.0, -1e-6, 1e-39, 1e39, math.inf, math.nan)
         ),
         *(
             (

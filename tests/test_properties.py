@@ -17,10 +17,10 @@ AXES = st.sampled_from(["head", "channel"])
 
 
 @st.composite
-def problems(draw, longest=40, most=4):
+def problems(draw, longest=40, most=4, group=3):
     """Ragged sequences of random sizes, gates from none to -60 a token, beta from 0 to 2."""
     H = draw(st.integers(1, 3))
-    HV = H * draw(st.integers(1, 3))
+    HV = H * draw(st.integers(1, group))
     K, V = draw(st.integers(1, 9)), draw(st.integers(1, 9))
     lengths = draw(st.lists(st.integers(0, longest), min_size=1, max_size=most))
     rng = torch.Generator().manual_seed(draw(st.integers(0, 2**16)))
@@ -76,13 +76,15 @@ def test_prefill_is_the_recurrence(problem):
     assert torch.equal(pool[others], before[others])
 
 
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+ACTIVATIONS = (None, "silu", "sigmoid")
 GATES = {"log": None, "softplus": gd.Gate.softplus, "lower_bound": gd.Gate.lower_bound}
 
 
 @given(problems(longest=200, most=3), st.sampled_from(list(GATES)), st.sampled_from([torch.float32, torch.bfloat16]), st.data())
 def test_bits_of_a_deterministic_prefill_depend_on_a_head_of_a_sequence_alone(problem, kind, dtype, data):
-    """Alone, with fewer heads, and in calls split at multiples of 64 tokens; checkpoints are the states between these calls. Logits,
-    as the CPU takes sigmoids of whole vectors and of the rest in different ways."""
+    """Alone, with fewer heads, and in calls split at multiples of 64 tokens; checkpoints are the
+    states between these calls."""
     t, lengths, slots, pool = problem
     t = t.map(lambda x: x.to(dtype))._replace(beta_logits=True)
     rng = torch.Generator().manual_seed(len(pool))
@@ -114,6 +116,49 @@ def test_bits_of_a_deterministic_prefill_depend_on_a_head_of_a_sequence_alone(pr
             made, state = run(part, heads, initial_state=state, output_final_state=True)
             assert torch.equal(made[0], whole[first:last, heads])
         assert torch.equal(state[0], after[slot, heads])
+
+
+@settings(max_examples=80)
+@given(
+    problems(longest=16, group=16), st.sampled_from(list(GATES)), st.sampled_from(DTYPES), st.sampled_from(ACTIVATIONS), st.data()
+)
+def test_bits_of_a_sequence_do_not_depend_on_the_batch(problem, kind, dtype, activation, data):
+    """decode, verify and flush: packed beside others, alone and dense, and decode's tokens one by one."""
+    t, lengths, slots, pool = problem
+    (H, K), (HV, V), total = t.q.shape[2:], t.v.shape[2:], t.q.shape[1]
+    t = t.map(lambda x: x.to(dtype))._replace(beta_logits=True, qk_l2norm=data.draw(st.booleans()))
+    rng = torch.Generator().manual_seed(len(pool))
+    A_log, dt_bias, weight = (torch.randn(shape, generator=rng) for shape in (HV, t.g.shape[2:], V))
+    t = t._replace(gate=gd.Gate.log() if kind == "log" else GATES[kind](A_log, dt_bias))
+    z = torch.randn(1, total, HV, V, generator=rng).to(dtype)
+    pool = pool.to(data.draw(st.sampled_from(DTYPES)))
+    norm = dict(norm=gd.GatedNorm(weight, activation=activation)) if activation else {}
+
+    def run(t, z, state, slots, counts):
+        gates = dict(norm, z=z) if norm else {}
+        buffer = gd.KVBuffer.empty(len(slots), 16, H, HV, K, V, gate="head" if t.g.ndim == 3 else "channel")
+        rest = dict(state_indices=slots, backend="reference")
+        decoded, flushed = state.clone(), state.clone()
+        o = gd.decode(**t._asdict(), **gates, state=decoded, **rest)
+        drafts = gd.verify(**t._asdict(), **gates, state=flushed, buffer=buffer, **rest)
+        gd.flush(flushed, buffer, counts, **rest)
+        return o, drafts, decoded, flushed
+
+    counts = torch.tensor([data.draw(st.integers(0, 17)) for _ in lengths])
+    o, drafts, decoded, flushed = run(t, z, pool, slots, counts)
+    for n, slot in enumerate(slots.tolist()):
+        if slot < 0 or not lengths[n]:
+            continue
+        rows = slice(*t.cu_seqlens[n : n + 2].tolist())
+        alone = run(sequence(t, n), z[:, rows], pool[slot : slot + 1], torch.tensor([0]), counts[n : n + 1])
+        for found, want in zip(alone, (o[:, rows], drafts[:, rows], decoded[slot : slot + 1], flushed[slot : slot + 1])):
+            assert torch.equal(found, want)
+        state, t_n = pool[slot : slot + 1].clone(), sequence(t, n)
+        for i in range(lengths[n]):
+            gates = dict(norm, z=z[:, rows][:, i : i + 1]) if norm else {}
+            one = gd.decode(**t_n.map(lambda x: x[:, i : i + 1])._asdict(), **gates, state=state, backend="reference")
+            assert torch.equal(one, o[:, rows][:, i : i + 1])
+        assert torch.equal(state, decoded[slot : slot + 1])
 
 
 @given(problems(longest=16))

@@ -32,7 +32,8 @@ GATE_KINDS = ("log", "softplus", "lower_bound")
 LEAST_BOUND = -1e30
 """Of a decay, natural log: beyond it products with the bound may leave fp32."""
 ACTIVATIONS = ("silu", "sigmoid")
-LEAST_EPS = torch.finfo(torch.float32).tiny
+TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
+"""Least and largest normal number of fp32, in which kernels take scale and eps."""
 
 
 class UnsupportedProblem(NotImplementedError):
@@ -102,7 +103,7 @@ class Gate(_Tensors):
 
     @staticmethod
     def log() -> Gate:
-        """log_decay = g (FLA's convention for an activated gate)."""
+        """log_decay = g, at most 0 (FLA's convention for an activated gate)."""
         return Gate("log")
 
     @staticmethod
@@ -123,7 +124,7 @@ LOG = Gate.log()
 class GatedNorm(_Tensors):
     """The gated RMSNorm behind a layer's recurrence: o * rsqrt(mean(o * o) + eps) * weight * act(z), over V of each head, in fp32.
 
-    weight: [V], fp32, bf16 or fp16. eps: finite, above 0 in fp32. activation: of the gate z, "silu" or "sigmoid".
+    weight: [V], fp32, bf16 or fp16. eps: above 0 and finite in fp32. activation: of the gate z, "silu" or "sigmoid".
     Raises TypeError or ValueError naming the argument.
     """
 
@@ -136,8 +137,8 @@ class GatedNorm(_Tensors):
         if self.weight.ndim != 1:
             raise ValueError(f"weight: expected shape [V], got {list(self.weight.shape)}")
         eps = number("eps", self.eps)
-        if not LEAST_EPS <= eps < math.inf:  # a smaller one is 0 in fp32, and a row of zeros then NaN
-            raise ValueError(f"eps: expected a finite number from {LEAST_EPS:.1e} on, got {self.eps}")
+        if not TINY <= eps <= HUGE:  # a smaller one is 0 in fp32, and a row of zeros then NaN
+            raise ValueError(f"eps: expected a finite number from {TINY:.1e} to {HUGE:.1e}, got {self.eps}")
         object.__setattr__(self, "eps", eps)
         if self.activation not in ACTIVATIONS:
             raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
@@ -493,8 +494,8 @@ class Checker:
             self.tensor("A_log", a.A_log, (torch.float32,), "HV")
         if a.dt_bias is not None:
             self.tensor("dt_bias", a.dt_bias, DT_BIAS_DTYPES, "HV" if a.g.ndim == 3 else "HV K")
-        if a.scale is not None and not math.isfinite(number("scale", a.scale)):
-            raise ValueError(f"scale: expected a finite number, got {a.scale}")
+        if a.scale is not None and (size := abs(number("scale", a.scale))) != 0 and not TINY <= size <= HUGE:
+            raise ValueError(f"scale: expected a finite number, 0 or of {TINY:.1e} to {HUGE:.1e} in size, got {a.scale}")
         self.flag("qk_l2norm", a.qk_l2norm)
         self.flag("beta_logits", a.beta_logits)
         self.sizes["N"] = a.q.shape[0] if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
@@ -523,8 +524,8 @@ class Checker:
 
     def null_index(self, null_index: object, *slots: Tensor | None) -> None:
         """`slots`: the call's tensors of pool slots."""
-        if integer("null_index", null_index) < -1:
-            raise ValueError(f"null_index: expected -1 or more, got {null_index}")
+        if not -1 <= integer("null_index", null_index) < 2**63:  # torch.library has 64 bits
+            raise ValueError(f"null_index: expected -1 or more, below 2**63, got {null_index}")
         if null_index != -1 and all(x is None for x in slots):
             raise ValueError(f"null_index: expected -1 without state_indices (sequence n has slot n), got {null_index}")
 

@@ -10,9 +10,11 @@ body serves both. Chunk code multiplies decays and never divides by one, so noth
 from __future__ import annotations
 
 import contextlib
+import functools
 import itertools
+import math
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import itemgetter
 from typing import Any, NamedTuple
 
@@ -55,6 +57,28 @@ def _times(rate: Tensor, x: Tensor) -> Tensor:
     return torch.where(x == 0, x, rate * x)
 
 
+# torch's own sigmoid, softplus and silu round a number on a CPU by its place: in a whole vector, or
+# in what is left over. Its exp and log1p round all alike, and so the bits hold in any batch.
+
+
+def sigmoid(x: Tensor) -> Tensor:
+    return torch.reciprocal(1 + torch.exp(-x))
+
+
+def softplus(x: Tensor) -> Tensor:
+    """log(1 + exp(x)), and x beyond 20."""
+    return torch.where(x > 20, x, torch.log1p(torch.exp(x)))
+
+
+def silu(x: Tensor) -> Tensor:
+    return x / (1 + torch.exp(-x))
+
+
+def all_finite(x: Tensor) -> bool:
+    """Whether all numbers of x are finite; False, too, where their sum is not."""
+    return math.isfinite(x.sum().item())
+
+
 def log_decay(g: Tensor, gate: Gate, dtype: torch.dtype) -> Tensor:
     """Natural-log decay of raw g [tokens, HV], [..., HV, 1] or [..., HV, K], as [..., HV, 1] or [..., HV, K]."""
     g = g.to(dtype)
@@ -67,21 +91,36 @@ def log_decay(g: Tensor, gate: Gate, dtype: torch.dtype) -> Tensor:
     if gate.dt_bias is not None:
         g = g + gate.dt_bias.to(dtype).view(g.shape[-2], -1)
     if gate.kind == "softplus":
-        return -_times(rate, F.softplus(g, threshold=20.0))
-    return gate.bound * torch.sigmoid(_times(rate, g))
+        return -_times(rate, softplus(g))
+    return gate.bound * sigmoid(_times(rate, g))
+
+
+def normalised(x: Tensor, eps: float, total: Callable[[Tensor], Tensor]) -> Tensor:
+    """x * rsqrt(total(x * x) + eps), where total is the sum or the mean over the last dimension."""
+    squares = total(x * x)
+    if all_finite(squares):
+        return x * torch.rsqrt(squares + eps)
+    scale = torch.ones_like(squares).masked_fill(squares.isinf(), 2.0**-96)
+    x = x * scale  # a power of two, where squares overflow
+    return x * torch.rsqrt(total(x * x) + eps * scale.square())
 
 
 def l2norm(x: Tensor, dtype: torch.dtype) -> Tensor:
     """x * rsqrt(sum(x * x) + 1e-6) in dtype: FLA's form, where a zero row stays zero."""
-    x = x.to(dtype)
-    return x * torch.rsqrt((x * x).sum(-1, keepdim=True) + L2NORM_EPS)
+    return normalised(x.to(dtype), L2NORM_EPS, lambda squares: squares.sum(-1, keepdim=True))
+
+
+def before_norm(o: Tensor, dtype: torch.dtype) -> Tensor:
+    """o as the norm reads it: rounded to dtype, but for what dtype cannot hold."""
+    stored = o.to(dtype)
+    return stored if dtype == o.dtype else torch.where(stored.isinf(), o, stored)
 
 
 def gated_norm(o: Tensor, z: Tensor, norm: GatedNorm, dtype: torch.dtype) -> Tensor:
     """o * rsqrt(mean(o * o) + eps) * weight * act(z) over the last dimension, in dtype."""
     o, z = o.to(dtype), z.to(dtype)
-    scaled = o * torch.rsqrt((o * o).mean(-1, keepdim=True) + norm.eps) * norm.weight.to(dtype)
-    return scaled * (F.silu(z) if norm.activation == "silu" else z.sigmoid())
+    scaled = normalised(o, norm.eps, lambda squares: squares.mean(-1, keepdim=True)) * norm.weight.to(dtype)
+    return scaled * (silu(z) if norm.activation == "silu" else sigmoid(z))
 
 
 def activate(tokens: Tokens, dtype: torch.dtype) -> Activated:
@@ -91,7 +130,7 @@ def activate(tokens: Tokens, dtype: torch.dtype) -> Activated:
         q, k = l2norm(torch.cat([q, k], -2), dtype).chunk(2, -2)  # one token's cost is the number of operations
     q = q.to(dtype) * (q.shape[-1] ** -0.5 if tokens.scale is None else float(tokens.scale))
     decay = log_decay(tokens.g if tokens.g.ndim == q.ndim else tokens.g.unsqueeze(-1), tokens.gate, dtype)
-    return Activated(q, k.to(dtype), tokens.v.to(dtype), decay, beta.sigmoid() if tokens.beta_logits else beta)
+    return Activated(q, k.to(dtype), tokens.v.to(dtype), decay, sigmoid(beta) if tokens.beta_logits else beta)
 
 
 def flatten(tokens: Tokens) -> Tokens:
@@ -184,6 +223,12 @@ def sum_after(log_decay: Tensor) -> Tensor:
     return torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], 1)
 
 
+def _causal(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
+    """product(x) of a lower triangular matrix, x [B, C, V]. NaN and inf reach no row above theirs."""
+    lost = ~x.isfinite()
+    return product(x.masked_fill(lost, 0)).masked_fill_(lost.cumsum(1) > 0, math.nan)
+
+
 class Seen(NamedTuple):
     """read @ S^T of a chunk, [B, 2C, V], and views of its halves: what k sees [N, HV, C, V], what q sees [B, C, V]."""
 
@@ -216,13 +261,29 @@ class ChunkTerms(NamedTuple):
         """Writes o [N, HV, C, V] and u [B, C, V] from v [N, HV, C, V] and state [B, V, K], B = N HV; seen is scratch."""
         torch.bmm(self.kq_decayed, state.mT, out=seen.both)
         torch.sub(v, seen.by_k, out=o)
-        o = o.view(u.shape)
-        torch.bmm(self.Tinv, o, out=u)
-        torch.baddbmm(seen.by_q, self.Aqk, u, out=o)
+        rows = o.view(u.shape)
+        torch.bmm(self.Tinv, rows, out=u)
+        torch.baddbmm(seen.by_q, self.Aqk, u, out=rows)
+        if not all_finite(rows):  # a zero above a diagonal times NaN is NaN
+            torch.sub(v, seen.by_k, out=o)
+            u.copy_(_causal(rows, lambda x: torch.bmm(self.Tinv, x)))
+            rows.copy_(_causal(u, lambda x: torch.baddbmm(seen.by_q, self.Aqk, x)))
 
     def advance(self, u: Tensor, state: Tensor) -> None:
         """Moves state over the chunk, in place."""
         state.mul_(self.decay).baddbmm_(u.mT, self.k_restored)
+
+
+def _correcting(system: Tensor, beta: Tensor) -> Tensor:
+    """(I + system)^-1 diag(beta); system [B, C, C] strictly lower triangular, beta [B, C, 1]."""
+    eye = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
+    solve = functools.partial(torch.linalg.solve_triangular, upper=False, unitriangular=True)
+    Tinv = solve(system, beta * eye)
+    if not all_finite(Tinv):  # a library may solve blocks by inverses, whose zeros multiply later rows
+        lost = ~(system.isfinite() & beta.isfinite()).all(-1, keepdim=True)
+        Tinv = solve(system.masked_fill(lost, 0), beta.masked_fill(lost, 0) * eye)
+        Tinv.masked_fill_(lost.cumsum(1) > 0, math.nan)
+    return Tinv
 
 
 def chunk_terms(x: Activated) -> ChunkTerms:
@@ -239,8 +300,7 @@ def chunk_terms(x: Activated) -> ChunkTerms:
     # Along the walk from chunk to chunk sums of logs: products of decays near 1, each rounded, drift over a long sequence.
     from_start = log_decay.cumsum(1).exp()
     k_restored = rows[:, 0] * sum_after(log_decay).exp()
-    eye = torch.eye(C, dtype=rows.dtype, device=rows.device)
-    Tinv = torch.linalg.solve_triangular(M[:, 0] * beta, beta * eye, upper=False, unitriangular=True)
+    Tinv = _correcting(M[:, 0] * beta, beta)
     return ChunkTerms(
         kq_decayed=rows.mul_(from_start[:, None]).flatten(1, 2),
         Tinv=Tinv,
@@ -432,6 +492,17 @@ def _spans(tokens: Tokens) -> tuple[list[int], list[int]]:
     return ends[:-1], lengths
 
 
+def _check_log_decays(tokens: Tokens, active: Iterable[int], starts: list[int], lengths: list[int]) -> None:
+    """Raise ValueError where a token of an active sequence has a log decay above 0; NaN is not."""
+    if tokens.gate.kind != "log" or not (tokens.g > 0).any():
+        return
+    for n in active:
+        g = tokens.g.flatten(0, 1)[starts[n] : starts[n] + lengths[n]]
+        if (g > 0).any():
+            above = g[g > 0].max().item()
+            raise ValueError(f"g: expected log decays of at most 0, got {above:g} at sequence {n}")
+
+
 def _draft_spans(tokens: Tokens, **room: int) -> tuple[list[int], list[int]]:
     """_spans of at most 16 tokens each, for all of which each tensor named in `room` has place."""
     starts, lengths = _spans(tokens)
@@ -477,11 +548,10 @@ def _output_rows(out: Tensor, covered: int) -> Iterator[Tensor]:
 
 def _finished(o: Tensor, dtype: torch.dtype, norm: GatedNorm | None, z: Tensor | None) -> Tensor:
     """o as the call returns it: rounded to its dtype, then, with a norm, normalised and rounded again."""
-    o = o.to(dtype)
     if norm is None:
-        return o
+        return o.to(dtype)
     assert z is not None
-    return gated_norm(o, z, norm, torch.float32).to(dtype)
+    return gated_norm(before_norm(o, dtype), z, norm, torch.float32).to(dtype)
 
 
 def _places(rows: list[int], count: int) -> list[int] | slice:
@@ -505,8 +575,9 @@ def _no_conflict(name: str, writes: Iterable[tuple[int, int]], reads: Iterable[t
 
 # ------------------------------------------------------------------------------------------------ the four operations
 
-# Each operation's *_rows looks at every index on the host, before anything is written. It raises IndexError past a tensor,
-# ValueError for lengths or writes that conflict.
+# Each operation's *_rows looks at every index and log decay on the host, before anything is written.
+# It raises IndexError past a tensor, ValueError for lengths or writes that conflict and for a log
+# decay above 0.
 
 
 class Checkpoint(NamedTuple):
@@ -539,6 +610,7 @@ def prefill_rows(
     P = len(starts) if state is None else state.shape[0]
     slots = _rows("state_indices", state_indices, len(starts), P, null_index)
     _no_conflict("state_indices", enumerate(slots))
+    _check_log_decays(tokens, (n for n, slot in enumerate(slots) if slot >= 0), starts, lengths)
     kept = _checkpoints(slots, lengths, checkpoint_lens, checkpoint_indices, null_index)
     taken = {slot for slot in slots if slot >= 0} if checkpoints is None else set()
     rows = P if checkpoints is None else len(checkpoints)
@@ -660,6 +732,7 @@ def decode_rows(
     if intermediate_states is not None:
         kept = _rows("intermediate_indices", intermediate_indices, N, intermediate_states.shape[0])
     _no_conflict("intermediate_indices", ((n, kept[n]) for n in active if lengths[n]))
+    _check_log_decays(tokens, active, starts, lengths)
     return DecodeRows(reads, writes, token_slots, kept, starts, lengths)
 
 
@@ -675,6 +748,7 @@ def decode(
     **indices: Any,
 ) -> None:
     if tokens.cu_seqlens is None and not any(isinstance(x, Tensor) for x in indices.values()):
+        _check_log_decays(tokens, range(tokens.num_sequences), *_spans(tokens))
         _decode_in_order(tokens, state, intermediate_states, update_state, norm, z, out)
         return
     states: dict[str, Any] = dict(state=state, intermediate_states=intermediate_states, update_state=update_state)
@@ -683,8 +757,10 @@ def decode(
     active = [n for n in range(len(reads)) if reads[n] >= 0]
     with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
         x = activate(flatten(tokens), torch.float32)
-        now = state[_places([reads[n] for n in active], P)].float()
-        for t in range(max((lengths[n] for n in active), default=0)):
+        longest = max((lengths[n] for n in active), default=0)
+        read = state[_places([reads[n] for n in active], P)]
+        now = read.to(torch.float32, copy=longest == 0)  # a step copies, too
+        for t in range(longest):
             going = [i for i, n in enumerate(active) if lengths[n] > t]
             some = _places(going, len(active))
             rows = _places([starts[active[i]] + t for i in going], len(o))
@@ -756,6 +832,7 @@ def verify_rows(
     rows = _rows("buffer_indices", buffer_indices, N, buffer.u.shape[0])
     active = [n for n in range(N) if reads[n] >= 0 and rows[n] >= 0]
     _no_conflict("buffer_indices", ((n, rows[n]) for n in active))
+    _check_log_decays(tokens, active, starts, lengths)
     return VerifyRows(reads, rows, active, starts, lengths)
 
 
@@ -766,6 +843,8 @@ def verify(
     reads, rows, active, starts, lengths = verify_rows(tokens, state=state, buffer=buffer, **indices)
     with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
         x = activate(flatten(tokens), torch.float32)
+        if len(active) * out.shape[2] == 1:
+            active = active * 2  # torch multiplies a batch of one by another kernel, to other bits
         if active:
             # One row of zeros behind the tokens pads every draft to 16: a token of zeros changes nothing.
             padded = Activated(*(F.pad(y, (0, 0) * (y.ndim - 1) + (0, 1)) for y in x))
@@ -839,6 +918,8 @@ def _fold(state: Tensor, u: Tensor, k: Tensor, log_decay: Tensor, m: Tensor) -> 
     log_decay = log_decay.reshape(*u.shape[:3], -1).masked_fill(~first[..., None, None], 0)
     u = u.masked_fill(~first[..., None, None], 0)
     k = k.repeat_interleave(HV // k.shape[2], 2).masked_fill(~first[..., None, None], 0)
-    carried = state.float() * log_decay.sum(1).exp()[..., None, :]
-    folded = torch.einsum("nthv,nthk->nhvk", u, k * sum_after(log_decay).exp())
-    return torch.where((m > 0)[:, None, None, None], carried + folded, state.float())
+    k = k * sum_after(log_decay).exp()
+    folded = state.float() * log_decay.cumsum(1)[:, -1].exp()[..., None, :]
+    for t in range(min(int(m.max()), u.shape[1])):  # bits of a matrix product depend on the batch
+        folded.addcmul_(u[:, t, :, :, None], k[:, t, :, None, :])
+    return torch.where((m > 0)[:, None, None, None], folded, state.float())

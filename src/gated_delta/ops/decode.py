@@ -210,7 +210,7 @@ class Decode(StateOperation):
         assert a.out is not None
         reference.decode(tokens_of(a), **_states(a), norm=norm_of(a), z=a.z, out=a.out)
 
-    def check_indices(self, a: Arguments) -> None:
+    def check_values(self, a: Arguments) -> None:
         reference.decode_rows(tokens_of(a), **_states(a))
 
     def schedules(self, problem: Problem) -> Table:

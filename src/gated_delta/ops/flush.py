@@ -102,7 +102,7 @@ class Flush(StateOperation):
     def run_reference(self, a: Arguments) -> None:
         reference.flush(**_reference_arguments(a))
 
-    def check_indices(self, a: Arguments) -> None:
+    def check_values(self, a: Arguments) -> None:
         reference.flush_rows(**_reference_arguments(a))
 
     def work(self, a: Arguments) -> tuple[int, int]:

@@ -24,7 +24,7 @@ from ..memory import Addresses, Placement
 from ..problem import BUFFER, Gate, GatedNorm, Problem, Tokens, UnsupportedProblem
 
 CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
-"""Look at every index on the host before a launch, and raise as the reference backend does; costs a wait for the GPU."""
+"""Check indices and log decays on the host before a launch; costs a wait for the GPU."""
 
 REDESCRIBE = object()
 """What a launch returns, having done nothing, where a call has to be described anew."""
@@ -111,8 +111,12 @@ class Operation(ABC):
         """Run an allocated call on the reference backend."""
 
     @abstractmethod
-    def check_indices(self, a: Any) -> None:
-        """Look at every index on the host. Raises IndexError past a tensor, ValueError for lengths or writes that conflict."""
+    def check_values(self, a: Any) -> None:
+        """Look at every index and log decay on the host.
+
+        Raises IndexError past a tensor, ValueError for lengths or writes that conflict and for a log
+        decay above 0.
+        """
 
     @abstractmethod
     def needs(self, problem: Problem) -> dict[str, bool]:
@@ -182,7 +186,7 @@ class Launch(ABC):
         if pointers is None and (pointers := placement(given)) is None:
             return REDESCRIBE
         if CHECK:
-            self.operation.check_indices(self.operation.arguments(*self.spread(tensors, None), *self.flags))
+            self.operation.check_values(self.operation.arguments(*self.spread(tensors, None), *self.flags))
         stream = _stream(_raw_stream(self.index))
         if self.several_devices and torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):

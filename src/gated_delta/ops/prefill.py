@@ -300,7 +300,7 @@ class Prefill(Operation):
         names = (*states, "checkpoint_lens", "checkpoint_indices", "checkpoints", "deterministic", "out")
         reference.prefill(tokens_of(a), **{name: getattr(a, name) for name in names})
 
-    def check_indices(self, a: Arguments) -> None:
+    def check_values(self, a: Arguments) -> None:
         state = a.initial_state if a.state is None else a.state
         checkpoints = (a.checkpoint_lens, a.checkpoint_indices, a.checkpoints)
         reference.prefill_rows(tokens_of(a), state, a.state_indices, *checkpoints, a.null_index)

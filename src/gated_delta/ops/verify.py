@@ -123,7 +123,7 @@ class Verify(StateOperation):
         assert a.out is not None
         reference.verify(tokens_of(a), **_states(a), norm=norm_of(a), z=a.z, out=a.out)
 
-    def check_indices(self, a: Arguments) -> None:
+    def check_values(self, a: Arguments) -> None:
         reference.verify_rows(tokens_of(a), **_states(a))
 
     def schedules(self, problem: Problem) -> Table:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ..reference import gated_norm, recurrent
+from ..reference import before_norm, gated_norm, recurrent
 from .inputs import Call
 
 
@@ -50,7 +50,7 @@ def _put_output(call: Call, o: Expected, n: int, t: int, o_t: Tensor, plain: boo
     at = _at(call, n, t)
     if call.norm is not None:
         assert call.z is not None
-        o_t = gated_norm(o_t.to(call.case.dtype) if plain else o_t, call.z[at], call.norm, o_t.dtype)
+        o_t = gated_norm(before_norm(o_t, call.case.dtype) if plain else o_t, call.z[at], call.norm, o_t.dtype)
     _put(o, at, o_t)
 
 
