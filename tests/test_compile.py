@@ -6,7 +6,10 @@ import multiprocessing
 import os
 import pwd
 import random
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -323,6 +326,21 @@ def test_processes_that_compile_the_same_do_not_disturb_each_other(cache):
     (file,) = files(cache)
     assert compile._whole(file)
     assert list(file.parent.iterdir()) == [file]  # nothing half done is left, and no lock
+
+
+def test_the_page_of_packs_has_the_number_of_kernels():
+    page = (Path(__file__).parents[1] / "docs/packs.md").read_text()
+    assert re.findall(r"(\d+) kernels", page) == [str(len(dispatch.shipped()))]
+
+
+@needs_compiler
+def test_the_runtime_library_is_where_the_page_copies_it_from():
+    page = (Path(__file__).parents[1] / "docs/packs.md").read_text()
+    commands = re.search(r"^    libraries=.*\n    cp .* pack$", page, re.M).group()
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["sh", "-c", commands.replace("cp ", "ls ").removesuffix(" pack")]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert found.returncode == 0, found.stderr
 
 
 @needs_compiler
