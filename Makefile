@@ -43,7 +43,7 @@ test-oldest:
 	$(OLDEST)/bin/pytest -n 2 tests/test_problem.py tests/test_library.py tests/test_cli.py tests/test_compile.py \
 		-k "test_problem or test_library or one_line or json or compiled_once or damaged or switches"
 
-# The wheel and the sdist by the oldest and the newest Python that is here, with torch as pip's index has it: on Linux CUDA's.
+# The wheel and the sdist under the oldest and the newest Python here, with pip's own build of torch.
 test-install:
 	$(PYTHON) -m venv --clear $(INSTALL)
 	$(INSTALL)/bin/pip install -q uv

@@ -460,7 +460,7 @@ def alive(group):
 
 
 def left_of(group, pack):
-    """Processes of the group and scratch folders in the pack, once there are none or ten seconds are over."""
+    """Processes of the group and scratch folders in the pack: none, or those after ten seconds."""
     deadline = time.monotonic() + 10
     while True:
         left = alive(group) + [file for file in pack.glob("*/*") if file.is_dir()]
@@ -471,7 +471,7 @@ def left_of(group, pack):
 
 @pytest.mark.parametrize(("send", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)], ids=["all-INT", "first-TERM"])
 def test_a_signal_ends_compiling_and_its_processes(tmp_path, send, number):
-    """Of Ctrl-C in a terminal, where the workers get it too; of a job scheduler, to the first process alone."""
+    """Ctrl-C in a terminal reaches the workers too, a job scheduler's signal the first process alone."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     pack, file = tmp_path / "pack", tmp_path / "pack.json"
     with process("compile", "--out", pack, "--jobs", "2", "--json", file, start_new_session=True) as running:
@@ -519,7 +519,8 @@ def test_a_worker_that_dies_takes_nothing_along_that_was_compiled(tmp_path):
 def test_a_progress_bar_has_room_beside_the_longest_label(columns):
     shown = Console(file=StringIO(), width=columns)
     bar = pack.progress_bar(shown)
-    bar.add_task(max((variant.label for variant in dispatch.shipped()), key=len), total=484, completed=242)
+    longest = max((variant.label for variant in dispatch.shipped()), key=len)
+    bar.add_task(longest, total=484, completed=242)
     shown.print(bar.get_renderable())
     assert re.fullmatch(r"[a-z]+ [ \w=]+… ━{5} {6}242/484 -:--:--\n", shown.file.getvalue())
 

@@ -277,7 +277,7 @@ def test_a_damaged_file_is_built_again(cache, monkeypatch, damage):
 
 @needs_compiler
 def test_a_file_is_bound_to_its_name_and_its_compiler(cache, monkeypatch):
-    """Copied to another kernel's name or another compiler's folder, it is refused, or compiled where that is allowed."""
+    """Under another kernel's or compiler's name it is refused, or compiled where that is allowed."""
     one, other = variant(), variant(rows=2)
     file = compile.build(one, "sm_90a")
     content = file.read_bytes()

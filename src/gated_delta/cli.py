@@ -85,7 +85,8 @@ class Commands(TyperGroup):
             try:
                 print(flush=True)  # on a full disk this fails, too
             except OSError as problem:
-                _complain(f"gated-delta: cannot write to the standard output: {problem.strerror or problem}")
+                reason = problem.strerror or problem
+                _complain(f"gated-delta: cannot write to the standard output: {reason}")
                 abandon_stdout()
                 code = 2
             else:
@@ -161,7 +162,8 @@ def info() -> None:
         "kernel cache", f"{kernels.directory()}: {found} kernels; compiling is {'on' if kernels.may_compile() else 'off'}"
     )
     for name, default in SWITCHES.items():
-        table.add_row(name, f"{int(kernels.flag(name, default))}" + ("" if name in os.environ else ", not set"))
+        value = int(kernels.flag(name, default))
+        table.add_row(name, f"{value}" if name in os.environ else f"{value}, not set")
     console.print(table)
 
 
@@ -265,7 +267,8 @@ def check(
     report.write(document(context, records, where, complete=not report.interrupted))
 
     columns = ("operation", "cases", "passed", "failed", "unsupported", "worst error / tolerance")
-    ran = ", ".join(dict.fromkeys(record["backend"] for record in records if record["backend"])) or backend.value
+    backends = dict.fromkeys(record["backend"] for record in records if record["backend"])
+    ran = ", ".join(backends) or backend.value
     table = make_table(f"backend {ran} on {where}, {time.monotonic() - began:.0f} s", *columns)
     for name in Op:
         mine = [record for record in records if record["op"] == name.value]

@@ -1,9 +1,9 @@
 """Kernels as shared objects: compiled once per variant, kept on disk, loaded with TVM-FFI. A pack is such a directory.
 
-A variant is everything that is static about a kernel; sizes, strides and addresses are arguments. Its file is named after
-the variant, the architecture and its own sources, in a directory named after the compiler's version, and ends with a
-digest of its code and of both names. Loading needs torch, apache-tvm-ffi and the DSL's runtime library; only compiling
-needs the compiler, nvidia-cutlass-dsl.
+A variant is everything that is static about a kernel; sizes, strides and addresses are arguments.
+Its file is named after the variant, the architecture and its own sources, in a directory named after
+the compiler's version, and ends with a digest of its code and of both names. Loading needs torch,
+apache-tvm-ffi and the DSL's runtime library; only compiling needs the compiler, nvidia-cutlass-dsl.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ def arch_of(device: torch.device) -> str | None:
 COMPILER, RUNTIME = "nvidia-cutlass-dsl", "apache-tvm-ffi"
 _SYMBOL = "gated_delta_kernel"
 _DIGEST = hashlib.sha256().digest_size
-_STARTED_IN = Path.cwd()  # where a relative GATED_DELTA_CACHE_DIR starts, whatever chdir comes later
+_STARTED_IN = Path.cwd()  # a relative GATED_DELTA_CACHE_DIR outlives chdir
 
 
 @dataclass(frozen=True)
@@ -73,8 +73,8 @@ def flag(name: str, default: bool) -> bool:
 def directory() -> Path:
     """Where compiled kernels live: GATED_DELTA_CACHE_DIR, else gated_delta in the user's cache directory.
 
-    A relative path starts in the working directory of the import. Raises FileNotFoundError for a user without a home
-    directory.
+    A relative path starts in the working directory of the import. Raises FileNotFoundError for a user
+    without a home directory.
     """
     chosen = os.environ.get("GATED_DELTA_CACHE_DIR") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "gated_delta")
     try:
@@ -201,7 +201,7 @@ def _find(variant: Variant, arch: str) -> Path | None:
 
 
 def _sealed(code: bytes, file: Path) -> bytes:
-    """A kernel's file: its code and the digest that binds it to the file's name and the compiler's version."""
+    """A kernel's file: its code and a digest that binds it to the file's and its directory's name."""
     return code + hashlib.sha256(f"{file.parent.name}/{file.name}\0".encode() + code).digest()
 
 
@@ -254,7 +254,7 @@ def load(variant: Variant, arch: str) -> Callable[..., None]:
                 if file is not None:
                     found = f"{file} is damaged, renamed or of an older format"
                 raise UnsupportedProblem(
-                    f"GATED_DELTA_JIT=0 or no compiler, and {found}; `gated-delta compile` builds them ahead of time",
+                    f"GATED_DELTA_JIT=0 or no compiler, and {found}; `gated-delta compile` builds kernels ahead of time",
                     (variant.label,),
                 )
             file = build(variant, arch)
@@ -282,7 +282,7 @@ def build(variant: Variant, arch: str) -> Path:
                     made = _link(_compile(variant, arch, Path(scratch)))
                     made.write_bytes(_sealed(made.read_bytes(), file))
                     os.replace(made, file)  # readers see the old file or the new one, never half of it
-            lock.unlink(missing_ok=True)  # who waits for it, or makes another, finds the file
+            lock.unlink(missing_ok=True)  # a process that waits for it finds the file
     return file
 
 

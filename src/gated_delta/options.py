@@ -50,7 +50,8 @@ def ints(text: str, what: str, most: int) -> list[int]:
     except ValueError:
         values = []
     if not values or min(values) < 1 or max(values) > most:
-        raise typer.BadParameter(f"expected numbers from 1 to {most:,} such as 1,4,16, got {text!r}", param_hint=what)
+        expected = f"expected numbers from 1 to {most:,} such as 1,4,16"
+        raise typer.BadParameter(f"{expected}, got {text!r}", param_hint=what)
     return values
 
 
@@ -65,9 +66,10 @@ def head_counts(text: str) -> tuple[int, int]:
     return H, HV
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Write the results as JSON to FILE; without FILE to the standard output.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to FILE, or to the standard output.")]
 FileArgument = Annotated[
-    Path | None, typer.Argument(metavar="FILE", dir_okay=False, writable=True, help="File for --json.", show_default=False)
+    Path | None,
+    typer.Argument(metavar="FILE", dir_okay=False, writable=True, help="For --json.", show_default=False),
 ]
 DeviceOption = Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda; a GPU when there is one.")]
 BackendOption = Annotated[Backend, typer.Option(help="Which backend to run.")]

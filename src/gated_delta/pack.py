@@ -29,7 +29,7 @@ def build_all(variants: Sequence[kernels.Variant], arch: str, out: Path, jobs: i
     futures: dict[kernels.Variant, Future[dict[str, Any]]] = {}
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _build_in, (str(out),)) as pool:
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # workers inherit it: this process ends them
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # inherited: this process ends them
             for variant in variants:
                 futures[variant] = pool.submit(_build, variant, arch)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
@@ -55,9 +55,11 @@ def build_all(variants: Sequence[kernels.Variant], arch: str, out: Path, jobs: i
 
 
 def progress_bar(console: Console) -> Progress:
-    """Of its columns the label alone is cut on a terminal too small for all."""
-    label = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
-    return Progress(label, BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn(), console=console, expand=True)
+    """A narrow terminal cuts its label alone."""
+    column = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    label = TextColumn("{task.description}", markup=False, table_column=column)
+    others = (BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(label, *others, console=console, expand=True)
 
 
 def _came_to(variant: kernels.Variant, future: Future[dict[str, Any]]) -> dict[str, Any]:

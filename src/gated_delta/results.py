@@ -1,4 +1,4 @@
-"""What a command measured: kept through signals, a full disk and a closed pipe, shown as tables, written as JSON of one shape."""
+"""What a command measured: kept through signals, a full disk and a closed pipe; tables, JSON."""
 
 from __future__ import annotations
 
@@ -34,10 +34,7 @@ def _console(stream: TextIO | None, stderr: bool) -> Console:
 
 
 ENDING = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-"""Signals that end a command, which keeps what it measured: of Ctrl-C, a job scheduler, a closed terminal.
-
-Windows has SIGINT and SIGTERM alone.
-"""
+"""Signals that end a command, which keeps what it measured. Windows has no SIGHUP."""
 
 console, errors = _console(sys.stdout, False), _console(sys.stderr, True)
 
@@ -98,8 +95,9 @@ def document(
 ) -> dict[str, Any]:
     """What `--json` writes, of the same shape for check, compile and bench.
 
-    command; complete: False when a signal ended it; versions; device: None where none is used; arguments: all options,
-    defaults too; results: one record for each case or kernel, in order. Every record has label and status.
+    command; complete: False when a signal ended it; versions; device: None where none is used;
+    arguments: all options, defaults too; results: one record for each case or kernel, in order. Every
+    record has label and status.
     """
     return dict(
         command=context.info_name,
@@ -194,11 +192,11 @@ class Report:
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """A signal of ENDING ends the block, and no more than that; a second one does not end the report."""
+        """A signal of ENDING ends the block alone; a second one does not end the report."""
         self._armed = True
         if threading.current_thread() is threading.main_thread():
-            caught = [n for n in ENDING if n == signal.SIGINT or signal.getsignal(n) != signal.SIG_IGN]  # nohup's SIGHUP
-            self._before = {number: signal.signal(number, self._stop) for number in caught}
+            ignored = {n for n in ENDING if signal.getsignal(n) == signal.SIG_IGN} - {signal.SIGINT}  # nohup
+            self._before = {n: signal.signal(n, self._stop) for n in ENDING if n not in ignored}
         try:
             yield
         except KeyboardInterrupt:
@@ -266,7 +264,7 @@ class Report:
                     errors.print(line, style=style, highlight=False, markup=False)
 
     def leave(self, failed: bool = False) -> None:
-        """With 128 + a signal's number, 2 when something could not be written, 1 when something failed, else 0."""
+        """With 128 + a signal's number, 2 for a failed write, 1 when something failed, else 0."""
         self._restore()
         if code := 128 + self.interrupted if self.interrupted else 2 if self._lost else int(failed):
             raise typer.Exit(code)

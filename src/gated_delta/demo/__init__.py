@@ -94,7 +94,8 @@ def load_model(device: torch.device, dtype: torch.dtype) -> Any:
 def generate(model: Any, prompt: str, length: int) -> Generation:
     """Greedy continuation of a prompt by `length` bytes."""
     ids = torch.tensor([list(prompt.encode())], device=model.device)
-    cache = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"  # before transformers 5.24
+    renamed = "cache" in inspect.signature(model.forward).parameters  # since transformers 5.24
+    cache = "cache" if renamed else "past_key_values"
     start = time.perf_counter()
     out = model(input_ids=ids, use_cache=True)
     logits = [out.logits[:, -1:]]
@@ -181,14 +182,14 @@ def _line(text: str) -> str:
 def _with_and_without(
     model: Any, prompt: str, length: int, backend: str, gains: bool
 ) -> tuple[Generation, Generation, list[Finding]]:
-    """The text without gated_delta, with it, and how they compare. gains: whether it may be faster with it."""
+    """The text without gated_delta, with it, and how they compare. gains: whether a gain is expected."""
     from ..integrations.transformers import patch
 
     def patched(length: int) -> Generation:
         with patch(model, backend=backend):
             return generate(model, prompt, length)
 
-    # The first runs, which are not timed, pay for kernels and allocations; attention on a GPU pays for each new KV length.
+    # The first runs, which are not timed, pay for kernels and allocations, on a GPU for each KV length.
     lengths = [length] + [min(length, TIMED)] * TURNS
     runs = [(generate(model, prompt, n), patched(n)) for n in tracked(lengths, "generating text")]
     (plain, ours), *turns = runs
