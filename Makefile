@@ -8,8 +8,9 @@ READY := $(VENV)/.ready
 OLDEST := .venv-oldest
 OLDEST_TORCH := 2.11.0
 SGLANG := .venv-sglang
+INSTALL := .venv-install
 
-.PHONY: demo test test-kernels test-oldest test-vllm test-sglang lint check clean
+.PHONY: demo test test-kernels test-oldest test-install test-vllm test-sglang lint check clean
 
 demo: $(READY)
 	$(BIN)/gated-delta demo
@@ -41,6 +42,12 @@ test-oldest:
 	$(OLDEST)/bin/gated-delta compile --out $(OLDEST)/pack --filter decode --limit 1
 	$(OLDEST)/bin/pytest -n 2 tests/test_problem.py tests/test_library.py tests/test_cli.py tests/test_compile.py \
 		-k "test_problem or test_library or one_line or json or compiled_once or damaged or switches"
+
+# The wheel and the sdist under the oldest and the newest Python here, with pip's own build of torch.
+test-install:
+	$(PYTHON) -m venv --clear $(INSTALL)
+	$(INSTALL)/bin/pip install -q uv
+	scripts/test_install.sh $(INSTALL) $(TORCH)
 
 # The plug-in in a real SGLang on a CPU, in an environment of its own.
 test-sglang: $(SGLANG)/.ready
@@ -89,4 +96,4 @@ $(READY): pyproject.toml Makefile
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) $(VLLM) $(SGLANG) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(INSTALL) $(VLLM) $(SGLANG) .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -12,6 +12,7 @@ import json
 import os
 import random
 import re
+import signal
 import subprocess
 import sys
 import tempfile
@@ -318,13 +319,17 @@ def run(engine: str, model: str, plugin: bool, options: dict[str, Any], **asked:
         pipes: dict[str, Any] = dict(stdin=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
         with subprocess.Popen(command, **pipes, text=True, errors="replace") as process:
             assert process.stdout is not None
-            for line in process.stdout:
-                if line.startswith(MEASURED):
-                    yield json.loads(line[len(MEASURED) :])
-                    continue
-                said = [*said[-60:], line]
-                if "gated_delta" in line and "server_args" not in line:
-                    yield dict(log=line.strip())
+            try:
+                for line in process.stdout:
+                    if line.startswith(MEASURED):
+                        yield json.loads(line[len(MEASURED) :])
+                        continue
+                    said = [*said[-60:], line]
+                    if "gated_delta" in line and "server_args" not in line:
+                        yield dict(log=line.strip())
+            except BaseException:  # a signal here, or the caller stops
+                process.terminate()
+                raise
     if process.returncode:
         raise RuntimeError(f"{engine} ended with {process.returncode}\n{''.join(said)}")
 
@@ -343,4 +348,5 @@ def compared(engines: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[
 
 
 if __name__ == "__main__":
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of the engine's own clean-up
     main(json.load(sys.stdin))

@@ -5,6 +5,7 @@ import functools
 import json
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -19,8 +20,8 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import gated_delta
-from gated_delta import bench, compile, reference, results, testing
-from gated_delta.cli import app
+from gated_delta import bench, compile, dispatch, pack, reference, results, testing
+from gated_delta.cli import SWITCHES, app
 from gated_delta.results import Report, make_table
 
 runner = CliRunner()
@@ -61,8 +62,13 @@ def statuses(written):
 def test_info_names_versions_and_backends():
     result = run("info")
     assert result.exit_code == 0
-    for word in ("gated_delta", "torch", "backend reference", "backend cute"):
+    for word in ("gated_delta", "torch", "backend reference", "backend cute", *SWITCHES):
         assert word in result.stdout
+
+
+def test_every_switch_of_the_page_is_looked_at():
+    page = (Path(__file__).parents[1] / "docs/packs.md").read_text()
+    assert {"GATED_DELTA_CACHE_DIR", *SWITCHES} == set(re.findall(r"^\| `(GATED_DELTA_\w+)`", page, re.M))
 
 
 def test_the_build_of_torch_is_named(monkeypatch, tmp_path):
@@ -96,6 +102,7 @@ def test_bench_times_every_operation_of_both_models(tmp_path, more):
     result = run("bench", "--op", *more, *sizes)
     assert result.exit_code == 0, result.stdout
     assert ("ratio" in result.stdout) == ("--token-loop" in more)
+    assert "x copy: us over copy us" in " ".join(result.stdout.split())
     timed = json.loads((tmp_path / "x.json").read_text())["results"]
     assert len(timed) == 4
     assert all(f"{t['token_loop_us'] / t['us']:.1f}" in result.stdout for t in timed if "--token-loop" in more)
@@ -144,8 +151,9 @@ def test_json_has_one_shape_for_every_command(tmp_path):
         assert written["compile"]["results"][0]["registers"] > 0
 
 
-def test_json_names_the_backend_that_ran(tmp_path):
+def test_the_backend_that_ran_is_named(tmp_path):
     arguments = [argument if argument != "reference" else "auto" for argument in CHECK]
+    assert "backend reference on cpu" in run(*arguments).stdout
     checked = json.loads(run(*arguments, "--json").stdout)
     assert checked["arguments"]["backend"] == "auto"
     assert {case["backend"] for case in checked["results"]} == {"reference"}
@@ -221,7 +229,7 @@ REFUSED = [
     ("bench --batch 1000000000 --device cpu", "--batch"),
     ("bench --batch 1000000 --heads 1024/1024 --device cpu", "GiB"),
     ("bench --op prefill --tokens 16000000 --heads 1024/1024 --device cpu", "GiB"),
-    ("bench --op decode --tokens 17", "--tokens"),
+    ("bench --op decode --tokens 17", "--tokens: expected numbers from 1 to 16 such as 1,4,16"),
     ("bench --op decode --token-loop", "--token-loop"),
     ("bench --device tpu7", "tpu7"),
     ("bench --device meta", "'meta'"),
@@ -283,6 +291,8 @@ def test_bad_paths_and_values_are_refused_in_one_line_before_anything_runs(tmp_p
         ("GATED_DELTA_JIT", "maybe", "GATED_DELTA_JIT: expected 0 or 1, got 'maybe'"),
         ("GATED_DELTA_JIT", "", "GATED_DELTA_JIT: expected 0 or 1, got ''"),
         ("GATED_DELTA_CHECK", "yes", "GATED_DELTA_CHECK: expected 0 or 1, got 'yes'"),
+        ("GATED_DELTA_VLLM", "true", "GATED_DELTA_VLLM: expected 0 or 1, got 'true'"),
+        ("GATED_DELTA_SGLANG_KVBUFFER", "on", "GATED_DELTA_SGLANG_KVBUFFER: expected 0 or 1, got 'on'"),
         ("GATED_DELTA_CACHE_DIR", __file__, "GATED_DELTA_CACHE_DIR"),
         ("GATED_DELTA_CACHE_DIR", __file__ + "/x/y", "GATED_DELTA_CACHE_DIR"),
     ],
@@ -303,7 +313,7 @@ def test_what_is_not_installed_is_named_in_one_line(monkeypatch, tmp_path):
     for name in [name for name in sys.modules if name.split(".")[0] == "transformers"]:
         monkeypatch.delitem(sys.modules, name)
     monkeypatch.setitem(sys.modules, "transformers", None)
-    refused(run("demo", "--device", "cpu"), "pip install")
+    refused(run("demo", "--device", "cpu"), 'pip install "gated-delta[demo]"')
 
 
 def test_results_replace_earlier_ones_of_the_same_command(tmp_path):
@@ -360,35 +370,61 @@ def test_results_go_to_the_terminal_when_the_file_cannot_be_written_any_more(mon
     assert "━" in table
 
 
-def interrupting(right, after):
-    """The real thing, with Ctrl-C pressed in its last call."""
+def interrupting(right, after, number=signal.SIGINT):
+    """The real thing, with a signal in its last call."""
     calls = iter(range(after))
 
     def called(*arguments, **options):
         if next(calls) == after - 1:
-            os.kill(os.getpid(), signal.SIGINT)
-            time.sleep(1)
+            os.kill(os.getpid(), number)
+            time.sleep(0.1)
         return right(*arguments, **options)
 
     return called
 
 
+@pytest.fixture
+def handled():
+    """Puts a handler in the place of a signal's, for the test."""
+    before = {}
+
+    def handle(number, handler):
+        before[number] = signal.signal(number, handler)
+
+    yield handle
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
 @pytest.mark.parametrize(
-    ("arguments", "module", "name"), [(CHECK, testing, "run_case"), (BENCH, bench, "time_case")], ids=["check", "bench"]
+    ("arguments", "module", "name", "number", "code"),
+    [
+        (CHECK, testing, "run_case", signal.SIGINT, 130),
+        (CHECK, testing, "run_case", signal.SIGTERM, 143),
+        (CHECK, testing, "run_case", signal.SIGHUP, 129),
+        (BENCH, bench, "time_case", signal.SIGINT, 130),
+    ],
+    ids=["check-INT", "check-TERM", "check-HUP", "bench-INT"],
 )
-def test_ctrl_c_keeps_what_was_done(monkeypatch, tmp_path, arguments, module, name):
+def test_a_signal_keeps_what_was_done(monkeypatch, tmp_path, handled, arguments, module, name, number, code):
     """And one more, while the JSON is written, does not spoil it."""
-    monkeypatch.setattr(module, name, interrupting(getattr(module, name), 2))
-    monkeypatch.setattr(results, "replace", interrupting(results.replace, 1))
-    handler = signal.getsignal(signal.SIGINT)
+    monkeypatch.setattr(module, name, interrupting(getattr(module, name), 2, number))
+    monkeypatch.setattr(results, "replace", interrupting(results.replace, 1, number))
+    handled(number, nothing := lambda *_: None)
     result = run(*arguments, "--json", tmp_path / "x.json")
-    assert result.exit_code == 130
+    assert result.exit_code == code
     assert "interrupted" in result.stderr
     assert "━" in result.stdout
     written = json.loads((tmp_path / "x.json").read_text())
     assert not written["complete"]
     assert statuses(written) in (["passed"], ["timed"])
-    assert signal.getsignal(signal.SIGINT) is handler
+    assert signal.getsignal(number) is nothing
+
+
+def test_under_nohup_a_closed_terminal_ends_nothing(monkeypatch, handled):
+    handled(signal.SIGHUP, signal.SIG_IGN)
+    monkeypatch.setattr(testing, "run_case", interrupting(testing.run_case, 2, signal.SIGHUP))
+    assert run(*CHECK[:-3], "2", "--device", "cpu").exit_code == 0
 
 
 def test_ctrl_c_in_the_demo_keeps_what_was_shown(monkeypatch):
@@ -423,18 +459,29 @@ def alive(group):
     return found
 
 
-def test_ctrl_c_ends_compiling_and_its_processes(tmp_path):
-    """Pressed in a terminal, where the workers get it too."""
+def left_of(group, pack):
+    """Processes of the group and scratch folders in the pack: none, or those after ten seconds."""
+    deadline = time.monotonic() + 10
+    while True:
+        left = alive(group) + [file for file in pack.glob("*/*") if file.is_dir()]
+        if not left or time.monotonic() > deadline:
+            return left
+        time.sleep(0.05)
+
+
+@pytest.mark.parametrize(("send", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)], ids=["all-INT", "first-TERM"])
+def test_a_signal_ends_compiling_and_its_processes(tmp_path, send, number):
+    """Ctrl-C in a terminal reaches the workers too, a job scheduler's signal the first process alone."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     pack, file = tmp_path / "pack", tmp_path / "pack.json"
     with process("compile", "--out", pack, "--jobs", "2", "--json", file, start_new_session=True) as running:
         found_in(pack, "*/*.so")
         time.sleep(0.3)  # in the midst of the next
-        os.killpg(running.pid, signal.SIGINT)
-        pressed = time.monotonic()
+        send(running.pid, number)
+        sent = time.monotonic()
         output, complaints = running.communicate(timeout=60)
-        taken = time.monotonic() - pressed
-    assert running.returncode == 130, complaints
+        taken = time.monotonic() - sent
+    assert running.returncode == 128 + number, complaints
     assert taken < 5  # 0.3 s on an idle machine
     assert complaints == "interrupted: what follows is incomplete\n"
     written = json.loads(file.read_text())
@@ -442,10 +489,15 @@ def test_ctrl_c_ends_compiling_and_its_processes(tmp_path):
     assert len(compiled) == len(written["results"]) > 0
     assert not written["complete"]
     assert compiled[0]["label"].split()[0] in output
-    assert not [left for left in pack.glob("*/*") if left.is_dir()]
-    while (left := alive(running.pid)) and time.monotonic() - pressed < 10:
-        time.sleep(0.05)
-    assert not left
+    assert not left_of(running.pid, pack)
+
+
+def test_a_killed_compile_leaves_no_process(tmp_path):
+    pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
+    with process("compile", "--out", tmp_path, "--jobs", "2", start_new_session=True) as running:
+        found_in(tmp_path, "*/scratch-*")
+        running.kill()
+    assert not left_of(running.pid, tmp_path)
 
 
 def test_a_worker_that_dies_takes_nothing_along_that_was_compiled(tmp_path):
@@ -461,6 +513,16 @@ def test_a_worker_that_dies_takes_nothing_along_that_was_compiled(tmp_path):
     assert found[0] == "compiled"
     assert found[-1] == "failed"
     assert json.loads(output)["results"][-1]["reason"] == "its process died"
+
+
+@pytest.mark.parametrize("columns", [40, 80, 120])
+def test_a_progress_bar_has_room_beside_the_longest_label(columns):
+    shown = Console(file=StringIO(), width=columns)
+    bar = pack.progress_bar(shown)
+    longest = max((variant.label for variant in dispatch.shipped()), key=len)
+    bar.add_task(longest, total=484, completed=242)
+    shown.print(bar.get_renderable())
+    assert re.fullmatch(r"[a-z]+ [ \w=]+… ━{5} {6}242/484 -:--:--\n", shown.file.getvalue())
 
 
 def test_the_progress_bar_names_what_it_compiles(tmp_path):
@@ -499,6 +561,18 @@ def test_a_full_standard_output(arguments, kept):
     assert "No space left on device" in complaints
     assert "Traceback" not in complaints
     assert kept in complaints  # the table
+    assert kept or complaints.count("\n") == 1
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
+@pytest.mark.parametrize("arguments", [["info"], ["--version"], ["--help"], ["check", "--help"], []], ids=" ".join)
+def test_a_full_standard_output_is_said_in_one_line(monkeypatch, capsys, arguments):
+    with open("/dev/full", "w") as full:
+        monkeypatch.setattr(sys, "stdout", full)
+        with pytest.raises(SystemExit) as left:
+            app(arguments)
+    assert left.value.code == 2
+    assert capsys.readouterr().err == "gated-delta: cannot write to the standard output: No space left on device\n"
 
 
 @pytest.mark.parametrize(
@@ -552,11 +626,11 @@ def test_labels_and_paths_are_not_markup(tmp_path):
 
 @pytest.mark.parametrize(
     ("failed", "lost", "interrupted", "code"),
-    [(False, False, False, None), (True, False, False, 1), (True, True, False, 2), (True, True, True, 130)],
+    [(False, False, False, None), (True, False, False, 1), (True, True, False, 2), (True, True, True, 143)],
 )
 def test_codes_of_leaving(failed, lost, interrupted, code):
     report = Report("check", False, None)
-    report.interrupted = interrupted
+    report.interrupted = signal.SIGTERM if interrupted else 0
     if lost:
         report._lose("full")
     with pytest.raises(typer.Exit) if code else contextlib.nullcontext() as left:

@@ -1,14 +1,19 @@
 """The compile layer, on a machine without a GPU: what is built, the resources it takes, and the cache."""
 
 import errno
+import hashlib
 import multiprocessing
 import os
 import pwd
 import random
+import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
+import filelock
 import pytest
 import torch
 
@@ -270,6 +275,37 @@ def test_a_damaged_file_is_built_again(cache, monkeypatch, damage):
     assert len(file.read_bytes()) == len(whole)
 
 
+@needs_compiler
+def test_a_file_is_bound_to_its_name_and_its_compiler(cache, monkeypatch):
+    """Under another kernel's or compiler's name it is refused, or compiled where that is allowed."""
+    one, other = variant(), variant(rows=2)
+    file = compile.build(one, "sm_90a")
+    content = file.read_bytes()
+    taken = file.with_name(compile.file_name(other, "sm_90a"))
+    taken.write_bytes(content)
+    monkeypatch.setenv("GATED_DELTA_JIT", "0")
+    with pytest.raises(UnsupportedProblem, match=f"{taken.name} is damaged, renamed or of an older format"):
+        compile.load(other, "sm_90a")
+    monkeypatch.delenv("GATED_DELTA_JIT")
+    assert callable(compile.load(other, "sm_90a"))
+    assert taken.read_bytes() != content
+    shutil.move(file.parent, cache / "0.0.1")
+    monkeypatch.setattr(compile, "installed", lambda package: None)
+    with pytest.raises(UnsupportedProblem, match="damaged, renamed"):
+        compile.load(one, "sm_90a")
+
+
+def test_a_file_of_the_older_format_is_refused(cache, monkeypatch):
+    """Its digest is of its bytes alone."""
+    monkeypatch.setenv("GATED_DELTA_JIT", "0")
+    monkeypatch.setattr(compile, "missing_packages", lambda: ())
+    file = cache / "4.8.1" / compile.file_name(variant(), "sm_90a")
+    file.parent.mkdir()
+    file.write_bytes(b"code" + hashlib.sha256(b"code").digest())
+    with pytest.raises(UnsupportedProblem, match="older format"):
+        compile.load(variant(), "sm_90a")
+
+
 def _build_in(directory, barrier, results):
     os.environ["GATED_DELTA_CACHE_DIR"] = directory
     barrier.wait()
@@ -289,7 +325,22 @@ def test_processes_that_compile_the_same_do_not_disturb_each_other(cache):
     assert len(names) == 1
     (file,) = files(cache)
     assert compile._whole(file)
-    assert [x for x in file.parent.iterdir() if x.is_dir()] == []  # nothing half done is left
+    assert list(file.parent.iterdir()) == [file]  # nothing half done is left, and no lock
+
+
+def test_the_page_of_packs_has_the_number_of_kernels():
+    page = (Path(__file__).parents[1] / "docs/packs.md").read_text()
+    assert re.findall(r"(\d+) kernels", page) == [str(len(dispatch.shipped()))]
+
+
+@needs_compiler
+def test_the_runtime_library_is_where_the_page_copies_it_from():
+    page = (Path(__file__).parents[1] / "docs/packs.md").read_text()
+    commands = re.search(r"^    libraries=.*\n    cp .* pack$", page, re.M).group()
+    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    command = ["sh", "-c", commands.replace("cp ", "ls ").removesuffix(" pack")]
+    found = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert found.returncode == 0, found.stderr
 
 
 @needs_compiler
@@ -437,10 +488,12 @@ def test_other_switches_are_errors_that_name_the_variable(monkeypatch, value):
         (dict(GATED_DELTA_CACHE_DIR="~/pack", XDG_CACHE_HOME="/xdg"), "/home/me/pack"),
         (dict(GATED_DELTA_CACHE_DIR="", XDG_CACHE_HOME="/xdg"), "/xdg/gated_delta"),
         (dict(XDG_CACHE_HOME=""), "/home/me/.cache/gated_delta"),
+        (dict(GATED_DELTA_CACHE_DIR="pack"), "/started/pack"),
     ],
 )
 def test_where_kernels_are_kept(monkeypatch, variables, place):
     monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setattr(compile, "_STARTED_IN", Path("/started"))
     for name in ("GATED_DELTA_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, variables[name]) if name in variables else monkeypatch.delenv(name, raising=False)
     assert compile.directory() == Path(place)
@@ -469,6 +522,23 @@ def test_a_cache_that_cannot_be_is_an_error_that_names_the_variable(monkeypatch,
         with pytest.raises(OSError, match="GATED_DELTA_CACHE_DIR") as raised:
             use(variant(), "sm_90a")
         assert str(raised.value).count("\n") == 0
+
+
+@needs_compiler
+def test_a_relative_cache_is_the_same_after_chdir(cache, monkeypatch, tmp_path):
+    """And a read-only one is an error that names the variable."""
+    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", os.path.relpath(cache))
+    file = compile.build(variant(), "sm_90a")
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    assert compile._find(variant(), "sm_90a").samefile(file)
+
+    def read_only(path):
+        raise OSError(errno.EROFS, "Read-only file system", os.path.abspath(path))
+
+    monkeypatch.setattr(filelock, "FileLock", read_only)
+    with pytest.raises(OSError, match=r"GATED_DELTA_CACHE_DIR.*Read-only.*\.lock"):
+        compile.load(variant(rows=2), "sm_90a")
 
 
 @needs_compiler

@@ -16,7 +16,7 @@ pytest.importorskip("transformers")
 
 from gated_delta import demo
 
-CPU = torch.device("cpu")
+CPU, MODEL = torch.device("cpu"), demo.MODEL
 runner = CliRunner()
 
 
@@ -45,13 +45,12 @@ def test_it_gives_the_same_text_and_follows_requests():
         "The while statement",
         "On a CPU, by the PyTorch reference backend, the demo proves equality; speed is for NVIDIA Hopper GPUs",
         "24 of 24 bytes",
-        "tokens/s patched: plain transformers",
-        "relative error against the recurrence in float64; limit 1e-05",
-        "one call, no padding; the token loop takes",
-        "the states stay bit for bit what they were",
+        "plain, medians of 2 runs; no gain expected",
+        "relative error against float64; limit 1e-05",
+        "tokens in one call; token loop",
+        "no bit of a state changes",
         "0 to 4 drafts accepted, the others rolled back",
-        "18,624 bytes",
-        "a cached state for each takes 786,432, 42 times as many",
+        "18,624 bytes: as states they take 786,432, 42 times as many",
         "All that was compared is equal within its limit",
     ):
         assert words in " ".join(result.stdout.split()), words
@@ -83,7 +82,7 @@ def test_it_fails_when_verify_writes_the_state_or_flush_a_slot_of_others(monkeyp
     monkeypatch.setattr(reference, "verify", verify)
     text, passed = shown()
     assert not passed
-    assert re.search("WRONG: outputs .*: 4 draft tokens each; the states stay bit for bit", text)
+    assert re.search("WRONG: outputs .*: 4 draft tokens each; no bit of a state changes", text)
     monkeypatch.undo()
 
     def flush(*, state, right=reference.flush, **rest):
@@ -161,7 +160,38 @@ def test_narrow_terminals_lose_nothing(width):
     text, passed = shown(width=width)
     assert passed
     assert max(map(len, text.splitlines())) <= width
-    assert "draft memory 18,624 bytes: to roll these drafts back; a cached state for each takes 786,432" in " ".join(text.split())
+    assert "draft memory 18,624 bytes: as states they take 786,432, 42 times as many" in " ".join(text.split())
+
+
+def test_it_is_read_at_once_on_a_terminal_of_80_by_24():
+    text, _ = shown(length=160, width=80)
+    lines = text.splitlines()
+    assert len(lines) < 24
+    assert all(re.match(r"[a-z ]{16}\S| {16}\S", line) for line in lines[8:-2]), text
+
+
+def test_without_its_model_it_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(demo, "MODEL", tmp_path)
+    nothing, config, cut = {}, {"config.json": (MODEL / "config.json").read_bytes()}, {"model.safetensors": b"cut short"}
+    for more in (nothing, config, cut):
+        for name, content in more.items():
+            (tmp_path / name).write_bytes(content)
+        result = run("x")
+        assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+        assert f"config.json and model.safetensors, in {tmp_path}" in result.stderr
+        assert "install gated-delta again" in result.stderr
+
+
+@pytest.mark.filterwarnings("error")
+def test_no_warning_of_transformers_is_shown():
+    demo.generate(demo.load_model(CPU, torch.float32), "x", 2)
+
+
+def test_a_terminal_sees_progress_while_text_is_generated(monkeypatch):
+    bars = []
+    monkeypatch.setattr(demo, "tracked", lambda items, what: bars.append((len(items), what)) or items)
+    shown(length=1)
+    assert bars == [(3, "generating text")]
 
 
 def test_a_backend_that_cannot_run_prints_nothing():

@@ -104,7 +104,7 @@ def test_every_variable_that_the_package_reads_is_on_a_page():
 
 def test_links_between_pages_lead_somewhere():
     """To a file, and to a heading of it."""
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
+    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
         for target, heading in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
             file = page.parent / target if target else page
             assert file.exists(), f"{page.name} -> {target}"

@@ -55,6 +55,11 @@ def test_the_metadata(wheel):
     assert "Typing :: Typed" in facts.get_all("Classifier")
 
 
+def test_every_page_has_the_version_of_the_package():
+    for page, line in (("CITATION.cff", "^version: {}$"), ("CHANGELOG.md", "^## {},")):
+        assert re.search(line.format(re.escape(gated_delta.__version__)), (ROOT / page).read_text(), re.M), page
+
+
 def test_the_description_has_no_link_that_a_package_index_cannot_follow(wheel):
     text = described(wheel).get_payload()
     assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []

@@ -4,6 +4,7 @@ import importlib.util
 import json
 import os
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -83,6 +84,16 @@ def test_an_engine_that_fails_says_so(engine):
     engine(fails=True)
     with pytest.raises(RuntimeError, match=r"(?s)sglang ended with 1.*no room"):
         list(serve.run("sglang", "qwen3_next", True, dict(page_size=64), cells=["1 x 512"]))
+
+
+def test_an_engine_ends_when_the_command_does(tmp_path, monkeypatch):
+    (tmp_path / "engine").write_text("#!/bin/sh\necho gated_delta\nexec sleep 30\n")
+    (tmp_path / "engine").chmod(0o755)
+    monkeypatch.setattr(sys, "executable", str(tmp_path / "engine"))
+    lines, began = serve.run("sglang", "qwen3_next", True, {}), time.monotonic()
+    assert next(lines) == dict(log="gated_delta")
+    lines.close()
+    assert time.monotonic() - began < 20
 
 
 @pytest.mark.parametrize(

@@ -236,6 +236,7 @@ def table(op: str, timed: Sequence[Mapping[str, Any]]) -> Table:
     backends = ", ".join(dict.fromkeys(t["backend"] for t in timed))
     columns = ("case", "N", "T", "us", "tokens/s", "copy us", "x copy", "host us", *loop)
     made = make_table(f"{op}, backend {backends}, {timed[0]['device']}", *columns)
+    made.caption = "us: one call; copy us: a copy of as many bytes; x copy: us over copy us; host us: what a call costs the host"
     for t in timed:
         us, N, T = t["us"], t["sequences"], t["tokens"]
         row = [t["label"].split("/")[0], str(N), str(T), f"{us:.1f}", f"{N * T / us * 1e6:.0f}"]

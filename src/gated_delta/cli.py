@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import math
 import os
 import platform
@@ -47,10 +46,30 @@ from .options import (
 from .options import device_option as _device
 from .pack import build_all
 from .problem import MAX_DRAFT, UnsupportedProblem
-from .results import Refusal, Report, console, document, first_line, make_table, one_line, packages, tracked
+from .results import (
+    Refusal,
+    Report,
+    abandon_stdout,
+    console,
+    document,
+    first_line,
+    make_table,
+    one_line,
+    packages,
+    tracked,
+)
 
 if TYPE_CHECKING:
     from .testing import Case
+
+
+SWITCHES = {
+    "GATED_DELTA_JIT": True,
+    "GATED_DELTA_CHECK": False,
+    "GATED_DELTA_VLLM": False,
+    "GATED_DELTA_SGLANG_KVBUFFER": False,
+}
+"""Variables that are 0 or 1, and what they are when not set."""
 
 
 class Commands(TyperGroup):
@@ -62,15 +81,29 @@ class Commands(TyperGroup):
                 stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may know ASCII alone
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
+        except OSError:
+            try:
+                print(flush=True)  # on a full disk this fails, too
+            except OSError as problem:
+                reason = problem.strerror or problem
+                _complain(f"gated-delta: cannot write to the standard output: {reason}")
+                abandon_stdout()
+                code = 2
+            else:
+                raise
         except Exception as problem:
             if not hasattr(problem, "format_message"):  # typer's own kinds have one, wherever typer keeps them
                 raise
             context = getattr(problem, "ctx", None)
-            typer.echo(
-                f"{context.command_path if context else 'gated-delta'}: {' '.join(problem.format_message().split())}", err=True
-            )
+            command = context.command_path if context else "gated-delta"
+            _complain(f"{command}: {' '.join(problem.format_message().split())}")
             code = getattr(problem, "exit_code", 2)
         sys.exit(code)
+
+
+def _complain(line: str) -> None:
+    with contextlib.suppress(OSError):  # a full disk
+        typer.echo(line, err=True)
 
 
 app = typer.Typer(
@@ -92,8 +125,8 @@ def _main(
     version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
 ) -> None:
     try:
-        kernels.may_compile()
-        kernels.flag("GATED_DELTA_CHECK", False)
+        for name, default in SWITCHES.items():
+            kernels.flag(name, default)
         kernels.check_directory()
     except (ValueError, OSError) as problem:
         raise Refusal(getattr(problem, "strerror", None) or one_line(problem)) from None
@@ -104,7 +137,7 @@ def _main(
 
 @app.command()
 def info() -> None:
-    """Versions, devices and backends."""
+    """Versions, devices, backends and variables."""
     table = Table(show_header=False, box=None)
     table.add_row("gated_delta", __version__)
     table.add_row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
@@ -128,6 +161,9 @@ def info() -> None:
     table.add_row(
         "kernel cache", f"{kernels.directory()}: {found} kernels; compiling is {'on' if kernels.may_compile() else 'off'}"
     )
+    for name, default in SWITCHES.items():
+        value = int(kernels.flag(name, default))
+        table.add_row(name, f"{value}" if name in os.environ else f"{value}, not set")
     console.print(table)
 
 
@@ -231,7 +267,9 @@ def check(
     report.write(document(context, records, where, complete=not report.interrupted))
 
     columns = ("operation", "cases", "passed", "failed", "unsupported", "worst error / tolerance")
-    table = make_table(f"backend {backend.value} on {where}, {time.monotonic() - began:.0f} s", *columns)
+    backends = dict.fromkeys(record["backend"] for record in records if record["backend"])
+    ran = ", ".join(backends) or backend.value
+    table = make_table(f"backend {ran} on {where}, {time.monotonic() - began:.0f} s", *columns)
     for name in Op:
         mine = [record for record in records if record["op"] == name.value]
         if mine:
@@ -354,8 +392,4 @@ def demo(
             passed = show(prompt, length, backend.value, where, console)
     except (ImportError, UnsupportedProblem) as problem:
         raise Refusal(one_line(problem)) from None
-    except OSError as problem:
-        if problem.errno == errno.EPIPE:  # which typer leaves for
-            raise
-        report.lose_stdout(problem)
     report.leave(not passed)

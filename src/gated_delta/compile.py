@@ -1,8 +1,9 @@
 """Kernels as shared objects: compiled once per variant, kept on disk, loaded with TVM-FFI. A pack is such a directory.
 
-A variant is everything that is static about a kernel; sizes, strides and addresses are arguments. Its file is named after the
-variant, the architecture and its own sources, in a directory named after the compiler's version, and ends with a digest of
-itself. Loading needs torch, apache-tvm-ffi and the DSL's runtime library; only compiling needs the compiler, nvidia-cutlass-dsl.
+A variant is everything that is static about a kernel; sizes, strides and addresses are arguments.
+Its file is named after the variant, the architecture and its own sources, in a directory named after
+the compiler's version, and ends with a digest of its code and of both names. Loading needs torch,
+apache-tvm-ffi and the DSL's runtime library; only compiling needs the compiler, nvidia-cutlass-dsl.
 """
 
 from __future__ import annotations
@@ -43,6 +44,7 @@ def arch_of(device: torch.device) -> str | None:
 COMPILER, RUNTIME = "nvidia-cutlass-dsl", "apache-tvm-ffi"
 _SYMBOL = "gated_delta_kernel"
 _DIGEST = hashlib.sha256().digest_size
+_STARTED_IN = Path.cwd()  # a relative GATED_DELTA_CACHE_DIR outlives chdir
 
 
 @dataclass(frozen=True)
@@ -71,11 +73,12 @@ def flag(name: str, default: bool) -> bool:
 def directory() -> Path:
     """Where compiled kernels live: GATED_DELTA_CACHE_DIR, else gated_delta in the user's cache directory.
 
-    Raises FileNotFoundError for a user without a home directory.
+    A relative path starts in the working directory of the import. Raises FileNotFoundError for a user
+    without a home directory.
     """
     chosen = os.environ.get("GATED_DELTA_CACHE_DIR") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "gated_delta")
     try:
-        return Path(chosen).expanduser()
+        return _STARTED_IN / Path(chosen).expanduser()
     except RuntimeError:
         raise FileNotFoundError(
             f"GATED_DELTA_CACHE_DIR: expected a directory for compiled kernels (no home for {chosen})"
@@ -98,8 +101,9 @@ def _naming_directory() -> Iterator[None]:
     try:
         yield
     except OSError as problem:
-        place = Path(problem.filename or directory())  # a full disk has no name
-        if problem.errno is None or not (place.is_relative_to(directory()) or directory().is_relative_to(place)):
+        place = problem.filename or directory()  # a full disk has no name
+        there, ours = Path(os.path.realpath(place)), Path(os.path.realpath(directory()))
+        if problem.errno is None or not (there.is_relative_to(ours) or ours.is_relative_to(there)):
             raise
         reason = f"{os.strerror(problem.errno)}: {place}"
         raise type(problem)(
@@ -119,6 +123,11 @@ def installed(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def how_to_install(extra: str) -> str:
+    """The command, quoted for every shell."""
+    return f'pip install "gated-delta[{extra}]", or ".[{extra}]" in a clone'
 
 
 def _compiler() -> str | None:
@@ -191,9 +200,15 @@ def _find(variant: Variant, arch: str) -> Path | None:
     return max(directory().glob(f"*/{name}"), default=None, key=lambda file: file.stat().st_mtime)
 
 
+def _sealed(code: bytes, file: Path) -> bytes:
+    """A kernel's file: its code and a digest that binds it to the file's and its directory's name."""
+    return code + hashlib.sha256(f"{file.parent.name}/{file.name}\0".encode() + code).digest()
+
+
 def _whole(file: Path) -> bool:
+    """Whether the file is as it was written, and has the name that it was written under."""
     content = file.read_bytes()
-    return len(content) > _DIGEST and hashlib.sha256(content[:-_DIGEST]).digest() == content[-_DIGEST:]
+    return len(content) > _DIGEST and content == _sealed(content[:-_DIGEST], file)
 
 
 def missing_packages() -> tuple[str, ...]:
@@ -204,7 +219,7 @@ def missing_packages() -> tuple[str, ...]:
 def check_tools() -> None:
     """Raises UnsupportedProblem unless there are a compiler and a linker."""
     if installed(COMPILER) is None:
-        raise UnsupportedProblem(f"compiling needs {COMPILER}: pip install 'gated-delta[cute]'")
+        raise UnsupportedProblem(f"compiling needs {COMPILER}: {how_to_install('cute')}")
     _linker()
 
 
@@ -235,10 +250,11 @@ def load(variant: Variant, arch: str) -> Callable[..., None]:
             whole = file is not None and _whole(file)
         if file is None or not whole:
             if _compiler() is None:
-                found = "no compiled kernel" if file is None else f"a damaged file, {file},"
+                found = f"no compiled kernel for {arch} in {directory()}"
+                if file is not None:
+                    found = f"{file} is damaged, renamed or of an older format"
                 raise UnsupportedProblem(
-                    f"GATED_DELTA_JIT=0 or no compiler, and {found} for {arch} in {directory()}; "
-                    "`gated-delta compile` builds them ahead of time",
+                    f"GATED_DELTA_JIT=0 or no compiler, and {found}; `gated-delta compile` builds kernels ahead of time",
                     (variant.label,),
                 )
             file = build(variant, arch)
@@ -260,13 +276,13 @@ def build(variant: Variant, arch: str) -> Path:
     file = directory() / str(installed(COMPILER)) / file_name(variant, arch)
     with _naming_directory():
         file.parent.mkdir(parents=True, exist_ok=True)
-        with FileLock(file.with_suffix(".lock")):
+        with FileLock(lock := file.with_suffix(".lock")):
             if not (file.exists() and _whole(file)):
                 with tempfile.TemporaryDirectory(dir=file.parent, prefix=scratch_prefix(os.getpid())) as scratch:
                     made = _link(_compile(variant, arch, Path(scratch)))
-                    content = made.read_bytes()
-                    made.write_bytes(content + hashlib.sha256(content).digest())
+                    made.write_bytes(_sealed(made.read_bytes(), file))
                     os.replace(made, file)  # readers see the old file or the new one, never half of it
+            lock.unlink(missing_ok=True)  # a process that waits for it finds the file
     return file
 
 

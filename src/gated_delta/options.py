@@ -50,7 +50,8 @@ def ints(text: str, what: str, most: int) -> list[int]:
     except ValueError:
         values = []
     if not values or min(values) < 1 or max(values) > most:
-        raise typer.BadParameter(f"expected numbers from 1 to {most:,} such as 1,8,64, got {text!r}", param_hint=what)
+        expected = f"expected numbers from 1 to {most:,} such as 1,4,16"
+        raise typer.BadParameter(f"{expected}, got {text!r}", param_hint=what)
     return values
 
 
@@ -65,8 +66,11 @@ def head_counts(text: str) -> tuple[int, int]:
     return H, HV
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Give the results as JSON: to FILE, or else to the standard output.")]
-FileArgument = Annotated[Path | None, typer.Argument(dir_okay=False, writable=True, help="File for --json.", show_default=False)]
+JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to FILE, or to the standard output.")]
+FileArgument = Annotated[
+    Path | None,
+    typer.Argument(metavar="FILE", dir_okay=False, writable=True, help="For --json.", show_default=False),
+]
 DeviceOption = Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda; a GPU when there is one.")]
 BackendOption = Annotated[Backend, typer.Option(help="Which backend to run.")]
 FilterOption = Annotated[str, typer.Option(help="Only those whose label contains this text.")]

@@ -1,4 +1,4 @@
-"""Many kernels at once, each compiled in one of several processes, which end with this one."""
+"""Many kernels at once, each compiled in one of several processes, which end when this one does."""
 
 from __future__ import annotations
 
@@ -7,31 +7,32 @@ import multiprocessing
 import os
 import shutil
 import signal
+import threading
 import time
 from collections.abc import Sequence
 from concurrent.futures import BrokenExecutor, Future, ProcessPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
+from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Column
 
 from . import compile as kernels
-from .results import errors, first_line, watched
+from .results import ENDING, errors, first_line, watched
 
 
 def build_all(variants: Sequence[kernels.Variant], arch: str, out: Path, jobs: int, records: list[dict[str, Any]]) -> None:
     """Compile them in `jobs` processes; records: what each came to, however it ends."""
     others = multiprocessing.active_children()
-    label = TextColumn("{task.description}", markup=False, table_column=Column(no_wrap=True, overflow="ellipsis", ratio=1))
-    progress = Progress(label, BarColumn(20), MofNCompleteColumn(), TimeRemainingColumn(), console=errors)
+    progress = progress_bar(errors)
     futures: dict[kernels.Variant, Future[dict[str, Any]]] = {}
     with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _build_in, (str(out),)) as pool:
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # workers inherit it: this process ends them
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # inherited: this process ends them
             for variant in variants:
                 futures[variant] = pool.submit(_build, variant, arch)
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
             with progress if watched() else contextlib.nullcontext():
                 task = progress.add_task("", total=len(variants))
                 for variant in variants:  # the first that is not done
@@ -47,11 +48,18 @@ def build_all(variants: Sequence[kernels.Variant], arch: str, out: Path, jobs: i
             records += [_came_to(variant, future) for variant, future in done.items()]
             for worker in workers:
                 worker.join()
-                for scratch in out.glob(f"*/{kernels.scratch_prefix(worker.pid)}*"):
-                    shutil.rmtree(scratch, ignore_errors=True)
+                _remove_scratch(out, worker.pid)
             raise
         finally:
-            signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})
+            signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
+
+
+def progress_bar(console: Console) -> Progress:
+    """A narrow terminal cuts its label alone."""
+    column = Column(no_wrap=True, overflow="ellipsis", ratio=1)
+    label = TextColumn("{task.description}", markup=False, table_column=column)
+    others = (BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(label, *others, console=console, expand=True)
 
 
 def _came_to(variant: kernels.Variant, future: Future[dict[str, Any]]) -> dict[str, Any]:
@@ -61,8 +69,24 @@ def _came_to(variant: kernels.Variant, future: Future[dict[str, Any]]) -> dict[s
         return dict(label=variant.label, status="failed", reason="its process died", seconds=None)
 
 
+def _remove_scratch(out: Path, worker: int | None) -> None:
+    for scratch in out.glob(f"*/{kernels.scratch_prefix(worker)}*"):
+        shutil.rmtree(scratch, ignore_errors=True)
+
+
 def _build_in(directory: str) -> None:
+    """What a worker begins with."""
     os.environ["GATED_DELTA_CACHE_DIR"] = directory
+    threading.Thread(target=_end_with_parent, args=(Path(directory),), daemon=True).start()
+
+
+def _end_with_parent(out: Path) -> None:
+    """A parent that is killed ends nothing itself."""
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    parent.join()
+    _remove_scratch(out, os.getpid())
+    os._exit(1)
 
 
 def _build(variant: kernels.Variant, arch: str) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What a command measured: kept through Ctrl-C, a full disk and a closed pipe, shown as tables, written as JSON of one shape."""
+"""What a command measured: kept through signals, a full disk and a closed pipe; tables, JSON."""
 
 from __future__ import annotations
 
@@ -33,6 +33,9 @@ def _console(stream: TextIO | None, stderr: bool) -> Console:
     return Console(stderr=stderr, width=None if stream is not None and stream.isatty() else 160)
 
 
+ENDING = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
+"""Signals that end a command, which keeps what it measured. Windows has no SIGHUP."""
+
 console, errors = _console(sys.stdout, False), _console(sys.stderr, True)
 
 
@@ -42,8 +45,14 @@ def watched() -> bool:
 
 
 def tracked(items: Sequence[Item], description: str) -> Iterable[Item]:
-    """The items, with a progress bar where one is seen."""
-    return track(items, description, console=errors) if watched() else items
+    """The items, with a progress bar where one is seen, until they are done."""
+    return track(items, description, console=errors, transient=True) if watched() else items
+
+
+def abandon_stdout() -> None:
+    """Let the interpreter, which flushes it again as it ends, not fail."""
+    with contextlib.suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Refusal(Exception):
@@ -86,8 +95,9 @@ def document(
 ) -> dict[str, Any]:
     """What `--json` writes, of the same shape for check, compile and bench.
 
-    command; complete: False when Ctrl-C ended it; versions; device: None where none is used; arguments: all options, defaults too;
-    results: one record for each case or kernel, in order. Every record has label and status.
+    command; complete: False when a signal ended it; versions; device: None where none is used;
+    arguments: all options, defaults too; results: one record for each case or kernel, in order. Every
+    record has label and status.
     """
     return dict(
         command=context.info_name,
@@ -172,23 +182,25 @@ class Report:
             raise typer.BadParameter("the standard output is closed", param_hint="--json")
         self.as_json = as_json
         self.file = file
-        self.interrupted = False
+        self.interrupted = 0
+        """Number of the signal that ended `measuring`."""
         self._lost = False
         self._armed = False
-        self._before: Any = None  # what Ctrl-C did before
+        self._before: dict[signal.Signals, Any] = {}  # what signals did before
         # Beside JSON on the standard output tables would spoil it.
         self._tables = errors if as_json and file is None else console
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """Ctrl-C ends the block, and no more than that; a second one does not end the report of what was found."""
+        """A signal of ENDING ends the block alone; a second one does not end the report."""
         self._armed = True
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGINT, self._stop)
+            ignored = {n for n in ENDING if signal.getsignal(n) == signal.SIG_IGN} - {signal.SIGINT}  # nohup
+            self._before = {n: signal.signal(n, self._stop) for n in ENDING if n not in ignored}
         try:
             yield
         except KeyboardInterrupt:
-            self.interrupted = True
+            self.interrupted = self.interrupted or signal.SIGINT
             self.say("interrupted: what follows is incomplete")
         except BaseException:
             self._restore()
@@ -196,15 +208,17 @@ class Report:
         finally:
             self._armed = False
 
-    def _stop(self, _number: int, _frame: FrameType | None) -> None:
+    def _stop(self, number: int, _frame: FrameType | None) -> None:
         if self._armed:
             self._armed = False
+            self.interrupted = number
             raise KeyboardInterrupt
 
     def _restore(self) -> None:
-        if self._before is not None:
-            signal.signal(signal.SIGINT, self._before)
-            self._before = None
+        for number, handler in self._before.items():
+            if handler is not None:  # of C
+                signal.signal(number, handler)
+        self._before = {}
 
     def say(self, line: str) -> None:
         with contextlib.suppress(OSError):
@@ -241,7 +255,7 @@ class Report:
             try:
                 self._tables.print(line, style=style, highlight=False, markup=False)
             except BrokenPipeError:  # rich since 13.8 leaves by itself
-                self._abandon_stdout()
+                abandon_stdout()
                 raise typer.Exit(1) from None
             except OSError as problem:
                 self.lose_stdout(problem)
@@ -250,9 +264,9 @@ class Report:
                     errors.print(line, style=style, highlight=False, markup=False)
 
     def leave(self, failed: bool = False) -> None:
-        """130 after Ctrl-C, 2 when something could not be written, 1 when something failed, else 0."""
+        """With 128 + a signal's number, 2 for a failed write, 1 when something failed, else 0."""
         self._restore()
-        if code := 130 if self.interrupted else 2 if self._lost else int(failed):
+        if code := 128 + self.interrupted if self.interrupted else 2 if self._lost else int(failed):
             raise typer.Exit(code)
 
     def _lose(self, line: str) -> None:
@@ -262,11 +276,7 @@ class Report:
     def lose_stdout(self, problem: OSError) -> None:
         """The standard output takes no more."""
         self._lose(f"cannot write to the standard output: {problem.strerror or problem}")
-        self._abandon_stdout()
-
-    def _abandon_stdout(self) -> None:
-        with contextlib.suppress(OSError, ValueError):  # the interpreter would flush it again as it ends, and fail
-            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        abandon_stdout()
 
 
 def _text(content: Mapping[str, Any]) -> str:

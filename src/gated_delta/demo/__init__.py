@@ -5,6 +5,7 @@ The model (byte-level, about a million parameters, made by scripts/train_tiny_mo
 
 from __future__ import annotations
 
+import inspect
 import itertools
 import math
 import statistics
@@ -14,14 +15,17 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from rich.console import Console
+from rich.console import Console, RenderableType
+from rich.table import Table
 from rich.text import Text
 from torch import Tensor
 
 from .. import Gate, KVBuffer, api, reference
 from ..api import Route
 from ..bench import eager
+from ..compile import how_to_install
 from ..problem import SHORT, Tokens
+from ..results import first_line, tracked
 
 MODEL = Path(__file__).parent / "tiny_qwen3_5"
 PROMPTS = ("A class definition defines a class object. " * 10, "The try statement specifies handlers. " * 4, "Lambda expressions")
@@ -67,21 +71,31 @@ def precision(device: torch.device) -> torch.dtype:
 
 
 def load_model(device: torch.device, dtype: torch.dtype) -> Any:
-    """The shipped model; its vocabulary is the 256 bytes."""
+    """The shipped model; its vocabulary is the 256 bytes.
+
+    Raises ImportError where transformers or a file of the model is missing.
+    """
     try:
         from transformers import Qwen3_5ForCausalLM
         from transformers.utils import logging
     except ImportError as problem:
-        raise ImportError("the demo runs a transformers model: pip install gated-delta[demo]") from problem
+        raise ImportError(f"the demo runs a transformers model: {how_to_install('demo')}") from problem
     logging.set_verbosity_error()  # transformers advises to install other kernels, which is beside the point here
     logging.disable_progress_bar()
-    return Qwen3_5ForCausalLM.from_pretrained(MODEL, dtype=dtype).to(device).eval()
+    try:
+        model = Qwen3_5ForCausalLM.from_pretrained(MODEL, dtype=dtype, local_files_only=True)
+    except Exception as problem:  # transformers, safetensors and json each have errors of their own
+        expected = f"expected the demo's model, config.json and model.safetensors, in {MODEL}"
+        raise ImportError(f"{expected} ({first_line(problem)}); install gated-delta again, with pip") from problem
+    return model.to(device).eval()
 
 
 @torch.inference_mode()
 def generate(model: Any, prompt: str, length: int) -> Generation:
     """Greedy continuation of a prompt by `length` bytes."""
     ids = torch.tensor([list(prompt.encode())], device=model.device)
+    renamed = "cache" in inspect.signature(model.forward).parameters  # since transformers 5.24
+    cache = "cache" if renamed else "past_key_values"
     start = time.perf_counter()
     out = model(input_ids=ids, use_cache=True)
     logits = [out.logits[:, -1:]]
@@ -89,7 +103,7 @@ def generate(model: Any, prompt: str, length: int) -> Generation:
     made = [int(token)]
     prefilled = time.perf_counter()
     for _ in range(length - 1):
-        out = model(input_ids=token, past_key_values=out.past_key_values, use_cache=True)
+        out = model(input_ids=token, use_cache=True, **{cache: out[cache]})
         logits.append(out.logits[:, -1:])
         token = logits[-1].argmax(-1)
         made.append(int(token))
@@ -119,7 +133,7 @@ def show(prompt: str, length: int, backend: str, device: torch.device, console: 
         f"A 4-layer Qwen3.5 of a million parameters, bytes in, bytes out, in {SHORT[model.dtype]}. {_setting(route, device)}"
     )
     console.print()
-    plain, ours, findings = _with_and_without(model, prompt, length, backend)
+    plain, ours, findings = _with_and_without(model, prompt, length, backend, route.backend == "cute")
     console.print(Text.assemble((_line(prompt), "bold"), " ", _line(ours.text)))
     if ours.made != plain.made:
         console.print(Text.assemble(("unpatched:", "bold"), " ", _line(plain.text)))
@@ -127,13 +141,23 @@ def show(prompt: str, length: int, backend: str, device: torch.device, console: 
     passed = True
     for what, figure, meaning, right in itertools.chain(findings, life_of_a_request(model, backend, device)):
         wrong = () if right else (("WRONG: ", "bold red"),)
-        console.print(Text.assemble((f"{what:14}  ", "bold"), *wrong, figure, ": ", meaning))
+        console.print(_row(what, Text.assemble(*wrong, figure, ": ", meaning), console.width))
         passed &= right
     console.print()
     console.print(
         "All that was compared is equal within its limit." if passed else "[bold red]Not all is equal: see WRONG above.[/]"
     )
     return passed
+
+
+def _row(what: str, found: Text, width: int) -> RenderableType:
+    """A finding, its lines below each other; on a narrow terminal they begin at its edge."""
+    if width < 60:
+        return Text.assemble((f"{what:14}  ", "bold"), found)
+    row = Table.grid(padding=(0, 2))
+    row.add_column(width=14, style="bold")
+    row.add_row(what, found)
+    return row
 
 
 def _setting(route: Route, device: torch.device) -> str:
@@ -155,17 +179,20 @@ def _line(text: str) -> str:
 # ------------------------------------------------------------------------------------------------ the model
 
 
-def _with_and_without(model: Any, prompt: str, length: int, backend: str) -> tuple[Generation, Generation, list[Finding]]:
-    """The text without gated_delta, with it, and how they compare."""
+def _with_and_without(
+    model: Any, prompt: str, length: int, backend: str, gains: bool
+) -> tuple[Generation, Generation, list[Finding]]:
+    """The text without gated_delta, with it, and how they compare. gains: whether a gain is expected."""
     from ..integrations.transformers import patch
 
     def patched(length: int) -> Generation:
         with patch(model, backend=backend):
             return generate(model, prompt, length)
 
-    plain, ours = generate(model, prompt, length), patched(length)
-    # Those were the first runs, which pay for kernels and allocations; attention on a GPU pays for each new KV length.
-    turns = [(generate(model, prompt, min(length, TIMED)), patched(min(length, TIMED))) for _ in range(TURNS)]
+    # The first runs, which are not timed, pay for kernels and allocations, on a GPU for each KV length.
+    lengths = [length] + [min(length, TIMED)] * TURNS
+    runs = [(generate(model, prompt, n), patched(n)) for n in tracked(lengths, "generating text")]
+    (plain, ours), *turns = runs
     common, error = compare(ours, plain)
     limit = LOGITS[model.dtype]
     right = error <= limit  # NaN is not
@@ -175,13 +202,13 @@ def _with_and_without(model: Any, prompt: str, length: int, backend: str) -> tup
         meaning += f" until two are nearly as good, their logits {best:.3f} and {second:.3f}"
     findings = [
         Finding("same tokens", f"{common} of {length} bytes", meaning, right),
-        Finding("logits", f"{error:.1e} apart", f"a relative distance, plain to patched; limit {limit:.0e}", right),
+        Finding("logits", f"{error:.1e} apart", f"relative, patched to plain; limit {limit:.0e}", right),
     ]
     for what, speed in (("decode", "decode_tokens_per_second"), ("prompt", "prefill_tokens_per_second")):
         before, after = (statistics.median(getattr(run, speed) for run in runs) for runs in zip(*turns, strict=True))
         if not math.isnan(after):
-            meaning = f"plain transformers {before:.0f} (medians of {TURNS} runs in turns)"
-            findings.append(Finding(what, f"{after:.0f} tokens/s patched", meaning))
+            meaning = f"{before:.0f} plain, medians of {TURNS} runs" + ("" if gains else "; no gain expected")
+            findings.append(Finding(what, f"{after:.0f} tokens/s", meaning))
     return plain, ours, findings
 
 
@@ -275,7 +302,7 @@ def life_of_a_request(model: Any, backend: str, device: torch.device) -> Iterato
     tolerance = TOLERANCE[api.explain("prefill", **prompts).backend]
     o, _ = api.prefill(**prompts)
     limits = dict.fromkeys(f"{tolerance[dtype]:.0e}" for dtype in (model.dtype, torch.float32))
-    meaning = f"relative error against the recurrence in float64; limit {' and '.join(limits)}, here and below"
+    meaning = f"relative error against float64; limit {' and '.join(limits)}, here and below"
     prefilled = find("accuracy", meaning, errors(lengths, o[0].split(lengths)), errors(lengths))
 
     def token_loop() -> None:
@@ -284,21 +311,21 @@ def life_of_a_request(model: Any, backend: str, device: torch.device) -> Iterato
                 pass
 
     ours, loop = _medians(device, lambda: api.prefill(**prompts), token_loop)
-    meaning = f"prompts of {', '.join(map(str, lengths))} tokens in one call, no padding; the token loop takes {loop * 1e3:.1f} ms"
-    yield Finding("packed prefill", f"{ours * 1e3:.1f} ms, {loop / ours:.1f} times as fast", meaning)
+    meaning = f"{' + '.join(map(str, lengths))} tokens in one call; token loop {loop * 1e3:.1f} ms"
+    yield Finding("packed prefill", f"{ours * 1e3:.1f} ms", meaning)
     yield prefilled
 
     step = part(lengths, [1, 1, 1], 0)
     o = api.decode(**step._asdict(), state=pool, state_indices=slots, backend=backend)
     seen = [n + 1 for n in lengths]
-    yield find("decode", "the next token of each, states updated in place", errors(seen, list(o)), errors(seen))
+    yield find("decode", "the next token of each", errors(seen, list(o)), errors(seen))
 
     draft = part(seen, [DRAFT] * 3, 0)
     buffer = KVBuffer.empty(3, DRAFT, H, HV, K, V, gate="head", device=device)
     frozen = pool.clone()
     o = api.verify(**draft._asdict(), state=pool, state_indices=slots, buffer=buffer, backend=backend)
     same = torch.equal(pool.nan_to_num(), frozen.nan_to_num())
-    meaning = f"{DRAFT} draft tokens each; the states stay bit for bit what they were"
+    meaning = f"{DRAFT} draft tokens each; no bit of a state changes"
     yield find("verify", meaning, errors([n + DRAFT for n in seen], list(o)), right=same)
 
     states: list[float] = []
@@ -308,8 +335,8 @@ def life_of_a_request(model: Any, backend: str, device: torch.device) -> Iterato
         api.flush(pool, buffer, torch.tensor(counts, device=device), state_indices=slots, backend=backend)
         states += errors([n + m for n, m in zip(seen, counts, strict=True)])
     untouched = bool(pool[others].isnan().all())
-    meaning = f"0 to {DRAFT} drafts accepted, the others rolled back; the states of a run without those"
+    meaning = f"0 to {DRAFT} drafts accepted, the others rolled back"
     yield find("flush", meaning, states=states, right=untouched)
     cached = 3 * DRAFT * HV * V * K * 4
-    meaning = f"to roll these drafts back; a cached state for each takes {cached:,}, {cached / buffer.nbytes:.0f} times as many"
+    meaning = f"as states they take {cached:,}, {cached / buffer.nbytes:.0f} times as many"
     yield Finding("draft memory", f"{buffer.nbytes:,} bytes", meaning)
