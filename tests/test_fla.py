@@ -90,7 +90,10 @@ ACCEPTED = [
     (STEP_GDN, dict(gk=GK)),
     (STEP_GDN, dict(gk=GK, beta=None)),
     (STEP_GDN, lambda name: raw(name) | dict(gk=GK)),
-    (CHUNK_KDA, lambda name: inputs(name, 1, TOTAL) | packed() | dict(use_graph=True, max_num_seqs=len(ENDS) - 1)),
+    (
+        (CHUNK_GDN, CHUNK_KDA),
+        lambda name: inputs(name, 1, TOTAL) | packed() | dict(use_graph=True, max_num_seqs=len(ENDS) - 1),
+    ),
 ]
 
 

@@ -33,7 +33,6 @@ from adapters import (
     untouched,
     unwritten,
 )
-from gated_delta import UnsupportedProblem
 from gated_delta.integrations import flashinfer
 from tables.flashinfer import (
     COUNTED,
@@ -56,6 +55,8 @@ from tables.flashinfer import (
     packed,
     pool,
     prompts,
+    raw_prompts,
+    shared_heads,
     source,
     steps,
     valid,
@@ -292,12 +293,18 @@ def test_an_output_of_another_dtype_and_of_any_strides(name):
 
 def prompts_truth(x: dict) -> tuple[Tensor, Tensor]:
     """What FlashInfer says that a prefill's arguments mean: o, and the final states."""
-    g, beta = (torch.ones(TOTAL, HV) if x.get(n) is None else x[n] for n in ("g", "beta"))
+    g, beta = (torch.ones(TOTAL, HV, dtype=FP64) if x.get(n) is None else x[n].double() for n in ("g", "beta"))
+    if x.get("use_gate_in_kernel"):
+        g = (-x["A_log"].double().exp() * F.softplus(g + x["dt_bias"].double())).exp()
+    elif x.get("gate_domain") == "log":
+        g = torch.ones_like(g) if x["g"] is None else g.exp()
+    beta = beta.sigmoid() if x.get("beta_is_logit") else beta
     starts, slots = x.get("initial_state"), x.get("state_indices")
     starts = starts if starts is None or slots is None else starts[slots.long()]
     one = {n: x[n][None] for n in ("q", "k", "v")}
+    one["v"] = one["v"].repeat_interleave(HV // x["v"].shape[1], 2)
     how = x.get("scale") or K**-0.5, x.get("use_qk_l2norm_in_kernel", False), ENDS
-    o, final = prompt_loop(one, g.double().log()[None, ..., None], beta.double()[None], starts, *how)
+    o, final = prompt_loop(one, g.log()[None, ..., None], beta[None], starts, *how)
     return o[0], final
 
 
@@ -346,6 +353,13 @@ PROMPTS = [
     *(prompts(heads) | dict(initial_state=start) for heads in (1, H, HV) for start in (None, pool(N))),
     *(prompts() | dict(g=prompts()["g"] * zero, initial_state=pool(N)) for zero in (0, (torch.arange(TOTAL) % 7 > 0)[:, None])),
     *(prompts() | dict.fromkeys(missing) for missing in (("g",), ("beta",), ("g", "beta"))),
+    *(
+        shared_heads(heads) | more
+        for heads in (1, 2)
+        for more in ({}, dict.fromkeys(("g", "beta")), dict(output=untouched(TOTAL, HV, V)))
+    ),
+    *(raw_prompts(dtype) | dict(gate_domain=domain) for dtype, domain in ((FP32, "linear"), (BF16, "log"), (FP16, "log"))),
+    *(prompts() | dict(g=g, gate_domain="log") for g in (None, prompts()["g"].log(), prompts()["g"].log().bfloat16())),
     *(
         prompts() | dict(k=0.3 * prompts()["k"], use_qk_l2norm_in_kernel=l2norm, scale=scale)
         for l2norm in (False, True)
@@ -398,14 +412,17 @@ def test_prefill_of_no_sequences():
         assert (flashinfer.chunk_gated_delta_rule(**x, **more) == 0).all()
 
 
-def test_prefill_of_more_query_than_value_heads_by_repeating_k_and_v():
-    """What docs/migration.md advises: FlashInfer's g, beta, states and outputs have a row for each query head then."""
-    x = prompts(HV) | dict(initial_state=pool(N))
-    x["k"], v = (y[:, ::2] for y in (x["k"], x["v"]))
-    with pytest.raises(UnsupportedProblem, match="more query than value heads"):
-        flashinfer.chunk_gated_delta_rule(**x | dict(v=v))
-    x["k"], x["v"] = (y.repeat_interleave(2, 1) for y in (x["k"], v))
-    check_prefill(x)
+@pytest.mark.parametrize("heads", [(4, 1, 1), (6, 2, 2)], ids=str)
+def test_shared_heads_have_the_bits_of_repeated_ones(heads, device):
+    """On a GPU in a prefill by tensor maps, which read a shared head by stride 0."""
+    N, D = (80, 128) if device.type == "cuda" else (2, 16)
+    q, k, v = (normal(N * 70, n, D, seed=i, dtype=BF16).to(device) for i, n in enumerate(heads))
+    g, beta = (normal(N * 70, heads[0], seed=i).sigmoid().to(device) for i in (3, 4))
+    call = dict(q=q, g=g, beta=beta, cu_seqlens=torch.arange(0, N * 70 + 1, 70, device=device), output_final_state=True)
+    got = flashinfer.chunk_gated_delta_rule(**call, k=k, v=v, use_qk_l2norm_in_kernel=True)
+    k, v = (x.repeat_interleave(heads[0] // heads[1], 1) for x in (k, v))
+    for x, y in zip(got, flashinfer.chunk_gated_delta_rule(**call, k=k, v=v, use_qk_l2norm_in_kernel=True)):
+        assert torch.equal(x, y)
 
 
 def long_prompts(every: int) -> tuple[dict, dict[int, Tensor]]:

@@ -56,7 +56,7 @@ HINTS = [
     (CHUNK_GDN, dict(chunk_size=16, cu_seqlens_cpu=torch.tensor(ENDS), chunk_indices=torch.zeros(9, 2))),
     (CHUNK_GDN, dict(chunk_size=32)),
     (CHUNK_KDA, dict(chunk_size=32, cu_seqlens_cpu=torch.tensor(ENDS), safe_gate=True, disable_recompute=True)),
-    (CHUNK_KDA, dict(use_graph=True)),
+    ((CHUNK_GDN, CHUNK_KDA), dict(use_graph=True)),
 ]
 ZEROS, ONES = torch.zeros, torch.ones
 GATE = dict(use_gate_in_kernel=True)
@@ -88,7 +88,11 @@ REFUSED = {
             (CHUNK_KDA, dict(GATE, safe_gate=True, A_log=ZEROS(HV), lower_bound=bound), "^lower_bound")
             for bound in (None, 0.0, -6.0)
         ),
-        (CHUNK_KDA, lambda name: inputs(name, 1, TOTAL) | packed() | dict(use_graph=True, max_num_seqs=9), "max_num_seqs=9"),
+        (
+            (CHUNK_GDN, CHUNK_KDA),
+            lambda name: inputs(name, 1, TOTAL) | packed() | dict(use_graph=True, max_num_seqs=9),
+            "max_num_seqs=9",
+        ),
         (STEP_GDN, dict(GATE, A_log=ZEROS(HV), g=None), "^g:"),
         (STEP_GDN, dict(gk=ZEROS(N, 5, HV)), "^gk:"),
         (STEP_GDN, dict(g=ZEROS(1, 5, HV), gk=ZEROS(N, 5, HV, K)), "^g:"),
@@ -109,7 +113,8 @@ STATE = "scale=None, initial_state=None, output_final_state=False, use_qk_l2norm
 BETA = "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False"
 SIGNATURES = {
     CHUNK_GDN: f"q, k, v, g, beta, {STATE}, {BETA}, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, "
-    "cp_context=None, *, use_gate_in_kernel=False, A_log=None, dt_bias=None, chunk_size=64, transpose_state_layout=None",
+    "cp_context=None, *, use_gate_in_kernel=False, A_log=None, dt_bias=None, chunk_size=64, use_graph=False, max_num_seqs=None, "
+    "transpose_state_layout=None",
     STEP_GDN: f"q, k, v, g=None, gk=None, gv=None, beta=None, {STATE}, use_gate_in_kernel=False, A_log=None, dt_bias=None, {BETA}, "
     "state_v_first=False, cu_seqlens=None, *, transpose_state_layout=None",
     CHUNK_KDA: f"q, k, v, g, beta, {STATE}, use_gate_in_kernel=False, {BETA}, safe_gate=False, lower_bound=None, "

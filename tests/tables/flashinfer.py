@@ -120,6 +120,18 @@ def ragged(**more) -> dict:
     return valid(KDA) | packed([0, 3, 6, 9]) | dict(output=untouched(1, 10, HV, V)) | more
 
 
+def shared_heads(heads: int) -> dict:
+    """Query heads that share heads of k and v. FlashInfer's g, beta, states and outputs have a head for each of them then."""
+    x = prompts(HV)
+    return x | {name: x[name][:, :heads].contiguous() for name in ("k", "v")} | dict(initial_state=pool(N))
+
+
+def raw_prompts(dtype: torch.dtype = FP32) -> dict:
+    """A raw gate with its parameters, and logits of beta."""
+    gate = dict(g=normal(TOTAL, HV, seed=3), A_log=normal(HV, seed=5).to(dtype), dt_bias=normal(HV, seed=6).to(dtype))
+    return prompts() | gate | dict(use_gate_in_kernel=True, beta=normal(TOTAL, HV, seed=4), beta_is_logit=True)
+
+
 def into_pool(**states) -> dict:
     return valid(PREFILL) | states | dict(state_indices=ints(9, 2, 4, 0), output_final_state=True)
 
@@ -149,6 +161,8 @@ CALLS = {name: functools.partial(valid, name) for name in (*DECODES, PREFILL)} |
     f"{PREFILL}, at intervals, pool": lambda: at_intervals(
         **dict.fromkeys(("initial_state", "output_state"), pool()), state_indices=ints(9, 2, 4, 0)
     ),
+    **{f"{PREFILL}, shared heads, {heads}": functools.partial(shared_heads, heads) for heads in (1, 2)},
+    f"{PREFILL}, raw": lambda: raw_prompts() | dict(output_state=untouched(N, HV, V, K)),
     f"{PREFILL}, pool to read": lambda: (
         valid(PREFILL) | dict(initial_state=pool(), output_state=None, state_indices=ints(9, 2, 4, 0))
     ),
@@ -162,6 +176,8 @@ COPIED = {
     },
     f"{PREFILL}, at intervals, converted": {"g", "state_checkpoints"},
     f"{PREFILL}, pool to read": {"g", "initial_state"},
+    f"{PREFILL}, shared heads, 1": {"g"},
+    f"{PREFILL}, shared heads, 2": {"g", "k", "v"},
     PREFILL: {"g", "output_state"},
 }
 HINTS = [
@@ -220,7 +236,6 @@ REFUSED = {
         ),
         (KDA, dict(initial_state=None), "largest index"),
         (KDA, SPEC | dict(initial_state=None), "largest index"),
-        (PREFILL, dict(q=ZEROS(TOTAL, 8, K), k=ZEROS(TOTAL, HV, K)), "H=8, HV=4"),
         *(
             (PREFILL, {name: ZEROS(N, HV, V, K, dtype=dtype)}, rf"states in fp8 \({name}\)")
             for name in ("initial_state", "output_state", "state_checkpoints")
@@ -284,6 +299,18 @@ REFUSED = {
         *((PREFILL, dict(cu_seqlens=x), "^cu_seqlens") for x in (ints(), torch.tensor(4), ints(0, 5, 5, 75, 81))),
         (PREFILL, dict(v=ZEROS(TOTAL, 3, V), output=None), "HV"),
         *((PREFILL, dict(g=ZEROS(TOTAL, *shape)), "^g: ") for shape in ((HV, K), (H,))),
+        (PREFILL, lambda _: shared_heads(2) | dict(q=ZEROS(TOTAL, 5, K)), "^v: .*q's H=5"),
+        (PREFILL, lambda _: shared_heads(2) | dict(k=ZEROS(TOTAL, 1, K)), "^v: .*1 of k"),
+        (PREFILL, lambda _: shared_heads(2) | dict(g=ZEROS(TOTAL, 2)), "^g: "),
+        (PREFILL, lambda _: shared_heads(2) | dict(initial_state=pool(N)[:, :2]), "^initial_state: "),
+        (PREFILL, dict(gate_domain="raw"), "^gate_domain: "),
+        *(
+            (PREFILL, lambda _, name=name: raw_prompts() | {name: None}, f"{name}.*use_gate_in_kernel")
+            for name in ("g", "A_log", "dt_bias")
+        ),
+        *((PREFILL, {name: ZEROS(HV)}, f"^{name}: .*without use_gate_in_kernel") for name in ("A_log", "dt_bias")),
+        (PREFILL, lambda _: raw_prompts() | dict(A_log=ZEROS(HV + 1)), "^A_log: "),
+        (PREFILL, dict(beta=None, beta_is_logit=True), "^beta: "),
         *(
             (PREFILL, {name: ZEROS(*shape)}, f"^{name}: ")
             for name in ("initial_state", "output_state")
@@ -350,5 +377,6 @@ SIGNATURES = {
     "disable_state_update=False, correction_cache=None, kg_cache=None, backend=auto",
     PREFILL: "q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, "
     f"use_qk_l2norm_in_kernel=False, output=None, output_state=None, {CHECKPOINTS}, use_cp=auto, state_indices=None, "
-    "_cp_chunk_len=None, backend=auto, max_seqlen=None",
+    "_cp_chunk_len=None, backend=auto, max_seqlen=None, *, gate_domain=linear, use_gate_in_kernel=False, A_log=None, dt_bias=None, "
+    "beta_is_logit=False",
 }
