@@ -17,7 +17,9 @@ from gated_delta.problem import Problem
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/usage.md", "docs/integrations.md", "docs/speculative_decoding.md", "docs/migration.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/usage.md", "docs/integrations.md", "docs/speculative_decoding.md", "docs/migration.md"]
+)
 def test_snippets_run_in_order(page):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
     assert blocks
