@@ -1,7 +1,8 @@
 """FlashInfer 0.7.2's functions for GDN and KDA that Hopper users call, as calls of `gated_delta.decode` and `prefill`.
 
-Parameter names, order, defaults and meaning are FlashInfer's. chunk_gated_delta_rule, the prefill, documents its own arguments,
-some of them from FlashInfer's main branch. Common to the other three, which are decode, for B sequences of T = 1..16 tokens:
+Parameter names, order, defaults and meaning are FlashInfer's. chunk_gated_delta_rule, the prefill,
+documents its own arguments; those after max_seqlen are of FlashInfer's main branch. Common to the
+other three, which are decode, for B sequences of T = 1..16 tokens:
 
     q, k [B, T, H, K], v [B, T, HV, V]   one dtype, bf16, fp16 or fp32, computed in fp32; FlashInfer rounds fp16 to bf16
     pools [P, HV, V, K]                  bf16, fp16 or fp32, K contiguous, any K and V; written in place, returned as they are
@@ -54,15 +55,17 @@ def chunk_gated_delta_rule(
 
     q, k: [total, H, K]. v: [total, HV, V]. One dtype, bf16, fp16 or fp32; output: [total, HV, V] in that dtype. cu_seqlens: [N+1],
     int32 or int64, not optional.
-    Query heads may share heads of k and v instead (GQA): k [total, G, K] and v [total, G, V] with G a divisor of H. HV below is
-    then H: each query head has its own g, beta, states and outputs. One shared head (G = 1) is read in place; of more, k and v
-    are copied to H heads, as many bytes as q and output have.
+    Query heads may share heads of k and v instead (GQA): k [total, G, K] and v [total, G, V], G a
+    divisor of H. HV below is then H: each query head has its own g, beta, states and outputs. One
+    shared head (G = 1) is read in place; of more, k and v are copied to H heads, as many bytes as q
+    and output have.
     g: [total, HV], the decay itself, not its log, from 0 to 1; ones when None. 0 is 0; FlashInfer adds 1e-10 to every decay.
-    gate_domain: "log" if g is the log decay instead (at most 0; zeros when None). FlashInfer's main branch.
-    use_gate_in_kernel: g is the raw gate of -exp(A_log) * softplus(g + dt_bias) instead; A_log, dt_bias: [HV], any float dtype;
-    gate_domain is not looked at. FlashInfer's main branch.
+    gate_domain: "log" if g is the log decay instead, at most 0; zeros when None.
+    use_gate_in_kernel: g is the raw gate of -exp(A_log) * softplus(g + dt_bias) instead, whatever
+    gate_domain is. A_log, dt_bias: [HV], any float dtype.
     beta: [total, HV], the write strength; ones when None. FlashInfer asks for g and beta in fp32.
-    beta_is_logit: beta is the logit. FlashInfer, on its main branch, rounds the sigmoid to beta's dtype; this does not.
+    beta_is_logit: beta is the logit. FlashInfer rounds its sigmoid to beta's dtype; here it is not
+    rounded.
     scale: K**-0.5 when None or 0. use_qk_l2norm_in_kernel: not rounded; FlashInfer rounds the normalised q and k to their dtype.
     initial_state: [N, HV, V, K], fp32, bf16 or fp16; zeros when None.
     output_state: [N, HV, V, K], those dtypes, or initial_state itself. It gets the final states whenever it is given, whatever
@@ -417,7 +420,8 @@ def _head_for_each_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     if shared >= H:
         return k, v
     if k.shape[1] != shared or not shared or H % shared:
-        raise ValueError(f"v: expected as many heads as k, a divisor of q's H={H}, got HV={shared} beside {k.shape[1]} of k")
+        heads = f"got HV={shared} beside {k.shape[1]} of k"
+        raise ValueError(f"v: expected as many heads as k, a divisor of q's H={H}, {heads}")
     k, v = (x.expand(-1, H, -1) if shared == 1 else x.repeat_interleave(H // shared, 1) for x in (k, v))
     return k, v
 
