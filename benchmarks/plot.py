@@ -15,19 +15,25 @@ WORDS = {
     "fast": "fast gates: every head or channel forgets; slow: one in ten hardly does",
     CACHED: "cached: our own decode with a state cached after every token and a copy of one, what verify and flush replace",
 }
-"""Said below a picture in which the word occurs."""
+"""Said above a picture in which the word occurs."""
+STYLES = {
+    "flashinfer": ("tab:orange", "s"), "sglang": ("tab:green", "D"), "fla": ("tab:red", "v"), "vllm": ("tab:purple", "P"),
+    "cudnn": ("tab:brown", "X"), "flashqla": ("tab:pink", "h"), "replayssm": ("tab:olive", "d"), CACHED: ("tab:gray", "p"),
+}  # fmt: skip
+"""A library's colour and marker, in every picture."""
+OTHER = "black", "*"
 COLUMNS, HIGHEST = 4, 3.0
-"""Of series, and the ratio from which on it no more matters."""
+"""Columns of panels; the ratio at which the axis ends."""
 
 
 def title(content: Mapping[str, Any]) -> str:
-    """Operation, device, date, versions, commits of the runs."""
+    """Operation, device, date, versions, commits of the runs, as far as they were recorded."""
     runs = content["runs"]
     facts = dict(on=[run["device"] for run in runs], date=[run["date"] and run["date"][:10] for run in runs])
     facts |= dict(commit=[run["commit"] and run["commit"][:7] for run in runs], torch=[run["versions"]["torch"] for run in runs])
     facts |= {name: [run["peers"].get(name) for run in runs] for run in runs for name, version in run["peers"].items() if version}
-    found = {name: ", ".join(dict.fromkeys(filter(None, values))) or "not recorded" for name, values in facts.items()}
-    return f"{content['command'].split()[-1]} " + ", ".join(f"{name} {words}" for name, words in found.items())
+    found = {name: ", ".join(dict.fromkeys(filter(None, values))) for name, values in facts.items()}
+    return f"{content['command'].split()[-1]} " + ", ".join(f"{name} {words}" for name, words in found.items() if words)
 
 
 def draw(content: Mapping[str, Any], file: Path) -> None:
@@ -39,28 +45,33 @@ def draw(content: Mapping[str, Any], file: Path) -> None:
     compared = [cell for cell in content["cells"] if cell["peers"]] or content["cells"]
     series, names = grouped(compared, "series"), peers_of(compared)
     rows = max(1, -(-len(series) // COLUMNS))
-    size = (4.4 * COLUMNS, 4.6 * rows + 1.6)
+    size = (4.4 * COLUMNS, 4.8 * rows + 1.6)
     figure, axes = plt.subplots(2 * rows, COLUMNS, figsize=size, squeeze=False, layout="constrained", height_ratios=[3, 2] * rows)
-    colors = {peer: f"C{i + 1}" for i, peer in enumerate(dict.fromkeys(name.removesuffix(RAW) for name in names))}
     for i, (name, cells) in enumerate(series.items()):
         row, column = divmod(i, COLUMNS)
-        _panels(axes[2 * row][column], axes[2 * row + 1][column], name, cells, names, colors)
+        times, ratios = axes[2 * row][column], axes[2 * row + 1][column]
+        _panels(times, ratios, name, cells, names)
+        if not column:
+            times.set_ylabel("us per call")
+            ratios.set_ylabel("time over ours")
     for axis in axes.flat:
         if not axis.has_data():
             axis.set_axis_off()
     labels = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
     figure.legend(labels.values(), labels.keys(), loc="outside upper right", ncols=max(1, len(labels)), fontsize=8)
-    figure.suptitle("\n".join(textwrap.wrap(title(content), 90)), x=0.01, ha="left", fontsize=10)
     said = " ".join([*names, *series])
-    notes = [f"above: us per call; below: time over ours, at most {HIGHEST:.0f}, shaded where ours is behind"]
-    figure.supxlabel("\n".join([*notes, *(text for word, text in WORDS.items() if word in said)]), x=0.01, ha="left", fontsize=9)
+    notes = [f"GDN 16/64: 16 q/k and 64 value heads; shaded: ours is behind; a triangle: a ratio of {HIGHEST:.0f} or more"]
+    notes += [text for word, text in WORDS.items() if word in said]
+    above = [line for text in (title(content), *notes) for line in textwrap.wrap(text, 90)]
+    figure.suptitle("\n".join(above), x=0.01, ha="left", fontsize=10)
     figure.savefig(file, dpi=100)
     plt.close(figure)
 
 
-def _panels(times: Any, ratios: Any, name: str, cells: list[Record], names: list[str], colors: Mapping[str, str]) -> None:
+def _panels(times: Any, ratios: Any, name: str, cells: list[Record], names: list[str]) -> None:
     """One series. Only places on a scale, such as numbers of sequences, are joined by lines; a prefill's shapes are not."""
-    line = "none" if "shape" in cells[0]["facts"] else "-"
+    shapes = "shape" in cells[0]["facts"]
+    line = "none" if shapes else "-"
     places = range(len(cells))
 
     def show(axis: Any, values: list[float | None], label: str, **style: Any) -> None:
@@ -71,18 +82,22 @@ def _panels(times: Any, ratios: Any, name: str, cells: list[Record], names: list
     show(times, [cell["us"] for cell in cells], "ours", marker="o", color="#2f6db0", markersize=5)
     show(times, [cell["floor_us"] for cell in cells], "floor: copy or GEMM", marker="_", color="black", markersize=9)
     for peer in names:
-        style = dict(marker="^" if peer.endswith(RAW) else "s", color=colors[peer.removesuffix(RAW)])
-        style |= dict(markerfacecolor="none") if peer.endswith(RAW) else {}
+        color, marker = STYLES.get(peer.removesuffix(RAW), OTHER)
+        style = dict(marker=marker, color=color, markerfacecolor="none" if peer.endswith(RAW) else color)
+        over = [over_ours(cell, peer) for cell in cells]
         show(times, [cell["peers"].get(peer, {}).get("us") for cell in cells], peer, **style)
-        show(ratios, [None if (x := over_ours(cell, peer)) is None else min(x, HIGHEST) for cell in cells], peer, **style)
+        show(ratios, [None if x is None else min(x, HIGHEST) for x in over], peer, **style)
+        cut = [place for place, x in zip(places, over, strict=True) if x is not None and x >= HIGHEST]
+        ratios.scatter(cut, [1.06 * HIGHEST] * len(cut), marker="^", color=color, s=12)
     times.set_yscale("log")
     times.set_title(name, fontsize=9)
     times.tick_params(labelbottom=False)
     ratios.axhline(1, color="black", linewidth=1)
     show(ratios, [cell["share"] for cell in cells], "floor: copy or GEMM", marker="_", color="black", markersize=9)
-    ratios.set_ylim(0, 1.05 * HIGHEST)
+    ratios.set_ylim(0, 1.15 * HIGHEST)
     ratios.axhspan(0, 1, color="red", alpha=0.08)
-    ratios.set_xticks(places, [cell["place"] for cell in cells], fontsize=7, rotation=90)
+    ratios.set_xticks(places, [cell["place"] for cell in cells], fontsize=8, rotation=90)
+    ratios.set_xlabel("prompts x tokens each, or prompts-lengths-tokens in all" if shapes else "sequences", fontsize=8)
     for axis in (times, ratios):
         axis.set_xticks(places)
         axis.grid(alpha=0.3)

@@ -9,17 +9,14 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-import test_cula
-import test_fla
-import test_flashinfer
 from adapters import INT32, INT64, NAN, UNTOUCHED, each, padded, refusals, refused, tensors_of, unwritten
 from gated_delta import Gate, KVBuffer, UnsupportedProblem
+from gated_delta.integrations import cula, fla, flashinfer
+from tables import cula as cula_calls
+from tables import fla as fla_calls
+from tables import flashinfer as flashinfer_calls
 
-MODULES = {
-    "FLA": (test_fla, test_fla.fla),
-    "FlashInfer": (test_flashinfer, test_flashinfer.flashinfer),
-    "cuLA": (test_cula, test_cula.cula),
-}
+MODULES = {"FLA": (fla_calls, fla), "FlashInfer": (flashinfer_calls, flashinfer), "cuLA": (cula_calls, cula)}
 OURS = dict(
     a="g", b="beta", output="out", output_state="state", state_checkpoints="checkpoints", initial_state="state|intermediate_states", initial_state_source="state", num_accepted_tokens="num_accepted", accept_len="num_accepted",
     initial_state_indices="state_indices", ssm_state_indices="state_indices", output_state_indices="write_indices",
@@ -80,14 +77,29 @@ def rows_read(call: Call) -> str | None:
     return next((n for n in named if given[n] is not None and given[n].shape == given["q"].shape[:1]), None)
 
 
-CALLS = [Call(library, label) for library, (tests, _) in MODULES.items() for label in tests.CALLS]
-FUNCTIONS = [Call(library, name) for library, (tests, _) in MODULES.items() for name in tests.SIGNATURES]
-
-
+CALLS = [Call(library, label) for library, (table, _) in MODULES.items() for label in table.CALLS]
+FUNCTIONS = [Call(library, name) for library, (table, _) in MODULES.items() for name in table.SIGNATURES]
 TENSORS = [(call, name) for call in CALLS for name in tensors_of(call.fresh()) if name not in given_twice(call)]
-INDICES = [(call, name) for call, name in TENSORS if call.fresh()[name].dtype in (INT32, INT64)]
+WRITES = [call for call in CALLS if written(call)]
+
+
+def once(pairs: list[tuple[Call, str]]) -> list[tuple[Call, str]]:
+    """Each argument of each function in one call."""
+    return list({(call.library, call.name, argument): (call, argument) for call, argument in pairs}.values())
+
+
+INDICES = [(call, name) for call, name in once(TENSORS) if call.fresh()[name].dtype in (INT32, INT64)]
 SLOTS = [(call, name) for call, name in INDICES if name.endswith("_indices")]
-READ = [(call, name) for call, name in SLOTS if name == rows_read(call)]
+READ = [(call, name) for call, name in TENSORS if name == rows_read(call)]
+
+
+def least_and_most() -> list[Call]:
+    """The calls of each function with the fewest and the most tensors."""
+    found = {}
+    for call in sorted(CALLS, key=lambda call: len(tensors_of(call.fresh()))):
+        first, _ = found.setdefault((call.library, call.name), (call, call))
+        found[call.library, call.name] = first, call
+    return list(dict.fromkeys(call for pair in found.values() for call in pair))
 
 
 def ids(value: Any) -> str:
@@ -101,6 +113,8 @@ def ids(value: Any) -> str:
 
 
 calls = pytest.mark.parametrize("call", CALLS, ids=ids)
+writes = pytest.mark.parametrize("call", WRITES, ids=ids)
+some_calls = pytest.mark.parametrize("call", least_and_most(), ids=ids)
 
 
 def over(pairs: list) -> Any:
@@ -116,22 +130,19 @@ def test_the_signature_is_the_peers(call):
     assert str(inspect.Signature(bare)).replace("'", "")[1:-1] == MODULES[call.library][0].SIGNATURES[call.name]
 
 
-@pytest.mark.parametrize("call", FUNCTIONS, ids=ids)
-def test_a_typo_is_a_type_error(call):
-    refused(call.function, call.fresh() | dict(scael=1.0), TypeError, "scael")
-
-
-@over(TENSORS)
-def test_any_strides_but_the_last(call, name):
-    """Of what is written, nothing but the view given is."""
+@calls
+def test_any_strides_but_the_last(call):
+    """Of all tensors at once. Of what is written, nothing but the view given is."""
     want, whole = call.run()
-    view, storage = padded(call.fresh()[name])
-    before = storage.clone()
-    got, _ = call.run(**{name: view})
-    for x, y in ((view, whole[name]), *zip(got, want)):
+    given = {name: x for name, x in tensors_of(call.fresh()).items() if name not in given_twice(call)}
+    views = {name: padded(x) for name, x in given.items()}
+    before = {name: storage.clone() for name, (_, storage) in views.items()}
+    got, _ = call.run(**{name: view for name, (view, _) in views.items()})
+    for x, y in (*((view, whole[name]) for name, (view, _) in views.items()), *zip(got, want)):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-6, equal_nan=True)
-    view.copy_(padded(call.fresh()[name])[0])
-    assert torch.equal(storage, before)
+    for name, (view, storage) in views.items():
+        view.copy_(given[name])
+        assert torch.equal(storage, before[name]), name
 
 
 @over(INDICES)
@@ -142,7 +153,7 @@ def test_indices_of_either_dtype(call, name):
     assert all(torch.equal(got[1][n].nan_to_num(), x.nan_to_num()) for n, x in tensors_of(want[1]).items())
 
 
-HINTS = [(Call(library, name), hint) for library, (tests, _) in MODULES.items() for row in tests.HINTS for name, hint in each(*row)]
+HINTS = [(Call(library, name), hint) for library, (table, _) in MODULES.items() for row in table.HINTS for name, hint in each(*row)]
 
 
 @pytest.mark.parametrize(("call", "hint"), HINTS, ids=ids)
@@ -158,7 +169,7 @@ def test_an_output_given_is_returned_and_holds_what_a_new_one_would(call, name):
     assert torch.equal(got[0], call.run(**{name: None})[0][0].to(got[0].dtype))
 
 
-@calls
+@writes
 def test_what_is_written_may_be_made_under_inference_mode_and_written_there(call):
     for name in written(call):
         with torch.inference_mode():
@@ -170,7 +181,7 @@ def test_what_is_written_may_be_made_under_inference_mode_and_written_there(call
             assert torch.equal(got[name].nan_to_num(), want[name].nan_to_num())
 
 
-@calls
+@some_calls
 def test_inputs_that_require_grad_are_fine_without_grad_mode(call):
     want, _ = call.run()
     changed = written(call)
@@ -181,7 +192,7 @@ def test_inputs_that_require_grad_are_fine_without_grad_mode(call):
     assert not got[0].requires_grad
 
 
-@calls
+@some_calls
 def test_compiles_without_a_graph_break(call):
     torch._dynamo.reset()  # a function has more calls here than it may have graphs
     want, after = call.run()
@@ -191,7 +202,7 @@ def test_compiles_without_a_graph_break(call):
     assert equal(list(tensors_of(arguments).values()), list(tensors_of(after).values()))
 
 
-@calls
+@some_calls
 def test_fake_tensors_have_no_memory_to_compare(call):
     arguments = call.fresh()
     with FakeTensorMode() as mode:
@@ -261,19 +272,29 @@ def may_be_none(call: Call, name: str) -> bool:
     return parameter.default is None or "None" in parameter.annotation or name == "dt_bias"
 
 
-@pytest.mark.parametrize("bend", BENDS)
-@over(TENSORS)
+def bent() -> list[tuple[Call, str, str]]:
+    """Every argument of a library with every bend, by turns in the calls that have it."""
+    having: dict[tuple[str, str], list[Call]] = {}
+    for call, name in TENSORS:
+        having.setdefault((call.library, name), []).append(call)
+    cases = []
+    for (_, name), found in having.items():
+        for turn, bend in enumerate(BENDS):
+            able = [call for call in found if bend != "nothing" or not may_be_none(call, name)]
+            if able and (bend != "requires grad" or able[0].fresh()[name].is_floating_point()):
+                cases.append((able[turn * len(able) // len(BENDS)], name, bend))
+    return cases
+
+
+@pytest.mark.parametrize(("call", "name", "bend"), bent(), ids=ids)
 def test_a_tensor_that_is_not_what_it_should_be(call, name, bend):
     """The error names it, as the peer or as the operation does, and nothing was written."""
     arguments, (change, kind, words) = call.fresh(), BENDS[bend]
-    x = arguments[name]
-    if (bend == "nothing" and may_be_none(call, name)) or (bend == "requires grad" and not x.is_floating_point()):
-        return
     names = "|".join({name, OURS.get(name, name)})
-    refused(call.function, arguments | {name: change(x)}, kind, "^" + words.replace("{}", f"({names})"))
+    refused(call.function, arguments | {name: change(arguments[name])}, kind, "^" + words.replace("{}", f"({names})"))
 
 
-REFUSED = [(Call(library, row[0]), *row[1:]) for library, (tests, _) in MODULES.items() for row in refusals(tests.REFUSED)]
+REFUSED = [(Call(library, row[0]), *row[1:]) for library, (table, _) in MODULES.items() for row in refusals(table.REFUSED)]
 
 
 @pytest.mark.parametrize(("call", "changes", "kind", "words"), REFUSED, ids=ids)
@@ -295,9 +316,11 @@ COPIED_FIRST = {
 """Small tensors that are copied before decode gets the call: what shares their memory is not seen."""
 
 
-@over([(call, other) for call, other in TENSORS if other not in COPIED_FIRST.get(call.label, ())])
-def test_memory_that_is_written_and_used_otherwise_is_refused(call, name):
-    for target in {*written(call)} - {name}:
+@pytest.mark.parametrize(("call", "target"), [(call, target) for call in WRITES for target in written(call)], ids=ids)
+def test_memory_that_is_written_and_used_otherwise_is_refused(call, target):
+    for name in [name for other, name in TENSORS if other == call]:
+        if name in (target, *COPIED_FIRST.get(call.label, ())):
+            continue
         arguments = call.fresh()
         memory = torch.zeros(sum(arguments[n].nbytes for n in (target, name)) + 16, dtype=torch.uint8)
         for part, start in ((target, 0), (name, 16)):
@@ -306,7 +329,7 @@ def test_memory_that_is_written_and_used_otherwise_is_refused(call, name):
         refused(call.function, arguments, ValueError, r"^[\w.]+: expected memory apart from")
 
 
-@calls
+@writes
 def test_what_is_written_has_memory_of_its_own(call):
     for name in written(call):
         x = call.fresh()[name]

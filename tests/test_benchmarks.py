@@ -591,7 +591,7 @@ def test_pictures_say_what_they_show(monkeypatch, tmp_path):
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
-    drawn, right = [], Figure.savefig
+    drawn, colors, right = [], set(), Figure.savefig
     monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure) or right(figure, *_, **__))
     for op in CELLS:
         content = record.read(record.RESULTS / f"{op}.json")
@@ -600,20 +600,32 @@ def test_pictures_say_what_they_show(monkeypatch, tmp_path):
         plot.draw(content, tmp_path / f"{op}.png")
         assert (tmp_path / f"{op}.png").read_bytes().startswith(b"\x89PNG")
         figure, panels = drawn[-1], [axis for axis in drawn[-1].axes if axis.axison]
-        date = next((run["date"][:10] for run in content["runs"] if run["date"]), "not recorded")
-        for words in (op, "NVIDIA H200", f"date {date}", "torch 2.11.0", content["runs"][0]["commit"][:7]):
-            assert words in figure.get_suptitle().replace("\n", " ")
-        said = [word for word in ("raw:", "fast gates:", "cached:") if word in figure.get_supxlabel()]
+        above, dates = figure.get_suptitle().replace("\n", " "), [run["date"][:10] for run in content["runs"] if run["date"]]
+        for words in (op, "NVIDIA H200", "torch 2.11.0", content["runs"][0]["commit"][:7]):
+            assert words in above
+        assert re.findall(r"date ([\d-]+)", above) == dates[:1]
+        said = [word for word in ("raw:", "fast gates:", "cached:") if word in above]
         assert said == dict(decode=[], prefill=["raw:", "fast gates:"], speculate=["cached:"])[op]
         assert ([panel.get_title() for panel in panels if panel.get_title()], len(panels)) == (series, 2 * len(series))
         lines = {line.get_linestyle() for panel in panels for line in panel.lines if line.get_marker() != "None"}
         assert lines == ({"None"} if op == "prefill" else {"-"})
         ratio = next(panel for panel in panels if panel.get_xticklabels() and not panel.get_title())
         assert ratio.get_yscale() == "linear"
+        assert (panels[0].get_ylabel(), ratio.get_ylabel()) == ("us per call", "time over ours")
         shown = {line.get_label(): list(line.get_ydata()) for line in ratio.lines}
         peer = next(name for name in shown if name in content["cells"][0]["peers"])
         first = [cell for cell in content["cells"] if cell["series"] == series[0]]
-        assert shown[peer] == [min(cell["peers"][peer]["us"] / cell["us"], plot.HIGHEST) for cell in first]
+        over = [cell["peers"][peer]["us"] / cell["us"] for cell in first]
+        assert shown[peer] == [min(x, plot.HIGHEST) for x in over]
+        names = record.peers_of(first)
+        colors |= {
+            (line.get_label().removesuffix(record.RAW), line.get_color()) for line in ratio.lines if line.get_label() in names
+        }
+        ratios = [record.over_ours(cell, name) for cell in first for name in names]
+        cut = sum(len(points.get_offsets()) for points in ratio.collections)
+        assert cut == sum(x is not None and x >= plot.HIGHEST for x in ratios)
+        assert (cut > 0) == (op == "prefill")
+    assert len(colors) == len({name for name, _ in colors}) == len({color for _, color in colors}) > 4, "a colour a library"
     for some in ([dict(cell, peers={}) for cell in first], []):  # ours alone, or nothing
         plot.draw(dict(content, cells=some), tmp_path / "alone.png")
 

@@ -10,13 +10,16 @@ import pytest
 import torch
 
 from gated_delta import compile as kernels
+from gated_delta.integrations.transformers import MODELS
 from gated_delta.ops import PREFILL
 from gated_delta.problem import Problem
 
 ROOT = Path(__file__).parents[1]
 
 
-@pytest.mark.parametrize("page", ["README.md", "docs/usage.md", "docs/integrations.md", "docs/migration.md"])
+@pytest.mark.parametrize(
+    "page", ["README.md", "docs/usage.md", "docs/integrations.md", "docs/speculative_decoding.md", "docs/migration.md"]
+)
 def test_snippets_run_in_order(page):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
     assert blocks
@@ -94,6 +97,12 @@ def test_prefills_have_the_kernels_that_the_table_of_schedules_says():
         words += [f"{made.segments} segments"] if made.segments > 1 else []
         assert sorted(words) == sorted(cut.split(", ")), (example, made)
         assert [variant.kernel.removeprefix("prefill_") for variant in variants] == named.split(", "), example
+
+
+def test_integrations_lists_every_model_that_patch_takes():
+    page = (ROOT / "docs/integrations.md").read_text()
+    table = page[page.index("| model |") :]
+    assert set(re.findall(r"`([a-z0-9_]+)`", table.partition("\n\n")[0])) == set(MODELS)
 
 
 def test_every_variable_that_the_package_reads_is_on_a_page():

@@ -8,16 +8,16 @@ from pathlib import Path
 import pytest
 import torch
 
-import test_cula
-import test_fla
-import test_flashinfer
 from adapters import refusals, refused
 from calls import call
 from gated_delta import UnsupportedProblem, prefill
 from gated_delta.integrations import cula, fla, flashinfer
+from tables import cula as cula_calls
+from tables import fla as fla_calls
+from tables import flashinfer as flashinfer_calls
 
 PAGE = (Path(__file__).parents[1] / "docs/migration.md").read_text()
-ADAPTERS = {"FLA": (fla, test_fla), "FlashInfer": (flashinfer, test_flashinfer), "cuLA": (cula, test_cula)}
+ADAPTERS = {"FLA": (fla, fla_calls), "FlashInfer": (flashinfer, flashinfer_calls), "cuLA": (cula, cula_calls)}
 
 
 def reasons_on_the_page(library: str) -> set[str]:
@@ -44,11 +44,11 @@ def reasons_in_the_code(adapter) -> set[str]:
 
 @pytest.mark.parametrize("library", ADAPTERS)
 def test_each_refusal_is_on_the_page_with_its_reason(library):
-    adapter, tests = ADAPTERS[library]
-    cases = [row for row in refusals(tests.REFUSED) if row[2] is UnsupportedProblem]
-    function = next(iter(tests.CALLS))
-    cases.append((function, dict(q=tests.valid(function)["q"].requires_grad_()), UnsupportedProblem, "backward"))
-    errors = [refused(getattr(adapter, name), tests.valid(name) | changes, *error) for name, changes, *error in cases]
+    adapter, table = ADAPTERS[library]
+    cases = [row for row in refusals(table.REFUSED) if row[2] is UnsupportedProblem]
+    function = next(iter(table.CALLS))
+    cases.append((function, dict(q=table.valid(function)["q"].requires_grad_()), UnsupportedProblem, "backward"))
+    errors = [refused(getattr(adapter, name), table.valid(name) | changes, *error) for name, changes, *error in cases]
     raised = {reason for error in errors for reason in error.missing}
     page, code = reasons_on_the_page(library), reasons_in_the_code(adapter)
     assert len(page) >= len(code) >= 4

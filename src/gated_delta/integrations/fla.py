@@ -42,17 +42,19 @@ def chunk_gated_delta_rule(
     allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
     cu_seqlens_cpu: Tensor | None = None, chunk_indices: Tensor | None = None, cp_context: object | None = None, *,
     use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = 64,
-    transpose_state_layout: bool | None = None,
+    use_graph: bool = False, max_num_seqs: int | None = None, transpose_state_layout: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """GDN over whole sequences; see the module for what is common.
 
     g: [B, T, HV], the log decay, or with use_gate_in_kernel the raw gate of -exp(A_log) * softplus(g + dt_bias), dt_bias [HV].
     cu_seqlens_cpu: [N+1], cu_seqlens on the host, int32 or int64; the schedule alone depends on it. chunk_indices is ignored.
+    use_graph, max_num_seqs: as for chunk_kda; FLA 0.6 takes them here and ignores them.
     Raises ValueError for a chunk_size other than 16, 32 or 64.
     """
     rank("g", g, "B, T, HV")
     _refuse("context parallelism (cp_context)", cp_context is not None)
     _one_of("chunk_size", chunk_size, (16, 32, 64))
+    _fits_graph(cu_seqlens, use_graph, max_num_seqs, g.device)
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias)
     tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
     states = (initial_state, output_final_state, state_v_first, transpose_state_layout)
@@ -114,8 +116,7 @@ def chunk_kda(
     _one_of("chunk_size", chunk_size, (32, 64))
     if safe_gate and use_gate_in_kernel:
         safe_bound(lower_bound)
-    if use_graph and cu_seqlens is not None and max_num_seqs not in (None, sequences(cu_seqlens, g.device)):
-        raise ValueError(f"cu_seqlens: expected max_num_seqs={max_num_seqs} sequences with use_graph, got {list(cu_seqlens.shape)}")
+    _fits_graph(cu_seqlens, use_graph, max_num_seqs, g.device)
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
     return _run(tokens, allow_neg_eigval, initial_state, output_final_state, state_v_first, transpose_state_layout)
@@ -192,6 +193,11 @@ def _longest(cu_seqlens: Tensor | None, on_host: Tensor | None, device: torch.de
     if on_host.device.type != "cpu":
         raise ValueError(f"cu_seqlens_cpu: expected device cpu, got {on_host.device}")
     return None if len(on_host) < 2 or traced(on_host) else in_chunks(max(0, int(on_host.diff().max())))
+
+
+def _fits_graph(cu_seqlens: Tensor | None, use_graph: bool, max_num_seqs: int | None, device: torch.device) -> None:
+    if use_graph and cu_seqlens is not None and max_num_seqs not in (None, sequences(cu_seqlens, device)):
+        raise ValueError(f"cu_seqlens: expected max_num_seqs={max_num_seqs} sequences with use_graph, got {list(cu_seqlens.shape)}")
 
 
 def _one_dtype(*xs: Tensor) -> tuple[Tensor, ...]:

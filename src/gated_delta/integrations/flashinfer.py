@@ -1,7 +1,8 @@
 """FlashInfer 0.7.2's functions for GDN and KDA that Hopper users call, as calls of `gated_delta.decode` and `prefill`.
 
-Parameter names, order, defaults and meaning are FlashInfer's. chunk_gated_delta_rule, the prefill, says for itself what it takes.
-Common to the other three, which are decode, for B sequences of T = 1..16 tokens:
+Parameter names, order, defaults and meaning are FlashInfer's. chunk_gated_delta_rule, the prefill,
+documents its own arguments; those after max_seqlen are of FlashInfer's main branch. Common to the
+other three, which are decode, for B sequences of T = 1..16 tokens:
 
     q, k [B, T, H, K], v [B, T, HV, V]   one dtype, bf16, fp16 or fp32, computed in fp32; FlashInfer rounds fp16 to bf16
     pools [P, HV, V, K]                  bf16, fp16 or fp32, K contiguous, any K and V; written in place, returned as they are
@@ -47,14 +48,24 @@ def chunk_gated_delta_rule(
     use_qk_l2norm_in_kernel: bool = False, output: Tensor | None = None, output_state: Tensor | None = None,
     state_checkpoints: Tensor | None = None, checkpoint_cu_starts: Tensor | None = None, checkpoint_every_n_tokens: int = 0,
     use_cp: bool | str = "auto", state_indices: Tensor | None = None, _cp_chunk_len: int | None = None, backend: str = "auto",
-    max_seqlen: int | None = None,
+    max_seqlen: int | None = None, *, gate_domain: str = "linear", use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, beta_is_logit: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """GDN over N whole sequences, packed: gated_delta.prefill.
 
     q, k: [total, H, K]. v: [total, HV, V]. One dtype, bf16, fp16 or fp32; output: [total, HV, V] in that dtype. cu_seqlens: [N+1],
     int32 or int64, not optional.
+    Query heads may share heads of k and v instead (GQA): k [total, G, K] and v [total, G, V], G a
+    divisor of H. HV below is then H: each query head has its own g, beta, states and outputs. One
+    shared head (G = 1) is read in place; of more, k and v are copied to H heads, as many bytes as q
+    and output have.
     g: [total, HV], the decay itself, not its log, from 0 to 1; ones when None. 0 is 0; FlashInfer adds 1e-10 to every decay.
-    beta: [total, HV], the write strength; ones when None. FlashInfer asks for both in fp32.
+    gate_domain: "log" if g is the log decay instead, at most 0; zeros when None.
+    use_gate_in_kernel: g is the raw gate of -exp(A_log) * softplus(g + dt_bias) instead, whatever
+    gate_domain is. A_log, dt_bias: [HV], any float dtype.
+    beta: [total, HV], the write strength; ones when None. FlashInfer asks for g and beta in fp32.
+    beta_is_logit: beta is the logit. FlashInfer rounds its sigmoid to beta's dtype; here it is not
+    rounded.
     scale: K**-0.5 when None or 0. use_qk_l2norm_in_kernel: not rounded; FlashInfer rounds the normalised q and k to their dtype.
     initial_state: [N, HV, V, K], fp32, bf16 or fp16; zeros when None.
     output_state: [N, HV, V, K], those dtypes, or initial_state itself. It gets the final states whenever it is given, whatever
@@ -70,14 +81,14 @@ def chunk_gated_delta_rule(
     backend: "auto" and "flashinfer" mean our "auto".
 
     Returns output, or with output_final_state (output, output_state), the very tensors given; without output_state the final states
-    are new, in fp32. Raises UnsupportedProblem for more query than value heads, fp8 states, a pool to read that is not the one to
-    write, and the backends "cake_gdn" and "cudnn", other hardware's.
+    are new, in fp32. Raises UnsupportedProblem for fp8 states, a pool to read that is not the one to write, and the backends
+    "cake_gdn" and "cudnn", other hardware's.
     Negative index: FlashInfer does not check; here its sequence is inactive, with zero outputs and nothing written.
     """
     rank("q", q, "total, H, K")
+    rank("k", k, "total, H, K")
     rank("v", v, "total, HV, V")
     _backend(backend, ("auto", "flashinfer"), ("cake_gdn", "cudnn"))
-    _refuse(f"more query than value heads (H={q.shape[1]}, HV={v.shape[1]})", q.shape[1] > v.shape[1])
     for name, x in (("initial_state", initial_state), ("output_state", output_state), ("state_checkpoints", state_checkpoints)):
         _refuse(f"states in fp8 ({name})", x is not None and tensor(name, x).dtype in _REFUSED_STATES)
     N = sequences(cu_seqlens, q.device)
@@ -86,17 +97,24 @@ def chunk_gated_delta_rule(
         sequence_slots("state_indices", state_indices, N, q.device)
         if output_state is None and output_final_state:
             raise ValueError("output_state: expected a pool with state_indices and output_final_state, got None")
-    g, beta = (v.new_ones(v.shape[:2], dtype=torch.float32) if x is None else x for x in (g, beta))
-    rank("g", g, "total, HV")
-    read = dict(q=q, k=k, v=v, g=g, beta=beta, cu_seqlens=cu_seqlens, state_indices=state_indices)
+    read: dict[str, object] = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
+    read |= dict(cu_seqlens=cu_seqlens, state_indices=state_indices)
+    k, v = _head_for_each_query_head(q, k, v)
+    g, gate = _prefill_gate(v, g, gate_domain, use_gate_in_kernel, A_log, dt_bias)
+    if beta is None:
+        if beta_is_logit:
+            raise ValueError("beta: expected logits with beta_is_logit=True, got None")
+        beta = v.new_ones(v.shape[:2], dtype=torch.float32)
     tokens: dict[str, Any] = dict(
         q=q[None],
-        k=tensor("k", k)[None],
+        k=k[None],
         v=v[None],
-        g=floating("g", g).float().log()[None],
+        g=g[None],
         beta=tensor("beta", beta)[None],
+        gate=gate,
         scale=None if isinstance(scale, Real) and scale == 0 else scale,
         qk_l2norm=use_qk_l2norm_in_kernel,
+        beta_logits=beta_is_logit,
         cu_seqlens=cu_seqlens,
         max_seqlen=max_seqlen,
         out=None if output is None else tensor("output", output)[None],
@@ -394,6 +412,37 @@ def _steps(q: Tensor, N: int, cu_seqlens: Tensor | None, ssm_state_indices: Tens
         want = "[N]" if num_spec_tokens is None else f"[N, {steps}]"
         raise ValueError(f"ssm_state_indices: expected {want}, got shape {list(ssm_state_indices.shape)}")
     return steps
+
+
+def _head_for_each_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """k and v, which several query heads may share, with as many heads as q: views of one head, copies of several."""
+    H, shared = q.shape[1], v.shape[1]
+    if shared >= H:
+        return k, v
+    if k.shape[1] != shared or not shared or H % shared:
+        heads = f"got HV={shared} beside {k.shape[1]} of k"
+        raise ValueError(f"v: expected as many heads as k, a divisor of q's H={H}, {heads}")
+    k, v = (x.expand(-1, H, -1) if shared == 1 else x.repeat_interleave(H // shared, 1) for x in (k, v))
+    return k, v
+
+
+def _prefill_gate(
+    v: Tensor, g: Tensor | None, domain: str, raw: bool, A_log: Tensor | None, dt_bias: Tensor | None
+) -> tuple[Tensor, Gate]:
+    """What prefill reads as g [total, HV], and how."""
+    if domain not in ("linear", "log"):
+        raise ValueError(f"gate_domain: expected 'linear' or 'log', got {domain!r}")
+    if g is not None:
+        rank("g", g, "total, HV")
+    if raw:
+        if g is None or A_log is None or dt_bias is None:
+            raise ValueError("g, A_log, dt_bias: expected tensors with use_gate_in_kernel=True, got None")
+        return g, checks.layer_gate(floating("A_log", A_log), floating("dt_bias", dt_bias))
+    absent("A_log", A_log, "without use_gate_in_kernel")
+    absent("dt_bias", dt_bias, "without use_gate_in_kernel")
+    if g is None:
+        return v.new_zeros(v.shape[:2], dtype=torch.float32), Gate.log()
+    return g if domain == "log" else floating("g", g).float().log(), Gate.log()
 
 
 def _kda_gate(q: Tensor, v: Tensor, active: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Gate:
