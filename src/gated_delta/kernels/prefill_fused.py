@@ -71,9 +71,10 @@ from .prefill_mapped import FP16_MAX, MmaState, PrefillMapped
 from .prefill_prepare_gdn import NORM_K, NORM_Q, GdnChunk
 from .prefill_scan import WARPGROUP, warp_uniform
 
-# Of a thread that converts, prepares, or multiplies: 65536 in all, with two MMA warpgroups. With checkpoints and log gates ptxas
-# serialises the wgmmas of some variants that have 168; the others are slower with 176.
-REGISTERS, MORE_FOR_MMA = (80, 96, 168), (72, 88, 176)
+# Registers of a thread that converts, prepares or multiplies: 65536 in all, with two MMA warpgroups. With checkpoints ptxas serialises
+# the wgmmas of some variants unless they have these, by gate and states (tests/test_compile.py).
+REGISTERS = (80, 96, 168)
+WITH_CHECKPOINTS = {("log", "fp32"): (64, 80, 184), ("softplus", "fp32"): (64, 80, 184), ("softplus", "bf16"): (72, 88, 176)}
 PREPARE_BARRIER = 1  # those behind it are prefill_mapped's
 GATE_CHUNKS = 4  # whose gates are computed at once, a chunk a warp
 SCALE_DECAY = 896  # exp(G), fp16 [64], behind the scales of prefill_scan; that of S k is fp16 here, and negative
@@ -199,6 +200,7 @@ class FusedChunk(GdnChunk):
 class PrefillFused(PrefillMapped):
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
 
+    split = True
     mapped, token_columns, scale_bytes = "qkvo", 32, SCALE_BYTES
 
     def __init__(self, g_dtype: str, gate: str, qk_l2norm: bool, state_dtype: str, checkpoints: bool):
@@ -207,7 +209,7 @@ class PrefillFused(PrefillMapped):
         arrivals = {"raw_full": 1, "qk_full": WARPGROUP, "empty": 2 * WARPGROUP, "full": WARPGROUP + 2}
         scratch = {**SYSTEM_REGIONS, "diagonals": DIAGONAL_BYTES, "gates": 2 * GATE_CHUNKS * GATE_BYTES}
         self.lay_out(staged, arrivals, scratch)
-        self.registers = MORE_FOR_MMA if checkpoints and gate == "log" else REGISTERS
+        self.registers = WITH_CHECKPOINTS.get((gate, state_dtype), REGISTERS) if checkpoints else REGISTERS
         self.chunk_terms = FusedChunk(DTYPES[g_dtype], gate, qk_l2norm, vars(self.smem))
 
     @cute.jit

@@ -57,11 +57,11 @@ class MmaState(NamedTuple):
 class PrefillMapped(PrefillScan):
     """A class names its tensors that have maps, the channels that a copy of raw tokens has, and the bytes of a chunk's scales.
 
-    registers: of a thread of each role, of MMA warpgroups the last.
-    split: of `make_maps`, either will do; with the other one ptxas serialises wgmmas.
+    registers: of a thread of each role, of MMA warpgroups the last. split: of `make_maps`. Either value is right; ptxas serialises
+    a variant's wgmmas with the other one (tests/test_compile.py).
     """
 
-    by_maps, begins_early, split = True, False, False
+    by_maps, begins_early = True, False
     mapped, token_columns, scale_bytes = "", 0, 0
 
     def __init__(self, axis: str, state_dtype: str, checkpoints: bool, stages: int):
@@ -174,8 +174,9 @@ class PrefillMapped(PrefillScan):
 
     @cute.jit
     def fit_values(self, frag, coord, pipe, state_scale):
-        """The chunk's values as fp16, times the state's scale, their absmax, and that scale; the state, S k and S q are scaled down to them.
+        """The chunk's values as fp16, their absmax, and the state's scale, to which values are scaled.
 
+        Values above the range scale the state, S k and S q down. Values far below it are for the next `rescale`.
         In front of the wait for S k and S q, so that little is behind it: ptxas moves such waits up to the last branch.
         """
         raw, values = self.values(coord, pipe), cute.make_rmem_tensor((CHUNK // 4,), Uint32)
@@ -183,15 +184,15 @@ class PrefillMapped(PrefillScan):
         self.scale_values(raw, state_scale, values)
         if state_scale * absmax > ABSMAX_HIGH:
             warpgroup.wait_group(0)
-            unscale = inverse_power_of_2(state_scale)
-            state_scale = scale_of(absmax, Float32(0))
-            factor = state_scale * unscale
+            wanted = scale_of(absmax, Float32(0), state_scale)
+            factor = wanted * inverse_power_of_2(state_scale)
             self.multiply(frag.state, factor)
             half = pack_x2(factor, factor, Float16)
             for sums in (frag.s_k, frag.o):
                 words = cute.recast_tensor(sums, Uint32)
                 for i in range(cute.size(words)):
                     words[i] = mul_x2(words[i], half)
+            state_scale = wanted
             self.scale_values(self.values(coord, pipe), state_scale, values)
         return values, absmax, state_scale
 

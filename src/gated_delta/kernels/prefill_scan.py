@@ -968,19 +968,18 @@ class PrefillScan:
     def rescale(self, frag, v_absmax, state_scale, measure):
         """Rescale the state where the chunk's values, or the state if it is measured, leave the range. Returns the scale.
 
-        Values far below the range are a reason to measure: the state may be as small by now, or far larger.
+        Values far below the range are a reason to measure: by now the state may be as small, or it dominates.
         """
         absmax, state_absmax = state_scale * v_absmax, Float32(0)
         low = Float32(0)  # an unmeasured state may be larger than the values
-        far_below = is_far_below(v_absmax, state_scale)
-        if measure | far_below:
+        if measure | is_far_below(v_absmax, state_scale):
             state_absmax = self.absmax(frag.state)
             absmax = cute.math.max(absmax, state_absmax)
-            low = Float32(ABSMAX_LOW)
-        if far_below | (absmax > ABSMAX_HIGH) | ((absmax < low) & (state_scale < MAX_SCALE)):
-            unscale = inverse_power_of_2(state_scale)
-            state_scale = scale_of(v_absmax, state_absmax * unscale)
-            self.multiply(frag.state, state_scale * unscale)
+            low = select(is_far_below(v_absmax, state_scale), Float32(ABSMAX_HIGH), Float32(ABSMAX_LOW))
+        if (absmax > ABSMAX_HIGH) | ((absmax < low) & (state_scale < MAX_SCALE)):
+            wanted = scale_of(v_absmax, state_absmax, state_scale)
+            self.multiply(frag.state, wanted * inverse_power_of_2(state_scale))
+            state_scale = wanted
         return state_scale
 
     @cute.jit
@@ -991,7 +990,7 @@ class PrefillScan:
         nothing but what is too large, so a scale that stays leaves the state as it is.
         """
         unscale = inverse_power_of_2(state_scale)
-        wanted = scale_of(v_absmax, self.absmax(frag.state) * unscale)
+        wanted = scale_of(v_absmax, self.absmax(frag.state), state_scale)
         if (wanted != state_scale) | (state_scale > 1) | (state_scale < Float32(2 * MIN_SCALE)):
             self.multiply(frag.state, unscale)
             self.multiply(frag.state, wanted)
@@ -1186,14 +1185,16 @@ def inverse_power_of_2_below(x):
     return Uint32((254 - exponent) << 23).bitcast(Float32)
 
 
-def scale_of(v_absmax, state_absmax):
-    """The power of two that takes the larger absmax to ABSMAX_HIGH / 2 .. ABSMAX_HIGH, within MIN_SCALE .. MAX_SCALE.
+def scale_of(v_absmax, state_absmax, state_scale):
+    """The power of two that takes the larger absmax, of the values or of the state at its scale, to 8..16: ABSMAX_HIGH.
 
-    A state that dominates goes above that: it hardly grows, and its chunk's values keep more digits.
+    A state that dominates goes above that: it hardly grows, and the chunk's values keep more digits.
     """
-    scale = inverse_power_of_2_below(cute.math.max(v_absmax, state_absmax)) * Float32(ABSMAX_HIGH / 2)
-    dominates = (v_absmax > 0) & (v_absmax * Float32(STATE_DOMINATES) < state_absmax)
-    scale = scale * select(dominates, Float32(STATE_HEADROOM), Float32(1))
+    of_values = inverse_power_of_2_below(v_absmax)
+    of_state = state_scale * inverse_power_of_2_below(state_absmax)
+    dominates = (v_absmax > 0) & (of_values > of_state * Float32(STATE_DOMINATES))
+    highest = select(dominates, Float32(ABSMAX_HIGH * STATE_HEADROOM / 2), Float32(ABSMAX_HIGH / 2))
+    scale = cute.math.min(of_values, of_state) * highest
     return cute.math.max(cute.math.min(scale, Float32(MAX_SCALE)), Float32(MIN_SCALE))
 
 

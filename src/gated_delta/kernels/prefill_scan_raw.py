@@ -74,13 +74,13 @@ class RawState(NamedTuple):
 class PrefillScanRaw(PrefillMapped):
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
 
-    split = True
     mapped, token_columns, scale_bytes = "qkgvo", 64, RAW_SCALE_BYTES + S_K_BYTES
 
     def __init__(self, g_dtype: str, gate: str, state_dtype: str, checkpoints: bool):
         super().__init__("channel", state_dtype, checkpoints, STAGES)
         staged = dict.fromkeys(("k", "q", "k_restored"), TILE_BYTES) | {"scales": self.scale_bytes}
         self.lay_out(staged, {"raw_full": 1, "empty": 2 * WARPGROUP, "full": WARPGROUP + 3}, {})
+        self.split = not (checkpoints and state_dtype == "bf16")
         self.registers = MORE_FOR_MMA if checkpoints and gate != "log" else REGISTERS
         self.chunk_terms = KdaChunk(D, BFloat16, DTYPES[g_dtype], gate, False)
 

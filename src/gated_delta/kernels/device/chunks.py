@@ -39,6 +39,7 @@ from .primitives import (
     store_shared_x4,
     store_words,
     typed,
+    unpack,
 )
 
 Pointers, Strides, Sizes = typed(PrefillPointers, Int64), typed(PrefillStrides, Int32), typed(PrefillSizes, Int32)
@@ -280,6 +281,7 @@ def _operand_tensor(address, swizzle, columns, stages, stage_stride):
 
 THREADS = 128
 SUBCHUNK = 16  # tokens of a warp
+ROUNDED_TOGETHER = 4  # tokens of forward substitution: rounding one by one is a longer chain
 K_BLOCKS = 4  # of 32 channels each, 8 of them a lane's
 LOG2_E = 1.4426950408889634
 MIN_LOG_DECAY = -88.0  # exp of it is 0; sums of larger numbers would lose the digits of small ones
@@ -475,18 +477,28 @@ class PrepareChunk:
         # Lanes 0..15 have the inverse, transposed, lanes 16..31 the scaled one behind it.
         diagonal = select(coord.lane < SUBCHUNK, Float32(1), beta_k)
         x = [select(column == t, diagonal, Float32(0)) for t in range(SUBCHUNK)]
-        for i in range(SUBCHUNK):
-            x[i] = Float32(x[i].to(Float16))
-            if i < SUBCHUNK - 1:
-                at = coord.shared + self.smem.diagonals + (coord.subchunk * SUBCHUNK + i) * DIAGONAL_PITCH
-            for first in range((i + 1) // 4 * 4, SUBCHUNK, 4):
-                below = load_shared_f32x4(at + first * 4)
-                for t in range(max(first, i + 1), first + 4):
-                    x[t] = cute.math.fma(-below[t - first], x[i], x[t])
-        words = pack_pairs(x)
+        words = []
+        for first in range(0, SUBCHUNK, ROUNDED_TOGETHER):
+            group = range(first, first + ROUNDED_TOGETHER)
+            below = {i: self.load_column(coord, i) for i in group}
+            for i in group:
+                for t in range(i + 1, group.stop):
+                    x[t] = cute.math.fma(-below[i][t], x[i], x[t])
+            rounded = pack_pairs(x[first : group.stop])
+            words, x[first : group.stop] = words + rounded, unpack(rounded, Float16)
+            for i in group:
+                for t in range(group.stop, SUBCHUNK):
+                    x[t] = cute.math.fma(-below[i][t], x[i], x[t])
         for vector in range(2):
             at = self.inverse_at(coord, coord.subchunk, coord.lane // SUBCHUNK, column, vector)
             store_shared_x4(at, words[4 * vector : 4 * vector + 4])
+
+    def load_column(self, coord, i):
+        """Column i of the warp's diagonal block, from the four numbers with its first one below the diagonal on."""
+        at = coord.shared + self.smem.diagonals + (coord.subchunk * SUBCHUNK + i) * DIAGONAL_PITCH
+        first = (i + 1) // 4 * 4
+        fours = [load_shared_f32x4(at + t * 4) for t in range(first, SUBCHUNK, 4)]
+        return [None] * first + [x for four in fours for x in four]
 
     def inverse_at(self, coord, subchunk, scaled, row, vector):
         """Address of a 16-byte vector of a diagonal block's transposed inverse, swizzled."""
