@@ -71,8 +71,9 @@ from .prefill_mapped import FP16_MAX, MmaState, PrefillMapped
 from .prefill_prepare_gdn import NORM_K, NORM_Q, GdnChunk
 from .prefill_scan import WARPGROUP, warp_uniform
 
-# Registers of a thread that converts, prepares or multiplies: 65536 in all, with two MMA warpgroups. With checkpoints ptxas serialises
-# the wgmmas of some variants unless they have these, by gate and states (tests/test_compile.py).
+# Registers of a thread that converts, prepares or multiplies: 65536 in all, with two MMA warpgroups.
+# With checkpoints ptxas serialises some variants' wgmmas unless they have these, by gate and states
+# (tests/test_compile.py).
 REGISTERS = (80, 96, 168)
 WITH_CHECKPOINTS = {("log", "fp32"): (64, 80, 184), ("softplus", "fp32"): (64, 80, 184), ("softplus", "bf16"): (72, 88, 176)}
 PREPARE_BARRIER = 1  # those behind it are prefill_mapped's
