@@ -968,6 +968,101 @@ def test_a_state_far_larger_than_the_values(axis, segments, slow):
     check(slowly(call) if slow else call, initial_state=start)
 
 
+def one_by_one(call, start, keys="random"):
+    """Judges each sequence by itself: they may differ in size."""
+    made = prefill(call, initial_state=start, output_final_state=True)
+    for n in range(len(start)):
+        only = slice(n, n + 1)
+        for name, x, want in zip(("o", "state"), made, by_definition(part(call, only), start[only])):
+            judge(name, x[only], want, keys=keys)
+
+
+SIZES = (-20, -14, 14, 17, 20)
+WIPING = {"saturated": (-5.0, -300.0, -5.0), "strong": (-0.7, -2.0), "mixed": (-1e-3,) * 37 + (-20.0,), "slow": (-1e-3,)}
+
+
+@pytest.mark.parametrize("T", [38, 326])
+@pytest.mark.parametrize("family", WIPING)
+def test_states_of_any_size_under_gates_that_forget(axis, family, T, segments):
+    """2**-20 to 2**20 times the values: a state that gates wipe out leaves values with their digits."""
+    call, start = tokens(len(SIZES), T, axis=axis, gate="log"), pool(len(SIZES), torch.float32)
+    log = torch.tensor(WIPING[family], device="cuda")[torch.arange(T, device="cuda") % len(WIPING[family])]
+    call["g"] = log.view(1, T, *[1] * (call["g"].ndim - 2)).expand(call["g"].shape).to(call["g"].dtype).contiguous()
+    one_by_one(call, start * 2.0 ** torch.tensor(SIZES, device="cuda")[:, None, None, None])
+
+
+@pytest.mark.parametrize("log", [0.0, -1e-3, -1e-2])
+@pytest.mark.parametrize("noise", [0.0, 0.05, 0.3])
+@pytest.mark.parametrize("T", [16, 64, 200])
+def test_repeated_tokens(axis, log, noise, T, segments):
+    """One key over and over, with one beta a head: the same rounding in every row would add up over the chunk."""
+    call, N = tokens(4, T, axis=axis, gate="log"), 4
+    k = call["k"][:, :1].float()
+    call["k"] = (k + noise * call["k"].float() * k.norm(dim=-1, keepdim=True) / D**0.5).bfloat16()
+    call["v"][::2] = call["v"][::2, :1].clone()
+    betas = torch.tensor([0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.999], device="cuda")
+    call |= dict(
+        g=torch.full_like(call["g"], log, dtype=torch.float32), beta=betas.expand(N, T, HV).contiguous(), beta_logits=False
+    )
+    made = prefill(call, output_final_state=True)
+    for x, want, heads, most in zip(made, by_definition(call), (2, 1), (0.006, 0.008)):
+        for head in range(HV):
+            assert apart(x.select(heads, head), want.select(heads, head)) <= most
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+@pytest.mark.parametrize("name", PER_TOKEN)
+def test_a_nan_reaches_no_chunk_before_its_own(axis, name, value, segments):
+    call, T = tokens(2, 400, axis=axis, gate="log"), 200
+    other = dict(call) | {name: call[name].clone()}
+    other[name][0, T, 1 if call[name].shape[2] == HV else 0] = -value if name == "g" else value
+    (o, state), (reached, after) = (prefill(some, output_final_state=True) for some in (call, other))
+    same(reached[0, : T // 64 * 64], o[0, : T // 64 * 64])
+    same(reached[1], o[1])
+    same(reached[:, :, 2:], o[:, :, 2:])
+    same(after[:, 2:], state[:, 2:])
+    assert (name == "g" and value == math.inf) or not reached[0, T:].isfinite().all()
+
+
+OUTLIERS = {(8, False): 3e-3, (12, False): 3e-3, (16, False): 3e-3, (20, False): 1.5e-2}
+OUTLIERS |= {(8, True): 3e-3, (12, True): 3e-3, (14, True): 8e-3, (16, True): 3e-2}
+"""By the power of two and whether sums are fp16: contract.md, "Sizes of values"."""
+
+
+@pytest.mark.parametrize(("power", "fp16"), OUTLIERS)
+def test_a_value_far_larger_than_its_chunks(axis, power, fp16, segments):
+    """Takes few digits of the outputs in front of it in its chunk, and none of others."""
+    if fp16 != (segments in ONE_AXIS):
+        pytest.skip("the other kernels' sums")
+    call, T = tokens(2, 192, axis=axis), 100
+    call["v"][:, T] *= 2.0**power
+    o, _ = prefill(call)
+    want, _ = exact(call)
+    assert apart(o[:, 64:T], want[:, 64:T]) <= OUTLIERS[power, fp16]
+    for rows in (slice(64), slice(128, None)):
+        assert apart(o[:, rows], want[:, rows]) <= 3e-3
+
+
+@pytest.mark.parametrize("seed", range(24))
+def test_random_calls_of_any_size(axis, seed, segments):
+    """States, values and keys of 2**-20 to 2**20; constant and random betas; repeated tokens; every gate."""
+    rng = random.Random(seed)
+    N, T, gate = 3, rng.choice((1, 17, 64, 70, 130, 200)), rng.choice(("log", "softplus", "lower_bound"))
+    call, size = tokens(N, T, axis=axis, gate=gate, seed=seed), 2.0 ** rng.randint(-20, 20)
+    repeated = rng.random() < 0.3
+    if repeated:
+        call["k"] = (call["k"][:, :1] + 0.05 * call["k"]).contiguous()
+    if rng.random() < 0.5:
+        call |= dict(beta=torch.full_like(call["beta"], rng.choice((0.0, 0.3, 0.9, 0.98, 1.0))), beta_logits=False)
+    if rng.random() < 0.3:
+        call["g"] = call["g"] * 10
+    call["k"] = (call["k"].float() * 2.0 ** rng.randint(-6, 20)).bfloat16()
+    call["v"] = (call["v"].float() * size).bfloat16()
+    powers = torch.tensor([rng.randint(-20, 20) for _ in range(N)], device="cuda", dtype=torch.float32)
+    powers = powers.clamp(max=12) if T == 1 and segments in ONE_AXIS else powers  # contract.md, "Sizes of states"
+    one_by_one(call, pool(N, torch.float32) * size * 2.0 ** powers[:, None, None, None], "repeated" if repeated else "random")
+
+
 # ------------------------------------------------------------------------------------------------ bitwise promises
 
 

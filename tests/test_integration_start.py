@@ -43,7 +43,7 @@ def test_all_missing_kernels_are_named(monkeypatch, tmp_path):
         start.load([decode()], CPU)
     lines = str(raised.value).splitlines()
     assert f"{len(lines) - 1} of the {len(lines)} kernels that this engine needs are missing: GATED_DELTA_JIT=0" in lines[0]
-    assert "`gated-delta compile` builds them ahead of time" in lines[0]
+    assert "`gated-delta compile` builds kernels ahead of time" in lines[0]
     assert all(line.startswith("  - decode axis=head K=64 V=64 ") for line in lines[1:])
     assert present[0].label not in str(raised.value)
 

@@ -230,6 +230,63 @@ def test_a_gate_with_any_bound(cut, bound, kernels):
     compared(one, kernels)
 
 
+# ------------------------------------------------------------------------------------------------ repeated tokens, sizes, NaN
+
+SMALL = {"head": (4, 4), "channel": (4, 4)}
+
+
+def heads_apart(x, y, dim):
+    return max(apart(x.select(dim, h), y.select(dim, h)) for h in range(x.shape[dim]))
+
+
+@pytest.mark.parametrize("cut", [1, "fused", "raw"], indirect=True)
+def test_repeated_tokens_do_not_add_up_their_rounding(cut, kernels):
+    """One key over and over and one beta a head, for equal and other values: 0.021 if Tinv is rounded when it is done."""
+    axis = "channel" if cut == "raw" else "head"
+    one, T = call(axis, 64, heads=SMALL[axis]), 64
+    one["k"], one["v"][:, :, :2] = one["k"][:, :1].expand_as(one["k"]).contiguous(), one["v"][:, :1, :2].clone()
+    one |= dict(g=torch.zeros_like(one["g"]), gate=gd.Gate.log())
+    one["beta"] = torch.tensor([0.7, 0.98, 0.7, 0.98]).expand(1, T, 4).contiguous()
+    want = gd.prefill(**one, backend="reference")
+    with emulated(kernels):
+        made = gd.prefill(**one, backend="cute")
+    assert heads_apart(made[0].double(), want[0], 2) <= 5e-3
+    assert heads_apart(made[1], want[1], 1) <= 5e-3
+
+
+@pytest.mark.parametrize("cut", [1, "persistent", "fused", "raw", "overlapped"], indirect=True)
+@pytest.mark.parametrize("power", [14, 20])
+def test_states_far_larger_than_values_that_gates_wipe_out(cut, power, kernels):
+    """In the first chunk and in the second, at once or by and by; a head keeps its state."""
+    axis = "channel" if cut == "raw" else "head"
+    one, T = call(axis, 80, heads=SMALL[axis]), 80
+    log = torch.full((T, 4), -1e-3)
+    log[:, 0], log[20, 1], log[70, 2] = -5.0, -30.0, -30.0
+    g = log[None] if axis == "head" else log[None, :, :, None].expand(1, T, 4, 128)
+    one |= dict(g=g.to(one["g"].dtype).contiguous(), gate=gd.Gate.log())
+    start = torch.randn(1, 4, 128, 128, generator=torch.Generator().manual_seed(0)) * 2.0**power
+    want = gd.prefill(**one, initial_state=start, backend="reference")
+    with emulated(kernels):
+        made = gd.prefill(**one, initial_state=start, backend="cute")
+    assert heads_apart(made[0].double(), want[0], 2) <= 3e-3
+    assert heads_apart(made[1], want[1], 1) <= 2.5e-3
+
+
+@pytest.mark.parametrize("cut", CUTS, indirect=True)
+def test_a_nan_reaches_no_chunk_before_its_own(cut, kernels):
+    axis = "channel" if cut in ("raw", "beside") else "head"
+    one, made = call(axis, 140), []
+    for poison in (False, True):
+        if poison:
+            for name in ("q", "k", "v", "g", "beta"):
+                one[name][:, 100] = torch.nan
+        with emulated(kernels):
+            made.append(gd.prefill(**one, backend="cute")[0])
+    assert torch.equal(made[0][:, :64], made[1][:, :64])
+    assert made[0].isfinite().all()
+    assert made[1][:, 100:].isnan().all()
+
+
 # ------------------------------------------------------------------------------------------------ joined segments
 
 HEADS = {"head": (1, 2), "channel": (2, 2)}

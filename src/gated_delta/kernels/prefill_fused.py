@@ -40,6 +40,7 @@ from .device.chunks import (
 from .device.chunks import Coord as PrepareCoord
 from .device.primitives import (
     DTYPES,
+    FP16_MAX,
     exp2,
     ldmatrix_x4,
     load,
@@ -67,7 +68,7 @@ from .device.primitives import (
     unpack,
 )
 from .device.tensor_maps import row_of_maps
-from .prefill_mapped import FP16_MAX, MmaState, PrefillMapped
+from .prefill_mapped import MmaState, PrefillMapped
 from .prefill_prepare_gdn import NORM_K, NORM_Q, GdnChunk
 from .prefill_scan import WARPGROUP, warp_uniform
 

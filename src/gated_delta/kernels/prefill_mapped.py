@@ -41,7 +41,6 @@ from .prefill_scan import (
 )
 
 MMA_BARRIER = 2  # and the next three: one for each MMA warpgroup and place of o
-FP16_MAX = 65504.0
 
 
 class MmaState(NamedTuple):

@@ -28,6 +28,7 @@ from .device.chunks import (
 )
 from .device.primitives import (
     DTYPES,
+    FP16_MAX,
     bulk_load,
     exp2,
     fmax,
@@ -49,7 +50,7 @@ from .device.primitives import (
     unpack,
 )
 from .device.tensor_maps import row_of_maps
-from .prefill_mapped import FP16_MAX, PrefillMapped
+from .prefill_mapped import PrefillMapped
 from .prefill_prepare_kda import KdaChunk
 from .prefill_scan import WARPGROUP
 

@@ -62,6 +62,7 @@ from .device.primitives import (
 from .device.recurrent import (
     StateRows,
     Tokens,
+    before_norm,
     norm_weight_address,
     sequence_block,
     sequence_grid,
@@ -636,7 +637,7 @@ class Verify:
             if cutlass.const_expr(self.norm is None):
                 store_if(self.tokens.dtype, o_at + offset(t, stride.o_t), o, coord.stores_o & (t < length))
             else:
-                outputs.append(o.to(self.tokens.dtype).to(Float32))
+                outputs.append(before_norm(o, self.tokens.dtype))
             store_if(Float32, u_at + offset(t, stride.buffer_u_t), u, coord.stores_o & (t < size.C))
         if coord.stores_o:
             for t in cutlass.range(self.token_tile, size.C, unroll=1):

@@ -1,8 +1,8 @@
 """The one list of cases that the tests, `gated-delta check` and `gated-delta bench` share.
 
 Main factors are crossed in full; what else may vary (layout, input dtype, token counts, l2norm, ...) is drawn per case from a fixed
-seed, so that the list stays the same from run to run. fp16 states and the heads of one rank under tensor parallelism follow, with
-gate family and keys drawn too.
+seed, so that the list stays the same from run to run. fp16 states, states of other sizes than the
+values, repeated tokens and the heads of one rank under tensor parallelism follow, the rest drawn too.
 """
 
 from __future__ import annotations
@@ -26,6 +26,11 @@ RANK_HEADS = ((1, 1), (1, 2), (2, 4), (2, 8), (4, 12), (6, 6), (3, 3), (2, 16))
 GATES = ("log", "softplus", "lower_bound")
 FAMILIES = ("typical", "saturated", "slow", "none")
 KEYS = ("random", "collinear")
+MIXED, REPEATED = "mixed", "repeated"
+"""A gate family whose tokens hardly decay but for a few that wipe the state out; keys of one token over
+and over, with one beta a head."""
+STATE_SIZES = (-20, -14, 14, 20)
+"""log2 of a state over the values; 0 in all other cases."""
 STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
@@ -103,6 +108,8 @@ class Case:
     norm: str | None = None
     """Activation of the gated norm behind it, where there is one."""
     deterministic: bool = False
+    state_size: int = 0
+    """log2 of the states over the values."""
 
     @property
     def options(self) -> frozenset[str]:
@@ -143,7 +150,8 @@ class Case:
     def label(self) -> str:
         gate = f"{self.gate}_" if self.op == "flush" else ""
         norm = "" if self.norm is None else f"-{self.norm}"
-        return f"{self.problem.label}/{gate}{self.family}-{self.keys}-{self.layout}{norm}"
+        size = f"-state_2^{self.state_size}" if self.state_size else ""
+        return f"{self.problem.label}/{gate}{self.family}-{self.keys}-{self.layout}{norm}{size}"
 
     def __str__(self) -> str:
         return self.label
@@ -159,6 +167,8 @@ def _lengths(op: str, packed: bool, HV: int, rng: random.Random) -> tuple[int, .
 
 
 _Factors = tuple[str, int, tuple[int, int], str, str, str, torch.dtype]
+FEW = ((2, 4), (1, 2), (3, 3))
+"""Heads of the cases with other sizes or repeated tokens."""
 
 
 def _crossed() -> Iterator[_Factors]:
@@ -179,15 +189,33 @@ def _ranks(op: str) -> Iterator[_Factors]:
         yield axis, D, heads, gate, family, keys, rng.choice((*STATE_DTYPES, torch.float16))
 
 
+def _sizes(op: str) -> Iterator[tuple[_Factors, int]]:
+    """States of all sizes under gates that forget, some that wipe them out at once, and slow ones."""
+    rng = random.Random(f"{op} sizes")
+    for axis, family, size in itertools.product(AXES, ("typical", "saturated", MIXED, "slow"), STATE_SIZES):
+        D, heads, gate, state_dtype = (rng.choice(factor) for factor in (DIMS, FEW, GATES, STATE_DTYPES))
+        yield (axis, D, heads, gate, family, "random", state_dtype), size
+
+
+def _repeated(op: str) -> Iterator[_Factors]:
+    rng = random.Random(f"{op} repeated")
+    for axis, D, gate in itertools.product(AXES, DIMS, GATES):
+        yield axis, D, rng.choice(FEW), gate, rng.choice(("slow", "none")), REPEATED, rng.choice(STATE_DTYPES)
+
+
 @functools.cache
 def cases(op: str) -> tuple[Case, ...]:
     """Every case of an operation: all main factors crossed, the rest drawn from the case's own seed."""
     made = []
     layouts = tuple(LAYOUTS[op])
-    for seed, (axis, D, heads, gate, family, keys, state_dtype) in enumerate([*_crossed(), *_half_states(op), *_ranks(op)]):
+    listed = [(factors, 0) for factors in (*_crossed(), *_half_states(op), *_ranks(op))]
+    listed += [*_sizes(op), *((factors, 0) for factors in _repeated(op))]
+    for seed, ((axis, D, heads, gate, family, keys, state_dtype), size) in enumerate(listed):
         rng = random.Random(f"{op}{seed}")
         layout = rng.choice(layouts)
         dtype = rng.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
+        if dtype == torch.float16 and size > 0:
+            dtype = torch.bfloat16  # outputs would overflow
         tokens = dtype, rng.choice((dtype, torch.float32)), rng.random() < 0.75, rng.random() < 0.5
         lengths = _lengths(op, _uses(LAYOUTS[op][layout], "cu_seqlens"), heads[1], rng)
         null_index = rng.choice((-1, 0)) if _uses(LAYOUTS[op][layout], "state_indices") else -1
@@ -196,16 +224,18 @@ def cases(op: str) -> tuple[Case, ...]:
             state_dtype = torch.float32  # nothing names a state dtype in a prefill without states: it computes in fp32
         factors = axis, D, heads, gate, family, keys, state_dtype
         deterministic = op == "prefill" and rng.random() < 0.125
-        made.append(Case(op, *factors, layout, *tokens, lengths, null_index, seed, norm, deterministic))
+        made.append(Case(op, *factors, layout, *tokens, lengths, null_index, seed, norm, deterministic, size))
     return tuple(made)
 
 
 QUICK_STRIDE = 23  # coprime to every factor's period in the crossing, so every value of every factor turns up
+QUICK_SIZE_STRIDE = 5  # coprime to the number of STATE_SIZES
 QUICK_RANK_STRIDE = 3  # coprime to the number of RANK_HEADS, the factor that runs fastest
 
 
 def quick_cases(op: str) -> tuple[Case, ...]:
     """A small part of `cases(op)` in which every value of every factor occurs."""
-    listed = cases(op)
-    ranks = len(AXES) * len(DIMS) * len(RANK_HEADS)
-    return (*listed[:-ranks:QUICK_STRIDE], *listed[-ranks::QUICK_RANK_STRIDE][: len(RANK_HEADS)])
+    ranks, last = len(AXES) * len(DIMS) * len(RANK_HEADS), len(cases(op)) - len(list(_sizes(op))) - len(list(_repeated(op)))
+    listed, others = cases(op)[:last], cases(op)[last:]
+    quick = (*listed[:-ranks:QUICK_STRIDE], *listed[-ranks::QUICK_RANK_STRIDE][: len(RANK_HEADS)])
+    return (*quick, *others[::QUICK_SIZE_STRIDE])

@@ -14,6 +14,7 @@ _UNIT = {torch.bfloat16: 2**-8, torch.float16: 2**-10, torch.float32: 2**-20}
 _UNIT_OF_FP16_OPERANDS = {
     "random": {torch.bfloat16: 2**-8, torch.float16: 2**-8.5, torch.float32: 2**-8},
     "collinear": dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 2**-6),
+    "repeated": dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 2**-6),
     "reflecting": dict.fromkeys((torch.bfloat16, torch.float16, torch.float32), 2**-4.5),
 }
 """Of the cute backend's prefill, by its keys and what is stored: `rounding_unit`."""
@@ -29,9 +30,10 @@ def rounding_unit(op: str, dtype: torch.dtype, backend: str = "reference", keys:
     system. Up to four factors that a whole row shares are rounded to 2**-11 each, so that fp32 states and fp16 outputs cannot keep
     to the units above: measured on an H200, states are off by up to 0.0007 as a whole and 0.0015 in a row, fp16 outputs by 0.0008
     and 0.0021. bf16 outputs are off by 0.0018, which is their own rounding.
-    Where `keys` are "collinear", the chunk's roundings add up along one direction: 0.004 as a whole, 0.005 in an output's row
-    and 0.016 in one of a state after a single chunk. Where beta reaches 2 as well, the rule reflects rather than forgets
-    ("reflecting"), u outgrows the state, and the rounding of the inverse with it: 0.012 and 0.034; with an exact inverse it would
+    Where `keys` are "collinear", or one token is "repeated", the chunk's roundings add up along one
+    direction: 0.004 as a whole, 0.005 in an output's row and 0.016 in one of a state after a single
+    chunk. Where beta reaches 2 as well, the rule reflects rather than forgets ("reflecting"), u outgrows
+    the state, and the rounding of the inverse with it: 0.012 and 0.034; with an exact inverse it would
     be 0.003.
     """
     if op == "prefill" and backend == "cute":

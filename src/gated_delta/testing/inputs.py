@@ -15,6 +15,9 @@ from .cases import Case
 
 LAYERS = 3
 CHECKPOINTS = 3  # of a sequence
+NOISE_OF_KEYS = {"collinear": 0.02, "repeated": 0.05}
+REPEATED_BETAS = (0.98, 0.7, 0.9, 0.5, 0.999)
+"""Of the heads in turns, where tokens are repeated."""
 
 
 @dataclass
@@ -73,8 +76,10 @@ def _raw_gate(case: Case, shape: tuple[int, ...], rng: torch.Generator) -> tuple
     noise = torch.randn(shape, generator=rng)
     A_log = torch.empty(HV).uniform_(1, 16, generator=rng).log()
     dt_bias = torch.randn(HV, *channels, generator=rng)
+    wipes = noise[..., :1] > 1.5 if channels else noise > 1.5  # of all channels at once
     if case.gate == "log":
         g = {
+            "mixed": torch.where(wipes, -20.0, -1e-3 * noise.abs()),
             "typical": -F.softplus(noise),
             "saturated": torch.where(noise > 1.5, -300.0, -5.0),
             "slow": -1e-3 * noise.abs(),
@@ -82,7 +87,13 @@ def _raw_gate(case: Case, shape: tuple[int, ...], rng: torch.Generator) -> tuple
         }[case.family]
     else:
         A_log = A_log if case.gate == "softplus" else A_log / 4
-        g = {"typical": noise - 2, "saturated": noise + 40, "slow": noise - 12, "none": noise - 1e4}[case.family]
+        g = {
+            "mixed": torch.where(wipes, noise + 40, noise - 12),
+            "typical": noise - 2,
+            "saturated": noise + 40,
+            "slow": noise - 12,
+            "none": noise - 1e4,
+        }[case.family]
     return g, A_log, dt_bias
 
 
@@ -93,8 +104,8 @@ def _tokens(case: Case, rng: torch.Generator, device: torch.device | str, inacti
     lead = (1, total + spare) if case.packed else (N, case.lengths[0])
     q = torch.randn(*lead, H, D, generator=rng)
     k = torch.randn(*lead, H, D, generator=rng)
-    if case.keys == "collinear":
-        k = torch.randn(1, 1, H, D, generator=rng) + 0.02 * k
+    if case.keys in NOISE_OF_KEYS:
+        k = torch.randn(1, 1, H, D, generator=rng) + NOISE_OF_KEYS[case.keys] * k
     if not case.qk_l2norm:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
     v = torch.randn(*lead, HV, D, generator=rng)
@@ -104,6 +115,10 @@ def _tokens(case: Case, rng: torch.Generator, device: torch.device | str, inacti
         beta = beta.sigmoid() * 2
         edge = torch.rand(beta.shape, generator=rng)
         beta = torch.where(edge < 0.1, 0.0, torch.where(edge > 0.9, 2.0, torch.where((edge > 0.4) & (edge < 0.5), 1.0, beta)))
+    if case.keys == "repeated":
+        v[:, :, ::2] = v[:, :1, ::2].clone()
+        beta = torch.tensor(REPEATED_BETAS)[torch.arange(HV) % len(REPEATED_BETAS)].expand(beta.shape).clone()
+        beta = beta.logit() if case.beta_logits else beta
     if H > 1:
         k[:, -1:, 0] = 0  # a zero row, whose norm is zero
 
@@ -162,7 +177,7 @@ def _pool(case: Case, slots: int, used: list[int], rng: torch.Generator, device:
     HV, D = case.heads[1], case.D
     storage = torch.full((slots, HV * D * D + 24), math.nan, dtype=case.state_dtype, device=device)
     pool = storage[:, : HV * D * D].view(slots, HV, D, D)
-    pool[used] = (torch.randn(len(used), HV, D, D, generator=rng) / 2).to(device, case.state_dtype)
+    pool[used] = (torch.randn(len(used), HV, D, D, generator=rng) * 2.0 ** (case.state_size - 1)).to(device, case.state_dtype)
     return pool
 
 
@@ -182,7 +197,8 @@ def _prefill_states(call: Call, rng: torch.Generator, device: torch.device, inac
     states |= dict(state=None, state_indices=None, has_initial_state=None, null_index=case.null_index)
     states |= dict(deterministic=case.deterministic)
     if "initial_state" in case.options:
-        states["initial_state"] = (torch.randn(N, HV, D, D, generator=rng) / 2).to(device, case.state_dtype)
+        size = 2.0 ** (case.state_size - 1)
+        states["initial_state"] = (torch.randn(N, HV, D, D, generator=rng) * size).to(device, case.state_dtype)
     if "pool" in case.options:
         slots = [2 * n + 1 for n in reversed(range(N))]
         resumed = [(n + case.seed) % 2 == 0 for n in range(N)]  # a fresh sequence's slot still holds another's NaN

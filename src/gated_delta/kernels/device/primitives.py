@@ -17,6 +17,7 @@ from ..arguments import BF16, FP32
 DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 
 L2NORM_EPS = 1e-6
+FP16_MAX = 65504.0
 L2_LINE = 128  # bytes of an L2 fetch
 # L2 cache policies, as createpolicy.fractional encodes them.
 EVICT_NORMAL, EVICT_LAST, EVICT_FIRST = 0x16F0000000000000, 0x14F0000000000000, 0x12F0000000000000

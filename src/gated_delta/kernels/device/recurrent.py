@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ..arguments import ABSENT, lanes_per_row
@@ -13,6 +13,7 @@ from .primitives import (
     DTYPES,
     EVICT_LAST,
     EVICT_NORMAL,
+    FP16_MAX,
     L2_LINE,
     L2NORM_EPS,
     bulk_prefetch_l2,
@@ -316,6 +317,12 @@ def z_address(args, coord, dtype, token, row):
     return at + row * (dtype.width // 8)
 
 
+def before_norm(o, dtype):
+    """o, rounded as without a norm; what fp16 cannot hold stays as it is, since inf would make NaN of the head."""
+    rounded = o.to(dtype).to(Float32)
+    return select(cute.math.abs(rounded) <= Float32(FP16_MAX), rounded, o) if dtype is Float16 else rounded
+
+
 def norm_weight_address(args, row):
     return args.ptr.norm_weight + offset(row, args.stride.norm_weight_c)
 
@@ -421,7 +428,7 @@ class GatedNorm:
     @cute.jit
     def put(self, shared, t, row, o, lane, lanes):
         """o of a token and V row, rounded as without a norm, into every block's memory, by `lanes` lanes that have it."""
-        o = o.to(self.dtype).to(Float32)
+        o = before_norm(o, self.dtype)
         if cutlass.const_expr(self.blocks == 1):
             if lane == 0:
                 outputs = self.outputs(shared, t)
