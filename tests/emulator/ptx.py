@@ -36,6 +36,7 @@ ARITHMETIC = {
     "ex2.approx.ftz": "approximate(np.exp2, {0})", "lg2.approx.ftz": "approximate(np.log2, {0})",
     "rcp.approx.ftz": "approximate(np.reciprocal, {0})", "rsqrt.approx": "({0}.astype(F8) ** -0.5).astype(F4)",
     "rsqrt.approx.ftz": "approximate(lambda x: x**-0.5, {0})",
+    "max.NaN": "np.maximum({0}, {1})", "min.NaN": "np.minimum({0}, {1})",
     "min.relu": "np.maximum(np.fmin({0}, {1}), I4(0))",
 }  # fmt: skip
 

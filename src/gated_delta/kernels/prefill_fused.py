@@ -42,6 +42,7 @@ from .device.primitives import (
     DTYPES,
     FP16_MAX,
     exp2,
+    fmax_nan,
     ldmatrix_x4,
     load,
     load_scalar,
@@ -412,7 +413,7 @@ class PrefillFused(PrefillMapped):
         terms, logs, betas = self.chunk_terms, [], []
         for i in range(2):
             active = c * CHUNK + lane + 32 * i < left
-            log = cute.math.max(log_decay(terms.gate, raw[i], *parameters, args.bound), Float32(MIN_LOG_DECAY))
+            log = fmax_nan(log_decay(terms.gate, raw[i], *parameters, args.bound), Float32(MIN_LOG_DECAY))
             logs.append(select(active, log * Float32(LOG2_E), Float32(0)))
             betas.append(terms.activate_beta(args, raw[2 + i], active))
         self.load_raw_gates(args, gates, c + GATE_CHUNKS, lane, left, raw)

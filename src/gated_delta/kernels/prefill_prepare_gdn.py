@@ -29,6 +29,7 @@ from .device.primitives import (
     EVICT_FIRST,
     bulk_store,
     exp2,
+    fmax_nan,
     load,
     load_scalar,
     load_shared_f32,
@@ -211,7 +212,7 @@ class GdnChunk(PrepareChunk):
             at = ptr.g + self.token_offset(args, coord, token, stride.g_n, stride.g_t) + offset(hv, stride.g_h)
             g = load(self.g_dtype, at, active)
             beta = self.activate_beta(args, self.load_beta(args, coord, hv, token, active), active)
-            log = cute.math.max(log_decay(self.gate, g, *parameters, args.bound), Float32(MIN_LOG_DECAY))
+            log = fmax_nan(log_decay(self.gate, g, *parameters, args.bound), Float32(MIN_LOG_DECAY))
             made.append((select(active, log * Float32(LOG2_E), Float32(0)), beta))
         return made
 

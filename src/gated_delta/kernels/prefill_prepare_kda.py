@@ -38,6 +38,7 @@ from .device.primitives import (
     cp_async_or_zero,
     exp2,
     fmax,
+    fmax_nan,
     load,
     load_scalar,
     load_scalar_bits,
@@ -292,7 +293,7 @@ class KdaChunk(PrepareChunk):
         """The sub-chunk's cumulative log decays of a K block, a channel a lane; whether any exceeds MAX_GROWTH."""
         total, bias = None, None if self.gate == "log" else load_shared_f32(self.bias_at(coord, k_block))
         for t, g in enumerate(self.load_g(coord, k_block)):
-            log = fmax(self.log2_decay(g, parameters, bias), Float32(MIN_LOG_DECAY * LOG2_E))
+            log = fmax_nan(self.log2_decay(g, parameters, bias), Float32(MIN_LOG_DECAY * LOG2_E))
             total = log if total is None else total + log
             store_shared_f32(self.cumsum_at(coord, t) + coord.lane * 4, total)
         store_shared_f32(self.totals_at(coord, coord.subchunk) + (32 * k_block + coord.lane) * 4, total)

@@ -31,8 +31,8 @@ from .device.primitives import (
     FP16_MAX,
     bulk_load,
     exp2,
-    fmax,
-    fmin,
+    fmax_nan,
+    fmin_nan,
     load_acquire,
     load_scalar,
     load_shared_f32,
@@ -238,8 +238,8 @@ class PrefillScanRaw(PrefillMapped):
         parameters, biases = gate
         if self.chunk_terms.gate == "lower_bound":
             rate, _, most = parameters
-            return fmin(reciprocal(Float32(1) + exp2(cute.math.fma(g, rate, biases[c]))), most)
-        return fmax(self.chunk_terms.log2_decay(g, parameters, biases[c]), Float32(MIN_LOG_DECAY * LOG2_E))
+            return fmin_nan(reciprocal(Float32(1) + exp2(cute.math.fma(g, rate, biases[c]))), most)
+        return fmax_nan(self.chunk_terms.log2_decay(g, parameters, biases[c]), Float32(MIN_LOG_DECAY * LOG2_E))
 
     def unit(self, gate):
         return gate[0][1] if self.chunk_terms.gate == "lower_bound" else Float32(1)

@@ -193,8 +193,8 @@ def _sizes(op: str) -> Iterator[tuple[_Factors, int]]:
     """States of all sizes under gates that forget, some that wipe them out at once, and slow ones."""
     rng = random.Random(f"{op} sizes")
     for axis, family, size in itertools.product(AXES, ("typical", "saturated", MIXED, "slow"), STATE_SIZES):
-        D, heads, gate, state_dtype = (rng.choice(factor) for factor in (DIMS, FEW, GATES, STATE_DTYPES))
-        yield (axis, D, heads, gate, family, "random", state_dtype), size
+        D, heads, gate = rng.choice(DIMS), rng.choice(FEW), rng.choice(GATES)
+        yield (axis, D, heads, gate, family, "random", rng.choice(STATE_DTYPES)), size
 
 
 def _repeated(op: str) -> Iterator[_Factors]:

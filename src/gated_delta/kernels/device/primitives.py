@@ -654,6 +654,16 @@ def fmin(x, y):
     return cute.arch.inline_ptx("min.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
 
 
+def fmax_nan(x, y):
+    """The maximum; NaN if either is."""
+    return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
+
+
+def fmin_nan(x, y):
+    """The minimum; NaN if either is."""
+    return cute.arch.inline_ptx("min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
+
+
 def exp2(x):
     """2**x, 0 below 2**-126."""
     return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
