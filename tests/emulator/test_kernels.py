@@ -89,6 +89,20 @@ def test_counts_of_any_size_are_clamped(dtype, kernels):
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
 
 
+@pytest.mark.parametrize("op", ["decode", "verify"])
+def test_a_norm_of_outputs_beyond_fp16_is_finite(op, kernels):
+    """o of 480000, which fp16 would round to inf, and an ordinary one beside it."""
+    q = torch.zeros(2, 1, 1, 128, dtype=torch.float16)
+    q[..., 0] = 1
+    v = torch.tensor([60000.0, 3.0]).half().view(2, 1, 1, 1).expand(2, 1, 2, 128).contiguous()
+    call = dict(q=q, k=q.clone(), v=v, g=torch.zeros(2, 1, 2), beta=torch.ones(2, 1, 2), scale=8.0, qk_l2norm=False)
+    call |= dict(state=torch.zeros(2, 2, 128, 128), norm=gd.GatedNorm(torch.ones(128)), z=torch.ones_like(v))
+    call |= dict(buffer=gd.KVBuffer.empty(2, 1, 1, 2, 128, 128)) if op == "verify" else {}
+    with emulated(kernels):
+        o = getattr(gd, op)(**call, backend="cute")
+    torch.testing.assert_close(o.float(), torch.nn.functional.silu(torch.ones_like(o).float()), rtol=1e-3, atol=0)
+
+
 COMMON = dict(D=(128,), dtype=(torch.bfloat16,), deterministic=(False,))
 PREFILLS = [(cut, case) for cut in CUTS for axis in FEW_HEADS for case in sample("prefill", 1, axis=(axis,), **COMMON)]
 PREFILLS += [("raw", case) for case in sample("prefill", 3, axis=("channel",), g_dtype=(torch.bfloat16, torch.float16), **COMMON)]
