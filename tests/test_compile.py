@@ -26,12 +26,6 @@ needs_compiler = pytest.mark.skipif(
 SPILLS = {
     # Some lanes have no channels: their predicates spill two registers, in one variant four, once a call.
     "K=96": 16,
-    # Load and store warps have 24 registers, one too few for the number of the block's work tile.
-    "rows=128": 8,
-    # Its roles have 65536 registers together: with checkpoints, what a role needs once a work tile waits in local memory.
-    "prefill_fused": 24,
-    # Warps that prepare have 168 registers, as prefill_prepare has: one or two too few for where a chunk's work is, once a chunk.
-    "prefill_overlapped": 8,
 }
 SCANS = ("prefill_scan", "prefill_transitions")
 IN_ONE = ("prefill_fused", "prefill_overlapped")
@@ -74,11 +68,7 @@ def files(cache):
 
 ALWAYS = [some for some in dispatch.shipped() if some.kernel in ("flush", *PREFILL) and some.kernel not in IN_ONE]
 ONE_EACH = [[some for some in dispatch.shipped() if some.kernel == kernel][i] for kernel in IN_ONE for i in (0, -1)]
-WITH_LOG_GATES = [
-    some
-    for some in dispatch.shipped()
-    if some.kernel == "prefill_fused" and {("gate", "log"), ("checkpoints", True)} <= {*some.facts}
-]
+FUSED = [some for some in dispatch.shipped() if some.kernel == "prefill_fused"]
 OTHERS = [some for some in dispatch.shipped() if some not in ALWAYS and some.kernel not in IN_ONE]
 SAMPLE = ALWAYS + ONE_EACH + random.Random(0).sample(OTHERS, 72)
 """A quarter of what ships; `gated-delta compile` prints the registers of all of it."""
@@ -129,14 +119,11 @@ def test_as_many_blocks_of_decode_fit_on_an_sm_as_their_schedule_says(some):
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize(
     "some",
-    dict.fromkeys([*ONE_EACH, *WITH_LOG_GATES, *(some for some in ALWAYS if some.kernel in (*SCANS, "prefill_scan_raw"))]),
+    dict.fromkeys([*ONE_EACH, *FUSED, *(some for some in ALWAYS if some.kernel in (*SCANS, "prefill_scan_raw"))]),
     ids=str,
 )
 def test_wgmmas_are_not_serialised(some):
-    """ptxas fences every wgmma by itself, without a warning, for lack of registers or where it cannot count groups in flight.
-
-    Of prefill_fused, those with log gates and checkpoints need more registers than the others.
-    """
+    """ptxas fences every wgmma by itself, without a warning, for lack of registers or where it cannot count groups in flight."""
     code = compile.inspected(compile.build(some, "sm_90a"), "-sass")
     assert code is not None, "needs cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
     groups = 6 if some.kernel == "prefill_fused" else 3 if some.kernel == "prefill_transitions" else 5
