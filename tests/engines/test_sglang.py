@@ -731,7 +731,7 @@ def test_engine_that_lacks_kernels_does_not_start(qwen3_5, tmp_path):
     strict = dict(GATED_DELTA_JIT="0", GATED_DELTA_CACHE_DIR=str(tmp_path))
     run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer"), strict, starts=False, arch="sm_90a")
     assert "kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no compiler, and no compiled kernel" in run.log
-    assert "`gated-delta compile` builds them ahead of time\n  - decode axis=head K=64 V=64" in run.log
+    assert "`gated-delta compile` builds kernels ahead of time\n  - decode axis=head K=64 V=64" in run.log
 
 
 def test_engine_runs_its_own_kernels_where_ours_cannot(qwen3_5, expected, tmp_path):
