@@ -269,8 +269,7 @@ def test_repeated_tokens_do_not_add_up_their_rounding(cut, kernels):
 
 
 @pytest.mark.parametrize("cut", [1, "persistent", "fused", "raw", "overlapped"], indirect=True)
-@pytest.mark.parametrize("power", [14, 20])
-def test_states_far_larger_than_values_that_gates_wipe_out(cut, power, kernels):
+def test_states_far_larger_than_values_that_gates_wipe_out(cut, kernels):
     """In the first chunk and in the second, at once or by and by; a head keeps its state."""
     axis = "channel" if cut == "raw" else "head"
     one, T = call(axis, 80, heads=SMALL[axis]), 80
@@ -278,7 +277,7 @@ def test_states_far_larger_than_values_that_gates_wipe_out(cut, power, kernels):
     log[:, 0], log[20, 1], log[70, 2] = -5.0, -30.0, -30.0
     g = log[None] if axis == "head" else log[None, :, :, None].expand(1, T, 4, 128)
     one |= dict(g=g.to(one["g"].dtype).contiguous(), gate=gd.Gate.log())
-    start = torch.randn(1, 4, 128, 128, generator=torch.Generator().manual_seed(0)) * 2.0**power
+    start = torch.randn(1, 4, 128, 128, generator=torch.Generator().manual_seed(0)) * 2.0**20
     want = gd.prefill(**one, initial_state=start, backend="reference")
     with emulated(kernels):
         made = gd.prefill(**one, initial_state=start, backend="cute")
@@ -286,20 +285,20 @@ def test_states_far_larger_than_values_that_gates_wipe_out(cut, power, kernels):
     assert heads_apart(made[1], want[1], 1) <= 2.5e-3
 
 
-@pytest.mark.parametrize("cut", CUTS, indirect=True)
+@pytest.mark.parametrize("cut", [1, "fused", "raw", "overlapped", "joined"], indirect=True)
 def test_a_nan_reaches_no_chunk_before_its_own(cut, kernels):
     axis = "channel" if cut in ("raw", "beside") else "head"
     made = []
     for names in ((), ("g",), ("q", "k", "v", "beta")):
-        one = call(axis, 140)
+        one = call(axis, 100)
         for name in names:
-            one[name][:, 100] = torch.nan
+            one[name][:, 80] = torch.nan
         with emulated(kernels):
             made.append(gd.prefill(**one, backend="cute")[0])
     assert made[0].isfinite().all()
     for o in made[1:]:
         assert torch.equal(made[0][:, :64], o[:, :64])
-        assert o[:, 100:].isnan().all()
+        assert o[:, 80:].isnan().all()
 
 
 # ------------------------------------------------------------------------------------------------ joined segments
