@@ -56,6 +56,7 @@ from .results import (
     make_table,
     one_line,
     packages,
+    stdout_lost,
     tracked,
 )
 
@@ -85,8 +86,7 @@ class Commands(TyperGroup):
             try:
                 print(flush=True)  # on a full disk this fails, too
             except OSError as problem:
-                reason = problem.strerror or problem
-                _complain(f"gated-delta: cannot write to the standard output: {reason}")
+                _complain(f"gated-delta: {stdout_lost(problem)}")
                 abandon_stdout()
                 code = 2
             else:

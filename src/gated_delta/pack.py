@@ -55,7 +55,7 @@ def build_all(variants: Sequence[kernels.Variant], arch: str, out: Path, jobs: i
 
 
 def progress_bar(console: Console) -> Progress:
-    """A narrow terminal cuts its label alone."""
+    """A bar of which a terminal with few columns cuts the label alone."""
     column = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     label = TextColumn("{task.description}", markup=False, table_column=column)
     others = (BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn())

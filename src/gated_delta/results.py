@@ -49,6 +49,11 @@ def tracked(items: Sequence[Item], description: str) -> Iterable[Item]:
     return track(items, description, console=errors, transient=True) if watched() else items
 
 
+def stdout_lost(problem: OSError) -> str:
+    """In words."""
+    return f"cannot write to the standard output: {problem.strerror or problem}"
+
+
 def abandon_stdout() -> None:
     """Let the interpreter, which flushes it again as it ends, not fail."""
     with contextlib.suppress(OSError, ValueError):
@@ -275,7 +280,7 @@ class Report:
 
     def lose_stdout(self, problem: OSError) -> None:
         """The standard output takes no more."""
-        self._lose(f"cannot write to the standard output: {problem.strerror or problem}")
+        self._lose(stdout_lost(problem))
         abandon_stdout()
 
 

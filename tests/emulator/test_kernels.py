@@ -246,8 +246,6 @@ def test_a_gate_with_any_bound(cut, bound, kernels):
 
 # ------------------------------------------------------------------------------------------------ repeated tokens, sizes, NaN
 
-SMALL = {"head": (4, 4), "channel": (4, 4)}
-
 
 def heads_apart(x, y, dim):
     return max(apart(x.select(dim, h), y.select(dim, h)) for h in range(x.shape[dim]))
@@ -257,7 +255,7 @@ def heads_apart(x, y, dim):
 def test_repeated_tokens_do_not_add_up_their_rounding(cut, kernels):
     """One key over and over and one beta a head, for equal and other values: 0.021 if Tinv is rounded when it is done."""
     axis = "channel" if cut == "raw" else "head"
-    one, T = call(axis, 64, heads=SMALL[axis]), 64
+    one, T = call(axis, 64, heads=(4, 4)), 64
     one["k"], one["v"][:, :, :2] = one["k"][:, :1].expand_as(one["k"]).contiguous(), one["v"][:, :1, :2].clone()
     one |= dict(g=torch.zeros_like(one["g"]), gate=gd.Gate.log())
     one["beta"] = torch.tensor([0.7, 0.98, 0.7, 0.98]).expand(1, T, 4).contiguous()
@@ -272,7 +270,7 @@ def test_repeated_tokens_do_not_add_up_their_rounding(cut, kernels):
 def test_states_far_larger_than_values_that_gates_wipe_out(cut, kernels):
     """In the first chunk and in the second, at once or by and by; a head keeps its state."""
     axis = "channel" if cut == "raw" else "head"
-    one, T = call(axis, 80, heads=SMALL[axis]), 80
+    one, T = call(axis, 80, heads=(4, 4)), 80
     log = torch.full((T, 4), -1e-3)
     log[:, 0], log[20, 1], log[70, 2] = -5.0, -30.0, -30.0
     g = log[None] if axis == "head" else log[None, :, :, None].expand(1, T, 4, 128)
@@ -287,7 +285,7 @@ def test_states_far_larger_than_values_that_gates_wipe_out(cut, kernels):
 
 @pytest.mark.parametrize("cut", [1, "fused", "raw", "overlapped", "joined"], indirect=True)
 def test_a_nan_reaches_no_chunk_before_its_own(cut, kernels):
-    axis = "channel" if cut in ("raw", "beside") else "head"
+    axis = "channel" if cut == "raw" else "head"
     made = []
     for names in ((), ("g",), ("q", "k", "v", "beta")):
         one = call(axis, 100)

@@ -151,7 +151,7 @@ def show(prompt: str, length: int, backend: str, device: torch.device, console: 
 
 
 def _row(what: str, found: Text, width: int) -> RenderableType:
-    """A finding, its lines below each other; on a narrow terminal they begin at its edge."""
+    """A finding, its lines below each other; below 60 columns they begin at the terminal's edge."""
     if width < 60:
         return Text.assemble((f"{what:14}  ", "bold"), found)
     row = Table.grid(padding=(0, 2))

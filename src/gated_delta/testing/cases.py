@@ -235,7 +235,8 @@ QUICK_RANK_STRIDE = 3  # coprime to the number of RANK_HEADS, the factor that ru
 
 def quick_cases(op: str) -> tuple[Case, ...]:
     """A small part of `cases(op)` in which every value of every factor occurs."""
-    ranks, last = len(AXES) * len(DIMS) * len(RANK_HEADS), len(cases(op)) - len(list(_sizes(op))) - len(list(_repeated(op)))
-    listed, others = cases(op)[:last], cases(op)[last:]
+    ranks = len(AXES) * len(DIMS) * len(RANK_HEADS)
+    others = [case for case in cases(op) if case.state_size or case.keys == REPEATED]
+    listed = cases(op)[: -len(others)]
     quick = (*listed[:-ranks:QUICK_STRIDE], *listed[-ranks::QUICK_RANK_STRIDE][: len(RANK_HEADS)])
     return (*quick, *others[::QUICK_SIZE_STRIDE])

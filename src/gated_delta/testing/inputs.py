@@ -177,8 +177,14 @@ def _pool(case: Case, slots: int, used: list[int], rng: torch.Generator, device:
     HV, D = case.heads[1], case.D
     storage = torch.full((slots, HV * D * D + 24), math.nan, dtype=case.state_dtype, device=device)
     pool = storage[:, : HV * D * D].view(slots, HV, D, D)
-    pool[used] = (torch.randn(len(used), HV, D, D, generator=rng) * 2.0 ** (case.state_size - 1)).to(device, case.state_dtype)
+    pool[used] = _random_states(case, len(used), rng, device)
     return pool
+
+
+def _random_states(case: Case, count: int, rng: torch.Generator, device: torch.device) -> Tensor:
+    HV, D = case.heads[1], case.D
+    states = torch.randn(count, HV, D, D, generator=rng) * 2.0 ** (case.state_size - 1)
+    return states.to(device, case.state_dtype)
 
 
 def _masked(case: Case, slots: list[int], inactive: int | None) -> list[int]:
@@ -192,13 +198,11 @@ def _index(values: list[int] | list[list[int]], case: Case, name: str, device: t
 
 def _prefill_states(call: Call, rng: torch.Generator, device: torch.device, inactive: int | None) -> None:
     case, N = call.case, len(call.case.lengths)
-    HV, D = case.heads[1], case.D
     states: dict[str, Any] = dict(initial_state=None, output_final_state="final_state" in case.options)
     states |= dict(state=None, state_indices=None, has_initial_state=None, null_index=case.null_index)
     states |= dict(deterministic=case.deterministic)
     if "initial_state" in case.options:
-        size = 2.0 ** (case.state_size - 1)
-        states["initial_state"] = (torch.randn(N, HV, D, D, generator=rng) * size).to(device, case.state_dtype)
+        states["initial_state"] = _random_states(case, N, rng, device)
     if "pool" in case.options:
         slots = [2 * n + 1 for n in reversed(range(N))]
         resumed = [(n + case.seed) % 2 == 0 for n in range(N)]  # a fresh sequence's slot still holds another's NaN

@@ -649,11 +649,6 @@ def fmax(x, y):
     return cute.arch.inline_ptx("max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
 
 
-def fmin(x, y):
-    """The minimum; of NaN and a number the number."""
-    return cute.arch.inline_ptx("min.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
-
-
 def fmax_nan(x, y):
     """The maximum; NaN if either is."""
     return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
