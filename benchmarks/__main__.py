@@ -27,20 +27,45 @@ from .peers import OWN, PEERS
 from .plot import draw
 from .record import RESULTS, Record, merged, read, summary
 
-Op = Enum("Op", {"decode": "decode", "prefill": "prefill", "speculate": "speculate", "layer": "layer"}, type=str)
+Op = Enum(
+    "Op",
+    {"decode": "decode", "prefill": "prefill", "speculate": "speculate", "layer": "layer"},
+    type=str,
+)
 TABLES, KNOWN = CELLS | dict(layer=layers.CELLS), PEERS | dict(layer=layers.PEERS)
 Server = Enum("Server", {"sglang": "sglang", "vllm": "vllm"}, type=str)
-Engine = Enum("Engine", {"sglang": "sglang", "vllm": "vllm", "transformers": "transformers"}, type=str)
+Engine = Enum(
+    "Engine", {"sglang": "sglang", "vllm": "vllm", "transformers": "transformers"}, type=str
+)
 TRAINED = str(Path(demo.__file__).parent / "tiny_qwen3_5")
-app = typer.Typer(cls=Commands, help="Our kernels against their peers, on one CUDA device.", pretty_exceptions_enable=False)
+app = typer.Typer(
+    cls=Commands,
+    help="Our kernels against their peers, on one CUDA device.",
+    pretty_exceptions_enable=False,
+)
 
 
 @app.command()
 def measure(
-    op: Annotated[Op, typer.Argument(help="speculate: verify and flush; layer: decode and its neighbours.")],
-    file: Annotated[Path | None, typer.Argument(help="JSON, other cells of which stay; benchmarks/results/OP.json.")] = None,
-    peers: Annotated[str, typer.Option(help="Such as fla,flashinfer, or none; all that are installed when not given.")] = "",
-    filter: Annotated[str, typer.Option(help="Only cells with this regular expression in their labels: 'KDA 32/32 .* B=8$'.")] = "",
+    op: Annotated[
+        Op, typer.Argument(help="speculate: verify and flush; layer: decode and its neighbours.")
+    ],
+    file: Annotated[
+        Path | None,
+        typer.Argument(help="JSON, other cells of which stay; benchmarks/results/OP.json."),
+    ] = None,
+    peers: Annotated[
+        str,
+        typer.Option(
+            help="Such as fla,flashinfer, or none; all that are installed when not given."
+        ),
+    ] = "",
+    filter: Annotated[
+        str,
+        typer.Option(
+            help="Only cells with this regular expression in their labels: 'KDA 32/32 .* B=8$'."
+        ),
+    ] = "",
     device: DeviceOption = "auto",
 ) -> None:
     """Check and time cells beside a copy and the peers; each is written as soon as it is measured."""
@@ -49,11 +74,16 @@ def measure(
         raise typer.BadParameter(f"expected a CUDA device, got {where}", param_hint="--device")
     chosen = [cell for cell in cells.values() if pattern(filter).search(cell.label)]
     if not chosen:
-        raise typer.BadParameter(f"no cell of {op.value} matches {filter!r}; one is {next(iter(cells))!r}", param_hint="--filter")
+        raise typer.BadParameter(
+            f"no cell of {op.value} matches {filter!r}; one is {next(iter(cells))!r}",
+            param_hint="--filter",
+        )
     installed = [name for name, peer in known.items() if peer.version]
     names = {"": installed, "none": []}.get(peers, [name.strip() for name in peers.split(",")])
     if unknown := [name for name in names if name not in known]:
-        raise typer.BadParameter(f"expected some of {','.join(known)}, got {','.join(unknown)}", param_hint="--peers")
+        raise typer.BadParameter(
+            f"expected some of {','.join(known)}, got {','.join(unknown)}", param_hint="--peers"
+        )
     asked = (OWN if op is Op.speculate else {}) | {name: known[name] for name in names}
     file, command = file or RESULTS / f"{op.value}.json", f"benchmarks {op.value}"
     report = Report(command, True, file)
@@ -66,13 +96,21 @@ def measure(
     wrong: dict[str, list[str]] = {}
     with report.measuring(), torch.cuda.device(where):
         run = run_facts(where, {name: peer.version for name, peer in asked.items()})
-        prepare = {form: made for name, peer in asked.items() for form, made in peer.forms(name).items()}
+        prepare = {
+            form: made for name, peer in asked.items() for form, made in peer.forms(name).items()
+        }
         runner = Runner(prepare, where, run, report.say)
-        wrong = {cell.label: found for cell in tracked(chosen, "checking") if (found := runner.check(cell))}
+        wrong = {
+            cell.label: found
+            for cell in tracked(chosen, "checking")
+            if (found := runner.check(cell))
+        }
         for label, found in wrong.items():
             report.say(f"fails its check, not timed: {label}: {'; '.join(found)}")
         right = [cell for cell in chosen if cell.label not in wrong]
-        smallest = min((cell for cell in right if cell.compared), key=lambda cell: cell.bytes, default=None)
+        smallest = min(
+            (cell for cell in right if cell.compared), key=lambda cell: cell.bytes, default=None
+        )
         for cell in tracked(right, "timing"):
             done.append(runner.measure(cell, host=cell is smallest))
             content = dict(command=command, **merged(before, done, run, cells))
@@ -80,7 +118,10 @@ def measure(
             report.say(line(done[-1]))
     if done:
         report.write(content)
-        table = make_table("peer / ours, of all the file's cells", *("family", "peer", "cells", "geomean", "least", "at", "behind"))
+        table = make_table(
+            "peer / ours, of all the file's cells",
+            *("family", "peer", "cells", "geomean", "least", "at", "behind"),
+        )
         for row in summary(content["cells"]):
             table.add_row(*row)
         report.show(table)
@@ -91,11 +132,17 @@ def line(record: Record) -> str:
     """A cell's times in words."""
     peers = {name: peer["us"] for name, peer in record["peers"].items()}
     times = {"ours": record["us"], **record["parts"], "copy": record["copy_us"], **peers}
-    return f"{record['label']}, us: " + ", ".join(f"{name} {us:.2f}" for name, us in times.items() if us is not None)
+    return f"{record['label']}, us: " + ", ".join(
+        f"{name} {us:.2f}" for name, us in times.items() if us is not None
+    )
 
 
 @app.command()
-def plot(files: Annotated[list[Path] | None, typer.Argument(help="JSON of `measure`; benchmarks/results/*.json")] = None) -> None:
+def plot(
+    files: Annotated[
+        list[Path] | None, typer.Argument(help="JSON of `measure`; benchmarks/results/*.json")
+    ] = None,
+) -> None:
     """Draw times and ratios of every series, into a PNG beside each file."""
     for file in files or sorted(RESULTS.glob("*.json")):
         try:
@@ -109,15 +156,23 @@ def plot(files: Annotated[list[Path] | None, typer.Argument(help="JSON of `measu
 @app.command()
 def serve(
     engine: Annotated[Engine, typer.Argument(help="Installed beside gated_delta.")],
-    file: Annotated[Path | None, typer.Argument(help="JSON; benchmarks/results/serve/ENGINE.json.")] = None,
-    model: Annotated[str, typer.Option(help="Whose layers: " + ", ".join(serving.MODELS))] = next(iter(serving.MODELS)),
-    filter: Annotated[str, typer.Option(help="Only cells with this regular expression in their labels: '^8 x'.")] = "",
+    file: Annotated[
+        Path | None, typer.Argument(help="JSON; benchmarks/results/serve/ENGINE.json.")
+    ] = None,
+    model: Annotated[str, typer.Option(help="Whose layers: " + ", ".join(serving.MODELS))] = next(
+        iter(serving.MODELS)
+    ),
+    filter: Annotated[
+        str, typer.Option(help="Only cells with this regular expression in their labels: '^8 x'.")
+    ] = "",
     options: Annotated[str, typer.Option(help="The engine's own, as JSON.")] = "{}",
 ) -> None:
     """Time a serving engine with its own kernels and then with ours: tokens as users see them, and GPU kernels."""
     labels = [label for label in serving.CELLS if pattern(filter).search(label)]
     if model not in serving.MODELS or not labels:
-        raise typer.BadParameter(f"expected a model of {', '.join(serving.MODELS)} and a filter of {', '.join(serving.CELLS)}")
+        raise typer.BadParameter(
+            f"expected a model of {', '.join(serving.MODELS)} and a filter of {', '.join(serving.CELLS)}"
+        )
     given = object_of(options, "--options")
     report, run = served(engine.value, "serve", file)
     made: dict[str, list[dict[str, Any]]] = dict(engine=[], gated_delta=[])
@@ -127,13 +182,23 @@ def serve(
     def content() -> dict[str, Any]:
         """What there is so far; unpaired: cells that only the engine's own kernels have run."""
         own, ours = made.values()
-        paired = [dict(label=cell.pop("cell"), run=0, **cell) for cell in serving.compared(own[: len(ours)], ours)]
+        paired = [
+            dict(label=cell.pop("cell"), run=0, **cell)
+            for cell in serving.compared(own[: len(ours)], ours)
+        ]
         facts = run | dict(model=model, options=given, log=log, start_s=starts)
-        return dict(command=f"benchmarks serve {engine.value}", runs=[facts], cells=paired, unpaired=own[len(ours) :])
+        return dict(
+            command=f"benchmarks serve {engine.value}",
+            runs=[facts],
+            cells=paired,
+            unpaired=own[len(ours) :],
+        )
 
     with report.measuring():
         for name, found in made.items():
-            for measured in serving.run(engine.value, model, name == "gated_delta", given, cells=labels):
+            for measured in serving.run(
+                engine.value, model, name == "gated_delta", given, cells=labels
+            ):
                 report.say(f"{name}: {measured}")
                 log += said(measured)
                 starts |= {name: measured["start_s"]} if "start_s" in measured else {}
@@ -146,14 +211,22 @@ def serve(
 @app.command()
 def tokens(
     engine: Annotated[Server, typer.Argument(help="Installed beside gated_delta.")],
-    file: Annotated[Path | None, typer.Argument(help="JSON; benchmarks/results/serve/ENGINE_tokens.json.")] = None,
+    file: Annotated[
+        Path | None, typer.Argument(help="JSON; benchmarks/results/serve/ENGINE_tokens.json.")
+    ] = None,
     model: Annotated[
-        str, typer.Option(help="A checkpoint of bytes as tokens, or one to make: " + ", ".join(serving.MODELS))
+        str,
+        typer.Option(
+            help="A checkpoint of bytes as tokens, or one to make: " + ", ".join(serving.MODELS)
+        ),
     ] = TRAINED,
     count: Annotated[int, typer.Option(help="Of prompts.", min=1)] = 320,
     new_tokens: Annotated[int, typer.Option(help="Of each answer.", min=1)] = 32,
     options: Annotated[str, typer.Option(help="The engine's own, as JSON.")] = "{}",
-    also: Annotated[list[str] | None, typer.Option(help="More of them, for another start with ours: '{\"tp_size\": 2}'.")] = None,
+    also: Annotated[
+        list[str] | None,
+        typer.Option(help="More of them, for another start with ours: '{\"tp_size\": 2}'."),
+    ] = None,
 ) -> None:
     """Compare greedy tokens of an engine with its own kernels and with ours."""
     given = object_of(options, "--options")
@@ -162,7 +235,11 @@ def tokens(
     asked = dict(prompts=answers.prompts(count), new_tokens=new_tokens)
     own: list[Any] = []
     rows: list[dict[str, Any]] = []
-    content = dict(command=f"benchmarks tokens {engine.value}", runs=[run | dict(model=model, options=given)], cells=rows)
+    content = dict(
+        command=f"benchmarks tokens {engine.value}",
+        runs=[run | dict(model=model, options=given)],
+        cells=rows,
+    )
     with report.measuring(), tempfile.TemporaryDirectory() as place:
         if model in serving.MODELS:
             answers.save_random(model, Path(place))
@@ -172,13 +249,19 @@ def tokens(
             found: list[Any] = []
             top = not any("speculative" in name for name in more)
             try:
-                for measured in serving.run(engine.value, path, plugin, given | more, top=top, **asked):
+                for measured in serving.run(
+                    engine.value, path, plugin, given | more, top=top, **asked
+                ):
                     log += said(measured)
                     found += measured.get("answers", ())
             except RuntimeError as problem:  # one start that fails leaves the others
                 report.say(str(problem))
             own = own or found
-            row = dict(label=f"{'gated_delta' if plugin else engine.value} {json.dumps(more)}", run=0, log=log)
+            row = dict(
+                label=f"{'gated_delta' if plugin else engine.value} {json.dumps(more)}",
+                run=0,
+                log=log,
+            )
             rows.append(row | (answers.compared(own, found) if found else dict(equal=None)))
             report.say(str(rows[-1]))
             report.keep(content)
@@ -190,7 +273,9 @@ def pattern(filter: str) -> re.Pattern[str]:
     try:
         return re.compile(filter)
     except re.error as problem:
-        raise typer.BadParameter(f"expected a regular expression, got {filter!r}: {problem}", param_hint="--filter") from None
+        raise typer.BadParameter(
+            f"expected a regular expression, got {filter!r}: {problem}", param_hint="--filter"
+        ) from None
 
 
 def object_of(text: str, name: str) -> dict[str, Any]:
@@ -217,7 +302,11 @@ def served(engine: str, command: str, file: Path | None) -> tuple[Report, dict[s
 def said(measured: dict[str, Any]) -> list[str]:
     """What an engine's log or its ranks say of gated_delta."""
     ranks = measured.get("ranks", ())
-    return [measured["log"]] if "log" in measured else [f"rank {i}: {line}" for i, rank in enumerate(ranks) for line in rank]
+    return (
+        [measured["log"]]
+        if "log" in measured
+        else [f"rank {i}: {line}" for i, rank in enumerate(ranks) for line in rank]
+    )
 
 
 if __name__ == "__main__":

@@ -76,14 +76,29 @@ class Cell:
 
     def case(self, op: str, layout: str, lengths: tuple[int, ...], family: str = "typical") -> Case:
         axis, gate = {"gdn": ("head", "softplus"), "kda": ("channel", "lower_bound")}[self.model]
-        dtypes: dict[str, Any] = dict(dtype=BF16, g_dtype=BF16, state_dtype=self.state_dtype, norm=self.facts.get("norm"))
-        return typical(op=op, axis=axis, heads=self.heads, D=D, gate=gate, lengths=lengths, layout=layout, family=family, **dtypes)
+        dtypes: dict[str, Any] = dict(
+            dtype=BF16, g_dtype=BF16, state_dtype=self.state_dtype, norm=self.facts.get("norm")
+        )
+        return typical(
+            op=op,
+            axis=axis,
+            heads=self.heads,
+            D=D,
+            gate=gate,
+            lengths=lengths,
+            layout=layout,
+            family=family,
+            **dtypes,
+        )
 
     def check(self, op: str, layout: str, launched: int = 1, layers: int = 1) -> Case:
         """On the fewest sequences, from three on, whose launch has the cell's schedule; launched: states for each sequence."""
         most, problem = launched * self.sequences, self.case(op, layout, (self.T,)).problem
         schedule = schedule_of(problem, most)
-        few = next((n for n in range(3, max(4, most)) if schedule_of(problem, layers * n) == schedule), most)
+        few = next(
+            (n for n in range(3, max(4, most)) if schedule_of(problem, layers * n) == schedule),
+            most,
+        )
         return self.case(op, layout, (self.T,) * few)
 
 
@@ -97,7 +112,9 @@ def state_bytes(heads: Heads, state_dtype: torch.dtype, sequences: int) -> int:
 
 def token_bytes(model: str, heads: Heads) -> int:
     """Of a token's q, k, v, o, g and beta."""
-    return (2 * heads[0] * D + heads[1] * (2 * D + (D if model == "kda" else 1) + 1)) * BF16.itemsize
+    return (
+        2 * heads[0] * D + heads[1] * (2 * D + (D if model == "kda" else 1) + 1)
+    ) * BF16.itemsize
 
 
 def sets_within(wanted: float, memory: int) -> int:
@@ -110,7 +127,16 @@ class Inputs(SimpleNamespace):
 
     def arguments(self) -> dict[str, Any]:
         """Of the operations on tokens, with an output of the caller's own."""
-        return dict(q=self.q, k=self.k, v=self.v, g=self.g, beta=self.beta, gate=self.gate, beta_logits=True, out=self.blank())
+        return dict(
+            q=self.q,
+            k=self.k,
+            v=self.v,
+            g=self.g,
+            beta=self.beta,
+            gate=self.gate,
+            beta_logits=True,
+            out=self.blank(),
+        )
 
     def blank(self) -> Tensor:
         """An output of a caller's own, NaN until it is written."""
@@ -126,7 +152,11 @@ def random_tokens(cell: Cell, lead: tuple[int, int], rng: torch.Generator) -> di
 
     A_log = torch.rand(HV, device=rng.device, generator=rng)
     dt_bias = normal(HV, *channels, dtype=FP32).mul_(0.1)
-    gate = Gate.softplus(A_log, dt_bias) if cell.model == "gdn" else Gate.lower_bound(A_log, dt_bias, BOUND)
+    gate = (
+        Gate.softplus(A_log, dt_bias)
+        if cell.model == "gdn"
+        else Gate.lower_bound(A_log, dt_bias, BOUND)
+    )
     shapes = dict(q=(H, D), k=(H, D), v=(HV, D), g=(HV, *channels), beta=(HV,))
     return dict(gate=gate, **{name: normal(*lead, *shape) for name, shape in shapes.items()})
 
@@ -137,14 +167,25 @@ FOOTPRINT, MOST_SETS = 2e9, 48
 
 def decode(model: str, heads: Heads, dtype: torch.dtype, T: int, B: int) -> Cell:
     """With T > 1 every intermediate state is written and the pool left alone: drafts to be verified."""
-    moved = (1 + T) * state_bytes(heads, dtype, B)  # states are read once, and written once or once a token
-    sets = sets_within(max(2, min(MOST_SETS, FOOTPRINT / moved)), 4 * moved)  # ours, the copy's, and a peer's own states
-    names = ("fp32" if dtype == FP32 else "T=1" if T == 1 else "T>1", f"{kind(model, heads, dtype)} T={T}", f"B={B}")
+    moved = (1 + T) * state_bytes(
+        heads, dtype, B
+    )  # states are read once, and written once or once a token
+    sets = sets_within(
+        max(2, min(MOST_SETS, FOOTPRINT / moved)), 4 * moved
+    )  # ours, the copy's, and a peer's own states
+    names = (
+        "fp32" if dtype == FP32 else "T=1" if T == 1 else "T>1",
+        f"{kind(model, heads, dtype)} T={T}",
+        f"B={B}",
+    )
     return Cell(*names, model, heads, dtype, (T,) * B, moved, sets, decode_cases, pooled, passes=4)
 
 
 def decode_cases(cell: Cell) -> list[Case]:
-    return [cell.check("decode", layout) for layout in (["pool"] if cell.T == 1 else ["intermediates", "frozen"])]
+    return [
+        cell.check("decode", layout)
+        for layout in (["pool"] if cell.T == 1 else ["intermediates", "frozen"])
+    ]
 
 
 class Pooled(Inputs):
@@ -160,13 +201,21 @@ class Pooled(Inputs):
         if self.intermediate_states is not None:
             self.intermediate_states.zero_()  # another call's results may not be taken for this one's
         o, states = call()
-        made = o.clone(), states[self.state_indices.long()] if states is self.state else states.clone()
+        made = (
+            o.clone(),
+            states[self.state_indices.long()] if states is self.state else states.clone(),
+        )
         self.state.copy_(before)
         return made
 
     def ours(self, backend: str) -> Call:
-        arguments: dict[str, Any] = dict(self.arguments(), state=self.state, state_indices=self.state_indices)
-        arguments |= dict(intermediate_states=self.intermediate_states, update_state=self.intermediate_states is None)
+        arguments: dict[str, Any] = dict(
+            self.arguments(), state=self.state, state_indices=self.state_indices
+        )
+        arguments |= dict(
+            intermediate_states=self.intermediate_states,
+            update_state=self.intermediate_states is None,
+        )
         return lambda: (api.decode(**arguments, backend=backend), self.written)
 
 
@@ -189,7 +238,10 @@ MAIN = (("gdn", (16, 64)), ("kda", (32, 32)))
 WIDE = (("gdn", (16, 64)), ("gdn", (16, 32)), ("kda", (32, 32)), ("kda", (64, 64)))
 DECODE = [
     *(decode(*model, BF16, 1, B) for model, B in itertools.product(WIDE, POWERS)),
-    *(decode(*model, BF16, T, B) for model, T, B in itertools.product(MAIN, (2, 3, 4, 6, 8), POWERS[:8])),
+    *(
+        decode(*model, BF16, T, B)
+        for model, T, B in itertools.product(MAIN, (2, 3, 4, 6, 8), POWERS[:8])
+    ),
     *(decode(*model, FP32, 1, B) for model, B in itertools.product(MAIN, POWERS)),
 ]
 
@@ -200,14 +252,20 @@ FLUSHED = 48
 """Layers of one flush."""
 
 
-def kv_buffer(model: str, heads: Heads, T: int, B: int, device: Any = "meta", layers: int | None = None) -> KVBuffer:
+def kv_buffer(
+    model: str, heads: Heads, T: int, B: int, device: Any = "meta", layers: int | None = None
+) -> KVBuffer:
     axis = {"gdn": "head", "kda": "channel"}[model]
-    return KVBuffer.empty(B, T, *heads, D, D, gate=axis, num_layers=layers, device=torch.device(device))
+    return KVBuffer.empty(
+        B, T, *heads, D, D, gate=axis, num_layers=layers, device=torch.device(device)
+    )
 
 
 def counts(least: int, T: int, B: int, seed: int) -> Tensor:
     """Accepted drafts of each sequence, from `least` to all; of the first, at least one."""
-    made = torch.randint(least, T + 1, (B,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed))
+    made = torch.randint(
+        least, T + 1, (B,), dtype=torch.int32, generator=torch.Generator().manual_seed(seed)
+    )
     made[0].clamp_(min=1)
     return made
 
@@ -219,32 +277,72 @@ def speculation(model: str, heads: Heads, dtype: torch.dtype, T: int, B: int, op
     them. bytes: of a chain three passes over the states, of verify everything, of flush the states of sequences with an accepted
     draft. memory_ratio: of what a request's drafts hold until they are accepted, a state each over the KVBuffer.
     """
-    family, one, layers = f"{model.upper()} {SHORT[dtype]}", kind(model, heads, dtype), FLUSHED if op in ("all", "random") else 1
-    states, buffer = layers * state_bytes(heads, dtype, B), layers * kv_buffer(model, heads, T, B).nbytes
+    family, one, layers = (
+        f"{model.upper()} {SHORT[dtype]}",
+        kind(model, heads, dtype),
+        FLUSHED if op in ("all", "random") else 1,
+    )
+    states, buffer = (
+        layers * state_bytes(heads, dtype, B),
+        layers * kv_buffer(model, heads, T, B).nbytes,
+    )
     facts: dict[str, Any] = {}
     make: Any = drafts
     if layers > 1:
         m = counts(T if op == "all" else 0, T, B, 0)
-        names = (f"flush of {layers} layers, {family}", f"flush of {layers} layers, {op} drafts, {one} T={T}", f"B={B}")
-        moved, memory = 2 * states // B * int(m.count_nonzero()), states * (B + 1) // B + buffer + 2 * states
+        names = (
+            f"flush of {layers} layers, {family}",
+            f"flush of {layers} layers, {op} drafts, {one} T={T}",
+            f"B={B}",
+        )
+        moved, memory = (
+            2 * states // B * int(m.count_nonzero()),
+            states * (B + 1) // B + buffer + 2 * states,
+        )
         facts, make = dict(layers=layers, accepted=op), partial(flushed_alone, m)
     elif op == "verify":
         names = (f"verify alone, {family}", f"verify {one} B={B}", f"T={T}")
-        moved, memory, make = states + B * T * token_bytes(model, heads) + buffer, 3 * states + 2 * buffer, verify_alone
+        moved, memory, make = (
+            states + B * T * token_bytes(model, heads) + buffer,
+            3 * states + 2 * buffer,
+            verify_alone,
+        )
     else:
         names, moved = (family, f"{one} T={T}", f"B={B}"), 3 * states
-        memory = (5 + T) * states + 3 * buffer  # pool and its spare slot, the copy's two, cached states; a buffer for two rounds
+        memory = (
+            (5 + T) * states + 3 * buffer
+        )  # pool and its spare slot, the copy's two, cached states; a buffer for two rounds
         facts = dict(buffer_bytes_per_request=buffer // B, cached_bytes_per_request=T * states // B)
         facts |= dict(memory_ratio=T * states / buffer)
 
     def cases(cell: Cell) -> list[Case]:
         if layers > 1:
             return [cell.check("flush", "layers", layers, LAYERS)]
-        chained = [cell, replace(cell, lengths=(2 * T,) * B)] if not op and 2 * T <= MOST_OF_TWO else [cell]
-        return [some.check(checked, "pool") for some in chained for checked in ([op] if op else ["verify", "flush"])]
+        chained = (
+            [cell, replace(cell, lengths=(2 * T,) * B)]
+            if not op and 2 * T <= MOST_OF_TWO
+            else [cell]
+        )
+        return [
+            some.check(checked, "pool")
+            for some in chained
+            for checked in ([op] if op else ["verify", "flush"])
+        ]
 
     sets = sets_within(min(MOST_CHAINS, COLD_STATES / states), memory)
-    return Cell(*names, model, heads, dtype, (T,) * B, moved, sets, cases, make, facts=facts, compared=not op)
+    return Cell(
+        *names,
+        model,
+        heads,
+        dtype,
+        (T,) * B,
+        moved,
+        sets,
+        cases,
+        make,
+        facts=facts,
+        compared=not op,
+    )
 
 
 MOST_OF_TWO = 8
@@ -266,7 +364,9 @@ class Drafts(Pooled):
 
     def parts(self, backend: str) -> dict[str, Callable[[], Any]]:
         """What of our own call is timed alone too."""
-        states: dict[str, Any] = dict(state=self.state, buffer=self.buffer, state_indices=self.state_indices, backend=backend)
+        states: dict[str, Any] = dict(
+            state=self.state, buffer=self.buffer, state_indices=self.state_indices, backend=backend
+        )
         verify = partial(api.verify, **self.arguments(), **states)
         flush = partial(api.flush, **states, num_accepted=self.num_accepted)
         found: dict[str, Callable[[], Any]] = {"verify": verify, "flush": flush}
@@ -277,10 +377,14 @@ class Drafts(Pooled):
     def two_rounds(self, states: dict[str, Any]) -> Callable[[], None]:
         """Two rounds with one flush: the drafts that the first accepted come again, in front of the second's."""
         T, names = self.q.shape[1], ("q", "k", "v", "g", "beta")
-        both = Inputs(gate=self.gate, **{name: torch.cat([getattr(self, name)] * 2, 1) for name in names})
+        both = Inputs(
+            gate=self.gate, **{name: torch.cat([getattr(self, name)] * 2, 1) for name in names}
+        )
         (B, _, H, K), (HV, V) = self.q.shape, self.v.shape[2:]
         axis = "channel" if self.g.ndim == 4 else "head"
-        wide = states | dict(buffer=KVBuffer.empty(B, 2 * T, H, HV, K, V, gate=axis, device=self.q.device))
+        wide = states | dict(
+            buffer=KVBuffer.empty(B, 2 * T, H, HV, K, V, gate=axis, device=self.q.device)
+        )
         second = partial(api.verify, **both.arguments(), **wide)
         first = partial(second, **{name: second.keywords[name][:, :T] for name in (*names, "out")})
         flush = partial(api.flush, **wide, num_accepted=2 * self.num_accepted)
@@ -306,24 +410,42 @@ def verify_alone(cell: Cell, device: torch.device, seed: int) -> SimpleNamespace
     return SimpleNamespace(ours=lambda backend: b.parts(backend)["verify"])
 
 
-def flushed_alone(num_accepted: Tensor, cell: Cell, device: torch.device, seed: int) -> SimpleNamespace:
+def flushed_alone(
+    num_accepted: Tensor, cell: Cell, device: torch.device, seed: int
+) -> SimpleNamespace:
     """Of states, a buffer of slow decays, unit keys and random corrections, and slots."""
     B, rng = cell.sequences, torch.Generator(device).manual_seed(seed)
-    buffer, shape = kv_buffer(cell.model, cell.heads, cell.T, B, device, FLUSHED), (FLUSHED, B + 1, cell.heads[1], D, D)
+    buffer, shape = (
+        kv_buffer(cell.model, cell.heads, cell.T, B, device, FLUSHED),
+        (FLUSHED, B + 1, cell.heads[1], D, D),
+    )
     state = torch.randn(shape, dtype=cell.state_dtype, device=device, generator=rng)
     buffer.u.normal_(generator=rng)
     F.normalize(buffer.k.normal_(generator=rng), dim=-1, out=buffer.k)
     buffer.log_decay.uniform_(-0.2, -0.01, generator=rng)
     slots = 1 + torch.randperm(B, device=device, generator=rng).to(torch.int32)
-    call = partial(api.flush, state=state, buffer=buffer, num_accepted=num_accepted.to(device), state_indices=slots)
+    call = partial(
+        api.flush,
+        state=state,
+        buffer=buffer,
+        num_accepted=num_accepted.to(device),
+        state_indices=slots,
+    )
     return SimpleNamespace(ours=lambda backend: partial(call, backend=backend))
 
 
-KINDS = [(*model, dtype) for model in (("kda", (32, 32)), ("kda", (64, 64)), ("gdn", (16, 64))) for dtype in (FP32, BF16)]
+KINDS = [
+    (*model, dtype)
+    for model in (("kda", (32, 32)), ("kda", (64, 64)), ("gdn", (16, 64)))
+    for dtype in (FP32, BF16)
+]
 SPECULATE = [
     *(speculation(*one, T, B) for one, T, B in itertools.product(KINDS, (2, 3, 4, 6), POWERS[:8])),
     *(speculation(*one, T, 64, "verify") for one, T in itertools.product(KINDS, (2, 4, 8, 16))),
-    *(speculation(*one, 4, B, op) for one, op, B in itertools.product(KINDS, ("all", "random"), POWERS[:6])),
+    *(
+        speculation(*one, 4, B, op)
+        for one, op, B in itertools.product(KINDS, ("all", "random"), POWERS[:6])
+    ),
 ]
 
 
@@ -354,7 +476,10 @@ def skewed(n: int, total: int) -> tuple[int, ...]:
     return (short,) * (n // 2) + (total - (n - 1) * short,) + (short,) * (n - 1 - n // 2)
 
 
-SHAPES = {f"{n}x{T}": (T,) * n for n, T in (*((1, T) for T in (512, 1024, 4096, 8192, 16384, 65536)), (2, 4096), (8, 1024))} | {
+SHAPES = {
+    f"{n}x{T}": (T,) * n
+    for n, T in (*((1, T) for T in (512, 1024, 4096, 8192, 16384, 65536)), (2, 4096), (8, 1024))
+} | {
     f"{n}-{name}-{total}": cut(n, total)
     for n, total in itertools.product((10, 20), (4096, 8192))
     for name, cut in (("uniform", uniform), ("random", scattered), ("skewed", skewed))
@@ -370,10 +495,24 @@ def prefill(model: str, heads: Heads, gates: str, shape: str, lengths: tuple[int
     """
     total = sum(lengths)
     moved = total * token_bytes(model, heads) + 2 * state_bytes(heads, FP32, len(lengths))
-    sets = sets_within(max(2, COLD / moved), 4 * moved)  # ours, the copy's, and what peers make of the inputs
+    sets = sets_within(
+        max(2, COLD / moved), 4 * moved
+    )  # ours, the copy's, and what peers make of the inputs
     names = (f"{model.upper()} {gates}", f"{model.upper()} {heads[0]}/{heads[1]} {gates}", shape)
     flops, facts = total * heads[1] * (6 * D * D + 8 * CHUNK * D), dict(gates=gates, shape=shape)
-    return Cell(*names, model, heads, FP32, lengths, moved, sets, prefill_cases, prompts, flops=flops, facts=facts)
+    return Cell(
+        *names,
+        model,
+        heads,
+        FP32,
+        lengths,
+        moved,
+        sets,
+        prefill_cases,
+        prompts,
+        flops=flops,
+        facts=facts,
+    )
 
 
 def prefill_cases(cell: Cell) -> list[Case]:
@@ -404,14 +543,21 @@ def prompts(cell: Cell, device: torch.device, seed: int) -> Prompts:
     tokens = random_tokens(cell, (1, sum(cell.lengths)), rng)
     if cell.facts["gates"] == "slow":
         tokens["gate"].dt_bias.view(-1)[::STRIDE] += SHIFT
-    states = torch.randn(cell.sequences, cell.heads[1], D, D, device=device, generator=rng).mul_(STATE_SCALE)
-    packed = dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int32, device), max_seqlen=max(cell.lengths))
+    states = torch.randn(cell.sequences, cell.heads[1], D, D, device=device, generator=rng).mul_(
+        STATE_SCALE
+    )
+    packed = dict(
+        cu_seqlens=cu_seqlens(cell.lengths, torch.int32, device), max_seqlen=max(cell.lengths)
+    )
     return Prompts(**tokens, **packed, initial_state=states)
 
 
 MODELS = [("kda", heads) for heads in ((64, 64), (16, 64), (32, 32), (8, 8))]
 MODELS += [("gdn", heads) for heads in ((16, 64), (16, 32), (32, 32), (4, 8))]
-PREFILL = [prefill(*model, gates, *shape) for model, gates, shape in itertools.product(MODELS, SPEEDS, SHAPES.items())]
+PREFILL = [
+    prefill(*model, gates, *shape)
+    for model, gates, shape in itertools.product(MODELS, SPEEDS, SHAPES.items())
+]
 
 TABLES = dict(decode=DECODE, prefill=PREFILL, speculate=SPECULATE)
 CELLS = {op: {cell.label: cell for cell in table} for op, table in TABLES.items()}

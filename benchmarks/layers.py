@@ -42,7 +42,11 @@ COLD = 1e9
 CONVOLUTION: File = ("", "mamba/causal_conv1d_triton.py", "causal_conv1d_update")
 NORM: File = ("", "attention/fla/fused_norm_gate.py", "layer_norm_gated_fwd")
 PACKED = {
-    "gdn": ("", "attention/fla/fused_recurrent.py", "fused_recurrent_gated_delta_rule_packed_decode"),
+    "gdn": (
+        "",
+        "attention/fla/fused_recurrent.py",
+        "fused_recurrent_gated_delta_rule_packed_decode",
+    ),
     "kda": ("", "attention/fla/fused_recurrent.py", "fused_recurrent_kda_packed_decode"),
 }
 
@@ -68,10 +72,16 @@ class Layer(Pooled):
 
     def convolved(self) -> Tensor:
         options: dict[str, Any] = dict(activation="silu", conv_state_indices=self.state_indices)
-        return sglang(CONVOLUTION)(self.mixed, self.windows, self.weight, **options) if self.raw else self.mixed
+        return (
+            sglang(CONVOLUTION)(self.mixed, self.windows, self.weight, **options)
+            if self.raw
+            else self.mixed
+        )
 
     def decode(self, backend: str, **options: Any) -> Callable[..., Tensor]:
-        states = dict(state=self.state, state_indices=self.state_indices, num_accepted=self.num_accepted)
+        states = dict(
+            state=self.state, state_indices=self.state_indices, num_accepted=self.num_accepted
+        )
         return partial(api.decode, **{**self.arguments(), **states, **options}, backend=backend)
 
     def ours(self, backend: str) -> Call:
@@ -80,15 +90,22 @@ class Layer(Pooled):
 
     def parts(self, backend: str) -> dict[str, Callable[[], Any]]:
         """The recurrence with and without its norm, timed alone too, of tensors of their own."""
-        return dict(decode=self.decode(backend), decode_norm=self.decode(backend, norm=self.norm, z=self.z))
+        return dict(
+            decode=self.decode(backend), decode_norm=self.decode(backend, norm=self.norm, z=self.z)
+        )
 
 
 def layer(model: str, heads: Heads, dtype: torch.dtype, T: int, B: int) -> Cell:
     moved = (1 + T) * state_bytes(heads, dtype, B)
     sets = sets_within(max(2, min(MOST_SETS, COLD / moved)), 2 * moved)
     family = f"{model.upper()} {'step' if T == 1 else 'drafts'}"
-    names, facts = (family, f"{kind(model, heads, dtype)} T={T}", f"B={B}"), dict(norm=ACTIVATIONS[model])
-    return Cell(*names, model, heads, dtype, (T,) * B, moved, sets, cases, made, passes=4, facts=facts)
+    names, facts = (
+        (family, f"{kind(model, heads, dtype)} T={T}", f"B={B}"),
+        dict(norm=ACTIVATIONS[model]),
+    )
+    return Cell(
+        *names, model, heads, dtype, (T,) * B, moved, sets, cases, made, passes=4, facts=facts
+    )
 
 
 def cases(cell: Cell) -> list[Case]:
@@ -159,14 +176,31 @@ def vllm_kda(cell: Cell, b: Layer) -> Call:
 
 def vllm_drafts(cell: Cell, b: Layer) -> Call:
     """With one token it takes convolved inputs too, behind SGLang's convolution."""
-    decode, out, z = vllm("fused_gdn_decode_post_conv_mtp"), b.blank().flatten(0, 1), b.z.flatten(0, 1)
+    decode, out, z = (
+        vllm("fused_gdn_decode_post_conv_mtp"),
+        b.blank().flatten(0, 1),
+        b.z.flatten(0, 1),
+    )
     slots = b.state_indices.view(cell.sequences, cell.T)
     accepted = torch.ones(cell.sequences, dtype=torch.int32, device=b.q.device)
     starts = cu_seqlens(cell.lengths, torch.int32, b.q.device)
     gates = (b.g.flatten(0, 1), b.beta.flatten(0, 1), b.gate.A_log, b.gate.dt_bias)
 
     def call() -> tuple[Tensor, Tensor]:
-        decode(b.convolved(), *gates, slots, starts, accepted, b.state, z, b.norm.weight, out, D**-0.5, EPS, b.norm.activation)
+        decode(
+            b.convolved(),
+            *gates,
+            slots,
+            starts,
+            accepted,
+            b.state,
+            z,
+            b.norm.weight,
+            out,
+            D**-0.5,
+            EPS,
+            b.norm.activation,
+        )
         return out, b.state
 
     return call
@@ -177,8 +211,16 @@ def sglang_chain(cell: Cell, b: Layer) -> Call:
     if cell.T > 1:
         raise NotOffered("the packed decode takes one token")
     decode, norm, o = sglang(PACKED[cell.model]), sglang(NORM), b.blank()
-    options: dict[str, Any] = dict(a=b.g.flatten(1), b=b.beta.flatten(1), A_log=b.gate.A_log, dt_bias=b.gate.dt_bias.flatten())
-    options |= dict(scale=D**-0.5, initial_state=b.state, out=o, ssm_state_indices=b.state_indices, use_qk_l2norm_in_kernel=True)
+    options: dict[str, Any] = dict(
+        a=b.g.flatten(1), b=b.beta.flatten(1), A_log=b.gate.A_log, dt_bias=b.gate.dt_bias.flatten()
+    )
+    options |= dict(
+        scale=D**-0.5,
+        initial_state=b.state,
+        out=o,
+        ssm_state_indices=b.state_indices,
+        use_qk_l2norm_in_kernel=True,
+    )
     if cell.model == "kda":
         options |= dict(lower_bound=BOUND)
     behind = dict(activation=b.norm.activation, eps=EPS, is_rms_norm=True, out_dtype=BF16)
@@ -187,21 +229,31 @@ def sglang_chain(cell: Cell, b: Layer) -> Call:
         mixed = b.convolved()
         with sglang_modules():  # KDA's imports another kernel when it is called
             decode(mixed_qkv=mixed, **options)
-        return norm(o.view(-1, D), b.z.view(-1, D), b.norm.weight, None, **behind)[0].view(o.shape), b.state
+        return norm(o.view(-1, D), b.z.view(-1, D), b.norm.weight, None, **behind)[0].view(
+            o.shape
+        ), b.state
 
     return call
 
 
 PEERS = {"vllm": Peer("vllm", vllm_fused), "sglang": Peer("sglang", sglang_chain)}
 STEPS = [
-    *(layer("kda", (H, H), FP32, 1, B) for H, B in itertools.product((12, 24, 48), (1, 8, 64, 256))),
+    *(
+        layer("kda", (H, H), FP32, 1, B)
+        for H, B in itertools.product((12, 24, 48), (1, 8, 64, 256))
+    ),
     *(
         layer(*model, BF16, 1, B)
-        for model, B in itertools.product([("gdn", (16, 32)), ("gdn", (4, 8)), ("kda", (32, 32)), ("kda", (8, 8))], (1, 8, 64, 256))
+        for model, B in itertools.product(
+            [("gdn", (16, 32)), ("gdn", (4, 8)), ("kda", (32, 32)), ("kda", (8, 8))],
+            (1, 8, 64, 256),
+        )
     ),
 ]
 DRAFTS = [
     layer("gdn", heads, dtype, T, B)
-    for heads, dtype, T, B in itertools.product(((16, 32), (16, 48)), (BF16, FP32), (2, 4, 8), (1, 8, 64))
+    for heads, dtype, T, B in itertools.product(
+        ((16, 32), (16, 48)), (BF16, FP32), (2, 4, 8), (1, 8, 64)
+    )
 ]
 CELLS = {cell.label: cell for cell in [*STEPS, *DRAFTS]}

@@ -38,7 +38,13 @@ class Runner:
 
     backend = "cute"
 
-    def __init__(self, peers: Mapping[str, Prepare], device: torch.device, run: dict[str, Any], say: Callable[[str], None]):
+    def __init__(
+        self,
+        peers: Mapping[str, Prepare],
+        device: torch.device,
+        run: dict[str, Any],
+        say: Callable[[str], None],
+    ):
         self.peers, self.device, self.run, self._say = peers, device, run, functools.cache(say)
         self._verdicts: dict[Case, list[str]] = {}
         self.run |= dict(copy_tb_s=0.0, loaded_by_checks=0, loaded_while_timing=0)
@@ -49,7 +55,10 @@ class Runner:
         for case in cases:
             if case not in self._verdicts:
                 try:
-                    self._verdicts[case] = [f"{case}: {line}" for line in run_case(case, self.backend, self.device).failures]
+                    self._verdicts[case] = [
+                        f"{case}: {line}"
+                        for line in run_case(case, self.backend, self.device).failures
+                    ]
                 except UnsupportedProblem as problem:
                     self._verdicts[case] = [f"{case}: {problem}"]
         self.run["loaded_by_checks"] += len(compile._loaded) - before
@@ -66,7 +75,11 @@ class Runner:
         own = [b.parts(self.backend) if hasattr(b, "parts") else {} for b in sets]
         parts = {name: [part[name] for part in own] for name in own[0]}
         replays = {}
-        for name, some in {**calls, "copy": copies(cell.bytes, cell.sets, self.device), **parts}.items():
+        for name, some in {
+            **calls,
+            "copy": copies(cell.bytes, cell.sets, self.device),
+            **parts,
+        }.items():
             try:
                 replays[name] = capture(some, cell.passes)
             except Exception as problem:
@@ -77,27 +90,42 @@ class Runner:
         timed = {name: some for name, some in calls.items() if name in replays}
         alone = in_turns({name: eager(some, self.device) for name, some in timed.items()})
         for name, peer in peers.items():
-            peer.update(us=taken.get(name), eager_us=alone.get(name), ours_us=our_us(name, cell, taken) if name in taken else None)
+            peer.update(
+                us=taken.get(name),
+                eager_us=alone.get(name),
+                ours_us=our_us(name, cell, taken) if name in taken else None,
+            )
         if host:
             of = {name: host_us(some[0], self.device) for name, some in timed.items()}
             self.run |= dict(host_us=of, host_us_of=cell.label)
         self.run["loaded_while_timing"] += len(compile._loaded) - before
         self.run["copy_tb_s"] = max(self.run["copy_tb_s"], cell.bytes / taken["copy"] / 1e6)
-        times = dict(us=taken["ours"], eager_us=alone["ours"], copy_us=taken["copy"], parts={name: taken[name] for name in parts})
+        times = dict(
+            us=taken["ours"],
+            eager_us=alone["ours"],
+            copy_us=taken["copy"],
+            parts={name: taken[name] for name in parts},
+        )
         return derived(dict(facts(cell), **times, peers=peers), self.run)
 
-    def _judge(self, cell: Cell, sets: list[Any], calls: dict[str, list[Function]]) -> dict[str, dict[str, Any]]:
+    def _judge(
+        self, cell: Cell, sets: list[Any], calls: dict[str, list[Function]]
+    ) -> dict[str, dict[str, Any]]:
         """What is known of every peer so far; adds the calls of those whose results are ours."""
         truth, found = sets[0].results(calls["ours"][0]), {}
         for name, prepare in self.peers.items():
-            peer = found[name] = dict[str, Any](us=None, error=None, agrees=None, reason=None, eager_us=None, ours_us=None)
+            peer = found[name] = dict[str, Any](
+                us=None, error=None, agrees=None, reason=None, eager_us=None, ours_us=None
+            )
             try:
                 theirs = [prepare(cell, b) for b in sets]
                 error = difference(sets[0].results(theirs[0]), truth)
             except Exception as problem:  # whatever another library may raise
                 peer["reason"] = self._refused(name, problem)
                 continue
-            peer.update(error=error if math.isfinite(error) else None, agrees=error < AGREEMENT)  # NaN does not
+            peer.update(
+                error=error if math.isfinite(error) else None, agrees=error < AGREEMENT
+            )  # NaN does not
             if peer["agrees"]:
                 calls[name] = [*theirs]
             else:
@@ -115,14 +143,28 @@ def difference(made: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor]) -> flo
     """The larger one of the differences of o and of the states written, as shares of ours' norms; NaN if either is."""
     norm = torch.linalg.vector_norm
     pairs = [(x.reshape(y.shape) - y, y) for x, y in zip(made, truth, strict=True)]
-    return float(torch.stack([norm(x, dtype=torch.float32) / norm(y, dtype=torch.float32) for x, y in pairs]).max())  # NaN wins
+    return float(
+        torch.stack(
+            [norm(x, dtype=torch.float32) / norm(y, dtype=torch.float32) for x, y in pairs]
+        ).max()
+    )  # NaN wins
 
 
 def facts(cell: Cell) -> Record:
     """What the record says of the cell, whatever its times."""
-    tokens = sum(cell.lengths) if "shape" in cell.facts else cell.T  # of all in a prefill, else of each sequence
-    sizes = dict(model=cell.model, heads=list(cell.heads), state_dtype=SHORT[cell.state_dtype], tokens=tokens)
-    sizes |= dict(sequences=cell.sequences, bytes=cell.bytes, flops=cell.flops, sets=cell.sets, facts=cell.facts)
+    tokens = (
+        sum(cell.lengths) if "shape" in cell.facts else cell.T
+    )  # of all in a prefill, else of each sequence
+    sizes = dict(
+        model=cell.model, heads=list(cell.heads), state_dtype=SHORT[cell.state_dtype], tokens=tokens
+    )
+    sizes |= dict(
+        sequences=cell.sequences,
+        bytes=cell.bytes,
+        flops=cell.flops,
+        sets=cell.sets,
+        facts=cell.facts,
+    )
     return dict(label=cell.label, family=cell.family, series=cell.series, place=cell.place, **sizes)
 
 
@@ -132,17 +174,37 @@ def facts(cell: Cell) -> Record:
 @torch.no_grad()
 def gemm_tflops(device: torch.device) -> float:
     """TFLOP/s of torch's product of two square bf16 matrices."""
-    a, b, out = (torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16, device=device) for _ in range(3))
-    return 2 * GEMM_SIZE**3 / in_turns({"gemm": capture([lambda: torch.mm(a, b, out=out)])})["gemm"] / 1e6
+    a, b, out = (
+        torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16, device=device) for _ in range(3)
+    )
+    return (
+        2
+        * GEMM_SIZE**3
+        / in_turns({"gemm": capture([lambda: torch.mm(a, b, out=out)])})["gemm"]
+        / 1e6
+    )
 
 
 def checkout() -> dict[str, Any]:
     """The commit of this checkout, or of a copy of one as GATED_DELTA_COMMIT names it; dirty: whether files differ from it."""
     if named := os.environ.get("GATED_DELTA_COMMIT"):
         return dict(commit=named, dirty=False)
-    command = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = [
+        "git",
+        "-C",
+        str(Path(__file__).parent),
+        "describe",
+        "--always",
+        "--dirty",
+        "--abbrev=40",
+        "--exclude=*",
+    ]
     try:
-        commit, _, dirty = subprocess.run(command, check=True, capture_output=True, text=True).stdout.strip().partition("-")
+        commit, _, dirty = (
+            subprocess.run(command, check=True, capture_output=True, text=True)
+            .stdout.strip()
+            .partition("-")
+        )
     except (OSError, subprocess.CalledProcessError):
         return dict(commit=None, dirty=None)
     return dict(commit=commit, dirty=bool(dirty))
@@ -150,7 +212,9 @@ def checkout() -> dict[str, Any]:
 
 def run_facts(device: torch.device, peers: Mapping[str, str | None]) -> dict[str, Any]:
     """What the file says of a run of `measure`."""
-    return dict(environment(device, peers), gemm_tflops=gemm_tflops(device), host_us=None, host_us_of=None)
+    return dict(
+        environment(device, peers), gemm_tflops=gemm_tflops(device), host_us=None, host_us_of=None
+    )
 
 
 def environment(device: torch.device, peers: Mapping[str, str | None]) -> dict[str, Any]:
@@ -159,4 +223,8 @@ def environment(device: torch.device, peers: Mapping[str, str | None]) -> dict[s
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     found: dict[str, Any] = dict(date=now, device=device_name(device))
     found |= dict(checkout(), versions={**versions(), "triton": compile.installed("triton")})
-    return found | dict(kernels={name: compile.sources(name) for name in named}, peers=dict(peers), state_commit=commit_version())
+    return found | dict(
+        kernels={name: compile.sources(name) for name in named},
+        peers=dict(peers),
+        state_commit=commit_version(),
+    )

@@ -47,19 +47,25 @@ class Peer:
 
     def forms(self, name: str) -> dict[str, Prepare]:
         """What of the peer is timed, by name."""
-        return {name: self.prepare} if self.raw is None else {name: self.prepare, name + RAW: self.raw}
+        return (
+            {name: self.prepare} if self.raw is None else {name: self.prepare, name + RAW: self.raw}
+        )
 
     @property
     def version(self) -> str | None:
         """The installed package's version, or the digest of the lone file that stands for it."""
-        return compile.installed(self.package) or (digest(LONE[self.package]) if self.package in LONE else None)
+        return compile.installed(self.package) or (
+            digest(LONE[self.package]) if self.package in LONE else None
+        )
 
 
 def function(module: str, name: str) -> Any:
     return getattr(importlib.import_module(module), name)
 
 
-INSIDE = dict(use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True)
+INSIDE = dict(
+    use_gate_in_kernel=True, use_beta_sigmoid_in_kernel=True, use_qk_l2norm_in_kernel=True
+)
 
 
 def packed(x: Tensor) -> Tensor:
@@ -75,7 +81,10 @@ def flashinfer_decode(cell: Cell, b: Pooled) -> Call:
     options |= dict(initial_state=b.state, initial_state_indices=b.state_indices)
     if b.intermediate_states is not None:
         options |= dict(intermediate_states_buffer=b.intermediate_states, disable_state_update=True)
-    return lambda: (decode(b.q, b.k, b.v, None, b.gate.A_log, b.g, b.gate.dt_bias, b.beta, **options)[0], b.written)
+    return lambda: (
+        decode(b.q, b.k, b.v, None, b.gate.A_log, b.g, b.gate.dt_bias, b.beta, **options)[0],
+        b.written,
+    )
 
 
 def _flashinfer_kda(cell: Cell, b: Pooled) -> Call:
@@ -83,24 +92,46 @@ def _flashinfer_kda(cell: Cell, b: Pooled) -> Call:
         raise NotOffered("recurrent_kda takes no fp32 state")
     decode = function("flashinfer", "recurrent_kda")
     tokens = [packed(x) for x in (b.q, b.k, b.v, b.g, b.beta)]
-    options: dict[str, Any] = dict(A_log=b.gate.A_log, dt_bias=b.gate.dt_bias.view(-1), lower_bound=BOUND, scale=D**-0.5)
+    options: dict[str, Any] = dict(
+        A_log=b.gate.A_log, dt_bias=b.gate.dt_bias.view(-1), lower_bound=BOUND, scale=D**-0.5
+    )
     options |= dict(use_gate_in_kernel=True, beta_is_logit=True, output=packed(b.blank()))
     options |= dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int32, b.q.device))
     if b.intermediate_states is None:
         options |= dict(initial_state=b.state, ssm_state_indices=b.state_indices)
     else:
         # Its form of speculative decoding: one slot a token in a pool of their own, read from another pool.
-        slots = torch.arange(cell.sequences * cell.T, dtype=torch.int32, device=b.q.device).view(-1, cell.T)
+        slots = torch.arange(cell.sequences * cell.T, dtype=torch.int32, device=b.q.device).view(
+            -1, cell.T
+        )
         options |= dict(initial_state=b.intermediate_states.flatten(0, 1), ssm_state_indices=slots)
-        options |= dict(initial_state_source=b.state, initial_state_indices=b.state_indices, num_spec_tokens=cell.T - 1)
+        options |= dict(
+            initial_state_source=b.state,
+            initial_state_indices=b.state_indices,
+            num_spec_tokens=cell.T - 1,
+        )
     return lambda: (decode(*tokens, **options)[0], b.written)
 
 
 def sglang_options(cell: Cell, b: Pooled) -> dict[str, Any]:
     g, beta, kda = b.g.view(cell.sequences * cell.T, -1), b.beta.flatten(0, 1), cell.model == "kda"
-    options: dict[str, Any] = dict(softplus_beta=1.0, softplus_threshold=20.0, scale=D**-0.5, use_qk_l2norm_in_kernel=True)
-    options |= dict(q=packed(b.q), k=packed(b.k), v=packed(b.v), a=g, b=beta, A_log=b.gate.A_log, dt_bias=b.gate.dt_bias)
-    options |= dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int32, b.q.device), is_kda=kda, lower_bound=BOUND if kda else None)
+    options: dict[str, Any] = dict(
+        softplus_beta=1.0, softplus_threshold=20.0, scale=D**-0.5, use_qk_l2norm_in_kernel=True
+    )
+    options |= dict(
+        q=packed(b.q),
+        k=packed(b.k),
+        v=packed(b.v),
+        a=g,
+        b=beta,
+        A_log=b.gate.A_log,
+        dt_bias=b.gate.dt_bias,
+    )
+    options |= dict(
+        cu_seqlens=cu_seqlens(cell.lengths, torch.int32, b.q.device),
+        is_kda=kda,
+        lower_bound=BOUND if kda else None,
+    )
     return options | dict(initial_state_source=b.state, initial_state_indices=b.state_indices)
 
 
@@ -108,7 +139,9 @@ def sglang_decode(cell: Cell, b: Pooled) -> Call:
     decode, options = sglang(KERNEL), sglang_options(cell, b)
     if b.intermediate_states is not None:
         rows = torch.arange(cell.sequences, dtype=torch.int32, device=b.q.device)
-        options |= dict(intermediate_states_buffer=b.intermediate_states, intermediate_state_indices=rows)
+        options |= dict(
+            intermediate_states_buffer=b.intermediate_states, intermediate_state_indices=rows
+        )
         options |= dict(cache_steps=cell.T, disable_state_update=True)
     return lambda: (decode(**options), b.written)
 
@@ -117,8 +150,12 @@ def fla_decode(cell: Cell, b: Pooled) -> Call:
     """FLA has no pool: it gets the states gathered beforehand, and writes new ones, in fp32 always."""
     if cell.T > 1:
         raise NotOffered("fused_recurrent returns the final state alone, no intermediate ones")
-    options: dict[str, Any] = dict(INSIDE, A_log=b.gate.A_log, dt_bias=b.gate.dt_bias, scale=D**-0.5)
-    options |= dict(initial_state=b.state[b.state_indices.long()], output_final_state=True, state_v_first=True)
+    options: dict[str, Any] = dict(
+        INSIDE, A_log=b.gate.A_log, dt_bias=b.gate.dt_bias, scale=D**-0.5
+    )
+    options |= dict(
+        initial_state=b.state[b.state_indices.long()], output_final_state=True, state_v_first=True
+    )
     if cell.model == "gdn":
         decode = function("fla.ops.gated_delta_rule", "fused_recurrent_gated_delta_rule")
     else:
@@ -132,8 +169,16 @@ LIBRARY: File = ("GATED_DELTA_VLLM_LIBRARY", "_C_stable_libtorch.abi3.so", "")
 """vLLM's, which loads without vLLM."""
 GATING = "attention/linear/fused_sigmoid_gating_recurrent.py"
 KERNEL: File = ("GATED_DELTA_SGLANG_KERNEL", GATING, "fused_sigmoid_gating_delta_rule_update")
-COMMIT: File = ("GATED_DELTA_SGLANG_COMMIT", "mamba/mamba_state_scatter_triton.py", "fused_mamba_state_scatter_with_mask")
-KDA_FOLD: File = ("", "attention/linear/kda_replayssm_spec_decode.py", "commit_kda_replayssm_spec_all_layers")
+COMMIT: File = (
+    "GATED_DELTA_SGLANG_COMMIT",
+    "mamba/mamba_state_scatter_triton.py",
+    "fused_mamba_state_scatter_with_mask",
+)
+KDA_FOLD: File = (
+    "",
+    "attention/linear/kda_replayssm_spec_decode.py",
+    "commit_kda_replayssm_spec_all_layers",
+)
 GDN_REPLAY = ("", "attention/linear/gdn_replayssm_spec_decode.py")
 LONE = {"sglang": KERNEL, "vllm": LIBRARY}
 """What stands for a package that is not installed."""
@@ -145,13 +190,21 @@ def lone_file(wanted: File) -> Path | None:
         return Path(named)
     kernel = None if wanted is KERNEL else lone_file(KERNEL)
     roots = [*([kernel.parent] if kernel else []), *map(Path, sys.path)]
-    files = (root / inside for root in roots for inside in (Path(wanted[1]).name, f"sglang/kernels/ops/{wanted[1]}"))
+    files = (
+        root / inside
+        for root in roots
+        for inside in (Path(wanted[1]).name, f"sglang/kernels/ops/{wanted[1]}")
+    )
     return next((file for file in files if file.is_file()), None)
 
 
 def digest(wanted: File) -> str | None:
     file = lone_file(wanted)
-    return f"file {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}" if file and file.is_file() else None
+    return (
+        f"file {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
+        if file and file.is_file()
+        else None
+    )
 
 
 @functools.cache
@@ -161,25 +214,44 @@ def sglang_stubs() -> dict[str, ModuleType]:
     major, minor = torch.cuda.get_device_capability() if cuda else (0, 0)
     cores = torch.cuda.get_device_properties().multi_processor_count if cuda else 0
     machine = dict(get_device_sm=major * 10 + minor, is_cuda=cuda, is_sm90_supported=major == 9)
-    machine |= dict(is_gfx95_supported=False, is_hip=False, is_npu=False, is_cpu=False, cpu_has_amx_support=False)
+    machine |= dict(
+        is_gfx95_supported=False,
+        is_hip=False,
+        is_npu=False,
+        is_cpu=False,
+        cpu_has_amx_support=False,
+    )
     answers: dict[str, dict[str, Any]] = {
         "sglang.kernels.jit.utils": dict(
-            is_arch_support_pdl=major >= 9, get_jit_cuda_arch=SimpleNamespace(major=major, minor=minor)
+            is_arch_support_pdl=major >= 9,
+            get_jit_cuda_arch=SimpleNamespace(major=major, minor=minor),
         ),
-        "sglang.kernels.ops.attention.fla.utils": dict(is_tf32_supported=True),  # a constant there: any function is true, too
-        "sglang.kernels.ops.memory.ptr_table": dict(make_ptr_table=None),  # for convolutions, of which there are none
+        "sglang.kernels.ops.attention.fla.utils": dict(
+            is_tf32_supported=True
+        ),  # a constant there: any function is true, too
+        "sglang.kernels.ops.memory.ptr_table": dict(
+            make_ptr_table=None
+        ),  # for convolutions, of which there are none
         "sglang.srt.utils": machine,
         "sglang.srt.utils.common": dict(get_device_core_count=cores),
     }
     stubs = {name: ModuleType(name) for name in answers}
     for name, facts in answers.items():
-        vars(stubs[name]).update({question: lambda *_, answer=answer: answer for question, answer in facts.items()})
+        vars(stubs[name]).update(
+            {question: lambda *_, answer=answer: answer for question, answer in facts.items()}
+        )
     vars(stubs["sglang.kernels.ops.attention.fla.utils"]).update(input_guard=lambda call: call)
-    vars(stubs["sglang.srt.utils"]).update(cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << (n - 1).bit_length())
+    vars(stubs["sglang.srt.utils"]).update(
+        cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << (n - 1).bit_length()
+    )
     stubs["sglang.kernels.ops.attention"] = attention = ModuleType("sglang.kernels.ops.attention")
-    vars(attention).update(kda_packed_decode=SimpleNamespace(covered=lambda *_: False))  # a CUDA kernel, slower on an H200
+    vars(attention).update(
+        kda_packed_decode=SimpleNamespace(covered=lambda *_: False)
+    )  # a CUDA kernel, slower on an H200
     if importlib.util.find_spec("triton"):
-        stubs["sglang.kernels.ops.attention.fla.op"] = operators = ModuleType("sglang.kernels.ops.attention.fla.op")
+        stubs["sglang.kernels.ops.attention.fla.op"] = operators = ModuleType(
+            "sglang.kernels.ops.attention.fla.op"
+        )
         vars(operators).update(exp=function("triton.language", "exp"))
     return stubs
 
@@ -203,7 +275,9 @@ def sglang(wanted: File) -> Any:
     """The function."""
     file = lone_file(wanted)
     if file is None or not file.is_file():
-        raise ImportError(f"SGLang's {Path(wanted[1]).name}: not on sys.path; {wanted[0] or KERNEL[0]} may name it, got {file}")
+        raise ImportError(
+            f"SGLang's {Path(wanted[1]).name}: not on sys.path; {wanted[0] or KERNEL[0]} may name it, got {file}"
+        )
     spec = importlib.util.spec_from_file_location(f"benchmarks_sglang_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
@@ -221,7 +295,10 @@ def commit_version() -> str:
 
 def committed(b: Drafts) -> Callable[[], object]:
     """The call that puts each sequence's state after its last accepted draft into its slot, with everything else done."""
-    steps, rows = b.num_accepted - 1, torch.arange(len(b.num_accepted), dtype=torch.int32, device=b.q.device)
+    steps, rows = (
+        b.num_accepted - 1,
+        torch.arange(len(b.num_accepted), dtype=torch.int32, device=b.q.device),
+    )
     if lone_file(COMMIT) is not None:
         return partial(sglang(COMMIT), b.state[None], b.written[None], b.state_indices, steps, rows)
     slots, accepted = b.state_indices.long(), (rows.long(), steps.long())
@@ -264,7 +341,9 @@ def sglang_replay(cell: Cell, b: Drafts) -> Call:
     """ReplaySSM: verify keeps records of the drafts in a ring, from which the accepted ones are folded into the state."""
 
     def ring(heads: int, *channels: int, dtype: torch.dtype = b.q.dtype) -> Tensor:
-        return torch.zeros(cell.sequences + 1, heads, RING, *channels, dtype=dtype, device=b.q.device)
+        return torch.zeros(
+            cell.sequences + 1, heads, RING, *channels, dtype=dtype, device=b.q.device
+        )
 
     verify, *commit = (_kda_replay if cell.model == "kda" else _gdn_replay)(cell, b, ring)
 
@@ -282,7 +361,9 @@ def _kda_replay(cell: Cell, b: Drafts, ring: Callable[..., Tensor]) -> list[Call
     v, k, g, beta = ring(HV, D), ring(H, D), ring(HV, D, dtype=FP32), ring(HV, dtype=FP32)
     rings = dict(replayssm_rawv=v, replayssm_rawk=k, replayssm_g=g, replayssm_beta=beta)
     layer = [x[None] for x in (b.state, v, k, g, beta)]
-    fold = partial(sglang(KDA_FOLD), *layer, b.state_indices, b.num_accepted, RING, H, null_block_id=-1)
+    fold = partial(
+        sglang(KDA_FOLD), *layer, b.state_indices, b.num_accepted, RING, H, null_block_id=-1
+    )
     return [partial(sglang(KERNEL), **sglang_options(cell, b), **keep, **rings), fold]
 
 
@@ -292,25 +373,75 @@ def _gdn_replay(cell: Cell, b: Drafts, ring: Callable[..., Tensor]) -> list[Call
     The first call folds in any case, since its states are compared, and what its ring holds before changes nothing. Afterwards
     every sequence is at a random point of its ring.
     """
-    names = ("gdn_replayssm_spec_decode", "commit_gdn_replayssm_spec", "commit_gdn_replayssm_circular")
+    names = (
+        "gdn_replayssm_spec_decode",
+        "commit_gdn_replayssm_spec",
+        "commit_gdn_replayssm_circular",
+    )
     (H, HV), device, full = cell.heads, b.q.device, RING - 2 * cell.T
     verify, advance, fold = (sglang((*GDN_REPLAY, name)) for name in names)
-    pos, base = (torch.full((cell.sequences,), at, dtype=torch.int32, device=device) for at in (full, 0))
-    rows, null = torch.arange(cell.sequences, dtype=torch.int32, device=device), dict(null_block_id=-1)
-    cursors = dict(write_pos=pos, cache_base=base, is_flush=base.to(torch.int8), replay_indices=rows)
-    records = dict(checkpoint_state=b.state, d_cache=ring(HV, D), k_cache=ring(H, D), g_cache=ring(HV, dtype=FP32))
+    pos, base = (
+        torch.full((cell.sequences,), at, dtype=torch.int32, device=device) for at in (full, 0)
+    )
+    rows, null = (
+        torch.arange(cell.sequences, dtype=torch.int32, device=device),
+        dict(null_block_id=-1),
+    )
+    cursors = dict(
+        write_pos=pos, cache_base=base, is_flush=base.to(torch.int8), replay_indices=rows
+    )
+    records = dict(
+        checkpoint_state=b.state,
+        d_cache=ring(HV, D),
+        k_cache=ring(H, D),
+        g_cache=ring(HV, dtype=FP32),
+    )
     d_low, k_low = ring(HV, D), ring(H, D)
-    tokens = {name: x.flatten(0, 1) for name, x in dict(q=b.q, k=b.k, v=b.v, a=b.g, b=b.beta, out=b.blank()).items()}
-    tokens |= dict(A_log=b.gate.A_log, dt_bias=b.gate.dt_bias, query_start_loc=cu_seqlens(cell.lengths, torch.int32, device))
-    options: dict[str, Any] = dict(scale=D**-0.5, launch_mode="verify", rawv_cache=d_low, rawk_cache=k_low, beta_cache=None)
+    tokens = {
+        name: x.flatten(0, 1)
+        for name, x in dict(q=b.q, k=b.k, v=b.v, a=b.g, b=b.beta, out=b.blank()).items()
+    }
+    tokens |= dict(
+        A_log=b.gate.A_log,
+        dt_bias=b.gate.dt_bias,
+        query_start_loc=cu_seqlens(cell.lengths, torch.int32, device),
+    )
+    options: dict[str, Any] = dict(
+        scale=D**-0.5, launch_mode="verify", rawv_cache=d_low, rawk_cache=k_low, beta_cache=None
+    )
     sizes: dict[str, Any] = dict(max_cache_len=RING, max_spec_len=cell.T, **null)
-    layer = {name: x[None] for name, x in records.items()} | dict(d_residual_cache=d_low[None], k_residual_cache=k_low[None])
-    anywhere = torch.randint(0, full + 1, pos.shape, generator=torch.Generator().manual_seed(0)).to(pos)
+    layer = {name: x[None] for name, x in records.items()} | dict(
+        d_residual_cache=d_low[None], k_residual_cache=k_low[None]
+    )
+    anywhere = torch.randint(0, full + 1, pos.shape, generator=torch.Generator().manual_seed(0)).to(
+        pos
+    )
     spread = [] if folds_each_round(cell) else [partial(pos.copy_, anywhere)]
     return [
-        partial(verify, **tokens, **records, **cursors, **sizes, **options, ssm_state_indices=b.state_indices),
-        partial(advance, **cursors, **sizes, num_accepted=b.num_accepted, fold_every_commit=folds_each_round(cell)),
-        partial(fold, **layer, **cursors, **null, state_batch_indices=b.state_indices, accept_lens=b.num_accepted),
+        partial(
+            verify,
+            **tokens,
+            **records,
+            **cursors,
+            **sizes,
+            **options,
+            ssm_state_indices=b.state_indices,
+        ),
+        partial(
+            advance,
+            **cursors,
+            **sizes,
+            num_accepted=b.num_accepted,
+            fold_every_commit=folds_each_round(cell),
+        ),
+        partial(
+            fold,
+            **layer,
+            **cursors,
+            **null,
+            state_batch_indices=b.state_indices,
+            accept_lens=b.num_accepted,
+        ),
         lambda: spread and spread.pop()(),
     ]
 
@@ -345,7 +476,9 @@ def only(model: str, cell: Cell) -> None:
         raise NotOffered(f"no prefill of {cell.model.upper()} on Hopper")
 
 
-def prefilling(prefill: Callable[..., Any], inputs: Made, swap: bool = False, **options: Any) -> Call:
+def prefilling(
+    prefill: Callable[..., Any], inputs: Made, swap: bool = False, **options: Any
+) -> Call:
     """swap: for a peer whose states are K-first."""
 
     def call() -> tuple[Tensor, Tensor]:
@@ -357,7 +490,9 @@ def prefilling(prefill: Callable[..., Any], inputs: Made, swap: bool = False, **
 
 def fla_prefill(cell: Cell, b: Prompts) -> Call:
     """Takes everything raw; its states are K-first by default."""
-    os.environ.update(FLA_FLASH_KDA="0", FLA_FLASH_QLA="0")  # its own Triton kernels, whatever else is installed
+    os.environ.update(
+        FLA_FLASH_KDA="0", FLA_FLASH_QLA="0"
+    )  # its own Triton kernels, whatever else is installed
     options: dict[str, Any] = dict(INSIDE, A_log=b.gate.A_log, dt_bias=b.gate.dt_bias)
     options |= dict(initial_state=key_first(b.initial_state).contiguous())
     options |= dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int64, b.q.device))
@@ -375,7 +510,9 @@ def flashinfer_prefill(cell: Cell, b: Prompts, raw: bool = False) -> Call:
     prefill = function("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
     q, k = (x[0] if raw else normalised(x[0]) for x in (b.q, b.k))
     made = making(raw, lambda: [x[0] for x in gates(b, decay=True)])
-    options: dict[str, Any] = dict(use_qk_l2norm_in_kernel=raw, output=b.blank()[0], max_seqlen=b.max_seqlen)
+    options: dict[str, Any] = dict(
+        use_qk_l2norm_in_kernel=raw, output=b.blank()[0], max_seqlen=b.max_seqlen
+    )
     options |= dict(initial_state=b.initial_state, output_state=torch.empty_like(b.initial_state))
     options |= dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int64, b.q.device))
     return prefilling(prefill, lambda: [q, k, b.v[0], *made()], **options)
@@ -386,7 +523,11 @@ def flashqla_prefill(cell: Cell, b: Prompts, raw: bool = False) -> Call:
     only("gdn", cell)
     prefill, made = function("flash_qla", "chunk_gated_delta_rule"), making(raw, lambda: gates(b))
     q, k = (x if raw else normalised(x) for x in (b.q, b.k))
-    options = dict(initial_state=key_first(b.initial_state).contiguous(), cu_seqlens=b.cu_seqlens, use_qk_l2norm_in_kernel=raw)
+    options = dict(
+        initial_state=key_first(b.initial_state).contiguous(),
+        cu_seqlens=b.cu_seqlens,
+        use_qk_l2norm_in_kernel=raw,
+    )
     return prefilling(prefill, lambda: [q, k, b.v, *made()], swap=True, **options)
 
 
@@ -402,8 +543,14 @@ def cudnn_prefill(cell: Cell, b: Prompts, raw: bool = False, plan: str = "kda_ho
     options: dict[str, Any] = dict(plan_name=plan, initial_state=b.initial_state)
     if raw and plan == "kda_hopper_cuda":
         options |= dict(use_qk_l2norm_in_kernel=True, use_beta_sigmoid_in_kernel=True)
-        options |= dict(safe_gate=True, gate_lower_bound=BOUND, a_log=b.gate.A_log, dt_bias=b.gate.dt_bias)
-        return prefilling(prefill, lambda: [*(x[0] for x in (b.q, b.k, b.v, b.g, b.beta)), b.cu_seqlens], **options)
+        options |= dict(
+            safe_gate=True, gate_lower_bound=BOUND, a_log=b.gate.A_log, dt_bias=b.gate.dt_bias
+        )
+        return prefilling(
+            prefill,
+            lambda: [*(x[0] for x in (b.q, b.k, b.v, b.g, b.beta)), b.cu_seqlens],
+            **options,
+        )
     made = making(raw, lambda: [x[0] for x in (normalised(b.q), normalised(b.k), b.v, *gates(b))])
     return prefilling(prefill, lambda: [*made(), b.cu_seqlens], **options)
 
@@ -413,14 +560,19 @@ DECODE = {
     "sglang": Peer("sglang", sglang_decode),
     "fla": Peer("fla-core", fla_decode),
 }
-CACHING = {name: replace(DECODE[name], prepare=caching(DECODE[name].prepare)) for name in ("sglang", "flashinfer")}
+CACHING = {
+    name: replace(DECODE[name], prepare=caching(DECODE[name].prepare))
+    for name in ("sglang", "flashinfer")
+}
 CACHING |= dict(replayssm=Peer("sglang", sglang_replay))
 OWN = {CACHED: Peer("gated-delta", caching(lambda cell, b: Pooled.ours(b, "auto")))}
 """Our own decode with a state cached after every token: what verify and flush replace. It is always timed, and is no peer."""
 CUDNN_CUTE = partial(cudnn_prefill, plan="kda_hopper")
 PREFILL = {
     "fla": Peer("fla-core", fla_prefill),
-    "flashinfer": Peer("flashinfer-python", flashinfer_prefill, partial(flashinfer_prefill, raw=True)),
+    "flashinfer": Peer(
+        "flashinfer-python", flashinfer_prefill, partial(flashinfer_prefill, raw=True)
+    ),
     "cudnn": Peer("nvidia-cudnn-frontend", cudnn_prefill, partial(cudnn_prefill, raw=True)),
     "cudnn_cute": Peer("nvidia-cudnn-frontend", CUDNN_CUTE, partial(CUDNN_CUTE, raw=True)),
     "flashqla": Peer("flash-qla", flashqla_prefill, partial(flashqla_prefill, raw=True)),

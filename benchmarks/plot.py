@@ -29,11 +29,23 @@ COLUMNS, HIGHEST = 4, 3.0
 def title(content: Mapping[str, Any]) -> str:
     """Operation, device, date, versions, commits of the runs, as far as they were recorded."""
     runs = content["runs"]
-    facts = dict(on=[run["device"] for run in runs], date=[run["date"] and run["date"][:10] for run in runs])
-    facts |= dict(commit=[run["commit"] and run["commit"][:7] for run in runs], torch=[run["versions"]["torch"] for run in runs])
-    facts |= {name: [run["peers"].get(name) for run in runs] for run in runs for name, version in run["peers"].items() if version}
+    facts = dict(
+        on=[run["device"] for run in runs], date=[run["date"] and run["date"][:10] for run in runs]
+    )
+    facts |= dict(
+        commit=[run["commit"] and run["commit"][:7] for run in runs],
+        torch=[run["versions"]["torch"] for run in runs],
+    )
+    facts |= {
+        name: [run["peers"].get(name) for run in runs]
+        for run in runs
+        for name, version in run["peers"].items()
+        if version
+    }
     found = {name: ", ".join(dict.fromkeys(filter(None, values))) for name, values in facts.items()}
-    return f"{content['command'].split()[-1]} " + ", ".join(f"{name} {words}" for name, words in found.items() if words)
+    return f"{content['command'].split()[-1]} " + ", ".join(
+        f"{name} {words}" for name, words in found.items() if words
+    )
 
 
 def draw(content: Mapping[str, Any], file: Path) -> None:
@@ -46,7 +58,14 @@ def draw(content: Mapping[str, Any], file: Path) -> None:
     series, names = grouped(compared, "series"), peers_of(compared)
     rows = max(1, -(-len(series) // COLUMNS))
     size = (4.4 * COLUMNS, 4.8 * rows + 1.6)
-    figure, axes = plt.subplots(2 * rows, COLUMNS, figsize=size, squeeze=False, layout="constrained", height_ratios=[3, 2] * rows)
+    figure, axes = plt.subplots(
+        2 * rows,
+        COLUMNS,
+        figsize=size,
+        squeeze=False,
+        layout="constrained",
+        height_ratios=[3, 2] * rows,
+    )
     for i, (name, cells) in enumerate(series.items()):
         row, column = divmod(i, COLUMNS)
         times, ratios = axes[2 * row][column], axes[2 * row + 1][column]
@@ -57,10 +76,22 @@ def draw(content: Mapping[str, Any], file: Path) -> None:
     for axis in axes.flat:
         if not axis.has_data():
             axis.set_axis_off()
-    labels = {label: line for axis in axes.flat for line, label in zip(*axis.get_legend_handles_labels(), strict=True)}
-    figure.legend(labels.values(), labels.keys(), loc="outside upper right", ncols=max(1, len(labels)), fontsize=8)
+    labels = {
+        label: line
+        for axis in axes.flat
+        for line, label in zip(*axis.get_legend_handles_labels(), strict=True)
+    }
+    figure.legend(
+        labels.values(),
+        labels.keys(),
+        loc="outside upper right",
+        ncols=max(1, len(labels)),
+        fontsize=8,
+    )
     said = " ".join([*names, *series])
-    notes = [f"GDN 16/64: 16 q/k and 64 value heads; shaded: ours is behind; a triangle: a ratio of {HIGHEST:.0f} or more"]
+    notes = [
+        f"GDN 16/64: 16 q/k and 64 value heads; shaded: ours is behind; a triangle: a ratio of {HIGHEST:.0f} or more"
+    ]
     notes += [text for word, text in WORDS.items() if word in said]
     above = [line for text in (title(content), *notes) for line in textwrap.wrap(text, 90)]
     figure.suptitle("\n".join(above), x=0.01, ha="left", fontsize=10)
@@ -77,27 +108,54 @@ def _panels(times: Any, ratios: Any, name: str, cells: list[Record], names: list
     def show(axis: Any, values: list[float | None], label: str, **style: Any) -> None:
         shown = [math.nan if value is None else value for value in values]
         if not all(map(math.isnan, shown)):
-            axis.plot(places, shown, linewidth=1, label=label, **{"markersize": 4, "linestyle": line, **style})
+            axis.plot(
+                places,
+                shown,
+                linewidth=1,
+                label=label,
+                **{"markersize": 4, "linestyle": line, **style},
+            )
 
     show(times, [cell["us"] for cell in cells], "ours", marker="o", color="#2f6db0", markersize=5)
-    show(times, [cell["floor_us"] for cell in cells], "floor: copy or GEMM", marker="_", color="black", markersize=9)
+    show(
+        times,
+        [cell["floor_us"] for cell in cells],
+        "floor: copy or GEMM",
+        marker="_",
+        color="black",
+        markersize=9,
+    )
     for peer in names:
         color, marker = STYLES.get(peer.removesuffix(RAW), OTHER)
-        style = dict(marker=marker, color=color, markerfacecolor="none" if peer.endswith(RAW) else color)
+        style = dict(
+            marker=marker, color=color, markerfacecolor="none" if peer.endswith(RAW) else color
+        )
         over = [over_ours(cell, peer) for cell in cells]
         show(times, [cell["peers"].get(peer, {}).get("us") for cell in cells], peer, **style)
         show(ratios, [None if x is None else min(x, HIGHEST) for x in over], peer, **style)
-        cut = [place for place, x in zip(places, over, strict=True) if x is not None and x >= HIGHEST]
+        cut = [
+            place for place, x in zip(places, over, strict=True) if x is not None and x >= HIGHEST
+        ]
         ratios.scatter(cut, [1.06 * HIGHEST] * len(cut), marker="^", color=color, s=12)
     times.set_yscale("log")
     times.set_title(name, fontsize=9)
     times.tick_params(labelbottom=False)
     ratios.axhline(1, color="black", linewidth=1)
-    show(ratios, [cell["share"] for cell in cells], "floor: copy or GEMM", marker="_", color="black", markersize=9)
+    show(
+        ratios,
+        [cell["share"] for cell in cells],
+        "floor: copy or GEMM",
+        marker="_",
+        color="black",
+        markersize=9,
+    )
     ratios.set_ylim(0, 1.15 * HIGHEST)
     ratios.axhspan(0, 1, color="red", alpha=0.08)
     ratios.set_xticks(places, [cell["place"] for cell in cells], fontsize=8, rotation=90)
-    ratios.set_xlabel("prompts x tokens each, or prompts-lengths-tokens in all" if shapes else "sequences", fontsize=8)
+    ratios.set_xlabel(
+        "prompts x tokens each, or prompts-lengths-tokens in all" if shapes else "sequences",
+        fontsize=8,
+    )
     for axis in (times, ratios):
         axis.set_xticks(places)
         axis.grid(alpha=0.3)

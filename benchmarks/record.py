@@ -30,16 +30,31 @@ def derived(record: Record, run: Mapping[str, Any]) -> Record:
     us, flops, peers = record["us"], record["flops"], record["peers"]
     names = [name for name in peers if name != CACHED and not name.endswith(RAW)]
     made = {name: ratio for name in names if (ratio := over_ours(record, name)) is not None}
-    raw = [ratio for name in names if (ratio := over_ours(record, name + RAW if name + RAW in peers else name)) is not None]
+    raw = [
+        ratio
+        for name in names
+        if (ratio := over_ours(record, name + RAW if name + RAW in peers else name)) is not None
+    ]
     gemm_us = flops / run["gemm_tflops"] / 1e6 if flops else 0.0
     floor_us = None if record["copy_us"] is None else max(record["copy_us"], gemm_us)
     ratios = dict(ratio=min(made.values(), default=None), raw_ratio=min(raw, default=None))
     speeds = dict(tb_s=record["bytes"] / us / 1e6, tflops=flops / us / 1e6 if flops else None)
     floors = dict(floor_us=floor_us, share=None if floor_us is None else floor_us / us)
-    return dict(record, best_peer=min(made, key=made.__getitem__, default=None), **ratios, **speeds, **floors)
+    return dict(
+        record,
+        best_peer=min(made, key=made.__getitem__, default=None),
+        **ratios,
+        **speeds,
+        **floors,
+    )
 
 
-def merged(before: Mapping[str, Any], measured: Iterable[Record], run: Mapping[str, Any], order: Iterable[str]) -> dict[str, Any]:
+def merged(
+    before: Mapping[str, Any],
+    measured: Iterable[Record],
+    run: Mapping[str, Any],
+    order: Iterable[str],
+) -> dict[str, Any]:
     """The file's content with these records in place of older ones of the same cells, in the table's order; `run` names its run.
 
     Peers that a cell was not measured with this time stay, each with its own run and the time of ours then.
@@ -57,7 +72,10 @@ def merged(before: Mapping[str, Any], measured: Iterable[Record], run: Mapping[s
     def numbered(one: Record) -> Record:
         return dict(one, run=used.index(one["run"])) if "run" in one else one
 
-    found = [numbered(dict(cell, peers={name: numbered(peer) for name, peer in cell["peers"].items()})) for cell in found]
+    found = [
+        numbered(dict(cell, peers={name: numbered(peer) for name, peer in cell["peers"].items()}))
+        for cell in found
+    ]
     return dict(runs=[runs[i] for i in used], cells=found)
 
 
@@ -92,7 +110,11 @@ def over_ours(record: Record, name: str) -> float | None:
 
 def peers_of(cells: Iterable[Record]) -> list[str]:
     """Those that ran on some cell, right or wrong."""
-    return list(dict.fromkeys(name for c in cells for name, peer in c["peers"].items() if peer["agrees"] is not None))
+    return list(
+        dict.fromkeys(
+            name for c in cells for name, peer in c["peers"].items() if peer["agrees"] is not None
+        )
+    )
 
 
 def grouped(cells: Iterable[Record], by: str) -> dict[str, list[Record]]:
@@ -107,11 +129,27 @@ def summary(cells: Iterable[Record]) -> list[list[str]]:
     rows = []
     for family, some in grouped(cells, "family").items():
         peers = peers_of(some)
-        for name in [*peers, "best", *(["best" + RAW] if any(peer.endswith(RAW) for peer in peers) else [])]:
-            ratios = {cell["label"]: ratio for cell in some if (ratio := over_ours(cell, name)) is not None}
+        for name in [
+            *peers,
+            "best",
+            *(["best" + RAW] if any(peer.endswith(RAW) for peer in peers) else []),
+        ]:
+            ratios = {
+                cell["label"]: ratio
+                for cell in some
+                if (ratio := over_ours(cell, name)) is not None
+            }
             row = [family, name, f"{len(ratios)} of {len(some)}"]
             if ratios:
-                mean, least = statistics.geometric_mean(ratios.values()), min(ratios, key=ratios.__getitem__)
-                row += [f"{mean:.3f}", f"{ratios[least]:.3f}", least, str(sum(ratio < 1 for ratio in ratios.values()))]
+                mean, least = (
+                    statistics.geometric_mean(ratios.values()),
+                    min(ratios, key=ratios.__getitem__),
+                )
+                row += [
+                    f"{mean:.3f}",
+                    f"{ratios[least]:.3f}",
+                    least,
+                    str(sum(ratio < 1 for ratio in ratios.values())),
+                ]
             rows.append(row)
     return rows

@@ -32,7 +32,8 @@ MODELS = {
         hidden_size=2048,
         intermediate_size=5632,
         num_hidden_layers=8,
-        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"] * 2,
+        layer_types=["linear_attention", "linear_attention", "linear_attention", "full_attention"]
+        * 2,
         full_attention_interval=4,
         num_attention_heads=16,
         num_key_value_heads=2,
@@ -62,7 +63,13 @@ MODELS = {
         num_attention_heads=32,
         num_key_value_heads=32,
         first_k_dense_replace=4,
-        linear_attn_config=dict(kda_layers=[1, 2, 3], full_attn_layers=[4], num_heads=32, head_dim=128, short_conv_kernel_size=4),
+        linear_attn_config=dict(
+            kda_layers=[1, 2, 3],
+            full_attn_layers=[4],
+            num_heads=32,
+            head_dim=128,
+            short_conv_kernel_size=4,
+        ),
         kv_lora_rank=512,
         qk_nope_head_dim=128,
         qk_rope_head_dim=64,
@@ -103,7 +110,12 @@ class Cell(NamedTuple):
         return f"{self.batch} x {self.prompt}"
 
 
-CELLS = {cell.label: cell for prompt in PROMPTS for batch in BATCHES if (cell := Cell(batch, prompt)).tokens <= MAX_TOKENS}
+CELLS = {
+    cell.label: cell
+    for prompt in PROMPTS
+    for batch in BATCHES
+    if (cell := Cell(batch, prompt)).tokens <= MAX_TOKENS
+}
 
 
 # ------------------------------------------------------------------------------------------------ a process, its engine
@@ -135,8 +147,14 @@ class Server(NamedTuple):
 def sglang(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Server:
     import sglang
 
-    ours = {f"linear_attn_{mode}_backend": "gated_delta" for mode in ("decode", "prefill", "verify")} if plugin else {}
-    defaults = dict(skip_tokenizer_init=True, random_seed=0, disable_radix_cache=True, log_level="info")
+    ours = (
+        {f"linear_attn_{mode}_backend": "gated_delta" for mode in ("decode", "prefill", "verify")}
+        if plugin
+        else {}
+    )
+    defaults = dict(
+        skip_tokenizer_init=True, random_seed=0, disable_radix_cache=True, log_level="info"
+    )
     engine = sglang.Engine(model_path=model, **(defaults | ours | options))
 
     def answer(prompts: Prompts, new_tokens: int, top: bool) -> list[Answer]:
@@ -144,12 +162,17 @@ def sglang(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> S
         asked = dict(return_logprob=True, top_logprobs_num=TOP) if top else {}
         made = engine.generate(input_ids=prompts, sampling_params=sampling, **asked)
         found = [one["meta_info"]["output_top_logprobs"] if top else [] for one in made]
-        best = [[[(token, logprob) for logprob, token, *_ in place] for place in places] for places in found]
+        best = [
+            [[(token, logprob) for logprob, token, *_ in place] for place in places]
+            for places in found
+        ]
         return [Answer(one["output_ids"], places) for one, places in zip(made, best, strict=True)]
 
     def profile(on: bool) -> None:
         if on:
-            engine.start_profile(output_dir=str(traces), activities=["GPU"], with_stack=False, record_shapes=False)
+            engine.start_profile(
+                output_dir=str(traces), activities=["GPU"], with_stack=False, record_shapes=False
+            )
         else:
             engine.stop_profile()
 
@@ -161,20 +184,40 @@ def vllm(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Ser
     from vllm import LLM, SamplingParams
 
     defaults = dict(skip_tokenizer_init=True, seed=0, enable_prefix_caching=False)
-    torch_profiler = dict(dir=str(traces), activities=["CUDA"], with_stack=False, dump_cuda_time_total=False)
-    profiler = dict(profiler="torch", **{f"torch_profiler_{name}": value for name, value in torch_profiler.items()})
+    torch_profiler = dict(
+        dir=str(traces), activities=["CUDA"], with_stack=False, dump_cuda_time_total=False
+    )
+    profiler = dict(
+        profiler="torch",
+        **{f"torch_profiler_{name}": value for name, value in torch_profiler.items()},
+    )
     engine = LLM(model=model, **(defaults | dict(profiler_config=profiler) | options))
 
     def answer(prompts: Prompts, new_tokens: int, top: bool) -> list[Answer]:
         asked = dict(logprobs=TOP) if top else {}
-        sampling = SamplingParams(temperature=0, max_tokens=new_tokens, detokenize=False, ignore_eos=True, **asked)
-        made = engine.generate([dict(prompt_token_ids=prompt) for prompt in prompts], sampling, use_tqdm=False)
+        sampling = SamplingParams(
+            temperature=0, max_tokens=new_tokens, detokenize=False, ignore_eos=True, **asked
+        )
+        made = engine.generate(
+            [dict(prompt_token_ids=prompt) for prompt in prompts], sampling, use_tqdm=False
+        )
         places = [one.outputs[0].logprobs if top else [] for one in made]
-        best = [[sorted(((t, x.logprob) for t, x in place.items()), key=lambda x: -x[1]) for place in some] for some in places]
-        return [Answer(list(one.outputs[0].token_ids), some) for one, some in zip(made, best, strict=True)]
+        best = [
+            [
+                sorted(((t, x.logprob) for t, x in place.items()), key=lambda x: -x[1])
+                for place in some
+            ]
+            for some in places
+        ]
+        return [
+            Answer(list(one.outputs[0].token_ids), some)
+            for one, some in zip(made, best, strict=True)
+        ]
 
     return Server(
-        answer, lambda on: (engine.start_profile if on else engine.stop_profile)(), lambda: engine.collective_rpc(_report)
+        answer,
+        lambda on: (engine.start_profile if on else engine.stop_profile)(),
+        lambda: engine.collective_rpc(_report),
     )
 
 
@@ -194,7 +237,9 @@ def transformers(model: str, plugin: bool, options: dict[str, Any], traces: Path
     torch.manual_seed(0)
     if options.pop("load_format", None) == "dummy":
         with torch.device("cuda"):
-            made = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(model), dtype=torch.bfloat16, **options).eval()
+            made = AutoModelForCausalLM.from_config(
+                AutoConfig.from_pretrained(model), dtype=torch.bfloat16, **options
+            ).eval()
     else:
         made = AutoModelForCausalLM.from_pretrained(model, **options).cuda().eval()
     handle = patch(made) if plugin else None
@@ -202,18 +247,28 @@ def transformers(model: str, plugin: bool, options: dict[str, Any], traces: Path
 
     def answer(prompts: Prompts, new_tokens: int, top: bool) -> list[Answer]:
         ids = torch.tensor(prompts, device="cuda")
-        lengths = dict(max_new_tokens=new_tokens, min_new_tokens=new_tokens, attention_mask=torch.ones_like(ids))
+        lengths = dict(
+            max_new_tokens=new_tokens,
+            min_new_tokens=new_tokens,
+            attention_mask=torch.ones_like(ids),
+        )
         out = made.generate(ids, do_sample=False, **lengths)
         return [Answer(row[ids.shape[1] :].tolist(), []) for row in out]
 
     def profile(on: bool) -> None:
         if on:
-            running.append(torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]).__enter__())
+            running.append(
+                torch.profiler.profile(
+                    activities=[torch.profiler.ProfilerActivity.CUDA]
+                ).__enter__()
+            )
         else:
             running[-1].__exit__(None, None, None)
             running.pop().export_chrome_trace(str(traces / "of.trace.json.gz"))
 
-    return Server(answer, profile, lambda: [[str(row) for row in handle.report()]] if handle else [])
+    return Server(
+        answer, profile, lambda: [[str(row) for row in handle.report()]] if handle else []
+    )
 
 
 ENGINES = dict(sglang=sglang, vllm=vllm, transformers=transformers)
@@ -233,11 +288,16 @@ def measure(server: Server, cell: Cell, repeats: int, traces: Path) -> dict[str,
         start = time.perf_counter()
         server.answer(prompts, 1, False)
         between = time.perf_counter()
-        tokens = [answer.tokens for answer in server.answer([prompt[::-1] for prompt in prompts], NEW_TOKENS, False)]
+        tokens = [
+            answer.tokens
+            for answer in server.answer([prompt[::-1] for prompt in prompts], NEW_TOKENS, False)
+        ]
         if repeat:  # the first one warms up
             first.append(between - start)
             whole.append(time.perf_counter() - between)
-    times = dict(ttft_ms=1e3 * min(first), tpot_ms=1e3 * (min(whole) - min(first)) / (NEW_TOKENS - 1))
+    times = dict(
+        ttft_ms=1e3 * min(first), tpot_ms=1e3 * (min(whole) - min(first)) / (NEW_TOKENS - 1)
+    )
     return dict(times, kernels_us=kernels(server, cell, traces, repeats + 1), tokens=tokens[0])
 
 
@@ -260,10 +320,14 @@ def profiled(traces: Path) -> dict[str, float]:
     if not files:
         raise RuntimeError(f"the engine's profiler left no trace in {traces}")
     events = json.loads(gzip.decompress(files[0].read_bytes()))["traceEvents"]
-    events = [event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")]
+    events = [
+        event for event in events if event.get("cat") in ("kernel", "gpu_memcpy", "gpu_memset")
+    ]
     for file in files:
         file.unlink()
-    return dict(recurrence=busy(e for e in events if RECURRENCE.search(e["name"])), all=busy(events))
+    return dict(
+        recurrence=busy(e for e in events if RECURRENCE.search(e["name"])), all=busy(events)
+    )
 
 
 def busy(events: Iterable[dict[str, Any]]) -> float:
@@ -304,13 +368,18 @@ def say(**what: Any) -> None:
 MEASURED = "MEASURED"
 
 
-def run(engine: str, model: str, plugin: bool, options: dict[str, Any], **asked: Any) -> Iterator[Any]:
+def run(
+    engine: str, model: str, plugin: bool, options: dict[str, Any], **asked: Any
+) -> Iterator[Any]:
     """What an engine that is started for it measures, line by line; under "log" what it says of gated_delta: what ran.
 
     model: a name of MODELS, or a directory. asked: cells, labels of CELLS, each timed `repeats` times; prompts, for answers of
     new_tokens, with log probabilities if `top`. Raises RuntimeError with the end of the engine's output if it fails.
     """
-    job = dict(engine=engine, model=model, plugin=plugin, options=options, cells=[], repeats=2) | asked
+    job = (
+        dict(engine=engine, model=model, plugin=plugin, options=options, cells=[], repeats=2)
+        | asked
+    )
     said: list[str] = []
     command = [sys.executable, "-m", "benchmarks.serve"]
     with tempfile.TemporaryFile("w+") as given:
@@ -339,11 +408,33 @@ def compared(engines: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[
     made = []
     for one, other in zip(engines, ours, strict=True):
         pairs = {name: (one[name], other[name]) for name in ("ttft_ms", "tpot_ms")}
-        times = {name: dict(zip(("engine", "gated_delta"), pair, strict=True)) for name, pair in pairs.items()}
+        times = {
+            name: dict(zip(("engine", "gated_delta"), pair, strict=True))
+            for name, pair in pairs.items()
+        }
         ratios = {f"{name[:4]}_ratio": a / b for name, (a, b) in pairs.items()}
-        both = {name: dict(engine=us, gated_delta=other["kernels_us"][name]) for name, us in one["kernels_us"].items()}
-        equal = next((i for i, (a, b) in enumerate(zip(one["tokens"], other["tokens"], strict=True)) if a != b), len(one["tokens"]))
-        made.append(dict(cell=one["cell"], **times, **ratios, kernels_us=both, equal_tokens=equal, tokens=len(one["tokens"])))
+        both = {
+            name: dict(engine=us, gated_delta=other["kernels_us"][name])
+            for name, us in one["kernels_us"].items()
+        }
+        equal = next(
+            (
+                i
+                for i, (a, b) in enumerate(zip(one["tokens"], other["tokens"], strict=True))
+                if a != b
+            ),
+            len(one["tokens"]),
+        )
+        made.append(
+            dict(
+                cell=one["cell"],
+                **times,
+                **ratios,
+                kernels_us=both,
+                equal_tokens=equal,
+                tokens=len(one["tokens"]),
+            )
+        )
     return made
 
 

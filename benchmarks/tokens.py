@@ -20,7 +20,9 @@ LONGEST = 300
 def prompts(count: int) -> list[list[int]]:
     """Of 8 to LONGEST tokens each."""
     text, drawn = "\n\n".join(topics[name] for name in sorted(topics)).encode(), random.Random(0)
-    starts = [(drawn.randrange(len(text) - LONGEST), drawn.randint(8, LONGEST)) for _ in range(count)]
+    starts = [
+        (drawn.randrange(len(text) - LONGEST), drawn.randint(8, LONGEST)) for _ in range(count)
+    ]
     return [list(text[start : start + length]) for start, length in starts]
 
 
@@ -34,11 +36,16 @@ def save_random(name: str, place: Path) -> None:
     file.write_text(config := json.dumps(MODELS[name]))
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(place), dtype=torch.bfloat16)
+        model = AutoModelForCausalLM.from_config(
+            AutoConfig.from_pretrained(place), dtype=torch.bfloat16
+        )
     model.save_pretrained(place)
     file.write_text(config)
     saved = place / "model.safetensors"
-    weights = {name.replace("block_sparse_moe", "mlp"): x for name, x in safetensors.torch.load_file(saved).items()}
+    weights = {
+        name.replace("block_sparse_moe", "mlp"): x
+        for name, x in safetensors.torch.load_file(saved).items()
+    }
     safetensors.torch.save_file(weights, saved, metadata=dict(format="pt"))
 
 
@@ -59,5 +66,11 @@ def compared(one: list[Any], other: list[Any]) -> dict[str, Any]:
             best = dict(map(tuple, own_top[same]))
             parted.append(best[own[same]] - best[ours[same]] if ours[same] in best else None)
     parted.sort(key=lambda gap: -gap if gap is not None else float("-inf"))
-    found = dict(prompts=len(one), equal=len(one) - len(parted), tokens=len(one[0][0]), parted=parted)
-    return found | dict(deviation=dict(mean=statistics.fmean(deviation), largest=max(deviation)) if deviation else None)
+    found = dict(
+        prompts=len(one), equal=len(one) - len(parted), tokens=len(one[0][0]), parted=parted
+    )
+    return found | dict(
+        deviation=dict(mean=statistics.fmean(deviation), largest=max(deviation))
+        if deviation
+        else None
+    )

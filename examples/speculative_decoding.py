@@ -53,7 +53,10 @@ class AttentionCache:
         return keys, values
 
     def crop(self, length: int) -> None:
-        self.layers = {layer: (keys[:, :, :length], values[:, :, :length]) for layer, (keys, values) in self.layers.items()}
+        self.layers = {
+            layer: (keys[:, :, :length], values[:, :, :length])
+            for layer, (keys, values) in self.layers.items()
+        }
 
 
 class Request:
@@ -68,13 +71,19 @@ class Request:
         L, H, HV = len(linear), config.linear_num_key_heads, config.linear_num_value_heads
         K, V = config.linear_key_head_dim, config.linear_value_head_dim
         self.model = model
-        self.rows = {layer: row for row, layer in enumerate(linear)}  # a layer's place among the linear ones
+        self.rows = {
+            layer: row for row, layer in enumerate(linear)
+        }  # a layer's place among the linear ones
         self.state = torch.empty(L, POOL, HV, V, K, device=device)
         self.slots = torch.tensor([SLOT], device=device)
-        self.buffer = gd.KVBuffer.empty(1, tokens_per_step, H, HV, K, V, num_layers=L, device=device)
+        self.buffer = gd.KVBuffer.empty(
+            1, tokens_per_step, H, HV, K, V, num_layers=L, device=device
+        )
         self.past = config.linear_conv_kernel_dim - 1
         nothing = torch.zeros(1, self.past, 2 * H * K + HV * V, dtype=model.dtype, device=device)
-        self.windows = [nothing] * L  # inputs [1, past + T, channels] of the last step's convolutions
+        self.windows = [
+            nothing
+        ] * L  # inputs [1, past + T, channels] of the last step's convolutions
         self.conv = [nothing] * L  # what of them the next step starts from, [1, past, channels]
         self.attention = AttentionCache()
         self.length = 0  # tokens remembered
@@ -83,7 +92,9 @@ class Request:
         fresh = torch.tensor([False], device=ids.device)  # the slot holds what its last owner left
 
         def recurrence(row: int, tokens: dict[str, Any]) -> Tensor:
-            o, _ = gd.prefill(**tokens, state=self.state[row], state_indices=self.slots, has_initial_state=fresh)
+            o, _ = gd.prefill(
+                **tokens, state=self.state[row], state_indices=self.slots, has_initial_state=fresh
+            )
             return o
 
         choices = self.forward(ids, recurrence)
@@ -102,13 +113,20 @@ class Request:
         """Remembers nothing until `accept` says how much."""
 
         def recurrence(row: int, tokens: dict[str, Any]) -> Tensor:
-            return gd.verify(**tokens, state=self.state[row], state_indices=self.slots, buffer=self.buffer.layer(row))
+            return gd.verify(
+                **tokens,
+                state=self.state[row],
+                state_indices=self.slots,
+                buffer=self.buffer.layer(row),
+            )
 
         return self.forward(ids, recurrence)
 
     def accept(self, count: Tensor) -> None:
         """Remember the first count [1] tokens of the verified step."""
-        gd.flush(self.state, self.buffer, count, state_indices=self.slots)  # all layers at once; reads count on the device
+        gd.flush(
+            self.state, self.buffer, count, state_indices=self.slots
+        )  # all layers at once; reads count on the device
         self.keep(int(count))
 
     def keep(self, count: int) -> None:
@@ -141,7 +159,9 @@ class Request:
         qkv = F.silu((taps * layer.conv1d.weight[:, 0]).sum(-1))
         # The kernels take 16 bits. With bf16, rounding would now and then decide between choices of nearly the same logit.
         dtype = torch.float16 if x.is_cuda else x.dtype
-        q, k, v = qkv.to(dtype).contiguous().split([layer.key_dim, layer.key_dim, layer.value_dim], 2)
+        q, k, v = (
+            qkv.to(dtype).contiguous().split([layer.key_dim, layer.key_dim, layer.value_dim], 2)
+        )
         tokens = dict(
             q=q.unflatten(2, (-1, layer.head_k_dim)),
             k=k.unflatten(2, (-1, layer.head_k_dim)),
@@ -199,16 +219,22 @@ def decode_speculatively(model: Any, prompt: bytes, length: int, draft: int) -> 
     while (missing := len(prompt) + length - len(text)) > 0:
         ids = to_ids(text[-1:] + look_up(text, min(draft, missing - 1)), model.device)
         choices = request.verify(ids)
-        right = (ids[:, 1:] == choices[:, :-1]).cumprod(1).sum(1)  # drafts in front of the first that is not the model's choice
+        right = (
+            (ids[:, 1:] == choices[:, :-1]).cumprod(1).sum(1)
+        )  # drafts in front of the first that is not the model's choice
         request.accept(1 + right)
         text += bytes(choices[0, : 1 + int(right)].tolist())
         steps, drafted, accepted = steps + 1, drafted + ids.shape[1] - 1, accepted + int(right)
     states_bytes = (1 + draft) * request.state[:, SLOT].nbytes
-    return Result(text[len(prompt) :], steps, drafted, accepted, request.buffer.nbytes, states_bytes)
+    return Result(
+        text[len(prompt) :], steps, drafted, accepted, request.buffer.nbytes, states_bytes
+    )
 
 
 def main(
-    prompt: Annotated[str, typer.Option(help="Text for the model to continue.")] = "The for statement is used to",
+    prompt: Annotated[
+        str, typer.Option(help="Text for the model to continue.")
+    ] = "The for statement is used to",
     length: Annotated[int, typer.Option(min=2, max=2000, help="Bytes to generate.")] = 300,
     draft: Annotated[int, typer.Option(min=1, max=15, help="Most drafts per step.")] = 7,
     device: Annotated[str, typer.Option(help="Where to run; a GPU when there is one.")] = "auto",
@@ -226,13 +252,18 @@ def main(
         torch.set_num_threads(1)  # the model is too small for more
     plain = decode_plainly(model, prompt.encode(), length)
     result = decode_speculatively(model, prompt.encode(), length, draft)
-    assert result.text == plain, f"plain decoding gives another text: {plain.decode(errors='replace')}"
+    assert result.text == plain, (
+        f"plain decoding gives another text: {plain.decode(errors='replace')}"
+    )
 
     console = Console()
     console.print(prompt, style="bold", end="", highlight=False, markup=False)
     console.print(result.text.decode(errors="replace"), highlight=False, markup=False)
     table = Table(title="the same text as plain decoding, with", show_header=False)
-    table.add_row("drafts accepted", f"{result.accepted} of {result.drafted} ({result.accepted / max(result.drafted, 1):.0%})")
+    table.add_row(
+        "drafts accepted",
+        f"{result.accepted} of {result.drafted} ({result.accepted / max(result.drafted, 1):.0%})",
+    )
     table.add_row("tokens per step", f"{(length - 1) / result.steps:.2f}")
     table.add_row("memory for rollback: KVBuffer", f"{result.buffer_bytes:,} bytes")
     table.add_row("a state per token instead", f"{result.states_bytes:,} bytes")

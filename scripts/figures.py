@@ -18,7 +18,13 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 ROOT = Path(__file__).parents[1]
-PAGES = ("README.md", "docs/kernels/decode.md", "docs/kernels/verify.md", "docs/kernels/prefill.md", "docs/engines.md")
+PAGES = (
+    "README.md",
+    "docs/kernels/decode.md",
+    "docs/kernels/verify.md",
+    "docs/kernels/prefill.md",
+    "docs/engines.md",
+)
 
 Cell = dict[str, Any]
 
@@ -54,7 +60,12 @@ class Group(NamedTuple):
     @property
     def columns(self) -> list[str]:
         behind = sum(x < 1 for x in self.ratios)
-        return [str(len(self.ratios)), self.mean, f"{self.least} ({self.least_at})", str(behind or "none")]
+        return [
+            str(len(self.ratios)),
+            self.mean,
+            f"{self.least} ({self.least_at})",
+            str(behind or "none"),
+        ]
 
 
 def against(*peers: str) -> Callable[[Cell], float]:
@@ -73,7 +84,10 @@ def decode() -> dict[str, Group]:
         "T>1": "decode, 2 to 8 tokens, every state written",
         "fp32": "decode, 1 token, fp32 states",
     }
-    return {name: Group.of((c for c in cells("decode") if c["family"] == family), against()) for family, name in names.items()}
+    return {
+        name: Group.of((c for c in cells("decode") if c["family"] == family), against())
+        for family, name in names.items()
+    }
 
 
 def verify(*peers: str) -> dict[str, Group]:
@@ -81,15 +95,23 @@ def verify(*peers: str) -> dict[str, Group]:
     for cell in cells("speculate"):
         if cell["peers"]:
             made.setdefault(cell["family"], []).append(cell)
-    return {f"verify and flush, {family} states": Group.of(some, against(*peers)) for family, some in made.items()}
+    return {
+        f"verify and flush, {family} states": Group.of(some, against(*peers))
+        for family, some in made.items()
+    }
 
 
 def prefill(which: str, file: str = "prefill") -> dict[str, Group]:
     """which: "raw_ratio", where peers pay for their inputs too, or "ratio", where these were made beforehand."""
-    kinds = [("GDN", "gdn", ("fast", "slow")), ("KDA, slow gates", "kda", ("slow",)), ("KDA, fast gates", "kda", ("fast",))]
+    kinds = [
+        ("GDN", "gdn", ("fast", "slow")),
+        ("KDA, slow gates", "kda", ("slow",)),
+        ("KDA, fast gates", "kda", ("fast",)),
+    ]
     return {
         f"prefill, {name}": Group.of(
-            (c for c in cells(file) if c["model"] == model and c["facts"]["gates"] in gates), lambda cell: cell[which]
+            (c for c in cells(file) if c["model"] == model and c["facts"]["gates"] in gates),
+            lambda cell: cell[which],
         )
         for name, model, gates in kinds
     }
@@ -101,7 +123,9 @@ def made_beforehand(groups: dict[str, Group]) -> dict[str, Group]:
 
 def prefill_against_fla() -> dict[str, Group]:
     return {
-        f"prefill, {name.upper()}": Group.of((c for c in cells("prefill") if c["model"] == name), against("fla"))
+        f"prefill, {name.upper()}": Group.of(
+            (c for c in cells("prefill") if c["model"] == name), against("fla")
+        )
         for name in ("gdn", "kda")
     }
 
@@ -111,18 +135,29 @@ def layer() -> dict[str, Group]:
     some = cells("layer")
     groups = {
         "KDA, 1 token, fp32 states: vLLM's fused kernel": Group.of(
-            (c for c in some if c["family"] == "KDA step" and c["state_dtype"] == "fp32"), against("vllm")
+            (c for c in some if c["family"] == "KDA step" and c["state_dtype"] == "fp32"),
+            against("vllm"),
         ),
-        "GDN, 2 to 8 drafts: vLLM's fused kernel": Group.of((c for c in some if c["family"] == "GDN drafts"), against("vllm")),
+        "GDN, 2 to 8 drafts: vLLM's fused kernel": Group.of(
+            (c for c in some if c["family"] == "GDN drafts"), against("vllm")
+        ),
     }
     for B in (1, 8, 64, 256):
-        steps = (c for c in some if c["tokens"] == 1 and c["state_dtype"] == "bf16" and c["sequences"] == B)
-        groups[f"GDN and KDA, 1 token, bf16 states, B={B}: the best chain"] = Group.of(steps, against())
+        steps = (
+            c
+            for c in some
+            if c["tokens"] == 1 and c["state_dtype"] == "bf16" and c["sequences"] == B
+        )
+        groups[f"GDN and KDA, 1 token, bf16 states, B={B}: the best chain"] = Group.of(
+            steps, against()
+        )
     return groups
 
 
 def h100() -> str:
-    groups = prefill("raw_ratio", "h100/prefill") | made_beforehand(prefill("ratio", "h100/prefill"))
+    groups = prefill("raw_ratio", "h100/prefill") | made_beforehand(
+        prefill("ratio", "h100/prefill")
+    )
     return summary("best peer's time over ours, one H100", groups)
 
 
@@ -132,12 +167,21 @@ def table(*heads: str, rows: dict[str, list[str]]) -> str:
 
 
 def summary(title: str, groups: dict[str, Group]) -> str:
-    return table(title, "cells", "geometric mean", "least", "behind in", rows={n: g.columns for n, g in groups.items()})
+    return table(
+        title,
+        "cells",
+        "geometric mean",
+        "least",
+        "behind in",
+        rows={n: g.columns for n, g in groups.items()},
+    )
 
 
 def readme() -> str:
     made = made_beforehand(prefill("ratio"))
-    step = {"a layer's decode step, with its convolution and norm": Group.of(cells("layer"), against())}
+    step = {
+        "a layer's decode step, with its convolution and norm": Group.of(cells("layer"), against())
+    }
     groups = decode() | step | verify("sglang", "flashinfer") | prefill("raw_ratio") | made
     return summary("best peer's time over ours, one H200", groups)
 
@@ -156,7 +200,14 @@ def verify_page() -> str:
         ]
         for name in best
     }
-    heads = ("best peer's time over our chain's", "cells", "geometric mean", "least", "behind in", "SGLang: mean, least")
+    heads = (
+        "best peer's time over our chain's",
+        "cells",
+        "geometric mean",
+        "least",
+        "behind in",
+        "SGLang: mean, least",
+    )
     return table(*heads, "cached: mean, least", "rollback memory, T=4", rows=rows)
 
 
@@ -167,7 +218,13 @@ def served(engine: str) -> str:
         first = f"{ttft['engine']:.1f}, {ttft['gated_delta']:.1f}"
         each = f"{tpot['engine']:.2f}, {tpot['gated_delta']:.2f}"
         rows[cell["label"]] = [first, down(cell["ttft_ratio"]), each, down(cell["tpot_ratio"])]
-    heads = ("prompts x tokens", "TTFT, ms: its kernels, ours", "ratio", "TPOT, ms: its kernels, ours", "ratio")
+    heads = (
+        "prompts x tokens",
+        "TTFT, ms: its kernels, ours",
+        "ratio",
+        "TPOT, ms: its kernels, ours",
+        "ratio",
+    )
     return table(*heads, rows=rows)
 
 
@@ -178,10 +235,24 @@ def kernels(engine: str) -> str:
         rows[cell["label"]] = []
         for part, unit, digits in (("prefill", 1e3, 2), ("decode", 1, 0)):
             for name in ("recurrence", "all"):
-                theirs, ours = (cell["kernels_us"][f"{part} {name}"][whose] for whose in ("engine", "gated_delta"))
-                rows[cell["label"]] += [f"{theirs / unit:.{digits}f}, {ours / unit:.{digits}f}", down(theirs / ours)]
+                theirs, ours = (
+                    cell["kernels_us"][f"{part} {name}"][whose]
+                    for whose in ("engine", "gated_delta")
+                )
+                rows[cell["label"]] += [
+                    f"{theirs / unit:.{digits}f}, {ours / unit:.{digits}f}",
+                    down(theirs / ours),
+                ]
     heads = ("prefill's recurrence, ms: its kernels, ours", "ratio", "all kernels", "ratio")
-    return table("prompts x tokens", *heads, "a decode step's recurrence, us", "ratio", "all kernels", "ratio", rows=rows)
+    return table(
+        "prompts x tokens",
+        *heads,
+        "a decode step's recurrence, us",
+        "ratio",
+        "all kernels",
+        "ratio",
+        rows=rows,
+    )
 
 
 def tokens(engine: str) -> str:
@@ -192,7 +263,13 @@ def tokens(engine: str) -> str:
         gaps = f"{max(cell['parted'], default=0):.4f}" if known else "beyond the best 5"
         deviation = f"{cell['deviation']['mean']:.4f}" if cell["deviation"] else "not asked for"
         rows[cell["label"]] = [f"{cell['equal']} of {cell['prompts']}", gaps, deviation]
-    return table("answers", "equal", "largest gap where they part", "mean difference of log probabilities", rows=rows)
+    return table(
+        "answers",
+        "equal",
+        "largest gap where they part",
+        "mean difference of log probabilities",
+        rows=rows,
+    )
 
 
 TABLES: dict[str, Callable[[], str]] = {
@@ -208,10 +285,16 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens sglang": lambda: tokens("sglang"),
     "tokens vllm": lambda: tokens("vllm"),
     "decode": lambda: summary("best peer's time over ours", decode()),
-    "layer": lambda: summary("the engines' time over ours, with a convolution in front of one token", layer()),
+    "layer": lambda: summary(
+        "the engines' time over ours, with a convolution in front of one token", layer()
+    ),
     "verify": verify_page,
-    "prefill raw": lambda: summary("best peer's time over ours, all from raw inputs", prefill("raw_ratio")),
-    "prefill made": lambda: summary("best peer's time over ours, peers' inputs made beforehand", prefill("ratio")),
+    "prefill raw": lambda: summary(
+        "best peer's time over ours, all from raw inputs", prefill("raw_ratio")
+    ),
+    "prefill made": lambda: summary(
+        "best peer's time over ours, peers' inputs made beforehand", prefill("ratio")
+    ),
     "prefill h100": h100,
     "prefill fla": lambda: summary("FLA's time over ours", prefill_against_fla()),
 }
@@ -227,10 +310,16 @@ def filled(text: str) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--check", action="store_true", help="write nothing; fail where a page differs")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--check", action="store_true", help="write nothing; fail where a page differs"
+    )
     check = parser.parse_args().check
-    stale = {page: new for page in PAGES if (new := filled(old := (ROOT / page).read_text())) != old}
+    stale = {
+        page: new for page in PAGES if (new := filled(old := (ROOT / page).read_text())) != old
+    }
     for page, text in stale.items():
         print(f"{page} {'differs from' if check else 'now has'} the figures of benchmarks/results")
         if not check:

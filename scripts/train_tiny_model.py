@@ -59,9 +59,16 @@ def held_out_loss(model: torch.nn.Module, data: torch.Tensor) -> float:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--out", type=Path, required=True)
-    parser.add_argument("--steps", type=int, default=STEPS, help="optimizer steps; the learning rate is annealed over them")
+    parser.add_argument(
+        "--steps",
+        type=int,
+        default=STEPS,
+        help="optimizer steps; the learning rate is annealed over them",
+    )
     args = parser.parse_args()
 
     torch.manual_seed(SEED)
@@ -72,9 +79,14 @@ def main() -> None:
     decayed = [p for p in model.parameters() if p.ndim >= 2]
     plain = [p for p in model.parameters() if p.ndim < 2]
     optimizer = torch.optim.AdamW(
-        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}], lr=PEAK_LR, betas=(0.9, 0.95)
+        [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}],
+        lr=PEAK_LR,
+        betas=(0.9, 0.95),
     )
-    print(f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(train):,} bytes of text", flush=True)
+    print(
+        f"{sum(p.numel() for p in model.parameters()):,} parameters, {len(train):,} bytes of text",
+        flush=True,
+    )
 
     start = time.monotonic()
     for step in range(args.steps):
@@ -88,11 +100,15 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 0:
-            print(f"step {step:5d}  loss {loss.item():.3f}  {(time.monotonic() - start) / 60:.1f} minutes", flush=True)
+            print(
+                f"step {step:5d}  loss {loss.item():.3f}  {(time.monotonic() - start) / 60:.1f} minutes",
+                flush=True,
+            )
 
     minutes = (time.monotonic() - start) / 60
     print(
-        f"{args.steps} steps in {minutes:.1f} minutes; held-out loss {held_out_loss(model, held_out):.3f} nats per byte", flush=True
+        f"{args.steps} steps in {minutes:.1f} minutes; held-out loss {held_out_loss(model, held_out):.3f} nats per byte",
+        flush=True,
     )
     model.to(torch.bfloat16).save_pretrained(args.out)
     (args.out / "generation_config.json").unlink(missing_ok=True)

@@ -10,7 +10,14 @@ from torch import Tensor
 from gated_delta import UnsupportedProblem
 
 UNTOUCHED, NAN = 77.0, float("nan")
-BF16, FP16, FP32, FP64, INT32, INT64 = torch.bfloat16, torch.float16, torch.float32, torch.float64, torch.int32, torch.int64
+BF16, FP16, FP32, FP64, INT32, INT64 = (
+    torch.bfloat16,
+    torch.float16,
+    torch.float32,
+    torch.float64,
+    torch.int32,
+    torch.int64,
+)
 ENDS = [0, 5, 5, 75, 76]
 TOTAL, EMPTY = 80, 1  # packed rows, some past the last sequence; the sequence of no tokens
 
@@ -39,7 +46,9 @@ def tensors_of(arguments: dict[str, object]) -> dict[str, Tensor]:
     return {name: x for name, x in arguments.items() if isinstance(x, Tensor)}
 
 
-def token_loop(x: dict[str, Tensor], log_decay, beta, starts, scale, l2norm) -> tuple[Tensor, Tensor]:
+def token_loop(
+    x: dict[str, Tensor], log_decay, beta, starts, scale, l2norm
+) -> tuple[Tensor, Tensor]:
     """o [N, T, HV, V], and the states after each token [N, T, HV, V, K], of q, k, v in x from states starts[n] [HV, V, K].
 
     log_decay: [N, T, HV, 1] or [N, T, HV, K]. It shares nothing with gated_delta, and works on the peers' own tensors.
@@ -60,9 +69,15 @@ def token_loop(x: dict[str, Tensor], log_decay, beta, starts, scale, l2norm) -> 
     return o, after
 
 
-def prompt_loop(x: dict[str, Tensor], log_decay, beta, starts, scale, l2norm, ends=None) -> tuple[Tensor, Tensor]:
+def prompt_loop(
+    x: dict[str, Tensor], log_decay, beta, starts, scale, l2norm, ends=None
+) -> tuple[Tensor, Tensor]:
     """o, and the final states [sequences, HV, V, K], of whole sequences, from zeros without starts; packed, with their ends."""
-    N, (HV, V), K = len(x["v"]) if ends is None else len(ends) - 1, x["v"].shape[2:], x["q"].shape[3]
+    N, (HV, V), K = (
+        len(x["v"]) if ends is None else len(ends) - 1,
+        x["v"].shape[2:],
+        x["q"].shape[3],
+    )
     final = torch.zeros(N, HV, V, K, dtype=FP64) if starts is None else starts.double().clone()
     if ends is None:
         o, after = token_loop(x, log_decay, beta, final, scale, l2norm)
@@ -71,7 +86,9 @@ def prompt_loop(x: dict[str, Tensor], log_decay, beta, starts, scale, l2norm, en
     for n, (start, end) in enumerate(itertools.pairwise(ends)):
         if end > start:
             one = {name: x[name][:, start:end] for name in ("q", "k", "v")}
-            o[:, start:end], after = token_loop(one, log_decay[:, start:end], beta[:, start:end], final[[n]], scale, l2norm)
+            o[:, start:end], after = token_loop(
+                one, log_decay[:, start:end], beta[:, start:end], final[[n]], scale, l2norm
+            )
             final[n] = after[0, -1]
     return o, final
 
@@ -81,7 +98,9 @@ def close(got: Tensor, want: Tensor, tolerance: float = 1e-6) -> None:
     assert got.shape == want.shape
     ulp = 0.0 if got.dtype == FP32 else torch.finfo(got.dtype).eps / 2
     error = (got.double() - want).abs() - ulp * want.abs()
-    assert error.max() <= tolerance * want.abs().max(), f"{error.max():.2e} over {want.abs().max():.2e}"
+    assert error.max() <= tolerance * want.abs().max(), (
+        f"{error.max():.2e} over {want.abs().max():.2e}"
+    )
 
 
 def check_pool(got: Tensor, before: Tensor, written: dict[int, Tensor]) -> None:
@@ -104,10 +123,14 @@ class unwritten:
 
     def __exit__(self, *_: object) -> None:
         for name, x in self.tensors.items():
-            assert torch.equal(x.double().nan_to_num(), self.before[name].double().nan_to_num()), f"{name} was written"
+            assert torch.equal(x.double().nan_to_num(), self.before[name].double().nan_to_num()), (
+                f"{name} was written"
+            )
 
 
-def refused(function: Callable, arguments: dict[str, object], kind: type[Exception], message: str) -> Exception:
+def refused(
+    function: Callable, arguments: dict[str, object], kind: type[Exception], message: str
+) -> Exception:
     """The error, after which every tensor of the call is as it was."""
     with unwritten(arguments), pytest.raises(kind, match=message) as caught:
         function(**arguments)
@@ -123,12 +146,19 @@ def each(names: str | Sequence[str], changes: object) -> Iterator[tuple[str, dic
 
 def accepted(table: list) -> list:
     """Rows (names of functions, changes to a call) as parameters of a test."""
-    return [pytest.param(name, made, id=label(name, made)) for row in table for name, made in each(*row)]
+    return [
+        pytest.param(name, made, id=label(name, made)) for row in table for name, made in each(*row)
+    ]
 
 
 def refusals(table: dict[type[Exception], list]) -> list:
     """Rows (names of functions, changes to a valid call, words of the error), by error, as (name, changes, error, words)."""
-    return [(name, made, kind, words) for kind, cases in table.items() for *row, words in cases for name, made in each(*row)]
+    return [
+        (name, made, kind, words)
+        for kind, cases in table.items()
+        for *row, words in cases
+        for name, made in each(*row)
+    ]
 
 
 def label(name: str, changes: dict) -> str:

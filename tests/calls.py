@@ -44,7 +44,11 @@ def call(op):
         "prefill": lambda: tokens(),
         "decode": lambda: {**tokens(), "state": pool()},
         "verify": lambda: {**tokens(), "state": pool(), "buffer": buffer()},
-        "flush": lambda: {"state": pool(), "buffer": verified(), "num_accepted": torch.tensor([2, 2])},
+        "flush": lambda: {
+            "state": pool(),
+            "buffer": verified(),
+            "num_accepted": torch.tensor([2, 2]),
+        },
     }[op]()
 
 

@@ -27,7 +27,9 @@ STATES = (torch.bfloat16, torch.float32, torch.float16)
 PER_TOKEN = ("q", "k", "v", "g", "beta")
 
 
-def tokens(N, T, *, axis="head", dtype=torch.bfloat16, heads=(H, HV), K=D, V=D, seed=0, gate="softplus"):
+def tokens(
+    N, T, *, axis="head", dtype=torch.bfloat16, heads=(H, HV), K=D, V=D, seed=0, gate="softplus"
+):
     """Keyword arguments of prefill, decode or verify but for its states, on the GPU, dense."""
     rng = torch.Generator("cuda").manual_seed(seed)
     H, HV = heads
@@ -37,7 +39,11 @@ def tokens(N, T, *, axis="head", dtype=torch.bfloat16, heads=(H, HV), K=D, V=D, 
 
     channels = (K,) if axis == "channel" else ()
     A_log, dt_bias = normal(HV) / 2, normal(HV, *channels) / 2
-    gates = {"softplus": gd.Gate.softplus(A_log, dt_bias), "lower_bound": gd.Gate.lower_bound(A_log, dt_bias), "log": gd.Gate.log()}
+    gates = {
+        "softplus": gd.Gate.softplus(A_log, dt_bias),
+        "lower_bound": gd.Gate.lower_bound(A_log, dt_bias),
+        "log": gd.Gate.log(),
+    }
     g = normal(N, T, HV, *channels)
     return dict(
         q=normal(N, T, H, K).to(dtype),
@@ -62,7 +68,10 @@ def part(call, *index):
 
 def packed(call, lengths):
     """The first tokens of each sequence one behind the other."""
-    rows = {name: torch.cat([call[name][n, :t] for n, t in enumerate(lengths)])[None] for name in PER_TOKEN}
+    rows = {
+        name: torch.cat([call[name][n, :t] for n, t in enumerate(lengths)])[None]
+        for name in PER_TOKEN
+    }
     ends = torch.tensor([0, *lengths], device="cuda").cumsum(0)
     return {**call, **rows, "cu_seqlens": ends.int()}
 
@@ -72,7 +81,10 @@ def fused(call, shift=0):
     sizes = [call[name].shape[2:].numel() for name in ("q", "k", "v")]
     wide = call["q"].new_empty(*call["q"].shape[:2], shift + sum(sizes))
     slices = dict(zip(("q", "k", "v"), wide[..., shift:].split(sizes, -1)))
-    return call | {name: x.copy_(call[name].flatten(2)).unflatten(-1, call[name].shape[2:]) for name, x in slices.items()}
+    return call | {
+        name: x.copy_(call[name].flatten(2)).unflatten(-1, call[name].shape[2:])
+        for name, x in slices.items()
+    }
 
 
 def slowly(call):
@@ -116,7 +128,9 @@ def force_segments(segments, monkeypatch):
         return made if persistent else on_host.Segmentation(segments)
 
     monkeypatch.setattr(on_host, "segmentation_of", segmentation_of)
-    if persistent or segments == 4:  # blocks that take turns, of which the longest sequences' come first
+    if (
+        persistent or segments == 4
+    ):  # blocks that take turns, of which the longest sequences' come first
         monkeypatch.setattr(on_host, "sms_of", lambda _: 3)
         monkeypatch.setattr(on_host, "MAX_PREPARE_BLOCKS", 0 if persistent else 88)
     monkeypatch.setattr(PREFILL, "calls", CallCache())
@@ -142,7 +156,9 @@ def left_in_workspace(run, monkeypatch):
         made = run()
     ((workspace, starts),) = kept
     names = PrefillPointers._fields[-len(starts) :]
-    return made, {name: workspace[start:] for name, start in zip(names, starts, strict=True) if start >= 0}
+    return made, {
+        name: workspace[start:] for name, start in zip(names, starts, strict=True) if start >= 0
+    }
 
 
 def transition_norms(o, regions):
@@ -199,7 +215,9 @@ def cycle(values, x):
 def with_channels_of_any_size(call):
     """The call with keys whose channels differ by up to 2**23, and queries that bring those of 2**-10 and more back."""
     sizes = 2.0 ** -torch.arange(call["k"].shape[-1], device=call["k"].device).remainder(24)
-    return call | dict(k=(call["k"] * sizes).bfloat16(), q=(call["q"] / sizes.clamp_min(2.0**-10)).bfloat16())
+    return call | dict(
+        k=(call["k"] * sizes).bfloat16(), q=(call["q"] / sizes.clamp_min(2.0**-10)).bfloat16()
+    )
 
 
 def writing(N, v, beta=1.0, T=1):
@@ -207,7 +225,9 @@ def writing(N, v, beta=1.0, T=1):
     q = torch.zeros(N, T, H, D, device="cuda", dtype=torch.bfloat16)
     q[..., 0] = 1
     values = torch.full((N, T, HV, D), v, device="cuda", dtype=torch.bfloat16)
-    gates = dict(g=torch.zeros(N, T, HV, device="cuda"), beta=torch.full((N, T, HV), beta, device="cuda"))
+    gates = dict(
+        g=torch.zeros(N, T, HV, device="cuda"), beta=torch.full((N, T, HV), beta, device="cuda")
+    )
     return dict(q=q, k=q.clone(), v=values, **gates, gate=gd.Gate.log(), scale=1.0, qk_l2norm=False)
 
 

@@ -9,14 +9,29 @@ import torch
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 
-from adapters import INT32, INT64, NAN, UNTOUCHED, each, padded, refusals, refused, tensors_of, unwritten
+from adapters import (
+    INT32,
+    INT64,
+    NAN,
+    UNTOUCHED,
+    each,
+    padded,
+    refusals,
+    refused,
+    tensors_of,
+    unwritten,
+)
 from gated_delta import Gate, KVBuffer, UnsupportedProblem
 from gated_delta.integrations import cula, fla, flashinfer
 from tables import cula as cula_calls
 from tables import fla as fla_calls
 from tables import flashinfer as flashinfer_calls
 
-MODULES = {"FLA": (fla_calls, fla), "FlashInfer": (flashinfer_calls, flashinfer), "cuLA": (cula_calls, cula)}
+MODULES = {
+    "FLA": (fla_calls, fla),
+    "FlashInfer": (flashinfer_calls, flashinfer),
+    "cuLA": (cula_calls, cula),
+}
 OURS = dict(
     a="g", b="beta", output="out", output_state="state", state_checkpoints="checkpoints", initial_state="state|intermediate_states", initial_state_source="state", num_accepted_tokens="num_accepted", accept_len="num_accepted",
     initial_state_indices="state_indices", ssm_state_indices="state_indices", output_state_indices="write_indices",
@@ -53,14 +68,20 @@ def results(returned: Any) -> list[Tensor]:
 
 
 def equal(got: list[Tensor], want: list[Tensor]) -> bool:
-    return len(got) == len(want) and all(torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(got, want))
+    return len(got) == len(want) and all(
+        torch.equal(x.nan_to_num(), y.nan_to_num()) for x, y in zip(got, want)
+    )
 
 
 @functools.cache
 def written(call: Call) -> list[str]:
     """The arguments that it writes, each of them given once."""
     before, (_, after) = call.fresh(), call.run()
-    changed = [n for n, x in tensors_of(before).items() if not torch.equal(x.nan_to_num(), after[n].nan_to_num())]
+    changed = [
+        n
+        for n, x in tensors_of(before).items()
+        if not torch.equal(x.nan_to_num(), after[n].nan_to_num())
+    ]
     return [n for n in changed if n not in given_twice(call)]
 
 
@@ -73,22 +94,37 @@ def given_twice(call: Call) -> list[str]:
 def rows_read(call: Call) -> str | None:
     """The argument that names the slot which each row of q starts from."""
     given = call.fresh()
-    named = [n for n in ("initial_state_indices", "ssm_state_indices") if n in given and "q" in given]
-    return next((n for n in named if given[n] is not None and given[n].shape == given["q"].shape[:1]), None)
+    named = [
+        n for n in ("initial_state_indices", "ssm_state_indices") if n in given and "q" in given
+    ]
+    return next(
+        (n for n in named if given[n] is not None and given[n].shape == given["q"].shape[:1]), None
+    )
 
 
 CALLS = [Call(library, label) for library, (table, _) in MODULES.items() for label in table.CALLS]
-FUNCTIONS = [Call(library, name) for library, (table, _) in MODULES.items() for name in table.SIGNATURES]
-TENSORS = [(call, name) for call in CALLS for name in tensors_of(call.fresh()) if name not in given_twice(call)]
+FUNCTIONS = [
+    Call(library, name) for library, (table, _) in MODULES.items() for name in table.SIGNATURES
+]
+TENSORS = [
+    (call, name)
+    for call in CALLS
+    for name in tensors_of(call.fresh())
+    if name not in given_twice(call)
+]
 WRITES = [call for call in CALLS if written(call)]
 
 
 def once(pairs: list[tuple[Call, str]]) -> list[tuple[Call, str]]:
     """Each argument of each function in one call."""
-    return list({(call.library, call.name, argument): (call, argument) for call, argument in pairs}.values())
+    return list(
+        {(call.library, call.name, argument): (call, argument) for call, argument in pairs}.values()
+    )
 
 
-INDICES = [(call, name) for call, name in once(TENSORS) if call.fresh()[name].dtype in (INT32, INT64)]
+INDICES = [
+    (call, name) for call, name in once(TENSORS) if call.fresh()[name].dtype in (INT32, INT64)
+]
 SLOTS = [(call, name) for call, name in INDICES if name.endswith("_indices")]
 READ = [(call, name) for call, name in TENSORS if name == rows_read(call)]
 
@@ -126,15 +162,22 @@ def over(pairs: list) -> Any:
 
 @pytest.mark.parametrize("call", FUNCTIONS, ids=ids)
 def test_the_signature_is_the_peers(call):
-    bare = [p.replace(annotation=p.empty) for p in inspect.signature(call.function).parameters.values()]
-    assert str(inspect.Signature(bare)).replace("'", "")[1:-1] == MODULES[call.library][0].SIGNATURES[call.name]
+    bare = [
+        p.replace(annotation=p.empty) for p in inspect.signature(call.function).parameters.values()
+    ]
+    assert (
+        str(inspect.Signature(bare)).replace("'", "")[1:-1]
+        == MODULES[call.library][0].SIGNATURES[call.name]
+    )
 
 
 @calls
 def test_any_strides_but_the_last(call):
     """Of all tensors at once. Of what is written, nothing but the view given is."""
     want, whole = call.run()
-    given = {name: x for name, x in tensors_of(call.fresh()).items() if name not in given_twice(call)}
+    given = {
+        name: x for name, x in tensors_of(call.fresh()).items() if name not in given_twice(call)
+    }
     views = {name: padded(x) for name, x in given.items()}
     before = {name: storage.clone() for name, (_, storage) in views.items()}
     got, _ = call.run(**{name: view for name, (view, _) in views.items()})
@@ -150,10 +193,17 @@ def test_indices_of_either_dtype(call, name):
     x = call.fresh()[name]
     got, want = call.run(**{name: x.to(INT32 if x.dtype == INT64 else INT64)}), call.run()
     assert equal(got[0], want[0])
-    assert all(torch.equal(got[1][n].nan_to_num(), x.nan_to_num()) for n, x in tensors_of(want[1]).items())
+    assert all(
+        torch.equal(got[1][n].nan_to_num(), x.nan_to_num()) for n, x in tensors_of(want[1]).items()
+    )
 
 
-HINTS = [(Call(library, name), hint) for library, (table, _) in MODULES.items() for row in table.HINTS for name, hint in each(*row)]
+HINTS = [
+    (Call(library, name), hint)
+    for library, (table, _) in MODULES.items()
+    for row in table.HINTS
+    for name, hint in each(*row)
+]
 
 
 @pytest.mark.parametrize(("call", "hint"), HINTS, ids=ids)
@@ -175,7 +225,9 @@ def test_what_is_written_may_be_made_under_inference_mode_and_written_there(call
         with torch.inference_mode():
             made = call.fresh()[name].clone()
         with unwritten({name: made}):
-            refused(call.function, call.fresh() | {name: made}, ValueError, r"\w+: .*inference_mode")
+            refused(
+                call.function, call.fresh() | {name: made}, ValueError, r"\w+: .*inference_mode"
+            )
         with torch.inference_mode():
             got, want = call.run(**{name: made})[1], call.run()[1]
             assert torch.equal(got[name].nan_to_num(), want[name].nan_to_num())
@@ -185,7 +237,11 @@ def test_what_is_written_may_be_made_under_inference_mode_and_written_there(call
 def test_inputs_that_require_grad_are_fine_without_grad_mode(call):
     want, _ = call.run()
     changed = written(call)
-    more = {n: x.requires_grad_() for n, x in tensors_of(call.fresh()).items() if x.is_floating_point() and n not in changed}
+    more = {
+        n: x.requires_grad_()
+        for n, x in tensors_of(call.fresh()).items()
+        if x.is_floating_point() and n not in changed
+    }
     with torch.no_grad():
         got, _ = call.run(**more)
     assert equal(got, want)
@@ -206,7 +262,9 @@ def test_compiles_without_a_graph_break(call):
 def test_fake_tensors_have_no_memory_to_compare(call):
     arguments = call.fresh()
     with FakeTensorMode() as mode:
-        fake = {n: mode.from_tensor(x) if isinstance(x, Tensor) else x for n, x in arguments.items()}
+        fake = {
+            n: mode.from_tensor(x) if isinstance(x, Tensor) else x for n, x in arguments.items()
+        }
         got = results(call.function(**fake))
     assert [x.shape for x in got] == [x.shape for x in call.run()[0]]
 
@@ -233,7 +291,11 @@ def test_nothing_is_copied_on_the_way_to_an_operation_but(call, monkeypatch):
 
             monkeypatch.setattr(adapter, operation, noting)
     _, arguments = call.run()
-    copied = {n for n, x in tensors_of(arguments).items() if x.is_floating_point() and x.data_ptr() not in passed}
+    copied = {
+        n
+        for n, x in tensors_of(arguments).items()
+        if x.is_floating_point() and x.data_ptr() not in passed
+    }
     assert copied == MODULES[call.library][0].COPIED.get(call.label, set())
 
 
@@ -243,7 +305,12 @@ def test_a_negative_index_is_an_inactive_sequence(call, name):
     before, (want, after), arguments = call.fresh(), call.run(), call.fresh()
     arguments[name][1] = -1
     for x in tensors_of(arguments).values():
-        if x.is_floating_point() and len(x) == len(before["q"]) and x.ndim > 2 and x.shape[:2] == before["q"].shape[:2]:
+        if (
+            x.is_floating_point()
+            and len(x) == len(before["q"])
+            and x.ndim > 2
+            and x.shape[:2] == before["q"].shape[:2]
+        ):
             x[1] = NAN if (x != UNTOUCHED).any() else x[1]
     got = results(call.function(**arguments))
     assert (got[0][1] == 0).all()
@@ -251,7 +318,12 @@ def test_a_negative_index_is_an_inactive_sequence(call, name):
     for n in written(call):
         other = [i for i, (x, y) in enumerate(zip(arguments[n], after[n])) if not torch.equal(x, y)]
         assert 0 < len(other) <= before["q"].shape[1], n
-        assert all(torch.equal(arguments[n][i], 0 * before[n][i] if n in ("out", "output") else before[n][i]) for i in other), n
+        assert all(
+            torch.equal(
+                arguments[n][i], 0 * before[n][i] if n in ("out", "output") else before[n][i]
+            )
+            for i in other
+        ), n
 
 
 # ------------------------------------------------------------------------------------------------ what is refused
@@ -259,11 +331,27 @@ def test_a_negative_index_is_an_inactive_sequence(call, name):
 BENDS = {
     "nothing": (lambda x: None, TypeError, "{}: "),
     "no tensor": (lambda x: [0.0], TypeError, "{}: "),
-    "integers": (lambda x: x.long() if x.is_floating_point() else x.double(), (TypeError, ValueError), "{}: .*(dtype|floating)"),
-    "another dimension": (lambda x: torch.stack([x, x]), (ValueError, UnsupportedProblem), r"({}: |gated_delta .*\n.*\({} )"),
-    "another size": (lambda x: torch.cat([x, x[..., :1]], -1), (ValueError, IndexError), r"[\w., ]+: "),
+    "integers": (
+        lambda x: x.long() if x.is_floating_point() else x.double(),
+        (TypeError, ValueError),
+        "{}: .*(dtype|floating)",
+    ),
+    "another dimension": (
+        lambda x: torch.stack([x, x]),
+        (ValueError, UnsupportedProblem),
+        r"({}: |gated_delta .*\n.*\({} )",
+    ),
+    "another size": (
+        lambda x: torch.cat([x, x[..., :1]], -1),
+        (ValueError, IndexError),
+        r"[\w., ]+: ",
+    ),
     "no data": (lambda x: x.to("meta"), ValueError, ".*device"),
-    "requires grad": (lambda x: x.requires_grad_(), UnsupportedProblem, "{} requires grad, and gated_delta has no backward"),
+    "requires grad": (
+        lambda x: x.requires_grad_(),
+        UnsupportedProblem,
+        "{} requires grad, and gated_delta has no backward",
+    ),
 }
 
 
@@ -291,10 +379,19 @@ def test_a_tensor_that_is_not_what_it_should_be(call, name, bend):
     """The error names it, as the peer or as the operation does, and nothing was written."""
     arguments, (change, kind, words) = call.fresh(), BENDS[bend]
     names = "|".join({name, OURS.get(name, name)})
-    refused(call.function, arguments | {name: change(arguments[name])}, kind, "^" + words.replace("{}", f"({names})"))
+    refused(
+        call.function,
+        arguments | {name: change(arguments[name])},
+        kind,
+        "^" + words.replace("{}", f"({names})"),
+    )
 
 
-REFUSED = [(Call(library, row[0]), *row[1:]) for library, (table, _) in MODULES.items() for row in refusals(table.REFUSED)]
+REFUSED = [
+    (Call(library, row[0]), *row[1:])
+    for library, (table, _) in MODULES.items()
+    for row in refusals(table.REFUSED)
+]
 
 
 @pytest.mark.parametrize(("call", "changes", "kind", "words"), REFUSED, ids=ids)
@@ -316,13 +413,17 @@ COPIED_FIRST = {
 """Small tensors that are copied before decode gets the call: what shares their memory is not seen."""
 
 
-@pytest.mark.parametrize(("call", "target"), [(call, target) for call in WRITES for target in written(call)], ids=ids)
+@pytest.mark.parametrize(
+    ("call", "target"), [(call, target) for call in WRITES for target in written(call)], ids=ids
+)
 def test_memory_that_is_written_and_used_otherwise_is_refused(call, target):
     for name in [name for other, name in TENSORS if other == call]:
         if name in (target, *COPIED_FIRST.get(call.label, ())):
             continue
         arguments = call.fresh()
-        memory = torch.zeros(sum(arguments[n].nbytes for n in (target, name)) + 16, dtype=torch.uint8)
+        memory = torch.zeros(
+            sum(arguments[n].nbytes for n in (target, name)) + 16, dtype=torch.uint8
+        )
         for part, start in ((target, 0), (name, 16)):
             x = arguments[part]
             arguments[part] = memory[start : start + x.nbytes].view(x.dtype).view(x.shape).copy_(x)
@@ -334,7 +435,12 @@ def test_what_is_written_has_memory_of_its_own(call):
     for name in written(call):
         x = call.fresh()[name]
         shared = x.narrow(1 if len(x) == 1 else 0, 0, 1).expand_as(x)
-        refused(call.function, call.fresh() | {name: shared}, ValueError, r"^[\w.]+: expected memory of its own")
+        refused(
+            call.function,
+            call.fresh() | {name: shared},
+            ValueError,
+            r"^[\w.]+: expected memory of its own",
+        )
         x.untyped_storage().resize_(0)
         with pytest.raises(
             (ValueError, RuntimeError), match=r"expected a tensor with data|storage of size 0"

@@ -16,7 +16,9 @@ needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="times a GP
 
 def case(op="decode", axis="channel", lengths=(3, 3), **others):
     dtypes = dict(dtype=torch.bfloat16, g_dtype=torch.bfloat16, state_dtype=torch.float32)
-    return bench.typical(op=op, axis=axis, heads=(1, 2), D=16, gate="softplus", lengths=lengths, **dtypes, **others)
+    return bench.typical(
+        op=op, axis=axis, heads=(1, 2), D=16, gate="softplus", lengths=lengths, **dtypes, **others
+    )
 
 
 @pytest.fixture
@@ -96,8 +98,15 @@ def test_copies_move_what_is_asked():
 
 def test_bytes_are_of_inputs_outputs_and_states():
     tokens = 2 * 3 * (2 * 16 + 3 * 2 * 16 + 2) * 2  # q, k of one head; v, g, o of two; beta
-    state, buffer = 2 * 2 * 16 * 16 * 4, 4 * 3 * (2 * 16 + 16 + 2 * 16) * 4  # the case's buffer has two rows to spare
-    for op, moved in (("prefill", tokens + 2 * state), ("decode", tokens + 2 * state), ("verify", tokens + state + buffer)):
+    state, buffer = (
+        2 * 2 * 16 * 16 * 4,
+        4 * 3 * (2 * 16 + 16 + 2 * 16) * 4,
+    )  # the case's buffer has two rows to spare
+    for op, moved in (
+        ("prefill", tokens + 2 * state),
+        ("decode", tokens + 2 * state),
+        ("verify", tokens + state + buffer),
+    ):
         assert bench.least_bytes(make(case(op))) == moved, op
     assert bench.least_bytes(make(case("flush"))) == 2 * state + buffer
 
@@ -106,7 +115,9 @@ def test_bytes_are_of_inputs_outputs_and_states():
 def test_the_host_cost_leaves_out_what_the_reference_backend_does(monkeypatch):
     done = []
     right = reference.decode
-    monkeypatch.setattr(reference, "decode", lambda *tokens, **states: done.append(1) or right(*tokens, **states))
+    monkeypatch.setattr(
+        reference, "decode", lambda *tokens, **states: done.append(1) or right(*tokens, **states)
+    )
     call = make(case())
     bench._host_us(call, "reference", CPU, compiled=False)
     assert not done
@@ -122,7 +133,9 @@ def test_kernels_are_replayed_over_cold_buffers(monkeypatch, op):
     monkeypatch.setattr(bench, "COLD", 4.5 * bench.least_bytes(make(one)))
     monkeypatch.setattr(bench, "run_case", lambda *_: SimpleNamespace(passed=True, backend="cute"))
     right = bench.run
-    monkeypatch.setattr(bench, "run", lambda call, backend: ran.append(call) or right(call, backend))
+    monkeypatch.setattr(
+        bench, "run", lambda call, backend: ran.append(call) or right(call, backend)
+    )
 
     def capture(calls, passes=1):
         for call in calls:
@@ -136,7 +149,11 @@ def test_kernels_are_replayed_over_cold_buffers(monkeypatch, op):
     made = ran[:5]
     assert len({call.case.seed for call in made}) == 5
     assert {call.case.problem for call in made} == {one.problem}
-    assert len({call.tokens[0].scale for call in made}) == len({call.tokens[0].gate.dt_bias is None for call in made}) == 1
+    assert (
+        len({call.tokens[0].scale for call in made})
+        == len({call.tokens[0].gate.dt_bias is None for call in made})
+        == 1
+    )
     if op == "flush":
         assert all(bool(call.states["buffer"].u.isfinite().any()) for call in made)
 

@@ -49,8 +49,12 @@ def test_a_step_is_a_convolution_the_recurrence_and_a_norm(cell):
     b = cell.make(cell, CPU, 0)
     before, rows = b.windows.clone(), b.state_indices.long()
     seen = torch.cat([before[rows], b.mixed[..., None]], -1)
-    tokens = b.arguments() | b.split(torch.nn.functional.silu((seen.float() * b.weight.float()).sum(-1)).bfloat16())
-    o = gd.decode(**tokens, state=b.state.clone(), state_indices=b.state_indices, backend="reference").float()
+    tokens = b.arguments() | b.split(
+        torch.nn.functional.silu((seen.float() * b.weight.float()).sum(-1)).bfloat16()
+    )
+    o = gd.decode(
+        **tokens, state=b.state.clone(), state_indices=b.state_indices, backend="reference"
+    ).float()
     act = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}[b.norm.activation]
     want = torch.nn.functional.rms_norm(o, (128,), b.norm.weight, b.norm.eps) * act(b.z.float())
     found, _ = b.results(b.ours("reference"))
@@ -85,4 +89,6 @@ def test_fused_kda_is_offered_for_some_heads_and_fp32_states_alone():
 def test_every_cell_has_a_case_and_its_own_label():
     assert len(layers.CELLS) == len(layers.STEPS) + len(layers.DRAFTS)
     for cell in layers.CELLS.values():
-        assert [(case.op, case.norm) for case in cell.cases(cell)] == [("decode", {"gdn": "silu", "kda": "sigmoid"}[cell.model])]
+        assert [(case.op, case.norm) for case in cell.cases(cell)] == [
+            ("decode", {"gdn": "silu", "kda": "sigmoid"}[cell.model])
+        ]

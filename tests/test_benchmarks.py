@@ -33,11 +33,22 @@ ROOT = Path(__file__).parents[1]
 STAND_INS = Path(__file__).parent / "stand_ins"
 COMMIT = STAND_INS / Path(peers.COMMIT[1]).name
 GDN, KDA = ("gdn", (1, 2)), ("kda", (2, 2))
-DECODES = [decode(*GDN, BF16, 1, 3), decode(*KDA, BF16, 4, 2), decode(*GDN, FP32, 1, 2), decode(*KDA, BF16, 1, 2)]
-CHAINS = [speculation(*some) for some in ((*KDA, FP32, 3, 3), (*GDN, BF16, 2, 2), (*KDA, BF16, 4, 3), (*GDN, FP32, 3, 3))]
+DECODES = [
+    decode(*GDN, BF16, 1, 3),
+    decode(*KDA, BF16, 4, 2),
+    decode(*GDN, FP32, 1, 2),
+    decode(*KDA, BF16, 1, 2),
+]
+CHAINS = [
+    speculation(*some)
+    for some in ((*KDA, FP32, 3, 3), (*GDN, BF16, 2, 2), (*KDA, BF16, 4, 3), (*GDN, FP32, 3, 3))
+]
 ALONE = [speculation("kda", (2, 2), FP32, 3, 5, op) for op in ("verify", "all", "random")]
 SLOW, FAST = ("slow", "3 tiny", (70, 1, 9)), ("fast", "1 tiny", (66,))
-PREFILLS = [prefill(*some) for some in ((*KDA, *SLOW), ("kda", (1, 2), *FAST), (*GDN, *SLOW), ("gdn", (2, 2), *FAST))]
+PREFILLS = [
+    prefill(*some)
+    for some in ((*KDA, *SLOW), ("kda", (1, 2), *FAST), (*GDN, *SLOW), ("gdn", (2, 2), *FAST))
+]
 
 
 def named(x):
@@ -65,7 +76,11 @@ def ours(cell, b):
 def runner(monkeypatch):
     """runner(prepare by name, their microseconds) on the CPU; `captured`: sets of every graph, `said`: remarks."""
     monkeypatch.setattr(Runner, "backend", "reference")
-    captured, said, times = [], [], {"ours": 4.0, "copy": 3.0, "verify": 2.5, "flush": 1.75, "two_rounds": 6.0}
+    captured, said, times = (
+        [],
+        [],
+        {"ours": 4.0, "copy": 3.0, "verify": 2.5, "flush": 1.75, "two_rounds": 6.0},
+    )
 
     def capture(calls, passes):
         for call in calls:
@@ -75,7 +90,11 @@ def runner(monkeypatch):
 
     monkeypatch.setattr(measure, "capture", capture)
     monkeypatch.setattr(measure, "eager", lambda calls, device: lambda: 100.0)
-    monkeypatch.setattr(measure, "in_turns", lambda replays: {name: times[name] + replay() for name, replay in replays.items()})
+    monkeypatch.setattr(
+        measure,
+        "in_turns",
+        lambda replays: {name: times[name] + replay() for name, replay in replays.items()},
+    )
     monkeypatch.setattr(measure, "host_us", lambda call, device: float(call() is not None))
 
     def made(prepare=None, **us):
@@ -92,7 +111,9 @@ def runner(monkeypatch):
 
 def test_rotations_are_cold_and_fit():
     for cell in [cell for table in cells.TABLES.values() for cell in table]:
-        states = cells.state_bytes(cell.heads, cell.state_dtype, cell.sequences) * cell.facts.get("layers", 1)
+        states = cells.state_bytes(cell.heads, cell.state_dtype, cell.sequences) * cell.facts.get(
+            "layers", 1
+        )
         held = cell.sets * (states if cell in cells.SPECULATE else cell.bytes)
         assert held >= 400e6 or cell.sets in (48, 160), cell.label
         assert held > (2 if cell in cells.SPECULATE else 1) * 60e6  # an L2
@@ -105,17 +126,28 @@ def test_rotations_are_cold_and_fit():
 def test_checks_take_the_cells_own_schedule_on_few_sequences(op):
     for cell in CELLS[op].values():
         for case in cell.cases(cell):
-            layers, launched = (3, 48) if case.layout == "layers" else (1, 1)  # the case list's layers
+            layers, launched = (
+                (3, 48) if case.layout == "layers" else (1, 1)
+            )  # the case list's layers
             schedule = schedule_of(case.problem, launched * cell.sequences)
             assert schedule_of(case.problem, layers * len(case.lengths)) == schedule, cell.label
             assert len(case.lengths) <= 64
             gate = {"gdn": "softplus", "kda": "lower_bound"}[cell.model]
             assert (case.heads, case.gate) == (cell.heads, gate)
-            assert case.problem.T in ((cell.T, 2 * cell.T) if op == "speculate" else (cell.T,))  # 2 T: two rounds at once
+            assert case.problem.T in (
+                (cell.T, 2 * cell.T) if op == "speculate" else (cell.T,)
+            )  # 2 T: two rounds at once
             assert case.problem.state_dtype == cell.state_dtype
-    kinds = [[(case.op, case.layout) for case in cell.cases(cell)] for cell in (*DECODES[:2], CHAINS[0], *ALONE[:2])]
+    kinds = [
+        [(case.op, case.layout) for case in cell.cases(cell)]
+        for cell in (*DECODES[:2], CHAINS[0], *ALONE[:2])
+    ]
     assert kinds[:2] == [[("decode", "pool")], [("decode", "intermediates"), ("decode", "frozen")]]
-    assert kinds[2:] == [[("verify", "pool"), ("flush", "pool")] * 2, [("verify", "pool")], [("flush", "layers")]]
+    assert kinds[2:] == [
+        [("verify", "pool"), ("flush", "pool")] * 2,
+        [("verify", "pool")],
+        [("flush", "layers")],
+    ]
 
 
 @each(PREFILLS)
@@ -133,7 +165,9 @@ def test_shapes_hold_the_tokens_that_their_names_say():
     assert len(cells.SHAPES) == 6 + 2 + 3 * 2 * 2
     for name, lengths in cells.SHAPES.items():
         n, total = int(re.split("[x-]", name)[0]), int(re.split("[x-]", name)[-1])
-        assert lengths == (total,) * n if "x" in name else (len(lengths), sum(lengths)) == (n, total)
+        assert (
+            lengths == (total,) * n if "x" in name else (len(lengths), sum(lengths)) == (n, total)
+        )
     assert cells.SHAPES["10-uniform-4096"] == (409,) * 9 + (415,)
     assert cells.SHAPES["20-skewed-8192"] == (215,) * 10 + (4107,) + (215,) * 9
     assert max(cells.scattered(10, 4096)) > 2 * 409 > 409 > 2 * min(cells.scattered(10, 4096))
@@ -154,7 +188,9 @@ def test_pools_are_valid_arguments_in_scattered_slots(cell):
     assert torch.equal(b.state, before)
     assert bool(o.isfinite().all())
     assert states.shape == (b.state[1:].shape if cell.T == 1 else b.intermediate_states.shape)
-    assert not torch.equal(states, before[b.state_indices.long()] if cell.T == 1 else torch.zeros_like(states))
+    assert not torch.equal(
+        states, before[b.state_indices.long()] if cell.T == 1 else torch.zeros_like(states)
+    )
 
 
 @each(PREFILLS)
@@ -167,7 +203,9 @@ def test_prompts_are_packed_and_one_in_ten_gates_may_be_slow(cell):
     assert not torch.equal(b.q, other.q)
     assert b.initial_state.std() == pytest.approx(0.05, rel=0.05)
     shifted = (b.gate.dt_bias.view(-1) < -5).nonzero().flatten().tolist()
-    assert shifted == (list(range(0, b.gate.dt_bias.numel(), 10)) if cell.facts["gates"] == "slow" else [])
+    assert shifted == (
+        list(range(0, b.gate.dt_bias.numel(), 10)) if cell.facts["gates"] == "slow" else []
+    )
     before = b.initial_state.clone()
     o, states = b.results(ours(cell, b))
     assert torch.equal(b.initial_state, before)
@@ -178,7 +216,9 @@ def test_prompts_are_packed_and_one_in_ten_gates_may_be_slow(cell):
 def test_drafts_are_accepted_from_one_to_all_and_leave_the_states_bounded(cell):
     many = [cell.make(cell, CPU, seed).num_accepted for seed in range(20)]
     assert {x for m in many for x in m.tolist()} == set(range(1, cell.T + 1))
-    assert {x for s in range(20) for x in cells.counts(0, cell.T, cell.sequences, s).tolist()} == set(range(cell.T + 1))
+    assert {
+        x for s in range(20) for x in cells.counts(0, cell.T, cell.sequences, s).tolist()
+    } == set(range(cell.T + 1))
     assert all(cells.counts(0, cell.T, cell.sequences, s).any() for s in range(20))
     b = cell.make(cell, CPU, 0)
     assert bool(b.buffer.u.isnan().all())
@@ -213,7 +253,11 @@ def test_a_flush_of_layers_moves_the_states_of_sequences_that_accept(monkeypatch
 def test_a_right_kernel_passes_and_a_wrong_one_is_named(monkeypatch, runner):
     assert runner().check(DECODES[0]) == []
     right = reference.decode
-    monkeypatch.setattr(reference, "decode", lambda tokens, **states: right(tokens._replace(beta_logits=False), **states))
+    monkeypatch.setattr(
+        reference,
+        "decode",
+        lambda tokens, **states: right(tokens._replace(beta_logits=False), **states),
+    )
     assert any("o: error" in line for line in runner().check(DECODES[0]))
     monkeypatch.setattr(Runner, "backend", "cute")
     lines = runner().check(DECODES[1])
@@ -223,14 +267,26 @@ def test_a_right_kernel_passes_and_a_wrong_one_is_named(monkeypatch, runner):
 
 @each([*DECODES, *PREFILLS])
 def test_every_peer_that_agrees_is_timed(runner, cell):
-    run = runner({"twin": ours, "other": ours, "other raw": ours}, twin=6.0, other=5.0, **{"other raw": 9.0})
+    run = runner(
+        {"twin": ours, "other": ours, "other raw": ours}, twin=6.0, other=5.0, **{"other raw": 9.0}
+    )
     found = run.measure(small(cell), host=True)
-    assert (found["us"], found["copy_us"], found["eager_us"], found["best_peer"]) == (4.0, 3.0, 104.0, "other")
-    assert found["peers"]["twin"] == dict(us=6.0, error=0.0, agrees=True, reason=None, eager_us=106.0, ours_us=4.0)
+    assert (found["us"], found["copy_us"], found["eager_us"], found["best_peer"]) == (
+        4.0,
+        3.0,
+        104.0,
+        "other",
+    )
+    assert found["peers"]["twin"] == dict(
+        us=6.0, error=0.0, agrees=True, reason=None, eager_us=106.0, ours_us=4.0
+    )
     assert (found["ratio"], found["raw_ratio"]) == (1.25, 1.5)
     assert run.captured == [2] * 5  # ours, the copy and three peers, each on every set
     assert run.run["copy_tb_s"] == pytest.approx(cell.bytes / 3e6)
-    assert (set(run.run["host_us"]), run.run["host_us_of"]) == ({"ours", "twin", "other", "other raw"}, cell.label)
+    assert (set(run.run["host_us"]), run.run["host_us_of"]) == (
+        {"ours", "twin", "other", "other raw"},
+        cell.label,
+    )
 
 
 def then(call, change):
@@ -241,18 +297,41 @@ def then(call, change):
 WRONG = {
     # how a peer prepares its call, and for which cells
     "does nothing": (lambda cell, b: lambda: (b.blank(), b.written), DECODES),
-    "writes no states": (lambda cell, b: then(partial(tuple, b.results(ours(cell, b))), lambda o, _: (o, b.written)), DECODES),
-    "in another order": (lambda cell, b: ours(cell, other(b, state_indices=b.state_indices.flip(0))), [*DECODES, *CHAINS]),
-    "has no output": (lambda cell, b: then(ours(cell, b), lambda _, states: (b.blank(), states)), PREFILLS[::2]),
-    "gives the initial states back": (lambda cell, b: then(ours(cell, b), lambda o, _: (o, b.initial_state)), PREFILLS[::2]),
-    "gives transposed states": (lambda cell, b: then(ours(cell, b), lambda o, states: (o, states.mT)), PREFILLS[::2]),
-    "commits nothing": (lambda cell, b: then(Pooled.ours(b, "reference"), lambda o, _: (o, b.state)), CHAINS),
-    "with every draft": (lambda cell, b: ours(cell, other(b, num_accepted=torch.full_like(b.num_accepted, cell.T))), CHAINS),
+    "writes no states": (
+        lambda cell, b: then(partial(tuple, b.results(ours(cell, b))), lambda o, _: (o, b.written)),
+        DECODES,
+    ),
+    "in another order": (
+        lambda cell, b: ours(cell, other(b, state_indices=b.state_indices.flip(0))),
+        [*DECODES, *CHAINS],
+    ),
+    "has no output": (
+        lambda cell, b: then(ours(cell, b), lambda _, states: (b.blank(), states)),
+        PREFILLS[::2],
+    ),
+    "gives the initial states back": (
+        lambda cell, b: then(ours(cell, b), lambda o, _: (o, b.initial_state)),
+        PREFILLS[::2],
+    ),
+    "gives transposed states": (
+        lambda cell, b: then(ours(cell, b), lambda o, states: (o, states.mT)),
+        PREFILLS[::2],
+    ),
+    "commits nothing": (
+        lambda cell, b: then(Pooled.ours(b, "reference"), lambda o, _: (o, b.state)),
+        CHAINS,
+    ),
+    "with every draft": (
+        lambda cell, b: ours(cell, other(b, num_accepted=torch.full_like(b.num_accepted, cell.T))),
+        CHAINS,
+    ),
 }
 
 
 @pytest.mark.usefixtures("stand_ins")
-@pytest.mark.parametrize(("cell", "wrong"), [(cell, how) for how, (_, some) in WRONG.items() for cell in some], ids=named)
+@pytest.mark.parametrize(
+    ("cell", "wrong"), [(cell, how) for how, (_, some) in WRONG.items() for cell in some], ids=named
+)
 def test_a_peer_that_disagrees_is_not_timed(runner, cell, wrong):
     run = runner({"wrong": WRONG[wrong][0], "right": ours}, wrong=1.0, right=5.0)
     found = run.measure(small(cell))
@@ -277,10 +356,15 @@ def test_peers_that_fail_are_reported_once_and_the_run_goes_on(runner):
     for cell in DECODES[:2]:
         found = run.measure(small(cell))
         reason = "ModuleNotFoundError: No module named 'nowhere'"
-        assert found["peers"]["missing"] == dict(us=None, error=None, agrees=None, reason=reason, eager_us=None, ours_us=None)
+        assert found["peers"]["missing"] == dict(
+            us=None, error=None, agrees=None, reason=reason, eager_us=None, ours_us=None
+        )
         assert (found["peers"]["late"]["us"], found["peers"]["late"]["agrees"]) == (None, True)
         assert (found["peers"]["late"]["reason"], found["best_peer"]) == ("StopIteration", "right")
-    assert run.said == [f"missing does not run some cells: {reason}", "late does not run some cells: StopIteration"]
+    assert run.said == [
+        f"missing does not run some cells: {reason}",
+        "late does not run some cells: StopIteration",
+    ]
 
 
 def test_our_own_failure_is_not_swallowed(monkeypatch, runner):
@@ -309,7 +393,11 @@ def test_kernels_loaded_after_the_checks_are_counted(monkeypatch, runner):
 def test_our_own_cached_states_agree_and_are_no_peer(runner, cell):
     run = runner({"cached": peers.OWN["cached"].prepare, "twin": ours}, cached=3.5, twin=6.0)
     found = run.measure(small(cell))
-    assert (found["peers"]["cached"]["us"], found["best_peer"], found["ratio"]) == (3.5, "twin", 1.5)
+    assert (found["peers"]["cached"]["us"], found["best_peer"], found["ratio"]) == (
+        3.5,
+        "twin",
+        1.5,
+    )
     assert found["peers"]["cached"]["error"] < 5e-3
     assert found["parts"] == {"verify": 2.5, "flush": 1.75, "two_rounds": 6.0}
     assert run.captured == [2] * 7  # ours, the copy, its parts, cached and the peer
@@ -318,10 +406,18 @@ def test_our_own_cached_states_agree_and_are_no_peer(runner, cell):
 @pytest.mark.usefixtures("stand_ins")
 @each([*CHAINS, speculation(*GDN, FP32, 5, 2)])
 def test_replayssm_is_beside_two_rounds_where_it_leaves_folds_out(runner, cell):
-    lazy = cell in CHAINS and (cell.model, cell.state_dtype) == ("gdn", FP32)  # 10 tokens are too many for two rounds of ours
-    run = runner({"replayssm": peers.CACHING["replayssm"].prepare, "twin": ours}, replayssm=4.5, twin=4.4)
+    lazy = cell in CHAINS and (cell.model, cell.state_dtype) == (
+        "gdn",
+        FP32,
+    )  # 10 tokens are too many for two rounds of ours
+    run = runner(
+        {"replayssm": peers.CACHING["replayssm"].prepare, "twin": ours}, replayssm=4.5, twin=4.4
+    )
     found = run.measure(small(cell))
-    assert [found["peers"][name]["ours_us"] for name in ("replayssm", "twin")] == [6.0 / 2 if lazy else 4.0, 4.0]
+    assert [found["peers"][name]["ours_us"] for name in ("replayssm", "twin")] == [
+        6.0 / 2 if lazy else 4.0,
+        4.0,
+    ]
     assert (found["best_peer"], found["ratio"]) == ("twin", 1.1)  # 1.5 or 1.125 of the other
     assert record.over_ours(found, "replayssm") == (1.5 if lazy else 1.125)
 
@@ -336,7 +432,14 @@ def test_two_rounds_with_one_flush_leave_the_states_of_two(cell):
             where = slice(n, n + 1), slice(t % cell.T, t % cell.T + 1)
             tokens = {name: getattr(twin, name)[where] for name in ("q", "k", "v", "g", "beta")}
             slot = twin.state_indices[n : n + 1]
-            gd.decode(**tokens, gate=twin.gate, beta_logits=True, state=twin.state, state_indices=slot, backend="reference")
+            gd.decode(
+                **tokens,
+                gate=twin.gate,
+                beta_logits=True,
+                state=twin.state,
+                state_indices=slot,
+                backend="reference",
+            )
     torch.testing.assert_close(b.state, twin.state, rtol=1e-4, atol=1e-5)
 
 
@@ -375,7 +478,10 @@ def stand_ins(monkeypatch, tmp_path):
         monkeypatch.setitem(sys.modules, name, module)
     for name in ("kda_replayssm_spec_decode", "gdn_replayssm_spec_decode"):
         shutil.copy(STAND_INS / f"{name}.py", tmp_path)
-    monkeypatch.setenv("GATED_DELTA_SGLANG_KERNEL", str(shutil.copy(STAND_INS / Path(peers.GATING).name, tmp_path / "a_kernel.py")))
+    monkeypatch.setenv(
+        "GATED_DELTA_SGLANG_KERNEL",
+        str(shutil.copy(STAND_INS / Path(peers.GATING).name, tmp_path / "a_kernel.py")),
+    )
     monkeypatch.delenv("GATED_DELTA_SGLANG_COMMIT", raising=False)
     monkeypatch.setenv("FLA_FLASH_KDA", "1")
     monkeypatch.setenv("FLA_FLASH_QLA", "1")
@@ -423,7 +529,9 @@ def test_peers_are_asked_for_the_same_or_refuse(runner, stand_ins, op, name, cel
 
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize(
-    ("name", "cell"), [("flashinfer", PREFILLS[2]), ("flashqla", PREFILLS[2]), ("cudnn_cute", PREFILLS[0])], ids=named
+    ("name", "cell"),
+    [("flashinfer", PREFILLS[2]), ("flashqla", PREFILLS[2]), ("cudnn_cute", PREFILLS[0])],
+    ids=named,
 )
 def test_only_the_raw_form_makes_its_inputs_in_every_call(name, cell):
     for form, prepare in peers.PEERS["prefill"][name].forms(name).items():
@@ -479,8 +587,19 @@ def test_sglangs_files_are_found_and_leave_no_modules_behind(monkeypatch, stand_
 
 def one(name="KDA 32/32 bf16 T=1 B=8", us=10.0, copy_us=8.0, flops=0, **times):
     """A record of made-up times; peers by name."""
-    made = {peer: dict(us=time, error=1e-3, agrees=True, reason=None, eager_us=None) for peer, time in times.items()}
-    cell = dict(measure.facts(CELLS["decode"][name]), us=us, eager_us=None, copy_us=copy_us, parts={}, peers=made, flops=flops)
+    made = {
+        peer: dict(us=time, error=1e-3, agrees=True, reason=None, eager_us=None)
+        for peer, time in times.items()
+    }
+    cell = dict(
+        measure.facts(CELLS["decode"][name]),
+        us=us,
+        eager_us=None,
+        copy_us=copy_us,
+        parts={},
+        peers=made,
+        flops=flops,
+    )
     return record.derived(cell, dict(gemm_tflops=800.0))
 
 
@@ -491,7 +610,12 @@ def test_ratios_are_those_of_the_best_peer():
     assert record.derived(made, {})["raw_ratio"] == 2.1
     alone = one(cached=2.0)
     assert (alone["best_peer"], alone["ratio"], alone["raw_ratio"]) == (None, None, None)
-    assert (alone["floor_us"], alone["share"], alone["tb_s"], alone["tflops"]) == (8.0, 0.8, alone["bytes"] / 10.0 / 1e6, None)
+    assert (alone["floor_us"], alone["share"], alone["tb_s"], alone["tflops"]) == (
+        8.0,
+        0.8,
+        alone["bytes"] / 10.0 / 1e6,
+        None,
+    )
     gemm = one(flops=16_000_000_000)  # 20 us at 800 TFLOP/s
     assert (gemm["floor_us"], gemm["share"], gemm["tflops"]) == (20.0, 2.0, 1600.0)
     assert record.derived(dict(alone, copy_us=None), {})["floor_us"] is None
@@ -514,22 +638,33 @@ def test_runs_are_put_together_by_cell():
     assert [cell["run"] for cell in first["cells"]] == [0, 0, 0]
     second = record.merged(first, [one(names[2], us=5.0), one(names[0])], dict(commit="b"), names)
     assert [cell["label"] for cell in second["cells"]] == names
-    assert [second["runs"][cell["run"]]["commit"] for cell in second["cells"]] == ["b", "a", "b", "a"]
+    assert [second["runs"][cell["run"]]["commit"] for cell in second["cells"]] == [
+        "b",
+        "a",
+        "b",
+        "a",
+    ]
     assert second["cells"][2]["us"] == 5.0
     third = record.merged(second, [one(name) for name in names], dict(commit="c"), names)
     assert third["runs"] == [dict(commit="c")]  # of the others no cell is left
-    gone = record.merged(third, [], dict(commit="d"), names[1:])  # a cell that the table has no more is kept
+    gone = record.merged(
+        third, [], dict(commit="d"), names[1:]
+    )  # a cell that the table has no more is kept
     assert [cell["label"] for cell in gone["cells"]] == [*names[1:], names[0]]
 
 
 def test_peers_not_measured_again_keep_their_run_and_the_time_of_ours_then():
     name, times = "KDA 32/32 bf16 T=1 B=8", dict(b=12.0, **{"b raw": 16.0})
-    old = record.merged({}, [one(name, a=15.0, **times), one("KDA 32/32 bf16 T=1 B=1", a=1.0)], dict(commit="a"), [])
+    old = record.merged(
+        {}, [one(name, a=15.0, **times), one("KDA 32/32 bf16 T=1 B=1", a=1.0)], dict(commit="a"), []
+    )
     new = record.merged(old, [one(name, us=5.0, a=15.0)], dict(commit="b"), [])
     cell = new["cells"][0]
     assert (cell["best_peer"], cell["ratio"], cell["raw_ratio"]) == ("b", 1.2, 1.6)  # a's is 3 now
     assert record.over_ours(cell, "a") == 3.0
-    newest = record.merged(new, [one(name, us=4.0, c=2.0), one("KDA 32/32 bf16 T=1 B=1")], dict(commit="c"), [])
+    newest = record.merged(
+        new, [one(name, us=4.0, c=2.0), one("KDA 32/32 bf16 T=1 B=1")], dict(commit="c"), []
+    )
     peers, runs = newest["cells"][0]["peers"], newest["runs"]
     assert {peer: runs[found.get("run", 2)]["commit"] for peer, found in peers.items()} == {
         "c": "c",
@@ -538,7 +673,12 @@ def test_peers_not_measured_again_keep_their_run_and_the_time_of_ours_then():
         "b raw": "a",
     }
     assert [peers[peer]["ours_us"] for peer in ("a", "b")] == [5.0, 10.0]
-    again = record.merged(newest, [one(name, a=1.0, c=1.0, **times), one("KDA 32/32 bf16 T=1 B=1", a=1.0)], dict(commit="d"), [])
+    again = record.merged(
+        newest,
+        [one(name, a=1.0, c=1.0, **times), one("KDA 32/32 bf16 T=1 B=1", a=1.0)],
+        dict(commit="d"),
+        [],
+    )
     assert again["runs"] == [dict(commit="d")]
 
 
@@ -547,7 +687,10 @@ def test_results_have_one_form_and_one_cell_a_line(runner, op):
     file = record.RESULTS / f"{op}.json"
     content = record.read(file)
     assert len(CELLS[op]) == len(cells.TABLES[op])  # a label names one cell
-    assert (content["command"], [cell["label"] for cell in content["cells"]]) == (f"benchmarks {op}", list(CELLS[op]))
+    assert (content["command"], [cell["label"] for cell in content["cells"]]) == (
+        f"benchmarks {op}",
+        list(CELLS[op]),
+    )
     assert file.read_text().count("\n") == len(content["cells"]) + len(content["runs"]) + 7
     measured = runner().measure(small(DECODES[0]))
     assert {tuple(cell) for cell in content["cells"]} == {(*measured, "run")}
@@ -570,13 +713,20 @@ def test_a_run_is_known_by_date_versions_commit_and_kernels(monkeypatch, runner)
     monkeypatch.setattr(measure, "gemm_tflops", lambda _: 700.0)
     run = runner().run | measure.run_facts(CPU, dict(a="1.0", b=None))
     for op in CELLS:
-        assert all(set(one) == set(run) for one in record.read(record.RESULTS / f"{op}.json")["runs"])
+        assert all(
+            set(one) == set(run) for one in record.read(record.RESULTS / f"{op}.json")["runs"]
+        )
     assert re.fullmatch(r"20\d\d-\d\d-\d\dT[\d:]+\+00:00", run["date"])
-    assert (run["kernels"]["decode"], run["versions"]["torch"]) == (compile.sources("decode"), torch.__version__)
+    assert (run["kernels"]["decode"], run["versions"]["torch"]) == (
+        compile.sources("decode"),
+        torch.__version__,
+    )
     assert {"verify", "flush", "prefill_scan"} < set(run["kernels"])
     assert (run["peers"], run["state_commit"]) == (dict(a="1.0", b=None), "torch indexing")
     if (ROOT / ".git").exists():
-        head = subprocess.run(["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True).stdout.strip()
+        head = subprocess.run(
+            ["git", "-C", ROOT, "rev-parse", "HEAD"], capture_output=True, text=True, check=True
+        ).stdout.strip()
         assert run["commit"] == head
         assert isinstance(run["dirty"], bool)
     monkeypatch.setenv("GATED_DELTA_COMMIT", "copied")
@@ -592,22 +742,39 @@ def test_pictures_say_what_they_show(monkeypatch, tmp_path):
     from matplotlib.figure import Figure
 
     drawn, colors, right = [], set(), Figure.savefig
-    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: drawn.append(figure) or right(figure, *_, **__))
+    monkeypatch.setattr(
+        Figure, "savefig", lambda figure, *_, **__: drawn.append(figure) or right(figure, *_, **__)
+    )
     for op in CELLS:
         content = record.read(record.RESULTS / f"{op}.json")
-        series = list(record.grouped((cell for cell in content["cells"] if cell["peers"]), "series"))[:3]
-        content["cells"] = [cell for cell in content["cells"] if cell["series"] in series or not cell["peers"]]
+        series = list(
+            record.grouped((cell for cell in content["cells"] if cell["peers"]), "series")
+        )[:3]
+        content["cells"] = [
+            cell for cell in content["cells"] if cell["series"] in series or not cell["peers"]
+        ]
         plot.draw(content, tmp_path / f"{op}.png")
         assert (tmp_path / f"{op}.png").read_bytes().startswith(b"\x89PNG")
         figure, panels = drawn[-1], [axis for axis in drawn[-1].axes if axis.axison]
-        above, dates = figure.get_suptitle().replace("\n", " "), [run["date"][:10] for run in content["runs"] if run["date"]]
+        above, dates = (
+            figure.get_suptitle().replace("\n", " "),
+            [run["date"][:10] for run in content["runs"] if run["date"]],
+        )
         for words in (op, "NVIDIA H200", "torch 2.11.0", content["runs"][0]["commit"][:7]):
             assert words in above
         assert re.findall(r"date ([\d-]+)", above) == dates[:1]
         said = [word for word in ("raw:", "fast gates:", "cached:") if word in above]
         assert said == dict(decode=[], prefill=["raw:", "fast gates:"], speculate=["cached:"])[op]
-        assert ([panel.get_title() for panel in panels if panel.get_title()], len(panels)) == (series, 2 * len(series))
-        lines = {line.get_linestyle() for panel in panels for line in panel.lines if line.get_marker() != "None"}
+        assert ([panel.get_title() for panel in panels if panel.get_title()], len(panels)) == (
+            series,
+            2 * len(series),
+        )
+        lines = {
+            line.get_linestyle()
+            for panel in panels
+            for line in panel.lines
+            if line.get_marker() != "None"
+        }
         assert lines == ({"None"} if op == "prefill" else {"-"})
         ratio = next(panel for panel in panels if panel.get_xticklabels() and not panel.get_title())
         assert ratio.get_yscale() == "linear"
@@ -619,13 +786,17 @@ def test_pictures_say_what_they_show(monkeypatch, tmp_path):
         assert shown[peer] == [min(x, plot.HIGHEST) for x in over]
         names = record.peers_of(first)
         colors |= {
-            (line.get_label().removesuffix(record.RAW), line.get_color()) for line in ratio.lines if line.get_label() in names
+            (line.get_label().removesuffix(record.RAW), line.get_color())
+            for line in ratio.lines
+            if line.get_label() in names
         }
         ratios = [record.over_ours(cell, name) for cell in first for name in names]
         cut = sum(len(points.get_offsets()) for points in ratio.collections)
         assert cut == sum(x is not None and x >= plot.HIGHEST for x in ratios)
         assert (cut > 0) == (op == "prefill")
-    assert len(colors) == len({name for name, _ in colors}) == len({color for _, color in colors}) > 4, "a colour a library"
+    assert (
+        len(colors) == len({name for name, _ in colors}) == len({color for _, color in colors}) > 4
+    ), "a colour a library"
     for some in ([dict(cell, peers={}) for cell in first], []):  # ours alone, or nothing
         plot.draw(dict(content, cells=some), tmp_path / "alone.png")
 
@@ -641,13 +812,23 @@ def run(*arguments):
 def gpu(monkeypatch, runner):
     """A CUDA device for the command, and the cells of a few small problems."""
     tables = dict(decode=DECODES[:3], prefill=PREFILLS, speculate=[CHAINS[0], ALONE[0]])
-    monkeypatch.setattr(command, "TABLES", {op: {cell.label: small(cell) for cell in some} for op, some in tables.items()})
+    monkeypatch.setattr(
+        command,
+        "TABLES",
+        {op: {cell.label: small(cell) for cell in some} for op, some in tables.items()},
+    )
     known = {op: dict(a=Peer("torch", ours), b=Peer("no-such-package", ours)) for op in CELLS}
     monkeypatch.setattr(command, "KNOWN", known)
     monkeypatch.setattr(command, "device_option", lambda _: torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "device", lambda _: nullcontext())
-    monkeypatch.setattr(command, "run_facts", lambda device, versions: dict(device="made up", peers=versions, gemm_tflops=800.0))
-    monkeypatch.setattr(command, "Runner", lambda prepare, device, facts, say: Runner(prepare, CPU, facts, say))
+    monkeypatch.setattr(
+        command,
+        "run_facts",
+        lambda device, versions: dict(device="made up", peers=versions, gemm_tflops=800.0),
+    )
+    monkeypatch.setattr(
+        command, "Runner", lambda prepare, device, facts, say: Runner(prepare, CPU, facts, say)
+    )
     monkeypatch.setattr(cells, "CHECKED", ((5, 1),))
     runner(a=8.0, b=9.0, cached=6.0)
 
@@ -657,21 +838,31 @@ def test_every_part_is_added_to_one_file(tmp_path):
     file, version = tmp_path / "decode.json", compile.installed("torch")
     first = run("measure", "decode", file, "--filter", "B=3")
     assert first.exit_code == 0, first.output
-    assert f"{DECODES[0].label}, us: ours 4.00, copy 3.00, a 8.00" in first.output.replace("\n", " ")
+    assert f"{DECODES[0].label}, us: ours 4.00, copy 3.00, a 8.00" in first.output.replace(
+        "\n", " "
+    )
     assert run("measure", "decode", file, "--filter", "B=2", "--peers", "b, a").exit_code == 0
     content = record.read(file)
     assert [cell["label"] for cell in content["cells"]] == [cell.label for cell in DECODES[:3]]
     assert [cell["run"] for cell in content["cells"]] == [0, 1, 1]
     asked = [list(cell["peers"]) for cell in content["cells"]]
-    assert asked == [["a"], ["b", "a"], ["b", "a"]]  # those that are installed, else those that are asked for
+    assert asked == [
+        ["a"],
+        ["b", "a"],
+        ["b", "a"],
+    ]  # those that are installed, else those that are asked for
     assert [one["peers"] for one in content["runs"]] == [dict(a=version), dict(b=None, a=version)]
-    assert [one["host_us_of"] for one in content["runs"]] == [DECODES[0].label, DECODES[2].label]  # of the least bytes
+    assert [one["host_us_of"] for one in content["runs"]] == [
+        DECODES[0].label,
+        DECODES[2].label,
+    ]  # of the least bytes
     assert not list(tmp_path.glob("*.unfinished"))
     assert run("measure", "decode", file, "--filter", "B=3", "--peers", "none").exit_code == 0
     content = record.read(file)
-    assert {name: content["runs"][peer["run"]]["peers"] for name, peer in content["cells"][0]["peers"].items()} == dict(
-        a=dict(a=version)
-    )
+    assert {
+        name: content["runs"][peer["run"]]["peers"]
+        for name, peer in content["cells"][0]["peers"].items()
+    } == dict(a=dict(a=version))
 
 
 @pytest.mark.usefixtures("gpu", "stand_ins")
@@ -686,13 +877,18 @@ def test_cells_that_fail_their_check_are_not_timed(monkeypatch, tmp_path):
     right = reference.decode
 
     def wrong(tokens, **states):
-        right(tokens._replace(beta_logits=tokens.beta_logits and states["state"].dtype == BF16), **states)
+        right(
+            tokens._replace(beta_logits=tokens.beta_logits and states["state"].dtype == BF16),
+            **states,
+        )
 
     monkeypatch.setattr(reference, "decode", wrong)
     result = run("measure", "decode", tmp_path / "x.json", "--filter", "GDN")
     assert result.exit_code == 1
     assert f"fails its check, not timed: {DECODES[2].label}" in result.output.replace("\n", " ")
-    assert [cell["label"] for cell in record.read(tmp_path / "x.json")["cells"]] == [DECODES[0].label]
+    assert [cell["label"] for cell in record.read(tmp_path / "x.json")["cells"]] == [
+        DECODES[0].label
+    ]
 
 
 @pytest.mark.usefixtures("gpu")
@@ -708,7 +904,11 @@ def test_a_run_cut_short_leaves_what_it_has(monkeypatch, tmp_path):
     monkeypatch.setattr(Runner, "measure", cut)
     result = run("measure", "decode", tmp_path / "x.json")
     assert result.exit_code == 130, result.output
-    assert [cell["label"] for cell in record.read(tmp_path / "x.json")["cells"]] == early == [DECODES[0].label]
+    assert (
+        [cell["label"] for cell in record.read(tmp_path / "x.json")["cells"]]
+        == early
+        == [DECODES[0].label]
+    )
 
 
 @pytest.mark.usefixtures("gpu")
@@ -716,7 +916,10 @@ def test_a_run_cut_short_leaves_what_it_has(monkeypatch, tmp_path):
     ("arguments", "word"),
     [
         ("measure decode --peers a,sglang", "expected some of a,b, got sglang"),
-        ("measure decode --filter B=7", "no cell of decode matches 'B=7'; one is 'GDN 1/2 bf16 T=1 B=3'"),
+        (
+            "measure decode --filter B=7",
+            "no cell of decode matches 'B=7'; one is 'GDN 1/2 bf16 T=1 B=3'",
+        ),
         ("measure decode --filter (", "expected a regular expression, got '('"),
         ("measure flush", "'flush'"),
         ("measure decode --grid", "--grid"),
@@ -730,7 +933,9 @@ def test_a_run_cut_short_leaves_what_it_has(monkeypatch, tmp_path):
 def test_the_command_refuses_in_one_line(monkeypatch, tmp_path, arguments, word):
     monkeypatch.setattr(Runner, "check", None)
     (tmp_path / "other.json").write_text('{"command": "check", "results": []}')
-    (tmp_path / "broken.json").write_text('{"command": "benchmarks decode", "cells": [{"label": "x"}], "runs": []}')
+    (tmp_path / "broken.json").write_text(
+        '{"command": "benchmarks decode", "cells": [{"label": "x"}], "runs": []}'
+    )
     before = {file: file.read_text() for file in tmp_path.iterdir()}
     result = run(*arguments.format(tmp_path).split())
     assert (result.exit_code, result.output.count("\n")) == (2, 1), result.output

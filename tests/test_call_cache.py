@@ -112,7 +112,11 @@ def test_a_tensor_given_twice_is_recognised(found):
 
 
 def test_only_the_tensors_among_the_arguments_are_compared(found):
-    for key, arguments in (("last", [X, None, X[0]]), ("none", [X, None, None]), ("all", [X, X[0], X[1]])):
+    for key, arguments in (
+        ("last", [X, None, X[0]]),
+        ("none", [X, None, None]),
+        ("all", [X, X[0], X[1]]),
+    ):
         found.remember(key, arguments, key)
         assert value(found, key, [None if x is None else x.clone() for x in arguments]) == key
         assert value(found, key, [X[0, 0], *arguments[1:]]) is None

@@ -26,7 +26,21 @@ from gated_delta.results import Report, make_table
 
 runner = CliRunner()
 CHECK = ["check", "--backend", "reference", "--op", "flush", "--limit", "3", "--device", "cpu"]
-BENCH = ["bench", "--op", "decode", "--batch", "1,2", "--heads", "1/1", "--dim", "16", "--model", "kda", "--device", "cpu"]
+BENCH = [
+    "bench",
+    "--op",
+    "decode",
+    "--batch",
+    "1,2",
+    "--heads",
+    "1/1",
+    "--dim",
+    "16",
+    "--model",
+    "kda",
+    "--device",
+    "cpu",
+]
 SOURCE = str(Path(gated_delta.__file__).parents[1])
 
 
@@ -68,7 +82,9 @@ def test_info_names_versions_and_backends():
 
 def test_every_switch_of_the_page_is_looked_at():
     page = (Path(__file__).parents[1] / "docs/packs.md").read_text()
-    assert {"GATED_DELTA_CACHE_DIR", *SWITCHES} == set(re.findall(r"^\| `(GATED_DELTA_\w+)`", page, re.M))
+    assert {"GATED_DELTA_CACHE_DIR", *SWITCHES} == set(
+        re.findall(r"^\| `(GATED_DELTA_\w+)`", page, re.M)
+    )
 
 
 def test_the_build_of_torch_is_named(monkeypatch, tmp_path):
@@ -82,9 +98,15 @@ def test_the_build_of_torch_is_named(monkeypatch, tmp_path):
 def test_check_fails_loudly_when_a_backend_is_wrong(monkeypatch):
     right = reference.decode
     monkeypatch.setattr(
-        reference, "decode", lambda tokens, **states: right(tokens._replace(q=tokens.q * 1.1, qk_l2norm=False), **states)
+        reference,
+        "decode",
+        lambda tokens, **states: right(
+            tokens._replace(q=tokens.q * 1.1, qk_l2norm=False), **states
+        ),
     )
-    result = run("check", "--backend", "reference", "--op", "decode", "--limit", "4", "--device", "cpu")
+    result = run(
+        "check", "--backend", "reference", "--op", "decode", "--limit", "4", "--device", "cpu"
+    )
     assert result.exit_code == 1
     assert "FAILED" in result.stdout
 
@@ -96,26 +118,74 @@ def test_check_leaves_fp32_inputs_to_the_reference_backend(tmp_path):
     assert "got fp32" not in result.stdout
 
 
-@pytest.mark.parametrize("more", [["prefill", "--token-loop"], ["decode"], ["verify"], ["flush"]], ids=lambda more: more[0])
+@pytest.mark.parametrize(
+    "more",
+    [["prefill", "--token-loop"], ["decode"], ["verify"], ["flush"]],
+    ids=lambda more: more[0],
+)
 def test_bench_times_every_operation_of_both_models(tmp_path, more):
-    sizes = ["--batch", "1,2", "--tokens", "3", "--heads", "2/4", "--dim", "16", "--device", "cpu", "--json", tmp_path / "x.json"]
+    sizes = [
+        "--batch",
+        "1,2",
+        "--tokens",
+        "3",
+        "--heads",
+        "2/4",
+        "--dim",
+        "16",
+        "--device",
+        "cpu",
+        "--json",
+        tmp_path / "x.json",
+    ]
     result = run("bench", "--op", *more, *sizes)
     assert result.exit_code == 0, result.stdout
     assert ("ratio" in result.stdout) == ("--token-loop" in more)
     assert "x copy: us over copy us" in " ".join(result.stdout.split())
     timed = json.loads((tmp_path / "x.json").read_text())["results"]
     assert len(timed) == 4
-    assert all(f"{t['token_loop_us'] / t['us']:.1f}" in result.stdout for t in timed if "--token-loop" in more)
-    assert all(min(t[name] for name in ("us", "copy_us", "host_us", "host_us_compiled", "bytes")) > 0 for t in timed)
-    assert [(t["backend"], t["sequences"], t["tokens"]) for t in timed] == [("reference", N, 3) for N in (1, 2)] * 2
+    assert all(
+        f"{t['token_loop_us'] / t['us']:.1f}" in result.stdout
+        for t in timed
+        if "--token-loop" in more
+    )
+    assert all(
+        min(t[name] for name in ("us", "copy_us", "host_us", "host_us_compiled", "bytes")) > 0
+        for t in timed
+    )
+    assert [(t["backend"], t["sequences"], t["tokens"]) for t in timed] == [
+        ("reference", N, 3) for N in (1, 2)
+    ] * 2
     assert all((t["token_loop_us"] is None) == ("--token-loop" not in more) for t in timed)
-    assert sum(line.startswith('  {"label": ') for line in (tmp_path / "x.json").read_text().splitlines()) == 4  # one a line
+    assert (
+        sum(
+            line.startswith('  {"label": ')
+            for line in (tmp_path / "x.json").read_text().splitlines()
+        )
+        == 4
+    )  # one a line
 
 
 def test_bench_prints_nothing_for_a_case_that_fails_its_check(monkeypatch):
     right = reference.decode
-    monkeypatch.setattr(reference, "decode", lambda tokens, **states: right(tokens._replace(beta_logits=False), **states))
-    result = run("bench", "--op", "decode", "--batch", "1", "--heads", "1/1", "--dim", "16", "--device", "cpu")
+    monkeypatch.setattr(
+        reference,
+        "decode",
+        lambda tokens, **states: right(tokens._replace(beta_logits=False), **states),
+    )
+    result = run(
+        "bench",
+        "--op",
+        "decode",
+        "--batch",
+        "1",
+        "--heads",
+        "1/1",
+        "--dim",
+        "16",
+        "--device",
+        "cpu",
+    )
     assert result.exit_code == 1
     assert "fails its check, not timed: " in result.stderr
     assert "tokens/s" not in result.stdout
@@ -134,10 +204,23 @@ def test_json_has_one_shape_for_every_command(tmp_path):
         assert result.exit_code == 0, result.output
         written[command] = json.loads((tmp_path / command).read_text())
     for command, content in written.items():
-        assert list(content) == ["command", "complete", "versions", "device", "arguments", "results"]
+        assert list(content) == [
+            "command",
+            "complete",
+            "versions",
+            "device",
+            "arguments",
+            "results",
+        ]
         assert (content["command"], content["complete"]) == (command, True)
-        versions = {"gated_delta": gated_delta.__version__, "torch": torch.__version__, "kernel_sources": compile.all_sources()}
-        versions |= {package: compile.installed(package) for package in (compile.COMPILER, compile.RUNTIME)}
+        versions = {
+            "gated_delta": gated_delta.__version__,
+            "torch": torch.__version__,
+            "kernel_sources": compile.all_sources(),
+        }
+        versions |= {
+            package: compile.installed(package) for package in (compile.COMPILER, compile.RUNTIME)
+        }
         assert versions.items() <= content["versions"].items()
         assert all({"label", "status"} <= set(record) for record in content["results"])
     assert statuses(written["check"]) == ["passed"] * 3
@@ -157,15 +240,22 @@ def test_the_backend_that_ran_is_named(tmp_path):
     checked = json.loads(run(*arguments, "--json").stdout)
     assert checked["arguments"]["backend"] == "auto"
     assert {case["backend"] for case in checked["results"]} == {"reference"}
-    assert {case["backend"] for case in json.loads(run(*BENCH, "--json").stdout)["results"]} == {"reference"}
+    assert {case["backend"] for case in json.loads(run(*BENCH, "--json").stdout)["results"]} == {
+        "reference"
+    }
 
 
 def test_json_lists_what_is_unsupported_and_what_fails(monkeypatch):
-    result = run("check", "--backend", "cute", "--op", "flush", "--limit", "2", "--device", "cpu", "--json")
+    result = run(
+        "check", "--backend", "cute", "--op", "flush", "--limit", "2", "--device", "cpu", "--json"
+    )
     assert (result.exit_code, "needs tensors on a CUDA device" in result.stderr) == (1, True)
     listed = json.loads(result.stdout)
     assert statuses(listed) == ["unsupported"] * 2
-    assert all(case["backend"] is None and "CUDA device" in case["missing"][0] for case in listed["results"])
+    assert all(
+        case["backend"] is None and "CUDA device" in case["missing"][0]
+        for case in listed["results"]
+    )
 
     def broken(**_):
         raise RuntimeError("out of luck\nat line 7")
@@ -178,7 +268,9 @@ def test_json_lists_what_is_unsupported_and_what_fails(monkeypatch):
     assert listed["results"][0]["failures"] == ["RuntimeError: out of luck"]
     result = run(*BENCH[:2], "flush", *BENCH[3:], "--json")
     assert result.exit_code == 1
-    assert [one["reason"] for one in json.loads(result.stdout)["results"]] == ["RuntimeError: out of luck"] * 2
+    assert [one["reason"] for one in json.loads(result.stdout)["results"]] == [
+        "RuntimeError: out of luck"
+    ] * 2
 
 
 def test_json_has_no_nan(monkeypatch):
@@ -189,12 +281,26 @@ def test_json_has_no_nan(monkeypatch):
         out.fill_(math.nan)
 
     monkeypatch.setattr(reference, "decode", poisoned)
-    result = run("check", "--backend", "reference", "--op", "decode", "--limit", "1", "--device", "cpu", "--json")
+    result = run(
+        "check",
+        "--backend",
+        "reference",
+        "--op",
+        "decode",
+        "--limit",
+        "1",
+        "--device",
+        "cpu",
+        "--json",
+    )
 
     def refuse(constant):
         raise AssertionError(constant)
 
-    assert json.loads(result.stdout, parse_constant=refuse)["results"][0]["errors"]["o"]["share"] is None
+    assert (
+        json.loads(result.stdout, parse_constant=refuse)["results"][0]["errors"]["o"]["share"]
+        is None
+    )
 
 
 # ------------------------------------------------------------------------------------------------ refused before it runs
@@ -292,7 +398,11 @@ def test_bad_paths_and_values_are_refused_in_one_line_before_anything_runs(tmp_p
         ("GATED_DELTA_JIT", "", "GATED_DELTA_JIT: expected 0 or 1, got ''"),
         ("GATED_DELTA_CHECK", "yes", "GATED_DELTA_CHECK: expected 0 or 1, got 'yes'"),
         ("GATED_DELTA_VLLM", "true", "GATED_DELTA_VLLM: expected 0 or 1, got 'true'"),
-        ("GATED_DELTA_SGLANG_KVBUFFER", "on", "GATED_DELTA_SGLANG_KVBUFFER: expected 0 or 1, got 'on'"),
+        (
+            "GATED_DELTA_SGLANG_KVBUFFER",
+            "on",
+            "GATED_DELTA_SGLANG_KVBUFFER: expected 0 or 1, got 'on'",
+        ),
         ("GATED_DELTA_CACHE_DIR", __file__, "GATED_DELTA_CACHE_DIR"),
         ("GATED_DELTA_CACHE_DIR", __file__ + "/x/y", "GATED_DELTA_CACHE_DIR"),
     ],
@@ -321,7 +431,9 @@ def test_results_replace_earlier_ones_of_the_same_command(tmp_path):
     link = tmp_path / "link.json"
     file.touch()
     link.symlink_to(file)
-    beside = tmp_path / "check.json.unfinished"  # another's: results are first written under a name of this process's own
+    beside = (
+        tmp_path / "check.json.unfinished"
+    )  # another's: results are first written under a name of this process's own
     beside.write_text("mine")
     for _ in range(2):
         assert run(*CHECK, "--json", link).exit_code == 0
@@ -349,7 +461,9 @@ def test_version_and_help():
 
 
 @pytest.mark.parametrize("arguments", [CHECK, BENCH], ids=["check", "bench"])
-def test_results_go_to_the_terminal_when_the_file_cannot_be_written_any_more(monkeypatch, tmp_path, arguments):
+def test_results_go_to_the_terminal_when_the_file_cannot_be_written_any_more(
+    monkeypatch, tmp_path, arguments
+):
     """Its directory is removed while it is measured."""
     directory = tmp_path / "gone"
     directory.mkdir()
@@ -406,7 +520,9 @@ def handled():
     ],
     ids=["check-INT", "check-TERM", "check-HUP", "bench-INT"],
 )
-def test_a_signal_keeps_what_was_done(monkeypatch, tmp_path, handled, arguments, module, name, number, code):
+def test_a_signal_keeps_what_was_done(
+    monkeypatch, tmp_path, handled, arguments, module, name, number, code
+):
     """And one more, while the JSON is written, does not spoil it."""
     monkeypatch.setattr(module, name, interrupting(getattr(module, name), 2, number))
     monkeypatch.setattr(results, "replace", interrupting(results.replace, 1, number))
@@ -433,7 +549,13 @@ def test_ctrl_c_in_the_demo_keeps_what_was_shown(monkeypatch):
     monkeypatch.setattr(demo.api, "verify", interrupting(demo.api.verify, 1))
     result = run("demo", "The while statement", "--length", "4", "--device", "cpu")
     assert result.exit_code == 130
-    for words in ("The while statement", "same tokens", "packed prefill", "accuracy", "the next token of each"):
+    for words in (
+        "The while statement",
+        "same tokens",
+        "packed prefill",
+        "accuracy",
+        "the next token of each",
+    ):
         assert words in result.stdout
     assert "4 draft tokens" not in result.stdout
 
@@ -469,12 +591,18 @@ def left_of(group, pack):
         time.sleep(0.05)
 
 
-@pytest.mark.parametrize(("send", "number"), [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)], ids=["all-INT", "first-TERM"])
+@pytest.mark.parametrize(
+    ("send", "number"),
+    [(os.killpg, signal.SIGINT), (os.kill, signal.SIGTERM)],
+    ids=["all-INT", "first-TERM"],
+)
 def test_a_signal_ends_compiling_and_its_processes(tmp_path, send, number):
     """Ctrl-C in a terminal reaches the workers too, a job scheduler's signal the first process alone."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     pack, file = tmp_path / "pack", tmp_path / "pack.json"
-    with process("compile", "--out", pack, "--jobs", "2", "--json", file, start_new_session=True) as running:
+    with process(
+        "compile", "--out", pack, "--jobs", "2", "--json", file, start_new_session=True
+    ) as running:
         found_in(pack, "*/*.so")
         time.sleep(0.3)  # in the midst of the next
         send(running.pid, number)
@@ -503,7 +631,17 @@ def test_a_killed_compile_leaves_no_process(tmp_path):
 def test_a_worker_that_dies_takes_nothing_along_that_was_compiled(tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     pack = tmp_path / "pack"
-    with process("compile", "--out", pack, "--jobs", "1", "--filter", "flush", "--json", start_new_session=True) as running:
+    with process(
+        "compile",
+        "--out",
+        pack,
+        "--jobs",
+        "1",
+        "--filter",
+        "flush",
+        "--json",
+        start_new_session=True,
+    ) as running:
         found_in(pack, "*/*.so", 2)  # the first one's folder is gone by then
         (scratch,) = found_in(pack, "*/scratch-*")
         os.kill(int(scratch.name.split("-")[1]), signal.SIGKILL)
@@ -528,7 +666,17 @@ def test_a_progress_bar_has_room_beside_the_longest_label(columns):
 def test_the_progress_bar_names_what_it_compiles(tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     ours, theirs = os.openpty()
-    arguments = ["compile", "--out", tmp_path / "pack", "--jobs", "1", "--filter", "flush K=128", "--limit", "1"]
+    arguments = [
+        "compile",
+        "--out",
+        tmp_path / "pack",
+        "--jobs",
+        "1",
+        "--filter",
+        "flush K=128",
+        "--limit",
+        "1",
+    ]
     with process(*arguments, stderr=theirs, env=dict(TERM="xterm", COLUMNS="40")) as running:
         os.close(theirs)
         shown = b""
@@ -551,7 +699,11 @@ def test_a_reader_that_leaves_takes_nothing_along(tmp_path):
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
 @pytest.mark.parametrize(
     ("arguments", "kept"),
-    [(CHECK, "passed"), ([*CHECK, "--json"], "passed"), (["demo", "--length", "2", "--device", "cpu"], "")],
+    [
+        (CHECK, "passed"),
+        ([*CHECK, "--json"], "passed"),
+        (["demo", "--length", "2", "--device", "cpu"], ""),
+    ],
     ids=["check", "json", "demo"],
 )
 def test_a_full_standard_output(arguments, kept):
@@ -565,14 +717,19 @@ def test_a_full_standard_output(arguments, kept):
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs /dev/full")
-@pytest.mark.parametrize("arguments", [["info"], ["--version"], ["--help"], ["check", "--help"], []], ids=" ".join)
+@pytest.mark.parametrize(
+    "arguments", [["info"], ["--version"], ["--help"], ["check", "--help"], []], ids=" ".join
+)
 def test_a_full_standard_output_is_said_in_one_line(monkeypatch, capsys, arguments):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         with pytest.raises(SystemExit) as left:
             app(arguments)
     assert left.value.code == 2
-    assert capsys.readouterr().err == "gated-delta: cannot write to the standard output: No space left on device\n"
+    assert (
+        capsys.readouterr().err
+        == "gated-delta: cannot write to the standard output: No space left on device\n"
+    )
 
 
 @pytest.mark.parametrize(
@@ -586,7 +743,9 @@ def test_a_full_standard_output_is_said_in_one_line(monkeypatch, capsys, argumen
 )
 def test_closed_streams(arguments, code, said):
     command = ["sh", "-c", f"{sys.executable} -m gated_delta {arguments}"]
-    found = subprocess.run(command, env={**os.environ, "PYTHONPATH": SOURCE}, capture_output=True, text=True)
+    found = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": SOURCE}, capture_output=True, text=True
+    )
     assert found.returncode == code
     assert said in found.stdout + found.stderr
     assert said or not found.stderr
@@ -601,12 +760,16 @@ def test_a_terminal_of_40_columns_folds_labels():
     table.add_row(label, "123.4", "12345678")
     shown = StringIO()
     Console(file=shown, width=40).print(table)
-    assert label in "".join(line.split("│")[1].strip() for line in shown.getvalue().splitlines() if "│" in line)
+    assert label in "".join(
+        line.split("│")[1].strip() for line in shown.getvalue().splitlines() if "│" in line
+    )
     assert "…" not in shown.getvalue()
 
 
 def test_a_locale_that_knows_ascii_alone(tmp_path):
-    ascii_alone = dict(LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii", PYTHONCOERCECLOCALE="0", NO_COLOR="1")
+    ascii_alone = dict(
+        LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii", PYTHONCOERCECLOCALE="0", NO_COLOR="1"
+    )
     with process(*CHECK, "--json", tmp_path / "kärnel.json", env=ascii_alone) as running:
         output, complaints = running.communicate(timeout=120)
     assert running.returncode == 0, complaints
@@ -626,7 +789,12 @@ def test_labels_and_paths_are_not_markup(tmp_path):
 
 @pytest.mark.parametrize(
     ("failed", "lost", "interrupted", "code"),
-    [(False, False, False, None), (True, False, False, 1), (True, True, False, 2), (True, True, True, 143)],
+    [
+        (False, False, False, None),
+        (True, False, False, 1),
+        (True, True, False, 2),
+        (True, True, True, 143),
+    ],
 )
 def test_codes_of_leaving(failed, lost, interrupted, code):
     report = Report("check", False, None)

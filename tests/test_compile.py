@@ -21,7 +21,8 @@ from gated_delta import UnsupportedProblem, compile, dispatch
 from gated_delta.problem import Problem
 
 needs_compiler = pytest.mark.skipif(
-    compile.installed(compile.COMPILER) is None or compile.missing_packages() != (), reason=f"needs {compile.COMPILER}"
+    compile.installed(compile.COMPILER) is None or compile.missing_packages() != (),
+    reason=f"needs {compile.COMPILER}",
 )
 SPILLS = {
     # Some lanes have no channels: their predicates spill two registers, in one variant four, once a call.
@@ -66,8 +67,16 @@ def files(cache):
     return sorted(cache.glob("*/*.so"))
 
 
-ALWAYS = [some for some in dispatch.shipped() if some.kernel in ("flush", *PREFILL) and some.kernel not in IN_ONE]
-ONE_EACH = [[some for some in dispatch.shipped() if some.kernel == kernel][i] for kernel in IN_ONE for i in (0, -1)]
+ALWAYS = [
+    some
+    for some in dispatch.shipped()
+    if some.kernel in ("flush", *PREFILL) and some.kernel not in IN_ONE
+]
+ONE_EACH = [
+    [some for some in dispatch.shipped() if some.kernel == kernel][i]
+    for kernel in IN_ONE
+    for i in (0, -1)
+]
 FUSED = [some for some in dispatch.shipped() if some.kernel == "prefill_fused"]
 OTHERS = [some for some in dispatch.shipped() if some not in ALWAYS and some.kernel not in IN_ONE]
 SAMPLE = ALWAYS + ONE_EACH + random.Random(0).sample(OTHERS, 72)
@@ -83,13 +92,17 @@ def test_registers_and_spills_of_shipped_kernels(some):
     assert found is not None, "needs cuobjdump: pip install nvidia-cuda-cuobjdump"
     allowed = max((stack for part, stack in SPILLS.items() if part in some.label), default=0)
     assert found.stack <= allowed
-    assert 16 <= found.registers <= (255 if some.kernel in ("verify", *SCANS) else 168)  # these hold a tile of the state
+    assert (
+        16 <= found.registers <= (255 if some.kernel in ("verify", *SCANS) else 168)
+    )  # these hold a tile of the state
 
 
 WIDE = [
     compile.Variant(some.kernel, tuple(({**dict(some.facts)} | dict(rows=32, threads=128)).items()))
     for some in dispatch.shipped()
-    if some.kernel == "verify" and {("K", 128), ("token_tile", 8), ("state_dtype", "bf16"), ("g_dtype", "bf16")} <= set(some.facts)
+    if some.kernel == "verify"
+    and {("K", 128), ("token_tile", 8), ("state_dtype", "bf16"), ("g_dtype", "bf16")}
+    <= set(some.facts)
 ]
 
 
@@ -119,14 +132,24 @@ def test_as_many_blocks_of_decode_fit_on_an_sm_as_their_schedule_says(some):
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize(
     "some",
-    dict.fromkeys([*ONE_EACH, *FUSED, *(some for some in ALWAYS if some.kernel in (*SCANS, "prefill_scan_raw"))]),
+    dict.fromkeys(
+        [
+            *ONE_EACH,
+            *FUSED,
+            *(some for some in ALWAYS if some.kernel in (*SCANS, "prefill_scan_raw")),
+        ]
+    ),
     ids=str,
 )
 def test_wgmmas_are_not_serialised(some):
     """ptxas fences every wgmma by itself, without a warning, for lack of registers or where it cannot count groups in flight."""
     code = compile.inspected(compile.build(some, "sm_90a"), "-sass")
-    assert code is not None, "needs cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
-    groups = 6 if some.kernel == "prefill_fused" else 3 if some.kernel == "prefill_transitions" else 5
+    assert code is not None, (
+        "needs cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+    )
+    groups = (
+        6 if some.kernel == "prefill_fused" else 3 if some.kernel == "prefill_transitions" else 5
+    )
     assert code.count("WARPGROUP.ARRIVE") == groups
     assert code.count("HGMMA") > 5 * groups
 
@@ -147,25 +170,42 @@ def test_three_blocks_of_prepare_fit_on_an_sm():
 @pytest.mark.usefixtures("shared")
 def test_blackwell_compiles_too():
     """All but prefill, whose tensor cores' instructions are Hopper's."""
-    first = {some.kernel: some for some in reversed(dispatch.shipped()) if some.kernel not in PREFILL}
+    first = {
+        some.kernel: some for some in reversed(dispatch.shipped()) if some.kernel not in PREFILL
+    }
     for some in (*first.values(), variant(axis="channel", single_token=False)):
         assert compile.resources(compile.build(some, "sm_100a")).stack == 0
 
 
 def test_only_prefill_is_for_hopper_alone():
-    assert {some.kernel for some in dispatch.shipped() if not dispatch.compiles(some, "sm_100a")} == set(PREFILL)
+    assert {
+        some.kernel for some in dispatch.shipped() if not dispatch.compiles(some, "sm_100a")
+    } == set(PREFILL)
     assert all(dispatch.compiles(some, "sm_90a") for some in dispatch.shipped())
 
 
-ODD = [dict(K=64, V=64), dict(dtype=torch.float16, g_dtype=torch.float32, gate="log"), dict(qk_l2norm=False)]
+ODD = [
+    dict(K=64, V=64),
+    dict(dtype=torch.float16, g_dtype=torch.float32, gate="log"),
+    dict(qk_l2norm=False),
+]
 
 
 @needs_compiler
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize("odd", ODD, ids=str)
 def test_prefill_builds_for_what_is_not_shipped_too(axis, odd):
-    facts = dict(K=128, V=128, gate="softplus", dtype=torch.bfloat16, g_dtype=torch.bfloat16, state_dtype=torch.float32)
-    for some in set(dispatch.variants_of(Problem("prefill", axis, 1, 1, **(facts | odd)))) - set(dispatch.shipped()):
+    facts = dict(
+        K=128,
+        V=128,
+        gate="softplus",
+        dtype=torch.bfloat16,
+        g_dtype=torch.bfloat16,
+        state_dtype=torch.float32,
+    )
+    for some in set(dispatch.variants_of(Problem("prefill", axis, 1, 1, **(facts | odd)))) - set(
+        dispatch.shipped()
+    ):
         assert compile.resources(compile.build(some, "sm_90a")).registers <= 255
 
 
@@ -191,7 +231,9 @@ def test_every_fact_the_architecture_and_the_sources_have_their_own_file(cache, 
         beta_logits=True, single_token=False, aligned=False, rows=2, threads=256, chunks=2,
     )  # fmt: skip
     assert set(changes) == set(dict(first.facts))
-    names = {compile.file_name(variant(**{name: value}), "sm_90a") for name, value in changes.items()}
+    names = {
+        compile.file_name(variant(**{name: value}), "sm_90a") for name, value in changes.items()
+    }
     names |= {compile.file_name(first, arch) for arch in ("sm_90a", "sm_100a")}
     monkeypatch.setattr(compile, "sources", lambda kernel: "other sources")
     names.add(compile.file_name(first, "sm_90a"))
@@ -231,9 +273,12 @@ def test_comments_and_docstrings_leave_the_fingerprint(copied):
     kernels, fingerprints = copied
     before = fingerprints()
     for file in sorted(kernels.rglob("*.py")):
-        file.write_text('# A comment.\n"""And words."""\n\n' + file.read_text().replace("\n    return", "\n    # why\n    return"))
+        file.write_text(
+            '# A comment.\n"""And words."""\n\n'
+            + file.read_text().replace("\n    return", "\n    # why\n    return")
+        )
     assert fingerprints() == before
-    file = kernels / "device/primitives.py"
+    file = kernels / "device/ptx.py"
     file.write_text(file.read_text().replace("return", "return 0 *", 1))
     assert fingerprints()["decode"] != before["decode"]
 
@@ -248,7 +293,9 @@ def test_strict_mode_raises_instead_of_compiling(cache, monkeypatch):
 
 @needs_compiler
 @pytest.mark.parametrize(
-    "damage", [lambda b: b[: len(b) // 2], lambda b: b[:100] + b"?" + b[101:], lambda b: b""], ids=["cut", "bit", "empty"]
+    "damage",
+    [lambda b: b[: len(b) // 2], lambda b: b[:100] + b"?" + b[101:], lambda b: b""],
+    ids=["cut", "bit", "empty"],
 )
 def test_a_damaged_file_is_built_again(cache, monkeypatch, damage):
     file = compile.build(variant(), "sm_90a")
@@ -271,7 +318,9 @@ def test_a_file_is_bound_to_its_name_and_its_compiler(cache, monkeypatch):
     taken = file.with_name(compile.file_name(other, "sm_90a"))
     taken.write_bytes(content)
     monkeypatch.setenv("GATED_DELTA_JIT", "0")
-    with pytest.raises(UnsupportedProblem, match=f"{taken.name} is damaged, renamed or of an older format"):
+    with pytest.raises(
+        UnsupportedProblem, match=f"{taken.name} is damaged, renamed or of an older format"
+    ):
         compile.load(other, "sm_90a")
     monkeypatch.delenv("GATED_DELTA_JIT")
     assert callable(compile.load(other, "sm_90a"))
@@ -303,7 +352,9 @@ def _build_in(directory, barrier, results):
 def test_processes_that_compile_the_same_do_not_disturb_each_other(cache):
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(3), context.Queue()
-    processes = [context.Process(target=_build_in, args=(str(cache), barrier, results)) for _ in range(3)]
+    processes = [
+        context.Process(target=_build_in, args=(str(cache), barrier, results)) for _ in range(3)
+    ]
     for process in processes:
         process.start()
     names = {results.get(timeout=120) for _ in processes}
@@ -369,7 +420,7 @@ def test_host_and_kernel_agree_on_the_arguments():
         prefill_transitions,
         verify,
     )
-    from gated_delta.kernels.device import primitives
+    from gated_delta.kernels.device import arithmetic
     from gated_delta.problem import CHECKPOINT_INTERVAL
 
     kernels = dict(
@@ -388,12 +439,14 @@ def test_host_and_kernel_agree_on_the_arguments():
             prefill_overlapped.PrefillOverlapped,
         ],
     )
-    for operation, kernel in ((operation, kernel) for operation, some in kernels.items() for kernel in some):
+    for operation, kernel in (
+        (operation, kernel) for operation, some in kernels.items() for kernel in some
+    ):
         for taken in kernel.arguments:
             if issubclass(taken, tuple):
                 assert taken._fields == getattr(arguments, taken.__name__)._fields
                 assert taken.__name__.startswith(operation)
-    assert primitives.L2NORM_EPS == reference.L2NORM_EPS
+    assert arithmetic.L2NORM_EPS == reference.L2NORM_EPS
     assert arguments.CHUNK == CHECKPOINT_INTERVAL
 
 
@@ -407,9 +460,16 @@ def test_blocks_that_walk_prepare_what_the_others_do_not_keep_up_with():
         size = SimpleNamespace(N=1, HV=heads, chunk_blocks=heads, chunk_slots=chunks, sms=132)
         return kernel.before_walk(size) == 0, kernel.missing_a_chunk(size) > 0
 
-    assert [parts("head", 32, chunks) for chunks in (32, 64, 1024)] == [(False, True), (True, True), (True, True)]
+    assert [parts("head", 32, chunks) for chunks in (32, 64, 1024)] == [
+        (False, True),
+        (True, True),
+        (True, True),
+    ]
     assert parts("head", 17, 1024) == (False, False)  # 98 blocks prepare
-    assert [parts("channel", 18, chunks) for chunks in (22, 23)] == [(False, False), (True, False)]  # 396 warpgroups
+    assert [parts("channel", 18, chunks) for chunks in (22, 23)] == [
+        (False, False),
+        (True, False),
+    ]  # 396 warpgroups
     assert [parts("channel", heads, 1024) for heads in (17, 24, 28, 37)] == [
         (True, False),
         (True, False),
@@ -430,8 +490,12 @@ def test_triangle_offsets_are_the_swizzled_layout_of_a_square():
         for vector in range(2 * (row // 16 + 1)):
             at, panel = triangle_offset(row, vector), vector // 2
             taken.add(at)
-            linear = panel * CHUNK * 32 + row * 32 + vector % 2 * 16  # panels of 16 columns, rows of 32 bytes
-            assert square_panel(panel) + at - triangle_panel(panel) == linear ^ (linear >> 3 & 16)  # swizzled
+            linear = (
+                panel * CHUNK * 32 + row * 32 + vector % 2 * 16
+            )  # panels of 16 columns, rows of 32 bytes
+            assert square_panel(panel) + at - triangle_panel(panel) == linear ^ (
+                linear >> 3 & 16
+            )  # swizzled
     assert taken == set(range(0, TRIANGLE_BYTES, 16))
 
 
@@ -441,14 +505,20 @@ def test_tile_offsets_are_swizzled_and_written_as_whole_lines():
     from gated_delta.kernels.arguments import CHUNK, TILE_BYTES
     from gated_delta.kernels.device.chunks import tile_offset
 
-    offsets = {(row, vector): tile_offset(row, vector) for row in range(CHUNK) for vector in range(16)}
+    offsets = {
+        (row, vector): tile_offset(row, vector) for row in range(CHUNK) for vector in range(16)
+    }
     assert set(offsets.values()) == set(range(0, TILE_BYTES, 16))
     for (row, vector), at in offsets.items():
-        linear = vector // 4 * CHUNK * 64 + row * 64 + vector % 4 * 16  # blocks of 32 columns, rows of 64 bytes
+        linear = (
+            vector // 4 * CHUNK * 64 + row * 64 + vector % 4 * 16
+        )  # blocks of 32 columns, rows of 64 bytes
         assert at == linear ^ (linear >> 3 & 48)  # swizzled
     for row in range(0, CHUNK, 8):
         for vector in range(0, 16, 4):
-            assert len({offsets[row + i, vector + j] // 128 for i in range(8) for j in range(4)}) == 4
+            assert (
+                len({offsets[row + i, vector + j] // 128 for i in range(8) for j in range(4)}) == 4
+            )
 
 
 # ------------------------------------------------------------------------------------------------ a wrong environment
@@ -456,7 +526,9 @@ def test_tile_offsets_are_swizzled_and_written_as_whole_lines():
 
 @pytest.mark.parametrize(("value", "is_on"), [(None, True), ("0", False), ("1", True)])
 def test_switches_are_0_and_1(monkeypatch, value, is_on):
-    monkeypatch.setenv("GATED_DELTA_JIT", value) if value else monkeypatch.delenv("GATED_DELTA_JIT", raising=False)
+    monkeypatch.setenv("GATED_DELTA_JIT", value) if value else monkeypatch.delenv(
+        "GATED_DELTA_JIT", raising=False
+    )
     assert compile.may_compile() == is_on
     assert compile.flag("GATED_DELTA_JIT", False) == (value == "1")
 
@@ -482,7 +554,9 @@ def test_where_kernels_are_kept(monkeypatch, variables, place):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setattr(compile, "_STARTED_IN", Path("/started"))
     for name in ("GATED_DELTA_CACHE_DIR", "XDG_CACHE_HOME"):
-        monkeypatch.setenv(name, variables[name]) if name in variables else monkeypatch.delenv(name, raising=False)
+        monkeypatch.setenv(name, variables[name]) if name in variables else monkeypatch.delenv(
+            name, raising=False
+        )
     assert compile.directory() == Path(place)
 
 
@@ -536,10 +610,16 @@ def test_a_full_disk_is_told_from_what_the_compiler_misses(cache, monkeypatch):
 
         return raises
 
-    monkeypatch.setattr(compile, "_compile", raising(OSError(errno.ENOSPC, "No space left on device")))
+    monkeypatch.setattr(
+        compile, "_compile", raising(OSError(errno.ENOSPC, "No space left on device"))
+    )
     with pytest.raises(OSError, match="GATED_DELTA_CACHE_DIR"):
         compile.build(variant(), "sm_90a")
-    monkeypatch.setattr(compile, "_compile", raising(FileNotFoundError(errno.ENOENT, "No such file", "/nonexistent/ptxas")))
+    monkeypatch.setattr(
+        compile,
+        "_compile",
+        raising(FileNotFoundError(errno.ENOENT, "No such file", "/nonexistent/ptxas")),
+    )
     with pytest.raises(FileNotFoundError, match="ptxas") as raised:
         compile.build(variant(), "sm_90a")
     assert "GATED_DELTA" not in str(raised.value)
@@ -555,7 +635,9 @@ def test_a_full_disk_is_told_from_what_the_compiler_misses(cache, monkeypatch):
         (__file__, UnsupportedProblem, "CC"),
     ],
 )
-def test_a_linker_that_is_none_is_an_error_that_names_the_variable(cache, monkeypatch, named, kind, word):
+def test_a_linker_that_is_none_is_an_error_that_names_the_variable(
+    cache, monkeypatch, named, kind, word
+):
     monkeypatch.setenv("CC", named)
     with pytest.raises(kind, match=word) as raised:
         compile.build(variant(), "sm_90a")

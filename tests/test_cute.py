@@ -71,7 +71,9 @@ def test_bits_do_not_depend_on_the_batch(axis, state_dtype, heads, T):
     most = 512
     call, start = tokens(most, T, axis=axis, heads=heads), pool(most, state_dtype, heads[1])
     alone = start.clone()
-    outputs = [decode(part(call, slice(n, n + 1)), alone, state_indices=index(n)) for n in range(most)]
+    outputs = [
+        decode(part(call, slice(n, n + 1)), alone, state_indices=index(n)) for n in range(most)
+    ]
     for N in (1, 2, 3, 7, 16, 31, 64, 100, 200, 512):
         order = torch.randperm(most, generator=torch.Generator().manual_seed(N))[:N].to("cuda")
         together = start.clone()
@@ -114,7 +116,10 @@ def test_fp16_states_saturate(T, v):
 
 
 def test_a_token_reads_the_fp16_state_that_the_one_before_left():
-    o = decode(writing(2, 98304.0, beta=0.5, T=3), torch.zeros(2, HV, D, D, dtype=torch.float16, device="cuda"))
+    o = decode(
+        writing(2, 98304.0, beta=0.5, T=3),
+        torch.zeros(2, HV, D, D, dtype=torch.float16, device="cuda"),
+    )
     for t, want in enumerate((49152, 73728, 81904)):
         same(o[:, t], torch.full_like(o[:, t], want))
 
@@ -127,7 +132,9 @@ def test_ragged_sequences_equal_dense_ones(axis):
     at = 0
     for n, length in enumerate(lengths):
         if length:
-            alone = decode(part(call, slice(n, n + 1), slice(0, length)), dense, state_indices=index(n))
+            alone = decode(
+                part(call, slice(n, n + 1), slice(0, length)), dense, state_indices=index(n)
+            )
             same(alone[0], o[0, at : at + length])
         at += length
     same(ragged, dense)
@@ -142,8 +149,13 @@ def test_one_process_may_use_every_dtype_head_count_and_stride():
         for state_dtype in STATES:
             for gate in ("softplus", "lower_bound", "log"):
                 for heads in ((4, 8), (8, 8), (2, 8)):
-                    call, start = tokens(2, 1, dtype=dtype, gate=gate, heads=heads), pool(3, state_dtype)
-                    spread = torch.empty(3, 2 * HV, D, D, dtype=state_dtype, device="cuda")[:, ::2].copy_(start)
+                    call, start = (
+                        tokens(2, 1, dtype=dtype, gate=gate, heads=heads),
+                        pool(3, state_dtype),
+                    )
+                    spread = torch.empty(3, 2 * HV, D, D, dtype=state_dtype, device="cuda")[
+                        :, ::2
+                    ].copy_(start)
                     for state in (start.clone(), spread):
                         close_to_reference(call, start, (decode(call, state), state))
 
@@ -180,7 +192,9 @@ def test_gates_at_their_ends_are_finite(axis, gate):
     """Bugs 5 and 13: softplus far out on both sides, exp(A_log) overflowing, no decay and full decay."""
     call, start = tokens(4, 3, axis=axis, gate=gate), pool(4)
     ends = torch.tensor([-1e4, -200.0, -90.0, 0.0, 90.0, 1e4], device="cuda", dtype=torch.bfloat16)
-    call["g"] = ends[torch.arange(call["g"].numel(), device="cuda") % len(ends)].view(call["g"].shape)
+    call["g"] = ends[torch.arange(call["g"].numel(), device="cuda") % len(ends)].view(
+        call["g"].shape
+    )
     A_log = torch.linspace(-100, 100, HV, device="cuda")  # exp of it is inf for some
     call["gate"] = gd.Gate.softplus(A_log) if gate == "softplus" else gd.Gate.lower_bound(A_log)
     state = start.clone()
@@ -223,7 +237,12 @@ def test_the_accepted_token_that_is_read_is_clamped(dtype):
 def test_writes_up_to_null_index_are_dropped(null_index):
     """The outputs are not."""
     call, start = tokens(5, 3), pool(10)
-    want, state, slots, writes = start.clone(), start.clone(), index(5, 4, 3, 7, 6), [8, -1, 9, -1, -1]
+    want, state, slots, writes = (
+        start.clone(),
+        start.clone(),
+        index(5, 4, 3, 7, 6),
+        [8, -1, 9, -1, -1],
+    )
     dropped = index(*(0 if w < 0 else w for w in writes))
     o = decode(call, want, state_indices=slots, write_indices=index(*writes))
     same(decode(call, state, state_indices=slots, write_indices=dropped, null_index=null_index), o)
@@ -253,7 +272,14 @@ def test_intermediate_states_in_rows_of_their_own(T, state_dtype, dtype):
     o = decode(call, plain, state_indices=slots, intermediate_states=want)
     steps = torch.full((3, *shape[1:]), math.nan, dtype=state_dtype, device="cuda")
     rows = torch.stack([index(2, -1, 0, -7, dtype=dtype), index(9, 9, 9, 9, dtype=dtype)], 1)[:, 0]
-    got = decode(call, state, state_indices=slots, intermediate_states=steps, intermediate_indices=rows, null_index=0)
+    got = decode(
+        call,
+        state,
+        state_indices=slots,
+        intermediate_states=steps,
+        intermediate_indices=rows,
+        null_index=0,
+    )
     same(got, o)
     same(state, plain)
     same(steps[[2, 0]].contiguous(), want[[0, 2]].contiguous())
@@ -278,7 +304,13 @@ def test_written_tensors_are_never_copies():
     state = wide[:, :HV].copy_(start)
     steps = torch.full((2, 4, HV + 2, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
     out = torch.full((2, 2, HV, 2 * D), math.nan, dtype=torch.bfloat16, device="cuda")
-    got = decode(call, state, state_indices=index(3, 1), intermediate_states=steps[:, ::2, :HV], out=out[..., ::2])
+    got = decode(
+        call,
+        state,
+        state_indices=index(3, 1),
+        intermediate_states=steps[:, ::2, :HV],
+        out=out[..., ::2],
+    )
     plain = start.clone()
     same(got.contiguous(), decode(call, plain, state_indices=index(3, 1)))
     same(state.contiguous(), plain)
@@ -311,7 +343,9 @@ def test_sequences_of_no_tokens(axis):
     decode(call, state, write_indices=index(3, 4, 5))
     same(state[[3, 5]], start[[0, 2]])
     same(state[:3], start[:3])
-    none = {name: x[:, :0] if name in PER_TOKEN else x for name, x in call.items()} | {"cu_seqlens": index(0, 0, 0, 0)}
+    none = {name: x[:, :0] if name in PER_TOKEN else x for name, x in call.items()} | {
+        "cu_seqlens": index(0, 0, 0, 0)
+    }
     state = start.clone()
     assert decode(none, state, write_indices=index(3, -1, 5)).numel() == 0
     same(state[[3, 4, 5]], torch.stack([start[0], start[4], start[2]]))
@@ -350,16 +384,26 @@ def test_blocks_that_take_their_rows_in_chunks(state_dtype, K, V):
     """As many sequences as lead to such a schedule, in slots of a larger pool, two of them inactive; every state is stored, too."""
     for N in range(8, 400, 8):
         call, start = tokens(N, 1, K=K, V=V), pool(N + 3, state_dtype, K=K, V=V)
-        if gd.explain("decode", **call, state=start, state_indices=index(*range(N))).schedule.chunks > 1:
+        if (
+            gd.explain(
+                "decode", **call, state=start, state_indices=index(*range(N))
+            ).schedule.chunks
+            > 1
+        ):
             break
     else:
         pytest.fail("no such schedule")
     slots = torch.randperm(N + 3, generator=torch.Generator().manual_seed(N))[:N].to("cuda")
     slots[3], slots[N - 1] = -1, -2
-    steps, want_steps = (torch.full((N, 1, *start.shape[1:]), 7.0, dtype=state_dtype, device="cuda") for _ in range(2))
+    steps, want_steps = (
+        torch.full((N, 1, *start.shape[1:]), 7.0, dtype=state_dtype, device="cuda")
+        for _ in range(2)
+    )
     state, want = start.clone(), start.clone()
     o = decode(call, state, state_indices=slots, intermediate_states=steps)
-    want_o = gd.decode(**call, state=want, state_indices=slots, intermediate_states=want_steps, backend="reference")
+    want_o = gd.decode(
+        **call, state=want, state_indices=slots, intermediate_states=want_steps, backend="reference"
+    )
     assert (o[[3, N - 1]] == 0).all()
     for x, y in ((o, want_o), (state, want), (steps, want_steps)):
         assert (x.double() - y.double()).norm() <= 2e-2 * y.double().norm()

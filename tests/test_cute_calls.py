@@ -50,12 +50,23 @@ def steps(call, state, **given):
 def drafts(call, state, num_accepted=None, buffer_indices=None, out=None, **slots):
     """verify, and flush of 0 to T drafts: of as many as are given, and one more where a kernel between the two says so."""
     (N, T, H, K), (HV, V) = call["q"].shape, call["v"].shape[2:]
-    rows, gate = N if buffer_indices is None else len(state), "channel" if call["g"].ndim == 4 else "head"
+    rows, gate = (
+        N if buffer_indices is None else len(state),
+        "channel" if call["g"].ndim == 4 else "head",
+    )
     buffer = gd.KVBuffer.empty(rows, T, H, HV, K, V, gate=gate, device="cuda")
     made = buffer.u, buffer.k, buffer.log_decay
     for x in made:
         x.fill_(math.nan)
-    o = gd.verify(**call, state=state, buffer=buffer, buffer_indices=buffer_indices, out=out, **slots, backend="cute")
+    o = gd.verify(
+        **call,
+        state=state,
+        buffer=buffer,
+        buffer_indices=buffer_indices,
+        out=out,
+        **slots,
+        backend="cute",
+    )
     counts = torch.arange(N, device="cuda") % (T + 1) if num_accepted is None else num_accepted
     counts = counts + (o[:, 0, 0, 0] > 0)
     gd.flush(state, buffer, counts, buffer_indices=buffer_indices, **slots, backend="cute")
@@ -92,7 +103,13 @@ def some(op, N, axis="head", **options):
     """Tokens of N sequences; prompts decay slowly, so that initial states matter at their ends."""
     if op.run is prefill:
         return slowly(tokens(N, op.T, axis=axis, **options))
-    return tokens(N, op.T, axis=axis, gate="lower_bound" if (op.run, axis) == (drafts, "channel") else "softplus", **options)
+    return tokens(
+        N,
+        op.T,
+        axis=axis,
+        gate="lower_bound" if (op.run, axis) == (drafts, "channel") else "softplus",
+        **options,
+    )
 
 
 def alike(xs, ys):
@@ -124,7 +141,12 @@ def test_slots_up_to_null_index_are_as_negative_ones(op, axis, null_index, dtype
     after, state = start.clone(), start.clone()
     made = op.run(call, after, state_indices=index(5, -1, -1, 3, -1, dtype=dtype))
     lowest = -1 if dtype == torch.int32 else -(2**40)  # an int64's low word may look valid
-    got = op.run(call, state, state_indices=index(5, 0, null_index, 3, lowest, dtype=dtype), null_index=null_index)
+    got = op.run(
+        call,
+        state,
+        state_indices=index(5, 0, null_index, 3, lowest, dtype=dtype),
+        null_index=null_index,
+    )
     assert (got[0][[1, 2, 4]] == 0).all()
     alike(got, made)
     same(state, after)
@@ -132,7 +154,10 @@ def test_slots_up_to_null_index_are_as_negative_ones(op, axis, null_index, dtype
 
 
 def test_unused_slots_may_hold_anything(op):
-    call, state = some(op, 2), torch.full((5, HV, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
+    call, state = (
+        some(op, 2),
+        torch.full((5, HV, D, D), math.nan, dtype=torch.bfloat16, device="cuda"),
+    )
     state[[1, 3]] = pool(2)
     assert all(torch.isfinite(x).all() for x in op.run(call, state, state_indices=index(3, 1)))
     assert torch.isfinite(state[[1, 3]]).all()
@@ -192,7 +217,11 @@ def drawn(op, seed, axis="head"):
     else:
         given = dict(state_indices=order(N), buffer_indices=order(N), num_accepted=below(T + 2))
     given["state_indices"][seed % N] = -1
-    return (tokens(1, N * T, axis=axis, seed=seed) if op.run is prefill else some(op, N, axis, seed=seed)), given
+    return (
+        tokens(1, N * T, axis=axis, seed=seed)
+        if op.run is prefill
+        else some(op, N, axis, seed=seed)
+    ), given
 
 
 def test_a_captured_graph_follows_its_inputs(op, axis):
@@ -332,9 +361,15 @@ def test_strided_gates_betas_and_parameters(op, axis):
     plain, state = start.clone(), start.clone()
     packed = replace(gate, dt_bias=gate.dt_bias.bfloat16())
     wide = replace(
-        gate, A_log=torch.stack([gate.A_log, gate.A_log.neg()], 1)[:, 0], dt_bias=spread(packed.dt_bias, dim=channels, by=3)
+        gate,
+        A_log=torch.stack([gate.A_log, gate.A_log.neg()], 1)[:, 0],
+        dt_bias=spread(packed.dt_bias, dim=channels, by=3),
     )
-    apart = dict(g=spread(call["g"], dim=2 + channels, by=3), beta=spread(call["beta"], dim=1, by=3), gate=wide)
+    apart = dict(
+        g=spread(call["g"], dim=2 + channels, by=3),
+        beta=spread(call["beta"], dim=1, by=3),
+        gate=wide,
+    )
     assert apart["g"].stride(2) != call["g"].stride(2)
     alike(op.run(call | apart, state), op.run({**call, "gate": packed}, plain))
     same(state, plain)

@@ -103,7 +103,9 @@ def judge(op, got, truth, plain):
     """Tolerance: twice a plain implementation's error plus a rounding unit; NaN fails."""
     everywhere = torch.ones(len(got), dtype=torch.bool, device=got.device)
     head = 2 if op == "verify" else 1
-    found, allowed = (error(x.to(got.dtype), Expected(truth, everywhere), head) for x in (got, plain))
+    found, allowed = (
+        error(x.to(got.dtype), Expected(truth, everywhere), head) for x in (got, plain)
+    )
     assert found.share(allowed, rounding_unit(op, got.dtype)) <= 1, (found, allowed)
 
 
@@ -129,14 +131,19 @@ def check_verify(call, start, buffer):
 
 def accepted_states(states, accepted):
     """From states before and after each token, those after the accepted ones of each sequence."""
-    return states[torch.arange(len(states), device="cuda"), accepted.long().clamp(0, states.shape[1] - 1)]
+    return states[
+        torch.arange(len(states), device="cuda"), accepted.long().clamp(0, states.shape[1] - 1)
+    ]
 
 
 def check_flush(call, start, buffer, accepted):
     """States against float64; with no accepted token unchanged bit for bit."""
     state = start.clone()
     flush(state, buffer, accepted)
-    truth, plain = (accepted_states(by_definition(call, start, dtype)[1], accepted) for dtype in (torch.float64, torch.float32))
+    truth, plain = (
+        accepted_states(by_definition(call, start, dtype)[1], accepted)
+        for dtype in (torch.float64, torch.float32)
+    )
     judge("flush", state, truth, plain)
     none = accepted <= 0
     same(state[none], start[none])
@@ -157,14 +164,20 @@ ROUNDS = [
         for options in (
             *(dict(T=T) for T in range(1, 17)),
             dict(K=64, V=64),
-            dict(K=96, V=192),  # OLMo hybrid's: lanes without channels, and warps that do not divide V
+            dict(
+                K=96, V=192
+            ),  # OLMo hybrid's: lanes without channels, and warps that do not divide V
         )
     ),
     *(
         (options, torch.bfloat16)
         for options in (
-            *(dict(T=T, C=C) for T, C in ((1, 4), (3, 16), (8, 9))),  # what lies past a draft is neutral
-            *(dict(heads=heads) for heads in ((1, 1), (8, 8), (2, 8), (1, 6))),  # a group's first value head stores its k
+            *(
+                dict(T=T, C=C) for T, C in ((1, 4), (3, 16), (8, 9))
+            ),  # what lies past a draft is neutral
+            *(
+                dict(heads=heads) for heads in ((1, 1), (8, 8), (2, 8), (1, 6))
+            ),  # a group's first value head stores its k
             *(dict(T=7, gate=gate) for gate in ("log", "softplus", "lower_bound")),
             dict(dtype=torch.float16),
             dict(T=7, qk_l2norm=False, scale=0.3),
@@ -212,14 +225,30 @@ def test_verify_of_drafts_of_different_lengths(axis, state_dtype, dtype):
     call["cu_seqlens"] = call["cu_seqlens"].to(dtype)
     start = pool(N + 2, state_dtype)
     slots, rows = (torch.randperm(N + 2, device="cuda")[:N].to(dtype) for _ in range(2))
-    state, buffer, expected = start.clone(), buffer_for(dense, N + 2, 16), buffer_for(dense, N + 2, 16)
+    state, buffer, expected = (
+        start.clone(),
+        buffer_for(dense, N + 2, 16),
+        buffer_for(dense, N + 2, 16),
+    )
     o = verify(call, state, buffer, state_indices=slots, buffer_indices=rows)
     same(state, start)
     assert (o[:, -spare:] == 0).all()
-    truth, plain = (by_definition(dense, start[slots.long()], some)[0] for some in (torch.float64, torch.float32))
-    truth, plain = (torch.cat([x[n, :t] for n, t in enumerate(RAGGED)])[None] for x in (truth, plain))
+    truth, plain = (
+        by_definition(dense, start[slots.long()], some)[0]
+        for some in (torch.float64, torch.float32)
+    )
+    truth, plain = (
+        torch.cat([x[n, :t] for n, t in enumerate(RAGGED)])[None] for x in (truth, plain)
+    )
     judge("verify", o[:, :-spare], truth, plain)
-    gd.verify(**call, state=state, state_indices=slots, buffer=expected, buffer_indices=rows, backend="reference")
+    gd.verify(
+        **call,
+        state=state,
+        state_indices=slots,
+        buffer=expected,
+        buffer_indices=rows,
+        backend="reference",
+    )
     filled = [gd.KVBuffer(*(x[rows.long()] for x in parts(some))) for some in (buffer, expected)]
     judge_buffer(*filled)
     untouched = [row for row in range(N + 2) if row not in rows.tolist()]
@@ -235,7 +264,13 @@ def test_packed_drafts_in_a_buffer_of_few_tokens(axis):
     start = pool(3)
     o = verify(packed(dense, lengths), start, ragged)
     outputs = [
-        verify(part(dense, slice(n, n + 1), slice(0, lengths[n])), start[n:], alone, buffer_indices=index(n)) for n in (0, 2)
+        verify(
+            part(dense, slice(n, n + 1), slice(0, lengths[n])),
+            start[n:],
+            alone,
+            buffer_indices=index(n),
+        )
+        for n in (0, 2)
     ]
     same(o, torch.cat(outputs, 1))
     same_buffers(ragged, alone, [0, 2])
@@ -263,25 +298,40 @@ def test_an_inactive_draft_writes_nothing(dtype, which):
     call, state = draft(4, 3), pool(6)
     for name in PER_TOKEN:
         call[name][1] = math.nan
-    indices = {"state_indices": index(5, 3, 0, 2, dtype=dtype), "buffer_indices": index(0, 1, 4, 2, dtype=dtype)}
+    indices = {
+        "state_indices": index(5, 3, 0, 2, dtype=dtype),
+        "buffer_indices": index(0, 1, 4, 2, dtype=dtype),
+    }
     indices[which][1] = LOWEST[dtype]
     buffer, live = buffer_for(call, 5, 3), [0, 2, 3]
     o = verify(call, state, buffer, **indices)
     assert (o[1] == 0).all()
     assert all(x[[1, 3]].isnan().all() for x in parts(buffer))
     alone = buffer_for(call, 5, 3)
-    same(o[live], verify(part(call, live), state, alone, **{name: x[live] for name, x in indices.items()}))
+    same(
+        o[live],
+        verify(part(call, live), state, alone, **{name: x[live] for name, x in indices.items()}),
+    )
     same_buffers(buffer, alone)
 
 
 @pytest.mark.parametrize("null_index", [0, 2])
 def test_null_index_is_of_slots_and_not_of_rows_and_drops_writes(null_index):
     call, start, buffer = draft(2, 3), pool(8), buffer_for(draft(2, 3), 4, 3)
-    verify(call, start, buffer, state_indices=index(5, 3), buffer_indices=index(2, 0), null_index=null_index)
+    verify(
+        call,
+        start,
+        buffer,
+        state_indices=index(5, 3),
+        buffer_indices=index(2, 0),
+        null_index=null_index,
+    )
     assert all(torch.isfinite(x[[2, 0]]).all() and x[[3, 1]].isnan().all() for x in parts(buffer))
     want, state = start.clone(), start.clone()
     flush(want, buffer, 2, state_indices=index(5, 3), buffer_indices=index(2, 0))
-    slots = dict(state_indices=index(5, 3), write_indices=index(5, null_index), buffer_indices=index(2, 0))
+    slots = dict(
+        state_indices=index(5, 3), write_indices=index(5, null_index), buffer_indices=index(2, 0)
+    )
     flush(state, buffer, 2, **slots, null_index=null_index)
     same(state[5], want[5])
     same(state[3], start[3])
@@ -316,7 +366,10 @@ def test_fp16_states_saturate_when_flushed(axis, v):
 def test_views_are_used_where_they_are(axis):
     """A layer of a buffer, every other head of its k, a pool with padding heads, every other channel of out."""
     call, start = draft(2, 5, axis=axis), pool(4)
-    many, wide_k = buffer_for(call, 3, 8, layers=3), torch.full((3, 8, 2 * H, D), math.nan, device="cuda")
+    many, wide_k = (
+        buffer_for(call, 3, 8, layers=3),
+        torch.full((3, 8, 2 * H, D), math.nan, device="cuda"),
+    )
     layer = many.layer(1)
     views = gd.KVBuffer(layer.u, wide_k[:, :, ::2], layer.log_decay)
     wide = torch.full((4, HV + 1, D, D), math.nan, dtype=torch.bfloat16, device="cuda")
@@ -388,7 +441,10 @@ def test_flush_into_other_slots(state_dtype):
     """The slots read are unchanged; with no accepted token states are copied bit for bit, subnormals and -0 too, and inf but in fp16."""
     _, small, buffer = drafted(4, 5, state_dtype=state_dtype)
     half = state_dtype == torch.float16
-    small[3] = cycle((6e-8, -0.0, -1e-7, 65504.0, -1.5) if half else (3e-39, -0.0, -1e-40, math.inf, -1.5), small[3])
+    small[3] = cycle(
+        (6e-8, -0.0, -1e-7, 65504.0, -1.5) if half else (3e-39, -0.0, -1e-40, math.inf, -1.5),
+        small[3],
+    )
     accepted = index(0, 5, 2, 0)
     folded = small.clone()
     flush(folded, buffer, accepted)
@@ -541,7 +597,11 @@ def test_bits_do_not_depend_on_the_batch(axis, state_dtype, T):
     outputs = []
     for n in range(most):
         one = index(n)
-        outputs.append(verify(part(call, slice(n, n + 1)), start, buffer, state_indices=one, buffer_indices=one))
+        outputs.append(
+            verify(
+                part(call, slice(n, n + 1)), start, buffer, state_indices=one, buffer_indices=one
+            )
+        )
         flush(alone, buffer, accepted[n : n + 1], state_indices=one, buffer_indices=one)
     for N in (5, most):
         order = torch.randperm(most, generator=torch.Generator().manual_seed(N))[:N].to("cuda")
@@ -592,7 +652,10 @@ def test_more_sequences_than_a_grid_has_rows():
     """More than the 65,535 of a grid's second dimension, of two layers."""
     N = 65_535 + 3
     call = draft(N, 5, heads=(1, 1), K=64, V=64)
-    start, buffer = torch.stack([pool_for(call, N, seed=layer) for layer in range(2)]), buffer_for(call, N, 5, layers=2)
+    start, buffer = (
+        torch.stack([pool_for(call, N, seed=layer) for layer in range(2)]),
+        buffer_for(call, N, 5, layers=2),
+    )
     outputs = [verify(call, start[layer], buffer.layer(layer)) for layer in range(2)]
     state, accepted = start.clone(), (torch.arange(N, device="cuda") % 6).int()
     flush(state, buffer, accepted)

@@ -22,7 +22,17 @@ SIZES = [  # state, K, V
 ]
 
 
-def normed(N, T, *, heads=HEADS, V=D, dtype=torch.bfloat16, weight_dtype=torch.float32, activation="silu", seed=7):
+def normed(
+    N,
+    T,
+    *,
+    heads=HEADS,
+    V=D,
+    dtype=torch.bfloat16,
+    weight_dtype=torch.float32,
+    activation="silu",
+    seed=7,
+):
     """norm and z, whose memory lies between other numbers."""
     rng = torch.Generator("cuda").manual_seed(seed)
     z = 2 * torch.randn(N, T, heads[1], 3, V, generator=rng, device="cuda").to(dtype)
@@ -44,7 +54,9 @@ def of_tokens(call, *where):
 
 def buffer_for(call, rows, C):
     (H, K), (HV, V) = call["q"].shape[2:], call["v"].shape[2:]
-    made = gd.KVBuffer.empty(rows, C, H, HV, K, V, gate="channel" if call["g"].ndim == 4 else "head", device="cuda")
+    made = gd.KVBuffer.empty(
+        rows, C, H, HV, K, V, gate="channel" if call["g"].ndim == 4 else "head", device="cuda"
+    )
     for x in vars(made).values():
         x.fill_(math.nan)
     return made
@@ -67,7 +79,13 @@ def run(op, call, state, **options):
 def test_a_fused_norm_is_the_norm_of_the_calls_own_outputs(op, T, N, K, V, axis, state_dtype):
     """And states and buffers have the bits of the call without it."""
     call = tokens(N, T, axis=axis, heads=HEADS, K=K, V=V)
-    norm = normed(N, T, V=V, weight_dtype=torch.float32 if T > 1 else torch.bfloat16, activation="sigmoid" if T == 3 else "silu")
+    norm = normed(
+        N,
+        T,
+        V=V,
+        weight_dtype=torch.float32 if T > 1 else torch.bfloat16,
+        activation="sigmoid" if T == 3 else "silu",
+    )
     made = [run(op, call | some, pool(N, state_dtype, HEADS[1], K, V)) for some in ({}, norm)]
     (bare, of_bare), (fused, of_fused) = made
     check_norm(fused, bare, **norm)
@@ -77,7 +95,10 @@ def test_a_fused_norm_is_the_norm_of_the_calls_own_outputs(op, T, N, K, V, axis,
 
 @pytest.mark.parametrize("op", ["decode", "verify"])
 def test_a_norm_of_fp16(op):
-    call, norm = tokens(3, 2, dtype=torch.float16), normed(3, 2, dtype=torch.float16, weight_dtype=torch.float16)
+    call, norm = (
+        tokens(3, 2, dtype=torch.float16),
+        normed(3, 2, dtype=torch.float16, weight_dtype=torch.float16),
+    )
     (bare, _), (fused, _) = (run(op, call | some, pool(3)) for some in ({}, norm))
     check_norm(fused, bare, **norm)
 
@@ -102,7 +123,10 @@ def test_bits_do_not_depend_on_the_batch(op, axis, state_dtype, T):
     """Every schedule of the tables is used."""
     most = 512
     call, start = tokens(most, T, axis=axis) | normed(most, T), pool(most, state_dtype)
-    alone = [run(op, of_tokens(call, slice(n, n + 1)), start.clone(), state_indices=index(n))[0][0] for n in range(0, most, 37)]
+    alone = [
+        run(op, of_tokens(call, slice(n, n + 1)), start.clone(), state_indices=index(n))[0][0]
+        for n in range(0, most, 37)
+    ]
     for N in (40, 200, 512):
         o, _ = run(op, of_tokens(call, slice(0, N)), start.clone())
         for n, want in zip(range(0, N, 37), alone, strict=False):
@@ -123,7 +147,8 @@ WAYS = [  # to hold a head: blocks of a cluster, one block, one block in chunks
 
 
 @pytest.mark.parametrize(
-    ("axis", "state_dtype", "K", "V"), [*((a, s, 128, 128) for a in AXES for s in STATES[:2]), ("head", STATES[0], 96, 192)]
+    ("axis", "state_dtype", "K", "V"),
+    [*((a, s, 128, 128) for a in AXES for s in STATES[:2]), ("head", STATES[0], 96, 192)],
 )
 @pytest.mark.parametrize("T", [1, 8])
 def test_every_schedule_has_the_same_bits(monkeypatch, T, axis, state_dtype, K, V):
@@ -134,7 +159,9 @@ def test_every_schedule_has_the_same_bits(monkeypatch, T, axis, state_dtype, K, 
     first = None
     for schedule in WAYS:
         monkeypatch.setattr(OPERATIONS["decode"], "calls", CallCache())
-        monkeypatch.setattr(OPERATIONS["decode"], "schedules", lambda problem, schedule=schedule: ((0, schedule),))
+        monkeypatch.setattr(
+            OPERATIONS["decode"], "schedules", lambda problem, schedule=schedule: ((0, schedule),)
+        )
         fused, of_fused = run("decode", call | norm, pool(N, state_dtype, HEADS[1], K, V))
         if first is None:
             first = fused
@@ -149,8 +176,16 @@ def test_intermediate_states_of_a_pool_that_is_left_alone(axis):
     N, T = 3, 4
     call, norm, made = tokens(N, T, axis=axis), normed(N, T), []
     for some in ({}, norm):
-        state, steps = pool(4), torch.full((N, T, HEADS[1], D, D), math.nan, device="cuda", dtype=torch.bfloat16)
-        options = dict(state_indices=index(3, 0, 1), null_index=0, update_state=False, intermediate_states=steps)
+        state, steps = (
+            pool(4),
+            torch.full((N, T, HEADS[1], D, D), math.nan, device="cuda", dtype=torch.bfloat16),
+        )
+        options = dict(
+            state_indices=index(3, 0, 1),
+            null_index=0,
+            update_state=False,
+            intermediate_states=steps,
+        )
         with torch.inference_mode():
             o, _ = run("decode", call | some, state, **options)
         same(state, pool(4))
@@ -171,7 +206,9 @@ def test_packed_and_inactive_sequences(op, axis):
     call = packed(dense, lengths)
     spare = torch.full((1, 2, *dense["z"].shape[2:]), math.nan, device="cuda").to(dense["z"])
     call["z"] = torch.cat([dense["z"][n, :t] for n, t in enumerate(lengths)] + [spare[0]])[None]
-    call |= {name: torch.cat([call[name], call[name][:, :2]], 1) for name in ("q", "k", "v", "g", "beta")}
+    call |= {
+        name: torch.cat([call[name], call[name][:, :2]], 1) for name in ("q", "k", "v", "g", "beta")
+    }
     call["z"][:, 19] = math.nan
     o, _ = run(op, call, pool(6), state_indices=index(4, 1, 0, -1, 2))
     at = 0
@@ -191,8 +228,14 @@ def test_a_slot_for_each_token_views_and_a_given_out(op):
     """Strides of all kinds; and a captured graph follows z and the weight as they change."""
     N, T = 3, 2
     call, norm = tokens(N, T), normed(N, T)
-    slots = dict(state_indices=torch.arange(N * T, device="cuda").int().view(N, T)) if op == "decode" else {}
-    out = torch.full((N, HEADS[1], T, D), math.nan, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    slots = (
+        dict(state_indices=torch.arange(N * T, device="cuda").int().view(N, T))
+        if op == "decode"
+        else {}
+    )
+    out = torch.full((N, HEADS[1], T, D), math.nan, device="cuda", dtype=torch.bfloat16).transpose(
+        1, 2
+    )
     bare, _ = run(op, call, pool(N * T), **slots)
     state, rest = pool(N * T), {} if op == "decode" else dict(buffer=buffer_for(call, N * T, 16))
     start = state.clone()

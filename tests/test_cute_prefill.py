@@ -56,7 +56,11 @@ def prefill(call, **options):
 @pytest.fixture(params=[1, "persistent", "fused", "raw", "beside", "overlapped", 4, "joined"])
 def segments(request, monkeypatch):
     """Segments of each sequence, however many sequences there are."""
-    if request.param in ONE_AXIS and request.node.callspec.params.get("axis", ONE_AXIS[request.param]) != ONE_AXIS[request.param]:
+    if (
+        request.param in ONE_AXIS
+        and request.node.callspec.params.get("axis", ONE_AXIS[request.param])
+        != ONE_AXIS[request.param]
+    ):
         pytest.skip("the other axis has no such kernel")
     force_segments(request.param, monkeypatch)
     return request.param
@@ -65,8 +69,12 @@ def segments(request, monkeypatch):
 def exact(call, **states):
     """o and the states after the call, by the reference backend in fp32."""
     call = {name: x.float() if name in PER_TOKEN else x for name, x in call.items()}
-    states |= {name: states[name].float().clone() for name in ("state", "initial_state") if name in states}
-    o, final = gd.prefill(**call, **states, output_final_state="state" not in states, backend="reference")
+    states |= {
+        name: states[name].float().clone() for name in ("state", "initial_state") if name in states
+    }
+    o, final = gd.prefill(
+        **call, **states, output_final_state="state" not in states, backend="reference"
+    )
     return o, states["state"] if final is None else final
 
 
@@ -74,7 +82,11 @@ def by_definition(call, initial_state=None):
     """o and the final states in float64, token by token, of a dense call."""
     outputs, finals = [], []
     for n in range(len(call["q"])):
-        state = torch.zeros(*call["v"].shape[2:], call["q"].shape[3], device="cuda") if initial_state is None else initial_state[n]
+        state = (
+            torch.zeros(*call["v"].shape[2:], call["q"].shape[3], device="cuda")
+            if initial_state is None
+            else initial_state[n]
+        )
         steps = list(recurrent(Tokens(**part(call, slice(n, n + 1))), state))
         outputs.append(torch.stack([o for o, _ in steps]))
         finals.append(steps[-1][1])
@@ -86,18 +98,30 @@ def judge(name, got, truth, plain=None, keys="random"):
     everywhere = torch.ones(len(got), dtype=torch.bool, device=got.device)
     plain = (truth if plain is None else plain).to(got.dtype)
     found, allowed = (error(x, Expected(truth, everywhere), HEAD_DIM[name]) for x in (got, plain))
-    assert found.share(allowed, rounding_unit("prefill", got.dtype, "cute", keys)) <= 1, (name, found, allowed)
+    assert found.share(allowed, rounding_unit("prefill", got.dtype, "cute", keys)) <= 1, (
+        name,
+        found,
+        allowed,
+    )
 
 
 def check(call, truth=exact, keys="random", **states):
     """Judges o and every state that the call has to write, and that it writes no other; returns o and the states."""
-    o, after = prefill(call, output_final_state=True, **states) if "state" not in states else in_pool(call, **states)
+    o, after = (
+        prefill(call, output_final_state=True, **states)
+        if "state" not in states
+        else in_pool(call, **states)
+    )
     want_o, want = truth(call, **states)
     judge("o", o, want_o, keys=keys)
     written = torch.ones(len(after), dtype=torch.bool, device="cuda")
     if "state" in states:
         slots = states.get("state_indices")
-        slots = torch.arange(sequences(call), device="cuda") if slots is None else slots[slots >= 0].long()
+        slots = (
+            torch.arange(sequences(call), device="cuda")
+            if slots is None
+            else slots[slots >= 0].long()
+        )
         written.fill_(False)[slots] = True
         same(after[~written], states["state"][~written])
     judge("state", after[written], want[written], keys=keys)
@@ -120,7 +144,9 @@ def ragged(lengths, inactive=(), spare=5, **options):
     """A packed call: NaN in the rows of inactive sequences and in those behind the last."""
     call, at = packed(tokens(len(lengths), max(1, *lengths), **options), lengths), 0
     for name in PER_TOKEN:
-        call[name] = torch.cat([call[name], call[name].new_full((1, spare, *call[name].shape[2:]), math.nan)], 1)
+        call[name] = torch.cat(
+            [call[name], call[name].new_full((1, spare, *call[name].shape[2:]), math.nan)], 1
+        )
     for n, length in enumerate(lengths):
         for name in PER_TOKEN if n in inactive else ():
             call[name][:, at : at + length] = math.nan
@@ -130,8 +156,18 @@ def ragged(lengths, inactive=(), spare=5, **options):
 
 # ------------------------------------------------------------------------------------------------ judged
 
-RUNNABLE = [case for case in cases("prefill") if not case.reference_only and not PREFILL.missing(case.problem)]
-MIXED = list(zip(itertools.cycle((1, "persistent", 4, "fused", "overlapped", "raw", "beside")), RUNNABLE[::3], strict=False))
+RUNNABLE = [
+    case
+    for case in cases("prefill")
+    if not case.reference_only and not PREFILL.missing(case.problem)
+]
+MIXED = list(
+    zip(
+        itertools.cycle((1, "persistent", 4, "fused", "overlapped", "raw", "beside")),
+        RUNNABLE[::3],
+        strict=False,
+    )
+)
 
 
 @pytest.mark.parametrize(("segments", "case"), MIXED, ids=str, indirect=["segments"])
@@ -175,7 +211,12 @@ def test_many_short_prompts(axis, N):
 
 @pytest.mark.parametrize("lengths", [[300] * 10, [1500, *[100] * 9]], ids=["even", "uneven"])
 def test_whatever_max_seqlen_says_only_the_schedule_depends_on_it(axis, lengths):
-    call, start, found, bits = ragged(lengths, axis=axis, heads=(4, 8)), pool(10, torch.float32, 8), set(), []
+    call, start, found, bits = (
+        ragged(lengths, axis=axis, heads=(4, 8)),
+        pool(10, torch.float32, 8),
+        set(),
+        [],
+    )
     for longest in (None, 0, max(lengths), 2**40):
         some = call | dict(max_seqlen=longest)
         found.add(gd.explain("prefill", **some, backend="cute").schedule)
@@ -212,7 +253,11 @@ def test_value_heads_that_share_keys(axis, heads):
 
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64)], ids=str)
 def test_other_head_dims(axis, K, V, segments):
-    check(tokens(2, 530, axis=axis, K=K, V=V, dtype=torch.float16), state=pool(3, K=K, V=V), state_indices=index(2, 0))
+    check(
+        tokens(2, 530, axis=axis, K=K, V=V, dtype=torch.float16),
+        state=pool(3, K=K, V=V),
+        state_indices=index(2, 0),
+    )
 
 
 @pytest.mark.parametrize("gate", ["log", "softplus", "lower_bound"])
@@ -264,7 +309,10 @@ def test_a_pool_is_read_and_written_in_its_slots(axis, state_dtype, dtype, segme
         call[name][1] = math.nan
     state = torch.full((9, HV, D, D), math.nan, dtype=state_dtype, device="cuda")
     state[[7, 5]] = pool(2, state_dtype)
-    slots, resumed = index(7, LOWEST[dtype], 2, 5, dtype=dtype), torch.tensor([True, True, False, True], device="cuda")
+    slots, resumed = (
+        index(7, LOWEST[dtype], 2, 5, dtype=dtype),
+        torch.tensor([True, True, False, True], device="cuda"),
+    )
     o, _ = check(call, state=state, state_indices=slots, has_initial_state=resumed)
     assert (o[1] == 0).all()
 
@@ -277,12 +325,21 @@ def test_fp16_states_saturate(v, pooled, axis, segments):
     if axis == "channel":
         call["g"] = torch.zeros(3, 257, HV, D, device="cuda")
     start[..., 1], start[..., 2] = 65504, -65504
-    lens, kept = index(0, 192, 256).expand(3, 3), torch.full((3, 3, HV, D, D), math.nan, dtype=torch.float16, device="cuda")
+    lens, kept = (
+        index(0, 192, 256).expand(3, 3),
+        torch.full((3, 3, HV, D, D), math.nan, dtype=torch.float16, device="cuda"),
+    )
     if pooled:
         final = start.clone()
         prefill(call, state=final, checkpoint_lens=lens, checkpoints=kept)
     else:
-        _, final = prefill(call, initial_state=start, output_final_state=True, checkpoint_lens=lens, checkpoints=kept)
+        _, final = prefill(
+            call,
+            initial_state=start,
+            output_final_state=True,
+            checkpoint_lens=lens,
+            checkpoints=kept,
+        )
     same(kept[:, 0], start)
     assert torch.isfinite(kept).all()
     assert (kept[:, 1:, ..., 0] == math.copysign(65504, v)).all()
@@ -392,7 +449,9 @@ def poisoned(*lead, dtype, V=D, K=D):
 
 @EITHER_INDEX
 @FORMS
-def test_checkpoints_are_states_of_shorter_prefills_and_change_nothing_else(axis, state_dtype, dtype, segments, form):
+def test_checkpoints_are_states_of_shorter_prefills_and_change_nothing_else(
+    axis, state_dtype, dtype, segments, form
+):
     """Bit for bit where a sequence is not cut in segments; whatever is not asked for keeps its NaN."""
     call, start, N, C = slowly(tokens(4, 700, axis=axis)), pool(4, state_dtype), 4, 3
     o, final = prefill(call, initial_state=start, output_final_state=True)
@@ -404,21 +463,31 @@ def test_checkpoints_are_states_of_shorter_prefills_and_change_nothing_else(axis
     places = (torch.randperm(12, device="cuda") + 8).view(N, C).to(dtype)
     places[0, 0] = LOWEST[dtype]
     if form == "tensor":
-        got, last = prefill(call, initial_state=start, output_final_state=True, checkpoint_lens=lens, checkpoints=kept)
+        got, last = prefill(
+            call,
+            initial_state=start,
+            output_final_state=True,
+            checkpoint_lens=lens,
+            checkpoints=kept,
+        )
     elif form in ("slots", "rows"):
         where_kept, keep = state, dict(checkpoint_lens=lens, checkpoint_indices=places)
         if form == "slots":
             got, _ = prefill(call, state=state, state_indices=slots, **keep)
         else:
             where_kept = poisoned(20, dtype=state_dtype)
-            got, last = prefill(call, initial_state=start, output_final_state=True, **keep, checkpoints=where_kept)
+            got, last = prefill(
+                call, initial_state=start, output_final_state=True, **keep, checkpoints=where_kept
+            )
         for n, j in itertools.product(range(N), range(C)):
             if places[n, j] >= 0:
                 kept[n, j] = where_kept[places[n, j]]
         where_kept[places[places >= 0].long()] = math.nan
         assert form == "slots" or where_kept.isnan().all()
     else:
-        got, _ = prefill(call, state=state, state_indices=slots, checkpoint_lens=lens, checkpoints=kept)
+        got, _ = prefill(
+            call, state=state, state_indices=slots, checkpoint_lens=lens, checkpoints=kept
+        )
     if form in ("tensor", "rows"):
         active = range(N)
         same(last, final)
@@ -434,7 +503,9 @@ def test_checkpoints_are_states_of_shorter_prefills_and_change_nothing_else(axis
         elif length == 0 or segments != 4:
             same(kept[n, j], after(call, n, length, start))
         else:
-            want = exact(part(call, slice(n, n + 1), slice(0, length)), initial_state=start[n : n + 1])[1]
+            want = exact(
+                part(call, slice(n, n + 1), slice(0, length)), initial_state=start[n : n + 1]
+            )[1]
             stored.append((kept[n, j], want[0]))
     if segments == 4:
         judge("state", *(torch.stack(x) for x in zip(*stored)))
@@ -459,13 +530,22 @@ def test_calls_whose_blocks_wait_for_each_other_share_a_gpu(axis, segments):
     check(tokens(40, 130, axis=axis, heads=(4, 8)))
 
 
-@pytest.mark.parametrize("segments", [1, "persistent", "fused", "raw", "beside", "overlapped", 2, 4, 7, 16], indirect=True)
+@pytest.mark.parametrize(
+    "segments",
+    [1, "persistent", "fused", "raw", "beside", "overlapped", 2, 4, 7, 16],
+    indirect=True,
+)
 def test_a_checkpoint_at_the_end_is_the_final_state(axis, segments):
     """Packed, also of sequences with fewer chunks than segments, and of one without tokens."""
     lengths = (64, 1024, 0, 128, 100, 320, 960)
     call, start = slowly(ragged(lengths, axis=axis)), pool(len(lengths), torch.float32)
-    lens, kept = index(*(length // 64 * 64 for length in lengths))[:, None], poisoned(len(lengths), 1, dtype=torch.float32)
-    _, final = prefill(call, initial_state=start, output_final_state=True, checkpoint_lens=lens, checkpoints=kept)
+    lens, kept = (
+        index(*(length // 64 * 64 for length in lengths))[:, None],
+        poisoned(len(lengths), 1, dtype=torch.float32),
+    )
+    _, final = prefill(
+        call, initial_state=start, output_final_state=True, checkpoint_lens=lens, checkpoints=kept
+    )
     for n, length in enumerate(lengths):
         if length % 64 == 0:
             same(kept[n, 0], final[n])
@@ -480,14 +560,19 @@ def test_a_checkpoint_before_every_chunk(axis, segments, power):
     call, start, size = slowly(tokens(2, 700, axis=axis)), pool(2, torch.float32), 2.0**power
     call["v"], start = call["v"] * size, start * size
     order = torch.randperm(11).tolist()
-    lens, kept = torch.tensor([order, order[::-1]], device="cuda") * 64, poisoned(2, 11, dtype=torch.float32)
+    lens, kept = (
+        torch.tensor([order, order[::-1]], device="cuda") * 64,
+        poisoned(2, 11, dtype=torch.float32),
+    )
     prefill(call, initial_state=start, checkpoint_lens=lens, checkpoints=kept)
     for n, row in enumerate(lens.tolist()):
         for j, length in enumerate(row):
             if length == 0 or segments != 4:
                 same(kept[n, j], after(call, n, length, start))
             else:
-                want = exact(part(call, slice(n, n + 1), slice(0, length)), initial_state=start[n : n + 1])[1]
+                want = exact(
+                    part(call, slice(n, n + 1), slice(0, length)), initial_state=start[n : n + 1]
+                )[1]
                 assert apart(kept[n, j], want[0]) <= 2e-3
 
 
@@ -498,7 +583,9 @@ def test_lengths_that_are_none_are_dropped(axis, dtype, segments):
     lens = [1, 63, 65, 200, 256, 2**31 - 64, -1, -64, -(2**31), 192]
     lens[:0] = [2**31, 2**32, 2**32 + 64, 2**40, -(2**40), -(2**63)] if dtype == torch.int64 else []
     kept = poisoned(1, len(lens), dtype=torch.float32)
-    prefill(call, initial_state=start, checkpoint_lens=index(*lens, dtype=dtype)[None], checkpoints=kept)
+    prefill(
+        call, initial_state=start, checkpoint_lens=index(*lens, dtype=dtype)[None], checkpoints=kept
+    )
     assert kept[:, :-1].isnan().all()
     want = exact(part(call, slice(0, 1), slice(0, 192)), initial_state=start)[1]
     judge("state", kept[:, -1], want)
@@ -508,7 +595,10 @@ def test_initial_states_as_checkpoints(axis, state_dtype, segments):
     """Zeros where a sequence starts from zero, whatever its slot holds; of sequences with tokens and without."""
     call, start = ragged((300, 0, 300, 0), axis=axis), pool(4, state_dtype)
     start[2:] = math.nan
-    resumed, lens = torch.tensor([True, True, False, False], device="cuda"), torch.zeros(4, 2, device="cuda").int()
+    resumed, lens = (
+        torch.tensor([True, True, False, False], device="cuda"),
+        torch.zeros(4, 2, device="cuda").int(),
+    )
     kept, state = poisoned(4, 2, dtype=state_dtype), start.clone()
     prefill(call, state=state, has_initial_state=resumed, checkpoint_lens=lens, checkpoints=kept)
     for j in range(2):
@@ -520,7 +610,10 @@ def test_initial_states_as_checkpoints(axis, state_dtype, segments):
 def test_checkpoints_in_slots_up_to_null_index_are_none(axis, segments, null_index):
     call, state = slowly(ragged((300, 64, 130), axis=axis)), pool(9)
     before, slots = state.clone(), index(5, null_index, 4)
-    lens, places = index(64, 128, 64, 0, 0, 128).view(3, 2), index(null_index, 7, 8, 6, 3, null_index).view(3, 2)
+    lens, places = (
+        index(64, 128, 64, 0, 0, 128).view(3, 2),
+        index(null_index, 7, 8, 6, 3, null_index).view(3, 2),
+    )
     keep = dict(checkpoint_lens=lens, checkpoint_indices=places, null_index=null_index)
     prefill(call, state=state, state_indices=slots, **keep)
     unwritten = [0, 1, 2, 6, 8]
@@ -536,7 +629,9 @@ def test_checkpoints_of_other_head_dims(axis, K, V, segments):
     lens, kept = index(512, 64).view(2, 1), poisoned(2, 1, dtype=torch.float32, K=K, V=V)
     prefill(call, initial_state=start, checkpoint_lens=lens, checkpoints=kept)
     for n, length in enumerate((512, 64)):
-        want = exact(part(call, slice(n, n + 1), slice(0, length)), initial_state=start[n : n + 1])[1]
+        want = exact(part(call, slice(n, n + 1), slice(0, length)), initial_state=start[n : n + 1])[
+            1
+        ]
         judge("state", kept[n], want)
 
 
@@ -566,7 +661,10 @@ def test_strided_checkpoints_are_written_in_place(axis, state_dtype, segments):
 def test_a_captured_graph_follows_its_checkpoints(axis, segments):
     """Replays see other lengths and slots; among them such that keep nothing. No call waits for the GPU."""
     call, state, start = slowly(tokens(2, 300, axis=axis)), pool(9), pool(9)
-    lens, places = torch.full((2, 3), -1, device="cuda"), torch.full((2, 3), -1, device="cuda").int()
+    lens, places = (
+        torch.full((2, 3), -1, device="cuda"),
+        torch.full((2, 3), -1, device="cuda").int(),
+    )
 
     def run(state):
         return prefill(call, state=state, checkpoint_lens=lens, checkpoint_indices=places)[0]
@@ -578,7 +676,11 @@ def test_a_captured_graph_follows_its_checkpoints(axis, segments):
     o, plain = in_pool(call, state=start)
     for seed in range(4):
         rng = torch.Generator().manual_seed(seed)
-        lens.copy_(torch.tensor([-1, 0, 64, 65, 128, 192, 256, 320])[torch.randint(8, (2, 3), generator=rng)])
+        lens.copy_(
+            torch.tensor([-1, 0, 64, 65, 128, 192, 256, 320])[
+                torch.randint(8, (2, 3), generator=rng)
+            ]
+        )
         places.copy_((torch.randperm(7, generator=rng)[:6] + 2).view(2, 3))
         state.copy_(start)
         graph.replay()
@@ -588,7 +690,9 @@ def test_a_captured_graph_follows_its_checkpoints(axis, segments):
         same(state, again)
         same(state[:2], plain[:2])
         for length, slot in zip(lens.flatten().tolist(), places.flatten().tolist()):
-            assert torch.equal(state[slot], start[slot]) == (length % 64 != 0 or not 0 <= length <= 300)
+            assert torch.equal(state[slot], start[slot]) == (
+                length % 64 != 0 or not 0 <= length <= 300
+            )
 
 
 @EITHER_INDEX
@@ -601,7 +705,12 @@ def test_checkpoints_beyond_2_to_the_31_elements(dtype, segments):
     state = torch.empty(slots, 64, D, D, dtype=torch.bfloat16, device="cuda")
     state[0] = small[0]
     places = index(slots - 1, slots - 2, dtype=dtype)[None]
-    prefill(call, state=state, checkpoint_lens=index(64, 256, dtype=dtype)[None], checkpoint_indices=places)
+    prefill(
+        call,
+        state=state,
+        checkpoint_lens=index(64, 256, dtype=dtype)[None],
+        checkpoint_indices=places,
+    )
     same(state[places[0]], kept[0])
     lens = torch.full((1, slots), -1, dtype=dtype, device="cuda")
     lens[0, -2:] = index(64, 256)
@@ -623,7 +732,9 @@ def test_states_pass_exactly_between_segments(axis, segments, lengths, pooled):
     call = slowly(ragged(lengths, [2] if pooled else [], axis=axis, dtype=torch.float16))
     if pooled:
         slots = index(4, 0, -1, 1)[:N]
-        states = dict(state=start, state_indices=slots, has_initial_state=torch.arange(N, device="cuda") != 3)
+        states = dict(
+            state=start, state_indices=slots, has_initial_state=torch.arange(N, device="cuda") != 3
+        )
         o, after = in_pool(call, **states)
     else:
         states = dict(initial_state=start[:N].clone())
@@ -688,7 +799,15 @@ def forgets(run, segments, monkeypatch):
     return windows_of_segments(run, 4 if segments == "joined" else segments, monkeypatch) > 0
 
 
-KINDS = ["all", "none", "every other head", "all channels but one", "just", "almost", "the first head just, others almost"]
+KINDS = [
+    "all",
+    "none",
+    "every other head",
+    "all channels but one",
+    "just",
+    "almost",
+    "the first head just, others almost",
+]
 KINDS += ["the whole window"]
 
 
@@ -734,9 +853,13 @@ def test_segments_of_a_head_that_forgets_in_one_of_them(axis, segments, pooled, 
         call["g"][:, first : first + chunks * 64, head] = -2.0
     start = pool(3, torch.float32)
     options = (
-        dict(state=start.clone(), state_indices=index(1)) if pooled else dict(initial_state=start[1:2], output_final_state=True)
+        dict(state=start.clone(), state_indices=index(1))
+        if pooled
+        else dict(initial_state=start[1:2], output_final_state=True)
     )
-    flags = forgets(lambda: prefill(call, initial_state=start[1:2])[0], segments, monkeypatch)[0].cpu()
+    flags = forgets(lambda: prefill(call, initial_state=start[1:2])[0], segments, monkeypatch)[
+        0
+    ].cpu()
     assert torch.equal(flags, torch.eye(4)[:, :3].repeat(HV // 4, 1) > 0)
     o, final = prefill(call, **options)
     final = options["state"][1:2] if pooled else final
@@ -756,7 +879,10 @@ def test_what_moves_to_another_channel_is_not_forgotten(segments, monkeypatch):
     call["g"][:, end - 50, :, :64] = -88.0
     call["g"][:, end - 40, :, 64:] = -88.0
     call["k"][:, end - 45] = 0
-    call["k"][:, end - 45, :, 3], call["k"][:, end - 45, :, 70] = 8.0, -8.0  # e_3 - e_70: with beta 2 they change places
+    call["k"][:, end - 45, :, 3], call["k"][:, end - 45, :, 70] = (
+        8.0,
+        -8.0,
+    )  # e_3 - e_70: with beta 2 they change places
     call["beta"][:, end - 45] = 2
     start = pool(1, torch.float32)
     assert not forgets(lambda: prefill(call, initial_state=start)[0], segments, monkeypatch).any()
@@ -773,7 +899,12 @@ def test_keys_that_let_a_state_grow_in_segments(axis, keys, monkeypatch):
     call = tokens(1, 1100, axis=axis, gate="log")
     k = torch.nn.functional.normalize(call["k"].float(), dim=-1)
     k = k[:, :1].expand_as(k) if keys == "the same" else k
-    call |= dict(k=(k * 3).bfloat16(), q=call["q"] / 10, beta=torch.full_like(call["beta"], 2), beta_logits=False)
+    call |= dict(
+        k=(k * 3).bfloat16(),
+        q=call["q"] / 10,
+        beta=torch.full_like(call["beta"], 2),
+        beta_logits=False,
+    )
     call |= dict(g=torch.full_like(call["g"], -2.9, dtype=torch.float32), qk_l2norm=False)
     start, made = pool(1, torch.float32), []
     want = by_definition(call, start)
@@ -815,7 +946,11 @@ def test_checkpoints_and_pools_where_some_heads_forget(axis, segments):
     assert apart(state, want) <= 2e-3
     same(kept[4, 0], state[6])
     same(kept[1, 0], before[0])
-    first = {name: x[:, :320] if name in PER_TOKEN else x for name, x in call.items() if name != "cu_seqlens"}
+    first = {
+        name: x[:, :320] if name in PER_TOKEN else x
+        for name, x in call.items()
+        if name != "cu_seqlens"
+    }
     assert apart(kept[0, 0], exact(first, initial_state=before[4:5])[1][0]) <= 2e-3
 
 
@@ -836,7 +971,9 @@ def test_hard_gates(axis, family):
     call, start = tokens(2, 150, axis=axis, gate="log"), pool(2, torch.float32)
     check({**call, "g": cycle(FAMILIES[family], call["g"])}, by_definition, initial_state=start)
     if axis == "channel":
-        by_token = cycle(FAMILIES[family], call["g"][..., 0])[..., None].expand_as(call["g"]).contiguous()
+        by_token = (
+            cycle(FAMILIES[family], call["g"][..., 0])[..., None].expand_as(call["g"]).contiguous()
+        )
         check({**call, "g": by_token}, by_definition, initial_state=start)
 
 
@@ -856,7 +993,12 @@ def test_channels_that_decay_far_more_than_others(rate, where):
     """On both sides of the decay beyond which a sub-chunk of 16 tokens is split at every fourth, and of the largest that counts."""
     call, start = tokens(1, 130, axis="channel", gate="log"), pool(1, torch.float32)
     call["g"] = call["g"] * 1e-2
-    rows = {"everywhere": (0, None), "one sub-chunk": (32, 48), "every third token": (1, None, 3), "a token": (70, 71)}[where]
+    rows = {
+        "everywhere": (0, None),
+        "one sub-chunk": (32, 48),
+        "every third token": (1, None, 3),
+        "a token": (70, 71),
+    }[where]
     call["g"][:, slice(*rows), ::3, 5:9] = rate
     check(call, by_definition, initial_state=start)
 
@@ -887,7 +1029,11 @@ def test_slow_decays_do_not_drift(axis, gate, noise):
 @pytest.mark.parametrize("family", ["none", "slow", "mixed"])
 def test_betas_of_0_and_1(axis, family):
     call = tokens(2, 200, axis=axis, gate="log")
-    call |= dict(g=cycle(FAMILIES[family], call["g"]), beta=cycle((0.0, 1.0, 1.0), call["beta"]), beta_logits=False)
+    call |= dict(
+        g=cycle(FAMILIES[family], call["g"]),
+        beta=cycle((0.0, 1.0, 1.0), call["beta"]),
+        beta_logits=False,
+    )
     check(call, by_definition, initial_state=pool(2, torch.float32))
 
 
@@ -922,7 +1068,9 @@ def test_values_of_any_size(axis, power, resumed, segments):
     states = dict(initial_state=pool(2, torch.float32)) if resumed else {}
     want_o, want = exact(call, **states)
     call["v"] = call["v"] * size
-    o, final = prefill(call, **{name: x * size for name, x in states.items()}, output_final_state=True)
+    o, final = prefill(
+        call, **{name: x * size for name, x in states.items()}, output_final_state=True
+    )
     assert apart(o.double() / size, want_o) <= 3e-3
     assert apart(final.double() / size, want) <= 2e-3
 
@@ -977,7 +1125,9 @@ def one_by_one(call, start, keys="random"):
     made = prefill(call, initial_state=start, output_final_state=True)
     for n in range(len(start)):
         only = slice(n, n + 1)
-        for name, x, want in zip(("o", "state"), made, by_definition(part(call, only), start[only])):
+        for name, x, want in zip(
+            ("o", "state"), made, by_definition(part(call, only), start[only])
+        ):
             judge(name, x[only], want, keys=keys)
 
 
@@ -993,10 +1143,22 @@ def test_states_of_any_size_under_gates_that_forget(axis, family, T, segments):
 
     A decay of 2**-29 is 0 in fp16, so what it leaves of a state has to be nothing beside the values.
     """
-    call, start = tokens(len(STATE_SIZES), T, axis=axis, gate="log"), pool(len(STATE_SIZES), torch.float32)
-    log = torch.tensor(WIPING[family], device="cuda")[torch.arange(T, device="cuda") % len(WIPING[family])]
-    call["g"] = log.view(1, T, *[1] * (call["g"].ndim - 2)).expand(call["g"].shape).to(call["g"].dtype).contiguous()
-    sizes = torch.tensor(STATE_SIZES, device="cuda").clamp(max=14 if family == "wiped to 2^-29" else 20)
+    call, start = (
+        tokens(len(STATE_SIZES), T, axis=axis, gate="log"),
+        pool(len(STATE_SIZES), torch.float32),
+    )
+    log = torch.tensor(WIPING[family], device="cuda")[
+        torch.arange(T, device="cuda") % len(WIPING[family])
+    ]
+    call["g"] = (
+        log.view(1, T, *[1] * (call["g"].ndim - 2))
+        .expand(call["g"].shape)
+        .to(call["g"].dtype)
+        .contiguous()
+    )
+    sizes = torch.tensor(STATE_SIZES, device="cuda").clamp(
+        max=14 if family == "wiped to 2^-29" else 20
+    )
     one_by_one(call, start * 2.0 ** sizes[:, None, None, None])
 
 
@@ -1011,7 +1173,9 @@ def test_repeated_tokens(axis, log, noise, T, segments):
     call["v"][::2] = call["v"][::2, :1].clone()
     betas = torch.tensor([0.5, 0.6, 0.7, 0.8, 0.9, 0.95, 0.98, 0.999], device="cuda")
     call |= dict(
-        g=torch.full_like(call["g"], log, dtype=torch.float32), beta=betas.expand(N, T, HV).contiguous(), beta_logits=False
+        g=torch.full_like(call["g"], log, dtype=torch.float32),
+        beta=betas.expand(N, T, HV).contiguous(),
+        beta_logits=False,
     )
     made = prefill(call, output_final_state=True)
     for x, want, heads, most in zip(made, by_definition(call), (2, 1), (0.006, 0.008)):
@@ -1025,7 +1189,9 @@ def test_a_nan_reaches_no_chunk_before_its_own(axis, name, value, segments):
     call, T = tokens(2, 400, axis=axis, gate="log"), 200
     other = dict(call) | {name: call[name].clone()}
     other[name][0, T, 1 if call[name].shape[2] == HV else 0] = -value if name == "g" else value
-    (o, state), (reached, after) = (prefill(some, output_final_state=True) for some in (call, other))
+    (o, state), (reached, after) = (
+        prefill(some, output_final_state=True) for some in (call, other)
+    )
     same(reached[0, : T // 64 * 64], o[0, : T // 64 * 64])
     same(reached[1], o[1])
     same(reached[:, :, 2:], o[:, :, 2:])
@@ -1054,7 +1220,13 @@ def test_a_value_far_larger_than_its_chunks(axis, power, fp16, segments):
         assert apart(o[:, rows], want[:, rows]) <= 3e-3
 
 
-LONG_KEYS = {8: (3.3e-3, 2.6e-3), 10: (8.3e-3, 2.7e-3), 12: (3.2e-2, 2.9e-3), 14: (0.13, 5.7e-3), 16: (0.5, 2e-2)}
+LONG_KEYS = {
+    8: (3.3e-3, 2.6e-3),
+    10: (8.3e-3, 2.7e-3),
+    12: (3.2e-2, 2.9e-3),
+    14: (0.13, 5.7e-3),
+    16: (0.5, 2e-2),
+}
 """By the power of two: with fp16 accumulators, and others."""
 
 
@@ -1063,30 +1235,50 @@ def test_keys_of_any_length(axis, power, segments):
     """Not normalised, with beta |k|**2 up to 1: docs/kernels/prefill.md, "Sizes"."""
     call = tokens(2, 200, axis=axis, gate="log")
     k = torch.nn.functional.normalize(call["k"].float(), dim=-1) * 2.0**power
-    call |= dict(k=k.bfloat16(), q=call["q"] / D**0.5, g=call["g"] * 0.05, qk_l2norm=False, beta_logits=False)
+    call |= dict(
+        k=k.bfloat16(), q=call["q"] / D**0.5, g=call["g"] * 0.05, qk_l2norm=False, beta_logits=False
+    )
     call["beta"] = call["beta"].float().sigmoid() * 4.0**-power
     o, _ = prefill(call)
-    assert apart(o, by_definition(call)[0]) <= LONG_KEYS.get(power, (3e-3, 3e-3))[segments not in ONE_AXIS]
+    assert (
+        apart(o, by_definition(call)[0])
+        <= LONG_KEYS.get(power, (3e-3, 3e-3))[segments not in ONE_AXIS]
+    )
 
 
 @pytest.mark.parametrize("seed", range(24))
 def test_random_calls_of_any_size(axis, seed, segments):
     """States, values and keys of 2**-20 to 2**20; constant and random betas; repeated tokens; every gate."""
     rng = random.Random(seed)
-    N, T, gate = 3, rng.choice((1, 17, 64, 70, 130, 200)), rng.choice(("log", "softplus", "lower_bound"))
+    N, T, gate = (
+        3,
+        rng.choice((1, 17, 64, 70, 130, 200)),
+        rng.choice(("log", "softplus", "lower_bound")),
+    )
     call, size = tokens(N, T, axis=axis, gate=gate, seed=seed), 2.0 ** rng.randint(-20, 20)
     repeated = rng.random() < 0.3
     if repeated:
         call["k"] = (call["k"][:, :1] + 0.05 * call["k"]).contiguous()
     if rng.random() < 0.5:
-        call |= dict(beta=torch.full_like(call["beta"], rng.choice((0.1, 0.3, 0.9, 0.98, 1.0))), beta_logits=False)
+        call |= dict(
+            beta=torch.full_like(call["beta"], rng.choice((0.1, 0.3, 0.9, 0.98, 1.0))),
+            beta_logits=False,
+        )
     if rng.random() < 0.3:
         call["g"] = call["g"] * 10
     call["k"] = (call["k"].float() * 2.0 ** rng.randint(-6, 20)).bfloat16()
     call["v"] = (call["v"].float() * size).bfloat16()
-    powers = torch.tensor([rng.randint(-20, 20) for _ in range(N)], device="cuda", dtype=torch.float32)
-    powers = powers.clamp(max=12) if T == 1 and segments in ONE_AXIS else powers  # contract.md, "Sizes in prefill"
-    one_by_one(call, pool(N, torch.float32) * size * 2.0 ** powers[:, None, None, None], "repeated" if repeated else "random")
+    powers = torch.tensor(
+        [rng.randint(-20, 20) for _ in range(N)], device="cuda", dtype=torch.float32
+    )
+    powers = (
+        powers.clamp(max=12) if T == 1 and segments in ONE_AXIS else powers
+    )  # contract.md, "Sizes in prefill"
+    one_by_one(
+        call,
+        pool(N, torch.float32) * size * 2.0 ** powers[:, None, None, None],
+        "repeated" if repeated else "random",
+    )
 
 
 # ------------------------------------------------------------------------------------------------ bitwise promises
@@ -1153,11 +1345,19 @@ def sized(call, start, kind):
         size = 2.0 ** (100 if kind == "huge" else -100)
         return call | dict(v=call["v"] * size), start * size
     if kind == "far apart":
-        powers = torch.tensor([rng.choice((-120, -100, 0, 100)) for _ in range(int(chunk[-1]) + 1)], device="cuda")
-        sizes = torch.tensor([2.0 ** rng.choice((-140, -100, 0, 110)) for _ in range(len(start))], device="cuda")
-        return slowly(call | dict(v=call["v"] * (2.0 ** powers[chunk]).bfloat16()[:, None, None])), start * sizes.view(-1, 1, 1, 1)
+        powers = torch.tensor(
+            [rng.choice((-120, -100, 0, 100)) for _ in range(int(chunk[-1]) + 1)], device="cuda"
+        )
+        sizes = torch.tensor(
+            [2.0 ** rng.choice((-140, -100, 0, 110)) for _ in range(len(start))], device="cuda"
+        )
+        return slowly(
+            call | dict(v=call["v"] * (2.0 ** powers[chunk]).bfloat16()[:, None, None])
+        ), start * sizes.view(-1, 1, 1, 1)
     if kind == "fading":  # states down to fp32's smallest numbers, with nothing written beside them
-        return call | dict(gate=gd.Gate.log(), g=call["g"].abs() * -0.3, v=call["v"] * (chunk == 5)[:, None, None]), start
+        return call | dict(
+            gate=gd.Gate.log(), g=call["g"].abs() * -0.3, v=call["v"] * (chunk == 5)[:, None, None]
+        ), start
     if kind == "zeros":
         return slowly(call | dict(v=call["v"] * (chunk % 3 == 2)[:, None, None])), start * 0
     return call, start
@@ -1166,7 +1366,9 @@ def sized(call, start, kind):
 def of_heads(call, first, last):
     """The call with these q/k heads and their value heads."""
     values, gate = slice(first * (HV // H), last * (HV // H)), call["gate"]
-    made = {name: call[name][:, :, first:last] for name in "qk"} | {name: call[name][:, :, values] for name in ("v", "g", "beta")}
+    made = {name: call[name][:, :, first:last] for name in "qk"} | {
+        name: call[name][:, :, values] for name in ("v", "g", "beta")
+    }
     parameters = (None if x is None else x[values] for x in (gate.A_log, gate.dt_bias))
     return call | made | dict(gate=gd.Gate(gate.kind, *parameters, gate.bound)), values
 
@@ -1177,7 +1379,9 @@ def test_deterministic_bits_are_those_of_a_head_alone_and_in_parts(axis, kind, m
     rng, lengths = random.Random(kind), (700, 64, 1, 130, 0, 333, 512)
     N, ends = len(lengths), [0, *itertools.accumulate(lengths)]
     dense, start = sized(tokens(N, max(lengths), axis=axis), pool(N, torch.float32), kind)
-    splits = [sorted(rng.sample(range(0, length + 1, 64), min(2, length // 64 + 1))) for length in lengths]
+    splits = [
+        sorted(rng.sample(range(0, length + 1, 64), min(2, length // 64 + 1))) for length in lengths
+    ]
     lens, made = index(*([*split, -1][:2] for split in splits)), []
     for cut in (1, "persistent", "overlapped"):
         force_segments(cut, monkeypatch)
@@ -1190,7 +1394,10 @@ def test_deterministic_bits_are_those_of_a_head_alone_and_in_parts(axis, kind, m
     o, after, kept = made[0]
     monkeypatch.undo()
     assert o.isfinite().all()
-    if kind not in ("far apart", "fading"):  # where what is lost beside larger numbers is most of a whole
+    if kind not in (
+        "far apart",
+        "fading",
+    ):  # where what is lost beside larger numbers is most of a whole
         want_o, want = exact(packed(dense, lengths), initial_state=start)
         assert apart(o, want_o) <= 3e-3
         assert apart(after, want) <= 2e-3
@@ -1199,7 +1406,9 @@ def test_deterministic_bits_are_those_of_a_head_alone_and_in_parts(axis, kind, m
         state = start[n : n + 1, values]
         for j, (begin, end) in enumerate(itertools.pairwise([0, *splits[n], lengths[n]])):
             some = part(call, slice(None), slice(begin, end))
-            got, state = prefill(some, initial_state=state, output_final_state=True, deterministic=True)
+            got, state = prefill(
+                some, initial_state=state, output_final_state=True, deterministic=True
+            )
             same(got[0], o[0, ends[n] + begin : ends[n] + end, values])
             same(state[0], kept[n, j, values] if j < len(splits[n]) else after[n, values])
 
@@ -1213,7 +1422,10 @@ def test_deterministic_bits_do_not_depend_on_the_load(axis, state_dtype):
     same(few_after, after[:9])
     for n in (0, 8, 39):
         got, state = prefill(
-            part(call, slice(n, n + 1)), initial_state=start[n : n + 1], output_final_state=True, deterministic=True
+            part(call, slice(n, n + 1)),
+            initial_state=start[n : n + 1],
+            output_final_state=True,
+            deterministic=True,
         )
         same(got[0], o[n])
         same(state[0], after[n])
@@ -1245,16 +1457,26 @@ def test_torch_compile_makes_new_final_states(segments):
     def run(call, state):
         return gd.prefill(**call, initial_state=state, output_final_state=True, backend="cute")
 
-    for x, y in zip(torch.compile(run, fullgraph=True, backend="aot_eager")(call, start), run(call, start)):
+    for x, y in zip(
+        torch.compile(run, fullgraph=True, backend="aot_eager")(call, start), run(call, start)
+    ):
         same(x, y)
 
 
 def test_explain_names_the_kernels_and_the_segments():
-    short, long, many = (gd.explain("prefill", **tokens(N, T, heads=(1, 1))) for N, T in ((1, 100), (1, 9000), (100, 100)))
+    short, long, many = (
+        gd.explain("prefill", **tokens(N, T, heads=(1, 1)))
+        for N, T in ((1, 100), (1, 9000), (100, 100))
+    )
     assert (short.backend, long.backend, many.backend) == ("cute", "cute", "cute")
     prepare, scan = "prefill_prepare", "prefill_scan"
     assert [some.kernel for some in short.variants] == [prepare, scan]
-    assert [some.kernel for some in long.variants] == [prepare, "prefill_transitions", "prefill_state_passing", scan]
+    assert [some.kernel for some in long.variants] == [
+        prepare,
+        "prefill_transitions",
+        "prefill_state_passing",
+        scan,
+    ]
     assert [some.kernel for some in many.variants] == ["prefill_fused"]
     assert "segments=" in str(long)
 
@@ -1273,7 +1495,10 @@ def test_outputs_and_a_workspace_of_more_than_2_to_the_32_bytes(axis, segments):
     T, many = 64 * 4100, 64 if axis == "head" else 33
     has_room(24)
     one = packed(slowly(tokens(1, T, axis=axis, heads=(1, 1))), [T])
-    all_heads = {name: x.expand(1, T, many, *x.shape[3:]) if name in ("v", "g", "beta") else x for name, x in one.items()}
+    all_heads = {
+        name: x.expand(1, T, many, *x.shape[3:]) if name in ("v", "g", "beta") else x
+        for name, x in one.items()
+    }
     o, final = prefill(one, output_final_state=True)
     everywhere, finals = prefill(all_heads, output_final_state=True)
     assert everywhere.numel() * 2 > 2**31
@@ -1291,8 +1516,14 @@ def test_tokens_a_gibibyte_apart(axis):
     storage, out = (torch.empty(1, T, row, dtype=torch.bfloat16, device="cuda") for _ in range(2))
     at, far = row - 2**20, {}  # every row's end
     for name in PER_TOKEN:
-        far[name] = storage[..., at : at + call[name][0, 0].numel()].view(call[name].shape).copy_(call[name])
+        far[name] = (
+            storage[..., at : at + call[name][0, 0].numel()]
+            .view(call[name].shape)
+            .copy_(call[name])
+        )
         at += 2**17
-    got, state = prefill({**call, **far}, out=out[..., -HV * D :].view(want.shape), output_final_state=True)
+    got, state = prefill(
+        {**call, **far}, out=out[..., -HV * D :].view(want.shape), output_final_state=True
+    )
     same(got.contiguous(), want)
     same(state, final)

@@ -61,9 +61,25 @@ def test_it_gives_the_same_text_and_follows_requests():
 @pytest.mark.parametrize(
     ("op", "broken", "line"),
     [
-        ("flush", lambda right: lambda *, num_accepted, **rest: right(num_accepted=num_accepted + 1, **rest), "flush"),
-        ("verify", lambda right: lambda tokens, **rest: right(tokens._replace(v=1.001 * tokens.v), **rest), "verify"),
-        ("prefill", lambda right: lambda tokens, **rest: right(tokens._replace(beta=1.1 * tokens.beta), **rest), "accuracy"),
+        (
+            "flush",
+            lambda right: (
+                lambda *, num_accepted, **rest: right(num_accepted=num_accepted + 1, **rest)
+            ),
+            "flush",
+        ),
+        (
+            "verify",
+            lambda right: lambda tokens, **rest: right(tokens._replace(v=1.001 * tokens.v), **rest),
+            "verify",
+        ),
+        (
+            "prefill",
+            lambda right: (
+                lambda tokens, **rest: right(tokens._replace(beta=1.1 * tokens.beta), **rest)
+            ),
+            "accuracy",
+        ),
     ],
 )
 def test_it_fails_when_an_operation_is_wrong(monkeypatch, op, broken, line):
@@ -102,7 +118,8 @@ def test_logits_are_compared_as_far_as_the_bytes_are_the_same(monkeypatch):
     close[1, 9], close[2] = 1.001, 7.0
     off[0] *= 1.1
     plain, turned, wrong, nothing = (
-        demo.Generation(bytes(x.argmax(-1).tolist()), x, 1.0, 1.0) for x in (logits, close, off, logits * math.nan)
+        demo.Generation(bytes(x.argmax(-1).tolist()), x, 1.0, 1.0)
+        for x in (logits, close, off, logits * math.nan)
     )
     assert demo.compare(plain, plain) == (3, 0.0)
     assert demo.compare(turned, plain)[0] == 1
@@ -160,7 +177,9 @@ def test_narrow_terminals_lose_nothing(width):
     text, passed = shown(width=width)
     assert passed
     assert max(map(len, text.splitlines())) <= width
-    assert "draft memory 18,624 bytes: as states they take 786,432, 42 times as many" in " ".join(text.split())
+    assert "draft memory 18,624 bytes: as states they take 786,432, 42 times as many" in " ".join(
+        text.split()
+    )
 
 
 def test_it_is_read_at_once_on_a_terminal_of_80_by_24():
@@ -172,7 +191,11 @@ def test_it_is_read_at_once_on_a_terminal_of_80_by_24():
 
 def test_without_its_model_it_says_what_to_install(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "MODEL", tmp_path)
-    nothing, config, cut = {}, {"config.json": (MODEL / "config.json").read_bytes()}, {"model.safetensors": b"cut short"}
+    nothing, config, cut = (
+        {},
+        {"config.json": (MODEL / "config.json").read_bytes()},
+        {"model.safetensors": b"cut short"},
+    )
     for more in (nothing, config, cut):
         for name, content in more.items():
             (tmp_path / name).write_bytes(content)
@@ -189,7 +212,9 @@ def test_no_warning_of_transformers_is_shown():
 
 def test_a_terminal_sees_progress_while_text_is_generated(monkeypatch):
     bars = []
-    monkeypatch.setattr(demo, "tracked", lambda items, what: bars.append((len(items), what)) or items)
+    monkeypatch.setattr(
+        demo, "tracked", lambda items, what: bars.append((len(items), what)) or items
+    )
     shown(length=1)
     assert bars == [(3, "generating text")]
 

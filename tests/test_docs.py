@@ -18,7 +18,14 @@ ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize(
-    "page", ["README.md", "docs/usage.md", "docs/integrations.md", "docs/speculative_decoding.md", "docs/migration.md"]
+    "page",
+    [
+        "README.md",
+        "docs/usage.md",
+        "docs/integrations.md",
+        "docs/speculative_decoding.md",
+        "docs/migration.md",
+    ],
 )
 def test_snippets_run_in_order(page):
     blocks = re.findall(r"^```python\n(.*?)^```", (ROOT / page).read_text(), re.S | re.M)
@@ -30,13 +37,19 @@ def test_snippets_run_in_order(page):
 
 def test_the_tests_that_the_mathematics_names_exist():
     named = set(re.findall(r"`(test_\w+)`", (ROOT / "docs/math.md").read_text()))
-    defined = {name for file in ROOT.glob("tests/**/test_*.py") for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)}
+    defined = {
+        name
+        for file in ROOT.glob("tests/**/test_*.py")
+        for name in re.findall(r"^def (test_\w+)", file.read_text(), re.M)
+    }
     assert len(named) > 15
     assert named <= defined, named - defined
 
 
 def test_figures_are_those_of_the_results():
-    made = subprocess.run([sys.executable, ROOT / "scripts/figures.py", "--check"], capture_output=True, text=True)
+    made = subprocess.run(
+        [sys.executable, ROOT / "scripts/figures.py", "--check"], capture_output=True, text=True
+    )
     assert made.returncode == 0, made.stdout
 
 
@@ -47,8 +60,18 @@ def test_figures_that_differ_are_noticed(monkeypatch):
     spec.loader.exec_module(figures)
     page = (ROOT / "README.md").read_text()
     assert figures.filled(page) == page
-    assert figures.filled(page.replace("| 160 |", "| 16 |")) == page != page.replace("| 160 |", "| 16 |")
-    assert [figures.down(x) for x in (1.769, 1.2468, 0.41249, 1.0, 2.29)] == ["1.76", "1.24", "0.41", "1.00", "2.29"]
+    assert (
+        figures.filled(page.replace("| 160 |", "| 16 |"))
+        == page
+        != page.replace("| 160 |", "| 16 |")
+    )
+    assert [figures.down(x) for x in (1.769, 1.2468, 0.41249, 1.0, 2.29)] == [
+        "1.76",
+        "1.24",
+        "0.41",
+        "1.00",
+        "2.29",
+    ]
 
 
 def test_the_front_door_is_small():
@@ -62,7 +85,9 @@ def test_files_that_pages_name_are_there():
     for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
         if not page.name.endswith("-log.md"):  # what was tried, in the names of the day
             for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
-                assert any(file.endswith(f"/{name}") or file == name for file in files), f"{page.name}: {name}"
+                assert any(file.endswith(f"/{name}") or file == name for file in files), (
+                    f"{page.name}: {name}"
+                )
 
 
 def test_an_operation_is_read_in_few_files():
@@ -72,13 +97,25 @@ def test_an_operation_is_read_in_few_files():
     paths = re.findall(r"^\| (decode|verify|flush|prefill)(?:, (\w+))? \| (`ops.*) \|$", page, re.M)
     assert {op for op, *_ in paths} == {"decode", "verify", "flush", "prefill"}
     read = page[page.index(common) : page.index("| tests |")]
-    assert [file.name for file in root.glob("kernels/[!_]*.py") if f"{file.name}`" not in read] == []
+    assert [
+        file.name for file in root.glob("kernels/[!_]*.py") if f"{file.name}`" not in read
+    ] == []
     for op, kind, files in paths:
-        named = {file for name in re.findall(r"`([\w/]+\.py)`", common + files) for file in root.glob(f"**/{name}")}
-        made_of = {file for kernel in named & set(root.glob("kernels/*.py")) for file in kernels._closure(kernel)}
+        named = {
+            file
+            for name in re.findall(r"`([\w/]+\.py)`", common + files)
+            for file in root.glob(f"**/{name}")
+        }
+        made_of = {
+            file
+            for kernel in named & set(root.glob("kernels/*.py"))
+            for file in kernels._closure(kernel)
+        }
         other = "prefill_prepare_gdn.py" if kind in ("KDA", "raw") else "prefill_prepare_kda.py"
         assert {file.name for file in made_of - named} <= {"__init__.py", other}
-        assert {root / name for name in ("api.py", "problem.py", "ops/launch.py", f"ops/{op}.py")} <= named
+        assert {
+            root / name for name in ("api.py", "problem.py", "ops/launch.py", f"ops/{op}.py")
+        } <= named
         assert len(named) <= ({"fused": 12, "raw": 13}.get(kind, 10) if op == "prefill" else 8)
 
 
@@ -89,14 +126,30 @@ def test_prefills_have_the_kernels_that_the_table_of_schedules_says():
     for row in rows:
         example, cut, named = (cell.strip() for cell in row.split("|")[3:6])
         model, H, HV, shape = re.fullmatch(r"(GDN|KDA) (\d+)/(\d+), (.+)", example).groups()
-        lengths = [int(T) for n, T in re.findall(r"(?:(\d+) x )?(\d+)", shape) for _ in range(int(n or 1))]
+        lengths = [
+            int(T) for n, T in re.findall(r"(?:(\d+) x )?(\d+)", shape) for _ in range(int(n or 1))
+        ]
         axis = {"GDN": "head", "KDA": "channel"}[model]
-        problem = Problem("prefill", axis, int(H), int(HV), 128, 128, gate="softplus", dtype=torch.bfloat16, g_dtype=torch.bfloat16)
+        problem = Problem(
+            "prefill",
+            axis,
+            int(H),
+            int(HV),
+            128,
+            128,
+            gate="softplus",
+            dtype=torch.bfloat16,
+            g_dtype=torch.bfloat16,
+        )
         made, variants = PREFILL.plan(problem, len(lengths), sum(lengths), max(lengths))
-        words = [name for name, value in made._asdict().items() if value is True] + [f"{made.rows} rows"]
+        words = [name for name, value in made._asdict().items() if value is True] + [
+            f"{made.rows} rows"
+        ]
         words += [f"{made.segments} segments"] if made.segments > 1 else []
         assert sorted(words) == sorted(cut.split(", ")), (example, made)
-        assert [variant.kernel.removeprefix("prefill_") for variant in variants] == named.split(", "), example
+        assert [variant.kernel.removeprefix("prefill_") for variant in variants] == named.split(
+            ", "
+        ), example
 
 
 def test_integrations_lists_every_model_that_patch_takes():
@@ -106,7 +159,11 @@ def test_integrations_lists_every_model_that_patch_takes():
 
 
 def test_every_variable_that_the_package_reads_is_on_a_page():
-    read = {name for file in ROOT.glob("src/**/*.py") for name in re.findall(r"\bGATED_DELTA_[A-Z_]+[A-Z]\b", file.read_text())}
+    read = {
+        name
+        for file in ROOT.glob("src/**/*.py")
+        for name in re.findall(r"\bGATED_DELTA_[A-Z_]+[A-Z]\b", file.read_text())
+    }
     listed = set(re.findall(r"^\| `(GATED_DELTA_\w+)`", (ROOT / "docs/packs.md").read_text(), re.M))
     assert read == listed
 

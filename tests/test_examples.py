@@ -21,7 +21,9 @@ H, HV, K, V, LAYERS = 2, 4, 64, 64, 3
 
 
 def load(name):
-    spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "examples" / f"{name}.py")
+    spec = importlib.util.spec_from_file_location(
+        name, Path(__file__).parents[1] / "examples" / f"{name}.py"
+    )
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
@@ -51,7 +53,9 @@ def test_speculative_decoding_gives_the_greedy_text(prompt, draft):
     result = speculative(prompt, draft)
     assert result.text.decode() == greedy(prompt)
     assert 0 < result.accepted < result.drafted <= draft * result.steps
-    assert 1 + result.steps + result.accepted == LENGTH  # one token of the prefill, then one a step beside the drafts
+    assert (
+        1 + result.steps + result.accepted == LENGTH
+    )  # one token of the prefill, then one a step beside the drafts
     assert result.buffer_bytes == (draft + 1) * LAYERS * (HV * V + H * K + HV) * 4
     assert result.states_bytes == (draft + 1) * LAYERS * HV * V * K * 4
 
@@ -78,7 +82,9 @@ def test_a_request_remembers_the_accepted_tokens_and_no_others(count):
             assert decoded.decode(ids[:, t : t + 1]) == choices[:, t : t + 1]
     assert verified.length == decoded.length == 8 + 2 * count
     torch.testing.assert_close(verified.state, decoded.state, equal_nan=True)
-    assert verified.state.isnan().sum((0, 2, 3, 4)).tolist() == [0 if s == example.SLOT else LAYERS * HV * V * K for s in range(4)]
+    assert verified.state.isnan().sum((0, 2, 3, 4)).tolist() == [
+        0 if s == example.SLOT else LAYERS * HV * V * K for s in range(4)
+    ]
     torch.testing.assert_close(verified.conv, decoded.conv)
     torch.testing.assert_close(verified.attention.layers, decoded.attention.layers)
 
@@ -101,7 +107,13 @@ def run(*arguments):
 def test_the_example_prints_its_text_and_figures():
     result = run("--prompt", PROMPTS[0], "--length", str(LENGTH), "--draft", "3", "--device", "cpu")
     assert result.exit_code == 0, result.output
-    for words in (PROMPTS[0] + greedy(PROMPTS[0]), "drafts accepted", "tokens per step", "18,624 bytes", "786,432 bytes"):
+    for words in (
+        PROMPTS[0] + greedy(PROMPTS[0]),
+        "drafts accepted",
+        "tokens per step",
+        "18,624 bytes",
+        "786,432 bytes",
+    ):
         assert words in result.output
 
 

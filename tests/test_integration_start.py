@@ -11,11 +11,22 @@ CPU = torch.device("cpu")
 
 
 def decode(**changes):
-    x, g = torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16), torch.zeros(1, 1, 2, dtype=torch.bfloat16)
-    call = dict(q=x, k=x, v=x, g=g, beta=g, gate=Gate.softplus(torch.zeros(2), torch.zeros(2)), beta_logits=True)
-    return "decode", call | dict(state=torch.zeros(3, 2, 64, 64), state_indices=torch.tensor([1])) | dict(
-        backend="reference"
-    ) | changes
+    x, g = (
+        torch.zeros(1, 1, 2, 64, dtype=torch.bfloat16),
+        torch.zeros(1, 1, 2, dtype=torch.bfloat16),
+    )
+    call = dict(
+        q=x,
+        k=x,
+        v=x,
+        g=g,
+        beta=g,
+        gate=Gate.softplus(torch.zeros(2), torch.zeros(2)),
+        beta_logits=True,
+    )
+    return "decode", call | dict(
+        state=torch.zeros(3, 2, 64, 64), state_indices=torch.tensor([1])
+    ) | dict(backend="reference") | changes
 
 
 def test_where_none_of_our_kernels_run_none_are_loaded(monkeypatch):
@@ -38,21 +49,32 @@ def test_all_missing_kernels_are_named(monkeypatch, tmp_path):
     monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("GATED_DELTA_JIT", "0")
     load, present = compile.load, []
-    monkeypatch.setattr(compile, "load", lambda variant, arch: load(variant, arch) if present else present.append(variant))
+    monkeypatch.setattr(
+        compile,
+        "load",
+        lambda variant, arch: load(variant, arch) if present else present.append(variant),
+    )
     with pytest.raises(UnsupportedProblem) as raised:
         start.load([decode()], CPU)
     lines = str(raised.value).splitlines()
-    assert f"{len(lines) - 1} of the {len(lines)} kernels that this engine needs are missing: GATED_DELTA_JIT=0" in lines[0]
+    assert (
+        f"{len(lines) - 1} of the {len(lines)} kernels that this engine needs are missing: GATED_DELTA_JIT=0"
+        in lines[0]
+    )
     assert "`gated-delta compile` builds kernels ahead of time" in lines[0]
     assert all(line.startswith("  - decode axis=head K=64 V=64 ") for line in lines[1:])
     assert present[0].label not in str(raised.value)
 
 
 def test_what_the_operations_refuse_is_said_of_each():
-    refused = start.refused([decode(backend="cute"), decode(state=torch.zeros(3, 2, 64, 64, dtype=torch.float64))])
+    refused = start.refused(
+        [decode(backend="cute"), decode(state=torch.zeros(3, 2, 64, 64, dtype=torch.float64))]
+    )
     assert list(refused) == ["decode"]
     assert refused["decode"].startswith("state: expected dtype")
-    assert start.refused([decode(backend="cute")]) == dict(decode="tensors on a CUDA device, got cpu")
+    assert start.refused([decode(backend="cute")]) == dict(
+        decode="tensors on a CUDA device, got cpu"
+    )
     assert start.refused([decode()]) == {}
 
 
@@ -67,9 +89,15 @@ def test_a_switch_with_another_value_is_no_refusal(monkeypatch):
 def test_calls_of_a_layer_of_sglang(kind, scratch):
     """Every one of them can run."""
     layer, state = Layer(kind, 2, 4, 32, 64, torch.float32), torch.zeros(2, 4, 64, 32)
-    buffer = KVBuffer.empty(2, T=3, H=2, HV=4, K=32, V=64, gate="head" if kind == "GDN" else "channel", device="cpu")
+    buffer = KVBuffer.empty(
+        2, T=3, H=2, HV=4, K=32, V=64, gate="head" if kind == "GDN" else "channel", device="cpu"
+    )
     given = {None: None, "states": torch.zeros(2, 3, 4, 64, 32), "buffer": buffer}[scratch]
     made = layer.calls(state, True, given, 3)
     assert [op for op, _ in made["decode"] + made["prefill"]] == ["decode", "prefill", "prefill"]
-    assert [op for op, _ in made.get("verify", ())] == {None: [], "states": ["decode"], "buffer": ["verify", "flush"]}[scratch]
+    assert [op for op, _ in made.get("verify", ())] == {
+        None: [],
+        "states": ["decode"],
+        "buffer": ["verify", "flush"],
+    }[scratch]
     assert start.refused([call for calls in made.values() for call in calls]) == {}

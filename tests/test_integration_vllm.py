@@ -29,13 +29,21 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
     contents: dict[str, dict[str, Any]] = {
         "vllm": dict(__version__="0.33.1"),
-        "vllm.logger": dict(init_logger=lambda name: SimpleNamespace(warning=made.log.append, name=name)),
-        "vllm.platforms": dict(current_platform=SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")),
+        "vllm.logger": dict(
+            init_logger=lambda name: SimpleNamespace(warning=made.log.append, name=name)
+        ),
+        "vllm.platforms": dict(
+            current_platform=SimpleNamespace(
+                is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda"
+            )
+        ),
         "vllm.model_executor": {},
         "vllm.model_executor.custom_op": dict(
             op_registry_oot=made.registry, PluggableLayer=SimpleNamespace(register_oot=register_oot)
         ),
-        "gated_delta.integrations.vllm_layers": {name: type(name, (), {}) for name in plugin.LAYERS.values()},
+        "gated_delta.integrations.vllm_layers": {
+            name: type(name, (), {}) for name in plugin.LAYERS.values()
+        },
     }
     for name, values in contents.items():
         module = ModuleType(name)
@@ -47,7 +55,9 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
 
 
 @pytest.mark.parametrize("chosen", [None, "0"])
-def test_nothing_is_imported_unless_chosen(chosen: str | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_nothing_is_imported_unless_chosen(
+    chosen: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.delenv("GATED_DELTA_VLLM", raising=False)
     if chosen is not None:
         monkeypatch.setenv("GATED_DELTA_VLLM", chosen)
@@ -115,11 +125,17 @@ class Layer:
 
 
 def test_report() -> None:
-    ran, left = Layer("model.layers.10.linear_attn"), Layer("model.layers.9.linear_attn", prefill="K=96")
+    ran, left = (
+        Layer("model.layers.10.linear_attn"),
+        Layer("model.layers.9.linear_attn", prefill="K=96"),
+    )
     ran.tally.calls.update(decode=2, prefill=1)
     first, second = plugin.report()
     assert first == (left.prefix, left.name, "gated_delta", "vLLM: K=96", {})
-    assert str(first) == f"{left.prefix} ({left.name}): decode: gated_delta; prefill: vLLM: K=96; calls: none"
+    assert (
+        str(first)
+        == f"{left.prefix} ({left.name}): decode: gated_delta; prefill: vLLM: K=96; calls: none"
+    )
     assert second == (ran.prefix, ran.name, "gated_delta", "gated_delta", dict(decode=2, prefill=1))
     assert str(second).endswith("calls: decode 2, prefill 1")
     del ran, left

@@ -13,7 +13,16 @@ import gated_delta as gd
 from gated_delta import api, compile, dispatch
 from gated_delta.call_cache import CallCache
 from gated_delta.kernels import arguments
-from gated_delta.kernels.arguments import ABSENT, BF16, CHUNK, FP16, FP32, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from gated_delta.kernels.arguments import (
+    ABSENT,
+    BF16,
+    CHUNK,
+    FP16,
+    FP32,
+    SCALE_BYTES,
+    TILE_BYTES,
+    TRIANGLE_BYTES,
+)
 from gated_delta.ops import OPERATIONS
 from gated_delta.ops import launch as shared
 from gated_delta.ops import prefill as on_host
@@ -100,15 +109,26 @@ def prompts(lead=(N, 70), axis="head", dtype=bf16):
 def gated(call):
     """With all that a gate may have, and a scale."""
     g = call["g"]
-    return call | dict(gate=gd.Gate.lower_bound(torch.randn(HV), torch.randn(g.shape[2:]).bfloat16(), -3.0), scale=0.5)
+    return call | dict(
+        gate=gd.Gate.lower_bound(torch.randn(HV), torch.randn(g.shape[2:]).bfloat16(), -3.0),
+        scale=0.5,
+    )
 
 
 def strided(T, K, V, axis="head", spread_channels=True):
     """q and v as slices of a fused projection, k apart, every other beta, out in a wider tensor with heads in front of tokens."""
     channels = (K,) if axis == "channel" else ()
     q, v = torch.randn(N, T, H * K + HV * V).bfloat16().split([H * K, HV * V], -1)
-    call = dict(q=q.unflatten(-1, (H, K)), k=torch.randn(N, T, 2 * H, K).bfloat16()[:, :, ::2], v=v.unflatten(-1, (HV, V)))
-    g = torch.randn(N, T, HV, *channels, 3)[..., 1] if spread_channels else torch.randn(N, T, 2 * HV, *channels)[:, :, ::2]
+    call = dict(
+        q=q.unflatten(-1, (H, K)),
+        k=torch.randn(N, T, 2 * H, K).bfloat16()[:, :, ::2],
+        v=v.unflatten(-1, (HV, V)),
+    )
+    g = (
+        torch.randn(N, T, HV, *channels, 3)[..., 1]
+        if spread_channels
+        else torch.randn(N, T, 2 * HV, *channels)[:, :, ::2]
+    )
     wide = torch.zeros(N, HV, T, 2 * V).bfloat16().transpose(1, 2)
     out = wide[..., ::2] if spread_channels else wide[..., :V]
     return call | dict(g=g, beta=torch.randn(N, T, 2 * HV).half()[..., ::2], out=out)
@@ -117,7 +137,10 @@ def strided(T, K, V, axis="head", spread_channels=True):
 def normed(lead=(N, T), activation="silu", weight_dtype=fp16, eps=1e-5):
     """A norm and its gate, whose memory lies between other numbers."""
     weight = torch.randn(V, 2)[:, 1].to(weight_dtype)
-    return dict(norm=gd.GatedNorm(weight, eps, activation), z=torch.randn(*lead, HV, 3, V).bfloat16()[:, :, :, 1])
+    return dict(
+        norm=gd.GatedNorm(weight, eps, activation),
+        z=torch.randn(*lead, HV, 3, V).bfloat16()[:, :, :, 1],
+    )
 
 
 def bits(x):
@@ -142,15 +165,22 @@ def buffer(rows=N, C=T, axis="head", layers=None):
 def bent_buffer(axis):
     """One layer of a buffer, and every other head of another's k."""
     layer = buffer(N + 1, T + 1, axis, layers=3).layer(1)
-    return gd.KVBuffer(layer.u[:, 1:], torch.randn(N + 1, T, 2 * H, K)[:, :, ::2], layer.log_decay[:, 1:])
+    return gd.KVBuffer(
+        layer.u[:, 1:], torch.randn(N + 1, T, 2 * H, K)[:, :, ::2], layer.log_decay[:, 1:]
+    )
 
 
 def layers_anywhere(axis):
     """Layers of the state behind its slots; of the buffer in the other direction, and every other head of its k."""
     channels = (K,) if axis == "channel" else ()
     shapes = (HV, V), (2 * H, K), (HV, *channels)
-    u, k, log_decay = (torch.randn(T, N, 2, *rest).permute(2, 1, 0, 3, *range(4, 3 + len(rest))) for rest in shapes)
-    return dict(state=torch.randn(P, 2, HV, V, K).transpose(0, 1), buffer=gd.KVBuffer(u, k[..., ::2, :], log_decay))
+    u, k, log_decay = (
+        torch.randn(T, N, 2, *rest).permute(2, 1, 0, 3, *range(4, 3 + len(rest))) for rest in shapes
+    )
+    return dict(
+        state=torch.randn(P, 2, HV, V, K).transpose(0, 1),
+        buffer=gd.KVBuffer(u, k[..., ::2, :], log_decay),
+    )
 
 
 ALL = torch.arange(N, dtype=i32)
@@ -162,7 +192,9 @@ def good(op, axis="head"):
     return {
         "decode": lambda: dict(tokens(axis=axis), state=pool()),
         "verify": lambda: dict(tokens(axis=axis), state=pool(), buffer=buffer(axis=axis)),
-        "flush": lambda: dict(state=pool(), buffer=buffer(axis=axis), num_accepted=1, state_indices=ALL),
+        "flush": lambda: dict(
+            state=pool(), buffer=buffer(axis=axis), num_accepted=1, state_indices=ALL
+        ),
         "prefill": lambda: dict(prompts(axis=axis), state=states()),
     }[op]()
 
@@ -183,7 +215,9 @@ def changed(call, name, change):
     """The call with another tensor in a place, which may be a part of its buffer."""
     of, _, part = name.partition("_")
     if of == "buffer" and name not in call:
-        return call | dict(buffer=gd.KVBuffer(**vars(call["buffer"]) | {part: change(vars(call["buffer"])[part])}))
+        return call | dict(
+            buffer=gd.KVBuffer(**vars(call["buffer"]) | {part: change(vars(call["buffer"])[part])})
+        )
     return call | {name: change(call[name])}
 
 
@@ -195,7 +229,9 @@ def follow(base, x, strides):
     assert not any(strides[x.ndim :])
     strides = strides[: x.ndim]
     for where in itertools.product(*(range(min(size, 3)) for size in x.shape[: len(strides)])):
-        assert base + sum(i * s for i, s in zip(where, strides, strict=True)) == x[where].data_ptr(), where
+        assert (
+            base + sum(i * s for i, s in zip(where, strides, strict=True)) == x[where].data_ptr()
+        ), where
 
 
 def check(launch, given, **sizes):
@@ -203,7 +239,9 @@ def check(launch, given, **sizes):
     pointers, *_, strides, passed = launch
     dims = {}
     for tensor, letters in type(strides).dims.items():
-        assert letters == "".join(sorted(letters, key="njprthc".index)), tensor  # a dimension's letter is the kernel's name for it
+        assert letters == "".join(sorted(letters, key="njprthc".index)), (
+            tensor
+        )  # a dimension's letter is the kernel's name for it
         dims[tensor] = [getattr(strides, f"{tensor}_{letter}") for letter in letters]
     assert set(given) <= set(dims)
     for name, steps in dims.items():
@@ -243,7 +281,10 @@ CALLS = {
     # a call of an axis; its sizes
     "decode in a pool": (
         lambda axis: (
-            gated(tokens(axis=axis)) | dict(state=pool(), state_indices=ints(5, 1, -1), write_indices=ints(0, 2, 3, dtype=i64))
+            gated(tokens(axis=axis))
+            | dict(
+                state=pool(), state_indices=ints(5, 1, -1), write_indices=ints(0, 2, 3, dtype=i64)
+            )
         ),
         dict(N=N, T=T, P=P, slots_per_sequence=0, update_state=1),
     ),
@@ -256,13 +297,21 @@ CALLS = {
         dict(N=N, T=T, update_state=0),
     ),
     "decode to an output of its own": (
-        lambda axis: tokens(axis=axis) | dict(v=torch.randn(N, HV, T, V).bfloat16().transpose(1, 2), state=pool()),
+        lambda axis: (
+            tokens(axis=axis)
+            | dict(v=torch.randn(N, HV, T, V).bfloat16().transpose(1, 2), state=pool())
+        ),
         dict(N=N, T=T),
     ),
     "decode of packed tokens with a slot for each": (  # no more tokens than there are slots
         lambda axis: (
             gated(tokens((1, 9), axis, fp16))
-            | dict(beta=torch.randn(1, 9, HV), cu_seqlens=ints(0, 4, 8, dtype=i64), num_accepted=ints(1, 9), state=pool())
+            | dict(
+                beta=torch.randn(1, 9, HV),
+                cu_seqlens=ints(0, 4, 8, dtype=i64),
+                num_accepted=ints(1, 9),
+                state=pool(),
+            )
             | dict(state_indices=torch.arange(P).int().expand(2, P)[:, :5].contiguous())
         ),
         dict(N=2, T=5, total=9, slots_per_sequence=5),
@@ -287,18 +336,24 @@ CALLS = {
         dict(N=N, T=T, P=P, C=6, group_size=HV // H, beta_logits=1),
     ),
     "verify at strides of its own": (
-        lambda axis: strided(T, K, V, axis) | dict(state=torch.randn(P, 2 * HV, V, K)[:, ::2], buffer=bent_buffer(axis)),
+        lambda axis: (
+            strided(T, K, V, axis)
+            | dict(state=torch.randn(P, 2 * HV, V, K)[:, ::2], buffer=bent_buffer(axis))
+        ),
         dict(N=N, T=T, beta_logits=0),
     ),
     "verify of packed tokens": (  # no more tokens than fit in a row of the buffer
         lambda axis: (
-            tokens((1, 9), axis, fp16) | dict(cu_seqlens=ints(0, 4, 8, dtype=i64), state=pool(), buffer=buffer(2, 5, axis))
+            tokens((1, 9), axis, fp16)
+            | dict(cu_seqlens=ints(0, 4, 8, dtype=i64), state=pool(), buffer=buffer(2, 5, axis))
         ),
         dict(N=2, T=5, total=9, C=5),
     ),
     **{
         f"{op} of {tokens_of} tokens with a norm": (
-            lambda axis, op=op, lead=lead, rest=rest: good(op, axis) | tokens(lead, axis) | normed(lead, "sigmoid") | rest,
+            lambda axis, op=op, lead=lead, rest=rest: (
+                good(op, axis) | tokens(lead, axis) | normed(lead, "sigmoid") | rest
+            ),
             dict(norm_eps=bits(1e-5), norm_sigmoid=1),
         )
         for op in ("decode", "verify")
@@ -310,7 +365,12 @@ CALLS = {
     },
     **{
         f"flush of one layer by {count}": (
-            lambda axis, count=count: dict(state=pool(), buffer=buffer(N, 5, axis), num_accepted=count, state_indices=ALL.clone()),
+            lambda axis, count=count: dict(
+                state=pool(),
+                buffer=buffer(N, 5, axis),
+                num_accepted=count,
+                state_indices=ALL.clone(),
+            ),
             dict(layers=1, N=N, P=P, C=5, num_accepted_all=min(count, 5)),
         )
         for count in (0, 1, 2**40)
@@ -334,26 +394,54 @@ CALLS = {
         dict(layers=2, N=N, C=T),
     ),
     "prefill from states of their own": (
-        lambda axis: gated(prompts(axis=axis)) | dict(initial_state=states(N), output_final_state=True, beta_logits=True),
-        dict(N=N, T=70, total=0, chunk_slots=2 * N, H=H, segments=1, beta_logits=1, sms=on_host.H200_SMS),
+        lambda axis: (
+            gated(prompts(axis=axis))
+            | dict(initial_state=states(N), output_final_state=True, beta_logits=True)
+        ),
+        dict(
+            N=N,
+            T=70,
+            total=0,
+            chunk_slots=2 * N,
+            H=H,
+            segments=1,
+            beta_logits=1,
+            sms=on_host.H200_SMS,
+        ),
     ),
     **{
         f"prefill of packed prompts in a pool, {dtype}": (  # with padding heads
             lambda axis, dtype=dtype, other=other: (
                 prompts((1, 150), axis, fp16)
-                | dict(beta=torch.randn(1, 150, HV), cu_seqlens=column([0, 5, 140], dtype), state_indices=column([4, -1], other))
-                | dict(state=torch.randn(P, HV + 1, D, D)[:, 1:], has_initial_state=torch.tensor([True, True, False])[::2])
+                | dict(
+                    beta=torch.randn(1, 150, HV),
+                    cu_seqlens=column([0, 5, 140], dtype),
+                    state_indices=column([4, -1], other),
+                )
+                | dict(
+                    state=torch.randn(P, HV + 1, D, D)[:, 1:],
+                    has_initial_state=torch.tensor([True, True, False])[::2],
+                )
             ),
             dict(N=2, T=0, total=150, chunk_slots=150 // CHUNK + 2),
         )
         for dtype, other in ((i32, i64), (i64, i32))
     },
-    "prefill at strides of its own": (lambda axis: strided(70, D, D, axis, spread_channels=False), dict(N=N, T=70)),
-    "prefill to final states from zeros": (lambda axis: prompts(axis=axis) | dict(output_final_state=True), dict(N=N)),
+    "prefill at strides of its own": (
+        lambda axis: strided(70, D, D, axis, spread_channels=False),
+        dict(N=N, T=70),
+    ),
+    "prefill to final states from zeros": (
+        lambda axis: prompts(axis=axis) | dict(output_final_state=True),
+        dict(N=N),
+    ),
     "prefill with checkpoints in slots": (
         lambda axis: (
             prompts(axis=axis)
-            | dict(state=torch.randn(P, 2 * HV, D, D)[:, ::2], checkpoint_lens=torch.zeros(4, N).int()[::2].T)
+            | dict(
+                state=torch.randn(P, 2 * HV, D, D)[:, ::2],
+                checkpoint_lens=torch.zeros(4, N).int()[::2].T,
+            )
             | dict(checkpoint_indices=torch.full((N, 2), -1))
         ),
         dict(checkpoints_per_sequence=2),
@@ -381,7 +469,10 @@ CALLS = {
         )
         for name in ("state", "initial_state")
     },
-    "prefill without checkpoints": (lambda axis: prompts(axis=axis) | dict(state=states()), dict(checkpoints_per_sequence=0)),
+    "prefill without checkpoints": (
+        lambda axis: prompts(axis=axis) | dict(state=states()),
+        dict(checkpoints_per_sequence=0),
+    ),
 }
 
 
@@ -394,14 +485,22 @@ def test_every_address_is_the_tensors_own(launches, monkeypatch, name, axis):
         launches.clear()
         call = make(axis)
         made = run(op, **call)
-        given = pieces(call) | ({} if op == "flush" else dict(o=made[0] if op == "prefill" else made))
+        given = pieces(call) | (
+            {} if op == "flush" else dict(o=made[0] if op == "prefill" else made)
+        )
         if (out := given.pop("out", None)) is not None:
             assert given["o"] is out
         if op == "prefill":
             state, initial = given.pop("state", None), given.get("initial_state")
             assert (made[1] is not None) == call.get("output_final_state", False)
-            assert made[1] is None or (made[1].dtype, made[1].shape) == (f32 if initial is None else initial.dtype, (N, HV, D, D))
-            given |= dict(initial_state=initial if state is None else state, final_state=made[1] if state is None else state)
+            assert made[1] is None or (made[1].dtype, made[1].shape) == (
+                f32 if initial is None else initial.dtype,
+                (N, HV, D, D),
+            )
+            given |= dict(
+                initial_state=initial if state is None else state,
+                final_state=made[1] if state is None else state,
+            )
             given = (dict(checkpoints=state) if "checkpoint_indices" in given else {}) | given
             kinds = [dict(some.facts).get("checkpoints") for some in launches.kernels]
             assert kinds == [None, "checkpoint_lens" in given]
@@ -423,24 +522,32 @@ def test_known_calls_at_addresses_of_their_own(launches):
     for both in fused:
         for _ in range(2):
             run("decode", **{**call, "v": both[:, :, ::2]}, state=wide[:, 0], out=both[:, :, 1::2])
-    assert [launch[0].o for launch in launches] == [x[:, :, 1::2].data_ptr() for x in fused for _ in range(2)]
+    assert [launch[0].o for launch in launches] == [
+        x[:, :, 1::2].data_ptr() for x in fused for _ in range(2)
+    ]
     ((_, known),) = OPERATIONS["decode"].calls._calls.popitem()[1].latest
     assert len(known.placement.known) == 2
 
 
 @pytest.mark.parametrize(("N", "prefetched"), [(1, 1), (40, 40), (112, 0), (200, 200), (260, 0)])
-def test_small_launches_prefetch_their_states_but_where_it_was_measured_to_cost(launches, N, prefetched):
+def test_small_launches_prefetch_their_states_but_where_it_was_measured_to_cost(
+    launches, N, prefetched
+):
     """Of bf16 GDN with 128 KiB a sequence: not from 14 to 24 MiB, nor past 1024 heads."""
     run("decode", **tokens((N, 1), K=128, V=128), state=torch.zeros(N, HV, 128, 128).bfloat16())
     assert launches[0][-1].prefetch_sequences == prefetched
 
 
 @pytest.mark.parametrize("op", ["decode", "verify", "flush"])
-@pytest.mark.parametrize(("K", "V"), [(128, 128), (128, 32), (96, 192), (64, 256), (64, 96), (16, 64)], ids=str)
+@pytest.mark.parametrize(
+    ("K", "V"), [(128, 128), (128, 32), (96, 192), (64, 256), (64, 96), (16, 64)], ids=str
+)
 def test_blocks_share_a_heads_rows_evenly(op, K, V):
     operation = OPERATIONS[op]
     for axis, state_dtype, T in itertools.product(("head", "channel"), (bf16, f32), (1, 4)):
-        problem = Problem(op, axis, 2, 4, K, V, T, state_dtype=state_dtype, dtype=bf16, g_dtype=bf16)
+        problem = Problem(
+            op, axis, 2, 4, K, V, T, state_dtype=state_dtype, dtype=bf16, g_dtype=bf16
+        )
         for heads in (1, 8, 100, 150, 200, 300, 500, 1000, 5000):
             plan = operation.plan(problem, heads, heads * T)
             assert V % operation.block_rows(problem, plan.schedule) == 0
@@ -450,7 +557,13 @@ def test_blocks_share_a_heads_rows_evenly(op, K, V):
 @pytest.mark.parametrize("op", ["decode", "verify"])
 def test_a_norm_takes_other_kernels_than_a_call_without_one(launches, op):
     """But its weight, eps and activation do not: they are arguments."""
-    for some in ({}, normed(), normed(weight_dtype=bf16), normed(activation="sigmoid"), normed(eps=1e-3)):
+    for some in (
+        {},
+        normed(),
+        normed(weight_dtype=bf16),
+        normed(activation="sigmoid"),
+        normed(eps=1e-3),
+    ):
         run(op, **good(op) | some)
     bare, *fused = (dict(some.facts) for some in launches.kernels)
     assert "norm" not in bare
@@ -462,17 +575,25 @@ def test_a_norm_takes_other_kernels_than_a_call_without_one(launches, op):
 def test_a_block_or_a_cluster_has_a_whole_head_for_a_norm(K):
     """Of every V and schedule; within what a block and a cluster may have."""
     facts = dict(gate="log", dtype=bf16, g_dtype=bf16, options=frozenset({"norm"}))
-    for V, axis, state_dtype, T in itertools.product(range(32, 257, 32), ("head", "channel"), (f32, bf16), (1, 3, 16)):
-        for some in dispatch.variants_of(Problem("decode", axis, 1, 1, K, V, T, state_dtype=state_dtype, **facts)):
+    for V, axis, state_dtype, T in itertools.product(
+        range(32, 257, 32), ("head", "channel"), (f32, bf16), (1, 3, 16)
+    ):
+        for some in dispatch.variants_of(
+            Problem("decode", axis, 1, 1, K, V, T, state_dtype=state_dtype, **facts)
+        ):
             made = dict(some.facts)
             tile = made["chunks"] * arguments.tile_rows(K, made["rows"], made["threads"])
             blocks, rest = divmod(V, tile)
             assert (rest, tile % 32) == (0, 0)  # the norm's loops take 32 rows of a block at once
             assert 1 <= blocks <= 8  # more of a cluster run on some devices only
             assert made["threads"] >= 64  # with one warp, no thread were left for KDA's decays
-            assert made.get("blocks_per_sm", 1) * made["threads"] <= 1024  # as many as a block may have
+            assert (
+                made.get("blocks_per_sm", 1) * made["threads"] <= 1024
+            )  # as many as a block may have
             assert made.get("prefetch_chunks", 1) <= made["chunks"]
-        for some in dispatch.variants_of(Problem("verify", axis, 1, 1, K, V, T, state_dtype=state_dtype, **facts)):
+        for some in dispatch.variants_of(
+            Problem("verify", axis, 1, 1, K, V, T, state_dtype=state_dtype, **facts)
+        ):
             made = dict(some.facts)
             assert made["rows"] * made["threads"] == 32 * V
             assert made["threads"] <= 512
@@ -485,8 +606,12 @@ def test_a_block_or_a_cluster_has_a_whole_head_for_a_norm(K):
 def test_a_warp_of_verify_has_no_more_rows_than_lanes(options):
     """A lane takes one row through the tokens; a block's rows divide V, and with a norm are all of it."""
     facts = dict(gate="log", dtype=bf16, g_dtype=bf16, options=options)
-    for V, axis, state_dtype, T in itertools.product(range(32, 257, 32), ("head", "channel"), (f32, bf16), (1, 3, 7, 16)):
-        for some in dispatch.variants_of(Problem("verify", axis, 1, 1, 128, V, T, state_dtype=state_dtype, **facts)):
+    for V, axis, state_dtype, T in itertools.product(
+        range(32, 257, 32), ("head", "channel"), (f32, bf16), (1, 3, 7, 16)
+    ):
+        for some in dispatch.variants_of(
+            Problem("verify", axis, 1, 1, 128, V, T, state_dtype=state_dtype, **facts)
+        ):
             made = dict(some.facts)
             assert made["rows"] in (16, 32)
             assert V % (made["rows"] * made["threads"] // 32) == 0
@@ -509,7 +634,11 @@ def test_a_verify_computes_pairs_in_one_way_whatever_its_batch_and_longest_draft
     assert of_head == {False}
 
 
-@pytest.mark.parametrize(("given", "passed"), [(-1, -1), (0, 0), (5, 5), (2**40, 2**31 - 1), (numpy.int64(2), 2)], ids=str)
+@pytest.mark.parametrize(
+    ("given", "passed"),
+    [(-1, -1), (0, 0), (5, 5), (2**40, 2**31 - 1), (numpy.int64(2), 2)],
+    ids=str,
+)
 def test_null_index_is_a_number_of_the_launch(launches, given, passed):
     """Of every operation; it needs no other kernels."""
     found = []
@@ -529,7 +658,10 @@ def softplus():
 
 
 def checkpointed(count=1, dtype=i32, slots=i64):
-    return dict(checkpoint_lens=torch.zeros(N, count, dtype=dtype), checkpoint_indices=torch.full((N, count), -1, dtype=slots))
+    return dict(
+        checkpoint_lens=torch.zeros(N, count, dtype=dtype),
+        checkpoint_indices=torch.full((N, count), -1, dtype=slots),
+    )
 
 
 def others(op):
@@ -562,22 +694,46 @@ def others(op):
         dict(out=torch.empty_like(first["v"])),
     ]
     if op != "prefill":
-        found += [normed(), normed(weight_dtype=f32), normed(activation="sigmoid"), normed(eps=1e-6)]
+        found += [
+            normed(),
+            normed(weight_dtype=f32),
+            normed(activation="sigmoid"),
+            normed(eps=1e-6),
+        ]
         found.append(dict(norm=gd.GatedNorm(torch.ones(V), 1e-5), z=first["v"]))
     if op == "decode":
         steps = pool()[:N, None].expand(-1, T, -1, -1, -1).clone()
         found += [dict(update_state=False), dict(intermediate_states=steps)]
         found += [dict(intermediate_states=steps, intermediate_indices=torch.arange(N))]
     elif op == "verify":
-        found += [dict(buffer_indices=torch.arange(N)), dict(buffer=buffer(N + 1)), dict(buffer=buffer(C=T + 1))]
+        found += [
+            dict(buffer_indices=torch.arange(N)),
+            dict(buffer=buffer(N + 1)),
+            dict(buffer=buffer(C=T + 1)),
+        ]
     else:
         own = [dict(), dict(output_final_state=True), dict(initial_state=states(N))]
-        own += [dict(initial_state=states(N), output_final_state=True), dict(initial_state=states(N, f32))]
-        found += [dict(has_initial_state=torch.ones(N, dtype=torch.bool)), *(dict(state=None, **some) for some in own)]
+        own += [
+            dict(initial_state=states(N), output_final_state=True),
+            dict(initial_state=states(N, f32)),
+        ]
+        found += [
+            dict(has_initial_state=torch.ones(N, dtype=torch.bool)),
+            *(dict(state=None, **some) for some in own),
+        ]
         found += [checkpointed(), checkpointed(slots=i32), checkpointed(dtype=i64), checkpointed(2)]
         found += [dict(checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=states(N).unsqueeze(1))]
-        found += [prompts((1, 70)), *(prompts((1, 70)) | dict(cu_seqlens=torch.tensor(ends)) for ends in ([0, 70], [0, 7, 70]))]
-        found += [prompts((1, 70)) | dict(cu_seqlens=torch.tensor([0, 7, 70]), max_seqlen=longest) for longest in (63, 64)]
+        found += [
+            prompts((1, 70)),
+            *(
+                prompts((1, 70)) | dict(cu_seqlens=torch.tensor(ends))
+                for ends in ([0, 70], [0, 7, 70])
+            ),
+        ]
+        found += [
+            prompts((1, 70)) | dict(cu_seqlens=torch.tensor([0, 7, 70]), max_seqlen=longest)
+            for longest in (63, 64)
+        ]
     return found
 
 
@@ -590,7 +746,9 @@ def test_what_makes_a_call_another_one(launches, op):
     assert op == "prefill" or len(launches) == 1 + 2 * len(changes)
 
 
-INDICES = dict(decode=["state_indices", "write_indices"], verify=["state_indices", "buffer_indices"])
+INDICES = dict(
+    decode=["state_indices", "write_indices"], verify=["state_indices", "buffer_indices"]
+)
 INDICES |= dict(flush=["num_accepted", "state_indices", "write_indices", "buffer_indices"])
 
 
@@ -620,14 +778,25 @@ def within(x, like, offset=0):
 def test_a_known_call_at_addresses_that_overlap_is_refused(launches, op):
     """The same shapes come first with tensors apart, then with out, the pool or the buffer overlapping another tensor."""
     call, state = tokens(V=64), torch.randn(P, HV, 64, K).bfloat16()
-    out, kept, counts = torch.zeros_like(call["v"]), gd.KVBuffer.empty(N, T, H, HV, K, 64), torch.ones(N, dtype=i32)
+    out, kept, counts = (
+        torch.zeros_like(call["v"]),
+        gd.KVBuffer.empty(N, T, H, HV, K, 64),
+        torch.ones(N, dtype=i32),
+    )
     both = torch.zeros(2 * out.numel()).bfloat16()
     in_the_pool = gd.KVBuffer(within(state, kept.u), kept.k, kept.log_decay)
     first, *overlapping = {
         "decode": (dict(call, state=state, out=out), dict(out=within(state, out, 128))),
         "prefill": (dict(call, state=state, out=out), dict(out=within(state, out, 128))),
-        "verify": (dict(call, state=state, buffer=kept, out=out), dict(out=within(state, out, 128)), dict(buffer=in_the_pool)),
-        "flush": (dict(state=state, buffer=kept, num_accepted=counts), dict(num_accepted=within(state, counts, 2))),
+        "verify": (
+            dict(call, state=state, buffer=kept, out=out),
+            dict(out=within(state, out, 128)),
+            dict(buffer=in_the_pool),
+        ),
+        "flush": (
+            dict(state=state, buffer=kept, num_accepted=counts),
+            dict(num_accepted=within(state, counts, 2)),
+        ),
     }[op]
     if op != "flush":
         overlapping.append(dict(v=within(both, out), out=within(both, out, out.numel() - 16)))
@@ -665,7 +834,9 @@ def steps():
 EXTRA = {
     "intermediate_states": lambda call: call | dict(intermediate_states=steps()),
     "initial_state": lambda call: call | dict(state=None, initial_state=states(N)),
-    "checkpoints": lambda call: call | dict(checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=states(N).unsqueeze(1)),
+    "checkpoints": lambda call: (
+        call | dict(checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=states(N).unsqueeze(1))
+    ),
     "out": lambda call: call | dict(out=torch.zeros_like(call["v"])),
     "z": lambda call: call | normed(),
 }
@@ -674,20 +845,29 @@ ROWS, QK, VALUES = "V rows", "rows of q and k", "rows of v and out"
 MISALIGNED = [
     # operation, tensor, how it lies, what is missing then, if anything is
     *(("decode", name, off, None) for name in ("q", "k", "v", "g", "beta", "z", "out")),
-    *(("decode", name, how, ROWS) for name in ("state", "intermediate_states") for how in (off, lambda x: wider(x, 4))),
+    *(
+        ("decode", name, how, ROWS)
+        for name in ("state", "intermediate_states")
+        for how in (off, lambda x: wider(x, 4))
+    ),
     *(("verify", name, off, None) for name in ("q", "v", "g", "z", "buffer_u", "buffer_log_decay")),
     *(("verify", "state", how, ROWS) for how in (off, lambda x: wider(x, 4))),
     *(("verify", "buffer_k", how, "rows of k") for how in (off, lambda x: wider(x, 1))),
     *(("flush", name, off, None) for name in ("buffer_u", "buffer_k", "buffer_log_decay")),
     ("flush", "state", off, ROWS),
-    *(("prefill", name, off, words) for name, words in (("q", QK), ("k", QK), ("v", VALUES), ("out", VALUES), ("beta", None))),
+    *(
+        ("prefill", name, off, words)
+        for name, words in (("q", QK), ("k", QK), ("v", VALUES), ("out", VALUES), ("beta", None))
+    ),
     *(("prefill", name, off, ROWS) for name in ("state", "initial_state", "checkpoints")),
     *(("prefill", name, lambda x: wider(x, 4), ROWS) for name in ("state", "checkpoints")),
     ("prefill", "out", apart, VALUES),
 ]
 
 
-@pytest.mark.parametrize(("op", "name", "how", "missing"), [*MISALIGNED, ("prefill", "g", off, "KDA's g")])
+@pytest.mark.parametrize(
+    ("op", "name", "how", "missing"), [*MISALIGNED, ("prefill", "g", off, "KDA's g")]
+)
 def test_rows_off_a_vectors_boundary(launches, op, name, how, missing, axis):
     """Refused, also once the call is known, where only the address shows it; or launched, where numbers are read one by one."""
     missing = None if (name, axis) == ("g", "head") else missing
@@ -715,22 +895,30 @@ def test_other_head_dims_are_refused(launches):
         + [(8, v, [f"V a multiple of 32, got {v}"]) for v in (16, 48)]
         + [(8, 32, []), (128, 288, [])],
     ):
-        assert OPERATIONS[op].missing(Problem(op, "head", 1, 1, K, V, 1, state_dtype=bf16)) == missing
+        assert (
+            OPERATIONS[op].missing(Problem(op, "head", 1, 1, K, V, 1, state_dtype=bf16)) == missing
+        )
 
 
 def launch_of(op, call, **bent):
     """The launch for such a call with tensors that have no memory, whatever their addresses."""
     route = gd.explain(op, **call, backend="cute")
-    facts = dict(gate="log", bound=0.0, norm_eps=0.0, qk_l2norm=True, beta_logits=False, null_index=-1)
+    facts = dict(
+        gate="log", bound=0.0, norm_eps=0.0, qk_l2norm=True, beta_logits=False, null_index=-1
+    )
     facts |= dict(update_state=True, output_final_state=False)
     fields = OPERATIONS[op].arguments._fields
     given = dict.fromkeys(fields) | facts | pieces(call) | bent
-    return OPERATIONS[op].launch(route.problem, route.plan, OPERATIONS[op].arguments(*(given[field] for field in fields)))
+    return OPERATIONS[op].launch(
+        route.problem, route.plan, OPERATIONS[op].arguments(*(given[field] for field in fields))
+    )
 
 
 def far(x, *strides):
     """A tensor of x's shape with such strides in front, and no memory."""
-    return torch.empty(2, dtype=x.dtype, device="meta").as_strided(x.shape, (*strides, *x.stride()[len(strides) :]))
+    return torch.empty(2, dtype=x.dtype, device="meta").as_strided(
+        x.shape, (*strides, *x.stride()[len(strides) :])
+    )
 
 
 BUFFER = ("buffer_u", "buffer_k", "buffer_log_decay")
@@ -752,21 +940,32 @@ def test_rows_2_gib_apart_are_refused(launches, op, name):
 
 
 def test_layers_one_prompt_and_its_checkpoints_may_be_longer(launches):
-    layered = dict(state=pool(f32)[None].repeat(2, 1, 1, 1, 1), buffer=buffer(layers=2), num_accepted=torch.ones(N).int())
-    bent = {name: far(x, 2**30 + i) for i, (name, x) in enumerate(pieces(dict(buffer=layered["buffer"])).items())}
+    layered = dict(
+        state=pool(f32)[None].repeat(2, 1, 1, 1, 1),
+        buffer=buffer(layers=2),
+        num_accepted=torch.ones(N).int(),
+    )
+    bent = {
+        name: far(x, 2**30 + i)
+        for i, (name, x) in enumerate(pieces(dict(buffer=layered["buffer"])).items())
+    }
     made = launch_of("flush", layered, state=far(layered["state"], 2**33), **bent)
     assert made.layer_strides == (2**35, 2**32, 2**32 + 4, 2**32 + 8)
     call = prompts((1, 70))
     assert launch_of("prefill", call, v=far(call["v"], 2**30))
     wide = far(torch.zeros(1, 2, HV, D, D), 2**30)
-    assert launch_of("prefill", call, checkpoint_lens=torch.zeros(1, 2, dtype=i64), checkpoints=wide)
+    assert launch_of(
+        "prefill", call, checkpoint_lens=torch.zeros(1, 2, dtype=i64), checkpoints=wide
+    )
 
 
 def test_calls_of_no_sequences_launch_nothing(launches):
     state, kept, none, no_ends = pool(), buffer(), torch.arange(0), torch.zeros(1).int()
     assert run("decode", **tokens((0, T)), state=state).shape == (0, T, HV, V)
     assert run("verify", **tokens((0, T)), state=state, buffer=kept).shape == (0, T, HV, V)
-    assert (run("verify", **tokens((1, 4)), cu_seqlens=no_ends, state=state, buffer=kept) == 0).all()
+    assert (
+        run("verify", **tokens((1, 4)), cu_seqlens=no_ends, state=state, buffer=kept) == 0
+    ).all()
     run("flush", state=state, buffer=kept, num_accepted=1, state_indices=none)
     run("flush", state=state, buffer=kept, num_accepted=none)
     run("flush", state=state, buffer=buffer(0), num_accepted=1, buffer_indices=none)
@@ -778,7 +977,9 @@ def test_calls_of_no_sequences_launch_nothing(launches):
     assert (run("prefill", **prompts((1, 4)), cu_seqlens=no_ends, state=start)[0] == 0).all()
     assert torch.equal(start, before)
     assert launches == []
-    run("prefill", **prompts((N, 0)), initial_state=states(N), output_final_state=True)  # no tokens still have final states
+    run(
+        "prefill", **prompts((N, 0)), initial_state=states(N), output_final_state=True
+    )  # no tokens still have final states
     assert launches[0][-1].chunk_slots > 0
 
 
@@ -809,15 +1010,33 @@ def packed_prompts(*ends):
 
 CHECKED = [
     # operation, its indices, the error; None for such as are right
-    ("decode", dict(state_indices=ints(0, 3, 0)), "ValueError state_indices: expected at most one sequence to write each row"),
+    (
+        "decode",
+        dict(state_indices=ints(0, 3, 0)),
+        "ValueError state_indices: expected at most one sequence to write each row",
+    ),
     ("decode", dict(state_indices=ints(0, 3, 0), null_index=0), None),
-    ("decode", dict(intermediate_states=FEW_STEPS, intermediate_indices=ints(0, 0, -1)), "ValueError intermediate_indices"),
-    ("decode", dict(intermediate_states=FEW_STEPS, intermediate_indices=ints(0, 2, -1)), "IndexError intermediate_indices"),
+    (
+        "decode",
+        dict(intermediate_states=FEW_STEPS, intermediate_indices=ints(0, 0, -1)),
+        "ValueError intermediate_indices",
+    ),
+    (
+        "decode",
+        dict(intermediate_states=FEW_STEPS, intermediate_indices=ints(0, 2, -1)),
+        "IndexError intermediate_indices",
+    ),
     ("decode", dict(intermediate_states=FEW_STEPS, intermediate_indices=ints(1, -1, 0)), None),
-    *(("verify", {name: PAST}, f"IndexError {name}") for name in ("state_indices", "buffer_indices")),
+    *(
+        ("verify", {name: PAST}, f"IndexError {name}")
+        for name in ("state_indices", "buffer_indices")
+    ),
     ("verify", dict(buffer_indices=TWICE), "ValueError buffer_indices"),
     ("verify", dict(state_indices=TWICE), None),  # a slot may be read twice
-    *(("flush", {"state_indices": None, name: PAST}, f"IndexError {name}") for name in ("state_indices", "buffer_indices")),
+    *(
+        ("flush", {"state_indices": None, name: PAST}, f"IndexError {name}")
+        for name in ("state_indices", "buffer_indices")
+    ),
     ("flush", dict(num_accepted=COUNTS, write_indices=PAST), "IndexError write_indices"),
     ("flush", dict(num_accepted=0, state_indices=TWICE), "ValueError state_indices"),
     ("flush", dict(num_accepted=COUNTS), None),
@@ -827,7 +1046,10 @@ CHECKED = [
     ("prefill", kept_at(128, 3), "ValueError checkpoint_lens"),
     ("prefill", kept_at(64, P), "IndexError checkpoint_indices"),
     ("prefill", kept_at(64, 2), "ValueError checkpoint_indices"),
-    *(("prefill", packed_prompts(*ends), "ValueError cu_seqlens") for ends in ((0, 5, 4), (1, 5, 9), (0, 5, 10))),
+    *(
+        ("prefill", packed_prompts(*ends), "ValueError cu_seqlens")
+        for ends in ((0, 5, 4), (1, 5, 9), (0, 5, 10))
+    ),
     ("prefill", packed_prompts(0, 5, 8), None),
     ("prefill", dict(state_indices=ints(0, -1, -1)), None),
     *((op, dict(g=growing(op)), "ValueError g: expected log decays") for op in WITH_TOKENS),
@@ -846,7 +1068,9 @@ def test_indices_are_checked_on_request(launches, monkeypatch, op, changes, erro
     monkeypatch.setattr(shared, "CHECK", True)
     for _ in range(2):
         if error:
-            with pytest.raises(dict(ValueError=ValueError, IndexError=IndexError)[kind], match=words):
+            with pytest.raises(
+                dict(ValueError=ValueError, IndexError=IndexError)[kind], match=words
+            ):
                 run(op, **call)
         else:
             run(op, **call)
@@ -862,13 +1086,23 @@ def test_a_check_that_is_neither_on_nor_off_is_an_error(launches, monkeypatch):
 
 # ------------------------------------------------------------------------------------------------ prefill's workspace and segments
 
-WORKSPACE = ["k_tiles", "q_tiles", "k_restored", "tinv_aqk", "scales", "sequence_order", "work_queue"]
+WORKSPACE = [
+    "k_tiles",
+    "q_tiles",
+    "k_restored",
+    "tinv_aqk",
+    "scales",
+    "sequence_order",
+    "work_queue",
+]
 WORKSPACE += ["segment_transitions", "segment_states", "transition_norms"]
 
 
 def force_segments(segments, monkeypatch, joins=False):
     """Prefills from here on split each sequence into that many segments."""
-    monkeypatch.setattr(on_host, "segmentation_of", lambda *_: on_host.Segmentation(segments, joins=joins))
+    monkeypatch.setattr(
+        on_host, "segmentation_of", lambda *_: on_host.Segmentation(segments, joins=joins)
+    )
 
 
 @pytest.mark.parametrize("segments", [1, 2, 7])
@@ -876,8 +1110,15 @@ def test_segments_launch_transitions_state_passing_and_scan(launches, monkeypatc
     force_segments(segments, monkeypatch)
     run("prefill", **good("prefill", axis))
     passing = ["prefill_transitions", "prefill_state_passing"] if segments > 1 else []
-    assert [some.kernel for some in launches.kernels] == ["prefill_prepare", *passing, "prefill_scan"]
-    windows = [dict(some.facts)[name] for some, name in ((launches.kernels[0], "segmented"), (launches.kernels[-1], "windows"))]
+    assert [some.kernel for some in launches.kernels] == [
+        "prefill_prepare",
+        *passing,
+        "prefill_scan",
+    ]
+    windows = [
+        dict(some.facts)[name]
+        for some, name in ((launches.kernels[0], "segmented"), (launches.kernels[-1], "windows"))
+    ]
     assert windows == [segments > 1] * 2
     assert all(launch == launches[0] for launch in launches)
     assert launches[0][-1].segments == segments
@@ -888,9 +1129,16 @@ def test_joined_segments_are_two_kernels(launches, monkeypatch, axis):
     force_segments(2, monkeypatch, joins=True)
     run("prefill", **good("prefill", axis))
     assert [some.kernel for some in launches.kernels] == ["prefill_prepare", "prefill_scan"]
-    assert [dict(some.facts).get(name) for some, name in zip(launches.kernels, ("segmented", "windows"))] == [True, True]
+    assert [
+        dict(some.facts).get(name) for some, name in zip(launches.kernels, ("segmented", "windows"))
+    ] == [True, True]
     assert all(launch == launches[0] for launch in launches)
-    assert launches[0][0].segment_transitions == launches[0][0].segment_states == 0 < launches[0][0].transition_norms
+    assert (
+        launches[0][0].segment_transitions
+        == launches[0][0].segment_states
+        == 0
+        < launches[0][0].transition_norms
+    )
 
 
 def test_one_kernel_where_heads_fill_the_chip(launches):
@@ -907,7 +1155,11 @@ def test_one_kernel_where_heads_fill_the_chip(launches):
             more = more | dict(cu_seqlens=torch.arange(many + 1) * 65, max_seqlen=longest)
         launches.clear()
         call = prompts((1, many * 65) if "cu_seqlens" in more else (many, 70))
-        run("prefill", **call | {name: call[name].repeat_interleave(2, 2)[:, :, :heads] for name in "qk"}, **more)
+        run(
+            "prefill",
+            **call | {name: call[name].repeat_interleave(2, 2)[:, :, :heads] for name in "qk"},
+            **more,
+        )
         assert [some.kernel for some in launches.kernels] == kernels
         assert all(launch == launches[0] for launch in launches)
         present = ["sequence_order", "work_queue"] if "prefill_schedule" in kernels else []
@@ -920,7 +1172,9 @@ def test_packed_sequences_have_an_order_where_their_blocks_take_turns(launches, 
     """Of four heads and two tiles of V rows, or one; what is uneven has two where the longest is known."""
     for N in (16, 40, 17):
         launches.clear()
-        call = prompts((1, N * 80), axis) | dict(cu_seqlens=ints(*range(0, N * 80 + 1, 80)), max_seqlen=longest)
+        call = prompts((1, N * 80), axis) | dict(
+            cu_seqlens=ints(*range(0, N * 80 + 1, 80)), max_seqlen=longest
+        )
         run("prefill", **call, deterministic=True)
         rows = dict(launches.kernels[-1].facts)["rows"]
         assert launches.kernels[-1].kernel == "prefill_scan"
@@ -929,9 +1183,24 @@ def test_packed_sequences_have_an_order_where_their_blocks_take_turns(launches, 
 
 def test_few_blocks_of_prepare_have_fewer_value_heads(launches, axis):
     """Halved while they are no more than 264 and the heads are even. KDA's have one, and what prepares beside the scan has all."""
-    for T, H, HV, heads in ((512, 16, 64, 2), (256, 16, 64, 1), (1024, 16, 64, 4), (64, 1, 12, 3), (64, 2, 2, 1), (64, 1, 7, 7)):
-        assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1), on_host.H200_SMS) == heads
-        assert on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1, overlapped=True), on_host.H200_SMS) == HV // H
+    for T, H, HV, heads in (
+        (512, 16, 64, 2),
+        (256, 16, 64, 1),
+        (1024, 16, 64, 4),
+        (64, 1, 12, 3),
+        (64, 2, 2, 1),
+        (64, 1, 7, 7),
+    ):
+        assert (
+            on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1), on_host.H200_SMS)
+            == heads
+        )
+        assert (
+            on_host.prepare_heads(
+                H, HV, -(-T // 64), on_host.Segmentation(1, overlapped=True), on_host.H200_SMS
+            )
+            == HV // H
+        )
     run("prefill", **prompts((1, 100), axis))
     assert (launches[0][-1].block_heads, launches[0][-1].chunk_blocks) == (1, 4)
 
@@ -939,10 +1208,18 @@ def test_few_blocks_of_prepare_have_fewer_value_heads(launches, axis):
 @pytest.mark.parametrize("packed", [False, True])
 def test_prepare_beside_the_scan_has_a_counter_for_each_chunk(launches, monkeypatch, axis, packed):
     """Behind the queues of blocks and of items, and memory for what two kernels hand over."""
-    monkeypatch.setattr(on_host, "segmentation_of", lambda *_: on_host.Segmentation(1, overlapped=True))
+    monkeypatch.setattr(
+        on_host, "segmentation_of", lambda *_: on_host.Segmentation(1, overlapped=True)
+    )
     made, measure = [], on_host._workspace
-    monkeypatch.setattr(on_host, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1])
-    run("prefill", **prompts((1, 6400), axis), **(dict(cu_seqlens=torch.tensor([0, 6000])) if packed else {}))
+    monkeypatch.setattr(
+        on_host, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1]
+    )
+    run(
+        "prefill",
+        **prompts((1, 6400), axis),
+        **(dict(cu_seqlens=torch.tensor([0, 6000])) if packed else {}),
+    )
     assert [some.kernel for some in launches.kernels] == ["prefill_schedule", "prefill_overlapped"]
     ((size, offsets),), (pointers, *_, sizes) = made, launches[0]
     assert launches[0] == launches[1]
@@ -958,7 +1235,10 @@ def test_prepare_beside_the_scan_has_a_counter_for_each_chunk(launches, monkeypa
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_deterministic_prefill_has_one_scan_of_one_segment(launches, axis, keeps):
     """Where calls without the flag have segments, joined ones, or one kernel; rows, and prepare beside the scan, do not change bits."""
-    packed, two = prompts((1, 200), axis) | dict(cu_seqlens=ints(0, 64, 200)), ["prefill_prepare", "prefill_scan"]
+    packed, two = (
+        prompts((1, 200), axis) | dict(cu_seqlens=ints(0, 64, 200)),
+        ["prefill_prepare", "prefill_scan"],
+    )
     beside = ["prefill_schedule", "prefill_overlapped"]
     for call, n, kernels, rows in (
         (prompts((1, 8192), axis), 1, beside, 64),
@@ -966,20 +1246,35 @@ def test_a_deterministic_prefill_has_one_scan_of_one_segment(launches, axis, kee
         (prompts((40, 70), axis), 40, two, 128),
     ):
         launches.clear()
-        keep = dict(checkpoint_lens=torch.zeros(n, 1, dtype=i32), checkpoints=torch.zeros(n, 1, HV, D, D)) if keeps else {}
+        keep = (
+            dict(
+                checkpoint_lens=torch.zeros(n, 1, dtype=i32),
+                checkpoints=torch.zeros(n, 1, HV, D, D),
+            )
+            if keeps
+            else {}
+        )
         run("prefill", **call, **keep, deterministic=True)
         facts = dict(launches.kernels[-1].facts)
         assert [some.kernel for some in launches.kernels] == kernels
         assert facts | dict(checkpoints=True, deterministic=True) == facts
         assert facts.get("rows", 64) == rows
         assert launches[0][-1].segments == 1
-    assert "deterministic" in str(gd.explain("prefill", **packed, deterministic=True, backend="cute"))
+    assert "deterministic" in str(
+        gd.explain("prefill", **packed, deterministic=True, backend="cute")
+    )
 
 
-def test_segmentation_depends_on_sequences_tokens_and_what_the_call_says_of_them(launches, monkeypatch):
+def test_segmentation_depends_on_sequences_tokens_and_what_the_call_says_of_them(
+    launches, monkeypatch
+):
     """Calls and explain pass the same numbers."""
     asked = []
-    monkeypatch.setattr(on_host, "segmentation_of", lambda problem, *sizes: asked.append(sizes) or on_host.Segmentation(1))
+    monkeypatch.setattr(
+        on_host,
+        "segmentation_of",
+        lambda problem, *sizes: asked.append(sizes) or on_host.Segmentation(1),
+    )
     for call in (prompts(), packed_prompts(0, 4, 8), packed_prompts(0, 4, 8) | dict(max_seqlen=5)):
         run("prefill", **call)
         gd.explain("prefill", **call, backend="cute")
@@ -990,10 +1285,14 @@ def test_segmentation_depends_on_sequences_tokens_and_what_the_call_says_of_them
 def test_the_schedule_reads_how_many_sms_the_gpu_has(launches, monkeypatch):
     """So do the kernels, the order of sequences and the blocks of prepare."""
     gpu = SimpleNamespace(multi_processor_count=78)
-    monkeypatch.setattr(torch.cuda, "get_device_properties", {torch.device("cuda", 1): gpu}.__getitem__)
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", {torch.device("cuda", 1): gpu}.__getitem__
+    )
     assert on_host.sms_of(torch.device("cuda", 1)) == 78
     assert on_host.sms_of(torch.device("cpu")) == on_host.H200_SMS
-    call = prompts((1, 60 * 65)) | dict(cu_seqlens=torch.arange(61) * 65, max_seqlen=65, deterministic=True)
+    call = prompts((1, 60 * 65)) | dict(
+        cu_seqlens=torch.arange(61) * 65, max_seqlen=65, deterministic=True
+    )
     for sms, ordered in ((239, True), (240, False)):
         monkeypatch.setattr(on_host, "sms_of", lambda _, sms=sms: sms)
         OPERATIONS["prefill"].calls.clear()
@@ -1003,7 +1302,10 @@ def test_the_schedule_reads_how_many_sms_the_gpu_has(launches, monkeypatch):
         assert bool(launches[0][0].sequence_order) == ordered
     for sms, segments in ((132, 8), (60, 7), (16, 1)):
         monkeypatch.setattr(on_host, "sms_of", lambda _, sms=sms: sms)
-        assert gd.explain("prefill", **prompts((1, 4096)), backend="cute").schedule.segments == segments
+        assert (
+            gd.explain("prefill", **prompts((1, 4096)), backend="cute").schedule.segments
+            == segments
+        )
 
 
 def test_calls_that_differ_in_max_seqlen_have_kernels_of_their_own(launches):
@@ -1029,12 +1331,16 @@ def test_calls_that_differ_in_max_seqlen_have_kernels_of_their_own(launches):
 
 @pytest.mark.parametrize(("segments", "joins"), [(1, False), (4, False), (4, True)])
 @pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, axis, packed, segments, joins):
+def test_workspace_regions_have_room_and_do_not_overlap(
+    launches, monkeypatch, axis, packed, segments, joins
+):
     """Every region up to the last byte of its last entry; they begin at multiples of 256 bytes from one another."""
     force_segments(segments, monkeypatch, joins)
     monkeypatch.setattr(on_host, "sms_of", lambda _: 3)
     made, measure = [], on_host._workspace
-    monkeypatch.setattr(on_host, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1])
+    monkeypatch.setattr(
+        on_host, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1]
+    )
     more = dict(cu_seqlens=torch.tensor([0, 5, 190])) if packed else {}
     run("prefill", **prompts((1, 200) if packed else (N, 70), axis), **more)
     ((size, offsets),), (pointers, *_, sizes) = made, launches[0]
@@ -1042,7 +1348,13 @@ def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, a
     qk_bytes = TILE_BYTES * (v_chunks if channel else sizes.chunk_slots * sizes.H)
     cut = sizes.N * sizes.HV * segments if segments > 1 and not joins else 0
     queue = 4 * (1 + (sizes.N * sizes.HV * 2 if segments > 1 else 0))
-    tiles = [qk_bytes, qk_bytes, v_chunks * TILE_BYTES if channel else 0, v_chunks * 2 * TRIANGLE_BYTES, v_chunks * SCALE_BYTES]
+    tiles = [
+        qk_bytes,
+        qk_bytes,
+        v_chunks * TILE_BYTES if channel else 0,
+        v_chunks * 2 * TRIANGLE_BYTES,
+        v_chunks * SCALE_BYTES,
+    ]
     ends = [*tiles, 4 * sizes.N if packed else 0, queue, 2 * cut * D * D * 4, cut * (D * D * 4 + 4)]
     ends.append(v_chunks * 4 if segments > 1 else 0)
     assert [at < 0 for at in offsets] == [end == 0 for end in ends]
@@ -1051,7 +1363,9 @@ def test_workspace_regions_have_room_and_do_not_overlap(launches, monkeypatch, a
     assert all(end <= following for (_, end), (following, _) in itertools.pairwise(taken))
     assert taken[-1][1] <= size
     start = pointers.work_queue - offsets[WORKSPACE.index("work_queue")]
-    assert [getattr(pointers, name) for name in WORKSPACE] == [start + at if at >= 0 else 0 for at in offsets]
+    assert [getattr(pointers, name) for name in WORKSPACE] == [
+        start + at if at >= 0 else 0 for at in offsets
+    ]
 
 
 def first_chunk_slot(starts, n):
@@ -1062,31 +1376,59 @@ def first_chunk_slot(starts, n):
 def test_every_chunk_of_packed_prompts_has_a_slot(launches):
     rng = random.Random(0)
     for _ in range(50):
-        lengths = [rng.choice((0, 1, 63, 64, 65, rng.randrange(300))) for _ in range(rng.randrange(1, 9))]
+        lengths = [
+            rng.choice((0, 1, 63, 64, 65, rng.randrange(300))) for _ in range(rng.randrange(1, 9))
+        ]
         starts = [0, *itertools.accumulate(lengths)]
         total = starts[-1] + rng.choice((0, 1, 100))
         run("prefill", **prompts((1, total)), cu_seqlens=torch.tensor(starts))
-        slots = [first_chunk_slot(starts, n) + c for n, length in enumerate(lengths) for c in range(-(-length // CHUNK))]
+        slots = [
+            first_chunk_slot(starts, n) + c
+            for n, length in enumerate(lengths)
+            for c in range(-(-length // CHUNK))
+        ]
         assert slots == sorted(set(slots))
         assert max(slots, default=0) < launches[-1][-1].chunk_slots
 
 
 def prompt_problem(HV=8, **changes):
-    dtypes = dict.fromkeys(("dtype", "g_dtype", "beta_dtype"), torch.bfloat16) | dict(state_dtype=torch.float32)
-    return Problem("prefill", **{"axis": "head", "H": 1, "HV": HV, "K": D, "V": D, "gate": "softplus", **dtypes, **changes})
+    dtypes = dict.fromkeys(("dtype", "g_dtype", "beta_dtype"), torch.bfloat16) | dict(
+        state_dtype=torch.float32
+    )
+    return Problem(
+        "prefill",
+        **{
+            "axis": "head",
+            "H": 1,
+            "HV": HV,
+            "K": D,
+            "V": D,
+            "gate": "softplus",
+            **dtypes,
+            **changes,
+        },
+    )
 
 
 @pytest.mark.parametrize("sms", [132, 114, 78, 16])
 def test_few_long_prompts_are_segmented_and_others_are_not(sms):
     """No more blocks than run at once, and no segment too short to pay for state passing."""
     found = set()
-    sizes = ((1, 2, 4, 8, 16, 32, 64), (1, 2, 3, 7, 33, 300), (0, 1, 512, 2047, 2048, 8191, 8192, 100_000))
+    sizes = (
+        (1, 2, 4, 8, 16, 32, 64),
+        (1, 2, 3, 7, 33, 300),
+        (0, 1, 512, 2047, 2048, 8191, 8192, 100_000),
+    )
     for axis, HV, N, T in itertools.product(("head", "channel"), *sizes):
         made = on_host.segmentation_of(prompt_problem(HV, axis=axis), N, N * T, sms=sms)
         found.add((made.segments, made.joins))
         assert made.segments >= 1
         if made.segments > 1:
-            doubled = axis == "head" and made.segments * on_host.MIN_DOUBLED <= 2 * T and made.segments >= 2 * on_host.FEW_SEGMENTS
+            doubled = (
+                axis == "head"
+                and made.segments * on_host.MIN_DOUBLED <= 2 * T
+                and made.segments >= 2 * on_host.FEW_SEGMENTS
+            )
             assert made.segments * 2 * HV * N <= sms * (1 + doubled)
             if made.joins:
                 assert on_host.MIN_JOINED <= T
@@ -1094,15 +1436,22 @@ def test_few_long_prompts_are_segmented_and_others_are_not(sms):
                 assert made.segments >= on_host.MIN_JOINED_SEGMENTS[axis]
             else:
                 assert T >= on_host.MIN_CUT
-                assert made.segments <= on_host.FEW_SEGMENTS or made.segments * on_host.MIN_SEGMENT <= T
-                assert made.segments >= 4 or (made.segments == 3 and T >= on_host.MIN_THREE_SEGMENTS)
+                assert (
+                    made.segments <= on_host.FEW_SEGMENTS
+                    or made.segments * on_host.MIN_SEGMENT <= T
+                )
+                assert made.segments >= 4 or (
+                    made.segments == 3 and T >= on_host.MIN_THREE_SEGMENTS
+                )
         blocks = 2 * HV * N  # of 64 rows
         if made.raw and made.overlapped:
             assert (axis, made.rows) == ("channel", 128)
             assert (on_host.MIN_WALKED_RAW if blocks <= sms else on_host.MIN_TURNS_RAW) <= T
             assert sms / on_host.MAX_UNEVEN_RAW <= HV * N <= on_host.MAX_WALKING_RAW * sms
             continue
-        if blocks <= sms or axis == "channel" or sms == on_host.H200_SMS:  # else some of GDN's heads would leave SMs idle
+        if (
+            blocks <= sms or axis == "channel" or sms == on_host.H200_SMS
+        ):  # else some of GDN's heads would leave SMs idle
             assert made.rows == (64 if blocks <= sms else 128)
         assert not made.overlapped or (N == 1 and 16 * blocks <= 9 * sms)
         if made.segments == 1 and 3 * blocks <= sms:
@@ -1116,24 +1465,45 @@ def test_where_there_is_no_room_for_eight_segments_scans_join_four_of_longer_pro
         joined = on_host.Segmentation(4, joins=True)
         for HV, N in ((16, 1), (8, 2), (9, 1)):
             room = 132 // (2 * HV * N)
-            assert {on_host.segmentation_of(prompt_problem(HV, axis=axis), N, N * T) for T in (2048, fewest - 1)} == {joined}
-            assert on_host.segmentation_of(prompt_problem(HV, axis=axis), N, N * fewest) == on_host.Segmentation(room)
-        for other in (dict(HV=8), dict(HV=16, V=64), dict(HV=16, K=64)):  # room for eight; what scans do not join
+            assert {
+                on_host.segmentation_of(prompt_problem(HV, axis=axis), N, N * T)
+                for T in (2048, fewest - 1)
+            } == {joined}
+            assert on_host.segmentation_of(
+                prompt_problem(HV, axis=axis), N, N * fewest
+            ) == on_host.Segmentation(room)
+        for other in (
+            dict(HV=8),
+            dict(HV=16, V=64),
+            dict(HV=16, K=64),
+        ):  # room for eight; what scans do not join
             made = on_host.segmentation_of(prompt_problem(axis=axis, **other), 1, 2048)
             assert (made.segments >= 4, made.joins) == (True, False)
 
 
 def test_very_long_prompts_of_gdn_have_twice_as_many_segments_as_fit_at_once():
-    for HV, length, segments in ((8, 65_536, 16), (8, 65_535, 8), (4, 131_072, 32), (4, 131_071, 16), (16, 131_072, 4)):
-        assert on_host.segmentation_of(prompt_problem(HV), 1, length) == on_host.Segmentation(segments)
-    assert on_host.segmentation_of(prompt_problem(8, axis="channel"), 1, 131_072) == on_host.Segmentation(8)
+    for HV, length, segments in (
+        (8, 65_536, 16),
+        (8, 65_535, 8),
+        (4, 131_072, 32),
+        (4, 131_071, 16),
+        (16, 131_072, 4),
+    ):
+        assert on_host.segmentation_of(prompt_problem(HV), 1, length) == on_host.Segmentation(
+            segments
+        )
+    assert on_host.segmentation_of(
+        prompt_problem(8, axis="channel"), 1, 131_072
+    ) == on_host.Segmentation(8)
 
 
 def test_what_has_no_fused_kernel_is_not_fused():
     one, split = on_host.Segmentation(1, 128, True, even=True), on_host.Segmentation(1, 128)
     assert on_host.segmentation_of(prompt_problem(2), 64, 6400) == one
     assert on_host.segmentation_of(prompt_problem(1), 67, 6700) == one
-    assert on_host.segmentation_of(prompt_problem(2, axis="channel"), 100, 10000) == split._replace(raw=True)
+    assert on_host.segmentation_of(prompt_problem(2, axis="channel"), 100, 10000) == split._replace(
+        raw=True
+    )
     for other in (
         dict(axis="channel", g_dtype=torch.float32),
         dict(axis="channel", options=frozenset({"deterministic"})),
@@ -1164,7 +1534,17 @@ def test_sequences_of_about_one_length_need_no_queue():
 def test_where_heads_leave_many_sms_idle_blocks_have_64_rows():
     """Three to eight value heads a k head: 132 at a time, which should fill three quarters of all rounds but a single one."""
     one, two = on_host.Segmentation(1, 128, True, even=True), on_host.Segmentation(1)
-    for heads, made in ((84, one), (132, one), (144, two), (192, two), (204, one), (264, one), (276, two), (300, one), (372, one)):
+    for heads, made in (
+        (84, one),
+        (132, one),
+        (144, two),
+        (192, two),
+        (204, one),
+        (264, one),
+        (276, two),
+        (300, one),
+        (372, one),
+    ):
         for HV in (3, 4, 6):
             assert on_host.segmentation_of(prompt_problem(HV), heads // HV, 100 * heads) == made
         for HV in (1, 2):
@@ -1182,12 +1562,19 @@ def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_many_sms_are_id
         assert on_host.segmentation_of(prompt_problem(**sizes), 1, fewest) == overlapped
         assert not on_host.segmentation_of(prompt_problem(**sizes), 1, fewest - 1).overlapped
         assert not on_host.segmentation_of(prompt_problem(**sizes), 1, 2**20).joins
-    fp32 = dict(axis="channel", g_dtype=torch.float32)  # three chunks of which an SM has no shared memory for
+    fp32 = dict(
+        axis="channel", g_dtype=torch.float32
+    )  # three chunks of which an SM has no shared memory for
     for other in (fp32, dict(dtype=torch.float16), dict(K=64), dict(V=64), dict(HV=38)):
-        assert not on_host.segmentation_of(prompt_problem(**dict(H=1, HV=32) | other), 1, 8192).overlapped
+        assert not on_host.segmentation_of(
+            prompt_problem(**dict(H=1, HV=32) | other), 1, 8192
+        ).overlapped
     assert not on_host.segmentation_of(prompt_problem(HV=16), 2, 8192).overlapped
     for sms, made in ((114, True), (113, False), (78, False)):
-        assert on_host.segmentation_of(prompt_problem(H=16, HV=32), 1, 8192, sms=sms).overlapped == made
+        assert (
+            on_host.segmentation_of(prompt_problem(H=16, HV=32), 1, 8192, sms=sms).overlapped
+            == made
+        )
 
 
 def test_of_kda_with_a_head_for_half_of_the_sms_raw_tokens_are_walked_beside_prepare():
@@ -1195,18 +1582,30 @@ def test_of_kda_with_a_head_for_half_of_the_sms_raw_tokens_are_walked_beside_pre
     beside = on_host.Segmentation(1, 128, overlapped=True, raw=True)
 
     def made(HV, N, tokens, longest=None, **changes):
-        return on_host.segmentation_of(prompt_problem(HV, axis="channel", **changes), N, tokens, longest)
+        return on_host.segmentation_of(
+            prompt_problem(HV, axis="channel", **changes), N, tokens, longest
+        )
 
     half = ((55, 1), (66, 1), (32, 2), (8, 8), (2, 32))
-    for HV, N, fewest in (*((*some, on_host.MIN_WALKED_RAW) for some in half), (8, 9, 320), (80, 1, 320)):
+    for HV, N, fewest in (
+        *((*some, on_host.MIN_WALKED_RAW) for some in half),
+        (8, 9, 320),
+        (80, 1, 320),
+    ):
         assert made(HV, N, N * fewest) == beside
         assert made(HV, N, N * (fewest - 1)) != beside
     for HV, N in ((54, 1), (81, 1), (2, 33), (1, 64)):
         assert made(HV, N, N * 8192) != beside
-    for other in (dict(options=frozenset({"deterministic"})), dict(g_dtype=torch.float32), dict(K=64)):
+    for other in (
+        dict(options=frozenset({"deterministic"})),
+        dict(g_dtype=torch.float32),
+        dict(K=64),
+    ):
         assert made(64, 1, 8192, **other) != beside
     packed = dict(options=frozenset({"cu_seqlens_i32"}))
-    assert [made(32, 2, 8192, longest, **packed) == beside for longest in (4096, 4766, 4767, None)] == [True, True, False, False]
+    assert [
+        made(32, 2, 8192, longest, **packed) == beside for longest in (4096, 4766, 4767, None)
+    ] == [True, True, False, False]
     assert made(64, 1, 8192, **packed) == beside
 
 
@@ -1222,7 +1621,10 @@ def test_packed_prompts_have_64_rows_where_one_of_them_may_keep_few_sms_busy():
     for axis, (H, HV) in itertools.product(("head", "channel"), rows):
         for sequences, wanted in rows[H, HV].items():
             sizes, tokens = dict(H=H, HV=HV, axis=axis), sequences * 1024
-            assert on_host.segmentation_of(prompt_problem(**sizes, **packed), sequences, tokens).rows == wanted
+            assert (
+                on_host.segmentation_of(prompt_problem(**sizes, **packed), sequences, tokens).rows
+                == wanted
+            )
             assert on_host.segmentation_of(prompt_problem(**sizes), sequences, tokens).rows == 128
     assert on_host.segmentation_of(prompt_problem(HV=96, **packed), 1, 8192).rows == 128
 
@@ -1230,7 +1632,11 @@ def test_packed_prompts_have_64_rows_where_one_of_them_may_keep_few_sms_busy():
 def test_where_the_longest_packed_prompt_is_known_rows_depend_on_it():
     """Not on how many there are. More heads than SMs always have 128, whatever the call says."""
     packed = dict(options=frozenset({"cu_seqlens_i32"}))
-    cells = [(axis, *some) for axis in ("head", "channel") for some in ((4, 8, 20, 992), (16, 32, 3, 3971))]
+    cells = [
+        (axis, *some)
+        for axis in ("head", "channel")
+        for some in ((4, 8, 20, 992), (16, 32, 3, 3971))
+    ]
     for axis, H, HV, sequences, longest in (
         *cells,
         ("head", 4, 8, 10, 992),
@@ -1238,13 +1644,21 @@ def test_where_the_longest_packed_prompt_is_known_rows_depend_on_it():
         ("channel", 32, 32, 4, 3971),
     ):
         even, uneven = (
-            on_host.segmentation_of(prompt_problem(H=H, HV=HV, axis=axis, **packed), sequences, 8192, known)
+            on_host.segmentation_of(
+                prompt_problem(H=H, HV=HV, axis=axis, **packed), sequences, 8192, known
+            )
             for known in (longest, longest + 1)
         )
         assert (even.rows, uneven) == (128, on_host.Segmentation(1))
-    rows = {on_host.segmentation_of(prompt_problem(HV=96, **packed), 10, 8192, known).rows for known in (0, 820, 8192, 2**40)}
+    rows = {
+        on_host.segmentation_of(prompt_problem(HV=96, **packed), 10, 8192, known).rows
+        for known in (0, 820, 8192, 2**40)
+    }
     assert rows == {128}
-    few = {on_host.segmentation_of(prompt_problem(HV=4, **packed), 10, 81920, known) for known in (None, 0, 8192, 2**40)}
+    few = {
+        on_host.segmentation_of(prompt_problem(HV=4, **packed), 10, 81920, known)
+        for known in (None, 0, 8192, 2**40)
+    }
     assert len(few) == 1
 
 
@@ -1257,7 +1671,9 @@ def test_a_longer_prompt_has_no_fewer_segments():
     """Among short ones, whose segments are joined, and among those that are cut, longer than what is prepared beside the scan."""
     for HV, N in itertools.product((1, 2, 8, 16), (1, 2, 5)):
         for lengths in (range(0, on_host.MIN_OVERLAPPED, 50), range(on_host.MIN_CUT, 40_000, 100)):
-            segments = [on_host.segmentation_of(prompt_problem(HV), N, N * T).segments for T in lengths]
+            segments = [
+                on_host.segmentation_of(prompt_problem(HV), N, N * T).segments for T in lengths
+            ]
             assert segments == sorted(segments)
 
 
@@ -1265,30 +1681,59 @@ def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
     problem = prompt_problem(axis=axis)
     listed = dispatch.variants_of(problem)
     several = [on_host.Segmentation(segments) for segments in (2, 3, 16)]
-    for segmentation in (on_host.Segmentation(1), on_host.Segmentation(1, 128), *several, on_host.Segmentation(2, joins=True)):
+    for segmentation in (
+        on_host.Segmentation(1),
+        on_host.Segmentation(1, 128),
+        *several,
+        on_host.Segmentation(2, joins=True),
+    ):
         made = [some.kernel for some in on_host.variants_of(problem, segmentation)]
-        between = ["prefill_transitions", "prefill_state_passing"] if segmentation in several else []
+        between = (
+            ["prefill_transitions", "prefill_state_passing"] if segmentation in several else []
+        )
         assert made == ["prefill_prepare", *between, "prefill_scan"]
         assert set(on_host.variants_of(problem, segmentation)) <= set(listed)
     fused, overlapped = on_host.Segmentation(1, 128, True), on_host.Segmentation(1, overlapped=True)
-    in_one, raw = [(overlapped, ["prefill_schedule", "prefill_overlapped"])], on_host.Segmentation(1, 128, raw=True)
+    in_one, raw = (
+        [(overlapped, ["prefill_schedule", "prefill_overlapped"])],
+        on_host.Segmentation(1, 128, raw=True),
+    )
     if axis == "channel":
         two = ["prefill_prepare_raw", "prefill_scan_raw"]
-        for segmentation, kernels in ((raw, two), (raw._replace(overlapped=True), ["prefill_schedule", *two])):
+        for segmentation, kernels in (
+            (raw, two),
+            (raw._replace(overlapped=True), ["prefill_schedule", *two]),
+        ):
             made = on_host.variants_of(problem, segmentation)
             assert ([some.kernel for some in made], set(made) <= set(listed)) == (kernels, True)
     if axis == "head":
-        in_one += [(fused._replace(even=True), ["prefill_fused"]), (fused, ["prefill_schedule", "prefill_fused"])]
+        in_one += [
+            (fused._replace(even=True), ["prefill_fused"]),
+            (fused, ["prefill_schedule", "prefill_fused"]),
+        ]
     for segmentation, kernels in in_one:
         made = on_host.variants_of(problem, segmentation)
         assert [some.kernel for some in made] == kernels
-        assert all(dict(some.facts) == dict(overlapped=segmentation.overlapped) for some in made[:-1])
+        assert all(
+            dict(some.facts) == dict(overlapped=segmentation.overlapped) for some in made[:-1]
+        )
         assert set(made) <= set(listed)
-    walks = ["prefill_overlapped", "prefill_fused" if axis == "head" else "prefill_scan_raw", *["prefill_scan"] * 3]
-    others = [*["prefill_prepare"] * 2, "prefill_state_passing", "prefill_transitions", "prefill_schedule"]
+    walks = [
+        "prefill_overlapped",
+        "prefill_fused" if axis == "head" else "prefill_scan_raw",
+        *["prefill_scan"] * 3,
+    ]
+    others = [
+        *["prefill_prepare"] * 2,
+        "prefill_state_passing",
+        "prefill_transitions",
+        "prefill_schedule",
+    ]
     others += ["prefill_schedule" if axis == "head" else "prefill_prepare_raw"]
     assert sorted(some.kernel for some in listed) == sorted([*walks, *others])
-    new = set(dispatch.variants_of(prompt_problem(axis=axis, options=frozenset({"checkpoints"})))) - set(listed)
+    new = set(
+        dispatch.variants_of(prompt_problem(axis=axis, options=frozenset({"checkpoints"})))
+    ) - set(listed)
     assert sorted(some.kernel for some in new) == sorted(walks)
 
 
@@ -1300,7 +1745,13 @@ def test_a_scan_that_decays_raw_tokens_has_no_tiles_in_the_workspace(launches):
     for more, kernel in (
         ({}, "prefill_scan_raw"),
         (dict(g=call["g"].half()), "prefill_scan_raw"),
-        (dict(checkpoint_lens=ints(*[64] * 34)[:, None], checkpoints=torch.empty(34, 1, 4, 128, 128)), "prefill_scan_raw"),
+        (
+            dict(
+                checkpoint_lens=ints(*[64] * 34)[:, None],
+                checkpoints=torch.empty(34, 1, 4, 128, 128),
+            ),
+            "prefill_scan_raw",
+        ),
         (dict(deterministic=True), "prefill_scan"),
         (dict(g=call["g"].float()), "prefill_scan"),
         (half, "prefill_scan"),
@@ -1309,22 +1760,47 @@ def test_a_scan_that_decays_raw_tokens_has_no_tiles_in_the_workspace(launches):
         launches.clear()
         run("prefill", **call | more)
         raw = kernel == "prefill_scan_raw"
-        assert [some.kernel for some in launches.kernels] == ["prefill_prepare_raw" if raw else "prefill_prepare", kernel]
-        assert {name for name in tiles if getattr(launches[0][0], name)} == (set() if raw else tiles)
+        assert [some.kernel for some in launches.kernels] == [
+            "prefill_prepare_raw" if raw else "prefill_prepare",
+            kernel,
+        ]
+        assert {name for name in tiles if getattr(launches[0][0], name)} == (
+            set() if raw else tiles
+        )
 
 
 def test_compile_time_facts_of_prefills_kernels():
     """Heads, index types and layouts are runtime arguments; each compile-time fact belongs to the kernels that use it."""
 
     def changed(**changes):
-        return {some.kernel.removeprefix("prefill_") for some in set(dispatch.variants_of(prompt_problem(**changes))) - set(first)}
+        return {
+            some.kernel.removeprefix("prefill_")
+            for some in set(dispatch.variants_of(prompt_problem(**changes))) - set(first)
+        }
 
     first = dispatch.variants_of(prompt_problem())
-    for same in (dict(H=8, HV=64), dict(beta_logits=True), dict(beta_dtype=torch.float32), dict(options=frozenset({"pool"}))):
+    for same in (
+        dict(H=8, HV=64),
+        dict(beta_logits=True),
+        dict(beta_dtype=torch.float32),
+        dict(options=frozenset({"pool"})),
+    ):
         assert changed(**same) == set()
-    assert changed(axis="channel") == {"prepare", "prepare_raw", "scan", "scan_raw", "transitions", "overlapped"}
+    assert changed(axis="channel") == {
+        "prepare",
+        "prepare_raw",
+        "scan",
+        "scan_raw",
+        "transitions",
+        "overlapped",
+    }
     assert changed(dtype=torch.float16) == {"prepare", "scan", "transitions"}
-    assert changed(g_dtype=torch.float32) == changed(gate="log") == changed(qk_l2norm=False) == {"prepare", "fused", "overlapped"}
+    assert (
+        changed(g_dtype=torch.float32)
+        == changed(gate="log")
+        == changed(qk_l2norm=False)
+        == {"prepare", "fused", "overlapped"}
+    )
     assert changed(state_dtype=torch.bfloat16) == {"scan", "transitions", "fused", "overlapped"}
     assert changed(K=64) == {"prepare", "scan", "transitions"}
     assert changed(V=64) == {"scan", "transitions", "state_passing"}
@@ -1333,8 +1809,21 @@ def test_compile_time_facts_of_prefills_kernels():
 def test_prefills_of_the_released_models_are_shipped():
     """Qwen3-Next and Qwen3.5, whose log decays may be fp32, and Kimi Linear; both state dtypes."""
     shipped = set(dispatch.shipped())
-    wanted = [("head", "log"), ("head", "softplus"), ("channel", "log"), ("channel", "softplus"), ("channel", "lower_bound")]
+    wanted = [
+        ("head", "log"),
+        ("head", "softplus"),
+        ("channel", "log"),
+        ("channel", "softplus"),
+        ("channel", "lower_bound"),
+    ]
     for (axis, gate), state in itertools.product(wanted, (torch.float32, torch.bfloat16)):
         for options in (frozenset(), frozenset({"checkpoints"})):
-            assert set(dispatch.variants_of(prompt_problem(axis=axis, gate=gate, state_dtype=state, options=options))) <= shipped
+            assert (
+                set(
+                    dispatch.variants_of(
+                        prompt_problem(axis=axis, gate=gate, state_dtype=state, options=options)
+                    )
+                )
+                <= shipped
+            )
     assert set(dispatch.variants_of(prompt_problem(gate="log", g_dtype=torch.float32))) <= shipped

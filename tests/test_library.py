@@ -21,24 +21,52 @@ SAMPLES = [
     ("prefill", tokens() | dict(gate=gd.Gate.softplus(A_LOG), output_final_state=True)),
     ("prefill", tokens(1, 4) | dict(cu_seqlens=torch.tensor([0, 3, 4]), max_seqlen=3)),
     ("prefill", tokens() | dict(state=pool(), state_indices=torch.tensor([3, -1]))),
-    ("prefill", tokens() | dict(checkpoint_lens=torch.zeros(2, 1).int(), checkpoints=torch.ones(2, 1, 4, 6, 8))),
     (
         "prefill",
-        tokens() | dict(state=pool(), checkpoint_lens=torch.zeros(2, 1).int(), checkpoint_indices=torch.tensor([[3], [-1]])),
+        tokens()
+        | dict(checkpoint_lens=torch.zeros(2, 1).int(), checkpoints=torch.ones(2, 1, 4, 6, 8)),
     ),
-    ("decode", tokens() | dict(gate=gd.Gate.lower_bound(A_LOG), state=pool(), state_indices=torch.tensor([3, -1]))),
-    ("decode", tokens() | dict(state=pool(), intermediate_states=torch.zeros(2, 3, 4, 6, 8), out=torch.zeros(2, 3, 4, 6))),
+    (
+        "prefill",
+        tokens()
+        | dict(
+            state=pool(),
+            checkpoint_lens=torch.zeros(2, 1).int(),
+            checkpoint_indices=torch.tensor([[3], [-1]]),
+        ),
+    ),
     (
         "decode",
         tokens()
-        | dict(state=pool(), intermediate_states=torch.zeros(1, 3, 4, 6, 8), intermediate_indices=torch.tensor([-1, 0]))
+        | dict(gate=gd.Gate.lower_bound(A_LOG), state=pool(), state_indices=torch.tensor([3, -1])),
+    ),
+    (
+        "decode",
+        tokens()
+        | dict(
+            state=pool(),
+            intermediate_states=torch.zeros(2, 3, 4, 6, 8),
+            out=torch.zeros(2, 3, 4, 6),
+        ),
+    ),
+    (
+        "decode",
+        tokens()
+        | dict(
+            state=pool(),
+            intermediate_states=torch.zeros(1, 3, 4, 6, 8),
+            intermediate_indices=torch.tensor([-1, 0]),
+        )
         | dict(state_indices=torch.tensor([3, 0]), null_index=0),
     ),
     ("verify", tokens() | dict(state=pool(), state_indices=torch.tensor([3, -1]), buffer=OTHER)),
     ("decode", tokens() | normed() | dict(state=pool(), state_indices=torch.tensor([3, -1]))),
     ("verify", tokens() | normed(activation="sigmoid") | dict(state=pool(), buffer=verified())),
     ("flush", dict(state=pool(), buffer=verified(), num_accepted=torch.tensor([1, 3]))),
-    ("flush", dict(state=pool(), buffer=verified(), num_accepted=1, state_indices=torch.tensor([3, 1]))),
+    (
+        "flush",
+        dict(state=pool(), buffer=verified(), num_accepted=1, state_indices=torch.tensor([3, 1])),
+    ),
 ]
 
 
@@ -57,7 +85,9 @@ def both_ways(function, arguments):
     results = []
     for run in (function, torch.compile(function, fullgraph=True, backend="aot_eager")):
         torch._dynamo.reset()
-        given = {name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()}
+        given = {
+            name: x.clone() if isinstance(x, torch.Tensor) else x for name, x in arguments.items()
+        }
         results.append((run(given), given))
     return results
 
@@ -80,7 +110,9 @@ STEPS, ROWS = torch.zeros(2, 3, 4, 6, 8), torch.tensor([-1, 0])
 
 
 def prefill(a):
-    return gd.prefill(**a, gate=gd.Gate.softplus(A_LOG), output_final_state=True, backend="reference")
+    return gd.prefill(
+        **a, gate=gd.Gate.softplus(A_LOG), output_final_state=True, backend="reference"
+    )
 
 
 def pooled_prefill(a):
@@ -93,7 +125,9 @@ def decode(a):
 
 def normed_call(op, a):
     norm = gd.GatedNorm(a["weight"], 1e-5, "sigmoid")
-    rest = dict(state=a["state"]) | (dict(buffer=gd.KVBuffer(a["u"], a["k"], a["log_decay"])) if op == "verify" else {})
+    rest = dict(state=a["state"]) | (
+        dict(buffer=gd.KVBuffer(a["u"], a["k"], a["log_decay"])) if op == "verify" else {}
+    )
     return getattr(gd, op)(**a["tokens"], **rest, norm=norm, z=a["z"], backend="reference") * 2
 
 
@@ -105,14 +139,25 @@ def verify_then_flush(a):
     return o
 
 
-NORM = dict(tokens=tokens(), state=pool(), z=normed()["z"], weight=normed()["norm"].weight, **vars(buffer()))
+NORM = dict(
+    tokens=tokens(), state=pool(), z=normed()["z"], weight=normed()["norm"].weight, **vars(buffer())
+)
 WHOLE = {
     # what is compiled, its tensors, those of them that it writes
     "prefill": (prefill, tokens() | dict(initial_state=pool(2), out=None), ()),
-    "prefill into out": (prefill, tokens() | dict(initial_state=pool(2), out=torch.zeros(2, 3, 4, 6)), ("out",)),
+    "prefill into out": (
+        prefill,
+        tokens() | dict(initial_state=pool(2), out=torch.zeros(2, 3, 4, 6)),
+        ("out",),
+    ),
     "prefill in a pool": (
         pooled_prefill,
-        tokens() | dict(state=pool(), state_indices=torch.tensor([4, -1]), has_initial_state=torch.tensor([True, False])),
+        tokens()
+        | dict(
+            state=pool(),
+            state_indices=torch.tensor([4, -1]),
+            has_initial_state=torch.tensor([True, False]),
+        ),
         ("state",),
     ),
     "checkpoints": (
@@ -122,7 +167,10 @@ WHOLE = {
     ),
     "checkpoints in slots": (
         pooled_prefill,
-        tokens(2, 70) | dict(checkpoint_lens=LENS, state=pool(8), checkpoint_indices=torch.tensor([[7, 5], [-1, 4]])),
+        tokens(2, 70)
+        | dict(
+            checkpoint_lens=LENS, state=pool(8), checkpoint_indices=torch.tensor([[7, 5], [-1, 4]])
+        ),
         ("state",),
     ),
     "decode": (
@@ -132,7 +180,13 @@ WHOLE = {
     ),
     "a null index and rows of intermediate states": (
         lambda a: gd.decode(**a, null_index=0, backend="reference") * 2,
-        tokens() | dict(state=pool(), intermediate_states=STEPS[:1], intermediate_indices=ROWS, state_indices=torch.tensor([0, 2])),
+        tokens()
+        | dict(
+            state=pool(),
+            intermediate_states=STEPS[:1],
+            intermediate_indices=ROWS,
+            state_indices=torch.tensor([0, 2]),
+        ),
         ("state", "intermediate_states"),
     ),
     "decode with a norm": (functools.partial(normed_call, "decode"), NORM, ("state",)),
@@ -152,14 +206,22 @@ def test_compiles_whole(name):
     (eager, seen), (compiled, seen_compiled) = both_ways(run, arguments)
     same(eager, compiled)
     same(seen, seen_compiled)
-    tensors = {key: (x.nan_to_num(9.0), seen_compiled[key]) for key, x in arguments.items() if isinstance(x, torch.Tensor)}
-    assert {key for key, (x, after) in tensors.items() if not torch.equal(x, after.nan_to_num(9.0))} == set(written)
+    tensors = {
+        key: (x.nan_to_num(9.0), seen_compiled[key])
+        for key, x in arguments.items()
+        if isinstance(x, torch.Tensor)
+    }
+    assert {
+        key for key, (x, after) in tensors.items() if not torch.equal(x, after.nan_to_num(9.0))
+    } == set(written)
 
 
 def test_a_null_index_may_vary_in_a_compiled_graph():
     torch._dynamo.reset()
     step = torch.compile(
-        lambda t, s, slots, null: gd.decode(**t, state=s, state_indices=slots, null_index=null, backend="reference"),
+        lambda t, s, slots, null: gd.decode(
+            **t, state=s, state_indices=slots, null_index=null, backend="reference"
+        ),
         fullgraph=True,
         backend="aot_eager",
     )
@@ -183,13 +245,21 @@ def test_a_number_that_varies_from_call_to_call_is_not_compiled_anew():
     """None is another graph, and so may the first number be."""
     packed = tokens(1, 9) | dict(cu_seqlens=torch.tensor([0, 4, 9]))
     step = tokens() | dict(state=pool(), state_indices=torch.tensor([1, 3]), update_state=False)
-    assert graphs(lambda n: gd.prefill(**packed, max_seqlen=n, backend="reference")[0], (None, *range(2, 20))) <= 3
+    assert (
+        graphs(
+            lambda n: gd.prefill(**packed, max_seqlen=n, backend="reference")[0],
+            (None, *range(2, 20)),
+        )
+        <= 3
+    )
     assert graphs(lambda n: gd.decode(**step, null_index=n, backend="reference"), range(2, 20)) <= 2
 
 
 def test_inductor_compiles_a_decode_step():
     torch._dynamo.reset()
-    step = torch.compile(lambda t, s: gd.decode(**t, state=s, backend="reference").sum(-1), fullgraph=True)
+    step = torch.compile(
+        lambda t, s: gd.decode(**t, state=s, backend="reference").sum(-1), fullgraph=True
+    )
     compiled, eager = pool(), pool()
     got = step(tokens(), compiled)
     torch.testing.assert_close(got, gd.decode(**tokens(), state=eager, backend="reference").sum(-1))
@@ -198,12 +268,18 @@ def test_inductor_compiles_a_decode_step():
 
 def test_fake_tensors_run_nothing():
     with FakeTensorMode(allow_non_fake_inputs=False) as mode:
-        fake = {name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x for name, x in call("decode").items()}
+        fake = {
+            name: mode.from_tensor(x) if isinstance(x, torch.Tensor) else x
+            for name, x in call("decode").items()
+        }
         o = gd.decode(**fake, backend="reference")
     assert o.shape == (2, 3, 4, 6)
 
 
-TRACERS = {"make_fx": lambda f, *xs: make_fx(f)(*xs), "torch.jit.trace": lambda f, *xs: torch.jit.trace(f, xs)}
+TRACERS = {
+    "make_fx": lambda f, *xs: make_fx(f)(*xs),
+    "torch.jit.trace": lambda f, *xs: torch.jit.trace(f, xs),
+}
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -265,7 +341,9 @@ def test_parameters_compile_where_no_gradient_is_asked_for(mode):
         return gd.prefill(**t, gate=gate, backend="reference")[0] * 2
 
     with mode():
-        same(torch.compile(doubled, backend="aot_eager", fullgraph=True)(tokens()), doubled(tokens()))
+        same(
+            torch.compile(doubled, backend="aot_eager", fullgraph=True)(tokens()), doubled(tokens())
+        )
     inside = torch.compile(mode()(doubled), backend="aot_eager", fullgraph=True)
     same(inside(tokens()), mode()(doubled)(tokens()))
 
@@ -289,7 +367,9 @@ def test_explain_looks_through_subclasses():
     class Labelled(torch.Tensor):
         pass
 
-    route = gd.explain("decode", **tokens() | dict(q=tokens()["q"].as_subclass(Labelled)), state=pool())
+    route = gd.explain(
+        "decode", **tokens() | dict(q=tokens()["q"].as_subclass(Labelled)), state=pool()
+    )
     assert (route.backend, route.problem.op) == ("reference", "decode")
 
 
@@ -303,7 +383,10 @@ def test_explain_looks_through_subclasses():
         ("decode", dict(scale=True)),
         ("verify", dict(null_index=True, state_indices=torch.tensor([3, 2]))),
         ("flush", dict(num_accepted=True, state_indices=torch.tensor([3, 2]))),
-        ("prefill", tokens(1, 4) | dict(cu_seqlens=torch.tensor([0, 4]), max_seqlen=torch.tensor(4))),
+        (
+            "prefill",
+            tokens(1, 4) | dict(cu_seqlens=torch.tensor([0, 4]), max_seqlen=torch.tensor(4)),
+        ),
         ("decode", dict(scale=torch.tensor(0.5))),
         ("decode", dict(null_index=torch.tensor(0), state_indices=torch.tensor([3, 2]))),
     ],
@@ -322,6 +405,10 @@ def test_flags_numbers_and_tensors_are_told_apart_in_graphs_too(op, wrong):
 
 def test_a_bad_call_raises_in_a_compiled_graph_too():
     torch._dynamo.reset()
-    step = torch.compile(lambda t, s: gd.decode(**t, state=s, backend="reference"), fullgraph=True, backend="aot_eager")
+    step = torch.compile(
+        lambda t, s: gd.decode(**t, state=s, backend="reference"),
+        fullgraph=True,
+        backend="aot_eager",
+    )
     with pytest.raises(Exception, match="state: expected shape"):
         step(tokens(), torch.zeros(5, 4, 8, 6))

@@ -21,7 +21,13 @@ BASE = torch.zeros(2000)
 @st.composite
 def views(draw):
     shape = draw(st.lists(st.integers(0, 4), max_size=4))
-    strides = draw(st.lists(st.sampled_from((0, 1, 2, 3, 4, 5, 7, 8, 12, 16, 30, 60)), min_size=len(shape), max_size=len(shape)))
+    strides = draw(
+        st.lists(
+            st.sampled_from((0, 1, 2, 3, 4, 5, 7, 8, 12, 16, 30, 60)),
+            min_size=len(shape),
+            max_size=len(shape),
+        )
+    )
     base = draw(st.sampled_from((BASE, BASE.view(torch.bfloat16), BASE.view(torch.int64))))
     return base.as_strided(shape, strides, draw(st.integers(0, 60)))
 
@@ -69,7 +75,9 @@ def test_memory_too_entangled_to_tell_counts_as_shared(monkeypatch):
 def inside(x, shape, dtype=None, offset=0):
     """A tensor of this shape within x's memory."""
     x = x.view(dtype or x.dtype)
-    return x.as_strided(shape, torch.empty(shape, device="meta").stride(), x.storage_offset() + offset)
+    return x.as_strided(
+        shape, torch.empty(shape, device="meta").stride(), x.storage_offset() + offset
+    )
 
 
 def overlapping():
@@ -92,22 +100,45 @@ def overlapping():
         "decode: out in the pool": (dict(out=inside(state, v.shape)), "out"),
         "decode: out at the end of v": (dict(v=low, out=high), "out"),
         "decode: out in front of v": (dict(v=high, out=low), "out"),
-        "decode: out in intermediate states": (dict(intermediate_states=many, out=inside(many, v.shape)), "out"),
-        "decode: out of a frozen pool": (dict(update_state=False, out=inside(state, v.shape)), "out"),
+        "decode: out in intermediate states": (
+            dict(intermediate_states=many, out=inside(many, v.shape)),
+            "out",
+        ),
+        "decode: out of a frozen pool": (
+            dict(update_state=False, out=inside(state, v.shape)),
+            "out",
+        ),
         "decode: intermediate states in the pool": (
-            dict(state=large, intermediate_states=large[2:8].unflatten(0, (N, T)), update_state=False),
+            dict(
+                state=large, intermediate_states=large[2:8].unflatten(0, (N, T)), update_state=False
+            ),
             "intermediate_states",
         ),
-        "decode: the pool over its indices": (dict(state_indices=inside(state, (N,), torch.int32)), "state"),
+        "decode: the pool over its indices": (
+            dict(state_indices=inside(state, (N,), torch.int32)),
+            "state",
+        ),
         "decode: slots that overlap": (dict(state=inside_slots(state)), "state"),
         "flush: slots that overlap": (dict(state=inside_slots(state)), "state"),
-        "decode: out that overlaps itself": (dict(out=BASE.as_strided(v.shape, (7, 24, 6, 1))), "out"),
+        "decode: out that overlaps itself": (
+            dict(out=BASE.as_strided(v.shape, (7, 24, 6, 1))),
+            "out",
+        ),
         "prefill: out in the pool": (dict(state=state, out=inside(state, v.shape)), "out"),
-        "prefill: out in the initial states": (dict(initial_state=state[:N], out=inside(state, v.shape)), "out"),
+        "prefill: out in the initial states": (
+            dict(initial_state=state[:N], out=inside(state, v.shape)),
+            "out",
+        ),
         "prefill: out at the end of v": (dict(v=low, out=high), "out"),
-        "prefill: checkpoints in the pool": (kept | dict(state=large, checkpoints=large[4:6].unsqueeze(1)), "state"),
+        "prefill: checkpoints in the pool": (
+            kept | dict(state=large, checkpoints=large[4:6].unsqueeze(1)),
+            "state",
+        ),
         "prefill: checkpoints over their lengths": (
-            dict(checkpoint_lens=inside(state, (N, 1), torch.int32), checkpoints=state[:N].unsqueeze(1)),
+            dict(
+                checkpoint_lens=inside(state, (N, 1), torch.int32),
+                checkpoints=state[:N].unsqueeze(1),
+            ),
             "checkpoints",
         ),
         "prefill: checkpoints in the initial states": (
@@ -119,7 +150,10 @@ def overlapping():
             "state",
         ),
         "prefill: out is g": (dict(v=torch.randn(N, T, HV, K), g=g, out=g), "out"),
-        "prefill: out over A_log": (dict(gate=gd.Gate.softplus(inside(long, (HV,), offset=16)), out=low), "out"),
+        "prefill: out over A_log": (
+            dict(gate=gd.Gate.softplus(inside(long, (HV,), offset=16)), out=low),
+            "out",
+        ),
         "verify: out in the buffer": (dict(out=made.u), "out"),
         "verify: out in the pool": (dict(out=inside(state, v.shape)), "out"),
         "verify: the buffer in the pool": (dict(buffer=in_pool), "buffer.u"),
@@ -128,9 +162,15 @@ def overlapping():
             "buffer.u",
         ),
         "flush: the pool over its buffer": (dict(buffer=in_pool), "state"),
-        "flush: the pool over its counts": (dict(num_accepted=inside(state, (N,), torch.int32)), "state"),
+        "flush: the pool over its counts": (
+            dict(num_accepted=inside(state, (N,), torch.int32)),
+            "state",
+        ),
     }
-    return {way: (op := way.partition(":")[0], first[op] | changes, name) for way, (changes, name) in rows.items()}
+    return {
+        way: (op := way.partition(":")[0], first[op] | changes, name)
+        for way, (changes, name) in rows.items()
+    }
 
 
 def inside_slots(state):
@@ -142,7 +182,10 @@ def inside_slots(state):
 def test_what_is_written_shares_no_memory(way):
     """On new calls and on those that came before at other addresses: nothing is written."""
     op, arguments, name = overlapping()[way]
-    apart = {key: x.clone() if isinstance(x, torch.Tensor) and x.is_contiguous() else x for key, x in arguments.items()}
+    apart = {
+        key: x.clone() if isinstance(x, torch.Tensor) and x.is_contiguous() else x
+        for key, x in arguments.items()
+    }
     buffers = arguments.get("buffer")
     if buffers is not None:
         apart["buffer"] = gd.KVBuffer(*(x.clone() for x in vars(buffers).values()))
@@ -180,7 +223,14 @@ def test_the_call_cache_asks_where_tensors_are():
     x, y = torch.zeros(40), torch.zeros(8)
     apart = Placement([x, y], [x])
     assert apart((x.data_ptr(), y.data_ptr()))
-    for start, fits in ((1000, True), (1159, False), (1160, True), (968, True), (969, False), (1080, False)):
+    for start, fits in (
+        (1000, True),
+        (1159, False),
+        (1160, True),
+        (968, True),
+        (969, False),
+        (1080, False),
+    ):
         assert apart((1000, start)) == ((1000, start) if fits and start != 1000 else None)
     assert Placement([x, y], [])((1000, 1000))
     empty = torch.zeros(0)
@@ -191,7 +241,13 @@ def test_what_is_made_of_addresses_is_made_once_for_each():
     x, y, made = torch.zeros(4), torch.zeros(4), []
     apart = Placement([x, y], [x], made=lambda addresses: made.append(addresses) or len(made))
     there = (x.data_ptr(), y.data_ptr())
-    assert [apart(there), apart((1600, 3200)), apart((1600, 3216)), apart((1600, 3200)), apart(there)] == [1, 2, 3, 2, 1]
+    assert [
+        apart(there),
+        apart((1600, 3200)),
+        apart((1600, 3216)),
+        apart((1600, 3200)),
+        apart(there),
+    ] == [1, 2, 3, 2, 1]
     assert made == [there, (1600, 3200), (1600, 3216)]
 
 
@@ -208,16 +264,32 @@ def test_remembered_addresses_do_not_grow_without_end():
 
 def made_in_inference_mode(op):
     """(arguments, name) of a call for each tensor that it writes, that one made under torch.inference_mode()."""
-    for name in ("out", "state", "intermediate_states", "checkpoints", "buffer.u", "buffer.k", "buffer.log_decay"):
+    for name in (
+        "out",
+        "state",
+        "intermediate_states",
+        "checkpoints",
+        "buffer.u",
+        "buffer.k",
+        "buffer.log_decay",
+    ):
         arguments = call(op)
         if op != "flush":
             arguments["out"] = torch.zeros_like(arguments["v"])
         if op == "prefill":
-            arguments |= dict(state=pool(), checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=torch.zeros(N, 1, HV, V, K))
+            arguments |= dict(
+                state=pool(),
+                checkpoint_lens=torch.zeros(N, 1).int(),
+                checkpoints=torch.zeros(N, 1, HV, V, K),
+            )
         if op == "decode":
             arguments["intermediate_states"] = torch.zeros(N, T, HV, V, K)
         names = writable(arguments)
-        if name not in names or (op, name) in (("verify", "state"),) or (op == "flush" and name != "state"):
+        if (
+            name not in names
+            or (op, name) in (("verify", "state"),)
+            or (op == "flush" and name != "state")
+        ):
             continue
         with torch.inference_mode():
             made = names[name].clone()
@@ -241,7 +313,12 @@ def test_tensors_of_inference_mode_are_written_there_alone(op, compiled):
     for arguments, name in cases:
         watched = {key: (x, x.clone()) for key, x in writable(arguments).items()}
         for mode in (torch.no_grad, torch.enable_grad):
-            with mode(), pytest.raises(Exception, match=f"{name}: expected a tensor that may be written here") as caught:
+            with (
+                mode(),
+                pytest.raises(
+                    Exception, match=f"{name}: expected a tensor that may be written here"
+                ) as caught,
+            ):
                 run(**arguments, backend="reference")
             assert compiled or type(caught.value) is ValueError
         for key, (x, before) in watched.items():
@@ -257,7 +334,11 @@ def test_tensors_of_inference_mode_are_written_there_alone(op, compiled):
 def test_tensors_of_inference_mode_are_read_anywhere(op):
     arguments = call(op)
     with torch.inference_mode():
-        read = {name: x.clone() for name, x in arguments.items() if isinstance(x, torch.Tensor) and name != "state"}
+        read = {
+            name: x.clone()
+            for name, x in arguments.items()
+            if isinstance(x, torch.Tensor) and name != "state"
+        }
     getattr(gd, op)(**{**arguments, **read}, backend="reference")
 
 
@@ -266,29 +347,46 @@ def test_tensors_of_inference_mode_are_read_anywhere(op):
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
 def test_tensors_without_plain_memory_are_refused():
-    meta = {name: x.to("meta") if isinstance(x, torch.Tensor) else x for name, x in call("decode").items()}
-    with pytest.raises(ValueError, match="q: expected a tensor with data, got one on the meta device"):
+    meta = {
+        name: x.to("meta") if isinstance(x, torch.Tensor) else x
+        for name, x in call("decode").items()
+    }
+    with pytest.raises(
+        ValueError, match="q: expected a tensor with data, got one on the meta device"
+    ):
         gd.decode(**meta)
     freed = call("decode")
     gd.decode(**freed)
     freed["state"].untyped_storage().resize_(0)
     for _ in range(2):
-        with pytest.raises(ValueError, match="state: expected a tensor with data, got one whose storage was freed"):
+        with pytest.raises(
+            ValueError, match="state: expected a tensor with data, got one whose storage was freed"
+        ):
             gd.decode(**freed)
     negated = torch.randn(N, T, HV, V, dtype=torch.complex64).conj().imag
     assert negated.is_neg()
     nested = torch.nested.nested_tensor([torch.zeros(T, H, K)] * N)
-    for name, x in (("v", negated), ("q", torch.zeros(call("decode")["q"].shape).to_sparse()), ("q", nested)):
-        with pytest.raises(ValueError, match=f"{name}: expected a plain strided tensor"):  # of a call that is known otherwise
+    for name, x in (
+        ("v", negated),
+        ("q", torch.zeros(call("decode")["q"].shape).to_sparse()),
+        ("q", nested),
+    ):
+        with pytest.raises(
+            ValueError, match=f"{name}: expected a plain strided tensor"
+        ):  # of a call that is known otherwise
             gd.decode(**{**call("decode"), name: x})
 
 
 @pytest.mark.parametrize(
-    "scale", [np.float64(0.25), np.float32(0.25), np.float16(0.25), np.int64(1), 1], ids=lambda x: type(x).__name__
+    "scale",
+    [np.float64(0.25), np.float32(0.25), np.float16(0.25), np.int64(1), 1],
+    ids=lambda x: type(x).__name__,
 )
 @pytest.mark.parametrize("op", ["prefill", "decode", "verify"])
 def test_numbers_of_numpy_are_numbers(op, scale):
-    results = [getattr(gd, op)(**call(op), scale=x, backend="reference") for x in (scale, float(scale))]
+    results = [
+        getattr(gd, op)(**call(op), scale=x, backend="reference") for x in (scale, float(scale))
+    ]
     one, other = (x[0] if isinstance(x, tuple) else x for x in results)
     assert type(one) is torch.Tensor
     assert torch.equal(one, other)
@@ -296,7 +394,9 @@ def test_numbers_of_numpy_are_numbers(op, scale):
     assert (type(bound), bound) == (float, -float(scale))
 
 
-@pytest.mark.parametrize("scale", [10**400, -(10**400), np.float32("nan"), float("inf")], ids=lambda x: str(x)[:4])
+@pytest.mark.parametrize(
+    "scale", [10**400, -(10**400), np.float32("nan"), float("inf")], ids=lambda x: str(x)[:4]
+)
 def test_numbers_without_a_finite_value_are_refused(scale):
     with pytest.raises(ValueError, match="scale: expected a finite number"):
         gd.decode(**call("decode"), scale=scale)
@@ -319,5 +419,7 @@ def test_counts_of_any_size_accept_every_draft(count, compiled):
     arguments, want = call("flush"), call("flush")
     gd.flush(**{**want, "num_accepted": torch.tensor([T] * N)}, backend="reference")
     flush = torch.compile(gd.flush, fullgraph=True, backend="eager") if compiled else gd.flush
-    flush(**{**arguments, "num_accepted": count}, state_indices=torch.arange(N), backend="reference")
+    flush(
+        **{**arguments, "num_accepted": count}, state_indices=torch.arange(N), backend="reference"
+    )
     assert torch.equal(arguments["state"], want["state"])

@@ -24,7 +24,17 @@ PAIRS = [
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     target = tmp_path_factory.mktemp("wheel")
-    command = [sys.executable, "-m", "pip", "wheel", "-q", "--no-deps", "--wheel-dir", str(target), str(ROOT)]
+    command = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--wheel-dir",
+        str(target),
+        str(ROOT),
+    ]
     built = subprocess.run(command, capture_output=True, text=True)
     if "No matching distribution found for hatch" in built.stderr:
         pytest.skip("needs hatchling and hatch-fancy-pypi-readme from a package index")
@@ -41,9 +51,16 @@ def described(wheel):
 def test_the_wheel_has_types_the_model_and_every_notice(wheel):
     names = wheel.namelist()
     assert {"gated_delta/py.typed", "gated_delta/demo/tiny_qwen3_5/model.safetensors"} <= set(names)
-    assert {name.rpartition("/")[2] for name in names if "dist-info/licenses/" in name} == {"LICENSE", "NOTICE"}
+    assert {name.rpartition("/")[2] for name in names if "dist-info/licenses/" in name} == {
+        "LICENSE",
+        "NOTICE",
+    }
     (notice,) = [name for name in names if name.endswith("NOTICE")]
-    for words in ("Python Language Reference", "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2", "pydoc_data.topics"):
+    for words in (
+        "Python Language Reference",
+        "PYTHON SOFTWARE FOUNDATION LICENSE VERSION 2",
+        "pydoc_data.topics",
+    ):
         assert words in wheel.read(notice).decode()
     assert not [name for name in names if not name.startswith(("gated_delta/", "gated_delta-"))]
 
@@ -57,13 +74,17 @@ def test_the_metadata(wheel):
 
 def test_every_page_has_the_version_of_the_package():
     for page, line in (("CITATION.cff", "^version: {}$"), ("CHANGELOG.md", "^## {},")):
-        assert re.search(line.format(re.escape(gated_delta.__version__)), (ROOT / page).read_text(), re.M), page
+        assert re.search(
+            line.format(re.escape(gated_delta.__version__)), (ROOT / page).read_text(), re.M
+        ), page
 
 
 def test_the_description_has_no_link_that_a_package_index_cannot_follow(wheel):
     text = described(wheel).get_payload()
     assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
-    assert re.findall(r"\]\((?!https?:)[^)]*\)", (ROOT / "README.md").read_text())  # else nothing was done
+    assert re.findall(
+        r"\]\((?!https?:)[^)]*\)", (ROOT / "README.md").read_text()
+    )  # else nothing was done
     for words in ("## Install", "docs/packs.md", "packs (docs/packs.md)"):
         assert words in text
 
@@ -129,13 +150,30 @@ def test_a_users_file_passes_mypy_strict(tmp_path):
     pytest.importorskip("mypy", reason="needs mypy")
     file = tmp_path / "user.py"
     file.write_text(USER)
-    options = ["--strict", "--cache-dir", str(ROOT / ".mypy_cache" / "strict"), "--config-file", "", str(file)]
+    options = [
+        "--strict",
+        "--cache-dir",
+        str(ROOT / ".mypy_cache" / "strict"),
+        "--config-file",
+        "",
+        str(file),
+    ]
     environment = {"PYTHONPATH": str(Path(gated_delta.__file__).parents[1]), "PATH": ""}
-    found = subprocess.run([sys.executable, "-m", "mypy", *options], capture_output=True, text=True, env=environment, cwd=tmp_path)
+    found = subprocess.run(
+        [sys.executable, "-m", "mypy", *options],
+        capture_output=True,
+        text=True,
+        env=environment,
+        cwd=tmp_path,
+    )
     wrong = [line for line in found.stdout.splitlines() if "error:" in line]
     assert len(wrong) == 4, found.stdout + found.stderr
     assert all('to "step" has incompatible type "int"' in line for line in wrong)
-    revealed = [line.partition("Revealed type is ")[2] for line in found.stdout.splitlines() if "Revealed" in line]
+    revealed = [
+        line.partition("Revealed type is ")[2]
+        for line in found.stdout.splitlines()
+        if "Revealed" in line
+    ]
     assert len(revealed) == 5
     returned = [line.rpartition("-> ")[2] for line in revealed[:3]]
     of_prefill = 'tuple[torch._tensor.Tensor, torch._tensor.Tensor | None])"'  # its last overload's

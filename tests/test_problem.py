@@ -15,7 +15,14 @@ from calls import HV, H, K, N, P, T, V, buffer, call, normed, pool, tokens, writ
 from gated_delta.testing import cases
 from gated_delta.testing.inputs import make
 
-i32, i64, f32, bf16, fp16, f64 = torch.int32, torch.int64, torch.float32, torch.bfloat16, torch.float16, torch.float64
+i32, i64, f32, bf16, fp16, f64 = (
+    torch.int32,
+    torch.int64,
+    torch.float32,
+    torch.bfloat16,
+    torch.float16,
+    torch.float64,
+)
 
 
 def ints(*values, dtype=i32):
@@ -40,7 +47,12 @@ def kept(n=N, c=2, dtype=f32):
 def checkpointed(lens, slots, t=128):
     """A prefill that keeps states in the slots of a pool."""
     slots = torch.tensor(slots)
-    return {**tokens(N, t), "state": pool(), "checkpoint_lens": torch.tensor(lens), "checkpoint_indices": slots}
+    return {
+        **tokens(N, t),
+        "state": pool(),
+        "checkpoint_lens": torch.tensor(lens),
+        "checkpoint_indices": slots,
+    }
 
 
 LONG = gd.KVBuffer(*(torch.cat([x] * 6, 1) for x in vars(buffer()).values()))  # room for 18 drafts
@@ -64,38 +76,80 @@ BAD = {
             (dict(k=None), "k: expected a torch.Tensor, got NoneType"),
             (dict(q=torch.zeros(N, T, H, K, dtype=f64)), "q: expected dtype .*got torch.float64"),
             (dict(q=torch.zeros(N, T, H, K, dtype=i64)), "q: expected dtype .*got torch.int64"),
-            (dict(k=torch.zeros(N, T, H, K, dtype=bf16)), "k: expected dtype torch.float32, got torch.bfloat16"),
-            (dict(v=torch.zeros(N, T, HV, V, dtype=fp16)), "v: expected dtype torch.float32, got torch.float16"),
+            (
+                dict(k=torch.zeros(N, T, H, K, dtype=bf16)),
+                "k: expected dtype torch.float32, got torch.bfloat16",
+            ),
+            (
+                dict(v=torch.zeros(N, T, HV, V, dtype=fp16)),
+                "v: expected dtype torch.float32, got torch.float16",
+            ),
             (dict(g=torch.zeros(N, T, HV, dtype=f64)), "g: expected dtype"),
             (dict(beta=torch.zeros(N, T, HV, dtype=torch.bool)), "beta: expected dtype"),
             (dict(null_index=0.0), "null_index: expected an int, got float"),
             (packed(0, 4) | dict(max_seqlen=4.0), "max_seqlen: expected an int or None, got float"),
             (packed(0, 4) | dict(max_seqlen=True), "max_seqlen: expected an int or None, got bool"),
-            (packed(0, 4) | dict(max_seqlen=torch.tensor(4)), "max_seqlen: expected an int or None, got torch.Tensor"),
-            (dict(initial_state=torch.zeros(N, HV, V, K, dtype=f64)), "initial_state: expected dtype"),
+            (
+                packed(0, 4) | dict(max_seqlen=torch.tensor(4)),
+                "max_seqlen: expected an int or None, got torch.Tensor",
+            ),
+            (
+                dict(initial_state=torch.zeros(N, HV, V, K, dtype=f64)),
+                "initial_state: expected dtype",
+            ),
             (dict(output_final_state=None), "output_final_state: expected True or False"),
             (dict(deterministic=1), "deterministic: expected True or False, got int"),
-            (dict(state=pool(), has_initial_state=ints(1, 0)), "has_initial_state: expected dtype torch.bool"),
-            ({**tokens(1, 4), "cu_seqlens": torch.tensor([0.0, 4.0])}, "cu_seqlens: expected dtype"),
-            (dict(checkpoint_lens=[0, 0], checkpoints=kept()), "checkpoint_lens: expected a torch.Tensor, got list"),
-            (dict(checkpoint_lens=LENS.float(), checkpoints=kept()), "checkpoint_lens: expected dtype torch.int32 or"),
-            (dict(checkpoint_lens=LENS, checkpoints=kept(dtype=bf16)), "checkpoints: expected dtype torch.float32"),
+            (
+                dict(state=pool(), has_initial_state=ints(1, 0)),
+                "has_initial_state: expected dtype torch.bool",
+            ),
+            (
+                {**tokens(1, 4), "cu_seqlens": torch.tensor([0.0, 4.0])},
+                "cu_seqlens: expected dtype",
+            ),
+            (
+                dict(checkpoint_lens=[0, 0], checkpoints=kept()),
+                "checkpoint_lens: expected a torch.Tensor, got list",
+            ),
+            (
+                dict(checkpoint_lens=LENS.float(), checkpoints=kept()),
+                "checkpoint_lens: expected dtype torch.int32 or",
+            ),
+            (
+                dict(checkpoint_lens=LENS, checkpoints=kept(dtype=bf16)),
+                "checkpoints: expected dtype torch.float32",
+            ),
             (
                 dict(initial_state=pool(N, bf16), checkpoint_lens=LENS, checkpoints=kept()),
                 "checkpoints: expected dtype torch.bfloat16, got torch.float32",
             ),
-            (dict(state=pool(dtype=bf16), checkpoint_lens=LENS, checkpoints=kept()), "checkpoints: expected dtype torch.bfloat16"),
-            (dict(state=pool(), checkpoint_lens=LENS, checkpoint_indices=LENS.short()), "checkpoint_indices: expected dtype"),
+            (
+                dict(state=pool(dtype=bf16), checkpoint_lens=LENS, checkpoints=kept()),
+                "checkpoints: expected dtype torch.bfloat16",
+            ),
+            (
+                dict(state=pool(), checkpoint_lens=LENS, checkpoint_indices=LENS.short()),
+                "checkpoint_indices: expected dtype",
+            ),
         ],
         "decode": [
-            (dict(state=torch.zeros(P, HV, V, K, dtype=f64)), "state: expected dtype .*got torch.float64"),
+            (
+                dict(state=torch.zeros(P, HV, V, K, dtype=f64)),
+                "state: expected dtype .*got torch.float64",
+            ),
             (dict(state=None), "state: expected a torch.Tensor, got NoneType"),
-            (dict(state_indices=torch.zeros(N)), "state_indices: expected dtype torch.int32 or torch.int64"),
+            (
+                dict(state_indices=torch.zeros(N)),
+                "state_indices: expected dtype torch.int32 or torch.int64",
+            ),
             (dict(state_indices=ints(0, 1, dtype=torch.int16)), "state_indices: expected dtype"),
             (dict(state_indices=[0, 1]), "state_indices: expected a torch.Tensor, got list"),
             (dict(write_indices=torch.zeros(N)), "write_indices: expected dtype"),
             (dict(update_state=1), "update_state: expected True or False, got int"),
-            (dict(update_state=numpy.bool_(True)), "update_state: expected True or False, got numpy.bool"),
+            (
+                dict(update_state=numpy.bool_(True)),
+                "update_state: expected True or False, got numpy.bool",
+            ),
             (dict(qk_l2norm="yes"), "qk_l2norm: expected True or False, got str"),
             (dict(beta_logits=None), "beta_logits: expected True or False"),
             (dict(scale="0.5"), "scale: expected a number, got str"),
@@ -103,16 +157,34 @@ BAD = {
             (dict(null_index=None), "null_index: expected an int, got NoneType"),
             (dict(scale=True), "scale: expected a number, got bool"),
             (dict(gate="softplus"), "gate: expected a gated_delta.Gate, got str"),
-            (dict(out=torch.zeros(N, T, HV, V, dtype=bf16)), "out: expected dtype torch.float32, got torch.bfloat16"),
-            (dict(intermediate_states=torch.zeros(N, T, HV, V, K, dtype=bf16)), "intermediate_states: expected dtype"),
-            (dict(INTERMEDIATES, state=pool(dtype=fp16)), "intermediate_states: expected dtype torch.float16"),
-            (dict(INTERMEDIATES, intermediate_indices=torch.zeros(N)), "intermediate_indices: expected dtype"),
+            (
+                dict(out=torch.zeros(N, T, HV, V, dtype=bf16)),
+                "out: expected dtype torch.float32, got torch.bfloat16",
+            ),
+            (
+                dict(intermediate_states=torch.zeros(N, T, HV, V, K, dtype=bf16)),
+                "intermediate_states: expected dtype",
+            ),
+            (
+                dict(INTERMEDIATES, state=pool(dtype=fp16)),
+                "intermediate_states: expected dtype torch.float16",
+            ),
+            (
+                dict(INTERMEDIATES, intermediate_indices=torch.zeros(N)),
+                "intermediate_indices: expected dtype",
+            ),
         ],
         "verify": [
             (dict(null_index=ints(0)), "null_index: expected an int, got torch.Tensor"),
-            (dict(buffer=torch.zeros(3)), "buffer: expected a gated_delta.KVBuffer, got torch.Tensor"),
+            (
+                dict(buffer=torch.zeros(3)),
+                "buffer: expected a gated_delta.KVBuffer, got torch.Tensor",
+            ),
             (dict(buffer=gd.KVBuffer(1, 2, 3)), "buffer.u: expected a torch.Tensor, got int"),
-            (dict(buffer=gd.KVBuffer(*(x.bfloat16() for x in vars(buffer()).values()))), "buffer.u: expected dtype"),
+            (
+                dict(buffer=gd.KVBuffer(*(x.bfloat16() for x in vars(buffer()).values()))),
+                "buffer.u: expected dtype",
+            ),
         ],
         "flush": [
             (dict(null_index=numpy.bool_(True)), "null_index: expected an int, got numpy.bool"),
@@ -124,10 +196,16 @@ BAD = {
     ValueError: {
         "prefill": [
             (dict(q=torch.zeros(T, H, K)), r"q: expected 4 dimensions \[N, T, H, K\], got shape"),
-            (dict(k=torch.zeros(N, T, H, K + 1)), rf"k: expected shape .*= \[{N}, {T}, {H}, {K}\], got"),
+            (
+                dict(k=torch.zeros(N, T, H, K + 1)),
+                rf"k: expected shape .*= \[{N}, {T}, {H}, {K}\], got",
+            ),
             (dict(k=torch.zeros(N, T + 1, H, K)), "k: expected shape"),
             (dict(v=torch.zeros(N, T, 3, V)), "beta: expected shape|g: expected shape"),
-            (dict(g=torch.zeros(N, T)), r"g: expected \[N, T, HV\] \(GDN\) or \[N, T, HV, K\] \(KDA\)"),
+            (
+                dict(g=torch.zeros(N, T)),
+                r"g: expected \[N, T, HV\] \(GDN\) or \[N, T, HV, K\] \(KDA\)",
+            ),
             (dict(g=torch.zeros(N, T, H)), "g: expected shape"),
             (dict(g=torch.zeros(N, T, HV, V)), "g: expected shape"),
             (dict(beta=torch.zeros(N, T, HV, V)), "beta: expected 3 dimensions"),
@@ -139,36 +217,83 @@ BAD = {
             (dict(initial_state=torch.zeros(N, HV, K, V)), "initial_state: expected shape"),
             (dict(initial_state=torch.zeros(N + 1, HV, V, K)), "initial_state: expected shape"),
             (dict(out=torch.zeros(N, T, H, V)), "out: expected v's shape"),
-            ({**tokens(), "cu_seqlens": ints(0, 3)}, r"q: expected packed tokens \[1, total, H, K\] beside cu_seqlens"),
+            (
+                {**tokens(), "cu_seqlens": ints(0, 3)},
+                r"q: expected packed tokens \[1, total, H, K\] beside cu_seqlens",
+            ),
             ({**tokens(1, 4), "cu_seqlens": ints()}, "cu_seqlens: expected shape"),
-            ({**tokens(1, 4), "cu_seqlens": ints(0, 4).view(1, 2)}, "cu_seqlens: expected 1 dimensions"),
+            (
+                {**tokens(1, 4), "cu_seqlens": ints(0, 4).view(1, 2)},
+                "cu_seqlens: expected 1 dimensions",
+            ),
             (packed(0, 4) | dict(max_seqlen=-1), "max_seqlen: expected 0 or more, got -1"),
             (dict(max_seqlen=T), "max_seqlen: expected None without cu_seqlens, got a value"),
-            (dict(checkpoint_lens=LENS[0], checkpoints=kept()), r"checkpoint_lens: expected 2 dimensions \[N, C\]"),
-            (dict(checkpoint_lens=LENS[:1], checkpoints=kept()), r"checkpoint_lens: expected shape \[N, C\]"),
-            (dict(checkpoint_lens=LENS[:, :0], checkpoints=kept(c=0)), "checkpoint_lens: expected .* with C >= 1"),
-            (dict(checkpoint_lens=LENS, checkpoints=kept(c=3)), r"checkpoints: expected shape \[N, C, HV, V, K\]"),
-            (dict(checkpoint_lens=LENS, checkpoints=kept(n=3)), "checkpoints: expected shape"),
-            (dict(state=pool(), checkpoint_lens=LENS, checkpoint_indices=LENS[:, :1]), "checkpoint_indices: expected shape"),
-            (dict(state=pool(), initial_state=torch.zeros(N, HV, V, K)), "initial_state: expected None beside state"),
-            (dict(state=pool(), output_final_state=True), "output_final_state: expected False beside state"),
-            (dict(state_indices=ints(0, 1)), "state_indices: expected None without state"),
-            (dict(has_initial_state=torch.ones(N, dtype=torch.bool)), "has_initial_state: expected None without state"),
-            (dict(checkpoints=kept()), "checkpoints: expected None without checkpoint_lens"),
-            (dict(state=pool(), checkpoint_indices=LENS), "checkpoint_indices: expected None without checkpoint_lens"),
-            (dict(checkpoint_lens=LENS), "checkpoint_lens: expected checkpoint_indices or checkpoints .*got neither"),
             (
-                dict(state=pool(), checkpoint_lens=LENS, checkpoint_indices=LENS, checkpoints=kept()),
+                dict(checkpoint_lens=LENS[0], checkpoints=kept()),
+                r"checkpoint_lens: expected 2 dimensions \[N, C\]",
+            ),
+            (
+                dict(checkpoint_lens=LENS[:1], checkpoints=kept()),
+                r"checkpoint_lens: expected shape \[N, C\]",
+            ),
+            (
+                dict(checkpoint_lens=LENS[:, :0], checkpoints=kept(c=0)),
+                "checkpoint_lens: expected .* with C >= 1",
+            ),
+            (
+                dict(checkpoint_lens=LENS, checkpoints=kept(c=3)),
+                r"checkpoints: expected shape \[N, C, HV, V, K\]",
+            ),
+            (dict(checkpoint_lens=LENS, checkpoints=kept(n=3)), "checkpoints: expected shape"),
+            (
+                dict(state=pool(), checkpoint_lens=LENS, checkpoint_indices=LENS[:, :1]),
+                "checkpoint_indices: expected shape",
+            ),
+            (
+                dict(state=pool(), initial_state=torch.zeros(N, HV, V, K)),
+                "initial_state: expected None beside state",
+            ),
+            (
+                dict(state=pool(), output_final_state=True),
+                "output_final_state: expected False beside state",
+            ),
+            (dict(state_indices=ints(0, 1)), "state_indices: expected None without state"),
+            (
+                dict(has_initial_state=torch.ones(N, dtype=torch.bool)),
+                "has_initial_state: expected None without state",
+            ),
+            (dict(checkpoints=kept()), "checkpoints: expected None without checkpoint_lens"),
+            (
+                dict(state=pool(), checkpoint_indices=LENS),
+                "checkpoint_indices: expected None without checkpoint_lens",
+            ),
+            (
+                dict(checkpoint_lens=LENS),
+                "checkpoint_lens: expected checkpoint_indices or checkpoints .*got neither",
+            ),
+            (
+                dict(
+                    state=pool(), checkpoint_lens=LENS, checkpoint_indices=LENS, checkpoints=kept()
+                ),
                 r"checkpoints: expected 4 dimensions \[R, HV, V, K\]",
             ),
             (
                 dict(checkpoint_lens=LENS, checkpoint_indices=LENS, checkpoints=kept()),
                 r"checkpoints: expected 4 dimensions \[R, HV, V, K\]",
             ),
-            (dict(checkpoint_lens=LENS, checkpoint_indices=LENS), "checkpoint_indices: expected None without state"),
+            (
+                dict(checkpoint_lens=LENS, checkpoint_indices=LENS),
+                "checkpoint_indices: expected None without state",
+            ),
             (dict(state=pool(), null_index=0), "null_index: expected -1 without state_indices"),
-            (dict(initial_state=pool(N), null_index=0), "null_index: expected -1 without state_indices"),
-            (dict(q=last_dim_strided(N, T, H, K)), "q: expected a contiguous last dimension, got strides"),
+            (
+                dict(initial_state=pool(N), null_index=0),
+                "null_index: expected -1 without state_indices",
+            ),
+            (
+                dict(q=last_dim_strided(N, T, H, K)),
+                "q: expected a contiguous last dimension, got strides",
+            ),
             (dict(v=last_dim_strided(N, T, HV, V)), "v: expected a contiguous last dimension"),
             (
                 dict(checkpoint_lens=LENS, checkpoints=kept().mT.contiguous().mT),
@@ -178,13 +303,25 @@ BAD = {
                 dict(checkpoint_lens=LENS, checkpoints=kept(c=1).expand(-1, 2, -1, -1, -1)),
                 "checkpoints: expected memory of its own for every element",
             ),
-            *((dict(scale=x), "scale: expected a finite number, 0 or of 1.2e-38 to 3.4e.38") for x in (math.inf, 1e50, -1e-39)),
+            *(
+                (dict(scale=x), "scale: expected a finite number, 0 or of 1.2e-38 to 3.4e.38")
+                for x in (math.inf, 1e50, -1e-39)
+            ),
             (dict(g=GROWING), "g: expected log decays of at most 0, got 0.5 at sequence 1"),
-            (dict(backend="triton"), "backend: expected one of auto, cute, reference, got 'triton'"),
+            (
+                dict(backend="triton"),
+                "backend: expected one of auto, cute, reference, got 'triton'",
+            ),
             (packed(1, 4), "cu_seqlens: expected to start at 0, got 1"),
             (packed(0, 3, 2, 4), "cu_seqlens: expected values that never fall, got 3 then 2"),
-            ({**packed(0, 4), **tokens(1, 3)}, "cu_seqlens: expected to end within the 3 packed tokens, got 4"),
-            (checkpointed([[0, 65], [-1, -1]], [[2, 3], [4, 4]]), "checkpoint_lens: expected multiples of 64 .*got 65"),
+            (
+                {**packed(0, 4), **tokens(1, 3)},
+                "cu_seqlens: expected to end within the 3 packed tokens, got 4",
+            ),
+            (
+                checkpointed([[0, 65], [-1, -1]], [[2, 3], [4, 4]]),
+                "checkpoint_lens: expected multiples of 64 .*got 65",
+            ),
             (
                 checkpointed([[-1, -1], [64, 192]], [[2, 2], [3, 4]]),
                 "checkpoint_lens: expected multiples of 64 up to the sequence's 128 tokens, or negative ones, got 192 at sequence 1",
@@ -193,54 +330,124 @@ BAD = {
                 {**checkpointed([[64, 128]], [[3, 4]]), **packed(0, 127), "state_indices": ints(0)},
                 "checkpoint_lens: .* up to the sequence's 127 tokens.* got 128 at sequence 0",
             ),
-            (checkpointed([[0, 64], [-1, 0]], [[2, 2], [3, 4]]), "checkpoint_indices: expected no two states.*for 2"),
-            (checkpointed([[0, -1], [64, -1]], [[2, 3], [2, 3]]), "checkpoint_indices: expected no two states.*for 2"),
-            (checkpointed([[64, -1], [-1, -1]], [[0, 3], [3, 3]]), "checkpoint_indices: expected no two states.*for 0"),
-            (checkpointed([[64, -1], [-1, -1]], [[1, 3], [3, 3]]), "checkpoint_indices: expected no two states.*for 1"),
+            (
+                checkpointed([[0, 64], [-1, 0]], [[2, 2], [3, 4]]),
+                "checkpoint_indices: expected no two states.*for 2",
+            ),
+            (
+                checkpointed([[0, -1], [64, -1]], [[2, 3], [2, 3]]),
+                "checkpoint_indices: expected no two states.*for 2",
+            ),
+            (
+                checkpointed([[64, -1], [-1, -1]], [[0, 3], [3, 3]]),
+                "checkpoint_indices: expected no two states.*for 0",
+            ),
+            (
+                checkpointed([[64, -1], [-1, -1]], [[1, 3], [3, 3]]),
+                "checkpoint_indices: expected no two states.*for 1",
+            ),
             (
                 checkpointed([[0, -1], [64, -1]], [[1, 3], [1, 3]]) | dict(checkpoints=pool()),
                 "checkpoint_indices: expected no two states.*for 1",
             ),
-            (dict(gate=gd.Gate.softplus(torch.zeros(H))), rf"A_log: expected shape \[HV\] = \[{HV}\], got \[{H}\]"),
-            (dict(gate=gd.Gate.softplus(torch.zeros(HV), torch.zeros(HV, K))), "dt_bias: expected 1 dimensions"),
+            (
+                dict(gate=gd.Gate.softplus(torch.zeros(H))),
+                rf"A_log: expected shape \[HV\] = \[{HV}\], got \[{H}\]",
+            ),
+            (
+                dict(gate=gd.Gate.softplus(torch.zeros(HV), torch.zeros(HV, K))),
+                "dt_bias: expected 1 dimensions",
+            ),
         ],
         "decode": [
             (dict(state=torch.zeros(P, HV, K, V)), "state: expected shape"),
             (dict(state=pool()[:1]), "state: expected P >= N=2"),
-            (dict(state_indices=ints(0, 1, 2)), r"state_indices: expected shape \[N\] = \[2\], got \[3\]"),
-            (dict(state_indices=ints(0, 1), write_indices=ints(3)), "write_indices: expected shape"),
-            (dict(intermediate_states=torch.zeros(N, T - 1, HV, V, K)), "intermediate_states: expected C >= T=3"),
-            (dict(intermediate_states=torch.zeros(N - 1, T, HV, V, K)), "intermediate_states: expected R >= N=2"),
-            (dict(intermediate_states=torch.zeros(N, T, HV, V)), "intermediate_states: expected 5 dimensions"),
-            (dict(state_indices=ints(0, 1, 2, 3).view(2, 2)), r"state_indices: expected \[N, W\] with W >= 3, got W=2"),
-            (packed(0, 1) | dict(state_indices=ints().view(1, 0)), r"state_indices: expected \[N, W\] with W >= 1, got W=0"),
+            (
+                dict(state_indices=ints(0, 1, 2)),
+                r"state_indices: expected shape \[N\] = \[2\], got \[3\]",
+            ),
+            (
+                dict(state_indices=ints(0, 1), write_indices=ints(3)),
+                "write_indices: expected shape",
+            ),
+            (
+                dict(intermediate_states=torch.zeros(N, T - 1, HV, V, K)),
+                "intermediate_states: expected C >= T=3",
+            ),
+            (
+                dict(intermediate_states=torch.zeros(N - 1, T, HV, V, K)),
+                "intermediate_states: expected R >= N=2",
+            ),
+            (
+                dict(intermediate_states=torch.zeros(N, T, HV, V)),
+                "intermediate_states: expected 5 dimensions",
+            ),
+            (
+                dict(state_indices=ints(0, 1, 2, 3).view(2, 2)),
+                r"state_indices: expected \[N, W\] with W >= 3, got W=2",
+            ),
+            (
+                packed(0, 1) | dict(state_indices=ints().view(1, 0)),
+                r"state_indices: expected \[N, W\] with W >= 1, got W=0",
+            ),
             (tokens(N, 17), "q: expected 1 to 16 tokens per sequence, got T=17"),
             (tokens(N, 0), "q: expected 1 to 16 tokens per sequence, got T=0"),
-            (dict(num_accepted=ints(1, 1)), r"num_accepted: expected None unless state_indices is \[N, W\]"),
             (
-                dict(state=pool(9), state_indices=ints(0, 1, 2, 3, 4, 5).view(2, 3), write_indices=ints(6, 7)),
+                dict(num_accepted=ints(1, 1)),
+                r"num_accepted: expected None unless state_indices is \[N, W\]",
+            ),
+            (
+                dict(
+                    state=pool(9),
+                    state_indices=ints(0, 1, 2, 3, 4, 5).view(2, 3),
+                    write_indices=ints(6, 7),
+                ),
                 r"write_indices: expected None beside \[N, W\]",
             ),
-            (dict(write_indices=ints(2, 3), update_state=False), "write_indices: expected None with update_state=False"),
-            (dict(intermediate_indices=ints(0, 1)), "intermediate_indices: expected None without intermediate_states"),
+            (
+                dict(write_indices=ints(2, 3), update_state=False),
+                "write_indices: expected None with update_state=False",
+            ),
+            (
+                dict(intermediate_indices=ints(0, 1)),
+                "intermediate_indices: expected None without intermediate_states",
+            ),
             (dict(state=pool().mT.contiguous().mT), "state: expected a contiguous last dimension"),
             (dict(state=pool()[:1].expand(P, -1, -1, -1)), "state: expected memory of its own"),
-            (dict(out=torch.zeros(1, T, HV, V).expand(N, -1, -1, -1)), "out: expected memory of its own"),
-            ({**(aliased := tokens()), "out": aliased["v"]}, "out: expected memory apart from .*, got some of v's"),
+            (
+                dict(out=torch.zeros(1, T, HV, V).expand(N, -1, -1, -1)),
+                "out: expected memory of its own",
+            ),
+            (
+                {**(aliased := tokens()), "out": aliased["v"]},
+                "out: expected memory apart from .*, got some of v's",
+            ),
             (dict(state=torch.zeros(P, HV, V, K, device="meta")), "state: expected device cpu"),
-            (dict(state_indices=torch.zeros(N, dtype=i32, device="meta")), "state_indices: expected device cpu"),
+            (
+                dict(state_indices=torch.zeros(N, dtype=i32, device="meta")),
+                "state_indices: expected device cpu",
+            ),
             (packed(0, 17), "cu_seqlens: expected at most 16 tokens per sequence, got 17"),
             (
                 {**packed(0, 4), "intermediate_states": torch.zeros(1, 3, HV, V, K)},
                 "intermediate_states: expected room for the longest sequence, 4 tokens, got 3",
             ),
-            (dict(state_indices=ints(1, 1)), "state_indices: expected at most one sequence to write each row"),
-            (dict(write_indices=ints(2, 2)), "write_indices: expected at most one sequence to write each row"),
+            (
+                dict(state_indices=ints(1, 1)),
+                "state_indices: expected at most one sequence to write each row",
+            ),
+            (
+                dict(write_indices=ints(2, 2)),
+                "write_indices: expected at most one sequence to write each row",
+            ),
             (
                 dict(state_indices=ints(0, 1), write_indices=ints(1, 2)),
                 "write_indices: expected no row that another sequence reads, got row 1, which sequence 1 reads",
             ),
-            (dict(state_indices=ints(0, 1), write_indices=ints(1, 0)), "write_indices: expected no row that another"),
+            (
+                dict(state_indices=ints(0, 1), write_indices=ints(1, 0)),
+                "write_indices: expected no row that another",
+            ),
             (
                 dict(state=pool(9), state_indices=ints(0, 1, 2, 1, 4, 5).view(2, 3)),
                 "state_indices: expected at most one sequence to write each row, got two for row 1",
@@ -254,11 +461,23 @@ BAD = {
                 },
                 "state_indices: expected no row that another sequence reads, got row 0, which sequence 1 reads",
             ),
-            (dict(INTERMEDIATES, intermediate_indices=ints(1, 1)), "intermediate_indices: expected at most one sequence"),
-            (dict(INTERMEDIATES, intermediate_indices=ints(0, 1, 2)), "intermediate_indices: expected shape"),
-            (dict(state_indices=ints(1, 1), null_index=0), "state_indices: expected at most one sequence to write"),
+            (
+                dict(INTERMEDIATES, intermediate_indices=ints(1, 1)),
+                "intermediate_indices: expected at most one sequence",
+            ),
+            (
+                dict(INTERMEDIATES, intermediate_indices=ints(0, 1, 2)),
+                "intermediate_indices: expected shape",
+            ),
+            (
+                dict(state_indices=ints(1, 1), null_index=0),
+                "state_indices: expected at most one sequence to write",
+            ),
             (dict(g=GROWING), "g: expected log decays of at most 0, got 0.5 at sequence 1"),
-            (dict(g=GROWING, state_indices=ints(3, 2)), "g: expected log decays of at most 0, got 0.5 at sequence 1"),
+            (
+                dict(g=GROWING, state_indices=ints(3, 2)),
+                "g: expected log decays of at most 0, got 0.5 at sequence 1",
+            ),
         ],
         "verify": [
             (dict(g=GROWING), "g: expected log decays of at most 0, got 0.5 at sequence 1"),
@@ -267,8 +486,14 @@ BAD = {
             (dict(buffer=LONG), "buffer: expected room for 1 to 16 tokens, got 18"),
             (dict(buffer=buffer(axis="channel")), "buffer: expected gate='head'"),
             (dict(buffer=buffer(layers=2)), "buffer.u: expected 4 dimensions"),
-            (dict(buffer_indices=ints(0, 1), null_index=0), "null_index: expected -1 without state_indices"),
-            (packed(0, 4, dtype=i64), "buffer: expected room for the longest sequence, 4 tokens, got 3"),
+            (
+                dict(buffer_indices=ints(0, 1), null_index=0),
+                "null_index: expected -1 without state_indices",
+            ),
+            (
+                packed(0, 4, dtype=i64),
+                "buffer: expected room for the longest sequence, 4 tokens, got 3",
+            ),
             (dict(buffer_indices=ints(1, 1)), "buffer_indices: expected at most one sequence"),
         ],
         "flush": [
@@ -276,7 +501,10 @@ BAD = {
             (dict(buffer=empty_buffer(C=0)), "buffer: expected room for 1 to 16 tokens, got 0"),
             *(
                 (
-                    dict(state=torch.zeros(P, sizes.get("HV", HV), V, sizes.get("K", K)), buffer=empty_buffer(**sizes)),
+                    dict(
+                        state=torch.zeros(P, sizes.get("HV", HV), V, sizes.get("K", K)),
+                        buffer=empty_buffer(**sizes),
+                    ),
                     "at least one head",
                 )
                 for sizes in (dict(H=0), dict(HV=0), dict(HV=0, H=0), dict(K=0))
@@ -284,10 +512,19 @@ BAD = {
             (dict(state=pool().unsqueeze(0)), "buffer.u: expected 5 dimensions"),
             (dict(num_accepted=-1), "num_accepted: expected 0 or more, got -1"),
             (dict(num_accepted=-(10**30)), "num_accepted: expected 0 or more, got -1000"),
-            (dict(num_accepted=2), "num_accepted: expected a tensor .* beside state_indices.* got 2 alone"),
+            (
+                dict(num_accepted=2),
+                "num_accepted: expected a tensor .* beside state_indices.* got 2 alone",
+            ),
             (dict(num_accepted=0, buffer=buffer(rows=7)), "num_accepted: expected a tensor"),
-            (dict(num_accepted=ints(1, 2, 3), state_indices=ints(0, 1)), "num_accepted: expected shape"),
-            (dict(buffer_indices=ints(0, 1), null_index=0), "null_index: expected -1 without state_indices"),
+            (
+                dict(num_accepted=ints(1, 2, 3), state_indices=ints(0, 1)),
+                "num_accepted: expected shape",
+            ),
+            (
+                dict(buffer_indices=ints(0, 1), null_index=0),
+                "null_index: expected -1 without state_indices",
+            ),
             (
                 dict(state_indices=ints(0, 1), write_indices=ints(1, 2)),
                 "write_indices: expected no row that another sequence reads, got row 1, which sequence 1 reads",
@@ -296,20 +533,33 @@ BAD = {
     },
     IndexError: {
         "decode": [
-            (dict(state_indices=ints(0, P)), f"state_indices: expected indices below {P}, got {P} at sequence 1"),
+            (
+                dict(state_indices=ints(0, P)),
+                f"state_indices: expected indices below {P}, got {P} at sequence 1",
+            ),
             (dict(write_indices=ints(0, P)), "write_indices: expected indices below"),
-            (dict(state_indices=ints(0, 1, 2, 3, 4, P).view(2, 3)), "state_indices: expected indices below"),
-            (dict(INTERMEDIATES, intermediate_indices=ints(0, 2)), "intermediate_indices: expected indices below 2"),
+            (
+                dict(state_indices=ints(0, 1, 2, 3, 4, P).view(2, 3)),
+                "state_indices: expected indices below",
+            ),
+            (
+                dict(INTERMEDIATES, intermediate_indices=ints(0, 2)),
+                "intermediate_indices: expected indices below 2",
+            ),
         ],
         "prefill": [
-            (dict(state=pool(), state_indices=ints(P, 0), null_index=0), "state_indices: expected indices below"),
+            (
+                dict(state=pool(), state_indices=ints(P, 0), null_index=0),
+                "state_indices: expected indices below",
+            ),
             (dict(state=pool(), state_indices=ints(P, 0)), "state_indices: expected indices below"),
             (
                 checkpointed([[0, -1], [64, -1]], [[2, P], [P, 0]]),
                 f"checkpoint_indices: expected indices below {P}, got {P} at sequence 1",
             ),
             (
-                checkpointed([[0, -1], [64, -1]], [[P, 0], [P + 1, 0]]) | dict(checkpoints=pool(P + 1)),
+                checkpointed([[0, -1], [64, -1]], [[P, 0], [P + 1, 0]])
+                | dict(checkpoints=pool(P + 1)),
                 f"checkpoint_indices: expected indices below {P + 1}, got {P + 1} at sequence 1",
             ),
         ],
@@ -336,13 +586,33 @@ BAD_NORMS = [  # of decode and verify
     (dict(z=WRITTEN.bfloat16()), "z: expected dtype torch.float32, got torch.bfloat16", TypeError),
     (dict(z=None), "z: expected a tensor beside norm, got None", ValueError),
     (dict(norm=None), "z: expected None without norm, got a tensor", ValueError),
-    (dict(z=torch.zeros(N, T + 1, HV, V)), r"z: expected v's shape \[2, 3, 4, 6\], got \[2, 4, 4, 6\]", ValueError),
-    (dict(z=torch.zeros(N, T, HV * V)), r"z: expected v's shape \[2, 3, 4, 6\], got \[2, 3, 24\]", ValueError),
+    (
+        dict(z=torch.zeros(N, T + 1, HV, V)),
+        r"z: expected v's shape \[2, 3, 4, 6\], got \[2, 4, 4, 6\]",
+        ValueError,
+    ),
+    (
+        dict(z=torch.zeros(N, T, HV * V)),
+        r"z: expected v's shape \[2, 3, 4, 6\], got \[2, 3, 24\]",
+        ValueError,
+    ),
     (dict(z=last_dim_strided(N, T, HV, V)), "z: expected a contiguous last dimension", ValueError),
     (dict(z=WRITTEN.to("meta")), "z: expected device cpu, .*, got meta", ValueError),
-    (dict(norm=gd.GatedNorm(torch.ones(K))), rf"norm.weight: expected shape \[V\] = \[{V}\], got \[{K}\]", ValueError),
-    (dict(norm=gd.GatedNorm(torch.ones(V).to("meta"))), "norm.weight: expected device cpu, .*, got meta", ValueError),
-    (dict(z=WRITTEN, out=WRITTEN), "out: expected memory apart from .*, got some of z's", ValueError),
+    (
+        dict(norm=gd.GatedNorm(torch.ones(K))),
+        rf"norm.weight: expected shape \[V\] = \[{V}\], got \[{K}\]",
+        ValueError,
+    ),
+    (
+        dict(norm=gd.GatedNorm(torch.ones(V).to("meta"))),
+        "norm.weight: expected device cpu, .*, got meta",
+        ValueError,
+    ),
+    (
+        dict(z=WRITTEN, out=WRITTEN),
+        "out: expected memory apart from .*, got some of z's",
+        ValueError,
+    ),
     (
         dict(norm=gd.GatedNorm(WRITTEN[0, 0, 0]), out=WRITTEN),
         "out: expected memory apart from .*, got some of norm.weight's",
@@ -353,20 +623,34 @@ BAD_NORMS = [  # of decode and verify
         "norm.weight requires grad.*no backward",
         gd.UnsupportedProblem,
     ),
-    (dict(z=torch.zeros(N, T, HV, V, requires_grad=True)), "z requires grad.*no backward", gd.UnsupportedProblem),
+    (
+        dict(z=torch.zeros(N, T, HV, V, requires_grad=True)),
+        "z requires grad.*no backward",
+        gd.UnsupportedProblem,
+    ),
     (dict(backend="cute"), "cute.*cannot run .*-norm", gd.UnsupportedProblem),
 ]
-REFUSED = [(op, *row, error) for error, ops in BAD.items() for op, rows in ops.items() for row in rows]
+REFUSED = [
+    (op, *row, error) for error, ops in BAD.items() for op, rows in ops.items() for row in rows
+]
 REFUSED += [
     (op, dict(null_index=value), f"null_index: expected {wanted}, got {value}", ValueError)
     for op in ("prefill", "decode", "verify", "flush")
-    for value, wanted in ((-2, "-1 or more.*"), (2**63, r"-1 or more, below 2\*\*63"), (0, "-1 without state_indices.*"))
+    for value, wanted in (
+        (-2, "-1 or more.*"),
+        (2**63, r"-1 or more, below 2\*\*63"),
+        (0, "-1 without state_indices.*"),
+    )
 ]
-REFUSED += [(op, normed() | changes, *rest) for op in ("decode", "verify") for changes, *rest in BAD_NORMS]
+REFUSED += [
+    (op, normed() | changes, *rest) for op in ("decode", "verify") for changes, *rest in BAD_NORMS
+]
 
 
 @pytest.mark.parametrize(
-    ("op", "changes", "text", "error"), REFUSED, ids=[f"{op}-{'-'.join(c)}-{i}" for i, (op, c, *_) in enumerate(REFUSED)]
+    ("op", "changes", "text", "error"),
+    REFUSED,
+    ids=[f"{op}-{'-'.join(c)}-{i}" for i, (op, c, *_) in enumerate(REFUSED)],
 )
 def test_bad_call_is_refused_and_writes_nothing(op, changes, text, error):
     """Beside a good one that the call cache knows, which hides no mistake."""
@@ -377,7 +661,9 @@ def test_bad_call_is_refused_and_writes_nothing(op, changes, text, error):
     arguments = {**good, **changes}
     if "out" in good and "out" not in changes and isinstance(arguments["v"], torch.Tensor):
         arguments["out"] = torch.full_like(arguments["v"], 7.0)
-    watched = {name: (x, x.clone()) for name, x in writable(arguments).items() if x.device.type == "cpu"}
+    watched = {
+        name: (x, x.clone()) for name, x in writable(arguments).items() if x.device.type == "cpu"
+    }
     with pytest.raises(error, match=text) as caught:
         getattr(gd, op)(**arguments)
     assert type(caught.value) is error
@@ -389,7 +675,9 @@ def every_tensor(op):
     """Keyword arguments of a valid call with all tensors that it may have at once."""
     given = call(op) | dict(state=pool(8), state_indices=ints(0, 1), write_indices=ints(2, 3))
     if op in ("prefill", "decode", "verify"):
-        given |= dict(gate=gd.Gate.softplus(torch.zeros(HV), torch.zeros(HV)), out=torch.zeros(N, T, HV, V))
+        given |= dict(
+            gate=gd.Gate.softplus(torch.zeros(HV), torch.zeros(HV)), out=torch.zeros(N, T, HV, V)
+        )
     if op == "prefill":
         given |= dict(has_initial_state=torch.ones(N, dtype=torch.bool), checkpoint_lens=LENS)
         given |= dict(checkpoint_indices=LENS - 1, checkpoints=kept(4).flatten(0, 1))
@@ -409,7 +697,9 @@ def refuse_layouts(op):
     for name, x in tensors.items():
         rows = x.view(N, -1) if x.ndim == 1 else x
         for other in (torch.nested.nested_tensor(list(rows)), x.to_sparse()):
-            with pytest.raises((TypeError, ValueError), match=f"{name}: expected a plain strided tensor"):
+            with pytest.raises(
+                (TypeError, ValueError), match=f"{name}: expected a plain strided tensor"
+            ):
                 getattr(gd, op)(**good | {name: other})
     nested = torch.nested.nested_tensor([torch.ones(HV)] * 2)
     for of_tensors in (gd.Gate.softplus, gd.GatedNorm, lambda x: gd.KVBuffer(x, x, x)):
@@ -425,7 +715,15 @@ def test_a_nested_tensor_is_refused_after_a_plain_one(op):
     assert child.exitcode == 0
 
 
-NONSENSE = [3, "x", [1], torch.zeros(0), object(), float("nan"), torch.empty(0, 0, 0, dtype=torch.complex128)]
+NONSENSE = [
+    3,
+    "x",
+    [1],
+    torch.zeros(0),
+    object(),
+    float("nan"),
+    torch.empty(0, 0, 0, dtype=torch.complex128),
+]
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode", "verify", "flush"])
@@ -447,13 +745,33 @@ def test_nonsense_is_refused_in_every_place(op):
 
 def test_slots_that_are_read_or_written_twice_but_never_both():
     """Two may read a slot that neither writes; a sequence without tokens, or with its write dropped, writes none."""
-    gd.decode(**call("decode") | dict(state_indices=ints(0, 0), write_indices=ints(1, 2)), backend="reference")
-    gd.decode(**call("decode") | dict(state_indices=ints(0, -1), write_indices=ints(1, 0)), backend="reference")
-    gd.decode(**call("decode") | dict(state_indices=ints(0, 0), update_state=False), backend="reference")
+    gd.decode(
+        **call("decode") | dict(state_indices=ints(0, 0), write_indices=ints(1, 2)),
+        backend="reference",
+    )
+    gd.decode(
+        **call("decode") | dict(state_indices=ints(0, -1), write_indices=ints(1, 0)),
+        backend="reference",
+    )
+    gd.decode(
+        **call("decode") | dict(state_indices=ints(0, 0), update_state=False), backend="reference"
+    )
     slots = ints(0, 1, 2, 3, 4, 0).view(2, 3)
-    gd.decode(**packed(0, 0, 3), state=pool(9), state_indices=slots, num_accepted=ints(3, 1), backend="reference")
-    gd.flush(**call("flush") | dict(state_indices=ints(0, 0), write_indices=ints(1, 2)), backend="reference")
-    gd.flush(**call("flush") | dict(state_indices=ints(0, 1), write_indices=ints(1, -1)), backend="reference")
+    gd.decode(
+        **packed(0, 0, 3),
+        state=pool(9),
+        state_indices=slots,
+        num_accepted=ints(3, 1),
+        backend="reference",
+    )
+    gd.flush(
+        **call("flush") | dict(state_indices=ints(0, 0), write_indices=ints(1, 2)),
+        backend="reference",
+    )
+    gd.flush(
+        **call("flush") | dict(state_indices=ints(0, 1), write_indices=ints(1, -1)),
+        backend="reference",
+    )
 
 
 def test_unknown_arguments_are_python_errors():
@@ -466,14 +784,42 @@ def test_unknown_arguments_are_python_errors():
     [
         (lambda: gd.Gate("tanh"), ValueError, "Gate kind: expected one of"),
         (lambda: gd.Gate.softplus([1.0]), TypeError, "A_log: expected a torch.Tensor"),
-        (lambda: gd.Gate.softplus(torch.zeros(4, dtype=bf16)), TypeError, "A_log: expected dtype torch.float32"),
+        (
+            lambda: gd.Gate.softplus(torch.zeros(4, dtype=bf16)),
+            TypeError,
+            "A_log: expected dtype torch.float32",
+        ),
         (lambda: gd.Gate.softplus(torch.zeros(1, 4)), ValueError, r"A_log: expected shape \[HV\]"),
-        (lambda: gd.Gate.softplus(torch.zeros(4), torch.zeros(4, dtype=fp16)), TypeError, "dt_bias: expected dtype"),
-        (lambda: gd.Gate.softplus(torch.zeros(4), torch.zeros(1, 1, 4)), ValueError, "dt_bias: expected shape"),
-        (lambda: gd.Gate.lower_bound(torch.zeros(4), bound=0.0), ValueError, "bound: expected a number from -1e.30 to below 0"),
-        (lambda: gd.Gate.lower_bound(torch.zeros(4), bound=-3e38), ValueError, "bound: expected a number from -1e.30 to below 0"),
-        (lambda: gd.Gate.lower_bound(torch.zeros(4), bound=float("-inf")), ValueError, "bound: expected a number from"),
-        (lambda: gd.Gate.lower_bound(torch.zeros(4), bound="-5"), TypeError, "bound: expected a number"),
+        (
+            lambda: gd.Gate.softplus(torch.zeros(4), torch.zeros(4, dtype=fp16)),
+            TypeError,
+            "dt_bias: expected dtype",
+        ),
+        (
+            lambda: gd.Gate.softplus(torch.zeros(4), torch.zeros(1, 1, 4)),
+            ValueError,
+            "dt_bias: expected shape",
+        ),
+        (
+            lambda: gd.Gate.lower_bound(torch.zeros(4), bound=0.0),
+            ValueError,
+            "bound: expected a number from -1e.30 to below 0",
+        ),
+        (
+            lambda: gd.Gate.lower_bound(torch.zeros(4), bound=-3e38),
+            ValueError,
+            "bound: expected a number from -1e.30 to below 0",
+        ),
+        (
+            lambda: gd.Gate.lower_bound(torch.zeros(4), bound=float("-inf")),
+            ValueError,
+            "bound: expected a number from",
+        ),
+        (
+            lambda: gd.Gate.lower_bound(torch.zeros(4), bound="-5"),
+            TypeError,
+            "bound: expected a number",
+        ),
         *(
             (
                 lambda kind=kind, bound=bound: gd.Gate(kind, torch.zeros(4), bound=bound),
@@ -483,26 +829,70 @@ def test_unknown_arguments_are_python_errors():
             for kind in ("log", "softplus")
             for bound in (-5.0, math.nan, "-5")
         ),
-        (lambda: gd.KVBuffer.empty(2, 17, 2, 4, 8, 8, gate="head"), ValueError, "T: expected at most 16"),
-        (lambda: gd.KVBuffer.empty(2, 4, 3, 4, 8, 8, gate="head"), ValueError, "HV: expected a multiple of H=3"),
+        (
+            lambda: gd.KVBuffer.empty(2, 17, 2, 4, 8, 8, gate="head"),
+            ValueError,
+            "T: expected at most 16",
+        ),
+        (
+            lambda: gd.KVBuffer.empty(2, 4, 3, 4, 8, 8, gate="head"),
+            ValueError,
+            "HV: expected a multiple of H=3",
+        ),
         (lambda: gd.KVBuffer.empty(2, 4, 2, 4, 8, 8, gate="log"), ValueError, "gate: expected"),
-        (lambda: gd.KVBuffer.empty(2, 4, 2, 4, 0, 8, gate="head"), ValueError, "K: expected 1 or more, got 0"),
-        (lambda: gd.KVBuffer.empty(2.0, 4, 2, 4, 8, 8, gate="head"), TypeError, "rows: expected an int"),
-        (lambda: gd.KVBuffer.empty(2, 4, 2, 4, 8, 8, num_layers=-1), ValueError, "num_layers: expected 0 or more, got -1"),
-        (lambda: gd.KVBuffer.empty(2, 4, 2, 4, 8, 8, num_layers=True), TypeError, "num_layers: expected an int, got bool"),
-        (lambda: gd.KVBuffer.empty(2, 4, 2, 4, 8, 8, num_layers=2.0), TypeError, "num_layers: expected an int, got float"),
+        (
+            lambda: gd.KVBuffer.empty(2, 4, 2, 4, 0, 8, gate="head"),
+            ValueError,
+            "K: expected 1 or more, got 0",
+        ),
+        (
+            lambda: gd.KVBuffer.empty(2.0, 4, 2, 4, 8, 8, gate="head"),
+            TypeError,
+            "rows: expected an int",
+        ),
+        (
+            lambda: gd.KVBuffer.empty(2, 4, 2, 4, 8, 8, num_layers=-1),
+            ValueError,
+            "num_layers: expected 0 or more, got -1",
+        ),
+        (
+            lambda: gd.KVBuffer.empty(2, 4, 2, 4, 8, 8, num_layers=True),
+            TypeError,
+            "num_layers: expected an int, got bool",
+        ),
+        (
+            lambda: gd.KVBuffer.empty(2, 4, 2, 4, 8, 8, num_layers=2.0),
+            TypeError,
+            "num_layers: expected an int, got float",
+        ),
         (
             lambda: gd.KVBuffer.empty(2, 4, 2, 4, 8, 8, gate="head").layer(0),
             ValueError,
             "layer: expected a buffer made with num_layers",
         ),
         (lambda: gd.GatedNorm([1.0]), TypeError, "weight: expected a torch.Tensor, got list"),
-        (lambda: gd.GatedNorm(torch.ones(4).double()), TypeError, "weight: expected dtype .*got torch.float64"),
-        (lambda: gd.GatedNorm(torch.ones(1, 4)), ValueError, r"weight: expected shape \[V\], got \[1, 4\]"),
-        (lambda: gd.GatedNorm(torch.ones(4), "small"), TypeError, "eps: expected a number, got str"),
+        (
+            lambda: gd.GatedNorm(torch.ones(4).double()),
+            TypeError,
+            "weight: expected dtype .*got torch.float64",
+        ),
+        (
+            lambda: gd.GatedNorm(torch.ones(1, 4)),
+            ValueError,
+            r"weight: expected shape \[V\], got \[1, 4\]",
+        ),
+        (
+            lambda: gd.GatedNorm(torch.ones(4), "small"),
+            TypeError,
+            "eps: expected a number, got str",
+        ),
         (lambda: gd.GatedNorm(torch.ones(4), True), TypeError, "eps: expected a number, got bool"),
         *(
-            (lambda eps=eps: gd.GatedNorm(torch.ones(4), eps), ValueError, "eps: expected a finite number from")
+            (
+                lambda eps=eps: gd.GatedNorm(torch.ones(4), eps),
+                ValueError,
+                "eps: expected a finite number from",
+            )
             for eps in (0.0, -1e-6, 1e-39, 1e39, math.inf, math.nan)
         ),
         *(

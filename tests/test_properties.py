@@ -81,8 +81,15 @@ ACTIVATIONS = (None, "silu", "sigmoid")
 GATES = {"log": None, "softplus": gd.Gate.softplus, "lower_bound": gd.Gate.lower_bound}
 
 
-@given(problems(longest=200, most=3), st.sampled_from(list(GATES)), st.sampled_from([torch.float32, torch.bfloat16]), st.data())
-def test_bits_of_a_deterministic_prefill_depend_on_a_head_of_a_sequence_alone(problem, kind, dtype, data):
+@given(
+    problems(longest=200, most=3),
+    st.sampled_from(list(GATES)),
+    st.sampled_from([torch.float32, torch.bfloat16]),
+    st.data(),
+)
+def test_bits_of_a_deterministic_prefill_depend_on_a_head_of_a_sequence_alone(
+    problem, kind, dtype, data
+):
     """Alone, with fewer heads, and in calls split at multiples of 64 tokens; checkpoints are the
     states between these calls."""
     t, lengths, slots, pool = problem
@@ -91,15 +98,25 @@ def test_bits_of_a_deterministic_prefill_depend_on_a_head_of_a_sequence_alone(pr
     parameters = [torch.randn(shape, generator=rng) for shape in (t.v.shape[2], t.g.shape[2:])]
 
     def gate(heads):
-        return gd.Gate.log() if kind == "log" else GATES[kind](*(x[heads].clone() for x in parameters))
+        return (
+            gd.Gate.log() if kind == "log" else GATES[kind](*(x[heads].clone() for x in parameters))
+        )
 
     def run(t, heads=slice(None), **states):
-        return gd.prefill(**t._replace(gate=gate(heads))._asdict(), **states, deterministic=True, backend="reference")
+        return gd.prefill(
+            **t._replace(gate=gate(heads))._asdict(),
+            **states,
+            deterministic=True,
+            backend="reference",
+        )
 
     H, group = t.q.shape[2], t.v.shape[2] // t.q.shape[2]
     h = data.draw(st.integers(0, H - 1))
     heads = slice(h * group, h * group + group)
-    splits = [sorted({0, *data.draw(st.lists(st.sampled_from(range(0, n + 1, 64)), max_size=2))}) for n in lengths]
+    splits = [
+        sorted({0, *data.draw(st.lists(st.sampled_from(range(0, n + 1, 64)), max_size=2))})
+        for n in lengths
+    ]
     lens = torch.tensor([[*split, *[-1] * (3 - len(split))] for split in splits])
     after, kept = pool.clone(), pool.new_empty(len(lengths), 3, *pool.shape[1:])
     o, _ = run(t, state=after, state_indices=slots, checkpoint_lens=lens, checkpoints=kept)
@@ -112,7 +129,9 @@ def test_bits_of_a_deterministic_prefill_depend_on_a_head_of_a_sequence_alone(pr
             assert torch.equal(kept[n, i, heads], state[0])
             part = own.map(lambda x: x[:, first:last])
             part = part._replace(q=part.q[:, :, h : h + 1], k=part.k[:, :, h : h + 1])
-            part = part._replace(v=part.v[:, :, heads], g=part.g[:, :, heads], beta=part.beta[:, :, heads])
+            part = part._replace(
+                v=part.v[:, :, heads], g=part.g[:, :, heads], beta=part.beta[:, :, heads]
+            )
             made, state = run(part, heads, initial_state=state, output_final_state=True)
             assert torch.equal(made[0], whole[first:last, heads])
         assert torch.equal(state[0], after[slot, heads])
@@ -120,7 +139,11 @@ def test_bits_of_a_deterministic_prefill_depend_on_a_head_of_a_sequence_alone(pr
 
 @settings(max_examples=80)
 @given(
-    problems(longest=16, group=16), st.sampled_from(list(GATES)), st.sampled_from(DTYPES), st.sampled_from(ACTIVATIONS), st.data()
+    problems(longest=16, group=16),
+    st.sampled_from(list(GATES)),
+    st.sampled_from(DTYPES),
+    st.sampled_from(ACTIVATIONS),
+    st.data(),
 )
 def test_bits_of_a_sequence_do_not_depend_on_the_batch(problem, kind, dtype, activation, data):
     """decode, verify and flush: packed beside others, alone and dense, and decode's tokens one by one."""
@@ -136,7 +159,9 @@ def test_bits_of_a_sequence_do_not_depend_on_the_batch(problem, kind, dtype, act
 
     def run(t, z, state, slots, counts):
         gates = dict(norm, z=z) if norm else {}
-        buffer = gd.KVBuffer.empty(len(slots), 16, H, HV, K, V, gate="head" if t.g.ndim == 3 else "channel")
+        buffer = gd.KVBuffer.empty(
+            len(slots), 16, H, HV, K, V, gate="head" if t.g.ndim == 3 else "channel"
+        )
         rest = dict(state_indices=slots, backend="reference")
         decoded, flushed = state.clone(), state.clone()
         o = gd.decode(**t._asdict(), **gates, state=decoded, **rest)
@@ -150,13 +175,22 @@ def test_bits_of_a_sequence_do_not_depend_on_the_batch(problem, kind, dtype, act
         if slot < 0 or not lengths[n]:
             continue
         rows = slice(*t.cu_seqlens[n : n + 2].tolist())
-        alone = run(sequence(t, n), z[:, rows], pool[slot : slot + 1], torch.tensor([0]), counts[n : n + 1])
-        for found, want in zip(alone, (o[:, rows], drafts[:, rows], decoded[slot : slot + 1], flushed[slot : slot + 1])):
+        alone = run(
+            sequence(t, n), z[:, rows], pool[slot : slot + 1], torch.tensor([0]), counts[n : n + 1]
+        )
+        for found, want in zip(
+            alone, (o[:, rows], drafts[:, rows], decoded[slot : slot + 1], flushed[slot : slot + 1])
+        ):
             assert torch.equal(found, want)
         state, t_n = pool[slot : slot + 1].clone(), sequence(t, n)
         for i in range(lengths[n]):
             gates = dict(norm, z=z[:, rows][:, i : i + 1]) if norm else {}
-            one = gd.decode(**t_n.map(lambda x: x[:, i : i + 1])._asdict(), **gates, state=state, backend="reference")
+            one = gd.decode(
+                **t_n.map(lambda x: x[:, i : i + 1])._asdict(),
+                **gates,
+                state=state,
+                backend="reference",
+            )
             assert torch.equal(one, o[:, rows][:, i : i + 1])
         assert torch.equal(state, decoded[slot : slot + 1])
 
@@ -169,7 +203,9 @@ def test_decode_verify_and_flush_agree(problem):
     o = gd.decode(**t._asdict(), state=decoded, state_indices=slots, backend="reference")
     gate = "head" if t.g.ndim == 3 else "channel"
     buffer = gd.KVBuffer.empty(len(lengths), 16, t.q.shape[2], HV, t.q.shape[3], V, gate=gate)
-    verified = gd.verify(**t._asdict(), state=flushed, state_indices=slots, buffer=buffer, backend="reference")
+    verified = gd.verify(
+        **t._asdict(), state=flushed, state_indices=slots, buffer=buffer, backend="reference"
+    )
     assert torch.equal(flushed, pool)
     close(verified, o)
     gd.flush(flushed, buffer, torch.tensor(lengths), state_indices=slots, backend="reference")
@@ -206,7 +242,9 @@ def test_flush_then_decode_the_rest_is_decode(problem, accepted):
 def test_prefill_splits_anywhere(problem, cut):
     t, lengths, _, pool = problem
     start = pool[: len(lengths)]
-    o, final = gd.prefill(**t._asdict(), initial_state=start, output_final_state=True, backend="reference")
+    o, final = gd.prefill(
+        **t._asdict(), initial_state=start, output_final_state=True, backend="reference"
+    )
     firsts = [min(cut, n) for n in lengths]
     starts = t.cu_seqlens[:-1].tolist()
     state, got = start, torch.zeros_like(o)
@@ -216,6 +254,8 @@ def test_prefill_splits_anywhere(problem, cut):
         piece = t.map(lambda x: x[:, rows])._replace(
             cu_seqlens=torch.tensor([0, *counts], dtype=torch.int32).cumsum(0, dtype=torch.int32),
         )
-        got[:, rows], state = gd.prefill(**piece._asdict(), initial_state=state, output_final_state=True, backend="reference")
+        got[:, rows], state = gd.prefill(
+            **piece._asdict(), initial_state=state, output_final_state=True, backend="reference"
+        )
     close(got, o)
     close(state, final)

@@ -30,13 +30,20 @@ def test_case_list(case, device):
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
 def test_the_gated_norm_is_the_contracts(activation):
     """Against Python floats."""
-    o, z, weight, eps = torch.randn(3, V).double(), 3 * torch.randn(3, V).double(), torch.randn(V), 0.25
+    o, z, weight, eps = (
+        torch.randn(3, V).double(),
+        3 * torch.randn(3, V).double(),
+        torch.randn(V),
+        0.25,
+    )
     o[1] = 0
     got = reference.gated_norm(o, z, gd.GatedNorm(weight, eps, activation), torch.float64)
     for row, gates, made in zip(o.tolist(), z.tolist(), got.tolist()):
         root = math.sqrt(sum(x * x for x in row) / V + eps)
         act = [1 / (1 + math.exp(-x)) * (x if activation == "silu" else 1) for x in gates]
-        assert made == pytest.approx([x / root * w * a for x, w, a in zip(row, weight.tolist(), act)], rel=1e-12, abs=0)
+        assert made == pytest.approx(
+            [x / root * w * a for x, w, a in zip(row, weight.tolist(), act)], rel=1e-12, abs=0
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
@@ -49,13 +56,17 @@ def test_a_fused_norm_is_the_norm_of_the_calls_own_outputs(op, indexed, dtype):
     norm = normed(dtype=dtype, eps=1e-5)
     states, made = [], []
     for with_norm in ({}, norm):
-        rest = dict(state=pool(dtype=torch.bfloat16)) | (dict(buffer=buffer()) if op == "verify" else {})
+        rest = dict(state=pool(dtype=torch.bfloat16)) | (
+            dict(buffer=buffer()) if op == "verify" else {}
+        )
         made.append(getattr(gd, op)(**given, **slots, **rest, **with_norm, backend="reference"))
         states.append([rest["state"], *(vars(rest["buffer"]).values() if op == "verify" else ())])
     bare, fused = made
     want = reference.gated_norm(bare, norm["z"], norm["norm"], torch.float32).to(dtype)
     assert torch.equal(fused, want)
-    assert all(torch.equal(x.nan_to_num(5.0), y.nan_to_num(5.0)) for x, y in zip(*states, strict=True))
+    assert all(
+        torch.equal(x.nan_to_num(5.0), y.nan_to_num(5.0)) for x, y in zip(*states, strict=True)
+    )
 
 
 @pytest.mark.parametrize("op", ["decode", "verify"])
@@ -82,7 +93,9 @@ def scalar_recurrence(q, k, v, log_decay, beta, state):
     for t in range(len(q)):
         decay = [math.exp(x) for x in log_decay[t]]
         S = [[s * d for s, d in zip(row, decay)] for row in S]
-        u = [beta[t] * (v[t][i] - sum(s * kk for s, kk in zip(row, k[t]))) for i, row in enumerate(S)]
+        u = [
+            beta[t] * (v[t][i] - sum(s * kk for s, kk in zip(row, k[t]))) for i, row in enumerate(S)
+        ]
         S = [[s + u[i] * kk for s, kk in zip(row, k[t])] for i, row in enumerate(S)]
         outputs.append([sum(s * qq for s, qq in zip(row, q[t])) for row in S])
     return outputs, S
@@ -92,15 +105,30 @@ def test_recurrence_is_the_contracts(axis):
     t = tokens(axis=axis, dtype=torch.float32)
     start = pool(N)
     for n in range(N):
-        got = list(reference.recurrent(Tokens(**{name: x[n : n + 1] for name, x in t.items()}, qk_l2norm=False), start[n]))
+        got = list(
+            reference.recurrent(
+                Tokens(**{name: x[n : n + 1] for name, x in t.items()}, qk_l2norm=False), start[n]
+            )
+        )
         for hv in range(HV):
             q = t["q"][n, :, hv // (HV // H)].double() * K**-0.5
-            k, v, g = t["k"][n, :, hv // (HV // H)].double(), t["v"][n, :, hv].double(), t["g"][n, :, hv].double()
+            k, v, g = (
+                t["k"][n, :, hv // (HV // H)].double(),
+                t["v"][n, :, hv].double(),
+                t["g"][n, :, hv].double(),
+            )
             g = g[:, None].expand(T, K) if axis == "head" else g
             beta = t["beta"][n, :, hv].double()
-            want, S = scalar_recurrence(*(x.tolist() for x in (q, k, v, g, beta, start[n, hv].double())))
-            for found, expected in ((torch.stack([o[hv] for o, _ in got]), want), (got[-1][1][hv], S)):
-                torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12)
+            want, S = scalar_recurrence(
+                *(x.tolist() for x in (q, k, v, g, beta, start[n, hv].double()))
+            )
+            for found, expected in (
+                (torch.stack([o[hv] for o, _ in got]), want),
+                (got[-1][1][hv], S),
+            ):
+                torch.testing.assert_close(
+                    found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12
+                )
 
 
 def test_gates_are_the_contracts():
@@ -111,7 +139,10 @@ def test_gates_are_the_contracts():
     want = [-math.exp(a) * s for a, s in zip(A_log.tolist(), softplus)]
     got = reference.log_decay(g, gd.Gate.softplus(A_log, dt_bias), torch.float64)[0, :, 0]
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-6, atol=0)
-    want = [-3.0 / (1 + math.exp(-math.exp(a) * x)) for a, x in zip(A_log.tolist(), (g[0] + dt_bias).tolist())]
+    want = [
+        -3.0 / (1 + math.exp(-math.exp(a) * x))
+        for a, x in zip(A_log.tolist(), (g[0] + dt_bias).tolist())
+    ]
     got = reference.log_decay(g, gd.Gate.lower_bound(A_log, dt_bias, -3.0), torch.float64)[0, :, 0]
     torch.testing.assert_close(got, torch.tensor(want, dtype=torch.float64), rtol=1e-6, atol=0)
     assert torch.equal(reference.log_decay(g, gd.Gate.log(), torch.float64)[0, :, 0], g[0])
@@ -125,10 +156,18 @@ def test_no_finite_input_gives_nan(kind, axis):
     if kind != "log":
         worst = torch.cat([worst, torch.tensor([1e4, 100.0])])
     t = tokens(1, 70, axis=axis)
-    t["g"] = worst[torch.randint(len(worst), t["g"].shape, generator=torch.Generator().manual_seed(0))]
+    t["g"] = worst[
+        torch.randint(len(worst), t["g"].shape, generator=torch.Generator().manual_seed(0))
+    ]
     A_log = torch.tensor([100.0, 0.0, -100.0, 1000.0])
-    gate = {"log": gd.Gate.log(), "softplus": gd.Gate.softplus(A_log), "lower_bound": gd.Gate.lower_bound(A_log)}[kind]
-    o, final = gd.prefill(**t, gate=gate, initial_state=pool(1), output_final_state=True, backend="reference")
+    gate = {
+        "log": gd.Gate.log(),
+        "softplus": gd.Gate.softplus(A_log),
+        "lower_bound": gd.Gate.lower_bound(A_log),
+    }[kind]
+    o, final = gd.prefill(
+        **t, gate=gate, initial_state=pool(1), output_final_state=True, backend="reference"
+    )
     assert o.isfinite().all()
     assert final.isfinite().all()
     first = {name: x[:, :16] for name, x in t.items()}
@@ -185,7 +224,9 @@ def test_slow_decays_do_not_drift_over_a_long_prefill(axis):
     shape = (1, length, 1, 8) if axis == "channel" else (1, length, 1)
     q, g, beta = torch.zeros(1, length, 1, 8), torch.full(shape, decay), torch.zeros(1, length, 1)
     start = torch.ones(1, 1, 8, 8)
-    _, final = gd.prefill(q, q, q, g, beta, initial_state=start, output_final_state=True, backend="reference")
+    _, final = gd.prefill(
+        q, q, q, g, beta, initial_state=start, output_final_state=True, backend="reference"
+    )
     want = math.exp(length * torch.tensor(decay).double().item())
     torch.testing.assert_close(final.double(), want * start.double(), rtol=1e-5, atol=0)
 
@@ -203,10 +244,14 @@ def test_verify_buffers_the_corrections_of_the_algebra(axis):
         one = Tokens(**{name: x[n : n + 1] for name, x in t.items()})
         x = reference.activate(reference.flatten(one), torch.float64)
         torch.testing.assert_close(made.k[n].double(), x.k, rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(made.log_decay[n].double().reshape(x.log_decay.shape), x.log_decay, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(
+            made.log_decay[n].double().reshape(x.log_decay.shape), x.log_decay, rtol=1e-6, atol=1e-6
+        )
         for i, (_, after) in enumerate(reference.recurrent(one, before)):
             k = x.k[i].repeat_interleave(HV // H, 0)
-            u = x.beta[i][:, None] * (x.v[i] - ((before * x.log_decay[i].exp()[:, None]) @ k[..., None])[..., 0])
+            u = x.beta[i][:, None] * (
+                x.v[i] - ((before * x.log_decay[i].exp()[:, None]) @ k[..., None])[..., 0]
+            )
             torch.testing.assert_close(made.u[n, i].double(), u, rtol=1e-5, atol=1e-5)
             before = after
 
@@ -245,7 +290,9 @@ def test_nan_of_a_token_reaches_no_earlier_one_in_prefill(name, value, determini
     for at in (0, 31, 40, 69):
         clean, call = poisoned(name, value, at, 70, axis, device)
         options = dict(initial_state=start, deterministic=deterministic, output_final_state=True)
-        (before, want), (after, final) = (gd.prefill(**x, **options, backend="reference") for x in (clean, call))
+        (before, want), (after, final) = (
+            gd.prefill(**x, **options, backend="reference") for x in (clean, call)
+        )
         only_what_follows(after, before, call, at, start)
         assert torch.equal(final[1], want[1])
 
@@ -293,7 +340,12 @@ def test_nan_reaches_no_earlier_token_whatever_solves(name, axis, monkeypatch):
 def test_a_flush_reads_no_row_of_the_buffer_past_its_count(axis, device):
     made, state = buffer(t=5, axis=axis), pool(N).to(device)
     made = gd.KVBuffer(*(x.to(device) for x in vars(made).values()))
-    gd.verify(**{key: x.to(device) for key, x in tokens(t=5, axis=axis).items()}, state=state, buffer=made, backend="reference")
+    gd.verify(
+        **{key: x.to(device) for key, x in tokens(t=5, axis=axis).items()},
+        state=state,
+        buffer=made,
+        backend="reference",
+    )
     want = state.clone()
     gd.flush(want, made, torch.tensor([2, 4], device=device), backend="reference")
     for x in vars(made).values():
@@ -312,7 +364,9 @@ def test_nan_and_infinite_decays_are_no_growing_ones(axis):
     assert torch.equal(o.isfinite()[1].flatten(1).all(1), torch.tensor([True, False, False]))
     call["g"][1] = 5.0
     for op, rest in (("prefill", {}), ("decode", {}), ("verify", dict(buffer=buffer(axis=axis)))):
-        getattr(gd, op)(**call, **rest, state=pool(), state_indices=torch.tensor([0, -1]), backend="reference")
+        getattr(gd, op)(
+            **call, **rest, state=pool(), state_indices=torch.tensor([0, -1]), backend="reference"
+        )
 
 
 # ------------------------------------------------------------------------------------------------ promises
@@ -324,7 +378,10 @@ def test_decode_of_T_tokens_equals_T_calls_bit_for_bit(dtype, norm):
     t = tokens(t=5) | norm
     together, apart = pool(dtype=dtype), pool(dtype=dtype)
     o = gd.decode(**t, state=together, backend="reference")
-    calls = [{name: x[:, i : i + 1] if isinstance(x, torch.Tensor) else x for name, x in t.items()} for i in range(5)]
+    calls = [
+        {name: x[:, i : i + 1] if isinstance(x, torch.Tensor) else x for name, x in t.items()}
+        for i in range(5)
+    ]
     steps = [gd.decode(**each, state=apart, backend="reference") for each in calls]
     assert torch.equal(o, torch.cat(steps, 1))
     assert torch.equal(together, apart)
@@ -335,7 +392,10 @@ def test_drafts_have_their_bits_where_products_are_small(heads, V, K):
     """A CPU multiplies a batch of one, and matrices of odd sizes, by kernels of their own."""
     rng = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 5, 16, heads, K, generator=rng)
-    v, start = torch.randn(5, 16, heads, V, generator=rng), torch.randn(5, heads, V, K, generator=rng)
+    v, start = (
+        torch.randn(5, 16, heads, V, generator=rng),
+        torch.randn(5, heads, V, K, generator=rng),
+    )
     beta = torch.rand(5, 16, heads, generator=rng)
     given, found = dict(q=q, k=k, v=v, g=-beta, beta=beta), []
     for rows in (slice(None), *(slice(n, n + 1) for n in range(5))):
@@ -359,8 +419,15 @@ def test_decode_without_indices_equals_decode_by_indices_bit_for_bit(t, axis, dt
         state = pool(N + 2, dtype)
         steps = torch.full((N + 1, t + 1, HV, V, K), math.nan, dtype=dtype)
         out = torch.full((t, N, HV, V), math.nan, dtype=torch.bfloat16).transpose(0, 1)
-        options = dict(intermediate_states=steps, update_state=update_state, out=out, backend="reference")
-        gd.decode(**tokens(t=t, axis=axis, dtype=torch.bfloat16), state=state, state_indices=indices, **options)
+        options = dict(
+            intermediate_states=steps, update_state=update_state, out=out, backend="reference"
+        )
+        gd.decode(
+            **tokens(t=t, axis=axis, dtype=torch.bfloat16),
+            state=state,
+            state_indices=indices,
+            **options,
+        )
         found.append((state, steps, out))
     for x, y in zip(*found, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
@@ -371,7 +438,9 @@ def test_flush_of_no_tokens_moves_the_state_to_another_slot_unchanged():
     state, made = pool(dtype=torch.bfloat16), buffer()
     before = state.clone()
     made.u.fill_(math.nan)
-    gd.flush(state, made, torch.tensor([0, 0]), write_indices=torch.tensor([3, 1]), backend="reference")
+    gd.flush(
+        state, made, torch.tensor([0, 0]), write_indices=torch.tensor([3, 1]), backend="reference"
+    )
     assert torch.equal(state[3], before[0])
     assert torch.equal(state[[0, 1, 2, 4]], before[[0, 1, 2, 4]])
 
@@ -382,15 +451,27 @@ def test_two_rounds_with_one_flush_equal_two_with_one_each(axis):
     first, second = (tokens(t=T, axis=axis, seed=seed) for seed in (5, 6))
     apart, outputs, small = pool(), [], buffer(t=T, axis=axis)
     for given, count in zip((first, second), accepted):
-        outputs.append(gd.verify(**given, state=apart, buffer=small, state_indices=torch.tensor([3, 1]), backend="reference"))
+        outputs.append(
+            gd.verify(
+                **given,
+                state=apart,
+                buffer=small,
+                state_indices=torch.tensor([3, 1]),
+                backend="reference",
+            )
+        )
         gd.flush(apart, small, count, state_indices=torch.tensor([3, 1]), backend="reference")
     both = tokens(t=2 * T, axis=axis, seed=7)
     for n, m in enumerate(accepted[0].tolist()):
         for name in ("q", "k", "v", "g", "beta"):
             both[name][n, : m + T] = torch.cat([first[name][n, :m], second[name][n]])
     together, wide = pool(), buffer(t=2 * T, axis=axis)
-    o = gd.verify(**both, state=together, buffer=wide, state_indices=torch.tensor([3, 1]), backend="reference")
-    gd.flush(together, wide, accepted.sum(0), state_indices=torch.tensor([3, 1]), backend="reference")
+    o = gd.verify(
+        **both, state=together, buffer=wide, state_indices=torch.tensor([3, 1]), backend="reference"
+    )
+    gd.flush(
+        together, wide, accepted.sum(0), state_indices=torch.tensor([3, 1]), backend="reference"
+    )
     for n, m in enumerate(accepted[0].tolist()):
         torch.testing.assert_close(o[n, m : m + T], outputs[1][n], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
@@ -419,7 +500,12 @@ def test_checkpoints_are_the_states_of_shorter_prefills(axis, dtype, slab, monke
     wide = torch.full((4, 6, HV, V, K), math.nan, dtype=dtype)
     kept = wide[:, ::2]
     same_o, same_final = gd.prefill(
-        **t, initial_state=start, output_final_state=True, checkpoint_lens=lens, checkpoints=kept, backend="reference"
+        **t,
+        initial_state=start,
+        output_final_state=True,
+        checkpoint_lens=lens,
+        checkpoints=kept,
+        backend="reference",
     )
     assert torch.equal(same_o, o)
     assert torch.equal(same_final, final)
@@ -438,23 +524,48 @@ def test_checkpoints_are_the_states_of_shorter_prefills(axis, dtype, slab, monke
     indices[3, 1] = -2
     state[slots[[0, 2, 3]]] = start[[0, 2, 3]]
     pooled_o, _ = gd.prefill(
-        **t, state=state, state_indices=slots, checkpoint_lens=lens_i32, checkpoint_indices=indices, backend="reference"
+        **t,
+        state=state,
+        state_indices=slots,
+        checkpoint_lens=lens_i32,
+        checkpoint_indices=indices,
+        backend="reference",
     )
     assert torch.equal(pooled_o[:, :150], o[:, :150])
     assert torch.equal(pooled_o[:, 300:], o[:, 300:])
     assert torch.equal(state[slots[[0, 2, 3]]], final[[0, 2, 3]])
-    written = {int(indices[n, j]): kept[n, j] for n in (0, 2, 3) for j in range(3) if lens[n, j] >= 0 and indices[n, j] >= 0}
+    written = {
+        int(indices[n, j]): kept[n, j]
+        for n in (0, 2, 3)
+        for j in range(3)
+        if lens[n, j] >= 0 and indices[n, j] >= 0
+    }
     assert len(written) == 6
     for slot in set(range(20)) - {7, 0, 3}:
-        assert torch.equal(state[slot], written[slot]) if slot in written else state[slot].isnan().all()
+        assert (
+            torch.equal(state[slot], written[slot])
+            if slot in written
+            else state[slot].isnan().all()
+        )
 
 
 def test_lengths_and_slots_of_checkpoints_that_are_not_kept_may_hold_anything():
     """Those of inactive sequences, lengths without a slot, slots without a length."""
     state = pool(4)
-    before, lens, slots = state.clone(), torch.tensor([[65, 999], [-1, 63]]), torch.tensor([[0, 99], [99, -1]])
+    before, lens, slots = (
+        state.clone(),
+        torch.tensor([[65, 999], [-1, 63]]),
+        torch.tensor([[0, 99], [99, -1]]),
+    )
     indices = torch.tensor([-1, 2])
-    gd.prefill(**tokens(), state=state, state_indices=indices, checkpoint_lens=lens, checkpoint_indices=slots, backend="reference")
+    gd.prefill(
+        **tokens(),
+        state=state,
+        state_indices=indices,
+        checkpoint_lens=lens,
+        checkpoint_indices=slots,
+        backend="reference",
+    )
     assert torch.equal(state[[0, 1, 3]], before[[0, 1, 3]])
 
 
@@ -462,11 +573,15 @@ def test_checkpoints_up_to_null_index_are_none():
     state, lens = pool(6), torch.tensor([[64, 0], [0, 64]])
     before, slots = state.clone(), torch.tensor([[0, 4], [-3, 5]])
     keep = dict(checkpoint_lens=lens, checkpoint_indices=slots, null_index=0)
-    gd.prefill(**tokens(t=64), state=state, state_indices=torch.tensor([2, 3]), **keep, backend="reference")
+    gd.prefill(
+        **tokens(t=64), state=state, state_indices=torch.tensor([2, 3]), **keep, backend="reference"
+    )
     assert torch.equal(state[[0, 1]], before[[0, 1]])
     assert torch.equal(state[4], before[2])
     assert torch.equal(state[5], state[3])
-    gd.prefill(**tokens(t=64), state=state, **keep, backend="reference")  # sequence 0 has slot 0, which is none
+    gd.prefill(
+        **tokens(t=64), state=state, **keep, backend="reference"
+    )  # sequence 0 has slot 0, which is none
     assert torch.equal(state[[0, 4]], before[[0, 2]])
 
 
@@ -474,7 +589,10 @@ def test_checkpoints_up_to_null_index_are_none():
 def test_decode_of_no_tokens_at_all_copies_states(dtype):
     """Slots in order are a view of the pool where nothing is converted."""
     state, out = pool(dtype=dtype), torch.full((1, 3, HV, V), 7.0)
-    before, call = state.clone(), dict(tokens(1, 3), cu_seqlens=torch.zeros(N + 1, dtype=torch.int32))
+    before, call = (
+        state.clone(),
+        dict(tokens(1, 3), cu_seqlens=torch.zeros(N + 1, dtype=torch.int32)),
+    )
     slots = dict(state_indices=torch.tensor([0, 1]), write_indices=torch.tensor([3, 2]))
     gd.decode(**call, state=state, **slots, out=out, backend="reference")
     assert torch.equal(state, before[[0, 1, 1, 0, 4]])
@@ -485,11 +603,18 @@ def test_sequences_of_no_tokens_keep_and_carry_their_state():
     ends = torch.tensor([0, 0, 3])
     call = {**tokens(1, 3), "cu_seqlens": ends, "backend": "reference"}
     state, before = pool(), pool()
-    gd.decode(**call, state=state, state_indices=torch.tensor([0, 1]), write_indices=torch.tensor([4, 3]))
+    gd.decode(
+        **call, state=state, state_indices=torch.tensor([0, 1]), write_indices=torch.tensor([4, 3])
+    )
     assert torch.equal(state[4], before[0])
     assert torch.equal(state[:3], before[:3])
     state[2] = math.nan
-    o, _ = gd.prefill(**call, state=state, state_indices=torch.tensor([2, 0]), has_initial_state=torch.tensor([False, True]))
+    o, _ = gd.prefill(
+        **call,
+        state=state,
+        state_indices=torch.tensor([2, 0]),
+        has_initial_state=torch.tensor([False, True]),
+    )
     assert (state[2] == 0).all()
     assert o.isfinite().all()
 
@@ -498,9 +623,17 @@ def test_a_slot_may_be_read_by_many_and_written_by_one():
     state = pool()
     want = [state[:1].clone(), state[:1].clone()]
     both = tokens(2, 2)
-    gd.decode(**both, state=state, state_indices=torch.tensor([0, 0]), write_indices=torch.tensor([3, 2]), backend="reference")
+    gd.decode(
+        **both,
+        state=state,
+        state_indices=torch.tensor([0, 0]),
+        write_indices=torch.tensor([3, 2]),
+        backend="reference",
+    )
     for n, alone in enumerate(want):
-        gd.decode(**{name: x[n : n + 1] for name, x in both.items()}, state=alone, backend="reference")
+        gd.decode(
+            **{name: x[n : n + 1] for name, x in both.items()}, state=alone, backend="reference"
+        )
     torch.testing.assert_close(state[[3, 2]], torch.cat(want))
     assert torch.equal(state[:2], pool()[:2])
 
@@ -523,7 +656,15 @@ def writing(v, beta=1.0, T=1):
     q = torch.zeros(N, T, H, K)
     q[..., 0] = 1
     values = torch.full((N, T, HV, V), float(v))
-    return dict(q=q, k=q.clone(), v=values, g=torch.zeros(N, T, HV), beta=torch.full((N, T, HV), beta), scale=1.0, qk_l2norm=False)
+    return dict(
+        q=q,
+        k=q.clone(),
+        v=values,
+        g=torch.zeros(N, T, HV),
+        beta=torch.full((N, T, HV), beta),
+        scale=1.0,
+        qk_l2norm=False,
+    )
 
 
 def stored(op, call, state):
@@ -536,19 +677,31 @@ def stored(op, call, state):
     elif op == "final state":
         return gd.prefill(**call, initial_state=state, output_final_state=True)[1]
     elif op == "checkpoints":
-        gd.prefill(**call, initial_state=state, checkpoint_lens=torch.full((N, 1), T), checkpoints=kept[:, :1])
+        gd.prefill(
+            **call,
+            initial_state=state,
+            checkpoint_lens=torch.full((N, 1), T),
+            checkpoints=kept[:, :1],
+        )
         return kept[:, 0]
     elif op == "checkpoint slots":
         wide = torch.cat([state, kept[:, 0]])
         slots = torch.arange(N, 2 * N)[:, None]
-        gd.prefill(**call, state=wide, checkpoint_lens=torch.full((N, 1), T), checkpoint_indices=slots)
+        gd.prefill(
+            **call, state=wide, checkpoint_lens=torch.full((N, 1), T), checkpoint_indices=slots
+        )
         return wide[N:]
     elif op == "decode":
         gd.decode(**call, state=state)
     elif op == "decode by index":
         gd.decode(**call, state=state, state_indices=torch.arange(N))
     elif op.startswith("intermediate states"):
-        gd.decode(**call, state=state, state_indices=torch.arange(N) if "index" in op else None, intermediate_states=kept)
+        gd.decode(
+            **call,
+            state=state,
+            state_indices=torch.arange(N) if "index" in op else None,
+            intermediate_states=kept,
+        )
         return kept[:, -1]
     elif op == "token slots":
         pool = state.repeat_interleave(2, 0)
@@ -561,14 +714,28 @@ def stored(op, call, state):
     return state
 
 
-STORED = ["prefill", "final state", "checkpoints", "checkpoint slots", "decode", "decode by index", "intermediate states"]
+STORED = [
+    "prefill",
+    "final state",
+    "checkpoints",
+    "checkpoint slots",
+    "decode",
+    "decode by index",
+    "intermediate states",
+]
 STORED += ["intermediate states by index", "token slots", "flush"]
 
 
 @pytest.mark.parametrize("op", STORED)
 def test_fp16_states_saturate(op):
     """At +-65504, never inf; below it they round to nearest, 65519 too; NaN stays NaN, and what no token touches as it was."""
-    for v, want in ((1e5, 65504.0), (-1e9, -65504.0), (65519.0, 65504.0), (1000.3, 1000.5), (3e38, 65504.0)):
+    for v, want in (
+        (1e5, 65504.0),
+        (-1e9, -65504.0),
+        (65519.0, 65504.0),
+        (1000.3, 1000.5),
+        (3e38, 65504.0),
+    ):
         start = torch.zeros(N, HV, V, K, dtype=torch.float16)
         start[0, 0, 1, 1], start[1, 1, :, 2] = math.nan, -65504.0
         after = stored(op, writing(v, T=64 if "checkpoint" in op else 1), start.clone())
@@ -581,7 +748,11 @@ def test_fp16_states_saturate(op):
 
 def test_a_token_reads_the_fp16_state_that_the_one_before_left():
     """The third token reads 65504, where the second made 73728."""
-    o = gd.decode(**writing(98304, beta=0.5, T=3), state=torch.zeros(N, HV, V, K, dtype=torch.float16), backend="reference")
+    o = gd.decode(
+        **writing(98304, beta=0.5, T=3),
+        state=torch.zeros(N, HV, V, K, dtype=torch.float16),
+        backend="reference",
+    )
     for t, want in enumerate((49152, 73728, 81904)):
         assert (o[:, t] == want).all()
 
@@ -589,8 +760,15 @@ def test_a_token_reads_the_fp16_state_that_the_one_before_left():
 @pytest.mark.parametrize("op", ["prefill", "decode", "flush"])
 def test_small_fp16_states_are_rounded_once(op):
     """Subnormal numbers, and below 2**-25 zero: what a fp32 pool would hold, rounded to nearest."""
-    small = torch.tensor([2.0**-14, 2.0**-24, 3 * 2.0**-24, 1e-4, 5e-6, 0.0, -(2.0**-20), 65504]).expand(N, HV, V, K)
-    call = {**tokens(t=1), "v": torch.zeros(N, 1, HV, V), "beta": torch.zeros(N, 1, HV), "g": torch.full((N, 1, HV), -0.6)}
+    small = torch.tensor(
+        [2.0**-14, 2.0**-24, 3 * 2.0**-24, 1e-4, 5e-6, 0.0, -(2.0**-20), 65504]
+    ).expand(N, HV, V, K)
+    call = {
+        **tokens(t=1),
+        "v": torch.zeros(N, 1, HV, V),
+        "beta": torch.zeros(N, 1, HV),
+        "g": torch.full((N, 1, HV), -0.6),
+    }
     want = stored(op, call, small.contiguous())
     got = stored(op, call, small.half())
     assert torch.equal(got, want.half())
@@ -603,7 +781,12 @@ def test_small_fp16_states_are_rounded_once(op):
 
 def padded(op, slots, dtype=torch.int32, **options):
     """The call on two sequences, slots 0 to null_index of its pool full of NaN, and its outputs and the pool after it."""
-    arguments = {**call(op), "state": pool(), "state_indices": torch.tensor(slots, dtype=dtype), **options}
+    arguments = {
+        **call(op),
+        "state": pool(),
+        "state_indices": torch.tensor(slots, dtype=dtype),
+        **options,
+    }
     arguments["state"][: options.get("null_index", -1) + 1] = math.nan
     o = getattr(gd, op)(**arguments, backend="reference")
     return (o[0] if op == "prefill" else o), arguments
@@ -632,12 +815,26 @@ def test_slots_up_to_null_index_are_as_negative_ones(op, null_index, dtype):
 def test_rows_of_a_buffer_and_of_intermediate_states_are_no_slots():
     """null_index leaves row 0 of either alone."""
     slots, made, state = torch.tensor([3, 2]), buffer(), pool()
-    gd.verify(**tokens(), state=state, state_indices=slots, buffer=made, buffer_indices=torch.tensor([0, 1]), null_index=0)
+    gd.verify(
+        **tokens(),
+        state=state,
+        state_indices=slots,
+        buffer=made,
+        buffer_indices=torch.tensor([0, 1]),
+        null_index=0,
+    )
     assert not made.u.isnan().any()
     gd.flush(state, made, 2, state_indices=slots, buffer_indices=torch.tensor([0, 1]), null_index=1)
     assert not torch.equal(state[3], pool()[3])
     steps, rows = torch.zeros(N, T, HV, V, K), torch.tensor([1, 0])
-    gd.decode(**tokens(), state=pool(), state_indices=slots, intermediate_states=steps, intermediate_indices=rows, null_index=1)
+    gd.decode(
+        **tokens(),
+        state=pool(),
+        state_indices=slots,
+        intermediate_states=steps,
+        intermediate_indices=rows,
+        null_index=1,
+    )
     assert (steps.flatten(2) != 0).any(2).all()
 
 
@@ -653,7 +850,9 @@ def test_slots_in_order_are_compared_with_null_index_too():
 def test_an_inactive_sequence_keeps_no_intermediate_states():
     """Nor does it count among those that write a row."""
     steps = torch.full((1, T, HV, V, K), math.nan)
-    options = dict(state_indices=torch.tensor([0, 2]), intermediate_indices=torch.tensor([0, 0]), null_index=0)
+    options = dict(
+        state_indices=torch.tensor([0, 2]), intermediate_indices=torch.tensor([0, 0]), null_index=0
+    )
     gd.decode(**tokens(), state=pool(), intermediate_states=steps, **options)
     assert torch.isfinite(steps).all()
 
@@ -683,14 +882,19 @@ def test_default_outputs_are_never_shared_and_out_is_honoured(op):
 
 def test_final_states_have_the_dtype_of_the_initial_ones():
     for start, dtype in ((None, torch.float32), (pool(N, torch.bfloat16), torch.bfloat16)):
-        _, final = gd.prefill(**tokens(), initial_state=start, output_final_state=True, backend="reference")
+        _, final = gd.prefill(
+            **tokens(), initial_state=start, output_final_state=True, backend="reference"
+        )
         assert final.dtype == dtype
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode"])
 @pytest.mark.parametrize("indexed", [True, False])
 def test_fp32_stays_fp32_under_autocast_and_reduced_matmuls(op, indexed):
-    t, slots = tokens(t=70 if op == "prefill" else 4, dtype=torch.float32), torch.arange(N) if indexed else None
+    t, slots = (
+        tokens(t=70 if op == "prefill" else 4, dtype=torch.float32),
+        torch.arange(N) if indexed else None,
+    )
 
     def run():
         state = pool()
@@ -776,11 +980,16 @@ def test_keys_and_queries_of_any_size_normalise_to_1(dtype):
     got = reference.l2norm((x * sizes).to(dtype), torch.float32)
     torch.testing.assert_close(got[1:].double(), want[1:], rtol=1e-6, atol=0)
     assert torch.equal(got[:4], reference.l2norm((x * sizes).to(dtype)[:4], torch.float32))
-    torch.testing.assert_close(got.double(), reference.l2norm((x * sizes).to(dtype), torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        got.double(), reference.l2norm((x * sizes).to(dtype), torch.float64), rtol=1e-6, atol=0
+    )
     call = tokens() | dict(scale=1.0)
     call = {name: y.to(dtype) if name in ("q", "k", "v") else y for name, y in call.items()}
     outputs = [
-        gd.decode(**call | {name: call[name] * 2.0**n for name in "qk"}, state=pool(), backend="reference") for n in (10, 120)
+        gd.decode(
+            **call | {name: call[name] * 2.0**n for name in "qk"}, state=pool(), backend="reference"
+        )
+        for n in (10, 120)
     ]
     torch.testing.assert_close(outputs[1], outputs[0], rtol=1e-5, atol=1e-6)
 
@@ -789,22 +998,32 @@ def test_keys_and_queries_of_any_size_normalise_to_1(dtype):
 def test_a_norm_of_outputs_that_overflow_is_finite(op):
     """fp16's, and in fp32 squares; other rows keep their bits."""
     z = torch.full((N, 1, HV, V), 1.0)
-    for dtype, v, scale in ((torch.float16, 60000.0, 8.0), (torch.bfloat16, 1e38, 2.0), (torch.float32, 1e19, 100.0)):
+    for dtype, v, scale in (
+        (torch.float16, 60000.0, 8.0),
+        (torch.bfloat16, 1e38, 2.0),
+        (torch.float32, 1e19, 100.0),
+    ):
         call = writing(v) | dict(scale=scale, z=z.to(dtype), norm=gd.GatedNorm(torch.ones(V)))
         call["v"][1] = 3
         call = {name: x.to(dtype) if name in ("q", "k", "v") else x for name, x in call.items()}
         rest = dict(buffer=buffer(t=1)) if op == "verify" else {}
-        o = getattr(gd, op)(**call, **rest, state=torch.zeros(N, HV, V, K), backend="reference").float()
+        o = getattr(gd, op)(
+            **call, **rest, state=torch.zeros(N, HV, V, K), backend="reference"
+        ).float()
         torch.testing.assert_close(o[0], F.silu(z[0]).to(dtype).float(), rtol=1e-6, atol=0)
         call["v"][0] = 1
-        ordinary = getattr(gd, op)(**call, **rest, state=torch.zeros(N, HV, V, K), backend="reference").float()
+        ordinary = getattr(gd, op)(
+            **call, **rest, state=torch.zeros(N, HV, V, K), backend="reference"
+        ).float()
         assert torch.equal(o[1], ordinary[1])
 
 
 def test_zero_rows_normalise_to_zero():
     assert torch.equal(reference.l2norm(torch.zeros(2, K), torch.float32), torch.zeros(2, K))
     x = torch.randn(3, K)
-    torch.testing.assert_close(reference.l2norm(x, torch.float32), x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6))
+    torch.testing.assert_close(
+        reference.l2norm(x, torch.float32), x / torch.sqrt((x * x).sum(-1, keepdim=True) + 1e-6)
+    )
 
 
 def test_beta_logits_are_sigmoided():
@@ -812,7 +1031,8 @@ def test_beta_logits_are_sigmoided():
     logits = {**t, "beta": torch.logit(t["beta"])}
     want, got = pool(), pool()
     torch.testing.assert_close(
-        gd.decode(**logits, beta_logits=True, state=got, backend="reference"), gd.decode(**t, state=want, backend="reference")
+        gd.decode(**logits, beta_logits=True, state=got, backend="reference"),
+        gd.decode(**t, state=want, backend="reference"),
     )
     torch.testing.assert_close(got, want)
 
@@ -829,7 +1049,10 @@ def test_layouts_of_memory_do_not_matter(op):
     strided = wide[:, :, :V, :K]
     strided.copy_(arguments[name])
     bent = {**arguments, name: strided}
-    want, got = getattr(gd, op)(**plain, backend="reference"), getattr(gd, op)(**bent, backend="reference")
+    want, got = (
+        getattr(gd, op)(**plain, backend="reference"),
+        getattr(gd, op)(**bent, backend="reference"),
+    )
     for a, b in zip(*(x if isinstance(x, tuple) else (x,) for x in (want, got))):
         assert a is b is None or torch.equal(a, b)
     assert torch.equal(strided, plain[name])

@@ -67,17 +67,32 @@ def test_both_kernels_are_measured_in_every_cell_asked_for(engine):
     engine()
     labels = [label for label in serve.CELLS if label.endswith(" x 512")][:2]
     asked = dict(cells=labels, repeats=1)
-    made = [list(serve.run("sglang", "qwen3_next", plugin, dict(page_size=64), **asked)) for plugin in (False, True)]
+    made = [
+        list(serve.run("sglang", "qwen3_next", plugin, dict(page_size=64), **asked))
+        for plugin in (False, True)
+    ]
     assert made[1].pop(0) == dict(log="gated_delta runs decode")
     assert [row["start_s"] > 0 for row in (made[0].pop(0), made[1].pop(0))] == [True, True]
     assert [row.pop() for row in made] == [dict(ranks=[])] * 2
     records = serve.compared(*made)
     assert [record["cell"] for record in records] == labels == ["1 x 512", "8 x 512"]
     for record in records:
-        assert (record["equal_tokens"], record["tokens"]) == (serve.NEW_TOKENS - 1, serve.NEW_TOKENS)
-        assert record["ttft_ratio"] == record["ttft_ms"]["engine"] / record["ttft_ms"]["gated_delta"]
-        kernels = {"prefill recurrence": (100, 100), "prefill all": (111, 111), "decode recurrence": (4, 3), "decode all": (15, 14)}
-        assert record["kernels_us"] == {name: dict(engine=a, gated_delta=b) for name, (a, b) in kernels.items()}
+        assert (record["equal_tokens"], record["tokens"]) == (
+            serve.NEW_TOKENS - 1,
+            serve.NEW_TOKENS,
+        )
+        assert (
+            record["ttft_ratio"] == record["ttft_ms"]["engine"] / record["ttft_ms"]["gated_delta"]
+        )
+        kernels = {
+            "prefill recurrence": (100, 100),
+            "prefill all": (111, 111),
+            "decode recurrence": (4, 3),
+            "decode all": (15, 14),
+        }
+        assert record["kernels_us"] == {
+            name: dict(engine=a, gated_delta=b) for name, (a, b) in kernels.items()
+        }
 
 
 def test_an_engine_that_fails_says_so(engine):
@@ -165,7 +180,9 @@ def test_what_is_not_there_is_refused_in_one_line(missing, command, engine, tmp_
         pytest.skip("sglang is installed")
     result = CliRunner().invoke(app, [command, "sglang", str(tmp_path / "new.json")])
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert ("sglang is not installed here" if missing == "engine" else "expected a CUDA device") in result.stderr
+    assert (
+        "sglang is not installed here" if missing == "engine" else "expected a CUDA device"
+    ) in result.stderr
     assert not (tmp_path / "new.json").exists()
 
 
@@ -177,7 +194,10 @@ def test_the_file_has_a_line_for_every_cell(engine, tmp_path, monkeypatch):
     engine()
     monkeypatch.setattr("benchmarks.__main__.environment", lambda device, peers: dict(peers=peers))
     file = tmp_path / "new.json"
-    result = CliRunner().invoke(app, ["serve", "sglang", str(file), "--filter", "^1 x 512", "--options", '{"page_size": 64}'])
+    result = CliRunner().invoke(
+        app,
+        ["serve", "sglang", str(file), "--filter", "^1 x 512", "--options", '{"page_size": 64}'],
+    )
     assert result.exit_code == 0, result.output
     content = json.loads(file.read_text())
     assert content["runs"][0]["peers"] == {"sglang": "0.5.23"}
@@ -188,11 +208,16 @@ def test_the_file_has_a_line_for_every_cell(engine, tmp_path, monkeypatch):
     assert sum(line.startswith('  {"label"') for line in file.read_text().splitlines()) == 1
 
 
-def test_what_the_engines_own_kernels_took_is_not_lost_where_ours_fail(engine, tmp_path, monkeypatch):
+def test_what_the_engines_own_kernels_took_is_not_lost_where_ours_fail(
+    engine, tmp_path, monkeypatch
+):
     engine(fails=True)
     monkeypatch.setattr("benchmarks.__main__.environment", lambda device, peers: dict(peers=peers))
     file = tmp_path / "new.json"
-    result = CliRunner().invoke(app, ["serve", "sglang", str(file), "--filter", "^1 x 512", "--options", '{"page_size": 64}'])
+    result = CliRunner().invoke(
+        app,
+        ["serve", "sglang", str(file), "--filter", "^1 x 512", "--options", '{"page_size": 64}'],
+    )
     assert result.exit_code == 1
     content = json.loads(file.read_text())
     assert content["cells"] == []
@@ -212,14 +237,20 @@ def test_answers_part_where_a_token_differs_first():
     far = answer([5, 5], [(5, -0.1), (4, -4.0)], [(5, -0.1), (4, -4.0)])
     found = tokens.compared([same, same, same], [same, tie, far])
     assert found == dict(
-        prompts=3, equal=1, tokens=2, parted=[None, 0.125], deviation=dict(mean=pytest.approx(0.1 / 3), largest=pytest.approx(0.1))
+        prompts=3,
+        equal=1,
+        tokens=2,
+        parted=[None, 0.125],
+        deviation=dict(mean=pytest.approx(0.1 / 3), largest=pytest.approx(0.1)),
     )
 
 
 def test_answers_without_probabilities_are_compared_by_the_engines_own():
     own = answer([7, 8], [(7, -0.1), (9, -2.0)], [(8, -0.5), (9, -0.75)])
     assert tokens.compared([own], [answer([7, 9])])["parted"] == [0.25]
-    assert tokens.compared([own], [answer([7, 8])]) == dict(prompts=1, equal=1, tokens=2, parted=[], deviation=None)
+    assert tokens.compared([own], [answer([7, 8])]) == dict(
+        prompts=1, equal=1, tokens=2, parted=[], deviation=None
+    )
 
 
 def test_prompts_are_pieces_of_text_and_always_the_same():
@@ -235,13 +266,29 @@ def test_tokens_of_every_start_are_compared_with_the_engines_own(engine, tmp_pat
     monkeypatch.setattr("benchmarks.__main__.environment", lambda device, peers: dict(peers=peers))
     file = tmp_path / "new.json"
     starts = ["--also", '{"speculative_algorithm": "NGRAM"}', "--also", '{"tp_size": 2}']
-    arguments = ["tokens", "sglang", str(file), "--count", "3", "--new-tokens", "4", "--options", '{"page_size": 64}', *starts]
+    arguments = [
+        "tokens",
+        "sglang",
+        str(file),
+        "--count",
+        "3",
+        "--new-tokens",
+        "4",
+        "--options",
+        '{"page_size": 64}',
+        *starts,
+    ]
     result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1, result.output
     own, ours, drafts, failed = json.loads(file.read_text())["cells"]
     assert (own["label"], own["equal"], own["log"]) == ("sglang {}", 3, [])
     assert own["deviation"] == dict(mean=0, largest=0)
-    assert (ours["label"], ours["equal"], ours["prompts"], ours["tokens"]) == ("gated_delta {}", 0, 3, 4)
+    assert (ours["label"], ours["equal"], ours["prompts"], ours["tokens"]) == (
+        "gated_delta {}",
+        0,
+        3,
+        4,
+    )
     assert ours["log"] == ["gated_delta runs decode"]
     assert ours["parted"] == [pytest.approx(0.2)] * 3
     assert ours["deviation"]["largest"] == pytest.approx(0.01)

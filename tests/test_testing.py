@@ -10,68 +10,116 @@ import gated_delta as gd
 from gated_delta import reference
 from gated_delta.reference import gated_norm
 from gated_delta.testing import cases, check, quick_cases, run_case
-from gated_delta.testing.cases import AXES, DIMS, FAMILIES, GATES, HEADS, KEYS, LAYOUTS, OPS, RANK_HEADS
+from gated_delta.testing.cases import (
+    AXES,
+    DIMS,
+    FAMILIES,
+    GATES,
+    HEADS,
+    KEYS,
+    LAYOUTS,
+    OPS,
+    RANK_HEADS,
+)
 from gated_delta.testing.compare import Error, error, rounding_unit, smallest_head
 from gated_delta.testing.oracle import Expected
 
-FACTORS = ("axis", "D", "heads", "gate", "family", "keys", "state_dtype", "layout", "dtype", "g_dtype", "qk_l2norm", "beta_logits")
+FACTORS = (
+    "axis",
+    "D",
+    "heads",
+    "gate",
+    "family",
+    "keys",
+    "state_dtype",
+    "layout",
+    "dtype",
+    "g_dtype",
+    "qk_l2norm",
+    "beta_logits",
+)
 FACTORS += ("norm", "deterministic", "state_size")
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_list_crosses_every_main_factor(op):
-    crossed = {(c.axis, c.D, c.heads, c.gate, c.family, c.keys) for c in cases(op) if c.heads in HEADS}
-    assert len(crossed) == len(AXES) * len(DIMS) * len(HEADS) * len(GATES) * len(FAMILIES) * len(KEYS)
+    crossed = {
+        (c.axis, c.D, c.heads, c.gate, c.family, c.keys) for c in cases(op) if c.heads in HEADS
+    }
+    assert len(crossed) == len(AXES) * len(DIMS) * len(HEADS) * len(GATES) * len(FAMILIES) * len(
+        KEYS
+    )
     pairs = {(c.layout, c.gate, c.family) for c in cases(op) if c.family in FAMILIES}
     assert len(pairs) == len(LAYOUTS[op]) * len(GATES) * len(FAMILIES)
     assert len({c.label for c in cases(op)}) > 0.9 * len(cases(op))
     ranks = {(c.axis, c.D, c.heads) for c in cases(op) if c.heads in RANK_HEADS}
     assert len(ranks) == len(AXES) * len(DIMS) * len(RANK_HEADS)
-    assert len({(c.axis, c.gate, c.layout) for c in cases(op) if c.state_dtype == torch.float16}) > 4 * len(GATES)
+    assert len(
+        {(c.axis, c.gate, c.layout) for c in cases(op) if c.state_dtype == torch.float16}
+    ) > 4 * len(GATES)
 
 
 @pytest.mark.parametrize("op", OPS)
 def test_the_quick_list_has_every_value_of_every_factor(op):
     for factor in FACTORS:
-        have, want = ({getattr(c, factor) for c in listed} for listed in (quick_cases(op), cases(op)))
+        have, want = (
+            {getattr(c, factor) for c in listed} for listed in (quick_cases(op), cases(op))
+        )
         assert have == want, factor
 
 
 def fails(op, backend="reference", **wanted):
     """Cases that must expose a fault, at least one of which has to fail."""
-    chosen = [c for c in cases(op) if all(getattr(c, name) == value for name, value in wanted.items())][:6]
+    chosen = [
+        c for c in cases(op) if all(getattr(c, name) == value for name, value in wanted.items())
+    ][:6]
     assert chosen
     return any(not run_case(c, backend).passed for c in chosen)
 
 
 def broken(monkeypatch, op, wrap):
     original = getattr(reference, op)
-    monkeypatch.setattr(reference, op, lambda *tokens, **arguments: wrap(original, *tokens, **arguments))
+    monkeypatch.setattr(
+        reference, op, lambda *tokens, **arguments: wrap(original, *tokens, **arguments)
+    )
 
 
 def judge_as(backend, monkeypatch):
     """run_case with this backend runs the reference, and judges it as the backend."""
     run, alone = check.run, check._bit_failures
-    monkeypatch.setattr(check, "run", lambda call, given: run(call, "reference" if given == backend else given))
-    monkeypatch.setattr(check, "_bit_failures", lambda call, made, _: alone(call, made, "reference"))
+    monkeypatch.setattr(
+        check, "run", lambda call, given: run(call, "reference" if given == backend else given)
+    )
+    monkeypatch.setattr(
+        check, "_bit_failures", lambda call, made, _: alone(call, made, "reference")
+    )
 
 
 TOKEN_FAULTS = {
     "no l2norm": lambda t: t._replace(qk_l2norm=False),
     "beta taken as a strength": lambda t: t._replace(beta_logits=False),
     "default scale": lambda t: t._replace(scale=None),
-    "no dt_bias": lambda t: t._replace(gate=type(t.gate)(t.gate.kind, t.gate.A_log, None, t.gate.bound)),
-    "a gate per head, averaged": lambda t: t._replace(g=t.g.float().mean(-1, keepdim=True).expand_as(t.g).to(t.g.dtype)),
+    "no dt_bias": lambda t: t._replace(
+        gate=type(t.gate)(t.gate.kind, t.gate.A_log, None, t.gate.bound)
+    ),
+    "a gate per head, averaged": lambda t: t._replace(
+        g=t.g.float().mean(-1, keepdim=True).expand_as(t.g).to(t.g.dtype)
+    ),
     "keys of the wrong group": lambda t: t._replace(k=t.k.flip(2)),
 }
 
 
 @pytest.mark.parametrize("fault", TOKEN_FAULTS)
-@pytest.mark.parametrize(("op", "judged"), [("prefill", "reference"), ("prefill", "cute"), ("decode", None), ("verify", None)])
+@pytest.mark.parametrize(
+    ("op", "judged"),
+    [("prefill", "reference"), ("prefill", "cute"), ("decode", None), ("verify", None)],
+)
 def test_wrong_mathematics_fails(monkeypatch, op, judged, fault):
     """judged: whose tolerance the reference's results have to meet."""
     judge_as(judged, monkeypatch)
-    broken(monkeypatch, op, lambda run, tokens, **states: run(TOKEN_FAULTS[fault](tokens), **states))
+    broken(
+        monkeypatch, op, lambda run, tokens, **states: run(TOKEN_FAULTS[fault](tokens), **states)
+    )
     wanted = {
         "no l2norm": dict(qk_l2norm=True, keys="random"),
         "beta taken as a strength": dict(beta_logits=True, family="typical"),
@@ -80,7 +128,9 @@ def test_wrong_mathematics_fails(monkeypatch, op, judged, fault):
         "a gate per head, averaged": dict(axis="channel", gate="log", family="typical"),
         "keys of the wrong group": dict(keys="random", family="none"),
     }[fault]
-    chosen = [c for c in cases(op) if all(getattr(c, name) == value for name, value in wanted.items())]
+    chosen = [
+        c for c in cases(op) if all(getattr(c, name) == value for name, value in wanted.items())
+    ]
     if fault == "default scale":
         chosen = [c for c in chosen if c.seed % 5 == 0]
     assert any(not run_case(c, judged or "reference").passed for c in chosen[:8])
@@ -90,35 +140,52 @@ NORM_FAULTS = {
     "none": lambda o, z, norm: o,
     "no mean": lambda o, z, norm: right_norm(o, z, norm) * o.shape[-1] ** -0.5,
     "no eps": lambda o, z, norm: right_norm(o * 1e6, z, norm),
-    "the other activation": lambda o, z, norm: right_norm(o, z, norm, {"silu": "sigmoid", "sigmoid": "silu"}[norm.activation]),
+    "the other activation": lambda o, z, norm: right_norm(
+        o, z, norm, {"silu": "sigmoid", "sigmoid": "silu"}[norm.activation]
+    ),
     "no gate": lambda o, z, norm: right_norm(o, torch.full_like(z, 1e4), norm, "sigmoid"),
     "gated before the norm": lambda o, z, norm: right_norm(
-        o * reference.gated_norm(torch.ones_like(o), z, norm, torch.float32), torch.full_like(z, 1e4), norm, "sigmoid"
+        o * reference.gated_norm(torch.ones_like(o), z, norm, torch.float32),
+        torch.full_like(z, 1e4),
+        norm,
+        "sigmoid",
     ),
     "no weight": lambda o, z, norm: right_norm(o, z, norm) / norm.weight.float(),
-    "over all heads": lambda o, z, norm: right_norm(o, z, norm) * o.norm(dim=-1, keepdim=True) / o.norm(dim=-1).mean(),
+    "over all heads": lambda o, z, norm: (
+        right_norm(o, z, norm) * o.norm(dim=-1, keepdim=True) / o.norm(dim=-1).mean()
+    ),
 }
 
 
 def right_norm(o, z, norm, activation=None):
-    return gated_norm(o, z, gd.GatedNorm(norm.weight, norm.eps, activation or norm.activation), torch.float32)
+    return gated_norm(
+        o, z, gd.GatedNorm(norm.weight, norm.eps, activation or norm.activation), torch.float32
+    )
 
 
 @pytest.mark.parametrize("fault", NORM_FAULTS)
 @pytest.mark.parametrize("op", ["decode", "verify"])
 def test_a_wrong_norm_fails(monkeypatch, op, fault):
     def finished(o, dtype, norm, z):
-        return (o if norm is None else NORM_FAULTS[fault](o.to(dtype).float(), z.float(), norm)).to(dtype)
+        return (o if norm is None else NORM_FAULTS[fault](o.to(dtype).float(), z.float(), norm)).to(
+            dtype
+        )
 
     monkeypatch.setattr(reference, "_finished", finished)
     wanted = dict(gate="log", family="saturated") if fault == "no eps" else dict(family="typical")
-    chosen = [c for c in cases(op) if c.norm and c.heads == (4, 8) and all(getattr(c, n) == x for n, x in wanted.items())]
+    chosen = [
+        c
+        for c in cases(op)
+        if c.norm and c.heads == (4, 8) and all(getattr(c, n) == x for n, x in wanted.items())
+    ]
     assert not all(run_case(c, "reference").passed for c in chosen[:8])
 
 
 def changed(**how):
     """The backend, with arguments that are changed so."""
-    return lambda run, *tokens, **states: run(*tokens, **states | {name: change(states[name]) for name, change in how.items()})
+    return lambda run, *tokens, **states: run(
+        *tokens, **states | {name: change(states[name]) for name, change in how.items()}
+    )
 
 
 def then(touch):
@@ -134,7 +201,9 @@ def keeps_the_last_output(run, tokens, *, out, **states):
 
 def indexed_with_T(run, tokens, *, intermediate_states, **states):
     R, C, T = *intermediate_states.shape[:2], tokens.q.shape[1]
-    steps = intermediate_states.view(R * C, *intermediate_states.shape[2:])[: R * T].unflatten(0, (R, T))
+    steps = intermediate_states.view(R * C, *intermediate_states.shape[2:])[: R * T].unflatten(
+        0, (R, T)
+    )
     run(tokens, intermediate_states=steps, **states)
 
 
@@ -144,30 +213,82 @@ def first_layer(run, *, state, buffer, **rest):
 
 def several(*layouts, **wanted):
     """Cases of such layouts with several sequences."""
-    return lambda c: c.layout in layouts and len(c.lengths) > 1 and all(getattr(c, name) == x for name, x in wanted.items())
+    return lambda c: (
+        c.layout in layouts
+        and len(c.lengths) > 1
+        and all(getattr(c, name) == x for name, x in wanted.items())
+    )
 
 
 FAULTS = {
     # operation, what runs in its place, which of its cases are tried, how many of the first six have to fail
-    "a slot of no sequence is written": ("decode", then(lambda state, **_: state[0].zero_()), several("pool"), any),
-    "padding clamped to slot 0": ("decode", changed(state_indices=lambda x: x.clamp(min=0)), several("pool"), any),
+    "a slot of no sequence is written": (
+        "decode",
+        then(lambda state, **_: state[0].zero_()),
+        several("pool"),
+        any,
+    ),
+    "padding clamped to slot 0": (
+        "decode",
+        changed(state_indices=lambda x: x.clamp(min=0)),
+        several("pool"),
+        any,
+    ),
     "padded outputs left as they were": ("decode", keeps_the_last_output, several("pool"), all),
-    "write_indices ignored": ("decode", changed(write_indices=lambda _: None), several("write"), any),
-    "intermediate_indices ignored": ("decode", changed(intermediate_indices=lambda _: None), several("intermediates"), any),
-    "no state written beside intermediates": ("decode", changed(update_state=lambda _: False), several("intermediates"), any),
+    "write_indices ignored": (
+        "decode",
+        changed(write_indices=lambda _: None),
+        several("write"),
+        any,
+    ),
+    "intermediate_indices ignored": (
+        "decode",
+        changed(intermediate_indices=lambda _: None),
+        several("intermediates"),
+        any,
+    ),
+    "no state written beside intermediates": (
+        "decode",
+        changed(update_state=lambda _: False),
+        several("intermediates"),
+        any,
+    ),
     "intermediates indexed with T": ("decode", indexed_with_T, several("intermediates"), all),
-    "a start from a stale slot": ("prefill", changed(has_initial_state=lambda _: None), several("pool"), any),
+    "a start from a stale slot": (
+        "prefill",
+        changed(has_initial_state=lambda _: None),
+        several("pool"),
+        any,
+    ),
     "values off by 0.004": (  # bf16 sums in a prefill of fp32
         "prefill",
-        lambda run, tokens, **states: run(tokens._replace(v=(tokens.v.float() * 1.004).to(tokens.v.dtype)), **states),
+        lambda run, tokens, **states: run(
+            tokens._replace(v=(tokens.v.float() * 1.004).to(tokens.v.dtype)), **states
+        ),
         lambda c: c.layout == "dense" and c.dtype == torch.float32,
         any,
     ),
-    "the state moved by verify": ("verify", then(lambda state, **_: state[1].mul_(0.5)), several("pool"), any),
-    "a token too many folded": ("flush", changed(num_accepted=lambda m: m + 1), lambda c: c.family == "typical", any),
+    "the state moved by verify": (
+        "verify",
+        then(lambda state, **_: state[1].mul_(0.5)),
+        several("pool"),
+        any,
+    ),
+    "a token too many folded": (
+        "flush",
+        changed(num_accepted=lambda m: m + 1),
+        lambda c: c.family == "typical",
+        any,
+    ),
     "only the first layer flushed": ("flush", first_layer, lambda c: c.layout == "layers", any),
     **{
-        f"{op} on the null slot": (op, changed(null_index=lambda _: -1), several("pool", "layers", null_index=0), any) for op in OPS
+        f"{op} on the null slot": (
+            op,
+            changed(null_index=lambda _: -1),
+            several("pool", "layers", null_index=0),
+            any,
+        )
+        for op in OPS
     },
 }
 
@@ -182,7 +303,9 @@ def test_a_wrong_backend_fails(monkeypatch, fault):
 
 
 CHECKPOINT_FAULTS = {
-    "the last one for the initial state": lambda lens: torch.where(lens == 0, lens.amax(1, keepdim=True), lens),
+    "the last one for the initial state": lambda lens: torch.where(
+        lens == 0, lens.amax(1, keepdim=True), lens
+    ),
     "a chunk too early": lambda lens: torch.where(lens == 64, 0, lens),
     "none": lambda lens: torch.full_like(lens, -1),
     "those that were not asked for": lambda lens: lens.clamp(min=0),
@@ -200,7 +323,11 @@ def test_wrong_checkpoints_fail(monkeypatch, judged, layout, fault):
 
     judge_as(judged, monkeypatch)
     broken(monkeypatch, "prefill", run_wrong)
-    long = [c for c in cases("prefill") if c.layout == layout and c.family == "typical" and c.lengths[0] >= 64]
+    long = [
+        c
+        for c in cases("prefill")
+        if c.layout == layout and c.family == "typical" and c.lengths[0] >= 64
+    ]
     assert any(not run_case(c, judged).passed for c in long[:6])
 
 
@@ -219,10 +346,22 @@ def test_bits_that_a_deterministic_prefill_must_not_have_fail(monkeypatch, histo
         final_state.mul_(1 + 2.0**-20 * HISTORIES[history](tokens, final_state))
 
     broken(monkeypatch, "prefill", run_wrong)
-    dense = [c for c in cases("prefill") if c.layout == "dense" and c.state_dtype == torch.float32 and max(c.lengths) > 64]
-    several = [c for c in dense if len(c.lengths) > 1 and c.heads == (4, 8) and c.family != "saturated"]
-    deterministic, other = ([run_case(replace(c, deterministic=on), "reference") for c in several[:3]] for on in (True, False))
-    assert all(result.failures and all("other bits" in failure for failure in result.failures) for result in deterministic)
+    dense = [
+        c
+        for c in cases("prefill")
+        if c.layout == "dense" and c.state_dtype == torch.float32 and max(c.lengths) > 64
+    ]
+    several = [
+        c for c in dense if len(c.lengths) > 1 and c.heads == (4, 8) and c.family != "saturated"
+    ]
+    deterministic, other = (
+        [run_case(replace(c, deterministic=on), "reference") for c in several[:3]]
+        for on in (True, False)
+    )
+    assert all(
+        result.failures and all("other bits" in failure for failure in result.failures)
+        for result in deterministic
+    )
     assert all(result.passed for result in other)
 
 
@@ -230,8 +369,13 @@ def test_bits_that_a_deterministic_prefill_must_not_have_fail(monkeypatch, histo
 
 
 def test_only_prefill_on_the_tensor_cores_has_a_wider_tolerance():
-    for op, backend, keys in itertools.product(OPS, ("reference", "cute"), (*KEYS, "repeated", "reflecting")):
-        units = {dtype: rounding_unit(op, dtype, backend, keys) for dtype in (torch.bfloat16, torch.float16, torch.float32)}
+    for op, backend, keys in itertools.product(
+        OPS, ("reference", "cute"), (*KEYS, "repeated", "reflecting")
+    ):
+        units = {
+            dtype: rounding_unit(op, dtype, backend, keys)
+            for dtype in (torch.bfloat16, torch.float16, torch.float32)
+        }
         if (op, backend) != ("prefill", "cute"):
             assert list(units.values()) == [2**-8, 2**-10, 2**-20 if op == "decode" else 2**-13]
         else:
@@ -244,22 +388,34 @@ def test_only_prefill_on_the_tensor_cores_has_a_wider_tolerance():
             assert list(units.values()) == wider[keys]
 
 
-@pytest.mark.parametrize(("asked", "ran"), [("reference", "reference"), ("auto", "reference"), ("cute", "cute")])
+@pytest.mark.parametrize(
+    ("asked", "ran"), [("reference", "reference"), ("auto", "reference"), ("cute", "cute")]
+)
 def test_the_backend_that_ran_is_judged_by_its_own_tolerance(monkeypatch, asked, ran):
     """Also where "auto" chose it; the widest one only where beta reaches 2 on collinear keys."""
     judge_as("cute", monkeypatch)
     given = set()
-    monkeypatch.setattr(check, "rounding_unit", lambda *facts: given.add(facts) or rounding_unit(*facts))
+    monkeypatch.setattr(
+        check, "rounding_unit", lambda *facts: given.add(facts) or rounding_unit(*facts)
+    )
     for keys, logits in itertools.product(KEYS, (False, True)):
-        case = next(c for c in cases("prefill") if (c.keys, c.beta_logits, c.dtype) == (keys, logits, torch.bfloat16))
+        case = next(
+            c
+            for c in cases("prefill")
+            if (c.keys, c.beta_logits, c.dtype) == (keys, logits, torch.bfloat16)
+        )
         given.clear()
         assert run_case(case, asked).passed
-        assert {facts[2:] for facts in given} == {(ran, "reflecting" if keys == "collinear" and not logits else keys)}
+        assert {facts[2:] for facts in given} == {
+            (ran, "reflecting" if keys == "collinear" and not logits else keys)
+        }
 
 
 ROUNDINGS = {
     "v off by 0.004": lambda t: t._replace(v=(t.v.float() * 1.004).to(t.v.dtype)),
-    "bf16 operands": lambda t: t._replace(q=t.q.bfloat16().half(), k=t.k.bfloat16().half(), v=t.v.bfloat16().half()),
+    "bf16 operands": lambda t: t._replace(
+        q=t.q.bfloat16().half(), k=t.k.bfloat16().half(), v=t.v.bfloat16().half()
+    ),
 }
 
 
@@ -267,13 +423,21 @@ ROUNDINGS = {
 def test_bf16_rounding_inside_an_fp16_prefill_fails(monkeypatch, rounding):
     """fp16 operands are what the wider tolerance is for, and all it is for."""
     judge_as("cute", monkeypatch)
-    broken(monkeypatch, "prefill", lambda run, tokens, **states: run(ROUNDINGS[rounding](tokens), **states))
+    broken(
+        monkeypatch,
+        "prefill",
+        lambda run, tokens, **states: run(ROUNDINGS[rounding](tokens), **states),
+    )
     assert fails("prefill", "cute", dtype=torch.float16, keys="random", family="typical")
 
 
 def test_a_reflection_that_is_off_by_a_twentieth_fails(monkeypatch):
     judge_as("cute", monkeypatch)
-    broken(monkeypatch, "prefill", lambda run, tokens, **states: run(tokens._replace(v=tokens.v * 1.05), **states))
+    broken(
+        monkeypatch,
+        "prefill",
+        lambda run, tokens, **states: run(tokens._replace(v=tokens.v * 1.05), **states),
+    )
     assert fails("prefill", "cute", keys="collinear", beta_logits=False)
 
 

@@ -236,9 +236,13 @@ def flush(
     num_accepted and of the index tensors; an int num_accepted with none of these names no sequences and is a ValueError. No
     sequence may write a slot that another one reads or writes. null_index, of slots alone, and errors as for prefill.
     """
-    counts, count = (num_accepted, None) if isinstance(num_accepted, Tensor) else (None, num_accepted)
+    counts, count = (
+        (num_accepted, None) if isinstance(num_accepted, Tensor) else (None, num_accepted)
+    )
     if isinstance(count, int) and count > MAX_DRAFT:
-        count = MAX_DRAFT  # all that a buffer holds; torch.library has no larger numbers than 64 bits
+        count = (
+            MAX_DRAFT  # all that a buffer holds; torch.library has no larger numbers than 64 bits
+        )
     indices = (state_indices, write_indices, buffer_indices)
     arguments = (state, *_parts(buffer), counts, *indices, count, null_index, backend)
     return _way(state)(ops.FLUSH, *arguments)
@@ -330,7 +334,12 @@ def _node(op: Operation, *arguments: Any) -> Any:
     for name, x in zip(a._fields, a[: op.num_tensors], strict=False):
         if isinstance(x, Tensor):
             refuse_grad(BUFFER.get(name, name), x)
-    for name, is_flag in op.flags.items():  # a schema takes 1 for True, True for 1, and a tensor's value of now for either
+    for (
+        name,
+        is_flag,
+    ) in (
+        op.flags.items()
+    ):  # a schema takes 1 for True, True for 1, and a tensor's value of now for either
         if isinstance(x := getattr(a, name), bool) != is_flag or isinstance(x, Tensor):
             expected = "True or False" if is_flag else "no flag or tensor"
             raise TypeError(f"{name}: expected {expected}, got {type_name(x)}")
@@ -360,7 +369,9 @@ def run(op: Operation, *arguments: Any) -> Any:
         return select(op, problem, a[0].device, a.backend.backend, *op.work(a))
     route = select(op, problem, a[0].device, a.backend, *op.work(a))
     launch: Any = ReferenceCall() if route.plan is None else op.launch(problem, route.plan, a)
-    written, vectors = ([getattr(a, name) for name in names] for names in (op.written(a), launch.vectors))
+    written, vectors = (
+        [getattr(a, name) for name in names] for names in (op.written(a), launch.vectors)
+    )
     tensors = tuple(x for x in a[: op.num_tensors] if x is not None)
     launch.placement = Placement(tensors, written, vectors, launch.pointers)
     if found is None:
@@ -425,7 +436,9 @@ class Route:
         return "\n".join(lines + [f"  cute needs: {reason}" for reason in self.missing])
 
 
-def select(op: Operation, problem: Problem, device: torch.device, backend: str, *work: Any) -> Route:
+def select(
+    op: Operation, problem: Problem, device: torch.device, backend: str, *work: Any
+) -> Route:
     """The route of a problem; `work`, as `Operation.work` has it, settles its schedule.
 
     Raises ValueError for an unknown backend, UnsupportedProblem when the asked one cannot run it.
@@ -437,9 +450,15 @@ def select(op: Operation, problem: Problem, device: torch.device, backend: str, 
         plan = op.plan(problem, *work)
         arch = compile.arch_of(device)
         assert arch is not None
-        missing = tuple(dict.fromkeys(reason for variant in plan.variants for reason in compile.missing(variant, arch)))
+        missing = tuple(
+            dict.fromkeys(
+                reason for variant in plan.variants for reason in compile.missing(variant, arch)
+            )
+        )
         if not missing:
-            return Route(problem, "cute", ", ".join(variant.label for variant in plan.variants), (), plan)
+            return Route(
+                problem, "cute", ", ".join(variant.label for variant in plan.variants), (), plan
+            )
     if backend == "cute":
         raise UnsupportedProblem(f"backend 'cute' cannot run {problem.label}; it needs", missing)
     if backend == "auto" and device.type == "cuda":
@@ -454,8 +473,12 @@ def _missing_for_cute(op: Operation, problem: Problem, device: torch.device) -> 
         reasons.append(f"tensors on a CUDA device, got {device.type}")
     elif compile.arch_of(device) not in op.archs:
         capability = torch.cuda.get_device_capability(device)
-        numbers = " or ".join(f"{major}.{minor}" for (major, minor), arch in compile.ARCHS.items() if arch in op.archs)
-        reasons.append(f"a device of compute capability {numbers}, got {capability[0]}.{capability[1]}")
+        numbers = " or ".join(
+            f"{major}.{minor}" for (major, minor), arch in compile.ARCHS.items() if arch in op.archs
+        )
+        reasons.append(
+            f"a device of compute capability {numbers}, got {capability[0]}.{capability[1]}"
+        )
     if problem.dtype == torch.float32:
         reasons.append("bf16 or fp16 inputs, got fp32")
     return reasons + op.missing(problem)

@@ -119,7 +119,9 @@ def copies(moved: int, sets: int, device: torch.device) -> list[Function]:
     """Plain copies that read and write so many bytes in all, one for each set."""
 
     def copy() -> Function:
-        read = torch.empty(max(1, moved // 2), dtype=torch.uint8, device=device).random_().split(PIECE)
+        read = (
+            torch.empty(max(1, moved // 2), dtype=torch.uint8, device=device).random_().split(PIECE)
+        )
         pieces = [(torch.empty_like(x), x) for x in read]
         return lambda: [target.copy_(source) for target, source in pieces]
 
@@ -140,7 +142,14 @@ COLD, MOST_SETS = 400e6, 48
 """On a GPU: bytes that a rotation over buffers goes through, many times its L2, and the sets of buffers that it has at most."""
 
 typical = functools.partial(
-    Case, family="typical", keys="random", qk_l2norm=True, beta_logits=True, layout="dense", null_index=-1, seed=1
+    Case,
+    family="typical",
+    keys="random",
+    qk_l2norm=True,
+    beta_logits=True,
+    layout="dense",
+    null_index=-1,
+    seed=1,
 )
 """A case of raw inputs, normalisation and beta's sigmoid inside; the rest of its fields by name."""
 
@@ -170,7 +179,9 @@ def least_bytes(call: Call) -> int:
     states = len(case.lengths) * case.heads[1] * case.D**2 * case.state_dtype.itemsize
     if case.op == "flush":
         return buffer + 2 * states
-    return size(t.q, t.k, t.v, t.g, t.beta, t.v) + buffer + (1 if case.op == "verify" else 2) * states
+    return (
+        size(t.q, t.k, t.v, t.g, t.beta, t.v) + buffer + (1 if case.op == "verify" else 2) * states
+    )
 
 
 def least_memory(case: Case) -> int:
@@ -189,7 +200,9 @@ def memory(device: torch.device) -> int:
 
 
 @torch.no_grad()
-def time_case(case: Case, backend: str, device: torch.device, token_loop: bool = False) -> dict[str, Any]:
+def time_case(
+    case: Case, backend: str, device: torch.device, token_loop: bool = False
+) -> dict[str, Any]:
     """Check the problem, then time it at full size: its record. One that fails its check has status "failed" and no times.
 
     us: of one call, replayed in a CUDA graph where the kernels run; copy_us: of a plain copy of as many bytes; host_us: describing,
@@ -218,15 +231,24 @@ def time_case(case: Case, backend: str, device: torch.device, token_loop: bool =
     if token_loop:
         replays["token loop"] = eager([functools.partial(_token_loop, first)], device, TURN)
     taken = in_turns(replays)
-    facts = dict(backend=checked.backend, device=device_name(device), sequences=len(case.lengths), tokens=case.lengths[0])
+    facts = dict(
+        backend=checked.backend,
+        device=device_name(device),
+        sequences=len(case.lengths),
+        tokens=case.lengths[0],
+    )
     times = dict(us=taken["ours"], copy_us=taken["copy"], token_loop_us=taken.get("token loop"))
-    times |= {f"host_us{name}": _host_us(first, backend, device, bool(name)) for name in ("", "_compiled")}
+    times |= {
+        f"host_us{name}": _host_us(first, backend, device, bool(name)) for name in ("", "_compiled")
+    }
     return dict(label=case.label, status="timed", **facts, bytes=moved, **times)
 
 
 def _token_loop(call: Call) -> None:
     for n in range(len(call.case.lengths)):
-        for _ in reference.recurrent(call.sequence(n), call.states["initial_state"][n], torch.float32):
+        for _ in reference.recurrent(
+            call.sequence(n), call.states["initial_state"][n], torch.float32
+        ):
             pass
 
 

@@ -51,7 +51,11 @@ def _check(tensors: Sequence[Tensor]) -> Check:
 def _picker(arguments: Sequence[Any]) -> Picker:
     """What takes from arguments like these the tensors among them."""
     positions = [i for i, x in enumerate(arguments) if isinstance(x, Tensor)]
-    return itemgetter(*positions) if len(positions) > 1 else lambda some: tuple(some[i] for i in positions)
+    return (
+        itemgetter(*positions)
+        if len(positions) > 1
+        else lambda some: tuple(some[i] for i in positions)
+    )
 
 
 class _Calls(Generic[Value]):
@@ -84,7 +88,9 @@ class CallCache(Generic[Value]):
         self._calls: dict[Any, _Calls[Value]] = {}
         self._count = 0
 
-    def find(self, key: tuple[Any, ...], arguments: Sequence[Any]) -> tuple[Value, tuple[Tensor, ...]] | None:
+    def find(
+        self, key: tuple[Any, ...], arguments: Sequence[Any]
+    ) -> tuple[Value, tuple[Tensor, ...]] | None:
         """What is remembered of calls like this one, and the tensors among its arguments."""
         if (calls := self._calls.get(key)) is None:
             return None

@@ -92,7 +92,9 @@ class Commands(TyperGroup):
             else:
                 raise
         except Exception as problem:
-            if not hasattr(problem, "format_message"):  # typer's own kinds have one, wherever typer keeps them
+            if not hasattr(
+                problem, "format_message"
+            ):  # typer's own kinds have one, wherever typer keeps them
                 raise
             context = getattr(problem, "ctx", None)
             command = context.command_path if context else "gated-delta"
@@ -122,7 +124,9 @@ def _version(wanted: bool) -> None:
 @app.callback(invoke_without_command=True)
 def _main(
     context: typer.Context,
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version.")
+    ] = False,
 ) -> None:
     try:
         for name, default in SWITCHES.items():
@@ -140,13 +144,18 @@ def info() -> None:
     """Versions, devices, backends and variables."""
     table = Table(show_header=False, box=None)
     table.add_row("gated_delta", __version__)
-    table.add_row("Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}")
+    table.add_row(
+        "Python", f"{platform.python_version()} on {platform.system()} {platform.machine()}"
+    )
     for package, version in packages().items():
         table.add_row(package, version or "not installed")
     table.add_row("cpu", f"{torch.get_num_threads()} threads")
     for index in range(torch.cuda.device_count()):
         facts = torch.cuda.get_device_properties(index)
-        table.add_row(f"cuda:{index}", f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB")
+        table.add_row(
+            f"cuda:{index}",
+            f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB",
+        )
     if not torch.cuda.device_count():
         table.add_row("cuda", "no device")
     table.add_row("backend reference", "available: PyTorch, any device, every operation")
@@ -159,7 +168,8 @@ def info() -> None:
     )
     found = sum(1 for _ in kernels.directory().glob("*/*.so"))
     table.add_row(
-        "kernel cache", f"{kernels.directory()}: {found} kernels; compiling is {'on' if kernels.may_compile() else 'off'}"
+        "kernel cache",
+        f"{kernels.directory()}: {found} kernels; compiling is {'on' if kernels.may_compile() else 'off'}",
     )
     for name, default in SWITCHES.items():
         value = int(kernels.flag(name, default))
@@ -180,12 +190,18 @@ def compile_kernels(
     out: Annotated[
         Path,
         typer.Option(
-            parser=_directory, metavar="<path>", help="Directory of the pack, for GATED_DELTA_CACHE_DIR where it is used."
+            parser=_directory,
+            metavar="<path>",
+            help="Directory of the pack, for GATED_DELTA_CACHE_DIR where it is used.",
         ),
     ],
     file: FileArgument = None,
-    arch: Annotated[Arch, typer.Option(help="What to compile for; sm_100a is untried.")] = Arch.sm_90a,
-    cases: Annotated[bool, typer.Option("--cases", help="Also what `check --backend cute` needs.")] = False,
+    arch: Annotated[
+        Arch, typer.Option(help="What to compile for; sm_100a is untried.")
+    ] = Arch.sm_90a,
+    cases: Annotated[
+        bool, typer.Option("--cases", help="Also what `check --backend cute` needs.")
+    ] = False,
     filter: FilterOption = "",
     limit: LimitOption = 0,
     jobs: Annotated[int, typer.Option(min=1, max=1024, help="Processes.")] = os.cpu_count() or 1,
@@ -196,10 +212,24 @@ def compile_kernels(
 
     variants = dispatch.shipped()
     if cases:
-        problems = [problem for op in Op for case in listed(op.value) if not case.reference_only for problem in case.problems]
-        wanted = [variant for problem in dict.fromkeys(problems) for variant in dispatch.variants_of(problem)]
+        problems = [
+            problem
+            for op in Op
+            for case in listed(op.value)
+            if not case.reference_only
+            for problem in case.problems
+        ]
+        wanted = [
+            variant
+            for problem in dict.fromkeys(problems)
+            for variant in dispatch.variants_of(problem)
+        ]
         variants = list(dict.fromkeys(variants + wanted))
-    variants = [variant for variant in variants if filter in variant.label and dispatch.compiles(variant, arch.value)]
+    variants = [
+        variant
+        for variant in variants
+        if filter in variant.label and dispatch.compiles(variant, arch.value)
+    ]
     if not variants:
         raise typer.BadParameter(f"no variant's label contains {filter!r}", param_hint="--filter")
     if 0 < limit < len(variants):
@@ -209,21 +239,36 @@ def compile_kernels(
     except UnsupportedProblem as problem:
         raise Refusal(one_line(problem)) from None
     if file is not None and file.resolve() == out.resolve():
-        raise typer.BadParameter(f"expected another file than the directory of --out, {str(out)!r}", param_hint="FILE")
+        raise typer.BadParameter(
+            f"expected another file than the directory of --out, {str(out)!r}", param_hint="FILE"
+        )
     report = Report("compile", as_json, file)
     try:
         out.mkdir(parents=True, exist_ok=True)
         os.rmdir(tempfile.mkdtemp(dir=out))
     except OSError as problem:
-        raise typer.BadParameter(f"cannot write to {str(out)!r}: {problem.strerror}", param_hint="--out") from None
+        raise typer.BadParameter(
+            f"cannot write to {str(out)!r}: {problem.strerror}", param_hint="--out"
+        ) from None
 
-    table = make_table(f"{len(variants)} kernels for {arch.value}", "variant", "registers", "stack", "shared", "seconds")
+    table = make_table(
+        f"{len(variants)} kernels for {arch.value}",
+        "variant",
+        "registers",
+        "stack",
+        "shared",
+        "seconds",
+    )
     records: list[dict[str, Any]] = []
     with report.measuring():
         build_all(variants, arch.value, out.resolve(), min(jobs, len(variants)), records)
     for record in records:
         facts = [str(record.get(name, "-")) for name in ("registers", "stack", "shared")]
-        table.add_row(record["label"], *facts, "-" if record["seconds"] is None else f"{record['seconds']:.1f}")
+        table.add_row(
+            record["label"],
+            *facts,
+            "-" if record["seconds"] is None else f"{record['seconds']:.1f}",
+        )
     report.write(document(context, records, complete=not report.interrupted))
     report.show(table)
     failed = [record for record in records if record["status"] == "failed"]
@@ -237,11 +282,19 @@ def check(
     context: typer.Context,
     file: FileArgument = None,
     backend: BackendOption = Backend.auto,
-    op: Annotated[list[Op] | None, typer.Option(help="Only this operation; may be repeated.")] = None,
+    op: Annotated[
+        list[Op] | None, typer.Option(help="Only this operation; may be repeated.")
+    ] = None,
     filter: FilterOption = "",
-    quick: Annotated[bool, typer.Option("--quick", help="A small part of the list, with every value of every factor.")] = False,
+    quick: Annotated[
+        bool,
+        typer.Option("--quick", help="A small part of the list, with every value of every factor."),
+    ] = False,
     limit: Annotated[
-        int, typer.Option(min=0, help="At most this many cases per operation, drawn with a fixed seed; 0 for all.")
+        int,
+        typer.Option(
+            min=0, help="At most this many cases per operation, drawn with a fixed seed; 0 for all."
+        ),
     ] = 0,
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
@@ -253,10 +306,16 @@ def check(
     where = _device(device)
     chosen: list[Case] = []
     for name in op or list(Op):
-        listed = [case for case in (quick_cases if quick else cases)(name.value) if filter in case.label]
+        listed = [
+            case for case in (quick_cases if quick else cases)(name.value) if filter in case.label
+        ]
         if backend is Backend.cute:
             listed = [case for case in listed if not case.reference_only]
-        chosen += sorted(random.Random(0).sample(listed, limit), key=lambda c: c.seed) if 0 < limit < len(listed) else listed
+        chosen += (
+            sorted(random.Random(0).sample(listed, limit), key=lambda c: c.seed)
+            if 0 < limit < len(listed)
+            else listed
+        )
     if not chosen:
         raise typer.BadParameter(f"no case's label contains {filter!r}", param_hint="--filter")
     records: list[dict[str, Any]] = []
@@ -274,7 +333,9 @@ def check(
         mine = [record for record in records if record["op"] == name.value]
         if mine:
             counts = Counter(record["status"] for record in mine)
-            worst = max((e["share"] for record in mine for e in record["errors"].values()), default=math.nan)
+            worst = max(
+                (e["share"] for record in mine for e in record["errors"].values()), default=math.nan
+            )
             shown = [str(counts[status]) for status in ("passed", "failed", "unsupported")]
             table.add_row(name.value, str(len(mine)), *shown, f"{worst:.2f}")
     report.show(table)
@@ -282,7 +343,9 @@ def check(
         if record["status"] == "failed":
             report.show(f"FAILED {record['label']} lengths {record['lengths']}", style="red")
             report.show(*(f"    {line}" for line in record["failures"]))
-    for reason, count in Counter(reason for record in records for reason in record["missing"]).most_common():
+    for reason, count in Counter(
+        reason for record in records for reason in record["missing"]
+    ).most_common():
         report.show(f"unsupported in {count} cases: needs {reason}", style="yellow")
     report.leave(any(record["status"] != "passed" for record in records))
 
@@ -291,17 +354,32 @@ def _judged(case: Case, backend: str, device: torch.device) -> dict[str, Any]:
     """A record of the verdict. backend: the one that ran, None when none did."""
     from .testing import run_case
 
-    record = dict[str, Any](label=case.label, op=case.op, lengths=case.lengths, backend=None, seconds=None)
+    record = dict[str, Any](
+        label=case.label, op=case.op, lengths=case.lengths, backend=None, seconds=None
+    )
     try:
         result = run_case(case, backend, device)
     except UnsupportedProblem as problem:
-        return dict(record, status="unsupported", failures=[], missing=problem.missing or [one_line(problem)], errors={})
+        return dict(
+            record,
+            status="unsupported",
+            failures=[],
+            missing=problem.missing or [one_line(problem)],
+            errors={},
+        )
     except Exception as problem:  # the others' verdicts are not lost for it
         return dict(record, status="failed", failures=[first_line(problem)], missing=[], errors={})
     errors = {
-        name: dict(error=vars(e), plain=vars(p), unit=unit, share=e.share(p, unit)) for name, (e, p, unit) in result.errors.items()
+        name: dict(error=vars(e), plain=vars(p), unit=unit, share=e.share(p, unit))
+        for name, (e, p, unit) in result.errors.items()
     }
-    record |= dict(backend=result.backend, seconds=result.seconds, failures=result.failures, missing=[], errors=errors)
+    record |= dict(
+        backend=result.backend,
+        seconds=result.seconds,
+        failures=result.failures,
+        missing=[],
+        errors=errors,
+    )
     return dict(record, status="passed" if result.passed else "failed")
 
 
@@ -310,16 +388,22 @@ def bench(
     context: typer.Context,
     file: FileArgument = None,
     op: Annotated[Op, typer.Option(help="Operation to time.")] = Op.decode,
-    model: Annotated[list[Model] | None, typer.Option(help="gdn or kda; may be repeated, both when not given.")] = None,
+    model: Annotated[
+        list[Model] | None, typer.Option(help="gdn or kda; may be repeated, both when not given.")
+    ] = None,
     batch: Annotated[str, typer.Option(help="Numbers of sequences, e.g. 1,8,64.")] = "1,8",
-    tokens: Annotated[str, typer.Option(help="Tokens per sequence, e.g. 1,4; 4096 for a prefill when not given.")] = "",
+    tokens: Annotated[
+        str, typer.Option(help="Tokens per sequence, e.g. 1,4; 4096 for a prefill when not given.")
+    ] = "",
     heads: Annotated[str, typer.Option(help="H/HV: query/key heads and value heads.")] = "8/8",
     dim: Annotated[int, typer.Option(min=1, max=MAX_DIM, help="K = V.")] = 128,
     gate: Annotated[GateKind, typer.Option(help="What g holds.")] = GateKind.softplus,
     dtype: Annotated[Precision, typer.Option(help="Inputs.")] = Precision.bf16,
     state_dtype: Annotated[Precision, typer.Option(help="State's dtype.")] = Precision.fp32,
     backend: BackendOption = Backend.auto,
-    token_loop: Annotated[bool, typer.Option("--token-loop", help="Prefill: time the token recurrence too, in turns.")] = False,
+    token_loop: Annotated[
+        bool, typer.Option("--token-loop", help="Prefill: time the token recurrence too, in turns.")
+    ] = False,
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
 ) -> None:
@@ -329,13 +413,21 @@ def bench(
     where = _device(device)
     H, HV = head_counts(heads)
     if token_loop and op is not Op.prefill:
-        raise typer.BadParameter("only a prefill has a token loop to compare with", param_hint="--token-loop")
+        raise typer.BadParameter(
+            "only a prefill has a token loop to compare with", param_hint="--token-loop"
+        )
     most = MAX_TOKENS if op is Op.prefill else MAX_DRAFT
     lengths = ints(tokens or ("4096" if op is Op.prefill else "1"), "--tokens", most)
     sizes: dict[str, Any] = dict(op=op.value, D=dim, heads=(H, HV), gate=gate.value)
-    dtypes: dict[str, Any] = dict(dtype=DTYPES[dtype.value], g_dtype=DTYPES[dtype.value], state_dtype=DTYPES[state_dtype.value])
+    dtypes: dict[str, Any] = dict(
+        dtype=DTYPES[dtype.value],
+        g_dtype=DTYPES[dtype.value],
+        state_dtype=DTYPES[state_dtype.value],
+    )
     chosen = [
-        timing.typical(axis={"gdn": "head", "kda": "channel"}[m.value], lengths=(T,) * N, **sizes, **dtypes)
+        timing.typical(
+            axis={"gdn": "head", "kda": "channel"}[m.value], lengths=(T,) * N, **sizes, **dtypes
+        )
         for m in model or list(Model)
         for N in ints(batch, "--batch", MAX_SEQUENCES)
         for T in lengths
@@ -343,19 +435,34 @@ def bench(
     for case in chosen:
         if timing.least_memory(case) > (room := timing.memory(where)):
             asked = f"N={len(case.lengths):,} T={case.lengths[0]:,} heads {heads} dim {dim}"
-            raise typer.BadParameter(f"{asked} takes more than the {room / 2**30:.0f} GiB of {where}", param_hint="--batch")
+            raise typer.BadParameter(
+                f"{asked} takes more than the {room / 2**30:.0f} GiB of {where}",
+                param_hint="--batch",
+            )
         try:
             for problem in case.problems:
-                select(OPERATIONS[problem.op], problem, where, backend.value, len(case.lengths), sum(case.lengths))
+                select(
+                    OPERATIONS[problem.op],
+                    problem,
+                    where,
+                    backend.value,
+                    len(case.lengths),
+                    sum(case.lengths),
+                )
         except UnsupportedProblem as problem:
             raise typer.BadParameter(one_line(problem), param_hint="--backend") from None
     report = Report("bench", as_json, file)
     records: list[dict[str, Any]] = []
-    with report.measuring(), torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext():
+    with (
+        report.measuring(),
+        torch.cuda.device(where) if where.type == "cuda" else contextlib.nullcontext(),
+    ):
         for case in tracked(chosen, f"{op.value} on {where}"):
             try:
                 records.append(timing.time_case(case, backend.value, where, token_loop))
-            except Exception as problem:  # out of memory, above all; the others' times are not lost for it
+            except (
+                Exception
+            ) as problem:  # out of memory, above all; the others' times are not lost for it
                 records.append(dict(label=case.label, status="failed", reason=first_line(problem)))
             if records[-1]["status"] == "failed":
                 report.say(f"{records[-1]['reason']}: {case.label}")
@@ -367,7 +474,9 @@ def bench(
 
 @app.command()
 def demo(
-    prompt: Annotated[str, typer.Argument(help="Text for the model to continue.")] = "The for statement is used to",
+    prompt: Annotated[
+        str, typer.Argument(help="Text for the model to continue.")
+    ] = "The for statement is used to",
     length: Annotated[int, typer.Option(min=1, max=2000, help="Bytes to generate.")] = 160,
     backend: BackendOption = Backend.auto,
     device: DeviceOption = "auto",
@@ -379,7 +488,9 @@ def demo(
         if not prompt.encode():
             raise typer.BadParameter("expected some text", param_hint="PROMPT")
     except UnicodeEncodeError:
-        raise typer.BadParameter("expected text in the encoding of the locale", param_hint="PROMPT") from None
+        raise typer.BadParameter(
+            "expected text in the encoding of the locale", param_hint="PROMPT"
+        ) from None
     where = _device(device)
     if backend is Backend.cute and where.type != "cuda":
         raise typer.BadParameter(f"cute needs a CUDA device, got {where}", param_hint="--backend")

@@ -76,7 +76,9 @@ def directory() -> Path:
     A relative path starts in the working directory of the import. Raises FileNotFoundError for a user
     without a home directory.
     """
-    chosen = os.environ.get("GATED_DELTA_CACHE_DIR") or os.path.join(os.environ.get("XDG_CACHE_HOME") or "~/.cache", "gated_delta")
+    chosen = os.environ.get("GATED_DELTA_CACHE_DIR") or os.path.join(
+        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "gated_delta"
+    )
     try:
         return _STARTED_IN / Path(chosen).expanduser()
     except RuntimeError:
@@ -107,7 +109,8 @@ def _naming_directory() -> Iterator[None]:
             raise
         reason = f"{os.strerror(problem.errno)}: {place}"
         raise type(problem)(
-            problem.errno, f"GATED_DELTA_CACHE_DIR: expected a directory for compiled kernels ({reason})"
+            problem.errno,
+            f"GATED_DELTA_CACHE_DIR: expected a directory for compiled kernels ({reason})",
         ) from problem
 
 
@@ -143,7 +146,9 @@ def sources(kernel: str) -> str:
 
 def all_sources() -> str:
     """Fingerprint of all kernels."""
-    return _digest({file: sources(file.stem) for file in (Path(__file__).parent / "kernels").glob("*.py")})
+    return _digest(
+        {file: sources(file.stem) for file in (Path(__file__).parent / "kernels").glob("*.py")}
+    )
 
 
 def _digest(code: dict[Path, str]) -> str:
@@ -163,7 +168,11 @@ def _closure(module: Path) -> dict[Path, str]:
         code[file], imports = _read(file.read_text())
         for level, name, members in imports:
             base = file.parents[level - 1].joinpath(*name.split("."))
-            todo += [base.with_suffix(".py"), base / "__init__.py", *(base / f"{member}.py" for member in members)]
+            todo += [
+                base.with_suffix(".py"),
+                base / "__init__.py",
+                *(base / f"{member}.py" for member in members),
+            ]
     return code
 
 
@@ -176,11 +185,17 @@ def _read(text: str) -> tuple[str, list[tuple[int, str, list[str]]]]:
             row, column = token.start
             lines[row - 1] = lines[row - 1][:column]
     for node in ast.walk(tree):
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str):
+        if (
+            isinstance(node, ast.Expr)
+            and isinstance(node.value, ast.Constant)
+            and isinstance(node.value.value, str)
+        ):
             last = node.end_lineno or node.lineno
             lines[node.lineno - 1 : last] = [""] * (last - node.lineno + 1)
     imports = [node for node in ast.walk(tree) if isinstance(node, ast.ImportFrom) and node.level]
-    relative = [(node.level, node.module or "", [alias.name for alias in node.names]) for node in imports]
+    relative = [
+        (node.level, node.module or "", [alias.name for alias in node.names]) for node in imports
+    ]
     return "\n".join(line.rstrip() for line in lines if line.strip()), relative
 
 
@@ -278,10 +293,14 @@ def build(variant: Variant, arch: str) -> Path:
         file.parent.mkdir(parents=True, exist_ok=True)
         with FileLock(lock := file.with_suffix(".lock")):
             if not (file.exists() and _whole(file)):
-                with tempfile.TemporaryDirectory(dir=file.parent, prefix=scratch_prefix(os.getpid())) as scratch:
+                with tempfile.TemporaryDirectory(
+                    dir=file.parent, prefix=scratch_prefix(os.getpid())
+                ) as scratch:
                     made = _link(_compile(variant, arch, Path(scratch)))
                     made.write_bytes(_sealed(made.read_bytes(), file))
-                    os.replace(made, file)  # readers see the old file or the new one, never half of it
+                    os.replace(
+                        made, file
+                    )  # readers see the old file or the new one, never half of it
             lock.unlink(missing_ok=True)  # a process that waits for it finds the file
     return file
 
@@ -308,7 +327,9 @@ def inspected(file: Path, option: str) -> str | None:
         cubin.write(content[at:])
         cubin.flush()
         command = [tool, option, cubin.name]
-        return subprocess.run(command, check=True, capture_output=True, text=True, env={**os.environ, "PATH": path}).stdout
+        return subprocess.run(
+            command, check=True, capture_output=True, text=True, env={**os.environ, "PATH": path}
+        ).stdout
 
 
 def resources(file: Path) -> Resources | None:
@@ -322,7 +343,11 @@ def resources(file: Path) -> Resources | None:
 
 def _example(kind: Any) -> Any:
     """An argument of a kernel's: a number, or a NamedTuple of numbers; which numbers does not matter."""
-    return kind(*(field(0) for field in kind.__annotations__.values())) if issubclass(kind, tuple) else kind(0)
+    return (
+        kind(*(field(0) for field in kind.__annotations__.values()))
+        if issubclass(kind, tuple)
+        else kind(0)
+    )
 
 
 def _compile(variant: Variant, arch: str, scratch: Path) -> Path:
@@ -346,12 +371,16 @@ def _linker() -> list[str]:
     if named := os.environ.get("CC"):
         command = [named] if shutil.which(named) else named.split()
         if not command or shutil.which(command[0]) is None:
-            raise UnsupportedProblem(f"CC: expected a C compiler to link kernels with, got {named!r}")
+            raise UnsupportedProblem(
+                f"CC: expected a C compiler to link kernels with, got {named!r}"
+            )
         return command
     for name in ("cc", "gcc", "clang"):
         if found := shutil.which(name):
             return [found]
-    raise UnsupportedProblem("linking a compiled kernel needs a C compiler: cc, gcc, clang, or the one that CC names")
+    raise UnsupportedProblem(
+        "linking a compiled kernel needs a C compiler: cc, gcc, clang, or the one that CC names"
+    )
 
 
 def _link(made: Path) -> Path:
@@ -361,7 +390,9 @@ def _link(made: Path) -> Path:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as problem:
         reason = (getattr(problem, "stderr", None) or str(problem)).strip().splitlines()[0]
-        raise RuntimeError(f"{command[0]} does not link a compiled kernel (CC names another one): {reason}") from problem
+        raise RuntimeError(
+            f"{command[0]} does not link a compiled kernel (CC names another one): {reason}"
+        ) from problem
     return target
 
 

@@ -24,10 +24,18 @@ def shipped() -> list[compile.Variant]:
     """Variants that `gated-delta compile` builds: bf16 inputs normalised inside, fp32 and bf16 states, beta or its logits."""
     made: dict[compile.Variant, None] = {}
     bf16 = torch.bfloat16
-    for (axis, K, V, gates), state, logits in itertools.product(MODELS, (torch.float32, bf16), (False, True)):
+    for (axis, K, V, gates), state, logits in itertools.product(
+        MODELS, (torch.float32, bf16), (False, True)
+    ):
         # A raw gate comes out of a projection; log decays come from a caller's own gate, often in fp32.
-        for gate, g_dtype in [(kind, dtype) for kind in gates for dtype in ((bf16, torch.float32) if kind == "log" else (bf16,))]:
-            tokens: dict[str, Any] = dict(gate=gate, dtype=bf16, g_dtype=g_dtype, beta_logits=logits)
+        for gate, g_dtype in [
+            (kind, dtype)
+            for kind in gates
+            for dtype in ((bf16, torch.float32) if kind == "log" else (bf16,))
+        ]:
+            tokens: dict[str, Any] = dict(
+                gate=gate, dtype=bf16, g_dtype=g_dtype, beta_logits=logits
+            )
             for op in OPERATIONS.values():
                 for problem in op.shipped(axis, K, V, state, tokens):
                     made |= dict.fromkeys(op.variants(problem))

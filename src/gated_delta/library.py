@@ -20,7 +20,9 @@ def _schema(op: Operation) -> str:
     for i, (name, annotation) in enumerate(get_type_hints(op.arguments).items()):
         kind, *optional = get_args(annotation) or (annotation,)
         mutated = f"({chr(ord('a') + i)}!)" if name in op.may_write else ""
-        type_name = "SymInt" if kind is int else kind.__name__  # of an int, each value would be a graph of its own
+        type_name = (
+            "SymInt" if kind is int else kind.__name__
+        )  # of an int, each value would be a graph of its own
         arguments.append(f"{type_name}{mutated}{'?' if optional else ''} {name}")
     return f"({', '.join(arguments)}) -> ()"
 

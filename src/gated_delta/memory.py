@@ -23,7 +23,9 @@ def extent(x: Tensor) -> int:
     """Bytes from the first element of x to the end of its last one; 0 without elements."""
     if x.numel() == 0:
         return 0
-    return (sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1) * x.element_size()
+    return (
+        sum((size - 1) * stride for size, stride in zip(x.shape, x.stride(), strict=True)) + 1
+    ) * x.element_size()
 
 
 def overlap(x: Tensor, y: Tensor) -> bool:
@@ -46,14 +48,20 @@ def overlaps_itself(x: Tensor) -> bool:
     room = x.element_size() - 1
     # Two elements differ in some index first: there by 1 or more, in those of smaller strides by anything.
     return any(
-        _reaches([(stride, 1, size - 1), *((s, 1 - n, n - 1) for s, n in dims[i + 1 :])], -room, room)
+        _reaches(
+            [(stride, 1, size - 1), *((s, 1 - n, n - 1) for s, n in dims[i + 1 :])], -room, room
+        )
         for i, (stride, size) in enumerate(dims)
     )
 
 
 def _dims(x: Tensor) -> list[tuple[int, int]]:
     """(stride in bytes, size) of the dimensions with more than one index."""
-    return [(stride * x.element_size(), size) for stride, size in zip(x.stride(), x.shape, strict=True) if size > 1]
+    return [
+        (stride * x.element_size(), size)
+        for stride, size in zip(x.stride(), x.shape, strict=True)
+        if size > 1
+    ]
 
 
 def _reaches(terms: Sequence[Term], low: int, high: int) -> bool:
@@ -71,7 +79,10 @@ def _reaches(terms: Sequence[Term], low: int, high: int) -> bool:
         rest_low, rest_high = rest[at + 1]
         if stride == 0:
             return search(at + 1, low, high)
-        first, last = max(least, -(-(low - rest_high) // stride)), min(most, (high - rest_low) // stride)
+        first, last = (
+            max(least, -(-(low - rest_high) // stride)),
+            min(most, (high - rest_low) // stride),
+        )
         return any(
             next(steps) > MOST_STEPS or search(at + 1, low - index * stride, high - index * stride)
             for index in range(first, last + 1)

@@ -11,10 +11,14 @@ import typer
 
 from .problem import SHORT
 
-Op = Enum("Op", {"prefill": "prefill", "decode": "decode", "verify": "verify", "flush": "flush"}, type=str)
+Op = Enum(
+    "Op", {"prefill": "prefill", "decode": "decode", "verify": "verify", "flush": "flush"}, type=str
+)
 Backend = Enum("Backend", {"auto": "auto", "cute": "cute", "reference": "reference"}, type=str)
 Model = Enum("Model", {"gdn": "gdn", "kda": "kda"}, type=str)
-GateKind = Enum("GateKind", {"log": "log", "softplus": "softplus", "lower_bound": "lower_bound"}, type=str)
+GateKind = Enum(
+    "GateKind", {"log": "log", "softplus": "softplus", "lower_bound": "lower_bound"}, type=str
+)
 Arch = Enum("Arch", {"sm_90a": "sm_90a", "sm_100a": "sm_100a"}, type=str)
 Precision = Enum("Precision", {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}, type=str)
 DTYPES = {short: dtype for dtype, short in SHORT.items()}
@@ -32,7 +36,9 @@ def usable_device(name: str) -> torch.device:
         torch.ones(1, device=device).add_(1).item()  # "meta" has shapes and no numbers
     except (RuntimeError, AssertionError, ImportError) as problem:
         reason = str(problem).splitlines()[0].split(". ")[0]
-        raise ValueError(f"expected a device that torch computes on here, such as cpu or cuda, got {name!r}: {reason}") from None
+        raise ValueError(
+            f"expected a device that torch computes on here, such as cpu or cuda, got {name!r}: {reason}"
+        ) from None
     return device
 
 
@@ -60,18 +66,30 @@ def head_counts(text: str) -> tuple[int, int]:
     try:
         H, HV = (int(part) for part in text.split("/"))
     except ValueError:
-        raise typer.BadParameter(f"expected H/HV such as 16/64, got {text!r}", param_hint="--heads") from None
+        raise typer.BadParameter(
+            f"expected H/HV such as 16/64, got {text!r}", param_hint="--heads"
+        ) from None
     if not 1 <= H <= HV <= MAX_HEADS or HV % H:
-        raise typer.BadParameter(f"expected HV up to {MAX_HEADS} and a multiple of H, got {text!r}", param_hint="--heads")
+        raise typer.BadParameter(
+            f"expected HV up to {MAX_HEADS} and a multiple of H, got {text!r}", param_hint="--heads"
+        )
     return H, HV
 
 
-JsonOption = Annotated[bool, typer.Option("--json", help="Write JSON to FILE, or to the standard output.")]
+JsonOption = Annotated[
+    bool, typer.Option("--json", help="Write JSON to FILE, or to the standard output.")
+]
 FileArgument = Annotated[
     Path | None,
-    typer.Argument(metavar="FILE", dir_okay=False, writable=True, help="For --json.", show_default=False),
+    typer.Argument(
+        metavar="FILE", dir_okay=False, writable=True, help="For --json.", show_default=False
+    ),
 ]
-DeviceOption = Annotated[str, typer.Option(help="Where to run, e.g. cpu or cuda; a GPU when there is one.")]
+DeviceOption = Annotated[
+    str, typer.Option(help="Where to run, e.g. cpu or cuda; a GPU when there is one.")
+]
 BackendOption = Annotated[Backend, typer.Option(help="Which backend to run.")]
 FilterOption = Annotated[str, typer.Option(help="Only those whose label contains this text.")]
-LimitOption = Annotated[int, typer.Option(min=0, help="At most this many, drawn with a fixed seed; 0 for all.")]
+LimitOption = Annotated[
+    int, typer.Option(min=0, help="At most this many, drawn with a fixed seed; 0 for all.")
+]

@@ -22,12 +22,20 @@ from . import compile as kernels
 from .results import ENDING, errors, first_line, watched
 
 
-def build_all(variants: Sequence[kernels.Variant], arch: str, out: Path, jobs: int, records: list[dict[str, Any]]) -> None:
+def build_all(
+    variants: Sequence[kernels.Variant],
+    arch: str,
+    out: Path,
+    jobs: int,
+    records: list[dict[str, Any]],
+) -> None:
     """Compile them in `jobs` processes; records: what each came to, however it ends."""
     others = multiprocessing.active_children()
     progress = progress_bar(errors)
     futures: dict[kernels.Variant, Future[dict[str, Any]]] = {}
-    with ProcessPoolExecutor(jobs, multiprocessing.get_context("spawn"), _build_in, (str(out),)) as pool:
+    with ProcessPoolExecutor(
+        jobs, multiprocessing.get_context("spawn"), _build_in, (str(out),)
+    ) as pool:
         try:
             signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # inherited: this process ends them
             for variant in variants:
@@ -42,7 +50,9 @@ def build_all(variants: Sequence[kernels.Variant], arch: str, out: Path, jobs: i
             records += [_came_to(variant, future) for variant, future in futures.items()]
         except BaseException:
             done = {variant: future for variant, future in futures.items() if future.done()}
-            workers = [process for process in multiprocessing.active_children() if process not in others]
+            workers = [
+                process for process in multiprocessing.active_children() if process not in others
+            ]
             for worker in workers:
                 worker.kill()
             records += [_came_to(variant, future) for variant, future in done.items()]
@@ -95,5 +105,15 @@ def _build(variant: kernels.Variant, arch: str) -> dict[str, Any]:
     try:
         found = kernels.resources(kernels.build(variant, arch))
     except Exception as problem:
-        return dict(label=variant.label, status="failed", reason=first_line(problem), seconds=time.monotonic() - began)
-    return dict(label=variant.label, status="compiled", seconds=time.monotonic() - began, **(vars(found) if found else {}))
+        return dict(
+            label=variant.label,
+            status="failed",
+            reason=first_line(problem),
+            seconds=time.monotonic() - began,
+        )
+    return dict(
+        label=variant.label,
+        status="compiled",
+        seconds=time.monotonic() - began,
+        **(vars(found) if found else {}),
+    )

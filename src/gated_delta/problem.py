@@ -83,7 +83,9 @@ class Gate(_Tensors):
 
     def __post_init__(self) -> None:
         if self.kind not in GATE_KINDS:
-            raise ValueError(f"Gate kind: expected one of {', '.join(GATE_KINDS)}, got {self.kind!r}")
+            raise ValueError(
+                f"Gate kind: expected one of {', '.join(GATE_KINDS)}, got {self.kind!r}"
+            )
         if self.kind != "lower_bound" and self.bound != 0.0:
             raise ValueError(f"bound: expected 0.0 with kind={self.kind!r}, got {self.bound!r}")
         if self.kind == "log":
@@ -94,11 +96,15 @@ class Gate(_Tensors):
         if self.dt_bias is not None:
             _tensor("dt_bias", self.dt_bias, DT_BIAS_DTYPES)
             if self.dt_bias.ndim not in (1, 2):
-                raise ValueError(f"dt_bias: expected shape [HV] or [HV, K], got {list(self.dt_bias.shape)}")
+                raise ValueError(
+                    f"dt_bias: expected shape [HV] or [HV, K], got {list(self.dt_bias.shape)}"
+                )
         if self.kind == "lower_bound":
             bound = number("bound", self.bound)
             if not LEAST_BOUND <= bound < 0:
-                raise ValueError(f"bound: expected a number from {LEAST_BOUND:g} to below 0 (natural log), got {self.bound}")
+                raise ValueError(
+                    f"bound: expected a number from {LEAST_BOUND:g} to below 0 (natural log), got {self.bound}"
+                )
             object.__setattr__(self, "bound", bound)
 
     @staticmethod
@@ -138,10 +144,14 @@ class GatedNorm(_Tensors):
             raise ValueError(f"weight: expected shape [V], got {list(self.weight.shape)}")
         eps = number("eps", self.eps)
         if not TINY <= eps <= HUGE:  # a smaller one is 0 in fp32, and a row of zeros then NaN
-            raise ValueError(f"eps: expected a finite number from {TINY:.1e} to {HUGE:.1e}, got {self.eps}")
+            raise ValueError(
+                f"eps: expected a finite number from {TINY:.1e} to {HUGE:.1e}, got {self.eps}"
+            )
         object.__setattr__(self, "eps", eps)
         if self.activation not in ACTIVATIONS:
-            raise ValueError(f"activation: expected one of {', '.join(ACTIVATIONS)}, got {self.activation!r}")
+            raise ValueError(
+                f"activation: expected one of {', '.join(ACTIVATIONS)}, got {self.activation!r}"
+            )
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -183,7 +193,9 @@ class KVBuffer(_Tensors):
         """
         if gate not in ("head", "channel"):
             raise ValueError(f'gate: expected "head" (GDN) or "channel" (KDA), got {gate!r}')
-        sizes = dict(rows=rows, T=T, H=H, HV=HV, K=K, V=V) | ({} if num_layers is None else dict(num_layers=num_layers))
+        sizes = dict(rows=rows, T=T, H=H, HV=HV, K=K, V=V) | (
+            {} if num_layers is None else dict(num_layers=num_layers)
+        )
         for name, given in sizes.items():
             size = integer(name, given)
             if size < (least := 0 if name in ("rows", "num_layers") else 1):
@@ -203,7 +215,9 @@ class KVBuffer(_Tensors):
     def layer(self, i: int) -> KVBuffer:
         """View of layer i of a buffer made with num_layers."""
         if self.u.ndim != 5:
-            raise ValueError("layer: expected a buffer made with num_layers=L, got one without layers")
+            raise ValueError(
+                "layer: expected a buffer made with num_layers=L, got one without layers"
+            )
         return KVBuffer(self.u[i], self.k[i], self.log_decay[i])
 
     @property
@@ -243,7 +257,13 @@ def flush_sequences(*given: object) -> int:
     return next(x.shape[0] for x in given if isinstance(x, Tensor))
 
 
-SHORT = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32", torch.int32: "i32", torch.int64: "i64"}
+SHORT = {
+    torch.bfloat16: "bf16",
+    torch.float16: "fp16",
+    torch.float32: "fp32",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
 
 
 @dataclass(frozen=True)
@@ -294,7 +314,9 @@ class Problem:
             parts.append(f"t{self.T}")
         parts += [self.gate] if self.gate else []
         if self.dtype is not None:
-            parts.append(SHORT[self.dtype] + "".join(f"-{n}_{SHORT[d]}" for n, d in self._odd_dtypes()))
+            parts.append(
+                SHORT[self.dtype] + "".join(f"-{n}_{SHORT[d]}" for n, d in self._odd_dtypes())
+            )
         if self.state_dtype is not None:
             parts.append(f"state_{SHORT[self.state_dtype]}")
         if self.dtype is not None:
@@ -324,7 +346,9 @@ def _tensor(name: str, x: object, dtypes: tuple[torch.dtype, ...]) -> Tensor:
     if not isinstance(x, Tensor):
         raise TypeError(f"{name}: expected a torch.Tensor, got {type_name(x)}")
     if x.dtype not in dtypes:
-        raise TypeError(f"{name}: expected dtype {' or '.join(str(d) for d in dtypes)}, got {x.dtype}")
+        raise TypeError(
+            f"{name}: expected dtype {' or '.join(str(d) for d in dtypes)}, got {x.dtype}"
+        )
     _not_nested(name, x)
     return x
 
@@ -345,7 +369,9 @@ def refuse_grad(name: str, x: Tensor) -> None:
 def absent(name: str, x: object, when: str) -> None:
     """Raise ValueError unless x is None, as it has to be `when` something else is given, or is not."""
     if x is not None:
-        raise ValueError(f"{name}: expected None {when}, got a {'tensor' if isinstance(x, Tensor) else 'value'}")
+        raise ValueError(
+            f"{name}: expected None {when}, got a {'tensor' if isinstance(x, Tensor) else 'value'}"
+        )
 
 
 def number(name: str, x: object) -> float:
@@ -360,7 +386,9 @@ def number(name: str, x: object) -> float:
 
 def _last_dim_contiguous(name: str, x: Tensor) -> None:
     if x.stride(-1) != 1 and x.shape[-1] > 1:
-        raise ValueError(f"{name}: expected a contiguous last dimension, got strides {list(x.stride())}")
+        raise ValueError(
+            f"{name}: expected a contiguous last dimension, got strides {list(x.stride())}"
+        )
 
 
 def integer(name: str, x: object, expected: str = "an int") -> int:
@@ -405,11 +433,15 @@ class _Sizes(dict[str, int]):
     def bind(self, name: str, x: Tensor, dims: str) -> None:
         names, shape = _names(dims), x.shape
         if len(shape) != len(names):
-            raise ValueError(f"{name}: expected {len(names)} dimensions [{', '.join(names)}], got shape {list(shape)}")
+            raise ValueError(
+                f"{name}: expected {len(names)} dimensions [{', '.join(names)}], got shape {list(shape)}"
+            )
         for dim, size in zip(names, shape, strict=True):
             if self.setdefault(dim, size) != size:
                 wanted = ", ".join(str(self.get(dim, dim)) for dim in names)
-                raise ValueError(f"{name}: expected shape [{', '.join(names)}] = [{wanted}], got {list(shape)}")
+                raise ValueError(
+                    f"{name}: expected shape [{', '.join(names)}] = [{wanted}], got {list(shape)}"
+                )
 
 
 BUFFER = {"buffer_u": "buffer.u", "buffer_k": "buffer.k", "buffer_log_decay": "buffer.log_decay"}
@@ -425,7 +457,9 @@ class Checker:
         self.device: torch.device | None = None
         self.tensors: dict[str, Tensor] = {}
 
-    def tensor(self, name: str, x: object, dtypes: tuple[torch.dtype, ...], dims: str | None = None) -> Tensor:
+    def tensor(
+        self, name: str, x: object, dtypes: tuple[torch.dtype, ...], dims: str | None = None
+    ) -> Tensor:
         x = _tensor(name, x, dtypes)
         if x.layout != torch.strided or x.is_neg():
             kind = f"layout {x.layout}, negated={x.is_neg()}"
@@ -435,7 +469,9 @@ class Checker:
         if self.device is None:
             self.device = x.device
         elif x.device != self.device:
-            raise ValueError(f"{name}: expected device {self.device}, where the first tensor is, got {x.device}")
+            raise ValueError(
+                f"{name}: expected device {self.device}, where the first tensor is, got {x.device}"
+            )
         if x.is_meta:
             raise ValueError(f"{name}: expected a tensor with data, got one on the meta device")
         try:
@@ -447,7 +483,9 @@ class Checker:
             when = "as in tracing and under torch.func's transforms"
             raise UnsupportedProblem(f"{name} has no memory of its own, {when}", ("memory",))
         if lost:
-            raise ValueError(f"{name}: expected a tensor with data, got one whose storage was freed")
+            raise ValueError(
+                f"{name}: expected a tensor with data, got one whose storage was freed"
+            )
         refuse_grad(name, x)
         self.tensors[name] = x
         return x
@@ -458,8 +496,12 @@ class Checker:
 
     def aligned(self, x: Tensor) -> bool:
         """Whether every row of x starts at a multiple of 16 bytes."""
-        strides = (stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1)
-        return x.data_ptr() % 16 == 0 and all(stride * x.element_size() % 16 == 0 for stride in strides)
+        strides = (
+            stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1
+        )
+        return x.data_ptr() % 16 == 0 and all(
+            stride * x.element_size() % 16 == 0 for stride in strides
+        )
 
     def option(self, name: str, on: bool) -> None:
         if on:
@@ -472,7 +514,9 @@ class Checker:
             if a.cu_seqlens.shape[0] < 1:
                 raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
             if isinstance(a.q, Tensor) and a.q.shape[:1] != (1,):
-                raise ValueError(f"q: expected packed tokens [1, total, H, K] beside cu_seqlens, got {list(a.q.shape)}")
+                raise ValueError(
+                    f"q: expected packed tokens [1, total, H, K] beside cu_seqlens, got {list(a.q.shape)}"
+                )
         lead = "N T" if a.cu_seqlens is None else "1 total"
         self.tensor("q", a.q, INPUT_DTYPES, f"{lead} H K")
         same = (a.q.dtype,)
@@ -480,22 +524,34 @@ class Checker:
         self.tensor("v", a.v, same, f"{lead} HV V")
         self.tensor("g", a.g, INPUT_DTYPES)
         if a.g.ndim not in (3, 4):
-            raise ValueError(f"g: expected [N, T, HV] (GDN) or [N, T, HV, K] (KDA), got shape {list(a.g.shape)}")
+            raise ValueError(
+                f"g: expected [N, T, HV] (GDN) or [N, T, HV, K] (KDA), got shape {list(a.g.shape)}"
+            )
         self.sizes.bind("g", a.g, f"{lead} HV" if a.g.ndim == 3 else f"{lead} HV K")
         self.tensor("beta", a.beta, INPUT_DTYPES, f"{lead} HV")
         for name, x in (("q", a.q), ("k", a.k), ("v", a.v)):
             _last_dim_contiguous(name, x)
         H, HV = self.sizes["H"], self.sizes["HV"]
         if min(H, HV, self.sizes["K"], self.sizes["V"]) < 1:
-            raise ValueError(f"q, v: expected at least one head and channel, got q {list(a.q.shape)}, v {list(a.v.shape)}")
+            raise ValueError(
+                f"q, v: expected at least one head and channel, got q {list(a.q.shape)}, v {list(a.v.shape)}"
+            )
         if HV % H:
-            raise ValueError(f"v: expected HV to be a multiple of H={H} (grouped value heads), got HV={HV}")
+            raise ValueError(
+                f"v: expected HV to be a multiple of H={H} (grouped value heads), got HV={HV}"
+            )
         if a.A_log is not None:
             self.tensor("A_log", a.A_log, (torch.float32,), "HV")
         if a.dt_bias is not None:
             self.tensor("dt_bias", a.dt_bias, DT_BIAS_DTYPES, "HV" if a.g.ndim == 3 else "HV K")
-        if a.scale is not None and (size := abs(number("scale", a.scale))) != 0 and not TINY <= size <= HUGE:
-            raise ValueError(f"scale: expected a finite number, 0 or of {TINY:.1e} to {HUGE:.1e} in size, got {a.scale}")
+        if (
+            a.scale is not None
+            and (size := abs(number("scale", a.scale))) != 0
+            and not TINY <= size <= HUGE
+        ):
+            raise ValueError(
+                f"scale: expected a finite number, 0 or of {TINY:.1e} to {HUGE:.1e} in size, got {a.scale}"
+            )
         self.flag("qk_l2norm", a.qk_l2norm)
         self.flag("beta_logits", a.beta_logits)
         self.sizes["N"] = a.q.shape[0] if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
@@ -503,15 +559,22 @@ class Checker:
     def vectors(self, a: Any, *states: Tensor | None) -> None:
         """Notes what is not where 16-byte accesses can reach it."""
         self.option("unaligned_qk", a is not None and not all(self.aligned(x) for x in (a.q, a.k)))
-        self.option("scattered_rows", not all(x is None or (self.aligned(x) and x.stride(-2) == x.shape[-1]) for x in states))
+        self.option(
+            "scattered_rows",
+            not all(x is None or (self.aligned(x) and x.stride(-2) == x.shape[-1]) for x in states),
+        )
 
     def draft_length(self, packed: bool) -> None:
         if packed:
             self.sizes["T"] = MAX_DRAFT
         elif not 1 <= self.sizes["T"] <= MAX_DRAFT:
-            raise ValueError(f"q: expected 1 to {MAX_DRAFT} tokens per sequence, got T={self.sizes['T']}")
+            raise ValueError(
+                f"q: expected 1 to {MAX_DRAFT} tokens per sequence, got T={self.sizes['T']}"
+            )
 
-    def state(self, name: str, x: object, dims: str, dtypes: tuple[torch.dtype, ...] = STATE_DTYPES) -> Tensor:
+    def state(
+        self, name: str, x: object, dims: str, dtypes: tuple[torch.dtype, ...] = STATE_DTYPES
+    ) -> Tensor:
         x = self.tensor(name, x, dtypes, dims)
         _last_dim_contiguous(name, x)
         return x
@@ -527,12 +590,16 @@ class Checker:
         if not -1 <= integer("null_index", null_index) < 2**63:  # torch.library has 64 bits
             raise ValueError(f"null_index: expected -1 or more, below 2**63, got {null_index}")
         if null_index != -1 and all(x is None for x in slots):
-            raise ValueError(f"null_index: expected -1 without state_indices (sequence n has slot n), got {null_index}")
+            raise ValueError(
+                f"null_index: expected -1 without state_indices (sequence n has slot n), got {null_index}"
+            )
 
     def one_each(self, name: str, dim: str, indices: Tensor | None = None) -> None:
         """Without indices, sequence n uses entry n, so there must be one for each."""
         if indices is None and self.sizes[dim] < self.sizes["N"]:
-            raise ValueError(f"{name}: expected {dim} >= N={self.sizes['N']}, one for each sequence, got {dim}={self.sizes[dim]}")
+            raise ValueError(
+                f"{name}: expected {dim} >= N={self.sizes['N']}, one for each sequence, got {dim}={self.sizes[dim]}"
+            )
 
     def norm(self, a: Any) -> None:
         """norm and z of a decode's or verify's arguments: both or neither."""
@@ -552,16 +619,25 @@ class Checker:
 
     def like_v(self, name: str, x: object, v: Tensor) -> None:
         if self.tensor(name, x, (v.dtype,)).shape != v.shape:
-            raise ValueError(f"{name}: expected v's shape {list(v.shape)}, got {list(self.tensors[name].shape)}")
+            raise ValueError(
+                f"{name}: expected v's shape {list(v.shape)}, got {list(self.tensors[name].shape)}"
+            )
 
     def buffer(self, a: Any, lead: str) -> str:
         """Returns the axis the buffer was made for."""
-        channel = isinstance(a.buffer_log_decay, Tensor) and a.buffer_log_decay.ndim > len(lead.split()) + 2
+        channel = (
+            isinstance(a.buffer_log_decay, Tensor)
+            and a.buffer_log_decay.ndim > len(lead.split()) + 2
+        )
         parts = (a.buffer_u, a.buffer_k, a.buffer_log_decay)
-        for name, x, dims in zip(BUFFER.values(), parts, ("HV V", "H K", "HV K" if channel else "HV"), strict=True):
+        for name, x, dims in zip(
+            BUFFER.values(), parts, ("HV V", "H K", "HV K" if channel else "HV"), strict=True
+        ):
             self.state(name, x, f"{lead} C {dims}", (torch.float32,))
         if not 1 <= self.sizes["C"] <= MAX_DRAFT:
-            raise ValueError(f"buffer: expected room for 1 to {MAX_DRAFT} tokens, got {self.sizes['C']}")
+            raise ValueError(
+                f"buffer: expected room for 1 to {MAX_DRAFT} tokens, got {self.sizes['C']}"
+            )
         if not all(self.sizes[name] for name in ("H", "HV", "K", "V")):
             raise ValueError(
                 f"buffer: expected at least one head and channel, got u {list(parts[0].shape)}, k {list(parts[1].shape)}"
@@ -577,7 +653,9 @@ class Checker:
     def problem(self, op: str, a: Any, state_dtype: torch.dtype, T: int | None) -> Problem:
         """Of a call with tokens."""
         facts: dict[str, Any] = {name: self.sizes[name] for name in ("H", "HV", "K", "V")}
-        facts |= dict(dtype=a.q.dtype, g_dtype=a.g.dtype, beta_dtype=a.beta.dtype, state_dtype=state_dtype)
+        facts |= dict(
+            dtype=a.q.dtype, g_dtype=a.g.dtype, beta_dtype=a.beta.dtype, state_dtype=state_dtype
+        )
         facts |= dict(gate=a.gate, qk_l2norm=a.qk_l2norm, beta_logits=a.beta_logits)
         return Problem(op, axis_of(a.g), T=T, **facts, options=frozenset(self.options))
 

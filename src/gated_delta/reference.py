@@ -22,7 +22,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from .problem import CHECKPOINT_INTERVAL, MAX_DRAFT, Gate, GatedNorm, KVBuffer, Tokens, flush_sequences
+from .problem import (
+    CHECKPOINT_INTERVAL,
+    MAX_DRAFT,
+    Gate,
+    GatedNorm,
+    KVBuffer,
+    Tokens,
+    flush_sequences,
+)
 
 L2NORM_EPS = 1e-6
 FP16_MAX = torch.finfo(torch.float16).max
@@ -119,7 +127,9 @@ def before_norm(o: Tensor, dtype: torch.dtype) -> Tensor:
 def gated_norm(o: Tensor, z: Tensor, norm: GatedNorm, dtype: torch.dtype) -> Tensor:
     """o * rsqrt(mean(o * o) + eps) * weight * act(z) over the last dimension, in dtype."""
     o, z = o.to(dtype), z.to(dtype)
-    scaled = normalised(o, norm.eps, lambda squares: squares.mean(-1, keepdim=True)) * norm.weight.to(dtype)
+    scaled = normalised(
+        o, norm.eps, lambda squares: squares.mean(-1, keepdim=True)
+    ) * norm.weight.to(dtype)
     return scaled * (silu(z) if norm.activation == "silu" else sigmoid(z))
 
 
@@ -127,10 +137,16 @@ def activate(tokens: Tokens, dtype: torch.dtype) -> Activated:
     """Raw tokens, flattened or not, to what the recurrence reads, computed in dtype."""
     q, k, beta = tokens.q, tokens.k, tokens.beta.to(dtype)
     if tokens.qk_l2norm:
-        q, k = l2norm(torch.cat([q, k], -2), dtype).chunk(2, -2)  # one token's cost is the number of operations
+        q, k = l2norm(torch.cat([q, k], -2), dtype).chunk(
+            2, -2
+        )  # one token's cost is the number of operations
     q = q.to(dtype) * (q.shape[-1] ** -0.5 if tokens.scale is None else float(tokens.scale))
-    decay = log_decay(tokens.g if tokens.g.ndim == q.ndim else tokens.g.unsqueeze(-1), tokens.gate, dtype)
-    return Activated(q, k.to(dtype), tokens.v.to(dtype), decay, sigmoid(beta) if tokens.beta_logits else beta)
+    decay = log_decay(
+        tokens.g if tokens.g.ndim == q.ndim else tokens.g.unsqueeze(-1), tokens.gate, dtype
+    )
+    return Activated(
+        q, k.to(dtype), tokens.v.to(dtype), decay, sigmoid(beta) if tokens.beta_logits else beta
+    )
 
 
 def flatten(tokens: Tokens) -> Tokens:
@@ -154,7 +170,10 @@ def step(state: Tensor, token: Activated) -> tuple[Tensor, Tensor]:
 
 
 def recurrent(
-    tokens: Tokens, state: Tensor, dtype: torch.dtype = torch.float64, stored: torch.dtype | None = None
+    tokens: Tokens,
+    state: Tensor,
+    dtype: torch.dtype = torch.float64,
+    stored: torch.dtype | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
     """Token loop over one sequence, tokens [1, T, ...] from state [HV, V, K]: yields o [HV, V] and the state after each token.
 
@@ -209,7 +228,9 @@ def _pairwise_by_scalars(rows: Tensor, decay: Tensor) -> Tensor:
     """pairwise where all channels share a decay: the pairs of decays alone, times one matmul."""
     C = rows.shape[2]
     later = torch.ones(C, C, dtype=torch.bool, device=decay.device).triu(1)
-    between = torch.where(later, decay.mT, 1).cumprod(-1)  # [B, i, t]: prod_{i<j<=t} decay[j] for i <= t
+    between = torch.where(later, decay.mT, 1).cumprod(
+        -1
+    )  # [B, i, t]: prod_{i<j<=t} decay[j] for i <= t
     M = (rows.flatten(1, 2) @ rows[:, 0].mT).unflatten(1, (2, C))
     M.mul_(between.mT[:, None])
     M[:, 0].tril_(-1)
@@ -279,7 +300,9 @@ def _correcting(system: Tensor, beta: Tensor) -> Tensor:
     eye = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
     solve = functools.partial(torch.linalg.solve_triangular, upper=False, unitriangular=True)
     Tinv = solve(system, beta * eye)
-    if not all_finite(Tinv):  # a library may solve blocks by inverses, whose zeros multiply later rows
+    if not all_finite(
+        Tinv
+    ):  # a library may solve blocks by inverses, whose zeros multiply later rows
         lost = ~(system.isfinite() & beta.isfinite()).all(-1, keepdim=True)
         Tinv = solve(system.masked_fill(lost, 0), beta.masked_fill(lost, 0) * eye)
         Tinv.masked_fill_(lost.cumsum(1) > 0, math.nan)
@@ -346,8 +369,12 @@ def chunked(
     first = 0
     while first < ranks:
         live = sum(lengths[n] > first * chunk for n in order)
-        count = min(ranks - first, max(1, SLAB.get(device.type, SLAB["cuda"]) // (live * chunk * HV * K)))
-        position = torch.arange(first * chunk, (first + count) * chunk, device=device).view(count, 1, chunk)
+        count = min(
+            ranks - first, max(1, SLAB.get(device.type, SLAB["cuda"]) // (live * chunk * HV * K))
+        )
+        position = torch.arange(first * chunk, (first + count) * chunk, device=device).view(
+            count, 1, chunk
+        )
         valid = position < length[:live, None]
         index = torch.where(valid, start[:live, None] + position, 0).flatten()
         whole = bool(valid.all())
@@ -358,11 +385,16 @@ def chunked(
         if not whole:
             x = Activated(*(y.masked_fill(~valid.view(-1, *[1] * (y.ndim - 1)), 0) for y in x))
         x = Activated(*(y.unflatten(0, (count, live, chunk)) for y in x))
-        by_rank = [ChunkTerms(*parts) for parts in zip(*(y.unflatten(0, (count, -1)) for y in chunk_terms(x)), strict=True)]
+        by_rank = [
+            ChunkTerms(*parts)
+            for parts in zip(*(y.unflatten(0, (count, -1)) for y in chunk_terms(x)), strict=True)
+        ]
         now = walk[: live * HV]
         outputs = now.new_empty(count, live, HV, chunk, V)
         u, seen = now.new_empty(live * HV, chunk, V), Seen.empty(outputs[0])
-        for rank, (terms, v, o_rank) in enumerate(zip(by_rank, x.v.transpose(2, 3), outputs, strict=True), first + 1):
+        for rank, (terms, v, o_rank) in enumerate(
+            zip(by_rank, x.v.transpose(2, 3), outputs, strict=True), first + 1
+        ):
             terms.outputs(v, now, o_rank, u, seen)
             terms.advance(u, now)
             for i, place in rank_places.get(rank, ()):
@@ -420,7 +452,9 @@ def chunked_apart(
 
 def _exact_fp32(matmuls: bool = True) -> contextlib.AbstractContextManager[None]:
     """fp32 means fp32, whatever the process has switched on: no autograd, no autocast, no tf32 or bf16 matmuls."""
-    autocast = [device_type for device_type in ("cpu", "cuda") if torch.is_autocast_enabled(device_type)]
+    autocast = [
+        device_type for device_type in ("cpu", "cuda") if torch.is_autocast_enabled(device_type)
+    ]
     rounded = matmuls and _IEEE_MATMULS.needed()
     if autocast or rounded:  # to enter and leave it costs as much as a few small operations
         return _without(autocast, rounded)
@@ -452,7 +486,9 @@ class _IeeeMatmuls:
 
     def _rounded(self) -> list[tuple[Any, str]]:
         backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-        return [(x, x.fp32_precision) for x in backends if x.fp32_precision not in ("ieee", "none")]  # none: not set, so ieee
+        return [
+            (x, x.fp32_precision) for x in backends if x.fp32_precision not in ("ieee", "none")
+        ]  # none: not set, so ieee
 
     def __enter__(self) -> None:
         with self._lock:
@@ -467,7 +503,9 @@ class _IeeeMatmuls:
             self._inside -= 1
             for backend, before in () if self._inside else self._before:
                 backend.fp32_precision = "none"
-                if backend.fp32_precision != before:  # else it follows torch.backends.fp32_precision, and goes on to
+                if (
+                    backend.fp32_precision != before
+                ):  # else it follows torch.backends.fp32_precision, and goes on to
                     backend.fp32_precision = before
 
 
@@ -486,13 +524,19 @@ def _spans(tokens: Tokens) -> tuple[list[int], list[int]]:
     lengths = [b - a for a, b in itertools.pairwise(ends)]
     for n, length in enumerate(lengths):
         if length < 0:
-            raise ValueError(f"cu_seqlens: expected values that never fall, got {ends[n]} then {ends[n + 1]} at sequence {n}")
+            raise ValueError(
+                f"cu_seqlens: expected values that never fall, got {ends[n]} then {ends[n + 1]} at sequence {n}"
+            )
     if ends[-1] > total:
-        raise ValueError(f"cu_seqlens: expected to end within the {total} packed tokens, got {ends[-1]}")
+        raise ValueError(
+            f"cu_seqlens: expected to end within the {total} packed tokens, got {ends[-1]}"
+        )
     return ends[:-1], lengths
 
 
-def _check_log_decays(tokens: Tokens, active: Iterable[int], starts: list[int], lengths: list[int]) -> None:
+def _check_log_decays(
+    tokens: Tokens, active: Iterable[int], starts: list[int], lengths: list[int]
+) -> None:
     """Raise ValueError where a token of an active sequence has a log decay above 0; NaN is not."""
     if tokens.gate.kind != "log" or not (tokens.g > 0).any():
         return
@@ -508,10 +552,14 @@ def _draft_spans(tokens: Tokens, **room: int) -> tuple[list[int], list[int]]:
     starts, lengths = _spans(tokens)
     longest = max(lengths, default=0)
     if longest > MAX_DRAFT:
-        raise ValueError(f"cu_seqlens: expected at most {MAX_DRAFT} tokens per sequence, got {longest}")
+        raise ValueError(
+            f"cu_seqlens: expected at most {MAX_DRAFT} tokens per sequence, got {longest}"
+        )
     for name, have in room.items():
         if longest > have:
-            raise ValueError(f"{name}: expected room for the longest sequence, {longest} tokens, got {have}")
+            raise ValueError(
+                f"{name}: expected room for the longest sequence, {longest} tokens, got {have}"
+            )
     return starts, lengths
 
 
@@ -537,7 +585,9 @@ def _rows(
 @contextlib.contextmanager
 def _output_rows(out: Tensor, covered: int) -> Iterator[Tensor]:
     """Out as [tokens, HV, V], to be filled; zeros to begin with where fewer than all its rows will be covered."""
-    made = out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    made = (
+        out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
+    )
     rows = made.view(-1, *out.shape[2:])
     if covered < rows.shape[0]:
         rows.zero_()
@@ -559,7 +609,9 @@ def _places(rows: list[int], count: int) -> list[int] | slice:
     return slice(len(rows)) if rows == list(range(len(rows))) and len(rows) <= count else rows
 
 
-def _no_conflict(name: str, writes: Iterable[tuple[int, int]], reads: Iterable[tuple[int, int]] = ()) -> None:
+def _no_conflict(
+    name: str, writes: Iterable[tuple[int, int]], reads: Iterable[tuple[int, int]] = ()
+) -> None:
     """Raise ValueError where two sequences write one row, or one reads a row that another writes; pairs are (sequence, row).
 
     A row below zero is none.
@@ -567,10 +619,14 @@ def _no_conflict(name: str, writes: Iterable[tuple[int, int]], reads: Iterable[t
     writers: dict[int, int] = {}
     for n, row in writes:
         if row >= 0 and writers.setdefault(row, n) != n:
-            raise ValueError(f"{name}: expected at most one sequence to write each row, got two for row {row}")
+            raise ValueError(
+                f"{name}: expected at most one sequence to write each row, got two for row {row}"
+            )
     for n, row in reads:
         if row >= 0 and writers.get(row, n) != n:
-            raise ValueError(f"{name}: expected no row that another sequence reads, got row {row}, which sequence {n} reads")
+            raise ValueError(
+                f"{name}: expected no row that another sequence reads, got row {row}, which sequence {n} reads"
+            )
 
 
 # ------------------------------------------------------------------------------------------------ the four operations
@@ -617,15 +673,23 @@ def prefill_rows(
     for n, _, place in kept if checkpoint_indices is not None else ():
         (slot,) = place
         if slot >= rows:
-            raise IndexError(f"checkpoint_indices: expected indices below {rows}, got {slot} at sequence {n}")
+            raise IndexError(
+                f"checkpoint_indices: expected indices below {rows}, got {slot} at sequence {n}"
+            )
         if slot in taken:
-            raise ValueError(f"checkpoint_indices: expected no two states, checkpoints or final, for one slot, got two for {slot}")
+            raise ValueError(
+                f"checkpoint_indices: expected no two states, checkpoints or final, for one slot, got two for {slot}"
+            )
         taken.add(slot)
     return PrefillRows(slots, starts, lengths, kept)
 
 
 def _checkpoints(
-    slots: list[int], lengths: list[int], checkpoint_lens: Tensor | None, checkpoint_indices: Tensor | None, null_index: int
+    slots: list[int],
+    lengths: list[int],
+    checkpoint_lens: Tensor | None,
+    checkpoint_indices: Tensor | None,
+    null_index: int,
 ) -> list[Checkpoint]:
     """Those that are kept; raises ValueError for a length that is none."""
     made = []
@@ -658,22 +722,32 @@ def prefill(
     **indices: Any,
 ) -> None:
     """indices: those of prefill_rows, here as in the other three."""
-    slots, starts, lengths, kept = prefill_rows(tokens, state=state, checkpoints=checkpoints, **indices)
+    slots, starts, lengths, kept = prefill_rows(
+        tokens, state=state, checkpoints=checkpoints, **indices
+    )
     N, (HV, V, K) = len(starts), (*tokens.v.shape[2:], tokens.q.shape[3])
     with _exact_fp32():
         walk = tokens.v.new_zeros(N, HV, V, K, dtype=torch.float32)
         active = [n for n in range(N) if slots[n] >= 0]
         if state is not None:
-            fresh = [False] * N if has_initial_state is None else [not x for x in has_initial_state.tolist()]
+            fresh = (
+                [False] * N
+                if has_initial_state is None
+                else [not x for x in has_initial_state.tolist()]
+            )
             resumed = [n for n in active if not fresh[n]]
             walk[resumed] = state[[slots[n] for n in resumed]].float()
             lengths = [lengths[n] if slots[n] >= 0 else 0 for n in range(N)]
         elif initial_state is not None:
             walk.copy_(initial_state)
         target = state if checkpoints is None else checkpoints
-        places = [(n, after, target[place]) for n, after, place in kept] if target is not None else []
+        places = (
+            [(n, after, target[place]) for n, after, place in kept] if target is not None else []
+        )
         with _output_rows(out, sum(lengths)) as o:
-            walk = (chunked_apart if deterministic else chunked)(flatten(tokens), starts, lengths, walk, o, checkpoints=places)
+            walk = (chunked_apart if deterministic else chunked)(
+                flatten(tokens), starts, lengths, walk, o, checkpoints=places
+            )
         if state is not None:
             state[[slots[n] for n in active]] = rounded(walk[active], state.dtype)
         if final_state is not None:
@@ -705,7 +779,9 @@ def decode_rows(
     update_state: bool,
 ) -> DecodeRows:
     N, P = tokens.num_sequences, state.shape[0]
-    room = {} if intermediate_states is None else {"intermediate_states": intermediate_states.shape[1]}
+    room = (
+        {} if intermediate_states is None else {"intermediate_states": intermediate_states.shape[1]}
+    )
     token_slots: list[list[int]] = []
     if state_indices is not None and state_indices.ndim == 2:
         width = room["state_indices"] = state_indices.shape[1]
@@ -713,11 +789,17 @@ def decode_rows(
             place = f"sequence {n}, column"
             token_slots.append(_rows("state_indices", row, width, P, null_index, place))
         accepted = [1] * N if num_accepted is None else num_accepted.tolist()
-        reads = [slots[min(max(m, 1), width) - 1] for slots, m in zip(token_slots, accepted, strict=True)]
+        reads = [
+            slots[min(max(m, 1), width) - 1] for slots, m in zip(token_slots, accepted, strict=True)
+        ]
         writes = [-1] * N
     else:
         reads = _rows("state_indices", state_indices, N, P, null_index)
-        writes = reads if write_indices is None else _rows("write_indices", write_indices, N, P, null_index)
+        writes = (
+            reads
+            if write_indices is None
+            else _rows("write_indices", write_indices, N, P, null_index)
+        )
     starts, lengths = _draft_spans(tokens, **room)
     active = [n for n in range(N) if reads[n] >= 0]
     if not update_state:
@@ -751,8 +833,12 @@ def decode(
         _check_log_decays(tokens, range(tokens.num_sequences), *_spans(tokens))
         _decode_in_order(tokens, state, intermediate_states, update_state, norm, z, out)
         return
-    states: dict[str, Any] = dict(state=state, intermediate_states=intermediate_states, update_state=update_state)
-    reads, writes, token_slots, intermediates, starts, lengths = decode_rows(tokens, **states, **indices)
+    states: dict[str, Any] = dict(
+        state=state, intermediate_states=intermediate_states, update_state=update_state
+    )
+    reads, writes, token_slots, intermediates, starts, lengths = decode_rows(
+        tokens, **states, **indices
+    )
     P = state.shape[0]
     active = [n for n in range(len(reads)) if reads[n] >= 0]
     with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
@@ -766,7 +852,9 @@ def decode(
             rows = _places([starts[active[i]] + t for i in going], len(o))
             o_t, after = step(now[some], Activated(*(y[rows] for y in x)))
             o[rows] = _finished(o_t, o.dtype, norm, None if z is None else z.flatten(0, 1)[rows])
-            stored = rounded(after, state.dtype)  # the state is rounded after every token, so T tokens in one call equal T calls
+            stored = rounded(
+                after, state.dtype
+            )  # the state is rounded after every token, so T tokens in one call equal T calls
             if len(going) == len(active):
                 now = stored.float()
             else:
@@ -777,7 +865,9 @@ def decode(
                 where = _places([row for _, row in kept], len(intermediate_states))
                 intermediate_states[where, t] = stored[_places([j for j, _ in kept], len(going))]
             if token_slots:
-                kept = [(j, s) for j, i in enumerate(going) if (s := token_slots[active[i]][t]) >= 0]
+                kept = [
+                    (j, s) for j, i in enumerate(going) if (s := token_slots[active[i]][t]) >= 0
+                ]
                 state[[s for _, s in kept]] = stored[[j for j, _ in kept]]
         kept = [(i, writes[n]) for i, n in enumerate(active) if writes[n] >= 0]
         if kept:
@@ -824,7 +914,12 @@ class VerifyRows(NamedTuple):
 
 
 def verify_rows(
-    tokens: Tokens, state: Tensor, state_indices: Tensor | None, buffer: KVBuffer, buffer_indices: Tensor | None, null_index: int
+    tokens: Tokens,
+    state: Tensor,
+    state_indices: Tensor | None,
+    buffer: KVBuffer,
+    buffer_indices: Tensor | None,
+    null_index: int,
 ) -> VerifyRows:
     N = tokens.num_sequences
     starts, lengths = _draft_spans(tokens, buffer=buffer.u.shape[1])
@@ -837,10 +932,19 @@ def verify_rows(
 
 
 def verify(
-    tokens: Tokens, *, state: Tensor, buffer: KVBuffer, norm: GatedNorm | None, z: Tensor | None, out: Tensor, **indices: Any
+    tokens: Tokens,
+    *,
+    state: Tensor,
+    buffer: KVBuffer,
+    norm: GatedNorm | None,
+    z: Tensor | None,
+    out: Tensor,
+    **indices: Any,
 ) -> None:
     C = buffer.u.shape[1]
-    reads, rows, active, starts, lengths = verify_rows(tokens, state=state, buffer=buffer, **indices)
+    reads, rows, active, starts, lengths = verify_rows(
+        tokens, state=state, buffer=buffer, **indices
+    )
     with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
         x = activate(flatten(tokens), torch.float32)
         if len(active) * out.shape[2] == 1:
@@ -859,12 +963,19 @@ def verify(
             frozen = state[[reads[n] for n in active]].float().flatten(0, 1)
             chunk_terms(x).outputs(values, frozen, outputs, u, Seen.empty(outputs))
             places = index[valid]
-            o[places] = _finished(outputs.transpose(1, 2)[valid], o.dtype, norm, None if z is None else z.flatten(0, 1)[places])
+            o[places] = _finished(
+                outputs.transpose(1, 2)[valid],
+                o.dtype,
+                norm,
+                None if z is None else z.flatten(0, 1)[places],
+            )
             # The zeros past a sequence's end go into the buffer too, so flush needs no lengths.
             where = [rows[n] for n in active]
             buffer.u[where] = u.view(values.shape).transpose(1, 2)[:, :C]
             buffer.k[where] = x.k[:, :C]
-            buffer.log_decay[where] = x.log_decay[:, :C].reshape(len(where), C, *buffer.log_decay.shape[2:])
+            buffer.log_decay[where] = x.log_decay[:, :C].reshape(
+                len(where), C, *buffer.log_decay.shape[2:]
+            )
 
 
 class FlushRows(NamedTuple):
@@ -885,9 +996,14 @@ def flush_rows(
     buffer_indices: Tensor | None,
     null_index: int,
 ) -> FlushRows:
-    P, N = state.shape[-4], flush_sequences(num_accepted, state_indices, write_indices, buffer_indices)
+    P, N = (
+        state.shape[-4],
+        flush_sequences(num_accepted, state_indices, write_indices, buffer_indices),
+    )
     reads = _rows("state_indices", state_indices, N, P, null_index)
-    writes = reads if write_indices is None else _rows("write_indices", write_indices, N, P, null_index)
+    writes = (
+        reads if write_indices is None else _rows("write_indices", write_indices, N, P, null_index)
+    )
     rows = _rows("buffer_indices", buffer_indices, N, buffer.u.shape[-4])
     active = [n for n in range(N) if min(reads[n], writes[n], rows[n]) >= 0]
     name = "state_indices" if write_indices is None else "write_indices"
@@ -896,8 +1012,14 @@ def flush_rows(
 
 
 def flush(*, state: Tensor, buffer: KVBuffer, num_accepted: int | Tensor, **indices: Any) -> None:
-    reads, writes, rows, active = flush_rows(state=state, buffer=buffer, num_accepted=num_accepted, **indices)
-    counts = num_accepted.tolist() if isinstance(num_accepted, Tensor) else [min(int(num_accepted), MAX_DRAFT)] * len(reads)
+    reads, writes, rows, active = flush_rows(
+        state=state, buffer=buffer, num_accepted=num_accepted, **indices
+    )
+    counts = (
+        num_accepted.tolist()
+        if isinstance(num_accepted, Tensor)
+        else [min(int(num_accepted), MAX_DRAFT)] * len(reads)
+    )
     layers = state.ndim == 5
     moved = [n for n in active if counts[n] > 0 or reads[n] != writes[n]]
     if not moved:
@@ -908,7 +1030,9 @@ def flush(*, state: Tensor, buffer: KVBuffer, num_accepted: int | Tensor, **indi
         for layer in range(state.shape[0]) if layers else (None,):
             pool = state if layer is None else state[layer]
             parts = buffer if layer is None else buffer.layer(layer)
-            pool[write] = rounded(_fold(pool[read], parts.u[row], parts.k[row], parts.log_decay[row], m), state.dtype)
+            pool[write] = rounded(
+                _fold(pool[read], parts.u[row], parts.k[row], parts.log_decay[row], m), state.dtype
+            )
 
 
 def _fold(state: Tensor, u: Tensor, k: Tensor, log_decay: Tensor, m: Tensor) -> Tensor:

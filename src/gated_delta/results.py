@@ -82,7 +82,10 @@ def first_line(problem: BaseException) -> str:
 def packages() -> dict[str, str | None]:
     """Versions; None where one is not installed. torch's own says which build it is, which its package may not."""
     others = ("transformers", kernels.COMPILER, kernels.RUNTIME)
-    return {"torch": str(torch.__version__), **{package: kernels.installed(package) for package in others}}
+    return {
+        "torch": str(torch.__version__),
+        **{package: kernels.installed(package) for package in others},
+    }
 
 
 def versions() -> dict[str, str | None]:
@@ -96,7 +99,10 @@ def versions() -> dict[str, str | None]:
 
 
 def document(
-    context: typer.Context, results: Sequence[Mapping[str, Any]], device: torch.device | None = None, complete: bool = True
+    context: typer.Context,
+    results: Sequence[Mapping[str, Any]],
+    device: torch.device | None = None,
+    complete: bool = True,
 ) -> dict[str, Any]:
     """What `--json` writes, of the same shape for check, compile and bench.
 
@@ -139,7 +145,9 @@ def replace(file: Path, text: str) -> None:
 
 
 def _unfinished(file: Path) -> Path:
-    return file.with_name(f"{file.name}.{os.getpid()}.unfinished")  # two processes may write one file
+    return file.with_name(
+        f"{file.name}.{os.getpid()}.unfinished"
+    )  # two processes may write one file
 
 
 def check_target(file: Path, hint: str) -> Path:
@@ -181,7 +189,8 @@ class Report:
             check_target(file, "FILE")
             if _kind(file) not in ("", kind):
                 raise typer.BadParameter(
-                    f"{str(file)!r} holds something else than results of this command, expected another file", param_hint="FILE"
+                    f"{str(file)!r} holds something else than results of this command, expected another file",
+                    param_hint="FILE",
                 )
         elif as_json and sys.stdout is None:
             raise typer.BadParameter("the standard output is closed", param_hint="--json")
@@ -200,7 +209,9 @@ class Report:
         """A signal of ENDING ends the block alone; a second one does not end the report."""
         self._armed = True
         if threading.current_thread() is threading.main_thread():
-            ignored = {n for n in ENDING if signal.getsignal(n) == signal.SIG_IGN} - {signal.SIGINT}  # nohup
+            ignored = {n for n in ENDING if signal.getsignal(n) == signal.SIG_IGN} - {
+                signal.SIGINT
+            }  # nohup
             self._before = {n: signal.signal(n, self._stop) for n in ENDING if n not in ignored}
         try:
             yield
@@ -244,7 +255,9 @@ class Report:
             try:
                 replace(self.file, text)
             except OSError as problem:
-                self._lose(f"cannot write {str(self.file)!r}: {problem.strerror or problem}; the standard output gets the JSON")
+                self._lose(
+                    f"cannot write {str(self.file)!r}: {problem.strerror or problem}; the standard output gets the JSON"
+                )
             else:
                 self.show(f"wrote {self.file}")
                 return
@@ -292,7 +305,9 @@ def _text(content: Mapping[str, Any]) -> str:
 
     parts = []
     for key, value in _finite(content).items():
-        entries = ",\n".join(f"  {dumps(entry)}" for entry in value) if isinstance(value, list) else ""
+        entries = (
+            ",\n".join(f"  {dumps(entry)}" for entry in value) if isinstance(value, list) else ""
+        )
         parts.append(f" {dumps(key)}: " + (f"[\n{entries}\n ]" if entries else dumps(value)))
     return "{\n" + ",\n".join(parts) + "\n}\n"
 

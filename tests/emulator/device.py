@@ -51,8 +51,20 @@ class Device:
 
         def launched(grid: Any, cluster: int, threads: int, shared: int, pointers: Any) -> int:
             try:
-                parameters = [ctypes.string_at(pointers[i], size) for i, size in enumerate(program.parameters)]
-                Launch(program, parameters, grid[:3], cluster, threads, shared, self.memory, next(self.seeds), self.delay).run()
+                parameters = [
+                    ctypes.string_at(pointers[i], size) for i, size in enumerate(program.parameters)
+                ]
+                Launch(
+                    program,
+                    parameters,
+                    grid[:3],
+                    cluster,
+                    threads,
+                    shared,
+                    self.memory,
+                    next(self.seeds),
+                    self.delay,
+                ).run()
             except BaseException as fault:  # what C calls cannot raise
                 faults.append(fault)
             return 0
@@ -69,7 +81,9 @@ class Device:
         function = tvm_ffi.load_module(str(file))["gated_delta_kernel"]
         return call
 
-    def call(self, run: Callable[..., Any], one: launch.Launch, tensors: tuple[torch.Tensor, ...]) -> Any:
+    def call(
+        self, run: Callable[..., Any], one: launch.Launch, tensors: tuple[torch.Tensor, ...]
+    ) -> Any:
         """A launch's call: its kernels may touch its tensors, and what it allocates."""
         self.memory = Memory()
         for x in tensors:
@@ -83,7 +97,9 @@ class Allocations(TorchFunctionMode):
         super().__init__()
         self.device = device
 
-    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         made = function(*args, **(kwargs or {}))
         if function in ALLOCATES and made.device.type == "cpu":
             ctypes.memset(made.data_ptr(), POISON, made.nbytes)
@@ -104,7 +120,15 @@ def build(variant: compile.Variant, cache: Path) -> Path:
                 keeping = lambda *args, options: compiled(*args, options=options + kept)
                 with mock.patch.object(cute, "compile", keeping):
                     made = compile._compile(variant, ARCH, Path(scratch))
-                linker = [*compile._linker(), "-shared", "-fPIC", "-Wl,-Bsymbolic", "-o", f"{scratch}/kernel.so", str(made)]
+                linker = [
+                    *compile._linker(),
+                    "-shared",
+                    "-fPIC",
+                    "-Wl,-Bsymbolic",
+                    "-o",
+                    f"{scratch}/kernel.so",
+                    str(made),
+                ]
                 subprocess.run([*linker, str(Path(__file__).with_name("runtime.c"))], check=True)
                 next(Path(scratch).glob("*.ptx")).rename(file.with_suffix(".ptx"))
                 (Path(scratch) / "kernel.so").rename(file)

@@ -48,13 +48,18 @@ class Memory:
             if self.starts[i] <= self.ends[i - 1]:
                 self.ends[i - 1] = max(self.ends[i - 1], self.ends[i])
                 del self.starts[i], self.ends[i]
-        self.bounds = np.array(self.starts), np.array([*self.ends, 0])  # the last is of what lies in front of all
+        self.bounds = (
+            np.array(self.starts),
+            np.array([*self.ends, 0]),
+        )  # the last is of what lies in front of all
 
     def check(self, addresses: np.ndarray, size: int, where: Callable[[], str]) -> None:
         starts, ends = self.bounds
         good = addresses + size <= ends[np.searchsorted(starts, addresses, side="right") - 1]
         if not good.all():
-            raise Fault(f"global memory out of bounds: lanes {np.flatnonzero(~good).tolist()} of {where()}")
+            raise Fault(
+                f"global memory out of bounds: lanes {np.flatnonzero(~good).tolist()} of {where()}"
+            )
 
     def numbers(self, dtype: type) -> tuple[np.ndarray, int]:
         """All of memory as such numbers, and the address of the first."""
@@ -85,7 +90,11 @@ class Flight:
     """An asynchronous copy or product: what of shared memory it reads, and how it ends."""
 
     def __init__(
-        self, where: Callable[[], str], vectors: np.ndarray, same: Callable[[], bool], end: Callable[[], None] = lambda: None
+        self,
+        where: Callable[[], str],
+        vectors: np.ndarray,
+        same: Callable[[], bool],
+        end: Callable[[], None] = lambda: None,
     ):
         self.where, self.vectors, self.same, self._end = where, vectors, same, end
         self.over = False
@@ -164,7 +173,9 @@ class Warp:
             lanes = self.groups.pop(at)
             everyone = bool((lanes == self.live).all())
             self.yields = False
-            following = program.function(at, not everyone)(self, self.registers, None if everyone else lanes)
+            following = program.function(at, not everyone)(
+                self, self.registers, None if everyone else lanes
+            )
             for where, some in following if isinstance(following, list) else [(following, lanes)]:
                 if where is not None:
                     self.groups[where] = self.groups.get(where, False) | some
@@ -181,7 +192,9 @@ class Warp:
     def place(self, at: int) -> Callable[[], str]:
         """An instruction, for a message."""
         op = self.launch.program.instructions[at]
-        return lambda: f"block {self.block.index[0]}, warp {self.index}, {op.op} {', '.join(op.operands)[:160]}"
+        return lambda: (
+            f"block {self.block.index[0]}, warp {self.index}, {op.op} {', '.join(op.operands)[:160]}"
+        )
 
     def lanes(self, mask: np.ndarray | None) -> np.ndarray:
         return np.flatnonzero(self.live if mask is None else mask)
@@ -220,8 +233,12 @@ class Warp:
 
     def touches(self, addresses: np.ndarray, at: int) -> None:
         """What the kernel in front leaves is there once that has ended, or has said so itself."""
-        if not (self.has_waited or self.has_acquired) and not self.memory.left.isdisjoint((addresses >> 6).tolist()):
-            raise Fault(f"what the kernel in front leaves, in front of griddepcontrol.wait: {self.place(at)()}")
+        if not (self.has_waited or self.has_acquired) and not self.memory.left.isdisjoint(
+            (addresses >> 6).tolist()
+        ):
+            raise Fault(
+                f"what the kernel in front leaves, in front of griddepcontrol.wait: {self.place(at)()}"
+            )
 
     def writes(self, addresses: np.ndarray, at: int) -> None:
         self.touches(addresses, at)
@@ -231,7 +248,11 @@ class Warp:
 
     def vectors(self, addresses: np.ndarray, size: int, at: int) -> np.ndarray:
         """The vectors of shared memory in which lanes have so many bytes."""
-        if (addresses < SHARED).any() or (addresses + size > self.block.end).any() or (addresses % size).any():
+        if (
+            (addresses < SHARED).any()
+            or (addresses + size > self.block.end).any()
+            or (addresses % size).any()
+        ):
             raise Fault(f"shared memory out of bounds or misaligned: {self.place(at)()}")
         return addresses >> 4
 
@@ -252,33 +273,43 @@ class Warp:
     def _race(self, other: int | None, at: int) -> None:
         if other is not None:
             op = self.launch.program.instructions[other]
-            raise Fault(f"no barrier between {self.place(at)()} and another warp's {op.op} {', '.join(op.operands)[:160]}")
+            raise Fault(
+                f"no barrier between {self.place(at)()} and another warp's {op.op} {', '.join(op.operands)[:160]}"
+            )
 
     def outside(self, addresses: np.ndarray, size: int, at: int) -> None:
         self.memory.check(addresses, size, self.place(at))
         if (addresses % size).any():
             raise Fault(f"misaligned: {self.place(at)()}")
 
-    def load_shared(self, addresses: np.ndarray, dtype: type, count: int, mask: np.ndarray | None, at: int) -> Any:
+    def load_shared(
+        self, addresses: np.ndarray, dtype: type, count: int, mask: np.ndarray | None, at: int
+    ) -> Any:
         lanes, size = self.lanes(mask), np.dtype(dtype).itemsize * count
         self.inside(addresses[lanes], size, at)
         self.loads(halves(addresses[lanes], size), at)
         return self._loaded(self.block.bytes.view(dtype), 0, addresses, lanes, count)
 
-    def load_global(self, addresses: np.ndarray, dtype: type, count: int, mask: np.ndarray | None, at: int) -> Any:
+    def load_global(
+        self, addresses: np.ndarray, dtype: type, count: int, mask: np.ndarray | None, at: int
+    ) -> Any:
         lanes = self.lanes(mask)
         self.outside(addresses[lanes], np.dtype(dtype).itemsize * count, at)
         self.touches(addresses[lanes], at)
         return self._loaded(*self.memory.numbers(dtype), addresses, lanes, count)
 
-    def _loaded(self, memory: np.ndarray, first: int, addresses: np.ndarray, lanes: np.ndarray, count: int) -> list[np.ndarray]:
+    def _loaded(
+        self, memory: np.ndarray, first: int, addresses: np.ndarray, lanes: np.ndarray, count: int
+    ) -> list[np.ndarray]:
         loaded = [np.zeros(32, memory.dtype) for _ in range(count)]
         places = (addresses[lanes] - first) // memory.itemsize
         for i, words in enumerate(loaded):
             words[lanes] = memory[places + i]
         return loaded
 
-    def store_shared(self, addresses: np.ndarray, values: list[np.ndarray], mask: np.ndarray | None, at: int) -> None:
+    def store_shared(
+        self, addresses: np.ndarray, values: list[np.ndarray], mask: np.ndarray | None, at: int
+    ) -> None:
         lanes, size = self.lanes(mask), values[0].itemsize * len(values)
         self.block.unfenced[self.inside(addresses[lanes], size, at)] = self.index
         places = halves(addresses[lanes], size)
@@ -286,18 +317,29 @@ class Warp:
         self._store(self.block.bytes.view(values[0].dtype), 0, addresses, values, lanes)
         self.stores_to(places, self.block.halves[places] != before, at)
 
-    def store_global(self, addresses: np.ndarray, values: list[np.ndarray], mask: np.ndarray | None, at: int) -> None:
+    def store_global(
+        self, addresses: np.ndarray, values: list[np.ndarray], mask: np.ndarray | None, at: int
+    ) -> None:
         lanes = self.lanes(mask)
         self.outside(addresses[lanes], values[0].itemsize * len(values), at)
         self.writes(addresses[lanes], at)
         self._store(*self.memory.numbers(values[0].dtype.type), addresses, values, lanes)
 
-    def _store(self, memory: np.ndarray, first: int, addresses: np.ndarray, values: list[np.ndarray], lanes: np.ndarray) -> None:
+    def _store(
+        self,
+        memory: np.ndarray,
+        first: int,
+        addresses: np.ndarray,
+        values: list[np.ndarray],
+        lanes: np.ndarray,
+    ) -> None:
         places = (addresses[lanes] - first) // memory.itemsize
         for i, words in enumerate(values):
             memory[places + i] = words[lanes]
 
-    def atomic_add(self, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray | None, at: int) -> np.ndarray:
+    def atomic_add(
+        self, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray | None, at: int
+    ) -> np.ndarray:
         before, lanes = np.zeros(32, U4), self.lanes(mask)
         self.memory.check(addresses[lanes], 4, self.place(at))
         self.writes(addresses[lanes], at)
@@ -308,14 +350,20 @@ class Warp:
             memory[place] += values[lane]
         return before
 
-    def load_matrices(self, addresses: np.ndarray, count: int, transposed: bool, at: int) -> list[np.ndarray]:
+    def load_matrices(
+        self, addresses: np.ndarray, count: int, transposed: bool, at: int
+    ) -> list[np.ndarray]:
         """8 x 8 matrices of 16-bit numbers; lane i has the address of row i."""
         self.inside(addresses[: 8 * count], 16, at)
         self.loads(halves(addresses[: 8 * count], 16), at)
-        rows = self.block.halves[(addresses[: 8 * count, None] >> 1) + np.arange(8)].reshape(count, 8, 8)
+        rows = self.block.halves[(addresses[: 8 * count, None] >> 1) + np.arange(8)].reshape(
+            count, 8, 8
+        )
         return [np.ascontiguousarray(x.T if transposed else x).view(U4)[ROW, PAIR] for x in rows]
 
-    def store_matrices(self, addresses: np.ndarray, words: list[np.ndarray], transposed: bool, at: int) -> None:
+    def store_matrices(
+        self, addresses: np.ndarray, words: list[np.ndarray], transposed: bool, at: int
+    ) -> None:
         self.block.unfenced[self.inside(addresses[: 8 * len(words)], 16, at)] = self.index
         places = halves(addresses[: 8 * len(words)], 16)
         before = self.block.halves[places]
@@ -323,7 +371,9 @@ class Warp:
             matrix = np.empty((8, 4), U4)
             matrix[ROW, PAIR] = some
             numbers = matrix.view(U2)
-            self.block.halves[(addresses[8 * i : 8 * i + 8, None] >> 1) + np.arange(8)] = numbers.T if transposed else numbers
+            self.block.halves[(addresses[8 * i : 8 * i + 8, None] >> 1) + np.arange(8)] = (
+                numbers.T if transposed else numbers
+            )
         self.stores_to(places, self.block.halves[places] != before, at)
 
     # -------------------------------------------------------------------------------------------- barriers
@@ -341,7 +391,9 @@ class Warp:
         if waits:
             self.wait_for(lambda: state[1] != before, lambda: state[3], at)
 
-    def wait_for(self, over: Callable[[], bool], known: Callable[[], Clock | None], at: int) -> None:
+    def wait_for(
+        self, over: Callable[[], bool], known: Callable[[], Clock | None], at: int
+    ) -> None:
         """Until the condition holds; then the warp knows the clock."""
 
         def done() -> bool:
@@ -368,16 +420,26 @@ class Warp:
     def in_cluster(self, addresses: np.ndarray, rank: np.ndarray) -> np.ndarray:
         return addresses + rank * U4(RANK)
 
-    def store_in_cluster(self, addresses: Any, values: np.ndarray, bars: Any, mask: np.ndarray | None, at: int) -> None:
+    def store_in_cluster(
+        self, addresses: Any, values: np.ndarray, bars: Any, mask: np.ndarray | None, at: int
+    ) -> None:
         """Stores of a word that arrive at the other block's mbarrier when they are there."""
         place = self.place(at)
         for lane in self.lanes(mask):
-            (rank, address), (its, bar) = divmod(int(addresses[lane]), RANK), divmod(int(bars[lane]), RANK)
+            (rank, address), (its, bar) = (
+                divmod(int(addresses[lane]), RANK),
+                divmod(int(bars[lane]), RANK),
+            )
             block = self.block.cluster[rank]
             if its != rank or not SHARED <= address <= block.end - 4 or bar not in block.mbarriers:
                 raise Fault(f"shared memory out of bounds, or no mbarrier: {place()}")
 
-            def end(block: Block = block, address: int = address, bar: int = bar, value: Any = values[lane]) -> None:
+            def end(
+                block: Block = block,
+                address: int = address,
+                bar: int = bar,
+                value: Any = values[lane],
+            ) -> None:
                 block.words[address >> 2] = value
                 block.mbarriers[bar].update(place, size=-4)
 
@@ -390,9 +452,13 @@ class Warp:
         """Of the last barrier that all of the block's warps came to with a vote."""
         count = len(self.block.warps)
         self.votes_read += 1
-        return np.full(32, any(self.block.votes[count * (self.votes_read - 1) : count * self.votes_read]))
+        return np.full(
+            32, any(self.block.votes[count * (self.votes_read - 1) : count * self.votes_read])
+        )
 
-    def mbarrier_init(self, addresses: np.ndarray, counts: np.ndarray, mask: np.ndarray | None) -> None:
+    def mbarrier_init(
+        self, addresses: np.ndarray, counts: np.ndarray, mask: np.ndarray | None
+    ) -> None:
         for lane in self.lanes(mask):
             self.block.mbarriers[int(addresses[lane])] = Barrier(int(counts[lane]))
 
@@ -401,15 +467,27 @@ class Warp:
             raise Fault(f"no mbarrier at {int(address) - SHARED}: {self.place(at)()}")
         return found
 
-    def mbarrier_arrive(self, addresses: np.ndarray, counts: Any, sizes: Any, mask: np.ndarray | None, at: int) -> None:
+    def mbarrier_arrive(
+        self, addresses: np.ndarray, counts: Any, sizes: Any, mask: np.ndarray | None, at: int
+    ) -> None:
         left = self.block.clocks.release(self.index)
         for lane in self.lanes(mask):
-            size, count = 0 if sizes is None else int(sizes[lane]), 1 if counts is None else int(counts[lane])
+            size, count = (
+                0 if sizes is None else int(sizes[lane]),
+                1 if counts is None else int(counts[lane]),
+            )
             bar = self.mbarrier_at(addresses[lane], at)
             bar.left = later(bar.left, left)
             bar.update(self.place(at), count, size)
 
-    def mbarrier_test(self, addresses: np.ndarray, parity: np.ndarray, waits: bool, mask: np.ndarray | None, at: int) -> np.ndarray:
+    def mbarrier_test(
+        self,
+        addresses: np.ndarray,
+        parity: np.ndarray,
+        waits: bool,
+        mask: np.ndarray | None,
+        at: int,
+    ) -> np.ndarray:
         lanes = self.lanes(mask)
         found, phase = self.mbarrier_at(addresses[lanes[0]], at), int(parity[lanes[0]]) & 1
         if len({(int(addresses[lane]), int(parity[lane])) for lane in lanes}) > 1:
@@ -438,12 +516,20 @@ class Warp:
         for warp in self.block.warps:
             for flight in (*warp.products, *warp.stores):
                 if not flight.over and np.isin(vectors, flight.vectors).any():
-                    raise Fault(f"{self.place(at)()} overwrites what is being read: {flight.where()}")
+                    raise Fault(
+                        f"{self.place(at)()} overwrites what is being read: {flight.where()}"
+                    )
         self.block.arriving[vectors], self.block.unfenced[vectors] = True, -1
         self.block.bytes.reshape(-1, 16)[vectors] = POISON
 
     def _load(
-        self, inside: np.ndarray, vectors: np.ndarray, outside: np.ndarray, sizes: Any, bar: Barrier | None, at: int
+        self,
+        inside: np.ndarray,
+        vectors: np.ndarray,
+        outside: np.ndarray,
+        sizes: Any,
+        bar: Barrier | None,
+        at: int,
     ) -> Flight:
         """Copies pieces of 16 bytes of which `sizes` bytes each are read and the rest are zeros."""
         self.expect(vectors, at)
@@ -457,10 +543,14 @@ class Warp:
 
         def end() -> None:
             places = np.where(
-                np.arange(16) < sizes[:, None], outside[:, None] - first + np.arange(16), outside[np.argmax(sizes)] - first
+                np.arange(16) < sizes[:, None],
+                outside[:, None] - first + np.arange(16),
+                outside[np.argmax(sizes)] - first,
             )
             read = memory[places] if sizes.any() else np.zeros(places.shape, U1)
-            self.block.bytes[inside[:, None] + np.arange(16)] = np.where(np.arange(16) < sizes[:, None], read, 0)
+            self.block.bytes[inside[:, None] + np.arange(16)] = np.where(
+                np.arange(16) < sizes[:, None], read, 0
+            )
             self.block.arriving[vectors] = False
             if bar is not None:
                 bar.update(place, size=-16 * len(inside))
@@ -469,7 +559,9 @@ class Warp:
         self.launch.flights.append(flight)
         return flight
 
-    def _store_later(self, inside: np.ndarray, vectors: np.ndarray, outside: np.ndarray, at: int) -> None:
+    def _store_later(
+        self, inside: np.ndarray, vectors: np.ndarray, outside: np.ndarray, at: int
+    ) -> None:
         self.seen(vectors, at)
         self.loads(halves(vectors << 4, 16), at)
         self.memory.check(outside, 16, self.place(at))
@@ -480,7 +572,9 @@ class Warp:
         def end() -> None:
             memory[outside[:, None] - first + np.arange(16)] = data
 
-        flight = Flight(self.place(at), vectors, lambda: bool((self.block.bytes[places] == data).all()), end)
+        flight = Flight(
+            self.place(at), vectors, lambda: bool((self.block.bytes[places] == data).all()), end
+        )
         self.stores.add(flight)
         self.launch.flights.append(flight)
 
@@ -489,16 +583,29 @@ class Warp:
             raise Fault(f"shared memory out of bounds or misaligned: {self.place(at)()}")
         return np.arange(start >> 4, (start + size) >> 4)
 
-    def bulk_load(self, inside: Any, outside: Any, sizes: Any, bars: Any, mask: np.ndarray | None, at: int) -> None:
+    def bulk_load(
+        self, inside: Any, outside: Any, sizes: Any, bars: Any, mask: np.ndarray | None, at: int
+    ) -> None:
         for lane in self.lanes(mask):
             vectors = self._range(int(inside[lane]), int(sizes[lane]), 16, at)
             steps = 16 * np.arange(len(vectors))
-            self._load(inside[lane] + steps, vectors, outside[lane] + steps, 16, self.mbarrier_at(bars[lane], at), at)
+            self._load(
+                inside[lane] + steps,
+                vectors,
+                outside[lane] + steps,
+                16,
+                self.mbarrier_at(bars[lane], at),
+                at,
+            )
 
-    def bulk_store(self, inside: Any, outside: Any, sizes: Any, mask: np.ndarray | None, at: int) -> None:
+    def bulk_store(
+        self, inside: Any, outside: Any, sizes: Any, mask: np.ndarray | None, at: int
+    ) -> None:
         for lane in self.lanes(mask):
             vectors = self._range(int(inside[lane]), int(sizes[lane]), 16, at)
-            self._store_later(vectors * 16, vectors, outside[lane] + 16 * np.arange(len(vectors)), at)
+            self._store_later(
+                vectors * 16, vectors, outside[lane] + 16 * np.arange(len(vectors)), at
+            )
 
     def _box(self, map_: int, corner: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
         """Of a tensor map's box, by pieces of 16 bytes: offsets in shared memory, addresses, which are in the tensor; the swizzle.
@@ -507,28 +614,52 @@ class Warp:
         """
         bytes_ = np.frombuffer(self.launch.parameters[map_ - FIRST_PARAMETER], U1)
         words = bytes_.view(U4).astype(np.int64)
-        start, swizzle, strides = words[0] | words[1] << 32, int(words[2]) >> 13 & 3, [2, *words[3:7] * 16]
+        start, swizzle, strides = (
+            words[0] | words[1] << 32,
+            int(words[2]) >> 13 & 3,
+            [2, *words[3:7] * 16],
+        )
         sizes, box = words[8:13] + 1, bytes_[55:60].astype(np.int64) + 1
         steps = [8, *[1] * (len(corner) - 1)]  # of a piece in each dimension, the innermost first
-        extents = [np.arange(extent // step) * step for extent, step in zip(box, steps, strict=False)]
+        extents = [
+            np.arange(extent // step) * step for extent, step in zip(box, steps, strict=False)
+        ]
         pieces = [x.ravel() for x in np.meshgrid(*extents[::-1], indexing="ij")][::-1]
         place = [first + x for first, x in zip(corner, pieces, strict=True)]
-        within = np.logical_and.reduce([(x >= 0) & (x < size) for x, size in zip(place, sizes, strict=False)])
+        within = np.logical_and.reduce(
+            [(x >= 0) & (x < size) for x, size in zip(place, sizes, strict=False)]
+        )
         addresses = start + sum(x * stride for x, stride in zip(place, strides, strict=False))
         return 16 * np.arange(len(within)), np.where(within, addresses, start), within, swizzle
 
-    def box_load(self, inside: Any, map_: Any, corner: list[np.ndarray], bars: Any, mask: np.ndarray | None, at: int) -> None:
+    def box_load(
+        self,
+        inside: Any,
+        map_: Any,
+        corner: list[np.ndarray],
+        bars: Any,
+        mask: np.ndarray | None,
+        at: int,
+    ) -> None:
         for lane in self.lanes(mask):
-            offsets, outside, within, swizzle = self._box(int(map_[lane]), [int(x[lane]) for x in corner])
+            offsets, outside, within, swizzle = self._box(
+                int(map_[lane]), [int(x[lane]) for x in corner]
+            )
             vectors = self._range(int(inside[lane]), 16 * len(offsets), 128, at)
             places = swizzled(inside[lane] + offsets, swizzle)
             self._load(places, vectors, outside, 16 * within, self.mbarrier_at(bars[lane], at), at)
 
-    def box_store(self, inside: Any, map_: Any, corner: list[np.ndarray], mask: np.ndarray | None, at: int) -> None:
+    def box_store(
+        self, inside: Any, map_: Any, corner: list[np.ndarray], mask: np.ndarray | None, at: int
+    ) -> None:
         for lane in self.lanes(mask):
-            offsets, outside, within, swizzle = self._box(int(map_[lane]), [int(x[lane]) for x in corner])
+            offsets, outside, within, swizzle = self._box(
+                int(map_[lane]), [int(x[lane]) for x in corner]
+            )
             vectors = self._range(int(inside[lane]), 16 * len(offsets), 128, at)
-            self._store_later(swizzled(inside[lane] + offsets, swizzle)[within], vectors, outside[within], at)
+            self._store_later(
+                swizzled(inside[lane] + offsets, swizzle)[within], vectors, outside[within], at
+            )
 
     def copy(self, inside: Any, outside: Any, sizes: Any, mask: np.ndarray | None, at: int) -> None:
         lanes = self.lanes(mask)
@@ -539,7 +670,10 @@ class Warp:
         self.copies.add(self._load(inside[lanes], vectors, outside[lanes], sizes, None, at))
 
     def arrive_after_copies(self, bars: Any, mask: np.ndarray | None, at: int) -> None:
-        before, found = [*self.copies], [self.mbarrier_at(bars[lane], at) for lane in self.lanes(mask)]
+        before, found = (
+            [*self.copies],
+            [self.mbarrier_at(bars[lane], at) for lane in self.lanes(mask)],
+        )
         left = self.block.clocks.release(self.index)
         for bar in found:
             bar.left = later(bar.left, left)
@@ -554,14 +688,21 @@ class Warp:
 
     # -------------------------------------------------------------------------------------------- products
 
-    def operand(self, descriptor: int, rows: int, transposed: bool, at: int) -> tuple[np.ndarray, np.ndarray]:
+    def operand(
+        self, descriptor: int, rows: int, transposed: bool, at: int
+    ) -> tuple[np.ndarray, np.ndarray]:
         """A matrix [rows, 16] in shared memory, and its numbers' places: PTX ISA, "Matrix descriptor"."""
         start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         swizzle = {1: 3, 2: 2, 3: 1}[descriptor >> 62]
         width = 16 << swizzle
         row, k = np.meshgrid(np.arange(rows), np.arange(16), indexing="ij")
         if transposed:
-            offsets = row % (width // 2) * 2 + row // (width // 2) * leading + k % 8 * width + k // 8 * stride
+            offsets = (
+                row % (width // 2) * 2
+                + row // (width // 2) * leading
+                + k % 8 * width
+                + k // 8 * stride
+            )
         else:
             offsets = row // 8 * stride + row % 8 * width + k * 2
         addresses = swizzled(start + offsets, swizzle)
@@ -619,8 +760,19 @@ class Launch:
         self, program: Program, parameters: list[bytes], grid: list[int], cluster: int, threads: int, shared: int, memory: Memory,
         seed: int, delay: float,
     ):  # fmt: skip
-        self.program, self.parameters, self.grid, self.cluster, self.threads = program, parameters, grid, cluster, threads
-        self.shared, self.memory, self.delay, self.random = shared, memory, delay, random.Random(seed)
+        self.program, self.parameters, self.grid, self.cluster, self.threads = (
+            program,
+            parameters,
+            grid,
+            cluster,
+            threads,
+        )
+        self.shared, self.memory, self.delay, self.random = (
+            shared,
+            memory,
+            delay,
+            random.Random(seed),
+        )
         self.flights: list[Flight] = []
         memory.left, memory.written = memory.written, set()
 
@@ -631,10 +783,22 @@ class Launch:
         while waiting or active:
             while waiting and len(active) < resident:
                 cluster: list[Block] = []
-                active += [Block(self, waiting.popleft()[::-1], cluster) for _ in range(self.cluster)]
-            warps = [warp for block in active for warp in block.warps if warp.groups and (warp.waits is None or warp.waits[0]())]
+                active += [
+                    Block(self, waiting.popleft()[::-1], cluster) for _ in range(self.cluster)
+                ]
+            warps = [
+                warp
+                for block in active
+                for warp in block.warps
+                if warp.groups and (warp.waits is None or warp.waits[0]())
+            ]
             if not warps and not self.flights:
-                places = [warp.place(warp.waits[1])() for block in active for warp in block.warps if warp.groups and warp.waits]
+                places = [
+                    warp.place(warp.waits[1])()
+                    for block in active
+                    for warp in block.warps
+                    if warp.groups and warp.waits
+                ]
                 raise Fault("deadlock:\n" + "\n".join(places[:32]))
             for warp in self.random.sample(warps, -(-len(warps) // 2)):
                 if warp.waits is None or warp.waits[0]():

@@ -49,7 +49,9 @@ def saturated(x):
 def bf16_bits(x):
     """fp32 to bf16, to the nearest even, in the low half of a word."""
     bits = x.view(U4)
-    return np.where(np.isnan(x), U4(0x7FFF), (bits + U4(0x7FFF) + (bits >> U4(16) & U4(1))) >> U4(16))
+    return np.where(
+        np.isnan(x), U4(0x7FFF), (bits + U4(0x7FFF) + (bits >> U4(16) & U4(1))) >> U4(16)
+    )
 
 
 def fp16_bits(x, finite=False):
@@ -124,9 +126,19 @@ def permute(a, b, selector):
 
 def shuffle(mode, x, by, control):
     """shfl.sync: the other lane's word, and whether there is such a lane among the segment's."""
-    lane, by, bound, segment = LANES, by.astype(I8) & 31, control.astype(I8) & 31, control.astype(I8) >> 8 & 31
+    lane, by, bound, segment = (
+        LANES,
+        by.astype(I8) & 31,
+        control.astype(I8) & 31,
+        control.astype(I8) >> 8 & 31,
+    )
     bound = lane & segment | bound & ~segment
-    other = {"up": lane - by, "down": lane + by, "bfly": lane ^ by, "idx": lane & segment | by & ~segment}[mode]
+    other = {
+        "up": lane - by,
+        "down": lane + by,
+        "bfly": lane ^ by,
+        "idx": lane & segment | by & ~segment,
+    }[mode]
     there = other >= bound if mode == "up" else other <= bound
     return x[np.where(there, other, lane)], there
 
@@ -173,7 +185,10 @@ def mma_16x8x8_tf32(left, right, sums):
 
 def _added(left, right, sums):
     product = left.astype(F8) @ right.astype(F8)
-    return [(product[ROW + 8 * (i // 2), 2 * PAIR + i % 2] + x.view(F4)).astype(F4).view(U4) for i, x in enumerate(sums)]
+    return [
+        (product[ROW + 8 * (i // 2), 2 * PAIR + i % 2] + x.view(F4)).astype(F4).view(U4)
+        for i, x in enumerate(sums)
+    ]
 
 
 def accumulated(product, sums, is_fp32):
@@ -184,7 +199,12 @@ def accumulated(product, sums, is_fp32):
             pair = np.stack([product[ROW + 8 * i, 8 * j + 2 * PAIR + e] for e in range(2)], -1)
             if is_fp32:
                 at = 4 * j + 2 * i
-                words += [(pair[:, e] + (0 if sums is None else sums[at + e].view(F4))).astype(F4).view(U4) for e in range(2)]
+                words += [
+                    (pair[:, e] + (0 if sums is None else sums[at + e].view(F4)))
+                    .astype(F4)
+                    .view(U4)
+                    for e in range(2)
+                ]
             else:
                 pair = pair if sums is None else pair + sums[2 * j + i].view(F2).reshape(32, 2)
                 words.append(np.ascontiguousarray(pair.astype(F2)).view(U4)[:, 0])

@@ -11,11 +11,23 @@ import numpy as np
 
 from . import numerics
 
-WIDTHS = {"pred": 0} | {kind + str(bits): bits // 8 for kind in "bsuf" for bits in (8, 16, 32, 64)} | {"bf16": 2}
+WIDTHS = (
+    {"pred": 0}
+    | {kind + str(bits): bits // 8 for kind in "bsuf" for bits in (8, 16, 32, 64)}
+    | {"bf16": 2}
+)
 DTYPES = {"s": "I", "u": "U", "b": "U", "f": "F"}
 SHARED = 1024
 """Address of dynamic shared memory; below it lies nothing."""
-ENDS_BLOCK = ("bra", "ret", "mbarrier.try_wait", "bar.sync", "bar.vote", "barrier.cluster.wait", "ld.acquire")
+ENDS_BLOCK = (
+    "bra",
+    "ret",
+    "mbarrier.try_wait",
+    "bar.sync",
+    "bar.vote",
+    "barrier.cluster.wait",
+    "ld.acquire",
+)
 NO_EFFECT = (
     "setmaxnreg", "prefetch", "cp.async.bulk.prefetch", "wgmma.fence", "fence.mbarrier_init", "fence.proxy.async.global",
     "nanosleep",
@@ -57,10 +69,16 @@ class Program:
 
     def __init__(self, text: str):
         text = re.sub(r"//[^\n]*", "", text)
-        text = re.sub(r"barrier.cta.red.or.pred (\w+), (\w+), (\w+);", r"bar.vote \2, \3; voted.pred \1;", text)
+        text = re.sub(
+            r"barrier.cta.red.or.pred (\w+), (\w+), (\w+);",
+            r"bar.vote \2, \3; voted.pred \1;",
+            text,
+        )
         head = re.search(r"\.entry\s+\w+\((.*?)\)\s*[^{]*\{", text, re.DOTALL)
         assert head is not None
-        parameters = re.findall(r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(\w+)(?:\[(\d+)\])?", head.group(1))
+        parameters = re.findall(
+            r"\.param\s+(?:\.align\s+\d+\s+)?\.(\w+)\s+(\w+)(?:\[(\d+)\])?", head.group(1)
+        )
         self.parameters = [int(size or WIDTHS[kind]) for kind, _, size in parameters]
         self.parameter_numbers = {name: i for i, (_, name, _) in enumerate(parameters)}
         self.registers: dict[str, int] = {}
@@ -94,7 +112,11 @@ class Program:
             elif words[0] == ".reg":
                 for name in words[2].split(","):
                     stem, _, number = name.strip().rstrip(">").partition("<")
-                    for one in [f"{stem}{i}" for i in range(int(number))] if number else [self._declared(stem, scopes[-1])]:
+                    for one in (
+                        [f"{stem}{i}" for i in range(int(number))]
+                        if number
+                        else [self._declared(stem, scopes[-1])]
+                    ):
                         self.registers[one] = len(self.widths)
                         self.widths.append(WIDTHS[words[1][1:]])
             elif not statement.startswith(".pragma"):
@@ -103,7 +125,9 @@ class Program:
             guard, statement = statement.split(None, 1) if statement[0] == "@" else ("", statement)
             op, _, operands = statement.replace("\t", " ").partition(" ")
             replaced = re.sub(
-                r"(?<![\w%$.])[A-Za-z]\w*(?![\w.:])", lambda name, names=names: names.get(name[0], name[0]), f"{guard} {operands}"
+                r"(?<![\w%$.])[A-Za-z]\w*(?![\w.:])",
+                lambda name, names=names: names.get(name[0], name[0]),
+                f"{guard} {operands}",
             )
             guard, _, operands = replaced.partition(" ")
             self.instructions.append(Instruction(guard, op, split(operands)))
@@ -129,7 +153,11 @@ class Translator:
 
     def function(self, block: int) -> Any:
         program = self.program
-        end = program.starts[block + 1] if block + 1 < len(program.starts) else len(program.instructions)
+        end = (
+            program.starts[block + 1]
+            if block + 1 < len(program.starts)
+            else len(program.instructions)
+        )
         self.following = f"return {block + 1}"
         for self.at in range(program.starts[block], end):
             guard, op, operands = program.instructions[self.at]
@@ -137,7 +165,9 @@ class Translator:
             if guard:
                 condition = ("~" if guard[1] == "!" else "") + self.read(guard.lstrip("@!"), "pred")
                 if op.startswith("bra"):
-                    self.emit(f"return warp.branch({condition}, {program.blocks[operands[0]]}, {block + 1}, mask)")
+                    self.emit(
+                        f"return warp.branch({condition}, {program.blocks[operands[0]]}, {block + 1}, mask)"
+                    )
                     continue
                 self.mask = f"mask_{self.at}"
                 self.emit(f"{self.mask} = {condition}" + (" & mask" if self.masked else ""))
@@ -155,7 +185,9 @@ class Translator:
     def constant(self, number: int | np.ndarray, width: int) -> str:
         name = f"c{len(self.names)}"
         dtype = {0: bool, 2: np.uint16, 4: np.uint32, 8: np.uint64}[width]
-        self.names[name] = np.full(32, number if width == 0 else number & (1 << 8 * width) - 1, dtype)
+        self.names[name] = np.full(
+            32, number if width == 0 else number & (1 << 8 * width) - 1, dtype
+        )
         return name
 
     def read(self, text: str, kind: str) -> str:
@@ -169,7 +201,13 @@ class Translator:
             if self.program.widths[number] != width:
                 code += f".astype(U{width})"
         elif text.startswith(("%tid", "%ctaid")):
-            code = "warp.tid" if text == "%tid.x" else f"warp.ctaid['{text[-1]}']" if text[1] == "c" else self.constant(0, 4)
+            code = (
+                "warp.tid"
+                if text == "%tid.x"
+                else f"warp.ctaid['{text[-1]}']"
+                if text[1] == "c"
+                else self.constant(0, 4)
+            )
         elif text.startswith("__dynamic_shmem__0"):
             code = self.constant(SHARED + int(text.partition("+")[2] or 0), width)
         elif text in self.program.parameter_numbers:
@@ -188,13 +226,20 @@ class Translator:
         elif kind != "pred":
             code = f"({code}).view(U{WIDTHS[kind]})" if kind[0] in "sf" else code
             code = code if WIDTHS[kind] == width else f"({code}).astype(U{width})"
-        self.emit(f"r[{number}] = {code}" if self.mask == "None" else f"r[{number}] = np.where({self.mask}, {code}, r[{number}])")
+        self.emit(
+            f"r[{number}] = {code}"
+            if self.mask == "None"
+            else f"r[{number}] = np.where({self.mask}, {code}, r[{number}])"
+        )
 
     def address(self, text: str) -> str:
         base, offset = (x.strip() for x in text.strip("[]").partition("+")[::2])
         if base.startswith("__"):
             return self.constant(SHARED + int(offset or 0), 8) + ".view(I8)"
-        code = self.read(base, {4: "b32", 8: "b64"}[self.program.widths[self.program.registers[base]]]) + ".astype(I8)"
+        code = (
+            self.read(base, {4: "b32", 8: "b64"}[self.program.widths[self.program.registers[base]]])
+            + ".astype(I8)"
+        )
         return f"({code} + {offset})" if offset else code
 
     def vector(self, text: str, kind: str) -> str:
@@ -232,7 +277,11 @@ class Translator:
 
     def do_shl(self, op: str, parts: list[str], operands: list[str]) -> None:
         function = "shift_left" if parts[0] == "shl" else "shift_right"
-        self.assign(operands[0], f"{function}({self.read(operands[1], parts[1])}, {self.read(operands[2], 'u32')})", parts[1])
+        self.assign(
+            operands[0],
+            f"{function}({self.read(operands[1], parts[1])}, {self.read(operands[2], 'u32')})",
+            parts[1],
+        )
 
     do_shr = do_shl
 
@@ -254,7 +303,10 @@ class Translator:
         elif source[0] == "{":
             names = split(source.strip("{}"))
             bits = 8 * width // len(names)
-            terms = (f"{self.read(x, f'b{bits}')}.astype(U{width}) << U{width}({i * bits})" for i, x in enumerate(names))
+            terms = (
+                f"{self.read(x, f'b{bits}')}.astype(U{width}) << U{width}({i * bits})"
+                for i, x in enumerate(names)
+            )
             self.assign(to, " | ".join(terms), kind)
         else:
             self.assign(to, self.read(source, kind), kind)
@@ -265,7 +317,11 @@ class Translator:
     def do_selp(self, op: str, parts: list[str], operands: list[str]) -> None:
         kind = f"b{8 * WIDTHS[parts[1]]}"
         to, a, b, condition = operands
-        self.assign(to, f"np.where({self.read(condition, 'pred')}, {self.read(a, kind)}, {self.read(b, kind)})", kind)
+        self.assign(
+            to,
+            f"np.where({self.read(condition, 'pred')}, {self.read(a, kind)}, {self.read(b, kind)})",
+            kind,
+        )
 
     def do_setp(self, op: str, parts: list[str], operands: list[str]) -> None:
         how, kind = parts[1], parts[-1]
@@ -283,7 +339,10 @@ class Translator:
     def do_cvt(self, op: str, parts: list[str], operands: list[str]) -> None:
         to, source = parts[-2:]
         if to in ("f16x2", "bf16x2"):
-            bits, finite = ("fp16_bits" if to == "f16x2" else "bf16_bits"), ", True" if "satfinite" in parts else ""
+            bits, finite = (
+                ("fp16_bits" if to == "f16x2" else "bf16_bits"),
+                ", True" if "satfinite" in parts else "",
+            )
             high, low = (f"{bits}({self.read(x, 'f32')}{finite})" for x in operands[1:])
             return self.assign(operands[0], f"{low} | {high} << U4(16)", "b32")
         if source in ("s8", "u8"):  # of a wider register
@@ -291,7 +350,9 @@ class Translator:
         else:
             value = self.read(operands[1], source)
         if to in ("f16", "bf16") and source == "f32":
-            return self.assign(operands[0], f"{'fp16' if to == 'f16' else 'bf16'}_bits({value}).astype(U2)", "b16")
+            return self.assign(
+                operands[0], f"{'fp16' if to == 'f16' else 'bf16'}_bits({value}).astype(U2)", "b16"
+            )
         if source == "f32" and to[0] in "su":
             raise NotImplementedError(op)
         if to in ("s8", "u8"):  # 8 bits in a wider register keep their sign
@@ -315,7 +376,11 @@ class Translator:
             self.emit("warp.has_acquired = warp.yields = True")
         space = "shared" if "shared" in parts else "global"
         count = len(split(to.strip("{}")))
-        self.assign_all(to, f"warp.load_{space}({self.address(operands[1])}, U{width}, {count}, {self.mask}, {self.at})", kind)
+        self.assign_all(
+            to,
+            f"warp.load_{space}({self.address(operands[1])}, U{width}, {count}, {self.mask}, {self.at})",
+            kind,
+        )
 
     def do_st(self, op: str, parts: list[str], operands: list[str]) -> None:
         if parts[1] == "async":
@@ -323,12 +388,16 @@ class Translator:
             address = f"{self.address(place)}, {self.read(value, 'b32')}, {self.address(bar)}"
             return self.emit(f"warp.store_in_cluster({address}, {self.mask}, {self.at})")
         space, kind = "shared" if "shared" in parts else "global", f"b{8 * WIDTHS[parts[-1]]}"
-        self.emit(f"warp.store_{space}({self.address(operands[0])}, {self.vector(operands[1], kind)}, {self.mask}, {self.at})")
+        self.emit(
+            f"warp.store_{space}({self.address(operands[0])}, {self.vector(operands[1], kind)}, {self.mask}, {self.at})"
+        )
 
     def do_atom(self, op: str, parts: list[str], operands: list[str]) -> None:
         assert "add" in parts, op
         place, value = operands[-2:]
-        self.emit(f"got = warp.atomic_add({self.address(place)}, {self.read(value, 'u32')}, {self.mask}, {self.at})")
+        self.emit(
+            f"got = warp.atomic_add({self.address(place)}, {self.read(value, 'u32')}, {self.mask}, {self.at})"
+        )
         if parts[0] == "atom":
             self.assign(operands[0], "got", "u32")
 
@@ -337,7 +406,11 @@ class Translator:
     def do_ldmatrix(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.of_the_warp()
         count, transposed = int(parts[4][1:]), "trans" in parts
-        self.assign_all(operands[0], f"warp.load_matrices({self.address(operands[1])}, {count}, {transposed}, {self.at})", "b32")
+        self.assign_all(
+            operands[0],
+            f"warp.load_matrices({self.address(operands[1])}, {count}, {transposed}, {self.at})",
+            "b32",
+        )
 
     def do_stmatrix(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.of_the_warp()
@@ -352,7 +425,9 @@ class Translator:
         to, *values = operands
         word, by, clamp = (self.read(x, "b32") for x in values[:3])
         self.emit(f"got = shuffle({parts[2]!r}, {word}, {by}, {clamp})")
-        for name, code, kind in zip(to.split("|"), ("got[0]", "got[1]"), ("b32", "pred"), strict=False):
+        for name, code, kind in zip(
+            to.split("|"), ("got[0]", "got[1]"), ("b32", "pred"), strict=False
+        ):
             self.assign(name, code, kind)
 
     def do_elect(self, op: str, parts: list[str], operands: list[str]) -> None:
@@ -364,13 +439,21 @@ class Translator:
     def do_redux(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.of_the_warp()
         reduced = {"max": "np.max({})", "add": "np.add.reduce({0}, dtype=({0}).dtype)"}[parts[2]]
-        self.assign(operands[0], f"np.full(32, {reduced.format(self.read(operands[1], parts[3]))})", parts[3])
+        self.assign(
+            operands[0],
+            f"np.full(32, {reduced.format(self.read(operands[1], parts[3]))})",
+            parts[3],
+        )
 
     def do_vote(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.of_the_warp()
         votes = self.read(operands[1], "pred")
         if parts[2] == "ballot":
-            return self.assign(operands[0], f"np.full(32, np.packbits({votes}, bitorder='little').view(U4)[0])", "b32")
+            return self.assign(
+                operands[0],
+                f"np.full(32, np.packbits({votes}, bitorder='little').view(U4)[0])",
+                "b32",
+            )
         self.assign(operands[0], f"np.full(32, {votes}.{parts[2]}())", "pred")
 
     def do_bar(self, op: str, parts: list[str], operands: list[str]) -> None:
@@ -381,21 +464,29 @@ class Translator:
             self.emit(f"warp.vote({self.read(operands[1], 'pred')})")
             operands = operands[:1]
         count = self.read(operands[1], "b32") if len(operands) > 1 else "None"
-        self.emit(f"warp.barrier({self.read(operands[0], 'b32')}, {count}, {parts[1] != 'arrive'}, {self.at})")
+        self.emit(
+            f"warp.barrier({self.read(operands[0], 'b32')}, {count}, {parts[1] != 'arrive'}, {self.at})"
+        )
 
     def do_voted(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.assign(operands[0], "warp.voted()", "pred")
 
     def do_mbarrier(self, op: str, parts: list[str], operands: list[str]) -> None:
         if parts[1] == "init":
-            return self.emit(f"warp.mbarrier_init({self.address(operands[0])}, {self.read(operands[1], 'b32')}, {self.mask})")
+            return self.emit(
+                f"warp.mbarrier_init({self.address(operands[0])}, {self.read(operands[1], 'b32')}, {self.mask})"
+            )
         place = self.address(operands[1])
         if parts[1] == "arrive":
             number = self.read(operands[2], "b32")
             counts = f"None, {number}" if "expect_tx" in parts else f"{number}, None"
             return self.emit(f"warp.mbarrier_arrive({place}, {counts}, {self.mask}, {self.at})")
         parity, waits = self.read(operands[2], "b32"), parts[1] == "try_wait"
-        self.assign(operands[0], f"warp.mbarrier_test({place}, {parity}, {waits}, {self.mask}, {self.at})", "pred")
+        self.assign(
+            operands[0],
+            f"warp.mbarrier_test({place}, {parity}, {waits}, {self.mask}, {self.at})",
+            "pred",
+        )
 
     def do_barrier(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.of_the_warp()
@@ -403,7 +494,9 @@ class Translator:
 
     def do_mapa(self, op: str, parts: list[str], operands: list[str]) -> None:
         to, place, rank = operands
-        self.assign(to, f"warp.in_cluster({self.read(place, 'b32')}, {self.read(rank, 'b32')})", "b32")
+        self.assign(
+            to, f"warp.in_cluster({self.read(place, 'b32')}, {self.read(rank, 'b32')})", "b32"
+        )
 
     def do_fence(self, op: str, parts: list[str], operands: list[str]) -> None:
         assert op == "fence.proxy.async.shared::cta", op
@@ -433,7 +526,9 @@ class Translator:
         if "bulk" not in parts:
             assert operands[2] == "16", op
             size = self.read(operands[3], "b32") if len(operands) > 3 else "None"
-            return self.emit(f"warp.copy({self.address(operands[0])}, {self.address(operands[1])}, {size}, {tail})")
+            return self.emit(
+                f"warp.copy({self.address(operands[0])}, {self.address(operands[1])}, {size}, {tail})"
+            )
         loads = "bytes" in op
         if "tensor" in parts:
             map_, _, box = operands[loads].strip("[]").partition(",")
@@ -452,13 +547,17 @@ class Translator:
         shape, dtype = parts[3], parts[7]
         left, right, sums = (self.vector(x, "b32") for x in operands[1:])
         pairs = {"f16": ", fp16_pair", "bf16": ", bf16_pair", "tf32": ""}[dtype]
-        function = {"m16n8k16": "mma_16x8x16", "m16n8k8": "mma_16x8x8"}[shape] + ("_tf32" if dtype == "tf32" else "")
+        function = {"m16n8k16": "mma_16x8x16", "m16n8k8": "mma_16x8x8"}[shape] + (
+            "_tf32" if dtype == "tf32" else ""
+        )
         self.assign_all(operands[0], f"{function}({left}, {right}, {sums}{pairs})", "b32")
 
     def do_wgmma(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.of_the_warp()
         if parts[1] != "mma_async":
-            return self.emit(f"warp.products.{'commit()' if parts[1] == 'commit_group' else f'wait({operands[0]})'}")
+            return self.emit(
+                f"warp.products.{'commit()' if parts[1] == 'commit_group' else f'wait({operands[0]})'}"
+            )
         assert (parts[-2:], operands[4:6]) == (["f16", "f16"], ["1", "1"]), op
         to, left, right, adds, _, _, *transposed = operands
         in_registers = left[0] == "{"
@@ -466,5 +565,9 @@ class Translator:
         transposed = ["0", *transposed] if in_registers else transposed
         numbers = [self.program.registers[x] for x in split(to.strip("{}"))]
         columns = int(re.findall(r"n(\d+)k", parts[4])[0])
-        flags = f"{self.read(adds, 'pred')}, {columns}, {', '.join(transposed)}, {parts[5] == 'f32'}"
-        self.emit(f"warp.product(r, {numbers}, {left}, {self.read(right, 'b64')}, {flags}, {self.at})")
+        flags = (
+            f"{self.read(adds, 'pred')}, {columns}, {', '.join(transposed)}, {parts[5] == 'f32'}"
+        )
+        self.emit(
+            f"warp.product(r, {numbers}, {left}, {self.read(right, 'b64')}, {flags}, {self.at})"
+        )

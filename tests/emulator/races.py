@@ -18,7 +18,9 @@ class Clocks:
     def __init__(self, warps: int, halves: int):
         self.clocks = np.eye(warps, dtype=np.int32)
         self.loads, self.stores = (np.zeros((halves, warps), np.int32) for _ in range(2))
-        self.load_instructions, self.store_instructions = (np.zeros((halves, warps), np.int32) for _ in range(2))
+        self.load_instructions, self.store_instructions = (
+            np.zeros((halves, warps), np.int32) for _ in range(2)
+        )
 
     def release(self, warp: int) -> Clock:
         """What a warp leaves at a barrier."""
@@ -35,14 +37,24 @@ class Clocks:
         """A warp loads; returns the instruction of a store that might as well come later."""
         stores = self.stores[halves]
         known = ((stores > 0) & (stores <= self.clocks[warp])).any(1)
-        race = None if known.all() else self._first((stores > 0) & ~known[:, None], self.store_instructions, halves)
-        self.loads[halves, warp], self.load_instructions[halves, warp] = self.clocks[warp, warp], instruction
+        race = (
+            None
+            if known.all()
+            else self._first((stores > 0) & ~known[:, None], self.store_instructions, halves)
+        )
+        self.loads[halves, warp], self.load_instructions[halves, warp] = (
+            self.clocks[warp, warp],
+            instruction,
+        )
         return race
 
     def store(self, warp: int, halves: np.ndarray, instruction: int) -> int | None:
         """A warp stores numbers that are not there yet; returns the instruction of another's load or store that might come later."""
         races = []
-        for times, instructions in ((self.loads, self.load_instructions), (self.stores, self.store_instructions)):
+        for times, instructions in (
+            (self.loads, self.load_instructions),
+            (self.stores, self.store_instructions),
+        ):
             late = times[halves] > self.clocks[warp]
             late[:, warp] = False
             races.append(self._first(late, instructions, halves))
@@ -52,7 +64,10 @@ class Clocks:
 
     def store_again(self, warp: int, halves: np.ndarray, instruction: int) -> None:
         """A warp stores what is there."""
-        self.stores[halves, warp], self.store_instructions[halves, warp] = self.clocks[warp, warp], instruction
+        self.stores[halves, warp], self.store_instructions[halves, warp] = (
+            self.clocks[warp, warp],
+            instruction,
+        )
 
     def _first(self, found: np.ndarray, instructions: np.ndarray, halves: np.ndarray) -> int | None:
         return int(instructions[halves][found][0]) if found.any() else None

@@ -15,7 +15,14 @@ from gated_delta.memory import extent
 from gated_delta.ops import OPERATIONS
 from gated_delta.ops import prefill as on_host
 from gated_delta.testing import cases, run_case
-from gpu import apart, force_segments, left_in_workspace, transition_norms, windows_of_segments, with_channels_of_any_size
+from gpu import (
+    apart,
+    force_segments,
+    left_in_workspace,
+    transition_norms,
+    windows_of_segments,
+    with_channels_of_any_size,
+)
 from test_compile import needs_compiler
 
 from . import Fault, device, emulated
@@ -44,9 +51,20 @@ def cut(request, monkeypatch):
 
 def sample(op, count, **wanted):
     """Cases that the kernels run, with few heads."""
-    possible = [case for case in cases(op) if not case.reference_only and not OPERATIONS[op].missing(case.problem)]
-    possible = [case for case in possible if all(getattr(case, name) in values for name, values in wanted.items())]
-    return [replace(case, heads=FEW_HEADS[case.axis]) for case in random.Random(0).sample(possible, count)]
+    possible = [
+        case
+        for case in cases(op)
+        if not case.reference_only and not OPERATIONS[op].missing(case.problem)
+    ]
+    possible = [
+        case
+        for case in possible
+        if all(getattr(case, name) in values for name, values in wanted.items())
+    ]
+    return [
+        replace(case, heads=FEW_HEADS[case.axis])
+        for case in random.Random(0).sample(possible, count)
+    ]
 
 
 def judged(case, kernels):
@@ -56,7 +74,9 @@ def judged(case, kernels):
     assert result.passed, result.failures
 
 
-@pytest.mark.parametrize("case", [case for op in ("decode", "verify", "flush") for case in sample(op, 6)], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for op in ("decode", "verify", "flush") for case in sample(op, 6)], ids=str
+)
 def test_the_case_list_passes(case, kernels):
     judged(case, kernels)
 
@@ -95,19 +115,45 @@ def test_a_norm_of_outputs_beyond_fp16_is_finite(op, kernels):
     q = torch.zeros(2, 1, 1, 128, dtype=torch.float16)
     q[..., 0] = 1
     v = torch.tensor([60000.0, 3.0]).half().view(2, 1, 1, 1).expand(2, 1, 2, 128).contiguous()
-    call = dict(q=q, k=q.clone(), v=v, g=torch.zeros(2, 1, 2), beta=torch.ones(2, 1, 2), scale=8.0, qk_l2norm=False)
-    call |= dict(state=torch.zeros(2, 2, 128, 128), norm=gd.GatedNorm(torch.ones(128)), z=torch.ones_like(v))
+    call = dict(
+        q=q,
+        k=q.clone(),
+        v=v,
+        g=torch.zeros(2, 1, 2),
+        beta=torch.ones(2, 1, 2),
+        scale=8.0,
+        qk_l2norm=False,
+    )
+    call |= dict(
+        state=torch.zeros(2, 2, 128, 128), norm=gd.GatedNorm(torch.ones(128)), z=torch.ones_like(v)
+    )
     call |= dict(buffer=gd.KVBuffer.empty(2, 1, 1, 2, 128, 128)) if op == "verify" else {}
     with emulated(kernels):
         o = getattr(gd, op)(**call, backend="cute")
-    torch.testing.assert_close(o.float(), torch.nn.functional.silu(torch.ones_like(o).float()), rtol=1e-3, atol=0)
+    torch.testing.assert_close(
+        o.float(), torch.nn.functional.silu(torch.ones_like(o).float()), rtol=1e-3, atol=0
+    )
 
 
 COMMON = dict(D=(128,), dtype=(torch.bfloat16,), deterministic=(False,))
-PREFILLS = [(cut, case) for cut in CUTS for axis in FEW_HEADS for case in sample("prefill", 1, axis=(axis,), **COMMON)]
-PREFILLS += [("raw", case) for case in sample("prefill", 3, axis=("channel",), g_dtype=(torch.bfloat16, torch.float16), **COMMON)]
+PREFILLS = [
+    (cut, case)
+    for cut in CUTS
+    for axis in FEW_HEADS
+    for case in sample("prefill", 1, axis=(axis,), **COMMON)
+]
+PREFILLS += [
+    ("raw", case)
+    for case in sample(
+        "prefill", 3, axis=("channel",), g_dtype=(torch.bfloat16, torch.float16), **COMMON
+    )
+]
 PREFILLS += [(cut, case) for cut in (1, "persistent", 3) for case in sample("prefill", 1, D=(64,))]
-PREFILLS += [(cut, case) for cut in (1, "overlapped") for case in sample("prefill", 1, D=(128,), deterministic=(True,))]
+PREFILLS += [
+    (cut, case)
+    for cut in (1, "overlapped")
+    for case in sample("prefill", 1, D=(128,), deterministic=(True,))
+]
 
 
 @pytest.mark.parametrize(("cut", "case"), PREFILLS, ids=str, indirect=["cut"])
@@ -117,7 +163,10 @@ def test_prefill_passes_in_every_cut(cut, case, kernels):
 
 HARD = dict(keys=("collinear",), family=("none",), **COMMON)
 COLLINEAR = [("fused", case) for case in sample("prefill", 2, axis=("head",), **HARD)]
-COLLINEAR += [("raw", case) for case in sample("prefill", 2, axis=("channel",), g_dtype=(torch.bfloat16,), **HARD)]
+COLLINEAR += [
+    ("raw", case)
+    for case in sample("prefill", 2, axis=("channel",), g_dtype=(torch.bfloat16,), **HARD)
+]
 
 
 @pytest.mark.parametrize(("cut", "case"), COLLINEAR, ids=str, indirect=["cut"])
@@ -134,8 +183,14 @@ def call(axis, T, lengths=None, heads=None):
     g = made(HV) if axis == "channel" else made(HV)[..., 0]
     beta, A_log = torch.rand(1, T, HV, generator=generator), torch.zeros(HV)
     bias = torch.full((HV, 128) if axis == "channel" else (HV,), -4.0)
-    found = dict(q=q, k=k, v=v, g=g, beta=beta, gate=gd.Gate.softplus(A_log, bias), output_final_state=True)
-    return found if lengths is None else found | dict(cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)]))
+    found = dict(
+        q=q, k=k, v=v, g=g, beta=beta, gate=gd.Gate.softplus(A_log, bias), output_final_state=True
+    )
+    return (
+        found
+        if lengths is None
+        else found | dict(cu_seqlens=torch.tensor([0, *itertools.accumulate(lengths)]))
+    )
 
 
 def compared(one, kernels):
@@ -162,7 +217,9 @@ def test_values_of_any_size(cut, power, zeros, kernels):
         assert apart(x.double() / size, y) <= 3e-3
 
 
-@pytest.mark.parametrize("cut", [1, "persistent", "raw", "beside", "overlapped", "joined"], indirect=True)
+@pytest.mark.parametrize(
+    "cut", [1, "persistent", "raw", "beside", "overlapped", "joined"], indirect=True
+)
 def test_rows_without_tokens_are_zeros_or_not_read(cut, kernels):
     """Chunks with tokens in one to four of their sub-chunks. What KDA leaves unwritten of the workspace is poison."""
     one = call("channel", 330, (1, 80, 81, 60, 108))
@@ -197,7 +254,9 @@ def test_packed_sequences_of_whole_chunks_fill_the_workspace(axis, cut, lengths,
 
 @pytest.mark.parametrize("cut", [1, "joined"], indirect=True)
 @pytest.mark.parametrize(("HV", "fewest"), [(4, 1), (6, 3)])
-def test_bits_do_not_depend_on_which_block_prepares_a_value_head(cut, HV, fewest, kernels, monkeypatch):
+def test_bits_do_not_depend_on_which_block_prepares_a_value_head(
+    cut, HV, fewest, kernels, monkeypatch
+):
     one, made = call("head", 100, heads=(1, HV)), []
     for most in (0, HV // 2, on_host.MAX_PREPARE_BLOCKS):
         monkeypatch.setattr(on_host, "MAX_PREPARE_BLOCKS", most)
@@ -240,7 +299,9 @@ def test_diagonal_blocks_of_any_decays(cut, logs, every, kernels):
 def test_a_gate_with_any_bound(cut, bound, kernels):
     """Sums of clamped decays are the same in prepare and where a scan makes them again."""
     one = call("channel", 100)
-    one |= dict(g=60 * one["g"], gate=gd.Gate.lower_bound(torch.zeros(1), torch.full((1, 128), -4.0), bound))
+    one |= dict(
+        g=60 * one["g"], gate=gd.Gate.lower_bound(torch.zeros(1), torch.full((1, 128), -4.0), bound)
+    )
     compared(one, kernels)
 
 
@@ -256,7 +317,10 @@ def test_repeated_tokens_do_not_add_up_their_rounding(cut, kernels):
     """One key over and over and one beta a head, for equal and other values: 0.021 if Tinv is rounded when it is done."""
     axis = "channel" if cut == "raw" else "head"
     one, T = call(axis, 64, heads=(4, 4)), 64
-    one["k"], one["v"][:, :, :2] = one["k"][:, :1].expand_as(one["k"]).contiguous(), one["v"][:, :1, :2].clone()
+    one["k"], one["v"][:, :, :2] = (
+        one["k"][:, :1].expand_as(one["k"]).contiguous(),
+        one["v"][:, :1, :2].clone(),
+    )
     one |= dict(g=torch.zeros_like(one["g"]), gate=gd.Gate.log())
     one["beta"] = torch.tensor([0.7, 0.98, 0.7, 0.98]).expand(1, T, 4).contiguous()
     want = gd.prefill(**one, backend="reference")
@@ -313,8 +377,12 @@ def decaying(axis, T, logs, lengths=None):
 
 @pytest.mark.parametrize("cut", ["joined", 4], indirect=True)
 @pytest.mark.parametrize("axis", FEW_HEADS)
-@pytest.mark.parametrize(("logs", "windows"), [((-1.4, -0.7), (1, 2)), ((-1e-3, -0.7), (0, 2))], ids=str)
-def test_segments_begin_from_zeros_where_a_head_forgets(cut, axis, logs, windows, kernels, monkeypatch):
+@pytest.mark.parametrize(
+    ("logs", "windows"), [((-1.4, -0.7), (1, 2)), ((-1e-3, -0.7), (0, 2))], ids=str
+)
+def test_segments_begin_from_zeros_where_a_head_forgets(
+    cut, axis, logs, windows, kernels, monkeypatch
+):
     """What a NaN in the initial state reaches, and numbers where it does not. KDA's bounds of M are larger: by a chunk at most."""
     T, chunks = 9 * 64 + 10, 3
     one, start = decaying(axis, T, logs), torch.randn(1, 2, 128, 128)
@@ -329,7 +397,9 @@ def test_segments_begin_from_zeros_where_a_head_forgets(cut, axis, logs, windows
     with emulated(kernels):
         found = windows_of_segments(run, 4, monkeypatch)[0]
     for head, window in enumerate(windows):
-        assert all(window <= x <= window + (axis == "channel" and window > 0) for x in found[head]), found
+        assert all(
+            window <= x <= window + (axis == "channel" and window > 0) for x in found[head]
+        ), found
         reached = made[0][0, :, head].isnan().any(1)
         assert reached.nonzero().max() < (chunks * 64 if window else T)
         assert window or reached[-1]
@@ -360,7 +430,11 @@ def test_states_are_passed_on_around_a_segment_that_forgets(axis, forgetful, cut
 @pytest.mark.parametrize("cut", ["joined", 4], indirect=True)
 def test_windows_are_longer_than_short_segments(cut, kernels, monkeypatch):
     """The second segment has one chunk in front of it, of which a head forgets nothing."""
-    one, start, made = decaying("head", 4 * 64, (-1.4, -0.7)), torch.full((1, 2, 128, 128), torch.nan), []
+    one, start, made = (
+        decaying("head", 4 * 64, (-1.4, -0.7)),
+        torch.full((1, 2, 128, 128), torch.nan),
+        [],
+    )
 
     def run():
         made[:] = gd.prefill(**one, initial_state=start, backend="cute")
@@ -391,7 +465,14 @@ def test_segments_of_packed_sequences_in_a_pool(cut, axis, kernels):
 
     def run(backend):
         state, kept = before.clone(), torch.zeros(5, 3, 2, 128, 128)
-        o, _ = gd.prefill(**one, state=state, state_indices=slots, checkpoint_lens=lens, checkpoints=kept, backend=backend)
+        o, _ = gd.prefill(
+            **one,
+            state=state,
+            state_indices=slots,
+            checkpoint_lens=lens,
+            checkpoints=kept,
+            backend=backend,
+        )
         return o, state, kept
 
     for seed, delay in enumerate(DELAYS if cut == "joined" else DELAYS[-1:]):
@@ -409,7 +490,10 @@ def test_segments_of_packed_sequences_in_a_pool(cut, axis, kernels):
 def transition(one, head, chunk):
     """A chunk's M, by definition, in float64: what it makes of an identity."""
     M, tokens = torch.eye(128, dtype=torch.float64), slice(chunk * 64, chunk * 64 + 64)
-    k, log, beta = (one[name][0, tokens, min(head, one[name].shape[2] - 1)].double() for name in ("k", "g", "beta"))
+    k, log, beta = (
+        one[name][0, tokens, min(head, one[name].shape[2] - 1)].double()
+        for name in ("k", "g", "beta")
+    )
     if one.get("qk_l2norm", True):
         k = k / (k.square().sum(1, keepdim=True) + 1e-6).sqrt()
     for t in range(64):
@@ -420,25 +504,42 @@ def transition(one, head, chunk):
 
 def stored_transition(regions, heads, head, chunk):
     """KDA: a chunk's M as the scan computes it, from the tiles in the workspace."""
-    from gated_delta.kernels.device.chunks import KDA_SCALE_S_K, KDA_SCALE_STATE, tile_offset, triangle_offset
+    from gated_delta.kernels.device.chunks import (
+        KDA_SCALE_S_K,
+        KDA_SCALE_STATE,
+        tile_offset,
+        triangle_offset,
+    )
 
     def numbers(region, start, offset_of, columns):
         made = torch.zeros(64, columns, dtype=torch.float64)
         for row, vector in itertools.product(range(64), range(columns // 8)):
             if offset_of is tile_offset or vector // 2 <= row // 16:
                 at = start + offset_of(row, vector)
-                made[row, 8 * vector : 8 * vector + 8] = regions[region][at : at + 16].view(torch.float16).double()
+                made[row, 8 * vector : 8 * vector + 8] = (
+                    regions[region][at : at + 16].view(torch.float16).double()
+                )
         return made
 
     number = chunk * heads + head
-    k_decayed, k_restored = (numbers(name, number * TILE_BYTES, tile_offset, 128) for name in ("k_tiles", "k_restored"))
+    k_decayed, k_restored = (
+        numbers(name, number * TILE_BYTES, tile_offset, 128) for name in ("k_tiles", "k_restored")
+    )
     tinv = numbers("tinv_aqk", number * 2 * TRIANGLE_BYTES, triangle_offset, 64)
     scales = regions["scales"][number * SCALE_BYTES :][:SCALE_BYTES].view(torch.float32).double()
     norms, decays = scales[KDA_SCALE_S_K // 4 :][:64], scales[KDA_SCALE_STATE // 4 :][:128]
     return torch.diag(decays) - (k_decayed * norms[:, None]).T @ tinv.T @ k_restored
 
 
-KINDS = ("random", "fast", "uneven", "collinear", "collinear and reflecting", "long keys", "what moves to another channel")
+KINDS = (
+    "random",
+    "fast",
+    "uneven",
+    "collinear",
+    "collinear and reflecting",
+    "long keys",
+    "what moves to another channel",
+)
 
 
 @pytest.mark.parametrize("cut", ["joined"], indirect=True)
@@ -458,7 +559,10 @@ def test_no_transition_is_larger_than_its_bound(cut, axis, kind, kernels, monkey
         one["g"] = one["g"] * 1e-2
         one["beta"] = torch.full_like(one["beta"], 2 if "reflecting" in kind else 1)
     elif kind == "long keys":
-        one |= dict(k=torch.nn.functional.normalize(one["k"].float(), dim=-1).mul(2).bfloat16(), qk_l2norm=False)
+        one |= dict(
+            k=torch.nn.functional.normalize(one["k"].float(), dim=-1).mul(2).bfloat16(),
+            qk_l2norm=False,
+        )
         one |= dict(beta=torch.full_like(one["beta"], 1.5))
     elif kind == "what moves to another channel":
         one["g"], one["beta"] = torch.zeros_like(one["g"]), torch.zeros_like(one["beta"])
@@ -471,7 +575,10 @@ def test_no_transition_is_larger_than_its_bound(cut, axis, kind, kernels, monkey
         o, regions = left_in_workspace(lambda: gd.prefill(**one, backend="cute")[0], monkeypatch)
     bounds = transition_norms(o, regions)[0].double()
     for head, chunk in itertools.product(range(2), range(2)):
-        exact, bound = torch.linalg.matrix_norm(transition(one, head, chunk), 2), bounds[head, chunk]
+        exact, bound = (
+            torch.linalg.matrix_norm(transition(one, head, chunk), 2),
+            bounds[head, chunk],
+        )
         assert bound * (1 + 2.0**-20) >= exact - (2.0**-20 if axis == "channel" else 2.0**-126)
         if axis == "channel":
             assert bound >= torch.linalg.matrix_norm(stored_transition(regions, 2, head, chunk), 2)
@@ -486,11 +593,15 @@ def test_no_transition_is_larger_than_its_bound(cut, axis, kind, kernels, monkey
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["k", "beta"])
 @pytest.mark.parametrize("token", [0, 63])
-def test_a_chunk_with_numbers_that_are_none_forgets_nothing(cut, axis, value, name, token, kernels, monkeypatch):
+def test_a_chunk_with_numbers_that_are_none_forgets_nothing(
+    cut, axis, value, name, token, kernels, monkeypatch
+):
     one = decaying(axis, 64, (-20.0, -20.0))
     one[name][0, token, 0, ...] = value
     with emulated(kernels):
-        bounds = transition_norms(*left_in_workspace(lambda: gd.prefill(**one, backend="cute")[0], monkeypatch))
+        bounds = transition_norms(
+            *left_in_workspace(lambda: gd.prefill(**one, backend="cute")[0], monkeypatch)
+        )
     assert not (bounds[0, 0] <= 2.0**-120).any()
     assert (bounds[0, 1] <= 2.0**-120).all() or (name == "k" and axis == "head")
 
@@ -514,7 +625,11 @@ IGNORED = lambda *args, **options: None
     indirect=["cut"],
 )
 def test_a_kernel_without_it_is_a_fault(cut, name, message, tmp_path):
-    with mock.patch(f"cutlass.cute.arch.{name}", IGNORED), emulated(tmp_path), pytest.raises(Fault, match=message):
+    with (
+        mock.patch(f"cutlass.cute.arch.{name}", IGNORED),
+        emulated(tmp_path),
+        pytest.raises(Fault, match=message),
+    ):
         gd.prefill(**call("channel" if cut == "raw" else "head", 140), backend="cute")
 
 
@@ -523,7 +638,11 @@ def test_a_scan_that_does_not_wait_for_prepare_is_a_fault(cut, axis, tmp_path):
     from gated_delta.kernels.prefill_scan import PrefillScan
 
     message = "what the kernel in front leaves, in front of griddepcontrol.wait"
-    with mock.patch.object(PrefillScan, "wait_for_prepare", IGNORED), emulated(tmp_path), pytest.raises(Fault, match=message):
+    with (
+        mock.patch.object(PrefillScan, "wait_for_prepare", IGNORED),
+        emulated(tmp_path),
+        pytest.raises(Fault, match=message),
+    ):
         gd.prefill(**call(axis, 140), backend="cute")
 
 
@@ -532,7 +651,11 @@ def test_a_scan_that_does_not_wait_for_a_chunk_is_a_fault(cut, tmp_path):
     from gated_delta.kernels.prefill_scan_raw import PrefillScanRaw
 
     message = "what the kernel in front leaves, in front of griddepcontrol.wait"
-    with mock.patch.object(PrefillScanRaw, "wait_until_prepared", IGNORED), emulated(tmp_path), pytest.raises(Fault, match=message):
+    with (
+        mock.patch.object(PrefillScanRaw, "wait_until_prepared", IGNORED),
+        emulated(tmp_path),
+        pytest.raises(Fault, match=message),
+    ):
         gd.prefill(**call("channel", 140), backend="cute")
 
 
@@ -541,7 +664,11 @@ def test_who_decays_tokens_waits_for_the_chunk_before_in_their_stage(cut, tmp_pa
     """Else it takes an earlier phase of the copies' barrier for its own."""
     from gated_delta.kernels.prefill_scan_raw import PrefillScanRaw
 
-    with mock.patch.object(PrefillScanRaw, "wait_until_empty", IGNORED), emulated(tmp_path), pytest.raises(Fault):
+    with (
+        mock.patch.object(PrefillScanRaw, "wait_until_empty", IGNORED),
+        emulated(tmp_path),
+        pytest.raises(Fault),
+    ):
         gd.prefill(**call("channel", 500), backend="cute")
 
 
@@ -560,8 +687,12 @@ def mapped(part):
 
 @pytest.mark.parametrize("cleared", [True, False])
 @pytest.mark.parametrize("names", ["qk", "g"])
-@pytest.mark.parametrize(("cut", "part"), [("fused", "fused"), ("raw", "prepare"), ("raw", "scan")], indirect=["cut"])
-def test_a_kernel_that_reads_on_into_the_next_sequence_is_wrong(cut, part, names, cleared, tmp_path):
+@pytest.mark.parametrize(
+    ("cut", "part"), [("fused", "fused"), ("raw", "prepare"), ("raw", "scan")], indirect=["cut"]
+)
+def test_a_kernel_that_reads_on_into_the_next_sequence_is_wrong(
+    cut, part, names, cleared, tmp_path
+):
     kernel, name, axis = mapped(part)
     one = call(axis, 140, (70, 70))
     for tensor in names:

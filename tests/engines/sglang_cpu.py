@@ -46,7 +46,11 @@ class Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
     def exec_module(self, module):
         module.__version__ = "0.4.10"
         if module.__name__ == "sgl_kernel.mamba":
-            for function in (causal_conv1d_fn_cpu, causal_conv1d_update_cpu, chunk_gated_delta_rule_cpu):
+            for function in (
+                causal_conv1d_fn_cpu,
+                causal_conv1d_update_cpu,
+                chunk_gated_delta_rule_cpu,
+            ):
                 setattr(module, function.__name__, function)
 
 
@@ -55,18 +59,31 @@ class Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 def convolved(sequence, weight, bias, activation):
     """sequence [dim, W-1+T], the state in front. Returns [dim, T]."""
-    y = F.conv1d(sequence.float()[None], weight.float().unsqueeze(1), None if bias is None else bias.float(), groups=len(sequence))[
-        0
-    ]
+    y = F.conv1d(
+        sequence.float()[None],
+        weight.float().unsqueeze(1),
+        None if bias is None else bias.float(),
+        groups=len(sequence),
+    )[0]
     return F.silu(y) if activation in ("silu", "swish") else y
 
 
 def causal_conv1d_fn_cpu(
-    x, weight, bias=None, conv_states=None, query_start_loc=None, cache_indices=None, has_initial_state=None, activation="silu", **_
+    x,
+    weight,
+    bias=None,
+    conv_states=None,
+    query_start_loc=None,
+    cache_indices=None,
+    has_initial_state=None,
+    activation="silu",
+    **_,
 ):
     """x [dim, total], conv_states [slots, dim, W-1], updated."""
     out, bounds, keep = torch.zeros_like(x), query_start_loc.tolist(), weight.shape[-1] - 1
-    for slot, has, start, end in zip(cache_indices.tolist(), has_initial_state.tolist(), bounds, bounds[1:]):
+    for slot, has, start, end in zip(
+        cache_indices.tolist(), has_initial_state.tolist(), bounds, bounds[1:]
+    ):
         if start == end or slot < 0:
             continue
         state = conv_states[slot]
@@ -135,17 +152,27 @@ def delta_rule(q, k, v, g, beta, pool, slots, cu_seqlens, work=torch.float32):
     return out, all_states
 
 
-def chunk_gated_delta_rule_cpu(q, k, v, g, beta, initial_state, cu_seqlens, initial_state_indices, **_):
+def chunk_gated_delta_rule_cpu(
+    q, k, v, g, beta, initial_state, cu_seqlens, initial_state_indices, **_
+):
     """With the state in front of each chunk of 64 tokens."""
-    o, states = delta_rule(q[0], k[0], v[0], g[0], beta[0], initial_state, initial_state_indices, cu_seqlens)
-    return o.to(v.dtype)[None], None, torch.stack([state for one in states for state in one[:-1:64]])[None]
+    o, states = delta_rule(
+        q[0], k[0], v[0], g[0], beta[0], initial_state, initial_state_indices, cu_seqlens
+    )
+    return (
+        o.to(v.dtype)[None],
+        None,
+        torch.stack([state for one in states for state in one[:-1:64]])[None],
+    )
 
 
 def fused_sigmoid_gating_delta_rule_update_cpu(
     A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices, cu_seqlens, **_
 ):
     g, beta = fused_gdn_gating_cpu(A_log, a, b, dt_bias)
-    o, _ = delta_rule(q[0], k[0], v[0], g[0], beta[0], initial_state_source, initial_state_indices, cu_seqlens)
+    o, _ = delta_rule(
+        q[0], k[0], v[0], g[0], beta[0], initial_state_source, initial_state_indices, cu_seqlens
+    )
     return o.to(v.dtype)[None]
 
 
@@ -158,24 +185,35 @@ def normalised(x, weight, eps):
 
 
 def fused_gdn_gating_cpu(A_log, a, b, dt_bias):
-    return (-A_log.float().exp() * F.softplus(a.float() + dt_bias.float()))[None], b.float().sigmoid()[None]
+    return (-A_log.float().exp() * F.softplus(a.float() + dt_bias.float()))[
+        None
+    ], b.float().sigmoid()[None]
 
 
 def fused_qkvzba_split_reshape_cat_contiguous_cpu(qkvz, ba, q_heads, v_heads, K, V):
     n, width = len(qkvz), 2 * q_heads * K + v_heads * V
     b, a = ba.split(v_heads, 1)
-    return qkvz[:, :width].contiguous(), qkvz[:, width:].reshape(n, v_heads, V), b.contiguous(), a.contiguous()
+    return (
+        qkvz[:, :width].contiguous(),
+        qkvz[:, width:].reshape(n, v_heads, V),
+        b.contiguous(),
+        a.contiguous(),
+    )
 
 
 def fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, dim):
     return tuple(
-        normalised(x.reshape(-1, dim), 1 + weight.float(), eps).to(x.dtype) for x, weight in ((q, q_weight), (k, k_weight))
+        normalised(x.reshape(-1, dim), 1 + weight.float(), eps).to(x.dtype)
+        for x, weight in ((q, q_weight), (k, k_weight))
     )
 
 
 def fused_qk_gemma_rmsnorm_with_gate_cpu(q_gate, k, q_weight, k_weight, eps, dim, heads):
     q, gate = q_gate.view(len(q_gate), heads, 2 * dim).chunk(2, -1)
-    return (*fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, dim), gate.reshape(len(q_gate), -1))
+    return (
+        *fused_qk_gemma_rmsnorm_cpu(q, k, q_weight, k_weight, eps, dim),
+        gate.reshape(len(q_gate), -1),
+    )
 
 
 def fused_sigmoid_mul_cpu(x, gate):
@@ -224,14 +262,18 @@ def stub():
     torch.ops.sgl_kernel = Ops()
     from sglang.srt.utils import patch_torch
 
-    patch_torch.register_fake_if_exists = lambda name: lambda function: function  # of operators that only seem to be there
+    patch_torch.register_fake_if_exists = lambda name: (
+        lambda function: function
+    )  # of operators that only seem to be there
 
 
 def install():
     """Before `import sglang`; and again in each of the engine's processes, which import the driver's module first."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     torch._C._cpu._is_amx_tile_supported = lambda: False  # else the engine wants more of sgl_kernel
-    library = torch.library.Library("torchvision", "DEF")  # a package index has CUDA's build, which does not load here
+    library = torch.library.Library(
+        "torchvision", "DEF"
+    )  # a package index has CUDA's build, which does not load here
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
     kept.append(library)
@@ -239,13 +281,18 @@ def install():
     stub()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    attention, hybrid = "sglang.srt.layers.attention.", "sglang.srt.layers.attention.hybrid_linear_attn_backend."
+    attention, hybrid = (
+        "sglang.srt.layers.attention.",
+        "sglang.srt.layers.attention.hybrid_linear_attn_backend.",
+    )
     for target, function in {
         attention + "linear.kda_backend.causal_conv1d_fn": causal_conv1d_fn_cpu,
         hybrid + "track_mamba_states_all_layers": track_all_layers,
         hybrid + "track_mamba_states_if_needed": track_one_layer,
         "sglang.kernels.ops.attention.fla.layernorm_gated.RMSNorm.forward": gated_norm,
         "sglang.kernels.ops.attention.fla.fused_norm_gate.FusedRMSNormGated.forward": gated_norm,
-        "sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer": lambda: True,
+        "sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer": lambda: (
+            True
+        ),
     }.items():
         HookRegistry.register(target, function, HookType.REPLACE)

@@ -55,7 +55,9 @@ def record(kernels):
         operation.describe = described(operation.describe)
 
 
-if case["engine"].get("enable_deterministic_inference"):  # with the one attention that a CPU has, and torch's own kernels
+if case["engine"].get(
+    "enable_deterministic_inference"
+):  # with the one attention that a CPU has, and torch's own kernels
     from sglang.srt.arg_groups import choices
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -96,7 +98,12 @@ def main():
     rounds = []
     for _ in range(2):
         made = engine.generate(input_ids=case["prompts"], sampling_params=sampling)
-        rounds.append([dict(tokens=one["output_ids"], cached=one["meta_info"]["cached_tokens"]) for one in made])
+        rounds.append(
+            [
+                dict(tokens=one["output_ids"], cached=one["meta_info"]["cached_tokens"])
+                for one in made
+            ]
+        )
     print("RESULT", json.dumps(rounds), flush=True)
     engine.shutdown()
 

@@ -19,7 +19,9 @@ import sglang_cpu
 
 sglang_cpu.install()
 
-from sglang.kernels.ops.mamba.mamba_state_scatter_triton import scatter_mamba_states_after_mtp_verify
+from sglang.kernels.ops.mamba.mamba_state_scatter_triton import (
+    scatter_mamba_states_after_mtp_verify,
+)
 from sglang.srt import runtime_context
 from sglang.srt.arg_groups.choices import LINEAR_ATTN_KERNEL_BACKEND_CHOICES
 from sglang.srt.configs import mamba_utils
@@ -58,15 +60,35 @@ def _counts_of_its_own():
 class Given:
     """Random inputs of one layer: sequences of these lengths in these slots, and `past` tokens that no sequence has."""
 
-    def __init__(self, layers, lengths, slots, *, past=0, bound=None, dtype=torch.float32, states=torch.float32, seed=0):
+    def __init__(
+        self,
+        layers,
+        lengths,
+        slots,
+        *,
+        past=0,
+        bound=None,
+        dtype=torch.float32,
+        states=torch.float32,
+        seed=0,
+    ):
         torch.manual_seed(seed)
         self.layers, self.bound, self.T = layers, bound, sum(lengths) + past
         channels = (D,) if layers == "KDA" else ()
-        self.mixed = torch.randn(self.T, (2 * H + HV) * D + 8, dtype=dtype)[:, 8:]  # rows of a wider tensor
-        self.q, self.k, self.v = (x.unflatten(1, (-1, D))[None] for x in self.mixed.split([H * D, H * D, HV * D], 1))
-        self.a, self.b = torch.randn(self.T, HV, *channels, dtype=dtype), torch.randn(self.T, HV, dtype=dtype)
+        self.mixed = torch.randn(self.T, (2 * H + HV) * D + 8, dtype=dtype)[
+            :, 8:
+        ]  # rows of a wider tensor
+        self.q, self.k, self.v = (
+            x.unflatten(1, (-1, D))[None] for x in self.mixed.split([H * D, H * D, HV * D], 1)
+        )
+        self.a, self.b = (
+            torch.randn(self.T, HV, *channels, dtype=dtype),
+            torch.randn(self.T, HV, dtype=dtype),
+        )
         self.A_log, self.dt_bias = torch.randn(HV), torch.randn(HV, *channels)
-        self.pool = torch.randn(P, HV * D * D + 32).to(states)[:, 32:].unflatten(1, (HV, D, D))  # slots that lie apart
+        self.pool = (
+            torch.randn(P, HV * D * D + 32).to(states)[:, 32:].unflatten(1, (HV, D, D))
+        )  # slots that lie apart
         self.slots = torch.tensor(slots, dtype=torch.int32)
         self.bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self.g, self.beta = self.activated()
@@ -76,14 +98,22 @@ class Given:
     def activated(self, work=torch.float32):
         x = self.a.to(work) + self.dt_bias.to(work)
         A = self.A_log.to(work).exp().view(HV, *[1] * (x.dim() - 2))
-        g = -A * torch.nn.functional.softplus(x) if self.bound is None else self.bound * torch.sigmoid(A * x)
+        g = (
+            -A * torch.nn.functional.softplus(x)
+            if self.bound is None
+            else self.bound * torch.sigmoid(A * x)
+        )
         return g, torch.sigmoid(self.b.to(work))
 
     def gates(self):
         """As the engine's layers hold them."""
         if self.layers == "GDN":
             return dict(A_log=self.A_log, dt_bias=self.dt_bias)
-        return dict(A_log=self.A_log.view(1, 1, HV, 1), dt_bias=self.dt_bias.flatten(), lower_bound=self.bound)
+        return dict(
+            A_log=self.A_log.view(1, 1, HV, 1),
+            dt_bias=self.dt_bias.flatten(),
+            lower_bound=self.bound,
+        )
 
     def raw(self):
         """a, b as the engine hands them on: KDA's with a batch of 1 in front."""
@@ -96,7 +126,9 @@ class Given:
         """In float64: outputs, the pool, and each sequence's states in front of and behind every token."""
         g, beta = self.activated(torch.float64)
         pool = self.pool.double()
-        o, states = sglang_cpu.delta_rule(self.q[0], self.k[0], self.v[0], g, beta, pool, self.slots, self.bounds, torch.float64)
+        o, states = sglang_cpu.delta_rule(
+            self.q[0], self.k[0], self.v[0], g, beta, pool, self.slots, self.bounds, torch.float64
+        )
         return o[None], pool, states
 
 
@@ -120,14 +152,20 @@ LAYERS = pytest.mark.parametrize(("layers", "bound"), [("GDN", None), ("KDA", No
 
 
 @LAYERS
-@pytest.mark.parametrize(("packed", "states"), [(True, torch.float32), (False, torch.float32), (True, torch.float16)])
+@pytest.mark.parametrize(
+    ("packed", "states"), [(True, torch.float32), (False, torch.float32), (True, torch.float16)]
+)
 def test_decode(layers, bound, packed, states):
     x = Given(layers, [1] * 5, [3, 0, 5, -1, 0], bound=bound, states=states)
     o, pool, _ = x.truth()
     if packed:
-        options = dict(scale=D**-0.5, ssm_states=x.pool, cache_indices=x.slots, num_v_heads=HV, head_v_dim=D)
+        options = dict(
+            scale=D**-0.5, ssm_states=x.pool, cache_indices=x.slots, num_v_heads=HV, head_v_dim=D
+        )
         a, b = x.raw()
-        made = kernel(layers).packed_decode(mixed_qkv=x.mixed, a=a, b=b, **x.gates(), **options, replayssm_d=None)
+        made = kernel(layers).packed_decode(
+            mixed_qkv=x.mixed, a=a, b=b, **x.gates(), **options, replayssm_d=None
+        )
     else:
         made = kernel(layers).decode(x.q, x.k, x.v, *x.raw(), **x.gates(), **x.where())
     near(made, o)
@@ -144,9 +182,15 @@ def test_extend_with_states_for_the_prefix_cache(layers, bound, states):
     o, pool, after = x.truth()
     track = torch.full((len(lengths), HV, D, D), 7.0)
     tokens = (x.g[None], x.beta[None]) if layers == "GDN" else (x.a[None], x.b[None])
-    gates = {} if layers == "GDN" else x.gates() | dict(beta_is_raw=True, return_intermediate_states=True)
+    gates = (
+        {}
+        if layers == "GDN"
+        else x.gates() | dict(beta_is_raw=True, return_intermediate_states=True)
+    )
     tracked = dict(track_state=track, track_chunk_idx=torch.tensor(chunks, dtype=torch.int32))
-    made = kernel(layers).extend(x.q, x.k, x.v, *tokens, **gates, **x.where(), **tracked, layer_id=0, extend_prefix_lens=None)
+    made = kernel(layers).extend(
+        x.q, x.k, x.v, *tokens, **gates, **x.where(), **tracked, layer_id=0, extend_prefix_lens=None
+    )
     assert made[1:] == ((None, None) if layers == "GDN" else (None,))
     unit = 2e-4 if states == torch.float32 else 4e-3
     near(made[0], o)
@@ -196,8 +240,12 @@ def test_extend_of_nothing(layers, slots):
 
 def test_decode_of_nothing():
     x = Given("GDN", [], [])
-    options = dict(scale=D**-0.5, ssm_states=x.pool, cache_indices=x.slots, num_v_heads=HV, head_v_dim=D)
-    assert kernel("GDN").packed_decode(mixed_qkv=x.mixed, a=x.a, b=x.b, **x.gates(), **options).shape == (1, 0, HV, D)
+    options = dict(
+        scale=D**-0.5, ssm_states=x.pool, cache_indices=x.slots, num_v_heads=HV, head_v_dim=D
+    )
+    assert kernel("GDN").packed_decode(
+        mixed_qkv=x.mixed, a=x.a, b=x.b, **x.gates(), **options
+    ).shape == (1, 0, HV, D)
 
 
 @LAYERS
@@ -206,10 +254,22 @@ def test_verify_keeps_every_state_in_its_row(layers, bound):
     x = Given(layers, lengths, [3, 5, 0, 2, -1], past=2, bound=bound)
     before, (o, _, after) = x.pool.clone(), x.truth()
     scratch = torch.full((7, 4, HV, D, D), 7.0)
-    options = dict(intermediate_states_buffer=scratch, intermediate_state_indices=torch.tensor([*rows, 1, 3], dtype=torch.int32))
+    options = dict(
+        intermediate_states_buffer=scratch,
+        intermediate_state_indices=torch.tensor([*rows, 1, 3], dtype=torch.int32),
+    )
     a, b = x.raw()
     made = kernel(layers).target_verify(
-        q=x.q, k=x.k, v=x.v, a=a, b=b, **x.gates(), **x.where(), **options, cache_steps=4, retrieve_parent_token=None
+        q=x.q,
+        k=x.k,
+        v=x.v,
+        a=a,
+        b=b,
+        **x.gates(),
+        **x.where(),
+        **options,
+        cache_steps=4,
+        retrieve_parent_token=None,
     )
     near(made, o)
     assert torch.equal(x.pool, before)
@@ -232,15 +292,30 @@ class Configurator:
     def __init__(self, layers):
         dtype = mamba_utils.Mamba2StateDType(conv=torch.float32, temporal=torch.float32)
         if layers == "GDN":
-            sizes = dict(intermediate_size=HV * D, n_groups=H, num_heads=HV, head_dim=D, state_size=D, conv_kernel=4)
-            shape, made = mamba_utils.Mamba2StateShape.create(tp_world_size=1, **sizes), mamba_utils.Mamba2CacheParams
+            sizes = dict(
+                intermediate_size=HV * D,
+                n_groups=H,
+                num_heads=HV,
+                head_dim=D,
+                state_size=D,
+                conv_kernel=4,
+            )
+            shape, made = (
+                mamba_utils.Mamba2StateShape.create(tp_world_size=1, **sizes),
+                mamba_utils.Mamba2CacheParams,
+            )
         else:
             sizes = dict(num_heads=HV, head_dim=D, num_k_heads=H)
-            shape, made = mamba_utils.KimiLinearStateShape.create(tp_world_size=1, **sizes), mamba_utils.KimiLinearCacheParams
+            shape, made = (
+                mamba_utils.KimiLinearStateShape.create(tp_world_size=1, **sizes),
+                mamba_utils.KimiLinearCacheParams,
+            )
         # No convolutions: moving their windows needs CUDA.
         self.params = made(shape=dataclasses.replace(shape, conv=[]), layers=[0, 1], dtype=dtype)
         self.mambaish_config = SimpleNamespace(mamba2_cache_params=self.params)
-        self.hybrid_gdn_config, self.hybrid_kda_config = (self.mambaish_config if layers == one else None for one in ENGINES)
+        self.hybrid_gdn_config, self.hybrid_kda_config = (
+            self.mambaish_config if layers == one else None for one in ENGINES
+        )
 
     def _get_mamba_layer_ids_for_req_pool(self):
         return [0, 1]
@@ -256,7 +331,12 @@ def under(**flags):
 
 
 def speculating(drafts=4, topk=1, **flags):
-    return under(linear_attn_verify_backend=plugin.NAME, speculative_num_draft_tokens=drafts, speculative_eagle_topk=topk, **flags)
+    return under(
+        linear_attn_verify_backend=plugin.NAME,
+        speculative_num_draft_tokens=drafts,
+        speculative_eagle_topk=topk,
+        **flags,
+    )
 
 
 @LAYERS
@@ -281,9 +361,19 @@ def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracke
         x.pool = requests.mamba_pool.mamba2_layer_cache(layer).temporal
         a, b = x.raw()
         scratch = requests.mamba_pool.mamba2_layer_cache(layer).intermediate_ssm
-        options = dict(intermediate_states_buffer=scratch, intermediate_state_indices=rows, cache_steps=4)
+        options = dict(
+            intermediate_states_buffer=scratch, intermediate_state_indices=rows, cache_steps=4
+        )
         made = kernel(layers).target_verify(
-            q=x.q, k=x.k, v=x.v, a=a, b=b, **x.gates(), **x.where(), **options, retrieve_parent_token=None
+            q=x.q,
+            k=x.k,
+            v=x.v,
+            a=a,
+            b=b,
+            **x.gates(),
+            **x.where(),
+            **options,
+            retrieve_parent_token=None,
         )
         near(made, x.truth()[0])
         want = x.pool.double()
@@ -293,10 +383,19 @@ def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracke
             if slot > 0:
                 want[slot] = after[n][steps[n] + 1]
         expected.append(want)
-    assert torch.equal(caches.temporal[0], Given(layers, lengths, [3, 5, 1, 2, -1], bound=bound, past=1).pool)  # verify left it
+    assert torch.equal(
+        caches.temporal[0], Given(layers, lengths, [3, 5, 1, 2, -1], bound=bound, past=1).pool
+    )  # verify left it
     track = (torch.tensor(track_slots), torch.tensor(track_steps)) if tracked else (None, None)
     sources = rows if request_rows else None
-    kvbuffer.commit(scatter_mamba_states_after_mtp_verify, caches, x.slots, torch.tensor(steps), *track, src_indices_raw=sources)
+    kvbuffer.commit(
+        scatter_mamba_states_after_mtp_verify,
+        caches,
+        x.slots,
+        torch.tensor(steps),
+        *track,
+        src_indices_raw=sources,
+    )
     for layer in range(2):
         near(caches.temporal[layer], expected[layer])
     ran(f"{layers} verify on backend reference")
@@ -315,7 +414,9 @@ def test_the_pool_keeps_its_scratch_where_flush_cannot_take_its_place(monkeypatc
         assert reason in caplog.text
     with under(speculative_num_draft_tokens=4):
         assert kvbuffer.sizes(configurator) is None  # verify is the engine's
-    monkeypatch.setattr(runtime_context, "max_speculative_num_draft_tokens", lambda: 6)  # of an adaptive algorithm
+    monkeypatch.setattr(
+        runtime_context, "max_speculative_num_draft_tokens", lambda: 6
+    )  # of an adaptive algorithm
     with speculating():
         assert kvbuffer.sizes(configurator)["T"] == 6
     monkeypatch.undo()
@@ -339,7 +440,10 @@ def test_memory_for_drafts_is_reserved_as_they_take_it():
 
     with speculating(max_running_requests=7):
         made = kvbuffer.sizes(Configurator("GDN"))
-        assert kvbuffer._budget(original, Configurator("GDN"), 1.0) == 1.0 - KVBuffer.empty(8, **made).nbytes / 2**30
+        assert (
+            kvbuffer._budget(original, Configurator("GDN"), 1.0)
+            == 1.0 - KVBuffer.empty(8, **made).nbytes / 2**30
+        )
     with under(speculative_num_draft_tokens=4, max_running_requests=7):
         assert kvbuffer._budget(original, Configurator("GDN"), 1.0) == 1.0
     assert [skips for _, skips in seen] == [True, False]
@@ -363,14 +467,20 @@ def recorded(layers):
 @pytest.mark.parametrize(
     ("change", "reason"),
     [
-        (dict(retrieve_parent_token=torch.zeros(1, 2, dtype=torch.int32)), "drafts in a line, at most 16"),
+        (
+            dict(retrieve_parent_token=torch.zeros(1, 2, dtype=torch.int32)),
+            "drafts in a line, at most 16",
+        ),
         (dict(cache_steps=17), "drafts in a line, at most 16"),
         (dict(intermediate_states_buffer=None, cache_ring=True), "ReplaySSM"),
     ],
 )
 def test_drafts_that_the_engine_verifies_itself(layers, change, reason):
     x, (ours, calls) = Given(layers, [2], [1]), recorded(layers)
-    options = dict(intermediate_states_buffer=torch.zeros(2, 2, HV, D, D), intermediate_state_indices=torch.tensor([0]))
+    options = dict(
+        intermediate_states_buffer=torch.zeros(2, 2, HV, D, D),
+        intermediate_state_indices=torch.tensor([0]),
+    )
     options |= dict(cache_steps=2, retrieve_parent_token=None) | change
     a, b = x.raw()
     given = dict(q=x.q, k=x.k, v=x.v, a=a, b=b, **x.gates(), **x.where(), **options)
@@ -385,19 +495,41 @@ def test_drafts_in_a_kvbuffer_have_no_other_kernel():
     """Which could not read it. The error says what ours needs, in the first call and in the next."""
     x, (ours, calls) = Given("GDN", [2], [1]), recorded("GDN")
     scratch = KVBuffer.empty(1, 2, x.q.shape[2], HV, D, D)
-    options = dict(intermediate_states_buffer=scratch, intermediate_state_indices=torch.tensor([0]), cache_steps=17)
+    options = dict(
+        intermediate_states_buffer=scratch,
+        intermediate_state_indices=torch.tensor([0]),
+        cache_steps=17,
+    )
     a, b = x.raw()
     for _ in range(2):
         with pytest.raises(UnsupportedProblem, match=r"KVBUFFER=0(?s:.)*at most 16"):
-            ours.target_verify(q=x.q, k=x.k, v=x.v, a=a, b=b, **x.gates(), **x.where(), **options, retrieve_parent_token=None)
+            ours.target_verify(
+                q=x.q,
+                k=x.k,
+                v=x.v,
+                a=a,
+                b=b,
+                **x.gates(),
+                **x.where(),
+                **options,
+                retrieve_parent_token=None,
+            )
     assert calls == []
 
 
 def test_rings_and_scoring_stay_the_engines():
     x, (ours, calls) = Given("GDN", [1], [1]), recorded("GDN")
-    options = dict(scale=1.0, ssm_states=x.pool, cache_indices=x.slots, num_v_heads=HV, head_v_dim=D)
-    assert ours.packed_decode(x.mixed, x.a, x.b, **x.gates(), **options, replayssm_d=x.pool) == "packed_decode"
-    assert ours.extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where(), inplace_update=False) == "extend"
+    options = dict(
+        scale=1.0, ssm_states=x.pool, cache_indices=x.slots, num_v_heads=HV, head_v_dim=D
+    )
+    assert (
+        ours.packed_decode(x.mixed, x.a, x.b, **x.gates(), **options, replayssm_d=x.pool)
+        == "packed_decode"
+    )
+    assert (
+        ours.extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where(), inplace_update=False)
+        == "extend"
+    )
     assert [name for name, _ in calls] == ["packed_decode", "extend"]
 
 
@@ -412,7 +544,9 @@ def test_what_our_kernels_refuse_runs_on_the_engines(layers, monkeypatch):
     assert len(calls) == 2
     assert torch.equal(x.pool, before)
     (line,) = plugin.report()
-    assert line.startswith(f"{layers} decode on the engine's own kernel (ours needs tensors on a CUDA device, got cpu")
+    assert line.startswith(
+        f"{layers} decode on the engine's own kernel (ours needs tensors on a CUDA device, got cpu"
+    )
     assert line.endswith(": 2 calls")
 
 
@@ -422,9 +556,13 @@ def test_an_error_is_not_taken_for_a_refusal(layers):
     x, (ours, calls) = Given(layers, [1, 1], [1, 2]), recorded(layers)
     before = x.pool.clone()
     with pytest.raises(IndexError, match="state_indices: expected indices below 8, got 8"):
-        ours.decode(x.q, x.k, x.v, *x.raw(), **x.gates(), **x.where() | dict(cache_indices=x.slots + P - 2))
+        ours.decode(
+            x.q, x.k, x.v, *x.raw(), **x.gates(), **x.where() | dict(cache_indices=x.slots + P - 2)
+        )
     with pytest.raises(TypeError, match=r"state: expected dtype .*, got torch.float64"):
-        ours.decode(x.q, x.k, x.v, *x.raw(), **x.gates(), **x.where() | dict(ssm_states=x.pool.double()))
+        ours.decode(
+            x.q, x.k, x.v, *x.raw(), **x.gates(), **x.where() | dict(ssm_states=x.pool.double())
+        )
     assert calls == []
     assert torch.equal(x.pool, before)
     ran()
@@ -437,10 +575,15 @@ def test_tracked_states_of_the_engines_own_kernel(monkeypatch):
         monkeypatch.setattr(plugin, "backend_for", lambda x, backend=backend: backend)
         x = Given("GDN", [70, 130, 64, 5], [3, 5, 1, 2])
         track = torch.zeros(4, HV, D, D)
-        tracked = dict(track_state=track, track_chunk_idx=torch.tensor([1, 2, -1, 0], dtype=torch.int32))
+        tracked = dict(
+            track_state=track, track_chunk_idx=torch.tensor([1, 2, -1, 0], dtype=torch.int32)
+        )
         o = kernel("GDN").extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where(), **tracked)[0]
         made.append((o, x.pool, track[[0, 1, 3]]))
-    assert [("engine" in line, line.count("reference")) for line in plugin.report()] == [(False, 1), (True, 0)]
+    assert [("engine" in line, line.count("reference")) for line in plugin.report()] == [
+        (False, 1),
+        (True, 0),
+    ]
     for ours, engines in zip(*made):
         near(ours, engines.double())
 
@@ -463,12 +606,18 @@ def dispatchers(**flags):
     with get_context().override_server_args(**settings):
         backends = utils.resolve_linear_attn_backends()
         made = [gdn_backend.GDNKernelDispatcher(backends.decode, backends.prefill, backends.verify)]
-        made.append(kda_backend.KDAKernelDispatcher(backends.decode, backends.prefill, backends.verify))
+        made.append(
+            kda_backend.KDAKernelDispatcher(backends.decode, backends.prefill, backends.verify)
+        )
     return made
 
 
 def ours_in(dispatcher):
-    return {mode for mode, name in plugin._KERNELS.items() if isinstance(getattr(dispatcher, name), plugin.Operations)}
+    return {
+        mode
+        for mode, name in plugin._KERNELS.items()
+        if isinstance(getattr(dispatcher, name), plugin.Operations)
+    }
 
 
 def test_the_flags_know_the_name():
@@ -510,12 +659,16 @@ def test_another_release_is_a_message_and_the_engines_kernels(monkeypatch, caplo
     assert "gated_delta knows SGLang 0.0.1, not" in caplog.text
 
 
-@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler: the engine builds its corpus")
+@pytest.mark.skipif(
+    shutil.which("c++") is None, reason="needs a C++ compiler: the engine builds its corpus"
+)
 def test_drafts_of_breadth_1_fork(monkeypatch):
     """To SGLang's linear layers such a draft is a line. Its corpus joins what follows every matching suffix."""
     from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
 
-    monkeypatch.setenv("PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]))  # of ninja
+    monkeypatch.setenv(
+        "PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    )  # of ninja
     corpus = NgramCorpus(min_bfs_breadth=1, max_bfs_breadth=1, draft_token_num=4)
     for text in (b"xyA1p", b"zzA2rs"):
         corpus.batch_put([list(text)])
@@ -525,9 +678,15 @@ def test_drafts_of_breadth_1_fork(monkeypatch):
     assert seen.reshape(4, 4)[2].tolist() == [1, 0, 1, 0]  # the third token follows the first
 
 
-@pytest.mark.parametrize(("breadth", "drafts", "warned"), [(1, 4, True), (1, 2, False), (10, 4, False)])
+@pytest.mark.parametrize(
+    ("breadth", "drafts", "warned"), [(1, 4, True), (1, 2, False), (10, 4, False)]
+)
 def test_drafts_that_may_fork_unseen_are_a_warning(breadth, drafts, warned, caplog):
-    with under(speculative_algorithm="NGRAM", speculative_num_draft_tokens=drafts, speculative_eagle_topk=breadth):
+    with under(
+        speculative_algorithm="NGRAM",
+        speculative_num_draft_tokens=drafts,
+        speculative_eagle_topk=breadth,
+    ):
         sglang_start.warn_of_forks()
     assert ("n-gram drafts of breadth 1, which may fork" in caplog.text) == warned
 
@@ -573,7 +732,12 @@ def test_the_engine_has_the_functions_that_the_plug_in_replaces(function):
 # ------------------------------------------------------------------------------------------------ whole engines
 
 PROMPTS = [
-    list(text.encode()) for text in ("for", "def f(x):\n    return x\n" * 12, "class A:\n    def g(self):\n        pass\n" * 16)
+    list(text.encode())
+    for text in (
+        "for",
+        "def f(x):\n    return x\n" * 12,
+        "class A:\n    def g(self):\n        pass\n" * 16,
+    )
 ]
 NEW = 24
 BOTH = {f"GDN {mode} on backend reference" for mode in ("decode", "prefill")}
@@ -593,7 +757,10 @@ def qwen3_5(tmp_path_factory):
 def by_transformers(model):
     """Its tokens, in fp32."""
     with torch.inference_mode():
-        made = [model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0] for prompt in PROMPTS]
+        made = [
+            model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0]
+            for prompt in PROMPTS
+        ]
     return [tokens[len(prompt) :].tolist() for tokens, prompt in zip(made, PROMPTS)]
 
 
@@ -601,7 +768,9 @@ def by_transformers(model):
 def expected(qwen3_5):
     import transformers
 
-    return by_transformers(transformers.AutoModelForCausalLM.from_pretrained(qwen3_5, dtype=torch.float32).eval())
+    return by_transformers(
+        transformers.AutoModelForCausalLM.from_pretrained(qwen3_5, dtype=torch.float32).eval()
+    )
 
 
 @pytest.fixture(scope="session")
@@ -611,20 +780,60 @@ def kimi_linear(tmp_path_factory):
     from safetensors.torch import load_file, save_file
 
     torch.manual_seed(0)
-    layers = dict(num_hidden_layers=4, layer_types=["linear_attention"] * 3 + ["full_attention"], first_k_dense_replace=4)
-    attention = dict(num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=16)
-    sizes = dict(vocab_size=256, hidden_size=64, intermediate_size=128, moe_intermediate_size=32, v_head_dim=16)
-    rest = dict(linear_num_heads=2, linear_head_dim=32, num_local_experts=4, num_experts_per_tok=2, n_group=1, topk_group=1)
-    tokens = dict(pad_token_id=0, bos_token_id=1, eos_token_id=None, max_position_embeddings=1024, initializer_range=0.2)
+    layers = dict(
+        num_hidden_layers=4,
+        layer_types=["linear_attention"] * 3 + ["full_attention"],
+        first_k_dense_replace=4,
+    )
+    attention = dict(
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        kv_lora_rank=16,
+        qk_nope_head_dim=16,
+        qk_rope_head_dim=16,
+    )
+    sizes = dict(
+        vocab_size=256,
+        hidden_size=64,
+        intermediate_size=128,
+        moe_intermediate_size=32,
+        v_head_dim=16,
+    )
+    rest = dict(
+        linear_num_heads=2,
+        linear_head_dim=32,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        n_group=1,
+        topk_group=1,
+    )
+    tokens = dict(
+        pad_token_id=0,
+        bos_token_id=1,
+        eos_token_id=None,
+        max_position_embeddings=1024,
+        initializer_range=0.2,
+    )
     config = transformers.KimiLinearConfig(**layers, **attention, **sizes, **rest, **tokens)
     model = transformers.KimiLinearForCausalLM(config).float().eval()
     made = tmp_path_factory.mktemp("models") / "kimi_linear"
     model.save_pretrained(made)
     # As released checkpoints have them, which SGLang reads: dense layers' names, and the layers' kinds in one table.
-    weights = {name.replace("block_sparse_moe", "mlp"): x.clone() for name, x in load_file(made / "model.safetensors").items()}
+    weights = {
+        name.replace("block_sparse_moe", "mlp"): x.clone()
+        for name, x in load_file(made / "model.safetensors").items()
+    }
     save_file(weights, made / "model.safetensors", metadata=dict(format="pt"))
-    table = dict(kda_layers=[1, 2, 3], full_attn_layers=[4], num_heads=2, head_dim=32, short_conv_kernel_size=4)
-    config = json.loads((made / "config.json").read_text()) | dict(linear_attn_config=table, mla_use_nope=True)
+    table = dict(
+        kda_layers=[1, 2, 3],
+        full_attn_layers=[4],
+        num_heads=2,
+        head_dim=32,
+        short_conv_kernel_size=4,
+    )
+    config = json.loads((made / "config.json").read_text()) | dict(
+        linear_attn_config=table, mla_use_nope=True
+    )
     (made / "config.json").write_text(json.dumps(config))
     return made, by_transformers(model)
 
@@ -637,12 +846,18 @@ class Run:
         reports.mkdir()
         self.kernels = tmp_path / "kernels"
         self.kernels.mkdir()
-        case |= dict(model=str(model), engine=engine, prompts=PROMPTS, new_tokens=NEW, reports=str(reports))
+        case |= dict(
+            model=str(model), engine=engine, prompts=PROMPTS, new_tokens=NEW, reports=str(reports)
+        )
         case |= dict(kernels=str(self.kernels)) if starts else {}
-        environment = os.environ | dict(SGLANG_CASE=json.dumps(case), SGLANG_MAMBA_CONV_DTYPE="float32", OMP_NUM_THREADS="1")
+        environment = os.environ | dict(
+            SGLANG_CASE=json.dumps(case), SGLANG_MAMBA_CONV_DTYPE="float32", OMP_NUM_THREADS="1"
+        )
         environment |= dict(variables)
         command = [sys.executable, str(HERE / "sglang_driver.py")]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=900, cwd=tmp_path)
+        done = subprocess.run(
+            command, capture_output=True, text=True, env=environment, timeout=900, cwd=tmp_path
+        )
         self.log = done.stdout + done.stderr
         if not starts:
             assert done.returncode
@@ -658,7 +873,11 @@ class Run:
 
     def looked_for_what_it_needs(self):
         """When it started it looked for every kernel that its calls would launch on a GPU, and for no others."""
-        found = [one for file in self.kernels.iterdir() if (one := json.loads(file.read_text()))["needed"]]
+        found = [
+            one
+            for file in self.kernels.iterdir()
+            if (one := json.loads(file.read_text()))["needed"]
+        ]
         assert [one["looked_for"] for one in found] == [one["needed"] for one in found] != []
 
     def cached(self, n):
@@ -671,7 +890,9 @@ def test_engine_with_chunked_prefill_and_the_prefix_cache(qwen3_5, expected, tmp
     assert run.cached(0) == [0, 0, 0]
     assert min(run.cached(1)[1:]) > 200
     assert run.ran.keys() == BOTH
-    assert run.ran["GDN decode on backend reference"] >= 2 * 3 * (NEW - 1)  # three layers, two rounds
+    assert run.ran["GDN decode on backend reference"] >= 2 * 3 * (
+        NEW - 1
+    )  # three layers, two rounds
     assert run.ran["GDN prefill on backend reference"] >= 3 * 4  # chunks of 256 tokens of 900
     assert "gated_delta serves GDN decode, prefill; verify stays TritonGDNKernel" in run.log
     run.looked_for_what_it_needs()
@@ -680,7 +901,9 @@ def test_engine_with_chunked_prefill_and_the_prefix_cache(qwen3_5, expected, tmp
 def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
     run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="extra_buffer"))
     assert run.tokens(0) == run.tokens(1) == expected
-    kept = run.cached(1)[1]  # of 276 tokens, in chunks of 256 and less: a state from inside one of them
+    kept = run.cached(1)[
+        1
+    ]  # of 276 tokens, in chunks of 256 and less: a state from inside one of them
     assert kept >= 128
     assert kept % 64 == 0
     assert run.cached(1)[2] > 256
@@ -690,18 +913,31 @@ def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
 
 def test_engine_with_deterministic_inference(qwen3_5, expected, tmp_path):
     """Prefills have the engine's flag, and so have the kernels that it looks for when it starts."""
-    run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="extra_buffer", enable_deterministic_inference=True))
+    run = Run(
+        qwen3_5,
+        tmp_path,
+        OURS | dict(mamba_radix_cache_strategy="extra_buffer", enable_deterministic_inference=True),
+    )
     assert run.tokens(0) == run.tokens(1) == expected
     assert run.cached(1)[1] >= 128
     assert run.ran.keys() == BOTH
     run.looked_for_what_it_needs()
-    (needed,) = [one["needed"] for file in run.kernels.iterdir() if (one := json.loads(file.read_text()))["needed"]]
+    (needed,) = [
+        one["needed"]
+        for file in run.kernels.iterdir()
+        if (one := json.loads(file.read_text()))["needed"]
+    ]
     assert {"deterministic=True" in label for label in needed if "prefill_scan" in label} == {True}
 
 
 def test_engine_that_retracts_requests(qwen3_5, expected, tmp_path):
     """As where memory is short: requests leave at every third step, and come back as prompts, some from a prefix in cache."""
-    run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="extra_buffer"), dict(SGLANG_TEST_RETRACT="1"))
+    run = Run(
+        qwen3_5,
+        tmp_path,
+        OURS | dict(mamba_radix_cache_strategy="extra_buffer"),
+        dict(SGLANG_TEST_RETRACT="1"),
+    )
     assert run.log.count("retract") >= 5
     assert run.tokens(0) == run.tokens(1) == expected
     assert run.ran.keys() == BOTH
@@ -729,14 +965,29 @@ def test_engine_with_kda_layers(kimi_linear, tmp_path):
 def test_engine_that_lacks_kernels_does_not_start(qwen3_5, tmp_path):
     """As on a GPU without the compiler, with a pack that has none of what these layers need."""
     strict = dict(GATED_DELTA_JIT="0", GATED_DELTA_CACHE_DIR=str(tmp_path))
-    run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer"), strict, starts=False, arch="sm_90a")
-    assert "kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no compiler, and no compiled kernel" in run.log
-    assert "`gated-delta compile` builds kernels ahead of time\n  - decode axis=head K=64 V=64" in run.log
+    run = Run(
+        qwen3_5,
+        tmp_path,
+        OURS | dict(mamba_radix_cache_strategy="no_buffer"),
+        strict,
+        starts=False,
+        arch="sm_90a",
+    )
+    assert (
+        "kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no compiler, and no compiled kernel"
+        in run.log
+    )
+    assert (
+        "`gated-delta compile` builds kernels ahead of time\n  - decode axis=head K=64 V=64"
+        in run.log
+    )
 
 
 def test_engine_runs_its_own_kernels_where_ours_cannot(qwen3_5, expected, tmp_path):
     """Our GPU kernels asked for on a CPU: every call is refused, also those with states for the prefix cache."""
-    run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="extra_buffer"), backend="cute")
+    run = Run(
+        qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="extra_buffer"), backend="cute"
+    )
     assert run.tokens(0) == run.tokens(1) == expected
     reasons = "the engine's own kernel (ours needs tensors on a CUDA device, got cpu; bf16 or fp16 inputs, got fp32)"
     assert run.ran.keys() == {f"GDN {mode} on {reasons}" for mode in ("decode", "prefill")}
@@ -752,7 +1003,9 @@ def test_engine_without_the_flags_is_left_alone(qwen3_5, expected, tmp_path):
 
 
 def test_engine_of_another_release_runs_its_own_kernels(qwen3_5, expected, tmp_path):
-    run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer"), versions=["0.0.1"])
+    run = Run(
+        qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer"), versions=["0.0.1"]
+    )
     assert run.tokens(0) == expected
     assert not run.ran
     assert "gated_delta knows SGLang 0.0.1, not 0.5.23: the engine's own kernels run" in run.log

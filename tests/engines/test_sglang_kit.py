@@ -32,23 +32,41 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
 from sglang.test.kits.attention_unittest.attention_methods import gdn_attention, kda_attention
 from sglang.test.kits.attention_unittest.runner_modes import cuda_graph_decode_runner as graphs
-from sglang.test.kits.attention_unittest.runner_modes import speculative_target_verify_runner as drafts
+from sglang.test.kits.attention_unittest.runner_modes import (
+    speculative_target_verify_runner as drafts,
+)
 
 from gated_delta.integrations import sglang as plugin
 from gated_delta.integrations import sglang_kvbuffer as kvbuffer
 
 load_plugins()
 CASE = unittest.TestCase()
-BACKEND = "triton" if CUDA else "torch_native"  # of the full-attention layers, of which the kits have none
+BACKEND = (
+    "triton" if CUDA else "torch_native"
+)  # of the full-attention layers, of which the kits have none
 SIZES = (
-    dict(head_k_dim=128, head_v_dim=128, dtype=torch.bfloat16, device="cuda") if CUDA else dict(device="cpu", dtype=torch.float32)
+    dict(head_k_dim=128, head_v_dim=128, dtype=torch.bfloat16, device="cuda")
+    if CUDA
+    else dict(device="cpu", dtype=torch.float32)
 )
 ROUTE = "cute" if CUDA else "reference"
 KITS = dict(
-    GDN=(gdn_attention, gdn_attention.make_gdn_cases(BACKEND), gdn_attention.run_gdn_attention_case),
-    KDA=(kda_attention, kda_attention.make_kda_cases(BACKEND), kda_attention.run_kda_attention_case),
+    GDN=(
+        gdn_attention,
+        gdn_attention.make_gdn_cases(BACKEND),
+        gdn_attention.run_gdn_attention_case,
+    ),
+    KDA=(
+        kda_attention,
+        kda_attention.make_kda_cases(BACKEND),
+        kda_attention.run_kda_attention_case,
+    ),
 )
-CASES = [pytest.param(layers, case, id=case.name) for layers, (_, cases, _) in KITS.items() for case in cases]
+CASES = [
+    pytest.param(layers, case, id=case.name)
+    for layers, (_, cases, _) in KITS.items()
+    for case in cases
+]
 
 
 class Context:
@@ -58,7 +76,9 @@ class Context:
         return getattr(get_context(), name)
 
     def override_server_args(self, **settings):
-        return get_context().override_server_args(**settings | dict.fromkeys(plugin.FLAGS.values(), plugin.NAME))
+        return get_context().override_server_args(
+            **settings | dict.fromkeys(plugin.FLAGS.values(), plugin.NAME)
+        )
 
 
 @pytest.fixture(autouse=True)
@@ -77,7 +97,9 @@ def ran(layers, mode):
 def test_eager(layers, case, monkeypatch):
     """GDN's schedule depends on the longest of several prompts, which the engine has on the host."""
     longest, prefill = set(), plugin.api.prefill
-    monkeypatch.setattr(plugin.api, "prefill", lambda **call: longest.add(call["max_seqlen"]) or prefill(**call))
+    monkeypatch.setattr(
+        plugin.api, "prefill", lambda **call: longest.add(call["max_seqlen"]) or prefill(**call)
+    )
     KITS[layers][2](CASE, case, **SIZES)
     ran(layers, "decode" if case.forward_mode.is_decode() else "prefill")
     if not case.forward_mode.is_decode():
@@ -88,7 +110,12 @@ def test_eager(layers, case, monkeypatch):
 def verify_case(layers):
     kind = gdn_attention.GDNAttentionCase if layers == "GDN" else kda_attention.KDAAttentionCase
     sizes = dict(num_k_heads=2, num_v_heads=2)
-    mode = dict(forward_mode=ForwardMode.TARGET_VERIFY, page_size=16, prefix_lens=(2, 15, 16), extend_lens=(3, 3, 3))
+    mode = dict(
+        forward_mode=ForwardMode.TARGET_VERIFY,
+        page_size=16,
+        prefix_lens=(2, 15, 16),
+        extend_lens=(3, 3, 3),
+    )
     return kind(name=f"{layers}_verify", backend=BACKEND, **mode, **sizes)
 
 
@@ -110,14 +137,23 @@ def committed(layers, in_kvbuffer):
         shape = SimpleNamespace(temporal=state.temporal.shape[2:], num_k_heads_per_tp=2)
         dtype = SimpleNamespace(temporal=state.temporal.dtype)
         config = SimpleNamespace(mamba2_cache_params=SimpleNamespace(shape=shape, dtype=dtype))
-        kinds = dict(hybrid_gdn_config=config if layers == "GDN" else None, hybrid_kda_config=config if layers == "KDA" else None)
-        layer_ids = SimpleNamespace(_get_mamba_layer_ids_for_req_pool=lambda: [0], mambaish_config=config, device=SIZES["device"])
+        kinds = dict(
+            hybrid_gdn_config=config if layers == "GDN" else None,
+            hybrid_kda_config=config if layers == "KDA" else None,
+        )
+        layer_ids = SimpleNamespace(
+            _get_mamba_layer_ids_for_req_pool=lambda: [0],
+            mambaish_config=config,
+            device=SIZES["device"],
+        )
         tokens = SimpleNamespace(dtype=state.conv[0].dtype)
         kvbuffer._built(pool, SimpleNamespace(**kinds, **vars(layer_ids), model_config=tokens))
         assert isinstance(pool.mamba_pool.mamba_cache.intermediate_ssm, kvbuffer.Drafts)
     batch, inputs = fixture.forward_batch, getattr(kit, f"{name}_fixture_inputs")(fixture)
     drafts._prepare_target_verify_batch(batch, case, SIZES["device"])
-    batch.spec_info = drafts._make_spec_verify_input(case, batch, topk=1, device=SIZES["device"], spec_kind="eagle")
+    batch.spec_info = drafts._make_spec_verify_input(
+        case, batch, topk=1, device=SIZES["device"], spec_kind="eagle"
+    )
     with torch.no_grad(), forward_context(ForwardContext(attn_backend=fixture.backend)):
         fixture.backend.init_forward_metadata(batch)
         getattr(kit, f"run_{name}_forward")(fixture, batch, inputs)
@@ -132,8 +168,12 @@ def test_drafts_in_a_kvbuffer_are_committed_as_the_engine_commits_states(layers,
     HookRegistry.apply_hooks()
     if not CUDA:
         for name in ("fused_mamba_state_scatter_with_mask", "fused_conv_window_scatter_with_mask"):
-            monkeypatch.setattr(scatter, name, HybridLinearAttnBackend._scatter_speculative_state_with_mask)
-    (states, windows), (ours, our_windows) = (committed(layers, in_kvbuffer) for in_kvbuffer in (False, True))
+            monkeypatch.setattr(
+                scatter, name, HybridLinearAttnBackend._scatter_speculative_state_with_mask
+            )
+    (states, windows), (ours, our_windows) = (
+        committed(layers, in_kvbuffer) for in_kvbuffer in (False, True)
+    )
     torch.testing.assert_close(ours, states, rtol=1e-5, atol=1e-5)
     assert torch.equal(our_windows, windows)
     assert plugin._calls == {f"{layers} verify on backend {ROUTE}": 2}
@@ -142,7 +182,11 @@ def test_drafts_in_a_kvbuffer_are_committed_as_the_engine_commits_states(layers,
 @pytest.mark.skipif(not CUDA, reason="needs a GPU: CUDA graphs")
 @pytest.mark.parametrize(("layers", "case"), [one for one in CASES if "decode" in one.id])
 def test_decode_in_a_cuda_graph(layers, case):
-    run = graphs.run_gdn_cuda_graph_decode_case if layers == "GDN" else graphs.run_kda_cuda_graph_decode_case
+    run = (
+        graphs.run_gdn_cuda_graph_decode_case
+        if layers == "GDN"
+        else graphs.run_kda_cuda_graph_decode_case
+    )
     run(CASE, case, **SIZES, cuda_graph_capture_batch_size=case.batch_size)
     ran(layers, "decode")
 
@@ -150,6 +194,10 @@ def test_decode_in_a_cuda_graph(layers, case):
 @pytest.mark.skipif(not CUDA, reason="needs a GPU: CUDA graphs")
 @pytest.mark.parametrize("layers", KITS)
 def test_drafts_in_a_cuda_graph(layers):
-    run = drafts.run_gdn_eagle_verify_cuda_graph_case if layers == "GDN" else drafts.run_kda_eagle_verify_cuda_graph_case
+    run = (
+        drafts.run_gdn_eagle_verify_cuda_graph_case
+        if layers == "GDN"
+        else drafts.run_kda_eagle_verify_cuda_graph_case
+    )
     run(CASE, verify_case(layers), topk=1, **SIZES)
     ran(layers, "verify")

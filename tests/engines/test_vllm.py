@@ -21,7 +21,8 @@ PROMPTS = [
     list(b"The for statement is used to iterate over"),
     list(b"def f(x):\n    return x\n") * 12,
     list(b"for"),
-    list(b"class A:\n    def g(self):\n        pass\n") * 20,  # longer than a chunk of prefill: max_num_batched_tokens
+    list(b"class A:\n    def g(self):\n        pass\n")
+    * 20,  # longer than a chunk of prefill: max_num_batched_tokens
 ]
 STEPS = 24
 NGRAM = dict(method="ngram", num_speculative_tokens=3, prompt_lookup_max=4, prompt_lookup_min=1)
@@ -67,7 +68,9 @@ def run(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
-        VLLM_CACHE_ROOT=str(Path(sys.prefix) / "cache"),  # what vLLM finds out about a model class, in a process of its own
+        VLLM_CACHE_ROOT=str(
+            Path(sys.prefix) / "cache"
+        ),  # what vLLM finds out about a model class, in a process of its own
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
         OMP_NUM_THREADS="1",
@@ -91,8 +94,12 @@ def expected(model: Any) -> list[list[int]]:
     """transformers' greedy tokens, in fp32, a prompt at a time."""
     tokens = []
     for prompt in PROMPTS:
-        cached = model.config.model_type != "kimi_linear"  # transformers' cache asks for a layer of full attention
-        options = dict(max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, use_cache=cached)
+        cached = (
+            model.config.model_type != "kimi_linear"
+        )  # transformers' cache asks for a layer of full attention
+        options = dict(
+            max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, use_cache=cached
+        )
         made = model.float().eval().generate(torch.tensor([prompt]), **options)
         tokens.append(made[0, len(prompt) :].tolist())
     return tokens
@@ -112,7 +119,12 @@ COMMON: dict[str, Any] = dict(
     initializer_range=0.2,
     layer_types=["linear_attention", "linear_attention", "full_attention"],
 )
-GDN: dict[str, Any] = dict(linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=32, linear_value_head_dim=64)
+GDN: dict[str, Any] = dict(
+    linear_num_key_heads=2,
+    linear_num_value_heads=4,
+    linear_key_head_dim=32,
+    linear_value_head_dim=64,
+)
 
 
 def qwen3_5() -> Any:
@@ -120,12 +132,16 @@ def qwen3_5() -> Any:
 
 
 def qwen3_next() -> Any:
-    return transformers.Qwen3NextForCausalLM(transformers.Qwen3NextConfig(**COMMON, **GDN, head_dim=32, mlp_only_layers=[0, 1, 2]))
+    return transformers.Qwen3NextForCausalLM(
+        transformers.Qwen3NextConfig(**COMMON, **GDN, head_dim=32, mlp_only_layers=[0, 1, 2])
+    )
 
 
 def olmo_hybrid() -> Any:
     return transformers.OlmoHybridForCausalLM(
-        transformers.OlmoHybridConfig(**COMMON | dict(hidden_size=64), **GDN, linear_allow_neg_eigval=True)
+        transformers.OlmoHybridConfig(
+            **COMMON | dict(hidden_size=64), **GDN, linear_allow_neg_eigval=True
+        )
     )
 
 
@@ -133,28 +149,43 @@ def kimi_linear() -> Any:
     """KDA layers only: vLLM cannot build the others on a CPU."""
     common = COMMON | dict(layer_types=["linear_attention"] * 3, num_key_value_heads=2)
     mla = dict(kv_lora_rank=16, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
-    config = transformers.KimiLinearConfig(**common, **mla, mlp_layer_types=["dense"] * 3, linear_num_heads=3, linear_head_dim=32)
+    config = transformers.KimiLinearConfig(
+        **common, **mla, mlp_layer_types=["dense"] * 3, linear_num_heads=3, linear_head_dim=32
+    )
     return transformers.KimiLinearForCausalLM(config)
 
 
 def save(model: Any, place: Path) -> None:
     model.save_pretrained(place)
     file, kind = place / "model.safetensors", model.config.model_type
-    if kind == "olmo_hybrid":  # transformers saves its convolution in three equal parts, whatever their widths
+    if (
+        kind == "olmo_hybrid"
+    ):  # transformers saves its convolution in three equal parts, whatever their widths
         weights = model.state_dict()
         for name in [name for name in weights if "conv1d" in name]:
             for part, x in zip("qkv", weights.pop(name).split((64, 64, 256)), strict=True):
                 weights[name.replace("conv1d", f"{part}_conv1d")] = x.contiguous()
     else:
-        weights = {name.replace("block_sparse_moe", "mlp"): x for name, x in safetensors.torch.load_file(file).items()}
+        weights = {
+            name.replace("block_sparse_moe", "mlp"): x
+            for name, x in safetensors.torch.load_file(file).items()
+        }
     safetensors.torch.save_file(weights, file, metadata=dict(format="pt"))
     if kind == "kimi_linear":
-        layers = dict(kda_layers=[1, 2, 3], full_attn_layers=[], head_dim=32, num_heads=3, short_conv_kernel_size=4)
+        layers = dict(
+            kda_layers=[1, 2, 3],
+            full_attn_layers=[],
+            head_dim=32,
+            num_heads=3,
+            short_conv_kernel_size=4,
+        )
         no_mla = dict.fromkeys(
             ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         )  # else no chunks, no prefixes
         config = json.loads((place / "config.json").read_text())
-        config |= dict(linear_attn_config=layers, num_experts=None, first_k_dense_replace=3, **no_mla)
+        config |= dict(
+            linear_attn_config=layers, num_experts=None, first_k_dense_replace=3, **no_mla
+        )
         (place / "config.json").write_text(json.dumps(config))
 
 
@@ -180,7 +211,9 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 ON_GATED_DELTA = dict(decode="gated_delta", prefill="gated_delta")
-BF16: dict[str, Any] = dict(dtype="bfloat16", enable_prefix_caching=True)  # all that vLLM's own CPU kernels take
+BF16: dict[str, Any] = dict(
+    dtype="bfloat16", enable_prefix_caching=True
+)  # all that vLLM's own CPU kernels take
 
 
 @pytest.fixture(scope="session")
@@ -218,7 +251,9 @@ def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None
     vLLM 0.33 makes blocks multiples of a chunk. At ends of others no state can be kept, and so vLLM ends prefills there.
     """
     model = models(make)
-    engine: dict[str, Any] = dict(max_num_batched_tokens=1024, enable_prefix_caching=True, block_size=block)
+    engine: dict[str, Any] = dict(
+        max_num_batched_tokens=1024, enable_prefix_caching=True, block_size=block
+    )
     made = run(tmp_path, model.path, job=dict(rounds=2, grid=True), **engine)
     assert made.tokens == model.tokens
     assert made.rounds[1]["tokens"] == model.tokens
@@ -228,14 +263,20 @@ def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None
     _all_on_gated_delta(made, "prefill", "decode")
 
 
-@pytest.mark.parametrize("of_vllm", [None, 64], ids=["vLLM's prefill keeps none", "vLLM's prefill keeps them"])
+@pytest.mark.parametrize(
+    "of_vllm", [None, 64], ids=["vLLM's prefill keeps none", "vLLM's prefill keeps them"]
+)
 @pytest.mark.parametrize("refused", [(), ("decode",), ("prefill",), ("decode", "prefill")], ids=str)
-def test_who_keeps_checkpoints(refused: tuple[str, ...], of_vllm: int | None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_keeps_checkpoints(
+    refused: tuple[str, ...], of_vllm: int | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """vLLM has blocks for them where a layer names an alignment: then each prefill has to keep them, whoever runs it."""
     from gated_delta.integrations import vllm_layers
 
     own = "get_prefill_checkpoint_alignment"  # inherited in vLLM 0.32
-    monkeypatch.setattr(vllm_layers.QwenGatedDeltaNetAttention, own, lambda layer: of_vllm, raising=False)
+    monkeypatch.setattr(
+        vllm_layers.QwenGatedDeltaNetAttention, own, lambda layer: of_vllm, raising=False
+    )
     layer = object.__new__(vllm_layers.Qwen)
     vars(layer).update(aligned=True, tally=vllm_layers.Tally(dict.fromkeys(refused, "a reason")))
     wanted = layer.get_prefill_checkpoint_alignment() is not None
@@ -249,7 +290,12 @@ def test_preempted_and_aborted(models: Any, tmp_path: Path) -> None:
     One leaves for good; the second round has all four, in slots that hold what was left there.
     """
     model = models(qwen3_5)
-    made = run(tmp_path, model.path, job=dict(preempt_every=5, abort_at=12, rounds=2), enable_prefix_caching=True)
+    made = run(
+        tmp_path,
+        model.path,
+        job=dict(preempt_every=5, abort_at=12, rounds=2),
+        enable_prefix_caching=True,
+    )
     assert made.tokens == [tokens for n, tokens in enumerate(model.tokens) if n != 1]
     assert made.rounds[1]["tokens"] == model.tokens
     assert made.calls["preempted"] >= 3
@@ -260,7 +306,9 @@ def test_preempted_and_aborted(models: Any, tmp_path: Path) -> None:
 def test_tensor_parallel(models: Any, tmp_path: Path) -> None:
     """Two workers with half of the heads each: two value heads and one of keys."""
     model = models(qwen3_5)
-    both = dict(tensor_parallel_size=2, distributed_executor_backend="mp", enable_prefix_caching=True)
+    both = dict(
+        tensor_parallel_size=2, distributed_executor_backend="mp", enable_prefix_caching=True
+    )
     forked = dict(VLLM_WORKER_MULTIPROC_METHOD="fork")  # with the stand-ins of this process
     made = run(tmp_path, model.path, job=dict(ranks=True), env=forked, **both)
     assert made.tokens == model.tokens
@@ -274,7 +322,13 @@ def test_tensor_parallel(models: Any, tmp_path: Path) -> None:
 def test_states_in_fp16(models: Any, tmp_path: Path) -> None:
     """And parts of prompts that end within a chunk of 64 tokens."""
     model = models(qwen3_5)
-    made = run(tmp_path, model.path, mamba_ssm_cache_dtype="float16", long_prefill_token_threshold=96, enable_prefix_caching=True)
+    made = run(
+        tmp_path,
+        model.path,
+        mamba_ssm_cache_dtype="float16",
+        long_prefill_token_threshold=96,
+        enable_prefix_caching=True,
+    )
     assert made.tokens == model.tokens
     _all_on_gated_delta(made, "prefill", "decode")
 
@@ -282,9 +336,7 @@ def test_states_in_fp16(models: Any, tmp_path: Path) -> None:
 def test_an_engine_that_lacks_kernels_does_not_start(tmp_path: Path) -> None:
     """As on a GPU without the compiler, with a pack that has none of what these layers need."""
     strict = dict(GATED_DELTA_JIT="0", GATED_DELTA_CACHE_DIR=str(tmp_path))
-    missing = (
-        "kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no compiler(.|\n)*  - prefill_prepare axis=head K=64"
-    )
+    missing = "kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no compiler(.|\n)*  - prefill_prepare axis=head K=64"
     with pytest.raises(AssertionError, match=missing):
         run(tmp_path, TRAINED, job=dict(arch="sm_90a"), env=strict, **BF16)
 
@@ -300,7 +352,13 @@ def test_drafts(make: Any, models: Any, tmp_path: Path) -> None:
     """Speculative decoding, beside prefills too. vLLM's prefix cache and drafts together want Triton."""
     model = models(make)
     answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, model.tokens, strict=True)]
-    made = run(tmp_path, model.path, job=dict(answers=answers), speculative_config=NGRAM, enable_prefix_caching=False)
+    made = run(
+        tmp_path,
+        model.path,
+        job=dict(answers=answers),
+        speculative_config=NGRAM,
+        enable_prefix_caching=False,
+    )
     assert made.tokens == model.tokens
     assert {"drafts", "prefill+drafts"} <= set(made.batches)
     assert {"accepted 0", "accepted 1", "accepted 2", "accepted 3"} <= made.calls.keys()
@@ -314,7 +372,9 @@ def test_drafts_and_convolution_of_vllm(own: Run, tmp_path: Path) -> None:
     made = run(tmp_path, TRAINED, job=dict(own_convolution=True, max_tokens=1), **engine)
     assert made.tokens == [tokens[:1] for tokens in own.tokens]
     assert made.calls == {}
-    assert {(row["decode"], row["prefill"]) for row in made.report} == {("vLLM: vLLM's short convolution ignores drafts",) * 2}
+    assert {(row["decode"], row["prefill"]) for row in made.report} == {
+        ("vLLM: vLLM's short convolution ignores drafts",) * 2
+    }
 
 
 def _all_on_gated_delta(made: Run, *kinds: str) -> None:
@@ -346,7 +406,10 @@ def test_layer_left_to_vllm(own: Run, tmp_path: Path) -> None:
     places = [(row["decode"], row["prefill"]) for row in made.report]
     assert places == [("gated_delta",) * 2, ("vLLM: what a test says",) * 2, ("gated_delta",) * 2]
     assert made.report[1]["calls"] == {}  # vLLM's CPU kernels do not come through the layer's core
-    assert made.calls["prefill"] == made.report[0]["calls"]["prefill"] + made.report[2]["calls"]["prefill"]
+    assert (
+        made.calls["prefill"]
+        == made.report[0]["calls"]["prefill"] + made.report[2]["calls"]["prefill"]
+    )
     assert "decode: vLLM: what a test says; prefill: vLLM: what a test says" in made.log
 
 
@@ -354,13 +417,19 @@ def test_engine_that_declines(own: Run, tmp_path: Path) -> None:
     made = run(tmp_path, TRAINED, additional_config=dict(gated_delta=False), **BF16)
     assert made.tokens == own.tokens
     assert made.calls == {}
-    assert {row["decode"] for row in made.report} == {"vLLM: additional_config has gated_delta false"}
+    assert {row["decode"] for row in made.report} == {
+        "vLLM: additional_config has gated_delta false"
+    }
 
 
 @pytest.mark.parametrize(
     ("engine", "env", "reason"),
     [
-        (dict(additional_config=dict(gated_delta="no")), {}, "additional_config gated_delta: expected true or false, got 'no'"),
+        (
+            dict(additional_config=dict(gated_delta="no")),
+            {},
+            "additional_config gated_delta: expected true or false, got 'no'",
+        ),
         ({}, dict(GATED_DELTA_JIT="yes"), "GATED_DELTA_JIT: expected 0 or 1, got 'yes'"),
         ({}, dict(GATED_DELTA_VLLM="on"), "GATED_DELTA_VLLM: expected 0 or 1, got 'on'"),
     ],
@@ -382,9 +451,16 @@ def test_another_version(own: Run, tmp_path: Path) -> None:
 def test_process_of_the_engine(models: Any, tmp_path: Path) -> None:
     """vLLM loads the plug-in where the layers are. In fp32, as what is in a batch depends on when prompts get there."""
     model = models(qwen3_5)
-    made = run(tmp_path, model.path, env=dict(VLLM_ENABLE_V1_MULTIPROCESSING="1"), enable_prefix_caching=True)
+    made = run(
+        tmp_path,
+        model.path,
+        env=dict(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
+        enable_prefix_caching=True,
+    )
     assert made.tokens == model.tokens
     assert made.report == []
     (line,) = [line for line in made.log.splitlines() if "in QwenGatedDeltaNetAttention" in line]
     assert line.startswith("(Worker ")
-    assert line.endswith("backend reference, in QwenGatedDeltaNetAttention: decode: gated_delta; prefill: gated_delta")
+    assert line.endswith(
+        "backend reference, in QwenGatedDeltaNetAttention: decode: gated_delta; prefill: gated_delta"
+    )

@@ -40,7 +40,9 @@ def conv_update(
         if start < end and slot > 0:
             first = 0 if num_accepted_tokens is None else int(num_accepted_tokens[n]) - 1
             held = conv_state[slot]
-            window = torch.cat([held[:, first : first + weight.shape[1] - 1], x[start:end].T.to(held.dtype)], 1)
+            window = torch.cat(
+                [held[:, first : first + weight.shape[1] - 1], x[start:end].T.to(held.dtype)], 1
+            )
             out[start:end] = _conv(window, weight, bias, activation).T
             kept = window[:, 1:]
             held[:, : kept.shape[1]] = kept
@@ -49,7 +51,12 @@ def conv_update(
 
 def _conv(window, weight, bias, activation):
     assert activation == "silu"
-    y = F.conv1d(window.float()[None], weight.float()[:, None], None if bias is None else bias.float(), groups=len(weight))[0]
+    y = F.conv1d(
+        window.float()[None],
+        weight.float()[:, None],
+        None if bias is None else bias.float(),
+        groups=len(weight),
+    )[0]
     return F.silu(y).to(window.dtype)
 
 
@@ -63,11 +70,19 @@ def stand_in(drafts):
         ffi.lib
     )  # numba's: vLLM looks for kernels in every module's values, and this one has whatever attribute is asked for
     find = library.__getattr__
-    library.__getattr__ = lambda self, name: find(self, name) if name != "__dict__" else object.__getattribute__(self, name)
-    Qwen3NextForCausalLM.set_moe_parameters = lambda self: None  # it wants experts, whose kernels want bf16
+    library.__getattr__ = lambda self, name: (
+        find(self, name) if name != "__dict__" else object.__getattribute__(self, name)
+    )
+    Qwen3NextForCausalLM.set_moe_parameters = lambda self: (
+        None
+    )  # it wants experts, whose kernels want bf16
     olmo_gdn_linear_attn.set_triton_allocator = lambda device: None
-    loader = olmo_gdn_linear_attn._make_fused_conv1d_weight_loader  # it wants as an argument what vLLM hangs on the tensor
-    olmo_gdn_linear_attn._make_fused_conv1d_weight_loader = lambda *dims: lambda param, x: loader(*dims)(param, x, x.shard_id)
+    loader = (
+        olmo_gdn_linear_attn._make_fused_conv1d_weight_loader
+    )  # it wants as an argument what vLLM hangs on the tensor
+    olmo_gdn_linear_attn._make_fused_conv1d_weight_loader = lambda *dims: (
+        lambda param, x: loader(*dims)(param, x, x.shard_id)
+    )
     if drafts:
         causal_conv1d.causal_conv1d_update = conv_update
 
@@ -82,13 +97,17 @@ def count():
                 CALLS[name] += 1
                 accepted = kwargs.get("num_accepted")
                 CALLS["drafts"] += accepted is not None
-                CALLS.update(f"accepted {n - 1}" for n in ([] if accepted is None else accepted.tolist()))  # the first was no draft
+                CALLS.update(
+                    f"accepted {n - 1}" for n in ([] if accepted is None else accepted.tolist())
+                )  # the first was no draft
                 CALLS["norm"] += kwargs.get("norm") is not None
                 CALLS["checkpoints"] += kwargs.get("checkpoint_lens") is not None
                 if longest := kwargs.get("max_seqlen"):  # in chunks
                     assert 0 <= longest - int(kwargs["cu_seqlens"].diff().max()) < 64
                     CALLS["longest"] += 1
-                CALLS["prefill from a state"] += name == "prefill" and bool(kwargs["has_initial_state"].any())
+                CALLS["prefill from a state"] += name == "prefill" and bool(
+                    kwargs["has_initial_state"].any()
+                )
             return f(*args, **kwargs)
 
         return call
@@ -105,10 +124,14 @@ class Exporter:
 
     def export(self, m, *, raw_qkv, conv_state, cu_seqlens):
         CALLS["windows"] += 1
-        for n, (offset, slot) in enumerate(zip(m.checkpoint_offsets.tolist(), m.state_indices.tolist(), strict=True)):
+        for n, (offset, slot) in enumerate(
+            zip(m.checkpoint_offsets.tolist(), m.state_indices.tolist(), strict=True)
+        ):
             if slot > 0 and offset >= self.state_len:
                 end = int(cu_seqlens[n]) + offset
-                conv_state[slot, :, : self.state_len] = raw_qkv[end - self.state_len : end].T.to(conv_state.dtype)
+                conv_state[slot, :, : self.state_len] = raw_qkv[end - self.state_len : end].T.to(
+                    conv_state.dtype
+                )
 
 
 def draft_from(answers):
@@ -156,7 +179,9 @@ def record(kernels, arch):
     from gated_delta.integrations import start
 
     def note(kind, problem):
-        kernels[kind] = sorted({*kernels[kind], *(variant.label for variant in dispatch.variants_of(problem))})
+        kernels[kind] = sorted(
+            {*kernels[kind], *(variant.label for variant in dispatch.variants_of(problem))}
+        )
 
     def described(describe):
         def wrapped(a):
@@ -271,14 +296,28 @@ def main():
     from vllm import LLM, SamplingParams
 
     llm = LLM(skip_tokenizer_init=True, **job["engine"])
-    sampling = SamplingParams(temperature=0, max_tokens=job["max_tokens"], detokenize=False, ignore_eos=True)
+    sampling = SamplingParams(
+        temperature=0, max_tokens=job["max_tokens"], detokenize=False, ignore_eos=True
+    )
     rounds = []
     for _ in range(job["rounds"]):
-        outputs = llm.generate([dict(prompt_token_ids=p) for p in job["prompts"]], sampling, use_tqdm=False)
-        rounds.append(dict(tokens=[list(o.outputs[0].token_ids) for o in outputs], cached=[o.num_cached_tokens for o in outputs]))
+        outputs = llm.generate(
+            [dict(prompt_token_ids=p) for p in job["prompts"]], sampling, use_tqdm=False
+        )
+        rounds.append(
+            dict(
+                tokens=[list(o.outputs[0].token_ids) for o in outputs],
+                cached=[o.num_cached_tokens for o in outputs],
+            )
+        )
     from gated_delta.integrations import vllm as plugin
 
-    made = dict(rounds=rounds, calls=CALLS, batches=sorted(BATCHES), report=[row._asdict() for row in plugin.report()])
+    made = dict(
+        rounds=rounds,
+        calls=CALLS,
+        batches=sorted(BATCHES),
+        report=[row._asdict() for row in plugin.report()],
+    )
     made |= dict(kernels=kernels, ranks=llm.collective_rpc(rank) if "ranks" in job else [])
     with open(job["result"], "w") as f:
         json.dump(made, f)

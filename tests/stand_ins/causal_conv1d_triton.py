@@ -3,7 +3,9 @@
 import torch
 
 
-def causal_conv1d_update(x, conv_state, weight, bias=None, activation=None, conv_state_indices=None):
+def causal_conv1d_update(
+    x, conv_state, weight, bias=None, activation=None, conv_state_indices=None
+):
     assert (bias, activation) == (None, "silu")
     rows = conv_state_indices.long()
     seen = torch.cat([conv_state[rows], x[..., None]], -1)

@@ -6,7 +6,16 @@ from sglang.srt.utils import get_device_sm, is_cuda, is_gfx95_supported, is_hip,
 
 import gated_delta as gd
 
-assert not any([is_arch_support_pdl(), is_cuda(), is_gfx95_supported(), is_hip(), is_sm90_supported(), get_device_sm()])
+assert not any(
+    [
+        is_arch_support_pdl(),
+        is_cuda(),
+        is_gfx95_supported(),
+        is_hip(),
+        is_sm90_supported(),
+        get_device_sm(),
+    ]
+)
 
 
 def fused_sigmoid_gating_delta_rule_update(
@@ -19,14 +28,31 @@ def fused_sigmoid_gating_delta_rule_update(
     assert (lower_bound is not None) == is_kda
     assert cache_ring or cache_steps is None or cache_steps == intermediate_states_buffer.shape[1]
     if cache_ring:
-        assert (is_kda, disable_state_update, cache_steps <= replayssm_rawv.shape[2]) == (True, True, True)
-        log_decay = lower_bound * torch.sigmoid(A_log.exp()[:, None] * (a.view(-1, *dt_bias.shape).float() + dt_bias))
-        records = (replayssm_rawv, v[0]), (replayssm_rawk, k[0]), (replayssm_g, log_decay), (replayssm_beta, b.float().sigmoid())
+        assert (is_kda, disable_state_update, cache_steps <= replayssm_rawv.shape[2]) == (
+            True,
+            True,
+            True,
+        )
+        log_decay = lower_bound * torch.sigmoid(
+            A_log.exp()[:, None] * (a.view(-1, *dt_bias.shape).float() + dt_bias)
+        )
+        records = (
+            (replayssm_rawv, v[0]),
+            (replayssm_rawk, k[0]),
+            (replayssm_g, log_decay),
+            (replayssm_beta, b.float().sigmoid()),
+        )
         for ring, x in records:
-            ring[initial_state_indices.long(), :, :cache_steps] = x.unflatten(0, (-1, cache_steps)).transpose(1, 2).to(ring.dtype)
+            ring[initial_state_indices.long(), :, :cache_steps] = (
+                x.unflatten(0, (-1, cache_steps)).transpose(1, 2).to(ring.dtype)
+            )
     a = a.view(1, a.shape[0], v.shape[2], -1)
     a = a if is_kda else a[..., 0]
-    gate = gd.Gate.lower_bound(A_log, dt_bias, lower_bound) if is_kda else gd.Gate.softplus(A_log, dt_bias)
+    gate = (
+        gd.Gate.lower_bound(A_log, dt_bias, lower_bound)
+        if is_kda
+        else gd.Gate.softplus(A_log, dt_bias)
+    )
     return gd.decode(
         q, k, v, a, b[None], gate=gate, scale=scale, beta_logits=True, cu_seqlens=cu_seqlens, state=initial_state_source,
         state_indices=initial_state_indices, intermediate_states=intermediate_states_buffer,

@@ -27,16 +27,32 @@ def gdn_replayssm_spec_decode(
     query_start_loc, ssm_state_indices, replay_indices, write_pos, cache_base, is_flush, max_cache_len, max_spec_len, scale=None,
     use_qk_l2norm_in_kernel=True, null_block_id=0, launch_mode="both",
 ):  # fmt: skip
-    assert (launch_mode, beta_cache, null_block_id, max_cache_len) == ("verify", None, -1, d_cache.shape[2])
+    assert (launch_mode, beta_cache, null_block_id, max_cache_len) == (
+        "verify",
+        None,
+        -1,
+        d_cache.shape[2],
+    )
     gate = gd.Gate.softplus(A_log, dt_bias)
     for n, (slot, row) in enumerate(zip(ssm_state_indices.tolist(), replay_indices.tolist())):
-        assert (int(is_flush[row]), bool(write_pos[row] + max_spec_len <= max_cache_len)) == (0, True)
-        some, seen = slice(*query_start_loc[n : n + 2].tolist()), ring(cache_base[row], write_pos[row], max_cache_len)
-        records = [high[row].float() + low[row].float() for high, low in ((d_cache, rawv_cache), (k_cache, rawk_cache))]
+        assert (int(is_flush[row]), bool(write_pos[row] + max_spec_len <= max_cache_len)) == (
+            0,
+            True,
+        )
+        some, seen = (
+            slice(*query_start_loc[n : n + 2].tolist()),
+            ring(cache_base[row], write_pos[row], max_cache_len),
+        )
+        records = [
+            high[row].float() + low[row].float()
+            for high, low in ((d_cache, rawv_cache), (k_cache, rawk_cache))
+        ]
         state = folded(checkpoint_state[slot], *records, g_cache[row], seen)
         buffer = gd.KVBuffer.empty(1, max_spec_len, k.shape[1], v.shape[1], k.shape[2], v.shape[2])
         tokens = [one[None, some] for one in (q, k, v, a, b)]
-        out[some] = gd.verify(*tokens, gate=gate, scale=scale, beta_logits=True, state=state[None], buffer=buffer)[0]
+        out[some] = gd.verify(
+            *tokens, gate=gate, scale=scale, beta_logits=True, state=state[None], buffer=buffer
+        )[0]
         where = ring(cache_base[row] + write_pos[row], max_spec_len, max_cache_len)
         for x, high, low in ((buffer.u, d_cache, rawv_cache), (buffer.k, k_cache, rawk_cache)):
             high[row][:, where] = (x := x[0].transpose(0, 1)).to(high.dtype)
@@ -51,7 +67,9 @@ def commit_gdn_replayssm_spec(
 ):  # fmt: skip
     assert (is_flush.dtype, int(is_flush.sum())) == (torch.int8, 0)
     write_pos[replay_indices] += num_accepted
-    is_flush.copy_(write_pos > 0 if fold_every_commit else write_pos + 2 * max_spec_len > max_cache_len)
+    is_flush.copy_(
+        write_pos > 0 if fold_every_commit else write_pos + 2 * max_spec_len > max_cache_len
+    )
 
 
 def commit_gdn_replayssm_circular(
@@ -61,9 +79,17 @@ def commit_gdn_replayssm_circular(
     for slot, row in zip(state_batch_indices.tolist(), replay_indices.tolist()):
         if is_flush[row]:
             records = [
-                (x[0, row].float() + y[0, row].float()) for x, y in ((d_cache, d_residual_cache), (k_cache, k_residual_cache))
+                (x[0, row].float() + y[0, row].float())
+                for x, y in ((d_cache, d_residual_cache), (k_cache, k_residual_cache))
             ]
             state = checkpoint_state[0, slot]
-            state.copy_(folded(state, *records, g_cache[0, row], ring(cache_base[row], write_pos[row], d_cache.shape[3])))
+            state.copy_(
+                folded(
+                    state,
+                    *records,
+                    g_cache[0, row],
+                    ring(cache_base[row], write_pos[row], d_cache.shape[3]),
+                )
+            )
             cache_base[row] = (cache_base[row] + write_pos[row]) % d_cache.shape[3]
             write_pos[row] = is_flush[row] = 0

@@ -12,12 +12,33 @@ def recurrent_kda(q, k, v, g, beta, *, num_spec_tokens=None, **options):
     assert options["use_gate_in_kernel"]
     assert options["beta_is_logit"]
     # What the adapter does not do: a slot for every token, in another pool than the one that is read.
-    written, slots, cu_seqlens = options["initial_state"], options["ssm_state_indices"], options["cu_seqlens"]
+    written, slots, cu_seqlens = (
+        options["initial_state"],
+        options["ssm_state_indices"],
+        options["cu_seqlens"],
+    )
     assert slots.shape == (len(cu_seqlens) - 1, num_spec_tokens + 1)
-    gate = gd.Gate.lower_bound(options["A_log"], options["dt_bias"].view(v.shape[2], -1), options["lower_bound"])
+    gate = gd.Gate.lower_bound(
+        options["A_log"], options["dt_bias"].view(v.shape[2], -1), options["lower_bound"]
+    )
     steps = torch.empty(*slots.shape, *written.shape[1:], dtype=written.dtype)
-    read = dict(state=options["initial_state_source"], state_indices=options["initial_state_indices"], update_state=False)
-    o = gd.decode(q, k, v, g, beta, gate=gate, beta_logits=True, cu_seqlens=cu_seqlens, intermediate_states=steps, **read)
+    read = dict(
+        state=options["initial_state_source"],
+        state_indices=options["initial_state_indices"],
+        update_state=False,
+    )
+    o = gd.decode(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        gate=gate,
+        beta_logits=True,
+        cu_seqlens=cu_seqlens,
+        intermediate_states=steps,
+        **read,
+    )
     written[slots.view(-1).long()] = steps.flatten(0, 1)
     return o, None
 
@@ -42,13 +63,17 @@ def kimi_delta_attention(
     return o[0], state
 
 
-def fused_kda_decode(x, weight, bias, conv_state, raw_g, raw_beta, A_log, dt_bias, state_indices, state, out, *behind):
+def fused_kda_decode(
+    x, weight, bias, conv_state, raw_g, raw_beta, A_log, dt_bias, state_indices, state, out, *behind
+):
     lower_bound, output_gate, norm_weight, norm_eps = behind
     (_, B, H, D), rows = raw_g.shape, state_indices.long()
     assert (bias, weight.dtype, tuple(weight.shape)) == (None, torch.float32, (3, 4, H * D))
     seen = torch.cat([conv_state[rows], x[..., None]], -1)
     conv_state[rows] = seen[..., 1:]
-    mixed = torch.nn.functional.silu((seen.float() * weight.transpose(1, 2).reshape(-1, 4)).sum(-1)).bfloat16()
+    mixed = torch.nn.functional.silu(
+        (seen.float() * weight.transpose(1, 2).reshape(-1, 4)).sum(-1)
+    ).bfloat16()
     gd.decode(
         *(y.view(B, 1, H, D) for y in mixed.split(H * D, -1)), raw_g.view(B, 1, H, D), raw_beta.view(B, 1, H),
         gate=gd.Gate.lower_bound(A_log, dt_bias.view(H, D), lower_bound), norm=gd.GatedNorm(norm_weight, norm_eps, "sigmoid"),
@@ -58,7 +83,21 @@ def fused_kda_decode(x, weight, bias, conv_state, raw_g, raw_beta, A_log, dt_bia
 
 
 def fused_gdn_decode_post_conv_mtp(
-    mixed_qkv, a, b, A_log, dt_bias, state_indices, cu_seqlens, num_accepted, state, output_gate, norm_weight, out, scale, eps, act
+    mixed_qkv,
+    a,
+    b,
+    A_log,
+    dt_bias,
+    state_indices,
+    cu_seqlens,
+    num_accepted,
+    state,
+    output_gate,
+    norm_weight,
+    out,
+    scale,
+    eps,
+    act,
 ):
     HV, D = out.shape[1:]
     H = (mixed_qkv.shape[1] // D - HV) // 2

@@ -16,7 +16,9 @@ DRAFTS = (MTP, VERIFY)
 SLOTS = (9, 2, 4)
 
 
-def inputs(name: str, t: int | None = None, n: int = N, dtype: torch.dtype = FP32, seed: int = 0) -> dict[str, Tensor]:
+def inputs(
+    name: str, t: int | None = None, n: int = N, dtype: torch.dtype = FP32, seed: int = 0
+) -> dict[str, Tensor]:
     """The tensors that come with every step: T tokens, but one for DECODE; grouped heads, but for VERIFY."""
     t, heads = t or (1 if name == DECODE else T), HV if name == VERIFY else H
     return dict(
@@ -69,14 +71,28 @@ def valid(name: str) -> dict:
     if name in PREFILLS:
         more = dict(use_gate_in_kernel=True, safe_gate=True, lower_bound=-5.0)
         if name == AUTO:
-            more = dict(out=untouched(1, TOTAL, HV, V), final_state=torch.full_like(states(), UNTOUCHED))
+            more = dict(
+                out=untouched(1, TOTAL, HV, V), final_state=torch.full_like(states(), UNTOUCHED)
+            )
         return prompts() | dict(initial_state=states()) | more
     if name in FLUSHES:
         layers = (L,) if name == FLUSH_ALL else ()
-        filled = {n: normal(*y.shape, seed=i).sigmoid() for i, (n, y) in enumerate(buffers(*layers, N, T).items())}
-        return dict(initial_state_source=pool(layers=layers), initial_state_indices=ints(*SLOTS), **filled, accept_len=T)
+        filled = {
+            n: normal(*y.shape, seed=i).sigmoid()
+            for i, (n, y) in enumerate(buffers(*layers, N, T).items())
+        }
+        return dict(
+            initial_state_source=pool(layers=layers),
+            initial_state_indices=ints(*SLOTS),
+            **filled,
+            accept_len=T,
+        )
     x = inputs(name)
-    x |= dict(initial_state_source=pool(), initial_state_indices=ints(*SLOTS), out=untouched(*x["v"].shape))
+    x |= dict(
+        initial_state_source=pool(),
+        initial_state_indices=ints(*SLOTS),
+        out=untouched(*x["v"].shape),
+    )
     return x | (buffers(fill=UNTOUCHED) if name == VERIFY else {})
 
 
@@ -86,16 +102,31 @@ def k_first() -> dict:
 
 KV = dict(state_layout="kv", disable_state_update=True)
 CALLS = {name: functools.partial(valid, name) for name in (*STEPS, *FLUSHES, *PREFILLS)} | {
-    f"{MTP}, every state": lambda: valid(MTP) | dict(intermediate_states_buffer=untouched(N, T, HV, V, K)),
+    f"{MTP}, every state": lambda: (
+        valid(MTP) | dict(intermediate_states_buffer=untouched(N, T, HV, V, K))
+    ),
     f"{MTP}, K first": k_first,
-    f"{VERIFY}, no buffers": lambda: valid(VERIFY) | dict.fromkeys(buffers()) | dict(disable_state_update=False),
-    **{f"{name}, counts": lambda name=name: valid(name) | dict(accept_len=ints(2, 1, 3)) for name in FLUSHES},
+    f"{VERIFY}, no buffers": lambda: (
+        valid(VERIFY) | dict.fromkeys(buffers()) | dict(disable_state_update=False)
+    ),
+    **{
+        f"{name}, counts": lambda name=name: valid(name) | dict(accept_len=ints(2, 1, 3))
+        for name in FLUSHES
+    },
 }
 COPIED = {AUTO: {"final_state"}, f"{MTP}, K first": {"initial_state_source"}}
 HINTS = [
     *((PREFILLS, {hint: ints(0)}) for hint in ("chunk_indices", "cu_seqlens_cpu")),
     *((AUTO, dict(use_intracard_cp=mode)) for mode in (None, True, False)),
-    *((VERIFY, hint) for hint in (dict(t_crossover=3), dict(opt_level=1), dict(fast_math=False), dict(emit_output=False))),
+    *(
+        (VERIFY, hint)
+        for hint in (
+            dict(t_crossover=3),
+            dict(opt_level=1),
+            dict(fast_math=False),
+            dict(emit_output=False),
+        )
+    ),
     *((FLUSHES, hint) for hint in (dict(bv=8), dict(opt_level=1))),
     (DECODE, dict(cu_seqlens=ints(99))),
 ]
@@ -109,7 +140,11 @@ REFUSED = {
     UnsupportedProblem: [
         (STEPS, dict(softplus_beta=2.0), r"softplus_beta=2\.0"),
         (STEPS, dict(softplus_threshold=10.0), r"softplus_threshold=10\.0"),
-        ((DECODE, MTP), dict(state_layout="kv", initial_state_source=ZEROS(P, HV, K, V)), "state_layout='kv'"),
+        (
+            (DECODE, MTP),
+            dict(state_layout="kv", initial_state_source=ZEROS(P, HV, K, V)),
+            "state_layout='kv'",
+        ),
         (
             MTP,
             lambda _: k_first() | dict(intermediate_states_buffer=ZEROS(N, T, HV, V, K)),
@@ -129,20 +164,46 @@ REFUSED = {
         (STEPS, dict(dt_bias=ZEROS(K, HV)), "^dt_bias: "),
         (STEPS, dict(initial_state_source=ZEROS(P, HV, K, V)), "^state: "),
         (STEPS, dict(initial_state_indices=ints(0, 1)), "^initial_state_indices"),
-        (STEPS, lambda name: dict(initial_state_indices=ints(*[[9] * tokens_of(name)] * N)), "^initial_state_indices"),
-        (VERIFY, dict(initial_state_indices=torch.arange(N * T).view(N, T), **dict.fromkeys(buffers())), "^initial_state_indices"),
+        (
+            STEPS,
+            lambda name: dict(initial_state_indices=ints(*[[9] * tokens_of(name)] * N)),
+            "^initial_state_indices",
+        ),
+        (
+            VERIFY,
+            dict(initial_state_indices=torch.arange(N * T).view(N, T), **dict.fromkeys(buffers())),
+            "^initial_state_indices",
+        ),
         ((DECODE, MTP), dict(state_layout="x"), "^state_layout"),
-        *((MTP, dict(KV, initial_state_source=x), "^initial_state_source") for x in (pool(), ZEROS(P, HV + 1, K, V))),
-        (MTP, dict(KV, initial_state_source=ZEROS(N - 1, HV, K, V), initial_state_indices=None), "^state: .*P >= N"),
-        (MTP, dict(intermediate_states_buffer=ZEROS(N, T, HV, V, K).bfloat16()), "^intermediate_states_buffer: .*dtype"),
         *(
-            (MTP, dict(intermediate_states_buffer=ZEROS(*lead, HV, V, K)), "^intermediate_states_buffer")
+            (MTP, dict(KV, initial_state_source=x), "^initial_state_source")
+            for x in (pool(), ZEROS(P, HV + 1, K, V))
+        ),
+        (
+            MTP,
+            dict(KV, initial_state_source=ZEROS(N - 1, HV, K, V), initial_state_indices=None),
+            "^state: .*P >= N",
+        ),
+        (
+            MTP,
+            dict(intermediate_states_buffer=ZEROS(N, T, HV, V, K).bfloat16()),
+            "^intermediate_states_buffer: .*dtype",
+        ),
+        *(
+            (
+                MTP,
+                dict(intermediate_states_buffer=ZEROS(*lead, HV, V, K)),
+                "^intermediate_states_buffer",
+            )
             for lead in ((N, T + 1), (N, T - 1), (N + 1, T), (N * T,))
         ),
         (
             FLUSHES,
             lambda name: (
-                dict(valid(name), initial_state_source=pool(layers=(L,) * (name == FLUSH_ALL))[..., :2, :, :, :])
+                dict(
+                    valid(name),
+                    initial_state_source=pool(layers=(L,) * (name == FLUSH_ALL))[..., :2, :, :, :],
+                )
                 | dict(initial_state_indices=None)
             ),
             "P >= 3",
@@ -173,16 +234,29 @@ REFUSED = {
         (PREFILLS, dict(safe_gate=False, lower_bound=0.0), "^bound: "),
         (PREFILLS, dict(cu_seqlens=ints(0, 5, 5, 75, 81)), "^cu_seqlens: "),
         (PREFILLS, dict(cu_seqlens=ints()), "^cu_seqlens: "),
-        *((PREFILLS, dict(initial_state=ZEROS(*shape)), "^initial_state: ") for shape in ((SEQUENCES, HV, K, V), (P, HV, V, K))),
+        *(
+            (PREFILLS, dict(initial_state=ZEROS(*shape)), "^initial_state: ")
+            for shape in ((SEQUENCES, HV, K, V), (P, HV, V, K))
+        ),
         (AUTO, dict(out=ZEROS(1, TOTAL, V, HV)), "^out: "),
         (AUTO, dict(output_final_state=False), "^final_state: "),
-        *((AUTO, dict(final_state=ZEROS(*shape)), "^final_state: ") for shape in ((SEQUENCES, HV, K, V), (P, HV, V, K))),
-        (AUTO, dict(initial_state=(held := ZEROS(SEQUENCES + 1, HV, V, K))[1:], final_state=held[:-1]), "^final_state: .*apart"),
+        *(
+            (AUTO, dict(final_state=ZEROS(*shape)), "^final_state: ")
+            for shape in ((SEQUENCES, HV, K, V), (P, HV, V, K))
+        ),
+        (
+            AUTO,
+            dict(initial_state=(held := ZEROS(SEQUENCES + 1, HV, V, K))[1:], final_state=held[:-1]),
+            "^final_state: .*apart",
+        ),
     ],
     TypeError: [
         (STEPS, dict(A_log=ZEROS(HV).bfloat16()), "A_log"),
         (STEPS, dict(dt_bias=ZEROS(HV, K).half()), "dt_bias"),
-        *((AUTO, dict(final_state=states().to(dtype)), "^final_state: ") for dtype in (torch.int64, FP64)),
+        *(
+            (AUTO, dict(final_state=states().to(dtype)), "^final_state: ")
+            for dtype in (torch.int64, FP64)
+        ),
         *((FLUSHES, dict(accept_len=x), "^accept_len: ") for x in (1.0, None, True, [1, 2, 3])),
         ((VERIFY, FLUSH), dict(d_buffer=buffers()["d_buffer"].bfloat16()), "buffer.u"),
         (PREFILLS, dict(A_log=ZEROS(HV).bfloat16()), "A_log"),
@@ -192,7 +266,9 @@ REFUSED = {
     ],
 }
 POOL = "A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indices"
-NUMBERS = "scale=None, use_qk_l2norm_in_kernel=True, softplus_beta=1.0, softplus_threshold=20.0, out=None"
+NUMBERS = (
+    "scale=None, use_qk_l2norm_in_kernel=True, softplus_beta=1.0, softplus_threshold=20.0, out=None"
+)
 FOLD = "initial_state_source, initial_state_indices, d_buffer, k_buffer, g_buffer, accept_len, bv=-1, opt_level=3"
 PROMPT = (
     "q, k, v, g, beta, scale=None, initial_state=None, output_final_state={0}, use_qk_l2norm_in_kernel={0}, use_gate_in_kernel={0}, "
@@ -205,6 +281,7 @@ SIGNATURES = {
     "t_crossover=None, opt_level=3, fast_math=True, lower_bound=None",
     FLUSH: FOLD,
     FLUSH_ALL: FOLD,
-    AUTO: PROMPT.format(True, -5.0) + ", use_beta_sigmoid_in_kernel=False, use_intracard_cp=auto, out=None, final_state=None",
+    AUTO: PROMPT.format(True, -5.0)
+    + ", use_beta_sigmoid_in_kernel=False, use_intracard_cp=auto, out=None, final_state=None",
     HOPPER: PROMPT.format(False, None),
 }

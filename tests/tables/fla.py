@@ -36,13 +36,27 @@ def packed(ends=ENDS, dtype: torch.dtype = INT64) -> dict[str, Tensor]:
 
 def valid(name: str) -> dict:
     """A call for the table of refused arguments to bend."""
-    return inputs(name, t=5) | dict(initial_state=normal(N, HV, K, V, seed=5), output_final_state=True)
+    return inputs(name, t=5) | dict(
+        initial_state=normal(N, HV, K, V, seed=5), output_final_state=True
+    )
 
 
 def gated(name: str) -> dict:
-    x = inputs(name, 1, TOTAL) | packed(dtype=INT32) | (dict(cu_seqlens_cpu=torch.tensor(ENDS)) if name == CHUNK_GDN else {})
-    x |= dict(use_gate_in_kernel=True, A_log=normal(HV, seed=8), dt_bias=normal(*x["g"].shape[2:], seed=9).flatten())
-    return x | dict(initial_state=normal(len(ENDS) - 1, HV, V, K, seed=5), output_final_state=True, state_v_first=True)
+    x = (
+        inputs(name, 1, TOTAL)
+        | packed(dtype=INT32)
+        | (dict(cu_seqlens_cpu=torch.tensor(ENDS)) if name == CHUNK_GDN else {})
+    )
+    x |= dict(
+        use_gate_in_kernel=True,
+        A_log=normal(HV, seed=8),
+        dt_bias=normal(*x["g"].shape[2:], seed=9).flatten(),
+    )
+    return x | dict(
+        initial_state=normal(len(ENDS) - 1, HV, V, K, seed=5),
+        output_final_state=True,
+        state_v_first=True,
+    )
 
 
 CALLS = {name: functools.partial(valid, name) for name in FUNCTIONS} | {
@@ -53,9 +67,17 @@ COPIED = {name: {"initial_state"} for name in FUNCTIONS}
 HINTS = [
     (FUNCTIONS, dict(A_log=normal(HV, seed=8), dt_bias=normal(HV, seed=9))),
     (KDA, dict(lower_bound=-5.0)),
-    (CHUNK_GDN, dict(chunk_size=16, cu_seqlens_cpu=torch.tensor(ENDS), chunk_indices=torch.zeros(9, 2))),
+    (
+        CHUNK_GDN,
+        dict(chunk_size=16, cu_seqlens_cpu=torch.tensor(ENDS), chunk_indices=torch.zeros(9, 2)),
+    ),
     (CHUNK_GDN, dict(chunk_size=32)),
-    (CHUNK_KDA, dict(chunk_size=32, cu_seqlens_cpu=torch.tensor(ENDS), safe_gate=True, disable_recompute=True)),
+    (
+        CHUNK_KDA,
+        dict(
+            chunk_size=32, cu_seqlens_cpu=torch.tensor(ENDS), safe_gate=True, disable_recompute=True
+        ),
+    ),
     ((CHUNK_GDN, CHUNK_KDA), dict(use_graph=True)),
 ]
 ZEROS, ONES = torch.zeros, torch.ones
@@ -66,7 +88,11 @@ REFUSED = {
         (CHUNK_KDA, dict(return_intermediate_states=True), "return_intermediate_states"),
         (STEP_GDN, dict(gv=ZEROS(N, 5, HV, V)), r"\(gv\)"),
         (FUNCTIONS, dict(beta=ZEROS(N, 5, HV, V)), "beta"),
-        (FUNCTIONS, dict(GATE, A_log=torch.nn.Parameter(ZEROS(HV).bfloat16())), "A_log requires grad"),
+        (
+            FUNCTIONS,
+            dict(GATE, A_log=torch.nn.Parameter(ZEROS(HV).bfloat16())),
+            "A_log requires grad",
+        ),
     ],
     ValueError: [
         (FUNCTIONS, dict(allow_neg_eigval=True), "use_beta_sigmoid_in_kernel"),
@@ -76,7 +102,11 @@ REFUSED = {
         (FUNCTIONS, packed([0, 5]) | dict(initial_state=None), "cu_seqlens"),
         (FUNCTIONS, dict(initial_state=ZEROS(N, HV, V, K)), r"initial_state.*HV, K, V\]"),
         (FUNCTIONS, dict(state_v_first=True), r"initial_state.*HV, V, K\]"),
-        (FUNCTIONS, dict(state_v_first=True, transpose_state_layout=True), "^transpose_state_layout: "),
+        (
+            FUNCTIONS,
+            dict(state_v_first=True, transpose_state_layout=True),
+            "^transpose_state_layout: ",
+        ),
         (FUNCTIONS, dict(initial_state=ZEROS(N + 1, HV, K, V)), "initial_state"),
         (FUNCTIONS, dict(v=ZEROS(N, 5, 3, V)), "HV"),
         (GDN, dict(g=ZEROS(N, 5, HV, K)), r"g: expected \[B, T, HV\], got"),
@@ -85,7 +115,11 @@ REFUSED = {
         (CHUNK_GDN, dict(chunk_size=128), "chunk_size"),
         (CHUNK_KDA, dict(chunk_size=16), "chunk_size"),
         *(
-            (CHUNK_KDA, dict(GATE, safe_gate=True, A_log=ZEROS(HV), lower_bound=bound), "^lower_bound")
+            (
+                CHUNK_KDA,
+                dict(GATE, safe_gate=True, A_log=ZEROS(HV), lower_bound=bound),
+                "^lower_bound",
+            )
             for bound in (None, 0.0, -6.0)
         ),
         (
@@ -99,7 +133,13 @@ REFUSED = {
     ],
     TypeError: [
         (FUNCTIONS, dict(beta=ONES(N, 5, HV).bool()), "^beta: "),
-        (FUNCTIONS, dict(beta=ONES(N, 5, HV).long(), use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True), "^beta: "),
+        (
+            FUNCTIONS,
+            dict(
+                beta=ONES(N, 5, HV).long(), use_beta_sigmoid_in_kernel=True, allow_neg_eigval=True
+            ),
+            "^beta: ",
+        ),
         (FUNCTIONS, dict(GATE, A_log=ONES(HV).int()), "^A_log: "),
         (FUNCTIONS, dict(GATE, A_log=0.5), "^A_log: "),
         (FUNCTIONS, dict(q=ONES(N, 5, H, K, dtype=FP64)), "^q: "),

@@ -28,13 +28,20 @@ from ..problem import SHORT, Tokens
 from ..results import first_line, tracked
 
 MODEL = Path(__file__).parent / "tiny_qwen3_5"
-PROMPTS = ("A class definition defines a class object. " * 10, "The try statement specifies handlers. " * 4, "Lambda expressions")
+PROMPTS = (
+    "A class definition defines a class object. " * 10,
+    "The try statement specifies handlers. " * 4,
+    "Lambda expressions",
+)
 DRAFT = 4
 TURNS = 5
 TIMED = 48
 """Bytes that a timed run generates at most."""
 
-TOLERANCE = {"reference": {torch.float32: 1e-5, torch.bfloat16: 4e-3}, "cute": {torch.float32: 1e-3, torch.bfloat16: 4e-3}}
+TOLERANCE = {
+    "reference": {torch.float32: 1e-5, torch.bfloat16: 4e-3},
+    "cute": {torch.float32: 1e-3, torch.bfloat16: 4e-3},
+}
 """By how much of its norm a result may differ from float64, by who made the first states: cute's prefill has fp16 operands."""
 
 LOGITS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
@@ -79,14 +86,18 @@ def load_model(device: torch.device, dtype: torch.dtype) -> Any:
         from transformers import Qwen3_5ForCausalLM
         from transformers.utils import logging
     except ImportError as problem:
-        raise ImportError(f"the demo runs a transformers model: {how_to_install('demo')}") from problem
+        raise ImportError(
+            f"the demo runs a transformers model: {how_to_install('demo')}"
+        ) from problem
     logging.set_verbosity_error()  # transformers advises to install other kernels, which is beside the point here
     logging.disable_progress_bar()
     try:
         model = Qwen3_5ForCausalLM.from_pretrained(MODEL, dtype=dtype, local_files_only=True)
     except Exception as problem:  # transformers, safetensors and json each have errors of their own
         expected = f"expected the demo's model, config.json and model.safetensors, in {MODEL}"
-        raise ImportError(f"{expected} ({first_line(problem)}); install gated-delta again, with pip") from problem
+        raise ImportError(
+            f"{expected} ({first_line(problem)}); install gated-delta again, with pip"
+        ) from problem
     return model.to(device).eval()
 
 
@@ -109,17 +120,29 @@ def generate(model: Any, prompt: str, length: int) -> Generation:
         made.append(int(token))
     done = time.perf_counter()
     decode = (length - 1) / (done - prefilled) if length > 1 else math.nan
-    return Generation(bytes(made), torch.cat(logits, 1)[0].float(), ids.shape[1] / (prefilled - start), decode)
+    return Generation(
+        bytes(made), torch.cat(logits, 1)[0].float(), ids.shape[1] / (prefilled - start), decode
+    )
 
 
 def compare(ours: Generation, plain: Generation) -> tuple[int, float]:
     """Bytes until two greedy texts part, and by how much of their norm the logits differ of these bytes and the one after."""
-    common = next((at for at, (x, y) in enumerate(zip(ours.made, plain.made, strict=True)) if x != y), len(plain.made))
+    common = next(
+        (at for at, (x, y) in enumerate(zip(ours.made, plain.made, strict=True)) if x != y),
+        len(plain.made),
+    )
     mine, theirs = ours.logits[: common + 1], plain.logits[: common + 1]
     return common, float((mine - theirs).norm() / theirs.norm())
 
 
-def show(prompt: str, length: int, backend: str, device: torch.device, console: Console, dtype: torch.dtype | None = None) -> bool:
+def show(
+    prompt: str,
+    length: int,
+    backend: str,
+    device: torch.device,
+    console: Console,
+    dtype: torch.dtype | None = None,
+) -> bool:
     """Print the whole demo; False if anything it compares differs. dtype: of the model; see `precision` when None.
 
     Raises UnsupportedProblem where the backend cannot run the model, before anything is printed.
@@ -133,19 +156,25 @@ def show(prompt: str, length: int, backend: str, device: torch.device, console: 
         f"A 4-layer Qwen3.5 of a million parameters, bytes in, bytes out, in {SHORT[model.dtype]}. {_setting(route, device)}"
     )
     console.print()
-    plain, ours, findings = _with_and_without(model, prompt, length, backend, route.backend == "cute")
+    plain, ours, findings = _with_and_without(
+        model, prompt, length, backend, route.backend == "cute"
+    )
     console.print(Text.assemble((_line(prompt), "bold"), " ", _line(ours.text)))
     if ours.made != plain.made:
         console.print(Text.assemble(("unpatched:", "bold"), " ", _line(plain.text)))
     console.print()
     passed = True
-    for what, figure, meaning, right in itertools.chain(findings, life_of_a_request(model, backend, device)):
+    for what, figure, meaning, right in itertools.chain(
+        findings, life_of_a_request(model, backend, device)
+    ):
         wrong = () if right else (("WRONG: ", "bold red"),)
         console.print(_row(what, Text.assemble(*wrong, figure, ": ", meaning), console.width))
         passed &= right
     console.print()
     console.print(
-        "All that was compared is equal within its limit." if passed else "[bold red]Not all is equal: see WRONG above.[/]"
+        "All that was compared is equal within its limit."
+        if passed
+        else "[bold red]Not all is equal: see WRONG above.[/]"
     )
     return passed
 
@@ -173,7 +202,9 @@ def _setting(route: Route, device: torch.device) -> str:
 
 def _line(text: str) -> str:
     """Text on one line, without what could steer a terminal."""
-    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split()))
+    return "".join(
+        c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split())
+    )
 
 
 # ------------------------------------------------------------------------------------------------ the model
@@ -202,12 +233,22 @@ def _with_and_without(
         meaning += f" until two are nearly as good, their logits {best:.3f} and {second:.3f}"
     findings = [
         Finding("same tokens", f"{common} of {length} bytes", meaning, right),
-        Finding("logits", f"{error:.1e} apart", f"relative, patched to plain; limit {limit:.0e}", right),
+        Finding(
+            "logits", f"{error:.1e} apart", f"relative, patched to plain; limit {limit:.0e}", right
+        ),
     ]
-    for what, speed in (("decode", "decode_tokens_per_second"), ("prompt", "prefill_tokens_per_second")):
-        before, after = (statistics.median(getattr(run, speed) for run in runs) for runs in zip(*turns, strict=True))
+    for what, speed in (
+        ("decode", "decode_tokens_per_second"),
+        ("prompt", "prefill_tokens_per_second"),
+    ):
+        before, after = (
+            statistics.median(getattr(run, speed) for run in runs)
+            for runs in zip(*turns, strict=True)
+        )
         if not math.isnan(after):
-            meaning = f"{before:.0f} plain, medians of {TURNS} runs" + ("" if gains else "; no gain expected")
+            meaning = f"{before:.0f} plain, medians of {TURNS} runs" + (
+                "" if gains else "; no gain expected"
+            )
             findings.append(Finding(what, f"{after:.0f} tokens/s", meaning))
     return plain, ours, findings
 
@@ -272,7 +313,9 @@ def life_of_a_request(model: Any, backend: str, device: torch.device) -> Iterato
     truths = [Truth(t, 2 + DRAFT) for t in texts]
     H, K = texts[0].q.shape[2:]
     HV, V = texts[0].v.shape[2:]
-    pool = torch.full((8, HV, V, K), math.nan, device=device)  # what no call may read or write stays NaN
+    pool = torch.full(
+        (8, HV, V, K), math.nan, device=device
+    )  # what no call may read or write stays NaN
     slots = torch.tensor([4, 1, 6], device=device)
     others = [slot for slot in range(8) if slot not in slots.tolist()]
 
@@ -285,20 +328,35 @@ def life_of_a_request(model: Any, backend: str, device: torch.device) -> Iterato
         ]
         return [float((x.double() - y).norm() / y.norm()) for x, y in zip(have, want, strict=True)]
 
-    def find(what: str, meaning: str, outputs: Sequence[float] = (), states: Sequence[float] = (), right: bool = True) -> Finding:
+    def find(
+        what: str,
+        meaning: str,
+        outputs: Sequence[float] = (),
+        states: Sequence[float] = (),
+        right: bool = True,
+    ) -> Finding:
         parts = []
-        for name, dtype, found in (("outputs", model.dtype, outputs), ("states", torch.float32, states)):
+        for name, dtype, found in (
+            ("outputs", model.dtype, outputs),
+            ("states", torch.float32, states),
+        ):
             if found:
                 parts.append(f"{name} {max(found):.1e}")
                 right &= all(error < tolerance[dtype] for error in found)  # NaN is not
         return Finding(what, ", ".join(parts), meaning, right)
 
     def part(first: list[int], count: list[int], dim: int) -> Tokens:
-        return _join([_slice(t, a, a + n) for t, a, n in zip(texts, first, count, strict=True)], dim)
+        return _join(
+            [_slice(t, a, a + n) for t, a, n in zip(texts, first, count, strict=True)], dim
+        )
 
-    packed = part([0, 0, 0], lengths, 1)._replace(cu_seqlens=torch.tensor([0, *lengths], device=device).cumsum(0))
+    packed = part([0, 0, 0], lengths, 1)._replace(
+        cu_seqlens=torch.tensor([0, *lengths], device=device).cumsum(0)
+    )
     fresh = torch.zeros(3, dtype=torch.bool, device=device)
-    prompts: dict[str, Any] = dict(packed._asdict(), state=pool, state_indices=slots, has_initial_state=fresh, backend=backend)
+    prompts: dict[str, Any] = dict(
+        packed._asdict(), state=pool, state_indices=slots, has_initial_state=fresh, backend=backend
+    )
     tolerance = TOLERANCE[api.explain("prefill", **prompts).backend]
     o, _ = api.prefill(**prompts)
     limits = dict.fromkeys(f"{tolerance[dtype]:.0e}" for dtype in (model.dtype, torch.float32))
@@ -323,7 +381,9 @@ def life_of_a_request(model: Any, backend: str, device: torch.device) -> Iterato
     draft = part(seen, [DRAFT] * 3, 0)
     buffer = KVBuffer.empty(3, DRAFT, H, HV, K, V, gate="head", device=device)
     frozen = pool.clone()
-    o = api.verify(**draft._asdict(), state=pool, state_indices=slots, buffer=buffer, backend=backend)
+    o = api.verify(
+        **draft._asdict(), state=pool, state_indices=slots, buffer=buffer, backend=backend
+    )
     same = torch.equal(pool.nan_to_num(), frozen.nan_to_num())
     meaning = f"{DRAFT} draft tokens each; no bit of a state changes"
     yield find("verify", meaning, errors([n + DRAFT for n in seen], list(o)), right=same)
@@ -332,7 +392,9 @@ def life_of_a_request(model: Any, backend: str, device: torch.device) -> Iterato
     for accepted in range(DRAFT + 1):
         counts = [accepted, DRAFT - accepted, accepted]
         pool.copy_(frozen)
-        api.flush(pool, buffer, torch.tensor(counts, device=device), state_indices=slots, backend=backend)
+        api.flush(
+            pool, buffer, torch.tensor(counts, device=device), state_indices=slots, backend=backend
+        )
         states += errors([n + m for n, m in zip(seen, counts, strict=True)])
     untouched = bool(pool[others].isnan().all())
     meaning = f"0 to {DRAFT} drafts accepted, the others rolled back"

@@ -56,17 +56,25 @@ def in_chunks(tokens: int) -> int:
 
 def gate_of(rate: Tensor, bias: Tensor | None, lower_bound: float | None) -> Gate:
     """The gate of the peers and engines: softplus, or, given a lower_bound, the sigmoid above it."""
-    return Gate.softplus(rate, bias) if lower_bound is None else Gate.lower_bound(rate, bias, lower_bound)
+    return (
+        Gate.softplus(rate, bias)
+        if lower_bound is None
+        else Gate.lower_bound(rate, bias, lower_bound)
+    )
 
 
 def layer_gate(A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None) -> Gate:
     """The gate of an engine's layer, whose weights may be of any floating dtype; a bias of bf16 is read as it is."""
-    return gate_of(A_log.float(), dt_bias if dt_bias.dtype == torch.bfloat16 else dt_bias.float(), lower_bound)
+    return gate_of(
+        A_log.float(), dt_bias if dt_bias.dtype == torch.bfloat16 else dt_bias.float(), lower_bound
+    )
 
 
 def safe_bound(lower_bound: float | None) -> None:
     if lower_bound is None or not -5 <= lower_bound < 0:
-        raise ValueError(f"lower_bound: expected a number in [-5, 0) with safe_gate and use_gate_in_kernel, got {lower_bound}")
+        raise ValueError(
+            f"lower_bound: expected a number in [-5, 0) with safe_gate and use_gate_in_kernel, got {lower_bound}"
+        )
 
 
 def on_device(name: str, x: Tensor, device: torch.device) -> None:
@@ -87,28 +95,43 @@ def sequence_slots(name: str, x: object, N: int, device: torch.device) -> Tensor
     """x, one index per sequence. The operations read indices of two dimensions as a slot for each token."""
     x = tensor(name, x, INDEX_DTYPES)
     if list(x.shape) != [N]:
-        raise ValueError(f"{name}: expected a slot for each sequence, [{N}], got shape {list(x.shape)}")
+        raise ValueError(
+            f"{name}: expected a slot for each sequence, [{N}], got shape {list(x.shape)}"
+        )
     on_device(name, x, device)
     return x
 
 
-def gather(name: str, pool: Tensor, dims: str, indices_name: str, indices: Tensor) -> tuple[Tensor, Tensor]:
+def gather(
+    name: str, pool: Tensor, dims: str, indices_name: str, indices: Tensor
+) -> tuple[Tensor, Tensor]:
     """A pool of copies of the slots that sequences read, slot n for sequence n, and the indices to read it by."""
     rank(name, pool, dims)
     on_device(name, pool, indices.device)
     try:
         copies = pool.index_select(0, indices.clamp(min=0))
     except IndexError:
-        raise IndexError(f"{indices_name}: expected slots below P={len(pool)}, got {int(indices.max())}") from None
+        raise IndexError(
+            f"{indices_name}: expected slots below P={len(pool)}, got {int(indices.max())}"
+        ) from None
     return copies, own_slots(indices)
 
 
 def own_slots(indices: Tensor) -> Tensor:
     """Slot n for sequence n, but negative where `indices` are."""
-    return torch.where(indices < 0, indices, torch.arange(len(indices), dtype=indices.dtype, device=indices.device))
+    return torch.where(
+        indices < 0, indices, torch.arange(len(indices), dtype=indices.dtype, device=indices.device)
+    )
 
 
-def copy_target(name: str, x: object, dims: str, shape: Sequence[int], device: torch.device, dtypes: Sequence[torch.dtype]) -> None:
+def copy_target(
+    name: str,
+    x: object,
+    dims: str,
+    shape: Sequence[int],
+    device: torch.device,
+    dtypes: Sequence[torch.dtype],
+) -> None:
     """Raises unless x has what a result needs that is copied into it once the operation ran; `check_writes` looks at its memory."""
     x = tensor(name, x, dtypes)
     if list(x.shape) != list(shape):
@@ -117,7 +140,9 @@ def copy_target(name: str, x: object, dims: str, shape: Sequence[int], device: t
     if x.numel() and _has_memory(x) and not x.data_ptr():
         raise ValueError(f"{name}: expected a tensor with data, got one whose storage was freed")
     if x.requires_grad and torch.is_grad_enabled():
-        raise UnsupportedProblem(f"{name} requires grad, and gated_delta has no backward", ("backward",))
+        raise UnsupportedProblem(
+            f"{name} requires grad, and gated_delta has no backward", ("backward",)
+        )
 
 
 def check_writes(written: Mapping[str, Tensor | None], read: Mapping[str, object]) -> None:
@@ -131,7 +156,12 @@ def same(x: Tensor, y: Tensor) -> bool:
     """Whether they are the same memory read the same way. Where code is traced, that is one tensor alone."""
     if x is y or not _has_memory(x):
         return x is y
-    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (y.data_ptr(), y.shape, y.stride(), y.dtype)
+    return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (
+        y.data_ptr(),
+        y.shape,
+        y.stride(),
+        y.dtype,
+    )
 
 
 def _has_memory(x: Tensor) -> bool:
@@ -142,4 +172,6 @@ def _has_memory(x: Tensor) -> bool:
 def refuse(library: str, what: str, asked: bool) -> None:
     """Raises UnsupportedProblem where a call of the library asks for what gated_delta does not have."""
     if asked:
-        raise UnsupportedProblem(f"gated_delta cannot run this {library} call, which asks for", (what,))
+        raise UnsupportedProblem(
+            f"gated_delta cannot run this {library} call, which asks for", (what,)
+        )

@@ -86,8 +86,20 @@ def kda_prefill(
     if not output_final_state:
         absent("final_state", final_state, "without output_final_state")
     if final_state is not None:
-        checks.copy_target("final_state", final_state, "N, HV, V, K", [N, *v.shape[2:], K], q.device, STATE_DTYPES)
-        read: dict[str, object] = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens, out=out)
+        checks.copy_target(
+            "final_state", final_state, "N, HV, V, K", [N, *v.shape[2:], K], q.device, STATE_DTYPES
+        )
+        read: dict[str, object] = dict(
+            q=q,
+            k=k,
+            v=v,
+            g=g,
+            beta=beta,
+            A_log=A_log,
+            dt_bias=dt_bias,
+            cu_seqlens=cu_seqlens,
+            out=out,
+        )
         if initial_state is not None and not checks.same(initial_state, final_state):
             read["initial_state"] = initial_state
         checks.check_writes(dict(final_state=final_state), read)
@@ -102,7 +114,9 @@ def kda_prefill(
         q, k, v, g, beta, gate=gate, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, beta_logits=use_beta_sigmoid_in_kernel,
         cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state, out=out,
     )  # fmt: skip
-    return o, made if final_state is None or made is None else final_state.copy_(rounded(made, final_state.dtype))
+    return o, made if final_state is None or made is None else final_state.copy_(
+        rounded(made, final_state.dtype)
+    )
 
 
 def kda_prefill_hopper(
@@ -136,7 +150,9 @@ def kda_decode(
         if name != "out" or x is not None:
             rank(name, x, "N, 1, heads, dim")
     if 1 not in q.shape[:2]:
-        raise ValueError(f"q: expected [N, 1, H, K] or [1, N, H, K] (kda_decode_mtp takes drafts), got shape {list(q.shape)}")
+        raise ValueError(
+            f"q: expected [N, 1, H, K] or [1, N, H, K] (kda_decode_mtp takes drafts), got shape {list(q.shape)}"
+        )
     _refuse(_K_FIRST, _k_first(state_layout))
     packed, rows = q.shape[0] == 1, out
     if packed:
@@ -144,7 +160,18 @@ def kda_decode(
         rows = None if out is None else out.transpose(0, 1)
     o = decode(
         **_tokens(
-            A_log, dt_bias, q, k, v, a, b, initial_state_indices, scale, use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold
+            A_log,
+            dt_bias,
+            q,
+            k,
+            v,
+            a,
+            b,
+            initial_state_indices,
+            scale,
+            use_qk_l2norm_in_kernel,
+            softplus_beta,
+            softplus_threshold,
         ),
         state=initial_state_source,
         out=rows,
@@ -177,18 +204,37 @@ def kda_decode_mtp(
     state = tensor("initial_state_source", initial_state_source, STATE_DTYPES)
     if _k_first(state_layout):
         _refuse(_K_FIRST, not disable_state_update)
-        _refuse("states after each token beside state_layout='kv'", intermediate_states_buffer is not None)
-        checks.check_writes(dict(out=out), dict(initial_state_source=state, initial_state_indices=initial_state_indices))
-        state, tokens["state_indices"] = _transposed(state, tokens["state_indices"], [v.shape[2], q.shape[3], v.shape[3]], q)
+        _refuse(
+            "states after each token beside state_layout='kv'",
+            intermediate_states_buffer is not None,
+        )
+        checks.check_writes(
+            dict(out=out),
+            dict(initial_state_source=state, initial_state_indices=initial_state_indices),
+        )
+        state, tokens["state_indices"] = _transposed(
+            state, tokens["state_indices"], [v.shape[2], q.shape[3], v.shape[3]], q
+        )
     if intermediate_states_buffer is not None:
-        want, got = [*v.shape, q.shape[3]], list(tensor("intermediate_states_buffer", intermediate_states_buffer).shape)
+        want, got = (
+            [*v.shape, q.shape[3]],
+            list(tensor("intermediate_states_buffer", intermediate_states_buffer).shape),
+        )
         if got != want:
-            raise ValueError(f"intermediate_states_buffer: expected shape [N, T, HV, V, K] = {want}, got {got}")
+            raise ValueError(
+                f"intermediate_states_buffer: expected shape [N, T, HV, V, K] = {want}, got {got}"
+            )
         if intermediate_states_buffer.dtype != state.dtype:
             pair = f"{state.dtype}, as initial_state_source, got {intermediate_states_buffer.dtype}"
             raise ValueError(f"intermediate_states_buffer: expected dtype {pair}")
     update = not disable_state_update
-    return decode(**tokens, state=state, intermediate_states=intermediate_states_buffer, update_state=update, out=out)
+    return decode(
+        **tokens,
+        state=state,
+        intermediate_states=intermediate_states_buffer,
+        update_state=update,
+        out=out,
+    )
 
 
 def kda_decode_mtp_kvbuffer(
@@ -219,8 +265,14 @@ def kda_decode_mtp_kvbuffer(
         return decode(**arguments, update_state=not disable_state_update)
     if d_buffer is None or k_buffer is None or g_buffer is None:
         raise ValueError("d_buffer, k_buffer, g_buffer: expected all three or none, got some")
-    _refuse("an update of the state beside the buffers (disable_state_update=False)", not disable_state_update)
-    _refuse(f"a k_buffer of value heads for fewer query heads (H={q.shape[2]}, HV={v.shape[2]})", q.shape[2] < v.shape[2])
+    _refuse(
+        "an update of the state beside the buffers (disable_state_update=False)",
+        not disable_state_update,
+    )
+    _refuse(
+        f"a k_buffer of value heads for fewer query heads (H={q.shape[2]}, HV={v.shape[2]})",
+        q.shape[2] < v.shape[2],
+    )
     return verify(**arguments, buffer=_buffer(d_buffer, k_buffer, g_buffer))
 
 
@@ -243,7 +295,12 @@ def kda_flush_kvbuffer(
     """
     rank("initial_state_source", initial_state_source, "P, HV, V, K")
     rank("d_buffer", d_buffer, "N, T, HV, V")
-    return _flush(initial_state_source, initial_state_indices, _buffer(d_buffer, k_buffer, g_buffer), accept_len)
+    return _flush(
+        initial_state_source,
+        initial_state_indices,
+        _buffer(d_buffer, k_buffer, g_buffer),
+        accept_len,
+    )
 
 
 def kda_flush_kvbuffer_all_layers(
@@ -265,7 +322,12 @@ def kda_flush_kvbuffer_all_layers(
     """
     rank("initial_state_source", initial_state_source, "L, P, HV, V, K")
     rank("d_buffer", d_buffer, "L, N, T, HV, V")
-    return _flush(initial_state_source, initial_state_indices, _buffer(d_buffer, k_buffer, g_buffer), accept_len)
+    return _flush(
+        initial_state_source,
+        initial_state_indices,
+        _buffer(d_buffer, k_buffer, g_buffer),
+        accept_len,
+    )
 
 
 # ------------------------------------------------------------------------------------------------ shared
@@ -282,17 +344,29 @@ def _tokens(
     _refuse(f"more than {MAX_DRAFT} tokens in a sequence", T > MAX_DRAFT)
     gate = _gate(A_log, dt_bias, HV, K, lower_bound)
     other = lower_bound is None and (softplus_beta, softplus_threshold) != (1, 20)
-    _refuse(f"another softplus (softplus_beta={softplus_beta}, softplus_threshold={softplus_threshold})", other)
-    g, beta = checks.shaped("a", a, [N, T, HV, K], [N, T, HV * K], ones=True), checks.shaped("b", b, [N, T, HV], ones=True)
+    _refuse(
+        f"another softplus (softplus_beta={softplus_beta}, softplus_threshold={softplus_threshold})",
+        other,
+    )
+    g, beta = (
+        checks.shaped("a", a, [N, T, HV, K], [N, T, HV * K], ones=True),
+        checks.shaped("b", b, [N, T, HV], ones=True),
+    )
     if indices is not None:
         checks.sequence_slots("initial_state_indices", indices, N, q.device)
     numbers = dict(scale=scale, qk_l2norm=qk_l2norm, beta_logits=True)
-    return dict(q=q, k=tensor("k", k), v=v, g=g, beta=beta, gate=gate, **numbers, state_indices=indices)
+    return dict(
+        q=q, k=tensor("k", k), v=v, g=g, beta=beta, gate=gate, **numbers, state_indices=indices
+    )
 
 
-def _gate(A_log: Tensor, dt_bias: Tensor | None, HV: int, K: int, lower_bound: float | None) -> Gate:
+def _gate(
+    A_log: Tensor, dt_bias: Tensor | None, HV: int, K: int, lower_bound: float | None
+) -> Gate:
     rate = checks.shaped("A_log", A_log, [HV], ones=True)
-    bias = None if dt_bias is None else checks.shaped("dt_bias", dt_bias, [HV, K], [HV * K], ones=True)
+    bias = (
+        None if dt_bias is None else checks.shaped("dt_bias", dt_bias, [HV, K], [HV * K], ones=True)
+    )
     return checks.gate_of(rate, bias, lower_bound)
 
 
@@ -305,21 +379,31 @@ def _k_first(state_layout: str | None) -> bool:
     return state_layout == "kv"
 
 
-def _transposed(pool: Tensor, indices: Tensor | None, want: list[int], q: Tensor) -> tuple[Tensor, Tensor | None]:
+def _transposed(
+    pool: Tensor, indices: Tensor | None, want: list[int], q: Tensor
+) -> tuple[Tensor, Tensor | None]:
     """The slots that q's sequences read of a pool [P, HV, K, V], as a pool [N, HV, V, K] of copies, and where they are there."""
     rank("initial_state_source", pool, "P, HV, K, V")
     if list(pool.shape[1:]) != want:
-        raise ValueError(f"initial_state_source: expected shape [P, HV, K, V] = [P, {str(want)[1:]}, got {list(pool.shape)}")
+        raise ValueError(
+            f"initial_state_source: expected shape [P, HV, K, V] = [P, {str(want)[1:]}, got {list(pool.shape)}"
+        )
     if indices is None:
         return pool[: len(q)].mT.contiguous(), None
-    return checks.gather("initial_state_source", pool.mT, "P, HV, V, K", "initial_state_indices", indices)
+    return checks.gather(
+        "initial_state_source", pool.mT, "P, HV, V, K", "initial_state_indices", indices
+    )
 
 
 def _buffer(d_buffer: Tensor, k_buffer: Tensor, g_buffer: Tensor) -> KVBuffer:
-    return KVBuffer(tensor("d_buffer", d_buffer), tensor("k_buffer", k_buffer), tensor("g_buffer", g_buffer))
+    return KVBuffer(
+        tensor("d_buffer", d_buffer), tensor("k_buffer", k_buffer), tensor("g_buffer", g_buffer)
+    )
 
 
-def _flush(state: Tensor, indices: Tensor | None, buffer: KVBuffer, accept_len: int | Tensor) -> Tensor:
+def _flush(
+    state: Tensor, indices: Tensor | None, buffer: KVBuffer, accept_len: int | Tensor
+) -> Tensor:
     rows, T = buffer.u.shape[-4:-2]
     if not isinstance(accept_len, Tensor):
         accept_len = integer("accept_len", accept_len, "an int or a tensor [N]")
@@ -327,7 +411,9 @@ def _flush(state: Tensor, indices: Tensor | None, buffer: KVBuffer, accept_len: 
             raise ValueError(f"accept_len: expected 1 to T={T}, or a tensor, got {accept_len}")
         if indices is None:
             if state.shape[-4] < rows:
-                raise ValueError(f"initial_state_source: expected P >= {rows}, a slot for each row, got {list(state.shape)}")
+                raise ValueError(
+                    f"initial_state_source: expected P >= {rows}, a slot for each row, got {list(state.shape)}"
+                )
             indices = torch.arange(rows, dtype=torch.int32, device=state.device)
     flush(state, buffer, accept_len, state_indices=indices)
     return state

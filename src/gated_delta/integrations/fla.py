@@ -29,9 +29,24 @@ from torch import Tensor
 from ..api import decode, prefill, traced
 from ..problem import INDEX_DTYPES, INPUT_DTYPES, MAX_DRAFT, Gate, Tokens, absent
 from ..reference import log_decay
-from .checks import floating, gate_of, in_chunks, rank, refuse, safe_bound, sequences, shaped, tensor
+from .checks import (
+    floating,
+    gate_of,
+    in_chunks,
+    rank,
+    refuse,
+    safe_bound,
+    sequences,
+    shaped,
+    tensor,
+)
 
-__all__ = ["chunk_gated_delta_rule", "chunk_kda", "fused_recurrent_gated_delta_rule", "fused_recurrent_kda"]
+__all__ = [
+    "chunk_gated_delta_rule",
+    "chunk_kda",
+    "fused_recurrent_gated_delta_rule",
+    "fused_recurrent_kda",
+]
 
 _refuse = functools.partial(refuse, "FLA")
 
@@ -56,9 +71,22 @@ def chunk_gated_delta_rule(
     _one_of("chunk_size", chunk_size, (16, 32, 64))
     _fits_graph(cu_seqlens, use_graph, max_num_seqs, g.device)
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias)
-    tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
+    tokens = Tokens(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        gate,
+        scale,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        cu_seqlens,
+    )
     states = (initial_state, output_final_state, state_v_first, transpose_state_layout)
-    return _run(tokens, allow_neg_eigval, *states, max_seqlen=_longest(cu_seqlens, cu_seqlens_cpu, g.device))
+    return _run(
+        tokens, allow_neg_eigval, *states, max_seqlen=_longest(cu_seqlens, cu_seqlens_cpu, g.device)
+    )
 
 
 def fused_recurrent_gated_delta_rule(
@@ -85,13 +113,39 @@ def fused_recurrent_gated_delta_rule(
     if gk is not None:
         rank("gk", gk, "B, T, HV, K")
         if g is not None and g.shape != gk.shape[:3]:
-            raise ValueError(f"g: expected shape [B, T, HV] = {list(gk.shape[:3])}, as gk, got {list(g.shape)}")
-        g = gk if g is None else log_decay(floating("g", g).flatten(0, 1), gate, torch.float32).view(*g.shape, 1) + gk
+            raise ValueError(
+                f"g: expected shape [B, T, HV] = {list(gk.shape[:3])}, as gk, got {list(g.shape)}"
+            )
+        g = (
+            gk
+            if g is None
+            else log_decay(floating("g", g).flatten(0, 1), gate, torch.float32).view(*g.shape, 1)
+            + gk
+        )
         gate = Gate.log()
     g = v.new_zeros(v.shape[:3]) if g is None else g
     beta = v.new_ones(v.shape[:3]) if beta is None else beta
-    tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
-    return _run(tokens, allow_neg_eigval, initial_state, output_final_state, state_v_first, transpose_state_layout, step=True)
+    tokens = Tokens(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        gate,
+        scale,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        cu_seqlens,
+    )
+    return _run(
+        tokens,
+        allow_neg_eigval,
+        initial_state,
+        output_final_state,
+        state_v_first,
+        transpose_state_layout,
+        step=True,
+    )
 
 
 def chunk_kda(
@@ -112,14 +166,35 @@ def chunk_kda(
     """
     rank("g", g, "B, T, HV, K")
     _refuse("context parallelism (cp_context)", cp_context is not None)
-    _refuse("the state at the start of every chunk (return_intermediate_states=True)", return_intermediate_states)
+    _refuse(
+        "the state at the start of every chunk (return_intermediate_states=True)",
+        return_intermediate_states,
+    )
     _one_of("chunk_size", chunk_size, (32, 64))
     if safe_gate and use_gate_in_kernel:
         safe_bound(lower_bound)
     _fits_graph(cu_seqlens, use_graph, max_num_seqs, g.device)
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
-    return _run(tokens, allow_neg_eigval, initial_state, output_final_state, state_v_first, transpose_state_layout)
+    tokens = Tokens(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        gate,
+        scale,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        cu_seqlens,
+    )
+    return _run(
+        tokens,
+        allow_neg_eigval,
+        initial_state,
+        output_final_state,
+        state_v_first,
+        transpose_state_layout,
+    )
 
 
 def fused_recurrent_kda(
@@ -132,8 +207,27 @@ def fused_recurrent_kda(
     """KDA, usually for a few tokens: arguments as for chunk_kda; see the module for what is common."""
     rank("g", g, "B, T, HV, K")
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
-    tokens = Tokens(q, k, v, g, beta, gate, scale, use_qk_l2norm_in_kernel, use_beta_sigmoid_in_kernel, cu_seqlens)
-    return _run(tokens, allow_neg_eigval, initial_state, output_final_state, state_v_first, transpose_state_layout, step=True)
+    tokens = Tokens(
+        q,
+        k,
+        v,
+        g,
+        beta,
+        gate,
+        scale,
+        use_qk_l2norm_in_kernel,
+        use_beta_sigmoid_in_kernel,
+        cu_seqlens,
+    )
+    return _run(
+        tokens,
+        allow_neg_eigval,
+        initial_state,
+        output_final_state,
+        state_v_first,
+        transpose_state_layout,
+        step=True,
+    )
 
 
 # ------------------------------------------------------------------------------------------------ shared
@@ -151,16 +245,30 @@ def _run(
 ) -> tuple[Tensor, Tensor | None]:
     """gated_delta.prefill with FLA's beta and state; with `step`, gated_delta.decode where it takes as many tokens."""
     if transposed is not None:  # False warns, too
-        absent("transpose_state_layout", transposed if v_first else None, "beside state_v_first, its new name")
-        warnings.warn("transpose_state_layout is FLA's old name of state_v_first", DeprecationWarning, stacklevel=3)
+        absent(
+            "transpose_state_layout",
+            transposed if v_first else None,
+            "beside state_v_first, its new name",
+        )
+        warnings.warn(
+            "transpose_state_layout is FLA's old name of state_v_first",
+            DeprecationWarning,
+            stacklevel=3,
+        )
         v_first = transposed
-    for name, x, dims in (("q", tokens.q, "B, T, H, K"), ("k", tokens.k, "B, T, H, K"), ("v", tokens.v, "B, T, HV, V")):
+    for name, x, dims in (
+        ("q", tokens.q, "B, T, H, K"),
+        ("k", tokens.k, "B, T, H, K"),
+        ("v", tokens.v, "B, T, HV, V"),
+    ):
         rank(name, x, dims)
     q, k, v, beta = tokens.q, tokens.k, tokens.v, floating("beta", tokens.beta)
     _refuse("a write strength per value channel (beta [B, T, HV, V])", beta.ndim == 4)
     if double_beta:
         if not tokens.beta_logits:
-            raise ValueError("allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True beside it, got False")
+            raise ValueError(
+                "allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True beside it, got False"
+            )
         tokens = tokens._replace(beta=2 * beta.float().sigmoid(), beta_logits=False)
     o_dtype = v.dtype if step else q.dtype
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in _one_dtype(q, k, v))
@@ -175,12 +283,19 @@ def _run(
         initial_state = (initial_state if v_first else initial_state.mT).float().contiguous()
     final_state: Tensor | None
     if step and tokens.cu_seqlens is None and 1 <= q.shape[1] <= MAX_DRAFT:
-        state = v.new_zeros(N, HV, V, K, dtype=torch.float32) if initial_state is None else initial_state.clone()
+        state = (
+            v.new_zeros(N, HV, V, K, dtype=torch.float32)
+            if initial_state is None
+            else initial_state.clone()
+        )
         o = decode(**tokens._asdict(), state=state)
         final_state = state if output_final_state else None
     else:
         o, final_state = prefill(
-            **tokens._asdict(), initial_state=initial_state, output_final_state=output_final_state, max_seqlen=max_seqlen
+            **tokens._asdict(),
+            initial_state=initial_state,
+            output_final_state=output_final_state,
+            max_seqlen=max_seqlen,
         )
     return o.to(o_dtype), final_state if final_state is None or v_first else final_state.mT
 
@@ -189,15 +304,31 @@ def _longest(cu_seqlens: Tensor | None, on_host: Tensor | None, device: torch.de
     """max_seqlen, where the caller has cu_seqlens on the host, too. What is traced cannot read them."""
     if cu_seqlens is None or on_host is None:
         return None
-    shaped("cu_seqlens_cpu", tensor("cu_seqlens_cpu", on_host, INDEX_DTYPES), [sequences(cu_seqlens, device) + 1])
+    shaped(
+        "cu_seqlens_cpu",
+        tensor("cu_seqlens_cpu", on_host, INDEX_DTYPES),
+        [sequences(cu_seqlens, device) + 1],
+    )
     if on_host.device.type != "cpu":
         raise ValueError(f"cu_seqlens_cpu: expected device cpu, got {on_host.device}")
-    return None if len(on_host) < 2 or traced(on_host) else in_chunks(max(0, int(on_host.diff().max())))
+    return (
+        None
+        if len(on_host) < 2 or traced(on_host)
+        else in_chunks(max(0, int(on_host.diff().max())))
+    )
 
 
-def _fits_graph(cu_seqlens: Tensor | None, use_graph: bool, max_num_seqs: int | None, device: torch.device) -> None:
-    if use_graph and cu_seqlens is not None and max_num_seqs not in (None, sequences(cu_seqlens, device)):
-        raise ValueError(f"cu_seqlens: expected max_num_seqs={max_num_seqs} sequences with use_graph, got {list(cu_seqlens.shape)}")
+def _fits_graph(
+    cu_seqlens: Tensor | None, use_graph: bool, max_num_seqs: int | None, device: torch.device
+) -> None:
+    if (
+        use_graph
+        and cu_seqlens is not None
+        and max_num_seqs not in (None, sequences(cu_seqlens, device))
+    ):
+        raise ValueError(
+            f"cu_seqlens: expected max_num_seqs={max_num_seqs} sequences with use_graph, got {list(cu_seqlens.shape)}"
+        )
 
 
 def _one_dtype(*xs: Tensor) -> tuple[Tensor, ...]:
@@ -208,13 +339,21 @@ def _one_dtype(*xs: Tensor) -> tuple[Tensor, ...]:
     return tuple(x.to(widest) for x in xs)
 
 
-def _gate(g: Tensor, active: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None = None) -> Gate:
+def _gate(
+    g: Tensor,
+    active: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None = None,
+) -> Gate:
     """How to read g [B, T, HV] or [B, T, HV, K]; A_log and dt_bias come in whatever shape a checkpoint keeps them."""
     if not active:
         return Gate.log()
     if A_log is None:
         if lower_bound is None:
-            raise ValueError("A_log: expected a tensor with use_gate_in_kernel=True and no lower_bound, got None")
+            raise ValueError(
+                "A_log: expected a tensor with use_gate_in_kernel=True and no lower_bound, got None"
+            )
         A_log = g.new_zeros(g.shape[2])
     rate = _parameter("A_log", A_log, g.shape[2:3])
     bias = None if dt_bias is None else _parameter("dt_bias", dt_bias, g.shape[2:])
@@ -223,7 +362,9 @@ def _gate(g: Tensor, active: bool, A_log: Tensor | None, dt_bias: Tensor | None,
 
 def _parameter(name: str, x: Tensor, shape: torch.Size) -> Tensor:
     if floating(name, x).numel() != shape.numel():
-        raise ValueError(f"{name}: expected the elements of {list(shape)}, got shape {list(x.shape)}")
+        raise ValueError(
+            f"{name}: expected the elements of {list(shape)}, got shape {list(x.shape)}"
+        )
     return x.float().reshape(shape)
 
 

@@ -30,12 +30,25 @@ import torch
 from torch import Tensor
 
 from .. import Gate, decode, prefill
-from ..problem import CHECKPOINT_INTERVAL, INDEX_DTYPES, INPUT_DTYPES, MAX_DRAFT, STATE_DTYPES, absent, integer
+from ..problem import (
+    CHECKPOINT_INTERVAL,
+    INDEX_DTYPES,
+    INPUT_DTYPES,
+    MAX_DRAFT,
+    STATE_DTYPES,
+    absent,
+    integer,
+)
 from ..reference import rounded
 from . import checks
 from .checks import floating, rank, refuse, sequence_slots, sequences, tensor
 
-__all__ = ["chunk_gated_delta_rule", "gated_delta_rule_decode_pretranspose", "gated_delta_rule_mtp", "recurrent_kda"]
+__all__ = [
+    "chunk_gated_delta_rule",
+    "gated_delta_rule_decode_pretranspose",
+    "gated_delta_rule_mtp",
+    "recurrent_kda",
+]
 
 _refuse = functools.partial(refuse, "FlashInfer")
 
@@ -89,14 +102,22 @@ def chunk_gated_delta_rule(
     rank("k", k, "total, H, K")
     rank("v", v, "total, HV, V")
     _backend(backend, ("auto", "flashinfer"), ("cake_gdn", "cudnn"))
-    for name, x in (("initial_state", initial_state), ("output_state", output_state), ("state_checkpoints", state_checkpoints)):
-        _refuse(f"states in fp8 ({name})", x is not None and tensor(name, x).dtype in _REFUSED_STATES)
+    for name, x in (
+        ("initial_state", initial_state),
+        ("output_state", output_state),
+        ("state_checkpoints", state_checkpoints),
+    ):
+        _refuse(
+            f"states in fp8 ({name})", x is not None and tensor(name, x).dtype in _REFUSED_STATES
+        )
     N = sequences(cu_seqlens, q.device)
     assert cu_seqlens is not None
     if state_indices is not None:
         sequence_slots("state_indices", state_indices, N, q.device)
         if output_state is None and output_final_state:
-            raise ValueError("output_state: expected a pool with state_indices and output_final_state, got None")
+            raise ValueError(
+                "output_state: expected a pool with state_indices and output_final_state, got None"
+            )
     read: dict[str, object] = dict(q=q, k=k, v=v, g=g, beta=beta, A_log=A_log, dt_bias=dt_bias)
     read |= dict(cu_seqlens=cu_seqlens, state_indices=state_indices)
     k, v = _head_for_each_query_head(q, k, v)
@@ -120,14 +141,29 @@ def chunk_gated_delta_rule(
         out=None if output is None else tensor("output", output)[None],
     )
     shape = [N, *v.shape[1:], q.shape[2]]
-    in_place = initial_state is not None and output_state is not None and checks.same(initial_state, output_state)
+    in_place = (
+        initial_state is not None
+        and output_state is not None
+        and checks.same(initial_state, output_state)
+    )
     apart = output_state is not None and initial_state is not None and not in_place
-    _refuse("writing by index another pool than it reads (state_indices, output_state)", apart and state_indices is not None)
+    _refuse(
+        "writing by index another pool than it reads (state_indices, output_state)",
+        apart and state_indices is not None,
+    )
     if apart:
-        checks.copy_target("output_state", output_state, "N, HV, V, K", shape, q.device, STATE_DTYPES)
-    read |= dict(checkpoint_cu_starts=checkpoint_cu_starts) | ({} if in_place else dict(initial_state=initial_state))
-    wanted = _checkpoints(state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, cu_seqlens, v, shape)
-    checks.check_writes(dict(output=output, output_state=output_state, state_checkpoints=state_checkpoints), read)
+        checks.copy_target(
+            "output_state", output_state, "N, HV, V, K", shape, q.device, STATE_DTYPES
+        )
+    read |= dict(checkpoint_cu_starts=checkpoint_cu_starts) | (
+        {} if in_place else dict(initial_state=initial_state)
+    )
+    wanted = _checkpoints(
+        state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, cu_seqlens, v, shape
+    )
+    checks.check_writes(
+        dict(output=output, output_state=output_state, state_checkpoints=state_checkpoints), read
+    )
 
     def run(**states: Any) -> tuple[Tensor, Tensor | None]:
         pool = states.get("state")
@@ -151,14 +187,22 @@ def chunk_gated_delta_rule(
         if initial_state is None:
             scratch, own = v.new_empty(shape, dtype=torch.float32), checks.own_slots(state_indices)
         else:
-            scratch, own = checks.gather("initial_state", initial_state, "P, HV, V, K", "state_indices", state_indices)
+            scratch, own = checks.gather(
+                "initial_state", initial_state, "P, HV, V, K", "state_indices", state_indices
+            )
         o, _ = run(state=scratch, state_indices=own, has_initial_state=fresh)
     else:
         # fp32, so that a final state made here is fp32 too, as FlashInfer's is.
-        start = None if initial_state is None else tensor("initial_state", initial_state, STATE_DTYPES).float()
+        start = (
+            None
+            if initial_state is None
+            else tensor("initial_state", initial_state, STATE_DTYPES).float()
+        )
         o, final_state = run(initial_state=start, output_final_state=output_final_state or apart)
         if output_state is not None and final_state is not None:
-            kept = torch.where(_has_tokens(cu_seqlens)[:, None, None, None], final_state, output_state)
+            kept = torch.where(
+                _has_tokens(cu_seqlens)[:, None, None, None], final_state, output_state
+            )
             final_state = output_state.copy_(rounded(kept, output_state.dtype))
     o = o[0] if output is None else output
     return (o, final_state) if output_final_state and final_state is not None else o
@@ -192,12 +236,17 @@ def gated_delta_rule_decode_pretranspose(
     pool = state
     if initial_state is not None:
         absent("state", state, "beside initial_state, the pool")
-        _refuse("uGPU pools (initial_state of five dimensions)", tensor("initial_state", initial_state).ndim == 5)
+        _refuse(
+            "uGPU pools (initial_state of five dimensions)",
+            tensor("initial_state", initial_state).ndim == 5,
+        )
         pool = initial_state
     if pool is None:
         raise ValueError("state: expected a tensor, or a pool as initial_state, got neither")
     if (initial_state is None) != (initial_state_indices is None):
-        raise ValueError("initial_state_indices: expected together with initial_state, got one of them")
+        raise ValueError(
+            "initial_state_indices: expected together with initial_state, got one of them"
+        )
     if initial_state_indices is not None:
         sequence_slots("initial_state_indices", initial_state_indices, N, q.device)
     if initial_state is None:
@@ -238,7 +287,10 @@ def gated_delta_rule_mtp(
     N = _sequences(q, v)
     rank("a", a, "B, T, HV")
     replayssm = (replayssm_rawv, replayssm_rawk, replayssm_g, replayssm_beta)
-    _refuse("ReplaySSM (cache_replayssm, replayssm_*)", cache_replayssm or any(x is not None for x in replayssm))
+    _refuse(
+        "ReplaySSM (cache_replayssm, replayssm_*)",
+        cache_replayssm or any(x is not None for x in replayssm),
+    )
     if disable_state_update is None:
         message = "disable_state_update is True by default, and will be False from FlashInfer 0.8 on: pass it"
         warnings.warn(message, DeprecationWarning, stacklevel=2)
@@ -248,8 +300,13 @@ def gated_delta_rule_mtp(
     )
     if ssm_state_indices is not None:
         if disable_state_update:
-            raise ValueError("disable_state_update: expected False beside ssm_state_indices, got True (None means True)")
-        _refuse("a final state beside one per token (output_state_indices, ssm_state_indices)", output_state_indices is not None)
+            raise ValueError(
+                "disable_state_update: expected False beside ssm_state_indices, got True (None means True)"
+            )
+        _refuse(
+            "a final state beside one per token (output_state_indices, ssm_state_indices)",
+            output_state_indices is not None,
+        )
         indices = _token_slots(ssm_state_indices, initial_state_indices, N, q.shape[1])
     elif not disable_state_update:
         indices["write_indices"] = output_state_indices
@@ -310,8 +367,16 @@ def recurrent_kda(
     _backend(backend, ("auto", "cute-dsl"), foreign)
     _refuse("an order of sequences (seq_order)", seq_order is not None)
     _refuse("a workspace for prefill (prefill_workspace)", prefill_workspace is not None)
-    at_intervals = (state_checkpoints, checkpoint_cu_starts, checkpoint_state_indices, checkpoint_every_n_tokens or None)
-    _refuse("states at intervals (state_checkpoints, checkpoint_*)", any(x is not None for x in at_intervals))
+    at_intervals = (
+        state_checkpoints,
+        checkpoint_cu_starts,
+        checkpoint_state_indices,
+        checkpoint_every_n_tokens or None,
+    )
+    _refuse(
+        "states at intervals (state_checkpoints, checkpoint_*)",
+        any(x is not None for x in at_intervals),
+    )
     caches = correction_cache is not None or kg_cache is not None
     _refuse("FlashInfer's records of a frozen draft (correction_cache, kg_cache)", caches)
     tokens = dict(
@@ -319,13 +384,20 @@ def recurrent_kda(
         qk_l2norm=use_qk_l2norm_in_kernel, beta_logits=beta_is_logit, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     if disable_state_update:
-        for name, on in (("output_final_state", output_final_state), ("num_accepted_tokens", num_accepted_tokens is not None)):
+        for name, on in (
+            ("output_final_state", output_final_state),
+            ("num_accepted_tokens", num_accepted_tokens is not None),
+        ):
             if on:
-                raise ValueError(f"{name}: expected none with disable_state_update=True, got a value")
+                raise ValueError(
+                    f"{name}: expected none with disable_state_update=True, got a value"
+                )
         pool = initial_state if initial_state_source is None else initial_state_source
         slots = ssm_state_indices if initial_state_indices is None else initial_state_indices
         if pool is None:
-            raise ValueError("initial_state: expected a pool with disable_state_update=True, got None")
+            raise ValueError(
+                "initial_state: expected a pool with disable_state_update=True, got None"
+            )
         if slots is not None:
             name = "ssm_state_indices" if initial_state_indices is None else "initial_state_indices"
             sequence_slots(name, slots, N, q.device)
@@ -338,10 +410,17 @@ def recurrent_kda(
     if num_spec_tokens is None:
         absent("num_accepted_tokens", num_accepted_tokens, "without num_spec_tokens")
     if (initial_state_source is None) != (initial_state_indices is None):
-        raise ValueError("initial_state_indices: expected together with initial_state_source, got one of them")
+        raise ValueError(
+            "initial_state_indices: expected together with initial_state_source, got one of them"
+        )
     if initial_state is None:
-        _refuse("a pool as large as the largest index (ssm_state_indices without initial_state)", ssm_state_indices is not None)
-        initial_state = v.new_zeros(N * steps, v.shape[2], v.shape[3], q.shape[3], dtype=torch.bfloat16)
+        _refuse(
+            "a pool as large as the largest index (ssm_state_indices without initial_state)",
+            ssm_state_indices is not None,
+        )
+        initial_state = v.new_zeros(
+            N * steps, v.shape[2], v.shape[3], q.shape[3], dtype=torch.bfloat16
+        )
     if ssm_state_indices is None:
         _slot_each("initial_state", initial_state, N * steps)
     arguments: dict[str, Any]
@@ -362,9 +441,15 @@ def recurrent_kda(
     else:
         # Slots in order are what decode calls intermediate states, and those may be memory of another pool.
         indexed = ssm_state_indices is not None
-        _refuse("writing by index another pool than it reads (initial_state_source, ssm_state_indices)", indexed)
+        _refuse(
+            "writing by index another pool than it reads (initial_state_source, ssm_state_indices)",
+            indexed,
+        )
         several = num_spec_tokens is None and q.shape[1] > (N if cu_seqlens is not None else 1)
-        _refuse("several tokens from one pool to another (initial_state_source without num_spec_tokens)", several)
+        _refuse(
+            "several tokens from one pool to another (initial_state_source without num_spec_tokens)",
+            several,
+        )
         in_order = initial_state[: N * steps].unflatten(0, (N, steps))
         arguments = dict(state=initial_state_source, state_indices=initial_state_indices)
         arguments |= dict(intermediate_states=in_order, update_state=False)
@@ -382,19 +467,32 @@ def _decode(output: Tensor | None, **arguments: Any) -> Tensor:
         return decode(**arguments, out=output)
     checks.copy_target("output", output, "B, T, HV, V", v.shape, v.device, INPUT_DTYPES)
     gate = arguments["gate"]
-    checks.check_writes(dict(output=output), dict(A_log=gate.A_log, dt_bias=gate.dt_bias, **arguments))
+    checks.check_writes(
+        dict(output=output), dict(A_log=gate.A_log, dt_bias=gate.dt_bias, **arguments)
+    )
     return output.copy_(decode(**arguments))
 
 
 def _token_slots(writes: Tensor, reads: Tensor, N: int, T: int) -> dict[str, Tensor | None]:
     """State after token t to slot writes[n, t], from slot reads[n]: one more column, which is read and which no token writes."""
     if list(tensor("ssm_state_indices", writes, INDEX_DTYPES).shape) != [N, T]:
-        raise ValueError(f"ssm_state_indices: expected a slot for each token, [{N}, {T}], got {list(writes.shape)}")
+        raise ValueError(
+            f"ssm_state_indices: expected a slot for each token, [{N}, {T}], got {list(writes.shape)}"
+        )
     checks.on_device("ssm_state_indices", writes, reads.device)
-    return dict(state_indices=torch.cat([writes, reads[:, None]], 1), num_accepted=reads.new_full((N,), T + 1))
+    return dict(
+        state_indices=torch.cat([writes, reads[:, None]], 1),
+        num_accepted=reads.new_full((N,), T + 1),
+    )
 
 
-def _steps(q: Tensor, N: int, cu_seqlens: Tensor | None, ssm_state_indices: Tensor | None, num_spec_tokens: int | None) -> int:
+def _steps(
+    q: Tensor,
+    N: int,
+    cu_seqlens: Tensor | None,
+    ssm_state_indices: Tensor | None,
+    num_spec_tokens: int | None,
+) -> int:
     """Slots that FlashInfer gives a sequence: one, or one per token of a draft, whose arguments are checked here."""
     steps = 1
     if num_spec_tokens is not None:
@@ -402,15 +500,31 @@ def _steps(q: Tensor, N: int, cu_seqlens: Tensor | None, ssm_state_indices: Tens
         if num_spec_tokens < 1:
             raise ValueError(f"num_spec_tokens: expected 1 or more, or None, got {num_spec_tokens}")
         if cu_seqlens is None and q.shape[1] != steps:
-            raise ValueError(f"q: expected 1 + num_spec_tokens = {steps} tokens, got shape {list(q.shape)}")
+            raise ValueError(
+                f"q: expected 1 + num_spec_tokens = {steps} tokens, got shape {list(q.shape)}"
+            )
         if cu_seqlens is not None and q.shape[1] > N * steps:
-            raise ValueError(f"q: expected at most {steps} tokens for each of {N} sequences, got shape {list(q.shape)}")
+            raise ValueError(
+                f"q: expected at most {steps} tokens for each of {N} sequences, got shape {list(q.shape)}"
+            )
         if cu_seqlens is not None and ssm_state_indices is None:
-            raise ValueError("ssm_state_indices: expected [N, 1+S] with num_spec_tokens and cu_seqlens, got None")
-    width = [] if ssm_state_indices is None else list(tensor("ssm_state_indices", ssm_state_indices).shape[1:])
-    if ssm_state_indices is not None and width != [steps] and (width or num_spec_tokens is not None):
+            raise ValueError(
+                "ssm_state_indices: expected [N, 1+S] with num_spec_tokens and cu_seqlens, got None"
+            )
+    width = (
+        []
+        if ssm_state_indices is None
+        else list(tensor("ssm_state_indices", ssm_state_indices).shape[1:])
+    )
+    if (
+        ssm_state_indices is not None
+        and width != [steps]
+        and (width or num_spec_tokens is not None)
+    ):
         want = "[N]" if num_spec_tokens is None else f"[N, {steps}]"
-        raise ValueError(f"ssm_state_indices: expected {want}, got shape {list(ssm_state_indices.shape)}")
+        raise ValueError(
+            f"ssm_state_indices: expected {want}, got shape {list(ssm_state_indices.shape)}"
+        )
     return steps
 
 
@@ -422,12 +536,19 @@ def _head_for_each_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, 
     if k.shape[1] != shared or not shared or H % shared:
         heads = f"got HV={shared} beside {k.shape[1]} of k"
         raise ValueError(f"v: expected as many heads as k, a divisor of q's H={H}, {heads}")
-    k, v = (x.expand(-1, H, -1) if shared == 1 else x.repeat_interleave(H // shared, 1) for x in (k, v))
+    k, v = (
+        x.expand(-1, H, -1) if shared == 1 else x.repeat_interleave(H // shared, 1) for x in (k, v)
+    )
     return k, v
 
 
 def _prefill_gate(
-    v: Tensor, g: Tensor | None, domain: str, raw: bool, A_log: Tensor | None, dt_bias: Tensor | None
+    v: Tensor,
+    g: Tensor | None,
+    domain: str,
+    raw: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
 ) -> tuple[Tensor, Gate]:
     """What prefill reads as g [total, HV], and how."""
     if domain not in ("linear", "log"):
@@ -436,7 +557,9 @@ def _prefill_gate(
         rank("g", g, "total, HV")
     if raw:
         if g is None or A_log is None or dt_bias is None:
-            raise ValueError("g, A_log, dt_bias: expected tensors with use_gate_in_kernel=True, got None")
+            raise ValueError(
+                "g, A_log, dt_bias: expected tensors with use_gate_in_kernel=True, got None"
+            )
         return g, checks.layer_gate(floating("A_log", A_log), floating("dt_bias", dt_bias))
     absent("A_log", A_log, "without use_gate_in_kernel")
     absent("dt_bias", dt_bias, "without use_gate_in_kernel")
@@ -445,7 +568,14 @@ def _prefill_gate(
     return g if domain == "log" else floating("g", g).float().log(), Gate.log()
 
 
-def _kda_gate(q: Tensor, v: Tensor, active: bool, A_log: Tensor | None, dt_bias: Tensor | None, lower_bound: float | None) -> Gate:
+def _kda_gate(
+    q: Tensor,
+    v: Tensor,
+    active: bool,
+    A_log: Tensor | None,
+    dt_bias: Tensor | None,
+    lower_bound: float | None,
+) -> Gate:
     """How to read g. A value head has the parameters of its query head."""
     if not active:
         absent("lower_bound", lower_bound, "without use_gate_in_kernel")
@@ -453,9 +583,15 @@ def _kda_gate(q: Tensor, v: Tensor, active: bool, A_log: Tensor | None, dt_bias:
     if A_log is None:
         raise ValueError("A_log: expected a tensor with use_gate_in_kernel=True, got None")
     (H, K), group = q.shape[2:], v.shape[2] // max(q.shape[2], 1)
-    rate, bias = checks.shaped("A_log", A_log, [H]), None if dt_bias is None else checks.shaped("dt_bias", dt_bias, [H, K], [H * K])
+    rate, bias = (
+        checks.shaped("A_log", A_log, [H]),
+        None if dt_bias is None else checks.shaped("dt_bias", dt_bias, [H, K], [H * K]),
+    )
     if group > 1:
-        rate, bias = rate.repeat_interleave(group), None if bias is None else bias.repeat_interleave(group, 0)
+        rate, bias = (
+            rate.repeat_interleave(group),
+            None if bias is None else bias.repeat_interleave(group, 0),
+        )
     return checks.gate_of(rate, bias, lower_bound)
 
 
@@ -465,7 +601,10 @@ def _sequences(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> int:
     rank("v", v, "B, T, HV, V")
     N = q.shape[0] if cu_seqlens is None else sequences(cu_seqlens, q.device)
     most = MAX_DRAFT if cu_seqlens is None else MAX_DRAFT * max(N, 1)
-    _refuse(f"more than {MAX_DRAFT} tokens in a sequence (gated_delta.prefill takes them)", q.shape[1] > most)
+    _refuse(
+        f"more than {MAX_DRAFT} tokens in a sequence (gated_delta.prefill takes them)",
+        q.shape[1] > most,
+    )
     return N
 
 
@@ -483,7 +622,9 @@ def _has_tokens(cu_seqlens: Tensor) -> Tensor:
 def _slots_with_tokens(indices: Tensor | None, cu_seqlens: Tensor) -> Tensor:
     """indices (slot n for sequence n when None), but negative for sequences of no tokens, whose slots FlashInfer leaves alone."""
     live = _has_tokens(cu_seqlens)
-    return torch.where(live, torch.arange(len(live), device=live.device) if indices is None else indices, -1)
+    return torch.where(
+        live, torch.arange(len(live), device=live.device) if indices is None else indices, -1
+    )
 
 
 def _checkpoints(
@@ -491,7 +632,9 @@ def _checkpoints(
 ) -> dict[str, Any]:  # fmt: skip
     """prefill's arguments for the state after every so many tokens of a sequence; empty where a call keeps none."""
     if integer("checkpoint_every_n_tokens", every) < 0 or every % CHECKPOINT_INTERVAL:
-        raise ValueError(f"checkpoint_every_n_tokens: expected a multiple of {CHECKPOINT_INTERVAL}, or 0, got {every}")
+        raise ValueError(
+            f"checkpoint_every_n_tokens: expected a multiple of {CHECKPOINT_INTERVAL}, or 0, got {every}"
+        )
     for name, x in (("state_checkpoints", kept), ("checkpoint_cu_starts", starts)):
         if x is None and every:
             raise ValueError(f"{name}: expected a tensor with checkpoint_every_n_tokens, got None")
@@ -501,9 +644,13 @@ def _checkpoints(
         return {}
     N, device = shape[0], v.device
     rank("state_checkpoints", kept, "R, HV, V, K")
-    checks.copy_target("state_checkpoints", kept, "R, HV, V, K", [len(kept), *shape[1:]], device, STATE_DTYPES)
+    checks.copy_target(
+        "state_checkpoints", kept, "R, HV, V, K", [len(kept), *shape[1:]], device, STATE_DTYPES
+    )
     if list(tensor("checkpoint_cu_starts", starts, INDEX_DTYPES).shape) != [N + 1]:
-        raise ValueError(f"checkpoint_cu_starts: expected [N+1] = [{N + 1}], got shape {list(starts.shape)}")
+        raise ValueError(
+            f"checkpoint_cu_starts: expected [N+1] = [{N + 1}], got shape {list(starts.shape)}"
+        )
     checks.on_device("checkpoint_cu_starts", starts, device)
     most = min(len(kept), len(v) // every)  # of one sequence
     if not most:

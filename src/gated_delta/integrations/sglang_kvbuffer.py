@@ -22,7 +22,9 @@ from gated_delta.integrations.sglang_start import Layer
 from gated_delta.problem import MAX_DRAFT, KVBuffer
 
 _POOLS = "sglang.srt.mem_cache.kv_cache_configurator"
-_COMMIT = "sglang.kernels.ops.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify"
+_COMMIT = (
+    "sglang.kernels.ops.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify"
+)
 _log = logging.getLogger(__name__)
 
 
@@ -40,19 +42,30 @@ def register() -> None:
     """Asks the engine to be called where it sizes and builds the pools, and where it commits accepted drafts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(f"{_POOLS}.KVCacheConfigurator._handle_max_mamba_cache", _budget, HookType.AROUND)
-    HookRegistry.register(f"{_POOLS}.KVCacheConfigurator._build_hybrid_req_pool", _built, HookType.AFTER)
+    HookRegistry.register(
+        f"{_POOLS}.KVCacheConfigurator._handle_max_mamba_cache", _budget, HookType.AROUND
+    )
+    HookRegistry.register(
+        f"{_POOLS}.KVCacheConfigurator._build_hybrid_req_pool", _built, HookType.AFTER
+    )
     HookRegistry.register(_COMMIT, commit, HookType.AROUND)
 
 
 def sizes(configurator: Any) -> dict[str, Any] | None:
     """KVBuffer.empty's arguments but for the rows, for the engine that this pool configurator is of; None if its scratch stays."""
-    from sglang.srt.runtime_context import get_exec, get_memory, get_spec, max_speculative_num_draft_tokens
+    from sglang.srt.runtime_context import (
+        get_exec,
+        get_memory,
+        get_spec,
+        max_speculative_num_draft_tokens,
+    )
 
     drafts, tree = max_speculative_num_draft_tokens(), (get_spec().speculative_eagle_topk or 1) > 1
     if drafts is None or "verify" not in plugin.chosen() or not plugin.supported():
         return None
-    params = (configurator.hybrid_gdn_config or configurator.hybrid_kda_config) and configurator.mambaish_config.mamba2_cache_params
+    params = (
+        configurator.hybrid_gdn_config or configurator.hybrid_kda_config
+    ) and configurator.mambaish_config.mamba2_cache_params
     missing = "" if params else "GDN or KDA layers"
     if tree or drafts > MAX_DRAFT:
         missing = f"drafts in a line, at most {MAX_DRAFT}"
@@ -61,7 +74,9 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
     if not missing:
         HV, V, K = params.shape.temporal
         kind = "KDA" if configurator.hybrid_kda_config else "GDN"
-        layer = Layer(kind, params.shape.num_k_heads_per_tp, HV, K, V, configurator.model_config.dtype)
+        layer = Layer(
+            kind, params.shape.num_k_heads_per_tp, HV, K, V, configurator.model_config.dtype
+        )
         axis = "channel" if kind == "KDA" else "head"
         made = dict(T=drafts, H=layer.H, HV=HV, K=K, V=V, gate=axis, device=configurator.device)
         state = torch.zeros(1, HV, V, K, dtype=params.dtype.temporal, device=configurator.device)
@@ -69,7 +84,9 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
         missing = "; ".join(start.refused(calls["verify"]).values())
         if not missing:
             return made | dict(num_layers=len(configurator._get_mamba_layer_ids_for_req_pool()))
-    _log.warning("gated_delta leaves the engine's scratch for drafts as it is; a KVBuffer needs %s", missing)
+    _log.warning(
+        "gated_delta leaves the engine's scratch for drafts as it is; a KVBuffer needs %s", missing
+    )
     return None
 
 
@@ -83,7 +100,9 @@ def _budget(original: Any, configurator: Any, rest: float) -> float:
         return original(configurator, rest)
     rows = max(1, get_schedule().max_running_requests // configurator.attn_dp_size) + 1
     with mock.patch.object(module, "_pd_prefill_skips_mamba_spec_state", return_value=True):
-        return original(configurator, rest - KVBuffer.empty(rows, **made | dict(device="meta")).nbytes / 2**30)
+        return original(
+            configurator, rest - KVBuffer.empty(rows, **made | dict(device="meta")).nbytes / 2**30
+        )
 
 
 def _built(requests: Any, configurator: Any, **_: Any) -> None:
@@ -116,12 +135,19 @@ def commit(
     drafts = caches.intermediate_ssm
     if isinstance(drafts, Drafts):
         given: dict[str, Any] = dict(
-            state_indices=slots, buffer_indices=src_indices_raw, null_index=0, backend=plugin.backend_for(slots)
+            state_indices=slots,
+            buffer_indices=src_indices_raw,
+            null_index=0,
+            backend=plugin.backend_for(slots),
         )
         if track_slots is not None and track_steps is not None:
             N = len(slots)
             wanted = torch.where(track_steps[:N] >= 0, track_slots[:N], -1)
-            api.flush(caches.temporal, drafts.buffer, track_steps[:N] + 1, write_indices=wanted, **given)
+            api.flush(
+                caches.temporal, drafts.buffer, track_steps[:N] + 1, write_indices=wanted, **given
+            )
         api.flush(caches.temporal, drafts.buffer, last_steps + 1, **given)
-        caches = dataclasses.replace(caches, temporal=caches.temporal[:0])  # what is empty it leaves alone
+        caches = dataclasses.replace(
+            caches, temporal=caches.temporal[:0]
+        )  # what is empty it leaves alone
     original(caches, slots, last_steps, track_slots, track_steps, src_indices_raw=src_indices_raw)

@@ -33,15 +33,29 @@ class Layer(NamedTuple):
             return torch.zeros(shape, dtype=dtype, device=device)
 
         channels, fp32 = (self.K,) if self.layers == "KDA" else (), torch.float32
-        made = dict(q=new(1, T, self.H, self.K), k=new(1, T, self.H, self.K), v=new(1, T, self.HV, self.V))
+        made = dict(
+            q=new(1, T, self.H, self.K), k=new(1, T, self.H, self.K), v=new(1, T, self.HV, self.V)
+        )
         if not raw:
-            return made | dict(g=new(1, T, self.HV, dtype=fp32), beta=new(1, T, self.HV, dtype=fp32))
+            return made | dict(
+                g=new(1, T, self.HV, dtype=fp32), beta=new(1, T, self.HV, dtype=fp32)
+            )
         weights = new(self.HV, dtype=fp32), new(self.HV, *channels, dtype=fp32)
-        gate = Gate.softplus(*weights) if self.lower_bound is None else Gate.lower_bound(*weights, self.lower_bound)
-        return made | dict(g=new(1, T, self.HV, *channels), beta=new(1, T, self.HV), beta_logits=True, gate=gate)
+        gate = (
+            Gate.softplus(*weights)
+            if self.lower_bound is None
+            else Gate.lower_bound(*weights, self.lower_bound)
+        )
+        return made | dict(
+            g=new(1, T, self.HV, *channels), beta=new(1, T, self.HV), beta_logits=True, gate=gate
+        )
 
     def calls(
-        self, state: Tensor, tracked: bool = False, scratch: Tensor | KVBuffer | None = None, drafts: int = 0
+        self,
+        state: Tensor,
+        tracked: bool = False,
+        scratch: Tensor | KVBuffer | None = None,
+        drafts: int = 0,
     ) -> dict[str, list[start.Call]]:
         """Calls on this pool of states, by mode. tracked: with states kept inside a prefill. scratch: for so many draft tokens."""
         device, zero = state.device, torch.zeros(1, dtype=torch.int32, device=state.device)
@@ -49,16 +63,27 @@ class Layer(NamedTuple):
         prompt = self.tokens(plugin.CHUNK, device, raw=self.layers == "KDA") | own
         prompt |= dict(cu_seqlens=torch.tensor([0, plugin.CHUNK], dtype=torch.int32, device=device))
         prompt |= dict(deterministic=plugin.Operations.deterministic)
-        made = dict(decode=[("decode", self.tokens(1, device) | own)], prefill=[("prefill", prompt)])
+        made = dict(
+            decode=[("decode", self.tokens(1, device) | own)], prefill=[("prefill", prompt)]
+        )
         if tracked:
-            kept = dict(checkpoint_lens=zero[:, None], checkpoints=state.new_zeros(1, 1, *state.shape[1:]))
+            kept = dict(
+                checkpoint_lens=zero[:, None], checkpoints=state.new_zeros(1, 1, *state.shape[1:])
+            )
             made["prefill"].append(("prefill", prompt | kept))
         if scratch is None:
             return made
-        draft = self.tokens(drafts, device) | own | dict(cu_seqlens=torch.tensor([0, drafts], dtype=torch.int32, device=device))
+        draft = (
+            self.tokens(drafts, device)
+            | own
+            | dict(cu_seqlens=torch.tensor([0, drafts], dtype=torch.int32, device=device))
+        )
         if isinstance(scratch, KVBuffer):
             folded = own | dict(buffer=scratch, buffer_indices=zero)
-            made["verify"] = [("verify", draft | folded), ("flush", folded | dict(num_accepted=zero))]
+            made["verify"] = [
+                ("verify", draft | folded),
+                ("flush", folded | dict(num_accepted=zero)),
+            ]
         else:
             steps = dict(update_state=False, intermediate_states=scratch, intermediate_indices=zero)
             made["verify"] = [("decode", draft | steps)]
@@ -75,7 +100,10 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
 
     warn_of_forks()
     plugin.Operations.deterministic = get_exec().deterministic.enable_deterministic_inference
-    kind, drafts = "KDA" if "KDA" in type(backend).__name__ else "GDN", max_speculative_num_draft_tokens() or 0
+    kind, drafts = (
+        "KDA" if "KDA" in type(backend).__name__ else "GDN",
+        max_speculative_num_draft_tokens() or 0,
+    )
     found: dict[Layer, int] = {}  # of each kind of layer the last one
     model = getattr(runner, "model", None)  # not in SGLang's own tests of its backends
     for x in model.modules() if model is not None else ():
@@ -84,11 +112,19 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
             found[Layer(kind, *sizes, runner.dtype, x.lower_bound)] = x.layer_id
     for layer, layer_id in found.items():
         caches = runner.req_to_token_pool.mamba2_layer_cache(layer_id)
-        scratch, tracked = getattr(caches, "intermediate_ssm", None), get_exec().mamba.enable_mamba_extra_buffer
+        scratch, tracked = (
+            getattr(caches, "intermediate_ssm", None),
+            get_exec().mamba.enable_mamba_extra_buffer,
+        )
         by_mode = layer.calls(caches.temporal, tracked, scratch, drafts)
         for mode in sorted(plugin.chosen() & by_mode.keys()):
             if refused := "; ".join(start.refused(by_mode[mode]).values()):
-                _log.warning("gated_delta leaves %s %s to the engine's kernel; ours needs %s", kind, mode, refused)
+                _log.warning(
+                    "gated_delta leaves %s %s to the engine's kernel; ours needs %s",
+                    kind,
+                    mode,
+                    refused,
+                )
             else:
                 start.load(by_mode[mode], caches.temporal.device)
 
@@ -98,5 +134,11 @@ def warn_of_forks() -> None:
     from sglang.srt.runtime_context import get_spec
 
     spec = get_spec()
-    if spec.speculative_algorithm == "NGRAM" and spec.speculative_eagle_topk == 1 and spec.speculative_num_draft_tokens > 2:
-        _log.warning("gated_delta: SGLang takes n-gram drafts of breadth 1, which may fork, for lines: its tokens may be wrong")
+    if (
+        spec.speculative_algorithm == "NGRAM"
+        and spec.speculative_eagle_topk == 1
+        and spec.speculative_num_draft_tokens > 2
+    ):
+        _log.warning(
+            "gated_delta: SGLang takes n-gram drafts of breadth 1, which may fork, for lines: its tokens may be wrong"
+        )

@@ -26,7 +26,10 @@ def refused(calls: Iterable[Call]) -> dict[str, str]:
             api.explain(op, **arguments)
         except UnsupportedProblem as error:
             reasons[op] = "; ".join(error.missing)
-        except (TypeError, ValueError) as error:  # a dtype or layout that the operations do not know
+        except (
+            TypeError,
+            ValueError,
+        ) as error:  # a dtype or layout that the operations do not know
             reasons[op] = str(error)
     return reasons
 
@@ -39,7 +42,11 @@ def load(calls: Iterable[Call], device: torch.device) -> None:
     arch = arch_of(device)
     if arch is None:
         return
-    wanted = dict.fromkeys(v for op, arguments in calls for v in dispatch.variants_of(api.explain(op, **arguments).problem))
+    wanted = dict.fromkeys(
+        v
+        for op, arguments in calls
+        for v in dispatch.variants_of(api.explain(op, **arguments).problem)
+    )
     lacking: dict[str, str] = {}
     for variant in wanted:
         try:

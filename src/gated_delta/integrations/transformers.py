@@ -63,7 +63,9 @@ class Row(NamedTuple):
     def __str__(self) -> str:
         parts = []
         if self.calls:
-            parts.append(f"{self.calls} calls, {self.tokens} tokens, backend {self.backend}, kernel {self.kernel}")
+            parts.append(
+                f"{self.calls} calls, {self.tokens} tokens, backend {self.backend}, kernel {self.kernel}"
+            )
         if self.compiled:
             parts.append("part of torch.compile graphs, where calls are not counted")
         return f"{self.module}.{self.function}: {'; '.join(parts) or 'not called'}"
@@ -114,10 +116,16 @@ class Replacement:
         chunk_size is a matter of the original's schedule and is ignored. So is everything in kwargs: transformers hands the
         caller's own keyword arguments (use_cache, output_router_logits, ...) down to this function.
         """
-        query, key, value = _last_dim_contiguous(query), _last_dim_contiguous(key), _last_dim_contiguous(value)
+        query, key, value = (
+            _last_dim_contiguous(query),
+            _last_dim_contiguous(key),
+            _last_dim_contiguous(value),
+        )
         # What we return is a transposed view, and the cache keeps its strides: transposed back, K is contiguous and nothing moves.
         start = None if initial_state is None else initial_state.mT.to(torch.float32)
-        options: dict[str, Any] = dict(qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, backend=self.backend)
+        options: dict[str, Any] = dict(
+            qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, backend=self.backend
+        )
         final: Tensor | None
         if self.recurrent and start is not None and cu_seqlens is None and query.shape[1] == 1:
             # transformers' functions leave their state as it was: what follows it goes where the state after a token can.
@@ -135,15 +143,26 @@ class Replacement:
             options |= dict(initial_state=start, output_final_state=output_final_state)
             o, final = api.prefill(query, key, value, g, beta, **options)
         if torch.compiler.is_compiling():
-            self.compiled = True  # a count here would be a guard of the graph, and each call a recompilation
+            self.compiled = (
+                True  # a count here would be a guard of the graph, and each call a recompilation
+            )
         else:
             self._count(op, (query, key, value, g, beta), start, options)
         return o, final.mT if output_final_state and final is not None else None
 
-    def _count(self, op: str, tokens: tuple[Tensor, ...], start: Tensor | None, options: dict[str, Any]) -> None:
+    def _count(
+        self, op: str, tokens: tuple[Tensor, ...], start: Tensor | None, options: dict[str, Any]
+    ) -> None:
         q, cu_seqlens = tokens[0], options["cu_seqlens"]
         arguments = (*tokens, start, cu_seqlens)
-        key = (op, q.shape, options["qk_l2norm"], options.get("output_final_state"), start is None, cu_seqlens is None)
+        key = (
+            op,
+            q.shape,
+            options["qk_l2norm"],
+            options.get("output_final_state"),
+            start is None,
+            cu_seqlens is None,
+        )
         if found := self._calls.find(key, arguments):
             tally = found[0]
         else:  # asking for the route costs as much as a small call, so once for each kind of call
@@ -157,8 +176,13 @@ class Replacement:
 
     def rows(self) -> list[Row]:
         with self._lock:
-            counts = {route: (tally.calls, tally.tokens) for route, tally in self._tallies.items()} or {("", ""): (0, 0)}
-        return [Row(self.module.__name__, self.name, *n, *route, self.compiled) for route, n in counts.items()]
+            counts = {
+                route: (tally.calls, tally.tokens) for route, tally in self._tallies.items()
+            } or {("", ""): (0, 0)}
+        return [
+            Row(self.module.__name__, self.name, *n, *route, self.compiled)
+            for route, n in counts.items()
+        ]
 
 
 _lock = threading.Lock()
@@ -207,15 +231,24 @@ class Patch:
     def __enter__(self) -> Patch:
         with _lock:
             if not self.active or self._entered:
-                raise RuntimeError(f"this patch was {'entered' if self.active else 'undone'} already: call patch() again")
+                raise RuntimeError(
+                    f"this patch was {'entered' if self.active else 'undone'} already: call patch() again"
+                )
             self._entered = True
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        traceback: TracebackType | None,
+    ) -> None:
         self.undo()
 
 
-def patch(models: str | Iterable[str] | torch.nn.Module | None = None, *, backend: str = "auto") -> Patch:
+def patch(
+    models: str | Iterable[str] | torch.nn.Module | None = None, *, backend: str = "auto"
+) -> Patch:
     """Runs transformers' Gated DeltaNet and Kimi Delta Attention layers on gated_delta from now on, until undone.
 
     models: names of model modules ("qwen3_5"), or a model, for the modules its layers come from; None is every module of MODELS
@@ -242,9 +275,13 @@ def _path(name: str) -> str:
 
 def _names(models: str | Iterable[str] | torch.nn.Module | None) -> list[str]:
     if importlib.util.find_spec("transformers") is None:
-        raise ImportError("transformers is not installed; pip install gated-delta[demo] brings a release that fits")
+        raise ImportError(
+            "transformers is not installed; pip install gated-delta[demo] brings a release that fits"
+        )
     known = [name for name in MODELS if importlib.util.find_spec(f"transformers.models.{name}")]
-    among = f"{', '.join(known) or 'none'} (what gated_delta knows and the installed transformers has)"
+    among = (
+        f"{', '.join(known) or 'none'} (what gated_delta knows and the installed transformers has)"
+    )
     if isinstance(models, torch.nn.Module):
         # A subclass inherits the forward of its base, which looks the functions up in the base's own module.
         sources = {base.__module__ for layer in models.modules() for base in type(layer).__mro__}
@@ -257,7 +294,11 @@ def _names(models: str | Iterable[str] | torch.nn.Module | None) -> list[str]:
             if name not in known:
                 raise ValueError(f"models: expected names among {among}, got {name!r}")
     if not names:
-        came = f"a {type(models).__name__} with layers of none" if isinstance(models, torch.nn.Module) else "none"
+        came = (
+            f"a {type(models).__name__} with layers of none"
+            if isinstance(models, torch.nn.Module)
+            else "none"
+        )
         raise ValueError(f"models: expected at least one of {among}, got {came}")
     return names
 
@@ -265,33 +306,51 @@ def _names(models: str | Iterable[str] | torch.nn.Module | None) -> list[str]:
 def _strings(models: object) -> list[str]:
     if isinstance(models, str):
         return [models]
-    accepted = "a model (a torch.nn.Module), names of model modules such as 'qwen3_5', or None for all"
+    accepted = (
+        "a model (a torch.nn.Module), names of model modules such as 'qwen3_5', or None for all"
+    )
     try:
         names = list(models)  # type: ignore[call-overload]
     except TypeError:
         raise TypeError(f"models: expected {accepted}, got {_shown(models)}") from None
     for name in names:
         if not isinstance(name, str):
-            raise TypeError(f"models: expected {accepted}, got a {type(models).__name__} with {_shown(name)}")
+            raise TypeError(
+                f"models: expected {accepted}, got a {type(models).__name__} with {_shown(name)}"
+            )
     return names
 
 
 def _shown(x: object) -> str:
-    return f"the class {x.__name__}" if isinstance(x, type) else f"{type(x).__name__} {reprlib.repr(x)}"
+    return (
+        f"the class {x.__name__}"
+        if isinstance(x, type)
+        else f"{type(x).__name__} {reprlib.repr(x)}"
+    )
 
 
 def _replacement(module: ModuleType, name: str, backend: str) -> Replacement:
     current = getattr(module, name, None)
     if isinstance(current, Replacement):
         raise RuntimeError(f"{module.__name__}.{name} is patched already: undo that patch first")
-    layers: list[Any] = [x for x in vars(module).values() if inspect.isclass(x) and x.__module__ == module.__name__]
+    layers: list[Any] = [
+        x for x in vars(module).values() if inspect.isclass(x) and x.__module__ == module.__name__
+    ]
     # Some older releases define the functions, but copy them to each layer when it is built: replacing them would do nothing.
-    looked_up = any(name in inspect.unwrap(x.forward).__code__.co_names for x in layers if "forward" in vars(x))
+    looked_up = any(
+        name in inspect.unwrap(x.forward).__code__.co_names for x in layers if "forward" in vars(x)
+    )
     if current is None or not looked_up:
         import transformers
 
-        reason = f"has no function {name}" if current is None else f"has no layer that looks up {name} when it is called"
-        raise RuntimeError(f"{module.__name__} of transformers {transformers.__version__} {reason}, so it cannot be patched")
+        reason = (
+            f"has no function {name}"
+            if current is None
+            else f"has no layer that looks up {name} when it is called"
+        )
+        raise RuntimeError(
+            f"{module.__name__} of transformers {transformers.__version__} {reason}, so it cannot be patched"
+        )
     return Replacement(module, name, backend)
 
 

@@ -17,7 +17,11 @@ from gated_delta.compile import flag
 
 SUPPORTED = {"cuda": "0.33", "cpu": "0.32"}
 """Platform of vLLM, and the release of vLLM that this plug-in was written and checked against there."""
-LAYERS = {"QwenGatedDeltaNetAttention": "Qwen", "OlmoHybridGatedDeltaNetAttention": "Olmo", "KimiGatedDeltaNetAttention": "Kimi"}
+LAYERS = {
+    "QwenGatedDeltaNetAttention": "Qwen",
+    "OlmoHybridGatedDeltaNetAttention": "Olmo",
+    "KimiGatedDeltaNetAttention": "Kimi",
+}
 """vLLM's layer classes, and what is built in their place."""
 
 
@@ -55,8 +59,14 @@ layers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 def report() -> list[Row]:
     """The layers that vLLM built in this process after `register` and that still exist, in the model's order."""
-    ordered = sorted(layers, key=lambda x: [int(part) if part.isdigit() else -1 for part in x.prefix.split(".")])
-    return [Row(x.prefix, x.name, t.place("decode"), t.place("prefill"), dict(t.calls)) for x in ordered for t in [x.tally]]
+    ordered = sorted(
+        layers, key=lambda x: [int(part) if part.isdigit() else -1 for part in x.prefix.split(".")]
+    )
+    return [
+        Row(x.prefix, x.name, t.place("decode"), t.place("prefill"), dict(t.calls))
+        for x in ordered
+        for t in [x.tally]
+    ]
 
 
 def unsupported(version: str, platform: str) -> str | None:
@@ -88,7 +98,9 @@ def register() -> None:
         if present is None:
             PluggableLayer.register_oot(name=name)(layer)
         elif present is not layer:
-            logger().warning(f"gated_delta: {name} was replaced by {present.__name__} before, which stays")
+            logger().warning(
+                f"gated_delta: {name} was replaced by {present.__name__} before, which stays"
+            )
 
 
 def logger() -> Any:
@@ -101,4 +113,10 @@ def platform() -> str:
     """vLLM's, by torch's name of its device if that is "cuda" or "cpu"; ROCm is neither."""
     from vllm.platforms import current_platform
 
-    return "cpu" if current_platform.is_cpu() else "cuda" if current_platform.is_cuda() else current_platform.device_name
+    return (
+        "cpu"
+        if current_platform.is_cpu()
+        else "cuda"
+        if current_platform.is_cuda()
+        else current_platform.device_name
+    )

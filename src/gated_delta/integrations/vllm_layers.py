@@ -18,7 +18,9 @@ from vllm.forward_context import get_forward_context
 from vllm.model_executor.layers.mamba import abstract, checkpoint
 from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
-from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import OlmoHybridGatedDeltaNetAttention
+from vllm.model_executor.layers.mamba.gdn.olmo_gdn_linear_attn import (
+    OlmoHybridGatedDeltaNetAttention,
+)
 from vllm.model_executor.layers.mamba.gdn.qwen_gdn_linear_attn import QwenGatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 from vllm.model_executor.layers.mamba.ops import causal_conv1d
@@ -44,10 +46,24 @@ class Core(GatedDeltaNetAttention):
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, vllm_config, *args, **kwargs)
         HV, V, K = self.get_state_shape()[1]
-        self.sizes = (self.conv1d.weight.shape[0] - HV * V) // (2 * K), HV, V, K  # H is what the convolution's channels leave
-        self.tally, self.profiled, self.fuses_norm = Tally(), False, V <= MAX_NORM and self._hands_gate_over()
-        self.aligned = vllm_config.cache_config.mamba_cache_mode == "align" and hasattr(abstract, GRID)
-        self._refuse(vllm_start.missing(self, vllm_start.small_pool(self)) | vllm_start.left_to_vllm(vllm_config, self.num_spec))
+        self.sizes = (
+            (self.conv1d.weight.shape[0] - HV * V) // (2 * K),
+            HV,
+            V,
+            K,
+        )  # H is what the convolution's channels leave
+        self.tally, self.profiled, self.fuses_norm = (
+            Tally(),
+            False,
+            V <= MAX_NORM and self._hands_gate_over(),
+        )
+        self.aligned = vllm_config.cache_config.mamba_cache_mode == "align" and hasattr(
+            abstract, GRID
+        )
+        self._refuse(
+            vllm_start.missing(self, vllm_start.small_pool(self))
+            | vllm_start.left_to_vllm(vllm_config, self.num_spec)
+        )
         layers.add(self)
         runs = "; ".join(f"{op}: {self.tally.place(op)}" for op in ("decode", "prefill"))
         logger().info_once(f"gated_delta {__version__}, backend {BACKEND}, in {self.name}: {runs}")
@@ -56,8 +72,12 @@ class Core(GatedDeltaNetAttention):
         super().bind_kv_cache(kv_cache)
         exported = self._exports()
         self._refuse(vllm_start.missing(self, self.kv_cache[1]))
-        if exported and not self._exports():  # vLLM has blocks for the checkpoints, and its own kernels would leave them unwritten
-            raise RuntimeError(f"gated_delta cannot run {self.prefix} on vLLM's cache as it lies: {self.tally.refused}")
+        if (
+            exported and not self._exports()
+        ):  # vLLM has blocks for the checkpoints, and its own kernels would leave them unwritten
+            raise RuntimeError(
+                f"gated_delta cannot run {self.prefix} on vLLM's cache as it lies: {self.tally.refused}"
+            )
         vllm_start.load(self, self.kv_cache[1])
 
     def _exports(self) -> bool:
@@ -68,11 +88,16 @@ class Core(GatedDeltaNetAttention):
         return ours and (not refused or super().get_prefill_checkpoint_alignment() is not None)
 
     def get_prefill_checkpoint_alignment(self) -> int | None:
-        return CHECKPOINT_INTERVAL if self._exports() else super().get_prefill_checkpoint_alignment()
+        return (
+            CHECKPOINT_INTERVAL if self._exports() else super().get_prefill_checkpoint_alignment()
+        )
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)
-        if not self._exports() or abstract.get_mamba_prefill_checkpoint_alignment(vllm_config) is None:
+        if (
+            not self._exports()
+            or abstract.get_mamba_prefill_checkpoint_alignment(vllm_config) is None
+        ):
             return spec  # another layer of the model keeps none, and so vLLM ends the prefill there
         grid = getattr(abstract, GRID)(vllm_config)
         if grid % CHECKPOINT_INTERVAL:  # no state is kept in between
@@ -88,7 +113,9 @@ class Core(GatedDeltaNetAttention):
         raise NotImplementedError
 
     def _refuse(self, reasons: dict[str, str]) -> None:
-        if reasons and DEVICE == "cpu":  # there vLLM's kernels hold states as [K, V]: both operations or none
+        if (
+            reasons and DEVICE == "cpu"
+        ):  # there vLLM's kernels hold states as [K, V]: both operations or none
             reasons = dict.fromkeys(("decode", "prefill"), next(iter(reasons.values())))
         self.tally.refused = reasons | self.tally.refused
 
@@ -101,7 +128,9 @@ class Core(GatedDeltaNetAttention):
             if BACKEND == "cute" and "prefill" not in refused and not self.profiled:
                 vllm_start.profile(self, len(qkv))
             return "prefill" not in refused
-        if (m.num_prefills and "prefill" in refused) or (m.num_decodes + m.num_spec_decodes and "decode" in refused):
+        if (m.num_prefills and "prefill" in refused) or (
+            m.num_decodes + m.num_spec_decodes and "decode" in refused
+        ):
             self.tally.calls["vLLM"] += 1
             return False
         n, drafts = m.num_actual_tokens, m.spec_sequence_masks is not None
@@ -109,7 +138,10 @@ class Core(GatedDeltaNetAttention):
         if not drafts or not m.num_prefills:
             (self._drafts if drafts else self._others)(m, rows, out)
         else:
-            for run, index in ((self._drafts, m.spec_token_indx), (self._others, m.non_spec_token_indx)):
+            for run, index in (
+                (self._drafts, m.spec_token_indx),
+                (self._others, m.non_spec_token_indx),
+            ):
                 part = out.new_empty(len(index), *out.shape[1:])
                 run(m, [x.index_select(0, index) for x in rows], part)
                 out.index_copy_(0, index, part)
@@ -121,29 +153,55 @@ class Core(GatedDeltaNetAttention):
         """Sequences of several tokens each, with a slot for the state after every token."""
         n = m.num_spec_decodes
         slots, cu_seqlens = m.spec_state_indices_tensor[:n], m.spec_query_start_loc[: n + 1]
-        accepted = m.num_accepted_tokens[:n].clamp(min=1)  # the convolution does not clamp, and reads from there on
-        lengths = dict(num_accepted_tokens=accepted, query_start_loc=cu_seqlens, max_query_len=slots.shape[1])
+        accepted = m.num_accepted_tokens[:n].clamp(
+            min=1
+        )  # the convolution does not clamp, and reads from there on
+        lengths = dict(
+            num_accepted_tokens=accepted, query_start_loc=cu_seqlens, max_query_len=slots.shape[1]
+        )
         x = self._update(rows[0], conv_state_indices=slots[:, 0], **lengths, validate_data=False)
         packed = self._arguments([x, *rows[1:]], self.kv_cache[1], True)
-        api.decode(**packed, cu_seqlens=cu_seqlens, state_indices=slots, num_accepted=accepted, out=out[None])
+        api.decode(
+            **packed,
+            cu_seqlens=cu_seqlens,
+            state_indices=slots,
+            num_accepted=accepted,
+            out=out[None],
+        )
         self.tally.calls["drafts"] += 1
 
     def _others(self, m: Any, rows: Sequence[Tensor], out: Tensor) -> None:
         """Sequences of one token each, unless there are drafts; and behind them prefills."""
-        slots, n = m.non_spec_state_indices_tensor, 0 if m.spec_sequence_masks is not None else m.num_decode_tokens
+        slots, n = (
+            m.non_spec_state_indices_tensor,
+            0 if m.spec_sequence_masks is not None else m.num_decode_tokens,
+        )
         if m.num_prefills:
             conv_states, weight, bias, activation = self._convolution()
-            own = dict(has_initial_state=m.has_initial_state, cache_indices=slots, query_start_loc=m.non_spec_query_start_loc)
+            own = dict(
+                has_initial_state=m.has_initial_state,
+                cache_indices=slots,
+                query_start_loc=m.non_spec_query_start_loc,
+            )
             own |= dict(conv_states=conv_states, activation=activation)
             x = causal_conv1d.causal_conv1d_fn(rows[0].T, weight, bias, **own, metadata=m).T
             packed = self._arguments([y[n:] for y in (x, *rows[1:3])], self.kv_cache[1], True)
-            own = dict(state_indices=m.prefill_state_indices, has_initial_state=m.prefill_has_initial_state)
+            own = dict(
+                state_indices=m.prefill_state_indices, has_initial_state=m.prefill_has_initial_state
+            )
             if m.checkpoint is not None and self._exports():
                 last = slice(-len(m.prefill_state_indices), None)  # its rows are those of slots
                 lens, indices = m.checkpoint.checkpoint_offsets, m.checkpoint.state_indices
-                own |= dict(checkpoint_lens=lens[last, None], checkpoint_indices=indices[last, None])
+                own |= dict(
+                    checkpoint_lens=lens[last, None], checkpoint_indices=indices[last, None]
+                )
                 windows = checkpoint.MambaPrefillCheckpointExporter(state_len=weight.shape[1] - 1)
-                windows.export(m.checkpoint, raw_qkv=rows[0], conv_state=conv_states, cu_seqlens=m.non_spec_query_start_loc)
+                windows.export(
+                    m.checkpoint,
+                    raw_qkv=rows[0],
+                    conv_state=conv_states,
+                    cu_seqlens=m.non_spec_query_start_loc,
+                )
             own |= dict(cu_seqlens=m.prefill_query_start_loc, max_seqlen=self._longest(m))
             api.prefill(**packed, **own, out=out[None, n:])
             for z in rows[3:]:
@@ -162,7 +220,11 @@ class Core(GatedDeltaNetAttention):
         if self.channels or len(m.prefill_state_indices) < 2:
             return None
         blocks = (m.nums_dict or {}).get(BLOCK, {}).get("nums")
-        return in_chunks(BLOCK * int(blocks.max())) if isinstance(blocks, Tensor) and blocks.device.type == "cpu" else None
+        return (
+            in_chunks(BLOCK * int(blocks.max()))
+            if isinstance(blocks, Tensor) and blocks.device.type == "cpu"
+            else None
+        )
 
     def _normalise(self, out: Tensor, z: Tensor) -> None:
         """vLLM's norm, where the core's own operation has none."""
@@ -176,20 +238,35 @@ class Core(GatedDeltaNetAttention):
     def _convolution(self) -> tuple[Tensor, Tensor, Tensor | None, str]:
         """Its states [slots, D, tokens], weight [D, width], bias and activation."""
         state = self.kv_cache[0] if is_conv_state_dim_first() else self.kv_cache[0].mT
-        weight = getattr(self.conv1d, "_cpu_unpacked_conv_weight", self.conv1d.weight)  # which vLLM packs for its CPU kernels
-        return state, weight.view(weight.shape[0], -1), self.conv1d.bias, "silu" if isinstance(self, Kimi) else self.activation
+        weight = getattr(
+            self.conv1d, "_cpu_unpacked_conv_weight", self.conv1d.weight
+        )  # which vLLM packs for its CPU kernels
+        return (
+            state,
+            weight.view(weight.shape[0], -1),
+            self.conv1d.bias,
+            "silu" if isinstance(self, Kimi) else self.activation,
+        )
 
-    def _arguments(self, rows: Sequence[Tensor], pool: Tensor, packed: bool, gate: Gate | None = None) -> dict[str, Any]:
+    def _arguments(
+        self, rows: Sequence[Tensor], pool: Tensor, packed: bool, gate: Gate | None = None
+    ) -> dict[str, Any]:
         """An operation's arguments for the tokens of rows (x after the convolution, g, beta; with a norm z): packed sequences, or a
         token each."""
         (H, HV, V, K), (x, g, beta, *z) = self.sizes, rows
         lead = (1, len(x)) if packed else (len(x), 1)
         q, k, v = x.split((H * K, H * K, HV * V), -1)
         shapes = dict(q=(q, H, K), k=(k, H, K), v=(v, HV, V), g=(g, *g.shape[1:]), beta=(beta, HV))
-        tensors: dict[str, Any] = {name: y.view(*lead, *shape) for name, (y, *shape) in shapes.items()}
+        tensors: dict[str, Any] = {
+            name: y.view(*lead, *shape) for name, (y, *shape) in shapes.items()
+        }
         if z:
             norm = self._norm()
-            weight = norm.weight if norm.weight.device == x.device else torch.empty_like(norm.weight, device=x.device)
+            weight = (
+                norm.weight
+                if norm.weight.device == x.device
+                else torch.empty_like(norm.weight, device=x.device)
+            )
             activation = "sigmoid" if norm.activation == "sigmoid" else "silu"  # also called swish
             tensors |= dict(z=z[0].view(*lead, HV, V), norm=GatedNorm(weight, norm.eps, activation))
         gate = gate or self._gate(self.A_log, self.dt_bias)
@@ -210,45 +287,68 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
     def _refuse(self, reasons: dict[str, str]) -> None:
         super()._refuse(reasons)
         if "decode" not in self.tally.refused:
-            self.enable_fused_gdn_spec_decode = self.fuses_norm  # else vLLM's kernel that takes the norm in would pass the core by
+            self.enable_fused_gdn_spec_decode = (
+                self.fuses_norm
+            )  # else vLLM's kernel that takes the norm in would pass the core by
         if DEVICE == "cpu" and not self.tally.refused:
             self._forward_method = self.forward_cuda  # the one that calls the core
 
     def _hands_gate_over(self) -> bool:
         """As forward_cuda does, for z that lies behind q, k and v, and a norm as forward_cuda asks."""
         norm = self.norm
-        plain = norm.norm_before_gate and norm.group_size in (None, self.sizes[2]) and norm.bias is None
-        bf16 = self.model_config.dtype == torch.bfloat16 and norm.weight.dtype in (torch.bfloat16, torch.float32)
+        plain = (
+            norm.norm_before_gate and norm.group_size in (None, self.sizes[2]) and norm.bias is None
+        )
+        bf16 = self.model_config.dtype == torch.bfloat16 and norm.weight.dtype in (
+            torch.bfloat16,
+            torch.float32,
+        )
         return plain and bf16 and not self.gqa_interleaved_layout
 
     def _norm(self) -> Any:
         return self.norm
 
-    def _forward_core_fused_norm_packed(self, mixed_qkvz: Tensor, ba: Tensor, core_attn_out: Tensor) -> None:
+    def _forward_core_fused_norm_packed(
+        self, mixed_qkvz: Tensor, ba: Tensor, core_attn_out: Tensor
+    ) -> None:
         if not self.fuses_norm or "decode" in self.tally.refused:
-            super()._forward_core_fused_norm_packed(mixed_qkvz=mixed_qkvz, ba=ba, core_attn_out=core_attn_out)
+            super()._forward_core_fused_norm_packed(
+                mixed_qkvz=mixed_qkvz, ba=ba, core_attn_out=core_attn_out
+            )
             return
         (_, HV, V, _), (b, a) = self.sizes, self.split_ba(ba)
         qkv, z = mixed_qkvz.split([mixed_qkvz.shape[1] - HV * V, HV * V], -1)
         z = z.view(-1, HV, V)
         if not self._run(qkv, a, b, core_attn_out, z):
-            super(GDN, self)._forward_core(mixed_qkv=qkv, b=b.contiguous(), a=a.contiguous(), core_attn_out=core_attn_out)
+            super(GDN, self)._forward_core(
+                mixed_qkv=qkv, b=b.contiguous(), a=a.contiguous(), core_attn_out=core_attn_out
+            )
             self._normalise(core_attn_out, z)
 
 
 class Olmo(GDN, OlmoHybridGatedDeltaNetAttention):
-    def _arguments(self, rows: Sequence[Tensor], pool: Tensor, packed: bool, gate: Gate | None = None) -> dict[str, Any]:
+    def _arguments(
+        self, rows: Sequence[Tensor], pool: Tensor, packed: bool, gate: Gate | None = None
+    ) -> dict[str, Any]:
         made = super()._arguments(rows, pool, packed, gate)
-        return made | dict(beta=2 * made["beta"].float().sigmoid(), beta_logits=False) if self.allow_neg_eigval else made
+        return (
+            made | dict(beta=2 * made["beta"].float().sigmoid(), beta_logits=False)
+            if self.allow_neg_eigval
+            else made
+        )
 
 
 class Kimi(Core, KimiGatedDeltaNetAttention):
     channels = True
 
     @eager_break_during_capture
-    def _forward(self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor) -> None:
+    def _forward(
+        self, mixed_qkv: Tensor, g1: Tensor, g2: Tensor, beta: Tensor, core_attn_out: Tensor
+    ) -> None:
         if not self._run(mixed_qkv, g1[0], beta[0], core_attn_out[0], g2.view_as(core_attn_out[0])):
-            super()._forward(mixed_qkv=mixed_qkv, g1=g1, g2=g2, beta=beta, core_attn_out=core_attn_out)
+            super()._forward(
+                mixed_qkv=mixed_qkv, g1=g1, g2=g2, beta=beta, core_attn_out=core_attn_out
+            )
 
     def _hands_gate_over(self) -> bool:
         return True

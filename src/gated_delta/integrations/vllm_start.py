@@ -26,7 +26,9 @@ def left_to_vllm(vllm_config: Any, num_spec: int) -> dict[str, str]:
         raise ValueError(f"additional_config gated_delta: expected true or false, got {chosen!r}")
     reasons = {
         "additional_config has gated_delta false": not chosen,
-        "ReplaySSM keeps tokens beside the states": getattr(vllm_config.cache_config, "use_replayssm", False),
+        "ReplaySSM keeps tokens beside the states": getattr(
+            vllm_config.cache_config, "use_replayssm", False
+        ),
         "vLLM's short convolution ignores drafts": num_spec  # as on a CPU
         and "num_accepted_tokens" not in signature(causal_conv1d.causal_conv1d_update).parameters,
     }
@@ -49,19 +51,31 @@ def small_pool(layer: Any) -> Tensor:
 def calls(layer: Any, pool: Tensor, tokens: int) -> list[start.Call]:
     """Calls like those of batches, on that pool: a prefill of so many tokens, a decode, drafts."""
     (H, HV, V, K), W = layer.sizes, 1 + layer.num_spec
-    gate = layer._gate(*(torch.empty_like(x, device=pool.device) for x in (layer.A_log, layer.dt_bias)))
+    gate = layer._gate(
+        *(torch.empty_like(x, device=pool.device) for x in (layer.A_log, layer.dt_bias))
+    )
     widths = [(2 * H * K + HV * V,), (HV, K) if layer.channels else (HV,), (HV,)]
     widths += [(HV, V)] if layer.fuses_norm else []
     rows = [pool.new_empty(tokens, *width, dtype=layer.model_config.dtype) for width in widths]
     one = torch.ones(1, dtype=torch.int32, device=pool.device)
-    slots, from_state, cu = dict(state_indices=one), dict(has_initial_state=one.bool()), torch.cat([0 * one, one])
+    slots, from_state, cu = (
+        dict(state_indices=one),
+        dict(has_initial_state=one.bool()),
+        torch.cat([0 * one, one]),
+    )
     drafts = dict(state_indices=one.repeat(1, W), num_accepted=one, cu_seqlens=cu * W)
     prefill = slots | from_state | dict(cu_seqlens=cu * tokens)
     asked = [("prefill", tokens, prefill), ("decode", 1, slots)]
     if layer.num_spec:
         asked.append(("decode", W, drafts))
     if layer.aligned:
-        asked.append(("prefill", tokens, prefill | dict(checkpoint_lens=-one[:, None], checkpoint_indices=one[:, None])))
+        asked.append(
+            (
+                "prefill",
+                tokens,
+                prefill | dict(checkpoint_lens=-one[:, None], checkpoint_indices=one[:, None]),
+            )
+        )
     made = []
     for op, n, own in asked:
         some = [x[:n] for x in rows[: 3 if op == "prefill" else 4]]
@@ -75,7 +89,9 @@ def load(layer: Any, pool: Tensor) -> None:
 
     Raises UnsupportedProblem where kernels are missing that may or can not be compiled.
     """
-    start.load([call for call in calls(layer, pool, 64) if call[0] not in layer.tally.refused], pool.device)
+    start.load(
+        [call for call in calls(layer, pool, 64) if call[0] not in layer.tally.refused], pool.device
+    )
 
 
 def profile(layer: Any, tokens: int) -> None:

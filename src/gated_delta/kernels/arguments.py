@@ -51,7 +51,9 @@ def round_up_tokens(tokens: int) -> int:
 
 # ------------------------------------------------------------------------------------------------ strides
 
-TOKEN_STRIDES = dict(q="nth", k="nth", v="nth", g="nthc", beta="nth", o="nthc", A_log="h", dt_bias="hc")
+TOKEN_STRIDES = dict(
+    q="nth", k="nth", v="nth", g="nthc", beta="nth", o="nthc", A_log="h", dt_bias="hc"
+)
 BUFFER_STRIDES = dict(buffer_u="rth", buffer_k="rth")
 NORM_STRIDES = dict(z="nth", norm_weight="c")
 
@@ -61,7 +63,9 @@ def _strides(name: str, **dims: str) -> Any:
 
     n: sequence (0 when packed), t: token, h: head, c: channel, p: pool slot, r: row of the KVBuffer, j: checkpoint of a sequence.
     """
-    made: Any = namedtuple(name, [f"{tensor}_{dim}" for tensor, letters in dims.items() for dim in letters])
+    made: Any = namedtuple(
+        name, [f"{tensor}_{dim}" for tensor, letters in dims.items() for dim in letters]
+    )
     made.dims = dims
     return made
 

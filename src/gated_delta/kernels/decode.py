@@ -20,26 +20,31 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
-from .arguments import TOKEN_TILES, DecodePointers, DecodeSizes, DecodeStrides, lanes_per_row, tile_rows
-from .device.primitives import (
-    Args,
-    broadcast,
-    dot,
-    load,
-    load_count,
-    load_index,
-    offset,
-    pack,
-    sigmoid,
-    store,
-    sum_lanes,
-    sum_rows,
-    typed,
-    unpack,
+from .arguments import (
+    TOKEN_TILES,
+    DecodePointers,
+    DecodeSizes,
+    DecodeStrides,
+    lanes_per_row,
+    tile_rows,
 )
-from .device.recurrent import GatedNorm, StateRows, Tokens, sequence_block, sequence_grid, shared_tensor, without_norm
+from .device import arithmetic, ptx
+from .device.args import Args, offset, typed
+from .device.recurrent import (
+    GatedNorm,
+    StateRows,
+    Tokens,
+    sequence_block,
+    sequence_grid,
+    shared_tensor,
+    without_norm,
+)
 
-Pointers, Strides, Sizes = typed(DecodePointers, Int64), typed(DecodeStrides, Int32), typed(DecodeSizes, Int32)
+Pointers, Strides, Sizes = (
+    typed(DecodePointers, Int64),
+    typed(DecodeStrides, Int32),
+    typed(DecodeSizes, Int32),
+)
 
 
 class Coord(NamedTuple):
@@ -90,14 +95,23 @@ class Decode:
         self.state = StateRows(K, state_dtype, rows * 32 // lanes_per_row(K))
         self.tokens = Tokens(self.state, axis, dtype, g_dtype, gate, qk_l2norm, aligned)
         self.channel = axis == "channel"
-        self.beta_logits, self.single_token, self.rows, self.threads = beta_logits, single_token, rows, threads
+        self.beta_logits, self.single_token, self.rows, self.threads = (
+            beta_logits,
+            single_token,
+            rows,
+            threads,
+        )
         assert single_token or norm or chunks == 1
         self.chunks, self.chunk_rows = chunks, tile_rows(K, rows, threads)
         self.prefetch_chunks, self.bulk = prefetch_chunks or chunks, bulk
         # As if for blocks of so many threads: as many blocks' registers fit.
-        self.limits = dict(max_number_threads=(blocks_per_sm * threads, 1, 1)) if blocks_per_sm else {}
+        self.limits = (
+            dict(max_number_threads=(blocks_per_sm * threads, 1, 1)) if blocks_per_sm else {}
+        )
         self.lanes, self.padded_K = self.state.lanes, self.state.padded_K
-        self.groups = threads // self.lanes  # rows, or tokens' q and k, that a block accesses at once
+        self.groups = (
+            threads // self.lanes
+        )  # rows, or tokens' q and k, that a block accesses at once
         self.tile = chunks * self.chunk_rows
         self.tiles = V // self.tile
         self.cluster = (self.tiles, 1, 1) if norm and self.tiles > 1 else None
@@ -116,7 +130,9 @@ class Decode:
     # -------------------------------------------------------------------------------------------- launch
 
     @cute.jit
-    def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
+    def __call__(
+        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
+    ):
         if cutlass.const_expr(self.norm is None):
             ptr, stride, size = without_norm(ptr), without_norm(stride), without_norm(size)
         self.kernel(ptr, scale, bound, stride, size).launch(
@@ -134,9 +150,13 @@ class Decode:
         args, coord = Args(ptr, scale, bound, stride, size), self.coord()
         if coord.n < size.prefetch_sequences:
             if cutlass.const_expr(self.bulk):
-                self.state.prefetch_bulk(args, coord, coord.tile * self.tile, self.prefetch_chunks * self.chunk_rows)
+                self.state.prefetch_bulk(
+                    args, coord, coord.tile * self.tile, self.prefetch_chunks * self.chunk_rows
+                )
             else:
-                self.state.prefetch(args, coord, [i * self.chunk_rows for i in range(self.prefetch_chunks)])
+                self.state.prefetch(
+                    args, coord, [i * self.chunk_rows for i in range(self.prefetch_chunks)]
+                )
             self.tokens.prefetch(args, coord)
             if cutlass.const_expr(self.norm is not None):
                 self.norm.prefetch(args, coord)
@@ -153,13 +173,18 @@ class Decode:
         warp_row = tile * self.tile + (thread // 32) * self.state.warp_rows
         first_row = warp_row + (thread % 32) // self.lanes
         o_row = first_row + self.state.warp_groups * (lane // self.lanes_per_sum)
-        return Coord(n, hv, tile, thread, lane, warp_row, first_row, o_row, lane % self.lanes_per_sum == 0)
+        return Coord(
+            n, hv, tile, thread, lane, warp_row, first_row, o_row, lane % self.lanes_per_sum == 0
+        )
 
     def chunk(self, coord, i):
         """The thread's rows in the i-th chunk of its tile."""
         if i == 0:
             return coord
-        rows = {name: getattr(coord, name) + i * self.chunk_rows for name in ("warp_row", "first_row", "o_row")}
+        rows = {
+            name: getattr(coord, name) + i * self.chunk_rows
+            for name in ("warp_row", "first_row", "o_row")
+        }
         return coord._replace(**rows)
 
     # -------------------------------------------------------------------------------------------- one sequence
@@ -174,8 +199,14 @@ class Decode:
 
         qk = self.tokens.load_qk(args, coord, start, coord.thread // self.lanes, length)
         gates = self.load_gates(args, coord, start, length)
-        v = [self.load_v(args, coord, start, i, length) for i in self.v_elements(coord.thread, self.v_loads)]
-        state_at, policy = self.state.address(args, coord, read, coord.first_row), self.state.policy(size.keep_in_l2)
+        v = [
+            self.load_v(args, coord, start, i, length)
+            for i in self.v_elements(coord.thread, self.v_loads)
+        ]
+        state_at, policy = (
+            self.state.address(args, coord, read, coord.first_row),
+            self.state.policy(size.keep_in_l2),
+        )
         rows = self.state.load(state_at, coord, policy, read > size.null_index)
         if cutlass.const_expr(self.norm is not None):
             z = self.norm.load_first(args, coord, start, length)
@@ -198,21 +229,40 @@ class Decode:
             for i in cutlass.range_constexpr(self.chunks):
                 part = self.chunk(coord, i)
                 if cutlass.const_expr(i + 1 < self.chunks):
-                    following_at = self.state.address(args, coord, read, self.chunk(coord, i + 1).first_row)
+                    following_at = self.state.address(
+                        args, coord, read, self.chunk(coord, i + 1).first_row
+                    )
                     following = self.state.load(following_at, coord, policy, read > size.null_index)
                 self.steps(rState, records, args, part, start, length, self.chunk_o(args, o_at, i))
                 wanted = (write > size.null_index) & ((length > 0) | (write != read))
                 updated = self.state.load_registers(rState)
-                self.state.store(updated, self.state.address(args, coord, write, part.first_row), coord, wanted)
+                self.state.store(
+                    updated, self.state.address(args, coord, write, part.first_row), coord, wanted
+                )
                 if cutlass.const_expr(i + 1 < self.chunks):
                     self.state.store_registers(rState, following)
             if cutlass.const_expr(self.norm is not None):
-                self.norm.finish(records + size.T * self.record, args, self.tokens.o_address(args, coord), coord, start, length)
+                self.norm.finish(
+                    records + size.T * self.record,
+                    args,
+                    self.tokens.o_address(args, coord),
+                    coord,
+                    start,
+                    length,
+                )
         elif coord.stores_o:
             for t in range(length):
                 for i in cutlass.range_constexpr(self.chunks):
-                    store(self.tokens.dtype, self.chunk_o(args, o_at, i) + offset(start + t, stride.o_t), Float32(0))
-        if cutlass.const_expr(not self.single_token) and size.cu_seqlens_kind != 0 and coord.stores_o:
+                    ptx.store(
+                        self.tokens.dtype,
+                        self.chunk_o(args, o_at, i) + offset(start + t, stride.o_t),
+                        Float32(0),
+                    )
+        if (
+            cutlass.const_expr(not self.single_token)
+            and size.cu_seqlens_kind != 0
+            and coord.stores_o
+        ):
             for i in cutlass.range_constexpr(self.chunks):
                 self.tokens.zero_padding(args, coord, self.chunk_o(args, o_at, i))
 
@@ -227,18 +277,36 @@ class Decode:
         else:
             intermediate_row = self.intermediate_row(args, coord)
             for t in cutlass.range(length, unroll=1):
-                self.step(rState, records, args, coord, o_at + offset(start, args.stride.o_t), t, intermediate_row)
+                self.step(
+                    rState,
+                    records,
+                    args,
+                    coord,
+                    o_at + offset(start, args.stride.o_t),
+                    t,
+                    intermediate_row,
+                )
 
     def slots(self, args, coord):
         """Slot read, none for an inactive sequence; slot of the final state, none where there is nothing to store."""
         ptr, stride, size = args.ptr, args.stride, args.size
         accepted_at = ptr.num_accepted + offset(coord.n, stride.num_accepted_n)
-        accepted = load_count(accepted_at, size.num_accepted_kind, Int32(1))
+        accepted = ptx.load_count(accepted_at, size.num_accepted_kind, Int32(1))
         column = cutlass.max(cutlass.min(accepted, size.slots_per_sequence), 1) - 1
-        read_at = ptr.state_indices + offset(coord.n, stride.state_indices_n) + offset(column, stride.state_indices_t)
-        read = load_index(read_at, size.state_indices_kind, coord.n)
-        write = load_index(ptr.write_indices + offset(coord.n, stride.write_indices_n), size.write_indices_kind, read)
-        return read, Int32(select_((size.update_state == 0) | (size.slots_per_sequence != 0), Int32(-1), write))
+        read_at = (
+            ptr.state_indices
+            + offset(coord.n, stride.state_indices_n)
+            + offset(column, stride.state_indices_t)
+        )
+        read = ptx.load_index(read_at, size.state_indices_kind, coord.n)
+        write = ptx.load_index(
+            ptr.write_indices + offset(coord.n, stride.write_indices_n),
+            size.write_indices_kind,
+            read,
+        )
+        return read, Int32(
+            select_((size.update_state == 0) | (size.slots_per_sequence != 0), Int32(-1), write)
+        )
 
     # -------------------------------------------------------------------------------------------- one token
 
@@ -248,9 +316,11 @@ class Decode:
         o = self.update(rState, records + t * self.record, args, coord)
         if cutlass.const_expr(self.norm is not None):
             normed = records + args.size.T * self.record
-            self.norm.put(normed, t, coord.o_row, o, coord.lane % self.lanes_per_sum, self.lanes_per_sum)
+            self.norm.put(
+                normed, t, coord.o_row, o, coord.lane % self.lanes_per_sum, self.lanes_per_sum
+            )
         elif coord.stores_o:
-            store(self.tokens.dtype, o_at + offset(t, args.stride.o_t), o)
+            ptx.store(self.tokens.dtype, o_at + offset(t, args.stride.o_t), o)
         self.store_intermediate(rState, args, coord, t, intermediate_row)
 
     def update(self, rState, record, args, coord):
@@ -259,16 +329,19 @@ class Decode:
         With S' = S decay + u k^T, o = S' q = (S decay) q + u (k.q): S k and S q reduce together, before u is known.
         """
         fma = cute.math.fma
-        q, k = self.state.load_shared(record, coord), self.state.load_shared(record + self.padded_K, coord)
+        q, k = (
+            self.state.load_shared(record, coord),
+            self.state.load_shared(record + self.padded_K, coord),
+        )
         v = shared_tensor(record + self.v_offset, self.tile)[coord.o_row - coord.tile * self.tile]
         scalars = shared_tensor(record + self.scalars_offset, 4)
         beta, kq, decay = scalars[0], scalars[1], scalars[2]
-        rows = [unpack(row, self.state.dtype) for row in self.state.load_registers(rState)]
+        rows = [ptx.unpack(row, self.state.dtype) for row in self.state.load_registers(rState)]
         if self.channel:
             decays = self.state.load_shared(record + self.decay_offset, coord)
             rows = [[s * d for s, d in zip(row, decays, strict=True)] for row in rows]
-        s_k = sum_rows([dot(row, k) for row in rows], self.lanes, coord.lane)
-        s_q = sum_rows([dot(row, q) for row in rows], self.lanes, coord.lane)
+        s_k = arithmetic.sum_rows([arithmetic.dot(row, k) for row in rows], self.lanes, coord.lane)
+        s_q = arithmetic.sum_rows([arithmetic.dot(row, q) for row in rows], self.lanes, coord.lane)
         if self.channel:
             u = beta * (v - s_k)
             o = fma(u, kq, s_q)
@@ -277,9 +350,11 @@ class Decode:
             o = fma(u, kq, decay * s_q)
         updated = []
         for r, row in enumerate(rows):
-            u_r = broadcast(u, r * self.lanes_per_sum, self.lanes)
-            row = [fma(u_r, x, s if self.channel else s * decay) for x, s in zip(k, row, strict=True)]
-            updated.append(pack(row, self.state.dtype))
+            u_r = arithmetic.broadcast(u, r * self.lanes_per_sum, self.lanes)
+            row = [
+                fma(u_r, x, s if self.channel else s * decay) for x, s in zip(k, row, strict=True)
+            ]
+            updated.append(ptx.pack(row, self.state.dtype))
         self.state.store_registers(rState, updated)
         return o
 
@@ -287,24 +362,41 @@ class Decode:
     def store_intermediate(self, rState, args, coord, t, intermediate_row):
         """Store the state after token t: to intermediate_states, and to the token's slot of state_indices [N, W]."""
         ptr, stride, size = args.ptr, args.stride, args.size
-        if cutlass.const_expr(intermediate_row is None):  # a single token's: loaded sooner, it would cost 16 registers
+        if cutlass.const_expr(
+            intermediate_row is None
+        ):  # a single token's: loaded sooner, it would cost 16 registers
             intermediate_row = self.intermediate_row(args, coord)
         at = ptr.intermediate_states + offset(intermediate_row, stride.intermediate_states_n)
-        at = at + offset(t, stride.intermediate_states_t) + offset(coord.hv, stride.intermediate_states_h)
+        at = (
+            at
+            + offset(t, stride.intermediate_states_t)
+            + offset(coord.hv, stride.intermediate_states_h)
+        )
         rows = self.state.load_registers(rState)
-        self.state.store(rows, at + coord.first_row * self.state.row_bytes, coord, intermediate_row >= 0)
+        self.state.store(
+            rows, at + coord.first_row * self.state.row_bytes, coord, intermediate_row >= 0
+        )
         if size.slots_per_sequence != 0 and size.update_state != 0:
-            slot_at = ptr.state_indices + offset(coord.n, stride.state_indices_n) + offset(t, stride.state_indices_t)
-            slot = load_index(slot_at, size.state_indices_kind, Int32(-1))
+            slot_at = (
+                ptr.state_indices
+                + offset(coord.n, stride.state_indices_n)
+                + offset(t, stride.state_indices_t)
+            )
+            slot = ptx.load_index(slot_at, size.state_indices_kind, Int32(-1))
             rows = self.state.load_registers(rState)
-            self.state.store(rows, self.state.address(args, coord, slot, coord.first_row), coord, slot > size.null_index)
+            self.state.store(
+                rows,
+                self.state.address(args, coord, slot, coord.first_row),
+                coord,
+                slot > size.null_index,
+            )
 
     def intermediate_row(self, args, coord):
         """The sequence's row of intermediate_states, negative where there is none to store to."""
         ptr, stride, size = args.ptr, args.stride, args.size
         row_at = ptr.intermediate_indices + offset(coord.n, stride.intermediate_indices_n)
         own = Int32(select_(ptr.intermediate_states != 0, coord.n, Int32(-1)))
-        return load_index(row_at, size.intermediate_indices_kind, own)
+        return ptx.load_index(row_at, size.intermediate_indices_kind, own)
 
     # -------------------------------------------------------------------------------------------- records: q and k
 
@@ -317,12 +409,19 @@ class Decode:
         if cutlass.const_expr(not self.single_token):
             for first in cutlass.range(first_of_warp + self.groups, length, self.groups, unroll=1):
                 t = first + (coord.thread % 32) // self.lanes
-                self.store_qk(records, args, coord, t, length, self.tokens.load_qk(args, coord, start, t, length))
+                self.store_qk(
+                    records,
+                    args,
+                    coord,
+                    t,
+                    length,
+                    self.tokens.load_qk(args, coord, start, t, length),
+                )
 
     @cute.jit
     def store_qk(self, records, args, coord, t, length, qk):
-        q, k = [unpack(words, self.tokens.dtype) for words in qk]
-        kq = sum_lanes(dot(k, q), self.lanes)
+        q, k = [ptx.unpack(words, self.tokens.dtype) for words in qk]
+        kq = arithmetic.sum_lanes(arithmetic.dot(k, q), self.lanes)
         q_scale, k_scale = self.tokens.qk_scales(args, q, k)
         if t < length:
             record = records + t * self.record
@@ -341,7 +440,7 @@ class Decode:
         """Element i of the tile's v [tokens, tile]."""
         token, row = i // self.tile, i % self.tile
         at = self.tokens.v_address(args, coord, start + token, coord.tile * self.tile + row)
-        return load(self.tokens.dtype, at, token < length)
+        return ptx.load(self.tokens.dtype, at, token < length)
 
     @cute.jit
     def stage_v(self, records, args, coord, start, length, v):
@@ -358,7 +457,9 @@ class Decode:
     def store_v(self, records, length, elements, v):
         for j in cutlass.range_constexpr(len(elements)):
             if elements[j] < length * self.tile:
-                values = shared_tensor(records + (elements[j] // self.tile) * self.record + self.v_offset, self.tile)
+                values = shared_tensor(
+                    records + (elements[j] // self.tile) * self.record + self.v_offset, self.tile
+                )
                 values[elements[j] % self.tile] = v[j]
 
     # -------------------------------------------------------------------------------------------- records: beta and decays
@@ -384,7 +485,10 @@ class Decode:
         index = coord.thread - self.first_decay_thread
         positions = [index + i * threads for i in range(max(1, -(-self.padded_K // threads)))]
         if self.first_decay_thread:
-            return [(position, Int32(0), (index >= 0) & (position < self.padded_K)) for position in positions]
+            return [
+                (position, Int32(0), (index >= 0) & (position < self.padded_K))
+                for position in positions
+            ]
         first = index // self.padded_K
         return [(position % self.padded_K, first, first < length) for position in positions]
 
@@ -395,7 +499,7 @@ class Decode:
             # A token a lane: there are at most 16.
             t = coord.thread % 32
             if cutlass.const_expr(self.beta_logits):
-                beta = sigmoid(beta)
+                beta = arithmetic.sigmoid(beta)
             decay = Float32(0)
             if cutlass.const_expr(not self.channel):
                 decay = self.decay(args, *g[0])

@@ -20,12 +20,20 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from .arguments import FlushPointers, FlushSizes, FlushStrides, lanes_per_row, tile_rows
-from .device.primitives import load, load_count, load_index, offset, pack, qk_head, typed, unpack
+from .device import ptx
+from .device.args import offset, qk_head, typed
 from .device.recurrent import MAX_GRID, StateRows, shared_tensor
 
-Pointers, Strides, Sizes = typed(FlushPointers, Int64), typed(FlushStrides, Int32), typed(FlushSizes, Int32)
+Pointers, Strides, Sizes = (
+    typed(FlushPointers, Int64),
+    typed(FlushStrides, Int32),
+    typed(FlushSizes, Int32),
+)
 
-LOADS = (4, 8)  # tokens whose loads are in flight at once: with at most so many tokens the first, else the second
+LOADS = (
+    4,
+    8,
+)  # tokens whose loads are in flight at once: with at most so many tokens the first, else the second
 UNROLL = 2  # tokens folded per iteration; a missing last one is neutral
 
 
@@ -66,7 +74,11 @@ class Flush:
     @cute.jit
     def __call__(self, ptr: Pointers, stride: Strides, size: Sizes, stream):
         self.kernel(ptr, stride, size).launch(
-            grid=(self.tiles * size.HV, cutlass.min(size.N, MAX_GRID), size.layers * ((size.N + MAX_GRID - 1) // MAX_GRID)),
+            grid=(
+                self.tiles * size.HV,
+                cutlass.min(size.N, MAX_GRID),
+                size.layers * ((size.N + MAX_GRID - 1) // MAX_GRID),
+            ),
             block=(self.threads, 1, 1),
             smem=(self.padded_K + self.record * round_up(size.C)) * 4,
             stream=stream,
@@ -89,20 +101,39 @@ class Flush:
         tile, hv = head_tile % self.tiles, head_tile // self.tiles
         lane = thread % self.state.lanes
         warp_row = tile * self.tile + (thread // 32) * self.state.warp_rows
-        return Coord(layer, n, hv, tile, thread, lane, warp_row, warp_row + (thread % 32) // self.state.lanes)
+        return Coord(
+            layer, n, hv, tile, thread, lane, warp_row, warp_row + (thread % 32) // self.state.lanes
+        )
 
     # -------------------------------------------------------------------------------------------- one sequence
 
     @cute.jit
     def sequence(self, args, coord):
         ptr, stride, size = args.ptr, args.stride, args.size
-        read = load_index(ptr.state_indices + offset(coord.n, stride.state_indices_n), size.state_indices_kind, coord.n)
-        write = load_index(ptr.write_indices + offset(coord.n, stride.write_indices_n), size.write_indices_kind, read)
-        row = load_index(ptr.buffer_indices + offset(coord.n, stride.buffer_indices_n), size.buffer_indices_kind, coord.n)
+        read = ptx.load_index(
+            ptr.state_indices + offset(coord.n, stride.state_indices_n),
+            size.state_indices_kind,
+            coord.n,
+        )
+        write = ptx.load_index(
+            ptr.write_indices + offset(coord.n, stride.write_indices_n),
+            size.write_indices_kind,
+            read,
+        )
+        row = ptx.load_index(
+            ptr.buffer_indices + offset(coord.n, stride.buffer_indices_n),
+            size.buffer_indices_kind,
+            coord.n,
+        )
         accepted_at = ptr.num_accepted + offset(coord.n, stride.num_accepted_n)
-        count = load_count(accepted_at, size.num_accepted_kind, size.num_accepted_all)
+        count = ptx.load_count(accepted_at, size.num_accepted_kind, size.num_accepted_all)
         count = cutlass.max(cutlass.min(count, size.C), 0)
-        wanted = (read > size.null_index) & (write > size.null_index) & (row >= 0) & ((count > 0) | (read != write))
+        wanted = (
+            (read > size.null_index)
+            & (write > size.null_index)
+            & (row >= 0)
+            & ((count > 0) | (read != write))
+        )
 
         state_at = self.state.address(args, coord, read, coord.first_row)
         rows = self.state.load(state_at, coord, self.state.policy(size.keep_in_l2), wanted)
@@ -116,20 +147,27 @@ class Flush:
             decays = self.state.load_shared(shared, coord)
             rState = cute.make_rmem_tensor((8, self.rows), Float32)
             for r in cutlass.range_constexpr(self.rows):
-                numbers = unpack(rows[r], self.state.dtype)
+                numbers = ptx.unpack(rows[r], self.state.dtype)
                 for c in cutlass.range_constexpr(8):
                     rState[c, r] = numbers[c] * decays[c]
             for first in cutlass.range(0, count, UNROLL, unroll=1):
                 for i in cutlass.range_constexpr(UNROLL):
                     self.fold(rState, records + (first + i) * self.record, coord)
-            final = [pack([rState[c, r] for c in range(8)], self.state.dtype) for r in range(self.rows)]
-            self.state.store(final, self.state.address(args, coord, write, coord.first_row), coord, wanted)
+            final = [
+                ptx.pack([rState[c, r] for c in range(8)], self.state.dtype)
+                for r in range(self.rows)
+            ]
+            self.state.store(
+                final, self.state.address(args, coord, write, coord.first_row), coord, wanted
+            )
 
     def fold(self, rState, record, coord):
         """Add u k^T of one token to this thread's rows."""
         k = self.state.load_shared(record, coord)
         at = (record + self.padded_K + coord.thread // self.state.lanes * self.rows).toint()
-        pointer = cute.make_ptr(Float32, at, cute.AddressSpace.smem, assumed_align=4 * min(self.rows, 4))
+        pointer = cute.make_ptr(
+            Float32, at, cute.AddressSpace.smem, assumed_align=4 * min(self.rows, 4)
+        )
         us = shared_tensor(pointer, self.rows).load()
         for r in range(self.rows):
             u = us[r]
@@ -144,14 +182,30 @@ class Flush:
         ptr, stride, size = args.ptr, args.stride, args.size
         h = qk_head(coord.hv, size.qk_head_factor)
         layer = Int64(coord.layer)
-        k_at = ptr.buffer_k + layer * ptr.buffer_k_l + offset(row, stride.buffer_k_r) + offset(h, stride.buffer_k_h)
-        decay_at = ptr.buffer_log_decay + layer * ptr.buffer_log_decay_l + offset(row, stride.buffer_log_decay_r)
+        k_at = (
+            ptr.buffer_k
+            + layer * ptr.buffer_k_l
+            + offset(row, stride.buffer_k_r)
+            + offset(h, stride.buffer_k_h)
+        )
+        decay_at = (
+            ptr.buffer_log_decay
+            + layer * ptr.buffer_log_decay_l
+            + offset(row, stride.buffer_log_decay_r)
+        )
         decay_at += offset(coord.hv, stride.buffer_log_decay_h)
-        u_at = ptr.buffer_u + layer * ptr.buffer_u_l + offset(row, stride.buffer_u_r) + offset(coord.hv, stride.buffer_u_h)
+        u_at = (
+            ptr.buffer_u
+            + layer * ptr.buffer_u_l
+            + offset(row, stride.buffer_u_r)
+            + offset(coord.hv, stride.buffer_u_h)
+        )
         u_at += coord.tile * (self.tile * 4)
         at = (k_at, decay_at, u_at)
         channels = [coord.thread + first for first in range(0, self.padded_K, self.threads)]
-        rDecay = cute.make_rmem_tensor((len(channels),), Float32)  # product of the decays after a token
+        rDecay = cute.make_rmem_tensor(
+            (len(channels),), Float32
+        )  # product of the decays after a token
         rDecay.fill(1.0)
         padded = round_up(count)
         few, many = LOADS
@@ -178,15 +232,34 @@ class Flush:
         accepted = [Uint32(t) < Uint32(count) for t in ts]  # a negative t is a large unsigned one
         ks, log_decays, us = [], [], []
         for channel in channels:
-            inside = accepted if self.K % self.threads == 0 else [wanted & (channel < self.K) for wanted in accepted]
+            inside = (
+                accepted
+                if self.K % self.threads == 0
+                else [wanted & (channel < self.K) for wanted in accepted]
+            )
             addresses = [k_at + offset(t, stride.buffer_k_t) + channel * 4 for t in ts]
-            ks.append([load(Float32, address, wanted) for address, wanted in zip(addresses, inside, strict=True)])
-            addresses = [decay_at + offset(t, stride.buffer_log_decay_t) + offset(channel, stride.buffer_log_decay_c) for t in ts]
-            log_decays.append([load(Float32, address, wanted) for address, wanted in zip(addresses, inside, strict=True)])
+            ks.append(
+                [
+                    ptx.load(Float32, address, wanted)
+                    for address, wanted in zip(addresses, inside, strict=True)
+                ]
+            )
+            addresses = [
+                decay_at
+                + offset(t, stride.buffer_log_decay_t)
+                + offset(channel, stride.buffer_log_decay_c)
+                for t in ts
+            ]
+            log_decays.append(
+                [
+                    ptx.load(Float32, address, wanted)
+                    for address, wanted in zip(addresses, inside, strict=True)
+                ]
+            )
         for first in range(0, tokens * self.tile, self.threads):
             t, v = self.element(coord, first, last)
             inside = (Uint32(t) < Uint32(count)) & (t > last - tokens)
-            us.append(load(Float32, u_at + offset(t, stride.buffer_u_t) + v * 4, inside))
+            us.append(ptx.load(Float32, u_at + offset(t, stride.buffer_u_t) + v * 4, inside))
         return ks, log_decays, us
 
     def element(self, coord, first, last):

@@ -14,21 +14,9 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK
+from .device import ptx
+from .device.args import DTYPES, offset
 from .device.chunks import SQUARE_BYTES, D, lay_out, token_offset
-from .device.primitives import (
-    DTYPES,
-    fma_x2,
-    load_shared_x4,
-    mbarrier,
-    mul_x2,
-    offset,
-    pack_x2,
-    scale_bf16_to_fp16,
-    stmatrix_x4_trans,
-    store_shared_x4,
-    store_words,
-    unpack,
-)
 from .device.tensor_maps import MappedArgs, box_layout, copy_box, make_maps, row_of_maps
 from .prefill_scan import (
     ABSMAX_HIGH,
@@ -76,21 +64,41 @@ class PrefillMapped(PrefillScan):
     def lay_out(self, staged, arrivals, scratch):
         """Shared memory: regions of each stage of tokens; scratch; and mbarriers, by the arrivals that each waits for."""
         arrivals = arrivals | {"work_full": 1, "work_empty": self.threads}
-        finished = {"tinv": SQUARE_BYTES, "aqk": SQUARE_BYTES, "v": 2 * CHUNK * self.v_pitch, "full": 8}
-        staged = staged | dict.fromkeys([name for name in arrivals if name not in ("full", "work_full", "work_empty")], 8)
+        finished = {
+            "tinv": SQUARE_BYTES,
+            "aqk": SQUARE_BYTES,
+            "v": 2 * CHUNK * self.v_pitch,
+            "full": 8,
+        }
+        staged = staged | dict.fromkeys(
+            [name for name in arrivals if name not in ("full", "work_full", "work_empty")], 8
+        )
         sizes = {name: self.stages * size for name, size in staged.items()}
         sizes |= {name: self.square_stages * size for name, size in finished.items()}
         offsets, end = lay_out(dict(sorted(sizes.items(), key=lambda item: -item[1])))
         scratch, end = lay_out(scratch, -(-end // 128) * 128)
-        work, self.shared = lay_out({"work": 2 * WORK_BYTES, "work_full": 2 * 8, "work_empty": 2 * 8, "places": 2 * 4 * 16}, end)
+        work, self.shared = lay_out(
+            {"work": 2 * WORK_BYTES, "work_full": 2 * 8, "work_empty": 2 * 8, "places": 2 * 4 * 16},
+            end,
+        )
         self.smem = SimpleNamespace(**offsets, **scratch, **work)
-        self.arrivals = {name: (self.stages if name in staged else 2, count) for name, count in arrivals.items()}
+        self.arrivals = {
+            name: (self.stages if name in staged else 2, count) for name, count in arrivals.items()
+        }
 
     def blocks(self, size):
         return cutlass.min(size.HV * size.N, size.sms)
 
     @cute.kernel
-    def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple, maps: NamedTuple):
+    def kernel(
+        self,
+        ptr: NamedTuple,
+        scale: Float32,
+        bound: Float32,
+        stride: NamedTuple,
+        size: NamedTuple,
+        maps: NamedTuple,
+    ):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         args = MappedArgs(ptr, scale, bound, stride, size, maps)
@@ -99,7 +107,9 @@ class PrefillMapped(PrefillScan):
         if group >= 0:
             cute.arch.setmaxregister_increase(self.registers[-1])
             self.for_each_work(self.mma, args, shared, thread % WARPGROUP, group)
-            cute.arch.cp_async_bulk_wait_group(0, read=True)  # the last outputs leave from shared memory
+            cute.arch.cp_async_bulk_wait_group(
+                0, read=True
+            )  # the last outputs leave from shared memory
         else:
             self.make_operands(args, shared, thread, group, block)
 
@@ -157,7 +167,7 @@ class PrefillMapped(PrefillScan):
         return coord.shared + self.smem.scales + pipe.stage * self.scale_bytes
 
     def consumer_release(self, coord, pipe):
-        cute.arch.mbarrier_arrive(mbarrier(coord.shared + self.smem.empty + pipe.stage * 8))
+        cute.arch.mbarrier_arrive(ptx.mbarrier(coord.shared + self.smem.empty + pipe.stage * 8))
 
     # -------------------------------------------------------------------------------------------- fp16 sums
 
@@ -186,24 +196,24 @@ class PrefillMapped(PrefillScan):
             wanted = scale_of(absmax, Float32(0), state_scale)
             factor = wanted * inverse_power_of_2(state_scale)
             self.multiply(frag.state, factor)
-            half = pack_x2(factor, factor, Float16)
+            half = ptx.pack_x2(factor, factor, Float16)
             for sums in (frag.s_k, frag.o):
                 words = cute.recast_tensor(sums, Uint32)
                 for i in range(cute.size(words)):
-                    words[i] = mul_x2(words[i], half)
+                    words[i] = ptx.mul_x2(words[i], half)
             state_scale = wanted
             self.scale_values(self.values(coord, pipe), state_scale, values)
         return values, absmax, state_scale
 
     def scale_values(self, raw, state_scale, values):
         for i, word in enumerate(raw):
-            values[i] = scale_bf16_to_fp16(word, state_scale.bitcast(Uint32))
+            values[i] = ptx.scale_bf16_to_fp16(word, state_scale.bitcast(Uint32))
 
     def residual(self, frag, values, s_k_scales, state_scale):
         """v - S k."""
         words, s_k = (cute.recast_tensor(x, Uint32) for x in (frag.operand, frag.s_k))
         for i in range(cute.size(words)):
-            words[i] = fma_x2(s_k[i], s_k_scales[i // 2], values[i])
+            words[i] = ptx.fma_x2(s_k[i], s_k_scales[i // 2], values[i])
 
     def round_u(self, frag):
         """Nothing to round: u is fp16 as it comes."""
@@ -218,14 +228,18 @@ class PrefillMapped(PrefillScan):
         for j, pair in enumerate(o_scales):
             scales = [x * unscale for x in pair]
             for i in range(2):
-                x = unpack([o[2 * j + i]], Float16)
-                words.append(pack_x2(x[0] * scales[0], x[1] * scales[1], self.dtype))
+                x = ptx.unpack([o[2 * j + i]], Float16)
+                words.append(ptx.pack_x2(x[0] * scales[0], x[1] * scales[1], self.dtype))
         return words
 
     # -------------------------------------------------------------------------------------------- copies by tensor maps
 
     def tensor_maps(self, ptr, stride, size):
-        return (make_maps(ptr, stride, size, {name: self.box_layout(name) for name in self.mapped}, self.split),)
+        return (
+            make_maps(
+                ptr, stride, size, {name: self.box_layout(name) for name in self.mapped}, self.split
+            ),
+        )
 
     def box_layout(self, name):
         """A copy's numbers in shared memory: all tokens of a chunk, some channels or 64 V rows."""
@@ -237,7 +251,7 @@ class PrefillMapped(PrefillScan):
 
     def expect(self, full, size):
         with cute.arch.elect_one():
-            cute.arch.mbarrier_arrive_and_expect_tx(mbarrier(full), size)
+            cute.arch.mbarrier_arrive_and_expect_tx(ptx.mbarrier(full), size)
 
     # -------------------------------------------------------------------------------------------- values and outputs
 
@@ -249,7 +263,7 @@ class PrefillMapped(PrefillScan):
         self.consumer_release(coord, pipe)
         words, at = self.outputs(frag, o_scales, state_scale), self.values_at(coord, pipe)
         for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
-            stmatrix_x4_trans(at + j * 8 * self.v_pitch, words[2 * j : 2 * j + 4])
+            ptx.stmatrix_x4_trans(at + j * 8 * self.v_pitch, words[2 * j : 2 * j + 4])
         cute.arch.fence_proxy("async.shared", space="cta")
         if pipe.left < CHUNK:
             self.sync_group(coord, pipe)
@@ -257,10 +271,17 @@ class PrefillMapped(PrefillScan):
             self.sync_group(coord, pipe)
         elif coord.thread // 32 == 0:
             self.sync_group(coord, pipe)
-            self.copy_box(args, "o", self.box_coord(coord, pipe.chunk), self.group_values_at(coord, self.number(pipe)))
+            self.copy_box(
+                args,
+                "o",
+                self.box_coord(coord, pipe.chunk),
+                self.group_values_at(coord, self.number(pipe)),
+            )
             cute.arch.cp_async_bulk_commit_group()
         else:
-            cute.arch.barrier_arrive(barrier_id=self.barrier_of(coord, pipe), number_of_threads=WARPGROUP)
+            cute.arch.barrier_arrive(
+                barrier_id=self.barrier_of(coord, pipe), number_of_threads=WARPGROUP
+            )
 
     def barrier_of(self, coord, pipe):
         # No warp comes to a barrier again before warp 0 has left it: it waits for values that warp 0 copies in between.
@@ -277,19 +298,30 @@ class PrefillMapped(PrefillScan):
         o_at += offset(token + row, args.stride.o_t) + (column * 8 + vector) * 16
         at = self.vector_of_v(coord, self.number(pipe), row, vector)
         for i in range(CHUNK // 16):
-            words = load_shared_x4(at + 16 * i * self.v_pitch)
-            store_words(o_at + offset(16 * i, args.stride.o_t), words, pipe.left - row > 16 * i)
+            words = ptx.load_shared_x4(at + 16 * i * self.v_pitch)
+            ptx.store_words(o_at + offset(16 * i, args.stride.o_t), words, pipe.left - row > 16 * i)
 
     def group_values_at(self, coord, number):
         """The warpgroup's V rows of a chunk's values, later outputs."""
-        return coord.shared + self.smem.v + ((number & 1) * self.mma_groups + coord.group) * (CHUNK * self.v_pitch)
+        return (
+            coord.shared
+            + self.smem.v
+            + ((number & 1) * self.mma_groups + coord.group) * (CHUNK * self.v_pitch)
+        )
 
     def vector_of_v(self, coord, number, token, vector):
-        return self.group_values_at(coord, number) + token * self.v_pitch + (vector ^ token % 8) * 16
+        return (
+            self.group_values_at(coord, number) + token * self.v_pitch + (vector ^ token % 8) * 16
+        )
 
     def values_at(self, coord, pipe):
         lane = coord.thread % 32
-        return self.vector_of_v(coord, self.number(pipe), lane // 16 * 8 + lane % 8, coord.thread // 32 * 2 + lane // 8 % 2)
+        return self.vector_of_v(
+            coord,
+            self.number(pipe),
+            lane // 16 * 8 + lane % 8,
+            coord.thread // 32 * 2 + lane // 8 % 2,
+        )
 
     @cute.jit
     def start_v(self, args, coord, pipe, ahead):
@@ -299,17 +331,28 @@ class PrefillMapped(PrefillScan):
             full = coord.shared + self.smem.full + (number & 1) * 8
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             self.expect(full, CHUNK * self.v_pitch)
-            self.copy_box(args, "v", self.box_coord(coord, pipe.chunk + ahead), self.group_values_at(coord, number), full)
+            self.copy_box(
+                args,
+                "v",
+                self.box_coord(coord, pipe.chunk + ahead),
+                self.group_values_at(coord, number),
+                full,
+            )
 
     @cute.jit
     def consumer_wait(self, coord, pipe):
         """Values past the sequence's last token may be others': the warp sets its rows of them to zero."""
-        cute.arch.mbarrier_wait(mbarrier(coord.shared + self.smem.full + (self.number(pipe) & 1) * 8), self.number(pipe) // 2)
+        cute.arch.mbarrier_wait(
+            ptx.mbarrier(coord.shared + self.smem.full + (self.number(pipe) & 1) * 8),
+            self.number(pipe) // 2,
+        )
         if pipe.left < CHUNK:
             lane, vector = coord.thread % 32, coord.thread // 32 * 2 + coord.thread % 2
             for token in cutlass.range(lane // 2, CHUNK, 16, unroll=1):
                 if token >= pipe.left:
-                    store_shared_x4(self.vector_of_v(coord, self.number(pipe), token, vector), [Uint32(0)] * 4)
+                    ptx.store_shared_x4(
+                        self.vector_of_v(coord, self.number(pipe), token, vector), [Uint32(0)] * 4
+                    )
             cute.arch.sync_warp()
 
     def pipeline_state(self, args, coord):
@@ -318,7 +361,7 @@ class PrefillMapped(PrefillScan):
         left = self.active_tokens(work)
         pipe = self.state_at(coord, left)
         words = row_of_maps(args, work.sequence), work.sequence.start, work.hv, coord.group
-        store_shared_x4(self.kept_place(coord), [Uint32(x) for x in words])
+        ptx.store_shared_x4(self.kept_place(coord), [Uint32(x) for x in words])
         cute.arch.sync_warp()
         self.start_v(args, coord, pipe, 0)
         return pipe
@@ -334,7 +377,7 @@ class PrefillMapped(PrefillScan):
         return coord.shared + self.smem.places + (coord.group * 4 + coord.thread // 32) * 16
 
     def box_coord(self, coord, chunk):
-        n, start, hv, column = (Int32(x) for x in load_shared_x4(self.kept_place(coord)))
+        n, start, hv, column = (Int32(x) for x in ptx.load_shared_x4(self.kept_place(coord)))
         return n, start + chunk * CHUNK, hv, column
 
     def has_tokens(self, coord, pipe):
@@ -353,4 +396,4 @@ class PrefillMapped(PrefillScan):
         if (work.sequence.n == size.N - 1) & (size.cu_seqlens_kind != 0):
             end = size.total - work.sequence.start
         for token in cutlass.range(begin + row, end, 8, unroll=1):
-            store_words(o_at + offset(token, stride.o_t), [Uint32(0)] * 4, Int32(1))
+            ptx.store_words(o_at + offset(token, stride.o_t), [Uint32(0)] * 4, Int32(1))

@@ -11,8 +11,19 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
-from .device.chunks import THREADS, Coord, D, Pointers, Sizes, Strides, find_sequence, load_chunk, rank_sequence
-from .device.primitives import DTYPES, Args, offset, opaque, store_words
+from .device import ptx
+from .device.args import DTYPES, Args, offset
+from .device.chunks import (
+    THREADS,
+    Coord,
+    D,
+    Pointers,
+    Sizes,
+    Strides,
+    find_sequence,
+    load_chunk,
+    rank_sequence,
+)
 from .prefill_prepare_gdn import GdnChunk
 from .prefill_prepare_kda import KdaChunk
 
@@ -27,14 +38,25 @@ class PrefillPrepare:
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
-    def __init__(self, axis: str, K: int, dtype: str, g_dtype: str, gate: str, qk_l2norm: bool, segmented: bool):
+    def __init__(
+        self,
+        axis: str,
+        K: int,
+        dtype: str,
+        g_dtype: str,
+        gate: str,
+        qk_l2norm: bool,
+        segmented: bool,
+    ):
         self.channel = axis == "channel"
         chunk = KdaChunk if self.channel else GdnChunk
         self.chunk = chunk(K, DTYPES[dtype], DTYPES[g_dtype], gate, qk_l2norm, segmented)
         self.shared = self.chunk.shared
 
     @cute.jit
-    def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
+    def __call__(
+        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
+    ):
         blocks, sms = size.chunk_blocks * size.chunk_slots, size.sms
         # Two blocks on an SM are faster than three where they are all of them, or half; three may leave other SMs with one.
         paired = (blocks <= 2 * sms) | ((blocks > 3 * sms) & (blocks <= 4 * sms))
@@ -59,7 +81,9 @@ class PrefillPrepare:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         counter = block * THREADS + thread
-        store_words(ptr.work_queue + offset(counter, 4), [Uint32(0)], counter < self.counters(size))
+        ptx.store_words(
+            ptr.work_queue + offset(counter, 4), [Uint32(0)], counter < self.counters(size)
+        )
         lane = thread % 32
         # In front of its chunk ptxas makes GDN's block 8% faster, KDA's 14% slower.
         if cutlass.const_expr(not self.channel):
@@ -67,14 +91,28 @@ class PrefillPrepare:
         sequence, chunk, tokens = load_chunk(args, find_sequence(args, slot, lane), slot)
         # Later sub-chunks have more work: which warp has them changes from block to block, to load the SM's schedulers alike.
         subchunk = (thread // 32 + block) % 4
-        coord = Coord(sequence, i * size.block_heads, slot, chunk, tokens, shared, thread, lane, subchunk, lane // 4, lane % 4)
+        coord = Coord(
+            sequence,
+            i * size.block_heads,
+            slot,
+            chunk,
+            tokens,
+            shared,
+            thread,
+            lane,
+            subchunk,
+            lane // 4,
+            lane % 4,
+        )
         if tokens > 0:
             self.chunk.prepare(args, coord)
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
         if cutlass.const_expr(self.channel):
-            block = i + (size.chunk_slots - 1 - slot) * size.chunk_blocks  # computed anew, to spare a register
-            self.rank(args, opaque(block), thread)
+            block = (
+                i + (size.chunk_slots - 1 - slot) * size.chunk_blocks
+            )  # computed anew, to spare a register
+            self.rank(args, ptx.opaque(block), thread)
 
     @cute.jit
     def rank(self, args, block, thread):

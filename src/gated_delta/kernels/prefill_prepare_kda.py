@@ -15,6 +15,8 @@ from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from .device import arithmetic, ptx
+from .device.args import offset, qk_head
 from .device.chunks import (
     DIAGONAL_BYTES,
     GATE_BETA_K,
@@ -32,39 +34,6 @@ from .device.chunks import (
     PrepareChunk,
     lay_out,
     tile_offset,
-)
-from .device.primitives import (
-    cp_async_or_fill,
-    cp_async_or_zero,
-    exp2,
-    fmax,
-    fmax_nan,
-    load,
-    load_scalar,
-    load_scalar_bits,
-    load_shared_as_f32,
-    load_shared_f32,
-    load_shared_f32x4,
-    load_shared_x4,
-    log2,
-    max_abs_x2,
-    mma_sync,
-    mul_x2,
-    offset,
-    pack_pairs,
-    pack_x2,
-    qk_head,
-    reciprocal,
-    rsqrt_or_zero,
-    scalar_from_bits,
-    select,
-    store_shared,
-    store_shared_f32,
-    store_shared_x4,
-    store_words,
-    sum_lanes,
-    unpack,
-    warp_max,
 )
 
 MAX_GROWTH = 116.0
@@ -116,7 +85,16 @@ class KdaChunk(PrepareChunk):
         if segmented:
             regions["norms"] = NORM_BYTES
         offsets, shared = lay_out(regions, max(system_end, cumsum_end))
-        super().__init__(K, dtype, g_dtype, gate, qk_l2norm, operands | system | cumsum | offsets, shared, segmented)
+        super().__init__(
+            K,
+            dtype,
+            g_dtype,
+            gate,
+            qk_l2norm,
+            operands | system | cumsum | offsets,
+            shared,
+            segmented,
+        )
 
     def tinv_at(self, coord, head):
         return coord.shared + self.smem.k_operands
@@ -156,10 +134,16 @@ class KdaChunk(PrepareChunk):
 
     def load_beta_bits(self, args, coord):
         token = self.lane_token(coord)
-        return self.load_beta(args, coord, coord.hv, token, token < coord.tokens, load_scalar_bits)
+        return self.load_beta(
+            args, coord, coord.hv, token, token < coord.tokens, ptx.load_scalar_bits
+        )
 
     def activated(self, args, coord, bits):
-        return self.activate_beta(args, scalar_from_bits(bits, args.size.beta_kind), self.lane_token(coord) < coord.tokens)
+        return self.activate_beta(
+            args,
+            ptx.scalar_from_bits(bits, args.size.beta_kind),
+            self.lane_token(coord) < coord.tokens,
+        )
 
     def lane_token(self, coord):
         """The token whose beta the lane has."""
@@ -171,10 +155,12 @@ class KdaChunk(PrepareChunk):
 
     def clear_operands(self, coord):
         """Of a sub-chunk past the last token, whose raw q and k are zeros."""
-        store_shared_x4(self.totals_at(coord, coord.subchunk) + coord.lane * 16, [Uint32(0)] * 4)
+        ptx.store_shared_x4(
+            self.totals_at(coord, coord.subchunk) + coord.lane * 16, [Uint32(0)] * 4
+        )
         for k_block in range(K_BLOCKS):
             for i in range(2):
-                store_shared_x4(self.right_at(coord, i, k_block), [Uint32(0)] * 4)
+                ptx.store_shared_x4(self.right_at(coord, i, k_block), [Uint32(0)] * 4)
 
     # -------------------------------------------------------------------------------------------- addresses
 
@@ -183,7 +169,12 @@ class KdaChunk(PrepareChunk):
 
         So neither an asynchronous copy of a token nor 8 lanes' vectors of two tokens meet in a bank.
         """
-        return coord.shared + region + coord.subchunk * (TILE_BYTES // 4) + k_block // 2 * (SUBCHUNK * 128)
+        return (
+            coord.shared
+            + region
+            + coord.subchunk * (TILE_BYTES // 4)
+            + k_block // 2 * (SUBCHUNK * 128)
+        )
 
     def lane_operand_at(self, coord, region, i, k_block, row):
         """Address of the lane's 8 channels of token row + 8 i."""
@@ -192,7 +183,9 @@ class KdaChunk(PrepareChunk):
 
     def left_at(self, coord, which, i, k_block):
         """Raw q or k of token row + 8 i; later the left operand of step i of a product."""
-        return self.lane_operand_at(coord, self.smem.qk_operands + which * TILE_BYTES, i, k_block, coord.row)
+        return self.lane_operand_at(
+            coord, self.smem.qk_operands + which * TILE_BYTES, i, k_block, coord.row
+        )
 
     def right_at(self, coord, i, k_block):
         """Raw 16-bit g of token row + 8 i; later right operands."""
@@ -225,19 +218,37 @@ class KdaChunk(PrepareChunk):
         k_block, second = coord.lane // 4 % 4, coord.lane // 16
         first, across = coord.subchunk * SUBCHUNK + second, coord.lane % 16 * 16
         h = qk_head(coord.hv, args.size.qk_head_factor)
-        q_at = ptr.q + self.token_offset(args, coord, first, stride.q_n, stride.q_t) + offset(h, stride.q_h) + across
-        k_at = ptr.k + self.token_offset(args, coord, first, stride.k_n, stride.k_t) + offset(h, stride.k_h) + across
-        g_at = ptr.g + self.token_offset(args, coord, first, stride.g_n, stride.g_t) + offset(coord.hv, stride.g_h) + across
+        q_at = (
+            ptr.q
+            + self.token_offset(args, coord, first, stride.q_n, stride.q_t)
+            + offset(h, stride.q_h)
+            + across
+        )
+        k_at = (
+            ptr.k
+            + self.token_offset(args, coord, first, stride.k_n, stride.k_t)
+            + offset(h, stride.k_h)
+            + across
+        )
+        g_at = (
+            ptr.g
+            + self.token_offset(args, coord, first, stride.g_n, stride.g_t)
+            + offset(coord.hv, stride.g_h)
+            + across
+        )
         at = self.lane_operand_at(coord, 0, 0, k_block, second)
         # q, k and g of two tokens in turn: eight copies of each tensor one behind the other are 6% slower.
         for token in cutlass.range(0, SUBCHUNK, 2, unroll=1):
             active = (first + token < coord.tokens) & (32 * k_block < self.K)
             if cutlass.const_expr(self.g_dtype is not Float32):
-                cp_async_or_fill(at + self.smem.k_operands, g_at, active, self.neutral_g())
-            cp_async_or_zero(at + self.smem.qk_operands, q_at, active)
-            cp_async_or_zero(at + self.smem.qk_operands + TILE_BYTES, k_at, active)
+                ptx.cp_async_or_fill(at + self.smem.k_operands, g_at, active, self.neutral_g())
+            ptx.cp_async_or_zero(at + self.smem.qk_operands, q_at, active)
+            ptx.cp_async_or_zero(at + self.smem.qk_operands + TILE_BYTES, k_at, active)
             at += 2 * 128
-            q_at, k_at, g_at = (x + offset(2, step) for x, step in ((q_at, stride.q_t), (k_at, stride.k_t), (g_at, stride.g_t)))
+            q_at, k_at, g_at = (
+                x + offset(2, step)
+                for x, step in ((q_at, stride.q_t), (k_at, stride.k_t), (g_at, stride.g_t))
+            )
         if cutlass.const_expr(self.g_dtype is Float32):
             self.start_load_g_fp32(args, coord)
         cute.arch.cp_async_commit_group()
@@ -255,18 +266,24 @@ class KdaChunk(PrepareChunk):
         for token in range(SUBCHUNK):
             active = (first + token < coord.tokens) & (4 * coord.lane < self.K)
             target = self.g_fp32_row(coord, token) + coord.lane * 16
-            cp_async_or_fill(target, source + offset(token, stride.g_t), active, self.neutral_g())
+            ptx.cp_async_or_fill(
+                target, source + offset(token, stride.g_t), active, self.neutral_g()
+            )
 
     def load_g(self, coord, k_block):
         """Raw g of the sub-chunk's tokens, of the lane's channel of a K block."""
         if self.g_dtype is Float32:
-            addresses = [self.g_fp32_row(coord, t) + (32 * k_block + coord.lane) * 4 for t in range(SUBCHUNK)]
+            addresses = [
+                self.g_fp32_row(coord, t) + (32 * k_block + coord.lane) * 4 for t in range(SUBCHUNK)
+            ]
         else:
             swap = k_block % 2 * 64  # lane_operand_at, 4 lanes a token
             at = self.operands_at(coord, self.smem.k_operands, k_block) + coord.lane * 2
             pairs = [at + t * 128 for t in range(0, SUBCHUNK, 2)]
-            addresses = [address for pair in pairs for address in (pair + swap, pair + 128 + 64 - swap)]
-        return [load_shared_as_f32(address, self.g_dtype) for address in addresses]
+            addresses = [
+                address for pair in pairs for address in (pair + swap, pair + 128 + 64 - swap)
+            ]
+        return [ptx.load_shared_as_f32(address, self.g_dtype) for address in addresses]
 
     # -------------------------------------------------------------------------------------------- cumulative log decays
 
@@ -274,32 +291,50 @@ class KdaChunk(PrepareChunk):
         """exp(A_log), within bounds, and the bound to base 2."""
         if self.gate == "log":
             return None
-        rate = cute.math.exp(load(Float32, args.ptr.A_log + offset(coord.hv, args.stride.A_log_h), Int32(1)))
-        return fmax(cute.math.min(rate, Float32(MAX_RATE)), Float32(MIN_RATE)), args.bound * Float32(LOG2_E)
+        rate = cute.math.exp(
+            ptx.load(Float32, args.ptr.A_log + offset(coord.hv, args.stride.A_log_h), Int32(1))
+        )
+        return ptx.fmax(
+            cute.math.min(rate, Float32(MAX_RATE)), Float32(MIN_RATE)
+        ), args.bound * Float32(LOG2_E)
 
     def load_biases(self, args, coord):
         """Of the lane's channels, one of each K block."""
         if self.gate == "log":
             return []
-        channels = [cutlass.min(32 * k_block + coord.lane, self.K - 1) for k_block in range(K_BLOCKS)]
+        channels = [
+            cutlass.min(32 * k_block + coord.lane, self.K - 1) for k_block in range(K_BLOCKS)
+        ]
         at = args.ptr.dt_bias + offset(coord.hv, args.stride.dt_bias_h)
-        return [load_scalar(at + offset(channel, args.stride.dt_bias_c), args.size.dt_bias_kind) for channel in channels]
+        return [
+            ptx.load_scalar(at + offset(channel, args.stride.dt_bias_c), args.size.dt_bias_kind)
+            for channel in channels
+        ]
 
     def store_biases(self, coord, biases):
         for k_block, bias in enumerate(biases):
-            store_shared_f32(self.bias_at(coord, k_block), bias)
+            ptx.store_shared_f32(self.bias_at(coord, k_block), bias)
 
     def cumulate_gates(self, coord, k_block, parameters):
         """The sub-chunk's cumulative log decays of a K block, a channel a lane; whether any exceeds MAX_GROWTH."""
-        total, bias = None, None if self.gate == "log" else load_shared_f32(self.bias_at(coord, k_block))
+        total, bias = (
+            None,
+            None if self.gate == "log" else ptx.load_shared_f32(self.bias_at(coord, k_block)),
+        )
         for t, g in enumerate(self.load_g(coord, k_block)):
-            log = fmax_nan(self.log2_decay(g, parameters, bias), Float32(MIN_LOG_DECAY * LOG2_E))
+            log = ptx.fmax_nan(
+                self.log2_decay(g, parameters, bias), Float32(MIN_LOG_DECAY * LOG2_E)
+            )
             total = log if total is None else total + log
-            store_shared_f32(self.cumsum_at(coord, t) + coord.lane * 4, total)
-        store_shared_f32(self.totals_at(coord, coord.subchunk) + (32 * k_block + coord.lane) * 4, total)
+            ptx.store_shared_f32(self.cumsum_at(coord, t) + coord.lane * 4, total)
+        ptx.store_shared_f32(
+            self.totals_at(coord, coord.subchunk) + (32 * k_block + coord.lane) * 4, total
+        )
         exceeds = cute.arch.vote_any_sync(total < Float32(-MAX_GROWTH))
-        growth = select(exceeds, Float32(0), exp2(Float32(TF32_TRUNCATION * LOG2_E) - total))
-        store_shared_f32(self.vectors_at(coord) + GROWTH_ROW * 128 + coord.lane * 4, growth)
+        growth = ptx.select(
+            exceeds, Float32(0), ptx.exp2(Float32(TF32_TRUNCATION * LOG2_E) - total)
+        )
+        ptx.store_shared_f32(self.vectors_at(coord) + GROWTH_ROW * 128 + coord.lane * 4, growth)
         return exceeds
 
     def log2_decay(self, g, parameters, bias):
@@ -309,23 +344,27 @@ class KdaChunk(PrepareChunk):
         rate, bound = parameters
         x = g + bias
         if self.gate == "softplus":
-            e = exp2(-cute.math.abs(x) * Float32(LOG2_E))
+            e = ptx.exp2(-cute.math.abs(x) * Float32(LOG2_E))
             # 1 + e loses the digits of a small e; the series' next term is below 2**-18 of the first.
-            small = e * cute.math.fma(e, cute.math.fma(e, Float32(LOG2_E / 3), Float32(-LOG2_E / 2)), Float32(LOG2_E))
-            soft = select(e < Float32(2.0**-6), small, log2(Float32(1) + e))
+            small = e * cute.math.fma(
+                e, cute.math.fma(e, Float32(LOG2_E / 3), Float32(-LOG2_E / 2)), Float32(LOG2_E)
+            )
+            soft = ptx.select(e < Float32(2.0**-6), small, ptx.log2(Float32(1) + e))
             return -rate * cute.math.fma(cute.math.max(x, Float32(0)), Float32(LOG2_E), soft)
-        return bound * reciprocal(Float32(1) + exp2(x * (rate * Float32(-LOG2_E))))
+        return bound * ptx.reciprocal(Float32(1) + ptx.exp2(x * (rate * Float32(-LOG2_E))))
 
     def load_total(self, coord, subchunk, k_block):
         """Log decays of a sub-chunk, of the lane's channels of a K block."""
-        return self.load_f32x8(self.totals_at(coord, subchunk) + (32 * k_block + 8 * coord.quad_lane) * 4)
+        return self.load_f32x8(
+            self.totals_at(coord, subchunk) + (32 * k_block + 8 * coord.quad_lane) * 4
+        )
 
     def load_cumsum(self, coord, t):
         """Cumulative log decays of a token of the sub-chunk, of the lane's channels."""
         return self.load_f32x8(self.cumsum_at(coord, t) + coord.quad_lane * 32)
 
     def load_f32x8(self, address):
-        return [x for half in range(2) for x in load_shared_f32x4(address + 16 * half)]
+        return [x for half in range(2) for x in ptx.load_shared_f32x4(address + 16 * half)]
 
     # -------------------------------------------------------------------------------------------- operands, diagonal blocks
 
@@ -339,15 +378,20 @@ class KdaChunk(PrepareChunk):
             for which in range(2):
                 sums = [[Float32(0)] * 4 for _ in range(2)]
                 for k_block in range(K_BLOCKS):
-                    words = load_shared_x4(self.left_at(coord, which, i, k_block))
+                    words = ptx.load_shared_x4(self.left_at(coord, which, i, k_block))
                     for w in range(4):
                         # Two words are upper and lower rows, one of them is also the columns: half of the product is used.
                         rows = words[w // 2 * 2 : w // 2 * 2 + 2]
-                        sums[w % 2] = mma_sync(sums[w % 2], rows, words[w : w + 1], self.dtype)
+                        sums[w % 2] = ptx.mma_sync(sums[w % 2], rows, words[w : w + 1], self.dtype)
                 odd = coord.row % 2 != 0
-                own = [select(odd, sums[upper][2 * upper + 1], sums[upper][2 * upper]) for upper in range(2)]
-                squares[i].append(shuffle_sync(own[0] + own[1], offset=coord.row * 4 + coord.row // 2))
-        return [[rsqrt_or_zero(x) for x in both] for both in squares], squares
+                own = [
+                    ptx.select(odd, sums[upper][2 * upper + 1], sums[upper][2 * upper])
+                    for upper in range(2)
+                ]
+                squares[i].append(
+                    shuffle_sync(own[0] + own[1], offset=coord.row * 4 + coord.row // 2)
+                )
+        return [[ptx.rsqrt_or_zero(x) for x in both] for both in squares], squares
 
     @cute.jit
     def decay_k_block(self, coord, inverse_norms, k_block, parameters, diagonal):
@@ -365,9 +409,15 @@ class KdaChunk(PrepareChunk):
         cumsum = [self.load_cumsum(coord, coord.row + 8 * i) for i in range(2)]
         total = self.load_total(coord, coord.subchunk, k_block)
         growth = self.load_f32x8(self.vectors_at(coord) + GROWTH_ROW * 128 + coord.quad_lane * 32)
-        raw = [[load_shared_x4(self.left_at(coord, which, i, k_block)) for which in range(2)] for i in range(2)]
+        raw = [
+            [ptx.load_shared_x4(self.left_at(coord, which, i, k_block)) for which in range(2)]
+            for i in range(2)
+        ]
         tokens = [
-            [[x * by for x in unpack(words, self.dtype)] for words, by in zip(raw[i], inverse_norms[i], strict=True)]
+            [
+                [x * by for x in ptx.unpack(words, self.dtype)]
+                for words, by in zip(raw[i], inverse_norms[i], strict=True)
+            ]
             for i in range(2)
         ]
         return cumsum, total, growth, tokens
@@ -376,28 +426,30 @@ class KdaChunk(PrepareChunk):
         """Operands of a K block, q and k decayed from the sub-chunk's start, k to its end; adds to the diagonal block."""
         left, right = [], []
         for i, (q, k) in enumerate(tokens):
-            from_start = [exp2(x) for x in cumsum[i]]
-            to_end = [exp2(y - x) for x, y in zip(cumsum[i], total, strict=True)]
+            from_start = [ptx.exp2(x) for x in cumsum[i]]
+            to_end = [ptx.exp2(y - x) for x, y in zip(cumsum[i], total, strict=True)]
             left.append([self.times(q, from_start), self.times(k, from_start)])
             k_to_end = self.times(k, to_end)
-            store_shared_x4(self.right_at(coord, i, k_block), pack_pairs(k_to_end))
+            ptx.store_shared_x4(self.right_at(coord, i, k_block), ptx.pack_pairs(k_to_end))
             right.append(self.times(k_to_end, growth))
         for which in range(2):
-            both = [pack_pairs(left[i][which]) for i in range(2)]
+            both = [ptx.pack_pairs(left[i][which]) for i in range(2)]
             for step in range(2):
                 words = [both[i][2 * step + w] for w in range(2) for i in range(2)]
-                store_shared_x4(self.left_at(coord, which, step, k_block), words)
+                ptx.store_shared_x4(self.left_at(coord, which, step, k_block), words)
         self.add_diagonal(diagonal, left, right)
 
     def add_diagonal(self, diagonal, left, right):
         """8 channels' share of the diagonal block or of half of its columns, in tf32: [number, half of the columns, q or k]."""
         for step in range(4):
             for which in range(2):
-                a = [left[i][which][2 * step + c].bitcast(Uint32) for c in range(2) for i in range(2)]
+                a = [
+                    left[i][which][2 * step + c].bitcast(Uint32) for c in range(2) for i in range(2)
+                ]
                 for half in range(len(right)):
                     sums = [diagonal[e, half, which] for e in range(4)]
                     b = [right[half][2 * step + c].bitcast(Uint32) for c in range(2)]
-                    sums = mma_sync(sums, a, b, Float32)
+                    sums = ptx.mma_sync(sums, a, b, Float32)
                     for e in range(4):
                         diagonal[e, half, which] = sums[e]
 
@@ -409,21 +461,28 @@ class KdaChunk(PrepareChunk):
         right = []
         for i, (_, k) in enumerate(tokens):
             split = self.load_cumsum(coord, coord.row // SPLIT_TOKENS * SPLIT_TOKENS + 8 * i)
-            growth = [exp2(x - y + Float32(TF32_TRUNCATION * LOG2_E)) for x, y in zip(split, cumsum[i], strict=True)]
+            growth = [
+                ptx.exp2(x - y + Float32(TF32_TRUNCATION * LOG2_E))
+                for x, y in zip(split, cumsum[i], strict=True)
+            ]
             right.append(self.times(k, growth))
         found = cute.make_rmem_tensor((4, 1, 2), Float32)
         for first in cutlass.range(0, SUBCHUNK, SPLIT_TOKENS, unroll=1):
             split, left = self.load_cumsum(coord, first), []
             for i, both in enumerate(tokens):
-                decays = [exp2(x - y) for x, y in zip(cumsum[i], split, strict=True)]
+                decays = [ptx.exp2(x - y) for x, y in zip(cumsum[i], split, strict=True)]
                 left.append([self.times(x, decays) for x in both])
             found.fill(0.0)
-            self.add_diagonal(found, left, [[select(first < 8, x, y) for x, y in zip(*right, strict=True)]])
+            self.add_diagonal(
+                found, left, [[ptx.select(first < 8, x, y) for x, y in zip(*right, strict=True)]]
+            )
             for half in cutlass.range_constexpr(2):
                 own = (8 * half + 2 * coord.quad_lane) // SPLIT_TOKENS * SPLIT_TOKENS == first
                 for which in cutlass.range_constexpr(2):
                     for e in cutlass.range_constexpr(4):
-                        diagonal[e, half, which] = diagonal[e, half, which] + select(own, found[e, 0, which], Float32(0))
+                        diagonal[e, half, which] = diagonal[e, half, which] + ptx.select(
+                            own, found[e, 0, which], Float32(0)
+                        )
 
     @cute.jit
     def limit_decays(self, coord):
@@ -432,10 +491,10 @@ class KdaChunk(PrepareChunk):
         last, total = Float32(0), Float32(0)
         for t in cutlass.range(SUBCHUNK, unroll=1):
             at = self.cumsum_at(coord, t) + coord.lane * 4
-            own = load_shared_f32(at)
-            total += fmax(own - last, Float32(MIN_STEP))
+            own = ptx.load_shared_f32(at)
+            total += ptx.fmax(own - last, Float32(MIN_STEP))
             last = own
-            store_shared_f32(at, total)
+            ptx.store_shared_f32(at, total)
         cute.arch.sync_warp()
 
     def times(self, xs, ys):
@@ -445,8 +504,12 @@ class KdaChunk(PrepareChunk):
         beta_k2 = self.load_beta_k2(coord, 0)
         for half in range(2):
             for i in range(2):
-                self.store_system_diagonal(coord, i, half, [diagonal[2 * i + p, half, 1] * beta_k2[i] for p in range(2)])
-                self.store_aqk_diagonal(coord, 0, i, half, [diagonal[2 * i + p, half, 0] for p in range(2)])
+                self.store_system_diagonal(
+                    coord, i, half, [diagonal[2 * i + p, half, 1] * beta_k2[i] for p in range(2)]
+                )
+                self.store_aqk_diagonal(
+                    coord, 0, i, half, [diagonal[2 * i + p, half, 0] for p in range(2)]
+                )
 
     # -------------------------------------------------------------------------------------------- scales
 
@@ -462,16 +525,23 @@ class KdaChunk(PrepareChunk):
         scales = self.scales_at(args, coord)
         for i in range(2):
             token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
-            q_norm, k_norm = (self.norm(x, inverse) for x, inverse in zip(squares[i], inverse_norms[i], strict=True))
+            q_norm, k_norm = (
+                self.norm(x, inverse)
+                for x, inverse in zip(squares[i], inverse_norms[i], strict=True)
+            )
             q_norm = q_norm * self.output_scale(args)
             beta_k = shuffle_sync(beta, offset=coord.row + 8 * i) * k_norm
             at = self.gates_at(coord, 0) + token * 4
-            store_shared_f32(at + GATE_BETA_K2 * 4, beta_k * k_norm)
-            store_shared_f32(at + GATE_BETA_K * 4, beta_k)
-            store_words(scales + KDA_SCALE_S_K + token * 4, [k_norm.bitcast(Uint32)], coord.quad_lane == 0)
-            store_words(scales + (KDA_SCALE_O + token * 4), [q_norm.bitcast(Uint32)], coord.quad_lane == 0)
+            ptx.store_shared_f32(at + GATE_BETA_K2 * 4, beta_k * k_norm)
+            ptx.store_shared_f32(at + GATE_BETA_K * 4, beta_k)
+            ptx.store_words(
+                scales + KDA_SCALE_S_K + token * 4, [k_norm.bitcast(Uint32)], coord.quad_lane == 0
+            )
+            ptx.store_words(
+                scales + (KDA_SCALE_O + token * 4), [q_norm.bitcast(Uint32)], coord.quad_lane == 0
+            )
             if self.segmented:
-                store_shared_f32(self.norms_at(coord, NORM_K_DECAYED) + token * 4, k_norm)
+                ptx.store_shared_f32(self.norms_at(coord, NORM_K_DECAYED) + token * 4, k_norm)
 
     def keep_inverse_norms(self, args, coord, inverse_norms):
         """For the scan, if it needs them. Returns what q and k are multiplied by."""
@@ -480,33 +550,45 @@ class KdaChunk(PrepareChunk):
     def store_chunk_decays(self, args, coord):
         """Decays from the chunk's start to the sub-chunk's, and from its end to the chunk's; the whole chunk's to the workspace."""
         before, after = [Float32(0)] * 4, [Float32(0)] * 4
-        totals = [load_shared_f32x4(self.totals_at(coord, b) + coord.lane * 16) for b in range(4)]
+        totals = [
+            ptx.load_shared_f32x4(self.totals_at(coord, b) + coord.lane * 16) for b in range(4)
+        ]
         for b in range(4):
-            earlier, later = (select(x, Float32(1), Float32(0)) for x in (b < coord.subchunk, b > coord.subchunk))
+            earlier, later = (
+                ptx.select(x, Float32(1), Float32(0))
+                for x in (b < coord.subchunk, b > coord.subchunk)
+            )
             before = [cute.math.fma(x, earlier, y) for x, y in zip(totals[b], before, strict=True)]
             after = [cute.math.fma(x, later, y) for x, y in zip(totals[b], after, strict=True)]
         self.keep_decays(args, coord, totals, before, after)
         # The last sub-chunk's warp has the sum of all of them.
-        decays = [exp2(x + y) for x, y in zip(before, totals[3], strict=True)]
+        decays = [ptx.exp2(x + y) for x, y in zip(before, totals[3], strict=True)]
         at = self.scales_at(args, coord) + KDA_SCALE_STATE + coord.lane * 16
-        store_words(at, [x.bitcast(Uint32) for x in decays], coord.subchunk == 3)
+        ptx.store_words(at, [x.bitcast(Uint32) for x in decays], coord.subchunk == 3)
         if self.segmented:
-            largest = warp_max(fmax(fmax(decays[0], decays[1]), fmax(decays[2], decays[3])).bitcast(Uint32))
-            store_shared(self.norms_at(coord, NORM_STATE), largest, coord.subchunk == 3)
+            largest = ptx.warp_max(
+                ptx.fmax(ptx.fmax(decays[0], decays[1]), ptx.fmax(decays[2], decays[3])).bitcast(
+                    Uint32
+                )
+            )
+            ptx.store_shared(self.norms_at(coord, NORM_STATE), largest, coord.subchunk == 3)
         cute.arch.sync_warp()
 
     def keep_decays(self, args, coord, totals, before, after):
         """For tiles."""
         for first, logs in ((FROM_START, before), (TO_END, after)):
-            for p, word in enumerate(pack_pairs([exp2(x) for x in logs])):
-                store_shared(self.vectors_at(coord) + first + coord.lane * 8 + p * 4, word)
+            for p, word in enumerate(ptx.pack_pairs([ptx.exp2(x) for x in logs])):
+                ptx.store_shared(self.vectors_at(coord) + first + coord.lane * 8 + p * 4, word)
 
     # -------------------------------------------------------------------------------------------- tiles, off-diagonal blocks
 
     @cute.jit
     def off_diagonal_blocks(self, args, coord):
         """The warp's rows of the tiles; products of its tokens with the two sub-chunks in front. Warp 0: of sub-chunk 3 with 0."""
-        one, two = cute.make_rmem_tensor((4, 2, 2), Float32), cute.make_rmem_tensor((4, 2, 2), Float32)
+        one, two = (
+            cute.make_rmem_tensor((4, 2, 2), Float32),
+            cute.make_rmem_tensor((4, 2, 2), Float32),
+        )
         one.fill(0.0)
         tiles, largest = self.tile_addresses(args, coord), None
         if cutlass.const_expr(self.segmented):
@@ -540,7 +622,10 @@ class KdaChunk(PrepareChunk):
 
     def load_left(self, coord, k_block):
         """Left operands: [q or k][step]."""
-        return [[load_shared_x4(self.left_at(coord, which, step, k_block)) for step in range(2)] for which in range(2)]
+        return [
+            [ptx.load_shared_x4(self.left_at(coord, which, step, k_block)) for step in range(2)]
+            for which in range(2)
+        ]
 
     def tile_addresses(self, args, coord):
         """Of the lane's first vector in the tiles q_decayed, k_decayed, k_restored."""
@@ -555,18 +640,22 @@ class KdaChunk(PrepareChunk):
         """
         left = left or self.load_left(coord, k_block)
         at = self.vectors_at(coord) + (32 * k_block + 8 * coord.quad_lane) * 2
-        from_start, to_end = load_shared_x4(at + FROM_START), load_shared_x4(at + TO_END)
+        from_start, to_end = ptx.load_shared_x4(at + FROM_START), ptx.load_shared_x4(at + TO_END)
         for i in range(2):
-            q, k = ([words[step][2 * w + i] for step in range(2) for w in range(2)] for words in left)
-            k_to_end = load_shared_x4(self.right_at(coord, i, k_block))
+            q, k = (
+                [words[step][2 * w + i] for step in range(2) for w in range(2)] for words in left
+            )
+            k_to_end = ptx.load_shared_x4(self.right_at(coord, i, k_block))
             rows = ((q, from_start), (k, from_start), (k_to_end, to_end))
             for which, (tile, (words, by)) in enumerate(zip(tiles, rows, strict=True)):
                 address = tile + Int64(k_block * tile_offset(0, 4) + i * tile_offset(8, 0))
-                made = [mul_x2(x, y) for x, y in zip(words, by, strict=True)]
-                store_words(address, made, self.has_tokens(coord) | ((which == 2) & (k_block == 0)))
+                made = [ptx.mul_x2(x, y) for x, y in zip(words, by, strict=True)]
+                ptx.store_words(
+                    address, made, self.has_tokens(coord) | ((which == 2) & (k_block == 0))
+                )
                 if self.segmented and which > 0:
                     for word in made:
-                        largest[which - 1, i] = max_abs_x2(largest[which - 1, i], word, Float16)
+                        largest[which - 1, i] = ptx.max_abs_x2(largest[which - 1, i], word, Float16)
 
     # -------------------------------------------------------------------------------------------- the transition's bound
     # M = diag(decay) - sum Tinv[t, i] |k_i| k_decayed_i k_restored_t^T, so |M| <= its largest decay + the sum of the terms' norms.
@@ -579,15 +668,18 @@ class KdaChunk(PrepareChunk):
         """Of the warp's tokens: |k| times the largest entry of k_decayed, and that of k_restored."""
         for which, first in enumerate((NORM_K_DECAYED, NORM_K_RESTORED)):
             for i in range(2):
-                low, high = unpack([largest[which, i] & Uint32(0x7FFF7FFF)], Float16)
-                row = fmax(low, high)
+                low, high = ptx.unpack([largest[which, i] & Uint32(0x7FFF7FFF)], Float16)
+                row = ptx.fmax(low, high)
                 for step in (1, 2):
-                    row = fmax(row, shuffle_sync_bfly(row, offset=step))
-                at = self.norms_at(coord, first) + (coord.subchunk * SUBCHUNK + coord.row + 8 * i) * 4
+                    row = ptx.fmax(row, shuffle_sync_bfly(row, offset=step))
+                at = (
+                    self.norms_at(coord, first)
+                    + (coord.subchunk * SUBCHUNK + coord.row + 8 * i) * 4
+                )
                 if which == 0:
-                    row = row * load_shared_f32(at)
+                    row = row * ptx.load_shared_f32(at)
                 cute.arch.sync_warp()
-                store_shared_f32(at, row)
+                ptx.store_shared_f32(at, row)
 
     def sum_at(self, coord, subchunk):
         return self.norms_at(coord, NORM_SUMS) + subchunk * 4
@@ -601,19 +693,33 @@ class KdaChunk(PrepareChunk):
             for row in cutlass.range(coord.subchunk * SUBCHUNK + coord.lane, CHUNK, 32, unroll=1):
                 terms = Float32(0)
                 for vector in cutlass.range_constexpr(2):
-                    words = load_shared_x4(self.tinv_at(coord, 0) + self.vector_offset(row, 2 * coord.subchunk + vector))
-                    tinv = unpack([word & Uint32(0x7FFF7FFF) for word in words], Float16)
-                    at = self.norms_at(coord, NORM_K_DECAYED) + (coord.subchunk * SUBCHUNK + 8 * vector) * 4
+                    words = ptx.load_shared_x4(
+                        self.tinv_at(coord, 0)
+                        + self.vector_offset(row, 2 * coord.subchunk + vector)
+                    )
+                    tinv = ptx.unpack([word & Uint32(0x7FFF7FFF) for word in words], Float16)
+                    at = (
+                        self.norms_at(coord, NORM_K_DECAYED)
+                        + (coord.subchunk * SUBCHUNK + 8 * vector) * 4
+                    )
                     for x, y in zip(tinv, self.load_f32x8(at), strict=True):
                         terms = cute.math.fma(x, y, terms)
-                total = cute.math.fma(terms, load_shared_f32(self.norms_at(coord, NORM_K_RESTORED) + row * 4), total)
-            store_shared_f32(self.sum_at(coord, coord.subchunk), sum_lanes(total, 32))
+                total = cute.math.fma(
+                    terms,
+                    ptx.load_shared_f32(self.norms_at(coord, NORM_K_RESTORED) + row * 4),
+                    total,
+                )
+            ptx.store_shared_f32(
+                self.sum_at(coord, coord.subchunk), arithmetic.sum_lanes(total, 32)
+            )
 
     def tinv_complete(self, args, coord, hv):
         if self.segmented:
-            sums = [load_shared_f32(self.sum_at(coord, subchunk)) for subchunk in range(4)]
+            sums = [ptx.load_shared_f32(self.sum_at(coord, subchunk)) for subchunk in range(4)]
             total = (sums[0] + sums[1]) + (sums[2] + sums[3])
-            norm = cute.math.fma(total, Float32(D), load_shared_f32(self.norms_at(coord, NORM_STATE)))
+            norm = cute.math.fma(
+                total, Float32(D), ptx.load_shared_f32(self.norms_at(coord, NORM_STATE))
+            )
             self.store_transition_norm(args, coord, hv, norm, True)
 
     def add_block(self, coord, found, left, k_block, subchunk, between=()):
@@ -621,15 +727,17 @@ class KdaChunk(PrepareChunk):
         other, by = coord._replace(subchunk=subchunk), None
         if between:
             logs = [self.load_total(coord, b, k_block) for b in between]
-            by = pack_pairs([exp2(sum(xs[1:], xs[0])) for xs in zip(*logs, strict=True)])
+            by = ptx.pack_pairs([ptx.exp2(sum(xs[1:], xs[0])) for xs in zip(*logs, strict=True)])
         for half in range(2):
-            right = load_shared_x4(self.right_at(other, half, k_block))
+            right = ptx.load_shared_x4(self.right_at(other, half, k_block))
             if by is not None:
-                right = [mul_x2(x, y) for x, y in zip(right, by, strict=True)]
+                right = [ptx.mul_x2(x, y) for x, y in zip(right, by, strict=True)]
             for step in range(2):
                 for which in range(2):
                     sums = [found[e, half, which] for e in range(4)]
-                    sums = mma_sync(sums, left[which][step], right[2 * step : 2 * step + 2], Float16)
+                    sums = ptx.mma_sync(
+                        sums, left[which][step], right[2 * step : 2 * step + 2], Float16
+                    )
                     for e in range(4):
                         found[e, half, which] = sums[e]
 
@@ -639,7 +747,13 @@ class KdaChunk(PrepareChunk):
         beta_k2 = self.load_beta_k2(coord, 0)
         for half in range(2):
             for i in range(2):
-                q_products, k_products = ([found[2 * i + p, half, which] for p in range(2)] for which in range(2))
-                system = pack_x2(k_products[0] * beta_k2[i], k_products[1] * beta_k2[i], Float16)
+                q_products, k_products = (
+                    [found[2 * i + p, half, which] for p in range(2)] for which in range(2)
+                )
+                system = ptx.pack_x2(
+                    k_products[0] * beta_k2[i], k_products[1] * beta_k2[i], Float16
+                )
                 self.store_system(coord, b, i, half, system)
-                self.store_aqk(coord, 0, b, i, half, pack_x2(q_products[0], q_products[1], Float16))
+                self.store_aqk(
+                    coord, 0, b, i, half, ptx.pack_x2(q_products[0], q_products[1], Float16)
+                )

@@ -15,6 +15,8 @@ from cutlass.cute.arch import shuffle_sync
 from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES
+from .device import ptx
+from .device.args import DTYPES, qk_head
 from .device.chunks import (
     NO_ITEM,
     Q_SCALE,
@@ -39,21 +41,14 @@ from .device.chunks import (
     rank_sequence,
 )
 from .device.chunks import Coord as ChunkCoord
-from .device.primitives import (
-    DTYPES,
-    load_shared_as_f32,
-    load_shared_f32,
-    load_shared_x4,
-    lowest_bit,
-    mbarrier,
-    qk_head,
-    release_increment,
-    store_shared_f32,
-    store_shared_x4,
-    store_words,
-    warp_sum,
+from .device.tensor_maps import (
+    MappedArgs,
+    box_layout,
+    copy_box,
+    make_maps,
+    prefetch_box,
+    row_of_maps,
 )
-from .device.tensor_maps import MappedArgs, box_layout, copy_box, make_maps, prefetch_box, row_of_maps
 from .prefill_prepare_kda import KdaChunk
 
 GROUPS = 3  # warpgroups of a block
@@ -88,7 +83,15 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
 
     def __init__(self, g_dtype, gate, qk_l2norm):
         super().__init__(D, BFloat16, g_dtype, gate, qk_l2norm)
-        own, end = lay_out({"place": 32, "betas": 4 * SUBCHUNK * 4, "parameters": 4 * PARAMETER_BYTES, "loaded": 8}, self.shared)
+        own, end = lay_out(
+            {
+                "place": 32,
+                "betas": 4 * SUBCHUNK * 4,
+                "parameters": 4 * PARAMETER_BYTES,
+                "loaded": 8,
+            },
+            self.shared,
+        )
         vars(self.smem).update(own)
         self.shared = -(-end // BOX_ALIGNMENT) * BOX_ALIGNMENT  # a warpgroup's
 
@@ -105,7 +108,7 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
     # -------------------------------------------------------------------------------------------- which chunk
 
     def load_place(self, shared):
-        words = [load_shared_x4(shared + self.smem.place + 16 * i) for i in range(2)]
+        words = [ptx.load_shared_x4(shared + self.smem.place + 16 * i) for i in range(2)]
         return Place(*(Int32(x) for x in words[0] + words[1]))
 
     def coord_of(self, place, shared, thread, group):
@@ -128,7 +131,9 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
             if item >= first:
                 following = item + GROUPS * preparing
             elif item >= 0:
-                following = Int32(select_(block < preparing, first + group * preparing + block, NO_ITEM))
+                following = Int32(
+                    select_(block < preparing, first + group * preparing + block, NO_ITEM)
+                )
         return following
 
     @cute.jit
@@ -143,7 +148,10 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
         else:
             while (tokens <= 0) & (item < size.chunk_blocks * size.chunk_slots):
                 # The last chunks first: the scan starts with the first ones, which are then still in L2.
-                hv, slot = item % size.chunk_blocks, size.chunk_slots - 1 - item // size.chunk_blocks
+                hv, slot = (
+                    item % size.chunk_blocks,
+                    size.chunk_slots - 1 - item // size.chunk_blocks,
+                )
                 sequence, chunk, tokens = load_chunk(args, find_sequence(args, slot, lane), slot)
                 row, token = row_of_maps(args, sequence), sequence.start + chunk * CHUNK
                 if tokens <= 0:
@@ -151,7 +159,7 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
         words = [Uint32(x) for x in (row, token, tokens, hv, slot, item, phase, last_slot)]
         cute.arch.sync_warp()  # all lanes have read the place before
         for i in cutlass.range_constexpr(2):
-            store_shared_x4(shared + self.smem.place + 16 * i, words[4 * i : 4 * i + 4])
+            ptx.store_shared_x4(shared + self.smem.place + 16 * i, words[4 * i : 4 * i + 4])
         cute.arch.sync_warp()
 
     @cute.jit
@@ -169,15 +177,21 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
         while (having != 0) & (left >= cute.arch.popc(having)):
             # No more sequences have a later chunk than this one, so that is the item's or in front of it.
             c += Int32(Uint32(left) // Uint32(cute.arch.popc(having)))
-            left = number - Int32(warp_sum(Uint32(cutlass.min(chunks, c))))
+            left = number - Int32(ptx.warp_sum(Uint32(cutlass.min(chunks, c))))
             having = Uint32(cute.arch.vote_ballot_sync(chunks > c))
         earlier = cute.arch.popc(having & ((Uint32(1) << Uint32(lane)) - 1))
         owner = Uint32(cute.arch.vote_ballot_sync((chunks > c) & (earlier == left)))
-        n = lowest_bit(owner) % 32
+        n = ptx.lowest_bit(owner) % 32
         sequence = Sequence(Int32(n), *(shuffle_sync(x, offset=n) for x in sequence[1:]))
         tokens = Int32(select_(owner != 0, cutlass.min(sequence.tokens - c * CHUNK, CHUNK), 0))
         hv = item - number * size.chunk_blocks
-        return hv, sequence.first_slot + c, row_of_maps(args, sequence), sequence.start + c * CHUNK, tokens
+        return (
+            hv,
+            sequence.first_slot + c,
+            row_of_maps(args, sequence),
+            sequence.start + c * CHUNK,
+            tokens,
+        )
 
     @cute.jit
     def start_tokens(self, args, shared, condition):
@@ -186,9 +200,15 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
         if condition & (place.tokens > 0):
             full = shared + self.smem.loaded
             with cute.arch.elect_one():
-                cute.arch.mbarrier_arrive_and_expect_tx(mbarrier(full), 3 * TILE_BYTES)
+                cute.arch.mbarrier_arrive_and_expect_tx(ptx.mbarrier(full), 3 * TILE_BYTES)
             for name, head, region in self.copies(args, place):
-                copy_box(getattr(args.maps, name), self.box(), (place.row, place.token, head, 0), shared + region, full)
+                copy_box(
+                    getattr(args.maps, name),
+                    self.box(),
+                    (place.row, place.token, head, 0),
+                    shared + region,
+                    full,
+                )
 
     @cute.jit
     def prefetch_tokens(self, args, shared):
@@ -196,12 +216,18 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
         place = self.load_place(shared)
         if place.tokens > 0:
             for name, head, _ in self.copies(args, place):
-                prefetch_box(getattr(args.maps, name), self.box(), (place.row, place.token, head, 0))
+                prefetch_box(
+                    getattr(args.maps, name), self.box(), (place.row, place.token, head, 0)
+                )
 
     def copies(self, args, place):
         """Of a chunk's tokens: tensors, their heads, regions in shared memory."""
         h, smem = qk_head(place.hv, args.size.qk_head_factor), self.smem
-        return ("q", h, smem.qk_operands), ("k", h, smem.qk_operands + TILE_BYTES), ("g", place.hv, smem.k_operands)
+        return (
+            ("q", h, smem.qk_operands),
+            ("k", h, smem.qk_operands + TILE_BYTES),
+            ("g", place.hv, smem.k_operands),
+        )
 
     # -------------------------------------------------------------------------------------------- beta and the gate's parameters
 
@@ -213,10 +239,10 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
     def store_ahead(self, args, ahead):
         """To places in shared memory that the same warp reads."""
         coord, beta, parameters, biases = ahead
-        store_shared_f32(self.beta_at(coord), super().activated(args, coord, beta))
+        ptx.store_shared_f32(self.beta_at(coord), super().activated(args, coord, beta))
         self.store_biases(coord, biases)
         for i, x in enumerate(parameters or ()):
-            store_shared_f32(self.parameters_at(coord) + 4 * i, x)
+            ptx.store_shared_f32(self.parameters_at(coord) + 4 * i, x)
 
     def beta_at(self, coord):
         return coord.shared + self.smem.betas + self.lane_token(coord) * 4
@@ -227,9 +253,14 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
     @cute.jit
     def load_inputs(self, args, coord):
         """What was loaded ahead; the tokens have come, and those past the last one are cleared."""
-        beta = load_shared_f32(self.beta_at(coord))
-        parameters = [load_shared_f32(self.parameters_at(coord) + 4 * i) for i in range(0 if self.gate == "log" else 2)]
-        cute.arch.mbarrier_wait(mbarrier(coord.shared + self.smem.loaded), self.load_place(coord.shared).phase)
+        beta = ptx.load_shared_f32(self.beta_at(coord))
+        parameters = [
+            ptx.load_shared_f32(self.parameters_at(coord) + 4 * i)
+            for i in range(0 if self.gate == "log" else 2)
+        ]
+        cute.arch.mbarrier_wait(
+            ptx.mbarrier(coord.shared + self.smem.loaded), self.load_place(coord.shared).phase
+        )
         if coord.tokens < CHUNK:
             self.clear_tokens(coord)
         cute.arch.sync_warp()
@@ -250,19 +281,29 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
                 q, k, g = smem.qk_operands, smem.qk_operands + TILE_BYTES, smem.k_operands
                 for region, word in ((q, 0), (k, 0), (g, self.neutral_g())):
                     at = self.operands_at(coord, region, vector // 4) + t * 64 + vector % 4 * 16
-                    store_shared_x4(at, [Uint32(word)] * 4)
+                    ptx.store_shared_x4(at, [Uint32(word)] * 4)
 
     def operands_at(self, coord, region, k_block):
         """Address of a K block of a sub-chunk's tokens, of which a line of 128 bytes has two; their four vectors are swizzled."""
-        return coord.shared + region + k_block * (TILE_BYTES // 4) + coord.subchunk * (SUBCHUNK * 64)
+        return (
+            coord.shared + region + k_block * (TILE_BYTES // 4) + coord.subchunk * (SUBCHUNK * 64)
+        )
 
     def lane_operand_at(self, coord, region, i, k_block, row):
-        return self.operands_at(coord, region, k_block) + i * 512 + row * 64 + (coord.quad_lane ^ row // 2 % 4) * 16
+        return (
+            self.operands_at(coord, region, k_block)
+            + i * 512
+            + row * 64
+            + (coord.quad_lane ^ row // 2 % 4) * 16
+        )
 
     def load_g(self, coord, k_block):
         at = self.operands_at(coord, self.smem.k_operands, k_block) + coord.lane % 8 * 2
         vectors = [at + ((coord.lane // 8) ^ i) * 16 for i in range(4)]
-        return [load_shared_as_f32(vectors[t // 2 % 4] + t * 64, self.g_dtype) for t in range(SUBCHUNK)]
+        return [
+            ptx.load_shared_as_f32(vectors[t // 2 % 4] + t * 64, self.g_dtype)
+            for t in range(SUBCHUNK)
+        ]
 
     # -------------------------------------------------------------------------------------------- what the scan needs
 
@@ -271,18 +312,25 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
 
     def keep_inverse_norms(self, args, coord, inverse_norms):
         """To the workspace; q's, and Aqk with them, times Q_SCALE."""
-        scales, scaled = self.scales_at(args, coord), [[q * Float32(Q_SCALE), k] for q, k in inverse_norms]
+        scales, scaled = (
+            self.scales_at(args, coord),
+            [[q * Float32(Q_SCALE), k] for q, k in inverse_norms],
+        )
         for i, both in enumerate(scaled):
             token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
             for place, inverse in zip((RAW_SCALE_Q, RAW_SCALE_K), both, strict=True):
-                store_words(scales + (place + token * 4), [inverse.bitcast(Uint32)], coord.quad_lane == 0)
+                ptx.store_words(
+                    scales + (place + token * 4), [inverse.bitcast(Uint32)], coord.quad_lane == 0
+                )
         return scaled
 
     def keep_decays(self, args, coord, totals, before, after):
         """The sub-chunks' log decays to the workspace."""
         at = self.scales_at(args, coord) + RAW_SCALE_TOTALS + coord.lane * 16
         for b in range(4):
-            store_words(at + b * D * 4, [x.bitcast(Uint32) for x in totals[b]], coord.subchunk == 2)
+            ptx.store_words(
+                at + b * D * 4, [x.bitcast(Uint32) for x in totals[b]], coord.subchunk == 2
+            )
 
     def store_tiles(self, coord, tiles, largest, k_block, left=None):
         """There are none."""
@@ -294,15 +342,21 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
         """Count the last chunk, which is in the workspace since `inputs_loaded`, and find the next one."""
         if spare:
             place = self.load_place(coord.shared)
-            self.count(args, place.last_slot, (coord.lane == 0) & (place.item >= second_round_end(args.size)))
-            self.find_place(args, coord.shared, place.item, coord.lane, coord.group, 1 - place.phase, place.slot)
+            self.count(
+                args,
+                place.last_slot,
+                (coord.lane == 0) & (place.item >= second_round_end(args.size)),
+            )
+            self.find_place(
+                args, coord.shared, place.item, coord.lane, coord.group, 1 - place.phase, place.slot
+            )
             self.prefetch_tokens(args, coord.shared)
 
     @cute.jit
     def count(self, args, slot, condition):
         """Count a slot's head that is prepared, where a scan waits for it."""
         if condition & (args.size.walking > 0) & (slot >= 0):
-            release_increment(counter_at(args, slot))
+            ptx.release_increment(counter_at(args, slot))
 
     def invert_diagonal(self, coord, head):
         """And all writes of operands come before the next copies to their places."""
@@ -312,7 +366,10 @@ class RawKdaChunk(OneOfSeveral, KdaChunk):
     def operands_read(self, args, coord):
         """The next tokens' copies start, and what else the next chunk needs is loaded."""
         self.start_tokens(args, coord.shared, coord.subchunk == 1)
-        return self.load_ahead(args, self.coord_of(self.load_place(coord.shared), coord.shared, coord.thread, coord.group))
+        return self.load_ahead(
+            args,
+            self.coord_of(self.load_place(coord.shared), coord.shared, coord.thread, coord.group),
+        )
 
 
 def blocks(size):
@@ -334,7 +391,9 @@ class PrefillPrepareRaw:
         self.chunk = RawKdaChunk(DTYPES[g_dtype], gate, qk_l2norm)
 
     @cute.jit
-    def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
+    def __call__(
+        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
+    ):
         maps = make_maps(ptr, stride, size, dict.fromkeys("qkg", self.chunk.box()), split=True)
         self.kernel(ptr, scale, bound, stride, size, maps).launch(
             grid=(blocks(size), 1, 1),
@@ -347,30 +406,44 @@ class PrefillPrepareRaw:
         )
 
     @cute.kernel
-    def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, maps: NamedTuple):
+    def kernel(
+        self,
+        ptr: Pointers,
+        scale: Float32,
+        bound: Float32,
+        stride: Strides,
+        size: Sizes,
+        maps: NamedTuple,
+    ):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         args = MappedArgs(ptr, scale, bound, stride, size, maps)
         group, lane, in_group = thread // THREADS, thread % 32, thread % THREADS
         shared = (cute.arch.get_dyn_smem(Uint32, 1024)).toint() + group * self.chunk.shared
         if in_group == 0:
-            cute.arch.mbarrier_init(mbarrier(shared + self.chunk.smem.loaded), 1)
+            cute.arch.mbarrier_init(ptx.mbarrier(shared + self.chunk.smem.loaded), 1)
             cute.arch.mbarrier_init_fence()
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
-        store_words(ptr.work_queue, [Uint32(0)], (block == 0) & (thread == 0) & (size.walking == 0))
+        ptx.store_words(
+            ptr.work_queue, [Uint32(0)], (block == 0) & (thread == 0) & (size.walking == 0)
+        )
         if in_group // 32 == 0:
             self.chunk.find_place(args, shared, Int32(-1), lane, group, Int32(0), Int32(-1))
             self.chunk.start_tokens(args, shared, True)
         cute.arch.sync_threads()
         place = self.chunk.load_place(shared)
-        self.chunk.store_ahead(args, self.chunk.load_ahead(args, self.chunk.coord_of(place, shared, in_group, group)))
+        self.chunk.store_ahead(
+            args, self.chunk.load_ahead(args, self.chunk.coord_of(place, shared, in_group, group))
+        )
         cute.arch.sync_warp()
         while place.tokens > 0:
             self.chunk.prepare(args, self.chunk.coord_of(place, shared, in_group, group))
             place = self.chunk.load_place(shared)
             # At once the first chunk, as heads begin with it, and the last one. Their scales are there since the barriers.
-            at_once = (place.tokens <= 0) | ((size.walking > 0) & (place.item < second_round_end(size)))
+            at_once = (place.tokens <= 0) | (
+                (size.walking > 0) & (place.item < second_round_end(size))
+            )
             if at_once & (in_group == 0):
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
                 self.chunk.count(args, place.last_slot, True)

@@ -19,6 +19,8 @@ from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from .device import ptx
+from .device.args import DTYPES, Args, offset, qk_head
 from .device.chunks import (
     GDN_SCALE_O,
     GDN_SCALE_S_K,
@@ -47,46 +49,6 @@ from .device.chunks import (
     token_offset,
     triangle_panel,
 )
-from .device.primitives import (
-    DTYPES,
-    Args,
-    PipelineState,
-    advance,
-    atomic_increment,
-    bulk_load,
-    bulk_prefetch_l2,
-    cp_async_arrive,
-    cp_async_or_zero,
-    fmax,
-    ldmatrix_x4_trans,
-    load,
-    load_acquire,
-    load_flag,
-    load_index,
-    load_length,
-    load_shared,
-    load_shared_f32,
-    load_shared_f32x2,
-    load_shared_x4,
-    load_words,
-    lowest_bit,
-    max_abs_x2,
-    mbarrier,
-    mul_x2,
-    offset,
-    pack,
-    pack_x2,
-    prefetch_l2,
-    qk_head,
-    release_increment,
-    select,
-    stmatrix_x4_trans,
-    store_shared,
-    store_shared_x4,
-    store_words,
-    unpack,
-    warp_max,
-)
 
 WARPGROUP = 128
 WARPGROUP_ROWS = 64  # V rows of an MMA warpgroup
@@ -98,11 +60,20 @@ RESCALE_INTERVAL = 4  # chunks from one look at the state's absmax to the next
 # Absmax of the scaled state and values: docs/kernels/prefill.md, "Precision and range".
 ABSMAX_HIGH, ABSMAX_LOW = 2.0**4, 2.0**-4
 ABSMAX_FAR_BELOW = 2.0**-6  # of values: the state is looked at in front of such a chunk
-STATE_DOMINATES, STATE_HEADROOM = 2.0**8, 2.0**5  # values so far below the state; the state may then be so much above ABSMAX_HIGH
-MAX_WINDOW, SHORT_WINDOW = 32, 4  # chunks that a segment's window has at most; that it may have where segments are shorter
+STATE_DOMINATES, STATE_HEADROOM = (
+    2.0**8,
+    2.0**5,
+)  # values so far below the state; the state may then be so much above ABSMAX_HIGH
+MAX_WINDOW, SHORT_WINDOW = (
+    32,
+    4,
+)  # chunks that a segment's window has at most; that it may have where segments are shorter
 MAX_M = 2.0**-120  # of a window's M, below which it counts as 0: docs/math.md, "Segments"
 LOADED_NORMS = 4  # at a time
-MIN_SCALE, MAX_SCALE = 2.0**-120, 2.0**120  # of state_scale; a state of zeros has the largest, so that any values settle it
+MIN_SCALE, MAX_SCALE = (
+    2.0**-120,
+    2.0**120,
+)  # of state_scale; a state of zeros has the largest, so that any values settle it
 
 
 class Work(NamedTuple):
@@ -186,14 +157,20 @@ class PrefillScan:
         self.K, self.V, self.rows, self.deterministic = K, V, rows, deterministic
         self.mma_groups, self.v_tiles = rows // WARPGROUP_ROWS, V // rows
         self.tiles = self.v_tiles
-        self.load_absmax = self.mma_groups == 1 and not deterministic  # of values, by load warps; else by each MMA warp
+        self.load_absmax = (
+            self.mma_groups == 1 and not deterministic
+        )  # of values, by load warps; else by each MMA warp
         self.channel, self.windows, self.checkpoints = axis == "channel", windows, checkpoints
         self.prefetches_v = not self.channel  # KDA's scan is bound by its bytes, and loses by it
-        self.persistent = self.mma_groups > 1 and not self.transitions  # otherwise a block has one work tile
+        self.persistent = (
+            self.mma_groups > 1 and not self.transitions
+        )  # otherwise a block has one work tile
         self.dtype, self.state_dtype = DTYPES[dtype], DTYPES[state_dtype]
         tiles = dict.fromkeys(("k", "q", "k_restored") if self.channel else ("k", "q"), TILE_BYTES)
         self.stage_bytes = sum(tiles.values()) + 2 * TRIANGLE_BYTES + SCALE_BYTES
-        self.v_pitch = rows * 2 + 16  # bytes of a token's values, padded so that 8 tokens start in different banks
+        self.v_pitch = (
+            rows * 2 + 16
+        )  # bytes of a token's values, padded so that 8 tokens start in different banks
         self.stages = self.square_stages = self.num_stages()
         staged = {
             **tiles,
@@ -224,16 +201,24 @@ class PrefillScan:
     def expected_arrivals(self):
         """mbarriers: how many, and the arrivals that each waits for."""
         consumers = WARPGROUP * self.mma_groups + (0 if self.transitions else self.store_threads)
-        a_stage = {"full": 1 + LOAD_THREADS, "empty": consumers, "o_full": WARPGROUP * self.mma_groups}
+        a_stage = {
+            "full": 1 + LOAD_THREADS,
+            "empty": consumers,
+            "o_full": WARPGROUP * self.mma_groups,
+        }
         a_work_tile = {"work_full": (2, 1), "work_empty": (2, self.threads)}
-        return {name: (self.stages_of(name), count) for name, count in a_stage.items()} | a_work_tile
+        return {
+            name: (self.stages_of(name), count) for name, count in a_stage.items()
+        } | a_work_tile
 
     def further_regions(self):
         """Of shared memory, behind all others."""
         return {}
 
     @cute.jit
-    def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
+    def __call__(
+        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
+    ):
         blocks = self.blocks(size)
         if cutlass.const_expr(not self.checkpoints):
             ptr, stride, size = (without_checkpoints(some) for some in (ptr, stride, size))
@@ -254,7 +239,9 @@ class PrefillScan:
         return cutlass.min(work_tiles, size.sms) if self.persistent else work_tiles
 
     @cute.kernel
-    def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple):
+    def kernel(
+        self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple
+    ):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         args = Args(ptr, scale, bound, stride, size)
@@ -279,7 +266,9 @@ class PrefillScan:
             begins = Boolean(True)
             if cutlass.const_expr(self.windows):
                 block = self.own_block(args, shared, thread, block)
-            coord = self.coord_of(args, self.work_of(args, block), shared, thread % WARPGROUP, group)
+            coord = self.coord_of(
+                args, self.work_of(args, block), shared, thread % WARPGROUP, group
+            )
             if cutlass.const_expr(self.windows):
                 self.prefetch(args, coord)
                 self.wait_for_prepare()
@@ -288,7 +277,10 @@ class PrefillScan:
                 else:
                     coord, begins = self.join_segments(args, coord)
             if cutlass.const_expr(hinted):
-                coord = coord._replace(first_chunk=warp_uniform(coord.first_chunk), end_chunk=warp_uniform(coord.end_chunk))
+                coord = coord._replace(
+                    first_chunk=warp_uniform(coord.first_chunk),
+                    end_chunk=warp_uniform(coord.end_chunk),
+                )
             if self.windows & (not begins):
                 pass
             elif group >= 0:
@@ -324,13 +316,17 @@ class PrefillScan:
     def init_arrivals(self, shared):
         for name, (count, arrivals) in self.arrivals.items():
             for i in range(count):
-                cute.arch.mbarrier_init(mbarrier(shared + getattr(self.smem, name) + i * 8), arrivals)
+                cute.arch.mbarrier_init(
+                    ptx.mbarrier(shared + getattr(self.smem, name) + i * 8), arrivals
+                )
 
     @cute.jit
     def clear_squares(self, shared, thread, threads):
         """Tinv and Aqk above their diagonal blocks: no copy writes there."""
-        for at in cutlass.range(thread * 16, 2 * self.square_stages * SQUARE_BYTES, threads * 16, unroll=1):
-            store_shared_x4(shared + self.smem.tinv + at, [Uint32(0)] * 4)
+        for at in cutlass.range(
+            thread * 16, 2 * self.square_stages * SQUARE_BYTES, threads * 16, unroll=1
+        ):
+            ptx.store_shared_x4(shared + self.smem.tinv + at, [Uint32(0)] * 4)
         cute.arch.fence_proxy("async.shared", space="cta")
 
     # -------------------------------------------------------------------------------------------- work tiles
@@ -338,16 +334,25 @@ class PrefillScan:
     def work_of(self, args, number):
         """A work tile by its number: the longest sequences come first."""
         ptr, size = args.ptr, args.size
-        tile, hv, rest = number % self.tiles, number // self.tiles % size.HV, number // (self.tiles * size.HV)
+        tile, hv, rest = (
+            number % self.tiles,
+            number // self.tiles % size.HV,
+            number // (self.tiles * size.HV),
+        )
         segment, rank = rest % size.segments, rest // size.segments
-        n = load_index(ptr.sequence_order + offset(rank, 4), Int32(ptr.sequence_order != 0), rank)
+        n = ptx.load_index(
+            ptr.sequence_order + offset(rank, 4), Int32(ptr.sequence_order != 0), rank
+        )
         sequence = load_sequence(args, n)
         slot = load_state_index(args, n)
         state_index = Int32(select_(slot > size.null_index, slot, Int32(-1)))
         return Work(sequence, state_index, hv, tile, segment, Int32(0))
 
     def coord_of(self, args, work, shared, thread, group):
-        chunks, per_segment = num_chunks(work.sequence.tokens), self.segment_chunks(args, work.sequence)
+        chunks, per_segment = (
+            num_chunks(work.sequence.tokens),
+            self.segment_chunks(args, work.sequence),
+        )
         first = cutlass.min(work.segment * per_segment, chunks)
         end = cutlass.min(first + per_segment, chunks)
         v_row = work.tile * self.rows + cutlass.max(group, 0) * WARPGROUP_ROWS
@@ -360,7 +365,9 @@ class PrefillScan:
 
     def at_segment(self, args, coord, segment):
         """The coord of another segment of the same rows."""
-        return self.coord_of(args, coord.work._replace(segment=segment), coord.shared, coord.thread, coord.group)
+        return self.coord_of(
+            args, coord.work._replace(segment=segment), coord.shared, coord.thread, coord.group
+        )
 
     # -------------------------------------------------------------------------------------------- windows, joined segments
 
@@ -372,12 +379,16 @@ class PrefillScan:
         """
         work, lane = coord.work, coord.thread % 32
         window = self.find_window(args, self.at_segment(args, coord, lane))
-        begins = Uint32(cute.arch.vote_ballot_sync((window > 0) | (lane == 0) | (lane >= args.size.segments)))
+        begins = Uint32(
+            cute.arch.vote_ballot_sync((window > 0) | (lane == 0) | (lane >= args.size.segments))
+        )
         behind = (begins >> Uint32(work.segment)) >> Uint32(1)
-        last = cutlass.min(work.segment + lowest_bit(behind), args.size.segments - 1)
+        last = cutlass.min(work.segment + ptx.lowest_bit(behind), args.size.segments - 1)
         end = self.at_segment(args, coord, last).end_chunk
         first = coord.first_chunk - shuffle_sync(window, offset=work.segment)
-        return coord._replace(first_chunk=first, end_chunk=end, last_segment=last), (begins >> Uint32(work.segment)) & 1 != 0
+        return coord._replace(first_chunk=first, end_chunk=end, last_segment=last), (
+            begins >> Uint32(work.segment)
+        ) & 1 != 0
 
     def with_window(self, args, coord):
         """The coord from its segment's window on, where states are passed on to segments without one."""
@@ -386,18 +397,24 @@ class PrefillScan:
     def own_window(self, args, coord):
         """What find_window finds, of a segment that all lanes have, a chunk a lane."""
         lane, most = coord.thread % 32, self.longest_window(args, coord)
-        norm = select(lane < most, self.load_norm(args, coord, lane, lane < most), Float32(1))
+        norm = ptx.select(lane < most, self.load_norm(args, coord, lane, lane < most), Float32(1))
         for step in (1, 2, 4, 8, 16):
             nearer = shuffle_sync_up(norm, offset=step, mask_and_clamp=0)
-            norm = norm * select(lane >= step, nearer, Float32(1))
+            norm = norm * ptx.select(lane >= step, nearer, Float32(1))
         lanes = cute.arch.vote_ballot_sync((norm <= Float32(MAX_M)) & (lane < most))
-        return Int32(select_(lanes != 0, Int32(lowest_bit(lanes)) + 1, Int32(0)))
+        return Int32(select_(lanes != 0, Int32(ptx.lowest_bit(lanes)) + 1, Int32(0)))
 
     def longest_window(self, args, coord):
         """Chunks that a segment's window has at most; 0 of the first segment and of those without chunks."""
         work = coord.work
-        begins = (work.segment > 0) & (work.segment < args.size.segments) & (coord.first_chunk < coord.end_chunk)
-        most = cutlass.min(cutlass.max(self.segment_chunks(args, work.sequence), SHORT_WINDOW), MAX_WINDOW)
+        begins = (
+            (work.segment > 0)
+            & (work.segment < args.size.segments)
+            & (coord.first_chunk < coord.end_chunk)
+        )
+        most = cutlass.min(
+            cutlass.max(self.segment_chunks(args, work.sequence), SHORT_WINDOW), MAX_WINDOW
+        )
         most = cutlass.min(most, coord.first_chunk)
         return Int32(select_(begins, most, 0))
 
@@ -407,18 +424,28 @@ class PrefillScan:
         most = self.longest_window(args, coord)
         norm, before, window = Float32(1), Int32(0), Int32(0)
         while cute.arch.vote_any_sync((window == 0) & (before < most)):
-            norms = [self.load_norm(args, coord, before + i, before + i < most) for i in range(LOADED_NORMS)]
+            norms = [
+                self.load_norm(args, coord, before + i, before + i < most)
+                for i in range(LOADED_NORMS)
+            ]
             for i in cutlass.range_constexpr(LOADED_NORMS):
                 before += 1
                 norm = norm * norms[i]
-                window = Int32(select_((window == 0) & (norm <= Float32(MAX_M)) & (before <= most), before, window))
+                window = Int32(
+                    select_(
+                        (window == 0) & (norm <= Float32(MAX_M)) & (before <= most), before, window
+                    )
+                )
         return window
 
     def load_norm(self, args, coord, before, condition):
         """The bound of a chunk's transition, so many in front of the segment's first one."""
         slot = coord.work.sequence.first_slot + coord.first_chunk - 1 - before
-        at = args.ptr.transition_norms + (Int64(slot) * Int64(args.size.HV) + Int64(coord.work.hv)) * 4
-        return load(Float32, at, condition)
+        at = (
+            args.ptr.transition_norms
+            + (Int64(slot) * Int64(args.size.HV) + Int64(coord.work.hv)) * 4
+        )
+        return ptx.load(Float32, at, condition)
 
     # In a pool a head's last block overwrites the initial state with the final one: it waits until the first block has loaded it.
     # There blocks take their work in the order in which they begin, so who is waited for has begun.
@@ -441,31 +468,42 @@ class PrefillScan:
             if (coord.thread == 0) & (work.segment == 0):
                 self.prefetch_state(args, work.state_index, work.hv)
             token = coord.first_chunk * CHUNK - CHUNK + coord.thread
-            prefetch_l2(self.v_address(args, work, cutlass.max(token, 0), 0), (token >= 0) & self.has_v(coord, token))
+            ptx.prefetch_l2(
+                self.v_address(args, work, cutlass.max(token, 0), 0),
+                (token >= 0) & self.has_v(coord, token),
+            )
 
     @cute.jit
     def block_in_order(self, args, shared, thread):
         """The block's number by the order in which blocks begin."""
         if thread == 0:
-            store_shared(shared + self.smem.work, Uint32(atomic_increment(args.ptr.work_queue)))
+            ptx.store_shared(
+                shared + self.smem.work, Uint32(ptx.atomic_increment(args.ptr.work_queue))
+            )
         cute.arch.sync_threads()
-        return Int32(load_shared(shared + self.smem.work))
+        return Int32(ptx.load_shared(shared + self.smem.work))
 
     def loaded_at(self, args, coord):
         """Address of the counter of warps that have loaded the initial state of the block's V rows."""
-        number = head_number(args, coord.work.sequence.n, coord.work.hv) * self.v_tiles + Int64(coord.work.tile)
+        number = head_number(args, coord.work.sequence.n, coord.work.hv) * self.v_tiles + Int64(
+            coord.work.tile
+        )
         return args.ptr.work_queue + (number + 1) * 4
 
     @cute.jit
     def state_loaded(self, args, coord):
         cute.arch.sync_warp()
         if self.in_place(args) & (coord.work.segment == 0) & (coord.thread % 32 == 0):
-            release_increment(self.loaded_at(args, coord))
+            ptx.release_increment(self.loaded_at(args, coord))
 
     @cute.jit
     def wait_for_loads(self, args, coord):
-        if self.in_place(args) & (coord.work.segment > 0) & (coord.last_segment == args.size.segments - 1):
-            while load_acquire(self.loaded_at(args, coord)) < WARPGROUP // 32:
+        if (
+            self.in_place(args)
+            & (coord.work.segment > 0)
+            & (coord.last_segment == args.size.segments - 1)
+        ):
+            while ptx.load_acquire(self.loaded_at(args, coord)) < WARPGROUP // 32:
                 pass
 
     # -------------------------------------------------------------------------------------------- persistent tile scheduler
@@ -479,31 +517,33 @@ class PrefillScan:
             last = self.published_work(args, shared, i - 1)
             chunks = Int32(select_(last.state_index >= 0, num_chunks(last.sequence.tokens), 0))
             iterations_before = last.iterations_before + chunks
-        cute.arch.mbarrier_wait(mbarrier(shared + self.smem.work_empty + i % 2 * 8), (i // 2 + 1) % 2)
+        cute.arch.mbarrier_wait(
+            ptx.mbarrier(shared + self.smem.work_empty + i % 2 * 8), (i // 2 + 1) % 2
+        )
         at = shared + self.smem.work + i % 2 * WORK_BYTES
         if number < size.HV * size.N:
             (n, start, tokens, _), state_index, hv, _, _, _ = self.work_of(args, number)
-            store_shared_x4(at, [Uint32(x) for x in (n, start, tokens, state_index)])
-            store_shared(at + 16, Uint32(hv))
-            store_shared(at + 20, Uint32(iterations_before))
+            ptx.store_shared_x4(at, [Uint32(x) for x in (n, start, tokens, state_index)])
+            ptx.store_shared(at + 16, Uint32(hv))
+            ptx.store_shared(at + 20, Uint32(iterations_before))
             self.prefetch_state(args, state_index, hv)
         else:
-            store_shared(at + 16, Uint32(0xFFFFFFFF))
-        cute.arch.mbarrier_arrive(mbarrier(shared + self.smem.work_full + i % 2 * 8))
+            ptx.store_shared(at + 16, Uint32(0xFFFFFFFF))
+        cute.arch.mbarrier_arrive(ptx.mbarrier(shared + self.smem.work_full + i % 2 * 8))
 
     def published_work(self, args, shared, i):
         at = shared + self.smem.work + i % 2 * WORK_BYTES
-        n, start, tokens, state_index = (Int32(x) for x in load_shared_x4(at))
-        hv, iterations_before = (Int32(load_shared(at + b)) for b in (16, 20))
+        n, start, tokens, state_index = (Int32(x) for x in ptx.load_shared_x4(at))
+        hv, iterations_before = (Int32(ptx.load_shared(at + b)) for b in (16, 20))
         sequence = Sequence(n, start, tokens, first_chunk_slot(args, n, start))
         return Work(sequence, state_index, hv, Int32(0), Int32(0), iterations_before)
 
     @cute.jit
     def get_next_work(self, args, shared, i):
         """The block's i-th work tile; head -1 past the last one."""
-        cute.arch.mbarrier_wait(mbarrier(shared + self.smem.work_full + i % 2 * 8), i // 2 % 2)
+        cute.arch.mbarrier_wait(ptx.mbarrier(shared + self.smem.work_full + i % 2 * 8), i // 2 % 2)
         work = self.published_work(args, shared, i)
-        cute.arch.mbarrier_arrive(mbarrier(shared + self.smem.work_empty + i % 2 * 8))
+        cute.arch.mbarrier_arrive(ptx.mbarrier(shared + self.smem.work_empty + i % 2 * 8))
         return work
 
     @cute.jit
@@ -527,14 +567,18 @@ class PrefillScan:
 
     def next_number(self, args, block, i):
         """Of the block's i-th work tile, behind the first one."""
-        return args.size.sms + atomic_increment(args.ptr.work_queue)
+        return args.size.sms + ptx.atomic_increment(args.ptr.work_queue)
 
     def prefetch_state(self, args, state_index, hv):
         """Prefetch a head's initial state to L2."""
         ptr, stride = args.ptr, args.stride
-        at = ptr.initial_state + offset(cutlass.max(state_index, 0), stride.initial_state_p) + offset(hv, stride.initial_state_h)
+        at = (
+            ptr.initial_state
+            + offset(cutlass.max(state_index, 0), stride.initial_state_p)
+            + offset(hv, stride.initial_state_h)
+        )
         wanted = Int32(ptr.initial_state != 0) & Int32(state_index >= 0)
-        bulk_prefetch_l2(at, self.V * self.K * self.state_dtype.width // 8, wanted)
+        ptx.bulk_prefetch_l2(at, self.V * self.K * self.state_dtype.width // 8, wanted)
 
     # -------------------------------------------------------------------------------------------- load warps
 
@@ -556,39 +600,57 @@ class PrefillScan:
             iteration = work.iterations_before + c - coord.first_chunk
             stage = iteration % stages
             full = shared + self.smem.full + stage * 8
-            cute.arch.mbarrier_wait(mbarrier(shared + self.smem.empty + stage * 8), (iteration // stages + 1) % 2)
+            cute.arch.mbarrier_wait(
+                ptx.mbarrier(shared + self.smem.empty + stage * 8), (iteration // stages + 1) % 2
+            )
             if thread == 0:
                 self.start_tiles(args, coord, work.sequence.first_slot + c, stage, full)
             values = shared + self.smem.v + stage * (CHUNK * self.v_pitch) + vector * 16
             if cutlass.const_expr(self.mma_groups == 1):
                 words = [[ahead[w, i] for w in range(4)] for i in range(CHUNK // step)]
                 for i in cutlass.range_constexpr(CHUNK // step):
-                    store_shared_x4(values + (row + i * step) * self.v_pitch, words[i])
+                    ptx.store_shared_x4(values + (row + i * step) * self.v_pitch, words[i])
                 if cutlass.const_expr(self.load_absmax):
                     absmax = self.words_absmax([word for four in words for word in four])
-                    store_shared(shared + self.smem.v_absmax + stage * 8 + thread // 32 * 4, absmax, thread % 32 == 0)
+                    ptx.store_shared(
+                        shared + self.smem.v_absmax + stage * 8 + thread // 32 * 4,
+                        absmax,
+                        thread % 32 == 0,
+                    )
                 self.load_v(args, coord, v_at, c + 1, ahead)
                 if cutlass.const_expr(self.prefetches_v):
                     token = (c + 4) * CHUNK + thread
-                    prefetch_l2(v_at + (offset(token, args.stride.v_t) - vector * 16), self.has_v(coord, token))
-                cute.arch.mbarrier_arrive(mbarrier(full))
+                    ptx.prefetch_l2(
+                        v_at + (offset(token, args.stride.v_t) - vector * 16),
+                        self.has_v(coord, token),
+                    )
+                cute.arch.mbarrier_arrive(ptx.mbarrier(full))
             else:
                 for at in cutlass.range(row, CHUNK, step, unroll=4):
                     token = c * CHUNK + at
                     v_token = v_at + offset(token, args.stride.v_t)
-                    cp_async_or_zero(values + at * self.v_pitch, v_token, self.has_v(coord, token))
-                cp_async_arrive(full)
+                    ptx.cp_async_or_zero(
+                        values + at * self.v_pitch, v_token, self.has_v(coord, token)
+                    )
+                ptx.cp_async_arrive(full)
 
     def v_address(self, args, work, token, vector):
         """Of 16 bytes of the work tile's values of a token."""
-        at = args.ptr.v + offset(work.hv, args.stride.v_h) + offset(work.tile % self.v_tiles, self.rows * 2) + vector * 16
+        at = (
+            args.ptr.v
+            + offset(work.hv, args.stride.v_h)
+            + offset(work.tile % self.v_tiles, self.rows * 2)
+            + vector * 16
+        )
         return at + token_offset(args, work.sequence, token, args.stride.v_n, args.stride.v_t)
 
     def load_v(self, args, coord, v_at, c, ahead):
         row, _, step = self.copy_slice(coord.thread, LOAD_THREADS)
         for i in range(CHUNK // step):
             token = c * CHUNK + row + i * step
-            for w, word in enumerate(load_words(v_at + offset(token, args.stride.v_t), self.has_v(coord, token))):
+            for w, word in enumerate(
+                ptx.load_words(v_at + offset(token, args.stride.v_t), self.has_v(coord, token))
+            ):
                 ahead[w, i] = word
 
     def has_v(self, coord, token):
@@ -602,18 +664,28 @@ class PrefillScan:
 
     def start_tiles(self, args, coord, slot, stage, full):
         """A chunk's tiles by bulk copies, which the stage's barrier expects."""
-        cute.arch.mbarrier_arrive_and_expect_tx(mbarrier(full), self.stage_bytes)
+        cute.arch.mbarrier_arrive_and_expect_tx(ptx.mbarrier(full), self.stage_bytes)
         ptr, size, shared, smem = args.ptr, args.size, coord.shared, self.smem
         qk_chunk, v_chunk = self.chunk_numbers(size, slot, coord.work.hv)
-        tiles = {smem.k: ptr.k_tiles, smem.q: ptr.q_tiles} | ({smem.k_restored: ptr.k_restored} if self.channel else {})
-        sources = [(shared + target + stage * TILE_BYTES, source + qk_chunk * TILE_BYTES) for target, source in tiles.items()]
+        tiles = {smem.k: ptr.k_tiles, smem.q: ptr.q_tiles} | (
+            {smem.k_restored: ptr.k_restored} if self.channel else {}
+        )
+        sources = [
+            (shared + target + stage * TILE_BYTES, source + qk_chunk * TILE_BYTES)
+            for target, source in tiles.items()
+        ]
         if self.channel:
             left = coord.work.sequence.tokens - (slot - coord.work.sequence.first_slot) * CHUNK
             self.load_rows_with_tokens(sources, left, full)
         else:
             self.load_tiles(sources, full)
         self.load_squares(args, shared, v_chunk, stage, full)
-        bulk_load(shared + smem.scales + stage * SCALE_BYTES, ptr.scales + v_chunk * SCALE_BYTES, SCALE_BYTES, full)
+        ptx.bulk_load(
+            shared + smem.scales + stage * SCALE_BYTES,
+            ptr.scales + v_chunk * SCALE_BYTES,
+            SCALE_BYTES,
+            full,
+        )
 
     def chunk_numbers(self, size, slot, hv):
         """Of a head's chunk in the workspace: among those of tiles, and of value heads."""
@@ -626,15 +698,24 @@ class PrefillScan:
     def load_squares(self, args, shared, chunk, stage, full):
         """Tinv and Aqk of a value head's chunk."""
         for i, square in enumerate((self.smem.tinv, self.smem.aqk)):
-            self.load_square(args.ptr.tinv_aqk + (chunk * 2 + i) * TRIANGLE_BYTES, shared + square + stage * SQUARE_BYTES, full)
+            self.load_square(
+                args.ptr.tinv_aqk + (chunk * 2 + i) * TRIANGLE_BYTES,
+                shared + square + stage * SQUARE_BYTES,
+                full,
+            )
 
     def load_square(self, triangle, square, full):
         for panel in range(CHUNK // 16):
-            bulk_load(square + square_panel(panel), triangle + triangle_panel(panel), (CHUNK - 16 * panel) * 32, full)
+            ptx.bulk_load(
+                square + square_panel(panel),
+                triangle + triangle_panel(panel),
+                (CHUNK - 16 * panel) * 32,
+                full,
+            )
 
     def load_tiles(self, tiles, full):
         for target, source in tiles:
-            bulk_load(target, source, TILE_BYTES, full)
+            ptx.bulk_load(target, source, TILE_BYTES, full)
 
     @cute.jit
     def load_rows_with_tokens(self, tiles, left, full):
@@ -642,37 +723,63 @@ class PrefillScan:
         if left > CHUNK - SUBCHUNK:
             self.load_tiles(tiles, full)
         else:
-            size, block = (left + SUBCHUNK - 1) // SUBCHUNK * tile_offset(SUBCHUNK, 0), tile_offset(0, 4)
+            size, block = (
+                (left + SUBCHUNK - 1) // SUBCHUNK * tile_offset(SUBCHUNK, 0),
+                tile_offset(0, 4),
+            )
             zeros = tiles[-1][1] + size
             for at in cutlass.range(0, TILE_BYTES, block, unroll=1):
                 for target, source in tiles:
-                    bulk_load(target + at, source + at, size, full)
-                    bulk_load(target + at + size, zeros, block - size, full)
+                    ptx.bulk_load(target + at, source + at, size, full)
+                    ptx.bulk_load(target + at + size, zeros, block - size, full)
 
     # -------------------------------------------------------------------------------------------- store warps
 
     @cute.jit
     def store(self, args, coord):
         """The store warps: outputs from shared memory to o. Inactive sequences and rows past the last one get zeros."""
-        stride, size, shared, work, stages = args.stride, args.size, coord.shared, coord.work, self.stages_of("v")
+        stride, size, shared, work, stages = (
+            args.stride,
+            args.size,
+            coord.shared,
+            coord.work,
+            self.stages_of("v"),
+        )
         row, vector, step = self.copy_slice(coord.thread, self.store_threads)
-        o_at = args.ptr.o + offset(work.hv, stride.o_h) + offset(work.tile, self.rows * 2) + vector * 16
+        o_at = (
+            args.ptr.o
+            + offset(work.hv, stride.o_h)
+            + offset(work.tile, self.rows * 2)
+            + vector * 16
+        )
         o_at += token_offset(args, work.sequence, Int32(0), stride.o_n, stride.o_t)
         self.wait_for_prepare()
         for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
             iteration = work.iterations_before + c - coord.first_chunk
             stage = iteration % stages
-            cute.arch.mbarrier_wait(mbarrier(shared + self.smem.o_full + stage * 8), iteration // stages % 2)
-            outputs = shared + getattr(self.smem, self.o_region) + stage * (CHUNK * self.v_pitch) + vector * 16
+            cute.arch.mbarrier_wait(
+                ptx.mbarrier(shared + self.smem.o_full + stage * 8), iteration // stages % 2
+            )
+            outputs = (
+                shared
+                + getattr(self.smem, self.o_region)
+                + stage * (CHUNK * self.v_pitch)
+                + vector * 16
+            )
             for first in cutlass.range(row, CHUNK, 2 * step, unroll=1):
-                words = [load_shared_x4(outputs + (first + i * step) * self.v_pitch) for i in range(2)]
+                words = [
+                    ptx.load_shared_x4(outputs + (first + i * step) * self.v_pitch)
+                    for i in range(2)
+                ]
                 for i in cutlass.range_constexpr(2):
                     token = c * CHUNK + first + i * step
                     stored = token < work.sequence.tokens
                     if cutlass.const_expr(self.windows):
                         stored = stored & (c >= coord.first_stored)
-                    store_words(o_at + offset(token, stride.o_t), words[i], stored)
-            cute.arch.mbarrier_arrive(mbarrier(shared + getattr(self.smem, self.o_empty) + stage * 8))
+                    ptx.store_words(o_at + offset(token, stride.o_t), words[i], stored)
+            cute.arch.mbarrier_arrive(
+                ptx.mbarrier(shared + getattr(self.smem, self.o_empty) + stage * 8)
+            )
         if work.segment == 0:
             begin = Int32(select_(work.state_index < 0, 0, work.sequence.tokens))
             end = work.sequence.tokens
@@ -680,7 +787,7 @@ class PrefillScan:
                 end = size.total - work.sequence.start
             zeros = [Uint32(0)] * 4
             for token in cutlass.range(begin + row, end, step, unroll=1):
-                store_words(o_at + offset(token, stride.o_t), zeros, Int32(1))
+                ptx.store_words(o_at + offset(token, stride.o_t), zeros, Int32(1))
 
     # -------------------------------------------------------------------------------------------- wgmma
 
@@ -711,7 +818,9 @@ class PrefillScan:
         major = cute.nvgpu.OperandMajorMode
         columns, right = (D, major.MN) if name == "k_update" else (CHUNK, major.K)
         source = warpgroup.OperandSource.RMEM
-        op = warpgroup.MmaF16BF16Op(Float16, self.sums(name), (64, columns, 16), source, major.K, right)
+        op = warpgroup.MmaF16BF16Op(
+            Float16, self.sums(name), (64, columns, 16), source, major.K, right
+        )
         return cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
 
     def sums(self, name):
@@ -725,7 +834,11 @@ class PrefillScan:
         for k_block in range(cute.size(left, mode=[2])):
             mma.set(warpgroup.Field.ACCUMULATE, accumulate or k_block > 0)
             cute.gemm(
-                mma, sums, left[None, None, k_block], right[name][None, None, k_block, self.stage_of_operand(name, pipe)], sums
+                mma,
+                sums,
+                left[None, None, k_block],
+                right[name][None, None, k_block, self.stage_of_operand(name, pipe)],
+                sums,
             )
         warpgroup.commit_group()
 
@@ -758,8 +871,12 @@ class PrefillScan:
             self.state_loaded(args, coord)
         if cutlass.const_expr(self.checkpoints):
             checkpoint = coord.first_stored
-            if cutlass.const_expr(not self.windows) or coord.first_chunk == coord.first_stored:  # none lies in a window
-                checkpoint = self.store_checkpoints(args, coord, frag.state, state_scale, coord.first_chunk)
+            if (
+                cutlass.const_expr(not self.windows) or coord.first_chunk == coord.first_stored
+            ):  # none lies in a window
+                checkpoint = self.store_checkpoints(
+                    args, coord, frag.state, state_scale, coord.first_chunk
+                )
         state_scale = self.walk(frag, right, args, coord, state_scale, checkpoint)
         if cutlass.const_expr(self.windows):
             self.wait_for_loads(args, coord)
@@ -788,10 +905,14 @@ class PrefillScan:
             self.to_fp16(frag.state, frag.state_fp16)
             if cutlass.const_expr(self.by_maps):
                 while self.has_tokens(coord, pipe):
-                    state_scale, pipe, checkpoint = self.chunk(frag, right, args, coord, pipe, state_scale, checkpoint)
+                    state_scale, pipe, checkpoint = self.chunk(
+                        frag, right, args, coord, pipe, state_scale, checkpoint
+                    )
             else:
                 for _ in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
-                    state_scale, pipe, checkpoint = self.chunk(frag, right, args, coord, pipe, state_scale, checkpoint)
+                    state_scale, pipe, checkpoint = self.chunk(
+                        frag, right, args, coord, pipe, state_scale, checkpoint
+                    )
         return state_scale
 
     @cute.jit
@@ -807,7 +928,9 @@ class PrefillScan:
         if cutlass.const_expr(self.by_maps):
             self.start_v(args, coord, pipe, 1)
             values, absmax, state_scale = self.fit_values(frag, coord, pipe, state_scale)
-            warpgroup.wait_group(0)  # for S q as well: waiting for S k alone takes more registers, and gains nothing
+            warpgroup.wait_group(
+                0
+            )  # for S q as well: waiting for S k alone takes more registers, and gains nothing
             self.residual(frag, values, self.s_k_scales(coord, pipe), state_scale)
         else:
             values, s_k_scales = self.values(coord, pipe), self.s_k_scales(coord, pipe)
@@ -821,7 +944,9 @@ class PrefillScan:
         warpgroup.wait_group(0)
         self.u_found(coord, pipe)
         self.start_update(frag, right, coord, u_scales, pipe)
-        if cutlass.const_expr(self.mma_groups > 1):  # the other warpgroup keeps the tensor cores busy: free the stage early
+        if cutlass.const_expr(
+            self.mma_groups > 1
+        ):  # the other warpgroup keeps the tensor cores busy: free the stage early
             self.finish_chunk(frag, args, coord, pipe, o_scale)
         if cutlass.const_expr(not self.by_maps):
             absmax = Float32(0)
@@ -829,14 +954,20 @@ class PrefillScan:
             self.consumer_wait(coord, following)
             if cutlass.const_expr(not self.by_maps):
                 absmax = self.v_absmax(coord, following)
-        if cutlass.const_expr(self.mma_groups == 1):  # otherwise finish_chunk has waited for all groups
+        if cutlass.const_expr(
+            self.mma_groups == 1
+        ):  # otherwise finish_chunk has waited for all groups
             warpgroup.wait_group(0 if self.transitions else 1)
-        if cutlass.const_expr(self.deterministic):  # a new scale, where fp32 cannot hold all digits, would show in a checkpoint
+        if cutlass.const_expr(
+            self.deterministic
+        ):  # a new scale, where fp32 cannot hold all digits, would show in a checkpoint
             checkpoint = self.keep_state(frag, args, coord, following, state_scale, checkpoint)
             if self.has_tokens(coord, following):
                 state_scale = self.set_scale(frag, absmax, state_scale)
         else:
-            state_scale = self.rescale(frag, absmax, state_scale, self.measures_state(coord, following))
+            state_scale = self.rescale(
+                frag, absmax, state_scale, self.measures_state(coord, following)
+            )
         self.to_fp16(frag.state, frag.state_fp16)
         if cutlass.const_expr(self.mma_groups == 1):
             self.finish_chunk(frag, args, coord, pipe, o_scale)
@@ -855,7 +986,9 @@ class PrefillScan:
         """Store the state in front of a chunk if a checkpoint lies there. Returns the chunk of the next ones."""
         if cutlass.const_expr(self.checkpoints):  # noqa: SIM102 - settled when compiling
             if pipe.chunk == checkpoint:
-                checkpoint = self.store_checkpoints(args, coord, frag.state, state_scale, checkpoint)
+                checkpoint = self.store_checkpoints(
+                    args, coord, frag.state, state_scale, checkpoint
+                )
         return checkpoint
 
     def measures_state(self, coord, pipe):
@@ -870,7 +1003,7 @@ class PrefillScan:
         else:
             u, words = (cute.recast_tensor(half, Uint32) for half in (frag.u, frag.operand))
             for i in range(cute.size(words)):
-                words[i] = mul_x2(u[i], u_scales[i // 2])
+                words[i] = ptx.mul_x2(u[i], u_scales[i // 2])
             self.start_mma(frag.state, frag.operand, "k_update", right, pipe, True)
             if not self.transitions:
                 self.decay_s_q(frag, coord, pipe)
@@ -886,13 +1019,13 @@ class PrefillScan:
     def pipeline_state(self, args, coord):
         """At the work tile's first chunk."""
         before = coord.work.iterations_before
-        return PipelineState(coord.first_chunk, before % self.stages, before // self.stages % 2)
+        return ptx.PipelineState(coord.first_chunk, before % self.stages, before // self.stages % 2)
 
     def has_tokens(self, coord, pipe):
         return pipe.chunk < coord.end_chunk
 
     def advance(self, args, pipe):
-        return advance(pipe, self.stages)
+        return ptx.advance(pipe, self.stages)
 
     def finish_chunk(self, frag, args, coord, pipe, state_scale):
         """Outputs to shared memory, and the stage is released."""
@@ -904,10 +1037,12 @@ class PrefillScan:
 
     @cute.jit
     def consumer_wait(self, coord, pipe):
-        cute.arch.mbarrier_wait(mbarrier(coord.shared + self.smem.full + pipe.stage * 8), pipe.phase)
+        cute.arch.mbarrier_wait(
+            ptx.mbarrier(coord.shared + self.smem.full + pipe.stage * 8), pipe.phase
+        )
 
     def consumer_release(self, coord, pipe):
-        cute.arch.mbarrier_arrive(mbarrier(coord.shared + self.smem.empty + pipe.stage * 8))
+        cute.arch.mbarrier_arrive(ptx.mbarrier(coord.shared + self.smem.empty + pipe.stage * 8))
 
     # -------------------------------------------------------------------------------------------- scales of a chunk
 
@@ -919,12 +1054,12 @@ class PrefillScan:
         gdn = {"s_k": GDN_SCALE_S_K, "s_q": GDN_SCALE_S_Q, "o": GDN_SCALE_O}
         first = ({"s_k": KDA_SCALE_S_K, "o": KDA_SCALE_O} if self.channel else gdn)[name]
         at = self.scales_at(coord, pipe) + first + coord.thread % 4 * 8
-        return [load_shared_f32x2(at + 32 * j) for j in range(CHUNK // 8)]
+        return [ptx.load_shared_f32x2(at + 32 * j) for j in range(CHUNK // 8)]
 
     def packed_scales(self, coord, pipe, first):
         """Scales that are fp16, packed, of the columns of `column_scales`."""
         at = self.scales_at(coord, pipe) + first + coord.thread % 4 * 4
-        return [load_shared(at + 16 * j) for j in range(CHUNK // 8)]
+        return [ptx.load_shared(at + 16 * j) for j in range(CHUNK // 8)]
 
     def s_k_scales(self, coord, pipe):
         return self.column_scales(coord, pipe, "s_k")
@@ -938,11 +1073,13 @@ class PrefillScan:
         at = self.scales_at(coord, pipe)
         if self.channel:
             return at + KDA_SCALE_STATE + coord.thread % 4 * 8
-        return load_shared_f32(at + GDN_SCALE_S_Q + (CHUNK - 1) * 4)
+        return ptx.load_shared_f32(at + GDN_SCALE_S_Q + (CHUNK - 1) * 4)
 
     def decay_state(self, frag, decay):
         if self.channel:
-            self.scale_columns(frag.state, [load_shared_f32x2(decay + 32 * j) for j in range(D // 8)])
+            self.scale_columns(
+                frag.state, [ptx.load_shared_f32x2(decay + 32 * j) for j in range(D // 8)]
+            )
         else:
             self.multiply(frag.state, decay)
 
@@ -959,8 +1096,8 @@ class PrefillScan:
         words = cute.recast_tensor(half, Uint32)
         for j in range(cute.size(sums) // 4):
             x = [sums[4 * j + i] for i in range(4)]
-            words[2 * j] = pack_x2(x[0], x[1], Float16)
-            words[2 * j + 1] = pack_x2(x[2], x[3], Float16)
+            words[2 * j] = ptx.pack_x2(x[0], x[1], Float16)
+            words[2 * j + 1] = ptx.pack_x2(x[2], x[3], Float16)
 
     # -------------------------------------------------------------------------------------------- the state's scale
 
@@ -975,7 +1112,9 @@ class PrefillScan:
         if measure | is_far_below(v_absmax, state_scale):
             state_absmax = self.absmax(frag.state)
             absmax = cute.math.max(absmax, state_absmax)
-            low = select(is_far_below(v_absmax, state_scale), Float32(ABSMAX_HIGH), Float32(ABSMAX_LOW))
+            low = ptx.select(
+                is_far_below(v_absmax, state_scale), Float32(ABSMAX_HIGH), Float32(ABSMAX_LOW)
+            )
         if (absmax > ABSMAX_HIGH) | ((absmax < low) & (state_scale < MAX_SCALE)):
             wanted = scale_of(v_absmax, state_absmax, state_scale)
             self.multiply(frag.state, wanted * inverse_power_of_2(state_scale))
@@ -1000,29 +1139,34 @@ class PrefillScan:
         """The largest magnitude among a warp's numbers."""
         sizes = [cute.math.abs(sums[i]) for i in range(cute.size(sums))]
         while len(sizes) > 1:
-            sizes = [fmax(a, b) for a, b in zip(sizes[::2], sizes[1::2], strict=True)]
-        return warp_max(sizes[0].bitcast(Uint32)).bitcast(Float32)
+            sizes = [ptx.fmax(a, b) for a, b in zip(sizes[::2], sizes[1::2], strict=True)]
+        return ptx.warp_max(sizes[0].bitcast(Uint32)).bitcast(Float32)
 
     def v_absmax(self, coord, pipe):
         """The largest magnitude among a chunk's values; where the MMA warps take it, among the warp's rows of them."""
         if self.load_absmax:
-            pair = load_shared_f32x2(coord.shared + self.smem.v_absmax + self.value_stage(pipe) * 8)
+            pair = ptx.load_shared_f32x2(
+                coord.shared + self.smem.v_absmax + self.value_stage(pipe) * 8
+            )
             return cute.math.max(pair[0], pair[1])
         return self.words_absmax(self.values(coord, pipe)).bitcast(Float32)
 
     def words_absmax(self, words):
         """The largest magnitude among a warp's packed values, as the bits of an fp32 number."""
         while len(words) > 1:
-            words = [max_abs_x2(a, b, self.dtype) for a, b in zip(words[::2], words[1::2], strict=True)]
-        both = unpack([words[0] & Uint32(0x7FFF7FFF)], self.dtype)
-        return warp_max(cute.math.max(both[0], both[1]).bitcast(Uint32))
+            words = [
+                ptx.max_abs_x2(a, b, self.dtype)
+                for a, b in zip(words[::2], words[1::2], strict=True)
+            ]
+        both = ptx.unpack([words[0] & Uint32(0x7FFF7FFF)], self.dtype)
+        return ptx.warp_max(cute.math.max(both[0], both[1]).bitcast(Uint32))
 
     # -------------------------------------------------------------------------------------------- values and outputs
 
     def values(self, coord, pipe):
         """The chunk's values in the order of `accumulator`, packed."""
         at = self.values_at(coord, pipe)
-        fours = [ldmatrix_x4_trans(at + j * 8 * self.v_pitch) for j in range(0, CHUNK // 8, 2)]
+        fours = [ptx.ldmatrix_x4_trans(at + j * 8 * self.v_pitch) for j in range(0, CHUNK // 8, 2)]
         return [word for four in fours for word in four]
 
     def value_stage(self, pipe):
@@ -1031,30 +1175,37 @@ class PrefillScan:
     def values_at(self, coord, pipe, region="v"):
         """Address of a lane's row of the warp's first four 8 x 8 matrices of values or outputs."""
         lane = coord.thread % 32
-        token, vector = lane // 16 * 8 + lane % 8, coord.group * 8 + coord.thread // 32 * 2 + lane // 8 % 2
-        stage = coord.shared + getattr(self.smem, region) + self.value_stage(pipe) * (CHUNK * self.v_pitch)
+        token, vector = (
+            lane // 16 * 8 + lane % 8,
+            coord.group * 8 + coord.thread // 32 * 2 + lane // 8 % 2,
+        )
+        stage = (
+            coord.shared
+            + getattr(self.smem, region)
+            + self.value_stage(pipe) * (CHUNK * self.v_pitch)
+        )
         return stage + token * self.v_pitch + vector * 16
 
     def residual(self, frag, values, s_k_scales, state_scale):
         """v - S k as fp16."""
         words = cute.recast_tensor(frag.operand, Uint32)
-        scale_x2 = pack([state_scale, state_scale], BFloat16)[0]  # exact: a power of two
+        scale_x2 = ptx.pack([state_scale, state_scale], BFloat16)[0]  # exact: a power of two
         for j in range(CHUNK // 8):
             for i in range(2):
                 word, at = values[2 * j + i], 4 * j + 2 * i
                 if self.dtype is BFloat16:
-                    v = unpack([mul_x2(word, scale_x2, BFloat16)], BFloat16)
+                    v = ptx.unpack([ptx.mul_x2(word, scale_x2, BFloat16)], BFloat16)
                 else:
-                    v = [x * state_scale for x in unpack([word], self.dtype)]
+                    v = [x * state_scale for x in ptx.unpack([word], self.dtype)]
                 residual = [v[p] - frag.s_k[at + p] * s_k_scales[j][p] for p in range(2)]
-                words[2 * j + i] = pack_x2(residual[0], residual[1], Float16)
+                words[2 * j + i] = ptx.pack_x2(residual[0], residual[1], Float16)
 
     def outputs(self, frag, o_scales, state_scale):
         """A chunk's outputs, packed, in the order of `accumulator`."""
         unscale, words = inverse_power_of_2(state_scale), []
         for j, pair in enumerate(o_scales):
             x = [frag.o[4 * j + i] * (pair[i % 2] * unscale) for i in range(4)]
-            words += [pack_x2(x[0], x[1], self.dtype), pack_x2(x[2], x[3], self.dtype)]
+            words += [ptx.pack_x2(x[0], x[1], self.dtype), ptx.pack_x2(x[2], x[3], self.dtype)]
         return words
 
     @cute.jit
@@ -1062,8 +1213,10 @@ class PrefillScan:
         """A chunk's outputs to shared memory; over its values, where these are, as no other warp reads what a warp overwrites."""
         at = self.values_at(coord, pipe, self.o_region)
         for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
-            stmatrix_x4_trans(at + j * 8 * self.v_pitch, words[2 * j : 2 * j + 4])
-        cute.arch.mbarrier_arrive(mbarrier(coord.shared + self.smem.o_full + self.value_stage(pipe) * 8))
+            ptx.stmatrix_x4_trans(at + j * 8 * self.v_pitch, words[2 * j : 2 * j + 4])
+        cute.arch.mbarrier_arrive(
+            ptx.mbarrier(coord.shared + self.smem.o_full + self.value_stage(pipe) * 8)
+        )
 
     # -------------------------------------------------------------------------------------------- states in global memory
 
@@ -1075,7 +1228,9 @@ class PrefillScan:
             if coord.work.segment == 0:
                 self.load_initial_state(args, coord, row, column, state)
             else:
-                self.load_segment_state(args, coord, row, column, coord.first_chunk == coord.first_stored, state)
+                self.load_segment_state(
+                    args, coord, row, column, coord.first_chunk == coord.first_stored, state
+                )
         elif args.size.segments > 1:
             self.wait_for_prepare()
             self.load_segment_state(args, coord, row, column, True, state)
@@ -1089,7 +1244,10 @@ class PrefillScan:
 
     def load_initial_state(self, args, coord, row, column, state):
         ptr, stride, work = args.ptr, args.stride, coord.work
-        resumed = load_flag(ptr.has_initial_state + offset(work.sequence.n, stride.has_initial_state_n), ptr.has_initial_state != 0)
+        resumed = ptx.load_flag(
+            ptr.has_initial_state + offset(work.sequence.n, stride.has_initial_state_n),
+            ptr.has_initial_state != 0,
+        )
         resumed = resumed & Int32(ptr.initial_state != 0) & Int32(work.state_index >= 0)
         at = ptr.initial_state + offset(cutlass.max(work.state_index, 0), stride.initial_state_p)
         at += offset(work.hv, stride.initial_state_h)
@@ -1100,10 +1258,23 @@ class PrefillScan:
         """The final state, after the last segment."""
         ptr, stride, size, work = args.ptr, args.stride, args.size, coord.work
         row, column = self.state_coord(coord)
-        wanted = Int32(ptr.final_state != 0) & Int32(work.state_index >= 0) & Int32(coord.last_segment == size.segments - 1)
+        wanted = (
+            Int32(ptr.final_state != 0)
+            & Int32(work.state_index >= 0)
+            & Int32(coord.last_segment == size.segments - 1)
+        )
         at = ptr.final_state + offset(cutlass.max(work.state_index, 0), stride.final_state_p)
         at += offset(work.hv, stride.final_state_h)
-        self.store_rows(at, self.state_dtype, self.K, row, column, wanted, state, inverse_power_of_2(state_scale))
+        self.store_rows(
+            at,
+            self.state_dtype,
+            self.K,
+            row,
+            column,
+            wanted,
+            state,
+            inverse_power_of_2(state_scale),
+        )
 
     @cute.jit
     def store_checkpoints(self, args, coord, state, state_scale, chunk):
@@ -1119,12 +1290,18 @@ class PrefillScan:
         last = Int32(select_(work.state_index >= 0, last, -1))
         following = Int32(-1)
         for j in cutlass.range(size.checkpoints_per_sequence, unroll=1):
-            at = ptr.checkpoint_lens + offset(work.sequence.n, stride.checkpoint_lens_n) + offset(j, stride.checkpoint_lens_j)
-            length = load_length(at, size.checkpoint_lens_kind)
+            at = (
+                ptr.checkpoint_lens
+                + offset(work.sequence.n, stride.checkpoint_lens_n)
+                + offset(j, stride.checkpoint_lens_j)
+            )
+            length = ptx.load_length(at, size.checkpoint_lens_kind)
             if (length >= chunk * CHUNK) & (length <= last) & (length % CHUNK == 0):
                 if length == chunk * CHUNK:
                     at, wanted = self.checkpoint_address(args, coord, j)
-                    self.store_rows(at, self.state_dtype, self.K, row, column, wanted, state, unscale)
+                    self.store_rows(
+                        at, self.state_dtype, self.K, row, column, wanted, state, unscale
+                    )
                 elif (following < 0) | (length < following * CHUNK):
                     following = length // CHUNK
         return following
@@ -1132,10 +1309,16 @@ class PrefillScan:
     def checkpoint_address(self, args, coord, j):
         """Where the sequence's checkpoint j of the head goes: its slot of the pool, or its row of a tensor; and whether it does."""
         ptr, stride, size, n = args.ptr, args.stride, args.size, coord.work.sequence.n
-        slot_at = ptr.checkpoint_indices + offset(n, stride.checkpoint_indices_n) + offset(j, stride.checkpoint_indices_j)
-        slot = load_index(slot_at, size.checkpoint_indices_kind, size.null_index + 1)
+        slot_at = (
+            ptr.checkpoint_indices
+            + offset(n, stride.checkpoint_indices_n)
+            + offset(j, stride.checkpoint_indices_j)
+        )
+        slot = ptx.load_index(slot_at, size.checkpoint_indices_kind, size.null_index + 1)
         at = ptr.checkpoints + offset(n, stride.checkpoints_n) + offset(j, stride.checkpoints_j)
-        at += offset(cutlass.max(slot, 0), stride.checkpoints_p) + offset(coord.work.hv, stride.checkpoints_h)
+        at += offset(cutlass.max(slot, 0), stride.checkpoints_p) + offset(
+            coord.work.hv, stride.checkpoints_h
+        )
         return at, slot > size.null_index
 
     def state_coord(self, coord):
@@ -1146,7 +1329,9 @@ class PrefillScan:
     def segment_offset(self, args, coord, rows):
         """Byte offset of a segment's matrix of `rows` rows, fp32, among those of all heads and segments."""
         size, work = args.size, coord.work
-        number = (Int64(work.sequence.n) * Int64(size.HV) + Int64(work.hv)) * Int64(size.segments) + Int64(work.segment)
+        number = (Int64(work.sequence.n) * Int64(size.HV) + Int64(work.hv)) * Int64(
+            size.segments
+        ) + Int64(work.segment)
         return number * (rows * D * 4)
 
     def load_rows(self, at, dtype, columns, row, column, condition, state):
@@ -1155,7 +1340,9 @@ class PrefillScan:
         for i in range(2):
             for j in range(D // 8):
                 address = at + ((row + 8 * i) * columns + column + 8 * j) * size
-                pair = unpack(load_words(address, condition & (8 * j < columns), count=size // 2), dtype)
+                pair = ptx.unpack(
+                    ptx.load_words(address, condition & (8 * j < columns), count=size // 2), dtype
+                )
                 for p in range(2):
                     state[4 * j + 2 * i + p] = pair[p]
 
@@ -1164,14 +1351,20 @@ class PrefillScan:
         for i in range(2):
             for j in range(columns // 8):
                 address = at + ((row + 8 * i) * columns + column + 8 * j) * size
-                pair = pack([state[4 * j + 2 * i + p] * unscale for p in range(2)], dtype)
-                store_words(address, pair, condition)
+                pair = ptx.pack([state[4 * j + 2 * i + p] * unscale for p in range(2)], dtype)
+                ptx.store_words(address, pair, condition)
 
 
 def without_checkpoints(arguments):
     """Arguments but for those of checkpoints: where others lie, ptxas gives kernels that store none other registers."""
-    kept = {name: x for name, x in zip(arguments._fields, arguments, strict=True) if "checkpoint" not in name}
-    return NamedTuple(type(arguments).__name__, [(name, type(x)) for name, x in kept.items()])(**kept)
+    kept = {
+        name: x
+        for name, x in zip(arguments._fields, arguments, strict=True)
+        if "checkpoint" not in name
+    }
+    return NamedTuple(type(arguments).__name__, [(name, type(x)) for name, x in kept.items()])(
+        **kept
+    )
 
 
 def inverse_power_of_2(x):
@@ -1193,7 +1386,9 @@ def scale_of(v_absmax, state_absmax, state_scale):
     of_values = inverse_power_of_2_below(v_absmax)
     of_state = state_scale * inverse_power_of_2_below(state_absmax)
     dominates = (v_absmax > 0) & (of_values > of_state * Float32(STATE_DOMINATES))
-    highest = select(dominates, Float32(ABSMAX_HIGH * STATE_HEADROOM / 2), Float32(ABSMAX_HIGH / 2))
+    highest = ptx.select(
+        dominates, Float32(ABSMAX_HIGH * STATE_HEADROOM / 2), Float32(ABSMAX_HIGH / 2)
+    )
     scale = cute.math.min(of_values, of_state) * highest
     return cute.math.max(cute.math.min(scale, Float32(MAX_SCALE)), Float32(MIN_SCALE))
 
@@ -1205,4 +1400,4 @@ def is_far_below(v_absmax, state_scale):
 
 def warp_uniform(x):
     """A number that is not negative and the same in all lanes of a warp, in a form of which the compiler knows that."""
-    return Int32(warp_max(Uint32(x)))
+    return Int32(ptx.warp_max(Uint32(x)))

@@ -13,6 +13,8 @@ from cutlass import BFloat16, Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
 from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from .device import ptx
+from .device.args import DTYPES, offset, qk_head
 from .device.chunks import (
     KDA_SCALE_S_K,
     LOG2_E,
@@ -25,29 +27,6 @@ from .device.chunks import (
     counter_at,
     num_chunks,
     raw_tile_tensor,
-)
-from .device.primitives import (
-    DTYPES,
-    FP16_MAX,
-    bulk_load,
-    exp2,
-    fmax_nan,
-    fmin_nan,
-    load_acquire,
-    load_scalar,
-    load_shared_f32,
-    load_shared_f32x2,
-    load_shared_f32x4,
-    mbarrier,
-    mul_x2,
-    offset,
-    opaque,
-    pack_pairs,
-    qk_head,
-    reciprocal,
-    store_shared_half,
-    store_shared_x2,
-    unpack,
 )
 from .device.tensor_maps import row_of_maps
 from .prefill_mapped import PrefillMapped
@@ -114,7 +93,7 @@ class PrefillScanRaw(PrefillMapped):
         return RawState(pipe.chunk + 1, stage, (pipe.number + 1) & 3, pipe.left - CHUNK)
 
     def scales_at(self, coord, pipe):
-        return super().scales_at(coord._replace(shared=opaque(coord.shared)), pipe)
+        return super().scales_at(coord._replace(shared=ptx.opaque(coord.shared)), pipe)
 
     def tile(self, coord, name):
         return raw_tile_tensor(coord.shared + getattr(self.smem, name), D, self.stages)
@@ -141,7 +120,7 @@ class PrefillScanRaw(PrefillMapped):
         """Beside prepare: until all heads of a chunk are prepared, and of the one before, which other lanes look at."""
         if (args.size.walking > 0) & (chunks > 0):
             slot = first_slot + cutlass.max(cutlass.min(c - lane % 2, chunks - 1), 0)
-            while load_acquire(counter_at(args, slot)) < args.size.chunk_blocks:
+            while ptx.load_acquire(counter_at(args, slot)) < args.size.chunk_blocks:
                 pass
             cute.arch.sync_warp()
             cute.arch.fence_proxy("async.global")
@@ -151,17 +130,21 @@ class PrefillScanRaw(PrefillMapped):
         n, h = row_of_maps(args, coord.work.sequence), qk_head(hv, args.size.qk_head_factor)
         full = shared + self.smem.raw_full + stage * 8
         self.expect(full, 3 * TILE_BYTES + RAW_SCALE_BYTES)
-        for name, region, head in (("k", self.smem.k, h), ("g", self.smem.k_restored, hv), ("q", self.smem.q, h)):
+        for name, region, head in (
+            ("k", self.smem.k, h),
+            ("g", self.smem.k_restored, hv),
+            ("q", self.smem.q, h),
+        ):
             for column in range(D // 64):
                 at = shared + region + stage * TILE_BYTES + column * BLOCK_BYTES
                 self.copy_box(args, name, (n, token, head, column), at, full)
         with cute.arch.elect_one():
             target = shared + self.smem.scales + stage * self.scale_bytes
-            bulk_load(target, args.ptr.scales + number * RAW_SCALE_BYTES, RAW_SCALE_BYTES, full)
+            ptx.bulk_load(target, args.ptr.scales + number * RAW_SCALE_BYTES, RAW_SCALE_BYTES, full)
 
     def start_squares(self, args, coord, stage, number):
         full = coord.shared + self.smem.full + stage * 8
-        cute.arch.mbarrier_arrive_and_expect_tx(mbarrier(full), 2 * TRIANGLE_BYTES)
+        cute.arch.mbarrier_arrive_and_expect_tx(ptx.mbarrier(full), 2 * TRIANGLE_BYTES)
         self.load_squares(args, coord.shared, number, stage, full)
 
     # -------------------------------------------------------------------------------------------- decaying warpgroups
@@ -176,33 +159,45 @@ class PrefillScanRaw(PrefillMapped):
         chunks = num_chunks(tokens)
         for c in cutlass.range((coord.group + before) & 1, chunks + 1, 2, unroll=1):
             stage, phase = self.stage_of(before + c)
-            shared = opaque(coord.shared)
+            shared = ptx.opaque(coord.shared)
             # All warps wait: else they might take the phase of `raw_full` two chunks before for their own.
             self.wait_until_empty(shared, before + c)
             if subchunk == 0:
                 self.start_copies(args, coord, lane, c, chunks)
             if c < chunks:
-                cute.arch.mbarrier_wait(mbarrier(shared + self.smem.raw_full + stage * 8), phase)
-                at = shared + stage * TILE_BYTES + lane // 16 * BLOCK_BYTES + subchunk * (SUBCHUNK * 128)
+                cute.arch.mbarrier_wait(
+                    ptx.mbarrier(shared + self.smem.raw_full + stage * 8), phase
+                )
+                at = (
+                    shared
+                    + stage * TILE_BYTES
+                    + lane // 16 * BLOCK_BYTES
+                    + subchunk * (SUBCHUNK * 128)
+                )
                 left = tokens - c * CHUNK
                 if left < CHUNK:
                     self.clear_tokens(at, lane, left - subchunk * SUBCHUNK)
                 scales = shared + self.smem.scales + stage * self.scale_bytes
                 if thread < CHUNK:
-                    k_norm = load_shared_f32(scales + KDA_SCALE_S_K + thread * 4)
-                    store_shared_half(scales + RAW_SCALE_BYTES + thread * 2, -cute.math.min(k_norm, Float32(FP16_MAX)))
+                    k_norm = ptx.load_shared_f32(scales + KDA_SCALE_S_K + thread * 4)
+                    ptx.store_shared_half(
+                        scales + RAW_SCALE_BYTES + thread * 2,
+                        -cute.math.min(k_norm, Float32(ptx.FP16_MAX)),
+                    )
                 self.decay_tokens(scales, at, lane, subchunk, gate)
                 cute.arch.fence_proxy("async.shared", space="cta")
                 # The chunk two before is complete: so is the phase of `full` that has its arrivals.
                 self.wait_until_empty(shared, before + c + 1)
-                cute.arch.mbarrier_arrive(mbarrier(shared + self.smem.full + ((before + c) & 1) * 8))
+                cute.arch.mbarrier_arrive(
+                    ptx.mbarrier(shared + self.smem.full + ((before + c) & 1) * 8)
+                )
         if coord.group == -1:
             self.store_zeros(args, coord._replace(thread=thread))
 
     def wait_until_empty(self, shared, iteration):
         """Until a chunk's stage is."""
         stage, phase = self.stage_of(iteration)
-        cute.arch.mbarrier_wait(mbarrier(shared + self.smem.empty + stage * 8), 1 - phase)
+        cute.arch.mbarrier_wait(ptx.mbarrier(shared + self.smem.empty + stage * 8), 1 - phase)
 
     def word_at(self, at, lane, token):
         """Address of the lane's four channels of a token: 16 lanes have a row of 128 bytes."""
@@ -215,8 +210,10 @@ class PrefillScanRaw(PrefillMapped):
             if token >= left:
                 place = self.word_at(at, lane, token)
                 for region in cutlass.range_constexpr(2):
-                    store_shared_x2(place + (self.smem.k, self.smem.q)[region], [Uint32(0)] * 2)
-                store_shared_x2(place + self.smem.k_restored, [self.chunk_terms.neutral_g()] * 2)
+                    ptx.store_shared_x2(place + (self.smem.k, self.smem.q)[region], [Uint32(0)] * 2)
+                ptx.store_shared_x2(
+                    place + self.smem.k_restored, [self.chunk_terms.neutral_g()] * 2
+                )
 
     # -------------------------------------------------------------------------------------------- decays
 
@@ -225,11 +222,18 @@ class PrefillScanRaw(PrefillMapped):
         terms = self.chunk_terms
         parameters, biases = terms.load_gate_parameters(args, work), [None] * 4
         if terms.gate != "log":
-            at = args.ptr.dt_bias + offset(work.hv, args.stride.dt_bias_h) + offset(4 * lane, args.stride.dt_bias_c)
-            biases = [load_scalar(at + offset(c, args.stride.dt_bias_c), args.size.dt_bias_kind) for c in range(4)]
+            at = (
+                args.ptr.dt_bias
+                + offset(work.hv, args.stride.dt_bias_h)
+                + offset(4 * lane, args.stride.dt_bias_c)
+            )
+            biases = [
+                ptx.load_scalar(at + offset(c, args.stride.dt_bias_c), args.size.dt_bias_kind)
+                for c in range(4)
+            ]
         if terms.gate == "lower_bound":
             rate, bound = parameters[0] * Float32(-LOG2_E), parameters[1]
-            parameters = rate, bound, Float32(MIN_LOG_DECAY * LOG2_E) * reciprocal(bound)
+            parameters = rate, bound, Float32(MIN_LOG_DECAY * LOG2_E) * ptx.reciprocal(bound)
             biases = [x * rate for x in biases]
         return parameters, biases
 
@@ -238,8 +242,12 @@ class PrefillScanRaw(PrefillMapped):
         parameters, biases = gate
         if self.chunk_terms.gate == "lower_bound":
             rate, _, most = parameters
-            return fmin_nan(reciprocal(Float32(1) + exp2(cute.math.fma(g, rate, biases[c]))), most)
-        return fmax_nan(self.chunk_terms.log2_decay(g, parameters, biases[c]), Float32(MIN_LOG_DECAY * LOG2_E))
+            return ptx.fmin_nan(
+                ptx.reciprocal(Float32(1) + ptx.exp2(cute.math.fma(g, rate, biases[c]))), most
+            )
+        return ptx.fmax_nan(
+            self.chunk_terms.log2_decay(g, parameters, biases[c]), Float32(MIN_LOG_DECAY * LOG2_E)
+        )
 
     def unit(self, gate):
         return gate[0][1] if self.chunk_terms.gate == "lower_bound" else Float32(1)
@@ -248,10 +256,12 @@ class PrefillScanRaw(PrefillMapped):
         """Log decays from the chunk's start to the sub-chunk's, and from there to the chunk's end."""
         before, rest = [Float32(0)] * 4, [Float32(0)] * 4
         for b in range(4):
-            totals = load_shared_f32x4(scales + RAW_SCALE_TOTALS + b * (D * 4) + lane * 16)
+            totals = ptx.load_shared_f32x4(scales + RAW_SCALE_TOTALS + b * (D * 4) + lane * 16)
             earlier = Float32(select_(b < subchunk, Float32(1), Float32(0)))
             before = [cute.math.fma(x, earlier, y) for x, y in zip(totals, before, strict=True)]
-            rest = [cute.math.fma(x, Float32(1) - earlier, y) for x, y in zip(totals, rest, strict=True)]
+            rest = [
+                cute.math.fma(x, Float32(1) - earlier, y) for x, y in zip(totals, rest, strict=True)
+            ]
         return before, rest
 
     @cute.jit
@@ -262,22 +272,49 @@ class PrefillScanRaw(PrefillMapped):
         within.fill(0.0)
         for first in cutlass.range(0, SUBCHUNK, AHEAD, unroll=1):
             places = [self.word_at(at, lane, first + j) for j in range(AHEAD)]
-            self.decay_some(places, scales + (subchunk * SUBCHUNK + first) * 4, around, within, gate)
+            self.decay_some(
+                places, scales + (subchunk * SUBCHUNK + first) * 4, around, within, gate
+            )
 
     def decay_some(self, places, norms, around, within, gate):
         """Some tokens; all their words are loaded before any are stored."""
-        smem, dtypes, unit = self.smem, (BFloat16, BFloat16, self.chunk_terms.g_dtype), self.unit(gate)
-        raw = [[self.load_pair(place + region) for region in (smem.q, smem.k, smem.k_restored)] for place in places]
-        inverse_q, inverse_k = load_shared_f32x2(norms + RAW_SCALE_Q), load_shared_f32x2(norms + RAW_SCALE_K)
+        smem, dtypes, unit = (
+            self.smem,
+            (BFloat16, BFloat16, self.chunk_terms.g_dtype),
+            self.unit(gate),
+        )
+        raw = [
+            [self.load_pair(place + region) for region in (smem.q, smem.k, smem.k_restored)]
+            for place in places
+        ]
+        inverse_q, inverse_k = (
+            ptx.load_shared_f32x2(norms + RAW_SCALE_Q),
+            ptx.load_shared_f32x2(norms + RAW_SCALE_K),
+        )
         for j, place in enumerate(places):
-            q, k, g = (unpack(words, dtype) for words, dtype in zip(raw[j], dtypes, strict=True))
+            q, k, g = (
+                ptx.unpack(words, dtype) for words, dtype in zip(raw[j], dtypes, strict=True)
+            )
             for c in range(4):
                 within[c] = within[c] + self.log_decay(g[c], gate, c)
-            from_start = pack_pairs([exp2(cute.math.fma(within[c], unit, around[0][c])) for c in range(4)])
-            to_end = pack_pairs([exp2(cute.math.fma(within[c], -unit, around[1][c])) for c in range(4)])
-            q, k = pack_pairs([x * inverse_q[j] for x in q]), pack_pairs([x * inverse_k[j] for x in k])
-            for region, words, by in ((smem.q, q, from_start), (smem.k, k, from_start), (smem.k_restored, k, to_end)):
-                store_shared_x2(place + region, [mul_x2(x, y) for x, y in zip(words, by, strict=True)])
+            from_start = ptx.pack_pairs(
+                [ptx.exp2(cute.math.fma(within[c], unit, around[0][c])) for c in range(4)]
+            )
+            to_end = ptx.pack_pairs(
+                [ptx.exp2(cute.math.fma(within[c], -unit, around[1][c])) for c in range(4)]
+            )
+            q, k = (
+                ptx.pack_pairs([x * inverse_q[j] for x in q]),
+                ptx.pack_pairs([x * inverse_k[j] for x in k]),
+            )
+            for region, words, by in (
+                (smem.q, q, from_start),
+                (smem.k, k, from_start),
+                (smem.k_restored, k, to_end),
+            ):
+                ptx.store_shared_x2(
+                    place + region, [ptx.mul_x2(x, y) for x, y in zip(words, by, strict=True)]
+                )
 
     def load_pair(self, address):
-        return [x.bitcast(Uint32) for x in load_shared_f32x2(address)]
+        return [x.bitcast(Uint32) for x in ptx.load_shared_f32x2(address)]

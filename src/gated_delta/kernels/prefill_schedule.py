@@ -5,8 +5,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
 from .arguments import FIRST_COUNTER
+from .device import ptx
+from .device.args import Args, offset
 from .device.chunks import Pointers, Sizes, Strides, rank_sequence
-from .device.primitives import Args, offset, store_words
 
 WARPS = 4
 
@@ -20,7 +21,9 @@ class PrefillSchedule:
         self.overlapped = overlapped
 
     @cute.jit
-    def __call__(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream):
+    def __call__(
+        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
+    ):
         blocks = (size.N + WARPS - 1) // WARPS if ptr.sequence_order != 0 else Int32(1)
         if cutlass.const_expr(self.overlapped):
             blocks = cutlass.max(blocks, (self.words(size) + 32 * WARPS - 1) // (32 * WARPS))
@@ -40,6 +43,8 @@ class PrefillSchedule:
         cute.arch.griddepcontrol_wait()
         cute.arch.griddepcontrol_launch_dependents()
         counter = block * (32 * WARPS) + thread
-        store_words(ptr.work_queue + offset(counter, 4), [Uint32(0)], counter < self.words(size))
+        ptx.store_words(
+            ptr.work_queue + offset(counter, 4), [Uint32(0)], counter < self.words(size)
+        )
         if (n < size.N) & (ptr.sequence_order != 0):
             rank_sequence(Args(ptr, scale, bound, stride, size), n, thread % 32)

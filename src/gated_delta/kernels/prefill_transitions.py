@@ -13,8 +13,9 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
+from .device import ptx
+from .device.args import Args
 from .device.chunks import STATE_BYTES, D, head_number, known_at, segment_number
-from .device.primitives import Args, opaque, select, store_words
 from .prefill_scan import (
     COPY_REGISTERS,
     LOAD_THREADS,
@@ -37,7 +38,9 @@ class PrefillTransitions(PrefillScan):
         self.has_windows = K == V == D
 
     @cute.kernel
-    def kernel(self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple):
+    def kernel(
+        self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple
+    ):
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         args = Args(ptr, scale, bound, stride, size)
@@ -53,7 +56,10 @@ class PrefillTransitions(PrefillScan):
             known = self.starts_known(coord)
             self.store_flag(args, coord, known | (following > 0), of_b & (thread == 0))
             if (following == 0) & (of_b | (not known)):
-                rows = cutlass.max(work.tile - 1, 0) * self.rows + cutlass.max(group, 0) * WARPGROUP_ROWS
+                rows = (
+                    cutlass.max(work.tile - 1, 0) * self.rows
+                    + cutlass.max(group, 0) * WARPGROUP_ROWS
+                )
                 coord = coord._replace(v_row=rows)
                 if group >= 0:
                     if cutlass.const_expr(self.mma_groups > 1):
@@ -84,14 +90,18 @@ class PrefillTransitions(PrefillScan):
         row, column = self.state_coord(coord)
         if (coord.work.segment == 0) & (coord.work.tile == 0):
             self.load_initial_state(args, coord, row, column, state)
-            if cutlass.const_expr(not self.has_windows):  # kept for the scan: in a pool a final state overwrites it
+            if cutlass.const_expr(
+                not self.has_windows
+            ):  # kept for the scan: in a pool a final state overwrites it
                 at = args.ptr.segment_states + self.segment_offset(args, coord, D)
                 self.store_rows(at, Float32, D, row, column, True, state, Float32(1))
         else:
-            diagonal = select(coord.work.tile > 0, Float32(1), Float32(0))
+            diagonal = ptx.select(coord.work.tile > 0, Float32(1), Float32(0))
             for j in cutlass.range_constexpr(D // 8):
                 for i in cutlass.range_constexpr(4):
-                    state[4 * j + i] = select(row + i // 2 * 8 == column + 8 * j + i % 2, diagonal, Float32(0))
+                    state[4 * j + i] = ptx.select(
+                        row + i // 2 * 8 == column + 8 * j + i % 2, diagonal, Float32(0)
+                    )
 
     @cute.jit
     def store_state(self, args, coord, state, state_scale):
@@ -106,6 +116,6 @@ class PrefillTransitions(PrefillScan):
 
     def store_flag(self, args, coord, flag, condition):
         """Whether nothing is passed on over the segment: the next one's initial state is there, or not wanted."""
-        head = head_number(args, coord.work.sequence.n, opaque(coord.work.hv))
+        head = head_number(args, coord.work.sequence.n, ptx.opaque(coord.work.hv))
         at = known_at(args, segment_number(args, head, coord.work.segment))
-        store_words(at, [Uint32(Int32(flag))], condition)
+        ptx.store_words(at, [Uint32(Int32(flag))], condition)

@@ -44,7 +44,11 @@ SCHEDULES: dict[tuple[str, str, bool], Table] = {
         (10 * MIB, Schedule(4, 128, chunks=2)),
         (0, Schedule(8, 64)),
     ),
-    ("head", "bf16", False): ((LARGE, Schedule(4, 128, True)), (4 * MIB, Schedule(4, 128)), (0, Schedule(8, 128))),
+    ("head", "bf16", False): (
+        (LARGE, Schedule(4, 128, True)),
+        (4 * MIB, Schedule(4, 128)),
+        (0, Schedule(8, 128)),
+    ),
     ("head", "fp32", False): (
         (LARGE, Schedule(4, 128, True)),
         (8 * MIB, Schedule(4, 128, prefetch=False)),
@@ -112,7 +116,11 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
         (4 * MIB, Schedule(4, 256, cluster=True)),
         (0, _OF_4),
     ),
-    ("channel", "bf16", False): ((LARGE, Schedule(4, 256, True)), (4 * MIB, Schedule(4, 256)), (0, _OF_4)),
+    ("channel", "bf16", False): (
+        (LARGE, Schedule(4, 256, True)),
+        (4 * MIB, Schedule(4, 256)),
+        (0, _OF_4),
+    ),
     ("channel", "fp32", False): (
         (LARGE, Schedule(4, 128, True, cluster=True)),
         (4 * MIB, Schedule(4, 256, cluster=True)),
@@ -174,7 +182,9 @@ class Decode(StateOperation):
             check.index("state_indices", a.state_indices, "N W")
             least = 1 if a.cu_seqlens is not None else check.sizes["T"]
             if check.sizes["W"] < least:
-                raise ValueError(f"state_indices: expected [N, W] with W >= {least}, got W={check.sizes['W']}")
+                raise ValueError(
+                    f"state_indices: expected [N, W] with W >= {least}, got W={check.sizes['W']}"
+                )
             named = "beside [N, W] state_indices (each token's slot is named there)"
             absent("write_indices", a.write_indices, named)
             check.index("num_accepted", a.num_accepted)
@@ -191,7 +201,9 @@ class Decode(StateOperation):
             check.index("intermediate_indices", a.intermediate_indices)
             check.one_each("intermediate_states", "R", a.intermediate_indices)
             if a.cu_seqlens is None and check.sizes["C"] < check.sizes["T"]:
-                raise ValueError(f"intermediate_states: expected C >= T={check.sizes['T']} steps, got C={check.sizes['C']}")
+                raise ValueError(
+                    f"intermediate_states: expected C >= T={check.sizes['T']} steps, got C={check.sizes['C']}"
+                )
         else:
             absent("intermediate_indices", a.intermediate_indices, "without intermediate_states")
         check.norm(a)
@@ -227,28 +239,52 @@ class Decode(StateOperation):
         return problem.V // tile_rows(problem.K, schedule.rows, schedule.threads)
 
     def halved(self, schedule: Schedule) -> Schedule:
-        return schedule._replace(chunks=schedule.chunks // 2) if schedule.chunks > 1 else super().halved(schedule)
+        return (
+            schedule._replace(chunks=schedule.chunks // 2)
+            if schedule.chunks > 1
+            else super().halved(schedule)
+        )
 
     def variant(self, problem: Problem, schedule: Schedule) -> compile.Variant:
-        facts = problem.facts("axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm")
-        facts |= dict(aligned="unaligned_qk" not in problem.options, beta_logits=problem.beta_logits)
-        facts |= dict(single_token=_single_token(problem), rows=schedule.rows, threads=schedule.threads)
+        facts = problem.facts(
+            "axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm"
+        )
+        facts |= dict(
+            aligned="unaligned_qk" not in problem.options, beta_logits=problem.beta_logits
+        )
+        facts |= dict(
+            single_token=_single_token(problem), rows=schedule.rows, threads=schedule.threads
+        )
         facts |= dict(chunks=self.block_chunks(problem, schedule))
         facts |= dict(norm=True) if "norm" in problem.options else {}
         facts |= {name: value for name in RARE if (value := getattr(schedule, name))}
         return compile.Variant("decode", tuple(facts.items()))
 
-    def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
+    def shipped(
+        self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]
+    ) -> list[Problem]:
         cases = itertools.product((1, 2), shipped_norms(tokens))
-        return [Problem("decode", axis, 1, 1, K, V, T, state_dtype=state_dtype, options=some, **tokens) for T, some in cases]
+        return [
+            Problem("decode", axis, 1, 1, K, V, T, state_dtype=state_dtype, options=some, **tokens)
+            for T, some in cases
+        ]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
         return DecodeLaunch(self, problem, plan, a)
 
 
 def _states(a: Arguments) -> dict[str, Any]:
-    indices = ("state_indices", "write_indices", "num_accepted", "intermediate_indices", "null_index")
-    return {name: getattr(a, name) for name in ("state", "intermediate_states", "update_state", *indices)}
+    indices = (
+        "state_indices",
+        "write_indices",
+        "num_accepted",
+        "intermediate_indices",
+        "null_index",
+    )
+    return {
+        name: getattr(a, name)
+        for name in ("state", "intermediate_states", "update_state", *indices)
+    }
 
 
 def _single_token(problem: Problem) -> bool:

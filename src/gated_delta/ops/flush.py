@@ -55,7 +55,9 @@ class Arguments(NamedTuple):
     @property
     def num_sequences(self) -> int:
         """Of one layer."""
-        return flush_sequences(self.num_accepted, self.state_indices, self.write_indices, self.buffer_indices)
+        return flush_sequences(
+            self.num_accepted, self.state_indices, self.write_indices, self.buffer_indices
+        )
 
 
 class Flush(StateOperation):
@@ -86,12 +88,21 @@ class Flush(StateOperation):
         check.one_each("state", "P", a.state_indices)
         check.one_each("buffer", "rows", a.buffer_indices)
         if check.sizes["HV"] % check.sizes["H"]:
-            raise ValueError(f"buffer.k: expected H to divide HV={check.sizes['HV']}, got H={check.sizes['H']}")
+            raise ValueError(
+                f"buffer.k: expected H to divide HV={check.sizes['HV']}, got H={check.sizes['H']}"
+            )
         check.writes(*self.written(a))
         check.vectors(None, a.state)
         check.option("layers", layers)
         sizes: dict[str, Any] = {name: check.sizes[name] for name in ("H", "HV", "K", "V")}
-        return Problem("flush", axis, **sizes, T=check.sizes["C"], state_dtype=dtype, options=frozenset(check.options))
+        return Problem(
+            "flush",
+            axis,
+            **sizes,
+            T=check.sizes["C"],
+            state_dtype=dtype,
+            options=frozenset(check.options),
+        )
 
     def allocated(self, a: Arguments) -> Arguments:
         return a
@@ -115,10 +126,14 @@ class Flush(StateOperation):
         return tile_rows(problem.K, schedule.rows, schedule.threads)
 
     def variant(self, problem: Problem, schedule: Schedule) -> compile.Variant:
-        facts = problem.facts("K", "V", "state_dtype") | dict(rows=schedule.rows, threads=schedule.threads)
+        facts = problem.facts("K", "V", "state_dtype") | dict(
+            rows=schedule.rows, threads=schedule.threads
+        )
         return compile.Variant("flush", tuple(facts.items()))
 
-    def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
+    def shipped(
+        self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]
+    ) -> list[Problem]:
         return [Problem("flush", axis, 1, 1, K, V, state_dtype=state_dtype)]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
@@ -129,7 +144,9 @@ def _reference_arguments(a: Arguments) -> dict[str, Any]:
     buffer = KVBuffer(a.buffer_u, a.buffer_k, a.buffer_log_decay)
     num_accepted = a.accepted_by_all if a.num_accepted is None else a.num_accepted
     names = ("state", "state_indices", "write_indices", "buffer_indices", "null_index")
-    return dict(buffer=buffer, num_accepted=num_accepted, **{name: getattr(a, name) for name in names})
+    return dict(
+        buffer=buffer, num_accepted=num_accepted, **{name: getattr(a, name) for name in names}
+    )
 
 
 class FlushLaunch(Launch):
@@ -140,9 +157,16 @@ class FlushLaunch(Launch):
         self.vectors = ("state",)
         layered = a.state.ndim == 5
         tensors = a[:4]  # with a layer each
-        layers, HV, C, N = a.state.shape[0] if layered else 1, a.buffer_u.shape[-2], a.buffer_u.shape[-3], a.num_sequences
+        layers, HV, C, N = (
+            a.state.shape[0] if layered else 1,
+            a.buffer_u.shape[-2],
+            a.buffer_u.shape[-3],
+            a.num_sequences,
+        )
         self.layer_strides = tuple(bytes_of(x, 1)[0] if layered else 0 for x in tensors)
-        one_layer = dict(zip(a._fields, [x[0] for x in tensors] if layered and layers else tensors, strict=False))
+        one_layer = dict(
+            zip(a._fields, [x[0] for x in tensors] if layered and layers else tensors, strict=False)
+        )
         self.strides = strides_of(FlushStrides, problem, a, **one_layer)
         self.empty = N * layers == 0
         self.sizes = ready(

@@ -35,7 +35,9 @@ NEVER_NESTED = ("A_log", "dt_bias", "norm_weight", *BUFFER)
 KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
 _data_ptr = Tensor.data_ptr
-_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)  # not in builds for the CPU
+_raw_stream: Callable[[int], int] = getattr(
+    torch._C, "_cuda_getCurrentRawStream", int
+)  # not in builds for the CPU
 _stream = functools.cache(ctypes.c_void_p)  # a process has few
 
 
@@ -139,7 +141,9 @@ class Operation(ABC):
         """Every variant that some number of sequences and tokens leads to."""
 
     @abstractmethod
-    def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
+    def shipped(
+        self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]
+    ) -> list[Problem]:
         """What a pack is built for, of a model with such heads and tokens."""
 
     @abstractmethod
@@ -150,12 +154,16 @@ class Operation(ABC):
 def tokens_of(a: Any) -> Tokens:
     """The tokens of a prefill's, decode's or verify's arguments."""
     gate = Gate(a.gate, a.A_log, a.dt_bias, a.bound)
-    return Tokens(a.q, a.k, a.v, a.g, a.beta, gate, a.scale, a.qk_l2norm, a.beta_logits, a.cu_seqlens)
+    return Tokens(
+        a.q, a.k, a.v, a.g, a.beta, gate, a.scale, a.qk_l2norm, a.beta_logits, a.cu_seqlens
+    )
 
 
 def norm_of(a: Any) -> GatedNorm | None:
     """The norm of a decode's or verify's arguments, which have its gate z, too."""
-    return None if a.norm_weight is None else GatedNorm(a.norm_weight, a.norm_eps, a.norm_activation)
+    return (
+        None if a.norm_weight is None else GatedNorm(a.norm_weight, a.norm_eps, a.norm_activation)
+    )
 
 
 class Launch(ABC):
@@ -166,7 +174,9 @@ class Launch(ABC):
     """Arguments that have to start at a multiple of 16 bytes."""
 
     def __init__(self, operation: Operation, plan: Plan, a: Any):
-        compile.flag("GATED_DELTA_CHECK", False)  # a value other than 0 and 1 is an error, but not of importing this
+        compile.flag(
+            "GATED_DELTA_CHECK", False
+        )  # a value other than 0 and 1 is an error, but not of importing this
         device = a[0].device
         arch = compile.arch_of(device)
         assert arch is not None
@@ -186,7 +196,9 @@ class Launch(ABC):
         if pointers is None and (pointers := placement(given)) is None:
             return REDESCRIBE
         if CHECK:
-            self.operation.check_values(self.operation.arguments(*self.spread(tensors, None), *self.flags))
+            self.operation.check_values(
+                self.operation.arguments(*self.spread(tensors, None), *self.flags)
+            )
         stream = _stream(_raw_stream(self.index))
         if self.several_devices and torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
@@ -230,7 +242,9 @@ class TokensLaunch(Launch):
     def pointers(self, given: Addresses) -> Any:
         return self.spread(given, 0)[:-1] if self.own_output else super().pointers(given)
 
-    def strides_of(self, wanted: Any, problem: Problem, a: Any, **others: Tensor | list[int] | None) -> Any:
+    def strides_of(
+        self, wanted: Any, problem: Problem, a: Any, **others: Tensor | list[int] | None
+    ) -> Any:
         o = torch.empty(a.v.shape, dtype=a.v.dtype, device="meta") if a.out is None else a.out
         return strides_of(wanted, problem, a, o=o, **others)
 
@@ -268,10 +282,17 @@ def strides_of(wanted: Any, problem: Problem, a: Any, **others: Tensor | list[in
     for name, dims in wanted.dims.items():
         x = others[name] if name in others else getattr(a, name)
         steps = x if isinstance(x, list) else bytes_of(x, len(dims))
-        one = isinstance(x, Tensor) and name in TOKEN_TENSORS and (a.cu_seqlens is not None or x.shape[0] == 1)
+        one = (
+            isinstance(x, Tensor)
+            and name in TOKEN_TENSORS
+            and (a.cu_seqlens is not None or x.shape[0] == 1)
+        )
         found += [0, *steps[1:]] if one else steps
     if max(found) >= 2**31:
-        raise UnsupportedProblem(f"backend 'cute' cannot run {problem.label}; it needs", ("strides below 2 GiB, in every tensor",))
+        raise UnsupportedProblem(
+            f"backend 'cute' cannot run {problem.label}; it needs",
+            ("strides below 2 GiB, in every tensor",),
+        )
     return ready(wanted(*found))
 
 
@@ -383,7 +404,9 @@ def state_bytes(problem: Problem) -> int:
 MAX_NORM = 256
 """V up to which a block takes a whole head, as a norm needs."""
 
-SCATTERED = "states whose V rows lie next to each other (stride K) and start at multiples of 16 bytes"
+SCATTERED = (
+    "states whose V rows lie next to each other (stride K) and start at multiples of 16 bytes"
+)
 
 
 def shipped_norms(tokens: dict[str, Any]) -> tuple[frozenset[str], ...]:
@@ -411,21 +434,32 @@ class StateOperation(Operation):
             f"K a multiple of 8 up to 128, got {problem.K}": problem.K % 8 != 0 or problem.K > 128,
             f"V a multiple of 32, got {problem.V}": problem.V % 32 != 0,
             SCATTERED: "scattered_rows" in problem.options,
-            f"V up to {MAX_NORM} with a norm, got {problem.V}": "norm" in problem.options and problem.V > MAX_NORM,
-            "a buffer whose rows of k start at multiples of 16 bytes": "unaligned_buffer" in problem.options,
+            f"V up to {MAX_NORM} with a norm, got {problem.V}": "norm" in problem.options
+            and problem.V > MAX_NORM,
+            "a buffer whose rows of k start at multiples of 16 bytes": "unaligned_buffer"
+            in problem.options,
         }
 
     def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
         launch_bytes = sequences * state_bytes(problem)
-        schedule = next(schedule for least, schedule in self.schedules(problem) if launch_bytes >= least)
+        schedule = next(
+            schedule for least, schedule in self.schedules(problem) if launch_bytes >= least
+        )
         while problem.V % self.block_rows(problem, schedule):
             schedule = self.halved(schedule)
         return Plan(schedule, (self.variant(problem, schedule),))
 
     def halved(self, schedule: Schedule) -> Schedule:
         """With blocks of half as many rows."""
-        return schedule._replace(rows=schedule.rows // 2) if schedule.rows > 1 else schedule._replace(threads=schedule.threads // 2)
+        return (
+            schedule._replace(rows=schedule.rows // 2)
+            if schedule.rows > 1
+            else schedule._replace(threads=schedule.threads // 2)
+        )
 
     def variants(self, problem: Problem) -> list[compile.Variant]:
-        plans = [self.plan(problem, -(-least // state_bytes(problem)), 0) for least, _ in self.schedules(problem)]
+        plans = [
+            self.plan(problem, -(-least // state_bytes(problem)), 0)
+            for least, _ in self.schedules(problem)
+        ]
         return list(dict.fromkeys(variant for plan in plans for variant in plan.variants))

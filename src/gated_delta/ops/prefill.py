@@ -22,7 +22,17 @@ from ..kernels.arguments import (
 )
 from ..memory import Addresses
 from ..problem import STATE_DTYPES, Checker, Problem, absent, integer
-from .launch import SCATTERED, Launch, Operation, Plan, TokensLaunch, bytes_of, ready, token_sizes, tokens_of
+from .launch import (
+    SCATTERED,
+    Launch,
+    Operation,
+    Plan,
+    TokensLaunch,
+    bytes_of,
+    ready,
+    token_sizes,
+    tokens_of,
+)
 
 H200_SMS = 132
 """SMs of an H200, on which the figures below were measured. Each runs a block of the scan at a time.
@@ -82,7 +92,9 @@ def longest_of(problem: Problem, sequences: int, tokens: int, max_seqlen: int | 
     if max_seqlen is not None:
         return min(int(max_seqlen), tokens)
     packed = any(option.startswith("cu_seqlens") for option in problem.options)
-    return max(tokens * 2 // max(sequences, 2), tokens // 3) if packed else tokens // max(sequences, 1)
+    return (
+        max(tokens * 2 // max(sequences, 2), tokens // 3) if packed else tokens // max(sequences, 1)
+    )
 
 
 class Segmentation(NamedTuple):
@@ -104,7 +116,11 @@ class Segmentation(NamedTuple):
 
 
 def segmentation_of(
-    problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None, sms: int = H200_SMS
+    problem: Problem,
+    sequences: int,
+    tokens: int,
+    max_seqlen: int | None = None,
+    sms: int = H200_SMS,
 ) -> Segmentation:
     """For that many sequences with so many tokens in all; measured on an H200 and an H100: docs/kernels/prefill-schedules.md."""
     heads, deterministic = sequences * problem.HV, "deterministic" in problem.options
@@ -118,7 +134,12 @@ def segmentation_of(
         group = problem.HV // problem.H
         if longest * sms > MAX_UNEVEN.get((problem.axis, group), 2) * tokens * problem.HV:
             return Segmentation(1)
-        if not can_fuse(problem) or deterministic or group > MAX_FUSED_GROUP or tokens <= CHUNK * sequences:
+        if (
+            not can_fuse(problem)
+            or deterministic
+            or group > MAX_FUSED_GROUP
+            or tokens <= CHUNK * sequences
+        ):
             return Segmentation(1, 128, raw=may_scan_raw)
         rounds = -(-heads // sms)
         fills = rounds == 1 or heads >= MIN_FILLED.get(group, 0.75) * sms * rounds
@@ -129,15 +150,29 @@ def segmentation_of(
     if not blocks:
         return Segmentation(1)
     length, most = tokens // sequences, sms // blocks
-    may_cut = not deterministic  # segments change bits, which rows and where chunks are prepared do not
-    shortest = MIN_CUT if most >= FEW_SEGMENTS or not can_join(problem) else MIN_CUT_IN_FEWER[problem.axis]
-    segments = min(most, max(length // MIN_SEGMENT, FEW_SEGMENTS)) if length >= shortest and may_cut else 1
+    may_cut = (
+        not deterministic
+    )  # segments change bits, which rows and where chunks are prepared do not
+    shortest = (
+        MIN_CUT if most >= FEW_SEGMENTS or not can_join(problem) else MIN_CUT_IN_FEWER[problem.axis]
+    )
+    segments = (
+        min(most, max(length // MIN_SEGMENT, FEW_SEGMENTS)) if length >= shortest and may_cut else 1
+    )
     if segments > 3 or (segments == 3 and length >= MIN_THREE_SEGMENTS):
-        doubled = problem.axis == "head" and segments >= FEW_SEGMENTS and length >= MIN_DOUBLED * segments
+        doubled = (
+            problem.axis == "head" and segments >= FEW_SEGMENTS and length >= MIN_DOUBLED * segments
+        )
         return Segmentation(2 * segments if doubled else segments)
-    joined = min(most, MAX_JOINED_SEGMENTS) if length >= MIN_JOINED and can_join(problem) and may_cut else 1
+    joined = (
+        min(most, MAX_JOINED_SEGMENTS)
+        if length >= MIN_JOINED and can_join(problem) and may_cut
+        else 1
+    )
     chunks = -(-tokens // CHUNK) * problem.HV
-    overlapped = chunks > PREPARED_AT_ONCE * sms if problem.axis == "channel" else tokens >= MIN_OVERLAPPED
+    overlapped = (
+        chunks > PREPARED_AT_ONCE * sms if problem.axis == "channel" else tokens >= MIN_OVERLAPPED
+    )
     overlapped &= sequences == 1 and blocks <= MAX_WALKING * sms
     overlapped &= joined < MAX_JOINED_SEGMENTS and can_overlap(problem)
     if joined >= MIN_JOINED_SEGMENTS[problem.axis] and not overlapped:
@@ -147,13 +182,21 @@ def segmentation_of(
 
 def sms_of(device: torch.device) -> int:
     """An H200's where it is no GPU."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else H200_SMS
+    return (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else H200_SMS
+    )
 
 
 def prepare_heads(H: int, HV: int, chunk_slots: int, cut: Segmentation, sms: int) -> int:
     """Value heads of a block of GDN's prepare."""
     heads = HV // H
-    while not cut.overlapped and heads % 2 == 0 and 2 * chunk_slots * (HV // heads) <= MAX_PREPARE_BLOCKS * sms:
+    while (
+        not cut.overlapped
+        and heads % 2 == 0
+        and 2 * chunk_slots * (HV // heads) <= MAX_PREPARE_BLOCKS * sms
+    ):
         heads //= 2
     return heads
 
@@ -240,7 +283,9 @@ class Prefill(Operation):
         check.null_index(a.null_index, a.state_indices, a.checkpoint_indices)
         dtype = torch.float32
         if a.state is not None:
-            absent("initial_state", a.initial_state, "beside state (the pool holds the initial states)")
+            absent(
+                "initial_state", a.initial_state, "beside state (the pool holds the initial states)"
+            )
             if a.output_final_state:
                 raise ValueError(
                     "output_final_state: expected False beside state (the final state is written to the pool), got True"
@@ -256,7 +301,9 @@ class Prefill(Operation):
             absent("state_indices", a.state_indices, "without state")
             absent("has_initial_state", a.has_initial_state, "without state")
             if a.initial_state is not None:
-                dtype = check.state("initial_state", a.initial_state, "N HV V K", STATE_DTYPES).dtype
+                dtype = check.state(
+                    "initial_state", a.initial_state, "N HV V K", STATE_DTYPES
+                ).dtype
                 check.option("initial_state", True)
             check.option("final_state", a.output_final_state)
         self.describe_checkpoints(check, a, dtype)
@@ -264,7 +311,9 @@ class Prefill(Operation):
         check.writes(*self.written(a))
         check.vectors(a, a.initial_state if a.state is None else a.state, a.checkpoints)
         values = [x for x in (a.v, a.out, a.g if a.g.ndim == 4 else None) if x is not None]
-        check.option("unaligned_values", not all(check.aligned(x) and x.stride(-1) == 1 for x in values))
+        check.option(
+            "unaligned_values", not all(check.aligned(x) and x.stride(-1) == 1 for x in values)
+        )
         return check.problem("prefill", a, dtype, None)
 
     def describe_checkpoints(self, check: Checker, a: Arguments, dtype: torch.dtype) -> None:
@@ -274,11 +323,20 @@ class Prefill(Operation):
             return
         check.index("checkpoint_lens", a.checkpoint_lens, "N C")
         if not check.sizes["C"]:
-            raise ValueError(f"checkpoint_lens: expected shape [N, C] with C >= 1, got {list(a.checkpoint_lens.shape)}")
+            raise ValueError(
+                f"checkpoint_lens: expected shape [N, C] with C >= 1, got {list(a.checkpoint_lens.shape)}"
+            )
         if a.checkpoint_indices is None and a.checkpoints is None:
-            raise ValueError("checkpoint_lens: expected checkpoint_indices or checkpoints beside it, got neither")
+            raise ValueError(
+                "checkpoint_lens: expected checkpoint_indices or checkpoints beside it, got neither"
+            )
         if a.checkpoints is not None:
-            check.state("checkpoints", a.checkpoints, "N C HV V K" if a.checkpoint_indices is None else "R HV V K", (dtype,))
+            check.state(
+                "checkpoints",
+                a.checkpoints,
+                "N C HV V K" if a.checkpoint_indices is None else "R HV V K",
+                (dtype,),
+            )
         elif a.state is None:
             absent("checkpoint_indices", a.checkpoint_indices, "without state or checkpoints")
         check.index("checkpoint_indices", a.checkpoint_indices, "N C")
@@ -289,15 +347,31 @@ class Prefill(Operation):
 
     def allocated(self, a: Arguments) -> Arguments:
         if a.output_final_state and a.final_state is None:
-            a = a._replace(final_state=torch.empty(_final_shape(a), dtype=_final_dtype(a), device=a.v.device))
+            a = a._replace(
+                final_state=torch.empty(_final_shape(a), dtype=_final_dtype(a), device=a.v.device)
+            )
         return super().allocated(a)
 
     def result(self, a: Arguments) -> tuple[Tensor | None, Tensor | None]:
         return a.out, a.final_state
 
     def run_reference(self, a: Arguments) -> None:
-        states = ("initial_state", "state", "state_indices", "has_initial_state", "null_index", "final_state")
-        names = (*states, "checkpoint_lens", "checkpoint_indices", "checkpoints", "deterministic", "out")
+        states = (
+            "initial_state",
+            "state",
+            "state_indices",
+            "has_initial_state",
+            "null_index",
+            "final_state",
+        )
+        names = (
+            *states,
+            "checkpoint_lens",
+            "checkpoint_indices",
+            "checkpoints",
+            "deterministic",
+            "out",
+        )
         reference.prefill(tokens_of(a), **{name: getattr(a, name) for name in names})
 
     def check_values(self, a: Arguments) -> None:
@@ -307,16 +381,26 @@ class Prefill(Operation):
 
     def needs(self, problem: Problem) -> dict[str, bool]:
         return {
-            f"K and V of 64 or 128, got K={problem.K}, V={problem.V}": not {problem.K, problem.V} <= {64, 128},
-            "rows of q and k that start at multiples of 16 bytes": "unaligned_qk" in problem.options,
-            "rows of v and out, and of KDA's g, that start at multiples of 16 bytes": "unaligned_values" in problem.options,
+            f"K and V of 64 or 128, got K={problem.K}, V={problem.V}": not {problem.K, problem.V}
+            <= {64, 128},
+            "rows of q and k that start at multiples of 16 bytes": "unaligned_qk"
+            in problem.options,
+            "rows of v and out, and of KDA's g, that start at multiples of 16 bytes": "unaligned_values"
+            in problem.options,
             SCATTERED: "scattered_rows" in problem.options,
         }
 
     def work(self, a: Arguments) -> tuple[Any, ...]:
         return *super().work(a), a.max_seqlen, sms_of(a.q.device)
 
-    def plan(self, problem: Problem, sequences: int, tokens: int, max_seqlen: int | None = None, sms: int = H200_SMS) -> Plan:
+    def plan(
+        self,
+        problem: Problem,
+        sequences: int,
+        tokens: int,
+        max_seqlen: int | None = None,
+        sms: int = H200_SMS,
+    ) -> Plan:
         cut = segmentation_of(problem, sequences, tokens, max_seqlen, sms)
         return Plan(cut, tuple(variants_of(problem, cut)))
 
@@ -331,11 +415,16 @@ class Prefill(Operation):
             cuts += [Segmentation(1, 128, raw=True)] if can_scan_raw(problem) else []
         return list(dict.fromkeys(variant for cut in cuts for variant in variants_of(problem, cut)))
 
-    def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
+    def shipped(
+        self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]
+    ) -> list[Problem]:
         if {K, V} != {128}:
             return []
         options = (frozenset[str](), frozenset({"checkpoints"}), frozenset({"deterministic"}))
-        return [Problem("prefill", axis, 1, 1, K, V, state_dtype=state_dtype, options=some, **tokens) for some in options]
+        return [
+            Problem("prefill", axis, 1, 1, K, V, state_dtype=state_dtype, options=some, **tokens)
+            for some in options
+        ]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
         return PrefillLaunch(self, problem, plan, a)
@@ -344,19 +433,36 @@ class Prefill(Operation):
 def variants_of(problem: Problem, cut: Segmentation) -> list[compile.Variant]:
     """Prefill's kernels, in the order of their launches."""
     kept = dict(checkpoints="checkpoints" in problem.options)
-    if "deterministic" in problem.options:  # one variant with and without checkpoints: a cache keeps these anyway
+    if (
+        "deterministic" in problem.options
+    ):  # one variant with and without checkpoints: a cache keeps these anyway
         kept = dict(checkpoints=True, deterministic=True)
-    schedule = [] if cut.even else [compile.Variant("prefill_schedule", (("overlapped", cut.overlapped),))]
+    schedule = (
+        [] if cut.even else [compile.Variant("prefill_schedule", (("overlapped", cut.overlapped),))]
+    )
     if cut.raw:
-        prepare, scan = problem.facts("g_dtype", "gate", "qk_l2norm"), problem.facts("g_dtype", "gate", "state_dtype") | kept
-        made = [compile.Variant(f"prefill_{name}_raw", tuple(one.items())) for name, one in (("prepare", prepare), ("scan", scan))]
+        prepare, scan = (
+            problem.facts("g_dtype", "gate", "qk_l2norm"),
+            problem.facts("g_dtype", "gate", "state_dtype") | kept,
+        )
+        made = [
+            compile.Variant(f"prefill_{name}_raw", tuple(one.items()))
+            for name, one in (("prepare", prepare), ("scan", scan))
+        ]
         return [*schedule, *made] if cut.overlapped else made
     if cut.fused or cut.overlapped:
         axis = problem.facts("axis") if cut.overlapped else {}
         one = axis | problem.facts("g_dtype", "gate", "qk_l2norm", "state_dtype") | kept
-        return [*schedule, compile.Variant("prefill_overlapped" if cut.overlapped else "prefill_fused", tuple(one.items()))]
+        return [
+            *schedule,
+            compile.Variant(
+                "prefill_overlapped" if cut.overlapped else "prefill_fused", tuple(one.items())
+            ),
+        ]
     windows = has_windows(problem, cut)
-    prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm") | dict(segmented=windows)
+    prepare = problem.facts("axis", "K", "dtype", "g_dtype", "gate", "qk_l2norm") | dict(
+        segmented=windows
+    )
     made = [compile.Variant("prefill_prepare", tuple(prepare.items()))]
     scan = problem.facts("axis", "K", "V", "dtype", "state_dtype")
     if cut.segments > 1 and not cut.joins:
@@ -383,10 +489,19 @@ class PrefillLaunch(TokensLaunch):
         initial = a.initial_state if a.state is None else a.state
         states = ("initial_state", "state", "final_state", "checkpoints")
         self.vectors = ("q", "k", "v", *states, "out", *(("g",) if channel else ()))
-        self.pooled, self.checkpoints_in_pool = a.state is not None, a.checkpoint_indices is not None and a.checkpoints is None
-        self.final_shape = _final_shape(a) if a.output_final_state and a.final_state is None else None
+        self.pooled, self.checkpoints_in_pool = (
+            a.state is not None,
+            a.checkpoint_indices is not None and a.checkpoints is None,
+        )
+        self.final_shape = (
+            _final_shape(a) if a.output_final_state and a.final_state is None else None
+        )
         self.final_dtype = _final_dtype(a)
-        self.final_place = None if a.final_state is None else self.places.index(Arguments._fields.index("final_state"))
+        self.final_place = (
+            None
+            if a.final_state is None
+            else self.places.index(Arguments._fields.index("final_state"))
+        )
         N, H, HV, sms = operation.work(a)[0], a.q.shape[2], a.v.shape[2], sms_of(a.q.device)
         total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), 1)
@@ -394,7 +509,9 @@ class PrefillLaunch(TokensLaunch):
         final = a.final_state if a.state is None else a.state
         if self.final_shape is not None:
             final = torch.empty(self.final_shape, dtype=self.final_dtype, device="meta")
-        others: dict[str, Any] = dict(initial_state=initial, final_state=final, checkpoints=self.checkpoint_strides(a))
+        others: dict[str, Any] = dict(
+            initial_state=initial, final_state=final, checkpoints=self.checkpoint_strides(a)
+        )
         self.strides = self.strides_of(PrefillStrides, problem, a, **others)
         heads = 1 if channel else prepare_heads(H, HV, chunk_slots, plan.schedule, sms)
         self.sizes = ready(
@@ -410,8 +527,12 @@ class PrefillLaunch(TokensLaunch):
                 chunk_blocks=HV // heads,
                 segments=plan.schedule.segments,
                 sms=sms,
-                walking=min(N * HV, int(MAX_WALKING_RAW * sms)) if plan.schedule.raw and plan.schedule.overlapped else 0,
-                checkpoints_per_sequence=0 if a.checkpoint_lens is None else a.checkpoint_lens.shape[1],
+                walking=min(N * HV, int(MAX_WALKING_RAW * sms))
+                if plan.schedule.raw and plan.schedule.overlapped
+                else 0,
+                checkpoints_per_sequence=0
+                if a.checkpoint_lens is None
+                else a.checkpoint_lens.shape[1],
             )
         )
 
@@ -425,12 +546,16 @@ class PrefillLaunch(TokensLaunch):
     def pointers(self, given: Addresses) -> list[int]:
         return self.spread(given, 0)
 
-    def run(self, tensors: tuple[Tensor, ...], pointers: list[int], stream: Any) -> tuple[Tensor, Tensor | None]:
+    def run(
+        self, tensors: tuple[Tensor, ...], pointers: list[int], stream: Any
+    ) -> tuple[Tensor, Tensor | None]:
         *given, checkpoints, initial_state, state, final, o = pointers
         out = self.new_output(tensors[2]) if self.own_output else tensors[-1]
         final_state = None if self.final_place is None else tensors[self.final_place]
         if self.final_shape is not None:
-            final_state = torch.empty(self.final_shape, dtype=self.final_dtype, device=tensors[0].device)
+            final_state = torch.empty(
+                self.final_shape, dtype=self.final_dtype, device=tensors[0].device
+            )
             final = final_state.data_ptr()
         if self.empty:
             return out.zero_(), final_state
@@ -447,10 +572,20 @@ class PrefillLaunch(TokensLaunch):
 
 
 def _workspace(
-    problem: Problem, N: int, H: int, HV: int, chunk_slots: int, cut: Segmentation, packed: bool, sms: int
+    problem: Problem,
+    N: int,
+    H: int,
+    HV: int,
+    chunk_slots: int,
+    cut: Segmentation,
+    packed: bool,
+    sms: int,
 ) -> tuple[int, list[int]]:
     """Bytes of a prefill's workspace, and where in it lies what PrefillPointers ends with; -1 for what is not there."""
-    channel, segments = problem.axis == "channel", N * HV * cut.segments if cut.segments > 1 and not cut.joins else 0
+    channel, segments = (
+        problem.axis == "channel",
+        N * HV * cut.segments if cut.segments > 1 and not cut.joins else 0,
+    )
     windows = has_windows(problem, cut)
     heads, states = (HV if channel else H), segments * 4 * 128 * 128
     chunk_slots, tile = 0 if cut.fused else chunk_slots, 0 if cut.raw else TILE_BYTES
@@ -464,10 +599,14 @@ def _workspace(
         chunk_slots * HV * (RAW_SCALE_BYTES if cut.raw else SCALE_BYTES),  # scales
         N * 4 if ranked else 0,  # sequence_order
         # work_queue; a queue of items, counters of chunks; of warps that have loaded initial states
-        0 if cut.even else 4 * (1 + (FIRST_COUNTER + chunk_slots) * cut.overlapped + 2 * N * HV * windows),
+        0
+        if cut.even
+        else 4 * (1 + (FIRST_COUNTER + chunk_slots) * cut.overlapped + 2 * N * HV * windows),
         2 * states,  # segment_transitions
         states + segments * 4,  # segment_states, and a flag for each
         chunk_slots * HV * 4 if windows else 0,  # transition_norms
     )
     ends = list(itertools.accumulate(-(-size // 256) * 256 for size in sizes))
-    return ends[-1], [end - -(-size // 256) * 256 if size else -1 for size, end in zip(sizes, ends, strict=True)]
+    return ends[-1], [
+        end - -(-size // 256) * 256 if size else -1 for size, end in zip(sizes, ends, strict=True)
+    ]

@@ -109,7 +109,9 @@ class Verify(StateOperation):
                 f"buffer: expected gate={axis_of(a.g)!r}, as g has {a.g.ndim} dimensions, got a buffer with gate={axis!r}"
             )
         if a.cu_seqlens is None and check.sizes["C"] < check.sizes["T"]:
-            raise ValueError(f"buffer: expected room for T={check.sizes['T']} tokens, got {check.sizes['C']}")
+            raise ValueError(
+                f"buffer: expected room for T={check.sizes['T']} tokens, got {check.sizes['C']}"
+            )
         check.index("buffer_indices", a.buffer_indices)
         check.one_each("buffer", "rows", a.buffer_indices)
         check.norm(a)
@@ -130,25 +132,44 @@ class Verify(StateOperation):
         key = problem.axis, state_width(problem), _token_tile(problem)
         if "norm" not in problem.options:
             return SCHEDULES[key]
-        return tuple((least, Schedule(rows, problem.V // rows * 32)) for least, rows in NORM_ROWS[key])
+        return tuple(
+            (least, Schedule(rows, problem.V // rows * 32)) for least, rows in NORM_ROWS[key]
+        )
 
     def block_rows(self, problem: Problem, schedule: Schedule) -> int:
         return schedule.rows * schedule.threads // 32
 
     def halved(self, schedule: Schedule) -> Schedule:
-        return schedule._replace(threads=schedule.threads // 2) if schedule.threads > 32 else super().halved(schedule)
+        return (
+            schedule._replace(threads=schedule.threads // 2)
+            if schedule.threads > 32
+            else super().halved(schedule)
+        )
 
     def variant(self, problem: Problem, schedule: Schedule) -> compile.Variant:
-        facts = problem.facts("axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm")
-        facts |= dict(aligned="unaligned_qk" not in problem.options, token_tile=_token_tile(problem))
+        facts = problem.facts(
+            "axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm"
+        )
+        facts |= dict(
+            aligned="unaligned_qk" not in problem.options, token_tile=_token_tile(problem)
+        )
         facts |= dict(rows=schedule.rows, threads=schedule.threads)
-        facts |= dict(mma_pairs=True) if problem.axis == "channel" and MMA_PAIRS[state_width(problem)] else {}
+        facts |= (
+            dict(mma_pairs=True)
+            if problem.axis == "channel" and MMA_PAIRS[state_width(problem)]
+            else {}
+        )
         facts |= dict(norm=True) if "norm" in problem.options else {}
         return compile.Variant("verify", tuple(facts.items()))
 
-    def shipped(self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]) -> list[Problem]:
+    def shipped(
+        self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]
+    ) -> list[Problem]:
         cases = itertools.product(TOKEN_TILES, shipped_norms(tokens))
-        return [Problem("verify", axis, 1, 1, K, V, T, state_dtype=state_dtype, options=some, **tokens) for T, some in cases]
+        return [
+            Problem("verify", axis, 1, 1, K, V, T, state_dtype=state_dtype, options=some, **tokens)
+            for T, some in cases
+        ]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
         return VerifyLaunch(self, problem, plan, a)

@@ -39,17 +39,28 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
         "fused_qkv": frozenset(),
         "packed": frozenset({"cu_seqlens_i32", "initial_state", "final_state"}),
         "pool": frozenset({"pool", "state_indices_i64", "has_initial_state"}),
-        "packed_pool": frozenset({"cu_seqlens_i64", "pool", "state_indices_i32", "has_initial_state"}),
-        "checkpoints": frozenset({"initial_state", "final_state", "checkpoints", "checkpoint_lens_i64"}),
+        "packed_pool": frozenset(
+            {"cu_seqlens_i64", "pool", "state_indices_i32", "has_initial_state"}
+        ),
+        "checkpoints": frozenset(
+            {"initial_state", "final_state", "checkpoints", "checkpoint_lens_i64"}
+        ),
         "pool_checkpoints": frozenset(
             {"cu_seqlens_i32", "pool", "state_indices_i64", "has_initial_state", "checkpoints"}
             | {"checkpoint_lens_i32", "checkpoint_indices_i64"}
         ),
         "indexed_checkpoints": frozenset(
-            {"cu_seqlens_i64", "initial_state", "final_state", "checkpoints"} | {"checkpoint_lens_i32", "checkpoint_indices_i32"}
+            {"cu_seqlens_i64", "initial_state", "final_state", "checkpoints"}
+            | {"checkpoint_lens_i32", "checkpoint_indices_i32"}
         ),
         "pool_and_checkpoints": frozenset(
-            {"pool", "state_indices_i32", "has_initial_state", "checkpoints", "checkpoint_lens_i32"},
+            {
+                "pool",
+                "state_indices_i32",
+                "has_initial_state",
+                "checkpoints",
+                "checkpoint_lens_i32",
+            },
         ),
     },
     "decode": {
@@ -60,7 +71,9 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
         "write": frozenset({"state_indices_i64", "write_indices_i64"}),
         "token_slots": frozenset({"state_indices_i32", "token_slots", "num_accepted_i32"}),
         "packed_slots": frozenset({"cu_seqlens_i64", "state_indices_i64", "token_slots"}),
-        "intermediates": frozenset({"state_indices_i32", "intermediates", "intermediate_indices_i64"}),
+        "intermediates": frozenset(
+            {"state_indices_i32", "intermediates", "intermediate_indices_i64"}
+        ),
         "frozen": frozenset({"intermediates", "no_update"}),
     },
     "verify": {
@@ -140,11 +153,22 @@ class Case:
     @property
     def problem(self) -> Problem:
         T = None if self.op == "prefill" else MAX_DRAFT if self.packed else self.lengths[0]
-        problem = Problem(self.op, self.axis, *self.heads, self.D, self.D, T, state_dtype=self.state_dtype, options=self.options)
+        problem = Problem(
+            self.op,
+            self.axis,
+            *self.heads,
+            self.D,
+            self.D,
+            T,
+            state_dtype=self.state_dtype,
+            options=self.options,
+        )
         if self.op == "flush":
             return problem
         names = ("gate", "dtype", "g_dtype", "qk_l2norm", "beta_logits")
-        return replace(problem, beta_dtype=self.dtype, **{name: getattr(self, name) for name in names})
+        return replace(
+            problem, beta_dtype=self.dtype, **{name: getattr(self, name) for name in names}
+        )
 
     @property
     def label(self) -> str:
@@ -160,7 +184,11 @@ class Case:
 def _lengths(op: str, packed: bool, HV: int, rng: random.Random) -> tuple[int, ...]:
     if op == "prefill":
         long = rng.choice((33, 64, 65, 70)) if HV > 16 else rng.choice((63, 64, 65, 130))
-        return rng.choice(((0, long, 1), (15, 0, long), (long, 2, 1, 0))) if packed else (long,) * rng.choice((1, 2))
+        return (
+            rng.choice(((0, long, 1), (15, 0, long), (long, 2, 1, 0)))
+            if packed
+            else (long,) * rng.choice((1, 2))
+        )
     if packed:
         return tuple(rng.sample((0, 1, 2, 3, 5, 8, MAX_DRAFT), 4))
     return (rng.choice((1, 1, 2, 3, 4, 6, 8, MAX_DRAFT)),) * rng.choice((1, 3))
@@ -192,7 +220,9 @@ def _ranks(op: str) -> Iterator[_Factors]:
 def _sizes(op: str) -> Iterator[tuple[_Factors, int]]:
     """States of all sizes under gates that forget, some that wipe them out at once, and slow ones."""
     rng = random.Random(f"{op} sizes")
-    for axis, family, size in itertools.product(AXES, ("typical", "saturated", MIXED, "slow"), STATE_SIZES):
+    for axis, family, size in itertools.product(
+        AXES, ("typical", "saturated", MIXED, "slow"), STATE_SIZES
+    ):
         D, heads, gate = rng.choice(DIMS), rng.choice(FEW), rng.choice(GATES)
         yield (axis, D, heads, gate, family, "random", rng.choice(STATE_DTYPES)), size
 
@@ -200,7 +230,15 @@ def _sizes(op: str) -> Iterator[tuple[_Factors, int]]:
 def _repeated(op: str) -> Iterator[_Factors]:
     rng = random.Random(f"{op} repeated")
     for axis, D, gate in itertools.product(AXES, DIMS, GATES):
-        yield axis, D, rng.choice(FEW), gate, rng.choice(("slow", "none")), REPEATED, rng.choice(STATE_DTYPES)
+        yield (
+            axis,
+            D,
+            rng.choice(FEW),
+            gate,
+            rng.choice(("slow", "none")),
+            REPEATED,
+            rng.choice(STATE_DTYPES),
+        )
 
 
 @functools.cache
@@ -221,14 +259,22 @@ def cases(op: str) -> tuple[Case, ...]:
         null_index = rng.choice((-1, 0)) if _uses(LAYOUTS[op][layout], "state_indices") else -1
         norm = rng.choice((None, None, *ACTIVATIONS)) if op in ("decode", "verify") else None
         if (op, layout) == ("prefill", "fused_qkv"):
-            state_dtype = torch.float32  # nothing names a state dtype in a prefill without states: it computes in fp32
+            state_dtype = (
+                torch.float32
+            )  # nothing names a state dtype in a prefill without states: it computes in fp32
         factors = axis, D, heads, gate, family, keys, state_dtype
         deterministic = op == "prefill" and rng.random() < 0.125
-        made.append(Case(op, *factors, layout, *tokens, lengths, null_index, seed, norm, deterministic, size))
+        made.append(
+            Case(
+                op, *factors, layout, *tokens, lengths, null_index, seed, norm, deterministic, size
+            )
+        )
     return tuple(made)
 
 
-QUICK_STRIDE = 23  # coprime to every factor's period in the crossing, so every value of every factor turns up
+QUICK_STRIDE = (
+    23  # coprime to every factor's period in the crossing, so every value of every factor turns up
+)
 QUICK_SIZE_STRIDE = 5  # coprime to the number of STATE_SIZES
 QUICK_RANK_STRIDE = 3  # coprime to the number of RANK_HEADS, the factor that runs fastest
 

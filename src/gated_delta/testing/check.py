@@ -39,7 +39,9 @@ class Result:
     @property
     def share(self) -> float:
         """Worst error as a share of what it may be."""
-        return max((found.share(plain, unit) for found, plain, unit in self.errors.values()), default=0.0)
+        return max(
+            (found.share(plain, unit) for found, plain, unit in self.errors.values()), default=0.0
+        )
 
 
 def _snapshot(call: Call) -> dict[str, Tensor]:
@@ -48,7 +50,10 @@ def _snapshot(call: Call) -> dict[str, Tensor]:
     names = ("state", "intermediate_states", "checkpoints", "initial_state")
     kept = {name: states[name].clone() for name in names if isinstance(states.get(name), Tensor)}
     if isinstance(states.get("buffer"), KVBuffer):
-        kept |= {f"buffer.{part}": getattr(states["buffer"], part).clone() for part in ("u", "k", "log_decay")}
+        kept |= {
+            f"buffer.{part}": getattr(states["buffer"], part).clone()
+            for part in ("u", "k", "log_decay")
+        }
     return kept
 
 
@@ -72,19 +77,32 @@ def run(call: Call, backend: str) -> dict[str, Tensor]:
     states = call.states
     if call.case.op == "prefill":
         o, final_state = api.prefill(**call.arguments, backend=backend)
-        made = {"o": o, "final_state": final_state, "state": states["state"], "checkpoints": states.get("checkpoints")}
+        made = {
+            "o": o,
+            "final_state": final_state,
+            "state": states["state"],
+            "checkpoints": states.get("checkpoints"),
+        }
     elif call.case.op == "flush":
         api.flush(**call.arguments, backend=backend)
         made = {"state": states["state"]}
     else:
         o = getattr(api, call.case.op)(**call.arguments, backend=backend)
-        made = {"o": o, "state": states["state"], "intermediate_states": states.get("intermediate_states")}
+        made = {
+            "o": o,
+            "state": states["state"],
+            "intermediate_states": states.get("intermediate_states"),
+        }
     return {name: x for name, x in made.items() if x is not None}
 
 
 def _backend_of(call: Call, backend: str) -> str:
     """The backend that runs the call: whose rounding is judged, where "auto" leaves it open."""
-    return api.explain(call.case.op, **call.arguments, backend=backend).backend if backend == "auto" else backend
+    return (
+        api.explain(call.case.op, **call.arguments, backend=backend).backend
+        if backend == "auto"
+        else backend
+    )
 
 
 def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Result:
@@ -96,7 +114,11 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
     before = _snapshot(call)
     made = run(call, backend)
     after = {name: x.clone() for name, x in made.items()}
-    for name in ("state", "intermediate_states", "checkpoints"):  # the oracle reads the states as they were before the call
+    for name in (
+        "state",
+        "intermediate_states",
+        "checkpoints",
+    ):  # the oracle reads the states as they were before the call
         if name in before:
             call.states[name].copy_(before[name])
     failures = _bit_failures(call, after, backend) if case.deterministic else []
@@ -119,14 +141,18 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
         found, allowed = (error(value, want, head_dim, least) for value in (x, baseline.value))
         errors[name] = (found, allowed, unit)
         if not found.share(allowed, unit) <= 1:  # NaN fails
-            failures.append(f"{name}: error {found}, plain implementation {allowed}, unit {unit:.1e}")
+            failures.append(
+                f"{name}: error {found}, plain implementation {allowed}, unit {unit:.1e}"
+            )
         unwritten = torch.zeros_like(x) if name in ("o", "final_state") else before[name]
         if not untouched(x, unwritten, want):
             failures.append(
                 f"{name}: {'rows of no active sequence are not zero' if name == 'o' else 'written where it must not be'}"
             )
     failures += _buffer_failures(call, before)
-    if "initial_state" in before and not torch.equal(call.states["initial_state"], before["initial_state"]):
+    if "initial_state" in before and not torch.equal(
+        call.states["initial_state"], before["initial_state"]
+    ):
         failures.append("initial_state was written")
     return Result(case, errors, tuple(failures), time.monotonic() - began, ran)
 
@@ -137,25 +163,47 @@ def _bit_failures(call: Call, made: dict[str, Tensor], backend: str) -> list[str
     case, states, failures = call.case, call.states, []
     group = case.heads[1] // case.heads[0]
     part = CHECKPOINT_INTERVAL if case.state_dtype == torch.float32 else max(case.lengths)
-    slots = list(range(len(case.lengths))) if states["state_indices"] is None else states["state_indices"].tolist()
+    slots = (
+        list(range(len(case.lengths)))
+        if states["state_indices"] is None
+        else states["state_indices"].tolist()
+    )
     for n, length in enumerate(case.lengths):
         if slots[n] <= case.null_index:
             continue
         state, t = _initial_state(call, n)[:, -group:], call.sequence(n)
         A_log, dt_bias = (None if x is None else x[-group:] for x in (t.gate.A_log, t.gate.dt_bias))
-        t = t._replace(q=t.q[:, :, -1:], k=t.k[:, :, -1:], gate=replace(t.gate, A_log=A_log, dt_bias=dt_bias))
+        t = t._replace(
+            q=t.q[:, :, -1:], k=t.k[:, :, -1:], gate=replace(t.gate, A_log=A_log, dt_bias=dt_bias)
+        )
         t = t._replace(v=t.v[:, :, -group:], g=t.g[:, :, -group:], beta=t.beta[:, :, -group:])
         o = torch.empty_like(t.v)
         for at in [slice(first, first + part) for first in range(0, length, part)]:
-            some: dict[str, Any] = {**t._asdict(), **{name: getattr(t, name)[:, at] for name in ("q", "k", "v", "g", "beta")}}
-            o[:, at], final = api.prefill(**some, initial_state=state, output_final_state=True, deterministic=True, backend=backend)
+            some: dict[str, Any] = {
+                **t._asdict(),
+                **{name: getattr(t, name)[:, at] for name in ("q", "k", "v", "g", "beta")},
+            }
+            o[:, at], final = api.prefill(
+                **some,
+                initial_state=state,
+                output_final_state=True,
+                deterministic=True,
+                backend=backend,
+            )
             state = final
         rows = (0, slice(call.starts[n], call.starts[n] + length)) if case.packed else (n,)
         pairs = {"o": (o[0], made["o"][rows][:, -group:])}
         places = {"state": slots[n], "final_state": n}
-        pairs |= {name: (state[0], made[name][place][-group:]) for name, place in places.items() if name in made}
+        pairs |= {
+            name: (state[0], made[name][place][-group:])
+            for name, place in places.items()
+            if name in made
+        }
         differ = [name for name, (x, y) in pairs.items() if not same_bits(x, y)]
-        failures += [f"{name}: other bits for sequence {n} alone, its last heads alone or in parts" for name in differ]
+        failures += [
+            f"{name}: other bits for sequence {n} alone, its last heads alone or in parts"
+            for name in differ
+        ]
     return failures
 
 
@@ -166,7 +214,9 @@ def _initial_state(call: Call, n: int) -> Tensor:
         return states["state"][states["state_indices"][n]][None]
     if states["initial_state"] is not None:
         return states["initial_state"][n : n + 1]
-    return torch.zeros(1, case.heads[1], case.D, case.D, dtype=case.state_dtype, device=call.tokens[0].q.device)
+    return torch.zeros(
+        1, case.heads[1], case.D, case.D, dtype=case.state_dtype, device=call.tokens[0].q.device
+    )
 
 
 def _buffer_failures(call: Call, before: dict[str, Tensor]) -> list[str]:
@@ -182,9 +232,21 @@ def _buffer_failures(call: Call, before: dict[str, Tensor]) -> list[str]:
                 failures.append(f"buffer.{part}: flush wrote to it")
             continue
         N = len(call.case.lengths)
-        rows = list(range(N)) if call.states["buffer_indices"] is None else call.states["buffer_indices"].tolist()
-        slots = list(range(N)) if call.states["state_indices"] is None else call.states["state_indices"].tolist()
-        active = {row for row, slot in zip(rows, slots, strict=True) if row >= 0 and slot > call.case.null_index}
+        rows = (
+            list(range(N))
+            if call.states["buffer_indices"] is None
+            else call.states["buffer_indices"].tolist()
+        )
+        slots = (
+            list(range(N))
+            if call.states["state_indices"] is None
+            else call.states["state_indices"].tolist()
+        )
+        active = {
+            row
+            for row, slot in zip(rows, slots, strict=True)
+            if row >= 0 and slot > call.case.null_index
+        }
         for row in range(x.shape[0]):
             if row in active and bool(x[row].isnan().any()):
                 failures.append(f"buffer.{part}: row {row} was not filled")

@@ -20,7 +20,9 @@ _UNIT_OF_FP16_OPERANDS = {
 """Of the cute backend's prefill, by its keys and what is stored: `rounding_unit`."""
 
 
-def rounding_unit(op: str, dtype: torch.dtype, backend: str = "reference", keys: str = "random") -> float:
+def rounding_unit(
+    op: str, dtype: torch.dtype, backend: str = "reference", keys: str = "random"
+) -> float:
     """What a row may be off by beside twice the plain implementation's own error, which may be small by luck.
 
     One unit of what is stored; eight for fp32, whose sums of K terms come in any order. An fp32 result of the chunk algebra has a
@@ -72,7 +74,12 @@ def error(x: Tensor, truth: Expected, head_dim: int, smallest: float = 0.0) -> E
     """x and truth.value: [..., HV at head_dim, ..., d], compared where truth.written; smallest: see `smallest_head`."""
     if not bool(truth.written.any()):
         return Error(0.0, 0.0)
-    want = truth.value[truth.written].double().movedim(head_dim - truth.written.ndim + 1, 0).flatten(1, -2)
+    want = (
+        truth.value[truth.written]
+        .double()
+        .movedim(head_dim - truth.written.ndim + 1, 0)
+        .flatten(1, -2)
+    )
     have = x[truth.written].double().movedim(head_dim - truth.written.ndim + 1, 0).flatten(1, -2)
     difference = have - want
     if not bool(torch.isfinite(have).all()):

@@ -45,7 +45,9 @@ class Call:
     def sequence(self, n: int, layer: int = 0) -> Tokens:
         """Tokens of sequence n alone, [1, T, ...]."""
         t, start, length = self.tokens[layer], self.starts[n], self.case.lengths[n]
-        rows = (slice(0, 1), slice(start, start + length)) if self.case.packed else (slice(n, n + 1),)
+        rows = (
+            (slice(0, 1), slice(start, start + length)) if self.case.packed else (slice(n, n + 1),)
+        )
         return t.map(lambda x: x[rows])._replace(cu_seqlens=None)
 
 
@@ -59,9 +61,12 @@ def make(case: Case, device: torch.device | str = "cpu") -> Call:
     out = torch.full_like(tokens[0].v, math.nan)
     starts = tuple(sum(case.lengths[:n]) for n in range(N))
     call = Call(case, tokens, {}, out, starts)
-    {"prefill": _prefill_states, "decode": _decode_states, "verify": _verify_states, "flush": _flush_states}[case.op](
-        call, rng, torch.device(device), inactive
-    )
+    {
+        "prefill": _prefill_states,
+        "decode": _decode_states,
+        "verify": _verify_states,
+        "flush": _flush_states,
+    }[case.op](call, rng, torch.device(device), inactive)
     if case.norm is not None:
         _norm(call, rng, device)
     return call
@@ -70,7 +75,9 @@ def make(case: Case, device: torch.device | str = "cpu") -> Call:
 # ------------------------------------------------------------------------------------------------ tokens
 
 
-def _raw_gate(case: Case, shape: tuple[int, ...], rng: torch.Generator) -> tuple[Tensor, Tensor, Tensor]:
+def _raw_gate(
+    case: Case, shape: tuple[int, ...], rng: torch.Generator
+) -> tuple[Tensor, Tensor, Tensor]:
     """g, A_log, dt_bias (fp32) of the case's family: what trained models do, the bound, hardly any decay, none at all."""
     HV, channels = case.heads[1], shape[3:]
     noise = torch.randn(shape, generator=rng)
@@ -97,7 +104,9 @@ def _raw_gate(case: Case, shape: tuple[int, ...], rng: torch.Generator) -> tuple
     return g, A_log, dt_bias
 
 
-def _tokens(case: Case, rng: torch.Generator, device: torch.device | str, inactive: int | None) -> Tokens:
+def _tokens(
+    case: Case, rng: torch.Generator, device: torch.device | str, inactive: int | None
+) -> Tokens:
     (H, HV), D, N = case.heads, case.D, len(case.lengths)
     total = sum(case.lengths)
     spare = 3 if case.packed else 0  # packed rows past the last sequence belong to none
@@ -114,15 +123,27 @@ def _tokens(case: Case, rng: torch.Generator, device: torch.device | str, inacti
     if not case.beta_logits:
         beta = beta.sigmoid() * 2
         edge = torch.rand(beta.shape, generator=rng)
-        beta = torch.where(edge < 0.1, 0.0, torch.where(edge > 0.9, 2.0, torch.where((edge > 0.4) & (edge < 0.5), 1.0, beta)))
+        beta = torch.where(
+            edge < 0.1,
+            0.0,
+            torch.where(edge > 0.9, 2.0, torch.where((edge > 0.4) & (edge < 0.5), 1.0, beta)),
+        )
     if case.keys == "repeated":
         v[:, :, ::2] = v[:, :1, ::2].clone()
-        beta = torch.tensor(REPEATED_BETAS)[torch.arange(HV) % len(REPEATED_BETAS)].expand(beta.shape).clone()
+        beta = (
+            torch.tensor(REPEATED_BETAS)[torch.arange(HV) % len(REPEATED_BETAS)]
+            .expand(beta.shape)
+            .clone()
+        )
         beta = beta.logit() if case.beta_logits else beta
     if H > 1:
         k[:, -1:, 0] = 0  # a zero row, whose norm is zero
 
-    dead = slice(total - case.lengths[inactive], total) if inactive is not None and case.packed else None
+    dead = (
+        slice(total - case.lengths[inactive], total)
+        if inactive is not None and case.packed
+        else None
+    )
 
     def finished(x: Tensor, dtype: torch.dtype) -> Tensor:
         x = x.to(dtype)
@@ -137,7 +158,9 @@ def _tokens(case: Case, rng: torch.Generator, device: torch.device | str, inacti
         q, k, v = _fused(q, k, v)
     gate = {
         "log": lambda: Gate.log(),
-        "softplus": lambda: Gate.softplus(A_log.to(device), dt_bias.to(device) if case.seed % 3 else None),
+        "softplus": lambda: Gate.softplus(
+            A_log.to(device), dt_bias.to(device) if case.seed % 3 else None
+        ),
         "lower_bound": lambda: Gate.lower_bound(
             A_log.to(device), dt_bias.to(device, torch.bfloat16), -5.0 if case.seed % 2 else -3.0
         ),
@@ -145,17 +168,30 @@ def _tokens(case: Case, rng: torch.Generator, device: torch.device | str, inacti
     cu_seqlens = None
     if case.packed:
         ends = torch.tensor([0, *case.lengths]).cumsum(0)
-        cu_seqlens = ends.to(device, torch.int32 if "cu_seqlens_i32" in case.options else torch.int64)
+        cu_seqlens = ends.to(
+            device, torch.int32 if "cu_seqlens_i32" in case.options else torch.int64
+        )
     scale = None if case.seed % 5 else 0.25
     return Tokens(
-        q, k, v, finished(g, case.g_dtype), finished(beta, case.dtype), gate, scale, case.qk_l2norm, case.beta_logits, cu_seqlens
+        q,
+        k,
+        v,
+        finished(g, case.g_dtype),
+        finished(beta, case.dtype),
+        gate,
+        scale,
+        case.qk_l2norm,
+        case.beta_logits,
+        cu_seqlens,
     )
 
 
 def _norm(call: Call, rng: torch.Generator, device: torch.device | str) -> None:
     """A weight of either width and z as a slice of a projection; NaN where no active sequence has a token."""
     case, v = call.case, call.tokens[0].v
-    weight = (1 + torch.randn(case.D, generator=rng) / 2).to(device, torch.float32 if case.seed % 2 else case.dtype)
+    weight = (1 + torch.randn(case.D, generator=rng) / 2).to(
+        device, torch.float32 if case.seed % 2 else case.dtype
+    )
     assert case.norm is not None
     call.norm = GatedNorm(weight, 1e-5 if case.seed % 3 else 1e-6, case.norm)
     z = 2 * torch.randn(*v.shape[:3], 2, case.D, generator=rng).to(device, case.dtype)
@@ -166,13 +202,17 @@ def _fused(*parts: Tensor) -> tuple[Tensor, ...]:
     """q, k and v as slices of one fused projection, as a model's QKV comes."""
     fused = torch.cat([x.flatten(2) for x in parts], -1)
     sizes = [x.shape[2] * x.shape[3] for x in parts]
-    return tuple(y.unflatten(-1, x.shape[2:]) for x, y in zip(parts, fused.split(sizes, -1), strict=True))
+    return tuple(
+        y.unflatten(-1, x.shape[2:]) for x, y in zip(parts, fused.split(sizes, -1), strict=True)
+    )
 
 
 # ------------------------------------------------------------------------------------------------ states
 
 
-def _pool(case: Case, slots: int, used: list[int], rng: torch.Generator, device: torch.device) -> Tensor:
+def _pool(
+    case: Case, slots: int, used: list[int], rng: torch.Generator, device: torch.device
+) -> Tensor:
     """A pool whose slots lie apart in memory, every unused one and all padding full of NaN."""
     HV, D = case.heads[1], case.D
     storage = torch.full((slots, HV * D * D + 24), math.nan, dtype=case.state_dtype, device=device)
@@ -191,24 +231,42 @@ def _masked(case: Case, slots: list[int], inactive: int | None) -> list[int]:
     return [case.null_index if n == inactive else slot for n, slot in enumerate(slots)]
 
 
-def _index(values: list[int] | list[list[int]], case: Case, name: str, device: torch.device) -> Tensor:
+def _index(
+    values: list[int] | list[list[int]], case: Case, name: str, device: torch.device
+) -> Tensor:
     dtype = torch.int64 if f"{name}_i64" in case.options else torch.int32
     return torch.tensor(values, dtype=dtype, device=device)
 
 
-def _prefill_states(call: Call, rng: torch.Generator, device: torch.device, inactive: int | None) -> None:
+def _prefill_states(
+    call: Call, rng: torch.Generator, device: torch.device, inactive: int | None
+) -> None:
     case, N = call.case, len(call.case.lengths)
-    states: dict[str, Any] = dict(initial_state=None, output_final_state="final_state" in case.options)
-    states |= dict(state=None, state_indices=None, has_initial_state=None, null_index=case.null_index)
+    states: dict[str, Any] = dict(
+        initial_state=None, output_final_state="final_state" in case.options
+    )
+    states |= dict(
+        state=None, state_indices=None, has_initial_state=None, null_index=case.null_index
+    )
     states |= dict(deterministic=case.deterministic)
     if "initial_state" in case.options:
         states["initial_state"] = _random_states(case, N, rng, device)
     if "pool" in case.options:
         slots = [2 * n + 1 for n in reversed(range(N))]
-        resumed = [(n + case.seed) % 2 == 0 for n in range(N)]  # a fresh sequence's slot still holds another's NaN
+        resumed = [
+            (n + case.seed) % 2 == 0 for n in range(N)
+        ]  # a fresh sequence's slot still holds another's NaN
         kept = CHECKPOINTS * N if case.uses("checkpoint_indices") else 0
-        states["state"] = _pool(case, 2 * N + 1 + kept, [s for s, r in zip(slots, resumed, strict=True) if r], rng, device)
-        states["state_indices"] = _index(_masked(case, slots, inactive), case, "state_indices", device)
+        states["state"] = _pool(
+            case,
+            2 * N + 1 + kept,
+            [s for s, r in zip(slots, resumed, strict=True) if r],
+            rng,
+            device,
+        )
+        states["state_indices"] = _index(
+            _masked(case, slots, inactive), case, "state_indices", device
+        )
         states["has_initial_state"] = torch.tensor(resumed, device=device)
     if "checkpoints" in case.options:
         _prefill_checkpoints(case, states, device)
@@ -229,11 +287,15 @@ def _prefill_checkpoints(case: Case, states: dict[str, Any], device: torch.devic
         states["checkpoint_indices"] = _index(slots, case, "checkpoint_indices", device)
     if not (indexed and pooled):
         rows = (N * C,) if indexed else (N, C)
-        storage = torch.full((*rows, HV, D * D + 24), math.nan, dtype=case.state_dtype, device=device)
+        storage = torch.full(
+            (*rows, HV, D * D + 24), math.nan, dtype=case.state_dtype, device=device
+        )
         states["checkpoints"] = storage[..., : D * D].unflatten(-1, (D, D))
 
 
-def _decode_states(call: Call, rng: torch.Generator, device: torch.device, inactive: int | None) -> None:
+def _decode_states(
+    call: Call, rng: torch.Generator, device: torch.device, inactive: int | None
+) -> None:
     case, N = call.case, len(call.case.lengths)
     HV, D, T = case.heads[1], case.D, max(call.case.lengths)
     states: dict[str, Any] = dict(state_indices=None, write_indices=None, num_accepted=None)
@@ -243,10 +305,14 @@ def _decode_states(call: Call, rng: torch.Generator, device: torch.device, inact
     if "token_slots" in case.options:
         width = T + (1 if case.packed else 0)
         rows = [[1 + n * width + t for t in range(width)] for n in range(N)]
-        accepted = [(n * 3 + case.seed) % (width + 3) - 1 for n in range(N)]  # past both ends: it is clamped
+        accepted = [
+            (n * 3 + case.seed) % (width + 3) - 1 for n in range(N)
+        ]  # past both ends: it is clamped
         given = case.uses("num_accepted")
         reads = [min(max(m, 1), width) - 1 if given else 0 for m in accepted]
-        states["state"] = _pool(case, N * width + 2, [rows[n][reads[n]] for n in range(N)], rng, device)
+        states["state"] = _pool(
+            case, N * width + 2, [rows[n][reads[n]] for n in range(N)], rng, device
+        )
         rows = [[case.null_index] * width if n == inactive else row for n, row in enumerate(rows)]
         if width > 1 and inactive != 0 and reads[0] != width - 1:
             rows[0][width - 1] = case.null_index  # a token whose state is not kept
@@ -254,7 +320,9 @@ def _decode_states(call: Call, rng: torch.Generator, device: torch.device, inact
         states["num_accepted"] = _index(accepted, case, "num_accepted", device) if given else None
     elif case.uses("state_indices"):
         states["state"] = _pool(case, 3 * N + 2, slots, rng, device)
-        states["state_indices"] = _index(_masked(case, slots, inactive), case, "state_indices", device)
+        states["state_indices"] = _index(
+            _masked(case, slots, inactive), case, "state_indices", device
+        )
     else:
         states["state"] = _pool(case, N + 1, list(range(N)), rng, device)
     if case.uses("write_indices"):
@@ -263,7 +331,9 @@ def _decode_states(call: Call, rng: torch.Generator, device: torch.device, inact
         states["write_indices"] = _index(writes, case, "write_indices", device)
     if "intermediates" in case.options:
         shape = (N + 2, T + 1, HV, D, D)
-        states["intermediate_states"] = torch.full(shape, math.nan, dtype=case.state_dtype, device=device)
+        states["intermediate_states"] = torch.full(
+            shape, math.nan, dtype=case.state_dtype, device=device
+        )
         if case.uses("intermediate_indices"):
             kept = [N + 1 - n for n in range(N)]
             if case.seed % 3 == 0:
@@ -276,19 +346,27 @@ def _buffer(case: Case, rows: int, device: torch.device, layers: int | None = No
     H, HV = case.heads
     T = case.problem.T
     assert T is not None
-    buffer = KVBuffer.empty(rows, T, H, HV, case.D, case.D, gate=case.axis, num_layers=layers, device=device)
+    buffer = KVBuffer.empty(
+        rows, T, H, HV, case.D, case.D, gate=case.axis, num_layers=layers, device=device
+    )
     for x in (buffer.u, buffer.k, buffer.log_decay):
         x.fill_(math.nan)
     return buffer
 
 
-def _verify_states(call: Call, rng: torch.Generator, device: torch.device, inactive: int | None) -> None:
+def _verify_states(
+    call: Call, rng: torch.Generator, device: torch.device, inactive: int | None
+) -> None:
     case, N = call.case, len(call.case.lengths)
-    states: dict[str, Any] = dict(state_indices=None, buffer_indices=None, null_index=case.null_index)
+    states: dict[str, Any] = dict(
+        state_indices=None, buffer_indices=None, null_index=case.null_index
+    )
     slots = list(range(N))
     if case.uses("state_indices"):
         slots = [2 * n + 1 for n in reversed(range(N))]
-        states["state_indices"] = _index(_masked(case, slots, inactive), case, "state_indices", device)
+        states["state_indices"] = _index(
+            _masked(case, slots, inactive), case, "state_indices", device
+        )
     states["state"] = _pool(case, 2 * N + 1, slots, rng, device)
     if case.uses("buffer_indices"):
         states["buffer_indices"] = _index([N - n for n in range(N)], case, "buffer_indices", device)
@@ -296,7 +374,9 @@ def _verify_states(call: Call, rng: torch.Generator, device: torch.device, inact
     call.states = states
 
 
-def _flush_states(call: Call, rng: torch.Generator, device: torch.device, inactive: int | None) -> None:
+def _flush_states(
+    call: Call, rng: torch.Generator, device: torch.device, inactive: int | None
+) -> None:
     case, N = call.case, len(call.case.lengths)
     T = case.lengths[0]
     layers = LAYERS if "layers" in case.options else None
@@ -308,7 +388,9 @@ def _flush_states(call: Call, rng: torch.Generator, device: torch.device, inacti
     states["state_indices"] = _index(masked, case, "state_indices", device) if indexed else None
     states |= dict(write_indices=None, buffer_indices=None, null_index=case.null_index)
     if case.uses("write_indices"):
-        states["write_indices"] = _index([2 * N + 1 + n for n in range(N)], case, "write_indices", device)
+        states["write_indices"] = _index(
+            [2 * N + 1 + n for n in range(N)], case, "write_indices", device
+        )
     rows = [n + 1 for n in reversed(range(N))]
     if case.uses("buffer_indices"):
         states["buffer_indices"] = _index(rows, case, "buffer_indices", device)
@@ -317,4 +399,6 @@ def _flush_states(call: Call, rng: torch.Generator, device: torch.device, inacti
     states["num_accepted"] = _index(counts, case, "num_accepted", device) if counted else counts[0]
     states["buffer"] = _buffer(case, N + 2, device, layers)
     call.states = states
-    call.verify_states = {name: states[name] for name in ("state_indices", "buffer_indices", "null_index")}
+    call.verify_states = {
+        name: states[name] for name in ("state_indices", "buffer_indices", "null_index")
+    }

@@ -33,7 +33,9 @@ def _put(expected: Expected, index: tuple[int, ...], value: Tensor) -> None:
 
 def expected(call: Call, dtype: torch.dtype, plain: bool = False) -> dict[str, Expected]:
     """Every tensor the call may write, by name; `plain` rounds stored states as a pool of their dtype would."""
-    return dict(prefill=_prefill, decode=_decode, verify=_verify, flush=_flush)[call.case.op](call, dtype, plain)
+    return dict(prefill=_prefill, decode=_decode, verify=_verify, flush=_flush)[call.case.op](
+        call, dtype, plain
+    )
 
 
 def _outputs(call: Call, dtype: torch.dtype) -> Expected:
@@ -50,7 +52,9 @@ def _put_output(call: Call, o: Expected, n: int, t: int, o_t: Tensor, plain: boo
     at = _at(call, n, t)
     if call.norm is not None:
         assert call.z is not None
-        o_t = gated_norm(before_norm(o_t, call.case.dtype) if plain else o_t, call.z[at], call.norm, o_t.dtype)
+        o_t = gated_norm(
+            before_norm(o_t, call.case.dtype) if plain else o_t, call.z[at], call.norm, o_t.dtype
+        )
     _put(o, at, o_t)
 
 
@@ -69,7 +73,9 @@ def _prefill(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]
         result["state"] = _blank(pool, 1, dtype)
     elif states["output_final_state"]:
         kept = call.case.state_dtype if states["initial_state"] is not None else torch.float32
-        result["final_state"] = _blank(torch.zeros(N, HV, D, D, dtype=kept, device=zero.device), 1, dtype)
+        result["final_state"] = _blank(
+            torch.zeros(N, HV, D, D, dtype=kept, device=zero.device), 1, dtype
+        )
     lens, places = states.get("checkpoint_lens"), states.get("checkpoint_indices")
     if states.get("checkpoints") is not None:
         result["checkpoints"] = _blank(states["checkpoints"], states["checkpoints"].ndim - 3, dtype)
@@ -117,11 +123,17 @@ def _decode(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
         if read <= null:
             continue
         state = pool[read].to(dtype)
-        for t, (o_t, after) in enumerate(recurrent(call.sequence(n), state, dtype, call.case.state_dtype if plain else None)):
+        for t, (o_t, after) in enumerate(
+            recurrent(call.sequence(n), state, dtype, call.case.state_dtype if plain else None)
+        ):
             _put_output(call, o, n, t, o_t, plain)
             state = after
             if steps is not None:
-                kept = n if states["intermediate_indices"] is None else int(states["intermediate_indices"][n])
+                kept = (
+                    n
+                    if states["intermediate_indices"] is None
+                    else int(states["intermediate_indices"][n])
+                )
                 if kept >= 0:
                     _put(result["intermediate_states"], (kept, t), state)
             if per_token and states["update_state"] and row[t] > null:
@@ -138,7 +150,9 @@ def _verify(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
     slots, rows = _rows(states["state_indices"], N), _rows(states["buffer_indices"], N)
     for n in range(N):
         if slots[n] > call.case.null_index and rows[n] >= 0:
-            for t, (o_t, _) in enumerate(recurrent(call.sequence(n), states["state"][slots[n]], dtype)):
+            for t, (o_t, _) in enumerate(
+                recurrent(call.sequence(n), states["state"][slots[n]], dtype)
+            ):
                 _put_output(call, o, n, t, o_t, plain)
     return {"o": o, "state": _blank(states["state"], 1, dtype)}
 

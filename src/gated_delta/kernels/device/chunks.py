@@ -16,33 +16,23 @@ from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cute.nvgpu import warpgroup
 from cutlass.cutlass_dsl import select_
 
-from ..arguments import ABSENT, CHUNK, FIRST_COUNTER, TRIANGLE_BYTES, PrefillPointers, PrefillSizes, PrefillStrides
-from .primitives import (
-    L2NORM_EPS,
-    bulk_store,
-    ldmatrix_x4,
-    ldmatrix_x4_trans,
-    load_index,
-    load_scalar,
-    load_shared_f32,
-    load_shared_f32x4,
-    mma_sync,
-    offset,
-    pack_pairs,
-    pack_x2,
-    rsqrt_or_zero,
-    select,
-    sigmoid,
-    stmatrix_x4_trans,
-    store_shared,
-    store_shared_f32,
-    store_shared_x4,
-    store_words,
-    typed,
-    unpack,
+from ..arguments import (
+    ABSENT,
+    CHUNK,
+    FIRST_COUNTER,
+    TRIANGLE_BYTES,
+    PrefillPointers,
+    PrefillSizes,
+    PrefillStrides,
 )
+from . import arithmetic, ptx
+from .args import offset, typed
 
-Pointers, Strides, Sizes = typed(PrefillPointers, Int64), typed(PrefillStrides, Int32), typed(PrefillSizes, Int32)
+Pointers, Strides, Sizes = (
+    typed(PrefillPointers, Int64),
+    typed(PrefillStrides, Int32),
+    typed(PrefillSizes, Int32),
+)
 
 D = 128
 """Channels of a head in the workspace and in registers; with a smaller K the last ones are zeros."""
@@ -99,8 +89,8 @@ def first_chunk_slot(args, n, start):
 def load_sequence(args, n):
     size = args.size
     at = args.ptr.cu_seqlens + offset(n, args.stride.cu_seqlens_n)
-    start = load_index(at, size.cu_seqlens_kind, Int32(0))
-    end = load_index(at + offset(1, args.stride.cu_seqlens_n), size.cu_seqlens_kind, size.T)
+    start = ptx.load_index(at, size.cu_seqlens_kind, Int32(0))
+    end = ptx.load_index(at + offset(1, args.stride.cu_seqlens_n), size.cu_seqlens_kind, size.T)
     return Sequence(n, start, end - start, first_chunk_slot(args, n, start))
 
 
@@ -120,10 +110,14 @@ def find_sequence(args, slot, lane):
     first, step = Int32(0), first_step(size)
     while step > 0:
         n = first + lane * step
-        start = load_index(
-            args.ptr.cu_seqlens + offset(cutlass.min(n, size.N), args.stride.cu_seqlens_n), size.cu_seqlens_kind, Int32(0)
+        start = ptx.load_index(
+            args.ptr.cu_seqlens + offset(cutlass.min(n, size.N), args.stride.cu_seqlens_n),
+            size.cu_seqlens_kind,
+            Int32(0),
         )
-        before = cute.arch.popc(cute.arch.vote_ballot_sync((n < size.N) & (first_chunk_slot(args, n, start) <= slot)))
+        before = cute.arch.popc(
+            cute.arch.vote_ballot_sync((n < size.N) & (first_chunk_slot(args, n, start) <= slot))
+        )
         first += (before - 1) * step
         step = step // 32
     return first
@@ -137,7 +131,9 @@ def load_chunk(args, n, slot):
 def chunk_of(args, sequence, state_index, slot):
     """The same of a sequence that is known."""
     chunk = slot - sequence.first_slot
-    tokens = select_(state_index <= args.size.null_index, 0, cutlass.min(sequence.tokens - chunk * CHUNK, CHUNK))
+    tokens = select_(
+        state_index <= args.size.null_index, 0, cutlass.min(sequence.tokens - chunk * CHUNK, CHUNK)
+    )
     return sequence, chunk, Int32(tokens)
 
 
@@ -155,17 +151,27 @@ def find_chunk(args, slot, lane):
         sequence = load_sequence(args, cutlass.min(n, size.N - 1))
         start, tokens = sequence.start, sequence.tokens
         state_index = load_state_index(args, sequence.n)
-        found = cute.arch.popc(cute.arch.vote_ballot_sync((n < size.N) & (sequence.first_slot <= slot))) - 1
+        found = (
+            cute.arch.popc(cute.arch.vote_ballot_sync((n < size.N) & (sequence.first_slot <= slot)))
+            - 1
+        )
         first += found * step
         step = step // 32
-    start, tokens, state_index = (shuffle_sync(x, offset=found) for x in (start, tokens, state_index))
-    return chunk_of(args, Sequence(first, start, tokens, first_chunk_slot(args, first, start)), state_index, slot)
+    start, tokens, state_index = (
+        shuffle_sync(x, offset=found) for x in (start, tokens, state_index)
+    )
+    return chunk_of(
+        args,
+        Sequence(first, start, tokens, first_chunk_slot(args, first, start)),
+        state_index,
+        slot,
+    )
 
 
 def load_state_index(args, n):
     """A sequence's slot of the pool, or its row."""
     at = args.ptr.state_indices + offset(n, args.stride.state_indices_n)
-    return load_index(at, args.size.state_indices_kind, n)
+    return ptx.load_index(at, args.size.state_indices_kind, n)
 
 
 def head_number(args, n, hv):
@@ -206,7 +212,7 @@ def rank_sequence(args, n, lane):
         rank += Int32((other > own) | ((other == own) & (m < n)))
     for step in (16, 8, 4, 2, 1):
         rank += shuffle_sync_bfly(rank, offset=step)
-    store_words(args.ptr.sequence_order + offset(rank, 4), [Uint32(n)], lane == 0)
+    ptx.store_words(args.ptr.sequence_order + offset(rank, 4), [Uint32(n)], lane == 0)
 
 
 # ------------------------------------------------------------------------------------------------ tiles and triangles
@@ -240,12 +246,16 @@ def square_offset(row, vector):
 
 def tile_tensor(address, columns, stages):
     """Tiles in shared memory as an operand of wgmma: [64, columns, stages]."""
-    return _operand_tensor(address, warpgroup.SmemLayoutAtomKind.K_SW64, columns, stages, CHUNK * columns)
+    return _operand_tensor(
+        address, warpgroup.SmemLayoutAtomKind.K_SW64, columns, stages, CHUNK * columns
+    )
 
 
 def raw_tile_tensor(address, columns, stages):
     """Tiles of rows of 128 bytes, 64 channels, as an operand of wgmma: [64, columns, stages]."""
-    return _operand_tensor(address, warpgroup.SmemLayoutAtomKind.K_SW128, columns, stages, CHUNK * columns)
+    return _operand_tensor(
+        address, warpgroup.SmemLayoutAtomKind.K_SW128, columns, stages, CHUNK * columns
+    )
 
 
 def tile_pair_offset(row, vector):
@@ -256,24 +266,34 @@ def tile_pair_offset(row, vector):
 def tile_pair_tensors(address, columns, stages):
     """k and q of tile pairs in shared memory as operands of wgmma: each [64, columns, stages]."""
     layout = cute.tile_to_shape(
-        warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, Float16), (2 * CHUNK, columns), order=(0, 1)
+        warpgroup.make_smem_layout_atom(warpgroup.SmemLayoutAtomKind.K_SW64, Float16),
+        (2 * CHUNK, columns),
+        order=(0, 1),
     )
     at = cute.make_ptr(Float16, address, cute.AddressSpace.smem, assumed_align=1024)
     at = cute.recast_ptr(at, swizzle_=layout.inner, dtype=Float16)
-    both = cute.make_tensor(at, cute.append(layout.outer, cute.make_layout(stages, stride=2 * CHUNK * columns)))
+    both = cute.make_tensor(
+        at, cute.append(layout.outer, cute.make_layout(stages, stride=2 * CHUNK * columns))
+    )
     return [cute.local_tile(both, (CHUNK, columns, stages), (i, 0, 0)) for i in range(2)]
 
 
 def square_tensor(address, stages):
     """Squares in shared memory as an operand of wgmma: [64, 64, stages]."""
-    return _operand_tensor(address, warpgroup.SmemLayoutAtomKind.K_SW32, CHUNK, stages, SQUARE_BYTES // 2)
+    return _operand_tensor(
+        address, warpgroup.SmemLayoutAtomKind.K_SW32, CHUNK, stages, SQUARE_BYTES // 2
+    )
 
 
 def _operand_tensor(address, swizzle, columns, stages, stage_stride):
-    layout = cute.tile_to_shape(warpgroup.make_smem_layout_atom(swizzle, Float16), (CHUNK, columns), order=(0, 1))
+    layout = cute.tile_to_shape(
+        warpgroup.make_smem_layout_atom(swizzle, Float16), (CHUNK, columns), order=(0, 1)
+    )
     at = cute.make_ptr(Float16, address, cute.AddressSpace.smem, assumed_align=1024)
     at = cute.recast_ptr(at, swizzle_=layout.inner, dtype=Float16)
-    return cute.make_tensor(at, cute.append(layout.outer, cute.make_layout(stages, stride=stage_stride)))
+    return cute.make_tensor(
+        at, cute.append(layout.outer, cute.make_layout(stages, stride=stage_stride))
+    )
 
 
 # ------------------------------------------------------------------------------------------------ intra-chunk terms
@@ -294,8 +314,11 @@ GATE_CUMSUM, GATE_BETA_K2, GATE_BETA_K = 0, CHUNK, 2 * CHUNK
 GATE_BYTES = 3 * CHUNK * 4 + 32
 
 SYSTEM_REGIONS = {
-    "system": (CHUNK - SUBCHUNK) * SYSTEM_PITCH,  # the triangular system left of its diagonal blocks, fp16
-    "inverses": 4 * SUBCHUNK * 64,  # of the diagonal blocks, transposed, fp16; then those with columns scaled by beta |k|
+    "system": (CHUNK - SUBCHUNK)
+    * SYSTEM_PITCH,  # the triangular system left of its diagonal blocks, fp16
+    "inverses": 4
+    * SUBCHUNK
+    * 64,  # of the diagonal blocks, transposed, fp16; then those with columns scaled by beta |k|
 }
 DIAGONAL_BYTES = 4 * SUBCHUNK * DIAGONAL_PITCH
 """The system's diagonal blocks, fp32, columns as rows."""
@@ -393,53 +416,71 @@ class PrepareChunk:
     def store_transition_norm(self, args, coord, hv, norm, condition):
         """The bound of a chunk's transition, and a little more for its own rounding."""
         at = args.ptr.transition_norms + self.head_chunk(args, coord, hv) * 4
-        store_words(at, [(norm * Float32(1.01)).bitcast(Uint32)], condition)
+        ptx.store_words(at, [(norm * Float32(1.01)).bitcast(Uint32)], condition)
 
     # -------------------------------------------------------------------------------------------- norms and betas
 
     def norm(self, squares, inverse):
         """|q| or |k| as the call means it, from a row's sum of squares and 1 over the root of that."""
-        norm = select(inverse > 0, squares * inverse, Float32(0))  # squares may be inf, and inverse 0
-        return norm * rsqrt_or_zero(squares + Float32(L2NORM_EPS)) if self.qk_l2norm else norm
+        norm = ptx.select(
+            inverse > 0, squares * inverse, Float32(0)
+        )  # squares may be inf, and inverse 0
+        return (
+            norm * ptx.rsqrt_or_zero(squares + Float32(arithmetic.L2NORM_EPS))
+            if self.qk_l2norm
+            else norm
+        )
 
-    def load_beta(self, args, coord, hv, token, condition, read=load_scalar):
+    def load_beta(self, args, coord, hv, token, condition, read=ptx.load_scalar):
         """A token's beta as it is in memory, by load_scalar or load_scalar_bits."""
         ptr, stride, size = args.ptr, args.stride, args.size
-        at = ptr.beta + self.token_offset(args, coord, token, stride.beta_n, stride.beta_t) + offset(hv, stride.beta_h)
+        at = (
+            ptr.beta
+            + self.token_offset(args, coord, token, stride.beta_n, stride.beta_t)
+            + offset(hv, stride.beta_h)
+        )
         return read(at, Int32(select_(condition, size.beta_kind, Int32(ABSENT))))
 
     def activate_beta(self, args, beta, condition):
         """Beta, from its logits if it comes so; 0 where the condition does not hold."""
-        beta = select(args.size.beta_logits != 0, sigmoid(beta), beta)
-        return select(condition, beta, Float32(0))
+        beta = ptx.select(args.size.beta_logits != 0, arithmetic.sigmoid(beta), beta)
+        return ptx.select(condition, beta, Float32(0))
 
     def load_beta_k2(self, coord, head):
         """beta |k|**2 of the lane's rows."""
         at = self.gates_at(coord, head) + (GATE_BETA_K2 + coord.subchunk * SUBCHUNK + coord.row) * 4
-        return [load_shared_f32(at + 32 * i) for i in range(2)]
+        return [ptx.load_shared_f32(at + 32 * i) for i in range(2)]
 
     # -------------------------------------------------------------------------------------------- the triangular system and Aqk
 
     def store_system(self, coord, subchunk, i, j, word):
         """Two entries of the system, left of the diagonal: tokens of the warp with those of an earlier sub-chunk."""
         at = self.system_row(coord, coord.subchunk * SUBCHUNK + coord.row + 8 * i)
-        store_shared(at + (SUBCHUNK * subchunk + 8 * j + 2 * coord.quad_lane) * 2, word)
+        ptx.store_shared(at + (SUBCHUNK * subchunk + 8 * j + 2 * coord.quad_lane) * 2, word)
 
     def store_system_diagonal(self, coord, i, j, x):
         """Two entries of the warp's diagonal block, row + 8 i and columns from 8 j + 2 quad_lane."""
         row, column = coord.row + 8 * i, 8 * j + 2 * coord.quad_lane
         for p in range(2):
-            at = coord.shared + self.smem.diagonals + (coord.subchunk * SUBCHUNK + column + p) * DIAGONAL_PITCH + row * 4
-            store_shared_f32(at, select(column + p < row, x[p], Float32(0)))
+            at = (
+                coord.shared
+                + self.smem.diagonals
+                + (coord.subchunk * SUBCHUNK + column + p) * DIAGONAL_PITCH
+                + row * 4
+            )
+            ptx.store_shared_f32(at, ptx.select(column + p < row, x[p], Float32(0)))
 
     def store_aqk(self, coord, head, subchunk, i, j, word):
-        at = self.vector_offset(coord.subchunk * SUBCHUNK + coord.row + 8 * i, 2 * subchunk + j) + coord.quad_lane * 4
-        store_shared(self.aqk_at(coord, head) + at, word)
+        at = (
+            self.vector_offset(coord.subchunk * SUBCHUNK + coord.row + 8 * i, 2 * subchunk + j)
+            + coord.quad_lane * 4
+        )
+        ptx.store_shared(self.aqk_at(coord, head) + at, word)
 
     def store_aqk_diagonal(self, coord, head, i, j, x):
         row, column = coord.row + 8 * i, 8 * j + 2 * coord.quad_lane
-        x = [select(column + p <= row, x[p], Float32(0)) for p in range(2)]
-        self.store_aqk(coord, head, coord.subchunk, i, j, pack_x2(x[0], x[1], Float16))
+        x = [ptx.select(column + p <= row, x[p], Float32(0)) for p in range(2)]
+        self.store_aqk(coord, head, coord.subchunk, i, j, ptx.pack_x2(x[0], x[1], Float16))
 
     def system_row(self, coord, token):
         """Address of a token's row; the first sub-chunk has none, as nothing is left of its diagonal block."""
@@ -462,8 +503,8 @@ class PrepareChunk:
         self.sync(coord)
         if coord.thread == 0:
             target = args.ptr.tinv_aqk + self.head_chunk(args, coord, hv) * (2 * TRIANGLE_BYTES)
-            bulk_store(target, self.tinv_at(coord, head), TRIANGLE_BYTES)
-            bulk_store(target + TRIANGLE_BYTES, self.aqk_at(coord, head), TRIANGLE_BYTES)
+            ptx.bulk_store(target, self.tinv_at(coord, head), TRIANGLE_BYTES)
+            ptx.bulk_store(target + TRIANGLE_BYTES, self.aqk_at(coord, head), TRIANGLE_BYTES)
             self.tinv_complete(args, coord, hv)
 
     def invert_diagonal(self, coord, head):
@@ -473,10 +514,12 @@ class PrepareChunk:
         tokens that are alike would each make the same error, and the chunk would add them up.
         """
         column = coord.lane % SUBCHUNK
-        beta_k = load_shared_f32(self.gates_at(coord, head) + (GATE_BETA_K + coord.subchunk * SUBCHUNK + column) * 4)
+        beta_k = ptx.load_shared_f32(
+            self.gates_at(coord, head) + (GATE_BETA_K + coord.subchunk * SUBCHUNK + column) * 4
+        )
         # Lanes 0..15 have the inverse, transposed, lanes 16..31 the scaled one behind it.
-        diagonal = select(coord.lane < SUBCHUNK, Float32(1), beta_k)
-        x = [select(column == t, diagonal, Float32(0)) for t in range(SUBCHUNK)]
+        diagonal = ptx.select(coord.lane < SUBCHUNK, Float32(1), beta_k)
+        x = [ptx.select(column == t, diagonal, Float32(0)) for t in range(SUBCHUNK)]
         words = []
         for first in range(0, SUBCHUNK, ROUNDED_TOGETHER):
             group = range(first, first + ROUNDED_TOGETHER)
@@ -484,20 +527,20 @@ class PrepareChunk:
             for i in group:
                 for t in range(i + 1, group.stop):
                     x[t] = cute.math.fma(-below[i][t], x[i], x[t])
-            rounded = pack_pairs(x[first : group.stop])
-            words, x[first : group.stop] = words + rounded, unpack(rounded, Float16)
+            rounded = ptx.pack_pairs(x[first : group.stop])
+            words, x[first : group.stop] = words + rounded, ptx.unpack(rounded, Float16)
             for i in group:
                 for t in range(group.stop, SUBCHUNK):
                     x[t] = cute.math.fma(-below[i][t], x[i], x[t])
         for vector in range(2):
             at = self.inverse_at(coord, coord.subchunk, coord.lane // SUBCHUNK, column, vector)
-            store_shared_x4(at, words[4 * vector : 4 * vector + 4])
+            ptx.store_shared_x4(at, words[4 * vector : 4 * vector + 4])
 
     def load_column(self, coord, i):
         """Column i of the warp's diagonal block, from the four numbers with its first one below the diagonal on."""
         at = coord.shared + self.smem.diagonals + (coord.subchunk * SUBCHUNK + i) * DIAGONAL_PITCH
         first = (i + 1) // 4 * 4
-        fours = [load_shared_f32x4(at + t * 4) for t in range(first, SUBCHUNK, 4)]
+        fours = [ptx.load_shared_f32x4(at + t * 4) for t in range(first, SUBCHUNK, 4)]
         return [None] * first + [x for four in fours for x in four]
 
     def inverse_at(self, coord, subchunk, scaled, row, vector):
@@ -507,7 +550,9 @@ class PrepareChunk:
 
     def inverse_matrices_at(self, coord, subchunk, scaled=0):
         """The lane's address for ldmatrix of such an inverse."""
-        return self.inverse_at(coord, subchunk, scaled, coord.lane % 8 + coord.lane // 8 % 2 * 8, coord.lane // 16)
+        return self.inverse_at(
+            coord, subchunk, scaled, coord.lane % 8 + coord.lane // 8 % 2 * 8, coord.lane // 16
+        )
 
     @cute.jit
     def invert_below(self, coord, head):
@@ -516,8 +561,10 @@ class PrepareChunk:
         All transposed: a block just made is the next product's left operand as it lies in registers.
         """
         b, above = coord.subchunk, cute.make_rmem_tensor((4, 4), Uint32)
-        first = ldmatrix_x4(self.inverse_matrices_at(coord, b, 1))
-        system, inverses = self.load_below(coord)  # every operand is loaded before anything is stored
+        first = ptx.ldmatrix_x4(self.inverse_matrices_at(coord, b, 1))
+        system, inverses = self.load_below(
+            coord
+        )  # every operand is loaded before anything is stored
         for e in cutlass.range_constexpr(4):
             above[e, 0] = first[e]
         self.store_tinv(coord, head, b, b, first)
@@ -529,22 +576,36 @@ class PrepareChunk:
     def load_below(self, coord):
         """Of the three blocks below the warp's own: the system's row, and the inverse. Past the last sub-chunk, the last one's."""
         b = coord.subchunk
-        system = [[self.load_system(coord, cutlass.min(b + below, 3), i) for i in range(below)] for below in range(1, 4)]
-        return system, [ldmatrix_x4_trans(self.inverse_matrices_at(coord, cutlass.min(b + below, 3))) for below in range(1, 4)]
+        system = [
+            [self.load_system(coord, cutlass.min(b + below, 3), i) for i in range(below)]
+            for below in range(1, 4)
+        ]
+        return system, [
+            ptx.ldmatrix_x4_trans(self.inverse_matrices_at(coord, cutlass.min(b + below, 3)))
+            for below in range(1, 4)
+        ]
 
     def load_system(self, coord, j, i):
         """The system's block (j, own + i) as a right operand, whose columns are its rows."""
         row, vector = coord.lane % 8 + coord.lane // 16 * 8, coord.lane // 8 % 2
-        at = self.system_row(coord, j * SUBCHUNK + row) + cutlass.min(coord.subchunk + i, 2) * (SUBCHUNK * 2)
-        return ldmatrix_x4(at + vector * 16)
+        at = self.system_row(coord, j * SUBCHUNK + row) + cutlass.min(coord.subchunk + i, 2) * (
+            SUBCHUNK * 2
+        )
+        return ptx.ldmatrix_x4(at + vector * 16)
 
     def invert_block(self, coord, head, above, system, inverse, below):
         sums = [[Float32(0)] * 4 for _ in range(2)]
         for i, right in enumerate(system):
             left = [above[e, i] for e in range(4)]
-            sums = [mma_sync(sums[half], left, right[2 * half : 2 * half + 2], Float16) for half in range(2)]
+            sums = [
+                ptx.mma_sync(sums[half], left, right[2 * half : 2 * half + 2], Float16)
+                for half in range(2)
+            ]
         left = self.left_operand(sums)
-        sums = [mma_sync([Float32(0)] * 4, left, inverse[2 * half : 2 * half + 2], Float16) for half in range(2)]
+        sums = [
+            ptx.mma_sync([Float32(0)] * 4, left, inverse[2 * half : 2 * half + 2], Float16)
+            for half in range(2)
+        ]
         block = self.left_operand([[-x for x in half] for half in sums])
         for e in range(4):
             above[e, below] = block[e]
@@ -552,13 +613,19 @@ class PrepareChunk:
 
     def left_operand(self, sums):
         """A 16 x 16 result, two times 8 columns, as a left operand of mma.sync."""
-        return [pack_x2(sums[half][2 * i], sums[half][2 * i + 1], Float16) for half in range(2) for i in range(2)]
+        return [
+            ptx.pack_x2(sums[half][2 * i], sums[half][2 * i + 1], Float16)
+            for half in range(2)
+            for i in range(2)
+        ]
 
     def store_tinv(self, coord, head, b, j, words):
         """Block (j, b) of Tinv, given transposed as a left operand."""
         # Matrices as a left operand has them: columns i 0..7 and 8..15 of tokens t 0..7, then of t 8..15.
         t, vector = coord.lane // 16 * 8 + coord.lane % 8, coord.lane // 8 % 2
-        stmatrix_x4_trans(self.tinv_at(coord, head) + self.vector_offset(j * SUBCHUNK + t, 2 * b + vector), words)
+        ptx.stmatrix_x4_trans(
+            self.tinv_at(coord, head) + self.vector_offset(j * SUBCHUNK + t, 2 * b + vector), words
+        )
 
 
 class OneOfSeveral:

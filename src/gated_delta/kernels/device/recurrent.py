@@ -9,40 +9,16 @@ from cutlass import Float16, Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ..arguments import ABSENT, lanes_per_row
-from .primitives import (
-    DTYPES,
-    EVICT_LAST,
-    EVICT_NORMAL,
-    FP16_MAX,
-    L2_LINE,
-    L2NORM_EPS,
-    bulk_prefetch_l2,
-    dot,
-    load,
-    load_bits,
-    load_index,
-    load_scalar,
-    load_scalar_bits,
-    load_words,
-    log_decay,
-    mbarrier,
-    offset,
-    prefetch_l2,
-    qk_head,
-    scalar_from_bits,
-    select,
-    sigmoid,
-    store,
-    store_async,
-    store_words,
-    sum_lanes,
-)
+from . import arithmetic, ptx
+from .args import DTYPES, offset, qk_head
 
 
 def without_norm(arguments):
     """A kernel's tuple of arguments without those that only a norm reads: they would move the others in constant memory."""
     kept = [name for name in arguments._fields if not name.startswith(("z", "norm_"))]
-    kind = NamedTuple(type(arguments).__name__, [(name, type(arguments).__annotations__[name]) for name in kept])
+    kind = NamedTuple(
+        type(arguments).__name__, [(name, type(arguments).__annotations__[name]) for name in kept]
+    )
     return kind(*(getattr(arguments, name) for name in kept))
 
 
@@ -81,10 +57,14 @@ class StateRows:
 
     def policy(self, keep_in_l2):
         """L2 cache policy of the state's loads."""
-        return Int64(select_(keep_in_l2 != 0, Int64(EVICT_LAST), Int64(EVICT_NORMAL)))
+        return Int64(select_(keep_in_l2 != 0, Int64(ptx.EVICT_LAST), Int64(ptx.EVICT_NORMAL)))
 
     def address(self, args, coord, slot, row):
-        at = args.ptr.state + offset(slot, args.stride.state_p) + offset(coord.hv, args.stride.state_h)
+        at = (
+            args.ptr.state
+            + offset(slot, args.stride.state_p)
+            + offset(coord.hv, args.stride.state_h)
+        )
         at += row * self.row_bytes
         return at + Int64(coord.layer) * args.ptr.state_l if self.layers else at
 
@@ -107,7 +87,11 @@ class StateRows:
         rows = []
         for r in range(self.rows):
             vectors = [
-                load_words(address + self.byte(coord, r, vector), self.in_row(coord, vector, condition), policy=policy)
+                ptx.load_words(
+                    address + self.byte(coord, r, vector),
+                    self.in_row(coord, vector, condition),
+                    policy=policy,
+                )
                 for vector in range(self.vectors)
             ]
             rows.append([word for words in vectors for word in words])
@@ -117,7 +101,9 @@ class StateRows:
         for r, row in enumerate(rows):
             for vector in range(self.vectors):
                 inside = self.in_row(coord, vector, condition)
-                store_words(address + self.byte(coord, r, vector), row[4 * vector : 4 * vector + 4], inside)
+                ptx.store_words(
+                    address + self.byte(coord, r, vector), row[4 * vector : 4 * vector + 4], inside
+                )
 
     def prefetch(self, args, coord, chunks=(0,)):
         """Prefetch the warp's rows into L2, before the previous kernel has ended; so many from each of these on.
@@ -125,21 +111,31 @@ class StateRows:
         That kernel may still change the slot, so this one is a hint and only has to lie in the pool.
         """
         slot, inside = self.prefetched_slot(args, coord)
-        lines = self.warp_rows * self.row_bytes // L2_LINE
+        lines = self.warp_rows * self.row_bytes // ptx.L2_LINE
         for chunk, first in itertools.product(chunks, range(0, lines, 32)):
             line = first + coord.thread % 32
             row = coord.warp_row + chunk if chunk else coord.warp_row
-            prefetch_l2(self.address(args, coord, slot, row) + line * L2_LINE, inside & (line < lines))
+            ptx.prefetch_l2(
+                self.address(args, coord, slot, row) + line * ptx.L2_LINE, inside & (line < lines)
+            )
 
     def prefetch_bulk(self, args, coord, first_row, rows):
         """`prefetch` of a block's rows by one instruction of its first thread."""
         slot, inside = self.prefetched_slot(args, coord)
-        bulk_prefetch_l2(self.address(args, coord, slot, first_row), rows * self.row_bytes, inside & (coord.thread == 0))
+        ptx.bulk_prefetch_l2(
+            self.address(args, coord, slot, first_row),
+            rows * self.row_bytes,
+            inside & (coord.thread == 0),
+        )
 
     def prefetched_slot(self, args, coord):
         """The slot that the sequence reads, as far as is known, and whether it lies in the pool."""
         ptr, stride, size = args.ptr, args.stride, args.size
-        slot = load_index(ptr.state_indices + offset(coord.n, stride.state_indices_n), size.state_indices_kind, coord.n)
+        slot = ptx.load_index(
+            ptr.state_indices + offset(coord.n, stride.state_indices_n),
+            size.state_indices_kind,
+            coord.n,
+        )
         return slot, (slot > size.null_index) & (slot < size.P)
 
     # -------------------------------------------------------------------------------------------- registers
@@ -174,7 +170,9 @@ class StateRows:
     def shared_half(self, sRow, coord, half):
         """Four of a lane's 8 channels."""
         address = (sRow + half * (self.padded_K // 2) + coord.lane * 4).toint()
-        return shared_tensor(cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16), 4)
+        return shared_tensor(
+            cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16), 4
+        )
 
     def load_shared(self, sRow, coord):
         """A lane's 8 channels of a shared row."""
@@ -197,7 +195,16 @@ def shared_tensor(pointer, count):
 class Tokens:
     """Loads of token tensors in the lane mapping of `state`. `coord` has a thread's n, hv, thread, lane and o_row."""
 
-    def __init__(self, state: StateRows, axis: str, dtype: str, g_dtype: str, gate: str, qk_l2norm: bool, aligned: bool):
+    def __init__(
+        self,
+        state: StateRows,
+        axis: str,
+        dtype: str,
+        g_dtype: str,
+        gate: str,
+        qk_l2norm: bool,
+        aligned: bool,
+    ):
         self.state = state
         self.channel = axis == "channel"
         self.dtype, self.g_dtype = DTYPES[dtype], DTYPES[g_dtype]
@@ -206,20 +213,27 @@ class Tokens:
     def span(self, args, coord):
         """First token and number of tokens of the sequence."""
         at = args.ptr.cu_seqlens + offset(coord.n, args.stride.cu_seqlens_n)
-        start = load_index(at, args.size.cu_seqlens_kind, Int32(0))
-        end = load_index(at + offset(1, args.stride.cu_seqlens_n), args.size.cu_seqlens_kind, args.size.T)
+        start = ptx.load_index(at, args.size.cu_seqlens_kind, Int32(0))
+        end = ptx.load_index(
+            at + offset(1, args.stride.cu_seqlens_n), args.size.cu_seqlens_kind, args.size.T
+        )
         return start, cutlass.min(end - start, args.size.T)
 
     def prefetch(self, args, coord):
         """Prefetch the first tokens into L2, before the previous kernel has ended; only where cu_seqlens does not place them."""
         size, state = args.size, self.state
         dense = size.cu_seqlens_kind == 0
-        token, channel = cutlass.min(coord.thread // state.lanes, size.T - 1), state.channel(coord, 0)
+        token, channel = (
+            cutlass.min(coord.thread // state.lanes, size.T - 1),
+            state.channel(coord, 0),
+        )
         inside = state.in_row(coord, 0, dense)
         for at in self.qk_addresses(args, coord, token):
-            prefetch_l2(at + channel * (self.dtype.width // 8), inside)
-        prefetch_l2(self.v_address(args, coord, token, coord.o_row), dense)
-        prefetch_l2(self.g_address(args, coord, token, channel if self.channel else None), inside)
+            ptx.prefetch_l2(at + channel * (self.dtype.width // 8), inside)
+        ptx.prefetch_l2(self.v_address(args, coord, token, coord.o_row), dense)
+        ptx.prefetch_l2(
+            self.g_address(args, coord, token, channel if self.channel else None), inside
+        )
 
     # -------------------------------------------------------------------------------------------- q and k
 
@@ -232,7 +246,10 @@ class Tokens:
 
     def load_qk(self, args, coord, start, t, length):
         """This lane's channels of q and k of token t, as words."""
-        return [self.load_channels(at, coord, t < length) for at in self.qk_addresses(args, coord, start + t)]
+        return [
+            self.load_channels(at, coord, t < length)
+            for at in self.qk_addresses(args, coord, start + t)
+        ]
 
     def load_channels(self, address, coord, condition):
         size, words = self.dtype.width // 8, []
@@ -240,10 +257,14 @@ class Tokens:
             channel = self.state.channel(coord, vector)
             inside = self.state.in_row(coord, vector, condition)
             if self.aligned:
-                words += load_words(address + channel * size, inside, count=self.state.vector_size // 2)
+                words += ptx.load_words(
+                    address + channel * size, inside, count=self.state.vector_size // 2
+                )
             else:
                 for i in range(0, self.state.vector_size, 2):
-                    low, high = (load_bits(address + (channel + j) * size, inside) for j in (i, i + 1))
+                    low, high = (
+                        ptx.load_bits(address + (channel + j) * size, inside) for j in (i, i + 1)
+                    )
                     words.append(Uint32(low) | (Uint32(high) << Uint32(16)))
         return words
 
@@ -251,30 +272,51 @@ class Tokens:
         """Factors of q and k: the scale, and with qk_l2norm 1 over their norms."""
         if not self.qk_l2norm:
             return args.scale, Float32(1)
-        norms = [cute.math.rsqrt(sum_lanes(dot(x, x), self.state.lanes) + Float32(L2NORM_EPS)) for x in (q, k)]
+        norms = [
+            cute.math.rsqrt(
+                arithmetic.sum_lanes(arithmetic.dot(x, x), self.state.lanes)
+                + Float32(arithmetic.L2NORM_EPS)
+            )
+            for x in (q, k)
+        ]
         return args.scale * norms[0], norms[1]
 
     # -------------------------------------------------------------------------------------------- v, beta and gates
 
     def v_address(self, args, coord, token, row):
         ptr, stride = args.ptr, args.stride
-        at = ptr.v + offset(coord.n, stride.v_n) + offset(token, stride.v_t) + offset(coord.hv, stride.v_h)
+        at = (
+            ptr.v
+            + offset(coord.n, stride.v_n)
+            + offset(token, stride.v_t)
+            + offset(coord.hv, stride.v_h)
+        )
         return at + row * (self.dtype.width // 8)
 
     def load_beta(self, args, coord, token, condition):
         """Raw beta as fp32."""
         ptr, stride, size = args.ptr, args.stride, args.size
-        at = ptr.beta + offset(coord.n, stride.beta_n) + offset(token, stride.beta_t) + offset(coord.hv, stride.beta_h)
-        return load_scalar(at, Int32(select_(condition, size.beta_kind, Int32(ABSENT))))
+        at = (
+            ptr.beta
+            + offset(coord.n, stride.beta_n)
+            + offset(token, stride.beta_t)
+            + offset(coord.hv, stride.beta_h)
+        )
+        return ptx.load_scalar(at, Int32(select_(condition, size.beta_kind, Int32(ABSENT))))
 
     def g_address(self, args, coord, token, channel):
         ptr, stride = args.ptr, args.stride
-        at = ptr.g + offset(coord.n, stride.g_n) + offset(token, stride.g_t) + offset(coord.hv, stride.g_h)
+        at = (
+            ptr.g
+            + offset(coord.n, stride.g_n)
+            + offset(token, stride.g_t)
+            + offset(coord.hv, stride.g_h)
+        )
         return at if channel is None else at + offset(channel, stride.g_c)
 
     def load_g(self, args, coord, token, channel, condition):
         """Raw g of a token and, for KDA, a channel."""
-        return load(self.g_dtype, self.g_address(args, coord, token, channel), condition)
+        return ptx.load(self.g_dtype, self.g_address(args, coord, token, channel), condition)
 
     def load_gate_parameters(self, args, coord, channel, condition):
         """A_log and dt_bias; None for a gate without them."""
@@ -285,10 +327,12 @@ class Tokens:
         if channel is not None:
             dt_bias += offset(channel, stride.dt_bias_c)
         kind = Int32(select_(condition, size.dt_bias_kind, Int32(ABSENT)))
-        return load(Float32, ptr.A_log + offset(coord.hv, stride.A_log_h), condition), load_scalar(dt_bias, kind)
+        return ptx.load(
+            Float32, ptr.A_log + offset(coord.hv, stride.A_log_h), condition
+        ), ptx.load_scalar(dt_bias, kind)
 
     def log_decay(self, args, g, parameters):
-        return log_decay(self.gate, g, *parameters, args.bound)
+        return arithmetic.log_decay(self.gate, g, *parameters, args.bound)
 
     # -------------------------------------------------------------------------------------------- o
 
@@ -300,9 +344,11 @@ class Tokens:
     def zero_padding(self, args, coord, o_at):
         """Zero o's packed rows past cu_seqlens[-1]: sequence n takes every N-th of them."""
         ptr, stride, size = args.ptr, args.stride, args.size
-        last = load_index(ptr.cu_seqlens + offset(size.N, stride.cu_seqlens_n), size.cu_seqlens_kind, Int32(0))
+        last = ptx.load_index(
+            ptr.cu_seqlens + offset(size.N, stride.cu_seqlens_n), size.cu_seqlens_kind, Int32(0)
+        )
         for row in range(last + coord.n, size.total, size.N):
-            store(self.dtype, o_at + offset(row, stride.o_t), Float32(0))
+            ptx.store(self.dtype, o_at + offset(row, stride.o_t), Float32(0))
 
 
 # ------------------------------------------------------------------------------------------------ the gated norm
@@ -313,14 +359,23 @@ NORM_LOADS = 8  # elements of z that a thread loads at once
 
 def z_address(args, coord, dtype, token, row):
     ptr, stride = args.ptr, args.stride
-    at = ptr.z + offset(coord.n, stride.z_n) + offset(token, stride.z_t) + offset(coord.hv, stride.z_h)
+    at = (
+        ptr.z
+        + offset(coord.n, stride.z_n)
+        + offset(token, stride.z_t)
+        + offset(coord.hv, stride.z_h)
+    )
     return at + row * (dtype.width // 8)
 
 
 def before_norm(o, dtype):
     """o, rounded as without a norm; what fp16 cannot hold stays as it is, since inf would make NaN of the head."""
     rounded = o.to(dtype).to(Float32)
-    return select(cute.math.abs(rounded) <= Float32(FP16_MAX), rounded, o) if dtype is Float16 else rounded
+    return (
+        ptx.select(cute.math.abs(rounded) <= Float32(ptx.FP16_MAX), rounded, o)
+        if dtype is Float16
+        else rounded
+    )
 
 
 def norm_weight_address(args, row):
@@ -342,10 +397,18 @@ class GatedNorm:
     """
 
     def __init__(self, V: int, blocks: int, dtype, threads: int, tokens: int):
-        self.V, self.blocks, self.dtype, self.threads, self.warps = V, blocks, dtype, threads, threads // 32
+        self.V, self.blocks, self.dtype, self.threads, self.warps = (
+            V,
+            blocks,
+            dtype,
+            threads,
+            threads // 32,
+        )
         self.block_rows = V // blocks
         elements = tokens * self.block_rows
-        self.first_loads = min(NORM_LOADS, -(-elements // threads))  # of a thread, in front of the state's arrival
+        self.first_loads = min(
+            NORM_LOADS, -(-elements // threads)
+        )  # of a thread, in front of the state's arrival
         self.one_round = elements <= self.first_loads * threads
         self.one_row = threads % self.block_rows == 0  # all that a thread loads
         self.token_words = V + self.block_rows
@@ -357,8 +420,11 @@ class GatedNorm:
         """Prefetch the weight and the first tokens' z into L2; z only where cu_seqlens does not place it."""
         parts = self.block_rows // 32
         token, row = coord.thread // parts, coord.tile * self.block_rows + coord.thread % parts * 32
-        prefetch_l2(z_address(args, coord, self.dtype, token, row), (token < args.size.T) & (args.size.cu_seqlens_kind == 0))
-        prefetch_l2(norm_weight_address(args, row), token == 0)
+        ptx.prefetch_l2(
+            z_address(args, coord, self.dtype, token, row),
+            (token < args.size.T) & (args.size.cu_seqlens_kind == 0),
+        )
+        ptx.prefetch_l2(norm_weight_address(args, row), token == 0)
 
     def places(self, coord, first, count):
         """A thread's next `count` elements of [tokens, block_rows]: the last warp has token 0, whose v the first ones load."""
@@ -370,10 +436,10 @@ class GatedNorm:
         loaded = []
         for i in places:
             t, row = i // self.block_rows, coord.tile * self.block_rows + i % self.block_rows
-            z = load(self.dtype, z_address(args, coord, self.dtype, start + t, row), t < length)
+            z = ptx.load(self.dtype, z_address(args, coord, self.dtype, start + t, row), t < length)
             if not loaded or not self.one_row:
                 kind = Int32(select_(t < length, args.size.norm_weight_kind, Int32(ABSENT)))
-                bits = load_scalar_bits(norm_weight_address(args, row), kind)
+                bits = ptx.load_scalar_bits(norm_weight_address(args, row), kind)
             loaded.append((z, bits))
         return loaded
 
@@ -388,7 +454,9 @@ class GatedNorm:
             first, step = self.first_loads * self.threads, NORM_LOADS * self.threads
             for i in cutlass.range(first, length * self.block_rows, step, unroll=1):
                 places = self.places(coord, i, NORM_LOADS)
-                self.store_factors(shared, args, length, places, self.load(args, coord, start, length, places))
+                self.store_factors(
+                    shared, args, length, places, self.load(args, coord, start, length, places)
+                )
 
     @cute.jit
     def store_factors(self, shared, args, length, places, loaded):
@@ -396,9 +464,9 @@ class GatedNorm:
             t, row = places[j] // self.block_rows, places[j] % self.block_rows
             if t < length:
                 z, bits = loaded[j]
-                gate, factors = sigmoid(z), self.factors(shared, t)
-                act = select(args.size.norm_sigmoid != 0, gate, z * gate)
-                factors[row] = act * scalar_from_bits(bits, args.size.norm_weight_kind)
+                gate, factors = arithmetic.sigmoid(z), self.factors(shared, t)
+                act = ptx.select(args.size.norm_sigmoid != 0, gate, z * gate)
+                factors[row] = act * ptx.scalar_from_bits(bits, args.size.norm_weight_kind)
 
     # -------------------------------------------------------------------------------------------- o
 
@@ -406,14 +474,16 @@ class GatedNorm:
         return shared_tensor(shared + (self.barrier_words + t * self.token_words), self.V)
 
     def factors(self, shared, t):
-        return shared_tensor(shared + (self.barrier_words + t * self.token_words + self.V), self.block_rows)
+        return shared_tensor(
+            shared + (self.barrier_words + t * self.token_words + self.V), self.block_rows
+        )
 
     @cute.jit
     def expect(self, shared, coord, length):
         """Prepare for o of so many tokens; `wait` lies between this and the first `put`."""
         if cutlass.const_expr(self.blocks > 1):
             if coord.thread == 0:
-                barrier = mbarrier(shared.toint())
+                barrier = ptx.mbarrier(shared.toint())
                 cute.arch.mbarrier_init(barrier, 1)
                 cute.arch.mbarrier_init_fence()
                 cute.arch.mbarrier_arrive_and_expect_tx(barrier, length * self.V * 4)
@@ -437,14 +507,16 @@ class GatedNorm:
             at = (shared + (self.barrier_words + t * self.token_words + row)).toint()
             for first in cutlass.range_constexpr(0, self.blocks, lanes):
                 block = first + lane
-                store_async(at, shared.toint(), cutlass.min(block, self.blocks - 1), o, block < self.blocks)
+                ptx.store_async(
+                    at, shared.toint(), cutlass.min(block, self.blocks - 1), o, block < self.blocks
+                )
 
     @cute.jit
     def finish(self, shared, args, o_at, coord, start, length):
         """Normalise and store the block's rows of every token; o_at: of token 0 and row 0. Every `put` lies before it."""
         if cutlass.const_expr(self.blocks > 1):
             if coord.thread // 32 < length:  # the others have no token
-                cute.arch.mbarrier_wait(mbarrier(shared.toint()), 0)
+                cute.arch.mbarrier_wait(ptx.mbarrier(shared.toint()), 0)
         else:
             cute.arch.sync_threads()
         lane = coord.thread % 32
@@ -455,9 +527,15 @@ class GatedNorm:
             for first in range(0, self.V, 32):
                 x = outputs[lane + first]
                 total = cute.math.fma(x, x, total)
-            rstd = cute.math.rsqrt(cute.math.fma(sum_lanes(total, 32), Float32(1 / self.V), eps))
+            rstd = cute.math.rsqrt(
+                cute.math.fma(arithmetic.sum_lanes(total, 32), Float32(1 / self.V), eps)
+            )
             at = o_at + offset(start + t, args.stride.o_t)
             for first in cutlass.range_constexpr(0, self.block_rows, 32):
                 row = lane + first
                 place = coord.tile * self.block_rows + row
-                store(self.dtype, at + offset(place, args.stride.o_c), outputs[place] * rstd * factors[row])
+                ptx.store(
+                    self.dtype,
+                    at + offset(place, args.stride.o_c),
+                    outputs[place] * rstd * factors[row],
+                )

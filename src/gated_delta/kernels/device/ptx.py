@@ -1,54 +1,21 @@
-"""Instructions and small arithmetic that kernels share, by section: addresses, loads, stores, shared memory, asynchronous copies,
-conversions, packed pairs, gates and sums over lanes.
+"""PTX instructions, one function each: loads, stores, shared memory, asynchronous copies, conversions,
+packed pairs, approximate functions.
 
-Loads and stores are predicated rather than behind branches, so that the assembler may move other loads across them. Multiply-adds
-are explicit `fma`, so contraction does not depend on the code around: a token gives the same bits in every kernel.
+Loads and stores are predicated, not behind branches, so that ptxas may move other loads across them.
 """
 
 from typing import NamedTuple
 
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint16, Uint32, Uint64
-from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
+from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint16, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ..arguments import BF16, FP32
 
-DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
-
-L2NORM_EPS = 1e-6
 FP16_MAX = 65504.0
 L2_LINE = 128  # bytes of an L2 fetch
 # L2 cache policies, as createpolicy.fractional encodes them.
 EVICT_NORMAL, EVICT_LAST, EVICT_FIRST = 0x16F0000000000000, 0x14F0000000000000, 0x12F0000000000000
-
-
-def typed(fields, dtype):
-    """A tuple type of arguments.py as a kernel's argument: every field a `dtype`."""
-    return NamedTuple(fields.__name__, [(name, dtype) for name in fields._fields])
-
-
-class Args(NamedTuple):
-    """A kernel's arguments: `arguments.py` says what the three tuples hold."""
-
-    ptr: NamedTuple
-    scale: Float32
-    bound: Float32
-    stride: NamedTuple
-    size: NamedTuple
-
-
-# ------------------------------------------------------------------------------------------------ addresses
-
-
-def offset(index, stride):
-    """index * stride in one widening multiply; neither is negative."""
-    return Int64(Uint64(Uint32(index)) * Uint64(Uint32(stride)))
-
-
-def qk_head(hv, factor):
-    """q/k head of a value head; `factor` is qk_head_factor of arguments.py."""
-    return Int32((Uint64(Uint32(hv)) * Uint64(Uint32(factor))) >> Uint64(30))
 
 
 # ------------------------------------------------------------------------------------------------ loads
@@ -242,7 +209,8 @@ def scalar_from_bits(bits, kind):
 def prefetch_l2(address, condition):
     """Prefetch an address's line into L2; the address must be mapped."""
     cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; @p prefetch.global.L2 [{$r0}]; }", read_only_args=[address, Int32(condition)]
+        "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; @p prefetch.global.L2 [{$r0}]; }",
+        read_only_args=[address, Int32(condition)],
     )
 
 
@@ -251,12 +219,18 @@ def prefetch_l2(address, condition):
 
 def store(dtype, address, value):
     """One fp32 number as a `dtype`."""
-    cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.gmem), cute.make_layout((1,)))[0] = value.to(dtype)
+    cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.gmem), cute.make_layout((1,)))[
+        0
+    ] = value.to(dtype)
 
 
 def store_if(dtype, address, value, condition):
     """`store` where the condition is true."""
-    bits, kind = (value.bitcast(Uint32), "b32") if dtype is Float32 else (value.to(dtype).bitcast(Uint16), "b16")
+    bits, kind = (
+        (value.bitcast(Uint32), "b32")
+        if dtype is Float32
+        else (value.to(dtype).bitcast(Uint16), "b16")
+    )
     cute.arch.inline_ptx(
         f"{{ .reg .pred p; setp.ne.s32 p, {{$r2}}, 0; @p st.global.{kind} [{{$r0}}], {{$r1}}; }}",
         read_only_args=[address, bits, Int32(condition)],
@@ -281,7 +255,9 @@ def store_async(address, barrier, block, value, condition):
 def store_words(address, words, condition):
     """One, two or four words to a multiple of their bytes where the condition is true."""
     names = [f"{{$r{i + 1}}}" for i in range(len(words))]
-    source, vector = (names[0], "") if len(words) == 1 else (f"{{{', '.join(names)}}}", f".v{len(words)}")
+    source, vector = (
+        (names[0], "") if len(words) == 1 else (f"{{{', '.join(names)}}}", f".v{len(words)}")
+    )
     cute.arch.inline_ptx(
         f"{{ .reg .pred p; setp.ne.s32 p, {{$r{len(words) + 1}}}, 0; @p st.global{vector}.b32 [{{$r0}}], {source}; }}",
         read_only_args=[address, *words, Int32(condition)],
@@ -293,14 +269,18 @@ def store_words(address, words, condition):
 
 def load_shared(address):
     """A 32-bit word."""
-    return cute.arch.inline_ptx("ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address])
+    return cute.arch.inline_ptx(
+        "ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address]
+    )
 
 
 def load_shared_x4(address):
     """Four words at a multiple of 16 bytes."""
     return list(
         cute.arch.inline_ptx(
-            "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];", write_only_types=[Uint32] * 4, read_only_args=[address]
+            "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
+            write_only_types=[Uint32] * 4,
+            read_only_args=[address],
         )
     )
 
@@ -313,7 +293,9 @@ def load_shared_f32(address):
 def load_shared_f32x2(address):
     """Two fp32 numbers at a multiple of 8 bytes."""
     return cute.arch.inline_ptx(
-        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];", write_only_types=[Float32] * 2, read_only_args=[address]
+        "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
+        write_only_types=[Float32] * 2,
+        read_only_args=[address],
     )
 
 
@@ -326,7 +308,9 @@ def load_shared_as_f32(address, dtype):
     """A number of `dtype` as fp32."""
     if dtype is Float32:
         return load_shared_f32(address)
-    half = cute.arch.inline_ptx("ld.shared.b16 {$w0}, [{$r0}];", write_only_types=[Uint16], read_only_args=[address])
+    half = cute.arch.inline_ptx(
+        "ld.shared.b16 {$w0}, [{$r0}];", write_only_types=[Uint16], read_only_args=[address]
+    )
     return half.bitcast(dtype).to(Float32)
 
 
@@ -351,12 +335,16 @@ def store_shared_half(address, x):
 
 def store_shared_x2(address, words):
     """Two words to a multiple of 8 bytes."""
-    cute.arch.inline_ptx("st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *words])
+    cute.arch.inline_ptx(
+        "st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *words]
+    )
 
 
 def store_shared_x4(address, words):
     """Four words to a multiple of 16 bytes."""
-    cute.arch.inline_ptx("st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words])
+    cute.arch.inline_ptx(
+        "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
+    )
 
 
 def ldmatrix_x4(address):
@@ -384,7 +372,8 @@ def ldmatrix_x4_trans(address):
 def stmatrix_x4_trans(address, words):
     """The inverse of ldmatrix_x4_trans."""
     cute.arch.inline_ptx(
-        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
+        "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
+        read_only_args=[address, *words],
     )
 
 
@@ -402,7 +391,10 @@ class PipelineState(NamedTuple):
 def advance(state, stages):
     """The next chunk's state."""
     wraps = state.stage == stages - 1
-    stage, phase = Int32(select_(wraps, 0, state.stage + 1)), Int32(select_(wraps, 1 - state.phase, state.phase))
+    stage, phase = (
+        Int32(select_(wraps, 0, state.stage + 1)),
+        Int32(select_(wraps, 1 - state.phase, state.phase)),
+    )
     return state._replace(chunk=state.chunk + 1, stage=stage, phase=phase)
 
 
@@ -436,7 +428,8 @@ def bulk_load(shared, source, size, barrier):
 def bulk_store(target, shared, size):
     """`size` bytes of shared memory to global memory, in a bulk group of its own."""
     cute.arch.inline_ptx(
-        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};", read_only_args=[target, shared, Int32(size)]
+        "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
+        read_only_args=[target, shared, Int32(size)],
     )
     cute.arch.cp_async_bulk_commit_group()
 
@@ -472,12 +465,16 @@ def cp_async_or_fill(shared, source, condition, word):
 
 def cp_async_arrive(barrier):
     """Arrive at the mbarrier, once the thread's asynchronous copies are complete; the barrier counts this arrival."""
-    cute.arch.inline_ptx("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[barrier])
+    cute.arch.inline_ptx(
+        "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[barrier]
+    )
 
 
 def atomic_increment(address):
     """Add 1 to a counter in global memory; returns its old value."""
-    return cute.arch.inline_ptx("atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address])
+    return cute.arch.inline_ptx(
+        "atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address]
+    )
 
 
 def release_increment(address):
@@ -492,7 +489,11 @@ def increment(address):
 
 def load_relaxed(address):
     """A counter in global memory, as it is or was just now."""
-    return cute.arch.inline_ptx("ld.relaxed.gpu.global.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+    return cute.arch.inline_ptx(
+        "ld.relaxed.gpu.global.u32 {$w0}, [{$r0}];",
+        write_only_types=[Int32],
+        read_only_args=[address],
+    )
 
 
 def nanosleep(ns):
@@ -502,7 +503,11 @@ def nanosleep(ns):
 
 def load_acquire(address):
     """A counter in global memory; what was written in front of its increments can be read behind this."""
-    return cute.arch.inline_ptx("ld.acquire.gpu.global.u32 {$w0}, [{$r0}];", write_only_types=[Int32], read_only_args=[address])
+    return cute.arch.inline_ptx(
+        "ld.acquire.gpu.global.u32 {$w0}, [{$r0}];",
+        write_only_types=[Int32],
+        read_only_args=[address],
+    )
 
 
 def sync_threads_or(condition):
@@ -525,7 +530,9 @@ def select(condition, yes, no):
 
 def opaque(x):
     """x, of which the compiler knows nothing: what follows from it is computed where it is used, not kept in registers."""
-    return cute.arch.inline_ptx("mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x])
+    return cute.arch.inline_ptx(
+        "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]
+    )
 
 
 def unpack(words, dtype):
@@ -535,7 +542,10 @@ def unpack(words, dtype):
         if dtype is Float32:
             out.append(word.bitcast(Float32))
         elif dtype is BFloat16:
-            out += [(word << Uint32(16)).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)]
+            out += [
+                (word << Uint32(16)).bitcast(Float32),
+                (word & Uint32(0xFFFF0000)).bitcast(Float32),
+            ]
         else:
             halves = (Uint16(word & Uint32(0xFFFF)), Uint16(word >> Uint32(16)))
             out += [half.bitcast(Float16).to(Float32) for half in halves]
@@ -548,7 +558,11 @@ def pack(xs, dtype):
         return [x.bitcast(Uint32) for x in xs]
     kind = {BFloat16: "bf16x2", Float16: "satfinite.f16x2"}[dtype]
     return [
-        cute.arch.inline_ptx(f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Uint32], read_only_args=[low, high])
+        cute.arch.inline_ptx(
+            f"cvt.rn.{kind}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
+            write_only_types=[Uint32],
+            read_only_args=[low, high],
+        )
         for low, high in zip(xs[::2], xs[1::2], strict=True)
     ]
 
@@ -558,7 +572,11 @@ def split(xs, dtype):
 
     Of bf16, two numbers a word; of fp32, each part is an fp32 number at tf32 precision.
     """
-    high = [x.bitcast(Uint32) & Uint32(0xFFFFE000) for x in xs] if dtype is Float32 else pack(xs, dtype)
+    high = (
+        [x.bitcast(Uint32) & Uint32(0xFFFFE000) for x in xs]
+        if dtype is Float32
+        else pack(xs, dtype)
+    )
     low = [x - h for x, h in zip(xs, unpack(high, dtype), strict=True)]
     return high, pack(low, dtype)
 
@@ -571,7 +589,9 @@ def mma_sync(sums, a, b, dtype):
     kind = {Float32: "tf32", BFloat16: "bf16", Float16: "f16"}[dtype]
     shape = "m16n8k16" if dtype is not Float32 and len(a) == 4 else "m16n8k8"
     names = [f"{{$r{i}}}" for i in range(len(a) + len(b) + 4)]
-    operands = ", ".join(f"{{{', '.join(some)}}}" for some in (names[: len(a)], names[len(a) : -4], names[-4:]))
+    operands = ", ".join(
+        f"{{{', '.join(some)}}}" for some in (names[: len(a)], names[len(a) : -4], names[-4:])
+    )
     return list(
         cute.arch.inline_ptx(
             f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, {operands};",
@@ -587,7 +607,9 @@ def mma_sync(sums, a, b, dtype):
 def pack_x2(low, high, dtype):
     """Two fp32 numbers rounded to a word of two fp16 or bf16 ones."""
     return cute.arch.inline_ptx(
-        f"cvt.rn.{_x2(dtype)}.f32 {{$w0}}, {{$r1}}, {{$r0}};", write_only_types=[Uint32], read_only_args=[low, high]
+        f"cvt.rn.{_x2(dtype)}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
+        write_only_types=[Uint32],
+        read_only_args=[low, high],
     )
 
 
@@ -611,12 +633,20 @@ def scale_bf16_to_fp16(word, factor):
 
 def mul_x2(x, y, dtype=Float16):
     """Products of two words' 16-bit numbers."""
-    return cute.arch.inline_ptx(f"mul.rn.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};", write_only_types=[Uint32], read_only_args=[x, y])
+    return cute.arch.inline_ptx(
+        f"mul.rn.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};",
+        write_only_types=[Uint32],
+        read_only_args=[x, y],
+    )
 
 
 def fma_x2(x, y, z):
     """x y + z of three words' fp16 numbers."""
-    return cute.arch.inline_ptx("fma.rn.f16x2 {$w0}, {$r0}, {$r1}, {$r2};", write_only_types=[Uint32], read_only_args=[x, y, z])
+    return cute.arch.inline_ptx(
+        "fma.rn.f16x2 {$w0}, {$r0}, {$r1}, {$r2};",
+        write_only_types=[Uint32],
+        read_only_args=[x, y, z],
+    )
 
 
 def max_abs_x2(x, y, dtype):
@@ -631,12 +661,20 @@ def _x2(dtype):
 
 def warp_max(x):
     """The maximum of a warp's 32-bit unsigned numbers."""
-    return cute.arch.inline_ptx("redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Uint32], read_only_args=[x])
+    return cute.arch.inline_ptx(
+        "redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;",
+        write_only_types=[Uint32],
+        read_only_args=[x],
+    )
 
 
 def warp_sum(x):
     """The sum of a warp's 32-bit unsigned numbers."""
-    return cute.arch.inline_ptx("redux.sync.add.u32 {$w0}, {$r0}, 0xffffffff;", write_only_types=[Uint32], read_only_args=[x])
+    return cute.arch.inline_ptx(
+        "redux.sync.add.u32 {$w0}, {$r0}, 0xffffffff;",
+        write_only_types=[Uint32],
+        read_only_args=[x],
+    )
 
 
 def lowest_bit(x):
@@ -646,26 +684,36 @@ def lowest_bit(x):
 
 def fmax(x, y):
     """The maximum; of NaN and a number the number."""
-    return cute.arch.inline_ptx("max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
+    return cute.arch.inline_ptx(
+        "max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
+    )
 
 
 def fmax_nan(x, y):
     """The maximum; NaN if either is."""
-    return cute.arch.inline_ptx("max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
+    return cute.arch.inline_ptx(
+        "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
+    )
 
 
 def fmin_nan(x, y):
     """The minimum; NaN if either is."""
-    return cute.arch.inline_ptx("min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y])
+    return cute.arch.inline_ptx(
+        "min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
+    )
 
 
 def exp2(x):
     """2**x, 0 below 2**-126."""
-    return cute.arch.inline_ptx("ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+    return cute.arch.inline_ptx(
+        "ex2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
+    )
 
 
 def log2(x):
-    return cute.arch.inline_ptx("lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
+    return cute.arch.inline_ptx(
+        "lg2.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
+    )
 
 
 def rsqrt_or_zero(x):
@@ -678,76 +726,6 @@ def rsqrt_or_zero(x):
 
 
 def reciprocal(x):
-    return cute.arch.inline_ptx("rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x])
-
-
-# ---------------------------------------------------------------------------------- gates, inner products, sums over lanes
-
-
-def sigmoid(x):
-    return cute.arch.rcp_approx(Float32(1) + cute.math.exp(-x))
-
-
-def log_decay(gate, g, A_log, dt_bias, bound):
-    """Natural-log decay of a raw g: docs/math.md, "Gates". `gate` is a compile-time fact."""
-    if gate == "log":
-        return g
-    rate = cute.math.exp(A_log)
-    x = g + dt_bias
-    if gate == "softplus":
-        soft = cute.math.log1p(cute.math.exp(-cute.math.abs(x))) + cute.math.max(x, Float32(0))
-        return -_scaled(rate, select(x > Float32(20), x, soft))
-    return bound * sigmoid(_scaled(rate, x))
-
-
-def _scaled(rate, x):
-    """rate * x, and 0 where x is 0: exp(A_log) may be inf."""
-    return select(x == Float32(0), x, rate * x)
-
-
-def dot(xs, ys):
-    """Inner product of two lists of fp32, one fma chain per half."""
-    half = len(xs) // 2
-    sums = []
-    for part in (slice(0, half), slice(half, None)):
-        total = xs[part][0] * ys[part][0]
-        for x, y in zip(xs[part][1:], ys[part][1:], strict=True):
-            total = cute.math.fma(x, y, total)
-        sums.append(total)
-    return sums[0] + sums[1]
-
-
-def sum_lanes(x, lanes):
-    """Sum over the `lanes` neighbouring lanes that share a row, by butterfly shuffles, the widest first."""
-    offset = lanes // 2
-    while offset >= 1:
-        x = x + shuffle_sync_bfly(x, offset=offset)
-        offset //= 2
-    return x
-
-
-def sum_rows(rows, lanes, lane):
-    """sum_lanes of several rows at once: each lane ends with the sum of row lane // (lanes // len(rows)).
-
-    At each step lanes exchange one half of their rows for the other, in place of moving every row. The tree is sum_lanes', so a
-    row's bits do not depend on len(rows).
-    """
-    offset = lanes // 2
-    while len(rows) > 1:
-        upper = (lane & offset) != 0
-        half = len(rows) // 2
-        rows = [
-            select(upper, b, a) + shuffle_sync_bfly(select(upper, a, b), offset=offset)
-            for a, b in zip(rows[:half], rows[half:], strict=True)
-        ]
-        offset //= 2
-    (x,) = rows
-    while offset >= 1:
-        x = x + shuffle_sync_bfly(x, offset=offset)
-        offset //= 2
-    return x
-
-
-def broadcast(x, source, lanes):
-    """x of lane `source` among the `lanes` that share a row."""
-    return shuffle_sync(x, offset=source, mask_and_clamp=((32 - lanes) << 8) | 31)
+    return cute.arch.inline_ptx(
+        "rcp.approx.ftz.f32 {$w0}, {$r0};", write_only_types=[Float32], read_only_args=[x]
+    )
