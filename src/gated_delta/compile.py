@@ -141,14 +141,18 @@ def _compiler() -> str | None:
 @functools.cache
 def sources(kernel: str) -> str:
     """Fingerprint of what a kernel is made from: the code of its module and of those it imports from this package."""
-    return _digest(_closure(Path(__file__).parent / "kernels" / f"{kernel}.py"))
+    return _digest(_closure(Path(__file__).parent / f"{_module(kernel).replace('.', '/')}.py"))
+
+
+def _module(kernel: str) -> str:
+    """A kernel's module in this package: kernels.decode, kernels.prefill.scan of prefill_scan."""
+    return f"kernels.{kernel.replace('prefill_', 'prefill.', 1)}"
 
 
 def all_sources() -> str:
     """Fingerprint of all kernels."""
-    return _digest(
-        {file: sources(file.stem) for file in (Path(__file__).parent / "kernels").glob("*.py")}
-    )
+    files = (Path(__file__).parent / "kernels").rglob("*.py")
+    return _digest({file: _read(file.read_text())[0] for file in files})
 
 
 def _digest(code: dict[Path, str]) -> str:
@@ -354,7 +358,7 @@ def _compile(variant: Variant, arch: str, scratch: Path) -> Path:
     """An object file of the variant, in scratch."""
     import cutlass.cute as cute
 
-    module = importlib.import_module(f"{__package__}.kernels.{variant.kernel}")
+    module = importlib.import_module(f"{__package__}.{_module(variant.kernel)}")
     kernel_type = getattr(module, "".join(part.title() for part in variant.kernel.split("_")))
     kernel = kernel_type(**dict(variant.facts))
     arguments = [_example(kind) for kind in kernel_type.arguments]

@@ -1,0 +1,246 @@
+"""A head's state in the registers of MMA warpgroups: its loads and stores, checkpoints, its scale.
+
+The fp32 accumulator of a [64, 128] tile: element 4 j + 2 i + p of a lane is row lane // 4 + 8 i of
+the warp's 16, column 8 j + lane % 4 * 2 + p. Loads and stores of rows use the same order.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+from cutlass.cutlass_dsl import select_
+
+from ..device import ptx
+from ..device.args import offset
+from ..device.hopper import WARP
+from .arguments import CHUNK
+from .layout import D, head_number, segment_number
+
+# Absmax of the scaled state and values: docs/kernels/prefill.md, "Precision and range".
+ABSMAX_HIGH, ABSMAX_LOW = 2.0**4, 2.0**-4
+ABSMAX_FAR_BELOW = 2.0**-6  # of values: in front of such a chunk the state is measured
+STATE_DOMINATES = 2.0**8  # a state so much larger than the values ...
+STATE_HEADROOM = 2.0**5  # ... may be so much above ABSMAX_HIGH
+RESCALE_INTERVAL = 4  # chunks from one measurement of the state's absmax to the next
+MIN_SCALE, MAX_SCALE = 2.0**-120, 2.0**120  # of state_scale; a state of zeros has the largest
+
+
+# -------------------------------------------------------------------------------- rows in memory
+
+
+class StateCoord(NamedTuple):
+    """A lane's first row and column of a state."""
+
+    row: Int32
+    column: Int32
+
+
+def state_coord(v_row, thread):
+    """v_row: the warpgroup's first V row."""
+    lane, warp = thread % WARP, thread // WARP
+    return StateCoord(v_row + (warp * 16 + lane // 4), lane % 4 * 2)
+
+
+def load_rows(at, dtype, columns, coord, condition, state):
+    """A lane's part of a [V, columns] matrix; zeros in the columns past it."""
+    size = dtype.width // 8
+    for i in range(2):
+        for j in range(D // 8):
+            address = at + ((coord.row + 8 * i) * columns + coord.column + 8 * j) * size
+            words = ptx.load_words(address, condition & (8 * j < columns), count=size // 2)
+            for p, x in enumerate(ptx.unpack(words, dtype)):
+                state[4 * j + 2 * i + p] = x
+
+
+def store_rows(at, dtype, columns, coord, condition, state, unscale):
+    size = dtype.width // 8
+    for i in range(2):
+        for j in range(columns // 8):
+            address = at + ((coord.row + 8 * i) * columns + coord.column + 8 * j) * size
+            pair = [state[4 * j + 2 * i + p] * unscale for p in range(2)]
+            ptx.store_words(address, ptx.pack(pair, dtype), condition)
+
+
+def initial_state_at(args, work):
+    ptr, stride = args.ptr, args.stride
+    at = ptr.initial_state + offset(cutlass.max(work.state_index, 0), stride.initial_state_p)
+    return at + offset(work.hv, stride.initial_state_h)
+
+
+def load_initial_state(args, work, dtype, K, coord, state):
+    """The call's initial state of a sequence and head; zeros where it has none."""
+    ptr = args.ptr
+    flag_at = ptr.has_initial_state + offset(work.sequence.n, args.stride.has_initial_state_n)
+    resumed = ptx.load_flag(flag_at, ptr.has_initial_state != 0)
+    resumed = resumed & Int32(ptr.initial_state != 0) & Int32(work.state_index >= 0)
+    load_rows(initial_state_at(args, work), dtype, K, coord, resumed, state)
+
+
+def prefetch_initial_state(args, state_index, hv, size):
+    """Prefetch a head's initial state, `size` bytes, to L2."""
+    ptr, stride = args.ptr, args.stride
+    at = ptr.initial_state + offset(cutlass.max(state_index, 0), stride.initial_state_p)
+    at += offset(hv, stride.initial_state_h)
+    ptx.bulk_prefetch_l2(at, size, Int32(ptr.initial_state != 0) & Int32(state_index >= 0))
+
+
+def store_final_state(args, work, dtype, K, coord, is_last, state, state_scale):
+    """The final state of a sequence and head, after its last segment."""
+    ptr, stride = args.ptr, args.stride
+    stored = Int32(ptr.final_state != 0) & Int32(work.state_index >= 0) & Int32(is_last)
+    at = ptr.final_state + offset(cutlass.max(work.state_index, 0), stride.final_state_p)
+    at += offset(work.hv, stride.final_state_h)
+    store_rows(at, dtype, K, coord, stored, state, inverse_power_of_2(state_scale))
+
+
+def segment_state_offset(args, work, rows):
+    """Byte offset of a segment's fp32 matrix of `rows` rows among those of all heads and segments."""
+    number = segment_number(args, head_number(args, work.sequence.n, work.hv), work.segment)
+    return number * (rows * D * 4)
+
+
+# -------------------------------------------------------------------------------- checkpoints
+
+
+@cute.jit
+def store_checkpoints(args, work, dtype, K, coord, end_chunk, is_last, state, state_scale, chunk):
+    """Store the state, before `chunk`, to the checkpoints that lie there.
+
+    A segment stores the checkpoints before its own chunks; the last one, which has the final state,
+    also those at the sequence's end. Returns the chunk of the segment's next ones, -1 past the last.
+    """
+    stride, size = args.stride, args.size
+    unscale = inverse_power_of_2(state_scale)
+    last = cutlass.min(work.sequence.tokens, end_chunk * CHUNK - 1)
+    last = Int32(select_(is_last, work.sequence.tokens, last))
+    last = Int32(select_(work.state_index >= 0, last, -1))
+    lens_at = args.ptr.checkpoint_lens + offset(work.sequence.n, stride.checkpoint_lens_n)
+    next_chunk = Int32(-1)
+    for j in cutlass.range(size.checkpoints_per_sequence, unroll=1):
+        length_at = lens_at + offset(j, stride.checkpoint_lens_j)
+        length = ptx.load_length(length_at, size.checkpoint_lens_kind)
+        if (length >= chunk * CHUNK) & (length <= last) & (length % CHUNK == 0):
+            if length == chunk * CHUNK:
+                at, stored = checkpoint_address(args, work, j)
+                store_rows(at, dtype, K, coord, stored, state, unscale)
+            elif (next_chunk < 0) | (length < next_chunk * CHUNK):
+                next_chunk = length // CHUNK
+    return next_chunk
+
+
+def checkpoint_address(args, work, j):
+    """Address of checkpoint j of the sequence and head, in the pool or a tensor; and whether it has one."""
+    ptr, stride, size, n = args.ptr, args.stride, args.size, work.sequence.n
+    slot_at = ptr.checkpoint_indices + offset(n, stride.checkpoint_indices_n)
+    slot_at += offset(j, stride.checkpoint_indices_j)
+    slot = ptx.load_index(slot_at, size.checkpoint_indices_kind, size.null_index + 1)
+    at = ptr.checkpoints + offset(n, stride.checkpoints_n) + offset(j, stride.checkpoints_j)
+    at += offset(cutlass.max(slot, 0), stride.checkpoints_p) + offset(work.hv, stride.checkpoints_h)
+    return at, slot > size.null_index
+
+
+def without_checkpoints(arguments):
+    """Drop the checkpoint arguments: in kernels that store none they would shift the constant bank,
+    and ptxas would give those kernels other registers."""
+    kept = {
+        name: x
+        for name, x in zip(arguments._fields, arguments, strict=True)
+        if "checkpoint" not in name
+    }
+    return NamedTuple(type(arguments).__name__, [(name, type(x)) for name, x in kept.items()])(
+        **kept
+    )
+
+
+# -------------------------------------------------------------------------------- the state's scale
+
+
+@cute.jit
+def rescale(state, v_absmax, state_scale, measure):
+    """Rescale the state if the chunk's values, or the state if measured, leave the range.
+
+    Values far below the range are a reason to measure: the state may be as small by now, or it
+    dominates. Returns the scale. The form of this arithmetic decides whether ptxas serialises every
+    wgmma: tests/test_compile.py.
+    """
+    absmax, state_absmax = state_scale * v_absmax, Float32(0)
+    low = Float32(0)  # an unmeasured state may be larger than the values
+    if measure | is_far_below(v_absmax, state_scale):
+        state_absmax = accumulator_absmax(state)
+        absmax = cute.math.max(absmax, state_absmax)
+        low = ptx.select(
+            is_far_below(v_absmax, state_scale), Float32(ABSMAX_HIGH), Float32(ABSMAX_LOW)
+        )
+    if (absmax > ABSMAX_HIGH) | ((absmax < low) & (state_scale < MAX_SCALE)):
+        new_scale = scale_of(v_absmax, state_absmax, state_scale)
+        multiply(state, new_scale * inverse_power_of_2(state_scale))
+        state_scale = new_scale
+    return state_scale
+
+
+@cute.jit
+def set_scale(state, v_absmax, state_scale):
+    """Scale the state without history, as if the call began here with the state as stored.
+
+    A stored state has lost what fp32 cannot hold. With a scale of at most 1 it has lost nothing but
+    what is too large, so a scale that stays leaves the state as it is.
+    """
+    unscale = inverse_power_of_2(state_scale)
+    new_scale = scale_of(v_absmax, accumulator_absmax(state), state_scale)
+    if (new_scale != state_scale) | (state_scale > 1) | (state_scale < Float32(2 * MIN_SCALE)):
+        multiply(state, unscale)
+        multiply(state, new_scale)
+    return new_scale
+
+
+def scale_of(v_absmax, state_absmax, state_scale):
+    """The power of two that takes the larger absmax, of values or scaled state, to 8..16.
+
+    A state that dominates goes above that: it hardly grows, and the values keep more digits.
+    """
+    of_values = inverse_power_of_2_below(v_absmax)
+    of_state = state_scale * inverse_power_of_2_below(state_absmax)
+    dominates = (v_absmax > 0) & (of_values > of_state * Float32(STATE_DOMINATES))
+    highest = ptx.select(
+        dominates, Float32(ABSMAX_HIGH * STATE_HEADROOM / 2), Float32(ABSMAX_HIGH / 2)
+    )
+    scale = cute.math.min(of_values, of_state) * highest
+    return cute.math.max(cute.math.min(scale, Float32(MAX_SCALE)), Float32(MIN_SCALE))
+
+
+def is_far_below(v_absmax, state_scale):
+    """Whether a chunk has values, all of them far below the range."""
+    return (v_absmax > 0) & (state_scale * v_absmax < ABSMAX_FAR_BELOW)
+
+
+def accumulator_absmax(accumulator):
+    """The largest magnitude among a warp's elements."""
+    sizes = [cute.math.abs(accumulator[i]) for i in range(cute.size(accumulator))]
+    while len(sizes) > 1:
+        sizes = [ptx.fmax(a, b) for a, b in zip(sizes[::2], sizes[1::2], strict=True)]
+    return ptx.warp_max(sizes[0].bitcast(Uint32)).bitcast(Float32)
+
+
+def packed_absmax(words, dtype):
+    """The largest magnitude among a warp's packed 16-bit numbers, as the bits of an fp32 number."""
+    while len(words) > 1:
+        words = [ptx.max_abs_x2(a, b, dtype) for a, b in zip(words[::2], words[1::2], strict=True)]
+    low, high = ptx.unpack([words[0] & Uint32(0x7FFF7FFF)], dtype)
+    return ptx.warp_max(cute.math.max(low, high).bitcast(Uint32))
+
+
+def multiply(accumulator, factor):
+    for i in range(cute.size(accumulator)):
+        accumulator[i] = accumulator[i] * factor
+
+
+def inverse_power_of_2(x):
+    """1 / x for a power of two x."""
+    return (Uint32(254 << 23) - x.bitcast(Uint32)).bitcast(Float32)
+
+
+def inverse_power_of_2_below(x):
+    """1 / the largest power of two up to x, which is limited to 2**-126..2**126."""
+    exponent = cutlass.max(cutlass.min(Int32(x.bitcast(Uint32) >> 23), 253), 1)
+    return Uint32((254 - exponent) << 23).bitcast(Float32)
