@@ -13,9 +13,8 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
-from ..device import ptx
+from ..device import hopper, ptx
 from ..device.args import offset, qk_head, typed
-from ..device.hopper import SwizzledTile
 from .arguments import CHUNK, PREPARED, STATE_BYTES, PrefillPointers, PrefillSizes, PrefillStrides
 
 Pointers, Strides, Sizes = (
@@ -39,9 +38,9 @@ MIN_LOG_DECAY = -88.0
 Q_SCALE = 2.0**-4
 """Scale of q where accumulators of outputs are fp16, which keeps them in range."""
 
-TILE = SwizzledTile(CHUNK, D, 32)
+TILE = hopper.SwizzledTile(CHUNK, D, 32)
 """A chunk's k or q, in rows of 64 bytes, which a warp writes as whole lines."""
-SQUARE = SwizzledTile(CHUNK, CHUNK, 16)
+SQUARE = hopper.SwizzledTile(CHUNK, CHUNK, 16)
 """Tinv or Aqk in shared memory, with zeros above the diagonal blocks."""
 
 # Byte offsets in a chunk's scales: fp32 [64] each, but for the ones with another type.
@@ -71,6 +70,22 @@ def triangle_offset(row, vector):
     """Byte offset of 16-byte vector 0..7 of a triangle's row, which ends with its diagonal block."""
     panel = vector // 2
     return triangle_panel(panel) + SQUARE.offset_in_block(row - 16 * panel, row, vector % 2)
+
+
+@cute.jit
+def clear_squares(squares_at, count, thread, threads):
+    """Zeros in squares of shared memory: no copy writes above their diagonal blocks."""
+    size = count * SQUARE.bytes
+    for at in cutlass.range(thread * 16, size, threads * 16, unroll=1):
+        ptx.store_shared_x4(squares_at + at, [Uint32(0)] * 4)
+    hopper.fence_async_proxy()
+
+
+def load_square(triangle, square, full):
+    """One thread: a triangle of the workspace to a square of shared memory, by bulk copies."""
+    for panel in range(CHUNK // 16):
+        target, source = square + square_panel(panel), triangle + triangle_panel(panel)
+        ptx.bulk_load(target, source, (CHUNK - 16 * panel) * 32, full)
 
 
 # -------------------------------------------------------------------------------- sequences
