@@ -12,6 +12,7 @@ items from a queue: whoever is waited for has started, whatever else runs on the
 """
 
 import enum
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -20,10 +21,9 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, ptx
-from ..device.args import DTYPES, Args
+from ..device.args import DTYPES, Args, qk_head
 from ..device.hopper import WARP, WARPGROUP, NamedBarrier, warp_uniform
 from .arguments import (
-    CHUNK,
     CTA_QUEUE,
     ITEM_QUEUE,
     SCALE_BYTES,
@@ -100,11 +100,11 @@ def warpgroup_of(words_at):
     return words_at // WORDS_BYTES % 4
 
 
+@dataclass(frozen=True)
 class QueueWorker:
-    """A warpgroup that prepares items from the queue (inverse.py has the interface)."""
+    """A warpgroup that prepares items from the queue: terms.Worker."""
 
-    def __init__(self, channel):
-        self.channel = channel
+    channel: bool
 
     def sync(self, coord):
         NamedBarrier.PREPARE.sync(WARPGROUP, warpgroup_of(coord.words_at))
@@ -114,6 +114,7 @@ class QueueWorker:
         """The last item's stores have long arrived by now: the wait takes no time."""
         if coord.thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
+        self.sync(coord)
 
     @cute.jit
     def chunk_begun(self, args, coord, spare):
@@ -132,7 +133,9 @@ class QueueWorker:
         """Nothing is loaded ahead."""
 
     def item_of(self, args, coord):
-        head = coord.hv if self.channel else qk_head_of(args, coord)
+        head = coord.hv
+        if not self.channel:
+            head = qk_head(coord.hv, args.size.qk_head_factor)
         return coord.slot * args.size.chunk_blocks + head
 
     @cute.jit
@@ -256,8 +259,9 @@ class PrefillOverlapped:
         deterministic: bool = False,
     ):
         channel = self.channel = axis == "channel"
-        terms = KdaTerms if channel else GdnTerms
-        self.terms = terms(D, BFloat16, DTYPES[g_dtype], gate, qk_l2norm)
+        facts = (D, BFloat16, DTYPES[g_dtype], gate, qk_l2norm)
+        # Of one long sequence a single chunk has sub-chunks without tokens, and registers are few.
+        self.terms = KdaTerms(*facts, assume_tokens=True) if channel else GdnTerms(*facts)
         self.worker = QueueWorker(channel)
         self.scanning, self.store_threads = SCANNING[axis], 32 if channel else 64
         self.tile_warp = WarpRole.TILES_KDA if channel else WarpRole.TILES_GDN
@@ -419,10 +423,9 @@ class PrefillOverlapped:
             self.stay_close(args, words_at, thread, item)
             hv = item % size.chunk_blocks * size.block_heads
             slot = item // size.chunk_blocks
-            chunk = find_chunk(args, slot, lane)
+            sequence, number, tokens = find_chunk(args, slot, lane)
             # Later sub-chunks have more work: the warp that has them changes from item to item.
             subchunk = (thread // WARP + item) % 4
-            sequence, number, tokens = chunk
             coord = QueueCoord(
                 sequence,
                 hv,
