@@ -27,7 +27,7 @@ from gpu import (
     no_waits,
     pool,
     same,
-    slowly,
+    slow_gates,
     spread,
     tokens,
 )
@@ -84,7 +84,7 @@ OPS = {
     "verify and flush of 16 tokens": Op(16, 1000, drafts),
     **{
         f"prefill, segments {segments}": Op(300, 20, prefill)
-        for segments in (1, "persistent", "fused", "raw", "beside", "overlapped", 4)
+        for segments in (1, "persistent", "fused", "raw", "raw overlapped", "overlapped", 4)
     },
 }
 
@@ -100,9 +100,9 @@ def op(request, monkeypatch):
 
 
 def some(op, N, axis="head", **options):
-    """Tokens of N sequences; prompts decay slowly, so that initial states matter at their ends."""
+    """Tokens of N sequences; prompts decay slow_gates, so that initial states matter at their ends."""
     if op.run is prefill:
-        return slowly(tokens(N, op.T, axis=axis, **options))
+        return slow_gates(tokens(N, op.T, axis=axis, **options))
     return tokens(
         N,
         op.T,
