@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
-from ..device import ptx
+from ..device import hopper, ptx
 from ..device.args import offset, qk_head, typed
 from ..device.hopper import SwizzledTile
 from .arguments import CHUNK, PREPARED, STATE_BYTES, PrefillPointers, PrefillSizes, PrefillStrides
@@ -71,6 +71,24 @@ def triangle_offset(row, vector):
     """Byte offset of 16-byte vector 0..7 of a triangle's row, which ends with its diagonal block."""
     panel = vector // 2
     return triangle_panel(panel) + SQUARE.offset_in_block(row - 16 * panel, row, vector % 2)
+
+
+@cute.jit
+def clear_squares(shared_at, count, thread, threads):
+    """Zero `count` neighbouring squares: copies of triangles write no block above the diagonal."""
+    for at in cutlass.range(thread * 16, count * SQUARE.bytes, threads * 16, unroll=1):
+        ptx.store_shared_x4(shared_at + at, [Uint32(0)] * 4)
+    hopper.fence_async_proxy()
+
+
+def load_square(triangle_at, square_at, full):
+    """A thread: start bulk copies of a triangle in the workspace to a square, panel by panel.
+
+    full: address of the mbarrier, which expects TRIANGLE_BYTES.
+    """
+    for panel in range(CHUNK // 16):
+        target, source = square_at + square_panel(panel), triangle_at + triangle_panel(panel)
+        ptx.bulk_load(target, source, (CHUNK - 16 * panel) * 32, full)
 
 
 # -------------------------------------------------------------------------------- sequences
