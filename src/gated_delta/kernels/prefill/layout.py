@@ -16,7 +16,15 @@ from cutlass.cutlass_dsl import select_
 from ..device import hopper, ptx
 from ..device.args import offset, qk_head, typed
 from ..device.hopper import SwizzledTile
-from .arguments import CHUNK, PREPARED, STATE_BYTES, PrefillPointers, PrefillSizes, PrefillStrides
+from .arguments import (
+    CHUNK,
+    PREPARED,
+    RAW_SCALE_BYTES,
+    STATE_BYTES,
+    PrefillPointers,
+    PrefillSizes,
+    PrefillStrides,
+)
 
 Pointers, Strides, Sizes = (
     typed(PrefillPointers, Int64),
@@ -49,9 +57,11 @@ GDN_SCALE_S_K, KDA_SCALE_S_K = 0, 0  # S k: |k| exp(G); KDA: |k|
 GDN_SCALE_S_Q = 256  # S q: exp(G), whose last entry is the state's decay over the chunk
 GDN_SCALE_O, KDA_SCALE_O = 512, 256  # o: |q|
 GDN_SCALE_U = 768  # u in the state's update: exp(G_64 - G), fp16 [64]
+FUSED_SCALE_S_Q = 896  # fused: exp(G), fp16 [64]; its scale of S k is fp16 [64] too, and negative
 KDA_SCALE_STATE = 512  # the state's decay over the chunk, fp32 [128]
 # For scan_raw also 1 / |k|, 1 / |q|, and the sub-chunks' log2 decays, fp32 [4, 128].
 RAW_SCALE_K, RAW_SCALE_Q, RAW_SCALE_TOTALS = 1024, 1280, 1536
+RAW_SCALE_S_K = RAW_SCALE_BYTES  # in shared memory: -|k|, fp16 [64]
 
 
 # -------------------------------------------------------------------------------- tiles, triangles
