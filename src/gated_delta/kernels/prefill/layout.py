@@ -15,7 +15,15 @@ from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, ptx
 from ..device.args import offset, qk_head, typed
-from .arguments import CHUNK, PREPARED, STATE_BYTES, PrefillPointers, PrefillSizes, PrefillStrides
+from .arguments import (
+    CHUNK,
+    PREPARED,
+    RAW_SCALE_BYTES,
+    STATE_BYTES,
+    PrefillPointers,
+    PrefillSizes,
+    PrefillStrides,
+)
 
 Pointers, Strides, Sizes = (
     typed(PrefillPointers, Int64),
@@ -48,9 +56,11 @@ GDN_SCALE_S_K, KDA_SCALE_S_K = 0, 0  # S k: |k| exp(G); KDA: |k|
 GDN_SCALE_S_Q = 256  # S q: exp(G), whose last entry is the state's decay over the chunk
 GDN_SCALE_O, KDA_SCALE_O = 512, 256  # o: |q|
 GDN_SCALE_U = 768  # u in the state's update: exp(G_64 - G), fp16 [64]
+FUSED_SCALE_S_Q = 896  # fused: exp(G), fp16 [64]; its scale of S k is fp16 [64] too, and negative
 KDA_SCALE_STATE = 512  # the state's decay over the chunk, fp32 [128]
 # For scan_raw also 1 / |k|, 1 / |q|, and the sub-chunks' log2 decays, fp32 [4, 128].
 RAW_SCALE_K, RAW_SCALE_Q, RAW_SCALE_TOTALS = 1024, 1280, 1536
+RAW_SCALE_S_K = RAW_SCALE_BYTES  # in shared memory: -|k|, fp16 [64]
 
 
 # -------------------------------------------------------------------------------- tiles, triangles
@@ -73,18 +83,20 @@ def triangle_offset(row, vector):
 
 
 @cute.jit
-def clear_squares(squares_at, count, thread, threads):
-    """Zeros in squares of shared memory: no copy writes above their diagonal blocks."""
-    size = count * SQUARE.bytes
-    for at in cutlass.range(thread * 16, size, threads * 16, unroll=1):
-        ptx.store_shared_x4(squares_at + at, [Uint32(0)] * 4)
+def clear_squares(shared_at, count, thread, threads):
+    """Zero `count` neighbouring squares: copies of triangles write no block above the diagonal."""
+    for at in cutlass.range(thread * 16, count * SQUARE.bytes, threads * 16, unroll=1):
+        ptx.store_shared_x4(shared_at + at, [Uint32(0)] * 4)
     hopper.fence_async_proxy()
 
 
-def load_square(triangle, square, full):
-    """One thread: a triangle of the workspace to a square of shared memory, by bulk copies."""
+def load_square(triangle_at, square_at, full):
+    """A thread: start bulk copies of a triangle in the workspace to a square, panel by panel.
+
+    full: address of the mbarrier, which expects TRIANGLE_BYTES.
+    """
     for panel in range(CHUNK // 16):
-        target, source = square + square_panel(panel), triangle + triangle_panel(panel)
+        target, source = square_at + square_panel(panel), triangle_at + triangle_panel(panel)
         ptx.bulk_load(target, source, (CHUNK - 16 * panel) * 32, full)
 
 

@@ -1,0 +1,496 @@
+"""MainloopFp16: the MMA warpgroups of fused and scan_raw, 64 V rows of a head's state each.
+
+The state is the M dimension of every wgmma, so a result is the next product's left operand without
+leaving registers. Accumulators are fp16 but for the state's: half the registers, no rounding to
+fp16, and fp32 arithmetic overlaps with such products. The right operands come from shared memory:
+k and q from the producer warpgroups, Tinv and Aqk. TMA brings v and takes o away, both by way of
+one region. A chunk has a stage of tokens, and one of two stages of terms: Tinv, Aqk, v, then o.
+
+A chunk, with the state's scale s (docs/kernels/prefill.md, "Timeline of a chunk"):
+    S k, S q        in flight while v is scaled to fp16
+    u               Tinv (v - S k), in flight while the state decays
+    S += u k        and o = S q + Aqk u
+    o               to shared memory, from there by TMA; the tokens' stage is released
+    s               rescaled; the state is rounded to fp16 for the next chunk
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Uint32
+from cutlass.cute.nvgpu import warpgroup
+from cutlass.cutlass_dsl import select_
+
+from ..device import hopper, ptx
+from ..device.args import offset
+from . import layout, state
+from .arguments import CHUNK
+from .layout import D
+from .work import Work, active_tokens
+
+ROWS = 64
+"""V rows of an MMA warpgroup."""
+GROUPS = 2
+"""MMA warpgroups."""
+VALUES = hopper.SwizzledTile(CHUNK, ROWS, 64)
+"""A warpgroup's v of a chunk, later its o: one TMA box."""
+BOX_BYTES = GROUPS * 4 * 16
+"""Where the warps keep the coordinates of the next v and o boxes, which would cost registers."""
+
+
+class ChunkState(NamedTuple):
+    """A warpgroup's position in its work tile."""
+
+    chunk: Int32
+    stage: Int32
+    """Of the chunk's tokens."""
+    left: Int32
+    """Tokens of the sequence from the chunk's first one on."""
+
+    @property
+    def number(self):
+        """The chunk's number in the pipeline modulo 4: stage and phase of its terms, v and o."""
+        return self.stage
+
+
+class NumberedChunkState(NamedTuple):
+    """ChunkState where the stage of tokens does not give the number."""
+
+    chunk: Int32
+    stage: Int32
+    number: Int32
+    left: Int32
+
+
+class TokenPipeline(NamedTuple):
+    """Positions in a pipeline with so many stages of tokens."""
+
+    stages: int
+
+    def start(self, iteration, left):
+        """At a work tile's first chunk, the pipeline's iteration 0, 1, ..."""
+        if self.stages == 4:
+            return ChunkState(Int32(0), iteration & 3, left)
+        return NumberedChunkState(Int32(0), iteration % self.stages, iteration & 3, left)
+
+    def advance(self, pipe):
+        chunk, left = pipe.chunk + 1, pipe.left - CHUNK
+        if self.stages == 4:
+            return ChunkState(chunk, (pipe.stage + 1) & 3, left)
+        stage = Int32(select_(pipe.stage == self.stages - 1, 0, pipe.stage + 1))
+        return NumberedChunkState(chunk, stage, (pipe.number + 1) & 3, left)
+
+
+class MmaCoord(NamedTuple):
+    """A thread of an MMA warpgroup and its work tile."""
+
+    work: Work
+    shared: Int32
+    thread: Int32
+    group: Int32
+    """0 or 1: V rows 0..63 or 64..127."""
+
+
+class Operands(NamedTuple):
+    """Right operands of wgmma in shared memory, by stages of tokens or of terms."""
+
+    k: cute.Tensor
+    q: cute.Tensor
+    k_update: cute.Tensor
+    """k of the state's update, transposed; KDA: decayed to the chunk's end."""
+    tinv: cute.Tensor
+    aqk: cute.Tensor
+
+
+class Fragments(NamedTuple):
+    """Registers of an MMA warpgroup."""
+
+    state: cute.Tensor
+    s_k: cute.Tensor
+    """S k, then u."""
+    o: cute.Tensor
+    state_fp16: cute.Tensor
+    operand: cute.Tensor
+    """The residual, then GDN's u times its decay to the chunk's end."""
+    u: cute.Tensor
+
+
+class MainloopFp16:
+    """channel: KDA, with decays per channel. tokens, terms: the pipeline's rings.
+
+    tinv, aqk, v, scales, boxes: byte offsets of shared memory, the first three of two stages.
+    scale_bytes: of a chunk's scales. s_k_scale: offset of the ones of S k: minus, fp16 [64].
+    """
+
+    def __init__(self, channel, state_dtype, checkpoints, *, tokens, terms, **regions):
+        self.channel, self.state_dtype, self.checkpoints = channel, state_dtype, checkpoints
+        self.tokens, self.terms = tokens, terms
+        self.tinv, self.aqk, self.v, self.boxes, self.scales = (
+            regions[name] for name in ("tinv", "aqk", "v", "boxes", "scales")
+        )
+        self.scale_bytes, self.s_k_scale = regions["scale_bytes"], regions["s_k_scale"]
+        self.o_scale = layout.KDA_SCALE_O if channel else layout.GDN_SCALE_O
+        self.pipeline = TokenPipeline(tokens.stages)
+
+    @cute.jit
+    def run(self, args, work, shared, thread, group, k, q, k_update):
+        """A work tile. k, q, k_update: tokens in shared memory, [64, 128, stages]."""
+        coord = MmaCoord(work, shared, thread, group)
+        right, frag = self.right_operands(coord, k, q, k_update), make_fragments()
+        state.load_initial_state(
+            args, work, self.state_dtype, D, self.state_coord(coord), frag.state
+        )
+        state_scale, checkpoint = Float32(1), Int32(0)
+        if cutlass.const_expr(self.checkpoints):
+            checkpoint = self.store_checkpoints(args, coord, frag, state_scale, Int32(0))
+        pipe = self.pipeline.start(work.iterations_before, active_tokens(work))
+        self.store_box_coord(args, coord)
+        self.start_v(args, coord, pipe, 0)
+        if pipe.left > 0:
+            self.wait_for_values(coord, pipe)
+            absmax = state.packed_absmax(self.load_values(coord, pipe), BFloat16).bitcast(Float32)
+            state_scale = state.rescale(frag.state, absmax, state_scale, True)
+            to_fp16(frag.state, frag.state_fp16)
+            while pipe.left > 0:
+                state_scale, pipe, checkpoint = self.chunk(
+                    args, coord, right, frag, pipe, state_scale, checkpoint
+                )
+        state.store_final_state(
+            args,
+            work,
+            self.state_dtype,
+            D,
+            self.state_coord(coord),
+            Boolean(True),
+            frag.state,
+            state_scale,
+        )
+        # All lanes have read the box coordinates, which the next work tile overwrites: right in
+        # front of that ptxas serialises wgmmas.
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def chunk(self, args, coord, right, frag, pipe, state_scale, checkpoint):
+        """A chunk, from S k on. Shared memory is read in front of each wait for a wgmma group.
+
+        No wgmma group is in flight across the loop's back edge: ptxas would serialise every wgmma.
+        """
+        following, terms = self.pipeline.advance(pipe), pipe.number & 1
+        start_mma(frag.s_k, frag.state_fp16, right.k, pipe.stage)
+        start_mma(frag.o, frag.state_fp16, right.q, pipe.stage)
+        self.start_v(args, coord, pipe, 1)
+        values, absmax, state_scale = self.scale_values(frag, coord, pipe, state_scale)
+        warpgroup.wait_group(0)  # for S q too: waiting for S k alone takes more registers
+        residual(frag, values, self.load_scales(coord, pipe, self.s_k_scale, Float16))
+        o_scale = state_scale
+        start_mma(frag.s_k, frag.operand, right.tinv, terms)
+        self.decay_state(frag, coord, pipe)
+        u_scales = self.load_u_scales(coord, pipe)
+        warpgroup.wait_group(0)
+        self.start_update(frag, right, coord, pipe, u_scales)
+        # The other warpgroup keeps the tensor cores busy, so the stage is released early.
+        self.store_outputs(args, coord, frag, pipe, o_scale)
+        if following.left > 0:
+            self.wait_for_values(coord, following)
+        measure = following.chunk % state.RESCALE_INTERVAL == 0
+        state_scale = state.rescale(frag.state, absmax, state_scale, measure)
+        to_fp16(frag.state, frag.state_fp16)
+        if cutlass.const_expr(self.checkpoints):  # noqa: SIM102 - settled when compiling
+            if following.chunk == checkpoint:
+                checkpoint = self.store_checkpoints(args, coord, frag, state_scale, checkpoint)
+        return state_scale, following, checkpoint
+
+    # ---------------------------------------------------------------------------- operands, state
+
+    def right_operands(self, coord, k, q, k_update):
+        tinv, aqk = (
+            layout.SQUARE.tensor(coord.shared + at, self.terms.stages)
+            for at in (self.tinv, self.aqk)
+        )
+        k_update = cute.make_tensor(k_update.iterator, cute.select(k_update.layout, [1, 0, 2]))
+        product, update = product_mma(), update_mma()
+        return Operands(
+            *(
+                mma.get_slice(coord.thread).make_fragment_B(
+                    mma.get_slice(coord.thread).partition_B(x)
+                )
+                for mma, x in (
+                    (product, k),
+                    (product, q),
+                    (update, k_update),
+                    (product, tinv),
+                    (product, aqk),
+                )
+            )
+        )
+
+    def state_coord(self, coord):
+        return state.state_coord(coord.group * ROWS, coord.thread)
+
+    def store_checkpoints(self, args, coord, frag, state_scale, chunk):
+        """Store the state, before `chunk`, to its checkpoints. Returns the chunk of the next ones."""
+        end_chunk = layout.num_chunks(active_tokens(coord.work))
+        rows = self.state_coord(coord)
+        return state.store_checkpoints(
+            args,
+            coord.work,
+            self.state_dtype,
+            D,
+            rows,
+            end_chunk,
+            Boolean(True),
+            frag.state,
+            state_scale,
+            chunk,
+        )
+
+    # ---------------------------------------------------------------------------- v
+
+    def store_box_coord(self, args, coord):
+        work = coord.work
+        words = layout.tma_row(args, work.sequence), work.sequence.start, work.hv, coord.group
+        ptx.store_shared_x4(self.box_coord_at(coord), [Uint32(x) for x in words])
+        cute.arch.sync_warp()
+
+    def box_coord_at(self, coord):
+        return coord.shared + self.boxes + (coord.group * 4 + coord.thread // 32) * 16
+
+    def box_coord(self, coord, chunk):
+        n, start, hv, column = (Int32(x) for x in ptx.load_shared_x4(self.box_coord_at(coord)))
+        return hopper.BoxCoord(n, start + chunk * CHUNK, hv, column)
+
+    @cute.jit
+    def start_v(self, args, coord, pipe, ahead):
+        """Warp 0: start the copy of v of a chunk ahead, over outputs that have been stored."""
+        if (pipe.left > ahead * CHUNK) & (coord.thread // 32 == 0):
+            stage = (pipe.number + ahead) & 1
+            cute.arch.cp_async_bulk_wait_group(0, read=True)
+            with cute.arch.elect_one():
+                self.terms.producer_expect(coord.shared, stage, VALUES.bytes)
+            box, at = self.box_coord(coord, pipe.chunk + ahead), self.values_at(coord, stage)
+            full = self.terms.full_at(coord.shared, stage)
+            hopper.copy_box(args.maps.v, VALUES, box, at, full)
+
+    def values_at(self, coord, stage):
+        """The warpgroup's v of a stage."""
+        return coord.shared + self.v + (stage * GROUPS + coord.group) * VALUES.bytes
+
+    def matrices_at(self, coord, pipe):
+        """The lane's address for ldmatrix and stmatrix of v: of the warp's first four matrices."""
+        lane = coord.thread % 32
+        token, vector = lane // 16 * 8 + lane % 8, coord.thread // 32 * 2 + lane // 8 % 2
+        return self.values_at(coord, pipe.number & 1) + VALUES.offset_in_block(token, token, vector)
+
+    @cute.jit
+    def wait_for_values(self, coord, pipe):
+        """Wait for a chunk's terms and v; the warp zeroes its rows of v past the last token."""
+        self.terms.consumer_wait(coord.shared, *self.terms.locate(pipe.number))
+        if pipe.left < CHUNK:
+            lane, vector = coord.thread % 32, coord.thread // 32 * 2 + coord.thread % 2
+            for token in cutlass.range(lane // 2, CHUNK, 16, unroll=1):
+                if token >= pipe.left:
+                    at = self.values_at(coord, pipe.number & 1)
+                    at += VALUES.offset_in_block(token, token, vector)
+                    ptx.store_shared_x4(at, [Uint32(0)] * 4)
+            cute.arch.sync_warp()
+
+    def load_values(self, coord, pipe):
+        """The chunk's v, packed, in the order of the accumulator."""
+        at = self.matrices_at(coord, pipe)
+        fours = [ptx.ldmatrix_x4_trans(at + j * 1024) for j in range(0, CHUNK // 8, 2)]
+        return [word for four in fours for word in four]
+
+    @cute.jit
+    def scale_values(self, frag, coord, pipe, state_scale):
+        """The chunk's v as fp16 at the state's scale, its absmax, and the scale.
+
+        Values above the range scale the state, S k and S q down. Values far below it are for the
+        next `rescale`. In front of the wait for S k and S q, so that little is behind it: ptxas
+        moves such waits up to the last branch.
+        """
+        raw, values = self.load_values(coord, pipe), cute.make_rmem_tensor((CHUNK // 4,), Uint32)
+        absmax = state.packed_absmax(raw, BFloat16).bitcast(Float32)
+        to_scaled_fp16(raw, state_scale, values)
+        if state_scale * absmax > state.ABSMAX_HIGH:
+            warpgroup.wait_group(0)
+            new_scale = state.scale_of(absmax, Float32(0), state_scale)
+            factor = new_scale * state.inverse_power_of_2(state_scale)
+            state.multiply(frag.state, factor)
+            half = ptx.pack_x2(factor, factor, Float16)
+            for accumulator in (frag.s_k, frag.o):
+                words = cute.recast_tensor(accumulator, Uint32)
+                for i in range(cute.size(words)):
+                    words[i] = ptx.mul_x2(words[i], half)
+            state_scale = new_scale
+            to_scaled_fp16(self.load_values(coord, pipe), state_scale, values)
+        return values, absmax, state_scale
+
+    # ---------------------------------------------------------------------------- decays, products
+
+    def load_scales(self, coord, pipe, first, dtype, count=CHUNK):
+        """A lane's scales of columns 8 j + lane % 4 * 2 and the next, j = 0, 1, ...
+
+        Pairs of fp32, or words of two fp16.
+        """
+        shared = ptx.opaque(coord.shared) if self.channel else coord.shared
+        at = shared + self.scales + pipe.stage * self.scale_bytes + first
+        at += coord.thread % 4 * (2 * dtype.width // 8)
+        load, step = (ptx.load_shared_f32x2, 32) if dtype is Float32 else (ptx.load_shared, 16)
+        return [load(at + step * j) for j in range(count // 8)]
+
+    def decay_state(self, frag, coord, pipe):
+        """Decay the state over the chunk."""
+        if self.channel:
+            scales = self.load_scales(coord, pipe, layout.KDA_SCALE_STATE, Float32, D)
+            for j, pair in enumerate(scales):
+                for i in range(4):
+                    frag.state[4 * j + i] = frag.state[4 * j + i] * pair[i % 2]
+        else:
+            at = coord.shared + self.scales + pipe.stage * self.scale_bytes
+            last = layout.GDN_SCALE_S_Q + (CHUNK - 1) * 4
+            state.multiply(frag.state, ptx.load_shared_f32(at + last))
+
+    def load_u_scales(self, coord, pipe):
+        """GDN: decays of u to the chunk's end."""
+        return None if self.channel else self.load_scales(coord, pipe, layout.GDN_SCALE_U, Float16)
+
+    def start_update(self, frag, right, coord, pipe, u_scales):
+        """Start the state's update, S += u k, and o += Aqk u; GDN decays u and S q."""
+        u, accumulator = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.s_k))
+        for i in range(cute.size(u)):
+            u[i] = accumulator[i]
+        left = frag.u
+        if not self.channel:
+            left = frag.operand
+            scale_words(frag.u, left, u_scales)
+        hopper.start_mma(update_mma(), frag.state, left, right.k_update, pipe.stage, True)
+        if not self.channel:
+            s_q_scales = self.load_scales(coord, pipe, layout.FUSED_SCALE_S_Q, Float16)
+            scale_words(frag.o, frag.o, s_q_scales)
+        start_mma(frag.o, frag.u, right.aqk, pipe.number & 1, True)
+
+    # ---------------------------------------------------------------------------- o
+
+    @cute.jit
+    def store_outputs(self, args, coord, frag, pipe, state_scale):
+        """Wait for o, release the tokens' stage; o goes over v in shared memory and from there out."""
+        warpgroup.wait_group(0)
+        o_scales = self.load_scales(coord, pipe, self.o_scale, Float32)
+        self.tokens.consumer_release(coord.shared, pipe.stage)
+        words, at = scale_outputs(frag, o_scales, state_scale), self.matrices_at(coord, pipe)
+        for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
+            ptx.stmatrix_x4_trans(at + j * 1024, words[2 * j : 2 * j + 4])
+        hopper.fence_async_proxy()
+        # One barrier for each warpgroup and stage. No warp comes to it again before warp 0 has left
+        # it: it waits for v that warp 0 copies in between.
+        barrier = 2 * coord.group + (pipe.number & 1)
+        if pipe.left < CHUNK:
+            hopper.NamedBarrier.OUTPUT.sync(hopper.WARPGROUP, barrier)
+            self.store_last(args, coord, pipe)
+            hopper.NamedBarrier.OUTPUT.sync(hopper.WARPGROUP, barrier)
+        elif coord.thread // 32 == 0:
+            hopper.NamedBarrier.OUTPUT.sync(hopper.WARPGROUP, barrier)
+            box, at = self.box_coord(coord, pipe.chunk), self.values_at(coord, pipe.number & 1)
+            hopper.copy_box(args.maps.o, VALUES, box, at)
+            cute.arch.cp_async_bulk_commit_group()
+        else:
+            hopper.NamedBarrier.OUTPUT.arrive(hopper.WARPGROUP, barrier)
+
+    def store_last(self, args, coord, pipe):
+        """o of a chunk with rows of other sequences: eight threads have a token's 64 V rows."""
+        n, token, hv, column = self.box_coord(coord, pipe.chunk)
+        row, vector = coord.thread // 8, coord.thread % 8
+        o_at = args.ptr.o + offset(hv, args.stride.o_h) + offset(n, args.stride.o_n)
+        o_at += offset(token + row, args.stride.o_t) + (column * 8 + vector) * 16
+        at = self.values_at(coord, pipe.number & 1) + VALUES.offset_in_block(row, row, vector)
+        for i in range(CHUNK // 16):
+            words = ptx.load_shared_x4(at + i * 2048)
+            ptx.store_words(o_at + offset(16 * i, args.stride.o_t), words, pipe.left - row > 16 * i)
+
+
+# -------------------------------------------------------------------------------- registers, wgmma
+
+
+def product_mma():
+    return hopper.make_mma(CHUNK, Float16)
+
+
+def update_mma():
+    return hopper.make_mma(D, Float32, hopper.MAJOR.MN)
+
+
+def start_mma(accumulator, left, right, stage, accumulate=False):
+    hopper.start_mma(product_mma(), accumulator, left, right, stage, accumulate)
+
+
+def make_fragments():
+    product = product_mma()
+    accumulator = cute.make_rmem_tensor(update_mma().partition_shape_C((ROWS, D)), Float32)
+    s_k, o = (
+        cute.make_rmem_tensor(product.partition_shape_C((ROWS, CHUNK)), Float16) for _ in range(2)
+    )
+    state_fp16, operand, u = (
+        cute.make_rmem_tensor(product.partition_shape_A((ROWS, columns)), Float16)
+        for columns in (D, CHUNK, CHUNK)
+    )
+    return Fragments(accumulator, s_k, o, state_fp16, operand, u)
+
+
+def to_fp16(accumulator, operand):
+    """Round an fp32 accumulator to a left operand, which has the same order."""
+    words = cute.recast_tensor(operand, Uint32)
+    for j in range(cute.size(accumulator) // 4):
+        x = [accumulator[4 * j + i] for i in range(4)]
+        words[2 * j] = ptx.pack_x2(x[0], x[1], Float16)
+        words[2 * j + 1] = ptx.pack_x2(x[2], x[3], Float16)
+
+
+def to_scaled_fp16(raw, state_scale, values):
+    for i, word in enumerate(raw):
+        values[i] = ptx.scale_bf16_to_fp16(word, state_scale.bitcast(Uint32))
+
+
+def residual(frag, values, s_k_scales):
+    """v - S k; the scales are negative."""
+    words, s_k = (cute.recast_tensor(x, Uint32) for x in (frag.operand, frag.s_k))
+    for i in range(cute.size(words)):
+        words[i] = ptx.fma_x2(s_k[i], s_k_scales[i // 2], values[i])
+
+
+def scale_words(source, target, scales):
+    """target = source * scales, packed pairs of fp16."""
+    source, target = (cute.recast_tensor(x, Uint32) for x in (source, target))
+    for i in range(cute.size(target)):
+        target[i] = ptx.mul_x2(source[i], scales[i // 2])
+
+
+def scale_outputs(frag, o_scales, state_scale):
+    """A chunk's o as packed bf16, in the order of the accumulator."""
+    unscale, words = state.inverse_power_of_2(state_scale), []
+    o = cute.recast_tensor(frag.o, Uint32)
+    for j, pair in enumerate(o_scales):
+        scales = [x * unscale for x in pair]
+        for i in range(2):
+            x = ptx.unpack([o[2 * j + i]], Float16)
+            words.append(ptx.pack_x2(x[0] * scales[0], x[1] * scales[1], BFloat16))
+    return words
+
+
+# -------------------------------------------------------------------------------- producers
+
+
+@cute.jit
+def store_zeros(args, work, thread):
+    """A producer warpgroup: zero o of an inactive sequence, and its rows past the last sequence."""
+    stride, size = args.stride, args.size
+    row, vector = thread // 16, thread % 16
+    o_at = args.ptr.o + offset(work.hv, stride.o_h) + vector * 16
+    o_at += layout.token_offset(args, work.sequence, Int32(0), stride.o_n, stride.o_t)
+    begin, end = work.sequence.tokens, work.sequence.tokens
+    if work.state_index < 0:
+        begin = Int32(0)
+    if (work.sequence.n == size.N - 1) & (size.cu_seqlens_kind != 0):
+        end = size.total - work.sequence.start
+    for token in cutlass.range(begin + row, end, 8, unroll=1):
+        ptx.store_words(o_at + offset(token, stride.o_t), [Uint32(0)] * 4, Int32(1))
