@@ -6,10 +6,10 @@ import pytest
 import torch
 
 import gated_delta as gd
-from gated_delta.call_cache import CallCache
-from gated_delta.kernels.arguments import CHUNK, MAX_WALKED, PrefillPointers
+from gated_delta.kernels.prefill.arguments import CHUNK, PrefillPointers
 from gated_delta.ops import PREFILL
 from gated_delta.ops import prefill as host
+from gated_delta.ops.prefill_schedule import Schedule
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10),
@@ -103,38 +103,20 @@ def relative_error(x, y):
     return float((x.double() - y.double()).norm() / y.double().norm())
 
 
-def force_segments(segments, monkeypatch):
-    """Makes every prefill take one path, or a number of segments, for any number of sequences.
+PERSISTENT = ("fused", "raw", "raw overlapped")
+"""Paths with persistent CTAs, or CTAs that scan beside others that prepare."""
 
-    "persistent": one segment, a CTA per head with all V rows, and three CTAs, so that each scans
-    several heads; prepare's CTAs take all value heads of a k head. "fused": the same in one kernel.
-    "raw": the scan decays raw tokens itself. "raw overlapped": the same, overlapped with prepare
-    for as many sequences as it supports. "overlapped": prepare and scan overlap.
-    "joined": four segments, each joined to the previous one if that does not forget.
-    Deterministic calls have one segment.
+
+def prefill_path(path, sms=None):
+    """Every prefill in the block takes a path: a kind of schedule, or a number of segments.
+
+    A call that has no kernels for it takes tiles. On 3 SMs persistent CTAs scan several heads, and
+    prepare's CTAs take all value heads of a k head.
     """
-    persistent = segments in ("persistent", "fused", "raw", "raw overlapped")
-
-    def segmentation_of(problem, sequences, *_work):
-        if segments == "overlapped":
-            return host.Segmentation(1, overlapped=host.can_overlap(problem))
-        if "deterministic" in problem.options:
-            return host.Segmentation(1, problem.V if persistent else 64)
-        if segments == "joined":
-            return host.Segmentation(4, joins=True)
-        if not persistent:
-            return host.Segmentation(segments)
-        fused = segments == "fused" and host.can_fuse(problem)
-        even = fused and not any(option.startswith("cu_seqlens") for option in problem.options)
-        raw = segments in ("raw", "raw overlapped") and host.can_scan_raw(problem)
-        overlapped = raw and segments == "raw overlapped" and sequences <= MAX_WALKED
-        return host.Segmentation(1, problem.V, fused, even=even, raw=raw, overlapped=overlapped)
-
-    monkeypatch.setattr(host, "segmentation_of", segmentation_of)
-    if persistent or segments == 4:  # persistent CTAs, the longest sequences first
-        monkeypatch.setattr(host, "sms_of", lambda _: 3)
-        monkeypatch.setattr(host, "MAX_PREPARE_BLOCKS", 0 if persistent else 88)
-    monkeypatch.setattr(PREFILL, "calls", CallCache())
+    schedule = Schedule("segments", path) if isinstance(path, int) else Schedule(path)
+    if sms is None and (path in PERSISTENT or path == 4):
+        sms = 3
+    return PREFILL.scheduled(schedule, Schedule("tiles"), sms=sms)
 
 
 def workspace_after(run, monkeypatch):

@@ -22,13 +22,13 @@ from gpu import (
     captured,
     cycle,
     decode,
-    force_segments,
     index,
     needs_hopper,
     no_waits,
     packed,
     part,
     pool,
+    prefill_path,
     relative_error,
     same,
     slow_gates,
@@ -52,16 +52,14 @@ def prefill(call, **options):
     return gd.prefill(**call, **options, backend="cute")
 
 
-@pytest.fixture(
-    params=[1, "persistent", "fused", "raw", "raw overlapped", "overlapped", 4, "joined"]
-)
-def segments(request, monkeypatch):
-    """The path that every prefill of the test takes: gpu.force_segments."""
+@pytest.fixture(params=["tiles", "fused", "raw", "raw overlapped", "overlapped", 4])
+def path(request):
+    """The path that every prefill of the test takes: gpu.prefill_path."""
     axis = request.node.callspec.params.get("axis")
     if axis is not None and axis != ONE_AXIS.get(request.param, axis):
         pytest.skip("the other axis has no such kernel")
-    force_segments(request.param, monkeypatch)
-    return request.param
+    with prefill_path(request.param):
+        yield request.param
 
 
 def exact(call, **states):
@@ -160,15 +158,15 @@ RUNNABLE = [
 ]
 MIXED = list(
     zip(
-        itertools.cycle((1, "persistent", 4, "fused", "overlapped", "raw", "raw overlapped")),
+        itertools.cycle(("tiles", 4, "fused", "overlapped", "raw", "raw overlapped")),
         RUNNABLE[::3],
         strict=False,
     )
 )
 
 
-@pytest.mark.parametrize(("segments", "case"), MIXED, ids=str, indirect=["segments"])
-def test_the_case_list_passes(case, segments):
+@pytest.mark.parametrize(("path", "case"), MIXED, ids=str, indirect=["path"])
+def test_the_case_list_passes(case, path):
     result = run_case(case, "cute", "cuda")
     assert result.passed, result.failures
 
@@ -247,7 +245,7 @@ def test_value_heads_that_share_keys(axis, heads):
 
 
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64)], ids=str)
-def test_other_head_dims(axis, K, V, segments):
+def test_other_head_dims(axis, K, V, path):
     check(
         tokens(2, 530, axis=axis, K=K, V=V, dtype=torch.float16),
         state=pool(3, K=K, V=V),
@@ -297,7 +295,7 @@ def test_rows_of_any_size(axis, power):
 
 
 @EITHER_INDEX
-def test_a_pool_is_read_and_written_in_its_slots(axis, state_dtype, dtype, segments):
+def test_a_pool_is_read_and_written_in_its_slots(axis, state_dtype, dtype, path):
     """One sequence is not resumed, one is inactive; unused slots keep their NaN."""
     call = slow_gates(tokens(4, 300, axis=axis))
     for name in PER_TOKEN:
@@ -312,7 +310,7 @@ def test_a_pool_is_read_and_written_in_its_slots(axis, state_dtype, dtype, segme
 
 @pytest.mark.parametrize("pooled", [False, True])
 @pytest.mark.parametrize("v", [3e5, -1e7])
-def test_fp16_states_saturate(v, pooled, axis, segments):
+def test_fp16_states_saturate(v, pooled, axis, path):
     """At +-65504, never inf. Columns without writes change by the rounding of fp16 operands."""
     call, start = writing(3, v, T=257), torch.zeros(3, HV, D, D, dtype=torch.float16, device="cuda")
     if axis == "channel":
@@ -347,7 +345,7 @@ def test_a_pool_without_indices(state_dtype):
     check(slow_gates(tokens(3, 100)), state=pool(5, state_dtype))
 
 
-def test_initial_states_are_not_written(axis, state_dtype, segments):
+def test_initial_states_are_not_written(axis, state_dtype, path):
     call, start = slow_gates(tokens(3, 300, axis=axis)), pool(3, state_dtype)
     initial = start.clone()
     o, final = check(call, initial_state=initial)
@@ -361,7 +359,7 @@ def test_initial_states_are_not_written(axis, state_dtype, segments):
     same(after, final)
 
 
-def test_without_any_state(segments):
+def test_without_any_state(path):
     call = slow_gates(tokens(2, 300))
     o, final = check(call)
     assert final.dtype == torch.float32
@@ -371,13 +369,13 @@ def test_without_any_state(segments):
 
 
 @pytest.mark.parametrize("dim", [0, 1, 2], ids=["sequences", "tokens", "heads"])
-def test_values_may_be_shared(segments, dim):
+def test_values_may_be_shared(path, dim):
     """Stride 0, which TMA descriptors take too."""
     call = slow_gates(tokens(2, 300))
     check(call | dict(v=call["v"].narrow(dim, 0, 1).expand_as(call["v"])))
 
 
-def test_strided_states_and_outputs_are_written_in_place(axis, segments):
+def test_strided_states_and_outputs_are_written_in_place(axis, path):
     """Pools with padding between slots and heads, outputs in wider rows. Padding is not written."""
     call, start, slots = slow_gates(tokens(2, 300, axis=axis)), pool(4), index(3, 1)
     storage = torch.full((4, HV * D * D + 24), math.nan, dtype=torch.bfloat16, device="cuda")
@@ -440,7 +438,7 @@ def poisoned(*lead, dtype, V=D, K=D):
 
 @EITHER_INDEX
 @FORMS
-def test_checkpoints_are_states_of_shorter_prefills(axis, state_dtype, dtype, segments, form):
+def test_checkpoints_are_states_of_shorter_prefills(axis, state_dtype, dtype, path, form):
     """Bit for bit without segments. Nothing else changes: unused entries and slots stay NaN."""
     call, start, N, C = slow_gates(tokens(4, 700, axis=axis)), pool(4, state_dtype), 4, 3
     o, final = prefill(call, initial_state=start, output_final_state=True)
@@ -491,16 +489,16 @@ def test_checkpoints_are_states_of_shorter_prefills(axis, state_dtype, dtype, se
         dropped = form in ("slots", "rows") and checkpoint_slots[n, j] < 0
         if n not in active or length < 0 or dropped:
             assert checkpoints[n, j].isnan().all()
-        elif length == 0 or segments != 4:
+        elif length == 0 or path != 4:
             same(checkpoints[n, j], state_after(call, n, length, start))
         else:
             stored.append((checkpoints[n, j], exact_after(call, n, length, start)))
-    if segments == 4:
+    if path == 4:
         judge("state", *(torch.stack(x) for x in zip(*stored)))
 
 
-@pytest.mark.parametrize("segments", ["overlapped", "joined"], indirect=True)
-def test_ctas_that_wait_for_each_other_do_not_deadlock(axis, segments):
+@pytest.mark.parametrize("path", ["overlapped", "raw overlapped"], indirect=True)
+def test_ctas_that_wait_for_each_other_do_not_deadlock(axis, path):
     """Calls in six streams, more than the SMs hold at once; then one with more heads than SMs."""
     calls = [tokens(1, 2048, axis=axis, heads=(16, 32), seed=seed) for seed in range(6)]
     start = pool(1, torch.float32, 32)
@@ -519,11 +517,11 @@ def test_ctas_that_wait_for_each_other_do_not_deadlock(axis, segments):
 
 
 @pytest.mark.parametrize(
-    "segments",
-    [1, "persistent", "fused", "raw", "raw overlapped", "overlapped", 2, 4, 7, 16],
+    "path",
+    ["tiles", "fused", "raw", "raw overlapped", "overlapped", 2, 4, 7, 16],
     indirect=True,
 )
-def test_a_checkpoint_at_the_end_is_the_final_state(axis, segments):
+def test_a_checkpoint_at_the_end_is_the_final_state(axis, path):
     """Packed: sequences with fewer chunks than segments, and one without tokens."""
     lengths = (64, 1024, 0, 128, 100, 320, 960)
     call, start = slow_gates(ragged(lengths, axis=axis)), pool(len(lengths), torch.float32)
@@ -544,7 +542,7 @@ def test_a_checkpoint_at_the_end_is_the_final_state(axis, segments):
 
 
 @pytest.mark.parametrize("power", [0, 40, -40])
-def test_a_checkpoint_before_every_chunk(axis, segments, power):
+def test_a_checkpoint_before_every_chunk(axis, path, power):
     """In any order, with values and states of any size."""
     call, start, size = slow_gates(tokens(2, 700, axis=axis)), pool(2, torch.float32), 2.0**power
     call["v"], start = call["v"] * size, start * size
@@ -554,7 +552,7 @@ def test_a_checkpoint_before_every_chunk(axis, segments, power):
     prefill(call, initial_state=start, checkpoint_lens=lens, checkpoints=checkpoints)
     for n, row in enumerate(lens.tolist()):
         for j, length in enumerate(row):
-            if length == 0 or segments != 4:
+            if length == 0 or path != 4:
                 same(checkpoints[n, j], state_after(call, n, length, start))
             else:
                 want = exact_after(call, n, length, start)
@@ -562,7 +560,7 @@ def test_a_checkpoint_before_every_chunk(axis, segments, power):
 
 
 @EITHER_INDEX
-def test_invalid_checkpoint_lengths_are_dropped(axis, dtype, segments):
+def test_invalid_checkpoint_lengths_are_dropped(axis, dtype, path):
     """No multiple of 64, past the sequence, negative, beyond 32 bits; the last entry is valid."""
     call, start = slow_gates(tokens(1, 200, axis=axis)), pool(1, torch.float32)
     lens = [1, 63, 65, 200, 256, 2**31 - 64, -1, -64, -(2**31), 192]
@@ -578,7 +576,7 @@ def test_invalid_checkpoint_lengths_are_dropped(axis, dtype, segments):
     judge("state", checkpoints[:, -1], exact_after(call, 0, 192, start)[None])
 
 
-def test_initial_states_as_checkpoints(axis, state_dtype, segments):
+def test_initial_states_as_checkpoints(axis, state_dtype, path):
     """At length 0, with and without tokens: the slot's state, zeros where it is not resumed."""
     call, start = ragged((300, 0, 300, 0), axis=axis), pool(4, state_dtype)
     start[2:] = math.nan
@@ -594,7 +592,7 @@ def test_initial_states_as_checkpoints(axis, state_dtype, segments):
 
 
 @pytest.mark.parametrize("null_index", [-1, 0, 2])
-def test_checkpoints_up_to_null_index_are_dropped(axis, segments, null_index):
+def test_checkpoints_up_to_null_index_are_dropped(axis, path, null_index):
     call, state = slow_gates(ragged((300, 64, 130), axis=axis)), pool(9)
     before, slots = state.clone(), index(5, null_index, 4)
     lens = index(64, 128, 64, 0, 0, 128).view(3, 2)
@@ -609,7 +607,7 @@ def test_checkpoints_up_to_null_index_are_dropped(axis, segments, null_index):
 
 
 @pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64)], ids=str)
-def test_checkpoints_of_other_head_dims(axis, K, V, segments):
+def test_checkpoints_of_other_head_dims(axis, K, V, path):
     call, start = slow_gates(tokens(2, 530, axis=axis, K=K, V=V)), pool(2, torch.float32, K=K, V=V)
     lens, checkpoints = index(512, 64).view(2, 1), poisoned(2, 1, dtype=torch.float32, K=K, V=V)
     prefill(call, initial_state=start, checkpoint_lens=lens, checkpoints=checkpoints)
@@ -617,7 +615,7 @@ def test_checkpoints_of_other_head_dims(axis, K, V, segments):
         judge("state", checkpoints[n], exact_after(call, n, length, start)[None])
 
 
-def test_strided_checkpoints_are_written_in_place(axis, state_dtype, segments):
+def test_strided_checkpoints_are_written_in_place(axis, state_dtype, path):
     """Padding between heads, entries, sequences and a pool's slots; strided lengths."""
     call, start = slow_gates(tokens(2, 300, axis=axis)), pool(2, state_dtype)
     lens, want = index(64, 256, 128, -1).view(2, 2), poisoned(2, 2, dtype=state_dtype)
@@ -640,7 +638,7 @@ def test_strided_checkpoints_are_written_in_place(axis, state_dtype, segments):
     assert wide[:, HV * D * D :].isnan().all()
 
 
-def test_a_captured_graph_follows_its_checkpoints(axis, segments):
+def test_a_captured_graph_follows_its_checkpoints(axis, path):
     """Replays see new lengths and slots, invalid ones too. No call waits for the GPU."""
     call, state, start = slow_gates(tokens(2, 300, axis=axis)), pool(9), pool(9)
     lens = torch.full((2, 3), -1, device="cuda")
@@ -674,7 +672,7 @@ def test_a_captured_graph_follows_its_checkpoints(axis, segments):
 
 
 @EITHER_INDEX
-def test_checkpoints_beyond_2_to_the_31_elements(dtype, segments):
+def test_checkpoints_beyond_2_to_the_31_elements(dtype, path):
     """In the last slots of a pool, and in the last rows of a tensor."""
     slots = 2**31 // (64 * D * D) + 3
     call, small = slow_gates(tokens(1, 300, heads=(16, 64))), pool(1, HV=64)
@@ -703,10 +701,10 @@ def test_checkpoints_beyond_2_to_the_31_elements(dtype, segments):
 RAGGED = (1111, 0, 70, 37)  # one is empty, one inactive, one shorter than a segment
 
 
-@pytest.mark.parametrize("segments", [1, 2, 4, 7, 16], indirect=True)
+@pytest.mark.parametrize("path", ["tiles", 2, 4, 7, 16], indirect=True)
 @pytest.mark.parametrize("lengths", [(2048,), RAGGED], ids=str)
 @pytest.mark.parametrize("pooled", [False, True], ids=["functional", "pooled"])
-def test_states_pass_exactly_between_segments(axis, segments, lengths, pooled):
+def test_states_pass_exactly_between_segments(axis, path, lengths, pooled):
     """fp16 outputs are precise enough to show its errors; slow gates carry initial states far."""
     N, start = len(lengths), pool(5, torch.float32)
     call = slow_gates(ragged(lengths, [2] if pooled else [], axis=axis, dtype=torch.float16))
@@ -737,15 +735,15 @@ def test_a_long_prompt_of_few_heads_is_segmented(axis, dtype):
     assert relative_error(final, want) <= 2e-3
 
 
-@pytest.mark.parametrize("segments", [4, 16], indirect=True)
-def test_segments_under_every_gate(segments, axis):
+@pytest.mark.parametrize("path", [4, 16], indirect=True)
+def test_segments_under_every_gate(path, axis):
     """From no decay to one that wipes out a segment's initial state."""
     call = tokens(2, 1500, axis=axis, gate="log")
     for values in ((-300.0, -1e-3, -1e-3), (0.0,), (-1e4,), (0.0, -1e-3, -1.0)):
         check({**call, "g": cycle(values, call["g"])}, initial_state=pool(2, torch.float32))
 
 
-CUTS = {4: 5, 7: 3, "joined": 5}
+CUTS = {4: 5, 7: 3}
 """Chunks per segment of 1100 tokens, by the forced number of segments."""
 ALMOST, JUST = -87.336, -87.338
 """Log decays just above and just below 2**-126, the smallest normal number of fp32."""
@@ -774,9 +772,9 @@ def forgetting(kind, shape, chunks):
     return g, forgets
 
 
-def forgets(run, segments, monkeypatch):
+def forgets(run, path, monkeypatch):
     """Whether each segment but the last forgets its initial state: [N, HV, segments - 1]."""
-    return windows_of_segments(run, 4 if segments == "joined" else segments, monkeypatch) > 0
+    return windows_of_segments(run, path, monkeypatch) > 0
 
 
 KINDS = [
@@ -791,12 +789,12 @@ KINDS = [
 KINDS += ["the whole window"]
 
 
-@pytest.mark.parametrize("segments", CUTS, indirect=True)
+@pytest.mark.parametrize("path", CUTS, indirect=True)
 @pytest.mark.parametrize("size", [1.0, 1e30])
 @pytest.mark.parametrize("kind", KINDS)
-def test_segments_that_forget_start_from_their_windows(axis, segments, kind, size, monkeypatch):
+def test_segments_that_forget_start_from_their_windows(axis, path, kind, size, monkeypatch):
     """Head by head, against float64. A state of 1e30 hides all values until it is forgotten."""
-    call, T, chunks = tokens(2, 1100, axis=axis, gate="log"), 1100, CUTS[segments]
+    call, T, chunks = tokens(2, 1100, axis=axis, gate="log"), 1100, CUTS[path]
     if kind == "all channels but one" and axis == "head":
         pytest.skip("GDN has no channels")
     call["g"], heads = forgetting(kind, call["g"].shape, chunks)
@@ -808,7 +806,7 @@ def test_segments_that_forget_start_from_their_windows(axis, segments, kind, siz
         results[:] = prefill(call, initial_state=start, output_final_state=True)
         return results[0]
 
-    flags = forgets(run, segments, monkeypatch)
+    flags = forgets(run, path, monkeypatch)
     full = flags[..., : (T // 64) // chunks]  # the last segments of seven have no chunks
     assert (full.cpu() == heads[:, None]).all(), full
     want_o, want = by_definition(call, start)
@@ -823,17 +821,17 @@ def test_segments_that_forget_start_from_their_windows(axis, segments, kind, siz
     assert all(x.isfinite().all() for x in results)
 
 
-@pytest.mark.parametrize("segments", [4, "joined"], indirect=True)
+@pytest.mark.parametrize("path", [4, 7], indirect=True)
 @pytest.mark.parametrize("pooled", [False, True])
-def test_segments_of_a_head_that_forgets_in_one_of_them(axis, segments, pooled, monkeypatch):
+def test_segments_of_a_head_that_forgets_in_one_of_them(axis, path, pooled, monkeypatch):
     """States pass between segments before or after it, from the first state or from a window."""
-    call, chunks = tokens(1, 1100, axis=axis, gate="log"), CUTS[segments]
+    call, chunks = tokens(1, 1100, axis=axis, gate="log"), CUTS[path]
     call["g"] = torch.full_like(call["g"], -1e-3, dtype=torch.float32)
     for head in range(HV):
         first = head % 4 * chunks * 64
         call["g"][:, first : first + chunks * 64, head] = -2.0
     start = pool(3, torch.float32)
-    flags = forgets(lambda: prefill(call, initial_state=start[1:2])[0], segments, monkeypatch)
+    flags = forgets(lambda: prefill(call, initial_state=start[1:2])[0], path, monkeypatch)
     assert torch.equal(flags[0].cpu(), torch.eye(4)[:, :3].repeat(HV // 4, 1) > 0)
     if pooled:
         o, after = in_pool(call, state=start, state_indices=index(1))
@@ -846,10 +844,10 @@ def test_segments_of_a_head_that_forgets_in_one_of_them(axis, segments, pooled, 
         assert relative_error(final[:, head], want[:, head]) <= 2e-3
 
 
-@pytest.mark.parametrize("segments", [4, "joined"], indirect=True)
-def test_state_moved_to_another_channel_is_not_forgotten(segments, monkeypatch):
+@pytest.mark.parametrize("path", [4, 7], indirect=True)
+def test_state_moved_to_another_channel_is_not_forgotten(path, monkeypatch):
     """Each channel decays to 0 once; between the two decays a key swaps channels 3 and 70."""
-    call, chunks = tokens(1, 1100, axis="channel", gate="log"), CUTS[segments]
+    call, chunks = tokens(1, 1100, axis="channel", gate="log"), CUTS[path]
     call["g"] = torch.zeros_like(call["g"])
     call |= dict(beta=torch.zeros_like(call["beta"]), beta_logits=False)
     end = chunks * 64
@@ -860,7 +858,7 @@ def test_state_moved_to_another_channel_is_not_forgotten(segments, monkeypatch):
     call["k"][:, end - 45, :, 3], call["k"][:, end - 45, :, 70] = 8.0, -8.0
     call["beta"][:, end - 45] = 2
     start = pool(1, torch.float32)
-    assert not forgets(lambda: prefill(call, initial_state=start)[0], segments, monkeypatch).any()
+    assert not forgets(lambda: prefill(call, initial_state=start)[0], path, monkeypatch).any()
     o, final = prefill(call, initial_state=start, output_final_state=True)
     want_o, want = by_definition(call, start)
     assert want[..., 3].norm() > 0.1 * start[..., 70].norm()
@@ -883,35 +881,22 @@ def test_keys_that_let_a_state_grow_in_segments(axis, keys, monkeypatch):
     call |= dict(g=torch.full_like(call["g"], -2.9, dtype=torch.float32), qk_l2norm=False)
     start, results = pool(1, torch.float32), []
     want = by_definition(call, start)
-    for segments in (1, 4, "joined"):
-        force_segments(segments, monkeypatch)
-        results.append(prefill(call, initial_state=start, output_final_state=True))
-        if segments != 1:
-            flags = forgets(lambda: prefill(call, initial_state=start)[0], segments, monkeypatch)
-            assert keys == "random" or not flags.any()  # bounds of M may be too large
-            for x, whole, truth in zip(results[-1], results[0], want):
-                assert relative_error(x, truth) <= 1.5 * relative_error(whole, truth) + 1e-3
+    for path in ("tiles", 4):
+        with prefill_path(path):
+            results.append(prefill(call, initial_state=start, output_final_state=True))
+    with prefill_path(4):
+        flags = forgets(lambda: prefill(call, initial_state=start)[0], 4, monkeypatch)
+    assert keys == "random" or not flags.any()  # bounds of M may be too large
+    for x, whole, truth in zip(*reversed(results), want):
+        assert relative_error(x, truth) <= 1.5 * relative_error(whole, truth) + 1e-3
 
 
-@pytest.mark.parametrize("kind", ["none", "every other head"])
-def test_joined_segments_have_the_bits_of_one(axis, kind, monkeypatch):
-    """Heads that do not forget."""
-    call, start = tokens(2, 1100, axis=axis, gate="log"), pool(2, torch.float32)
-    call["g"], heads = forgetting(kind, call["g"].shape, CUTS["joined"])
-    force_segments(1, monkeypatch)
-    one = prefill(call, initial_state=start, output_final_state=True)
-    force_segments("joined", monkeypatch)
-    joined = prefill(call, initial_state=start, output_final_state=True)
-    same(one[0][:, :, ~heads], joined[0][:, :, ~heads])
-    same(one[1][:, ~heads], joined[1][:, ~heads])
-
-
-@pytest.mark.parametrize("segments", [4, "joined"], indirect=True)
-def test_checkpoints_and_pools_where_every_other_head_forgets(axis, segments):
+@pytest.mark.parametrize("path", [4, 7], indirect=True)
+def test_checkpoints_and_pools_where_every_other_head_forgets(axis, path):
     """Packed, with sequences that are empty, inactive, or shorter than a segment."""
     lengths, slots = (1100, 0, 70, 37, 640), index(4, 0, -1, 1, 6)
     call = ragged(lengths, [2], axis=axis, gate="log")
-    g, _ = forgetting("every other head", call["g"].shape, CUTS[segments])
+    g, _ = forgetting("every other head", call["g"].shape, CUTS[path])
     call["g"] = torch.where(call["g"].isnan(), call["g"].float(), g)
     state, before = pool(8, torch.float32), pool(8, torch.float32)
     lens, checkpoints = index(320, 0, 0, 0, 640)[:, None], poisoned(5, 1, dtype=torch.float32)
@@ -1038,7 +1023,7 @@ def test_collinear_keys(axis, family, beta):
 
 @pytest.mark.parametrize("power", [100, -100])
 @pytest.mark.parametrize("resumed", [False, True])
-def test_values_of_any_size(axis, power, resumed, segments):
+def test_values_of_any_size(axis, power, resumed, path):
     """Up to 2**100, 1.3e30: outputs scale with values and states."""
     call, size = tokens(2, 600, axis=axis), 2.0**power
     states = dict(initial_state=pool(2, torch.float32)) if resumed else {}
@@ -1052,7 +1037,7 @@ def test_values_of_any_size(axis, power, resumed, segments):
 
 
 @pytest.mark.parametrize("power", [-16, -100])
-def test_values_behind_zeros_of_any_size(axis, power, segments):
+def test_values_behind_zeros_of_any_size(axis, power, path):
     """A state of zeros has no scale: the first values that are not 0 set it, in any chunk."""
     call = tokens(2, 600, axis=axis)
     call["v"][:, :100] = 0
@@ -1091,7 +1076,7 @@ def test_values_that_shrink_a_millionfold(axis):
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_a_state_far_larger_than_the_values(axis, segments, slow):
+def test_a_state_far_larger_than_the_values(axis, path, slow):
     call, start = tokens(2, 600, axis=axis), pool(2, torch.float32) * 1e4
     check(slow_gates(call) if slow else call, initial_state=start)
 
@@ -1114,7 +1099,7 @@ WIPING |= {"wiped out": (-1e-3,) * 29 + (-40.0,), "wiped to 2^-29": (-1e-3,) * 2
 
 @pytest.mark.parametrize("T", [38, 326])
 @pytest.mark.parametrize("family", WIPING)
-def test_states_of_any_size_under_gates_that_forget(axis, family, T, segments):
+def test_states_of_any_size_under_gates_that_forget(axis, family, T, path):
     """States of 2**-20 to 2**20 times the values; once wiped out they cost the values no digits.
 
     A decay of 2**-29 is 0 in fp16: the rest of the state has to be negligible to the values.
@@ -1134,7 +1119,7 @@ def test_states_of_any_size_under_gates_that_forget(axis, family, T, segments):
 @pytest.mark.parametrize("log", [0.0, -1e-3, -1e-2])
 @pytest.mark.parametrize("noise", [0.0, 0.05, 0.3])
 @pytest.mark.parametrize("T", [16, 64, 200])
-def test_repeated_tokens(axis, log, noise, T, segments):
+def test_repeated_tokens(axis, log, noise, T, path):
     """One key and one beta per head: a rounding that all rows share would add up over the chunk."""
     call, N = tokens(4, T, axis=axis, gate="log"), 4
     k = call["k"][:, :1].float()
@@ -1154,7 +1139,7 @@ def test_repeated_tokens(axis, log, noise, T, segments):
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 @pytest.mark.parametrize("name", PER_TOKEN)
-def test_a_nan_reaches_no_chunk_before_its_own(axis, name, value, segments):
+def test_a_nan_reaches_no_chunk_before_its_own(axis, name, value, path):
     call, T = tokens(2, 400, axis=axis, gate="log"), 200
     altered = call | {name: call[name].clone()}
     altered[name][0, T, 1 if call[name].shape[2] == HV else 0] = -value if name == "g" else value
@@ -1174,9 +1159,9 @@ OUTLIERS |= {(8, True): 3e-3, (12, True): 1e-2, (14, True): 4e-2, (16, True): 0.
 
 
 @pytest.mark.parametrize(("power", "fp16"), OUTLIERS)
-def test_a_value_far_larger_than_its_chunk(axis, power, fp16, segments):
+def test_a_value_far_larger_than_its_chunk(axis, power, fp16, path):
     """It costs earlier outputs of its chunk digits, with fp16 accumulators the next chunk too."""
-    if fp16 != (segments in ONE_AXIS):
+    if fp16 != (path in ONE_AXIS):
         pytest.skip("the path has other accumulators")
     call, T = tokens(2, 320, axis=axis), 100
     call["v"][:, T] *= 2.0**power
@@ -1199,7 +1184,7 @@ LONG_KEYS = {
 
 
 @pytest.mark.parametrize("power", [-10, 0, *LONG_KEYS])
-def test_keys_of_any_length(axis, power, segments):
+def test_keys_of_any_length(axis, power, path):
     """Keys not normalised, beta |k|**2 up to 1: docs/kernels/prefill.md, "Sizes"."""
     call = tokens(2, 200, axis=axis, gate="log")
     k = torch.nn.functional.normalize(call["k"].float(), dim=-1) * 2.0**power
@@ -1210,12 +1195,12 @@ def test_keys_of_any_length(axis, power, segments):
     o, _ = prefill(call)
     assert (
         relative_error(o, by_definition(call)[0])
-        <= LONG_KEYS.get(power, (3e-3, 3e-3))[segments not in ONE_AXIS]
+        <= LONG_KEYS.get(power, (3e-3, 3e-3))[path not in ONE_AXIS]
     )
 
 
 @pytest.mark.parametrize("seed", range(24))
-def test_random_calls_of_any_size(axis, seed, segments):
+def test_random_calls_of_any_size(axis, seed, path):
     """States, values, keys of 2**-20 to 2**20, every gate, random and constant betas and keys."""
     rng = random.Random(seed)
     N, T = 3, rng.choice((1, 17, 64, 70, 130, 200))
@@ -1234,7 +1219,7 @@ def test_random_calls_of_any_size(axis, seed, segments):
     call["k"] = (call["k"].float() * 2.0 ** rng.randint(-6, 20)).bfloat16()
     call["v"] = (call["v"].float() * size).bfloat16()
     powers = torch.tensor([float(rng.randint(-20, 20)) for _ in range(N)], device="cuda")
-    if T == 1 and segments in ONE_AXIS:
+    if T == 1 and path in ONE_AXIS:
         powers = powers.clamp(max=12)  # contract.md, "Sizes in prefill"
     start = pool(N, torch.float32) * size * 2.0 ** powers[:, None, None, None]
     judge_each(call, start, "repeated" if repeated else "random")
@@ -1243,7 +1228,7 @@ def test_random_calls_of_any_size(axis, seed, segments):
 # --------------------------------------------------------------------------------- bitwise promises
 
 
-def test_bits_do_not_change_from_run_to_run(axis, segments):
+def test_bits_do_not_change_from_run_to_run(axis, path):
     call, start = slow_gates(ragged((700, 64, 1, 130, 0, 333), axis=axis)), pool(6)
     o, after = in_pool(call, state=start)
     for _ in range(20):
@@ -1252,7 +1237,7 @@ def test_bits_do_not_change_from_run_to_run(axis, segments):
         same(state, after)
 
 
-def test_bits_do_not_depend_on_the_batch(axis, state_dtype, segments):
+def test_bits_do_not_depend_on_the_batch(axis, state_dtype, path):
     """A sequence alone, dense or packed, and in batches of any order."""
     lengths = [random.Random(0).choice((1, 40, 64, 200, 500)) for _ in range(12)] + [0, 700]
     N = len(lengths)
@@ -1276,7 +1261,7 @@ def test_bits_do_not_depend_on_the_batch(axis, state_dtype, segments):
 
 
 @pytest.mark.parametrize("slow", [False, True])
-def test_bits_do_not_depend_on_other_heads(axis, segments, slow):
+def test_bits_do_not_depend_on_other_heads(axis, path, slow):
     """One k head with its value heads, in the same segments. All heads forget, or none does."""
     call, start = tokens(2, 700, axis=axis, gate="log"), pool(2, torch.float32)
     call = slow_gates(call) if slow else call | dict(g=call["g"] - 1)
@@ -1327,8 +1312,8 @@ def of_heads(call, first, last):
 
 
 @pytest.mark.parametrize("kind", SIZES)
-def test_deterministic_bits_are_the_same_in_any_split(axis, kind, monkeypatch):
-    """Of one head or all, 64 or 128 V rows per CTA, overlapped, split at chunks, in checkpoints."""
+def test_deterministic_bits_are_the_same_in_any_split(axis, kind):
+    """Of one head or all, overlapped or not, split at chunks, in checkpoints."""
     rng, lengths = random.Random(kind), (700, 64, 1, 130, 0, 333, 512)
     N, ends = len(lengths), [0, *itertools.accumulate(lengths)]
     dense, start = sized(tokens(N, max(lengths), axis=axis), pool(N, torch.float32), kind)
@@ -1336,16 +1321,16 @@ def test_deterministic_bits_are_the_same_in_any_split(axis, kind, monkeypatch):
         sorted(rng.sample(range(0, length + 1, 64), min(2, length // 64 + 1))) for length in lengths
     ]
     lens, results = index(*([*split, -1][:2] for split in splits)), []
-    for path in (1, "persistent", "overlapped"):
-        force_segments(path, monkeypatch)
+    for path in ("tiles", "overlapped"):
         checkpoints = poisoned(N, 2, dtype=torch.float32)
         options = dict(checkpoint_lens=lens, checkpoints=checkpoints, deterministic=True)
-        results.append((*in_pool(packed(dense, lengths), state=start, **options), checkpoints))
+        with prefill_path(path):
+            after = in_pool(packed(dense, lengths), state=start, **options)
+        results.append((*after, checkpoints))
     for x, *later in zip(*results):
         for y in later:
             same(x, y)
     o, after, checkpoints = results[0]
-    monkeypatch.undo()
     assert o.isfinite().all()
     if kind not in ("far apart", "fading"):  # larger numbers there cost most of the digits
         want_o, want = exact(packed(dense, lengths), initial_state=start)
@@ -1399,7 +1384,7 @@ def test_a_final_state_is_new_every_time():
     same(first, copy)
 
 
-def test_torch_compile_makes_new_final_states(segments):
+def test_torch_compile_makes_new_final_states(path):
     call, start = tokens(2, 300), pool(2)
 
     def run(call, state):
@@ -1426,7 +1411,7 @@ def test_explain_names_the_kernels_and_the_segments():
         scan,
     ]
     assert [variant.kernel for variant in many.variants] == ["prefill_fused"]
-    assert "segments=" in str(long)
+    assert "16 segments" in str(long) and "fused" in str(many)
 
 
 # ----------------------------------------------------------------------------------- beyond 32 bits
@@ -1437,8 +1422,8 @@ def has_room(gib):
         pytest.skip(f"needs {gib} GiB of free device memory")
 
 
-@pytest.mark.parametrize("segments", [1], indirect=True)
-def test_outputs_and_workspaces_of_more_than_2_to_the_32_bytes(axis, segments):
+@pytest.mark.parametrize("path", ["tiles"], indirect=True)
+def test_outputs_and_workspaces_of_more_than_2_to_the_32_bytes(axis, path):
     """All heads have the same tokens: each has the bits of one head alone. KDA: more than 2**31."""
     T, many = 64 * 4100, 64 if axis == "head" else 33
     has_room(24)

@@ -82,6 +82,7 @@ class Arguments(NamedTuple):
 class Prefill(Operation):
     name = "prefill"
     forced: tuple[Schedule, ...] = ()
+    sms: int | None = None
     arguments = Arguments
     num_tensors = 17
     may_write = ("state", "final_state", "checkpoints", "out")
@@ -208,7 +209,7 @@ class Prefill(Operation):
         }
 
     def work(self, a: Arguments) -> tuple[Any, ...]:
-        return *super().work(a), a.max_seqlen, sms_of(a.q.device)
+        return *super().work(a), a.max_seqlen, self.sms or sms_of(a.q.device)
 
     def plan(
         self,
@@ -222,18 +223,19 @@ class Prefill(Operation):
         call = Call(problem, sequences, tokens, longest, sms)
         schedule = schedule_of(call)
         if self.forced:
-            schedule = next(s for s in self.forced if supports(s.kind, problem))
+            schedule = next(s for s in self.forced if supports(s.kind, problem, sequences))
         return Plan(schedule, tuple(variants_of(problem, schedule.kind, call.heads > sms)))
 
     @contextlib.contextmanager
-    def scheduled(self, *schedules: Schedule) -> Iterator[None]:
-        """Calls take the first of these schedules that supports the problem, whatever the rules say."""
-        before = self.calls, self.forced
-        self.calls, self.forced = CallCache(), schedules
+    def scheduled(self, *schedules: Schedule, sms: int | None = None) -> Iterator[None]:
+        """Calls take the first of these schedules that supports them, on so many SMs, whatever the
+        rules say: for tests and measurements."""
+        before = self.calls, self.forced, self.sms
+        self.calls, self.forced, self.sms = CallCache(), schedules, sms
         try:
             yield
         finally:
-            self.calls, self.forced = before
+            self.calls, self.forced, self.sms = before
 
     def variants(self, problem: Problem) -> list[compile.Variant]:
         kinds = [kind for kind in KINDS if supports(kind, problem)]
@@ -336,7 +338,7 @@ class PrefillLaunch(TokensLaunch):
             if a.final_state is None
             else self.places.index(Arguments._fields.index("final_state"))
         )
-        N, H, HV, sms = operation.work(a)[0], a.q.shape[2], a.v.shape[2], sms_of(a.q.device)
+        (N, *_, sms), H, HV = operation.work(a), a.q.shape[2], a.v.shape[2]
         total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), 1)
         kind, segments = plan.schedule

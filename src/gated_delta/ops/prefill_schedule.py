@@ -106,10 +106,9 @@ class Rule(NamedTuple):
 RULES = (
     Rule(
         "raw overlapped",
-        f"KDA, up to {MAX_RAW_SEQUENCES} long sequences, heads for {RAW_SHARE:.0%} of the SMs or less",
+        f"KDA, long sequences, heads for {RAW_SHARE:.0%} of the SMs or less",
         lambda c: (
-            c.sequences <= MAX_RAW_SEQUENCES
-            and c.heads <= RAW_SHARE * c.sms
+            c.heads <= RAW_SHARE * c.sms
             and c.longest >= (MIN_RAW_TURNS if c.fills else MIN_RAW_OVERLAPPED)
             and c.imbalance <= MAX_IMBALANCE_OVERLAPPED
         ),
@@ -158,8 +157,8 @@ RULES = (
 """In order of priority; a rule's kind has to support the problem as well (`supports`)."""
 
 
-def supports(kind: str, problem: Problem) -> bool:
-    """Whether there are kernels of that kind for the problem."""
+def supports(kind: str, problem: Problem, sequences: int = 1) -> bool:
+    """Whether there are kernels of that kind for the problem and so many sequences."""
     deterministic = "deterministic" in problem.options
     if kind == "tiles":
         return True
@@ -172,6 +171,8 @@ def supports(kind: str, problem: Problem) -> bool:
         return problem.axis == "head" and not deterministic
     if kind == "overlapped":  # three chunks of KDA with fp32 g exceed a CTA's shared memory
         return problem.axis == "head" or problem.g_dtype != torch.float32
+    if kind == "raw overlapped" and sequences > MAX_RAW_SEQUENCES:
+        return False
     return problem.axis == "channel" and problem.g_dtype != torch.float32 and not deterministic
 
 
@@ -179,7 +180,9 @@ KINDS = tuple(rule.kind for rule in RULES)
 
 
 def rule_of(call: Call) -> Rule:
-    return next(r for r in RULES if supports(r.kind, call.problem) and r.holds(call))
+    return next(
+        r for r in RULES if supports(r.kind, call.problem, call.sequences) and r.holds(call)
+    )
 
 
 def schedule_of(call: Call) -> Schedule:
