@@ -40,8 +40,6 @@ PREFILL = (
     "prefill_schedule",
     *PREPARE_AND_SCAN,
 )
-IMPORTED_BY = {"prefill_scan": {*PREPARE_AND_SCAN, "prefill_transitions", "prefill_scan_raw"}}
-"""Kernels that import another kernel's file."""
 
 
 @pytest.fixture
@@ -145,7 +143,7 @@ def test_wgmmas_are_not_serialised(variant):
 @needs_compiler
 def test_three_ctas_of_prepare_fit_on_an_sm():
     """228 KiB of shared memory, 1 KiB of it reserved per CTA. Of KDA with fp32 g, two CTAs fit."""
-    from gated_delta.kernels.prefill_prepare import PrefillPrepare
+    from gated_delta.kernels.prefill.prepare import PrefillPrepare
 
     for variant in shipped("prefill_prepare"):
         facts = dict(variant.facts)
@@ -250,7 +248,7 @@ def copied(tmp_path, monkeypatch):
 
 
 def test_a_kernels_fingerprint_is_of_the_sources_it_imports(copied):
-    """Every file in kernels/ is in one; a kernel's file is in its own and those of IMPORTED_BY."""
+    """Every file in kernels/ is in one; no kernel imports another's file."""
     kernels, fingerprints = copied
     before, seen = fingerprints(), set()
     assert len(set(before.values())) == len(before)
@@ -260,8 +258,9 @@ def test_a_kernels_fingerprint_is_of_the_sources_it_imports(copied):
         changed = {name for name, digest in fingerprints().items() if digest != before[name]}
         if file.name != "__init__.py":
             assert changed, file
-        if file.stem in before:
-            assert changed == {file.stem} | IMPORTED_BY.get(file.stem, set())
+        kernel = "_".join(file.relative_to(kernels).with_suffix("").parts)
+        if kernel in before:
+            assert changed == {kernel}
         seen |= changed
         file.write_text(text)
     assert seen == set(before)
@@ -404,59 +403,33 @@ def test_missing_compiler_is_named(cache, monkeypatch):
 def test_host_and_kernel_agree_on_the_arguments():
     """A launch passes tuples: both sides have the same names in the same order."""
     from gated_delta import reference
-    from gated_delta.kernels import (
-        arguments,
-        decode,
-        flush,
-        prefill_fused,
-        prefill_overlapped,
-        prefill_prepare,
-        prefill_prepare_raw,
-        prefill_scan,
-        prefill_scan_raw,
-        prefill_schedule,
-        prefill_state_passing,
-        prefill_transitions,
-        verify,
-    )
+    from gated_delta.kernels import arguments, decode, flush, verify
     from gated_delta.kernels.device import arithmetic
+    from gated_delta.kernels.prefill import arguments as prefill
     from gated_delta.problem import CHECKPOINT_INTERVAL
 
-    kernels = dict(
-        Decode=[decode.Decode],
-        Verify=[verify.Verify],
-        Flush=[flush.Flush],
-        Prefill=[
-            prefill_prepare.PrefillPrepare,
-            prefill_prepare_raw.PrefillPrepareRaw,
-            prefill_scan.PrefillScan,
-            prefill_state_passing.PrefillStatePassing,
-            prefill_transitions.PrefillTransitions,
-            prefill_schedule.PrefillSchedule,
-            prefill_fused.PrefillFused,
-            prefill_scan_raw.PrefillScanRaw,
-            prefill_overlapped.PrefillOverlapped,
-        ],
-    )
-    for operation, classes in kernels.items():
-        for argument in (argument for kernel in classes for argument in kernel.arguments):
+    kernels = [(arguments, "Decode", decode.Decode), (arguments, "Verify", verify.Verify)]
+    kernels += [(arguments, "Flush", flush.Flush)]
+    kernels += [(prefill, "Prefill", compile.kernel_type(name)) for name in PREFILL]
+    for host, operation, kernel in kernels:
+        for argument in kernel.arguments:
             if issubclass(argument, tuple):
-                assert argument._fields == getattr(arguments, argument.__name__)._fields
+                assert argument._fields == getattr(host, argument.__name__)._fields
                 assert argument.__name__.startswith(operation)
     assert arithmetic.L2NORM_EPS == reference.L2NORM_EPS
-    assert arguments.CHUNK == CHECKPOINT_INTERVAL
+    assert prefill.CHUNK == CHECKPOINT_INTERVAL
 
 
 @needs_compiler
 def test_scanning_ctas_prepare_the_chunks_that_others_do_not():
     """Before the scan at most one item per warpgroup; during it only KDA's third warpgroup."""
-    from gated_delta.kernels.prefill_overlapped import PrefillOverlapped
+    from gated_delta.kernels.prefill.overlapped import PrefillOverlapped
 
     def prepares(axis, heads, chunks):
         """Whether a scanning CTA prepares: an item per warpgroup first, more during the scan."""
         kernel = PrefillOverlapped(axis, "bf16", "softplus", True, "fp32", False)
         size = SimpleNamespace(N=1, HV=heads, chunk_blocks=heads, chunk_slots=chunks, sms=132)
-        return kernel.before_walk(size) == 0, kernel.missing_a_chunk(size) > 0
+        return kernel.before_scan(size) == 0, kernel.missing_a_chunk(size) > 0
 
     assert [prepares("head", 32, chunks) for chunks in (32, 64, 1024)] == [
         (False, True),
@@ -481,8 +454,8 @@ def test_scanning_ctas_prepare_the_chunks_that_others_do_not():
 @needs_compiler
 def test_triangle_offsets_are_the_swizzled_layout_of_a_square():
     """Every 16-byte vector of a triangle has its own offset: in the square, the one wgmma reads."""
-    from gated_delta.kernels.arguments import CHUNK, TRIANGLE_BYTES
-    from gated_delta.kernels.device.chunks import square_panel, triangle_offset, triangle_panel
+    from gated_delta.kernels.prefill.arguments import CHUNK, TRIANGLE_BYTES
+    from gated_delta.kernels.prefill.layout import square_panel, triangle_offset, triangle_panel
 
     offsets = set()
     for row in range(CHUNK):
@@ -499,11 +472,11 @@ def test_triangle_offsets_are_the_swizzled_layout_of_a_square():
 @needs_compiler
 def test_tile_offsets_are_swizzled_and_written_as_whole_lines():
     """Every 16-byte vector has its own offset. A warp writes 4 vectors of 8 tokens: 4 lines."""
-    from gated_delta.kernels.arguments import CHUNK, TILE_BYTES
-    from gated_delta.kernels.device.chunks import tile_offset
+    from gated_delta.kernels.prefill.arguments import CHUNK, TILE_BYTES
+    from gated_delta.kernels.prefill.layout import TILE
 
     offsets = {
-        (row, vector): tile_offset(row, vector) for row in range(CHUNK) for vector in range(16)
+        (row, vector): TILE.offset(row, vector) for row in range(CHUNK) for vector in range(16)
     }
     assert set(offsets.values()) == set(range(0, TILE_BYTES, 16))
     for (row, vector), offset in offsets.items():
