@@ -10,13 +10,14 @@ import pytest
 import torch
 
 import gated_delta as gd
-from gated_delta.kernels.arguments import SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from gated_delta.kernels.prefill.arguments import SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from gated_delta.memory import extent
 from gated_delta.ops import OPERATIONS
 from gated_delta.ops import prefill as host
 from gated_delta.testing import cases, run_case
 from gpu import (
-    force_segments,
+    PERSISTENT,
+    prefill_path,
     relative_error,
     transition_norms,
     windows_of_segments,
@@ -29,7 +30,7 @@ from . import Fault, device, emulated
 
 pytestmark = needs_compiler
 
-PATHS = (1, "persistent", "fused", "raw", "raw overlapped", "overlapped", 3, "joined")
+PATHS = ("tiles", "fused", "raw", "raw overlapped", "overlapped", 4)
 DELAYS = (0.5, 0.0, 0.97)
 SMS = 6
 FEW_HEADS = {"head": (1, 2), "channel": (1, 1)}
@@ -41,12 +42,10 @@ def kernels(run_directory):
 
 
 @pytest.fixture
-def path(request, monkeypatch):
-    """The path that every prefill of the test takes: gpu.force_segments, with few CTAs."""
-    monkeypatch.setattr(host, "sms_of", lambda _: SMS)
-    monkeypatch.setattr(host, "MAX_PREPARE_BLOCKS", 44)
-    force_segments(request.param, monkeypatch)
-    return request.param
+def path(request):
+    """The path that every prefill of the test takes, with few CTAs: gpu.prefill_path."""
+    with prefill_path(request.param, sms=3 if request.param in PERSISTENT else SMS):
+        yield request.param
 
 
 def sample(op, count, **wanted):
@@ -149,12 +148,10 @@ PREFILLS += [
         "prefill", 3, axis=("channel",), g_dtype=(torch.bfloat16, torch.float16), **COMMON
     )
 ]
-PREFILLS += [
-    (path, case) for path in (1, "persistent", 3) for case in sample("prefill", 1, D=(64,))
-]
+PREFILLS += [(path, case) for path in ("tiles", 4) for case in sample("prefill", 1, D=(64,))]
 PREFILLS += [
     (path, case)
-    for path in (1, "overlapped")
+    for path in ("tiles", "overlapped")
     for case in sample("prefill", 1, D=(128,), deterministic=(True,))
 ]
 
@@ -201,7 +198,7 @@ def compare(one, kernels):
         assert relative_error(x.double(), y) <= 3e-3
 
 
-@pytest.mark.parametrize("path", [1, "persistent", "fused", "raw"], indirect=True)
+@pytest.mark.parametrize("path", ["tiles", "fused", "raw"], indirect=True)
 @pytest.mark.parametrize("power", [-100, -14, 100])
 @pytest.mark.parametrize("zeros", [0, 70])
 def test_values_of_any_size(path, power, zeros, kernels):
@@ -216,36 +213,31 @@ def test_values_of_any_size(path, power, zeros, kernels):
         assert relative_error(x.double() / size, y) <= 3e-3
 
 
-@pytest.mark.parametrize(
-    "path", [1, "persistent", "raw", "raw overlapped", "overlapped", "joined"], indirect=True
-)
+@pytest.mark.parametrize("path", ["tiles", "raw", "raw overlapped", "overlapped", 4], indirect=True)
 def test_rows_without_tokens_are_zeros_or_not_read(path, kernels):
     """One to four sub-chunks of a chunk have tokens. KDA leaves poison in the workspace's rest."""
     one = call("channel", 330, (1, 80, 81, 60, 108))
     compare(one, kernels)
 
 
-@pytest.mark.parametrize("path", ["raw", "raw overlapped"], indirect=True)
+@pytest.mark.parametrize("path", ["raw", "raw overlapped"])
 @pytest.mark.parametrize("sms", [1, 2, 4])
-def test_warpgroups_take_several_chunks(path, sms, kernels, monkeypatch):
+def test_warpgroups_take_several_chunks(path, sms, kernels):
     """Three per SM; overlapped, later rounds only on SMs without a scan. One sequence per lane."""
-    monkeypatch.setattr(host, "sms_of", lambda _: sms)
-    for lengths in ((0, 500, 0, 64, 466), (*[3, 0, 1, 0, 65] * 5, 9, 0, 130, 0, 70, 0, 64)):
-        compare(call("channel", sum(lengths), lengths), kernels)
+    with prefill_path(path, sms):
+        for lengths in ((0, 500, 0, 64, 466), (*[3, 0, 1, 0, 65] * 5, 9, 0, 130, 0, 70, 0, 64)):
+            compare(call("channel", sum(lengths), lengths), kernels)
 
 
-@pytest.mark.parametrize("path", ["overlapped"], indirect=True)
 @pytest.mark.parametrize(("axis", "heads", "sms"), [("channel", 2, 8), ("head", 1, 4)])
-def test_prepare_waits_for_scans_that_are_far_behind(path, axis, heads, sms, kernels, monkeypatch):
+def test_prepare_waits_for_scans_that_are_far_behind(axis, heads, sms, kernels):
     """24 chunks per head for 12 warpgroups; KDA's prepare during four scans and before them."""
-    monkeypatch.setattr(host, "sms_of", lambda _: sms)
-    compare(call(axis, 1500, heads=(heads, heads)), kernels)
+    with prefill_path("overlapped", sms):
+        compare(call(axis, 1500, heads=(heads, heads)), kernels)
 
 
 @pytest.mark.parametrize("axis", FEW_HEADS)
-@pytest.mark.parametrize(
-    "path", [1, "raw", "raw overlapped", "overlapped", "joined"], indirect=True
-)
+@pytest.mark.parametrize("path", ["tiles", "raw", "raw overlapped", "overlapped", 4], indirect=True)
 @pytest.mark.parametrize("lengths", [(64,), (0, 128, 0, 64, 0)], ids=str)
 def test_packed_sequences_of_whole_chunks_fill_the_workspace(axis, path, lengths, kernels):
     """No chunk is to spare then."""
@@ -253,15 +245,15 @@ def test_packed_sequences_of_whole_chunks_fill_the_workspace(axis, path, lengths
     compare(one, kernels)
 
 
-@pytest.mark.parametrize("path", [1, "joined"], indirect=True)
-@pytest.mark.parametrize(("HV", "fewest"), [(4, 1), (6, 3)])
-def test_bits_do_not_depend_on_the_cta_of_a_value_head(path, HV, fewest, kernels, monkeypatch):
+@pytest.mark.parametrize("path", ["tiles", 4])
+@pytest.mark.parametrize(("HV", "ctas"), [(4, (1, 2, 4)), (6, (1, 2))])
+def test_bits_do_not_depend_on_the_cta_of_a_value_head(path, HV, ctas, kernels):
+    """The more SMs, the more CTAs of prepare share a k head's value heads."""
     one, results = call("head", 100, heads=(1, HV)), []
-    for ctas in (0, HV // 2, host.MAX_PREPARE_BLOCKS):
-        monkeypatch.setattr(host, "MAX_PREPARE_BLOCKS", ctas)
-        with emulated(kernels):
+    for count in ctas:
+        assert host.prepare_heads(1, HV, 2, "tiles", sms=2 * count) == HV // count
+        with prefill_path(path, 2 * count), emulated(kernels):
             results.append(gd.prefill(**one, backend="cute"))
-    assert host.prepare_heads(1, HV, 2, host.Segmentation(1), SMS) == fewest
     want = gd.prefill(**one, backend="reference")
     for o, state in results:
         assert torch.equal(o, results[0][0])
@@ -270,7 +262,7 @@ def test_bits_do_not_depend_on_the_cta_of_a_value_head(path, HV, fewest, kernels
 
 
 @pytest.mark.parametrize("axis", FEW_HEADS)
-@pytest.mark.parametrize("path", PATHS[1:5], indirect=True)
+@pytest.mark.parametrize("path", PATHS[1:], indirect=True)
 def test_bits_do_not_depend_on_the_order_of_events(axis, path, kernels):
     """The order of warps, and the end of asynchronous copies."""
     one, results = call(axis, 330, (200, 0, 130)), []
@@ -282,7 +274,7 @@ def test_bits_do_not_depend_on_the_order_of_events(axis, path, kernels):
         assert torch.equal(state, results[0][1])
 
 
-@pytest.mark.parametrize("path", [1, "raw"], indirect=True)
+@pytest.mark.parametrize("path", ["tiles", "raw"], indirect=True)
 @pytest.mark.parametrize("logs", [(-5.0, -5.0625), (-24.0, -88.0)])
 @pytest.mark.parametrize("every", [1, 3])
 def test_diagonal_blocks_of_any_decays(path, logs, every, kernels):
@@ -293,7 +285,7 @@ def test_diagonal_blocks_of_any_decays(path, logs, every, kernels):
     compare(one, kernels)
 
 
-@pytest.mark.parametrize("path", [1, "raw"], indirect=True)
+@pytest.mark.parametrize("path", ["tiles", "raw"], indirect=True)
 @pytest.mark.parametrize("bound", [-1e30, -88.0, -1e-45])
 def test_a_gate_with_any_bound(path, bound, kernels):
     """prepare and a scan that repeats its sums clamp decays alike."""
@@ -311,7 +303,7 @@ def largest_head_error(x, y, dim):
     return max(relative_error(x.select(dim, h), y.select(dim, h)) for h in range(x.shape[dim]))
 
 
-@pytest.mark.parametrize("path", [1, "fused", "raw"], indirect=True)
+@pytest.mark.parametrize("path", ["tiles", "fused", "raw"], indirect=True)
 def test_repeated_tokens_do_not_add_up_their_rounding(path, kernels):
     """One key and one beta per head, equal or random values: 0.021 if Tinv is rounded last."""
     axis = "channel" if path == "raw" else "head"
@@ -329,7 +321,7 @@ def test_repeated_tokens_do_not_add_up_their_rounding(path, kernels):
     assert largest_head_error(results[1], want[1], 1) <= 5e-3
 
 
-@pytest.mark.parametrize("path", [1, "persistent", "fused", "raw", "overlapped"], indirect=True)
+@pytest.mark.parametrize("path", ["tiles", "fused", "raw", "overlapped"], indirect=True)
 def test_states_far_larger_than_values_that_gates_wipe_out(path, kernels):
     """In the first or second chunk, in one token or several; one head keeps its state."""
     axis = "channel" if path == "raw" else "head"
@@ -346,7 +338,7 @@ def test_states_far_larger_than_values_that_gates_wipe_out(path, kernels):
     assert largest_head_error(results[1], want[1], 1) <= 2.5e-3
 
 
-@pytest.mark.parametrize("path", [1, "fused", "raw", "overlapped", "joined"], indirect=True)
+@pytest.mark.parametrize("path", ["tiles", "fused", "raw", "overlapped", 4], indirect=True)
 def test_a_nan_reaches_no_chunk_before_its_own(path, kernels):
     axis = "channel" if path == "raw" else "head"
     results = []
@@ -362,7 +354,7 @@ def test_a_nan_reaches_no_chunk_before_its_own(path, kernels):
         assert o[:, 80:].isnan().all()
 
 
-# ---------------------------------------------------------------------------------- joined segments
+# ----------------------------------------------------------------------------------------- segments
 
 HEADS = {"head": (1, 2), "channel": (2, 2)}
 
@@ -374,7 +366,7 @@ def decaying(axis, T, logs, lengths=None):
     return one | dict(g=g.contiguous(), gate=gd.Gate.log())
 
 
-@pytest.mark.parametrize("path", ["joined", 4], indirect=True)
+@pytest.mark.parametrize("path", [4], indirect=True)
 @pytest.mark.parametrize("axis", FEW_HEADS)
 @pytest.mark.parametrize(
     ("logs", "windows"), [((-1.4, -0.7), (1, 2)), ((-1e-3, -0.7), (0, 2))], ids=str
@@ -426,7 +418,7 @@ def test_states_are_passed_on_around_a_segment_that_forgets(axis, forgetful, pat
         assert relative_error(results[1][:, head], want[1][:, head]) <= 2e-3
 
 
-@pytest.mark.parametrize("path", ["joined", 4], indirect=True)
+@pytest.mark.parametrize("path", [4], indirect=True)
 def test_windows_are_longer_than_short_segments(path, kernels, monkeypatch):
     """Before the second segment is one chunk, too short for a head to forget its state."""
     one, results = decaying("head", 4 * 64, (-1.4, -0.7)), []
@@ -446,7 +438,7 @@ def test_windows_are_longer_than_short_segments(path, kernels, monkeypatch):
         assert relative_error(results[1][:, head], want[1][:, head]) <= 2e-3
 
 
-@pytest.mark.parametrize("path", ["joined", 4], indirect=True)
+@pytest.mark.parametrize("path", [4], indirect=True)
 @pytest.mark.parametrize("axis", FEW_HEADS)
 def test_segments_of_packed_sequences_in_a_pool(path, axis, kernels):
     """One head forgets, the other does not. Sequences: empty, inactive, shorter than a segment.
@@ -472,7 +464,7 @@ def test_segments_of_packed_sequences_in_a_pool(path, axis, kernels):
         )
         return o, state, kept
 
-    for seed, delay in enumerate(DELAYS if path == "joined" else DELAYS[-1:]):
+    for seed, delay in enumerate(DELAYS):
         with emulated(kernels, seed, delay):
             results.append(run("cute"))
     want = run("reference")
@@ -501,17 +493,17 @@ def transition(one, head, chunk):
 
 def stored_transition(regions, heads, head, chunk):
     """KDA: a chunk's M from the tiles in the workspace, as the scan computes it."""
-    from gated_delta.kernels.device.chunks import (
+    from gated_delta.kernels.prefill.layout import (
         KDA_SCALE_S_K,
         KDA_SCALE_STATE,
-        tile_offset,
+        TILE,
         triangle_offset,
     )
 
     def numbers(region, start, offset_of, columns):
         matrix = torch.zeros(64, columns, dtype=torch.float64)
         for row, vector in itertools.product(range(64), range(columns // 8)):
-            if offset_of is tile_offset or vector // 2 <= row // 16:
+            if columns == 128 or vector // 2 <= row // 16:
                 offset = start + offset_of(row, vector)
                 halves = regions[region][offset : offset + 16].view(torch.float16)
                 matrix[row, 8 * vector : 8 * vector + 8] = halves.double()
@@ -519,7 +511,7 @@ def stored_transition(regions, heads, head, chunk):
 
     number = chunk * heads + head
     k_decayed, k_restored = (
-        numbers(name, number * TILE_BYTES, tile_offset, 128) for name in ("k_tiles", "k_restored")
+        numbers(name, number * TILE_BYTES, TILE.offset, 128) for name in ("k_tiles", "k_restored")
     )
     tinv = numbers("tinv_aqk", number * 2 * TRIANGLE_BYTES, triangle_offset, 64)
     scales = regions["scales"][number * SCALE_BYTES :][:SCALE_BYTES].view(torch.float32).double()
@@ -538,7 +530,7 @@ KINDS = (
 )
 
 
-@pytest.mark.parametrize("path", ["joined"], indirect=True)
+@pytest.mark.parametrize("path", [4], indirect=True)
 @pytest.mark.parametrize("axis", FEW_HEADS)
 @pytest.mark.parametrize("kind", KINDS)
 def test_no_transition_is_larger_than_its_bound(path, axis, kind, kernels, monkeypatch):
@@ -584,7 +576,7 @@ def test_no_transition_is_larger_than_its_bound(path, axis, kind, kernels, monke
             assert (bound > 0.1) == (axis == "channel")
 
 
-@pytest.mark.parametrize("path", ["joined"], indirect=True)
+@pytest.mark.parametrize("path", [4], indirect=True)
 @pytest.mark.parametrize("axis", FEW_HEADS)
 @pytest.mark.parametrize("value", [torch.nan, torch.inf])
 @pytest.mark.parametrize("name", ["k", "beta"])
@@ -613,7 +605,7 @@ IGNORED = lambda *args, **options: None
         ("fused", "fence_proxy", "no fence.proxy.async"),
         ("fused", "cp_async_bulk_wait_group", "overwrites what is being read"),
         ("fused", "mbarrier_init", "no mbarrier"),
-        (1, "sync_threads", "no barrier between"),
+        ("tiles", "sync_threads", "no barrier between"),
         ("fused", "barrier", "no barrier between"),
         ("raw", "fence_proxy", "no fence.proxy.async"),
         ("raw", "mbarrier_init", "no mbarrier"),
@@ -629,13 +621,11 @@ def test_a_missing_instruction_is_a_fault(path, name, message, tmp_path):
         gd.prefill(**call("channel" if path == "raw" else "head", 140), backend="cute")
 
 
-@pytest.mark.parametrize("path", [1, "persistent", 3, "joined"], indirect=True)
+@pytest.mark.parametrize("path", ["tiles", 4], indirect=True)
 def test_a_scan_that_does_not_wait_for_prepare_is_a_fault(path, axis, tmp_path):
-    from gated_delta.kernels.prefill_scan import PrefillScan
-
     message = "what the kernel in front leaves, in front of griddepcontrol.wait"
     with (
-        mock.patch.object(PrefillScan, "wait_for_prepare", IGNORED),
+        mock.patch("gated_delta.kernels.device.hopper.wait_for_previous_kernel", IGNORED),
         emulated(tmp_path),
         pytest.raises(Fault, match=message),
     ):
@@ -644,7 +634,7 @@ def test_a_scan_that_does_not_wait_for_prepare_is_a_fault(path, axis, tmp_path):
 
 @pytest.mark.parametrize("path", ["raw overlapped"], indirect=True)
 def test_a_scan_that_does_not_wait_for_a_chunk_is_a_fault(path, tmp_path):
-    from gated_delta.kernels.prefill_scan_raw import PrefillScanRaw
+    from gated_delta.kernels.prefill.scan_raw import PrefillScanRaw
 
     message = "what the kernel in front leaves, in front of griddepcontrol.wait"
     with (
@@ -658,7 +648,7 @@ def test_a_scan_that_does_not_wait_for_a_chunk_is_a_fault(path, tmp_path):
 @pytest.mark.parametrize("path", ["raw"], indirect=True)
 def test_decay_warps_without_their_wait_are_a_fault(path, tmp_path):
     """They take an earlier phase of the copies' mbarrier for their own."""
-    from gated_delta.kernels.prefill_scan_raw import PrefillScanRaw
+    from gated_delta.kernels.prefill.scan_raw import PrefillScanRaw
 
     with (
         mock.patch.object(PrefillScanRaw, "wait_until_empty", IGNORED),
@@ -670,13 +660,13 @@ def test_decay_warps_without_their_wait_are_a_fault(path, tmp_path):
 
 def clearing(part):
     """A class that loads the next sequence's rows by TMA, its method that clears them, its axis."""
-    from gated_delta.kernels.prefill_fused import PrefillFused
-    from gated_delta.kernels.prefill_prepare_raw import RawKdaChunk
-    from gated_delta.kernels.prefill_scan_raw import PrefillScanRaw
+    from gated_delta.kernels.prefill.fused import PrefillFused
+    from gated_delta.kernels.prefill.inputs_kda import RawInputs
+    from gated_delta.kernels.prefill.scan_raw import PrefillScanRaw
 
     return {
         "fused": (PrefillFused, "clear_rows", "head"),
-        "prepare": (RawKdaChunk, "clear_tokens", "channel"),
+        "prepare": (RawInputs, "clear_tokens", "channel"),
         "scan": (PrefillScanRaw, "clear_tokens", "channel"),
     }[part]
 
@@ -704,7 +694,7 @@ def test_rows_of_the_next_sequence_must_be_cleared(path, part, names, cleared, t
 
 def test_memory_of_no_argument_is_a_fault(kernels, monkeypatch):
     """The last element of each tensor is out of bounds."""
-    force_segments(1, monkeypatch)
     monkeypatch.setattr(device, "extent", lambda x: extent(x) - x.element_size())
-    with emulated(kernels), pytest.raises(Fault, match="out of bounds"):
+    tiles = prefill_path("tiles", SMS)
+    with tiles, emulated(kernels), pytest.raises(Fault, match="out of bounds"):
         gd.prefill(**call("head", 64), backend="cute")
