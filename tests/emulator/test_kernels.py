@@ -251,8 +251,8 @@ def test_bits_do_not_depend_on_the_cta_of_a_value_head(path, HV, ctas, kernels):
     """The more SMs, the more CTAs of prepare share a k head's value heads."""
     one, results = call("head", 100, heads=(1, HV)), []
     for count in ctas:
-        assert host.prepare_heads(1, HV, 2, "tiles", sms=2 * count) == HV // count
-        with prefill_path(path, 2 * count), emulated(kernels):
+        assert host.prepare_heads(1, HV, 2, "tiles", sms=count) == HV // count
+        with prefill_path(path, count), emulated(kernels):
             results.append(gd.prefill(**one, backend="cute"))
     want = gd.prefill(**one, backend="reference")
     for o, state in results:
@@ -662,6 +662,7 @@ def clearing(part):
     """A class that loads the next sequence's rows by TMA, its method that clears them, its axis."""
     from gated_delta.kernels.prefill.fused import PrefillFused
     from gated_delta.kernels.prefill.inputs_kda import RawInputs
+
     from gated_delta.kernels.prefill.scan_raw import PrefillScanRaw
 
     return {
