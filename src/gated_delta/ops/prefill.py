@@ -223,7 +223,13 @@ class Prefill(Operation):
         call = Call(problem, sequences, tokens, longest, sms)
         schedule = schedule_of(call)
         if self.forced:
-            schedule = next(s for s in self.forced if supports(s.kind, problem, sequences))
+            schedules = [s for s in self.forced if supports(s.kind, problem, sequences)]
+            if not schedules:
+                kinds = ", ".join(s.kind for s in self.forced)
+                raise ValueError(
+                    f"scheduled: expected a kind with kernels for the call, got {kinds}"
+                )
+            schedule = schedules[0]
         return Plan(schedule, tuple(variants_of(problem, schedule.kind, call.heads > sms)))
 
     @contextlib.contextmanager
