@@ -162,7 +162,7 @@ def test_a_schedule_passed_in_is_taken_and_given_up():
 def test_a_number_of_sms_passed_in_is_taken_and_given_up():
     x = torch.zeros(1, 640, 1, 128, dtype=torch.bfloat16)
     call = PREFILL.arguments(*[None] * len(PREFILL.arguments._fields))
-    call = call._replace(q=x, k=x, v=x, g=x[..., 0], beta=x[..., 0])
+    call = call._replace(q=x, k=x, v=x, g=x[..., 0], beta=x[..., 0], gate="log", bound=0.0)
     with PREFILL.scheduled(Schedule("tiles"), sms=3):
         assert PREFILL.work(call)[-1] == 3
     assert PREFILL.work(call)[-1] == H200_SMS
