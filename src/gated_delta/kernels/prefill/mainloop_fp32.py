@@ -175,7 +175,9 @@ class MainloopFp32:
         return checkpoint
 
     def store_checkpoints(self, frag, args, coord, state_scale, chunk):
-        rows, last = state_coord(coord.v_row, coord.thread), is_last(args, coord.work)
+        # Opaque: addresses are computed here, not kept in registers across the mainloop.
+        rows = state_coord(coord.v_row, ptx.opaque(coord.thread))
+        last = is_last(args, coord.work)
         return store_checkpoints(
             args,
             coord.work,

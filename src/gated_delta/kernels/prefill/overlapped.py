@@ -24,6 +24,7 @@ from ..device import hopper, ptx
 from ..device.args import DTYPES, Args, qk_head
 from ..device.hopper import WARP, WARPGROUP, NamedBarrier, warp_uniform
 from .arguments import (
+    CHUNK,
     CTA_QUEUE,
     ITEM_QUEUE,
     SCALE_BYTES,
@@ -493,6 +494,8 @@ class PrefillOverlapped:
                 frag, args, coord, Float32(1), coord.first_chunk
             )
         state_scale = self.mainloop.run(frag, right, args, coord, checkpoint)
+        # Opaque: addresses are computed again, where the mainloop has no registers to keep them.
+        rows = state_coord(coord.v_row, ptx.opaque(coord.thread))
         last = is_last(args, coord.work)
         store_final_state(
             args, coord.work, self.state_dtype, D, rows, last, frag.state, state_scale
