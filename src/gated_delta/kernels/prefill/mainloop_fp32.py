@@ -175,9 +175,7 @@ class MainloopFp32:
         return checkpoint
 
     def store_checkpoints(self, frag, args, coord, state_scale, chunk):
-        # Opaque: addresses are computed here, not kept in registers across the mainloop.
-        rows = state_coord(coord.v_row, ptx.opaque(coord.thread))
-        last = is_last(args, coord.work)
+        rows, last = state_coord(coord.v_row, coord.thread), is_last(args, coord.work)
         return store_checkpoints(
             args,
             coord.work,
