@@ -17,6 +17,9 @@ from .arguments import CHUNK, TRIANGLE_BYTES
 from .inverse import GATE_BETA_K2
 from .layout import SUBCHUNK, head_chunk, token_offset
 
+NO_ITEM = 0x7FFFFFFF
+"""Number of the item, a chunk and head, after a persistent warpgroup's last one."""
+
 
 class Worker(Protocol):
     """The 128 threads that prepare a chunk, and their work on the next one.
