@@ -1,10 +1,9 @@
 """prefill_prepare_raw: KDA's intra-chunk terms for scan_raw: Tinv, Aqk and scales, no tiles.
 
-A persistent CTA has three warpgroups; each prepares one chunk after another. Order of a chunk:
-terms_kda.py. Behind the barrier after the operands, TMA starts to load the next chunk's raw q, k and
-g, during the inverse; so do the loads of beta and the gate's parameters. Overlapped with scan_raw,
-the first chunks of all sequences come first, and the heads of each chunk that are prepared are
-counted. bf16 tokens, 16-bit g, K = 128.
+A persistent CTA has three warpgroups; each prepares one chunk after another, in the order of
+terms_kda.py. During the inverse TMA loads the next chunk's raw q, k and g, and the warps load its
+beta and the gate's parameters. Overlapped with scan_raw, the first chunks of all sequences come
+first, and a counter of each chunk counts its prepared heads. bf16 tokens, 16-bit g, K = 128.
 """
 
 from dataclasses import dataclass
@@ -76,7 +75,7 @@ RawCoord = NamedTuple("RawCoord", [*ChunkCoord.__annotations__.items(), ("iterat
 class RawWorker:
     """A persistent warpgroup: the Worker of terms.py that loads its next chunk ahead.
 
-    next_chunk: offset of a NextChunk in the warpgroup's shared memory. group: the warpgroup's number.
+    next_chunk: offset of a NextChunk in the warpgroup's shared memory. group: its number.
     """
 
     inputs: RawInputs
@@ -95,7 +94,7 @@ class RawWorker:
 
     @cute.jit
     def chunk_begun(self, args, coord, spare):
-        """Count the last chunk, which has been in the workspace since `inputs_loaded`; find the next."""
+        """Count the last chunk, in the workspace since `inputs_loaded`, and find the next one."""
         if spare:
             chunk = self.load_next(coord.shared)
             is_late = chunk.item >= second_round_end(args.size)
@@ -289,8 +288,8 @@ class PrefillPrepareRaw:
         while chunk.tokens > 0:
             self.terms.prepare(args, worker.coord_of(chunk, shared, in_group), worker)
             chunk = worker.load_next(shared)
-            # Chunks are counted a chunk late, but for the first ones, which the scan starts with,
-            # and the last one. Their scales have been in the workspace since the barriers.
+            # A chunk is counted a chunk late, but at once if it is among the first ones, since the
+            # scan starts with them, or the last one. Barriers have ordered the stores of scales.
             is_early = (size.scanning > 0) & (chunk.item < second_round_end(size))
             if ((chunk.tokens <= 0) | is_early) & (in_group == 0):
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
