@@ -1,8 +1,8 @@
 """KDA's inputs of a chunk in shared memory: the gate, and raw q, k and g by cp.async or by TMA.
 
-`TileInputs` and `RawInputs` load a sub-chunk for its warp and say where its tokens are: a K block is
-32 channels, and a lane has the 8 channels of its `quad_lane`. Operands overwrite tokens in place:
-left operands take the place of q and k, right operands that of 16-bit g.
+`TileInputs` and `RawInputs` load a sub-chunk for its warp and have the addresses of its tokens. A K
+block is 32 channels, of which a lane has the 8 of its `quad_lane`. Operands overwrite tokens: left
+operands q and k, right operands 16-bit g.
 """
 
 from typing import NamedTuple
@@ -45,7 +45,7 @@ class KdaGate:
         return rate, args.bound * Float32(LOG2_E)
 
     def load_biases(self, args, hv, channels):
-        """dt_bias of some channels."""
+        """dt_bias of the channels."""
         if self.gate == "log":
             return []
         at = args.ptr.dt_bias + offset(hv, args.stride.dt_bias_h)
@@ -65,7 +65,7 @@ class KdaGate:
         x = g + bias
         if self.gate == "softplus":
             e = ptx.exp2(-cute.math.abs(x) * Float32(LOG2_E))
-            # 1 + e loses the digits of a small e; the series' next term is below 2**-18 of the first.
+            # 1 + e loses the digits of a small e. The series' next term is below 2**-18 of e.
             small = cute.math.fma(e, Float32(LOG2_E / 3), Float32(-LOG2_E / 2))
             small = e * cute.math.fma(e, small, Float32(LOG2_E))
             soft = ptx.select(e < Float32(2.0**-6), small, ptx.log2(Float32(1) + e))
@@ -73,7 +73,7 @@ class KdaGate:
         return bound * ptx.reciprocal(Float32(1) + ptx.exp2(x * (rate * Float32(-LOG2_E))))
 
     def neutral_g(self):
-        """A word of raw g whose log decay is 0: minus infinity, or 0 where g is the log decay."""
+        """A word of raw g with a log decay of 0: minus infinity, or 0 where g is the log decay."""
         infinity = {Float32: 0xFF800000, Float16: 0xFC00FC00}.get(self.g_dtype, 0xFF80FF80)
         return Uint32(0 if self.gate == "log" else infinity)
 
@@ -90,7 +90,7 @@ class InputRegions(NamedTuple):
 
 
 def lane_token(coord):
-    """The token whose beta the lane has."""
+    """The lane's token for beta."""
     return coord.subchunk * SUBCHUNK + coord.lane % SUBCHUNK
 
 
@@ -144,7 +144,7 @@ class TileInputs:
         return bits, parameters
 
     def activated(self, args, coord, bits):
-        """Beta, from the first result of `load`: later than the load, whose latency it hides."""
+        """Beta, from the first result of `load`: later, to hide the load's latency."""
         return activate_beta_bits(args, coord, bits)
 
     def channels(self, coord):
@@ -172,7 +172,7 @@ class TileInputs:
         token = coord.subchunk * SUBCHUNK + second
         q_at, k_at, g_at = self.token_addresses(args, coord, token)
         at = self.lane_operand_at(coord, 0, 0, k_block, second)
-        # Two tokens' q, k and g in turn: eight copies of a tensor one behind the other are 6% slower.
+        # Two tokens' q, k and g in turn: eight copies of one tensor after another are 6% slower.
         for t in cutlass.range(0, SUBCHUNK, 2, unroll=1):
             active = (token + t < coord.tokens) & (32 * k_block < self.K)
             if cutlass.const_expr(self.g_fp32 is None):
@@ -320,7 +320,7 @@ class RawInputs:
 
     @cute.jit
     def clear_tokens(self, coord):
-        """Past the chunk's last token, where others may lie: zeros, and a g whose log decay is 0."""
+        """Past the last token, where others may lie: zeros, and a g with a log decay of 0."""
         regions, row, vector = self.regions, coord.lane // 16, coord.lane % 16
         for t in cutlass.range(row, SUBCHUNK, 2, unroll=1):
             if coord.subchunk * SUBCHUNK + t >= coord.tokens:

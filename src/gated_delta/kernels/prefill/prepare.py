@@ -1,9 +1,10 @@
 """prefill_prepare: the intra-chunk terms of every chunk, for the scan by tiles and for segments.
 
-A CTA of 128 threads prepares a chunk of 64 tokens: GDN of a q/k head and all its value heads, or some
-where CTAs are few; KDA of a value head. A warp has a sub-chunk of 16 tokens. The workspace gets k and
-q tiles, Tinv and Aqk, in fp16 as wgmma reads them, and fp32 scales. docs/kernels/prefill.md has the
-algebra, terms_gdn.py and terms_kda.py the order of a chunk. Also ranks sequences for the scan.
+A CTA of 128 threads prepares a chunk of 64 tokens: GDN of a q/k head and all its value heads, or
+part of them where CTAs are few; KDA of a value head. A warp has a sub-chunk of 16 tokens. The
+workspace gets k and q tiles, Tinv and Aqk, in fp16 as wgmma reads them, and fp32 scales.
+docs/kernels/prefill.md has the algebra, terms_gdn.py and terms_kda.py the order of a chunk. The
+kernel also ranks sequences for the scan.
 """
 
 from dataclasses import dataclass
@@ -98,7 +99,7 @@ class PrefillPrepare:
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         args = Args(ptr, scale, bound, stride, size)
-        # The last chunks first: the scan starts with the first ones, which are then still in L2.
+        # The last chunks first: the scan starts with the first ones, then still in L2.
         i, slot = cta % size.chunk_blocks, size.chunk_slots - 1 - cta // size.chunk_blocks
         shared = hopper.shared_base(128)
         hopper.wait_for_previous_kernel()
@@ -111,8 +112,8 @@ class PrefillPrepare:
         # schedulers equally.
         subchunk = (thread // WARP + cta) % 4
         head = i * size.block_heads
-        place = thread, lane, subchunk, lane // 4, lane % 4
-        coord = ChunkCoord(sequence, head, slot, chunk, tokens, shared, *place)
+        thread_coord = thread, lane, subchunk, lane // 4, lane % 4
+        coord = ChunkCoord(sequence, head, slot, chunk, tokens, shared, *thread_coord)
         if tokens > 0:
             self.terms.prepare(args, coord, CtaWorker())
             if thread == 0:

@@ -11,11 +11,11 @@ split.
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float16, Float32, Int32, Int64, Uint32
-from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
+from cutlass.cute.arch import shuffle_sync
 from cutlass.cutlass_dsl import select_
 
-from ..device import arithmetic, hopper, ptx
-from . import inverse, terms
+from ..device import hopper, ptx
+from . import bound, inverse, terms
 from .arguments import CHUNK, RAW_SCALE_BYTES, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .inputs_kda import (
     GROWTH_ROW,
@@ -46,8 +46,9 @@ from .layout import (
 )
 
 MAX_GROWTH = 116.0
-"""log2 of the most that right operands grow by within a sub-chunk: 16 tokens of -5 nats, the default
-bound, are 115.4.
+"""log2 of the largest growth of right operands in a sub-chunk.
+
+16 tokens of -5 nats, the default bound, are 115.4.
 
 Left operands shrink as much: to fp32's subnormals where a channel has less than 2**-10 of a token's
 length.
@@ -55,8 +56,8 @@ length.
 SPLIT_TOKENS = 4
 """Tokens that share a split where operands grow by more."""
 MIN_STEP = -32.0
-"""The least log2 decay of a token there, so that right operands grow by 2**96 at most. Smaller decays
-round to nothing next to the fp16 of Tinv and Aqk."""
+"""The least log2 decay of a token there, so that right operands grow by 2**96 at most. Smaller ones
+round to nothing in the fp16 of Tinv and Aqk."""
 TF32_TRUNCATION = 7.04e-4
 """Mean relative loss of a product on the tensor cores, which truncate operands to tf32."""
 
@@ -64,17 +65,17 @@ CUMSUM_PITCH = 32 * 4 + 16
 """Bytes of a token's cumulative log decays of a K block, padded: rows start in different banks."""
 
 FROM_START, TO_END = 0, 2 * D
-"""Byte offsets in a warp's vectors, later: decays from the chunk's start to the sub-chunk's, and from
-the sub-chunk's end to the chunk's, fp16 [128]."""
+"""Later in a warp's vectors, byte offsets of decays, fp16 [128]: from the chunk's start to the
+sub-chunk's, and from the sub-chunk's end to the chunk's."""
 
 
 class KdaTerms:
     """The terms of a chunk and value head, in the workspace.
 
-    windows: store a bound of each chunk's transition: docs/kernels/prefill.md. raw: inputs by TMA;
-    scan_raw's scales instead of tiles. assume_tokens: every sub-chunk has tokens as far as the code
-    goes, which saves registers (past the last token they are neutral anyway). shared: bytes of shared
-    memory from `coord.shared` on.
+    windows: store a bound of each chunk's transition: docs/kernels/prefill.md. raw: inputs by TMA,
+    scan_raw's scales instead of tiles. assume_tokens: treat sub-chunks without tokens as others,
+    which saves registers; their tokens are neutral. shared: bytes of shared memory from
+    `coord.shared` on.
     """
 
     def __init__(
@@ -99,14 +100,14 @@ class KdaTerms:
         assert self.cumsum + CHUNK * CUMSUM_PITCH <= regions.diagonals
         self.inverse = inverse.Inverse(regions, triangle_offset)
         self.aqk = smem.add(TRIANGLE_BYTES)
-        # Tinv overwrites what is not read any more; the next chunk's raw g comes to k_operands.
+        # Tinv overwrites operands that have been read, but not k_operands if TMA loads g there.
         self.tinv = regions.diagonals if raw else k_operands
         self.totals = smem.add(4 * D * 4)  # log decays of each sub-chunk, fp32
         self.vectors = smem.add(4 * VECTOR_BYTES)
         self.gates = smem.add(GATE_BYTES)
         self.regions = InputRegions(k_operands, qk_operands, self.vectors)
         self.inputs = (RawInputs if raw else TileInputs)(self.gate, K, self.regions, smem)
-        self.bound = TransitionBound(smem) if windows else None
+        self.bound = bound.KdaTransitionBound(smem) if windows else None
         self.smem = smem
 
     @property
@@ -156,7 +157,7 @@ class KdaTerms:
         return self.assume_tokens or coord.subchunk * SUBCHUNK < coord.tokens
 
     def clear_operands(self, coord):
-        """Of a sub-chunk past the last token, whose raw q and k are zeros."""
+        """Of a sub-chunk past the last token, where raw q and k are zeros."""
         totals_at = self.totals_at(coord, coord.subchunk) + coord.lane * 16
         ptx.store_shared_x4(totals_at, [Uint32(0)] * 4)
         for k_block in range(K_BLOCKS):
@@ -247,7 +248,7 @@ class KdaTerms:
     # ---------------------------------------------------------------------------- log decays
 
     def cumulate_gates(self, coord, k_block, parameters):
-        """Cumulative log decays of a K block, a channel per lane; whether any exceeds MAX_GROWTH."""
+        """Cumulate a K block's log decays, a channel per lane. Returns if any exceeds MAX_GROWTH."""
         total, bias = None, None
         if self.gate.gate != "log":
             bias = ptx.load_shared_f32(bias_at(coord, self.vectors, k_block))
@@ -267,11 +268,11 @@ class KdaTerms:
     def load_total(self, coord, subchunk, k_block):
         """Log decays of a sub-chunk, of the lane's channels of a K block."""
         column = (32 * k_block + 8 * coord.quad_lane) * 4
-        return load_f32x8(self.totals_at(coord, subchunk) + column)
+        return ptx.load_shared_f32x8(self.totals_at(coord, subchunk) + column)
 
     def load_cumsum(self, coord, t):
         """Cumulative log decays of a token of the sub-chunk, of the lane's channels."""
-        return load_f32x8(self.cumsum_at(coord, t) + coord.quad_lane * 32)
+        return ptx.load_shared_f32x8(self.cumsum_at(coord, t) + coord.quad_lane * 32)
 
     def store_chunk_decays(self, args, coord):
         """The whole chunk's decay to the workspace, and the decays around the sub-chunk.
@@ -317,12 +318,14 @@ class KdaTerms:
 
     @cute.jit
     def decay_k_block(self, coord, inverse_norms, k_block, parameters, diagonal):
-        """Log decays and operands of a K block; all inputs are loaded before any operand is stored."""
+        """Log decays and operands of a K block; all loads of inputs precede stores of operands."""
         exceeds = self.cumulate_gates(coord, k_block, parameters)
         cute.arch.sync_warp()
         cumsum = [self.load_cumsum(coord, coord.row + 8 * i) for i in range(2)]
         total = self.load_total(coord, coord.subchunk, k_block)
-        growth = load_f32x8(self.vectors_at(coord) + GROWTH_ROW * 128 + coord.quad_lane * 32)
+        growth = ptx.load_shared_f32x8(
+            self.vectors_at(coord) + GROWTH_ROW * 128 + coord.quad_lane * 32
+        )
         tokens = self.load_unit_vectors(coord, inverse_norms, k_block)
         self.store_operands(coord, k_block, cumsum, total, growth, tokens, diagonal)
         if exceeds:
@@ -417,7 +420,7 @@ class KdaTerms:
                 self.inverse.store_system_diagonal(coord, i, half, system)
                 self.inverse.store_aqk_diagonal(coord, head.aqk, i, half, q_products)
 
-    # ---------------------------------------------------------------------------- other blocks, tiles
+    # ---------------------------------------------------------------------------- other blocks
 
     @cute.jit
     def off_diagonal_blocks(self, args, coord, head):
@@ -472,8 +475,8 @@ class KdaTerms:
     def store_tiles(self, coord, tiles, absmax, k_block, left):
         """8 channels of the lane's tokens: q and k decayed from the chunk's start, k to its end.
 
-        Of a sub-chunk without tokens only the first K block of k_restored is written: the scan reads
-        these zeros for all others.
+        A sub-chunk without tokens writes only the first K block of k_restored: the scan reads these
+        zeros for all others.
         """
         at = self.vectors_at(coord) + (32 * k_block + 8 * coord.quad_lane) * 2
         from_start, to_end = ptx.load_shared_x4(at + FROM_START), ptx.load_shared_x4(at + TO_END)
@@ -492,7 +495,7 @@ class KdaTerms:
                     self.bound.add_row(absmax, n - 1, i, row)
 
     def add_block(self, coord, block, left, k_block, subchunk, between=()):
-        """8 channels' part of products with an earlier sub-chunk; decays over sub-chunks `between`."""
+        """Add 8 channels' products with an earlier sub-chunk, decayed over sub-chunks `between`."""
         other, decays = coord._replace(subchunk=subchunk), None
         if between:
             logs = [self.load_total(coord, b, k_block) for b in between]
@@ -546,92 +549,5 @@ def add_diagonal(block, left, right):
                     block[e, half, qk] = product[e]
 
 
-def load_f32x8(address):
-    return [x for half in range(2) for x in ptx.load_shared_f32x4(address + 16 * half)]
-
-
 def times(xs, ys):
     return [x * y for x, y in zip(xs, ys, strict=True)]
-
-
-# -------------------------------------------------------------------------------- the bound
-
-
-class TransitionBound:
-    """A bound of a chunk's transition M, for segments that start in a window.
-
-    M = diag(decay) - sum Tinv[t, i] |k_i| k_decayed_i k_restored_t^T, so |M| <= its largest decay +
-    the sum of the terms' norms. A row of 128 numbers is at most the root of 128 times its largest
-    one. NaN in k or beta is NaN in Tinv.
-    """
-
-    def __init__(self, smem):
-        # fp32: per token |k| times the absmax of k_decayed, the absmax of k_restored; a sum per
-        # warp; the largest decay over the chunk.
-        self.k_decayed, self.k_restored = smem.add(CHUNK * 4), smem.add(CHUNK * 4)
-        self.sums, self.decay = smem.add(16), smem.add(16)
-
-    def store_k_norm(self, coord, token, k_norm):
-        ptx.store_shared_f32(coord.shared + self.k_decayed + token * 4, k_norm)
-
-    def store_decay(self, coord, decays):
-        """The largest of the chunk's decays, from the warp of the last sub-chunk."""
-        largest = ptx.fmax(ptx.fmax(decays[0], decays[1]), ptx.fmax(decays[2], decays[3]))
-        largest = ptx.warp_max(largest.bitcast(Uint32))
-        ptx.store_shared(coord.shared + self.decay, largest, coord.subchunk == 3)
-
-    def new_absmax(self):
-        """Of the lane's rows, as pairs of fp16: [k_decayed or k_restored, row]."""
-        absmax = cute.make_rmem_tensor((2, 2), Uint32)
-        absmax.fill(0)
-        return absmax
-
-    def add_row(self, absmax, n, i, words):
-        for word in words:
-            absmax[n, i] = ptx.max_abs_x2(absmax[n, i], word, Float16)
-
-    def store_rows(self, coord, absmax):
-        """The rows' absmax to shared memory, k_decayed's times |k|."""
-        for n, region in enumerate((self.k_decayed, self.k_restored)):
-            for i in range(2):
-                row = ptx.fmax(*ptx.unpack([absmax[n, i] & Uint32(0x7FFF7FFF)], Float16))
-                for step in (1, 2):
-                    row = ptx.fmax(row, shuffle_sync_bfly(row, offset=step))
-                token = coord.subchunk * SUBCHUNK + coord.row + 8 * i
-                at = coord.shared + region + token * 4
-                if n == 0:
-                    row = row * ptx.load_shared_f32(at)
-                cute.arch.sync_warp()
-                ptx.store_shared_f32(at, row)
-
-    def sum_at(self, coord, subchunk):
-        return coord.shared + self.sums + subchunk * 4
-
-    @cute.jit
-    def add_tinv(self, coord, tinv_at):
-        """The terms' norms over the warp's columns of Tinv, a row per lane, without the roots of 128."""
-        cute.arch.sync_warp()
-        total = Float32(0)
-        for row in cutlass.range(coord.subchunk * SUBCHUNK + coord.lane, CHUNK, 32, unroll=1):
-            norms = Float32(0)
-            for vector in cutlass.range_constexpr(2):
-                tinv_vector_at = tinv_at + triangle_offset(row, 2 * coord.subchunk + vector)
-                words = ptx.load_shared_x4(tinv_vector_at)
-                tinv = ptx.unpack([word & Uint32(0x7FFF7FFF) for word in words], Float16)
-                first = coord.subchunk * SUBCHUNK + 8 * vector
-                k_decayed = load_f32x8(coord.shared + self.k_decayed + first * 4)
-                for x, y in zip(tinv, k_decayed, strict=True):
-                    norms = cute.math.fma(x, y, norms)
-            k_restored = ptx.load_shared_f32(coord.shared + self.k_restored + row * 4)
-            total = cute.math.fma(norms, k_restored, total)
-        ptx.store_shared_f32(self.sum_at(coord, coord.subchunk), arithmetic.sum_lanes(total, 32))
-
-    @cute.jit
-    def store(self, args, coord):
-        """Thread 0: the bound to the workspace, when all warps have added theirs."""
-        if coord.thread == 0:
-            sums = [ptx.load_shared_f32(self.sum_at(coord, subchunk)) for subchunk in range(4)]
-            total = (sums[0] + sums[1]) + (sums[2] + sums[3])
-            decay = ptx.load_shared_f32(coord.shared + self.decay)
-            norm = cute.math.fma(total, Float32(D), decay)
-            terms.store_transition_norm(args, coord, coord.hv, norm, True)
