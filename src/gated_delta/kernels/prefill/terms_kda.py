@@ -248,7 +248,7 @@ class KdaTerms:
     # ---------------------------------------------------------------------------- log decays
 
     def cumulate_gates(self, coord, k_block, parameters):
-        """Cumulate a K block's log decays, a channel per lane. Returns if any exceeds MAX_GROWTH."""
+        """Cumulate a K block's log decays, a channel per lane. Returns: any exceeds MAX_GROWTH."""
         total, bias = None, None
         if self.gate.gate != "log":
             bias = ptx.load_shared_f32(bias_at(coord, self.vectors, k_block))
