@@ -129,6 +129,7 @@ class QueueWorker:
 
     def operands_read(self, args, coord):
         """Nothing is loaded ahead."""
+        self.sync(coord)
 
     def store_ahead(self, args, ahead):
         """Nothing is loaded ahead."""
