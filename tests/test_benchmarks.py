@@ -110,7 +110,7 @@ def runner(monkeypatch):
 
 
 def test_rotations_are_cold_and_fit():
-    for cell in [cell for table in cells.TABLES.values() for cell in table]:
+    for cell in [*itertools.chain(*cells.TABLES.values()), *cells.PREFILL_TP]:
         states = cells.state_bytes(cell.heads, cell.state_dtype, cell.sequences) * cell.facts.get(
             "layers", 1
         )
@@ -119,7 +119,7 @@ def test_rotations_are_cold_and_fit():
         assert held > (2 if cell in cells.SPECULATE else 1) * 60e6  # an L2
         assert cell.sets >= 2 or held > 6e8, cell.label
         assert 2 * held <= 40e9, cell.label
-    assert decode("gdn", (16, 64), FP32, 1, 4096).sets == 1  # sets are given up before memory
+    assert decode("gdn", (16, 64), FP32, 1, 4096).sets == 1  # memory limits the sets
 
 
 @pytest.mark.parametrize("op", ["decode", "speculate"])
@@ -172,6 +172,24 @@ def test_shapes_hold_the_tokens_that_their_names_say():
     assert cells.SHAPES["20-skewed-8192"] == (215,) * 10 + (4107,) + (215,) * 9
     assert max(cells.scattered(10, 4096)) > 2 * 409 > 409 > 2 * min(cells.scattered(10, 4096))
     assert cells.scattered(5, 5) == (1,) * 5
+
+
+def test_tensor_parallel_heads_have_all_gates_and_shapes():
+    table = command.TABLES["prefill_tp"]
+    series = {
+        name: len(found)
+        for name, found in record.grouped(map(measure.facts, table.values()), "series").items()
+    }
+    heads = [f"KDA {H}/{H}" for H in (96, 64, 48, 32, 24, 16, 12, 8)]
+    heads += [
+        f"GDN {x}" for x in "16/64 16/48 16/32 8/32 8/24 8/16 4/16 4/12 4/8 2/8 2/6 2/4".split()
+    ]
+    assert series == {
+        f"{x} {gates}": len(cells.SHAPES) for x in heads for gates in ("fast", "slow")
+    }
+    assert len(table) == len(cells.PREFILL_TP)  # a label names one cell
+    assert command.KNOWN["prefill_tp"] is peers.PEERS["prefill"]
+    assert "KDA 96/96 fast 1x512" not in CELLS["prefill"]  # `measure prefill` leaves them out
 
 
 # ------------------------------------------------------------------------------------------------ tensors
@@ -915,7 +933,7 @@ def test_a_run_cut_short_leaves_what_it_has(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ("measure decode --peers a,sglang", "expected some of a,b, got sglang"),
+        ("measure decode --peers a,sglang", "expected peers of a,b, got sglang"),
         (
             "measure decode --filter B=7",
             "no cell of decode matches 'B=7'; one is 'GDN 1/2 bf16 T=1 B=3'",

@@ -181,7 +181,7 @@ def test_what_is_not_there_is_refused_in_one_line(missing, command, engine, tmp_
     result = CliRunner().invoke(app, [command, "sglang", str(tmp_path / "new.json")])
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert (
-        "sglang is not installed here" if missing == "engine" else "expected a CUDA device"
+        "sglang is not installed" if missing == "engine" else "expected a CUDA device"
     ) in result.stderr
     assert not (tmp_path / "new.json").exists()
 
