@@ -168,7 +168,7 @@ def facts(cell: Cell) -> Record:
     return dict(label=cell.label, family=cell.family, series=cell.series, place=cell.place, **sizes)
 
 
-# ------------------------------------------------------------------------------------------------ the run
+# ---------------------------------------------------------------------------------------- the run
 
 
 @torch.no_grad()

@@ -106,7 +106,7 @@ def runner(monkeypatch):
     return made
 
 
-# ------------------------------------------------------------------------------------------------ the tables
+# ------------------------------------------------------------------------------------- the tables
 
 
 def test_rotations_are_cold_and_fit():
@@ -192,7 +192,7 @@ def test_tensor_parallel_heads_have_all_gates_and_shapes():
     assert "KDA 96/96 fast 1x512" not in CELLS["prefill"]  # `measure prefill` leaves them out
 
 
-# ------------------------------------------------------------------------------------------------ tensors
+# ---------------------------------------------------------------------------------------- tensors
 
 
 @each(DECODES)
@@ -265,7 +265,7 @@ def test_a_flush_of_layers_moves_the_states_of_sequences_that_accept(monkeypatch
     assert state.float().norm() < 4 * before.float().norm()
 
 
-# ------------------------------------------------------------------------------------------------ ours and the peers
+# ----------------------------------------------------------------------------- ours and the peers
 
 
 def test_a_right_kernel_passes_and_a_wrong_one_is_named(monkeypatch, runner):
@@ -475,7 +475,7 @@ def test_verify_and_flush_alone_have_no_peers(monkeypatch, runner, cell):
     assert (found["peers"], found["parts"], found["ratio"], found["share"]) == ({}, {}, None, 0.75)
 
 
-# ------------------------------------------------------------------------------------------------ the peers' calls
+# ------------------------------------------------------------------------------- the peers' calls
 # FLA's and FlashInfer's are our adapters, which have their signatures; those in stand_ins do what the peers' documentation says.
 
 MODULES = {
@@ -600,7 +600,7 @@ def test_sglangs_files_are_found_and_leave_no_modules_behind(monkeypatch, stand_
                 peers.sglang(wanted)
 
 
-# ------------------------------------------------------------------------------------------------ records
+# ---------------------------------------------------------------------------------------- records
 
 
 def one(name="KDA 32/32 bf16 T=1 B=8", us=10.0, copy_us=8.0, flops=0, **times):
@@ -819,7 +819,7 @@ def test_pictures_say_what_they_show(monkeypatch, tmp_path):
         plot.draw(dict(content, cells=some), tmp_path / "alone.png")
 
 
-# ------------------------------------------------------------------------------------------------ the command
+# ------------------------------------------------------------------------------------ the command
 
 
 def run(*arguments):

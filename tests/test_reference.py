@@ -24,7 +24,7 @@ def test_case_list(case, device):
     assert result.passed, "\n".join(result.failures)
 
 
-# ------------------------------------------------------------------------------------------------ the definition
+# --------------------------------------------------------------------------------- the definition
 
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
@@ -182,7 +182,7 @@ def test_no_finite_input_gives_nan(kind, axis):
     torch.testing.assert_close(state, decoded_state)
 
 
-# ------------------------------------------------------------------------------------------------ the chunk algebra
+# ------------------------------------------------------------------------------ the chunk algebra
 
 
 @pytest.mark.parametrize("C", [1, 2, 16, 64])
@@ -256,7 +256,7 @@ def test_verify_buffers_the_corrections_of_the_algebra(axis):
             before = after
 
 
-# ------------------------------------------------------------------------------------------------ NaN and infinities
+# ----------------------------------------------------------------------------- NaN and infinities
 
 
 def poisoned(name, value, at, T, axis, device):
@@ -369,7 +369,7 @@ def test_nan_and_infinite_decays_are_no_growing_ones(axis):
         )
 
 
-# ------------------------------------------------------------------------------------------------ promises
+# --------------------------------------------------------------------------------------- promises
 
 
 @pytest.mark.parametrize("norm", [{}, normed(t=5)], ids=["bare", "norm"])
@@ -648,7 +648,7 @@ def test_an_inactive_batch_of_nothing_but_padding():
     assert all(x.isnan().all() for x in vars(arguments["buffer"]).values())
 
 
-# ------------------------------------------------------------------------------------------------ fp16 states
+# ------------------------------------------------------------------------------------ fp16 states
 
 
 def writing(v, beta=1.0, T=1):
@@ -776,7 +776,7 @@ def test_small_fp16_states_are_rounded_once(op):
     assert ((got.abs() < 2**-14) & (got != 0)).any()
 
 
-# ------------------------------------------------------------------------------------------------ null_index
+# ------------------------------------------------------------------------------------- null_index
 
 
 def padded(op, slots, dtype=torch.int32, **options):

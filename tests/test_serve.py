@@ -224,7 +224,7 @@ def test_what_the_engines_own_kernels_took_is_not_lost_where_ours_fail(
     assert [cell["cell"] for cell in content["unpaired"]] == ["1 x 512"]
 
 
-# ------------------------------------------------------------------------------------------------ tokens
+# ----------------------------------------------------------------------------------------- tokens
 
 
 def answer(tokens, *top):

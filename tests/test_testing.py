@@ -365,7 +365,7 @@ def test_bits_that_a_deterministic_prefill_must_not_have_fail(monkeypatch, histo
     assert all(result.passed for result in other)
 
 
-# ------------------------------------------------------------------------------------------------ tolerances
+# ------------------------------------------------------------------------------------- tolerances
 
 
 def test_only_prefill_on_the_tensor_cores_has_a_wider_tolerance():
