@@ -243,7 +243,7 @@ DECODE = [
 
 
 COLD_STATES, MOST_CHAINS = 600e6, 160
-"""Bytes of states in a chain's replays, ten times L2 as verify and flush share them; the most sets."""
+"""Bytes of states in a chain's replays, ten times L2 as both calls share them; the most sets."""
 FLUSHED = 48
 """Layers of one flush."""
 
