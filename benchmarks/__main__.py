@@ -93,8 +93,8 @@ def measure(
         raise typer.BadParameter(
             f"expected peers of {','.join(known)}, got {','.join(unknown)}", param_hint="--peers"
         )
-    own = OWN if op.value == "speculate" else {}
-    asked = own | {name: known[name] for name in names}
+    cached = OWN if op.value == "speculate" else {}
+    asked = cached | {name: known[name] for name in names}
     file, command = file or RESULTS / f"{op.value}.json", f"benchmarks {op.value}"
     report = Report(command, True, file)
     try:
@@ -187,17 +187,17 @@ def serve(
 
     def content() -> dict[str, Any]:
         """Results so far; unpaired: cells run by the engine's kernels alone."""
-        own, ours = measured.values()
+        theirs, ours = measured.values()
         paired = [
             dict(label=cell.pop("cell"), run=0, **cell)
-            for cell in serving.compared(own[: len(ours)], ours)
+            for cell in serving.compared(theirs[: len(ours)], ours)
         ]
         facts = run | dict(model=model, options=given, log=log, start_s=starts)
         return dict(
             command=f"benchmarks serve {engine.value}",
             runs=[facts],
             cells=paired,
-            unpaired=own[len(ours) :],
+            unpaired=theirs[len(ours) :],
         )
 
     with report.measuring():
@@ -240,7 +240,7 @@ def tokens(
     starts = [(False, {}), (True, {}), *((True, object_of(more, "--also")) for more in also or ())]
     report, run = served(engine.value, "tokens", file)
     asked = dict(prompts=answers.prompts(count), new_tokens=new_tokens)
-    own: list[Any] = []
+    reference: list[Any] = []
     rows: list[dict[str, Any]] = []
     content = dict(
         command=f"benchmarks tokens {engine.value}",
@@ -263,9 +263,9 @@ def tokens(
                     received += message.get("answers", ())
             except RuntimeError as problem:  # the other starts still run
                 report.say(str(problem))
-            own = own or received
+            reference = reference or received
             label = f"{'gated_delta' if plugin else engine.value} {json.dumps(more)}"
-            verdict = answers.compared(own, received) if received else dict(equal=None)
+            verdict = answers.compared(reference, received) if received else dict(equal=None)
             rows.append(dict(label=label, run=0, log=log) | verdict)
             report.say(str(rows[-1]))
             report.keep(content)
