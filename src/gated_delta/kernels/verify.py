@@ -721,7 +721,7 @@ class Verify:
         return late
 
     def zero_accumulators(self):
-        """Two accumulators per product, so that mma.syncs overlap; mma_pairs: one, for registers."""
+        """Two accumulators per product, so mma.syncs overlap; mma_pairs: one, for registers."""
         return [[Float32(0)] * 4 for _ in range(1 if self.mma_pairs else 2)]
 
     def split_mma(self, accumulators, a, b):
