@@ -115,7 +115,7 @@ class Verify:
         norm: bool = False,
     ):
         self.state = StateRows(K, state_dtype, rows)
-        # k b_t overflows fp16, so fp16 states use bf16 operands.
+        # k b_t leaves the range of fp16, so fp16 states use bf16 operands.
         self.operand_dtype = Float32 if self.state.dtype is Float32 else BFloat16
         self.tokens = Tokens(self.state, axis, dtype, g_dtype, gate, qk_l2norm, aligned)
         self.channel = axis == "channel"
