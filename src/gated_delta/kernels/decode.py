@@ -1,16 +1,19 @@
-"""Decode: 1 to 16 tokens a sequence; the state stays in registers from the first token to the last. docs/kernels/decode.md.
+"""Decode: 1 to 16 tokens per sequence, the state in registers throughout. docs/kernels/decode.md.
 
-Block: `tile` V rows of one value head of one sequence. `lanes` neighbouring threads share a row, 8 key channels each; a thread has
-`rows` rows, of each of the `chunks` that the block takes one after the other, the next one's loads in flight. Every variant has
-this lane mapping, so a row's sums have one order: bits do not depend on batch, tokens or schedule.
+CTA: `tile` V rows of one value head of one sequence. `lanes` neighbouring threads share a row, 8
+key channels each. A thread has `rows` rows of each of the CTA's `chunks`; chunks run one after the
+other, with the next chunk's loads in flight. Every variant has this lane mapping and one reduction
+order, so bits do not depend on batch, tokens or schedule.
 
-Warp roles: every warp loads its rows of the state, and q, k and v of the tokens. The last warp also loads beta and GDN's g, a token
-a lane. KDA's g is loaded by all threads, a channel each; with a single token the first warp is left out, as it prepares q and k.
+Warp roles: every warp loads its rows of the state, and q, k and v of the tokens. The last warp also
+loads beta and GDN's g, one token per lane. All threads load KDA's g, one channel each; with a
+single token all but the first warp do, since that warp prepares q and k.
 
-Shared memory: a record per token, fp32: q, k, KDA's decays [padded_K each], v [tile], beta, k.q, GDN's decay.
+Shared memory: one record per token, fp32: q, k, KDA's decays [padded_K each], v [tile], beta, k.q,
+GDN's decay.
 
-Order of work: prefetch into L2 before the previous kernel has ended; load indices, tokens and state; write the records; barrier;
-token by token S k, S q, u, o and the new state; store the state.
+Order of work: prefetch into L2 before the previous kernel ends (PDL); load indices, tokens and
+state; write the records; barrier; for each token S k, S q, u, o and the new state; store the state.
 """
 
 from typing import NamedTuple
@@ -34,7 +37,7 @@ from .device.recurrent import (
     GatedNorm,
     StateRows,
     Tokens,
-    sequence_block,
+    sequence_cta,
     sequence_grid,
     shared_tensor,
     without_norm,
@@ -48,26 +51,26 @@ Pointers, Strides, Sizes = (
 
 
 class Coord(NamedTuple):
-    """What a thread works on."""
+    """A thread's work: sequence, value head, tile and rows."""
 
     n: Int32
     hv: Int32
     tile: Int32
     thread: Int32
     lane: Int32
-    """Among those that share a row."""
+    """Index among the `lanes` threads that share a row."""
     warp_row: Int32
-    """First row of its warp."""
+    """First row of the thread's warp."""
     first_row: Int32
-    """Its rows are first_row, first_row + 32 // lanes, ..."""
+    """The thread's rows are first_row, first_row + 32 // lanes, ..."""
     o_row: Int32
-    """The one of them whose sums it has after a reduction."""
+    """The row for which the thread holds S k and S q after the reduction."""
     stores_o: cutlass.Boolean
-    """Whether it stores o of o_row: one of the lanes that have the same sums."""
+    """True in one of the lanes with the same o_row; that lane stores its o."""
 
 
 class Decode:
-    """Compile-time facts of a variant; `compile.py` compiles __call__, all else being run-time arguments."""
+    """Compile-time facts of a variant; `compile.py` compiles __call__, with run-time arguments."""
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
@@ -95,30 +98,24 @@ class Decode:
         self.state = StateRows(K, state_dtype, rows * 32 // lanes_per_row(K))
         self.tokens = Tokens(self.state, axis, dtype, g_dtype, gate, qk_l2norm, aligned)
         self.channel = axis == "channel"
-        self.beta_logits, self.single_token, self.rows, self.threads = (
-            beta_logits,
-            single_token,
-            rows,
-            threads,
-        )
+        self.beta_logits, self.single_token = beta_logits, single_token
+        self.rows, self.threads = rows, threads
         assert single_token or norm or chunks == 1
         self.chunks, self.chunk_rows = chunks, tile_rows(K, rows, threads)
         self.prefetch_chunks, self.bulk = prefetch_chunks or chunks, bulk
-        # As if for blocks of so many threads: as many blocks' registers fit.
+        # ptxas caps registers so that one CTA of this many threads, blocks_per_sm of ours, fits.
         self.limits = (
             dict(max_number_threads=(blocks_per_sm * threads, 1, 1)) if blocks_per_sm else {}
         )
         self.lanes, self.padded_K = self.state.lanes, self.state.padded_K
-        self.groups = (
-            threads // self.lanes
-        )  # rows, or tokens' q and k, that a block accesses at once
+        self.groups = threads // self.lanes  # rows, or tokens' q and k, per access of the CTA
         self.tile = chunks * self.chunk_rows
         self.tiles = V // self.tile
         self.cluster = (self.tiles, 1, 1) if norm and self.tiles > 1 else None
-        self.v_loads = -(-self.tile // threads)  # of a thread, in front of the state's arrival
+        self.v_loads = -(-self.tile // threads)  # per thread, issued before the state arrives
         self.lanes_per_sum = self.lanes // rows  # lanes with the same row's sum after a reduction
         self.first_decay_thread = 32 if single_token else 0
-        # A token's record in shared memory, in fp32 numbers.
+        # Offsets in a token's record, in fp32 numbers.
         self.decay_offset = 2 * self.padded_K
         self.v_offset = self.decay_offset + (self.padded_K if self.channel else 0)
         self.scalars_offset = self.v_offset + self.tile
@@ -127,7 +124,7 @@ class Decode:
         self.norm = GatedNorm(V, self.tiles, self.tokens.dtype, threads, tokens) if norm else None
         self.token_words = self.record + (self.norm.token_words if self.norm else 0)
 
-    # -------------------------------------------------------------------------------------------- launch
+    # ------------------------------------------------------------ launch
 
     @cute.jit
     def __call__(
@@ -167,7 +164,7 @@ class Decode:
 
     def coord(self):
         thread, _, _ = cute.arch.thread_idx()
-        head_tile, n = sequence_block()
+        head_tile, n = sequence_cta()
         tile, hv = head_tile % self.tiles, head_tile // self.tiles
         lane = thread % self.lanes
         warp_row = tile * self.tile + (thread // 32) * self.state.warp_rows
@@ -178,7 +175,7 @@ class Decode:
         )
 
     def chunk(self, coord, i):
-        """The thread's rows in the i-th chunk of its tile."""
+        """`coord` in chunk i of its tile."""
         if i == 0:
             return coord
         rows = {
@@ -187,7 +184,7 @@ class Decode:
         }
         return coord._replace(**rows)
 
-    # -------------------------------------------------------------------------------------------- one sequence
+    # ------------------------------------------------------------ one sequence
 
     @cute.jit
     def sequence(self, args, coord):
@@ -203,10 +200,8 @@ class Decode:
             self.load_v(args, coord, start, i, length)
             for i in self.v_elements(coord.thread, self.v_loads)
         ]
-        state_at, policy = (
-            self.state.address(args, coord, read, coord.first_row),
-            self.state.policy(size.keep_in_l2),
-        )
+        state_at = self.state.address(args, coord, read, coord.first_row)
+        policy = self.state.policy(size.keep_in_l2)
         rows = self.state.load(state_at, coord, policy, read > size.null_index)
         if cutlass.const_expr(self.norm is not None):
             z = self.norm.load_first(args, coord, start, length)
@@ -215,7 +210,7 @@ class Decode:
         if read > size.null_index:
             records = cute.arch.get_dyn_smem(Float32, 16)
             if cutlass.const_expr(self.norm is not None):
-                self.norm.expect(records + size.T * self.record, coord, length)
+                self.norm.init_barrier(records + size.T * self.record, coord, length)
             self.stage_qk(records, args, coord, start, length, qk)
             self.stage_gates(records, args, coord, start, length, gates)
             self.stage_v(records, args, coord, start, length, v)
@@ -225,22 +220,22 @@ class Decode:
             self.state.store_registers(rState, rows)
             cute.arch.sync_threads()
             if cutlass.const_expr(self.norm is not None):
-                self.norm.wait()
+                self.norm.wait_for_cluster()
             for i in cutlass.range_constexpr(self.chunks):
-                part = self.chunk(coord, i)
+                chunk = self.chunk(coord, i)
                 if cutlass.const_expr(i + 1 < self.chunks):
-                    following_at = self.state.address(
+                    next_at = self.state.address(
                         args, coord, read, self.chunk(coord, i + 1).first_row
                     )
-                    following = self.state.load(following_at, coord, policy, read > size.null_index)
-                self.steps(rState, records, args, part, start, length, self.chunk_o(args, o_at, i))
-                wanted = (write > size.null_index) & ((length > 0) | (write != read))
+                    next_rows = self.state.load(next_at, coord, policy, read > size.null_index)
+                self.steps(rState, records, args, chunk, start, length, self.chunk_o(args, o_at, i))
+                stores = (write > size.null_index) & ((length > 0) | (write != read))
                 updated = self.state.load_registers(rState)
                 self.state.store(
-                    updated, self.state.address(args, coord, write, part.first_row), coord, wanted
+                    updated, self.state.address(args, coord, write, chunk.first_row), coord, stores
                 )
                 if cutlass.const_expr(i + 1 < self.chunks):
-                    self.state.store_registers(rState, following)
+                    self.state.store_registers(rState, next_rows)
             if cutlass.const_expr(self.norm is not None):
                 self.norm.finish(
                     records + size.T * self.record,
@@ -271,7 +266,7 @@ class Decode:
 
     @cute.jit
     def steps(self, rState, records, args, coord, start, length, o_at):
-        """All tokens of the rows in rState."""
+        """Run all tokens through the rows in rState."""
         if cutlass.const_expr(self.single_token):
             self.step(rState, records, args, coord, o_at, Int32(0), None)
         else:
@@ -288,7 +283,10 @@ class Decode:
                 )
 
     def slots(self, args, coord):
-        """Slot read, none for an inactive sequence; slot of the final state, none where there is nothing to store."""
+        """The slot to read and the slot of the final state.
+
+        A slot up to null_index is none: the sequence is inactive, or nothing is stored.
+        """
         ptr, stride, size = args.ptr, args.stride, args.size
         accepted_at = ptr.num_accepted + offset(coord.n, stride.num_accepted_n)
         accepted = ptx.load_count(accepted_at, size.num_accepted_kind, Int32(1))
@@ -308,31 +306,30 @@ class Decode:
             select_((size.update_state == 0) | (size.slots_per_sequence != 0), Int32(-1), write)
         )
 
-    # -------------------------------------------------------------------------------------------- one token
+    # ------------------------------------------------------------ one token
 
     @cute.jit
     def step(self, rState, records, args, coord, o_at, t, intermediate_row):
-        """Token t: its o, and the state after it where that is stored."""
+        """Compute o of token t; store the state after it if the call asks for that."""
         o = self.update(rState, records + t * self.record, args, coord)
         if cutlass.const_expr(self.norm is not None):
-            normed = records + args.size.T * self.record
-            self.norm.put(
-                normed, t, coord.o_row, o, coord.lane % self.lanes_per_sum, self.lanes_per_sum
+            norm_shared = records + args.size.T * self.record
+            self.norm.share_o(
+                norm_shared, t, coord.o_row, o, coord.lane % self.lanes_per_sum, self.lanes_per_sum
             )
         elif coord.stores_o:
             ptx.store(self.tokens.dtype, o_at + offset(t, args.stride.o_t), o)
         self.store_intermediate(rState, args, coord, t, intermediate_row)
 
     def update(self, rState, record, args, coord):
-        """Update the rows in rState with the token of a record; returns o of o_row.
+        """Update the rows in rState with a record's token; returns o of o_row.
 
-        With S' = S decay + u k^T, o = S' q = (S decay) q + u (k.q): S k and S q reduce together, before u is known.
+        With S' = S decay + u k^T, o = S' q = (S decay) q + u (k.q): S k and S q reduce together,
+        before u is known.
         """
         fma = cute.math.fma
-        q, k = (
-            self.state.load_shared(record, coord),
-            self.state.load_shared(record + self.padded_K, coord),
-        )
+        q = self.state.load_shared(record, coord)
+        k = self.state.load_shared(record + self.padded_K, coord)
         v = shared_tensor(record + self.v_offset, self.tile)[coord.o_row - coord.tile * self.tile]
         scalars = shared_tensor(record + self.scalars_offset, 4)
         beta, kq, decay = scalars[0], scalars[1], scalars[2]
@@ -360,11 +357,10 @@ class Decode:
 
     @cute.jit
     def store_intermediate(self, rState, args, coord, t, intermediate_row):
-        """Store the state after token t: to intermediate_states, and to the token's slot of state_indices [N, W]."""
+        """Store the state after token t: to intermediate_states, and to the token's slot [N, W]."""
         ptr, stride, size = args.ptr, args.stride, args.size
-        if cutlass.const_expr(
-            intermediate_row is None
-        ):  # a single token's: loaded sooner, it would cost 16 registers
+        # single_token: loading the row earlier costs 16 registers.
+        if cutlass.const_expr(intermediate_row is None):
             intermediate_row = self.intermediate_row(args, coord)
         at = ptr.intermediate_states + offset(intermediate_row, stride.intermediate_states_n)
         at = (
@@ -392,17 +388,17 @@ class Decode:
             )
 
     def intermediate_row(self, args, coord):
-        """The sequence's row of intermediate_states, negative where there is none to store to."""
+        """The sequence's row of intermediate_states; negative: store none."""
         ptr, stride, size = args.ptr, args.stride, args.size
         row_at = ptr.intermediate_indices + offset(coord.n, stride.intermediate_indices_n)
-        own = Int32(select_(ptr.intermediate_states != 0, coord.n, Int32(-1)))
-        return ptx.load_index(row_at, size.intermediate_indices_kind, own)
+        default = Int32(select_(ptr.intermediate_states != 0, coord.n, Int32(-1)))
+        return ptx.load_index(row_at, size.intermediate_indices_kind, default)
 
-    # -------------------------------------------------------------------------------------------- records: q and k
+    # ------------------------------------------------------------ records: q and k
 
     @cute.jit
     def stage_qk(self, records, args, coord, start, length, qk):
-        """q and k, normalised and q scaled, and k.q: a token per group of lanes, in as many rounds as there are tokens."""
+        """Write k.q, normalised k, normalised and scaled q: one token per group and round."""
         first_of_warp = (coord.thread // 32) * self.state.warp_groups
         if first_of_warp < length:
             self.store_qk(records, args, coord, coord.thread // self.lanes, length, qk)
@@ -430,14 +426,14 @@ class Decode:
             scalars = shared_tensor(record + self.scalars_offset, 4)
             scalars[1] = kq * q_scale * k_scale
 
-    # -------------------------------------------------------------------------------------------- records: v
+    # ------------------------------------------------------------ records: v
 
     def v_elements(self, first, count):
-        """A thread's next `count` elements of the tile's v, from the first on."""
+        """The thread's next `count` elements of v [tokens, tile], beginning with `first`."""
         return [first + j * self.threads if j else first for j in range(count)]
 
     def load_v(self, args, coord, start, i, length):
-        """Element i of the tile's v [tokens, tile]."""
+        """Load element i of the tile's v [tokens, tile]."""
         token, row = i // self.tile, i % self.tile
         at = self.tokens.v_address(args, coord, start + token, coord.tile * self.tile + row)
         return ptx.load(self.tokens.dtype, at, token < length)
@@ -462,10 +458,14 @@ class Decode:
                 )
                 values[elements[j] % self.tile] = v[j]
 
-    # -------------------------------------------------------------------------------------------- records: beta and decays
+    # ------------------------------------------------------------ records: beta and decays
 
     def load_gates(self, args, coord, start, length):
-        """beta and GDN's (g, gate parameters), a token a lane of the last warp; KDA's, of a thread's channels and first token."""
+        """Load beta and (g, gate parameters) of the first round.
+
+        beta and GDN's g: one token per lane of the last warp. KDA's g: the thread's channels of its
+        first token.
+        """
         t = coord.thread % 32
         active = (coord.thread // 32 == self.threads // 32 - 1) & (t < length)
         beta = self.tokens.load_beta(args, coord, start + t, active)
@@ -473,14 +473,14 @@ class Decode:
             g = self.tokens.load_g(args, coord, start + t, None, active)
             return beta, [(g, self.tokens.load_gate_parameters(args, coord, None, active))]
         gates = []
-        for position, first, wanted in self.decay_work(coord, length):
+        for position, first, active in self.decay_work(coord, length):
             channel = self.state.channel_at(position)
-            g = self.tokens.load_g(args, coord, start + first, channel, wanted)
-            gates.append((g, self.tokens.load_gate_parameters(args, coord, channel, wanted)))
+            g = self.tokens.load_g(args, coord, start + first, channel, active)
+            gates.append((g, self.tokens.load_gate_parameters(args, coord, channel, active)))
         return beta, gates
 
     def decay_work(self, coord, length):
-        """KDA: for each channel of a thread, its position in the record, the first token, and whether there is such a token."""
+        """KDA: (position in the record, first token, active) for each of the thread's channels."""
         threads = self.threads - self.first_decay_thread
         index = coord.thread - self.first_decay_thread
         positions = [index + i * threads for i in range(max(1, -(-self.padded_K // threads)))]
@@ -496,7 +496,7 @@ class Decode:
     def stage_gates(self, records, args, coord, start, length, gates):
         beta, g = gates
         if coord.thread // 32 == self.threads // 32 - 1:
-            # A token a lane: there are at most 16.
+            # One token per lane: there are at most 16.
             t = coord.thread % 32
             if cutlass.const_expr(self.beta_logits):
                 beta = arithmetic.sigmoid(beta)
@@ -513,10 +513,10 @@ class Decode:
 
     @cute.jit
     def stage_channel(self, records, args, coord, start, length, i, gate):
-        """One channel's decays: of the first token, then of the others, four loads in flight."""
+        """Write one channel's decays: the first token's, then the rest, four loads in flight."""
         g, parameters = gate
-        position, first, wanted = self.decay_work(coord, length)[i]
-        if wanted:
+        position, first, active = self.decay_work(coord, length)[i]
+        if active:
             self.store_decay(records, args, first, position, g, parameters)
         if cutlass.const_expr(not self.single_token):
             channel = self.state.channel_at(position)

@@ -1,16 +1,21 @@
-"""Flush: fold a sequence's accepted draft tokens into its state; one layer or all of them in one launch. docs/kernels/verify.md.
+"""Flush: fold accepted draft tokens into the state, all layers in one launch.
+docs/kernels/verify.md.
 
-    S_m = S_0 prod_{j<m} decay_j + sum_{i<m} outer(u_i, k_i prod_{i<j<m} decay_j),  m = num_accepted, read on the device
+    S_m = S_0 prod_{j<m} decay_j + sum_{i<m} outer(u_i, k_i prod_{i<j<m} decay_j)
+    m = num_accepted, read on the device
 
-Block: `tile` V rows of one value head of one sequence of one layer, `rows` rows a thread, in decode's lane mapping.
+CTA: `tile` V rows of one value head of one sequence of one layer, `rows` rows per thread, in
+decode's lane mapping.
 
-Warp roles: none. Every warp holds its rows of the state; k, decays and u are loaded by all threads, a channel or an element each.
+Warp roles: none. Every warp holds its rows of the state. All threads load k, decays and u, one
+channel or element each.
 
-Shared memory, fp32: the product of all decays [padded_K]; then per token its restored k, k_i prod_{i<j<m} decay_j [padded_K], and u
-[tile], a thread's rows side by side.
+Shared memory, fp32: the product of all decays [padded_K]; per token k_restored,
+k_i prod_{i<j<m} decay_j [padded_K], and u [tile], each thread's rows contiguous.
 
-Order of work: prefetch the state into L2 before the previous kernel has ended; load indices and state; load tokens from the last
-to the first, restore k and write it to shared memory; barrier; decay the state; fold token by token; store the state.
+Order of work: prefetch the state into L2 before the previous kernel ends (PDL); load indices and
+state; load tokens from the last to the first and write k_restored and u; barrier; decay the state;
+fold token by token; store the state.
 """
 
 from typing import NamedTuple
@@ -30,11 +35,8 @@ Pointers, Strides, Sizes = (
     typed(FlushSizes, Int32),
 )
 
-LOADS = (
-    4,
-    8,
-)  # tokens whose loads are in flight at once: with at most so many tokens the first, else the second
-UNROLL = 2  # tokens folded per iteration; a missing last one is neutral
+FEW_LOADS, MANY_LOADS = 4, 8  # tokens with loads in flight, for up to 4 tokens and for more
+UNROLL = 2  # tokens folded per iteration; zeros pad an odd count
 
 
 class Args(NamedTuple):
@@ -44,7 +46,7 @@ class Args(NamedTuple):
 
 
 class Coord(NamedTuple):
-    """What a thread works on."""
+    """A thread's work: layer, sequence, value head, tile and rows."""
 
     layer: Int32
     n: Int32
@@ -52,15 +54,15 @@ class Coord(NamedTuple):
     tile: Int32
     thread: Int32
     lane: Int32
-    """Among those that share a row."""
+    """Index among the `lanes` threads that share a row."""
     warp_row: Int32
-    """First row of its warp."""
+    """First row of the thread's warp."""
     first_row: Int32
-    """Its rows are first_row, first_row + 32 // lanes, ..."""
+    """The thread's rows are first_row, first_row + 32 // lanes, ..."""
 
 
 class Flush:
-    """Compile-time facts of a variant; `compile.py` compiles __call__, all else being run-time arguments."""
+    """Compile-time facts of a variant; `compile.py` compiles __call__, with run-time arguments."""
 
     arguments = (Pointers, Strides, Sizes)
 
@@ -69,7 +71,7 @@ class Flush:
         self.K, self.padded_K, self.rows, self.threads = K, self.state.padded_K, rows, threads
         self.tile = tile_rows(K, rows, threads)
         self.tiles = V // self.tile
-        self.record = self.padded_K + self.tile  # a token in shared memory, in fp32 numbers
+        self.record = self.padded_K + self.tile  # fp32 numbers per token in shared memory
 
     @cute.jit
     def __call__(self, ptr: Pointers, stride: Strides, size: Sizes, stream):
@@ -105,7 +107,7 @@ class Flush:
             layer, n, hv, tile, thread, lane, warp_row, warp_row + (thread % 32) // self.state.lanes
         )
 
-    # -------------------------------------------------------------------------------------------- one sequence
+    # ------------------------------------------------------------ one sequence
 
     @cute.jit
     def sequence(self, args, coord):
@@ -128,7 +130,7 @@ class Flush:
         accepted_at = ptr.num_accepted + offset(coord.n, stride.num_accepted_n)
         count = ptx.load_count(accepted_at, size.num_accepted_kind, size.num_accepted_all)
         count = cutlass.max(cutlass.min(count, size.C), 0)
-        wanted = (
+        active = (
             (read > size.null_index)
             & (write > size.null_index)
             & (row >= 0)
@@ -136,13 +138,13 @@ class Flush:
         )
 
         state_at = self.state.address(args, coord, read, coord.first_row)
-        rows = self.state.load(state_at, coord, self.state.policy(size.keep_in_l2), wanted)
-        if wanted:
+        rows = self.state.load(state_at, coord, self.state.policy(size.keep_in_l2), active)
+        if active:
             shared = cute.arch.get_dyn_smem(Float32, 16)
             records = shared + self.padded_K
             self.stage_tokens(shared, records, args, coord, row, count)
             cute.arch.sync_threads()
-            # Not earlier: blocks of the next kernel would start beside these and spread unevenly over the multiprocessors.
+            # Not earlier: the next kernel's CTAs would start among these and load the SMs unevenly.
             cute.arch.griddepcontrol_launch_dependents()
             decays = self.state.load_shared(shared, coord)
             rState = cute.make_rmem_tensor((8, self.rows), Float32)
@@ -158,11 +160,11 @@ class Flush:
                 for r in range(self.rows)
             ]
             self.state.store(
-                final, self.state.address(args, coord, write, coord.first_row), coord, wanted
+                final, self.state.address(args, coord, write, coord.first_row), coord, active
             )
 
     def fold(self, rState, record, coord):
-        """Add u k^T of one token to this thread's rows."""
+        """Add u k_restored^T of one token to this thread's rows."""
         k = self.state.load_shared(record, coord)
         at = (record + self.padded_K + coord.thread // self.state.lanes * self.rows).toint()
         pointer = cute.make_ptr(
@@ -174,11 +176,11 @@ class Flush:
             for c in range(8):
                 rState[c, r] = cute.math.fma(u, k[c], rState[c, r])
 
-    # -------------------------------------------------------------------------------------------- tokens
+    # ------------------------------------------------------------ tokens
 
     @cute.jit
     def stage_tokens(self, shared, records, args, coord, row, count):
-        """Restored k and u of the accepted tokens into shared memory, from the last to the first; and the product of all decays."""
+        """Write k_restored and u of the accepted tokens, last to first, and all decays' product."""
         ptr, stride, size = args.ptr, args.stride, args.size
         h = qk_head(coord.hv, size.qk_head_factor)
         layer = Int64(coord.layer)
@@ -203,19 +205,17 @@ class Flush:
         u_at += coord.tile * (self.tile * 4)
         at = (k_at, decay_at, u_at)
         channels = [coord.thread + first for first in range(0, self.padded_K, self.threads)]
-        rDecay = cute.make_rmem_tensor(
-            (len(channels),), Float32
-        )  # product of the decays after a token
+        # Per channel, the product of the decays after the current token.
+        rDecay = cute.make_rmem_tensor((len(channels),), Float32)
         rDecay.fill(1.0)
         padded = round_up(count)
-        few, many = LOADS
-        if padded <= few:
-            loaded = self.load_tokens(at, stride, coord, channels, padded - 1, count, few)
+        if padded <= FEW_LOADS:
+            loaded = self.load_tokens(at, stride, coord, channels, padded - 1, count, FEW_LOADS)
             self.store_tokens(records, coord, channels, padded - 1, rDecay, loaded)
         else:
-            for first in cutlass.range(0, padded, many, unroll=1):
+            for first in cutlass.range(0, padded, MANY_LOADS, unroll=1):
                 last = padded - 1 - first
-                loaded = self.load_tokens(at, stride, coord, channels, last, count, many)
+                loaded = self.load_tokens(at, stride, coord, channels, last, count, MANY_LOADS)
                 self.store_tokens(records, coord, channels, last, rDecay, loaded)
         for i, channel in enumerate(channels):
             if channel < self.padded_K:
@@ -223,39 +223,28 @@ class Flush:
                 decays[self.state.position(channel)] = rDecay[i]
 
     def load_tokens(self, at, stride, coord, channels, last, count, tokens):
-        """k and log decays of the thread's channels, and its elements of u, of `tokens` tokens from `last` backwards.
+        """Load the thread's k, log decays and u of `tokens` tokens, from `last` backwards.
 
-        All loads are in flight at once. Tokens past the accepted ones are neutral: zeros.
+        Returns (k per channel, log decays per channel, elements of u). All loads are in flight at
+        once. Tokens that are not accepted load as zeros, which leave the state unchanged.
         """
         k_at, decay_at, u_at = at
         ts = [last - j for j in range(tokens)]
         accepted = [Uint32(t) < Uint32(count) for t in ts]  # a negative t is a large unsigned one
         ks, log_decays, us = [], [], []
         for channel in channels:
-            inside = (
-                accepted
-                if self.K % self.threads == 0
-                else [wanted & (channel < self.K) for wanted in accepted]
-            )
+            inside = accepted
+            if self.K % self.threads != 0:
+                inside = [condition & (channel < self.K) for condition in accepted]
             addresses = [k_at + offset(t, stride.buffer_k_t) + channel * 4 for t in ts]
-            ks.append(
-                [
-                    ptx.load(Float32, address, wanted)
-                    for address, wanted in zip(addresses, inside, strict=True)
-                ]
-            )
+            ks.append(load_each(addresses, inside))
             addresses = [
                 decay_at
                 + offset(t, stride.buffer_log_decay_t)
                 + offset(channel, stride.buffer_log_decay_c)
                 for t in ts
             ]
-            log_decays.append(
-                [
-                    ptx.load(Float32, address, wanted)
-                    for address, wanted in zip(addresses, inside, strict=True)
-                ]
-            )
+            log_decays.append(load_each(addresses, inside))
         for first in range(0, tokens * self.tile, self.threads):
             t, v = self.element(coord, first, last)
             inside = (Uint32(t) < Uint32(count)) & (t > last - tokens)
@@ -263,12 +252,12 @@ class Flush:
         return ks, log_decays, us
 
     def element(self, coord, first, last):
-        """Token and V row of this thread's element of u among those from `first` on, of tokens from `last` backwards."""
+        """(token, V row) of this thread's element of u [tokens from `last` backwards, tile]."""
         return last - (coord.thread + first) // self.tile, (coord.thread + first) % self.tile
 
     @cute.jit
     def store_tokens(self, records, coord, channels, last, rDecay, loaded):
-        """Loaded tokens into their records; rDecay takes up their decays."""
+        """Write loaded tokens to their records and multiply their decays into rDecay."""
         ks, log_decays, us = loaded
         for i in cutlass.range_constexpr(len(channels)):
             position = self.state.position(channels[i])
@@ -282,11 +271,19 @@ class Flush:
             if (t >= 0) & (t > last - len(ks[0])):
                 warp, row = v // self.state.warp_rows, v % self.state.warp_rows
                 sU = shared_tensor(records + t * self.record + self.padded_K, self.tile)
-                # A thread's rows side by side.
+                # A thread's rows are contiguous.
                 group = warp * self.state.warp_rows + row % self.state.warp_groups * self.rows
                 sU[group + row // self.state.warp_groups] = us[j]
 
 
+def load_each(addresses, conditions):
+    """One fp32 number per address, 0 where its condition is false."""
+    return [
+        ptx.load(Float32, address, condition)
+        for address, condition in zip(addresses, conditions, strict=True)
+    ]
+
+
 def round_up(tokens):
-    """To a whole number of iterations."""
+    """Round up to a multiple of UNROLL."""
     return (tokens + UNROLL - 1) // UNROLL * UNROLL

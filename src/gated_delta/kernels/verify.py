@@ -1,29 +1,38 @@
-"""Verify: 1 to 16 draft tokens a sequence against a state that is read once and not written. docs/kernels/verify.md.
+"""Verify: 1 to 16 draft tokens per sequence; reads the state once. docs/kernels/verify.md.
 
-With b_t the product of the decays up to t, S (k_t b_t) and S (q_t b_t) of all tokens are one product on the tensor cores, so time
-hardly depends on T. The rest concerns tokens alone: Akk and Aqk (A and P in docs/math.md), and a forward substitution per V row.
+b_t is the cumulative decay: the product of the decays up to t. S (k_t b_t) and S (q_t b_t) of all
+tokens are one tensor-core product, so time hardly depends on T. The rest needs tokens alone: Akk
+and Aqk (A and P in docs/math.md), and a forward substitution per V row.
 
-KDA's Akk and Aqk: a token i per group of lanes decays k_i from token to token. With `mma_pairs` they are products of k_t b_t and
-q_t b_t with k_i / b_i on the tensor cores, unless some b_i is so small (RANGE) that this loses digits.
+KDA's Akk and Aqk run on CUDA cores: a group of lanes has a token i and decays k_i from token to
+token. With `mma_pairs` they are tensor-core products of k_t b_t and q_t b_t with k_i / b_i, unless
+some b_i is outside RANGE, since the quotient then loses digits.
 
-Block: `tile` V rows of one value head of one sequence, `rows` of them a warp.
+CTA: `tile` V rows of one value head of one sequence, `rows` rows per warp.
 
-Warp roles: every warp loads its rows of the state and multiplies them. q and k are loaded by all threads, a token per `lanes`
-neighbouring threads; beta and GDN's g by the last warp, a token a lane; KDA's g by all threads, a channel each.
+Warp roles: every warp loads its rows of the state and multiplies them. All threads load q and k,
+`lanes` neighbouring threads per token. The last warp loads beta and GDN's g, one token per lane.
+All threads load KDA's g, one channel each.
 
-Shared memory, in words:
-    KDA: k and q [token, 2, padded_K], decays and their products b_t [token, padded_K each], fp32
-    operand [high or low part, m_tile, k_block, step, lane, 4]: k b_t and q b_t (GDN: k and q), split in two, in mma.sync's order
-    mma_pairs: keys [high or low part, m_tile, k_block, step, lane, 2]: k / b_t, likewise
-    S k and S q, interleaved, of each warp's rows [warp, token, 2 rows], with mma_pairs in the place of the first line
-    Akk and Aqk [token, 2, token]: of the tensor cores once a warp, KDA's of other cores once
+Shared memory, in 32-bit words:
+    KDA: k and q [token, 2, padded_K], decays and b_t [token, padded_K each], fp32
+    kq operand [high or low part, m_tile, k_block, step, lane, 4]: k b_t and q b_t (GDN: k and q),
+        each split in two, in mma.sync's order
+    mma_pairs: k_over_b operand [high or low part, m_tile, k_block, step, lane, 2]: k / b_t, same
+    S k and S q, interleaved, of each warp's rows [warp, token, 2 rows]; with mma_pairs it reuses
+        the first line's memory
+    Akk and Aqk [token, 2, token]: one copy per warp from tensor cores, one per CTA from CUDA cores
     beta and GDN's decay [token, 2]
-    with a norm: sums of the squares of 16 rows' o [token, V / 16]
+    norm: sum of squares of o over 16 rows [token, V / 16]
 
-Order of work: prefetch into L2 before the previous kernel has ended; load indices, tokens and the state; write tokens and decays;
-barrier; KDA: decay the operand, Akk and Aqk (with mma_pairs behind a barrier, and only for strong decays), barrier; S k and S q
-(GDN, mma_pairs: and Akk, Aqk) on the tensor cores; each lane takes a V row through the tokens, and stores u and o. With a norm o
-is stored behind a barrier, which the sums of squares need.
+Order of work:
+    prefetch into L2 before the previous kernel ends (PDL)
+    load indices, tokens and the state; write tokens and decays; barrier
+    KDA: write the kq operand (with mma_pairs k_over_b, and a barrier)
+    KDA without mma_pairs, or b_t outside RANGE: Akk and Aqk on CUDA cores; barrier
+    mainloop: S k and S q (GDN, mma_pairs: Akk and Aqk too) on the tensor cores
+    epilogue: each lane takes one V row through the tokens and stores u and o
+    norm: barrier for the sums of squares; then store o
 """
 
 import itertools
@@ -43,7 +52,7 @@ from .device.recurrent import (
     Tokens,
     before_norm,
     norm_weight_address,
-    sequence_block,
+    sequence_cta,
     sequence_grid,
     shared_tensor,
     without_norm,
@@ -56,35 +65,35 @@ Pointers, Strides, Sizes = (
     typed(VerifySizes, Int32),
 )
 
-RANGE = 2.0**80  # b_t up to which, and down to 1 / which, mma_pairs divides by them
-PAD = 16  # words between tokens' S k and S q, so that eight lanes' accesses to two tokens fall on all banks
-LOADS = 8  # tokens whose g is loaded at once
-GROUP = 16  # rows of which lanes sum the squares, for the norm
+RANGE = 2.0**80  # mma_pairs divides by b_t if every 1 / RANGE <= b_t <= RANGE
+PAD = 16  # words between tokens' S k and S q: 8 lanes' accesses to 2 tokens hit all banks once
+LOADS = 8  # tokens of g with loads in flight
+GROUP = 16  # neighbouring rows of o per partial sum of squares, for the norm
 
 
 class Coord(NamedTuple):
-    """What a thread works on."""
+    """A thread's work: sequence, value head, tile and rows."""
 
     n: Int32
     hv: Int32
     tile: Int32
     thread: Int32
     lane: Int32
-    """Among those that share a token's q and k."""
+    """Index among the `lanes` threads that share a token's q and k."""
     warp_row: Int32
-    """First row of its warp."""
+    """First row of the thread's warp."""
     quad: Int32
-    """Its quad of lanes: the row of eight that it has in mma.sync's operands, of the state and of the tokens ..."""
+    """The lane's quad: its row, 0 to 7, in mma.sync's operands (state rows and tokens)."""
     quad_lane: Int32
-    """... and which of the quad's four lanes it is."""
+    """Index in the quad, 0 to 3."""
     o_row: Int32
-    """The row that it computes u and o of."""
+    """The V row whose u and o the thread computes."""
     stores_o: cutlass.Boolean
-    """Whether it has such a row: a warp may have fewer than 32."""
+    """False for lanes without a row: a warp may have fewer than 32 rows."""
 
 
 class Verify:
-    """Compile-time facts of a variant; `compile.py` compiles __call__, all else being run-time arguments."""
+    """Compile-time facts of a variant; `compile.py` compiles __call__, with run-time arguments."""
 
     arguments = (Pointers, Float32, Float32, Strides, Sizes)
 
@@ -106,48 +115,42 @@ class Verify:
         norm: bool = False,
     ):
         self.state = StateRows(K, state_dtype, rows)
-        self.operand_dtype = (
-            Float32 if self.state.dtype is Float32 else BFloat16
-        )  # fp16 has not the range of k b_t
+        # k b_t leaves the range of fp16, so fp16 states use bf16 operands.
+        self.operand_dtype = Float32 if self.state.dtype is Float32 else BFloat16
         self.tokens = Tokens(self.state, axis, dtype, g_dtype, gate, qk_l2norm, aligned)
         self.channel = axis == "channel"
-        self.divided = (
-            self.channel and mma_pairs
-        )  # Akk and Aqk of KDA on the tensor cores, with k / b_t
-        self.lane_pairs = self.channel and not mma_pairs
+        self.mma_pairs = self.channel and mma_pairs  # KDA's Akk and Aqk on the tensor cores
+        self.lane_pairs = self.channel and not mma_pairs  # on CUDA cores
         self.K, self.token_tile, self.rows, self.threads = K, token_tile, rows, threads
         self.lanes, self.padded_K = self.state.lanes, self.state.padded_K
-        self.groups = threads // self.lanes  # tokens whose q and k a block accesses at once
+        self.groups = threads // self.lanes  # tokens' q and k per access of the CTA
         self.warps = threads // 32
         self.tile = rows * self.warps
         self.tiles = V // self.tile
-        self.k_blocks = -(
-            -self.state.row_bytes // 64
-        )  # of a row: 16 bytes a lane of a quad, two mma.sync steps
-        self.m_tiles = -(
-            -token_tile // 8
-        )  # 16 rows of the operand: k of eight tokens, q of the same
+        # A k_block is 64 bytes of a row: 16 bytes per lane of a quad, two mma.sync steps.
+        self.k_blocks = -(-self.state.row_bytes // 64)
+        # An m_tile is 16 rows of the kq operand: k of eight tokens, then q of the same eight.
+        self.m_tiles = -(-token_tile // 8)
         # Offsets in shared memory, in words.
         self.decay_offset = 2 * token_tile * self.padded_K
-        self.product_offset = self.decay_offset + token_tile * self.padded_K
-        tokens_end = self.product_offset + token_tile * self.padded_K if self.channel else 0
-        self.operand = self.m_tiles * 2 * self.k_blocks * 128
+        self.cumulative_offset = self.decay_offset + token_tile * self.padded_K
+        tokens_end = self.cumulative_offset + token_tile * self.padded_K if self.channel else 0
+        self.operand_words = self.m_tiles * 2 * self.k_blocks * 128  # one part, high or low
         self.skq_token = 2 * rows + PAD
         skq = self.warps * token_tile * self.skq_token
-        if self.divided:  # S k and S q take the place of what the operands are made from
+        if self.mma_pairs:  # S k and S q reuse the memory of k, q and decays
             self.skq_offset, self.operand_offset = 0, max(skq, tokens_end)
-            self.keys_offset = self.operand_offset + 2 * self.operand
-            self.pair_offset = self.keys_offset + self.operand
+            self.k_over_b_offset = self.operand_offset + 2 * self.operand_words
+            self.pair_offset = self.k_over_b_offset + self.operand_words
         else:
             self.operand_offset = tokens_end
-            self.skq_offset = self.operand_offset + 2 * self.operand
+            self.skq_offset = self.operand_offset + 2 * self.operand_words
             self.pair_offset = self.skq_offset + skq
         self.pair_row = max(token_tile, 4)
         self.pair_words = 2 * self.pair_row * self.pair_row
-        self.block_pairs = self.pair_offset + (
-            0 if self.lane_pairs else self.warps * self.pair_words
-        )  # behind each warp's own
-        self.scalars_offset = self.block_pairs + (self.pair_words if self.channel else 0)
+        # The CTA's Akk and Aqk follow the warps' copies.
+        self.cta_pairs = self.pair_offset + (0 if self.lane_pairs else self.warps * self.pair_words)
+        self.scalars_offset = self.cta_pairs + (self.pair_words if self.channel else 0)
         self.norm_offset = -(-(self.scalars_offset + 2 * token_tile) // 4) * 4
         self.norm = RowNorm(V, self.tokens.dtype, token_tile) if norm else None
         self.shared = (
@@ -155,18 +158,20 @@ class Verify:
             if self.norm
             else self.scalars_offset + 2 * token_tile
         )
-        # Where registers decide how many blocks fit on an SM, z, and beside k / b_t v, waits in L2 until the products.
-        self.late_v = self.divided and self.state.dtype is not Float32 and rows > 16
+        # Where registers limit occupancy, v (mma_pairs) and z are prefetched into L2 and loaded in
+        # the mainloop, before k_block late_k_block: with a norm the last, when most of the state's
+        # registers are free.
+        self.late_v = self.mma_pairs and self.state.dtype is not Float32 and rows > 16
         few = token_tile <= (8 if self.channel else 4)
         self.late_z = norm and not (self.state.dtype is Float32 and rows > 16 and few)
-        # Before which part of the products they and z are loaded: with a norm once most of the state's registers are free.
-        self.late_block = self.k_blocks - 1 if norm else 0
-        # 128 registers, as if for blocks of 512 threads, leave room for a fourth block where ptxas would take a few more.
+        self.late_k_block = self.k_blocks - 1 if norm else 0
+        # ptxas would take a few more than 128 registers; a limit of 512 threads caps them, so that
+        # four CTAs fit on an SM.
         capped = (
             self.state.dtype is BFloat16
             and token_tile == 8
             and rows == 32
-            and self.divided != norm
+            and self.mma_pairs != norm
             and self.padded_K == K
         )
         self.limits = dict(max_number_threads=(512, 1, 1)) if capped else {}
@@ -201,7 +206,7 @@ class Verify:
 
     def coord(self):
         thread, _, _ = cute.arch.thread_idx()
-        head_tile, n = sequence_block()
+        head_tile, n = sequence_cta()
         tile, hv = head_tile % self.tiles, head_tile // self.tiles
         warp_row = tile * self.tile + (thread // 32) * self.rows
         warp_lane = thread % 32
@@ -244,15 +249,8 @@ class Verify:
                 self.tokens.v_address(args, coord, start + warp_lane, coord.warp_row),
                 (warp_lane < length) & active,
             )
-        early = self.load_v_z(
-            args,
-            coord,
-            start,
-            length,
-            active,
-            not self.late_v,
-            self.norm is not None and not self.late_z,
-        )
+        early_z = self.norm is not None and not self.late_z
+        early = self.load_v_z(args, coord, start, length, active, not self.late_v, early_z)
         if cutlass.const_expr(self.late_z):
             self.norm.prefetch(args, coord, start, length, active)
 
@@ -263,24 +261,24 @@ class Verify:
             self.stage_gates(shared, args, coord, start, length, row, gates)
             cute.arch.sync_threads()
             pairs_at = None
-            if cutlass.const_expr(self.divided):
+            if cutlass.const_expr(self.mma_pairs):
                 pairs_at = Int32(self.warp_pairs(coord))
                 if ptx.sync_threads_or(self.stage_decayed_qk(shared, coord, length)):
-                    pairs_at = Int32(self.block_pairs)
+                    pairs_at = Int32(self.cta_pairs)
                     self.stage_pairs(shared, coord, length)
                     cute.arch.sync_threads()
             elif cutlass.const_expr(self.lane_pairs):
                 self.stage_decayed_qk(shared, coord, length)
                 self.stage_pairs(shared, coord, length)
                 cute.arch.sync_threads()
-            late = self.stage_products(
+            late = self.mainloop(
                 shared,
                 coord,
                 fragments,
                 lambda: self.load_v_z(args, coord, start, length, active, self.late_v, self.late_z),
             )
             cute.arch.sync_warp()
-            v, z = given(early, late)
+            v, z = merge(early, late)
             at = o_at + offset(coord.o_row, stride.o_c) + offset(start, stride.o_t)
             o = self.substitute(shared, args, coord, length, row, pairs_at, v, at)
             if cutlass.const_expr(self.norm is not None):
@@ -293,11 +291,11 @@ class Verify:
         if size.cu_seqlens_kind != 0 and coord.stores_o:
             self.tokens.zero_padding(args, coord, o_at + offset(coord.o_row, stride.o_c))
 
-    # -------------------------------------------------------------------------------------------- q and k
+    # ------------------------------------------------------------ q and k
 
     @cute.jit
     def stage_qk(self, shared, args, coord, start, length, row, qk):
-        """k and q, normalised and q scaled: a token per group of lanes, in as many rounds as there are tokens."""
+        """Write k and q, normalised and q scaled: one token per group of lanes and round."""
         first_of_warp = (coord.thread // 32) * self.state.warp_groups
         if first_of_warp < length:
             self.store_qk(shared, args, coord, coord.thread // self.lanes, length, row, qk)
@@ -329,20 +327,15 @@ class Verify:
         self.store_buffer_k(args, coord, t, length, row, k)
 
     def store_operand(self, shared, coord, t, k, q):
-        """One token's k and q, this lane's eight channels of each, into the operand."""
+        """Split a token's k and q, this lane's eight channels of each, and write the kq operand."""
         vector_size, parts = self.state.vector_size, []
         for vector in range(self.state.vectors):
-            some = slice(vector * vector_size, (vector + 1) * vector_size)
-            parts.append([ptx.split(x[some], self.operand_dtype) for x in (k, q)])
+            channels = slice(vector * vector_size, (vector + 1) * vector_size)
+            parts.append([ptx.split(x[channels], self.operand_dtype) for x in (k, q)])
         for vector, (k_parts, q_parts) in enumerate(parts):
             k_block = vector * (self.lanes // 4) + coord.lane // 4
             for part, step in itertools.product(range(2), range(2)):
-                at = (
-                    self.operand_offset
-                    + part * self.operand
-                    + (t // 8 * self.k_blocks + k_block) * 256
-                    + step * 128
-                )
+                at = self.operand_at(t // 8, k_block, step, part)
                 words = [x[part][2 * step + i] for i in range(2) for x in (k_parts, q_parts)]
                 self.store_vector(
                     Uint32,
@@ -352,43 +345,55 @@ class Verify:
                     k_block < self.k_blocks,
                 )
 
+    def operand_at(self, m, k_block, step, part):
+        """Offset of the kq operand of one mma.sync, in words."""
+        return (
+            self.operand_offset
+            + part * self.operand_words
+            + (m * self.k_blocks + k_block) * 256
+            + step * 128
+        )
+
     @cute.jit
     def stage_decayed_qk(self, shared, coord, length):
-        """KDA: k_t b_t and q_t b_t into the operand; mma_pairs: `stage_keys`, and what it returns of any token."""
+        """KDA: write k_t b_t and q_t b_t to the kq operand, with mma_pairs k_t / b_t too.
+
+        Returns True if some b_t of the thread's tokens is outside RANGE.
+        """
         wide = cutlass.Boolean(False)
         for first in cutlass.range(
             coord.thread // 32 * self.state.warp_groups, length, self.groups, unroll=1
         ):
             t = first + coord.thread % 32 // self.lanes
             if t < length:
-                products = self.state.load_shared(
-                    shared + self.product_offset + t * self.padded_K, coord
+                cumulative = self.state.load_shared(
+                    shared + self.cumulative_offset + t * self.padded_K, coord
                 )
                 rows = [
-                    self.state.load_shared(shared + (2 * t + which) * self.padded_K, coord)
-                    for which in range(2)
+                    self.state.load_shared(shared + (2 * t + kq) * self.padded_K, coord)
+                    for kq in range(2)
                 ]
-                k, q = [[x * b for x, b in zip(row, products, strict=True)] for row in rows]
+                k, q = [[x * b for x, b in zip(row, cumulative, strict=True)] for row in rows]
                 self.store_operand(shared, coord, t, k, q)
-                if cutlass.const_expr(self.divided):
-                    wide = wide | self.stage_keys(shared, coord, t, rows[0], products)
+                if cutlass.const_expr(self.mma_pairs):
+                    wide = wide | self.stage_k_over_b(shared, coord, t, rows[0], cumulative)
         return wide
 
-    def stage_keys(self, shared, coord, t, k, products):
-        """k_t / b_t into the keys; whether a b_t is too far from 1 for that."""
-        self.store_keys(
+    def stage_k_over_b(self, shared, coord, t, k, cumulative):
+        """Write k_t / b_t; returns True if some b_t is outside RANGE."""
+        self.store_k_over_b(
             shared,
             coord,
             t,
-            [x * cute.arch.rcp_approx(b) for x, b in zip(k, products, strict=True)],
+            [x * cute.arch.rcp_approx(b) for x, b in zip(k, cumulative, strict=True)],
         )
         wide = cutlass.Boolean(False)
-        for b in products:
+        for b in cumulative:
             wide = wide | ~((b >= Float32(1 / RANGE)) & (b <= Float32(RANGE)))
         return wide
 
-    def store_keys(self, shared, coord, t, k):
-        """One token's k / b, this lane's eight channels, as the right operand of Akk and Aqk."""
+    def store_k_over_b(self, shared, coord, t, k):
+        """Split a token's k / b, this lane's eight channels, and write the k_over_b operand."""
         vector_size = self.state.vector_size
         for vector in range(self.state.vectors):
             parts = ptx.split(
@@ -396,25 +401,29 @@ class Verify:
             )
             k_block = vector * (self.lanes // 4) + coord.lane // 4
             for part, step in itertools.product(range(2), range(2)):
-                at = self.keys_at(t // 8, k_block, step, part) + (t % 8 * 4 + coord.lane % 4) * 2
+                at = self.k_over_b_at(t // 8, k_block, step, part)
                 self.store_vector(
                     Uint32,
                     shared,
-                    at,
+                    at + (t % 8 * 4 + coord.lane % 4) * 2,
                     parts[part][2 * step : 2 * step + 2],
                     k_block < self.k_blocks,
                 )
 
-    def keys_at(self, m, k_block, step, part):
+    def k_over_b_at(self, m, k_block, step, part):
+        """Offset of the k_over_b operand of one mma.sync, in words."""
         return (
-            self.keys_offset
-            + part * (self.operand // 2)
+            self.k_over_b_offset
+            + part * (self.operand_words // 2)
             + (m * self.k_blocks + k_block) * 128
             + step * 64
         )
 
     def buffer_k_address(self, args, coord, row, t):
-        """A token's k in the buffer, and whether this block stores it: the first tile of the first value head that shares it."""
+        """(address of a token's k in the buffer, True if this CTA stores it).
+
+        One CTA stores it for all value heads of a q/k head: the first tile of the first value head.
+        """
         ptr, stride = args.ptr, args.stride
         h = qk_head(coord.hv, args.size.qk_head_factor)
         at = (
@@ -426,14 +435,14 @@ class Verify:
         return at, (coord.tile == 0) & (coord.hv == h * args.size.group_size)
 
     def store_buffer_k(self, args, coord, t, length, row, k):
-        at, wanted = self.buffer_k_address(args, coord, row, t)
+        at, stores_k = self.buffer_k_address(args, coord, row, t)
         for half in range(2):
             channel = (
                 coord.lane * 8 + 4 * half
                 if self.state.vectors == 1
                 else self.state.channel(coord, half)
             )
-            inside = wanted & (t < length) & (channel < self.K)
+            inside = stores_k & (t < length) & (channel < self.K)
             ptx.store_words(
                 at + channel * 4, [x.bitcast(Uint32) for x in k[4 * half : 4 * half + 4]], inside
             )
@@ -441,8 +450,8 @@ class Verify:
     @cute.jit
     def zero_buffer_k(self, args, coord, length, row):
         """Zero the buffer's k past the last token."""
-        first, wanted = self.buffer_k_address(args, coord, row, length)
-        if wanted:
+        first, stores_k = self.buffer_k_address(args, coord, row, length)
+        if stores_k:
             for i in cutlass.range(
                 coord.thread, (args.size.C - length) * self.K, self.threads, unroll=1
             ):
@@ -452,10 +461,14 @@ class Verify:
                     Float32(0),
                 )
 
-    # -------------------------------------------------------------------------------------------- beta and decays
+    # ------------------------------------------------------------ beta and decays
 
     def load_gates(self, args, coord, start, length):
-        """beta and GDN's (g, gate parameters), a token a lane of the last warp; KDA's, of a thread's channels and first tokens."""
+        """Load beta and (g, gate parameters) of the first round.
+
+        beta and GDN's g: one token per lane of the last warp. KDA's g: the thread's channels of the
+        first tokens.
+        """
         t = coord.thread % 32
         active = (coord.thread // 32 == self.warps - 1) & (t < length)
         beta = self.tokens.load_beta(args, coord, start + t, active)
@@ -471,11 +484,11 @@ class Verify:
         return beta, gates
 
     def thread_channels(self, coord):
-        """KDA: the channels whose decays a thread computes."""
+        """KDA: the channels of the thread's decays."""
         return [coord.thread + first for first in range(0, self.padded_K, self.threads)]
 
     def load_channel(self, args, coord, start, t0, length, channel):
-        """g of a channel, of the tokens from t0 on that are loaded at once."""
+        """Load g of a channel and up to LOADS tokens from t0 on."""
         ts = [t0 + j for j in range(min(self.token_tile, LOADS))]
         inside = channel < self.K
         return [
@@ -484,7 +497,7 @@ class Verify:
 
     @cute.jit
     def stage_gates(self, shared, args, coord, start, length, row, gates):
-        """beta and decays into shared memory; log decays into the buffer, zeros past the last token."""
+        """Write beta and decays to shared memory, log decays and then zeros to the buffer."""
         beta, g = gates
         ptr, stride, size = args.ptr, args.stride, args.size
         buffer_at = (
@@ -493,18 +506,16 @@ class Verify:
             + offset(coord.hv, stride.buffer_log_decay_h)
         )
         if coord.thread // 32 == self.warps - 1:
-            # A token a lane: there are at most 16.
+            # One token per lane: there are at most 16.
             t = coord.thread % 32
             beta = ptx.select(size.beta_logits != 0, arithmetic.sigmoid(beta), beta)
             decay = Float32(0)
             if cutlass.const_expr(not self.channel):
                 log_decay = self.tokens.log_decay(args, *g[0])
                 decay = cute.math.exp(log_decay)
-                at, wanted = (
-                    buffer_at + offset(t, stride.buffer_log_decay_t),
-                    (coord.tile == 0) & (t < size.C),
-                )
-                ptx.store_if(Float32, at, ptx.select(t < length, log_decay, Float32(0)), wanted)
+                at = buffer_at + offset(t, stride.buffer_log_decay_t)
+                inside = (coord.tile == 0) & (t < size.C)
+                ptx.store_if(Float32, at, ptx.select(t < length, log_decay, Float32(0)), inside)
             if t < length:
                 scalars = shared_tensor(shared + self.scalars_offset + 2 * t, 2)
                 scalars[0] = beta
@@ -524,14 +535,23 @@ class Verify:
 
     @cute.jit
     def stage_channel(self, shared, args, coord, start, length, buffer_at, channel, gate):
-        """KDA: a channel's decays and their products, token by token; padded channels are neutral."""
+        """KDA: write a channel's decays and b_t, token by token; a padded channel's are 1."""
         gs, parameters = gate
         stride, size = args.stride, args.size
         if channel < self.padded_K:
-            rProduct = cute.make_rmem_tensor((1,), Float32)
-            rProduct[0] = Float32(1)
+            rCumulative = cute.make_rmem_tensor((1,), Float32)
+            rCumulative[0] = Float32(1)
             self.store_decays(
-                shared, args, coord, Int32(0), length, buffer_at, channel, gs, parameters, rProduct
+                shared,
+                args,
+                coord,
+                Int32(0),
+                length,
+                buffer_at,
+                channel,
+                gs,
+                parameters,
+                rCumulative,
             )
             if cutlass.const_expr(self.token_tile > LOADS):
                 for t0 in cutlass.range(LOADS, length, LOADS, unroll=1):
@@ -546,7 +566,7 @@ class Verify:
                         channel,
                         more,
                         parameters,
-                        rProduct,
+                        rCumulative,
                     )
             if coord.tile == 0 and channel < self.K:
                 for t in cutlass.range(length, size.C, unroll=1):
@@ -558,37 +578,39 @@ class Verify:
 
     @cute.jit
     def store_decays(
-        self, shared, args, coord, t0, length, buffer_at, channel, gs, parameters, rProduct
+        self, shared, args, coord, t0, length, buffer_at, channel, gs, parameters, rCumulative
     ):
         for j in cutlass.range_constexpr(len(gs)):
             t = t0 + j
             log_decay = self.tokens.log_decay(args, gs[j], parameters)
             decay = ptx.select(channel < self.K, cute.math.exp(log_decay), Float32(1))
-            rProduct[0] = rProduct[0] * decay
+            rCumulative[0] = rCumulative[0] * decay
             position = self.state.position(channel) + t * self.padded_K
             decays = shared_tensor(shared + self.decay_offset, self.token_tile * self.padded_K)
-            products = shared_tensor(shared + self.product_offset, self.token_tile * self.padded_K)
+            cumulative = shared_tensor(
+                shared + self.cumulative_offset, self.token_tile * self.padded_K
+            )
             decays[position] = decay
-            products[position] = rProduct[0]
-            wanted = (t < length) & (coord.tile == 0) & (channel < self.K)
+            cumulative[position] = rCumulative[0]
+            inside = (t < length) & (coord.tile == 0) & (channel < self.K)
             ptx.store_if(
                 Float32,
                 buffer_at + offset(t, args.stride.buffer_log_decay_t) + channel * 4,
                 log_decay,
-                wanted,
+                inside,
             )
 
-    # -------------------------------------------------------------------------------------------- KDA: Akk and Aqk
+    # ------------------------------------------------------------ KDA: Akk and Aqk
 
     @cute.jit
     def stage_pairs(self, shared, coord, length):
-        """Not on the tensor cores: Akk[t, i] and Aqk[t, i] for i <= t, sums over the channels of k_t k_i and q_t k_i times decays.
+        """Akk[t, i] and Aqk[t, i], i <= t, on CUDA cores: k_t k_i and q_t k_i with decays between.
 
-        A token i for each group of lanes, which decays k_i from one t to the next. docs/math.md, "Pairs".
+        Each group of lanes has a token i and decays k_i from one t to the next. docs/math.md,
+        "Pairs".
         """
-        count = (
-            1 if self.divided else min(4, self.token_tile)
-        )  # tokens t at once; mma_pairs: few registers, and rare
+        # Tokens t per iteration. With mma_pairs registers are few and this path is rare.
+        count = 1 if self.mma_pairs else min(4, self.token_tile)
         rK = cute.make_rmem_tensor((8,), Float32)
         for first in cutlass.range(
             (coord.thread // 32) * self.state.warp_groups, length, self.groups, unroll=1
@@ -597,7 +619,8 @@ class Verify:
             k = self.state.load_shared(shared + 2 * i * self.padded_K, coord)
             for c in cutlass.range_constexpr(8):
                 rK[c] = k[c]
-            # t starts at a multiple of `count` that is the same for all of a warp's i, so its groups loop equally often.
+            # t starts at a multiple of `count`, the same for all groups of the warp, so that they
+            # loop equally often.
             begin = first // count * count
             if cutlass.const_expr(count > 1):
                 self.store_pairs(shared, coord, i, begin, count, rK, True)
@@ -607,9 +630,9 @@ class Verify:
 
     @cute.jit
     def store_pairs(self, shared, coord, i, t0, count, rK, masked):
-        """Token i with `count` tokens t from t0 on; masked: some of these may not be later than i."""
+        """Akk and Aqk of token i and `count` tokens t from t0 on; masked: some t may be <= i."""
         lanes_per_sum = self.lanes // (2 * count)
-        sums = []
+        products = []
         for j in cutlass.range_constexpr(count):
             t = t0 + j
             decays = self.state.load_shared(shared + self.decay_offset + t * self.padded_K, coord)
@@ -619,22 +642,22 @@ class Verify:
                     decay = ptx.select(t > i, decay, Float32(1))
                 rK[c] = rK[c] * decay
             k_i = [rK[c] for c in range(8)]
-            for which in cutlass.range_constexpr(2):
-                sums.append(
+            for kq in cutlass.range_constexpr(2):
+                products.append(
                     arithmetic.dot(
-                        self.state.load_shared(shared + (2 * t + which) * self.padded_K, coord), k_i
+                        self.state.load_shared(shared + (2 * t + kq) * self.padded_K, coord), k_i
                     )
                 )
-        total = arithmetic.sum_rows(sums, self.lanes, coord.lane)
+        product = arithmetic.sum_rows(products, self.lanes, coord.lane)
         if coord.lane % lanes_per_sum == 0:
-            t, which = t0 + coord.lane // lanes_per_sum // 2, coord.lane // lanes_per_sum % 2
-            pairs = shared_tensor(shared + self.block_pairs, self.pair_words)
-            pairs[(2 * t + which) * self.pair_row + i] = total
+            t, kq = t0 + coord.lane // lanes_per_sum // 2, coord.lane // lanes_per_sum % 2
+            pairs = shared_tensor(shared + self.cta_pairs, self.pair_words)
+            pairs[(2 * t + kq) * self.pair_row + i] = product
 
-    # -------------------------------------------------------------------------------------------- products on the tensor cores
+    # ------------------------------------------------------------ mainloop
 
     def load_fragments(self, args, coord, slot, active):
-        """This lane's 16-byte vectors of the rows quad, quad + 8, ... of its warp."""
+        """Load this lane's 16-byte vectors of its warp's rows quad, quad + 8, ..."""
         rows = []
         policy = self.state.policy(args.size.keep_in_l2)
         for first in range(0, self.rows, 8):
@@ -648,17 +671,20 @@ class Verify:
             rows.append(row)
         return rows
 
-    def stage_products(self, shared, coord, fragments, load_late):
-        """S k and S q of the warp's rows; Akk and Aqk too, unless lanes have them: with k (KDA: k / b) as eight more rows."""
-        exact = self.state.dtype is BFloat16  # it has no low part; that of fp16 is exact
+    def mainloop(self, shared, coord, fragments, load_late):
+        """S k and S q of the warp's rows on the tensor cores; returns load_late's result.
+
+        Akk and Aqk too unless lane_pairs: k (KDA: k / b) is eight more rows of the right operand.
+        """
+        exact = self.state.dtype is BFloat16  # bf16 has no low part; fp16's low part is exact
         m_tiles = range(self.m_tiles)
-        skq = [[self.zero_sums() for _ in fragments] for _ in m_tiles]
+        skq = [[self.zero_accumulators() for _ in fragments] for _ in m_tiles]
         pairs = [
-            [self.zero_sums() for _ in range(0 if self.lane_pairs else late + 1)]
-            for late in m_tiles
+            [self.zero_accumulators() for _ in range(0 if self.lane_pairs else m + 1)]
+            for m in m_tiles
         ]
         for k_block in range(self.k_blocks):
-            if k_block == self.late_block:
+            if k_block == self.late_k_block:
                 late = load_late()
             rows = [row[k_block] for row in fragments]
             if not exact:
@@ -667,86 +693,95 @@ class Verify:
                     for words in rows
                 ]
             for step in range(2):
-                some = slice(2 * step, 2 * step + 2)
-                tokens = [
+                words_of_step = slice(2 * step, 2 * step + 2)
+                kq = [
                     [self.load_operand(shared, coord, m, k_block, step, part) for part in range(2)]
                     for m in m_tiles
                 ]
-                keys = []
-                if self.divided:
-                    keys = [
-                        [self.load_keys(shared, coord, m, k_block, step, part) for part in range(2)]
+                k_operands = []
+                if self.mma_pairs:
+                    k_operands = [
+                        [
+                            self.load_k_over_b(shared, coord, m, k_block, step, part)
+                            for part in range(2)
+                        ]
                         for m in m_tiles
                     ]
                 elif not self.lane_pairs:
-                    keys = [[words[0::2] for words in parts] for parts in tokens]
+                    k_operands = [[words[0::2] for words in parts] for parts in kq]
                 for m in m_tiles:
                     for row, words in enumerate(rows):
-                        b = (words[some], None) if exact else (words[0][some], words[1][some])
-                        self.multiply(skq[m][row], tokens[m], b)
-                    for earlier, key in enumerate(keys[: m + 1]):
-                        self.multiply(pairs[m][earlier], tokens[m], key)
+                        high, low = (words, None) if exact else words
+                        b = (high[words_of_step], None if exact else low[words_of_step])
+                        self.split_mma(skq[m][row], kq[m], b)
+                    for earlier, k in enumerate(k_operands[: m + 1]):
+                        self.split_mma(pairs[m][earlier], kq[m], k)
         for m in m_tiles:
             self.store_products(shared, coord, m, skq[m], pairs[m])
         return late
 
-    def zero_sums(self):
-        """Of a product: two, so that one mma.sync need not wait for the other; mma_pairs have no registers for a second."""
-        return [[Float32(0)] * 4 for _ in range(1 if self.divided else 2)]
+    def zero_accumulators(self):
+        """Two accumulators per product, so mma.syncs overlap; mma_pairs: one, for registers."""
+        return [[Float32(0)] * 4 for _ in range(1 if self.mma_pairs else 2)]
 
-    def multiply(self, sums, a, b):
-        """Add a product of split operands: high times high to the first sum, mixed terms to the last; low times low is dropped."""
+    def split_mma(self, accumulators, a, b):
+        """Add a product of split operands (high, low) to its accumulators.
+
+        High times high goes to the first, the mixed terms to the last; low times low is dropped.
+        """
         for target, a_part, b_part in ((0, 0, 0), (-1, 1, 0), (-1, 0, 1)):
             if b[b_part] is not None:
-                sums[target] = ptx.mma_sync(sums[target], a[a_part], b[b_part], self.operand_dtype)
+                accumulators[target] = ptx.mma_sync(
+                    accumulators[target], a[a_part], b[b_part], self.operand_dtype
+                )
 
     def load_operand(self, shared, coord, m, k_block, step, part):
-        """This lane's words of the left operand: k and q of a token, of two channels (fp32) or two pairs of channels."""
-        at = (
-            self.operand_offset
-            + part * self.operand
-            + (m * self.k_blocks + k_block) * 256
-            + step * 128
-        )
+        """This lane's words of the left operand: k and q of a token.
+
+        Each of k and q has two channels (fp32) or two pairs of channels (bf16).
+        """
+        at = self.operand_at(m, k_block, step, part)
         words = self.vector(Uint32, shared, at + coord.thread % 32 * 4).load()
         return [words[i] for i in range(4)]
 
-    def load_keys(self, shared, coord, m, k_block, step, part):
+    def load_k_over_b(self, shared, coord, m, k_block, step, part):
         """This lane's words of the right operand of Akk and Aqk, k / b of eight tokens."""
-        words = self.vector(
-            Uint32, shared, self.keys_at(m, k_block, step, part) + coord.thread % 32 * 2, 2
-        ).load()
+        at = self.k_over_b_at(m, k_block, step, part)
+        words = self.vector(Uint32, shared, at + coord.thread % 32 * 2, 2).load()
         return [words[i] for i in range(2)]
 
     def store_products(self, shared, coord, m, skq, pairs):
-        """Sums of eight tokens: mma.sync leaves a lane two columns (V rows, or tokens i) of S k and the same two of S q."""
+        """Write the accumulators of eight tokens.
+
+        mma.sync leaves a lane two columns (V rows, or tokens i) of S k and the same two of S q.
+        """
         t = 8 * m + coord.quad
         inside = coord.quad < self.token_tile
-        for row, sums in enumerate(skq):
-            s_k0, s_k1, s_q0, s_q1 = total(sums)
+        for row, accumulators in enumerate(skq):
+            s_k0, s_k1, s_q0, s_q1 = total(accumulators)
             at = self.skq_at(coord, t) + 2 * (8 * row + 2 * coord.quad_lane)
             self.store_vector(Float32, shared, at, [s_k0, s_q0, s_k1, s_q1], inside)
-        for earlier, sums in enumerate(pairs):
-            found = total(sums)
-            for which in range(2):
+        for earlier, accumulators in enumerate(pairs):
+            akk_aqk = total(accumulators)
+            for kq in range(2):
                 at = (
                     self.warp_pairs(coord)
-                    + (2 * t + which) * self.pair_row
+                    + (2 * t + kq) * self.pair_row
                     + 8 * earlier
                     + 2 * coord.quad_lane
                 )
-                some = inside & (2 * coord.quad_lane < self.token_tile)
-                self.store_vector(Float32, shared, at, found[2 * which : 2 * which + 2], some)
+                in_tile = inside & (2 * coord.quad_lane < self.token_tile)
+                self.store_vector(Float32, shared, at, akk_aqk[2 * kq : 2 * kq + 2], in_tile)
 
     def warp_pairs(self, coord):
-        """Akk and Aqk of the tensor cores: each warp has its own, which saves a barrier."""
+        """Offset of the warp's Akk and Aqk; a copy per warp saves a barrier."""
         return self.pair_offset + coord.thread // 32 * self.pair_words
 
-    def own_pairs(self, coord):
-        return self.block_pairs if self.lane_pairs else self.warp_pairs(coord)
+    def default_pairs(self, coord):
+        return self.cta_pairs if self.lane_pairs else self.warp_pairs(coord)
 
     def skq_at(self, coord, t):
-        """S k and S q of a token and the warp's rows."""
+        """Offset of S k and S q of a token and the warp's rows."""
         return self.skq_offset + (coord.thread // 32 * self.token_tile + t) * self.skq_token
 
     def vector(self, dtype, shared, at, count=4):
@@ -762,28 +797,27 @@ class Verify:
             for i in cutlass.range_constexpr(len(xs)):
                 target[i] = xs[i]
 
-    # -------------------------------------------------------------------------------------------- u and o
+    # ------------------------------------------------------------ u and o
 
     def load_v(self, args, coord, start, length, active):
-        """v of this lane's row, of every token."""
-        places = [
+        """Load v of this lane's row, of every token."""
+        addresses = [
             self.tokens.v_address(args, coord, start + t, coord.o_row)
             for t in range(self.token_tile)
         ]
         return [
-            ptx.load(self.tokens.dtype, at, (t < length) & active) for t, at in enumerate(places)
+            ptx.load(self.tokens.dtype, at, (t < length) & active) for t, at in enumerate(addresses)
         ]
 
-    def load_v_z(self, args, coord, start, length, active, v, z):
-        """Those of v and z that are asked for."""
-        loaded_v = self.load_v(args, coord, start, length, active) if v else None
-        return loaded_v, self.norm.load(args, coord, start, length) if z else None
+    def load_v_z(self, args, coord, start, length, active, with_v, with_z):
+        """Load (v, z), each None unless asked for."""
+        v = self.load_v(args, coord, start, length, active) if with_v else None
+        return v, self.norm.load(args, coord, start, length) if with_z else None
 
-    def load_pairs(self, shared, coord, pairs_at, t, which, count):
-        """The first `count` entries of row t of Akk (which = 0) or Aqk (1)."""
-        at = (self.own_pairs(coord) if pairs_at is None else pairs_at) + (
-            2 * t + which
-        ) * self.pair_row
+    def load_pairs(self, shared, coord, pairs_at, t, kq, count):
+        """Load the first `count` entries of row t of Akk (kq = 0) or Aqk (kq = 1)."""
+        first_row = self.default_pairs(coord) if pairs_at is None else pairs_at
+        at = first_row + (2 * t + kq) * self.pair_row
         entries = []
         for first in range(0, count, 4):
             four = self.vector(Float32, shared, at + first).load()
@@ -792,12 +826,13 @@ class Verify:
 
     @cute.jit
     def substitute(self, shared, args, coord, length, row, pairs_at, v, o_at):
-        """u and o of the lane's V row, by forward substitution; o is returned, rounded, where a norm follows.
+        """u and o of the lane's V row, by forward substitution; with a norm returns rounded o.
 
             u_t = beta_t (v_t - S k_t b_t - sum_{i<t} Akk[t, i] u_i)
             o_t = S q_t b_t + sum_{i<=t} Aqk[t, i] u_i
 
-        GDN's decays are in neither the products nor the pairs: S k and S q take up b_t here, and the u_i a decay per token.
+        GDN's decays are in neither S k, S q nor Akk, Aqk: here b_t multiplies S k and S q, and each
+        token's decay multiplies the earlier u_i.
         """
         fma = cute.math.fma
         ptr, stride, size = args.ptr, args.stride, args.size
@@ -807,7 +842,7 @@ class Verify:
             + offset(coord.hv, stride.buffer_u_h)
             + coord.o_row * 4
         )
-        us, outputs, product = [], [], Float32(1)
+        us, outputs, cumulative = [], [], Float32(1)
         for t in cutlass.range_constexpr(self.token_tile):
             beta, decay = [
                 shared_tensor(shared + self.scalars_offset + 2 * t, 2)[i] for i in range(2)
@@ -817,8 +852,8 @@ class Verify:
             )
             s_k, s_q = skq[0], skq[1]
             if cutlass.const_expr(not self.channel):
-                product = product * decay
-                s_k, s_q, us = s_k * product, s_q * product, [x * decay for x in us]
+                cumulative = cumulative * decay
+                s_k, s_q, us = s_k * cumulative, s_q * cumulative, [x * decay for x in us]
             residual = v[t] - s_k
             for a, u_i in zip(self.load_pairs(shared, coord, pairs_at, t, 0, t), us, strict=True):
                 residual = fma(-a, u_i, residual)
@@ -857,10 +892,11 @@ class Verify:
 
 
 class RowNorm:
-    """The gated RMSNorm, in a block of all V rows of a head. docs/kernels/verify.md, "The gated norm".
+    """The gated RMSNorm; a CTA has all V rows of a head. docs/kernels/verify.md, "The gated norm".
 
-    Lanes sum the squares of 16 neighbouring rows, all tokens at once; behind a barrier each warp adds these sums up, a token
-    a lane, and each lane normalises its own row. So bits do not depend on how many rows a warp has, 16 or 32.
+    Lanes sum the squares of 16 neighbouring rows, all tokens at once. After a barrier each warp
+    adds these sums, one token per lane, and each lane normalises its row. So bits do not depend on
+    the rows per warp, 16 or 32.
     """
 
     def __init__(self, V: int, dtype, tokens: int):
@@ -870,46 +906,47 @@ class RowNorm:
         self.words = tokens * self.token_words
 
     def prefetch(self, args, coord, start, length, condition):
-        """Prefetch z of the warp's rows into L2, a token a lane."""
+        """Prefetch z of the warp's rows into L2, one token per lane."""
         t = coord.thread % 32
         ptx.prefetch_l2(
             z_address(args, coord, self.dtype, start + t, coord.warp_row), condition & (t < length)
         )
 
     def load(self, args, coord, start, length):
-        """z of the lane's row and the bits of its weight."""
+        """Load (z of the lane's row per token, bits of its weight)."""
         kind = Int32(select_(length > 0, args.size.norm_weight_kind, Int32(ABSENT)))
         bits = ptx.load_scalar_bits(norm_weight_address(args, coord.o_row), kind)
-        places = [
+        addresses = [
             z_address(args, coord, self.dtype, start + t, coord.o_row) for t in range(self.tokens)
         ]
-        return [ptx.load(self.dtype, at, t < length) for t, at in enumerate(places)], bits
+        return [ptx.load(self.dtype, at, t < length) for t, at in enumerate(addresses)], bits
 
     def normalise(self, shared, args, coord, o, loaded):
-        """The lane's row of every token, normalised; o: as its dtype rounds it."""
+        """Normalise the lane's row of every token; o is rounded to its dtype."""
         z, bits = loaded
         lane = coord.thread % 32
-        self.store_sums(shared, coord, arithmetic.sum_rows([x * x for x in o], GROUP, lane))
+        self.store_squares(shared, coord, arithmetic.sum_rows([x * x for x in o], GROUP, lane))
         cute.arch.sync_threads()
         rstd = self.rstd(shared, args, lane % self.tokens)
         weight = ptx.scalar_from_bits(bits, args.size.norm_weight_kind)
-        normed = []
+        normalised = []
         for t in range(self.tokens):
             gate = arithmetic.sigmoid(z[t])
             act = ptx.select(args.size.norm_sigmoid != 0, gate, z[t] * gate)
-            normed.append(o[t] * shuffle_sync(rstd, offset=t) * (act * weight))
-        return normed
+            normalised.append(o[t] * shuffle_sync(rstd, offset=t) * (act * weight))
+        return normalised
 
     @cute.jit
-    def store_sums(self, shared, coord, total):
-        """A lane's sum of its 16 rows is of token lane // lanes_per_token."""
+    def store_squares(self, shared, coord, square_sum):
+        """Write a lane's sum of squares over 16 rows: of token lane // lanes_per_token."""
         lanes_per_token = GROUP // self.tokens
-        place = coord.thread % GROUP
-        if place % lanes_per_token == 0:
-            sums = shared_tensor(shared, self.words)
-            sums[place // lanes_per_token * self.token_words + coord.o_row // GROUP] = total
+        lane = coord.thread % GROUP
+        if lane % lanes_per_token == 0:
+            squares = shared_tensor(shared, self.words)
+            squares[lane // lanes_per_token * self.token_words + coord.o_row // GROUP] = square_sum
 
     def rstd(self, shared, args, t):
+        """1 / RMS of token t, from its partial sums of squares in order."""
         total, at = None, shared + t * self.token_words
         for first in range(0, self.groups, 4):
             four = shared_tensor(
@@ -924,10 +961,13 @@ class RowNorm:
         return cute.math.rsqrt(cute.math.fma(total, Float32(1 / self.V), eps))
 
 
-def given(early, late):
-    """Of every pair the one that is not None."""
+def merge(early, late):
+    """Element by element, `early`, or `late` where early is None."""
     return [y if x is None else x for x, y in zip(early, late, strict=True)]
 
 
-def total(sums):
-    return sums[0] if len(sums) == 1 else [x + y for x, y in zip(*sums, strict=True)]
+def total(accumulators):
+    """Sum of one or two accumulators."""
+    if len(accumulators) == 1:
+        return accumulators[0]
+    return [x + y for x, y in zip(*accumulators, strict=True)]

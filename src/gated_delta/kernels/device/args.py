@@ -1,4 +1,4 @@
-"""A kernel's arguments as it receives them, and the addresses that follow from them."""
+"""Kernel arguments as the device sees them, and address arithmetic on them."""
 
 from typing import NamedTuple
 
@@ -8,12 +8,12 @@ DTYPES = {"bf16": BFloat16, "fp16": Float16, "fp32": Float32}
 
 
 def typed(fields, dtype):
-    """A tuple type of arguments.py as a kernel's argument: every field a `dtype`."""
+    """A tuple type of arguments.py with every field typed `dtype`, for a kernel's signature."""
     return NamedTuple(fields.__name__, [(name, dtype) for name in fields._fields])
 
 
 class Args(NamedTuple):
-    """A kernel's arguments: `arguments.py` says what the three tuples hold."""
+    """A kernel's arguments; arguments.py defines the fields of ptr, stride and size."""
 
     ptr: NamedTuple
     scale: Float32
@@ -23,10 +23,10 @@ class Args(NamedTuple):
 
 
 def offset(index, stride):
-    """index * stride in one widening multiply; neither is negative."""
+    """index * stride in bytes, one widening multiply; both must be non-negative."""
     return Int64(Uint64(Uint32(index)) * Uint64(Uint32(stride)))
 
 
 def qk_head(hv, factor):
-    """q/k head of a value head; `factor` is qk_head_factor of arguments.py."""
+    """q/k head of value head `hv`, without a division; `factor`: qk_head_factor of arguments.py."""
     return Int32((Uint64(Uint32(hv)) * Uint64(Uint32(factor))) >> Uint64(30))

@@ -1,6 +1,6 @@
-"""Gates and inner products, and sums over the lanes that share a V row.
+"""Gates, inner products, and reductions over the lanes of a V row.
 
-Multiply-adds are explicit `fma`, so that a token gives the same bits in every kernel.
+Multiply-adds are explicit `fma`, so a token has the same bits in every kernel.
 """
 
 import cutlass.cute as cute
@@ -17,7 +17,7 @@ def sigmoid(x):
 
 
 def log_decay(gate, g, A_log, dt_bias, bound):
-    """Natural-log decay of a raw g: docs/math.md, "Gates". `gate` is a compile-time fact."""
+    """Natural logarithm of the decay, from raw g: docs/math.md, "Gates". `gate` is compile-time."""
     if gate == "log":
         return g
     rate = cute.math.exp(A_log)
@@ -29,24 +29,24 @@ def log_decay(gate, g, A_log, dt_bias, bound):
 
 
 def _scaled(rate, x):
-    """rate * x, and 0 where x is 0: exp(A_log) may be inf."""
+    """rate * x, but 0 for x = 0: rate = exp(A_log) may be inf."""
     return ptx.select(x == Float32(0), x, rate * x)
 
 
 def dot(xs, ys):
     """Inner product of two lists of fp32, one fma chain per half."""
-    half = len(xs) // 2
-    sums = []
-    for part in (slice(0, half), slice(half, None)):
-        total = xs[part][0] * ys[part][0]
-        for x, y in zip(xs[part][1:], ys[part][1:], strict=True):
-            total = cute.math.fma(x, y, total)
-        sums.append(total)
-    return sums[0] + sums[1]
+    middle = len(xs) // 2
+    accumulators = []
+    for half in (slice(0, middle), slice(middle, None)):
+        accumulator = xs[half][0] * ys[half][0]
+        for x, y in zip(xs[half][1:], ys[half][1:], strict=True):
+            accumulator = cute.math.fma(x, y, accumulator)
+        accumulators.append(accumulator)
+    return accumulators[0] + accumulators[1]
 
 
 def sum_lanes(x, lanes):
-    """Sum over the `lanes` neighbouring lanes that share a row, by butterfly shuffles, the widest first."""
+    """Sum over the `lanes` neighbouring lanes of a row: butterfly shuffles, widest first."""
     offset = lanes // 2
     while offset >= 1:
         x = x + shuffle_sync_bfly(x, offset=offset)
@@ -55,10 +55,10 @@ def sum_lanes(x, lanes):
 
 
 def sum_rows(rows, lanes, lane):
-    """sum_lanes of several rows at once: each lane ends with the sum of row lane // (lanes // len(rows)).
+    """sum_lanes of several rows at once: each lane ends with the sum of one row.
 
-    At each step lanes exchange one half of their rows for the other, in place of moving every row. The tree is sum_lanes', so a
-    row's bits do not depend on len(rows).
+    That row is lane // (lanes // len(rows)). At each step a lane exchanges half of its rows instead
+    of sending every row. The tree is sum_lanes', so a row's bits do not depend on len(rows).
     """
     offset = lanes // 2
     while len(rows) > 1:
@@ -77,5 +77,5 @@ def sum_rows(rows, lanes, lane):
 
 
 def broadcast(x, source, lanes):
-    """x of lane `source` among the `lanes` that share a row."""
+    """x of lane `source` of the `lanes` lanes of a row."""
     return shuffle_sync(x, offset=source, mask_and_clamp=((32 - lanes) << 8) | 31)

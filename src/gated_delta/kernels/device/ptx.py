@@ -1,7 +1,8 @@
-"""PTX instructions, one function each: loads, stores, shared memory, asynchronous copies, conversions,
-packed pairs, approximate functions.
+"""PTX instructions, one function each: loads, stores, shared memory, asynchronous copies,
+mbarriers, conversions, packed pairs, approximate functions.
 
-Loads and stores are predicated, not behind branches, so that ptxas may move other loads across them.
+Functions take byte addresses. Loads and stores are predicated, not behind branches, so that ptxas
+may move other loads across them.
 """
 
 from typing import NamedTuple
@@ -13,16 +14,16 @@ from cutlass.cutlass_dsl import select_
 from ..arguments import BF16, FP32
 
 FP16_MAX = 65504.0
-L2_LINE = 128  # bytes of an L2 fetch
-# L2 cache policies, as createpolicy.fractional encodes them.
+L2_LINE = 128  # bytes per L2 fetch
+# L2 cache policies in the encoding of createpolicy.fractional.
 EVICT_NORMAL, EVICT_LAST, EVICT_FIRST = 0x16F0000000000000, 0x14F0000000000000, 0x12F0000000000000
 
 
-# ------------------------------------------------------------------------------------------------ loads
+# ------------------------------------------------------------ loads
 
 
 def load_bits(address, condition, width=16):
-    """16 or 32 bits, zero where the condition is false."""
+    """Load 16 or 32 bits from global memory; 0 where the condition is false."""
     bits = f"b{width}"
     return cute.arch.inline_ptx(
         f"""{{
@@ -37,14 +38,15 @@ def load_bits(address, condition, width=16):
 
 
 def load(dtype, address, condition):
-    """One number as fp32, 0 where the condition is false."""
+    """Load one number of `dtype` as fp32; 0 where the condition is false."""
     return load_bits(address, condition, dtype.width).bitcast(dtype).to(Float32)
 
 
 def load_words(address, condition, count=4, policy=None, zero=True):
-    """`count` words from a multiple of their bytes, with an L2 cache policy if given; zeros where the condition is false.
+    """Load `count` (1, 2 or 4) 32-bit words, with an L2 cache policy if given.
 
-    zero=False leaves them undefined there.
+    The address must be a multiple of 4 * count bytes. Where the condition is false the words are 0,
+    or undefined with zero=False.
     """
     names = [f"{{$w{i}}}" for i in range(count)]
     zeros = " ".join(f"mov.b32 {name}, 0;" for name in names if zero)
@@ -62,7 +64,7 @@ def load_words(address, condition, count=4, policy=None, zero=True):
 
 
 def load_flag(address, condition):
-    """A bool as 0 or 1; 1 where the condition is false."""
+    """Load a bool as 0 or 1; 1 where the condition is false."""
     return cute.arch.inline_ptx(
         """{
         .reg .pred p;
@@ -78,7 +80,10 @@ def load_flag(address, condition):
 
 
 def load_index(address, kind, absent):
-    """An int32 or int64 index as 32 bits, negative if it is; `absent` where kind is 0."""
+    """Load an int32 (kind 1) or int64 (kind 2) index as int32; keeps its sign.
+
+    `absent` where kind is 0.
+    """
     return cute.arch.inline_ptx(
         """{
         .reg .pred is_32, is_64, negative;
@@ -98,7 +103,7 @@ def load_index(address, kind, absent):
 
 
 def load_count(address, kind, absent):
-    """An int32 or int64 count as 32 bits: up to 2**31 - 1, negative if it is.
+    """Load an int32 (kind 1) or int64 (kind 2) count as int32, at most 2**31 - 1; keeps its sign.
 
     `absent` where kind is 0.
     """
@@ -124,7 +129,10 @@ def load_count(address, kind, absent):
 
 
 def load_length(address, kind):
-    """An int32 or int64 number of tokens as 32 bits; negative where it is, or where 31 bits do not hold it."""
+    """Load an int32 (kind 1) or int64 (kind 2) number of tokens as int32.
+
+    Negative if the number is negative or above 2**31 - 1.
+    """
     return cute.arch.inline_ptx(
         """{
         .reg .pred is_64, wide;
@@ -142,7 +150,7 @@ def load_length(address, kind):
 
 
 def load_scalar(address, kind):
-    """One number of a run-time dtype (BF16, FP16, FP32) as fp32; 0 where kind is ABSENT."""
+    """Load one number of a run-time dtype (BF16, FP16, FP32) as fp32; 0 where kind is ABSENT."""
     return cute.arch.inline_ptx(
         f"""{{
         .reg .pred is_word, is_half, is_bf16;
@@ -167,9 +175,10 @@ def load_scalar(address, kind):
 
 
 def load_scalar_bits(address, kind):
-    """load_scalar without the conversion: 16 and 32 bits for `scalar_from_bits`, where the load's latency is to be overlapped.
+    """load_scalar without the conversion: (16 bits, 32 bits) for `scalar_from_bits`.
 
-    load_scalar schedules better where its number is needed at once.
+    For loads with work to overlap. Where the number is needed at once, load_scalar schedules
+    better.
     """
     return cute.arch.inline_ptx(
         f"""{{
@@ -187,7 +196,7 @@ def load_scalar_bits(address, kind):
 
 
 def scalar_from_bits(bits, kind):
-    """load_scalar_bits' number as fp32."""
+    """Convert the result of load_scalar_bits to fp32."""
     return cute.arch.inline_ptx(
         f"""{{
         .reg .pred is_half, is_bf16;
@@ -207,75 +216,77 @@ def scalar_from_bits(bits, kind):
 
 
 def prefetch_l2(address, condition):
-    """Prefetch an address's line into L2; the address must be mapped."""
+    """Prefetch an address's line into L2 where the condition is true; it must be mapped."""
     cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.s32 p, {$r1}, 0; @p prefetch.global.L2 [{$r0}]; }",
         read_only_args=[address, Int32(condition)],
     )
 
 
-# ------------------------------------------------------------------------------------------------ stores
+# ------------------------------------------------------------ stores
 
 
 def store(dtype, address, value):
-    """One fp32 number as a `dtype`."""
-    cute.make_tensor(cute.make_ptr(dtype, address, cute.AddressSpace.gmem), cute.make_layout((1,)))[
-        0
-    ] = value.to(dtype)
+    """Store one fp32 number as `dtype` to global memory."""
+    pointer = cute.make_ptr(dtype, address, cute.AddressSpace.gmem)
+    cute.make_tensor(pointer, cute.make_layout((1,)))[0] = value.to(dtype)
 
 
 def store_if(dtype, address, value, condition):
     """`store` where the condition is true."""
-    bits, kind = (
-        (value.bitcast(Uint32), "b32")
-        if dtype is Float32
-        else (value.to(dtype).bitcast(Uint16), "b16")
-    )
+    if dtype is Float32:
+        bits, kind = value.bitcast(Uint32), "b32"
+    else:
+        bits, kind = value.to(dtype).bitcast(Uint16), "b16"
     cute.arch.inline_ptx(
         f"{{ .reg .pred p; setp.ne.s32 p, {{$r2}}, 0; @p st.global.{kind} [{{$r0}}], {{$r1}}; }}",
         read_only_args=[address, bits, Int32(condition)],
     )
 
 
-def store_async(address, barrier, block, value, condition):
-    """One fp32 number into the memory of a block of the cluster, whose mbarrier counts it; both addresses are this block's own."""
+def store_async(address, barrier, cta, value, condition):
+    """st.async: store one fp32 number to the shared memory of CTA `cta` of the cluster.
+
+    That CTA's mbarrier counts the bytes. Both addresses are this CTA's; mapa translates them.
+    """
     cute.arch.inline_ptx(
         """{
         .reg .pred p;
-        .reg .b32 there, counts;
+        .reg .b32 target, arrival;
         setp.ne.s32 p, {$r4}, 0;
-        mapa.shared::cluster.u32 there, {$r0}, {$r2};
-        mapa.shared::cluster.u32 counts, {$r1}, {$r2};
-        @p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [there], {$r3}, [counts];
+        mapa.shared::cluster.u32 target, {$r0}, {$r2};
+        mapa.shared::cluster.u32 arrival, {$r1}, {$r2};
+        @p st.async.shared::cluster.mbarrier::complete_tx::bytes.b32 [target], {$r3}, [arrival];
         }""",
-        read_only_args=[address, barrier, block, value.bitcast(Uint32), Int32(condition)],
+        read_only_args=[address, barrier, cta, value.bitcast(Uint32), Int32(condition)],
     )
 
 
 def store_words(address, words, condition):
-    """One, two or four words to a multiple of their bytes where the condition is true."""
+    """Store one, two or four words to a multiple of their bytes where the condition is true."""
     names = [f"{{$r{i + 1}}}" for i in range(len(words))]
     source, vector = (
         (names[0], "") if len(words) == 1 else (f"{{{', '.join(names)}}}", f".v{len(words)}")
     )
     cute.arch.inline_ptx(
-        f"{{ .reg .pred p; setp.ne.s32 p, {{$r{len(words) + 1}}}, 0; @p st.global{vector}.b32 [{{$r0}}], {source}; }}",
+        f"{{ .reg .pred p; setp.ne.s32 p, {{$r{len(words) + 1}}}, 0; "
+        f"@p st.global{vector}.b32 [{{$r0}}], {source}; }}",
         read_only_args=[address, *words, Int32(condition)],
     )
 
 
-# ------------------------------------------------------------------------------------------------ shared memory
+# ------------------------------------------------------------ shared memory
 
 
 def load_shared(address):
-    """A 32-bit word."""
+    """Load a 32-bit word."""
     return cute.arch.inline_ptx(
         "ld.shared.b32 {$w0}, [{$r0}];", write_only_types=[Uint32], read_only_args=[address]
     )
 
 
 def load_shared_x4(address):
-    """Four words at a multiple of 16 bytes."""
+    """Load four words from a multiple of 16 bytes."""
     return list(
         cute.arch.inline_ptx(
             "ld.shared.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
@@ -286,12 +297,12 @@ def load_shared_x4(address):
 
 
 def load_shared_f32(address):
-    """An fp32 number."""
+    """Load an fp32 number."""
     return load_shared(address).bitcast(Float32)
 
 
 def load_shared_f32x2(address):
-    """Two fp32 numbers at a multiple of 8 bytes."""
+    """Load two fp32 numbers from a multiple of 8 bytes."""
     return cute.arch.inline_ptx(
         "ld.shared.v2.f32 {{$w0}, {$w1}}, [{$r0}];",
         write_only_types=[Float32] * 2,
@@ -300,7 +311,7 @@ def load_shared_f32x2(address):
 
 
 def load_shared_f32x4(address):
-    """Four fp32 numbers at a multiple of 16 bytes."""
+    """Load four fp32 numbers from a multiple of 16 bytes."""
     return [x.bitcast(Float32) for x in load_shared_x4(address)]
 
 
@@ -310,7 +321,7 @@ def load_shared_f32x8(address):
 
 
 def load_shared_as_f32(address, dtype):
-    """A number of `dtype` as fp32."""
+    """Load a number of `dtype` as fp32."""
     if dtype is Float32:
         return load_shared_f32(address)
     half = cute.arch.inline_ptx(
@@ -320,7 +331,7 @@ def load_shared_as_f32(address, dtype):
 
 
 def store_shared(address, word, condition=True):
-    """A 32-bit word where the condition holds."""
+    """Store a 32-bit word where the condition is true."""
     cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p st.shared.b32 [{$r0}], {$r1}; }",
         read_only_args=[address, word, Int32(condition)],
@@ -328,32 +339,32 @@ def store_shared(address, word, condition=True):
 
 
 def store_shared_f32(address, x):
-    """An fp32 number."""
+    """Store an fp32 number."""
     store_shared(address, x.bitcast(Uint32))
 
 
 def store_shared_half(address, x):
-    """An fp32 number as fp16."""
+    """Store an fp32 number as fp16."""
     half = x.to(Float16).bitcast(Uint16)
     cute.arch.inline_ptx("st.shared.b16 [{$r0}], {$r1};", read_only_args=[address, half])
 
 
 def store_shared_x2(address, words):
-    """Two words to a multiple of 8 bytes."""
+    """Store two words to a multiple of 8 bytes."""
     cute.arch.inline_ptx(
         "st.shared.v2.b32 [{$r0}], {{$r1}, {$r2}};", read_only_args=[address, *words]
     )
 
 
 def store_shared_x4(address, words):
-    """Four words to a multiple of 16 bytes."""
+    """Store four words to a multiple of 16 bytes."""
     cute.arch.inline_ptx(
         "st.shared.v4.b32 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};", read_only_args=[address, *words]
     )
 
 
 def ldmatrix_x4(address):
-    """Four 8 x 8 matrices of 16-bit numbers; lane i gives the address of row i % 8 of matrix i // 8."""
+    """Load four 8 x 8 matrices of 16-bit numbers; lane i addresses row i % 8 of matrix i // 8."""
     return list(
         cute.arch.inline_ptx(
             "ldmatrix.sync.aligned.m8n8.x4.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
@@ -364,7 +375,7 @@ def ldmatrix_x4(address):
 
 
 def ldmatrix_x4_trans(address):
-    """ldmatrix_x4, each matrix transposed."""
+    """ldmatrix_x4 with each matrix transposed."""
     return list(
         cute.arch.inline_ptx(
             "ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];",
@@ -382,11 +393,11 @@ def stmatrix_x4_trans(address, words):
     )
 
 
-# ------------------------------------------------------------------------------------------------ asynchronous copies, pipelines
+# ------------------------------------------------------------ asynchronous copies, pipelines
 
 
 class PipelineState(NamedTuple):
-    """A chunk, the stage that holds it, and the phase in which the stage's barrier says so."""
+    """A chunk, its pipeline stage, and the phase of the stage's mbarrier that completes for it."""
 
     chunk: Int32
     stage: Int32
@@ -394,17 +405,15 @@ class PipelineState(NamedTuple):
 
 
 def advance(state, stages):
-    """The next chunk's state."""
+    """The next chunk's PipelineState in a pipeline of `stages` stages."""
     wraps = state.stage == stages - 1
-    stage, phase = (
-        Int32(select_(wraps, 0, state.stage + 1)),
-        Int32(select_(wraps, 1 - state.phase, state.phase)),
-    )
+    stage = Int32(select_(wraps, 0, state.stage + 1))
+    phase = Int32(select_(wraps, 1 - state.phase, state.phase))
     return state._replace(chunk=state.chunk + 1, stage=stage, phase=phase)
 
 
 def mbarrier_test(barrier, phase):
-    """Whether a phase is complete, without waiting."""
+    """True if the phase is complete; does not wait."""
     done = cute.arch.inline_ptx(
         """{
         .reg .pred p;
@@ -418,20 +427,21 @@ def mbarrier_test(barrier, phase):
 
 
 def mbarrier(address):
-    """The mbarrier at an address of shared memory."""
+    """Pointer to the mbarrier at an address of shared memory."""
     return cute.make_ptr(Int64, address, cute.AddressSpace.smem, assumed_align=8)
 
 
 def bulk_load(shared, source, size, barrier):
-    """`size` bytes of global memory to shared memory; the mbarrier counts them."""
+    """Bulk copy of `size` bytes from global to shared memory; the mbarrier counts the bytes."""
     cute.arch.inline_ptx(
-        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [{$r0}], [{$r1}], {$r2}, [{$r3}];",
+        "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes "
+        "[{$r0}], [{$r1}], {$r2}, [{$r3}];",
         read_only_args=[shared, source, Int32(size), barrier],
     )
 
 
 def bulk_store(target, shared, size):
-    """`size` bytes of shared memory to global memory, in a bulk group of its own."""
+    """Bulk copy of `size` bytes from shared to global memory; commits it as one bulk group."""
     cute.arch.inline_ptx(
         "cp.async.bulk.global.shared::cta.bulk_group [{$r0}], [{$r1}], {$r2};",
         read_only_args=[target, shared, Int32(size)],
@@ -440,15 +450,19 @@ def bulk_store(target, shared, size):
 
 
 def bulk_prefetch_l2(address, size, condition):
-    """Prefetch `size` bytes of mapped memory to L2 where the condition holds; address and size are multiples of 16."""
+    """Prefetch `size` bytes of mapped memory into L2 where the condition is true.
+
+    Address and size are multiples of 16 bytes.
+    """
     cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; @p cp.async.bulk.prefetch.L2.global [{$r0}], {$r1}; }",
+        "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; "
+        "@p cp.async.bulk.prefetch.L2.global [{$r0}], {$r1}; }",
         read_only_args=[address, Int32(size), Int32(condition)],
     )
 
 
 def cp_async_or_zero(shared, source, condition):
-    """16 bytes to shared memory, zeros where the condition does not hold."""
+    """cp.async of 16 bytes to shared memory; zeros where the condition is false."""
     cute.arch.inline_ptx(
         "cp.async.cg.shared.global [{$r0}], [{$r1}], 16, {$r2};",
         read_only_args=[shared, source, Int32(select_(condition, 16, 0))],
@@ -456,7 +470,7 @@ def cp_async_or_zero(shared, source, condition):
 
 
 def cp_async_or_fill(shared, source, condition, word):
-    """16 bytes to shared memory, four times `word` where the condition does not hold."""
+    """cp.async of 16 bytes to shared memory; four times `word` where the condition is false."""
     cute.arch.inline_ptx(
         """{
         .reg .pred p;
@@ -469,31 +483,34 @@ def cp_async_or_fill(shared, source, condition, word):
 
 
 def cp_async_arrive(barrier):
-    """Arrive at the mbarrier, once the thread's asynchronous copies are complete; the barrier counts this arrival."""
+    """Arrive at the mbarrier once the thread's cp.asyncs complete.
+
+    The mbarrier's expected arrivals must include this one.
+    """
     cute.arch.inline_ptx(
         "cp.async.mbarrier.arrive.noinc.shared::cta.b64 [{$r0}];", read_only_args=[barrier]
     )
 
 
 def atomic_increment(address):
-    """Add 1 to a counter in global memory; returns its old value."""
+    """Add 1 to a counter in global memory; returns the old value."""
     return cute.arch.inline_ptx(
         "atom.global.add.u32 {$w0}, [{$r0}], 1;", write_only_types=[Int32], read_only_args=[address]
     )
 
 
 def release_increment(address):
-    """Add 1 to a counter in global memory, behind all that the thread knows to be written."""
+    """Add 1 to a counter in global memory; releases all earlier writes visible to the thread."""
     cute.arch.inline_ptx("red.release.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[address])
 
 
 def increment(address):
-    """Add 1 to a counter in global memory."""
+    """Add 1 to a counter in global memory, without ordering."""
     cute.arch.inline_ptx("red.relaxed.gpu.global.add.u32 [{$r0}], 1;", read_only_args=[address])
 
 
 def load_relaxed(address):
-    """A counter in global memory, as it is or was just now."""
+    """Load a counter from global memory, without ordering; the value may be stale."""
     return cute.arch.inline_ptx(
         "ld.relaxed.gpu.global.u32 {$w0}, [{$r0}];",
         write_only_types=[Int32],
@@ -502,12 +519,12 @@ def load_relaxed(address):
 
 
 def nanosleep(ns):
-    """Let other warps go on for about so many nanoseconds."""
+    """Suspend the thread for about `ns` nanoseconds."""
     cute.arch.inline_ptx("nanosleep.u32 {$r0};", read_only_args=[Uint32(ns)])
 
 
 def load_acquire(address):
-    """A counter in global memory; what was written in front of its increments can be read behind this."""
+    """Load a counter from global memory; acquires the writes released by its increments."""
     return cute.arch.inline_ptx(
         "ld.acquire.gpu.global.u32 {$w0}, [{$r0}];",
         write_only_types=[Int32],
@@ -516,32 +533,33 @@ def load_acquire(address):
 
 
 def sync_threads_or(condition):
-    """A block's barrier, and whether the condition holds for any of its threads."""
-    found = cute.arch.inline_ptx(
-        "{ .reg .pred p, any; setp.ne.s32 p, {$r0}, 0; barrier.cta.red.or.pred any, 0, p; selp.s32 {$w0}, 1, 0, any; }",
+    """CTA barrier; returns True if the condition is true in any thread."""
+    any_true = cute.arch.inline_ptx(
+        "{ .reg .pred p, any; setp.ne.s32 p, {$r0}, 0; "
+        "barrier.cta.red.or.pred any, 0, p; selp.s32 {$w0}, 1, 0, any; }",
         write_only_types=[Int32],
         read_only_args=[Int32(condition)],
     )
-    return found != 0
+    return any_true != 0
 
 
-# ------------------------------------------------------------------------------------------------ conversions and arithmetic
+# ------------------------------------------------------------ conversions and arithmetic
 
 
 def select(condition, yes, no):
-    """One of two fp32 numbers."""
+    """`yes` where the condition is true, else `no`; fp32."""
     return Float32(select_(condition, yes, no))
 
 
 def opaque(x):
-    """x, of which the compiler knows nothing: what follows from it is computed where it is used, not kept in registers."""
+    """x, opaque to the compiler: it recomputes values of x at each use and holds no registers."""
     return cute.arch.inline_ptx(
         "mov.b32 {$w0}, {$r0};", write_only_types=[Int32], read_only_args=[x]
     )
 
 
 def unpack(words, dtype):
-    """The numbers in 32-bit words as fp32: one a word of fp32, two of 16 bits."""
+    """Unpack 32-bit words to fp32: one number per word for fp32, two for bf16 and fp16."""
     out = []
     for word in words:
         if dtype is Float32:
@@ -558,7 +576,10 @@ def unpack(words, dtype):
 
 
 def pack(xs, dtype):
-    """fp32 numbers as 32-bit words of fp32, or of 16-bit ones rounded to nearest even; what fp16 cannot hold becomes +-65504."""
+    """Pack fp32 numbers into 32-bit words of `dtype`: one fp32, or two bf16 or fp16 per word.
+
+    Rounds to nearest even. Numbers that overflow fp16 become +-65504.
+    """
     if dtype is Float32:
         return [x.bitcast(Uint32) for x in xs]
     kind = {BFloat16: "bf16x2", Float16: "satfinite.f16x2"}[dtype]
@@ -573,44 +594,44 @@ def pack(xs, dtype):
 
 
 def split(xs, dtype):
-    """fp32 numbers as words of a high part and of a low part that add up to them.
+    """Split fp32 numbers into words of a high part and of a low part; high + low = x.
 
-    Of bf16, two numbers a word; of fp32, each part is an fp32 number at tf32 precision.
+    bf16: two numbers per word. fp32: one number per word, rounded to tf32 in the high part.
     """
-    high = (
-        [x.bitcast(Uint32) & Uint32(0xFFFFE000) for x in xs]
-        if dtype is Float32
-        else pack(xs, dtype)
-    )
+    if dtype is Float32:
+        high = [x.bitcast(Uint32) & Uint32(0xFFFFE000) for x in xs]
+    else:
+        high = pack(xs, dtype)
     low = [x - h for x, h in zip(xs, unpack(high, dtype), strict=True)]
     return high, pack(low, dtype)
 
 
-def mma_sync(sums, a, b, dtype):
-    """sums [16, 8] + a [16, c] b [c, 8] on the tensor cores: c is 16 or 8 of bf16 or fp16, or 8 of fp32 at tf32 precision.
+def mma_sync(accumulators, a, b, dtype):
+    """accumulators [16, 8] + a [16, c] b [c, 8] on the tensor cores.
 
-    A lane has four words of a and two of b (c = 8 of 16 bits: half as many), and four sums.
+    c is 16 or 8 for bf16 and fp16, 8 for fp32 (at tf32 precision). A lane has four accumulators,
+    four words of a and two of b; half as many words for c = 8 of bf16 or fp16.
     """
     kind = {Float32: "tf32", BFloat16: "bf16", Float16: "f16"}[dtype]
     shape = "m16n8k16" if dtype is not Float32 and len(a) == 4 else "m16n8k8"
     names = [f"{{$r{i}}}" for i in range(len(a) + len(b) + 4)]
-    operands = ", ".join(
-        f"{{{', '.join(some)}}}" for some in (names[: len(a)], names[len(a) : -4], names[-4:])
-    )
+    groups = (names[: len(a)], names[len(a) : -4], names[-4:])
+    operands = ", ".join(f"{{{', '.join(group)}}}" for group in groups)
     return list(
         cute.arch.inline_ptx(
-            f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 {{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, {operands};",
+            f"mma.sync.aligned.{shape}.row.col.f32.{kind}.{kind}.f32 "
+            f"{{{{$w0}}, {{$w1}}, {{$w2}}, {{$w3}}}}, {operands};",
             write_only_types=[Float32] * 4,
-            read_only_args=[*a, *b, *sums],
+            read_only_args=[*a, *b, *accumulators],
         )
     )
 
 
-# ---------------------------------------------------------------------------------- packed pairs, approximate functions
+# ------------------------------------------------------------ packed pairs, approximate functions
 
 
 def pack_x2(low, high, dtype):
-    """Two fp32 numbers rounded to a word of two fp16 or bf16 ones."""
+    """Round two fp32 numbers to fp16 or bf16 and pack them into a word."""
     return cute.arch.inline_ptx(
         f"cvt.rn.{_x2(dtype)}.f32 {{$w0}}, {{$r1}}, {{$r0}};",
         write_only_types=[Uint32],
@@ -619,25 +640,27 @@ def pack_x2(low, high, dtype):
 
 
 def pack_pairs(xs, dtype=Float16):
-    """Neighbouring fp32 numbers packed two by two."""
+    """pack_x2 of neighbouring fp32 numbers."""
     return [pack_x2(a, b, dtype) for a, b in zip(xs[::2], xs[1::2], strict=True)]
 
 
 def scale_bf16_to_fp16(word, factor):
-    """A word's two bf16 numbers times an fp32 power of two, given by its bits, as fp16.
+    """A word's two bf16 numbers times a power of two, as fp16; `factor`: the bits of its fp32.
 
-    In one piece: the compiler would keep unpacked numbers for later.
+    One block of PTX, because the compiler would hold unpacked numbers in registers.
     """
     return cute.arch.inline_ptx(
-        "{ .reg .b32 both, low, high; prmt.b32 both, {$r1}, 0, 0x3232; mul.rn.bf16x2 both, {$r0}, both; "
-        "shl.b32 low, both, 16; and.b32 high, both, 0xffff0000; cvt.rn.f16x2.f32 {$w0}, high, low; }",
+        "{ .reg .b32 both, low, high; prmt.b32 both, {$r1}, 0, 0x3232; "
+        "mul.rn.bf16x2 both, {$r0}, both; "
+        "shl.b32 low, both, 16; and.b32 high, both, 0xffff0000; "
+        "cvt.rn.f16x2.f32 {$w0}, high, low; }",
         write_only_types=[Uint32],
         read_only_args=[word, factor],
     )
 
 
 def mul_x2(x, y, dtype=Float16):
-    """Products of two words' 16-bit numbers."""
+    """Element-wise product of two words of two 16-bit numbers."""
     return cute.arch.inline_ptx(
         f"mul.rn.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};",
         write_only_types=[Uint32],
@@ -646,7 +669,7 @@ def mul_x2(x, y, dtype=Float16):
 
 
 def fma_x2(x, y, z):
-    """x y + z of three words' fp16 numbers."""
+    """Element-wise x y + z of words of two fp16 numbers."""
     return cute.arch.inline_ptx(
         "fma.rn.f16x2 {$w0}, {$r0}, {$r1}, {$r2};",
         write_only_types=[Uint32],
@@ -655,7 +678,10 @@ def fma_x2(x, y, z):
 
 
 def max_abs_x2(x, y, dtype):
-    """The larger magnitudes among two words' 16-bit numbers, with the signs' products."""
+    """Element-wise larger magnitude of two words of two 16-bit numbers.
+
+    The sign is the product of both signs.
+    """
     instruction = f"max.xorsign.abs.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};"
     return cute.arch.inline_ptx(instruction, write_only_types=[Uint32], read_only_args=[x, y])
 
@@ -665,7 +691,7 @@ def _x2(dtype):
 
 
 def warp_max(x):
-    """The maximum of a warp's 32-bit unsigned numbers."""
+    """Maximum over a warp's unsigned 32-bit numbers."""
     return cute.arch.inline_ptx(
         "redux.sync.max.u32 {$w0}, {$r0}, 0xffffffff;",
         write_only_types=[Uint32],
@@ -674,7 +700,7 @@ def warp_max(x):
 
 
 def warp_sum(x):
-    """The sum of a warp's 32-bit unsigned numbers."""
+    """Sum over a warp's unsigned 32-bit numbers."""
     return cute.arch.inline_ptx(
         "redux.sync.add.u32 {$w0}, {$r0}, 0xffffffff;",
         write_only_types=[Uint32],
@@ -683,26 +709,26 @@ def warp_sum(x):
 
 
 def lowest_bit(x):
-    """The number of a word's lowest bit that is set; of 0 that of its bits."""
+    """Index of the lowest set bit of a word; 32 for 0."""
     return cute.arch.popc((x & (-x)) - 1)
 
 
 def fmax(x, y):
-    """The maximum; of NaN and a number the number."""
+    """Maximum; with one NaN the other number."""
     return cute.arch.inline_ptx(
         "max.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
     )
 
 
 def fmax_nan(x, y):
-    """The maximum; NaN if either is."""
+    """Maximum; NaN if either is NaN."""
     return cute.arch.inline_ptx(
         "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
     )
 
 
 def fmin_nan(x, y):
-    """The minimum; NaN if either is."""
+    """Minimum; NaN if either is NaN."""
     return cute.arch.inline_ptx(
         "min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[x, y]
     )
@@ -722,9 +748,10 @@ def log2(x):
 
 
 def rsqrt_or_zero(x):
-    """1 / sqrt(x), and 0 for x below 2**-126."""
+    """1 / sqrt(x), but 0 for x below 2**-126."""
     return cute.arch.inline_ptx(
-        "{ .reg .pred p; setp.gt.ftz.f32 p, {$r0}, 0f00000000; mov.f32 {$w0}, 0f00000000; @p rsqrt.approx.ftz.f32 {$w0}, {$r0}; }",
+        "{ .reg .pred p; setp.gt.ftz.f32 p, {$r0}, 0f00000000; mov.f32 {$w0}, 0f00000000; "
+        "@p rsqrt.approx.ftz.f32 {$w0}, {$r0}; }",
         write_only_types=[Float32],
         read_only_args=[x],
     )

@@ -1,4 +1,4 @@
-"""What the recurrent kernels (decode, verify, flush) share: the grid, V rows of a state in registers, loads of tokens, the norm."""
+"""Shared by decode, verify and flush: grid, state rows in registers, token loads, gated norm."""
 
 import itertools
 from typing import NamedTuple
@@ -14,46 +14,48 @@ from .args import DTYPES, offset, qk_head
 
 
 def without_norm(arguments):
-    """A kernel's tuple of arguments without those that only a norm reads: they would move the others in constant memory."""
-    kept = [name for name in arguments._fields if not name.startswith(("z", "norm_"))]
-    kind = NamedTuple(
-        type(arguments).__name__, [(name, type(arguments).__annotations__[name]) for name in kept]
-    )
-    return kind(*(getattr(arguments, name) for name in kept))
+    """Drop the norm's arguments from a tuple: they would shift the others in constant memory."""
+    names = [name for name in arguments._fields if not name.startswith(("z", "norm_"))]
+    annotations = type(arguments).__annotations__
+    kind = NamedTuple(type(arguments).__name__, [(name, annotations[name]) for name in names])
+    return kind(*(getattr(arguments, name) for name in names))
 
 
-MAX_GRID = 65535  # of a grid's second and third dimension
+MAX_GRID = 65535  # CUDA's limit of a grid's second and third dimension
 
 
-def sequence_grid(blocks, N):
-    """`blocks` for each of N sequences."""
-    return blocks, cutlass.min(N, MAX_GRID), (N + MAX_GRID - 1) // MAX_GRID
+def sequence_grid(ctas, N):
+    """Grid of `ctas` CTAs for each of N sequences."""
+    return ctas, cutlass.min(N, MAX_GRID), (N + MAX_GRID - 1) // MAX_GRID
 
 
-def sequence_block():
-    """This block's number within its sequence, and the sequence."""
+def sequence_cta():
+    """(index of this CTA in its sequence, sequence)."""
     index, n_low, n_high = cute.arch.block_idx()
     return index, n_low + n_high * MAX_GRID
 
 
 class StateRows:
-    """How a warp holds `warp_rows` V rows: `lanes` neighbouring lanes share a row, 8 key channels each.
+    """`warp_rows` V rows in a warp's registers; `lanes` neighbouring lanes share a row.
 
-    A lane's 8 channels are one 16-byte vector of bf16 or fp16, or two of fp32. A kernel's `coord` has n, hv, thread, lane (among
-    those that share a row) and warp_row (the warp's first row), and with `layers` layer.
+    A lane's 8 channels are one 16-byte vector of bf16 or fp16, or two of fp32. A kernel's `coord`
+    has n, hv, thread, lane (index among the lanes of a row) and warp_row (the warp's first row);
+    with `layers` also layer.
     """
 
     def __init__(self, K: int, state_dtype: str, warp_rows: int, layers: bool = False):
         self.K, self.dtype, self.warp_rows, self.layers = K, DTYPES[state_dtype], warp_rows, layers
         self.lanes = lanes_per_row(K)
         self.padded_K = 8 * self.lanes
-        self.warp_groups = 32 // self.lanes  # rows that a warp accesses at once
-        self.rows = warp_rows // self.warp_groups  # of a thread, warp_groups apart
-        self.vector_size = 128 // self.dtype.width  # channels of a 16-byte vector
+        self.warp_groups = 32 // self.lanes  # rows per access of a warp
+        self.rows = warp_rows // self.warp_groups  # per thread, warp_groups apart
+        self.vector_size = 128 // self.dtype.width  # channels per 16-byte vector
         self.vectors = 8 // self.vector_size
         self.row_bytes = K * self.dtype.width // 8
 
-    # -------------------------------------------------------------------------------------------- global memory
+    # ------------------------------------------------------------ global memory
+
+    # Byte addresses, not CuTe tensors: predicated loads and stores, and fewer registers.
 
     def policy(self, keep_in_l2):
         """L2 cache policy of the state's loads."""
@@ -73,17 +75,17 @@ class StateRows:
         return (vector * self.lanes + coord.lane) * self.vector_size
 
     def byte(self, coord, r, vector):
-        """Of a vector of a thread's row r, from its row 0 on."""
+        """Offset of a vector of the thread's row r, from the thread's first row, in bytes."""
         return coord.lane * 16 + (r * self.warp_groups * self.row_bytes + vector * self.lanes * 16)
 
     def in_row(self, coord, vector, condition):
-        """The condition, and that the vector's channels are below K: lanes cover padded_K."""
+        """`condition` and the vector's channels are below K; lanes cover padded_K channels."""
         if self.padded_K == self.K:
             return condition
         return (self.channel(coord, vector) < self.K) & condition
 
     def load(self, address, coord, policy, condition):
-        """This thread's rows, each a list of words."""
+        """Load this thread's rows, each a list of words."""
         rows = []
         for r in range(self.rows):
             vectors = [
@@ -106,9 +108,10 @@ class StateRows:
                 )
 
     def prefetch(self, args, coord, chunks=(0,)):
-        """Prefetch the warp's rows into L2, before the previous kernel has ended; so many from each of these on.
+        """Prefetch the warp's rows into L2 before the previous kernel ends (PDL).
 
-        That kernel may still change the slot, so this one is a hint and only has to lie in the pool.
+        chunks: row offsets from warp_row; warp_rows rows are prefetched at each. The previous
+        kernel may still change the slot index, so it is a hint and only has to lie in the pool.
         """
         slot, inside = self.prefetched_slot(args, coord)
         lines = self.warp_rows * self.row_bytes // ptx.L2_LINE
@@ -120,7 +123,7 @@ class StateRows:
             )
 
     def prefetch_bulk(self, args, coord, first_row, rows):
-        """`prefetch` of a block's rows by one instruction of its first thread."""
+        """Prefetch the CTA's rows with one bulk copy, issued by its first thread."""
         slot, inside = self.prefetched_slot(args, coord)
         ptx.bulk_prefetch_l2(
             self.address(args, coord, slot, first_row),
@@ -129,7 +132,7 @@ class StateRows:
         )
 
     def prefetched_slot(self, args, coord):
-        """The slot that the sequence reads, as far as is known, and whether it lies in the pool."""
+        """(slot the sequence probably reads, True if it lies in the pool)."""
         ptr, stride, size = args.ptr, args.stride, args.size
         slot = ptx.load_index(
             ptr.state_indices + offset(coord.n, stride.state_indices_n),
@@ -138,10 +141,10 @@ class StateRows:
         )
         return slot, (slot > size.null_index) & (slot < size.P)
 
-    # -------------------------------------------------------------------------------------------- registers
+    # ------------------------------------------------------------ registers
 
     def store_registers(self, rState, rows):
-        """Rows into a register tensor, which loops carry."""
+        """Copy rows into a register tensor, so that loops can carry them."""
         for r, row in enumerate(rows):
             for i, word in enumerate(row):
                 rState[i, r] = word
@@ -149,12 +152,13 @@ class StateRows:
     def load_registers(self, rState):
         return [[rState[i, r] for i in range(4 * self.vectors)] for r in range(self.rows)]
 
-    # -------------------------------------------------------------------------------------------- shared memory
+    # ------------------------------------------------------------ shared memory
 
-    # A row of padded_K fp32 numbers in shared memory: a lane's 8 channels are two groups of four, each group lane by lane.
+    # A shared row has padded_K fp32 numbers in two halves. Each half holds four of every lane's 8
+    # channels, in the order of lanes.
 
     def position(self, channel):
-        """Where a channel is in a shared row."""
+        """Position of a channel in a shared row."""
         if self.vectors == 2:
             return channel
         return channel % 8 // 4 * (self.padded_K // 2) + channel // 8 * 4 + channel % 4
@@ -168,19 +172,19 @@ class StateRows:
         return channel if self.padded_K == self.K else cutlass.min(channel, self.K - 1)
 
     def shared_half(self, sRow, coord, half):
-        """Four of a lane's 8 channels."""
+        """View of four of a lane's 8 channels."""
         address = (sRow + half * (self.padded_K // 2) + coord.lane * 4).toint()
         return shared_tensor(
             cute.make_ptr(Float32, address, cute.AddressSpace.smem, assumed_align=16), 4
         )
 
     def load_shared(self, sRow, coord):
-        """A lane's 8 channels of a shared row."""
+        """Load a lane's 8 channels of a shared row."""
         halves = [self.shared_half(sRow, coord, half).load() for half in range(2)]
         return [x[i] for x in halves for i in range(4)]
 
     def store_shared(self, sRow, coord, xs, factor=None):
-        """A lane's 8 channels, times a factor, into a shared row."""
+        """Store a lane's 8 channels, times `factor` if given, to a shared row."""
         for half in range(2):
             target = self.shared_half(sRow, coord, half)
             for i in range(4):
@@ -193,7 +197,10 @@ def shared_tensor(pointer, count):
 
 
 class Tokens:
-    """Loads of token tensors in the lane mapping of `state`. `coord` has a thread's n, hv, thread, lane and o_row."""
+    """Loads of token tensors in the lane mapping of `state`.
+
+    `coord` has n, hv, thread, lane and o_row.
+    """
 
     def __init__(
         self,
@@ -211,7 +218,7 @@ class Tokens:
         self.gate, self.qk_l2norm, self.aligned = gate, qk_l2norm, aligned
 
     def span(self, args, coord):
-        """First token and number of tokens of the sequence."""
+        """(first token, number of tokens) of the sequence."""
         at = args.ptr.cu_seqlens + offset(coord.n, args.stride.cu_seqlens_n)
         start = ptx.load_index(at, args.size.cu_seqlens_kind, Int32(0))
         end = ptx.load_index(
@@ -220,13 +227,14 @@ class Tokens:
         return start, cutlass.min(end - start, args.size.T)
 
     def prefetch(self, args, coord):
-        """Prefetch the first tokens into L2, before the previous kernel has ended; only where cu_seqlens does not place them."""
+        """Prefetch the first tokens into L2 before the previous kernel ends (PDL).
+
+        Dense tokens only: the previous kernel may still write cu_seqlens.
+        """
         size, state = args.size, self.state
         dense = size.cu_seqlens_kind == 0
-        token, channel = (
-            cutlass.min(coord.thread // state.lanes, size.T - 1),
-            state.channel(coord, 0),
-        )
+        token = cutlass.min(coord.thread // state.lanes, size.T - 1)
+        channel = state.channel(coord, 0)
         inside = state.in_row(coord, 0, dense)
         for at in self.qk_addresses(args, coord, token):
             ptx.prefetch_l2(at + channel * (self.dtype.width // 8), inside)
@@ -235,7 +243,7 @@ class Tokens:
             self.g_address(args, coord, token, channel if self.channel else None), inside
         )
 
-    # -------------------------------------------------------------------------------------------- q and k
+    # ------------------------------------------------------------ q and k
 
     def qk_addresses(self, args, coord, token):
         ptr, stride = args.ptr, args.stride
@@ -245,7 +253,7 @@ class Tokens:
         return q, k
 
     def load_qk(self, args, coord, start, t, length):
-        """This lane's channels of q and k of token t, as words."""
+        """Load this lane's channels of q and k of token t, as words."""
         return [
             self.load_channels(at, coord, t < length)
             for at in self.qk_addresses(args, coord, start + t)
@@ -269,7 +277,7 @@ class Tokens:
         return words
 
     def qk_scales(self, args, q, k):
-        """Factors of q and k: the scale, and with qk_l2norm 1 over their norms."""
+        """Factors of q (scale) and k (1), each divided by its vector's norm with qk_l2norm."""
         if not self.qk_l2norm:
             return args.scale, Float32(1)
         norms = [
@@ -281,7 +289,7 @@ class Tokens:
         ]
         return args.scale * norms[0], norms[1]
 
-    # -------------------------------------------------------------------------------------------- v, beta and gates
+    # ------------------------------------------------------------ v, beta and gates
 
     def v_address(self, args, coord, token, row):
         ptr, stride = args.ptr, args.stride
@@ -294,7 +302,7 @@ class Tokens:
         return at + row * (self.dtype.width // 8)
 
     def load_beta(self, args, coord, token, condition):
-        """Raw beta as fp32."""
+        """Load raw beta as fp32."""
         ptr, stride, size = args.ptr, args.stride, args.size
         at = (
             ptr.beta
@@ -315,11 +323,11 @@ class Tokens:
         return at if channel is None else at + offset(channel, stride.g_c)
 
     def load_g(self, args, coord, token, channel, condition):
-        """Raw g of a token and, for KDA, a channel."""
+        """Load raw g of a token and, for KDA, a channel."""
         return ptx.load(self.g_dtype, self.g_address(args, coord, token, channel), condition)
 
     def load_gate_parameters(self, args, coord, channel, condition):
-        """A_log and dt_bias; None for a gate without them."""
+        """Load (A_log, dt_bias); (None, None) for a gate without them."""
         if self.gate == "log":
             return None, None
         ptr, stride, size = args.ptr, args.stride, args.size
@@ -334,15 +342,15 @@ class Tokens:
     def log_decay(self, args, g, parameters):
         return arithmetic.log_decay(self.gate, g, *parameters, args.bound)
 
-    # -------------------------------------------------------------------------------------------- o
+    # ------------------------------------------------------------ o
 
     def o_address(self, args, coord):
-        """o of token 0, row 0."""
+        """Address of o of token 0, row 0."""
         return args.ptr.o + offset(coord.n, args.stride.o_n) + offset(coord.hv, args.stride.o_h)
 
     @cute.jit
     def zero_padding(self, args, coord, o_at):
-        """Zero o's packed rows past cu_seqlens[-1]: sequence n takes every N-th of them."""
+        """Zero o's packed rows past cu_seqlens[-1]; sequence n zeroes every N-th row."""
         ptr, stride, size = args.ptr, args.stride, args.size
         last = ptx.load_index(
             ptr.cu_seqlens + offset(size.N, stride.cu_seqlens_n), size.cu_seqlens_kind, Int32(0)
@@ -351,10 +359,10 @@ class Tokens:
             ptx.store(self.dtype, o_at + offset(row, stride.o_t), Float32(0))
 
 
-# ------------------------------------------------------------------------------------------------ the gated norm
+# ------------------------------------------------------------ the gated norm
 
 
-NORM_LOADS = 8  # elements of z that a thread loads at once
+NORM_LOADS = 8  # elements of z per thread in flight
 
 
 def z_address(args, coord, dtype, token, row):
@@ -369,7 +377,7 @@ def z_address(args, coord, dtype, token, row):
 
 
 def before_norm(o, dtype):
-    """o, rounded as without a norm; what fp16 cannot hold stays as it is, since inf would make NaN of the head."""
+    """Round o as without a norm; keep a value that overflows fp16, since inf makes the head NaN."""
     rounded = o.to(dtype).to(Float32)
     return (
         ptx.select(cute.math.abs(rounded) <= Float32(ptx.FP16_MAX), rounded, o)
@@ -385,57 +393,56 @@ def norm_weight_address(args, row):
 class GatedNorm:
     """The gated RMSNorm of decode's o. docs/kernels/decode.md, "The gated norm".
 
-    All V rows of a head lie in one block, or in the blocks of a cluster. All threads prepare weight * act(z) of the block's rows,
-    an element each. Every block gets o of all rows; then a warp normalises the block's rows of a token: lane l sums the squares of
-    rows l, l + 32, ..., so that bits depend on neither schedule nor number of tokens.
+    One CTA, or one cluster of CTAs, has all V rows of a head. All threads prepare weight * act(z)
+    of the CTA's rows, one element each. Every CTA receives o of all rows. Then one warp per token
+    normalises the CTA's rows: lane l sums the squares of rows l, l + 32, ..., so bits depend on
+    neither the schedule nor the number of tokens.
 
-    In a cluster o goes by st.async, which an mbarrier of the block that gets it counts: a cluster's barrier would wait for the
-    stores of states. A block ends once it has all of o, so that nothing is written to one that has ended.
+    In a cluster st.async copies o to every CTA, and the receiver's mbarrier counts its bytes: a
+    cluster barrier would wait for the stores of states. A CTA exits only after it has received all
+    of o, so no st.async can hit a CTA that has exited.
 
-    Shared memory, fp32, of each token: o as its dtype rounds it [V], weight * act(z) [block_rows]; in front, a cluster's mbarrier.
-    `coord` has a thread's n, hv and thread, and tile, the block's number in its cluster of `blocks`.
+    Shared memory, fp32: the cluster's mbarrier; per token o rounded to its dtype [V] and
+    weight * act(z) [cta_rows]. `coord` has n, hv, thread and tile, the CTA's rank in its cluster.
     """
 
-    def __init__(self, V: int, blocks: int, dtype, threads: int, tokens: int):
-        self.V, self.blocks, self.dtype, self.threads, self.warps = (
-            V,
-            blocks,
-            dtype,
-            threads,
-            threads // 32,
-        )
-        self.block_rows = V // blocks
-        elements = tokens * self.block_rows
-        self.first_loads = min(
-            NORM_LOADS, -(-elements // threads)
-        )  # of a thread, in front of the state's arrival
+    def __init__(self, V: int, ctas: int, dtype, threads: int, tokens: int):
+        self.V, self.ctas, self.dtype = V, ctas, dtype
+        self.threads, self.warps = threads, threads // 32
+        self.cta_rows = V // ctas
+        elements = tokens * self.cta_rows
+        # Elements that a thread loads before the state arrives.
+        self.first_loads = min(NORM_LOADS, -(-elements // threads))
         self.one_round = elements <= self.first_loads * threads
-        self.one_row = threads % self.block_rows == 0  # all that a thread loads
-        self.token_words = V + self.block_rows
-        self.barrier_words = 4 if blocks > 1 else 0
+        self.one_row = threads % self.cta_rows == 0  # a thread's elements all have one row
+        self.token_words = V + self.cta_rows
+        self.barrier_words = 4 if ctas > 1 else 0
 
-    # -------------------------------------------------------------------------------------------- weight * act(z)
+    # ------------------------------------------------------------ weight * act(z)
 
     def prefetch(self, args, coord):
-        """Prefetch the weight and the first tokens' z into L2; z only where cu_seqlens does not place it."""
-        parts = self.block_rows // 32
-        token, row = coord.thread // parts, coord.tile * self.block_rows + coord.thread % parts * 32
+        """Prefetch the weight and the first tokens' z into L2; z of dense tokens only."""
+        parts = self.cta_rows // 32
+        token, row = coord.thread // parts, coord.tile * self.cta_rows + coord.thread % parts * 32
         ptx.prefetch_l2(
             z_address(args, coord, self.dtype, token, row),
             (token < args.size.T) & (args.size.cu_seqlens_kind == 0),
         )
         ptx.prefetch_l2(norm_weight_address(args, row), token == 0)
 
-    def places(self, coord, first, count):
-        """A thread's next `count` elements of [tokens, block_rows]: the last warp has token 0, whose v the first ones load."""
+    def elements(self, coord, first, count):
+        """The thread's next `count` elements of [tokens, cta_rows].
+
+        The last warp has token 0, since the first warps load that token's v.
+        """
         warp = self.warps - 1 - coord.thread // 32
         return [first + warp * 32 + coord.thread % 32 + j * self.threads for j in range(count)]
 
-    def load(self, args, coord, start, length, places):
-        """z and the bits of the weight of elements; of the first alone where the others are of its row."""
+    def load(self, args, coord, start, length, elements):
+        """Load (z, weight bits) of elements; with one_row the weight is loaded once."""
         loaded = []
-        for i in places:
-            t, row = i // self.block_rows, coord.tile * self.block_rows + i % self.block_rows
+        for i in elements:
+            t, row = i // self.cta_rows, coord.tile * self.cta_rows + i % self.cta_rows
             z = ptx.load(self.dtype, z_address(args, coord, self.dtype, start + t, row), t < length)
             if not loaded or not self.one_row:
                 kind = Int32(select_(t < length, args.size.norm_weight_kind, Int32(ABSENT)))
@@ -444,44 +451,44 @@ class GatedNorm:
         return loaded
 
     def load_first(self, args, coord, start, length):
-        return self.load(args, coord, start, length, self.places(coord, 0, self.first_loads))
+        return self.load(args, coord, start, length, self.elements(coord, 0, self.first_loads))
 
     @cute.jit
     def stage(self, shared, args, coord, start, length, loaded):
-        """weight * act(z) into shared memory, of the elements loaded first and of all others."""
-        self.store_factors(shared, args, length, self.places(coord, 0, self.first_loads), loaded)
+        """Write weight * act(z) to shared memory: of `loaded`, then of all other elements."""
+        self.store_factors(shared, args, length, self.elements(coord, 0, self.first_loads), loaded)
         if cutlass.const_expr(not self.one_round):
             first, step = self.first_loads * self.threads, NORM_LOADS * self.threads
-            for i in cutlass.range(first, length * self.block_rows, step, unroll=1):
-                places = self.places(coord, i, NORM_LOADS)
+            for i in cutlass.range(first, length * self.cta_rows, step, unroll=1):
+                elements = self.elements(coord, i, NORM_LOADS)
                 self.store_factors(
-                    shared, args, length, places, self.load(args, coord, start, length, places)
+                    shared, args, length, elements, self.load(args, coord, start, length, elements)
                 )
 
     @cute.jit
-    def store_factors(self, shared, args, length, places, loaded):
-        for j in cutlass.range_constexpr(len(places)):
-            t, row = places[j] // self.block_rows, places[j] % self.block_rows
+    def store_factors(self, shared, args, length, elements, loaded):
+        for j in cutlass.range_constexpr(len(elements)):
+            t, row = elements[j] // self.cta_rows, elements[j] % self.cta_rows
             if t < length:
                 z, bits = loaded[j]
                 gate, factors = arithmetic.sigmoid(z), self.factors(shared, t)
                 act = ptx.select(args.size.norm_sigmoid != 0, gate, z * gate)
                 factors[row] = act * ptx.scalar_from_bits(bits, args.size.norm_weight_kind)
 
-    # -------------------------------------------------------------------------------------------- o
+    # ------------------------------------------------------------ o
 
     def outputs(self, shared, t):
         return shared_tensor(shared + (self.barrier_words + t * self.token_words), self.V)
 
     def factors(self, shared, t):
         return shared_tensor(
-            shared + (self.barrier_words + t * self.token_words + self.V), self.block_rows
+            shared + (self.barrier_words + t * self.token_words + self.V), self.cta_rows
         )
 
     @cute.jit
-    def expect(self, shared, coord, length):
-        """Prepare for o of so many tokens; `wait` lies between this and the first `put`."""
-        if cutlass.const_expr(self.blocks > 1):
+    def init_barrier(self, shared, coord, length):
+        """Expect o of `length` tokens. Order: init_barrier, wait_for_cluster, share_o, finish."""
+        if cutlass.const_expr(self.ctas > 1):
             if coord.thread == 0:
                 barrier = ptx.mbarrier(shared.toint())
                 cute.arch.mbarrier_init(barrier, 1)
@@ -490,32 +497,35 @@ class GatedNorm:
             cute.arch.cluster_arrive_relaxed()
 
     @cute.jit
-    def wait(self):
-        """Until every block of the cluster is prepared."""
-        if cutlass.const_expr(self.blocks > 1):
+    def wait_for_cluster(self):
+        """Wait until every CTA of the cluster has initialised its mbarrier."""
+        if cutlass.const_expr(self.ctas > 1):
             cute.arch.cluster_wait()
 
     @cute.jit
-    def put(self, shared, t, row, o, lane, lanes):
-        """o of a token and V row, rounded as without a norm, into every block's memory, by `lanes` lanes that have it."""
+    def share_o(self, shared, t, row, o, lane, lanes):
+        """Store o of a token and V row, rounded as without a norm, to every CTA's shared memory.
+
+        `lanes` lanes hold the same o; each stores to different CTAs.
+        """
         o = before_norm(o, self.dtype)
-        if cutlass.const_expr(self.blocks == 1):
+        if cutlass.const_expr(self.ctas == 1):
             if lane == 0:
                 outputs = self.outputs(shared, t)
                 outputs[row] = o
         else:
             at = (shared + (self.barrier_words + t * self.token_words + row)).toint()
-            for first in cutlass.range_constexpr(0, self.blocks, lanes):
-                block = first + lane
+            for first in cutlass.range_constexpr(0, self.ctas, lanes):
+                cta = first + lane
                 ptx.store_async(
-                    at, shared.toint(), cutlass.min(block, self.blocks - 1), o, block < self.blocks
+                    at, shared.toint(), cutlass.min(cta, self.ctas - 1), o, cta < self.ctas
                 )
 
     @cute.jit
     def finish(self, shared, args, o_at, coord, start, length):
-        """Normalise and store the block's rows of every token; o_at: of token 0 and row 0. Every `put` lies before it."""
-        if cutlass.const_expr(self.blocks > 1):
-            if coord.thread // 32 < length:  # the others have no token
+        """Normalise and store the CTA's rows of every token; o_at: address of token 0, row 0."""
+        if cutlass.const_expr(self.ctas > 1):
+            if coord.thread // 32 < length:  # only warps with a token wait
                 cute.arch.mbarrier_wait(ptx.mbarrier(shared.toint()), 0)
         else:
             cute.arch.sync_threads()
@@ -531,11 +541,11 @@ class GatedNorm:
                 cute.math.fma(arithmetic.sum_lanes(total, 32), Float32(1 / self.V), eps)
             )
             at = o_at + offset(start + t, args.stride.o_t)
-            for first in cutlass.range_constexpr(0, self.block_rows, 32):
+            for first in cutlass.range_constexpr(0, self.cta_rows, 32):
                 row = lane + first
-                place = coord.tile * self.block_rows + row
+                head_row = coord.tile * self.cta_rows + row
                 ptx.store(
                     self.dtype,
-                    at + offset(place, args.stride.o_c),
-                    outputs[place] * rstd * factors[row],
+                    at + offset(head_row, args.stride.o_c),
+                    outputs[head_row] * rstd * factors[row],
                 )
