@@ -13,7 +13,7 @@ import sglang_cpu
 sglang_cpu.install()
 
 from gated_delta import api, dispatch, ops
-from gated_delta.integrations import sglang as plugin
+from gated_delta.integrations import sglang_common as common
 from gated_delta.integrations import start
 
 case = json.loads(os.environ["SGLANG_CASE"])
@@ -64,14 +64,14 @@ if case["engine"].get(
     ModelRunner.maybe_enable_batch_invariant_mode = lambda self: None
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-plugin._calls = Calls()
-plugin.VERSIONS = tuple(case.get("versions", plugin.VERSIONS))
+common.process.calls = Calls()
+common.VERSIONS = tuple(case.get("versions", common.VERSIONS))
 if "kernels" in case:
     record(case["kernels"])
 if "arch" in case:
     start.arch_of = lambda device: case["arch"]
 if "backend" in case:
-    plugin.backend_for = lambda x: case["backend"]
+    common.backend_for = lambda x: case["backend"]
 
 
 def main():

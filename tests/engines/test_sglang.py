@@ -35,8 +35,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
 
 from gated_delta.integrations import sglang as plugin
+from gated_delta.integrations import sglang_common as common
+from gated_delta.integrations import sglang_kernels, sglang_start
 from gated_delta.integrations import sglang_kvbuffer as kvbuffer
-from gated_delta.integrations import sglang_start
 from gated_delta.problem import KVBuffer, UnsupportedProblem
 
 load_plugins()  # as each of the engine's processes does
@@ -48,8 +49,8 @@ POISON = float("nan")
 @pytest.fixture(autouse=True)
 def _counts_of_its_own():
     torch.set_num_threads(1)
-    plugin._calls.clear()
-    plugin._refused.clear()
+    common.process.calls.clear()
+    common.process.refused.clear()
     with torch.inference_mode():
         yield
 
@@ -133,7 +134,7 @@ class Given:
 
 
 def kernel(layers):
-    return plugin.kernel_class(ENGINES[layers])()
+    return sglang_kernels.kernel_class(ENGINES[layers])()
 
 
 def near(x, truth, unit=2e-4):
@@ -144,8 +145,8 @@ def near(x, truth, unit=2e-4):
 
 def ran(*routes):
     """Whether these and no others did, each a layer's kind, its mode and where."""
-    assert set(plugin._calls) == set(routes)
-    assert [line.rpartition(":")[0] for line in plugin.report()] == list(plugin._calls)
+    assert set(common.process.calls) == set(routes)
+    assert [line.rpartition(":")[0] for line in plugin.report()] == list(common.process.calls)
 
 
 LAYERS = pytest.mark.parametrize(("layers", "bound"), [("GDN", None), ("KDA", None), ("KDA", -5.0)])
@@ -326,13 +327,13 @@ class Configurator:
 
 
 def under(**flags):
-    settings = dict(linear_attn_backend="triton", **dict.fromkeys(plugin.FLAGS.values())) | flags
+    settings = dict(linear_attn_backend="triton", **dict.fromkeys(common.FLAGS.values())) | flags
     return get_context().override_server_args(**settings)
 
 
 def speculating(drafts=4, topk=1, **flags):
     return under(
-        linear_attn_verify_backend=plugin.NAME,
+        linear_attn_verify_backend=common.NAME,
         speculative_num_draft_tokens=drafts,
         speculative_eagle_topk=topk,
         **flags,
@@ -348,7 +349,7 @@ def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracke
     requests = SimpleNamespace(mamba_pool=configurator.pool(4))
     before = requests.mamba_pool.mem_usage
     with speculating():
-        kvbuffer._built(requests, configurator)
+        kvbuffer._replace(requests, configurator)
     caches = requests.mamba_pool.get_speculative_mamba2_params_all_layers()
     assert isinstance(caches.intermediate_ssm, kvbuffer.Drafts)
     assert requests.mamba_pool.mem_usage < before
@@ -420,10 +421,10 @@ def test_the_pool_keeps_its_scratch_where_flush_cannot_take_its_place(monkeypatc
     with speculating():
         assert kvbuffer.sizes(configurator)["T"] == 6
     monkeypatch.undo()
-    monkeypatch.setattr(plugin, "backend_for", lambda x: "cute")
+    monkeypatch.setattr(common, "backend_for", lambda x: "cute")
     requests = SimpleNamespace(mamba_pool=configurator.pool(4))
     with speculating():
-        kvbuffer._built(requests, configurator)
+        kvbuffer._replace(requests, configurator)
     assert torch.is_tensor(requests.mamba_pool.mamba_cache.intermediate_ssm)
     assert "tensors on a CUDA device, got cpu" in caplog.text
 
@@ -460,7 +461,7 @@ def recorded(layers):
         name: lambda self, *args, _name=name, **given: calls.append((_name, given)) or _name
         for name in ("packed_decode", "decode", "extend", "target_verify")
     }
-    return plugin.kernel_class(type(base.__name__, (base,), methods))(), calls
+    return sglang_kernels.kernel_class(type(base.__name__, (base,), methods))(), calls
 
 
 @pytest.mark.parametrize("layers", ENGINES)
@@ -536,7 +537,7 @@ def test_rings_and_scoring_stay_the_engines():
 @pytest.mark.parametrize("layers", ENGINES)
 def test_what_our_kernels_refuse_runs_on_the_engines(layers, monkeypatch):
     """Our GPU kernels refuse CPU tensors, which is as good a reason as any."""
-    monkeypatch.setattr(plugin, "backend_for", lambda x: "cute")
+    monkeypatch.setattr(common, "backend_for", lambda x: "cute")
     x, (ours, calls) = Given(layers, [1, 1], [1, 2]), recorded(layers)
     before = x.pool.clone()
     for _ in range(2):
@@ -572,7 +573,7 @@ def test_tracked_states_of_the_engines_own_kernel(monkeypatch):
     """Which returns every chunk's state, where ours keep those asked for: both must leave the same."""
     made = []
     for backend in ("reference", "cute"):
-        monkeypatch.setattr(plugin, "backend_for", lambda x, backend=backend: backend)
+        monkeypatch.setattr(common, "backend_for", lambda x, backend=backend: backend)
         x = Given("GDN", [70, 130, 64, 5], [3, 5, 1, 2])
         track = torch.zeros(4, HV, D, D)
         tracked = dict(
@@ -602,7 +603,7 @@ def dispatchers(**flags):
         target = f"{one.__module__}.{one.__qualname__}.__init__"
         HookRegistry._patched.discard(target)
         HookRegistry._hooks.pop(target, None)
-    settings = dict(linear_attn_backend="triton", **dict.fromkeys(plugin.FLAGS.values())) | flags
+    settings = dict(linear_attn_backend="triton", **dict.fromkeys(common.FLAGS.values())) | flags
     with get_context().override_server_args(**settings):
         backends = utils.resolve_linear_attn_backends()
         made = [gdn_backend.GDNKernelDispatcher(backends.decode, backends.prefill, backends.verify)]
@@ -616,7 +617,7 @@ def ours_in(dispatcher):
     return {
         mode
         for mode, name in plugin._KERNELS.items()
-        if isinstance(getattr(dispatcher, name), plugin.Operations)
+        if isinstance(getattr(dispatcher, name), sglang_kernels.Operations)
     }
 
 
@@ -626,12 +627,12 @@ def test_the_flags_know_the_name():
     from sglang.srt.server_args import ServerArgs
 
     plugin.register()  # a second call does nothing
-    assert LINEAR_ATTN_KERNEL_BACKEND_CHOICES.count(plugin.NAME) == 1
+    assert LINEAR_ATTN_KERNEL_BACKEND_CHOICES.count(common.NAME) == 1
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    for flag in plugin.FLAGS.values():
+    for flag in common.FLAGS.values():
         (action,) = [one for one in parser._actions if one.dest == flag]
-        assert action.choices.count(plugin.NAME) == 1
+        assert action.choices.count(common.NAME) == 1
 
 
 def test_without_a_flag_every_kernel_is_the_engines():
@@ -640,20 +641,20 @@ def test_without_a_flag_every_kernel_is_the_engines():
     assert [one.__init__ for one in CLASSES] == ORIGINALS
 
 
-@pytest.mark.parametrize("mode", plugin.FLAGS)
+@pytest.mark.parametrize("mode", common.FLAGS)
 def test_a_flag_gives_its_mode_alone(mode):
-    for dispatcher in dispatchers(**{plugin.FLAGS[mode]: plugin.NAME}):
+    for dispatcher in dispatchers(**{common.FLAGS[mode]: common.NAME}):
         assert ours_in(dispatcher) == {mode}
 
 
 def test_the_base_flag_gives_decode_and_prefill():
-    for dispatcher in dispatchers(linear_attn_backend=plugin.NAME):
+    for dispatcher in dispatchers(linear_attn_backend=common.NAME):
         assert ours_in(dispatcher) == {"decode", "prefill"}
 
 
 def test_another_release_is_a_message_and_the_engines_kernels(monkeypatch, caplog):
-    monkeypatch.setattr(plugin, "VERSIONS", ("0.0.1",))
-    for dispatcher in dispatchers(**dict.fromkeys(plugin.FLAGS.values(), plugin.NAME)):
+    monkeypatch.setattr(common, "VERSIONS", ("0.0.1",))
+    for dispatcher in dispatchers(**dict.fromkeys(common.FLAGS.values(), common.NAME)):
         assert ours_in(dispatcher) == set()
     assert [one.__init__ for one in CLASSES] == ORIGINALS
     assert "gated_delta knows SGLang 0.0.1, not" in caplog.text

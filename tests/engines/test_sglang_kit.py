@@ -36,7 +36,8 @@ from sglang.test.kits.attention_unittest.runner_modes import (
     speculative_target_verify_runner as drafts,
 )
 
-from gated_delta.integrations import sglang as plugin
+from gated_delta.integrations import sglang_common as common
+from gated_delta.integrations import sglang_kernels
 from gated_delta.integrations import sglang_kvbuffer as kvbuffer
 
 load_plugins()
@@ -77,7 +78,7 @@ class Context:
 
     def override_server_args(self, **settings):
         return get_context().override_server_args(
-            **settings | dict.fromkeys(plugin.FLAGS.values(), plugin.NAME)
+            **settings | dict.fromkeys(common.FLAGS.values(), common.NAME)
         )
 
 
@@ -86,19 +87,19 @@ def _the_flags_are_ours(monkeypatch):
     torch.set_num_threads(1)
     for kit, _, _ in KITS.values():
         monkeypatch.setattr(kit, "get_context", Context)
-    plugin._calls.clear()
+    common.process.calls.clear()
 
 
 def ran(layers, mode):
-    assert set(plugin._calls) == {f"{layers} {mode} on backend {ROUTE}"}
+    assert set(common.process.calls) == {f"{layers} {mode} on backend {ROUTE}"}
 
 
 @pytest.mark.parametrize(("layers", "case"), CASES)
 def test_eager(layers, case, monkeypatch):
     """GDN's schedule depends on the longest of several prompts, which the engine has on the host."""
-    longest, prefill = set(), plugin.api.prefill
+    longest, prefill = set(), sglang_kernels.api.prefill
     monkeypatch.setattr(
-        plugin.api, "prefill", lambda **call: longest.add(call["max_seqlen"]) or prefill(**call)
+        sglang_kernels.api, "prefill", lambda **call: longest.add(call["max_seqlen"]) or prefill(**call)
     )
     KITS[layers][2](CASE, case, **SIZES)
     ran(layers, "decode" if case.forward_mode.is_decode() else "prefill")
@@ -147,7 +148,7 @@ def committed(layers, in_kvbuffer):
             device=SIZES["device"],
         )
         tokens = SimpleNamespace(dtype=state.conv[0].dtype)
-        kvbuffer._built(pool, SimpleNamespace(**kinds, **vars(layer_ids), model_config=tokens))
+        kvbuffer._replace(pool, SimpleNamespace(**kinds, **vars(layer_ids), model_config=tokens))
         assert isinstance(pool.mamba_pool.mamba_cache.intermediate_ssm, kvbuffer.Drafts)
     batch, inputs = fixture.forward_batch, getattr(kit, f"{name}_fixture_inputs")(fixture)
     drafts._prepare_target_verify_batch(batch, case, SIZES["device"])
@@ -176,7 +177,7 @@ def test_drafts_in_a_kvbuffer_are_committed_as_the_engine_commits_states(layers,
     )
     torch.testing.assert_close(ours, states, rtol=1e-5, atol=1e-5)
     assert torch.equal(our_windows, windows)
-    assert plugin._calls == {f"{layers} verify on backend {ROUTE}": 2}
+    assert common.process.calls == {f"{layers} verify on backend {ROUTE}": 2}
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU: CUDA graphs")

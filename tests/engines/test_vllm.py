@@ -271,14 +271,14 @@ def test_who_keeps_checkpoints(
     refused: tuple[str, ...], of_vllm: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """vLLM has blocks for them where a layer names an alignment: then each prefill has to keep them, whoever runs it."""
-    from gated_delta.integrations import vllm_layers
+    from gated_delta.integrations import vllm_common, vllm_layers
 
     own = "get_prefill_checkpoint_alignment"  # inherited in vLLM 0.32
     monkeypatch.setattr(
         vllm_layers.QwenGatedDeltaNetAttention, own, lambda layer: of_vllm, raising=False
     )
     layer = object.__new__(vllm_layers.Qwen)
-    vars(layer).update(aligned=True, tally=vllm_layers.Tally(dict.fromkeys(refused, "a reason")))
+    vars(layer).update(aligned=True, tally=vllm_common.Tally(dict.fromkeys(refused, "a reason")))
     wanted = layer.get_prefill_checkpoint_alignment() is not None
     assert wanted == (not refused or of_vllm is not None)
     assert layer._exports() == (wanted and "prefill" not in refused)

@@ -185,7 +185,10 @@ def chunk_gated_delta_rule(
         o, _ = run(state=output_state, state_indices=state_indices, has_initial_state=fresh)
     elif state_indices is not None:
         if initial_state is None:
-            scratch, own = v.new_empty(shape, dtype=torch.float32), checks.own_slots(state_indices)
+            scratch, own = (
+                v.new_empty(shape, dtype=torch.float32),
+                checks.slots_in_order(state_indices),
+            )
         else:
             scratch, own = checks.gather(
                 "initial_state", initial_state, "P, HV, V, K", "state_indices", state_indices
