@@ -23,7 +23,7 @@ _KERNELS = dict(decode="decode_kernel", prefill="extend_kernel", verify="verify_
 
 
 def report() -> list[str]:
-    """What ran in this process: one line per kind of layer, mode and route, with its Python calls.
+    """The calls of this process: a line per kind of layer, mode and route, with its Python calls.
 
     A CUDA graph counts when it is captured. The layers run in the engine's scheduler processes;
     their log has each line when it is new.
@@ -56,7 +56,7 @@ def register() -> None:
 
 
 def _after_resolve(backends: Any, *_: Any, **__: Any) -> Any:
-    """Resolves our modes to Triton, and hooks into the dispatchers, which then get our kernels."""
+    """Resolves our modes to Triton, and hooks into the dispatchers, to put our kernels there."""
     if not (modes := common.chosen()):
         return None
     from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend

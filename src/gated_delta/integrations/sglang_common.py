@@ -1,5 +1,6 @@
-"""What the modules of the SGLang plug-in share: the engine's flags, and the plug-in's state in
-this process. Imports no other of those modules; imports the engine inside functions only.
+"""Shared by the modules of the SGLang plug-in: the engine's flags, the state of this process.
+
+Imports none of these modules, and the engine inside functions only.
 """
 
 from __future__ import annotations

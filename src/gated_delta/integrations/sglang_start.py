@@ -72,8 +72,8 @@ class Layer(NamedTuple):
         )
         if tracked:
             checkpoints = state.new_zeros(1, 1, *state.shape[1:])
-            kept = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
-            calls["prefill"].append(("prefill", prompt | kept))
+            more = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
+            calls["prefill"].append(("prefill", prompt | more))
         if scratch is None:
             return calls
         draft = self.tokens(drafts, device) | pool | dict(cu_seqlens=bounds(drafts))

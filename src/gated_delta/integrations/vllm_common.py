@@ -1,6 +1,4 @@
-"""What the modules of the vLLM plug-in share. Imports no other of those modules; imports vLLM
-inside functions only.
-"""
+"""Shared by the modules of the vLLM plug-in. Imports none of them, and vLLM in functions only."""
 
 from __future__ import annotations
 
