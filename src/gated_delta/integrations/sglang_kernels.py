@@ -84,6 +84,7 @@ class Operations:
             q, k, v, g, beta = tokens
             bounds, states = given["query_start_loc"], given["ssm_states"]
             N = len(bounds) - 1
+            call: Given
             if given.get("A_log") is None:
                 call = dict(q=_rows(q), k=_rows(k), v=_rows(v), g=g, beta=beta)
             else:
@@ -96,16 +97,15 @@ class Operations:
             if len(states) == N:
                 # The engine's copies of strided slots, in order: no padding slot among them.
                 call |= dict(null_index=-1)
-            checkpoints = track
             if track is not None:
-                if track.dtype != states.dtype:
-                    checkpoints = torch.empty_like(track, dtype=states.dtype)
+                same = track.dtype == states.dtype
+                checkpoints = track if same else torch.empty_like(track, dtype=states.dtype)
                 call |= dict(
                     checkpoint_lens=given["track_chunk_idx"][:N, None] * common.CHUNK,
                     checkpoints=checkpoints[:N, None],
                 )
             o, _ = api.prefill(**call, cu_seqlens=bounds, out=given.get("output"), backend=backend)
-            if checkpoints is not track:
+            if track is not None and checkpoints is not track:
                 track.copy_(checkpoints)
             if gdn:
                 return o, None, None
