@@ -345,7 +345,7 @@ KINDS = dict(
     output=("out", "output"),
     buffer=("d_buffer", "k_buffer", "g_buffer"),
 )
-"""Tensor arguments, by the way in which an adapter reads them."""
+"""Tensor arguments, by their use in an adapter."""
 BENDS = {
     "none": (lambda x: None, TypeError, "{}: "),
     "no tensor": (lambda x: [0.0], TypeError, "{}: "),

@@ -1,4 +1,4 @@
-"""What the engines' plug-ins look for when an engine starts; tests/engines have whole engines that do."""
+"""Checks of the engines' plug-ins at the start; tests/engines run whole engines."""
 
 import pytest
 import torch
@@ -58,8 +58,8 @@ def test_all_missing_kernels_are_named(monkeypatch, tmp_path):
         start.load([decode()], CPU)
     lines = str(raised.value).splitlines()
     assert (
-        f"{len(lines) - 1} of the {len(lines)} kernels that this engine needs are missing: GATED_DELTA_JIT=0"
-        in lines[0]
+        f"{len(lines) - 1} of the {len(lines)} kernels that this engine needs are missing: "
+        "GATED_DELTA_JIT=0" in lines[0]
     )
     assert "`gated-delta compile` builds kernels ahead of time" in lines[0]
     assert all(line.startswith("  - decode axis=head K=64 V=64 ") for line in lines[1:])

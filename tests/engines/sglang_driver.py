@@ -1,7 +1,7 @@
-"""One engine and its processes, for test_sglang.py; SGLANG_CASE says which, as JSON.
+"""One engine and its processes, for test_sglang.py; SGLANG_CASE has the case, as JSON.
 
-Prints RESULT and, as JSON, each round's tokens and how many of each prompt's the prefix cache had. Every process of the engine
-imports this file before anything else, so what is at its top happens in each of them.
+Prints RESULT and, as JSON, each round's tokens and each prompt's tokens in the prefix cache. Every
+process of the engine imports this file before anything else, so its top level runs in each.
 """
 
 import collections
@@ -20,7 +20,7 @@ case = json.loads(os.environ["SGLANG_CASE"])
 
 
 class Calls(collections.Counter):
-    """The plug-in's counts, which this process also writes to a file."""
+    """The plug-in's counts; this process also writes them to a file."""
 
     def __setitem__(self, route, calls):
         super().__setitem__(route, calls)
@@ -29,7 +29,7 @@ class Calls(collections.Counter):
 
 
 def record(kernels):
-    """Writes which kernels were looked for when the engine started, and which its calls would launch on a GPU."""
+    """Writes the kernels loaded at the start, and the kernels that calls would launch on a GPU."""
     found = dict(looked_for=set(), needed=set())
 
     def note(kind, problem):

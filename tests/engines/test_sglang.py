@@ -1,4 +1,4 @@
-"""The SGLang plug-in in the real engine, on a CPU: make test-sglang. What needs CUDA has stand-ins in sglang_cpu.py."""
+"""The plug-in in the real SGLang, on a CPU: make test-sglang. sglang_cpu.py replaces CUDA."""
 
 import dataclasses
 import inspect
@@ -55,11 +55,11 @@ def _counts_of_its_own():
         yield
 
 
-# ------------------------------------------------------------------------------------------------ the kernels, without a server
+# -------------------------------------------------------------------- the kernels, without a server
 
 
 class Given:
-    """Random inputs of one layer: sequences of these lengths in these slots, and `past` tokens that no sequence has."""
+    """Random inputs of one layer: sequences of these lengths and slots, and `past` more tokens."""
 
     def __init__(
         self,
@@ -76,9 +76,8 @@ class Given:
         torch.manual_seed(seed)
         self.layers, self.bound, self.T = layers, bound, sum(lengths) + past
         channels = (D,) if layers == "KDA" else ()
-        self.mixed = torch.randn(self.T, (2 * H + HV) * D + 8, dtype=dtype)[
-            :, 8:
-        ]  # rows of a wider tensor
+        # Rows of a wider tensor.
+        self.mixed = torch.randn(self.T, (2 * H + HV) * D + 8, dtype=dtype)[:, 8:]
         self.q, self.k, self.v = (
             x.unflatten(1, (-1, D))[None] for x in self.mixed.split([H * D, H * D, HV * D], 1)
         )
@@ -87,13 +86,12 @@ class Given:
             torch.randn(self.T, HV, dtype=dtype),
         )
         self.A_log, self.dt_bias = torch.randn(HV), torch.randn(HV, *channels)
-        self.pool = (
-            torch.randn(P, HV * D * D + 32).to(states)[:, 32:].unflatten(1, (HV, D, D))
-        )  # slots that lie apart
+        # Strided slots.
+        self.pool = torch.randn(P, HV * D * D + 32).to(states)[:, 32:].unflatten(1, (HV, D, D))
         self.slots = torch.tensor(slots, dtype=torch.int32)
         self.bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self.g, self.beta = self.activated()
-        for one in range(self.T - past, self.T):  # what no sequence has may be anything
+        for one in range(self.T - past, self.T):  # may be anything
             self.mixed[one] = self.a[one] = self.b[one] = POISON
 
     def activated(self, work=torch.float32):
@@ -124,7 +122,7 @@ class Given:
         return dict(ssm_states=self.pool, cache_indices=self.slots, query_start_loc=self.bounds)
 
     def truth(self):
-        """In float64: outputs, the pool, and each sequence's states in front of and behind every token."""
+        """In float64: outputs, the pool, each sequence's states before and after every token."""
         g, beta = self.activated(torch.float64)
         pool = self.pool.double()
         o, states = sglang_cpu.delta_rule(
@@ -144,7 +142,7 @@ def near(x, truth, unit=2e-4):
 
 
 def ran(*routes):
-    """Whether these and no others did, each a layer's kind, its mode and where."""
+    """Asserts that these routes ran, and no others: a layer's kind, its mode and the backend."""
     assert set(common.process.calls) == set(routes)
     assert [line.rpartition(":")[0] for line in plugin.report()] == list(common.process.calls)
 
@@ -204,7 +202,7 @@ def test_extend_with_states_for_the_prefix_cache(layers, bound, states):
     ran(f"{layers} prefill on backend reference")
 
 
-def test_extend_writes_where_the_engine_wants_it_and_reads_columns():
+def test_extend_writes_to_output_and_reads_columns():
     x = Given("GDN", [5, 3], [2, 1])
     o, pool, _ = x.truth()
     output = torch.empty_like(x.v, memory_format=torch.contiguous_format)
@@ -216,7 +214,7 @@ def test_extend_writes_where_the_engine_wants_it_and_reads_columns():
     near(x.pool, pool)
 
 
-def test_extend_of_copies_that_the_engine_gathered_has_no_padding_slot():
+def test_extend_of_gathered_copies_has_no_padding_slot():
     x = Given("GDN", [5, 3], [1, 2])
     o, pool, _ = x.truth()
     x.pool, x.slots = x.pool[1:3].clone(), torch.tensor([0, 1], dtype=torch.int32)
@@ -281,11 +279,11 @@ def test_verify_keeps_every_state_in_its_row(layers, bound):
     ran(f"{layers} verify on backend reference")
 
 
-# ------------------------------------------------------------------------------------------------ verify and flush
+# --------------------------------------------------------------------------------- verify and flush
 
 
 class Configurator:
-    """What the plug-in asks of the engine's pool configurator, for an engine of two layers."""
+    """The parts of the engine's pool configurator that the plug-in uses, for two layers."""
 
     device, attn_dp_size = "cpu", 1
     model_config = SimpleNamespace(dtype=torch.float32)
@@ -384,9 +382,10 @@ def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracke
             if slot > 0:
                 want[slot] = after[n][steps[n] + 1]
         expected.append(want)
+    # Verify does not write the pool.
     assert torch.equal(
         caches.temporal[0], Given(layers, lengths, [3, 5, 1, 2, -1], bound=bound, past=1).pool
-    )  # verify left it
+    )
     track = (torch.tensor(track_slots), torch.tensor(track_steps)) if tracked else (None, None)
     sources = rows if request_rows else None
     kvbuffer.commit(
@@ -402,7 +401,7 @@ def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracke
     ran(f"{layers} verify on backend reference")
 
 
-def test_the_pool_keeps_its_scratch_where_flush_cannot_take_its_place(monkeypatch, caplog):
+def test_the_pool_keeps_its_scratch_without_a_kvbuffer(monkeypatch, caplog):
     configurator = Configurator("GDN")
     for flags, reason in [
         (dict(drafts=17), "at most 16"),
@@ -415,9 +414,8 @@ def test_the_pool_keeps_its_scratch_where_flush_cannot_take_its_place(monkeypatc
         assert reason in caplog.text
     with under(speculative_num_draft_tokens=4):
         assert kvbuffer.sizes(configurator) is None  # verify is the engine's
-    monkeypatch.setattr(
-        runtime_context, "max_speculative_num_draft_tokens", lambda: 6
-    )  # of an adaptive algorithm
+    # As with an adaptive algorithm.
+    monkeypatch.setattr(runtime_context, "max_speculative_num_draft_tokens", lambda: 6)
     with speculating():
         assert kvbuffer.sizes(configurator)["T"] == 6
     monkeypatch.undo()
@@ -430,7 +428,7 @@ def test_the_pool_keeps_its_scratch_where_flush_cannot_take_its_place(monkeypatc
 
 
 def test_memory_for_drafts_is_reserved_as_they_take_it():
-    """The engine subtracts what it reserves from the memory that is left: its scratch, or the KVBuffer."""
+    """The engine subtracts its reservation: for its scratch, or for the KVBuffer."""
     from sglang.srt.mem_cache import kv_cache_configurator as module
 
     seen = []
@@ -450,11 +448,11 @@ def test_memory_for_drafts_is_reserved_as_they_take_it():
     assert [skips for _, skips in seen] == [True, False]
 
 
-# ------------------------------------------------------------------------------------------------ what the engine runs itself
+# ------------------------------------------------------------------------ the engine's own kernels
 
 
 def recorded(layers):
-    """Our kernel over an engine's that says what it was asked."""
+    """Our kernel over an engine's that records its calls."""
     calls = []
     base = ENGINES[layers]
     methods = {
@@ -493,7 +491,7 @@ def test_drafts_that_the_engine_verifies_itself(layers, change, reason):
 
 
 def test_drafts_in_a_kvbuffer_have_no_other_kernel():
-    """Which could not read it. The error says what ours needs, in the first call and in the next."""
+    """It could not read the buffer. Both calls raise, with the reason."""
     x, (ours, calls) = Given("GDN", [2], [1]), recorded("GDN")
     scratch = KVBuffer.empty(1, 2, x.q.shape[2], HV, D, D)
     options = dict(
@@ -536,7 +534,7 @@ def test_rings_and_scoring_stay_the_engines():
 
 @pytest.mark.parametrize("layers", ENGINES)
 def test_what_our_kernels_refuse_runs_on_the_engines(layers, monkeypatch):
-    """Our GPU kernels refuse CPU tensors, which is as good a reason as any."""
+    """Our GPU kernels refuse CPU tensors: a refusal like any other."""
     monkeypatch.setattr(common, "backend_for", lambda x: "cute")
     x, (ours, calls) = Given(layers, [1, 1], [1, 2]), recorded(layers)
     before = x.pool.clone()
@@ -553,7 +551,7 @@ def test_what_our_kernels_refuse_runs_on_the_engines(layers, monkeypatch):
 
 @pytest.mark.parametrize("layers", ENGINES)
 def test_an_error_is_not_taken_for_a_refusal(layers):
-    """What is wrong, rather than out of our kernels' reach, is an error, and the engine's kernel does not hide it."""
+    """The engine's kernel does not hide an error of the caller."""
     x, (ours, calls) = Given(layers, [1, 1], [1, 2]), recorded(layers)
     before = x.pool.clone()
     with pytest.raises(IndexError, match="state_indices: expected indices below 8, got 8"):
@@ -570,7 +568,7 @@ def test_an_error_is_not_taken_for_a_refusal(layers):
 
 
 def test_tracked_states_of_the_engines_own_kernel(monkeypatch):
-    """Which returns every chunk's state, where ours keep those asked for: both must leave the same."""
+    """It returns every chunk's state, ours the tracked ones: track_state is the same."""
     made = []
     for backend in ("reference", "cute"):
         monkeypatch.setattr(common, "backend_for", lambda x, backend=backend: backend)
@@ -589,7 +587,7 @@ def test_tracked_states_of_the_engines_own_kernel(monkeypatch):
         near(ours, engines.double())
 
 
-# ------------------------------------------------------------------------------------------------ which kernel a mode gets
+# ------------------------------------------------------------------------------ kernels of a mode
 
 
 CLASSES = gdn_backend.GDNKernelDispatcher, kda_backend.KDAKernelDispatcher
@@ -597,7 +595,7 @@ ORIGINALS = [one.__init__ for one in CLASSES]
 
 
 def dispatchers(**flags):
-    """Both dispatchers as the engine builds them under these flags, in an engine that had no other before."""
+    """Both dispatchers under these flags, as the first ones of an engine."""
     for one, original in zip(CLASSES, ORIGINALS):
         one.__init__ = original
         target = f"{one.__module__}.{one.__qualname__}.__init__"
@@ -664,12 +662,13 @@ def test_another_release_is_a_message_and_the_engines_kernels(monkeypatch, caplo
     shutil.which("c++") is None, reason="needs a C++ compiler: the engine builds its corpus"
 )
 def test_drafts_of_breadth_1_fork(monkeypatch):
-    """To SGLang's linear layers such a draft is a line. Its corpus joins what follows every matching suffix."""
+    """SGLang's linear layers take them for lines. Its corpus joins all matching suffixes."""
     from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
 
+    # For ninja.
     monkeypatch.setenv(
         "PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    )  # of ninja
+    )
     corpus = NgramCorpus(min_bfs_breadth=1, max_bfs_breadth=1, draft_token_num=4)
     for text in (b"xyA1p", b"zzA2rs"):
         corpus.batch_put([list(text)])
@@ -704,12 +703,16 @@ EXPECTED |= {
     KVCacheConfigurator._handle_max_mamba_cache: "self total_rest_memory",
     KVCacheConfigurator._build_hybrid_req_pool: "self max_num_reqs extra_max_context_len",
     scatter_mamba_states_after_mtp_verify: (
-        "mamba_caches state_indices_tensor last_correct_step_indices mamba_track_indices mamba_steps_to_track src_indices_raw"
+        "mamba_caches state_indices_tensor last_correct_step_indices mamba_track_indices "
+        "mamba_steps_to_track src_indices_raw"
     ),
 }
 STEP = "A_log dt_bias ssm_states cache_indices query_start_loc"
 PACKED = "self mixed_qkv a b A_log dt_bias scale ssm_states cache_indices num_v_heads head_v_dim"
-VERIFY = f"self A_log dt_bias q k v a b {STEP[14:]} intermediate_states_buffer intermediate_state_indices cache_steps retrieve_parent_token"
+VERIFY = (
+    f"self A_log dt_bias q k v a b {STEP[14:]} intermediate_states_buffer "
+    "intermediate_state_indices cache_steps retrieve_parent_token"
+)
 EXTEND = "self q k v g beta ssm_states cache_indices query_start_loc"
 EXPECTED |= {
     TritonGDNKernel.packed_decode: f"{PACKED} kwargs",
@@ -717,10 +720,13 @@ EXPECTED |= {
     TritonGDNKernel.decode: f"self q k v a b {STEP} kwargs",
     TritonKDAKernel.decode: f"self q k v a b {STEP} lower_bound kwargs",
     TritonGDNKernel.extend: f"{EXTEND} inplace_update kwargs",
-    TritonKDAKernel.extend: f"{EXTEND} A_log dt_bias lower_bound beta_is_raw return_intermediate_states kwargs",
+    TritonKDAKernel.extend: (
+        f"{EXTEND} A_log dt_bias lower_bound beta_is_raw return_intermediate_states kwargs"
+    ),
     TritonGDNKernel.target_verify: f"{VERIFY} kwargs",
     TritonKDAKernel.target_verify: (
-        f"{VERIFY} lower_bound cache_ring replayssm_rawv replayssm_rawk replayssm_g replayssm_beta kwargs"
+        f"{VERIFY} lower_bound cache_ring replayssm_rawv replayssm_rawk replayssm_g "
+        "replayssm_beta kwargs"
     ),
 }
 
@@ -730,7 +736,7 @@ def test_the_engine_has_the_functions_that_the_plug_in_replaces(function):
     assert " ".join(inspect.signature(inspect.unwrap(function)).parameters) == EXPECTED[function]
 
 
-# ------------------------------------------------------------------------------------------------ whole engines
+# ------------------------------------------------------------------------------------ whole engines
 
 PROMPTS = [
     list(text.encode())
@@ -747,7 +753,7 @@ OURS = dict(linear_attn_decode_backend="gated_delta", linear_attn_prefill_backen
 
 @pytest.fixture(scope="session")
 def qwen3_5(tmp_path_factory):
-    """The shipped model, with the one setting that SGLang's own config class wants beside transformers'."""
+    """The shipped model, with one setting that SGLang's config class needs."""
     made = tmp_path_factory.mktemp("models") / "qwen3_5"
     shutil.copytree(Path(plugin.__file__).parents[1] / "demo/tiny_qwen3_5", made)
     config = json.loads((made / "config.json").read_text())
@@ -819,7 +825,7 @@ def kimi_linear(tmp_path_factory):
     model = transformers.KimiLinearForCausalLM(config).float().eval()
     made = tmp_path_factory.mktemp("models") / "kimi_linear"
     model.save_pretrained(made)
-    # As released checkpoints have them, which SGLang reads: dense layers' names, and the layers' kinds in one table.
+    # As in released checkpoints: dense layers' names, and one table of layer kinds.
     weights = {
         name.replace("block_sparse_moe", "mlp"): x.clone()
         for name, x in load_file(made / "model.safetensors").items()
@@ -840,7 +846,7 @@ def kimi_linear(tmp_path_factory):
 
 
 class Run:
-    """One engine in processes of its own: two rounds of the prompts, the second from the prefix cache."""
+    """One engine: two rounds of the prompts, the second from the prefix cache."""
 
     def __init__(self, model, tmp_path, engine, variables=(), starts=True, **case):
         reports = tmp_path / "reports"
@@ -873,7 +879,7 @@ class Run:
         return [one["tokens"] for one in self.rounds[n]]
 
     def looked_for_what_it_needs(self):
-        """When it started it looked for every kernel that its calls would launch on a GPU, and for no others."""
+        """The start loaded the kernels that the calls would launch on a GPU, and no others."""
         found = [
             one
             for file in self.kernels.iterdir()
@@ -891,9 +897,8 @@ def test_engine_with_chunked_prefill_and_the_prefix_cache(qwen3_5, expected, tmp
     assert run.cached(0) == [0, 0, 0]
     assert min(run.cached(1)[1:]) > 200
     assert run.ran.keys() == BOTH
-    assert run.ran["GDN decode on backend reference"] >= 2 * 3 * (
-        NEW - 1
-    )  # three layers, two rounds
+    # Three layers, two rounds.
+    assert run.ran["GDN decode on backend reference"] >= 2 * 3 * (NEW - 1)
     assert run.ran["GDN prefill on backend reference"] >= 3 * 4  # chunks of 256 tokens of 900
     assert "gated_delta serves GDN decode, prefill; verify stays TritonGDNKernel" in run.log
     run.looked_for_what_it_needs()
@@ -902,9 +907,8 @@ def test_engine_with_chunked_prefill_and_the_prefix_cache(qwen3_5, expected, tmp
 def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
     run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="extra_buffer"))
     assert run.tokens(0) == run.tokens(1) == expected
-    kept = run.cached(1)[
-        1
-    ]  # of 276 tokens, in chunks of 256 and less: a state from inside one of them
+    # Of 276 tokens, in chunks of at most 256: a state inside a chunk.
+    kept = run.cached(1)[1]
     assert kept >= 128
     assert kept % 64 == 0
     assert run.cached(1)[2] > 256
@@ -932,7 +936,7 @@ def test_engine_with_deterministic_inference(qwen3_5, expected, tmp_path):
 
 
 def test_engine_that_retracts_requests(qwen3_5, expected, tmp_path):
-    """As where memory is short: requests leave at every third step, and come back as prompts, some from a prefix in cache."""
+    """As with little memory: every third step retracts requests; they return as prompts."""
     run = Run(
         qwen3_5,
         tmp_path,
@@ -945,7 +949,7 @@ def test_engine_that_retracts_requests(qwen3_5, expected, tmp_path):
 
 
 def test_engine_under_tensor_parallelism(qwen3_5, expected, tmp_path):
-    """Two processes with half of the heads each: two value heads and one of keys. SGLang wants to know which cores are whose."""
+    """Two processes with half of the heads each: two value heads, one of keys."""
     engine = OURS | dict(mamba_radix_cache_strategy="extra_buffer", tp_size=2)
     run = Run(qwen3_5, tmp_path, engine, dict(SGLANG_CPU_OMP_THREADS_BIND="0|1"))
     assert run.tokens(0) == run.tokens(1) == expected
@@ -964,7 +968,7 @@ def test_engine_with_kda_layers(kimi_linear, tmp_path):
 
 
 def test_engine_that_lacks_kernels_does_not_start(qwen3_5, tmp_path):
-    """As on a GPU without the compiler, with a pack that has none of what these layers need."""
+    """As on a GPU without the compiler, with a pack that lacks these layers' kernels."""
     strict = dict(GATED_DELTA_JIT="0", GATED_DELTA_CACHE_DIR=str(tmp_path))
     run = Run(
         qwen3_5,
@@ -975,8 +979,8 @@ def test_engine_that_lacks_kernels_does_not_start(qwen3_5, tmp_path):
         arch="sm_90a",
     )
     assert (
-        "kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no compiler, and no compiled kernel"
-        in run.log
+        "kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no compiler, "
+        "and no compiled kernel" in run.log
     )
     assert (
         "`gated-delta compile` builds kernels ahead of time\n  - decode axis=head K=64 V=64"
@@ -985,12 +989,15 @@ def test_engine_that_lacks_kernels_does_not_start(qwen3_5, tmp_path):
 
 
 def test_engine_runs_its_own_kernels_where_ours_cannot(qwen3_5, expected, tmp_path):
-    """Our GPU kernels asked for on a CPU: every call is refused, also those with states for the prefix cache."""
+    """Our GPU kernels refuse every call on a CPU, tracked states too."""
     run = Run(
         qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="extra_buffer"), backend="cute"
     )
     assert run.tokens(0) == run.tokens(1) == expected
-    reasons = "the engine's own kernel (ours needs tensors on a CUDA device, got cpu; bf16 or fp16 inputs, got fp32)"
+    reasons = (
+        "the engine's own kernel (ours needs tensors on a CUDA device, got cpu; "
+        "bf16 or fp16 inputs, got fp32)"
+    )
     assert run.ran.keys() == {f"GDN {mode} on {reasons}" for mode in ("decode", "prefill")}
     assert f"gated_delta runs GDN prefill on {reasons}" in run.log
 

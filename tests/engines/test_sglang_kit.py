@@ -1,7 +1,7 @@
-"""SGLang's own tests of its GDN and KDA backends, the kits in its wheel, with the plug-in's kernels in the place of the engine's.
+"""SGLang's tests of its GDN and KDA backends, from its wheel, on the plug-in's kernels.
 
-On a CPU with stand-ins for what needs CUDA (sglang_cpu.py); on a GPU with the engine's own kernels around ours, and in CUDA graphs
-too, where all that these tests need is Triton's: sgl_kernel may be missing.
+On a CPU with the stand-ins of sglang_cpu.py; on a GPU with the engine's kernels around ours, and in
+CUDA graphs too. There these tests need Triton only: sgl_kernel may be missing.
 """
 
 import importlib.util
@@ -42,9 +42,8 @@ from gated_delta.integrations import sglang_kvbuffer as kvbuffer
 
 load_plugins()
 CASE = unittest.TestCase()
-BACKEND = (
-    "triton" if CUDA else "torch_native"
-)  # of the full-attention layers, of which the kits have none
+# For full-attention layers; the kits have none.
+BACKEND = "triton" if CUDA else "torch_native"
 SIZES = (
     dict(head_k_dim=128, head_v_dim=128, dtype=torch.bfloat16, device="cuda")
     if CUDA
@@ -96,10 +95,12 @@ def ran(layers, mode):
 
 @pytest.mark.parametrize(("layers", "case"), CASES)
 def test_eager(layers, case, monkeypatch):
-    """GDN's schedule depends on the longest of several prompts, which the engine has on the host."""
+    """GDN gets the longest of several prompts, from the engine's lengths on the host."""
     longest, prefill = set(), sglang_kernels.api.prefill
     monkeypatch.setattr(
-        sglang_kernels.api, "prefill", lambda **call: longest.add(call["max_seqlen"]) or prefill(**call)
+        sglang_kernels.api,
+        "prefill",
+        lambda **call: longest.add(call["max_seqlen"]) or prefill(**call),
     )
     KITS[layers][2](CASE, case, **SIZES)
     ran(layers, "decode" if case.forward_mode.is_decode() else "prefill")
@@ -128,7 +129,7 @@ def test_drafts_in_a_line(layers):
 
 
 def committed(layers, in_kvbuffer):
-    """States and convolution windows after the engine verified three drafts each and committed three, one and two of them."""
+    """States and windows after a verify of three drafts each and a commit of 3, 1 and 2."""
     kit, case = KITS[layers][0], verify_case(layers)
     name = layers.lower()
     fixture = getattr(kit, f"build_{name}_attention_fixture")(CASE, case, **SIZES)
@@ -164,7 +165,7 @@ def committed(layers, in_kvbuffer):
 
 
 @pytest.mark.parametrize("layers", KITS)
-def test_drafts_in_a_kvbuffer_are_committed_as_the_engine_commits_states(layers, monkeypatch):
+def test_a_kvbuffer_is_committed_as_the_engine_commits_states(layers, monkeypatch):
     kvbuffer.register()
     HookRegistry.apply_hooks()
     if not CUDA:

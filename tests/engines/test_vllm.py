@@ -1,4 +1,4 @@
-"""vLLM's own engine, on a CPU, with its GDN and KDA layers on gated_delta: `make test-vllm`. Every case is a process of its own."""
+"""vLLM's engine on a CPU, with its layers on gated_delta: `make test-vllm`. A process a case."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ def run(
     **engine: Any,
 ) -> Run:
     options = dict(dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=8, seed=0)
-    options |= dict(
-        max_num_batched_tokens=320
-    )  # a chunk of prefill has to be a block of the cache, up to 256 tokens, and decodes beside it
+    # A prefill chunk must be a block of the cache, up to 256 tokens, plus decodes.
+    options |= dict(max_num_batched_tokens=320)
     asked = dict(
         engine=options | dict(model=str(model)) | engine,
         prompts=PROMPTS,
@@ -68,9 +67,8 @@ def run(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
-        VLLM_CACHE_ROOT=str(
-            Path(sys.prefix) / "cache"
-        ),  # what vLLM finds out about a model class, in a process of its own
+        # vLLM inspects a model class in a separate process, and caches the result.
+        VLLM_CACHE_ROOT=str(Path(sys.prefix) / "cache"),
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
         OMP_NUM_THREADS="1",
@@ -94,9 +92,8 @@ def expected(model: Any) -> list[list[int]]:
     """transformers' greedy tokens, in fp32, a prompt at a time."""
     tokens = []
     for prompt in PROMPTS:
-        cached = (
-            model.config.model_type != "kimi_linear"
-        )  # transformers' cache asks for a layer of full attention
+        # transformers' cache needs a layer of full attention.
+        cached = model.config.model_type != "kimi_linear"
         options = dict(
             max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, use_cache=cached
         )
@@ -179,9 +176,10 @@ def save(model: Any, place: Path) -> None:
             num_heads=3,
             short_conv_kernel_size=4,
         )
+        # With MLA vLLM has no chunked prefill and no prefixes.
         no_mla = dict.fromkeys(
             ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        )  # else no chunks, no prefixes
+        )
         config = json.loads((place / "config.json").read_text())
         config |= dict(
             linear_attn_config=layers, num_experts=None, first_k_dense_replace=3, **no_mla
@@ -211,9 +209,8 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 ON_GATED_DELTA = dict(decode="gated_delta", prefill="gated_delta")
-BF16: dict[str, Any] = dict(
-    dtype="bfloat16", enable_prefix_caching=True
-)  # all that vLLM's own CPU kernels take
+# The only dtype of vLLM's CPU kernels.
+BF16: dict[str, Any] = dict(dtype="bfloat16", enable_prefix_caching=True)
 
 
 @pytest.fixture(scope="session")
@@ -246,9 +243,10 @@ def test_tokens_of_transformers(make: Any, models: Any, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(("make", "block"), [(qwen3_5, 64), (kimi_linear, 64), (kimi_linear, 32)])
 def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None:
-    """Prefills that run past the end of a prefix in cache keep its state, as in vLLM 0.33, whose questions 0.32 does not ask.
+    """Prefills past the end of a cached prefix keep its state, as in vLLM 0.33; 0.32 is patched.
 
-    vLLM 0.33 makes blocks multiples of a chunk. At ends of others no state can be kept, and so vLLM ends prefills there.
+    vLLM 0.33 makes blocks multiples of a chunk. Other block sizes allow no state inside a prefill,
+    so vLLM ends prefills there.
     """
     model = models(make)
     engine: dict[str, Any] = dict(
@@ -270,7 +268,7 @@ def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None
 def test_who_keeps_checkpoints(
     refused: tuple[str, ...], of_vllm: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM has blocks for them where a layer names an alignment: then each prefill has to keep them, whoever runs it."""
+    """vLLM has blocks for them if a layer names an alignment: then every prefill must keep them."""
     from gated_delta.integrations import vllm_common, vllm_layers
 
     own = "get_prefill_checkpoint_alignment"  # inherited in vLLM 0.32
@@ -285,7 +283,7 @@ def test_who_keeps_checkpoints(
 
 
 def test_preempted_and_aborted(models: Any, tmp_path: Path) -> None:
-    """Requests that come back begin anew, short ones from zeros, others from a prefix in cache, in slots that others had meanwhile.
+    """Preempted requests start again, from zeros or a cached prefix, in slots used meanwhile.
 
     One leaves for good; the second round has all four, in slots that hold what was left there.
     """
@@ -334,22 +332,25 @@ def test_states_in_fp16(models: Any, tmp_path: Path) -> None:
 
 
 def test_an_engine_that_lacks_kernels_does_not_start(tmp_path: Path) -> None:
-    """As on a GPU without the compiler, with a pack that has none of what these layers need."""
+    """As on a GPU without the compiler, with a pack that lacks these layers' kernels."""
     strict = dict(GATED_DELTA_JIT="0", GATED_DELTA_CACHE_DIR=str(tmp_path))
-    missing = "kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no compiler(.|\n)*  - prefill_prepare axis=head K=64"
+    missing = (
+        "kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no compiler"
+        "(.|\n)*  - prefill_prepare axis=head K=64"
+    )
     with pytest.raises(AssertionError, match=missing):
         run(tmp_path, TRAINED, job=dict(arch="sm_90a"), env=strict, **BF16)
 
 
 def test_an_error_is_not_taken_for_a_refusal(tmp_path: Path) -> None:
-    """In the middle of a request it ends the engine, in its own words; vLLM's kernels do not hide it."""
+    """It ends the engine with its own message; vLLM's kernels do not hide it."""
     with pytest.raises(AssertionError, match="decode: what a test says"):
         run(tmp_path, TRAINED, job=dict(fail="decode"), **BF16)
 
 
 @pytest.mark.parametrize("make", [qwen3_5, kimi_linear])
 def test_drafts(make: Any, models: Any, tmp_path: Path) -> None:
-    """Speculative decoding, beside prefills too. vLLM's prefix cache and drafts together want Triton."""
+    """Speculative decoding, with prefills too. vLLM's prefix cache with drafts needs Triton."""
     model = models(make)
     answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, model.tokens, strict=True)]
     made = run(
@@ -367,7 +368,7 @@ def test_drafts(make: Any, models: Any, tmp_path: Path) -> None:
 
 
 def test_drafts_and_convolution_of_vllm(own: Run, tmp_path: Path) -> None:
-    """On a CPU vLLM's convolution asks for no number of accepted ones. A token each: vLLM's own kernels fail later, on fewer drafts."""
+    """vLLM's CPU convolution takes no num_accepted_tokens. One token: its kernels fail later."""
     engine = BF16 | dict(speculative_config=NGRAM, enable_prefix_caching=False)
     made = run(tmp_path, TRAINED, job=dict(own_convolution=True, max_tokens=1), **engine)
     assert made.tokens == [tokens[:1] for tokens in own.tokens]
@@ -393,7 +394,7 @@ def _all_on_gated_delta(made: Run, *kinds: str) -> None:
 
 
 def test_tokens_of_vllm(own: Run, tmp_path: Path) -> None:
-    """decode takes in the norm behind it, as vLLM's layer hands its gate over to fused kernels, in bf16."""
+    """decode includes the norm: in bf16 vLLM's layer passes its gate to fused kernels."""
     made = run(tmp_path, TRAINED, **BF16)
     assert made.tokens == own.tokens
     _all_on_gated_delta(made, "prefill", "decode")
@@ -449,7 +450,7 @@ def test_another_version(own: Run, tmp_path: Path) -> None:
 
 
 def test_process_of_the_engine(models: Any, tmp_path: Path) -> None:
-    """vLLM loads the plug-in where the layers are. In fp32, as what is in a batch depends on when prompts get there."""
+    """vLLM loads the plug-in in the layers' process. In fp32: batches depend on timing."""
     model = models(qwen3_5)
     made = run(
         tmp_path,
@@ -462,5 +463,6 @@ def test_process_of_the_engine(models: Any, tmp_path: Path) -> None:
     (line,) = [line for line in made.log.splitlines() if "in QwenGatedDeltaNetAttention" in line]
     assert line.startswith("(Worker ")
     assert line.endswith(
-        "backend reference, in QwenGatedDeltaNetAttention: decode: gated_delta; prefill: gated_delta"
+        "backend reference, in QwenGatedDeltaNetAttention: "
+        "decode: gated_delta; prefill: gated_delta"
     )
