@@ -148,17 +148,19 @@ def each(names: str | Sequence[str], changes: object) -> Iterator[tuple[str, dic
 def accepted(table: list) -> list:
     """Rows (names of functions, changes to a call) as parameters of a test."""
     return [
-        pytest.param(name, made, id=label(name, made)) for row in table for name, made in each(*row)
+        pytest.param(name, edits, id=label(name, edits))
+        for row in table
+        for name, edits in each(*row)
     ]
 
 
 def refusals(table: dict[type[Exception], list]) -> list:
     """Rows (names, changes, words) by error, as (name, changes, error, words) for each function."""
     return [
-        (name, made, kind, words)
+        (name, edits, kind, words)
         for kind, cases in table.items()
         for *row, words in cases
-        for name, made in each(*row)
+        for name, edits in each(*row)
     ]
 
 

@@ -100,8 +100,8 @@ def shrunk(name: str) -> dict:
     )
 
 
-def kept(name: str) -> dict[str, Tensor]:
-    """Parameters as checkpoints keep them."""
+def as_in_checkpoints(name: str) -> dict[str, Tensor]:
+    """Parameters in checkpoints' shapes."""
     x = inputs(name)
     return dict(
         A_log=x["A_log"].view(1, 1, HV, 1), dt_bias=x["dt_bias"].flatten(), a=x["a"].flatten(2)
@@ -118,7 +118,7 @@ def bounded(bound: float, name: str) -> dict:
 ACCEPTED = [
     (STEPS, {}),
     (STEPS, shrunk),
-    (STEPS, kept),
+    (STEPS, as_in_checkpoints),
     (STEPS, lambda name: dict(a=50 * inputs(name)["a"])),
     *((DRAFTS, functools.partial(bounded, bound)) for bound in (-5.0, -2.5)),
     (DRAFTS, lambda name: inputs(name, 16)),

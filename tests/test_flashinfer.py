@@ -365,12 +365,12 @@ def test_kda_makes_a_pool_of_bf16():
     close(state, torch.stack([after[n, 0] for n in range(B)]))
     assert state.dtype == BF16
     assert flashinfer.recurrent_kda(**inputs(KDA))[1] is None
-    o, made = flashinfer.recurrent_kda(**inputs(KDA), num_spec_tokens=2, output_final_state=True)
-    assert made.shape == (B * T, HV, V, K)
+    o, new = flashinfer.recurrent_kda(**inputs(KDA), num_spec_tokens=2, output_final_state=True)
+    assert new.shape == (B * T, HV, V, K)
     assert torch.equal(
         o,
         flashinfer.recurrent_kda(
-            **inputs(KDA), initial_state=torch.zeros_like(made), num_spec_tokens=2
+            **inputs(KDA), initial_state=torch.zeros_like(new), num_spec_tokens=2
         )[0],
     )
     given = source(False, 9, 8, 9) | dict(initial_state_source=pool(dtype=BF16))
@@ -440,7 +440,7 @@ def check_prefill(x: dict) -> None:
         before, given = (None if y is None else y.clone() for y in (state, x.get("output")))
         with unwritten(dict(initial_state=start) if apart else {}):
             results = flashinfer.chunk_gated_delta_rule(**x, output_final_state=asked)
-        o, made = results if asked else (results, None)
+        o, new = results if asked else (results, None)
         assert given is None or o is x["output"]
         assert o.dtype == x["v"].dtype
         live = [row for n, slot in enumerate(slots) if slot >= 0 for row in range(*ENDS[n : n + 2])]
@@ -448,11 +448,11 @@ def check_prefill(x: dict) -> None:
         assert all((o[row] == 0).all() for row in {*range(TOTAL)} - {*live})
         if state is not None:
             check_pool(state, before, written)
-            assert not asked or made is state
+            assert not asked or new is state
             state.copy_(before)
         elif asked:
-            assert made.dtype == FP32
-            close(made, final)
+            assert new.dtype == FP32
+            close(new, final)
 
 
 def by_index(fresh: bool, dtype: torch.dtype, *slots: int) -> dict:
@@ -625,7 +625,7 @@ def long_prompts(every: int) -> tuple[dict, dict[int, Tensor]]:
         for after in range(every, end - start + 1, every):
             one = {name: x[name][None, start : start + after] for name in ("q", "k", "v")}
             gate = (x[name][None, start : start + after].double() for name in ("g", "beta"))
-            _, made = prompt_loop(
+            _, new = prompt_loop(
                 one,
                 next(gate).log()[..., None],
                 next(gate),
@@ -633,7 +633,7 @@ def long_prompts(every: int) -> tuple[dict, dict[int, Tensor]]:
                 K**-0.5,
                 False,
             )
-            states[len(states)] = made[0]
+            states[len(states)] = new[0]
         starts.append(len(states))
     x |= dict(
         cu_seqlens=ints(*ends), checkpoint_cu_starts=ints(*starts), checkpoint_every_n_tokens=every
@@ -657,18 +657,18 @@ def test_states_at_intervals(every, dtype):
         dict.fromkeys(("initial_state", "output_state"), whole.clone()) | dict(state_indices=slots),
         dict(initial_state=whole, state_indices=slots),
     ):
-        kept = untouched(len(states) + 2, HV, V, K, dtype=dtype)
+        rows = untouched(len(states) + 2, HV, V, K, dtype=dtype)
         given = {n: y.clone() if isinstance(y, Tensor) else y for n, y in more.items()}
         if "initial_state" in more and more["initial_state"] is more.get("output_state"):
             given["initial_state"] = given["output_state"]
         plain = {n: y for n, y in x.items() if "checkpoint" not in n}
         want = flashinfer.chunk_gated_delta_rule(**plain | more)
-        got = flashinfer.chunk_gated_delta_rule(**x | given | dict(state_checkpoints=kept))
+        got = flashinfer.chunk_gated_delta_rule(**x | given | dict(state_checkpoints=rows))
         assert torch.equal(got, want)
         assert "output_state" not in more or torch.equal(
             given["output_state"], more["output_state"]
         )
-        check_pool(kept, untouched(len(kept), HV, V, K, dtype=dtype), states)
+        check_pool(rows, untouched(len(rows), HV, V, K, dtype=dtype), states)
 
 
 def test_states_at_intervals_that_no_sequence_reaches():
@@ -680,6 +680,6 @@ def test_states_at_intervals_that_no_sequence_reaches():
     )
     flashinfer.chunk_gated_delta_rule(**x | more)
     flashinfer.chunk_gated_delta_rule(
-        **x | more | dict(state_checkpoints=(kept := untouched(1, HV, V, K)))
+        **x | more | dict(state_checkpoints=(rows := untouched(1, HV, V, K)))
     )
-    assert (kept == UNTOUCHED).all()
+    assert (rows == UNTOUCHED).all()

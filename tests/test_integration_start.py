@@ -93,11 +93,15 @@ def test_calls_of_a_layer_of_sglang(kind, scratch):
         2, T=3, H=2, HV=4, K=32, V=64, gate="head" if kind == "GDN" else "channel", device="cpu"
     )
     given = {None: None, "states": torch.zeros(2, 3, 4, 64, 32), "buffer": buffer}[scratch]
-    made = layer.calls(state, True, given, 3)
-    assert [op for op, _ in made["decode"] + made["prefill"]] == ["decode", "prefill", "prefill"]
-    assert [op for op, _ in made.get("verify", ())] == {
+    by_mode = layer.calls(state, True, given, 3)
+    assert [op for op, _ in by_mode["decode"] + by_mode["prefill"]] == [
+        "decode",
+        "prefill",
+        "prefill",
+    ]
+    assert [op for op, _ in by_mode.get("verify", ())] == {
         None: [],
         "states": ["decode"],
         "buffer": ["verify", "flush"],
     }[scratch]
-    assert start.refused([call for calls in made.values() for call in calls]) == {}
+    assert start.refused([call for calls in by_mode.values() for call in calls]) == {}

@@ -258,7 +258,7 @@ def track_one_layer(conv, ssm, slots, mask, destinations, count, **_):
     track_all_layers(conv[None], ssm[None], slots, mask, destinations, count)
 
 
-kept = []
+libraries = []
 
 
 def stub():
@@ -279,7 +279,7 @@ def install():
     library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
-    kept.append(library)
+    libraries.append(library)
     torch.Tensor.pin_memory = lambda self, *_: self
     stub()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

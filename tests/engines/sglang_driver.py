@@ -30,12 +30,12 @@ class Calls(collections.Counter):
 
 def record(kernels):
     """Writes the kernels loaded at the start, and the kernels that calls would launch on a GPU."""
-    found = dict(looked_for=set(), needed=set())
+    labels_of = dict(looked_for=set(), needed=set())
 
     def note(kind, problem):
-        found[kind] |= {variant.label for variant in dispatch.variants_of(problem)}
+        labels_of[kind] |= {variant.label for variant in dispatch.variants_of(problem)}
         with open(os.path.join(kernels, str(os.getpid())), "w") as file:
-            json.dump({kind: sorted(labels) for kind, labels in found.items()}, file)
+            json.dump({kind: sorted(labels) for kind, labels in labels_of.items()}, file)
 
     def load(calls, device):
         for op, arguments in calls:
@@ -55,9 +55,8 @@ def record(kernels):
         operation.describe = described(operation.describe)
 
 
-if case["engine"].get(
-    "enable_deterministic_inference"
-):  # with the one attention that a CPU has, and torch's own kernels
+# With a CPU's only attention, and torch's own kernels.
+if case["engine"].get("enable_deterministic_inference"):
     from sglang.srt.arg_groups import choices
     from sglang.srt.model_executor.model_runner import ModelRunner
 
@@ -97,11 +96,11 @@ def main():
     sampling = dict(temperature=0, max_new_tokens=case["new_tokens"], ignore_eos=True)
     rounds = []
     for _ in range(2):
-        made = engine.generate(input_ids=case["prompts"], sampling_params=sampling)
+        outputs = engine.generate(input_ids=case["prompts"], sampling_params=sampling)
         rounds.append(
             [
                 dict(tokens=one["output_ids"], cached=one["meta_info"]["cached_tokens"])
-                for one in made
+                for one in outputs
             ]
         )
     print("RESULT", json.dumps(rounds), flush=True)

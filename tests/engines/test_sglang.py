@@ -162,14 +162,14 @@ def test_decode(layers, bound, packed, states):
             scale=D**-0.5, ssm_states=x.pool, cache_indices=x.slots, num_v_heads=HV, head_v_dim=D
         )
         a, b = x.raw()
-        made = kernel(layers).packed_decode(
+        result = kernel(layers).packed_decode(
             mixed_qkv=x.mixed, a=a, b=b, **x.gates(), **options, replayssm_d=None
         )
     else:
-        made = kernel(layers).decode(x.q, x.k, x.v, *x.raw(), **x.gates(), **x.where())
-    near(made, o)
+        result = kernel(layers).decode(x.q, x.k, x.v, *x.raw(), **x.gates(), **x.where())
+    near(result, o)
     near(x.pool, pool, 2e-4 if states == torch.float32 else 1e-3)
-    assert not made[0, [1, 3, 4]].any()
+    assert not result[0, [1, 3, 4]].any()
     ran(f"{layers} decode on backend reference")
 
 
@@ -187,18 +187,18 @@ def test_extend_with_states_for_the_prefix_cache(layers, bound, states):
         else x.gates() | dict(beta_is_raw=True, return_intermediate_states=True)
     )
     tracked = dict(track_state=track, track_chunk_idx=torch.tensor(chunks, dtype=torch.int32))
-    made = kernel(layers).extend(
+    result = kernel(layers).extend(
         x.q, x.k, x.v, *tokens, **gates, **x.where(), **tracked, layer_id=0, extend_prefix_lens=None
     )
-    assert made[1:] == ((None, None) if layers == "GDN" else (None,))
+    assert result[1:] == ((None, None) if layers == "GDN" else (None,))
     unit = 2e-4 if states == torch.float32 else 4e-3
-    near(made[0], o)
+    near(result[0], o)
     near(x.pool, pool, unit)
     for n in (0, 2, 4):
         near(track[n], after[n][64 * chunks[n]], unit)
     if states == torch.float32:
         assert (track[[1, 3]] == 7).all()
-    assert not made[0][:, -3:].any()
+    assert not result[0][:, -3:].any()
     ran(f"{layers} prefill on backend reference")
 
 
@@ -208,9 +208,11 @@ def test_extend_writes_to_output_and_reads_columns():
     output = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     columns = [y.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for y in (x.q, x.k, x.v)]
     assert columns[0].stride(-1) != 1
-    made, _, _ = kernel("GDN").extend(*columns, x.g[None], x.beta[None], **x.where(), output=output)
-    assert made.data_ptr() == output.data_ptr()
-    near(made, o)
+    result, _, _ = kernel("GDN").extend(
+        *columns, x.g[None], x.beta[None], **x.where(), output=output
+    )
+    assert result.data_ptr() == output.data_ptr()
+    near(result, o)
     near(x.pool, pool)
 
 
@@ -218,8 +220,8 @@ def test_extend_of_gathered_copies_has_no_padding_slot():
     x = Given("GDN", [5, 3], [1, 2])
     o, pool, _ = x.truth()
     x.pool, x.slots = x.pool[1:3].clone(), torch.tensor([0, 1], dtype=torch.int32)
-    made, _, _ = kernel("GDN").extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where())
-    near(made, o)
+    result, _, _ = kernel("GDN").extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where())
+    near(result, o)
     near(x.pool, pool[1:3])
 
 
@@ -231,8 +233,8 @@ def test_extend_of_nothing(layers, slots):
     before = x.pool.clone()
     tokens = (x.g[None], x.beta[None]) if layers == "GDN" else (x.a[None], x.b[None])
     gates = {} if layers == "GDN" else x.gates() | dict(beta_is_raw=True)
-    made = kernel(layers).extend(x.q, x.k, x.v, *tokens, **gates, **x.where())
-    assert not (made[0] if layers == "GDN" else made).any()
+    result = kernel(layers).extend(x.q, x.k, x.v, *tokens, **gates, **x.where())
+    assert not (result[0] if layers == "GDN" else result).any()
     assert torch.equal(x.pool, before)
     ran(f"{layers} prefill on backend reference")
 
@@ -258,7 +260,7 @@ def test_verify_keeps_every_state_in_its_row(layers, bound):
         intermediate_state_indices=torch.tensor([*rows, 1, 3], dtype=torch.int32),
     )
     a, b = x.raw()
-    made = kernel(layers).target_verify(
+    result = kernel(layers).target_verify(
         q=x.q,
         k=x.k,
         v=x.v,
@@ -270,7 +272,7 @@ def test_verify_keeps_every_state_in_its_row(layers, bound):
         cache_steps=4,
         retrieve_parent_token=None,
     )
-    near(made, o)
+    near(result, o)
     assert torch.equal(x.pool, before)
     for n in (0, 1):
         near(scratch[rows[n], : lengths[n]], torch.stack(after[n][1:]))
@@ -299,18 +301,18 @@ class Configurator:
                 state_size=D,
                 conv_kernel=4,
             )
-            shape, made = (
+            shape, result = (
                 mamba_utils.Mamba2StateShape.create(tp_world_size=1, **sizes),
                 mamba_utils.Mamba2CacheParams,
             )
         else:
             sizes = dict(num_heads=HV, head_dim=D, num_k_heads=H)
-            shape, made = (
+            shape, result = (
                 mamba_utils.KimiLinearStateShape.create(tp_world_size=1, **sizes),
                 mamba_utils.KimiLinearCacheParams,
             )
         # No convolutions: moving their windows needs CUDA.
-        self.params = made(shape=dataclasses.replace(shape, conv=[]), layers=[0, 1], dtype=dtype)
+        self.params = result(shape=dataclasses.replace(shape, conv=[]), layers=[0, 1], dtype=dtype)
         self.mambaish_config = SimpleNamespace(mamba2_cache_params=self.params)
         self.hybrid_gdn_config, self.hybrid_kda_config = (
             self.mambaish_config if layers == one else None for one in ENGINES
@@ -363,7 +365,7 @@ def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracke
         options = dict(
             intermediate_states_buffer=scratch, intermediate_state_indices=rows, cache_steps=4
         )
-        made = kernel(layers).target_verify(
+        result = kernel(layers).target_verify(
             q=x.q,
             k=x.k,
             v=x.v,
@@ -374,7 +376,7 @@ def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracke
             **options,
             retrieve_parent_token=None,
         )
-        near(made, x.truth()[0])
+        near(result, x.truth()[0])
         want = x.pool.double()
         for n, slot in enumerate(x.slots.tolist()):
             if tracked and track_steps[n] >= 0:
@@ -438,10 +440,10 @@ def test_memory_for_drafts_is_reserved_as_they_take_it():
         return rest
 
     with speculating(max_running_requests=7):
-        made = kvbuffer.sizes(Configurator("GDN"))
+        result = kvbuffer.sizes(Configurator("GDN"))
         assert (
             kvbuffer._budget(original, Configurator("GDN"), 1.0)
-            == 1.0 - KVBuffer.empty(8, **made).nbytes / 2**30
+            == 1.0 - KVBuffer.empty(8, **result).nbytes / 2**30
         )
     with under(speculative_num_draft_tokens=4, max_running_requests=7):
         assert kvbuffer._budget(original, Configurator("GDN"), 1.0) == 1.0
@@ -569,7 +571,7 @@ def test_an_error_is_not_taken_for_a_refusal(layers):
 
 def test_tracked_states_of_the_engines_own_kernel(monkeypatch):
     """It returns every chunk's state, ours the tracked ones: track_state is the same."""
-    made = []
+    result = []
     for backend in ("reference", "cute"):
         monkeypatch.setattr(common, "backend_for", lambda x, backend=backend: backend)
         x = Given("GDN", [70, 130, 64, 5], [3, 5, 1, 2])
@@ -578,12 +580,12 @@ def test_tracked_states_of_the_engines_own_kernel(monkeypatch):
             track_state=track, track_chunk_idx=torch.tensor([1, 2, -1, 0], dtype=torch.int32)
         )
         o = kernel("GDN").extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where(), **tracked)[0]
-        made.append((o, x.pool, track[[0, 1, 3]]))
+        result.append((o, x.pool, track[[0, 1, 3]]))
     assert [("engine" in line, line.count("reference")) for line in plugin.report()] == [
         (False, 1),
         (True, 0),
     ]
-    for ours, engines in zip(*made):
+    for ours, engines in zip(*result):
         near(ours, engines.double())
 
 
@@ -604,11 +606,13 @@ def dispatchers(**flags):
     settings = dict(linear_attn_backend="triton", **dict.fromkeys(common.FLAGS.values())) | flags
     with get_context().override_server_args(**settings):
         backends = utils.resolve_linear_attn_backends()
-        made = [gdn_backend.GDNKernelDispatcher(backends.decode, backends.prefill, backends.verify)]
-        made.append(
+        result = [
+            gdn_backend.GDNKernelDispatcher(backends.decode, backends.prefill, backends.verify)
+        ]
+        result.append(
             kda_backend.KDAKernelDispatcher(backends.decode, backends.prefill, backends.verify)
         )
-    return made
+    return result
 
 
 def ours_in(dispatcher):
@@ -754,21 +758,21 @@ OURS = dict(linear_attn_decode_backend="gated_delta", linear_attn_prefill_backen
 @pytest.fixture(scope="session")
 def qwen3_5(tmp_path_factory):
     """The shipped model, with one setting that SGLang's config class needs."""
-    made = tmp_path_factory.mktemp("models") / "qwen3_5"
-    shutil.copytree(Path(plugin.__file__).parents[1] / "demo/tiny_qwen3_5", made)
-    config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | dict(full_attention_interval=4)))
-    return made
+    result = tmp_path_factory.mktemp("models") / "qwen3_5"
+    shutil.copytree(Path(plugin.__file__).parents[1] / "demo/tiny_qwen3_5", result)
+    config = json.loads((result / "config.json").read_text())
+    (result / "config.json").write_text(json.dumps(config | dict(full_attention_interval=4)))
+    return result
 
 
 def by_transformers(model):
     """Its tokens, in fp32."""
     with torch.inference_mode():
-        made = [
+        result = [
             model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0]
             for prompt in PROMPTS
         ]
-    return [tokens[len(prompt) :].tolist() for tokens, prompt in zip(made, PROMPTS)]
+    return [tokens[len(prompt) :].tolist() for tokens, prompt in zip(result, PROMPTS)]
 
 
 @pytest.fixture(scope="session")
@@ -823,14 +827,14 @@ def kimi_linear(tmp_path_factory):
     )
     config = transformers.KimiLinearConfig(**layers, **attention, **sizes, **rest, **tokens)
     model = transformers.KimiLinearForCausalLM(config).float().eval()
-    made = tmp_path_factory.mktemp("models") / "kimi_linear"
-    model.save_pretrained(made)
+    result = tmp_path_factory.mktemp("models") / "kimi_linear"
+    model.save_pretrained(result)
     # As in released checkpoints: dense layers' names, and one table of layer kinds.
     weights = {
         name.replace("block_sparse_moe", "mlp"): x.clone()
-        for name, x in load_file(made / "model.safetensors").items()
+        for name, x in load_file(result / "model.safetensors").items()
     }
-    save_file(weights, made / "model.safetensors", metadata=dict(format="pt"))
+    save_file(weights, result / "model.safetensors", metadata=dict(format="pt"))
     table = dict(
         kda_layers=[1, 2, 3],
         full_attn_layers=[4],
@@ -838,11 +842,11 @@ def kimi_linear(tmp_path_factory):
         head_dim=32,
         short_conv_kernel_size=4,
     )
-    config = json.loads((made / "config.json").read_text()) | dict(
+    config = json.loads((result / "config.json").read_text()) | dict(
         linear_attn_config=table, mla_use_nope=True
     )
-    (made / "config.json").write_text(json.dumps(config))
-    return made, by_transformers(model)
+    (result / "config.json").write_text(json.dumps(config))
+    return result, by_transformers(model)
 
 
 class Run:
@@ -880,12 +884,12 @@ class Run:
 
     def looked_for_what_it_needs(self):
         """The start loaded the kernels that the calls would launch on a GPU, and no others."""
-        found = [
+        records = [
             one
             for file in self.kernels.iterdir()
             if (one := json.loads(file.read_text()))["needed"]
         ]
-        assert [one["looked_for"] for one in found] == [one["needed"] for one in found] != []
+        assert [one["looked_for"] for one in records] == [one["needed"] for one in records] != []
 
     def cached(self, n):
         return [one["cached"] for one in self.rounds[n]]
@@ -908,9 +912,9 @@ def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
     run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="extra_buffer"))
     assert run.tokens(0) == run.tokens(1) == expected
     # Of 276 tokens, in chunks of at most 256: a state inside a chunk.
-    kept = run.cached(1)[1]
-    assert kept >= 128
-    assert kept % 64 == 0
+    tokens_kept = run.cached(1)[1]
+    assert tokens_kept >= 128
+    assert tokens_kept % 64 == 0
     assert run.cached(1)[2] > 256
     assert run.ran.keys() == BOTH
     run.looked_for_what_it_needs()

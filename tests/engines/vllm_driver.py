@@ -44,8 +44,8 @@ def conv_update(
                 [held[:, first : first + weight.shape[1] - 1], x[start:end].T.to(held.dtype)], 1
             )
             out[start:end] = _conv(window, weight, bias, activation).T
-            kept = window[:, 1:]
-            held[:, : kept.shape[1]] = kept
+            rest = window[:, 1:]
+            held[:, : rest.shape[1]] = rest
     return out
 
 
@@ -310,15 +310,15 @@ def main():
         )
     from gated_delta.integrations import vllm as plugin
 
-    made = dict(
+    results = dict(
         rounds=rounds,
         calls=CALLS,
         batches=sorted(BATCHES),
         report=[row._asdict() for row in plugin.report()],
     )
-    made |= dict(kernels=kernels, ranks=llm.collective_rpc(rank) if "ranks" in job else [])
+    results |= dict(kernels=kernels, ranks=llm.collective_rpc(rank) if "ranks" in job else [])
     with open(job["result"], "w") as f:
-        json.dump(made, f)
+        json.dump(results, f)
 
 
 if __name__ == "__main__":

@@ -40,7 +40,7 @@ def gdn_replayssm_spec_decode(
             0,
             True,
         )
-        some, seen = (
+        span, seen = (
             slice(*query_start_loc[n : n + 2].tolist()),
             ring(cache_base[row], write_pos[row], max_cache_len),
         )
@@ -50,8 +50,8 @@ def gdn_replayssm_spec_decode(
         ]
         state = folded(checkpoint_state[slot], *records, g_cache[row], seen)
         buffer = gd.KVBuffer.empty(1, max_spec_len, k.shape[1], v.shape[1], k.shape[2], v.shape[2])
-        tokens = [one[None, some] for one in (q, k, v, a, b)]
-        out[some] = gd.verify(
+        tokens = [one[None, span] for one in (q, k, v, a, b)]
+        out[span] = gd.verify(
             *tokens, gate=gate, scale=scale, beta_logits=True, state=state[None], buffer=buffer
         )[0]
         where = ring(cache_base[row] + write_pos[row], max_spec_len, max_cache_len)
