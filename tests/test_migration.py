@@ -30,14 +30,17 @@ def section(title: str) -> str:
 
 def reasons_on_the_page(library: str) -> set[str]:
     """Patterns of a library's reasons, ... as a wildcard, and of the common one."""
-    table = re.search(
-        r"^\| refused \| reason \|.*?\n\|.*?\n((?:\|.*\n)+)", section(library), re.M
-    ).group(1)
-    cells = [row.split(" | ")[1] for row in table.splitlines()]
-    assert all(cells)
     common = re.findall(r"is refused\s\(`(\w+)`\)", section("2. Functions and arguments"))
     assert common == ["backward"]
-    reasons = [reason for cell in cells for reason in re.findall("`([^`]+)`", cell)]
+    items = re.search(
+        r"^Refused: reason; instead\n\n((?:[- ].*\n)+)", section(library), re.M
+    ).group(1)
+    reasons = []
+    for item in re.split(r"^- ", items, flags=re.M)[1:]:
+        _, _, rest = " ".join(item.split()).partition(": ")
+        cited = re.match("(?:`[^`]+`(?:, )?)+", rest)
+        assert cited, item
+        reasons += re.findall("`([^`]+)`", cited.group())
     return {re.escape(reason).replace(r"\.\.\.", ".+") for reason in reasons + common}
 
 
