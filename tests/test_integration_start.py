@@ -1,5 +1,9 @@
 """Checks of the engines' plug-ins at the start; tests/engines run whole engines."""
 
+import ast
+import graphlib
+from pathlib import Path
+
 import pytest
 import torch
 
@@ -105,3 +109,29 @@ def test_calls_of_a_layer_of_sglang(kind, scratch):
         "buffer": ["verify", "flush"],
     }[scratch]
     assert start.refused([call for calls in by_mode.values() for call in calls]) == {}
+
+
+PACKAGE = "gated_delta.integrations"
+
+
+def imported(file):
+    """Modules of integrations/ that a file imports, in functions and by import_module too."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            module = (f"{PACKAGE}." if node.level == 1 else "") + (node.module or "")
+            names |= {module} | {f"{module.rstrip('.')}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            names |= {
+                argument.value for argument in node.args if isinstance(argument, ast.Constant)
+            }
+    return {name.removeprefix(f"{PACKAGE}.") for name in names if name.startswith(f"{PACKAGE}.")}
+
+
+def test_imports_go_one_way():
+    files = {file.stem: file for file in Path(start.__file__).parent.glob("[!_]*.py")}
+    graph = {name: imported(file) & files.keys() - {name} for name, file in files.items()}
+    assert graph["sglang"] >= {"sglang_common", "sglang_kernels", "sglang_start"}
+    assert graph["vllm"] >= {"vllm_common", "vllm_layers"}
+    order = [*graphlib.TopologicalSorter(graph).static_order()]  # raises for a circle
+    assert order.index("sglang_common") < order.index("sglang_start") < order.index("sglang")
