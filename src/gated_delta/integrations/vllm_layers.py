@@ -91,10 +91,10 @@ class Core(GatedDeltaNetAttention):
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)
-        # None: another layer keeps no states, so vLLM ends prefills at the ends of prefixes.
-        alignment = abstract.get_mamba_prefill_checkpoint_alignment
-        if not self._exports() or alignment(vllm_config) is None:
+        if not self._exports():
             return spec
+        if abstract.get_mamba_prefill_checkpoint_alignment(vllm_config) is None:
+            return spec  # another layer keeps no states: vLLM ends prefills where prefixes end
         grid = getattr(abstract, GRID)(vllm_config)
         if grid % CHECKPOINT_INTERVAL:  # prefill keeps no state there
             return spec
