@@ -1,4 +1,4 @@
-"""What the adapters' tests share: the recurrence once more, token by token in float64; comparisons; refused calls."""
+"""Shared by the adapters' tests: the recurrence token by token in float64, comparisons."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -35,7 +35,7 @@ def untouched(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
 
 
 def padded(x: Tensor) -> tuple[Tensor, Tensor]:
-    """x as a part of a larger tensor, which is the second: its last dimension contiguous where it has several."""
+    """A view with x's values, last dimension contiguous if there are several, and its storage."""
     *lead, rows, last = x.shape if x.ndim > 1 else (*x.shape, 1)
     storage = torch.full((*lead, rows + 1, last + 3), int(UNTOUCHED), dtype=x.dtype)
     view = storage[..., 1:, 2:-1] if x.ndim > 1 else storage[1:, 2]
@@ -49,9 +49,10 @@ def tensors_of(arguments: dict[str, object]) -> dict[str, Tensor]:
 def token_loop(
     x: dict[str, Tensor], log_decay, beta, starts, scale, l2norm
 ) -> tuple[Tensor, Tensor]:
-    """o [N, T, HV, V], and the states after each token [N, T, HV, V, K], of q, k, v in x from states starts[n] [HV, V, K].
+    """o [N, T, HV, V] and the states after each token [N, T, HV, V, K], from starts[n] [HV, V, K].
 
-    log_decay: [N, T, HV, 1] or [N, T, HV, K]. It shares nothing with gated_delta, and works on the peers' own tensors.
+    log_decay: [N, T, HV, 1] or [N, T, HV, K]. Shares no code with gated_delta; takes the peers'
+    names.
     """
     q, k, v = (x[name].double() for name in ("q", "k", "v"))
     decay, beta = log_decay.double().exp(), beta.double()
@@ -72,7 +73,7 @@ def token_loop(
 def prompt_loop(
     x: dict[str, Tensor], log_decay, beta, starts, scale, l2norm, ends=None
 ) -> tuple[Tensor, Tensor]:
-    """o, and the final states [sequences, HV, V, K], of whole sequences, from zeros without starts; packed, with their ends."""
+    """o and the final states [sequences, HV, V, K]; from zeros without starts; packed with ends."""
     N, (HV, V), K = (
         len(x["v"]) if ends is None else len(ends) - 1,
         x["v"].shape[2:],
@@ -94,7 +95,7 @@ def prompt_loop(
 
 
 def close(got: Tensor, want: Tensor, tolerance: float = 1e-6) -> None:
-    """Within `tolerance` of the largest value, and half a unit in the last place of a 16-bit tensor."""
+    """Within `tolerance` of the largest value, plus half an ulp of a 16-bit dtype."""
     assert got.shape == want.shape
     ulp = 0.0 if got.dtype == FP32 else torch.finfo(got.dtype).eps / 2
     error = (got.double() - want).abs() - ulp * want.abs()
@@ -104,7 +105,7 @@ def close(got: Tensor, want: Tensor, tolerance: float = 1e-6) -> None:
 
 
 def check_pool(got: Tensor, before: Tensor, written: dict[int, Tensor]) -> None:
-    """The slots of `written` hold those states, every other one has its very bits."""
+    """The slots of `written` have those states; every other slot is bit for bit as before."""
     for slot in range(len(before)):
         if slot in written:
             close(got[slot], written[slot])
@@ -113,7 +114,7 @@ def check_pool(got: Tensor, before: Tensor, written: dict[int, Tensor]) -> None:
 
 
 class unwritten:
-    """A block after which every tensor of a call is as it was."""
+    """Asserts that a block leaves every tensor of a call as it was."""
 
     def __init__(self, arguments: dict[str, object]):
         self.tensors = {name: x for name, x in tensors_of(arguments).items() if not x.is_meta}
@@ -131,7 +132,7 @@ class unwritten:
 def refused(
     function: Callable, arguments: dict[str, object], kind: type[Exception], message: str
 ) -> Exception:
-    """The error, after which every tensor of the call is as it was."""
+    """The error of a call, and every tensor as it was."""
     with unwritten(arguments), pytest.raises(kind, match=message) as caught:
         function(**arguments)
     assert kind is not UnsupportedProblem or caught.value.missing
@@ -139,7 +140,7 @@ def refused(
 
 
 def each(names: str | Sequence[str], changes: object) -> Iterator[tuple[str, dict]]:
-    """A row of a table for several functions, whose changes to a call may depend on which: one for each."""
+    """A row of a table for several functions: (name, changes) for each."""
     for name in [names] if isinstance(names, str) else names:
         yield name, changes(name) if callable(changes) else changes
 
@@ -147,17 +148,19 @@ def each(names: str | Sequence[str], changes: object) -> Iterator[tuple[str, dic
 def accepted(table: list) -> list:
     """Rows (names of functions, changes to a call) as parameters of a test."""
     return [
-        pytest.param(name, made, id=label(name, made)) for row in table for name, made in each(*row)
+        pytest.param(name, edits, id=label(name, edits))
+        for row in table
+        for name, edits in each(*row)
     ]
 
 
 def refusals(table: dict[type[Exception], list]) -> list:
-    """Rows (names of functions, changes to a valid call, words of the error), by error, as (name, changes, error, words)."""
+    """Rows (names, changes, words) by error, as (name, changes, error, words) for each function."""
     return [
-        (name, made, kind, words)
+        (name, edits, kind, words)
         for kind, cases in table.items()
         for *row, words in cases
-        for name, made in each(*row)
+        for name, edits in each(*row)
     ]
 
 

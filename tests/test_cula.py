@@ -1,4 +1,4 @@
-"""cuLA's interface against a token loop of the recurrence in float64. test_adapters.py has what all adapters promise."""
+"""cuLA's interface against a token loop in float64; test_adapters.py has the common promises."""
 
 import functools
 
@@ -63,7 +63,7 @@ def log_decays(raw: Tensor, x: dict) -> Tensor:
 
 
 def truth(x: dict, starts: Tensor) -> tuple[Tensor, Tensor]:
-    """What cuLA says that a step's arguments mean: o, and the states after each token, from states starts[n]."""
+    """cuLA's meaning of a step: o, and the states after each token, from states starts[n]."""
     gates = log_decays(x["a"].view(*x["v"].shape[:3], K), x), x["b"].double().sigmoid()
     return token_loop(
         x, *gates, starts, x.get("scale") or K**-0.5, x.get("use_qk_l2norm_in_kernel", True)
@@ -73,7 +73,7 @@ def truth(x: dict, starts: Tensor) -> tuple[Tensor, Tensor]:
 def check(
     name: str, x: dict, slots=SLOTS, state: Tensor | None = None, update: bool | None = None
 ) -> Tensor:
-    """The outputs of a step that gives what the token loop does, and writes its slots alone; of VERIFY, with buffers."""
+    """Checks a step against the token loop and its writes; returns its outputs."""
     state, update = pool() if state is None else state, name != VERIFY if update is None else update
     before, t = state.clone(), x["v"].shape[1]
     scratch = buffers(N, t) if name == VERIFY and "disable_state_update" not in x else {}
@@ -91,7 +91,7 @@ def check(
     return o
 
 
-# ------------------------------------------------------------------------------------------------ steps
+# -------------------------------------------------------------------------------------------- steps
 
 
 def shrunk(name: str) -> dict:
@@ -100,8 +100,8 @@ def shrunk(name: str) -> dict:
     )
 
 
-def kept(name: str) -> dict[str, Tensor]:
-    """Parameters as checkpoints keep them."""
+def as_in_checkpoints(name: str) -> dict[str, Tensor]:
+    """Parameters in checkpoints' shapes."""
     x = inputs(name)
     return dict(
         A_log=x["A_log"].view(1, 1, HV, 1), dt_bias=x["dt_bias"].flatten(), a=x["a"].flatten(2)
@@ -118,7 +118,7 @@ def bounded(bound: float, name: str) -> dict:
 ACCEPTED = [
     (STEPS, {}),
     (STEPS, shrunk),
-    (STEPS, kept),
+    (STEPS, as_in_checkpoints),
     (STEPS, lambda name: dict(a=50 * inputs(name)["a"])),
     *((DRAFTS, functools.partial(bounded, bound)) for bound in (-5.0, -2.5)),
     (DRAFTS, lambda name: inputs(name, 16)),
@@ -186,7 +186,7 @@ def test_mtp_keeps_the_state_after_each_token(update):
 @pytest.mark.parametrize("dtype", [FP32, BF16])
 @pytest.mark.parametrize("slots", [[9, -1, 9], None])
 def test_mtp_reads_a_pool_of_k_first_states(slots, dtype):
-    """Padded, and of K != V. Two sequences may read one slot; a negative index is an inactive sequence."""
+    """Padded, K != V. Two sequences may read one slot; a negative index is inactive."""
     x, (state, storage) = inputs(MTP), padded(pool(dtype).mT)
     before, indices = storage.clone(), None if slots is None else ints(*slots)
     call = functools.partial(
@@ -201,7 +201,7 @@ def test_mtp_reads_a_pool_of_k_first_states(slots, dtype):
     assert slots is None or (o[1] == 0).all()
 
 
-# ------------------------------------------------------------------------------------------------ verify and flush
+# --------------------------------------------------------------------------------- verify and flush
 
 COUNTS = [
     (1, 1),
@@ -219,10 +219,9 @@ COUNTS = [
 @pytest.mark.parametrize(("t", "accepted"), COUNTS)
 @pytest.mark.parametrize("name", FLUSHES)
 def test_verify_and_flush(name, t, accepted, slots, room, bound):
-    """Counts of 0 and past T; rows by position in the batch, not by slot; buffers of more rows and tokens than are filled."""
-    more = (
-        0 if slots is None and isinstance(accepted, int) else room
-    )  # rows, which are all folded then
+    """Counts of 0 and past T; rows by batch position; buffers with more rows and tokens."""
+    # An int folds all rows.
+    more = 0 if slots is None and isinstance(accepted, int) else room
     room = min(room, 16 - t)
     layers, counts = (
         L if name == FLUSH_ALL else 1,
@@ -265,7 +264,7 @@ def test_verify_and_flush(name, t, accepted, slots, room, bound):
 
 @pytest.mark.parametrize("name", FLUSHES)
 def test_a_flush_names_its_slots_and_takes_a_count_of_numpy(name, monkeypatch):
-    """gated_delta.flush takes an int only beside something that says how many sequences there are."""
+    """gated_delta.flush takes an int only if another argument has the number of sequences."""
     want = getattr(cula, name)(**valid(name) | dict(accept_len=2))
     assert torch.equal(getattr(cula, name)(**valid(name) | dict(accept_len=np.int64(2))), want)
     seen, original = [], cula.flush
@@ -276,7 +275,7 @@ def test_a_flush_names_its_slots_and_takes_a_count_of_numpy(name, monkeypatch):
     assert torch.equal(seen[0], ints(0, 1, 2))
 
 
-# ------------------------------------------------------------------------------------------------ prefill
+# ------------------------------------------------------------------------------------------ prefill
 
 
 def prompts_truth(x: dict) -> tuple[Tensor, Tensor]:
@@ -294,7 +293,7 @@ def prompts_truth(x: dict) -> tuple[Tensor, Tensor]:
 
 
 def check_prefill(name: str, x: dict) -> tuple[Tensor, Tensor]:
-    """A prefill with the safe gate, if x says nothing else; HOPPER has to be given what AUTO has by default."""
+    """A prefill, with the safe gate by default; HOPPER gets AUTO's defaults."""
     defaults = dict(use_qk_l2norm_in_kernel=True, output_final_state=True, **GATE)
     start, want = x.get("initial_state"), prompts_truth(defaults | x)
     apart = (

@@ -1,4 +1,4 @@
-"""FLA's interface against a token loop of the recurrence in float64. test_adapters.py has what all adapters promise."""
+"""FLA's interface against a token loop in float64; test_adapters.py has the common promises."""
 
 import warnings
 
@@ -40,7 +40,7 @@ from tables.fla import (
 
 
 def truth(x: dict) -> tuple[Tensor, Tensor]:
-    """What FLA says that these arguments mean: o, and the final states in the layout of initial_state."""
+    """FLA's meaning of these arguments: o, and the final states, laid out as initial_state."""
     log_decay, bound = torch.zeros(*x["v"].shape[:3], 1, dtype=FP64), x.get("lower_bound")
     if x.get("g") is not None:
         log_decay = x["g"].double().view(*x["g"].shape[:3], -1)
@@ -75,7 +75,7 @@ def truth(x: dict) -> tuple[Tensor, Tensor]:
 
 
 def check(name: str, x: dict) -> Tensor:
-    """The final states of a call that gives what the token loop does, in FLA's dtypes, and writes nothing."""
+    """Checks a call against the token loop, in FLA's dtypes; returns its final states."""
     with unwritten(x):
         o, state = getattr(fla, name)(**x, output_final_state=True)
     assert (o.dtype, state.dtype) == (x["v" if name in STEPS else "q"].dtype, FP32)
@@ -239,7 +239,7 @@ def test_deprecated_layout_flag(name):
         (dict(cu_seqlens_cpu=torch.tensor(ENDS)), None),
     ],
 )
-def test_the_longest_sequence_is_known_where_bounds_are_on_the_host(call, longest, monkeypatch):
+def test_cu_seqlens_on_the_host_give_the_longest_sequence(call, longest, monkeypatch):
     seen, prefill = [], fla.prefill
     monkeypatch.setattr(
         fla, "prefill", lambda **call: seen.append(call["max_seqlen"]) or prefill(**call)

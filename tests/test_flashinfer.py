@@ -1,4 +1,4 @@
-"""FlashInfer's interface against a token loop of the recurrence in float64. test_adapters.py has what all adapters promise."""
+"""FlashInfer's interface against a token loop in float64; test_adapters.py has the rest."""
 
 import functools
 import itertools
@@ -62,7 +62,7 @@ from tables.flashinfer import (
     valid,
 )
 
-# ------------------------------------------------------------------------------------------------ decode: what it means
+# ------------------------------------------------------------------------------------------ decode
 
 
 def gates(x: dict) -> tuple[Tensor, Tensor]:
@@ -82,7 +82,7 @@ def gates(x: dict) -> tuple[Tensor, Tensor]:
 
 
 def slots_of(name: str, x: dict, n: int) -> tuple[list[int], list[list[int]]]:
-    """The slot that each of n sequences reads, and those it writes: one, or one for each token."""
+    """Slots of n sequences: the one each reads; the ones it writes, one or one per token."""
     given = {
         key: y.tolist() for key, y in tensors_of(x).items() if key.endswith(("_indices", "_tokens"))
     }
@@ -104,7 +104,7 @@ def slots_of(name: str, x: dict, n: int) -> tuple[list[int], list[list[int]]]:
 
 
 def truth(name: str, x: dict) -> tuple[Tensor, dict[int, Tensor], dict[tuple[int, int], Tensor]]:
-    """What FlashInfer says that these arguments mean: o, the states by slot written, and the state after token t of sequence n."""
+    """FlashInfer's meaning of these arguments: o, the states written by slot, those by token."""
     starts = next(
         y for y in map(x.get, ("initial_state_source", "initial_state", "state")) if y is not None
     )
@@ -133,7 +133,7 @@ def truth(name: str, x: dict) -> tuple[Tensor, dict[int, Tensor], dict[tuple[int
 
 
 def check(name: str, x: dict) -> Tensor:
-    """The outputs of a call that gives what the token loop does, and writes nothing else."""
+    """Checks a call against the token loop and its writes; returns its outputs."""
     x = {"state": None, **x} if name == PRETRANSPOSE else x
     o, written, after = truth(name, x)
     state = x["initial_state"] if x.get("initial_state") is not None else x.get("state")
@@ -235,7 +235,7 @@ ACCEPTED = [
         for frozen in ({}, FROZEN)
     ),
     (GDN, FROZEN | dict(output_state_indices=ints(99, 99, 99))),
-    # The slot read keeps its state (sequence 0), is written where a token names it (1); a negative slot drops one write (2).
+    # Sequence 0: the slot read keeps its state. 1: a token names it. 2: one write is dropped.
     *(
         (
             MTP,
@@ -357,7 +357,7 @@ def test_accepted(name, changes):
 
 
 def test_kda_makes_a_pool_of_bf16():
-    """Of zeros, or of what follows another pool."""
+    """Of zeros, or after another pool."""
     bf16 = dict(initial_state=None, ssm_state_indices=None)
     o, state = flashinfer.recurrent_kda(**inputs(KDA, t=1), output_final_state=True)
     want, _, after = truth(KDA, inputs(KDA, t=1) | dict(initial_state=torch.zeros(B, HV, V, K)))
@@ -365,12 +365,12 @@ def test_kda_makes_a_pool_of_bf16():
     close(state, torch.stack([after[n, 0] for n in range(B)]))
     assert state.dtype == BF16
     assert flashinfer.recurrent_kda(**inputs(KDA))[1] is None
-    o, made = flashinfer.recurrent_kda(**inputs(KDA), num_spec_tokens=2, output_final_state=True)
-    assert made.shape == (B * T, HV, V, K)
+    o, new = flashinfer.recurrent_kda(**inputs(KDA), num_spec_tokens=2, output_final_state=True)
+    assert new.shape == (B * T, HV, V, K)
     assert torch.equal(
         o,
         flashinfer.recurrent_kda(
-            **inputs(KDA), initial_state=torch.zeros_like(made), num_spec_tokens=2
+            **inputs(KDA), initial_state=torch.zeros_like(new), num_spec_tokens=2
         )[0],
     )
     given = source(False, 9, 8, 9) | dict(initial_state_source=pool(dtype=BF16))
@@ -406,11 +406,11 @@ def test_an_output_of_another_dtype_and_of_any_strides(name):
         assert (room[..., 1::2] == UNTOUCHED).all()
 
 
-# ------------------------------------------------------------------------------------------------ prefill
+# ------------------------------------------------------------------------------------------ prefill
 
 
 def prompts_truth(x: dict) -> tuple[Tensor, Tensor]:
-    """What FlashInfer says that a prefill's arguments mean: o, and the final states."""
+    """FlashInfer's meaning of a prefill's arguments: o, and the final states."""
     g, beta = (
         torch.ones(TOTAL, HV, dtype=FP64) if x.get(n) is None else x[n].double()
         for n in ("g", "beta")
@@ -430,7 +430,7 @@ def prompts_truth(x: dict) -> tuple[Tensor, Tensor]:
 
 
 def check_prefill(x: dict) -> None:
-    """A prefill that gives what the token loop does, asked for its final states or not, and writes nothing else."""
+    """Checks a prefill, with and without final states, against the token loop and its writes."""
     want, final = prompts_truth(x)
     state, start = x.get("output_state"), x.get("initial_state")
     slots = range(N) if x.get("state_indices") is None else x["state_indices"].tolist()
@@ -440,7 +440,7 @@ def check_prefill(x: dict) -> None:
         before, given = (None if y is None else y.clone() for y in (state, x.get("output")))
         with unwritten(dict(initial_state=start) if apart else {}):
             results = flashinfer.chunk_gated_delta_rule(**x, output_final_state=asked)
-        o, made = results if asked else (results, None)
+        o, new = results if asked else (results, None)
         assert given is None or o is x["output"]
         assert o.dtype == x["v"].dtype
         live = [row for n, slot in enumerate(slots) if slot >= 0 for row in range(*ENDS[n : n + 2])]
@@ -448,15 +448,15 @@ def check_prefill(x: dict) -> None:
         assert all((o[row] == 0).all() for row in {*range(TOTAL)} - {*live})
         if state is not None:
             check_pool(state, before, written)
-            assert not asked or made is state
+            assert not asked or new is state
             state.copy_(before)
         elif asked:
-            assert made.dtype == FP32
-            close(made, final)
+            assert new.dtype == FP32
+            close(new, final)
 
 
 def by_index(fresh: bool, dtype: torch.dtype, *slots: int) -> dict:
-    """A padded pool to read and write, given as two views; sequence 2 has no finite values where it has no slot."""
+    """A padded pool as two views. Sequence 2 has no slot, and no finite values."""
     state = padded(pool(dtype=dtype))[0]
     x = prompts() | dict(
         output_state=state[:],
@@ -542,7 +542,7 @@ def test_prefill(x):
     check_prefill(x)
 
 
-def test_a_pool_that_is_only_read_gives_the_bits_of_packed_states():
+def test_a_pool_to_read_gives_the_bits_of_packed_states():
     x = prompts()
     o = flashinfer.chunk_gated_delta_rule(**x, initial_state=pool(), state_indices=ints(9, 2, 4, 9))
     assert torch.equal(
@@ -588,7 +588,7 @@ def test_prefill_of_no_sequences():
 
 @pytest.mark.parametrize("heads", [(4, 1, 1), (6, 2, 2)], ids=str)
 def test_shared_heads_have_the_bits_of_repeated_ones(heads, device):
-    """On a GPU in a prefill by tensor maps, which read a shared head by stride 0."""
+    """On a GPU, TMA reads a shared head by stride 0."""
     N, D = (80, 128) if device.type == "cuda" else (2, 16)
     q, k, v = (normal(N * 70, n, D, seed=i, dtype=BF16).to(device) for i, n in enumerate(heads))
     g, beta = (normal(N * 70, heads[0], seed=i).sigmoid().to(device) for i in (3, 4))
@@ -608,7 +608,7 @@ def test_shared_heads_have_the_bits_of_repeated_ones(heads, device):
 
 
 def long_prompts(every: int) -> tuple[dict, dict[int, Tensor]]:
-    """Prompts of 130, 0, 70 and 192 tokens with rows for their states at intervals, and by row the states, in float64."""
+    """Prompts of 130, 0, 70 and 192 tokens, rows for checkpoints, and their states in float64."""
     ends, total = [0, 130, 130, 200, 392], 400
     x = dict(
         k=F.normalize(normal(total, H, K, seed=1), dim=-1),
@@ -625,7 +625,7 @@ def long_prompts(every: int) -> tuple[dict, dict[int, Tensor]]:
         for after in range(every, end - start + 1, every):
             one = {name: x[name][None, start : start + after] for name in ("q", "k", "v")}
             gate = (x[name][None, start : start + after].double() for name in ("g", "beta"))
-            _, made = prompt_loop(
+            _, new = prompt_loop(
                 one,
                 next(gate).log()[..., None],
                 next(gate),
@@ -633,7 +633,7 @@ def long_prompts(every: int) -> tuple[dict, dict[int, Tensor]]:
                 K**-0.5,
                 False,
             )
-            states[len(states)] = made[0]
+            states[len(states)] = new[0]
         starts.append(len(states))
     x |= dict(
         cu_seqlens=ints(*ends), checkpoint_cu_starts=ints(*starts), checkpoint_every_n_tokens=every
@@ -644,7 +644,7 @@ def long_prompts(every: int) -> tuple[dict, dict[int, Tensor]]:
 @pytest.mark.parametrize("dtype", [FP32, BF16, FP16])
 @pytest.mark.parametrize("every", [64, 128])
 def test_states_at_intervals(every, dtype):
-    """From states that are only read, into another tensor, in place, in a pool; the rest as without them."""
+    """States: only read, into another tensor, in place, in a pool. The rest as without them."""
     x, states = long_prompts(every)
     assert len(states) == {64: 6, 128: 2}[every]
     start, slots = x["initial_state"], ints(9, 2, 4, 0)
@@ -657,18 +657,18 @@ def test_states_at_intervals(every, dtype):
         dict.fromkeys(("initial_state", "output_state"), whole.clone()) | dict(state_indices=slots),
         dict(initial_state=whole, state_indices=slots),
     ):
-        kept = untouched(len(states) + 2, HV, V, K, dtype=dtype)
+        rows = untouched(len(states) + 2, HV, V, K, dtype=dtype)
         given = {n: y.clone() if isinstance(y, Tensor) else y for n, y in more.items()}
         if "initial_state" in more and more["initial_state"] is more.get("output_state"):
             given["initial_state"] = given["output_state"]
         plain = {n: y for n, y in x.items() if "checkpoint" not in n}
         want = flashinfer.chunk_gated_delta_rule(**plain | more)
-        got = flashinfer.chunk_gated_delta_rule(**x | given | dict(state_checkpoints=kept))
+        got = flashinfer.chunk_gated_delta_rule(**x | given | dict(state_checkpoints=rows))
         assert torch.equal(got, want)
         assert "output_state" not in more or torch.equal(
             given["output_state"], more["output_state"]
         )
-        check_pool(kept, untouched(len(kept), HV, V, K, dtype=dtype), states)
+        check_pool(rows, untouched(len(rows), HV, V, K, dtype=dtype), states)
 
 
 def test_states_at_intervals_that_no_sequence_reaches():
@@ -680,6 +680,6 @@ def test_states_at_intervals_that_no_sequence_reaches():
     )
     flashinfer.chunk_gated_delta_rule(**x | more)
     flashinfer.chunk_gated_delta_rule(
-        **x | more | dict(state_checkpoints=(kept := untouched(1, HV, V, K)))
+        **x | more | dict(state_checkpoints=(rows := untouched(1, HV, V, K)))
     )
-    assert (kept == UNTOUCHED).all()
+    assert (rows == UNTOUCHED).all()

@@ -1,53 +1,64 @@
-"""The SGLang plug-in without SGLang; tests/engines/test_sglang.py has the engine."""
+"""The SGLang plug-in without SGLang; tests/engines/test_sglang.py runs the engine."""
 
+import gc
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from gated_delta.integrations import checks
+from gated_delta.integrations import checks, sglang_common, sglang_kernels
 from gated_delta.integrations import sglang as plugin
 
 ROOT = Path(__file__).parents[1]
 
 
+@pytest.fixture
+def process(monkeypatch):
+    """The plug-in's state, as in a new process."""
+    monkeypatch.setattr(sglang_common, "process", sglang_common.Process())
+    return sglang_common.process
+
+
 def test_importing_the_plug_in_imports_no_engine():
-    """And its own name does not stand in the engine's way, even from its own directory."""
-    code = "import sys, gated_delta.integrations.sglang as plugin; print('sglang' in sys.modules, plugin.report())"
+    """Its own name does not shadow the engine's, even from its own directory."""
+    code = (
+        "import sys, gated_delta.integrations.sglang as plugin; "
+        "print('sglang' in sys.modules, plugin.report())"
+    )
     directory = Path(plugin.__file__).parent
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True, cwd=ROOT
     )
-    assert done.stdout.split() == ["False", "[]"]
+    assert result.stdout.split() == ["False", "[]"]
     assert "from __future__" in (directory / "sglang.py").read_text()
 
 
-def test_the_entry_point_is_there():
+def test_the_entry_point_exists():
     tomllib = pytest.importorskip("tomllib", reason="needs Python 3.11")
-    points = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["entry-points"][
-        "sglang.srt.plugins"
-    ]
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    points = project["entry-points"]["sglang.srt.plugins"]
     module, _, name = points["gated_delta"].partition(":")
     assert module == plugin.__name__
     assert getattr(plugin, name) is plugin.register
 
 
-def test_tracked_states_are_found_among_those_of_all_chunks():
-    """The engine's kernel returns the state in front of every chunk, one sequence after the other; an empty sequence has none."""
+def test_tracked_states_come_from_those_of_all_chunks():
+    """The engine's kernel returns the state before every chunk; an empty sequence has none."""
     lengths, chunks = [70, 0, 64, 130], [1, -1, 0, 2]
     states = torch.arange(6.0).view(1, 6, 1, 1, 1).expand(1, 6, 2, 3, 3)
     track = torch.full((4, 2, 3, 3), -1.0)
     bounds = torch.tensor([0, *lengths]).cumsum(0, dtype=torch.int32)
-    plugin._take_tracked(
+    sglang_kernels._copy_tracked(
         states,
         dict(query_start_loc=bounds, track_chunk_idx=torch.tensor(chunks), track_state=track),
     )
     assert track[[0, 2, 3], 0, 0, 0].tolist() == [1, 2, 5]
 
 
-def test_another_value_of_the_switch_for_drafts(monkeypatch):
+def test_another_value_of_the_kvbuffer_variable(monkeypatch):
     monkeypatch.setenv("GATED_DELTA_SGLANG_KVBUFFER", "yes")
     with pytest.raises(ValueError, match="GATED_DELTA_SGLANG_KVBUFFER: expected 0 or 1, got 'yes'"):
         plugin.register()
@@ -55,7 +66,7 @@ def test_another_value_of_the_switch_for_drafts(monkeypatch):
 
 @pytest.mark.parametrize("bound", [None, -5.0])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_weights_of_a_layer_become_dtypes_that_a_gate_takes(dtype, bound):
+def test_a_gate_converts_the_weights_of_a_layer(dtype, bound):
     gate = checks.layer_gate(
         torch.full((2,), 0.5, dtype=dtype), torch.full((2, 3), 0.25, dtype=dtype), bound
     )
@@ -63,3 +74,82 @@ def test_weights_of_a_layer_become_dtypes_that_a_gate_takes(dtype, bound):
     assert gate.dt_bias.dtype == (torch.bfloat16 if dtype == torch.bfloat16 else torch.float32)
     assert gate.dt_bias.tolist() == [[0.25] * 3] * 2
     assert gate.kind == ("softplus" if bound is None else "lower_bound")
+
+
+# ------------------------------------------------------------------------------------ max_seqlen
+
+
+def bounds_of(lengths):
+    return torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+
+
+def describe(bounds, lengths):
+    """The hook behind the engine's init_forward_metadata, for a batch of these lengths."""
+    backend = SimpleNamespace(forward_metadata=SimpleNamespace(query_start_loc=bounds))
+    plugin._record_longest(None, backend, SimpleNamespace(extend_seq_lens_cpu=lengths))
+
+
+def extend(bounds, monkeypatch):
+    """The max_seqlen and deterministic that a GDN prefill with these bounds gets."""
+    H, D, T = 2, 8, int(bounds[-1])
+    calls, prefill = [], sglang_kernels.api.prefill
+
+    def noting(**call):
+        calls.append((call["max_seqlen"], call["deterministic"]))
+        return prefill(**call)
+
+    x = torch.randn(1, T, H, D)
+    kernel = sglang_kernels.kernel_class(type("TritonGDNKernel", (), {}))()
+    g, beta = -torch.rand(1, T, H), torch.rand(1, T, H)
+    pool = dict(ssm_states=torch.zeros(8, H, D, D), cache_indices=torch.arange(1, len(bounds)))
+    with monkeypatch.context() as patch:
+        patch.setattr(sglang_kernels.api, "prefill", noting)
+        kernel.extend(x, x, x, g, beta, **pool, query_start_loc=bounds)
+    (call,) = calls
+    return call
+
+
+def test_a_prefill_gets_its_own_longest_prompt(process, monkeypatch):
+    """Two batches are known at once, as with overlapped micro-batches."""
+    first, second = bounds_of([70, 3]), bounds_of([5, 9])
+    describe(first, [70, 3])
+    describe(second, [5, 9])
+    assert extend(second, monkeypatch) == (64, False)
+    assert extend(first, monkeypatch) == (128, False)
+
+
+def test_a_prefill_reads_no_stale_longest_prompt(process):
+    known = process.max_seqlen
+    bounds = bounds_of([70, 3])
+    describe(bounds, [70, 3])
+    assert known.get(bounds) == 128
+    assert known.get(bounds.clone()) is None  # a CUDA graph's buffer, a view or another batch
+    assert known.get(bounds[:]) is None
+    for lengths in ([73], None, [70, 3, 9]):  # one prompt; lengths not on the host; others
+        describe(bounds, [70, 3])
+        describe(bounds, lengths)
+        assert known.get(bounds) is None
+
+
+def test_a_longest_prompt_goes_with_its_batch(process):
+    """Nothing leaks, and a new tensor at the address of an old one is another batch."""
+    for _ in range(3):
+        bounds = bounds_of([70, 3])
+        assert process.max_seqlen.get(bounds) is None
+        describe(bounds, [70, 3])
+        assert len(process.max_seqlen) == 1
+        del bounds
+        gc.collect()
+        assert len(process.max_seqlen) == 0
+
+
+def test_a_batch_without_bounds_is_skipped(process):
+    describe(None, [70, 3])
+    assert len(process.max_seqlen) == 0
+
+
+def test_prefills_are_deterministic_as_the_engine_says(process, monkeypatch):
+    bounds = bounds_of([5, 9])
+    assert extend(bounds, monkeypatch) == (None, False)
+    sglang_common.process.deterministic = True
+    assert extend(bounds, monkeypatch) == (None, True)

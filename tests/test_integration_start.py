@@ -1,4 +1,8 @@
-"""What the engines' plug-ins look for when an engine starts; tests/engines have whole engines that do."""
+"""Checks of the engines' plug-ins at the start; tests/engines run whole engines."""
+
+import ast
+import graphlib
+from pathlib import Path
 
 import pytest
 import torch
@@ -58,8 +62,8 @@ def test_all_missing_kernels_are_named(monkeypatch, tmp_path):
         start.load([decode()], CPU)
     lines = str(raised.value).splitlines()
     assert (
-        f"{len(lines) - 1} of the {len(lines)} kernels that this engine needs are missing: GATED_DELTA_JIT=0"
-        in lines[0]
+        f"{len(lines) - 1} of the {len(lines)} kernels that this engine needs are missing: "
+        "GATED_DELTA_JIT=0" in lines[0]
     )
     assert "`gated-delta compile` builds kernels ahead of time" in lines[0]
     assert all(line.startswith("  - decode axis=head K=64 V=64 ") for line in lines[1:])
@@ -93,11 +97,41 @@ def test_calls_of_a_layer_of_sglang(kind, scratch):
         2, T=3, H=2, HV=4, K=32, V=64, gate="head" if kind == "GDN" else "channel", device="cpu"
     )
     given = {None: None, "states": torch.zeros(2, 3, 4, 64, 32), "buffer": buffer}[scratch]
-    made = layer.calls(state, True, given, 3)
-    assert [op for op, _ in made["decode"] + made["prefill"]] == ["decode", "prefill", "prefill"]
-    assert [op for op, _ in made.get("verify", ())] == {
+    by_mode = layer.calls(state, True, given, 3)
+    assert [op for op, _ in by_mode["decode"] + by_mode["prefill"]] == [
+        "decode",
+        "prefill",
+        "prefill",
+    ]
+    assert [op for op, _ in by_mode.get("verify", ())] == {
         None: [],
         "states": ["decode"],
         "buffer": ["verify", "flush"],
     }[scratch]
-    assert start.refused([call for calls in made.values() for call in calls]) == {}
+    assert start.refused([call for calls in by_mode.values() for call in calls]) == {}
+
+
+PACKAGE = "gated_delta.integrations"
+
+
+def imported(file):
+    """Modules of integrations/ that a file imports, in functions and by import_module too."""
+    names = set()
+    for node in ast.walk(ast.parse(file.read_text())):
+        if isinstance(node, ast.ImportFrom):
+            module = (f"{PACKAGE}." if node.level == 1 else "") + (node.module or "")
+            names |= {module} | {f"{module.rstrip('.')}.{alias.name}" for alias in node.names}
+        elif isinstance(node, ast.Call) and "import_module" in ast.unparse(node.func):
+            names |= {
+                argument.value for argument in node.args if isinstance(argument, ast.Constant)
+            }
+    return {name.removeprefix(f"{PACKAGE}.") for name in names if name.startswith(f"{PACKAGE}.")}
+
+
+def test_imports_go_one_way():
+    files = {file.stem: file for file in Path(start.__file__).parent.glob("[!_]*.py")}
+    graph = {name: imported(file) & files.keys() - {name} for name, file in files.items()}
+    assert graph["sglang"] >= {"sglang_common", "sglang_kernels", "sglang_start"}
+    assert graph["vllm"] >= {"vllm_common", "vllm_layers"}
+    order = [*graphlib.TopologicalSorter(graph).static_order()]  # raises for a circle
+    assert order.index("sglang_common") < order.index("sglang_start") < order.index("sglang")

@@ -1,4 +1,4 @@
-"""What the plug-in for vLLM does before there is an engine; with one: tests/engines/test_vllm.py (make test-vllm)."""
+"""vLLM's plug-in without vLLM; tests/engines/test_vllm.py runs the engine (make test-vllm)."""
 
 from __future__ import annotations
 
@@ -10,10 +10,11 @@ from typing import Any
 import pytest
 
 from gated_delta.integrations import vllm as plugin
+from gated_delta.integrations import vllm_common
 
 
 class Engine(SimpleNamespace):
-    """As much of vLLM as registering looks at."""
+    """The parts of vLLM that registering uses."""
 
     registry: dict[str, type]
     log: list[str]
@@ -21,25 +22,22 @@ class Engine(SimpleNamespace):
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    made = Engine(registry={}, log=[])
+    engine = Engine(registry={}, log=[])
 
     def register_oot(name: str) -> Any:
-        assert name not in made.registry
-        return lambda layer: made.registry.setdefault(name, layer)
+        assert name not in engine.registry
+        return lambda layer: engine.registry.setdefault(name, layer)
 
+    log = SimpleNamespace(warning=engine.log.append)
+    platform = SimpleNamespace(is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda")
+    layer = SimpleNamespace(register_oot=register_oot)
     contents: dict[str, dict[str, Any]] = {
         "vllm": dict(__version__="0.33.1"),
-        "vllm.logger": dict(
-            init_logger=lambda name: SimpleNamespace(warning=made.log.append, name=name)
-        ),
-        "vllm.platforms": dict(
-            current_platform=SimpleNamespace(
-                is_cpu=lambda: False, is_cuda=lambda: True, device_name="cuda"
-            )
-        ),
+        "vllm.logger": dict(init_logger=lambda name: log),
+        "vllm.platforms": dict(current_platform=platform),
         "vllm.model_executor": {},
         "vllm.model_executor.custom_op": dict(
-            op_registry_oot=made.registry, PluggableLayer=SimpleNamespace(register_oot=register_oot)
+            op_registry_oot=engine.registry, PluggableLayer=layer
         ),
         "gated_delta.integrations.vllm_layers": {
             name: type(name, (), {}) for name in plugin.LAYERS.values()
@@ -50,22 +48,22 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
     monkeypatch.setenv("GATED_DELTA_VLLM", "1")
-    made.module = sys.modules["vllm"]
-    return made
+    engine.module = sys.modules["vllm"]
+    return engine
 
 
-@pytest.mark.parametrize("chosen", [None, "0"])
-def test_nothing_is_imported_unless_chosen(
-    chosen: str | None, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("value", [None, "0"])
+def test_vllm_is_imported_only_if_enabled(
+    value: str | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("GATED_DELTA_VLLM", raising=False)
-    if chosen is not None:
-        monkeypatch.setenv("GATED_DELTA_VLLM", chosen)
+    if value is not None:
+        monkeypatch.setenv("GATED_DELTA_VLLM", value)
     monkeypatch.setitem(sys.modules, "vllm", None)  # an import of it raises
     plugin.register()
 
 
-def test_another_value_of_the_switch(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_value_of_the_variable(engine: Engine, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GATED_DELTA_VLLM", "yes")
     with pytest.raises(ValueError, match="GATED_DELTA_VLLM: expected 0 or 1, got 'yes'"):
         plugin.register()
@@ -88,7 +86,7 @@ def test_layers_of_another_plugin_stay(engine: Engine) -> None:
     assert "KimiGatedDeltaNetAttention was replaced by Other before" in line
 
 
-def test_an_unsupported_release_is_left_alone(engine: Engine) -> None:
+def test_an_unsupported_release_keeps_its_kernels(engine: Engine) -> None:
     engine.module.__version__ = "0.34.0rc1"
     plugin.register()
     assert engine.registry == {}
@@ -120,24 +118,21 @@ class Layer:
     name = "QwenGatedDeltaNetAttention"
 
     def __init__(self, prefix: str, **refused: str):
-        self.prefix, self.tally = prefix, plugin.Tally(refused)
-        plugin.layers.add(self)
+        self.prefix, self.tally = prefix, vllm_common.Tally(refused)
+        vllm_common.layers.add(self)
 
 
 def test_report() -> None:
-    ran, left = (
-        Layer("model.layers.10.linear_attn"),
-        Layer("model.layers.9.linear_attn", prefill="K=96"),
-    )
-    ran.tally.calls.update(decode=2, prefill=1)
+    tenth = Layer("model.layers.10.linear_attn")
+    ninth = Layer("model.layers.9.linear_attn", prefill="K=96")
+    tenth.tally.calls.update(decode=2, prefill=1)
     first, second = plugin.report()
-    assert first == (left.prefix, left.name, "gated_delta", "vLLM: K=96", {})
-    assert (
-        str(first)
-        == f"{left.prefix} ({left.name}): decode: gated_delta; prefill: vLLM: K=96; calls: none"
-    )
-    assert second == (ran.prefix, ran.name, "gated_delta", "gated_delta", dict(decode=2, prefill=1))
+    assert first == (ninth.prefix, ninth.name, "gated_delta", "vLLM: K=96", {})
+    line = f"{ninth.prefix} ({ninth.name}): decode: gated_delta; prefill: vLLM: K=96; calls: none"
+    assert str(first) == line
+    calls = dict(decode=2, prefill=1)
+    assert second == (tenth.prefix, tenth.name, "gated_delta", "gated_delta", calls)
     assert str(second).endswith("calls: decode 2, prefill 1")
-    del ran, left
+    del tenth, ninth
     gc.collect()
-    assert plugin.report() == []  # with the engine's end its layers are gone
+    assert plugin.report() == []  # the layers end with the engine

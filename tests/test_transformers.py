@@ -1,4 +1,4 @@
-"""transformers' own models, tiny and random, with their linear-attention layers on gated_delta and without."""
+"""transformers' models, tiny and random, with and without gated_delta in their layers."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ VOCAB = 199
 LINEAR_LAYERS = 3
 PROMPTS = (70, 33, 5)  # one longer than a chunk of 64
 STEPS = 16
-TOLERANCE = 1e-5  # fp32 logits of about 1; what is measured is 2e-6 and less, and as much from either side to float64
+TOLERANCE = 1e-5  # fp32 logits of about 1; measured: at most 2e-6, and as much to float64
 
 _COMMON = dict(
     vocab_size=VOCAB,
@@ -57,8 +57,9 @@ _MOE = dict(
     shared_expert_intermediate_size=24,
 )
 _MLA = dict(
-    num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, qk_nope_head_dim=16, v_head_dim=16, intermediate_size=64,
-    moe_intermediate_size=24, num_experts_per_tok=2, n_group=1, topk_group=1,
+    num_attention_heads=2, num_key_value_heads=2, kv_lora_rank=16, qk_nope_head_dim=16,
+    v_head_dim=16, intermediate_size=64, moe_intermediate_size=24, num_experts_per_tok=2, n_group=1,
+    topk_group=1,
 )  # fmt: skip
 _QWEN4_INDEXER = dict(
     indexer_n_heads=2,
@@ -116,7 +117,7 @@ TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
 class Tiny(NamedTuple):
     name: str
     model: Any
-    tokens: Tensor  # generate()'s choice for the padded prompts, prompts included, by the model as transformers has it
+    tokens: Tensor  # generate() for the padded prompts, prompts included, without gated_delta
     logits: Tensor  # [steps, batch, VOCAB]
 
 
@@ -189,7 +190,7 @@ def tiny(request: pytest.FixtureRequest) -> Tiny:
         getattr(configuration, config_name)(**copy.deepcopy(config))
     ).eval()
     for parameter_name, parameter in model.named_parameters():
-        # transformers' own start decays by e**-10 a token: a state that is forgotten at once would test nothing.
+        # transformers' initial gates decay by e**-10 a token: no state would survive.
         if parameter_name.endswith("A_log"):
             parameter.data.uniform_(0, 1)
         elif parameter_name.endswith("dt_bias"):
@@ -203,7 +204,7 @@ def tiny(request: pytest.FixtureRequest) -> Tiny:
 
 @pytest.fixture(autouse=True, scope="module")
 def no_fla() -> Iterator[None]:
-    """transformers takes FLA's functions where it finds them, and those do not run on a CPU."""
+    """transformers prefers an installed FLA, and FLA does not run on a CPU."""
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(sys.modules, "fla", None)
         yield
@@ -216,7 +217,7 @@ def nothing_left_patched() -> Iterator[None]:
     assert not left, f"left patched: {left}"
 
 
-# ------------------------------------------------------------------------------------------------ whole models
+# ------------------------------------------------------------------------------------- whole models
 
 
 def test_generate_is_the_same(tiny: Tiny) -> None:
@@ -294,13 +295,13 @@ def test_grad_is_refused(tiny: Tiny) -> None:
         tiny.model(input_ids=_ids(1, 5))
 
 
-# ------------------------------------------------------------------------------------------------ the functions
+# ------------------------------------------------------------------------------------ the functions
 
 
 def _call(
     functions: tuple[str, str], T: int, N: int = 2
 ) -> tuple[tuple[Tensor, ...], dict[str, Tensor]]:
-    """A call as transformers' forward makes it: q, k, v with time contiguous, a state in transformers' layout."""
+    """A call like transformers' forward: q, k, v with time contiguous, its state layout."""
     g = torch.Generator().manual_seed(2)
     H, K, V = (4, 16, 24) if functions is GDN else (3, 16, 16)
 
@@ -308,9 +309,8 @@ def _call(
         return torch.randn(shape, generator=g)
 
     q, k, v = (normal(N, H, d, T).permute(0, 3, 1, 2) for d in (K, K, V))
-    k = (
-        torch.nn.functional.normalize(k, dim=-1) * 0.9
-    )  # without l2norm a longer key makes the recurrence grow without bound
+    # Without l2norm a longer key makes the recurrence grow without bound.
+    k = torch.nn.functional.normalize(k, dim=-1) * 0.9
     gates = dict(g=-normal(N, T, H, K).abs() / 4, beta=normal(N, T, H).sigmoid())
     gates["g"] = gates["g"][..., 0] if functions is GDN else gates["g"]
     return (q, k, v), gates | dict(initial_state=normal(N, H, K, V))
@@ -431,7 +431,7 @@ def test_report_says_that_a_function_runs_in_a_compiled_graph(which: int) -> Non
         assert handle.report()[which].compiled
 
 
-# ------------------------------------------------------------------------------------------------ patching
+# ----------------------------------------------------------------------------------------- patching
 
 
 def test_undo_restores_the_same_objects() -> None:
@@ -472,7 +472,7 @@ def test_a_handle_is_entered_once() -> None:
 
 
 def test_undo_leaves_what_others_put_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Such as a wrapper around our function: the others are restored, and the error names the one that is not."""
+    """A wrapper around ours, say: the others are restored, and the error names it."""
     module, (chunk, recurrent) = _module("qwen3_5"), GDN
     before = _functions()
     handle = patch("qwen3_5")
@@ -614,12 +614,13 @@ def test_report_prints() -> None:
             _module("qwen3_5").torch_chunk_gated_delta_rule(*qkv, **rest)
     lines = [str(row).rpartition(".models.")[2] for row in handle.report()]
     assert lines == [
-        "qwen3_5.modeling_qwen3_5.torch_chunk_gated_delta_rule: 2 calls, 12 tokens, backend reference, kernel reference.prefill",
+        "qwen3_5.modeling_qwen3_5.torch_chunk_gated_delta_rule: "
+        "2 calls, 12 tokens, backend reference, kernel reference.prefill",
         "qwen3_5.modeling_qwen3_5.torch_recurrent_gated_delta_rule: not called",
     ]
 
 
-# ------------------------------------------------------------------------------------------------ other releases
+# ----------------------------------------------------------------------------------- other releases
 
 
 def test_missing_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,8 +1,9 @@
-"""What lets SGLang serve on a machine without CUDA: stand-ins in PyTorch for what its CUDA builds bring. Import it before sglang.
+"""SGLang on a machine without CUDA: PyTorch stand-ins for its CUDA builds. Import before sglang.
 
-`sgl_kernel` has no build for CPUs on a package index. Here its modules import, its few functions that these models need on a CPU are
-written out, and any other raises when it is called. The engine's own two kernels of the recurrence are among those written out:
-token loops that share nothing with gated_delta, so that what the engine runs itself can be told from what the plug-in runs.
+`sgl_kernel` has no CPU build on a package index. Here its modules import, the few functions that
+these models need on a CPU are written out, and any other raises when called. The engine's two
+kernels of the recurrence are among them: token loops that share nothing with gated_delta, so a test
+sees if the engine's kernel or the plug-in ran.
 """
 
 import importlib.abc
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 
 
 class Missing:
-    """A name of sgl_kernel that is imported, and must not be called."""
+    """An importable name of sgl_kernel. A call raises."""
 
     def __init__(self, name):
         self.__name__ = self.__qualname__ = name
@@ -54,7 +55,7 @@ class Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
                 setattr(module, function.__name__, function)
 
 
-# ------------------------------------------------------------------------------------------------ convolutions
+# ------------------------------------------------------------------------------------- convolutions
 
 
 def convolved(sequence, weight, bias, activation):
@@ -105,7 +106,10 @@ def causal_conv1d_update_cpu(
     intermediate_state_indices=None,
     **_,
 ):
-    """x [N, dim] or [N, dim, T]; the windows after each token go to intermediate_conv_window instead of the state where there is one."""
+    """x [N, dim] or [N, dim, T].
+
+    With intermediate_conv_window, it gets the windows after each token and the state stays.
+    """
     steps, width = x if x.dim() == 3 else x.unsqueeze(-1), weight.shape[-1]
     out = torch.zeros_like(steps)
     for n in range(len(steps)):
@@ -123,7 +127,7 @@ def causal_conv1d_update_cpu(
     return out.view_as(x)
 
 
-# ------------------------------------------------------------------------------------------------ the engine's recurrence
+# -------------------------------------------------------------------------- the engine's recurrence
 
 
 def unit(x):
@@ -131,9 +135,10 @@ def unit(x):
 
 
 def delta_rule(q, k, v, g, beta, pool, slots, cu_seqlens, work=torch.float32):
-    """Gated delta rule, token by token; q..beta [T, heads, ...], g [T, HV] or [T, HV, K], pool updated.
+    """Gated delta rule, token by token. Updates the pool.
 
-    Returns o [T, HV, V] and, a list a sequence, the states in front of each of its tokens and behind the last.
+    q..beta: [T, heads, ...]; g: [T, HV] or [T, HV, K]. Returns o [T, HV, V], and per sequence
+    a list of the states before each of its tokens and after the last.
     """
     bounds, out, all_states = cu_seqlens.tolist(), torch.zeros_like(v, dtype=work), []
     repeat, scale = v.shape[1] // q.shape[1], q.shape[-1] ** -0.5
@@ -176,7 +181,7 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
     return o.to(v.dtype)[None]
 
 
-# ------------------------------------------------------------------------------------------------ norms and gates
+# ---------------------------------------------------------------------------------- norms and gates
 
 
 def normalised(x, weight, eps):
@@ -233,7 +238,7 @@ class Ops:
         return globals().get(name) or Missing(f"torch.ops.sgl_kernel.{name}")
 
 
-# ------------------------------------------------------------------------------------------------ in place of CUDA in the engine
+# ------------------------------------------------------------------- in place of CUDA in the engine
 
 
 def gated_norm(self, x, z=None):
@@ -253,7 +258,7 @@ def track_one_layer(conv, ssm, slots, mask, destinations, count, **_):
     track_all_layers(conv[None], ssm[None], slots, mask, destinations, count)
 
 
-kept = []
+libraries = []
 
 
 def stub():
@@ -262,21 +267,19 @@ def stub():
     torch.ops.sgl_kernel = Ops()
     from sglang.srt.utils import patch_torch
 
-    patch_torch.register_fake_if_exists = lambda name: (
-        lambda function: function
-    )  # of operators that only seem to be there
+    # Its operators do not exist here.
+    patch_torch.register_fake_if_exists = lambda name: lambda function: function
 
 
 def install():
-    """Before `import sglang`; and again in each of the engine's processes, which import the driver's module first."""
+    """Call before `import sglang`; each engine process imports the driver's module first."""
     os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
     torch._C._cpu._is_amx_tile_supported = lambda: False  # else the engine wants more of sgl_kernel
-    library = torch.library.Library(
-        "torchvision", "DEF"
-    )  # a package index has CUDA's build, which does not load here
+    # A package index has the CUDA build, and it does not load here.
+    library = torch.library.Library("torchvision", "DEF")
     for name in ("nms", "qnms"):
         library.define(f"{name}(Tensor dets, Tensor scores, float threshold) -> Tensor")
-    kept.append(library)
+    libraries.append(library)
     torch.Tensor.pin_memory = lambda self, *_: self
     stub()
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType

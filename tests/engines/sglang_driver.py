@@ -1,7 +1,7 @@
-"""One engine and its processes, for test_sglang.py; SGLANG_CASE says which, as JSON.
+"""One engine and its processes, for test_sglang.py; SGLANG_CASE has the case, as JSON.
 
-Prints RESULT and, as JSON, each round's tokens and how many of each prompt's the prefix cache had. Every process of the engine
-imports this file before anything else, so what is at its top happens in each of them.
+Prints RESULT and, as JSON, each round's tokens and each prompt's tokens in the prefix cache. Every
+process of the engine imports this file before anything else, so its top level runs in each.
 """
 
 import collections
@@ -13,14 +13,14 @@ import sglang_cpu
 sglang_cpu.install()
 
 from gated_delta import api, dispatch, ops
-from gated_delta.integrations import sglang as plugin
+from gated_delta.integrations import sglang_common as common
 from gated_delta.integrations import start
 
 case = json.loads(os.environ["SGLANG_CASE"])
 
 
 class Calls(collections.Counter):
-    """The plug-in's counts, which this process also writes to a file."""
+    """The plug-in's counts; this process also writes them to a file."""
 
     def __setitem__(self, route, calls):
         super().__setitem__(route, calls)
@@ -29,13 +29,13 @@ class Calls(collections.Counter):
 
 
 def record(kernels):
-    """Writes which kernels were looked for when the engine started, and which its calls would launch on a GPU."""
-    found = dict(looked_for=set(), needed=set())
+    """Writes the kernels loaded at the start, and the kernels that calls would launch on a GPU."""
+    labels_of = dict(looked_for=set(), needed=set())
 
     def note(kind, problem):
-        found[kind] |= {variant.label for variant in dispatch.variants_of(problem)}
+        labels_of[kind] |= {variant.label for variant in dispatch.variants_of(problem)}
         with open(os.path.join(kernels, str(os.getpid())), "w") as file:
-            json.dump({kind: sorted(labels) for kind, labels in found.items()}, file)
+            json.dump({kind: sorted(labels) for kind, labels in labels_of.items()}, file)
 
     def load(calls, device):
         for op, arguments in calls:
@@ -55,23 +55,22 @@ def record(kernels):
         operation.describe = described(operation.describe)
 
 
-if case["engine"].get(
-    "enable_deterministic_inference"
-):  # with the one attention that a CPU has, and torch's own kernels
+# With a CPU's only attention, and torch's own kernels.
+if case["engine"].get("enable_deterministic_inference"):
     from sglang.srt.arg_groups import choices
     from sglang.srt.model_executor.model_runner import ModelRunner
 
     ModelRunner.maybe_enable_batch_invariant_mode = lambda self: None
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
-plugin._calls = Calls()
-plugin.VERSIONS = tuple(case.get("versions", plugin.VERSIONS))
+common.process.calls = Calls()
+common.VERSIONS = tuple(case.get("versions", common.VERSIONS))
 if "kernels" in case:
     record(case["kernels"])
 if "arch" in case:
     start.arch_of = lambda device: case["arch"]
 if "backend" in case:
-    plugin.backend_for = lambda x: case["backend"]
+    common.backend_for = lambda x: case["backend"]
 
 
 def main():
@@ -97,11 +96,11 @@ def main():
     sampling = dict(temperature=0, max_new_tokens=case["new_tokens"], ignore_eos=True)
     rounds = []
     for _ in range(2):
-        made = engine.generate(input_ids=case["prompts"], sampling_params=sampling)
+        outputs = engine.generate(input_ids=case["prompts"], sampling_params=sampling)
         rounds.append(
             [
                 dict(tokens=one["output_ids"], cached=one["meta_info"]["cached_tokens"])
-                for one in made
+                for one in outputs
             ]
         )
     print("RESULT", json.dumps(rounds), flush=True)

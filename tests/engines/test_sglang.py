@@ -1,4 +1,4 @@
-"""The SGLang plug-in in the real engine, on a CPU: make test-sglang. What needs CUDA has stand-ins in sglang_cpu.py."""
+"""The plug-in in the real SGLang, on a CPU: make test-sglang. sglang_cpu.py replaces CUDA."""
 
 import dataclasses
 import inspect
@@ -35,8 +35,9 @@ from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
 
 from gated_delta.integrations import sglang as plugin
+from gated_delta.integrations import sglang_common as common
+from gated_delta.integrations import sglang_kernels, sglang_start
 from gated_delta.integrations import sglang_kvbuffer as kvbuffer
-from gated_delta.integrations import sglang_start
 from gated_delta.problem import KVBuffer, UnsupportedProblem
 
 load_plugins()  # as each of the engine's processes does
@@ -48,17 +49,17 @@ POISON = float("nan")
 @pytest.fixture(autouse=True)
 def _counts_of_its_own():
     torch.set_num_threads(1)
-    plugin._calls.clear()
-    plugin._refused.clear()
+    common.process.calls.clear()
+    common.process.refused.clear()
     with torch.inference_mode():
         yield
 
 
-# ------------------------------------------------------------------------------------------------ the kernels, without a server
+# -------------------------------------------------------------------- the kernels, without a server
 
 
 class Given:
-    """Random inputs of one layer: sequences of these lengths in these slots, and `past` tokens that no sequence has."""
+    """Random inputs of one layer: sequences of these lengths and slots, and `past` more tokens."""
 
     def __init__(
         self,
@@ -75,9 +76,8 @@ class Given:
         torch.manual_seed(seed)
         self.layers, self.bound, self.T = layers, bound, sum(lengths) + past
         channels = (D,) if layers == "KDA" else ()
-        self.mixed = torch.randn(self.T, (2 * H + HV) * D + 8, dtype=dtype)[
-            :, 8:
-        ]  # rows of a wider tensor
+        # Rows of a wider tensor.
+        self.mixed = torch.randn(self.T, (2 * H + HV) * D + 8, dtype=dtype)[:, 8:]
         self.q, self.k, self.v = (
             x.unflatten(1, (-1, D))[None] for x in self.mixed.split([H * D, H * D, HV * D], 1)
         )
@@ -86,13 +86,12 @@ class Given:
             torch.randn(self.T, HV, dtype=dtype),
         )
         self.A_log, self.dt_bias = torch.randn(HV), torch.randn(HV, *channels)
-        self.pool = (
-            torch.randn(P, HV * D * D + 32).to(states)[:, 32:].unflatten(1, (HV, D, D))
-        )  # slots that lie apart
+        # Strided slots.
+        self.pool = torch.randn(P, HV * D * D + 32).to(states)[:, 32:].unflatten(1, (HV, D, D))
         self.slots = torch.tensor(slots, dtype=torch.int32)
         self.bounds = torch.tensor([0, *lengths], dtype=torch.int32).cumsum(0, dtype=torch.int32)
         self.g, self.beta = self.activated()
-        for one in range(self.T - past, self.T):  # what no sequence has may be anything
+        for one in range(self.T - past, self.T):  # may be anything
             self.mixed[one] = self.a[one] = self.b[one] = POISON
 
     def activated(self, work=torch.float32):
@@ -123,7 +122,7 @@ class Given:
         return dict(ssm_states=self.pool, cache_indices=self.slots, query_start_loc=self.bounds)
 
     def truth(self):
-        """In float64: outputs, the pool, and each sequence's states in front of and behind every token."""
+        """In float64: outputs, the pool, each sequence's states before and after every token."""
         g, beta = self.activated(torch.float64)
         pool = self.pool.double()
         o, states = sglang_cpu.delta_rule(
@@ -133,7 +132,7 @@ class Given:
 
 
 def kernel(layers):
-    return plugin.kernel_class(ENGINES[layers])()
+    return sglang_kernels.kernel_class(ENGINES[layers])()
 
 
 def near(x, truth, unit=2e-4):
@@ -143,9 +142,9 @@ def near(x, truth, unit=2e-4):
 
 
 def ran(*routes):
-    """Whether these and no others did, each a layer's kind, its mode and where."""
-    assert set(plugin._calls) == set(routes)
-    assert [line.rpartition(":")[0] for line in plugin.report()] == list(plugin._calls)
+    """Asserts that these routes ran, and no others: a layer's kind, its mode and the backend."""
+    assert set(common.process.calls) == set(routes)
+    assert [line.rpartition(":")[0] for line in plugin.report()] == list(common.process.calls)
 
 
 LAYERS = pytest.mark.parametrize(("layers", "bound"), [("GDN", None), ("KDA", None), ("KDA", -5.0)])
@@ -163,14 +162,14 @@ def test_decode(layers, bound, packed, states):
             scale=D**-0.5, ssm_states=x.pool, cache_indices=x.slots, num_v_heads=HV, head_v_dim=D
         )
         a, b = x.raw()
-        made = kernel(layers).packed_decode(
+        result = kernel(layers).packed_decode(
             mixed_qkv=x.mixed, a=a, b=b, **x.gates(), **options, replayssm_d=None
         )
     else:
-        made = kernel(layers).decode(x.q, x.k, x.v, *x.raw(), **x.gates(), **x.where())
-    near(made, o)
+        result = kernel(layers).decode(x.q, x.k, x.v, *x.raw(), **x.gates(), **x.where())
+    near(result, o)
     near(x.pool, pool, 2e-4 if states == torch.float32 else 1e-3)
-    assert not made[0, [1, 3, 4]].any()
+    assert not result[0, [1, 3, 4]].any()
     ran(f"{layers} decode on backend reference")
 
 
@@ -188,39 +187,41 @@ def test_extend_with_states_for_the_prefix_cache(layers, bound, states):
         else x.gates() | dict(beta_is_raw=True, return_intermediate_states=True)
     )
     tracked = dict(track_state=track, track_chunk_idx=torch.tensor(chunks, dtype=torch.int32))
-    made = kernel(layers).extend(
+    result = kernel(layers).extend(
         x.q, x.k, x.v, *tokens, **gates, **x.where(), **tracked, layer_id=0, extend_prefix_lens=None
     )
-    assert made[1:] == ((None, None) if layers == "GDN" else (None,))
+    assert result[1:] == ((None, None) if layers == "GDN" else (None,))
     unit = 2e-4 if states == torch.float32 else 4e-3
-    near(made[0], o)
+    near(result[0], o)
     near(x.pool, pool, unit)
     for n in (0, 2, 4):
         near(track[n], after[n][64 * chunks[n]], unit)
     if states == torch.float32:
         assert (track[[1, 3]] == 7).all()
-    assert not made[0][:, -3:].any()
+    assert not result[0][:, -3:].any()
     ran(f"{layers} prefill on backend reference")
 
 
-def test_extend_writes_where_the_engine_wants_it_and_reads_columns():
+def test_extend_writes_to_output_and_reads_columns():
     x = Given("GDN", [5, 3], [2, 1])
     o, pool, _ = x.truth()
     output = torch.empty_like(x.v, memory_format=torch.contiguous_format)
     columns = [y.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for y in (x.q, x.k, x.v)]
     assert columns[0].stride(-1) != 1
-    made, _, _ = kernel("GDN").extend(*columns, x.g[None], x.beta[None], **x.where(), output=output)
-    assert made.data_ptr() == output.data_ptr()
-    near(made, o)
+    result, _, _ = kernel("GDN").extend(
+        *columns, x.g[None], x.beta[None], **x.where(), output=output
+    )
+    assert result.data_ptr() == output.data_ptr()
+    near(result, o)
     near(x.pool, pool)
 
 
-def test_extend_of_copies_that_the_engine_gathered_has_no_padding_slot():
+def test_extend_of_gathered_copies_has_no_padding_slot():
     x = Given("GDN", [5, 3], [1, 2])
     o, pool, _ = x.truth()
     x.pool, x.slots = x.pool[1:3].clone(), torch.tensor([0, 1], dtype=torch.int32)
-    made, _, _ = kernel("GDN").extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where())
-    near(made, o)
+    result, _, _ = kernel("GDN").extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where())
+    near(result, o)
     near(x.pool, pool[1:3])
 
 
@@ -232,8 +233,8 @@ def test_extend_of_nothing(layers, slots):
     before = x.pool.clone()
     tokens = (x.g[None], x.beta[None]) if layers == "GDN" else (x.a[None], x.b[None])
     gates = {} if layers == "GDN" else x.gates() | dict(beta_is_raw=True)
-    made = kernel(layers).extend(x.q, x.k, x.v, *tokens, **gates, **x.where())
-    assert not (made[0] if layers == "GDN" else made).any()
+    result = kernel(layers).extend(x.q, x.k, x.v, *tokens, **gates, **x.where())
+    assert not (result[0] if layers == "GDN" else result).any()
     assert torch.equal(x.pool, before)
     ran(f"{layers} prefill on backend reference")
 
@@ -259,7 +260,7 @@ def test_verify_keeps_every_state_in_its_row(layers, bound):
         intermediate_state_indices=torch.tensor([*rows, 1, 3], dtype=torch.int32),
     )
     a, b = x.raw()
-    made = kernel(layers).target_verify(
+    result = kernel(layers).target_verify(
         q=x.q,
         k=x.k,
         v=x.v,
@@ -271,7 +272,7 @@ def test_verify_keeps_every_state_in_its_row(layers, bound):
         cache_steps=4,
         retrieve_parent_token=None,
     )
-    near(made, o)
+    near(result, o)
     assert torch.equal(x.pool, before)
     for n in (0, 1):
         near(scratch[rows[n], : lengths[n]], torch.stack(after[n][1:]))
@@ -280,11 +281,11 @@ def test_verify_keeps_every_state_in_its_row(layers, bound):
     ran(f"{layers} verify on backend reference")
 
 
-# ------------------------------------------------------------------------------------------------ verify and flush
+# --------------------------------------------------------------------------------- verify and flush
 
 
 class Configurator:
-    """What the plug-in asks of the engine's pool configurator, for an engine of two layers."""
+    """The parts of the engine's pool configurator that the plug-in uses, for two layers."""
 
     device, attn_dp_size = "cpu", 1
     model_config = SimpleNamespace(dtype=torch.float32)
@@ -300,18 +301,18 @@ class Configurator:
                 state_size=D,
                 conv_kernel=4,
             )
-            shape, made = (
+            shape, result = (
                 mamba_utils.Mamba2StateShape.create(tp_world_size=1, **sizes),
                 mamba_utils.Mamba2CacheParams,
             )
         else:
             sizes = dict(num_heads=HV, head_dim=D, num_k_heads=H)
-            shape, made = (
+            shape, result = (
                 mamba_utils.KimiLinearStateShape.create(tp_world_size=1, **sizes),
                 mamba_utils.KimiLinearCacheParams,
             )
         # No convolutions: moving their windows needs CUDA.
-        self.params = made(shape=dataclasses.replace(shape, conv=[]), layers=[0, 1], dtype=dtype)
+        self.params = result(shape=dataclasses.replace(shape, conv=[]), layers=[0, 1], dtype=dtype)
         self.mambaish_config = SimpleNamespace(mamba2_cache_params=self.params)
         self.hybrid_gdn_config, self.hybrid_kda_config = (
             self.mambaish_config if layers == one else None for one in ENGINES
@@ -326,13 +327,13 @@ class Configurator:
 
 
 def under(**flags):
-    settings = dict(linear_attn_backend="triton", **dict.fromkeys(plugin.FLAGS.values())) | flags
+    settings = dict(linear_attn_backend="triton", **dict.fromkeys(common.FLAGS.values())) | flags
     return get_context().override_server_args(**settings)
 
 
 def speculating(drafts=4, topk=1, **flags):
     return under(
-        linear_attn_verify_backend=plugin.NAME,
+        linear_attn_verify_backend=common.NAME,
         speculative_num_draft_tokens=drafts,
         speculative_eagle_topk=topk,
         **flags,
@@ -348,7 +349,7 @@ def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracke
     requests = SimpleNamespace(mamba_pool=configurator.pool(4))
     before = requests.mamba_pool.mem_usage
     with speculating():
-        kvbuffer._built(requests, configurator)
+        kvbuffer._replace(requests, configurator)
     caches = requests.mamba_pool.get_speculative_mamba2_params_all_layers()
     assert isinstance(caches.intermediate_ssm, kvbuffer.Drafts)
     assert requests.mamba_pool.mem_usage < before
@@ -364,7 +365,7 @@ def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracke
         options = dict(
             intermediate_states_buffer=scratch, intermediate_state_indices=rows, cache_steps=4
         )
-        made = kernel(layers).target_verify(
+        result = kernel(layers).target_verify(
             q=x.q,
             k=x.k,
             v=x.v,
@@ -375,7 +376,7 @@ def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracke
             **options,
             retrieve_parent_token=None,
         )
-        near(made, x.truth()[0])
+        near(result, x.truth()[0])
         want = x.pool.double()
         for n, slot in enumerate(x.slots.tolist()):
             if tracked and track_steps[n] >= 0:
@@ -383,9 +384,10 @@ def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracke
             if slot > 0:
                 want[slot] = after[n][steps[n] + 1]
         expected.append(want)
+    # Verify does not write the pool.
     assert torch.equal(
         caches.temporal[0], Given(layers, lengths, [3, 5, 1, 2, -1], bound=bound, past=1).pool
-    )  # verify left it
+    )
     track = (torch.tensor(track_slots), torch.tensor(track_steps)) if tracked else (None, None)
     sources = rows if request_rows else None
     kvbuffer.commit(
@@ -401,7 +403,7 @@ def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracke
     ran(f"{layers} verify on backend reference")
 
 
-def test_the_pool_keeps_its_scratch_where_flush_cannot_take_its_place(monkeypatch, caplog):
+def test_the_pool_keeps_its_scratch_without_a_kvbuffer(monkeypatch, caplog):
     configurator = Configurator("GDN")
     for flags, reason in [
         (dict(drafts=17), "at most 16"),
@@ -414,22 +416,21 @@ def test_the_pool_keeps_its_scratch_where_flush_cannot_take_its_place(monkeypatc
         assert reason in caplog.text
     with under(speculative_num_draft_tokens=4):
         assert kvbuffer.sizes(configurator) is None  # verify is the engine's
-    monkeypatch.setattr(
-        runtime_context, "max_speculative_num_draft_tokens", lambda: 6
-    )  # of an adaptive algorithm
+    # As with an adaptive algorithm.
+    monkeypatch.setattr(runtime_context, "max_speculative_num_draft_tokens", lambda: 6)
     with speculating():
         assert kvbuffer.sizes(configurator)["T"] == 6
     monkeypatch.undo()
-    monkeypatch.setattr(plugin, "backend_for", lambda x: "cute")
+    monkeypatch.setattr(common, "backend_for", lambda x: "cute")
     requests = SimpleNamespace(mamba_pool=configurator.pool(4))
     with speculating():
-        kvbuffer._built(requests, configurator)
+        kvbuffer._replace(requests, configurator)
     assert torch.is_tensor(requests.mamba_pool.mamba_cache.intermediate_ssm)
     assert "tensors on a CUDA device, got cpu" in caplog.text
 
 
 def test_memory_for_drafts_is_reserved_as_they_take_it():
-    """The engine subtracts what it reserves from the memory that is left: its scratch, or the KVBuffer."""
+    """The engine subtracts its reservation: for its scratch, or for the KVBuffer."""
     from sglang.srt.mem_cache import kv_cache_configurator as module
 
     seen = []
@@ -439,28 +440,28 @@ def test_memory_for_drafts_is_reserved_as_they_take_it():
         return rest
 
     with speculating(max_running_requests=7):
-        made = kvbuffer.sizes(Configurator("GDN"))
+        result = kvbuffer.sizes(Configurator("GDN"))
         assert (
             kvbuffer._budget(original, Configurator("GDN"), 1.0)
-            == 1.0 - KVBuffer.empty(8, **made).nbytes / 2**30
+            == 1.0 - KVBuffer.empty(8, **result).nbytes / 2**30
         )
     with under(speculative_num_draft_tokens=4, max_running_requests=7):
         assert kvbuffer._budget(original, Configurator("GDN"), 1.0) == 1.0
     assert [skips for _, skips in seen] == [True, False]
 
 
-# ------------------------------------------------------------------------------------------------ what the engine runs itself
+# ------------------------------------------------------------------------ the engine's own kernels
 
 
 def recorded(layers):
-    """Our kernel over an engine's that says what it was asked."""
+    """Our kernel over an engine's that records its calls."""
     calls = []
     base = ENGINES[layers]
     methods = {
         name: lambda self, *args, _name=name, **given: calls.append((_name, given)) or _name
         for name in ("packed_decode", "decode", "extend", "target_verify")
     }
-    return plugin.kernel_class(type(base.__name__, (base,), methods))(), calls
+    return sglang_kernels.kernel_class(type(base.__name__, (base,), methods))(), calls
 
 
 @pytest.mark.parametrize("layers", ENGINES)
@@ -492,7 +493,7 @@ def test_drafts_that_the_engine_verifies_itself(layers, change, reason):
 
 
 def test_drafts_in_a_kvbuffer_have_no_other_kernel():
-    """Which could not read it. The error says what ours needs, in the first call and in the next."""
+    """It could not read the buffer. Both calls raise, with the reason."""
     x, (ours, calls) = Given("GDN", [2], [1]), recorded("GDN")
     scratch = KVBuffer.empty(1, 2, x.q.shape[2], HV, D, D)
     options = dict(
@@ -535,8 +536,8 @@ def test_rings_and_scoring_stay_the_engines():
 
 @pytest.mark.parametrize("layers", ENGINES)
 def test_what_our_kernels_refuse_runs_on_the_engines(layers, monkeypatch):
-    """Our GPU kernels refuse CPU tensors, which is as good a reason as any."""
-    monkeypatch.setattr(plugin, "backend_for", lambda x: "cute")
+    """Our GPU kernels refuse CPU tensors: a refusal like any other."""
+    monkeypatch.setattr(common, "backend_for", lambda x: "cute")
     x, (ours, calls) = Given(layers, [1, 1], [1, 2]), recorded(layers)
     before = x.pool.clone()
     for _ in range(2):
@@ -552,7 +553,7 @@ def test_what_our_kernels_refuse_runs_on_the_engines(layers, monkeypatch):
 
 @pytest.mark.parametrize("layers", ENGINES)
 def test_an_error_is_not_taken_for_a_refusal(layers):
-    """What is wrong, rather than out of our kernels' reach, is an error, and the engine's kernel does not hide it."""
+    """The engine's kernel does not hide an error of the caller."""
     x, (ours, calls) = Given(layers, [1, 1], [1, 2]), recorded(layers)
     before = x.pool.clone()
     with pytest.raises(IndexError, match="state_indices: expected indices below 8, got 8"):
@@ -569,26 +570,26 @@ def test_an_error_is_not_taken_for_a_refusal(layers):
 
 
 def test_tracked_states_of_the_engines_own_kernel(monkeypatch):
-    """Which returns every chunk's state, where ours keep those asked for: both must leave the same."""
-    made = []
+    """It returns every chunk's state, ours the tracked ones: track_state is the same."""
+    result = []
     for backend in ("reference", "cute"):
-        monkeypatch.setattr(plugin, "backend_for", lambda x, backend=backend: backend)
+        monkeypatch.setattr(common, "backend_for", lambda x, backend=backend: backend)
         x = Given("GDN", [70, 130, 64, 5], [3, 5, 1, 2])
         track = torch.zeros(4, HV, D, D)
         tracked = dict(
             track_state=track, track_chunk_idx=torch.tensor([1, 2, -1, 0], dtype=torch.int32)
         )
         o = kernel("GDN").extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where(), **tracked)[0]
-        made.append((o, x.pool, track[[0, 1, 3]]))
+        result.append((o, x.pool, track[[0, 1, 3]]))
     assert [("engine" in line, line.count("reference")) for line in plugin.report()] == [
         (False, 1),
         (True, 0),
     ]
-    for ours, engines in zip(*made):
+    for ours, engines in zip(*result):
         near(ours, engines.double())
 
 
-# ------------------------------------------------------------------------------------------------ which kernel a mode gets
+# ------------------------------------------------------------------------------ kernels of a mode
 
 
 CLASSES = gdn_backend.GDNKernelDispatcher, kda_backend.KDAKernelDispatcher
@@ -596,27 +597,29 @@ ORIGINALS = [one.__init__ for one in CLASSES]
 
 
 def dispatchers(**flags):
-    """Both dispatchers as the engine builds them under these flags, in an engine that had no other before."""
+    """Both dispatchers under these flags, as the first ones of an engine."""
     for one, original in zip(CLASSES, ORIGINALS):
         one.__init__ = original
         target = f"{one.__module__}.{one.__qualname__}.__init__"
         HookRegistry._patched.discard(target)
         HookRegistry._hooks.pop(target, None)
-    settings = dict(linear_attn_backend="triton", **dict.fromkeys(plugin.FLAGS.values())) | flags
+    settings = dict(linear_attn_backend="triton", **dict.fromkeys(common.FLAGS.values())) | flags
     with get_context().override_server_args(**settings):
         backends = utils.resolve_linear_attn_backends()
-        made = [gdn_backend.GDNKernelDispatcher(backends.decode, backends.prefill, backends.verify)]
-        made.append(
+        result = [
+            gdn_backend.GDNKernelDispatcher(backends.decode, backends.prefill, backends.verify)
+        ]
+        result.append(
             kda_backend.KDAKernelDispatcher(backends.decode, backends.prefill, backends.verify)
         )
-    return made
+    return result
 
 
 def ours_in(dispatcher):
     return {
         mode
         for mode, name in plugin._KERNELS.items()
-        if isinstance(getattr(dispatcher, name), plugin.Operations)
+        if isinstance(getattr(dispatcher, name), sglang_kernels.Operations)
     }
 
 
@@ -626,12 +629,12 @@ def test_the_flags_know_the_name():
     from sglang.srt.server_args import ServerArgs
 
     plugin.register()  # a second call does nothing
-    assert LINEAR_ATTN_KERNEL_BACKEND_CHOICES.count(plugin.NAME) == 1
+    assert LINEAR_ATTN_KERNEL_BACKEND_CHOICES.count(common.NAME) == 1
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    for flag in plugin.FLAGS.values():
+    for flag in common.FLAGS.values():
         (action,) = [one for one in parser._actions if one.dest == flag]
-        assert action.choices.count(plugin.NAME) == 1
+        assert action.choices.count(common.NAME) == 1
 
 
 def test_without_a_flag_every_kernel_is_the_engines():
@@ -640,20 +643,20 @@ def test_without_a_flag_every_kernel_is_the_engines():
     assert [one.__init__ for one in CLASSES] == ORIGINALS
 
 
-@pytest.mark.parametrize("mode", plugin.FLAGS)
+@pytest.mark.parametrize("mode", common.FLAGS)
 def test_a_flag_gives_its_mode_alone(mode):
-    for dispatcher in dispatchers(**{plugin.FLAGS[mode]: plugin.NAME}):
+    for dispatcher in dispatchers(**{common.FLAGS[mode]: common.NAME}):
         assert ours_in(dispatcher) == {mode}
 
 
 def test_the_base_flag_gives_decode_and_prefill():
-    for dispatcher in dispatchers(linear_attn_backend=plugin.NAME):
+    for dispatcher in dispatchers(linear_attn_backend=common.NAME):
         assert ours_in(dispatcher) == {"decode", "prefill"}
 
 
 def test_another_release_is_a_message_and_the_engines_kernels(monkeypatch, caplog):
-    monkeypatch.setattr(plugin, "VERSIONS", ("0.0.1",))
-    for dispatcher in dispatchers(**dict.fromkeys(plugin.FLAGS.values(), plugin.NAME)):
+    monkeypatch.setattr(common, "VERSIONS", ("0.0.1",))
+    for dispatcher in dispatchers(**dict.fromkeys(common.FLAGS.values(), common.NAME)):
         assert ours_in(dispatcher) == set()
     assert [one.__init__ for one in CLASSES] == ORIGINALS
     assert "gated_delta knows SGLang 0.0.1, not" in caplog.text
@@ -663,12 +666,13 @@ def test_another_release_is_a_message_and_the_engines_kernels(monkeypatch, caplo
     shutil.which("c++") is None, reason="needs a C++ compiler: the engine builds its corpus"
 )
 def test_drafts_of_breadth_1_fork(monkeypatch):
-    """To SGLang's linear layers such a draft is a line. Its corpus joins what follows every matching suffix."""
+    """SGLang's linear layers take them for lines. Its corpus joins all matching suffixes."""
     from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
 
+    # For ninja.
     monkeypatch.setenv(
         "PATH", os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
-    )  # of ninja
+    )
     corpus = NgramCorpus(min_bfs_breadth=1, max_bfs_breadth=1, draft_token_num=4)
     for text in (b"xyA1p", b"zzA2rs"):
         corpus.batch_put([list(text)])
@@ -703,12 +707,16 @@ EXPECTED |= {
     KVCacheConfigurator._handle_max_mamba_cache: "self total_rest_memory",
     KVCacheConfigurator._build_hybrid_req_pool: "self max_num_reqs extra_max_context_len",
     scatter_mamba_states_after_mtp_verify: (
-        "mamba_caches state_indices_tensor last_correct_step_indices mamba_track_indices mamba_steps_to_track src_indices_raw"
+        "mamba_caches state_indices_tensor last_correct_step_indices mamba_track_indices "
+        "mamba_steps_to_track src_indices_raw"
     ),
 }
 STEP = "A_log dt_bias ssm_states cache_indices query_start_loc"
 PACKED = "self mixed_qkv a b A_log dt_bias scale ssm_states cache_indices num_v_heads head_v_dim"
-VERIFY = f"self A_log dt_bias q k v a b {STEP[14:]} intermediate_states_buffer intermediate_state_indices cache_steps retrieve_parent_token"
+VERIFY = (
+    f"self A_log dt_bias q k v a b {STEP[14:]} intermediate_states_buffer "
+    "intermediate_state_indices cache_steps retrieve_parent_token"
+)
 EXTEND = "self q k v g beta ssm_states cache_indices query_start_loc"
 EXPECTED |= {
     TritonGDNKernel.packed_decode: f"{PACKED} kwargs",
@@ -716,10 +724,13 @@ EXPECTED |= {
     TritonGDNKernel.decode: f"self q k v a b {STEP} kwargs",
     TritonKDAKernel.decode: f"self q k v a b {STEP} lower_bound kwargs",
     TritonGDNKernel.extend: f"{EXTEND} inplace_update kwargs",
-    TritonKDAKernel.extend: f"{EXTEND} A_log dt_bias lower_bound beta_is_raw return_intermediate_states kwargs",
+    TritonKDAKernel.extend: (
+        f"{EXTEND} A_log dt_bias lower_bound beta_is_raw return_intermediate_states kwargs"
+    ),
     TritonGDNKernel.target_verify: f"{VERIFY} kwargs",
     TritonKDAKernel.target_verify: (
-        f"{VERIFY} lower_bound cache_ring replayssm_rawv replayssm_rawk replayssm_g replayssm_beta kwargs"
+        f"{VERIFY} lower_bound cache_ring replayssm_rawv replayssm_rawk replayssm_g "
+        "replayssm_beta kwargs"
     ),
 }
 
@@ -729,7 +740,7 @@ def test_the_engine_has_the_functions_that_the_plug_in_replaces(function):
     assert " ".join(inspect.signature(inspect.unwrap(function)).parameters) == EXPECTED[function]
 
 
-# ------------------------------------------------------------------------------------------------ whole engines
+# ------------------------------------------------------------------------------------ whole engines
 
 PROMPTS = [
     list(text.encode())
@@ -746,22 +757,22 @@ OURS = dict(linear_attn_decode_backend="gated_delta", linear_attn_prefill_backen
 
 @pytest.fixture(scope="session")
 def qwen3_5(tmp_path_factory):
-    """The shipped model, with the one setting that SGLang's own config class wants beside transformers'."""
-    made = tmp_path_factory.mktemp("models") / "qwen3_5"
-    shutil.copytree(Path(plugin.__file__).parents[1] / "demo/tiny_qwen3_5", made)
-    config = json.loads((made / "config.json").read_text())
-    (made / "config.json").write_text(json.dumps(config | dict(full_attention_interval=4)))
-    return made
+    """The shipped model, with one setting that SGLang's config class needs."""
+    result = tmp_path_factory.mktemp("models") / "qwen3_5"
+    shutil.copytree(Path(plugin.__file__).parents[1] / "demo/tiny_qwen3_5", result)
+    config = json.loads((result / "config.json").read_text())
+    (result / "config.json").write_text(json.dumps(config | dict(full_attention_interval=4)))
+    return result
 
 
 def by_transformers(model):
     """Its tokens, in fp32."""
     with torch.inference_mode():
-        made = [
+        result = [
             model.generate(torch.tensor([prompt]), max_new_tokens=NEW, do_sample=False)[0]
             for prompt in PROMPTS
         ]
-    return [tokens[len(prompt) :].tolist() for tokens, prompt in zip(made, PROMPTS)]
+    return [tokens[len(prompt) :].tolist() for tokens, prompt in zip(result, PROMPTS)]
 
 
 @pytest.fixture(scope="session")
@@ -816,14 +827,14 @@ def kimi_linear(tmp_path_factory):
     )
     config = transformers.KimiLinearConfig(**layers, **attention, **sizes, **rest, **tokens)
     model = transformers.KimiLinearForCausalLM(config).float().eval()
-    made = tmp_path_factory.mktemp("models") / "kimi_linear"
-    model.save_pretrained(made)
-    # As released checkpoints have them, which SGLang reads: dense layers' names, and the layers' kinds in one table.
+    result = tmp_path_factory.mktemp("models") / "kimi_linear"
+    model.save_pretrained(result)
+    # As in released checkpoints: dense layers' names, and one table of layer kinds.
     weights = {
         name.replace("block_sparse_moe", "mlp"): x.clone()
-        for name, x in load_file(made / "model.safetensors").items()
+        for name, x in load_file(result / "model.safetensors").items()
     }
-    save_file(weights, made / "model.safetensors", metadata=dict(format="pt"))
+    save_file(weights, result / "model.safetensors", metadata=dict(format="pt"))
     table = dict(
         kda_layers=[1, 2, 3],
         full_attn_layers=[4],
@@ -831,15 +842,15 @@ def kimi_linear(tmp_path_factory):
         head_dim=32,
         short_conv_kernel_size=4,
     )
-    config = json.loads((made / "config.json").read_text()) | dict(
+    config = json.loads((result / "config.json").read_text()) | dict(
         linear_attn_config=table, mla_use_nope=True
     )
-    (made / "config.json").write_text(json.dumps(config))
-    return made, by_transformers(model)
+    (result / "config.json").write_text(json.dumps(config))
+    return result, by_transformers(model)
 
 
 class Run:
-    """One engine in processes of its own: two rounds of the prompts, the second from the prefix cache."""
+    """One engine: two rounds of the prompts, the second from the prefix cache."""
 
     def __init__(self, model, tmp_path, engine, variables=(), starts=True, **case):
         reports = tmp_path / "reports"
@@ -872,13 +883,13 @@ class Run:
         return [one["tokens"] for one in self.rounds[n]]
 
     def looked_for_what_it_needs(self):
-        """When it started it looked for every kernel that its calls would launch on a GPU, and for no others."""
-        found = [
+        """The start loaded the kernels that the calls would launch on a GPU, and no others."""
+        records = [
             one
             for file in self.kernels.iterdir()
             if (one := json.loads(file.read_text()))["needed"]
         ]
-        assert [one["looked_for"] for one in found] == [one["needed"] for one in found] != []
+        assert [one["looked_for"] for one in records] == [one["needed"] for one in records] != []
 
     def cached(self, n):
         return [one["cached"] for one in self.rounds[n]]
@@ -890,9 +901,8 @@ def test_engine_with_chunked_prefill_and_the_prefix_cache(qwen3_5, expected, tmp
     assert run.cached(0) == [0, 0, 0]
     assert min(run.cached(1)[1:]) > 200
     assert run.ran.keys() == BOTH
-    assert run.ran["GDN decode on backend reference"] >= 2 * 3 * (
-        NEW - 1
-    )  # three layers, two rounds
+    # Three layers, two rounds.
+    assert run.ran["GDN decode on backend reference"] >= 2 * 3 * (NEW - 1)
     assert run.ran["GDN prefill on backend reference"] >= 3 * 4  # chunks of 256 tokens of 900
     assert "gated_delta serves GDN decode, prefill; verify stays TritonGDNKernel" in run.log
     run.looked_for_what_it_needs()
@@ -901,11 +911,10 @@ def test_engine_with_chunked_prefill_and_the_prefix_cache(qwen3_5, expected, tmp
 def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
     run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="extra_buffer"))
     assert run.tokens(0) == run.tokens(1) == expected
-    kept = run.cached(1)[
-        1
-    ]  # of 276 tokens, in chunks of 256 and less: a state from inside one of them
-    assert kept >= 128
-    assert kept % 64 == 0
+    # Of 276 tokens, in chunks of at most 256: a state inside a chunk.
+    tokens_kept = run.cached(1)[1]
+    assert tokens_kept >= 128
+    assert tokens_kept % 64 == 0
     assert run.cached(1)[2] > 256
     assert run.ran.keys() == BOTH
     run.looked_for_what_it_needs()
@@ -931,7 +940,7 @@ def test_engine_with_deterministic_inference(qwen3_5, expected, tmp_path):
 
 
 def test_engine_that_retracts_requests(qwen3_5, expected, tmp_path):
-    """As where memory is short: requests leave at every third step, and come back as prompts, some from a prefix in cache."""
+    """As with little memory: every third step retracts requests; they return as prompts."""
     run = Run(
         qwen3_5,
         tmp_path,
@@ -944,7 +953,7 @@ def test_engine_that_retracts_requests(qwen3_5, expected, tmp_path):
 
 
 def test_engine_under_tensor_parallelism(qwen3_5, expected, tmp_path):
-    """Two processes with half of the heads each: two value heads and one of keys. SGLang wants to know which cores are whose."""
+    """Two processes with half of the heads each: two value heads, one of keys."""
     engine = OURS | dict(mamba_radix_cache_strategy="extra_buffer", tp_size=2)
     run = Run(qwen3_5, tmp_path, engine, dict(SGLANG_CPU_OMP_THREADS_BIND="0|1"))
     assert run.tokens(0) == run.tokens(1) == expected
@@ -963,7 +972,7 @@ def test_engine_with_kda_layers(kimi_linear, tmp_path):
 
 
 def test_engine_that_lacks_kernels_does_not_start(qwen3_5, tmp_path):
-    """As on a GPU without the compiler, with a pack that has none of what these layers need."""
+    """As on a GPU without the compiler, with a pack that lacks these layers' kernels."""
     strict = dict(GATED_DELTA_JIT="0", GATED_DELTA_CACHE_DIR=str(tmp_path))
     run = Run(
         qwen3_5,
@@ -974,8 +983,8 @@ def test_engine_that_lacks_kernels_does_not_start(qwen3_5, tmp_path):
         arch="sm_90a",
     )
     assert (
-        "kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no compiler, and no compiled kernel"
-        in run.log
+        "kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no compiler, "
+        "and no compiled kernel" in run.log
     )
     assert (
         "`gated-delta compile` builds kernels ahead of time\n  - decode axis=head K=64 V=64"
@@ -984,12 +993,15 @@ def test_engine_that_lacks_kernels_does_not_start(qwen3_5, tmp_path):
 
 
 def test_engine_runs_its_own_kernels_where_ours_cannot(qwen3_5, expected, tmp_path):
-    """Our GPU kernels asked for on a CPU: every call is refused, also those with states for the prefix cache."""
+    """Our GPU kernels refuse every call on a CPU, tracked states too."""
     run = Run(
         qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="extra_buffer"), backend="cute"
     )
     assert run.tokens(0) == run.tokens(1) == expected
-    reasons = "the engine's own kernel (ours needs tensors on a CUDA device, got cpu; bf16 or fp16 inputs, got fp32)"
+    reasons = (
+        "the engine's own kernel (ours needs tensors on a CUDA device, got cpu; "
+        "bf16 or fp16 inputs, got fp32)"
+    )
     assert run.ran.keys() == {f"GDN {mode} on {reasons}" for mode in ("decode", "prefill")}
     assert f"gated_delta runs GDN prefill on {reasons}" in run.log
 

@@ -1,7 +1,7 @@
-"""SGLang's own tests of its GDN and KDA backends, the kits in its wheel, with the plug-in's kernels in the place of the engine's.
+"""SGLang's tests of its GDN and KDA backends, from its wheel, on the plug-in's kernels.
 
-On a CPU with stand-ins for what needs CUDA (sglang_cpu.py); on a GPU with the engine's own kernels around ours, and in CUDA graphs
-too, where all that these tests need is Triton's: sgl_kernel may be missing.
+On a CPU with the stand-ins of sglang_cpu.py; on a GPU with the engine's kernels around ours, and in
+CUDA graphs too. There these tests need Triton only: sgl_kernel may be missing.
 """
 
 import importlib.util
@@ -36,14 +36,14 @@ from sglang.test.kits.attention_unittest.runner_modes import (
     speculative_target_verify_runner as drafts,
 )
 
-from gated_delta.integrations import sglang as plugin
+from gated_delta.integrations import sglang_common as common
+from gated_delta.integrations import sglang_kernels
 from gated_delta.integrations import sglang_kvbuffer as kvbuffer
 
 load_plugins()
 CASE = unittest.TestCase()
-BACKEND = (
-    "triton" if CUDA else "torch_native"
-)  # of the full-attention layers, of which the kits have none
+# For full-attention layers; the kits have none.
+BACKEND = "triton" if CUDA else "torch_native"
 SIZES = (
     dict(head_k_dim=128, head_v_dim=128, dtype=torch.bfloat16, device="cuda")
     if CUDA
@@ -77,7 +77,7 @@ class Context:
 
     def override_server_args(self, **settings):
         return get_context().override_server_args(
-            **settings | dict.fromkeys(plugin.FLAGS.values(), plugin.NAME)
+            **settings | dict.fromkeys(common.FLAGS.values(), common.NAME)
         )
 
 
@@ -86,19 +86,21 @@ def _the_flags_are_ours(monkeypatch):
     torch.set_num_threads(1)
     for kit, _, _ in KITS.values():
         monkeypatch.setattr(kit, "get_context", Context)
-    plugin._calls.clear()
+    common.process.calls.clear()
 
 
 def ran(layers, mode):
-    assert set(plugin._calls) == {f"{layers} {mode} on backend {ROUTE}"}
+    assert set(common.process.calls) == {f"{layers} {mode} on backend {ROUTE}"}
 
 
 @pytest.mark.parametrize(("layers", "case"), CASES)
 def test_eager(layers, case, monkeypatch):
-    """GDN's schedule depends on the longest of several prompts, which the engine has on the host."""
-    longest, prefill = set(), plugin.api.prefill
+    """GDN gets the longest of several prompts, from the engine's lengths on the host."""
+    longest, prefill = set(), sglang_kernels.api.prefill
     monkeypatch.setattr(
-        plugin.api, "prefill", lambda **call: longest.add(call["max_seqlen"]) or prefill(**call)
+        sglang_kernels.api,
+        "prefill",
+        lambda **call: longest.add(call["max_seqlen"]) or prefill(**call),
     )
     KITS[layers][2](CASE, case, **SIZES)
     ran(layers, "decode" if case.forward_mode.is_decode() else "prefill")
@@ -127,7 +129,7 @@ def test_drafts_in_a_line(layers):
 
 
 def committed(layers, in_kvbuffer):
-    """States and convolution windows after the engine verified three drafts each and committed three, one and two of them."""
+    """States and windows after a verify of three drafts each and a commit of 3, 1 and 2."""
     kit, case = KITS[layers][0], verify_case(layers)
     name = layers.lower()
     fixture = getattr(kit, f"build_{name}_attention_fixture")(CASE, case, **SIZES)
@@ -147,7 +149,7 @@ def committed(layers, in_kvbuffer):
             device=SIZES["device"],
         )
         tokens = SimpleNamespace(dtype=state.conv[0].dtype)
-        kvbuffer._built(pool, SimpleNamespace(**kinds, **vars(layer_ids), model_config=tokens))
+        kvbuffer._replace(pool, SimpleNamespace(**kinds, **vars(layer_ids), model_config=tokens))
         assert isinstance(pool.mamba_pool.mamba_cache.intermediate_ssm, kvbuffer.Drafts)
     batch, inputs = fixture.forward_batch, getattr(kit, f"{name}_fixture_inputs")(fixture)
     drafts._prepare_target_verify_batch(batch, case, SIZES["device"])
@@ -163,7 +165,7 @@ def committed(layers, in_kvbuffer):
 
 
 @pytest.mark.parametrize("layers", KITS)
-def test_drafts_in_a_kvbuffer_are_committed_as_the_engine_commits_states(layers, monkeypatch):
+def test_a_kvbuffer_is_committed_as_the_engine_commits_states(layers, monkeypatch):
     kvbuffer.register()
     HookRegistry.apply_hooks()
     if not CUDA:
@@ -176,7 +178,7 @@ def test_drafts_in_a_kvbuffer_are_committed_as_the_engine_commits_states(layers,
     )
     torch.testing.assert_close(ours, states, rtol=1e-5, atol=1e-5)
     assert torch.equal(our_windows, windows)
-    assert plugin._calls == {f"{layers} verify on backend {ROUTE}": 2}
+    assert common.process.calls == {f"{layers} verify on backend {ROUTE}": 2}
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU: CUDA graphs")

@@ -1,4 +1,4 @@
-"""vLLM's own engine, on a CPU, with its GDN and KDA layers on gated_delta: `make test-vllm`. Every case is a process of its own."""
+"""vLLM's engine on a CPU, with its layers on gated_delta: `make test-vllm`. A process a case."""
 
 from __future__ import annotations
 
@@ -52,9 +52,8 @@ def run(
     **engine: Any,
 ) -> Run:
     options = dict(dtype="float32", enforce_eager=True, max_model_len=1024, max_num_seqs=8, seed=0)
-    options |= dict(
-        max_num_batched_tokens=320
-    )  # a chunk of prefill has to be a block of the cache, up to 256 tokens, and decodes beside it
+    # A prefill chunk must be a block of the cache, up to 256 tokens, plus decodes.
+    options |= dict(max_num_batched_tokens=320)
     asked = dict(
         engine=options | dict(model=str(model)) | engine,
         prompts=PROMPTS,
@@ -68,9 +67,8 @@ def run(
         VLLM_ENABLE_V1_MULTIPROCESSING="0",
         VLLM_CPU_KVCACHE_SPACE="1",
         VLLM_CPU_OMP_THREADS_BIND="nobind",
-        VLLM_CACHE_ROOT=str(
-            Path(sys.prefix) / "cache"
-        ),  # what vLLM finds out about a model class, in a process of its own
+        # vLLM inspects a model class in a separate process, and caches the result.
+        VLLM_CACHE_ROOT=str(Path(sys.prefix) / "cache"),
         VLLM_NO_USAGE_STATS="1",
         HF_HUB_OFFLINE="1",
         OMP_NUM_THREADS="1",
@@ -94,14 +92,13 @@ def expected(model: Any) -> list[list[int]]:
     """transformers' greedy tokens, in fp32, a prompt at a time."""
     tokens = []
     for prompt in PROMPTS:
-        cached = (
-            model.config.model_type != "kimi_linear"
-        )  # transformers' cache asks for a layer of full attention
+        # transformers' cache needs a layer of full attention.
+        cached = model.config.model_type != "kimi_linear"
         options = dict(
             max_new_tokens=STEPS, min_new_tokens=STEPS, do_sample=False, use_cache=cached
         )
-        made = model.float().eval().generate(torch.tensor([prompt]), **options)
-        tokens.append(made[0, len(prompt) :].tolist())
+        result = model.float().eval().generate(torch.tensor([prompt]), **options)
+        tokens.append(result[0, len(prompt) :].tolist())
     return tokens
 
 
@@ -155,9 +152,9 @@ def kimi_linear() -> Any:
     return transformers.KimiLinearForCausalLM(config)
 
 
-def save(model: Any, place: Path) -> None:
-    model.save_pretrained(place)
-    file, kind = place / "model.safetensors", model.config.model_type
+def save(model: Any, directory: Path) -> None:
+    model.save_pretrained(directory)
+    file, kind = directory / "model.safetensors", model.config.model_type
     if (
         kind == "olmo_hybrid"
     ):  # transformers saves its convolution in three equal parts, whatever their widths
@@ -179,14 +176,15 @@ def save(model: Any, place: Path) -> None:
             num_heads=3,
             short_conv_kernel_size=4,
         )
+        # With MLA vLLM has no chunked prefill and no prefixes.
         no_mla = dict.fromkeys(
             ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
-        )  # else no chunks, no prefixes
-        config = json.loads((place / "config.json").read_text())
+        )
+        config = json.loads((directory / "config.json").read_text())
         config |= dict(
             linear_attn_config=layers, num_experts=None, first_k_dense_replace=3, **no_mla
         )
-        (place / "config.json").write_text(json.dumps(config))
+        (directory / "config.json").write_text(json.dumps(config))
 
 
 class Model(NamedTuple):
@@ -196,71 +194,71 @@ class Model(NamedTuple):
 
 @pytest.fixture(scope="session")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    made: dict[str, Model] = {}
+    result: dict[str, Model] = {}
 
     def get(make: Any) -> Model:
         name = make.__name__
-        if name not in made:
+        if name not in result:
             torch.manual_seed(0)
             model, path = make(), tmp_path_factory.mktemp(name)
-            made[name] = Model(path, expected(model))
+            result[name] = Model(path, expected(model))
             save(model, path)
-        return made[name]
+        return result[name]
 
     return get
 
 
 ON_GATED_DELTA = dict(decode="gated_delta", prefill="gated_delta")
-BF16: dict[str, Any] = dict(
-    dtype="bfloat16", enable_prefix_caching=True
-)  # all that vLLM's own CPU kernels take
+# The only dtype of vLLM's CPU kernels.
+BF16: dict[str, Any] = dict(dtype="bfloat16", enable_prefix_caching=True)
 
 
 @pytest.fixture(scope="session")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Run:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """vLLM without the plug-in."""
     return run(tmp_path_factory.mktemp("own"), TRAINED, plugin=None, **BF16)
 
 
-def test_plugin_not_chosen(own: Run) -> None:
-    assert own.report == []
-    assert own.calls == {}
-    assert "gated_delta " not in own.log
+def test_plugin_not_chosen(plain: Run) -> None:
+    assert plain.report == []
+    assert plain.calls == {}
+    assert "gated_delta " not in plain.log
 
 
 @pytest.mark.parametrize("make", [qwen3_5, qwen3_next, olmo_hybrid, kimi_linear])
 def test_tokens_of_transformers(make: Any, models: Any, tmp_path: Path) -> None:
     """Prefills in chunks, beside decodes too; the second round starts from cached prefixes."""
     model = models(make)
-    made = run(tmp_path, model.path, job=dict(rounds=2), enable_prefix_caching=True)
-    assert made.tokens == model.tokens
-    assert made.rounds[1]["tokens"] == model.tokens
-    assert made.rounds[0]["cached"] == [0] * len(PROMPTS)
-    assert made.rounds[1]["cached"][3] >= 256
-    assert {"prefill", "decode", "prefill+decode"} <= set(made.batches)
-    _all_on_gated_delta(made, "prefill", "decode")
-    assert made.calls["prefill from a state"]
-    assert bool(made.calls.get("longest")) == (make is not kimi_linear)
-    assert made.calls["norm"] == (made.calls["decode"] if make is kimi_linear else 0)
+    result = run(tmp_path, model.path, job=dict(rounds=2), enable_prefix_caching=True)
+    assert result.tokens == model.tokens
+    assert result.rounds[1]["tokens"] == model.tokens
+    assert result.rounds[0]["cached"] == [0] * len(PROMPTS)
+    assert result.rounds[1]["cached"][3] >= 256
+    assert {"prefill", "decode", "prefill+decode"} <= set(result.batches)
+    _all_on_gated_delta(result, "prefill", "decode")
+    assert result.calls["prefill from a state"]
+    assert bool(result.calls.get("longest")) == (make is not kimi_linear)
+    assert result.calls["norm"] == (result.calls["decode"] if make is kimi_linear else 0)
 
 
 @pytest.mark.parametrize(("make", "block"), [(qwen3_5, 64), (kimi_linear, 64), (kimi_linear, 32)])
 def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None:
-    """Prefills that run past the end of a prefix in cache keep its state, as in vLLM 0.33, whose questions 0.32 does not ask.
+    """Prefills past the end of a cached prefix keep its state, as in vLLM 0.33; 0.32 is patched.
 
-    vLLM 0.33 makes blocks multiples of a chunk. At ends of others no state can be kept, and so vLLM ends prefills there.
+    vLLM 0.33 makes blocks multiples of a chunk. Other block sizes allow no state inside a prefill,
+    so vLLM ends prefills there.
     """
     model = models(make)
     engine: dict[str, Any] = dict(
         max_num_batched_tokens=1024, enable_prefix_caching=True, block_size=block
     )
-    made = run(tmp_path, model.path, job=dict(rounds=2, grid=True), **engine)
-    assert made.tokens == model.tokens
-    assert made.rounds[1]["tokens"] == model.tokens
-    assert made.rounds[1]["cached"][3] >= 256
-    assert bool(made.calls["checkpoints"]) == (block == 64)
-    assert made.calls.get("windows", 0) == made.calls["checkpoints"]
-    _all_on_gated_delta(made, "prefill", "decode")
+    result = run(tmp_path, model.path, job=dict(rounds=2, grid=True), **engine)
+    assert result.tokens == model.tokens
+    assert result.rounds[1]["tokens"] == model.tokens
+    assert result.rounds[1]["cached"][3] >= 256
+    assert bool(result.calls["checkpoints"]) == (block == 64)
+    assert result.calls.get("windows", 0) == result.calls["checkpoints"]
+    _all_on_gated_delta(result, "prefill", "decode")
 
 
 @pytest.mark.parametrize(
@@ -270,37 +268,37 @@ def test_checkpoints(make: Any, block: int, models: Any, tmp_path: Path) -> None
 def test_who_keeps_checkpoints(
     refused: tuple[str, ...], of_vllm: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """vLLM has blocks for them where a layer names an alignment: then each prefill has to keep them, whoever runs it."""
-    from gated_delta.integrations import vllm_layers
+    """vLLM has blocks for them if a layer names an alignment: then every prefill must keep them."""
+    from gated_delta.integrations import vllm_common, vllm_layers
 
-    own = "get_prefill_checkpoint_alignment"  # inherited in vLLM 0.32
+    plain = "get_prefill_checkpoint_alignment"  # inherited in vLLM 0.32
     monkeypatch.setattr(
-        vllm_layers.QwenGatedDeltaNetAttention, own, lambda layer: of_vllm, raising=False
+        vllm_layers.QwenGatedDeltaNetAttention, plain, lambda layer: of_vllm, raising=False
     )
     layer = object.__new__(vllm_layers.Qwen)
-    vars(layer).update(aligned=True, tally=vllm_layers.Tally(dict.fromkeys(refused, "a reason")))
+    vars(layer).update(aligned=True, tally=vllm_common.Tally(dict.fromkeys(refused, "a reason")))
     wanted = layer.get_prefill_checkpoint_alignment() is not None
     assert wanted == (not refused or of_vllm is not None)
     assert layer._exports() == (wanted and "prefill" not in refused)
 
 
 def test_preempted_and_aborted(models: Any, tmp_path: Path) -> None:
-    """Requests that come back begin anew, short ones from zeros, others from a prefix in cache, in slots that others had meanwhile.
+    """Preempted requests start again, from zeros or a cached prefix, in slots used meanwhile.
 
     One leaves for good; the second round has all four, in slots that hold what was left there.
     """
     model = models(qwen3_5)
-    made = run(
+    result = run(
         tmp_path,
         model.path,
         job=dict(preempt_every=5, abort_at=12, rounds=2),
         enable_prefix_caching=True,
     )
-    assert made.tokens == [tokens for n, tokens in enumerate(model.tokens) if n != 1]
-    assert made.rounds[1]["tokens"] == model.tokens
-    assert made.calls["preempted"] >= 3
-    assert made.calls["aborted"] == 1
-    _all_on_gated_delta(made, "prefill", "decode")
+    assert result.tokens == [tokens for n, tokens in enumerate(model.tokens) if n != 1]
+    assert result.rounds[1]["tokens"] == model.tokens
+    assert result.calls["preempted"] >= 3
+    assert result.calls["aborted"] == 1
+    _all_on_gated_delta(result, "prefill", "decode")
 
 
 def test_tensor_parallel(models: Any, tmp_path: Path) -> None:
@@ -310,114 +308,123 @@ def test_tensor_parallel(models: Any, tmp_path: Path) -> None:
         tensor_parallel_size=2, distributed_executor_backend="mp", enable_prefix_caching=True
     )
     forked = dict(VLLM_WORKER_MULTIPROC_METHOD="fork")  # with the stand-ins of this process
-    made = run(tmp_path, model.path, job=dict(ranks=True), env=forked, **both)
-    assert made.tokens == model.tokens
-    assert len(made.ranks) == 2
-    for row in [row for rank in made.ranks for row in rank]:
+    result = run(tmp_path, model.path, job=dict(ranks=True), env=forked, **both)
+    assert result.tokens == model.tokens
+    assert len(result.ranks) == 2
+    for row in [row for rank in result.ranks for row in rank]:
         assert ON_GATED_DELTA.items() <= row.items()
         assert row["calls"].keys() == {"prefill", "decode"}
-    assert made.ranks[0] == made.ranks[1]
+    assert result.ranks[0] == result.ranks[1]
 
 
 def test_states_in_fp16(models: Any, tmp_path: Path) -> None:
     """And parts of prompts that end within a chunk of 64 tokens."""
     model = models(qwen3_5)
-    made = run(
+    result = run(
         tmp_path,
         model.path,
         mamba_ssm_cache_dtype="float16",
         long_prefill_token_threshold=96,
         enable_prefix_caching=True,
     )
-    assert made.tokens == model.tokens
-    _all_on_gated_delta(made, "prefill", "decode")
+    assert result.tokens == model.tokens
+    _all_on_gated_delta(result, "prefill", "decode")
 
 
 def test_an_engine_that_lacks_kernels_does_not_start(tmp_path: Path) -> None:
-    """As on a GPU without the compiler, with a pack that has none of what these layers need."""
+    """As on a GPU without the compiler, with a pack that lacks these layers' kernels."""
     strict = dict(GATED_DELTA_JIT="0", GATED_DELTA_CACHE_DIR=str(tmp_path))
-    missing = "kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no compiler(.|\n)*  - prefill_prepare axis=head K=64"
+    missing = (
+        "kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no compiler"
+        "(.|\n)*  - prefill_prepare axis=head K=64"
+    )
     with pytest.raises(AssertionError, match=missing):
         run(tmp_path, TRAINED, job=dict(arch="sm_90a"), env=strict, **BF16)
 
 
 def test_an_error_is_not_taken_for_a_refusal(tmp_path: Path) -> None:
-    """In the middle of a request it ends the engine, in its own words; vLLM's kernels do not hide it."""
+    """It ends the engine with its own message; vLLM's kernels do not hide it."""
     with pytest.raises(AssertionError, match="decode: what a test says"):
         run(tmp_path, TRAINED, job=dict(fail="decode"), **BF16)
 
 
 @pytest.mark.parametrize("make", [qwen3_5, kimi_linear])
 def test_drafts(make: Any, models: Any, tmp_path: Path) -> None:
-    """Speculative decoding, beside prefills too. vLLM's prefix cache and drafts together want Triton."""
+    """Speculative decoding, with prefills too. vLLM's prefix cache with drafts needs Triton."""
     model = models(make)
     answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, model.tokens, strict=True)]
-    made = run(
+    result = run(
         tmp_path,
         model.path,
         job=dict(answers=answers),
         speculative_config=NGRAM,
         enable_prefix_caching=False,
     )
-    assert made.tokens == model.tokens
-    assert {"drafts", "prefill+drafts"} <= set(made.batches)
-    assert {"accepted 0", "accepted 1", "accepted 2", "accepted 3"} <= made.calls.keys()
-    _all_on_gated_delta(made, "prefill", "drafts")
-    assert made.calls["norm"] == (made.calls["decode"] if make is kimi_linear else 0)
+    assert result.tokens == model.tokens
+    assert {"drafts", "prefill+drafts"} <= set(result.batches)
+    assert {"accepted 0", "accepted 1", "accepted 2", "accepted 3"} <= result.calls.keys()
+    _all_on_gated_delta(result, "prefill", "drafts")
+    assert result.calls["norm"] == (result.calls["decode"] if make is kimi_linear else 0)
 
 
-def test_drafts_and_convolution_of_vllm(own: Run, tmp_path: Path) -> None:
-    """On a CPU vLLM's convolution asks for no number of accepted ones. A token each: vLLM's own kernels fail later, on fewer drafts."""
+def test_drafts_and_convolution_of_vllm(plain: Run, tmp_path: Path) -> None:
+    """vLLM's CPU convolution takes no num_accepted_tokens. One token: its kernels fail later."""
     engine = BF16 | dict(speculative_config=NGRAM, enable_prefix_caching=False)
-    made = run(tmp_path, TRAINED, job=dict(own_convolution=True, max_tokens=1), **engine)
-    assert made.tokens == [tokens[:1] for tokens in own.tokens]
-    assert made.calls == {}
-    assert {(row["decode"], row["prefill"]) for row in made.report} == {
+    result = run(tmp_path, TRAINED, job=dict(own_convolution=True, max_tokens=1), **engine)
+    assert result.tokens == [tokens[:1] for tokens in plain.tokens]
+    assert result.calls == {}
+    assert {(row["decode"], row["prefill"]) for row in result.report} == {
         ("vLLM: vLLM's short convolution ignores drafts",) * 2
     }
 
 
-def _all_on_gated_delta(made: Run, *kinds: str) -> None:
-    assert len(made.report) >= 2
-    for row in made.report:
+def _all_on_gated_delta(result: Run, *kinds: str) -> None:
+    assert len(result.report) >= 2
+    for row in result.report:
         assert ON_GATED_DELTA.items() <= row.items()
         assert row["calls"].keys() <= {"prefill", "decode", "drafts"}
         assert all(row["calls"][kind] for kind in kinds)
     for name, calls in dict(prefill="prefill", decode="decode", drafts="drafts").items():
-        counted = sum(row["calls"].get(calls, 0) for row in made.report)
-        also = sum(row["calls"].get("drafts", 0) for row in made.report) if name == "decode" else 0
-        assert made.calls.get(name, 0) == counted + also
-    assert "backend reference" in made.log
-    assert made.kernels["needed"]
-    assert set(made.kernels["needed"]) <= set(made.kernels["looked_for"])  # when the engine started
+        counted = sum(row["calls"].get(calls, 0) for row in result.report)
+        also = (
+            sum(row["calls"].get("drafts", 0) for row in result.report) if name == "decode" else 0
+        )
+        assert result.calls.get(name, 0) == counted + also
+    assert "backend reference" in result.log
+    assert result.kernels["needed"]
+    assert set(result.kernels["needed"]) <= set(
+        result.kernels["looked_for"]
+    )  # when the engine started
 
 
-def test_tokens_of_vllm(own: Run, tmp_path: Path) -> None:
-    """decode takes in the norm behind it, as vLLM's layer hands its gate over to fused kernels, in bf16."""
-    made = run(tmp_path, TRAINED, **BF16)
-    assert made.tokens == own.tokens
-    _all_on_gated_delta(made, "prefill", "decode")
-    assert made.calls["norm"] == made.calls["decode"]
+def test_tokens_of_vllm(plain: Run, tmp_path: Path) -> None:
+    """decode includes the norm: in bf16 vLLM's layer passes its gate to fused kernels."""
+    result = run(tmp_path, TRAINED, **BF16)
+    assert result.tokens == plain.tokens
+    _all_on_gated_delta(result, "prefill", "decode")
+    assert result.calls["norm"] == result.calls["decode"]
 
 
-def test_layer_left_to_vllm(own: Run, tmp_path: Path) -> None:
-    made = run(tmp_path, TRAINED, job=dict(refuse=1), **BF16)
-    assert made.tokens == own.tokens
-    places = [(row["decode"], row["prefill"]) for row in made.report]
+def test_layer_left_to_vllm(plain: Run, tmp_path: Path) -> None:
+    result = run(tmp_path, TRAINED, job=dict(refuse=1), **BF16)
+    assert result.tokens == plain.tokens
+    places = [(row["decode"], row["prefill"]) for row in result.report]
     assert places == [("gated_delta",) * 2, ("vLLM: what a test says",) * 2, ("gated_delta",) * 2]
-    assert made.report[1]["calls"] == {}  # vLLM's CPU kernels do not come through the layer's core
     assert (
-        made.calls["prefill"]
-        == made.report[0]["calls"]["prefill"] + made.report[2]["calls"]["prefill"]
+        result.report[1]["calls"] == {}
+    )  # vLLM's CPU kernels do not come through the layer's core
+    assert (
+        result.calls["prefill"]
+        == result.report[0]["calls"]["prefill"] + result.report[2]["calls"]["prefill"]
     )
-    assert "decode: vLLM: what a test says; prefill: vLLM: what a test says" in made.log
+    assert "decode: vLLM: what a test says; prefill: vLLM: what a test says" in result.log
 
 
-def test_engine_that_declines(own: Run, tmp_path: Path) -> None:
-    made = run(tmp_path, TRAINED, additional_config=dict(gated_delta=False), **BF16)
-    assert made.tokens == own.tokens
-    assert made.calls == {}
-    assert {row["decode"] for row in made.report} == {
+def test_engine_that_declines(plain: Run, tmp_path: Path) -> None:
+    result = run(tmp_path, TRAINED, additional_config=dict(gated_delta=False), **BF16)
+    assert result.tokens == plain.tokens
+    assert result.calls == {}
+    assert {row["decode"] for row in result.report} == {
         "vLLM: additional_config has gated_delta false"
     }
 
@@ -440,27 +447,28 @@ def test_switches_with_another_value(engine: Any, env: Any, reason: str, tmp_pat
         run(tmp_path, TRAINED, env=env, **BF16, **engine)
 
 
-def test_another_version(own: Run, tmp_path: Path) -> None:
-    made = run(tmp_path, TRAINED, job=dict(version="0.34.0"), **BF16)
-    assert made.tokens == own.tokens
-    assert made.report == []
-    assert made.calls == {}
-    assert "expected vLLM 0.32.* on cpu, got 0.34.0; vLLM's own kernels run" in made.log
+def test_another_version(plain: Run, tmp_path: Path) -> None:
+    result = run(tmp_path, TRAINED, job=dict(version="0.34.0"), **BF16)
+    assert result.tokens == plain.tokens
+    assert result.report == []
+    assert result.calls == {}
+    assert "expected vLLM 0.32.* on cpu, got 0.34.0; vLLM's own kernels run" in result.log
 
 
 def test_process_of_the_engine(models: Any, tmp_path: Path) -> None:
-    """vLLM loads the plug-in where the layers are. In fp32, as what is in a batch depends on when prompts get there."""
+    """vLLM loads the plug-in in the layers' process. In fp32: batches depend on timing."""
     model = models(qwen3_5)
-    made = run(
+    result = run(
         tmp_path,
         model.path,
         env=dict(VLLM_ENABLE_V1_MULTIPROCESSING="1"),
         enable_prefix_caching=True,
     )
-    assert made.tokens == model.tokens
-    assert made.report == []
-    (line,) = [line for line in made.log.splitlines() if "in QwenGatedDeltaNetAttention" in line]
+    assert result.tokens == model.tokens
+    assert result.report == []
+    (line,) = [line for line in result.log.splitlines() if "in QwenGatedDeltaNetAttention" in line]
     assert line.startswith("(Worker ")
     assert line.endswith(
-        "backend reference, in QwenGatedDeltaNetAttention: decode: gated_delta; prefill: gated_delta"
+        "backend reference, in QwenGatedDeltaNetAttention: "
+        "decode: gated_delta; prefill: gated_delta"
     )

@@ -1,6 +1,6 @@
-"""One vLLM engine in a process of its own: reads a job (JSON) from stdin, writes what came of it to the file that it names.
+"""One vLLM engine: reads a job (JSON) from stdin, writes its results to the job's file.
 
-On a CPU vLLM has no Triton, and its convolution ignores drafts: torch stands in for it where there are some.
+On a CPU vLLM has no Triton, and its convolution ignores drafts: for drafts torch replaces it.
 """
 
 import collections
@@ -30,7 +30,7 @@ def conv_update(
     query_start_loc=None,
     max_query_len=1,
 ):
-    """x [tokens, D]. With num_accepted_tokens, the state is the window that ends with the last draft."""
+    """x [tokens, D]. With num_accepted_tokens, the state is the window ending at the last draft."""
     assert num_accepted_tokens is None or (num_accepted_tokens >= 1).all()
     bounds = list(range(len(x) + 1)) if query_start_loc is None else query_start_loc.tolist()
     out.zero_()
@@ -44,8 +44,8 @@ def conv_update(
                 [held[:, first : first + weight.shape[1] - 1], x[start:end].T.to(held.dtype)], 1
             )
             out[start:end] = _conv(window, weight, bias, activation).T
-            kept = window[:, 1:]
-            held[:, : kept.shape[1]] = kept
+            rest = window[:, 1:]
+            held[:, : rest.shape[1]] = rest
     return out
 
 
@@ -66,20 +66,17 @@ def stand_in(drafts):
     from vllm.model_executor.layers.mamba.ops import causal_conv1d
     from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
 
-    library = type(
-        ffi.lib
-    )  # numba's: vLLM looks for kernels in every module's values, and this one has whatever attribute is asked for
+    # numba's, with any attribute; vLLM looks for kernels in every module's values.
+    library = type(ffi.lib)
     find = library.__getattr__
     library.__getattr__ = lambda self, name: (
         find(self, name) if name != "__dict__" else object.__getattribute__(self, name)
     )
-    Qwen3NextForCausalLM.set_moe_parameters = lambda self: (
-        None
-    )  # it wants experts, whose kernels want bf16
+    # It needs experts, and their kernels need bf16.
+    Qwen3NextForCausalLM.set_moe_parameters = lambda self: None
     olmo_gdn_linear_attn.set_triton_allocator = lambda device: None
-    loader = (
-        olmo_gdn_linear_attn._make_fused_conv1d_weight_loader
-    )  # it wants as an argument what vLLM hangs on the tensor
+    # It takes shard_id as an argument; vLLM sets it as an attribute.
+    loader = olmo_gdn_linear_attn._make_fused_conv1d_weight_loader
     olmo_gdn_linear_attn._make_fused_conv1d_weight_loader = lambda *dims: (
         lambda param, x: loader(*dims)(param, x, x.shard_id)
     )
@@ -88,7 +85,7 @@ def stand_in(drafts):
 
 
 def count():
-    """Every call of the operations goes through here, so that what ran is known from outside the plug-in."""
+    """Counts every call of the operations, outside the plug-in."""
     from gated_delta import api
 
     def counted(name, f):
@@ -97,9 +94,10 @@ def count():
                 CALLS[name] += 1
                 accepted = kwargs.get("num_accepted")
                 CALLS["drafts"] += accepted is not None
+                # The first token is no draft.
                 CALLS.update(
                     f"accepted {n - 1}" for n in ([] if accepted is None else accepted.tolist())
-                )  # the first was no draft
+                )
                 CALLS["norm"] += kwargs.get("norm") is not None
                 CALLS["checkpoints"] += kwargs.get("checkpoint_lens") is not None
                 if longest := kwargs.get("max_seqlen"):  # in chunks
@@ -117,7 +115,7 @@ def count():
 
 
 class Exporter:
-    """Keeps the inputs of the convolution before a checkpoint, in its window of the checkpoint's slot."""
+    """Keeps the convolution's inputs before a checkpoint, in the checkpoint's slot."""
 
     def __init__(self, state_len):
         self.state_len = state_len
@@ -135,7 +133,7 @@ class Exporter:
 
 
 def draft_from(answers):
-    """Drafts of 0 to 3 tokens: those that the model is to say, and every fifth another."""
+    """Drafts of 0 to 3 tokens of the model's answer; every fifth token is wrong."""
     from vllm.v1.spec_decode.ngram_proposer import NgramProposer
 
     def propose(self, num_requests, asking, num_tokens, token_ids, k):
@@ -151,7 +149,7 @@ def draft_from(answers):
 
 
 def ask_for_checkpoints():
-    """vLLM 0.32 has their bookkeeping; what its layers are asked, and one exporter for all of them, are 0.33's."""
+    """vLLM 0.32 has their bookkeeping; the layers' methods and the exporter are 0.33's."""
     from vllm.model_executor.layers.mamba import abstract, checkpoint
 
     abstract.get_mamba_prefill_checkpoint_alignment = lambda config: 64
@@ -160,7 +158,7 @@ def ask_for_checkpoints():
 
 
 def refuse(layer):
-    """The operations cannot run what that layer asks for when it is built: two calls."""
+    """The operations refuse that layer's calls when it is built: two calls."""
     from gated_delta import UnsupportedProblem, api
 
     explain, calls = api.explain, itertools.count()
@@ -174,7 +172,7 @@ def refuse(layer):
 
 
 def record(kernels, arch):
-    """What is looked for when the engine starts, and what its calls would launch on a GPU. arch: look for it in earnest."""
+    """Records the kernels loaded at the start and needed by calls. arch: really loads them."""
     from gated_delta import api, dispatch, ops
     from gated_delta.integrations import start
 
@@ -234,7 +232,7 @@ def preempt_every(steps):
 
 
 def abort_at(step):
-    """As where a user goes: in that step the second request ends without an answer, and its blocks are free."""
+    """As for a disconnected user: the second request ends in that step, its blocks are free."""
     from vllm.v1.engine.llm_engine import LLMEngine
 
     original, calls = LLMEngine.step, itertools.count(1)
@@ -249,14 +247,14 @@ def abort_at(step):
 
 
 def rank(worker):
-    """What a worker's process says of its layers."""
+    """The report of a worker's process."""
     from gated_delta.integrations import vllm as plugin
 
     return [row._asdict() for row in plugin.report()]
 
 
 def watch():
-    """What kinds of batches there were."""
+    """Records the kinds of batches."""
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder as Builder
 
     build = Builder.build
@@ -312,15 +310,15 @@ def main():
         )
     from gated_delta.integrations import vllm as plugin
 
-    made = dict(
+    results = dict(
         rounds=rounds,
         calls=CALLS,
         batches=sorted(BATCHES),
         report=[row._asdict() for row in plugin.report()],
     )
-    made |= dict(kernels=kernels, ranks=llm.collective_rpc(rank) if "ranks" in job else [])
+    results |= dict(kernels=kernels, ranks=llm.collective_rpc(rank) if "ranks" in job else [])
     with open(job["result"], "w") as f:
-        json.dump(made, f)
+        json.dump(results, f)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""SGLang's decode of what the convolution leaves, by gated_delta's."""
+"""SGLang's decode of the convolution's output, by gated_delta's."""
 
 from sglang.kernels.ops.attention.fla.utils import input_guard
 

@@ -19,9 +19,10 @@ assert not any(
 
 
 def fused_sigmoid_gating_delta_rule_update(
-    A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source, initial_state_indices, scale=None,
-    use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False, lower_bound=None, disable_state_update=False,
-    intermediate_states_buffer=None, intermediate_state_indices=None, cache_steps=None, cache_ring=False, replayssm_rawv=None,
+    A_log, a, dt_bias, softplus_beta, softplus_threshold, q, k, v, b, initial_state_source,
+    initial_state_indices, scale=None, use_qk_l2norm_in_kernel=False, cu_seqlens=None, is_kda=False,
+    lower_bound=None, disable_state_update=False, intermediate_states_buffer=None,
+    intermediate_state_indices=None, cache_steps=None, cache_ring=False, replayssm_rawv=None,
     replayssm_rawk=None, replayssm_g=None, replayssm_beta=None,
 ):  # fmt: skip
     assert (softplus_beta, softplus_threshold, use_qk_l2norm_in_kernel) == (1.0, 20.0, True)
@@ -54,7 +55,8 @@ def fused_sigmoid_gating_delta_rule_update(
         else gd.Gate.softplus(A_log, dt_bias)
     )
     return gd.decode(
-        q, k, v, a, b[None], gate=gate, scale=scale, beta_logits=True, cu_seqlens=cu_seqlens, state=initial_state_source,
-        state_indices=initial_state_indices, intermediate_states=intermediate_states_buffer,
-        update_state=not disable_state_update, backend="reference",
+        q, k, v, a, b[None], gate=gate, scale=scale, beta_logits=True, cu_seqlens=cu_seqlens,
+        state=initial_state_source, state_indices=initial_state_indices,
+        intermediate_states=intermediate_states_buffer, update_state=not disable_state_update,
+        backend="reference",
     )  # fmt: skip

@@ -1,4 +1,4 @@
-"""SGLang's ReplaySSM for GDN, by gated_delta's verify and flush: a ring of records, folded into the state where it fills."""
+"""SGLang's ReplaySSM for GDN, on verify and flush: a ring of records, folded when full."""
 
 import torch
 from sglang.kernels.ops.attention.fla.utils import is_tf32_supported
@@ -23,9 +23,10 @@ def folded(state, d, k, g, places):
 
 
 def gdn_replayssm_spec_decode(
-    q, k, v, a, b, A_log, dt_bias, checkpoint_state, d_cache, k_cache, g_cache, rawv_cache, rawk_cache, beta_cache, out,
-    query_start_loc, ssm_state_indices, replay_indices, write_pos, cache_base, is_flush, max_cache_len, max_spec_len, scale=None,
-    use_qk_l2norm_in_kernel=True, null_block_id=0, launch_mode="both",
+    q, k, v, a, b, A_log, dt_bias, checkpoint_state, d_cache, k_cache, g_cache, rawv_cache,
+    rawk_cache, beta_cache, out, query_start_loc, ssm_state_indices, replay_indices, write_pos,
+    cache_base, is_flush, max_cache_len, max_spec_len, scale=None, use_qk_l2norm_in_kernel=True,
+    null_block_id=0, launch_mode="both",
 ):  # fmt: skip
     assert (launch_mode, beta_cache, null_block_id, max_cache_len) == (
         "verify",
@@ -39,7 +40,7 @@ def gdn_replayssm_spec_decode(
             0,
             True,
         )
-        some, seen = (
+        span, seen = (
             slice(*query_start_loc[n : n + 2].tolist()),
             ring(cache_base[row], write_pos[row], max_cache_len),
         )
@@ -49,8 +50,8 @@ def gdn_replayssm_spec_decode(
         ]
         state = folded(checkpoint_state[slot], *records, g_cache[row], seen)
         buffer = gd.KVBuffer.empty(1, max_spec_len, k.shape[1], v.shape[1], k.shape[2], v.shape[2])
-        tokens = [one[None, some] for one in (q, k, v, a, b)]
-        out[some] = gd.verify(
+        tokens = [one[None, span] for one in (q, k, v, a, b)]
+        out[span] = gd.verify(
             *tokens, gate=gate, scale=scale, beta_logits=True, state=state[None], buffer=buffer
         )[0]
         where = ring(cache_base[row] + write_pos[row], max_spec_len, max_cache_len)
@@ -62,8 +63,8 @@ def gdn_replayssm_spec_decode(
 
 
 def commit_gdn_replayssm_spec(
-    write_pos, cache_base, is_flush, num_accepted, replay_indices, max_cache_len, max_spec_len, fold_every_commit=False,
-    cache_buf_len=None, null_block_id=0,
+    write_pos, cache_base, is_flush, num_accepted, replay_indices, max_cache_len, max_spec_len,
+    fold_every_commit=False, cache_buf_len=None, null_block_id=0,
 ):  # fmt: skip
     assert (is_flush.dtype, int(is_flush.sum())) == (torch.int8, 0)
     write_pos[replay_indices] += num_accepted
@@ -73,8 +74,9 @@ def commit_gdn_replayssm_spec(
 
 
 def commit_gdn_replayssm_circular(
-    *, checkpoint_state, d_cache, k_cache, g_cache, d_residual_cache, k_residual_cache, state_batch_indices, replay_indices,
-    write_pos, cache_base, is_flush, accept_lens, mamba_track_indices=None, mamba_steps_to_track=None, null_block_id=-1,
+    *, checkpoint_state, d_cache, k_cache, g_cache, d_residual_cache, k_residual_cache,
+    state_batch_indices, replay_indices, write_pos, cache_base, is_flush, accept_lens,
+    mamba_track_indices=None, mamba_steps_to_track=None, null_block_id=-1,
 ):  # fmt: skip
     for slot, row in zip(state_batch_indices.tolist(), replay_indices.tolist()):
         if is_flush[row]:

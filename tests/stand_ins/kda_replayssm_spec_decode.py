@@ -1,11 +1,12 @@
-"""SGLang's fold of KDA's records into the states, by gated_delta's decode; a state of 16 bits is rounded once, at its end."""
+"""SGLang's fold of KDA's records, on decode; a 16-bit state is rounded once, at its end."""
 
 import gated_delta as gd
 
 
 def commit_kda_replayssm_spec_all_layers(
-    checkpoint_state, rawv_cache, rawk_cache, gk_cache, beta_cache, ssm_state_indices, accept_lens, max_cache_len, num_k_heads,
-    mamba_track_indices=None, mamba_steps_to_track=None, use_qk_l2norm_in_kernel=True, null_block_id=0,
+    checkpoint_state, rawv_cache, rawk_cache, gk_cache, beta_cache, ssm_state_indices, accept_lens,
+    max_cache_len, num_k_heads, mamba_track_indices=None, mamba_steps_to_track=None,
+    use_qk_l2norm_in_kernel=True, null_block_id=0,
 ):  # fmt: skip
     assert (null_block_id, max_cache_len, num_k_heads) == (
         -1,

@@ -1,4 +1,4 @@
-"""Functions of FlashInfer, cuDNN and vLLM, by gated_delta's operations: what our adapters do not have."""
+"""Functions of FlashInfer, cuDNN and vLLM without an adapter, on gated_delta's operations."""
 
 import torch
 
@@ -11,7 +11,7 @@ def recurrent_kda(q, k, v, g, beta, *, num_spec_tokens=None, **options):
         return flashinfer.recurrent_kda(q, k, v, g, beta, **options)
     assert options["use_gate_in_kernel"]
     assert options["beta_is_logit"]
-    # What the adapter does not do: a slot for every token, in another pool than the one that is read.
+    # The adapter refuses it: a slot for every token, in another pool than the one read.
     written, slots, cu_seqlens = (
         options["initial_state"],
         options["ssm_state_indices"],
@@ -44,9 +44,9 @@ def recurrent_kda(q, k, v, g, beta, *, num_spec_tokens=None, **options):
 
 
 def kimi_delta_attention(
-    q, k, v, g, beta, cu_seqlens, scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False,
-    use_beta_sigmoid_in_kernel=False, safe_gate=False, gate_lower_bound=None, gate_domain="log", a_log=None, dt_bias=None,
-    plan_name=None,
+    q, k, v, g, beta, cu_seqlens, scale=None, initial_state=None, output_final_state=False,
+    use_qk_l2norm_in_kernel=False, use_beta_sigmoid_in_kernel=False, safe_gate=False,
+    gate_lower_bound=None, gate_domain="log", a_log=None, dt_bias=None, plan_name=None,
 ):  # fmt: skip
     assert plan_name in ("kda_hopper_cuda", "kda_hopper")
     if plan_name == "kda_hopper":
@@ -56,9 +56,11 @@ def kimi_delta_attention(
         assert g.dtype == beta.dtype == torch.float32
     assert cu_seqlens.dtype == torch.int32
     o, state = gd.prefill(
-        q[None], k[None], v[None], g[None], beta[None], scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens,
+        q[None], k[None], v[None], g[None], beta[None], scale=scale,
+        qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens,
         gate=gd.Gate.lower_bound(a_log, dt_bias, gate_lower_bound) if safe_gate else gd.Gate.log(),
-        beta_logits=use_beta_sigmoid_in_kernel, initial_state=initial_state, output_final_state=True, backend="reference",
+        beta_logits=use_beta_sigmoid_in_kernel, initial_state=initial_state,
+        output_final_state=True, backend="reference",
     )  # fmt: skip
     return o[0], state
 
@@ -75,9 +77,10 @@ def fused_kda_decode(
         (seen.float() * weight.transpose(1, 2).reshape(-1, 4)).sum(-1)
     ).bfloat16()
     gd.decode(
-        *(y.view(B, 1, H, D) for y in mixed.split(H * D, -1)), raw_g.view(B, 1, H, D), raw_beta.view(B, 1, H),
-        gate=gd.Gate.lower_bound(A_log, dt_bias.view(H, D), lower_bound), norm=gd.GatedNorm(norm_weight, norm_eps, "sigmoid"),
-        z=output_gate.view(B, 1, H, D), state=state, state_indices=state_indices, out=out.view(B, 1, H, D), beta_logits=True,
+        *(y.view(B, 1, H, D) for y in mixed.split(H * D, -1)), raw_g.view(B, 1, H, D),
+        raw_beta.view(B, 1, H), gate=gd.Gate.lower_bound(A_log, dt_bias.view(H, D), lower_bound),
+        norm=gd.GatedNorm(norm_weight, norm_eps, "sigmoid"), z=output_gate.view(B, 1, H, D),
+        state=state, state_indices=state_indices, out=out.view(B, 1, H, D), beta_logits=True,
         backend="reference",
     )  # fmt: skip
 
@@ -104,7 +107,8 @@ def fused_gdn_decode_post_conv_mtp(
     assert state_indices.shape == (len(cu_seqlens) - 1, len(mixed_qkv) // len(num_accepted))
     q, k, v = (x.unflatten(-1, (-1, D))[None] for x in mixed_qkv.split([H * D, H * D, HV * D], -1))
     gd.decode(
-        q, k, v, a[None], b[None], gate=gd.Gate.softplus(A_log, dt_bias), norm=gd.GatedNorm(norm_weight, eps, act),
-        z=output_gate[None], state=state, state_indices=state_indices, num_accepted=num_accepted, cu_seqlens=cu_seqlens,
+        q, k, v, a[None], b[None], gate=gd.Gate.softplus(A_log, dt_bias),
+        norm=gd.GatedNorm(norm_weight, eps, act), z=output_gate[None], state=state,
+        state_indices=state_indices, num_accepted=num_accepted, cu_seqlens=cu_seqlens,
         out=out[None], scale=scale, beta_logits=True, backend="reference",
     )  # fmt: skip

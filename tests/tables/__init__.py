@@ -1,1 +1,1 @@
-"""What test_adapters.py and test_migration.py ask of each adapter: a module of calls for each library."""
+"""Tables of the adapters' tests: a module of calls for each library."""

@@ -1,4 +1,4 @@
-"""Calls of cuLA's functions: valid ones and what they copy, hints that change nothing, what is refused, the signatures."""
+"""Calls of cuLA's functions: valid calls, tensors they copy, hints, refusals, signatures."""
 
 import functools
 
@@ -19,7 +19,7 @@ SLOTS = (9, 2, 4)
 def inputs(
     name: str, t: int | None = None, n: int = N, dtype: torch.dtype = FP32, seed: int = 0
 ) -> dict[str, Tensor]:
-    """The tensors that come with every step: T tokens, but one for DECODE; grouped heads, but for VERIFY."""
+    """The tensors of every step: T tokens (DECODE: 1); grouped heads (VERIFY: not)."""
     t, heads = t or (1 if name == DECODE else T), HV if name == VERIFY else H
     return dict(
         A_log=normal(HV, seed=seed),
@@ -45,7 +45,7 @@ SEQUENCES, GATE = len(ENDS) - 1, dict(use_gate_in_kernel=True, safe_gate=True, l
 
 
 def prompts(heads: int = H, packed: bool = True, dtype: torch.dtype = FP32) -> dict[str, Tensor]:
-    """Tokens with a raw gate and its parameters, packed with some past the last sequence, or three of 67."""
+    """Tokens with a raw gate: packed, with some past the last sequence, or three times 67."""
     lead = (1, TOTAL) if packed else (N, 67)
     x = dict(
         q=normal(*lead, heads, K, seed=0, dtype=dtype),
@@ -269,15 +269,22 @@ POOL = "A_log, dt_bias, q, k, v, a, b, initial_state_source, initial_state_indic
 NUMBERS = (
     "scale=None, use_qk_l2norm_in_kernel=True, softplus_beta=1.0, softplus_threshold=20.0, out=None"
 )
-FOLD = "initial_state_source, initial_state_indices, d_buffer, k_buffer, g_buffer, accept_len, bv=-1, opt_level=3"
+FOLD = (
+    "initial_state_source, initial_state_indices, d_buffer, k_buffer, g_buffer, accept_len, "
+    "bv=-1, opt_level=3"
+)
 PROMPT = (
-    "q, k, v, g, beta, scale=None, initial_state=None, output_final_state={0}, use_qk_l2norm_in_kernel={0}, use_gate_in_kernel={0}, "
-    "safe_gate={0}, lower_bound={1}, cu_seqlens=None, chunk_indices=None, *, A_log=None, dt_bias=None, cu_seqlens_cpu=None"
+    "q, k, v, g, beta, scale=None, initial_state=None, output_final_state={0}, "
+    "use_qk_l2norm_in_kernel={0}, use_gate_in_kernel={0}, "
+    "safe_gate={0}, lower_bound={1}, cu_seqlens=None, chunk_indices=None, *, A_log=None, "
+    "dt_bias=None, cu_seqlens_cpu=None"
 )
 SIGNATURES = {
     DECODE: f"{POOL}, cu_seqlens=None, {NUMBERS}, state_layout=vk",
-    MTP: f"{POOL}, {NUMBERS}, state_layout=vk, disable_state_update=False, intermediate_states_buffer=None, lower_bound=None",
-    VERIFY: f"{POOL}, {NUMBERS}, disable_state_update=True, emit_output=True, d_buffer=None, k_buffer=None, g_buffer=None, "
+    MTP: f"{POOL}, {NUMBERS}, state_layout=vk, disable_state_update=False, "
+    "intermediate_states_buffer=None, lower_bound=None",
+    VERIFY: f"{POOL}, {NUMBERS}, disable_state_update=True, emit_output=True, d_buffer=None, "
+    "k_buffer=None, g_buffer=None, "
     "t_crossover=None, opt_level=3, fast_math=True, lower_bound=None",
     FLUSH: FOLD,
     FLUSH_ALL: FOLD,

@@ -1,4 +1,4 @@
-"""Calls of FLA's functions: valid ones and what they copy, hints that change nothing, what is refused, the signatures."""
+"""Calls of FLA's functions: valid calls, tensors they copy, hints, refusals, signatures."""
 
 import functools
 
@@ -20,7 +20,7 @@ GDN, KDA, CHUNKS, STEPS = FUNCTIONS[:2], FUNCTIONS[2:], FUNCTIONS[::2], FUNCTION
 
 
 def inputs(name: str, n: int = N, t: int = T, dtype: torch.dtype = FP32) -> dict[str, Tensor]:
-    """q, k, v, g (a log decay), beta, with keys of length one so that the recurrence is stable without normalisation."""
+    """q, k, v, g (a log decay), beta; keys of length 1: stable without normalisation."""
     return dict(
         q=normal(n, t, H, K, seed=0, dtype=dtype),
         k=F.normalize(normal(n, t, H, K, seed=1), dim=-1).to(dtype),
@@ -152,14 +152,21 @@ REFUSED = {
 STATE = "scale=None, initial_state=None, output_final_state=False, use_qk_l2norm_in_kernel=False"
 BETA = "use_beta_sigmoid_in_kernel=False, allow_neg_eigval=False"
 SIGNATURES = {
-    CHUNK_GDN: f"q, k, v, g, beta, {STATE}, {BETA}, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, chunk_indices=None, "
-    "cp_context=None, *, use_gate_in_kernel=False, A_log=None, dt_bias=None, chunk_size=64, use_graph=False, max_num_seqs=None, "
+    CHUNK_GDN: f"q, k, v, g, beta, {STATE}, {BETA}, state_v_first=False, cu_seqlens=None, "
+    "cu_seqlens_cpu=None, chunk_indices=None, "
+    "cp_context=None, *, use_gate_in_kernel=False, A_log=None, dt_bias=None, chunk_size=64, "
+    "use_graph=False, max_num_seqs=None, "
     "transpose_state_layout=None",
-    STEP_GDN: f"q, k, v, g=None, gk=None, gv=None, beta=None, {STATE}, use_gate_in_kernel=False, A_log=None, dt_bias=None, {BETA}, "
+    STEP_GDN: f"q, k, v, g=None, gk=None, gv=None, beta=None, {STATE}, use_gate_in_kernel=False, "
+    f"A_log=None, dt_bias=None, {BETA}, "
     "state_v_first=False, cu_seqlens=None, *, transpose_state_layout=None",
-    CHUNK_KDA: f"q, k, v, g, beta, {STATE}, use_gate_in_kernel=False, {BETA}, safe_gate=False, lower_bound=None, "
-    "disable_recompute=False, return_intermediate_states=False, state_v_first=False, cu_seqlens=None, cu_seqlens_cpu=None, "
-    "cp_context=None, use_graph=False, max_num_seqs=None, *, A_log=None, dt_bias=None, chunk_size=64, transpose_state_layout=None",
-    STEP_KDA: f"q, k, v, g, beta, A_log=None, dt_bias=None, {STATE}, use_gate_in_kernel=False, {BETA}, lower_bound=None, "
+    CHUNK_KDA: f"q, k, v, g, beta, {STATE}, use_gate_in_kernel=False, {BETA}, safe_gate=False, "
+    "lower_bound=None, "
+    "disable_recompute=False, return_intermediate_states=False, state_v_first=False, "
+    "cu_seqlens=None, cu_seqlens_cpu=None, "
+    "cp_context=None, use_graph=False, max_num_seqs=None, *, A_log=None, dt_bias=None, "
+    "chunk_size=64, transpose_state_layout=None",
+    STEP_KDA: f"q, k, v, g, beta, A_log=None, dt_bias=None, {STATE}, use_gate_in_kernel=False, "
+    f"{BETA}, lower_bound=None, "
     "state_v_first=False, cu_seqlens=None, *, transpose_state_layout=None",
 }

@@ -1,4 +1,4 @@
-"""Calls of FlashInfer's functions: valid ones and what they copy, hints that change nothing, what is refused, the signatures."""
+"""Calls of FlashInfer's functions: valid calls, tensors they copy, hints, refusals, signatures."""
 
 import functools
 
@@ -19,7 +19,7 @@ GDN, PREFILL = DECODES[:2], "chunk_gated_delta_rule"
 
 
 def inputs(name: str, n: int = B, t: int = T, dtype: torch.dtype = FP32) -> dict[str, Tensor]:
-    """The tensors that come with every call: for GDN the raw gate a and the logit b, for KDA a log decay and a strength."""
+    """The tensors of every call. GDN: raw gate a, logit b. KDA: log decay, strength."""
     q, k, v = (
         normal(n, t, heads, d, seed=i, dtype=dtype)
         for i, (heads, d) in enumerate([(H, K), (H, K), (HV, V)])
@@ -39,7 +39,7 @@ N = len(ENDS) - 1
 
 
 def prompts(heads: int = H, dtype: torch.dtype = FP32) -> dict[str, Tensor]:
-    """Packed tokens, some past the last sequence; g the decay itself; keys of length one, so that nothing grows."""
+    """Packed tokens, some past the last sequence; g is the decay; keys of length 1."""
     return dict(
         q=normal(TOTAL, heads, K, seed=0, dtype=dtype),
         k=F.normalize(normal(TOTAL, heads, K, seed=1), dim=-1).to(dtype),
@@ -156,7 +156,7 @@ def ragged(**more) -> dict:
 
 
 def shared_heads(heads: int) -> dict:
-    """Query heads that share heads of k and v. FlashInfer's g, beta, states and outputs have a head for each of them then."""
+    """Query heads share heads of k and v; each has its own g, beta, state and output."""
     x = prompts(HV)
     return (
         x
@@ -567,18 +567,29 @@ GDN_GATE, CHECKPOINTS = (
     "state_checkpoints=None, checkpoint_cu_starts=None, checkpoint_every_n_tokens=0",
 )
 SIGNATURES = {
-    PRETRANSPOSE: f"q, k, v, state, {GDN_GATE}, scale=None, output=None, use_qk_l2norm=True, initial_state=None, "
-    "initial_state_indices=None, output_state_indices=None, intermediate_states_buffer=None, disable_state_update=False, backend=auto",
-    MTP: f"q, k, v, initial_state, initial_state_indices, {GDN_GATE}, scale=None, output=None, intermediate_states_buffer=None, "
-    "ssm_state_indices=None, disable_state_update=None, use_qk_l2norm=True, output_state_indices=None, cache_replayssm=False, "
+    PRETRANSPOSE: f"q, k, v, state, {GDN_GATE}, scale=None, output=None, use_qk_l2norm=True, "
+    "initial_state=None, "
+    "initial_state_indices=None, output_state_indices=None, intermediate_states_buffer=None, "
+    "disable_state_update=False, backend=auto",
+    MTP: f"q, k, v, initial_state, initial_state_indices, {GDN_GATE}, scale=None, output=None, "
+    "intermediate_states_buffer=None, "
+    "ssm_state_indices=None, disable_state_update=None, use_qk_l2norm=True, "
+    "output_state_indices=None, cache_replayssm=False, "
     "replayssm_rawv=None, replayssm_rawk=None, replayssm_g=None, replayssm_beta=None",
-    KDA: "q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None, output_final_state=False, "
-    "use_qk_l2norm_in_kernel=True, use_gate_in_kernel=False, lower_bound=None, cu_seqlens=None, ssm_state_indices=None, "
-    "num_spec_tokens=None, num_accepted_tokens=None, output=None, initial_state_source=None, initial_state_indices=None, "
-    f"beta_is_logit=False, seq_order=None, prefill_workspace=None, {CHECKPOINTS}, checkpoint_state_indices=None, *, "
+    KDA: "q, k, v, g, beta, A_log=None, dt_bias=None, scale=None, initial_state=None, "
+    "output_final_state=False, "
+    "use_qk_l2norm_in_kernel=True, use_gate_in_kernel=False, lower_bound=None, cu_seqlens=None, "
+    "ssm_state_indices=None, "
+    "num_spec_tokens=None, num_accepted_tokens=None, output=None, initial_state_source=None, "
+    "initial_state_indices=None, "
+    f"beta_is_logit=False, seq_order=None, prefill_workspace=None, {CHECKPOINTS}, "
+    "checkpoint_state_indices=None, *, "
     "disable_state_update=False, correction_cache=None, kg_cache=None, backend=auto",
-    PREFILL: "q, k, v, g=None, beta=None, scale=None, initial_state=None, output_final_state=False, cu_seqlens=None, "
-    f"use_qk_l2norm_in_kernel=False, output=None, output_state=None, {CHECKPOINTS}, use_cp=auto, state_indices=None, "
-    "_cp_chunk_len=None, backend=auto, max_seqlen=None, *, gate_domain=linear, use_gate_in_kernel=False, A_log=None, dt_bias=None, "
+    PREFILL: "q, k, v, g=None, beta=None, scale=None, initial_state=None, "
+    "output_final_state=False, cu_seqlens=None, "
+    f"use_qk_l2norm_in_kernel=False, output=None, output_state=None, {CHECKPOINTS}, use_cp=auto, "
+    "state_indices=None, "
+    "_cp_chunk_len=None, backend=auto, max_seqlen=None, *, gate_domain=linear, "
+    "use_gate_in_kernel=False, A_log=None, dt_bias=None, "
     "beta_is_logit=False",
 }

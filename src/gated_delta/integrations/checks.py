@@ -1,4 +1,4 @@
-"""What the adapters check of another library's arguments before they become gated_delta's, in that library's names."""
+"""Checks of another library's arguments, in that library's names, for the adapters."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def tensor(name: str, x: object, dtypes: Sequence[torch.dtype] | None = None) ->
 
 
 def floating(name: str, x: object) -> Tensor:
-    """x. Raises TypeError unless it is a tensor of floating-point numbers, which .float() does not change in kind."""
+    """x. Raises TypeError unless it is a tensor of floating-point numbers."""
     x = tensor(name, x)
     if not x.is_floating_point():
         raise TypeError(f"{name}: expected floating-point numbers, got {x.dtype}")
@@ -35,27 +35,33 @@ def rank(name: str, x: object, dims: str) -> None:
 
 
 def shaped(name: str, x: object, *shapes: list[int], ones: bool = False) -> Tensor:
-    """x, which has one of these shapes, as the first of them; with `ones`, dimensions of size 1 are not looked at."""
+    """x, reshaped to the first of these shapes. Raises ValueError unless x has one of them.
+
+    ones: dimensions of size 1 may be missing or added.
+    """
     x = tensor(name, x)
     shape = list(x.shape)
     if shape == shapes[0]:
         return x
-    if shape not in shapes and not (ones and _long(shape) in map(_long, shapes)):
+    if shape not in shapes and not (ones and _without_ones(shape) in map(_without_ones, shapes)):
         raise ValueError(f"{name}: expected shape {' or '.join(map(str, shapes))}, got {shape}")
     return x.reshape(shapes[0])
 
 
-def _long(shape: list[int]) -> list[int]:
+def _without_ones(shape: list[int]) -> list[int]:
     return [size for size in shape if size != 1]
 
 
 def in_chunks(tokens: int) -> int:
-    """For max_seqlen, whole chunks: a call with another one is another call, which costs the host 0.3 ms when it first comes."""
+    """tokens rounded up to whole chunks, for max_seqlen.
+
+    max_seqlen is a key of the call cache: the first call with a new one costs the host 0.3 ms.
+    """
     return -(-tokens // CHECKPOINT_INTERVAL) * CHECKPOINT_INTERVAL
 
 
 def gate_of(rate: Tensor, bias: Tensor | None, lower_bound: float | None) -> Gate:
-    """The gate of the peers and engines: softplus, or, given a lower_bound, the sigmoid above it."""
+    """The softplus gate of peers and engines, or with a lower_bound the gate above it."""
     return (
         Gate.softplus(rate, bias)
         if lower_bound is None
@@ -64,7 +70,7 @@ def gate_of(rate: Tensor, bias: Tensor | None, lower_bound: float | None) -> Gat
 
 
 def layer_gate(A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None) -> Gate:
-    """The gate of an engine's layer, whose weights may be of any floating dtype; a bias of bf16 is read as it is."""
+    """The gate of an engine's layer. Weights of any float dtype; a bf16 bias is not converted."""
     return gate_of(
         A_log.float(), dt_bias if dt_bias.dtype == torch.bfloat16 else dt_bias.float(), lower_bound
     )
@@ -73,7 +79,8 @@ def layer_gate(A_log: Tensor, dt_bias: Tensor, lower_bound: float | None = None)
 def safe_bound(lower_bound: float | None) -> None:
     if lower_bound is None or not -5 <= lower_bound < 0:
         raise ValueError(
-            f"lower_bound: expected a number in [-5, 0) with safe_gate and use_gate_in_kernel, got {lower_bound}"
+            "lower_bound: expected a number in [-5, 0) with safe_gate and use_gate_in_kernel, "
+            f"got {lower_bound}"
         )
 
 
@@ -83,7 +90,7 @@ def on_device(name: str, x: Tensor, device: torch.device) -> None:
 
 
 def sequences(cu_seqlens: object, device: torch.device) -> int:
-    """How many sequences cu_seqlens [N+1] bounds."""
+    """The number of sequences in cu_seqlens [N+1]."""
     x = tensor("cu_seqlens", cu_seqlens)
     if x.ndim != 1 or len(x) < 1:
         raise ValueError(f"cu_seqlens: expected [N+1], got shape {list(x.shape)}")
@@ -92,7 +99,7 @@ def sequences(cu_seqlens: object, device: torch.device) -> int:
 
 
 def sequence_slots(name: str, x: object, N: int, device: torch.device) -> Tensor:
-    """x, one index per sequence. The operations read indices of two dimensions as a slot for each token."""
+    """x, one index per sequence; the operations would take two dimensions as one per token."""
     x = tensor(name, x, INDEX_DTYPES)
     if list(x.shape) != [N]:
         raise ValueError(
@@ -105,7 +112,7 @@ def sequence_slots(name: str, x: object, N: int, device: torch.device) -> Tensor
 def gather(
     name: str, pool: Tensor, dims: str, indices_name: str, indices: Tensor
 ) -> tuple[Tensor, Tensor]:
-    """A pool of copies of the slots that sequences read, slot n for sequence n, and the indices to read it by."""
+    """A pool of copies, slot n for sequence n, and the indices to read it by."""
     rank(name, pool, dims)
     on_device(name, pool, indices.device)
     try:
@@ -114,11 +121,11 @@ def gather(
         raise IndexError(
             f"{indices_name}: expected slots below P={len(pool)}, got {int(indices.max())}"
         ) from None
-    return copies, own_slots(indices)
+    return copies, slots_in_order(indices)
 
 
-def own_slots(indices: Tensor) -> Tensor:
-    """Slot n for sequence n, but negative where `indices` are."""
+def slots_in_order(indices: Tensor) -> Tensor:
+    """Slot n for sequence n; negative indices stay."""
     return torch.where(
         indices < 0, indices, torch.arange(len(indices), dtype=indices.dtype, device=indices.device)
     )
@@ -132,7 +139,10 @@ def copy_target(
     device: torch.device,
     dtypes: Sequence[torch.dtype],
 ) -> None:
-    """Raises unless x has what a result needs that is copied into it once the operation ran; `check_writes` looks at its memory."""
+    """Raises unless a result can be copied into x after the operation.
+
+    `check_writes` checks its memory.
+    """
     x = tensor(name, x, dtypes)
     if list(x.shape) != list(shape):
         raise ValueError(f"{name}: expected shape [{dims}] = {list(shape)}, got {list(x.shape)}")
@@ -146,14 +156,17 @@ def copy_target(
 
 
 def check_writes(written: Mapping[str, Tensor | None], read: Mapping[str, object]) -> None:
-    """Raises unless a call may write these tensors beside what it reads; for where the operation gets copies of some of them."""
+    """Raises unless a call that reads `read` may write these tensors.
+
+    For calls in which the operation itself gets copies.
+    """
     targets = {name: x for name, x in written.items() if x is not None}
     if all(map(_has_memory, targets.values())):
         check_written(targets, {name: x for name, x in read.items() if isinstance(x, Tensor)})
 
 
 def same(x: Tensor, y: Tensor) -> bool:
-    """Whether they are the same memory read the same way. Where code is traced, that is one tensor alone."""
+    """Whether x and y view the same memory in the same way. In traced code: x is y."""
     if x is y or not _has_memory(x):
         return x is y
     return (x.data_ptr(), x.shape, x.stride(), x.dtype) == (
@@ -165,12 +178,12 @@ def same(x: Tensor, y: Tensor) -> bool:
 
 
 def _has_memory(x: Tensor) -> bool:
-    """Not where code is traced: in which mode it will run and where its tensors will lie is not known there."""
+    """False in traced code: tensors have no addresses there."""
     return not torch.compiler.is_compiling() and type(x) in (Tensor, torch.nn.Parameter)
 
 
 def refuse(library: str, what: str, asked: bool) -> None:
-    """Raises UnsupportedProblem where a call of the library asks for what gated_delta does not have."""
+    """Raises UnsupportedProblem if a call of the library asks for something we do not have."""
     if asked:
         raise UnsupportedProblem(
             f"gated_delta cannot run this {library} call, which asks for", (what,)

@@ -1,29 +1,40 @@
 """cuLA's functions for KDA, as calls of `gated_delta.prefill`, `decode`, `verify` and `flush`.
 
-Parameter names, order, defaults and meaning are those of cuLA's main branch, which has no release; what it takes from **kwargs is
-keyword-only here, so a typo is a TypeError. kda_prefill and kda_prefill_hopper say for themselves what they take. Common to the
-others, for N sequences of T tokens, 1 in kda_decode and up to 16 elsewhere:
+Parameter names, order, defaults and meaning are those of cuLA's main branch; it has no release.
+Arguments that cuLA takes from **kwargs are keyword-only here, so a typo is a TypeError.
+kda_prefill and kda_prefill_hopper document their arguments. Common to the others, for N sequences
+of T tokens, 1 in kda_decode and up to 16 elsewhere:
 
-    q, k [N, T, H, K], v [N, T, HV, V]   one dtype, bf16, fp16 or fp32, last dimension contiguous, any K and V
-    a [N, T, HV, K] or [N, T, HV * K]    the raw gate of -exp(A_log) * softplus(a + dt_bias)
-    b [N, T, HV]                         the logit of beta
-    A_log [HV], dt_bias [HV, K]          fp32, dt_bias also bf16; dimensions of size 1 are ignored, dt_bias may be [HV * K]
-    initial_state_source [P, HV, V, K]   the pool, fp32, bf16 or fp16, K contiguous; written in place. Where it is only read it may
-                                         be [P, HV, K, V] (state_layout="kv"); then the slots named are copied
-    initial_state_indices [N]            its slots, int32 or int64; slot n when None
-    scale                                K**-0.5 when None
-    out [N, T, HV, V]                    in v's dtype; written and returned
+    q, k [N, T, H, K], v [N, T, HV, V]
+        one dtype, bf16, fp16 or fp32, last dimension contiguous, any K and V
+    a [N, T, HV, K] or [N, T, HV * K]
+        raw; the log decay is -exp(A_log) * softplus(a + dt_bias)
+    b [N, T, HV]
+        the logit of beta
+    A_log [HV], dt_bias [HV, K] or [HV * K]
+        fp32, dt_bias also bf16; dimensions of size 1 are ignored
+    initial_state_source [P, HV, V, K]
+        the pool, fp32, bf16 or fp16, K contiguous; written in place. If it is only read, it may be
+        [P, HV, K, V] (state_layout="kv"); the slots named are then copied
+    initial_state_indices [N]
+        its slots, int32 or int64; slot n when None
+    scale
+        K**-0.5 when None
+    out [N, T, HV, V]
+        in v's dtype; written and returned
 
 cuLA takes bf16 inputs and fp32 states with K = 128, and copies inputs that are not contiguous.
 
-A negative index makes its sequence inactive: zero outputs, nothing else written. cuLA leaves such outputs as the caller's tensor
-had them, or uninitialised. Two sequences may not write one slot.
+A negative index makes its sequence inactive: zero outputs, nothing else written. cuLA leaves such
+outputs uninitialised, or as the caller's tensor had them. Two sequences may not write one slot.
 
-t_crossover, bv, opt_level and fast_math choose between cuLA's kernels and change nothing here. What gated_delta cannot do raises
-UnsupportedProblem and says what, before anything is written: a softplus of other than softplus_beta=1 and softplus_threshold=20
-(beside lower_bound they are not looked at), a pool of state_layout "kv" to write, more than 16 tokens, inputs that require grad.
-Other errors are the operations' and use their names: g, beta, state, state_indices, intermediate_states, buffer, num_accepted. The
-tables in docs/migration.md translate and list what is refused.
+t_crossover, bv, opt_level and fast_math choose between cuLA's kernels and change nothing here.
+
+UnsupportedProblem, with the reason and before anything is written: a softplus other than
+softplus_beta=1 and softplus_threshold=20 (ignored with lower_bound), a pool of state_layout "kv" to
+write, more than 16 tokens, inputs that require grad. Other errors are the operations' and use their
+names: g, beta, state, state_indices, intermediate_states, buffer, num_accepted. docs/migration.md
+has the tables of names and refusals.
 """
 
 from __future__ import annotations
@@ -54,30 +65,35 @@ _refuse = functools.partial(refuse, "cuLA")
 
 
 def kda_prefill(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-    output_final_state: bool = True, use_qk_l2norm_in_kernel: bool = True, use_gate_in_kernel: bool = True,
-    safe_gate: bool = True, lower_bound: float | None = -5.0, cu_seqlens: Tensor | None = None,
-    chunk_indices: Tensor | None = None, *, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None, use_beta_sigmoid_in_kernel: bool = False,
-    use_intracard_cp: bool | str | None = "auto", out: Tensor | None = None, final_state: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = True,
+    use_qk_l2norm_in_kernel: bool = True, use_gate_in_kernel: bool = True, safe_gate: bool = True,
+    lower_bound: float | None = -5.0, cu_seqlens: Tensor | None = None,
+    chunk_indices: Tensor | None = None, *, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False, use_intracard_cp: bool | str | None = "auto",
+    out: Tensor | None = None, final_state: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
     """Whole sequences.
 
-    q, k: [B, T, H, K], or packed [1, total, H, K] with cu_seqlens [N+1], int32 or int64. v: [B, T, HV, V]. One dtype, bf16, fp16 or
-    fp32, last dimension contiguous, any K and V; cuLA takes bf16, K = V = 128, int32.
-    g: [B, T, HV, K], with use_gate_in_kernel the raw gate of lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), or, where
-    lower_bound is None, of -exp(A_log) * softplus(g + dt_bias); A_log [HV], dt_bias [HV, K] or [HV * K] as in the module. Without
-    use_gate_in_kernel the log decay itself, and A_log, dt_bias and lower_bound are not looked at.
-    safe_gate: together with use_gate_in_kernel asks for a lower_bound in [-5, 0). False, an error in cuLA, asks for nothing.
-    beta: [B, T, HV], the write strength; its logit with use_beta_sigmoid_in_kernel.
-    initial_state: [N, HV, V, K], fp32; zeros when None; read, never written. bf16 or fp16, which cuLA does not take, is the new
-    final state's dtype too. Sequences of no tokens keep their state.
-    out: [B, T, HV, V], v's dtype. final_state: [N, HV, V, K], fp32, bf16 or fp16, with output_final_state; the final states are
-    computed apart and copied there.
-    chunk_indices, cu_seqlens_cpu and use_intracard_cp are not looked at.
+    q, k: [B, T, H, K], or packed [1, total, H, K] with cu_seqlens [N+1], int32 or int64. v: [B, T,
+    HV, V]. One dtype, bf16, fp16 or fp32, last dimension contiguous, any K and V; cuLA takes bf16,
+    K = V = 128, int32.
+    g: [B, T, HV, K], the log decay. With use_gate_in_kernel, raw: the log decay is
+    lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), or with lower_bound=None
+    -exp(A_log) * softplus(g + dt_bias); A_log [HV], dt_bias [HV, K] or [HV * K], as in the module.
+    Without use_gate_in_kernel, A_log, dt_bias and lower_bound are ignored.
+    safe_gate: with use_gate_in_kernel, requires a lower_bound in [-5, 0). False is an error in
+    cuLA; here it requires nothing.
+    beta: [B, T, HV], the write strength, or its logit with use_beta_sigmoid_in_kernel.
+    initial_state: [N, HV, V, K], fp32; zeros when None; read, never written. A new final state has
+    its dtype: bf16 and fp16 are taken too, not by cuLA. Sequences of no tokens keep their state.
+    out: [B, T, HV, V], v's dtype. final_state: [N, HV, V, K], fp32, bf16 or fp16, with
+    output_final_state; the final states are computed apart and copied there.
+    chunk_indices, cu_seqlens_cpu and use_intracard_cp are ignored.
 
-    Returns (o, final_state): out and final_state where they were given, else new ones; final_state is None without
-    output_final_state. Inputs that require grad raise UnsupportedProblem.
+    Returns (o, final_state): out and final_state if given, else new tensors; final_state is None
+    without output_final_state. Raises UnsupportedProblem for inputs that require grad.
     """
     rank("q", q, "B, T, H, K")
     rank("v", v, "B, T, HV, V")
@@ -89,17 +105,8 @@ def kda_prefill(
         checks.copy_target(
             "final_state", final_state, "N, HV, V, K", [N, *v.shape[2:], K], q.device, STATE_DTYPES
         )
-        read: dict[str, object] = dict(
-            q=q,
-            k=k,
-            v=v,
-            g=g,
-            beta=beta,
-            A_log=A_log,
-            dt_bias=dt_bias,
-            cu_seqlens=cu_seqlens,
-            out=out,
-        )
+        read: dict[str, object] = dict(q=q, k=k, v=v, g=g, beta=beta, out=out)
+        read |= dict(A_log=A_log, dt_bias=dt_bias, cu_seqlens=cu_seqlens)
         if initial_state is not None and not checks.same(initial_state, final_state):
             read["initial_state"] = initial_state
         checks.check_writes(dict(final_state=final_state), read)
@@ -110,96 +117,94 @@ def kda_prefill(
         if safe_gate:
             checks.safe_bound(lower_bound)
         gate = _gate(A_log, dt_bias, v.shape[2], K, lower_bound)
-    o, made = prefill(
-        q, k, v, g, beta, gate=gate, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel, beta_logits=use_beta_sigmoid_in_kernel,
-        cu_seqlens=cu_seqlens, initial_state=initial_state, output_final_state=output_final_state, out=out,
+    o, final = prefill(
+        q, k, v, g, beta, gate=gate, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
+        beta_logits=use_beta_sigmoid_in_kernel, cu_seqlens=cu_seqlens, initial_state=initial_state,
+        output_final_state=output_final_state, out=out,
     )  # fmt: skip
-    return o, made if final_state is None or made is None else final_state.copy_(
-        rounded(made, final_state.dtype)
-    )
+    if final_state is None or final is None:
+        return o, final
+    return o, final_state.copy_(rounded(final, final_state.dtype))
 
 
 def kda_prefill_hopper(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
     safe_gate: bool = False, lower_bound: float | None = None, cu_seqlens: Tensor | None = None,
-    chunk_indices: Tensor | None = None, *, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None,
+    chunk_indices: Tensor | None = None, *, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """kda_prefill with other defaults: cula_kda_prefill of cuLA's hopper_fused_fwd, where any other keyword goes unnoticed."""
+    """kda_prefill with other defaults: cula_kda_prefill of cuLA's hopper_fused_fwd.
+
+    cuLA's ignores any other keyword; here it is a TypeError.
+    """
     return kda_prefill(
-        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel, use_gate_in_kernel, safe_gate,
-        lower_bound, cu_seqlens, A_log=A_log, dt_bias=dt_bias,
+        q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
+        use_gate_in_kernel, safe_gate, lower_bound, cu_seqlens, A_log=A_log, dt_bias=dt_bias,
     )  # fmt: skip
 
 
 def kda_decode(
-    A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, initial_state_source: Tensor,
-    initial_state_indices: Tensor | None, cu_seqlens: Tensor | None = None, scale: float | None = None,
-    use_qk_l2norm_in_kernel: bool = True, softplus_beta: float = 1.0, softplus_threshold: float = 20.0,
-    out: Tensor | None = None, state_layout: str = "vk",
+    A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+    initial_state_source: Tensor, initial_state_indices: Tensor | None,
+    cu_seqlens: Tensor | None = None, scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True, softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0, out: Tensor | None = None, state_layout: str = "vk",
 ) -> Tensor:  # fmt: skip
-    """The next token; see the module for what is common.
+    """The next token. The module describes the other arguments.
 
-    q, k, v, out: [N, 1, ...], or [1, N, ...], where too each token has a sequence of its own. a and b may lack the dimension of
-    size 1. cu_seqlens: not looked at, as in cuLA.
+    q, k, v, out: [N, 1, ...] or [1, N, ...]; each token is a sequence in both. a and b may lack the
+    dimension of size 1. cu_seqlens: ignored, as in cuLA.
 
-    Returns out, [N, 1, HV, V] or [1, N, HV, V]. Raises UnsupportedProblem for state_layout="kv", since the pool is written.
+    Returns out, [N, 1, HV, V] or [1, N, HV, V]. Raises UnsupportedProblem for state_layout="kv":
+    the pool is written.
     """
     for name, x in (("q", q), ("k", k), ("v", v), ("out", out)):
         if name != "out" or x is not None:
             rank(name, x, "N, 1, heads, dim")
     if 1 not in q.shape[:2]:
         raise ValueError(
-            f"q: expected [N, 1, H, K] or [1, N, H, K] (kda_decode_mtp takes drafts), got shape {list(q.shape)}"
+            "q: expected [N, 1, H, K] or [1, N, H, K] (kda_decode_mtp takes drafts), "
+            f"got shape {list(q.shape)}"
         )
     _refuse(_K_FIRST, _k_first(state_layout))
     packed, rows = q.shape[0] == 1, out
     if packed:
         q, k, v = (x.transpose(0, 1) for x in (q, k, v))
         rows = None if out is None else out.transpose(0, 1)
-    o = decode(
-        **_tokens(
-            A_log,
-            dt_bias,
-            q,
-            k,
-            v,
-            a,
-            b,
-            initial_state_indices,
-            scale,
-            use_qk_l2norm_in_kernel,
-            softplus_beta,
-            softplus_threshold,
-        ),
-        state=initial_state_source,
-        out=rows,
-    )
+    tokens = _tokens(
+        A_log, dt_bias, q, k, v, a, b, initial_state_indices, scale, use_qk_l2norm_in_kernel,
+        softplus_beta, softplus_threshold,
+    )  # fmt: skip
+    o = decode(**tokens, state=initial_state_source, out=rows)
     if out is not None:
         return out
     return o.transpose(0, 1) if packed else o
 
 
 def kda_decode_mtp(
-    A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, initial_state_source: Tensor,
-    initial_state_indices: Tensor | None, scale: float | None = None, use_qk_l2norm_in_kernel: bool = True,
-    softplus_beta: float = 1.0, softplus_threshold: float = 20.0, out: Tensor | None = None, state_layout: str = "vk",
-    disable_state_update: bool = False, intermediate_states_buffer: Tensor | None = None, lower_bound: float | None = None,
+    A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+    initial_state_source: Tensor, initial_state_indices: Tensor | None, scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True, softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0, out: Tensor | None = None, state_layout: str = "vk",
+    disable_state_update: bool = False, intermediate_states_buffer: Tensor | None = None,
+    lower_bound: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """The next T tokens; see the module for what is common.
+    """The next T tokens. The module describes the other arguments.
 
-    lower_bound: below 0; the gate is then lower_bound * sigmoid(exp(A_log) * (a + dt_bias)).
-    disable_state_update: the pool stays as it was. Only then may state_layout be "kv".
-    intermediate_states_buffer: exactly [N, T, HV, V, K], in the pool's dtype; row n, step t gets the state after token t.
-    A pool of 16 bits, which cuLA does not take, is rounded after every token.
+    lower_bound: below 0; the log decay is then lower_bound * sigmoid(exp(A_log) * (a + dt_bias)).
+    disable_state_update: the pool stays as it was. state_layout may be "kv" only then.
+    intermediate_states_buffer: exactly [N, T, HV, V, K], in the pool's dtype; row n, step t gets
+    the state after token t.
+    A 16-bit pool is rounded after every token; cuLA takes none.
 
-    Returns out. Raises UnsupportedProblem for state_layout="kv" where the pool is written, and beside intermediate_states_buffer,
-    which cuLA refuses too.
+    Returns out. Raises UnsupportedProblem for state_layout="kv" if the pool is written, and beside
+    intermediate_states_buffer, as cuLA does.
     """
     tokens = _tokens(
-        A_log, dt_bias, q, k, v, a, b, initial_state_indices, scale, use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold,
-        lower_bound,
+        A_log, dt_bias, q, k, v, a, b, initial_state_indices, scale, use_qk_l2norm_in_kernel,
+        softplus_beta, softplus_threshold, lower_bound,
     )  # fmt: skip
     state = tensor("initial_state_source", initial_state_source, STATE_DTYPES)
     if _k_first(state_layout):
@@ -216,10 +221,8 @@ def kda_decode_mtp(
             state, tokens["state_indices"], [v.shape[2], q.shape[3], v.shape[3]], q
         )
     if intermediate_states_buffer is not None:
-        want, got = (
-            [*v.shape, q.shape[3]],
-            list(tensor("intermediate_states_buffer", intermediate_states_buffer).shape),
-        )
+        want = [*v.shape, q.shape[3]]
+        got = list(tensor("intermediate_states_buffer", intermediate_states_buffer).shape)
         if got != want:
             raise ValueError(
                 f"intermediate_states_buffer: expected shape [N, T, HV, V, K] = {want}, got {got}"
@@ -238,27 +241,32 @@ def kda_decode_mtp(
 
 
 def kda_decode_mtp_kvbuffer(
-    A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, initial_state_source: Tensor,
-    initial_state_indices: Tensor | None, scale: float | None = None, use_qk_l2norm_in_kernel: bool = True,
-    softplus_beta: float = 1.0, softplus_threshold: float = 20.0, out: Tensor | None = None, disable_state_update: bool = True,
-    emit_output: bool = True, d_buffer: Tensor | None = None, k_buffer: Tensor | None = None, g_buffer: Tensor | None = None,
-    t_crossover: int | None = None, opt_level: int = 3, fast_math: bool = True, lower_bound: float | None = None,
+    A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+    initial_state_source: Tensor, initial_state_indices: Tensor | None, scale: float | None = None,
+    use_qk_l2norm_in_kernel: bool = True, softplus_beta: float = 1.0,
+    softplus_threshold: float = 20.0, out: Tensor | None = None, disable_state_update: bool = True,
+    emit_output: bool = True, d_buffer: Tensor | None = None, k_buffer: Tensor | None = None,
+    g_buffer: Tensor | None = None, t_crossover: int | None = None, opt_level: int = 3,
+    fast_math: bool = True, lower_bound: float | None = None,
 ) -> Tensor:  # fmt: skip
-    """T draft tokens against a frozen state, and what a flush needs to accept some; lower_bound as for kda_decode_mtp.
+    """T draft tokens against a frozen state. Fills the buffers for a flush of accepted tokens.
 
-    d_buffer [>=N, >=T, HV, V], k_buffer, g_buffer [>=N, >=T, HV, K]: fp32, last dimension contiguous; row n is filled for sequence
-    n. cuLA asks for exactly N and T. What they hold is between this and the flushes here: g_buffer, for one, gets the log of the
-    decay. Without the three this is gated_delta.decode, and disable_state_update=False advances the state by all T tokens.
-    emit_output=False changes nothing: the outputs are computed, written to out and returned all the same.
+    lower_bound: as for kda_decode_mtp.
+    d_buffer [>=N, >=T, HV, V], k_buffer, g_buffer [>=N, >=T, HV, K]: fp32, last dimension
+    contiguous; sequence n fills row n. cuLA requires exactly N and T. Only the flushes of this
+    module read them: g_buffer, for example, gets the log decay. Without the three this is
+    gated_delta.decode, and disable_state_update=False advances the state by all T tokens.
+    emit_output=False changes nothing: the outputs are computed, written to out and returned.
 
     Returns out. Raises UnsupportedProblem, with buffers, for
     - disable_state_update=False: a flush of T tokens does it;
-    - fewer query than value heads: gated_delta keeps k once per query head, k_buffer has a row per value head, and no argument of a
-      flush says how many were filled. Repeat q and k for each value head, or use gated_delta.verify and flush.
+    - fewer query than value heads: gated_delta keeps k once per query head, k_buffer has a row per
+      value head, and no argument of a flush has the number of filled rows. Repeat q and k for each
+      value head, or use gated_delta.verify and flush.
     """
     arguments = _tokens(
-        A_log, dt_bias, q, k, v, a, b, initial_state_indices, scale, use_qk_l2norm_in_kernel, softplus_beta, softplus_threshold,
-        lower_bound,
+        A_log, dt_bias, q, k, v, a, b, initial_state_indices, scale, use_qk_l2norm_in_kernel,
+        softplus_beta, softplus_threshold, lower_bound,
     )  # fmt: skip
     arguments |= dict(state=initial_state_source, out=out)
     if d_buffer is None and k_buffer is None and g_buffer is None:
@@ -286,10 +294,11 @@ def kda_flush_kvbuffer(
     bv: int = -1,
     opt_level: int = 3,
 ) -> Tensor:
-    """Fold the first accept_len tokens into the state, in place, from the buffers that kda_decode_mtp_kvbuffer filled.
+    """Folds the first accept_len tokens of kda_decode_mtp_kvbuffer's buffers into the state.
 
-    accept_len: an int from 1 to T; or [N], int32 or int64, on the pool's device, clamped to 0 to T; 0 leaves a state as it was.
-    Without initial_state_indices row n of the buffers is folded into slot n: every row beside an int, N beside [N].
+    In place. accept_len: an int from 1 to T; or [N], int32 or int64, on the pool's device, clamped
+    to 0 to T; 0 leaves a state as it was. Without initial_state_indices row n of the buffers is
+    folded into slot n: every row for an int, N rows for [N].
 
     Returns initial_state_source.
     """
@@ -315,8 +324,8 @@ def kda_flush_kvbuffer_all_layers(
 ) -> Tensor:
     """kda_flush_kvbuffer of L layers in one call, all by the same slots and counts.
 
-    initial_state_source: [L, P, HV, V, K]. d_buffer: [L, >=N, T, HV, V], k_buffer, g_buffer: [L, >=N, T, HV, K]; row n belongs to
-    sequence n, whatever its slot.
+    initial_state_source: [L, P, HV, V, K]. d_buffer: [L, >=N, T, HV, V], k_buffer, g_buffer:
+    [L, >=N, T, HV, K]; row n belongs to sequence n, whatever its slot.
 
     Returns initial_state_source.
     """
@@ -330,12 +339,13 @@ def kda_flush_kvbuffer_all_layers(
     )
 
 
-# ------------------------------------------------------------------------------------------------ shared
+# ------------------------------------------------------------------------------------------ shared
 
 
 def _tokens(
-    A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor, indices: Tensor | None,
-    scale: float | None, qk_l2norm: bool, softplus_beta: float, softplus_threshold: float, lower_bound: float | None = None,
+    A_log: Tensor, dt_bias: Tensor, q: Tensor, k: Tensor, v: Tensor, a: Tensor, b: Tensor,
+    indices: Tensor | None, scale: float | None, qk_l2norm: bool, softplus_beta: float,
+    softplus_threshold: float, lower_bound: float | None = None,
 ) -> dict[str, Any]:  # fmt: skip
     """The arguments that decode and verify share."""
     rank("q", q, "N, T, H, K")
@@ -344,19 +354,15 @@ def _tokens(
     _refuse(f"more than {MAX_DRAFT} tokens in a sequence", T > MAX_DRAFT)
     gate = _gate(A_log, dt_bias, HV, K, lower_bound)
     other = lower_bound is None and (softplus_beta, softplus_threshold) != (1, 20)
-    _refuse(
-        f"another softplus (softplus_beta={softplus_beta}, softplus_threshold={softplus_threshold})",
-        other,
-    )
-    g, beta = (
-        checks.shaped("a", a, [N, T, HV, K], [N, T, HV * K], ones=True),
-        checks.shaped("b", b, [N, T, HV], ones=True),
-    )
+    numbers = f"softplus_beta={softplus_beta}, softplus_threshold={softplus_threshold}"
+    _refuse(f"another softplus ({numbers})", other)
+    g = checks.shaped("a", a, [N, T, HV, K], [N, T, HV * K], ones=True)
+    beta = checks.shaped("b", b, [N, T, HV], ones=True)
     if indices is not None:
         checks.sequence_slots("initial_state_indices", indices, N, q.device)
-    numbers = dict(scale=scale, qk_l2norm=qk_l2norm, beta_logits=True)
+    options = dict(scale=scale, qk_l2norm=qk_l2norm, beta_logits=True)
     return dict(
-        q=q, k=tensor("k", k), v=v, g=g, beta=beta, gate=gate, **numbers, state_indices=indices
+        q=q, k=tensor("k", k), v=v, g=g, beta=beta, gate=gate, **options, state_indices=indices
     )
 
 
@@ -382,11 +388,12 @@ def _k_first(state_layout: str | None) -> bool:
 def _transposed(
     pool: Tensor, indices: Tensor | None, want: list[int], q: Tensor
 ) -> tuple[Tensor, Tensor | None]:
-    """The slots that q's sequences read of a pool [P, HV, K, V], as a pool [N, HV, V, K] of copies, and where they are there."""
+    """Copies of the slots read from a pool [P, HV, K, V], as a pool [N, HV, V, K], and indices."""
     rank("initial_state_source", pool, "P, HV, K, V")
     if list(pool.shape[1:]) != want:
         raise ValueError(
-            f"initial_state_source: expected shape [P, HV, K, V] = [P, {str(want)[1:]}, got {list(pool.shape)}"
+            f"initial_state_source: expected shape [P, HV, K, V] = [P, {str(want)[1:]}, "
+            f"got {list(pool.shape)}"
         )
     if indices is None:
         return pool[: len(q)].mT.contiguous(), None
@@ -412,7 +419,8 @@ def _flush(
         if indices is None:
             if state.shape[-4] < rows:
                 raise ValueError(
-                    f"initial_state_source: expected P >= {rows}, a slot for each row, got {list(state.shape)}"
+                    f"initial_state_source: expected P >= {rows}, a slot for each row, "
+                    f"got {list(state.shape)}"
                 )
             indices = torch.arange(rows, dtype=torch.int32, device=state.device)
     flush(state, buffer, accept_len, state_indices=indices)

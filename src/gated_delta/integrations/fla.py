@@ -1,21 +1,33 @@
-"""flash-linear-attention 0.6's four functions for GDN and KDA, forward pass, as calls of `gated_delta.prefill` and `decode`.
+"""flash-linear-attention 0.6's four functions for GDN and KDA, forward pass only.
 
-Parameter names, order, defaults and meaning are FLA's; what FLA takes from **kwargs is keyword-only here, so a typo is a TypeError.
-Common to all four, for B sequences of T tokens, or B = 1 and cu_seqlens [N+1] (gated_delta.prefill names the dimensions):
+They call `gated_delta.prefill` and `decode`. Parameter names, order, defaults and meaning are
+FLA's. Arguments that FLA takes from **kwargs are keyword-only here, so a typo is a TypeError.
 
-    q, k [B, T, H, K], v [B, T, HV, V]      bf16, fp16 or fp32; copied where the last dimension is not contiguous, and to the widest
-                                            of their dtypes where they differ (fp32 for bf16 and fp16)
-    beta [B, T, HV]                         its logit with use_beta_sigmoid_in_kernel, doubled after it with allow_neg_eigval
-    A_log (HV elements), dt_bias            read with use_gate_in_kernel only; any float dtype, any shape
-    initial_state [N, HV, K, V]             [N, HV, V, K] with state_v_first; any float dtype; read, never written
-    returns (o [B, T, HV, V], final_state)  o in q's dtype from chunk_*, in v's from fused_recurrent_*; final_state fp32, laid out
-                                            as initial_state, None unless asked for
+Common to all four, for B sequences of T tokens, or packed with B = 1 and cu_seqlens [N+1]
+(gated_delta.prefill names the dimensions):
 
-A K-first final_state is a transposed view of gated_delta's own layout, so that giving it back as initial_state copies nothing.
-What has no equivalent raises UnsupportedProblem and says what: gv, beta per value channel, cp_context, return_intermediate_states,
-inputs that require grad. chunk_size, chunk_indices, safe_gate, disable_recompute, use_graph and max_num_seqs choose between FLA's
-kernels: they are checked as FLA checks them, where that costs nothing, and change nothing. cu_seqlens_cpu gives prefill the
-max_seqlen of chunk_gated_delta_rule, and is ignored by chunk_kda.
+    q, k [B, T, H, K], v [B, T, HV, V]
+        bf16, fp16 or fp32. Copied if the last dimension is not contiguous. Different dtypes are
+        converted to the widest, fp32 for bf16 and fp16.
+    beta [B, T, HV]
+        its logit with use_beta_sigmoid_in_kernel; allow_neg_eigval doubles the sigmoid
+    A_log (HV elements), dt_bias
+        read with use_gate_in_kernel only; any float dtype, any shape
+    initial_state [N, HV, K, V]
+        [N, HV, V, K] with state_v_first; any float dtype; read, never written
+    returns (o [B, T, HV, V], final_state)
+        o in q's dtype from chunk_*, in v's from fused_recurrent_*; final_state in fp32, laid out
+        as initial_state, None without output_final_state
+
+A K-first final_state is a transposed view of gated_delta's layout: passed back as initial_state,
+it is not copied.
+
+UnsupportedProblem, with the reason: gv, beta per value channel, cp_context,
+return_intermediate_states, inputs that require grad.
+
+chunk_size, chunk_indices, safe_gate, disable_recompute, use_graph and max_num_seqs choose between
+FLA's kernels. They change nothing here, but are checked as FLA checks them if that is free.
+cu_seqlens_cpu gives chunk_gated_delta_rule its max_seqlen; chunk_kda ignores it.
 """
 
 from __future__ import annotations
@@ -52,17 +64,22 @@ _refuse = functools.partial(refuse, "FLA")
 
 
 def chunk_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None,
-    cu_seqlens_cpu: Tensor | None = None, chunk_indices: Tensor | None = None, cp_context: object | None = None, *,
-    use_gate_in_kernel: bool = False, A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = 64,
-    use_graph: bool = False, max_num_seqs: int | None = None, transpose_state_layout: bool | None = None,
+    cu_seqlens_cpu: Tensor | None = None, chunk_indices: Tensor | None = None,
+    cp_context: object | None = None, *, use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = 64,
+    use_graph: bool = False, max_num_seqs: int | None = None,
+    transpose_state_layout: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """GDN over whole sequences; see the module for what is common.
+    """GDN over whole sequences. The module describes the other arguments.
 
-    g: [B, T, HV], the log decay, or with use_gate_in_kernel the raw gate of -exp(A_log) * softplus(g + dt_bias), dt_bias [HV].
-    cu_seqlens_cpu: [N+1], cu_seqlens on the host, int32 or int64; the schedule alone depends on it. chunk_indices is ignored.
+    g: [B, T, HV], the log decay. With use_gate_in_kernel, the raw gate: the log decay is
+    -exp(A_log) * softplus(g + dt_bias), dt_bias [HV].
+    cu_seqlens_cpu: [N+1], cu_seqlens on the host, int32 or int64; changes the schedule, not the
+    results. chunk_indices is ignored.
     use_graph, max_num_seqs: as for chunk_kda; FLA 0.6 takes them here and ignores them.
     Raises ValueError for a chunk_size other than 16, 32 or 64.
     """
@@ -90,17 +107,20 @@ def chunk_gated_delta_rule(
 
 
 def fused_recurrent_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None, gv: Tensor | None = None,
-    beta: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None, dt_bias: Tensor | None = None, use_beta_sigmoid_in_kernel: bool = False,
-    allow_neg_eigval: bool = False, state_v_first: bool = False, cu_seqlens: Tensor | None = None, *,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, gk: Tensor | None = None,
+    gv: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    state_v_first: bool = False, cu_seqlens: Tensor | None = None, *,
     transpose_state_layout: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """GDN, usually for a few tokens; see the module for what is common.
+    """GDN, usually for a few tokens. The module describes the other arguments.
 
-    g: [B, T, HV], as for chunk_gated_delta_rule. gk: [B, T, HV, K], a log decay per key channel, to which no gate is applied. The
-    two add up; without either nothing decays. beta: ones when None, before the sigmoid if there is one.
+    g: [B, T, HV], as for chunk_gated_delta_rule. gk: [B, T, HV, K], a log decay per key channel;
+    no gate is applied to it. The two are added; without either nothing decays.
+    beta: ones when None, before the sigmoid if there is one.
     """
     rank("v", v, "B, T, HV, V")
     _refuse("a decay per value channel (gv)", gv is not None)
@@ -149,20 +169,27 @@ def fused_recurrent_gated_delta_rule(
 
 
 def chunk_kda(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None, initial_state: Tensor | None = None,
-    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
-    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False, safe_gate: bool = False,
-    lower_bound: float | None = None, disable_recompute: bool = False, return_intermediate_states: bool = False,
-    state_v_first: bool = False, cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
-    cp_context: object | None = None, use_graph: bool = False, max_num_seqs: int | None = None, *, A_log: Tensor | None = None,
-    dt_bias: Tensor | None = None, chunk_size: int = 64, transpose_state_layout: bool | None = None,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, scale: float | None = None,
+    initial_state: Tensor | None = None, output_final_state: bool = False,
+    use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False,
+    use_beta_sigmoid_in_kernel: bool = False, allow_neg_eigval: bool = False,
+    safe_gate: bool = False, lower_bound: float | None = None, disable_recompute: bool = False,
+    return_intermediate_states: bool = False, state_v_first: bool = False,
+    cu_seqlens: Tensor | None = None, cu_seqlens_cpu: Tensor | None = None,
+    cp_context: object | None = None, use_graph: bool = False, max_num_seqs: int | None = None, *,
+    A_log: Tensor | None = None, dt_bias: Tensor | None = None, chunk_size: int = 64,
+    transpose_state_layout: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """KDA over whole sequences; see the module for what is common.
+    """KDA over whole sequences. The module describes the other arguments.
 
-    g: [B, T, HV, K], the log decay, or with use_gate_in_kernel the raw gate of -exp(A_log) * softplus(g + dt_bias), or, given
-    lower_bound (below 0), of lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), where A_log=None is a rate of 1; dt_bias [HV * K].
-    disable_recompute and cu_seqlens_cpu are ignored. Raises ValueError for a chunk_size other than 32 or 64; for safe_gate with
-    use_gate_in_kernel and a lower_bound outside [-5, 0); for use_graph and other than max_num_seqs sequences in cu_seqlens.
+    g: [B, T, HV, K], the log decay. With use_gate_in_kernel, the raw gate: the log decay is
+    -exp(A_log) * softplus(g + dt_bias), dt_bias [HV * K]; with a lower_bound (below 0) it is
+    lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), and A_log=None is a rate of 1.
+    disable_recompute and cu_seqlens_cpu are ignored.
+
+    Raises ValueError for a chunk_size other than 32 or 64; with safe_gate and use_gate_in_kernel,
+    for a lower_bound outside [-5, 0); with use_graph, if cu_seqlens does not have max_num_seqs
+    sequences.
     """
     rank("g", g, "B, T, HV, K")
     _refuse("context parallelism (cp_context)", cp_context is not None)
@@ -198,13 +225,14 @@ def chunk_kda(
 
 
 def fused_recurrent_kda(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = False, use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = False,
+    use_gate_in_kernel: bool = False, use_beta_sigmoid_in_kernel: bool = False,
     allow_neg_eigval: bool = False, lower_bound: float | None = None, state_v_first: bool = False,
     cu_seqlens: Tensor | None = None, *, transpose_state_layout: bool | None = None,
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """KDA, usually for a few tokens: arguments as for chunk_kda; see the module for what is common."""
+    """KDA, usually for a few tokens: arguments as for chunk_kda."""
     rank("g", g, "B, T, HV, K")
     gate = _gate(g, use_gate_in_kernel, A_log, dt_bias, lower_bound)
     tokens = Tokens(
@@ -230,7 +258,7 @@ def fused_recurrent_kda(
     )
 
 
-# ------------------------------------------------------------------------------------------------ shared
+# ------------------------------------------------------------------------------------------ shared
 
 
 def _run(
@@ -243,7 +271,10 @@ def _run(
     step: bool = False,
     max_seqlen: int | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """gated_delta.prefill with FLA's beta and state; with `step`, gated_delta.decode where it takes as many tokens."""
+    """gated_delta.prefill with FLA's beta and state.
+
+    step: gated_delta.decode if it takes that many tokens.
+    """
     if transposed is not None:  # False warns, too
         absent(
             "transpose_state_layout",
@@ -278,8 +309,8 @@ def _run(
     if initial_state is not None:
         dims, want = ("V, K", [N, HV, V, K]) if v_first else ("K, V", [N, HV, K, V])
         if list(floating("initial_state", initial_state).shape) != want:
-            given = f"got {list(initial_state.shape)} with state_v_first={v_first}"
-            raise ValueError(f"initial_state: expected shape [N, HV, {dims}] = {want}, {given}")
+            got = f"got {list(initial_state.shape)} with state_v_first={v_first}"
+            raise ValueError(f"initial_state: expected shape [N, HV, {dims}] = {want}, {got}")
         initial_state = (initial_state if v_first else initial_state.mT).float().contiguous()
     final_state: Tensor | None
     if step and tokens.cu_seqlens is None and 1 <= q.shape[1] <= MAX_DRAFT:
@@ -301,7 +332,7 @@ def _run(
 
 
 def _longest(cu_seqlens: Tensor | None, on_host: Tensor | None, device: torch.device) -> int | None:
-    """max_seqlen, where the caller has cu_seqlens on the host, too. What is traced cannot read them."""
+    """max_seqlen, from cu_seqlens on the host. None in traced code, which cannot read them."""
     if cu_seqlens is None or on_host is None:
         return None
     shaped(
@@ -327,14 +358,15 @@ def _fits_graph(
         and max_num_seqs not in (None, sequences(cu_seqlens, device))
     ):
         raise ValueError(
-            f"cu_seqlens: expected max_num_seqs={max_num_seqs} sequences with use_graph, got {list(cu_seqlens.shape)}"
+            f"cu_seqlens: expected max_num_seqs={max_num_seqs} sequences with use_graph, "
+            f"got {list(cu_seqlens.shape)}"
         )
 
 
 def _one_dtype(*xs: Tensor) -> tuple[Tensor, ...]:
-    """FLA's kernels read q, k and v each in its own dtype; ours in one, here the least that holds them all."""
+    """q, k and v in their widest dtype. FLA's kernels read each in its own dtype, ours do not."""
     if len({x.dtype for x in xs}) == 1 or any(x.dtype not in INPUT_DTYPES for x in xs):
-        return xs  # the operation names a dtype it does not take
+        return xs  # the operation raises for an unsupported dtype
     widest = functools.reduce(torch.promote_types, (x.dtype for x in xs))
     return tuple(x.to(widest) for x in xs)
 
@@ -346,7 +378,7 @@ def _gate(
     dt_bias: Tensor | None,
     lower_bound: float | None = None,
 ) -> Gate:
-    """How to read g [B, T, HV] or [B, T, HV, K]; A_log and dt_bias come in whatever shape a checkpoint keeps them."""
+    """The gate of g [B, T, HV] or [B, T, HV, K]. A_log and dt_bias have a checkpoint's shapes."""
     if not active:
         return Gate.log()
     if A_log is None:

@@ -1,22 +1,26 @@
-"""FlashInfer 0.7.2's functions for GDN and KDA that Hopper users call, as calls of `gated_delta.decode` and `prefill`.
+"""FlashInfer 0.7.2's functions for GDN and KDA on Hopper, as calls of `decode` and `prefill`.
 
 Parameter names, order, defaults and meaning are FlashInfer's. chunk_gated_delta_rule, the prefill,
-documents its own arguments; those after max_seqlen are of FlashInfer's main branch. Common to the
-other three, which are decode, for B sequences of T = 1..16 tokens:
+documents its arguments; those after max_seqlen are of FlashInfer's main branch. Common to the
+other three, which decode B sequences of T = 1..16 tokens:
 
-    q, k [B, T, H, K], v [B, T, HV, V]   one dtype, bf16, fp16 or fp32, computed in fp32; FlashInfer rounds fp16 to bf16
-    pools [P, HV, V, K]                  bf16, fp16 or fp32, K contiguous, any K and V; written in place, returned as they are
+    q, k [B, T, H, K], v [B, T, HV, V]   one dtype, bf16, fp16 or fp32, computed in fp32;
+                                         FlashInfer rounds fp16 to bf16
+    pools [P, HV, V, K]                  bf16, fp16 or fp32, K contiguous, any K and V; written in
+                                         place and returned
     indices                              int32 or int64
     scale                                K**-0.5 when None
-    output [B, T, HV, V]                 written and returned; one of another dtype than v's is converted to
+    output [B, T, HV, V]                 written and returned; may have another dtype than v
 
-A pool of 16 bits is rounded after every token, so that a call with T tokens leaves what T calls leave; FlashInfer stays in fp32
-within a call. A negative index makes its sequence inactive: zero outputs, nothing written. Each function says where FlashInfer does
-otherwise. Two sequences may not write one slot: where padding shares a slot 0 kept for it, give -1.
+A 16-bit pool is rounded after every token, so a call with T tokens leaves the states that T calls
+leave; FlashInfer stays in fp32 within a call. A negative index makes its sequence inactive: zero
+outputs, nothing written. Each function documents FlashInfer's differences. Two sequences may not
+write one slot: if padding shares a reserved slot 0, pass -1.
 
-What decode and prefill cannot do raises UnsupportedProblem and says what, before anything is written; so do inputs that require
-grad. Other errors are theirs and use their names: state, state_indices, write_indices, num_accepted, intermediate_states, out. The
-table in docs/migration.md translates.
+UnsupportedProblem, with the reason and before anything is written: a call that decode and prefill
+cannot run, or inputs that require grad. Other errors are the operations' and use their names:
+state, state_indices, write_indices, num_accepted, intermediate_states, out. docs/migration.md has
+the table of names.
 """
 
 from __future__ import annotations
@@ -52,51 +56,62 @@ __all__ = [
 
 _refuse = functools.partial(refuse, "FlashInfer")
 
-_REFUSED_STATES = (torch.float8_e4m3fn, torch.float8_e5m2)
+_FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 
 def chunk_gated_delta_rule(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None, scale: float | None = None,
-    initial_state: Tensor | None = None, output_final_state: bool = False, cu_seqlens: Tensor | None = None,
-    use_qk_l2norm_in_kernel: bool = False, output: Tensor | None = None, output_state: Tensor | None = None,
-    state_checkpoints: Tensor | None = None, checkpoint_cu_starts: Tensor | None = None, checkpoint_every_n_tokens: int = 0,
-    use_cp: bool | str = "auto", state_indices: Tensor | None = None, _cp_chunk_len: int | None = None, backend: str = "auto",
-    max_seqlen: int | None = None, *, gate_domain: str = "linear", use_gate_in_kernel: bool = False,
-    A_log: Tensor | None = None, dt_bias: Tensor | None = None, beta_is_logit: bool = False,
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor | None = None, beta: Tensor | None = None,
+    scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, cu_seqlens: Tensor | None = None,
+    use_qk_l2norm_in_kernel: bool = False, output: Tensor | None = None,
+    output_state: Tensor | None = None, state_checkpoints: Tensor | None = None,
+    checkpoint_cu_starts: Tensor | None = None, checkpoint_every_n_tokens: int = 0,
+    use_cp: bool | str = "auto", state_indices: Tensor | None = None,
+    _cp_chunk_len: int | None = None, backend: str = "auto", max_seqlen: int | None = None, *,
+    gate_domain: str = "linear", use_gate_in_kernel: bool = False, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, beta_is_logit: bool = False,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """GDN over N whole sequences, packed: gated_delta.prefill.
 
-    q, k: [total, H, K]. v: [total, HV, V]. One dtype, bf16, fp16 or fp32; output: [total, HV, V] in that dtype. cu_seqlens: [N+1],
-    int32 or int64, not optional.
-    Query heads may share heads of k and v instead (GQA): k [total, G, K] and v [total, G, V], G a
-    divisor of H. HV below is then H: each query head has its own g, beta, states and outputs. One
-    shared head (G = 1) is read in place; of more, k and v are copied to H heads, as many bytes as q
-    and output have.
-    g: [total, HV], the decay itself, not its log, from 0 to 1; ones when None. 0 is 0; FlashInfer adds 1e-10 to every decay.
-    gate_domain: "log" if g is the log decay instead, at most 0; zeros when None.
-    use_gate_in_kernel: g is the raw gate of -exp(A_log) * softplus(g + dt_bias) instead, whatever
-    gate_domain is. A_log, dt_bias: [HV], any float dtype.
-    beta: [total, HV], the write strength; ones when None. FlashInfer asks for g and beta in fp32.
+    q, k: [total, H, K]. v: [total, HV, V]. One dtype: bf16, fp16 or fp32.
+    output: [total, HV, V] in that dtype. cu_seqlens: [N+1], int32 or int64, required.
+    Query heads may share heads of k and v (GQA): k [total, G, K] and v [total, G, V], G a divisor
+    of H. HV below is then H: each query head has its own g, beta, states and outputs. One shared
+    head (G = 1) is read in place; of more, k and v are copied to H heads, as many bytes as q and
+    output have.
+    g: [total, HV], the decay itself, not its log, from 0 to 1; ones when None. A 0 stays 0;
+    FlashInfer adds 1e-10 to every decay.
+    gate_domain: "log" if g is the log decay, at most 0; zeros when None.
+    use_gate_in_kernel: g is raw, whatever gate_domain is; the log decay is
+    -exp(A_log) * softplus(g + dt_bias). A_log, dt_bias: [HV], any float dtype.
+    beta: [total, HV], the write strength; ones when None. FlashInfer takes g and beta in fp32.
     beta_is_logit: beta is the logit. FlashInfer rounds its sigmoid to beta's dtype; here it is not
     rounded.
-    scale: K**-0.5 when None or 0. use_qk_l2norm_in_kernel: not rounded; FlashInfer rounds the normalised q and k to their dtype.
+    scale: K**-0.5 when None or 0. use_qk_l2norm_in_kernel: not rounded; FlashInfer rounds the
+    normalised q and k to their dtype.
     initial_state: [N, HV, V, K], fp32, bf16 or fp16; zeros when None.
-    output_state: [N, HV, V, K], those dtypes, or initial_state itself. It gets the final states whenever it is given, whatever
-    output_final_state says, as from FlashInfer's Hopper kernels; beside another initial_state they are computed apart and copied.
-    A sequence of no tokens leaves its row as it was. Where none is given, that sequence's final state is its initial state.
-    state_indices: [N], int32 or int64. output_state is then a pool [P, HV, V, K], and initial_state the same pool or None; slots
-    state_indices[n] are read and written in place. Two sequences may not share a slot. Without output_final_state it may be left
-    out: the slots of initial_state are then copied, and nothing is written.
-    checkpoint_every_n_tokens: above 0, a multiple of 64; the state after every so many tokens of sequence n then goes to the rows
-    of state_checkpoints [R, HV, V, K] from checkpoint_cu_starts[n] ([N+1], int32 or int64) on. It is fp32, bf16 or fp16; where that
-    is not the dtype of the states computed (output_state's where it is written in place, else fp32), all rows are copied.
-    max_seqlen: tokens of the longest sequence, on which the schedule alone depends. use_cp and _cp_chunk_len are not looked at.
+    output_state: [N, HV, V, K], those dtypes, or initial_state itself. It gets the final states
+    even without output_final_state, as from FlashInfer's Hopper kernels; with another
+    initial_state they are computed apart and copied. A sequence of no tokens leaves its row as it
+    was. Without output_state, its final state is its initial state.
+    state_indices: [N], int32 or int64. output_state is then a pool [P, HV, V, K], and
+    initial_state the same pool or None; slots state_indices[n] are read and written in place. Two
+    sequences may not share a slot. Without output_final_state, output_state may be left out: the
+    slots of initial_state are then copied, and nothing is written.
+    checkpoint_every_n_tokens: if above 0, a multiple of 64. The states after every so many tokens
+    of sequence n go to the rows of state_checkpoints [R, HV, V, K] from checkpoint_cu_starts[n]
+    ([N+1], int32 or int64) on. state_checkpoints is fp32, bf16 or fp16; all its rows are copied if
+    its dtype is not that of the computed states (output_state's if written in place, else fp32).
+    max_seqlen: tokens of the longest sequence; changes the schedule, not the results. use_cp and
+    _cp_chunk_len are ignored.
     backend: "auto" and "flashinfer" mean our "auto".
 
-    Returns output, or with output_final_state (output, output_state), the very tensors given; without output_state the final states
-    are new, in fp32. Raises UnsupportedProblem for fp8 states, a pool to read that is not the one to write, and the backends
-    "cake_gdn" and "cudnn", other hardware's.
-    Negative index: FlashInfer does not check; here its sequence is inactive, with zero outputs and nothing written.
+    Returns output, or with output_final_state (output, output_state), the tensors passed in;
+    without output_state the final states are new, in fp32. Raises UnsupportedProblem for fp8
+    states, for a pool to read that is not the one to write, and for the backends "cake_gdn" and
+    "cudnn", which are other hardware's.
+    Negative index: FlashInfer does not check; here its sequence is inactive, with zero outputs and
+    nothing written.
     """
     rank("q", q, "total, H, K")
     rank("k", k, "total, H, K")
@@ -107,9 +122,7 @@ def chunk_gated_delta_rule(
         ("output_state", output_state),
         ("state_checkpoints", state_checkpoints),
     ):
-        _refuse(
-            f"states in fp8 ({name})", x is not None and tensor(name, x).dtype in _REFUSED_STATES
-        )
+        _refuse(f"states in fp8 ({name})", x is not None and tensor(name, x).dtype in _FP8)
     N = sequences(cu_seqlens, q.device)
     assert cu_seqlens is not None
     if state_indices is not None:
@@ -158,7 +171,7 @@ def chunk_gated_delta_rule(
     read |= dict(checkpoint_cu_starts=checkpoint_cu_starts) | (
         {} if in_place else dict(initial_state=initial_state)
     )
-    wanted = _checkpoints(
+    at_intervals = _checkpoints(
         state_checkpoints, checkpoint_cu_starts, checkpoint_every_n_tokens, cu_seqlens, v, shape
     )
     checks.check_writes(
@@ -167,12 +180,14 @@ def chunk_gated_delta_rule(
 
     def run(**states: Any) -> tuple[Tensor, Tensor | None]:
         pool = states.get("state")
-        kept, dtype = state_checkpoints, torch.float32 if pool is None else pool.dtype
-        if not wanted or kept is None or kept.dtype == dtype:
-            return prefill(**tokens, **states, **wanted, checkpoints=kept if wanted else None)
-        made = kept.to(dtype)
-        result = prefill(**tokens, **states, **wanted, checkpoints=made)
-        kept.copy_(rounded(made, kept.dtype))
+        target, dtype = state_checkpoints, torch.float32 if pool is None else pool.dtype
+        if not at_intervals or target is None:
+            return prefill(**tokens, **states)
+        if target.dtype == dtype:
+            return prefill(**tokens, **states, **at_intervals, checkpoints=target)
+        converted = target.to(dtype)
+        result = prefill(**tokens, **states, **at_intervals, checkpoints=converted)
+        target.copy_(rounded(converted, target.dtype))
         return result
 
     fresh = torch.zeros(N, dtype=torch.bool, device=q.device) if initial_state is None else None
@@ -185,14 +200,15 @@ def chunk_gated_delta_rule(
         o, _ = run(state=output_state, state_indices=state_indices, has_initial_state=fresh)
     elif state_indices is not None:
         if initial_state is None:
-            scratch, own = v.new_empty(shape, dtype=torch.float32), checks.own_slots(state_indices)
+            copies = v.new_empty(shape, dtype=torch.float32)
+            slots = checks.slots_in_order(state_indices)
         else:
-            scratch, own = checks.gather(
+            copies, slots = checks.gather(
                 "initial_state", initial_state, "P, HV, V, K", "state_indices", state_indices
             )
-        o, _ = run(state=scratch, state_indices=own, has_initial_state=fresh)
+        o, _ = run(state=copies, state_indices=slots, has_initial_state=fresh)
     else:
-        # fp32, so that a final state made here is fp32 too, as FlashInfer's is.
+        # fp32: a new final state has its dtype, and FlashInfer's is fp32.
         start = (
             None
             if initial_state is None
@@ -200,35 +216,41 @@ def chunk_gated_delta_rule(
         )
         o, final_state = run(initial_state=start, output_final_state=output_final_state or apart)
         if output_state is not None and final_state is not None:
-            kept = torch.where(
+            rows = torch.where(
                 _has_tokens(cu_seqlens)[:, None, None, None], final_state, output_state
             )
-            final_state = output_state.copy_(rounded(kept, output_state.dtype))
+            final_state = output_state.copy_(rounded(rows, output_state.dtype))
     o = o[0] if output is None else output
     return (o, final_state) if output_final_state and final_state is not None else o
 
 
 def gated_delta_rule_decode_pretranspose(
-    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, A_log: Tensor, a: Tensor, dt_bias: Tensor, b: Tensor,
-    scale: float | None = None, output: Tensor | None = None, use_qk_l2norm: bool = True, initial_state: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, state: Tensor | None, A_log: Tensor, a: Tensor,
+    dt_bias: Tensor, b: Tensor, scale: float | None = None, output: Tensor | None = None,
+    use_qk_l2norm: bool = True, initial_state: Tensor | None = None,
     initial_state_indices: Tensor | None = None, output_state_indices: Tensor | None = None,
-    intermediate_states_buffer: Tensor | None = None, disable_state_update: bool = False, backend: str = "auto",
+    intermediate_states_buffer: Tensor | None = None, disable_state_update: bool = False,
+    backend: str = "auto",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """GDN for the next token, or the next 16; see the module for what is common.
+    """GDN for the next 1 to 16 tokens. The module describes the other arguments.
 
-    a: [B, T, HV], the raw gate of -exp(A_log) * softplus(a + dt_bias). A_log: [HV], fp32. dt_bias: [HV], fp32 or bf16; fp16 is an
-    error, in FlashInfer too. b: [B, T, HV], the logit of beta.
-    state: [B, HV, V, K]; or None, and initial_state [P, HV, V, K] with the slots read, initial_state_indices [B], and those
-    written, output_state_indices [B], if they are others; a negative one of these drops the write.
-    disable_state_update: the states stay as they were and output_state_indices is not looked at.
-    intermediate_states_buffer: [>=B, >=T, HV, V, K]; row n, step t gets the state after token t. FlashInfer takes this and
-    disable_state_update only with T > 1, and fp32 states with T > 1 only as a pool.
+    a: [B, T, HV], raw; the log decay is -exp(A_log) * softplus(a + dt_bias). A_log: [HV], fp32.
+    dt_bias: [HV], fp32 or bf16; fp16 is an error, as in FlashInfer. b: [B, T, HV], the logit of
+    beta.
+    state: [B, HV, V, K]; or None, with initial_state [P, HV, V, K], the slots to read,
+    initial_state_indices [B], and optionally other slots to write, output_state_indices [B]; a
+    negative one of these drops the write.
+    disable_state_update: the states stay as they were; output_state_indices is ignored.
+    intermediate_states_buffer: [>=B, >=T, HV, V, K]; row n, step t gets the state after token t.
+    FlashInfer takes this and disable_state_update only with T > 1, and fp32 states with T > 1 only
+    as a pool.
     backend: "auto" and "flashinfer" mean our "auto".
 
-    Returns (output, state or initial_state). Raises UnsupportedProblem for backends "cake_gdn" and "rubin" and for an initial_state
-    of five dimensions, all of them other hardware's.
-    Negative index: with bf16 states FlashInfer reads and writes slot 0 instead. With fp32 states and T = 1 it does what we do, but
-    writes slot 0 for a negative output_state_indices; with T > 1 it is gated_delta_rule_mtp.
+    Returns (output, state or initial_state). Raises UnsupportedProblem for the backends "cake_gdn"
+    and "rubin" and for an initial_state of five dimensions, all of them other hardware's.
+    Negative index: with bf16 states FlashInfer reads and writes slot 0 instead. With fp32 states
+    and T = 1 it does as we do, but writes slot 0 for a negative output_state_indices; with T > 1 it
+    does as gated_delta_rule_mtp.
     """
     N = _sequences(q, v)
     rank("a", a, "B, T, HV")
@@ -252,37 +274,45 @@ def gated_delta_rule_decode_pretranspose(
     if initial_state is None:
         absent("output_state_indices", output_state_indices, "without initial_state")
     o = _decode(
-        output, q=q, k=k, v=v, g=a, beta=b, gate=Gate.softplus(A_log, dt_bias), scale=scale, qk_l2norm=use_qk_l2norm,
-        beta_logits=True, state=pool, state_indices=initial_state_indices, intermediate_states=intermediate_states_buffer,
-        write_indices=None if disable_state_update else output_state_indices, update_state=not disable_state_update,
+        output, q=q, k=k, v=v, g=a, beta=b, gate=Gate.softplus(A_log, dt_bias), scale=scale,
+        qk_l2norm=use_qk_l2norm, beta_logits=True, state=pool, state_indices=initial_state_indices,
+        intermediate_states=intermediate_states_buffer,
+        write_indices=None if disable_state_update else output_state_indices,
+        update_state=not disable_state_update,
     )  # fmt: skip
     return o, pool
 
 
 def gated_delta_rule_mtp(
-    q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor, initial_state_indices: Tensor, A_log: Tensor, a: Tensor,
-    dt_bias: Tensor, b: Tensor, scale: float | None = None, output: Tensor | None = None,
-    intermediate_states_buffer: Tensor | None = None, ssm_state_indices: Tensor | None = None,
-    disable_state_update: bool | None = None, use_qk_l2norm: bool = True, output_state_indices: Tensor | None = None,
-    cache_replayssm: bool = False, replayssm_rawv: Tensor | None = None, replayssm_rawk: Tensor | None = None,
-    replayssm_g: Tensor | None = None, replayssm_beta: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, initial_state: Tensor, initial_state_indices: Tensor,
+    A_log: Tensor, a: Tensor, dt_bias: Tensor, b: Tensor, scale: float | None = None,
+    output: Tensor | None = None, intermediate_states_buffer: Tensor | None = None,
+    ssm_state_indices: Tensor | None = None, disable_state_update: bool | None = None,
+    use_qk_l2norm: bool = True, output_state_indices: Tensor | None = None,
+    cache_replayssm: bool = False, replayssm_rawv: Tensor | None = None,
+    replayssm_rawk: Tensor | None = None, replayssm_g: Tensor | None = None,
+    replayssm_beta: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """GDN for a draft; see the module for what is common, and gated_delta_rule_decode_pretranspose for a, A_log, dt_bias and b.
+    """GDN for a draft. The module describes the other arguments.
 
-    initial_state: [P, HV, V, K], bf16 too, which FlashInfer refuses here. initial_state_indices: [B], the slots read.
-    disable_state_update: None means True and warns (DeprecationWarning); from FlashInfer 0.8 on it means False.
-    output_state_indices: [B], the slots written, if they are others; a negative one drops the write. Not looked at with
+    a, A_log, dt_bias, b: as for gated_delta_rule_decode_pretranspose.
+    initial_state: [P, HV, V, K], bf16 too; FlashInfer refuses bf16 here. initial_state_indices:
+    [B], the slots to read.
+    disable_state_update: None means True and warns (DeprecationWarning); FlashInfer 0.8 changes
+    the default to False.
+    output_state_indices: [B], other slots to write; a negative one drops the write. Ignored with
     disable_state_update.
-    intermediate_states_buffer: [>=B, >=T, HV, V, K]; row n, step t gets the state after token t, found by the buffer's strides.
-    FlashInfer's kernel takes its rows to be T steps apart, however many there are.
-    ssm_state_indices: [B, T], with disable_state_update=False: the state after token t goes to slot ssm_state_indices[n, t] and
-    nowhere else, so that the slot read keeps its state unless named there. A negative one drops the write; FlashInfer does not
-    check.
+    intermediate_states_buffer: [>=B, >=T, HV, V, K]; row n, step t gets the state after token t, by
+    the buffer's strides. FlashInfer's kernel assumes rows T steps apart.
+    ssm_state_indices: [B, T], with disable_state_update=False: the state after token t goes to slot
+    ssm_state_indices[n, t] and nowhere else, so the slot read keeps its state unless named there. A
+    negative one drops the write; FlashInfer does not check.
 
-    Returns (output, initial_state). Raises UnsupportedProblem for ReplaySSM (cache_replayssm, replayssm_*), which is
-    gated_delta.verify and flush with records of another form, and for output_state_indices beside ssm_state_indices, which
-    FlashInfer accepts and does not use.
-    Negative initial_state_indices: FlashInfer leaves the outputs of that sequence as the caller's tensor had them.
+    Returns (output, initial_state). Raises UnsupportedProblem for ReplaySSM (cache_replayssm,
+    replayssm_*): gated_delta.verify and flush do it with other records; and for
+    output_state_indices beside ssm_state_indices: FlashInfer accepts it and ignores it.
+    Negative initial_state_indices: FlashInfer leaves the outputs of that sequence as the caller's
+    tensor had them.
     """
     N = _sequences(q, v)
     rank("a", a, "B, T, HV")
@@ -292,7 +322,10 @@ def gated_delta_rule_mtp(
         cache_replayssm or any(x is not None for x in replayssm),
     )
     if disable_state_update is None:
-        message = "disable_state_update is True by default, and will be False from FlashInfer 0.8 on: pass it"
+        message = (
+            "disable_state_update is True by default, and will be False from FlashInfer 0.8 on: "
+            "pass it"
+        )
         warnings.warn(message, DeprecationWarning, stacklevel=2)
         disable_state_update = True
     indices: dict[str, Tensor | None] = dict(
@@ -301,7 +334,8 @@ def gated_delta_rule_mtp(
     if ssm_state_indices is not None:
         if disable_state_update:
             raise ValueError(
-                "disable_state_update: expected False beside ssm_state_indices, got True (None means True)"
+                "disable_state_update: expected False beside ssm_state_indices, "
+                "got True (None means True)"
             )
         _refuse(
             "a final state beside one per token (output_state_indices, ssm_state_indices)",
@@ -311,55 +345,68 @@ def gated_delta_rule_mtp(
     elif not disable_state_update:
         indices["write_indices"] = output_state_indices
     o = _decode(
-        output, q=q, k=k, v=v, g=a, beta=b, gate=Gate.softplus(A_log, dt_bias), scale=scale, qk_l2norm=use_qk_l2norm,
-        beta_logits=True, state=initial_state, intermediate_states=intermediate_states_buffer,
-        update_state=not disable_state_update, **indices,
+        output, q=q, k=k, v=v, g=a, beta=b, gate=Gate.softplus(A_log, dt_bias), scale=scale,
+        qk_l2norm=use_qk_l2norm, beta_logits=True, state=initial_state,
+        intermediate_states=intermediate_states_buffer, update_state=not disable_state_update,
+        **indices,
     )  # fmt: skip
     return o, initial_state
 
 
 def recurrent_kda(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None, dt_bias: Tensor | None = None,
-    scale: float | None = None, initial_state: Tensor | None = None, output_final_state: bool = False,
-    use_qk_l2norm_in_kernel: bool = True, use_gate_in_kernel: bool = False, lower_bound: float | None = None,
-    cu_seqlens: Tensor | None = None, ssm_state_indices: Tensor | None = None, num_spec_tokens: int | None = None,
-    num_accepted_tokens: Tensor | None = None, output: Tensor | None = None, initial_state_source: Tensor | None = None,
-    initial_state_indices: Tensor | None = None, beta_is_logit: bool = False, seq_order: Tensor | None = None,
-    prefill_workspace: object | None = None, state_checkpoints: Tensor | None = None,
-    checkpoint_cu_starts: Tensor | None = None, checkpoint_every_n_tokens: int = 0,
-    checkpoint_state_indices: Tensor | None = None, *, disable_state_update: bool = False,
-    correction_cache: Tensor | None = None, kg_cache: Tensor | None = None, backend: str = "auto",
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, A_log: Tensor | None = None,
+    dt_bias: Tensor | None = None, scale: float | None = None, initial_state: Tensor | None = None,
+    output_final_state: bool = False, use_qk_l2norm_in_kernel: bool = True,
+    use_gate_in_kernel: bool = False, lower_bound: float | None = None,
+    cu_seqlens: Tensor | None = None, ssm_state_indices: Tensor | None = None,
+    num_spec_tokens: int | None = None, num_accepted_tokens: Tensor | None = None,
+    output: Tensor | None = None, initial_state_source: Tensor | None = None,
+    initial_state_indices: Tensor | None = None, beta_is_logit: bool = False,
+    seq_order: Tensor | None = None, prefill_workspace: object | None = None,
+    state_checkpoints: Tensor | None = None, checkpoint_cu_starts: Tensor | None = None,
+    checkpoint_every_n_tokens: int = 0, checkpoint_state_indices: Tensor | None = None, *,
+    disable_state_update: bool = False, correction_cache: Tensor | None = None,
+    kg_cache: Tensor | None = None, backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
-    """KDA for the next 1..16 tokens; see the module for what is common.
+    """KDA for the next 1..16 tokens. The module describes the other arguments.
 
-    Tokens: [B, T, ...], or packed [1, total, ...] with cu_seqlens [N+1]. For longer sequences there is gated_delta.prefill:
-    UnsupportedProblem where shapes show them, else decode's own error for cu_seqlens.
-    g: [B, T, HV, K], the log decay, or with use_gate_in_kernel the raw gate of -exp(A_log) * softplus(g + dt_bias), or, given
-    lower_bound (below 0), of lower_bound * sigmoid(exp(A_log) * (g + dt_bias)). A_log [H], fp32, and dt_bias [H * K] or [H, K]
-    belong to query heads, whose value heads share them; without use_gate_in_kernel they are not looked at.
-    beta: [B, T, HV], the write strength, its logit with beta_is_logit.
+    Tokens: [B, T, ...], or packed [1, total, ...] with cu_seqlens [N+1]. gated_delta.prefill takes
+    longer sequences: UnsupportedProblem if shapes show them, else decode's error for cu_seqlens.
+    g: [B, T, HV, K], the log decay. With use_gate_in_kernel it is raw: the log decay is
+    -exp(A_log) * softplus(g + dt_bias), or with a lower_bound (below 0)
+    lower_bound * sigmoid(exp(A_log) * (g + dt_bias)). A_log [H], fp32, and dt_bias [H * K] or
+    [H, K] belong to query heads; their value heads share them. Both are ignored without
+    use_gate_in_kernel.
+    beta: [B, T, HV], the write strength, or its logit with beta_is_logit.
 
-    The pool initial_state [P, HV, V, K] is read and written in place; None is a new one of zeros, in bf16.
-    - Sequence n starts from slot ssm_state_indices[n] (slot n when None) and leaves its final state there.
-    - With num_spec_tokens=S it brings 1 + S tokens (packed: at most) and ssm_state_indices is [N, 1+S] (slots counted through when
-      None, which is for dense tokens): the state after token t goes to slot [n, t], and slot [n, num_accepted_tokens[n] - 1] is
-      read (clamped; [n, 0] when None).
-    - initial_state_source, a pool, with initial_state_indices [N] is read instead; num_accepted_tokens is then not looked at.
+    The pool initial_state [P, HV, V, K] is read and written in place; None is a new one of zeros,
+    in bf16.
+    - Sequence n starts from slot ssm_state_indices[n] (slot n when None) and leaves its final state
+      there.
+    - With num_spec_tokens=S a sequence has 1 + S tokens (packed: at most), and ssm_state_indices is
+      [N, 1+S] (consecutive slots when None, for dense tokens only): the state after token t goes to
+      slot [n, t]. Slot [n, num_accepted_tokens[n] - 1] is read (clamped; [n, 0] when None).
+    - initial_state_source, a pool, with initial_state_indices [N] is read instead;
+      num_accepted_tokens is then ignored.
     - A sequence of no tokens writes nothing.
-    - disable_state_update: nothing is written. Read is initial_state_source or else initial_state, at initial_state_indices or
-      else ssm_state_indices. FlashInfer asks for normalised q and k here and for dense tokens; we do not.
+    - disable_state_update: nothing is written. The state is read from initial_state_source, else
+      initial_state, at initial_state_indices, else ssm_state_indices. FlashInfer takes only
+      normalised q and k here, and only dense tokens; we take any.
     backend: "auto" and "cute-dsl" mean our "auto".
 
-    Returns (output, initial_state if output_final_state else None), the whole pool; FlashInfer gives the rows gathered in a dense
-    call with ssm_state_indices, unless its Cake kernels run. Raises UnsupportedProblem for
-    - what only prefill reads: seq_order, prefill_workspace, state_checkpoints, checkpoint_*;
-    - correction_cache and kg_cache: gated_delta.verify and flush, with records of another form;
-    - an initial_state_source that is not initial_state itself beside ssm_state_indices, since decode writes by index only where it
-      reads; without them the slots written lie in order, and decode takes them for its intermediate_states;
-    - ssm_state_indices without initial_state, a pool as large as the largest of them;
+    Returns (output, initial_state if output_final_state else None), the whole pool; FlashInfer
+    returns the gathered rows in a dense call with ssm_state_indices, unless its Cake kernels run.
+    Raises UnsupportedProblem for
+    - arguments of a prefill: seq_order, prefill_workspace, state_checkpoints, checkpoint_*;
+    - correction_cache and kg_cache: gated_delta.verify and flush do it with other records;
+    - ssm_state_indices and an initial_state_source other than initial_state: decode writes by index
+      only to the pool it reads. Without ssm_state_indices the written slots are in order, and
+      decode takes them as intermediate_states;
+    - ssm_state_indices without initial_state: a pool as large as the largest index;
     - the other backends, all of them other hardware's.
-    Negative index: if it is the one read, FlashInfer reads slot 0, but it leaves out, with zero outputs, each token whose own slot
-    is negative, where we drop the write and go on. In its dense calls without num_spec_tokens, -1 is the pool's last slot.
+    Negative index: if it is the slot to read, FlashInfer reads slot 0. It skips each token with a
+    negative slot, with zero outputs; we drop the write and go on. In its dense calls without
+    num_spec_tokens, -1 is the pool's last slot.
     """
     N = _sequences(q, v, cu_seqlens)
     rank("g", g, "B, T, HV, K")
@@ -367,7 +414,7 @@ def recurrent_kda(
     _backend(backend, ("auto", "cute-dsl"), foreign)
     _refuse("an order of sequences (seq_order)", seq_order is not None)
     _refuse("a workspace for prefill (prefill_workspace)", prefill_workspace is not None)
-    at_intervals = (
+    checkpoint_arguments = (
         state_checkpoints,
         checkpoint_cu_starts,
         checkpoint_state_indices,
@@ -375,12 +422,13 @@ def recurrent_kda(
     )
     _refuse(
         "states at intervals (state_checkpoints, checkpoint_*)",
-        any(x is not None for x in at_intervals),
+        any(x is not None for x in checkpoint_arguments),
     )
     caches = correction_cache is not None or kg_cache is not None
     _refuse("FlashInfer's records of a frozen draft (correction_cache, kg_cache)", caches)
     tokens = dict(
-        q=q, k=k, v=v, g=g, beta=beta, gate=_kda_gate(q, v, use_gate_in_kernel, A_log, dt_bias, lower_bound), scale=scale,
+        q=q, k=k, v=v, g=g, beta=beta,
+        gate=_kda_gate(q, v, use_gate_in_kernel, A_log, dt_bias, lower_bound), scale=scale,
         qk_l2norm=use_qk_l2norm_in_kernel, beta_logits=beta_is_logit, cu_seqlens=cu_seqlens,
     )  # fmt: skip
     if disable_state_update:
@@ -439,7 +487,7 @@ def recurrent_kda(
             arguments = dict(state_indices=initial_state_indices, write_indices=into)
         arguments["state"] = initial_state
     else:
-        # Slots in order are what decode calls intermediate states, and those may be memory of another pool.
+        # Slots in order are decode's intermediate states, which may belong to another pool.
         indexed = ssm_state_indices is not None
         _refuse(
             "writing by index another pool than it reads (initial_state_source, ssm_state_indices)",
@@ -447,7 +495,8 @@ def recurrent_kda(
         )
         several = num_spec_tokens is None and q.shape[1] > (N if cu_seqlens is not None else 1)
         _refuse(
-            "several tokens from one pool to another (initial_state_source without num_spec_tokens)",
+            "several tokens from one pool to another "
+            "(initial_state_source without num_spec_tokens)",
             several,
         )
         in_order = initial_state[: N * steps].unflatten(0, (N, steps))
@@ -457,11 +506,11 @@ def recurrent_kda(
     return o, initial_state if output_final_state else None
 
 
-# ------------------------------------------------------------------------------------------------ shared
+# ------------------------------------------------------------------------------------------ shared
 
 
 def _decode(output: Tensor | None, **arguments: Any) -> Tensor:
-    """gated_delta.decode into output, whose dtype may differ from v's."""
+    """gated_delta.decode into output, converted if its dtype is not v's."""
     v = arguments["v"]
     if output is None or tensor("output", output).dtype == v.dtype:
         return decode(**arguments, out=output)
@@ -474,10 +523,14 @@ def _decode(output: Tensor | None, **arguments: Any) -> Tensor:
 
 
 def _token_slots(writes: Tensor, reads: Tensor, N: int, T: int) -> dict[str, Tensor | None]:
-    """State after token t to slot writes[n, t], from slot reads[n]: one more column, which is read and which no token writes."""
+    """The state after token t goes to slot writes[n, t]; slot reads[n] is read.
+
+    reads is one more column of state_indices: num_accepted names it, and no token writes it.
+    """
     if list(tensor("ssm_state_indices", writes, INDEX_DTYPES).shape) != [N, T]:
         raise ValueError(
-            f"ssm_state_indices: expected a slot for each token, [{N}, {T}], got {list(writes.shape)}"
+            f"ssm_state_indices: expected a slot for each token, [{N}, {T}], "
+            f"got {list(writes.shape)}"
         )
     checks.on_device("ssm_state_indices", writes, reads.device)
     return dict(
@@ -493,7 +546,7 @@ def _steps(
     ssm_state_indices: Tensor | None,
     num_spec_tokens: int | None,
 ) -> int:
-    """Slots that FlashInfer gives a sequence: one, or one per token of a draft, whose arguments are checked here."""
+    """Slots of a sequence: one, or one per token of a draft. Checks the arguments of drafts."""
     steps = 1
     if num_spec_tokens is not None:
         steps = 1 + integer("num_spec_tokens", num_spec_tokens, "an int or None")
@@ -505,7 +558,8 @@ def _steps(
             )
         if cu_seqlens is not None and q.shape[1] > N * steps:
             raise ValueError(
-                f"q: expected at most {steps} tokens for each of {N} sequences, got shape {list(q.shape)}"
+                f"q: expected at most {steps} tokens for each of {N} sequences, "
+                f"got shape {list(q.shape)}"
             )
         if cu_seqlens is not None and ssm_state_indices is None:
             raise ValueError(
@@ -529,7 +583,7 @@ def _steps(
 
 
 def _head_for_each_query_head(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """k and v, which several query heads may share, with as many heads as q: views of one head, copies of several."""
+    """k and v with as many heads as q. One shared head is a view; several are copied."""
     H, shared = q.shape[1], v.shape[1]
     if shared >= H:
         return k, v
@@ -550,7 +604,7 @@ def _prefill_gate(
     A_log: Tensor | None,
     dt_bias: Tensor | None,
 ) -> tuple[Tensor, Gate]:
-    """What prefill reads as g [total, HV], and how."""
+    """g [total, HV] and the gate, for prefill."""
     if domain not in ("linear", "log"):
         raise ValueError(f"gate_domain: expected 'linear' or 'log', got {domain!r}")
     if g is not None:
@@ -576,7 +630,7 @@ def _kda_gate(
     dt_bias: Tensor | None,
     lower_bound: float | None,
 ) -> Gate:
-    """How to read g. A value head has the parameters of its query head."""
+    """The gate of g. A value head has the parameters of its query head."""
     if not active:
         absent("lower_bound", lower_bound, "without use_gate_in_kernel")
         return Gate.log()
@@ -596,7 +650,7 @@ def _kda_gate(
 
 
 def _sequences(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> int:
-    """How many there are; looks at what the functions here need of q and v, and leaves the rest to decode."""
+    """The number of sequences. Checks the shapes of q and v; decode checks the rest."""
     rank("q", q, "B, T, H, K")
     rank("v", v, "B, T, HV, V")
     N = q.shape[0] if cu_seqlens is None else sequences(cu_seqlens, q.device)
@@ -609,7 +663,7 @@ def _sequences(q: Tensor, v: Tensor, cu_seqlens: Tensor | None = None) -> int:
 
 
 def _slot_each(name: str, pool: Tensor, count: int) -> None:
-    """Slots counted through here reach the operation as indices, which it does not compare with a pool's size on a GPU."""
+    """Raises unless the pool has `count` slots: on a GPU the operation does not check indices."""
     rank(name, pool, "P, HV, V, K")
     if pool.shape[0] < count:
         raise ValueError(f"{name}: expected {count} slots or more, got shape {list(pool.shape)}")
@@ -620,7 +674,10 @@ def _has_tokens(cu_seqlens: Tensor) -> Tensor:
 
 
 def _slots_with_tokens(indices: Tensor | None, cu_seqlens: Tensor) -> Tensor:
-    """indices (slot n for sequence n when None), but negative for sequences of no tokens, whose slots FlashInfer leaves alone."""
+    """indices (slot n for sequence n when None), negative for sequences of no tokens.
+
+    FlashInfer does not write their slots.
+    """
     live = _has_tokens(cu_seqlens)
     return torch.where(
         live, torch.arange(len(live), device=live.device) if indices is None else indices, -1
@@ -628,34 +685,39 @@ def _slots_with_tokens(indices: Tensor | None, cu_seqlens: Tensor) -> Tensor:
 
 
 def _checkpoints(
-    kept: Tensor | None, starts: Tensor | None, every: int, cu_seqlens: Tensor, v: Tensor, shape: list[int]
-) -> dict[str, Any]:  # fmt: skip
-    """prefill's arguments for the state after every so many tokens of a sequence; empty where a call keeps none."""
+    checkpoints: Tensor | None,
+    starts: Tensor | None,
+    every: int,
+    cu_seqlens: Tensor,
+    v: Tensor,
+    shape: list[int],
+) -> dict[str, Any]:
+    """prefill's arguments for the states after every `every` tokens; empty for none."""
     if integer("checkpoint_every_n_tokens", every) < 0 or every % CHECKPOINT_INTERVAL:
         raise ValueError(
-            f"checkpoint_every_n_tokens: expected a multiple of {CHECKPOINT_INTERVAL}, or 0, got {every}"
+            f"checkpoint_every_n_tokens: expected a multiple of {CHECKPOINT_INTERVAL}, or 0, "
+            f"got {every}"
         )
-    for name, x in (("state_checkpoints", kept), ("checkpoint_cu_starts", starts)):
+    for name, x in (("state_checkpoints", checkpoints), ("checkpoint_cu_starts", starts)):
         if x is None and every:
             raise ValueError(f"{name}: expected a tensor with checkpoint_every_n_tokens, got None")
         if not every:
             absent(name, x, "without checkpoint_every_n_tokens")
-    if kept is None or starts is None:
+    if checkpoints is None or starts is None:
         return {}
     N, device = shape[0], v.device
-    rank("state_checkpoints", kept, "R, HV, V, K")
-    checks.copy_target(
-        "state_checkpoints", kept, "R, HV, V, K", [len(kept), *shape[1:]], device, STATE_DTYPES
-    )
+    rank("state_checkpoints", checkpoints, "R, HV, V, K")
+    rows = [len(checkpoints), *shape[1:]]
+    checks.copy_target("state_checkpoints", checkpoints, "R, HV, V, K", rows, device, STATE_DTYPES)
     if list(tensor("checkpoint_cu_starts", starts, INDEX_DTYPES).shape) != [N + 1]:
         raise ValueError(
             f"checkpoint_cu_starts: expected [N+1] = [{N + 1}], got shape {list(starts.shape)}"
         )
     checks.on_device("checkpoint_cu_starts", starts, device)
-    most = min(len(kept), len(v) // every)  # of one sequence
-    if not most:
+    per_sequence = min(len(checkpoints), len(v) // every)
+    if not per_sequence:
         return {}
-    order = torch.arange(most, device=device)
+    order = torch.arange(per_sequence, device=device)
     lens = torch.where(order < cu_seqlens.diff()[:, None] // every, (order + 1) * every, -1)
     return dict(checkpoint_lens=lens, checkpoint_indices=starts[:-1, None] + order)
 

@@ -1,14 +1,14 @@
-"""SGLang's drafts in a KVBuffer, which `verify` fills and `flush` folds: for GATED_DELTA_SGLANG_KVBUFFER=1 in its environment.
+"""SGLang's drafts in a KVBuffer: `verify` fills it, `flush` commits the accepted tokens.
 
-By default the engine keeps a whole state for each draft token of each request until some are accepted. A KVBuffer takes their place
-where verify is gated_delta's and our kernels can run it; what that saves goes to the engine's other pools. Where they cannot, the
-engine keeps its scratch. No engine is imported until `register` is called.
+Enabled by GATED_DELTA_SGLANG_KVBUFFER=1. By default the engine keeps a whole state for each draft
+token of each request until tokens are accepted. A KVBuffer replaces these states if verify is
+gated_delta's and our kernels can run it; the engine's other pools get the memory saved. Otherwise
+the engine keeps its states. Nothing is imported from the engine before `register` is called.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
 from typing import Any
 from unittest import mock
 
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from gated_delta import api
-from gated_delta.integrations import sglang as plugin
+from gated_delta.integrations import sglang_common as common
 from gated_delta.integrations import start
 from gated_delta.integrations.sglang_start import Layer
 from gated_delta.problem import MAX_DRAFT, KVBuffer
@@ -25,11 +25,13 @@ _POOLS = "sglang.srt.mem_cache.kv_cache_configurator"
 _COMMIT = (
     "sglang.kernels.ops.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify"
 )
-_log = logging.getLogger(__name__)
 
 
 class Drafts:
-    """In the place of the engine's scratch [layers, rows, tokens, HV, V, K]: indexed by its layer, a KVBuffer of that layer."""
+    """Replaces the engine's scratch [layers, rows, tokens, HV, V, K].
+
+    Indexed by the engine's layer, as the scratch is; an item is the layer's KVBuffer.
+    """
 
     def __init__(self, buffer: KVBuffer):
         self.buffer = buffer
@@ -39,20 +41,20 @@ class Drafts:
 
 
 def register() -> None:
-    """Asks the engine to be called where it sizes and builds the pools, and where it commits accepted drafts."""
+    """Hooks into the engine where it sizes and builds its pools and commits accepted drafts."""
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    HookRegistry.register(
-        f"{_POOLS}.KVCacheConfigurator._handle_max_mamba_cache", _budget, HookType.AROUND
-    )
-    HookRegistry.register(
-        f"{_POOLS}.KVCacheConfigurator._build_hybrid_req_pool", _built, HookType.AFTER
-    )
+    configurator = f"{_POOLS}.KVCacheConfigurator"
+    HookRegistry.register(f"{configurator}._handle_max_mamba_cache", _budget, HookType.AROUND)
+    HookRegistry.register(f"{configurator}._build_hybrid_req_pool", _replace, HookType.AFTER)
     HookRegistry.register(_COMMIT, commit, HookType.AROUND)
 
 
 def sizes(configurator: Any) -> dict[str, Any] | None:
-    """KVBuffer.empty's arguments but for the rows, for the engine that this pool configurator is of; None if its scratch stays."""
+    """Arguments of KVBuffer.empty except its rows, for the engine of this pool configurator.
+
+    None if the engine keeps its scratch; the log then says why.
+    """
     from sglang.srt.runtime_context import (
         get_exec,
         get_memory,
@@ -61,7 +63,7 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
     )
 
     drafts, tree = max_speculative_num_draft_tokens(), (get_spec().speculative_eagle_topk or 1) > 1
-    if drafts is None or "verify" not in plugin.chosen() or not plugin.supported():
+    if drafts is None or "verify" not in common.chosen() or not common.supported():
         return None
     params = (
         configurator.hybrid_gdn_config or configurator.hybrid_kda_config
@@ -78,44 +80,51 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
             kind, params.shape.num_k_heads_per_tp, HV, K, V, configurator.model_config.dtype
         )
         axis = "channel" if kind == "KDA" else "head"
-        made = dict(T=drafts, H=layer.H, HV=HV, K=K, V=V, gate=axis, device=configurator.device)
+        arguments = dict(
+            T=drafts, H=layer.H, HV=HV, K=K, V=V, gate=axis, device=configurator.device
+        )
         state = torch.zeros(1, HV, V, K, dtype=params.dtype.temporal, device=configurator.device)
-        calls = layer.calls(state, scratch=KVBuffer.empty(1, **made), drafts=drafts)
+        calls = layer.calls(state, scratch=KVBuffer.empty(1, **arguments), drafts=drafts)
         missing = "; ".join(start.refused(calls["verify"]).values())
         if not missing:
-            return made | dict(num_layers=len(configurator._get_mamba_layer_ids_for_req_pool()))
-    _log.warning(
+            layer_ids = configurator._get_mamba_layer_ids_for_req_pool()
+            return arguments | dict(num_layers=len(layer_ids))
+    common.LOG.warning(
         "gated_delta leaves the engine's scratch for drafts as it is; a KVBuffer needs %s", missing
     )
     return None
 
 
 def _budget(original: Any, configurator: Any, rest: float) -> float:
-    """The engine divides the memory that is left, in GiB: for drafts it reserves what a KVBuffer takes and nothing more."""
+    """Reserves a KVBuffer's memory for drafts, in GiB, when the engine divides what is left."""
     import sglang.srt.mem_cache.kv_cache_configurator as module
     from sglang.srt.runtime_context import get_schedule
 
-    made = sizes(configurator)
-    if made is None:
+    arguments = sizes(configurator)
+    if arguments is None:
         return original(configurator, rest)
     rows = max(1, get_schedule().max_running_requests // configurator.attn_dp_size) + 1
+    reserved = KVBuffer.empty(rows, **arguments | dict(device="meta")).nbytes / 2**30
+    # As in the engine's prefill-only processes, it reserves no memory for states of drafts.
     with mock.patch.object(module, "_pd_prefill_skips_mamba_spec_state", return_value=True):
-        return original(
-            configurator, rest - KVBuffer.empty(rows, **made | dict(device="meta")).nbytes / 2**30
-        )
+        return original(configurator, rest - reserved)
 
 
-def _built(requests: Any, configurator: Any, **_: Any) -> None:
-    """The engine built its pool of states: its scratch for drafts is freed, before the next pool takes memory."""
-    made, pool = sizes(configurator), requests.mamba_pool
+def _replace(requests: Any, configurator: Any, **_: Any) -> None:
+    """Replaces the scratch of a new pool by a KVBuffer, before the next pool takes memory."""
+    arguments, pool = sizes(configurator), requests.mamba_pool
     scratch = getattr(pool.mamba_cache, "intermediate_ssm", None)
-    if made is None or not isinstance(scratch, Tensor):
+    if arguments is None or not isinstance(scratch, Tensor):
         return
-    drafts = Drafts(KVBuffer.empty(scratch.shape[1], **made))
+    drafts = Drafts(KVBuffer.empty(scratch.shape[1], **arguments))
     pool.mamba_cache = dataclasses.replace(pool.mamba_cache, intermediate_ssm=drafts)
-    sizes_in_gib = [drafts.buffer.nbytes / 2**30, scratch.nbytes / 2**30]
-    pool.mem_usage += sizes_in_gib[0] - sizes_in_gib[1]
-    _log.info("gated_delta keeps drafts in %.3f GiB, in place of %.3f GiB of states", *sizes_in_gib)
+    buffer_gib, states_gib = drafts.buffer.nbytes / 2**30, scratch.nbytes / 2**30
+    pool.mem_usage += buffer_gib - states_gib
+    common.LOG.info(
+        "gated_delta keeps drafts in %.3f GiB, in place of %.3f GiB of states",
+        buffer_gib,
+        states_gib,
+    )
 
 
 def commit(
@@ -127,10 +136,10 @@ def commit(
     track_steps: Tensor | None,
     src_indices_raw: Tensor | None = None,
 ) -> None:
-    """Accepted drafts go into the states of every layer: those up to last_steps[n], counted from 0; -1 is none.
+    """Folds drafts up to last_steps[n], counted from 0, into every layer's states; -1 folds none.
 
-    Where the prefix cache wants an earlier state, after track_steps[n], it goes to track_slots[n] first. The engine then moves the
-    convolutions' windows.
+    First copies the state after track_steps[n] to track_slots[n], if the prefix cache asks for an
+    earlier state. `original` then moves the convolutions' windows.
     """
     drafts = caches.intermediate_ssm
     if isinstance(drafts, Drafts):
@@ -138,16 +147,15 @@ def commit(
             state_indices=slots,
             buffer_indices=src_indices_raw,
             null_index=0,
-            backend=plugin.backend_for(slots),
+            backend=common.backend_for(slots),
         )
         if track_slots is not None and track_steps is not None:
             N = len(slots)
-            wanted = torch.where(track_steps[:N] >= 0, track_slots[:N], -1)
+            tracked = torch.where(track_steps[:N] >= 0, track_slots[:N], -1)
             api.flush(
-                caches.temporal, drafts.buffer, track_steps[:N] + 1, write_indices=wanted, **given
+                caches.temporal, drafts.buffer, track_steps[:N] + 1, write_indices=tracked, **given
             )
         api.flush(caches.temporal, drafts.buffer, last_steps + 1, **given)
-        caches = dataclasses.replace(
-            caches, temporal=caches.temporal[:0]
-        )  # what is empty it leaves alone
+        # `original` skips a tensor without elements.
+        caches = dataclasses.replace(caches, temporal=caches.temporal[:0])
     original(caches, slots, last_steps, track_slots, track_steps, src_indices_raw=src_indices_raw)

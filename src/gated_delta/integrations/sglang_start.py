@@ -1,22 +1,19 @@
-"""What SGLang's linear layers will ask of our operations, looked at when the engine starts. sglang.py has what they ask then."""
+"""SGLang's start: calls like its layers', checked and loaded before the first request."""
 
 from __future__ import annotations
 
-import logging
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..problem import Gate, KVBuffer
-from . import sglang as plugin
-from . import start
-
-_log = logging.getLogger(__name__)
+from gated_delta.integrations import sglang_common as common
+from gated_delta.integrations import start
+from gated_delta.problem import Gate, KVBuffer
 
 
 class Layer(NamedTuple):
-    """A linear layer of this rank: "GDN" or "KDA", its heads and sizes, the dtype of its tokens."""
+    """A linear layer on this rank: "GDN" or "KDA", heads, head dims, the dtype of its tokens."""
 
     layers: str
     H: int
@@ -27,28 +24,26 @@ class Layer(NamedTuple):
     lower_bound: float | None = None
 
     def tokens(self, T: int, device: torch.device, raw: bool = True) -> dict[str, Any]:
-        """A sequence of T tokens, packed; its gate still raw, or, as GDN's prefill gets it, activated."""
+        """A packed sequence of T tokens. raw=False: activated gate, as GDN's prefill gets it."""
 
         def new(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
 
         channels, fp32 = (self.K,) if self.layers == "KDA" else (), torch.float32
-        made = dict(
+        qkv = dict(
             q=new(1, T, self.H, self.K), k=new(1, T, self.H, self.K), v=new(1, T, self.HV, self.V)
         )
         if not raw:
-            return made | dict(
-                g=new(1, T, self.HV, dtype=fp32), beta=new(1, T, self.HV, dtype=fp32)
-            )
+            g, beta = new(1, T, self.HV, dtype=fp32), new(1, T, self.HV, dtype=fp32)
+            return qkv | dict(g=g, beta=beta)
         weights = new(self.HV, dtype=fp32), new(self.HV, *channels, dtype=fp32)
         gate = (
             Gate.softplus(*weights)
             if self.lower_bound is None
             else Gate.lower_bound(*weights, self.lower_bound)
         )
-        return made | dict(
-            g=new(1, T, self.HV, *channels), beta=new(1, T, self.HV), beta_logits=True, gate=gate
-        )
+        g, beta = new(1, T, self.HV, *channels), new(1, T, self.HV)
+        return qkv | dict(g=g, beta=beta, beta_logits=True, gate=gate)
 
     def calls(
         self,
@@ -57,69 +52,70 @@ class Layer(NamedTuple):
         scratch: Tensor | KVBuffer | None = None,
         drafts: int = 0,
     ) -> dict[str, list[start.Call]]:
-        """Calls on this pool of states, by mode. tracked: with states kept inside a prefill. scratch: for so many draft tokens."""
+        """Calls on this pool of states, by mode.
+
+        tracked: prefill also keeps states inside a prompt. scratch: of the engine, for `drafts`
+        tokens; without it there is no verify.
+        """
         device, zero = state.device, torch.zeros(1, dtype=torch.int32, device=state.device)
-        own = dict(state=state, state_indices=zero, null_index=0, backend=plugin.backend_for(state))
-        prompt = self.tokens(plugin.CHUNK, device, raw=self.layers == "KDA") | own
-        prompt |= dict(cu_seqlens=torch.tensor([0, plugin.CHUNK], dtype=torch.int32, device=device))
-        prompt |= dict(deterministic=plugin.Operations.deterministic)
-        made = dict(
-            decode=[("decode", self.tokens(1, device) | own)], prefill=[("prefill", prompt)]
+
+        def bounds(T: int) -> Tensor:
+            return torch.tensor([0, T], dtype=torch.int32, device=device)
+
+        pool = dict(
+            state=state, state_indices=zero, null_index=0, backend=common.backend_for(state)
+        )
+        prompt = self.tokens(common.CHUNK, device, raw=self.layers == "KDA") | pool
+        prompt |= dict(cu_seqlens=bounds(common.CHUNK), deterministic=common.process.deterministic)
+        calls = dict(
+            decode=[("decode", self.tokens(1, device) | pool)], prefill=[("prefill", prompt)]
         )
         if tracked:
-            kept = dict(
-                checkpoint_lens=zero[:, None], checkpoints=state.new_zeros(1, 1, *state.shape[1:])
-            )
-            made["prefill"].append(("prefill", prompt | kept))
+            checkpoints = state.new_zeros(1, 1, *state.shape[1:])
+            more = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
+            calls["prefill"].append(("prefill", prompt | more))
         if scratch is None:
-            return made
-        draft = (
-            self.tokens(drafts, device)
-            | own
-            | dict(cu_seqlens=torch.tensor([0, drafts], dtype=torch.int32, device=device))
-        )
+            return calls
+        draft = self.tokens(drafts, device) | pool | dict(cu_seqlens=bounds(drafts))
         if isinstance(scratch, KVBuffer):
-            folded = own | dict(buffer=scratch, buffer_indices=zero)
-            made["verify"] = [
-                ("verify", draft | folded),
-                ("flush", folded | dict(num_accepted=zero)),
+            buffer = dict(buffer=scratch, buffer_indices=zero)
+            calls["verify"] = [
+                ("verify", draft | buffer),
+                ("flush", pool | buffer | dict(num_accepted=zero)),
             ]
         else:
             steps = dict(update_state=False, intermediate_states=scratch, intermediate_indices=zero)
-            made["verify"] = [("decode", draft | steps)]
-        return made
+            calls["verify"] = [("decode", draft | steps)]
+        return calls
 
 
 def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
-    """An attention backend of the engine was made: loads what its layers launch in our modes, and logs what they cannot.
+    """Loads the kernels that the layers of a new attention backend launch in our modes.
 
-    Raises UnsupportedProblem where kernels are missing that may or can not be compiled.
+    A mode that our kernels cannot run is a warning in the log. Raises UnsupportedProblem if
+    kernels are missing and cannot be compiled, or may not be.
     """
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
     from sglang.srt.runtime_context import get_exec, max_speculative_num_draft_tokens
 
     warn_of_forks()
-    plugin.Operations.deterministic = get_exec().deterministic.enable_deterministic_inference
-    kind, drafts = (
-        "KDA" if "KDA" in type(backend).__name__ else "GDN",
-        max_speculative_num_draft_tokens() or 0,
-    )
-    found: dict[Layer, int] = {}  # of each kind of layer the last one
-    model = getattr(runner, "model", None)  # not in SGLang's own tests of its backends
-    for x in model.modules() if model is not None else ():
-        if isinstance(x, RadixLinearAttention):
-            sizes = x.num_k_heads, x.num_v_heads, x.head_k_dim, x.head_v_dim
-            found[Layer(kind, *sizes, runner.dtype, x.lower_bound)] = x.layer_id
-    for layer, layer_id in found.items():
+    common.process.deterministic = get_exec().deterministic.enable_deterministic_inference
+    kind = "KDA" if "KDA" in type(backend).__name__ else "GDN"
+    drafts = max_speculative_num_draft_tokens() or 0
+    layer_ids: dict[Layer, int] = {}  # the last layer of each kind
+    model = getattr(runner, "model", None)  # SGLang's own tests of its backends have no model
+    for module in model.modules() if model is not None else ():
+        if isinstance(module, RadixLinearAttention):
+            heads = module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
+            layer_ids[Layer(kind, *heads, runner.dtype, module.lower_bound)] = module.layer_id
+    for layer, layer_id in layer_ids.items():
         caches = runner.req_to_token_pool.mamba2_layer_cache(layer_id)
-        scratch, tracked = (
-            getattr(caches, "intermediate_ssm", None),
-            get_exec().mamba.enable_mamba_extra_buffer,
-        )
+        scratch = getattr(caches, "intermediate_ssm", None)
+        tracked = get_exec().mamba.enable_mamba_extra_buffer
         by_mode = layer.calls(caches.temporal, tracked, scratch, drafts)
-        for mode in sorted(plugin.chosen() & by_mode.keys()):
+        for mode in sorted(common.chosen() & by_mode.keys()):
             if refused := "; ".join(start.refused(by_mode[mode]).values()):
-                _log.warning(
+                common.LOG.warning(
                     "gated_delta leaves %s %s to the engine's kernel; ours needs %s",
                     kind,
                     mode,
@@ -130,7 +126,10 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
 
 
 def warn_of_forks() -> None:
-    """The engine's n-gram drafts of breadth 1 may fork from the third token on, and its linear layers are not told."""
+    """Warns of n-gram drafts of breadth 1 with more than 2 tokens.
+
+    They may fork from the third token on. The engine does not pass this on to its linear layers.
+    """
     from sglang.srt.runtime_context import get_spec
 
     spec = get_spec()
@@ -139,6 +138,7 @@ def warn_of_forks() -> None:
         and spec.speculative_eagle_topk == 1
         and spec.speculative_num_draft_tokens > 2
     ):
-        _log.warning(
-            "gated_delta: SGLang takes n-gram drafts of breadth 1, which may fork, for lines: its tokens may be wrong"
+        common.LOG.warning(
+            "gated_delta: SGLang takes n-gram drafts of breadth 1, which may fork, for lines: "
+            "its tokens may be wrong"
         )

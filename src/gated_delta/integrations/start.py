@@ -1,4 +1,4 @@
-"""Calls like those that an engine's layers will make, looked at when it starts: no request is the first to miss a kernel."""
+"""Calls like an engine's, checked when the engine starts, so that no request misses a kernel."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ Call = tuple[str, dict[str, Any]]
 
 
 def refused(calls: Iterable[Call]) -> dict[str, str]:
-    """The operations of these calls that cannot run so, and why.
+    """The operations that cannot run these calls, and why.
 
-    Raises ValueError for another value of GATED_DELTA_JIT than 0 and 1, which is no reason to leave anything to the engine.
+    Raises ValueError if GATED_DELTA_JIT is neither 0 nor 1: the engine's kernels do not hide it.
     """
     compile.may_compile()
     reasons = {}
@@ -26,38 +26,36 @@ def refused(calls: Iterable[Call]) -> dict[str, str]:
             api.explain(op, **arguments)
         except UnsupportedProblem as error:
             reasons[op] = "; ".join(error.missing)
-        except (
-            TypeError,
-            ValueError,
-        ) as error:  # a dtype or layout that the operations do not know
+        except (TypeError, ValueError) as error:  # an engine's dtype or layout
             reasons[op] = str(error)
     return reasons
 
 
 def load(calls: Iterable[Call], device: torch.device) -> None:
-    """Load every kernel that such calls launch, of few sequences or many; compile those that are not compiled.
+    """Loads every kernel that such calls launch, for any number of sequences; compiles missing
+    ones.
 
-    Raises UnsupportedProblem, which names them all, where some are not compiled and may or can not be.
+    Raises UnsupportedProblem with all kernels that cannot be compiled, or may not be.
     """
     arch = arch_of(device)
     if arch is None:
         return
-    wanted = dict.fromkeys(
+    variants = dict.fromkeys(
         v
         for op, arguments in calls
         for v in dispatch.variants_of(api.explain(op, **arguments).problem)
     )
-    lacking: dict[str, str] = {}
-    for variant in wanted:
+    missing: dict[str, str] = {}
+    for variant in variants:
         try:
             compile.load(variant, arch)
         except UnsupportedProblem as error:
-            lacking[variant.label] = str(error).partition("\n")[0]
-    if lacking:
-        reason = f"{len(lacking)} of the {len(wanted)} kernels that this engine needs are missing"
-        raise UnsupportedProblem(f"{reason}: {next(iter(lacking.values()))}", tuple(lacking))
+            missing[variant.label] = str(error).partition("\n")[0]
+    if missing:
+        reason = f"{len(missing)} of the {len(variants)} kernels that this engine needs are missing"
+        raise UnsupportedProblem(f"{reason}: {next(iter(missing.values()))}", tuple(missing))
 
 
 def arch_of(device: torch.device) -> str | None:
-    """What kernels for this device are compiled for; None where ours do not run."""
+    """The architecture to compile for; None on a device that has no kernels of ours."""
     return compile.arch_of(device) if device.type == "cuda" else None

@@ -1,4 +1,4 @@
-"""Hugging Face transformers on gated_delta: the functions that a model's linear-attention layers look up are replaced.
+"""Hugging Face transformers on gated_delta: replaces the functions of its linear-attention layers.
 
     from gated_delta.integrations.transformers import patch
 
@@ -6,9 +6,9 @@
         model.generate(**inputs)
     print(*handle.report(), sep="\\n")
 
-transformers keeps one copy of these functions in each modelling module, and every layer's forward looks them up there at call
-time. So models that exist already are served too, and all models of a patched module are. The short convolutions before them
-(causal_conv1d_fn, causal_conv1d_update) stay what they were.
+Each modelling module of transformers has a copy of these functions, and every layer's forward looks
+them up there at call time. So the patch applies to every model of a patched module, existing models
+too. The short convolutions before them (causal_conv1d_fn, causal_conv1d_update) do not change.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ MODELS = {
     "glm5_next": KDA,
     "bailing_hybrid": KDA,
 }
-"""Model module, and its functions: whole prompts first, then single tokens."""
+"""Model module: its functions, for whole prompts first, then for single tokens."""
 
 
 class Row(NamedTuple):
-    """What one replaced function did on one route. backend and kernel are empty as long as no call was counted.
+    """One replaced function on one route. backend and kernel are empty until a call is counted.
 
-    compiled: whether torch.compile made it part of a graph. What a graph calls is not counted.
+    compiled: whether it is part of a torch.compile graph. A graph's calls are not counted.
     """
 
     module: str
@@ -64,7 +64,8 @@ class Row(NamedTuple):
         parts = []
         if self.calls:
             parts.append(
-                f"{self.calls} calls, {self.tokens} tokens, backend {self.backend}, kernel {self.kernel}"
+                f"{self.calls} calls, {self.tokens} tokens, "
+                f"backend {self.backend}, kernel {self.kernel}"
             )
         if self.compiled:
             parts.append("part of torch.compile graphs, where calls are not counted")
@@ -80,7 +81,7 @@ class _Tally:
 
 
 class Replacement:
-    """Stands in for one function of a modelling module, with that function's call and meaning."""
+    """Replaces one function of a modelling module, with the same signature and meaning."""
 
     def __init__(self, module: ModuleType, name: str, backend: str):
         self.module = module
@@ -108,27 +109,29 @@ class Replacement:
         cu_seqlens: Tensor | None = None,
         **kwargs: Any,
     ) -> tuple[Tensor, Tensor | None]:
-        """Outputs [N, T, HV, V] in value's dtype, and the state after the last token, or None unless output_final_state.
+        """Outputs [N, T, HV, V] in value's dtype, and with output_final_state the last state.
 
-        query, key: [N, T, H, K]; value: [N, T, HV, V]; g: [N, T, HV] (GDN) or [N, T, HV, K] (KDA), the log decay itself;
-        beta: [N, T, HV], after its sigmoid; or packed [1, total, ...] with cu_seqlens [N+1].
-        States are transformers' [N, HV, K, V]; initial_state is not written, and the one returned is fp32.
-        chunk_size is a matter of the original's schedule and is ignored. So is everything in kwargs: transformers hands the
-        caller's own keyword arguments (use_cache, output_router_logits, ...) down to this function.
+        query, key: [N, T, H, K]. value: [N, T, HV, V]. g: [N, T, HV] (GDN) or [N, T, HV, K] (KDA),
+        the log decay. beta: [N, T, HV], after its sigmoid. Or packed [1, total, ...] with
+        cu_seqlens [N+1].
+        States are transformers' [N, HV, K, V]; initial_state is not written, the final state is
+        fp32. chunk_size chooses the original's schedule and is ignored. So are kwargs: transformers
+        passes the caller's keyword arguments (use_cache, output_router_logits, ...) down to here.
         """
         query, key, value = (
             _last_dim_contiguous(query),
             _last_dim_contiguous(key),
             _last_dim_contiguous(value),
         )
-        # What we return is a transposed view, and the cache keeps its strides: transposed back, K is contiguous and nothing moves.
+        # Our final state is a transposed view. The cache keeps its strides, so K is contiguous in
+        # the transposed view here, and nothing is copied.
         start = None if initial_state is None else initial_state.mT.to(torch.float32)
         options: dict[str, Any] = dict(
             qk_l2norm=use_qk_l2norm_in_kernel, cu_seqlens=cu_seqlens, backend=self.backend
         )
         final: Tensor | None
         if self.recurrent and start is not None and cu_seqlens is None and query.shape[1] == 1:
-            # transformers' functions leave their state as it was: what follows it goes where the state after a token can.
+            # initial_state must not change: the new state goes to the states after each token.
             start = start.contiguous()
             final = torch.empty_like(start)
             op = "decode"
@@ -143,9 +146,7 @@ class Replacement:
             options |= dict(initial_state=start, output_final_state=output_final_state)
             o, final = api.prefill(query, key, value, g, beta, **options)
         if torch.compiler.is_compiling():
-            self.compiled = (
-                True  # a count here would be a guard of the graph, and each call a recompilation
-            )
+            self.compiled = True  # a count would be a guard of the graph: every call recompiles
         else:
             self._count(op, (query, key, value, g, beta), start, options)
         return o, final.mT if output_final_state and final is not None else None
@@ -163,9 +164,9 @@ class Replacement:
             start is None,
             cu_seqlens is None,
         )
-        if found := self._calls.find(key, arguments):
-            tally = found[0]
-        else:  # asking for the route costs as much as a small call, so once for each kind of call
+        if cached := self._calls.find(key, arguments):
+            tally = cached[0]
+        else:  # explain costs as much as a small call: once for each kind of call
             route = api.explain(op, *tokens, **options)
             with self._lock:
                 tally = self._tallies.setdefault((route.backend, route.kernel), _Tally())
@@ -186,11 +187,14 @@ class Replacement:
 
 
 _lock = threading.Lock()
-"""Held while functions are replaced and put back."""
+"""Held while functions are replaced or restored."""
 
 
 class Patch:
-    """What `patch` did. Undone by `undo`, or at the end of a with block, which may be entered once."""
+    """The handle of `patch`. `undo` restores the functions; so does the end of a with block.
+
+    A handle may be entered once.
+    """
 
     def __init__(self, replacements: list[Replacement]):
         self.replacements = replacements
@@ -200,10 +204,11 @@ class Patch:
             setattr(replacement.module, replacement.name, replacement)
 
     def undo(self) -> None:
-        """Puts the original functions back; does nothing when that was done.
+        """Restores the original functions. A second call does nothing.
 
-        A function that something else replaced after patch() stays as it is: undo() restores the others, then raises RuntimeError.
-        The patch is active until the last of them is, so undo() may be called again.
+        A function that other code replaced after patch() stays as it is: undo() restores the
+        others, then raises RuntimeError. The patch stays active until all functions are restored,
+        so undo() may be called again.
         """
         with _lock:
             if not self.active:
@@ -218,22 +223,22 @@ class Patch:
             self.active = bool(foreign)
         if foreign:
             raise RuntimeError(
-                f"{', '.join(foreign)}: replaced by something else after patch(), and left so: undo that, then call undo() again"
+                f"{', '.join(foreign)}: replaced by something else after patch(), and left so: "
+                "undo that, then call undo() again"
             )
 
     def report(self) -> list[Row]:
-        """What ran so far, a row for each replaced function and route.
+        """The calls so far, a row for each replaced function and route.
 
-        Calls in a torch.compile graph are not counted; `compiled` says that there is such a graph.
+        Calls in a torch.compile graph are not counted; `compiled` marks such a graph.
         """
         return [row for replacement in self.replacements for row in replacement.rows()]
 
     def __enter__(self) -> Patch:
         with _lock:
             if not self.active or self._entered:
-                raise RuntimeError(
-                    f"this patch was {'entered' if self.active else 'undone'} already: call patch() again"
-                )
+                state = "entered" if self.active else "undone"
+                raise RuntimeError(f"this patch was {state} already: call patch() again")
             self._entered = True
         return self
 
@@ -249,17 +254,19 @@ class Patch:
 def patch(
     models: str | Iterable[str] | torch.nn.Module | None = None, *, backend: str = "auto"
 ) -> Patch:
-    """Runs transformers' Gated DeltaNet and Kimi Delta Attention layers on gated_delta from now on, until undone.
+    """Runs transformers' Gated DeltaNet and Kimi Delta Attention layers on gated_delta.
 
-    models: names of model modules ("qwen3_5"), or a model, for the modules its layers come from; None is every module of MODELS
-    that the installed transformers has. backend: as for gated_delta.prefill.
+    The returned handle undoes it. models: names of model modules ("qwen3_5"), or a model, for the
+    modules of its layers; None is every module of MODELS that the installed transformers has.
+    backend: as for gated_delta.prefill.
 
-    Inference only: with grad enabled a patched layer raises UnsupportedProblem, so call the model under torch.no_grad() or
-    torch.inference_mode() (generate() does so itself).
+    Inference only: with grad enabled a patched layer raises UnsupportedProblem, so call the model
+    under torch.no_grad() or torch.inference_mode() (generate() does so itself).
 
-    Raises ImportError without transformers, TypeError where models is of another type, ValueError for an unknown model or backend,
-    and RuntimeError when a module is patched already or this release of transformers computes its layers in another way. Then
-    nothing was patched. The functions are replaced for all threads; patch() and undo() may be called from any.
+    Raises ImportError without transformers, TypeError if models is of another type, ValueError for
+    an unknown model or backend, and RuntimeError if a module is patched already or this release of
+    transformers computes its layers in another way. Nothing is patched then. The functions are
+    replaced for all threads; any thread may call patch() and undo().
     """
     if backend not in api.BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(api.BACKENDS)}, got {backend!r}")
@@ -276,14 +283,14 @@ def _path(name: str) -> str:
 def _names(models: str | Iterable[str] | torch.nn.Module | None) -> list[str]:
     if importlib.util.find_spec("transformers") is None:
         raise ImportError(
-            "transformers is not installed; pip install gated-delta[demo] brings a release that fits"
+            "transformers is not installed; pip install gated-delta[demo] installs a supported one"
         )
     known = [name for name in MODELS if importlib.util.find_spec(f"transformers.models.{name}")]
     among = (
-        f"{', '.join(known) or 'none'} (what gated_delta knows and the installed transformers has)"
+        f"{', '.join(known) or 'none'} (models known to gated_delta and the installed transformers)"
     )
     if isinstance(models, torch.nn.Module):
-        # A subclass inherits the forward of its base, which looks the functions up in the base's own module.
+        # An inherited forward looks the functions up in the module of its base class.
         sources = {base.__module__ for layer in models.modules() for base in type(layer).__mro__}
         names = [name for name in known if _path(name) in sources]
     elif models is None:
@@ -294,12 +301,9 @@ def _names(models: str | Iterable[str] | torch.nn.Module | None) -> list[str]:
             if name not in known:
                 raise ValueError(f"models: expected names among {among}, got {name!r}")
     if not names:
-        came = (
-            f"a {type(models).__name__} with layers of none"
-            if isinstance(models, torch.nn.Module)
-            else "none"
-        )
-        raise ValueError(f"models: expected at least one of {among}, got {came}")
+        is_model = isinstance(models, torch.nn.Module)
+        got = f"a {type(models).__name__} with layers of none" if is_model else "none"
+        raise ValueError(f"models: expected at least one of {among}, got {got}")
     return names
 
 
@@ -336,7 +340,8 @@ def _replacement(module: ModuleType, name: str, backend: str) -> Replacement:
     layers: list[Any] = [
         x for x in vars(module).values() if inspect.isclass(x) and x.__module__ == module.__name__
     ]
-    # Some older releases define the functions, but copy them to each layer when it is built: replacing them would do nothing.
+    # Some older releases copy the functions to each layer when it is built: no layer would call
+    # the replacement.
     looked_up = any(
         name in inspect.unwrap(x.forward).__code__.co_names for x in layers if "forward" in vars(x)
     )
@@ -349,11 +354,12 @@ def _replacement(module: ModuleType, name: str, backend: str) -> Replacement:
             else f"has no layer that looks up {name} when it is called"
         )
         raise RuntimeError(
-            f"{module.__name__} of transformers {transformers.__version__} {reason}, so it cannot be patched"
+            f"{module.__name__} of transformers {transformers.__version__} {reason}, "
+            "so it cannot be patched"
         )
     return Replacement(module, name, backend)
 
 
 def _last_dim_contiguous(x: Tensor) -> Tensor:
-    """x, or a copy where its last dimension is not contiguous, as after transformers' prefill convolution. For reading only."""
+    """x, copied if its last dimension is not contiguous, as after the prefill's convolution."""
     return x if x.stride(-1) == 1 else x.contiguous()

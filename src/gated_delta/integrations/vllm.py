@@ -1,34 +1,34 @@
-"""The plug-in for vLLM: `GATED_DELTA_VLLM=1 vllm serve Qwen/Qwen3-Next-80B-A3B-Instruct`. docs/engines.md says what it does.
+"""vLLM's plug-in: `GATED_DELTA_VLLM=1 vllm serve Qwen/Qwen3-Next-80B-A3B-Instruct`.
 
-vLLM calls `register` in each of its processes (entry point vllm.general_plugins), and then builds the layers of vllm_layers.py
-in place of its own. `report` says which of a process's layers prefill and decode on gated_delta, and why others do not.
+vLLM calls `register` in each of its processes (entry point vllm.general_plugins), then builds the
+layers of vllm_layers.py in place of its own. `report` lists a process's layers: the operations on
+gated_delta, and why others are not. docs/engines.md has the details.
 """
 
 from __future__ import annotations
 
 import importlib
-import weakref
-from collections import Counter
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import gated_delta
 from gated_delta.compile import flag
+from gated_delta.integrations import vllm_common as common
 
 SUPPORTED = {"cuda": "0.33", "cpu": "0.32"}
-"""Platform of vLLM, and the release of vLLM that this plug-in was written and checked against there."""
+"""Supported release of vLLM by platform, the one this plug-in was checked against."""
 LAYERS = {
     "QwenGatedDeltaNetAttention": "Qwen",
     "OlmoHybridGatedDeltaNetAttention": "Olmo",
     "KimiGatedDeltaNetAttention": "Kimi",
 }
-"""vLLM's layer classes, and what is built in their place."""
+"""vLLM's layer class: its replacement in vllm_layers.py."""
 
 
 class Row(NamedTuple):
-    """Where a layer runs. decode, prefill: "gated_delta", or "vLLM: " and why.
+    """A layer. decode, prefill: "gated_delta", or "vLLM: " and the reason.
 
-    calls: parts of batches by what ran them, "decode", "drafts" and "prefill" or "vLLM". Of a CUDA graph the capture counts.
+    calls: parts of batches, by "decode", "drafts", "prefill", or "vLLM" for whole batches left to
+    vLLM. A CUDA graph counts when it is captured.
     """
 
     layer: str
@@ -39,38 +39,25 @@ class Row(NamedTuple):
 
     def __str__(self) -> str:
         calls = ", ".join(f"{name} {count}" for name, count in self.calls.items()) or "none"
-        return f"{self.layer} ({self.kind}): decode: {self.decode}; prefill: {self.prefill}; calls: {calls}"
-
-
-@dataclass
-class Tally:
-    """What a layer runs and ran. refused: the operations left to vLLM, and why."""
-
-    refused: dict[str, str] = field(default_factory=dict)
-    calls: Counter[str] = field(default_factory=Counter)
-
-    def place(self, op: str) -> str:
-        return f"vLLM: {self.refused[op]}" if op in self.refused else "gated_delta"
-
-
-layers: weakref.WeakSet[Any] = weakref.WeakSet()
-"""Those that were built in this process and still exist."""
+        routes = f"decode: {self.decode}; prefill: {self.prefill}"
+        return f"{self.layer} ({self.kind}): {routes}; calls: {calls}"
 
 
 def report() -> list[Row]:
-    """The layers that vLLM built in this process after `register` and that still exist, in the model's order."""
+    """This process's live layers, built after `register`, in the model's order."""
     ordered = sorted(
-        layers, key=lambda x: [int(part) if part.isdigit() else -1 for part in x.prefix.split(".")]
+        common.layers,
+        key=lambda x: [int(part) if part.isdigit() else -1 for part in x.prefix.split(".")],
     )
     return [
-        Row(x.prefix, x.name, t.place("decode"), t.place("prefill"), dict(t.calls))
+        Row(x.prefix, x.name, t.route("decode"), t.route("prefill"), dict(t.calls))
         for x in ordered
         for t in [x.tally]
     ]
 
 
 def unsupported(version: str, platform: str) -> str | None:
-    """Why this plug-in leaves a vLLM alone; None for one that it supports."""
+    """Why this vLLM keeps its own kernels; None if it is supported."""
     if platform not in SUPPORTED:
         return f"expected vLLM on {' or '.join(SUPPORTED)}, got {platform}"
     if version.split(".")[:2] != SUPPORTED[platform].split("."):
@@ -79,44 +66,27 @@ def unsupported(version: str, platform: str) -> str | None:
 
 
 def register() -> None:
-    """Entry point of vLLM's general plug-ins. Does nothing unless GATED_DELTA_VLLM=1, and nothing twice.
+    """Entry point of vLLM's general plug-ins. Does nothing unless GATED_DELTA_VLLM=1.
 
-    Raises ValueError for another value of the variable than 0 and 1. A vLLM that is not SUPPORTED gets a warning in its log.
+    A second call does nothing. An unsupported vLLM gets a warning in its log. Raises ValueError
+    if the variable is neither 0 nor 1.
     """
     if not flag("GATED_DELTA_VLLM", False):
         return
     import vllm
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 
-    if reason := unsupported(vllm.__version__, platform()):
-        logger().warning(f"gated_delta {gated_delta.__version__}: {reason}; vLLM's own kernels run")
+    log = common.logger()
+    if reason := unsupported(vllm.__version__, common.platform()):
+        log.warning(f"gated_delta {gated_delta.__version__}: {reason}; vLLM's own kernels run")
         return
     ours = importlib.import_module("gated_delta.integrations.vllm_layers")
-    for name, own in LAYERS.items():
-        layer = getattr(ours, own)
+    for name, replacement in LAYERS.items():
+        layer = getattr(ours, replacement)
         present = op_registry_oot.get(name)
         if present is None:
             PluggableLayer.register_oot(name=name)(layer)
         elif present is not layer:
-            logger().warning(
+            log.warning(
                 f"gated_delta: {name} was replaced by {present.__name__} before, which stays"
             )
-
-
-def logger() -> Any:
-    from vllm.logger import init_logger
-
-    return init_logger("vllm.gated_delta")  # vLLM shows what is logged under its own name
-
-
-def platform() -> str:
-    """vLLM's, by torch's name of its device if that is "cuda" or "cpu"; ROCm is neither."""
-    from vllm.platforms import current_platform
-
-    return (
-        "cpu"
-        if current_platform.is_cpu()
-        else "cuda"
-        if current_platform.is_cuda()
-        else current_platform.device_name
-    )

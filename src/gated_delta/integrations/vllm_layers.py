@@ -1,8 +1,9 @@
-"""vLLM's GDN and KDA layers with their core on gated_delta. Imported by `vllm.register` alone, since it imports vLLM.
+"""vLLM's GDN and KDA layers with their core on gated_delta.
 
-A core is the short convolution, by vLLM's own kernels, and the recurrence, on vLLM's cache where it lies; decode takes in the gated
-norm behind it where the layer hands its gate over (Qwen3.5, Kimi Linear). Projections, other norms, caches and scheduling stay with
-vLLM, and so does each operation that gated_delta cannot run for a layer.
+A layer's core is its short convolution, which stays vLLM's kernel, and the recurrence, on vLLM's
+cache in place. decode includes the gated norm after it if the layer passes the norm's gate to its
+core (Qwen3.5, Kimi Linear). Projections, other norms, caches and scheduling stay with vLLM, and so
+does an operation that gated_delta cannot run for a layer. Imports vLLM; `vllm.register` imports it.
 """
 
 from __future__ import annotations
@@ -27,62 +28,58 @@ from vllm.model_executor.layers.mamba.ops import causal_conv1d
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta import __version__, api
+from gated_delta.integrations import vllm_common as common
 from gated_delta.integrations import vllm_start
 from gated_delta.integrations.checks import in_chunks, layer_gate
-from gated_delta.integrations.vllm import Tally, layers, logger
 from gated_delta.integrations.vllm_start import BACKEND, DEVICE
 from gated_delta.ops.launch import MAX_NORM
 from gated_delta.problem import CHECKPOINT_INTERVAL, Gate, GatedNorm
 
 GRID = "get_mamba_prefill_checkpoint_grid"  # not in vLLM 0.32
-BLOCK = 8  # tokens that vLLM counts prompts by, for its convolution
+BLOCK = 8  # tokens per block of vLLM's prefill convolution
 
 
 class Core(GatedDeltaNetAttention):
-    """Stands before vLLM's class among a layer's bases and computes the layer's core where gated_delta can."""
+    """The core of a layer. The first base of a layer's class; vLLM's class is the second."""
 
-    channels = False  # whether the gate has K channels
+    channels = False  # True: the gate has K channels
 
     def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any):
         super().__init__(config, vllm_config, *args, **kwargs)
         HV, V, K = self.get_state_shape()[1]
-        self.sizes = (
-            (self.conv1d.weight.shape[0] - HV * V) // (2 * K),
-            HV,
-            V,
-            K,
-        )  # H is what the convolution's channels leave
-        self.tally, self.profiled, self.fuses_norm = (
-            Tally(),
-            False,
-            V <= MAX_NORM and self._hands_gate_over(),
-        )
-        self.aligned = vllm_config.cache_config.mamba_cache_mode == "align" and hasattr(
-            abstract, GRID
-        )
+        H = (self.conv1d.weight.shape[0] - HV * V) // (2 * K)  # the convolution's other channels
+        self.sizes = H, HV, V, K
+        self.tally, self.profiled = common.Tally(), False
+        self.fuses_norm = V <= MAX_NORM and self._passes_gate()
+        align = vllm_config.cache_config.mamba_cache_mode == "align"
+        self.aligned = align and hasattr(abstract, GRID)
         self._refuse(
             vllm_start.missing(self, vllm_start.small_pool(self))
             | vllm_start.left_to_vllm(vllm_config, self.num_spec)
         )
-        layers.add(self)
-        runs = "; ".join(f"{op}: {self.tally.place(op)}" for op in ("decode", "prefill"))
-        logger().info_once(f"gated_delta {__version__}, backend {BACKEND}, in {self.name}: {runs}")
+        common.layers.add(self)
+        routes = "; ".join(f"{op}: {self.tally.route(op)}" for op in ("decode", "prefill"))
+        common.logger().info_once(
+            f"gated_delta {__version__}, backend {BACKEND}, in {self.name}: {routes}"
+        )
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
         exported = self._exports()
         self._refuse(vllm_start.missing(self, self.kv_cache[1]))
-        if (
-            exported and not self._exports()
-        ):  # vLLM has blocks for the checkpoints, and its own kernels would leave them unwritten
+        if exported and not self._exports():
+            # vLLM has blocks for the checkpoints by now; its kernels would not write them.
             raise RuntimeError(
-                f"gated_delta cannot run {self.prefix} on vLLM's cache as it lies: {self.tally.refused}"
+                f"gated_delta cannot run {self.prefix} on vLLM's cache as it lies: "
+                f"{self.tally.refused}"
             )
         vllm_start.load(self, self.kv_cache[1])
 
     def _exports(self) -> bool:
-        """Whether prefills keep the states that prefixes in cache end with. Where vLLM's kernels may get a batch, they have to
-        do so too, as FlashInfer's do."""
+        """Whether prefills keep the states at the ends of cached prefixes.
+
+        If vLLM's kernels may get a batch, they must keep them too, as FlashInfer's do.
+        """
         refused = self.tally.refused
         ours = self.aligned and "prefill" not in refused
         return ours and (not refused or super().get_prefill_checkpoint_alignment() is not None)
@@ -94,37 +91,39 @@ class Core(GatedDeltaNetAttention):
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)
-        if (
-            not self._exports()
-            or abstract.get_mamba_prefill_checkpoint_alignment(vllm_config) is None
-        ):
-            return spec  # another layer of the model keeps none, and so vLLM ends the prefill there
+        if not self._exports():
+            return spec
+        if abstract.get_mamba_prefill_checkpoint_alignment(vllm_config) is None:
+            return spec  # another layer keeps no states: vLLM ends prefills where prefixes end
         grid = getattr(abstract, GRID)(vllm_config)
-        if grid % CHECKPOINT_INTERVAL:  # no state is kept in between
+        if grid % CHECKPOINT_INTERVAL:  # prefill keeps no state there
             return spec
         return replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=grid)
 
-    def _hands_gate_over(self) -> bool:
-        """Whether the layer's core gets the gate of the norm behind it, and that is a norm of decode's."""
+    def _passes_gate(self) -> bool:
+        """Whether the core gets the gate of the norm after it, and decode has such a norm."""
         return False
 
     def _norm(self) -> Any:
-        """vLLM's gated norm behind the core."""
+        """vLLM's gated norm after the core."""
         raise NotImplementedError
 
     def _refuse(self, reasons: dict[str, str]) -> None:
-        if (
-            reasons and DEVICE == "cpu"
-        ):  # there vLLM's kernels hold states as [K, V]: both operations or none
+        if reasons and DEVICE == "cpu":
+            # vLLM's CPU kernels keep states as [K, V], so it gets both operations or none.
             reasons = dict.fromkeys(("decode", "prefill"), next(iter(reasons.values())))
         self.tally.refused = reasons | self.tally.refused
 
     def _run(self, qkv: Tensor, g: Tensor, beta: Tensor, out: Tensor, *z: Tensor) -> bool:
-        """Whether this batch was run here. qkv [tokens, D] before its convolution, g [tokens, HV(, K)] and beta [tokens, HV] before
-        their gates; out [tokens, HV, V] is written as far as there are tokens, behind the norm with its gate z [tokens, HV, V]."""
+        """Runs the core on this batch. False: vLLM has to.
+
+        qkv: [tokens, D], before the convolution. g: [tokens, HV] or [tokens, HV, K], raw. beta:
+        [tokens, HV], logits. z: [tokens, HV, V], the norm's gate. out: [tokens, HV, V], after
+        the norm if there is a z; written for the batch's tokens, without padding.
+        """
         refused, m = self.tally.refused, get_forward_context().attn_metadata
         m = m.get(self.prefix) if isinstance(m, dict) else None
-        if m is None:  # a profile run: there is no cache yet
+        if m is None:  # a profile run, before vLLM has a cache
             if BACKEND == "cute" and "prefill" not in refused and not self.profiled:
                 vllm_start.profile(self, len(qkv))
             return "prefill" not in refused
@@ -150,12 +149,11 @@ class Core(GatedDeltaNetAttention):
         return True
 
     def _drafts(self, m: Any, rows: Sequence[Tensor], out: Tensor) -> None:
-        """Sequences of several tokens each, with a slot for the state after every token."""
+        """Sequences of several tokens, with a slot for the state after each token."""
         n = m.num_spec_decodes
         slots, cu_seqlens = m.spec_state_indices_tensor[:n], m.spec_query_start_loc[: n + 1]
-        accepted = m.num_accepted_tokens[:n].clamp(
-            min=1
-        )  # the convolution does not clamp, and reads from there on
+        # The convolution reads from this count on, and does not clamp it.
+        accepted = m.num_accepted_tokens[:n].clamp(min=1)
         lengths = dict(
             num_accepted_tokens=accepted, query_start_loc=cu_seqlens, max_query_len=slots.shape[1]
         )
@@ -171,88 +169,91 @@ class Core(GatedDeltaNetAttention):
         self.tally.calls["drafts"] += 1
 
     def _others(self, m: Any, rows: Sequence[Tensor], out: Tensor) -> None:
-        """Sequences of one token each, unless there are drafts; and behind them prefills."""
-        slots, n = (
-            m.non_spec_state_indices_tensor,
-            0 if m.spec_sequence_masks is not None else m.num_decode_tokens,
-        )
+        """Decodes of one token a sequence (none if the batch has drafts), then prefills."""
+        slots = m.non_spec_state_indices_tensor
+        n = 0 if m.spec_sequence_masks is not None else m.num_decode_tokens
         if m.num_prefills:
-            conv_states, weight, bias, activation = self._convolution()
-            own = dict(
-                has_initial_state=m.has_initial_state,
-                cache_indices=slots,
-                query_start_loc=m.non_spec_query_start_loc,
-            )
-            own |= dict(conv_states=conv_states, activation=activation)
-            x = causal_conv1d.causal_conv1d_fn(rows[0].T, weight, bias, **own, metadata=m).T
-            packed = self._arguments([y[n:] for y in (x, *rows[1:3])], self.kv_cache[1], True)
-            own = dict(
-                state_indices=m.prefill_state_indices, has_initial_state=m.prefill_has_initial_state
-            )
-            if m.checkpoint is not None and self._exports():
-                last = slice(-len(m.prefill_state_indices), None)  # its rows are those of slots
-                lens, indices = m.checkpoint.checkpoint_offsets, m.checkpoint.state_indices
-                own |= dict(
-                    checkpoint_lens=lens[last, None], checkpoint_indices=indices[last, None]
-                )
-                windows = checkpoint.MambaPrefillCheckpointExporter(state_len=weight.shape[1] - 1)
-                windows.export(
-                    m.checkpoint,
-                    raw_qkv=rows[0],
-                    conv_state=conv_states,
-                    cu_seqlens=m.non_spec_query_start_loc,
-                )
-            own |= dict(cu_seqlens=m.prefill_query_start_loc, max_seqlen=self._longest(m))
-            api.prefill(**packed, **own, out=out[None, n:])
-            for z in rows[3:]:
-                self._normalise(out[n:], z[n:])
-            self.tally.calls["prefill"] += 1
+            x = self._prefills(m, rows, out, n)
         elif m.num_decodes:
-            n = len(out)  # with the rows that a CUDA graph adds: their slot is the null block
+            n = len(out)  # a CUDA graph's padding too; its slot is the null block
             x = self._update(rows[0], conv_state_indices=slots[:n], validate_data=True)
         if m.num_decodes:
             single = self._arguments([y[:n] for y in (x, *rows[1:])], self.kv_cache[1], False)
             api.decode(**single, state_indices=slots[:n], out=out[:n, None])
             self.tally.calls["decode"] += 1
 
+    def _prefills(self, m: Any, rows: Sequence[Tensor], out: Tensor, n: int) -> Tensor:
+        """Runs the prefills, after n decodes; returns the convolution's output of all rows."""
+        slots = m.non_spec_state_indices_tensor
+        conv_states, weight, bias, activation = self._convolution()
+        convolution = dict(
+            has_initial_state=m.has_initial_state,
+            cache_indices=slots,
+            query_start_loc=m.non_spec_query_start_loc,
+            conv_states=conv_states,
+            activation=activation,
+        )
+        x = causal_conv1d.causal_conv1d_fn(rows[0].T, weight, bias, **convolution, metadata=m).T
+        packed = self._arguments([y[n:] for y in (x, *rows[1:3])], self.kv_cache[1], True)
+        packed |= dict(
+            state_indices=m.prefill_state_indices,
+            has_initial_state=m.prefill_has_initial_state,
+            cu_seqlens=m.prefill_query_start_loc,
+            max_seqlen=self._longest(m),
+        )
+        if m.checkpoint is not None and self._exports():
+            last = slice(-len(m.prefill_state_indices), None)  # one row per row of slots
+            packed |= dict(
+                checkpoint_lens=m.checkpoint.checkpoint_offsets[last, None],
+                checkpoint_indices=m.checkpoint.state_indices[last, None],
+            )
+            windows = checkpoint.MambaPrefillCheckpointExporter(state_len=weight.shape[1] - 1)
+            windows.export(
+                m.checkpoint,
+                raw_qkv=rows[0],
+                conv_state=conv_states,
+                cu_seqlens=m.non_spec_query_start_loc,
+            )
+        api.prefill(**packed, out=out[None, n:])
+        for z in rows[3:]:
+            self._normalise(out[n:], z[n:])
+        self.tally.calls["prefill"] += 1
+        return x
+
     def _longest(self, m: Any) -> int | None:
-        """max_seqlen of several prefills, where vLLM has their lengths on the host. Not KDA's, whose schedule does not ask."""
+        """max_seqlen of several GDN prefills, if vLLM has their lengths on the host.
+
+        KDA's schedule does not read it.
+        """
         if self.channels or len(m.prefill_state_indices) < 2:
             return None
         blocks = (m.nums_dict or {}).get(BLOCK, {}).get("nums")
-        return (
-            in_chunks(BLOCK * int(blocks.max()))
-            if isinstance(blocks, Tensor) and blocks.device.type == "cpu"
-            else None
-        )
+        on_host = isinstance(blocks, Tensor) and blocks.device.type == "cpu"
+        return in_chunks(BLOCK * int(blocks.max())) if on_host else None
 
     def _normalise(self, out: Tensor, z: Tensor) -> None:
-        """vLLM's norm, where the core's own operation has none."""
         out.copy_(self._norm()(out, z))
 
     def _update(self, x: Tensor, **options: Any) -> Tensor:
-        """The convolution of few tokens a sequence, into new memory: x may lie beside what is read later."""
+        """The convolution of few tokens a sequence, into new memory: x may be a view."""
         out = torch.empty_like(x, memory_format=torch.contiguous_format)
         return causal_conv1d.causal_conv1d_update(x, *self._convolution(), **options, out=out)
 
     def _convolution(self) -> tuple[Tensor, Tensor, Tensor | None, str]:
         """Its states [slots, D, tokens], weight [D, width], bias and activation."""
         state = self.kv_cache[0] if is_conv_state_dim_first() else self.kv_cache[0].mT
-        weight = getattr(
-            self.conv1d, "_cpu_unpacked_conv_weight", self.conv1d.weight
-        )  # which vLLM packs for its CPU kernels
-        return (
-            state,
-            weight.view(weight.shape[0], -1),
-            self.conv1d.bias,
-            "silu" if isinstance(self, Kimi) else self.activation,
-        )
+        # vLLM packs the weight for its CPU kernels.
+        weight = getattr(self.conv1d, "_cpu_unpacked_conv_weight", self.conv1d.weight)
+        activation = "silu" if isinstance(self, Kimi) else self.activation
+        return state, weight.view(weight.shape[0], -1), self.conv1d.bias, activation
 
     def _arguments(
         self, rows: Sequence[Tensor], pool: Tensor, packed: bool, gate: Gate | None = None
     ) -> dict[str, Any]:
-        """An operation's arguments for the tokens of rows (x after the convolution, g, beta; with a norm z): packed sequences, or a
-        token each."""
+        """An operation's arguments for tokens: packed sequences, or one token a sequence.
+
+        rows: x after the convolution, g, beta, and z if decode includes the norm.
+        """
         (H, HV, V, K), (x, g, beta, *z) = self.sizes, rows
         lead = (1, len(x)) if packed else (len(x), 1)
         q, k, v = x.split((H * K, H * K, HV * V), -1)
@@ -262,12 +263,10 @@ class Core(GatedDeltaNetAttention):
         }
         if z:
             norm = self._norm()
-            weight = (
-                norm.weight
-                if norm.weight.device == x.device
-                else torch.empty_like(norm.weight, device=x.device)
-            )
-            activation = "sigmoid" if norm.activation == "sigmoid" else "silu"  # also called swish
+            weight = norm.weight
+            if weight.device != x.device:
+                weight = torch.empty_like(weight, device=x.device)
+            activation = "sigmoid" if norm.activation == "sigmoid" else "silu"  # or "swish"
             tensors |= dict(z=z[0].view(*lead, HV, V), norm=GatedNorm(weight, norm.eps, activation))
         gate = gate or self._gate(self.A_log, self.dt_bias)
         options = dict(beta_logits=True, null_index=NULL_BLOCK_ID, backend=BACKEND)
@@ -287,22 +286,18 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
     def _refuse(self, reasons: dict[str, str]) -> None:
         super()._refuse(reasons)
         if "decode" not in self.tally.refused:
-            self.enable_fused_gdn_spec_decode = (
-                self.fuses_norm
-            )  # else vLLM's kernel that takes the norm in would pass the core by
+            # Without our norm, vLLM's kernel for drafts with a norm would bypass the core.
+            self.enable_fused_gdn_spec_decode = self.fuses_norm
         if DEVICE == "cpu" and not self.tally.refused:
-            self._forward_method = self.forward_cuda  # the one that calls the core
+            self._forward_method = self.forward_cuda  # it calls the core
 
-    def _hands_gate_over(self) -> bool:
-        """As forward_cuda does, for z that lies behind q, k and v, and a norm as forward_cuda asks."""
-        norm = self.norm
+    def _passes_gate(self) -> bool:
+        """z lies after q, k and v, and the norm is one that forward_cuda fuses."""
+        norm, weights = self.norm, (torch.bfloat16, torch.float32)
         plain = (
             norm.norm_before_gate and norm.group_size in (None, self.sizes[2]) and norm.bias is None
         )
-        bf16 = self.model_config.dtype == torch.bfloat16 and norm.weight.dtype in (
-            torch.bfloat16,
-            torch.float32,
-        )
+        bf16 = self.model_config.dtype == torch.bfloat16 and norm.weight.dtype in weights
         return plain and bf16 and not self.gqa_interleaved_layout
 
     def _norm(self) -> Any:
@@ -330,12 +325,11 @@ class Olmo(GDN, OlmoHybridGatedDeltaNetAttention):
     def _arguments(
         self, rows: Sequence[Tensor], pool: Tensor, packed: bool, gate: Gate | None = None
     ) -> dict[str, Any]:
-        made = super()._arguments(rows, pool, packed, gate)
-        return (
-            made | dict(beta=2 * made["beta"].float().sigmoid(), beta_logits=False)
-            if self.allow_neg_eigval
-            else made
-        )
+        arguments = super()._arguments(rows, pool, packed, gate)
+        if self.allow_neg_eigval:
+            beta = 2 * arguments["beta"].float().sigmoid()
+            arguments |= dict(beta=beta, beta_logits=False)
+        return arguments
 
 
 class Kimi(Core, KimiGatedDeltaNetAttention):
@@ -350,7 +344,7 @@ class Kimi(Core, KimiGatedDeltaNetAttention):
                 mixed_qkv=mixed_qkv, g1=g1, g2=g2, beta=beta, core_attn_out=core_attn_out
             )
 
-    def _hands_gate_over(self) -> bool:
+    def _passes_gate(self) -> bool:
         return True
 
     def _norm(self) -> Any:

@@ -1,4 +1,4 @@
-"""What vLLM's layers will ask of our operations, looked at when the engine starts. vllm_layers.py has what they ask then."""
+"""vLLM's start: calls like its layers', checked and loaded before the first request."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from vllm.model_executor.layers.mamba.ops import causal_conv1d
 
 from gated_delta import api
 from gated_delta.integrations import start
-from gated_delta.integrations.vllm import platform
+from gated_delta.integrations.vllm_common import platform
 from gated_delta.problem import MAX_DRAFT
 
 DEVICE = platform()
@@ -19,18 +19,18 @@ BACKEND = {"cuda": "cute", "cpu": "reference"}[DEVICE]
 
 
 def left_to_vllm(vllm_config: Any, num_spec: int) -> dict[str, str]:
-    """What is left to vLLM whatever our kernels can run, by operation, and why."""
-    chosen = vllm_config.additional_config
-    chosen = chosen.get("gated_delta", True) if isinstance(chosen, dict) else True
-    if not isinstance(chosen, bool):
-        raise ValueError(f"additional_config gated_delta: expected true or false, got {chosen!r}")
+    """Operations left to vLLM whatever our kernels can run, and why."""
+    enabled = vllm_config.additional_config
+    enabled = enabled.get("gated_delta", True) if isinstance(enabled, dict) else True
+    if not isinstance(enabled, bool):
+        raise ValueError(f"additional_config gated_delta: expected true or false, got {enabled!r}")
+    replayssm = getattr(vllm_config.cache_config, "use_replayssm", False)
+    update = signature(causal_conv1d.causal_conv1d_update).parameters
     reasons = {
-        "additional_config has gated_delta false": not chosen,
-        "ReplaySSM keeps tokens beside the states": getattr(
-            vllm_config.cache_config, "use_replayssm", False
-        ),
-        "vLLM's short convolution ignores drafts": num_spec  # as on a CPU
-        and "num_accepted_tokens" not in signature(causal_conv1d.causal_conv1d_update).parameters,
+        "additional_config has gated_delta false": not enabled,
+        "ReplaySSM keeps tokens beside the states": replayssm,
+        # On a CPU.
+        "vLLM's short convolution ignores drafts": num_spec and "num_accepted_tokens" not in update,
     }
     for reason in [reason for reason, holds in reasons.items() if holds]:
         return dict(decode=reason, prefill=reason)
@@ -39,7 +39,7 @@ def left_to_vllm(vllm_config: Any, num_spec: int) -> dict[str, str]:
 
 @torch.no_grad()
 def missing(layer: Any, pool: Tensor) -> dict[str, str]:
-    """What keeps batches on that pool of states from being run here, by operation."""
+    """Operations that cannot run on that pool of states, and why."""
     return start.refused(calls(layer, pool, 64))
 
 
@@ -49,7 +49,7 @@ def small_pool(layer: Any) -> Tensor:
 
 
 def calls(layer: Any, pool: Tensor, tokens: int) -> list[start.Call]:
-    """Calls like those of batches, on that pool: a prefill of so many tokens, a decode, drafts."""
+    """Calls like those of batches, on that pool: a prefill of `tokens`, a decode, drafts."""
     (H, HV, V, K), W = layer.sizes, 1 + layer.num_spec
     gate = layer._gate(
         *(torch.empty_like(x, device=pool.device) for x in (layer.A_log, layer.dt_bias))
@@ -58,44 +58,38 @@ def calls(layer: Any, pool: Tensor, tokens: int) -> list[start.Call]:
     widths += [(HV, V)] if layer.fuses_norm else []
     rows = [pool.new_empty(tokens, *width, dtype=layer.model_config.dtype) for width in widths]
     one = torch.ones(1, dtype=torch.int32, device=pool.device)
-    slots, from_state, cu = (
-        dict(state_indices=one),
-        dict(has_initial_state=one.bool()),
-        torch.cat([0 * one, one]),
-    )
-    drafts = dict(state_indices=one.repeat(1, W), num_accepted=one, cu_seqlens=cu * W)
-    prefill = slots | from_state | dict(cu_seqlens=cu * tokens)
-    asked = [("prefill", tokens, prefill), ("decode", 1, slots)]
+    cu_seqlens, slots = torch.cat([0 * one, one]), dict(state_indices=one)
+    prefill = slots | dict(has_initial_state=one.bool(), cu_seqlens=cu_seqlens * tokens)
+    cases = [("prefill", tokens, prefill), ("decode", 1, slots)]
     if layer.num_spec:
-        asked.append(("decode", W, drafts))
+        accepted = dict(num_accepted=one, cu_seqlens=cu_seqlens * W)
+        cases.append(("decode", W, dict(state_indices=one.repeat(1, W)) | accepted))
     if layer.aligned:
-        asked.append(
-            (
-                "prefill",
-                tokens,
-                prefill | dict(checkpoint_lens=-one[:, None], checkpoint_indices=one[:, None]),
-            )
-        )
-    made = []
-    for op, n, own in asked:
-        some = [x[:n] for x in rows[: 3 if op == "prefill" else 4]]
-        made.append((op, layer._arguments(some, pool, "cu_seqlens" in own, gate) | own))
-    return made
+        checkpoints = dict(checkpoint_lens=-one[:, None], checkpoint_indices=one[:, None])
+        cases.append(("prefill", tokens, prefill | checkpoints))
+
+    def call(op: str, n: int, options: dict[str, Any]) -> start.Call:
+        inputs = [x[:n] for x in rows[: 3 if op == "prefill" else 4]]
+        return op, layer._arguments(inputs, pool, "cu_seqlens" in options, gate) | options
+
+    return [call(*case) for case in cases]
 
 
 @torch.no_grad()
 def load(layer: Any, pool: Tensor) -> None:
-    """Loads or compiles what serving launches on that pool of states.
+    """Loads or compiles the kernels that serving launches on that pool of states.
 
-    Raises UnsupportedProblem where kernels are missing that may or can not be compiled.
+    Raises UnsupportedProblem if kernels are missing and cannot be compiled, or may not be.
     """
-    start.load(
-        [call for call in calls(layer, pool, 64) if call[0] not in layer.tally.refused], pool.device
-    )
+    ours = [call for call in calls(layer, pool, 64) if call[0] not in layer.tally.refused]
+    start.load(ours, pool.device)
 
 
 def profile(layer: Any, tokens: int) -> None:
-    """In vLLM's profile run, before it has a pool: takes a large prefill's memory where vLLM measures it."""
+    """Runs a large prefill in vLLM's profile run, so that vLLM measures its memory.
+
+    vLLM has no pool of states then.
+    """
     layer.profiled = True
     _, arguments = calls(layer, small_pool(layer), max(tokens, MAX_DRAFT))[0]
     api.prefill(**arguments)

@@ -1,4 +1,7 @@
-"""Found first on the path of an engine's processes: PyPI's torchvision is the CUDA build, whose operators do not load on a CPU."""
+"""First on the path of an engine's processes: declares two operators of torchvision.
+
+PyPI's torchvision is the CUDA build; its operators do not load on a CPU.
+"""
 
 import torch
 

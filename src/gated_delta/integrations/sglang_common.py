@@ -1,0 +1,85 @@
+"""Shared by the modules of the SGLang plug-in: the engine's flags, the state of this process.
+
+Imports none of these modules, and the engine inside functions only.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import logging
+from collections import Counter
+from dataclasses import dataclass, field
+
+from torch import Tensor
+from torch.utils.weak import WeakTensorKeyDictionary
+
+NAME = "gated_delta"
+VERSIONS = ("0.5.23",)
+"""Supported releases of SGLang. Any other keeps its own kernels."""
+FLAGS = dict(
+    decode="linear_attn_decode_backend",
+    prefill="linear_attn_prefill_backend",
+    verify="linear_attn_verify_backend",
+)
+CHUNK = 64
+"""A prefill keeps states for the prefix cache after multiples of so many tokens."""
+LOG = logging.getLogger("gated_delta.integrations.sglang")
+
+
+@dataclass
+class Process:
+    """State of the plug-in in one process of the engine.
+
+    deterministic: the engine's --enable-deterministic-inference; `sglang_start.check` sets it.
+    refused: per problem, why the engine's kernel runs it.
+    calls: Python calls per route, as in "GDN decode on backend cute".
+    max_seqlen: per `query_start_loc` of a batch, by identity, its longest prompt. An entry goes
+    when its tensor does. Only `sglang` writes it, once for each batch.
+    """
+
+    deterministic: bool = False
+    refused: dict[tuple[object, ...], str] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+    max_seqlen: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+
+    def count(self, route: str) -> None:
+        self.calls[route] += 1
+        if self.calls[route] == 1:
+            LOG.info("gated_delta runs %s", route)
+
+    def report(self) -> list[str]:
+        return [f"{route}: {calls} calls" for route, calls in self.calls.items()]
+
+
+process = Process()
+
+
+def chosen() -> set[str]:
+    """The modes that the engine's flags give to gated_delta.
+
+    An unset verify flag means the engine's own kernel.
+    """
+    from sglang.srt.runtime_context import get_exec
+
+    flags = get_exec().mamba
+    names = {mode: getattr(flags, flag) for mode, flag in FLAGS.items()}
+    names |= {
+        mode: flags.linear_attn_backend for mode in ("decode", "prefill") if names[mode] is None
+    }
+    return {mode for mode, name in names.items() if name == NAME}
+
+
+def supported() -> bool:
+    """Whether the installed SGLang is one of VERSIONS; logs an error if not."""
+    version = importlib.metadata.version("sglang")
+    if version not in VERSIONS:
+        LOG.error(
+            "gated_delta knows SGLang %s, not %s: the engine's own kernels run",
+            " and ".join(VERSIONS),
+            version,
+        )
+    return version in VERSIONS
+
+
+def backend_for(x: Tensor) -> str:
+    return "cute" if x.is_cuda else "reference"

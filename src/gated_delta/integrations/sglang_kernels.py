@@ -1,0 +1,218 @@
+"""SGLang's kernel interface on gated_delta's operations. Imports no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gated_delta import api
+from gated_delta.integrations import sglang_common as common
+from gated_delta.integrations.checks import layer_gate
+from gated_delta.problem import MAX_DRAFT, KVBuffer, UnsupportedProblem
+
+Given = dict[str, Any]
+Tokens = tuple[Tensor, ...]
+
+
+def kernel_class(triton: type) -> Any:
+    """`Operations` over the engine's TritonGDNKernel or TritonKDAKernel, which runs the rest."""
+    return type(
+        f"GatedDelta{triton.__name__}",
+        (Operations, triton),
+        dict(layers="KDA" if "KDA" in triton.__name__ else "GDN"),
+    )
+
+
+class Operations:
+    """The engine's kernel interface (its linear/kernels/kernel_backend.py) on our operations.
+
+    `super()` is the engine's kernel. States are updated in the engine's pool, by slot. Slot 0 is
+    its padding; so are negative slots.
+    """
+
+    layers: str
+    supports_safe_gate_verify = True
+    supports_strided_target_verify_qkv = True
+    supports_track_state_snapshot = True
+    supports_fused_chain_verify = False  # its fused kernel would replace target_verify
+
+    def packed_decode(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, **given: Any) -> Tensor:
+        """One token a sequence; mixed_qkv [B, q|k|v], after the convolution. [1, B, HV, V]."""
+        engine: Any = super()
+        V, K = given["ssm_states"].shape[-2:]
+        value = given["num_v_heads"] * V
+        key = (mixed_qkv.shape[1] - value) // 2
+        q, k, v = (
+            x.unflatten(1, (-1, d))[None]
+            for x, d in zip(mixed_qkv.split([key, key, value], 1), (K, K, V), strict=True)
+        )
+        replayssm = given.get("replayssm_d") is not None
+        missing = "the whole state in the pool, without ReplaySSM" if replayssm else ""
+        return self._step(
+            (q, k, v, a, b), given, missing, lambda: engine.packed_decode(mixed_qkv, a, b, **given)
+        )
+
+    def decode(self, *tokens: Tensor, **given: Any) -> Tensor:
+        """One token a sequence: q, k, v [1, B, H, D], a, b. Returns [1, B, HV, V]."""
+        engine: Any = super()
+        return self._step(tokens, given, "", lambda: engine.decode(*tokens, **given))
+
+    def _step(self, tokens: Tokens, given: Given, missing: str, engine: Any) -> Tensor:
+        def ours(backend: str) -> Tensor:
+            q, k, v, a, b = tokens
+            rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), a, b
+            call = self._raw(rows, given) | _pool(given, q.shape[1])
+            return api.decode(**call, scale=given.get("scale"), backend=backend).transpose(0, 1)
+
+        return self._run("decode", ours, engine, missing, tokens, given)
+
+    def extend(self, *tokens: Tensor, **given: Any) -> Any:
+        """Packed prompts or parts of prompts: q, k, v [1, T, H, D], g, beta.
+
+        States for the prefix cache go to track_state. GDN: g and beta are fp32 and activated;
+        returns (o, None, None). KDA: g is raw, beta too with beta_is_raw; returns o or (o, None).
+        """
+        engine: Any = super()
+        track, gdn = given.get("track_state"), self.layers == "GDN"
+        in_place = given.get("inplace_update", True)
+        missing = "" if in_place else "states that it may update, not those of multi-item scoring"
+
+        def ours(backend: str) -> Any:
+            q, k, v, g, beta = tokens
+            bounds, states = given["query_start_loc"], given["ssm_states"]
+            N = len(bounds) - 1
+            call: Given
+            if given.get("A_log") is None:
+                call = dict(q=_rows(q), k=_rows(k), v=_rows(v), g=g, beta=beta)
+            else:
+                call = self._raw(tokens, given)
+            call |= _pool(given, N) | dict(
+                beta_logits=given.get("beta_is_raw", False),
+                deterministic=common.process.deterministic,
+                max_seqlen=common.process.max_seqlen.get(bounds),
+            )
+            if len(states) == N:
+                # The engine's copies of strided slots, in order: no padding slot among them.
+                call |= dict(null_index=-1)
+            if track is not None:
+                same = track.dtype == states.dtype
+                checkpoints = track if same else torch.empty_like(track, dtype=states.dtype)
+                call |= dict(
+                    checkpoint_lens=given["track_chunk_idx"][:N, None] * common.CHUNK,
+                    checkpoints=checkpoints[:N, None],
+                )
+            o, _ = api.prefill(**call, cu_seqlens=bounds, out=given.get("output"), backend=backend)
+            if track is not None and checkpoints is not track:
+                track.copy_(checkpoints)
+            if gdn:
+                return o, None, None
+            return (o, None) if given.get("return_intermediate_states") else o
+
+        def engines() -> Any:
+            results = engine.extend(*tokens, **given)
+            if gdn and track is not None:  # an argument that this kernel ignores
+                _copy_tracked(results[2], given)
+            return results
+
+        return self._run("prefill", ours, engines, missing, tokens, given)
+
+    def target_verify(self, **given: Any) -> Tensor:
+        """Drafts q, k, v, packed [1, T, H, D]. The pool stays as it is.
+
+        The state after each token goes to intermediate_states_buffer.
+        """
+        engine: Any = super()
+        tokens = tuple(given[name] for name in ("q", "k", "v", "a", "b"))
+        scratch = given.get("intermediate_states_buffer")
+        missing = "" if scratch is not None else "a buffer for drafts, not ReplaySSM's"
+        if given.get("retrieve_parent_token") is not None or given["cache_steps"] > MAX_DRAFT:
+            missing = f"drafts in a line, at most {MAX_DRAFT}"
+
+        def ours(backend: str) -> Tensor:
+            bounds = given["query_start_loc"]
+            N = len(bounds) - 1
+            call = self._raw(tokens, given) | _pool(given, N)
+            call |= dict(cu_seqlens=bounds, backend=backend)
+            rows = given["intermediate_state_indices"][:N]
+            if isinstance(scratch, KVBuffer):  # sglang_kvbuffer put it in the pool
+                return api.verify(**call, buffer=scratch, buffer_indices=rows)
+            return api.decode(
+                **call, update_state=False, intermediate_states=scratch, intermediate_indices=rows
+            )
+
+        engines = None if isinstance(scratch, KVBuffer) else lambda: engine.target_verify(**given)
+        return self._run("verify", ours, engines, missing, tokens, given)
+
+    def _raw(self, tokens: Tokens, given: Given) -> Given:
+        """Arguments for tokens with a raw gate: the layer's gate too."""
+        q, k, v, a, b = tokens
+        lead, HV, channels = v.shape[:2], v.shape[2], (q.shape[-1],) if self.layers == "KDA" else ()
+        gate = layer_gate(
+            given["A_log"].reshape(-1),
+            given["dt_bias"].reshape(HV, *channels),
+            given.get("lower_bound"),
+        )
+        g, beta = a.reshape(*lead, HV, *channels), b.reshape(*lead, HV)
+        return dict(q=_rows(q), k=_rows(k), v=_rows(v), g=g, beta=beta, beta_logits=True, gate=gate)
+
+    def _run(
+        self,
+        mode: str,
+        ours: Callable[[str], Any],
+        engine: Callable[[], Any] | None,
+        missing: str,
+        tokens: Tokens,
+        given: Given,
+    ) -> Any:
+        """Runs our operation. Runs the engine's kernel if something is missing, or on refusal."""
+        process, states = common.process, given["ssm_states"]
+        backend = common.backend_for(tokens[0])
+        problem = (
+            self.layers,
+            mode,
+            states.dtype,
+            states.stride(0) % 8,
+            *((x.dtype, x.shape[-1]) for x in tokens),
+        )
+        missing, result = missing or process.refused.get(problem, ""), None
+        if not missing:
+            try:
+                result = ours(backend)
+            except UnsupportedProblem as error:  # nothing was written
+                missing = process.refused[problem] = "; ".join(error.missing) or str(error)
+        if missing and engine is None:
+            raise UnsupportedProblem(
+                "only gated_delta verifies drafts in a KVBuffer "
+                "(GATED_DELTA_SGLANG_KVBUFFER=0 turns it off); it needs",
+                (missing,),
+            )
+        if not missing:
+            process.count(f"{self.layers} {mode} on backend {backend}")
+            return result
+        process.count(f"{self.layers} {mode} on the engine's own kernel (ours needs {missing})")
+        assert engine is not None
+        return engine()
+
+
+def _pool(given: Given, N: int) -> Given:
+    return dict(state=given["ssm_states"], state_indices=given["cache_indices"][:N], null_index=0)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """x, copied if its last dimension has a stride: the convolution leaves wide layers so."""
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _copy_tracked(chunk_states: Tensor, given: Given) -> None:
+    """Copies the tracked states to track_state, by the chunks of the engine's kernel.
+
+    chunk_states: [1, chunks, HV, V, K], the state before every chunk of every sequence.
+    """
+    chunks = (given["query_start_loc"].diff() + common.CHUNK - 1) // common.CHUNK
+    row = chunks.cumsum(0) - chunks + given["track_chunk_idx"][: len(chunks)].clamp(min=0)
+    given["track_state"][: len(chunks)] = (
+        chunk_states[0].index_select(0, row.clamp(max=chunk_states.shape[1] - 1)).float()
+    )

@@ -1,0 +1,38 @@
+"""Shared by the modules of the vLLM plug-in. Imports none of them, and vLLM in functions only."""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass
+class Tally:
+    """refused: operations that a layer leaves to vLLM, and why. calls: parts of batches it ran."""
+
+    refused: dict[str, str] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)
+
+    def route(self, op: str) -> str:
+        return f"vLLM: {self.refused[op]}" if op in self.refused else "gated_delta"
+
+
+layers: weakref.WeakSet[Any] = weakref.WeakSet()
+"""The live layers of this process. Each has a prefix, a name and a tally."""
+
+
+def logger() -> Any:
+    from vllm.logger import init_logger
+
+    return init_logger("vllm.gated_delta")  # vLLM's log shows names under "vllm" only
+
+
+def platform() -> str:
+    """vLLM's platform: "cuda", "cpu", or vLLM's name of another one, such as "rocm"."""
+    from vllm.platforms import current_platform
+
+    if current_platform.is_cpu():
+        return "cpu"
+    return "cuda" if current_platform.is_cuda() else current_platform.device_name
