@@ -1,7 +1,8 @@
-"""Which warps of a block are ordered by its barriers, and so whether one may load or store what another one has stored.
+"""Finds accesses to shared memory by several warps that no barrier orders.
 
-Vector clocks (Mattern, "Virtual time and global states of distributed systems", 1989): a warp's clock has the last time of each warp
-that it knows of. Who arrives at a barrier leaves its clock there, and who has waited knows all that were left.
+Vector clocks (Mattern, "Virtual time and global states of distributed systems", 1989): a warp's
+clock holds, for each warp, the latest time that is ordered before its next instruction. A warp that
+arrives at a barrier leaves its clock there; a warp that waits takes the maximum of these clocks.
 """
 
 import numpy as np
@@ -10,9 +11,9 @@ Clock = np.ndarray
 
 
 class Clocks:
-    """Of a block: its warps', and when each of them has last loaded and stored each 2 bytes of shared memory; 0: not at all.
+    """A CTA's clocks, and the time of each warp's last load and store of each 2 bytes; 0: never.
 
-    What several warps store without an order is no race where it is the same.
+    Unordered stores of equal values are no race.
     """
 
     def __init__(self, warps: int, halves: int):
@@ -23,18 +24,18 @@ class Clocks:
         )
 
     def release(self, warp: int) -> Clock:
-        """What a warp leaves at a barrier."""
+        """The clock that a warp leaves at a barrier."""
         left = self.clocks[warp].copy()
         self.clocks[warp, warp] += 1
         return left
 
     def acquire(self, warp: int, clock: Clock | None) -> None:
-        """A warp has waited for those who left this."""
+        """A warp has waited at a barrier with this clock."""
         if clock is not None:
             np.maximum(self.clocks[warp], clock, out=self.clocks[warp])
 
     def load(self, warp: int, halves: np.ndarray, instruction: int) -> int | None:
-        """A warp loads; returns the instruction of a store that might as well come later."""
+        """A warp loads; returns the instruction of an unordered store."""
         stores = self.stores[halves]
         known = ((stores > 0) & (stores <= self.clocks[warp])).any(1)
         race = (
@@ -49,7 +50,7 @@ class Clocks:
         return race
 
     def store(self, warp: int, halves: np.ndarray, instruction: int) -> int | None:
-        """A warp stores numbers that are not there yet; returns the instruction of another's load or store that might come later."""
+        """A warp stores new values; returns the instruction of another warp's unordered access."""
         races = []
         for times, instructions in (
             (self.loads, self.load_instructions),
@@ -63,16 +64,16 @@ class Clocks:
         return next((race for race in races if race is not None), None)
 
     def store_again(self, warp: int, halves: np.ndarray, instruction: int) -> None:
-        """A warp stores what is there."""
+        """A warp stores values that are there already."""
         self.stores[halves, warp], self.store_instructions[halves, warp] = (
             self.clocks[warp, warp],
             instruction,
         )
 
-    def _first(self, found: np.ndarray, instructions: np.ndarray, halves: np.ndarray) -> int | None:
-        return int(instructions[halves][found][0]) if found.any() else None
+    def _first(self, races: np.ndarray, instructions: np.ndarray, halves: np.ndarray) -> int | None:
+        return int(instructions[halves][races][0]) if races.any() else None
 
 
-def later(one: Clock | None, other: Clock) -> Clock:
-    """Of both clocks what is known to either."""
-    return other if one is None else np.maximum(one, other)
+def later(first: Clock | None, second: Clock) -> Clock:
+    """The maximum of both clocks."""
+    return second if first is None else np.maximum(first, second)
