@@ -39,15 +39,13 @@ class Device:
 
     def __init__(self, cache: Path, seed: int, delay: float):
         self.cache, self.delay, self.seeds = cache, delay, itertools.count(seed)
-        self.memory, self.programs, self.callbacks = Memory(), {}, []
+        self.memory, self.callbacks = Memory(), []
 
     def load(self, variant: compile.Variant, arch: str) -> Callable[..., None]:
         import tvm_ffi
 
         file = build(variant, self.cache)
-        if file not in self.programs:
-            self.programs[file] = Program(file.with_suffix(".ptx").read_text())
-        program, faults = self.programs[file], []
+        program, faults = program_of(file), []
 
         def launched(grid: Any, cluster: int, threads: int, shared: int, pointers: Any) -> int:
             try:
@@ -90,6 +88,11 @@ class Device:
             self.memory.allow(x.data_ptr(), extent(x))
         with Allocations(self):
             return run(launched, tensors)
+
+
+@functools.cache
+def program_of(file: Path) -> Program:
+    return Program(file.with_suffix(".ptx").read_text())
 
 
 class Allocations(TorchFunctionMode):

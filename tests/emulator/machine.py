@@ -18,6 +18,12 @@ POISON = 0xFF
 """Every byte of uninitialised memory: NaN as fp32, fp16 and bf16, -1 as an integer."""
 FIRST_PARAMETER = 1 << 60
 """Address of a kernel's first parameter; parameter i is i further."""
+UNINITIALISED = {
+    width: np.full(32, -1).astype(dtype) for width, dtype in {0: bool, 2: U2, 4: U4, 8: U8}.items()
+}
+"""A register's first value, by its bytes; 0: a predicate."""
+for _register in UNINITIALISED.values():
+    _register.flags.writeable = False  # all registers share it
 RANK = 1 << 24
 """Shared memory of rank r in a cluster begins at r * RANK."""
 
@@ -152,8 +158,7 @@ class Warp:
         self.launch, self.block, self.index, self.memory = launch, block, index, launch.memory
         self.tid = (LANES + 32 * index).astype(U4)
         self.ctaid = {axis: np.full(32, i, U4) for axis, i in zip("xyz", block.index, strict=True)}
-        dtypes = {0: bool, 2: U2, 4: U4, 8: U8}
-        self.registers = [np.full(32, -1).astype(dtypes[width]) for width in launch.program.widths]
+        self.registers = [UNINITIALISED[width] for width in launch.program.widths]
         self.live = np.ones(32, bool)
         self.groups: dict[int, np.ndarray] = {0: self.live}
         self.waits: tuple[Callable[[], bool], int] | None = None
@@ -250,11 +255,8 @@ class Warp:
 
     def vectors(self, addresses: np.ndarray, size: int, at: int) -> np.ndarray:
         """The vectors of shared memory that lanes access."""
-        if (
-            (addresses < SHARED).any()
-            or (addresses + size > self.block.end).any()
-            or (addresses % size).any()
-        ):
+        outside = (addresses < SHARED) | (addresses > self.block.end - size)
+        if (outside | (addresses % size != 0)).any():
             raise Fault(f"shared memory out of bounds or misaligned: {self.where(at)()}")
         return addresses >> 4
 

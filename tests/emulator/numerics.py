@@ -196,17 +196,11 @@ def accumulated(product, accumulators, is_fp32):
 
     accumulators: the words before, None for zeros.
     """
-    words = []
-    for j in range(product.shape[1] // 8):
-        for i in range(2):
-            pair = np.stack([product[ROW + 8 * i, 8 * j + 2 * PAIR + e] for e in range(2)], -1)
-            if is_fp32:
-                for e in range(2):
-                    word = 4 * j + 2 * i + e
-                    before = 0 if accumulators is None else accumulators[word].view(F4)
-                    words.append((pair[:, e] + before).astype(F4).view(U4))
-            else:
-                if accumulators is not None:
-                    pair = pair + accumulators[2 * j + i].view(F2).reshape(32, 2)
-                words.append(np.ascontiguousarray(pair.astype(F2)).view(U4)[:, 0])
-    return words
+    blocks = product.reshape(2, 8, -1, 4, 2)  # upper or lower rows, row, 8 columns, pair, column
+    if is_fp32:
+        dtype, sums = F4, blocks.transpose(2, 0, 4, 1, 3).reshape(-1, 32)
+    else:
+        dtype, sums = F2, blocks.transpose(2, 0, 1, 3, 4).reshape(-1, 64)
+    if accumulators is not None:
+        sums = sums + np.stack(accumulators).view(dtype)
+    return list(sums.astype(dtype).view(U4))

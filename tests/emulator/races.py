@@ -18,10 +18,8 @@ class Clocks:
 
     def __init__(self, warps: int, halves: int):
         self.clocks = np.eye(warps, dtype=np.int32)
-        self.loads, self.stores = (np.zeros((halves, warps), np.int32) for _ in range(2))
-        self.load_instructions, self.store_instructions = (
-            np.zeros((halves, warps), np.int32) for _ in range(2)
-        )
+        self.loads, self.load_instructions = np.zeros((2, warps, halves), np.int32)
+        self.stores, self.store_instructions = np.zeros((2, halves, warps), np.int32)
 
     def release(self, warp: int) -> Clock:
         """The clock that a warp leaves at a barrier."""
@@ -36,42 +34,36 @@ class Clocks:
 
     def load(self, warp: int, halves: np.ndarray, instruction: int) -> int | None:
         """A warp loads; returns the instruction of an unordered store."""
-        stores = self.stores[halves]
-        known = ((stores > 0) & (stores <= self.clocks[warp])).any(1)
-        race = (
-            None
-            if known.all()
-            else self._first((stores > 0) & ~known[:, None], self.store_instructions, halves)
-        )
-        self.loads[halves, warp], self.load_instructions[halves, warp] = (
-            self.clocks[warp, warp],
-            instruction,
-        )
+        clock, stores, race = self.clocks[warp], self.stores[halves], None
+        if not (stores <= clock).all():  # a half may have an ordered store of the same value
+            known = ((stores > 0) & (stores <= clock)).any(1)
+            race = _first((stores > 0) & ~known[:, None], self.store_instructions[halves])
+        self.loads[warp][halves] = clock[warp]
+        self.load_instructions[warp][halves] = instruction
         return race
 
     def store(self, warp: int, halves: np.ndarray, instruction: int) -> int | None:
         """A warp stores new values; returns the instruction of another warp's unordered access."""
-        races = []
+        clock, races = self.clocks[warp], []
         for times, instructions in (
-            (self.loads, self.load_instructions),
-            (self.stores, self.store_instructions),
+            (self.loads[:, halves].T, self.load_instructions[:, halves].T),
+            (self.stores[halves], self.store_instructions[halves]),
         ):
-            late = times[halves] > self.clocks[warp]
+            late = times > clock
             late[:, warp] = False
-            races.append(self._first(late, instructions, halves))
+            races.append(_first(late, instructions))
         self.stores[halves] = 0
         self.store_again(warp, halves, instruction)
         return next((race for race in races if race is not None), None)
 
     def store_again(self, warp: int, halves: np.ndarray, instruction: int) -> None:
         """A warp stores values that are there already."""
-        self.stores[halves, warp], self.store_instructions[halves, warp] = (
-            self.clocks[warp, warp],
-            instruction,
-        )
+        self.stores[halves, warp] = self.clocks[warp, warp]
+        self.store_instructions[halves, warp] = instruction
 
-    def _first(self, races: np.ndarray, instructions: np.ndarray, halves: np.ndarray) -> int | None:
-        return int(instructions[halves][races][0]) if races.any() else None
+
+def _first(races: np.ndarray, instructions: np.ndarray) -> int | None:
+    return int(instructions[races][0]) if races.any() else None
 
 
 def later(first: Clock | None, second: Clock) -> Clock:
