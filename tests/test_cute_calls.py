@@ -1,4 +1,4 @@
-"""What holds of every operation on the GPU: of decode, of verify with flush, of prefill however it is segmented."""
+"""Tests of every operation on the GPU: decode, verify with flush, prefill on every path."""
 
 import math
 import subprocess
@@ -36,7 +36,7 @@ pytestmark = needs_gpu
 
 
 class Op(NamedTuple):
-    """T: tokens of its calls. repeats: how often bits are compared. run: from a call and a pool, which it updates, to what it wrote."""
+    """T: tokens per sequence. repeats: comparisons. run(call, pool) returns o and buffers."""
 
     T: int
     repeats: int
@@ -48,15 +48,13 @@ def steps(call, state, **given):
 
 
 def drafts(call, state, num_accepted=None, buffer_indices=None, out=None, **slots):
-    """verify, and flush of 0 to T drafts: of as many as are given, and one more where a kernel between the two says so."""
+    """verify, then flush of num_accepted drafts (default: 0 to T), one more if o is positive."""
     (N, T, H, K), (HV, V) = call["q"].shape, call["v"].shape[2:]
-    rows, gate = (
-        N if buffer_indices is None else len(state),
-        "channel" if call["g"].ndim == 4 else "head",
-    )
+    rows = N if buffer_indices is None else len(state)
+    gate = "channel" if call["g"].ndim == 4 else "head"
     buffer = gd.KVBuffer.empty(rows, T, H, HV, K, V, gate=gate, device="cuda")
-    made = buffer.u, buffer.k, buffer.log_decay
-    for x in made:
+    filled = buffer.u, buffer.k, buffer.log_decay
+    for x in filled:
         x.fill_(math.nan)
     o = gd.verify(
         **call,
@@ -70,7 +68,7 @@ def drafts(call, state, num_accepted=None, buffer_indices=None, out=None, **slot
     counts = torch.arange(N, device="cuda") % (T + 1) if num_accepted is None else num_accepted
     counts = counts + (o[:, 0, 0, 0] > 0)
     gd.flush(state, buffer, counts, buffer_indices=buffer_indices, **slots, backend="cute")
-    return o, *made
+    return o, *filled
 
 
 def prefill(call, state, **given):
@@ -101,47 +99,42 @@ def op(request):
             yield OPS[request.param]
 
 
-def some(op, N, axis="head", **options):
-    """Tokens of N sequences; prompts decay slow_gates, so that initial states matter at their ends."""
+def call_of(op, N, axis="head", **options):
+    """A call of N sequences. Prompts decay slowly: initial states still matter at their ends."""
     if op.run is prefill:
         return slow_gates(tokens(N, op.T, axis=axis, **options))
-    return tokens(
-        N,
-        op.T,
-        axis=axis,
-        gate="lower_bound" if (op.run, axis) == (drafts, "channel") else "softplus",
-        **options,
-    )
+    gate = "lower_bound" if (op.run, axis) == (drafts, "channel") else "softplus"
+    return tokens(N, op.T, axis=axis, gate=gate, **options)
 
 
-def alike(xs, ys):
+def all_same(xs, ys):
     for x, y in zip(xs, ys, strict=True):
         same(x, y)
 
 
 def test_bits_do_not_change_from_run_to_run(op, axis, state_dtype):
-    """Launched one after the other, each before the previous one has ended."""
-    call, start = some(op, 17, axis), pool(17, state_dtype)
+    """Every launch starts before the previous one has ended."""
+    call, start = call_of(op, 17, axis), pool(17, state_dtype)
     first = start.clone()
-    made, state = (*op.run(call, first), first), torch.empty_like(start)
+    results, state = (*op.run(call, first), first), torch.empty_like(start)
     changed = torch.zeros((), dtype=torch.bool, device="cuda")
     for _ in range(op.repeats):
         state.copy_(start)
-        for x, y in zip((*op.run(call, state), state), made):
+        for x, y in zip((*op.run(call, state), state), results):
             changed |= (x.view(torch.uint8) != y.view(torch.uint8)).any()
     assert not changed
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("null_index", [0, 2])
-def test_slots_up_to_null_index_are_as_negative_ones(op, axis, null_index, dtype):
-    """Bug 10: padding may share a slot; it is not read and not written, whatever its tokens hold."""
-    call, start = some(op, 5, axis), pool(8)
+def test_slots_up_to_null_index_are_like_negative_ones(op, axis, null_index, dtype):
+    """Bug 10: padding may share a slot, which is neither read nor written."""
+    call, start = call_of(op, 5, axis), pool(8)
     for name in PER_TOKEN:
         call[name][[1, 2, 4]] = math.nan
     start[: null_index + 1] = math.nan
     after, state = start.clone(), start.clone()
-    made = op.run(call, after, state_indices=index(5, -1, -1, 3, -1, dtype=dtype))
+    results = op.run(call, after, state_indices=index(5, -1, -1, 3, -1, dtype=dtype))
     lowest = -1 if dtype == torch.int32 else -(2**40)  # an int64's low word may look valid
     got = op.run(
         call,
@@ -150,14 +143,14 @@ def test_slots_up_to_null_index_are_as_negative_ones(op, axis, null_index, dtype
         null_index=null_index,
     )
     assert (got[0][[1, 2, 4]] == 0).all()
-    alike(got, made)
+    all_same(got, results)
     same(state, after)
     assert not torch.equal(state[3], start[3])
 
 
 def test_unused_slots_may_hold_anything(op):
     call, state = (
-        some(op, 2),
+        call_of(op, 2),
         torch.full((5, HV, D, D), math.nan, dtype=torch.bfloat16, device="cuda"),
     )
     state[[1, 3]] = pool(2)
@@ -170,30 +163,30 @@ def test_unused_slots_may_hold_anything(op):
 def test_pools_of_more_than_2_to_the_31_elements(op, dtype):
     """Both ends, read and written."""
     slots = 2**31 // (64 * D * D) + 3
-    call, small = some(op, 3, heads=(16, 64)), pool(3, HV=64)
+    call, small = call_of(op, 3, heads=(16, 64)), pool(3, HV=64)
     state = torch.empty(slots, 64, D, D, dtype=torch.bfloat16, device="cuda")
     where = index(slots - 1, 0, slots - 2, dtype=dtype)
     state[where] = small
-    alike(op.run(call, state, state_indices=where), op.run(call, small))
+    all_same(op.run(call, state, state_indices=where), op.run(call, small))
     same(state[where], small)
 
 
 def test_launches_in_a_row_wait_for_each_other(op, axis):
-    """Launched before the kernel in front has ended, in a graph and without one; each starts from the last one's states."""
+    """Launched before the previous kernel has ended, eagerly and in a graph; states chain."""
     N = 64 if op.T <= 4 else 4
-    call, start = some(op, N, axis, heads=(16, 64)), pool(N, HV=64)
+    call, start = call_of(op, N, axis, heads=(16, 64)), pool(N, HV=64)
     serial, state, replayed = start.clone(), start.clone(), start.clone()
-    made = []
+    results = []
     for _ in range(20):
-        made += op.run(call, serial)
+        results += op.run(call, serial)
         torch.cuda.synchronize()
-    alike([x for _ in range(20) for x in op.run(call, state)], made)
+    all_same([x for _ in range(20) for x in op.run(call, state)], results)
     same(state, serial)
     graph, row = captured(lambda: [x for _ in range(20) for x in op.run(call, replayed)])
     for _ in range(2):
         replayed.copy_(start)
         graph.replay()
-        alike(row, made)
+        all_same(row, results)
         same(replayed, serial)
 
 
@@ -201,96 +194,94 @@ N, P = 6, 25
 
 
 def drawn(op, seed, axis="head"):
-    """A call of N sequences, and what else it reads on the device: slots, one of them none, and each operation's own."""
+    """A random call of N sequences with its index tensors: slots, one inactive, counts, lengths."""
     rng, T = torch.Generator("cuda").manual_seed(seed), op.T
 
     def order(n):
         return torch.randperm(P, generator=rng, device="cuda")[:n].int()
 
-    def below(most, low=-1):
-        return torch.randint(low, most, (N,), generator=rng, device="cuda").int()
+    def below(end, low=-1):
+        return torch.randint(low, end, (N,), generator=rng, device="cuda").int()
 
     if op.run is prefill:
         ends = torch.cat([index(0), below(T, 0).cumsum(0).int()])
-        ends[1 + seed % N :] = ends[seed % N : -1].clone()  # one of no tokens
+        ends[1 + seed % N :] = ends[seed % N : -1].clone()  # one sequence without tokens
         given = dict(cu_seqlens=ends, state_indices=order(N), has_initial_state=below(1) < 0)
     elif op.run is steps:
         given = dict(state_indices=order(N * T).view(N, T), num_accepted=below(T + 3))
     else:
         given = dict(state_indices=order(N), buffer_indices=order(N), num_accepted=below(T + 2))
     given["state_indices"][seed % N] = -1
-    return (
-        tokens(1, N * T, axis=axis, seed=seed)
-        if op.run is prefill
-        else some(op, N, axis, seed=seed)
-    ), given
+    if op.run is prefill:
+        return tokens(1, N * T, axis=axis, seed=seed), given
+    return call_of(op, N, axis, seed=seed), given
 
 
 def test_a_captured_graph_follows_its_inputs(op, axis):
-    """Captured after one warm call; replays see other tokens, parameters, states and whatever else lies on the device."""
+    """Captured after one warm call. Replays see new tokens, parameters, states and indices."""
     (call, given), state = drawn(op, 0, axis), pool(P)
     out = torch.empty_like(call["v"])
     op.run(call, state, **given, out=out)
-    graph, made = captured(lambda: op.run(call, state, **given, out=out))
+    graph, results = captured(lambda: op.run(call, state, **given, out=out))
     for seed in range(1, 6):
-        (fresh, others), start = drawn(op, seed, axis), pool(P, seed=seed)
+        (fresh, inputs), start = drawn(op, seed, axis), pool(P, seed=seed)
         for name in PER_TOKEN:
             call[name].copy_(fresh[name])
         for name in ("A_log", "dt_bias"):
             getattr(call["gate"], name).copy_(getattr(fresh["gate"], name))
-        for name, x in others.items():
+        for name, x in inputs.items():
             given[name].copy_(x)
         state.copy_(start)
         out.fill_(math.nan)
         graph.replay()
-        alike((*made, state), (*op.run(fresh, start, **others), start))
+        all_same((*results, state), (*op.run(fresh, start, **inputs), start))
 
 
 @pytest.mark.parametrize("run", [steps, drafts, prefill], ids=lambda run: run.__name__)
 def test_the_first_call_of_a_process_can_be_captured(run, axis):
-    """Its kernels are loaded meanwhile."""
+    """Its kernels are loaded during the capture."""
     code = f"import test_cute_calls as calls; calls.capture_first(calls.{run.__name__}, {axis!r})"
     subprocess.run([sys.executable, "-c", code], cwd=Path(__file__).parent, check=True)
 
 
 def capture_first(run, axis):
     op = next(op for op in OPS.values() if op.run is run)
-    call, start = some(op, 5, axis), pool(5)
+    call, start = call_of(op, 5, axis), pool(5)
     state = start.clone()
     torch.cuda.synchronize()
-    graph, made = captured(lambda: op.run(call, state))
+    graph, results = captured(lambda: op.run(call, state))
     same(state, start)
     graph.replay()
-    alike((*made, state), (*op.run(call, start), start))
+    all_same((*results, state), (*op.run(call, start), start))
 
 
-def test_what_the_kernel_in_front_wrote_is_read(op):
-    """Tokens, slots and whatever else that a torch kernel writes right before the launch, though a prefetch may read it early."""
+def test_results_of_the_previous_kernel_are_read(op):
+    """A torch kernel writes tokens and indices right before the launch, which may prefetch."""
     turns = [drawn(op, seed)[1] for seed in range(20)]
 
     def rounds(state, wait):
         call, given = drawn(op, 0)
-        made = []
-        for others in turns:
-            for name, x in others.items():
+        results = []
+        for inputs in turns:
+            for name, x in inputs.items():
                 given[name].copy_(x)
             wait()
-            o, *rest = op.run(call, state, **given)
-            made += [o, *rest]
+            o, *filled = op.run(call, state, **given)
+            results += [o, *filled]
             wait()
             call["v"].copy_(o)
             wait()
-        return made
+        return results
 
     start = pool(P)
     state, serial = start.clone(), start.clone()
-    alike(rounds(state, lambda: None), rounds(serial, torch.cuda.synchronize))
+    all_same(rounds(state, lambda: None), rounds(serial, torch.cuda.synchronize))
     same(state, serial)
     assert not torch.equal(state, start)
 
 
 def test_nothing_waits_for_the_gpu(op):
-    """New calls and known ones: indices, lengths and counts stay on the device."""
+    """The first call and cached ones: indices, lengths and counts stay on the device."""
     (call, given), state = drawn(op, 0), pool(P)
     op.run(call, state, **given)  # kernels are loaded
     for operation in OPERATIONS.values():
@@ -301,9 +292,9 @@ def test_nothing_waits_for_the_gpu(op):
 
 
 def test_indices_are_checked_on_request(op, monkeypatch):
-    """Read back from the device; what else is refused, and when, is of the host: test_launch.py, test_memory.py."""
+    """They are copied to the host; its other checks: test_launch.py, test_memory.py."""
     monkeypatch.setattr(launch, "CHECK", True)
-    call, state = some(op, 2), pool(4)
+    call, state = call_of(op, 2), pool(4)
     before = state.clone()
     for slots, kind in (((0, 4), IndexError), ((1, 1), ValueError)):
         with pytest.raises(kind, match="state_indices: expected"):
@@ -315,63 +306,63 @@ def test_torch_compile_makes_it_one_graph(op):
     torch._dynamo.reset()
     (call, given), state = drawn(op, 0), pool(P)
     eager = state.clone()
-    made = torch.compile(op.run, fullgraph=True, backend="aot_eager")(call, state, **given)
-    alike(made, op.run(call, eager, **given))
+    results = torch.compile(op.run, fullgraph=True, backend="aot_eager")(call, state, **given)
+    all_same(results, op.run(call, eager, **given))
     same(state, eager)
 
 
 def test_the_current_stream_is_used(op):
-    call, start = some(op, 4), pool(4)
+    call, start = call_of(op, 4), pool(4)
     want = start.clone()
-    made = op.run(call, want)
+    results = op.run(call, want)
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
         torch.cuda._sleep(50_000_000)
-        late = start + 0  # ready only once the stream is through with its sleep
+        late = start + 0  # ready after the stream's sleep
         got = op.run(call, late)
     side.synchronize()
-    alike(got, made)
+    all_same(got, results)
     same(late, want)
 
 
 def test_a_default_output_is_new_every_time(op):
-    call, state = some(op, 1), pool(1)
+    call, state = call_of(op, 1), pool(1)
     first, *_ = op.run(call, state)
-    kept = first.clone()
+    copy = first.clone()
     assert op.run(call, state)[0].data_ptr() != first.data_ptr()
-    same(first, kept)
+    same(first, copy)
 
 
 @pytest.mark.parametrize("shift", [0, 8, 1], ids=["aligned", "16 bytes on", "2 bytes on"])
 def test_slices_of_a_fused_projection(op, axis, shift):
-    """A misaligned one is loaded in 16-bit numbers and gives the same bits; prefill refuses it."""
-    call, start = some(op, 3, axis), pool(3)
+    """Misaligned slices are loaded by single elements, to the same bits; prefill refuses them."""
+    call, start = call_of(op, 3, axis), pool(3)
     plain, state = start.clone(), start.clone()
     if op.run is prefill and shift == 1:
         with pytest.raises(gd.UnsupportedProblem, match="rows of q and k"):
             op.run(fused(call, shift), state)
         return
-    alike(op.run(fused(call, shift), state), op.run(call, plain))
+    all_same(op.run(fused(call, shift), state), op.run(call, plain))
     same(state, plain)
 
 
 def test_strided_gates_betas_and_parameters(op, axis):
-    """Channels of g and dt_bias too, but in prefill, which loads them in vectors."""
-    call = tokens(3, op.T, axis=axis) if op.run is prefill else some(op, 3, axis)
+    """Channels of g and dt_bias too, except in prefill, which loads them in vectors."""
+    call = tokens(3, op.T, axis=axis) if op.run is prefill else call_of(op, 3, axis)
     gate, start, channels = call["gate"], pool(3), 0 if op.run is prefill else call["g"].ndim - 3
     plain, state = start.clone(), start.clone()
-    packed = replace(gate, dt_bias=gate.dt_bias.bfloat16())
+    contiguous = replace(gate, dt_bias=gate.dt_bias.bfloat16())
     wide = replace(
         gate,
         A_log=torch.stack([gate.A_log, gate.A_log.neg()], 1)[:, 0],
-        dt_bias=spread(packed.dt_bias, dim=channels, by=3),
+        dt_bias=spread(contiguous.dt_bias, dim=channels, by=3),
     )
-    apart = dict(
+    strided = dict(
         g=spread(call["g"], dim=2 + channels, by=3),
         beta=spread(call["beta"], dim=1, by=3),
         gate=wide,
     )
-    assert apart["g"].stride(2) != call["g"].stride(2)
-    alike(op.run(call | apart, state), op.run({**call, "gate": packed}, plain))
+    assert strided["g"].stride(2) != call["g"].stride(2)
+    all_same(op.run(call | strided, state), op.run({**call, "gate": contiguous}, plain))
     same(state, plain)

@@ -1,4 +1,4 @@
-"""verify and flush on the GPU: accuracy against float64, bitwise guarantees, and a test for each way to misuse them in a server."""
+"""verify and flush on the GPU: accuracy against float64, bitwise guarantees, indices, views."""
 
 import itertools
 import math
@@ -47,13 +47,13 @@ def parts(buffer):
 
 
 def buffer_for(call, rows, C, layers=None):
-    """Filled with NaN, so that an element that is not written is found."""
+    """Filled with NaN, which shows elements that are not written."""
     (H, K), (HV, V) = call["q"].shape[2:], call["v"].shape[2:]
     axis = "channel" if call["g"].ndim == 4 else "head"
-    made = gd.KVBuffer.empty(rows, C, H, HV, K, V, gate=axis, num_layers=layers, device="cuda")
-    for x in parts(made):
+    buffer = gd.KVBuffer.empty(rows, C, H, HV, K, V, gate=axis, num_layers=layers, device="cuda")
+    for x in parts(buffer):
         x.fill_(math.nan)
-    return made
+    return buffer
 
 
 def pool_for(call, slots, dtype=torch.bfloat16, seed=1):
@@ -66,7 +66,7 @@ def verify(call, state, buffer, **options):
 
 
 def flush(state, buffer, num_accepted, **options):
-    """An int alone counts for every row of the buffer."""
+    """Without options, an int applies to every row of the buffer."""
     if isinstance(num_accepted, int) and not options:
         options["state_indices"] = torch.arange(buffer.u.shape[-4], device="cuda")
     gd.flush(state, buffer, num_accepted, backend="cute", **options)
@@ -90,7 +90,7 @@ def same_buffers(a, b, rows=slice(None)):
 
 
 def by_definition(call, start, dtype=torch.float64):
-    """Outputs [N, T, HV, V], and each sequence's state [HV, V, K] before and after each of its tokens, [N, T + 1, ...]."""
+    """o [N, T, HV, V]; states before and after each token, [N, T + 1, HV, V, K]."""
     outputs, states = [], []
     for n in range(len(start)):
         steps = list(recurrent(Tokens(**part(call, slice(n, n + 1))), start[n], dtype))
@@ -103,14 +103,14 @@ def judge(op, got, truth, plain):
     """Tolerance: twice a plain implementation's error plus a rounding unit; NaN fails."""
     everywhere = torch.ones(len(got), dtype=torch.bool, device=got.device)
     head = 2 if op == "verify" else 1
-    found, allowed = (
+    actual, allowed = (
         error(x.to(got.dtype), Expected(truth, everywhere), head) for x in (got, plain)
     )
-    assert found.share(allowed, rounding_unit(op, got.dtype)) <= 1, (found, allowed)
+    assert actual.share(allowed, rounding_unit(op, got.dtype)) <= 1, (actual, allowed)
 
 
 def judge_buffer(got, want):
-    """Row by row, within the error of fp32 sums in another order, relative to the head's typical row."""
+    """Per row, the error of fp32 sums in another order, relative to the head's typical row."""
     everywhere = torch.ones(len(got.u), dtype=torch.bool, device="cuda")
     for x, y in zip(parts(got), parts(want)):
         x, y = (z[..., None] if z.ndim == 3 else z for z in (x, y))
@@ -118,7 +118,7 @@ def judge_buffer(got, want):
 
 
 def check_verify(call, start, buffer):
-    """Outputs against float64; the buffer against the reference backend, zero past the draft; states unchanged."""
+    """o against float64; the buffer against the reference, zero past the draft; states stay."""
     T, state, expected = call["q"].shape[1], start.clone(), copy_of(buffer)
     o = verify(call, state, buffer)
     same(state, start)
@@ -130,14 +130,14 @@ def check_verify(call, start, buffer):
 
 
 def accepted_states(states, accepted):
-    """From states before and after each token, those after the accepted ones of each sequence."""
+    """Each sequence's state after its accepted tokens, from the states of by_definition."""
     return states[
         torch.arange(len(states), device="cuda"), accepted.long().clamp(0, states.shape[1] - 1)
     ]
 
 
 def check_flush(call, start, buffer, accepted):
-    """States against float64; with no accepted token unchanged bit for bit."""
+    """States against float64; without accepted tokens they keep their bits."""
     state = start.clone()
     flush(state, buffer, accepted)
     truth, plain = (
@@ -155,7 +155,7 @@ def differ(a, b):
     return (a.view(torch.uint8) != b.view(torch.uint8)).any()
 
 
-# ------------------------------------------------------------------------------------------------ accuracy
+# ----------------------------------------------------------------------------------------- accuracy
 
 ROUNDS = [
     *(
@@ -164,20 +164,17 @@ ROUNDS = [
         for options in (
             *(dict(T=T) for T in range(1, 17)),
             dict(K=64, V=64),
-            dict(
-                K=96, V=192
-            ),  # OLMo hybrid's: lanes without channels, and warps that do not divide V
+            # OLMo hybrid's: lanes without channels, warps that do not divide V.
+            dict(K=96, V=192),
         )
     ),
     *(
         (options, torch.bfloat16)
         for options in (
-            *(
-                dict(T=T, C=C) for T, C in ((1, 4), (3, 16), (8, 9))
-            ),  # what lies past a draft is neutral
-            *(
-                dict(heads=heads) for heads in ((1, 1), (8, 8), (2, 8), (1, 6))
-            ),  # a group's first value head stores its k
+            # Rows past a draft are neutral.
+            *(dict(T=T, C=C) for T, C in ((1, 4), (3, 16), (8, 9))),
+            # A group's first value head stores its k.
+            *(dict(heads=heads) for heads in ((1, 1), (8, 8), (2, 8), (1, 6))),
             *(dict(T=7, gate=gate) for gate in ("log", "softplus", "lower_bound")),
             dict(dtype=torch.float16),
             dict(T=7, qk_l2norm=False, scale=0.3),
@@ -188,7 +185,7 @@ ROUNDS = [
 
 @pytest.mark.parametrize(("options", "state_dtype"), ROUNDS, ids=str)
 def test_a_draft_and_every_count_of_it(axis, options, state_dtype):
-    """verify, and flush of each number of its tokens, and of more."""
+    """verify, then flush of 0 to T tokens, and of more."""
     options = dict(options)
     T, C = options.pop("T", 5), options.pop("C", None)
     numbers = {name: options.pop(name) for name in ("qk_l2norm", "scale") if name in options}
@@ -203,8 +200,8 @@ def test_a_draft_and_every_count_of_it(axis, options, state_dtype):
 
 @pytest.mark.parametrize("log_decay", [-7.875, -7.9375, -12, -30])
 @pytest.mark.parametrize("channels", [D, 1])
-def test_decays_on_both_sides_of_what_the_tensor_cores_take(state_dtype, log_decay, channels):
-    """RANGE in kernels/verify.py is exp(55.45): past it pairs of tokens are computed another way, for 16-bit states."""
+def test_decays_around_the_range_of_the_tensor_cores(state_dtype, log_decay, channels):
+    """Beyond RANGE of kernels/verify.py, exp(55.45), 16-bit states are computed another way."""
     call = draft(3, 8, axis="channel", gate="log")
     call["g"] /= 8
     call["g"][:, :7, :, D - channels :] = log_decay  # the last token forgets nothing more
@@ -216,7 +213,7 @@ RAGGED = random.Random(0).sample(range(17), 17)
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_verify_of_drafts_of_different_lengths(axis, state_dtype, dtype):
-    """0 to 16 tokens each, rows of NaN behind the last; slots and buffer rows apart."""
+    """0 to 16 tokens each, NaN past the last sequence; slots and buffer rows differ."""
     N, spare = len(RAGGED), 3
     dense = draft(N, 16, axis=axis)
     call = packed(dense, RAGGED)
@@ -225,17 +222,14 @@ def test_verify_of_drafts_of_different_lengths(axis, state_dtype, dtype):
     call["cu_seqlens"] = call["cu_seqlens"].to(dtype)
     start = pool(N + 2, state_dtype)
     slots, rows = (torch.randperm(N + 2, device="cuda")[:N].to(dtype) for _ in range(2))
-    state, buffer, expected = (
-        start.clone(),
-        buffer_for(dense, N + 2, 16),
-        buffer_for(dense, N + 2, 16),
-    )
+    buffer, expected = (buffer_for(dense, N + 2, 16) for _ in range(2))
+    state = start.clone()
     o = verify(call, state, buffer, state_indices=slots, buffer_indices=rows)
     same(state, start)
     assert (o[:, -spare:] == 0).all()
     truth, plain = (
-        by_definition(dense, start[slots.long()], some)[0]
-        for some in (torch.float64, torch.float32)
+        by_definition(dense, start[slots.long()], precision)[0]
+        for precision in (torch.float64, torch.float32)
     )
     truth, plain = (
         torch.cat([x[n, :t] for n, t in enumerate(RAGGED)])[None] for x in (truth, plain)
@@ -249,12 +243,12 @@ def test_verify_of_drafts_of_different_lengths(axis, state_dtype, dtype):
         buffer_indices=rows,
         backend="reference",
     )
-    filled = [gd.KVBuffer(*(x[rows.long()] for x in parts(some))) for some in (buffer, expected)]
+    filled = [gd.KVBuffer(*(x[rows.long()] for x in parts(b))) for b in (buffer, expected)]
     judge_buffer(*filled)
     untouched = [row for row in range(N + 2) if row not in rows.tolist()]
-    for x, kept in zip(parts(buffer), parts(filled[0])):
+    for x, active in zip(parts(buffer), parts(filled[0])):
         assert x[untouched].isnan().all()
-        assert all((kept[n, t:] == 0).all() for n, t in enumerate(RAGGED))
+        assert all((active[n, t:] == 0).all() for n, t in enumerate(RAGGED))
 
 
 def test_packed_drafts_in_a_buffer_of_few_tokens(axis):
@@ -278,23 +272,23 @@ def test_packed_drafts_in_a_buffer_of_few_tokens(axis):
 
 
 def test_bits_do_not_depend_on_the_longest_draft(axis, state_dtype):
-    """Packed beside one of 16 tokens, in a kernel for as many, a draft has the bits that it has alone."""
+    """Packed with one of 16 tokens, in the kernel for 16, drafts keep the bits they have alone."""
     dense, lengths = draft(5, 16, axis=axis), (1, 3, 5, 8, 16)
     start, buffer = pool(5, state_dtype), buffer_for(dense, 5, 16)
     o = verify(packed(dense, lengths), start, buffer).split(lengths, 1)
     for n, length in enumerate(lengths):
-        one, kept = part(dense, slice(n, n + 1), slice(0, length)), buffer_for(dense, 1, 16)
-        same(verify(one, start[n : n + 1], kept), o[n].contiguous())
-        same_buffers(kept, gd.KVBuffer(*(x[n : n + 1] for x in parts(buffer))))
+        one, alone = part(dense, slice(n, n + 1), slice(0, length)), buffer_for(dense, 1, 16)
+        same(verify(one, start[n : n + 1], alone), o[n].contiguous())
+        same_buffers(alone, gd.KVBuffer(*(x[n : n + 1] for x in parts(buffer))))
 
 
-# ------------------------------------------------------------------------------------------------ memory that verify reads and writes
+# ------------------------------------------------------------------------------------------- memory
 
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("which", ["state_indices", "buffer_indices"])
 def test_an_inactive_draft_writes_nothing(dtype, which):
-    """Whatever its tokens hold; outputs are zero, and the buffer row it names stays."""
+    """Whatever its tokens hold: its outputs are zero and its buffer row stays."""
     call, state = draft(4, 3), pool(6)
     for name in PER_TOKEN:
         call[name][1] = math.nan
@@ -316,7 +310,7 @@ def test_an_inactive_draft_writes_nothing(dtype, which):
 
 
 @pytest.mark.parametrize("null_index", [0, 2])
-def test_null_index_is_of_slots_and_not_of_rows_and_drops_writes(null_index):
+def test_null_index_applies_to_slots_and_not_to_buffer_rows(null_index):
     call, start, buffer = draft(2, 3), pool(8), buffer_for(draft(2, 3), 4, 3)
     verify(
         call,
@@ -340,7 +334,7 @@ def test_null_index_is_of_slots_and_not_of_rows_and_drops_writes(null_index):
 
 @pytest.mark.parametrize("v", [1e5, -1e9])
 def test_fp16_states_saturate_when_flushed(axis, v):
-    """At +-65504, never inf; verify reads them to the last bit, as fp16 outputs show."""
+    """At +-65504, never inf. verify reads all 11 bits of them, as fp16 outputs show."""
     call, start, want = writing(3, v, T=2), large_states(3), math.copysign(65504.0, v)
     if axis == "channel":
         call["g"] = torch.zeros(3, 2, HV, D, device="cuda")
@@ -364,7 +358,7 @@ def test_fp16_states_saturate_when_flushed(axis, v):
 
 
 def test_views_are_used_where_they_are(axis):
-    """A layer of a buffer, every other head of its k, a pool with padding heads, every other channel of out."""
+    """A layer of a buffer, every second head of its k, a pool with padding, a strided out."""
     call, start = draft(2, 5, axis=axis), pool(4)
     many, wide_k = (
         buffer_for(call, 3, 8, layers=3),
@@ -389,12 +383,12 @@ def test_views_are_used_where_they_are(axis):
     assert wide[:, HV].isnan().all()
 
 
-# ------------------------------------------------------------------------------------------------ accuracy of flush
+# -------------------------------------------------------------------------------- accuracy of flush
 
 
 @pytest.mark.parametrize("T", [1, 4, 7, 16])
 def test_flush_of_every_accept_length(axis, state_dtype, T):
-    """0 to T in one call, against float64; no less accurate than decode of the same tokens."""
+    """0 to T in one call against float64, allowed twice the error of decode."""
     call, start, buffer = drafted(T + 1, T, axis=axis, state_dtype=state_dtype)
     accepted = torch.randperm(T + 1, device="cuda").int()
     state, truth = check_flush(call, start, buffer, accepted)
@@ -418,7 +412,7 @@ def test_num_accepted_is_clamped(state_dtype, dtype):
 
 
 @pytest.mark.parametrize("count", [0, 2, 3, 4, 2**40], ids=str)
-def test_an_int_counts_for_every_sequence(count):
+def test_an_int_applies_to_every_sequence(count):
     _, start, buffer = drafted(5, 3)
     by_number, by_tensor = start.clone(), start.clone()
     flush(by_number, buffer, count)
@@ -428,7 +422,7 @@ def test_an_int_counts_for_every_sequence(count):
 
 
 def test_flush_of_a_buffer_longer_than_the_draft(axis, state_dtype):
-    """Drafts of 3 tokens in a buffer for 16: counts past the draft fold the draft."""
+    """Drafts of 3 tokens in a buffer for 16: larger counts apply all 3."""
     call, start, buffer = drafted(6, 3, axis=axis, state_dtype=state_dtype, C=16)
     state, _ = check_flush(call, start, buffer, index(0, 1, 3, 4, 16, 99))
     short, exact = buffer_for(call, 6, 3), start.clone()
@@ -438,7 +432,7 @@ def test_flush_of_a_buffer_longer_than_the_draft(axis, state_dtype):
 
 
 def test_flush_into_other_slots(state_dtype):
-    """The slots read are unchanged; with no accepted token states are copied bit for bit, subnormals and -0 too, and inf but in fp16."""
+    """Slots that are read stay. Without accepted tokens bits are copied: subnormals, -0, inf."""
     _, small, buffer = drafted(4, 5, state_dtype=state_dtype)
     half = state_dtype == torch.float16
     small[3] = cycle(
@@ -482,7 +476,7 @@ def test_a_negative_index_flushes_nothing(dtype, which):
 
 
 def test_layers_in_one_launch_equal_a_launch_each(axis, state_dtype):
-    """num_accepted as a tensor, with indices, and as an int."""
+    """num_accepted is a tensor or an int."""
     L, N = 3, 4
     calls = [draft(N, 5, axis=axis, seed=layer) for layer in range(L)]
     buffer = buffer_for(calls[0], N + 1, 6, layers=L)
@@ -493,19 +487,19 @@ def test_layers_in_one_launch_equal_a_launch_each(axis, state_dtype):
     for accepted in (index(5, 0, 2, 9), 3):
         for indices in (dict(write_indices=None), dict(write_indices=index(2, 0, 5, 4))):
             indices |= dict(state_indices=slots, buffer_indices=rows)
-            together, apart = start.clone(), start.clone()
+            together, separate = start.clone(), start.clone()
             flush(together, buffer, accepted, **indices)
             for layer in range(L):
-                flush(apart[layer], buffer.layer(layer), accepted, **indices)
-            same(together, apart)
+                flush(separate[layer], buffer.layer(layer), accepted, **indices)
+            same(together, separate)
             assert all(differ(together[layer], start[layer]) for layer in range(L))
 
 
-# ------------------------------------------------------------------------------------------------ rounds of drafts
+# --------------------------------------------------------------------------------- rounds of drafts
 
 
 def test_rounds_of_drafts_follow_the_recurrence(axis, state_dtype):
-    """Draft 4, accept 0 to 4, eight times: as near to float64 as decode, which takes the accepted tokens one by one."""
+    """Eight rounds of 4 drafts, 0 to 4 accepted: at most twice the error of decode."""
     N, rng = 6, random.Random(1)
     state = pool(N, state_dtype)
     decoded, exact = state.clone(), state.double()
@@ -524,7 +518,7 @@ def test_rounds_of_drafts_follow_the_recurrence(axis, state_dtype):
         judge("flush", state, exact, decoded)
 
 
-# ------------------------------------------------------------------------------------------------ hard gates and keys
+# ------------------------------------------------------------------------------ hard gates and keys
 
 
 FAMILIES = {
@@ -536,7 +530,7 @@ FAMILIES = {
 
 
 def check_all(call, start):
-    """Outputs and the states after 0 to T accepted tokens against float64; no NaN in the buffer, no inf in its u and k."""
+    """o and states after 0 to T accepted tokens against float64; no NaN, u and k without inf."""
     N, T = call["q"].shape[:2]
     buffer = buffer_for(call, N, T)
     o = verify(call, start, buffer)
@@ -552,7 +546,7 @@ def check_all(call, start):
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("keys", ["random", "collinear"])
 def test_hard_gates_and_keys(axis, state_dtype, family, keys):
-    """Decays of 0, of 1 and near it, also on near-collinear keys with beta 2, where the u alternate and cancel."""
+    """Decays of 0, 1, near 1, also on near-collinear keys with beta 2: u alternate and cancel."""
     call = draft(3, 8, axis=axis, gate="log")
     call["g"] = cycle(FAMILIES[family], call["g"])
     if keys == "collinear":
@@ -562,7 +556,7 @@ def test_hard_gates_and_keys(axis, state_dtype, family, keys):
 
 
 def test_gates_at_their_ends(axis):
-    """Large g of both signs, exp(A_log) overflowing, no decay and full decay."""
+    """Large g of both signs, exp(A_log) that overflows, no decay and full decay."""
     call = draft(3, 8, axis=axis)
     call["g"] = cycle((-1e4, -200.0, -90.0, 0.0, 90.0, 1e4), call["g"])
     A_log = torch.linspace(-100, 100, HV, device="cuda")
@@ -583,19 +577,19 @@ def test_betas_of_0_1_and_2_and_rows_of_zeros(axis):
     assert (buffer.u[call["beta"] != 0] != 0).any()
 
 
-# ------------------------------------------------------------------------------------------------ bitwise guarantees
+# ------------------------------------------------------------------------------- bitwise guarantees
 
 
 @pytest.mark.parametrize("T", [3, 6, 16])
 def test_bits_do_not_depend_on_the_batch(axis, state_dtype, T):
-    """A sequence alone, and at any position of a batch of 5 or 64: every schedule of the tables is used."""
-    most, heads = 64, (16, 64)
-    call, start, together = drafted(most, T, axis=axis, heads=heads, state_dtype=state_dtype)
-    buffer = buffer_for(call, most, T)
+    """A sequence alone, and anywhere in batches of 5 and 64, which use every schedule."""
+    largest, heads = 64, (16, 64)
+    call, start, together = drafted(largest, T, axis=axis, heads=heads, state_dtype=state_dtype)
+    buffer = buffer_for(call, largest, T)
     alone = start.clone()
-    accepted = (torch.arange(most, device="cuda") % (T + 1)).int()
+    accepted = (torch.arange(largest, device="cuda") % (T + 1)).int()
     outputs = []
-    for n in range(most):
+    for n in range(largest):
         one = index(n)
         outputs.append(
             verify(
@@ -603,8 +597,8 @@ def test_bits_do_not_depend_on_the_batch(axis, state_dtype, T):
             )
         )
         flush(alone, buffer, accepted[n : n + 1], state_indices=one, buffer_indices=one)
-    for N in (5, most):
-        order = torch.randperm(most, generator=torch.Generator().manual_seed(N))[:N].to("cuda")
+    for N in (5, largest):
+        order = torch.randperm(largest, generator=torch.Generator().manual_seed(N))[:N].to("cuda")
         for x in parts(together):
             x.fill_(math.nan)
         o = verify(part(call, order), start, together, state_indices=order, buffer_indices=order)
@@ -615,7 +609,7 @@ def test_bits_do_not_depend_on_the_batch(axis, state_dtype, T):
         same(state[order], alone[order])
 
 
-# ------------------------------------------------------------------------------------------------ beyond 32 bits
+# ----------------------------------------------------------------------------------- beyond 32 bits
 
 
 def test_buffers_of_more_than_2_to_the_31_elements():
@@ -649,7 +643,7 @@ def test_layers_more_than_2_to_the_31_bytes_apart():
 
 
 def test_more_sequences_than_a_grid_has_rows():
-    """More than the 65,535 of a grid's second dimension, of two layers."""
+    """More than the 65,535 of a grid's second dimension, in two layers."""
     N = 65_535 + 3
     call = draft(N, 5, heads=(1, 1), K=64, V=64)
     start, buffer = (
@@ -659,10 +653,10 @@ def test_more_sequences_than_a_grid_has_rows():
     outputs = [verify(call, start[layer], buffer.layer(layer)) for layer in range(2)]
     state, accepted = start.clone(), (torch.arange(N, device="cuda") % 6).int()
     flush(state, buffer, accepted)
-    for layer, some in itertools.product(range(2), (slice(0, 7), slice(65_530, N))):
-        few, last = part(call, some), start[layer, some].clone()
-        near = buffer_for(few, len(last), 5)
-        same(outputs[layer][some], verify(few, last, near))
-        same_buffers(gd.KVBuffer(*(x[some] for x in parts(buffer.layer(layer)))), near)
-        flush(last, near, accepted[some])
-        same(state[layer, some], last)
+    for layer, few in itertools.product(range(2), (slice(0, 7), slice(65_530, N))):
+        few_call, last = part(call, few), start[layer, few].clone()
+        near = buffer_for(few_call, len(last), 5)
+        same(outputs[layer][few], verify(few_call, last, near))
+        same_buffers(gd.KVBuffer(*(x[few] for x in parts(buffer.layer(layer)))), near)
+        flush(last, near, accepted[few])
+        same(state[layer, few], last)

@@ -1,4 +1,4 @@
-"""decode and verify with the gated norm in them, on the GPU: the norm of their own outputs, whatever the shape of the call."""
+"""decode and verify with a fused gated norm on the GPU: the norm of their outputs."""
 
 import math
 
@@ -33,7 +33,7 @@ def normed(
     activation="silu",
     seed=7,
 ):
-    """norm and z, whose memory lies between other numbers."""
+    """norm and a strided z."""
     rng = torch.Generator("cuda").manual_seed(seed)
     z = 2 * torch.randn(N, T, heads[1], 3, V, generator=rng, device="cuda").to(dtype)
     weight = (1 + torch.randn(V, generator=rng, device="cuda") / 2).to(weight_dtype)
@@ -41,34 +41,32 @@ def normed(
 
 
 def check_norm(fused, bare, norm, z):
-    """`fused` is the norm of exactly `bare`: off by no more than its own rounding to 16 bits."""
+    """`fused` is the norm of `bare`, up to its own rounding to 16 bits."""
     want = reference.gated_norm(bare, z, norm, torch.float64)
     unit = {torch.bfloat16: 2**-8, torch.float16: 2**-11}[fused.dtype]
     assert ((fused.double() - want).abs() <= unit * 1.02 * want.abs() + 1e-7).all()
 
 
 def of_tokens(call, *where):
-    """A call with its z on some of its sequences or tokens."""
+    """The call and its z with only the indexed sequences or tokens."""
     return {**part(call, *where), "z": call["z"][where]}
 
 
 def buffer_for(call, rows, C):
     (H, K), (HV, V) = call["q"].shape[2:], call["v"].shape[2:]
-    made = gd.KVBuffer.empty(
-        rows, C, H, HV, K, V, gate="channel" if call["g"].ndim == 4 else "head", device="cuda"
-    )
-    for x in vars(made).values():
+    gate = "channel" if call["g"].ndim == 4 else "head"
+    buffer = gd.KVBuffer.empty(rows, C, H, HV, K, V, gate=gate, device="cuda")
+    for x in vars(buffer).values():
         x.fill_(math.nan)
-    return made
+    return buffer
 
 
 def run(op, call, state, **options):
-    """o and all that the call wrote or left."""
-    rest = options
+    """o, and the states and buffers after the call."""
     if op == "verify":
-        rest = dict(buffer=buffer_for(call, len(state), 16)) | options
-    o = getattr(gd, op)(**call, state=state, backend="cute", **rest)
-    return o, [state, *(vars(rest["buffer"]).values() if op == "verify" else ())]
+        options = dict(buffer=buffer_for(call, len(state), 16)) | options
+    o = getattr(gd, op)(**call, state=state, backend="cute", **options)
+    return o, [state, *(vars(options["buffer"]).values() if op == "verify" else ())]
 
 
 @pytest.mark.parametrize(("state_dtype", "K", "V"), SIZES)
@@ -76,8 +74,8 @@ def run(op, call, state, **options):
 @pytest.mark.parametrize("N", [2, 300])
 @pytest.mark.parametrize("T", [1, 3, 16])
 @pytest.mark.parametrize("op", ["decode", "verify"])
-def test_a_fused_norm_is_the_norm_of_the_calls_own_outputs(op, T, N, K, V, axis, state_dtype):
-    """And states and buffers have the bits of the call without it."""
+def test_a_fused_norm_is_the_norm_of_the_outputs(op, T, N, K, V, axis, state_dtype):
+    """States and buffers have the bits of the call without it."""
     call = tokens(N, T, axis=axis, heads=HEADS, K=K, V=V)
     norm = normed(
         N,
@@ -86,8 +84,9 @@ def test_a_fused_norm_is_the_norm_of_the_calls_own_outputs(op, T, N, K, V, axis,
         weight_dtype=torch.float32 if T > 1 else torch.bfloat16,
         activation="sigmoid" if T == 3 else "silu",
     )
-    made = [run(op, call | some, pool(N, state_dtype, HEADS[1], K, V)) for some in ({}, norm)]
-    (bare, of_bare), (fused, of_fused) = made
+    (bare, of_bare), (fused, of_fused) = (
+        run(op, call | options, pool(N, state_dtype, HEADS[1], K, V)) for options in ({}, norm)
+    )
     check_norm(fused, bare, **norm)
     for x, y in zip(of_bare, of_fused, strict=True):
         same(x, y)
@@ -95,11 +94,9 @@ def test_a_fused_norm_is_the_norm_of_the_calls_own_outputs(op, T, N, K, V, axis,
 
 @pytest.mark.parametrize("op", ["decode", "verify"])
 def test_a_norm_of_fp16(op):
-    call, norm = (
-        tokens(3, 2, dtype=torch.float16),
-        normed(3, 2, dtype=torch.float16, weight_dtype=torch.float16),
-    )
-    (bare, _), (fused, _) = (run(op, call | some, pool(3)) for some in ({}, norm))
+    call = tokens(3, 2, dtype=torch.float16)
+    norm = normed(3, 2, dtype=torch.float16, weight_dtype=torch.float16)
+    (bare, _), (fused, _) = (run(op, call | options, pool(3)) for options in ({}, norm))
     check_norm(fused, bare, **norm)
 
 
@@ -121,11 +118,11 @@ def test_several_tokens_in_a_call_equal_as_many_calls(T, axis, state_dtype):
 @pytest.mark.parametrize("op", ["decode", "verify"])
 def test_bits_do_not_depend_on_the_batch(op, axis, state_dtype, T):
     """Every schedule of the tables is used."""
-    most = 512
-    call, start = tokens(most, T, axis=axis) | normed(most, T), pool(most, state_dtype)
+    largest = 512
+    call, start = tokens(largest, T, axis=axis) | normed(largest, T), pool(largest, state_dtype)
     alone = [
         run(op, of_tokens(call, slice(n, n + 1)), start.clone(), state_indices=index(n))[0][0]
-        for n in range(0, most, 37)
+        for n in range(0, largest, 37)
     ]
     for N in (40, 200, 512):
         o, _ = run(op, of_tokens(call, slice(0, N)), start.clone())
@@ -133,7 +130,7 @@ def test_bits_do_not_depend_on_the_batch(op, axis, state_dtype, T):
             same(o[n], want)
 
 
-WAYS = [  # to hold a head: blocks of a cluster, one block, one block in chunks
+SCHEDULES = [  # a head in several CTAs of a cluster, in one CTA, in one CTA by chunks
     Schedule(4, 128, cluster=True),
     Schedule(4, 128, cluster=True, bulk=True),
     Schedule(4, 128, chunks=2, cluster=True),
@@ -152,12 +149,12 @@ WAYS = [  # to hold a head: blocks of a cluster, one block, one block in chunks
 )
 @pytest.mark.parametrize("T", [1, 8])
 def test_every_schedule_has_the_same_bits(monkeypatch, T, axis, state_dtype, K, V):
-    """Also of a launch whose blocks do not all run at once."""
+    """Also if a launch has more CTAs than run at once."""
     N = 170
     call, norm = tokens(N, T, axis=axis, heads=HEADS, K=K, V=V), normed(N, T, V=V)
     bare, of_bare = run("decode", call, pool(N, state_dtype, HEADS[1], K, V))
     first = None
-    for schedule in WAYS:
+    for schedule in SCHEDULES:
         monkeypatch.setattr(OPERATIONS["decode"], "calls", CallCache())
         monkeypatch.setattr(
             OPERATIONS["decode"], "schedules", lambda problem, schedule=schedule: ((0, schedule),)
@@ -172,10 +169,10 @@ def test_every_schedule_has_the_same_bits(monkeypatch, T, axis, state_dtype, K, 
 
 @pytest.mark.parametrize("axis", AXES)
 def test_intermediate_states_of_a_pool_that_is_left_alone(axis):
-    """In inference mode, with a sequence of the null slot."""
+    """In inference mode, with a sequence in the null slot."""
     N, T = 3, 4
-    call, norm, made = tokens(N, T, axis=axis), normed(N, T), []
-    for some in ({}, norm):
+    call, norm, results = tokens(N, T, axis=axis), normed(N, T), []
+    for extra in ({}, norm):
         state, steps = (
             pool(4),
             torch.full((N, T, HEADS[1], D, D), math.nan, device="cuda", dtype=torch.bfloat16),
@@ -187,12 +184,12 @@ def test_intermediate_states_of_a_pool_that_is_left_alone(axis):
             intermediate_states=steps,
         )
         with torch.inference_mode():
-            o, _ = run("decode", call | some, state, **options)
+            o, _ = run("decode", call | extra, state, **options)
         same(state, pool(4))
         assert steps[1].isnan().all()
-        made.append((o, steps))
-    (bare, steps), (fused, kept) = made
-    same(steps, kept)
+        results.append((o, steps))
+    (bare, bare_steps), (fused, fused_steps) = results
+    same(bare_steps, fused_steps)
     assert (fused[1] == 0).all()
     check_norm(fused[::2], bare[::2], norm["norm"], norm["z"][::2])
 
@@ -200,7 +197,7 @@ def test_intermediate_states_of_a_pool_that_is_left_alone(axis):
 @pytest.mark.parametrize("axis", AXES)
 @pytest.mark.parametrize("op", ["decode", "verify"])
 def test_packed_and_inactive_sequences(op, axis):
-    """Each token with its own row of z; rows of no active sequence are zeros, whatever z holds there."""
+    """Each token has its row of z. Rows without an active sequence are zeros, for any z."""
     lengths = (3, 0, 16, 1, 8)
     dense = tokens(len(lengths), 16, axis=axis) | normed(len(lengths), 16)
     call = packed(dense, lengths)
@@ -224,28 +221,26 @@ def test_packed_and_inactive_sequences(op, axis):
 
 
 @pytest.mark.parametrize("op", ["decode", "verify"])
-def test_a_slot_for_each_token_views_and_a_given_out(op):
-    """Strides of all kinds; and a captured graph follows z and the weight as they change."""
+def test_token_slots_views_and_out_in_a_captured_graph(op):
+    """Strides of all kinds; replays see a new z and weight."""
     N, T = 3, 2
     call, norm = tokens(N, T), normed(N, T)
-    slots = (
-        dict(state_indices=torch.arange(N * T, device="cuda").int().view(N, T))
-        if op == "decode"
-        else {}
-    )
-    out = torch.full((N, HEADS[1], T, D), math.nan, device="cuda", dtype=torch.bfloat16).transpose(
-        1, 2
-    )
+    slots = {}
+    if op == "decode":
+        slots = dict(state_indices=torch.arange(N * T, device="cuda").int().view(N, T))
+    out = torch.full((N, HEADS[1], T, D), math.nan, device="cuda", dtype=torch.bfloat16)
+    out = out.transpose(1, 2)
     bare, _ = run(op, call, pool(N * T), **slots)
-    state, rest = pool(N * T), {} if op == "decode" else dict(buffer=buffer_for(call, N * T, 16))
+    state = pool(N * T)
+    buffer = {} if op == "decode" else dict(buffer=buffer_for(call, N * T, 16))
     start = state.clone()
-    run(op, call | norm, state, out=out, **slots, **rest)
+    run(op, call | norm, state, out=out, **slots, **buffer)
     check_norm(out, bare, **norm)
     state.copy_(start)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        run(op, call | norm, state, out=out, **slots, **rest)
+        run(op, call | norm, state, out=out, **slots, **buffer)
     norm["z"].neg_()
     norm["norm"].weight.mul_(2)
     graph.replay()

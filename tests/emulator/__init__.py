@@ -1,15 +1,21 @@
-"""Runs compiled kernels on a CPU, by their PTX, to find wrong numbers, races and stray accesses where there is no GPU.
+"""Runs the PTX of compiled kernels on a CPU: finds wrong numbers, races, stray accesses, deadlocks.
 
-Warps of all blocks take turns at random. Memory starts as NaN. What an asynchronous copy is to write is lost when it starts, and there when
-it ends, at random; what copies and products read must not change under way. Products are done when they start.
+Warps of all CTAs run in random order. Memory starts as NaN. An asynchronous copy makes its target
+NaN when it starts and writes it at a random later time; its source must not change meanwhile, nor
+the operands of a wgmma. A wgmma computes when it starts. Kernels run one after the other.
 
-Kernels run one after the other.
+Faults:
+- reading the previous kernel's results before griddepcontrol.wait
+- global memory of no argument of the call; shared memory out of bounds or misaligned
+- shared memory that an asynchronous copy has still to write
+- stores that the tensor cores or copies do not see, for lack of fence.proxy.async
+- overwriting the source of a copy or the operand of a wgmma
+- loads and stores of shared memory that no barrier orders, in whichever order they ran
+- arrivals that an mbarrier or barrier does not expect; deadlocks
+- warp-wide instructions that only some lanes execute
 
-Faults: what the kernel in front leaves, in front of griddepcontrol.wait; global memory that a call was not given, shared memory out of
-bounds, misaligned or before a copy has come; stores that the tensor cores do not see for want of a fence; what is overwritten while it is
-read; loads and stores of shared memory that no barrier orders, whichever comes first; arrivals that a barrier does not expect; deadlocks;
-instructions of a whole warp by a part of it. Not seen: a product's result in front of its wait, lanes of a warp in each other's way, the
-order of memory between blocks, and how long anything takes.
+Not found: a wgmma's result read before its wait, races between lanes of a warp, memory order
+between CTAs, and time.
 """
 
 from .device import emulated

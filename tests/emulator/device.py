@@ -1,4 +1,4 @@
-"""Lets operations run their compiled kernels on tensors of the CPU."""
+"""Runs operations' compiled kernels on CPU tensors."""
 
 import contextlib
 import ctypes
@@ -35,19 +35,17 @@ _Callback = ctypes.CFUNCTYPE(
 
 
 class Device:
-    """What runs between a launch and its kernels. delay: 0 to 1, how late asynchronous copies end."""
+    """Loads and runs kernels in place of CUDA. delay: 0 to 1, how late asynchronous copies end."""
 
     def __init__(self, cache: Path, seed: int, delay: float):
         self.cache, self.delay, self.seeds = cache, delay, itertools.count(seed)
-        self.memory, self.programs, self.kept = Memory(), {}, []
+        self.memory, self.callbacks = Memory(), []
 
     def load(self, variant: compile.Variant, arch: str) -> Callable[..., None]:
         import tvm_ffi
 
         file = build(variant, self.cache)
-        if file not in self.programs:
-            self.programs[file] = Program(file.with_suffix(".ptx").read_text())
-        program, faults = self.programs[file], []
+        program, faults = program_of(file), []
 
         def launched(grid: Any, cluster: int, threads: int, shared: int, pointers: Any) -> int:
             try:
@@ -65,12 +63,12 @@ class Device:
                     next(self.seeds),
                     self.delay,
                 ).run()
-            except BaseException as fault:  # what C calls cannot raise
+            except BaseException as fault:  # a callback of C cannot raise
                 faults.append(fault)
             return 0
 
         callback = _Callback(launched)
-        self.kept.append(callback)
+        self.callbacks.append(callback)  # C calls it later
 
         def call(*arguments: Any) -> None:
             ctypes.CDLL(str(file)).emulator_set(callback)
@@ -82,14 +80,19 @@ class Device:
         return call
 
     def call(
-        self, run: Callable[..., Any], one: launch.Launch, tensors: tuple[torch.Tensor, ...]
+        self, run: Callable[..., Any], launched: launch.Launch, tensors: tuple[torch.Tensor, ...]
     ) -> Any:
-        """A launch's call: its kernels may touch its tensors, and what it allocates."""
+        """Runs a launch: its kernels may access its tensors and its allocations."""
         self.memory = Memory()
         for x in tensors:
             self.memory.allow(x.data_ptr(), extent(x))
         with Allocations(self):
-            return run(one, tensors)
+            return run(launched, tensors)
+
+
+@functools.cache
+def program_of(file: Path) -> Program:
+    return Program(file.with_suffix(".ptx").read_text())
 
 
 class Allocations(TorchFunctionMode):
@@ -100,36 +103,29 @@ class Allocations(TorchFunctionMode):
     def __torch_function__(
         self, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        made = function(*args, **(kwargs or {}))
-        if function in ALLOCATES and made.device.type == "cpu":
-            ctypes.memset(made.data_ptr(), POISON, made.nbytes)
-            self.device.memory.allow(made.data_ptr(), made.nbytes)
-        return made
+        result = function(*args, **(kwargs or {}))
+        if function in ALLOCATES and result.device.type == "cpu":
+            ctypes.memset(result.data_ptr(), POISON, result.nbytes)
+            self.device.memory.allow(result.data_ptr(), result.nbytes)
+        return result
 
 
 def build(variant: compile.Variant, cache: Path) -> Path:
-    """The kernel's launch with runtime.c in place of CUDA, and its PTX beside it."""
+    """A library of the kernel's launch, linked to runtime.c in place of CUDA, and its PTX."""
     import cutlass.cute as cute
 
     file = cache / compile.file_name(variant, ARCH)
     with FileLock(file.with_suffix(".lock")):
         if not file.exists():
             with tempfile.TemporaryDirectory(dir=cache) as scratch:
-                kept = f" --keep-ptx --dump-dir {scratch}"
-                compiled = cute.compile
-                keeping = lambda *args, options: compiled(*args, options=options + kept)
+                keep_ptx = f" --keep-ptx --dump-dir {scratch}"
+                original = cute.compile
+                keeping = lambda *args, options: original(*args, options=options + keep_ptx)
                 with mock.patch.object(cute, "compile", keeping):
-                    made = compile._compile(variant, ARCH, Path(scratch))
-                linker = [
-                    *compile._linker(),
-                    "-shared",
-                    "-fPIC",
-                    "-Wl,-Bsymbolic",
-                    "-o",
-                    f"{scratch}/kernel.so",
-                    str(made),
-                ]
-                subprocess.run([*linker, str(Path(__file__).with_name("runtime.c"))], check=True)
+                    kernel = compile._compile(variant, ARCH, Path(scratch))
+                runtime = Path(__file__).with_name("runtime.c")
+                options = ("-shared", "-fPIC", "-Wl,-Bsymbolic", "-o", f"{scratch}/kernel.so")
+                subprocess.run([*compile._linker(), *options, kernel, runtime], check=True)
                 next(Path(scratch).glob("*.ptx")).rename(file.with_suffix(".ptx"))
                 (Path(scratch) / "kernel.so").rename(file)
     return file
@@ -137,7 +133,7 @@ def build(variant: compile.Variant, cache: Path) -> Path:
 
 @contextlib.contextmanager
 def emulated(cache: Path, seed: int = 0, delay: float = 0.5) -> Iterator[Device]:
-    """Within, backend="cute" takes tensors of the CPU. `cache` keeps compiled kernels."""
+    """Within, backend="cute" takes CPU tensors. `cache`: directory of compiled kernels."""
     import tvm_ffi
 
     cache.mkdir(parents=True, exist_ok=True)
@@ -145,14 +141,18 @@ def emulated(cache: Path, seed: int = 0, delay: float = 0.5) -> Iterator[Device]
     device = Device(cache, seed, delay)
     call = launch.Launch.__call__
     with contextlib.ExitStack() as stack:
-        for place, name, value in (
+        for target, name, value in (
             (compile, "load", functools.lru_cache(device.load)),
             (compile, "arch_of", lambda _: ARCH),
             (api, "_missing_for_cute", lambda op, problem, _: op.missing(problem)),
             (launch, "_raw_stream", lambda _: 0),
-            (launch.Launch, "__call__", lambda one, tensors: device.call(call, one, tensors)),
+            (
+                launch.Launch,
+                "__call__",
+                lambda launched, tensors: device.call(call, launched, tensors),
+            ),
         ):
-            stack.enter_context(mock.patch.object(place, name, value))
+            stack.enter_context(mock.patch.object(target, name, value))
         for op in ops.OPERATIONS.values():
             stack.callback(op.calls.clear)
             op.calls.clear()

@@ -1,4 +1,4 @@
-"""A GPU as kernels see it: memory, blocks of warps that take turns at random, barriers, asynchronous copies and products."""
+"""A GPU: memory, CTAs of warps that run in random order, barriers, asynchronous copies, wgmma."""
 
 import bisect
 import ctypes
@@ -15,100 +15,103 @@ from .ptx import SHARED, Program
 from .races import Clock, Clocks, later
 
 POISON = 0xFF
-"""Every byte of memory that holds nothing yet: NaN as fp32, fp16 and bf16, -1 as an integer."""
+"""Every byte of uninitialised memory: NaN as fp32, fp16 and bf16, -1 as an integer."""
 FIRST_PARAMETER = 1 << 60
-"""Address of a kernel's first parameter; the next ones follow by one each."""
+"""Address of a kernel's first parameter; parameter i is i further."""
+UNINITIALISED = {
+    width: np.full(32, -1).astype(dtype) for width, dtype in {0: bool, 2: U2, 4: U4, 8: U8}.items()
+}
+"""A register's first value, by its bytes; 0: a predicate."""
+for _register in UNINITIALISED.values():
+    _register.flags.writeable = False  # all registers share it
 RANK = 1 << 24
-"""Addresses of shared memory in another block of a cluster begin at so much times its rank."""
+"""Shared memory of rank r in a cluster begins at r * RANK."""
 
 
 class Fault(AssertionError):
-    """A kernel did what it must not do."""
+    """An error in a kernel."""
 
 
 class Memory:
-    """The process's own memory, of which a kernel may touch only what it was given."""
+    """The process's memory. A kernel may access only the allowed ranges."""
 
     def __init__(self) -> None:
-        everything = (ctypes.c_uint8 * ((1 << 47) - 4096)).from_address(4096)
-        self.views = {dtype: np.frombuffer(everything, dtype) for dtype in (U1, U2, U4)}
+        memory = (ctypes.c_uint8 * ((1 << 47) - 4096)).from_address(4096)
+        self.views = {dtype: np.frombuffer(memory, dtype) for dtype in (U1, U2, U4)}
         self.starts: list[int] = []
         self.ends: list[int] = []
         self.bounds = np.empty(0, int), np.zeros(1, int)
         self.written: set[int] = set()
-        """Numbers of 64 bytes, which no two tensors share, in which the kernel that runs has stored."""
+        """Lines of 64 bytes, which no two tensors share, that the running kernel has stored to."""
         self.left: set[int] = set()
-        """And the one in front of it."""
+        """Lines that the previous kernel has stored to."""
 
     def allow(self, start: int, size: int) -> None:
         at = bisect.bisect(self.starts, start)
         self.starts.insert(at, start)
         self.ends.insert(at, start + size)
-        for i in range(len(self.starts) - 1, 0, -1):  # ranges that overlap are one
+        for i in range(len(self.starts) - 1, 0, -1):  # merge overlapping ranges
             if self.starts[i] <= self.ends[i - 1]:
                 self.ends[i - 1] = max(self.ends[i - 1], self.ends[i])
                 del self.starts[i], self.ends[i]
-        self.bounds = (
-            np.array(self.starts),
-            np.array([*self.ends, 0]),
-        )  # the last is of what lies in front of all
+        # The end at index -1 is that of addresses before the first range.
+        self.bounds = np.array(self.starts), np.array([*self.ends, 0])
 
     def check(self, addresses: np.ndarray, size: int, where: Callable[[], str]) -> None:
         starts, ends = self.bounds
-        good = addresses + size <= ends[np.searchsorted(starts, addresses, side="right") - 1]
-        if not good.all():
-            raise Fault(
-                f"global memory out of bounds: lanes {np.flatnonzero(~good).tolist()} of {where()}"
-            )
+        outside = addresses + size > ends[np.searchsorted(starts, addresses, side="right") - 1]
+        if outside.any():
+            lanes = np.flatnonzero(outside).tolist()
+            raise Fault(f"global memory out of bounds: lanes {lanes} of {where()}")
 
     def numbers(self, dtype: type) -> tuple[np.ndarray, int]:
-        """All of memory as such numbers, and the address of the first."""
+        """All of memory as an array of the dtype, and the address of its first element."""
         return self.views[dtype], 4096
 
 
 class Barrier:
-    """An mbarrier: its phase ends when arrivals and bytes have come."""
+    """An mbarrier: its phase ends when all arrivals and bytes have come."""
 
     def __init__(self, count: int):
         self.count = self.missing = count
         self.bytes = self.phase = 0
         self.left: Clock | None = None
-        """Of those who have arrived."""
+        """Clock of the warps that have arrived in this phase."""
         self.known: Clock | None = None
-        """To those who have waited for the last phase."""
+        """Clock of the last phase, for warps that wait for it."""
 
     def update(self, where: Callable[[], str], arrivals: int = 0, size: int = 0) -> None:
         self.missing -= arrivals
         self.bytes += size
         if self.missing < 0:
-            raise Fault(f"more arrivals at an mbarrier than it was made for: {where()}")
+            raise Fault(f"more arrivals at an mbarrier than its count: {where()}")
         if self.missing == 0 and self.bytes == 0:
             self.missing, self.phase, self.known = self.count, self.phase ^ 1, self.left
 
 
 class Flight:
-    """An asynchronous copy or product: what of shared memory it reads, and how it ends."""
+    """An asynchronous copy or wgmma: the vectors of shared memory that it reads, and its end."""
 
     def __init__(
         self,
         where: Callable[[], str],
         vectors: np.ndarray,
-        same: Callable[[], bool],
+        unchanged: Callable[[], bool],
         end: Callable[[], None] = lambda: None,
     ):
-        self.where, self.vectors, self.same, self._end = where, vectors, same, end
+        self.where, self.vectors, self.unchanged, self._end = where, vectors, unchanged, end
         self.over = False
 
     def end(self) -> None:
         if not self.over:
-            if not self.same():
+            if not self.unchanged():
                 raise Fault(f"shared memory changed while it was read: {self.where()}")
             self._end()
             self.over = True
 
 
 class Groups:
-    """A warp's copies or products of one kind, in groups; the last one is open."""
+    """A warp's copies or wgmmas of one kind, in groups; the last group is open."""
 
     def __init__(self) -> None:
         self.groups: list[list[Flight]] = [[]]
@@ -123,7 +126,7 @@ class Groups:
         self.groups.append([])
 
     def wait(self, left: int) -> None:
-        """For all but so many of the committed groups."""
+        """Waits for all but the last `left` committed groups."""
         done = len(self.groups) - 1 - left
         for flight in itertools.chain(*self.groups[: max(done, 0)]):
             flight.end()
@@ -140,7 +143,7 @@ class Block:
         self.arriving = np.zeros(len(self.bytes) // 16, bool)
         """Vectors of 16 bytes that an asynchronous copy has still to write."""
         self.unfenced = np.full(len(self.bytes) // 16, -1, np.int16)
-        """The warp whose store to a vector copies and products do not see yet; -1: none."""
+        """Per vector the warp with an unfenced store, invisible to copies and wgmma; -1: none."""
         self.mbarriers: dict[int, Barrier] = {}
         self.barriers: dict[int, list[Any]] = {}
         self.votes: list[bool] = []
@@ -149,21 +152,20 @@ class Block:
 
 
 class Warp:
-    """32 lanes. Those that go other ways are groups, of which the one at the lowest block goes first, so that they meet again."""
+    """32 lanes. Diverged lanes form groups; that at the lowest block runs first, to reconverge."""
 
     def __init__(self, launch: "Launch", block: Block, index: int):
         self.launch, self.block, self.index, self.memory = launch, block, index, launch.memory
         self.tid = (LANES + 32 * index).astype(U4)
         self.ctaid = {axis: np.full(32, i, U4) for axis, i in zip("xyz", block.index, strict=True)}
-        dtypes = {0: bool, 2: U2, 4: U4, 8: U8}
-        self.registers = [np.full(32, -1).astype(dtypes[width]) for width in launch.program.widths]
+        self.registers = [UNINITIALISED[width] for width in launch.program.widths]
         self.live = np.ones(32, bool)
         self.groups: dict[int, np.ndarray] = {0: self.live}
         self.waits: tuple[Callable[[], bool], int] | None = None
         self.yields = False
         self.votes_read = 0
         self.has_waited = self.has_acquired = False
-        # A thread's bulk stores are its own groups: a warp's are taken to be one thread's, as they are in our kernels.
+        # Bulk groups belong to a thread; in our kernels one thread per warp stores.
         self.products, self.stores, self.copies = Groups(), Groups(), Groups()
 
     def run(self, steps: int) -> None:
@@ -171,14 +173,14 @@ class Warp:
         for _ in range(steps):
             at = min(self.groups)
             lanes = self.groups.pop(at)
-            everyone = bool((lanes == self.live).all())
+            converged = bool((lanes == self.live).all())
             self.yields = False
-            following = program.function(at, not everyone)(
-                self, self.registers, None if everyone else lanes
+            following = program.function(at, not converged)(
+                self, self.registers, None if converged else lanes
             )
-            for where, some in following if isinstance(following, list) else [(following, lanes)]:
-                if where is not None:
-                    self.groups[where] = self.groups.get(where, False) | some
+            for block, mask in following if isinstance(following, list) else [(following, lanes)]:
+                if block is not None:
+                    self.groups[block] = self.groups.get(block, False) | mask
             if not self.groups:
                 return self.finish()
             if self.waits or self.yields:
@@ -187,33 +189,38 @@ class Warp:
     def finish(self) -> None:
         for flight in (*self.products, *self.stores):
             if not flight.over:
-                raise Fault(f"a warp ends in front of what it has started: {flight.where()}")
+                raise Fault(f"a warp ends before its copy or wgmma: {flight.where()}")
 
-    def place(self, at: int) -> Callable[[], str]:
+    def text(self, at: int) -> str:
         """An instruction, for a message."""
         op = self.launch.program.instructions[at]
-        return lambda: (
-            f"block {self.block.index[0]}, warp {self.index}, {op.op} {', '.join(op.operands)[:160]}"
-        )
+        return f"{op.op} {', '.join(op.operands)[:160]}"
+
+    def where(self, at: int) -> Callable[[], str]:
+        return lambda: f"CTA {self.block.index[0]}, warp {self.index}, {self.text(at)}"
 
     def lanes(self, mask: np.ndarray | None) -> np.ndarray:
         return np.flatnonzero(self.live if mask is None else mask)
 
-    # -------------------------------------------------------------------------------------------- control
+    # -------------------------------------------------------------------------------------- control
 
-    def branch(self, condition: np.ndarray, there: int, here: int, mask: np.ndarray | None) -> Any:
+    def branch(
+        self, condition: np.ndarray, target: int, following: int, mask: np.ndarray | None
+    ) -> Any:
         lanes = self.live if mask is None else mask
-        yes = condition & lanes
-        if not yes.any():
-            return here
-        return there if (yes == lanes).all() else [(there, yes), (here, lanes & ~yes)]
+        taken = condition & lanes
+        if not taken.any():
+            return following
+        if (taken == lanes).all():
+            return target
+        return [(target, taken), (following, lanes & ~taken)]
 
     def ended(self, mask: np.ndarray | None) -> None:
         self.live = self.live & ~(self.live if mask is None else mask)
 
     def together(self, mask: np.ndarray | None, at: int) -> None:
         if mask is not None or not self.live.all():
-            raise Fault(f"some lanes alone: {self.place(at)()}")
+            raise Fault(f"only some lanes execute {self.where(at)()}")
 
     def parameter(self, number: int, offset: int, dtype: type) -> np.ndarray:
         return np.full(32, np.frombuffer(self.launch.parameters[number], dtype, 1, offset)[0])
@@ -221,66 +228,62 @@ class Warp:
     def address_of_parameter(self, number: int) -> np.ndarray:
         return np.full(32, FIRST_PARAMETER + number, U8)
 
-    # -------------------------------------------------------------------------------------------- the kernel in front
+    # --------------------------------------------------------------------------- dependent launches
 
     def wait_for_kernel(self) -> None:
         self.has_waited = True
 
     def launch_dependents(self, at: int) -> None:
-        """The next kernel may begin, and rely on it that this one's predecessors have ended."""
+        """The next kernel may begin and rely on the end of this one's predecessors."""
         if not self.has_waited:
-            raise Fault(f"in front of griddepcontrol.wait: {self.place(at)()}")
+            raise Fault(f"before griddepcontrol.wait: {self.where(at)()}")
 
     def touches(self, addresses: np.ndarray, at: int) -> None:
-        """What the kernel in front leaves is there once that has ended, or has said so itself."""
-        if not (self.has_waited or self.has_acquired) and not self.memory.left.isdisjoint(
-            (addresses >> 6).tolist()
-        ):
+        """The previous kernel's results are visible after a wait or an acquiring load only."""
+        if self.has_waited or self.has_acquired:
+            return
+        if not self.memory.left.isdisjoint((addresses >> 6).tolist()):
             raise Fault(
-                f"what the kernel in front leaves, in front of griddepcontrol.wait: {self.place(at)()}"
+                f"the previous kernel's results before griddepcontrol.wait: {self.where(at)()}"
             )
 
     def writes(self, addresses: np.ndarray, at: int) -> None:
         self.touches(addresses, at)
         self.memory.written.update((addresses >> 6).tolist())
 
-    # -------------------------------------------------------------------------------------------- loads and stores
+    # ----------------------------------------------------------------------------- loads and stores
 
     def vectors(self, addresses: np.ndarray, size: int, at: int) -> np.ndarray:
-        """The vectors of shared memory in which lanes have so many bytes."""
-        if (
-            (addresses < SHARED).any()
-            or (addresses + size > self.block.end).any()
-            or (addresses % size).any()
-        ):
-            raise Fault(f"shared memory out of bounds or misaligned: {self.place(at)()}")
+        """The vectors of shared memory that lanes access."""
+        outside = (addresses < SHARED) | (addresses > self.block.end - size)
+        if (outside | (addresses % size != 0)).any():
+            raise Fault(f"shared memory out of bounds or misaligned: {self.where(at)()}")
         return addresses >> 4
 
     def inside(self, addresses: np.ndarray, size: int, at: int) -> np.ndarray:
-        """Those vectors for a load or store; copies on their way there are a fault."""
+        """The same for a load or store: a copy still to write them is a fault."""
         vectors = self.vectors(addresses, size, at)
         if self.block.arriving[vectors].any():
-            raise Fault(f"a copy is still on its way there: {self.place(at)()}")
+            raise Fault(f"a copy has still to write {self.where(at)()}")
         return vectors
 
-    def loads(self, places: np.ndarray, at: int) -> None:
-        self._race(self.block.clocks.load(self.index, places, at), at)
+    def loads(self, indices: np.ndarray, at: int) -> None:
+        self._race(self.block.clocks.load(self.index, indices, at), at)
 
-    def stores_to(self, places: np.ndarray, changed: np.ndarray, at: int) -> None:
-        self.block.clocks.store_again(self.index, places[~changed], at)
-        self._race(self.block.clocks.store(self.index, places[changed], at), at)
+    def stores_to(self, indices: np.ndarray, changed: np.ndarray, at: int) -> None:
+        self.block.clocks.store_again(self.index, indices[~changed], at)
+        self._race(self.block.clocks.store(self.index, indices[changed], at), at)
 
-    def _race(self, other: int | None, at: int) -> None:
-        if other is not None:
-            op = self.launch.program.instructions[other]
+    def _race(self, unordered: int | None, at: int) -> None:
+        if unordered is not None:
             raise Fault(
-                f"no barrier between {self.place(at)()} and another warp's {op.op} {', '.join(op.operands)[:160]}"
+                f"no barrier between {self.where(at)()} and another warp's {self.text(unordered)}"
             )
 
     def outside(self, addresses: np.ndarray, size: int, at: int) -> None:
-        self.memory.check(addresses, size, self.place(at))
+        self.memory.check(addresses, size, self.where(at))
         if (addresses % size).any():
-            raise Fault(f"misaligned: {self.place(at)()}")
+            raise Fault(f"misaligned: {self.where(at)()}")
 
     def load_shared(
         self, addresses: np.ndarray, dtype: type, count: int, mask: np.ndarray | None, at: int
@@ -302,9 +305,9 @@ class Warp:
         self, memory: np.ndarray, first: int, addresses: np.ndarray, lanes: np.ndarray, count: int
     ) -> list[np.ndarray]:
         loaded = [np.zeros(32, memory.dtype) for _ in range(count)]
-        places = (addresses[lanes] - first) // memory.itemsize
+        indices = (addresses[lanes] - first) // memory.itemsize
         for i, words in enumerate(loaded):
-            words[lanes] = memory[places + i]
+            words[lanes] = memory[indices + i]
         return loaded
 
     def store_shared(
@@ -312,10 +315,10 @@ class Warp:
     ) -> None:
         lanes, size = self.lanes(mask), values[0].itemsize * len(values)
         self.block.unfenced[self.inside(addresses[lanes], size, at)] = self.index
-        places = halves(addresses[lanes], size)
-        before = self.block.halves[places]
+        indices = halves(addresses[lanes], size)
+        before = self.block.halves[indices]
         self._store(self.block.bytes.view(values[0].dtype), 0, addresses, values, lanes)
-        self.stores_to(places, self.block.halves[places] != before, at)
+        self.stores_to(indices, self.block.halves[indices] != before, at)
 
     def store_global(
         self, addresses: np.ndarray, values: list[np.ndarray], mask: np.ndarray | None, at: int
@@ -333,27 +336,27 @@ class Warp:
         values: list[np.ndarray],
         lanes: np.ndarray,
     ) -> None:
-        places = (addresses[lanes] - first) // memory.itemsize
+        indices = (addresses[lanes] - first) // memory.itemsize
         for i, words in enumerate(values):
-            memory[places + i] = words[lanes]
+            memory[indices + i] = words[lanes]
 
     def atomic_add(
         self, addresses: np.ndarray, values: np.ndarray, mask: np.ndarray | None, at: int
     ) -> np.ndarray:
         before, lanes = np.zeros(32, U4), self.lanes(mask)
-        self.memory.check(addresses[lanes], 4, self.place(at))
+        self.memory.check(addresses[lanes], 4, self.where(at))
         self.writes(addresses[lanes], at)
         memory, first = self.memory.numbers(U4)
         for lane in lanes:
-            place = (addresses[lane] - first) // 4
-            before[lane] = memory[place]
-            memory[place] += values[lane]
+            index = (addresses[lane] - first) // 4
+            before[lane] = memory[index]
+            memory[index] += values[lane]
         return before
 
     def load_matrices(
         self, addresses: np.ndarray, count: int, transposed: bool, at: int
     ) -> list[np.ndarray]:
-        """8 x 8 matrices of 16-bit numbers; lane i has the address of row i."""
+        """8 x 8 matrices of 16-bit numbers; lane i holds the address of row i."""
         self.inside(addresses[: 8 * count], 16, at)
         self.loads(halves(addresses[: 8 * count], 16), at)
         rows = self.block.halves[(addresses[: 8 * count, None] >> 1) + np.arange(8)].reshape(
@@ -365,28 +368,28 @@ class Warp:
         self, addresses: np.ndarray, words: list[np.ndarray], transposed: bool, at: int
     ) -> None:
         self.block.unfenced[self.inside(addresses[: 8 * len(words)], 16, at)] = self.index
-        places = halves(addresses[: 8 * len(words)], 16)
-        before = self.block.halves[places]
-        for i, some in enumerate(words):
+        indices = halves(addresses[: 8 * len(words)], 16)
+        before = self.block.halves[indices]
+        for i, word in enumerate(words):
             matrix = np.empty((8, 4), U4)
-            matrix[ROW, PAIR] = some
+            matrix[ROW, PAIR] = word
             numbers = matrix.view(U2)
             self.block.halves[(addresses[8 * i : 8 * i + 8, None] >> 1) + np.arange(8)] = (
                 numbers.T if transposed else numbers
             )
-        self.stores_to(places, self.block.halves[places] != before, at)
+        self.stores_to(indices, self.block.halves[indices] != before, at)
 
-    # -------------------------------------------------------------------------------------------- barriers
+    # ------------------------------------------------------------------------------------- barriers
 
     def barrier(self, number: np.ndarray, count: np.ndarray | None, waits: bool, at: int) -> None:
-        # Threads that have come; how often all had; the clocks that they left, now and the last time.
+        # Threads that have arrived, phase, clock of this phase, clock of the last phase.
         state = self.block.barriers.setdefault(int(number[0]), [0, 0, None, None])
-        before, all_ = state[1], self.launch.threads if count is None else int(count[0])
+        before, expected = state[1], self.launch.threads if count is None else int(count[0])
         state[0] += 32
         state[2] = later(state[2], self.block.clocks.release(self.index))
-        if state[0] > all_:
-            raise Fault(f"more threads than {all_}: {self.place(at)()}")
-        if state[0] == all_:
+        if state[0] > expected:
+            raise Fault(f"more threads than {expected}: {self.where(at)()}")
+        if state[0] == expected:
             state[:] = 0, before + 1, None, state[2]
         if waits:
             self.wait_for(lambda: state[1] != before, lambda: state[3], at)
@@ -394,7 +397,7 @@ class Warp:
     def wait_for(
         self, over: Callable[[], bool], known: Callable[[], Clock | None], at: int
     ) -> None:
-        """Until the condition holds; then the warp knows the clock."""
+        """Waits until `over`; then the warp acquires the clock `known`."""
 
         def done() -> bool:
             if not over():
@@ -423,16 +426,15 @@ class Warp:
     def store_in_cluster(
         self, addresses: Any, values: np.ndarray, bars: Any, mask: np.ndarray | None, at: int
     ) -> None:
-        """Stores of a word that arrive at the other block's mbarrier when they are there."""
-        place = self.place(at)
+        """st.async: stores a word to another CTA and completes 4 bytes of its mbarrier."""
+        where = self.where(at)
         for lane in self.lanes(mask):
-            (rank, address), (its, bar) = (
-                divmod(int(addresses[lane]), RANK),
-                divmod(int(bars[lane]), RANK),
-            )
+            rank, address = divmod(int(addresses[lane]), RANK)
+            bar_rank, bar = divmod(int(bars[lane]), RANK)
             block = self.block.cluster[rank]
-            if its != rank or not SHARED <= address <= block.end - 4 or bar not in block.mbarriers:
-                raise Fault(f"shared memory out of bounds, or no mbarrier: {place()}")
+            inside = SHARED <= address <= block.end - 4
+            if bar_rank != rank or not inside or bar not in block.mbarriers:
+                raise Fault(f"shared memory out of bounds, or no mbarrier: {where()}")
 
             def end(
                 block: Block = block,
@@ -441,20 +443,19 @@ class Warp:
                 value: Any = values[lane],
             ) -> None:
                 block.words[address >> 2] = value
-                block.mbarriers[bar].update(place, size=-4)
+                block.mbarriers[bar].update(where, size=-4)
 
-            self.launch.flights.append(Flight(place, np.empty(0, int), lambda: True, end))
+            self.launch.flights.append(Flight(where, np.empty(0, int), lambda: True, end))
 
     def vote(self, votes: np.ndarray) -> None:
         self.block.votes.append(bool(votes.any()))
 
     def voted(self) -> np.ndarray:
-        """Of the last barrier that all of the block's warps came to with a vote."""
+        """Whether any thread of the CTA voted at the warp's last barrier with votes."""
         count = len(self.block.warps)
         self.votes_read += 1
-        return np.full(
-            32, any(self.block.votes[count * (self.votes_read - 1) : count * self.votes_read])
-        )
+        votes = self.block.votes[count * (self.votes_read - 1) : count * self.votes_read]
+        return np.full(32, any(votes))
 
     def mbarrier_init(
         self, addresses: np.ndarray, counts: np.ndarray, mask: np.ndarray | None
@@ -463,22 +464,21 @@ class Warp:
             self.block.mbarriers[int(addresses[lane])] = Barrier(int(counts[lane]))
 
     def mbarrier_at(self, address: int, at: int) -> Barrier:
-        if (found := self.block.mbarriers.get(int(address))) is None:
-            raise Fault(f"no mbarrier at {int(address) - SHARED}: {self.place(at)()}")
-        return found
+        bar = self.block.mbarriers.get(int(address))
+        if bar is None:
+            raise Fault(f"no mbarrier at {int(address) - SHARED}: {self.where(at)()}")
+        return bar
 
     def mbarrier_arrive(
         self, addresses: np.ndarray, counts: Any, sizes: Any, mask: np.ndarray | None, at: int
     ) -> None:
         left = self.block.clocks.release(self.index)
         for lane in self.lanes(mask):
-            size, count = (
-                0 if sizes is None else int(sizes[lane]),
-                1 if counts is None else int(counts[lane]),
-            )
+            size = 0 if sizes is None else int(sizes[lane])
+            count = 1 if counts is None else int(counts[lane])
             bar = self.mbarrier_at(addresses[lane], at)
             bar.left = later(bar.left, left)
-            bar.update(self.place(at), count, size)
+            bar.update(self.where(at), count, size)
 
     def mbarrier_test(
         self,
@@ -489,36 +489,34 @@ class Warp:
         at: int,
     ) -> np.ndarray:
         lanes = self.lanes(mask)
-        found, phase = self.mbarrier_at(addresses[lanes[0]], at), int(parity[lanes[0]]) & 1
+        bar, phase = self.mbarrier_at(addresses[lanes[0]], at), int(parity[lanes[0]]) & 1
         if len({(int(addresses[lane]), int(parity[lane])) for lane in lanes}) > 1:
-            raise Fault(f"lanes wait for several mbarriers: {self.place(at)()}")
-        over = found.phase != phase
+            raise Fault(f"lanes wait for different mbarriers: {self.where(at)()}")
+        over = bar.phase != phase
         if waits or over:
-            self.wait_for(lambda: found.phase != phase, lambda: found.known, at)
+            self.wait_for(lambda: bar.phase != phase, lambda: bar.known, at)
         return np.full(32, over)
 
-    # -------------------------------------------------------------------------------------------- asynchronous copies
+    # -------------------------------------------------------------------------- asynchronous copies
 
     def fence_async(self) -> None:
         self.block.unfenced[self.block.unfenced == self.index] = -1
 
-    def seen(self, vectors: np.ndarray, at: int) -> None:
-        """Checks what a copy or product is about to read."""
+    def check_visible(self, vectors: np.ndarray, at: int) -> None:
+        """Checks vectors that a copy or wgmma is about to read."""
         if self.block.arriving[vectors].any():
-            raise Fault(f"a copy is still on its way there: {self.place(at)()}")
+            raise Fault(f"a copy has still to write {self.where(at)()}")
         if (self.block.unfenced[vectors] >= 0).any():
-            raise Fault(f"no fence.proxy.async behind a store: {self.place(at)()}")
+            raise Fault(f"no fence.proxy.async after a store: {self.where(at)()}")
 
     def expect(self, vectors: np.ndarray, at: int) -> None:
-        """A copy to shared memory begins; what is there is lost."""
+        """A copy to shared memory begins; the old content is lost."""
         if self.block.arriving[vectors].any():
-            raise Fault(f"two copies to one place: {self.place(at)()}")
+            raise Fault(f"two copies to the same vector: {self.where(at)()}")
         for warp in self.block.warps:
             for flight in (*warp.products, *warp.stores):
                 if not flight.over and np.isin(vectors, flight.vectors).any():
-                    raise Fault(
-                        f"{self.place(at)()} overwrites what is being read: {flight.where()}"
-                    )
+                    raise Fault(f"{self.where(at)()} overwrites the source of {flight.where()}")
         self.block.arriving[vectors], self.block.unfenced[vectors] = True, -1
         self.block.bytes.reshape(-1, 16)[vectors] = POISON
 
@@ -531,56 +529,51 @@ class Warp:
         bar: Barrier | None,
         at: int,
     ) -> Flight:
-        """Copies pieces of 16 bytes of which `sizes` bytes each are read and the rest are zeros."""
+        """Copies vectors of 16 bytes: `sizes` bytes of each are read, the rest become zero."""
         self.expect(vectors, at)
         self._race(self.block.clocks.store(self.index, halves(vectors << 4, 16), at), at)
         if bar is not None:
             bar.left = later(bar.left, self.block.clocks.release(self.index))
-        place, sizes = self.place(at), np.broadcast_to(sizes, outside.shape)
-        self.memory.check(outside[sizes > 0], 16, place)
+        where, sizes = self.where(at), np.broadcast_to(sizes, outside.shape)
+        self.memory.check(outside[sizes > 0], 16, where)
         self.touches(outside[sizes > 0], at)
         memory, first = self.memory.numbers(U1)
 
         def end() -> None:
-            places = np.where(
-                np.arange(16) < sizes[:, None],
-                outside[:, None] - first + np.arange(16),
-                outside[np.argmax(sizes)] - first,
-            )
-            read = memory[places] if sizes.any() else np.zeros(places.shape, U1)
-            self.block.bytes[inside[:, None] + np.arange(16)] = np.where(
-                np.arange(16) < sizes[:, None], read, 0
-            )
+            copied = np.arange(16) < sizes[:, None]
+            valid = outside[np.argmax(sizes)] - first
+            indices = np.where(copied, outside[:, None] - first + np.arange(16), valid)
+            read = memory[indices] if sizes.any() else np.zeros(indices.shape, U1)
+            self.block.bytes[inside[:, None] + np.arange(16)] = np.where(copied, read, 0)
             self.block.arriving[vectors] = False
             if bar is not None:
-                bar.update(place, size=-16 * len(inside))
+                bar.update(where, size=-16 * len(inside))
 
-        flight = Flight(place, vectors, lambda: True, end)
+        flight = Flight(where, vectors, lambda: True, end)
         self.launch.flights.append(flight)
         return flight
 
     def _store_later(
         self, inside: np.ndarray, vectors: np.ndarray, outside: np.ndarray, at: int
     ) -> None:
-        self.seen(vectors, at)
+        self.check_visible(vectors, at)
         self.loads(halves(vectors << 4, 16), at)
-        self.memory.check(outside, 16, self.place(at))
+        self.memory.check(outside, 16, self.where(at))
         self.writes(outside, at)
-        (memory, first), places = self.memory.numbers(U1), inside[:, None] + np.arange(16)
-        data = self.block.bytes[places]
+        (memory, first), indices = self.memory.numbers(U1), inside[:, None] + np.arange(16)
+        data = self.block.bytes[indices]
 
         def end() -> None:
             memory[outside[:, None] - first + np.arange(16)] = data
 
-        flight = Flight(
-            self.place(at), vectors, lambda: bool((self.block.bytes[places] == data).all()), end
-        )
+        unchanged = lambda: bool((self.block.bytes[indices] == data).all())
+        flight = Flight(self.where(at), vectors, unchanged, end)
         self.stores.add(flight)
         self.launch.flights.append(flight)
 
     def _range(self, start: int, size: int, alignment: int, at: int) -> np.ndarray:
         if start % alignment or size % 16 or start < SHARED or start + size > self.block.end:
-            raise Fault(f"shared memory out of bounds or misaligned: {self.place(at)()}")
+            raise Fault(f"shared memory out of bounds or misaligned: {self.where(at)()}")
         return np.arange(start >> 4, (start + size) >> 4)
 
     def bulk_load(
@@ -608,28 +601,25 @@ class Warp:
             )
 
     def _box(self, map_: int, corner: list[int]) -> tuple[np.ndarray, np.ndarray, np.ndarray, int]:
-        """Of a tensor map's box, by pieces of 16 bytes: offsets in shared memory, addresses, which are in the tensor; the swizzle.
+        """A TMA box by vectors of 16 bytes: offsets in shared memory, addresses, mask; the swizzle.
 
-        The map is 128 bytes that CUDA does not document; this much of them is plain to see.
+        CUDA does not document the 128 bytes of a TMA descriptor; these fields can be inferred.
         """
         bytes_ = np.frombuffer(self.launch.parameters[map_ - FIRST_PARAMETER], U1)
         words = bytes_.view(U4).astype(np.int64)
-        start, swizzle, strides = (
-            words[0] | words[1] << 32,
-            int(words[2]) >> 13 & 3,
-            [2, *words[3:7] * 16],
-        )
-        sizes, box = words[8:13] + 1, bytes_[55:60].astype(np.int64) + 1
-        steps = [8, *[1] * (len(corner) - 1)]  # of a piece in each dimension, the innermost first
+        start, swizzle = words[0] | words[1] << 32, int(words[2]) >> 13 & 3
+        strides, sizes = [2, *words[3:7] * 16], words[8:13] + 1
+        box = bytes_[55:60].astype(np.int64) + 1
+        steps = [8, *[1] * (len(corner) - 1)]  # a vector's size per dimension, innermost first
         extents = [
             np.arange(extent // step) * step for extent, step in zip(box, steps, strict=False)
         ]
-        pieces = [x.ravel() for x in np.meshgrid(*extents[::-1], indexing="ij")][::-1]
-        place = [first + x for first, x in zip(corner, pieces, strict=True)]
+        offsets = [x.ravel() for x in np.meshgrid(*extents[::-1], indexing="ij")][::-1]
+        coords = [first + x for first, x in zip(corner, offsets, strict=True)]
         within = np.logical_and.reduce(
-            [(x >= 0) & (x < size) for x, size in zip(place, sizes, strict=False)]
+            [(x >= 0) & (x < size) for x, size in zip(coords, sizes, strict=False)]
         )
-        addresses = start + sum(x * stride for x, stride in zip(place, strides, strict=False))
+        addresses = start + sum(x * stride for x, stride in zip(coords, strides, strict=False))
         return 16 * np.arange(len(within)), np.where(within, addresses, start), within, swizzle
 
     def box_load(
@@ -646,8 +636,8 @@ class Warp:
                 int(map_[lane]), [int(x[lane]) for x in corner]
             )
             vectors = self._range(int(inside[lane]), 16 * len(offsets), 128, at)
-            places = swizzled(inside[lane] + offsets, swizzle)
-            self._load(places, vectors, outside, 16 * within, self.mbarrier_at(bars[lane], at), at)
+            targets, bar = swizzled(inside[lane] + offsets, swizzle), bars[lane]
+            self._load(targets, vectors, outside, 16 * within, self.mbarrier_at(bar, at), at)
 
     def box_store(
         self, inside: Any, map_: Any, corner: list[np.ndarray], mask: np.ndarray | None, at: int
@@ -657,9 +647,8 @@ class Warp:
                 int(map_[lane]), [int(x[lane]) for x in corner]
             )
             vectors = self._range(int(inside[lane]), 16 * len(offsets), 128, at)
-            self._store_later(
-                swizzled(inside[lane] + offsets, swizzle)[within], vectors, outside[within], at
-            )
+            sources = swizzled(inside[lane] + offsets, swizzle)
+            self._store_later(sources[within], vectors, outside[within], at)
 
     def copy(self, inside: Any, outside: Any, sizes: Any, mask: np.ndarray | None, at: int) -> None:
         lanes = self.lanes(mask)
@@ -670,28 +659,26 @@ class Warp:
         self.copies.add(self._load(inside[lanes], vectors, outside[lanes], sizes, None, at))
 
     def arrive_after_copies(self, bars: Any, mask: np.ndarray | None, at: int) -> None:
-        before, found = (
-            [*self.copies],
-            [self.mbarrier_at(bars[lane], at) for lane in self.lanes(mask)],
-        )
+        copies = [*self.copies]
+        mbarriers = [self.mbarrier_at(bars[lane], at) for lane in self.lanes(mask)]
         left = self.block.clocks.release(self.index)
-        for bar in found:
+        for bar in mbarriers:
             bar.left = later(bar.left, left)
 
         def end() -> None:
-            for flight in before:
+            for flight in copies:
                 flight.end()
-            for bar in found:
-                bar.update(self.place(at), 1)
+            for bar in mbarriers:
+                bar.update(self.where(at), 1)
 
-        self.launch.flights.append(Flight(self.place(at), np.empty(0, int), lambda: True, end))
+        self.launch.flights.append(Flight(self.where(at), np.empty(0, int), lambda: True, end))
 
-    # -------------------------------------------------------------------------------------------- products
+    # ---------------------------------------------------------------------------------------- wgmma
 
     def operand(
         self, descriptor: int, rows: int, transposed: bool, at: int
     ) -> tuple[np.ndarray, np.ndarray]:
-        """A matrix [rows, 16] in shared memory, and its numbers' places: PTX ISA, "Matrix descriptor"."""
+        """A matrix [rows, 16] in shared memory and its indices: PTX ISA, "Matrix descriptor"."""
         start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
         swizzle = {1: 3, 2: 2, 3: 1}[descriptor >> 62]
         width = 16 << swizzle
@@ -707,7 +694,7 @@ class Warp:
             offsets = row // 8 * stride + row % 8 * width + k * 2
         addresses = swizzled(start + offsets, swizzle)
         if addresses.min() < SHARED or addresses.max() + 2 > self.block.end:
-            raise Fault(f"shared memory out of bounds: {self.place(at)()}")
+            raise Fault(f"shared memory out of bounds: {self.where(at)()}")
         return self.block.halves[addresses >> 1], addresses >> 1
 
     def product(
@@ -723,56 +710,57 @@ class Warp:
         is_fp32: bool,
         at: int,
     ) -> None:
-        """wgmma: done at once. What it reads must be there when it starts and when the warp waits for it."""
-        numbers, places = self.operand(int(right[0]), columns, bool(right_t), at)
-        read = [(numbers, places)]
+        """wgmma, computed at once. Its operands must not change until the warp waits for it."""
+        numbers, indices = self.operand(int(right[0]), columns, bool(right_t), at)
+        operands = [(numbers, indices)]
         if isinstance(left, list):
             rows = left_fragment(left, fp16_pair)
         else:
-            own = slice(16 * (self.index % 4), 16 * (self.index % 4) + 16)
-            read.append(tuple(x[own] for x in self.operand(int(left[0]), 64, bool(left_t), at)))  # type: ignore[arg-type]
-            rows = read[1][0].view(np.float16)
-        vectors = np.unique(np.concatenate([places.ravel() >> 3 for _, places in read]))
-        self.seen(vectors, at)
+            first = 16 * (self.index % 4)
+            left_numbers, left_indices = self.operand(int(left[0]), 64, bool(left_t), at)
+            operands.append((left_numbers[first : first + 16], left_indices[first : first + 16]))
+            rows = operands[1][0].view(np.float16)
+        vectors = np.unique(np.concatenate([indices.ravel() >> 3 for _, indices in operands]))
+        self.check_visible(vectors, at)
         self.loads(halves(vectors << 4, 16), at)
         product = rows.astype(np.float64) @ numbers.view(np.float16).astype(np.float64).T
-        sums = [r[i] for i in to] if adds[0] else None
-        for i, words in zip(to, accumulated(product, sums, is_fp32), strict=True):
+        accumulators = [r[i] for i in to] if adds[0] else None
+        for i, words in zip(to, accumulated(product, accumulators, is_fp32), strict=True):
             r[i] = words
-        same = lambda: all((self.block.halves[places] == numbers).all() for numbers, places in read)
-        self.products.add(Flight(self.place(at), vectors, same))
+        unchanged = lambda: all(
+            (self.block.halves[indices] == numbers).all() for numbers, indices in operands
+        )
+        self.products.add(Flight(self.where(at), vectors, unchanged))
 
 
 def halves(addresses: np.ndarray, size: int) -> np.ndarray:
-    """The numbers of 2 bytes in so many at each of the addresses."""
+    """Indices of the 2-byte elements in `size` bytes at each address."""
     return ((addresses.astype(np.int64)[:, None] + np.arange(0, size, 2)) >> 1).ravel()
 
 
 def swizzled(addresses: np.ndarray, kind: int) -> np.ndarray:
-    """Rows of 32, 64 or 128 bytes (1 to 3): a vector's place in its row is changed by the number of the row."""
+    """Swizzles of 32, 64 or 128 bytes (kind 1 to 3): a vector's index XOR its row."""
     return addresses ^ ((addresses >> 7 & (1 << kind) - 1) << 4)
 
 
 class Launch:
-    """A kernel's blocks, `resident` of them at a time."""
+    """A kernel launch; `resident` CTAs run at a time."""
 
     def __init__(
-        self, program: Program, parameters: list[bytes], grid: list[int], cluster: int, threads: int, shared: int, memory: Memory,
-        seed: int, delay: float,
-    ):  # fmt: skip
-        self.program, self.parameters, self.grid, self.cluster, self.threads = (
-            program,
-            parameters,
-            grid,
-            cluster,
-            threads,
-        )
-        self.shared, self.memory, self.delay, self.random = (
-            shared,
-            memory,
-            delay,
-            random.Random(seed),
-        )
+        self,
+        program: Program,
+        parameters: list[bytes],
+        grid: list[int],
+        cluster: int,
+        threads: int,
+        shared: int,
+        memory: Memory,
+        seed: int,
+        delay: float,
+    ):
+        self.program, self.parameters = program, parameters
+        self.grid, self.cluster, self.threads, self.shared = grid, cluster, threads, shared
+        self.memory, self.random, self.delay = memory, random.Random(seed), delay
         self.flights: list[Flight] = []
         memory.left, memory.written = memory.written, set()
 
@@ -793,13 +781,13 @@ class Launch:
                 if warp.groups and (warp.waits is None or warp.waits[0]())
             ]
             if not warps and not self.flights:
-                places = [
-                    warp.place(warp.waits[1])()
+                waits = [
+                    warp.where(warp.waits[1])()
                     for block in active
                     for warp in block.warps
                     if warp.groups and warp.waits
                 ]
-                raise Fault("deadlock:\n" + "\n".join(places[:32]))
+                raise Fault("deadlock:\n" + "\n".join(waits[:32]))
             for warp in self.random.sample(warps, -(-len(warps) // 2)):
                 if warp.waits is None or warp.waits[0]():
                     warp.waits = None

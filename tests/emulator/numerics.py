@@ -1,7 +1,7 @@
-"""Instructions' arithmetic on 32 lanes, and the fragments of matrix instructions: PTX ISA 8.8, "Matrix multiply-accumulate".
+"""Arithmetic on 32 lanes; fragments of mma: PTX ISA 8.8, "Matrix multiply-accumulate".
 
-Registers are arrays of unsigned numbers. Products of matrices are exact to fp64 and rounded once, as close to the tensor cores as one
-needs here: tolerances are of fp16 operands.
+Registers are arrays of unsigned integers. Matrix products are computed in fp64 and rounded once:
+close enough to the tensor cores for tolerances of fp16 operands.
 """
 
 import numpy as np
@@ -11,9 +11,9 @@ I2, I4, I8 = np.int16, np.int32, np.int64
 F2, F4, F8 = np.float16, np.float32, np.float64
 LANES = np.arange(32)
 ROW, PAIR = LANES // 4, LANES % 4
-"""Of an 8 x 8 block: the row of which a lane has two neighbours, and which two."""
+"""A lane's row and pair of columns in an 8 x 8 fragment."""
 
-# ------------------------------------------------------------------------------------------------ floating point
+# ----------------------------------------------------------------------------------- floating point
 
 
 def fma(a, b, c):
@@ -64,7 +64,7 @@ def from_bf16(bits):
 
 
 def bf16_pair(word):
-    """[..., 2] as fp32."""
+    """Both halves of a word as fp32, [..., 2]."""
     return np.stack([(word << U4(16)).view(F4), (word & U4(0xFFFF0000)).view(F4)], -1)
 
 
@@ -82,7 +82,7 @@ def max_xorsign_abs(a, b):
     return np.where(np.signbit(a) ^ np.signbit(b), -larger, larger)
 
 
-# ------------------------------------------------------------------------------------------------ integers
+# ----------------------------------------------------------------------------------------- integers
 
 
 def shift_left(x, count):
@@ -115,7 +115,7 @@ def count_ones(x):
 
 
 def permute(a, b, selector):
-    """prmt: each byte of the result is one of eight, or its sign."""
+    """prmt: each byte of the result is one of the operands' eight bytes, or its sign."""
     pool, result = np.stack([a, b], -1).view(U1), np.zeros(32, U4)
     for i in range(4):
         choice = selector >> U4(4 * i) & U4(15)
@@ -125,7 +125,7 @@ def permute(a, b, selector):
 
 
 def shuffle(mode, x, by, control):
-    """shfl.sync: the other lane's word, and whether there is such a lane among the segment's."""
+    """shfl.sync: the source lane's word, and whether that lane is in the segment."""
     lane, by, bound, segment = (
         LANES,
         by.astype(I8) & 31,
@@ -133,21 +133,21 @@ def shuffle(mode, x, by, control):
         control.astype(I8) >> 8 & 31,
     )
     bound = lane & segment | bound & ~segment
-    other = {
+    source = {
         "up": lane - by,
         "down": lane + by,
         "bfly": lane ^ by,
         "idx": lane & segment | by & ~segment,
     }[mode]
-    there = other >= bound if mode == "up" else other <= bound
-    return x[np.where(there, other, lane)], there
+    valid = source >= bound if mode == "up" else source <= bound
+    return x[np.where(valid, source, lane)], valid
 
 
-# ------------------------------------------------------------------------------------------------ matrices
+# ----------------------------------------------------------------------------------------- matrices
 
 
 def left_fragment(words, pairs):
-    """[16, 16] of four words a lane; `pairs` unpacks them."""
+    """[16, 16] from four words per lane; `pairs` unpacks a word."""
     x, matrix = pairs(np.stack(words)), np.empty((16, 16), F4)
     for i in range(4):
         for e in range(2):
@@ -155,57 +155,52 @@ def left_fragment(words, pairs):
     return matrix
 
 
-def mma_16x8x16(left, right, sums, pairs):
+def mma_16x8x16(left, right, accumulators, pairs):
     x, columns = pairs(np.stack(right)), np.empty((16, 8), F4)
     for i in range(2):
         for e in range(2):
             columns[2 * PAIR + e + 8 * i, ROW] = x[i, :, e]
-    return _added(left_fragment(left, pairs), columns, sums)
+    return _added(left_fragment(left, pairs), columns, accumulators)
 
 
-def mma_16x8x8(left, right, sums, pairs):
+def mma_16x8x8(left, right, accumulators, pairs):
     x, y = pairs(np.stack(left)), pairs(np.stack(right))
     rows, columns = np.empty((16, 8), F4), np.empty((8, 8), F4)
     for e in range(2):
         for i in range(2):
             rows[ROW + 8 * i, 2 * PAIR + e] = x[i, :, e]
         columns[2 * PAIR + e, ROW] = y[0, :, e]
-    return _added(rows, columns, sums)
+    return _added(rows, columns, accumulators)
 
 
-def mma_16x8x8_tf32(left, right, sums):
+def mma_16x8x8_tf32(left, right, accumulators):
     """Operands are truncated to tf32."""
     rows, columns = np.empty((16, 8), F4), np.empty((8, 8), F4)
     for i, word in enumerate(left):
         rows[ROW + 8 * (i % 2), PAIR + 4 * (i // 2)] = (word & U4(0xFFFFE000)).view(F4)
     for i, word in enumerate(right):
         columns[PAIR + 4 * i, ROW] = (word & U4(0xFFFFE000)).view(F4)
-    return _added(rows, columns, sums)
+    return _added(rows, columns, accumulators)
 
 
-def _added(left, right, sums):
+def _added(left, right, accumulators):
     product = left.astype(F8) @ right.astype(F8)
     return [
         (product[ROW + 8 * (i // 2), 2 * PAIR + i % 2] + x.view(F4)).astype(F4).view(U4)
-        for i, x in enumerate(sums)
+        for i, x in enumerate(accumulators)
     ]
 
 
-def accumulated(product, sums, is_fp32):
-    """A warp's 16 rows of a wgmma's product, [16, n], added to its words; sums None: in their place."""
-    words = []
-    for j in range(product.shape[1] // 8):
-        for i in range(2):
-            pair = np.stack([product[ROW + 8 * i, 8 * j + 2 * PAIR + e] for e in range(2)], -1)
-            if is_fp32:
-                at = 4 * j + 2 * i
-                words += [
-                    (pair[:, e] + (0 if sums is None else sums[at + e].view(F4)))
-                    .astype(F4)
-                    .view(U4)
-                    for e in range(2)
-                ]
-            else:
-                pair = pair if sums is None else pair + sums[2 * j + i].view(F2).reshape(32, 2)
-                words.append(np.ascontiguousarray(pair.astype(F2)).view(U4)[:, 0])
-    return words
+def accumulated(product, accumulators, is_fp32):
+    """A warp's new accumulator words: plus its 16 rows of a wgmma's product, [16, n].
+
+    accumulators: the words before, None for zeros.
+    """
+    blocks = product.reshape(2, 8, -1, 4, 2)  # upper or lower rows, row, 8 columns, pair, column
+    if is_fp32:
+        dtype, sums = F4, blocks.transpose(2, 0, 4, 1, 3).reshape(-1, 32)
+    else:
+        dtype, sums = F2, blocks.transpose(2, 0, 1, 3, 4).reshape(-1, 64)
+    if accumulators is not None:
+        sums = sums + np.stack(accumulators).view(dtype)
+    return list(sums.astype(dtype).view(U4))

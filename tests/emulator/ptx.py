@@ -1,7 +1,8 @@
-"""PTX to Python: a kernel's text in basic blocks, each translated to a function of a warp when it is first run.
+"""Translates PTX to Python: one function per basic block, translated when it first runs.
 
-A function `block(warp, r, mask)` has the warp's registers r, arrays of 32 lanes, and the lanes that take part, None for all of them. It
-returns the next block; what is not arithmetic is a method of machine.Warp. Instructions that our kernels do not have are missing.
+A function `block(warp, r, mask)` takes the warp's registers r, arrays of 32 lanes, and a mask of
+active lanes, None for all. It returns the next block. All but arithmetic is a method of
+machine.Warp. Instructions that no kernel of ours has are missing.
 """
 
 import re
@@ -18,7 +19,7 @@ WIDTHS = (
 )
 DTYPES = {"s": "I", "u": "U", "b": "U", "f": "F"}
 SHARED = 1024
-"""Address of dynamic shared memory; below it lies nothing."""
+"""Address of dynamic shared memory; lower addresses are invalid."""
 ENDS_BLOCK = (
     "bra",
     "ret",
@@ -29,28 +30,55 @@ ENDS_BLOCK = (
     "ld.acquire",
 )
 NO_EFFECT = (
-    "setmaxnreg", "prefetch", "cp.async.bulk.prefetch", "wgmma.fence", "fence.mbarrier_init", "fence.proxy.async.global",
+    "setmaxnreg",
+    "prefetch",
+    "cp.async.bulk.prefetch",
+    "wgmma.fence",
+    "fence.mbarrier_init",
+    "fence.proxy.async.global",
     "nanosleep",
-)  # fmt: skip
-"""What shows only in time, or between blocks: global memory is the same for all."""
+)
+"""Instructions that change only time, or memory order between CTAs, which is not emulated."""
 
 COMPARISONS = {"eq": "==", "ne": "!=", "lt": "<", "le": "<=", "gt": ">", "ge": ">="}
 UNORDERED = {"leu": ">", "ltu": ">=", "geu": "<", "gtu": "<=", "neu": "=="}
-"""True for NaN as well: what they are the opposite of."""
+"""Comparisons that are true for NaN, each by its opposite."""
 
 ARITHMETIC = {
-    "add": "{0} + {1}", "sub": "{0} - {1}", "mul": "{0} * {1}", "mul.lo": "{0} * {1}", "mad.lo": "{0} * {1} + {2}",
-    "mul.hi": "multiply_high({0}, {1})", "div": "divide({0}, {1})", "rem": "remainder({0}, {1})",
-    "and": "{0} & {1}", "or": "{0} | {1}", "xor": "{0} ^ {1}", "not": "~{0}", "popc": "count_ones({0})",
-    "neg": "-{0}", "abs": "np.abs({0})", "max": "np.fmax({0}, {1})", "min": "np.fmin({0}, {1})", "prmt": "permute({0}, {1}, {2})",
-    "mul.rn": "{0} * {1}", "add.rn": "{0} + {1}", "sub.rn": "{0} - {1}", "add.rz": "add_rz({0}, {1})",
-    "fma.rn": "fma({0}, {1}, {2})", "fma.rm": "fma_rm({0}, {1}, {2})", "max.xorsign.abs": "max_xorsign_abs({0}, {1})",
-    "ex2.approx.ftz": "approximate(np.exp2, {0})", "lg2.approx.ftz": "approximate(np.log2, {0})",
-    "rcp.approx.ftz": "approximate(np.reciprocal, {0})", "rsqrt.approx": "({0}.astype(F8) ** -0.5).astype(F4)",
-    "rsqrt.approx.ftz": "approximate(lambda x: x**-0.5, {0})",
-    "max.NaN": "np.maximum({0}, {1})", "min.NaN": "np.minimum({0}, {1})",
+    "add": "{0} + {1}",
+    "sub": "{0} - {1}",
+    "mul": "{0} * {1}",
+    "mul.lo": "{0} * {1}",
+    "mul.hi": "multiply_high({0}, {1})",
+    "mad.lo": "{0} * {1} + {2}",
+    "div": "divide({0}, {1})",
+    "rem": "remainder({0}, {1})",
+    "and": "{0} & {1}",
+    "or": "{0} | {1}",
+    "xor": "{0} ^ {1}",
+    "not": "~{0}",
+    "popc": "count_ones({0})",
+    "prmt": "permute({0}, {1}, {2})",
+    "neg": "-{0}",
+    "abs": "np.abs({0})",
+    "max": "np.fmax({0}, {1})",
+    "min": "np.fmin({0}, {1})",
+    "max.NaN": "np.maximum({0}, {1})",
+    "min.NaN": "np.minimum({0}, {1})",
     "min.relu": "np.maximum(np.fmin({0}, {1}), I4(0))",
-}  # fmt: skip
+    "max.xorsign.abs": "max_xorsign_abs({0}, {1})",
+    "mul.rn": "{0} * {1}",
+    "add.rn": "{0} + {1}",
+    "sub.rn": "{0} - {1}",
+    "add.rz": "add_rz({0}, {1})",
+    "fma.rn": "fma({0}, {1}, {2})",
+    "fma.rm": "fma_rm({0}, {1}, {2})",
+    "ex2.approx.ftz": "approximate(np.exp2, {0})",
+    "lg2.approx.ftz": "approximate(np.log2, {0})",
+    "rcp.approx.ftz": "approximate(np.reciprocal, {0})",
+    "rsqrt.approx": "({0}.astype(F8) ** -0.5).astype(F4)",
+    "rsqrt.approx.ftz": "approximate(lambda x: x**-0.5, {0})",
+}
 
 
 class Instruction(NamedTuple):
@@ -60,12 +88,12 @@ class Instruction(NamedTuple):
 
 
 def split(text: str) -> list[str]:
-    """Operands between the commas that are in no brackets."""
+    """Splits operands at commas outside brackets."""
     return [x.strip() for x in re.findall(r"(?:\{[^}]*\}|\[[^\]]*\]|[^,{\[])+", text)]
 
 
 class Program:
-    """A kernel's instructions; its parameters' sizes in bytes."""
+    """A kernel's instructions, registers and parameters (sizes in bytes)."""
 
     def __init__(self, text: str):
         text = re.sub(r"//[^\n]*", "", text)
@@ -86,20 +114,20 @@ class Program:
         self.instructions: list[Instruction] = []
         labels: dict[str, int] = {}
         self._parse(text[head.end() :], labels)
-        ends = {i + 1 for i, one in enumerate(self.instructions) if one.op.startswith(ENDS_BLOCK)}
+        ends = {i + 1 for i, x in enumerate(self.instructions) if x.op.startswith(ENDS_BLOCK)}
         self.starts = sorted(({0} | set(labels.values()) | ends) - {len(self.instructions)})
         self.blocks = {label: self.starts.index(at) for label, at in labels.items()}
         self._functions: dict[tuple[int, bool], Any] = {}
 
     def _parse(self, text: str, labels: dict[str, int]) -> None:
-        """Statements in order. Names in the braces of inline assembly are their own: they get a number."""
+        """Statements in order. Names local to the braces of inline assembly get a number."""
         scopes: list[dict[str, str]] = [{}]
         statements: list[tuple[str, dict[str, str]]] = []
         token = re.compile(r"\s*(?:([{}])|([\w$]+)\s*:(?!:)|([^;]*);)")
         at, count = 0, 0
-        while scopes and (found := token.match(text, at)):
-            at = found.end()
-            brace, label, statement = found.groups()
+        while scopes and (match := token.match(text, at)):
+            at = match.end()
+            brace, label, statement = match.groups()
             if brace == "{":
                 count += 1
                 scopes.append(dict(scopes[-1], number=str(count)))
@@ -112,12 +140,13 @@ class Program:
             elif words[0] == ".reg":
                 for name in words[2].split(","):
                     stem, _, number = name.strip().rstrip(">").partition("<")
-                    for one in (
+                    registers = (
                         [f"{stem}{i}" for i in range(int(number))]
                         if number
                         else [self._declared(stem, scopes[-1])]
-                    ):
-                        self.registers[one] = len(self.widths)
+                    )
+                    for register in registers:
+                        self.registers[register] = len(self.widths)
                         self.widths.append(WIDTHS[words[1][1:]])
             elif not statement.startswith(".pragma"):
                 statements.append((statement.strip(), scopes[-1]))
@@ -144,7 +173,7 @@ class Program:
 
 
 class Translator:
-    """Writes a block's function."""
+    """Writes the function of a basic block."""
 
     def __init__(self, program: Program, masked: bool):
         self.program, self.masked = program, masked
@@ -165,9 +194,8 @@ class Translator:
             if guard:
                 condition = ("~" if guard[1] == "!" else "") + self.read(guard.lstrip("@!"), "pred")
                 if op.startswith("bra"):
-                    self.emit(
-                        f"return warp.branch({condition}, {program.blocks[operands[0]]}, {block + 1}, mask)"
-                    )
+                    target = program.blocks[operands[0]]
+                    self.emit(f"return warp.branch({condition}, {target}, {block + 1}, mask)")
                     continue
                 self.mask = f"mask_{self.at}"
                 self.emit(f"{self.mask} = {condition}" + (" & mask" if self.masked else ""))
@@ -180,7 +208,7 @@ class Translator:
     def emit(self, line: str) -> None:
         self.lines.append(line)
 
-    # -------------------------------------------------------------------------------------------- operands
+    # ------------------------------------------------------------------------------------- operands
 
     def constant(self, number: int | np.ndarray, width: int) -> str:
         name = f"c{len(self.names)}"
@@ -191,7 +219,7 @@ class Translator:
         return name
 
     def read(self, text: str, kind: str) -> str:
-        """An operand as an array of a kind of numbers; bf16 as fp32."""
+        """An operand as an array of numbers of that kind; bf16 as fp32."""
         if kind == "bf16":
             return f"from_bf16({self.read(text, 'b16')})"
         width = WIDTHS[kind]
@@ -201,13 +229,8 @@ class Translator:
             if self.program.widths[number] != width:
                 code += f".astype(U{width})"
         elif text.startswith(("%tid", "%ctaid")):
-            code = (
-                "warp.tid"
-                if text == "%tid.x"
-                else f"warp.ctaid['{text[-1]}']"
-                if text[1] == "c"
-                else self.constant(0, 4)
-            )
+            index = f"warp.ctaid['{text[-1]}']" if text[1] == "c" else self.constant(0, 4)
+            code = "warp.tid" if text == "%tid.x" else index
         elif text.startswith("__dynamic_shmem__0"):
             code = self.constant(SHARED + int(text.partition("+")[2] or 0), width)
         elif text in self.program.parameter_numbers:
@@ -251,10 +274,10 @@ class Translator:
             self.assign(name, f"got[{i}]", kind)
 
     def of_the_warp(self) -> None:
-        """Only all lanes together may come here."""
+        """The instruction is warp-wide: all lanes execute it."""
         self.emit(f"warp.together(mask, {self.at})")
 
-    # -------------------------------------------------------------------------------------------- instructions
+    # --------------------------------------------------------------------------------- instructions
 
     def instruction(self, op: str, parts: list[str], operands: list[str]) -> None:
         if op.startswith(NO_EFFECT):
@@ -345,19 +368,19 @@ class Translator:
             )
             high, low = (f"{bits}({self.read(x, 'f32')}{finite})" for x in operands[1:])
             return self.assign(operands[0], f"{low} | {high} << U4(16)", "b32")
-        if source in ("s8", "u8"):  # of a wider register
-            value = f"{self.read(operands[1], 'b32')}.astype(np.{'int8' if source == 's8' else 'uint8'})"
+        bytes_ = {"s8": "np.int8", "u8": "np.uint8"}
+        if source in bytes_:  # the low byte of a wider register
+            value = f"{self.read(operands[1], 'b32')}.astype({bytes_[source]})"
         else:
             value = self.read(operands[1], source)
         if to in ("f16", "bf16") and source == "f32":
-            return self.assign(
-                operands[0], f"{'fp16' if to == 'f16' else 'bf16'}_bits({value}).astype(U2)", "b16"
-            )
+            bits = "fp16_bits" if to == "f16" else "bf16_bits"
+            return self.assign(operands[0], f"{bits}({value}).astype(U2)", "b16")
         if source == "f32" and to[0] in "su":
             raise NotImplementedError(op)
-        if to in ("s8", "u8"):  # 8 bits in a wider register keep their sign
+        if to in bytes_:  # extended to a wider register, with the sign of an s8
             wide = self.program.widths[self.program.registers[operands[0]]]
-            signed = f"{value}.astype(np.{'int8' if to == 's8' else 'uint8'}).astype(I{wide})"
+            signed = f"{value}.astype({bytes_[to]}).astype(I{wide})"
             return self.assign(operands[0], signed, f"s{8 * wide}")
         if "sat" in parts:
             value = f"saturated({value})"
@@ -375,29 +398,23 @@ class Translator:
         if "acquire" in parts:
             self.emit("warp.has_acquired = warp.yields = True")
         space = "shared" if "shared" in parts else "global"
-        count = len(split(to.strip("{}")))
-        self.assign_all(
-            to,
-            f"warp.load_{space}({self.address(operands[1])}, U{width}, {count}, {self.mask}, {self.at})",
-            kind,
-        )
+        address, count = self.address(operands[1]), len(split(to.strip("{}")))
+        arguments = f"{address}, U{width}, {count}, {self.mask}, {self.at}"
+        self.assign_all(to, f"warp.load_{space}({arguments})", kind)
 
     def do_st(self, op: str, parts: list[str], operands: list[str]) -> None:
         if parts[1] == "async":
-            place, value, bar = operands
-            address = f"{self.address(place)}, {self.read(value, 'b32')}, {self.address(bar)}"
-            return self.emit(f"warp.store_in_cluster({address}, {self.mask}, {self.at})")
+            address, value, bar = operands
+            stored = f"{self.address(address)}, {self.read(value, 'b32')}, {self.address(bar)}"
+            return self.emit(f"warp.store_in_cluster({stored}, {self.mask}, {self.at})")
         space, kind = "shared" if "shared" in parts else "global", f"b{8 * WIDTHS[parts[-1]]}"
-        self.emit(
-            f"warp.store_{space}({self.address(operands[0])}, {self.vector(operands[1], kind)}, {self.mask}, {self.at})"
-        )
+        stored = f"{self.address(operands[0])}, {self.vector(operands[1], kind)}"
+        self.emit(f"warp.store_{space}({stored}, {self.mask}, {self.at})")
 
     def do_atom(self, op: str, parts: list[str], operands: list[str]) -> None:
         assert "add" in parts, op
-        place, value = operands[-2:]
-        self.emit(
-            f"got = warp.atomic_add({self.address(place)}, {self.read(value, 'u32')}, {self.mask}, {self.at})"
-        )
+        address, value = self.address(operands[-2]), self.read(operands[-1], "u32")
+        self.emit(f"got = warp.atomic_add({address}, {value}, {self.mask}, {self.at})")
         if parts[0] == "atom":
             self.assign(operands[0], "got", "u32")
 
@@ -414,9 +431,8 @@ class Translator:
 
     def do_stmatrix(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.of_the_warp()
-        self.emit(
-            f"warp.store_matrices({self.address(operands[0])}, {self.vector(operands[1], 'b32')}, {'trans' in parts}, {self.at})"
-        )
+        address, words = self.address(operands[0]), self.vector(operands[1], "b32")
+        self.emit(f"warp.store_matrices({address}, {words}, {'trans' in parts}, {self.at})")
 
     # between lanes and warps
 
@@ -458,33 +474,31 @@ class Translator:
 
     def do_bar(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.of_the_warp()
-        if parts[1] == "warp":  # lanes that are together need no more
+        if parts[1] == "warp":
             return
         if parts[1] == "vote":
             self.emit(f"warp.vote({self.read(operands[1], 'pred')})")
             operands = operands[:1]
         count = self.read(operands[1], "b32") if len(operands) > 1 else "None"
-        self.emit(
-            f"warp.barrier({self.read(operands[0], 'b32')}, {count}, {parts[1] != 'arrive'}, {self.at})"
-        )
+        number, waits = self.read(operands[0], "b32"), parts[1] != "arrive"
+        self.emit(f"warp.barrier({number}, {count}, {waits}, {self.at})")
 
     def do_voted(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.assign(operands[0], "warp.voted()", "pred")
 
     def do_mbarrier(self, op: str, parts: list[str], operands: list[str]) -> None:
         if parts[1] == "init":
-            return self.emit(
-                f"warp.mbarrier_init({self.address(operands[0])}, {self.read(operands[1], 'b32')}, {self.mask})"
-            )
-        place = self.address(operands[1])
+            address, count = self.address(operands[0]), self.read(operands[1], "b32")
+            return self.emit(f"warp.mbarrier_init({address}, {count}, {self.mask})")
+        address = self.address(operands[1])
         if parts[1] == "arrive":
             number = self.read(operands[2], "b32")
             counts = f"None, {number}" if "expect_tx" in parts else f"{number}, None"
-            return self.emit(f"warp.mbarrier_arrive({place}, {counts}, {self.mask}, {self.at})")
+            return self.emit(f"warp.mbarrier_arrive({address}, {counts}, {self.mask}, {self.at})")
         parity, waits = self.read(operands[2], "b32"), parts[1] == "try_wait"
         self.assign(
             operands[0],
-            f"warp.mbarrier_test({place}, {parity}, {waits}, {self.mask}, {self.at})",
+            f"warp.mbarrier_test({address}, {parity}, {waits}, {self.mask}, {self.at})",
             "pred",
         )
 
@@ -493,10 +507,9 @@ class Translator:
         self.emit(f"warp.cluster_{parts[2]}({self.at})")
 
     def do_mapa(self, op: str, parts: list[str], operands: list[str]) -> None:
-        to, place, rank = operands
-        self.assign(
-            to, f"warp.in_cluster({self.read(place, 'b32')}, {self.read(rank, 'b32')})", "b32"
-        )
+        to, address, rank = operands
+        arguments = f"{self.read(address, 'b32')}, {self.read(rank, 'b32')}"
+        self.assign(to, f"warp.in_cluster({arguments})", "b32")
 
     def do_fence(self, op: str, parts: list[str], operands: list[str]) -> None:
         assert op == "fence.proxy.async.shared::cta", op
@@ -526,38 +539,36 @@ class Translator:
         if "bulk" not in parts:
             assert operands[2] == "16", op
             size = self.read(operands[3], "b32") if len(operands) > 3 else "None"
-            return self.emit(
-                f"warp.copy({self.address(operands[0])}, {self.address(operands[1])}, {size}, {tail})"
-            )
+            target, source = self.address(operands[0]), self.address(operands[1])
+            return self.emit(f"warp.copy({target}, {source}, {size}, {tail})")
         loads = "bytes" in op
         if "tensor" in parts:
             map_, _, box = operands[loads].strip("[]").partition(",")
-            place = f"{self.read(map_.strip(), 'b64')}, {self.vector(box.strip(), 's32')}"
+            outside = f"{self.read(map_.strip(), 'b64')}, {self.vector(box.strip(), 's32')}"
         else:
-            place = f"{self.address(operands[loads])}, {self.read(operands[2], 'b32')}"
+            outside = f"{self.address(operands[loads])}, {self.read(operands[2], 'b32')}"
         inside = self.address(operands[not loads])
         name = f"{'box' if 'tensor' in parts else 'bulk'}_{'load' if loads else 'store'}"
         bar = f", {self.address(operands[2 if 'tensor' in parts else 3])}" if loads else ""
-        self.emit(f"warp.{name}({inside}, {place}{bar}, {tail})")
+        self.emit(f"warp.{name}({inside}, {outside}{bar}, {tail})")
 
     # products
 
     def do_mma(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.of_the_warp()
         shape, dtype = parts[3], parts[7]
-        left, right, sums = (self.vector(x, "b32") for x in operands[1:])
+        left, right, accumulators = (self.vector(x, "b32") for x in operands[1:])
         pairs = {"f16": ", fp16_pair", "bf16": ", bf16_pair", "tf32": ""}[dtype]
         function = {"m16n8k16": "mma_16x8x16", "m16n8k8": "mma_16x8x8"}[shape] + (
             "_tf32" if dtype == "tf32" else ""
         )
-        self.assign_all(operands[0], f"{function}({left}, {right}, {sums}{pairs})", "b32")
+        self.assign_all(operands[0], f"{function}({left}, {right}, {accumulators}{pairs})", "b32")
 
     def do_wgmma(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.of_the_warp()
         if parts[1] != "mma_async":
-            return self.emit(
-                f"warp.products.{'commit()' if parts[1] == 'commit_group' else f'wait({operands[0]})'}"
-            )
+            group = "commit()" if parts[1] == "commit_group" else f"wait({operands[0]})"
+            return self.emit(f"warp.products.{group}")
         assert (parts[-2:], operands[4:6]) == (["f16", "f16"], ["1", "1"]), op
         to, left, right, adds, _, _, *transposed = operands
         in_registers = left[0] == "{"

@@ -1,4 +1,4 @@
-// The part of CUDA that a compiled launch calls: a launch goes to a function of the emulator. Linked into the kernel's object.
+// Stand-ins for the CUDA functions that a compiled launch calls. A launch calls the emulator.
 #include <stddef.h>
 #include <stdint.h>
 
@@ -13,23 +13,42 @@ typedef struct {
   uint32_t attribute_count;
 } Config;
 enum { CLUSTER = 4 };
-typedef int (*Launch)(const uint32_t *grid, uint32_t cluster, uint32_t threads, size_t shared, void **parameters);
+typedef int (*Launch)(const uint32_t *grid, uint32_t cluster, uint32_t threads, size_t shared,
+                      void **parameters);
 
 static Launch launch;
 void emulator_set(Launch function) { launch = function; }
 
-int cuda_dialect_init_library_once(void **library, int (*init)(void **), int (*load)(void **, int), void *unused) {
+int cuda_dialect_init_library_once(void **library, int (*init)(void **), int (*load)(void **, int),
+                                   void *unused) {
   int error = *library ? 0 : init(library);
   return error || !load ? error : load(library, 0);
 }
 void cuda_dialect_unload_library_once(void **library) { *library = 0; }
-int _cudaLibraryLoadData(void **library, void *code) { *library = code; return 0; }
-int _cudaLibraryGetKernel(void **kernel, void *library, const char *name) { *kernel = library; return 0; }
-int _cuKernelGetAttribute(int *value, int attribute, void *kernel, int device) { *value = 0; return 0; }
-int _cudaDeviceGetAttribute(int *value, int attribute, int device) { *value = 232448; return 0; }
+int _cudaLibraryLoadData(void **library, void *code) {
+  *library = code;
+  return 0;
+}
+int _cudaLibraryGetKernel(void **kernel, void *library, const char *name) {
+  *kernel = library;
+  return 0;
+}
+int _cuKernelGetAttribute(int *value, int attribute, void *kernel, int device) {
+  *value = 0;
+  return 0;
+}
+int _cudaDeviceGetAttribute(int *value, int attribute, int device) {
+  *value = 232448;  // bytes of shared memory
+  return 0;
+}
 int _cudaFuncSetAttribute(void *kernel, int attribute, int value) { return 0; }
-int _cudaKernelSetAttributeForDevice(void *kernel, int attribute, int value, int device) { return 0; }
-int _cudaGetDevice(int *device) { *device = 0; return 0; }
+int _cudaKernelSetAttributeForDevice(void *kernel, int attribute, int value, int device) {
+  return 0;
+}
+int _cudaGetDevice(int *device) {
+  *device = 0;
+  return 0;
+}
 void CuteDSLRT_TVMFFISetRaisedCudaError(int error) {}
 int _cudaLaunchKernelEx(const Config *config, void *kernel, void **parameters) {
   uint32_t cluster = 1;  // blocks along x

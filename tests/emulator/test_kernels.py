@@ -453,16 +453,16 @@ def test_segments_of_packed_sequences_in_a_pool(path, axis, kernels):
     del one["output_final_state"]
 
     def run(backend):
-        state, kept = before.clone(), torch.zeros(5, 3, 2, 128, 128)
+        state, checkpoints = before.clone(), torch.zeros(5, 3, 2, 128, 128)
         o, _ = gd.prefill(
             **one,
             state=state,
             state_indices=slots,
             checkpoint_lens=lens,
-            checkpoints=kept,
+            checkpoints=checkpoints,
             backend=backend,
         )
-        return o, state, kept
+        return o, state, checkpoints
 
     for seed, delay in enumerate(DELAYS):
         with emulated(kernels, seed, delay):
@@ -603,7 +603,7 @@ IGNORED = lambda *args, **options: None
     ("path", "name", "message"),
     [
         ("fused", "fence_proxy", "no fence.proxy.async"),
-        ("fused", "cp_async_bulk_wait_group", "overwrites what is being read"),
+        ("fused", "cp_async_bulk_wait_group", "overwrites the source"),
         ("fused", "mbarrier_init", "no mbarrier"),
         ("tiles", "sync_threads", "no barrier between"),
         ("fused", "barrier", "no barrier between"),
@@ -623,7 +623,7 @@ def test_a_missing_instruction_is_a_fault(path, name, message, tmp_path):
 
 @pytest.mark.parametrize("path", ["tiles", 4], indirect=True)
 def test_a_scan_that_does_not_wait_for_prepare_is_a_fault(path, axis, tmp_path):
-    message = "what the kernel in front leaves, in front of griddepcontrol.wait"
+    message = "the previous kernel's results before griddepcontrol.wait"
     with (
         mock.patch("gated_delta.kernels.device.hopper.wait_for_previous_kernel", IGNORED),
         emulated(tmp_path),
@@ -636,7 +636,7 @@ def test_a_scan_that_does_not_wait_for_prepare_is_a_fault(path, axis, tmp_path):
 def test_a_scan_that_does_not_wait_for_a_chunk_is_a_fault(path, tmp_path):
     from gated_delta.kernels.prefill.scan_raw import PrefillScanRaw
 
-    message = "what the kernel in front leaves, in front of griddepcontrol.wait"
+    message = "the previous kernel's results before griddepcontrol.wait"
     with (
         mock.patch.object(PrefillScanRaw, "wait_until_prepared", IGNORED),
         emulated(tmp_path),
