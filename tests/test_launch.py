@@ -950,7 +950,10 @@ def test_layers_one_prompt_and_its_checkpoints_may_be_longer(launches):
         for i, (name, x) in enumerate(pieces(dict(buffer=layered["buffer"])).items())
     }
     made = launch_of("flush", layered, state=far(layered["state"], 2**33), **bent)
-    assert made.layer_strides == (2**35, 2**32, 2**32 + 4, 2**32 + 8)
+    pointers = OPERATIONS["flush"].pointers(*made.in_kernel_order((0,) * len(made.given)))
+    names = ("state", *BUFFER)
+    strides = [getattr(pointers, f"{name}_l") for name in names]
+    assert strides == [2**35, 2**32, 2**32 + 4, 2**32 + 8]
     call = prompts((1, 70))
     assert launch_of("prefill", call, v=far(call["v"], 2**30))
     wide = far(torch.zeros(1, 2, HV, D, D), 2**30)

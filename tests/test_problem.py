@@ -219,7 +219,7 @@ BAD = {
             (dict(out=torch.zeros(N, T, H, V)), "out: expected v's shape"),
             (
                 {**tokens(), "cu_seqlens": ints(0, 3)},
-                r"q: expected packed tokens \[1, total, H, K\] beside cu_seqlens",
+                r"q: expected packed tokens \[1, total, H, K\] with cu_seqlens",
             ),
             ({**tokens(1, 4), "cu_seqlens": ints()}, "cu_seqlens: expected shape"),
             (
@@ -251,11 +251,11 @@ BAD = {
             ),
             (
                 dict(state=pool(), initial_state=torch.zeros(N, HV, V, K)),
-                "initial_state: expected None beside state",
+                "initial_state: expected None with state",
             ),
             (
                 dict(state=pool(), output_final_state=True),
-                "output_final_state: expected False beside state",
+                "output_final_state: expected False with state",
             ),
             (dict(state_indices=ints(0, 1)), "state_indices: expected None without state"),
             (
@@ -402,7 +402,7 @@ BAD = {
                     state_indices=ints(0, 1, 2, 3, 4, 5).view(2, 3),
                     write_indices=ints(6, 7),
                 ),
-                r"write_indices: expected None beside \[N, W\]",
+                r"write_indices: expected None with \[N, W\]",
             ),
             (
                 dict(write_indices=ints(2, 3), update_state=False),
@@ -514,7 +514,7 @@ BAD = {
             (dict(num_accepted=-(10**30)), "num_accepted: expected 0 or more, got -1000"),
             (
                 dict(num_accepted=2),
-                "num_accepted: expected a tensor .* beside state_indices.* got 2 alone",
+                "num_accepted: expected a tensor .* with state_indices.* got 2 alone",
             ),
             (dict(num_accepted=0, buffer=buffer(rows=7)), "num_accepted: expected a tensor"),
             (
@@ -584,7 +584,7 @@ BAD_NORMS = [  # of decode and verify
     (dict(norm="silu"), "norm: expected a gated_delta.GatedNorm or None, got str", TypeError),
     (dict(z=[1.0]), "z: expected a torch.Tensor, got list", TypeError),
     (dict(z=WRITTEN.bfloat16()), "z: expected dtype torch.float32, got torch.bfloat16", TypeError),
-    (dict(z=None), "z: expected a tensor beside norm, got None", ValueError),
+    (dict(z=None), "z: expected a tensor with norm, got None", ValueError),
     (dict(norm=None), "z: expected None without norm, got a tensor", ValueError),
     (
         dict(z=torch.zeros(N, T + 1, HV, V)),

@@ -7,8 +7,9 @@ it becomes one node, torch.ops.gated_delta.<op> (library.py). Its schema says wh
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
@@ -167,7 +168,7 @@ def decode(
     Returns o [N, T, HV, V] in v's dtype, with norm the normalised one.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
-    weight, eps, activation = NO_NORM if norm is None else _norm(norm)
+    weight, eps, activation = _norm(norm)
     return _way(q)(
         ops.DECODE,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices, num_accepted, intermediate_states,
@@ -207,7 +208,7 @@ def verify(
     Returns o [N, T, HV, V] in v's dtype: decode's outputs, except that a state of 16 bits is not rounded between the tokens.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
-    weight, eps, activation = NO_NORM if norm is None else _norm(norm)
+    weight, eps, activation = _norm(norm)
     return _way(q)(
         ops.VERIFY,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices, *_parts(buffer), z, weight,
@@ -236,41 +237,53 @@ def flush(
     num_accepted and of the index tensors; an int num_accepted with none of these names no sequences and is a ValueError. No
     sequence may write a slot that another one reads or writes. null_index, of slots alone, and errors as for prefill.
     """
-    counts, count = (
-        (num_accepted, None) if isinstance(num_accepted, Tensor) else (None, num_accepted)
-    )
-    if isinstance(count, int) and count > MAX_DRAFT:
-        count = (
-            MAX_DRAFT  # all that a buffer holds; torch.library has no larger numbers than 64 bits
-        )
-    indices = (state_indices, write_indices, buffer_indices)
-    arguments = (state, *_parts(buffer), counts, *indices, count, null_index, backend)
-    return _way(state)(ops.FLUSH, *arguments)
+    counts, count = _counts(num_accepted)
+    return _way(state)(
+        ops.FLUSH,
+        state, *_parts(buffer), counts, state_indices, write_indices, buffer_indices,
+        count, null_index, backend,
+    )  # fmt: skip
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Route:
-    """Which backend and kernel `op` ("prefill", "decode", "verify" or "flush") would use for these arguments, and what is missing.
+    """The backend and kernel `op` would use for these arguments, and what keeps it from the kernels.
 
-    Takes the operation's own arguments, checks them as the operation does, and runs nothing. Raises what the operation would raise.
+    op: "prefill", "decode", "verify" or "flush"; then that operation's own arguments.
+    Checks them as the operation does, raises what it would raise, and runs nothing.
     """
     if not isinstance(op, str) or op not in ops.OPERATIONS:
         raise ValueError(f"op: expected one of {', '.join(ops.OPERATIONS)}, got {op!r}")
     if _compiling():
         where = "call it outside torch.compile"
         torch._dynamo.graph_break(msg=f"gated_delta.explain returns no tensor: {where}")
-    asked = _Explain(kwargs.pop("backend", "auto"))
-    operation: Any = dict(prefill=prefill, decode=decode, verify=verify, flush=flush)[op]
-    return operation(*args, **kwargs, backend=asked)
+    operation = ops.OPERATIONS[op]
+    return _route(operation, _arguments(operation, args, kwargs))
 
 
-@dataclass(frozen=True, eq=False)
-class _Explain:
-    """In place of a backend: its route is asked for, and no run."""
-
-    backend: Any
+_SIGNATURES = {f.__name__: inspect.signature(f) for f in (prefill, decode, verify, flush)}
 
 
-# ------------------------------------------------------------------------------------------------ one way for all four
+def _arguments(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`op.arguments`, by name, of a call with the public function's arguments."""
+    bound = _SIGNATURES[op.name].bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+
+    def split(name: str, parts: Callable[[Any], tuple[Any, ...]], *names: str) -> None:
+        if name in given:
+            given.update(zip(names, parts(given.pop(name)), strict=True))
+
+    split("gate", _gate, "gate", "A_log", "dt_bias", "bound")
+    split("norm", _norm, "norm_weight", "norm_eps", "norm_activation")
+    split("buffer", _parts, *BUFFER)
+    if op is ops.FLUSH:
+        split("num_accepted", _counts, "num_accepted", "accepted_by_all")
+    if op is ops.PREFILL:
+        given["final_state"] = None
+    return op.arguments(**given)
+
+
+# ---------------------------------------------------------------- one path for all four operations
 
 
 def _gate(gate: Gate) -> tuple[str, Tensor | None, Tensor | None, float]:
@@ -279,10 +292,9 @@ def _gate(gate: Gate) -> tuple[str, Tensor | None, Tensor | None, float]:
     return gate.kind, gate.A_log, gate.dt_bias, gate.bound
 
 
-NO_NORM: tuple[Tensor | None, float, str | None] = (None, 0.0, None)
-
-
-def _norm(norm: GatedNorm) -> tuple[Tensor | None, float, str | None]:
+def _norm(norm: GatedNorm | None) -> tuple[Tensor | None, float, str | None]:
+    if norm is None:
+        return None, 0.0, None
     if not isinstance(norm, GatedNorm):
         raise TypeError(f"norm: expected a gated_delta.GatedNorm or None, got {type_name(norm)}")
     return norm.weight, norm.eps, norm.activation
@@ -292,6 +304,15 @@ def _parts(buffer: KVBuffer) -> tuple[Tensor, Tensor, Tensor]:
     if not isinstance(buffer, KVBuffer):
         raise TypeError(f"buffer: expected a gated_delta.KVBuffer, got {type_name(buffer)}")
     return buffer.u, buffer.k, buffer.log_decay
+
+
+def _counts(num_accepted: int | Tensor) -> tuple[Tensor | None, int | None]:
+    """num_accepted as a tensor, or as a number for all sequences."""
+    if isinstance(num_accepted, Tensor):
+        return num_accepted, None
+    if isinstance(num_accepted, int) and num_accepted > MAX_DRAFT:
+        return None, MAX_DRAFT  # no buffer holds more, and torch.library takes 64 bits
+    return None, num_accepted
 
 
 PLAIN = (Tensor, torch.nn.Parameter)
@@ -327,19 +348,13 @@ def _profiled(op: Operation, *arguments: Any) -> Any:
 
 def _node(op: Operation, *arguments: Any) -> Any:
     """The call as one node of a compiled graph."""
-    if isinstance(arguments[-1], _Explain):
-        return run(op, *arguments)
     a = op.arguments(*arguments)
     # The node's body sees detached tensors, so gradients are refused here.
-    for name, x in zip(a._fields, a[: op.num_tensors], strict=False):
-        if isinstance(x, Tensor):
+    for name in op.tensors:
+        if isinstance(x := getattr(a, name), Tensor):
             refuse_grad(BUFFER.get(name, name), x)
-    for (
-        name,
-        is_flag,
-    ) in (
-        op.flags.items()
-    ):  # a schema takes 1 for True, True for 1, and a tensor's value of now for either
+    # A schema takes 1 for True, True for 1, and a tensor's present value for either.
+    for name, is_flag in op.flags.items():
         if isinstance(x := getattr(a, name), bool) != is_flag or isinstance(x, Tensor):
             expected = "True or False" if is_flag else "no flag or tensor"
             raise TypeError(f"{name}: expected {expected}, got {type_name(x)}")
@@ -349,37 +364,36 @@ def _node(op: Operation, *arguments: Any) -> Any:
 
 
 def run(op: Operation, *arguments: Any) -> Any:
-    """An eager call: found in the call cache, or described, routed and remembered; then its kernels or the reference backend."""
-    found = None
+    """An eager call: a cache hit launches at once; any other call is described and routed first."""
+    hit = None
     try:
         key = op.key(*arguments)
-        found = op.calls.find(key, arguments)
-    except (AttributeError, TypeError, RuntimeError):  # RuntimeError: of a nested tensor's shape
-        pass  # an argument of no known kind, as describing the call will say
-    if found is not None:
-        known, tensors = found
-        made = known(tensors)
-        if made is ON_REFERENCE:
+        hit = op.calls.find(key, arguments)
+    except (AttributeError, TypeError, RuntimeError):  # RuntimeError: the shape of a nested tensor
+        pass  # an argument of a wrong type: `describe` raises the error that names it
+    if hit is not None:
+        launch, tensors = hit
+        result = launch(tensors)
+        if result is ON_REFERENCE:
             return _on_reference(op, op.arguments(*arguments))
-        if made is not REDESCRIBE:
-            return made
+        if result is not REDESCRIBE:
+            return result
     a = op.arguments(*arguments)
-    problem = op.describe(a)
-    if isinstance(a.backend, _Explain):
-        return select(op, problem, a[0].device, a.backend.backend, *op.work(a))
-    route = select(op, problem, a[0].device, a.backend, *op.work(a))
-    launch: Any = ReferenceCall() if route.plan is None else op.launch(problem, route.plan, a)
+    route = _route(op, a)
+    if route.backend == "reference" and a.backend == "auto" and a[0].device.type == "cuda":
+        _warn_of_fallback()
+    tensors = tuple(x for x in a[: len(op.tensors)] if x is not None)
+    new: Any = ReferenceCall() if route.plan is None else op.launch(route.problem, route.plan, a)
     written, vectors = (
-        [getattr(a, name) for name in names] for names in (op.written(a), launch.vectors)
+        [getattr(a, name) for name in names] for names in (op.written(a), new.vectors)
     )
-    tensors = tuple(x for x in a[: op.num_tensors] if x is not None)
-    launch.placement = Placement(tensors, written, vectors, launch.pointers)
-    if found is None:
-        op.calls.remember(key, arguments, launch)
+    new.placement = Placement(tensors, written, vectors, new.pointers)
+    if hit is None:
+        op.calls.remember(key, arguments, new)
     else:
-        known.placement.allow(addresses(tensors))
-    made = launch(tensors)
-    return _on_reference(op, a) if made is ON_REFERENCE else made
+        launch.placement.allow(addresses(tensors))
+    result = new(tensors)
+    return _on_reference(op, a) if result is ON_REFERENCE else result
 
 
 def _on_reference(op: Operation, a: Any) -> Any:
@@ -389,11 +403,11 @@ def _on_reference(op: Operation, a: Any) -> Any:
 
 
 ON_REFERENCE = object()
-"""What a `ReferenceCall` returns: the call is to run on the reference backend."""
+"""A `ReferenceCall` returns it: the call runs on the reference backend."""
 
 
 class ReferenceCall:
-    """A call that was described before and runs on the reference backend; called, it says whether that holds for these tensors."""
+    """A cached call of the reference backend. It checks addresses and launches nothing."""
 
     placement: Placement
     vectors = ()
@@ -405,28 +419,29 @@ class ReferenceCall:
         return REDESCRIBE if self.placement(addresses(tensors)) is None else ON_REFERENCE
 
 
-# ------------------------------------------------------------------------------------------------ which backend and kernels
+# ---------------------------------------------------------------- which backend, which kernels
 
 
 @dataclass(frozen=True)
 class Route:
-    """What would run a problem. `missing` says what keeps it from the CuTe kernels, one reason each; empty when nothing does."""
+    """The backend and kernels of a problem."""
 
     problem: Problem
     backend: str
     kernel: str
     missing: tuple[str, ...] = ()
+    """Why the CuTe kernels cannot run it, one reason each; empty if they can."""
     plan: Plan | None = None
-    """On the CuTe backend, how the work is cut and what is launched."""
+    """On the CuTe backend, the schedule and the kernels to launch."""
 
     @property
     def schedule(self) -> Any:
-        """How the work is cut; None on the reference backend."""
+        """How the work is split; None on the reference backend."""
         return self.plan and self.plan.schedule
 
     @property
     def variants(self) -> tuple[compile.Variant, ...]:
-        """What is launched, in its order."""
+        """The kernels, in launch order."""
         return self.plan.variants if self.plan else ()
 
     def __str__(self) -> str:
@@ -436,12 +451,17 @@ class Route:
         return "\n".join(lines + [f"  cute needs: {reason}" for reason in self.missing])
 
 
+def _route(op: Operation, a: Any) -> Route:
+    """Validate a call and choose its route."""
+    return select(op, op.describe(a), a[0].device, a.backend, *op.work(a))
+
+
 def select(
     op: Operation, problem: Problem, device: torch.device, backend: str, *work: Any
 ) -> Route:
-    """The route of a problem; `work`, as `Operation.work` has it, settles its schedule.
+    """The route of a problem. `work`: what `Operation.work` returns, which decides the schedule.
 
-    Raises ValueError for an unknown backend, UnsupportedProblem when the asked one cannot run it.
+    Raises ValueError for an unknown backend, UnsupportedProblem if `backend` cannot run the problem.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -450,35 +470,26 @@ def select(
         plan = op.plan(problem, *work)
         arch = compile.arch_of(device)
         assert arch is not None
-        missing = tuple(
-            dict.fromkeys(
-                reason for variant in plan.variants for reason in compile.missing(variant, arch)
-            )
-        )
+        reasons = [reason for variant in plan.variants for reason in compile.missing(variant, arch)]
+        missing = tuple(dict.fromkeys(reasons))
         if not missing:
-            return Route(
-                problem, "cute", ", ".join(variant.label for variant in plan.variants), (), plan
-            )
+            kernel = ", ".join(variant.label for variant in plan.variants)
+            return Route(problem, "cute", kernel, (), plan)
     if backend == "cute":
         raise UnsupportedProblem(f"backend 'cute' cannot run {problem.label}; it needs", missing)
-    if backend == "auto" and device.type == "cuda":
-        _warn_of_fallback()
     return Route(problem, "reference", f"reference.{op.name}", missing)
 
 
 def _missing_for_cute(op: Operation, problem: Problem, device: torch.device) -> list[str]:
-    """What keeps this problem from the CuTe backend on this device, whatever is compiled."""
+    """Why this problem cannot run on the CuTe backend on this device, whatever is compiled."""
     reasons = []
     if device.type != "cuda":
         reasons.append(f"tensors on a CUDA device, got {device.type}")
     elif compile.arch_of(device) not in op.archs:
-        capability = torch.cuda.get_device_capability(device)
-        numbers = " or ".join(
-            f"{major}.{minor}" for (major, minor), arch in compile.ARCHS.items() if arch in op.archs
-        )
-        reasons.append(
-            f"a device of compute capability {numbers}, got {capability[0]}.{capability[1]}"
-        )
+        major, minor = torch.cuda.get_device_capability(device)
+        supported = [f"{x}.{y}" for (x, y), arch in compile.ARCHS.items() if arch in op.archs]
+        expected = f"a device of compute capability {' or '.join(supported)}"
+        reasons.append(f"{expected}, got {major}.{minor}")
     if problem.dtype == torch.float32:
         reasons.append("bf16 or fp16 inputs, got fp32")
     return reasons + op.missing(problem)
@@ -487,7 +498,8 @@ def _missing_for_cute(op: Operation, problem: Problem, device: torch.device) -> 
 @functools.cache
 def _warn_of_fallback() -> None:
     warnings.warn(
-        "gated_delta runs a CUDA call on its PyTorch reference backend, which is slow; gated_delta.explain(op, ...) says why. "
+        "gated_delta runs a CUDA call on its PyTorch reference backend, which is slow; "
+        "gated_delta.explain(op, ...) says why. "
         "Pass backend='reference' to choose it, or backend='cute' to get an error instead.",
-        stacklevel=5,  # the caller of the operation: operation, run, select, this
+        stacklevel=4,  # the caller of the operation: operation, run, this
     )

@@ -514,9 +514,8 @@ class Checker:
             if a.cu_seqlens.shape[0] < 1:
                 raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
             if isinstance(a.q, Tensor) and a.q.shape[:1] != (1,):
-                raise ValueError(
-                    f"q: expected packed tokens [1, total, H, K] beside cu_seqlens, got {list(a.q.shape)}"
-                )
+                expected = "expected packed tokens [1, total, H, K] with cu_seqlens"
+                raise ValueError(f"q: {expected}, got {list(a.q.shape)}")
         lead = "N T" if a.cu_seqlens is None else "1 total"
         self.tensor("q", a.q, INPUT_DTYPES, f"{lead} H K")
         same = (a.q.dtype,)
@@ -607,7 +606,7 @@ class Checker:
             absent("z", a.z, "without norm")
             return
         if a.z is None:
-            raise ValueError("z: expected a tensor beside norm, got None")
+            raise ValueError("z: expected a tensor with norm, got None")
         self.like_v("z", a.z, a.v)
         _last_dim_contiguous("z", a.z)
         self.tensor("norm.weight", a.norm_weight, STATE_DTYPES, "V")
