@@ -1,7 +1,10 @@
-"""The four operations: recognise the call or describe it, choose its route, run.
+"""The four operations: look the call up in the call cache, or validate and route it; then run it.
 
-In eager mode a call goes straight to its backend. Under torch.compile and other tracers, and for FakeTensor and other subclasses,
-it becomes one node, torch.ops.gated_delta.<op> (library.py). Its schema says what it mutates, and its body is the same eager call.
+An eager call goes straight to its backend; its arguments travel by position, in the order of
+`Arguments` (ops/*.py), since keywords would add 1 us to a warm call of 5. Under torch.compile and
+other tracers, and for FakeTensor and other subclasses, it becomes one node,
+torch.ops.gated_delta.<op> (library.py), with a schema that names the tensors it mutates. The node's
+body is the same eager call.
 """
 
 from __future__ import annotations
@@ -85,44 +88,56 @@ def prefill(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Whole prompts, dense or packed: outputs, and the state after the last token.
+    """Process whole prompts, dense or packed: the outputs, and the state after the last token.
 
-    q, k: [N, T, H, K], or packed [1, total, H, K] with cu_seqlens [N+1] (int32 or int64); bf16, fp16 or fp32, last dim contiguous.
-    v: [N, T, HV, V], as q; value head hv reads q/k head hv // (HV // H).
-    g: [N, T, HV] (GDN) or [N, T, HV, K] (KDA), beta: [N, T, HV]; bf16, fp16 or fp32. `gate` says what g holds; beta is the write
-    strength, or its logit with beta_logits=True. scale: K**-0.5 when None. qk_l2norm: x * rsqrt(sum(x*x) + 1e-6) on q and k.
-    max_seqlen: tokens of the longest packed sequence, an int, where the caller knows it, as the host does not see cu_seqlens. It
-    settles how the work is cut, and a wrong one costs time alone; None beside dense tokens.
+    q, k: [N, T, H, K], or packed [1, total, H, K] with cu_seqlens [N+1] (int32 or int64); bf16,
+    fp16 or fp32, last dim contiguous. v: [N, T, HV, V], in q's dtype; value head hv reads q/k head
+    hv // (HV // H). g: [N, T, HV] (GDN) or [N, T, HV, K] (KDA), beta: [N, T, HV]; bf16, fp16 or
+    fp32. `gate` defines the decay that g encodes. beta is the write strength, or its logit with
+    beta_logits=True. scale: K**-0.5 when None. qk_l2norm: q and k become
+    x * rsqrt(sum(x*x) + 1e-6).
+    max_seqlen: tokens of the longest packed sequence, an int, if the caller knows it; the host does
+    not read cu_seqlens. It affects the schedule alone: a wrong value costs time, never correctness.
+    None for dense tokens.
 
-    Functional: starts from initial_state [N, HV, V, K] (fp32, bf16 or fp16; zeros when None), which is not written, and returns
-    final_state, new, in its dtype (fp32 without one), when output_final_state is True, else None. fp16 saturates at +-65504.
-    Pooled: state [P, HV, V, K] is the pool; sequence n starts from slot state_indices[n] (slot n when None), or from zero where
-    has_initial_state [N] (bool) is False, and its final state is written there; final_state is None.
-    Sequences with a negative index are inactive: zero outputs, nothing written. null_index: slots up to this one count as negative
-    ones do; 0 keeps slot 0 for padding. out: [N, T, HV, V], v's dtype. What a call writes (out, state, checkpoints) shares no
-    memory with what else it reads or writes.
+    Functional: starts from initial_state [N, HV, V, K] (fp32, bf16 or fp16; zeros when None), which
+    is not written. With output_final_state=True returns a new final_state in its dtype (fp32
+    without one), otherwise None. fp16 saturates at +-65504.
+    Pooled: state [P, HV, V, K] is the pool. Sequence n starts from slot state_indices[n] (slot n
+    when None), or from zeros where has_initial_state [N] (bool) is False, and its final state goes
+    to that slot; final_state is None.
+    A sequence with a negative index is inactive: zero outputs, nothing written. null_index: slots
+    up to this one count as negative; 0 reserves slot 0 for padding. out: [N, T, HV, V], v's dtype.
+    The tensors that a call writes (out, state, checkpoints) share no memory with each other or with
+    its inputs.
 
-    checkpoint_lens: [N, C] (int32 or int64), C >= 1: also keeps the state of sequence n after so many of its tokens in this call,
-    multiples of 64 in any order: 0 for the initial state, all tokens for the final one; a negative length keeps none. Entry j goes
-    to slot checkpoint_indices[n, j] ([N, C], int32 or int64) of the pool, none up to null_index; or to checkpoints[n, j]
-    ([N, C, HV, V, K], the states' dtype, fp32 without any); or, given both, to row checkpoint_indices[n, j] of checkpoints
-    [R, HV, V, K]. Another length keeps none, and two states for one slot leave either; the reference backend, and any where
-    GATED_DELTA_CHECK=1, raise ValueError for both.
+    checkpoint_lens: [N, C] (int32 or int64), C >= 1: also stores the state of sequence n after this
+    many of its tokens in this call, multiples of 64 in any order: 0 for the initial state, all
+    tokens for the final one; a negative length stores none. Entry j goes to slot
+    checkpoint_indices[n, j] ([N, C], int32 or int64) of the pool, none up to null_index; or to
+    checkpoints[n, j] ([N, C, HV, V, K], the states' dtype, fp32 without any); or, given both, to
+    row checkpoint_indices[n, j] of checkpoints [R, HV, V, K]. Any other length stores none; of two
+    states for one slot, either may remain. The reference backend raises ValueError for both, as
+    does any backend with GATED_DELTA_CHECK=1.
 
-    deterministic: o, states and checkpoints of a sequence's value head have bits that depend on its own tokens, initial state and
-    gate alone, whatever N, H, HV and other sequences; and, where states are fp32, a prompt in several calls, split at multiples of
-    64 tokens, has those of one call. Slower: docs/contract.md.
+    deterministic: the bits of a sequence's outputs, states and checkpoints, per value head, depend
+    on its own tokens, initial state and gate alone, not on N, H, HV or other sequences. With fp32
+    states a prompt in several calls, split at multiples of 64 tokens, has the bits of one call.
+    Slower: docs/contract.md.
 
-    Returns (o [N, T, HV, V] in v's dtype, final_state). Raises TypeError or ValueError naming the argument, IndexError for an index
-    past the pool (reference backend), UnsupportedProblem if the asked backend cannot run the call; then nothing was written.
-    The recurrence is Gated DeltaNet's (arXiv 2412.06464, eq. 10), per key channel Kimi Linear's (arXiv 2510.26692, eq. 1).
+    Returns (o [N, T, HV, V] in v's dtype, final_state). Raises TypeError or ValueError naming the
+    argument, IndexError for an index past the pool (reference backend), UnsupportedProblem if the
+    requested backend cannot run the call; in each case nothing was written.
+    The recurrence is Gated DeltaNet's (arXiv 2412.06464, eq. 10), per key channel Kimi Linear's
+    (arXiv 2510.26692, eq. 1).
     """
     kind, A_log, dt_bias, bound = _gate(gate)
-    return _way(q)(
+    return _runner(q)(
         ops.PREFILL,
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, state_indices, has_initial_state,
         checkpoint_lens, checkpoint_indices, checkpoints, initial_state, state, None, out,
-        kind, bound, scale, qk_l2norm, beta_logits, output_final_state, deterministic, max_seqlen, null_index, backend,
+        kind, bound, scale, qk_l2norm, beta_logits, output_final_state, deterministic,
+        max_seqlen, null_index, backend,
     )  # fmt: skip
 
 
@@ -151,29 +166,37 @@ def decode(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """The next 1..16 tokens of each sequence; the state pool is updated in place.
+    """Process the next 1..16 tokens of each sequence; updates the state pool in place.
 
-    Tokens (q to cu_seqlens) as for prefill, with 1 <= T <= 16, or packed sequences of 0..16 tokens each.
-    state: [P, HV, V, K], fp32, bf16 or fp16, K contiguous; one of 16 bits is rounded after every token, so that one call with T
-    tokens leaves what T calls with one leave. Sequence n reads slot state_indices[n] (slot n when None).
-    write_indices: [N]; the final state goes there instead, and the slot read stays as it was; below zero drops the write.
-    intermediate_states: [R, C, HV, V, K] in state's dtype, C >= T; row intermediate_indices[n] (row n when None, then R >= N), step
-    t gets the state after token t of sequence n. A negative row keeps none; no two sequences may write one row.
-    update_state=False leaves the pool as it was. No sequence may write a slot that another one reads or writes.
-    state_indices [N, W], W >= T, one slot per token: reads slot state_indices[n, num_accepted[n] - 1] (num_accepted [N], 1 when
-    None, clamped to [1, W]) and writes the state after token t to slot state_indices[n, t].
-    norm, z: the layer's gated RMSNorm of o, as if o, rounded to v's dtype, had then gone through it; z [N, T, HV, V] in v's dtype.
-    Inactive sequences, null_index (of state_indices and write_indices), out, backend and errors as for prefill.
+    Tokens (q to cu_seqlens) as for prefill, with 1 <= T <= 16, or packed sequences of 0..16 tokens.
+    state: [P, HV, V, K], fp32, bf16 or fp16, K contiguous. A 16-bit state is rounded after every
+    token, so one call with T tokens leaves the same state as T calls with one. Sequence n reads
+    slot state_indices[n] (slot n when None).
+    write_indices: [N]; the final state goes to this slot instead, and the slot read stays as it
+    was; a negative index drops the write.
+    intermediate_states: [R, C, HV, V, K] in state's dtype, C >= T; row intermediate_indices[n] (row
+    n when None, then R >= N), step t receives the state after token t of sequence n. A negative row
+    stores none; no two sequences may write one row.
+    update_state=False leaves the pool as it was. No sequence may write a slot that another one
+    reads or writes.
+    state_indices [N, W], W >= T, one slot per token: reads slot
+    state_indices[n, num_accepted[n] - 1] (num_accepted [N], 1 when None, clamped to [1, W]) and
+    writes the state after token t to slot state_indices[n, t].
+    norm, z: the layer's gated RMSNorm of o, applied to o rounded to v's dtype; z [N, T, HV, V] in
+    v's dtype.
+    Inactive sequences, null_index (of state_indices and write_indices), out, backend and errors as
+    for prefill.
 
-    Returns o [N, T, HV, V] in v's dtype, with norm the normalised one.
+    Returns o [N, T, HV, V] in v's dtype, normalised if norm is given.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
     weight, eps, activation = _norm(norm)
-    return _way(q)(
+    return _runner(q)(
         ops.DECODE,
-        q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices, num_accepted, intermediate_states,
-        intermediate_indices, z, weight, out,
-        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, update_state, null_index, backend,
+        q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices,
+        num_accepted, intermediate_states, intermediate_indices, z, weight, out,
+        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, update_state,
+        null_index, backend,
     )  # fmt: skip
 
 
@@ -199,20 +222,22 @@ def verify(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Outputs of 1..16 draft tokens from a frozen state, and what `flush` needs to accept any prefix of them.
+    """Process 1..16 draft tokens; `flush` can then accept any prefix of them.
 
-    Tokens as for decode. state: [P, HV, V, K], read once and left alone. buffer: a KVBuffer for at least T tokens; sequence n
-    fills row buffer_indices[n] (row n when None) whole: what lies past its last token is neutral. A negative index in either makes
-    the sequence inactive; null_index is of slots, not of rows. norm and z as for decode, other arguments and errors as for prefill.
+    Tokens as for decode. state: [P, HV, V, K], only read. buffer: a KVBuffer for at least T tokens.
+    Sequence n fills the whole of row buffer_indices[n] (row n when None); entries past its last
+    token are neutral. A negative index in either makes the sequence inactive; null_index applies to
+    slots, not to rows. norm and z as for decode, other arguments and errors as for prefill.
 
-    Returns o [N, T, HV, V] in v's dtype: decode's outputs, except that a state of 16 bits is not rounded between the tokens.
+    Returns o [N, T, HV, V] in v's dtype: decode's outputs, except that a 16-bit state is not
+    rounded between tokens.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
     weight, eps, activation = _norm(norm)
-    return _way(q)(
+    return _runner(q)(
         ops.VERIFY,
-        q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices, *_parts(buffer), z, weight,
-        out,
+        q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices,
+        *_parts(buffer), z, weight, out,
         kind, bound, eps, activation, scale, qk_l2norm, beta_logits, null_index, backend,
     )  # fmt: skip
 
@@ -228,17 +253,20 @@ def flush(
     null_index: int = -1,
     backend: str = "auto",
 ) -> None:
-    """Fold the first num_accepted draft tokens that `verify` buffered into the state, in place.
+    """Fold the first num_accepted draft tokens of `verify`'s buffer into the state, in place.
 
-    state: [P, HV, V, K], or [L, P, HV, V, K] with an L-layer buffer: every layer in one call. num_accepted: an int32 or int64
-    tensor [N], read on the device, or an int for all N; clamped to the tokens there are. 0 leaves a state bit for bit as it was.
-    Sequence n folds row buffer_indices[n] (row n when None) into slot state_indices[n] (slot n when None), or, with write_indices
-    [N], from there into slot write_indices[n], also when num_accepted is 0. A negative index writes nothing. N is the length of
-    num_accepted and of the index tensors; an int num_accepted with none of these names no sequences and is a ValueError. No
-    sequence may write a slot that another one reads or writes. null_index, of slots alone, and errors as for prefill.
+    state: [P, HV, V, K], or [L, P, HV, V, K] with an L-layer buffer: every layer in one call.
+    num_accepted: an int32 or int64 tensor [N], read on the device, or an int for all N; clamped to
+    the number of buffered tokens. 0 leaves a state bit for bit as it was.
+    Sequence n folds row buffer_indices[n] (row n when None) into slot state_indices[n] (slot n when
+    None). With write_indices [N] the result goes to slot write_indices[n] instead, also when
+    num_accepted is 0. A negative index writes nothing. N is the length of num_accepted and of the
+    index tensors; an int num_accepted without any of them names no sequences and is a ValueError.
+    No sequence may write a slot that another one reads or writes. null_index, of slots alone, and
+    errors as for prefill.
     """
     counts, count = _counts(num_accepted)
-    return _way(state)(
+    return _runner(state)(
         ops.FLUSH,
         state, *_parts(buffer), counts, state_indices, write_indices, buffer_indices,
         count, null_index, backend,
@@ -246,7 +274,7 @@ def flush(
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Route:
-    """The backend and kernel `op` would use for these arguments, and what keeps it from the kernels.
+    """The backend and kernel that `op` would use for these arguments, and why not the CuTe backend.
 
     op: "prefill", "decode", "verify" or "flush"; then that operation's own arguments.
     Checks them as the operation does, raises what it would raise, and runs nothing.
@@ -320,10 +348,10 @@ _compiling, _modes = torch.compiler.is_dynamo_compiling, torch._C._len_torch_dis
 _jit_state, _profiler = torch._C._get_tracing_state, torch.autograd.profiler
 
 
-def _way(x: object) -> Callable[..., Any]:
-    """How a call with this first tensor is made: as a node where it is traced, else at once.
+def _runner(x: object) -> Callable[..., Any]:
+    """The function that runs a call with this first tensor: `_node` under a tracer, else `run`.
 
-    Kernels, and what the reference backend reads on the host, leave no trace.
+    A tracer sees neither the kernels nor the values that the reference backend reads on the host.
     """
     if (
         _compiling()
@@ -336,12 +364,12 @@ def _way(x: object) -> Callable[..., Any]:
 
 
 def traced(x: object) -> bool:
-    """Whether a call with this first tensor becomes a node."""
-    return _way(x) is _node
+    """Whether a call with this first tensor becomes a node of a graph."""
+    return _runner(x) is _node
 
 
 def _profiled(op: Operation, *arguments: Any) -> Any:
-    """`run` as a row of torch's profiler, which does not see calls that bypass the dispatcher."""
+    """`run` as a row of torch's profiler, which misses calls that bypass the dispatcher."""
     with _profiler.record_function(f"gated_delta::{op.name}"):
         return run(op, *arguments)
 
@@ -461,7 +489,8 @@ def select(
 ) -> Route:
     """The route of a problem. `work`: what `Operation.work` returns, which decides the schedule.
 
-    Raises ValueError for an unknown backend, UnsupportedProblem if `backend` cannot run the problem.
+    Raises ValueError for an unknown backend, UnsupportedProblem if `backend` cannot run the
+    problem.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")

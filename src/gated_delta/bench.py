@@ -160,11 +160,11 @@ def _host_us(call: Call, backend: str, device: torch.device, compiled: bool) -> 
     def nothing(*_tokens: Any, **_states: Any) -> None:
         pass
 
-    def way(_x: Any) -> Any:
+    def runner(_x: Any) -> Any:
         return api._node if compiled else api.run
 
     # Plain functions, since a Mock's own cost would be counted.
-    with mock.patch.object(reference, call.case.op, nothing), mock.patch.object(api, "_way", way):
+    with mock.patch.object(reference, call.case.op, nothing), mock.patch.object(api, "_runner", runner):
         run(call, backend)
         return host_us(lambda: run(call, backend), device)
 

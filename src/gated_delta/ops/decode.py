@@ -129,7 +129,7 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
         (0, CLUSTER_OF_4),
     ),
 }
-"""Schedules with a norm: a head in a cluster of CTAs or in one CTA. Measured on an H200, as above."""
+"""Schedules with a norm, one CTA or one cluster per head. Measured on an H200, as above."""
 
 FACTS_IF_SET = ("blocks_per_sm", "prefetch_chunks", "bulk")
 """Fields of a schedule that a variant names only if they are set: few schedules set one."""
@@ -182,8 +182,8 @@ class Decode(StateOperation):
         token_slots = isinstance(a.state_indices, Tensor) and a.state_indices.ndim == 2
         if token_slots:
             check.index("state_indices", a.state_indices, "N W")
-            least, W = 1 if a.cu_seqlens is not None else check.sizes["T"], check.sizes["W"]
-            if W < least:
+            W, least = check.sizes["W"], 1 if a.cu_seqlens is not None else check.sizes["T"]
+            if least > W:
                 raise ValueError(f"state_indices: expected [N, W] with W >= {least}, got W={W}")
             when = "with [N, W] state_indices (they name each token's slot)"
             absent("write_indices", a.write_indices, when)

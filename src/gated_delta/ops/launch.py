@@ -78,9 +78,9 @@ class Operation(ABC):
     def _key(self, hints: dict[str, Any]) -> Callable[..., tuple[Any, ...]]:
         """A function from a call's arguments to its key in the call cache.
 
-        It raises an error for a nested tensor, a non-tensor and a flag that is not a bool. Generated
-        as one expression, because every launch waits for it: a loop over the arguments takes 3x as
-        long.
+        It raises an error for a nested tensor, a non-tensor and a flag that is not a bool. One
+        generated expression: every launch waits for it, and a loop over the arguments costs 3 us
+        more.
         """
         (first, *tensors), values = self.tensors, list(self.flags)
         checks = {x: f" or ({x}.is_nested and refuse())" for x in tensors if x not in NEVER_NESTED}
@@ -247,9 +247,7 @@ class TokensLaunch(Launch):
     strides: Any
     sizes: Any
 
-    def __init__(
-        self, operation: Operation, plan: Plan, a: Any, sources: Mapping[str, str] = {}
-    ):
+    def __init__(self, operation: Operation, plan: Plan, a: Any, sources: Mapping[str, str] = {}):
         super().__init__(operation, plan, a, {"o": "out", **sources})
         self.scale = a.q.shape[-1] ** -0.5 if a.scale is None else float(a.scale)
         self.bound = a.bound
@@ -304,8 +302,8 @@ NUMBER_TENSORS = ("beta", "dt_bias", "norm_weight")
 def strides_of(wanted: Any, problem: Problem, a: Any, **others: Tensor | list[int] | None) -> Any:
     """Strides in the fields of `wanted`, a tuple type of arguments.py.
 
-    others: tensors (or strides in bytes) that are not arguments of the call. Tokens that are packed,
-    or of one sequence, have sequence stride 0.
+    others: tensors (or strides in bytes) that are not arguments of the call. Tokens that are
+    packed, or of one sequence, have sequence stride 0.
     """
     strides: list[int] = []
     for name, dims in wanted.dims.items():
@@ -386,7 +384,7 @@ def head_factor(HV: int, H: int) -> int:
     return -(-(2**30) // (HV // H))
 
 
-# ---------------------------------------------------------------- schedules of decode, verify, flush
+# ---------------------------------------------------------------- schedules
 
 
 MIB = 2**20
@@ -409,8 +407,8 @@ class Schedule(NamedTuple):
     chunks: int = 1
     """decode: chunks of rows that a CTA processes one after the other."""
     cluster: bool = False
-    """decode with a norm: the CTAs of a head, of at least 32 rows each, form a cluster. Otherwise one
-    CTA processes all rows of a head, in as many chunks as that takes."""
+    """decode with a norm: the CTAs of a head, of at least 32 rows each, form a cluster. Otherwise
+    one CTA processes all rows of a head, in as many chunks as that takes."""
     blocks_per_sm: int = 0
     """decode: limit registers so that this many CTAs fit on an SM; 0: no limit."""
     prefetch_chunks: int = 0

@@ -62,10 +62,10 @@ NORM_ROWS: dict[tuple[str, str, int], tuple[tuple[int, int], ...]] = {
 """With a norm, one CTA per head. Measured on an H200, as above."""
 
 MMA_PAIRS = {"bf16": True, "fp32": False}
-"""Whether KDA's Akk and Aqk use the tensor cores, by state dtype; GDN's always do. Measured, as above.
+"""Whether KDA computes Akk and Aqk on the tensor cores, by state dtype. GDN always does.
 
 The choice changes bits, so it must depend neither on the bytes of a launch nor, for packed drafts,
-on the longest one.
+on the longest one. Measured, as above.
 """
 
 
