@@ -82,10 +82,10 @@ def test_eager_calls_count_the_host():
 
 
 def test_copies_move_what_is_asked():
-    moved = bench.copies(2 * bench.PIECE + 200, 2, CPU)
+    moved = bench.copies(2 * bench.COPY_BYTES + 200, 2, CPU)
     assert len(moved) == 2
     (written, read), last = moved[0].__closure__[0].cell_contents
-    assert written.numel() == read.numel() == bench.PIECE
+    assert written.numel() == read.numel() == bench.COPY_BYTES
     assert last[0].numel() == 100
     for target, source in ((written, read), last):
         target.copy_(~source)

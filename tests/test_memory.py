@@ -239,7 +239,7 @@ def test_the_call_cache_asks_where_tensors_are():
 
 def test_what_is_made_of_addresses_is_made_once_for_each():
     x, y, made = torch.zeros(4), torch.zeros(4), []
-    apart = Placement([x, y], [x], made=lambda addresses: made.append(addresses) or len(made))
+    apart = Placement([x, y], [x], result=lambda addresses: made.append(addresses) or len(made))
     there = (x.data_ptr(), y.data_ptr())
     assert [
         apart(there),

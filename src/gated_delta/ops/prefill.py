@@ -233,7 +233,10 @@ def is_common(problem: Problem) -> bool:
 
 
 class Arguments(NamedTuple):
-    """Arguments of gated_delta.prefill, with the gate as its fields; final_state: the tensor to fill."""
+    """Arguments of gated_delta.prefill, with the gate as its fields.
+
+    final_state: the tensor that receives the final state.
+    """
 
     q: Tensor
     k: Tensor
@@ -512,7 +515,7 @@ class PrefillLaunch(TokensLaunch):
         )
 
     def checkpoint_strides(self, a: Arguments) -> list[int]:
-        """In bytes: of sequence, checkpoint, slot and head. With indices only slot and head count."""
+        """In bytes: of sequence, checkpoint, slot, head. With indices only of slot and head."""
         if a.checkpoint_indices is not None:
             return [0, 0, *bytes_of(a.state if self.checkpoints_in_pool else a.checkpoints, 2)]
         sequence, checkpoint, head = bytes_of(a.checkpoints, 3)
