@@ -191,7 +191,7 @@ def test_bench_prints_nothing_for_a_case_that_fails_its_check(monkeypatch):
     assert "tokens/s" not in result.stdout
 
 
-# ------------------------------------------------------------------------------------------------ JSON
+# ---------------------------------------------------------------- JSON
 
 
 def test_json_has_one_shape_for_every_command(tmp_path):
@@ -303,7 +303,7 @@ def test_json_has_no_nan(monkeypatch):
     )
 
 
-# ------------------------------------------------------------------------------------------------ refused before it runs
+# ---------------------------------------------------------------- refused before it runs
 
 
 REFUSED = [
@@ -457,7 +457,7 @@ def test_version_and_help():
         assert run(command, "--help").exit_code == 0
 
 
-# ------------------------------------------------------------------------------------------------ what was measured is not lost
+# ---------------------------------------------------------------- what was measured is not lost
 
 
 @pytest.mark.parametrize("arguments", [CHECK, BENCH], ids=["check", "bench"])
@@ -751,7 +751,7 @@ def test_closed_streams(arguments, code, said):
     assert said or not found.stderr
 
 
-# ------------------------------------------------------------------------------------------------ terminals
+# ---------------------------------------------------------------- terminals
 
 
 def test_a_terminal_of_40_columns_folds_labels():
