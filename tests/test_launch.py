@@ -211,7 +211,7 @@ def test_explain_passes_the_arguments_of_the_call(monkeypatch, name, axis):
 
 
 def test_hits_at_other_addresses_are_checked_once(launches):
-    """v and out, and a pool's slots, are interleaved in one allocation: only their ranges overlap."""
+    """v and out, and a pool's slots, are interleaved: only their ranges overlap."""
     call, wide = tokens(), torch.randn(P, 2, HV, V, K).bfloat16()
     fused = [torch.zeros(N, T, 2 * HV, V).bfloat16() for _ in range(2)]
     for both in fused:
@@ -223,7 +223,7 @@ def test_hits_at_other_addresses_are_checked_once(launches):
     assert len(launch.placement.known) == 2
 
 
-# ---------------------------------------------------------------- schedules of decode, verify, flush
+# ---------------------------------------------------------------- schedules without prefill
 
 
 @pytest.mark.parametrize(("N", "prefetched"), [(1, 1), (40, 40), (112, 0), (200, 200), (260, 0)])

@@ -81,18 +81,18 @@ def inside(x, shape, dtype=None, offset=0):
 
 
 def overlapping():
-    """Calls with overlapping tensors, by description; each with the argument that the error names."""
-    state, large, drafts, made = pool(), pool(9), tokens(), buffer()
+    """Calls with overlapping tensors, by description, and the argument that the error names."""
+    state, large, drafts, parts = pool(), pool(9), tokens(), buffer()
     v, lens = drafts["v"], torch.zeros(N, 1).int()
     long, many = torch.randn(v.numel() + 16), torch.zeros(N, T, HV, V, K)
     low, high, g = long[:-16].view(v.shape), long[16:].view(v.shape), tokens(axis="channel")["g"]
-    in_pool = gd.KVBuffer(inside(state, v.shape), made.k, made.log_decay)
+    in_pool = gd.KVBuffer(inside(state, v.shape), parts.k, parts.log_decay)
     counts = torch.ones(N).int()
     first = {
         "prefill": drafts,
         "decode": dict(drafts, state=state),
-        "verify": dict(drafts, state=state, buffer=made),
-        "flush": dict(state=state, buffer=made, num_accepted=counts),
+        "verify": dict(drafts, state=state, buffer=parts),
+        "flush": dict(state=state, buffer=parts, num_accepted=counts),
     }
     kept = dict(checkpoint_lens=lens)
     rows = {
@@ -154,11 +154,11 @@ def overlapping():
             dict(gate=gd.Gate.softplus(inside(long, (HV,), offset=16)), out=low),
             "out",
         ),
-        "verify: out in the buffer": (dict(out=made.u), "out"),
+        "verify: out in the buffer": (dict(out=parts.u), "out"),
         "verify: out in the pool": (dict(out=inside(state, v.shape)), "out"),
         "verify: the buffer in the pool": (dict(buffer=in_pool), "buffer.u"),
         "verify: parts of the buffer in each other": (
-            dict(buffer=gd.KVBuffer(made.u, inside(made.u, made.k.shape), made.log_decay)),
+            dict(buffer=gd.KVBuffer(parts.u, inside(parts.u, parts.k.shape), parts.log_decay)),
             "buffer.u",
         ),
         "flush: the pool over its buffer": (dict(buffer=in_pool), "state"),
@@ -203,7 +203,7 @@ def test_calls_with_overlapping_tensors_are_refused(way):
 
 
 def test_interleaved_views_of_one_allocation_work():
-    """The pool's slots and other memory alternate, as do rows of v and out; twice, at two addresses."""
+    """The pool's slots alternate with other memory, v's heads with out's; at two addresses."""
     for _ in range(2):
         drafts, wide = tokens(), torch.zeros(P, 3, HV, V, K)
         state, others = wide[:, 0].copy_(pool()), wide[:, 1:]
@@ -238,17 +238,17 @@ def test_placement_compares_ranges():
 
 
 def test_placement_computes_each_result_once():
-    x, y, made = torch.zeros(4), torch.zeros(4), []
-    apart = Placement([x, y], [x], result=lambda addresses: made.append(addresses) or len(made))
-    there = (x.data_ptr(), y.data_ptr())
-    assert [
-        apart(there),
-        apart((1600, 3200)),
-        apart((1600, 3216)),
-        apart((1600, 3200)),
-        apart(there),
-    ] == [1, 2, 3, 2, 1]
-    assert made == [there, (1600, 3200), (1600, 3216)]
+    x, y, computed = torch.zeros(4), torch.zeros(4), []
+
+    def result(addresses):
+        computed.append(addresses)
+        return len(computed)
+
+    placement = Placement([x, y], [x], result=result)
+    first, second, third = (x.data_ptr(), y.data_ptr()), (1600, 3200), (1600, 3216)
+    calls = (first, second, third, second, first)
+    assert [placement(addresses) for addresses in calls] == [1, 2, 3, 2, 1]
+    assert computed == [first, second, third]
 
 
 def test_the_number_of_cached_addresses_is_bounded():
@@ -263,7 +263,7 @@ def test_the_number_of_cached_addresses_is_bounded():
 
 
 def inference_tensors(op):
-    """(arguments, name) for each tensor that a call writes, created under torch.inference_mode()."""
+    """(arguments, name) of a call for each tensor that it writes, that one an inference tensor."""
     for name in (
         "out",
         "state",
@@ -292,12 +292,12 @@ def inference_tensors(op):
         ):
             continue
         with torch.inference_mode():
-            made = names[name].clone()
+            inference = names[name].clone()
         if "." in name:
-            parts = {**vars(arguments["buffer"]), name.split(".")[1]: made}
+            parts = {**vars(arguments["buffer"]), name.split(".")[1]: inference}
             arguments["buffer"] = gd.KVBuffer(**parts)
         else:
-            arguments[name] = made
+            arguments[name] = inference
         yield arguments, name
 
 
@@ -407,8 +407,8 @@ def test_integers_of_numpy_are_integers():
     gd.flush(**{**arguments, "num_accepted": np.int64(2)}, state_indices=torch.arange(N))
     gd.flush(**want)
     assert torch.equal(arguments["state"], want["state"])
-    made = gd.KVBuffer.empty(*np.array([2, 3, H, HV, K, V]), num_layers=np.int32(4))
-    assert made.u.shape == (4, 2, 3, HV, V)
+    layers = gd.KVBuffer.empty(*np.array([2, 3, H, HV, K, V]), num_layers=np.int32(4))
+    assert layers.u.shape == (4, 2, 3, HV, V)
     with pytest.raises(TypeError, match="num_accepted: expected an int or an int tensor"):
         gd.flush(**{**arguments, "num_accepted": np.float32(2)}, state_indices=torch.arange(N))
 
