@@ -1,4 +1,4 @@
-"""Small valid calls for tests to bend."""
+"""Small valid calls of every operation, for tests to change."""
 
 import torch
 import torch.nn.functional as F
@@ -25,10 +25,10 @@ def pool(slots=P, dtype=torch.float32, seed=1):
 
 
 def buffer(rows=N, t=T, axis="head", layers=None):
-    made = gd.KVBuffer.empty(rows, t, H, HV, K, V, gate=axis, num_layers=layers)
-    for x in (made.u, made.k, made.log_decay):
+    new = gd.KVBuffer.empty(rows, t, H, HV, K, V, gate=axis, num_layers=layers)
+    for x in vars(new).values():
         x.fill_(float("nan"))
-    return made
+    return new
 
 
 def normed(n=N, t=T, dtype=torch.float32, seed=3, **options):
@@ -40,31 +40,26 @@ def normed(n=N, t=T, dtype=torch.float32, seed=3, **options):
 
 def call(op):
     """Keyword arguments of a valid call."""
-    return {
-        "prefill": lambda: tokens(),
-        "decode": lambda: {**tokens(), "state": pool()},
-        "verify": lambda: {**tokens(), "state": pool(), "buffer": buffer()},
-        "flush": lambda: {
-            "state": pool(),
-            "buffer": verified(),
-            "num_accepted": torch.tensor([2, 2]),
-        },
-    }[op]()
+    if op == "prefill":
+        return tokens()
+    if op == "decode":
+        return tokens() | dict(state=pool())
+    if op == "verify":
+        return tokens() | dict(state=pool(), buffer=buffer())
+    return dict(state=pool(), buffer=verified(), num_accepted=torch.tensor([2, 2]))
 
 
 def verified():
-    made = buffer()
-    gd.verify(**tokens(), state=pool(), buffer=made, backend="reference")
-    return made
+    """A buffer that verify has filled."""
+    filled = buffer()
+    gd.verify(**tokens(), state=pool(), buffer=filled, backend="reference")
+    return filled
 
 
 def writable(arguments):
-    """Every tensor a call may write, by name."""
-    found = {}
-    for name in ("state", "intermediate_states", "checkpoints", "out"):
-        if isinstance(arguments.get(name), torch.Tensor):
-            found[name] = arguments[name]
-    if isinstance(arguments.get("buffer"), gd.KVBuffer):
-        parts = vars(arguments["buffer"]).items()
-        found |= {f"buffer.{part}": x for part, x in parts if isinstance(x, torch.Tensor)}
-    return found
+    """The tensors that a call may write, by name."""
+    names = ("state", "intermediate_states", "checkpoints", "out")
+    tensors = {name: arguments.get(name) for name in names}
+    if isinstance(parts := arguments.get("buffer"), gd.KVBuffer):
+        tensors |= {f"buffer.{name}": x for name, x in vars(parts).items()}
+    return {name: x for name, x in tensors.items() if isinstance(x, torch.Tensor)}

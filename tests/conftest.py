@@ -9,13 +9,13 @@ from gpu import AXES, STATES
 
 @pytest.fixture(autouse=True)
 def _one_thread():
-    """Tests run side by side; more threads than cores only make them wait for each other."""
+    """Tests run in parallel processes: more threads than cores would slow them down."""
     torch.set_num_threads(1)
 
 
 @pytest.fixture(scope="session")
 def run_directory(tmp_path_factory):
-    """One for all workers of a run."""
+    """A directory shared by all workers of a run."""
     base = tmp_path_factory.getbasetemp()
     return base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
 
@@ -27,7 +27,7 @@ def device(request):
 
 @pytest.fixture(params=AXES)
 def axis(request):
-    """What a decay belongs to: GDN's and KDA's gates."""
+    """The axis of the decay: "head" for GDN, "channel" for KDA."""
     return request.param
 
 
@@ -37,7 +37,7 @@ def state_dtype(request):
 
 
 def pytest_terminal_summary(terminalreporter):
-    """Why tests were skipped: a line for each reason."""
+    """Print a line for each reason to skip tests."""
     reasons = Counter(
         report.longrepr[2].removeprefix("Skipped: ")
         for report in terminalreporter.stats.get("skipped", [])

@@ -1,4 +1,4 @@
-"""The clock, and what `gated-delta bench` times."""
+"""Timers of `gated-delta bench`, and its records."""
 
 import subprocess
 import sys
@@ -23,12 +23,12 @@ def case(op="decode", axis="channel", lengths=(3, 3), **others):
 
 @pytest.fixture
 def short(monkeypatch):
-    """Single calls, few of them."""
+    """Few single calls."""
     monkeypatch.setattr(bench, "TURN", 0.0)
     monkeypatch.setattr(bench, "HOST_CALLS", 2)
 
 
-# ------------------------------------------------------------------------------------------------ clock
+# ---------------------------------------------------------------- clock
 
 
 def test_runners_take_turns_and_medians():
@@ -55,7 +55,7 @@ def test_host_clock_counts_one_call(monkeypatch):
     assert len(calls) == bench.HOST_BATCHES * bench.HOST_CALLS == 2000
 
 
-def test_eager_calls_go_round_and_give_a_median(monkeypatch):
+def test_eager_calls_rotate_and_give_a_median(monkeypatch):
     calls, ticks = [], iter([0, 0, 1, 1, 2, 3, 3, 3, 6, 9])
     monkeypatch.setattr(bench.time, "perf_counter", lambda: next(ticks))
     replay = bench.eager([lambda i=i: calls.append(i) for i in range(2)], CPU, seconds=4)
@@ -64,7 +64,7 @@ def test_eager_calls_go_round_and_give_a_median(monkeypatch):
 
 
 @needs_gpu
-def test_a_replay_runs_every_call_as_often_as_it_counts():
+def test_a_replay_runs_each_call_as_often_as_it_counts():
     sums = [torch.zeros(2**24, device="cuda") for _ in range(3)]
     replay = bench.capture([lambda x=x: x.add_(1) for x in sums], passes=4)
     assert [x[0].item() for x in sums] == [1.0] * 3  # capturing runs nothing
@@ -82,10 +82,10 @@ def test_eager_calls_count_the_host():
 
 
 def test_copies_move_what_is_asked():
-    moved = bench.copies(2 * bench.PIECE + 200, 2, CPU)
+    moved = bench.copies(2 * bench.COPY_BYTES + 200, 2, CPU)
     assert len(moved) == 2
     (written, read), last = moved[0].__closure__[0].cell_contents
-    assert written.numel() == read.numel() == bench.PIECE
+    assert written.numel() == read.numel() == bench.COPY_BYTES
     assert last[0].numel() == 100
     for target, source in ((written, read), last):
         target.copy_(~source)
@@ -93,15 +93,13 @@ def test_copies_move_what_is_asked():
         assert torch.equal(target, source)
 
 
-# ------------------------------------------------------------------------------------------------ one operation
+# ---------------------------------------------------------------- one operation
 
 
 def test_bytes_are_of_inputs_outputs_and_states():
     tokens = 2 * 3 * (2 * 16 + 3 * 2 * 16 + 2) * 2  # q, k of one head; v, g, o of two; beta
-    state, buffer = (
-        2 * 2 * 16 * 16 * 4,
-        4 * 3 * (2 * 16 + 16 + 2 * 16) * 4,
-    )  # the case's buffer has two rows to spare
+    state = 2 * 2 * 16 * 16 * 4
+    buffer = 4 * 3 * (2 * 16 + 16 + 2 * 16) * 4  # the case's buffer has two spare rows
     for op, moved in (
         ("prefill", tokens + 2 * state),
         ("decode", tokens + 2 * state),
@@ -112,7 +110,7 @@ def test_bytes_are_of_inputs_outputs_and_states():
 
 
 @pytest.mark.usefixtures("short")
-def test_the_host_cost_leaves_out_what_the_reference_backend_does(monkeypatch):
+def test_host_time_excludes_the_reference_backend(monkeypatch):
     done = []
     right = reference.decode
     monkeypatch.setattr(
@@ -128,7 +126,7 @@ def test_the_host_cost_leaves_out_what_the_reference_backend_does(monkeypatch):
 @pytest.mark.usefixtures("short")
 @pytest.mark.parametrize("op", ["decode", "flush"])
 def test_kernels_are_replayed_over_cold_buffers(monkeypatch, op):
-    """The kernels' part played by the reference backend."""
+    """The reference backend stands in for the kernels."""
     one, captured, ran = case(op, lengths=(2,)), [], []
     monkeypatch.setattr(bench, "COLD", 4.5 * bench.least_bytes(make(one)))
     monkeypatch.setattr(bench, "run_case", lambda *_: SimpleNamespace(passed=True, backend="cute"))
@@ -146,18 +144,15 @@ def test_kernels_are_replayed_over_cold_buffers(monkeypatch, op):
     monkeypatch.setattr(bench, "capture", capture)
     record = bench.time_case(one, "reference", CPU)
     assert (record["us"], record["copy_us"], captured) == (7.0, 7.0, [5, 5])
-    made = ran[:5]
-    assert len({call.case.seed for call in made}) == 5
-    assert {call.case.problem for call in made} == {one.problem}
-    assert (
-        len({call.tokens[0].scale for call in made})
-        == len({call.tokens[0].gate.dt_bias is None for call in made})
-        == 1
-    )
+    calls = ran[:5]
+    assert len({call.case.seed for call in calls}) == 5
+    assert {call.case.problem for call in calls} == {one.problem}
+    assert len({call.tokens[0].scale for call in calls}) == 1
+    assert len({call.tokens[0].gate.dt_bias is None for call in calls}) == 1
     if op == "flush":
-        assert all(bool(call.states["buffer"].u.isfinite().any()) for call in made)
+        assert all(bool(call.states["buffer"].u.isfinite().any()) for call in calls)
 
 
-def test_the_package_does_not_bring_the_benchmark_along():
-    code = "import sys, gated_delta; assert not [n for n in sys.modules if n.startswith('gated_delta.bench')]"
+def test_the_package_does_not_import_the_benchmark():
+    code = "import sys, gated_delta; assert 'gated_delta.bench' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True)

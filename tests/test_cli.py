@@ -26,27 +26,14 @@ from gated_delta.results import Report, make_table
 
 runner = CliRunner()
 CHECK = ["check", "--backend", "reference", "--op", "flush", "--limit", "3", "--device", "cpu"]
-BENCH = [
-    "bench",
-    "--op",
-    "decode",
-    "--batch",
-    "1,2",
-    "--heads",
-    "1/1",
-    "--dim",
-    "16",
-    "--model",
-    "kda",
-    "--device",
-    "cpu",
-]
+BENCH = ["bench", "--op", "decode", "--batch", "1,2", "--heads", "1/1", "--dim", "16"]
+BENCH += ["--model", "kda", "--device", "cpu"]
 SOURCE = str(Path(gated_delta.__file__).parents[1])
 
 
 @pytest.fixture(autouse=True)
 def _short_timings(monkeypatch):
-    """What times are is for tests of the benchmark."""
+    """These tests need no meaningful times."""
     monkeypatch.setattr(bench, "TURN", 0.0)
     monkeypatch.setattr(bench, "HOST_CALLS", 1)
 
@@ -57,7 +44,10 @@ def run(*arguments):
 
 @contextlib.contextmanager
 def process(*arguments, **options):
-    """The command in a process of its own: its signals, streams and locale. It ends with a test that fails."""
+    """The command in a child process, with its own signals, streams and locale.
+
+    A failing test kills it.
+    """
     environment = {**os.environ, "PYTHONPATH": SOURCE, **options.pop("env", {})}
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, **options}
     command = [sys.executable, "-m", "gated_delta", *map(str, arguments)]
@@ -80,7 +70,7 @@ def test_info_names_versions_and_backends():
         assert word in result.stdout
 
 
-def test_every_switch_of_the_page_is_looked_at():
+def test_every_switch_of_the_page_is_checked():
     page = (Path(__file__).parents[1] / "docs/packs.md").read_text()
     assert {"GATED_DELTA_CACHE_DIR", *SWITCHES} == set(
         re.findall(r"^\| `(GATED_DELTA_\w+)`", page, re.M)
@@ -88,7 +78,7 @@ def test_every_switch_of_the_page_is_looked_at():
 
 
 def test_the_build_of_torch_is_named(monkeypatch, tmp_path):
-    """PyPI's package leaves it out."""
+    """The version of PyPI's package lacks the build."""
     monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
     assert "2.13.0+cu130" in run("info").stdout
     assert run(*CHECK, "--json", tmp_path / "x.json").exit_code == 0
@@ -112,7 +102,7 @@ def test_check_fails_loudly_when_a_backend_is_wrong(monkeypatch):
 
 
 def test_check_leaves_fp32_inputs_to_the_reference_backend(tmp_path):
-    """The contract does; on a CPU what remains is refused."""
+    """As in the contract; the other cases are refused on a CPU."""
     result = run("check", "--backend", "cute", "--op", "decode", "--quick", "--device", "cpu")
     assert result.exit_code == 1
     assert "got fp32" not in result.stdout
@@ -157,13 +147,8 @@ def test_bench_times_every_operation_of_both_models(tmp_path, more):
         ("reference", N, 3) for N in (1, 2)
     ] * 2
     assert all((t["token_loop_us"] is None) == ("--token-loop" not in more) for t in timed)
-    assert (
-        sum(
-            line.startswith('  {"label": ')
-            for line in (tmp_path / "x.json").read_text().splitlines()
-        )
-        == 4
-    )  # one a line
+    lines = (tmp_path / "x.json").read_text().splitlines()
+    assert sum(line.startswith('  {"label": ') for line in lines) == 4  # one record per line
 
 
 def test_bench_prints_nothing_for_a_case_that_fails_its_check(monkeypatch):
@@ -191,7 +176,7 @@ def test_bench_prints_nothing_for_a_case_that_fails_its_check(monkeypatch):
     assert "tokens/s" not in result.stdout
 
 
-# ------------------------------------------------------------------------------------------------ JSON
+# ---------------------------------------------------------------- JSON
 
 
 def test_json_has_one_shape_for_every_command(tmp_path):
@@ -303,7 +288,7 @@ def test_json_has_no_nan(monkeypatch):
     )
 
 
-# ------------------------------------------------------------------------------------------------ refused before it runs
+# ---------------------------------------------------------------- refused before it runs
 
 
 REFUSED = [
@@ -375,7 +360,7 @@ def refused(result, word):
 
 @pytest.mark.usefixtures("unmeasured")
 @pytest.mark.parametrize(("command", "word"), REFUSED)
-def test_bad_paths_and_values_are_refused_in_one_line_before_anything_runs(tmp_path, command, word):
+def test_bad_paths_and_values_are_refused_in_one_line(tmp_path, command, word):
     if command.startswith("compile") and compile.installed(compile.COMPILER) is None:
         pytest.skip("needs nvidia-cutlass-dsl")
     text, grid, directory = tmp_path / "notes.md", tmp_path / "grid.json", tmp_path / "directory"
@@ -416,7 +401,7 @@ def test_bad_environments_are_refused_in_one_line(monkeypatch, tmp_path, name, v
 
 
 @pytest.mark.usefixtures("unmeasured")
-def test_what_is_not_installed_is_named_in_one_line(monkeypatch, tmp_path):
+def test_a_missing_package_is_named_in_one_line(monkeypatch, tmp_path):
     with monkeypatch.context() as patch:
         patch.setattr(compile, "installed", lambda package: None)
         refused(run("compile", "--out", tmp_path / "pack"), "needs nvidia-cutlass-dsl")
@@ -431,20 +416,18 @@ def test_results_replace_earlier_ones_of_the_same_command(tmp_path):
     link = tmp_path / "link.json"
     file.touch()
     link.symlink_to(file)
-    beside = (
-        tmp_path / "check.json.unfinished"
-    )  # another's: results are first written under a name of this process's own
-    beside.write_text("mine")
+    other = tmp_path / "check.json.unfinished"  # not a name that this process writes under first
+    other.write_text("mine")
     for _ in range(2):
         assert run(*CHECK, "--json", link).exit_code == 0
     assert link.is_symlink()
-    assert beside.read_text() == "mine"
-    assert sorted(tmp_path.iterdir()) == [file, beside, link]
+    assert other.read_text() == "mine"
+    assert sorted(tmp_path.iterdir()) == [file, other, link]
     assert len(json.loads(file.read_text())["results"]) == 3
     refused(run(*BENCH, "--json", file), "holds something else")
 
 
-def test_a_file_that_is_none_is_written_to_and_left_there():
+def test_a_device_file_is_written_to_and_not_replaced():
     assert run(*CHECK, "--json", "/dev/null").exit_code == 0
     assert Path("/dev/null").is_char_device()
 
@@ -457,14 +440,12 @@ def test_version_and_help():
         assert run(command, "--help").exit_code == 0
 
 
-# ------------------------------------------------------------------------------------------------ what was measured is not lost
+# ---------------------------------------------------------------- results survive
 
 
 @pytest.mark.parametrize("arguments", [CHECK, BENCH], ids=["check", "bench"])
-def test_results_go_to_the_terminal_when_the_file_cannot_be_written_any_more(
-    monkeypatch, tmp_path, arguments
-):
-    """Its directory is removed while it is measured."""
+def test_results_go_to_stdout_if_the_file_fails(monkeypatch, tmp_path, arguments):
+    """The file's directory is removed while the command measures."""
     directory = tmp_path / "gone"
     directory.mkdir()
 
@@ -485,7 +466,7 @@ def test_results_go_to_the_terminal_when_the_file_cannot_be_written_any_more(
 
 
 def interrupting(right, after, number=signal.SIGINT):
-    """The real thing, with a signal in its last call."""
+    """The function `right`, with a signal during call number `after`."""
     calls = iter(range(after))
 
     def called(*arguments, **options):
@@ -499,7 +480,7 @@ def interrupting(right, after, number=signal.SIGINT):
 
 @pytest.fixture
 def handled():
-    """Puts a handler in the place of a signal's, for the test."""
+    """A function that sets a signal handler for the duration of the test."""
     before = {}
 
     def handle(number, handler):
@@ -520,10 +501,10 @@ def handled():
     ],
     ids=["check-INT", "check-TERM", "check-HUP", "bench-INT"],
 )
-def test_a_signal_keeps_what_was_done(
+def test_a_signal_keeps_earlier_results(
     monkeypatch, tmp_path, handled, arguments, module, name, number, code
 ):
-    """And one more, while the JSON is written, does not spoil it."""
+    """A second signal, during the write of the JSON, does no harm."""
     monkeypatch.setattr(module, name, interrupting(getattr(module, name), 2, number))
     monkeypatch.setattr(results, "replace", interrupting(results.replace, 1, number))
     handled(number, nothing := lambda *_: None)
@@ -560,29 +541,30 @@ def test_ctrl_c_in_the_demo_keeps_what_was_shown(monkeypatch):
     assert "4 draft tokens" not in result.stdout
 
 
-def found_in(pack, pattern, count=1):
-    """Files or folders of that name, once there are so many."""
+def wait_for(pack, pattern, count=1):
+    """Wait for `count` files or folders that match, and return them."""
     deadline = time.monotonic() + 120
-    while len(found := list(pack.glob(pattern))) < count:
+    while len(paths := list(pack.glob(pattern))) < count:
         assert time.monotonic() < deadline
         time.sleep(0.01)
-    return found
+    return paths
 
 
 def alive(group):
-    """Processes of the group, but those that only wait to be counted."""
-    found = []
+    """Ids of the group's processes, without zombies."""
+    ids = []
     for process in Path("/proc").glob("[0-9]*"):
         try:
-            state, _, its = (process / "stat").read_text().rpartition(")")[2].split()[:3]
-        except OSError:  # ended
+            state, _, its_group = (process / "stat").read_text().rpartition(")")[2].split()[:3]
+        except OSError:  # it ended
             continue
-        found += [process.name] if int(its) == group and state != "Z" else []
-    return found
+        if int(its_group) == group and state != "Z":
+            ids.append(process.name)
+    return ids
 
 
 def left_of(group, pack):
-    """Processes of the group and scratch folders in the pack: none, or those after ten seconds."""
+    """Processes of the group and scratch folders of the pack that remain after ten seconds."""
     deadline = time.monotonic() + 10
     while True:
         left = alive(group) + [file for file in pack.glob("*/*") if file.is_dir()]
@@ -597,20 +579,20 @@ def left_of(group, pack):
     ids=["all-INT", "first-TERM"],
 )
 def test_a_signal_ends_compiling_and_its_processes(tmp_path, send, number):
-    """Ctrl-C in a terminal reaches the workers too, a job scheduler's signal the first process alone."""
+    """Ctrl-C in a terminal reaches the workers too; a job scheduler signals only the parent."""
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     pack, file = tmp_path / "pack", tmp_path / "pack.json"
     with process(
         "compile", "--out", pack, "--jobs", "2", "--json", file, start_new_session=True
     ) as running:
-        found_in(pack, "*/*.so")
-        time.sleep(0.3)  # in the midst of the next
+        wait_for(pack, "*/*.so")
+        time.sleep(0.3)  # the next kernel compiles
         send(running.pid, number)
         sent = time.monotonic()
         output, complaints = running.communicate(timeout=60)
-        taken = time.monotonic() - sent
+        seconds = time.monotonic() - sent
     assert running.returncode == 128 + number, complaints
-    assert taken < 5  # 0.3 s on an idle machine
+    assert seconds < 5  # 0.3 s on an idle machine
     assert complaints == "interrupted: what follows is incomplete\n"
     written = json.loads(file.read_text())
     compiled = [one for one in written["results"] if one["status"] == "compiled"]
@@ -623,38 +605,28 @@ def test_a_signal_ends_compiling_and_its_processes(tmp_path, send, number):
 def test_a_killed_compile_leaves_no_process(tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     with process("compile", "--out", tmp_path, "--jobs", "2", start_new_session=True) as running:
-        found_in(tmp_path, "*/scratch-*")
+        wait_for(tmp_path, "*/scratch-*")
         running.kill()
     assert not left_of(running.pid, tmp_path)
 
 
-def test_a_worker_that_dies_takes_nothing_along_that_was_compiled(tmp_path):
+def test_a_killed_worker_loses_no_compiled_kernel(tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     pack = tmp_path / "pack"
-    with process(
-        "compile",
-        "--out",
-        pack,
-        "--jobs",
-        "1",
-        "--filter",
-        "flush",
-        "--json",
-        start_new_session=True,
-    ) as running:
-        found_in(pack, "*/*.so", 2)  # the first one's folder is gone by then
-        (scratch,) = found_in(pack, "*/scratch-*")
+    options = ("--jobs", "1", "--filter", "flush", "--json")
+    with process("compile", "--out", pack, *options, start_new_session=True) as running:
+        wait_for(pack, "*/*.so", 2)  # the first kernel's scratch folder no longer exists
+        (scratch,) = wait_for(pack, "*/scratch-*")
         os.kill(int(scratch.name.split("-")[1]), signal.SIGKILL)
         output, _ = running.communicate(timeout=60)
     assert running.returncode == 1
-    found = statuses(json.loads(output))
-    assert found[0] == "compiled"
-    assert found[-1] == "failed"
+    first, *_, last = statuses(json.loads(output))
+    assert (first, last) == ("compiled", "failed")
     assert json.loads(output)["results"][-1]["reason"] == "its process died"
 
 
 @pytest.mark.parametrize("columns", [40, 80, 120])
-def test_a_progress_bar_has_room_beside_the_longest_label(columns):
+def test_a_progress_bar_truncates_only_its_label(columns):
     shown = Console(file=StringIO(), width=columns)
     bar = pack.progress_bar(shown)
     longest = max((variant.label for variant in dispatch.shipped()), key=len)
@@ -666,28 +638,19 @@ def test_a_progress_bar_has_room_beside_the_longest_label(columns):
 def test_the_progress_bar_names_what_it_compiles(tmp_path):
     pytest.importorskip("cutlass", reason="needs nvidia-cutlass-dsl")
     ours, theirs = os.openpty()
-    arguments = [
-        "compile",
-        "--out",
-        tmp_path / "pack",
-        "--jobs",
-        "1",
-        "--filter",
-        "flush K=128",
-        "--limit",
-        "1",
-    ]
+    options = ("--jobs", "1", "--filter", "flush K=128", "--limit", "1")
+    arguments = ("compile", "--out", tmp_path / "pack", *options)
     with process(*arguments, stderr=theirs, env=dict(TERM="xterm", COLUMNS="40")) as running:
         os.close(theirs)
         shown = b""
-        with contextlib.suppress(OSError):  # how a terminal ends
+        with contextlib.suppress(OSError):  # the terminal closes
             while part := os.read(ours, 4096):
                 shown += part
     assert running.returncode == 0
     assert b"flush K=1" in shown
 
 
-def test_a_reader_that_leaves_takes_nothing_along(tmp_path):
+def test_a_reader_that_leaves_loses_no_results(tmp_path):
     with process(*CHECK, "--json", tmp_path / "x.json") as running:
         running.stdout.close()
         complaints = running.stderr.read()
@@ -720,7 +683,7 @@ def test_a_full_standard_output(arguments, kept):
 @pytest.mark.parametrize(
     "arguments", [["info"], ["--version"], ["--help"], ["check", "--help"], []], ids=" ".join
 )
-def test_a_full_standard_output_is_said_in_one_line(monkeypatch, capsys, arguments):
+def test_a_full_standard_output_is_reported_in_one_line(monkeypatch, capsys, arguments):
     with open("/dev/full", "w") as full:
         monkeypatch.setattr(sys, "stdout", full)
         with pytest.raises(SystemExit) as left:
@@ -751,10 +714,10 @@ def test_closed_streams(arguments, code, said):
     assert said or not found.stderr
 
 
-# ------------------------------------------------------------------------------------------------ terminals
+# ---------------------------------------------------------------- terminals
 
 
-def test_a_terminal_of_40_columns_folds_labels():
+def test_a_terminal_of_40_columns_wraps_labels():
     label = "decode-kda-h1x1-k16v16-t1-softplus-bf16-state_fp32-beta_logits"
     table = make_table("40 columns", "case", "us", "tokens/s")
     table.add_row(label, "123.4", "12345678")
@@ -766,7 +729,7 @@ def test_a_terminal_of_40_columns_folds_labels():
     assert "…" not in shown.getvalue()
 
 
-def test_a_locale_that_knows_ascii_alone(tmp_path):
+def test_an_ascii_locale(tmp_path):
     ascii_alone = dict(
         LC_ALL="C", PYTHONUTF8="0", PYTHONIOENCODING="ascii", PYTHONCOERCECLOCALE="0", NO_COLOR="1"
     )
@@ -796,7 +759,7 @@ def test_labels_and_paths_are_not_markup(tmp_path):
         (True, True, True, 143),
     ],
 )
-def test_codes_of_leaving(failed, lost, interrupted, code):
+def test_exit_codes(failed, lost, interrupted, code):
     report = Report("check", False, None)
     report.interrupted = signal.SIGTERM if interrupted else 0
     if lost:

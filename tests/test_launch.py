@@ -1,7 +1,6 @@
-"""The CuTe backend's host side on a CPU: launches are recorded in place of run, and every address in them is followed."""
+"""The CuTe backend's host code on a CPU: tests record launches and follow every address in them."""
 
 import itertools
-import math
 import random
 from types import SimpleNamespace
 
@@ -10,6 +9,7 @@ import pytest
 import torch
 
 import gated_delta as gd
+import kernel_calls as calls
 from gated_delta import api, compile, dispatch
 from gated_delta.call_cache import CallCache
 from gated_delta.kernels import arguments
@@ -26,23 +26,37 @@ from gated_delta.kernels.arguments import (
 from gated_delta.ops import OPERATIONS
 from gated_delta.ops import launch as shared
 from gated_delta.ops import prefill as on_host
-from gated_delta.problem import Problem
+from gated_delta.problem import BUFFER, Problem
+from kernel_calls import (
+    OPS,
+    SLOTS,
+    bf16,
+    buffer,
+    f32,
+    fp16,
+    i32,
+    i64,
+    ints,
+    packed_prompts,
+    pool,
+    prompt_states,
+    prompts,
+    tokens,
+    valid_call,
+)
+
+N, H, HV, P = calls.N, calls.H, calls.HV, calls.P
+T, K, V, D = calls.T, calls.K, calls.V, calls.D
 
 pytestmark = pytest.mark.skipif(compile.missing_packages() != (), reason="needs apache-tvm-ffi")
 
-N, H, HV, P = 3, 2, 4, 7
-T, K, V = 3, 64, 96  # of drafts
-D = 128  # K and V of prompts
-i32, i64, bf16, fp16, f32 = torch.int32, torch.int64, torch.bfloat16, torch.float16, torch.float32
-OPS = ("decode", "verify", "flush", "prefill")
-
 
 class Launches(list):
-    """Launches so far: pointers, strides and sizes of each; scale and bound after the pointers, but for flush."""
+    """(pointers, scale, bound, strides, sizes) of each launch; flush has no scale and bound."""
 
     def __init__(self):
         self.kernels = []
-        """What was launched."""
+        """The launched variants."""
 
     def clear(self):
         super().clear()
@@ -51,16 +65,16 @@ class Launches(list):
 
 @pytest.fixture
 def launches(monkeypatch):
-    made = Launches()
+    recorded = Launches()
 
     def load(variant, arch):
         operation = variant.kernel.partition("_")[0].title()
-        kinds = [getattr(arguments, operation + what) for what in ("Pointers", "Strides", "Sizes")]
+        kinds = [getattr(arguments, operation + kind) for kind in ("Pointers", "Strides", "Sizes")]
 
         def launch(pointers, *rest):
             *numbers, strides, sizes, stream = rest
-            made.append((kinds[0](*pointers), *numbers, kinds[1](*strides), kinds[2](*sizes)))
-            made.kernels.append(variant)
+            recorded.append((kinds[0](*pointers), *numbers, kinds[1](*strides), kinds[2](*sizes)))
+            recorded.kernels.append(variant)
 
         return launch
 
@@ -72,200 +86,60 @@ def launches(monkeypatch):
     monkeypatch.setattr(api, "_missing_for_cute", lambda op, problem, device: op.missing(problem))
     monkeypatch.setattr(shared, "_raw_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    return made
-
-
-# ------------------------------------------------------------------------------------------------ calls
+    return recorded
 
 
 def run(op, **call):
     return getattr(gd, op)(**call, backend="cute")
 
 
-def ints(*values, dtype=i32):
-    return torch.tensor(values, dtype=dtype)
+def facts_of(problem):
+    """The compile-time constants of a problem's variants."""
+    return [dict(variant.facts) for variant in dispatch.variants_of(problem)]
 
 
-def column(values, dtype):
-    """Indices at a stride of their own."""
-    return torch.stack([torch.as_tensor(values), torch.full((len(values),), 9)], 1).to(dtype)[:, 0]
+# ---------------------------------------------------------------- addresses
 
 
-def tokens(lead=(N, T), axis="head", dtype=bf16, K=K, V=V):
-    channels = (K,) if axis == "channel" else ()
-    return dict(
-        q=torch.randn(*lead, H, K).to(dtype),
-        k=torch.randn(*lead, H, K).to(dtype),
-        v=torch.randn(*lead, HV, V).to(dtype),
-        g=-torch.randn(*lead, HV, *channels).abs().to(dtype),
-        beta=torch.randn(*lead, HV).to(dtype),
-    )
-
-
-def prompts(lead=(N, 70), axis="head", dtype=bf16):
-    return tokens(lead, axis, dtype, D, D)
-
-
-def gated(call):
-    """With all that a gate may have, and a scale."""
-    g = call["g"]
-    return call | dict(
-        gate=gd.Gate.lower_bound(torch.randn(HV), torch.randn(g.shape[2:]).bfloat16(), -3.0),
-        scale=0.5,
-    )
-
-
-def strided(T, K, V, axis="head", spread_channels=True):
-    """q and v as slices of a fused projection, k apart, every other beta, out in a wider tensor with heads in front of tokens."""
-    channels = (K,) if axis == "channel" else ()
-    q, v = torch.randn(N, T, H * K + HV * V).bfloat16().split([H * K, HV * V], -1)
-    call = dict(
-        q=q.unflatten(-1, (H, K)),
-        k=torch.randn(N, T, 2 * H, K).bfloat16()[:, :, ::2],
-        v=v.unflatten(-1, (HV, V)),
-    )
-    g = (
-        torch.randn(N, T, HV, *channels, 3)[..., 1]
-        if spread_channels
-        else torch.randn(N, T, 2 * HV, *channels)[:, :, ::2]
-    )
-    wide = torch.zeros(N, HV, T, 2 * V).bfloat16().transpose(1, 2)
-    out = wide[..., ::2] if spread_channels else wide[..., :V]
-    return call | dict(g=g, beta=torch.randn(N, T, 2 * HV).half()[..., ::2], out=out)
-
-
-def normed(lead=(N, T), activation="silu", weight_dtype=fp16, eps=1e-5):
-    """A norm and its gate, whose memory lies between other numbers."""
-    weight = torch.randn(V, 2)[:, 1].to(weight_dtype)
-    return dict(
-        norm=gd.GatedNorm(weight, eps, activation),
-        z=torch.randn(*lead, HV, 3, V).bfloat16()[:, :, :, 1],
-    )
-
-
-def bits(x):
-    return int(numpy.float32(x).view(numpy.int32))
-
-
-def pool(dtype=bf16):
-    return torch.randn(P, HV, V, K).to(dtype)
-
-
-def states(slots=P, dtype=bf16):
-    return torch.randn(slots, HV, D, D).to(dtype)
-
-
-def buffer(rows=N, C=T, axis="head", layers=None):
-    made = gd.KVBuffer.empty(rows, C, H, HV, K, V, gate=axis, num_layers=layers)
-    for x in vars(made).values():
-        x.fill_(math.nan)
-    return made
-
-
-def bent_buffer(axis):
-    """One layer of a buffer, and every other head of another's k."""
-    layer = buffer(N + 1, T + 1, axis, layers=3).layer(1)
-    return gd.KVBuffer(
-        layer.u[:, 1:], torch.randn(N + 1, T, 2 * H, K)[:, :, ::2], layer.log_decay[:, 1:]
-    )
-
-
-def layers_anywhere(axis):
-    """Layers of the state behind its slots; of the buffer in the other direction, and every other head of its k."""
-    channels = (K,) if axis == "channel" else ()
-    shapes = (HV, V), (2 * H, K), (HV, *channels)
-    u, k, log_decay = (
-        torch.randn(T, N, 2, *rest).permute(2, 1, 0, 3, *range(4, 3 + len(rest))) for rest in shapes
-    )
-    return dict(
-        state=torch.randn(P, 2, HV, V, K).transpose(0, 1),
-        buffer=gd.KVBuffer(u, k[..., ::2, :], log_decay),
-    )
-
-
-ALL = torch.arange(N, dtype=i32)
-"""A slot for each sequence: an int for num_accepted does not say how many there are."""
-
-
-def good(op, axis="head"):
-    """A call for the tables below to bend."""
-    return {
-        "decode": lambda: dict(tokens(axis=axis), state=pool()),
-        "verify": lambda: dict(tokens(axis=axis), state=pool(), buffer=buffer(axis=axis)),
-        "flush": lambda: dict(
-            state=pool(), buffer=buffer(axis=axis), num_accepted=1, state_indices=ALL
-        ),
-        "prefill": lambda: dict(prompts(axis=axis), state=states()),
-    }[op]()
-
-
-def pieces(call):
-    """A call's tensors by the names that a launch has for them."""
-    found = {name: x for name, x in call.items() if isinstance(x, torch.Tensor)}
-    if (gate := call.get("gate")) is not None:
-        found |= {name: x for name, x in vars(gate).items() if isinstance(x, torch.Tensor)}
-    if (norm := call.get("norm")) is not None:
-        found |= dict(norm_weight=norm.weight)
-    if (kept := call.get("buffer")) is not None:
-        found |= {f"buffer_{part}": x for part, x in vars(kept).items()}
-    return found
-
-
-def changed(call, name, change):
-    """The call with another tensor in a place, which may be a part of its buffer."""
-    of, _, part = name.partition("_")
-    if of == "buffer" and name not in call:
-        return call | dict(
-            buffer=gd.KVBuffer(**vars(call["buffer"]) | {part: change(vars(call["buffer"])[part])})
-        )
-    return call | {name: change(call[name])}
-
-
-# ------------------------------------------------------------------------------------------------ addresses
-
-
-def follow(base, x, strides):
-    """Every element's address by base and strides (in bytes) is the tensor's own."""
+def check_addresses(base, x, strides):
+    """base and strides (in bytes) give the address of every element of x."""
     assert not any(strides[x.ndim :])
     strides = strides[: x.ndim]
-    for where in itertools.product(*(range(min(size, 3)) for size in x.shape[: len(strides)])):
-        assert (
-            base + sum(i * s for i, s in zip(where, strides, strict=True)) == x[where].data_ptr()
-        ), where
+    for index in itertools.product(*(range(min(size, 3)) for size in x.shape[: len(strides)])):
+        offset = sum(i * s for i, s in zip(index, strides, strict=True))
+        assert base + offset == x[index].data_ptr(), index
 
 
-def check(launch, given, **sizes):
-    """Every address, stride and kind of a launch is that of the tensors given, and of nothing where one is not; sizes: others."""
+def check_launch(launch, tensors, **sizes):
+    """Every address, stride and kind belongs to its tensor, or is 0 without one; sizes: others."""
     pointers, *_, strides, passed = launch
     dims = {}
     for tensor, letters in type(strides).dims.items():
-        assert letters == "".join(sorted(letters, key="njprthc".index)), (
-            tensor
-        )  # a dimension's letter is the kernel's name for it
+        assert letters == "".join(sorted(letters, key="njprthc".index)), tensor
         dims[tensor] = [getattr(strides, f"{tensor}_{letter}") for letter in letters]
-    assert set(given) <= set(dims)
+    assert set(tensors) <= set(dims)
     for name, steps in dims.items():
-        x, base = given.get(name), getattr(pointers, name)
+        x, base = tensors.get(name), getattr(pointers, name)
         if x is None:
             assert (base, *steps) == (0,) * (1 + len(steps)), name
             continue
         if name in ("q", "k", "v", "g", "beta", "z", "o") and len(x) == 1:
-            assert steps[0] == 0  # a packed sequence is found by its first token
-        if name == "checkpoints":  # of slots in a pool, or of sequences and their checkpoints
+            assert steps[0] == 0  # packed sequences start at their first token
+        if name == "checkpoints":  # slots of a pool, or per sequence and checkpoint
             n, j, p, h = steps
             assert (n, j) == (0, 0) if x.ndim == 4 else p == 0
             steps = [p, h] if x.ndim == 4 else [n, j, h]
         if getattr(passed, "layers", 1) > 1 and hasattr(pointers, f"{name}_l"):
             steps = [getattr(pointers, f"{name}_l"), *steps]
-        follow(base, x, steps)
+        check_addresses(base, x, steps)
     for field in passed._fields:
         if (name := field.removesuffix("_kind")) != field:
-            x, numbers = given.get(name), name in ("beta", "dt_bias", "norm_weight")
-            if numbers:
-                wanted = ABSENT if x is None else {bf16: BF16, fp16: FP16, f32: FP32}[x.dtype]
+            x = tensors.get(name)
+            if name in ("beta", "dt_bias", "norm_weight"):
+                kind = ABSENT if x is None else {bf16: BF16, fp16: FP16, f32: FP32}[x.dtype]
             else:
-                wanted = 0 if x is None else x.element_size() // 4
-            assert getattr(passed, field) == wanted, name
+                kind = 0 if x is None else x.element_size() // 4
+            assert getattr(passed, field) == kind, name
     assert all(hv * passed.qk_head_factor >> 30 == hv // (HV // H) for hv in range(HV))
     assert passed.HV == HV
     assert {name: getattr(passed, name) for name in sizes} == sizes
@@ -277,263 +151,84 @@ def test_qk_head_factor_replaces_a_division():
         assert all(hv * magic >> 30 == hv // group for hv in range(heads))
 
 
-CALLS = {
-    # a call of an axis; its sizes
-    "decode in a pool": (
-        lambda axis: (
-            gated(tokens(axis=axis))
-            | dict(
-                state=pool(), state_indices=ints(5, 1, -1), write_indices=ints(0, 2, 3, dtype=i64)
-            )
-        ),
-        dict(N=N, T=T, P=P, slots_per_sequence=0, update_state=1),
-    ),
-    "decode at strides of its own": (
-        lambda axis: (
-            strided(T, K, V, axis)
-            | dict(state=torch.randn(P, 2 * HV, V, K)[:, ::2], update_state=False)
-            | dict(intermediate_states=torch.randn(N + 1, T + 2, HV + 1, V, K)[:, 1:, :HV])
-        ),
-        dict(N=N, T=T, update_state=0),
-    ),
-    "decode to an output of its own": (
-        lambda axis: (
-            tokens(axis=axis)
-            | dict(v=torch.randn(N, HV, T, V).bfloat16().transpose(1, 2), state=pool())
-        ),
-        dict(N=N, T=T),
-    ),
-    "decode of packed tokens with a slot for each": (  # no more tokens than there are slots
-        lambda axis: (
-            gated(tokens((1, 9), axis, fp16))
-            | dict(
-                beta=torch.randn(1, 9, HV),
-                cu_seqlens=ints(0, 4, 8, dtype=i64),
-                num_accepted=ints(1, 9),
-                state=pool(),
-            )
-            | dict(state_indices=torch.arange(P).int().expand(2, P)[:, :5].contiguous())
-        ),
-        dict(N=2, T=5, total=9, slots_per_sequence=5),
-    ),
-    **{
-        f"decode with rows of intermediate states, {dtype}": (  # fewer rows than sequences
-            lambda axis, dtype=dtype: (
-                tokens(axis=axis)
-                | dict(state=pool(), intermediate_states=torch.randn(2, T + 1, HV, V, K).bfloat16())
-                | dict(intermediate_indices=column([1, -1, 0], dtype))
-            ),
-            dict(N=N, T=T),
-        )
-        for dtype in (i32, i64)
-    },
-    "verify in a pool": (
-        lambda axis: (
-            gated(tokens(axis=axis))
-            | dict(state=pool(), state_indices=ints(5, 1, -1), beta_logits=True)
-            | dict(buffer=buffer(5, 6, axis), buffer_indices=ints(4, -1, 0, dtype=i64))
-        ),
-        dict(N=N, T=T, P=P, C=6, group_size=HV // H, beta_logits=1),
-    ),
-    "verify at strides of its own": (
-        lambda axis: (
-            strided(T, K, V, axis)
-            | dict(state=torch.randn(P, 2 * HV, V, K)[:, ::2], buffer=bent_buffer(axis))
-        ),
-        dict(N=N, T=T, beta_logits=0),
-    ),
-    "verify of packed tokens": (  # no more tokens than fit in a row of the buffer
-        lambda axis: (
-            tokens((1, 9), axis, fp16)
-            | dict(cu_seqlens=ints(0, 4, 8, dtype=i64), state=pool(), buffer=buffer(2, 5, axis))
-        ),
-        dict(N=2, T=5, total=9, C=5),
-    ),
-    **{
-        f"{op} of {tokens_of} tokens with a norm": (
-            lambda axis, op=op, lead=lead, rest=rest: (
-                good(op, axis) | tokens(lead, axis) | normed(lead, "sigmoid") | rest
-            ),
-            dict(norm_eps=bits(1e-5), norm_sigmoid=1),
-        )
-        for op in ("decode", "verify")
-        for tokens_of, lead, rest in (
-            ("N x T", (N, T), {}),
-            ("one sequence's", (1, T), {}),
-            ("packed", (1, 9), dict(cu_seqlens=ints(0, 3, 6, 9))),
-        )
-    },
-    **{
-        f"flush of one layer by {count}": (
-            lambda axis, count=count: dict(
-                state=pool(),
-                buffer=buffer(N, 5, axis),
-                num_accepted=count,
-                state_indices=ALL.clone(),
-            ),
-            dict(layers=1, N=N, P=P, C=5, num_accepted_all=min(count, 5)),
-        )
-        for count in (0, 1, 2**40)
-    },
-    **{
-        f"flush of layers by numbers on the device, {dtype}": (  # fewer sequences than the buffer has rows
-            lambda axis, dtype=dtype, other=other: dict(
-                state=torch.randn(2, P, HV + 1, V, K)[:, :, 1:],
-                buffer=buffer(N + 2, 4, axis, layers=2),
-                num_accepted=torch.arange(2 * N, dtype=dtype)[::2],
-                write_indices=torch.arange(3 * N, dtype=dtype)[::3],
-                state_indices=column([0, 2, 4], other),
-                buffer_indices=column([1, 3, 5], other),
-            ),
-            dict(layers=2, N=N, P=P, C=4),
-        )
-        for dtype, other in ((i32, i64), (i64, i32))
-    },
-    "flush of layers that lie anywhere": (
-        lambda axis: layers_anywhere(axis) | dict(num_accepted=1, state_indices=ALL.clone()),
-        dict(layers=2, N=N, C=T),
-    ),
-    "prefill from states of their own": (
-        lambda axis: (
-            gated(prompts(axis=axis))
-            | dict(initial_state=states(N), output_final_state=True, beta_logits=True)
-        ),
-        dict(
-            N=N,
-            T=70,
-            total=0,
-            chunk_slots=2 * N,
-            H=H,
-            segments=1,
-            beta_logits=1,
-            sms=on_host.H200_SMS,
-        ),
-    ),
-    **{
-        f"prefill of packed prompts in a pool, {dtype}": (  # with padding heads
-            lambda axis, dtype=dtype, other=other: (
-                prompts((1, 150), axis, fp16)
-                | dict(
-                    beta=torch.randn(1, 150, HV),
-                    cu_seqlens=column([0, 5, 140], dtype),
-                    state_indices=column([4, -1], other),
-                )
-                | dict(
-                    state=torch.randn(P, HV + 1, D, D)[:, 1:],
-                    has_initial_state=torch.tensor([True, True, False])[::2],
-                )
-            ),
-            dict(N=2, T=0, total=150, chunk_slots=150 // CHUNK + 2),
-        )
-        for dtype, other in ((i32, i64), (i64, i32))
-    },
-    "prefill at strides of its own": (
-        lambda axis: strided(70, D, D, axis, spread_channels=False),
-        dict(N=N, T=70),
-    ),
-    "prefill to final states from zeros": (
-        lambda axis: prompts(axis=axis) | dict(output_final_state=True),
-        dict(N=N),
-    ),
-    "prefill with checkpoints in slots": (
-        lambda axis: (
-            prompts(axis=axis)
-            | dict(
-                state=torch.randn(P, 2 * HV, D, D)[:, ::2],
-                checkpoint_lens=torch.zeros(4, N).int()[::2].T,
-            )
-            | dict(checkpoint_indices=torch.full((N, 2), -1))
-        ),
-        dict(checkpoints_per_sequence=2),
-    ),
-    **{
-        f"prefill with checkpoints beside {name}": (
-            lambda axis, name=name: (
-                prompts(axis=axis)
-                | {name: states(N), "checkpoint_lens": torch.zeros(N, 3, dtype=i64)}
-                | dict(checkpoints=torch.zeros(N, 6, HV + 1, D, D).bfloat16()[:, ::2, 1:])
-            ),
-            dict(checkpoints_per_sequence=3),
-        )
-        for name in ("state", "initial_state")
-    },
-    **{
-        f"prefill with checkpoints in rows of a tensor beside {name}": (
-            lambda axis, name=name: (
-                prompts(axis=axis)
-                | {name: states(N), "checkpoint_lens": torch.zeros(N, 3, dtype=i64)}
-                | dict(checkpoints=torch.zeros(10, HV + 1, D, D).bfloat16()[::2, 1:])
-                | dict(checkpoint_indices=torch.full((3, N), -1).int().T)
-            ),
-            dict(checkpoints_per_sequence=3),
-        )
-        for name in ("state", "initial_state")
-    },
-    "prefill without checkpoints": (
-        lambda axis: prompts(axis=axis) | dict(state=states()),
-        dict(checkpoints_per_sequence=0),
-    ),
-}
+def tensors_of_prefill(call, result, o):
+    """A prefill's tensors by the names of its strides; checks the type of a final state."""
+    tensors, (_, final) = calls.tensors_of(call) | dict(o=o), result
+    state, initial = tensors.pop("state", None), tensors.get("initial_state")
+    assert (final is not None) == call.get("output_final_state", False)
+    if final is not None:
+        dtype = f32 if initial is None else initial.dtype
+        assert (final.dtype, final.shape) == (dtype, (N, HV, D, D))
+    if state is not None:
+        initial = final = state
+        if "checkpoint_indices" in tensors:
+            tensors = dict(checkpoints=state) | tensors
+    return tensors | dict(initial_state=initial, final_state=final)
 
 
-@pytest.mark.parametrize("name", CALLS)
+@pytest.mark.parametrize("name", calls.CALLS)
 def test_every_address_is_the_tensors_own(launches, monkeypatch, name, axis):
-    """Of a new call, and of a known one with other tensors, which is not described again; every kernel gets the same."""
-    (make, sizes), op = CALLS[name], name.split()[0]
-    kept = []
+    """On a miss and on a hit with other tensors; all kernels of a call get the same arguments."""
+    make, op = calls.CALLS[name], name.split("_")[0]
+    recorded, alive = [], []
     for _ in range(2):
         launches.clear()
-        call = make(axis)
-        made = run(op, **call)
-        given = pieces(call) | (
-            {} if op == "flush" else dict(o=made[0] if op == "prefill" else made)
-        )
-        if (out := given.pop("out", None)) is not None:
-            assert given["o"] is out
+        call, sizes = make(axis)
+        result = run(op, **call)
+        tensors, o = calls.tensors_of(call), result
         if op == "prefill":
-            state, initial = given.pop("state", None), given.get("initial_state")
-            assert (made[1] is not None) == call.get("output_final_state", False)
-            assert made[1] is None or (made[1].dtype, made[1].shape) == (
-                f32 if initial is None else initial.dtype,
-                (N, HV, D, D),
-            )
-            given |= dict(
-                initial_state=initial if state is None else state,
-                final_state=made[1] if state is None else state,
-            )
-            given = (dict(checkpoints=state) if "checkpoint_indices" in given else {}) | given
-            kinds = [dict(some.facts).get("checkpoints") for some in launches.kernels]
-            assert kinds == [None, "checkpoint_lens" in given]
+            o = result[0]
+            tensors = tensors_of_prefill(call, result, o)
+            options = [dict(some.facts).get("checkpoints") for some in launches.kernels]
+            assert options == [None, "checkpoint_lens" in tensors]
+        elif op != "flush":
+            tensors |= dict(o=o)
+        if (out := tensors.pop("out", None)) is not None:
+            assert o is out
         assert all(launch == launches[0] for launch in launches)
-        check(launches[0], given, **sizes)
+        check_launch(launches[0], tensors, **sizes)
         if op != "flush":
             scale, bound = launches[0][1:3]
             assert scale == (0.5 if "scale" in call else call["q"].shape[-1] ** -0.5)
             assert "gate" not in call or bound == -3.0
-        kept.append((call, made, launches[0]))
+        recorded.append(launches[0])
+        alive.append((call, result))  # else the second call would reuse the memory
         monkeypatch.setattr(OPERATIONS[op], "describe", None)
-    assert kept[0][2][1:] == kept[1][2][1:]
+    assert recorded[0][1:] == recorded[1][1:]
 
 
-def test_known_calls_at_addresses_of_their_own(launches):
-    """The slots of interleaved views of one allocation, whose ranges overlap; each set of addresses is checked once."""
+@pytest.mark.parametrize("name", calls.CALLS)
+def test_explain_passes_the_arguments_of_the_call(monkeypatch, name, axis):
+    """The call passes them by position, explain by name."""
+    call, op = calls.CALLS[name](axis)[0], OPERATIONS[name.split("_")[0]]
+    passed = []
+    monkeypatch.setattr(api, "run", lambda op, *arguments: passed.append(op.arguments(*arguments)))
+    monkeypatch.setattr(api, "_route", lambda op, a: passed.append(a))
+    run(op.name, **call)
+    gd.explain(op.name, **call, backend="cute")
+    for field, by_position, by_name in zip(op.arguments._fields, *passed, strict=True):
+        assert by_position is by_name, field
+
+
+def test_hits_at_other_addresses_are_checked_once(launches):
+    """v and out, and a pool's slots, are interleaved: only their ranges overlap."""
     call, wide = tokens(), torch.randn(P, 2, HV, V, K).bfloat16()
     fused = [torch.zeros(N, T, 2 * HV, V).bfloat16() for _ in range(2)]
     for both in fused:
         for _ in range(2):
             run("decode", **{**call, "v": both[:, :, ::2]}, state=wide[:, 0], out=both[:, :, 1::2])
-    assert [launch[0].o for launch in launches] == [
-        x[:, :, 1::2].data_ptr() for x in fused for _ in range(2)
-    ]
-    ((_, known),) = OPERATIONS["decode"].calls._calls.popitem()[1].latest
-    assert len(known.placement.known) == 2
+    expected = [x[:, :, 1::2].data_ptr() for x in fused for _ in range(2)]
+    assert [launch[0].o for launch in launches] == expected
+    ((_, launch),) = OPERATIONS["decode"].calls._calls.popitem()[1].latest
+    assert len(launch.placement.known) == 2
+
+
+# ---------------------------------------------------------------- schedules without prefill
 
 
 @pytest.mark.parametrize(("N", "prefetched"), [(1, 1), (40, 40), (112, 0), (200, 200), (260, 0)])
-def test_small_launches_prefetch_their_states_but_where_it_was_measured_to_cost(
-    launches, N, prefetched
-):
-    """Of bf16 GDN with 128 KiB a sequence: not from 14 to 24 MiB, nor past 1024 heads."""
+def test_launches_that_prefetch_their_states(launches, N, prefetched):
+    """bf16 GDN, 128 KiB a sequence: up to 1024 heads, but not from 14 to 24 MiB."""
     run("decode", **tokens((N, 1), K=128, V=128), state=torch.zeros(N, HV, 128, 128).bfloat16())
     assert launches[0][-1].prefetch_sequences == prefetched
 
@@ -542,61 +237,52 @@ def test_small_launches_prefetch_their_states_but_where_it_was_measured_to_cost(
 @pytest.mark.parametrize(
     ("K", "V"), [(128, 128), (128, 32), (96, 192), (64, 256), (64, 96), (16, 64)], ids=str
 )
-def test_blocks_share_a_heads_rows_evenly(op, K, V):
+def test_blocks_divide_the_rows_of_a_head(op, K, V):
     operation = OPERATIONS[op]
     for axis, state_dtype, T in itertools.product(("head", "channel"), (bf16, f32), (1, 4)):
-        problem = Problem(
-            op, axis, 2, 4, K, V, T, state_dtype=state_dtype, dtype=bf16, g_dtype=bf16
-        )
-        for heads in (1, 8, 100, 150, 200, 300, 500, 1000, 5000):
-            plan = operation.plan(problem, heads, heads * T)
+        dtypes = dict(state_dtype=state_dtype, dtype=bf16, g_dtype=bf16)
+        problem = Problem(op, axis, 2, 4, K, V, T, **dtypes)
+        for sequences in (1, 8, 100, 150, 200, 300, 500, 1000, 5000):
+            plan = operation.plan(problem, sequences, sequences * T)
             assert V % operation.block_rows(problem, plan.schedule) == 0
             assert plan.variants[0] in operation.variants(problem)
 
 
 @pytest.mark.parametrize("op", ["decode", "verify"])
-def test_a_norm_takes_other_kernels_than_a_call_without_one(launches, op):
-    """But its weight, eps and activation do not: they are arguments."""
-    for some in (
-        {},
-        normed(),
-        normed(weight_dtype=bf16),
-        normed(activation="sigmoid"),
-        normed(eps=1e-3),
-    ):
-        run(op, **good(op) | some)
-    bare, *fused = (dict(some.facts) for some in launches.kernels)
-    assert "norm" not in bare
+def test_a_norm_needs_another_kernel(launches, op):
+    """Its weight, eps and activation are run-time arguments."""
+    norms = [calls.norm_and_z(**options) for options in NORMS]
+    for norm in ({}, *norms):
+        run(op, **valid_call(op) | norm)
+    without, *fused = (dict(variant.facts) for variant in launches.kernels)
+    assert "norm" not in without
     assert fused[0]["norm"] is True
     assert all(facts == fused[0] for facts in fused)
 
 
+NORMS = [{}, dict(weight_dtype=bf16), dict(activation="sigmoid"), dict(eps=1e-3)]
+
+
 @pytest.mark.parametrize("K", [8, 64, 96, 128])
-def test_a_block_or_a_cluster_has_a_whole_head_for_a_norm(K):
-    """Of every V and schedule; within what a block and a cluster may have."""
+def test_a_norm_has_a_block_or_cluster_per_head(K):
+    """For every V and schedule, within the limits of a block and a cluster."""
     facts = dict(gate="log", dtype=bf16, g_dtype=bf16, options=frozenset({"norm"}))
     for V, axis, state_dtype, T in itertools.product(
         range(32, 257, 32), ("head", "channel"), (f32, bf16), (1, 3, 16)
     ):
-        for some in dispatch.variants_of(
-            Problem("decode", axis, 1, 1, K, V, T, state_dtype=state_dtype, **facts)
-        ):
-            made = dict(some.facts)
-            tile = made["chunks"] * arguments.tile_rows(K, made["rows"], made["threads"])
-            blocks, rest = divmod(V, tile)
-            assert (rest, tile % 32) == (0, 0)  # the norm's loops take 32 rows of a block at once
-            assert 1 <= blocks <= 8  # more of a cluster run on some devices only
-            assert made["threads"] >= 64  # with one warp, no thread were left for KDA's decays
-            assert (
-                made.get("blocks_per_sm", 1) * made["threads"] <= 1024
-            )  # as many as a block may have
-            assert made.get("prefetch_chunks", 1) <= made["chunks"]
-        for some in dispatch.variants_of(
-            Problem("verify", axis, 1, 1, K, V, T, state_dtype=state_dtype, **facts)
-        ):
-            made = dict(some.facts)
-            assert made["rows"] * made["threads"] == 32 * V
-            assert made["threads"] <= 512
+        sizes = (axis, 1, 1, K, V, T)
+        for variant in facts_of(Problem("decode", *sizes, state_dtype=state_dtype, **facts)):
+            threads = variant["threads"]
+            rows = variant["chunks"] * arguments.tile_rows(K, variant["rows"], threads)
+            blocks, rest = divmod(V, rows)
+            assert (rest, rows % 32) == (0, 0)  # the norm's loops take 32 rows of a block at once
+            assert 1 <= blocks <= 8  # only some devices run larger clusters
+            assert threads >= 64  # one warp computes KDA's decays
+            assert variant.get("blocks_per_sm", 1) * threads <= 1024  # CUDA's limit of a block
+            assert variant.get("prefetch_chunks", 1) <= variant["chunks"]
+        for variant in facts_of(Problem("verify", *sizes, state_dtype=state_dtype, **facts)):
+            assert variant["rows"] * variant["threads"] == 32 * V
+            assert variant["threads"] <= 512
     for op in ("decode", "verify"):
         problem = Problem(op, "head", 1, 1, K, 288, 1, state_dtype=bf16, **facts)
         assert OPERATIONS[op].missing(problem) == ["V up to 256 with a norm, got 288"]
@@ -604,29 +290,27 @@ def test_a_block_or_a_cluster_has_a_whole_head_for_a_norm(K):
 
 @pytest.mark.parametrize("options", [frozenset(), frozenset({"norm"})], ids=str)
 def test_a_warp_of_verify_has_no_more_rows_than_lanes(options):
-    """A lane takes one row through the tokens; a block's rows divide V, and with a norm are all of it."""
+    """Each lane processes one row. A block's rows divide V; with a norm they are all of V."""
     facts = dict(gate="log", dtype=bf16, g_dtype=bf16, options=options)
     for V, axis, state_dtype, T in itertools.product(
         range(32, 257, 32), ("head", "channel"), (f32, bf16), (1, 3, 7, 16)
     ):
-        for some in dispatch.variants_of(
-            Problem("verify", axis, 1, 1, 128, V, T, state_dtype=state_dtype, **facts)
-        ):
-            made = dict(some.facts)
-            assert made["rows"] in (16, 32)
-            assert V % (made["rows"] * made["threads"] // 32) == 0
+        problem = Problem("verify", axis, 1, 1, 128, V, T, state_dtype=state_dtype, **facts)
+        for variant in facts_of(problem):
+            assert variant["rows"] in (16, 32)
+            assert V % (variant["rows"] * variant["threads"] // 32) == 0
 
 
 @pytest.mark.parametrize("state_dtype", [bf16, torch.float16, f32], ids=str)
 @pytest.mark.parametrize("norm", [frozenset(), frozenset({"norm"})], ids=str)
-def test_a_verify_computes_pairs_in_one_way_whatever_its_batch_and_longest_draft(norm, state_dtype):
-    """The two ways differ in bits."""
+def test_verify_has_one_way_to_compute_pairs(norm, state_dtype):
+    """For any batch and longest draft: the bits depend on it."""
     facts = dict(gate="log", dtype=bf16, g_dtype=bf16, options=norm, state_dtype=state_dtype)
     of_channel, of_head = (
         {
-            dict(some.facts).get("mma_pairs", False)
+            variant.get("mma_pairs", False)
             for T in range(1, 17)
-            for some in dispatch.variants_of(Problem("verify", axis, 1, 1, 128, 128, T, **facts))
+            for variant in facts_of(Problem("verify", axis, 1, 1, 128, 128, T, **facts))
         }
         for axis in ("channel", "head")
     )
@@ -635,111 +319,28 @@ def test_a_verify_computes_pairs_in_one_way_whatever_its_batch_and_longest_draft
 
 
 @pytest.mark.parametrize(
-    ("given", "passed"),
+    ("null_index", "passed"),
     [(-1, -1), (0, 0), (5, 5), (2**40, 2**31 - 1), (numpy.int64(2), 2)],
     ids=str,
 )
-def test_null_index_is_a_number_of_the_launch(launches, given, passed):
-    """Of every operation; it needs no other kernels."""
-    found = []
-    for null_index in (given, -1):
+def test_null_index_is_a_run_time_argument(launches, null_index, passed):
+    """Of every operation; the kernels stay the same."""
+    kernels = []
+    for given, expected in ((null_index, passed), (-1, -1)):
         launches.clear()
         for op in OPS:
-            run(op, **good(op) | dict(state_indices=ALL), null_index=null_index)
-        found.append(({launch[-1].null_index for launch in launches}, list(launches.kernels)))
-    assert found == [({passed}, launches.kernels), ({-1}, launches.kernels)]
+            run(op, **valid_call(op) | dict(state_indices=SLOTS), null_index=given)
+        assert {launch[-1].null_index for launch in launches} == {expected}
+        kernels.append(list(launches.kernels))
+    assert kernels[0] == kernels[1]
 
 
-# ------------------------------------------------------------------------------------------------ known calls
-
-
-def softplus():
-    return gd.Gate.softplus(torch.zeros(HV))
-
-
-def checkpointed(count=1, dtype=i32, slots=i64):
-    return dict(
-        checkpoint_lens=torch.zeros(N, count, dtype=dtype),
-        checkpoint_indices=torch.full((N, count), -1, dtype=slots),
-    )
-
-
-def others(op):
-    """What makes a call another one."""
-    if op == "flush":
-        return [
-            dict(num_accepted=0),
-            dict(num_accepted=2),
-            dict(num_accepted=torch.ones(N, dtype=i32)),
-            dict(num_accepted=torch.ones(N, dtype=i64)),
-            dict(state_indices=torch.arange(N)),
-            dict(write_indices=torch.arange(N)),
-            dict(buffer_indices=torch.arange(N)),
-            dict(buffer_indices=torch.arange(N - 1), state_indices=None),
-            dict(state=pool(f32)),
-            dict(state=pool()[None], buffer=buffer(layers=1)),
-        ]
-    first = good(op)
-    found = [
-        dict(qk_l2norm=False),
-        dict(beta_logits=True),
-        dict(scale=1.0),
-        dict(gate=softplus()),
-        dict(gate=gd.Gate.lower_bound(torch.zeros(HV), bound=-4.0)),
-        dict(state_indices=torch.arange(N)),
-        dict(state_indices=ALL),
-        dict(state_indices=torch.arange(N), null_index=0),
-        dict(state=first["state"].float()),
-        dict(beta=first["beta"].float()),
-        dict(out=torch.empty_like(first["v"])),
-    ]
-    if op != "prefill":
-        found += [
-            normed(),
-            normed(weight_dtype=f32),
-            normed(activation="sigmoid"),
-            normed(eps=1e-6),
-        ]
-        found.append(dict(norm=gd.GatedNorm(torch.ones(V), 1e-5), z=first["v"]))
-    if op == "decode":
-        steps = pool()[:N, None].expand(-1, T, -1, -1, -1).clone()
-        found += [dict(update_state=False), dict(intermediate_states=steps)]
-        found += [dict(intermediate_states=steps, intermediate_indices=torch.arange(N))]
-    elif op == "verify":
-        found += [
-            dict(buffer_indices=torch.arange(N)),
-            dict(buffer=buffer(N + 1)),
-            dict(buffer=buffer(C=T + 1)),
-        ]
-    else:
-        own = [dict(), dict(output_final_state=True), dict(initial_state=states(N))]
-        own += [
-            dict(initial_state=states(N), output_final_state=True),
-            dict(initial_state=states(N, f32)),
-        ]
-        found += [
-            dict(has_initial_state=torch.ones(N, dtype=torch.bool)),
-            *(dict(state=None, **some) for some in own),
-        ]
-        found += [checkpointed(), checkpointed(slots=i32), checkpointed(dtype=i64), checkpointed(2)]
-        found += [dict(checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=states(N).unsqueeze(1))]
-        found += [
-            prompts((1, 70)),
-            *(
-                prompts((1, 70)) | dict(cu_seqlens=torch.tensor(ends))
-                for ends in ([0, 70], [0, 7, 70])
-            ),
-        ]
-        found += [
-            prompts((1, 70)) | dict(cu_seqlens=torch.tensor([0, 7, 70]), max_seqlen=longest)
-            for longest in (63, 64)
-        ]
-    return found
+# ---------------------------------------------------------------- the call cache
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_what_makes_a_call_another_one(launches, op):
-    first, changes = good(op), others(op)
+def test_calls_that_need_another_cache_entry(launches, op):
+    first, changes = valid_call(op), calls.new_entries(op)
     for change in ({}, *changes, *changes):
         run(op, **first | change)
     assert len(OPERATIONS[op].calls) == 1 + len(changes)
@@ -753,53 +354,43 @@ INDICES |= dict(flush=["num_accepted", "state_indices", "write_indices", "buffer
 
 
 @pytest.mark.parametrize("op", INDICES)
-def test_one_index_tensor_is_not_taken_for_another(launches, op):
-    """Calls that differ only in which one is given."""
+def test_index_tensors_are_not_confused(launches, op):
+    """Calls that differ only in the index tensor that they pass."""
     for name in INDICES[op]:
-        run(op, **good(op) | {"state_indices": None, name: torch.arange(N)})
-    given = [[bool(getattr(made[0], name)) for name in INDICES[op]] for made in launches]
-    assert given == [[name == other for other in INDICES[op]] for name in INDICES[op]]
+        run(op, **valid_call(op) | {"state_indices": None, name: torch.arange(N)})
+    passed = [[bool(getattr(launch[0], name)) for name in INDICES[op]] for launch in launches]
+    assert passed == [[name == other for other in INDICES[op]] for name in INDICES[op]]
 
 
-def test_a_pool_is_not_taken_for_initial_states(launches):
-    call, given = prompts(), states(N)
+def test_a_pool_is_not_confused_with_initial_states(launches):
+    call, states = prompts(), prompt_states(N)
     for name in ("state", "initial_state"):
-        run("prefill", **call, **{name: given})
-    made = [(made[0].initial_state, made[0].final_state) for made in launches[1::2]]
-    assert made == [(given.data_ptr(), given.data_ptr()), (given.data_ptr(), 0)]
-
-
-def within(x, like, offset=0):
-    """A tensor of like's shape and dtype in x's memory."""
-    return x.flatten().view(like.dtype)[offset : offset + like.numel()].view(like.shape)
+        run("prefill", **call, **{name: states})
+    passed = [(launch[0].initial_state, launch[0].final_state) for launch in launches[1::2]]
+    assert passed == [(states.data_ptr(), states.data_ptr()), (states.data_ptr(), 0)]
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_a_known_call_at_addresses_that_overlap_is_refused(launches, op):
-    """The same shapes come first with tensors apart, then with out, the pool or the buffer overlapping another tensor."""
+def test_a_hit_with_overlapping_tensors_is_refused(launches, op):
+    """A first call has no overlap; then out, the pool or the buffer overlaps another tensor."""
+    overlay = calls.overlay
     call, state = tokens(V=64), torch.randn(P, HV, 64, K).bfloat16()
-    out, kept, counts = (
-        torch.zeros_like(call["v"]),
-        gd.KVBuffer.empty(N, T, H, HV, K, 64),
-        torch.ones(N, dtype=i32),
-    )
-    both = torch.zeros(2 * out.numel()).bfloat16()
-    in_the_pool = gd.KVBuffer(within(state, kept.u), kept.k, kept.log_decay)
-    first, *overlapping = {
-        "decode": (dict(call, state=state, out=out), dict(out=within(state, out, 128))),
-        "prefill": (dict(call, state=state, out=out), dict(out=within(state, out, 128))),
-        "verify": (
-            dict(call, state=state, buffer=kept, out=out),
-            dict(out=within(state, out, 128)),
-            dict(buffer=in_the_pool),
-        ),
-        "flush": (
-            dict(state=state, buffer=kept, num_accepted=counts),
-            dict(num_accepted=within(state, counts, 2)),
-        ),
-    }[op]
-    if op != "flush":
-        overlapping.append(dict(v=within(both, out), out=within(both, out, out.numel() - 16)))
+    out, parts = torch.zeros_like(call["v"]), gd.KVBuffer.empty(N, T, H, HV, K, 64)
+    if op == "flush":
+        counts = torch.ones(N, dtype=i32)
+        first = dict(state=state, buffer=parts, num_accepted=counts)
+        overlapping = [dict(num_accepted=overlay(state, counts, 2))]
+    else:
+        both = torch.zeros(2 * out.numel()).bfloat16()
+        first = dict(call, state=state, out=out)
+        overlapping = [
+            dict(out=overlay(state, out, 128)),
+            dict(v=overlay(both, out), out=overlay(both, out, out.numel() - 16)),
+        ]
+    if op == "verify":
+        first["buffer"] = parts
+        in_pool = gd.KVBuffer(overlay(state, parts.u), parts.k, parts.log_decay)
+        overlapping.append(dict(buffer=in_pool))
     run(op, **first)
     before = len(launches)
     for change in overlapping:
@@ -808,79 +399,48 @@ def test_a_known_call_at_addresses_that_overlap_is_refused(launches, op):
     assert len(launches) == before
 
 
-# ------------------------------------------------------------------------------------------------ what kernels do not take
+# ---------------------------------------------------------------- unsupported calls
 
-
-def off(x):
-    """A copy of x that starts one element off a 16-byte boundary."""
-    storage = torch.zeros(x.numel() + 8, dtype=x.dtype)
-    assert storage.data_ptr() % 16 == 0
-    return storage[1 : 1 + x.numel()].view(x.shape).copy_(x)
-
-
-def wider(x, by):
-    """A copy of x whose last dimension lies in a wider one."""
-    return torch.zeros(*x.shape[:-1], x.shape[-1] + by, dtype=x.dtype)[..., : x.shape[-1]].copy_(x)
-
-
-def apart(x):
-    return torch.zeros(*x.shape[:-1], 2 * x.shape[-1], dtype=x.dtype)[..., ::2].copy_(x)
-
-
-def steps():
-    return torch.zeros(N, T, HV, V, K).bfloat16()
-
-
-EXTRA = {
-    "intermediate_states": lambda call: call | dict(intermediate_states=steps()),
-    "initial_state": lambda call: call | dict(state=None, initial_state=states(N)),
-    "checkpoints": lambda call: (
-        call | dict(checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=states(N).unsqueeze(1))
-    ),
-    "out": lambda call: call | dict(out=torch.zeros_like(call["v"])),
-    "z": lambda call: call | normed(),
-}
-"""Calls with an argument that is not in every one."""
 ROWS, QK, VALUES = "V rows", "rows of q and k", "rows of v and out"
+off, padded = calls.misaligned, calls.padded_rows
 MISALIGNED = [
-    # operation, tensor, how it lies, what is missing then, if anything is
+    # operation, tensor, change, the missing requirement or None
     *(("decode", name, off, None) for name in ("q", "k", "v", "g", "beta", "z", "out")),
     *(
-        ("decode", name, how, ROWS)
+        ("decode", name, change, ROWS)
         for name in ("state", "intermediate_states")
-        for how in (off, lambda x: wider(x, 4))
+        for change in (off, padded)
     ),
     *(("verify", name, off, None) for name in ("q", "v", "g", "z", "buffer_u", "buffer_log_decay")),
-    *(("verify", "state", how, ROWS) for how in (off, lambda x: wider(x, 4))),
-    *(("verify", "buffer_k", how, "rows of k") for how in (off, lambda x: wider(x, 1))),
+    *(("verify", "state", change, ROWS) for change in (off, padded)),
+    *(("verify", "buffer_k", change, "rows of k") for change in (off, lambda x: padded(x, 1))),
     *(("flush", name, off, None) for name in ("buffer_u", "buffer_k", "buffer_log_decay")),
     ("flush", "state", off, ROWS),
-    *(
-        ("prefill", name, off, words)
-        for name, words in (("q", QK), ("k", QK), ("v", VALUES), ("out", VALUES), ("beta", None))
-    ),
+    *(("prefill", name, off, QK) for name in ("q", "k")),
+    *(("prefill", name, off, VALUES) for name in ("v", "out")),
+    ("prefill", "beta", off, None),
     *(("prefill", name, off, ROWS) for name in ("state", "initial_state", "checkpoints")),
-    *(("prefill", name, lambda x: wider(x, 4), ROWS) for name in ("state", "checkpoints")),
-    ("prefill", "out", apart, VALUES),
+    *(("prefill", name, padded, ROWS) for name in ("state", "checkpoints")),
+    ("prefill", "out", calls.spread_channels, VALUES),
+    ("prefill", "g", off, "KDA's g"),
 ]
 
 
-@pytest.mark.parametrize(
-    ("op", "name", "how", "missing"), [*MISALIGNED, ("prefill", "g", off, "KDA's g")]
-)
-def test_rows_off_a_vectors_boundary(launches, op, name, how, missing, axis):
-    """Refused, also once the call is known, where only the address shows it; or launched, where numbers are read one by one."""
+@pytest.mark.parametrize(("op", "name", "change", "missing"), MISALIGNED)
+def test_misaligned_rows(launches, op, name, change, missing, axis):
+    """Refused, also on a hit, if a kernel reads them in vectors; otherwise launched."""
     missing = None if (name, axis) == ("g", "head") else missing
-    call = EXTRA.get(name, dict)(good(op, axis))
+    call = calls.with_argument(valid_call(op, axis), name)
     for _ in range(2):
         run(op, **call)
         before = len(launches)
         if missing:
             with pytest.raises(gd.UnsupportedProblem, match=missing):
-                run(op, **changed(call, name, how))
+                run(op, **calls.with_tensor(call, name, change))
         else:
-            run(op, **changed(call, name, how))
-            assert dict(launches.kernels[-1].facts).get("aligned", True) == (name not in ("q", "k"))
+            run(op, **calls.with_tensor(call, name, change))
+            aligned = dict(launches.kernels[-1].facts).get("aligned", True)
+            assert aligned == (name not in ("q", "k"))
         assert (len(launches) > before) == (missing is None)
 
 
@@ -889,202 +449,183 @@ def test_other_head_dims_are_refused(launches):
         with pytest.raises(gd.UnsupportedProblem, match=f"got K={K}, V={V}"):
             run("prefill", **tokens((N, 3), "head", bf16, K, V))
     assert launches == []
-    for op, (K, V, missing) in itertools.product(
-        OPS[:3],
-        [(k, 32, [f"K a multiple of 8 up to 128, got {k}"]) for k in (4, 12, 136)]
-        + [(8, v, [f"V a multiple of 32, got {v}"]) for v in (16, 48)]
-        + [(8, 32, []), (128, 288, [])],
-    ):
-        assert (
-            OPERATIONS[op].missing(Problem(op, "head", 1, 1, K, V, 1, state_dtype=bf16)) == missing
-        )
+    dims = [
+        *((K, 32, [f"K a multiple of 8 up to 128, got {K}"]) for K in (4, 12, 136)),
+        *((8, V, [f"V a multiple of 32, got {V}"]) for V in (16, 48)),
+        (8, 32, []),
+        (128, 288, []),
+    ]
+    for op, (K, V, missing) in itertools.product(("decode", "verify", "flush"), dims):
+        problem = Problem(op, "head", 1, 1, K, V, 1, state_dtype=bf16)
+        assert OPERATIONS[op].missing(problem) == missing
 
 
-def launch_of(op, call, **bent):
-    """The launch for such a call with tensors that have no memory, whatever their addresses."""
-    route = gd.explain(op, **call, backend="cute")
-    facts = dict(
-        gate="log", bound=0.0, norm_eps=0.0, qk_l2norm=True, beta_logits=False, null_index=-1
-    )
-    facts |= dict(update_state=True, output_final_state=False)
-    fields = OPERATIONS[op].arguments._fields
-    given = dict.fromkeys(fields) | facts | pieces(call) | bent
-    return OPERATIONS[op].launch(
-        route.problem, route.plan, OPERATIONS[op].arguments(*(given[field] for field in fields))
-    )
+def launch_of(op, call, **tensors):
+    """The launch of such a call with other tensors, which may have no memory."""
+    route, operation = gd.explain(op, **call, backend="cute"), OPERATIONS[op]
+    values = dict.fromkeys(operation.arguments._fields)
+    values |= dict(gate="log", bound=0.0, norm_eps=0.0, qk_l2norm=True, beta_logits=False)
+    values |= dict(null_index=-1, update_state=True, output_final_state=False)
+    values |= calls.tensors_of(call) | tensors
+    a = operation.arguments(*(values[field] for field in operation.arguments._fields))
+    return operation.launch(route.problem, route.plan, a)
 
 
-def far(x, *strides):
-    """A tensor of x's shape with such strides in front, and no memory."""
-    return torch.empty(2, dtype=x.dtype, device="meta").as_strided(
-        x.shape, (*strides, *x.stride()[len(strides) :])
-    )
-
-
-BUFFER = ("buffer_u", "buffer_k", "buffer_log_decay")
-FAR = [
-    ("decode", ("state", "v", "z", "out", "intermediate_states")),
-    ("verify", ("state", "z", *BUFFER)),
-    ("flush", ("state", *BUFFER)),
+LARGE_STRIDES = [
+    *(("decode", name) for name in ("state", "v", "z", "out", "intermediate_states")),
+    *(("verify", name) for name in ("state", "z", *BUFFER)),
+    *(("flush", name) for name in ("state", *BUFFER)),
+    *(("prefill", name) for name in ("state", "initial_state", "out", "checkpoints")),
 ]
-FAR += [("prefill", ("state", "initial_state", "out", "checkpoints"))]
 
 
-@pytest.mark.parametrize(("op", "name"), [(op, name) for op, names in FAR for name in names])
-def test_rows_2_gib_apart_are_refused(launches, op, name):
-    call = EXTRA.get(name, dict)(good(op))
-    x = pieces(call)[name]
-    assert launch_of(op, call, **{name: far(x, 2**31 // x.element_size() - 1)})
+@pytest.mark.parametrize(("op", "name"), LARGE_STRIDES)
+def test_strides_of_2_gib_are_refused(launches, op, name):
+    call = calls.with_argument(valid_call(op), name)
+    x = calls.tensors_of(call)[name]
+    limit = 2**31 // x.element_size()
+    assert launch_of(op, call, **{name: calls.without_memory(x, limit - 1)})
     with pytest.raises(gd.UnsupportedProblem, match="2 GiB"):
-        launch_of(op, call, **{name: far(x, 2**31 // x.element_size())})
+        launch_of(op, call, **{name: calls.without_memory(x, limit)})
 
 
-def test_layers_one_prompt_and_its_checkpoints_may_be_longer(launches):
-    layered = dict(
-        state=pool(f32)[None].repeat(2, 1, 1, 1, 1),
-        buffer=buffer(layers=2),
-        num_accepted=torch.ones(N).int(),
-    )
-    bent = {
-        name: far(x, 2**30 + i)
-        for i, (name, x) in enumerate(pieces(dict(buffer=layered["buffer"])).items())
+def test_layers_and_a_single_prompt_may_have_larger_strides(launches):
+    state, parts = pool(f32)[None].repeat(2, 1, 1, 1, 1), buffer(layers=2)
+    call = dict(state=state, buffer=parts, num_accepted=torch.ones(N).int())
+    tensors = {
+        name: calls.without_memory(x, 2**30 + i)
+        for i, (name, x) in enumerate(calls.tensors_of(dict(buffer=parts)).items())
     }
-    made = launch_of("flush", layered, state=far(layered["state"], 2**33), **bent)
-    assert made.layer_strides == (2**35, 2**32, 2**32 + 4, 2**32 + 8)
+    launch = launch_of("flush", call, state=calls.without_memory(state, 2**33), **tensors)
+    pointers = launch.operation.pointers(*launch.in_kernel_order((0,) * len(launch.given)))
+    strides = [getattr(pointers, f"{name}_l") for name in ("state", *BUFFER)]
+    assert strides == [2**35, 2**32, 2**32 + 4, 2**32 + 8]
+
     call = prompts((1, 70))
-    assert launch_of("prefill", call, v=far(call["v"], 2**30))
-    wide = far(torch.zeros(1, 2, HV, D, D), 2**30)
-    assert launch_of(
-        "prefill", call, checkpoint_lens=torch.zeros(1, 2, dtype=i64), checkpoints=wide
-    )
+    assert launch_of("prefill", call, v=calls.without_memory(call["v"], 2**30))
+    checkpoints = calls.without_memory(torch.zeros(1, 2, HV, D, D), 2**30)
+    lens = torch.zeros(1, 2, dtype=i64)
+    assert launch_of("prefill", call, checkpoint_lens=lens, checkpoints=checkpoints)
 
 
 def test_calls_of_no_sequences_launch_nothing(launches):
-    state, kept, none, no_ends = pool(), buffer(), torch.arange(0), torch.zeros(1).int()
+    state, parts, none, no_ends = pool(), buffer(), torch.arange(0), torch.zeros(1).int()
     assert run("decode", **tokens((0, T)), state=state).shape == (0, T, HV, V)
-    assert run("verify", **tokens((0, T)), state=state, buffer=kept).shape == (0, T, HV, V)
-    assert (
-        run("verify", **tokens((1, 4)), cu_seqlens=no_ends, state=state, buffer=kept) == 0
-    ).all()
-    run("flush", state=state, buffer=kept, num_accepted=1, state_indices=none)
-    run("flush", state=state, buffer=kept, num_accepted=none)
+    assert run("verify", **tokens((0, T)), state=state, buffer=parts).shape == (0, T, HV, V)
+    o = run("verify", **tokens((1, 4)), cu_seqlens=no_ends, state=state, buffer=parts)
+    assert (o == 0).all()
+    run("flush", state=state, buffer=parts, num_accepted=1, state_indices=none)
+    run("flush", state=state, buffer=parts, num_accepted=none)
     run("flush", state=state, buffer=buffer(0), num_accepted=1, buffer_indices=none)
     run("flush", state=state[None][:0], buffer=buffer(layers=0), num_accepted=torch.ones(N).int())
     o, final = run("prefill", **prompts((0, 5)), output_final_state=True)
     assert (o.shape, final.shape) == ((0, 5, HV, D), (0, HV, D, D))
-    start = states()
+    start = prompt_states()
     before = start.clone()
     assert (run("prefill", **prompts((1, 4)), cu_seqlens=no_ends, state=start)[0] == 0).all()
     assert torch.equal(start, before)
     assert launches == []
-    run(
-        "prefill", **prompts((N, 0)), initial_state=states(N), output_final_state=True
-    )  # no tokens still have final states
+
+
+def test_sequences_of_no_tokens_have_final_states(launches):
+    run("prefill", **prompts((N, 0)), initial_state=prompt_states(N), output_final_state=True)
     assert launches[0][-1].chunk_slots > 0
 
 
-# ------------------------------------------------------------------------------------------------ GATED_DELTA_CHECK
+# ---------------------------------------------------------------- GATED_DELTA_CHECK
 
-COUNTS, PAST, TWICE = torch.ones(N).int(), ints(0, 1, P), ints(0, 1, 1)
-FEW_STEPS = torch.zeros(2, T, HV, V, K).bfloat16()
+COUNTS, PAST_THE_END, REPEATED = torch.ones(N).int(), ints(0, 1, P), ints(0, 1, 1)
+TWO_ROWS = torch.zeros(2, T, HV, V, K).bfloat16()
+WITH_TOKENS = ("prefill", "decode", "verify")
 
 
-def kept_at(length, slot):
+def last_checkpoint(length, slot):
+    """Checkpoints of which the last sequence stores one."""
     lens, slots = (torch.tensor([[-1]] * (N - 1) + [[x]]) for x in (length, slot))
     return dict(checkpoint_lens=lens, checkpoint_indices=slots)
 
 
-WITH_TOKENS = ("prefill", "decode", "verify")
-
-
-def growing(op):
-    """Log decays, of which sequence 1 has one above 0."""
-    g = good(op)["g"]
+def positive_log_decay(op):
+    """Log decays with one above 0, in sequence 1."""
+    g = valid_call(op)["g"]
     g[1, -1, 0] = 0.25
     return g
 
 
-def packed_prompts(*ends):
-    return prompts((1, 9)) | dict(cu_seqlens=torch.tensor(ends))
+def intermediate_rows(*rows):
+    return dict(intermediate_states=TWO_ROWS, intermediate_indices=ints(*rows))
 
 
 CHECKED = [
-    # operation, its indices, the error; None for such as are right
+    # operation, changes, the error or None
     (
         "decode",
         dict(state_indices=ints(0, 3, 0)),
         "ValueError state_indices: expected at most one sequence to write each row",
     ),
     ("decode", dict(state_indices=ints(0, 3, 0), null_index=0), None),
-    (
-        "decode",
-        dict(intermediate_states=FEW_STEPS, intermediate_indices=ints(0, 0, -1)),
-        "ValueError intermediate_indices",
-    ),
-    (
-        "decode",
-        dict(intermediate_states=FEW_STEPS, intermediate_indices=ints(0, 2, -1)),
-        "IndexError intermediate_indices",
-    ),
-    ("decode", dict(intermediate_states=FEW_STEPS, intermediate_indices=ints(1, -1, 0)), None),
-    *(
-        ("verify", {name: PAST}, f"IndexError {name}")
-        for name in ("state_indices", "buffer_indices")
-    ),
-    ("verify", dict(buffer_indices=TWICE), "ValueError buffer_indices"),
-    ("verify", dict(state_indices=TWICE), None),  # a slot may be read twice
-    *(
-        ("flush", {"state_indices": None, name: PAST}, f"IndexError {name}")
-        for name in ("state_indices", "buffer_indices")
-    ),
-    ("flush", dict(num_accepted=COUNTS, write_indices=PAST), "IndexError write_indices"),
-    ("flush", dict(num_accepted=0, state_indices=TWICE), "ValueError state_indices"),
+    ("decode", intermediate_rows(0, 0, -1), "ValueError intermediate_indices"),
+    ("decode", intermediate_rows(0, 2, -1), "IndexError intermediate_indices"),
+    ("decode", intermediate_rows(1, -1, 0), None),
+    ("verify", dict(state_indices=PAST_THE_END), "IndexError state_indices"),
+    ("verify", dict(buffer_indices=PAST_THE_END), "IndexError buffer_indices"),
+    ("verify", dict(buffer_indices=REPEATED), "ValueError buffer_indices"),
+    ("verify", dict(state_indices=REPEATED), None),  # several sequences may read a slot
+    ("flush", dict(state_indices=PAST_THE_END), "IndexError state_indices"),
+    ("flush", dict(state_indices=None, buffer_indices=PAST_THE_END), "IndexError buffer_indices"),
+    ("flush", dict(num_accepted=COUNTS, write_indices=PAST_THE_END), "IndexError write_indices"),
+    ("flush", dict(num_accepted=0, state_indices=REPEATED), "ValueError state_indices"),
     ("flush", dict(num_accepted=COUNTS), None),
-    ("prefill", dict(state_indices=PAST), "IndexError state_indices"),
-    ("prefill", dict(state_indices=TWICE), "ValueError state_indices"),
-    ("prefill", kept_at(65, 3), "ValueError checkpoint_lens"),
-    ("prefill", kept_at(128, 3), "ValueError checkpoint_lens"),
-    ("prefill", kept_at(64, P), "IndexError checkpoint_indices"),
-    ("prefill", kept_at(64, 2), "ValueError checkpoint_indices"),
+    ("prefill", dict(state_indices=PAST_THE_END), "IndexError state_indices"),
+    ("prefill", dict(state_indices=REPEATED), "ValueError state_indices"),
+    ("prefill", last_checkpoint(65, 3), "ValueError checkpoint_lens"),
+    ("prefill", last_checkpoint(128, 3), "ValueError checkpoint_lens"),
+    ("prefill", last_checkpoint(64, P), "IndexError checkpoint_indices"),
+    ("prefill", last_checkpoint(64, 2), "ValueError checkpoint_indices"),
     *(
         ("prefill", packed_prompts(*ends), "ValueError cu_seqlens")
         for ends in ((0, 5, 4), (1, 5, 9), (0, 5, 10))
     ),
     ("prefill", packed_prompts(0, 5, 8), None),
     ("prefill", dict(state_indices=ints(0, -1, -1)), None),
-    *((op, dict(g=growing(op)), "ValueError g: expected log decays") for op in WITH_TOKENS),
-    *((op, dict(g=growing(op), state_indices=ints(0, -1, 1)), None) for op in WITH_TOKENS),
+    *(
+        (op, dict(g=positive_log_decay(op)), "ValueError g: expected log decays")
+        for op in WITH_TOKENS
+    ),
+    *(
+        (op, dict(g=positive_log_decay(op), state_indices=ints(0, -1, 1)), None)
+        for op in WITH_TOKENS
+    ),
 ]
 
 
 @pytest.mark.parametrize(("op", "changes", "error"), CHECKED)
 def test_indices_are_checked_on_request(launches, monkeypatch, op, changes, error):
-    """Of new calls and known ones; nothing is launched for a wrong one."""
-    call = good(op) | changes
+    """On misses and hits; a wrong call launches nothing."""
+    call = valid_call(op) | changes
     if error:
         kind, _, words = error.partition(" ")
-        run(op, **call)  # not looked at
+        error_type = dict(ValueError=ValueError, IndexError=IndexError)[kind]
+        run(op, **call)  # without the check
         launches.clear()
     monkeypatch.setattr(shared, "CHECK", True)
     for _ in range(2):
         if error:
-            with pytest.raises(
-                dict(ValueError=ValueError, IndexError=IndexError)[kind], match=words
-            ):
+            with pytest.raises(error_type, match=words):
                 run(op, **call)
         else:
             run(op, **call)
     assert bool(launches) == (error is None)
 
 
-def test_a_check_that_is_neither_on_nor_off_is_an_error(launches, monkeypatch):
+def test_a_bad_value_of_gated_delta_check_is_an_error(launches, monkeypatch):
     monkeypatch.setenv("GATED_DELTA_CHECK", "maybe")
     with pytest.raises(ValueError, match="GATED_DELTA_CHECK: expected 0 or 1"):
-        run("decode", **good("decode"))
+        run("decode", **valid_call("decode"))
     assert launches == []
 
 
-# ------------------------------------------------------------------------------------------------ prefill's workspace and segments
+# ---------------------------------------------------------------- prefill's workspace and segments
 
 WORKSPACE = [
     "k_tiles",
@@ -1108,7 +649,7 @@ def force_segments(segments, monkeypatch, joins=False):
 @pytest.mark.parametrize("segments", [1, 2, 7])
 def test_segments_launch_transitions_state_passing_and_scan(launches, monkeypatch, axis, segments):
     force_segments(segments, monkeypatch)
-    run("prefill", **good("prefill", axis))
+    run("prefill", **valid_call("prefill", axis))
     passing = ["prefill_transitions", "prefill_state_passing"] if segments > 1 else []
     assert [some.kernel for some in launches.kernels] == [
         "prefill_prepare",
@@ -1127,7 +668,7 @@ def test_segments_launch_transitions_state_passing_and_scan(launches, monkeypatc
 def test_joined_segments_are_two_kernels(launches, monkeypatch, axis):
     """Prepare and scan. There is memory for the norms of transitions, not for transitions or states."""
     force_segments(2, monkeypatch, joins=True)
-    run("prefill", **good("prefill", axis))
+    run("prefill", **valid_call("prefill", axis))
     assert [some.kernel for some in launches.kernels] == ["prefill_prepare", "prefill_scan"]
     assert [
         dict(some.facts).get(name) for some, name in zip(launches.kernels, ("segmented", "windows"))

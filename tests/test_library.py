@@ -14,7 +14,7 @@ from gated_delta import api
 
 A_LOG = torch.linspace(-1, 1, 4)
 OTHER = gd.KVBuffer(*(torch.ones_like(x) for x in vars(verified()).values()))
-"""Holds other numbers than what is written to it, so that a schema which leaves that out is wrong."""
+"""Its numbers differ from the ones written to it: a schema without the mutation fails."""
 
 SAMPLES = [
     ("prefill", tokens()),
@@ -201,7 +201,7 @@ WHOLE = {
 
 @pytest.mark.parametrize("name", WHOLE)
 def test_compiles_whole(name):
-    """To one graph that gives what the eager call gives, and writes what it writes."""
+    """To one graph with the results and writes of the eager call."""
     run, arguments, written = WHOLE[name]
     (eager, seen), (compiled, seen_compiled) = both_ways(run, arguments)
     same(eager, compiled)
@@ -232,7 +232,7 @@ def test_a_null_index_may_vary_in_a_compiled_graph():
 
 
 def graphs(function, values):
-    """How often a function of a number is compiled for these; its results are the eager ones."""
+    """Number of compilations of a function for these values; checks its results."""
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     step = torch.compile(function, fullgraph=True, backend=counter)
@@ -241,8 +241,8 @@ def graphs(function, values):
     return counter.frame_count
 
 
-def test_a_number_that_varies_from_call_to_call_is_not_compiled_anew():
-    """None is another graph, and so may the first number be."""
+def test_varying_numbers_do_not_recompile():
+    """None needs another graph, and the first number may."""
     packed = tokens(1, 9) | dict(cu_seqlens=torch.tensor([0, 4, 9]))
     step = tokens() | dict(state=pool(), state_indices=torch.tensor([1, 3]), update_state=False)
     assert (
@@ -284,7 +284,7 @@ TRACERS = {
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("trace", TRACERS)
-def test_what_is_traced_with_some_slots_is_right_for_others(trace):
+def test_a_traced_call_is_right_for_other_slots(trace):
     given = tokens()
 
     def decode(state, slots):
@@ -318,7 +318,7 @@ def test_a_fake_tensor_beside_others_is_refused(name):
 @pytest.mark.parametrize("compiler", ["aot_eager", "inductor"])
 @pytest.mark.parametrize("op", ["prefill", "decode", "verify", "flush"])
 def test_a_compiled_call_refuses_to_lose_a_gradient(op, compiler, fullgraph):
-    """Of a value computed in the graph; dynamo wraps the error where it may not break the graph."""
+    """Of a value computed in the graph; with fullgraph dynamo wraps the error."""
     torch._dynamo.reset()
     given = call(op)
     first, x = next(iter(given.items()))
@@ -391,8 +391,8 @@ def test_explain_looks_through_subclasses():
         ("decode", dict(null_index=torch.tensor(0), state_indices=torch.tensor([3, 2]))),
     ],
 )
-def test_flags_numbers_and_tensors_are_told_apart_in_graphs_too(op, wrong):
-    """A tensor's number would be the traced call's for good."""
+def test_graphs_distinguish_flags_numbers_and_tensors(op, wrong):
+    """Otherwise the traced call would keep a tensor's present value."""
     torch._dynamo.reset()
     given, function = call(op) | wrong, getattr(gd, op)
     first = next(iter(given))

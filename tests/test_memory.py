@@ -1,4 +1,4 @@
-"""Where tensors lie: overlaps by sets of bytes, what every operation refuses of them, and calls that come again elsewhere."""
+"""Overlap in memory, tested with sets of bytes; calls refused for it; hits at other addresses."""
 
 import itertools
 
@@ -33,7 +33,7 @@ def views(draw):
 
 
 def elements(x):
-    """Bytes of each element, as sets of addresses."""
+    """The addresses of each element's bytes, as sets."""
     for where in itertools.product(*map(range, x.shape)):
         first = x.data_ptr() + sum(i * s for i, s in zip(where, x.stride())) * x.element_size()
         yield set(range(first, first + x.element_size()))
@@ -48,7 +48,7 @@ def test_overlap_is_a_byte_in_common(x, y):
     assert extent(x) == (max(of_x) + 1 - x.data_ptr() if of_x else 0)
 
 
-def test_views_of_one_allocation_are_told_apart_in_few_steps(monkeypatch):
+def test_views_of_one_allocation_take_few_steps(monkeypatch):
     monkeypatch.setattr(memory, "MOST_STEPS", 50)
     fused = torch.empty(2**12, 64, 128, dtype=torch.bfloat16)
     q, k, v = fused[:, :16], fused[:, 16:32], fused[:, 32:]
@@ -62,14 +62,14 @@ def test_views_of_one_allocation_are_told_apart_in_few_steps(monkeypatch):
     assert overlaps_itself(padded.as_strided((2**9, 6, 32, 32), padded.stride()))
 
 
-def test_memory_too_entangled_to_tell_counts_as_shared(monkeypatch):
+def test_memory_counts_as_shared_after_too_many_steps(monkeypatch):
     x, y = BASE.as_strided((3, 4), (10, 1)), BASE.as_strided((3, 2), (11, 1), 5)
     assert not overlap(x, y)
     monkeypatch.setattr(memory, "MOST_STEPS", 0)
     assert overlap(x, y)
 
 
-# ------------------------------------------------------------------------------------------------ what operations refuse
+# ---------------------------------------------------------------- what operations refuse
 
 
 def inside(x, shape, dtype=None, offset=0):
@@ -81,18 +81,18 @@ def inside(x, shape, dtype=None, offset=0):
 
 
 def overlapping():
-    """Calls by the way in which what they write meets something else, each with the name that the error begins with."""
-    state, large, drafts, made = pool(), pool(9), tokens(), buffer()
+    """Calls with overlapping tensors, by description, and the argument that the error names."""
+    state, large, drafts, parts = pool(), pool(9), tokens(), buffer()
     v, lens = drafts["v"], torch.zeros(N, 1).int()
     long, many = torch.randn(v.numel() + 16), torch.zeros(N, T, HV, V, K)
     low, high, g = long[:-16].view(v.shape), long[16:].view(v.shape), tokens(axis="channel")["g"]
-    in_pool = gd.KVBuffer(inside(state, v.shape), made.k, made.log_decay)
+    in_pool = gd.KVBuffer(inside(state, v.shape), parts.k, parts.log_decay)
     counts = torch.ones(N).int()
     first = {
         "prefill": drafts,
         "decode": dict(drafts, state=state),
-        "verify": dict(drafts, state=state, buffer=made),
-        "flush": dict(state=state, buffer=made, num_accepted=counts),
+        "verify": dict(drafts, state=state, buffer=parts),
+        "flush": dict(state=state, buffer=parts, num_accepted=counts),
     }
     kept = dict(checkpoint_lens=lens)
     rows = {
@@ -154,11 +154,11 @@ def overlapping():
             dict(gate=gd.Gate.softplus(inside(long, (HV,), offset=16)), out=low),
             "out",
         ),
-        "verify: out in the buffer": (dict(out=made.u), "out"),
+        "verify: out in the buffer": (dict(out=parts.u), "out"),
         "verify: out in the pool": (dict(out=inside(state, v.shape)), "out"),
         "verify: the buffer in the pool": (dict(buffer=in_pool), "buffer.u"),
         "verify: parts of the buffer in each other": (
-            dict(buffer=gd.KVBuffer(made.u, inside(made.u, made.k.shape), made.log_decay)),
+            dict(buffer=gd.KVBuffer(parts.u, inside(parts.u, parts.k.shape), parts.log_decay)),
             "buffer.u",
         ),
         "flush: the pool over its buffer": (dict(buffer=in_pool), "state"),
@@ -179,8 +179,8 @@ def inside_slots(state):
 
 
 @pytest.mark.parametrize("way", overlapping())
-def test_what_is_written_shares_no_memory(way):
-    """On new calls and on those that came before at other addresses: nothing is written."""
+def test_calls_with_overlapping_tensors_are_refused(way):
+    """On misses, and on hits at other addresses; nothing is written."""
     op, arguments, name = overlapping()[way]
     apart = {
         key: x.clone() if isinstance(x, torch.Tensor) and x.is_contiguous() else x
@@ -202,8 +202,8 @@ def test_what_is_written_shares_no_memory(way):
         assert torch.equal(x.nan_to_num(3), before.nan_to_num(3)), f"{key} was written"
 
 
-def test_interleaved_views_of_one_allocation_are_welcome():
-    """Pool and intermediate states, q, k, v and out, side by side in rows that alternate; also at other addresses."""
+def test_interleaved_views_of_one_allocation_work():
+    """The pool's slots alternate with other memory, v's heads with out's; at two addresses."""
     for _ in range(2):
         drafts, wide = tokens(), torch.zeros(P, 3, HV, V, K)
         state, others = wide[:, 0].copy_(pool()), wide[:, 1:]
@@ -219,7 +219,7 @@ def test_interleaved_views_of_one_allocation_are_welcome():
             assert (others == 0).all()
 
 
-def test_the_call_cache_asks_where_tensors_are():
+def test_placement_compares_ranges():
     x, y = torch.zeros(40), torch.zeros(8)
     apart = Placement([x, y], [x])
     assert apart((x.data_ptr(), y.data_ptr()))
@@ -237,21 +237,21 @@ def test_the_call_cache_asks_where_tensors_are():
     assert Placement([x, empty], [x, empty])((1000, 1080))
 
 
-def test_what_is_made_of_addresses_is_made_once_for_each():
-    x, y, made = torch.zeros(4), torch.zeros(4), []
-    apart = Placement([x, y], [x], made=lambda addresses: made.append(addresses) or len(made))
-    there = (x.data_ptr(), y.data_ptr())
-    assert [
-        apart(there),
-        apart((1600, 3200)),
-        apart((1600, 3216)),
-        apart((1600, 3200)),
-        apart(there),
-    ] == [1, 2, 3, 2, 1]
-    assert made == [there, (1600, 3200), (1600, 3216)]
+def test_placement_computes_each_result_once():
+    x, y, computed = torch.zeros(4), torch.zeros(4), []
+
+    def result(addresses):
+        computed.append(addresses)
+        return len(computed)
+
+    placement = Placement([x, y], [x], result=result)
+    first, second, third = (x.data_ptr(), y.data_ptr()), (1600, 3200), (1600, 3216)
+    calls = (first, second, third, second, first)
+    assert [placement(addresses) for addresses in calls] == [1, 2, 3, 2, 1]
+    assert computed == [first, second, third]
 
 
-def test_remembered_addresses_do_not_grow_without_end():
+def test_the_number_of_cached_addresses_is_bounded():
     x = torch.zeros(4)
     apart = Placement([x], [x])
     for at in range(1, 2 * Placement.MOST):
@@ -259,11 +259,11 @@ def test_remembered_addresses_do_not_grow_without_end():
         assert len(apart.known) <= Placement.MOST
 
 
-# ------------------------------------------------------------------------------------------------ inference mode
+# ---------------------------------------------------------------- inference mode
 
 
-def made_in_inference_mode(op):
-    """(arguments, name) of a call for each tensor that it writes, that one made under torch.inference_mode()."""
+def inference_tensors(op):
+    """(arguments, name) of a call for each tensor that it writes, that one an inference tensor."""
     for name in (
         "out",
         "state",
@@ -292,23 +292,23 @@ def made_in_inference_mode(op):
         ):
             continue
         with torch.inference_mode():
-            made = names[name].clone()
+            inference = names[name].clone()
         if "." in name:
-            parts = {**vars(arguments["buffer"]), name.split(".")[1]: made}
+            parts = {**vars(arguments["buffer"]), name.split(".")[1]: inference}
             arguments["buffer"] = gd.KVBuffer(**parts)
         else:
-            arguments[name] = made
+            arguments[name] = inference
         yield arguments, name
 
 
 @pytest.mark.parametrize("compiled", [None, "eager", "inductor"])
 @pytest.mark.parametrize("op", OPS)
-def test_tensors_of_inference_mode_are_written_there_alone(op, compiled):
+def test_inference_tensors_are_written_only_in_that_mode(op, compiled):
     run = getattr(gd, op)
     if compiled:
         torch._dynamo.reset()
         run = torch.compile(run, fullgraph=True, backend=compiled)
-    cases = list(made_in_inference_mode(op))
+    cases = list(inference_tensors(op))
     assert cases
     for arguments, name in cases:
         watched = {key: (x, x.clone()) for key, x in writable(arguments).items()}
@@ -327,11 +327,11 @@ def test_tensors_of_inference_mode_are_written_there_alone(op, compiled):
             with torch.inference_mode():
                 run(**arguments, backend="reference")
             with torch.no_grad(), pytest.raises(ValueError, match="may be written here"):
-                run(**arguments, backend="reference")  # what ran there is not remembered here
+                run(**arguments, backend="reference")  # no cache hit across modes
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_tensors_of_inference_mode_are_read_anywhere(op):
+def test_inference_tensors_are_read_in_any_mode(op):
     arguments = call(op)
     with torch.inference_mode():
         read = {
@@ -342,7 +342,7 @@ def test_tensors_of_inference_mode_are_read_anywhere(op):
     getattr(gd, op)(**{**arguments, **read}, backend="reference")
 
 
-# ------------------------------------------------------------------------------------------------ odd tensors and numbers
+# ---------------------------------------------------------------- odd tensors and numbers
 
 
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors")
@@ -407,8 +407,8 @@ def test_integers_of_numpy_are_integers():
     gd.flush(**{**arguments, "num_accepted": np.int64(2)}, state_indices=torch.arange(N))
     gd.flush(**want)
     assert torch.equal(arguments["state"], want["state"])
-    made = gd.KVBuffer.empty(*np.array([2, 3, H, HV, K, V]), num_layers=np.int32(4))
-    assert made.u.shape == (4, 2, 3, HV, V)
+    layers = gd.KVBuffer.empty(*np.array([2, 3, H, HV, K, V]), num_layers=np.int32(4))
+    assert layers.u.shape == (4, 2, 3, HV, V)
     with pytest.raises(TypeError, match="num_accepted: expected an int or an int tensor"):
         gd.flush(**{**arguments, "num_accepted": np.float32(2)}, state_indices=torch.arange(N))
 

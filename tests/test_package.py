@@ -1,4 +1,4 @@
-"""What a user installs: the wheel's content and metadata, and its types."""
+"""The installed package: content and metadata of the wheel, and its types."""
 
 import inspect
 import re
@@ -18,23 +18,14 @@ PAIRS = [
     {"nvidia-cutlass-dsl": "4.8.0", "apache-tvm-ffi": "0.1.11"},
     {"nvidia-cutlass-dsl": "4.8.1", "apache-tvm-ffi": "0.1.15.post2"},
 ]
-"""Compiler and runtime together: the first is what SGLang 0.5.23 and vLLM 0.33.0 pin."""
+"""Versions of compiler and runtime. SGLang 0.5.23 and vLLM 0.33.0 pin the first pair."""
 
 
 @pytest.fixture(scope="module")
 def wheel(tmp_path_factory):
     target = tmp_path_factory.mktemp("wheel")
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--wheel-dir",
-        str(target),
-        str(ROOT),
-    ]
+    options = ["-q", "--no-deps", "--wheel-dir", str(target)]
+    command = [sys.executable, "-m", "pip", "wheel", *options, str(ROOT)]
     built = subprocess.run(command, capture_output=True, text=True)
     if "No matching distribution found for hatch" in built.stderr:
         pytest.skip("needs hatchling and hatch-fancy-pypi-readme from a package index")
@@ -79,12 +70,10 @@ def test_every_page_has_the_version_of_the_package():
         ), page
 
 
-def test_the_description_has_no_link_that_a_package_index_cannot_follow(wheel):
-    text = described(wheel).get_payload()
-    assert re.findall(r"\]\((?!https?:)[^)]*\)", text) == []
-    assert re.findall(
-        r"\]\((?!https?:)[^)]*\)", (ROOT / "README.md").read_text()
-    )  # else nothing was done
+def test_the_description_has_only_absolute_links(wheel):
+    text, relative_link = described(wheel).get_payload(), r"\]\((?!https?:)[^)]*\)"
+    assert re.findall(relative_link, text) == []
+    assert re.findall(relative_link, (ROOT / "README.md").read_text())
     for words in ("## Install", "docs/packs.md", "packs (docs/packs.md)"):
         assert words in text
 
@@ -146,18 +135,12 @@ def test_overloads_of_prefill_have_all_its_parameters():
 
 
 def test_a_users_file_passes_mypy_strict(tmp_path):
-    """But for what it gets wrong on purpose; and what the operations return is known."""
+    """Apart from its deliberate errors. The operations' return types are known."""
     pytest.importorskip("mypy", reason="needs mypy")
     file = tmp_path / "user.py"
     file.write_text(USER)
-    options = [
-        "--strict",
-        "--cache-dir",
-        str(ROOT / ".mypy_cache" / "strict"),
-        "--config-file",
-        "",
-        str(file),
-    ]
+    cache = str(ROOT / ".mypy_cache" / "strict")
+    options = ["--strict", "--cache-dir", cache, "--config-file", "", str(file)]
     environment = {"PYTHONPATH": str(Path(gated_delta.__file__).parents[1]), "PATH": ""}
     found = subprocess.run(
         [sys.executable, "-m", "mypy", *options],

@@ -40,35 +40,30 @@ def packed(*ends, dtype=i32):
 LENS = torch.zeros(N, 2, dtype=i32)
 
 
-def kept(n=N, c=2, dtype=f32):
+def checkpoints(n=N, c=2, dtype=f32):
     return torch.zeros(n, c, HV, V, K, dtype=dtype)
 
 
 def checkpointed(lens, slots, t=128):
-    """A prefill that keeps states in the slots of a pool."""
-    slots = torch.tensor(slots)
-    return {
-        **tokens(N, t),
-        "state": pool(),
-        "checkpoint_lens": torch.tensor(lens),
-        "checkpoint_indices": slots,
-    }
+    """A prefill with checkpoints in slots of a pool."""
+    indices = dict(checkpoint_lens=torch.tensor(lens), checkpoint_indices=torch.tensor(slots))
+    return tokens(N, t) | dict(state=pool()) | indices
 
 
 LONG = gd.KVBuffer(*(torch.cat([x] * 6, 1) for x in vars(buffer()).values()))  # room for 18 drafts
 
 
 def empty_buffer(C=T, H=H, HV=HV, K=K):
-    """Of sizes that KVBuffer.empty refuses."""
+    """A buffer of sizes that KVBuffer.empty refuses."""
     return gd.KVBuffer(torch.zeros(N, C, HV, V), torch.zeros(N, C, H, K), torch.zeros(N, C, HV))
 
 
 GROWING = torch.tensor([[0.0, -1.0, -0.0], [math.nan, 0.5, 0.25]])[..., None].expand(N, T, HV)
-"""Log decays of which some are above 0."""
+"""Log decays, some above 0."""
 
 INTERMEDIATES = dict(intermediate_states=torch.zeros(N, T, HV, V, K))
 
-# error: operation: what replaces the valid call's arguments, what the error's text must hold
+# error: operation: (changes of a valid call, a pattern of the message)
 BAD = {
     TypeError: {
         "prefill": [
@@ -108,23 +103,23 @@ BAD = {
                 "cu_seqlens: expected dtype",
             ),
             (
-                dict(checkpoint_lens=[0, 0], checkpoints=kept()),
+                dict(checkpoint_lens=[0, 0], checkpoints=checkpoints()),
                 "checkpoint_lens: expected a torch.Tensor, got list",
             ),
             (
-                dict(checkpoint_lens=LENS.float(), checkpoints=kept()),
+                dict(checkpoint_lens=LENS.float(), checkpoints=checkpoints()),
                 "checkpoint_lens: expected dtype torch.int32 or",
             ),
             (
-                dict(checkpoint_lens=LENS, checkpoints=kept(dtype=bf16)),
+                dict(checkpoint_lens=LENS, checkpoints=checkpoints(dtype=bf16)),
                 "checkpoints: expected dtype torch.float32",
             ),
             (
-                dict(initial_state=pool(N, bf16), checkpoint_lens=LENS, checkpoints=kept()),
+                dict(initial_state=pool(N, bf16), checkpoint_lens=LENS, checkpoints=checkpoints()),
                 "checkpoints: expected dtype torch.bfloat16, got torch.float32",
             ),
             (
-                dict(state=pool(dtype=bf16), checkpoint_lens=LENS, checkpoints=kept()),
+                dict(state=pool(dtype=bf16), checkpoint_lens=LENS, checkpoints=checkpoints()),
                 "checkpoints: expected dtype torch.bfloat16",
             ),
             (
@@ -219,7 +214,7 @@ BAD = {
             (dict(out=torch.zeros(N, T, H, V)), "out: expected v's shape"),
             (
                 {**tokens(), "cu_seqlens": ints(0, 3)},
-                r"q: expected packed tokens \[1, total, H, K\] beside cu_seqlens",
+                r"q: expected packed tokens \[1, total, H, K\] with cu_seqlens",
             ),
             ({**tokens(1, 4), "cu_seqlens": ints()}, "cu_seqlens: expected shape"),
             (
@@ -229,40 +224,43 @@ BAD = {
             (packed(0, 4) | dict(max_seqlen=-1), "max_seqlen: expected 0 or more, got -1"),
             (dict(max_seqlen=T), "max_seqlen: expected None without cu_seqlens, got a value"),
             (
-                dict(checkpoint_lens=LENS[0], checkpoints=kept()),
+                dict(checkpoint_lens=LENS[0], checkpoints=checkpoints()),
                 r"checkpoint_lens: expected 2 dimensions \[N, C\]",
             ),
             (
-                dict(checkpoint_lens=LENS[:1], checkpoints=kept()),
+                dict(checkpoint_lens=LENS[:1], checkpoints=checkpoints()),
                 r"checkpoint_lens: expected shape \[N, C\]",
             ),
             (
-                dict(checkpoint_lens=LENS[:, :0], checkpoints=kept(c=0)),
+                dict(checkpoint_lens=LENS[:, :0], checkpoints=checkpoints(c=0)),
                 "checkpoint_lens: expected .* with C >= 1",
             ),
             (
-                dict(checkpoint_lens=LENS, checkpoints=kept(c=3)),
+                dict(checkpoint_lens=LENS, checkpoints=checkpoints(c=3)),
                 r"checkpoints: expected shape \[N, C, HV, V, K\]",
             ),
-            (dict(checkpoint_lens=LENS, checkpoints=kept(n=3)), "checkpoints: expected shape"),
+            (
+                dict(checkpoint_lens=LENS, checkpoints=checkpoints(n=3)),
+                "checkpoints: expected shape",
+            ),
             (
                 dict(state=pool(), checkpoint_lens=LENS, checkpoint_indices=LENS[:, :1]),
                 "checkpoint_indices: expected shape",
             ),
             (
                 dict(state=pool(), initial_state=torch.zeros(N, HV, V, K)),
-                "initial_state: expected None beside state",
+                "initial_state: expected None with state",
             ),
             (
                 dict(state=pool(), output_final_state=True),
-                "output_final_state: expected False beside state",
+                "output_final_state: expected False with state",
             ),
             (dict(state_indices=ints(0, 1)), "state_indices: expected None without state"),
             (
                 dict(has_initial_state=torch.ones(N, dtype=torch.bool)),
                 "has_initial_state: expected None without state",
             ),
-            (dict(checkpoints=kept()), "checkpoints: expected None without checkpoint_lens"),
+            (dict(checkpoints=checkpoints()), "checkpoints: expected None without checkpoint_lens"),
             (
                 dict(state=pool(), checkpoint_indices=LENS),
                 "checkpoint_indices: expected None without checkpoint_lens",
@@ -273,12 +271,15 @@ BAD = {
             ),
             (
                 dict(
-                    state=pool(), checkpoint_lens=LENS, checkpoint_indices=LENS, checkpoints=kept()
+                    state=pool(),
+                    checkpoint_lens=LENS,
+                    checkpoint_indices=LENS,
+                    checkpoints=checkpoints(),
                 ),
                 r"checkpoints: expected 4 dimensions \[R, HV, V, K\]",
             ),
             (
-                dict(checkpoint_lens=LENS, checkpoint_indices=LENS, checkpoints=kept()),
+                dict(checkpoint_lens=LENS, checkpoint_indices=LENS, checkpoints=checkpoints()),
                 r"checkpoints: expected 4 dimensions \[R, HV, V, K\]",
             ),
             (
@@ -296,11 +297,11 @@ BAD = {
             ),
             (dict(v=last_dim_strided(N, T, HV, V)), "v: expected a contiguous last dimension"),
             (
-                dict(checkpoint_lens=LENS, checkpoints=kept().mT.contiguous().mT),
+                dict(checkpoint_lens=LENS, checkpoints=checkpoints().mT.contiguous().mT),
                 "checkpoints: expected a contiguous last dimension",
             ),
             (
-                dict(checkpoint_lens=LENS, checkpoints=kept(c=1).expand(-1, 2, -1, -1, -1)),
+                dict(checkpoint_lens=LENS, checkpoints=checkpoints(c=1).expand(-1, 2, -1, -1, -1)),
                 "checkpoints: expected memory of its own for every element",
             ),
             *(
@@ -324,7 +325,8 @@ BAD = {
             ),
             (
                 checkpointed([[-1, -1], [64, 192]], [[2, 2], [3, 4]]),
-                "checkpoint_lens: expected multiples of 64 up to the sequence's 128 tokens, or negative ones, got 192 at sequence 1",
+                "checkpoint_lens: expected multiples of 64 up to the sequence's 128 tokens, "
+                "or negative ones, got 192 at sequence 1",
             ),
             (
                 {**checkpointed([[64, 128]], [[3, 4]]), **packed(0, 127), "state_indices": ints(0)},
@@ -402,7 +404,7 @@ BAD = {
                     state_indices=ints(0, 1, 2, 3, 4, 5).view(2, 3),
                     write_indices=ints(6, 7),
                 ),
-                r"write_indices: expected None beside \[N, W\]",
+                r"write_indices: expected None with \[N, W\]",
             ),
             (
                 dict(write_indices=ints(2, 3), update_state=False),
@@ -442,7 +444,7 @@ BAD = {
             ),
             (
                 dict(state_indices=ints(0, 1), write_indices=ints(1, 2)),
-                "write_indices: expected no row that another sequence reads, got row 1, which sequence 1 reads",
+                "write_indices: expected no row that another sequence reads, got row 1,",
             ),
             (
                 dict(state_indices=ints(0, 1), write_indices=ints(1, 0)),
@@ -459,7 +461,7 @@ BAD = {
                     "state_indices": ints(0, 1, 2, 3, 4, 0).view(2, 3),
                     "num_accepted": ints(1, 3),
                 },
-                "state_indices: expected no row that another sequence reads, got row 0, which sequence 1 reads",
+                "state_indices: expected no row that another sequence reads, got row 0,",
             ),
             (
                 dict(INTERMEDIATES, intermediate_indices=ints(1, 1)),
@@ -514,7 +516,7 @@ BAD = {
             (dict(num_accepted=-(10**30)), "num_accepted: expected 0 or more, got -1000"),
             (
                 dict(num_accepted=2),
-                "num_accepted: expected a tensor .* beside state_indices.* got 2 alone",
+                "num_accepted: expected a tensor .* with state_indices.* got 2 alone",
             ),
             (dict(num_accepted=0, buffer=buffer(rows=7)), "num_accepted: expected a tensor"),
             (
@@ -527,7 +529,7 @@ BAD = {
             ),
             (
                 dict(state_indices=ints(0, 1), write_indices=ints(1, 2)),
-                "write_indices: expected no row that another sequence reads, got row 1, which sequence 1 reads",
+                "write_indices: expected no row that another sequence reads, got row 1,",
             ),
         ],
     },
@@ -584,7 +586,7 @@ BAD_NORMS = [  # of decode and verify
     (dict(norm="silu"), "norm: expected a gated_delta.GatedNorm or None, got str", TypeError),
     (dict(z=[1.0]), "z: expected a torch.Tensor, got list", TypeError),
     (dict(z=WRITTEN.bfloat16()), "z: expected dtype torch.float32, got torch.bfloat16", TypeError),
-    (dict(z=None), "z: expected a tensor beside norm, got None", ValueError),
+    (dict(z=None), "z: expected a tensor with norm, got None", ValueError),
     (dict(norm=None), "z: expected None without norm, got a tensor", ValueError),
     (
         dict(z=torch.zeros(N, T + 1, HV, V)),
@@ -653,7 +655,7 @@ REFUSED += [
     ids=[f"{op}-{'-'.join(c)}-{i}" for i, (op, c, *_) in enumerate(REFUSED)],
 )
 def test_bad_call_is_refused_and_writes_nothing(op, changes, text, error):
-    """Beside a good one that the call cache knows, which hides no mistake."""
+    """Also if the call cache has an entry of a similar valid call."""
     good = {"backend": "reference", **call(op)}
     if op != "flush":
         good["out"] = torch.full_like(good["v"], 7.0)
@@ -672,7 +674,7 @@ def test_bad_call_is_refused_and_writes_nothing(op, changes, text, error):
 
 
 def every_tensor(op):
-    """Keyword arguments of a valid call with all tensors that it may have at once."""
+    """A valid call with all tensors that an operation takes together."""
     given = call(op) | dict(state=pool(8), state_indices=ints(0, 1), write_indices=ints(2, 3))
     if op in ("prefill", "decode", "verify"):
         given |= dict(
@@ -680,7 +682,7 @@ def every_tensor(op):
         )
     if op == "prefill":
         given |= dict(has_initial_state=torch.ones(N, dtype=torch.bool), checkpoint_lens=LENS)
-        given |= dict(checkpoint_indices=LENS - 1, checkpoints=kept(4).flatten(0, 1))
+        given |= dict(checkpoint_indices=LENS - 1, checkpoints=checkpoints(4).flatten(0, 1))
     if op == "decode":
         given |= INTERMEDIATES | dict(intermediate_indices=ints(0, 1))
     if op in ("verify", "flush"):
@@ -690,7 +692,7 @@ def every_tensor(op):
 
 
 def refuse_layouts(op):
-    """In a process of its own, which one that is let through ends."""
+    """Runs in a child process, which a nested tensor in torch's guards would abort."""
     good = every_tensor(op)
     getattr(gd, op)(**good)
     tensors = {name: x for name, x in good.items() if isinstance(x, torch.Tensor)}
@@ -727,8 +729,8 @@ NONSENSE = [
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode", "verify", "flush"])
-def test_nonsense_is_refused_in_every_place(op):
-    """Twice each: the second time it meets the call cache, which knows the good call and those without optional tensors."""
+def test_every_argument_refuses_nonsense(op):
+    """Twice each; the call cache has entries of the valid call and without optional tensors."""
     good = call(op)
     getattr(gd, op)(**good)
     names = [name for name in inspect.signature(getattr(gd, op)).parameters if name != "backend"]
@@ -743,8 +745,8 @@ def test_nonsense_is_refused_in_every_place(op):
             getattr(gd, op)(**call(op), backend=bad)
 
 
-def test_slots_that_are_read_or_written_twice_but_never_both():
-    """Two may read a slot that neither writes; a sequence without tokens, or with its write dropped, writes none."""
+def test_calls_may_share_slots_that_no_other_one_writes():
+    """A sequence without tokens, or with its write dropped, writes no slot."""
     gd.decode(
         **call("decode") | dict(state_indices=ints(0, 0), write_indices=ints(1, 2)),
         backend="reference",
@@ -911,14 +913,14 @@ def test_bad_gates_norms_and_buffers(make_gate, error, text):
 
 
 def test_buffer_shapes_and_layer_views():
-    made = gd.KVBuffer.empty(5, 4, 2, 6, 8, 16, gate="channel", num_layers=3)
-    assert made.u.shape == (3, 5, 4, 6, 16)
-    assert made.k.shape == (3, 5, 4, 2, 8)
-    assert made.log_decay.shape == (3, 5, 4, 6, 8)
-    assert {x.dtype for x in vars(made).values()} == {f32}
-    assert made.layer(2).u.data_ptr() == made.u[2].data_ptr()
+    layers = gd.KVBuffer.empty(5, 4, 2, 6, 8, 16, gate="channel", num_layers=3)
+    assert layers.u.shape == (3, 5, 4, 6, 16)
+    assert layers.k.shape == (3, 5, 4, 2, 8)
+    assert layers.log_decay.shape == (3, 5, 4, 6, 8)
+    assert {x.dtype for x in vars(layers).values()} == {f32}
+    assert layers.layer(2).u.data_ptr() == layers.u[2].data_ptr()
     assert gd.KVBuffer.empty(5, 4, 2, 6, 8, 16, gate="head").log_decay.shape == (5, 4, 6)
-    assert made.nbytes == 4 * (made.u.numel() + made.k.numel() + made.log_decay.numel())
+    assert layers.nbytes == 4 * sum(x.numel() for x in vars(layers).values())
 
 
 OBJECTS = {
@@ -948,19 +950,19 @@ def test_objects_of_tensors_move_and_are_saved_and_shown(name):
 
 
 @pytest.mark.parametrize("op", ["prefill", "decode", "verify", "flush"])
-def test_describing_a_call_gives_the_problem_its_case_names(op):
+def test_a_call_has_the_problem_of_its_case(op):
     for case in cases(op)[::37]:
         assert gd.explain(op, **make(case).arguments).problem == case.problem, case.label
 
 
-def test_labels_tell_problems_apart():
+def test_labels_are_unique():
     for op in ("prefill", "decode", "verify", "flush"):
         labels = {}
         for case in cases(op):
             assert labels.setdefault(case.problem.label, case.problem) == case.problem
 
 
-def test_explain_says_what_runs_and_what_is_missing():
+def test_explain_names_the_backend_and_missing_needs():
     route = gd.explain("decode", **call("decode"))
     assert isinstance(route, gd.Route)
     assert isinstance(route.problem, gd.Problem)

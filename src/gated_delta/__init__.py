@@ -1,4 +1,4 @@
-"""Inference with gated-delta-rule linear attention (GDN and KDA): prefill, decode, verify, flush."""
+"""Gated-delta-rule linear attention (GDN, KDA) for inference: prefill, decode, verify, flush."""
 
 from . import library as _library  # noqa: F401  registers torch.ops.gated_delta
 from .api import Route, decode, explain, flush, prefill, verify

@@ -1,4 +1,4 @@
-"""python -m gated_delta: the command line without an installed script."""
+"""python -m gated_delta: the same as the command gated-delta."""
 
 from .cli import app
 

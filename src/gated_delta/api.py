@@ -1,14 +1,18 @@
-"""The four operations: recognise the call or describe it, choose its route, run.
+"""The four operations: look the call up in the call cache, or validate and route it; then run it.
 
-In eager mode a call goes straight to its backend. Under torch.compile and other tracers, and for FakeTensor and other subclasses,
-it becomes one node, torch.ops.gated_delta.<op> (library.py). Its schema says what it mutates, and its body is the same eager call.
+An eager call goes straight to its backend; its arguments travel by position, in the order of
+`Arguments` (ops/*.py), since keywords would add 1 us to a warm call of 5. Under torch.compile and
+other tracers, and for FakeTensor and other subclasses, it becomes one node,
+torch.ops.gated_delta.<op> (library.py), with a schema that names the tensors it mutates. The node's
+body is the same eager call.
 """
 
 from __future__ import annotations
 
 import functools
+import inspect
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, overload
 
@@ -84,44 +88,56 @@ def prefill(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> tuple[Tensor, Tensor | None]:
-    """Whole prompts, dense or packed: outputs, and the state after the last token.
+    """Process whole prompts, dense or packed: the outputs, and the state after the last token.
 
-    q, k: [N, T, H, K], or packed [1, total, H, K] with cu_seqlens [N+1] (int32 or int64); bf16, fp16 or fp32, last dim contiguous.
-    v: [N, T, HV, V], as q; value head hv reads q/k head hv // (HV // H).
-    g: [N, T, HV] (GDN) or [N, T, HV, K] (KDA), beta: [N, T, HV]; bf16, fp16 or fp32. `gate` says what g holds; beta is the write
-    strength, or its logit with beta_logits=True. scale: K**-0.5 when None. qk_l2norm: x * rsqrt(sum(x*x) + 1e-6) on q and k.
-    max_seqlen: tokens of the longest packed sequence, an int, where the caller knows it, as the host does not see cu_seqlens. It
-    settles how the work is cut, and a wrong one costs time alone; None beside dense tokens.
+    q, k: [N, T, H, K], or packed [1, total, H, K] with cu_seqlens [N+1] (int32 or int64); bf16,
+    fp16 or fp32, last dim contiguous. v: [N, T, HV, V], in q's dtype; value head hv reads q/k head
+    hv // (HV // H). g: [N, T, HV] (GDN) or [N, T, HV, K] (KDA), beta: [N, T, HV]; bf16, fp16 or
+    fp32. `gate` defines the decay that g encodes. beta is the write strength, or its logit with
+    beta_logits=True. scale: K**-0.5 when None. qk_l2norm: q and k become
+    x * rsqrt(sum(x*x) + 1e-6).
+    max_seqlen: tokens of the longest packed sequence, an int, if the caller knows it; the host does
+    not read cu_seqlens. It affects the schedule alone: a wrong value costs time, never correctness.
+    None for dense tokens.
 
-    Functional: starts from initial_state [N, HV, V, K] (fp32, bf16 or fp16; zeros when None), which is not written, and returns
-    final_state, new, in its dtype (fp32 without one), when output_final_state is True, else None. fp16 saturates at +-65504.
-    Pooled: state [P, HV, V, K] is the pool; sequence n starts from slot state_indices[n] (slot n when None), or from zero where
-    has_initial_state [N] (bool) is False, and its final state is written there; final_state is None.
-    Sequences with a negative index are inactive: zero outputs, nothing written. null_index: slots up to this one count as negative
-    ones do; 0 keeps slot 0 for padding. out: [N, T, HV, V], v's dtype. What a call writes (out, state, checkpoints) shares no
-    memory with what else it reads or writes.
+    Functional: starts from initial_state [N, HV, V, K] (fp32, bf16 or fp16; zeros when None), which
+    is not written. With output_final_state=True returns a new final_state in its dtype (fp32
+    without one), otherwise None. fp16 saturates at +-65504.
+    Pooled: state [P, HV, V, K] is the pool. Sequence n starts from slot state_indices[n] (slot n
+    when None), or from zeros where has_initial_state [N] (bool) is False, and its final state goes
+    to that slot; final_state is None.
+    A sequence with a negative index is inactive: zero outputs, nothing written. null_index: slots
+    up to this one count as negative; 0 reserves slot 0 for padding. out: [N, T, HV, V], v's dtype.
+    The tensors that a call writes (out, state, checkpoints) share no memory with each other or with
+    its inputs.
 
-    checkpoint_lens: [N, C] (int32 or int64), C >= 1: also keeps the state of sequence n after so many of its tokens in this call,
-    multiples of 64 in any order: 0 for the initial state, all tokens for the final one; a negative length keeps none. Entry j goes
-    to slot checkpoint_indices[n, j] ([N, C], int32 or int64) of the pool, none up to null_index; or to checkpoints[n, j]
-    ([N, C, HV, V, K], the states' dtype, fp32 without any); or, given both, to row checkpoint_indices[n, j] of checkpoints
-    [R, HV, V, K]. Another length keeps none, and two states for one slot leave either; the reference backend, and any where
-    GATED_DELTA_CHECK=1, raise ValueError for both.
+    checkpoint_lens: [N, C] (int32 or int64), C >= 1: also stores the state of sequence n after this
+    many of its tokens in this call, multiples of 64 in any order: 0 for the initial state, all
+    tokens for the final one; a negative length stores none. Entry j goes to slot
+    checkpoint_indices[n, j] ([N, C], int32 or int64) of the pool, none up to null_index; or to
+    checkpoints[n, j] ([N, C, HV, V, K], the states' dtype, fp32 without any); or, given both, to
+    row checkpoint_indices[n, j] of checkpoints [R, HV, V, K]. Any other length stores none; of two
+    states for one slot, either may remain. The reference backend raises ValueError for both, as
+    does any backend with GATED_DELTA_CHECK=1.
 
-    deterministic: o, states and checkpoints of a sequence's value head have bits that depend on its own tokens, initial state and
-    gate alone, whatever N, H, HV and other sequences; and, where states are fp32, a prompt in several calls, split at multiples of
-    64 tokens, has those of one call. Slower: docs/contract.md.
+    deterministic: the bits of a sequence's outputs, states and checkpoints, per value head, depend
+    on its own tokens, initial state and gate alone, not on N, H, HV or other sequences. With fp32
+    states a prompt in several calls, split at multiples of 64 tokens, has the bits of one call.
+    Slower: docs/contract.md.
 
-    Returns (o [N, T, HV, V] in v's dtype, final_state). Raises TypeError or ValueError naming the argument, IndexError for an index
-    past the pool (reference backend), UnsupportedProblem if the asked backend cannot run the call; then nothing was written.
-    The recurrence is Gated DeltaNet's (arXiv 2412.06464, eq. 10), per key channel Kimi Linear's (arXiv 2510.26692, eq. 1).
+    Returns (o [N, T, HV, V] in v's dtype, final_state). Raises TypeError or ValueError naming the
+    argument, IndexError for an index past the pool (reference backend), UnsupportedProblem if the
+    requested backend cannot run the call; in each case nothing was written.
+    The recurrence is Gated DeltaNet's (arXiv 2412.06464, eq. 10), per key channel Kimi Linear's
+    (arXiv 2510.26692, eq. 1).
     """
     kind, A_log, dt_bias, bound = _gate(gate)
-    return _way(q)(
+    return _runner(q)(
         ops.PREFILL,
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, state_indices, has_initial_state,
         checkpoint_lens, checkpoint_indices, checkpoints, initial_state, state, None, out,
-        kind, bound, scale, qk_l2norm, beta_logits, output_final_state, deterministic, max_seqlen, null_index, backend,
+        kind, bound, scale, qk_l2norm, beta_logits, output_final_state, deterministic,
+        max_seqlen, null_index, backend,
     )  # fmt: skip
 
 
@@ -150,29 +166,37 @@ def decode(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """The next 1..16 tokens of each sequence; the state pool is updated in place.
+    """Process the next 1..16 tokens of each sequence; updates the state pool in place.
 
-    Tokens (q to cu_seqlens) as for prefill, with 1 <= T <= 16, or packed sequences of 0..16 tokens each.
-    state: [P, HV, V, K], fp32, bf16 or fp16, K contiguous; one of 16 bits is rounded after every token, so that one call with T
-    tokens leaves what T calls with one leave. Sequence n reads slot state_indices[n] (slot n when None).
-    write_indices: [N]; the final state goes there instead, and the slot read stays as it was; below zero drops the write.
-    intermediate_states: [R, C, HV, V, K] in state's dtype, C >= T; row intermediate_indices[n] (row n when None, then R >= N), step
-    t gets the state after token t of sequence n. A negative row keeps none; no two sequences may write one row.
-    update_state=False leaves the pool as it was. No sequence may write a slot that another one reads or writes.
-    state_indices [N, W], W >= T, one slot per token: reads slot state_indices[n, num_accepted[n] - 1] (num_accepted [N], 1 when
-    None, clamped to [1, W]) and writes the state after token t to slot state_indices[n, t].
-    norm, z: the layer's gated RMSNorm of o, as if o, rounded to v's dtype, had then gone through it; z [N, T, HV, V] in v's dtype.
-    Inactive sequences, null_index (of state_indices and write_indices), out, backend and errors as for prefill.
+    Tokens (q to cu_seqlens) as for prefill, with 1 <= T <= 16, or packed sequences of 0..16 tokens.
+    state: [P, HV, V, K], fp32, bf16 or fp16, K contiguous. A 16-bit state is rounded after every
+    token, so one call with T tokens leaves the same state as T calls with one. Sequence n reads
+    slot state_indices[n] (slot n when None).
+    write_indices: [N]; the final state goes to this slot instead, and the slot read stays as it
+    was; a negative index drops the write.
+    intermediate_states: [R, C, HV, V, K] in state's dtype, C >= T; row intermediate_indices[n] (row
+    n when None, then R >= N), step t receives the state after token t of sequence n. A negative row
+    stores none; no two sequences may write one row.
+    update_state=False leaves the pool as it was. No sequence may write a slot that another one
+    reads or writes.
+    state_indices [N, W], W >= T, one slot per token: reads slot
+    state_indices[n, num_accepted[n] - 1] (num_accepted [N], 1 when None, clamped to [1, W]) and
+    writes the state after token t to slot state_indices[n, t].
+    norm, z: the layer's gated RMSNorm of o, applied to o rounded to v's dtype; z [N, T, HV, V] in
+    v's dtype.
+    Inactive sequences, null_index (of state_indices and write_indices), out, backend and errors as
+    for prefill.
 
-    Returns o [N, T, HV, V] in v's dtype, with norm the normalised one.
+    Returns o [N, T, HV, V] in v's dtype, normalised if norm is given.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
-    weight, eps, activation = NO_NORM if norm is None else _norm(norm)
-    return _way(q)(
+    weight, eps, activation = _norm(norm)
+    return _runner(q)(
         ops.DECODE,
-        q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices, num_accepted, intermediate_states,
-        intermediate_indices, z, weight, out,
-        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, update_state, null_index, backend,
+        q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices,
+        num_accepted, intermediate_states, intermediate_indices, z, weight, out,
+        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, update_state,
+        null_index, backend,
     )  # fmt: skip
 
 
@@ -198,20 +222,22 @@ def verify(
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Outputs of 1..16 draft tokens from a frozen state, and what `flush` needs to accept any prefix of them.
+    """Process 1..16 draft tokens; `flush` can then accept any prefix of them.
 
-    Tokens as for decode. state: [P, HV, V, K], read once and left alone. buffer: a KVBuffer for at least T tokens; sequence n
-    fills row buffer_indices[n] (row n when None) whole: what lies past its last token is neutral. A negative index in either makes
-    the sequence inactive; null_index is of slots, not of rows. norm and z as for decode, other arguments and errors as for prefill.
+    Tokens as for decode. state: [P, HV, V, K], only read. buffer: a KVBuffer for at least T tokens.
+    Sequence n fills the whole of row buffer_indices[n] (row n when None); entries past its last
+    token are neutral. A negative index in either makes the sequence inactive; null_index applies to
+    slots, not to rows. norm and z as for decode, other arguments and errors as for prefill.
 
-    Returns o [N, T, HV, V] in v's dtype: decode's outputs, except that a state of 16 bits is not rounded between the tokens.
+    Returns o [N, T, HV, V] in v's dtype: decode's outputs, except that a 16-bit state is not
+    rounded between tokens.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
-    weight, eps, activation = NO_NORM if norm is None else _norm(norm)
-    return _way(q)(
+    weight, eps, activation = _norm(norm)
+    return _runner(q)(
         ops.VERIFY,
-        q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices, *_parts(buffer), z, weight,
-        out,
+        q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices,
+        *_parts(buffer), z, weight, out,
         kind, bound, eps, activation, scale, qk_l2norm, beta_logits, null_index, backend,
     )  # fmt: skip
 
@@ -227,50 +253,65 @@ def flush(
     null_index: int = -1,
     backend: str = "auto",
 ) -> None:
-    """Fold the first num_accepted draft tokens that `verify` buffered into the state, in place.
+    """Fold the first num_accepted draft tokens of `verify`'s buffer into the state, in place.
 
-    state: [P, HV, V, K], or [L, P, HV, V, K] with an L-layer buffer: every layer in one call. num_accepted: an int32 or int64
-    tensor [N], read on the device, or an int for all N; clamped to the tokens there are. 0 leaves a state bit for bit as it was.
-    Sequence n folds row buffer_indices[n] (row n when None) into slot state_indices[n] (slot n when None), or, with write_indices
-    [N], from there into slot write_indices[n], also when num_accepted is 0. A negative index writes nothing. N is the length of
-    num_accepted and of the index tensors; an int num_accepted with none of these names no sequences and is a ValueError. No
-    sequence may write a slot that another one reads or writes. null_index, of slots alone, and errors as for prefill.
+    state: [P, HV, V, K], or [L, P, HV, V, K] with an L-layer buffer: every layer in one call.
+    num_accepted: an int32 or int64 tensor [N], read on the device, or an int for all N; clamped to
+    the number of buffered tokens. 0 leaves a state bit for bit as it was.
+    Sequence n folds row buffer_indices[n] (row n when None) into slot state_indices[n] (slot n when
+    None). With write_indices [N] the result goes to slot write_indices[n] instead, also when
+    num_accepted is 0. A negative index writes nothing. N is the length of num_accepted and of the
+    index tensors; an int num_accepted without any of them names no sequences and is a ValueError.
+    No sequence may write a slot that another one reads or writes. null_index, of slots alone, and
+    errors as for prefill.
     """
-    counts, count = (
-        (num_accepted, None) if isinstance(num_accepted, Tensor) else (None, num_accepted)
-    )
-    if isinstance(count, int) and count > MAX_DRAFT:
-        count = (
-            MAX_DRAFT  # all that a buffer holds; torch.library has no larger numbers than 64 bits
-        )
-    indices = (state_indices, write_indices, buffer_indices)
-    arguments = (state, *_parts(buffer), counts, *indices, count, null_index, backend)
-    return _way(state)(ops.FLUSH, *arguments)
+    counts, count = _counts(num_accepted)
+    return _runner(state)(
+        ops.FLUSH,
+        state, *_parts(buffer), counts, state_indices, write_indices, buffer_indices,
+        count, null_index, backend,
+    )  # fmt: skip
 
 
 def explain(op: str, *args: Any, **kwargs: Any) -> Route:
-    """Which backend and kernel `op` ("prefill", "decode", "verify" or "flush") would use for these arguments, and what is missing.
+    """The backend and kernel that `op` would use for these arguments, and why not the CuTe backend.
 
-    Takes the operation's own arguments, checks them as the operation does, and runs nothing. Raises what the operation would raise.
+    op: "prefill", "decode", "verify" or "flush"; then that operation's own arguments.
+    Checks them as the operation does, raises what it would raise, and runs nothing.
     """
     if not isinstance(op, str) or op not in ops.OPERATIONS:
         raise ValueError(f"op: expected one of {', '.join(ops.OPERATIONS)}, got {op!r}")
     if _compiling():
         where = "call it outside torch.compile"
         torch._dynamo.graph_break(msg=f"gated_delta.explain returns no tensor: {where}")
-    asked = _Explain(kwargs.pop("backend", "auto"))
-    operation: Any = dict(prefill=prefill, decode=decode, verify=verify, flush=flush)[op]
-    return operation(*args, **kwargs, backend=asked)
+    operation = ops.OPERATIONS[op]
+    return _route(operation, _arguments(operation, args, kwargs))
 
 
-@dataclass(frozen=True, eq=False)
-class _Explain:
-    """In place of a backend: its route is asked for, and no run."""
-
-    backend: Any
+_SIGNATURES = {f.__name__: inspect.signature(f) for f in (prefill, decode, verify, flush)}
 
 
-# ------------------------------------------------------------------------------------------------ one way for all four
+def _arguments(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Any:
+    """`op.arguments`, by name, of a call with the public function's arguments."""
+    bound = _SIGNATURES[op.name].bind(*args, **kwargs)
+    bound.apply_defaults()
+    given = dict(bound.arguments)
+
+    def split(name: str, parts: Callable[[Any], tuple[Any, ...]], *names: str) -> None:
+        if name in given:
+            given.update(zip(names, parts(given.pop(name)), strict=True))
+
+    split("gate", _gate, "gate", "A_log", "dt_bias", "bound")
+    split("norm", _norm, "norm_weight", "norm_eps", "norm_activation")
+    split("buffer", _parts, *BUFFER)
+    if op is ops.FLUSH:
+        split("num_accepted", _counts, "num_accepted", "accepted_by_all")
+    if op is ops.PREFILL:
+        given["final_state"] = None
+    return op.arguments(**given)
+
+
+# ---------------------------------------------------------------- one path for all four operations
 
 
 def _gate(gate: Gate) -> tuple[str, Tensor | None, Tensor | None, float]:
@@ -279,10 +320,9 @@ def _gate(gate: Gate) -> tuple[str, Tensor | None, Tensor | None, float]:
     return gate.kind, gate.A_log, gate.dt_bias, gate.bound
 
 
-NO_NORM: tuple[Tensor | None, float, str | None] = (None, 0.0, None)
-
-
-def _norm(norm: GatedNorm) -> tuple[Tensor | None, float, str | None]:
+def _norm(norm: GatedNorm | None) -> tuple[Tensor | None, float, str | None]:
+    if norm is None:
+        return None, 0.0, None
     if not isinstance(norm, GatedNorm):
         raise TypeError(f"norm: expected a gated_delta.GatedNorm or None, got {type_name(norm)}")
     return norm.weight, norm.eps, norm.activation
@@ -294,15 +334,24 @@ def _parts(buffer: KVBuffer) -> tuple[Tensor, Tensor, Tensor]:
     return buffer.u, buffer.k, buffer.log_decay
 
 
+def _counts(num_accepted: int | Tensor) -> tuple[Tensor | None, int | None]:
+    """num_accepted as a tensor, or as a number for all sequences."""
+    if isinstance(num_accepted, Tensor):
+        return num_accepted, None
+    if isinstance(num_accepted, int) and num_accepted > MAX_DRAFT:
+        return None, MAX_DRAFT  # no buffer holds more, and torch.library takes 64 bits
+    return None, num_accepted
+
+
 PLAIN = (Tensor, torch.nn.Parameter)
 _compiling, _modes = torch.compiler.is_dynamo_compiling, torch._C._len_torch_dispatch_stack
 _jit_state, _profiler = torch._C._get_tracing_state, torch.autograd.profiler
 
 
-def _way(x: object) -> Callable[..., Any]:
-    """How a call with this first tensor is made: as a node where it is traced, else at once.
+def _runner(x: object) -> Callable[..., Any]:
+    """The function that runs a call with this first tensor: `_node` under a tracer, else `run`.
 
-    Kernels, and what the reference backend reads on the host, leave no trace.
+    A tracer sees neither the kernels nor the values that the reference backend reads on the host.
     """
     if (
         _compiling()
@@ -315,31 +364,25 @@ def _way(x: object) -> Callable[..., Any]:
 
 
 def traced(x: object) -> bool:
-    """Whether a call with this first tensor becomes a node."""
-    return _way(x) is _node
+    """Whether a call with this first tensor becomes a node of a graph."""
+    return _runner(x) is _node
 
 
 def _profiled(op: Operation, *arguments: Any) -> Any:
-    """`run` as a row of torch's profiler, which does not see calls that bypass the dispatcher."""
+    """`run` as a row of torch's profiler, which misses calls that bypass the dispatcher."""
     with _profiler.record_function(f"gated_delta::{op.name}"):
         return run(op, *arguments)
 
 
 def _node(op: Operation, *arguments: Any) -> Any:
     """The call as one node of a compiled graph."""
-    if isinstance(arguments[-1], _Explain):
-        return run(op, *arguments)
     a = op.arguments(*arguments)
     # The node's body sees detached tensors, so gradients are refused here.
-    for name, x in zip(a._fields, a[: op.num_tensors], strict=False):
-        if isinstance(x, Tensor):
+    for name in op.tensors:
+        if isinstance(x := getattr(a, name), Tensor):
             refuse_grad(BUFFER.get(name, name), x)
-    for (
-        name,
-        is_flag,
-    ) in (
-        op.flags.items()
-    ):  # a schema takes 1 for True, True for 1, and a tensor's value of now for either
+    # A schema takes 1 for True, True for 1, and a tensor's present value for either.
+    for name, is_flag in op.flags.items():
         if isinstance(x := getattr(a, name), bool) != is_flag or isinstance(x, Tensor):
             expected = "True or False" if is_flag else "no flag or tensor"
             raise TypeError(f"{name}: expected {expected}, got {type_name(x)}")
@@ -349,37 +392,36 @@ def _node(op: Operation, *arguments: Any) -> Any:
 
 
 def run(op: Operation, *arguments: Any) -> Any:
-    """An eager call: found in the call cache, or described, routed and remembered; then its kernels or the reference backend."""
-    found = None
+    """An eager call: a cache hit launches at once; any other call is described and routed first."""
+    hit = None
     try:
         key = op.key(*arguments)
-        found = op.calls.find(key, arguments)
-    except (AttributeError, TypeError, RuntimeError):  # RuntimeError: of a nested tensor's shape
-        pass  # an argument of no known kind, as describing the call will say
-    if found is not None:
-        known, tensors = found
-        made = known(tensors)
-        if made is ON_REFERENCE:
+        hit = op.calls.find(key, arguments)
+    except (AttributeError, TypeError, RuntimeError):  # RuntimeError: the shape of a nested tensor
+        pass  # an argument of a wrong type: `describe` raises the error that names it
+    if hit is not None:
+        launch, tensors = hit
+        result = launch(tensors)
+        if result is ON_REFERENCE:
             return _on_reference(op, op.arguments(*arguments))
-        if made is not REDESCRIBE:
-            return made
+        if result is not REDESCRIBE:
+            return result
     a = op.arguments(*arguments)
-    problem = op.describe(a)
-    if isinstance(a.backend, _Explain):
-        return select(op, problem, a[0].device, a.backend.backend, *op.work(a))
-    route = select(op, problem, a[0].device, a.backend, *op.work(a))
-    launch: Any = ReferenceCall() if route.plan is None else op.launch(problem, route.plan, a)
+    route = _route(op, a)
+    if route.backend == "reference" and a.backend == "auto" and a[0].device.type == "cuda":
+        _warn_of_fallback()
+    tensors = tuple(x for x in a[: len(op.tensors)] if x is not None)
+    new: Any = ReferenceCall() if route.plan is None else op.launch(route.problem, route.plan, a)
     written, vectors = (
-        [getattr(a, name) for name in names] for names in (op.written(a), launch.vectors)
+        [getattr(a, name) for name in names] for names in (op.written(a), new.vectors)
     )
-    tensors = tuple(x for x in a[: op.num_tensors] if x is not None)
-    launch.placement = Placement(tensors, written, vectors, launch.pointers)
-    if found is None:
-        op.calls.remember(key, arguments, launch)
+    new.placement = Placement(tensors, written, vectors, new.pointers)
+    if hit is None:
+        op.calls.remember(key, arguments, new)
     else:
-        known.placement.allow(addresses(tensors))
-    made = launch(tensors)
-    return _on_reference(op, a) if made is ON_REFERENCE else made
+        launch.placement.allow(addresses(tensors))
+    result = new(tensors)
+    return _on_reference(op, a) if result is ON_REFERENCE else result
 
 
 def _on_reference(op: Operation, a: Any) -> Any:
@@ -389,11 +431,11 @@ def _on_reference(op: Operation, a: Any) -> Any:
 
 
 ON_REFERENCE = object()
-"""What a `ReferenceCall` returns: the call is to run on the reference backend."""
+"""A `ReferenceCall` returns it: the call runs on the reference backend."""
 
 
 class ReferenceCall:
-    """A call that was described before and runs on the reference backend; called, it says whether that holds for these tensors."""
+    """A cached call of the reference backend. It checks addresses and launches nothing."""
 
     placement: Placement
     vectors = ()
@@ -405,28 +447,29 @@ class ReferenceCall:
         return REDESCRIBE if self.placement(addresses(tensors)) is None else ON_REFERENCE
 
 
-# ------------------------------------------------------------------------------------------------ which backend and kernels
+# ---------------------------------------------------------------- which backend, which kernels
 
 
 @dataclass(frozen=True)
 class Route:
-    """What would run a problem. `missing` says what keeps it from the CuTe kernels, one reason each; empty when nothing does."""
+    """The backend and kernels of a problem."""
 
     problem: Problem
     backend: str
     kernel: str
     missing: tuple[str, ...] = ()
+    """Why the CuTe kernels cannot run it, one reason each; empty if they can."""
     plan: Plan | None = None
-    """On the CuTe backend, how the work is cut and what is launched."""
+    """On the CuTe backend, the schedule and the kernels to launch."""
 
     @property
     def schedule(self) -> Any:
-        """How the work is cut; None on the reference backend."""
+        """How the work is split; None on the reference backend."""
         return self.plan and self.plan.schedule
 
     @property
     def variants(self) -> tuple[compile.Variant, ...]:
-        """What is launched, in its order."""
+        """The kernels, in launch order."""
         return self.plan.variants if self.plan else ()
 
     def __str__(self) -> str:
@@ -436,12 +479,18 @@ class Route:
         return "\n".join(lines + [f"  cute needs: {reason}" for reason in self.missing])
 
 
+def _route(op: Operation, a: Any) -> Route:
+    """Validate a call and choose its route."""
+    return select(op, op.describe(a), a[0].device, a.backend, *op.work(a))
+
+
 def select(
     op: Operation, problem: Problem, device: torch.device, backend: str, *work: Any
 ) -> Route:
-    """The route of a problem; `work`, as `Operation.work` has it, settles its schedule.
+    """The route of a problem. `work`: what `Operation.work` returns, which decides the schedule.
 
-    Raises ValueError for an unknown backend, UnsupportedProblem when the asked one cannot run it.
+    Raises ValueError for an unknown backend, UnsupportedProblem if `backend` cannot run the
+    problem.
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
@@ -450,35 +499,26 @@ def select(
         plan = op.plan(problem, *work)
         arch = compile.arch_of(device)
         assert arch is not None
-        missing = tuple(
-            dict.fromkeys(
-                reason for variant in plan.variants for reason in compile.missing(variant, arch)
-            )
-        )
+        reasons = [reason for variant in plan.variants for reason in compile.missing(variant, arch)]
+        missing = tuple(dict.fromkeys(reasons))
         if not missing:
-            return Route(
-                problem, "cute", ", ".join(variant.label for variant in plan.variants), (), plan
-            )
+            kernel = ", ".join(variant.label for variant in plan.variants)
+            return Route(problem, "cute", kernel, (), plan)
     if backend == "cute":
         raise UnsupportedProblem(f"backend 'cute' cannot run {problem.label}; it needs", missing)
-    if backend == "auto" and device.type == "cuda":
-        _warn_of_fallback()
     return Route(problem, "reference", f"reference.{op.name}", missing)
 
 
 def _missing_for_cute(op: Operation, problem: Problem, device: torch.device) -> list[str]:
-    """What keeps this problem from the CuTe backend on this device, whatever is compiled."""
+    """Why this problem cannot run on the CuTe backend on this device, whatever is compiled."""
     reasons = []
     if device.type != "cuda":
         reasons.append(f"tensors on a CUDA device, got {device.type}")
     elif compile.arch_of(device) not in op.archs:
-        capability = torch.cuda.get_device_capability(device)
-        numbers = " or ".join(
-            f"{major}.{minor}" for (major, minor), arch in compile.ARCHS.items() if arch in op.archs
-        )
-        reasons.append(
-            f"a device of compute capability {numbers}, got {capability[0]}.{capability[1]}"
-        )
+        major, minor = torch.cuda.get_device_capability(device)
+        supported = [f"{x}.{y}" for (x, y), arch in compile.ARCHS.items() if arch in op.archs]
+        expected = f"a device of compute capability {' or '.join(supported)}"
+        reasons.append(f"{expected}, got {major}.{minor}")
     if problem.dtype == torch.float32:
         reasons.append("bf16 or fp16 inputs, got fp32")
     return reasons + op.missing(problem)
@@ -487,7 +527,8 @@ def _missing_for_cute(op: Operation, problem: Problem, device: torch.device) -> 
 @functools.cache
 def _warn_of_fallback() -> None:
     warnings.warn(
-        "gated_delta runs a CUDA call on its PyTorch reference backend, which is slow; gated_delta.explain(op, ...) says why. "
+        "gated_delta runs a CUDA call on its PyTorch reference backend, which is slow; "
+        "gated_delta.explain(op, ...) says why. "
         "Pass backend='reference' to choose it, or backend='cute' to get an error instead.",
-        stacklevel=5,  # the caller of the operation: operation, run, select, this
+        stacklevel=4,  # the caller of the operation: operation, run, this
     )

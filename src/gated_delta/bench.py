@@ -1,4 +1,7 @@
-"""`gated-delta bench`: an operation's time, a copy of as many bytes, what a call costs the host. benchmarks/ has its clock."""
+"""`gated-delta bench`: time of an operation, of a copy of as many bytes, and of the host's work.
+
+benchmarks/ uses its timers.
+"""
 
 from __future__ import annotations
 
@@ -26,13 +29,13 @@ from .testing.check import fill_buffer, run
 from .testing.inputs import Call, make
 
 REPLAYS, ROUNDS = 3, 5
-"""Timed replays of a turn, and turns of each runner."""
+"""Timed replays per turn, and turns per runner."""
 HOST_BATCHES, HOST_CALLS = 20, 100
-"""Batches of calls submitted without waiting, few enough that the launch queue never fills."""
+"""Batches of calls without synchronisation; a batch is too short to fill the launch queue."""
 TURN = 0.05
-"""Seconds of calls in one replay without a graph: a CPU's single calls are too short, and too noisy, to be timed alone."""
-PIECE = 2**27
-"""Bytes of one copy: device copies of a gigabyte were seen at two thirds of the bandwidth of smaller ones."""
+"""Seconds per replay without a graph: a single call on a CPU is too short and noisy to time."""
+COPY_BYTES = 2**27
+"""Bytes of one copy: device copies of 1 GB reached two thirds of the bandwidth of smaller ones."""
 
 Function = Callable[[], object]
 Replay = Callable[[], float]
@@ -40,7 +43,7 @@ Replay = Callable[[], float]
 
 
 def capture(calls: Sequence[Function], passes: int = 1) -> Replay:
-    """The calls as one CUDA graph, `passes` times over; each is called once before, so that nothing is compiled within."""
+    """The calls, `passes` times, as one CUDA graph. A run before the capture compiles kernels."""
     stream = torch.cuda.Stream()
     stream.wait_stream(torch.cuda.current_stream())
     graph = torch.cuda.CUDAGraph()
@@ -56,7 +59,7 @@ def capture(calls: Sequence[Function], passes: int = 1) -> Replay:
 
     def replay() -> float:
         began, ended = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        graph.replay()  # while it runs the timed one is submitted, and no launch is waited for
+        graph.replay()  # hides the launch latency of the timed replay
         began.record()
         graph.replay()
         ended.record()
@@ -67,7 +70,7 @@ def capture(calls: Sequence[Function], passes: int = 1) -> Replay:
 
 
 def eager(calls: Sequence[Function], device: torch.device, seconds: float = 0.0) -> Replay:
-    """Single calls, each on an idle device, from the host's first step to the device's last; their median over `seconds`."""
+    """Median time over `seconds` of single calls on an idle device, including the host's work."""
     turn = itertools.cycle(calls)
 
     def single() -> float:
@@ -94,7 +97,7 @@ def eager(calls: Sequence[Function], device: torch.device, seconds: float = 0.0)
 
 
 def in_turns(replays: Mapping[str, Replay]) -> dict[str, float]:
-    """Median microseconds per call of each, turn by turn, so that a slow spell of the machine falls on all alike."""
+    """Median microseconds per call. Runners take turns: slow phases of the machine hit all."""
     taken: dict[str, list[float]] = {name: [] for name in replays}
     for _ in range(ROUNDS):
         for name, replay in replays.items():
@@ -103,27 +106,25 @@ def in_turns(replays: Mapping[str, Replay]) -> dict[str, float]:
 
 
 def host_us(call: Function, device: torch.device) -> float:
-    """Median microseconds that a call keeps the host, which does not wait for the device."""
-    taken = []
+    """Median microseconds of host time per call, without waiting for the device."""
+    times = []
     for _ in range(HOST_BATCHES):
         if device.type == "cuda":
             torch.cuda.synchronize(device)
         began = time.perf_counter()
         for _ in range(HOST_CALLS):
             call()
-        taken.append((time.perf_counter() - began) / HOST_CALLS)
-    return statistics.median(taken) * 1e6
+        times.append((time.perf_counter() - began) / HOST_CALLS)
+    return statistics.median(times) * 1e6
 
 
 def copies(moved: int, sets: int, device: torch.device) -> list[Function]:
-    """Plain copies that read and write so many bytes in all, one for each set."""
+    """Plain copies, one per set. moved: bytes that each reads and writes in total."""
 
     def copy() -> Function:
-        read = (
-            torch.empty(max(1, moved // 2), dtype=torch.uint8, device=device).random_().split(PIECE)
-        )
-        pieces = [(torch.empty_like(x), x) for x in read]
-        return lambda: [target.copy_(source) for target, source in pieces]
+        source = torch.empty(max(1, moved // 2), dtype=torch.uint8, device=device).random_()
+        pairs = [(torch.empty_like(x), x) for x in source.split(COPY_BYTES)]
+        return lambda: [target.copy_(x) for target, x in pairs]
 
     return [copy() for _ in range(sets)]
 
@@ -134,12 +135,12 @@ def device_name(device: torch.device) -> str:
     return f"{platform.machine()} CPU, {torch.get_num_threads()} threads"
 
 
-# ------------------------------------------------------------------------------------------------ one operation
+# ---------------------------------------------------------------- one operation
 
 CHECKED_TOKENS = 130
-"""A problem is checked on at most this many tokens of at most three sequences; only its sizes grow for the timing."""
+"""Tokens of the check before the timing, for at most three sequences; the timing uses all."""
 COLD, MOST_SETS = 400e6, 48
-"""On a GPU: bytes that a rotation over buffers goes through, many times its L2, and the sets of buffers that it has at most."""
+"""On a GPU: bytes of all sets of buffers together, many times the L2, and the most sets."""
 
 typical = functools.partial(
     Case,
@@ -151,26 +152,27 @@ typical = functools.partial(
     null_index=-1,
     seed=1,
 )
-"""A case of raw inputs, normalisation and beta's sigmoid inside; the rest of its fields by name."""
+"""A case with raw inputs: qk_l2norm and beta_logits. Its other fields are arguments."""
 
 
 def _host_us(call: Call, backend: str, device: torch.device, compiled: bool) -> float:
-    """Of a call whose reference backend does nothing; the kernels' launches are the host's work."""
+    """Host microseconds of a call. The reference backend is replaced by a no-op."""
 
     def nothing(*_tokens: Any, **_states: Any) -> None:
         pass
 
-    def way(_x: Any) -> Any:
+    def runner(_x: Any) -> Any:
         return api._node if compiled else api.run
 
-    # Plain functions, since a Mock's own cost would be counted.
-    with mock.patch.object(reference, call.case.op, nothing), mock.patch.object(api, "_way", way):
+    # Plain functions: a Mock would add its own time.
+    patch = mock.patch.object
+    with patch(reference, call.case.op, nothing), patch(api, "_runner", runner):
         run(call, backend)
         return host_us(lambda: run(call, backend), device)
 
 
 def least_bytes(call: Call) -> int:
-    """Inputs once, outputs once, each state the call reads or writes once."""
+    """Least bytes of memory traffic: inputs, outputs, and each read or write of a state, once."""
 
     def size(*tensors: Tensor | KVBuffer | None) -> int:
         return sum(x.nbytes for x in tensors if x is not None)
@@ -185,7 +187,7 @@ def least_bytes(call: Call) -> int:
 
 
 def least_memory(case: Case) -> int:
-    """Bytes that a call of the case takes at the least, with the fp32 numbers that its inputs are made from."""
+    """Least bytes of memory of a call, with the fp32 numbers that its inputs are rounded from."""
     H, HV = case.heads
     numbers = 2 * H * case.D + 2 * HV * case.D + HV * (case.D if case.axis == "channel" else 1) + HV
     states = len(case.lengths) * HV * case.D**2 * case.state_dtype.itemsize
@@ -193,7 +195,7 @@ def least_memory(case: Case) -> int:
 
 
 def memory(device: torch.device) -> int:
-    """Bytes that the device has, used or not."""
+    """Bytes of the device's memory, used or not."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -203,11 +205,13 @@ def memory(device: torch.device) -> int:
 def time_case(
     case: Case, backend: str, device: torch.device, token_loop: bool = False
 ) -> dict[str, Any]:
-    """Check the problem, then time it at full size: its record. One that fails its check has status "failed" and no times.
+    """Check the problem, then time it at full size, and return its record.
 
-    us: of one call, replayed in a CUDA graph where the kernels run; copy_us: of a plain copy of as many bytes; host_us: describing,
-    routing, allocating and launching; host_us_compiled: the same through torch.ops, as a compiled graph calls it; token_loop_us:
-    where it is wanted, of the token recurrence in fp32 over the same sequences.
+    A problem that fails its check has status "failed" and no times. us: time of one call, in a CUDA
+    graph if the kernels run; copy_us: of a plain copy of as many bytes; host_us: of the host's work
+    (describe, route, allocate, launch); host_us_compiled: the same through torch.ops, as in a
+    compiled graph; token_loop_us: with token_loop=True, of the token recurrence in fp32 over the
+    same sequences.
     """
     small = replace(case, lengths=tuple(min(length, CHECKED_TOKENS) for length in case.lengths[:3]))
     checked = run_case(small, backend, device)
@@ -217,7 +221,7 @@ def time_case(
     moved, kernels = least_bytes(first), checked.backend == "cute"
     room = memory(device) // (8 * max(moved, least_memory(case)))
     sets = max(1, min(MOST_SETS, -int(-COLD // moved), room)) if kernels else 1
-    # Steps of 30 leave what a seed settles of the problem: whether there is a scale, a bias, another bound.
+    # Seeds 30 apart choose the same scale, bias and bound.
     calls = [first, *(make(replace(case, seed=case.seed + 30 * i), device) for i in range(1, sets))]
     if case.op == "flush":
         for call in calls:
@@ -230,14 +234,14 @@ def time_case(
     replays["copy"] = replay(copies(moved, sets, device))
     if token_loop:
         replays["token loop"] = eager([functools.partial(_token_loop, first)], device, TURN)
-    taken = in_turns(replays)
+    median = in_turns(replays)
     facts = dict(
         backend=checked.backend,
         device=device_name(device),
         sequences=len(case.lengths),
         tokens=case.lengths[0],
     )
-    times = dict(us=taken["ours"], copy_us=taken["copy"], token_loop_us=taken.get("token loop"))
+    times = dict(us=median["ours"], copy_us=median["copy"], token_loop_us=median.get("token loop"))
     times |= {
         f"host_us{name}": _host_us(first, backend, device, bool(name)) for name in ("", "_compiled")
     }
@@ -253,17 +257,20 @@ def _token_loop(call: Call) -> None:
 
 
 def table(op: str, timed: Sequence[Mapping[str, Any]]) -> Table:
-    """One row a record."""
+    """A table with one row per record."""
     loop = ["token loop us", "ratio"] if timed[0]["token_loop_us"] is not None else []
     backends = ", ".join(dict.fromkeys(t["backend"] for t in timed))
     columns = ("case", "N", "T", "us", "tokens/s", "copy us", "x copy", "host us", *loop)
-    made = make_table(f"{op}, backend {backends}, {timed[0]['device']}", *columns)
-    made.caption = "us: one call; copy us: a copy of as many bytes; x copy: us over copy us; host us: what a call costs the host"
+    result = make_table(f"{op}, backend {backends}, {timed[0]['device']}", *columns)
+    result.caption = (
+        "us: one call; copy us: a copy of as many bytes; x copy: us over copy us; "
+        "host us: host time of a call"
+    )
     for t in timed:
         us, N, T = t["us"], t["sequences"], t["tokens"]
         row = [t["label"].split("/")[0], str(N), str(T), f"{us:.1f}", f"{N * T / us * 1e6:.0f}"]
         row += [f"{t['copy_us']:.1f}", f"{us / t['copy_us']:.1f}", f"{t['host_us']:.1f}"]
         if loop:
             row += [f"{t['token_loop_us']:.0f}", f"{t['token_loop_us'] / us:.1f}"]
-        made.add_row(*row)
-    return made
+        result.add_row(*row)
+    return result

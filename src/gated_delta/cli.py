@@ -70,21 +70,22 @@ SWITCHES = {
     "GATED_DELTA_VLLM": False,
     "GATED_DELTA_SGLANG_KVBUFFER": False,
 }
-"""Variables that are 0 or 1, and what they are when not set."""
+"""Environment variables with values 0 and 1, and their defaults."""
 
 
 class Commands(TyperGroup):
-    """Refuses in one line, whatever the width of the terminal."""
+    """Reports errors in one line, whatever the width of the terminal."""
 
     def main(self, *args: Any, **kwargs: Any) -> Any:
         for stream in (sys.stdout, sys.stderr):
-            if stream is not None:  # closed
-                stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]  # a terminal may know ASCII alone
+            if stream is not None:  # None: closed
+                # For terminals that know only ASCII.
+                stream.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
         try:
             code = super().main(*args, **{**kwargs, "standalone_mode": False})
         except OSError:
             try:
-                print(flush=True)  # on a full disk this fails, too
+                print(flush=True)  # fails too on a full disk
             except OSError as problem:
                 _complain(f"gated-delta: {stdout_lost(problem)}")
                 abandon_stdout()
@@ -92,9 +93,7 @@ class Commands(TyperGroup):
             else:
                 raise
         except Exception as problem:
-            if not hasattr(
-                problem, "format_message"
-            ):  # typer's own kinds have one, wherever typer keeps them
+            if not hasattr(problem, "format_message"):  # typer's errors have this method
                 raise
             context = getattr(problem, "ctx", None)
             command = context.command_path if context else "gated-delta"
@@ -104,7 +103,7 @@ class Commands(TyperGroup):
 
 
 def _complain(line: str) -> None:
-    with contextlib.suppress(OSError):  # a full disk
+    with contextlib.suppress(OSError):  # on a full disk
         typer.echo(line, err=True)
 
 
@@ -160,16 +159,13 @@ def info() -> None:
         table.add_row("cuda", "no device")
     table.add_row("backend reference", "available: PyTorch, any device, every operation")
     needs = kernels.missing_packages()
+    supported = "all four operations on compute capability 9.0; "
+    supported += "decode, verify, flush compile for 10.0, untried"
+    table.add_row("backend cute", f"needs {', '.join(needs)}" if needs else supported)
+    count = sum(1 for _ in kernels.directory().glob("*/*.so"))
+    compiling = "on" if kernels.may_compile() else "off"
     table.add_row(
-        "backend cute",
-        f"needs {', '.join(needs)}"
-        if needs
-        else "all four operations on compute capability 9.0; decode, verify, flush compile for 10.0, untried",
-    )
-    found = sum(1 for _ in kernels.directory().glob("*/*.so"))
-    table.add_row(
-        "kernel cache",
-        f"{kernels.directory()}: {found} kernels; compiling is {'on' if kernels.may_compile() else 'off'}",
+        "kernel cache", f"{kernels.directory()}: {count} kernels; compiling is {compiling}"
     )
     for name, default in SWITCHES.items():
         value = int(kernels.flag(name, default))
@@ -178,7 +174,7 @@ def info() -> None:
 
 
 def _directory(name: str) -> Path:
-    """Path("") would be the working directory: what an unset variable names."""
+    """A path; refuses "", the value of an unset variable, which Path turns into the working one."""
     if not name:
         raise typer.BadParameter("expected a directory, got ''")
     return Path(name)
@@ -192,15 +188,15 @@ def compile_kernels(
         typer.Option(
             parser=_directory,
             metavar="<path>",
-            help="Directory of the pack, for GATED_DELTA_CACHE_DIR where it is used.",
+            help="Directory of the pack: GATED_DELTA_CACHE_DIR on the machine that uses it.",
         ),
     ],
     file: FileArgument = None,
     arch: Annotated[
-        Arch, typer.Option(help="What to compile for; sm_100a is untried.")
+        Arch, typer.Option(help="Target architecture; sm_100a is untried.")
     ] = Arch.sm_90a,
     cases: Annotated[
-        bool, typer.Option("--cases", help="Also what `check --backend cute` needs.")
+        bool, typer.Option("--cases", help="Also the kernels of `check --backend cute`.")
     ] = False,
     filter: FilterOption = "",
     limit: LimitOption = 0,
@@ -212,22 +208,12 @@ def compile_kernels(
 
     variants = dispatch.shipped()
     if cases:
-        problems = [
-            problem
-            for op in Op
-            for case in listed(op.value)
-            if not case.reference_only
-            for problem in case.problems
-        ]
-        wanted = [
-            variant
-            for problem in dict.fromkeys(problems)
-            for variant in dispatch.variants_of(problem)
-        ]
-        variants = list(dict.fromkeys(variants + wanted))
+        checked = [case for op in Op for case in listed(op.value) if not case.reference_only]
+        for problem in dict.fromkeys(problem for case in checked for problem in case.problems):
+            variants += dispatch.variants_of(problem)
     variants = [
         variant
-        for variant in variants
+        for variant in dict.fromkeys(variants)
         if filter in variant.label and dispatch.compiles(variant, arch.value)
     ]
     if not variants:
@@ -239,36 +225,25 @@ def compile_kernels(
     except UnsupportedProblem as problem:
         raise Refusal(one_line(problem)) from None
     if file is not None and file.resolve() == out.resolve():
-        raise typer.BadParameter(
-            f"expected another file than the directory of --out, {str(out)!r}", param_hint="FILE"
-        )
+        expected = "expected another file than the directory of --out"
+        raise typer.BadParameter(f"{expected}, {str(out)!r}", param_hint="FILE")
     report = Report("compile", as_json, file)
     try:
         out.mkdir(parents=True, exist_ok=True)
         os.rmdir(tempfile.mkdtemp(dir=out))
     except OSError as problem:
-        raise typer.BadParameter(
-            f"cannot write to {str(out)!r}: {problem.strerror}", param_hint="--out"
-        ) from None
+        reason = f"cannot write to {str(out)!r}: {problem.strerror}"
+        raise typer.BadParameter(reason, param_hint="--out") from None
 
-    table = make_table(
-        f"{len(variants)} kernels for {arch.value}",
-        "variant",
-        "registers",
-        "stack",
-        "shared",
-        "seconds",
-    )
+    columns = ("variant", "registers", "stack", "shared", "seconds")
+    table = make_table(f"{len(variants)} kernels for {arch.value}", *columns)
     records: list[dict[str, Any]] = []
     with report.measuring():
         build_all(variants, arch.value, out.resolve(), min(jobs, len(variants)), records)
     for record in records:
-        facts = [str(record.get(name, "-")) for name in ("registers", "stack", "shared")]
-        table.add_row(
-            record["label"],
-            *facts,
-            "-" if record["seconds"] is None else f"{record['seconds']:.1f}",
-        )
+        resources = [str(record.get(name, "-")) for name in ("registers", "stack", "shared")]
+        seconds = "-" if record["seconds"] is None else f"{record['seconds']:.1f}"
+        table.add_row(record["label"], *resources, seconds)
     report.write(document(context, records, complete=not report.interrupted))
     report.show(table)
     failed = [record for record in records if record["status"] == "failed"]
@@ -299,30 +274,27 @@ def check(
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
 ) -> None:
-    """Judge a backend by the case list, against the recurrence in float64."""
+    """Compare a backend with the recurrence in float64, on the list of cases."""
     from .testing import cases, quick_cases
 
     report = Report("check", as_json, file)
     where = _device(device)
     chosen: list[Case] = []
+    list_cases = quick_cases if quick else cases
     for name in op or list(Op):
-        listed = [
-            case for case in (quick_cases if quick else cases)(name.value) if filter in case.label
-        ]
+        listed = [case for case in list_cases(name.value) if filter in case.label]
         if backend is Backend.cute:
             listed = [case for case in listed if not case.reference_only]
-        chosen += (
-            sorted(random.Random(0).sample(listed, limit), key=lambda c: c.seed)
-            if 0 < limit < len(listed)
-            else listed
-        )
+        if 0 < limit < len(listed):
+            listed = sorted(random.Random(0).sample(listed, limit), key=lambda case: case.seed)
+        chosen += listed
     if not chosen:
         raise typer.BadParameter(f"no case's label contains {filter!r}", param_hint="--filter")
     records: list[dict[str, Any]] = []
     began = time.monotonic()
     with report.measuring():
         for case in tracked(chosen, f"{len(chosen)} cases on {where}"):
-            records.append(_judged(case, backend.value, where))
+            records.append(_verdict(case, backend.value, where))
     report.write(document(context, records, where, complete=not report.interrupted))
 
     columns = ("operation", "cases", "passed", "failed", "unsupported", "worst error / tolerance")
@@ -330,28 +302,26 @@ def check(
     ran = ", ".join(backends) or backend.value
     table = make_table(f"backend {ran} on {where}, {time.monotonic() - began:.0f} s", *columns)
     for name in Op:
-        mine = [record for record in records if record["op"] == name.value]
-        if mine:
-            counts = Counter(record["status"] for record in mine)
-            worst = max(
-                (e["share"] for record in mine for e in record["errors"].values()), default=math.nan
-            )
-            shown = [str(counts[status]) for status in ("passed", "failed", "unsupported")]
-            table.add_row(name.value, str(len(mine)), *shown, f"{worst:.2f}")
+        of_op = [record for record in records if record["op"] == name.value]
+        if of_op:
+            statuses = Counter(record["status"] for record in of_op)
+            counts = [str(statuses[status]) for status in ("passed", "failed", "unsupported")]
+            shares = [e["share"] for record in of_op for e in record["errors"].values()]
+            worst = max(shares, default=math.nan)
+            table.add_row(name.value, str(len(of_op)), *counts, f"{worst:.2f}")
     report.show(table)
     for record in records:
         if record["status"] == "failed":
             report.show(f"FAILED {record['label']} lengths {record['lengths']}", style="red")
             report.show(*(f"    {line}" for line in record["failures"]))
-    for reason, count in Counter(
-        reason for record in records for reason in record["missing"]
-    ).most_common():
+    reasons = Counter(reason for record in records for reason in record["missing"])
+    for reason, count in reasons.most_common():
         report.show(f"unsupported in {count} cases: needs {reason}", style="yellow")
     report.leave(any(record["status"] != "passed" for record in records))
 
 
-def _judged(case: Case, backend: str, device: torch.device) -> dict[str, Any]:
-    """A record of the verdict. backend: the one that ran, None when none did."""
+def _verdict(case: Case, backend: str, device: torch.device) -> dict[str, Any]:
+    """Run a case and return its record. Its "backend": the one that ran, None if none did."""
     from .testing import run_case
 
     record = dict[str, Any](
@@ -367,7 +337,7 @@ def _judged(case: Case, backend: str, device: torch.device) -> dict[str, Any]:
             missing=problem.missing or [one_line(problem)],
             errors={},
         )
-    except Exception as problem:  # the others' verdicts are not lost for it
+    except Exception as problem:  # the other cases still run
         return dict(record, status="failed", failures=[first_line(problem)], missing=[], errors={})
     errors = {
         name: dict(error=vars(e), plain=vars(p), unit=unit, share=e.share(p, unit))
@@ -397,7 +367,7 @@ def bench(
     ] = "",
     heads: Annotated[str, typer.Option(help="H/HV: query/key heads and value heads.")] = "8/8",
     dim: Annotated[int, typer.Option(min=1, max=MAX_DIM, help="K = V.")] = 128,
-    gate: Annotated[GateKind, typer.Option(help="What g holds.")] = GateKind.softplus,
+    gate: Annotated[GateKind, typer.Option(help="Kind of the gate g.")] = GateKind.softplus,
     dtype: Annotated[Precision, typer.Option(help="Inputs.")] = Precision.bf16,
     state_dtype: Annotated[Precision, typer.Option(help="State's dtype.")] = Precision.fp32,
     backend: BackendOption = Backend.auto,
@@ -407,7 +377,7 @@ def bench(
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
 ) -> None:
-    """Time an operation beside a copy of as many bytes, and what a call costs the host; what fails its check is not timed."""
+    """Check an operation, then time it, a copy of as many bytes, and the host's work."""
     from . import bench as timing
 
     where = _device(device)
@@ -460,9 +430,7 @@ def bench(
         for case in tracked(chosen, f"{op.value} on {where}"):
             try:
                 records.append(timing.time_case(case, backend.value, where, token_loop))
-            except (
-                Exception
-            ) as problem:  # out of memory, above all; the others' times are not lost for it
+            except Exception as problem:  # mostly out of memory; the other cases still run
                 records.append(dict(label=case.label, status="failed", reason=first_line(problem)))
             if records[-1]["status"] == "failed":
                 report.say(f"{records[-1]['reason']}: {case.label}")
@@ -481,7 +449,7 @@ def demo(
     backend: BackendOption = Backend.auto,
     device: DeviceOption = "auto",
 ) -> None:
-    """Run the shipped model with and without gated_delta, then follow one request through the four operations."""
+    """Run the shipped model with and without gated_delta, then one request step by step."""
     from .demo import show
 
     try:
@@ -495,7 +463,7 @@ def demo(
     if backend is Backend.cute and where.type != "cuda":
         raise typer.BadParameter(f"cute needs a CUDA device, got {where}", param_hint="--backend")
     if where.type == "cpu":
-        torch.set_num_threads(1)  # the model is too small for more, and threads that wait spin
+        torch.set_num_threads(1)  # the model is small, and idle threads spin
     report = Report("demo", as_json=False, file=None)
     passed = False
     try:

@@ -1,9 +1,10 @@
-"""Kernels as shared objects: compiled once per variant, kept on disk, loaded with TVM-FFI. A pack is such a directory.
+"""Kernels as shared objects: compiled once per variant, stored on disk, loaded with TVM-FFI.
 
-A variant is everything that is static about a kernel; sizes, strides and addresses are arguments.
-Its file is named after the variant, the architecture and its own sources, in a directory named after
-the compiler's version, and ends with a digest of its code and of both names. Loading needs torch,
-apache-tvm-ffi and the DSL's runtime library; only compiling needs the compiler, nvidia-cutlass-dsl.
+A variant is a kernel and its compile-time constants; sizes, strides and addresses are arguments.
+The file name is a hash of the variant, the architecture and the kernel's sources; the directory
+name is the compiler's version. The file ends with a digest of its code and of both names. A pack is
+a directory of such files. Loading needs torch, apache-tvm-ffi and the DSL's runtime library; only
+compiling needs the compiler, nvidia-cutlass-dsl.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ import torch
 from .problem import UnsupportedProblem
 
 ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
-"""Compute capability -> what to compile for. Measured on sm_90a; sm_100a compiles, and that is all we know."""
+"""Architecture by compute capability. Measured on sm_90a; sm_100a compiles but has never run."""
 
 
 def arch_of(device: torch.device) -> str | None:
@@ -49,7 +50,7 @@ _STARTED_IN = Path.cwd()  # a relative GATED_DELTA_CACHE_DIR outlives chdir
 
 @dataclass(frozen=True)
 class Variant:
-    """One kernel with all its static facts: the class of kernels/<kernel>.py and its arguments."""
+    """A kernel and its compile-time constants: a class of kernels/<kernel>.py, its arguments."""
 
     kernel: str
     facts: tuple[tuple[str, str | int | bool], ...]
@@ -63,7 +64,7 @@ class Variant:
 
 
 def flag(name: str, default: bool) -> bool:
-    """A switch in the environment. Raises ValueError unless it is 0, 1 or not set."""
+    """An environment variable as a bool. Raises ValueError unless it is 0, 1 or not set."""
     value = os.environ.get(name)
     if value not in (None, "0", "1"):
         raise ValueError(f"{name}: expected 0 or 1, got {value!r}")
@@ -71,43 +72,41 @@ def flag(name: str, default: bool) -> bool:
 
 
 def directory() -> Path:
-    """Where compiled kernels live: GATED_DELTA_CACHE_DIR, else gated_delta in the user's cache directory.
+    """Directory of compiled kernels: GATED_DELTA_CACHE_DIR, or gated_delta in the user's cache.
 
-    A relative path starts in the working directory of the import. Raises FileNotFoundError for a user
-    without a home directory.
+    A relative path starts in the working directory at import time. Raises FileNotFoundError for a
+    user without a home directory.
     """
-    chosen = os.environ.get("GATED_DELTA_CACHE_DIR") or os.path.join(
-        os.environ.get("XDG_CACHE_HOME") or "~/.cache", "gated_delta"
-    )
+    user_cache = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    path = os.environ.get("GATED_DELTA_CACHE_DIR") or os.path.join(user_cache, "gated_delta")
     try:
-        return _STARTED_IN / Path(chosen).expanduser()
+        return _STARTED_IN / Path(path).expanduser()
     except RuntimeError:
-        raise FileNotFoundError(
-            f"GATED_DELTA_CACHE_DIR: expected a directory for compiled kernels (no home for {chosen})"
-        ) from None
+        expected = "expected a directory for compiled kernels"
+        raise FileNotFoundError(f"GATED_DELTA_CACHE_DIR: {expected} (no home for {path})") from None
 
 
 def check_directory() -> None:
-    """Raises OSError if compiled kernels cannot be in `directory()`, since that is a file or lies in one."""
-    place = directory()
+    """Raise OSError if `directory()` or one of its parents is a file."""
+    path = directory()
     with _naming_directory():
-        while not place.exists() and place != place.parent:
-            place = place.parent
-        if not place.is_dir():
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(place))
+        while not path.exists() and path != path.parent:
+            path = path.parent
+        if not path.is_dir():
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
 
 
 @contextlib.contextmanager
 def _naming_directory() -> Iterator[None]:
-    """What the file system refuses, with the variable that could name another directory."""
+    """Add GATED_DELTA_CACHE_DIR to the message of an OSError in the cache directory."""
     try:
         yield
     except OSError as problem:
-        place = problem.filename or directory()  # a full disk has no name
-        there, ours = Path(os.path.realpath(place)), Path(os.path.realpath(directory()))
-        if problem.errno is None or not (there.is_relative_to(ours) or ours.is_relative_to(there)):
+        path = problem.filename or directory()  # a full disk's error has no filename
+        real, cache = Path(os.path.realpath(path)), Path(os.path.realpath(directory()))
+        if problem.errno is None or not (real.is_relative_to(cache) or cache.is_relative_to(real)):
             raise
-        reason = f"{os.strerror(problem.errno)}: {place}"
+        reason = f"{os.strerror(problem.errno)}: {path}"
         raise type(problem)(
             problem.errno,
             f"GATED_DELTA_CACHE_DIR: expected a directory for compiled kernels ({reason})",
@@ -115,13 +114,13 @@ def _naming_directory() -> Iterator[None]:
 
 
 def may_compile() -> bool:
-    """False in strict mode, GATED_DELTA_JIT=0, where a kernel that was not built ahead of time is an error."""
+    """False in strict mode, GATED_DELTA_JIT=0: a kernel not built ahead of time is an error."""
     return flag("GATED_DELTA_JIT", True)
 
 
 @functools.cache
 def installed(package: str) -> str | None:
-    """A package's version."""
+    """A package's version; None if it is not installed."""
     try:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
@@ -129,18 +128,18 @@ def installed(package: str) -> str | None:
 
 
 def how_to_install(extra: str) -> str:
-    """The command, quoted for every shell."""
+    """The pip commands for an extra, quoted for every shell."""
     return f'pip install "gated-delta[{extra}]", or ".[{extra}]" in a clone'
 
 
 def _compiler() -> str | None:
-    """Version of the compiler, where there is one and it may be used."""
+    """Version of the compiler; None if it is absent or compiling is off."""
     return installed(COMPILER) if may_compile() else None
 
 
 @functools.cache
 def sources(kernel: str) -> str:
-    """Fingerprint of what a kernel is made from: the code of its module and of those it imports from this package."""
+    """Fingerprint of a kernel's sources: its module and its imports from this package."""
     return _digest(_closure(Path(__file__).parent / f"{_module(kernel).replace('.', '/')}.py"))
 
 
@@ -162,7 +161,7 @@ def _digest(code: dict[Path, str]) -> str:
 
 
 def _closure(module: Path) -> dict[Path, str]:
-    """The code of a module and of everything it imports by relative imports, file by file."""
+    """The code of a module and of its relative imports, recursively, by file."""
     code: dict[Path, str] = {}
     todo = [module]
     while todo:
@@ -182,7 +181,10 @@ def _closure(module: Path) -> dict[Path, str]:
 
 @functools.cache
 def _read(text: str) -> tuple[str, list[tuple[int, str, list[str]]]]:
-    """A module's lines without comments, docstrings and empty lines, the same for every Python; and its relative imports."""
+    """A module's code without comments, docstrings and empty lines; and its relative imports.
+
+    The text is the same under every Python version.
+    """
     lines, tree = text.splitlines(), ast.parse(text)
     for token in tokenize.generate_tokens(io.StringIO(text).readline):
         if token.type == tokenize.COMMENT:
@@ -215,7 +217,7 @@ def file_name(variant: Variant, arch: str) -> str:
 
 
 def _find(variant: Variant, arch: str) -> Path | None:
-    """The variant's file, whole or not: of this compiler's version, or of any where there is no compiler to prefer one."""
+    """The variant's file, intact or not: for this compiler's version, or for any without one."""
     name = file_name(variant, arch)
     version = _compiler()
     if version is not None:
@@ -226,35 +228,35 @@ def _find(variant: Variant, arch: str) -> Path | None:
 
 
 def _sealed(code: bytes, file: Path) -> bytes:
-    """A kernel's file: its code and a digest that binds it to the file's and its directory's name."""
+    """Content of a kernel's file: code, and a digest of the code, file name and directory name."""
     return code + hashlib.sha256(f"{file.parent.name}/{file.name}\0".encode() + code).digest()
 
 
 def _whole(file: Path) -> bool:
-    """Whether the file is as it was written, and has the name that it was written under."""
+    """Whether the file is intact and was not renamed."""
     content = file.read_bytes()
     return len(content) > _DIGEST and content == _sealed(content[:-_DIGEST], file)
 
 
 def missing_packages() -> tuple[str, ...]:
-    """Packages that any compiled kernel needs to run and that are not installed."""
+    """Packages that compiled kernels need at run time and that are not installed."""
     return () if importlib.util.find_spec("tvm_ffi") else (f"{RUNTIME}, which is not installed",)
 
 
 def check_tools() -> None:
-    """Raises UnsupportedProblem unless there are a compiler and a linker."""
+    """Raise UnsupportedProblem unless a compiler and a linker are installed."""
     if installed(COMPILER) is None:
         raise UnsupportedProblem(f"compiling needs {COMPILER}: {how_to_install('cute')}")
     _linker()
 
 
 def scratch_prefix(process: int | None) -> str:
-    """Of the directories that a process compiles in, which it leaves when it is killed."""
+    """Prefix of a process's scratch directories. A killed process leaves them behind."""
     return f"scratch-{process}-"
 
 
 def missing(variant: Variant, arch: str) -> tuple[str, ...]:
-    """What keeps the variant from being loaded or compiled here."""
+    """Why the variant can be neither loaded nor compiled, one reason each."""
     if packages := missing_packages():
         return packages
     if may_compile() and installed(COMPILER) is None and _find(variant, arch) is None:
@@ -263,9 +265,10 @@ def missing(variant: Variant, arch: str) -> tuple[str, ...]:
 
 
 def load(variant: Variant, arch: str) -> Callable[..., None]:
-    """The variant's launch function, compiled if there is no whole file of it.
+    """The variant's launch function; compiles the variant if it has no intact file.
 
-    Raises UnsupportedProblem in strict mode (GATED_DELTA_JIT=0) when it would have to compile, and as `build` does.
+    Raises UnsupportedProblem if it would have to compile in strict mode (GATED_DELTA_JIT=0), and
+    the errors of `build`.
     """
     key = (variant, arch, str(directory()))
     function = _loaded.get(key)
@@ -275,11 +278,12 @@ def load(variant: Variant, arch: str) -> Callable[..., None]:
             whole = file is not None and _whole(file)
         if file is None or not whole:
             if _compiler() is None:
-                found = f"no compiled kernel for {arch} in {directory()}"
+                reason = f"no compiled kernel for {arch} in {directory()}"
                 if file is not None:
-                    found = f"{file} is damaged, renamed or of an older format"
+                    reason = f"{file} is damaged, renamed or of an older format"
                 raise UnsupportedProblem(
-                    f"GATED_DELTA_JIT=0 or no compiler, and {found}; `gated-delta compile` builds kernels ahead of time",
+                    f"GATED_DELTA_JIT=0 or no compiler, and {reason}; "
+                    "`gated-delta compile` builds kernels ahead of time",
                     (variant.label,),
                 )
             file = build(variant, arch)
@@ -291,9 +295,10 @@ _loaded: dict[tuple[Variant, str, str], Callable[..., None]] = {}
 
 
 def build(variant: Variant, arch: str) -> Path:
-    """Compile the variant into its place, once however many processes ask, and return the file.
+    """Compile the variant to its file and return the path. Concurrent processes compile it once.
 
-    Raises UnsupportedProblem without a compiler or linker, RuntimeError when linking fails, OSError where the file cannot be.
+    Raises UnsupportedProblem without a compiler or linker, RuntimeError if linking fails, OSError
+    if the file cannot be written.
     """
     from filelock import FileLock
 
@@ -306,35 +311,37 @@ def build(variant: Variant, arch: str) -> Path:
                 with tempfile.TemporaryDirectory(
                     dir=file.parent, prefix=scratch_prefix(os.getpid())
                 ) as scratch:
-                    made = _link(_compile(variant, arch, Path(scratch)))
-                    made.write_bytes(_sealed(made.read_bytes(), file))
-                    os.replace(
-                        made, file
-                    )  # readers see the old file or the new one, never half of it
-            lock.unlink(missing_ok=True)  # a process that waits for it finds the file
+                    linked = _link(_compile(variant, arch, Path(scratch)))
+                    linked.write_bytes(_sealed(linked.read_bytes(), file))
+                    os.replace(linked, file)  # atomic: no reader sees half a file
+            lock.unlink(missing_ok=True)  # a process that waits for the lock then finds the file
     return file
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a kernel takes, from its machine code. stack: bytes of local memory a thread; above zero, registers were spilled."""
+    """Resources of a kernel, read from its machine code."""
 
     registers: int
     stack: int
+    """Bytes of local memory per thread; above zero, registers were spilled."""
     shared: int
 
 
 def inspected(file: Path, option: str) -> str | None:
-    """What cuobjdump says of a compiled kernel; "-sass" wants nvdisasm as well (PyPI: nvidia-cuda-nvdisasm)."""
-    beside = [str(Path(place) / "nvidia" / "cu13" / "bin") for place in sys.path]
-    path = os.pathsep.join([os.environ.get("PATH", ""), *beside])
+    """Output of cuobjdump for a compiled kernel; None without cuobjdump.
+
+    "-sass" needs nvdisasm too (PyPI: nvidia-cuda-nvdisasm).
+    """
+    packaged = [str(Path(root) / "nvidia" / "cu13" / "bin") for root in sys.path]
+    path = os.pathsep.join([os.environ.get("PATH", ""), *packaged])
     tool = shutil.which("cuobjdump", path=path)
     if tool is None:
         return None
     content = file.read_bytes()
-    at = content.index(b"\x7fELF", 4)  # the host's object begins with one, the GPU's lies within
+    start = content.index(b"\x7fELF", 4)  # the second ELF: the GPU's, inside the host's
     with tempfile.NamedTemporaryFile(suffix=".cubin") as cubin:
-        cubin.write(content[at:])
+        cubin.write(content[start:])
         cubin.flush()
         command = [tool, option, cubin.name]
         return subprocess.run(
@@ -343,25 +350,23 @@ def inspected(file: Path, option: str) -> str | None:
 
 
 def resources(file: Path) -> Resources | None:
-    """Reads a compiled kernel's machine code with cuobjdump; None where there is no cuobjdump (PyPI: nvidia-cuda-cuobjdump)."""
+    """Resources of a compiled kernel; None without cuobjdump (PyPI: nvidia-cuda-cuobjdump)."""
     text = inspected(file, "-res-usage")
     if text is None:
         return None
-    (found,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
-    return Resources(*map(int, found))
+    (numbers,) = re.findall(r"REG:(\d+) STACK:(\d+) SHARED:(\d+)", text)
+    return Resources(*map(int, numbers))
 
 
 def _example(kind: Any) -> Any:
-    """An argument of a kernel's: a number, or a NamedTuple of numbers; which numbers does not matter."""
-    return (
-        kind(*(field(0) for field in kind.__annotations__.values()))
-        if issubclass(kind, tuple)
-        else kind(0)
-    )
+    """An example argument of a kernel: zero, or a NamedTuple of zeros. The values do not matter."""
+    if issubclass(kind, tuple):
+        return kind(*(field(0) for field in kind.__annotations__.values()))
+    return kind(0)
 
 
 def _compile(variant: Variant, arch: str, scratch: Path) -> Path:
-    """An object file of the variant, in scratch."""
+    """Compile the variant to an object file in `scratch`."""
     import cutlass.cute as cute
 
     kernel = kernel_type(variant.kernel)(**dict(variant.facts))
@@ -369,13 +374,13 @@ def _compile(variant: Variant, arch: str, scratch: Path) -> Path:
     arguments.append(cute.runtime.make_fake_stream())
     options = f"--enable-tvm-ffi --gpu-arch {arch}"
     compiled = cute.compile(kernel, *arguments, options=options)
-    made = scratch / "kernel.o"
-    compiled.export_to_c(str(made), _SYMBOL)
-    return made
+    file = scratch / "kernel.o"
+    compiled.export_to_c(str(file), _SYMBOL)
+    return file
 
 
 def _linker() -> list[str]:
-    """Command that links a kernel: the C compiler that CC names, else cc, gcc or clang."""
+    """Command that links a kernel: the C compiler in CC, or cc, gcc or clang."""
     if named := os.environ.get("CC"):
         command = [named] if shutil.which(named) else named.split()
         if not command or shutil.which(command[0]) is None:
@@ -384,16 +389,16 @@ def _linker() -> list[str]:
             )
         return command
     for name in ("cc", "gcc", "clang"):
-        if found := shutil.which(name):
-            return [found]
+        if path := shutil.which(name):
+            return [path]
     raise UnsupportedProblem(
         "linking a compiled kernel needs a C compiler: cc, gcc, clang, or the one that CC names"
     )
 
 
-def _link(made: Path) -> Path:
-    target = made.with_suffix(".so")
-    command = [*_linker(), "-shared", "-Wl,-Bsymbolic", "-o", str(target), str(made)]
+def _link(object_file: Path) -> Path:
+    target = object_file.with_suffix(".so")
+    command = [*_linker(), "-shared", "-Wl,-Bsymbolic", "-o", str(target), str(object_file)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as problem:
@@ -413,19 +418,20 @@ def _open(file: Path) -> Callable[..., None]:
 
 @functools.cache
 def _runtime() -> None:
-    """Make the symbols that compiled kernels leave open known to the whole process."""
+    """Load the libraries that define the undefined symbols of compiled kernels."""
     name = "libcute_dsl_runtime.so"
-    places = [directory(), *(Path(place) for place in sys.path)]
+    directories = [directory(), *(Path(root) for root in sys.path)]
     spec = importlib.util.find_spec("nvidia_cutlass_dsl")
     for root in spec.submodule_search_locations or () if spec else ():
-        places += sorted(Path(root).glob("cu*/lib"), reverse=True)
-    for place in places:
-        if (place / name).is_file():
+        directories += sorted(Path(root).glob("cu*/lib"), reverse=True)
+    for path in directories:
+        if (path / name).is_file():
             import tvm_ffi
 
             ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi(), ctypes.RTLD_GLOBAL)
-            ctypes.CDLL(str(place / name), ctypes.RTLD_GLOBAL)
+            ctypes.CDLL(str(path / name), ctypes.RTLD_GLOBAL)
             return
     raise UnsupportedProblem(
-        f"running a compiled kernel needs {name}, from {COMPILER}'s libraries: on sys.path, in {directory()}, or installed"
+        f"running a compiled kernel needs {name}, from {COMPILER}'s libraries: "
+        f"on sys.path, in {directory()}, or installed"
     )

@@ -1,7 +1,8 @@
-"""torch.library: each operation as one node of a compiled graph, with what it mutates in its schema.
+"""torch.library: each operation as one node of a compiled graph; the schema names mutated tensors.
 
-The schemas are the operations' `Arguments`, one for one. Defined with Library.define and impl rather than the custom_op decorator,
-whose every call costs more. The bodies are the eager operations; outputs are allocated by the caller, so the fakes make nothing.
+A schema is derived from the operation's `Arguments`. Library.define and impl cost less per call
+than the custom_op decorator. A node's body is the eager operation. The caller allocates the
+outputs, so the fakes return nothing.
 """
 
 from __future__ import annotations
@@ -15,14 +16,13 @@ from .ops import OPERATIONS, Operation
 
 
 def _schema(op: Operation) -> str:
-    """As "(Tensor q, ..., Tensor(a!) state, Tensor? A_log, ..., str backend) -> ()"."""
+    """For example "(Tensor q, ..., Tensor(a!) state, Tensor? A_log, ..., str backend) -> ()"."""
     arguments = []
     for i, (name, annotation) in enumerate(get_type_hints(op.arguments).items()):
         kind, *optional = get_args(annotation) or (annotation,)
         mutated = f"({chr(ord('a') + i)}!)" if name in op.may_write else ""
-        type_name = (
-            "SymInt" if kind is int else kind.__name__
-        )  # of an int, each value would be a graph of its own
+        # An "int" would compile one graph per value.
+        type_name = "SymInt" if kind is int else kind.__name__
         arguments.append(f"{type_name}{mutated}{'?' if optional else ''} {name}")
     return f"({', '.join(arguments)}) -> ()"
 

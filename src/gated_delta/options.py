@@ -1,4 +1,4 @@
-"""Options that commands share: their types, their bounds, and checks that typer has no means for."""
+"""Options of several commands: types, bounds, and checks that typer cannot express."""
 
 from __future__ import annotations
 
@@ -24,21 +24,23 @@ Precision = Enum("Precision", {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}, 
 DTYPES = {short: dtype for dtype, short in SHORT.items()}
 
 MAX_SEQUENCES, MAX_TOKENS, MAX_HEADS, MAX_DIM = 2**20, 2**24, 1024, 1024
-"""What `bench` takes at most of each; memory runs out before."""
+"""Upper bounds of `bench`; memory runs out earlier."""
 
 
 def usable_device(name: str) -> torch.device:
-    """The device of that name; "auto": a GPU when there is one. Raises ValueError, in one line, unless torch computes on it."""
+    """The device of that name; "auto": a GPU if there is one.
+
+    Raises ValueError, with a message of one line, if torch cannot compute on it.
+    """
     if name == "auto":
         return torch.device("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.ones(1, device=device).add_(1).item()  # "meta" has shapes and no numbers
+        torch.ones(1, device=device).add_(1).item()  # fails on "meta", which has no data
     except (RuntimeError, AssertionError, ImportError) as problem:
         reason = str(problem).splitlines()[0].split(". ")[0]
-        raise ValueError(
-            f"expected a device that torch computes on here, such as cpu or cuda, got {name!r}: {reason}"
-        ) from None
+        expected = "expected a device that torch computes on here, such as cpu or cuda"
+        raise ValueError(f"{expected}, got {name!r}: {reason}") from None
     return device
 
 
@@ -50,7 +52,7 @@ def device_option(name: str) -> torch.device:
 
 
 def ints(text: str, what: str, most: int) -> list[int]:
-    """Numbers from 1 to `most`, between commas."""
+    """Comma-separated numbers from 1 to `most`. what: the option, for the message."""
     try:
         values = [int(part) for part in text.split(",")]
     except ValueError:
@@ -62,7 +64,7 @@ def ints(text: str, what: str, most: int) -> list[int]:
 
 
 def head_counts(text: str) -> tuple[int, int]:
-    """H and HV."""
+    """H and HV, from "H/HV"."""
     try:
         H, HV = (int(part) for part in text.split("/"))
     except ValueError:
@@ -86,10 +88,10 @@ FileArgument = Annotated[
     ),
 ]
 DeviceOption = Annotated[
-    str, typer.Option(help="Where to run, e.g. cpu or cuda; a GPU when there is one.")
+    str, typer.Option(help="Device, e.g. cpu or cuda; default: a GPU if there is one.")
 ]
-BackendOption = Annotated[Backend, typer.Option(help="Which backend to run.")]
-FilterOption = Annotated[str, typer.Option(help="Only those whose label contains this text.")]
+BackendOption = Annotated[Backend, typer.Option(help="Backend.")]
+FilterOption = Annotated[str, typer.Option(help="Only labels that contain this text.")]
 LimitOption = Annotated[
     int, typer.Option(min=0, help="At most this many, drawn with a fixed seed; 0 for all.")
 ]

@@ -1,4 +1,4 @@
-"""Many kernels at once, each compiled in one of several processes, which end when this one does."""
+"""Compile many kernels in parallel processes. The processes end when the parent does."""
 
 from __future__ import annotations
 
@@ -29,33 +29,34 @@ def build_all(
     jobs: int,
     records: list[dict[str, Any]],
 ) -> None:
-    """Compile them in `jobs` processes; records: what each came to, however it ends."""
-    others = multiprocessing.active_children()
+    """Compile the variants in `jobs` processes. records: gets one entry per finished variant, also
+    if an exception ends the build."""
+    other_processes = multiprocessing.active_children()
     progress = progress_bar(errors)
     futures: dict[kernels.Variant, Future[dict[str, Any]]] = {}
     with ProcessPoolExecutor(
         jobs, multiprocessing.get_context("spawn"), _build_in, (str(out),)
     ) as pool:
         try:
-            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)  # inherited: this process ends them
+            # Workers inherit the mask: only this process reacts to signals, and ends them.
+            signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
             for variant in variants:
                 futures[variant] = pool.submit(_build, variant, arch)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
             with progress if watched() else contextlib.nullcontext():
                 task = progress.add_task("", total=len(variants))
-                for variant in variants:  # the first that is not done
+                for variant in variants:  # the label is of the first unfinished variant
                     progress.update(task, description=variant.label)
                     wait([futures[variant]])
                     progress.advance(task)
-            records += [_came_to(variant, future) for variant, future in futures.items()]
+            records += [_record(variant, future) for variant, future in futures.items()]
         except BaseException:
             done = {variant: future for variant, future in futures.items() if future.done()}
-            workers = [
-                process for process in multiprocessing.active_children() if process not in others
-            ]
+            children = multiprocessing.active_children()
+            workers = [process for process in children if process not in other_processes]
             for worker in workers:
                 worker.kill()
-            records += [_came_to(variant, future) for variant, future in done.items()]
+            records += [_record(variant, future) for variant, future in done.items()]
             for worker in workers:
                 worker.join()
                 _remove_scratch(out, worker.pid)
@@ -65,14 +66,14 @@ def build_all(
 
 
 def progress_bar(console: Console) -> Progress:
-    """A bar of which a terminal with few columns cuts the label alone."""
+    """A progress bar; a narrow terminal truncates only its label."""
     column = Column(no_wrap=True, overflow="ellipsis", ratio=1)
     label = TextColumn("{task.description}", markup=False, table_column=column)
-    others = (BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn())
-    return Progress(label, *others, console=console, expand=True)
+    columns = (label, BarColumn(10), MofNCompleteColumn(), TimeRemainingColumn())
+    return Progress(*columns, console=console, expand=True)
 
 
-def _came_to(variant: kernels.Variant, future: Future[dict[str, Any]]) -> dict[str, Any]:
+def _record(variant: kernels.Variant, future: Future[dict[str, Any]]) -> dict[str, Any]:
     try:
         return future.result()
     except BrokenExecutor:
@@ -85,13 +86,13 @@ def _remove_scratch(out: Path, worker: int | None) -> None:
 
 
 def _build_in(directory: str) -> None:
-    """What a worker begins with."""
+    """Initialise a worker."""
     os.environ["GATED_DELTA_CACHE_DIR"] = directory
     threading.Thread(target=_end_with_parent, args=(Path(directory),), daemon=True).start()
 
 
 def _end_with_parent(out: Path) -> None:
-    """A parent that is killed ends nothing itself."""
+    """End this worker when its parent ends, also if the parent was killed."""
     parent = multiprocessing.parent_process()
     assert parent is not None
     parent.join()
@@ -100,20 +101,12 @@ def _end_with_parent(out: Path) -> None:
 
 
 def _build(variant: kernels.Variant, arch: str) -> dict[str, Any]:
-    """In a process of its own: a record of what it came to; errors of the compiler's cannot always be sent on."""
+    """Compile in a worker. Returns a record: not every exception of the compiler can be pickled."""
     began = time.monotonic()
     try:
-        found = kernels.resources(kernels.build(variant, arch))
+        resources = kernels.resources(kernels.build(variant, arch))
     except Exception as problem:
-        return dict(
-            label=variant.label,
-            status="failed",
-            reason=first_line(problem),
-            seconds=time.monotonic() - began,
-        )
-    return dict(
-        label=variant.label,
-        status="compiled",
-        seconds=time.monotonic() - began,
-        **(vars(found) if found else {}),
-    )
+        outcome = dict(status="failed", reason=first_line(problem))
+    else:
+        outcome = dict(status="compiled", **(vars(resources) if resources else {}))
+    return dict(label=variant.label, **outcome, seconds=time.monotonic() - began)

@@ -1,7 +1,7 @@
-"""What a call is: the gate, the KVBuffer, and `Problem`, the one validated description of a call.
+"""Parts of a call (Gate, GatedNorm, KVBuffer), its checks, and `Problem`, its description.
 
-Describing a call reads shapes, dtypes, strides, flags and addresses. Values that live on the device (indices, cu_seqlens) are
-read by the backends, so that no description waits for a GPU.
+The checks read shapes, dtypes, strides, flags and addresses. Only the backends read values on the
+device (indices, cu_seqlens), so no check waits for a GPU.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor
 from .memory import overlap, overlaps_itself
 
 MAX_DRAFT = 16
-"""Most tokens a sequence may bring to one decode or verify call."""
+"""Most tokens per sequence in one decode or verify call."""
 
 CHECKPOINT_INTERVAL = 64
-"""Tokens: prefill keeps states after multiples of it, where each backend's chunks end."""
+"""prefill stores states after multiples of this many tokens, the end of a chunk in each backend."""
 
 INPUT_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 STATE_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
@@ -30,14 +30,14 @@ DT_BIAS_DTYPES = (torch.float32, torch.bfloat16)
 INDEX_DTYPES = (torch.int32, torch.int64)
 GATE_KINDS = ("log", "softplus", "lower_bound")
 LEAST_BOUND = -1e30
-"""Of a decay, natural log: beyond it products with the bound may leave fp32."""
+"""Least bound of a log decay (natural log): products with a smaller one may overflow fp32."""
 ACTIVATIONS = ("silu", "sigmoid")
 TINY, HUGE = torch.finfo(torch.float32).tiny, torch.finfo(torch.float32).max
-"""Least and largest normal number of fp32, in which kernels take scale and eps."""
+"""Least and largest normal number of fp32, the kernels' type of scale and eps."""
 
 
 class UnsupportedProblem(NotImplementedError):
-    """A valid call that a backend cannot run. `missing` lists why, one reason per entry."""
+    """A valid call that a backend cannot run. `missing`: the reasons, one per entry."""
 
     missing: tuple[str, ...]
 
@@ -53,10 +53,10 @@ Self = TypeVar("Self", bound="_Tensors")
 
 
 class _Tensors:
-    """What Gate, GatedNorm and KVBuffer share: dataclasses with tensors among their fields."""
+    """Base of Gate, GatedNorm and KVBuffer: dataclasses with tensors among their fields."""
 
     def to(self: Self, device: torch.device | str) -> Self:
-        """A copy with its tensors on a device; those that are there already are shared."""
+        """A copy with its tensors on `device`; shares tensors that are on it already."""
         tensors = {name: x.to(device) for name, x in vars(self).items() if isinstance(x, Tensor)}
         return replace(self, **tensors)  # type: ignore[type-var]
 
@@ -71,9 +71,10 @@ def _shown(x: object) -> str:
 
 @dataclass(frozen=True, eq=False, repr=False)
 class Gate(_Tensors):
-    """How `g` becomes the natural-log decay, in fp32. Build one with `Gate.log`, `Gate.softplus` or `Gate.lower_bound`.
+    """How `g` becomes the natural-log decay, in fp32.
 
-    A_log: [HV] fp32. dt_bias: [HV] (GDN) or [HV, K] (KDA), fp32 or bf16. bound: natural log, below zero and at least -1e30.
+    Build one with `Gate.log`, `Gate.softplus` or `Gate.lower_bound`. A_log: [HV] fp32. dt_bias:
+    [HV] (GDN) or [HV, K] (KDA), fp32 or bf16. bound: natural log, below zero and at least -1e30.
     """
 
     kind: str = "log"
@@ -102,9 +103,8 @@ class Gate(_Tensors):
         if self.kind == "lower_bound":
             bound = number("bound", self.bound)
             if not LEAST_BOUND <= bound < 0:
-                raise ValueError(
-                    f"bound: expected a number from {LEAST_BOUND:g} to below 0 (natural log), got {self.bound}"
-                )
+                expected = f"a number from {LEAST_BOUND:g} to below 0 (natural log)"
+                raise ValueError(f"bound: expected {expected}, got {self.bound}")
             object.__setattr__(self, "bound", bound)
 
     @staticmethod
@@ -114,12 +114,18 @@ class Gate(_Tensors):
 
     @staticmethod
     def softplus(A_log: Tensor, dt_bias: Tensor | None = None) -> Gate:
-        """log_decay = -exp(A_log) * softplus(g + dt_bias) (Gated DeltaNet, arXiv 2412.06464; Mamba-2's parametrisation)."""
+        """log_decay = -exp(A_log) * softplus(g + dt_bias).
+
+        Gated DeltaNet's (arXiv 2412.06464), in Mamba-2's parametrisation.
+        """
         return Gate("softplus", A_log, dt_bias)
 
     @staticmethod
     def lower_bound(A_log: Tensor, dt_bias: Tensor | None = None, bound: float = -5.0) -> Gate:
-        """log_decay = bound * sigmoid(exp(A_log) * (g + dt_bias)), so bound < log_decay < 0 (Kimi's safe gate)."""
+        """log_decay = bound * sigmoid(exp(A_log) * (g + dt_bias)): Kimi's safe gate.
+
+        bound < log_decay < 0.
+        """
         return Gate("lower_bound", A_log, dt_bias, bound)
 
 
@@ -128,10 +134,11 @@ LOG = Gate.log()
 
 @dataclass(frozen=True, eq=False, repr=False)
 class GatedNorm(_Tensors):
-    """The gated RMSNorm behind a layer's recurrence: o * rsqrt(mean(o * o) + eps) * weight * act(z), over V of each head, in fp32.
+    """A layer's gated RMSNorm of o, in fp32: o * rsqrt(mean(o * o) + eps) * weight * act(z).
 
-    weight: [V], fp32, bf16 or fp16. eps: above 0 and finite in fp32. activation: of the gate z, "silu" or "sigmoid".
-    Raises TypeError or ValueError naming the argument.
+    The mean is over V of each head. weight: [V], fp32, bf16 or fp16. eps: above 0 and finite in
+    fp32. activation: of the gate z, "silu" or "sigmoid". Raises TypeError or ValueError naming the
+    argument.
     """
 
     weight: Tensor
@@ -143,7 +150,7 @@ class GatedNorm(_Tensors):
         if self.weight.ndim != 1:
             raise ValueError(f"weight: expected shape [V], got {list(self.weight.shape)}")
         eps = number("eps", self.eps)
-        if not TINY <= eps <= HUGE:  # a smaller one is 0 in fp32, and a row of zeros then NaN
+        if not TINY <= eps <= HUGE:  # a smaller eps is 0 in fp32: a row of zeros becomes NaN
             raise ValueError(
                 f"eps: expected a finite number from {TINY:.1e} to {HUGE:.1e}, got {self.eps}"
             )
@@ -156,11 +163,12 @@ class GatedNorm(_Tensors):
 
 @dataclass(frozen=True, eq=False, repr=False)
 class KVBuffer(_Tensors):
-    """What `verify` leaves for `flush`: about 2*T*d fp32 numbers a head, where T cached states would be T*d*d.
+    """`verify` fills it for `flush`: about 2*T*d fp32 numbers per head; T cached states take T*d*d.
 
-    u: [rows, T, HV, V], the corrections u_t = beta_t * (v_t - S k_t). k: [rows, T, H, K], normalised if the call normalised.
-    log_decay: [rows, T, HV] (gate "head", GDN) or [rows, T, HV, K] (gate "channel", KDA). With layers, L stands in front of each.
-    Raises ValueError for a nested tensor.
+    u: [rows, T, HV, V], the corrections u_t = beta_t * (v_t - S k_t). k: [rows, T, H, K],
+    normalised if the call normalised. log_decay: [rows, T, HV] (gate "head", GDN) or [rows, T, HV,
+    K] (gate "channel", KDA). With layers, each has a first dimension L. Raises ValueError for a
+    nested tensor.
     """
 
     u: Tensor
@@ -169,7 +177,7 @@ class KVBuffer(_Tensors):
 
     def __post_init__(self) -> None:
         for name in ("u", "k", "log_decay"):
-            if isinstance(x := getattr(self, name), Tensor):  # verify and flush refuse all else
+            if isinstance(x := getattr(self, name), Tensor):  # verify and flush refuse other types
                 _not_nested(f"buffer.{name}", x)
 
     @staticmethod
@@ -185,11 +193,12 @@ class KVBuffer(_Tensors):
         num_layers: int | None = None,
         device: torch.device | str | None = None,
     ) -> KVBuffer:
-        """Uninitialised buffer for `rows` sequences of up to T (1..16) draft tokens; gate is "head" (GDN) or "channel" (KDA).
+        """Uninitialised buffer for `rows` sequences of up to T (1..16) draft tokens.
 
-        num_layers: L, for a buffer of every layer; None for a buffer of one layer, without that dimension.
-        Raises TypeError for a size that is no int; ValueError for a size below 1 (rows and num_layers: below 0), T over 16, HV not
-        a multiple of H, or another gate.
+        gate: "head" (GDN) or "channel" (KDA). num_layers: L, for a buffer of every layer; None for
+        a buffer of one layer, without that dimension. Raises TypeError for a size that is not an
+        int; ValueError for a size below 1 (rows and num_layers: below 0), T over 16, HV not a
+        multiple of H, or another gate.
         """
         if gate not in ("head", "channel"):
             raise ValueError(f'gate: expected "head" (GDN) or "channel" (KDA), got {gate!r}')
@@ -222,15 +231,15 @@ class KVBuffer(_Tensors):
 
     @property
     def nbytes(self) -> int:
-        """Bytes of device memory the three tensors take."""
+        """Bytes of device memory of the three tensors."""
         return sum(t.numel() * t.element_size() for t in (self.u, self.k, self.log_decay))
 
 
-torch.serialization.add_safe_globals([Gate, GatedNorm, KVBuffer])  # what torch.load may make
+torch.serialization.add_safe_globals([Gate, GatedNorm, KVBuffer])  # for torch.load
 
 
 class Tokens(NamedTuple):
-    """The arguments that prefill, decode and verify share."""
+    """The arguments shared by prefill, decode and verify."""
 
     q: Tensor
     k: Tensor
@@ -244,7 +253,7 @@ class Tokens(NamedTuple):
     cu_seqlens: Tensor | None = None
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Tokens:
-        """f of each tensor that has a row per token."""
+        """The tokens with f applied to each tensor that has a row per token."""
         return self._replace(q=f(self.q), k=f(self.k), v=f(self.v), g=f(self.g), beta=f(self.beta))
 
     @property
@@ -253,7 +262,7 @@ class Tokens(NamedTuple):
 
 
 def flush_sequences(*given: object) -> int:
-    """Sequences of a flush: entries of the tensors among num_accepted and its indices, at least one of which is given."""
+    """Sequences of a flush: the length of any of its num_accepted and indices that is a tensor."""
     return next(x.shape[0] for x in given if isinstance(x, Tensor))
 
 
@@ -268,9 +277,9 @@ SHORT = {
 
 @dataclass(frozen=True)
 class Problem:
-    """The static facts of one call. Dispatch, error texts, test ids and benchmark labels all read this and nothing else.
+    """The static facts of a call: the input of dispatch, errors, test ids and benchmark labels.
 
-    Sizes that may change from call to call without another kernel (N, P, total tokens) are not here.
+    Sizes that kernels take at run time (N, P, total tokens) are not among them.
     """
 
     op: str
@@ -281,8 +290,8 @@ class Problem:
     K: int
     V: int
     T: int | None = None
-    """Most tokens a sequence has: a dense decode's or verify's T; when packed 16, or the buffer's T if that is less; the buffer's T
-    for flush; None for prefill."""
+    """Most tokens of a sequence. decode and verify: T if dense, 16 if packed (verify: at most the
+    buffer's T). flush: the buffer's T. prefill: None."""
     gate: str | None = None
     dtype: torch.dtype | None = None
     g_dtype: torch.dtype | None = None
@@ -291,24 +300,26 @@ class Problem:
     qk_l2norm: bool = True
     beta_logits: bool = False
     options: frozenset[str] = frozenset()
-    """Which optional parts the call uses: each index tensor given, with its dtype (cu_seqlens_i32, state_indices_i64, ...), and
-    pool, token_slots, has_initial_state, initial_state, final_state, checkpoints, intermediates, no_update, layers, norm,
-    deterministic.
-    And what is out of reach of 16-byte accesses: unaligned_qk, rows of q or k; scattered_rows, V rows of a state, which need to lie
-    together too; unaligned_buffer, rows of a buffer's k; unaligned_values, rows of v or out, or of KDA's g, in a prefill."""
+    """Optional parts of the call: each index tensor, with its dtype (cu_seqlens_i32,
+    state_indices_i64, ...), and pool, token_slots, has_initial_state, initial_state, final_state,
+    checkpoints, intermediates, no_update, layers, norm, deterministic.
+    Also rows that 16-byte accesses cannot read: unaligned_qk, of q or k; scattered_rows, V rows of
+    a state, which must be contiguous too; unaligned_buffer, of a buffer's k; unaligned_values, of v
+    or out, or of KDA's g, in a prefill."""
 
     def facts(self, *names: str) -> dict[str, Any]:
-        """These of its fields, dtypes as SHORT has them: static facts of a kernel."""
-        return {name: SHORT.get(value, value) for name in names for value in (getattr(self, name),)}
+        """These fields, with dtypes as in SHORT: compile-time constants of a kernel."""
+        values = {name: getattr(self, name) for name in names}
+        return {name: SHORT.get(value, value) for name, value in values.items()}
 
     @property
     def model(self) -> str:
-        """Field's name for the gate's axis."""
+        """The field's name for the gate's axis: "gdn" or "kda"."""
         return {"head": "gdn", "channel": "kda"}[self.axis]
 
     @property
     def label(self) -> str:
-        """One readable word: benchmark label, part of a test id."""
+        """The problem as one word, for benchmark labels and test ids."""
         parts = [self.op, self.model, f"h{self.H}x{self.HV}", f"k{self.K}v{self.V}"]
         if self.T is not None:
             parts.append(f"t{self.T}")
@@ -332,11 +343,11 @@ class Problem:
         return self.label
 
 
-# One check, one sentence: the argument, what was expected, what came.
+# Error messages have one form: "argument: expected ..., got ...".
 
 
 def type_name(x: object) -> str:
-    """As errors show it: with its module, which tells numpy's bool from Python's."""
+    """x's type in error messages, with its module: numpy has a bool too."""
     kind = type(x)
     module = "" if kind.__module__ == "builtins" else f"{kind.__module__}."
     return module + kind.__qualname__
@@ -367,15 +378,14 @@ def refuse_grad(name: str, x: Tensor) -> None:
 
 
 def absent(name: str, x: object, when: str) -> None:
-    """Raise ValueError unless x is None, as it has to be `when` something else is given, or is not."""
+    """Raise ValueError unless x is None. when: the condition, for the message."""
     if x is not None:
-        raise ValueError(
-            f"{name}: expected None {when}, got a {'tensor' if isinstance(x, Tensor) else 'value'}"
-        )
+        kind = "tensor" if isinstance(x, Tensor) else "value"
+        raise ValueError(f"{name}: expected None {when}, got a {kind}")
 
 
 def number(name: str, x: object) -> float:
-    """x, a Python or numpy number, as a float; inf where a float cannot hold it."""
+    """x, a Python or numpy number, as a float; inf if it is too large for one."""
     if not isinstance(x, Real) or isinstance(x, bool):
         raise TypeError(f"{name}: expected a number, got {type_name(x)}")
     try:
@@ -399,23 +409,29 @@ def integer(name: str, x: object, expected: str = "an int") -> int:
 
 
 def check_written(written: dict[str, Tensor], read: dict[str, Tensor] | None = None) -> None:
-    """Raise ValueError unless a call may write these tensors: all their elements apart from each other and from what it reads."""
+    """Raise ValueError unless a call may write these tensors.
+
+    No two elements that the call writes may share memory, nor may an element that it reads.
+    """
     for name, x in written.items():
         if x.is_inference() and not torch.is_inference_mode_enabled():
             raise ValueError(
-                f"{name}: expected a tensor that may be written here, got one made under torch.inference_mode(): call the "
-                "operation under it too, or make the tensor outside"
+                f"{name}: expected a tensor that may be written here, got one made "
+                "under torch.inference_mode(): call the operation under it too, or make it outside"
             )
         if overlaps_itself(x):
+            shape, strides = list(x.shape), list(x.stride())
             raise ValueError(
-                f"{name}: expected memory of its own for every element, got shape {list(x.shape)}, strides {list(x.stride())}"
+                f"{name}: expected memory of its own for every element, "
+                f"got shape {shape}, strides {strides}"
             )
     others = written | (read or {})
     for name, x in written.items():
         for other, y in others.items():
             if other != name and overlap(x, y):
                 raise ValueError(
-                    f"{name}: expected memory apart from all else that the call reads or writes, got some of {other}'s"
+                    f"{name}: expected memory apart from all other tensors of the call, "
+                    f"got some of {other}'s"
                 )
 
 
@@ -425,31 +441,33 @@ def _names(dims: str) -> tuple[str, ...]:
 
 
 class _Sizes(dict[str, int]):
-    """Sizes by name: the first tensor to bring a dimension sets it, every later one must agree. A name "1" is the size 1."""
+    """Sizes by name: the first tensor with a dimension sets its size, later ones must agree.
+
+    The name "1" is the size 1.
+    """
 
     def __init__(self) -> None:
         super().__init__({"1": 1})
 
     def bind(self, name: str, x: Tensor, dims: str) -> None:
-        names, shape = _names(dims), x.shape
+        names, shape = _names(dims), list(x.shape)
+        listed = f"[{', '.join(names)}]"
         if len(shape) != len(names):
             raise ValueError(
-                f"{name}: expected {len(names)} dimensions [{', '.join(names)}], got shape {list(shape)}"
+                f"{name}: expected {len(names)} dimensions {listed}, got shape {shape}"
             )
         for dim, size in zip(names, shape, strict=True):
             if self.setdefault(dim, size) != size:
                 wanted = ", ".join(str(self.get(dim, dim)) for dim in names)
-                raise ValueError(
-                    f"{name}: expected shape [{', '.join(names)}] = [{wanted}], got {list(shape)}"
-                )
+                raise ValueError(f"{name}: expected shape {listed} = [{wanted}], got {shape}")
 
 
 BUFFER = {"buffer_u": "buffer.u", "buffer_k": "buffer.k", "buffer_log_decay": "buffer.log_decay"}
-"""The parts of a KVBuffer among an operation's arguments, and as errors name them."""
+"""A KVBuffer's tensors among an operation's arguments, and their names in errors."""
 
 
 class Checker:
-    """Collects the facts of one call, argument by argument."""
+    """Checks a call argument by argument, and collects the facts of its Problem."""
 
     def __init__(self) -> None:
         self.sizes = _Sizes()
@@ -470,7 +488,7 @@ class Checker:
             self.device = x.device
         elif x.device != self.device:
             raise ValueError(
-                f"{name}: expected device {self.device}, where the first tensor is, got {x.device}"
+                f"{name}: expected device {self.device}, the first tensor's, got {x.device}"
             )
         if x.is_meta:
             raise ValueError(f"{name}: expected a tensor with data, got one on the meta device")
@@ -495,7 +513,7 @@ class Checker:
             raise TypeError(f"{name}: expected True or False, got {type_name(x)}")
 
     def aligned(self, x: Tensor) -> bool:
-        """Whether every row of x starts at a multiple of 16 bytes."""
+        """Whether each row of x starts at a multiple of 16 bytes."""
         strides = (
             stride for stride, size in zip(x.stride()[:-1], x.shape, strict=False) if size > 1
         )
@@ -508,15 +526,14 @@ class Checker:
             self.options.add(name)
 
     def tokens(self, a: Any) -> None:
-        """q to cu_seqlens of a prefill's, decode's or verify's arguments, and how they are read."""
+        """Check q to cu_seqlens of a prefill, decode or verify, with gate, scale and flags."""
         if a.cu_seqlens is not None:
             self.index("cu_seqlens", a.cu_seqlens, "N+1")
             if a.cu_seqlens.shape[0] < 1:
                 raise ValueError("cu_seqlens: expected shape [N+1], got [0]")
             if isinstance(a.q, Tensor) and a.q.shape[:1] != (1,):
-                raise ValueError(
-                    f"q: expected packed tokens [1, total, H, K] beside cu_seqlens, got {list(a.q.shape)}"
-                )
+                expected = "expected packed tokens [1, total, H, K] with cu_seqlens"
+                raise ValueError(f"q: {expected}, got {list(a.q.shape)}")
         lead = "N T" if a.cu_seqlens is None else "1 total"
         self.tensor("q", a.q, INPUT_DTYPES, f"{lead} H K")
         same = (a.q.dtype,)
@@ -533,9 +550,8 @@ class Checker:
             _last_dim_contiguous(name, x)
         H, HV = self.sizes["H"], self.sizes["HV"]
         if min(H, HV, self.sizes["K"], self.sizes["V"]) < 1:
-            raise ValueError(
-                f"q, v: expected at least one head and channel, got q {list(a.q.shape)}, v {list(a.v.shape)}"
-            )
+            shapes = f"q {list(a.q.shape)}, v {list(a.v.shape)}"
+            raise ValueError(f"q, v: expected at least one head and channel, got {shapes}")
         if HV % H:
             raise ValueError(
                 f"v: expected HV to be a multiple of H={H} (grouped value heads), got HV={HV}"
@@ -544,20 +560,16 @@ class Checker:
             self.tensor("A_log", a.A_log, (torch.float32,), "HV")
         if a.dt_bias is not None:
             self.tensor("dt_bias", a.dt_bias, DT_BIAS_DTYPES, "HV" if a.g.ndim == 3 else "HV K")
-        if (
-            a.scale is not None
-            and (size := abs(number("scale", a.scale))) != 0
-            and not TINY <= size <= HUGE
-        ):
-            raise ValueError(
-                f"scale: expected a finite number, 0 or of {TINY:.1e} to {HUGE:.1e} in size, got {a.scale}"
-            )
+        size = 0.0 if a.scale is None else abs(number("scale", a.scale))
+        if size != 0 and not TINY <= size <= HUGE:
+            expected = f"a finite number, 0 or of {TINY:.1e} to {HUGE:.1e} in size"
+            raise ValueError(f"scale: expected {expected}, got {a.scale}")
         self.flag("qk_l2norm", a.qk_l2norm)
         self.flag("beta_logits", a.beta_logits)
         self.sizes["N"] = a.q.shape[0] if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
 
     def vectors(self, a: Any, *states: Tensor | None) -> None:
-        """Notes what is not where 16-byte accesses can reach it."""
+        """Note rows that 16-byte accesses cannot read."""
         self.option("unaligned_qk", a is not None and not all(self.aligned(x) for x in (a.q, a.k)))
         self.option(
             "scattered_rows",
@@ -586,28 +598,27 @@ class Checker:
         self.options.add(f"{name}_{SHORT[x.dtype]}")
 
     def null_index(self, null_index: object, *slots: Tensor | None) -> None:
-        """`slots`: the call's tensors of pool slots."""
+        """slots: the call's tensors of slots."""
         if not -1 <= integer("null_index", null_index) < 2**63:  # torch.library has 64 bits
             raise ValueError(f"null_index: expected -1 or more, below 2**63, got {null_index}")
         if null_index != -1 and all(x is None for x in slots):
-            raise ValueError(
-                f"null_index: expected -1 without state_indices (sequence n has slot n), got {null_index}"
-            )
+            expected = "expected -1 without state_indices (sequence n has slot n)"
+            raise ValueError(f"null_index: {expected}, got {null_index}")
 
     def one_each(self, name: str, dim: str, indices: Tensor | None = None) -> None:
-        """Without indices, sequence n uses entry n, so there must be one for each."""
-        if indices is None and self.sizes[dim] < self.sizes["N"]:
-            raise ValueError(
-                f"{name}: expected {dim} >= N={self.sizes['N']}, one for each sequence, got {dim}={self.sizes[dim]}"
-            )
+        """Without indices sequence n uses entry n, so there must be N entries."""
+        size, N = self.sizes[dim], self.sizes["N"]
+        if indices is None and size < N:
+            expected = f"expected {dim} >= N={N}, one for each sequence"
+            raise ValueError(f"{name}: {expected}, got {dim}={size}")
 
     def norm(self, a: Any) -> None:
-        """norm and z of a decode's or verify's arguments: both or neither."""
+        """Check norm and z of a decode or verify: both or neither."""
         if a.norm_weight is None:
             absent("z", a.z, "without norm")
             return
         if a.z is None:
-            raise ValueError("z: expected a tensor beside norm, got None")
+            raise ValueError("z: expected a tensor with norm, got None")
         self.like_v("z", a.z, a.v)
         _last_dim_contiguous("z", a.z)
         self.tensor("norm.weight", a.norm_weight, STATE_DTYPES, "V")
@@ -624,7 +635,7 @@ class Checker:
             )
 
     def buffer(self, a: Any, lead: str) -> str:
-        """Returns the axis the buffer was made for."""
+        """Check a buffer and return its axis."""
         channel = (
             isinstance(a.buffer_log_decay, Tensor)
             and a.buffer_log_decay.ndim > len(lead.split()) + 2
@@ -639,19 +650,18 @@ class Checker:
                 f"buffer: expected room for 1 to {MAX_DRAFT} tokens, got {self.sizes['C']}"
             )
         if not all(self.sizes[name] for name in ("H", "HV", "K", "V")):
-            raise ValueError(
-                f"buffer: expected at least one head and channel, got u {list(parts[0].shape)}, k {list(parts[1].shape)}"
-            )
+            shapes = f"u {list(a.buffer_u.shape)}, k {list(a.buffer_k.shape)}"
+            raise ValueError(f"buffer: expected at least one head and channel, got {shapes}")
         return "channel" if channel else "head"
 
     def writes(self, *names: str) -> None:
-        """Check the tensors that the call writes: those of these arguments that there are."""
-        shown = [BUFFER.get(name, name) for name in names]
-        written = {name: self.tensors[name] for name in shown if name in self.tensors}
+        """Check the tensors that the call writes: those of `names` that it passes."""
+        names = tuple(BUFFER.get(name, name) for name in names)
+        written = {name: self.tensors[name] for name in names if name in self.tensors}
         check_written(written, self.tensors)
 
     def problem(self, op: str, a: Any, state_dtype: torch.dtype, T: int | None) -> Problem:
-        """Of a call with tokens."""
+        """The problem of a call with tokens."""
         facts: dict[str, Any] = {name: self.sizes[name] for name in ("H", "HV", "K", "V")}
         facts |= dict(
             dtype=a.q.dtype, g_dtype=a.g.dtype, beta_dtype=a.beta.dtype, state_dtype=state_dtype

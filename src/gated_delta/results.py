@@ -1,4 +1,4 @@
-"""What a command measured: kept through signals, a full disk and a closed pipe; tables, JSON."""
+"""Results of a command, as tables and JSON; they survive signals, a full disk and a closed pipe."""
 
 from __future__ import annotations
 
@@ -29,39 +29,39 @@ Item = TypeVar("Item")
 
 
 def _console(stream: TextIO | None, stderr: bool) -> Console:
-    # Piped output has no width of its own, and a label cut short names nothing.
+    # Piped output has no width; 160 columns truncate no label.
     return Console(stderr=stderr, width=None if stream is not None and stream.isatty() else 160)
 
 
 ENDING = [number for number in signal.Signals if number.name in ("SIGINT", "SIGTERM", "SIGHUP")]
-"""Signals that end a command, which keeps what it measured. Windows has no SIGHUP."""
+"""Signals that end a command; it still reports its results. Windows has no SIGHUP."""
 
 console, errors = _console(sys.stdout, False), _console(sys.stderr, True)
 
 
 def watched() -> bool:
-    """Whether a progress bar is seen."""
+    """Whether stderr is a terminal, which can show a progress bar."""
     return sys.stderr is not None and sys.stderr.isatty()
 
 
 def tracked(items: Sequence[Item], description: str) -> Iterable[Item]:
-    """The items, with a progress bar where one is seen, until they are done."""
+    """The items, with a progress bar if stderr is a terminal."""
     return track(items, description, console=errors, transient=True) if watched() else items
 
 
 def stdout_lost(problem: OSError) -> str:
-    """In words."""
+    """The message of a failed write."""
     return f"cannot write to the standard output: {problem.strerror or problem}"
 
 
 def abandon_stdout() -> None:
-    """Let the interpreter, which flushes it again as it ends, not fail."""
+    """Redirect stdout to /dev/null: the interpreter flushes it at exit, which must not fail."""
     with contextlib.suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 class Refusal(Exception):
-    """What a command cannot run for, in one line; found before anything is measured. The command exits with 2."""
+    """Why a command cannot run, in one line; raised before it measures. The exit code is 2."""
 
     exit_code = 2
 
@@ -74,22 +74,19 @@ def one_line(problem: BaseException) -> str:
 
 
 def first_line(problem: BaseException) -> str:
-    """What failed, for a record."""
+    """The first line of an error, with its type, for a record."""
     lines = str(problem).strip().splitlines()
     return f"{type(problem).__name__}: {lines[0]}" if lines else type(problem).__name__
 
 
 def packages() -> dict[str, str | None]:
-    """Versions; None where one is not installed. torch's own says which build it is, which its package may not."""
-    others = ("transformers", kernels.COMPILER, kernels.RUNTIME)
-    return {
-        "torch": str(torch.__version__),
-        **{package: kernels.installed(package) for package in others},
-    }
+    """Versions of packages; None if one is not installed. torch.__version__ names the build too."""
+    names = ("transformers", kernels.COMPILER, kernels.RUNTIME)
+    return {"torch": str(torch.__version__), **{name: kernels.installed(name) for name in names}}
 
 
 def versions() -> dict[str, str | None]:
-    """Of everything that results depend on; None where a package is not installed."""
+    """Versions of everything that results depend on; None if a package is not installed."""
     return {
         "gated_delta": __version__,
         "python": platform.python_version(),
@@ -104,11 +101,11 @@ def document(
     device: torch.device | None = None,
     complete: bool = True,
 ) -> dict[str, Any]:
-    """What `--json` writes, of the same shape for check, compile and bench.
+    """The content of `--json`, of one form for check, compile and bench.
 
-    command; complete: False when a signal ended it; versions; device: None where none is used;
-    arguments: all options, defaults too; results: one record for each case or kernel, in order. Every
-    record has label and status.
+    command; complete: False if a signal ended it; versions; device: None if it uses none;
+    arguments: all options, with defaults; results: one record per case or kernel, in order, each
+    with label and status.
     """
     return dict(
         command=context.info_name,
@@ -120,18 +117,18 @@ def document(
     )
 
 
-def make_table(title: str, first: str, *others: str) -> Table:
-    """A table whose cells are folded, not cut, on a terminal too small for them: a label cut short names nothing."""
+def make_table(title: str, first: str, *columns: str) -> Table:
+    """A table that wraps long cells on a small terminal rather than truncating them."""
     table = Table(title=title)
     table.add_column(first, overflow="fold")
-    for column in others:
+    for column in columns:
         table.add_column(column, justify="right", overflow="fold")
     return table
 
 
 def replace(file: Path, text: str) -> None:
-    """The whole of it or nothing: a run may be cut short at any time, and the file may hold what other runs found."""
-    file = file.resolve()  # a link stays one
+    """Write text to file atomically: an interrupted run must not damage earlier results."""
+    file = file.resolve()  # keeps a link
     if file.exists() and not file.is_file():  # /dev/stdout, a pipe
         file.write_text(text)
         return
@@ -145,13 +142,12 @@ def replace(file: Path, text: str) -> None:
 
 
 def _unfinished(file: Path) -> Path:
-    return file.with_name(
-        f"{file.name}.{os.getpid()}.unfinished"
-    )  # two processes may write one file
+    # The process id: two processes may write one file.
+    return file.with_name(f"{file.name}.{os.getpid()}.unfinished")
 
 
 def check_target(file: Path, hint: str) -> Path:
-    """Raises BadParameter unless the file can be written now."""
+    """Raise BadParameter unless the file can be written."""
     try:
         target = file.resolve()
         if target.is_dir():
@@ -166,7 +162,7 @@ def check_target(file: Path, hint: str) -> Path:
 
 
 def _kind(file: Path) -> str | None:
-    """Of which command the file holds results; empty for an empty or no file, None for what is not ours."""
+    """The command of a file's results; "" for an empty or no file, None for other content."""
     if not file.is_file() or not file.stat().st_size:
         return ""
     try:
@@ -177,9 +173,10 @@ def _kind(file: Path) -> str | None:
 
 
 class Report:
-    """Where results go. kind: the command, as the JSON has it; what other commands or other programs wrote is not overwritten.
+    """Output of a command. kind: its name in the JSON; does not overwrite other content.
 
-    First `measuring`, then `write` and `show`, then `leave`: a reader that closes its pipe ends what comes after it.
+    Call `measuring`, then `write` and `show`, then `leave`. A reader that closes its pipe ends the
+    output.
     """
 
     def __init__(self, kind: str, as_json: bool, file: Path | None):
@@ -188,9 +185,9 @@ class Report:
         if file is not None:
             check_target(file, "FILE")
             if _kind(file) not in ("", kind):
+                content = "holds something else than results of this command"
                 raise typer.BadParameter(
-                    f"{str(file)!r} holds something else than results of this command, expected another file",
-                    param_hint="FILE",
+                    f"{str(file)!r} {content}, expected another file", param_hint="FILE"
                 )
         elif as_json and sys.stdout is None:
             raise typer.BadParameter("the standard output is closed", param_hint="--json")
@@ -200,18 +197,17 @@ class Report:
         """Number of the signal that ended `measuring`."""
         self._lost = False
         self._armed = False
-        self._before: dict[signal.Signals, Any] = {}  # what signals did before
-        # Beside JSON on the standard output tables would spoil it.
+        self._before: dict[signal.Signals, Any] = {}  # earlier signal handlers
+        # Tables must not mix with JSON on the standard output.
         self._tables = errors if as_json and file is None else console
 
     @contextlib.contextmanager
     def measuring(self) -> Iterator[None]:
-        """A signal of ENDING ends the block alone; a second one does not end the report."""
+        """A signal of ENDING ends only the block; a second one does not end the report."""
         self._armed = True
         if threading.current_thread() is threading.main_thread():
-            ignored = {n for n in ENDING if signal.getsignal(n) == signal.SIG_IGN} - {
-                signal.SIGINT
-            }  # nohup
+            ignored = {n for n in ENDING if signal.getsignal(n) == signal.SIG_IGN}  # nohup
+            ignored -= {signal.SIGINT}
             self._before = {n: signal.signal(n, self._stop) for n in ENDING if n not in ignored}
         try:
             yield
@@ -232,7 +228,7 @@ class Report:
 
     def _restore(self) -> None:
         for number, handler in self._before.items():
-            if handler is not None:  # of C
+            if handler is not None:  # None: a handler of C code
                 signal.signal(number, handler)
         self._before = {}
 
@@ -241,13 +237,13 @@ class Report:
             errors.print(line, highlight=False, markup=False, soft_wrap=True)
 
     def keep(self, content: Mapping[str, Any]) -> None:
-        """Write what there is so far; where that fails, so will `write`, which says so."""
+        """Write intermediate results. A failure is reported by `write`, which will fail as well."""
         if self.as_json and self.file is not None:
             with contextlib.suppress(OSError):
                 replace(self.file, _text(content))
 
     def write(self, content: Mapping[str, Any]) -> None:
-        """Write the JSON; to the standard output where the file cannot be written any more."""
+        """Write the JSON; to the standard output if the file can no longer be written."""
         if not self.as_json:
             return
         text = _text(content)
@@ -255,8 +251,9 @@ class Report:
             try:
                 replace(self.file, text)
             except OSError as problem:
+                reason = problem.strerror or problem
                 self._lose(
-                    f"cannot write {str(self.file)!r}: {problem.strerror or problem}; the standard output gets the JSON"
+                    f"cannot write {str(self.file)!r}: {reason}; the standard output gets the JSON"
                 )
             else:
                 self.show(f"wrote {self.file}")
@@ -268,11 +265,11 @@ class Report:
             self.lose_stdout(problem)
 
     def show(self, *lines: RenderableType, style: str | None = None) -> None:
-        """Print tables and lines of plain text; to the standard error where the standard output takes no more."""
+        """Print tables and plain lines; to the standard error if the standard output fails."""
         for line in lines:
             try:
                 self._tables.print(line, style=style, highlight=False, markup=False)
-            except BrokenPipeError:  # rich since 13.8 leaves by itself
+            except BrokenPipeError:  # rich since 13.8 exits by itself
                 abandon_stdout()
                 raise typer.Exit(1) from None
             except OSError as problem:
@@ -282,7 +279,7 @@ class Report:
                     errors.print(line, style=style, highlight=False, markup=False)
 
     def leave(self, failed: bool = False) -> None:
-        """With 128 + a signal's number, 2 for a failed write, 1 when something failed, else 0."""
+        """Exit: with 128 + a signal's number, 2 for a failed write, 1 if `failed`, otherwise 0."""
         self._restore()
         if code := 128 + self.interrupted if self.interrupted else 2 if self._lost else int(failed):
             raise typer.Exit(code)
@@ -292,28 +289,27 @@ class Report:
         self.say(line)
 
     def lose_stdout(self, problem: OSError) -> None:
-        """The standard output takes no more."""
+        """Report that the standard output fails, and abandon it."""
         self._lose(stdout_lost(problem))
         abandon_stdout()
 
 
 def _text(content: Mapping[str, Any]) -> str:
-    """JSON with one entry of a list, such as a result, a line."""
+    """JSON with one list entry per line, such as a result."""
 
     def dumps(x: Any) -> str:
         return json.dumps(x, default=str, allow_nan=False)
 
     parts = []
     for key, value in _finite(content).items():
-        entries = (
-            ",\n".join(f"  {dumps(entry)}" for entry in value) if isinstance(value, list) else ""
-        )
+        listed = value if isinstance(value, list) else []
+        entries = ",\n".join(f"  {dumps(entry)}" for entry in listed)
         parts.append(f" {dumps(key)}: " + (f"[\n{entries}\n ]" if entries else dumps(value)))
     return "{\n" + ",\n".join(parts) + "\n}\n"
 
 
 def _finite(x: Any) -> Any:
-    """JSON has neither NaN nor infinity: None in their place."""
+    """x with None for NaN and infinity, which JSON lacks."""
     if isinstance(x, Mapping):
         return {key: _finite(value) for key, value in x.items()}
     if isinstance(x, list | tuple):

@@ -1,55 +1,56 @@
-"""What the host passes to a kernel: pointers, strides and sizes, in the kernel's order. Needs no compiler.
+"""A kernel's arguments: pointers, strides and sizes, in the kernel's order. Needs no compiler.
 
-Pointers are byte addresses, 0 for an absent optional tensor. Strides are in bytes, below 2**31, 0 for an absent tensor.
+The host fills them by name. Pointers are byte addresses, 0 for an absent tensor. Strides are in
+bytes, below 2**31, 0 for an absent tensor.
 """
 
 from collections import namedtuple
 from typing import Any, NamedTuple
 
 BF16, FP16, FP32, ABSENT = range(4)
-"""Dtype of a tensor with one number per token or head, passed to the kernel as a run-time size."""
+"""Run-time dtypes of tensors with one number per token, head or channel; passed among the sizes."""
 
 TOKEN_TILES = (2, 4, 8, 16)
-"""Draft lengths that verify is compiled for."""
+"""verify's compile-time draft lengths."""
 
 CHUNK = 64
 """Tokens of a chunk of prefill."""
 
 TILE_BYTES = CHUNK * 128 * 2
-"""A chunk's k or q in prefill's workspace: [64, 128] of fp16, in the order of shared memory."""
+"""k or q of a chunk in prefill's workspace: [64, 128] fp16, in the order of shared memory."""
 
 TRIANGLE_BYTES = CHUNK * (CHUNK + 16) // 2 * 2
-"""A chunk's Tinv or Aqk in the workspace: [64, 64] of fp16 without the 16 x 16 blocks above the diagonal."""
+"""Tinv or Aqk of a chunk in the workspace: [64, 64] fp16, no 16 x 16 blocks above the diagonal."""
 
 SCALE_BYTES = 1024
-"""A chunk's scales in the workspace, per token or channel: kernels/device/chunks.py has the offsets."""
+"""Scales of a chunk in the workspace, per token or channel. Offsets: kernels/device/chunks.py."""
 
 RAW_SCALE_BYTES = 3584
-"""The same for a scan that decays raw q and k of KDA itself, which has no tiles in the workspace."""
+"""The same for prefill_scan_raw: it decays raw q and k of KDA itself, without tiles."""
 
 FIRST_COUNTER = 16
-"""Words in front of the counters of chunks that are prepared: who polls these shares no line with the queues."""
+"""Padding in words: keeps the polled counters of prepared chunks off the queues' cache line."""
 
 MAX_WALKED = 32
-"""Sequences that a scan of raw tokens walks beside prepare, which has one a lane."""
+"""Most sequences of a scan of raw tokens that overlaps prepare: prepare has one per lane."""
 
 
 def lanes_per_row(K: int) -> int:
-    """Threads that share a V row, 8 key channels each."""
+    """Threads per V row, with 8 key channels each."""
     return 16 if K > 64 else 8
 
 
 def tile_rows(K: int, rows: int, threads: int) -> int:
-    """V rows of a block of `threads` threads with `rows` rows each."""
+    """V rows of a CTA of `threads` threads with `rows` rows each."""
     return rows * threads // lanes_per_row(K)
 
 
 def round_up_tokens(tokens: int) -> int:
-    """The token tile of a draft."""
+    """The smallest token tile that holds a draft of this length."""
     return next(tile for tile in TOKEN_TILES if tokens <= tile)
 
 
-# ------------------------------------------------------------------------------------------------ strides
+# ---------------------------------------------------------------- strides
 
 TOKEN_STRIDES = dict(
     q="nth", k="nth", v="nth", g="nthc", beta="nth", o="nthc", A_log="h", dt_bias="hc"
@@ -59,9 +60,10 @@ NORM_STRIDES = dict(z="nth", norm_weight="c")
 
 
 def _strides(name: str, **dims: str) -> Any:
-    """A tuple type with a field for each dimension of each tensor: q="nt" gives q_n and q_t.
+    """A tuple type with one field per dimension of each tensor: q="nt" gives q_n and q_t.
 
-    n: sequence (0 when packed), t: token, h: head, c: channel, p: pool slot, r: row of the KVBuffer, j: checkpoint of a sequence.
+    n: sequence (0 when packed), t: token, h: head, c: channel, p: pool slot, r: row of the
+    KVBuffer, j: checkpoint of a sequence.
     """
     made: Any = namedtuple(
         name, [f"{tensor}_{dim}" for tensor, letters in dims.items() for dim in letters]
@@ -117,11 +119,11 @@ PrefillStrides = _strides(
 )
 
 
-# ------------------------------------------------------------------------------------------------ decode
+# ---------------------------------------------------------------- decode
 
 
 class DecodePointers(NamedTuple):
-    """Of tensors; packed tokens have 1 for N and `total` for T."""
+    """Addresses of tensors. Packed tokens have N = 1 and T = total."""
 
     q: int  # [N, T, H, K]
     k: int  # [N, T, H, K]
@@ -143,21 +145,24 @@ class DecodePointers(NamedTuple):
 
 
 class DecodeSizes(NamedTuple):
-    """Counts, flags of 0 or 1, and kinds. A kind of numbers is BF16, FP16, FP32 or ABSENT; of indices bytes / 4, or 0 if absent."""
+    """Counts, flags (0 or 1) and kinds, the run-time dtypes.
+
+    A kind of numbers is BF16, FP16, FP32 or ABSENT; of indices it is bytes / 4, 0 if absent.
+    """
 
     N: int
     T: int
-    """Tokens of every sequence; when packed, the most that one may have."""
+    """Tokens of each sequence; if packed, of the longest one allowed."""
     total: int
     """Rows of packed tokens."""
     HV: int
     qk_head_factor: int
-    """ceil(2**30 / (HV // H)): value head hv reads q/k head hv * factor >> 30, which saves a division."""
+    """ceil(2**30 / (HV // H)): value head hv reads q/k head hv * factor >> 30: no division."""
     P: int
     null_index: int
-    """An index up to this one names no slot: a sequence that reads there is inactive, a write there is dropped."""
+    """Indices up to this one name no slot: no read (the sequence is inactive), no write."""
     slots_per_sequence: int
-    """W of state_indices [N, W], else 0."""
+    """W of state_indices [N, W], otherwise 0."""
     update_state: int
     beta_kind: int
     dt_bias_kind: int
@@ -167,21 +172,21 @@ class DecodeSizes(NamedTuple):
     num_accepted_kind: int
     intermediate_indices_kind: int
     prefetch_sequences: int
-    """Sequences whose state is prefetched into L2 before the previous kernel has ended."""
+    """Prefetch the states of this many sequences into L2 before the previous kernel ends."""
     keep_in_l2: int
-    """Whether the state's loads have L2's evict_last policy."""
+    """Whether loads of the state use L2's evict_last policy."""
     norm_weight_kind: int
     norm_eps: int
-    """The bits of an fp32 number."""
+    """The bits of eps in fp32."""
     norm_sigmoid: int
-    """Whether z's activation is sigmoid, not silu."""
+    """Whether the activation of z is sigmoid rather than silu."""
 
 
-# ------------------------------------------------------------------------------------------------ verify and flush
+# ---------------------------------------------------------------- verify and flush
 
 
 class VerifyPointers(NamedTuple):
-    """As DecodePointers; B rows of the KVBuffer with C tokens each."""
+    """As DecodePointers. The KVBuffer has B rows of C tokens."""
 
     q: int
     k: int
@@ -211,7 +216,7 @@ class VerifySizes(NamedTuple):
     HV: int
     qk_head_factor: int
     group_size: int
-    """Value heads that share a q/k head: HV // H."""
+    """Value heads per q/k head: HV // H."""
     P: int
     null_index: int
     C: int
@@ -229,7 +234,7 @@ class VerifySizes(NamedTuple):
 
 
 class FlushPointers(NamedTuple):
-    """Tensors of the first of L layers, then the bytes from layer to layer, which may exceed 32 bits."""
+    """Addresses in the first of L layers, then strides between layers in bytes, 64-bit."""
 
     state: int  # [L, P, HV, V, K]
     buffer_u: int  # [L, B, C, HV, V]
@@ -256,7 +261,7 @@ class FlushSizes(NamedTuple):
     null_index: int
     C: int
     num_accepted_all: int
-    """Tokens to fold into every sequence's state, where num_accepted is no tensor."""
+    """Tokens to fold into each state if num_accepted is not a tensor."""
     num_accepted_kind: int
     state_indices_kind: int
     write_indices_kind: int

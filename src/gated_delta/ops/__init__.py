@@ -1,4 +1,4 @@
-"""The operations' host side: what each one's kernels support, its schedules, its launch. One module each; launch.py is shared."""
+"""Host code of the operations: supported problems, schedules, launches. launch.py is shared."""
 
 from .decode import Decode
 from .flush import Flush

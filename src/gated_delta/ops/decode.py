@@ -1,4 +1,4 @@
-"""decode on the host: its arguments and what they must be, its schedules, its launch. The kernel: kernels/decode.py."""
+"""Host code of decode: arguments and their checks, schedules, launch. Kernel: kernels/decode.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from .. import compile, reference
-from ..kernels.arguments import DecodeSizes, DecodeStrides, tile_rows
+from ..kernels.arguments import DecodePointers, DecodeSizes, DecodeStrides, tile_rows
 from ..problem import MAX_DRAFT, Checker, Problem, absent
 from .launch import (
     LARGE,
@@ -30,7 +30,7 @@ from .launch import (
 )
 
 SCHEDULES: dict[tuple[str, str, bool], Table] = {
-    # axis, state (bf16: fp16 too), one token
+    # axis, state dtype (bf16: fp16 too), one token per sequence
     ("head", "bf16", True): (
         (LARGE, Schedule(8, 64, True)),
         (24 * MIB, Schedule(8, 64)),
@@ -70,24 +70,26 @@ SCHEDULES: dict[tuple[str, str, bool], Table] = {
     ("channel", "bf16", False): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
     ("channel", "fp32", False): ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
 }
-"""Measured on an H200: docs/kernels/decode.md."""
+"""Schedules without a norm. Measured on an H200: docs/kernels/decode.md."""
 
-_OF_4, _OF_2 = Schedule(4, 128, cluster=True), Schedule(4, 128, chunks=2, cluster=True)
+CLUSTER_OF_4 = Schedule(4, 128, cluster=True)
+CLUSTER_OF_2 = Schedule(4, 128, chunks=2, cluster=True)
+"""A head of 128 V rows in 4 CTAs of 32 rows, and in 2 CTAs of 64."""
+
 NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
-    # With a norm: a head in a cluster of blocks, in one block at once, or in one block in chunks.
     ("head", "bf16", True): (
         (LARGE, Schedule(4, 128, True)),
         (24 * MIB, Schedule(4, 128)),
         (14 * MIB, Schedule(4, 256, prefetch=False)),
         (4 * MIB, Schedule(4, 256)),
         (MIB, Schedule(8, 64, cluster=True)),
-        (0, _OF_4),
+        (0, CLUSTER_OF_4),
     ),
     ("head", "fp32", True): (
         (LARGE, Schedule(8, 256, True)),
         (6 * MIB, Schedule(8, 256)),
         (2 * MIB, Schedule(8, 64, cluster=True)),
-        (0, _OF_4),
+        (0, CLUSTER_OF_4),
     ),
     ("channel", "bf16", True): (
         (2 * LARGE, Schedule(4, 128, True)),
@@ -95,7 +97,7 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
         (24 * MIB, Schedule(4, 128)),
         (14 * MIB, Schedule(4, 256, prefetch=False)),
         (4 * MIB, Schedule(4, 256)),
-        (0, _OF_4),
+        (0, CLUSTER_OF_4),
     ),
     ("channel", "fp32", True): (
         (LARGE, Schedule(4, 128, True, cluster=True, bulk=True)),
@@ -108,33 +110,33 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
         (12 * MIB, Schedule(4, 256)),
         (8 * MIB, Schedule(4, 256, prefetch=False)),
         (4 * MIB, Schedule(4, 256)),
-        (0, _OF_4),
+        (0, CLUSTER_OF_4),
     ),
     ("head", "fp32", False): (
-        (LARGE, _OF_2._replace(keep_in_l2=True)),
-        (24 * MIB, _OF_2._replace(prefetch=False)),
+        (LARGE, CLUSTER_OF_2._replace(keep_in_l2=True)),
+        (24 * MIB, CLUSTER_OF_2._replace(prefetch=False)),
         (4 * MIB, Schedule(4, 256, cluster=True)),
-        (0, _OF_4),
+        (0, CLUSTER_OF_4),
     ),
     ("channel", "bf16", False): (
         (LARGE, Schedule(4, 256, True)),
         (4 * MIB, Schedule(4, 256)),
-        (0, _OF_4),
+        (0, CLUSTER_OF_4),
     ),
     ("channel", "fp32", False): (
         (LARGE, Schedule(4, 128, True, cluster=True)),
         (4 * MIB, Schedule(4, 256, cluster=True)),
-        (0, _OF_4),
+        (0, CLUSTER_OF_4),
     ),
 }
-"""Measured on an H200: docs/kernels/decode.md."""
+"""Schedules with a norm, one CTA or one cluster per head. Measured on an H200, as above."""
 
-RARE = ("blocks_per_sm", "prefetch_chunks", "bulk")
-"""Of a schedule: a variant has them where they are given."""
+FACTS_IF_SET = ("blocks_per_sm", "prefetch_chunks", "bulk")
+"""Fields of a schedule that a variant names only if they are set: few schedules set one."""
 
 
 class Arguments(NamedTuple):
-    """A call of gated_delta.decode, whose docstring says what each one is; the gate and the norm in their parts."""
+    """Arguments of gated_delta.decode, with the gate and the norm as their fields."""
 
     q: Tensor
     k: Tensor
@@ -168,7 +170,7 @@ class Arguments(NamedTuple):
 class Decode(StateOperation):
     name = "decode"
     arguments = Arguments
-    num_tensors = 17
+    pointers = DecodePointers
     may_write = ("out", "intermediate_states", "state")
 
     def describe(self, a: Arguments) -> Problem:
@@ -180,13 +182,11 @@ class Decode(StateOperation):
         token_slots = isinstance(a.state_indices, Tensor) and a.state_indices.ndim == 2
         if token_slots:
             check.index("state_indices", a.state_indices, "N W")
-            least = 1 if a.cu_seqlens is not None else check.sizes["T"]
-            if check.sizes["W"] < least:
-                raise ValueError(
-                    f"state_indices: expected [N, W] with W >= {least}, got W={check.sizes['W']}"
-                )
-            named = "beside [N, W] state_indices (each token's slot is named there)"
-            absent("write_indices", a.write_indices, named)
+            W, least = check.sizes["W"], 1 if a.cu_seqlens is not None else check.sizes["T"]
+            if least > W:
+                raise ValueError(f"state_indices: expected [N, W] with W >= {least}, got W={W}")
+            when = "with [N, W] state_indices (they name each token's slot)"
+            absent("write_indices", a.write_indices, when)
             check.index("num_accepted", a.num_accepted)
         else:
             check.index("state_indices", a.state_indices)
@@ -200,10 +200,9 @@ class Decode(StateOperation):
             check.state("intermediate_states", a.intermediate_states, "R C HV V K", (dtype,))
             check.index("intermediate_indices", a.intermediate_indices)
             check.one_each("intermediate_states", "R", a.intermediate_indices)
-            if a.cu_seqlens is None and check.sizes["C"] < check.sizes["T"]:
-                raise ValueError(
-                    f"intermediate_states: expected C >= T={check.sizes['T']} steps, got C={check.sizes['C']}"
-                )
+            T, C = check.sizes["T"], check.sizes["C"]
+            if a.cu_seqlens is None and C < T:
+                raise ValueError(f"intermediate_states: expected C >= T={T} steps, got C={C}")
         else:
             absent("intermediate_indices", a.intermediate_indices, "without intermediate_states")
         check.norm(a)
@@ -216,7 +215,7 @@ class Decode(StateOperation):
         return check.problem("decode", a, dtype, check.sizes["T"])
 
     def written(self, a: Arguments) -> tuple[str, ...]:
-        return self.may_write if a.update_state else self.may_write[:-1]
+        return tuple(x for x in self.may_write if x != "state" or a.update_state)
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None
@@ -233,40 +232,39 @@ class Decode(StateOperation):
         return tile_rows(problem.K, schedule.rows, schedule.threads) * schedule.chunks
 
     def block_chunks(self, problem: Problem, schedule: Schedule) -> int:
-        """With a norm, as many as a head has, unless its blocks are a cluster."""
+        """Chunks of a CTA. With a norm and no cluster, the CTA processes all chunks of the head."""
         if "norm" not in problem.options or schedule.cluster:
             return schedule.chunks
         return problem.V // tile_rows(problem.K, schedule.rows, schedule.threads)
 
     def halved(self, schedule: Schedule) -> Schedule:
-        return (
-            schedule._replace(chunks=schedule.chunks // 2)
-            if schedule.chunks > 1
-            else super().halved(schedule)
-        )
+        if schedule.chunks > 1:
+            return schedule._replace(chunks=schedule.chunks // 2)
+        return super().halved(schedule)
 
     def variant(self, problem: Problem, schedule: Schedule) -> compile.Variant:
         facts = problem.facts(
             "axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm"
         )
         facts |= dict(
-            aligned="unaligned_qk" not in problem.options, beta_logits=problem.beta_logits
+            aligned="unaligned_qk" not in problem.options,
+            beta_logits=problem.beta_logits,
+            single_token=_single_token(problem),
+            rows=schedule.rows,
+            threads=schedule.threads,
+            chunks=self.block_chunks(problem, schedule),
         )
-        facts |= dict(
-            single_token=_single_token(problem), rows=schedule.rows, threads=schedule.threads
-        )
-        facts |= dict(chunks=self.block_chunks(problem, schedule))
         facts |= dict(norm=True) if "norm" in problem.options else {}
-        facts |= {name: value for name in RARE if (value := getattr(schedule, name))}
+        facts |= {name: value for name in FACTS_IF_SET if (value := getattr(schedule, name))}
         return compile.Variant("decode", tuple(facts.items()))
 
     def shipped(
         self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]
     ) -> list[Problem]:
-        cases = itertools.product((1, 2), shipped_norms(tokens))
+        facts = dict(state_dtype=state_dtype, **tokens)
         return [
-            Problem("decode", axis, 1, 1, K, V, T, state_dtype=state_dtype, options=some, **tokens)
-            for T, some in cases
+            Problem("decode", axis, 1, 1, K, V, T, options=options, **facts)
+            for T, options in itertools.product((1, 2), shipped_norms(tokens))
         ]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
@@ -274,17 +272,9 @@ class Decode(StateOperation):
 
 
 def _states(a: Arguments) -> dict[str, Any]:
-    indices = (
-        "state_indices",
-        "write_indices",
-        "num_accepted",
-        "intermediate_indices",
-        "null_index",
-    )
-    return {
-        name: getattr(a, name)
-        for name in ("state", "intermediate_states", "update_state", *indices)
-    }
+    names = ("state", "intermediate_states", "update_state", "null_index")
+    indices = ("state_indices", "write_indices", "num_accepted", "intermediate_indices")
+    return {name: getattr(a, name) for name in (*names, *indices)}
 
 
 def _single_token(problem: Problem) -> bool:
@@ -292,7 +282,7 @@ def _single_token(problem: Problem) -> bool:
 
 
 class DecodeLaunch(TokensLaunch):
-    """A decode of given shapes and strides."""
+    """A launch of decode for given shapes and strides."""
 
     def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Arguments):
         super().__init__(operation, plan, a)

@@ -1,4 +1,4 @@
-"""flush on the host: its arguments and what they must be, its schedules, its launch. The kernel: kernels/flush.py."""
+"""Host code of flush: arguments and their checks, schedules, launch. Kernel: kernels/flush.py."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from .. import compile, reference
-from ..kernels.arguments import FlushSizes, FlushStrides, tile_rows
-from ..memory import Addresses
-from ..problem import Checker, KVBuffer, Problem, flush_sequences, integer
+from ..kernels.arguments import FlushPointers, FlushSizes, FlushStrides, tile_rows
+from ..problem import BUFFER, Checker, KVBuffer, Problem, flush_sequences, integer
 from .launch import (
     LARGE,
+    MIB,
     PREFETCH_HEADS,
     Launch,
     Operation,
@@ -30,15 +30,19 @@ from .launch import (
 )
 
 SCHEDULES: dict[str, Table] = {
-    # state (bf16: fp16 too)
-    "bf16": ((LARGE, Schedule(8, 64, True)), (2**23, Schedule(8, 64)), (0, Schedule(4, 128))),
+    # state dtype (bf16: fp16 too)
+    "bf16": ((LARGE, Schedule(8, 64, True)), (8 * MIB, Schedule(8, 64)), (0, Schedule(4, 128))),
     "fp32": ((LARGE, Schedule(4, 128, True)), (0, Schedule(4, 128))),
 }
 """Measured on an H200: docs/kernels/verify.md."""
 
+LAYERED = ("state", *BUFFER)
+"""Tensors that may have a layer dimension in front."""
+
 
 class Arguments(NamedTuple):
-    """A call of gated_delta.flush, whose docstring says what each one is; an int num_accepted is accepted_by_all."""
+    """Arguments of gated_delta.flush, with the buffer as its fields; accepted_by_all: an int
+    num_accepted."""
 
     state: Tensor
     buffer_u: Tensor
@@ -54,7 +58,7 @@ class Arguments(NamedTuple):
 
     @property
     def num_sequences(self) -> int:
-        """Of one layer."""
+        """Sequences of one layer."""
         return flush_sequences(
             self.num_accepted, self.state_indices, self.write_indices, self.buffer_indices
         )
@@ -63,11 +67,11 @@ class Arguments(NamedTuple):
 class Flush(StateOperation):
     name = "flush"
     arguments = Arguments
-    num_tensors = 8
+    pointers = FlushPointers
     may_write = ("state",)
 
     def describe(self, a: Arguments) -> Problem:
-        """N, the number of sequences, is the length of whichever of the index tensors and num_accepted are given."""
+        """N, the number of sequences, is the length of num_accepted and of the index tensors."""
         check = Checker()
         layers = isinstance(a.state, Tensor) and a.state.ndim == 5
         dtype = check.state("state", a.state, "L P HV V K" if layers else "P HV V K").dtype
@@ -81,16 +85,15 @@ class Flush(StateOperation):
             raise ValueError(f"num_accepted: expected 0 or more, got {a.accepted_by_all}")
         if "N" not in check.sizes:
             raise ValueError(
-                "num_accepted: expected a tensor [N], or an int beside state_indices, write_indices or buffer_indices [N]; "
-                f"got {a.accepted_by_all} alone, which names no sequences"
+                "num_accepted: expected a tensor [N], or an int with state_indices, write_indices "
+                f"or buffer_indices [N], got {a.accepted_by_all} alone, which names no sequences"
             )
         check.null_index(a.null_index, a.state_indices, a.write_indices)
         check.one_each("state", "P", a.state_indices)
         check.one_each("buffer", "rows", a.buffer_indices)
-        if check.sizes["HV"] % check.sizes["H"]:
-            raise ValueError(
-                f"buffer.k: expected H to divide HV={check.sizes['HV']}, got H={check.sizes['H']}"
-            )
+        H, HV = check.sizes["H"], check.sizes["HV"]
+        if HV % H:
+            raise ValueError(f"buffer.k: expected H to divide HV={HV}, got H={H}")
         check.writes(*self.written(a))
         check.vectors(None, a.state)
         check.option("layers", layers)
@@ -126,9 +129,8 @@ class Flush(StateOperation):
         return tile_rows(problem.K, schedule.rows, schedule.threads)
 
     def variant(self, problem: Problem, schedule: Schedule) -> compile.Variant:
-        facts = problem.facts("K", "V", "state_dtype") | dict(
-            rows=schedule.rows, threads=schedule.threads
-        )
+        facts = problem.facts("K", "V", "state_dtype")
+        facts |= dict(rows=schedule.rows, threads=schedule.threads)
         return compile.Variant("flush", tuple(facts.items()))
 
     def shipped(
@@ -150,24 +152,19 @@ def _reference_arguments(a: Arguments) -> dict[str, Any]:
 
 
 class FlushLaunch(Launch):
-    """A flush of given shapes and strides."""
+    """A launch of flush for given shapes and strides."""
 
     def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Arguments):
-        super().__init__(operation, plan, a)
         self.vectors = ("state",)
         layered = a.state.ndim == 5
-        tensors = a[:4]  # with a layer each
-        layers, HV, C, N = (
-            a.state.shape[0] if layered else 1,
-            a.buffer_u.shape[-2],
-            a.buffer_u.shape[-3],
-            a.num_sequences,
-        )
-        self.layer_strides = tuple(bytes_of(x, 1)[0] if layered else 0 for x in tensors)
-        one_layer = dict(
-            zip(a._fields, [x[0] for x in tensors] if layered and layers else tensors, strict=False)
-        )
+        layers = a.state.shape[0] if layered else 1
+        one_layer = {name: getattr(a, name) for name in LAYERED}
+        strides = {f"{name}_l": bytes_of(x, 1)[0] * layered for name, x in one_layer.items()}
+        super().__init__(operation, plan, a, numbers=strides)
+        if layered and layers:
+            one_layer = {name: x[0] for name, x in one_layer.items()}
         self.strides = strides_of(FlushStrides, problem, a, **one_layer)
+        N, HV, C = a.num_sequences, a.buffer_u.shape[-2], a.buffer_u.shape[-3]
         self.empty = N * layers == 0
         self.sizes = ready(
             FlushSizes(
@@ -184,9 +181,6 @@ class FlushLaunch(Launch):
                 keep_in_l2=int(plan.schedule.keep_in_l2),
             )
         )
-
-    def pointers(self, given: Addresses) -> Any:
-        return ready((*self.spread(given, 0), *self.layer_strides))
 
     def run(self, tensors: tuple[Tensor, ...], pointers: Any, stream: Any) -> None:
         if not self.empty:

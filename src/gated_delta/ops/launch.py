@@ -1,6 +1,6 @@
-"""What the operations share on the host: how each describes itself, and a call as a kernel takes it.
+"""Host code of all four operations: how an operation describes itself, and how a call is launched.
 
-Whatever depends on shapes, strides and dtypes alone is worked out once per shape (a `Launch`); a call adds the addresses.
+A `Launch` holds what depends on shapes, strides and dtypes alone; a call adds the addresses.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import functools
 import os
 import struct
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping
+from operator import itemgetter
 from typing import Any, ClassVar, NamedTuple, get_type_hints
 
 import torch
@@ -24,25 +25,24 @@ from ..memory import Addresses, Placement
 from ..problem import BUFFER, Gate, GatedNorm, Problem, Tokens, UnsupportedProblem
 
 CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
-"""Check indices and log decays on the host before a launch; costs a wait for the GPU."""
+"""Check indices and log decays on the host before each launch; waits for the GPU."""
 
 REDESCRIBE = object()
-"""What a launch returns, having done nothing, where a call has to be described anew."""
+"""A launch returns it if it did nothing and the call must be described again."""
 
 NEVER_NESTED = ("A_log", "dt_bias", "norm_weight", *BUFFER)
-"""Tensors of a Gate, a GatedNorm or a KVBuffer, which refuse nested ones."""
+"""Tensors of a Gate, a GatedNorm or a KVBuffer, which refuse nested tensors."""
 
 KINDS = {torch.bfloat16: BF16, torch.float16: FP16, torch.float32: FP32}
 
 _data_ptr = Tensor.data_ptr
-_raw_stream: Callable[[int], int] = getattr(
-    torch._C, "_cuda_getCurrentRawStream", int
-)  # not in builds for the CPU
-_stream = functools.cache(ctypes.c_void_p)  # a process has few
+# CPU builds of torch lack this function.
+_raw_stream: Callable[[int], int] = getattr(torch._C, "_cuda_getCurrentRawStream", int)
+_stream = functools.cache(ctypes.c_void_p)  # a process has few streams
 
 
 class Plan(NamedTuple):
-    """How a problem's work is cut, and the kernels that do it, in the order of their launches."""
+    """A schedule and its kernels, in launch order."""
 
     schedule: Any
     variants: tuple[compile.Variant, ...]
@@ -55,57 +55,63 @@ def _refuse() -> None:
 class Operation(ABC):
     """One of the four operations, as the API, packs and torch.library see it.
 
-    `arguments` is a NamedTuple with a call's tensors first, in the order of its kernels' pointers and None where one is not given,
-    then its other values, the backend last.
+    `arguments`, a NamedTuple, is the one definition of a call's arguments and their order: the
+    tensors first (None if absent), then the other values, the backend last. `pointers` is the
+    kernels' own tuple; a launch fills it by name.
     """
 
     name: ClassVar[str]
     arguments: ClassVar[Any]
-    num_tensors: ClassVar[int]
+    pointers: ClassVar[Any]
     may_write: ClassVar[tuple[str, ...]]
-    """Tensors that some call writes, in the order in which they are checked."""
+    """Tensors that some call writes, in the order of the checks."""
     archs: ClassVar[tuple[str, ...]] = tuple(compile.ARCHS.values())
-    """What its kernels are compiled for."""
+    """Architectures its kernels compile for."""
 
     def __init__(self) -> None:
         self.calls: CallCache[Any] = CallCache()
-        self.key = self._key()
-        hints = list(get_type_hints(self.arguments).items())
-        self.flags = {name: hint is bool for name, hint in hints[self.num_tensors :]}
-
-    def _key(self) -> Callable[..., tuple[Any, ...]]:
-        """From a call's arguments to its key in the call cache; compiled: every launch waits for it.
-
-        The key raises an error for a tensor that is nested or none, and for a flag that is no bool.
-        """
         hints = get_type_hints(self.arguments)
-        names = list(hints)
-        (first, *tensors), values = names[: self.num_tensors], names[self.num_tensors :]
+        self.tensors = [x for x, hint in hints.items() if hint in (Tensor, Tensor | None)]
+        self.flags = {x: hint is bool for x, hint in hints.items() if x not in self.tensors}
+        self.key = self._key(hints)
+
+    def _key(self, hints: dict[str, Any]) -> Callable[..., tuple[Any, ...]]:
+        """A function from a call's arguments to its key in the call cache.
+
+        It raises an error for a nested tensor, a non-tensor and a flag that is not a bool. One
+        generated expression: every launch waits for it, and a loop over the arguments costs 3 us
+        more.
+        """
+        (first, *tensors), values = self.tensors, list(self.flags)
         checks = {x: f" or ({x}.is_nested and refuse())" for x in tensors if x not in NEVER_NESTED}
         required = [checks.get(x, "") for x in tensors if hints[x] is Tensor]
         parts = [f"{first}.shape", "False" + "".join(required)]
         parts += [f"{x} is None" + checks.get(x, "") for x in tensors if hints[x] is not Tensor]
-        flags = [x for x in values if hints[x] is bool]
+        flags = [x for x in values if self.flags[x]]
         parts += [f"{x} is True or ({x} is not False and refuse())" for x in flags]
         parts += [x for x in values if x not in flags]
         parts += [f"type({x})" for x in values if hints[x] in (int, int | None, float | None)]
-        key = f"lambda {', '.join(names)}: ({', '.join(parts)}, grad())"
+        key = f"lambda {', '.join(hints)}: ({', '.join(parts)}, grad())"
         return eval(key, dict(grad=torch.is_grad_enabled, refuse=_refuse))
 
     @abstractmethod
     def describe(self, a: Any) -> Problem:
-        """Validate a call. Raises TypeError or ValueError naming the argument, UnsupportedProblem when grad is asked for."""
+        """Validate a call.
+
+        Raises TypeError or ValueError naming the argument, UnsupportedProblem if an input requires
+        grad.
+        """
 
     def written(self, a: Any) -> tuple[str, ...]:
-        """Arguments that this call writes, those that there are."""
+        """The tensors of `may_write` that this call writes if they are given."""
         return self.may_write
 
     def allocated(self, a: Any) -> Any:
-        """The call with the outputs that the caller did not give."""
+        """The call with new tensors for the outputs that the caller did not pass."""
         return a._replace(out=a.v.new_empty(a.v.shape)) if a.out is None else a
 
     def result(self, a: Any) -> Any:
-        """What the operation returns, of an allocated call that has run."""
+        """The operation's return value, from an allocated call that has run."""
         return a.out
 
     @abstractmethod
@@ -114,41 +120,44 @@ class Operation(ABC):
 
     @abstractmethod
     def check_values(self, a: Any) -> None:
-        """Look at every index and log decay on the host.
+        """Check every index and log decay on the host.
 
-        Raises IndexError past a tensor, ValueError for lengths or writes that conflict and for a log
-        decay above 0.
+        Raises IndexError for an index past its tensor, ValueError for bad lengths, conflicting
+        writes and a log decay above 0.
         """
 
     @abstractmethod
     def needs(self, problem: Problem) -> dict[str, bool]:
-        """What the kernels need, and whether this problem lacks it, whatever is compiled and on whatever device."""
+        """Each requirement of the kernels, and whether this problem fails it.
+
+        Independent of the device and of what is compiled.
+        """
 
     def missing(self, problem: Problem) -> list[str]:
-        """What keeps this problem from the kernels."""
+        """The requirements of the kernels that this problem fails."""
         return [need for need, is_missing in self.needs(problem).items() if is_missing]
 
     def work(self, a: Any) -> tuple[Any, ...]:
-        """What `plan` asks of a call: sequences, each layer's counted, and tokens."""
+        """The arguments of `plan` after the problem: sequences (over all layers), tokens."""
         return tokens_of(a).num_sequences, a.q.shape[:2].numel()
 
     @abstractmethod
     def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
-        """The schedule for so much work, and its kernels."""
+        """The schedule for this much work, and its kernels."""
 
     @abstractmethod
     def variants(self, problem: Problem) -> list[compile.Variant]:
-        """Every variant that some number of sequences and tokens leads to."""
+        """Every variant that `plan` returns for some number of sequences and tokens."""
 
     @abstractmethod
     def shipped(
         self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]
     ) -> list[Problem]:
-        """What a pack is built for, of a model with such heads and tokens."""
+        """The problems that a pack holds kernels for, for a model of these head dims and tokens."""
 
     @abstractmethod
     def launch(self, problem: Problem, plan: Plan, a: Any) -> Launch:
-        """A launch for calls like this one."""
+        """A launch for calls with the shapes, strides and dtypes of `a`."""
 
 
 def tokens_of(a: Any) -> Tokens:
@@ -160,10 +169,10 @@ def tokens_of(a: Any) -> Tokens:
 
 
 def norm_of(a: Any) -> GatedNorm | None:
-    """The norm of a decode's or verify's arguments, which have its gate z, too."""
-    return (
-        None if a.norm_weight is None else GatedNorm(a.norm_weight, a.norm_eps, a.norm_activation)
-    )
+    """The norm of a decode's or verify's arguments."""
+    if a.norm_weight is None:
+        return None
+    return GatedNorm(a.norm_weight, a.norm_eps, a.norm_activation)
 
 
 class Launch(ABC):
@@ -171,34 +180,45 @@ class Launch(ABC):
 
     placement: Placement
     vectors: tuple[str, ...]
-    """Arguments that have to start at a multiple of 16 bytes."""
+    """Arguments that must start at a multiple of 16 bytes."""
 
-    def __init__(self, operation: Operation, plan: Plan, a: Any):
-        compile.flag(
-            "GATED_DELTA_CHECK", False
-        )  # a value other than 0 and 1 is an error, but not of importing this
+    def __init__(
+        self,
+        operation: Operation,
+        plan: Plan,
+        a: Any,
+        sources: Mapping[str, str] = {},
+        numbers: Mapping[str, int] = {},
+    ):
+        """sources: arguments by pointer, where the names differ. numbers: pointers of no tensor."""
+        compile.flag("GATED_DELTA_CHECK", False)  # raises for a bad value; the import must not
         device = a[0].device
         arch = compile.arch_of(device)
         assert arch is not None
-        self.operation, self.flags = operation, a[operation.num_tensors :]
-        self.places = [i for i, x in enumerate(a[: operation.num_tensors]) if x is not None]
+        self.operation = operation
+        self.given = [name for name in operation.tensors if getattr(a, name) is not None]
+        """Names of the tensors that a call passes, in order."""
+        self.values = a._replace(**dict.fromkeys(self.given))  # keeps no tensor alive
         self.index = device.index
         self.several_devices = torch.cuda.device_count() > 1
         self.functions = [compile.load(variant, arch) for variant in plan.variants]
+        positions = {name: i for i, name in enumerate([*self.given, *numbers])}
+        names = [sources.get(field, field) for field in operation.pointers._fields]
+        self._pick = itemgetter(*(positions.get(name, -1) for name in names))
+        self._rest = (*numbers.values(), 0)  # the last one is the address of an absent tensor
 
     def __call__(self, tensors: tuple[Tensor, ...]) -> Any:
-        """Run a call with these tensors, those that are not None.
+        """Run a call with these tensors, the ones named by `given`.
 
-        Returns the call's result; REDESCRIBE where the tensors' memory may overlap, or rows start off a vector's boundary.
+        Returns the call's result, or REDESCRIBE if tensors may overlap or rows are not aligned.
         """
         given, placement = tuple(map(_data_ptr, tensors)), self.placement
         pointers = placement.known.get(given)
         if pointers is None and (pointers := placement(given)) is None:
             return REDESCRIBE
         if CHECK:
-            self.operation.check_values(
-                self.operation.arguments(*self.spread(tensors, None), *self.flags)
-            )
+            named = dict(zip(self.given, tensors, strict=True))
+            self.operation.check_values(self.values._replace(**named))
         stream = _stream(_raw_stream(self.index))
         if self.several_devices and torch.cuda.current_device() != self.index:
             with torch.cuda.device(self.index):
@@ -207,18 +227,14 @@ class Launch(ABC):
 
     @abstractmethod
     def run(self, tensors: tuple[Tensor, ...], pointers: Any, stream: Any) -> Any:
-        """Launch the kernels and return the call's result; `pointers` is what the method of that name made of the addresses."""
+        """Launch the kernels and return the call's result. pointers: from the method `pointers`."""
 
     def pointers(self, given: Addresses) -> Any:
-        """The kernel's pointers, of the given tensors' addresses; made once for each."""
-        return ready(tuple(self.spread(given, 0)))
+        """The kernels' pointers for these addresses; computed once for each set of addresses."""
+        return ready(self.in_kernel_order(given))
 
-    def spread(self, given: Sequence[Any], absent: Any) -> list[Any]:
-        """The given tensors, or a number of each, at their positions among the operation's tensors; elsewhere `absent`."""
-        found = [absent] * self.operation.num_tensors
-        for position, x in zip(self.places, given, strict=True):
-            found[position] = x
-        return found
+    def in_kernel_order(self, given: Addresses) -> tuple[int, ...]:
+        return self._pick(given + self._rest)
 
 
 def _new_dense(v: Tensor) -> Tensor:
@@ -226,21 +242,27 @@ def _new_dense(v: Tensor) -> Tensor:
 
 
 class TokensLaunch(Launch):
-    """What prefill's, decode's and verify's launches share: tokens in, out as the last tensor."""
+    """A launch of prefill, decode or verify: tokens in, `out` as an output."""
 
     strides: Any
     sizes: Any
 
-    def __init__(self, operation: Operation, plan: Plan, a: Any):
-        super().__init__(operation, plan, a)
+    def __init__(self, operation: Operation, plan: Plan, a: Any, sources: Mapping[str, str] = {}):
+        super().__init__(operation, plan, a, {"o": "out", **sources})
         self.scale = a.q.shape[-1] ** -0.5 if a.scale is None else float(a.scale)
         self.bound = a.bound
         self.empty = tokens_of(a).num_sequences == 0
-        self.own_output = a.out is None
+        self.v_at = self.given.index("v")
+        self.out_at = None if a.out is None else self.given.index("out")
+        """Position of out among the tensors; None: the launch allocates it."""
+        self.o_at = operation.pointers._fields.index("o")
         self.new_output: Any = torch.empty_like if a.v.is_contiguous() else _new_dense
 
     def pointers(self, given: Addresses) -> Any:
-        return self.spread(given, 0)[:-1] if self.own_output else super().pointers(given)
+        if self.out_at is not None:
+            return super().pointers(given)
+        pointers = self.in_kernel_order(given)
+        return pointers[: self.o_at], pointers[self.o_at + 1 :]
 
     def strides_of(
         self, wanted: Any, problem: Problem, a: Any, **others: Tensor | list[int] | None
@@ -249,10 +271,12 @@ class TokensLaunch(Launch):
         return strides_of(wanted, problem, a, o=o, **others)
 
     def run(self, tensors: tuple[Tensor, ...], pointers: Any, stream: Any) -> Any:
-        out = tensors[-1]
-        if self.own_output:
-            out = self.new_output(tensors[2])
-            pointers = (*pointers, out.data_ptr())
+        if self.out_at is None:
+            out = self.new_output(tensors[self.v_at])
+            before, after = pointers
+            pointers = (*before, out.data_ptr(), *after)
+        else:
+            out = tensors[self.out_at]
         if self.empty:
             return out.zero_()
         for function in self.functions:
@@ -260,64 +284,67 @@ class TokensLaunch(Launch):
         return out
 
 
-# ------------------------------------------------------------------------------------------------ strides and sizes
+# ---------------------------------------------------------------- strides and sizes
 
 
 PREFETCH_HEADS = 1024
-"""States (sequences times heads and layers) up to which a launch prefetches them: about what the chip holds at once."""
+"""Prefetch states of launches with up to this many states (sequences x heads x layers).
 
+About what the chip holds at once.
+"""
 
 TOKEN_TENSORS = ("q", "k", "v", "g", "beta", "z", "o")
-"""Tensors with a row for each token."""
+"""Tensors with a row per token."""
 NUMBER_TENSORS = ("beta", "dt_bias", "norm_weight")
-"""Tensors of numbers whose dtype is settled when a kernel runs; the other kinds are of indices."""
+"""Tensors with run-time dtypes bf16, fp16 or fp32; the other run-time dtypes are of indices."""
 
 
 def strides_of(wanted: Any, problem: Problem, a: Any, **others: Tensor | list[int] | None) -> Any:
-    """Strides as `wanted`, a tuple type of arguments.py, lists them; others: of tensors that are not the call's arguments.
+    """Strides in the fields of `wanted`, a tuple type of arguments.py.
 
-    From sequence to sequence tokens have none where they are packed, or there is but one.
+    others: tensors (or strides in bytes) that are not arguments of the call. Tokens that are
+    packed, or of one sequence, have sequence stride 0.
     """
-    found: list[int] = []
+    strides: list[int] = []
     for name, dims in wanted.dims.items():
         x = others[name] if name in others else getattr(a, name)
         steps = x if isinstance(x, list) else bytes_of(x, len(dims))
-        one = (
+        one_sequence = (
             isinstance(x, Tensor)
             and name in TOKEN_TENSORS
             and (a.cu_seqlens is not None or x.shape[0] == 1)
         )
-        found += [0, *steps[1:]] if one else steps
-    if max(found) >= 2**31:
+        strides += [0, *steps[1:]] if one_sequence else steps
+    if max(strides) >= 2**31:
         raise UnsupportedProblem(
             f"backend 'cute' cannot run {problem.label}; it needs",
             ("strides below 2 GiB, in every tensor",),
         )
-    return ready(wanted(*found))
+    return ready(wanted(*strides))
 
 
 def kinds_of(wanted: Any, a: Any) -> dict[str, int]:
-    """The fields of a call's sizes that say which dtypes its tensors have."""
-    found = {}
+    """The fields `*_kind` of a kernel's sizes: the run-time dtypes of a call's tensors."""
+    kinds = {}
     for field in wanted._fields:
         if field.endswith("_kind"):
             name = field.removesuffix("_kind")
             x = getattr(a, name)
             if name in NUMBER_TENSORS:
-                found[field] = NO_KIND if x is None else KINDS[x.dtype]
+                kinds[field] = NO_KIND if x is None else KINDS[x.dtype]
             else:
-                found[field] = 0 if x is None else x.element_size() // 4
-    return found
+                kinds[field] = 0 if x is None else x.element_size() // 4
+    return kinds
 
 
 def token_sizes(wanted: Any, a: Any) -> dict[str, int]:
-    """Those that the sizes of all kernels that read tokens have in common."""
+    """The sizes that prefill, decode and verify share."""
     heads = dict(HV=a.v.shape[2], qk_head_factor=head_factor(a.v.shape[2], a.q.shape[2]))
     return dict(**kinds_of(wanted, a), **heads, null_index=null_index(a))
 
 
 def state_sizes(wanted: Any, a: Any, plan: Plan) -> dict[str, int]:
-    """Those that decode's and verify's sizes have in common."""
+    """The sizes that decode and verify share."""
     N, HV = tokens_of(a).num_sequences, a.v.shape[2]
     (eps,) = struct.unpack("i", struct.pack("f", a.norm_eps))
     return dict(
@@ -333,12 +360,12 @@ def state_sizes(wanted: Any, a: Any, plan: Plan) -> dict[str, int]:
 
 
 def null_index(a: Any) -> int:
-    """Of a call, as 32 bits: indices past them are past any pool."""
+    """A call's null_index, clamped to 32 bits: no pool has as many slots."""
     return min(int(a.null_index), 2**31 - 1)
 
 
 def bytes_of(x: Tensor | None, dims: int) -> list[int]:
-    """The first `dims` strides in bytes; zeros for dimensions or tensors that are not there."""
+    """The first `dims` strides of x in bytes; 0 for a missing dimension or tensor."""
     if x is None:
         return [0] * dims
     strides = [stride * x.element_size() for stride in x.stride()[:dims]]
@@ -346,7 +373,7 @@ def bytes_of(x: Tensor | None, dims: int) -> list[int]:
 
 
 def ready(numbers: tuple[int, ...]) -> Any:
-    """Numbers that no call changes, as TVM-FFI takes them fastest."""
+    """The numbers converted to TVM-FFI's own array: a launch then need not convert them."""
     import tvm_ffi
 
     return tvm_ffi.convert(numbers)
@@ -357,33 +384,37 @@ def head_factor(HV: int, H: int) -> int:
     return -(-(2**30) // (HV // H))
 
 
-# ------------------------------------------------------------------------------------------------ schedules of states
+# ---------------------------------------------------------------- schedules
 
 
-MIB, LARGE = 2**20, 2**26
-"""State bytes of a launch well over the 60 MB of an H200's L2."""
+MIB = 2**20
+LARGE = 64 * MIB
+"""State bytes of a launch that exceed the 60 MB L2 of an H200."""
 
 
 class Schedule(NamedTuple):
-    """How a kernel's work is cut. rows: V rows in flight, of a thread, or for verify of a warp; threads: of a block."""
+    """How a kernel splits the work. Constants of a variant, but for keep_in_l2 and prefetch."""
 
     rows: int
+    """V rows in flight: of a thread, in verify of a warp."""
     threads: int
+    """Threads of a CTA."""
     keep_in_l2: bool = False
-    """Ask L2 to rather keep the state's lines: pays once a launch's states are well over the L2, costs its neighbours below."""
+    """Load states with L2's evict_last policy. Faster if the states far exceed L2; else it evicts
+    other kernels' data."""
     prefetch: bool = True
-    """Small launches prefetch states into L2 before the previous kernel has ended."""
+    """Prefetch the states of a small launch into L2 before the previous kernel ends."""
     chunks: int = 1
-    """Of a decode's block: how often its threads take so many rows, one chunk after the other."""
+    """decode: chunks of rows that a CTA processes one after the other."""
     cluster: bool = False
-    """decode with a norm: the blocks of a head, of 32 rows or more, are a cluster; else one block has all rows, in as many chunks
-    as that takes."""
+    """decode with a norm: the CTAs of a head, of at least 32 rows each, form a cluster. Otherwise
+    one CTA processes all rows of a head, in as many chunks as that takes."""
     blocks_per_sm: int = 0
-    """decode: registers are held down so that as many blocks fit; 0: as many as the compiler takes."""
+    """decode: limit registers so that this many CTAs fit on an SM; 0: no limit."""
     prefetch_chunks: int = 0
-    """decode: only the first ones of a block are prefetched; 0: all."""
+    """decode: prefetch only the first chunks of a CTA; 0: all."""
     bulk: bool = False
-    """decode: a block's states are prefetched by one instruction of one thread, not by one of each warp."""
+    """decode: one thread prefetches a CTA's states with one instruction; otherwise one per warp."""
 
 
 Table = tuple[tuple[int, Schedule], ...]
@@ -391,18 +422,18 @@ Table = tuple[tuple[int, Schedule], ...]
 
 
 def state_width(problem: Problem) -> str:
-    """Key of schedule tables: states of as many bytes take the same time."""
+    """Key of the tables of schedules: states of equal size take equal time."""
     return "fp32" if problem.state_dtype == torch.float32 else "bf16"
 
 
 def state_bytes(problem: Problem) -> int:
-    """Of one sequence in one layer."""
+    """Bytes of one sequence's state in one layer."""
     assert problem.state_dtype is not None
     return problem.HV * problem.K * problem.V * problem.state_dtype.itemsize
 
 
 MAX_NORM = 256
-"""V up to which a block takes a whole head, as a norm needs."""
+"""Largest V of a head that one CTA can process whole, as a norm requires."""
 
 SCATTERED = (
     "states whose V rows lie next to each other (stride K) and start at multiples of 16 bytes"
@@ -410,34 +441,37 @@ SCATTERED = (
 
 
 def shipped_norms(tokens: dict[str, Any]) -> tuple[frozenset[str], ...]:
-    """Options of what is shipped: with a norm, too, where gate and beta are raw, as engines hand them over."""
+    """Options of the shipped problems: with a norm too if gate and beta are raw, as in engines."""
     raw = tokens["gate"] != "log" and tokens["beta_logits"]
     return (frozenset(), frozenset({"norm"})) if raw else (frozenset(),)
 
 
 class StateOperation(Operation):
-    """decode, verify and flush: one kernel, whose schedule is chosen by the bytes of a launch's states."""
+    """decode, verify or flush: one kernel. The state bytes of a launch choose its schedule."""
 
     @abstractmethod
     def schedules(self, problem: Problem) -> Table: ...
 
     @abstractmethod
     def block_rows(self, problem: Problem, schedule: Schedule) -> int:
-        """V rows of a block, which have to divide V."""
+        """V rows of a CTA, a divisor of V."""
 
     @abstractmethod
     def variant(self, problem: Problem, schedule: Schedule) -> compile.Variant:
-        """The kernel with everything static about it; sizes, index types and a call's options are settled when it runs."""
+        """The kernel and its compile-time constants.
+
+        Sizes, index dtypes and most options of a call are run-time arguments.
+        """
 
     def needs(self, problem: Problem) -> dict[str, bool]:
+        K, V, options = problem.K, problem.V, problem.options
         return {
-            f"K a multiple of 8 up to 128, got {problem.K}": problem.K % 8 != 0 or problem.K > 128,
-            f"V a multiple of 32, got {problem.V}": problem.V % 32 != 0,
-            SCATTERED: "scattered_rows" in problem.options,
-            f"V up to {MAX_NORM} with a norm, got {problem.V}": "norm" in problem.options
-            and problem.V > MAX_NORM,
+            f"K a multiple of 8 up to 128, got {K}": K % 8 != 0 or K > 128,
+            f"V a multiple of 32, got {V}": V % 32 != 0,
+            SCATTERED: "scattered_rows" in options,
+            f"V up to {MAX_NORM} with a norm, got {V}": "norm" in options and V > MAX_NORM,
             "a buffer whose rows of k start at multiples of 16 bytes": "unaligned_buffer"
-            in problem.options,
+            in options,
         }
 
     def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
@@ -450,12 +484,10 @@ class StateOperation(Operation):
         return Plan(schedule, (self.variant(problem, schedule),))
 
     def halved(self, schedule: Schedule) -> Schedule:
-        """With blocks of half as many rows."""
-        return (
-            schedule._replace(rows=schedule.rows // 2)
-            if schedule.rows > 1
-            else schedule._replace(threads=schedule.threads // 2)
-        )
+        """The schedule with half the rows per CTA."""
+        if schedule.rows > 1:
+            return schedule._replace(rows=schedule.rows // 2)
+        return schedule._replace(threads=schedule.threads // 2)
 
     def variants(self, problem: Problem) -> list[compile.Variant]:
         plans = [

@@ -13,13 +13,14 @@ from .. import compile, reference
 from ..call_cache import CallCache
 from ..kernels.prefill.arguments import (
     CHUNK,
+    PrefillPointers,
     PrefillSizes,
     PrefillStrides,
     WorkspaceShape,
     lay_out_workspace,
 )
 from ..memory import Addresses
-from ..problem import STATE_DTYPES, Checker, Problem, absent, integer
+from ..problem import Checker, Problem, absent, integer
 from .launch import (
     SCATTERED,
     Launch,
@@ -48,7 +49,10 @@ MAX_PREPARE_CTAS = 2
 
 
 class Arguments(NamedTuple):
-    """A call of gated_delta.prefill, whose docstring says what each one is; the gate in its parts, and the final state's memory."""
+    """Arguments of gated_delta.prefill, with the gate as its fields.
+
+    final_state: the tensor that receives the final state.
+    """
 
     q: Tensor
     k: Tensor
@@ -84,9 +88,9 @@ class Prefill(Operation):
     forced: tuple[Schedule, ...] = ()
     sms: int | None = None
     arguments = Arguments
-    num_tensors = 17
-    may_write = ("state", "final_state", "checkpoints", "out")
-    archs = ("sm_90a",)  # its tensor core instructions are Hopper's
+    pointers = PrefillPointers
+    may_write = ("out", "state", "final_state", "checkpoints")
+    archs = ("sm_90a",)  # wgmma
 
     def describe(self, a: Arguments) -> Problem:
         check = Checker()
@@ -101,12 +105,12 @@ class Prefill(Operation):
         check.null_index(a.null_index, a.state_indices, a.checkpoint_indices)
         dtype = torch.float32
         if a.state is not None:
-            absent(
-                "initial_state", a.initial_state, "beside state (the pool holds the initial states)"
-            )
+            when = "with state (the pool holds the initial states)"
+            absent("initial_state", a.initial_state, when)
             if a.output_final_state:
                 raise ValueError(
-                    "output_final_state: expected False beside state (the final state is written to the pool), got True"
+                    "output_final_state: expected False with state "
+                    "(the pool takes the final states), got True"
                 )
             dtype = check.state("state", a.state, "P HV V K").dtype
             check.index("state_indices", a.state_indices)
@@ -119,9 +123,7 @@ class Prefill(Operation):
             absent("state_indices", a.state_indices, "without state")
             absent("has_initial_state", a.has_initial_state, "without state")
             if a.initial_state is not None:
-                dtype = check.state(
-                    "initial_state", a.initial_state, "N HV V K", STATE_DTYPES
-                ).dtype
+                dtype = check.state("initial_state", a.initial_state, "N HV V K").dtype
                 check.option("initial_state", True)
             check.option("final_state", a.output_final_state)
         self.describe_checkpoints(check, a, dtype)
@@ -141,55 +143,33 @@ class Prefill(Operation):
             return
         check.index("checkpoint_lens", a.checkpoint_lens, "N C")
         if not check.sizes["C"]:
-            raise ValueError(
-                f"checkpoint_lens: expected shape [N, C] with C >= 1, got {list(a.checkpoint_lens.shape)}"
-            )
+            shape = list(a.checkpoint_lens.shape)
+            raise ValueError(f"checkpoint_lens: expected shape [N, C] with C >= 1, got {shape}")
         if a.checkpoint_indices is None and a.checkpoints is None:
             raise ValueError(
-                "checkpoint_lens: expected checkpoint_indices or checkpoints beside it, got neither"
+                "checkpoint_lens: expected checkpoint_indices or checkpoints with it, got neither"
             )
         if a.checkpoints is not None:
-            check.state(
-                "checkpoints",
-                a.checkpoints,
-                "N C HV V K" if a.checkpoint_indices is None else "R HV V K",
-                (dtype,),
-            )
+            dims = "N C HV V K" if a.checkpoint_indices is None else "R HV V K"
+            check.state("checkpoints", a.checkpoints, dims, (dtype,))
         elif a.state is None:
             absent("checkpoint_indices", a.checkpoint_indices, "without state or checkpoints")
         check.index("checkpoint_indices", a.checkpoint_indices, "N C")
         check.option("checkpoints", True)
 
-    def written(self, a: Arguments) -> tuple[str, ...]:
-        return ("out", "state", "final_state", "checkpoints")
-
     def allocated(self, a: Arguments) -> Arguments:
         if a.output_final_state and a.final_state is None:
-            a = a._replace(
-                final_state=torch.empty(_final_shape(a), dtype=_final_dtype(a), device=a.v.device)
-            )
+            final = torch.empty(_final_shape(a), dtype=_final_dtype(a), device=a.v.device)
+            a = a._replace(final_state=final)
         return super().allocated(a)
 
     def result(self, a: Arguments) -> tuple[Tensor | None, Tensor | None]:
         return a.out, a.final_state
 
     def run_reference(self, a: Arguments) -> None:
-        states = (
-            "initial_state",
-            "state",
-            "state_indices",
-            "has_initial_state",
-            "null_index",
-            "final_state",
-        )
-        names = (
-            *states,
-            "checkpoint_lens",
-            "checkpoint_indices",
-            "checkpoints",
-            "deterministic",
-            "out",
-        )
+        states = ("initial_state", "state", "state_indices", "has_initial_state", "final_state")
+        checkpoints = ("checkpoint_lens", "checkpoint_indices", "checkpoints")
+        names = (*states, *checkpoints, "null_index", "deterministic", "out")
         reference.prefill(tokens_of(a), **{name: getattr(a, name) for name in names})
 
     def check_values(self, a: Arguments) -> None:
@@ -198,14 +178,14 @@ class Prefill(Operation):
         reference.prefill_rows(tokens_of(a), state, a.state_indices, *checkpoints, a.null_index)
 
     def needs(self, problem: Problem) -> dict[str, bool]:
+        K, V, options = problem.K, problem.V, problem.options
+        qk = "rows of q and k that start at multiples of 16 bytes"
+        values = "rows of v and out, and of KDA's g, that start at multiples of 16 bytes"
         return {
-            f"K and V of 64 or 128, got K={problem.K}, V={problem.V}": not {problem.K, problem.V}
-            <= {64, 128},
-            "rows of q and k that start at multiples of 16 bytes": "unaligned_qk"
-            in problem.options,
-            "rows of v and out, and of KDA's g, that start at multiples of 16 bytes": "unaligned_values"
-            in problem.options,
-            SCATTERED: "scattered_rows" in problem.options,
+            f"K and V of 64 or 128, got K={K}, V={V}": not {K, V} <= {64, 128},
+            qk: "unaligned_qk" in options,
+            values: "unaligned_values" in options,
+            SCATTERED: "scattered_rows" in options,
         }
 
     def work(self, a: Arguments) -> tuple[Any, ...]:
@@ -323,27 +303,25 @@ def _final_dtype(a: Arguments) -> torch.dtype:
 
 
 class PrefillLaunch(TokensLaunch):
-    """A prefill of given shapes and strides."""
+    """A launch of prefill for given shapes and strides."""
 
     def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Arguments):
-        super().__init__(operation, plan, a)
+        pooled = a.state is not None
+        self.checkpoints_in_pool = a.checkpoint_indices is not None and a.checkpoints is None
+        sources = dict(initial_state="state", final_state="state") if pooled else {}
+        sources |= dict(checkpoints="state") if self.checkpoints_in_pool else {}
+        super().__init__(operation, plan, a, sources)
         channel, packed = a.g.ndim == 4, a.cu_seqlens is not None
-        initial = a.initial_state if a.state is None else a.state
+        initial = a.state if pooled else a.initial_state
         states = ("initial_state", "state", "final_state", "checkpoints")
         self.vectors = ("q", "k", "v", *states, "out", *(("g",) if channel else ()))
-        self.pooled, self.checkpoints_in_pool = (
-            a.state is not None,
-            a.checkpoint_indices is not None and a.checkpoints is None,
-        )
         self.final_shape = (
             _final_shape(a) if a.output_final_state and a.final_state is None else None
         )
+        """Shape of the final state that a call allocates; None: it allocates none."""
         self.final_dtype = _final_dtype(a)
-        self.final_place = (
-            None
-            if a.final_state is None
-            else self.places.index(Arguments._fields.index("final_state"))
-        )
+        self.final_at = None if a.final_state is None else self.given.index("final_state")
+        """Position of final_state among the tensors."""
         (N, *_, sms), H, HV = operation.work(a), a.q.shape[2], a.v.shape[2]
         total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), 1)
@@ -367,7 +345,7 @@ class PrefillLaunch(TokensLaunch):
                 overlapped=kind in ("overlapped", "raw overlapped"),
             )
         )
-        final = a.final_state if a.state is None else a.state
+        final = a.state if pooled else a.final_state
         if self.final_shape is not None:
             final = torch.empty(self.final_shape, dtype=self.final_dtype, device="meta")
         others: dict[str, Any] = dict(
@@ -396,35 +374,37 @@ class PrefillLaunch(TokensLaunch):
         )
 
     def checkpoint_strides(self, a: Arguments) -> list[int]:
-        """From one sequence, checkpoint, slot and head to the next; slots are found by checkpoint_indices alone."""
+        """In bytes: of sequence, checkpoint, slot, head. With indices only of slot and head."""
         if a.checkpoint_indices is not None:
             return [0, 0, *bytes_of(a.state if self.checkpoints_in_pool else a.checkpoints, 2)]
         sequence, checkpoint, head = bytes_of(a.checkpoints, 3)
         return [sequence if len(a.q) > 1 or a.cu_seqlens is not None else 0, checkpoint, 0, head]
 
     def pointers(self, given: Addresses) -> list[int]:
-        return self.spread(given, 0)
+        return list(self.in_kernel_order(given)[:WORKSPACE])
 
     def run(
         self, tensors: tuple[Tensor, ...], pointers: list[int], stream: Any
     ) -> tuple[Tensor, Tensor | None]:
-        *given, checkpoints, initial_state, state, final, o = pointers
-        out = self.new_output(tensors[2]) if self.own_output else tensors[-1]
-        final_state = None if self.final_place is None else tensors[self.final_place]
+        out = self.new_output(tensors[self.v_at]) if self.out_at is None else tensors[self.out_at]
+        final_state = None if self.final_at is None else tensors[self.final_at]
+        pointers = pointers.copy()
+        pointers[self.o_at] = out.data_ptr()
         if self.final_shape is not None:
-            final_state = torch.empty(
-                self.final_shape, dtype=self.final_dtype, device=tensors[0].device
-            )
-            final = final_state.data_ptr()
+            final_state = torch.empty(self.final_shape, dtype=self.final_dtype, device=out.device)
+            pointers[FINAL_STATE] = final_state.data_ptr()
         if self.empty:
             return out.zero_(), final_state
         size, offsets = self.workspace
-        scratch = torch.empty(size, dtype=torch.uint8, device=out.device)
-        start = scratch.data_ptr()
-        workspace = [start + at if at >= 0 else 0 for at in offsets]
-        states = (state, state) if self.pooled else (initial_state, final)
-        kept = state if self.checkpoints_in_pool else checkpoints
-        addresses = (*given, kept, *states, o or out.data_ptr(), *workspace)
+        workspace = torch.empty(size, dtype=torch.uint8, device=out.device)
+        start = workspace.data_ptr()
+        regions = [start + offset if offset >= 0 else 0 for offset in offsets]
+        addresses = (*pointers, *regions)
         for function in self.functions:
             function(addresses, self.scale, self.bound, self.strides, self.sizes, stream)
         return out, final_state
+
+
+FINAL_STATE = PrefillPointers._fields.index("final_state")
+WORKSPACE = PrefillPointers._fields.index("k_tiles")
+"""Positions in PrefillPointers: the final state, and the first region of the workspace."""

@@ -1,4 +1,4 @@
-"""verify on the host: its arguments and what they must be, its schedules, its launch. The kernel: kernels/verify.py."""
+"""Host code of verify: arguments and their checks, schedules, launch. Kernel: kernels/verify.py."""
 
 from __future__ import annotations
 
@@ -9,7 +9,13 @@ import torch
 from torch import Tensor
 
 from .. import compile, reference
-from ..kernels.arguments import TOKEN_TILES, VerifySizes, VerifyStrides, round_up_tokens
+from ..kernels.arguments import (
+    TOKEN_TILES,
+    VerifyPointers,
+    VerifySizes,
+    VerifyStrides,
+    round_up_tokens,
+)
 from ..problem import BUFFER, Checker, KVBuffer, Problem, axis_of
 from .launch import (
     LARGE,
@@ -29,19 +35,21 @@ from .launch import (
     tokens_of,
 )
 
-_SMALL, _WIDE = Schedule(16, 128), Schedule(32, 128)
+ROWS_16, ROWS_32 = Schedule(16, 128), Schedule(32, 128)
+"""V rows of a warp, in CTAs of four warps."""
+
 SCHEDULES: dict[tuple[str, str, int], Table] = {
-    # axis, state (bf16: fp16 too), token tile
-    **{("head", "bf16", tile): ((0, _WIDE),) for tile in TOKEN_TILES},
-    **{("channel", "bf16", tile): ((2**22, _WIDE), (0, _SMALL)) for tile in TOKEN_TILES},
-    **{("head", "fp32", tile): ((LARGE, Schedule(32, 64)), (0, _SMALL)) for tile in (2, 4)},
-    **{("head", "fp32", tile): ((0, _SMALL),) for tile in (8, 16)},
-    **{("channel", "fp32", tile): ((2**23, _WIDE), (0, _SMALL)) for tile in TOKEN_TILES},
+    # axis, state dtype (bf16: fp16 too), token tile
+    **{("head", "bf16", tile): ((0, ROWS_32),) for tile in TOKEN_TILES},
+    **{("channel", "bf16", tile): ((4 * MIB, ROWS_32), (0, ROWS_16)) for tile in TOKEN_TILES},
+    **{("head", "fp32", tile): ((LARGE, Schedule(32, 64)), (0, ROWS_16)) for tile in (2, 4)},
+    **{("head", "fp32", tile): ((0, ROWS_16),) for tile in (8, 16)},
+    **{("channel", "fp32", tile): ((8 * MIB, ROWS_32), (0, ROWS_16)) for tile in TOKEN_TILES},
 }
-"""Measured on an H200: docs/kernels/verify.md."""
+"""Schedules without a norm. Measured on an H200: docs/kernels/verify.md."""
 
 NORM_ROWS: dict[tuple[str, str, int], tuple[tuple[int, int], ...]] = {
-    # With a norm: (least state bytes of a launch, V rows of a warp), in blocks of a whole head.
+    # axis, state dtype, token tile: (least state bytes of a launch, V rows of a warp)
     **{("head", "bf16", tile): ((0, 32),) for tile in TOKEN_TILES},
     **{("channel", "bf16", tile): ((0, 32),) for tile in (2, 4, 8)},
     ("channel", "bf16", 16): ((0, 16),),
@@ -51,15 +59,18 @@ NORM_ROWS: dict[tuple[str, str, int], tuple[tuple[int, int], ...]] = {
     ("head", "fp32", 16): ((0, 32),),
     **{("channel", "fp32", tile): ((8 * MIB, 32), (0, 16)) for tile in TOKEN_TILES},
 }
-"""Measured on an H200: docs/kernels/verify.md."""
+"""With a norm, one CTA per head. Measured on an H200, as above."""
 
 MMA_PAIRS = {"bf16": True, "fp32": False}
-"""Whether KDA's Akk and Aqk are computed on the tensor cores, for a state's bytes; GDN's always are. Its bits differ: they may
-depend neither on the bytes of a launch nor, where drafts are packed, on the longest one. Measured, as above."""
+"""Whether KDA computes Akk and Aqk on the tensor cores, by state dtype. GDN always does.
+
+The choice changes bits, so it must depend neither on the bytes of a launch nor, for packed drafts,
+on the longest one. Measured, as above.
+"""
 
 
 class Arguments(NamedTuple):
-    """A call of gated_delta.verify, whose docstring says what each one is; the gate, the norm and the buffer in their parts."""
+    """Arguments of gated_delta.verify, with the gate, the norm and the buffer as their fields."""
 
     q: Tensor
     k: Tensor
@@ -92,7 +103,7 @@ class Arguments(NamedTuple):
 class Verify(StateOperation):
     name = "verify"
     arguments = Arguments
-    num_tensors = 17
+    pointers = VerifyPointers
     may_write = ("out", *BUFFER)
 
     def describe(self, a: Arguments) -> Problem:
@@ -105,13 +116,11 @@ class Verify(StateOperation):
         check.null_index(a.null_index, a.state_indices)
         axis = check.buffer(a, "rows")
         if axis != axis_of(a.g):
-            raise ValueError(
-                f"buffer: expected gate={axis_of(a.g)!r}, as g has {a.g.ndim} dimensions, got a buffer with gate={axis!r}"
-            )
-        if a.cu_seqlens is None and check.sizes["C"] < check.sizes["T"]:
-            raise ValueError(
-                f"buffer: expected room for T={check.sizes['T']} tokens, got {check.sizes['C']}"
-            )
+            expected = f"expected gate={axis_of(a.g)!r}, as g has {a.g.ndim} dimensions"
+            raise ValueError(f"buffer: {expected}, got a buffer with gate={axis!r}")
+        T, C = check.sizes["T"], check.sizes["C"]
+        if a.cu_seqlens is None and C < T:
+            raise ValueError(f"buffer: expected room for T={T} tokens, got {C}")
         check.index("buffer_indices", a.buffer_indices)
         check.one_each("buffer", "rows", a.buffer_indices)
         check.norm(a)
@@ -119,7 +128,7 @@ class Verify(StateOperation):
         check.writes(*self.written(a))
         check.vectors(a, a.state)
         check.option("unaligned_buffer", not check.aligned(a.buffer_k))
-        return check.problem("verify", a, dtype, min(check.sizes["T"], check.sizes["C"]))
+        return check.problem("verify", a, dtype, min(T, C))
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None
@@ -132,43 +141,39 @@ class Verify(StateOperation):
         key = problem.axis, state_width(problem), _token_tile(problem)
         if "norm" not in problem.options:
             return SCHEDULES[key]
-        return tuple(
-            (least, Schedule(rows, problem.V // rows * 32)) for least, rows in NORM_ROWS[key]
-        )
+        V = problem.V
+        return tuple((least, Schedule(rows, V // rows * 32)) for least, rows in NORM_ROWS[key])
 
     def block_rows(self, problem: Problem, schedule: Schedule) -> int:
         return schedule.rows * schedule.threads // 32
 
     def halved(self, schedule: Schedule) -> Schedule:
-        return (
-            schedule._replace(threads=schedule.threads // 2)
-            if schedule.threads > 32
-            else super().halved(schedule)
-        )
+        if schedule.threads > 32:
+            return schedule._replace(threads=schedule.threads // 2)
+        return super().halved(schedule)
 
     def variant(self, problem: Problem, schedule: Schedule) -> compile.Variant:
         facts = problem.facts(
             "axis", "K", "V", "state_dtype", "dtype", "g_dtype", "gate", "qk_l2norm"
         )
         facts |= dict(
-            aligned="unaligned_qk" not in problem.options, token_tile=_token_tile(problem)
+            aligned="unaligned_qk" not in problem.options,
+            token_tile=_token_tile(problem),
+            rows=schedule.rows,
+            threads=schedule.threads,
         )
-        facts |= dict(rows=schedule.rows, threads=schedule.threads)
-        facts |= (
-            dict(mma_pairs=True)
-            if problem.axis == "channel" and MMA_PAIRS[state_width(problem)]
-            else {}
-        )
+        mma_pairs = problem.axis == "channel" and MMA_PAIRS[state_width(problem)]
+        facts |= dict(mma_pairs=True) if mma_pairs else {}
         facts |= dict(norm=True) if "norm" in problem.options else {}
         return compile.Variant("verify", tuple(facts.items()))
 
     def shipped(
         self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]
     ) -> list[Problem]:
-        cases = itertools.product(TOKEN_TILES, shipped_norms(tokens))
+        facts = dict(state_dtype=state_dtype, **tokens)
         return [
-            Problem("verify", axis, 1, 1, K, V, T, state_dtype=state_dtype, options=some, **tokens)
-            for T, some in cases
+            Problem("verify", axis, 1, 1, K, V, T, options=options, **facts)
+            for T, options in itertools.product(TOKEN_TILES, shipped_norms(tokens))
         ]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
@@ -187,7 +192,7 @@ def _token_tile(problem: Problem) -> int:
 
 
 class VerifyLaunch(TokensLaunch):
-    """A verify of given shapes and strides."""
+    """A launch of verify for given shapes and strides."""
 
     def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Arguments):
         super().__init__(operation, plan, a)

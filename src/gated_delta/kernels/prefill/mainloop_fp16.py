@@ -16,6 +16,7 @@ A chunk, with the state's scale s (docs/kernels/prefill.md, "Timeline of a chunk
 
 from typing import NamedTuple
 import os
+
 X = os.environ.get("X", "")
 
 import cutlass
@@ -271,7 +272,12 @@ class MainloopFp16:
 
     def store_box_coord(self, args, coord):
         work = coord.work
-        words = layout.tma_row(args, work.sequence), work.sequence.start, work.hv, work.state_index if "L" in X else coord.group
+        words = (
+            layout.tma_row(args, work.sequence),
+            work.sequence.start,
+            work.hv,
+            work.state_index if "L" in X else coord.group,
+        )
         ptx.store_shared_x4(self.box_coord_at(coord), [Uint32(x) for x in words])
         cute.arch.sync_warp()
 
@@ -358,9 +364,7 @@ class MainloopFp16:
         shared = ptx.opaque(coord.shared) if self.channel else coord.shared
         at = shared + self.scales + pipe.stage * self.scale_bytes + first
         at += coord.thread % 4 * (2 * dtype.width // 8)
-        load, step = (
-            (ptx.load_shared_f32x2, 32) if dtype is Float32 else (ptx.load_shared, 16)
-        )
+        load, step = (ptx.load_shared_f32x2, 32) if dtype is Float32 else (ptx.load_shared, 16)
         return [load(at + step * j) for j in range(count // 8)]
 
     def decay_state(self, frag, coord, pipe):
