@@ -1,0 +1,105 @@
+"""What the intra-chunk terms of GDN and KDA share: norms, betas, the copies of Tinv and Aqk.
+
+`GdnTerms` and `KdaTerms` prepare a chunk with 128 threads. Kernels differ in what these threads do
+about the next chunk: a `Worker` has that difference.
+"""
+
+from typing import Any, NamedTuple, Protocol
+
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+from cutlass.cutlass_dsl import select_
+
+from ..arguments import ABSENT
+from ..device import arithmetic, hopper, ptx
+from ..device.args import offset
+from .arguments import CHUNK, TRIANGLE_BYTES
+from .inverse import GATE_BETA_K2
+from .layout import SUBCHUNK, head_chunk, token_offset
+
+
+class Worker(Protocol):
+    """The 128 threads that prepare a chunk, and their work on the next one.
+
+    All threads call each method but `sync` once a chunk, in this order. A worker is a frozen
+    dataclass, so that it is a constant in dynamic branches and loops; its fields may be traced
+    values. `coord` may have more fields than ChunkCoord: terms pass them on.
+    """
+
+    def sync(self, coord: Any) -> None:
+        """Barrier of the threads."""
+
+    def inputs_loaded(self, coord: Any) -> None:
+        """`sync`, when the thread has its inputs in shared memory."""
+
+    def chunk_begun(self, args: Any, coord: Any, spare: Any) -> None:
+        """After `inputs_loaded`. spare: whether the warp has the least to do up to the next `sync`."""
+
+    def operands_read(self, args: Any, coord: Any) -> Any:
+        """KDA: `sync`, after which the chunk's operands are free. Returns loads for `store_ahead`."""
+
+    def store_ahead(self, args: Any, ahead: Any) -> None:
+        """KDA: Tinv was computed during the loads; a `sync` follows."""
+
+
+class HeadAddresses(NamedTuple):
+    """A value head's terms in shared memory."""
+
+    gates: Int32
+    tinv: Int32
+    aqk: Int32
+
+
+def chunk_token_offset(args, coord, token, n_stride, t_stride):
+    """Byte offset of the chunk's token in a tensor of tokens."""
+    return token_offset(args, coord.sequence, coord.chunk * CHUNK + token, n_stride, t_stride)
+
+
+def norm_of(squares, inverse, qk_l2norm):
+    """|q| or |k| as the call means it, from a row's sum of squares and 1 / its root."""
+    norm = ptx.select(inverse > 0, squares * inverse, Float32(0))  # squares may be inf, inverse 0
+    if qk_l2norm:
+        return norm * ptx.rsqrt_or_zero(squares + Float32(arithmetic.L2NORM_EPS))
+    return norm
+
+
+def load_beta(args, coord, hv, token, condition, load=ptx.load_scalar):
+    """A token's beta as it is in memory. load: load_scalar or load_scalar_bits."""
+    ptr, stride, size = args.ptr, args.stride, args.size
+    at = ptr.beta + chunk_token_offset(args, coord, token, stride.beta_n, stride.beta_t)
+    at = at + offset(hv, stride.beta_h)
+    return load(at, Int32(select_(condition, size.beta_kind, Int32(ABSENT))))
+
+
+def activate_beta(args, beta, condition):
+    """Beta, from its logits if it comes so; 0 where the condition is false."""
+    beta = ptx.select(args.size.beta_logits != 0, arithmetic.sigmoid(beta), beta)
+    return ptx.select(condition, beta, Float32(0))
+
+
+def load_beta_k2(coord, gates_at):
+    """beta |k|**2 of the lane's rows."""
+    at = gates_at + (GATE_BETA_K2 + coord.subchunk * SUBCHUNK + coord.row) * 4
+    return [ptx.load_shared_f32(at + 32 * i) for i in range(2)]
+
+
+def store_transition_norm(args, coord, hv, norm, condition):
+    """The bound of a chunk's transition, with 1% for its own rounding."""
+    at = args.ptr.transition_norms + head_chunk(args, coord.slot, hv) * 4
+    ptx.store_words(at, [(norm * Float32(1.01)).bitcast(Uint32)], condition)
+
+
+@cute.jit
+def store_terms(args, coord, hv, head, worker):
+    """Start the copies of a head's Tinv and Aqk to the workspace.
+
+    Buffers alternate between heads: before the copies of one, those of the head before have read.
+    """
+    hopper.fence_async_proxy()
+    if coord.thread == 0:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+    worker.sync(coord)
+    if coord.thread == 0:
+        target = args.ptr.tinv_aqk + head_chunk(args, coord.slot, hv) * (2 * TRIANGLE_BYTES)
+        ptx.bulk_store(target, head.tinv, TRIANGLE_BYTES)
+        ptx.bulk_store(target + TRIANGLE_BYTES, head.aqk, TRIANGLE_BYTES)

@@ -1,0 +1,487 @@
+"""GDN's intra-chunk terms: K K^T and Q K^T once for a q/k head, decayed for each of its value heads."""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float16, Float32, Int32, Int64, Uint32
+from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly, shuffle_sync_up
+from cutlass.cutlass_dsl import select_
+
+from ..device import arithmetic, hopper, ptx
+from ..device.args import offset, qk_head
+from . import terms
+from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from .inverse import (
+    GATE_BETA_K,
+    GATE_BETA_K2,
+    GATE_BYTES,
+    GATE_CUMSUM,
+    Inverse,
+    add_regions,
+)
+from .layout import (
+    GDN_SCALE_O,
+    GDN_SCALE_S_K,
+    GDN_SCALE_S_Q,
+    GDN_SCALE_U,
+    K_BLOCKS,
+    LOG2_E,
+    MIN_LOG_DECAY,
+    SQUARE,
+    SUBCHUNK,
+    TILE,
+    head_chunk,
+    qk_head_chunk,
+    triangle_offset,
+)
+
+NORM_Q, NORM_K, SQUARES_K = 0, CHUNK, 2 * CHUNK
+"""First entries of the norms, fp32 [64] each: |q| times the scale, |k|; |k|**2, which may be inf."""
+
+
+class GdnTerms:
+    """The terms of a chunk and the value heads of a q/k head, in the workspace.
+
+    windows: store a bound of each chunk's transition: docs/kernels/prefill.md. shared: bytes of
+    shared memory from `coord.shared` on.
+    """
+
+    def __init__(self, K, dtype, g_dtype, gate, qk_l2norm, windows=False):
+        self.K, self.dtype, self.g_dtype, self.gate = K, dtype, g_dtype, gate
+        self.qk_l2norm, self.windows = qk_l2norm, windows
+        smem = hopper.SharedMemory()
+        # q and k tiles on their way to the workspace; later two buffers of Tinv and Aqk, the system.
+        self.tiles = self.tinv_aqk = smem.add(4 * TRIANGLE_BYTES)
+        self.inverse = Inverse(add_regions(smem), triangle_offset)
+        self.k_operands = smem.add(TILE_BYTES)  # right operands of mma.sync, lane by lane
+        assert self.k_operands >= self.tiles + 2 * TILE_BYTES
+        self.gates = smem.add(4 * GATE_BYTES)  # of four heads
+        self.norms = smem.add((3 if windows else 2) * CHUNK * 4)
+        self.shared = smem.size
+
+    def gates_at(self, coord, head):
+        return coord.shared + self.gates + head % 4 * GATE_BYTES
+
+    def addresses(self, coord, head):
+        """Of a value head's terms: two buffers of Tinv and Aqk, gates of four heads."""
+        tinv = coord.shared + (self.tinv_aqk + head % 2 * (2 * TRIANGLE_BYTES))
+        return terms.HeadAddresses(self.gates_at(coord, head), tinv, tinv + TRIANGLE_BYTES)
+
+    @cute.jit
+    def prepare(self, args, coord, worker):
+        gates = self.load_gates(args, coord, 0)
+        q, k = self.load_qk(args, coord)
+        self.stage_gates(coord, gates)
+        hopper.fence_async_proxy()
+        worker.inputs_loaded(coord)
+        self.store_tiles(args, coord)
+        kk, qk = self.inner_products(coord, q, k)
+        worker.chunk_begun(args, coord, coord.subchunk == 0)
+        for i in cutlass.range(args.size.block_heads, unroll=1):
+            if i % 4 == 0:
+                worker.sync(coord)
+                if i > 0:
+                    self.stage_gates(coord, self.load_gates(args, coord, i))
+                    worker.sync(coord)
+                self.cumulate_gates(args, coord, i + coord.thread // 32)
+                if coord.thread == 0:
+                    # Aqk and the system overwrite the tiles.
+                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                worker.sync(coord)
+            head = self.addresses(coord, i)
+            decay_products(self.inverse, coord, head, kk, qk)
+            self.inverse.invert_diagonal(coord, head.gates)
+            worker.sync(coord)
+            self.inverse.invert_below(coord, head.tinv)
+            terms.store_terms(args, coord, coord.hv + i, head, worker)
+
+    @cute.jit
+    def store_tiles(self, args, coord):
+        """Start the copies of q and k to the workspace, in the CTA of the q/k head's first value head."""
+        h = qk_head(coord.hv, args.size.qk_head_factor)
+        if (coord.thread == 0) & (coord.hv * args.size.H == h * args.size.HV):
+            at = qk_head_chunk(args, coord.slot, coord.hv)
+            for i, tiles in enumerate((args.ptr.q_tiles, args.ptr.k_tiles)):
+                source = coord.shared + self.tiles + i * TILE_BYTES
+                ptx.bulk_store(tiles + at * TILE_BYTES, source, TILE_BYTES)
+
+    # ---------------------------------------------------------------------------- q and k
+
+    def load_qk(self, args, coord):
+        """The warp's q and k as left operands: fp16 unit vectors, [token, K block, word].
+
+        Also stores them to shared memory as tiles, and k as right operands. A lane has two tokens
+        and of each 4 times 8 neighbouring channels: a product may sum its 128 terms in any order.
+        """
+        raw = [self.load_raw_qk(args, coord, i) for i in range(2)]
+        q = cute.make_rmem_tensor((2, K_BLOCKS, 4), Uint32)
+        k = cute.make_rmem_tensor((2, K_BLOCKS, 4), Uint32)
+        for i in range(2):
+            for is_k, operand in enumerate((q, k)):
+                vectors = [ptx.unpack(words, self.dtype) for words in raw[i][is_k]]
+                inverse = self.store_norm(args, coord, i, is_k, vectors)
+                self.store_unit_vector(coord, i, is_k, vectors, inverse, operand)
+        return q, k
+
+    def load_raw_qk(self, args, coord, i):
+        """Words of the lane's token row + 8 i: q's and k's, a vector of each K block."""
+        ptr, stride = args.ptr, args.stride
+        h = qk_head(coord.hv, args.size.qk_head_factor)
+        token = self.token(coord, i)
+        active = token < coord.tokens
+        q_at = ptr.q + terms.chunk_token_offset(args, coord, token, stride.q_n, stride.q_t)
+        q_at = q_at + offset(h, stride.q_h) + coord.quad_lane * 16
+        k_at = ptr.k + terms.chunk_token_offset(args, coord, token, stride.k_n, stride.k_t)
+        k_at = k_at + offset(h, stride.k_h) + coord.quad_lane * 16
+        # Read once: evicted first, so that the scan's inputs stay in L2.
+        words = [
+            ptx.load_words(at + 64 * j, active & (32 * j < self.K), policy=Int64(ptx.EVICT_FIRST))
+            for at in (q_at, k_at)
+            for j in range(K_BLOCKS)
+        ]
+        return words[:K_BLOCKS], words[K_BLOCKS:]
+
+    def token(self, coord, i):
+        """The lane's token row + 8 i of the chunk."""
+        return coord.subchunk * SUBCHUNK + coord.row + 8 * i
+
+    def store_norm(self, args, coord, i, is_k, vectors):
+        """|q|, times the scale, or |k| to shared memory. Returns 1 / the vector's length."""
+        squares = self.sum_of_squares(vectors)
+        inverse = ptx.rsqrt_or_zero(squares)
+        norm = terms.norm_of(squares, inverse, self.qk_l2norm)
+        if not is_k:
+            norm = norm * args.scale
+        norms = coord.shared + self.norms + self.token(coord, i) * 4
+        ptx.store_shared_f32(norms + (NORM_Q, NORM_K)[is_k] * 4, norm)
+        if self.windows and is_k:
+            ptx.store_shared_f32(norms + SQUARES_K * 4, squares)
+        return inverse
+
+    def sum_of_squares(self, vectors):
+        """Of a token's row, which four lanes share."""
+        total = Float32(0)
+        for vector in vectors:
+            for x in vector:
+                total = cute.math.fma(x, x, total)
+        total = total + shuffle_sync_bfly(total, offset=1)
+        return total + shuffle_sync_bfly(total, offset=2)
+
+    def store_unit_vector(self, coord, i, is_k, vectors, inverse, operand):
+        """q or k as a left operand in registers, in a tile, and k as a right operand."""
+        tile = coord.shared + self.tiles + is_k * TILE_BYTES
+        for j in range(K_BLOCKS):
+            words = ptx.pack_pairs([y * inverse for y in vectors[j]])
+            for w in range(4):
+                operand[i, j, w] = words[w]
+            at = tile + TILE.offset(self.token(coord, i), 4 * j + coord.quad_lane)
+            ptx.store_shared_x4(at, words)
+            if is_k:
+                ptx.store_shared_x4(self.k_operand_at(coord, coord.subchunk, i, j), words)
+
+    def k_operand_at(self, coord, subchunk, i, k_block):
+        """Address of the lane's 8 channels of a sub-chunk's token row + 8 i."""
+        at = coord.shared + self.k_operands + subchunk * (TILE_BYTES // 4)
+        return at + (4 * i + k_block) * 512 + coord.lane * 16
+
+    @cute.jit
+    def inner_products(self, coord, q, k):
+        """K K^T and Q K^T of unit vectors: the warp's tokens with all up to them, as fp16 pairs.
+
+        Word [i, 2 b + j]: token row + 8 i with tokens 16 b + 8 j + 2 quad_lane and the next.
+        """
+        kk = cute.make_rmem_tensor((2, 8), Uint32)
+        qk = cute.make_rmem_tensor((2, 8), Uint32)
+        for b in cutlass.range_constexpr(4):
+            if b <= coord.subchunk:
+                self.block_products(coord, q, k, b, kk, qk)
+        return kk, qk
+
+    def block_products(self, coord, q, k, b, kk, qk):
+        for j in range(2):
+            products = [[Float32(0)] * 4, [Float32(0)] * 4]
+            for k_block in range(K_BLOCKS):
+                right = ptx.load_shared_x4(self.k_operand_at(coord, b, j, k_block))
+                for step in range(2):
+                    for n, left in enumerate((k, q)):
+                        a = [left[i, k_block, 2 * step + w] for w in range(2) for i in range(2)]
+                        words = right[2 * step : 2 * step + 2]
+                        products[n] = ptx.mma_sync(products[n], a, words, Float16)
+            for i in range(2):
+                for n, words in enumerate((kk, qk)):
+                    pair = products[n][2 * i : 2 * i + 2]
+                    words[i, 2 * b + j] = ptx.pack_x2(*pair, Float16)
+
+    # ---------------------------------------------------------------------------- gates
+
+    def load_gates(self, args, coord, first):
+        """Log decays to base 2 and betas of four heads from `first` on; 0 past the last token.
+
+        Neighbouring threads have the heads of one token, which are contiguous in memory.
+        """
+        ptr, stride, size = args.ptr, args.stride, args.size
+        head = first + coord.thread % 4
+        hv = coord.hv + cutlass.min(head, size.block_heads - 1)
+        parameters = (None, None)
+        if self.gate != "log":
+            bias = ptx.load_scalar(ptr.dt_bias + offset(hv, stride.dt_bias_h), size.dt_bias_kind)
+            parameters = (ptx.load(Float32, ptr.A_log + offset(hv, stride.A_log_h), Int32(1)), bias)
+        gates = []
+        for token in (coord.thread // 4, coord.thread // 4 + 32):
+            active = (token < coord.tokens) & (head < size.block_heads)
+            at = ptr.g + terms.chunk_token_offset(args, coord, token, stride.g_n, stride.g_t)
+            g = ptx.load(self.g_dtype, at + offset(hv, stride.g_h), active)
+            beta = terms.load_beta(args, coord, hv, token, active)
+            beta = terms.activate_beta(args, beta, active)
+            log = arithmetic.log_decay(self.gate, g, *parameters, args.bound)
+            log = ptx.fmax_nan(log, Float32(MIN_LOG_DECAY))
+            gates.append((ptx.select(active, log * Float32(LOG2_E), Float32(0)), beta))
+        return gates
+
+    def stage_gates(self, coord, gates):
+        """Store the results of `load_gates` to shared memory, for `cumulate_gates`."""
+        for half, (log, beta) in enumerate(gates):
+            at = self.gates_at(coord, coord.thread % 4) + (coord.thread // 4 + 32 * half) * 4
+            ptx.store_shared_f32(at + GATE_CUMSUM * 4, log)
+            ptx.store_shared_f32(at + GATE_BETA_K * 4, beta)
+
+    def cumulate_gates(self, args, coord, i):
+        """A warp's head: the gates in shared memory, the scales in the workspace."""
+        has_head = i < args.size.block_heads
+        gates, cumsums, before = self.gates_at(coord, i), [], Float32(0)
+        tokens = (coord.lane, coord.lane + 32)
+        logs, betas = (
+            [ptx.load_shared_f32(gates + (first + t) * 4) for t in tokens]
+            for first in (GATE_CUMSUM, GATE_BETA_K)
+        )
+        for log in logs:
+            cumsum = cumulate(log, coord.lane)
+            cumsums.append(cumsum + before)
+            before = before + shuffle_sync(cumsum, offset=31)
+        at = args.ptr.scales + head_chunk(args, coord.slot, coord.hv + i) * SCALE_BYTES
+        growth = Float32(1)
+        for token, cumsum, beta in zip(tokens, cumsums, betas, strict=True):
+            q_norm, k_norm = (self.load_norm(coord, first, token) for first in (NORM_Q, NORM_K))
+            beta_k = beta * k_norm
+            store_gates(gates + token * 4, cumsum, beta_k, k_norm)
+            store_scales(at, token, cumsum, before, q_norm, k_norm, has_head)
+            if self.windows:
+                growth = self.multiply_growth(coord, token, growth, beta_k * k_norm)
+        if self.windows:
+            for step in (1, 2, 4, 8, 16):
+                growth = growth * shuffle_sync_bfly(growth, offset=step)
+            norm, is_first = growth * ptx.exp2(before), has_head & (coord.lane == 0)
+            terms.store_transition_norm(args, coord, coord.hv + i, norm, is_first)
+
+    def load_norm(self, coord, first, token):
+        return ptx.load_shared_f32(coord.shared + self.norms + (first + token) * 4)
+
+    def multiply_growth(self, coord, token, growth, beta_k2):
+        """The norm of the product of (1 - beta k k^T), at most; NaN and inf of k or beta stay NaN.
+
+        |M| <= the product of the tokens' decay |1 - beta k k^T|. That norm is 1, or |1 - beta |k|**2|
+        where that is larger.
+        """
+        squares = self.load_norm(coord, SQUARES_K, token)
+        factor = cute.math.abs(Float32(1) - beta_k2) + squares * Float32(0)
+        return growth * ptx.select(factor <= Float32(1), Float32(1), factor)
+
+
+def cumulate(log, lane):
+    """A warp's inclusive prefix sum."""
+    for step in (1, 2, 4, 8, 16):
+        other = shuffle_sync_up(log, offset=step, mask_and_clamp=0)
+        log = log + ptx.select(lane >= step, other, Float32(0))
+    return log
+
+
+def store_gates(at, cumsum, beta_k, k_norm):
+    ptx.store_shared_f32(at + GATE_CUMSUM * 4, cumsum)
+    ptx.store_shared_f32(at + GATE_BETA_K2 * 4, beta_k * k_norm)
+    ptx.store_shared_f32(at + GATE_BETA_K * 4, beta_k)
+
+
+def store_scales(at, token, cumsum, last_cumsum, q_norm, k_norm, condition):
+    """A token's scales to the workspace."""
+    decay = ptx.exp2(cumsum)
+    for first, x in (
+        (GDN_SCALE_S_K, k_norm * decay),
+        (GDN_SCALE_S_Q, decay),
+        (GDN_SCALE_O, q_norm),
+    ):
+        ptx.store_words(at + (first + token * 4), [x.bitcast(Uint32)], condition)
+    to_end = ptx.exp2(last_cumsum - cumsum)
+    ptx.store_if(Float16, at + GDN_SCALE_U + token * 2, to_end, condition)
+
+
+# -------------------------------------------------------------------------------- decayed products
+
+
+class RowFactors(NamedTuple):
+    """Of the lane's rows: cumulative log decays, beta |k|**2; of all columns: cumulative log decays."""
+
+    rows: list
+    beta_k2: list
+    columns: list
+
+
+def load_factors(coord, gates_at):
+    rows_at = gates_at + (GATE_CUMSUM + coord.subchunk * SUBCHUNK + coord.row) * 4
+    rows = [ptx.load_shared_f32(rows_at + 32 * i) for i in range(2)]
+    beta_k2 = terms.load_beta_k2(coord, gates_at)
+    columns_at = gates_at + (GATE_CUMSUM + 2 * coord.quad_lane) * 4
+    return RowFactors(rows, beta_k2, [ptx.load_shared_f32x2(columns_at + 32 * j) for j in range(8)])
+
+
+@cute.jit
+def decay_products(inverse, coord, head, kk, qk):
+    """The warp's rows of the system and of Aqk; zeros right of the diagonal in diagonal blocks.
+
+    System: beta_t |k_t|**2 (k_t k_i) decay(t, i) for i < t. Aqk: (q_t k_i) decay(t, i) for i <= t.
+    """
+    factors = load_factors(coord, head.gates)
+    for b in cutlass.range_constexpr(4):
+        if b < coord.subchunk:
+            decay_block(inverse, coord, head.aqk, kk, qk, factors, b)
+        elif b == coord.subchunk:
+            decay_diagonal(inverse, coord, head.aqk, kk, qk, factors, b)
+    cute.arch.sync_warp()
+
+
+def decay_block(inverse, coord, aqk_at, kk, qk, factors, b):
+    """In fp16."""
+    for j in (2 * b, 2 * b + 1):
+        for i in range(2):
+            decay = [ptx.exp2(factors.rows[i] - x) for x in factors.columns[j]]
+            decay = ptx.pack_x2(*decay, Float16)
+            beta_k2 = ptx.pack_x2(factors.beta_k2[i], factors.beta_k2[i], Float16)
+            system = ptx.mul_x2(ptx.mul_x2(kk[i, j], decay), beta_k2)
+            inverse.store_system(coord, b, i, j % 2, system)
+            inverse.store_aqk(coord, aqk_at, b, i, j % 2, ptx.mul_x2(qk[i, j], decay))
+
+
+def decay_diagonal(inverse, coord, aqk_at, kk, qk, factors, b):
+    """In fp32. Decays above the diagonal exceed 1; the stores mask them."""
+    for j in (2 * b, 2 * b + 1):
+        for i in range(2):
+            decays = [ptx.exp2(factors.rows[i] - x) for x in factors.columns[j]]
+            k_products, q_products = (ptx.unpack([x[i, j]], Float16) for x in (kk, qk))
+            system = [x * y * factors.beta_k2[i] for x, y in zip(k_products, decays, strict=True)]
+            inverse.store_system_diagonal(coord, i, j % 2, system)
+            aqk = [x * y for x, y in zip(q_products, decays, strict=True)]
+            inverse.store_aqk_diagonal(coord, aqk_at, i, j % 2, aqk)
+
+
+class FusedGdnTerms:
+    """The terms in shared memory, of one head, from products of wgmma; without branches.
+
+    regions: InverseRegions. K K^T comes as K K^T, Q K^T transposed.
+    """
+
+    activate_beta = staticmethod(terms.activate_beta)
+
+    def __init__(self, g_dtype, gate, qk_l2norm, regions):
+        self.g_dtype, self.gate, self.qk_l2norm = g_dtype, gate, qk_l2norm
+        self.inverse = Inverse(regions, SQUARE.offset)
+
+    def norm(self, squares, inverse):
+        return terms.norm_of(squares, inverse, self.qk_l2norm)
+
+    @cute.jit
+    def decay_products(self, coord, gates_at, aqk_at, kk, kq):
+        """The warp's 16 rows of the system, and its 16 columns of Aqk (computed transposed).
+
+        Next to its diagonal block a warp has blocks of the system to the left and of Aqk below. Their
+        decay is a row's times a column's: to and from the last token in front of the warp's, or the
+        warp's last one. Each warp computes all four blocks: ptxas issues both sides of a short branch
+        anyway.
+        """
+        subchunk = coord.subchunk
+        factors = load_factors(coord, gates_at)
+        own_at = gates_at + (GATE_CUMSUM + subchunk * SUBCHUNK) * 4
+        own_columns = [
+            ptx.load_shared_f32x2(own_at + (8 * j + 2 * coord.quad_lane) * 4) for j in range(2)
+        ]
+        before = ptx.load_shared_f32(own_at - Int32(select_(subchunk > 0, 4, 0)))
+        last = ptx.load_shared_f32(own_at + (SUBCHUNK - 1) * 4)
+        left = [
+            ptx.exp2(row - before) * beta_k2
+            for row, beta_k2 in zip(factors.rows, factors.beta_k2, strict=True)
+        ]
+        below = [ptx.exp2(last - row) for row in factors.rows]
+        left, below = ([ptx.pack_x2(x, x, Float16) for x in xs] for xs in (left, below))
+        self.decay_diagonal(coord, aqk_at, kk, kq, factors, own_columns)
+        for b in cutlass.range_constexpr(4):
+            words = decay_branch_free(
+                coord, kk, kq, factors.columns, (before, left), (last, below), b
+            )
+            if b < subchunk:
+                for e in cutlass.range_constexpr(4):
+                    self.inverse.store_system(coord, b, e % 2, e // 2, words[e])
+            if b > subchunk:
+                self.store_aqk_block(coord, aqk_at, b, words)
+        cute.arch.sync_warp()
+
+    def decay_diagonal(self, coord, aqk_at, kk, kq, factors, columns):
+        """The warp's diagonal blocks. Of the two decays of a pair, forth and back, one is at most 1."""
+        kk, kq = (
+            [[own_word(coord, words, i, j) for j in range(2)] for i in range(2)]
+            for words in (kk, kq)
+        )
+        words = []
+        for j in range(2):
+            for i in range(2):
+                decays = [ptx.exp2(-cute.math.abs(factors.rows[i] - x)) for x in columns[j]]
+                row, column = coord.row + 8 * i, 8 * j + 2 * coord.quad_lane
+                # Forward substitution reads below the diagonal only.
+                for p in range(2 if i >= j else 0):
+                    x = ptx.unpack([kk[i][j]], Float16)[p] * decays[p] * factors.beta_k2[i]
+                    at = self.inverse.diagonal_column(coord, column + p) + row * 4
+                    ptx.store_shared_f32(at, x)
+                products = ptx.unpack([kq[i][j]], Float16)
+                aqk = [x * decay for x, decay in zip(products, decays, strict=True)]
+                if i == j:
+                    aqk = [ptx.select(column + p >= row, aqk[p], Float32(0)) for p in range(2)]
+                words.append(ptx.pack_x2(*aqk, Float16) if i <= j else Uint32(0))
+        self.store_aqk_block(coord, aqk_at, coord.subchunk, words)
+
+    def store_aqk_block(self, coord, aqk_at, b, words):
+        """Block (b, subchunk) of Aqk, given transposed: halves of its columns, then of its rows."""
+        matrix = coord.lane // 8
+        row = b * SUBCHUNK + matrix // 2 * 8 + coord.lane % 8
+        vector = 2 * coord.subchunk + matrix % 2
+        ptx.stmatrix_x4_trans(aqk_at + self.inverse.vector_offset(row, vector), words)
+
+
+def decay_branch_free(coord, kk, kq, columns, before, last, b):
+    """Block b of the system's rows if it is left of the diagonal, of Aqk's columns if below it.
+
+    before, last: the log decay that a block's decays are relative to, and its rows' factors. The
+    words of the warp's diagonal block are not used; block 0 is never below, block 3 never left.
+    """
+    is_left, words = {0: True, 3: False}.get(b, b < coord.subchunk), []
+    sign, origin = choose(is_left, (Float32(-1), before[0]), (Float32(1), -last[0]))
+    factors = choose(is_left, before[1], last[1])
+    for j in (2 * b, 2 * b + 1):
+        decays = [ptx.exp2(cute.math.fma(x, sign, origin)) for x in columns[j]]
+        decay = ptx.pack_x2(*decays, Float16)
+        products = choose(is_left, [kk[i, j] for i in range(2)], [kq[i, j] for i in range(2)])
+        for product, factor in zip(products, factors, strict=True):
+            words.append(ptx.mul_x2(ptx.mul_x2(product, decay), factor))
+    return words
+
+
+def choose(condition, yes, no):
+    """One of two lists of numbers."""
+    if isinstance(condition, bool):
+        return yes if condition else no
+    return [type(a)(select_(condition, a, b)) for a, b in zip(yes, no, strict=True)]
+
+
+def own_word(coord, words, i, j):
+    """The word of the warp's diagonal block."""
+    word = words[i, j]
+    for b in range(1, 4):
+        word = Uint32(select_(coord.subchunk == b, words[i, 2 * b + j], word))
+    return word
