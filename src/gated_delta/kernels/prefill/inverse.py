@@ -156,7 +156,6 @@ class Inverse:
                     coord, tinv_at, above, system[below - 1], inverses[below - 1], below
                 )
 
-    @cute.jit
     def invert_below_branch_free(self, coord, tinv_at):
         """invert_below, but every warp computes three blocks: a branch would serialise products."""
         above = ptx.ldmatrix_x4(self.inverse_matrices_at(coord, coord.subchunk, 1))

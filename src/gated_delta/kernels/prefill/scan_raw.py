@@ -62,6 +62,12 @@ class PrefillScanRaw:
         self.registers = MORE_FOR_MMA if checkpoints and gate != "log" else REGISTERS
         # Either value is right; ptxas serialises a variant's wgmmas with the other one.
         self.split = not (checkpoints and state_dtype == "bf16")
+        import os
+        X = os.environ.get("X", "")
+        if "8" in X: self.registers = (80, 176)
+        if "5" in X: self.registers = (56, 200)
+        if "S" in X: self.split = not self.split
+        if "R" in X: self.registers = MORE_FOR_MMA if self.registers == REGISTERS else REGISTERS
         self.gate = KdaChunk(D, BFloat16, DTYPES[g_dtype], gate, False)
         smem = hopper.SharedMemory()
         self.k, self.q, self.k_restored = (smem.add(STAGES * TILE_BYTES, 1024) for _ in range(3))
