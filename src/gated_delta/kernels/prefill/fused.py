@@ -76,13 +76,8 @@ class PrefillFused:
         self.registers = REGISTERS
         if checkpoints:
             self.registers = WITH_CHECKPOINTS.get((gate, state_dtype), REGISTERS)
-        import os
-        X = os.environ.get("X", "")
-        self.split = "S" not in X
-        if "6" in X: self.registers = (80, 96, 168)
-        if "7" in X: self.registers = (72, 88, 176)
-        if "8" in X: self.registers = (64, 80, 184)
-        if "9" in X: self.registers = (56, 88, 184)
+        # Either value is right; ptxas serialises a variant's wgmmas with the other one.
+        self.split = not (checkpoints and state_dtype == "fp32")
         smem = hopper.SharedMemory()
         self.kq = smem.add(STAGES * PAIR.bytes, 1024)
         v, self.tinv, self.aqk = (
@@ -105,6 +100,7 @@ class PrefillFused:
             checkpoints,
             tokens=self.tokens,
             terms=self.full,
+            sync_loads=False,
             tinv=self.tinv,
             aqk=self.aqk,
             v=v,
