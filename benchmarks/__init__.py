@@ -1,5 +1,6 @@
-"""Our kernels against their peers on one GPU; nothing here touches CUDA or imports a peer before it is measured.
+"""Benchmarks of our kernels against their peers on one GPU.
 
-cells.py: each operation's table of cells, and their tensors; peers.py: how each peer makes the same call; measure.py: check, then
-time in turns; record.py: the JSON; plot.py: the pictures. The clock is that of gated_delta.bench.
+cells.py: the cells of each operation and their tensors. peers.py: each peer's call. measure.py:
+checks, then times in turns. record.py: the JSON. plot.py: the pictures. serve.py, tokens.py:
+serving engines. Importing touches neither CUDA nor a peer; the clock is gated_delta.bench's.
 """

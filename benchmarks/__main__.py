@@ -21,18 +21,25 @@ from gated_delta.results import Refusal, Report, make_table, one_line, tracked
 from . import layers
 from . import serve as serving
 from . import tokens as answers
-from .cells import CELLS
+from .cells import CELLS, PREFILL_TP, by_label
 from .measure import Runner, environment, run_facts
-from .peers import OWN, PEERS
+from .peers import OWN, PEERS, Prepare
 from .plot import draw
 from .record import RESULTS, Record, merged, read, summary
 
+TABLES = CELLS | dict(layer=layers.CELLS, prefill_tp=by_label(PREFILL_TP))
+KNOWN = PEERS | dict(layer=layers.PEERS, prefill_tp=PEERS["prefill"])
 Op = Enum(
     "Op",
-    {"decode": "decode", "prefill": "prefill", "speculate": "speculate", "layer": "layer"},
+    {
+        "decode": "decode",
+        "prefill": "prefill",
+        "prefill_tp": "prefill_tp",
+        "speculate": "speculate",
+        "layer": "layer",
+    },
     type=str,
 )
-TABLES, KNOWN = CELLS | dict(layer=layers.CELLS), PEERS | dict(layer=layers.PEERS)
 Server = Enum("Server", {"sglang": "sglang", "vllm": "vllm"}, type=str)
 Engine = Enum(
     "Engine", {"sglang": "sglang", "vllm": "vllm", "transformers": "transformers"}, type=str
@@ -48,30 +55,32 @@ app = typer.Typer(
 @app.command()
 def measure(
     op: Annotated[
-        Op, typer.Argument(help="speculate: verify and flush; layer: decode and its neighbours.")
+        Op,
+        typer.Argument(
+            help="speculate: verify and flush; layer: decode, its convolution and norm; "
+            "prefill_tp: prefill, heads under tensor parallelism."
+        ),
     ],
     file: Annotated[
         Path | None,
-        typer.Argument(help="JSON, other cells of which stay; benchmarks/results/OP.json."),
+        typer.Argument(help="JSON, which keeps its other cells; benchmarks/results/OP.json."),
     ] = None,
     peers: Annotated[
         str,
-        typer.Option(
-            help="Such as fla,flashinfer, or none; all that are installed when not given."
-        ),
+        typer.Option(help="Such as fla,flashinfer, or none; by default all installed ones."),
     ] = "",
     filter: Annotated[
         str,
         typer.Option(
-            help="Only cells with this regular expression in their labels: 'KDA 32/32 .* B=8$'."
+            help="Only cells whose labels match this regular expression: 'KDA 32/32 .* B=8$'."
         ),
     ] = "",
     device: DeviceOption = "auto",
 ) -> None:
-    """Check and time cells beside a copy and the peers; each is written as soon as it is measured."""
-    where, cells, known = device_option(device), TABLES[op.value], KNOWN[op.value]
-    if where.type != "cuda":
-        raise typer.BadParameter(f"expected a CUDA device, got {where}", param_hint="--device")
+    """Check and time our kernels, a copy and the peers; each cell is written once measured."""
+    gpu, cells, known = device_option(device), TABLES[op.value], KNOWN[op.value]
+    if gpu.type != "cuda":
+        raise typer.BadParameter(f"expected a CUDA device, got {gpu}", param_hint="--device")
     chosen = [cell for cell in cells.values() if pattern(filter).search(cell.label)]
     if not chosen:
         raise typer.BadParameter(
@@ -82,54 +91,52 @@ def measure(
     names = {"": installed, "none": []}.get(peers, [name.strip() for name in peers.split(",")])
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(
-            f"expected some of {','.join(known)}, got {','.join(unknown)}", param_hint="--peers"
+            f"expected peers of {','.join(known)}, got {','.join(unknown)}", param_hint="--peers"
         )
-    asked = (OWN if op is Op.speculate else {}) | {name: known[name] for name in names}
+    cached = OWN if op.value == "speculate" else {}
+    asked = cached | {name: known[name] for name in names}
     file, command = file or RESULTS / f"{op.value}.json", f"benchmarks {op.value}"
     report = Report(command, True, file)
     try:
         before = read(file) if file.exists() and file.stat().st_size else {}
     except ValueError as problem:
         raise typer.BadParameter(str(problem), param_hint="FILE") from None
-    done: list[Record] = []
+    measured: list[Record] = []
     content: dict[str, Any] = {}
-    wrong: dict[str, list[str]] = {}
-    with report.measuring(), torch.cuda.device(where):
-        run = run_facts(where, {name: peer.version for name, peer in asked.items()})
-        prepare = {
-            form: made for name, peer in asked.items() for form, made in peer.forms(name).items()
-        }
-        runner = Runner(prepare, where, run, report.say)
-        wrong = {
-            cell.label: found
-            for cell in tracked(chosen, "checking")
-            if (found := runner.check(cell))
-        }
-        for label, found in wrong.items():
-            report.say(f"fails its check, not timed: {label}: {'; '.join(found)}")
-        right = [cell for cell in chosen if cell.label not in wrong]
-        smallest = min(
-            (cell for cell in right if cell.compared), key=lambda cell: cell.bytes, default=None
-        )
+    failures: dict[str, list[str]] = {}
+    with report.measuring(), torch.cuda.device(gpu):
+        run = run_facts(gpu, {name: peer.version for name, peer in asked.items()})
+        prepare: dict[str, Prepare] = {}
+        for name, peer in asked.items():
+            prepare |= peer.forms(name)
+        runner = Runner(prepare, gpu, run, report.say)
+        for cell in tracked(chosen, "checking"):
+            if problems := runner.check(cell):
+                failures[cell.label] = problems
+        for label, problems in failures.items():
+            report.say(f"fails its check, not timed: {label}: {'; '.join(problems)}")
+        right = [cell for cell in chosen if cell.label not in failures]
+        compared = [cell for cell in right if cell.compared]
+        smallest = min(compared, key=lambda cell: cell.bytes, default=None)
         for cell in tracked(right, "timing"):
-            done.append(runner.measure(cell, host=cell is smallest))
-            content = dict(command=command, **merged(before, done, run, cells))
+            measured.append(runner.measure(cell, host=cell is smallest))
+            content = dict(command=command, **merged(before, measured, run, cells))
             report.keep(content)
-            report.say(line(done[-1]))
-    if done:
+            report.say(line(measured[-1]))
+    if measured:
         report.write(content)
         table = make_table(
-            "peer / ours, of all the file's cells",
+            "peer / ours, all cells of the file",
             *("family", "peer", "cells", "geomean", "least", "at", "behind"),
         )
         for row in summary(content["cells"]):
             table.add_row(*row)
         report.show(table)
-    report.leave(bool(wrong))
+    report.leave(bool(failures))
 
 
 def line(record: Record) -> str:
-    """A cell's times in words."""
+    """A cell's times, for the terminal."""
     peers = {name: peer["us"] for name, peer in record["peers"].items()}
     times = {"ours": record["us"], **record["parts"], "copy": record["copy_us"], **peers}
     return f"{record['label']}, us: " + ", ".join(
@@ -143,7 +150,7 @@ def plot(
         list[Path] | None, typer.Argument(help="JSON of `measure`; benchmarks/results/*.json")
     ] = None,
 ) -> None:
-    """Draw times and ratios of every series, into a PNG beside each file."""
+    """Draw times and ratios of every series, into a PNG next to each file."""
     for file in files or sorted(RESULTS.glob("*.json")):
         try:
             content = read(file)
@@ -155,54 +162,54 @@ def plot(
 
 @app.command()
 def serve(
-    engine: Annotated[Engine, typer.Argument(help="Installed beside gated_delta.")],
+    engine: Annotated[Engine, typer.Argument(help="Installed with gated_delta.")],
     file: Annotated[
         Path | None, typer.Argument(help="JSON; benchmarks/results/serve/ENGINE.json.")
     ] = None,
-    model: Annotated[str, typer.Option(help="Whose layers: " + ", ".join(serving.MODELS))] = next(
+    model: Annotated[str, typer.Option(help="The model: " + ", ".join(serving.MODELS))] = next(
         iter(serving.MODELS)
     ),
     filter: Annotated[
-        str, typer.Option(help="Only cells with this regular expression in their labels: '^8 x'.")
+        str, typer.Option(help="Only cells whose labels match this regular expression: '^8 x'.")
     ] = "",
-    options: Annotated[str, typer.Option(help="The engine's own, as JSON.")] = "{}",
+    options: Annotated[str, typer.Option(help="The engine's options, as JSON.")] = "{}",
 ) -> None:
-    """Time a serving engine with its own kernels and then with ours: tokens as users see them, and GPU kernels."""
+    """Time a serving engine with its kernels, then with ours: tokens for users, GPU kernels."""
     labels = [label for label in serving.CELLS if pattern(filter).search(label)]
     if model not in serving.MODELS or not labels:
-        raise typer.BadParameter(
-            f"expected a model of {', '.join(serving.MODELS)} and a filter of {', '.join(serving.CELLS)}"
-        )
+        models, cells = ", ".join(serving.MODELS), ", ".join(serving.CELLS)
+        raise typer.BadParameter(f"expected a model of {models} and a filter of {cells}")
     given = object_of(options, "--options")
     report, run = served(engine.value, "serve", file)
-    made: dict[str, list[dict[str, Any]]] = dict(engine=[], gated_delta=[])
+    measured: dict[str, list[dict[str, Any]]] = dict(engine=[], gated_delta=[])
     starts: dict[str, float] = {}
     log: list[str] = []
 
     def content() -> dict[str, Any]:
-        """What there is so far; unpaired: cells that only the engine's own kernels have run."""
-        own, ours = made.values()
+        """Results so far; unpaired: cells run by the engine's kernels alone."""
+        theirs, ours = measured.values()
         paired = [
             dict(label=cell.pop("cell"), run=0, **cell)
-            for cell in serving.compared(own[: len(ours)], ours)
+            for cell in serving.compared(theirs[: len(ours)], ours)
         ]
         facts = run | dict(model=model, options=given, log=log, start_s=starts)
         return dict(
             command=f"benchmarks serve {engine.value}",
             runs=[facts],
             cells=paired,
-            unpaired=own[len(ours) :],
+            unpaired=theirs[len(ours) :],
         )
 
     with report.measuring():
-        for name, found in made.items():
-            for measured in serving.run(
-                engine.value, model, name == "gated_delta", given, cells=labels
-            ):
-                report.say(f"{name}: {measured}")
-                log += said(measured)
-                starts |= {name: measured["start_s"]} if "start_s" in measured else {}
-                found += [measured] if "cell" in measured else []
+        for name, records in measured.items():
+            plugin = name == "gated_delta"
+            for message in serving.run(engine.value, model, plugin, given, cells=labels):
+                report.say(f"{name}: {message}")
+                log += said(message)
+                if "start_s" in message:
+                    starts[name] = message["start_s"]
+                if "cell" in message:
+                    records.append(message)
                 report.keep(content())
     report.write(content())
     report.leave()
@@ -210,59 +217,56 @@ def serve(
 
 @app.command()
 def tokens(
-    engine: Annotated[Server, typer.Argument(help="Installed beside gated_delta.")],
+    engine: Annotated[Server, typer.Argument(help="Installed with gated_delta.")],
     file: Annotated[
         Path | None, typer.Argument(help="JSON; benchmarks/results/serve/ENGINE_tokens.json.")
     ] = None,
     model: Annotated[
         str,
         typer.Option(
-            help="A checkpoint of bytes as tokens, or one to make: " + ", ".join(serving.MODELS)
+            help="A byte-level checkpoint, or one to generate: " + ", ".join(serving.MODELS)
         ),
     ] = TRAINED,
-    count: Annotated[int, typer.Option(help="Of prompts.", min=1)] = 320,
-    new_tokens: Annotated[int, typer.Option(help="Of each answer.", min=1)] = 32,
-    options: Annotated[str, typer.Option(help="The engine's own, as JSON.")] = "{}",
+    count: Annotated[int, typer.Option(help="Prompts.", min=1)] = 320,
+    new_tokens: Annotated[int, typer.Option(help="Tokens of each answer.", min=1)] = 32,
+    options: Annotated[str, typer.Option(help="The engine's options, as JSON.")] = "{}",
     also: Annotated[
         list[str] | None,
-        typer.Option(help="More of them, for another start with ours: '{\"tp_size\": 2}'."),
+        typer.Option(help="More options, for another start with ours: '{\"tp_size\": 2}'."),
     ] = None,
 ) -> None:
-    """Compare greedy tokens of an engine with its own kernels and with ours."""
+    """Compare an engine's greedy tokens with its kernels and with ours."""
     given = object_of(options, "--options")
     starts = [(False, {}), (True, {}), *((True, object_of(more, "--also")) for more in also or ())]
     report, run = served(engine.value, "tokens", file)
     asked = dict(prompts=answers.prompts(count), new_tokens=new_tokens)
-    own: list[Any] = []
+    reference: list[Any] = []
     rows: list[dict[str, Any]] = []
     content = dict(
         command=f"benchmarks tokens {engine.value}",
         runs=[run | dict(model=model, options=given)],
         cells=rows,
     )
-    with report.measuring(), tempfile.TemporaryDirectory() as place:
+    with report.measuring(), tempfile.TemporaryDirectory() as directory:
         if model in serving.MODELS:
-            answers.save_random(model, Path(place))
-        path = place if model in serving.MODELS else model
+            answers.save_random(model, Path(directory))
+        path = directory if model in serving.MODELS else model
         for plugin, more in starts:
             log: list[str] = []
-            found: list[Any] = []
+            received: list[Any] = []
             top = not any("speculative" in name for name in more)
             try:
-                for measured in serving.run(
+                for message in serving.run(
                     engine.value, path, plugin, given | more, top=top, **asked
                 ):
-                    log += said(measured)
-                    found += measured.get("answers", ())
-            except RuntimeError as problem:  # one start that fails leaves the others
+                    log += said(message)
+                    received += message.get("answers", ())
+            except RuntimeError as problem:  # the other starts still run
                 report.say(str(problem))
-            own = own or found
-            row = dict(
-                label=f"{'gated_delta' if plugin else engine.value} {json.dumps(more)}",
-                run=0,
-                log=log,
-            )
-            rows.append(row | (answers.compared(own, found) if found else dict(equal=None)))
+            reference = reference or received
+            label = f"{'gated_delta' if plugin else engine.value} {json.dumps(more)}"
+            verdict = answers.compared(reference, received) if received else dict(equal=None)
+            rows.append(dict(label=label, run=0, log=log) | verdict)
             report.say(str(rows[-1]))
             report.keep(content)
     report.write(content)
@@ -286,11 +290,11 @@ def object_of(text: str, name: str) -> dict[str, Any]:
 
 
 def served(engine: str, command: str, file: Path | None) -> tuple[Report, dict[str, Any]]:
-    """Where results of an engine go, and what is known of the run."""
+    """The report of an engine's results, and the facts of the run."""
     try:
         run = environment(torch.device("cuda"), {engine: metadata.version(engine)})
     except metadata.PackageNotFoundError:
-        raise typer.BadParameter(f"{engine} is not installed here", param_hint="ENGINE") from None
+        raise typer.BadParameter(f"{engine} is not installed", param_hint="ENGINE") from None
     except (AssertionError, RuntimeError) as problem:
         raise Refusal(f"expected a CUDA device: {one_line(problem)}") from None
     if file is None:
@@ -299,14 +303,12 @@ def served(engine: str, command: str, file: Path | None) -> tuple[Report, dict[s
     return Report(f"benchmarks {command} {engine}", True, file), run
 
 
-def said(measured: dict[str, Any]) -> list[str]:
-    """What an engine's log or its ranks say of gated_delta."""
-    ranks = measured.get("ranks", ())
-    return (
-        [measured["log"]]
-        if "log" in measured
-        else [f"rank {i}: {line}" for i, rank in enumerate(ranks) for line in rank]
-    )
+def said(message: dict[str, Any]) -> list[str]:
+    """Lines on gated_delta from an engine's log or its ranks."""
+    if "log" in message:
+        return [message["log"]]
+    ranks = message.get("ranks", ())
+    return [f"rank {i}: {line}" for i, rank in enumerate(ranks) for line in rank]
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
-"""A layer's decode step, which engines fuse more and more: a convolution in front, the recurrence, a gated RMSNorm behind.
+"""A layer's decode step: convolution, recurrence, gated RMSNorm. Engines fuse more and more of it.
 
-With one token the convolution is part of every call: SGLang's kernel, but for vLLM's KDA, which has it inside. Drafts come
-convolved and have a slot a token, as vLLM's kernel wants them.
+With one token every call includes the convolution: SGLang's kernel, or vLLM's fused KDA kernel.
+Drafts are already convolved and have a slot per token, as vLLM's kernel requires.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from .peers import LIBRARY, File, NotOffered, Peer, lone_file, sglang, sglang_mo
 TAPS, EPS = 4, 1e-6
 ACTIVATIONS = {"gdn": "silu", "kda": "sigmoid"}
 COLD = 1e9
-"""Bytes of state that a cell's replays move at least, or the most sets."""
+"""The least bytes of states in a cell's replays, or the most sets."""
 CONVOLUTION: File = ("", "mamba/causal_conv1d_triton.py", "causal_conv1d_update")
 NORM: File = ("", "attention/fla/fused_norm_gate.py", "layer_norm_gated_fwd")
 PACKED = {
@@ -52,16 +52,17 @@ PACKED = {
 
 
 class Layer(Pooled):
-    """mixed [B * T, channels]: q, k and v behind one another, with one token raw; windows [slots, channels, 3]; z; norm.
+    """Inputs of a layer.
 
-    state_indices: [B], or with drafts [B, T], read from the first (num_accepted is 1).
+    mixed [B * T, channels]: q, k and v concatenated, raw if T = 1. windows [slots, channels, 3]; z;
+    norm. state_indices: [B], or with drafts [B, T]; the first one is read (num_accepted is 1).
     """
 
     def results(self, call: Call) -> tuple[Tensor, Tensor]:
         before = self.windows.clone()
-        made = super().results(call)
+        results = super().results(call)
         self.windows.copy_(before)
-        return made
+        return results
 
     def split(self, mixed: Tensor) -> dict[str, Tensor]:
         """q, k and v of convolved rows, views."""
@@ -71,12 +72,11 @@ class Layer(Pooled):
         return {name: x.unflatten(-1, (-1, D)) for name, x in zip("qkv", split, strict=True)}
 
     def convolved(self) -> Tensor:
+        if not self.raw:
+            return self.mixed
         options: dict[str, Any] = dict(activation="silu", conv_state_indices=self.state_indices)
-        return (
-            sglang(CONVOLUTION)(self.mixed, self.windows, self.weight, **options)
-            if self.raw
-            else self.mixed
-        )
+        convolved: Tensor = sglang(CONVOLUTION)(self.mixed, self.windows, self.weight, **options)
+        return convolved
 
     def decode(self, backend: str, **options: Any) -> Callable[..., Tensor]:
         states = dict(
@@ -89,22 +89,21 @@ class Layer(Pooled):
         return lambda: (decode(**self.split(self.convolved())), self.state)
 
     def parts(self, backend: str) -> dict[str, Callable[[], Any]]:
-        """The recurrence with and without its norm, timed alone too, of tensors of their own."""
-        return dict(
-            decode=self.decode(backend), decode_norm=self.decode(backend, norm=self.norm, z=self.z)
-        )
+        """The recurrence with and without its norm, timed alone too."""
+        with_norm = self.decode(backend, norm=self.norm, z=self.z)
+        return dict(decode=self.decode(backend), decode_norm=with_norm)
 
 
 def layer(model: str, heads: Heads, dtype: torch.dtype, T: int, B: int) -> Cell:
     moved = (1 + T) * state_bytes(heads, dtype, B)
     sets = sets_within(max(2, min(MOST_SETS, COLD / moved)), 2 * moved)
-    family = f"{model.upper()} {'step' if T == 1 else 'drafts'}"
-    names, facts = (
-        (family, f"{kind(model, heads, dtype)} T={T}", f"B={B}"),
+    family, facts = (
+        f"{model.upper()} {'step' if T == 1 else 'drafts'}",
         dict(norm=ACTIVATIONS[model]),
     )
+    names = (family, f"{kind(model, heads, dtype)} T={T}", f"B={B}")
     return Cell(
-        *names, model, heads, dtype, (T,) * B, moved, sets, cases, made, passes=4, facts=facts
+        *names, model, heads, dtype, (T,) * B, moved, sets, cases, inputs, passes=4, facts=facts
     )
 
 
@@ -112,7 +111,7 @@ def cases(cell: Cell) -> list[Case]:
     return [cell.check("decode", "pool" if cell.T == 1 else "token_slots")]
 
 
-def made(cell: Cell, device: torch.device, seed: int) -> Layer:
+def inputs(cell: Cell, device: torch.device, seed: int) -> Layer:
     (H, HV), B, T = cell.heads, cell.sequences, cell.T
     rng = torch.Generator(device).manual_seed(seed)
 
@@ -120,7 +119,7 @@ def made(cell: Cell, device: torch.device, seed: int) -> Layer:
         return torch.randn(*shape, dtype=dtype, device=device, generator=rng)
 
     tokens = random_tokens(cell, (B, T), rng)
-    tokens["g"].sub_(2)  # states that last, so that reading a wrong one shows
+    tokens["g"].sub_(2)  # slow decays, so that a read of a wrong state shows
     state = normal(B * T + 1, HV, D, D, dtype=cell.state_dtype).mul_(0.5)
     slots = 1 + torch.randperm(B * T, device=device, generator=rng).to(torch.int32)
     channels, raw = (2 * H + HV) * D, T == 1
@@ -150,8 +149,8 @@ def vllm(name: str) -> Callable[..., Any]:
         torch.ops.load_library(file)
     else:
         raise ImportError(f"vLLM's kernels: neither vllm nor {LIBRARY[0]}")
-    found: Callable[..., Any] = getattr(torch.ops._C, name)
-    return found
+    kernel: Callable[..., Any] = getattr(torch.ops._C, name)
+    return kernel
 
 
 def vllm_fused(cell: Cell, b: Layer) -> Call:
@@ -175,32 +174,17 @@ def vllm_kda(cell: Cell, b: Layer) -> Call:
 
 
 def vllm_drafts(cell: Cell, b: Layer) -> Call:
-    """With one token it takes convolved inputs too, behind SGLang's convolution."""
-    decode, out, z = (
-        vllm("fused_gdn_decode_post_conv_mtp"),
-        b.blank().flatten(0, 1),
-        b.z.flatten(0, 1),
-    )
+    """vLLM's kernel for drafts; with one token it follows SGLang's convolution."""
+    decode = vllm("fused_gdn_decode_post_conv_mtp")
+    out, z = b.blank().flatten(0, 1), b.z.flatten(0, 1)
     slots = b.state_indices.view(cell.sequences, cell.T)
     accepted = torch.ones(cell.sequences, dtype=torch.int32, device=b.q.device)
     starts = cu_seqlens(cell.lengths, torch.int32, b.q.device)
     gates = (b.g.flatten(0, 1), b.beta.flatten(0, 1), b.gate.A_log, b.gate.dt_bias)
+    behind = (z, b.norm.weight, out, D**-0.5, EPS, b.norm.activation)
 
     def call() -> tuple[Tensor, Tensor]:
-        decode(
-            b.convolved(),
-            *gates,
-            slots,
-            starts,
-            accepted,
-            b.state,
-            z,
-            b.norm.weight,
-            out,
-            D**-0.5,
-            EPS,
-            b.norm.activation,
-        )
+        decode(b.convolved(), *gates, slots, starts, accepted, b.state, *behind)
         return out, b.state
 
     return call
@@ -227,11 +211,10 @@ def sglang_chain(cell: Cell, b: Layer) -> Call:
 
     def call() -> tuple[Tensor, Tensor]:
         mixed = b.convolved()
-        with sglang_modules():  # KDA's imports another kernel when it is called
+        with sglang_modules():  # KDA's decode imports another kernel when called
             decode(mixed_qkv=mixed, **options)
-        return norm(o.view(-1, D), b.z.view(-1, D), b.norm.weight, None, **behind)[0].view(
-            o.shape
-        ), b.state
+        y = norm(o.view(-1, D), b.z.view(-1, D), b.norm.weight, None, **behind)[0]
+        return y.view(o.shape), b.state
 
     return call
 

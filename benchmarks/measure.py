@@ -1,4 +1,4 @@
-"""Ours, a copy and the peers on one cell: right first, then timed in turns in one process."""
+"""Measures one cell: checks our kernels and the peers, then times all in turns in one process."""
 
 from __future__ import annotations
 
@@ -25,15 +25,18 @@ from .peers import Prepare, commit_version, our_us
 from .record import Record, derived
 
 AGREEMENT = 2e-2
-"""A peer's o and states may differ from ours by this share of their norm: a few bf16 roundings, and no other algorithm."""
+"""Limit of a peer's difference from ours over the norm: a few bf16 roundings."""
 GEMM_SIZE = 8192
-"""Rows and columns of the matrices whose product stands for what the tensor cores give."""
+"""Rows and columns of the GEMM that measures the speed of the tensor cores."""
 
 
 class Runner:
-    """peers: how each prepares its call; run: what is known of the run, added to; say: where remarks go, each of them once.
+    """Checks and times cells.
 
-    loaded_*: kernels loaded, compiled first if need be; the checks load every variant, so that more of them hang on a shape.
+    peers: the preparation of each peer's call. run: the record's facts of the run, extended here.
+    say: prints a remark, each one once.
+    run["loaded_*"]: kernels loaded, and compiled if necessary. The checks load every variant, so a
+    kernel loaded while timing depends on a shape.
     """
 
     backend = "cute"
@@ -50,88 +53,78 @@ class Runner:
         self.run |= dict(copy_tb_s=0.0, loaded_by_checks=0, loaded_while_timing=0)
 
     def check(self, cell: Cell) -> list[str]:
-        """What our kernels for the cell get wrong against the float64 oracle, in words; empty when nothing."""
+        """Failures of our kernels for the cell against the float64 oracle; empty if it passes."""
         before, cases = len(compile._loaded), cell.cases(cell)
         for case in cases:
             if case not in self._verdicts:
                 try:
-                    self._verdicts[case] = [
-                        f"{case}: {line}"
-                        for line in run_case(case, self.backend, self.device).failures
-                    ]
+                    failures = run_case(case, self.backend, self.device).failures
                 except UnsupportedProblem as problem:
-                    self._verdicts[case] = [f"{case}: {problem}"]
+                    failures = (str(problem),)
+                self._verdicts[case] = [f"{case}: {failure}" for failure in failures]
         self.run["loaded_by_checks"] += len(compile._loaded) - before
         return [line for case in cases for line in self._verdicts[case]]
 
     @torch.no_grad()
     def measure(self, cell: Cell, host: bool = False) -> Record:
-        """Times of ours, of its parts, of the copy and of every peer that agrees with ours; host: what calls cost the host, too."""
+        """Times of ours, its parts, the copy and every peer that agrees with ours.
+
+        host: measure the host's cost of a call, too.
+        """
         before = len(compile._loaded)
         sets = [cell.make(cell, self.device, seed) for seed in range(cell.sets)]
         calls: dict[str, list[Function]] = {"ours": [b.ours(self.backend) for b in sets]}
-        # Every peer is judged before any is timed, since timing moves the states on.
+        # Every peer is judged before any is timed, because timing changes the states.
         peers = self._judge(cell, sets, calls) if cell.compared else {}
-        own = [b.parts(self.backend) if hasattr(b, "parts") else {} for b in sets]
-        parts = {name: [part[name] for part in own] for name in own[0]}
+        by_set = [b.parts(self.backend) if hasattr(b, "parts") else {} for b in sets]
+        parts = {name: [part[name] for part in by_set] for name in by_set[0]}
+        copy = copies(cell.bytes, cell.sets, self.device)
         replays = {}
-        for name, some in {
-            **calls,
-            "copy": copies(cell.bytes, cell.sets, self.device),
-            **parts,
-        }.items():
+        for name, functions in {**calls, "copy": copy, **parts}.items():
             try:
-                replays[name] = capture(some, cell.passes)
+                replays[name] = capture(functions, cell.passes)
             except Exception as problem:
                 if name not in peers:
                     raise
                 peers[name]["reason"] = self._refused(name, problem)
-        taken = in_turns(replays)
-        timed = {name: some for name, some in calls.items() if name in replays}
-        alone = in_turns({name: eager(some, self.device) for name, some in timed.items()})
+        us = in_turns(replays)
+        timed = {name: functions for name, functions in calls.items() if name in replays}
+        eager_us = in_turns({name: eager(x, self.device) for name, x in timed.items()})
         for name, peer in peers.items():
-            peer.update(
-                us=taken.get(name),
-                eager_us=alone.get(name),
-                ours_us=our_us(name, cell, taken) if name in taken else None,
-            )
+            peer.update(us=us.get(name), eager_us=eager_us.get(name))
+            peer["ours_us"] = our_us(name, cell, us) if name in us else None
         if host:
-            of = {name: host_us(some[0], self.device) for name, some in timed.items()}
-            self.run |= dict(host_us=of, host_us_of=cell.label)
+            costs = {name: host_us(x[0], self.device) for name, x in timed.items()}
+            self.run |= dict(host_us=costs, host_us_of=cell.label)
         self.run["loaded_while_timing"] += len(compile._loaded) - before
-        self.run["copy_tb_s"] = max(self.run["copy_tb_s"], cell.bytes / taken["copy"] / 1e6)
-        times = dict(
-            us=taken["ours"],
-            eager_us=alone["ours"],
-            copy_us=taken["copy"],
-            parts={name: taken[name] for name in parts},
-        )
-        return derived(dict(facts(cell), **times, peers=peers), self.run)
+        self.run["copy_tb_s"] = max(self.run["copy_tb_s"], cell.bytes / us["copy"] / 1e6)
+        times = dict(us=us["ours"], eager_us=eager_us["ours"], copy_us=us["copy"])
+        record = dict(facts(cell), **times, parts={name: us[name] for name in parts}, peers=peers)
+        return derived(record, self.run)
 
     def _judge(
         self, cell: Cell, sets: list[Any], calls: dict[str, list[Function]]
     ) -> dict[str, dict[str, Any]]:
-        """What is known of every peer so far; adds the calls of those whose results are ours."""
-        truth, found = sets[0].results(calls["ours"][0]), {}
+        """Compares every peer with ours; adds the calls of peers that agree to `calls`."""
+        truth, peers = sets[0].results(calls["ours"][0]), {}
         for name, prepare in self.peers.items():
-            peer = found[name] = dict[str, Any](
+            peer = peers[name] = dict[str, Any](
                 us=None, error=None, agrees=None, reason=None, eager_us=None, ours_us=None
             )
             try:
                 theirs = [prepare(cell, b) for b in sets]
                 error = difference(sets[0].results(theirs[0]), truth)
-            except Exception as problem:  # whatever another library may raise
+            except Exception as problem:  # a library may raise anything
                 peer["reason"] = self._refused(name, problem)
                 continue
-            peer.update(
-                error=error if math.isfinite(error) else None, agrees=error < AGREEMENT
-            )  # NaN does not
+            peer.update(error=error if math.isfinite(error) else None)
+            peer.update(agrees=error < AGREEMENT)  # False for NaN
             if peer["agrees"]:
                 calls[name] = [*theirs]
             else:
                 peer["reason"] = f"disagrees by {error:.1e} of the norm"
                 self._say(f"{name} {peer['reason']}, not timed: {cell.label}")
-        return found
+        return peers
 
     def _refused(self, name: str, problem: Exception) -> str:
         reason = first_line(problem)
@@ -139,92 +132,76 @@ class Runner:
         return reason
 
 
-def difference(made: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor]) -> float:
-    """The larger one of the differences of o and of the states written, as shares of ours' norms; NaN if either is."""
-    norm = torch.linalg.vector_norm
-    pairs = [(x.reshape(y.shape) - y, y) for x, y in zip(made, truth, strict=True)]
-    return float(
-        torch.stack(
-            [norm(x, dtype=torch.float32) / norm(y, dtype=torch.float32) for x, y in pairs]
-        ).max()
-    )  # NaN wins
+def difference(results: tuple[Tensor, Tensor], truth: tuple[Tensor, Tensor]) -> float:
+    """The larger difference, of o or of the written states, over the norm; NaN if either is NaN."""
+
+    def norm(x: Tensor) -> Tensor:
+        return torch.linalg.vector_norm(x, dtype=torch.float32)
+
+    pairs = zip(results, truth, strict=True)
+    return float(torch.stack([norm(x.reshape(y.shape) - y) / norm(y) for x, y in pairs]).max())
 
 
 def facts(cell: Cell) -> Record:
-    """What the record says of the cell, whatever its times."""
-    tokens = (
-        sum(cell.lengths) if "shape" in cell.facts else cell.T
-    )  # of all in a prefill, else of each sequence
-    sizes = dict(
-        model=cell.model, heads=list(cell.heads), state_dtype=SHORT[cell.state_dtype], tokens=tokens
+    """The record's facts of the cell, without times."""
+    # All tokens of a prefill, else those of one sequence.
+    tokens = sum(cell.lengths) if "shape" in cell.facts else cell.T
+    names = ("sequences", "bytes", "flops", "sets", "facts")
+    return dict(
+        label=cell.label,
+        family=cell.family,
+        series=cell.series,
+        place=cell.place,
+        model=cell.model,
+        heads=list(cell.heads),
+        state_dtype=SHORT[cell.state_dtype],
+        tokens=tokens,
+        **{name: getattr(cell, name) for name in names},
     )
-    sizes |= dict(
-        sequences=cell.sequences,
-        bytes=cell.bytes,
-        flops=cell.flops,
-        sets=cell.sets,
-        facts=cell.facts,
-    )
-    return dict(label=cell.label, family=cell.family, series=cell.series, place=cell.place, **sizes)
 
 
-# ------------------------------------------------------------------------------------------------ the run
+# ---------------------------------------------------------------------------------------- the run
 
 
 @torch.no_grad()
 def gemm_tflops(device: torch.device) -> float:
     """TFLOP/s of torch's product of two square bf16 matrices."""
-    a, b, out = (
-        torch.randn(GEMM_SIZE, GEMM_SIZE, dtype=torch.bfloat16, device=device) for _ in range(3)
-    )
-    return (
-        2
-        * GEMM_SIZE**3
-        / in_turns({"gemm": capture([lambda: torch.mm(a, b, out=out)])})["gemm"]
-        / 1e6
-    )
+    size = (GEMM_SIZE, GEMM_SIZE)
+    a, b, out = (torch.randn(size, dtype=torch.bfloat16, device=device) for _ in range(3))
+    us = in_turns({"gemm": capture([lambda: torch.mm(a, b, out=out)])})["gemm"]
+    return 2 * GEMM_SIZE**3 / us / 1e6
 
 
 def checkout() -> dict[str, Any]:
-    """The commit of this checkout, or of a copy of one as GATED_DELTA_COMMIT names it; dirty: whether files differ from it."""
+    """The commit: of GATED_DELTA_COMMIT, else of this checkout. dirty: files differ from it."""
     if named := os.environ.get("GATED_DELTA_COMMIT"):
         return dict(commit=named, dirty=False)
-    command = [
-        "git",
-        "-C",
-        str(Path(__file__).parent),
-        "describe",
-        "--always",
-        "--dirty",
-        "--abbrev=40",
-        "--exclude=*",
-    ]
+    options = ["--always", "--dirty", "--abbrev=40", "--exclude=*"]
+    command = ["git", "-C", str(Path(__file__).parent), "describe", *options]
     try:
-        commit, _, dirty = (
-            subprocess.run(command, check=True, capture_output=True, text=True)
-            .stdout.strip()
-            .partition("-")
-        )
+        described = subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError):
         return dict(commit=None, dirty=None)
+    commit, _, dirty = described.stdout.strip().partition("-")
     return dict(commit=commit, dirty=bool(dirty))
 
 
 def run_facts(device: torch.device, peers: Mapping[str, str | None]) -> dict[str, Any]:
-    """What the file says of a run of `measure`."""
-    return dict(
-        environment(device, peers), gemm_tflops=gemm_tflops(device), host_us=None, host_us_of=None
-    )
+    """The file's facts of a run of `measure`."""
+    gemm = dict(gemm_tflops=gemm_tflops(device))
+    return dict(environment(device, peers), **gemm, host_us=None, host_us_of=None)
 
 
 def environment(device: torch.device, peers: Mapping[str, str | None]) -> dict[str, Any]:
-    """What was run where; kernels: fingerprints of their sources; peers: versions."""
-    named = sorted(file.stem for file in Path(compile.__file__).parent.glob("kernels/[a-z]*.py"))
+    """Date, device, commit, versions, peers' versions, and fingerprints of the kernels' sources."""
+    names = sorted(file.stem for file in Path(compile.__file__).parent.glob("kernels/[a-z]*.py"))
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
-    found: dict[str, Any] = dict(date=now, device=device_name(device))
-    found |= dict(checkout(), versions={**versions(), "triton": compile.installed("triton")})
-    return found | dict(
-        kernels={name: compile.sources(name) for name in named},
+    return dict(
+        date=now,
+        device=device_name(device),
+        **checkout(),
+        versions={**versions(), "triton": compile.installed("triton")},
+        kernels={name: compile.sources(name) for name in names},
         peers=dict(peers),
         state_commit=commit_version(),
     )

@@ -1,7 +1,7 @@
-"""How each peer makes the same call: an adapter for every peer and operation, and the registry of them all.
+"""The peers: an adapter per peer and operation, and their registry.
 
-The peers' names for things live here alone. Nothing of a peer is imported before a cell is prepared, and each may refuse a cell. A
-peer gets what it takes at its best: tensors allocated beforehand, states in the layout of its choice, its own fused gate.
+Peers' names live only in this file. A peer is imported when a cell is prepared, and may refuse it.
+It gets its best conditions: preallocated tensors, its preferred state layout, its fused gate.
 """
 
 from __future__ import annotations
@@ -30,33 +30,31 @@ from .record import CACHED, RAW
 
 
 class NotOffered(Exception):
-    """The peer has nothing for this cell; the message says why."""
+    """The peer does not support this cell; the message gives the reason."""
 
 
 Prepare = Callable[[Cell, Any], Call]
-"""From a cell and one set of its buffers to a call: everything but the call itself."""
+"""Prepares a call from a cell and one set of its buffers."""
 
 
 @dataclass(frozen=True)
 class Peer:
-    """raw: as prepare, but what prepare makes of our inputs is made in every call; None for a peer that takes them as they are."""
+    """raw: like prepare, but each call converts our inputs; None if the peer takes raw ones."""
 
     package: str
     prepare: Prepare
     raw: Prepare | None = None
 
     def forms(self, name: str) -> dict[str, Prepare]:
-        """What of the peer is timed, by name."""
-        return (
-            {name: self.prepare} if self.raw is None else {name: self.prepare, name + RAW: self.raw}
-        )
+        """The timed forms of the peer, by name."""
+        raw = {} if self.raw is None else {name + RAW: self.raw}
+        return {name: self.prepare} | raw
 
     @property
     def version(self) -> str | None:
-        """The installed package's version, or the digest of the lone file that stands for it."""
-        return compile.installed(self.package) or (
-            digest(LONE[self.package]) if self.package in LONE else None
-        )
+        """The installed package's version, or the digest of its lone file."""
+        lone = digest(LONE[self.package]) if self.package in LONE else None
+        return compile.installed(self.package) or lone
 
 
 def function(module: str, name: str) -> Any:
@@ -69,7 +67,7 @@ INSIDE = dict(
 
 
 def packed(x: Tensor) -> Tensor:
-    """[B, T, ...] -> [1, B * T, ...], the same memory."""
+    """[B, T, ...] -> [1, B * T, ...], a view."""
     return x.view(1, -1, *x.shape[2:])
 
 
@@ -100,16 +98,11 @@ def _flashinfer_kda(cell: Cell, b: Pooled) -> Call:
     if b.intermediate_states is None:
         options |= dict(initial_state=b.state, ssm_state_indices=b.state_indices)
     else:
-        # Its form of speculative decoding: one slot a token in a pool of their own, read from another pool.
-        slots = torch.arange(cell.sequences * cell.T, dtype=torch.int32, device=b.q.device).view(
-            -1, cell.T
-        )
-        options |= dict(initial_state=b.intermediate_states.flatten(0, 1), ssm_state_indices=slots)
-        options |= dict(
-            initial_state_source=b.state,
-            initial_state_indices=b.state_indices,
-            num_spec_tokens=cell.T - 1,
-        )
+        # Its speculative decoding reads one pool and writes a slot per token of a second pool.
+        slots = torch.arange(cell.sequences * cell.T, dtype=torch.int32, device=b.q.device)
+        options |= dict(initial_state=b.intermediate_states.flatten(0, 1))
+        options |= dict(ssm_state_indices=slots.view(-1, cell.T), num_spec_tokens=cell.T - 1)
+        options |= dict(initial_state_source=b.state, initial_state_indices=b.state_indices)
     return lambda: (decode(*tokens, **options)[0], b.written)
 
 
@@ -118,15 +111,8 @@ def sglang_options(cell: Cell, b: Pooled) -> dict[str, Any]:
     options: dict[str, Any] = dict(
         softplus_beta=1.0, softplus_threshold=20.0, scale=D**-0.5, use_qk_l2norm_in_kernel=True
     )
-    options |= dict(
-        q=packed(b.q),
-        k=packed(b.k),
-        v=packed(b.v),
-        a=g,
-        b=beta,
-        A_log=b.gate.A_log,
-        dt_bias=b.gate.dt_bias,
-    )
+    options |= dict(q=packed(b.q), k=packed(b.k), v=packed(b.v), a=g, b=beta)
+    options |= dict(A_log=b.gate.A_log, dt_bias=b.gate.dt_bias)
     options |= dict(
         cu_seqlens=cu_seqlens(cell.lengths, torch.int32, b.q.device),
         is_kda=kda,
@@ -147,9 +133,9 @@ def sglang_decode(cell: Cell, b: Pooled) -> Call:
 
 
 def fla_decode(cell: Cell, b: Pooled) -> Call:
-    """FLA has no pool: it gets the states gathered beforehand, and writes new ones, in fp32 always."""
+    """FLA has no pool: it gets gathered states and writes new ones, always in fp32."""
     if cell.T > 1:
-        raise NotOffered("fused_recurrent returns the final state alone, no intermediate ones")
+        raise NotOffered("fused_recurrent returns the final state alone, no intermediate states")
     options: dict[str, Any] = dict(
         INSIDE, A_log=b.gate.A_log, dt_bias=b.gate.dt_bias, scale=D**-0.5
     )
@@ -164,9 +150,9 @@ def fla_decode(cell: Cell, b: Pooled) -> Call:
 
 
 File = tuple[str, str, str]
-"""The variable that may name the file, its place in SGLang, and the function in it."""
+"""An environment variable that may name the file, its path in SGLang, and the function in it."""
 LIBRARY: File = ("GATED_DELTA_VLLM_LIBRARY", "_C_stable_libtorch.abi3.so", "")
-"""vLLM's, which loads without vLLM."""
+"""vLLM's kernels, loadable without vLLM."""
 GATING = "attention/linear/fused_sigmoid_gating_recurrent.py"
 KERNEL: File = ("GATED_DELTA_SGLANG_KERNEL", GATING, "fused_sigmoid_gating_delta_rule_update")
 COMMIT: File = (
@@ -181,11 +167,11 @@ KDA_FOLD: File = (
 )
 GDN_REPLAY = ("", "attention/linear/gdn_replayssm_spec_decode.py")
 LONE = {"sglang": KERNEL, "vllm": LIBRARY}
-"""What stands for a package that is not installed."""
+"""Files that replace packages that are not installed."""
 
 
 def lone_file(wanted: File) -> Path | None:
-    """The file that the variable names, else one on sys.path, alone or in SGLang; beside the kernel, too."""
+    """The file that the variable names, else one next to the kernel, on sys.path or in SGLang."""
     if named := os.environ.get(wanted[0]):
         return Path(named)
     kernel = None if wanted is KERNEL else lone_file(KERNEL)
@@ -200,16 +186,14 @@ def lone_file(wanted: File) -> Path | None:
 
 def digest(wanted: File) -> str | None:
     file = lone_file(wanted)
-    return (
-        f"file {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
-        if file and file.is_file()
-        else None
-    )
+    if file is None or not file.is_file():
+        return None
+    return f"file {hashlib.sha256(file.read_bytes()).hexdigest()[:16]}"
 
 
 @functools.cache
 def sglang_stubs() -> dict[str, ModuleType]:
-    """What stands for SGLang's modules, by name; made once, since some calls are timed with them in place."""
+    """Stubs of SGLang's modules, by name; cached, since calls are timed with them installed."""
     cuda = torch.cuda.is_available()
     major, minor = torch.cuda.get_device_capability() if cuda else (0, 0)
     cores = torch.cuda.get_device_properties().multi_processor_count if cuda else 0
@@ -226,39 +210,34 @@ def sglang_stubs() -> dict[str, ModuleType]:
             is_arch_support_pdl=major >= 9,
             get_jit_cuda_arch=SimpleNamespace(major=major, minor=minor),
         ),
-        "sglang.kernels.ops.attention.fla.utils": dict(
-            is_tf32_supported=True
-        ),  # a constant there: any function is true, too
-        "sglang.kernels.ops.memory.ptr_table": dict(
-            make_ptr_table=None
-        ),  # for convolutions, of which there are none
+        # A constant in SGLang; a function is true as well.
+        "sglang.kernels.ops.attention.fla.utils": dict(is_tf32_supported=True),
+        # For convolutions; unused.
+        "sglang.kernels.ops.memory.ptr_table": dict(make_ptr_table=None),
         "sglang.srt.utils": machine,
         "sglang.srt.utils.common": dict(get_device_core_count=cores),
     }
     stubs = {name: ModuleType(name) for name in answers}
     for name, facts in answers.items():
-        vars(stubs[name]).update(
-            {question: lambda *_, answer=answer: answer for question, answer in facts.items()}
-        )
+        for question, answer in facts.items():
+            setattr(stubs[name], question, lambda *_, answer=answer: answer)
     vars(stubs["sglang.kernels.ops.attention.fla.utils"]).update(input_guard=lambda call: call)
     vars(stubs["sglang.srt.utils"]).update(
         cdiv=lambda a, b: -(-a // b), next_power_of_2=lambda n: 1 << (n - 1).bit_length()
     )
     stubs["sglang.kernels.ops.attention"] = attention = ModuleType("sglang.kernels.ops.attention")
-    vars(attention).update(
-        kda_packed_decode=SimpleNamespace(covered=lambda *_: False)
-    )  # a CUDA kernel, slower on an H200
+    # A CUDA kernel, slower on an H200.
+    vars(attention).update(kda_packed_decode=SimpleNamespace(covered=lambda *_: False))
     if importlib.util.find_spec("triton"):
-        stubs["sglang.kernels.ops.attention.fla.op"] = operators = ModuleType(
-            "sglang.kernels.ops.attention.fla.op"
-        )
+        name = "sglang.kernels.ops.attention.fla.op"
+        stubs[name] = operators = ModuleType(name)
         vars(operators).update(exp=function("triton.language", "exp"))
     return stubs
 
 
 @contextlib.contextmanager
 def sglang_modules() -> Iterator[None]:
-    """SGLang's files ask its other modules what machine this is; these need the whole of SGLang, so stubs answer meanwhile."""
+    """Installs the stubs: SGLang's files query modules that need the whole of SGLang."""
     stubs = sglang_stubs()
     before = {name: sys.modules[name] for name in stubs if name in sys.modules}
     sys.modules.update(stubs)
@@ -272,11 +251,12 @@ def sglang_modules() -> Iterator[None]:
 
 @functools.cache
 def sglang(wanted: File) -> Any:
-    """The function."""
+    """The function, loaded from its file."""
     file = lone_file(wanted)
     if file is None or not file.is_file():
         raise ImportError(
-            f"SGLang's {Path(wanted[1]).name}: not on sys.path; {wanted[0] or KERNEL[0]} may name it, got {file}"
+            f"SGLang's {Path(wanted[1]).name}: not on sys.path; "
+            f"{wanted[0] or KERNEL[0]} may name it, got {file}"
         )
     spec = importlib.util.spec_from_file_location(f"benchmarks_sglang_{file.stem}", file)
     assert spec is not None
@@ -288,17 +268,15 @@ def sglang(wanted: File) -> Any:
 
 
 def commit_version() -> str:
-    """What commits a cached state, for the peers and for our own decode."""
-    found = digest(COMMIT)
-    return f"sglang {COMMIT[2]}, {found}" if found else "torch indexing"
+    """The kernel that commits a cached state, for the peers and for our decode."""
+    file = digest(COMMIT)
+    return f"sglang {COMMIT[2]}, {file}" if file else "torch indexing"
 
 
 def committed(b: Drafts) -> Callable[[], object]:
-    """The call that puts each sequence's state after its last accepted draft into its slot, with everything else done."""
-    steps, rows = (
-        b.num_accepted - 1,
-        torch.arange(len(b.num_accepted), dtype=torch.int32, device=b.q.device),
-    )
+    """The call that copies each sequence's state after its last accepted draft to its slot."""
+    steps = b.num_accepted - 1
+    rows = torch.arange(len(b.num_accepted), dtype=torch.int32, device=b.q.device)
     if lone_file(COMMIT) is not None:
         return partial(sglang(COMMIT), b.state[None], b.written[None], b.state_indices, steps, rows)
     slots, accepted = b.state_indices.long(), (rows.long(), steps.long())
@@ -306,7 +284,7 @@ def committed(b: Drafts) -> Callable[[], object]:
 
 
 def caching(decode: Prepare) -> Prepare:
-    """Speculative decoding by a decode that caches the state after every token, and the commit of one of them."""
+    """Speculative decoding: decode caches the state after every token, then one is committed."""
 
     def prepare(cell: Cell, b: Drafts) -> Call:
         step, commit = decode(cell, b), committed(b)
@@ -322,23 +300,23 @@ def caching(decode: Prepare) -> Prepare:
 
 
 RING = 16
-"""Tokens of SGLang's ring of records, as it is unless a server asks for another one."""
+"""Tokens of SGLang's ring of records, by default."""
 
 
 def folds_each_round(cell: Cell) -> bool:
-    """Whether ReplaySSM folds in every round: all but GDN with fp32 states, which waits until its ring may overflow."""
+    """True if ReplaySSM folds in every round. GDN with fp32 states waits for a full ring."""
     return cell.model == "kda" or cell.state_dtype != FP32
 
 
 def our_us(name: str, cell: Cell, us: Mapping[str, float]) -> float:
-    """What a peer's time is compared with: ours, or a round of two that share a flush, where the peer leaves folds out too."""
+    """Our time to compare with: half of two rounds with one flush if the peer skips folds."""
     if name != "replayssm" or folds_each_round(cell) or "two_rounds" not in us:
         return us["ours"]
     return us["two_rounds"] / 2
 
 
 def sglang_replay(cell: Cell, b: Drafts) -> Call:
-    """ReplaySSM: verify keeps records of the drafts in a ring, from which the accepted ones are folded into the state."""
+    """ReplaySSM: verify records drafts in a ring; a fold adds the accepted ones to the state."""
 
     def ring(heads: int, *channels: int, dtype: torch.dtype = b.q.dtype) -> Tensor:
         return torch.zeros(
@@ -368,10 +346,10 @@ def _kda_replay(cell: Cell, b: Drafts, ring: Callable[..., Tensor]) -> list[Call
 
 
 def _gdn_replay(cell: Cell, b: Drafts, ring: Callable[..., Tensor]) -> list[Callable[[], Any]]:
-    """Folds at every commit with states of 16 bits, and with fp32 ones before the ring might not hold two more drafts.
+    """Folds at every commit with 16-bit states; with fp32 states before the ring could overflow.
 
-    The first call folds in any case, since its states are compared, and what its ring holds before changes nothing. Afterwards
-    every sequence is at a random point of its ring.
+    The first call always folds, since its states are compared. Afterwards every sequence is at a
+    random point of its ring.
     """
     names = (
         "gdn_replayssm_spec_decode",
@@ -383,29 +361,17 @@ def _gdn_replay(cell: Cell, b: Drafts, ring: Callable[..., Tensor]) -> list[Call
     pos, base = (
         torch.full((cell.sequences,), at, dtype=torch.int32, device=device) for at in (full, 0)
     )
-    rows, null = (
-        torch.arange(cell.sequences, dtype=torch.int32, device=device),
-        dict(null_block_id=-1),
-    )
+    rows, null = torch.arange(len(pos), dtype=torch.int32, device=device), dict(null_block_id=-1)
     cursors = dict(
         write_pos=pos, cache_base=base, is_flush=base.to(torch.int8), replay_indices=rows
     )
-    records = dict(
-        checkpoint_state=b.state,
-        d_cache=ring(HV, D),
-        k_cache=ring(H, D),
-        g_cache=ring(HV, dtype=FP32),
-    )
+    rings = dict(d_cache=ring(HV, D), k_cache=ring(H, D), g_cache=ring(HV, dtype=FP32))
+    records = dict(checkpoint_state=b.state, **rings)
     d_low, k_low = ring(HV, D), ring(H, D)
-    tokens = {
-        name: x.flatten(0, 1)
-        for name, x in dict(q=b.q, k=b.k, v=b.v, a=b.g, b=b.beta, out=b.blank()).items()
-    }
-    tokens |= dict(
-        A_log=b.gate.A_log,
-        dt_bias=b.gate.dt_bias,
-        query_start_loc=cu_seqlens(cell.lengths, torch.int32, device),
-    )
+    raw = dict(q=b.q, k=b.k, v=b.v, a=b.g, b=b.beta, out=b.blank())
+    tokens = {name: x.flatten(0, 1) for name, x in raw.items()}
+    starts = cu_seqlens(cell.lengths, torch.int32, device)
+    tokens |= dict(A_log=b.gate.A_log, dt_bias=b.gate.dt_bias, query_start_loc=starts)
     options: dict[str, Any] = dict(
         scale=D**-0.5, launch_mode="verify", rawv_cache=d_low, rawk_cache=k_low, beta_cache=None
     )
@@ -413,46 +379,28 @@ def _gdn_replay(cell: Cell, b: Drafts, ring: Callable[..., Tensor]) -> list[Call
     layer = {name: x[None] for name, x in records.items()} | dict(
         d_residual_cache=d_low[None], k_residual_cache=k_low[None]
     )
-    anywhere = torch.randint(0, full + 1, pos.shape, generator=torch.Generator().manual_seed(0)).to(
-        pos
-    )
-    spread = [] if folds_each_round(cell) else [partial(pos.copy_, anywhere)]
+    rng = torch.Generator().manual_seed(0)
+    anywhere = torch.randint(0, full + 1, pos.shape, generator=rng).to(pos)
+    each, slots, accepted = folds_each_round(cell), b.state_indices, b.num_accepted
+    spread = [] if each else [partial(pos.copy_, anywhere)]
+    advance_options = dict(num_accepted=accepted, fold_every_commit=each)
+    fold_options = dict(state_batch_indices=slots, accept_lens=accepted)
+    options |= dict(ssm_state_indices=slots)
     return [
-        partial(
-            verify,
-            **tokens,
-            **records,
-            **cursors,
-            **sizes,
-            **options,
-            ssm_state_indices=b.state_indices,
-        ),
-        partial(
-            advance,
-            **cursors,
-            **sizes,
-            num_accepted=b.num_accepted,
-            fold_every_commit=folds_each_round(cell),
-        ),
-        partial(
-            fold,
-            **layer,
-            **cursors,
-            **null,
-            state_batch_indices=b.state_indices,
-            accept_lens=b.num_accepted,
-        ),
+        partial(verify, **tokens, **records, **cursors, **sizes, **options),
+        partial(advance, **cursors, **sizes, **advance_options),
+        partial(fold, **layer, **cursors, **null, **fold_options),
         lambda: spread and spread.pop()(),
     ]
 
 
-Made = Callable[[], list[Tensor]]
+PeerInputs = Callable[[], list[Tensor]]
 
 
-def making(raw: bool, make: Made) -> Made:
-    """What gives a call its inputs: made anew for every call, or once beforehand."""
-    made = None if raw else make()
-    return make if made is None else lambda: made
+def once_unless(raw: bool, convert: PeerInputs) -> PeerInputs:
+    """A peer's inputs: converted in every call if raw, else once."""
+    converted = None if raw else convert()
+    return convert if converted is None else lambda: converted
 
 
 def normalised(x: Tensor) -> Tensor:
@@ -460,7 +408,7 @@ def normalised(x: Tensor) -> Tensor:
 
 
 def gates(b: Prompts, decay: bool = False) -> list[Tensor]:
-    """fp32 log decay, or the decay, [1, total, HV] or [1, total, HV, K], and beta [1, total, HV]."""
+    """fp32 log decay (or decay) [1, total, HV] or [1, total, HV, K], and beta [1, total, HV]."""
     rate, x = b.gate.A_log.exp(), b.g.float() + b.gate.dt_bias
     log_decay = -rate * F.softplus(x) if x.ndim == 3 else BOUND * torch.sigmoid(rate[:, None] * x)
     return [log_decay.exp() if decay else log_decay, b.beta.float().sigmoid()]
@@ -477,9 +425,9 @@ def only(model: str, cell: Cell) -> None:
 
 
 def prefilling(
-    prefill: Callable[..., Any], inputs: Made, swap: bool = False, **options: Any
+    prefill: Callable[..., Any], inputs: PeerInputs, swap: bool = False, **options: Any
 ) -> Call:
-    """swap: for a peer whose states are K-first."""
+    """swap: the peer's states are K-first."""
 
     def call() -> tuple[Tensor, Tensor]:
         o, final_state = prefill(*inputs(), scale=D**-0.5, output_final_state=True, **options)
@@ -489,10 +437,8 @@ def prefilling(
 
 
 def fla_prefill(cell: Cell, b: Prompts) -> Call:
-    """Takes everything raw; its states are K-first by default."""
-    os.environ.update(
-        FLA_FLASH_KDA="0", FLA_FLASH_QLA="0"
-    )  # its own Triton kernels, whatever else is installed
+    """FLA takes raw inputs; its states are K-first by default."""
+    os.environ.update(FLA_FLASH_KDA="0", FLA_FLASH_QLA="0")  # always its own Triton kernels
     options: dict[str, Any] = dict(INSIDE, A_log=b.gate.A_log, dt_bias=b.gate.dt_bias)
     options |= dict(initial_state=key_first(b.initial_state).contiguous())
     options |= dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int64, b.q.device))
@@ -505,36 +451,40 @@ def fla_prefill(cell: Cell, b: Prompts) -> Call:
 
 
 def flashinfer_prefill(cell: Cell, b: Prompts, raw: bool = False) -> Call:
-    """Wants q and k normalised, which it can do itself, the decay (not its logarithm) and beta."""
+    """FlashInfer needs normalised q and k (it can normalise), the decay (not its log) and beta."""
     only("gdn", cell)
     prefill = function("flashinfer.gdn_prefill", "chunk_gated_delta_rule")
     q, k = (x[0] if raw else normalised(x[0]) for x in (b.q, b.k))
-    made = making(raw, lambda: [x[0] for x in gates(b, decay=True)])
+    gating = once_unless(raw, lambda: [x[0] for x in gates(b, decay=True)])
     options: dict[str, Any] = dict(
         use_qk_l2norm_in_kernel=raw, output=b.blank()[0], max_seqlen=b.max_seqlen
     )
     options |= dict(initial_state=b.initial_state, output_state=torch.empty_like(b.initial_state))
     options |= dict(cu_seqlens=cu_seqlens(cell.lengths, torch.int64, b.q.device))
-    return prefilling(prefill, lambda: [q, k, b.v[0], *made()], **options)
+    return prefilling(prefill, lambda: [q, k, b.v[0], *gating()], **options)
 
 
 def flashqla_prefill(cell: Cell, b: Prompts, raw: bool = False) -> Call:
-    """Wants q and k normalised, which it can do itself, the log decay and beta; its states are K-first by default."""
+    """FlashQLA needs normalised q and k (it can normalise), the log decay and beta.
+
+    Its states are K-first by default.
+    """
     only("gdn", cell)
-    prefill, made = function("flash_qla", "chunk_gated_delta_rule"), making(raw, lambda: gates(b))
+    prefill = function("flash_qla", "chunk_gated_delta_rule")
+    gating = once_unless(raw, lambda: gates(b))
     q, k = (x if raw else normalised(x) for x in (b.q, b.k))
     options = dict(
         initial_state=key_first(b.initial_state).contiguous(),
         cu_seqlens=b.cu_seqlens,
         use_qk_l2norm_in_kernel=raw,
     )
-    return prefilling(prefill, lambda: [q, k, b.v, *made()], swap=True, **options)
+    return prefilling(prefill, lambda: [q, k, b.v, *gating()], swap=True, **options)
 
 
 def cudnn_prefill(cell: Cell, b: Prompts, raw: bool = False, plan: str = "kda_hopper_cuda") -> Call:
-    """At its best with q and k normalised, the log decay and beta in fp32.
+    """cuDNN is fastest with normalised q and k, and the log decay and beta in fp32.
 
-    Its plan kda_hopper_cuda can make all of it itself; kda_hopper wants it made and compiles anew for every shape.
+    Its plan kda_hopper_cuda can convert raw inputs; kda_hopper cannot, and compiles per shape.
     """
     only("kda", cell)
     if plan == "kda_hopper" and cell.heads[0] != cell.heads[1]:
@@ -551,8 +501,10 @@ def cudnn_prefill(cell: Cell, b: Prompts, raw: bool = False, plan: str = "kda_ho
             lambda: [*(x[0] for x in (b.q, b.k, b.v, b.g, b.beta)), b.cu_seqlens],
             **options,
         )
-    made = making(raw, lambda: [x[0] for x in (normalised(b.q), normalised(b.k), b.v, *gates(b))])
-    return prefilling(prefill, lambda: [*made(), b.cu_seqlens], **options)
+    inputs = once_unless(
+        raw, lambda: [x[0] for x in (normalised(b.q), normalised(b.k), b.v, *gates(b))]
+    )
+    return prefilling(prefill, lambda: [*inputs(), b.cu_seqlens], **options)
 
 
 DECODE = {
@@ -566,7 +518,8 @@ CACHING = {
 }
 CACHING |= dict(replayssm=Peer("sglang", sglang_replay))
 OWN = {CACHED: Peer("gated-delta", caching(lambda cell, b: Pooled.ours(b, "auto")))}
-"""Our own decode with a state cached after every token: what verify and flush replace. It is always timed, and is no peer."""
+"""Our decode with a state cached after every token, the alternative to verify and flush. It is
+always timed, and is no peer."""
 CUDNN_CUTE = partial(cudnn_prefill, plan="kda_hopper")
 PREFILL = {
     "fla": Peer("fla-core", fla_prefill),

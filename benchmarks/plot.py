@@ -1,4 +1,4 @@
-"""Pictures of results: each series' times and, below, every peer's time over ours; needs matplotlib."""
+"""Pictures of results: each series' times, and below them the ratios. Needs matplotlib."""
 
 from __future__ import annotations
 
@@ -11,15 +11,22 @@ from typing import Any
 from .record import CACHED, RAW, Record, grouped, over_ours, peers_of
 
 WORDS = {
-    RAW: "raw: with the time to make what a peer needs of our inputs (normalised q, k, activated gates), else made before",
+    RAW: "raw: includes the conversion of inputs for a peer (normalised q and k, activated gates)",
     "fast": "fast gates: every head or channel forgets; slow: one in ten hardly does",
-    CACHED: "cached: our own decode with a state cached after every token and a copy of one, what verify and flush replace",
+    CACHED: "cached: our decode with a state cached after every token and a copy of one, "
+    "the alternative to verify and flush",
 }
-"""Said above a picture in which the word occurs."""
+"""Notes above a picture, by a word in the names of its peers or series."""
 STYLES = {
-    "flashinfer": ("tab:orange", "s"), "sglang": ("tab:green", "D"), "fla": ("tab:red", "v"), "vllm": ("tab:purple", "P"),
-    "cudnn": ("tab:brown", "X"), "flashqla": ("tab:pink", "h"), "replayssm": ("tab:olive", "d"), CACHED: ("tab:gray", "p"),
-}  # fmt: skip
+    "flashinfer": ("tab:orange", "s"),
+    "sglang": ("tab:green", "D"),
+    "fla": ("tab:red", "v"),
+    "vllm": ("tab:purple", "P"),
+    "cudnn": ("tab:brown", "X"),
+    "flashqla": ("tab:pink", "h"),
+    "replayssm": ("tab:olive", "d"),
+    CACHED: ("tab:gray", "p"),
+}
 """A library's colour and marker, in every picture."""
 OTHER = "black", "*"
 COLUMNS, HIGHEST = 4, 3.0
@@ -27,25 +34,19 @@ COLUMNS, HIGHEST = 4, 3.0
 
 
 def title(content: Mapping[str, Any]) -> str:
-    """Operation, device, date, versions, commits of the runs, as far as they were recorded."""
+    """Operation, device, date, versions and commits of the runs, as far as recorded."""
     runs = content["runs"]
-    facts = dict(
-        on=[run["device"] for run in runs], date=[run["date"] and run["date"][:10] for run in runs]
-    )
-    facts |= dict(
-        commit=[run["commit"] and run["commit"][:7] for run in runs],
-        torch=[run["versions"]["torch"] for run in runs],
-    )
-    facts |= {
-        name: [run["peers"].get(name) for run in runs]
-        for run in runs
-        for name, version in run["peers"].items()
-        if version
+    facts = {
+        "on": [run["device"] for run in runs],
+        "date": [run["date"] and run["date"][:10] for run in runs],
+        "commit": [run["commit"] and run["commit"][:7] for run in runs],
+        "torch": [run["versions"]["torch"] for run in runs],
     }
-    found = {name: ", ".join(dict.fromkeys(filter(None, values))) for name, values in facts.items()}
-    return f"{content['command'].split()[-1]} " + ", ".join(
-        f"{name} {words}" for name, words in found.items() if words
-    )
+    for name in (name for run in runs for name, version in run["peers"].items() if version):
+        facts[name] = [run["peers"].get(name) for run in runs]
+    texts = {name: ", ".join(dict.fromkeys(filter(None, values))) for name, values in facts.items()}
+    operation = content["command"].split()[-1]
+    return f"{operation} " + ", ".join(f"{name} {text}" for name, text in texts.items() if text)
 
 
 def draw(content: Mapping[str, Any], file: Path) -> None:
@@ -88,11 +89,12 @@ def draw(content: Mapping[str, Any], file: Path) -> None:
         ncols=max(1, len(labels)),
         fontsize=8,
     )
-    said = " ".join([*names, *series])
+    words = " ".join([*names, *series])
     notes = [
-        f"GDN 16/64: 16 q/k and 64 value heads; shaded: ours is behind; a triangle: a ratio of {HIGHEST:.0f} or more"
+        "GDN 16/64: 16 q/k and 64 value heads; shaded: ours is behind; "
+        f"a triangle: a ratio of {HIGHEST:.0f} or more"
     ]
-    notes += [text for word, text in WORDS.items() if word in said]
+    notes += [note for word, note in WORDS.items() if word in words]
     above = [line for text in (title(content), *notes) for line in textwrap.wrap(text, 90)]
     figure.suptitle("\n".join(above), x=0.01, ha="left", fontsize=10)
     figure.savefig(file, dpi=100)
@@ -100,62 +102,39 @@ def draw(content: Mapping[str, Any], file: Path) -> None:
 
 
 def _panels(times: Any, ratios: Any, name: str, cells: list[Record], names: list[str]) -> None:
-    """One series. Only places on a scale, such as numbers of sequences, are joined by lines; a prefill's shapes are not."""
+    """One series. Lines join numbers of sequences, not a prefill's shapes."""
     shapes = "shape" in cells[0]["facts"]
-    line = "none" if shapes else "-"
+    defaults = dict(linewidth=1, markersize=4, linestyle="none" if shapes else "-")
+    floor = dict(label="floor: copy or GEMM", marker="_", color="black", markersize=9)
     places = range(len(cells))
 
-    def show(axis: Any, values: list[float | None], label: str, **style: Any) -> None:
+    def show(axis: Any, values: list[float | None], **style: Any) -> None:
         shown = [math.nan if value is None else value for value in values]
         if not all(map(math.isnan, shown)):
-            axis.plot(
-                places,
-                shown,
-                linewidth=1,
-                label=label,
-                **{"markersize": 4, "linestyle": line, **style},
-            )
+            axis.plot(places, shown, **{**defaults, **style})
 
-    show(times, [cell["us"] for cell in cells], "ours", marker="o", color="#2f6db0", markersize=5)
-    show(
-        times,
-        [cell["floor_us"] for cell in cells],
-        "floor: copy or GEMM",
-        marker="_",
-        color="black",
-        markersize=9,
-    )
+    ours = dict(label="ours", marker="o", color="#2f6db0", markersize=5)
+    show(times, [cell["us"] for cell in cells], **ours)
+    show(times, [cell["floor_us"] for cell in cells], **floor)
     for peer in names:
         color, marker = STYLES.get(peer.removesuffix(RAW), OTHER)
-        style = dict(
-            marker=marker, color=color, markerfacecolor="none" if peer.endswith(RAW) else color
-        )
+        face = "none" if peer.endswith(RAW) else color
+        style = dict(label=peer, marker=marker, color=color, markerfacecolor=face)
         over = [over_ours(cell, peer) for cell in cells]
-        show(times, [cell["peers"].get(peer, {}).get("us") for cell in cells], peer, **style)
-        show(ratios, [None if x is None else min(x, HIGHEST) for x in over], peer, **style)
-        cut = [
-            place for place, x in zip(places, over, strict=True) if x is not None and x >= HIGHEST
-        ]
+        show(times, [cell["peers"].get(peer, {}).get("us") for cell in cells], **style)
+        show(ratios, [None if x is None else min(x, HIGHEST) for x in over], **style)
+        cut = [i for i, x in enumerate(over) if x is not None and x >= HIGHEST]
         ratios.scatter(cut, [1.06 * HIGHEST] * len(cut), marker="^", color=color, s=12)
     times.set_yscale("log")
     times.set_title(name, fontsize=9)
     times.tick_params(labelbottom=False)
     ratios.axhline(1, color="black", linewidth=1)
-    show(
-        ratios,
-        [cell["share"] for cell in cells],
-        "floor: copy or GEMM",
-        marker="_",
-        color="black",
-        markersize=9,
-    )
+    show(ratios, [cell["share"] for cell in cells], **floor)
     ratios.set_ylim(0, 1.15 * HIGHEST)
     ratios.axhspan(0, 1, color="red", alpha=0.08)
     ratios.set_xticks(places, [cell["place"] for cell in cells], fontsize=8, rotation=90)
-    ratios.set_xlabel(
-        "prompts x tokens each, or prompts-lengths-tokens in all" if shapes else "sequences",
-        fontsize=8,
-    )
+    of_shapes = "prompts x tokens each, or prompts-lengths-tokens in all"
+    ratios.set_xlabel(of_shapes if shapes else "sequences", fontsize=8)
     for axis in (times, ratios):
         axis.set_xticks(places)
         axis.grid(alpha=0.3)

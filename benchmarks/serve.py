@@ -1,8 +1,8 @@
-"""What the user of a served model waits for, with the engine's own kernels and with gated_delta's, on CUDA devices.
+"""Latencies of a served model, with the engine's kernels and with gated_delta's, on CUDA devices.
 
-Time to first token (TTFT) of prompts that arrive together, and time per output token (TPOT) after it; and of that what GPU kernels
-take, by the engine's profiler. The model has few layers, of a released one's sizes, and random weights. Every engine starts in a
-process of its own.
+Measures the time to first token (TTFT) of prompts that arrive together, the time per output token
+(TPOT) after it, and the GPU kernels' share of both by the engine's profiler. The model has a few
+layers of a released model's sizes, with random weights. Each engine runs in its own process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from typing import Any, NamedTuple
 
 BATCHES, PROMPTS, NEW_TOKENS = (1, 8, 64, 256), (512, 4096, 32768), 65
 MAX_TOKENS = 2**20
-"""Tokens of a batch's prompts: larger cells are left out."""
+"""Most tokens of a batch's prompts; larger cells are skipped."""
 VOCABULARY = 32768
 MODELS = {
     "qwen3_next": dict(  # its linear layers, 6 of 8, between dense ones
@@ -91,9 +91,10 @@ RECURRENCE = re.compile(
     "gated_delta|delta_rule|chunk_|cumsum|l2norm|recompute_w_u|solve_tril|merge_16x16|post_conv|gating|(gdn|kda)_(?!.*norm)"
     "|(gather_initial|scatter)_states"
 )
-"""In the names of kernels, ours and the engines', that take a linear layer from its convolution to its norm.
+"""Names of kernels, ours and the engines', between a linear layer's convolution and its norm.
 
-Copies that an engine makes of states or inputs with PyTorch's own kernels are not known by their names: they are in `all` alone.
+An engine's copies of states or inputs by PyTorch's kernels have no such names: they count in `all`
+alone.
 """
 
 
@@ -118,25 +119,26 @@ CELLS = {
 }
 
 
-# ------------------------------------------------------------------------------------------------ a process, its engine
+# -------------------------------------------------------------------------- a process, its engine
 
 Prompts = list[list[int]]
 TOP = 5
-"""Of every position's tokens, how many have their logarithmic probabilities in an Answer."""
+"""Tokens per position with log probabilities in an Answer."""
 
 
 class Answer(NamedTuple):
-    """tokens: greedy ones; top: of every position the TOP best (token, log probability), the best first; empty if not asked for."""
+    """tokens: greedy. top: the TOP best (token, log probability) per position, or empty."""
 
     tokens: list[int]
     top: list[list[tuple[int, float]]]
 
 
 class Server(NamedTuple):
-    """An engine that runs.
+    """A running engine.
 
-    answer(prompts, new_tokens, top): top with log probabilities. profile: starts the engine's profiler, or stops it, which then has
-    written its trace. ranks: what gated_delta's report says, rank by rank, where the engine can ask its processes.
+    answer(prompts, new_tokens, top): top adds log probabilities. profile(on): starts the engine's
+    profiler, or stops it and writes its trace. ranks(): gated_delta's report of each rank, if the
+    engine can query its processes.
     """
 
     answer: Callable[[Prompts, int, bool], list[Answer]]
@@ -147,11 +149,8 @@ class Server(NamedTuple):
 def sglang(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Server:
     import sglang
 
-    ours = (
-        {f"linear_attn_{mode}_backend": "gated_delta" for mode in ("decode", "prefill", "verify")}
-        if plugin
-        else {}
-    )
+    modes = ("decode", "prefill", "verify") if plugin else ()
+    ours = {f"linear_attn_{mode}_backend": "gated_delta" for mode in modes}
     defaults = dict(
         skip_tokenizer_init=True, random_seed=0, disable_radix_cache=True, log_level="info"
     )
@@ -159,20 +158,19 @@ def sglang(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> S
 
     def answer(prompts: Prompts, new_tokens: int, top: bool) -> list[Answer]:
         sampling = dict(temperature=0, max_new_tokens=new_tokens, ignore_eos=True)
-        asked = dict(return_logprob=True, top_logprobs_num=TOP) if top else {}
-        made = engine.generate(input_ids=prompts, sampling_params=sampling, **asked)
-        found = [one["meta_info"]["output_top_logprobs"] if top else [] for one in made]
-        best = [
-            [[(token, logprob) for logprob, token, *_ in place] for place in places]
-            for places in found
-        ]
-        return [Answer(one["output_ids"], places) for one, places in zip(made, best, strict=True)]
+        more = dict(return_logprob=True, top_logprobs_num=TOP) if top else {}
+        outputs = engine.generate(input_ids=prompts, sampling_params=sampling, **more)
+        answers = []
+        for output in outputs:
+            positions = output["meta_info"]["output_top_logprobs"] if top else []
+            best = [[(token, logprob) for logprob, token, *_ in p] for p in positions]
+            answers.append(Answer(output["output_ids"], best))
+        return answers
 
     def profile(on: bool) -> None:
+        options = dict(activities=["GPU"], with_stack=False, record_shapes=False)
         if on:
-            engine.start_profile(
-                output_dir=str(traces), activities=["GPU"], with_stack=False, record_shapes=False
-            )
+            engine.start_profile(output_dir=str(traces), **options)
         else:
             engine.stop_profile()
 
@@ -184,41 +182,35 @@ def vllm(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Ser
     from vllm import LLM, SamplingParams
 
     defaults = dict(skip_tokenizer_init=True, seed=0, enable_prefix_caching=False)
-    torch_profiler = dict(
-        dir=str(traces), activities=["CUDA"], with_stack=False, dump_cuda_time_total=False
-    )
     profiler = dict(
         profiler="torch",
-        **{f"torch_profiler_{name}": value for name, value in torch_profiler.items()},
+        torch_profiler_dir=str(traces),
+        torch_profiler_activities=["CUDA"],
+        torch_profiler_with_stack=False,
+        torch_profiler_dump_cuda_time_total=False,
     )
     engine = LLM(model=model, **(defaults | dict(profiler_config=profiler) | options))
 
     def answer(prompts: Prompts, new_tokens: int, top: bool) -> list[Answer]:
-        asked = dict(logprobs=TOP) if top else {}
+        more = dict(logprobs=TOP) if top else {}
         sampling = SamplingParams(
-            temperature=0, max_tokens=new_tokens, detokenize=False, ignore_eos=True, **asked
+            temperature=0, max_tokens=new_tokens, detokenize=False, ignore_eos=True, **more
         )
-        made = engine.generate(
+        outputs = engine.generate(
             [dict(prompt_token_ids=prompt) for prompt in prompts], sampling, use_tqdm=False
         )
-        places = [one.outputs[0].logprobs if top else [] for one in made]
-        best = [
-            [
-                sorted(((t, x.logprob) for t, x in place.items()), key=lambda x: -x[1])
-                for place in some
-            ]
-            for some in places
-        ]
-        return [
-            Answer(list(one.outputs[0].token_ids), some)
-            for one, some in zip(made, best, strict=True)
-        ]
+        answers = []
+        for output in (request.outputs[0] for request in outputs):
+            positions = output.logprobs if top else []
+            pairs = [[(token, x.logprob) for token, x in p.items()] for p in positions]
+            best = [sorted(p, key=lambda pair: -pair[1]) for p in pairs]
+            answers.append(Answer(list(output.token_ids), best))
+        return answers
 
-    return Server(
-        answer,
-        lambda on: (engine.start_profile if on else engine.stop_profile)(),
-        lambda: engine.collective_rpc(_report),
-    )
+    def profile(on: bool) -> None:
+        (engine.start_profile if on else engine.stop_profile)()
+
+    return Server(answer, profile, lambda: engine.collective_rpc(_report))
 
 
 def _report(_worker: object) -> list[str]:
@@ -228,7 +220,7 @@ def _report(_worker: object) -> list[str]:
 
 
 def transformers(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Server:
-    """Not an engine, but `generate`: its own path is FLA's kernels where FLA is installed, else PyTorch."""
+    """transformers' `generate`; its kernels are FLA's if FLA is installed, else PyTorch's."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -236,13 +228,13 @@ def transformers(model: str, plugin: bool, options: dict[str, Any], traces: Path
 
     torch.manual_seed(0)
     if options.pop("load_format", None) == "dummy":
+        config = AutoConfig.from_pretrained(model)
         with torch.device("cuda"):
-            made = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(model), dtype=torch.bfloat16, **options
-            ).eval()
+            loaded = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, **options)
     else:
-        made = AutoModelForCausalLM.from_pretrained(model, **options).cuda().eval()
-    handle = patch(made) if plugin else None
+        loaded = AutoModelForCausalLM.from_pretrained(model, **options).cuda()
+    loaded = loaded.eval()
+    handle = patch(loaded) if plugin else None
     running: list[Any] = []
 
     def answer(prompts: Prompts, new_tokens: int, top: bool) -> list[Answer]:
@@ -252,70 +244,65 @@ def transformers(model: str, plugin: bool, options: dict[str, Any], traces: Path
             min_new_tokens=new_tokens,
             attention_mask=torch.ones_like(ids),
         )
-        out = made.generate(ids, do_sample=False, **lengths)
+        out = loaded.generate(ids, do_sample=False, **lengths)
         return [Answer(row[ids.shape[1] :].tolist(), []) for row in out]
 
     def profile(on: bool) -> None:
         if on:
-            running.append(
-                torch.profiler.profile(
-                    activities=[torch.profiler.ProfilerActivity.CUDA]
-                ).__enter__()
-            )
+            profiler = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            running.append(profiler.__enter__())
         else:
             running[-1].__exit__(None, None, None)
             running.pop().export_chrome_trace(str(traces / "of.trace.json.gz"))
 
-    return Server(
-        answer, profile, lambda: [[str(row) for row in handle.report()]] if handle else []
-    )
+    def ranks() -> list[list[str]]:
+        return [[str(row) for row in handle.report()]] if handle else []
+
+    return Server(answer, profile, ranks)
 
 
 ENGINES = dict(sglang=sglang, vllm=vllm, transformers=transformers)
 
 
 def prompts_of(cell: Cell, repeat: int) -> Prompts:
-    """No prompt comes twice, so no cache helps."""
-    drawn = random.Random(f"{cell} {repeat}")
-    return [[drawn.randrange(VOCABULARY) for _ in range(cell.prompt)] for _ in range(cell.batch)]
+    """Prompts that differ in every repeat, so that no cache helps."""
+    rng = random.Random(f"{cell} {repeat}")
+    return [[rng.randrange(VOCABULARY) for _ in range(cell.prompt)] for _ in range(cell.batch)]
 
 
 def measure(server: Server, cell: Cell, repeats: int, traces: Path) -> dict[str, Any]:
-    """The least of several times, in ms; what kernels take, in us; tokens: the first prompt's, for comparison."""
+    """The least of several times, in ms; kernels' times, in us; the first prompt's tokens."""
     first, whole, tokens = [], [], [[0]]
     for repeat in range(repeats + 1):
         prompts = prompts_of(cell, repeat)
         start = time.perf_counter()
         server.answer(prompts, 1, False)
         between = time.perf_counter()
-        tokens = [
-            answer.tokens
-            for answer in server.answer([prompt[::-1] for prompt in prompts], NEW_TOKENS, False)
-        ]
-        if repeat:  # the first one warms up
+        answers = server.answer([prompt[::-1] for prompt in prompts], NEW_TOKENS, False)
+        tokens = [answer.tokens for answer in answers]
+        if repeat:  # repeat 0 warms up
             first.append(between - start)
             whole.append(time.perf_counter() - between)
-    times = dict(
-        ttft_ms=1e3 * min(first), tpot_ms=1e3 * (min(whole) - min(first)) / (NEW_TOKENS - 1)
-    )
+    tpot_s = (min(whole) - min(first)) / (NEW_TOKENS - 1)
+    times = dict(ttft_ms=1e3 * min(first), tpot_ms=1e3 * tpot_s)
     return dict(times, kernels_us=kernels(server, cell, traces, repeats + 1), tokens=tokens[0])
 
 
 def kernels(server: Server, cell: Cell, traces: Path, repeat: int) -> dict[str, float]:
-    """What GPU kernels take for the prompts and for a step of decode after them: those of the recurrence, and all. In us."""
-    found = []
+    """us of GPU kernels, the recurrence's and all, for the prompts and for a decode step."""
+    runs = []
     for new_tokens in (1, NEW_TOKENS):
         server.profile(True)
         server.answer(prompts_of(cell, repeat + new_tokens), new_tokens, False)
         server.profile(False)
-        found.append(profiled(traces))
-    prefill, both = found
+        runs.append(profiled(traces))
+    prefill, both = runs
     steps = {f"decode {name}": (both[name] - prefill[name]) / (NEW_TOKENS - 1) for name in prefill}
     return {f"prefill {name}": us for name, us in prefill.items()} | steps
 
 
 def profiled(traces: Path) -> dict[str, float]:
-    """Time of the recurrence's kernels, and of all, in the trace that the profiler left, of rank 0; removes every rank's."""
+    """us of the recurrence's kernels and of all in rank 0's trace; removes every rank's trace."""
     files = sorted(traces.rglob("*.json*"))
     if not files:
         raise RuntimeError(f"the engine's profiler left no trace in {traces}")
@@ -331,7 +318,7 @@ def profiled(traces: Path) -> dict[str, float]:
 
 
 def busy(events: Iterable[dict[str, Any]]) -> float:
-    """Time in which at least one runs: a kernel that is launched early waits beside the one before it."""
+    """Time with at least one kernel running: kernels launched early overlap."""
     total, end = 0.0, float("-inf")
     for start, stop in sorted((event["ts"], event["ts"] + event["dur"]) for event in events):
         total += max(stop - max(start, end), 0)
@@ -340,15 +327,15 @@ def busy(events: Iterable[dict[str, Any]]) -> float:
 
 
 def main(job: dict[str, Any]) -> None:
-    """A process's work: starts its engine, prints MEASURED and JSON for its start and for all that it is asked."""
+    """The engine's process: starts the engine, runs the job, prints MEASURED and JSON lines."""
     start = time.perf_counter()
-    with tempfile.TemporaryDirectory() as place:
-        traces = Path(place, "traces")
+    with tempfile.TemporaryDirectory() as directory:
+        traces = Path(directory, "traces")
         traces.mkdir()
         model, options = job["model"], job["options"]
         if model in MODELS:
-            config, model = MODELS[model], place
-            Path(place, "config.json").write_text(json.dumps(config))
+            config, model = MODELS[model], directory
+            Path(directory, "config.json").write_text(json.dumps(config))
             options = dict(load_format="dummy") | options
         server = ENGINES[job["engine"]](model, job["plugin"], options, traces)
         say(start_s=time.perf_counter() - start)
@@ -359,11 +346,11 @@ def main(job: dict[str, Any]) -> None:
         say(ranks=server.ranks())
 
 
-def say(**what: Any) -> None:
-    print(MEASURED, json.dumps(what), flush=True)
+def say(**message: Any) -> None:
+    print(MEASURED, json.dumps(message), flush=True)
 
 
-# ------------------------------------------------------------------------------------------------ the command's process
+# -------------------------------------------------------------------------- the command's process
 
 MEASURED = "MEASURED"
 
@@ -371,16 +358,15 @@ MEASURED = "MEASURED"
 def run(
     engine: str, model: str, plugin: bool, options: dict[str, Any], **asked: Any
 ) -> Iterator[Any]:
-    """What an engine that is started for it measures, line by line; under "log" what it says of gated_delta: what ran.
+    """Starts an engine and yields its measurements; "log": its log lines about gated_delta.
 
-    model: a name of MODELS, or a directory. asked: cells, labels of CELLS, each timed `repeats` times; prompts, for answers of
-    new_tokens, with log probabilities if `top`. Raises RuntimeError with the end of the engine's output if it fails.
+    model: a name of MODELS, or a directory. asked: `cells`, labels of CELLS, each timed `repeats`
+    times; `prompts`, for answers of `new_tokens`, with log probabilities if `top`. Raises
+    RuntimeError with the end of the engine's output if it fails.
     """
-    job = (
-        dict(engine=engine, model=model, plugin=plugin, options=options, cells=[], repeats=2)
-        | asked
-    )
-    said: list[str] = []
+    job = dict(engine=engine, model=model, plugin=plugin, options=options)
+    job |= dict(cells=[], repeats=2) | asked
+    output: list[str] = []
     command = [sys.executable, "-m", "benchmarks.serve"]
     with tempfile.TemporaryFile("w+") as given:
         json.dump(job, given)
@@ -393,51 +379,39 @@ def run(
                     if line.startswith(MEASURED):
                         yield json.loads(line[len(MEASURED) :])
                         continue
-                    said = [*said[-60:], line]
+                    output = [*output[-60:], line]
                     if "gated_delta" in line and "server_args" not in line:
                         yield dict(log=line.strip())
-            except BaseException:  # a signal here, or the caller stops
+            except BaseException:  # a signal, or the caller stops
                 process.terminate()
                 raise
     if process.returncode:
-        raise RuntimeError(f"{engine} ended with {process.returncode}\n{''.join(said)}")
+        raise RuntimeError(f"{engine} ended with {process.returncode}\n{''.join(output)}")
 
 
 def compared(engines: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A record a cell: the engine's own times, ours, their ratios (above 1: ours is faster), tokens equal from the first on."""
-    made = []
+    """A record per cell: the engine's times, ours, their ratios (above 1: ours is faster).
+
+    equal_tokens: the number of tokens before the first difference.
+    """
+    records = []
     for one, other in zip(engines, ours, strict=True):
-        pairs = {name: (one[name], other[name]) for name in ("ttft_ms", "tpot_ms")}
-        times = {
-            name: dict(zip(("engine", "gated_delta"), pair, strict=True))
-            for name, pair in pairs.items()
-        }
-        ratios = {f"{name[:4]}_ratio": a / b for name, (a, b) in pairs.items()}
-        both = {
+        record = dict[str, Any](cell=one["cell"])
+        for name in ("ttft_ms", "tpot_ms"):
+            record[name] = dict(engine=one[name], gated_delta=other[name])
+        for name in ("ttft", "tpot"):
+            record[f"{name}_ratio"] = one[f"{name}_ms"] / other[f"{name}_ms"]
+        record["kernels_us"] = {
             name: dict(engine=us, gated_delta=other["kernels_us"][name])
             for name, us in one["kernels_us"].items()
         }
-        equal = next(
-            (
-                i
-                for i, (a, b) in enumerate(zip(one["tokens"], other["tokens"], strict=True))
-                if a != b
-            ),
-            len(one["tokens"]),
-        )
-        made.append(
-            dict(
-                cell=one["cell"],
-                **times,
-                **ratios,
-                kernels_us=both,
-                equal_tokens=equal,
-                tokens=len(one["tokens"]),
-            )
-        )
-    return made
+        pairs = enumerate(zip(one["tokens"], other["tokens"], strict=True))
+        tokens = len(one["tokens"])
+        record["equal_tokens"] = next((i for i, (a, b) in pairs if a != b), tokens)
+        records.append(dict(record, tokens=tokens))
+    return records
 
 
 if __name__ == "__main__":
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # by way of the engine's own clean-up
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the engine's clean-up
     main(json.load(sys.stdin))

@@ -1,6 +1,6 @@
-"""Whether an engine says the same on gated_delta as on its own kernels: greedy tokens of many prompts, and where they part.
+"""Compares an engine's greedy tokens on its kernels and on gated_delta's, over many prompts.
 
-The prompts are pieces of Python's documentation, on which the shipped model was trained, as bytes.
+The prompts are pieces of Python's documentation, the shipped model's training text, as bytes.
 """
 
 from __future__ import annotations
@@ -18,30 +18,28 @@ LONGEST = 300
 
 
 def prompts(count: int) -> list[list[int]]:
-    """Of 8 to LONGEST tokens each."""
-    text, drawn = "\n\n".join(topics[name] for name in sorted(topics)).encode(), random.Random(0)
-    starts = [
-        (drawn.randrange(len(text) - LONGEST), drawn.randint(8, LONGEST)) for _ in range(count)
-    ]
-    return [list(text[start : start + length]) for start, length in starts]
+    """Prompts of 8 to LONGEST tokens each."""
+    text, rng = "\n\n".join(topics[name] for name in sorted(topics)).encode(), random.Random(0)
+    spans = [(rng.randrange(len(text) - LONGEST), rng.randint(8, LONGEST)) for _ in range(count)]
+    return [list(text[start : start + length]) for start, length in spans]
 
 
-def save_random(name: str, place: Path) -> None:
-    """A checkpoint of that model with random weights, under the names that engines read."""
+def save_random(name: str, directory: Path) -> None:
+    """Saves a checkpoint of that model with random weights, under the engines' names."""
     import safetensors.torch
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    file = place / "config.json"
+    file = directory / "config.json"
     file.write_text(config := json.dumps(MODELS[name]))
     torch.manual_seed(0)
     with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
         model = AutoModelForCausalLM.from_config(
-            AutoConfig.from_pretrained(place), dtype=torch.bfloat16
+            AutoConfig.from_pretrained(directory), dtype=torch.bfloat16
         )
-    model.save_pretrained(place)
+    model.save_pretrained(directory)
     file.write_text(config)
-    saved = place / "model.safetensors"
+    saved = directory / "model.safetensors"
     weights = {
         name.replace("block_sparse_moe", "mlp"): x
         for name, x in safetensors.torch.load_file(saved).items()
@@ -50,11 +48,12 @@ def save_random(name: str, place: Path) -> None:
 
 
 def compared(one: list[Any], other: list[Any]) -> dict[str, Any]:
-    """Answers [tokens, top] of one, the engine's own, against other's.
+    """Compares answers [tokens, top]: one from the engine's kernels, other from ours.
 
-    parted: at the first token that differs, how much better one held its own token than other's, in log probability, a prompt each,
-    the largest first; None where other's was not among the best. A small one is a tie, which rounding decides. deviation: by how
-    much log probabilities of one's tokens differ up to there, where both were asked for them: their mean and the largest.
+    parted: per prompt, at the first different token, the engine's log probability of its own token
+    minus that of ours, largest first; None if ours was not among its best. Small ones are ties.
+    deviation: mean and largest difference of the log probabilities of one's tokens before that, if
+    both answers have them.
     """
     parted: list[float | None] = []
     deviation: list[float] = []
@@ -66,11 +65,13 @@ def compared(one: list[Any], other: list[Any]) -> dict[str, Any]:
             best = dict(map(tuple, own_top[same]))
             parted.append(best[own[same]] - best[ours[same]] if ours[same] in best else None)
     parted.sort(key=lambda gap: -gap if gap is not None else float("-inf"))
-    found = dict(
-        prompts=len(one), equal=len(one) - len(parted), tokens=len(one[0][0]), parted=parted
+    statistic = (
+        dict(mean=statistics.fmean(deviation), largest=max(deviation)) if deviation else None
     )
-    return found | dict(
-        deviation=dict(mean=statistics.fmean(deviation), largest=max(deviation))
-        if deviation
-        else None
+    return dict(
+        prompts=len(one),
+        equal=len(one) - len(parted),
+        tokens=len(one[0][0]),
+        parted=parted,
+        deviation=statistic,
     )

@@ -1,16 +1,17 @@
-"""Speculative decoding of a hybrid model: verify drafts against frozen states, keep what is accepted, forget the rest.
+"""Speculative decoding of a hybrid model: verify drafts, accept some, roll back the rest.
 
     python examples/speculative_decoding.py --prompt "The for statement" --length 200 --draft 7
 
-The model is the one `gated-delta demo` runs, a 4-layer byte-level Qwen3.5. Its layers have three kinds of memory, and each is
-rolled back in a way of its own:
+The model is the demo's, a 4-layer byte-level Qwen3.5. Its layers have three kinds of memory, each
+with its own rollback:
 
-    linear attention, state          verify leaves it alone; one flush folds the accepted tokens into the states of all layers
-    linear attention, convolution    its last few inputs: of the step's, those that end at the last accepted token
+    linear attention, state          unchanged by verify; one flush folds the accepted tokens into
+                                     the states of all layers
+    linear attention, convolution    the last few inputs up to the last accepted token
     full attention, keys and values  cropped to the accepted tokens
 
-Drafts are looked up in the text so far. A draft is accepted if it is what the model would have chosen, so the text is that of
-plain greedy decoding, which runs too and is compared.
+Drafts are looked up in the text so far. A draft is accepted if the model chooses the same token, so
+the text equals that of plain greedy decoding. The example runs both and compares them.
 """
 
 from __future__ import annotations
@@ -30,12 +31,12 @@ from gated_delta.demo import load_model
 from gated_delta.options import usable_device
 
 Recurrence = Callable[[int, dict[str, Any]], Tensor]
-"""What a step does in a linear layer: from its row among the linear layers and its tokens to outputs [1, T, HV, V]."""
+"""A step of a linear layer: its index among the linear layers, tokens -> outputs [1, T, HV, V]."""
 
 POOL, SLOT = 4, 2
-"""States that the engine has room for, and the one that our request owns."""
+"""Slots of the engine's pool, and the slot of our request."""
 NGRAM = 4
-"""Bytes that must have been there before for what followed them to be a draft."""
+"""Bytes that must repeat before their old continuation becomes a draft."""
 
 
 class AttentionCache:
@@ -45,7 +46,7 @@ class AttentionCache:
         self.layers: dict[int, tuple[Tensor, Tensor]] = {}
 
     def update(self, keys: Tensor, values: Tensor, layer: int, **_: Any) -> tuple[Tensor, Tensor]:
-        """Append a step's. transformers' attention calls this, some versions with more, and attends to what it returns."""
+        """Appends a step's keys and values, and returns all. transformers' attention calls this."""
         if layer in self.layers:
             past_keys, past_values = self.layers[layer]
             keys, values = torch.cat([past_keys, keys], 2), torch.cat([past_values, values], 2)
@@ -60,7 +61,7 @@ class AttentionCache:
 
 
 class Request:
-    """One request, and all that the model remembers of it between its steps.
+    """One request, and the model's memory of it between steps.
 
     prefill, decode and verify take tokens [1, T] and return the model's choice after each, [1, T].
     """
@@ -71,9 +72,7 @@ class Request:
         L, H, HV = len(linear), config.linear_num_key_heads, config.linear_num_value_heads
         K, V = config.linear_key_head_dim, config.linear_value_head_dim
         self.model = model
-        self.rows = {
-            layer: row for row, layer in enumerate(linear)
-        }  # a layer's place among the linear ones
+        self.rows = {layer: row for row, layer in enumerate(linear)}  # index among linear layers
         self.state = torch.empty(L, POOL, HV, V, K, device=device)
         self.slots = torch.tensor([SLOT], device=device)
         self.buffer = gd.KVBuffer.empty(
@@ -81,15 +80,13 @@ class Request:
         )
         self.past = config.linear_conv_kernel_dim - 1
         nothing = torch.zeros(1, self.past, 2 * H * K + HV * V, dtype=model.dtype, device=device)
-        self.windows = [
-            nothing
-        ] * L  # inputs [1, past + T, channels] of the last step's convolutions
-        self.conv = [nothing] * L  # what of them the next step starts from, [1, past, channels]
+        self.windows = [nothing] * L  # convolution inputs of the last step, [1, past + T, channels]
+        self.conv = [nothing] * L  # the next step's first inputs, [1, past, channels]
         self.attention = AttentionCache()
-        self.length = 0  # tokens remembered
+        self.length = 0  # tokens in memory
 
     def prefill(self, ids: Tensor) -> Tensor:
-        fresh = torch.tensor([False], device=ids.device)  # the slot holds what its last owner left
+        fresh = torch.tensor([False], device=ids.device)  # the slot holds another request's state
 
         def recurrence(row: int, tokens: dict[str, Any]) -> Tensor:
             o, _ = gd.prefill(
@@ -110,7 +107,7 @@ class Request:
         return choices
 
     def verify(self, ids: Tensor) -> Tensor:
-        """Remembers nothing until `accept` says how much."""
+        """Changes no memory; `accept` does."""
 
         def recurrence(row: int, tokens: dict[str, Any]) -> Tensor:
             return gd.verify(
@@ -123,20 +120,19 @@ class Request:
         return self.forward(ids, recurrence)
 
     def accept(self, count: Tensor) -> None:
-        """Remember the first count [1] tokens of the verified step."""
-        gd.flush(
-            self.state, self.buffer, count, state_indices=self.slots
-        )  # all layers at once; reads count on the device
+        """Commits the first count [1] tokens of the verified step."""
+        # All layers in one launch, which reads count on the device.
+        gd.flush(self.state, self.buffer, count, state_indices=self.slots)
         self.keep(int(count))
 
     def keep(self, count: int) -> None:
-        """Leave convolutions and attention where they stood after the first count tokens of the step."""
+        """Rolls convolutions and attention back to the first count tokens of the step."""
         self.conv = [window[:, count : count + self.past] for window in self.windows]
         self.length += count
         self.attention.crop(self.length)
 
     def forward(self, ids: Tensor, recurrence: Recurrence) -> Tensor:
-        """The model's own layers, except that the linear ones leave their memory to us."""
+        """The model's layers, with our memory for the linear ones."""
         text = self.model.model
         x = text.embed_tokens(ids)
         positions = torch.arange(self.length + ids.shape[1], device=ids.device)
@@ -157,11 +153,10 @@ class Request:
         self.windows[row] = torch.cat([self.conv[row], layer.in_proj_qkv(x)], 1)
         taps = self.windows[row].unfold(1, self.past + 1, 1)  # [1, T, channels, kernel]
         qkv = F.silu((taps * layer.conv1d.weight[:, 0]).sum(-1))
-        # The kernels take 16 bits. With bf16, rounding would now and then decide between choices of nearly the same logit.
+        # The kernels take 16 bits. bf16 rounding would decide between nearly equal logits.
         dtype = torch.float16 if x.is_cuda else x.dtype
-        q, k, v = (
-            qkv.to(dtype).contiguous().split([layer.key_dim, layer.key_dim, layer.value_dim], 2)
-        )
+        sizes = [layer.key_dim, layer.key_dim, layer.value_dim]
+        q, k, v = qkv.to(dtype).contiguous().split(sizes, 2)
         tokens = dict(
             q=q.unflatten(2, (-1, layer.head_k_dim)),
             k=k.unflatten(2, (-1, layer.head_k_dim)),
@@ -182,15 +177,15 @@ class Result(NamedTuple):
     drafted: int
     accepted: int
     buffer_bytes: int
-    """Of the KVBuffer."""
+    """Bytes of the KVBuffer."""
     states_bytes: int
-    """Of a state after each token of a step, which would do instead."""
+    """Bytes of the alternative, a state after each token of a step."""
 
 
 def look_up(text: bytes, count: int) -> bytes:
-    """Up to count drafts: what followed the last bytes of the text where they stood before."""
-    found = text.rfind(text[-NGRAM:], 0, len(text) - 1)
-    return text[found + NGRAM :][:count] if found >= 0 else b""
+    """Up to count drafts: the continuation of the last bytes where they occurred before."""
+    at = text.rfind(text[-NGRAM:], 0, len(text) - 1)
+    return text[at + NGRAM :][:count] if at >= 0 else b""
 
 
 def to_ids(text: bytes, device: torch.device) -> Tensor:
@@ -219,16 +214,13 @@ def decode_speculatively(model: Any, prompt: bytes, length: int, draft: int) -> 
     while (missing := len(prompt) + length - len(text)) > 0:
         ids = to_ids(text[-1:] + look_up(text, min(draft, missing - 1)), model.device)
         choices = request.verify(ids)
-        right = (
-            (ids[:, 1:] == choices[:, :-1]).cumprod(1).sum(1)
-        )  # drafts in front of the first that is not the model's choice
+        # The drafts before the first that differs from the model's choice.
+        right = (ids[:, 1:] == choices[:, :-1]).cumprod(1).sum(1)
         request.accept(1 + right)
         text += bytes(choices[0, : 1 + int(right)].tolist())
         steps, drafted, accepted = steps + 1, drafted + ids.shape[1] - 1, accepted + int(right)
-    states_bytes = (1 + draft) * request.state[:, SLOT].nbytes
-    return Result(
-        text[len(prompt) :], steps, drafted, accepted, request.buffer.nbytes, states_bytes
-    )
+    states_bytes, text = (1 + draft) * request.state[:, SLOT].nbytes, text[len(prompt) :]
+    return Result(text, steps, drafted, accepted, request.buffer.nbytes, states_bytes)
 
 
 def main(
@@ -237,18 +229,18 @@ def main(
     ] = "The for statement is used to",
     length: Annotated[int, typer.Option(min=2, max=2000, help="Bytes to generate.")] = 300,
     draft: Annotated[int, typer.Option(min=1, max=15, help="Most drafts per step.")] = 7,
-    device: Annotated[str, typer.Option(help="Where to run; a GPU when there is one.")] = "auto",
+    device: Annotated[str, typer.Option(help="Device; a GPU if there is one.")] = "auto",
 ) -> None:
-    """Generate with drafts and without, and compare."""
+    """Generates with drafts and without, and compares."""
     if not prompt:
         raise typer.BadParameter("expected some text", param_hint="--prompt")
     try:
-        where = usable_device(device)
-        model = load_model(where, torch.float32)
+        target = usable_device(device)
+        model = load_model(target, torch.float32)
     except (ValueError, ImportError) as problem:  # no such device; no transformers
         typer.echo(str(problem), err=True)
         raise typer.Exit(2) from None
-    if where.type == "cpu":
+    if target.type == "cpu":
         torch.set_num_threads(1)  # the model is too small for more
     plain = decode_plainly(model, prompt.encode(), length)
     result = decode_speculatively(model, prompt.encode(), length, draft)

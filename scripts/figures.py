@@ -1,9 +1,9 @@
-"""The figures that README.md and docs/ quote from benchmarks/results/*.json, as Markdown tables.
+"""Writes the tables of README.md and docs/ from benchmarks/results/*.json.
 
-    python scripts/figures.py           # rewrites what stands between <!-- figures: NAME --> and <!-- end -->
-    python scripts/figures.py --check   # says which pages differ, and fails
+    python scripts/figures.py           # between <!-- figures: NAME --> and <!-- end -->
+    python scripts/figures.py --check   # only names the pages that differ, and fails
 
-Ratios are a peer's time over ours, so more is better; they and their geometric means are rounded down.
+Ratios are a peer's time over ours: more is better. They and their geometric means are rounded down.
 """
 
 from __future__ import annotations
@@ -34,20 +34,20 @@ def cells(name: str) -> list[Cell]:
 
 
 def down(x: float) -> str:
-    """Two digits, never more than x."""
+    """x with two digits, rounded down."""
     return f"{math.floor(x * 100 + 1e-9) / 100:.2f}"
 
 
 class Group(NamedTuple):
-    """Ratios of some cells, and where the least of them is."""
+    """Ratios of a group of cells, and the label of the least."""
 
     ratios: list[float]
     least_at: str
 
     @staticmethod
-    def of(some: Iterable[Cell], ratio: Callable[[Cell], float]) -> Group:
-        found = [(ratio(cell), cell["label"]) for cell in some]
-        return Group([x for x, _ in found], min(found)[1])
+    def of(cells: Iterable[Cell], ratio: Callable[[Cell], float]) -> Group:
+        pairs = [(ratio(cell), cell["label"]) for cell in cells]
+        return Group([x for x, _ in pairs], min(pairs)[1])
 
     @property
     def mean(self) -> str:
@@ -59,21 +59,16 @@ class Group(NamedTuple):
 
     @property
     def columns(self) -> list[str]:
-        behind = sum(x < 1 for x in self.ratios)
-        return [
-            str(len(self.ratios)),
-            self.mean,
-            f"{self.least} ({self.least_at})",
-            str(behind or "none"),
-        ]
+        behind = str(sum(x < 1 for x in self.ratios) or "none")
+        return [str(len(self.ratios)), self.mean, f"{self.least} ({self.least_at})", behind]
 
 
 def against(*peers: str) -> Callable[[Cell], float]:
-    """The best of these peers over ours, of those that ran the cell; all of them where none is named."""
+    """Time over ours of the best of these peers (by default of all) that ran the cell."""
 
     def ratio(cell: Cell) -> float:
-        found = [x for name, x in cell["peers"].items() if x["us"] and (not peers or name in peers)]
-        return min(x["us"] / x.get("ours_us", cell["us"]) for x in found)
+        ran = [x for name, x in cell["peers"].items() if x["us"] and (not peers or name in peers)]
+        return min(x["us"] / x.get("ours_us", cell["us"]) for x in ran)
 
     return ratio
 
@@ -91,18 +86,18 @@ def decode() -> dict[str, Group]:
 
 
 def verify(*peers: str) -> dict[str, Group]:
-    made: dict[str, list[Cell]] = {}
+    families: dict[str, list[Cell]] = {}
     for cell in cells("speculate"):
         if cell["peers"]:
-            made.setdefault(cell["family"], []).append(cell)
+            families.setdefault(cell["family"], []).append(cell)
     return {
-        f"verify and flush, {family} states": Group.of(some, against(*peers))
-        for family, some in made.items()
+        f"verify and flush, {family} states": Group.of(group, against(*peers))
+        for family, group in families.items()
     }
 
 
-def prefill(which: str, file: str = "prefill") -> dict[str, Group]:
-    """which: "raw_ratio", where peers pay for their inputs too, or "ratio", where these were made beforehand."""
+def prefill(ratio: str, file: str = "prefill") -> dict[str, Group]:
+    """ratio: "raw_ratio" with the time of preparing a peer's inputs, "ratio" without."""
     kinds = [
         ("GDN", "gdn", ("fast", "slow")),
         ("KDA, slow gates", "kda", ("slow",)),
@@ -111,7 +106,7 @@ def prefill(which: str, file: str = "prefill") -> dict[str, Group]:
     return {
         f"prefill, {name}": Group.of(
             (c for c in cells(file) if c["model"] == model and c["facts"]["gates"] in gates),
-            lambda cell: cell[which],
+            lambda cell: cell[ratio],
         )
         for name, model, gates in kinds
     }
@@ -131,21 +126,21 @@ def prefill_against_fla() -> dict[str, Group]:
 
 
 def layer() -> dict[str, Group]:
-    """Decode with the convolution and the norm around it; drafts come convolved."""
-    some = cells("layer")
+    """Decode with convolution and norm; drafts are already convolved."""
+    layers = cells("layer")
     groups = {
         "KDA, 1 token, fp32 states: vLLM's fused kernel": Group.of(
-            (c for c in some if c["family"] == "KDA step" and c["state_dtype"] == "fp32"),
+            (c for c in layers if c["family"] == "KDA step" and c["state_dtype"] == "fp32"),
             against("vllm"),
         ),
         "GDN, 2 to 8 drafts: vLLM's fused kernel": Group.of(
-            (c for c in some if c["family"] == "GDN drafts"), against("vllm")
+            (c for c in layers if c["family"] == "GDN drafts"), against("vllm")
         ),
     }
     for B in (1, 8, 64, 256):
         steps = (
             c
-            for c in some
+            for c in layers
             if c["tokens"] == 1 and c["state_dtype"] == "bf16" and c["sequences"] == B
         )
         groups[f"GDN and KDA, 1 token, bf16 states, B={B}: the best chain"] = Group.of(
@@ -178,11 +173,10 @@ def summary(title: str, groups: dict[str, Group]) -> str:
 
 
 def readme() -> str:
-    made = made_beforehand(prefill("ratio"))
-    step = {
-        "a layer's decode step, with its convolution and norm": Group.of(cells("layer"), against())
-    }
-    groups = decode() | step | verify("sglang", "flashinfer") | prefill("raw_ratio") | made
+    step = Group.of(cells("layer"), against())
+    groups = decode() | {"a layer's decode step, with its convolution and norm": step}
+    groups |= verify("sglang", "flashinfer") | prefill("raw_ratio")
+    groups |= made_beforehand(prefill("ratio"))
     return summary("best peer's time over ours, one H200", groups)
 
 
@@ -195,7 +189,7 @@ def verify_page() -> str:
     rows = {
         name: [
             *best[name].columns,
-            *(f"{some[name].mean}, {some[name].least}" for some in (sglang, cached)),
+            *(f"{peer[name].mean}, {peer[name].least}" for peer in (sglang, cached)),
             f"{math.floor(memory[name])} times less",
         ]
         for name in best
@@ -229,16 +223,14 @@ def served(engine: str) -> str:
 
 
 def kernels(engine: str) -> str:
-    """Times of GPU kernels: prefill's in ms, those of a step of decode in us; and the engine's over ours."""
+    """Times of GPU kernels, prefill's in ms, a decode step's in us, and the engine's over ours."""
     rows: dict[str, list[str]] = {}
     for cell in cells(f"serve/{engine}_kernels"):
         rows[cell["label"]] = []
         for part, unit, digits in (("prefill", 1e3, 2), ("decode", 1, 0)):
             for name in ("recurrence", "all"):
-                theirs, ours = (
-                    cell["kernels_us"][f"{part} {name}"][whose]
-                    for whose in ("engine", "gated_delta")
-                )
+                times = cell["kernels_us"][f"{part} {name}"]
+                theirs, ours = times["engine"], times["gated_delta"]
                 rows[cell["label"]] += [
                     f"{theirs / unit:.{digits}f}, {ours / unit:.{digits}f}",
                     down(theirs / ours),
@@ -256,10 +248,10 @@ def kernels(engine: str) -> str:
 
 
 def tokens(engine: str) -> str:
-    """Answers that are equal, and how much more probable one's own token was to it than the other's where they part, at most."""
+    """Equal answers; the engine's largest preference for its own token where answers differ."""
     rows = {}
     for cell in cells(f"serve/{engine}_tokens"):
-        known = None not in cell["parted"]  # else the other's was not among the best
+        known = None not in cell["parted"]  # else our token was not among the engine's best
         gaps = f"{max(cell['parted'], default=0):.4f}" if known else "beyond the best 5"
         deviation = f"{cell['deviation']['mean']:.4f}" if cell["deviation"] else "not asked for"
         rows[cell["label"]] = [f"{cell['equal']} of {cell['prompts']}", gaps, deviation]
@@ -301,10 +293,10 @@ TABLES: dict[str, Callable[[], str]] = {
 
 
 def filled(text: str) -> str:
-    """The page with every table as the results have it."""
+    """The page with every table of the results."""
 
-    def fill(found: re.Match[str]) -> str:
-        return f"{found[1]}\n{TABLES[found[2]]()}\n<!-- end -->"
+    def fill(match: re.Match[str]) -> str:
+        return f"{match[1]}\n{TABLES[match[2]]()}\n<!-- end -->"
 
     return re.sub(r"(<!-- figures: ([\w ]+) -->)\n.*?<!-- end -->", fill, text, flags=re.S)
 

@@ -1,7 +1,7 @@
-"""Train the byte-level model that `gated-delta demo` runs, from scratch, on the CPU, in under 15 minutes.
+"""Trains the byte-level model of `gated-delta demo` from scratch, on a CPU, in under 15 minutes.
 
-The model is transformers' own Qwen3.5 text model (three Gated DeltaNet layers, one full-attention layer, about a million
-parameters). The text is Python's language reference, which ships with Python as `pydoc_data.topics`.
+The model is transformers' Qwen3.5 text model: three Gated DeltaNet layers, one of full attention,
+about a million parameters. The text is Python's language reference, `pydoc_data.topics`.
 
     python scripts/train_tiny_model.py --out src/gated_delta/demo/tiny_qwen3_5
 """
@@ -100,16 +100,11 @@ def main() -> None:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         if step % 50 == 0:
-            print(
-                f"step {step:5d}  loss {loss.item():.3f}  {(time.monotonic() - start) / 60:.1f} minutes",
-                flush=True,
-            )
+            minutes = (time.monotonic() - start) / 60
+            print(f"step {step:5d}  loss {loss.item():.3f}  {minutes:.1f} minutes", flush=True)
 
-    minutes = (time.monotonic() - start) / 60
-    print(
-        f"{args.steps} steps in {minutes:.1f} minutes; held-out loss {held_out_loss(model, held_out):.3f} nats per byte",
-        flush=True,
-    )
+    minutes, loss = (time.monotonic() - start) / 60, held_out_loss(model, held_out)
+    print(f"{args.steps} steps in {minutes:.1f} minutes; held-out loss {loss:.3f} nats per byte")
     model.to(torch.bfloat16).save_pretrained(args.out)
     (args.out / "generation_config.json").unlink(missing_ok=True)
 

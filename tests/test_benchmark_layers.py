@@ -1,4 +1,4 @@
-"""benchmarks/layers.py without a GPU: every peer gets what it documents, and gives what ours gives."""
+"""benchmarks/layers.py without a GPU: peers get their documented inputs and agree with ours."""
 
 import hashlib
 
@@ -29,15 +29,17 @@ def stand_ins(monkeypatch):
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", layers.PEERS)
 @pytest.mark.parametrize("cell", [*STEPS, *DRAFTS], ids=lambda cell: cell.label)
-def test_peers_are_asked_for_the_same_or_refuse(runner, name, cell):  # noqa: F811
+def test_peers_agree_or_refuse(runner, name, cell):  # noqa: F811
     prepare = layers.PEERS[name].prepare
     if name == "sglang" and cell in DRAFTS:
         with pytest.raises(NotOffered, match="one token"):
             prepare(cell, cell.make(cell, CPU, 0))
         return
-    found = runner({name: prepare}, **{name: 7.0}, decode=1.0, decode_norm=1.5).measure(small(cell))
-    (peer,) = found["peers"].values()
-    assert found["parts"] == dict(decode=1.0, decode_norm=1.5)
+    results = runner({name: prepare}, **{name: 7.0}, decode=1.0, decode_norm=1.5).measure(
+        small(cell)
+    )
+    (peer,) = results["peers"].values()
+    assert results["parts"] == dict(decode=1.0, decode_norm=1.5)
     assert peer["reason"] is None
     assert peer["error"] < 5e-3
 
@@ -45,7 +47,7 @@ def test_peers_are_asked_for_the_same_or_refuse(runner, name, cell):  # noqa: F8
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("cell", STEPS, ids=lambda cell: cell.label)
 def test_a_step_is_a_convolution_the_recurrence_and_a_norm(cell):
-    """By definition, from the same tensors; the windows move on, and `results` leaves them as they were."""
+    """By definition, from the same tensors; a call updates the windows, `results` restores them."""
     b = cell.make(cell, CPU, 0)
     before, rows = b.windows.clone(), b.state_indices.long()
     seen = torch.cat([before[rows], b.mixed[..., None]], -1)
@@ -57,14 +59,14 @@ def test_a_step_is_a_convolution_the_recurrence_and_a_norm(cell):
     ).float()
     act = {"silu": torch.nn.functional.silu, "sigmoid": torch.sigmoid}[b.norm.activation]
     want = torch.nn.functional.rms_norm(o, (128,), b.norm.weight, b.norm.eps) * act(b.z.float())
-    found, _ = b.results(b.ours("reference"))
-    assert torch.linalg.vector_norm(found.float() - want) < 1e-2 * torch.linalg.vector_norm(want)
+    y, _ = b.results(b.ours("reference"))
+    assert torch.linalg.vector_norm(y.float() - want) < 1e-2 * torch.linalg.vector_norm(want)
     assert torch.equal(b.windows, before)
     b.ours("reference")()
     assert torch.equal(b.windows[rows], seen[..., 1:])
 
 
-def test_vllms_kernels_are_named_where_they_are_missing(monkeypatch):
+def test_missing_kernels_of_vllm_are_named(monkeypatch):
     monkeypatch.delenv(peers.LIBRARY[0], raising=False)
     with pytest.raises(ImportError, match=peers.LIBRARY[0]):
         layers.vllm("fused_kda_decode")
@@ -80,7 +82,7 @@ def test_vllms_library_alone_is_named_by_its_digest(monkeypatch, tmp_path):
     assert layers.PEERS["vllm"].version == "file " + hashlib.sha256(b"kernels").hexdigest()[:16]
 
 
-def test_fused_kda_is_offered_for_some_heads_and_fp32_states_alone():
+def test_fused_kda_needs_fp32_states_and_certain_heads():
     for cell in (layer("kda", (12, 12), BF16, 1, 2), layer("kda", (32, 32), FP32, 1, 2)):
         with pytest.raises(NotOffered, match="12, 24, 48 or 96 heads"):
             layers.vllm_fused(cell, cell.make(cell, CPU, 0))

@@ -1,4 +1,7 @@
-"""benchmarks/ without a GPU: cells, peers, judging, records, plots, the command. Ours runs on the reference backend, times are made up."""
+"""benchmarks/ without a GPU: cells, peers, judging, records, plots, the command.
+
+Our kernels are the reference backend; times are invented.
+"""
 
 import itertools
 import os
@@ -68,19 +71,19 @@ def other(b, **tensors):
 
 
 def ours(cell, b):
-    """A peer that makes our own call, into an output of its own."""
+    """A peer that makes our call, with a second output."""
     return b.ours("reference")
 
 
 @pytest.fixture
 def runner(monkeypatch):
-    """runner(prepare by name, their microseconds) on the CPU; `captured`: sets of every graph, `said`: remarks."""
+    """runner(prepare by name, their microseconds) on the CPU.
+
+    captured: the number of sets of each graph. said: remarks.
+    """
     monkeypatch.setattr(Runner, "backend", "reference")
-    captured, said, times = (
-        [],
-        [],
-        {"ours": 4.0, "copy": 3.0, "verify": 2.5, "flush": 1.75, "two_rounds": 6.0},
-    )
+    captured, said = [], []
+    times = {"ours": 4.0, "copy": 3.0, "verify": 2.5, "flush": 1.75, "two_rounds": 6.0}
 
     def capture(calls, passes):
         for call in calls:
@@ -97,20 +100,20 @@ def runner(monkeypatch):
     )
     monkeypatch.setattr(measure, "host_us", lambda call, device: float(call() is not None))
 
-    def made(prepare=None, **us):
+    def build(prepare=None, **us):
         times.update(us)
-        found = Runner(prepare or {}, CPU, dict(gemm_tflops=800.0), said.append)
-        found.captured, found.said = captured, said
-        return found
+        built = Runner(prepare or {}, CPU, dict(gemm_tflops=800.0), said.append)
+        built.captured, built.said = captured, said
+        return built
 
-    return made
+    return build
 
 
-# ------------------------------------------------------------------------------------------------ the tables
+# ------------------------------------------------------------------------------------- the tables
 
 
 def test_rotations_are_cold_and_fit():
-    for cell in [cell for table in cells.TABLES.values() for cell in table]:
+    for cell in [*itertools.chain(*cells.TABLES.values()), *cells.PREFILL_TP]:
         states = cells.state_bytes(cell.heads, cell.state_dtype, cell.sequences) * cell.facts.get(
             "layers", 1
         )
@@ -119,11 +122,11 @@ def test_rotations_are_cold_and_fit():
         assert held > (2 if cell in cells.SPECULATE else 1) * 60e6  # an L2
         assert cell.sets >= 2 or held > 6e8, cell.label
         assert 2 * held <= 40e9, cell.label
-    assert decode("gdn", (16, 64), FP32, 1, 4096).sets == 1  # sets are given up before memory
+    assert decode("gdn", (16, 64), FP32, 1, 4096).sets == 1  # memory limits the sets
 
 
 @pytest.mark.parametrize("op", ["decode", "speculate"])
-def test_checks_take_the_cells_own_schedule_on_few_sequences(op):
+def test_checks_have_the_cells_schedule_on_few_sequences(op):
     for cell in CELLS[op].values():
         for case in cell.cases(cell):
             layers, launched = (
@@ -161,7 +164,7 @@ def test_checks_of_prefill_are_small_and_pass(monkeypatch, runner, cell):
     assert runner().check(cell) == []
 
 
-def test_shapes_hold_the_tokens_that_their_names_say():
+def test_shapes_match_their_names():
     assert len(cells.SHAPES) == 6 + 2 + 3 * 2 * 2
     for name, lengths in cells.SHAPES.items():
         n, total = int(re.split("[x-]", name)[0]), int(re.split("[x-]", name)[-1])
@@ -174,7 +177,24 @@ def test_shapes_hold_the_tokens_that_their_names_say():
     assert cells.scattered(5, 5) == (1,) * 5
 
 
-# ------------------------------------------------------------------------------------------------ tensors
+def test_tensor_parallel_heads_have_all_gates_and_shapes():
+    table = command.TABLES["prefill_tp"]
+    series = {
+        name: len(members)
+        for name, members in record.grouped(map(measure.facts, table.values()), "series").items()
+    }
+    heads = [f"KDA {H}/{H}" for H in (96, 64, 48, 32, 24, 16, 12, 8)]
+    gdn = {16: (64, 48, 32), 8: (32, 24, 16), 4: (16, 12, 8), 2: (8, 6, 4)}
+    heads += [f"GDN {H}/{HV}" for H, groups in gdn.items() for HV in groups]
+    assert series == {
+        f"{x} {gates}": len(cells.SHAPES) for x in heads for gates in ("fast", "slow")
+    }
+    assert len(table) == len(cells.PREFILL_TP)  # a label names one cell
+    assert command.KNOWN["prefill_tp"] is peers.PEERS["prefill"]
+    assert "KDA 96/96 fast 1x512" not in CELLS["prefill"]  # `measure prefill` leaves them out
+
+
+# ---------------------------------------------------------------------------------------- tensors
 
 
 @each(DECODES)
@@ -213,7 +233,7 @@ def test_prompts_are_packed_and_one_in_ten_gates_may_be_slow(cell):
 
 
 @each(CHAINS)
-def test_drafts_are_accepted_from_one_to_all_and_leave_the_states_bounded(cell):
+def test_one_to_all_drafts_are_accepted_and_states_stay_bounded(cell):
     many = [cell.make(cell, CPU, seed).num_accepted for seed in range(20)]
     assert {x for m in many for x in m.tolist()} == set(range(1, cell.T + 1))
     assert {
@@ -231,7 +251,7 @@ def test_drafts_are_accepted_from_one_to_all_and_leave_the_states_bounded(cell):
 
 
 @pytest.mark.parametrize("op", ["all", "random"])
-def test_a_flush_of_layers_moves_the_states_of_sequences_that_accept(monkeypatch, op):
+def test_a_flush_of_layers_changes_states_with_accepted_drafts(monkeypatch, op):
     monkeypatch.setattr(cells, "FLUSHED", 2)
     cell = speculation("gdn", (1, 2), FP32, 3, 5, op)
     flush = cell.make(cell, CPU, 0).ours("reference")
@@ -247,7 +267,7 @@ def test_a_flush_of_layers_moves_the_states_of_sequences_that_accept(monkeypatch
     assert state.float().norm() < 4 * before.float().norm()
 
 
-# ------------------------------------------------------------------------------------------------ ours and the peers
+# ----------------------------------------------------------------------------- ours and the peers
 
 
 def test_a_right_kernel_passes_and_a_wrong_one_is_named(monkeypatch, runner):
@@ -270,17 +290,17 @@ def test_every_peer_that_agrees_is_timed(runner, cell):
     run = runner(
         {"twin": ours, "other": ours, "other raw": ours}, twin=6.0, other=5.0, **{"other raw": 9.0}
     )
-    found = run.measure(small(cell), host=True)
-    assert (found["us"], found["copy_us"], found["eager_us"], found["best_peer"]) == (
+    results = run.measure(small(cell), host=True)
+    assert (results["us"], results["copy_us"], results["eager_us"], results["best_peer"]) == (
         4.0,
         3.0,
         104.0,
         "other",
     )
-    assert found["peers"]["twin"] == dict(
+    assert results["peers"]["twin"] == dict(
         us=6.0, error=0.0, agrees=True, reason=None, eager_us=106.0, ours_us=4.0
     )
-    assert (found["ratio"], found["raw_ratio"]) == (1.25, 1.5)
+    assert (results["ratio"], results["raw_ratio"]) == (1.25, 1.5)
     assert run.captured == [2] * 5  # ours, the copy and three peers, each on every set
     assert run.run["copy_tb_s"] == pytest.approx(cell.bytes / 3e6)
     assert (set(run.run["host_us"]), run.run["host_us_of"]) == (
@@ -290,12 +310,12 @@ def test_every_peer_that_agrees_is_timed(runner, cell):
 
 
 def then(call, change):
-    """The call, with something else in place of its o and states."""
+    """The call, with its o and states changed."""
     return lambda: change(*call())
 
 
 WRONG = {
-    # how a peer prepares its call, and for which cells
+    # a peer's wrong preparation, and its cells
     "does nothing": (lambda cell, b: lambda: (b.blank(), b.written), DECODES),
     "writes no states": (
         lambda cell, b: then(partial(tuple, b.results(ours(cell, b))), lambda o, _: (o, b.written)),
@@ -334,11 +354,11 @@ WRONG = {
 )
 def test_a_peer_that_disagrees_is_not_timed(runner, cell, wrong):
     run = runner({"wrong": WRONG[wrong][0], "right": ours}, wrong=1.0, right=5.0)
-    found = run.measure(small(cell))
-    made = found["peers"]["wrong"]
-    assert (made["us"], made["eager_us"], made["agrees"]) == (None, None, False)
-    assert "disagrees by" in made["reason"]
-    assert (found["best_peer"], found["ratio"]) == ("right", 1.25)
+    records = run.measure(small(cell))
+    results = records["peers"]["wrong"]
+    assert (results["us"], results["eager_us"], results["agrees"]) == (None, None, False)
+    assert "disagrees by" in results["reason"]
+    assert (records["best_peer"], records["ratio"]) == ("right", 1.25)
     assert len(run.said) == 1
     assert "wrong disagrees" in run.said[0]
 
@@ -354,13 +374,16 @@ def test_peers_that_fail_are_reported_once_and_the_run_goes_on(runner):
 
     run = runner({"missing": missing, "late": late, "right": ours}, right=5.0)
     for cell in DECODES[:2]:
-        found = run.measure(small(cell))
+        results = run.measure(small(cell))
         reason = "ModuleNotFoundError: No module named 'nowhere'"
-        assert found["peers"]["missing"] == dict(
+        assert results["peers"]["missing"] == dict(
             us=None, error=None, agrees=None, reason=reason, eager_us=None, ours_us=None
         )
-        assert (found["peers"]["late"]["us"], found["peers"]["late"]["agrees"]) == (None, True)
-        assert (found["peers"]["late"]["reason"], found["best_peer"]) == ("StopIteration", "right")
+        assert (results["peers"]["late"]["us"], results["peers"]["late"]["agrees"]) == (None, True)
+        assert (results["peers"]["late"]["reason"], results["best_peer"]) == (
+            "StopIteration",
+            "right",
+        )
     assert run.said == [
         f"missing does not run some cells: {reason}",
         "late does not run some cells: StopIteration",
@@ -392,20 +415,20 @@ def test_kernels_loaded_after_the_checks_are_counted(monkeypatch, runner):
 @each(CHAINS)
 def test_our_own_cached_states_agree_and_are_no_peer(runner, cell):
     run = runner({"cached": peers.OWN["cached"].prepare, "twin": ours}, cached=3.5, twin=6.0)
-    found = run.measure(small(cell))
-    assert (found["peers"]["cached"]["us"], found["best_peer"], found["ratio"]) == (
+    results = run.measure(small(cell))
+    assert (results["peers"]["cached"]["us"], results["best_peer"], results["ratio"]) == (
         3.5,
         "twin",
         1.5,
     )
-    assert found["peers"]["cached"]["error"] < 5e-3
-    assert found["parts"] == {"verify": 2.5, "flush": 1.75, "two_rounds": 6.0}
+    assert results["peers"]["cached"]["error"] < 5e-3
+    assert results["parts"] == {"verify": 2.5, "flush": 1.75, "two_rounds": 6.0}
     assert run.captured == [2] * 7  # ours, the copy, its parts, cached and the peer
 
 
 @pytest.mark.usefixtures("stand_ins")
 @each([*CHAINS, speculation(*GDN, FP32, 5, 2)])
-def test_replayssm_is_beside_two_rounds_where_it_leaves_folds_out(runner, cell):
+def test_replayssm_is_compared_with_two_rounds_if_it_skips_folds(runner, cell):
     lazy = cell in CHAINS and (cell.model, cell.state_dtype) == (
         "gdn",
         FP32,
@@ -413,18 +436,18 @@ def test_replayssm_is_beside_two_rounds_where_it_leaves_folds_out(runner, cell):
     run = runner(
         {"replayssm": peers.CACHING["replayssm"].prepare, "twin": ours}, replayssm=4.5, twin=4.4
     )
-    found = run.measure(small(cell))
-    assert [found["peers"][name]["ours_us"] for name in ("replayssm", "twin")] == [
+    results = run.measure(small(cell))
+    assert [results["peers"][name]["ours_us"] for name in ("replayssm", "twin")] == [
         6.0 / 2 if lazy else 4.0,
         4.0,
     ]
-    assert (found["best_peer"], found["ratio"]) == ("twin", 1.1)  # 1.5 or 1.125 of the other
-    assert record.over_ours(found, "replayssm") == (1.5 if lazy else 1.125)
+    assert (results["best_peer"], results["ratio"]) == ("twin", 1.1)  # 1.5 or 1.125 of the other
+    assert record.over_ours(results, "replayssm") == (1.5 if lazy else 1.125)
 
 
 @each([cell for cell in CHAINS if cell.state_dtype == FP32])
 def test_two_rounds_with_one_flush_leave_the_states_of_two(cell):
-    """After as many tokens as both accepted, one by one."""
+    """As after decoding the tokens that both accepted, one by one."""
     b, twin = (cell.make(cell, CPU, 3) for _ in range(2))
     b.parts("reference")["two_rounds"]()
     for n, accepted in enumerate((2 * b.num_accepted).tolist()):
@@ -443,7 +466,7 @@ def test_two_rounds_with_one_flush_leave_the_states_of_two(cell):
     torch.testing.assert_close(b.state, twin.state, rtol=1e-4, atol=1e-5)
 
 
-def test_two_rounds_are_timed_where_their_drafts_fit_in_a_kernel_for_8():
+def test_two_rounds_are_timed_up_to_8_tokens():
     for T in (4, 5):
         cell = speculation("gdn", (1, 2), BF16, T, 2)
         assert ("two_rounds" in cell.make(cell, CPU, 0).parts("reference")) == (T == 4)
@@ -453,12 +476,18 @@ def test_two_rounds_are_timed_where_their_drafts_fit_in_a_kernel_for_8():
 @each(ALONE)
 def test_verify_and_flush_alone_have_no_peers(monkeypatch, runner, cell):
     monkeypatch.setattr(cells, "FLUSHED", 2)
-    found = runner({"twin": ours}, twin=1.0).measure(small(cell))
-    assert (found["peers"], found["parts"], found["ratio"], found["share"]) == ({}, {}, None, 0.75)
+    results = runner({"twin": ours}, twin=1.0).measure(small(cell))
+    assert (results["peers"], results["parts"], results["ratio"], results["share"]) == (
+        {},
+        {},
+        None,
+        0.75,
+    )
 
 
-# ------------------------------------------------------------------------------------------------ the peers' calls
-# FLA's and FlashInfer's are our adapters, which have their signatures; those in stand_ins do what the peers' documentation says.
+# ------------------------------------------------------------------------------- the peers' calls
+# FLA's and FlashInfer's calls run our adapters, with the same signatures; the stand-ins follow the
+# peers' documentation.
 
 MODULES = {
     "flashinfer": stand_in,
@@ -473,7 +502,7 @@ MODULES = {
 
 @pytest.fixture
 def stand_ins(monkeypatch, tmp_path):
-    """Every peer, SGLang's kernels as files; their directory, where SGLang's commit may lie too."""
+    """Every peer, SGLang's kernels as files; yields the directory of these files."""
     for name, module in MODULES.items():
         monkeypatch.setitem(sys.modules, name, module)
     for name in ("kda_replayssm_spec_decode", "gdn_replayssm_spec_decode"):
@@ -509,7 +538,7 @@ ASKED = [
 
 
 @pytest.mark.parametrize(("op", "name", "cell"), ASKED, ids=named)
-def test_peers_are_asked_for_the_same_or_refuse(runner, stand_ins, op, name, cell):
+def test_peers_agree_or_refuse(runner, stand_ins, op, name, cell):
     shutil.copy(COMMIT, stand_ins)
     forms = peers.PEERS[op][name].forms(name)
     assert list(forms) == ([name, f"{name} raw"] if op == "prefill" and name != "fla" else [name])
@@ -518,11 +547,11 @@ def test_peers_are_asked_for_the_same_or_refuse(runner, stand_ins, op, name, cel
             with pytest.raises(NotOffered, match=why):
                 prepare(cell, cell.make(cell, CPU, 0))
         return
-    found = runner(forms, **dict(zip(forms, (7.0, 8.0)))).measure(small(cell))
-    for peer in found["peers"].values():
+    results = runner(forms, **dict(zip(forms, (7.0, 8.0)))).measure(small(cell))
+    for peer in results["peers"].values():
         assert peer["reason"] is None
         assert peer["error"] < (measure.AGREEMENT / 2 if op == "prefill" else 5e-3)
-    assert found["best_peer"] == name
+    assert results["best_peer"] == name
     if (op, name) == ("prefill", "fla"):
         assert os.environ["FLA_FLASH_KDA"] == os.environ["FLA_FLASH_QLA"] == "0"
 
@@ -533,7 +562,7 @@ def test_peers_are_asked_for_the_same_or_refuse(runner, stand_ins, op, name, cel
     [("flashinfer", PREFILLS[2]), ("flashqla", PREFILLS[2]), ("cudnn_cute", PREFILLS[0])],
     ids=named,
 )
-def test_only_the_raw_form_makes_its_inputs_in_every_call(name, cell):
+def test_only_the_raw_form_converts_inputs_in_every_call(name, cell):
     for form, prepare in peers.PEERS["prefill"][name].forms(name).items():
         b = cell.make(cell, CPU, 0)
         call = prepare(cell, b)
@@ -545,10 +574,10 @@ def test_only_the_raw_form_makes_its_inputs_in_every_call(name, cell):
 
 @each(CHAINS)
 def test_a_commit_takes_the_state_after_the_last_accepted_draft(stand_ins, cell):
-    for found in ("torch indexing", "sglang fused_mamba_state_scatter_with_mask, file "):
-        if "sglang" in found:
+    for version in ("torch indexing", "sglang fused_mamba_state_scatter_with_mask, file "):
+        if "sglang" in version:
             shutil.copy(COMMIT, stand_ins)
-        assert peers.commit_version().startswith(found)
+        assert peers.commit_version().startswith(version)
         b = cell.make(cell, CPU, 1)
         b.intermediate_states.normal_()
         before = b.state.clone()
@@ -559,13 +588,13 @@ def test_a_commit_takes_the_state_after_the_last_accepted_draft(stand_ins, cell)
 
 
 def test_sglangs_files_are_found_and_leave_no_modules_behind(monkeypatch, stand_ins):
-    kept = types.ModuleType("sglang.srt.utils")
-    monkeypatch.setitem(sys.modules, "sglang.srt.utils", kept)
+    installed = types.ModuleType("sglang.srt.utils")
+    monkeypatch.setitem(sys.modules, "sglang.srt.utils", installed)
     shutil.copy(COMMIT, stand_ins)
     assert peers.sglang(peers.KERNEL).__name__ == "fused_sigmoid_gating_delta_rule_update"
     assert peers.sglang(peers.COMMIT).__name__ == "fused_mamba_state_scatter_with_mask"
-    assert {name for name in sys.modules if name.split(".")[0] == "sglang"} == {kept.__name__}
-    assert sys.modules["sglang.srt.utils"] is kept
+    assert {name for name in sys.modules if name.split(".")[0] == "sglang"} == {installed.__name__}
+    assert sys.modules["sglang.srt.utils"] is installed
     assert peers.DECODE["sglang"].version.startswith("file ")
     monkeypatch.delenv("GATED_DELTA_SGLANG_KERNEL")
     for wanted in (peers.KERNEL, peers.COMMIT):
@@ -582,12 +611,12 @@ def test_sglangs_files_are_found_and_leave_no_modules_behind(monkeypatch, stand_
                 peers.sglang(wanted)
 
 
-# ------------------------------------------------------------------------------------------------ records
+# ---------------------------------------------------------------------------------------- records
 
 
 def one(name="KDA 32/32 bf16 T=1 B=8", us=10.0, copy_us=8.0, flops=0, **times):
-    """A record of made-up times; peers by name."""
-    made = {
+    """A record of invented times; times: peers' by name."""
+    measured = {
         peer: dict(us=time, error=1e-3, agrees=True, reason=None, eager_us=None)
         for peer, time in times.items()
     }
@@ -597,17 +626,17 @@ def one(name="KDA 32/32 bf16 T=1 B=8", us=10.0, copy_us=8.0, flops=0, **times):
         eager_us=None,
         copy_us=copy_us,
         parts={},
-        peers=made,
+        peers=measured,
         flops=flops,
     )
     return record.derived(cell, dict(gemm_tflops=800.0))
 
 
 def test_ratios_are_those_of_the_best_peer():
-    made = one(a=20.0, b=15.0, cached=2.0, **{"a raw": 21.0, "b raw": 30.0})
-    assert (made["best_peer"], made["ratio"], made["raw_ratio"]) == ("b", 1.5, 2.1)
-    made["peers"]["b raw"]["us"] = None  # a form that fails leaves the other
-    assert record.derived(made, {})["raw_ratio"] == 2.1
+    both = one(a=20.0, b=15.0, cached=2.0, **{"a raw": 21.0, "b raw": 30.0})
+    assert (both["best_peer"], both["ratio"], both["raw_ratio"]) == ("b", 1.5, 2.1)
+    both["peers"]["b raw"]["us"] = None  # b's raw form failed
+    assert record.derived(both, {})["raw_ratio"] == 2.1
     alone = one(cached=2.0)
     assert (alone["best_peer"], alone["ratio"], alone["raw_ratio"]) == (None, None, None)
     assert (alone["floor_us"], alone["share"], alone["tb_s"], alone["tflops"]) == (
@@ -632,7 +661,7 @@ def test_a_summary_has_means_and_losing_cells():
     assert record.summary([one(names[0])]) == [["T=1", "best", "0 of 1"]]
 
 
-def test_runs_are_put_together_by_cell():
+def test_runs_are_merged_by_cell():
     names = [f"KDA 32/32 bf16 T=1 B={B}" for B in (1, 2, 4, 8)]
     first = record.merged({}, [one(name) for name in names[1:]], dict(commit="a"), names)
     assert [cell["run"] for cell in first["cells"]] == [0, 0, 0]
@@ -649,11 +678,11 @@ def test_runs_are_put_together_by_cell():
     assert third["runs"] == [dict(commit="c")]  # of the others no cell is left
     gone = record.merged(
         third, [], dict(commit="d"), names[1:]
-    )  # a cell that the table has no more is kept
+    )  # a cell missing from the table stays
     assert [cell["label"] for cell in gone["cells"]] == [*names[1:], names[0]]
 
 
-def test_peers_not_measured_again_keep_their_run_and_the_time_of_ours_then():
+def test_peers_not_measured_again_keep_run_and_our_time():
     name, times = "KDA 32/32 bf16 T=1 B=8", dict(b=12.0, **{"b raw": 16.0})
     old = record.merged(
         {}, [one(name, a=15.0, **times), one("KDA 32/32 bf16 T=1 B=1", a=1.0)], dict(commit="a"), []
@@ -666,7 +695,7 @@ def test_peers_not_measured_again_keep_their_run_and_the_time_of_ours_then():
         new, [one(name, us=4.0, c=2.0), one("KDA 32/32 bf16 T=1 B=1")], dict(commit="c"), []
     )
     peers, runs = newest["cells"][0]["peers"], newest["runs"]
-    assert {peer: runs[found.get("run", 2)]["commit"] for peer, found in peers.items()} == {
+    assert {peer: runs[results.get("run", 2)]["commit"] for peer, results in peers.items()} == {
         "c": "c",
         "a": "b",
         "b": "a",
@@ -736,8 +765,8 @@ def test_a_run_is_known_by_date_versions_commit_and_kernels(monkeypatch, runner)
     assert measure.checkout() == {"commit": None, "dirty": None}
 
 
-def test_pictures_say_what_they_show(monkeypatch, tmp_path):
-    """Shapes of a prefill are not joined by lines; ratios have panels of their own, in which a losing cell is below 1."""
+def test_pictures_have_titles_panels_and_notes(monkeypatch, tmp_path):
+    """Lines do not join a prefill's shapes; ratios have panels, with losing cells below 1."""
     pytest.importorskip("matplotlib")
     from matplotlib.figure import Figure
 
@@ -801,7 +830,7 @@ def test_pictures_say_what_they_show(monkeypatch, tmp_path):
         plot.draw(dict(content, cells=some), tmp_path / "alone.png")
 
 
-# ------------------------------------------------------------------------------------------------ the command
+# ------------------------------------------------------------------------------------ the command
 
 
 def run(*arguments):
@@ -810,7 +839,7 @@ def run(*arguments):
 
 @pytest.fixture
 def gpu(monkeypatch, runner):
-    """A CUDA device for the command, and the cells of a few small problems."""
+    """The command with a CUDA device and a few small cells."""
     tables = dict(decode=DECODES[:3], prefill=PREFILLS, speculate=[CHAINS[0], ALONE[0]])
     monkeypatch.setattr(
         command,
@@ -850,7 +879,7 @@ def test_every_part_is_added_to_one_file(tmp_path):
         ["a"],
         ["b", "a"],
         ["b", "a"],
-    ]  # those that are installed, else those that are asked for
+    ]  # by default the installed ones
     assert [one["peers"] for one in content["runs"]] == [dict(a=version), dict(b=None, a=version)]
     assert [one["host_us_of"] for one in content["runs"]] == [
         DECODES[0].label,
@@ -866,7 +895,7 @@ def test_every_part_is_added_to_one_file(tmp_path):
 
 
 @pytest.mark.usefixtures("gpu", "stand_ins")
-def test_speculation_is_measured_beside_cached_states(tmp_path):
+def test_speculation_is_measured_with_cached_states(tmp_path):
     assert run("measure", "speculate", tmp_path / "x.json").exit_code == 0
     chain, alone = record.read(tmp_path / "x.json")["cells"]
     assert (list(chain["peers"]), chain["ratio"], alone["peers"]) == (["cached", "a"], 2.0, {})
@@ -892,7 +921,7 @@ def test_cells_that_fail_their_check_are_not_timed(monkeypatch, tmp_path):
 
 
 @pytest.mark.usefixtures("gpu")
-def test_a_run_cut_short_leaves_what_it_has(monkeypatch, tmp_path):
+def test_an_interrupted_run_keeps_its_cells(monkeypatch, tmp_path):
     right, early = Runner.measure, []
 
     def cut(self, cell, host):
@@ -915,7 +944,7 @@ def test_a_run_cut_short_leaves_what_it_has(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ("measure decode --peers a,sglang", "expected some of a,b, got sglang"),
+        ("measure decode --peers a,sglang", "expected peers of a,b, got sglang"),
         (
             "measure decode --filter B=7",
             "no cell of decode matches 'B=7'; one is 'GDN 1/2 bf16 T=1 B=3'",
@@ -950,9 +979,12 @@ def test_a_cpu_is_refused():
 
 
 def test_it_imports_without_peers_and_touches_no_gpu():
+    peer_modules = ("flashinfer", "fla", "cudnn", "flash_qla", "sglang")
     code = (
-        "import sys, benchmarks.__main__, torch; heavy = {'flashinfer', 'fla', 'cudnn', 'flash_qla', 'sglang', 'triton', 'cutlass', 'matplotlib'};"
-        "assert not heavy & {name.split('.')[0] for name in sys.modules} and not torch.cuda.is_initialized()"
+        "import sys, benchmarks.__main__, torch;"
+        f"heavy = {{*{(*peer_modules, 'triton', 'cutlass', 'matplotlib')!r}}};"
+        "assert not heavy & {name.split('.')[0] for name in sys.modules};"
+        "assert not torch.cuda.is_initialized()"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=ROOT)
 

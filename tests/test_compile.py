@@ -1,4 +1,4 @@
-"""The compile layer, on a machine without a GPU: what is built, the resources it takes, and the cache."""
+"""Compilation without a GPU: machine code of shipped kernels, the cache of kernels, its errors."""
 
 import errno
 import hashlib
@@ -24,12 +24,13 @@ needs_compiler = pytest.mark.skipif(
     compile.installed(compile.COMPILER) is None or compile.missing_packages() != (),
     reason=f"needs {compile.COMPILER}",
 )
-SPILLS = {
-    # Some lanes have no channels: their predicates spill two registers, in one variant four, once a call.
+STACK_BYTES = {
+    # Lanes without channels: their predicates spill two registers (one variant: four), once a call.
     "K=96": 16,
 }
+"""Local memory allowed, by a part of the variant's label; all other variants use none."""
 SCANS = ("prefill_scan", "prefill_transitions")
-IN_ONE = ("prefill_fused", "prefill_overlapped")
+PREPARE_AND_SCAN = ("prefill_fused", "prefill_overlapped")
 PREFILL = (
     "prefill_prepare",
     *SCANS,
@@ -37,10 +38,8 @@ PREFILL = (
     "prefill_scan_raw",
     "prefill_state_passing",
     "prefill_schedule",
-    *IN_ONE,
+    *PREPARE_AND_SCAN,
 )
-BUILT_ON = {"prefill_scan": {*IN_ONE, "prefill_transitions", "prefill_scan_raw"}}
-"""Kernels that use another kernel's file."""
 
 
 @pytest.fixture
@@ -53,138 +52,125 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture
 def shared(run_directory, monkeypatch):
-    """A cache for the whole run: its workers and tests build a kernel once."""
+    """One cache for the whole run: tests and workers compile a kernel once."""
     monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(run_directory / "kernels"))
     monkeypatch.delenv("GATED_DELTA_JIT", raising=False)
 
 
-def variant(**changes):
-    first = next(some for some in dispatch.shipped() if some.kernel == "decode")
-    return compile.Variant(first.kernel, tuple({**dict(first.facts), **changes}.items()))
+def shipped(*kernels):
+    return [variant for variant in dispatch.shipped() if variant.kernel in kernels]
+
+
+def decode_variant(**changes):
+    """The first decode kernel that ships, with the facts changed."""
+    facts = dict(shipped("decode")[0].facts)
+    return compile.Variant("decode", tuple({**facts, **changes}.items()))
 
 
 def files(cache):
     return sorted(cache.glob("*/*.so"))
 
 
-ALWAYS = [
-    some
-    for some in dispatch.shipped()
-    if some.kernel in ("flush", *PREFILL) and some.kernel not in IN_ONE
-]
-ONE_EACH = [
-    [some for some in dispatch.shipped() if some.kernel == kernel][i]
-    for kernel in IN_ONE
-    for i in (0, -1)
-]
-FUSED = [some for some in dispatch.shipped() if some.kernel == "prefill_fused"]
-OTHERS = [some for some in dispatch.shipped() if some not in ALWAYS and some.kernel not in IN_ONE]
-SAMPLE = ALWAYS + ONE_EACH + random.Random(0).sample(OTHERS, 72)
-"""A quarter of what ships; `gated-delta compile` prints the registers of all of it."""
+FEW = shipped("flush", *(kernel for kernel in PREFILL if kernel not in PREPARE_AND_SCAN))
+ENDS = [shipped(kernel)[i] for kernel in PREPARE_AND_SCAN for i in (0, -1)]
+SAMPLE = FEW + ENDS + random.Random(0).sample(shipped("decode", "verify"), 72)
+"""A third of the kernels that ship; `gated-delta compile` prints the registers of all."""
 
 
 @needs_compiler
 @pytest.mark.usefixtures("shared")
-@pytest.mark.parametrize("some", SAMPLE, ids=str)
-def test_registers_and_spills_of_shipped_kernels(some):
-    """Machine code for sm_90a, without local memory but for SPILLS."""
-    found = compile.resources(compile.build(some, "sm_90a"))
-    assert found is not None, "needs cuobjdump: pip install nvidia-cuda-cuobjdump"
-    allowed = max((stack for part, stack in SPILLS.items() if part in some.label), default=0)
-    assert found.stack <= allowed
-    assert (
-        16 <= found.registers <= (255 if some.kernel in ("verify", *SCANS) else 168)
-    )  # these hold a tile of the state
+@pytest.mark.parametrize("variant", SAMPLE, ids=str)
+def test_registers_and_spills_of_shipped_kernels(variant):
+    """Machine code for sm_90a has no local memory, STACK_BYTES apart."""
+    resources = compile.resources(compile.build(variant, "sm_90a"))
+    assert resources is not None, "needs cuobjdump: pip install nvidia-cuda-cuobjdump"
+    assert resources.stack <= max(
+        (stack for part, stack in STACK_BYTES.items() if part in variant.label), default=0
+    )
+    holds_state = variant.kernel in ("verify", *SCANS)
+    assert 16 <= resources.registers <= (255 if holds_state else 168)
 
 
-WIDE = [
-    compile.Variant(some.kernel, tuple(({**dict(some.facts)} | dict(rows=32, threads=128)).items()))
-    for some in dispatch.shipped()
-    if some.kernel == "verify"
-    and {("K", 128), ("token_tile", 8), ("state_dtype", "bf16"), ("g_dtype", "bf16")}
-    <= set(some.facts)
+VERIFY_OF_8 = [
+    compile.Variant(
+        variant.kernel, tuple((dict(variant.facts) | dict(rows=32, threads=128)).items())
+    )
+    for variant in shipped("verify")
+    if {("K", 128), ("token_tile", 8), ("state_dtype", "bf16"), ("g_dtype", "bf16")}
+    <= set(variant.facts)
 ]
 
 
 @needs_compiler
 @pytest.mark.usefixtures("shared")
-@pytest.mark.parametrize("some", list(dict.fromkeys(WIDE)), ids=str)
-def test_four_blocks_of_verify_fit_on_an_sm(some):
-    """Of 8 tokens beside bf16 states, with a norm too: at 129 registers there are three, and a quarter of the speed is gone."""
-    found = compile.resources(compile.build(some, "sm_90a"))
-    assert found.registers <= 128
-    assert found.stack == 0
-
-
-HELD = [some for some in dispatch.shipped() if "blocks_per_sm" in dict(some.facts)]
-
-
-@needs_compiler
-@pytest.mark.usefixtures("shared")
-@pytest.mark.parametrize("some", HELD, ids=str)
-def test_as_many_blocks_of_decode_fit_on_an_sm_as_their_schedule_says(some):
-    found, facts = compile.resources(compile.build(some, "sm_90a")), dict(some.facts)
-    assert found.registers * facts["threads"] * facts["blocks_per_sm"] <= 65536
-    assert found.stack == 0
+@pytest.mark.parametrize("variant", list(dict.fromkeys(VERIFY_OF_8)), ids=str)
+def test_four_ctas_of_verify_fit_on_an_sm(variant):
+    """8 tokens, bf16 states, with and without norm. At 129 registers 3 fit: 3/4 of the speed."""
+    resources = compile.resources(compile.build(variant, "sm_90a"))
+    assert resources.registers <= 128
+    assert resources.stack == 0
 
 
 @needs_compiler
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize(
-    "some",
-    dict.fromkeys(
-        [
-            *ONE_EACH,
-            *FUSED,
-            *(some for some in ALWAYS if some.kernel in (*SCANS, "prefill_scan_raw")),
-        ]
-    ),
-    ids=str,
+    "variant", [v for v in dispatch.shipped() if "blocks_per_sm" in dict(v.facts)], ids=str
 )
-def test_wgmmas_are_not_serialised(some):
-    """ptxas fences every wgmma by itself, without a warning, for lack of registers or where it cannot count groups in flight."""
-    code = compile.inspected(compile.build(some, "sm_90a"), "-sass")
-    assert code is not None, (
-        "needs cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
-    )
-    groups = (
-        6 if some.kernel == "prefill_fused" else 3 if some.kernel == "prefill_transitions" else 5
-    )
-    assert code.count("WARPGROUP.ARRIVE") == groups
-    assert code.count("HGMMA") > 5 * groups
+def test_the_scheduled_ctas_of_decode_fit_on_an_sm(variant):
+    resources, facts = compile.resources(compile.build(variant, "sm_90a")), dict(variant.facts)
+    assert resources.registers * facts["threads"] * facts["blocks_per_sm"] <= 65536
+    assert resources.stack == 0
 
 
 @needs_compiler
-def test_three_blocks_of_prepare_fit_on_an_sm():
-    """228 KiB of shared memory, 1 KiB of it reserved for each block. KDA with fp32 g has room for two blocks."""
-    from gated_delta.kernels.prefill_prepare import PrefillPrepare
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize(
+    "variant",
+    dict.fromkeys([*ENDS, *shipped("prefill_fused", "prefill_scan_raw", *SCANS)]),
+    ids=str,
+)
+def test_wgmmas_are_not_serialised(variant):
+    """ptxas fences every wgmma silently: short of registers or unable to count groups in flight."""
+    sass = compile.inspected(compile.build(variant, "sm_90a"), "-sass")
+    assert sass is not None, (
+        "needs cuobjdump and nvdisasm: pip install nvidia-cuda-cuobjdump nvidia-cuda-nvdisasm"
+    )
+    groups = {"prefill_fused": 6, "prefill_transitions": 3}.get(variant.kernel, 5)
+    assert sass.count("WARPGROUP.ARRIVE") == groups
+    assert sass.count("HGMMA") > 5 * groups
 
-    for some in ALWAYS:
-        facts = dict(some.facts)
-        if some.kernel == "prefill_prepare":
-            blocks = 2 if facts["axis"] == "channel" and facts["g_dtype"] == "fp32" else 3
-            assert PrefillPrepare(**facts).shared + 1024 <= 228 * 1024 // blocks
+
+@needs_compiler
+def test_three_ctas_of_prepare_fit_on_an_sm():
+    """228 KiB of shared memory, 1 KiB of it reserved per CTA. Of KDA with fp32 g, two CTAs fit."""
+    from gated_delta.kernels.prefill.prepare import PrefillPrepare
+
+    for variant in shipped("prefill_prepare"):
+        facts = dict(variant.facts)
+        ctas = 2 if facts["axis"] == "channel" and facts["g_dtype"] == "fp32" else 3
+        assert PrefillPrepare(**facts).shared + 1024 <= 228 * 1024 // ctas
 
 
 @needs_compiler
 @pytest.mark.usefixtures("shared")
 def test_blackwell_compiles_too():
-    """All but prefill, whose tensor cores' instructions are Hopper's."""
-    first = {
-        some.kernel: some for some in reversed(dispatch.shipped()) if some.kernel not in PREFILL
-    }
-    for some in (*first.values(), variant(axis="channel", single_token=False)):
-        assert compile.resources(compile.build(some, "sm_100a")).stack == 0
+    """All but prefill: its tensor core instructions are Hopper's."""
+    one_each = [shipped(kernel)[0] for kernel in ("decode", "verify", "flush")]
+    for variant in (*one_each, decode_variant(axis="channel", single_token=False)):
+        assert compile.resources(compile.build(variant, "sm_100a")).stack == 0
 
 
 def test_only_prefill_is_for_hopper_alone():
-    assert {
-        some.kernel for some in dispatch.shipped() if not dispatch.compiles(some, "sm_100a")
-    } == set(PREFILL)
-    assert all(dispatch.compiles(some, "sm_90a") for some in dispatch.shipped())
+    hopper_only = {
+        variant.kernel
+        for variant in dispatch.shipped()
+        if not dispatch.compiles(variant, "sm_100a")
+    }
+    assert hopper_only == set(PREFILL)
+    assert all(dispatch.compiles(variant, "sm_90a") for variant in dispatch.shipped())
 
 
-ODD = [
+NOT_SHIPPED = [
     dict(K=64, V=64),
     dict(dtype=torch.float16, g_dtype=torch.float32, gate="log"),
     dict(qk_l2norm=False),
@@ -193,8 +179,8 @@ ODD = [
 
 @needs_compiler
 @pytest.mark.usefixtures("shared")
-@pytest.mark.parametrize("odd", ODD, ids=str)
-def test_prefill_builds_for_what_is_not_shipped_too(axis, odd):
+@pytest.mark.parametrize("changes", NOT_SHIPPED, ids=str)
+def test_prefill_builds_for_what_is_not_shipped_too(axis, changes):
     facts = dict(
         K=128,
         V=128,
@@ -203,20 +189,19 @@ def test_prefill_builds_for_what_is_not_shipped_too(axis, odd):
         g_dtype=torch.bfloat16,
         state_dtype=torch.float32,
     )
-    for some in set(dispatch.variants_of(Problem("prefill", axis, 1, 1, **(facts | odd)))) - set(
-        dispatch.shipped()
-    ):
-        assert compile.resources(compile.build(some, "sm_90a")).registers <= 255
+    problem = Problem("prefill", axis, 1, 1, **(facts | changes))
+    for variant in set(dispatch.variants_of(problem)) - set(dispatch.shipped()):
+        assert compile.resources(compile.build(variant, "sm_90a")).registers <= 255
 
 
 @needs_compiler
-def test_a_variant_is_compiled_once_and_loads_without_the_compiler(cache, monkeypatch):
-    launch = compile.load(variant(), "sm_90a")
+def test_a_variant_compiles_once_and_loads_without_the_compiler(cache, monkeypatch):
+    launch = compile.load(decode_variant(), "sm_90a")
     (file,) = files(cache)
     written = file.stat().st_mtime_ns
     monkeypatch.setattr(compile, "_loaded", {})
     monkeypatch.setenv("GATED_DELTA_JIT", "0")
-    again = compile.load(variant(), "sm_90a")
+    again = compile.load(decode_variant(), "sm_90a")
     assert callable(launch)
     assert callable(again)
     assert files(cache) == [file]
@@ -224,25 +209,37 @@ def test_a_variant_is_compiled_once_and_loads_without_the_compiler(cache, monkey
 
 
 @needs_compiler
-def test_every_fact_the_architecture_and_the_sources_have_their_own_file(cache, monkeypatch):
-    first = variant()
+def test_facts_architecture_and_sources_decide_the_file_name(cache, monkeypatch):
     changes = dict(
-        axis="channel", K=64, V=64, dtype="fp16", g_dtype="fp16", state_dtype="bf16", gate="lower_bound", qk_l2norm=False,
-        beta_logits=True, single_token=False, aligned=False, rows=2, threads=256, chunks=2,
-    )  # fmt: skip
-    assert set(changes) == set(dict(first.facts))
+        axis="channel",
+        K=64,
+        V=64,
+        dtype="fp16",
+        g_dtype="fp16",
+        state_dtype="bf16",
+        gate="lower_bound",
+        qk_l2norm=False,
+        beta_logits=True,
+        single_token=False,
+        aligned=False,
+        rows=2,
+        threads=256,
+        chunks=2,
+    )
+    assert set(changes) == set(dict(decode_variant().facts))
     names = {
-        compile.file_name(variant(**{name: value}), "sm_90a") for name, value in changes.items()
+        compile.file_name(decode_variant(**{name: value}), "sm_90a")
+        for name, value in changes.items()
     }
-    names |= {compile.file_name(first, arch) for arch in ("sm_90a", "sm_100a")}
+    names |= {compile.file_name(decode_variant(), arch) for arch in ("sm_90a", "sm_100a")}
     monkeypatch.setattr(compile, "sources", lambda kernel: "other sources")
-    names.add(compile.file_name(first, "sm_90a"))
+    names.add(compile.file_name(decode_variant(), "sm_90a"))
     assert len(names) == len(changes) + 3
 
 
 @pytest.fixture
 def copied(tmp_path, monkeypatch):
-    """A copy of the kernels' sources, and the fingerprints as they are when asked for."""
+    """A copy of the kernels' sources, and a function for the copy's present fingerprints."""
     kernels = tmp_path / "kernels"
     shutil.copytree(Path(compile.__file__).parent / "kernels", kernels)
     monkeypatch.setattr(compile, "__file__", str(tmp_path / "compile.py"))
@@ -251,31 +248,32 @@ def copied(tmp_path, monkeypatch):
 
 
 def test_a_kernels_fingerprint_is_of_the_sources_it_imports(copied):
-    """Of each file in kernels/ and its packages some kernel's; of another kernel's file none, but for those built on it."""
+    """Every file in kernels/ is in one; no kernel imports another's file."""
     kernels, fingerprints = copied
     before, seen = fingerprints(), set()
     assert len(set(before.values())) == len(before)
     for file in sorted(kernels.rglob("*.py")):
         text = file.read_text()
         file.write_text(text + "\nchanged = 1\n")
-        changed = {name for name, found in fingerprints().items() if found != before[name]}
+        changed = {name for name, digest in fingerprints().items() if digest != before[name]}
         if file.name != "__init__.py":
             assert changed, file
-        if file.stem in before:
-            assert changed == {file.stem} | BUILT_ON.get(file.stem, set())
+        kernel = "_".join(file.relative_to(kernels).with_suffix("").parts)
+        if kernel in before:
+            assert changed == {kernel}
         seen |= changed
         file.write_text(text)
     assert seen == set(before)
     assert fingerprints() == before
 
 
-def test_comments_and_docstrings_leave_the_fingerprint(copied):
+def test_comments_and_docstrings_keep_the_fingerprint(copied):
     kernels, fingerprints = copied
     before = fingerprints()
     for file in sorted(kernels.rglob("*.py")):
         file.write_text(
-            '# A comment.\n"""And words."""\n\n'
-            + file.read_text().replace("\n    return", "\n    # why\n    return")
+            '# A comment.\n"""A docstring."""\n\n'
+            + file.read_text().replace("\n    return", "\n    # A reason.\n    return")
         )
     assert fingerprints() == before
     file = kernels / "device/ptx.py"
@@ -287,7 +285,7 @@ def test_comments_and_docstrings_leave_the_fingerprint(copied):
 def test_strict_mode_raises_instead_of_compiling(cache, monkeypatch):
     monkeypatch.setenv("GATED_DELTA_JIT", "0")
     with pytest.raises(UnsupportedProblem, match="GATED_DELTA_JIT=0"):
-        compile.load(variant(), "sm_90a")
+        compile.load(decode_variant(), "sm_90a")
     assert files(cache) == []
 
 
@@ -298,58 +296,58 @@ def test_strict_mode_raises_instead_of_compiling(cache, monkeypatch):
     ids=["cut", "bit", "empty"],
 )
 def test_a_damaged_file_is_built_again(cache, monkeypatch, damage):
-    file = compile.build(variant(), "sm_90a")
+    file = compile.build(decode_variant(), "sm_90a")
     whole = file.read_bytes()
     file.write_bytes(damage(whole))
     monkeypatch.setenv("GATED_DELTA_JIT", "0")
     with pytest.raises(UnsupportedProblem, match="damaged"):
-        compile.load(variant(), "sm_90a")
+        compile.load(decode_variant(), "sm_90a")
     monkeypatch.delenv("GATED_DELTA_JIT")
-    assert callable(compile.load(variant(), "sm_90a"))
+    assert callable(compile.load(decode_variant(), "sm_90a"))
     assert len(file.read_bytes()) == len(whole)
 
 
 @needs_compiler
 def test_a_file_is_bound_to_its_name_and_its_compiler(cache, monkeypatch):
-    """Under another kernel's or compiler's name it is refused, or compiled where that is allowed."""
-    one, other = variant(), variant(rows=2)
-    file = compile.build(one, "sm_90a")
+    """Under another kernel's or compiler's name it is refused, or compiled where JIT is allowed."""
+    first, second = decode_variant(), decode_variant(rows=2)
+    file = compile.build(first, "sm_90a")
     content = file.read_bytes()
-    taken = file.with_name(compile.file_name(other, "sm_90a"))
-    taken.write_bytes(content)
+    renamed = file.with_name(compile.file_name(second, "sm_90a"))
+    renamed.write_bytes(content)
     monkeypatch.setenv("GATED_DELTA_JIT", "0")
     with pytest.raises(
-        UnsupportedProblem, match=f"{taken.name} is damaged, renamed or of an older format"
+        UnsupportedProblem, match=f"{renamed.name} is damaged, renamed or of an older format"
     ):
-        compile.load(other, "sm_90a")
+        compile.load(second, "sm_90a")
     monkeypatch.delenv("GATED_DELTA_JIT")
-    assert callable(compile.load(other, "sm_90a"))
-    assert taken.read_bytes() != content
+    assert callable(compile.load(second, "sm_90a"))
+    assert renamed.read_bytes() != content
     shutil.move(file.parent, cache / "0.0.1")
     monkeypatch.setattr(compile, "installed", lambda package: None)
     with pytest.raises(UnsupportedProblem, match="damaged, renamed"):
-        compile.load(one, "sm_90a")
+        compile.load(first, "sm_90a")
 
 
 def test_a_file_of_the_older_format_is_refused(cache, monkeypatch):
-    """Its digest is of its bytes alone."""
+    """Its digest covers the code alone, not the file's name."""
     monkeypatch.setenv("GATED_DELTA_JIT", "0")
     monkeypatch.setattr(compile, "missing_packages", lambda: ())
-    file = cache / "4.8.1" / compile.file_name(variant(), "sm_90a")
+    file = cache / "4.8.1" / compile.file_name(decode_variant(), "sm_90a")
     file.parent.mkdir()
     file.write_bytes(b"code" + hashlib.sha256(b"code").digest())
     with pytest.raises(UnsupportedProblem, match="older format"):
-        compile.load(variant(), "sm_90a")
+        compile.load(decode_variant(), "sm_90a")
 
 
 def _build_in(directory, barrier, results):
     os.environ["GATED_DELTA_CACHE_DIR"] = directory
     barrier.wait()
-    results.put(compile.build(variant(), "sm_90a").name)
+    results.put(compile.build(decode_variant(), "sm_90a").name)
 
 
 @needs_compiler
-def test_processes_that_compile_the_same_do_not_disturb_each_other(cache):
+def test_processes_may_compile_the_same_kernel_at_once(cache):
     context = multiprocessing.get_context("spawn")
     barrier, results = context.Barrier(3), context.Queue()
     processes = [
@@ -363,165 +361,135 @@ def test_processes_that_compile_the_same_do_not_disturb_each_other(cache):
     assert len(names) == 1
     (file,) = files(cache)
     assert compile._whole(file)
-    assert list(file.parent.iterdir()) == [file]  # nothing half done is left, and no lock
+    assert list(file.parent.iterdir()) == [file]  # no lock and no partial file
 
 
-def test_the_page_of_packs_has_the_number_of_kernels():
+def test_the_page_of_packs_states_the_number_of_kernels():
     page = (Path(__file__).parents[1] / "docs/packs.md").read_text()
     assert re.findall(r"(\d+) kernels", page) == [str(len(dispatch.shipped()))]
 
 
 @needs_compiler
-def test_the_runtime_library_is_where_the_page_copies_it_from():
+def test_the_page_of_packs_finds_the_runtime_library():
     page = (Path(__file__).parents[1] / "docs/packs.md").read_text()
     commands = re.search(r"^    libraries=.*\n    cp .* pack$", page, re.M).group()
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     command = ["sh", "-c", commands.replace("cp ", "ls ").removesuffix(" pack")]
-    found = subprocess.run(command, capture_output=True, text=True, env=environment)
-    assert found.returncode == 0, found.stderr
+    listing = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert listing.returncode == 0, listing.stderr
 
 
 @needs_compiler
-def test_a_pack_of_another_compiler_version_is_used_without_a_compiler(cache, monkeypatch):
-    file = compile.build(variant(), "sm_90a")
+def test_without_a_compiler_packs_of_any_version_are_used(cache, monkeypatch):
+    file = compile.build(decode_variant(), "sm_90a")
     shutil.move(file.parent, cache / "0.0.1")
-    assert compile._find(variant(), "sm_90a") is None  # this compiler makes its own
+    assert compile._find(decode_variant(), "sm_90a") is None  # an installed compiler compiles anew
     monkeypatch.setattr(compile, "installed", lambda package: None)
-    assert compile._find(variant(), "sm_90a") == cache / "0.0.1" / file.name
-    assert compile.missing(variant(), "sm_90a") == ()
-    assert compile.missing(variant(rows=2), "sm_90a") != ()
+    assert compile._find(decode_variant(), "sm_90a") == cache / "0.0.1" / file.name
+    assert compile.missing(decode_variant(), "sm_90a") == ()
+    assert compile.missing(decode_variant(rows=2), "sm_90a") != ()
 
 
 def test_missing_compiler_is_named(cache, monkeypatch):
     monkeypatch.setattr(compile, "installed", lambda package: None)
     monkeypatch.setattr(compile, "missing_packages", lambda: ())
-    (reason,) = compile.missing(variant(), "sm_90a")
+    (reason,) = compile.missing(decode_variant(), "sm_90a")
     assert compile.COMPILER in reason
     with pytest.raises(UnsupportedProblem, match="no compiled kernel"):
-        compile.load(variant(), "sm_90a")
+        compile.load(decode_variant(), "sm_90a")
 
 
 @needs_compiler
 def test_host_and_kernel_agree_on_the_arguments():
-    """A launch passes tuples: the same names in the same order on both sides."""
+    """A launch passes tuples: both sides have the same names in the same order."""
     from gated_delta import reference
-    from gated_delta.kernels import (
-        arguments,
-        decode,
-        flush,
-        prefill_fused,
-        prefill_overlapped,
-        prefill_prepare,
-        prefill_prepare_raw,
-        prefill_scan,
-        prefill_scan_raw,
-        prefill_schedule,
-        prefill_state_passing,
-        prefill_transitions,
-        verify,
-    )
+    from gated_delta.kernels import arguments, decode, flush, verify
     from gated_delta.kernels.device import arithmetic
+    from gated_delta.kernels.prefill import arguments as prefill
     from gated_delta.problem import CHECKPOINT_INTERVAL
 
-    kernels = dict(
-        Decode=[decode.Decode],
-        Verify=[verify.Verify],
-        Flush=[flush.Flush],
-        Prefill=[
-            prefill_prepare.PrefillPrepare,
-            prefill_prepare_raw.PrefillPrepareRaw,
-            prefill_scan.PrefillScan,
-            prefill_state_passing.PrefillStatePassing,
-            prefill_transitions.PrefillTransitions,
-            prefill_schedule.PrefillSchedule,
-            prefill_fused.PrefillFused,
-            prefill_scan_raw.PrefillScanRaw,
-            prefill_overlapped.PrefillOverlapped,
-        ],
-    )
-    for operation, kernel in (
-        (operation, kernel) for operation, some in kernels.items() for kernel in some
-    ):
-        for taken in kernel.arguments:
-            if issubclass(taken, tuple):
-                assert taken._fields == getattr(arguments, taken.__name__)._fields
-                assert taken.__name__.startswith(operation)
+    kernels = [(arguments, "Decode", decode.Decode), (arguments, "Verify", verify.Verify)]
+    kernels += [(arguments, "Flush", flush.Flush)]
+    kernels += [(prefill, "Prefill", compile.kernel_type(name)) for name in PREFILL]
+    for host, operation, kernel in kernels:
+        for argument in kernel.arguments:
+            if issubclass(argument, tuple):
+                assert argument._fields == getattr(host, argument.__name__)._fields
+                assert argument.__name__.startswith(operation)
     assert arithmetic.L2NORM_EPS == reference.L2NORM_EPS
-    assert arguments.CHUNK == CHECKPOINT_INTERVAL
+    assert prefill.CHUNK == CHECKPOINT_INTERVAL
 
 
 @needs_compiler
-def test_blocks_that_walk_prepare_what_the_others_do_not_keep_up_with():
-    """At most an item a warpgroup before they walk. Beside it KDA's third warpgroup goes on, where the others do not keep up."""
-    from gated_delta.kernels.prefill_overlapped import PrefillOverlapped
+def test_scanning_ctas_prepare_the_chunks_that_others_do_not():
+    """Before the scan at most one item per warpgroup; during it only KDA's third warpgroup."""
+    from gated_delta.kernels.prefill.overlapped import PrefillOverlapped
 
-    def parts(axis, heads, chunks):
+    def prepares(axis, heads, chunks):
+        """Whether a scanning CTA prepares: an item per warpgroup first, more during the scan."""
         kernel = PrefillOverlapped(axis, "bf16", "softplus", True, "fp32", False)
         size = SimpleNamespace(N=1, HV=heads, chunk_blocks=heads, chunk_slots=chunks, sms=132)
-        return kernel.before_walk(size) == 0, kernel.missing_a_chunk(size) > 0
+        return kernel.before_scan(size) == 0, kernel.missing_a_chunk(size) > 0
 
-    assert [parts("head", 32, chunks) for chunks in (32, 64, 1024)] == [
+    assert [prepares("head", 32, chunks) for chunks in (32, 64, 1024)] == [
         (False, True),
         (True, True),
         (True, True),
     ]
-    assert parts("head", 17, 1024) == (False, False)  # 98 blocks prepare
-    assert [parts("channel", 18, chunks) for chunks in (22, 23)] == [
+    assert prepares("head", 17, 1024) == (False, False)  # 98 CTAs prepare
+    # 132 SMs have 396 warpgroups: 22 chunks of 18 heads are one item each.
+    assert [prepares("channel", 18, chunks) for chunks in (22, 23)] == [
         (False, False),
         (True, False),
-    ]  # 396 warpgroups
-    assert [parts("channel", heads, 1024) for heads in (17, 24, 28, 37)] == [
+    ]
+    assert [prepares("channel", heads, 1024) for heads in (17, 24, 28, 37)] == [
         (True, False),
         (True, False),
         (True, True),
         (True, True),
     ]
-    assert parts("channel", 32, 12) == (False, True)
+    assert prepares("channel", 32, 12) == (False, True)
 
 
 @needs_compiler
 def test_triangle_offsets_are_the_swizzled_layout_of_a_square():
-    """Every 16-byte vector of a triangle has an offset of its own, and in the square the one that wgmma reads."""
-    from gated_delta.kernels.arguments import CHUNK, TRIANGLE_BYTES
-    from gated_delta.kernels.device.chunks import square_panel, triangle_offset, triangle_panel
+    """Every 16-byte vector of a triangle has its own offset: in the square, the one wgmma reads."""
+    from gated_delta.kernels.prefill.arguments import CHUNK, TRIANGLE_BYTES
+    from gated_delta.kernels.prefill.layout import square_panel, triangle_offset, triangle_panel
 
-    taken = set()
+    offsets = set()
     for row in range(CHUNK):
         for vector in range(2 * (row // 16 + 1)):
-            at, panel = triangle_offset(row, vector), vector // 2
-            taken.add(at)
-            linear = (
-                panel * CHUNK * 32 + row * 32 + vector % 2 * 16
-            )  # panels of 16 columns, rows of 32 bytes
-            assert square_panel(panel) + at - triangle_panel(panel) == linear ^ (
-                linear >> 3 & 16
-            )  # swizzled
-    assert taken == set(range(0, TRIANGLE_BYTES, 16))
+            offset, panel = triangle_offset(row, vector), vector // 2
+            offsets.add(offset)
+            # Panels of 16 columns, rows of 32 bytes, swizzled.
+            linear = panel * CHUNK * 32 + row * 32 + vector % 2 * 16
+            in_square = square_panel(panel) + offset - triangle_panel(panel)
+            assert in_square == linear ^ (linear >> 3 & 16)
+    assert offsets == set(range(0, TRIANGLE_BYTES, 16))
 
 
 @needs_compiler
 def test_tile_offsets_are_swizzled_and_written_as_whole_lines():
-    """Every 16-byte vector has an offset of its own; a warp writes four vectors of eight tokens at once, which are four lines."""
-    from gated_delta.kernels.arguments import CHUNK, TILE_BYTES
-    from gated_delta.kernels.device.chunks import tile_offset
+    """Every 16-byte vector has its own offset. A warp writes 4 vectors of 8 tokens: 4 lines."""
+    from gated_delta.kernels.prefill.arguments import CHUNK, TILE_BYTES
+    from gated_delta.kernels.prefill.layout import TILE
 
     offsets = {
-        (row, vector): tile_offset(row, vector) for row in range(CHUNK) for vector in range(16)
+        (row, vector): TILE.offset(row, vector) for row in range(CHUNK) for vector in range(16)
     }
     assert set(offsets.values()) == set(range(0, TILE_BYTES, 16))
-    for (row, vector), at in offsets.items():
-        linear = (
-            vector // 4 * CHUNK * 64 + row * 64 + vector % 4 * 16
-        )  # blocks of 32 columns, rows of 64 bytes
-        assert at == linear ^ (linear >> 3 & 48)  # swizzled
+    for (row, vector), offset in offsets.items():
+        # Blocks of 32 columns, rows of 64 bytes, swizzled.
+        linear = vector // 4 * CHUNK * 64 + row * 64 + vector % 4 * 16
+        assert offset == linear ^ (linear >> 3 & 48)
     for row in range(0, CHUNK, 8):
         for vector in range(0, 16, 4):
-            assert (
-                len({offsets[row + i, vector + j] // 128 for i in range(8) for j in range(4)}) == 4
-            )
+            lines = {offsets[row + i, vector + j] // 128 for i in range(8) for j in range(4)}
+            assert len(lines) == 4
 
 
-# ------------------------------------------------------------------------------------------------ a wrong environment
+# ------------------------------------------------------------------------------ environment
 
 
 @pytest.mark.parametrize(("value", "is_on"), [(None, True), ("0", False), ("1", True)])
@@ -534,14 +502,14 @@ def test_switches_are_0_and_1(monkeypatch, value, is_on):
 
 
 @pytest.mark.parametrize("value", ["maybe", "", "true", "01", " 1"])
-def test_other_switches_are_errors_that_name_the_variable(monkeypatch, value):
+def test_other_values_of_a_switch_are_errors(monkeypatch, value):
     monkeypatch.setenv("GATED_DELTA_JIT", value)
     with pytest.raises(ValueError, match="GATED_DELTA_JIT: expected 0 or 1"):
-        compile.missing(variant(), "sm_90a")
+        compile.missing(decode_variant(), "sm_90a")
 
 
 @pytest.mark.parametrize(
-    ("variables", "place"),
+    ("variables", "directory"),
     [
         (dict(GATED_DELTA_CACHE_DIR="/pack"), "/pack"),
         (dict(GATED_DELTA_CACHE_DIR="~/pack", XDG_CACHE_HOME="/xdg"), "/home/me/pack"),
@@ -550,17 +518,17 @@ def test_other_switches_are_errors_that_name_the_variable(monkeypatch, value):
         (dict(GATED_DELTA_CACHE_DIR="pack"), "/started/pack"),
     ],
 )
-def test_where_kernels_are_kept(monkeypatch, variables, place):
+def test_the_directory_of_the_cache(monkeypatch, variables, directory):
     monkeypatch.setenv("HOME", "/home/me")
     monkeypatch.setattr(compile, "_STARTED_IN", Path("/started"))
     for name in ("GATED_DELTA_CACHE_DIR", "XDG_CACHE_HOME"):
         monkeypatch.setenv(name, variables[name]) if name in variables else monkeypatch.delenv(
             name, raising=False
         )
-    assert compile.directory() == Path(place)
+    assert compile.directory() == Path(directory)
 
 
-def test_a_user_without_a_home_has_to_name_a_place(monkeypatch):
+def test_a_user_without_a_home_has_to_name_a_directory(monkeypatch):
     def no_entry(_user):
         raise KeyError("getpwuid(): uid not found")
 
@@ -574,73 +542,69 @@ def test_a_user_without_a_home_has_to_name_a_place(monkeypatch):
 
 
 @needs_compiler
-@pytest.mark.parametrize("place", [__file__, __file__ + "/x", "/proc/gated_delta"])
-def test_a_cache_that_cannot_be_is_an_error_that_names_the_variable(monkeypatch, place):
+@pytest.mark.parametrize("directory", [__file__, __file__ + "/x", "/proc/gated_delta"])
+def test_an_impossible_cache_directory_names_the_variable(monkeypatch, directory):
     monkeypatch.setattr(compile, "_loaded", {})
     monkeypatch.delenv("GATED_DELTA_JIT", raising=False)
-    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", place)
+    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", directory)
     for use in (compile.build, compile.load):
         with pytest.raises(OSError, match="GATED_DELTA_CACHE_DIR") as raised:
-            use(variant(), "sm_90a")
+            use(decode_variant(), "sm_90a")
         assert str(raised.value).count("\n") == 0
 
 
 @needs_compiler
 def test_a_relative_cache_is_the_same_after_chdir(cache, monkeypatch, tmp_path):
-    """And a read-only one is an error that names the variable."""
+    """A read-only one is an error that names the variable."""
     monkeypatch.setenv("GATED_DELTA_CACHE_DIR", os.path.relpath(cache))
-    file = compile.build(variant(), "sm_90a")
+    file = compile.build(decode_variant(), "sm_90a")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert compile._find(variant(), "sm_90a").samefile(file)
+    assert compile._find(decode_variant(), "sm_90a").samefile(file)
 
     def read_only(path):
         raise OSError(errno.EROFS, "Read-only file system", os.path.abspath(path))
 
     monkeypatch.setattr(filelock, "FileLock", read_only)
     with pytest.raises(OSError, match=r"GATED_DELTA_CACHE_DIR.*Read-only.*\.lock"):
-        compile.load(variant(rows=2), "sm_90a")
+        compile.load(decode_variant(rows=2), "sm_90a")
 
 
 @needs_compiler
-def test_a_full_disk_is_told_from_what_the_compiler_misses(cache, monkeypatch):
-    def raising(problem):
+def test_only_errors_of_the_cache_name_its_variable(cache, monkeypatch):
+    """A full disk does; a tool that the compiler lacks does not."""
+
+    def raising(error):
         def raises(*_):
-            raise problem
+            raise error
 
         return raises
 
-    monkeypatch.setattr(
-        compile, "_compile", raising(OSError(errno.ENOSPC, "No space left on device"))
-    )
+    full = OSError(errno.ENOSPC, "No space left on device")
+    monkeypatch.setattr(compile, "_compile", raising(full))
     with pytest.raises(OSError, match="GATED_DELTA_CACHE_DIR"):
-        compile.build(variant(), "sm_90a")
-    monkeypatch.setattr(
-        compile,
-        "_compile",
-        raising(FileNotFoundError(errno.ENOENT, "No such file", "/nonexistent/ptxas")),
-    )
+        compile.build(decode_variant(), "sm_90a")
+    missing = FileNotFoundError(errno.ENOENT, "No such file", "/nonexistent/ptxas")
+    monkeypatch.setattr(compile, "_compile", raising(missing))
     with pytest.raises(FileNotFoundError, match="ptxas") as raised:
-        compile.build(variant(), "sm_90a")
+        compile.build(decode_variant(), "sm_90a")
     assert "GATED_DELTA" not in str(raised.value)
-    assert not [left for left in cache.glob("*/*") if left.is_dir()]
+    assert not [path for path in cache.glob("*/*") if path.is_dir()]
 
 
 @needs_compiler
 @pytest.mark.parametrize(
-    ("named", "kind", "word"),
+    ("linker", "kind", "message"),
     [
         ("/nonexistent", UnsupportedProblem, "CC: expected"),
         ("false", RuntimeError, "CC names"),
         (__file__, UnsupportedProblem, "CC"),
     ],
 )
-def test_a_linker_that_is_none_is_an_error_that_names_the_variable(
-    cache, monkeypatch, named, kind, word
-):
-    monkeypatch.setenv("CC", named)
-    with pytest.raises(kind, match=word) as raised:
-        compile.build(variant(), "sm_90a")
+def test_an_unusable_linker_is_an_error_that_names_cc(cache, monkeypatch, linker, kind, message):
+    monkeypatch.setenv("CC", linker)
+    with pytest.raises(kind, match=message) as raised:
+        compile.build(decode_variant(), "sm_90a")
     assert str(raised.value).count("\n") == 0
     assert files(cache) == []
 
@@ -648,4 +612,4 @@ def test_a_linker_that_is_none_is_an_error_that_names_the_variable(
 @needs_compiler
 def test_a_linker_with_options(cache, monkeypatch):
     monkeypatch.setenv("CC", "cc -O1")
-    assert compile.build(variant(), "sm_90a").exists()
+    assert compile.build(decode_variant(), "sm_90a").exists()

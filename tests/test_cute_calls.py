@@ -20,14 +20,14 @@ from gpu import (
     D,
     captured,
     decode,
-    force_segments,
     fused,
     index,
     needs_gpu,
     no_waits,
     pool,
+    prefill_path,
     same,
-    slowly,
+    slow_gates,
     spread,
     tokens,
 )
@@ -83,26 +83,28 @@ OPS = {
     "verify and flush": Op(4, 1000, drafts),
     "verify and flush of 16 tokens": Op(16, 1000, drafts),
     **{
-        f"prefill, segments {segments}": Op(300, 20, prefill)
-        for segments in (1, "persistent", "fused", "raw", "beside", "overlapped", 4)
+        f"prefill, {path}": Op(300, 20, prefill)
+        for path in ("tiles", "fused", "raw", "raw overlapped", "overlapped", 4)
     },
 }
 
 
 @pytest.fixture(params=OPS)
-def op(request, monkeypatch):
-    name, _, segments = request.param.partition(", segments ")
-    if name == "prefill":
-        if torch.cuda.get_device_capability() != (9, 0):
-            pytest.skip("needs an NVIDIA GPU of compute capability 9.0")
-        force_segments(int(segments) if segments.isdigit() else segments, monkeypatch)
-    return OPS[request.param]
+def op(request):
+    name, _, path = request.param.partition(", ")
+    if name != "prefill":
+        yield OPS[request.param]
+    elif torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs an NVIDIA GPU of compute capability 9.0")
+    else:
+        with prefill_path(int(path) if path.isdigit() else path):
+            yield OPS[request.param]
 
 
 def some(op, N, axis="head", **options):
-    """Tokens of N sequences; prompts decay slowly, so that initial states matter at their ends."""
+    """Tokens of N sequences; prompts decay slow_gates, so that initial states matter at their ends."""
     if op.run is prefill:
-        return slowly(tokens(N, op.T, axis=axis, **options))
+        return slow_gates(tokens(N, op.T, axis=axis, **options))
     return tokens(
         N,
         op.T,

@@ -1,4 +1,4 @@
-"""The demo: what it shows, what it makes of results that are wrong, and of odd prompts and terminals."""
+"""The demo: its output, wrong results, odd prompts and terminals."""
 
 import io
 import math
@@ -32,7 +32,7 @@ def run(*arguments):
 
 
 def shown(prompt="Lambda", length=3, backend="auto", width=160, **options):
-    """What the demo prints, and whether all was equal."""
+    """The demo's output, and True if all comparisons passed."""
     console = Console(file=io.StringIO(), width=width)
     passed = demo.show(prompt, length, backend, CPU, console, **options)
     return console.file.getvalue(), passed
@@ -43,7 +43,7 @@ def test_it_gives_the_same_text_and_follows_requests():
     assert result.exit_code == 0, result.stdout
     for words in (
         "The while statement",
-        "On a CPU, by the PyTorch reference backend, the demo proves equality; speed is for NVIDIA Hopper GPUs",
+        "On a CPU, on the PyTorch reference backend, the demo proves equality",
         "24 of 24 bytes",
         "plain, medians of 2 runs; no gain expected",
         "relative error against float64; limit 1e-05",
@@ -51,7 +51,7 @@ def test_it_gives_the_same_text_and_follows_requests():
         "no bit of a state changes",
         "0 to 4 drafts accepted, the others rolled back",
         "18,624 bytes: as states they take 786,432, 42 times as many",
-        "All that was compared is equal within its limit",
+        "All comparisons are equal within their limits",
     ):
         assert words in " ".join(result.stdout.split()), words
     assert "WRONG" not in result.stdout
@@ -90,7 +90,7 @@ def test_it_fails_when_an_operation_is_wrong(monkeypatch, op, broken, line):
     assert "Not all is equal" in result.stdout
 
 
-def test_it_fails_when_verify_writes_the_state_or_flush_a_slot_of_others(monkeypatch):
+def test_writes_by_verify_or_to_other_slots_fail(monkeypatch):
     def verify(tokens, *, state, right=reference.verify, **rest):
         right(tokens, state=state, **rest)
         state[4, 0, 0, 0] += 1e-7
@@ -111,8 +111,8 @@ def test_it_fails_when_verify_writes_the_state_or_flush_a_slot_of_others(monkeyp
     assert re.search("WRONG: states .*: 0 to 4 drafts accepted", text)
 
 
-def test_logits_are_compared_as_far_as_the_bytes_are_the_same(monkeypatch):
-    """Where a byte is turned, what comes after says nothing; NaN and logits that are off fail, turned or not."""
+def test_logits_are_compared_up_to_the_first_changed_byte(monkeypatch):
+    """Bytes after a changed one do not count; NaN and wrong logits always fail."""
     logits = torch.eye(256)[[1, 2, 3]]
     close, off = logits.clone(), logits.clone()
     close[1, 9], close[2] = 1.001, 7.0
@@ -127,14 +127,14 @@ def test_logits_are_compared_as_far_as_the_bytes_are_the_same(monkeypatch):
     assert demo.compare(wrong, plain) == (3, pytest.approx(0.1 / 3**0.5))
     monkeypatch.setattr(demo, "life_of_a_request", lambda *_: [])
     for other, passes in ((plain, True), (turned, True), (wrong, False), (nothing, False)):
-        made = iter([plain, other] * (1 + demo.TURNS))
-        monkeypatch.setattr(demo, "generate", lambda *_, made=made: next(made))
+        texts = iter([plain, other] * (1 + demo.TURNS))
+        monkeypatch.setattr(demo, "generate", lambda *_, texts=texts: next(texts))
         monkeypatch.setitem(demo.LOGITS, torch.float32, 0.05 if other is not turned else 1.0)
         text, passed = shown()
         assert passed == passes
         assert ("WRONG" in text) != passes
-        assert ("unpatched:" in text) == (other.made != plain.made)
-        assert ("nearly as good, their logits 1.000 and 0.000" in text) == (other is turned)
+        assert ("unpatched:" in text) == (other.output != plain.output)
+        assert ("two nearly tie, their logits 1.000 and 0.000" in text) == (other is turned)
 
 
 def test_in_the_precision_of_a_gpu():
@@ -166,14 +166,14 @@ def test_one_byte_has_no_decode_speed():
     assert "nan" not in text
 
 
-def test_a_text_cannot_steer_the_terminal(monkeypatch):
+def test_a_text_cannot_control_the_terminal(monkeypatch):
     monkeypatch.setattr(demo.Generation, "text", "a\x1b[2Jb\r\nc[red]")
     text, _ = shown("[bold]\x07\tx\x1b[0m")
     assert "[bold]\ufffd x\ufffd[0m a\ufffd[2Jb c[red]" in text
 
 
 @pytest.mark.parametrize("width", [20, 40, 80])
-def test_narrow_terminals_lose_nothing(width):
+def test_narrow_terminals_show_everything(width):
     text, passed = shown(width=width)
     assert passed
     assert max(map(len, text.splitlines())) <= width
@@ -182,14 +182,14 @@ def test_narrow_terminals_lose_nothing(width):
     )
 
 
-def test_it_is_read_at_once_on_a_terminal_of_80_by_24():
+def test_it_fits_a_terminal_of_80_by_24():
     text, _ = shown(length=160, width=80)
     lines = text.splitlines()
     assert len(lines) < 24
     assert all(re.match(r"[a-z ]{16}\S| {16}\S", line) for line in lines[8:-2]), text
 
 
-def test_without_its_model_it_says_what_to_install(monkeypatch, tmp_path):
+def test_without_its_model_it_tells_how_to_install_it(monkeypatch, tmp_path):
     monkeypatch.setattr(demo, "MODEL", tmp_path)
     nothing, config, cut = (
         {},
@@ -213,7 +213,7 @@ def test_no_warning_of_transformers_is_shown():
 def test_a_terminal_sees_progress_while_text_is_generated(monkeypatch):
     bars = []
     monkeypatch.setattr(
-        demo, "tracked", lambda items, what: bars.append((len(items), what)) or items
+        demo, "tracked", lambda items, text: bars.append((len(items), text)) or items
     )
     shown(length=1)
     assert bars == [(3, "generating text")]

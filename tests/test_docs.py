@@ -1,4 +1,4 @@
-"""The documentation keeps its word: its snippets run, and the tests it names exist."""
+"""The documentation is right and readable: snippets run, names exist, words are few and plain."""
 
 import importlib.util
 import re
@@ -15,6 +15,20 @@ from gated_delta.ops import PREFILL
 from gated_delta.problem import Problem
 
 ROOT = Path(__file__).parents[1]
+DOCS = sorted(ROOT.glob("docs/**/*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
+MOST_WORDS = 30_000
+MOST_PRONOUNS = 5  # per 1,000 words of prose
+
+
+def prose(page):
+    """Lines with their numbers, outside code and tables."""
+    fenced = False
+    for number, line in enumerate(page.read_text().splitlines(), 1):
+        if line.startswith("```"):
+            fenced = not fenced
+        elif not fenced and not line.startswith(("    ", "|", "```")):
+            yield number, line
 
 
 @pytest.mark.parametrize(
@@ -46,25 +60,21 @@ def test_the_tests_that_the_mathematics_names_exist():
     assert named <= defined, named - defined
 
 
-def test_figures_are_those_of_the_results():
-    made = subprocess.run(
-        [sys.executable, ROOT / "scripts/figures.py", "--check"], capture_output=True, text=True
-    )
-    assert made.returncode == 0, made.stdout
+def test_figures_match_the_results():
+    command = [sys.executable, ROOT / "scripts/figures.py", "--check"]
+    check = subprocess.run(command, capture_output=True, text=True)
+    assert check.returncode == 0, check.stdout
 
 
-def test_figures_that_differ_are_noticed(monkeypatch):
+def test_a_wrong_figure_is_noticed(monkeypatch):
     spec = importlib.util.spec_from_file_location("figures", ROOT / "scripts/figures.py")
     figures = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "figures", figures)
     spec.loader.exec_module(figures)
     page = (ROOT / "README.md").read_text()
     assert figures.filled(page) == page
-    assert (
-        figures.filled(page.replace("| 160 |", "| 16 |"))
-        == page
-        != page.replace("| 160 |", "| 16 |")
-    )
+    wrong = page.replace("| 160 |", "| 16 |")
+    assert figures.filled(wrong) == page != wrong
     assert [figures.down(x) for x in (1.769, 1.2468, 0.41249, 1.0, 2.29)] == [
         "1.76",
         "1.24",
@@ -74,82 +84,92 @@ def test_figures_that_differ_are_noticed(monkeypatch):
     ]
 
 
-def test_the_front_door_is_small():
-    lines = (ROOT / "README.md").read_text().splitlines()
-    assert len(lines) <= 110
-    assert max(len(line) for line in lines if not line.startswith("|")) <= 120
+def test_the_readme_has_at_most_110_lines():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 110
 
 
-def test_files_that_pages_name_are_there():
+WRAPPED = ["README.md", "CONTRIBUTING.md", "CHANGELOG.md"]
+WRAPPED += [page.relative_to(ROOT).as_posix() for page in DOCS]
+
+
+@pytest.mark.parametrize("page", WRAPPED)
+def test_prose_has_at_most_100_columns(page):
+    """A URL cannot break."""
+    long = [number for number, line in prose(ROOT / page) if len(line) > 100 and "://" not in line]
+    assert long == []
+
+
+def test_docs_have_at_most_30000_words():
+    words = {page.name: len(page.read_text().split()) for page in DOCS}
+    assert sum(words.values()) <= MOST_WORDS, words
+
+
+def test_docs_have_few_relative_pronouns():
+    """Sentences that hang on these words need a second reading."""
+    counts = {}
+    for page in DOCS:
+        text = "\n".join(line for _, line in prose(page))
+        pronouns = re.findall(r"\b(?:what|who|those|whose|which)\b", text, re.I)
+        counts[page.name] = len(pronouns), len(text.split())
+    pronouns, words = map(sum, zip(*counts.values()))
+    assert pronouns <= MOST_PRONOUNS * words / 1000, counts
+
+
+def test_files_that_pages_name_exist():
     files = [path.relative_to(ROOT).as_posix() for path in ROOT.glob("[!.]*/**/*.py")]
-    for page in [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *ROOT.glob("docs/**/*.md")]:
-        if not page.name.endswith("-log.md"):  # what was tried, in the names of the day
-            for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
-                assert any(file.endswith(f"/{name}") or file == name for file in files), (
-                    f"{page.name}: {name}"
-                )
+    for page in PAGES:
+        if page.name.endswith("-log.md"):  # past experiments, under the names of their day
+            continue
+        for name in re.findall(r"`([\w/]+\.py)`", page.read_text()):
+            exists = any(f"/{file}".endswith(f"/{name}") for file in files)
+            assert exists, f"{page.name}: {name}"
 
 
-def test_an_operation_is_read_in_few_files():
-    """CONTRIBUTING names every kernel and what it is made of, but for the other gate's file: 8 files, for prefill 10 to 13."""
+def test_contributing_names_the_files_of_each_operation():
+    """Every kernel, and all of its parts but the other gate's."""
     page, root = (ROOT / "CONTRIBUTING.md").read_text(), ROOT / "src/gated_delta"
-    common = re.search(r"^Read an operation .*$", page, re.M).group()
-    paths = re.findall(r"^\| (decode|verify|flush|prefill)(?:, (\w+))? \| (`ops.*) \|$", page, re.M)
-    assert {op for op, *_ in paths} == {"decode", "verify", "flush", "prefill"}
-    read = page[page.index(common) : page.index("| tests |")]
-    assert [
-        file.name for file in root.glob("kernels/[!_]*.py") if f"{file.name}`" not in read
-    ] == []
-    for op, kind, files in paths:
-        named = {
-            file
-            for name in re.findall(r"`([\w/]+\.py)`", common + files)
-            for file in root.glob(f"**/{name}")
-        }
-        made_of = {
-            file
-            for kernel in named & set(root.glob("kernels/*.py"))
-            for file in kernels._closure(kernel)
+    common, table = re.search(
+        r"^(Read an operation .*?then)\n(.*?)^\| tests \|", page, re.M | re.S
+    ).groups()
+    rows = re.findall(r"^\| (decode|verify|flush|prefill)(?:, (\w+))? \| (`ops.*) \|$", table, re.M)
+    assert {op for op, *_ in rows} == {"decode", "verify", "flush", "prefill"}
+    kernels_dir = root / "kernels"
+    unnamed = [f.name for f in kernels_dir.glob("[!_]*.py") if f"{f.name}`" not in common + table]
+    assert unnamed == []
+    for op, kind, files in rows:
+        names = re.findall(r"`([\w/]+\.py)`", common + files)
+        named = {file for name in names for file in root.glob(f"**/{name}")}
+        parts = {
+            part
+            for kernel in named & set(kernels_dir.glob("*.py"))
+            for part in kernels._closure(kernel)
         }
         other = "prefill_prepare_gdn.py" if kind in ("KDA", "raw") else "prefill_prepare_kda.py"
-        assert {file.name for file in made_of - named} <= {"__init__.py", other}
-        assert {
-            root / name for name in ("api.py", "problem.py", "ops/launch.py", f"ops/{op}.py")
-        } <= named
-        assert len(named) <= ({"fused": 12, "raw": 13}.get(kind, 10) if op == "prefill" else 8)
+        assert {part.name for part in parts - named} <= {"__init__.py", other}
+        host = ("api.py", "problem.py", "ops/launch.py", f"ops/{op}.py")
+        assert {root / name for name in host} <= named
 
 
-def test_prefills_have_the_kernels_that_the_table_of_schedules_says():
+def test_the_table_of_schedules_matches_the_planner():
     page = (ROOT / "docs/kernels/prefill-schedules.md").read_text()
     _, _, *rows = page[page.index("| heads |") :].partition("\n\n")[0].splitlines()
     assert len(rows) > 10
     for row in rows:
-        example, cut, named = (cell.strip() for cell in row.split("|")[3:6])
+        example, schedule, named = (cell.strip() for cell in row.split("|")[3:6])
         model, H, HV, shape = re.fullmatch(r"(GDN|KDA) (\d+)/(\d+), (.+)", example).groups()
         lengths = [
             int(T) for n, T in re.findall(r"(?:(\d+) x )?(\d+)", shape) for _ in range(int(n or 1))
         ]
         axis = {"GDN": "head", "KDA": "channel"}[model]
-        problem = Problem(
-            "prefill",
-            axis,
-            int(H),
-            int(HV),
-            128,
-            128,
-            gate="softplus",
-            dtype=torch.bfloat16,
-            g_dtype=torch.bfloat16,
-        )
-        made, variants = PREFILL.plan(problem, len(lengths), sum(lengths), max(lengths))
-        words = [name for name, value in made._asdict().items() if value is True] + [
-            f"{made.rows} rows"
-        ]
-        words += [f"{made.segments} segments"] if made.segments > 1 else []
-        assert sorted(words) == sorted(cut.split(", ")), (example, made)
-        assert [variant.kernel.removeprefix("prefill_") for variant in variants] == named.split(
-            ", "
-        ), example
+        bf16 = dict(dtype=torch.bfloat16, g_dtype=torch.bfloat16)
+        problem = Problem("prefill", axis, int(H), int(HV), 128, 128, gate="softplus", **bf16)
+        plan, variants = PREFILL.plan(problem, len(lengths), sum(lengths), max(lengths))
+        words = [name for name, value in plan._asdict().items() if value is True]
+        words += [f"{plan.rows} rows"]
+        words += [f"{plan.segments} segments"] if plan.segments > 1 else []
+        assert sorted(words) == sorted(schedule.split(", ")), (example, plan)
+        names = [variant.kernel.removeprefix("prefill_") for variant in variants]
+        assert names == named.split(", "), example
 
 
 def test_integrations_lists_every_model_that_patch_takes():
@@ -168,9 +188,8 @@ def test_every_variable_that_the_package_reads_is_on_a_page():
     assert read == listed
 
 
-def test_links_between_pages_lead_somewhere():
-    """To a file, and to a heading of it."""
-    for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]:
+def test_links_lead_to_files_and_headings():
+    for page in PAGES:
         for target, heading in re.findall(r"\]\((?!http)([^)#]*)#?([^)]*)\)", page.read_text()):
             file = page.parent / target if target else page
             assert file.exists(), f"{page.name} -> {target}"
@@ -178,6 +197,6 @@ def test_links_between_pages_lead_somewhere():
 
 
 def headings(page):
-    """Of a page of Markdown, as links name them."""
+    """The anchors of a page."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}

@@ -1,4 +1,4 @@
-"""The worked examples do what they say, and would not if they forgot to roll anything back."""
+"""The examples give the promised text, and fail if they forget to roll back."""
 
 import functools
 import importlib.util
@@ -39,7 +39,7 @@ def model():
 
 @functools.cache
 def greedy(prompt):
-    """What transformers alone makes of it."""
+    """The text of transformers alone."""
     return demo.generate(model(), prompt, LENGTH).text
 
 
@@ -53,22 +53,21 @@ def test_speculative_decoding_gives_the_greedy_text(prompt, draft):
     result = speculative(prompt, draft)
     assert result.text.decode() == greedy(prompt)
     assert 0 < result.accepted < result.drafted <= draft * result.steps
-    assert (
-        1 + result.steps + result.accepted == LENGTH
-    )  # one token of the prefill, then one a step beside the drafts
+    # One token of the prefill, then one per step and the accepted drafts.
+    assert 1 + result.steps + result.accepted == LENGTH
     assert result.buffer_bytes == (draft + 1) * LAYERS * (HV * V + H * K + HV) * 4
     assert result.states_bytes == (draft + 1) * LAYERS * HV * V * K * 4
 
 
 @pytest.mark.parametrize("prompt", PROMPTS)
-def test_its_plain_decoding_is_that_of_transformers(prompt):
+def test_plain_decoding_matches_transformers(prompt):
     assert example.decode_plainly(model(), prompt.encode(), LENGTH).decode() == greedy(prompt)
 
 
 @torch.inference_mode()
 @pytest.mark.parametrize("count", [1, 2, 4])
-def test_a_request_remembers_the_accepted_tokens_and_no_others(count):
-    """Of four verified, after two steps: as much as if they had been decoded one by one."""
+def test_a_request_keeps_only_accepted_tokens(count):
+    """After two steps with four verified, as after decoding one by one."""
     requests = [example.Request(model(), 4) for _ in range(2)]
     for request in requests:
         request.state.fill_(math.nan)
@@ -89,7 +88,7 @@ def test_a_request_remembers_the_accepted_tokens_and_no_others(count):
     torch.testing.assert_close(verified.attention.layers, decoded.attention.layers)
 
 
-def test_drafts_are_what_followed_the_last_bytes_before():
+def test_drafts_continue_an_earlier_match():
     assert example.look_up(b"abcdef abcd", 8) == b"ef abcd"
     assert example.look_up(b"abcdef abcd", 2) == b"ef"
     assert example.look_up(b"abcd1 abcd2 abcd", 1) == b"2"
@@ -124,14 +123,14 @@ def test_the_example_fails_when_the_texts_differ(monkeypatch):
 
 
 @pytest.mark.parametrize("device", ["meta", "cuda:99", "tpu7"])
-def test_a_device_that_is_none_is_refused_in_one_line(device):
+def test_a_missing_device_is_refused_in_one_line(device):
     result = run("--device", device)
     assert result.exit_code == 2
     assert (result.stdout, result.stderr.count("\n")) == ("", 1)
     assert device in result.stderr
 
 
-def test_no_transformers_is_said_in_one_line(monkeypatch):
+def test_missing_transformers_is_reported_in_one_line(monkeypatch):
     monkeypatch.setitem(sys.modules, "transformers", None)
     result = run("--device", "cpu")
     assert result.exit_code == 2

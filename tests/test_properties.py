@@ -87,11 +87,9 @@ GATES = {"log": None, "softplus": gd.Gate.softplus, "lower_bound": gd.Gate.lower
     st.sampled_from([torch.float32, torch.bfloat16]),
     st.data(),
 )
-def test_bits_of_a_deterministic_prefill_depend_on_a_head_of_a_sequence_alone(
-    problem, kind, dtype, data
-):
-    """Alone, with fewer heads, and in calls split at multiples of 64 tokens; checkpoints are the
-    states between these calls."""
+def test_bits_of_a_deterministic_prefill_are_per_head(problem, kind, dtype, data):
+    """Bits are the same for one sequence, for fewer heads, and for calls split at multiples of 64
+    tokens; checkpoints are the states between these calls."""
     t, lengths, slots, pool = problem
     t = t.map(lambda x: x.to(dtype))._replace(beta_logits=True)
     rng = torch.Generator().manual_seed(len(pool))
@@ -118,22 +116,22 @@ def test_bits_of_a_deterministic_prefill_depend_on_a_head_of_a_sequence_alone(
         for n in lengths
     ]
     lens = torch.tensor([[*split, *[-1] * (3 - len(split))] for split in splits])
-    after, kept = pool.clone(), pool.new_empty(len(lengths), 3, *pool.shape[1:])
-    o, _ = run(t, state=after, state_indices=slots, checkpoint_lens=lens, checkpoints=kept)
+    after, stored = pool.clone(), pool.new_empty(len(lengths), 3, *pool.shape[1:])
+    o, _ = run(t, state=after, state_indices=slots, checkpoint_lens=lens, checkpoints=stored)
     for n, slot in enumerate(slots.tolist()):
         if slot < 0:
             continue
-        own, state = sequence(t, n), pool[slot : slot + 1, heads]
+        alone, state = sequence(t, n), pool[slot : slot + 1, heads]
         whole = o[0, t.cu_seqlens[n] : t.cu_seqlens[n + 1]]
         for i, (first, last) in enumerate(itertools.pairwise([*splits[n], lengths[n]])):
-            assert torch.equal(kept[n, i, heads], state[0])
-            part = own.map(lambda x: x[:, first:last])
+            assert torch.equal(stored[n, i, heads], state[0])
+            part = alone.map(lambda x: x[:, first:last])
             part = part._replace(q=part.q[:, :, h : h + 1], k=part.k[:, :, h : h + 1])
             part = part._replace(
                 v=part.v[:, :, heads], g=part.g[:, :, heads], beta=part.beta[:, :, heads]
             )
-            made, state = run(part, heads, initial_state=state, output_final_state=True)
-            assert torch.equal(made[0], whole[first:last, heads])
+            results, state = run(part, heads, initial_state=state, output_final_state=True)
+            assert torch.equal(results[0], whole[first:last, heads])
         assert torch.equal(state[0], after[slot, heads])
 
 
@@ -146,7 +144,7 @@ def test_bits_of_a_deterministic_prefill_depend_on_a_head_of_a_sequence_alone(
     st.data(),
 )
 def test_bits_of_a_sequence_do_not_depend_on_the_batch(problem, kind, dtype, activation, data):
-    """decode, verify and flush: packed beside others, alone and dense, and decode's tokens one by one."""
+    """decode, verify and flush: packed with others, alone and dense, decode token by token."""
     t, lengths, slots, pool = problem
     (H, K), (HV, V), total = t.q.shape[2:], t.v.shape[2:], t.q.shape[1]
     t = t.map(lambda x: x.to(dtype))._replace(beta_logits=True, qk_l2norm=data.draw(st.booleans()))
@@ -178,10 +176,10 @@ def test_bits_of_a_sequence_do_not_depend_on_the_batch(problem, kind, dtype, act
         alone = run(
             sequence(t, n), z[:, rows], pool[slot : slot + 1], torch.tensor([0]), counts[n : n + 1]
         )
-        for found, want in zip(
+        for results, want in zip(
             alone, (o[:, rows], drafts[:, rows], decoded[slot : slot + 1], flushed[slot : slot + 1])
         ):
-            assert torch.equal(found, want)
+            assert torch.equal(results, want)
         state, t_n = pool[slot : slot + 1].clone(), sequence(t, n)
         for i in range(lengths[n]):
             gates = dict(norm, z=z[:, rows][:, i : i + 1]) if norm else {}
@@ -219,7 +217,7 @@ def test_decode_verify_and_flush_agree(problem):
 
 @given(problems(longest=16), st.integers(0, 17))
 def test_flush_then_decode_the_rest_is_decode(problem, accepted):
-    """Accept a prefix, then decode what was left: the state is that of decoding it all."""
+    """Flush a prefix, then decode the rest: the state equals that of decoding all."""
     t, lengths, slots, pool = problem
     HV, V = t.v.shape[2:]
     whole, state = pool.clone(), pool.clone()
@@ -228,11 +226,11 @@ def test_flush_then_decode_the_rest_is_decode(problem, accepted):
     buffer = gd.KVBuffer.empty(len(lengths), 16, t.q.shape[2], HV, t.q.shape[3], V, gate=gate)
     gd.verify(**t._asdict(), state=state, state_indices=slots, buffer=buffer, backend="reference")
     gd.flush(state, buffer, accepted, state_indices=slots, backend="reference")
-    kept = [min(accepted, n) for n in lengths]
+    flushed = [min(accepted, n) for n in lengths]
     starts = t.cu_seqlens[:-1].tolist()
-    rest = [s + i for s, m, n in zip(starts, kept, lengths) for i in range(m, n)]
+    rest = [s + i for s, m, n in zip(starts, flushed, lengths) for i in range(m, n)]
     tail = t.map(lambda x: x[:, rest])._replace(
-        cu_seqlens=torch.tensor([0, *(n - m for m, n in zip(kept, lengths))]).cumsum(0),
+        cu_seqlens=torch.tensor([0, *(n - m for m, n in zip(flushed, lengths))]).cumsum(0),
     )
     gd.decode(**tail._asdict(), state=state, state_indices=slots, backend="reference")
     close(state, whole)

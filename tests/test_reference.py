@@ -1,4 +1,4 @@
-"""The mathematics against independent implementations, and the reference backend against the oracle and its promises."""
+"""The mathematics against independent code; the reference backend against oracle and contract."""
 
 import itertools
 import math
@@ -24,7 +24,7 @@ def test_case_list(case, device):
     assert result.passed, "\n".join(result.failures)
 
 
-# ------------------------------------------------------------------------------------------------ the definition
+# --------------------------------------------------------------------------------- the definition
 
 
 @pytest.mark.parametrize("activation", ["silu", "sigmoid"])
@@ -38,30 +38,29 @@ def test_the_gated_norm_is_the_contracts(activation):
     )
     o[1] = 0
     got = reference.gated_norm(o, z, gd.GatedNorm(weight, eps, activation), torch.float64)
-    for row, gates, made in zip(o.tolist(), z.tolist(), got.tolist()):
+    for row, gates, y in zip(o.tolist(), z.tolist(), got.tolist()):
         root = math.sqrt(sum(x * x for x in row) / V + eps)
         act = [1 / (1 + math.exp(-x)) * (x if activation == "silu" else 1) for x in gates]
-        assert made == pytest.approx(
-            [x / root * w * a for x, w, a in zip(row, weight.tolist(), act)], rel=1e-12, abs=0
-        )
+        want = [x / root * w * a for x, w, a in zip(row, weight.tolist(), act)]
+        assert y == pytest.approx(want, rel=1e-12, abs=0)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("indexed", [False, True])
 @pytest.mark.parametrize("op", ["decode", "verify"])
 def test_a_fused_norm_is_the_norm_of_the_calls_own_outputs(op, indexed, dtype):
-    """To the bit: o is rounded in front of the norm. And the states are those of the call without it."""
+    """Bit for bit: o is rounded before the norm. The norm does not change the states."""
     given = tokens(dtype=dtype)
     slots = dict(state_indices=torch.tensor([3, 1])) if indexed else {}
     norm = normed(dtype=dtype, eps=1e-5)
-    states, made = [], []
+    states, results = [], []
     for with_norm in ({}, norm):
         rest = dict(state=pool(dtype=torch.bfloat16)) | (
             dict(buffer=buffer()) if op == "verify" else {}
         )
-        made.append(getattr(gd, op)(**given, **slots, **rest, **with_norm, backend="reference"))
+        results.append(getattr(gd, op)(**given, **slots, **rest, **with_norm, backend="reference"))
         states.append([rest["state"], *(vars(rest["buffer"]).values() if op == "verify" else ())])
-    bare, fused = made
+    bare, fused = results
     want = reference.gated_norm(bare, norm["z"], norm["norm"], torch.float32).to(dtype)
     assert torch.equal(fused, want)
     assert all(
@@ -71,15 +70,15 @@ def test_a_fused_norm_is_the_norm_of_the_calls_own_outputs(op, indexed, dtype):
 
 @pytest.mark.parametrize("op", ["decode", "verify"])
 def test_a_norm_of_packed_tokens(op):
-    """Each with its own row of z; rows of no active sequence are zeros, whatever z holds there."""
+    """Rows of no active sequence are zeros, even where z is NaN."""
     given, norm = tokens(1, 6), normed(1, 6)
     norm["z"][:, [2, 5]] = math.nan
     rest = dict(cu_seqlens=torch.tensor([0, 2, 3, 5]), state_indices=torch.tensor([3, -1, 0]))
-    made = []
+    results = []
     for with_norm in ({}, norm):
-        own = dict(state=pool()) | (dict(buffer=buffer(3, 4)) if op == "verify" else {})
-        made.append(getattr(gd, op)(**given, **rest, **own, **with_norm, backend="reference"))
-    bare, fused = (x[0] for x in made)
+        states = dict(state=pool()) | (dict(buffer=buffer(3, 4)) if op == "verify" else {})
+        results.append(getattr(gd, op)(**given, **rest, **states, **with_norm, backend="reference"))
+    bare, fused = (x[0] for x in results)
     want = reference.gated_norm(bare, norm["z"][0], norm["norm"], torch.float32)
     want[[2, 5]] = 0
     assert torch.equal(fused, want)
@@ -87,7 +86,7 @@ def test_a_norm_of_packed_tokens(op):
 
 
 def scalar_recurrence(q, k, v, log_decay, beta, state):
-    """One head, one sequence, Python floats: S = S * decay; u = beta * (v - S k); S += u k^T; o = S q."""
+    """The recurrence of one head and sequence, in Python floats."""
     S = [list(row) for row in state]
     outputs = []
     for t in range(len(q)):
@@ -122,13 +121,10 @@ def test_recurrence_is_the_contracts(axis):
             want, S = scalar_recurrence(
                 *(x.tolist() for x in (q, k, v, g, beta, start[n, hv].double()))
             )
-            for found, expected in (
-                (torch.stack([o[hv] for o, _ in got]), want),
-                (got[-1][1][hv], S),
-            ):
-                torch.testing.assert_close(
-                    found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-12
-                )
+            outputs = torch.stack([o[hv] for o, _ in got])
+            for actual, expected in ((outputs, want), (got[-1][1][hv], S)):
+                expected = torch.tensor(expected, dtype=torch.float64)
+                torch.testing.assert_close(actual, expected, rtol=1e-12, atol=1e-12)
 
 
 def test_gates_are_the_contracts():
@@ -150,7 +146,7 @@ def test_gates_are_the_contracts():
 
 @pytest.mark.parametrize("kind", ["log", "softplus", "lower_bound"])
 def test_no_finite_input_gives_nan(kind, axis):
-    """exp(A_log) overflows, softplus underflows, log decays add up to -inf: select, never 0 * inf."""
+    """exp(A_log) overflows, softplus underflows, log decays sum to -inf: select, never 0 * inf."""
     huge = torch.finfo(torch.float32).max
     worst = torch.tensor([-huge if kind == "log" else huge, -huge, 0.0, -1e4, -100.0, -1e-30])
     if kind != "log":
@@ -171,9 +167,9 @@ def test_no_finite_input_gives_nan(kind, axis):
     assert o.isfinite().all()
     assert final.isfinite().all()
     first = {name: x[:, :16] for name, x in t.items()}
-    state, made = pool(1), gd.KVBuffer.empty(1, 16, H, HV, K, V, gate=axis)
-    verified = gd.verify(**first, gate=gate, state=state, buffer=made, backend="reference")
-    gd.flush(state, made, torch.tensor([16]), backend="reference")
+    state, kv = pool(1), gd.KVBuffer.empty(1, 16, H, HV, K, V, gate=axis)
+    verified = gd.verify(**first, gate=gate, state=state, buffer=kv, backend="reference")
+    gd.flush(state, kv, torch.tensor([16]), backend="reference")
     decoded_state = pool(1)
     decoded = gd.decode(**first, gate=gate, state=decoded_state, backend="reference")
     for x in (verified, decoded, state, decoded_state):
@@ -182,7 +178,7 @@ def test_no_finite_input_gives_nan(kind, axis):
     torch.testing.assert_close(state, decoded_state)
 
 
-# ------------------------------------------------------------------------------------------------ the chunk algebra
+# ------------------------------------------------------------------------------ the chunk algebra
 
 
 @pytest.mark.parametrize("C", [1, 2, 16, 64])
@@ -219,7 +215,7 @@ def test_chunked_equals_recurrent_in_float64(axis, chunk):
 
 
 def test_slow_decays_do_not_drift_over_a_long_prefill(axis):
-    """A decay of 1 - 1e-5 rounded at every token is off by 4e-4 after 32768 of them; its log, summed in chunks, is not."""
+    """A product of 32768 rounded decays of 1 - 1e-5 is off by 4e-4; summed logs are not."""
     length, decay = 32768, -1.03e-5
     shape = (1, length, 1, 8) if axis == "channel" else (1, length, 1)
     q, g, beta = torch.zeros(1, length, 1, 8), torch.full(shape, decay), torch.zeros(1, length, 1)
@@ -236,31 +232,31 @@ def test_sums_after_each_token_survive_a_decay_of_zero():
     assert reference.sum_after(x).tolist() == [[-math.inf, 5.0, 3.0, 0.0]]
 
 
-def test_verify_buffers_the_corrections_of_the_algebra(axis):
-    t, state, made = tokens(axis=axis), pool(), buffer(axis=axis)
-    gd.verify(**t, state=state, buffer=made, backend="reference")
+def test_verify_buffers_u_k_and_log_decay(axis):
+    t, state, kv = tokens(axis=axis), pool(), buffer(axis=axis)
+    gd.verify(**t, state=state, buffer=kv, backend="reference")
     for n in range(N):
         before = state[n].double()
         one = Tokens(**{name: x[n : n + 1] for name, x in t.items()})
         x = reference.activate(reference.flatten(one), torch.float64)
-        torch.testing.assert_close(made.k[n].double(), x.k, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(kv.k[n].double(), x.k, rtol=1e-6, atol=1e-6)
         torch.testing.assert_close(
-            made.log_decay[n].double().reshape(x.log_decay.shape), x.log_decay, rtol=1e-6, atol=1e-6
+            kv.log_decay[n].double().reshape(x.log_decay.shape), x.log_decay, rtol=1e-6, atol=1e-6
         )
         for i, (_, after) in enumerate(reference.recurrent(one, before)):
             k = x.k[i].repeat_interleave(HV // H, 0)
             u = x.beta[i][:, None] * (
                 x.v[i] - ((before * x.log_decay[i].exp()[:, None]) @ k[..., None])[..., 0]
             )
-            torch.testing.assert_close(made.u[n, i].double(), u, rtol=1e-5, atol=1e-5)
+            torch.testing.assert_close(kv.u[n, i].double(), u, rtol=1e-5, atol=1e-5)
             before = after
 
 
-# ------------------------------------------------------------------------------------------------ NaN and infinities
+# ----------------------------------------------------------------------------- NaN and infinities
 
 
 def poisoned(name, value, at, T, axis, device):
-    """A call of two sequences, and the same with one number of sequence 0's first head at one token replaced."""
+    """A call of two sequences, and a copy with one bad number in a token of sequence 0, head 0."""
     rng = torch.Generator().manual_seed(at)
     gate = gd.Gate.softplus(torch.randn(HV, generator=rng).to(device))
     clean = {key: x.to(device) for key, x in tokens(t=T, axis=axis).items()} | dict(gate=gate)
@@ -270,7 +266,7 @@ def poisoned(name, value, at, T, axis, device):
 
 
 def only_what_follows(after, before, call, at, start):
-    """Outputs of the poisoned call: bits of the clean one but at and after the token in its heads, finite where the loop's are."""
+    """Outputs differ only from the token on, in its heads, and are finite where the loop's are."""
     heads = HV // H
     assert torch.equal(after[1], before[1])
     assert torch.equal(after[:, :, heads:], before[:, :, heads:])
@@ -299,19 +295,19 @@ def test_nan_of_a_token_reaches_no_earlier_one_in_prefill(name, value, determini
 
 @pytest.mark.parametrize(("name", "value"), VALUES)
 def test_nan_of_a_token_reaches_no_earlier_one_in_drafts(name, value, axis, device):
-    """Nor the state, where a flush stops before it."""
+    """Nor the state, if a flush stops before it."""
     start = pool(N).to(device)
     for at in (0, 5, 15):
         clean, call = poisoned(name, value, at, 16, axis, device)
-        made, decoded = [], []
+        results, decoded = [], []
         for x in (clean, call):
             decoded.append(gd.decode(**x, state=start.clone(), backend="reference"))
-            kept = gd.KVBuffer.empty(N, 16, H, HV, K, V, gate=axis, device=device)
-            verified = gd.verify(**x, state=start, buffer=kept, backend="reference")
+            kv = gd.KVBuffer.empty(N, 16, H, HV, K, V, gate=axis, device=device)
+            verified = gd.verify(**x, state=start, buffer=kv, backend="reference")
             state = start.clone()
-            gd.flush(state, kept, torch.tensor([at, 16], device=device), backend="reference")
-            made.append((verified, kept.u, state))
-        (before, u, want), (after, bad_u, state) = made
+            gd.flush(state, kv, torch.tensor([at, 16], device=device), backend="reference")
+            results.append((verified, kv.u, state))
+        (before, u, want), (after, bad_u, state) = results
         only_what_follows(decoded[1], decoded[0], call, at, start)
         only_what_follows(after, before, call, at, start)
         assert torch.equal(bad_u[0, :at], u[0, :at])
@@ -320,8 +316,8 @@ def test_nan_of_a_token_reaches_no_earlier_one_in_drafts(name, value, axis, devi
 
 
 @pytest.mark.parametrize("name", ["k", "g", "beta"])
-def test_nan_reaches_no_earlier_token_whatever_solves(name, axis, monkeypatch):
-    """A library may solve by inverses, whose zeros then multiply NaN."""
+def test_nan_reaches_no_earlier_token_with_any_solver(name, axis, monkeypatch):
+    """A library may solve by inverses and multiply their zeros by NaN."""
 
     def by_inverse(system, right, **_):
         inverse = torch.eye(16) - system  # (I - A)(I + A^2)(I + A^4)(I + A^8) = (I + A)^-1
@@ -338,24 +334,24 @@ def test_nan_reaches_no_earlier_token_whatever_solves(name, axis, monkeypatch):
 
 
 def test_a_flush_reads_no_row_of_the_buffer_past_its_count(axis, device):
-    made, state = buffer(t=5, axis=axis), pool(N).to(device)
-    made = gd.KVBuffer(*(x.to(device) for x in vars(made).values()))
+    kv, state = buffer(t=5, axis=axis), pool(N).to(device)
+    kv = gd.KVBuffer(*(x.to(device) for x in vars(kv).values()))
     gd.verify(
         **{key: x.to(device) for key, x in tokens(t=5, axis=axis).items()},
         state=state,
-        buffer=made,
+        buffer=kv,
         backend="reference",
     )
     want = state.clone()
-    gd.flush(want, made, torch.tensor([2, 4], device=device), backend="reference")
-    for x in vars(made).values():
+    gd.flush(want, kv, torch.tensor([2, 4], device=device), backend="reference")
+    for x in vars(kv).values():
         x[0, 2], x[0, 3:], x[1, 4] = math.nan, math.inf, -math.inf
-    gd.flush(state, made, torch.tensor([2, 4], device=device), backend="reference")
+    gd.flush(state, kv, torch.tensor([2, 4], device=device), backend="reference")
     assert torch.equal(state, want)
 
 
-def test_nan_and_infinite_decays_are_no_growing_ones(axis):
-    """log decays of -inf forget all; those of sequences that take no part may be anything."""
+def test_nan_and_infinite_decays_are_not_growth(axis):
+    """A log decay of -inf forgets everything; an inactive sequence may have any log decay."""
     call = tokens(axis=axis)
     call["g"][0, 1] = -math.inf
     call["g"][1, 1] = math.nan
@@ -369,7 +365,7 @@ def test_nan_and_infinite_decays_are_no_growing_ones(axis):
         )
 
 
-# ------------------------------------------------------------------------------------------------ promises
+# --------------------------------------------------------------------------------------- promises
 
 
 @pytest.mark.parametrize("norm", [{}, normed(t=5)], ids=["bare", "norm"])
@@ -388,8 +384,8 @@ def test_decode_of_T_tokens_equals_T_calls_bit_for_bit(dtype, norm):
 
 
 @pytest.mark.parametrize(("heads", "V", "K"), [(1, 1, 64), (10, 5, 9), (9, 3, 9)])
-def test_drafts_have_their_bits_where_products_are_small(heads, V, K):
-    """A CPU multiplies a batch of one, and matrices of odd sizes, by kernels of their own."""
+def test_bits_of_drafts_do_not_depend_on_small_batches(heads, V, K):
+    """A CPU has separate kernels for a batch of one and for matrices of odd sizes."""
     rng = torch.Generator().manual_seed(0)
     q, k = torch.randn(2, 5, 16, heads, K, generator=rng)
     v, start = (
@@ -397,24 +393,24 @@ def test_drafts_have_their_bits_where_products_are_small(heads, V, K):
         torch.randn(5, heads, V, K, generator=rng),
     )
     beta = torch.rand(5, 16, heads, generator=rng)
-    given, found = dict(q=q, k=k, v=v, g=-beta, beta=beta), []
+    given, results = dict(q=q, k=k, v=v, g=-beta, beta=beta), []
     for rows in (slice(None), *(slice(n, n + 1) for n in range(5))):
         state = start[rows].clone()
-        made = gd.KVBuffer.empty(len(state), 16, heads, heads, K, V)
+        kv = gd.KVBuffer.empty(len(state), 16, heads, heads, K, V)
         call = {name: x[rows] for name, x in given.items()}
-        o = gd.verify(**call, state=state, buffer=made, backend="reference")
-        gd.flush(state, made, torch.full((len(state),), 16), backend="reference")
-        found.append((o, made.u, state))
-    for whole, *alone in zip(*found, strict=True):
+        o = gd.verify(**call, state=state, buffer=kv, backend="reference")
+        gd.flush(state, kv, torch.full((len(state),), 16), backend="reference")
+        results.append((o, kv.u, state))
+    for whole, *alone in zip(*results, strict=True):
         assert torch.equal(whole, torch.cat(alone))
 
 
 @pytest.mark.parametrize("update_state", [True, False])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("t", [1, 3])
-def test_decode_without_indices_equals_decode_by_indices_bit_for_bit(t, axis, dtype, update_state):
-    """The one gathers nothing; out may have any strides, the pool and the intermediate states more rows than there are sequences."""
-    found = []
+def test_decode_without_indices_has_the_bits_of_decode_with(t, axis, dtype, update_state):
+    """With any strides of out, and more rows of the pool and intermediate states than sequences."""
+    results = []
     for indices in (None, torch.arange(N)):
         state = pool(N + 2, dtype)
         steps = torch.full((N + 1, t + 1, HV, V, K), math.nan, dtype=dtype)
@@ -428,26 +424,26 @@ def test_decode_without_indices_equals_decode_by_indices_bit_for_bit(t, axis, dt
             state_indices=indices,
             **options,
         )
-        found.append((state, steps, out))
-    for x, y in zip(*found, strict=True):
+        results.append((state, steps, out))
+    for x, y in zip(*results, strict=True):
         torch.testing.assert_close(x, y, rtol=0, atol=0, equal_nan=True)
-    assert torch.equal(found[0][0], pool(N + 2, dtype)) != update_state
+    assert torch.equal(results[0][0], pool(N + 2, dtype)) != update_state
 
 
-def test_flush_of_no_tokens_moves_the_state_to_another_slot_unchanged():
-    state, made = pool(dtype=torch.bfloat16), buffer()
+def test_flush_of_no_tokens_copies_the_state_bit_for_bit():
+    state, kv = pool(dtype=torch.bfloat16), buffer()
     before = state.clone()
-    made.u.fill_(math.nan)
+    kv.u.fill_(math.nan)
     gd.flush(
-        state, made, torch.tensor([0, 0]), write_indices=torch.tensor([3, 1]), backend="reference"
+        state, kv, torch.tensor([0, 0]), write_indices=torch.tensor([3, 1]), backend="reference"
     )
     assert torch.equal(state[3], before[0])
     assert torch.equal(state[[0, 1, 2, 4]], before[[0, 1, 2, 4]])
 
 
 def test_two_rounds_with_one_flush_equal_two_with_one_each(axis):
-    """docs/speculative_decoding.md: accepted tokens come again in front of the next round's; what lies behind these is no matter."""
-    T, accepted = 3, torch.tensor([[1, 3], [2, 0]])  # of the first round, of the second
+    """docs/speculative_decoding.md: the second round repeats the first's accepted tokens."""
+    T, accepted = 3, torch.tensor([[1, 3], [2, 0]])  # first round, second round
     first, second = (tokens(t=T, axis=axis, seed=seed) for seed in (5, 6))
     apart, outputs, small = pool(), [], buffer(t=T, axis=axis)
     for given, count in zip((first, second), accepted):
@@ -478,11 +474,11 @@ def test_two_rounds_with_one_flush_equal_two_with_one_each(axis):
 
 
 CHECKPOINT_LENS = [[128, 0, -5], [-1, -1, -1], [0, 0, -(2**40)], [192, 64, 64]]
-"""Of 150, 150, 0 and 192 tokens; the second sequence is inactive where there is a pool."""
+"""For sequences of 150, 150, 0 and 192 tokens; with a pool the second is inactive."""
 
 
 def prefill_to(t, n, length, state):
-    """State of a packed call's sequence n after its first tokens, by a call of its own."""
+    """State of a packed call's sequence n after `length` tokens, by a separate call."""
     first = int(t["cu_seqlens"][n])
     part = {name: x[:, first : first + length] for name, x in t.items() if name != "cu_seqlens"}
     return gd.prefill(**part, initial_state=state, output_final_state=True, backend="reference")[1]
@@ -491,20 +487,20 @@ def prefill_to(t, n, length, state):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("slab", [1, 2**19])
 def test_checkpoints_are_the_states_of_shorter_prefills(axis, dtype, slab, monkeypatch):
-    """In a tensor and in slots of the pool, bit for bit, chunk by chunk or all in one slab; nothing else changes."""
+    """Bit for bit, in a tensor and in slots of the pool, with small and large slabs."""
     monkeypatch.setitem(reference.SLAB, "cpu", slab)
     ends = torch.tensor([0, 150, 300, 300, 492])
     t, start = tokens(1, 492, axis=axis) | dict(cu_seqlens=ends), pool(4, dtype)
     o, final = gd.prefill(**t, initial_state=start, output_final_state=True, backend="reference")
     lens = torch.tensor(CHECKPOINT_LENS)
     wide = torch.full((4, 6, HV, V, K), math.nan, dtype=dtype)
-    kept = wide[:, ::2]
+    stored = wide[:, ::2]
     same_o, same_final = gd.prefill(
         **t,
         initial_state=start,
         output_final_state=True,
         checkpoint_lens=lens,
-        checkpoints=kept,
+        checkpoints=stored,
         backend="reference",
     )
     assert torch.equal(same_o, o)
@@ -513,11 +509,11 @@ def test_checkpoints_are_the_states_of_shorter_prefills(axis, dtype, slab, monke
     for n, j in itertools.product(range(4), range(3)):
         length = CHECKPOINT_LENS[n][j]
         if length < 0:
-            assert kept[n, j].isnan().all()
+            assert stored[n, j].isnan().all()
         else:
-            assert torch.equal(kept[n, j], prefill_to(t, n, length, start[n : n + 1])[0])
-    assert torch.equal(kept[3, 0], final[3])
-    assert torch.equal(kept[0, 1], start[0])
+            assert torch.equal(stored[n, j], prefill_to(t, n, length, start[n : n + 1])[0])
+    assert torch.equal(stored[3, 0], final[3])
+    assert torch.equal(stored[0, 1], start[0])
 
     state, lens_i32 = torch.full((20, HV, V, K), math.nan, dtype=dtype), lens.clamp(min=-9).int()
     slots, indices = torch.tensor([7, -1, 0, 3]), torch.arange(8, 20).view(4, 3).flip(0)
@@ -535,7 +531,7 @@ def test_checkpoints_are_the_states_of_shorter_prefills(axis, dtype, slab, monke
     assert torch.equal(pooled_o[:, 300:], o[:, 300:])
     assert torch.equal(state[slots[[0, 2, 3]]], final[[0, 2, 3]])
     written = {
-        int(indices[n, j]): kept[n, j]
+        int(indices[n, j]): stored[n, j]
         for n in (0, 2, 3)
         for j in range(3)
         if lens[n, j] >= 0 and indices[n, j] >= 0
@@ -549,8 +545,8 @@ def test_checkpoints_are_the_states_of_shorter_prefills(axis, dtype, slab, monke
         )
 
 
-def test_lengths_and_slots_of_checkpoints_that_are_not_kept_may_hold_anything():
-    """Those of inactive sequences, lengths without a slot, slots without a length."""
+def test_unused_checkpoint_lengths_and_slots_may_be_anything():
+    """Of inactive sequences; lengths without a slot; slots without a length."""
     state = pool(4)
     before, lens, slots = (
         state.clone(),
@@ -579,15 +575,13 @@ def test_checkpoints_up_to_null_index_are_none():
     assert torch.equal(state[[0, 1]], before[[0, 1]])
     assert torch.equal(state[4], before[2])
     assert torch.equal(state[5], state[3])
-    gd.prefill(
-        **tokens(t=64), state=state, **keep, backend="reference"
-    )  # sequence 0 has slot 0, which is none
+    gd.prefill(**tokens(t=64), state=state, **keep, backend="reference")  # sequence 0: null slot 0
     assert torch.equal(state[[0, 4]], before[[0, 2]])
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decode_of_no_tokens_at_all_copies_states(dtype):
-    """Slots in order are a view of the pool where nothing is converted."""
+    """Slots in order are a view of the pool unless the dtype is converted."""
     state, out = pool(dtype=dtype), torch.full((1, 3, HV, V), 7.0)
     before, call = (
         state.clone(),
@@ -599,7 +593,7 @@ def test_decode_of_no_tokens_at_all_copies_states(dtype):
     assert (out == 0).all()
 
 
-def test_sequences_of_no_tokens_keep_and_carry_their_state():
+def test_sequences_of_no_tokens_keep_and_copy_their_state():
     ends = torch.tensor([0, 0, 3])
     call = {**tokens(1, 3), "cu_seqlens": ends, "backend": "reference"}
     state, before = pool(), pool()
@@ -648,11 +642,11 @@ def test_an_inactive_batch_of_nothing_but_padding():
     assert all(x.isnan().all() for x in vars(arguments["buffer"]).values())
 
 
-# ------------------------------------------------------------------------------------------------ fp16 states
+# ------------------------------------------------------------------------------------ fp16 states
 
 
 def writing(v, beta=1.0, T=1):
-    """Calls without decay whose keys are all one unit vector: S[:, 0] becomes v, as N sequences and HV heads have it."""
+    """Calls without decay, with one unit vector as every key: S[:, 0] becomes v."""
     q = torch.zeros(N, T, H, K)
     q[..., 0] = 1
     values = torch.full((N, T, HV, V), float(v))
@@ -668,10 +662,10 @@ def writing(v, beta=1.0, T=1):
 
 
 def stored(op, call, state):
-    """What the call, or the flush of its tokens, stores from these states: the pool, or other states of their dtype."""
+    """The states stored by the call, or by a flush of its tokens, from these states."""
     T = call["q"].shape[1]
     call = {**call, "backend": "reference"}
-    kept = torch.zeros(N, T, *state.shape[1:], dtype=state.dtype)
+    copies = torch.zeros(N, T, *state.shape[1:], dtype=state.dtype)
     if op == "prefill":
         gd.prefill(**call, state=state)
     elif op == "final state":
@@ -681,11 +675,11 @@ def stored(op, call, state):
             **call,
             initial_state=state,
             checkpoint_lens=torch.full((N, 1), T),
-            checkpoints=kept[:, :1],
+            checkpoints=copies[:, :1],
         )
-        return kept[:, 0]
+        return copies[:, 0]
     elif op == "checkpoint slots":
-        wide = torch.cat([state, kept[:, 0]])
+        wide = torch.cat([state, copies[:, 0]])
         slots = torch.arange(N, 2 * N)[:, None]
         gd.prefill(
             **call, state=wide, checkpoint_lens=torch.full((N, 1), T), checkpoint_indices=slots
@@ -700,17 +694,17 @@ def stored(op, call, state):
             **call,
             state=state,
             state_indices=torch.arange(N) if "index" in op else None,
-            intermediate_states=kept,
+            intermediate_states=copies,
         )
-        return kept[:, -1]
+        return copies[:, -1]
     elif op == "token slots":
         pool = state.repeat_interleave(2, 0)
         gd.decode(**call, state=pool, state_indices=torch.arange(2 * N).view(N, 2))
         state.copy_(pool[T - 1 :: 2])
     else:
-        made = buffer(t=T)
-        gd.verify(**call, state=state, buffer=made)
-        gd.flush(state, made, torch.full((N,), 16), backend="reference")
+        kv = buffer(t=T)
+        gd.verify(**call, state=state, buffer=kv)
+        gd.flush(state, kv, torch.full((N,), 16), backend="reference")
     return state
 
 
@@ -728,7 +722,7 @@ STORED += ["intermediate states by index", "token slots", "flush"]
 
 @pytest.mark.parametrize("op", STORED)
 def test_fp16_states_saturate(op):
-    """At +-65504, never inf; below it they round to nearest, 65519 too; NaN stays NaN, and what no token touches as it was."""
+    """At +-65504, never inf; smaller ones round to nearest, 65519 too; NaN and other rows stay."""
     for v, want in (
         (1e5, 65504.0),
         (-1e9, -65504.0),
@@ -746,8 +740,8 @@ def test_fp16_states_saturate(op):
         assert torch.equal(after[1, :, :, 1:], start[1, :, :, 1:])
 
 
-def test_a_token_reads_the_fp16_state_that_the_one_before_left():
-    """The third token reads 65504, where the second made 73728."""
+def test_a_token_reads_the_saturated_fp16_state():
+    """The second token's state of 73728 is stored, and read by the third, as 65504."""
     o = gd.decode(
         **writing(98304, beta=0.5, T=3),
         state=torch.zeros(N, HV, V, K, dtype=torch.float16),
@@ -759,7 +753,7 @@ def test_a_token_reads_the_fp16_state_that_the_one_before_left():
 
 @pytest.mark.parametrize("op", ["prefill", "decode", "flush"])
 def test_small_fp16_states_are_rounded_once(op):
-    """Subnormal numbers, and below 2**-25 zero: what a fp32 pool would hold, rounded to nearest."""
+    """fp32 states rounded to nearest: subnormal numbers, and zero below 2**-25."""
     small = torch.tensor(
         [2.0**-14, 2.0**-24, 3 * 2.0**-24, 1e-4, 5e-6, 0.0, -(2.0**-20), 65504]
     ).expand(N, HV, V, K)
@@ -776,11 +770,11 @@ def test_small_fp16_states_are_rounded_once(op):
     assert ((got.abs() < 2**-14) & (got != 0)).any()
 
 
-# ------------------------------------------------------------------------------------------------ null_index
+# ------------------------------------------------------------------------------------- null_index
 
 
 def padded(op, slots, dtype=torch.int32, **options):
-    """The call on two sequences, slots 0 to null_index of its pool full of NaN, and its outputs and the pool after it."""
+    """Outputs and arguments of a call whose slots 0 to null_index are full of NaN."""
     arguments = {
         **call(op),
         "state": pool(),
@@ -795,8 +789,8 @@ def padded(op, slots, dtype=torch.int32, **options):
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 @pytest.mark.parametrize("null_index", [0, 2, numpy.int32(0), 2**40], ids=str)
 @pytest.mark.parametrize("op", OPS)
-def test_slots_up_to_null_index_are_as_negative_ones(op, null_index, dtype):
-    """Several sequences may be on one of them; they are not read, and not written."""
+def test_slots_up_to_null_index_count_as_negative(op, null_index, dtype):
+    """Several sequences may share one; it is neither read nor written."""
     nulls = int(null_index) + 1
     for null in {0, min(int(null_index), 1), -1, -7}:
         o, after = padded(op, [null, 3], dtype, null_index=null_index)
@@ -812,19 +806,20 @@ def test_slots_up_to_null_index_are_as_negative_ones(op, null_index, dtype):
     assert torch.equal(after["state"][nulls:], pool()[nulls:])
 
 
-def test_rows_of_a_buffer_and_of_intermediate_states_are_no_slots():
-    """null_index leaves row 0 of either alone."""
-    slots, made, state = torch.tensor([3, 2]), buffer(), pool()
+def test_null_index_does_not_apply_to_buffer_rows():
+    """Nor to rows of intermediate states."""
+    slots, drafts, state = torch.tensor([3, 2]), buffer(), pool()
     gd.verify(
         **tokens(),
         state=state,
         state_indices=slots,
-        buffer=made,
+        buffer=drafts,
         buffer_indices=torch.tensor([0, 1]),
         null_index=0,
     )
-    assert not made.u.isnan().any()
-    gd.flush(state, made, 2, state_indices=slots, buffer_indices=torch.tensor([0, 1]), null_index=1)
+    assert not drafts.u.isnan().any()
+    rows = torch.tensor([0, 1])
+    gd.flush(state, drafts, 2, state_indices=slots, buffer_indices=rows, null_index=1)
     assert not torch.equal(state[3], pool()[3])
     steps, rows = torch.zeros(N, T, HV, V, K), torch.tensor([1, 0])
     gd.decode(
@@ -839,7 +834,7 @@ def test_rows_of_a_buffer_and_of_intermediate_states_are_no_slots():
 
 
 def test_slots_in_order_are_compared_with_null_index_too():
-    """A sequence without an index has slot n; given write_indices, that slot may be a null one."""
+    """Sequence n without an index has slot n; with write_indices that slot may be null."""
     state = pool()
     o = gd.decode(**tokens(), state=state, write_indices=torch.tensor([3, 4]), null_index=0)
     assert (o[0] == 0).all()
@@ -848,7 +843,7 @@ def test_slots_in_order_are_compared_with_null_index_too():
 
 
 def test_an_inactive_sequence_keeps_no_intermediate_states():
-    """Nor does it count among those that write a row."""
+    """Nor does it conflict with another writer of the row."""
     steps = torch.full((1, T, HV, V, K), math.nan)
     options = dict(
         state_indices=torch.tensor([0, 2]), intermediate_indices=torch.tensor([0, 0]), null_index=0
@@ -872,7 +867,7 @@ def test_default_outputs_are_never_shared_and_out_is_honoured(op):
     first, second = (x[0] if op == "prefill" else x for x in (first, second))
     assert first.data_ptr() != second.data_ptr()
     wide = torch.full((N, T, HV, 2 * V), math.nan)
-    given = wide[..., ::2]  # an out with strides of its own
+    given = wide[..., ::2]  # not contiguous
     returned = getattr(gd, op)(**call(op), out=given, backend="reference")
     returned = returned[0] if op == "prefill" else returned
     assert returned.data_ptr() == given.data_ptr()
@@ -916,7 +911,7 @@ def test_fp32_stays_fp32_under_autocast_and_reduced_matmuls(op, indexed):
 
 @pytest.fixture
 def precisions():
-    """torch's switches for fp32 matmuls, of which the last two follow the first."""
+    """torch's settings of fp32 matmuls; the last two follow the first."""
     backends = (torch.backends, torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)
 
     def unset():
@@ -930,7 +925,7 @@ def precisions():
 
 
 def test_fp32_stays_fp32_where_another_threads_call_ends(monkeypatch, precisions):
-    """The switches are the process's."""
+    """The settings are per process."""
     torch.set_float32_matmul_precision("medium")
     activate, seen = reference.activate, []
     inside, ended = threading.Event(), threading.Event()
@@ -957,7 +952,7 @@ def test_fp32_stays_fp32_where_another_threads_call_ends(monkeypatch, precisions
     assert torch.get_float32_matmul_precision() == "medium"
 
 
-def test_switches_that_follow_torchs_own_still_do_after_a_call(precisions):
+def test_settings_still_follow_torchs_after_a_call(precisions):
     torch.backends.fp32_precision = "tf32"
     gd.prefill(**tokens(), backend="reference")
     assert [x.fp32_precision for x in precisions] == ["tf32"] * 3
@@ -973,7 +968,7 @@ def test_scale_none_is_one_over_root_K():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_keys_and_queries_of_any_size_normalise_to_1(dtype):
-    """Of any finite one; and other rows keep their bits."""
+    """Of any finite size; other rows keep their bits."""
     x = torch.randn(9, K, generator=torch.Generator().manual_seed(0)).sign()
     sizes = torch.tensor([1e-1, 1.0, 1e18, 1e19, 2e19, 1e20, 1e30, 1e38, 3e38])[:, None]
     want = F.normalize(x.double(), dim=-1)
@@ -996,7 +991,7 @@ def test_keys_and_queries_of_any_size_normalise_to_1(dtype):
 
 @pytest.mark.parametrize("op", ["decode", "verify"])
 def test_a_norm_of_outputs_that_overflow_is_finite(op):
-    """fp16's, and in fp32 squares; other rows keep their bits."""
+    """Outputs in fp16, and squares in fp32; other rows keep their bits."""
     z = torch.full((N, 1, HV, V), 1.0)
     for dtype, v, scale in (
         (torch.float16, 60000.0, 8.0),
@@ -1038,7 +1033,7 @@ def test_beta_logits_are_sigmoided():
 
 
 @pytest.mark.parametrize("op", OPS)
-def test_layouts_of_memory_do_not_matter(op):
+def test_memory_layouts_do_not_matter(op):
     """A padded pool with strided heads gives the bits of a contiguous one."""
     arguments = call(op)
     if op == "prefill":
@@ -1061,7 +1056,7 @@ def test_layouts_of_memory_do_not_matter(op):
 
 
 def test_pools_past_2_to_the_31_elements():
-    """Offsets need 64 bits: 2.2e9 bf16 elements, of which only the touched pages exist."""
+    """Offsets need 64 bits: 2.2e9 bf16 elements; only the touched pages exist."""
     slots = 2**31 // (HV * V * K) + 8
     state = torch.empty(slots, HV, V, K, dtype=torch.bfloat16)
     last = slots - 1

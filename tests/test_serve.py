@@ -1,4 +1,4 @@
-"""benchmarks/serve.py and tokens.py with an engine that is a stand-in of SGLang: processes, cells, records."""
+"""benchmarks/serve.py and tokens.py with a stand-in of SGLang: processes, cells, records."""
 
 import importlib.util
 import json
@@ -16,36 +16,44 @@ from benchmarks.__main__ import app
 ENGINE = """
 import gzip, json, os
 
+def kernel(name, dur):
+    return dict(cat="kernel", name=name, dur=dur)
+
 class Engine:
     def __init__(self, model_path, **options):
-        self.heads = json.load(open(os.path.join(model_path, "config.json")))["linear_num_value_heads"]
+        config = json.load(open(os.path.join(model_path, "config.json")))
+        self.heads = config["linear_num_value_heads"]
         self.ours = options.get("linear_attn_decode_backend") == "gated_delta"
         self.fails = options.get("tp_size") == 2
-        assert (options.get("load_format") == "dummy") != model_path.endswith("tiny_qwen3_5") and options["page_size"] == 64
+        assert (options.get("load_format") == "dummy") != model_path.endswith("tiny_qwen3_5")
+        assert options["page_size"] == 64
         print("gated_delta runs decode" if self.ours else "Triton runs decode", flush=True)
         if self.ours and (FAILS or self.fails):
             raise MemoryError("no room")
     def start_profile(self, output_dir, activities, with_stack, record_shapes):
         assert activities == ["GPU"]
-        self.place, self.events = output_dir, []
+        self.directory, self.events = output_dir, []
     def stop_profile(self):
-        with gzip.open(os.path.join(self.place, "1-TP-0.trace.json.gz"), "wt") as file:
+        with gzip.open(os.path.join(self.directory, "1-TP-0.trace.json.gz"), "wt") as file:
             json.dump(dict(traceEvents=self.events), file)
-        with gzip.open(os.path.join(self.place, "1-TP-1.trace.json.gz"), "wt") as file:
-            json.dump(dict(traceEvents=[dict(cat="kernel", name="gated_delta", dur=1e9)]), file)
+        with gzip.open(os.path.join(self.directory, "1-TP-1.trace.json.gz"), "wt") as file:
+            json.dump(dict(traceEvents=[kernel("gated_delta", 1e9)]), file)
     def generate(self, input_ids, sampling_params, return_logprob=False, top_logprobs_num=0):
         n = sampling_params["max_new_tokens"]
-        prompt = dict(cat="kernel", name="kernel_gated_delta_scan" if self.ours else "chunk_fwd_kernel_o", dur=100)
-        step = dict(cat="kernel", name="kernel_gated_delta_decode" if self.ours else "fused_delta_rule_kernel", dur=4 - self.ours)
-        rest = [dict(cat="kernel", name="gemm", dur=10), dict(cat="gpu_memcpy", name="Memcpy", dur=1), dict(cat="cpu_op", name="x")]
+        prompt = kernel("kernel_gated_delta_scan" if self.ours else "chunk_fwd_kernel_o", 100)
+        name = "kernel_gated_delta_decode" if self.ours else "fused_delta_rule_kernel"
+        step = kernel(name, 4 - self.ours)
+        copy = dict(cat="gpu_memcpy", name="Memcpy", dur=1)
+        rest = [kernel("gemm", 10), copy, dict(cat="cpu_op", name="x")]
         events, at = [prompt, *rest] + [step, *rest] * (n - 1), 0
         self.events = [event | dict(ts=(at := at + 1000)) for event in events]
-        made = []
+        outputs, logprob = [], -0.1 - 0.01 * self.ours
         for prompt in input_ids:
             ids = [prompt[0]] * (n - self.ours) + [self.heads] * self.ours
-            top = [[(-0.1 - 0.01 * self.ours, token, None), (-0.3, self.heads, None)] for token in ids]
-            made.append(dict(output_ids=ids, meta_info=dict(output_top_logprobs=top[:n]) if return_logprob else {}))
-        return made
+            top = [[(logprob, token, None), (-0.3, self.heads, None)] for token in ids]
+            info = dict(output_top_logprobs=top[:n]) if return_logprob else {}
+            outputs.append(dict(output_ids=ids, meta_info=info))
+        return outputs
 """
 
 
@@ -67,14 +75,14 @@ def test_both_kernels_are_measured_in_every_cell_asked_for(engine):
     engine()
     labels = [label for label in serve.CELLS if label.endswith(" x 512")][:2]
     asked = dict(cells=labels, repeats=1)
-    made = [
+    results = [
         list(serve.run("sglang", "qwen3_next", plugin, dict(page_size=64), **asked))
         for plugin in (False, True)
     ]
-    assert made[1].pop(0) == dict(log="gated_delta runs decode")
-    assert [row["start_s"] > 0 for row in (made[0].pop(0), made[1].pop(0))] == [True, True]
-    assert [row.pop() for row in made] == [dict(ranks=[])] * 2
-    records = serve.compared(*made)
+    assert results[1].pop(0) == dict(log="gated_delta runs decode")
+    assert [row["start_s"] > 0 for row in (results[0].pop(0), results[1].pop(0))] == [True, True]
+    assert [row.pop() for row in results] == [dict(ranks=[])] * 2
+    records = serve.compared(*results)
     assert [record["cell"] for record in records] == labels == ["1 x 512", "8 x 512"]
     for record in records:
         assert (record["equal_tokens"], record["tokens"]) == (
@@ -95,7 +103,7 @@ def test_both_kernels_are_measured_in_every_cell_asked_for(engine):
         }
 
 
-def test_an_engine_that_fails_says_so(engine):
+def test_a_failing_engine_is_an_error(engine):
     engine(fails=True)
     with pytest.raises(RuntimeError, match=r"(?s)sglang ended with 1.*no room"):
         list(serve.run("sglang", "qwen3_next", True, dict(page_size=64), cells=["1 x 512"]))
@@ -135,8 +143,8 @@ def test_kernels_of_the_recurrence_are_known_by_name(kernel, counts):
     assert bool(serve.RECURRENCE.search(kernel)) == counts
 
 
-def test_what_overlaps_counts_once():
-    """As a kernel does that was launched early and waits; in whatever order a trace has them."""
+def test_overlapping_kernels_count_once():
+    """In any order of the trace."""
     events = [(10, 5), (0, 4), (3, 6), (30, 1), (11, 2)]
     assert serve.busy(dict(ts=ts, dur=dur) for ts, dur in events) == 9 + 5 + 1
     assert serve.busy([]) == 0
@@ -147,7 +155,7 @@ def test_a_profile_without_a_trace_is_an_error(tmp_path):
         serve.profiled(tmp_path)
 
 
-def test_cells_stay_below_what_a_card_holds():
+def test_cells_fit_a_card():
     assert serve.CELLS["256 x 4096"].tokens <= serve.MAX_TOKENS < 64 * 32768
     assert "64 x 32768" not in serve.CELLS
 
@@ -162,7 +170,7 @@ def test_cells_stay_below_what_a_card_holds():
         (["--options", "{"], "expected a JSON object"),
     ],
 )
-def test_what_cannot_be_measured_is_refused(arguments, words, tmp_path):
+def test_wrong_options_are_refused(arguments, words, tmp_path):
     result = CliRunner().invoke(app, ["serve", "sglang", str(tmp_path / "new.json"), *arguments])
     assert result.exit_code == 2
     assert words in " ".join(result.output.split())
@@ -171,7 +179,9 @@ def test_what_cannot_be_measured_is_refused(arguments, words, tmp_path):
 
 @pytest.mark.parametrize("command", ["serve", "tokens"])
 @pytest.mark.parametrize("missing", ["engine", "device"])
-def test_what_is_not_there_is_refused_in_one_line(missing, command, engine, tmp_path, monkeypatch):
+def test_a_missing_engine_or_device_is_refused_in_one_line(
+    missing, command, engine, tmp_path, monkeypatch
+):
     if missing == "device":
         engine()
         monkeypatch.setattr("torch.cuda.is_available", lambda: False)
@@ -181,7 +191,7 @@ def test_what_is_not_there_is_refused_in_one_line(missing, command, engine, tmp_
     result = CliRunner().invoke(app, [command, "sglang", str(tmp_path / "new.json")])
     assert (result.exit_code, result.stdout, result.stderr.count("\n")) == (2, "", 1)
     assert (
-        "sglang is not installed here" if missing == "engine" else "expected a CUDA device"
+        "sglang is not installed" if missing == "engine" else "expected a CUDA device"
     ) in result.stderr
     assert not (tmp_path / "new.json").exists()
 
@@ -208,9 +218,7 @@ def test_the_file_has_a_line_for_every_cell(engine, tmp_path, monkeypatch):
     assert sum(line.startswith('  {"label"') for line in file.read_text().splitlines()) == 1
 
 
-def test_what_the_engines_own_kernels_took_is_not_lost_where_ours_fail(
-    engine, tmp_path, monkeypatch
-):
+def test_the_engines_times_are_kept_if_ours_fail(engine, tmp_path, monkeypatch):
     engine(fails=True)
     monkeypatch.setattr("benchmarks.__main__.environment", lambda device, peers: dict(peers=peers))
     file = tmp_path / "new.json"
@@ -224,19 +232,19 @@ def test_what_the_engines_own_kernels_took_is_not_lost_where_ours_fail(
     assert [cell["cell"] for cell in content["unpaired"]] == ["1 x 512"]
 
 
-# ------------------------------------------------------------------------------------------------ tokens
+# ----------------------------------------------------------------------------------------- tokens
 
 
 def answer(tokens, *top):
-    return [tokens, [[list(one) for one in place] for place in top]]
+    return [tokens, [[list(pair) for pair in pairs] for pairs in top]]
 
 
-def test_answers_part_where_a_token_differs_first():
+def test_answers_part_at_the_first_different_token():
     same = answer([7, 8], [(7, -0.1), (9, -2.0)], [(8, -0.5), (9, -0.625)])
     tie = answer([7, 9], [(7, -0.2), (9, -1.0)], [(9, -0.5), (8, -0.625)])
     far = answer([5, 5], [(5, -0.1), (4, -4.0)], [(5, -0.1), (4, -4.0)])
-    found = tokens.compared([same, same, same], [same, tie, far])
-    assert found == dict(
+    results = tokens.compared([same, same, same], [same, tie, far])
+    assert results == dict(
         prompts=3,
         equal=1,
         tokens=2,
@@ -245,7 +253,7 @@ def test_answers_part_where_a_token_differs_first():
     )
 
 
-def test_answers_without_probabilities_are_compared_by_the_engines_own():
+def test_answers_may_lack_log_probabilities():
     own = answer([7, 8], [(7, -0.1), (9, -2.0)], [(8, -0.5), (9, -0.75)])
     assert tokens.compared([own], [answer([7, 9])])["parted"] == [0.25]
     assert tokens.compared([own], [answer([7, 8])]) == dict(
@@ -254,14 +262,14 @@ def test_answers_without_probabilities_are_compared_by_the_engines_own():
 
 
 def test_prompts_are_pieces_of_text_and_always_the_same():
-    made = tokens.prompts(50)
-    assert made == tokens.prompts(60)[:50]
-    assert {8 <= len(prompt) <= tokens.LONGEST for prompt in made} == {True}
-    assert "statement" in "".join(bytes(prompt).decode(errors="ignore") for prompt in made)
+    prompts = tokens.prompts(50)
+    assert prompts == tokens.prompts(60)[:50]
+    assert {8 <= len(prompt) <= tokens.LONGEST for prompt in prompts} == {True}
+    assert "statement" in "".join(bytes(prompt).decode(errors="ignore") for prompt in prompts)
 
 
-def test_tokens_of_every_start_are_compared_with_the_engines_own(engine, tmp_path, monkeypatch):
-    """A start that fails is a row too, and the exit code says it."""
+def test_tokens_of_every_start_are_compared(engine, tmp_path, monkeypatch):
+    """A failed start has a row too, and sets the exit code."""
     engine()
     monkeypatch.setattr("benchmarks.__main__.environment", lambda device, peers: dict(peers=peers))
     file = tmp_path / "new.json"

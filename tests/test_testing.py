@@ -1,6 +1,7 @@
-"""The judge itself: the list covers what it claims, and a backend that is wrong in any of these ways fails."""
+"""The judge: the list covers every factor, and a backend with any of these faults fails."""
 
 import itertools
+import math
 from dataclasses import replace
 
 import pytest
@@ -46,9 +47,8 @@ def test_the_list_crosses_every_main_factor(op):
     crossed = {
         (c.axis, c.D, c.heads, c.gate, c.family, c.keys) for c in cases(op) if c.heads in HEADS
     }
-    assert len(crossed) == len(AXES) * len(DIMS) * len(HEADS) * len(GATES) * len(FAMILIES) * len(
-        KEYS
-    )
+    factors = (AXES, DIMS, HEADS, GATES, FAMILIES, KEYS)
+    assert len(crossed) == math.prod(len(factor) for factor in factors)
     pairs = {(c.layout, c.gate, c.family) for c in cases(op) if c.family in FAMILIES}
     assert len(pairs) == len(LAYOUTS[op]) * len(GATES) * len(FAMILIES)
     assert len({c.label for c in cases(op)}) > 0.9 * len(cases(op))
@@ -69,7 +69,7 @@ def test_the_quick_list_has_every_value_of_every_factor(op):
 
 
 def fails(op, backend="reference", **wanted):
-    """Cases that must expose a fault, at least one of which has to fail."""
+    """True if one of these cases fails."""
     chosen = [
         c for c in cases(op) if all(getattr(c, name) == value for name, value in wanted.items())
     ][:6]
@@ -85,13 +85,13 @@ def broken(monkeypatch, op, wrap):
 
 
 def judge_as(backend, monkeypatch):
-    """run_case with this backend runs the reference, and judges it as the backend."""
+    """run_case with this backend runs the reference and applies the backend's tolerance."""
     run, alone = check.run, check._bit_failures
     monkeypatch.setattr(
         check, "run", lambda call, given: run(call, "reference" if given == backend else given)
     )
     monkeypatch.setattr(
-        check, "_bit_failures", lambda call, made, _: alone(call, made, "reference")
+        check, "_bit_failures", lambda call, results, _: alone(call, results, "reference")
     )
 
 
@@ -115,7 +115,7 @@ TOKEN_FAULTS = {
     [("prefill", "reference"), ("prefill", "cute"), ("decode", None), ("verify", None)],
 )
 def test_wrong_mathematics_fails(monkeypatch, op, judged, fault):
-    """judged: whose tolerance the reference's results have to meet."""
+    """judged: the backend whose tolerance applies to the reference's results."""
     judge_as(judged, monkeypatch)
     broken(
         monkeypatch, op, lambda run, tokens, **states: run(TOKEN_FAULTS[fault](tokens), **states)
@@ -182,14 +182,14 @@ def test_a_wrong_norm_fails(monkeypatch, op, fault):
 
 
 def changed(**how):
-    """The backend, with arguments that are changed so."""
+    """The backend, with changed arguments."""
     return lambda run, *tokens, **states: run(
         *tokens, **states | {name: change(states[name]) for name, change in how.items()}
     )
 
 
 def then(touch):
-    """The backend, and something done to the call's tensors after it."""
+    """The backend, then `touch` on the call's tensors."""
     return lambda run, *tokens, **states: (run(*tokens, **states), touch(**states))
 
 
@@ -221,7 +221,7 @@ def several(*layouts, **wanted):
 
 
 FAULTS = {
-    # operation, what runs in its place, which of its cases are tried, how many of the first six have to fail
+    # operation, its replacement, a filter of its cases, any or all of the first six must fail
     "a slot of no sequence is written": (
         "decode",
         then(lambda state, **_: state[0].zero_()),
@@ -247,7 +247,7 @@ FAULTS = {
         several("intermediates"),
         any,
     ),
-    "no state written beside intermediates": (
+    "no state written with intermediates": (
         "decode",
         changed(update_state=lambda _: False),
         several("intermediates"),
@@ -308,7 +308,7 @@ CHECKPOINT_FAULTS = {
     ),
     "a chunk too early": lambda lens: torch.where(lens == 64, 0, lens),
     "none": lambda lens: torch.full_like(lens, -1),
-    "those that were not asked for": lambda lens: lens.clamp(min=0),
+    "some for empty entries": lambda lens: lens.clamp(min=0),
     "in the next entry's place": lambda lens: lens.roll(1, 1),
 }
 
@@ -332,7 +332,7 @@ def test_wrong_checkpoints_fail(monkeypatch, judged, layout, fault):
 
 
 HISTORIES = {
-    # on what a final state hangs, within any tolerance
+    # a final state's dependence, within any tolerance
     "the number of sequences": lambda tokens, state: tokens.num_sequences,
     "the number of heads": lambda tokens, state: state.shape[1],
     "the chunks of the call": lambda tokens, state: (tokens.q.shape[1] // 64 + 1) ** 2,
@@ -365,7 +365,7 @@ def test_bits_that_a_deterministic_prefill_must_not_have_fail(monkeypatch, histo
     assert all(result.passed for result in other)
 
 
-# ------------------------------------------------------------------------------------------------ tolerances
+# ------------------------------------------------------------------------------------- tolerances
 
 
 def test_only_prefill_on_the_tensor_cores_has_a_wider_tolerance():
@@ -421,7 +421,7 @@ ROUNDINGS = {
 
 @pytest.mark.parametrize("rounding", ROUNDINGS)
 def test_bf16_rounding_inside_an_fp16_prefill_fails(monkeypatch, rounding):
-    """fp16 operands are what the wider tolerance is for, and all it is for."""
+    """The wider tolerance is for fp16 operands alone."""
     judge_as("cute", monkeypatch)
     broken(
         monkeypatch,
@@ -442,7 +442,7 @@ def test_a_reflection_that_is_off_by_a_twentieth_fails(monkeypatch):
 
 
 def test_a_head_that_gates_wiped_out_is_judged_beside_the_others():
-    """Where operands are fp16: an error of 2**-24 beside a head of size 1 passes, one of 2**-20 does not."""
+    """With fp16 operands an error of 2**-24 next to a head of size 1 passes, 2**-20 fails."""
     truth = torch.ones(1, 2, 4, 8, dtype=torch.float64)
     truth[:, 1] *= 2**-40
     expected = Expected(truth, torch.ones(1, dtype=torch.bool))
@@ -451,5 +451,5 @@ def test_a_head_that_gates_wiped_out_is_judged_beside_the_others():
         wrong = truth.clone()
         wrong[:, 1] += size
         for backend in ("cute", "reference"):
-            found = error(wrong, expected, 1, smallest_head("prefill", backend))
-            assert (found.share(Error(0.0, 0.0), unit) <= 1) == (passes and backend == "cute")
+            results = error(wrong, expected, 1, smallest_head("prefill", backend))
+            assert (results.share(Error(0.0, 0.0), unit) <= 1) == (passes and backend == "cute")

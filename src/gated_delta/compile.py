@@ -203,6 +203,12 @@ def _read(text: str) -> tuple[str, list[tuple[int, str, list[str]]]]:
     return "\n".join(line.rstrip() for line in lines if line.strip()), relative
 
 
+def kernel_type(kernel: str) -> Any:
+    """A kernel's class: Decode of decode, PrefillScan of prefill_scan. Needs the compiler."""
+    module = importlib.import_module(f"{__package__}.{_module(kernel)}")
+    return getattr(module, "".join(part.title() for part in kernel.split("_")))
+
+
 def file_name(variant: Variant, arch: str) -> str:
     key = hashlib.sha256(f"{variant!r} {sources(variant.kernel)}".encode()).hexdigest()[:32]
     return f"{variant.kernel}-{arch}-{key}.so"
@@ -358,10 +364,8 @@ def _compile(variant: Variant, arch: str, scratch: Path) -> Path:
     """An object file of the variant, in scratch."""
     import cutlass.cute as cute
 
-    module = importlib.import_module(f"{__package__}.{_module(variant.kernel)}")
-    kernel_type = getattr(module, "".join(part.title() for part in variant.kernel.split("_")))
-    kernel = kernel_type(**dict(variant.facts))
-    arguments = [_example(kind) for kind in kernel_type.arguments]
+    kernel = kernel_type(variant.kernel)(**dict(variant.facts))
+    arguments = [_example(kind) for kind in kernel.arguments]
     arguments.append(cute.runtime.make_fake_stream())
     options = f"--enable-tvm-ffi --gpu-arch {arch}"
     compiled = cute.compile(kernel, *arguments, options=options)

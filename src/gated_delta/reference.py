@@ -1,10 +1,12 @@
-"""The mathematics, once, and the PyTorch backend built on it: any device, the whole contract.
+"""The mathematics, once, and the PyTorch backend: any device, the whole contract.
 
-`step` is the one definition; `recurrent` applies it token by token and, in float64, is the oracle everything is measured
-against. `pairwise` and `chunk_terms` treat C tokens at once; prefill and verify share them. docs/math.md derives each formula.
+`step` is the one definition. `recurrent` applies it token by token; in float64 it is the oracle of
+every backend. `pairwise` and `chunk_terms` compute C tokens at once, for prefill and verify.
+docs/math.md derives each formula.
 
-Conventions: tokens are flattened to [tokens, heads, channels]; a decay is [..., HV, 1] for GDN and [..., HV, K] for KDA, so one
-body serves both. Chunk code multiplies decays and never divides by one, so nothing overflows, whatever the gate.
+Tokens are flattened to [tokens, heads, channels]. A decay is [..., HV, 1] for GDN and [..., HV, K]
+for KDA, so one body serves both. Chunk code multiplies decays and never divides by one, so no gate
+overflows.
 """
 
 from __future__ import annotations
@@ -36,19 +38,23 @@ L2NORM_EPS = 1e-6
 FP16_MAX = torch.finfo(torch.float16).max
 
 CHUNK = {"cpu": 32, "cuda": 64}
-"""Tokens per chunk, a power of two: short ones mean less work inside the chunk, long ones fewer steps, so fewer kernel launches."""
+"""Tokens per chunk, a power of two. Short chunks need less work, long ones fewer launches."""
 
 SLAB = {"cpu": 2**19, "cuda": 2**25}
-"""Elements of one [tokens, HV, K] tensor that prefill prepares at a time: it bounds memory and keeps a CPU's cache warm."""
+"""Elements of one [tokens, HV, K] tensor that prefill prepares at a time: this bounds memory and
+keeps a CPU's cache warm."""
 
 
 def rounded(state: Tensor, dtype: torch.dtype) -> Tensor:
-    """A state as its pool stores it. What fp16 cannot hold becomes its largest number; NaN stays NaN."""
+    """A state as its pool stores it. fp16 saturates at its largest number; NaN stays NaN."""
     return (state.clamp(-FP16_MAX, FP16_MAX) if dtype == torch.float16 else state).to(dtype)
 
 
 class Activated(NamedTuple):
-    """Tokens as the recurrence sees them: q scaled, gates applied. q, k: [..., H, K]; beta: [..., HV]."""
+    """Tokens as the recurrence reads them: q scaled, gates applied.
+
+    q, k [..., H, K]; v [..., HV, V]; log_decay [..., HV, 1 or K]; beta [..., HV].
+    """
 
     q: Tensor
     k: Tensor
@@ -57,7 +63,7 @@ class Activated(NamedTuple):
     beta: Tensor
 
 
-# ------------------------------------------------------------------------------------------------ the definition
+# --------------------------------------------------------------------------------- the definition
 
 
 def _times(rate: Tensor, x: Tensor) -> Tensor:
@@ -65,8 +71,8 @@ def _times(rate: Tensor, x: Tensor) -> Tensor:
     return torch.where(x == 0, x, rate * x)
 
 
-# torch's own sigmoid, softplus and silu round a number on a CPU by its place: in a whole vector, or
-# in what is left over. Its exp and log1p round all alike, and so the bits hold in any batch.
+# On a CPU torch's sigmoid, softplus and silu round a number by its position: in a full vector or in
+# the remainder. exp and log1p do not, so the bits do not depend on the batch.
 
 
 def sigmoid(x: Tensor) -> Tensor:
@@ -74,7 +80,7 @@ def sigmoid(x: Tensor) -> Tensor:
 
 
 def softplus(x: Tensor) -> Tensor:
-    """log(1 + exp(x)), and x beyond 20."""
+    """log(1 + exp(x)), or x beyond 20."""
     return torch.where(x > 20, x, torch.log1p(torch.exp(x)))
 
 
@@ -83,12 +89,15 @@ def silu(x: Tensor) -> Tensor:
 
 
 def all_finite(x: Tensor) -> bool:
-    """Whether all numbers of x are finite; False, too, where their sum is not."""
+    """True if all numbers of x are finite; False also if only their sum is not."""
     return math.isfinite(x.sum().item())
 
 
 def log_decay(g: Tensor, gate: Gate, dtype: torch.dtype) -> Tensor:
-    """Natural-log decay of raw g [tokens, HV], [..., HV, 1] or [..., HV, K], as [..., HV, 1] or [..., HV, K]."""
+    """Natural-log decay of a raw g.
+
+    g [tokens, HV], [..., HV, 1] or [..., HV, K] -> [..., HV, 1] or [..., HV, K].
+    """
     g = g.to(dtype)
     if g.ndim == 2:
         g = g[..., None]
@@ -104,22 +113,22 @@ def log_decay(g: Tensor, gate: Gate, dtype: torch.dtype) -> Tensor:
 
 
 def normalised(x: Tensor, eps: float, total: Callable[[Tensor], Tensor]) -> Tensor:
-    """x * rsqrt(total(x * x) + eps), where total is the sum or the mean over the last dimension."""
+    """x * rsqrt(total(x * x) + eps); total: the sum or the mean over the last dimension."""
     squares = total(x * x)
     if all_finite(squares):
         return x * torch.rsqrt(squares + eps)
     scale = torch.ones_like(squares).masked_fill(squares.isinf(), 2.0**-96)
-    x = x * scale  # a power of two, where squares overflow
+    x = x * scale  # exact, and squares no longer overflow
     return x * torch.rsqrt(total(x * x) + eps * scale.square())
 
 
 def l2norm(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """x * rsqrt(sum(x * x) + 1e-6) in dtype: FLA's form, where a zero row stays zero."""
+    """x * rsqrt(sum(x * x) + 1e-6) in dtype. FLA's form: a zero row stays zero."""
     return normalised(x.to(dtype), L2NORM_EPS, lambda squares: squares.sum(-1, keepdim=True))
 
 
 def before_norm(o: Tensor, dtype: torch.dtype) -> Tensor:
-    """o as the norm reads it: rounded to dtype, but for what dtype cannot hold."""
+    """o as the norm reads it: rounded to dtype, except where dtype overflows."""
     stored = o.to(dtype)
     return stored if dtype == o.dtype else torch.where(stored.isinf(), o, stored)
 
@@ -127,42 +136,37 @@ def before_norm(o: Tensor, dtype: torch.dtype) -> Tensor:
 def gated_norm(o: Tensor, z: Tensor, norm: GatedNorm, dtype: torch.dtype) -> Tensor:
     """o * rsqrt(mean(o * o) + eps) * weight * act(z) over the last dimension, in dtype."""
     o, z = o.to(dtype), z.to(dtype)
-    scaled = normalised(
-        o, norm.eps, lambda squares: squares.mean(-1, keepdim=True)
-    ) * norm.weight.to(dtype)
+    unit = normalised(o, norm.eps, lambda squares: squares.mean(-1, keepdim=True))
+    scaled = unit * norm.weight.to(dtype)
     return scaled * (silu(z) if norm.activation == "silu" else sigmoid(z))
 
 
 def activate(tokens: Tokens, dtype: torch.dtype) -> Activated:
-    """Raw tokens, flattened or not, to what the recurrence reads, computed in dtype."""
-    q, k, beta = tokens.q, tokens.k, tokens.beta.to(dtype)
-    if tokens.qk_l2norm:
-        q, k = l2norm(torch.cat([q, k], -2), dtype).chunk(
-            2, -2
-        )  # one token's cost is the number of operations
+    """Activates raw tokens, flattened or not, in dtype."""
+    q, k, g, beta = tokens.q, tokens.k, tokens.g, tokens.beta.to(dtype)
+    if tokens.qk_l2norm:  # in one call: for a single token the number of operations is the cost
+        q, k = l2norm(torch.cat([q, k], -2), dtype).chunk(2, -2)
     q = q.to(dtype) * (q.shape[-1] ** -0.5 if tokens.scale is None else float(tokens.scale))
-    decay = log_decay(
-        tokens.g if tokens.g.ndim == q.ndim else tokens.g.unsqueeze(-1), tokens.gate, dtype
-    )
-    return Activated(
-        q, k.to(dtype), tokens.v.to(dtype), decay, sigmoid(beta) if tokens.beta_logits else beta
-    )
+    decay = log_decay(g if g.ndim == q.ndim else g.unsqueeze(-1), tokens.gate, dtype)
+    beta = sigmoid(beta) if tokens.beta_logits else beta
+    return Activated(q, k.to(dtype), tokens.v.to(dtype), decay, beta)
 
 
 def flatten(tokens: Tokens) -> Tokens:
-    """Dense [N, T, ...] or packed [1, total, ...] tokens as [tokens, ...]; a copy only where the strides ask for one."""
+    """Dense [N, T, ...] or packed [1, total, ...] tokens as [tokens, ...], a view if possible."""
     return tokens.map(lambda x: x.flatten(0, 1))
 
 
 def step(state: Tensor, token: Activated) -> tuple[Tensor, Tensor]:
-    """The gated delta rule for one token of each row: state [..., HV, V, K] -> (o [..., HV, V], state).
+    """The gated delta rule for one token: state [..., HV, V, K] -> (o [..., HV, V], state).
 
-    Gated DeltaNet (arXiv 2412.06464), eq. 10; Kimi Linear (arXiv 2510.26692), eq. 1, where the decay is per key channel.
+    Gated DeltaNet (arXiv 2412.06464), eq. 10; Kimi Linear (arXiv 2510.26692), eq. 1, with a decay
+    per key channel.
     """
     q, k, v, log_decay, beta = token
     (HV, V, K), H = state.shape[-3:], q.shape[-2]
     state = state * log_decay.exp().unsqueeze(-2)
-    # The value heads of a q/k head lie next to each other, so that their states are one matrix.
+    # The value heads of a q/k head are adjacent, so their states form one matrix.
     S, q, k = state.reshape(-1, HV // H * V, K), q.reshape(-1, 1, K), k.reshape(-1, 1, K)
     u = beta.unsqueeze(-1) * (v - (S * k).sum(-1).view(v.shape))
     S = S.addcmul_(u.reshape(-1, HV // H * V, 1), k)
@@ -175,9 +179,10 @@ def recurrent(
     dtype: torch.dtype = torch.float64,
     stored: torch.dtype | None = None,
 ) -> Iterator[tuple[Tensor, Tensor]]:
-    """Token loop over one sequence, tokens [1, T, ...] from state [HV, V, K]: yields o [HV, V] and the state after each token.
+    """Token loop over one sequence, tokens [1, T, ...] from state [HV, V, K].
 
-    Computed in dtype; with `stored`, the state is rounded to it after every token, as a pool of that dtype would round it.
+    Yields o [HV, V] and the state after each token, computed in dtype. With `stored`, rounds the
+    state to that dtype after every token, as a pool does.
     """
     state = state.to(dtype)
     for token in zip(*activate(flatten(tokens), dtype), strict=True):
@@ -187,14 +192,15 @@ def recurrent(
         yield o, state
 
 
-# ------------------------------------------------------------------------------------------------ C tokens at once
+# ------------------------------------------------------------------------------- C tokens at once
 
 
 def pairwise(rows: Tensor, decay: Tensor) -> Tensor:
-    """Decayed inner products of every pair in a chunk: math.md, "Pairs".
+    """Akk and Aqk: decayed inner products of every pair in a chunk. math.md, "Pairs".
 
-    rows [B, 2, C, K]: (k, q). decay [B, C, 1 or K], overwritten. C a power of two.
-    Returns M [B, 2, C, C] with M[:, r, t, i] = sum_c rows[r, t, c] k[i, c] prod_{i<j<=t} decay[j, c] for i < t (i <= t for q).
+    rows [B, 2, C, K]: (k, q). decay [B, C, 1 or K], overwritten. C: a power of two.
+    Returns M [B, 2, C, C]: M[:, r, t, i] = sum_c rows[r, t, c] k[i, c] prod_{i<j<=t} decay[j, c],
+    for i < t (i <= t for q), else 0.
     """
     if decay.shape[-1] == 1:
         return _pairwise_by_scalars(rows, decay)
@@ -202,7 +208,7 @@ def pairwise(rows: Tensor, decay: Tensor) -> Tensor:
     k, q = rows.unbind(1)
     M = k.new_zeros(batch, 2, C, C)
     M[:, 1].diagonal(dim1=-2, dim2=-1).copy_((q * k).sum(-1))
-    from_start, to_end = decay, torch.ones_like(decay)  # within the halves joined so far
+    from_start, to_end = decay, torch.ones_like(decay)  # within blocks of `size` tokens
     size = 1
     while size < C:
         blocks = (C // (2 * size), 2, size)
@@ -225,12 +231,11 @@ def pairwise(rows: Tensor, decay: Tensor) -> Tensor:
 
 
 def _pairwise_by_scalars(rows: Tensor, decay: Tensor) -> Tensor:
-    """pairwise where all channels share a decay: the pairs of decays alone, times one matmul."""
+    """pairwise for a decay shared by all channels: a table of decays times one matmul."""
     C = rows.shape[2]
     later = torch.ones(C, C, dtype=torch.bool, device=decay.device).triu(1)
-    between = torch.where(later, decay.mT, 1).cumprod(
-        -1
-    )  # [B, i, t]: prod_{i<j<=t} decay[j] for i <= t
+    # [B, i, t]: prod_{i<j<=t} decay[j], for i <= t
+    between = torch.where(later, decay.mT, 1).cumprod(-1)
     M = (rows.flatten(1, 2) @ rows[:, 0].mT).unflatten(1, (2, C))
     M.mul_(between.mT[:, None])
     M[:, 0].tril_(-1)
@@ -239,19 +244,22 @@ def _pairwise_by_scalars(rows: Tensor, decay: Tensor) -> Tensor:
 
 
 def sum_after(log_decay: Tensor) -> Tensor:
-    """Sum of what comes after each token, [B, C, ...]. No differences: log decays may be -inf."""
-    from_here = log_decay.flip(1).cumsum(1).flip(1)
-    return torch.cat([from_here[:, 1:], torch.zeros_like(from_here[:, :1])], 1)
+    """Sum of the log decays after each token, [B, C, ...]. No differences: they may be -inf."""
+    inclusive = log_decay.flip(1).cumsum(1).flip(1)
+    return torch.cat([inclusive[:, 1:], torch.zeros_like(inclusive[:, :1])], 1)
 
 
 def _causal(x: Tensor, product: Callable[[Tensor], Tensor]) -> Tensor:
-    """product(x) of a lower triangular matrix, x [B, C, V]. NaN and inf reach no row above theirs."""
+    """product(x) by a lower triangular matrix, x [B, C, V]. NaN and inf reach no earlier row."""
     lost = ~x.isfinite()
     return product(x.masked_fill(lost, 0)).masked_fill_(lost.cumsum(1) > 0, math.nan)
 
 
 class Seen(NamedTuple):
-    """read @ S^T of a chunk, [B, 2C, V], and views of its halves: what k sees [N, HV, C, V], what q sees [B, C, V]."""
+    """kq_decayed @ S^T of a chunk, [B, 2C, V], and views of its halves.
+
+    by_k [N, HV, C, V]: S k_decayed; by_q [B, C, V]: S q_decayed.
+    """
 
     both: Tensor
     by_k: Tensor
@@ -266,10 +274,14 @@ class Seen(NamedTuple):
 
 
 class ChunkTerms(NamedTuple):
-    """What a chunk of C tokens needs besides its state S and values v: math.md, "A chunk".
+    """The terms of a chunk of C tokens that do not depend on S and v: math.md, "A chunk".
 
-    seen = kq_decayed @ S^T; u = Tinv @ (v - seen[:C]); o = seen[C:] + Aqk @ u; S' = S * decay + u^T @ k_restored.
-    kq_decayed: k's rows, then q's. Tinv has beta in it.
+    seen = kq_decayed @ S^T
+    u    = Tinv @ (v - seen[:C])
+    o    = seen[C:] + Aqk @ u
+    S'   = S * decay + u^T @ k_restored
+
+    kq_decayed: k's rows, then q's. Tinv includes beta.
     """
 
     kq_decayed: Tensor
@@ -279,30 +291,31 @@ class ChunkTerms(NamedTuple):
     decay: Tensor
 
     def outputs(self, v: Tensor, state: Tensor, o: Tensor, u: Tensor, seen: Seen) -> None:
-        """Writes o [N, HV, C, V] and u [B, C, V] from v [N, HV, C, V] and state [B, V, K], B = N HV; seen is scratch."""
+        """Writes o [N, HV, C, V] and u [B, C, V] from v [N, HV, C, V] and state [B, V, K].
+
+        B = N HV; seen is scratch.
+        """
         torch.bmm(self.kq_decayed, state.mT, out=seen.both)
         torch.sub(v, seen.by_k, out=o)
         rows = o.view(u.shape)
         torch.bmm(self.Tinv, rows, out=u)
         torch.baddbmm(seen.by_q, self.Aqk, u, out=rows)
-        if not all_finite(rows):  # a zero above a diagonal times NaN is NaN
+        if not all_finite(rows):  # a zero above the diagonal times NaN is NaN
             torch.sub(v, seen.by_k, out=o)
             u.copy_(_causal(rows, lambda x: torch.bmm(self.Tinv, x)))
             rows.copy_(_causal(u, lambda x: torch.baddbmm(seen.by_q, self.Aqk, x)))
 
     def advance(self, u: Tensor, state: Tensor) -> None:
-        """Moves state over the chunk, in place."""
+        """Updates the state over the chunk, in place."""
         state.mul_(self.decay).baddbmm_(u.mT, self.k_restored)
 
 
-def _correcting(system: Tensor, beta: Tensor) -> Tensor:
-    """(I + system)^-1 diag(beta); system [B, C, C] strictly lower triangular, beta [B, C, 1]."""
+def _inverse(system: Tensor, beta: Tensor) -> Tensor:
+    """Tinv = (I + system)^-1 diag(beta); system [B, C, C]: lower triangular, 0 on the diagonal."""
     eye = torch.eye(system.shape[-1], dtype=system.dtype, device=system.device)
     solve = functools.partial(torch.linalg.solve_triangular, upper=False, unitriangular=True)
     Tinv = solve(system, beta * eye)
-    if not all_finite(
-        Tinv
-    ):  # a library may solve blocks by inverses, whose zeros multiply later rows
+    if not all_finite(Tinv):  # a library may multiply NaN by the zeros of a block's inverse
         lost = ~(system.isfinite() & beta.isfinite()).all(-1, keepdim=True)
         Tinv = solve(system.masked_fill(lost, 0), beta.masked_fill(lost, 0) * eye)
         Tinv.masked_fill_(lost.cumsum(1) > 0, math.nan)
@@ -310,7 +323,10 @@ def _correcting(system: Tensor, beta: Tensor) -> Tensor:
 
 
 def chunk_terms(x: Activated) -> ChunkTerms:
-    """Terms of chunks [..., C, heads, d]; B runs over the leading dimensions and HV. A token of zeros changes nothing."""
+    """Terms of chunks [..., C, heads, d]; B runs over the leading dimensions and HV.
+
+    A token of zeros changes nothing.
+    """
     *lead, C, H, K = x.k.shape
     HV = x.v.shape[-2]
     rows = x.k.new_empty(*lead, H, HV // H, 2, C, K)
@@ -320,13 +336,12 @@ def chunk_terms(x: Activated) -> ChunkTerms:
     log_decay = x.log_decay.transpose(-2, -3).flatten(0, -3)
     beta = x.beta.mT.flatten(0, -2)[..., None]
     M = pairwise(rows, log_decay.exp())
-    # Along the walk from chunk to chunk sums of logs: products of decays near 1, each rounded, drift over a long sequence.
+    # From chunk to chunk, sums of logs: products of rounded decays near 1 drift in long sequences.
     from_start = log_decay.cumsum(1).exp()
     k_restored = rows[:, 0] * sum_after(log_decay).exp()
-    Tinv = _correcting(M[:, 0] * beta, beta)
     return ChunkTerms(
         kq_decayed=rows.mul_(from_start[:, None]).flatten(1, 2),
-        Tinv=Tinv,
+        Tinv=_inverse(M[:, 0] * beta, beta),
         Aqk=M[:, 1],
         k_restored=k_restored,
         decay=from_start[:, -1:],
@@ -342,70 +357,65 @@ def chunked(
     chunk: int | None = None,
     checkpoints: Iterable[tuple[int, int, Tensor]] = (),
 ) -> Tensor:
-    """Chunkwise recurrence over ragged sequences of flattened tokens, vectorised over sequences, heads and chunks.
+    """Chunkwise recurrence over ragged sequences, vectorised over sequences, heads and chunks.
 
-    Sequence n is tokens starts[n] .. starts[n] + lengths[n], from state[n] [HV, V, K], whose dtype is the one computed in. Writes
-    its rows of o [tokens, HV, V] and returns the final states. Only the walk from chunk to chunk is a loop.
-    checkpoints: (sequence, tokens, where its state after so many goes), tokens a multiple of the chunk.
+    Sequence n has tokens starts[n] .. starts[n] + lengths[n] and starts from state[n] [HV, V, K].
+    Computes in the state's dtype, writes the rows of o [tokens, HV, V], returns the final states.
+    Only the recurrence from chunk to chunk is a loop.
+    checkpoints: (sequence, tokens, destination of the state after them), in multiples of `chunk`.
     """
     HV, V, K = state.shape[1:]
     device = state.device
     chunk = chunk or CHUNK.get(device.type, CHUNK["cuda"])
     order = sorted((n for n, length in enumerate(lengths) if length), key=lambda n: -lengths[n])
-    rank_places: dict[int, list[tuple[int, Tensor]]] = {}
+    stores: dict[int, list[tuple[int, Tensor]]] = {}  # after so many chunks: row, destination
     row_of = {n: i for i, n in enumerate(order)}
-    for n, after, place in checkpoints:
+    for n, after, destination in checkpoints:
         if after:
-            rank_places.setdefault(after // chunk, []).append((row_of[n], place))
+            stores.setdefault(after // chunk, []).append((row_of[n], destination))
         else:
-            place.copy_(rounded(state[n], place.dtype))
+            destination.copy_(rounded(state[n], destination.dtype))
     if not order:
         return state
     state = state.clone()
     start = torch.tensor([starts[n] for n in order], device=device)
     length = torch.tensor([lengths[n] for n in order], device=device)
-    walk = state[order].flatten(0, 1)
-    ranks = -(-lengths[order[0]] // chunk)
+    ordered = state[order].flatten(0, 1)  # longest sequence first
+    chunks = -(-lengths[order[0]] // chunk)
+    slab = SLAB.get(device.type, SLAB["cuda"])
     first = 0
-    while first < ranks:
+    while first < chunks:
         live = sum(lengths[n] > first * chunk for n in order)
-        count = min(
-            ranks - first, max(1, SLAB.get(device.type, SLAB["cuda"]) // (live * chunk * HV * K))
-        )
-        position = torch.arange(first * chunk, (first + count) * chunk, device=device).view(
-            count, 1, chunk
-        )
+        count = min(chunks - first, max(1, slab // (live * chunk * HV * K)))
+        position = torch.arange(first * chunk, (first + count) * chunk, device=device)
+        position = position.view(count, 1, chunk)
         valid = position < length[:live, None]
         index = torch.where(valid, start[:live, None] + position, 0).flatten()
         whole = bool(valid.all())
-        # One sequence's whole chunks lie together: a view of them, rather than a gather.
+        # One sequence's whole chunks are adjacent: a view instead of a gather.
         begin = starts[order[0]] + first * chunk
         rows = slice(begin, begin + count * chunk) if whole and live == 1 else index
         x = activate(tokens.map(itemgetter(rows)), state.dtype)
         if not whole:
             x = Activated(*(y.masked_fill(~valid.view(-1, *[1] * (y.ndim - 1)), 0) for y in x))
         x = Activated(*(y.unflatten(0, (count, live, chunk)) for y in x))
-        by_rank = [
-            ChunkTerms(*parts)
-            for parts in zip(*(y.unflatten(0, (count, -1)) for y in chunk_terms(x)), strict=True)
-        ]
-        now = walk[: live * HV]
+        by_chunk = zip(*(y.unflatten(0, (count, -1)) for y in chunk_terms(x)), strict=True)
+        values = x.v.transpose(2, 3)
+        now = ordered[: live * HV]
         outputs = now.new_empty(count, live, HV, chunk, V)
         u, seen = now.new_empty(live * HV, chunk, V), Seen.empty(outputs[0])
-        for rank, (terms, v, o_rank) in enumerate(
-            zip(by_rank, x.v.transpose(2, 3), outputs, strict=True), first + 1
-        ):
-            terms.outputs(v, now, o_rank, u, seen)
+        for c, terms in enumerate(itertools.starmap(ChunkTerms, by_chunk)):
+            terms.outputs(values[c], now, outputs[c], u, seen)
             terms.advance(u, now)
-            for i, place in rank_places.get(rank, ()):
-                place.copy_(rounded(now[i * HV : (i + 1) * HV], place.dtype))
+            for i, destination in stores.get(first + c + 1, ()):
+                destination.copy_(rounded(now[i * HV : (i + 1) * HV], destination.dtype))
         outputs = outputs.transpose(2, 3)
         if isinstance(rows, slice):
             o[rows].unflatten(0, (count, live, chunk)).copy_(outputs)
         else:
             o[index[valid.flatten()]] = outputs[valid].to(o.dtype)
         first += count
-    state[order] = walk.unflatten(0, (-1, HV))
+    state[order] = ordered.unflatten(0, (-1, HV))
     return state
 
 
@@ -417,53 +427,56 @@ def chunked_apart(
     o: Tensor,
     checkpoints: Iterable[tuple[int, int, Tensor]] = (),
 ) -> Tensor:
-    """chunked, a sequence, a value head and a chunk at a time: bits that depend on nothing else.
+    """chunked for one sequence, value head and chunk at a time: the bits depend on nothing else.
 
-    The same operations on tensors of the same shapes and strides, in memory of their own: which numbers share a vector of the CPU,
-    and which kernel a product takes, changes from shape to shape.
+    Every product has the same shapes and strides, in freshly copied memory: the shape selects the
+    kernel of a library, and the numbers that share a vector on a CPU.
     """
     HV, group = o.shape[1], o.shape[1] // tokens.q.shape[1]
-    state, kept = state.clone(), list(checkpoints)
+    state, stores = state.clone(), list(checkpoints)
 
     def apart(x: Tensor, *index: slice) -> Tensor:
         return x[index].clone(memory_format=torch.contiguous_format)
 
     for n, hv in itertools.product(range(len(starts)), range(HV)):
-        own, shared, gate = slice(hv, hv + 1), slice(hv // group, hv // group + 1), tokens.gate
-        A_log, dt_bias = (None if x is None else apart(x, own) for x in (gate.A_log, gate.dt_bias))
-        gate, now = Gate(gate.kind, A_log, dt_bias, gate.bound), apart(state, slice(n, n + 1), own)
+        v_head, k_head = slice(hv, hv + 1), slice(hv // group, hv // group + 1)
+        gate = tokens.gate
+        A_log, dt_bias = (
+            None if x is None else apart(x, v_head) for x in (gate.A_log, gate.dt_bias)
+        )
+        gate = Gate(gate.kind, A_log, dt_bias, gate.bound)
+        now = apart(state, slice(n, n + 1), v_head)
         for first in range(0, lengths[n] + 1, CHECKPOINT_INTERVAL):
-            for place in (place for m, after, place in kept if (m, after) == (n, first)):
-                place[hv] = rounded(now[0, 0], place.dtype)
+            for m, after, destination in stores:
+                if (m, after) == (n, first):
+                    destination[hv] = rounded(now[0, 0], destination.dtype)
             count = min(CHECKPOINT_INTERVAL, lengths[n] - first)
             rows = slice(starts[n] + first, starts[n] + first + count)
-            q, k = (apart(x, rows, shared) for x in (tokens.q, tokens.k))
-            v, g, beta = (apart(x, rows, own) for x in (tokens.v, tokens.g, tokens.beta))
+            q, k = (apart(x, rows, k_head) for x in (tokens.q, tokens.k))
+            v, g, beta = (apart(x, rows, v_head) for x in (tokens.v, tokens.g, tokens.beta))
             part = tokens._replace(q=q, k=k, v=v, g=g, beta=beta, gate=gate)
-            made = now.new_empty(count, 1, o.shape[2])
-            now = chunked(part, [0], [count], now, made, CHECKPOINT_INTERVAL)
-            o[rows, own] = made.to(o.dtype)
+            outputs = now.new_empty(count, 1, o.shape[2])
+            now = chunked(part, [0], [count], now, outputs, CHECKPOINT_INTERVAL)
+            o[rows, v_head] = outputs.to(o.dtype)
         state[n, hv] = now[0, 0]
     return state
 
 
-# ------------------------------------------------------------------------------------------------ who reads and writes what
+# ----------------------------------------------------------------------- indices and their checks
 
 
 def _exact_fp32(matmuls: bool = True) -> contextlib.AbstractContextManager[None]:
-    """fp32 means fp32, whatever the process has switched on: no autograd, no autocast, no tf32 or bf16 matmuls."""
-    autocast = [
-        device_type for device_type in ("cpu", "cuda") if torch.is_autocast_enabled(device_type)
-    ]
+    """fp32 means fp32 under any process setting: no autograd, autocast, tf32 or bf16 matmuls."""
+    autocast = [name for name in ("cpu", "cuda") if torch.is_autocast_enabled(name)]
     rounded = matmuls and _IEEE_MATMULS.needed()
-    if autocast or rounded:  # to enter and leave it costs as much as a few small operations
+    if autocast or rounded:  # entering it costs as much as a few small operations
         return _without(autocast, rounded)
     return torch.no_grad() if torch.is_grad_enabled() else contextlib.nullcontext()
 
 
 @contextlib.contextmanager
 def _without(autocast: list[str], rounded: bool) -> Iterator[None]:
-    """No autograd, no autocast on these device types, no rounded matmuls."""
+    """Without autograd, autocast on these device types, and rounded matmuls."""
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
         for device_type in autocast:
@@ -474,7 +487,7 @@ def _without(autocast: list[str], rounded: bool) -> Iterator[None]:
 
 
 class _IeeeMatmuls:
-    """Matmuls in ieee fp32 while any thread is in here: torch's switches are the process's."""
+    """Matmuls in ieee fp32 while any thread is inside: torch's settings are per process."""
 
     def __init__(self) -> None:
         self._lock, self._inside = threading.Lock(), 0
@@ -486,9 +499,8 @@ class _IeeeMatmuls:
 
     def _rounded(self) -> list[tuple[Any, str]]:
         backends: Any = (torch.backends.cuda.matmul, torch.backends.mkldnn.matmul)  # type: ignore[attr-defined]
-        return [
-            (x, x.fp32_precision) for x in backends if x.fp32_precision not in ("ieee", "none")
-        ]  # none: not set, so ieee
+        exact = ("ieee", "none")  # none: not set, so ieee
+        return [(x, x.fp32_precision) for x in backends if x.fp32_precision not in exact]
 
     def __enter__(self) -> None:
         with self._lock:
@@ -502,10 +514,8 @@ class _IeeeMatmuls:
         with self._lock:
             self._inside -= 1
             for backend, before in () if self._inside else self._before:
-                backend.fp32_precision = "none"
-                if (
-                    backend.fp32_precision != before
-                ):  # else it follows torch.backends.fp32_precision, and goes on to
+                backend.fp32_precision = "none"  # follows torch.backends.fp32_precision
+                if backend.fp32_precision != before:
                     backend.fp32_precision = before
 
 
@@ -513,7 +523,10 @@ _IEEE_MATMULS = _IeeeMatmuls()
 
 
 def _spans(tokens: Tokens) -> tuple[list[int], list[int]]:
-    """Start and length of each sequence among the flattened tokens; raises ValueError for a cu_seqlens that is not one."""
+    """Start and length of each sequence among the flattened tokens.
+
+    Raises ValueError for a wrong cu_seqlens.
+    """
     if tokens.cu_seqlens is None:
         N, T = tokens.q.shape[:2]
         return [n * T for n in range(N)], [T] * N
@@ -525,7 +538,8 @@ def _spans(tokens: Tokens) -> tuple[list[int], list[int]]:
     for n, length in enumerate(lengths):
         if length < 0:
             raise ValueError(
-                f"cu_seqlens: expected values that never fall, got {ends[n]} then {ends[n + 1]} at sequence {n}"
+                f"cu_seqlens: expected values that never fall, got {ends[n]} then {ends[n + 1]} "
+                f"at sequence {n}"
             )
     if ends[-1] > total:
         raise ValueError(
@@ -537,7 +551,7 @@ def _spans(tokens: Tokens) -> tuple[list[int], list[int]]:
 def _check_log_decays(
     tokens: Tokens, active: Iterable[int], starts: list[int], lengths: list[int]
 ) -> None:
-    """Raise ValueError where a token of an active sequence has a log decay above 0; NaN is not."""
+    """Raises ValueError for a log decay above 0 in an active sequence; NaN passes."""
     if tokens.gate.kind != "log" or not (tokens.g > 0).any():
         return
     for n in active:
@@ -548,7 +562,7 @@ def _check_log_decays(
 
 
 def _draft_spans(tokens: Tokens, **room: int) -> tuple[list[int], list[int]]:
-    """_spans of at most 16 tokens each, for all of which each tensor named in `room` has place."""
+    """_spans of at most 16 tokens each; each tensor named in `room` must have room for them."""
     starts, lengths = _spans(tokens)
     longest = max(lengths, default=0)
     if longest > MAX_DRAFT:
@@ -569,52 +583,52 @@ def _rows(
     count: int,
     size: int,
     null_index: int = -1,
-    place: str = "sequence",
+    entry: str = "sequence",
 ) -> list[int]:
-    """Row of each sequence, or other place; below zero for an index up to null_index.
+    """Row of each sequence; -1 for an index up to null_index.
 
-    Raises IndexError past the end.
+    Raises IndexError past the end; entry: the name of an index there.
     """
     rows = list(range(count)) if indices is None else indices.tolist()
     for n, row in enumerate(rows):
         if row >= size and row > null_index:
-            raise IndexError(f"{name}: expected indices below {size}, got {row} at {place} {n}")
+            raise IndexError(f"{name}: expected indices below {size}, got {row} at {entry} {n}")
     return [row if row > null_index else -1 for row in rows]
 
 
 @contextlib.contextmanager
 def _output_rows(out: Tensor, covered: int) -> Iterator[Tensor]:
-    """Out as [tokens, HV, V], to be filled; zeros to begin with where fewer than all its rows will be covered."""
-    made = (
+    """out as rows [tokens, HV, V], zeroed first if fewer than all rows will be written."""
+    target = (
         out if out.is_contiguous() else torch.empty(out.shape, dtype=out.dtype, device=out.device)
     )
-    rows = made.view(-1, *out.shape[2:])
+    rows = target.view(-1, *out.shape[2:])
     if covered < rows.shape[0]:
         rows.zero_()
     yield rows
-    if made is not out:
-        out.copy_(made)
+    if target is not out:
+        out.copy_(target)
 
 
 def _finished(o: Tensor, dtype: torch.dtype, norm: GatedNorm | None, z: Tensor | None) -> Tensor:
-    """o as the call returns it: rounded to its dtype, then, with a norm, normalised and rounded again."""
+    """o rounded to its dtype; with a norm, then normalised and rounded again."""
     if norm is None:
         return o.to(dtype)
     assert z is not None
     return gated_norm(before_norm(o, dtype), z, norm, torch.float32).to(dtype)
 
 
-def _places(rows: list[int], count: int) -> list[int] | slice:
-    """Index for rows of a tensor of `count`: a slice, which copies nothing, where they are its first ones in order."""
+def _index(rows: list[int], count: int) -> list[int] | slice:
+    """Index for these rows of a tensor of `count`: a slice (no copy) if they are its first ones."""
     return slice(len(rows)) if rows == list(range(len(rows))) and len(rows) <= count else rows
 
 
 def _no_conflict(
     name: str, writes: Iterable[tuple[int, int]], reads: Iterable[tuple[int, int]] = ()
 ) -> None:
-    """Raise ValueError where two sequences write one row, or one reads a row that another writes; pairs are (sequence, row).
+    """Raises ValueError if two sequences write one row, or one reads a row that another writes.
 
-    A row below zero is none.
+    Pairs are (sequence, row); a negative row is none.
     """
     writers: dict[int, int] = {}
     for n, row in writes:
@@ -625,27 +639,28 @@ def _no_conflict(
     for n, row in reads:
         if row >= 0 and writers.get(row, n) != n:
             raise ValueError(
-                f"{name}: expected no row that another sequence reads, got row {row}, which sequence {n} reads"
+                f"{name}: expected no row that another sequence reads, got row {row}, "
+                f"which sequence {n} reads"
             )
 
 
-# ------------------------------------------------------------------------------------------------ the four operations
+# ---------------------------------------------------------------------------- the four operations
 
-# Each operation's *_rows looks at every index and log decay on the host, before anything is written.
-# It raises IndexError past a tensor, ValueError for lengths or writes that conflict and for a log
-# decay above 0.
+# Each operation's *_rows checks every index and log decay on the host, before anything is written.
+# It raises IndexError past a tensor's end, ValueError for wrong lengths, conflicting writes and log
+# decays above 0.
 
 
 class Checkpoint(NamedTuple):
-    """Where the state of a sequence after so many tokens goes: a slot of the pool, or a place in the call's checkpoints."""
+    """The state of a sequence after so many tokens, and its row in the pool or in `checkpoints`."""
 
     sequence: int
     tokens: int
-    place: tuple[int, ...]
+    row: tuple[int, ...]
 
 
 class PrefillRows(NamedTuple):
-    """Which slot a prefill starts from and writes, sequence by sequence, below zero where it is inactive."""
+    """The slot that each sequence of a prefill reads and writes; negative: inactive."""
 
     slots: list[int]
     starts: list[int]
@@ -667,21 +682,21 @@ def prefill_rows(
     slots = _rows("state_indices", state_indices, len(starts), P, null_index)
     _no_conflict("state_indices", enumerate(slots))
     _check_log_decays(tokens, (n for n, slot in enumerate(slots) if slot >= 0), starts, lengths)
-    kept = _checkpoints(slots, lengths, checkpoint_lens, checkpoint_indices, null_index)
+    stored = _checkpoints(slots, lengths, checkpoint_lens, checkpoint_indices, null_index)
     taken = {slot for slot in slots if slot >= 0} if checkpoints is None else set()
     rows = P if checkpoints is None else len(checkpoints)
-    for n, _, place in kept if checkpoint_indices is not None else ():
-        (slot,) = place
+    for n, _, (slot, *_) in stored if checkpoint_indices is not None else ():
         if slot >= rows:
             raise IndexError(
                 f"checkpoint_indices: expected indices below {rows}, got {slot} at sequence {n}"
             )
         if slot in taken:
             raise ValueError(
-                f"checkpoint_indices: expected no two states, checkpoints or final, for one slot, got two for {slot}"
+                "checkpoint_indices: expected no two states, checkpoints or final, for one slot, "
+                f"got two for {slot}"
             )
         taken.add(slot)
-    return PrefillRows(slots, starts, lengths, kept)
+    return PrefillRows(slots, starts, lengths, stored)
 
 
 def _checkpoints(
@@ -691,22 +706,22 @@ def _checkpoints(
     checkpoint_indices: Tensor | None,
     null_index: int,
 ) -> list[Checkpoint]:
-    """Those that are kept; raises ValueError for a length that is none."""
-    made = []
-    after = [] if checkpoint_lens is None else checkpoint_lens.tolist()
-    places = None if checkpoint_indices is None else checkpoint_indices.tolist()
-    for n, row in enumerate(after):
+    """The entries that store a state; raises ValueError for a wrong length."""
+    stored = []
+    lens = [] if checkpoint_lens is None else checkpoint_lens.tolist()
+    indices = None if checkpoint_indices is None else checkpoint_indices.tolist()
+    for n, row in enumerate(lens):
         for j, t in enumerate(row):
-            place = (n, j) if places is None else (places[n][j],)
-            if slots[n] < 0 or t < 0 or (places is not None and places[n][j] <= null_index):
+            null = indices is not None and indices[n][j] <= null_index
+            if slots[n] < 0 or t < 0 or null:
                 continue
             if t % CHECKPOINT_INTERVAL or t > lengths[n]:
                 raise ValueError(
-                    f"checkpoint_lens: expected multiples of {CHECKPOINT_INTERVAL} up to the sequence's {lengths[n]} tokens, "
-                    f"or negative ones, got {t} at sequence {n}"
+                    f"checkpoint_lens: expected multiples of {CHECKPOINT_INTERVAL} up to the "
+                    f"sequence's {lengths[n]} tokens, or negative ones, got {t} at sequence {n}"
                 )
-            made.append(Checkpoint(n, t, place))
-    return made
+            stored.append(Checkpoint(n, t, (n, j) if indices is None else (indices[n][j],)))
+    return stored
 
 
 def prefill(
@@ -721,46 +736,40 @@ def prefill(
     out: Tensor,
     **indices: Any,
 ) -> None:
-    """indices: those of prefill_rows, here as in the other three."""
-    slots, starts, lengths, kept = prefill_rows(
+    """indices: the index arguments of prefill_rows; in the other operations alike."""
+    slots, starts, lengths, stored = prefill_rows(
         tokens, state=state, checkpoints=checkpoints, **indices
     )
     N, (HV, V, K) = len(starts), (*tokens.v.shape[2:], tokens.q.shape[3])
     with _exact_fp32():
-        walk = tokens.v.new_zeros(N, HV, V, K, dtype=torch.float32)
+        states = tokens.v.new_zeros(N, HV, V, K, dtype=torch.float32)
         active = [n for n in range(N) if slots[n] >= 0]
         if state is not None:
-            fresh = (
-                [False] * N
-                if has_initial_state is None
-                else [not x for x in has_initial_state.tolist()]
-            )
-            resumed = [n for n in active if not fresh[n]]
-            walk[resumed] = state[[slots[n] for n in resumed]].float()
+            resumes = [True] * N if has_initial_state is None else has_initial_state.tolist()
+            resumed = [n for n in active if resumes[n]]
+            states[resumed] = state[[slots[n] for n in resumed]].float()
             lengths = [lengths[n] if slots[n] >= 0 else 0 for n in range(N)]
         elif initial_state is not None:
-            walk.copy_(initial_state)
+            states.copy_(initial_state)
         target = state if checkpoints is None else checkpoints
-        places = (
-            [(n, after, target[place]) for n, after, place in kept] if target is not None else []
-        )
+        destinations = [(n, t, target[row]) for n, t, row in stored] if target is not None else []
         with _output_rows(out, sum(lengths)) as o:
-            walk = (chunked_apart if deterministic else chunked)(
-                flatten(tokens), starts, lengths, walk, o, checkpoints=places
+            states = (chunked_apart if deterministic else chunked)(
+                flatten(tokens), starts, lengths, states, o, checkpoints=destinations
             )
         if state is not None:
-            state[[slots[n] for n in active]] = rounded(walk[active], state.dtype)
+            state[[slots[n] for n in active]] = rounded(states[active], state.dtype)
         if final_state is not None:
-            final_state.copy_(rounded(walk, final_state.dtype))
+            final_state.copy_(rounded(states, final_state.dtype))
 
 
 class DecodeRows(NamedTuple):
-    """Who reads and writes what in a decode, sequence by sequence, below zero for nothing."""
+    """The rows that each sequence of a decode reads and writes; negative: none."""
 
     reads: list[int]
     writes: list[int]
     token_slots: list[list[int]]
-    """Slot of the state after each token; empty where the call has none."""
+    """Slot of the state after each token; empty if the call has none."""
     intermediates: list[int]
     """Row of intermediate_states."""
     starts: list[int]
@@ -786,8 +795,8 @@ def decode_rows(
     if state_indices is not None and state_indices.ndim == 2:
         width = room["state_indices"] = state_indices.shape[1]
         for n, row in enumerate(state_indices):
-            place = f"sequence {n}, column"
-            token_slots.append(_rows("state_indices", row, width, P, null_index, place))
+            entry = f"sequence {n}, column"
+            token_slots.append(_rows("state_indices", row, width, P, null_index, entry))
         accepted = [1] * N if num_accepted is None else num_accepted.tolist()
         reads = [
             slots[min(max(m, 1), width) - 1] for slots, m in zip(token_slots, accepted, strict=True)
@@ -810,12 +819,13 @@ def decode_rows(
         written = [(n, writes[n]) for n in active]
     read = [(n, reads[n]) for n in active if lengths[n] or writes[n] >= 0]
     _no_conflict("state_indices" if write_indices is None else "write_indices", written, read)
-    kept = [-1] * N
+    intermediates = [-1] * N
     if intermediate_states is not None:
-        kept = _rows("intermediate_indices", intermediate_indices, N, intermediate_states.shape[0])
-    _no_conflict("intermediate_indices", ((n, kept[n]) for n in active if lengths[n]))
+        R = intermediate_states.shape[0]
+        intermediates = _rows("intermediate_indices", intermediate_indices, N, R)
+    _no_conflict("intermediate_indices", ((n, intermediates[n]) for n in active if lengths[n]))
     _check_log_decays(tokens, active, starts, lengths)
-    return DecodeRows(reads, writes, token_slots, kept, starts, lengths)
+    return DecodeRows(reads, writes, token_slots, intermediates, starts, lengths)
 
 
 def decode(
@@ -844,35 +854,34 @@ def decode(
     with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
         x = activate(flatten(tokens), torch.float32)
         longest = max((lengths[n] for n in active), default=0)
-        read = state[_places([reads[n] for n in active], P)]
+        read = state[_index([reads[n] for n in active], P)]
         now = read.to(torch.float32, copy=longest == 0)  # a step copies, too
         for t in range(longest):
-            going = [i for i, n in enumerate(active) if lengths[n] > t]
-            some = _places(going, len(active))
-            rows = _places([starts[active[i]] + t for i in going], len(o))
-            o_t, after = step(now[some], Activated(*(y[rows] for y in x)))
+            live = [i for i, n in enumerate(active) if lengths[n] > t]
+            live_rows = _index(live, len(active))
+            rows = _index([starts[active[i]] + t for i in live], len(o))
+            o_t, after = step(now[live_rows], Activated(*(y[rows] for y in x)))
             o[rows] = _finished(o_t, o.dtype, norm, None if z is None else z.flatten(0, 1)[rows])
-            stored = rounded(
-                after, state.dtype
-            )  # the state is rounded after every token, so T tokens in one call equal T calls
-            if len(going) == len(active):
+            # Rounded after every token, so T tokens in one call equal T calls.
+            stored = rounded(after, state.dtype)
+            if len(live) == len(active):
                 now = stored.float()
             else:
                 now = now.clone()
-                now[some] = stored.float()
-            kept = [(j, row) for j, i in enumerate(going) if (row := intermediates[active[i]]) >= 0]
-            if intermediate_states is not None and kept:
-                where = _places([row for _, row in kept], len(intermediate_states))
-                intermediate_states[where, t] = stored[_places([j for j, _ in kept], len(going))]
+                now[live_rows] = stored.float()
+            pairs = [(j, row) for j, i in enumerate(live) if (row := intermediates[active[i]]) >= 0]
+            if intermediate_states is not None and pairs:
+                target = _index([row for _, row in pairs], len(intermediate_states))
+                intermediate_states[target, t] = stored[_index([j for j, _ in pairs], len(live))]
             if token_slots:
-                kept = [
-                    (j, s) for j, i in enumerate(going) if (s := token_slots[active[i]][t]) >= 0
+                pairs = [
+                    (j, s) for j, i in enumerate(live) if (s := token_slots[active[i]][t]) >= 0
                 ]
-                state[[s for _, s in kept]] = stored[[j for j, _ in kept]]
-        kept = [(i, writes[n]) for i, n in enumerate(active) if writes[n] >= 0]
-        if kept:
-            moved = now[_places([i for i, _ in kept], len(active))].to(state.dtype)
-            state[_places([w for _, w in kept], P)] = moved
+                state[[s for _, s in pairs]] = stored[[j for j, _ in pairs]]
+        pairs = [(i, writes[n]) for i, n in enumerate(active) if writes[n] >= 0]
+        if pairs:
+            final = now[_index([i for i, _ in pairs], len(active))].to(state.dtype)
+            state[_index([w for _, w in pairs], P)] = final
 
 
 def _decode_in_order(
@@ -884,7 +893,7 @@ def _decode_in_order(
     z: Tensor | None,
     out: Tensor,
 ) -> None:
-    """decode where sequence n has slot n: no index to look at, nothing to gather."""
+    """decode with slot n for sequence n: no indices, no gathers."""
     N, T = tokens.q.shape[:2]
 
     def at(x: Tensor, t: int) -> Tensor:
@@ -896,7 +905,7 @@ def _decode_in_order(
         for t in range(T):
             o, after = step(stored.float(), x if T == 1 else Activated(*(at(y, t) for y in x)))
             at(out, t).copy_(_finished(o, out.dtype, norm, None if z is None else at(z, t)))
-            stored = rounded(after, state.dtype)  # rounded after every token, as in decode
+            stored = rounded(after, state.dtype)  # after every token, as in decode
             if intermediate_states is not None:
                 at(intermediate_states[:N], t).copy_(stored)
         if update_state:
@@ -904,7 +913,10 @@ def _decode_in_order(
 
 
 class VerifyRows(NamedTuple):
-    """Which slot a verify reads and which row of the buffer it fills, sequence by sequence; who has both is active."""
+    """The slot that each sequence of a verify reads, and the buffer row that it fills.
+
+    active: the sequences with both.
+    """
 
     reads: list[int]
     rows: list[int]
@@ -948,9 +960,9 @@ def verify(
     with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
         x = activate(flatten(tokens), torch.float32)
         if len(active) * out.shape[2] == 1:
-            active = active * 2  # torch multiplies a batch of one by another kernel, to other bits
+            active = active * 2  # torch has another kernel, with other bits, for a batch of one
         if active:
-            # One row of zeros behind the tokens pads every draft to 16: a token of zeros changes nothing.
+            # A row of zeros after the tokens pads every draft to 16: it changes nothing.
             padded = Activated(*(F.pad(y, (0, 0) * (y.ndim - 1) + (0, 1)) for y in x))
             length = torch.tensor([lengths[n] for n in active], device=o.device)
             start = torch.tensor([starts[n] for n in active], device=o.device)
@@ -962,24 +974,22 @@ def verify(
             outputs, u = torch.empty_like(values), torch.empty_like(values.flatten(0, 1))
             frozen = state[[reads[n] for n in active]].float().flatten(0, 1)
             chunk_terms(x).outputs(values, frozen, outputs, u, Seen.empty(outputs))
-            places = index[valid]
-            o[places] = _finished(
-                outputs.transpose(1, 2)[valid],
-                o.dtype,
-                norm,
-                None if z is None else z.flatten(0, 1)[places],
-            )
+            written = index[valid]
+            z = None if z is None else z.flatten(0, 1)[written]
+            o[written] = _finished(outputs.transpose(1, 2)[valid], o.dtype, norm, z)
             # The zeros past a sequence's end go into the buffer too, so flush needs no lengths.
-            where = [rows[n] for n in active]
-            buffer.u[where] = u.view(values.shape).transpose(1, 2)[:, :C]
-            buffer.k[where] = x.k[:, :C]
-            buffer.log_decay[where] = x.log_decay[:, :C].reshape(
-                len(where), C, *buffer.log_decay.shape[2:]
-            )
+            target = [rows[n] for n in active]
+            shape = len(target), C, *buffer.log_decay.shape[2:]
+            buffer.u[target] = u.view(values.shape).transpose(1, 2)[:, :C]
+            buffer.k[target] = x.k[:, :C]
+            buffer.log_decay[target] = x.log_decay[:, :C].reshape(shape)
 
 
 class FlushRows(NamedTuple):
-    """Which slots a flush reads and writes, and which row of the buffer it folds, sequence by sequence; who has all is active."""
+    """The slots that each sequence of a flush reads and writes, and the buffer row that it folds.
+
+    active: the sequences with all three.
+    """
 
     reads: list[int]
     writes: list[int]
@@ -996,17 +1006,14 @@ def flush_rows(
     buffer_indices: Tensor | None,
     null_index: int,
 ) -> FlushRows:
-    P, N = (
-        state.shape[-4],
-        flush_sequences(num_accepted, state_indices, write_indices, buffer_indices),
-    )
-    reads = _rows("state_indices", state_indices, N, P, null_index)
-    writes = (
-        reads if write_indices is None else _rows("write_indices", write_indices, N, P, null_index)
-    )
+    P = state.shape[-4]
+    N = flush_sequences(num_accepted, state_indices, write_indices, buffer_indices)
+    name, reads = "state_indices", _rows("state_indices", state_indices, N, P, null_index)
+    writes = reads
+    if write_indices is not None:
+        name, writes = "write_indices", _rows("write_indices", write_indices, N, P, null_index)
     rows = _rows("buffer_indices", buffer_indices, N, buffer.u.shape[-4])
     active = [n for n in range(N) if min(reads[n], writes[n], rows[n]) >= 0]
-    name = "state_indices" if write_indices is None else "write_indices"
     _no_conflict(name, ((n, writes[n]) for n in active), ((n, reads[n]) for n in active))
     return FlushRows(reads, writes, rows, active)
 
@@ -1015,28 +1022,28 @@ def flush(*, state: Tensor, buffer: KVBuffer, num_accepted: int | Tensor, **indi
     reads, writes, rows, active = flush_rows(
         state=state, buffer=buffer, num_accepted=num_accepted, **indices
     )
-    counts = (
-        num_accepted.tolist()
-        if isinstance(num_accepted, Tensor)
-        else [min(int(num_accepted), MAX_DRAFT)] * len(reads)
-    )
-    layers = state.ndim == 5
-    moved = [n for n in active if counts[n] > 0 or reads[n] != writes[n]]
-    if not moved:
+    if isinstance(num_accepted, Tensor):
+        counts = num_accepted.tolist()
+    else:
+        counts = [min(int(num_accepted), MAX_DRAFT)] * len(reads)
+    changed = [n for n in active if counts[n] > 0 or reads[n] != writes[n]]
+    if not changed:
         return
     with _exact_fp32():
-        m = torch.tensor([counts[n] for n in moved], device=state.device)
-        read, write, row = ([which[n] for n in moved] for which in (reads, writes, rows))
-        for layer in range(state.shape[0]) if layers else (None,):
+        m = torch.tensor([counts[n] for n in changed], device=state.device)
+        read, write, row = ([values[n] for n in changed] for values in (reads, writes, rows))
+        for layer in range(state.shape[0]) if state.ndim == 5 else (None,):
             pool = state if layer is None else state[layer]
             parts = buffer if layer is None else buffer.layer(layer)
-            pool[write] = rounded(
-                _fold(pool[read], parts.u[row], parts.k[row], parts.log_decay[row], m), state.dtype
-            )
+            folded = _fold(pool[read], parts.u[row], parts.k[row], parts.log_decay[row], m)
+            pool[write] = rounded(folded, state.dtype)
 
 
 def _fold(state: Tensor, u: Tensor, k: Tensor, log_decay: Tensor, m: Tensor) -> Tensor:
-    """State after the first m buffered tokens: S prod_{j<m} decay_j + sum_{i<m} outer(u_i, k_i prod_{i<j<m} decay_j)."""
+    """State after the first m buffered tokens.
+
+    S prod_{j<m} decay_j + sum_{i<m} outer(u_i, k_i prod_{i<j<m} decay_j)
+    """
     HV = u.shape[2]
     first = torch.arange(u.shape[1], device=m.device) < m[:, None]
     log_decay = log_decay.reshape(*u.shape[:3], -1).masked_fill(~first[..., None, None], 0)

@@ -1,6 +1,7 @@
-"""The demo: a tiny Qwen3.5 with and without gated_delta, then one batch of requests through the four operations.
+"""The demo: a tiny Qwen3.5 with and without gated_delta, then requests through all four operations.
 
-The model (byte-level, about a million parameters, made by scripts/train_tiny_model.py) ships in this folder.
+The byte-level model of about a million parameters ships in this folder; scripts/train_tiny_model.py
+trains it.
 """
 
 from __future__ import annotations
@@ -36,51 +37,52 @@ PROMPTS = (
 DRAFT = 4
 TURNS = 5
 TIMED = 48
-"""Bytes that a timed run generates at most."""
+"""Most bytes of a timed run."""
 
 TOLERANCE = {
     "reference": {torch.float32: 1e-5, torch.bfloat16: 4e-3},
     "cute": {torch.float32: 1e-3, torch.bfloat16: 4e-3},
 }
-"""By how much of its norm a result may differ from float64, by who made the first states: cute's prefill has fp16 operands."""
+"""Limit of a result's difference from float64 over its norm, by prefill's backend: cute's has fp16
+operands."""
 
 LOGITS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
-"""By how much of their norm logits may differ with and without gated_delta, by the model's dtype.
+"""Limit of the difference of logits with and without gated_delta over their norm, by model dtype.
 
-bf16 in place of fp32 moves them by 3e-3, and may turn a byte where two are nearly as good.
+bf16 instead of fp32 moves logits by 3e-3, and may change a byte if two are nearly tied.
 """
 
 
 class Generation(NamedTuple):
-    made: bytes
+    output: bytes
     logits: Tensor
-    """Of every byte made, in front of it: [length, 256], fp32."""
+    """Logits of each byte of the output, [length, 256], fp32."""
     prefill_tokens_per_second: float
     decode_tokens_per_second: float
 
     @property
     def text(self) -> str:
-        return self.made.decode(errors="replace")
+        return self.output.decode(errors="replace")
 
 
 class Finding(NamedTuple):
-    """A line of the demo. right: whether what it compares is equal within its limit."""
+    """A line of the demo. right: False if its comparison exceeds the limit."""
 
-    what: str
+    title: str
     figure: str
     meaning: str
     right: bool = True
 
 
 def precision(device: torch.device) -> torch.dtype:
-    """What a model is served in there: bf16 on a GPU, for which the kernels are made."""
+    """The model's dtype on a device: bf16 on a GPU, for the kernels."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
 
 
 def load_model(device: torch.device, dtype: torch.dtype) -> Any:
     """The shipped model; its vocabulary is the 256 bytes.
 
-    Raises ImportError where transformers or a file of the model is missing.
+    Raises ImportError if transformers or a file of the model is missing.
     """
     try:
         from transformers import Qwen3_5ForCausalLM
@@ -89,11 +91,11 @@ def load_model(device: torch.device, dtype: torch.dtype) -> Any:
         raise ImportError(
             f"the demo runs a transformers model: {how_to_install('demo')}"
         ) from problem
-    logging.set_verbosity_error()  # transformers advises to install other kernels, which is beside the point here
+    logging.set_verbosity_error()  # no advice to install other kernels
     logging.disable_progress_bar()
     try:
         model = Qwen3_5ForCausalLM.from_pretrained(MODEL, dtype=dtype, local_files_only=True)
-    except Exception as problem:  # transformers, safetensors and json each have errors of their own
+    except Exception as problem:  # transformers, safetensors and json raise different errors
         expected = f"expected the demo's model, config.json and model.safetensors, in {MODEL}"
         raise ImportError(
             f"{expected} ({first_line(problem)}); install gated-delta again, with pip"
@@ -111,26 +113,26 @@ def generate(model: Any, prompt: str, length: int) -> Generation:
     out = model(input_ids=ids, use_cache=True)
     logits = [out.logits[:, -1:]]
     token = logits[-1].argmax(-1)
-    made = [int(token)]
+    output = [int(token)]
     prefilled = time.perf_counter()
     for _ in range(length - 1):
         out = model(input_ids=token, use_cache=True, **{cache: out[cache]})
         logits.append(out.logits[:, -1:])
         token = logits[-1].argmax(-1)
-        made.append(int(token))
+        output.append(int(token))
     done = time.perf_counter()
+    prefill = ids.shape[1] / (prefilled - start)
     decode = (length - 1) / (done - prefilled) if length > 1 else math.nan
-    return Generation(
-        bytes(made), torch.cat(logits, 1)[0].float(), ids.shape[1] / (prefilled - start), decode
-    )
+    return Generation(bytes(output), torch.cat(logits, 1)[0].float(), prefill, decode)
 
 
 def compare(ours: Generation, plain: Generation) -> tuple[int, float]:
-    """Bytes until two greedy texts part, and by how much of their norm the logits differ of these bytes and the one after."""
-    common = next(
-        (at for at, (x, y) in enumerate(zip(ours.made, plain.made, strict=True)) if x != y),
-        len(plain.made),
-    )
+    """The number of bytes before two greedy texts differ, and the difference of their logits.
+
+    The difference is over the norm, and covers these bytes and the next one.
+    """
+    pairs = enumerate(zip(ours.output, plain.output, strict=True))
+    common = next((t for t, (x, y) in pairs if x != y), len(plain.output))
     mine, theirs = ours.logits[: common + 1], plain.logits[: common + 1]
     return common, float((mine - theirs).norm() / theirs.norm())
 
@@ -143,9 +145,10 @@ def show(
     console: Console,
     dtype: torch.dtype | None = None,
 ) -> bool:
-    """Print the whole demo; False if anything it compares differs. dtype: of the model; see `precision` when None.
+    """Prints the whole demo; returns False if a comparison fails.
 
-    Raises UnsupportedProblem where the backend cannot run the model, before anything is printed.
+    dtype: the model's; by default `precision` of the device. Raises UnsupportedProblem, before
+    anything is printed, if the backend cannot run the model.
     """
     model = load_model(device, dtype or precision(device))
     text = layer_tokens(model, "a")
@@ -153,111 +156,115 @@ def show(
     with torch.inference_mode():
         route = api.explain("decode", **text._asdict(), state=state, backend=backend)
     console.print(
-        f"A 4-layer Qwen3.5 of a million parameters, bytes in, bytes out, in {SHORT[model.dtype]}. {_setting(route, device)}"
+        "A 4-layer Qwen3.5 of a million parameters, bytes in, bytes out, "
+        f"in {SHORT[model.dtype]}. {_setting(route, device)}"
     )
     console.print()
-    plain, ours, findings = _with_and_without(
-        model, prompt, length, backend, route.backend == "cute"
-    )
+    cute = route.backend == "cute"
+    plain, ours, findings = _with_and_without(model, prompt, length, backend, cute)
     console.print(Text.assemble((_line(prompt), "bold"), " ", _line(ours.text)))
-    if ours.made != plain.made:
+    if ours.output != plain.output:
         console.print(Text.assemble(("unpatched:", "bold"), " ", _line(plain.text)))
     console.print()
     passed = True
-    for what, figure, meaning, right in itertools.chain(
-        findings, life_of_a_request(model, backend, device)
-    ):
+    requests = life_of_a_request(model, backend, device)
+    for title, figure, meaning, right in itertools.chain(findings, requests):
         wrong = () if right else (("WRONG: ", "bold red"),)
-        console.print(_row(what, Text.assemble(*wrong, figure, ": ", meaning), console.width))
+        console.print(_row(title, Text.assemble(*wrong, figure, ": ", meaning), console.width))
         passed &= right
     console.print()
     console.print(
-        "All that was compared is equal within its limit."
+        "All comparisons are equal within their limits."
         if passed
         else "[bold red]Not all is equal: see WRONG above.[/]"
     )
     return passed
 
 
-def _row(what: str, found: Text, width: int) -> RenderableType:
-    """A finding, its lines below each other; below 60 columns they begin at the terminal's edge."""
+def _row(title: str, text: Text, width: int) -> RenderableType:
+    """A finding in two columns, or in one on terminals below 60 columns."""
     if width < 60:
-        return Text.assemble((f"{what:14}  ", "bold"), found)
+        return Text.assemble((f"{title:14}  ", "bold"), text)
     row = Table.grid(padding=(0, 2))
     row.add_column(width=14, style="bold")
-    row.add_row(what, found)
+    row.add_row(title, text)
     return row
 
 
 def _setting(route: Route, device: torch.device) -> str:
-    """What runs here and what the demo can show with it."""
+    """The backend, and the limits of the demo on it."""
     if route.backend == "cute":
         name = torch.cuda.get_device_name(device)
-        return f"The CuTe kernels on {name}; so small a model waits for launches, gated-delta bench times kernels."
+        return (
+            f"The CuTe kernels on {name}; so small a model waits for launches, "
+            "gated-delta bench times kernels."
+        )
     if device.type == "cpu":
-        return "On a CPU, by the PyTorch reference backend, the demo proves equality; speed is for NVIDIA Hopper GPUs."
-    needs = "; ".join(route.missing) or "to be asked for"
-    return f"The PyTorch reference backend on a GPU: the demo proves equality. The CuTe kernels need {needs}."
-
-
-def _line(text: str) -> str:
-    """Text on one line, without what could steer a terminal."""
-    return "".join(
-        c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in " ".join(text.split())
+        return (
+            "On a CPU, on the PyTorch reference backend, the demo proves equality; "
+            "speed is for NVIDIA Hopper GPUs."
+        )
+    needs = "; ".join(route.missing) or "--backend cute"
+    return (
+        "The PyTorch reference backend on a GPU: the demo proves equality. "
+        f"The CuTe kernels need {needs}."
     )
 
 
-# ------------------------------------------------------------------------------------------------ the model
+def _line(text: str) -> str:
+    """Text on one line, without control characters."""
+    line = " ".join(text.split())
+    return "".join(c if c.isprintable() else "\N{REPLACEMENT CHARACTER}" for c in line)
+
+
+# -------------------------------------------------------------------------------------- the model
 
 
 def _with_and_without(
     model: Any, prompt: str, length: int, backend: str, gains: bool
 ) -> tuple[Generation, Generation, list[Finding]]:
-    """The text without gated_delta, with it, and how they compare. gains: whether a gain is expected."""
+    """The text without gated_delta, with it, and the comparison. gains: a speedup is expected."""
     from ..integrations.transformers import patch
 
     def patched(length: int) -> Generation:
         with patch(model, backend=backend):
             return generate(model, prompt, length)
 
-    # The first runs, which are not timed, pay for kernels and allocations, on a GPU for each KV length.
+    # The first runs are not timed: they compile and allocate, on a GPU for each KV length.
     lengths = [length] + [min(length, TIMED)] * TURNS
     runs = [(generate(model, prompt, n), patched(n)) for n in tracked(lengths, "generating text")]
     (plain, ours), *turns = runs
     common, error = compare(ours, plain)
     limit = LOGITS[model.dtype]
-    right = error <= limit  # NaN is not
+    right = error <= limit  # False for NaN
     meaning = "plain and patched transformers choose the same"
     if right and common < length:
         best, second = plain.logits[common].topk(2).values.tolist()
-        meaning += f" until two are nearly as good, their logits {best:.3f} and {second:.3f}"
+        meaning += f" until two nearly tie, their logits {best:.3f} and {second:.3f}"
     findings = [
         Finding("same tokens", f"{common} of {length} bytes", meaning, right),
         Finding(
             "logits", f"{error:.1e} apart", f"relative, patched to plain; limit {limit:.0e}", right
         ),
     ]
-    for what, speed in (
-        ("decode", "decode_tokens_per_second"),
-        ("prompt", "prefill_tokens_per_second"),
-    ):
+    speeds = dict(decode="decode_tokens_per_second", prompt="prefill_tokens_per_second")
+    for name, speed in speeds.items():
         before, after = (
             statistics.median(getattr(run, speed) for run in runs)
             for runs in zip(*turns, strict=True)
         )
         if not math.isnan(after):
-            meaning = f"{before:.0f} plain, medians of {TURNS} runs" + (
-                "" if gains else "; no gain expected"
-            )
-            findings.append(Finding(what, f"{after:.0f} tokens/s", meaning))
+            meaning = f"{before:.0f} plain, medians of {TURNS} runs"
+            meaning += "" if gains else "; no gain expected"
+            findings.append(Finding(name, f"{after:.0f} tokens/s", meaning))
     return plain, ours, findings
 
 
-# ------------------------------------------------------------------------------------------------ the four operations
+# ---------------------------------------------------------------------------- the four operations
 
 
 def layer_tokens(model: Any, text: str) -> Tokens:
-    """What layer 0 of the model brings to the operation for a text, gates raw: [1, T, ...] (its short convolution left out)."""
+    """Raw tokens [1, T, ...] of layer 0 for a text, without the layer's short convolution."""
     ids = torch.tensor([list(text.encode())], device=model.device)
     block = model.model.layers[0]
     layer = block.linear_attn
@@ -288,39 +295,43 @@ def _zeros(tokens: Tokens) -> Tensor:
 
 
 class Truth:
-    """Of a text's tokens, by the recurrence in float64: all outputs [T, HV, V], and the last states [HV, V, K] by tokens seen."""
+    """The recurrence in float64 over a text's tokens.
 
-    def __init__(self, tokens: Tokens, kept: int):
+    outputs [T, HV, V]; states: the last ones [HV, V, K], by the number of tokens before them.
+    """
+
+    def __init__(self, tokens: Tokens, last: int):
         outputs, self.states, T = [], {}, tokens.q.shape[1]
         for t, (o, state) in enumerate(reference.recurrent(tokens, _zeros(tokens))):
             outputs.append(o)
-            if t + kept >= T:
+            if t + last >= T:
                 self.states[t + 1] = state
         self.outputs = torch.stack(outputs)
 
 
 def _medians(device: torch.device, *functions: Callable[[], object]) -> list[float]:
-    """Seconds of each, called in turns."""
+    """Median seconds of each, called in turns."""
     turns = [[eager([function], device)() / 1e6 for function in functions] for _ in range(TURNS)]
-    return [statistics.median(mine) for mine in zip(*turns, strict=True)]
+    return [statistics.median(times) for times in zip(*turns, strict=True)]
 
 
 @torch.inference_mode()
 def life_of_a_request(model: Any, backend: str, device: torch.device) -> Iterator[Finding]:
-    """Three requests: prefilled together, decoded one step, four draft tokens verified, 0..4 of them accepted and flushed."""
+    """Three requests: prefill, one decode step, verify of four drafts, flush of 0 to 4 of them."""
     texts = [layer_tokens(model, text) for text in PROMPTS]
     lengths = [t.q.shape[1] - 1 - DRAFT for t in texts]
     truths = [Truth(t, 2 + DRAFT) for t in texts]
     H, K = texts[0].q.shape[2:]
     HV, V = texts[0].v.shape[2:]
-    pool = torch.full(
-        (8, HV, V, K), math.nan, device=device
-    )  # what no call may read or write stays NaN
+    pool = torch.full((8, HV, V, K), math.nan, device=device)  # unused slots must stay NaN
     slots = torch.tensor([4, 1, 6], device=device)
     others = [slot for slot in range(8) if slot not in slots.tolist()]
 
     def errors(seen: list[int], outputs: Sequence[Tensor] = ()) -> list[float]:
-        """Of each request's latest outputs [T, HV, V], where given, or else of its state, after seen[n] tokens."""
+        """Errors of each request's last outputs [T, HV, V], or if none are given of its state.
+
+        seen: tokens of each request so far.
+        """
         have = outputs or [pool[slot] for slot in slots]
         want = [
             truth.outputs[n - len(outputs[i]) : n] if outputs else truth.states[n]
@@ -329,26 +340,25 @@ def life_of_a_request(model: Any, backend: str, device: torch.device) -> Iterato
         return [float((x.double() - y).norm() / y.norm()) for x, y in zip(have, want, strict=True)]
 
     def find(
-        what: str,
+        title: str,
         meaning: str,
         outputs: Sequence[float] = (),
         states: Sequence[float] = (),
         right: bool = True,
     ) -> Finding:
-        parts = []
-        for name, dtype, found in (
+        figures = []
+        for name, dtype, errors in (
             ("outputs", model.dtype, outputs),
             ("states", torch.float32, states),
         ):
-            if found:
-                parts.append(f"{name} {max(found):.1e}")
-                right &= all(error < tolerance[dtype] for error in found)  # NaN is not
-        return Finding(what, ", ".join(parts), meaning, right)
+            if errors:
+                figures.append(f"{name} {max(errors):.1e}")
+                right &= all(error < tolerance[dtype] for error in errors)  # NaN fails
+        return Finding(title, ", ".join(figures), meaning, right)
 
     def part(first: list[int], count: list[int], dim: int) -> Tokens:
-        return _join(
-            [_slice(t, a, a + n) for t, a, n in zip(texts, first, count, strict=True)], dim
-        )
+        spans = zip(texts, first, count, strict=True)
+        return _join([_slice(text, start, start + n) for text, start, n in spans], dim)
 
     packed = part([0, 0, 0], lengths, 1)._replace(
         cu_seqlens=torch.tensor([0, *lengths], device=device).cumsum(0)

@@ -1,4 +1,4 @@
-"""The one list of cases, and what it takes to judge a backend by it: inputs, the float64 oracle, comparison."""
+"""The one list of cases, and the judge: inputs, the float64 oracle, comparison."""
 
 from .cases import Case, cases, quick_cases
 from .check import Result, run_case

@@ -1,8 +1,9 @@
 """The one list of cases that the tests, `gated-delta check` and `gated-delta bench` share.
 
-Main factors are crossed in full; what else may vary (layout, input dtype, token counts, l2norm, ...) is drawn per case from a fixed
-seed, so that the list stays the same from run to run. fp16 states, states of other sizes than the
-values, repeated tokens and the heads of one rank under tensor parallelism follow, the rest drawn too.
+The list crosses the main factors in full and draws the others (layout, input dtype, token counts,
+l2norm, ...) per case from a fixed seed, so every run has the same list. Cases with fp16 states,
+heads of one rank under tensor parallelism, states of other sizes than the values, and repeated
+tokens follow, with all other factors drawn.
 """
 
 from __future__ import annotations
@@ -22,13 +23,13 @@ AXES = ("head", "channel")
 DIMS = (64, 128)
 HEADS = ((4, 4), (4, 8), (16, 32), (16, 64))
 RANK_HEADS = ((1, 1), (1, 2), (2, 4), (2, 8), (4, 12), (6, 6), (3, 3), (2, 16))
-"""Of one rank under tensor parallelism: few, odd, and 1 to 8 value heads a q/k head."""
+"""Heads of one rank under tensor parallelism: few, odd, and 1 to 8 value heads per q/k head."""
 GATES = ("log", "softplus", "lower_bound")
 FAMILIES = ("typical", "saturated", "slow", "none")
 KEYS = ("random", "collinear")
 MIXED, REPEATED = "mixed", "repeated"
-"""A gate family whose tokens hardly decay but for a few that wipe the state out; keys of one token over
-and over, with one beta a head."""
+"""A gate family: hardly any decay, except for a few tokens that wipe the state out. Keys: one token
+repeated, with one beta per head."""
 STATE_SIZES = (-20, -14, 14, 20)
 """log2 of a state over the values; 0 in all other cases."""
 STATE_DTYPES = (torch.float32, torch.bfloat16)
@@ -90,7 +91,7 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
         "layers": frozenset({"state_indices_i32", "num_accepted_i32", "layers"}),
     },
 }
-"""Layouts of each operation, with the `Problem.options` each stands for."""
+"""Layouts of each operation, and their `Problem.options`."""
 
 
 def _uses(options: frozenset[str], index: str) -> bool:
@@ -99,7 +100,7 @@ def _uses(options: frozenset[str], index: str) -> bool:
 
 @dataclass(frozen=True)
 class Case:
-    """One call to judge a backend by. `problem` is what describing the call must give."""
+    """One call to judge a backend by. `problem` is its expected description."""
 
     op: str
     axis: str
@@ -115,11 +116,11 @@ class Case:
     qk_l2norm: bool
     beta_logits: bool
     lengths: tuple[int, ...]
-    """Tokens of each sequence; all the same unless the layout is packed."""
+    """Tokens of each sequence; all equal unless the layout is packed."""
     null_index: int
     seed: int
     norm: str | None = None
-    """Activation of the gated norm behind it, where there is one."""
+    """Activation of the gated norm, if the call has one."""
     deterministic: bool = False
     state_size: int = 0
     """log2 of the states over the values."""
@@ -130,12 +131,12 @@ class Case:
         return LAYOUTS[self.op][self.layout] | {name for name, on in more.items() if on}
 
     def uses(self, index: str) -> bool:
-        """Whether the call brings this index tensor, of whichever dtype."""
+        """True if the call has this index tensor, of any dtype."""
         return _uses(self.options, index)
 
     @property
     def reference_only(self) -> bool:
-        """Whether the contract leaves it to the reference backend, as it does fp32 inputs; flush has none."""
+        """True for fp32 inputs: only the reference backend takes them. flush has no inputs."""
         return self.op != "flush" and self.dtype == torch.float32
 
     @property
@@ -144,7 +145,7 @@ class Case:
 
     @property
     def problems(self) -> list[Problem]:
-        """Of every kernel that judging the case runs: a flush's buffer is filled by a verify."""
+        """Every problem that the case runs: a verify fills the buffer of a flush."""
         if self.op != "flush" or self.dtype == torch.float32:
             return [self.problem]
         layout = "dense" if self.layout == "dense" else "pool"
@@ -184,11 +185,9 @@ class Case:
 def _lengths(op: str, packed: bool, HV: int, rng: random.Random) -> tuple[int, ...]:
     if op == "prefill":
         long = rng.choice((33, 64, 65, 70)) if HV > 16 else rng.choice((63, 64, 65, 130))
-        return (
-            rng.choice(((0, long, 1), (15, 0, long), (long, 2, 1, 0)))
-            if packed
-            else (long,) * rng.choice((1, 2))
-        )
+        if packed:
+            return rng.choice(((0, long, 1), (15, 0, long), (long, 2, 1, 0)))
+        return (long,) * rng.choice((1, 2))
     if packed:
         return tuple(rng.sample((0, 1, 2, 3, 5, 8, MAX_DRAFT), 4))
     return (rng.choice((1, 1, 2, 3, 4, 6, 8, MAX_DRAFT)),) * rng.choice((1, 3))
@@ -196,7 +195,7 @@ def _lengths(op: str, packed: bool, HV: int, rng: random.Random) -> tuple[int, .
 
 _Factors = tuple[str, int, tuple[int, int], str, str, str, torch.dtype]
 FEW = ((2, 4), (1, 2), (3, 3))
-"""Heads of the cases with other sizes or repeated tokens."""
+"""Heads of the cases with other state sizes or repeated tokens."""
 
 
 def _crossed() -> Iterator[_Factors]:
@@ -218,11 +217,10 @@ def _ranks(op: str) -> Iterator[_Factors]:
 
 
 def _sizes(op: str) -> Iterator[tuple[_Factors, int]]:
-    """States of all sizes under gates that forget, some that wipe them out at once, and slow ones."""
+    """States of all sizes under gates that forget slowly, quickly, at once, or now and then."""
     rng = random.Random(f"{op} sizes")
-    for axis, family, size in itertools.product(
-        AXES, ("typical", "saturated", MIXED, "slow"), STATE_SIZES
-    ):
+    families = ("typical", "saturated", MIXED, "slow")
+    for axis, family, size in itertools.product(AXES, families, STATE_SIZES):
         D, heads, gate = rng.choice(DIMS), rng.choice(FEW), rng.choice(GATES)
         yield (axis, D, heads, gate, family, "random", rng.choice(STATE_DTYPES)), size
 
@@ -230,21 +228,14 @@ def _sizes(op: str) -> Iterator[tuple[_Factors, int]]:
 def _repeated(op: str) -> Iterator[_Factors]:
     rng = random.Random(f"{op} repeated")
     for axis, D, gate in itertools.product(AXES, DIMS, GATES):
-        yield (
-            axis,
-            D,
-            rng.choice(FEW),
-            gate,
-            rng.choice(("slow", "none")),
-            REPEATED,
-            rng.choice(STATE_DTYPES),
-        )
+        heads, family = rng.choice(FEW), rng.choice(("slow", "none"))
+        yield axis, D, heads, gate, family, REPEATED, rng.choice(STATE_DTYPES)
 
 
 @functools.cache
 def cases(op: str) -> tuple[Case, ...]:
-    """Every case of an operation: all main factors crossed, the rest drawn from the case's own seed."""
-    made = []
+    """Every case of an operation: main factors crossed, the others drawn from the case's seed."""
+    built = []
     layouts = tuple(LAYOUTS[op])
     listed = [(factors, 0) for factors in (*_crossed(), *_half_states(op), *_ranks(op))]
     listed += [*_sizes(op), *((factors, 0) for factors in _repeated(op))]
@@ -259,28 +250,23 @@ def cases(op: str) -> tuple[Case, ...]:
         null_index = rng.choice((-1, 0)) if _uses(LAYOUTS[op][layout], "state_indices") else -1
         norm = rng.choice((None, None, *ACTIVATIONS)) if op in ("decode", "verify") else None
         if (op, layout) == ("prefill", "fused_qkv"):
-            state_dtype = (
-                torch.float32
-            )  # nothing names a state dtype in a prefill without states: it computes in fp32
+            state_dtype = torch.float32  # a prefill without states computes in fp32
         factors = axis, D, heads, gate, family, keys, state_dtype
         deterministic = op == "prefill" and rng.random() < 0.125
-        made.append(
-            Case(
-                op, *factors, layout, *tokens, lengths, null_index, seed, norm, deterministic, size
-            )
+        case = Case(
+            op, *factors, layout, *tokens, lengths, null_index, seed, norm, deterministic, size
         )
-    return tuple(made)
+        built.append(case)
+    return tuple(built)
 
 
-QUICK_STRIDE = (
-    23  # coprime to every factor's period in the crossing, so every value of every factor turns up
-)
+QUICK_STRIDE = 23  # coprime to every factor's period in the crossing, so every value occurs
 QUICK_SIZE_STRIDE = 5  # coprime to the number of STATE_SIZES
-QUICK_RANK_STRIDE = 3  # coprime to the number of RANK_HEADS, the factor that runs fastest
+QUICK_RANK_STRIDE = 3  # coprime to the number of RANK_HEADS, the factor that varies fastest
 
 
 def quick_cases(op: str) -> tuple[Case, ...]:
-    """A small part of `cases(op)` in which every value of every factor occurs."""
+    """A small part of `cases(op)` with every value of every factor."""
     ranks = len(AXES) * len(DIMS) * len(RANK_HEADS)
     others = [case for case in cases(op) if case.state_size or case.keys == REPEATED]
     listed = cases(op)[: -len(others)]

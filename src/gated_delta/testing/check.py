@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass, replace
-from typing import Any
+from operator import itemgetter
 
 import torch
 from torch import Tensor
@@ -21,9 +21,10 @@ _HEAD_DIM = {"o": 2, "final_state": 1, "intermediate_states": 2}
 
 @dataclass(frozen=True)
 class Result:
-    """Verdict on a case. errors: tensor -> (error, the plain implementation's error, unit). failures: what is wrong, in words.
+    """Verdict on a case.
 
-    backend: the one that ran, where "auto" left it open.
+    errors: tensor -> (error, the plain implementation's error, unit). failures: messages.
+    backend: the backend that ran, also under "auto".
     """
 
     case: Case
@@ -38,27 +39,25 @@ class Result:
 
     @property
     def share(self) -> float:
-        """Worst error as a share of what it may be."""
-        return max(
-            (found.share(plain, unit) for found, plain, unit in self.errors.values()), default=0.0
-        )
+        """Worst error as a share of its limit."""
+        shares = (e.share(plain, unit) for e, plain, unit in self.errors.values())
+        return max(shares, default=0.0)
 
 
 def _snapshot(call: Call) -> dict[str, Tensor]:
     """Copies of every tensor the call might write, poison and padding included."""
     states = call.states
     names = ("state", "intermediate_states", "checkpoints", "initial_state")
-    kept = {name: states[name].clone() for name in names if isinstance(states.get(name), Tensor)}
-    if isinstance(states.get("buffer"), KVBuffer):
-        kept |= {
-            f"buffer.{part}": getattr(states["buffer"], part).clone()
-            for part in ("u", "k", "log_decay")
-        }
-    return kept
+    copies = {name: states[name].clone() for name in names if isinstance(states.get(name), Tensor)}
+    buffer = states.get("buffer")
+    if isinstance(buffer, KVBuffer):
+        for part in ("u", "k", "log_decay"):
+            copies[f"buffer.{part}"] = getattr(buffer, part).clone()
+    return copies
 
 
 def fill_buffer(call: Call, backend: str) -> None:
-    """The verify calls, one a layer, whose drafts flush is to fold; where no kernel takes the inputs, the reference makes them."""
+    """Fills a flush's buffer by a verify per layer; fp32 inputs by the reference backend."""
     states = call.states
     backend = "reference" if call.case.dtype == torch.float32 else backend
     for layer, tokens in enumerate(call.tokens):
@@ -73,59 +72,49 @@ def fill_buffer(call: Call, backend: str) -> None:
 
 
 def run(call: Call, backend: str) -> dict[str, Tensor]:
-    """Run the call; the tensors it may have written, by name."""
+    """Runs the call. Returns the tensors it may have written, by name."""
     states = call.states
+    names = ("state", "intermediate_states", "checkpoints")
+    written = {name: x for name in names if (x := states.get(name)) is not None}
+    operation = getattr(api, call.case.op)
+    returned = operation(**call.arguments, backend=backend)
     if call.case.op == "prefill":
-        o, final_state = api.prefill(**call.arguments, backend=backend)
-        made = {
-            "o": o,
-            "final_state": final_state,
-            "state": states["state"],
-            "checkpoints": states.get("checkpoints"),
-        }
-    elif call.case.op == "flush":
-        api.flush(**call.arguments, backend=backend)
-        made = {"state": states["state"]}
-    else:
-        o = getattr(api, call.case.op)(**call.arguments, backend=backend)
-        made = {
-            "o": o,
-            "state": states["state"],
-            "intermediate_states": states.get("intermediate_states"),
-        }
-    return {name: x for name, x in made.items() if x is not None}
+        written["o"], final_state = returned
+        if final_state is not None:
+            written["final_state"] = final_state
+    elif call.case.op != "flush":
+        written["o"] = returned
+    return written
 
 
 def _backend_of(call: Call, backend: str) -> str:
-    """The backend that runs the call: whose rounding is judged, where "auto" leaves it open."""
-    return (
-        api.explain(call.case.op, **call.arguments, backend=backend).backend
-        if backend == "auto"
-        else backend
-    )
+    """The backend that runs the call, also under "auto"."""
+    if backend != "auto":
+        return backend
+    return api.explain(call.case.op, **call.arguments, backend=backend).backend
 
 
 def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Result:
-    """Judge the backend on the case. The backend runs first, so that no reused memory can hold the right answer."""
+    """Judges the backend on the case.
+
+    The backend runs before the oracle, so that no reused memory can hold the right answer.
+    """
     began = time.monotonic()
     call = make(case, device)
     if case.op == "flush":
         fill_buffer(call, backend)
     before = _snapshot(call)
-    made = run(call, backend)
-    after = {name: x.clone() for name, x in made.items()}
-    for name in (
-        "state",
-        "intermediate_states",
-        "checkpoints",
-    ):  # the oracle reads the states as they were before the call
+    written = run(call, backend)
+    after = {name: x.clone() for name, x in written.items()}
+    for name in ("state", "intermediate_states", "checkpoints"):
         if name in before:
-            call.states[name].copy_(before[name])
+            call.states[name].copy_(before[name])  # the oracle needs the states before the call
     failures = _bit_failures(call, after, backend) if case.deterministic else []
     truth = expected(call, torch.float64)
     plain = expected(call, torch.float32, plain=True)
 
-    if case.op != "flush" and call.out is not None and made["o"].data_ptr() != call.out.data_ptr():
+    given = call.out if case.op != "flush" else None
+    if given is not None and written["o"].data_ptr() != given.data_ptr():
         failures.append("out was given but not returned")
     if set(truth) != set(after):
         failures.append(f"tensors: expected {sorted(truth)}, got {sorted(after)}")
@@ -138,17 +127,16 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
         unit = rounding_unit(case.op, x.dtype, ran, keys)
         baseline = plain[name]._replace(value=plain[name].value.to(x.dtype))
         least = smallest_head(case.op, ran)
-        found, allowed = (error(value, want, head_dim, least) for value in (x, baseline.value))
-        errors[name] = (found, allowed, unit)
-        if not found.share(allowed, unit) <= 1:  # NaN fails
+        actual, plain_error = (error(y, want, head_dim, least) for y in (x, baseline.value))
+        errors[name] = (actual, plain_error, unit)
+        if not actual.share(plain_error, unit) <= 1:  # NaN fails
             failures.append(
-                f"{name}: error {found}, plain implementation {allowed}, unit {unit:.1e}"
+                f"{name}: error {actual}, plain implementation {plain_error}, unit {unit:.1e}"
             )
         unwritten = torch.zeros_like(x) if name in ("o", "final_state") else before[name]
         if not untouched(x, unwritten, want):
-            failures.append(
-                f"{name}: {'rows of no active sequence are not zero' if name == 'o' else 'written where it must not be'}"
-            )
+            zeros = "rows of no active sequence are not zero"
+            failures.append(f"{name}: {zeros if name == 'o' else 'written where it must not be'}")
     failures += _buffer_failures(call, before)
     if "initial_state" in before and not torch.equal(
         call.states["initial_state"], before["initial_state"]
@@ -157,17 +145,20 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
     return Result(case, errors, tuple(failures), time.monotonic() - began, ran)
 
 
-def _bit_failures(call: Call, made: dict[str, Tensor], backend: str) -> list[str]:
-    """A deterministic prefill gives the same bits for a sequence alone, its last q/k head alone and, with fp32 states, in parts of
-    64 tokens. The call's states are as before it."""
-    case, states, failures = call.case, call.states, []
+def _rows(call: Call, indices: str) -> list[int]:
+    x = call.states[indices]
+    return list(range(len(call.case.lengths))) if x is None else x.tolist()
+
+
+def _bit_failures(call: Call, written: dict[str, Tensor], backend: str) -> list[str]:
+    """Differences between a deterministic prefill and its last q/k head, one sequence at a time.
+
+    With fp32 states that prefill runs in parts of 64 tokens. The call's states are restored before.
+    """
+    case, failures = call.case, []
     group = case.heads[1] // case.heads[0]
     part = CHECKPOINT_INTERVAL if case.state_dtype == torch.float32 else max(case.lengths)
-    slots = (
-        list(range(len(case.lengths)))
-        if states["state_indices"] is None
-        else states["state_indices"].tolist()
-    )
+    slots = _rows(call, "state_indices")
     for n, length in enumerate(case.lengths):
         if slots[n] <= case.null_index:
             continue
@@ -178,13 +169,11 @@ def _bit_failures(call: Call, made: dict[str, Tensor], backend: str) -> list[str
         )
         t = t._replace(v=t.v[:, :, -group:], g=t.g[:, :, -group:], beta=t.beta[:, :, -group:])
         o = torch.empty_like(t.v)
-        for at in [slice(first, first + part) for first in range(0, length, part)]:
-            some: dict[str, Any] = {
-                **t._asdict(),
-                **{name: getattr(t, name)[:, at] for name in ("q", "k", "v", "g", "beta")},
-            }
-            o[:, at], final = api.prefill(
-                **some,
+        for first in range(0, length, part):
+            span = slice(first, first + part)
+            tokens = t.map(itemgetter((slice(None), span)))
+            o[:, span], final = api.prefill(
+                **tokens._asdict(),
                 initial_state=state,
                 output_final_state=True,
                 deterministic=True,
@@ -192,23 +181,20 @@ def _bit_failures(call: Call, made: dict[str, Tensor], backend: str) -> list[str
             )
             state = final
         rows = (0, slice(call.starts[n], call.starts[n] + length)) if case.packed else (n,)
-        pairs = {"o": (o[0], made["o"][rows][:, -group:])}
-        places = {"state": slots[n], "final_state": n}
-        pairs |= {
-            name: (state[0], made[name][place][-group:])
-            for name, place in places.items()
-            if name in made
-        }
-        differ = [name for name, (x, y) in pairs.items() if not same_bits(x, y)]
+        pairs = {"o": (o[0], written["o"][rows][:, -group:])}
+        for name, row in (("state", slots[n]), ("final_state", n)):
+            if name in written:
+                pairs[name] = state[0], written[name][row][-group:]
         failures += [
             f"{name}: other bits for sequence {n} alone, its last heads alone or in parts"
-            for name in differ
+            for name, (x, y) in pairs.items()
+            if not same_bits(x, y)
         ]
     return failures
 
 
 def _initial_state(call: Call, n: int) -> Tensor:
-    """Of a sequence of a prefill: [1, HV, V, K], zeros where it has none."""
+    """The initial state of a prefill's sequence, [1, HV, V, K], zeros if it has none."""
     case, states = call.case, call.states
     if states["state"] is not None and bool(states["has_initial_state"][n]):
         return states["state"][states["state_indices"][n]][None]
@@ -220,33 +206,21 @@ def _initial_state(call: Call, n: int) -> Tensor:
 
 
 def _buffer_failures(call: Call, before: dict[str, Tensor]) -> list[str]:
-    """verify fills the rows of active sequences and no other; flush only reads."""
+    """verify must fill exactly the rows of active sequences; flush must only read."""
     buffer = call.states.get("buffer")
     if buffer is None:
         return []
     failures = []
+    active: set[int] = set()
+    if call.case.op == "verify":
+        pairs = zip(_rows(call, "buffer_indices"), _rows(call, "state_indices"), strict=True)
+        active = {row for row, slot in pairs if row >= 0 and slot > call.case.null_index}
     for part in ("u", "k", "log_decay"):
         x, was = getattr(buffer, part), before[f"buffer.{part}"]
         if call.case.op == "flush":
             if not torch.equal(x.nan_to_num(7.0), was.nan_to_num(7.0)):
                 failures.append(f"buffer.{part}: flush wrote to it")
             continue
-        N = len(call.case.lengths)
-        rows = (
-            list(range(N))
-            if call.states["buffer_indices"] is None
-            else call.states["buffer_indices"].tolist()
-        )
-        slots = (
-            list(range(N))
-            if call.states["state_indices"] is None
-            else call.states["state_indices"].tolist()
-        )
-        active = {
-            row
-            for row, slot in zip(rows, slots, strict=True)
-            if row >= 0 and slot > call.case.null_index
-        }
         for row in range(x.shape[0]):
             if row in active and bool(x[row].isnan().any()):
                 failures.append(f"buffer.{part}: row {row} was not filled")

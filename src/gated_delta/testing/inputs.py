@@ -1,4 +1,4 @@
-"""Tensors for a case: seeded, with hostile strides, poisoned buffers and the gate family and keys it names."""
+"""Seeded tensors for a case, with hostile strides and buffers full of NaN."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ LAYERS = 3
 CHECKPOINTS = 3  # of a sequence
 NOISE_OF_KEYS = {"collinear": 0.02, "repeated": 0.05}
 REPEATED_BETAS = (0.98, 0.7, 0.9, 0.5, 0.999)
-"""Of the heads in turns, where tokens are repeated."""
+"""Betas of the heads, in turns, for repeated tokens."""
 
 
 @dataclass
 class Call:
-    """Arguments of one call. `tokens` has one entry a layer; `states` are the operation's own arguments."""
+    """Arguments of one call. tokens: one entry per layer; states: all other tensors and options."""
 
     case: Case
     tokens: list[Tokens]
@@ -30,7 +30,7 @@ class Call:
     out: Tensor | None
     starts: tuple[int, ...]
     verify_states: dict[str, Any] = field(default_factory=dict)
-    """For flush: what the verify call that fills the buffer takes beside tokens."""
+    """For flush: the arguments, without tokens, of the verify call that fills the buffer."""
     norm: GatedNorm | None = None
     z: Tensor | None = None
 
@@ -45,9 +45,8 @@ class Call:
     def sequence(self, n: int, layer: int = 0) -> Tokens:
         """Tokens of sequence n alone, [1, T, ...]."""
         t, start, length = self.tokens[layer], self.starts[n], self.case.lengths[n]
-        rows = (
-            (slice(0, 1), slice(start, start + length)) if self.case.packed else (slice(n, n + 1),)
-        )
+        span = slice(start, start + length)
+        rows = (slice(0, 1), span) if self.case.packed else (slice(n, n + 1),)
         return t.map(lambda x: x[rows])._replace(cu_seqlens=None)
 
 
@@ -72,18 +71,21 @@ def make(case: Case, device: torch.device | str = "cpu") -> Call:
     return call
 
 
-# ------------------------------------------------------------------------------------------------ tokens
+# ----------------------------------------------------------------------------------------- tokens
 
 
 def _raw_gate(
     case: Case, shape: tuple[int, ...], rng: torch.Generator
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """g, A_log, dt_bias (fp32) of the case's family: what trained models do, the bound, hardly any decay, none at all."""
+    """g, A_log, dt_bias (fp32) of the case's family.
+
+    typical: like trained models; saturated: at the bound; slow: hardly any decay; none: no decay.
+    """
     HV, channels = case.heads[1], shape[3:]
     noise = torch.randn(shape, generator=rng)
     A_log = torch.empty(HV).uniform_(1, 16, generator=rng).log()
     dt_bias = torch.randn(HV, *channels, generator=rng)
-    wipes = noise[..., :1] > 1.5 if channels else noise > 1.5  # of all channels at once
+    wipes = noise[..., :1] > 1.5 if channels else noise > 1.5  # all channels at once
     if case.gate == "log":
         g = {
             "mixed": torch.where(wipes, -20.0, -1e-3 * noise.abs()),
@@ -109,7 +111,7 @@ def _tokens(
 ) -> Tokens:
     (H, HV), D, N = case.heads, case.D, len(case.lengths)
     total = sum(case.lengths)
-    spare = 3 if case.packed else 0  # packed rows past the last sequence belong to none
+    spare = 3 if case.packed else 0  # packed rows past the last sequence
     lead = (1, total + spare) if case.packed else (N, case.lengths[0])
     q = torch.randn(*lead, H, D, generator=rng)
     k = torch.randn(*lead, H, D, generator=rng)
@@ -137,7 +139,7 @@ def _tokens(
         )
         beta = beta.logit() if case.beta_logits else beta
     if H > 1:
-        k[:, -1:, 0] = 0  # a zero row, whose norm is zero
+        k[:, -1:, 0] = 0  # a row of norm zero
 
     dead = (
         slice(total - case.lengths[inactive], total)
@@ -147,7 +149,7 @@ def _tokens(
 
     def finished(x: Tensor, dtype: torch.dtype) -> Tensor:
         x = x.to(dtype)
-        if inactive is not None:  # nothing of an inactive sequence may reach another
+        if inactive is not None:  # an inactive sequence must not affect any other
             x[(slice(None), dead) if dead else (inactive,)] = math.nan
         if spare:
             x[:, total:] = math.nan
@@ -187,7 +189,7 @@ def _tokens(
 
 
 def _norm(call: Call, rng: torch.Generator, device: torch.device | str) -> None:
-    """A weight of either width and z as a slice of a projection; NaN where no active sequence has a token."""
+    """A weight of either dtype, and z as a slice of a projection, NaN wherever v is."""
     case, v = call.case, call.tokens[0].v
     weight = (1 + torch.randn(case.D, generator=rng) / 2).to(
         device, torch.float32 if case.seed % 2 else case.dtype
@@ -207,13 +209,13 @@ def _fused(*parts: Tensor) -> tuple[Tensor, ...]:
     )
 
 
-# ------------------------------------------------------------------------------------------------ states
+# ----------------------------------------------------------------------------------------- states
 
 
 def _pool(
     case: Case, slots: int, used: list[int], rng: torch.Generator, device: torch.device
 ) -> Tensor:
-    """A pool whose slots lie apart in memory, every unused one and all padding full of NaN."""
+    """A pool with padding between slots; the padding and every unused slot are NaN."""
     HV, D = case.heads[1], case.D
     storage = torch.full((slots, HV * D * D + 24), math.nan, dtype=case.state_dtype, device=device)
     pool = storage[:, : HV * D * D].view(slots, HV, D, D)
@@ -253,17 +255,10 @@ def _prefill_states(
         states["initial_state"] = _random_states(case, N, rng, device)
     if "pool" in case.options:
         slots = [2 * n + 1 for n in reversed(range(N))]
-        resumed = [
-            (n + case.seed) % 2 == 0 for n in range(N)
-        ]  # a fresh sequence's slot still holds another's NaN
-        kept = CHECKPOINTS * N if case.uses("checkpoint_indices") else 0
-        states["state"] = _pool(
-            case,
-            2 * N + 1 + kept,
-            [s for s, r in zip(slots, resumed, strict=True) if r],
-            rng,
-            device,
-        )
+        resumed = [(n + case.seed) % 2 == 0 for n in range(N)]
+        used = [slot for slot, r in zip(slots, resumed, strict=True) if r]  # a fresh slot holds NaN
+        checkpoints = CHECKPOINTS * N if case.uses("checkpoint_indices") else 0
+        states["state"] = _pool(case, 2 * N + 1 + checkpoints, used, rng, device)
         states["state_indices"] = _index(
             _masked(case, slots, inactive), case, "state_indices", device
         )
@@ -274,7 +269,7 @@ def _prefill_states(
 
 
 def _prefill_checkpoints(case: Case, states: dict[str, Any], device: torch.device) -> None:
-    """The initial state, the last that may be kept, and an entry that keeps none, in an order of each sequence's own."""
+    """The initial state, the last possible checkpoint and an empty entry, in various orders."""
     N, C, HV, D = len(case.lengths), CHECKPOINTS, case.heads[1], case.D
     lens = [[0, length // CHECKPOINT_INTERVAL * CHECKPOINT_INTERVAL, -1] for length in case.lengths]
     lens = [row[n % C :] + row[: n % C] for n, row in enumerate(lens, case.seed)]
@@ -305,9 +300,7 @@ def _decode_states(
     if "token_slots" in case.options:
         width = T + (1 if case.packed else 0)
         rows = [[1 + n * width + t for t in range(width)] for n in range(N)]
-        accepted = [
-            (n * 3 + case.seed) % (width + 3) - 1 for n in range(N)
-        ]  # past both ends: it is clamped
+        accepted = [(n * 3 + case.seed) % (width + 3) - 1 for n in range(N)]  # past both ends
         given = case.uses("num_accepted")
         reads = [min(max(m, 1), width) - 1 if given else 0 for m in accepted]
         states["state"] = _pool(
@@ -315,7 +308,7 @@ def _decode_states(
         )
         rows = [[case.null_index] * width if n == inactive else row for n, row in enumerate(rows)]
         if width > 1 and inactive != 0 and reads[0] != width - 1:
-            rows[0][width - 1] = case.null_index  # a token whose state is not kept
+            rows[0][width - 1] = case.null_index  # drops the state after this token
         states["state_indices"] = _index(rows, case, "state_indices", device)
         states["num_accepted"] = _index(accepted, case, "num_accepted", device) if given else None
     elif case.uses("state_indices"):
@@ -335,10 +328,10 @@ def _decode_states(
             shape, math.nan, dtype=case.state_dtype, device=device
         )
         if case.uses("intermediate_indices"):
-            kept = [N + 1 - n for n in range(N)]
+            rows_of = [N + 1 - n for n in range(N)]
             if case.seed % 3 == 0:
-                kept[0] = -1  # whose intermediate states are not kept
-            states["intermediate_indices"] = _index(kept, case, "intermediate_indices", device)
+                rows_of[0] = -1  # drops the intermediate states of sequence 0
+            states["intermediate_indices"] = _index(rows_of, case, "intermediate_indices", device)
     call.states = states
 
 

@@ -1,7 +1,8 @@
-"""What each operation must give: per-sequence token loops over the one definition, in any dtype.
+"""The expected results of each operation: a token loop per sequence over the one definition.
 
-In float64 this is the truth. In float32 with states stored in their own dtype it is the plain implementation whose error sets the
-tolerance. It shares nothing with the reference backend but `reference.recurrent`.
+In float64 this is the truth. In float32, with states rounded to their dtype, it is the plain
+implementation; its error sets the tolerance. It shares `reference.recurrent` and the norm with the
+reference backend, and nothing else.
 """
 
 from __future__ import annotations
@@ -16,7 +17,10 @@ from .inputs import Call
 
 
 class Expected(NamedTuple):
-    """A tensor after the call: `value`, right where `written` (a mask over leading dimensions) is set; elsewhere untouched."""
+    """A tensor after the call: `value` where `written` is set, a mask over the leading dimensions.
+
+    The call leaves the other entries untouched.
+    """
 
     value: Tensor
     written: Tensor
@@ -32,10 +36,9 @@ def _put(expected: Expected, index: tuple[int, ...], value: Tensor) -> None:
 
 
 def expected(call: Call, dtype: torch.dtype, plain: bool = False) -> dict[str, Expected]:
-    """Every tensor the call may write, by name; `plain` rounds stored states as a pool of their dtype would."""
-    return dict(prefill=_prefill, decode=_decode, verify=_verify, flush=_flush)[call.case.op](
-        call, dtype, plain
-    )
+    """Every tensor the call may write, by name. `plain` rounds states as their pool does."""
+    oracles = dict(prefill=_prefill, decode=_decode, verify=_verify, flush=_flush)
+    return oracles[call.case.op](call, dtype, plain)
 
 
 def _outputs(call: Call, dtype: torch.dtype) -> Expected:
@@ -48,13 +51,12 @@ def _at(call: Call, n: int, t: int) -> tuple[int, int]:
 
 
 def _put_output(call: Call, o: Expected, n: int, t: int, o_t: Tensor, plain: bool) -> None:
-    """`plain` rounds an output to its dtype in front of the norm, as decode and verify do."""
+    """`plain` rounds an output to its dtype before the norm, as decode and verify do."""
     at = _at(call, n, t)
     if call.norm is not None:
         assert call.z is not None
-        o_t = gated_norm(
-            before_norm(o_t, call.case.dtype) if plain else o_t, call.z[at], call.norm, o_t.dtype
-        )
+        stored = before_norm(o_t, call.case.dtype) if plain else o_t
+        o_t = gated_norm(stored, call.z[at], call.norm, o_t.dtype)
     _put(o, at, o_t)
 
 
@@ -72,14 +74,13 @@ def _prefill(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]
     if pool is not None:
         result["state"] = _blank(pool, 1, dtype)
     elif states["output_final_state"]:
-        kept = call.case.state_dtype if states["initial_state"] is not None else torch.float32
-        result["final_state"] = _blank(
-            torch.zeros(N, HV, D, D, dtype=kept, device=zero.device), 1, dtype
-        )
-    lens, places = states.get("checkpoint_lens"), states.get("checkpoint_indices")
+        stored = call.case.state_dtype if states["initial_state"] is not None else torch.float32
+        final_state = torch.zeros(N, HV, D, D, dtype=stored, device=zero.device)
+        result["final_state"] = _blank(final_state, 1, dtype)
+    lens, indices = states.get("checkpoint_lens"), states.get("checkpoint_indices")
     if states.get("checkpoints") is not None:
         result["checkpoints"] = _blank(states["checkpoints"], states["checkpoints"].ndim - 3, dtype)
-    holder = "checkpoints" if "checkpoints" in result else "state"
+    target = "checkpoints" if "checkpoints" in result else "state"
     slots = _rows(states["state_indices"], N)
     for n in range(N):
         if slots[n] <= call.case.null_index:
@@ -89,17 +90,17 @@ def _prefill(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]
             state = pool[slots[n]].to(dtype)
         elif states["initial_state"] is not None:
             state = states["initial_state"][n].to(dtype)
-        wanted = [] if lens is None else lens[n].tolist()
+        checkpoints = [] if lens is None else lens[n].tolist()
         after_token = {0: state}
         for t, (o_t, after) in enumerate(recurrent(call.sequence(n), state, dtype)):
             _put(o, _at(call, n, t), o_t)
             state = after
-            if t + 1 in wanted:
+            if t + 1 in checkpoints:
                 after_token[t + 1] = state
-        for j, t in enumerate(wanted):
-            place = (n, j) if places is None else (int(places[n, j]),)
-            if t >= 0 and (places is None or place[0] > call.case.null_index):
-                _put(result[holder], place, after_token[t])
+        for j, t in enumerate(checkpoints):
+            row = (n, j) if indices is None else (int(indices[n, j]),)
+            if t >= 0 and (indices is None or row[0] > call.case.null_index):
+                _put(result[target], row, after_token[t])
         if pool is not None:
             _put(result["state"], (slots[n],), state)
         elif "final_state" in result:
@@ -115,6 +116,7 @@ def _decode(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
     if steps is not None:
         result["intermediate_states"] = _blank(steps, 2, dtype)
     indices, accepted, null = states["state_indices"], states["num_accepted"], call.case.null_index
+    rows = _rows(states["intermediate_indices"], N)
     for n in range(N):
         row = [n] if indices is None else indices[n].reshape(-1).tolist()
         per_token = indices is not None and indices.ndim == 2
@@ -123,19 +125,12 @@ def _decode(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
         if read <= null:
             continue
         state = pool[read].to(dtype)
-        for t, (o_t, after) in enumerate(
-            recurrent(call.sequence(n), state, dtype, call.case.state_dtype if plain else None)
-        ):
+        stored = call.case.state_dtype if plain else None
+        for t, (o_t, after) in enumerate(recurrent(call.sequence(n), state, dtype, stored)):
             _put_output(call, o, n, t, o_t, plain)
             state = after
-            if steps is not None:
-                kept = (
-                    n
-                    if states["intermediate_indices"] is None
-                    else int(states["intermediate_indices"][n])
-                )
-                if kept >= 0:
-                    _put(result["intermediate_states"], (kept, t), state)
+            if steps is not None and rows[n] >= 0:
+                _put(result["intermediate_states"], (rows[n], t), state)
             if per_token and states["update_state"] and row[t] > null:
                 _put(after_all, (row[t],), state)
         write = read if states["write_indices"] is None else int(states["write_indices"][n])
@@ -150,9 +145,8 @@ def _verify(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
     slots, rows = _rows(states["state_indices"], N), _rows(states["buffer_indices"], N)
     for n in range(N):
         if slots[n] > call.case.null_index and rows[n] >= 0:
-            for t, (o_t, _) in enumerate(
-                recurrent(call.sequence(n), states["state"][slots[n]], dtype)
-            ):
+            state = states["state"][slots[n]]
+            for t, (o_t, _) in enumerate(recurrent(call.sequence(n), state, dtype)):
                 _put_output(call, o, n, t, o_t, plain)
     return {"o": o, "state": _blank(states["state"], 1, dtype)}
 

@@ -215,6 +215,15 @@ class SwizzledTile(NamedTuple):
         return cute.make_tensor(pointer, cute.append(layout.outer, staged))
 
 
+def half_line_offset(row, half, vector):
+    """Byte offset of 16-byte vector 0..3 of half a line; a row is a line of 128 bytes.
+
+    Odd rows have their halves swapped: neither one row's vectors nor half of two rows meet in one
+    bank.
+    """
+    return (row * 128 + row % 2 * 64 + vector * 16) ^ (half * 64)
+
+
 # -------------------------------------------------------------------------------- TMA
 
 

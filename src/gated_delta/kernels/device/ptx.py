@@ -304,6 +304,11 @@ def load_shared_f32x4(address):
     return [x.bitcast(Float32) for x in load_shared_x4(address)]
 
 
+def load_shared_f32x8(address):
+    """Eight fp32 numbers at a multiple of 16 bytes."""
+    return [x for half in range(2) for x in load_shared_f32x4(address + 16 * half)]
+
+
 def load_shared_as_f32(address, dtype):
     """A number of `dtype` as fp32."""
     if dtype is Float32:

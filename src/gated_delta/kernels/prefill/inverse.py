@@ -1,7 +1,7 @@
 """The inverse of a chunk's triangular system: Tinv = (1 + system)^-1 diag(beta |k|).
 
-A warp has a sub-chunk of 16 tokens: their rows of the system and of Aqk, then their columns of Tinv.
-It inverts its 16 x 16 diagonal block in fp32; the blocks below follow by products of fp16 blocks.
+A warp has a sub-chunk of 16 tokens: rows of the system and of Aqk, then columns of Tinv. It inverts
+its 16 x 16 diagonal block in fp32; products of fp16 blocks give the blocks below.
 """
 
 from typing import NamedTuple
@@ -65,7 +65,7 @@ class Inverse:
         ptx.store_shared(at + (SUBCHUNK * subchunk + 8 * j + 2 * coord.quad_lane) * 2, word)
 
     def store_system_diagonal(self, coord, i, j, x):
-        """Two entries of the warp's diagonal block, row + 8 i and columns from 8 j + 2 quad_lane."""
+        """Two entries of the warp's diagonal block: row + 8 i, columns from 8 j + 2 quad_lane."""
         row, column = coord.row + 8 * i, 8 * j + 2 * coord.quad_lane
         for p in range(2):
             at = self.diagonal_column(coord, column + p) + row * 4
@@ -209,7 +209,7 @@ class Inverse:
 
     def store_tinv(self, coord, tinv_at, j, words):
         """Block (j, subchunk) of Tinv, given transposed as a left operand."""
-        # Of a left operand the matrices are columns i 0..7 and 8..15 of tokens t 0..7, then of 8..15.
+        # A left operand's matrices are columns 0..7 and 8..15 of tokens t 0..7, then of t 8..15.
         t, vector = coord.lane // 16 * 8 + coord.lane % 8, coord.lane // 8 % 2
         at = tinv_at + self.vector_offset(j * SUBCHUNK + t, 2 * coord.subchunk + vector)
         ptx.stmatrix_x4_trans(at, words)

@@ -15,7 +15,6 @@ from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, ptx
 from ..device.args import offset, qk_head, typed
-from ..device.hopper import SwizzledTile
 from .arguments import (
     CHUNK,
     PREPARED,
@@ -47,9 +46,9 @@ MIN_LOG_DECAY = -88.0
 Q_SCALE = 2.0**-4
 """Scale of q where accumulators of outputs are fp16, which keeps them in range."""
 
-TILE = SwizzledTile(CHUNK, D, 32)
+TILE = hopper.SwizzledTile(CHUNK, D, 32)
 """A chunk's k or q, in rows of 64 bytes, which a warp writes as whole lines."""
-SQUARE = SwizzledTile(CHUNK, CHUNK, 16)
+SQUARE = hopper.SwizzledTile(CHUNK, CHUNK, 16)
 """Tinv or Aqk in shared memory, with zeros above the diagonal blocks."""
 
 # Byte offsets in a chunk's scales: fp32 [64] each, but for the ones with another type.

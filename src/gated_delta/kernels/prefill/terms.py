@@ -1,13 +1,13 @@
 """What the intra-chunk terms of GDN and KDA share: norms, betas, the copies of Tinv and Aqk.
 
-`GdnTerms` and `KdaTerms` prepare a chunk with 128 threads. Kernels differ in what these threads do
-about the next chunk: a `Worker` has that difference.
+`GdnTerms` and `KdaTerms` prepare a chunk with 128 threads. The `Worker` of a kernel has these
+threads' barrier and their work on the next chunk.
 """
 
 from typing import Any, NamedTuple, Protocol
 
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import select_
 
 from ..arguments import ABSENT
@@ -17,13 +17,16 @@ from .arguments import CHUNK, TRIANGLE_BYTES
 from .inverse import GATE_BETA_K2
 from .layout import SUBCHUNK, head_chunk, token_offset
 
+NO_ITEM = 0x7FFFFFFF
+"""Number of the item, a chunk and head, after a persistent warpgroup's last one."""
+
 
 class Worker(Protocol):
     """The 128 threads that prepare a chunk, and their work on the next one.
 
     All threads call each method but `sync` once a chunk, in this order. A worker is a frozen
-    dataclass, so that it is a constant in dynamic branches and loops; its fields may be traced
-    values. `coord` may have more fields than ChunkCoord: terms pass them on.
+    dataclass: the compiler carries any other object through dynamic branches and loops. Its fields
+    may be traced values. `coord` may have more fields than ChunkCoord: terms pass them on.
     """
 
     def sync(self, coord: Any) -> None:
@@ -33,10 +36,10 @@ class Worker(Protocol):
         """`sync`, when the thread has its inputs in shared memory."""
 
     def chunk_begun(self, args: Any, coord: Any, spare: Any) -> None:
-        """After `inputs_loaded`. spare: whether the warp has the least to do up to the next `sync`."""
+        """After `inputs_loaded`. spare: the warp has the least to do up to the next `sync`."""
 
     def operands_read(self, args: Any, coord: Any) -> Any:
-        """KDA: `sync`, after which the chunk's operands are free. Returns loads for `store_ahead`."""
+        """KDA: `sync`; now the chunk's operands are free. Returns loads for `store_ahead`."""
 
     def store_ahead(self, args: Any, ahead: Any) -> None:
         """KDA: Tinv was computed during the loads; a `sync` follows."""
@@ -83,17 +86,11 @@ def load_beta_k2(coord, gates_at):
     return [ptx.load_shared_f32(at + 32 * i) for i in range(2)]
 
 
-def store_transition_norm(args, coord, hv, norm, condition):
-    """The bound of a chunk's transition, with 1% for its own rounding."""
-    at = args.ptr.transition_norms + head_chunk(args, coord.slot, hv) * 4
-    ptx.store_words(at, [(norm * Float32(1.01)).bitcast(Uint32)], condition)
-
-
 @cute.jit
 def store_terms(args, coord, hv, head, worker):
     """Start the copies of a head's Tinv and Aqk to the workspace.
 
-    Buffers alternate between heads: before the copies of one, those of the head before have read.
+    Two buffers alternate: thread 0 waits until the copies of the head before have read theirs.
     """
     hopper.fence_async_proxy()
     if coord.thread == 0:

@@ -1,4 +1,4 @@
-"""GDN's intra-chunk terms: K K^T and Q K^T once for a q/k head, decayed for each of its value heads."""
+"""GDN's intra-chunk terms: K K^T and Q K^T once a q/k head, decayed for each of its value heads."""
 
 from typing import NamedTuple
 
@@ -10,7 +10,7 @@ from cutlass.cutlass_dsl import select_
 
 from ..device import arithmetic, hopper, ptx
 from ..device.args import offset, qk_head
-from . import terms
+from . import bound, terms
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .inverse import (
     GATE_BETA_K,
@@ -37,7 +37,7 @@ from .layout import (
 )
 
 NORM_Q, NORM_K, SQUARES_K = 0, CHUNK, 2 * CHUNK
-"""First entries of the norms, fp32 [64] each: |q| times the scale, |k|; |k|**2, which may be inf."""
+"""First entries of the norms, fp32 [64] each: |q| times the scale, |k|; |k|**2, possibly inf."""
 
 
 class GdnTerms:
@@ -51,7 +51,7 @@ class GdnTerms:
         self.K, self.dtype, self.g_dtype, self.gate = K, dtype, g_dtype, gate
         self.qk_l2norm, self.windows = qk_l2norm, windows
         smem = hopper.SharedMemory()
-        # q and k tiles on their way to the workspace; later two buffers of Tinv and Aqk, the system.
+        # q and k tiles until they are copied; later two buffers of Tinv and Aqk, and the system.
         self.tiles = self.tinv_aqk = smem.add(4 * TRIANGLE_BYTES)
         self.inverse = Inverse(add_regions(smem), triangle_offset)
         self.k_operands = smem.add(TILE_BYTES)  # right operands of mma.sync, lane by lane
@@ -98,7 +98,7 @@ class GdnTerms:
 
     @cute.jit
     def store_tiles(self, args, coord):
-        """Start the copies of q and k to the workspace, in the CTA of the q/k head's first value head."""
+        """Start the copies of q and k, in the CTA with the q/k head's first value head."""
         h = qk_head(coord.hv, args.size.qk_head_factor)
         if (coord.thread == 0) & (coord.hv * args.size.H == h * args.size.HV):
             at = qk_head_chunk(args, coord.slot, coord.hv)
@@ -267,25 +267,16 @@ class GdnTerms:
             store_gates(gates + token * 4, cumsum, beta_k, k_norm)
             store_scales(at, token, cumsum, before, q_norm, k_norm, has_head)
             if self.windows:
-                growth = self.multiply_growth(coord, token, growth, beta_k * k_norm)
+                squares = self.load_norm(coord, SQUARES_K, token)
+                growth = growth * bound.token_growth(beta_k * k_norm, squares)
         if self.windows:
             for step in (1, 2, 4, 8, 16):
                 growth = growth * shuffle_sync_bfly(growth, offset=step)
             norm, is_first = growth * ptx.exp2(before), has_head & (coord.lane == 0)
-            terms.store_transition_norm(args, coord, coord.hv + i, norm, is_first)
+            bound.store_transition_norm(args, coord, coord.hv + i, norm, is_first)
 
     def load_norm(self, coord, first, token):
         return ptx.load_shared_f32(coord.shared + self.norms + (first + token) * 4)
-
-    def multiply_growth(self, coord, token, growth, beta_k2):
-        """The norm of the product of (1 - beta k k^T), at most; NaN and inf of k or beta stay NaN.
-
-        |M| <= the product of the tokens' decay |1 - beta k k^T|. That norm is 1, or |1 - beta |k|**2|
-        where that is larger.
-        """
-        squares = self.load_norm(coord, SQUARES_K, token)
-        factor = cute.math.abs(Float32(1) - beta_k2) + squares * Float32(0)
-        return growth * ptx.select(factor <= Float32(1), Float32(1), factor)
 
 
 def cumulate(log, lane):
@@ -319,7 +310,7 @@ def store_scales(at, token, cumsum, last_cumsum, q_norm, k_norm, condition):
 
 
 class RowFactors(NamedTuple):
-    """Of the lane's rows: cumulative log decays, beta |k|**2; of all columns: cumulative log decays."""
+    """Cumulative log decays and beta |k|**2 of the lane's rows; log decays of all columns."""
 
     rows: list
     beta_k2: list
@@ -392,10 +383,10 @@ class FusedGdnTerms:
     def decay_products(self, coord, gates_at, aqk_at, kk, kq):
         """The warp's 16 rows of the system, and its 16 columns of Aqk (computed transposed).
 
-        Next to its diagonal block a warp has blocks of the system to the left and of Aqk below. Their
-        decay is a row's times a column's: to and from the last token in front of the warp's, or the
-        warp's last one. Each warp computes all four blocks: ptxas issues both sides of a short branch
-        anyway.
+        Next to its diagonal block a warp has blocks of the system to the left and of Aqk below.
+        Their decay is a row's times a column's: to and from the last token in front of the warp's,
+        or the warp's last one. Each warp computes all four blocks: ptxas issues both sides of a
+        short branch anyway.
         """
         subchunk = coord.subchunk
         factors = load_factors(coord, gates_at)
@@ -424,7 +415,7 @@ class FusedGdnTerms:
         cute.arch.sync_warp()
 
     def decay_diagonal(self, coord, aqk_at, kk, kq, factors, columns):
-        """The warp's diagonal blocks. Of the two decays of a pair, forth and back, one is at most 1."""
+        """The warp's diagonal blocks. Of a pair's two decays, there and back, one is at most 1."""
         kk, kq = (
             [[own_word(coord, words, i, j) for j in range(2)] for i in range(2)]
             for words in (kk, kq)

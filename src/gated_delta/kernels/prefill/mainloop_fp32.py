@@ -1,0 +1,326 @@
+"""The mainloop of scans by tiles: fp32 accumulators, an MMA warpgroup has 64 V rows of the state.
+
+V rows are the M dimension of every wgmma, so an accumulator is the next product's left operand
+without leaving registers. Right operands are fp16: unit k and q, with decays for KDA, Tinv, Aqk.
+Left operands, the state and the residual, are fp16 times a power of two, `state_scale`, that each
+warp adapts; bf16 would lose three bits of them. docs/kernels/prefill.md has the timeline of a chunk.
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float16, Float32, Int32, Uint32
+from cutlass.cute.nvgpu import warpgroup
+
+from ..device import hopper, ptx
+from ..device.hopper import MAJOR, WARP
+from .arguments import CHUNK, SCALE_BYTES
+from .layout import (
+    GDN_SCALE_O,
+    GDN_SCALE_S_K,
+    GDN_SCALE_S_Q,
+    GDN_SCALE_U,
+    KDA_SCALE_O,
+    KDA_SCALE_S_K,
+    KDA_SCALE_STATE,
+    SQUARE,
+    TILE,
+    D,
+)
+from .segments import is_last
+from .state import (
+    RESCALE_INTERVAL,
+    inverse_power_of_2,
+    multiply,
+    packed_absmax,
+    rescale,
+    set_scale,
+    state_coord,
+    store_checkpoints,
+)
+
+
+class Fragments(NamedTuple):
+    """Registers of an MMA warpgroup."""
+
+    state: cute.Tensor
+    s_k: cute.Tensor
+    """S k, then u."""
+    o: cute.Tensor
+    state_fp16: cute.Tensor
+    operand: cute.Tensor
+    """The residual, then GDN's u times its decay to the chunk's end."""
+    u: cute.Tensor
+
+
+class MainloopFp32:
+    """stages: TileStages, or SplitStages of overlapped. mma_groups: MMA warpgroups of the CTA.
+
+    has_outputs: False for segment transitions. load_absmax: whether load warps leave the values'
+    absmax; else each MMA warp takes its rows'. deterministic: whether a chunk's bits follow from
+    its state and tokens alone. checkpoints: whether states are stored between chunks.
+    """
+
+    def __init__(
+        self,
+        stages,
+        channel,
+        K,
+        dtype,
+        state_dtype,
+        mma_groups,
+        load_absmax,
+        has_outputs=True,
+        deterministic=False,
+        checkpoints=False,
+    ):
+        self.stages, self.channel, self.K = stages, channel, K
+        self.dtype, self.state_dtype = dtype, state_dtype
+        self.mma_groups, self.load_absmax = mma_groups, load_absmax
+        self.has_outputs, self.deterministic = has_outputs, deterministic
+        self.checkpoints = checkpoints
+
+    @cute.jit
+    def run(self, frag, right, args, coord, checkpoint):
+        """All chunks of a work tile. Returns the state's scale."""
+        state_scale, pipe = Float32(1), self.stages.start(coord)
+        if coord.end_chunk > coord.first_chunk:
+            self.stages.wait(coord.shared, pipe)
+            if cutlass.const_expr(self.deterministic):
+                state_scale = set_scale(frag.state, self.v_absmax(coord, pipe), state_scale)
+            else:
+                state_scale = rescale(frag.state, self.v_absmax(coord, pipe), state_scale, True)
+            self.to_fp16(frag.state, frag.state_fp16)
+            for _ in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
+                state_scale, pipe, checkpoint = self.chunk(
+                    frag, right, args, coord, pipe, state_scale, checkpoint
+                )
+        return state_scale
+
+    @cute.jit
+    def chunk(self, frag, right, args, coord, pipe, state_scale, checkpoint):
+        """One chunk, from S k on. Shared memory is read in front of each wait for wgmmas.
+
+        No wgmma group is in flight across the back edge: ptxas would serialise every wgmma.
+        """
+        next_pipe = self.stages.advance(pipe)
+        self.start_mma(frag.s_k, frag.state_fp16, "k", right, pipe, False)
+        if cutlass.const_expr(self.has_outputs):
+            self.start_mma(frag.o, frag.state_fp16, "q", right, pipe, False)
+        values, s_k_scales = self.values(coord, pipe), self.column_scales(coord, pipe, "s_k")
+        self.stages.release_values(coord, pipe)
+        warpgroup.wait_group(1 if self.has_outputs else 0)
+        self.residual(frag, values, s_k_scales, state_scale)
+        o_scale = state_scale
+        self.start_mma(frag.s_k, frag.operand, "tinv", right, pipe, False)
+        self.decay_state(frag, coord, pipe)
+        u_scales = None if self.channel else self.packed_scales(coord, pipe, GDN_SCALE_U)
+        warpgroup.wait_group(0)
+        self.stages.release_early(coord, pipe)
+        self.start_update(frag, right, coord, u_scales, pipe)
+        if cutlass.const_expr(self.mma_groups > 1):
+            # The other warpgroup keeps the tensor cores busy: free the stage early.
+            self.finish_chunk(frag, coord, pipe, o_scale)
+        v_absmax = Float32(0)
+        if next_pipe.chunk < coord.end_chunk:
+            self.stages.wait(coord.shared, next_pipe)
+            v_absmax = self.v_absmax(coord, next_pipe)
+        if cutlass.const_expr(self.mma_groups == 1):  # otherwise finish_chunk has waited
+            warpgroup.wait_group(1 if self.has_outputs else 0)
+        if cutlass.const_expr(self.deterministic):
+            # Before a new scale: where fp32 cannot hold all digits, it would show in a checkpoint.
+            checkpoint = self.store_if_due(frag, args, coord, next_pipe, state_scale, checkpoint)
+            if next_pipe.chunk < coord.end_chunk:
+                state_scale = set_scale(frag.state, v_absmax, state_scale)
+        else:
+            measure = next_pipe.chunk % RESCALE_INTERVAL == 0
+            state_scale = rescale(frag.state, v_absmax, state_scale, measure)
+        self.to_fp16(frag.state, frag.state_fp16)
+        if cutlass.const_expr(self.mma_groups == 1):
+            self.finish_chunk(frag, coord, pipe, o_scale)
+        if cutlass.const_expr(not self.deterministic):
+            checkpoint = self.store_if_due(frag, args, coord, next_pipe, state_scale, checkpoint)
+        return state_scale, next_pipe, checkpoint
+
+    def start_update(self, frag, right, coord, u_scales, pipe):
+        """Start the state's update and Aqk u."""
+        self.to_fp16(frag.s_k, frag.u)
+        if self.channel:
+            self.start_mma(frag.state, frag.u, "k_update", right, pipe, True)
+        else:
+            u, words = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.operand))
+            for i in range(cute.size(words)):
+                words[i] = ptx.mul_x2(u[i], u_scales[i // 2])
+            self.start_mma(frag.state, frag.operand, "k_update", right, pipe, True)
+            if self.has_outputs:
+                self.scale_columns(frag.o, self.column_scales(coord, pipe, "s_q"))
+        if self.has_outputs:
+            self.start_mma(frag.o, frag.u, "aqk", right, pipe, True)
+
+    def finish_chunk(self, frag, coord, pipe, state_scale):
+        """Epilogue of a chunk: outputs to shared memory, the stage is released."""
+        o_scales = self.column_scales(coord, pipe, "o") if self.has_outputs else None
+        warpgroup.wait_group(0)
+        if self.has_outputs:
+            self.store_o(coord, pipe, self.outputs(frag, o_scales, state_scale))
+        self.stages.release(coord, pipe)
+
+    @cute.jit
+    def store_if_due(self, frag, args, coord, pipe, state_scale, checkpoint):
+        """Store the state in front of a chunk if a checkpoint lies there. Returns the next one's chunk."""
+        if cutlass.const_expr(self.checkpoints):  # noqa: SIM102 - settled when compiling
+            if pipe.chunk == checkpoint:
+                checkpoint = self.store_checkpoints(frag, args, coord, state_scale, checkpoint)
+        return checkpoint
+
+    def store_checkpoints(self, frag, args, coord, state_scale, chunk):
+        rows, last = state_coord(coord.v_row, coord.thread), is_last(args, coord.work)
+        return store_checkpoints(
+            args,
+            coord.work,
+            self.state_dtype,
+            self.K,
+            rows,
+            coord.end_chunk,
+            last,
+            frag.state,
+            state_scale,
+            chunk,
+        )
+
+    # ---------------------------------------------------------------------------- wgmma
+
+    def fragments(self):
+        """Element 4 j + 2 i + p of an accumulator has row lane // 4 + 8 i, column 8 j + lane % 4 * 2 + p."""
+        state, chunk = self.mma("k_update"), self.mma("k")
+        return Fragments(
+            cute.make_rmem_tensor(state.partition_shape_C((64, D)), Float32),
+            cute.make_rmem_tensor(chunk.partition_shape_C((64, CHUNK)), Float32),
+            cute.make_rmem_tensor(chunk.partition_shape_C((64, CHUNK)), Float32),
+            cute.make_rmem_tensor(chunk.partition_shape_A((64, D)), Float16),
+            cute.make_rmem_tensor(chunk.partition_shape_A((64, CHUNK)), Float16),
+            cute.make_rmem_tensor(chunk.partition_shape_A((64, CHUNK)), Float16),
+        )
+
+    def mma(self, name):
+        columns, major = (D, MAJOR.MN) if name == "k_update" else (CHUNK, MAJOR.K)
+        return hopper.make_mma(columns, Float32, major)
+
+    def right_operands(self, coord):
+        """Right operands by name, [N, K, stage] of wgmma's N and K."""
+        stages, shared = self.stages, coord.shared
+        tiles = ("k", "q", "k_restored") if self.channel else ("k", "q")
+        tensors = {
+            name: (TILE if name in tiles else SQUARE).tensor(
+                shared + getattr(stages, name), stages.stages_of(name)
+            )
+            for name in ("k", "q", "tinv", "aqk", *tiles[2:])
+        }
+        k_update = tensors.pop("k_restored") if self.channel else tensors["k"]
+        transposed = cute.select(k_update.layout, [1, 0, 2])
+        tensors["k_update"] = cute.make_tensor(k_update.iterator, transposed)
+        right = {}
+        for name, x in tensors.items():
+            mma = self.mma(name).get_slice(coord.thread)
+            right[name] = mma.make_fragment_B(mma.partition_B(x))
+        return right
+
+    def start_mma(self, accumulator, left, name, right, pipe, accumulate):
+        stage = self.stages.stage_of(name, pipe)
+        hopper.start_mma(self.mma(name), accumulator, left, right[name], stage, accumulate)
+
+    def to_fp16(self, accumulator, half):
+        words = cute.recast_tensor(half, Uint32)
+        for j in range(cute.size(accumulator) // 4):
+            x = [accumulator[4 * j + i] for i in range(4)]
+            words[2 * j] = ptx.pack_x2(x[0], x[1], Float16)
+            words[2 * j + 1] = ptx.pack_x2(x[2], x[3], Float16)
+
+    # ---------------------------------------------------------------------------- scales of a chunk
+
+    def scales_at(self, coord, pipe):
+        stage = self.stages.stage_of("scales", pipe)
+        return coord.shared + self.stages.scales + stage * SCALE_BYTES
+
+    def column_scales(self, coord, pipe, name):
+        """fp32 scales of a lane's columns 8 j + lane % 4 * 2 and the next, for every j."""
+        gdn = {"s_k": GDN_SCALE_S_K, "s_q": GDN_SCALE_S_Q, "o": GDN_SCALE_O}
+        first = ({"s_k": KDA_SCALE_S_K, "o": KDA_SCALE_O} if self.channel else gdn)[name]
+        at = self.scales_at(coord, pipe) + first + coord.thread % 4 * 8
+        return [ptx.load_shared_f32x2(at + 32 * j) for j in range(CHUNK // 8)]
+
+    def packed_scales(self, coord, pipe, first):
+        """fp16 scales, packed, of the columns of `column_scales`."""
+        at = self.scales_at(coord, pipe) + first + coord.thread % 4 * 4
+        return [ptx.load_shared(at + 16 * j) for j in range(CHUNK // 8)]
+
+    def decay_state(self, frag, coord, pipe):
+        """Decay the state over the chunk: GDN's by one number, KDA's per channel."""
+        at = self.scales_at(coord, pipe)
+        if self.channel:
+            at = at + KDA_SCALE_STATE + coord.thread % 4 * 8
+            decays = [ptx.load_shared_f32x2(at + 32 * j) for j in range(D // 8)]
+            self.scale_columns(frag.state, decays)
+        else:
+            multiply(frag.state, ptx.load_shared_f32(at + GDN_SCALE_S_Q + (CHUNK - 1) * 4))
+
+    def scale_columns(self, accumulator, scales):
+        for j, pair in enumerate(scales):
+            for i in range(4):
+                accumulator[4 * j + i] = accumulator[4 * j + i] * pair[i % 2]
+
+    # ---------------------------------------------------------------------------- values, outputs
+
+    def v_absmax(self, coord, pipe):
+        """The largest magnitude among a chunk's values, or among the warp's rows of them."""
+        if self.load_absmax:
+            at = coord.shared + self.stages.v_absmax + self.stages.stage_of("v", pipe) * 8
+            pair = ptx.load_shared_f32x2(at)
+            return cute.math.max(pair[0], pair[1])
+        return packed_absmax(self.values(coord, pipe), self.dtype).bitcast(Float32)
+
+    def values(self, coord, pipe):
+        """The chunk's values, packed, in the order of accumulators."""
+        at, pitch = self.values_at(coord, pipe, self.stages.v), self.stages.v_pitch
+        fours = [ptx.ldmatrix_x4_trans(at + j * 8 * pitch) for j in range(0, CHUNK // 8, 2)]
+        return [word for four in fours for word in four]
+
+    def values_at(self, coord, pipe, region):
+        """Address of a lane's row of the warp's first four 8 x 8 matrices of values or outputs."""
+        lane, pitch = coord.thread % WARP, self.stages.v_pitch
+        token = lane // 16 * 8 + lane % 8
+        vector = coord.group * 8 + coord.thread // WARP * 2 + lane // 8 % 2
+        stage = coord.shared + region + self.stages.stage_of("v", pipe) * (CHUNK * pitch)
+        return stage + token * pitch + vector * 16
+
+    def residual(self, frag, values, s_k_scales, state_scale):
+        """v - S k as fp16."""
+        words = cute.recast_tensor(frag.operand, Uint32)
+        scale_x2 = ptx.pack([state_scale, state_scale], BFloat16)[0]  # exact: a power of two
+        for j in range(CHUNK // 8):
+            for i in range(2):
+                word, at = values[2 * j + i], 4 * j + 2 * i
+                if self.dtype is BFloat16:
+                    v = ptx.unpack([ptx.mul_x2(word, scale_x2, BFloat16)], BFloat16)
+                else:
+                    v = [x * state_scale for x in ptx.unpack([word], self.dtype)]
+                residual = [v[p] - frag.s_k[at + p] * s_k_scales[j][p] for p in range(2)]
+                words[2 * j + i] = ptx.pack_x2(residual[0], residual[1], Float16)
+
+    def outputs(self, frag, o_scales, state_scale):
+        """A chunk's outputs, packed, in the order of accumulators."""
+        unscale, words = inverse_power_of_2(state_scale), []
+        for j, pair in enumerate(o_scales):
+            x = [frag.o[4 * j + i] * (pair[i % 2] * unscale) for i in range(4)]
+            words += [ptx.pack_x2(x[0], x[1], self.dtype), ptx.pack_x2(x[2], x[3], self.dtype)]
+        return words
+
+    @cute.jit
+    def store_o(self, coord, pipe, words):
+        """A chunk's outputs to shared memory."""
+        self.stages.acquire_outputs(coord.shared, pipe)
+        at = self.values_at(coord, pipe, self.stages.o)
+        for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
+            ptx.stmatrix_x4_trans(at + j * 8 * self.stages.v_pitch, words[2 * j : 2 * j + 4])
+        self.stages.outputs.producer_arrive(coord.shared, self.stages.stage_of("v", pipe))

@@ -1,0 +1,565 @@
+"""prefill_overlapped: prepare and scan in one launch, for a sequence of so few heads that a scan
+leaves half of the SMs idle.
+
+Some CTAs prepare items, a chunk of a head each, as prefill_prepare does, one in each of three
+warpgroups. The others scan 64 V rows of a head, as prefill_scan does, and wait for the counter of
+each chunk: warps 0 and 1 load values, the next one or two store outputs, warpgroup 1 runs the MMAs,
+and one more warp copies a chunk's tiles as soon as they are prepared. Where preparing CTAs would not
+keep up, scanning ones first prepare an item in each warpgroup, and KDA's third warpgroup goes on.
+
+CTAs take their roles in the order in which they start, preparing ones first, and warpgroups take
+items from a queue: whoever is waited for has started, whatever else runs on the GPU.
+"""
+
+import enum
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass.cutlass_dsl import select_
+
+from ..device import hopper, ptx
+from ..device.args import DTYPES, Args, qk_head
+from ..device.hopper import WARP, WARPGROUP, NamedBarrier, warp_uniform
+from .arguments import (
+    CHUNK,
+    CTA_QUEUE,
+    ITEM_QUEUE,
+    SCALE_BYTES,
+    SCANNED,
+    TILE_BYTES,
+    TRIANGLE_BYTES,
+)
+from .layout import (
+    ARGUMENTS,
+    SQUARE,
+    ChunkCoord,
+    D,
+    Pointers,
+    Sizes,
+    Strides,
+    clear_squares,
+    counter_at,
+    find_chunk,
+    load_square,
+    prepared_at,
+)
+from .mainloop_fp32 import MainloopFp32
+from .segments import is_last, scan_coord
+from .state import load_initial_state, state_coord, store_final_state, without_checkpoints
+from .terms_gdn import GdnTerms
+from .terms_kda import KdaTerms
+from .tiles import LOAD_THREADS, TileCopies, chunk_numbers
+from .work import work_of
+
+ROWS = 64  # V rows of a CTA that scans
+COPY_REGISTERS, MMA_REGISTERS = 104, 232  # of a thread that scans; of one that prepares, 168
+PREPARING = 3  # warpgroups of a CTA that prepare
+SCANNING = {"head": 3, "channel": 2}
+"""Warpgroups of a CTA that scan, by axis; KDA's third one goes on preparing."""
+MIN_PREPARING_CTAS = 4
+PREPARED_A_CHUNK = {"head": 25, "channel": 23}
+"""64ths of an item that a CTA prepares while another scans a chunk: 1.23 us for 3.2, KDA 1.5 for
+4.3, on an H200."""
+LEAD = {"head": 8, "channel": 5}
+"""Chunks of all heads that are prepared ahead of scans: more leave the L2 before they are read."""
+MAX_LOOKS, LOOK_NS = 64, 500
+"""How often a warpgroup that is ahead looks how far scans are, and its sleep between. Then it waits
+no more: SMs may be few."""
+DEEP_STAGES = 4
+"""Of what both parts of a chunk read."""
+
+# Byte offsets of a warpgroup's words in shared memory.
+LAST_SLOT = 0  # of the item that it has prepared and not counted yet, or NONE
+NEXT_ITEM = 4
+END_ITEM = 8  # it takes further items while its last one is below
+QUEUED_FROM = 12  # the first item in the queue
+SCANNED_THEN = 16  # chunks that were scanned when it took its next item
+MAY_WAIT = 20  # whether it still waits for scans
+WORDS_BYTES = 32
+NONE = 0xFFFFFFFF
+NO_ITEM = 0x7FFFFFFF
+
+
+class WarpRole(enum.IntEnum):
+    """Of a CTA that scans, by first warp; the second warpgroup runs the MMAs."""
+
+    LOAD = 0
+    STORE = 2
+    TILES_KDA = 3
+    TILES_GDN = 8
+
+
+# A chunk's coord, and the address of its warpgroup's words.
+QueueCoord = NamedTuple("QueueCoord", [*ChunkCoord.__annotations__.items(), ("words_at", Int32)])
+
+
+def warpgroup_of(words_at):
+    """The number of a warpgroup from the address of its words: GDN has no register for it."""
+    return words_at // WORDS_BYTES % 4
+
+
+@dataclass(frozen=True)
+class QueueWorker:
+    """A warpgroup that prepares items from the queue: terms.Worker."""
+
+    channel: bool
+
+    def sync(self, coord):
+        NamedBarrier.PREPARE.sync(WARPGROUP, warpgroup_of(coord.words_at))
+
+    @cute.jit
+    def inputs_loaded(self, coord):
+        """The last item's stores have long arrived by now: the wait takes no time."""
+        if coord.thread == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+        self.sync(coord)
+
+    @cute.jit
+    def chunk_begun(self, args, coord, spare):
+        """Count the last item, which waits for all stores of the SM, and take the next one."""
+        if spare & (coord.lane == 0):
+            scanned = ptx.load_relaxed(counter_at(args, SCANNED))
+            item = self.take_item(args, coord.words_at, self.item_of(args, coord))
+            self.publish(args, coord.words_at)
+            ptx.store_shared(coord.words_at + NEXT_ITEM, Uint32(item))
+            ptx.store_shared(coord.words_at + SCANNED_THEN, Uint32(scanned))
+
+    def operands_read(self, args, coord):
+        """Nothing is loaded ahead."""
+        self.sync(coord)
+
+    def store_ahead(self, args, ahead):
+        """Nothing is loaded ahead."""
+
+    def item_of(self, args, coord):
+        head = coord.hv
+        if not self.channel:
+            head = qk_head(coord.hv, args.size.qk_head_factor)
+        return coord.slot * args.size.chunk_blocks + head
+
+    @cute.jit
+    def publish(self, args, words_at):
+        """Count the head that is prepared."""
+        slot = Int32(ptx.load_shared(words_at + LAST_SLOT))
+        if slot >= 0:
+            ptx.release_increment(prepared_at(args, slot))
+            ptx.store_shared(words_at + LAST_SLOT, Uint32(NONE))
+
+    @cute.jit
+    def take_item(self, args, words_at, last):
+        """An item from the queue, or none."""
+        item = Int32(NO_ITEM)
+        if last < Int32(ptx.load_shared(words_at + END_ITEM)):
+            number = ptx.atomic_increment(counter_at(args, ITEM_QUEUE))
+            item = Int32(ptx.load_shared(words_at + QUEUED_FROM)) + number
+        return item
+
+
+class SplitStages:
+    """Stages of a scanning CTA; the methods are those of TileStages (tiles.py).
+
+    Stages are few, so a chunk's tiles come and go in two parts. Early: k, q, Tinv and scales, which
+    lead to u. Late: KDA's k_restored, and Aqk, which u is multiplied by. GDN's k, read in both
+    parts, and scales have more stages. Values and outputs have one stage, and rings of their own.
+    """
+
+    def __init__(self, smem, channel, store_threads):
+        self.channel = channel
+        self.count = 2 if channel else 3  # KDA: room for the warpgroup that prepares meanwhile
+        self.deep = ("scales",) if channel else ("scales", "k")
+        self.v_pitch = ROWS * 2 + 16
+        names = ("k", "q", "k_restored") if channel else ("k", "q")
+        for name in names:
+            setattr(self, name, smem.add(self.stages_of(name) * TILE_BYTES, 1024))
+        self.tinv, self.aqk = (smem.add(self.count * SQUARE.bytes, 1024) for _ in range(2))
+        self.v, self.o = (smem.add(CHUNK * self.v_pitch, 128) for _ in range(2))
+        self.scales = smem.add(DEEP_STAGES * SCALE_BYTES, 128)
+        self.v_absmax = smem.add(8)
+        warps = WARPGROUP // WARP
+        self.early, self.late = (smem.add_ring(self.count, 1, warps) for _ in range(2))
+        self.values = smem.add_ring(1, LOAD_THREADS, warps)
+        self.outputs = smem.add_ring(1, WARPGROUP, store_threads)
+
+    def init(self, shared):
+        for ring in (self.early, self.late, self.values, self.outputs):
+            ring.init(shared)
+
+    def stages_of(self, name):
+        return 1 if name == "v" else DEEP_STAGES if name in self.deep else self.count
+
+    def stage_in(self, name, stage, chunk):
+        """Stage of a region for a chunk whose stage in the rings is known."""
+        return 0 if name == "v" else chunk % DEEP_STAGES if name in self.deep else stage
+
+    def start(self, coord):
+        return self.early.start(coord.first_chunk, coord.work.iterations_before)
+
+    def advance(self, pipe):
+        return self.early.advance(pipe)
+
+    def stage_of(self, name, pipe):
+        region = "k" if name == "k_update" and not self.channel else name
+        return self.stage_in(region, pipe.stage, pipe.chunk)
+
+    def wait(self, shared, pipe):
+        self.values.consumer_wait(shared, *self.values.locate(pipe.chunk))
+        self.early.consumer_wait(shared, pipe.stage, pipe.phase)
+
+    @cute.jit
+    def release_values(self, coord, pipe):
+        cute.arch.sync_warp()  # behind all lanes' reads
+        if coord.thread % WARP == 0:
+            self.values.consumer_release(coord.shared, 0)
+
+    def release_early(self, coord, pipe):
+        self.release_part(self.early, coord, pipe)
+        self.late.consumer_wait(coord.shared, pipe.stage, pipe.phase)
+
+    def release(self, coord, pipe):
+        self.release_part(self.late, coord, pipe)
+
+    @cute.jit
+    def release_part(self, ring, coord, pipe):
+        cute.arch.sync_warp()
+        if coord.thread % WARP == 0:
+            ring.consumer_release(coord.shared, pipe.stage)
+
+    def acquire_outputs(self, shared, pipe):
+        self.outputs.producer_acquire(shared, *self.outputs.locate(pipe.chunk))
+
+    def acquire_values(self, shared, iteration):
+        self.values.producer_acquire(shared, *self.values.locate(iteration))
+        return 0
+
+    def arrive_values(self, shared, stage):
+        self.values.producer_arrive(shared, 0)
+
+    def wait_outputs(self, shared, iteration):
+        self.outputs.consumer_wait(shared, *self.outputs.locate(iteration))
+        return 0
+
+    def release_outputs(self, shared, stage):
+        self.outputs.consumer_release(shared, 0)
+
+
+class PrefillOverlapped:
+    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
+
+    arguments = ARGUMENTS
+
+    def __init__(
+        self,
+        axis: str,
+        g_dtype: str,
+        gate: str,
+        qk_l2norm: bool,
+        state_dtype: str,
+        checkpoints: bool,
+        deterministic: bool = False,
+    ):
+        channel = self.channel = axis == "channel"
+        facts = (D, BFloat16, DTYPES[g_dtype], gate, qk_l2norm)
+        # Of one long sequence a single chunk has sub-chunks without tokens, and registers are few.
+        self.terms = KdaTerms(*facts, assume_tokens=True) if channel else GdnTerms(*facts)
+        self.worker = QueueWorker(channel)
+        self.scanning, self.store_threads = SCANNING[axis], 32 if channel else 64
+        self.tile_warp = WarpRole.TILES_KDA if channel else WarpRole.TILES_GDN
+        self.checkpoints, self.state_dtype = checkpoints, DTYPES[state_dtype]
+        self.prepared_a_chunk, self.lead = PREPARED_A_CHUNK[axis], LEAD[axis]
+        self.threads = PREPARING * WARPGROUP
+        smem = hopper.SharedMemory()
+        self.stages = SplitStages(smem, channel, self.store_threads)
+        self.words = smem.add(4 * WORDS_BYTES, 4 * WORDS_BYTES)
+        self.role = smem.add(8)
+        # CTAs prepare where stages are, or will be, but for the warpgroup that prepares meanwhile.
+        assert self.scanning * self.terms.shared <= self.stages.v_absmax
+        self.last_terms = (PREPARING - 1) * self.terms.shared
+        if channel:
+            self.last_terms = smem.add(self.terms.shared, 128)
+        self.shared = smem.size
+        self.copies = TileCopies(
+            self.stages,
+            channel,
+            BFloat16,
+            ROWS,
+            D // ROWS,
+            pass_registers=True,
+            absmax=not deterministic,
+            prefetch=True,
+        )
+        self.mainloop = MainloopFp32(
+            self.stages,
+            channel,
+            D,
+            BFloat16,
+            self.state_dtype,
+            mma_groups=1,
+            load_absmax=not deterministic,
+            deterministic=deterministic,
+            checkpoints=checkpoints,
+        )
+
+    @cute.jit
+    def __call__(
+        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
+    ):
+        ctas = self.preparing_ctas(size) + self.scanning_ctas(size)
+        if cutlass.const_expr(not self.checkpoints):
+            ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
+        self.kernel(ptr, scale, bound, stride, size).launch(
+            grid=(ctas, 1, 1),
+            block=(self.threads, 1, 1),
+            smem=self.shared,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    def scanning_ctas(self, size):
+        return D // ROWS * size.HV * size.N
+
+    def preparing_ctas(self, size):
+        return cutlass.max(size.sms - self.scanning_ctas(size), MIN_PREPARING_CTAS)
+
+    @cute.kernel
+    def kernel(
+        self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        args = Args(ptr, scale, bound, stride, size)
+        shared = hopper.shared_base()
+        if thread == 0:
+            self.stages.init(shared)
+            hopper.fence_mbarrier_init()
+        hopper.wait_for_previous_kernel()
+        cta = warp_uniform(self.take_role(args, shared, thread))
+        group = warp_uniform(thread // WARPGROUP)
+        scans = cta >= self.preparing_ctas(size)
+        self.prepare_items(args, shared, thread % WARPGROUP, group, cta, scans)
+        if scans & (group < self.scanning):
+            self.sync_scanning()
+            squares = shared + self.stages.tinv
+            clear_squares(squares, 2 * self.stages.count, thread, self.scanning * WARPGROUP)
+            self.sync_scanning()
+            work = work_of(args, cta - self.preparing_ctas(size), D // ROWS)
+            coord = scan_coord(args, work, ROWS, shared, thread % WARPGROUP, group - 1)
+            # What is not prepared is not waited for.
+            end = cutlass.min(coord.end_chunk, size.chunk_slots - work.sequence.first_slot)
+            coord = coord._replace(
+                first_chunk=warp_uniform(coord.first_chunk), end_chunk=warp_uniform(end)
+            )
+            if group == 1:
+                cute.arch.setmaxregister_increase(MMA_REGISTERS)
+                self.mma(args, coord)
+            else:
+                if group == 0:
+                    cute.arch.setmaxregister_decrease(COPY_REGISTERS)
+                if thread < WarpRole.STORE * WARP:
+                    self.copies.load(args, coord, has_values, no_wait, None)
+                elif thread < LOAD_THREADS + self.store_threads:
+                    store_coord = coord._replace(thread=thread - LOAD_THREADS)
+                    self.copies.store(args, store_coord, self.store_threads, False, no_wait)
+                elif thread // WARP == self.tile_warp:
+                    self.copy_tiles(args, coord)
+
+    @cute.jit
+    def take_role(self, args, shared, thread):
+        """The CTA's number in the order in which CTAs start."""
+        if thread == 0:
+            number = ptx.atomic_increment(counter_at(args, CTA_QUEUE))
+            ptx.store_shared(shared + self.role, Uint32(number))
+        cute.arch.sync_threads()
+        return Int32(ptx.load_shared(shared + self.role))
+
+    def sync_scanning(self):
+        NamedBarrier.SCAN.sync(self.scanning * WARPGROUP)
+
+    # ---------------------------------------------------------------------------- preparing
+
+    def items(self, size):
+        """Number of items; the first chunks of all heads come first."""
+        return size.chunk_slots * size.chunk_blocks
+
+    def missing_a_chunk(self, size):
+        """64ths of items that preparing CTAs leave while a chunk of all heads is scanned."""
+        prepared = self.prepared_a_chunk * self.preparing_ctas(size)
+        return cutlass.max(64 * size.chunk_blocks - prepared, 0)
+
+    def before_scan(self, size):
+        """0 where a warpgroup prepares an item before it scans, else -1: KDA where the others have
+        one each, GDN where half a round would be missing."""
+        groups = PREPARING * size.sms
+        missing = 2 * size.chunk_slots * self.missing_a_chunk(size) // 64
+        return cutlass.min((self.items(size) if self.channel else missing) // (groups + 1), 1) - 1
+
+    def end_item(self, size, group):
+        """A warpgroup of a scanning CTA takes further items while its last one is below."""
+        prepares_on = (group >= self.scanning) & (self.missing_a_chunk(size) > 0)
+        return Int32(select_(prepares_on, self.items(size), self.before_scan(size)))
+
+    @cute.jit
+    def prepare_items(self, args, shared, thread, group, cta, scans):
+        """A warpgroup's items. One is counted when the next one's inputs have come."""
+        size, lane = args.size, thread % WARP
+        terms_at = shared + Int32(
+            select_(group < PREPARING - 1, group * self.terms.shared, Int32(self.last_terms))
+        )
+        words_at = shared + self.words + group * WORDS_BYTES
+        first_queued = self.preparing_ctas(size) * PREPARING
+        if thread == 0:
+            end = select_(scans, self.end_item(size, group), self.items(size))
+            ptx.store_shared(words_at + END_ITEM, Uint32(end))
+            ptx.store_shared(words_at + QUEUED_FROM, Uint32(first_queued))
+            first = cta * PREPARING + group
+            if scans:
+                first = self.worker.take_item(args, words_at, Int32(-1))
+            ptx.store_shared(words_at + LAST_SLOT, Uint32(NONE))
+            ptx.store_shared(words_at + NEXT_ITEM, Uint32(first))
+            ptx.store_shared(words_at + SCANNED_THEN, Uint32(0))
+            ptx.store_shared(words_at + MAY_WAIT, Uint32(1))
+        cute.arch.sync_threads()
+        item = Int32(ptx.load_shared(words_at + NEXT_ITEM))
+        while item < self.items(size):
+            self.stay_close(args, words_at, thread, item)
+            hv = item % size.chunk_blocks * size.block_heads
+            slot = item // size.chunk_blocks
+            sequence, number, tokens = find_chunk(args, slot, lane)
+            # Later sub-chunks have more work: the warp that has them changes from item to item.
+            subchunk = (thread // WARP + item) % 4
+            coord = QueueCoord(
+                sequence,
+                hv,
+                slot,
+                number,
+                tokens,
+                terms_at,
+                thread,
+                lane,
+                subchunk,
+                lane // 4,
+                lane % 4,
+                words_at,
+            )
+            self.terms.prepare(args, coord, self.worker)
+            if thread == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                ptx.store_shared(words_at + LAST_SLOT, Uint32(slot))
+            self.worker.sync(coord)
+            # Opaque: the item is computed again, which spares a register.
+            coord = coord._replace(slot=ptx.opaque(slot), hv=ptx.opaque(hv))
+            item = self.worker.item_of(args, coord)
+            if (item < first_queued) & (thread == 0):  # heads start with these
+                self.publish_last(args, words_at)
+            item = Int32(ptx.load_shared(words_at + NEXT_ITEM))
+        if thread == 0:
+            self.publish_last(args, words_at)
+
+    @cute.jit
+    def stay_close(self, args, words_at, thread, item):
+        """Wait for scans far behind: items prepared too early leave the L2 before they are read."""
+        size = args.size
+        first = PREPARING * self.preparing_ctas(size) + self.lead * size.chunk_blocks
+        expected = (item - first) // size.chunk_blocks * self.scanning_ctas(size)
+        is_ahead = Int32(ptx.load_shared(words_at + SCANNED_THEN)) < expected
+        if is_ahead & (ptx.load_shared(words_at + MAY_WAIT) != 0):
+            looks = Int32(0)
+            if thread == 0:
+                self.publish_last(args, words_at)
+                while (looks < MAX_LOOKS) & (
+                    ptx.load_relaxed(counter_at(args, SCANNED)) < expected
+                ):
+                    ptx.nanosleep(LOOK_NS)
+                    looks += 1
+            NamedBarrier.PREPARE.sync(WARPGROUP, warpgroup_of(words_at))
+            if looks == MAX_LOOKS:
+                ptx.store_shared(words_at + MAY_WAIT, Uint32(0))
+
+    def publish_last(self, args, words_at):
+        """Thread 0: count the last item as soon as it is prepared."""
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        self.worker.publish(args, words_at)
+
+    # ---------------------------------------------------------------------------- scanning
+
+    @cute.jit
+    def mma(self, args, coord):
+        """The MMA warpgroup."""
+        right, frag = self.mainloop.right_operands(coord), self.mainloop.fragments()
+        rows = state_coord(coord.v_row, coord.thread)
+        load_initial_state(args, coord.work, self.state_dtype, D, rows, frag.state)
+        checkpoint = Int32(0)
+        if cutlass.const_expr(self.checkpoints):
+            checkpoint = self.mainloop.store_checkpoints(
+                frag, args, coord, Float32(1), coord.first_chunk
+            )
+        state_scale = self.mainloop.run(frag, right, args, coord, checkpoint)
+        # Opaque: addresses are computed again, where the mainloop has no registers to keep them.
+        rows = state_coord(coord.v_row, ptx.opaque(coord.thread))
+        last = is_last(args, coord.work)
+        store_final_state(
+            args, coord.work, self.state_dtype, D, rows, last, frag.state, state_scale
+        )
+
+    @cute.jit
+    def copy_tiles(self, args, coord):
+        """A warp: a chunk's tiles as soon as they are in the workspace and their stage is empty."""
+        lane, prepared = coord.thread % WARP, coord.first_chunk
+        for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
+            slot = coord.work.sequence.first_slot + c
+            stage, phase = self.stages.early.locate(c - coord.first_chunk)
+            while c >= prepared:
+                prepared = c + self.chunks_prepared(args, coord, slot + lane, c + lane)
+            self.start_part("early", args, coord, slot, c, stage, phase)
+            self.start_part("late", args, coord, slot, c, stage, phase)
+            if lane == 0:
+                ptx.increment(counter_at(args, SCANNED))
+
+    @cute.jit
+    def chunks_prepared(self, args, coord, slot, c):
+        """Number of leading chunks already prepared; one chunk per lane."""
+        heads = Int32(0)
+        if c < coord.end_chunk:
+            heads = ptx.load_acquire(prepared_at(args, slot))
+        missing = Uint32(cute.arch.vote_ballot_sync(heads < args.size.chunk_blocks))
+        cute.arch.sync_warp()
+        cute.arch.fence_proxy("async.global")
+        return Int32(ptx.lowest_bit(missing))
+
+    @cute.jit
+    def start_part(self, part, args, coord, slot, c, stage, phase):
+        ring = self.stages.early if part == "early" else self.stages.late
+        ring.producer_acquire(coord.shared, stage, phase)
+        if coord.thread % WARP == 0:
+            self.start_copies(part, ring, args, coord, slot, c, stage)
+
+    def start_copies(self, part, ring, args, coord, slot, c, stage):
+        """One thread: bulk copies of a part's tiles, square and scales."""
+        ptr, shared, stages = args.ptr, coord.shared, self.stages
+        chunk, qk_chunk = chunk_numbers(args, slot, coord.work.hv, self.channel)
+        if part == "early":
+            tiles = {"k": ptr.k_tiles, "q": ptr.q_tiles}
+            square, triangle, scales = stages.tinv, 0, SCALE_BYTES
+        else:
+            tiles = {"k_restored": ptr.k_restored} if self.channel else {}
+            square, triangle, scales = stages.aqk, 1, 0
+        full = ring.full_at(shared, stage)
+        ring.producer_expect(shared, stage, len(tiles) * TILE_BYTES + TRIANGLE_BYTES + scales)
+        for name, tile in tiles.items():
+            at = shared + getattr(stages, name) + stages.stage_in(name, stage, c) * TILE_BYTES
+            ptx.bulk_load(at, tile + qk_chunk * TILE_BYTES, TILE_BYTES, full)
+        triangle_at = ptr.tinv_aqk + (chunk * 2 + triangle) * TRIANGLE_BYTES
+        load_square(triangle_at, shared + square + stage * SQUARE.bytes, full)
+        if scales:
+            at = shared + stages.scales + stages.stage_in("scales", stage, c) * SCALE_BYTES
+            ptx.bulk_load(at, ptr.scales + chunk * SCALE_BYTES, SCALE_BYTES, full)
+
+
+def has_values(coord, token):
+    """Tokens past the last one have none."""
+    return token < coord.work.sequence.tokens
+
+
+def no_wait():
+    """Everything of earlier kernels is there, and tiles have counters."""

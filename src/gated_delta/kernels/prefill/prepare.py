@@ -1,0 +1,129 @@
+"""prefill_prepare: the intra-chunk terms of every chunk, for the scan by tiles and for segments.
+
+A CTA of 128 threads prepares a chunk of 64 tokens: GDN of a q/k head and all its value heads, or
+part of them where CTAs are few; KDA of a value head. A warp has a sub-chunk of 16 tokens. The
+workspace gets k and q tiles, Tinv and Aqk, in fp16 as wgmma reads them, and fp32 scales.
+docs/kernels/prefill.md has the algebra, terms_gdn.py and terms_kda.py the order of a chunk. The
+kernel also ranks sequences for the scan.
+"""
+
+from dataclasses import dataclass
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cutlass_dsl import select_
+
+from ..device import hopper, ptx
+from ..device.args import DTYPES, Args
+from ..device.hopper import WARP, WARPGROUP
+from .layout import (
+    ARGUMENTS,
+    ChunkCoord,
+    Pointers,
+    Sizes,
+    Strides,
+    find_sequence,
+    load_chunk,
+    rank_sequence,
+)
+from .terms_gdn import GdnTerms
+from .terms_kda import KdaTerms
+
+SHARED_BY_TWO = 80 * 1024
+"""Bytes of shared memory that leave an SM room for two CTAs, not three."""
+
+
+@dataclass(frozen=True)
+class CtaWorker:
+    """A CTA that prepares one chunk: the Worker of terms.py without a next chunk."""
+
+    def sync(self, coord):
+        cute.arch.sync_threads()
+
+    def inputs_loaded(self, coord):
+        self.sync(coord)
+
+    def chunk_begun(self, args, coord, spare):
+        pass
+
+    def operands_read(self, args, coord):
+        self.sync(coord)
+
+    def store_ahead(self, args, ahead):
+        pass
+
+
+class PrefillPrepare:
+    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else.
+
+    windows: store a bound of each chunk's transition, for segments that start in a window.
+    """
+
+    arguments = ARGUMENTS
+
+    def __init__(
+        self,
+        axis: str,
+        K: int,
+        dtype: str,
+        g_dtype: str,
+        gate: str,
+        qk_l2norm: bool,
+        windows: bool,
+    ):
+        self.channel = axis == "channel"
+        terms = KdaTerms if self.channel else GdnTerms
+        self.terms = terms(K, DTYPES[dtype], DTYPES[g_dtype], gate, qk_l2norm, windows)
+
+    @cute.jit
+    def __call__(
+        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
+    ):
+        ctas, sms, shared = size.chunk_blocks * size.chunk_slots, size.sms, self.terms.shared
+        # Two CTAs an SM are faster than three where that makes one or two full rounds: three would
+        # leave other SMs with one.
+        paired = (ctas <= 2 * sms) | ((ctas > 3 * sms) & (ctas <= 4 * sms))
+        self.kernel(ptr, scale, bound, stride, size).launch(
+            grid=(ctas, 1, 1),
+            block=(WARPGROUP, 1, 1),
+            smem=Int32(select_(paired, Int32(max(shared, SHARED_BY_TWO)), Int32(shared))),
+            stream=stream,
+            use_pdl=True,
+            min_blocks_per_mp=3,
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes):
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        args = Args(ptr, scale, bound, stride, size)
+        # The last chunks first: the scan starts with the first ones, then still in L2.
+        i, slot = cta % size.chunk_blocks, size.chunk_slots - 1 - cta // size.chunk_blocks
+        shared = hopper.shared_base(128)
+        hopper.wait_for_previous_kernel()
+        lane = thread % WARP
+        # In front of its chunk ptxas makes GDN's CTA 8% faster, KDA's 14% slower.
+        if cutlass.const_expr(not self.channel):
+            self.rank(args, cta, thread)
+        sequence, chunk, tokens = load_chunk(args, find_sequence(args, slot, lane), slot)
+        # Later sub-chunks have more work: their warps change from CTA to CTA, to load the SM's
+        # schedulers equally.
+        subchunk = (thread // WARP + cta) % 4
+        head = i * size.block_heads
+        thread_coord = thread, lane, subchunk, lane // 4, lane % 4
+        coord = ChunkCoord(sequence, head, slot, chunk, tokens, shared, *thread_coord)
+        if tokens > 0:
+            self.terms.prepare(args, coord, CtaWorker())
+            if thread == 0:
+                cute.arch.cp_async_bulk_wait_group(0, read=True)
+        if cutlass.const_expr(self.channel):
+            # Computed again, to spare a register.
+            cta = i + (size.chunk_slots - 1 - slot) * size.chunk_blocks
+            self.rank(args, ptx.opaque(cta), thread)
+
+    @cute.jit
+    def rank(self, args, cta, thread):
+        if (cta < args.size.N) & (args.ptr.sequence_order != 0) & (thread < WARP):
+            rank_sequence(args, cta, thread)

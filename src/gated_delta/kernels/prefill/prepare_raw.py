@@ -1,0 +1,299 @@
+"""prefill_prepare_raw: KDA's intra-chunk terms for scan_raw: Tinv, Aqk and scales, no tiles.
+
+A persistent CTA has three warpgroups; each prepares one chunk after another, in the order of
+terms_kda.py. During the inverse TMA loads the next chunk's raw q, k and g, and the warps load its
+beta and the gate's parameters. Overlapped with scan_raw, the first chunks of all sequences come
+first, and a counter of each chunk counts its prepared heads. bf16 tokens, 16-bit g, K = 128.
+"""
+
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass.cute.arch import shuffle_sync
+from cutlass.cutlass_dsl import select_
+
+from ..device import hopper, ptx
+from ..device.args import DTYPES
+from ..device.hopper import WARP, WARPGROUP, NamedBarrier
+from .arguments import CHUNK, CTA_QUEUE
+from .inputs_kda import RawInputs
+from .layout import (
+    ARGUMENTS,
+    ChunkCoord,
+    D,
+    Pointers,
+    Sequence,
+    Sizes,
+    Strides,
+    counter_at,
+    find_sequence,
+    load_chunk,
+    load_sequence,
+    load_state_index,
+    num_chunks,
+    prepared_at,
+    rank_sequence,
+    tma_row,
+)
+from .terms import NO_ITEM
+from .terms_kda import KdaTerms
+
+GROUPS = 3
+"""Warpgroups of a CTA."""
+BOX_ALIGNMENT = 512
+"""Of a box in shared memory: 8 rows of 64 bytes, the period of their swizzle."""
+
+
+class NextChunk(NamedTuple):
+    """A chunk of a value head, in the shared memory of its warpgroup."""
+
+    n: Int32
+    """Index of the sequence in tensor maps."""
+    token: Int32
+    """The chunk's first token."""
+    tokens: Int32
+    """0 past the warpgroup's last chunk."""
+    hv: Int32
+    slot: Int32
+    item: Int32
+    """Number of the chunk and head among all."""
+    iteration: Int32
+    """Chunks that the warpgroup has prepared before."""
+    last_slot: Int32
+    """Of the chunk before; -1 for the first."""
+
+
+NEXT_CHUNK_BYTES = 32
+
+RawCoord = NamedTuple("RawCoord", [*ChunkCoord.__annotations__.items(), ("iteration", Int32)])
+
+
+@dataclass(frozen=True)
+class RawWorker:
+    """A persistent warpgroup: the Worker of terms.py that loads its next chunk ahead.
+
+    next_chunk: offset of a NextChunk in the warpgroup's shared memory. group: its number.
+    """
+
+    inputs: RawInputs
+    next_chunk: int
+    group: Int32
+
+    def sync(self, coord):
+        NamedBarrier.PREPARE.sync(WARPGROUP, self.group)
+
+    @cute.jit
+    def inputs_loaded(self, coord):
+        # The last chunk's stores have long arrived: the wait takes no time.
+        if coord.thread == 0:
+            cute.arch.cp_async_bulk_wait_group(0, read=False)
+        self.sync(coord)
+
+    @cute.jit
+    def chunk_begun(self, args, coord, spare):
+        """Count the last chunk, in the workspace since `inputs_loaded`, and find the next one."""
+        if spare:
+            chunk = self.load_next(coord.shared)
+            is_late = chunk.item >= second_round_end(args.size)
+            count_prepared(args, chunk.last_slot, (coord.lane == 0) & is_late)
+            following = chunk.item, chunk.iteration + 1, chunk.slot
+            self.find_next(args, coord.shared, coord.lane, *following)
+            self.prefetch_tokens(args, coord.shared)
+
+    def operands_read(self, args, coord):
+        """Start the copies of the next chunk's tokens, load its beta and the gate's parameters."""
+        self.sync(coord)
+        self.start_load_tokens(args, coord.shared, coord.subchunk == 1)
+        return self.inputs.load_ahead(args, self.next_coord(coord.shared, coord.thread))
+
+    def store_ahead(self, args, ahead):
+        self.inputs.store_ahead(args, ahead)
+
+    # ---------------------------------------------------------------------------- the next chunk
+
+    def load_next(self, shared):
+        words = [ptx.load_shared_x4(shared + self.next_chunk + 16 * i) for i in range(2)]
+        return NextChunk(*(Int32(x) for x in words[0] + words[1]))
+
+    def next_coord(self, shared, thread):
+        return self.coord_of(self.load_next(shared), shared, thread)
+
+    def coord_of(self, chunk, shared, thread):
+        lane = thread % WARP
+        sequence = Sequence(chunk.n, chunk.token, chunk.tokens, Int32(0))
+        # Later sub-chunks have more work: their warps change from chunk to chunk.
+        subchunk = (thread // WARP + chunk.slot) % 4
+        head_chunk = sequence, chunk.hv, chunk.slot, Int32(0), chunk.tokens
+        lane_coord = thread, lane, subchunk, lane // 4, lane % 4
+        return RawCoord(*head_chunk, shared, *lane_coord, chunk.iteration)
+
+    @cute.jit
+    def find_next(self, args, shared, lane, item, iteration, last_slot):
+        """A warp: the first chunk with tokens after the warpgroup's last item, to shared memory."""
+        size = args.size
+        item = self.next_item(size, item)
+        hv, slot, n, token, tokens = Int32(0), Int32(0), Int32(0), Int32(0), Int32(0)
+        if size.scanning > 0:
+            if item < NO_ITEM:
+                hv, slot, n, token, tokens = find_chunk_in_order(args, item, lane)
+        else:
+            while (tokens <= 0) & (item < size.chunk_blocks * size.chunk_slots):
+                # The last chunks first: the scan starts with the first, which are then in L2.
+                hv = item % size.chunk_blocks
+                slot = size.chunk_slots - 1 - item // size.chunk_blocks
+                sequence, chunk, tokens = load_chunk(args, find_sequence(args, slot, lane), slot)
+                n, token = tma_row(args, sequence), sequence.start + chunk * CHUNK
+                if tokens <= 0:
+                    item = self.next_item(size, item)
+        words = [Uint32(x) for x in (n, token, tokens, hv, slot, item, iteration, last_slot)]
+        cute.arch.sync_warp()  # all lanes have read the chunk before
+        for i in cutlass.range_constexpr(2):
+            ptx.store_shared_x4(shared + self.next_chunk + 16 * i, words[4 * i : 4 * i + 4])
+        cute.arch.sync_warp()
+
+    @cute.jit
+    def next_item(self, size, item):
+        """The warpgroup's item after `item`; its first one after -1."""
+        cta, _, _ = cute.arch.block_idx()
+        first = GROUPS * num_ctas(size)
+        following = Int32(select_(item < 0, self.group * num_ctas(size) + cta, item + first))
+        if size.scanning > 0:
+            # After the first round of all CTAs the last CTAs end; scan_raw starts on their SMs.
+            preparing = size.sms - size.scanning
+            if item >= first:
+                following = item + GROUPS * preparing
+            elif item >= 0:
+                second = first + self.group * preparing + cta
+                following = Int32(select_(cta < preparing, second, NO_ITEM))
+        return following
+
+    @cute.jit
+    def start_load_tokens(self, args, shared, condition):
+        """A warp: start the copies of the next chunk's tokens."""
+        chunk = self.load_next(shared)
+        if condition & (chunk.tokens > 0):
+            self.inputs.start_load_tokens(args, shared, chunk.n, chunk.token, chunk.hv)
+
+    @cute.jit
+    def prefetch_tokens(self, args, shared):
+        """A warp: the same tokens to L2."""
+        chunk = self.load_next(shared)
+        if chunk.tokens > 0:
+            self.inputs.prefetch_tokens(args, chunk.n, chunk.token, chunk.hv)
+
+
+@cute.jit
+def find_chunk_in_order(args, item, lane):
+    """An item's chunk where the first chunks of all sequences come first, then the second ones, ...
+
+    A lane has a sequence, so there are at most 32. Returns the head, the slot, the index in tensor
+    maps, the first token and the number of tokens: 0 past the last chunk.
+    """
+    size = args.size
+    sequence = load_sequence(args, cutlass.min(lane, size.N - 1))
+    active = (lane < size.N) & (load_state_index(args, sequence.n) > size.null_index)
+    chunks = Int32(select_(active, num_chunks(sequence.tokens), 0))
+    number, c = Int32(Uint32(item) // Uint32(size.chunk_blocks)), Int32(0)
+    left, longer = number, Uint32(cute.arch.vote_ballot_sync(chunks > 0))
+    while (longer != 0) & (left >= cute.arch.popc(longer)):
+        # At most as many sequences have a later chunk, so the item's is not before this one.
+        c += Int32(Uint32(left) // Uint32(cute.arch.popc(longer)))
+        left = number - Int32(ptx.warp_sum(Uint32(cutlass.min(chunks, c))))
+        longer = Uint32(cute.arch.vote_ballot_sync(chunks > c))
+    earlier = cute.arch.popc(longer & ((Uint32(1) << Uint32(lane)) - 1))
+    owner = Uint32(cute.arch.vote_ballot_sync((chunks > c) & (earlier == left)))
+    n = ptx.lowest_bit(owner) % 32
+    sequence = Sequence(Int32(n), *(shuffle_sync(x, offset=n) for x in sequence[1:]))
+    tokens = Int32(select_(owner != 0, cutlass.min(sequence.tokens - c * CHUNK, CHUNK), 0))
+    hv, slot = item - number * size.chunk_blocks, sequence.first_slot + c
+    return hv, slot, tma_row(args, sequence), sequence.start + c * CHUNK, tokens
+
+
+@cute.jit
+def count_prepared(args, slot, condition):
+    """Count a slot's head as prepared, for the CTAs that scan."""
+    if condition & (args.size.scanning > 0) & (slot >= 0):
+        ptx.release_increment(prepared_at(args, slot))
+
+
+def num_ctas(size):
+    """One per SM."""
+    return cutlass.min(size.chunk_blocks * size.chunk_slots, size.sms)
+
+
+def second_round_end(size):
+    """The item after all warpgroups' second chunks, where prepare_raw and scan_raw overlap."""
+    return GROUPS * (num_ctas(size) + size.sms - size.scanning)
+
+
+class PrefillPrepareRaw:
+    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
+
+    arguments = ARGUMENTS
+
+    def __init__(self, g_dtype: str, gate: str, qk_l2norm: bool):
+        self.terms = KdaTerms(D, BFloat16, DTYPES[g_dtype], gate, qk_l2norm, raw=True)
+        self.next_chunk = self.terms.smem.add(NEXT_CHUNK_BYTES, 16)
+        self.shared = -(-self.terms.shared // BOX_ALIGNMENT) * BOX_ALIGNMENT  # per warpgroup
+
+    @cute.jit
+    def __call__(
+        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
+    ):
+        boxes = dict.fromkeys("qkg", self.terms.inputs.box)
+        maps = hopper.make_maps(ptr, stride, size, boxes, D, split=True)
+        self.kernel(ptr, scale, bound, stride, size, maps).launch(
+            grid=(num_ctas(size), 1, 1),
+            block=(GROUPS * WARPGROUP, 1, 1),
+            smem=GROUPS * self.shared,
+            stream=stream,
+            use_pdl=True,
+            min_blocks_per_mp=1,
+            preferred_smem_carveout=100,
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        ptr: Pointers,
+        scale: Float32,
+        bound: Float32,
+        stride: Strides,
+        size: Sizes,
+        maps: NamedTuple,
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        args = hopper.TmaArgs(ptr, scale, bound, stride, size, maps)
+        group, lane, in_group = thread // WARPGROUP, thread % WARP, thread % WARPGROUP
+        inputs, shared = self.terms.inputs, hopper.shared_base() + group * self.shared
+        if in_group == 0:
+            self.terms.inputs.ring.init(shared)
+            hopper.fence_mbarrier_init()
+        hopper.wait_for_previous_kernel()
+        clears = (cta == 0) & (thread == 0) & (size.scanning == 0)
+        ptx.store_words(counter_at(args, CTA_QUEUE), [Uint32(0)], clears)
+        worker = RawWorker(inputs, self.next_chunk, group)
+        if in_group // WARP == 0:
+            worker.find_next(args, shared, lane, Int32(-1), Int32(0), Int32(-1))
+            worker.start_load_tokens(args, shared, True)
+        cute.arch.sync_threads()
+        chunk = worker.load_next(shared)
+        coord = worker.coord_of(chunk, shared, in_group)
+        inputs.store_ahead(args, inputs.load_ahead(args, coord))
+        cute.arch.sync_warp()
+        while chunk.tokens > 0:
+            self.terms.prepare(args, worker.coord_of(chunk, shared, in_group), worker)
+            chunk = worker.load_next(shared)
+            # A chunk is counted a chunk late, but at once if it is among the first ones, since the
+            # scan starts with them, or the last one. Barriers have ordered the stores of scales.
+            is_early = (size.scanning > 0) & (chunk.item < second_round_end(size))
+            if ((chunk.tokens <= 0) | is_early) & (in_group == 0):
+                cute.arch.cp_async_bulk_wait_group(0, read=False)
+                count_prepared(args, chunk.last_slot, True)
+        if (ptr.sequence_order != 0) & (thread < WARP) & (size.scanning == 0):
+            for n in cutlass.range(cta, size.N, num_ctas(size), unroll=1):
+                rank_sequence(args, n, thread)

@@ -1,0 +1,207 @@
+"""prefill_scan: the scan by tiles, behind prefill_prepare. It takes any dtype and K, V of 64 or 128.
+
+A CTA has 64 V rows of a head of one sequence, or of one of its segments, and two warpgroups. Warps
+0 and 1 load: thread 0 starts bulk copies of a chunk's tiles, both bring its values. Warps 2 and 3
+store outputs. The second warpgroup runs the MMAs with the state in registers: mainloop_fp32.py.
+Three stages of shared memory, each a chunk's tiles, Tinv, Aqk, scales, values and outputs.
+"""
+
+import enum
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+
+from ..device import hopper, ptx
+from ..device.args import DTYPES, Args
+from ..device.hopper import WARPGROUP
+from .arguments import CHUNK
+from .layout import ARGUMENTS, D, Pointers, Sizes, Strides, clear_squares
+from .mainloop_fp32 import MainloopFp32
+from .segments import add_window, in_place, is_last, scan_coord
+from .state import (
+    load_initial_state,
+    load_rows,
+    prefetch_initial_state,
+    segment_state_offset,
+    state_coord,
+    store_final_state,
+    without_checkpoints,
+)
+from .tiles import LOAD_THREADS, TileCopies, TileStages
+from .work import work_of
+
+ROWS = 64  # V rows of a CTA
+STAGES = 3
+STORE_THREADS = 64
+
+
+class WarpRole(enum.IntEnum):
+    """By first warp."""
+
+    LOAD = 0
+    STORE = 2
+    MMA = 4
+
+
+class PrefillScan:
+    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else.
+
+    windows: whether segments may start from zeros, a window of chunks early, where gates forget;
+    else from the state that state passing leaves. checkpoints: whether it stores states between
+    chunks, where a call asks for them. deterministic: whether a chunk's bits follow from its state
+    and tokens alone: docs/kernels/prefill.md, "What bits depend on".
+    """
+
+    arguments = ARGUMENTS
+
+    def __init__(
+        self,
+        axis: str,
+        K: int,
+        V: int,
+        dtype: str,
+        state_dtype: str,
+        windows: bool,
+        checkpoints: bool,
+        deterministic: bool = False,
+    ):
+        self.K, self.V, self.v_tiles = K, V, V // ROWS
+        self.windows, self.checkpoints = windows, checkpoints
+        self.state_dtype = DTYPES[state_dtype]
+        channel, self.threads = axis == "channel", 2 * WARPGROUP
+        smem = hopper.SharedMemory()
+        self.stages = TileStages(smem, channel, ROWS, STAGES, STORE_THREADS)
+        self.shared = smem.size
+        self.copies = TileCopies(
+            self.stages,
+            channel,
+            DTYPES[dtype],
+            ROWS,
+            self.v_tiles,
+            pass_registers=True,
+            absmax=not deterministic,
+            prefetch=not channel,  # KDA's scan is bound by its bytes, and loses by it
+        )
+        self.mainloop = MainloopFp32(
+            self.stages,
+            channel,
+            K,
+            DTYPES[dtype],
+            self.state_dtype,
+            mma_groups=1,
+            load_absmax=not deterministic,
+            deterministic=deterministic,
+            checkpoints=checkpoints,
+        )
+
+    @cute.jit
+    def __call__(
+        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
+    ):
+        ctas = self.v_tiles * size.HV * size.N * size.segments
+        if cutlass.const_expr(not self.checkpoints):
+            ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
+        self.kernel(ptr, scale, bound, stride, size).launch(
+            grid=(ctas, 1, 1),
+            block=(self.threads, 1, 1),
+            smem=self.shared,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        args = Args(ptr, scale, bound, stride, size)
+        shared = hopper.shared_base()
+        if thread == 0:
+            self.stages.init(shared)
+            hopper.fence_mbarrier_init()
+        clear_squares(shared + self.stages.tinv, 2 * STAGES, thread, self.threads)
+        if args.ptr.sequence_order != 0:
+            hopper.wait_for_previous_kernel()
+        cute.arch.sync_threads()
+        group = thread // WARPGROUP - 1
+        # Uniform, or ptxas keeps the operands' descriptors, which follow from a chunk's number, in
+        # every lane: 62 instructions a chunk. With checkpoints it does not, and hints cost 65.
+        hinted = not self.checkpoints
+        group = hopper.warp_uniform(group + 1) - 1 if hinted else group
+        cta = hopper.warp_uniform(cta) if self.windows else cta
+        work = work_of(args, cta, self.v_tiles)
+        coord = scan_coord(args, work, ROWS, shared, thread % WARPGROUP, group)
+        if cutlass.const_expr(self.windows):
+            self.prefetch(args, coord)
+            hopper.wait_for_previous_kernel()
+            coord = add_window(args, coord)
+        if cutlass.const_expr(hinted):
+            coord = coord._replace(
+                first_chunk=hopper.warp_uniform(coord.first_chunk),
+                end_chunk=hopper.warp_uniform(coord.end_chunk),
+            )
+        if group >= 0:
+            self.mma(args, coord)
+        elif thread < WarpRole.STORE * hopper.WARP:
+            self.copies.load(
+                args, coord, has_values, hopper.wait_for_previous_kernel, self.copies.start_tiles
+            )
+        else:
+            store_coord = coord._replace(thread=thread - LOAD_THREADS)
+            wait = hopper.wait_for_previous_kernel
+            self.copies.store(args, store_coord, STORE_THREADS, self.windows, wait)
+
+    @cute.jit
+    def prefetch(self, args, coord):
+        """To L2 what a CTA needs first: the initial state, or values of its first chunk and the one
+        before, for a window."""
+        work = coord.work
+        if (coord.group < 0) & (coord.end_chunk > coord.first_chunk):
+            if (coord.thread == 0) & (work.segment == 0):
+                size = self.V * self.K * self.state_dtype.width // 8
+                prefetch_initial_state(args, work.state_index, work.hv, size)
+            token = coord.first_chunk * CHUNK - CHUNK + coord.thread
+            v_at = self.copies.v_address(args, work, cutlass.max(token, 0), 0)
+            ptx.prefetch_l2(v_at, (token >= 0) & has_values(coord, token))
+
+    @cute.jit
+    def mma(self, args, coord):
+        """The MMA warpgroup: a segment, or a sequence."""
+        right, frag = self.mainloop.right_operands(coord), self.mainloop.fragments()
+        self.load_state(args, coord, frag.state)
+        hopper.wait_for_previous_kernel()
+        checkpoint = Int32(0)
+        if cutlass.const_expr(self.checkpoints):
+            checkpoint = coord.first_stored
+            # No checkpoint lies in a window.
+            if cutlass.const_expr(not self.windows) or coord.first_chunk == coord.first_stored:
+                checkpoint = self.mainloop.store_checkpoints(
+                    frag, args, coord, Float32(1), coord.first_chunk
+                )
+        state_scale = self.mainloop.run(frag, right, args, coord, checkpoint)
+        rows, last = state_coord(coord.v_row, coord.thread), is_last(args, coord.work)
+        store_final_state(
+            args, coord.work, self.state_dtype, self.K, rows, last, frag.state, state_scale
+        )
+
+    @cute.jit
+    def load_state(self, args, coord, state):
+        """The call's initial state; a segment's from the workspace, or zeros in front of a window.
+
+        In a pool the last segment overwrites the initial state: transitions has kept a copy.
+        """
+        work, rows = coord.work, state_coord(coord.v_row, coord.thread)
+        if (args.size.segments > 1) & ((work.segment > 0) | in_place(args)):
+            hopper.wait_for_previous_kernel()
+            at = args.ptr.segment_states + segment_state_offset(args, work, D)
+            load_rows(at, Float32, D, rows, Int32(coord.first_chunk == coord.first_stored), state)
+        else:
+            load_initial_state(args, work, self.state_dtype, self.K, rows, state)
+
+
+def has_values(coord, token):
+    """Tokens past the last one have none."""
+    return token < coord.work.sequence.tokens

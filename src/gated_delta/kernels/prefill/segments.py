@@ -1,0 +1,104 @@
+"""Segments of a sequence: the chunks of each, and windows.
+
+A segment with a window starts from zeros, some chunks in front of its own, over which its head's
+gates forget everything: M of those chunks counts as 0. docs/math.md, "Segments".
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64
+from cutlass.cute.arch import shuffle_sync_up
+from cutlass.cutlass_dsl import select_
+
+from ..device import ptx
+from ..device.hopper import WARP
+from .layout import num_chunks
+from .work import Work
+
+MAX_WINDOW, SHORT_WINDOW = 32, 4  # chunks of a window at most; where segments are shorter than this
+MAX_M = 2.0**-120  # of a window's M, below which it counts as 0
+WARPGROUP_ROWS = 64  # V rows of an MMA warpgroup
+
+
+class ScanCoord(NamedTuple):
+    """A thread's place in a work tile of a scan by tiles."""
+
+    work: Work
+    v_row: Int32
+    """First V row of the thread's warpgroup."""
+    first_chunk: Int32
+    end_chunk: Int32
+    first_stored: Int32
+    """The first chunk with outputs, behind the segment's window."""
+    shared: Int32
+    thread: Int32
+    """Within its role."""
+    group: Int32
+    """MMA warpgroup; -1 for load and store warps."""
+
+
+def segment_chunks(args, sequence):
+    """Chunks of each of a sequence's segments but the last ones, which have the rest."""
+    return (num_chunks(sequence.tokens) + args.size.segments - 1) // args.size.segments
+
+
+def scan_coord(args, work, rows, shared, thread, group):
+    """The coord of a work tile's segment, without a window. rows: V rows of the CTA."""
+    chunks, per_segment = num_chunks(work.sequence.tokens), segment_chunks(args, work.sequence)
+    first = cutlass.min(work.segment * per_segment, chunks)
+    end = cutlass.min(first + per_segment, chunks)
+    v_row = work.tile * rows + cutlass.max(group, 0) * WARPGROUP_ROWS
+    end = Int32(select_(work.state_index >= 0, end, first))
+    return ScanCoord(work, v_row, first, end, first, shared, thread, group)
+
+
+def add_window(args, coord):
+    """The coord from its segment's window on."""
+    return coord._replace(first_chunk=coord.first_chunk - window_chunks(args, coord))
+
+
+def has_window(coord):
+    return coord.first_chunk < coord.first_stored
+
+
+def window_chunks(args, coord):
+    """Chunks in front of a segment over which its head's M is 0; 0 where those are too many.
+
+    A warp, whose lanes have a chunk each.
+    """
+    lane, most = coord.thread % WARP, max_window(args, coord)
+    norm = ptx.select(lane < most, load_norm(args, coord, lane, lane < most), Float32(1))
+    for step in (1, 2, 4, 8, 16):
+        nearer = shuffle_sync_up(norm, offset=step, mask_and_clamp=0)
+        norm = norm * ptx.select(lane >= step, nearer, Float32(1))
+    forgotten = cute.arch.vote_ballot_sync((norm <= Float32(MAX_M)) & (lane < most))
+    return Int32(select_(forgotten != 0, Int32(ptx.lowest_bit(forgotten)) + 1, Int32(0)))
+
+
+def max_window(args, coord):
+    """Chunks of a segment's window at most; 0 of the first segment and of one without chunks."""
+    work = coord.work
+    can_start = (work.segment > 0) & (work.segment < args.size.segments)
+    can_start = can_start & (coord.first_chunk < coord.end_chunk)
+    most = cutlass.min(cutlass.max(segment_chunks(args, work.sequence), SHORT_WINDOW), MAX_WINDOW)
+    most = cutlass.min(most, coord.first_chunk)
+    return Int32(select_(can_start, most, 0))
+
+
+def load_norm(args, coord, chunks_before, condition):
+    """The bound of a chunk's transition, `chunks_before` in front of the segment's last one before."""
+    slot = coord.work.sequence.first_slot + coord.first_chunk - 1 - chunks_before
+    at = (Int64(slot) * Int64(args.size.HV) + Int64(coord.work.hv)) * 4
+    return ptx.load(Float32, args.ptr.transition_norms + at, condition)
+
+
+def is_last(args, work):
+    """Whether a work tile ends its sequence."""
+    return work.segment == args.size.segments - 1
+
+
+def in_place(args):
+    """Whether final states overwrite initial ones: in a pool."""
+    return (args.ptr.initial_state == args.ptr.final_state) & (args.ptr.final_state != 0)

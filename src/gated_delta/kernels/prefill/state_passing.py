@@ -1,0 +1,198 @@
+"""prefill_state_passing: the initial state of every segment of a sequence, from the transitions.
+
+A segment turns a state S into S M + B; prefill_transitions has left M and B, or a flag that the
+next segment's initial state is there or not needed. A CTA has 8 V rows of one head and 512 threads,
+four for each key channel. It keeps its rows of S in registers, passes over the segments one by one,
+and loads M two segments ahead by bulk copies. docs/math.md, "Segments".
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+
+from ..device import hopper, ptx
+from ..device.args import Args
+from .arguments import STATE_BYTES
+from .layout import ARGUMENTS, D, Pointers, Sizes, Strides, segment_flag_at, segment_number
+
+V_ROWS = 8  # of a CTA
+K_SPLITS = 4  # threads that split a channel's inner products
+THREAD_ROWS = V_ROWS // K_SPLITS  # rows whose sums a thread keeps
+K_UNROLL = 16  # channels loaded together
+STAGES = 2  # of M
+THREADS = K_SPLITS * D
+MAX_SEGMENTS = THREADS  # a thread loads a segment's flag
+
+
+class Coord(NamedTuple):
+    head: Int64
+    """Among the heads of all sequences."""
+    v_row: Int32
+    shared: Int32
+    channel: Int32
+    split: Int32
+    """The quarter of the channels that the thread sums over, and of the rows that it keeps."""
+
+
+class PrefillStatePassing:
+    """`compile.py` compiles __call__ for symbolic everything."""
+
+    arguments = ARGUMENTS
+
+    def __init__(self, V: int):
+        self.ctas_per_head = V // V_ROWS
+        smem = hopper.SharedMemory()
+        self.m = smem.add(STAGES * STATE_BYTES)
+        self.state = smem.add(D * V_ROWS * 4)  # the CTA's rows, transposed
+        self.partial_sums = smem.add(K_SPLITS * V_ROWS * D * 4)
+        self.ring = smem.add_ring(STAGES, 1)  # stages of M; free behind the CTA's second barrier
+        self.flags = smem.add(MAX_SEGMENTS * 4)
+        self.shared = smem.size
+
+    @cute.jit
+    def __call__(
+        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
+    ):
+        self.kernel(ptr, scale, bound, stride, size).launch(
+            grid=(self.ctas_per_head * size.HV * size.N, 1, 1),
+            block=(THREADS, 1, 1),
+            smem=self.shared,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes):
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        args = Args(ptr, scale, bound, stride, size)
+        shared = hopper.shared_base(128)
+        head, v_row = Int64(cta // self.ctas_per_head), cta % self.ctas_per_head * V_ROWS
+        coord = Coord(head, v_row, shared, thread % D, thread // D)
+        if thread == 0:
+            self.ring.init(shared)
+            hopper.fence_mbarrier_init()
+        hopper.wait_for_previous_kernel()
+        if self.load_flags(args, coord, thread):
+            self.pass_states(args, coord)
+
+    @cute.jit
+    def load_flags(self, args, coord, thread):
+        """Segments' flags to shared memory. Returns whether any transition is to be passed over."""
+        transitions = args.size.segments - 1
+        at = segment_flag_at(args, segment_number(args, coord.head, thread))
+        flag = ptx.load_words(at, thread < transitions, count=1)[0]
+        ptx.store_shared(coord.shared + self.flags + thread * 4, flag, thread < transitions)
+        cute.arch.sync_threads()
+        pending = Int32(0)
+        for segment in cutlass.range(thread % 32, transitions, 32, unroll=1):
+            pending = pending | Int32(ptx.load_shared(coord.shared + self.flags + segment * 4) == 0)
+        return cute.arch.vote_any_sync(pending != 0)
+
+    @cute.jit
+    def pass_states(self, args, coord):
+        """From the second segment on: its initial state is known or not needed."""
+        segments, producer = args.size.segments, (coord.channel == 0) & (coord.split == 0)
+        if producer:
+            for segment in cutlass.range_constexpr(1, 1 + STAGES):
+                if segment < segments - 1:
+                    self.start_load_m(args, coord, segment)
+        rows = cute.make_rmem_tensor((THREAD_ROWS,), Float32)
+        self.load_rows(self.state_at(args, coord, 1), rows)
+        sums = cute.make_rmem_tensor((V_ROWS,), Float32)
+        for segment in cutlass.range(1, segments - 1, 1, unroll=1):
+            for r in cutlass.range_constexpr(THREAD_ROWS):
+                ptx.store_shared_f32(
+                    coord.shared
+                    + self.state
+                    + (coord.channel * V_ROWS + coord.split * THREAD_ROWS + r) * 4,
+                    rows[r],
+                )
+            self.load_b(args, coord, segment, rows)
+            stage, phase = self.ring.locate(segment - 1)
+            cute.arch.sync_threads()
+            self.ring.consumer_wait(coord.shared, stage, phase)
+            sums.fill(0.0)
+            for k in cutlass.range(0, D // K_SPLITS, K_UNROLL, unroll=1):
+                self.add_products(coord, stage, coord.split * (D // K_SPLITS) + k, sums)
+            for r in cutlass.range_constexpr(V_ROWS):
+                ptx.store_shared_f32(self.partial_sum_at(coord, coord.split, r), sums[r])
+            cute.arch.sync_threads()
+            if producer & (segment + STAGES < segments - 1):
+                self.start_load_m(args, coord, segment + STAGES)
+            for r in cutlass.range_constexpr(THREAD_ROWS):
+                row = coord.split * THREAD_ROWS + r
+                partial_sums = [
+                    ptx.load_shared_f32(self.partial_sum_at(coord, split, row))
+                    for split in range(K_SPLITS)
+                ]
+                for x in partial_sums:
+                    rows[r] = rows[r] + x
+            self.pass_over(args, coord, segment, rows)
+
+    @cute.jit
+    def pass_over(self, args, coord, segment, rows):
+        """The next segment's initial state: store it, or load it where it is known."""
+        at = self.state_at(args, coord, segment + 1)
+        if ptx.load_shared(coord.shared + self.flags + segment * 4) == 0:
+            for r in cutlass.range_constexpr(THREAD_ROWS):
+                ptx.store_words(at + r * (D * 4), [rows[r].bitcast(Uint32)], True)
+        else:
+            self.load_rows(at, rows)
+
+    def add_products(self, coord, stage, k, sums):
+        """sums += S[:, k : k + 16] M[k : k + 16, channel]."""
+        at = coord.shared + self.m + stage * STATE_BYTES + (k * D + coord.channel) * 4
+        m = [ptx.load_shared_f32(at + i * (D * 4)) for i in range(K_UNROLL)]
+        at = coord.shared + self.state + k * (V_ROWS * 4)
+        s = [
+            [ptx.load_shared_f32x4(at + i * (V_ROWS * 4) + first) for first in (0, 16)]
+            for i in range(K_UNROLL)
+        ]
+        for i, x in enumerate(m):
+            for r in range(V_ROWS):
+                sums[r] = cute.math.fma(s[i][r // 4][r % 4], x, sums[r])
+
+    def partial_sum_at(self, coord, split, r):
+        return coord.shared + self.partial_sums + ((split * V_ROWS + r) * D + coord.channel) * 4
+
+    def start_load_m(self, args, coord, segment):
+        stage, _ = self.ring.locate(segment - 1)
+        self.ring.producer_expect(coord.shared, stage, STATE_BYTES)
+        number = segment_number(args, coord.head, segment)
+        source = args.ptr.segment_transitions + number * (2 * STATE_BYTES) + STATE_BYTES
+        ptx.bulk_load(
+            coord.shared + self.m + stage * STATE_BYTES,
+            source,
+            STATE_BYTES,
+            self.ring.full_at(coord.shared, stage),
+        )
+
+    def load_b(self, args, coord, segment, rows):
+        """The thread's rows of a segment's B."""
+        number = segment_number(args, coord.head, segment)
+        self.load_rows(
+            args.ptr.segment_transitions + number * (2 * STATE_BYTES) + self.thread_offset(coord),
+            rows,
+        )
+
+    def state_at(self, args, coord, segment):
+        """Address of the thread's rows of a segment's initial state."""
+        return (
+            args.ptr.segment_states
+            + segment_number(args, coord.head, segment) * STATE_BYTES
+            + self.thread_offset(coord)
+        )
+
+    def load_rows(self, at, rows):
+        loaded = [
+            ptx.load_words(at + r * (D * 4), True, count=1)[0].bitcast(Float32)
+            for r in range(THREAD_ROWS)
+        ]
+        for r in range(THREAD_ROWS):
+            rows[r] = loaded[r]
+
+    def thread_offset(self, coord):
+        return (coord.v_row + coord.split * THREAD_ROWS) * (D * 4) + coord.channel * 4

@@ -1,0 +1,211 @@
+"""prefill_transitions: M and B of each segment, between prepare and state passing.
+
+A segment turns a state S into S M + B. B comes from zeros, or in the first segment from the
+sequence's initial state; M comes from an identity. A CTA scans the segment's chunks with all V rows
+of B, or with V of the 128 rows of M, as prefill_scan does: one or two MMA warpgroups, and warps 0
+and 1 load. There are no outputs.
+
+Nothing is to do where the next segment has a window, which the scan starts from zeros, and behind
+the last segment. Behind a segment with a window, B alone is the next one's initial state.
+docs/math.md, "Segments".
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cutlass_dsl import select_
+
+from ..device import hopper, ptx
+from ..device.args import DTYPES, Args
+from ..device.hopper import WARPGROUP
+from .arguments import STATE_BYTES
+from .layout import (
+    ARGUMENTS,
+    D,
+    Pointers,
+    Sizes,
+    Strides,
+    clear_squares,
+    head_number,
+    segment_flag_at,
+    segment_number,
+)
+from .mainloop_fp32 import MainloopFp32
+from .segments import (
+    WARPGROUP_ROWS,
+    add_window,
+    has_window,
+    in_place,
+    scan_coord,
+    window_chunks,
+)
+from .state import (
+    inverse_power_of_2,
+    load_initial_state,
+    segment_state_offset,
+    state_coord,
+    store_rows,
+    without_checkpoints,
+)
+from .tiles import LOAD_THREADS, TileCopies, TileStages
+from .work import work_of
+
+# With two MMA warpgroups: registers of a thread that loads, and of one that runs MMAs.
+LOAD_REGISTERS, MMA_REGISTERS = 40, 232
+
+
+class PrefillTransitions:
+    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
+
+    arguments = ARGUMENTS
+
+    def __init__(self, axis: str, K: int, V: int, dtype: str, state_dtype: str):
+        self.K, self.rows, self.mma_groups = K, V, V // WARPGROUP_ROWS
+        self.tiles = 1 + D // V  # all rows of B, then those of M
+        self.has_windows = K == V == D
+        self.state_dtype = DTYPES[state_dtype]
+        channel, one_group = axis == "channel", self.mma_groups == 1
+        self.num_stages = 2 if channel and not one_group else 3
+        smem = hopper.SharedMemory()
+        self.stages = TileStages(smem, channel, V, self.num_stages, 0)
+        self.shared, self.threads = smem.size, WARPGROUP * (1 + self.mma_groups)
+        self.copies = TileCopies(
+            self.stages,
+            channel,
+            DTYPES[dtype],
+            V,
+            1,
+            pass_registers=one_group,
+            absmax=one_group,
+            prefetch=one_group and not channel,
+        )
+        self.mainloop = MainloopFp32(
+            self.stages,
+            channel,
+            K,
+            DTYPES[dtype],
+            self.state_dtype,
+            mma_groups=self.mma_groups,
+            load_absmax=one_group,
+            has_outputs=False,
+        )
+
+    @cute.jit
+    def __call__(
+        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
+    ):
+        ctas = self.tiles * size.HV * size.N * size.segments
+        ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
+        self.kernel(ptr, scale, bound, stride, size).launch(
+            grid=(ctas, 1, 1),
+            block=(self.threads, 1, 1),
+            smem=self.shared,
+            stream=stream,
+            use_pdl=True,
+        )
+
+    @cute.kernel
+    def kernel(
+        self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple
+    ):
+        thread, _, _ = cute.arch.thread_idx()
+        cta, _, _ = cute.arch.block_idx()
+        args = Args(ptr, scale, bound, stride, size)
+        shared = hopper.shared_base()
+        if thread == 0:
+            self.stages.init(shared)
+            hopper.fence_mbarrier_init()
+        clear_squares(shared + self.stages.tinv, 2 * self.num_stages, thread, self.threads)
+        if args.ptr.sequence_order != 0:
+            hopper.wait_for_previous_kernel()
+        work, group = work_of(args, cta, self.tiles), thread // WARPGROUP - 1
+        coord = scan_coord(args, work, self.rows, shared, thread % WARPGROUP, group)
+        cute.arch.sync_threads()
+        hopper.wait_for_previous_kernel()
+        if in_place(args) & (work.segment == 0) & (work.tile == 0) & (group >= 0):
+            self.copy_initial_state(args, coord)
+        next_window = Int32(0)
+        if cutlass.const_expr(self.has_windows):
+            next_segment = work._replace(segment=work.segment + 1)
+            next_coord = scan_coord(args, next_segment, self.rows, shared, coord.thread, group)
+            next_window = window_chunks(args, next_coord)
+            coord = add_window(args, coord)
+        if work.segment < size.segments - 1:
+            # Known at its start: the segment's B is the next initial state, and M is not needed.
+            start_known = (work.segment == 0) | has_window(coord)
+            is_b = work.tile == 0
+            self.store_flag(args, coord, start_known | (next_window > 0), is_b & (thread == 0))
+            if (next_window == 0) & (is_b | (not start_known)):
+                rows = cutlass.max(work.tile - 1, 0) * self.rows
+                coord = coord._replace(v_row=rows + cutlass.max(group, 0) * WARPGROUP_ROWS)
+                if group >= 0:
+                    if cutlass.const_expr(self.mma_groups > 1):
+                        cute.arch.setmaxregister_increase(MMA_REGISTERS)
+                    self.mma(args, coord)
+                else:
+                    if cutlass.const_expr(self.mma_groups > 1):
+                        cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
+                    if thread < LOAD_THREADS:
+                        self.copies.load(
+                            args,
+                            coord,
+                            has_values,
+                            hopper.wait_for_previous_kernel,
+                            self.copies.start_tiles,
+                        )
+
+    @cute.jit
+    def copy_initial_state(self, args, coord):
+        """Keep the first segment's initial state for the scan: in a pool a final state overwrites it."""
+        state = cute.make_rmem_tensor((D // 2,), Float32)
+        rows = state_coord(coord.v_row, coord.thread)
+        load_initial_state(args, coord.work, self.state_dtype, self.K, rows, state)
+        at = args.ptr.segment_states + segment_state_offset(args, coord.work, D)
+        store_rows(at, Float32, D, rows, True, state, Float32(1))
+
+    @cute.jit
+    def mma(self, args, coord):
+        """An MMA warpgroup: 64 rows of M or B."""
+        right, frag = self.mainloop.right_operands(coord), self.mainloop.fragments()
+        self.load_state(args, coord, frag.state)
+        state_scale = self.mainloop.run(frag, right, args, coord, Int32(0))
+        self.store_state(args, coord, frag.state, state_scale)
+
+    @cute.jit
+    def load_state(self, args, coord, state):
+        """Zeros, an identity, or in front of the first segment the sequence's initial state."""
+        rows = state_coord(coord.v_row, coord.thread)
+        if (coord.work.segment == 0) & (coord.work.tile == 0):
+            load_initial_state(args, coord.work, self.state_dtype, self.K, rows, state)
+        else:
+            diagonal = ptx.select(coord.work.tile > 0, Float32(1), Float32(0))
+            for j in cutlass.range_constexpr(D // 8):
+                for i in cutlass.range_constexpr(4):
+                    on_diagonal = rows.row + i // 2 * 8 == rows.column + 8 * j + i % 2
+                    state[4 * j + i] = ptx.select(on_diagonal, diagonal, Float32(0))
+
+    @cute.jit
+    def store_state(self, args, coord, state, state_scale):
+        """M or B among the transitions; B as the next segment's initial state where it is that."""
+        ptr, work = args.ptr, coord.work
+        transition = ptr.segment_transitions + segment_state_offset(args, work, 2 * D)
+        transition += Int64(select_(work.tile > 0, Int64(STATE_BYTES), Int64(0)))
+        next_state = ptr.segment_states + segment_state_offset(args, work, D) + STATE_BYTES
+        start_known = (work.segment == 0) | has_window(coord)
+        at = Int64(select_(start_known, next_state, transition))
+        rows = state_coord(coord.v_row, coord.thread)
+        store_rows(at, Float32, D, rows, True, state, inverse_power_of_2(state_scale))
+
+    def store_flag(self, args, coord, flag, condition):
+        """Whether no transition is passed over the segment: the next initial state is there, or
+        not needed."""
+        head = head_number(args, coord.work.sequence.n, ptx.opaque(coord.work.hv))
+        at = segment_flag_at(args, segment_number(args, head, coord.work.segment))
+        ptx.store_words(at, [Uint32(Int32(flag))], condition)
+
+
+def has_values(coord, token):
+    """Tokens past the last one have none, nor has the identity."""
+    return (token < coord.work.sequence.tokens) & (coord.work.tile == 0)

@@ -1,0 +1,200 @@
+"""Which kernels a prefill takes: rules, the first match. Measured: docs/kernels/prefill.md.
+
+A CTA of the scan by tiles has 64 V rows of a head, of scan_raw and fused 128. An H200 and an H100
+have 132 SMs, each of which runs one of these CTAs at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+
+from ..kernels.prefill.arguments import CHUNK, MAX_RAW_SEQUENCES
+from ..problem import Problem
+
+H200_SMS = 132
+
+# Load imbalance: chunks of the longest sequence over the chunks of all heads per SM.
+MAX_IMBALANCE = 2.0
+MAX_IMBALANCE_ALONE = 2.5  # GDN with one value head a k head
+MAX_IMBALANCE_OVERLAPPED = 2.4
+MAX_GROUP = 8  # value heads of a k head up to which fused computes fp16 k and q for each
+MIN_FILLED = 0.75  # of the SMs in the last round of fused, with more than two value heads a k head
+RAW_SHARE = 0.61  # of the SMs, up to which scan_raw leaves the others to prepare_raw
+MIN_RAW_OVERLAPPED = 2048  # tokens, where CTAs of 64 rows would all run at once
+MIN_RAW_TURNS = 320  # tokens, where they would not
+MIN_SEGMENTED = 2048  # tokens of a sequence
+FEW_SEGMENTS = 8  # segments of a short sequence
+SEGMENT_TOKENS = 512  # of a segment, of a long one
+MIN_SEGMENTS = 4  # below, state passing costs more than it saves
+SCAN_SHARE = 9 / 16  # of the SMs, up to which the scan by tiles leaves the others to prepare
+MIN_OVERLAPPED = 2048  # tokens, of GDN
+MIN_ROUNDS = 3  # of prepare's CTAs on all SMs, of KDA
+
+
+class Schedule(NamedTuple):
+    """kind: the kernels. segments: of every sequence, scanned at once."""
+
+    kind: str
+    segments: int = 1
+
+    def __str__(self) -> str:
+        return f"{self.segments} segments" if self.segments > 1 else self.kind
+
+
+class Call(NamedTuple):
+    """What the rules read of a call."""
+
+    problem: Problem
+    sequences: int
+    tokens: int
+    longest: int
+    """Tokens of the longest sequence."""
+    sms: int
+
+    @property
+    def heads(self) -> int:
+        return self.sequences * self.problem.HV
+
+    @property
+    def ctas(self) -> int:
+        """CTAs of the scan by tiles."""
+        return self.heads * (self.problem.V // 64)
+
+    @property
+    def group(self) -> int:
+        return self.problem.HV // self.problem.H
+
+    @property
+    def reproducible(self) -> bool:
+        return "deterministic" in self.problem.options
+
+    @property
+    def imbalance(self) -> float:
+        return self.longest * self.sms / max(self.tokens * self.problem.HV, 1)
+
+    @property
+    def fills(self) -> bool:
+        """Whether 64-row CTAs of all heads do not run at once."""
+        return 2 * self.heads > self.sms
+
+    @property
+    def segments(self) -> int:
+        """Segments of each sequence for which there are SMs, and tokens."""
+        if not self.ctas or self.tokens < MIN_SEGMENTED * self.sequences:
+            return 1
+        most = max(self.tokens // self.sequences // SEGMENT_TOKENS, FEW_SEGMENTS)
+        return min(self.sms // self.ctas, most)
+
+    @property
+    def fused_fills(self) -> bool:
+        """Whether rounds of fused's CTAs fill the SMs."""
+        rounds = -(-self.heads // self.sms)
+        return rounds == 1 or self.group <= 2 or self.heads >= MIN_FILLED * self.sms * rounds
+
+
+class Rule(NamedTuple):
+    kind: str
+    condition: str
+    holds: Callable[[Call], bool]
+    figure: str
+    """What set it, on an H200."""
+
+
+RULES = (
+    Rule(
+        "raw overlapped",
+        f"KDA, long sequences, heads for {RAW_SHARE:.0%} of the SMs or less",
+        lambda c: (
+            c.heads <= RAW_SHARE * c.sms
+            and c.longest >= (MIN_RAW_TURNS if c.fills else MIN_RAW_OVERLAPPED)
+            and c.imbalance <= MAX_IMBALANCE_OVERLAPPED
+        ),
+        "64/64, 1 x 8192: 15 to 18 % faster than raw",
+    ),
+    Rule(
+        "raw",
+        "KDA, heads fill the SMs",
+        lambda c: c.fills and c.imbalance <= MAX_IMBALANCE,
+        "9 to 13 % faster than tiles; H100 19 to 28 %",
+    ),
+    Rule(
+        "fused",
+        "GDN, heads fill the SMs, sequences of more than a chunk",
+        lambda c: (
+            c.fills
+            and c.imbalance <= (MAX_IMBALANCE_ALONE if c.group == 1 else MAX_IMBALANCE)
+            and c.group <= MAX_GROUP
+            and c.tokens > CHUNK * c.sequences
+            and c.fused_fills
+        ),
+        "26 % faster than tiles",
+    ),
+    Rule(
+        "segments",
+        f"few heads: SMs for {MIN_SEGMENTS} segments of {MIN_SEGMENTED} tokens",
+        lambda c: c.segments >= MIN_SEGMENTS,
+        "GDN 4/8, 1 x 8192: 50 to 85 us, in one segment 188",
+    ),
+    Rule(
+        "overlapped",
+        f"one long sequence, CTAs of the scan on at most {SCAN_SHARE:.0%} of the SMs",
+        lambda c: (
+            c.sequences == 1
+            and c.ctas <= SCAN_SHARE * c.sms
+            and (
+                -(-c.tokens // CHUNK) * c.problem.HV > MIN_ROUNDS * c.sms
+                if c.problem.axis == "channel"
+                else c.tokens >= MIN_OVERLAPPED
+            )
+        ),
+        "KDA 32/32, 1 x 8192: 228 us, tiles 290",
+    ),
+    Rule("tiles", "all others", lambda c: True, ""),
+)
+"""In order of priority; a rule's kind has to support the problem as well (`supports`)."""
+
+
+def supports(kind: str, problem: Problem, sequences: int = 1) -> bool:
+    """Whether there are kernels of that kind for the problem and so many sequences."""
+    deterministic = "deterministic" in problem.options
+    if kind == "tiles":
+        return True
+    if kind == "segments":  # segments change bits; rows of a CTA and where it is prepared do not
+        return not deterministic
+    # A variant of one kernel for all is one of prepare times one of scan: kept to the commonest.
+    if problem.dtype != torch.bfloat16 or not problem.K == problem.V == 128:
+        return False
+    if kind == "fused":
+        return problem.axis == "head" and not deterministic
+    if kind == "overlapped":  # three chunks of KDA with fp32 g exceed a CTA's shared memory
+        return problem.axis == "head" or problem.g_dtype != torch.float32
+    if kind == "raw overlapped" and sequences > MAX_RAW_SEQUENCES:
+        return False
+    return problem.axis == "channel" and problem.g_dtype != torch.float32 and not deterministic
+
+
+KINDS = tuple(rule.kind for rule in RULES)
+
+
+def rule_of(call: Call) -> Rule:
+    return next(
+        r for r in RULES if supports(r.kind, call.problem, call.sequences) and r.holds(call)
+    )
+
+
+def schedule_of(call: Call) -> Schedule:
+    kind = rule_of(call).kind
+    return Schedule(kind, call.segments if kind == "segments" else 1)
+
+
+def longest_of(problem: Problem, sequences: int, tokens: int, max_seqlen: int | None) -> int:
+    """Tokens of the longest sequence. Unknown packed ones are as uneven as a serving engine's."""
+    if max_seqlen is not None:
+        return min(int(max_seqlen), tokens)
+    packed = any(option.startswith("cu_seqlens") for option in problem.options)
+    if packed:
+        return max(tokens * 2 // max(sequences, 2), tokens // 3)
+    return tokens // max(sequences, 1)

@@ -1,0 +1,203 @@
+"""Which kernels a prefill takes: the rules, their figures, and the workspace that follows."""
+
+import itertools
+import random
+
+import pytest
+import torch
+
+from gated_delta.kernels.prefill import arguments
+from gated_delta.ops import PREFILL, prefill_schedule
+from gated_delta.ops.prefill_schedule import (
+    H200_SMS,
+    KINDS,
+    RULES,
+    Call,
+    Schedule,
+    longest_of,
+    rule_of,
+    schedule_of,
+    supports,
+)
+from gated_delta.problem import Problem
+
+GDN, KDA = "head", "channel"
+
+
+def problem(axis, heads, *options, **changes):
+    facts = dict(K=128, V=128, state_dtype=torch.float32, dtype=torch.bfloat16)
+    facts |= dict(g_dtype=torch.bfloat16, gate="softplus", options=frozenset(options))
+    return Problem("prefill", axis, *heads, **(facts | changes))
+
+
+def planned(axis, heads, lengths, *options, sms=H200_SMS, **changes):
+    """The schedule of a call whose longest sequence is known."""
+    call = problem(axis, heads, *options, **changes)
+    return schedule_of(Call(call, len(lengths), sum(lengths), max(lengths, default=0), sms))
+
+
+MODELS = [
+    # Qwen3-Next and Kimi Linear, and their shares under tensor parallelism.
+    (GDN, (16, 32), (1024,) * 8, "fused"),
+    (GDN, (16, 64), (1024,) * 8, "fused"),
+    (GDN, (16, 32), (8192,), "overlapped"),
+    (GDN, (4, 8), (8192,), "8 segments"),
+    (GDN, (4, 8), (65536,), "8 segments"),
+    (GDN, (16, 32), (512,), "tiles"),
+    (GDN, (16, 32), (), "tiles"),
+    (KDA, (32, 32), (1024,) * 8, "raw"),
+    (KDA, (64, 64), (8192,), "raw overlapped"),
+    (KDA, (32, 32), (4096,) * 2, "raw overlapped"),
+    (KDA, (32, 32), (8192,), "overlapped"),
+    (KDA, (8, 8), (8192,), "8 segments"),
+    (KDA, (32, 32), (256,), "tiles"),
+    # One sequence far longer than the others leaves SMs idle.
+    (GDN, (4, 8), (4096, *[455] * 9), "tiles"),
+    (KDA, (8, 8), (4096, *[215] * 19), "tiles"),
+    # A chunk per sequence; many value heads per k head; rounds that do not fill the SMs.
+    (GDN, (16, 32), (64,) * 20, "tiles"),
+    (GDN, (4, 64), (1024,) * 8, "tiles"),
+    (GDN, (16, 64), (2730,) * 3, "tiles"),
+]
+
+
+@pytest.mark.parametrize(("axis", "heads", "lengths", "schedule"), MODELS, ids=str)
+def test_models_take_the_kernels_that_were_measured(axis, heads, lengths, schedule):
+    assert str(planned(axis, heads, lengths)) == schedule
+
+
+UNSUPPORTED = [
+    ("fused", GDN, dict(dtype=torch.float16)),
+    ("fused", GDN, dict(K=64)),
+    ("fused", KDA, {}),
+    ("raw", GDN, {}),
+    ("raw", KDA, dict(g_dtype=torch.float32)),
+    ("raw overlapped", KDA, dict(V=64)),
+    ("overlapped", KDA, dict(g_dtype=torch.float32)),
+    ("overlapped", GDN, dict(dtype=torch.float16)),
+]
+UNSUPPORTED += [
+    (kind, axis, dict(options=frozenset({"deterministic"})))
+    for kind, axis in (("fused", GDN), ("raw", KDA), ("raw overlapped", KDA), ("segments", GDN))
+]
+
+
+@pytest.mark.parametrize(("kind", "axis", "changes"), UNSUPPORTED, ids=str)
+def test_kinds_without_kernels_for_a_problem(kind, axis, changes):
+    assert not supports(kind, problem(axis, (16, 32), **changes))
+    for lengths in ((64,), (8192,), (4096,) * 2, (1024,) * 8, (300,) * 40):
+        for heads in ((2, 2), (16, 32), (64, 64)):
+            assert planned(axis, heads, lengths, **changes).kind != kind
+
+
+def test_a_scan_of_raw_tokens_overlaps_with_32_sequences_at_most():
+    assert supports("raw overlapped", problem(KDA, (2, 2)), 32)
+    assert not supports("raw overlapped", problem(KDA, (2, 2)), 33)
+
+
+def test_schedules_fit_the_gpu():
+    """Segments of all heads run at once; every schedule has kernels; other GPUs have other SMs."""
+    rng, kinds = random.Random(0), set()
+    for _ in range(3000):
+        axis, H = rng.choice((GDN, KDA)), rng.choice((1, 2, 4, 8, 16, 24, 32, 48, 64, 96))
+        heads = (H, H * rng.choice((1, 2, 4)))
+        longest = 2 ** rng.randrange(1, 17)
+        lengths = [rng.randrange(longest) + 1 for _ in range(rng.choice((1, 1, 2, 4, 10, 40)))]
+        sms, options = rng.choice((20, 78, 114, 132)), rng.choice(((), ("deterministic",)))
+        schedule = planned(axis, heads, lengths, *options, sms=sms)
+        kinds.add(schedule.kind)
+        assert supports(schedule.kind, problem(axis, heads, *options), len(lengths))
+        if schedule.kind == "segments":
+            assert 4 <= schedule.segments <= sms // (2 * heads[1] * len(lengths))
+        else:
+            assert schedule.segments == 1
+    assert kinds == set(KINDS)
+
+
+def test_rules_are_few_and_have_their_reasons():
+    thresholds = [
+        name
+        for name, x in vars(prefill_schedule).items()
+        if name.isupper() and isinstance(x, int | float) and not hasattr(arguments, name)
+    ]
+    assert len(RULES) <= 8
+    assert len(thresholds) <= 1 + 15  # H200_SMS and the rules'
+    for rule in RULES:
+        assert rule.condition
+        assert rule.figure or rule is RULES[-1]
+
+
+def test_a_prompt_of_no_tokens_takes_tiles():
+    assert rule_of(Call(problem(GDN, (2, 4)), 0, 0, 0, H200_SMS)).kind == "tiles"
+
+
+def test_unknown_packed_lengths_count_as_uneven():
+    dense, packed = problem(GDN, (2, 2)), problem(GDN, (2, 2), "cu_seqlens=int32")
+    assert longest_of(dense, 4, 4000, None) == 1000
+    assert longest_of(packed, 4, 4000, None) == 2000
+    assert longest_of(packed, 100, 6000, None) == 2000
+    assert longest_of(packed, 4, 4000, 1200) == 1200
+    assert longest_of(packed, 4, 4000, 2**40) == 4000
+    assert longest_of(packed, 0, 0, None) == 0
+
+
+# ------------------------------------------------------------------------------ schedules passed in
+
+
+def plan(axis, **changes):
+    return PREFILL.plan(problem(axis, (2, 2), **changes), 1, 64)
+
+
+def test_a_schedule_passed_in_is_taken_and_given_up():
+    schedules = Schedule("fused"), Schedule("raw"), Schedule("tiles")
+    with PREFILL.scheduled(*schedules):
+        assert plan(GDN).schedule.kind == "fused"
+        assert plan(KDA).schedule.kind == "raw"
+        assert plan(KDA, dtype=torch.float16).schedule.kind == "tiles"
+    assert plan(GDN).schedule.kind == "tiles"
+    with PREFILL.scheduled(Schedule("fused")), pytest.raises(ValueError, match="got fused"):
+        plan(KDA)
+
+
+def test_a_number_of_sms_passed_in_is_taken_and_given_up():
+    x = torch.zeros(1, 640, 1, 128, dtype=torch.bfloat16)
+    call = PREFILL.arguments(*[None] * len(PREFILL.arguments._fields))
+    call = call._replace(q=x, k=x, v=x, g=x[..., 0], beta=x[..., 0], gate="log", bound=0.0)
+    with PREFILL.scheduled(Schedule("tiles"), sms=3):
+        assert PREFILL.work(call)[-1] == 3
+    assert PREFILL.work(call)[-1] == H200_SMS
+
+
+# -------------------------------------------------------------------------------- the workspace
+
+
+def test_regions_of_the_workspace_do_not_overlap():
+    """In the order of PrefillPointers, 256-byte aligned; absent ones have no address."""
+    names = [region.name for region in arguments.WORKSPACE]
+    assert arguments.PrefillPointers._fields[-len(names) :] == tuple(names)
+    flags = itertools.product((False, True), repeat=6)
+    for channel, raw, has_windows, ranked, queued, overlapped in flags:
+        for segments, chunk_slots in itertools.product((1, 4), (0, 1, 7)):
+            shape = arguments.WorkspaceShape(
+                N=3,
+                HV=5,
+                chunk_slots=chunk_slots,
+                tile_heads=0 if raw else 5,
+                channel=channel,
+                raw=raw,
+                segments=segments,
+                has_windows=has_windows,
+                ranked=ranked,
+                queued=queued,
+                overlapped=overlapped,
+            )
+            size, offsets = arguments.lay_out_workspace(shape)
+            end = 0
+            for region, offset in zip(arguments.WORKSPACE, offsets, strict=True):
+                needed = region.size(shape)
+                assert (offset >= 0) == (needed > 0)
+                if needed:
+                    assert offset >= end
+                    assert offset % 256 == 0
+                    end = offset + needed
+            assert size >= end
