@@ -76,6 +76,8 @@ class PrefillFused:
         self.registers = REGISTERS
         if checkpoints:
             self.registers = WITH_CHECKPOINTS.get((gate, state_dtype), REGISTERS)
+        # Either value is right; ptxas serialises a variant's wgmmas with the other one.
+        self.split = not (checkpoints and state_dtype == "fp32")
         smem = hopper.SharedMemory()
         self.kq = smem.add(STAGES * PAIR.bytes, 1024)
         v, self.tinv, self.aqk = (
@@ -98,6 +100,7 @@ class PrefillFused:
             checkpoints,
             tokens=self.tokens,
             terms=self.full,
+            sync_loads=False,
             tinv=self.tinv,
             aqk=self.aqk,
             v=v,
@@ -122,7 +125,7 @@ class PrefillFused:
         if cutlass.const_expr(not self.checkpoints):
             ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
         boxes = dict.fromkeys("qk", BOX) | dict.fromkeys("vo", VALUES)
-        maps = hopper.make_maps(ptr, stride, size, boxes, D, True)
+        maps = hopper.make_maps(ptr, stride, size, boxes, D, self.split)
         self.kernel(ptr, scale, bound, stride, size, maps).launch(
             grid=(ctas, 1, 1),
             block=(self.threads, 1, 1),

@@ -15,9 +15,6 @@ A chunk, with the state's scale s (docs/kernels/prefill.md, "Timeline of a chunk
 """
 
 from typing import NamedTuple
-import os
-
-X = os.environ.get("X", "")
 
 import cutlass
 import cutlass.cute as cute
@@ -124,15 +121,17 @@ class MainloopFp16:
 
     tinv, aqk, v, scales, boxes: byte offsets of shared memory, the first three of two stages.
     scale_bytes: of a chunk's scales. s_k_scale: offset of the ones of S k: minus, fp16 [64].
+    sync_loads: a warp barrier behind the initial state's loads. Either value is right.
     """
 
-    def __init__(self, channel, state_dtype, checkpoints, *, tokens, terms, **regions):
+    def __init__(self, channel, state_dtype, checkpoints, *, tokens, terms, sync_loads, **regions):
         self.channel, self.state_dtype, self.checkpoints = channel, state_dtype, checkpoints
         self.tokens, self.terms = tokens, terms
         self.tinv, self.aqk, self.v, self.boxes, self.scales = (
             regions[name] for name in ("tinv", "aqk", "v", "boxes", "scales")
         )
         self.scale_bytes, self.s_k_scale = regions["scale_bytes"], regions["s_k_scale"]
+        self.sync_loads = sync_loads
         self.o_scale = layout.KDA_SCALE_O if channel else layout.GDN_SCALE_O
         self.pipeline = TokenPipeline(tokens.stages)
 
@@ -141,21 +140,11 @@ class MainloopFp16:
         """A work tile. k, q, k_update: tokens in shared memory, [64, 128, stages]."""
         coord = MmaCoord(work, shared, thread, group)
         right, frag = self.right_operands(coord, k, q, k_update), make_fragments()
-        if cutlass.const_expr("I" in X):
-            if work.state_index >= 0:
-                state.load_initial_state(
-                    args, work, self.state_dtype, D, self.state_coord(coord), frag.state
-                )
-        elif cutlass.const_expr("J" in X):
-            if work.sequence.tokens > 0:
-                state.load_initial_state(
-                    args, work, self.state_dtype, D, self.state_coord(coord), frag.state
-                )
-        else:
-            state.load_initial_state(
-                args, work, self.state_dtype, D, self.state_coord(coord), frag.state
-            )
-        if cutlass.const_expr("A" in X):
+        # A branch, and for some variants a barrier behind it: else ptxas serialises wgmmas.
+        if work.state_index >= 0:
+            rows = self.state_coord(coord)
+            state.load_initial_state(args, work, self.state_dtype, D, rows, frag.state)
+        if cutlass.const_expr(self.sync_loads):
             cute.arch.sync_warp()
         state_scale, checkpoint = Float32(1), Int32(0)
         if cutlass.const_expr(self.checkpoints):
@@ -172,9 +161,6 @@ class MainloopFp16:
                 state_scale, pipe, checkpoint = self.chunk(
                     args, coord, right, frag, pipe, state_scale, checkpoint
                 )
-        if cutlass.const_expr("L" in X):
-            _, _, hv, index = (Int32(x) for x in ptx.load_shared_x4(self.box_coord_at(coord)))
-            work = work._replace(hv=hv, state_index=index)
         state.store_final_state(
             args,
             work,
@@ -195,10 +181,6 @@ class MainloopFp16:
 
         No wgmma group is in flight across the loop's back edge: ptxas would serialise every wgmma.
         """
-        if cutlass.const_expr("O" in X):
-            coord = coord._replace(shared=ptx.opaque(coord.shared))
-        if cutlass.const_expr("T" in X):
-            coord = coord._replace(thread=ptx.opaque(coord.thread) & 127)
         following, terms = self.pipeline.advance(pipe), pipe.number & 1
         start_mma(frag.s_k, frag.state_fp16, right.k, pipe.stage)
         start_mma(frag.o, frag.state_fp16, right.q, pipe.stage)
@@ -272,12 +254,7 @@ class MainloopFp16:
 
     def store_box_coord(self, args, coord):
         work = coord.work
-        words = (
-            layout.tma_row(args, work.sequence),
-            work.sequence.start,
-            work.hv,
-            work.state_index if "L" in X else coord.group,
-        )
+        words = layout.tma_row(args, work.sequence), work.sequence.start, work.hv, coord.group
         ptx.store_shared_x4(self.box_coord_at(coord), [Uint32(x) for x in words])
         cute.arch.sync_warp()
 
@@ -286,7 +263,7 @@ class MainloopFp16:
 
     def box_coord(self, coord, chunk):
         n, start, hv, column = (Int32(x) for x in ptx.load_shared_x4(self.box_coord_at(coord)))
-        return hopper.BoxCoord(n, start + chunk * CHUNK, hv, coord.group if "L" in X else column)
+        return hopper.BoxCoord(n, start + chunk * CHUNK, hv, column)
 
     @cute.jit
     def start_v(self, args, coord, pipe, ahead):

@@ -59,20 +59,11 @@ class PrefillScanRaw:
     def __init__(self, g_dtype: str, gate: str, state_dtype: str, checkpoints: bool):
         self.checkpoints, self.g_dtype = checkpoints, DTYPES[g_dtype]
         self.threads = len(WarpRole) * hopper.WARPGROUP
-        self.registers = MORE_FOR_MMA if checkpoints and gate != "log" else REGISTERS
-        # Either value is right; ptxas serialises a variant's wgmmas with the other one.
-        self.split = not (checkpoints and state_dtype == "bf16")
-        import os
-
-        X = os.environ.get("X", "")
-        if "8" in X:
-            self.registers = (80, 176)
-        if "5" in X:
-            self.registers = (56, 200)
-        if "S" in X:
-            self.split = not self.split
-        if "R" in X:
-            self.registers = MORE_FOR_MMA if self.registers == REGISTERS else REGISTERS
+        # Either value of split and sync_loads is right; ptxas serialises a variant's wgmmas with
+        # others than these (tests/test_compile.py).
+        more_for_mma = checkpoints and gate != "log"
+        self.registers = MORE_FOR_MMA if more_for_mma else REGISTERS
+        self.split = checkpoints and state_dtype == "bf16"
         self.gate = KdaChunk(D, BFloat16, DTYPES[g_dtype], gate, False)
         smem = hopper.SharedMemory()
         self.k, self.q, self.k_restored = (smem.add(STAGES * TILE_BYTES, 1024) for _ in range(3))
@@ -91,6 +82,7 @@ class PrefillScanRaw:
             checkpoints,
             tokens=self.tokens,
             terms=self.terms,
+            sync_loads=not more_for_mma,
             tinv=self.tinv,
             aqk=self.aqk,
             v=v,
