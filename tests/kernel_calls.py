@@ -7,7 +7,7 @@ import numpy
 import torch
 
 import gated_delta as gd
-from gated_delta.kernels.arguments import CHUNK
+from gated_delta.kernels.prefill.arguments import CHUNK
 from gated_delta.ops import prefill as on_host
 
 N, H, HV, P = 3, 2, 4, 7

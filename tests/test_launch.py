@@ -13,20 +13,15 @@ import kernel_calls as calls
 from gated_delta import api, compile, dispatch
 from gated_delta.call_cache import CallCache
 from gated_delta.kernels import arguments
-from gated_delta.kernels.arguments import (
-    ABSENT,
-    BF16,
-    CHUNK,
-    FP16,
-    FP32,
-    SCALE_BYTES,
-    TILE_BYTES,
-    TRIANGLE_BYTES,
-)
+from gated_delta.kernels.arguments import ABSENT, BF16, FP16, FP32
+from gated_delta.kernels.prefill import arguments as prefill_arguments
+from gated_delta.kernels.prefill.arguments import CHUNK
 from gated_delta.ops import OPERATIONS
 from gated_delta.ops import launch as shared
 from gated_delta.ops import prefill as on_host
+from gated_delta.ops.prefill_schedule import KINDS, supports
 from gated_delta.problem import BUFFER, Problem
+from gpu import prefill_path
 from kernel_calls import (
     OPS,
     SLOTS,
@@ -69,7 +64,8 @@ def launches(monkeypatch):
 
     def load(variant, arch):
         operation = variant.kernel.partition("_")[0].title()
-        kinds = [getattr(arguments, operation + kind) for kind in ("Pointers", "Strides", "Sizes")]
+        source = prefill_arguments if operation == "Prefill" else arguments
+        kinds = [getattr(source, operation + kind) for kind in ("Pointers", "Strides", "Sizes")]
 
         def launch(pointers, *rest):
             *numbers, strides, sizes, stream = rest
@@ -625,105 +621,86 @@ def test_a_bad_value_of_gated_delta_check_is_an_error(launches, monkeypatch):
     assert launches == []
 
 
-# ---------------------------------------------------------------- prefill's workspace and segments
+# ---------------------------------------------------------------- prefill's schedules and workspace
 
-WORKSPACE = [
-    "k_tiles",
-    "q_tiles",
-    "k_restored",
-    "tinv_aqk",
-    "scales",
-    "sequence_order",
-    "work_queue",
+REGIONS = [region.name for region in prefill_arguments.WORKSPACE]
+
+
+def kernels_of(launches):
+    """Launched kernels of prefill, without their prefix."""
+    return [variant.kernel.removeprefix("prefill_") for variant in launches.kernels]
+
+
+def regions_of(launches):
+    """Regions that the workspace has."""
+    return {name for name in REGIONS if getattr(launches[0][0], name)}
+
+
+TILES = {"k_tiles", "q_tiles", "tinv_aqk", "scales"}
+RAW = {"tinv_aqk", "scales", "counters"}
+SEGMENTED = {"segment_transitions", "segment_states"}
+PATHS = [
+    ("tiles", "prepare scan", TILES),
+    (2, "prepare transitions state_passing scan", TILES | SEGMENTED | {"transition_norms"}),
+    (7, "prepare transitions state_passing scan", TILES | SEGMENTED | {"transition_norms"}),
+    ("overlapped", "schedule overlapped", TILES | {"counters"}),
+    ("fused", "fused", set()),
+    ("raw", "prepare_raw scan_raw", RAW),
+    ("raw overlapped", "schedule prepare_raw scan_raw", RAW),
 ]
-WORKSPACE += ["segment_transitions", "segment_states", "transition_norms"]
 
 
-def force_segments(segments, monkeypatch, joins=False):
-    """Prefills from here on split each sequence into that many segments."""
-    monkeypatch.setattr(
-        on_host, "segmentation_of", lambda *_: on_host.Segmentation(segments, joins=joins)
-    )
-
-
-@pytest.mark.parametrize("segments", [1, 2, 7])
-def test_segments_launch_transitions_state_passing_and_scan(launches, monkeypatch, axis, segments):
-    force_segments(segments, monkeypatch)
-    run("prefill", **valid_call("prefill", axis))
-    passing = ["prefill_transitions", "prefill_state_passing"] if segments > 1 else []
-    assert [some.kernel for some in launches.kernels] == [
-        "prefill_prepare",
-        *passing,
-        "prefill_scan",
-    ]
-    windows = [
-        dict(some.facts)[name]
-        for some, name in ((launches.kernels[0], "segmented"), (launches.kernels[-1], "windows"))
-    ]
-    assert windows == [segments > 1] * 2
+@pytest.mark.parametrize(("path", "kernels", "regions"), PATHS, ids=str)
+def test_a_schedule_has_its_kernels_and_regions(launches, axis, path, kernels, regions):
+    """All kernels of a call get the same arguments. Two sequences, fewer heads than SMs."""
+    if path in ("fused", "raw", "raw overlapped") and (path == "fused") != (axis == "head"):
+        pytest.skip("the other axis has no such kernel")
+    with prefill_path(path, sms=132):
+        run("prefill", **prompts((2, 640), axis))
+    assert kernels_of(launches) == kernels.split()
+    k_restored = {"k_restored"} if axis == "channel" and "k_tiles" in regions else set()
+    assert regions_of(launches) == regions | k_restored
     assert all(launch == launches[0] for launch in launches)
+    segments = path if isinstance(path, int) else 1
     assert launches[0][-1].segments == segments
+    for variant in launches.kernels:
+        assert dict(variant.facts).get("windows", segments > 1) == (segments > 1)
 
 
-def test_joined_segments_are_two_kernels(launches, monkeypatch, axis):
-    """Prepare and scan. There is memory for the norms of transitions, not for transitions or states."""
-    force_segments(2, monkeypatch, joins=True)
-    run("prefill", **valid_call("prefill", axis))
-    assert [some.kernel for some in launches.kernels] == ["prefill_prepare", "prefill_scan"]
-    assert [
-        dict(some.facts).get(name) for some, name in zip(launches.kernels, ("segmented", "windows"))
-    ] == [True, True]
-    assert all(launch == launches[0] for launch in launches)
-    assert (
-        launches[0][0].segment_transitions
-        == launches[0][0].segment_states
-        == 0
-        < launches[0][0].transition_norms
-    )
+def test_segments_of_64_channels_have_no_windows(launches):
+    call = prompts((1, 640))
+    call |= {name: call[name][..., :64].contiguous() for name in "qk"}
+    with prefill_path(4, sms=132):
+        run("prefill", **call)
+    assert kernels_of(launches) == ["prepare", "transitions", "state_passing", "scan"]
+    assert "transition_norms" not in regions_of(launches)
+    assert not any(dict(variant.facts).get("windows") for variant in launches.kernels)
 
 
-def test_one_kernel_where_heads_fill_the_chip(launches):
-    """And at most eight value heads share a k head. In the workspace is at most what uneven sequences need: ranks and a queue."""
-    for many, heads, longest, more, kernels in (
-        (33, 2, None, {}, ["prefill_fused"]),
-        (34, 4, 65, {}, ["prefill_fused"]),
-        (34, 4, 80, {}, ["prefill_schedule", "prefill_fused"]),
-        (33, 4, 80, {}, ["prefill_fused"]),  # as many blocks as heads
-        (33, 1, None, {}, ["prefill_fused"]),
-        (33, 1, None, dict(deterministic=True), ["prefill_prepare", "prefill_scan"]),
-    ):
-        if longest:
-            more = more | dict(cu_seqlens=torch.arange(many + 1) * 65, max_seqlen=longest)
+@pytest.mark.parametrize(("N", "queued"), [(33, False), (34, True)])
+def test_fused_has_a_queue_where_ctas_take_several_heads(launches, N, queued):
+    """Four heads per sequence, 132 SMs. Packed sequences are ranked then, too."""
+    run("prefill", **prompts((N, 70)))
+    assert kernels_of(launches) == [*(["schedule"] if queued else []), "fused"]
+    assert regions_of(launches) == ({"counters"} if queued else set())
+    launches.clear()
+    lens = dict(cu_seqlens=torch.arange(N + 1) * 70, max_seqlen=70)
+    run("prefill", **prompts((1, N * 70)), **lens)
+    assert regions_of(launches) == ({"counters", "sequence_order"} if queued else set())
+
+
+def test_a_scan_of_more_ctas_than_sms_ranks_packed_sequences(launches, axis):
+    """Four heads of two CTAs each."""
+    for N in (16, 17):
         launches.clear()
-        call = prompts((1, many * 65) if "cu_seqlens" in more else (many, 70))
-        run(
-            "prefill",
-            **call | {name: call[name].repeat_interleave(2, 2)[:, :, :heads] for name in "qk"},
-            **more,
-        )
-        assert [some.kernel for some in launches.kernels] == kernels
-        assert all(launch == launches[0] for launch in launches)
-        present = ["sequence_order", "work_queue"] if "prefill_schedule" in kernels else []
-        if "prefill_fused" in kernels:
-            assert sorted(name for name in WORKSPACE if getattr(launches[0][0], name)) == present
+        lens = dict(cu_seqlens=torch.arange(N + 1) * 80, max_seqlen=80)
+        run("prefill", **prompts((1, N * 80), axis), **lens, deterministic=True)
+        assert kernels_of(launches) == ["prepare", "scan"]
+        assert ("sequence_order" in regions_of(launches)) == (8 * N > 132)
 
 
-@pytest.mark.parametrize("longest", [100, 3200])
-def test_packed_sequences_have_an_order_where_their_blocks_take_turns(launches, axis, longest):
-    """Of four heads and two tiles of V rows, or one; what is uneven has two where the longest is known."""
-    for N in (16, 40, 17):
-        launches.clear()
-        call = prompts((1, N * 80), axis) | dict(
-            cu_seqlens=ints(*range(0, N * 80 + 1, 80)), max_seqlen=longest
-        )
-        run("prefill", **call, deterministic=True)
-        rows = dict(launches.kernels[-1].facts)["rows"]
-        assert launches.kernels[-1].kernel == "prefill_scan"
-        assert bool(launches[0][0].sequence_order) == (4 * N * 128 // rows > 132)
-
-
-def test_few_blocks_of_prepare_have_fewer_value_heads(launches, axis):
-    """Halved while they are no more than 264 and the heads are even. KDA's have one, and what prepares beside the scan has all."""
+def test_few_ctas_of_prepare_share_value_heads(launches, axis):
+    """Halved while they are two per SM at most. KDA's have one head; overlapped has all."""
     for T, H, HV, heads in (
         (512, 16, 64, 2),
         (256, 16, 64, 1),
@@ -732,185 +709,87 @@ def test_few_blocks_of_prepare_have_fewer_value_heads(launches, axis):
         (64, 2, 2, 1),
         (64, 1, 7, 7),
     ):
-        assert (
-            on_host.prepare_heads(H, HV, -(-T // 64), on_host.Segmentation(1), on_host.H200_SMS)
-            == heads
-        )
-        assert (
-            on_host.prepare_heads(
-                H, HV, -(-T // 64), on_host.Segmentation(1, overlapped=True), on_host.H200_SMS
-            )
-            == HV // H
-        )
+        assert on_host.prepare_heads(H, HV, T // 64, "tiles", 132) == heads
+        assert on_host.prepare_heads(H, HV, T // 64, "overlapped", 132) == HV // H
     run("prefill", **prompts((1, 100), axis))
     assert (launches[0][-1].block_heads, launches[0][-1].chunk_blocks) == (1, 4)
 
 
-@pytest.mark.parametrize("packed", [False, True])
-def test_prepare_beside_the_scan_has_a_counter_for_each_chunk(launches, monkeypatch, axis, packed):
-    """Behind the queues of blocks and of items, and memory for what two kernels hand over."""
-    monkeypatch.setattr(
-        on_host, "segmentation_of", lambda *_: on_host.Segmentation(1, overlapped=True)
-    )
-    made, measure = [], on_host._workspace
-    monkeypatch.setattr(
-        on_host, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1]
-    )
-    run(
-        "prefill",
-        **prompts((1, 6400), axis),
-        **(dict(cu_seqlens=torch.tensor([0, 6000])) if packed else {}),
-    )
-    assert [some.kernel for some in launches.kernels] == ["prefill_schedule", "prefill_overlapped"]
-    ((size, offsets),), (pointers, *_, sizes) = made, launches[0]
-    assert launches[0] == launches[1]
-    present = {name for name in WORKSPACE if getattr(pointers, name)}
-    more = ["k_restored"] if axis == "channel" else []
-    assert present == {"k_tiles", "q_tiles", "tinv_aqk", "scales", "work_queue", *more}
-    queue = offsets[WORKSPACE.index("work_queue")]
-    assert queue == max(offsets)
-    assert queue + 4 * (2 + sizes.chunk_slots) <= size
-    assert sizes.chunk_slots >= 100
-
-
 @pytest.mark.parametrize("keeps", [False, True])
 def test_a_deterministic_prefill_has_one_scan_of_one_segment(launches, axis, keeps):
-    """Where calls without the flag have segments, joined ones, or one kernel; rows, and prepare beside the scan, do not change bits."""
-    packed, two = (
-        prompts((1, 200), axis) | dict(cu_seqlens=ints(0, 64, 200)),
-        ["prefill_prepare", "prefill_scan"],
-    )
-    beside = ["prefill_schedule", "prefill_overlapped"]
-    for call, n, kernels, rows in (
-        (prompts((1, 8192), axis), 1, beside, 64),
-        (packed, 2, two, 64),
-        (prompts((40, 70), axis), 40, two, 128),
+    """Other calls would have segments, or one kernel. Its variant always stores checkpoints."""
+    packed = prompts((1, 200), axis) | dict(cu_seqlens=ints(0, 64, 200))
+    for call, n, kernels in (
+        (prompts((1, 8192), axis), 1, ["schedule", "overlapped"]),
+        (packed, 2, ["prepare", "scan"]),
+        (prompts((40, 70), axis), 40, ["prepare", "scan"]),
     ):
         launches.clear()
-        keep = (
-            dict(
-                checkpoint_lens=torch.zeros(n, 1, dtype=i32),
-                checkpoints=torch.zeros(n, 1, HV, D, D),
-            )
-            if keeps
-            else {}
-        )
-        run("prefill", **call, **keep, deterministic=True)
+        lens, rows = torch.zeros(n, 1, dtype=i32), torch.zeros(n, 1, HV, D, D)
+        checkpoints = dict(checkpoint_lens=lens, checkpoints=rows) if keeps else {}
+        run("prefill", **call, **checkpoints, deterministic=True)
         facts = dict(launches.kernels[-1].facts)
-        assert [some.kernel for some in launches.kernels] == kernels
+        assert kernels_of(launches) == kernels
         assert facts | dict(checkpoints=True, deterministic=True) == facts
-        assert facts.get("rows", 64) == rows
         assert launches[0][-1].segments == 1
-    assert "deterministic" in str(
-        gd.explain("prefill", **packed, deterministic=True, backend="cute")
-    )
+    route = gd.explain("prefill", **packed, deterministic=True, backend="cute")
+    assert "deterministic" in str(route)
 
 
-def test_segmentation_depends_on_sequences_tokens_and_what_the_call_says_of_them(
-    launches, monkeypatch
-):
-    """Calls and explain pass the same numbers."""
-    asked = []
+def test_calls_and_explain_pass_the_same_work(launches, monkeypatch):
+    seen, plan = [], OPERATIONS["prefill"].plan
     monkeypatch.setattr(
-        on_host,
-        "segmentation_of",
-        lambda problem, *sizes: asked.append(sizes) or on_host.Segmentation(1),
+        OPERATIONS["prefill"], "plan", lambda *work: seen.append(work[1:]) or plan(*work)
     )
     for call in (prompts(), packed_prompts(0, 4, 8), packed_prompts(0, 4, 8) | dict(max_seqlen=5)):
         run("prefill", **call)
         gd.explain("prefill", **call, backend="cute")
     sms = on_host.H200_SMS
-    assert asked == [(N, N * 70, None, sms)] * 2 + [(2, 9, None, sms)] * 2 + [(2, 9, 5, sms)] * 2
+    assert seen == [(N, N * 70, None, sms)] * 2 + [(2, 9, None, sms)] * 2 + [(2, 9, 5, sms)] * 2
 
 
 def test_the_schedule_reads_how_many_sms_the_gpu_has(launches, monkeypatch):
-    """So do the kernels, the order of sequences and the blocks of prepare."""
+    """So do the kernels and the order of sequences."""
     gpu = SimpleNamespace(multi_processor_count=78)
     monkeypatch.setattr(
         torch.cuda, "get_device_properties", {torch.device("cuda", 1): gpu}.__getitem__
     )
     assert on_host.sms_of(torch.device("cuda", 1)) == 78
     assert on_host.sms_of(torch.device("cpu")) == on_host.H200_SMS
-    call = prompts((1, 60 * 65)) | dict(
-        cu_seqlens=torch.arange(61) * 65, max_seqlen=65, deterministic=True
-    )
-    for sms, ordered in ((239, True), (240, False)):
-        monkeypatch.setattr(on_host, "sms_of", lambda _, sms=sms: sms)
-        OPERATIONS["prefill"].calls.clear()
+    lens = dict(cu_seqlens=torch.arange(61) * 65, max_seqlen=65)
+    for sms, ranked in ((479, True), (480, False)):
         launches.clear()
-        run("prefill", **call)
-        assert {some[-1].sms for some in launches} == {sms}
-        assert bool(launches[0][0].sequence_order) == ordered
+        with prefill_path("tiles", sms):
+            run("prefill", **prompts((1, 60 * 65)), **lens)
+        assert {launch[-1].sms for launch in launches} == {sms}
+        assert ("sequence_order" in regions_of(launches)) == ranked
     for sms, segments in ((132, 8), (60, 7), (16, 1)):
         monkeypatch.setattr(on_host, "sms_of", lambda _, sms=sms: sms)
-        assert (
-            gd.explain("prefill", **prompts((1, 4096)), backend="cute").schedule.segments
-            == segments
-        )
+        route = gd.explain("prefill", **prompts((1, 4096)), backend="cute")
+        assert route.schedule.segments == segments
 
 
-def test_calls_that_differ_in_max_seqlen_have_kernels_of_their_own(launches):
-    """Known calls too, and whatever it says: one that is too small or too large is as the nearest that can be."""
-    many, fused, split = 34, ["prefill_fused"], ["prefill_prepare", "prefill_scan"]
+def test_calls_that_differ_in_max_seqlen_are_planned_apart(launches):
+    """Repeated calls too. One that is too small or too large counts as the nearest possible."""
+    many, fused, split = 34, ["schedule", "fused"], ["prepare", "scan"]
     call = prompts((1, many * 65)) | dict(cu_seqlens=torch.arange(many + 1) * 65)
     for _ in range(2):
-        for max_seqlen, kernels, rows in (
-            (65, fused, None),
-            (0, fused, None),
-            (80, ["prefill_schedule", *fused], None),
-            (numpy.int32(65), fused, None),
-            (1000, split, 64),
-            (2**70, split, 64),
-            (None, split, 64),
+        for max_seqlen, kernels in (
+            (65, fused),
+            (0, fused),
+            (numpy.int32(80), fused),
+            (1000, split),
+            (2**70, split),
+            (None, split),
         ):
             launches.clear()
             run("prefill", **call, max_seqlen=max_seqlen)
-            assert [some.kernel for some in launches.kernels] == kernels
-            assert dict(launches.kernels[-1].facts).get("rows") == rows
-    assert len(OPERATIONS["prefill"].calls) == 7
-
-
-@pytest.mark.parametrize(("segments", "joins"), [(1, False), (4, False), (4, True)])
-@pytest.mark.parametrize("packed", [False, True], ids=["dense", "packed"])
-def test_workspace_regions_have_room_and_do_not_overlap(
-    launches, monkeypatch, axis, packed, segments, joins
-):
-    """Every region up to the last byte of its last entry; they begin at multiples of 256 bytes from one another."""
-    force_segments(segments, monkeypatch, joins)
-    monkeypatch.setattr(on_host, "sms_of", lambda _: 3)
-    made, measure = [], on_host._workspace
-    monkeypatch.setattr(
-        on_host, "_workspace", lambda *facts: made.append(measure(*facts)) or made[-1]
-    )
-    more = dict(cu_seqlens=torch.tensor([0, 5, 190])) if packed else {}
-    run("prefill", **prompts((1, 200) if packed else (N, 70), axis), **more)
-    ((size, offsets),), (pointers, *_, sizes) = made, launches[0]
-    v_chunks, channel = sizes.chunk_slots * sizes.HV, axis == "channel"
-    qk_bytes = TILE_BYTES * (v_chunks if channel else sizes.chunk_slots * sizes.H)
-    cut = sizes.N * sizes.HV * segments if segments > 1 and not joins else 0
-    queue = 4 * (1 + (sizes.N * sizes.HV * 2 if segments > 1 else 0))
-    tiles = [
-        qk_bytes,
-        qk_bytes,
-        v_chunks * TILE_BYTES if channel else 0,
-        v_chunks * 2 * TRIANGLE_BYTES,
-        v_chunks * SCALE_BYTES,
-    ]
-    ends = [*tiles, 4 * sizes.N if packed else 0, queue, 2 * cut * D * D * 4, cut * (D * D * 4 + 4)]
-    ends.append(v_chunks * 4 if segments > 1 else 0)
-    assert [at < 0 for at in offsets] == [end == 0 for end in ends]
-    taken = [(at, at + end) for at, end in zip(offsets, ends, strict=True) if end]
-    assert all(at % 256 == 0 for at, _ in taken)
-    assert all(end <= following for (_, end), (following, _) in itertools.pairwise(taken))
-    assert taken[-1][1] <= size
-    start = pointers.work_queue - offsets[WORKSPACE.index("work_queue")]
-    assert [getattr(pointers, name) for name in WORKSPACE] == [
-        start + at if at >= 0 else 0 for at in offsets
-    ]
+            assert kernels_of(launches) == kernels
+    assert len(OPERATIONS["prefill"].calls) == 6
 
 
 def first_chunk_slot(starts, n):
-    """The slot of a packed sequence's first chunk, as device/chunks.py has it."""
+    """The slot of a packed sequence's first chunk, as prefill/layout.py has it."""
     return starts[n] // CHUNK + n
 
 
@@ -951,363 +830,21 @@ def prompt_problem(HV=8, **changes):
     )
 
 
-@pytest.mark.parametrize("sms", [132, 114, 78, 16])
-def test_few_long_prompts_are_segmented_and_others_are_not(sms):
-    """No more blocks than run at once, and no segment too short to pay for state passing."""
-    found = set()
-    sizes = (
-        (1, 2, 4, 8, 16, 32, 64),
-        (1, 2, 3, 7, 33, 300),
-        (0, 1, 512, 2047, 2048, 8191, 8192, 100_000),
-    )
-    for axis, HV, N, T in itertools.product(("head", "channel"), *sizes):
-        made = on_host.segmentation_of(prompt_problem(HV, axis=axis), N, N * T, sms=sms)
-        found.add((made.segments, made.joins))
-        assert made.segments >= 1
-        if made.segments > 1:
-            doubled = (
-                axis == "head"
-                and made.segments * on_host.MIN_DOUBLED <= 2 * T
-                and made.segments >= 2 * on_host.FEW_SEGMENTS
-            )
-            assert made.segments * 2 * HV * N <= sms * (1 + doubled)
-            if made.joins:
-                assert on_host.MIN_JOINED <= T
-                assert made.segments <= on_host.MAX_JOINED_SEGMENTS
-                assert made.segments >= on_host.MIN_JOINED_SEGMENTS[axis]
-            else:
-                assert T >= on_host.MIN_CUT
-                assert (
-                    made.segments <= on_host.FEW_SEGMENTS
-                    or made.segments * on_host.MIN_SEGMENT <= T
-                )
-                assert made.segments >= 4 or (
-                    made.segments == 3 and T >= on_host.MIN_THREE_SEGMENTS
-                )
-        blocks = 2 * HV * N  # of 64 rows
-        if made.raw and made.overlapped:
-            assert (axis, made.rows) == ("channel", 128)
-            assert (on_host.MIN_WALKED_RAW if blocks <= sms else on_host.MIN_TURNS_RAW) <= T
-            assert sms / on_host.MAX_UNEVEN_RAW <= HV * N <= on_host.MAX_WALKING_RAW * sms
-            continue
-        if (
-            blocks <= sms or axis == "channel" or sms == on_host.H200_SMS
-        ):  # else some of GDN's heads would leave SMs idle
-            assert made.rows == (64 if blocks <= sms else 128)
-        assert not made.overlapped or (N == 1 and 16 * blocks <= 9 * sms)
-        if made.segments == 1 and 3 * blocks <= sms:
-            assert T < on_host.MIN_THREE_SEGMENTS  # room for three, and tokens for them
-    assert found > {(1, False), (4, False), (2, True)} | ({(16, False)} if sms > 16 else set())
-    assert on_host.segmentation_of(prompt_problem(), 0, 0) == on_host.Segmentation(1)
-
-
-def test_where_there_is_no_room_for_eight_segments_scans_join_four_of_longer_prompts():
-    for axis, fewest in on_host.MIN_CUT_IN_FEWER.items():
-        joined = on_host.Segmentation(4, joins=True)
-        for HV, N in ((16, 1), (8, 2), (9, 1)):
-            room = 132 // (2 * HV * N)
-            assert {
-                on_host.segmentation_of(prompt_problem(HV, axis=axis), N, N * T)
-                for T in (2048, fewest - 1)
-            } == {joined}
-            assert on_host.segmentation_of(
-                prompt_problem(HV, axis=axis), N, N * fewest
-            ) == on_host.Segmentation(room)
-        for other in (
-            dict(HV=8),
-            dict(HV=16, V=64),
-            dict(HV=16, K=64),
-        ):  # room for eight; what scans do not join
-            made = on_host.segmentation_of(prompt_problem(axis=axis, **other), 1, 2048)
-            assert (made.segments >= 4, made.joins) == (True, False)
-
-
-def test_very_long_prompts_of_gdn_have_twice_as_many_segments_as_fit_at_once():
-    for HV, length, segments in (
-        (8, 65_536, 16),
-        (8, 65_535, 8),
-        (4, 131_072, 32),
-        (4, 131_071, 16),
-        (16, 131_072, 4),
-    ):
-        assert on_host.segmentation_of(prompt_problem(HV), 1, length) == on_host.Segmentation(
-            segments
-        )
-    assert on_host.segmentation_of(
-        prompt_problem(8, axis="channel"), 1, 131_072
-    ) == on_host.Segmentation(8)
-
-
-def test_what_has_no_fused_kernel_is_not_fused():
-    one, split = on_host.Segmentation(1, 128, True, even=True), on_host.Segmentation(1, 128)
-    assert on_host.segmentation_of(prompt_problem(2), 64, 6400) == one
-    assert on_host.segmentation_of(prompt_problem(1), 67, 6700) == one
-    assert on_host.segmentation_of(prompt_problem(2, axis="channel"), 100, 10000) == split._replace(
-        raw=True
-    )
-    for other in (
-        dict(axis="channel", g_dtype=torch.float32),
-        dict(axis="channel", options=frozenset({"deterministic"})),
-        dict(dtype=torch.float16),
-        dict(K=64),
-        dict(HV=9),
-        dict(options=frozenset({"deterministic"})),
-    ):
-        assert on_host.segmentation_of(prompt_problem(**dict(HV=2) | other), 100, 10000) == split
-    assert on_host.segmentation_of(prompt_problem(2), 100, 6400) == split  # a chunk a sequence
-
-
-def test_sequences_of_about_one_length_need_no_queue():
-    """As many chunks as the longest on average, and at most a tenth less than it."""
-    problem = prompt_problem(H=16, HV=32, options=frozenset({"cu_seqlens_i32"}))
-    for lengths, even in (
-        ((409,) * 9 + (415,), True),
-        ((204,) * 19 + (220,), True),
-        ((448,) * 7 + (447,), True),
-        ((380,) * 9 + (390,), False),  # six chunks, and seven
-        ((400,) * 9 + (448,), False),
-        ((819,) * 8 + (820, 0), False),
-    ):
-        made = on_host.segmentation_of(problem, len(lengths), sum(lengths), max(lengths))
-        assert made == on_host.Segmentation(1, 128, True, even=even)
-
-
-def test_where_heads_leave_many_sms_idle_blocks_have_64_rows():
-    """Three to eight value heads a k head: 132 at a time, which should fill three quarters of all rounds but a single one."""
-    one, two = on_host.Segmentation(1, 128, True, even=True), on_host.Segmentation(1)
-    for heads, made in (
-        (84, one),
-        (132, one),
-        (144, two),
-        (192, two),
-        (204, one),
-        (264, one),
-        (276, two),
-        (300, one),
-        (372, one),
-    ):
-        for HV in (3, 4, 6):
-            assert on_host.segmentation_of(prompt_problem(HV), heads // HV, 100 * heads) == made
-        for HV in (1, 2):
-            assert on_host.segmentation_of(prompt_problem(HV), heads // HV, 100 * heads) == one
-
-
-def test_chunks_of_one_prompt_are_prepared_beside_the_scan_where_many_sms_are_idle():
-    overlapped = on_host.Segmentation(1, overlapped=True)
-    packed = dict(options=frozenset({"cu_seqlens_i32"}))
-    kda = (dict(HV=some, axis="channel") for some in (17, 37))
-    for sizes in (dict(H=16, HV=32), dict(HV=17), dict(HV=37), dict(H=32, HV=32, **packed), *kda):
-        fewest = on_host.MIN_OVERLAPPED
-        if "axis" in sizes:  # more chunks of heads than prepare has blocks at once
-            fewest = on_host.PREPARED_AT_ONCE * on_host.H200_SMS // sizes["HV"] * 64 + 1
-        assert on_host.segmentation_of(prompt_problem(**sizes), 1, fewest) == overlapped
-        assert not on_host.segmentation_of(prompt_problem(**sizes), 1, fewest - 1).overlapped
-        assert not on_host.segmentation_of(prompt_problem(**sizes), 1, 2**20).joins
-    fp32 = dict(
-        axis="channel", g_dtype=torch.float32
-    )  # three chunks of which an SM has no shared memory for
-    for other in (fp32, dict(dtype=torch.float16), dict(K=64), dict(V=64), dict(HV=38)):
-        assert not on_host.segmentation_of(
-            prompt_problem(**dict(H=1, HV=32) | other), 1, 8192
-        ).overlapped
-    assert not on_host.segmentation_of(prompt_problem(HV=16), 2, 8192).overlapped
-    for sms, made in ((114, True), (113, False), (78, False)):
-        assert (
-            on_host.segmentation_of(prompt_problem(H=16, HV=32), 1, 8192, sms=sms).overlapped
-            == made
-        )
-
-
-def test_of_kda_with_a_head_for_half_of_the_sms_raw_tokens_are_walked_beside_prepare():
-    """A head of each sequence. Of at most 32 sequences, of which none is much longer than the others."""
-    beside = on_host.Segmentation(1, 128, overlapped=True, raw=True)
-
-    def made(HV, N, tokens, longest=None, **changes):
-        return on_host.segmentation_of(
-            prompt_problem(HV, axis="channel", **changes), N, tokens, longest
-        )
-
-    half = ((55, 1), (66, 1), (32, 2), (8, 8), (2, 32))
-    for HV, N, fewest in (
-        *((*some, on_host.MIN_WALKED_RAW) for some in half),
-        (8, 9, 320),
-        (80, 1, 320),
-    ):
-        assert made(HV, N, N * fewest) == beside
-        assert made(HV, N, N * (fewest - 1)) != beside
-    for HV, N in ((54, 1), (81, 1), (2, 33), (1, 64)):
-        assert made(HV, N, N * 8192) != beside
-    for other in (
-        dict(options=frozenset({"deterministic"})),
-        dict(g_dtype=torch.float32),
-        dict(K=64),
-    ):
-        assert made(64, 1, 8192, **other) != beside
-    packed = dict(options=frozenset({"cu_seqlens_i32"}))
-    assert [
-        made(32, 2, 8192, longest, **packed) == beside for longest in (4096, 4766, 4767, None)
-    ] == [True, True, False, False]
-    assert made(64, 1, 8192, **packed) == beside
-
-
-def test_packed_prompts_have_64_rows_where_one_of_them_may_keep_few_sms_busy():
-    """The fewer they are, the more of all tokens one may have; as long as each other they are where they are not packed."""
-    packed = dict(options=frozenset({"cu_seqlens_i32"}))
-    rows = {
-        (16, 32): {3: 64, 4: 64, 5: 128, 20: 128},
-        (4, 8): {9: 64, 20: 64},
-        (16, 64): {2: 64, 4: 128},
-        (32, 32): {3: 64, 5: 128},
-    }
-    for axis, (H, HV) in itertools.product(("head", "channel"), rows):
-        for sequences, wanted in rows[H, HV].items():
-            sizes, tokens = dict(H=H, HV=HV, axis=axis), sequences * 1024
-            assert (
-                on_host.segmentation_of(prompt_problem(**sizes, **packed), sequences, tokens).rows
-                == wanted
-            )
-            assert on_host.segmentation_of(prompt_problem(**sizes), sequences, tokens).rows == 128
-    assert on_host.segmentation_of(prompt_problem(HV=96, **packed), 1, 8192).rows == 128
-
-
-def test_where_the_longest_packed_prompt_is_known_rows_depend_on_it():
-    """Not on how many there are. More heads than SMs always have 128, whatever the call says."""
-    packed = dict(options=frozenset({"cu_seqlens_i32"}))
-    cells = [
-        (axis, *some)
-        for axis in ("head", "channel")
-        for some in ((4, 8, 20, 992), (16, 32, 3, 3971))
-    ]
-    for axis, H, HV, sequences, longest in (
-        *cells,
-        ("head", 4, 8, 10, 992),
-        ("head", 32, 32, 4, 4964),
-        ("channel", 32, 32, 4, 3971),
-    ):
-        even, uneven = (
-            on_host.segmentation_of(
-                prompt_problem(H=H, HV=HV, axis=axis, **packed), sequences, 8192, known
-            )
-            for known in (longest, longest + 1)
-        )
-        assert (even.rows, uneven) == (128, on_host.Segmentation(1))
-    rows = {
-        on_host.segmentation_of(prompt_problem(HV=96, **packed), 10, 8192, known).rows
-        for known in (0, 820, 8192, 2**40)
-    }
-    assert rows == {128}
-    few = {
-        on_host.segmentation_of(prompt_problem(HV=4, **packed), 10, 81920, known)
-        for known in (None, 0, 8192, 2**40)
-    }
-    assert len(few) == 1
-
-
-def test_blocks_of_states_with_64_v_rows_have_64():
-    for N, HV in itertools.product((1, 300), (1, 64)):
-        assert on_host.segmentation_of(prompt_problem(HV, V=64), N, N * 1000).rows == 64
-
-
-def test_a_longer_prompt_has_no_fewer_segments():
-    """Among short ones, whose segments are joined, and among those that are cut, longer than what is prepared beside the scan."""
-    for HV, N in itertools.product((1, 2, 8, 16), (1, 2, 5)):
-        for lengths in (range(0, on_host.MIN_OVERLAPPED, 50), range(on_host.MIN_CUT, 40_000, 100)):
-            segments = [
-                on_host.segmentation_of(prompt_problem(HV), N, N * T).segments for T in lengths
-            ]
-            assert segments == sorted(segments)
-
-
-def test_variants_of_a_prefill_are_those_of_every_segmentation(axis):
+def test_the_variants_of_a_prefill_are_those_of_its_schedules(axis):
     problem = prompt_problem(axis=axis)
-    listed = dispatch.variants_of(problem)
-    several = [on_host.Segmentation(segments) for segments in (2, 3, 16)]
-    for segmentation in (
-        on_host.Segmentation(1),
-        on_host.Segmentation(1, 128),
-        *several,
-        on_host.Segmentation(2, joins=True),
-    ):
-        made = [some.kernel for some in on_host.variants_of(problem, segmentation)]
-        between = (
-            ["prefill_transitions", "prefill_state_passing"] if segmentation in several else []
-        )
-        assert made == ["prefill_prepare", *between, "prefill_scan"]
-        assert set(on_host.variants_of(problem, segmentation)) <= set(listed)
-    fused, overlapped = on_host.Segmentation(1, 128, True), on_host.Segmentation(1, overlapped=True)
-    in_one, raw = (
-        [(overlapped, ["prefill_schedule", "prefill_overlapped"])],
-        on_host.Segmentation(1, 128, raw=True),
-    )
-    if axis == "channel":
-        two = ["prefill_prepare_raw", "prefill_scan_raw"]
-        for segmentation, kernels in (
-            (raw, two),
-            (raw._replace(overlapped=True), ["prefill_schedule", *two]),
-        ):
-            made = on_host.variants_of(problem, segmentation)
-            assert ([some.kernel for some in made], set(made) <= set(listed)) == (kernels, True)
-    if axis == "head":
-        in_one += [
-            (fused._replace(even=True), ["prefill_fused"]),
-            (fused, ["prefill_schedule", "prefill_fused"]),
-        ]
-    for segmentation, kernels in in_one:
-        made = on_host.variants_of(problem, segmentation)
-        assert [some.kernel for some in made] == kernels
-        assert all(
-            dict(some.facts) == dict(overlapped=segmentation.overlapped) for some in made[:-1]
-        )
-        assert set(made) <= set(listed)
-    walks = [
-        "prefill_overlapped",
-        "prefill_fused" if axis == "head" else "prefill_scan_raw",
-        *["prefill_scan"] * 3,
-    ]
-    others = [
-        *["prefill_prepare"] * 2,
-        "prefill_state_passing",
-        "prefill_transitions",
-        "prefill_schedule",
-    ]
-    others += ["prefill_schedule" if axis == "head" else "prefill_prepare_raw"]
-    assert sorted(some.kernel for some in listed) == sorted([*walks, *others])
-    new = set(
-        dispatch.variants_of(prompt_problem(axis=axis, options=frozenset({"checkpoints"})))
-    ) - set(listed)
-    assert sorted(some.kernel for some in new) == sorted(walks)
-
-
-def test_a_scan_that_decays_raw_tokens_has_no_tiles_in_the_workspace(launches):
-    """Many heads of KDA, bf16 with 16-bit g and 128 channels. Deterministic calls and others have tiles."""
-    tiles, call = {"k_tiles", "q_tiles", "k_restored"}, prompts((34, 70), "channel")
-    of_64_channels = {name: x[..., :64] for name, x in call.items() if name in "qkg"}
-    half = {name: call[name].half() for name in "qkv"}
-    for more, kernel in (
-        ({}, "prefill_scan_raw"),
-        (dict(g=call["g"].half()), "prefill_scan_raw"),
-        (
-            dict(
-                checkpoint_lens=ints(*[64] * 34)[:, None],
-                checkpoints=torch.empty(34, 1, 4, 128, 128),
-            ),
-            "prefill_scan_raw",
-        ),
-        (dict(deterministic=True), "prefill_scan"),
-        (dict(g=call["g"].float()), "prefill_scan"),
-        (half, "prefill_scan"),
-        (of_64_channels, "prefill_scan"),
-    ):
-        launches.clear()
-        run("prefill", **call | more)
-        raw = kernel == "prefill_scan_raw"
-        assert [some.kernel for some in launches.kernels] == [
-            "prefill_prepare_raw" if raw else "prefill_prepare",
-            kernel,
-        ]
-        assert {name for name in tiles if getattr(launches[0][0], name)} == (
-            set() if raw else tiles
-        )
+    variants = dispatch.variants_of(problem)
+    for kind in KINDS:
+        if supports(kind, problem):
+            for queued in (False, True):
+                assert set(on_host.variants_of(problem, kind, queued)) <= set(variants)
+    scans = ["overlapped", "fused" if axis == "head" else "scan_raw", "scan", "scan"]
+    others = ["prepare", "prepare", "state_passing", "transitions", "schedule"]
+    others += ["schedule" if axis == "head" else "prepare_raw"]
+    names = [variant.kernel.removeprefix("prefill_") for variant in variants]
+    assert sorted(names) == sorted([*scans, *others])
+    with_checkpoints = prompt_problem(axis=axis, options=frozenset({"checkpoints"}))
+    new = set(dispatch.variants_of(with_checkpoints)) - set(variants)
+    assert sorted(x.kernel.removeprefix("prefill_") for x in new) == sorted(scans)
 
 
 def test_compile_time_facts_of_prefills_kernels():

@@ -13,27 +13,6 @@ BF16, FP16, FP32, ABSENT = range(4)
 TOKEN_TILES = (2, 4, 8, 16)
 """verify's compile-time draft lengths."""
 
-CHUNK = 64
-"""Tokens of a chunk of prefill."""
-
-TILE_BYTES = CHUNK * 128 * 2
-"""k or q of a chunk in prefill's workspace: [64, 128] fp16, in the order of shared memory."""
-
-TRIANGLE_BYTES = CHUNK * (CHUNK + 16) // 2 * 2
-"""Tinv or Aqk of a chunk in the workspace: [64, 64] fp16, no 16 x 16 blocks above the diagonal."""
-
-SCALE_BYTES = 1024
-"""Scales of a chunk in the workspace, per token or channel. Offsets: kernels/device/chunks.py."""
-
-RAW_SCALE_BYTES = 3584
-"""The same for prefill_scan_raw: it decays raw q and k of KDA itself, without tiles."""
-
-FIRST_COUNTER = 16
-"""Padding in words: keeps the polled counters of prepared chunks off the queues' cache line."""
-
-MAX_WALKED = 32
-"""Most sequences of a scan of raw tokens that overlaps prepare: prepare has one per lane."""
-
 
 def lanes_per_row(K: int) -> int:
     """Threads per V row, with 8 key channels each."""
@@ -59,20 +38,19 @@ BUFFER_STRIDES = dict(buffer_u="rth", buffer_k="rth")
 NORM_STRIDES = dict(z="nth", norm_weight="c")
 
 
-def _strides(name: str, **dims: str) -> Any:
+def strides_type(name: str, **dims: str) -> Any:
     """A tuple type with one field per dimension of each tensor: q="nt" gives q_n and q_t.
 
     n: sequence (0 when packed), t: token, h: head, c: channel, p: pool slot, r: row of the
     KVBuffer, j: checkpoint of a sequence.
     """
-    made: Any = namedtuple(
-        name, [f"{tensor}_{dim}" for tensor, letters in dims.items() for dim in letters]
-    )
-    made.dims = dims
-    return made
+    fields = [f"{tensor}_{dim}" for tensor, letters in dims.items() for dim in letters]
+    strides: Any = namedtuple(name, fields)
+    strides.dims = dims
+    return strides
 
 
-DecodeStrides = _strides(
+DecodeStrides = strides_type(
     "DecodeStrides",
     **TOKEN_STRIDES,
     state="ph",
@@ -84,7 +62,7 @@ DecodeStrides = _strides(
     intermediate_indices="n",
     **NORM_STRIDES,
 )
-VerifyStrides = _strides(
+VerifyStrides = strides_type(
     "VerifyStrides",
     **TOKEN_STRIDES,
     state="ph",
@@ -95,7 +73,7 @@ VerifyStrides = _strides(
     buffer_indices="n",
     **NORM_STRIDES,
 )
-FlushStrides = _strides(
+FlushStrides = strides_type(
     "FlushStrides",
     state="ph",
     **BUFFER_STRIDES,
@@ -105,18 +83,7 @@ FlushStrides = _strides(
     write_indices="n",
     buffer_indices="n",
 )
-PrefillStrides = _strides(
-    "PrefillStrides",
-    **TOKEN_STRIDES,
-    initial_state="ph",
-    final_state="ph",
-    cu_seqlens="n",
-    state_indices="n",
-    has_initial_state="n",
-    checkpoint_lens="nj",
-    checkpoint_indices="nj",
-    checkpoints="njph",
-)
+
 
 
 # ---------------------------------------------------------------- decode
@@ -268,74 +235,3 @@ class FlushSizes(NamedTuple):
     buffer_indices_kind: int
     prefetch_sequences: int
     keep_in_l2: int
-
-
-# ------------------------------------------------------------------------------------------------ prefill
-
-
-class PrefillPointers(NamedTuple):
-    """As DecodePointers, then parts of the workspace, chunk by chunk: docs/kernels/prefill.md."""
-
-    q: int
-    k: int
-    v: int
-    g: int
-    beta: int
-    A_log: int
-    dt_bias: int
-    cu_seqlens: int
-    state_indices: int  # [N]
-    has_initial_state: int  # [N]
-    checkpoint_lens: int  # [N, C]
-    checkpoint_indices: int  # [N, C]
-    checkpoints: int  # [N, C, HV, V, K], or [R, HV, V, K] or the pool, by checkpoint_indices
-    initial_state: int  # [N, HV, V, K], or the pool [P, HV, V, K]
-    final_state: int  # the same
-    o: int
-    k_tiles: int
-    q_tiles: int
-    k_restored: int
-    tinv_aqk: int
-    scales: int
-    sequence_order: int  # [N]
-    # [1]; beside prepare: [FIRST_COUNTER + chunk_slots], its blocks, chunks of heads, each chunk's heads that are prepared;
-    # segments with windows: [1 + N * HV * V / 64], its blocks, warps that have loaded the initial state of 64 V rows
-    work_queue: int
-    segment_transitions: int
-    segment_states: int
-    transition_norms: int  # [chunk_slots, HV]: an upper bound of |M| over a chunk, fp32
-
-
-class PrefillSizes(NamedTuple):
-    """As DecodeSizes."""
-
-    N: int
-    T: int
-    """Tokens of every sequence; 0 when packed."""
-    total: int
-    """Rows of packed tokens; 0 when dense."""
-    chunk_slots: int
-    """Chunks that fit in the workspace; `first_chunk_slot` (device/chunks.py) says which are a sequence's."""
-    H: int
-    HV: int
-    qk_head_factor: int
-    beta_logits: int
-    beta_kind: int
-    dt_bias_kind: int
-    cu_seqlens_kind: int
-    state_indices_kind: int
-    null_index: int
-    block_heads: int
-    """Value heads of a block of prepare; all of a block share a q/k head."""
-    chunk_blocks: int
-    """Blocks of prepare for a chunk of all heads: HV / block_heads."""
-    segments: int
-    """Segments of each sequence, scanned in parallel."""
-    sms: int
-    """SMs of the chip: blocks of a persistent scan at most."""
-    walking: int
-    """SMs of a scan of raw tokens that walks chunks while the others prepare them; 0: it begins behind prepare."""
-    checkpoint_lens_kind: int
-    checkpoint_indices_kind: int
-    checkpoints_per_sequence: int
-    """C of checkpoint_lens, 0 without."""

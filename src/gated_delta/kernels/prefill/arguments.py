@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from ..arguments import TOKEN_STRIDES, _strides
+from ..arguments import TOKEN_STRIDES, strides_type
 
 CHUNK = 64
 """Tokens of a chunk."""
@@ -36,7 +36,7 @@ PREPARED = (
     16  # [chunk slots]: heads of the chunk that are prepared; polled, so on a line of its own
 )
 
-PrefillStrides = _strides(
+PrefillStrides = strides_type(
     "PrefillStrides",
     **TOKEN_STRIDES,
     initial_state="ph",
