@@ -321,8 +321,11 @@ def load_factors(coord, gates_at):
     rows_at = gates_at + (GATE_CUMSUM + coord.subchunk * SUBCHUNK + coord.row) * 4
     rows = [ptx.load_shared_f32(rows_at + 32 * i) for i in range(2)]
     beta_k2 = terms.load_beta_k2(coord, gates_at)
-    columns_at = gates_at + (GATE_CUMSUM + 2 * coord.quad_lane) * 4
-    return RowFactors(rows, beta_k2, [ptx.load_shared_f32x2(columns_at + 32 * j) for j in range(8)])
+    columns = [
+        ptx.load_shared_f32x2(gates_at + (GATE_CUMSUM + 8 * j + 2 * coord.quad_lane) * 4)
+        for j in range(8)
+    ]
+    return RowFactors(rows, beta_k2, columns)
 
 
 @cute.jit
