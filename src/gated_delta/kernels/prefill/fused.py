@@ -30,14 +30,14 @@ from . import inverse, layout
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES
 from .inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES, GATE_CUMSUM
 from .layout import LOG2_E, MIN_LOG_DECAY, Q_SCALE, SQUARE, ChunkCoord, D
-from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, store_zeros
+from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, store_zeros
 from .state import without_checkpoints
 from .terms_gdn import NORM_K, NORM_Q, FusedGdnTerms, cumulate
 from .work import TileScheduler, active_tokens
 
 # Registers of a thread that converts, prepares or multiplies: 65536 in all, with two MMA
-# warpgroups. With checkpoints ptxas serialises some variants' wgmmas unless they have these, by gate
-# and states (tests/test_compile.py).
+# warpgroups. With checkpoints ptxas serialises some variants' wgmmas unless they have these, by
+# gate and states (tests/test_compile.py).
 REGISTERS = (80, 96, 168)
 WITH_CHECKPOINTS = {
     ("log", "fp32"): (64, 80, 184),
@@ -94,20 +94,16 @@ class PrefillFused:
         self.terms = FusedGdnTerms(DTYPES[g_dtype], gate, qk_l2norm, inverse.add_regions(smem))
         self.gates = smem.add(2 * GATE_CHUNKS * GATE_BYTES)
         self.scheduler = TileScheduler(smem, self.threads, D * D * DTYPES[state_dtype].width // 8)
+        boxes = smem.add(BOX_BYTES, 16)
         self.mainloop = MainloopFp16(
             False,
             DTYPES[state_dtype],
             checkpoints,
-            tokens=self.tokens,
-            terms=self.full,
-            sync_loads=False,
-            tinv=self.tinv,
-            aqk=self.aqk,
-            v=v,
-            boxes=smem.add(BOX_BYTES, 16),
-            scales=self.scales,
-            scale_bytes=SCALE_BYTES,
-            s_k_scale=layout.GDN_SCALE_S_K,
+            self.tokens,
+            self.full,
+            Regions(self.tinv, self.aqk, v, self.scales, boxes),
+            SCALE_BYTES,
+            layout.GDN_SCALE_S_K,
         )
         self.shared = smem.size
 
@@ -420,8 +416,8 @@ class PrefillFused:
     def start_products(self, shared, thread, stage):
         """Start K K^T, with an fp32 accumulator, and K Q^T, with an fp16 one.
 
-        stage: warp-uniform, else each lane makes descriptors. An fp16 accumulator of K K^T would be 2
-        to 3 % faster, and errors for collinear keys up to 1.6 times as large.
+        stage: warp-uniform, else each lane makes descriptors. With an fp16 accumulator of K K^T the
+        kernel is 2 to 3 % faster, and errors for collinear keys are up to 1.6 times as large.
         """
         k, q = self.qk_tensors(shared)
         products = []

@@ -116,24 +116,40 @@ class Fragments(NamedTuple):
     u: cute.Tensor
 
 
+class Regions(NamedTuple):
+    """Byte offsets of shared memory: two stages of Tinv, Aqk and v; scales by stages of tokens."""
+
+    tinv: int
+    aqk: int
+    v: int
+    scales: int
+    boxes: int
+
+
 class MainloopFp16:
     """channel: KDA, with decays per channel. tokens, terms: the pipeline's rings.
 
-    tinv, aqk, v, scales, boxes: byte offsets of shared memory, the first three of two stages.
-    scale_bytes: of a chunk's scales. s_k_scale: offset of the ones of S k: minus, fp16 [64].
+    scale_bytes: of a chunk's scales. s_k_scale: offset of the scale of S k: minus, fp16 [64].
     sync_loads: a warp barrier behind the initial state's loads. Either value is right.
     """
 
-    def __init__(self, channel, state_dtype, checkpoints, *, tokens, terms, sync_loads, **regions):
+    def __init__(
+        self,
+        channel,
+        state_dtype,
+        checkpoints,
+        tokens,
+        terms,
+        regions,
+        scale_bytes,
+        s_k_scale,
+        sync_loads=False,
+    ):
         self.channel, self.state_dtype, self.checkpoints = channel, state_dtype, checkpoints
-        self.tokens, self.terms = tokens, terms
-        self.tinv, self.aqk, self.v, self.boxes, self.scales = (
-            regions[name] for name in ("tinv", "aqk", "v", "boxes", "scales")
-        )
-        self.scale_bytes, self.s_k_scale = regions["scale_bytes"], regions["s_k_scale"]
-        self.sync_loads = sync_loads
+        self.tokens, self.terms, self.regions = tokens, terms, regions
+        self.scale_bytes, self.s_k_scale = scale_bytes, s_k_scale
         self.o_scale = layout.KDA_SCALE_O if channel else layout.GDN_SCALE_O
-        self.pipeline = TokenPipeline(tokens.stages)
+        self.sync_loads, self.pipeline = sync_loads, TokenPipeline(tokens.stages)
 
     @cute.jit
     def run(self, args, work, shared, thread, group, k, q, k_update):
@@ -142,8 +158,7 @@ class MainloopFp16:
         right, frag = self.right_operands(coord, k, q, k_update), make_fragments()
         # A branch, and for some variants a barrier behind it: else ptxas serialises wgmmas.
         if work.state_index >= 0:
-            rows = self.state_coord(coord)
-            state.load_initial_state(args, work, self.state_dtype, D, rows, frag.state)
+            state.load_initial_state(*self.state_of(args, coord), frag.state)
         if cutlass.const_expr(self.sync_loads):
             cute.arch.sync_warp()
         state_scale, checkpoint = Float32(1), Int32(0)
@@ -161,16 +176,8 @@ class MainloopFp16:
                 state_scale, pipe, checkpoint = self.chunk(
                     args, coord, right, frag, pipe, state_scale, checkpoint
                 )
-        state.store_final_state(
-            args,
-            work,
-            self.state_dtype,
-            D,
-            self.state_coord(coord),
-            Boolean(True),
-            frag.state,
-            state_scale,
-        )
+        head = self.state_of(args, coord)
+        state.store_final_state(*head, Boolean(True), frag.state, state_scale)
         # All lanes have read the box coordinates, which the next work tile overwrites: right in
         # front of that ptxas serialises wgmmas.
         cute.arch.sync_warp()
@@ -211,44 +218,31 @@ class MainloopFp16:
     def right_operands(self, coord, k, q, k_update):
         tinv, aqk = (
             layout.SQUARE.tensor(coord.shared + at, self.terms.stages)
-            for at in (self.tinv, self.aqk)
+            for at in (self.regions.tinv, self.regions.aqk)
         )
         k_update = cute.make_tensor(k_update.iterator, cute.select(k_update.layout, [1, 0, 2]))
-        product, update = product_mma(), update_mma()
-        return Operands(
-            *(
-                mma.get_slice(coord.thread).make_fragment_B(
-                    mma.get_slice(coord.thread).partition_B(x)
-                )
-                for mma, x in (
-                    (product, k),
-                    (product, q),
-                    (update, k_update),
-                    (product, tinv),
-                    (product, aqk),
-                )
-            )
-        )
+        operands = []
+        for x, mma in (
+            (k, product_mma()),
+            (q, product_mma()),
+            (k_update, update_mma()),
+            (tinv, product_mma()),
+            (aqk, product_mma()),
+        ):
+            part = mma.get_slice(coord.thread)
+            operands.append(part.make_fragment_B(part.partition_B(x)))
+        return Operands(*operands)
 
-    def state_coord(self, coord):
-        return state.state_coord(coord.group * ROWS, coord.thread)
+    def state_of(self, args, coord):
+        """A lane's part of the head's state, for state.py."""
+        rows = state.state_coord(coord.group * ROWS, coord.thread)
+        return args, coord.work, self.state_dtype, D, rows
 
     def store_checkpoints(self, args, coord, frag, state_scale, chunk):
-        """Store the state, before `chunk`, to its checkpoints. Returns the chunk of the next ones."""
+        """Store the state, before `chunk`, to its checkpoints. Returns the next ones' chunk."""
         end_chunk = layout.num_chunks(active_tokens(coord.work))
-        rows = self.state_coord(coord)
-        return state.store_checkpoints(
-            args,
-            coord.work,
-            self.state_dtype,
-            D,
-            rows,
-            end_chunk,
-            Boolean(True),
-            frag.state,
-            state_scale,
-            chunk,
-        )
+        head, is_last = self.state_of(args, coord), Boolean(True)
+        return state.store_checkpoints(*head, end_chunk, is_last, frag.state, state_scale, chunk)
 
     # ---------------------------------------------------------------------------- v
 
@@ -259,7 +253,7 @@ class MainloopFp16:
         cute.arch.sync_warp()
 
     def box_coord_at(self, coord):
-        return coord.shared + self.boxes + (coord.group * 4 + coord.thread // 32) * 16
+        return coord.shared + self.regions.boxes + (coord.group * 4 + coord.thread // 32) * 16
 
     def box_coord(self, coord, chunk):
         n, start, hv, column = (Int32(x) for x in ptx.load_shared_x4(self.box_coord_at(coord)))
@@ -279,7 +273,7 @@ class MainloopFp16:
 
     def values_at(self, coord, stage):
         """The warpgroup's v of a stage."""
-        return coord.shared + self.v + (stage * GROUPS + coord.group) * VALUES.bytes
+        return coord.shared + self.regions.v + (stage * GROUPS + coord.group) * VALUES.bytes
 
     def matrices_at(self, coord, pipe):
         """The lane's address for ldmatrix and stmatrix of v: of the warp's first four matrices."""
@@ -339,7 +333,7 @@ class MainloopFp16:
         Pairs of fp32, or words of two fp16.
         """
         shared = ptx.opaque(coord.shared) if self.channel else coord.shared
-        at = shared + self.scales + pipe.stage * self.scale_bytes + first
+        at = shared + self.regions.scales + pipe.stage * self.scale_bytes + first
         at += coord.thread % 4 * (2 * dtype.width // 8)
         load, step = (ptx.load_shared_f32x2, 32) if dtype is Float32 else (ptx.load_shared, 16)
         return [load(at + step * j) for j in range(count // 8)]
@@ -352,7 +346,7 @@ class MainloopFp16:
                 for i in range(4):
                     frag.state[4 * j + i] = frag.state[4 * j + i] * pair[i % 2]
         else:
-            at = coord.shared + self.scales + pipe.stage * self.scale_bytes
+            at = coord.shared + self.regions.scales + pipe.stage * self.scale_bytes
             last = layout.GDN_SCALE_S_Q + (CHUNK - 1) * 4
             state.multiply(frag.state, ptx.load_shared_f32(at + last))
 
@@ -379,7 +373,7 @@ class MainloopFp16:
 
     @cute.jit
     def store_outputs(self, args, coord, frag, pipe, state_scale):
-        """Wait for o, release the tokens' stage; o goes over v in shared memory and from there out."""
+        """Wait for o, release the tokens' stage; o goes over v in shared memory, then to memory."""
         warpgroup.wait_group(0)
         o_scales = self.load_scales(coord, pipe, self.o_scale, Float32)
         self.tokens.consumer_release(coord.shared, pipe.stage)

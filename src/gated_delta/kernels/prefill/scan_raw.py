@@ -18,16 +18,16 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import BFloat16, Float32, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, ptx
 from ..device.args import DTYPES, offset, qk_head
-from ..prefill_prepare_kda import KdaChunk
 from . import layout
 from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
+from .inputs_kda import KdaGate
 from .layout import LOG2_E, MIN_LOG_DECAY, SQUARE, SUBCHUNK, D
-from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, store_zeros
+from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, store_zeros
 from .state import without_checkpoints
 from .work import TileScheduler, active_tokens
 
@@ -57,14 +57,13 @@ class PrefillScanRaw:
     arguments = layout.ARGUMENTS
 
     def __init__(self, g_dtype: str, gate: str, state_dtype: str, checkpoints: bool):
-        self.checkpoints, self.g_dtype = checkpoints, DTYPES[g_dtype]
-        self.threads = len(WarpRole) * hopper.WARPGROUP
+        self.checkpoints, self.threads = checkpoints, len(WarpRole) * hopper.WARPGROUP
         # Either value of split and sync_loads is right; ptxas serialises a variant's wgmmas with
         # others than these (tests/test_compile.py).
         more_for_mma = checkpoints and gate != "log"
         self.registers = MORE_FOR_MMA if more_for_mma else REGISTERS
         self.split = checkpoints and state_dtype == "bf16"
-        self.gate = KdaChunk(D, BFloat16, DTYPES[g_dtype], gate, False)
+        self.gate = KdaGate(gate, DTYPES[g_dtype])
         smem = hopper.SharedMemory()
         self.k, self.q, self.k_restored = (smem.add(STAGES * TILE_BYTES, 1024) for _ in range(3))
         v, self.tinv, self.aqk = (
@@ -76,20 +75,17 @@ class PrefillScanRaw:
         self.terms = smem.add_ring(2, producers=hopper.WARPGROUP + 3)
         smem.add(0, 128)
         self.scheduler = TileScheduler(smem, self.threads, D * D * DTYPES[state_dtype].width // 8)
+        boxes = smem.add(BOX_BYTES, 16)
         self.mainloop = MainloopFp16(
             True,
             DTYPES[state_dtype],
             checkpoints,
-            tokens=self.tokens,
-            terms=self.terms,
+            self.tokens,
+            self.terms,
+            Regions(self.tinv, self.aqk, v, self.scales, boxes),
+            SCALES,
+            layout.RAW_SCALE_S_K,
             sync_loads=not more_for_mma,
-            tinv=self.tinv,
-            aqk=self.aqk,
-            v=v,
-            boxes=smem.add(BOX_BYTES, 16),
-            scales=self.scales,
-            scale_bytes=SCALES,
-            s_k_scale=layout.RAW_SCALE_S_K,
         )
         self.shared = smem.size
 
@@ -178,7 +174,7 @@ class PrefillScanRaw:
 
     @cute.jit
     def start_copies(self, args, work, shared, lane, c, chunks):
-        """A warp: raw tokens and scales of a chunk to its empty stage; Tinv, Aqk of the one before."""
+        """A warp: start copies of chunk c's raw tokens and scales; of chunk c - 1's Tinv, Aqk."""
         iteration = work.iterations_before + c
         stage, _ = self.tokens.locate(iteration)
         number = layout.head_chunk(args, work.sequence.first_slot + c, work.hv)
@@ -230,7 +226,7 @@ class PrefillScanRaw:
 
     @cute.jit
     def decay(self, args, work, shared, thread, group):
-        """Every second chunk: a warp has a sub-chunk, a lane four channels of each of its tokens."""
+        """Decay every second chunk: a warp has a sub-chunk, a lane four channels of its tokens."""
         before, thread = work.iterations_before, thread % hopper.WARPGROUP
         tokens = active_tokens(work)
         lane, subchunk = thread % 32, thread // 32
@@ -241,7 +237,7 @@ class PrefillScanRaw:
             shared_at = ptx.opaque(shared)
             # All warps wait: a warp that does not might take the phase of `full` of two chunks
             # before for its own.
-            self.tokens.producer_acquire(shared_at, stage, phase)
+            self.wait_until_empty(shared_at, before + c)
             if subchunk == 0:
                 self.start_copies(args, work, shared, lane, c, chunks)
             if c < chunks:
@@ -249,10 +245,14 @@ class PrefillScanRaw:
                 self.decay_chunk(shared_at, stage, thread, tokens - c * CHUNK, gate)
                 hopper.fence_async_proxy()
                 # The chunk two before is complete: so is the phase of `terms` with its arrivals.
-                self.tokens.producer_acquire(shared_at, *self.tokens.locate(before + c + 1))
+                self.wait_until_empty(shared_at, before + c + 1)
                 self.terms.producer_arrive(shared_at, (before + c) & 1)
         if group == WarpRole.DECAY1:
             store_zeros(args, work, thread)
+
+    def wait_until_empty(self, shared, iteration):
+        """Wait until the MMA warpgroups have released a chunk's stage of tokens."""
+        self.tokens.producer_acquire(shared, *self.tokens.locate(iteration))
 
     @cute.jit
     def decay_chunk(self, shared, stage, thread, left, gate):
@@ -286,7 +286,7 @@ class PrefillScanRaw:
 
     def load_gate(self, args, work, lane):
         """A gate's parameters, and biases of the lane's channels, ready for `log_decay`."""
-        parameters, biases = self.gate.load_gate_parameters(args, work), [None] * 4
+        parameters, biases = self.gate.load_parameters(args, work.hv), [None] * 4
         if self.gate.gate != "log":
             stride, kind = args.stride, args.size.dt_bias_kind
             at = args.ptr.dt_bias + offset(work.hv, stride.dt_bias_h)
@@ -312,7 +312,7 @@ class PrefillScanRaw:
         return gate[0][1] if self.gate.gate == "lower_bound" else Float32(1)
 
     def load_totals(self, scales, lane, subchunk):
-        """Log decays from the chunk's start to the sub-chunk's, and from there to the chunk's end."""
+        """Log decays from the chunk's start to the sub-chunk's, from there to the chunk's end."""
         before, rest = [Float32(0)] * 4, [Float32(0)] * 4
         for b in range(4):
             at = scales + layout.RAW_SCALE_TOTALS + b * (D * 4) + lane * 16
@@ -338,7 +338,7 @@ class PrefillScanRaw:
     def decay_pair(self, addresses, norms, totals, cumsum, gate):
         """Two tokens; all their words are loaded before any are stored."""
         regions, unit = (self.q, self.k, self.k_restored), self.unit(gate)
-        dtypes = BFloat16, BFloat16, self.g_dtype
+        dtypes = BFloat16, BFloat16, self.gate.g_dtype
         raw = [[load_words(at + region) for region in regions] for at in addresses]
         inverse_q, inverse_k = (
             ptx.load_shared_f32x2(norms + first)
