@@ -190,7 +190,7 @@ def decode(
     Returns o [N, T, HV, V] in v's dtype, normalised if norm is given.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
-    weight, eps, activation = _norm(norm)
+    weight, eps, activation = NO_NORM if norm is None else _norm(norm)
     return _runner(q)(
         ops.DECODE,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices,
@@ -233,7 +233,7 @@ def verify(
     rounded between tokens.
     """
     kind, A_log, dt_bias, bound = _gate(gate)
-    weight, eps, activation = _norm(norm)
+    weight, eps, activation = NO_NORM if norm is None else _norm(norm)
     return _runner(q)(
         ops.VERIFY,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices,
@@ -302,7 +302,8 @@ def _arguments(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
             given.update(zip(names, parts(given.pop(name)), strict=True))
 
     split("gate", _gate, "gate", "A_log", "dt_bias", "bound")
-    split("norm", _norm, "norm_weight", "norm_eps", "norm_activation")
+    norm = ("norm_weight", "norm_eps", "norm_activation")
+    split("norm", lambda x: NO_NORM if x is None else _norm(x), *norm)
     split("buffer", _parts, *BUFFER)
     if op is ops.FLUSH:
         split("num_accepted", _counts, "num_accepted", "accepted_by_all")
@@ -320,9 +321,10 @@ def _gate(gate: Gate) -> tuple[str, Tensor | None, Tensor | None, float]:
     return gate.kind, gate.A_log, gate.dt_bias, gate.bound
 
 
-def _norm(norm: GatedNorm | None) -> tuple[Tensor | None, float, str | None]:
-    if norm is None:
-        return None, 0.0, None
+NO_NORM: tuple[Tensor | None, float, str | None] = (None, 0.0, None)
+
+
+def _norm(norm: GatedNorm) -> tuple[Tensor | None, float, str | None]:
     if not isinstance(norm, GatedNorm):
         raise TypeError(f"norm: expected a gated_delta.GatedNorm or None, got {type_name(norm)}")
     return norm.weight, norm.eps, norm.activation

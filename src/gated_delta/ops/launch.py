@@ -271,12 +271,12 @@ class TokensLaunch(Launch):
         return strides_of(wanted, problem, a, o=o, **others)
 
     def run(self, tensors: tuple[Tensor, ...], pointers: Any, stream: Any) -> Any:
-        if self.out_at is None:
+        if self.out_at is not None:
+            out = tensors[self.out_at]
+        else:
             out = self.new_output(tensors[self.v_at])
             before, after = pointers
             pointers = (*before, out.data_ptr(), *after)
-        else:
-            out = tensors[self.out_at]
         if self.empty:
             return out.zero_()
         for function in self.functions:
