@@ -1411,7 +1411,8 @@ def test_explain_names_the_kernels_and_the_segments():
         scan,
     ]
     assert [variant.kernel for variant in many.variants] == ["prefill_fused"]
-    assert "16 segments" in str(long) and "fused" in str(many)
+    assert "17 segments" in str(long)
+    assert "fused: GDN" in str(many)
 
 
 # ----------------------------------------------------------------------------------- beyond 32 bits

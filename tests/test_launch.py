@@ -848,7 +848,7 @@ def test_the_variants_of_a_prefill_are_those_of_its_schedules(axis):
 
 
 def test_compile_time_facts_of_prefills_kernels():
-    """Heads, index types and layouts are runtime arguments; each compile-time fact belongs to the kernels that use it."""
+    """Heads, index types and layouts are no facts; a fact is one of the kernels that use it."""
 
     def changed(**changes):
         return {

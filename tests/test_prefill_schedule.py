@@ -50,6 +50,11 @@ MODELS = [
     (KDA, (32, 32), (4096,) * 2, "raw overlapped"),
     (KDA, (32, 32), (8192,), "overlapped"),
     (KDA, (8, 8), (8192,), "8 segments"),
+    (GDN, (4, 8), (1024,), "4 segments"),
+    (GDN, (8, 16), (1536,), "4 segments"),
+    (KDA, (8, 8), (1536,), "6 segments"),
+    (KDA, (8, 8), (1024,), "tiles"),
+    (GDN, (8, 32), (2048,), "tiles"),
     (KDA, (32, 32), (256,), "tiles"),
     # One sequence far longer than the others leaves SMs idle.
     (GDN, (4, 8), (4096, *[455] * 9), "tiles"),
@@ -63,7 +68,7 @@ MODELS = [
 
 @pytest.mark.parametrize(("axis", "heads", "lengths", "schedule"), MODELS, ids=str)
 def test_models_take_the_kernels_that_were_measured(axis, heads, lengths, schedule):
-    assert str(planned(axis, heads, lengths)) == schedule
+    assert planned(axis, heads, lengths).label == schedule
 
 
 UNSUPPORTED = [
@@ -115,16 +120,22 @@ def test_schedules_fit_the_gpu():
 
 
 def test_rules_are_few_and_have_their_reasons():
-    thresholds = [
-        name
+    thresholds = {
+        name: len(x) if isinstance(x, dict) else 1
         for name, x in vars(prefill_schedule).items()
-        if name.isupper() and isinstance(x, int | float) and not hasattr(arguments, name)
-    ]
+        if name.isupper() and isinstance(x, int | float | dict) and not hasattr(arguments, name)
+    }
     assert len(RULES) <= 8
-    assert len(thresholds) <= 1 + 15  # H200_SMS and the rules'
+    assert sum(thresholds.values()) <= 1 + 15  # H200_SMS and the rules'
     for rule in RULES:
         assert rule.condition
         assert rule.figure or rule is RULES[-1]
+
+
+def test_explain_prints_the_rule():
+    route = str(planned(GDN, (16, 32), (1024,) * 8))
+    assert route == "fused: GDN, heads fill the SMs, sequences of more than a chunk"
+    assert str(planned(GDN, (4, 8), (8192,))).startswith("8 segments: few heads")
 
 
 def test_a_prompt_of_no_tokens_takes_tiles():

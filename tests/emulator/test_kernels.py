@@ -662,7 +662,6 @@ def clearing(part):
     """A class that loads the next sequence's rows by TMA, its method that clears them, its axis."""
     from gated_delta.kernels.prefill.fused import PrefillFused
     from gated_delta.kernels.prefill.inputs_kda import RawInputs
-
     from gated_delta.kernels.prefill.scan_raw import PrefillScanRaw
 
     return {

@@ -1,1 +1,1 @@
-"""CuTe DSL kernels. Only `compile.py` imports them, and only to compile: running a compiled kernel needs none of this."""
+"""CuTe DSL kernels. `compile.py` alone imports them: a compiled kernel runs without them."""

@@ -43,7 +43,6 @@ from .prefill_schedule import (
     supports,
 )
 
-
 MAX_PREPARE_CTAS = 2
 """CTAs of GDN's prepare per SM, up to which two share a q/k head's value heads, or four, ..."""
 
@@ -268,7 +267,7 @@ def has_windows(problem: Problem, kind: str) -> bool:
 
 
 def variants_of(problem: Problem, kind: str, queued: bool) -> list[compile.Variant]:
-    """A schedule's kernels, in the order of their launches. queued: fused takes work from a queue."""
+    """A schedule's kernels in launch order. queued: fused takes work from a queue."""
     checkpoints: dict[str, Any] = dict(checkpoints="checkpoints" in problem.options)
     if "deterministic" in problem.options:
         # One variant with and without checkpoints: a prefix cache stores these anyway.

@@ -18,30 +18,33 @@ H200_SMS = 132
 
 # Load imbalance: chunks of the longest sequence over the chunks of all heads per SM.
 MAX_IMBALANCE = 2.0
-MAX_IMBALANCE_ALONE = 2.5  # GDN with one value head a k head
-MAX_IMBALANCE_OVERLAPPED = 2.4
+MAX_IMBALANCE_ALONE = 2.5  # GDN with one value head per k head, and raw overlapped
 MAX_GROUP = 8  # value heads of a k head up to which fused computes fp16 k and q for each
 MIN_FILLED = 0.75  # of the SMs in the last round of fused, with more than two value heads a k head
 RAW_SHARE = 0.61  # of the SMs, up to which scan_raw leaves the others to prepare_raw
 MIN_RAW_OVERLAPPED = 2048  # tokens, where CTAs of 64 rows would all run at once
-MIN_RAW_TURNS = 320  # tokens, where they would not
-MIN_SEGMENTED = 2048  # tokens of a sequence
-FEW_SEGMENTS = 8  # segments of a short sequence
-SEGMENT_TOKENS = 512  # of a segment, of a long one
+MIN_SEGMENTED = {"head": 1024, "channel": 1536}  # tokens of a sequence, by axis
+SHORT_SEGMENT, MAX_SHORT_SEGMENTS = 256, 8  # tokens of a segment, up to so many segments
+SEGMENT_TOKENS = 512  # of a segment of a long sequence
 MIN_SEGMENTS = 4  # below, state passing costs more than it saves
 SCAN_SHARE = 9 / 16  # of the SMs, up to which the scan by tiles leaves the others to prepare
-MIN_OVERLAPPED = 2048  # tokens, of GDN
+MIN_OVERLAPPED = 1024  # tokens per value head of a k head, at least two, of GDN
 MIN_ROUNDS = 3  # of prepare's CTAs on all SMs, of KDA
 
 
 class Schedule(NamedTuple):
-    """kind: the kernels. segments: of every sequence, scanned at once."""
+    """kind: the kernels. segments: of every sequence, scanned at once. rule: its condition."""
 
     kind: str
     segments: int = 1
+    rule: str = ""
+
+    @property
+    def label(self) -> str:
+        return f"{self.segments} segments" if self.segments > 1 else self.kind
 
     def __str__(self) -> str:
-        return f"{self.segments} segments" if self.segments > 1 else self.kind
+        return f"{self.label}: {self.rule}" if self.rule else self.label
 
 
 class Call(NamedTuple):
@@ -83,10 +86,11 @@ class Call(NamedTuple):
     @property
     def segments(self) -> int:
         """Segments of each sequence for which there are SMs, and tokens."""
-        if not self.ctas or self.tokens < MIN_SEGMENTED * self.sequences:
+        length = self.tokens // max(self.sequences, 1)
+        if not self.ctas or length < MIN_SEGMENTED[self.problem.axis]:
             return 1
-        most = max(self.tokens // self.sequences // SEGMENT_TOKENS, FEW_SEGMENTS)
-        return min(self.sms // self.ctas, most)
+        short = min(length // SHORT_SEGMENT, MAX_SHORT_SEGMENTS)
+        return min(self.sms // self.ctas, max(length // SEGMENT_TOKENS, short))
 
     @property
     def fused_fills(self) -> bool:
@@ -109,8 +113,8 @@ RULES = (
         f"KDA, long sequences, heads for {RAW_SHARE:.0%} of the SMs or less",
         lambda c: (
             c.heads <= RAW_SHARE * c.sms
-            and c.longest >= (MIN_RAW_TURNS if c.fills else MIN_RAW_OVERLAPPED)
-            and c.imbalance <= MAX_IMBALANCE_OVERLAPPED
+            and (c.fills or c.longest >= MIN_RAW_OVERLAPPED)
+            and c.imbalance <= MAX_IMBALANCE_ALONE
         ),
         "64/64, 1 x 8192: 15 to 18 % faster than raw",
     ),
@@ -134,7 +138,7 @@ RULES = (
     ),
     Rule(
         "segments",
-        f"few heads: SMs for {MIN_SEGMENTS} segments of {MIN_SEGMENTED} tokens",
+        f"few heads, long sequences: SMs for {MIN_SEGMENTS} segments of each",
         lambda c: c.segments >= MIN_SEGMENTS,
         "GDN 4/8, 1 x 8192: 50 to 85 us, in one segment 188",
     ),
@@ -147,7 +151,7 @@ RULES = (
             and (
                 -(-c.tokens // CHUNK) * c.problem.HV > MIN_ROUNDS * c.sms
                 if c.problem.axis == "channel"
-                else c.tokens >= MIN_OVERLAPPED
+                else c.tokens >= MIN_OVERLAPPED * max(c.group, 2)
             )
         ),
         "KDA 32/32, 1 x 8192: 228 us, tiles 290",
@@ -186,8 +190,8 @@ def rule_of(call: Call) -> Rule:
 
 
 def schedule_of(call: Call) -> Schedule:
-    kind = rule_of(call).kind
-    return Schedule(kind, call.segments if kind == "segments" else 1)
+    rule = rule_of(call)
+    return Schedule(rule.kind, call.segments if rule.kind == "segments" else 1, rule.condition)
 
 
 def longest_of(problem: Problem, sequences: int, tokens: int, max_seqlen: int | None) -> int:

@@ -1,4 +1,4 @@
-"""Hopper's mechanics, each stated once: rings of mbarriers, named barriers, swizzles, TMA, wgmma, PDL.
+"""Hopper's mechanics, each stated once: mbarrier rings, named barriers, swizzles, TMA, wgmma, PDL.
 
 A phase, a named barrier's number and a swizzle's XOR are computed in this file alone. Methods take
 the base address of the CTA's shared memory as a value: some callers hide it from the compiler
@@ -35,7 +35,7 @@ def warp_uniform(x):
 
 
 class NamedBarrier(enum.IntEnum):
-    """Number 0 is __syncthreads. Several numbers: one for each warpgroup, or each stage of outputs."""
+    """0 is __syncthreads. Several numbers: one for each warpgroup, or each stage of outputs."""
 
     PREPARE = 1  # 1, 2, 3: the warpgroups that prepare a chunk each
     SCAN = 4  # the warpgroups of a CTA that scans
@@ -79,7 +79,7 @@ def shared_base(align=1024):
 
 
 class PipelineState(NamedTuple):
-    """A consumer's position: a chunk, the stage that holds it, the phase of the stage's mbarrier."""
+    """A consumer's position: a chunk, its stage, the phase of the stage's mbarrier."""
 
     chunk: Int32
     stage: Int32
@@ -207,7 +207,7 @@ class SwizzledTile(NamedTuple):
         return cute.tile_to_shape(atom, (self.rows, self.columns), order=(0, 1))
 
     def tensor(self, address, stages):
-        """Such tiles at an address of shared memory as an operand of wgmma: [rows, columns, stages]."""
+        """Such tiles in shared memory as an operand of wgmma: [rows, columns, stages]."""
         layout = self.layout(Float16)
         pointer = cute.make_ptr(Float16, address, cute.AddressSpace.smem, assumed_align=1024)
         pointer = cute.recast_ptr(pointer, swizzle_=layout.inner, dtype=Float16)
@@ -228,14 +228,14 @@ def half_line_offset(row, half, vector):
 
 
 class TensorMap(NamedTuple):
-    """The TMA descriptor of a tensor of tokens, [T, channels, heads, N]; N is 1 for packed tokens."""
+    """The TMA descriptor of a tensor [T, channels, heads, N]; N is 1 for packed tokens."""
 
     atom: cute.CopyAtom
     coordinates: cute.Tensor
 
 
 class BoxCoord(NamedTuple):
-    """Where a TMA box starts in its tensor: sequence (0 when packed), token, head, box of channels."""
+    """Where a TMA box starts: sequence (0 when packed), token, head, box of channels."""
 
     n: Int32
     token: Int32
@@ -279,7 +279,7 @@ def make_maps(ptr, stride, size, boxes, channels, split):
 
 
 def copy_box(tensor_map, box, coord, address, full=None):
-    """A warp: start the TMA copy of a box to shared memory; without `full`, from there to memory."""
+    """A warp: start the TMA copy of a box to shared memory, or without `full` from it."""
     inside, outside = _partition(tensor_map, box, coord, address)
     if full is None:
         cute.copy(tensor_map.atom, inside, outside)

@@ -1,4 +1,4 @@
-"""What the host passes to a prefill kernel: tensors, sizes, and the workspace. Needs no compiler."""
+"""What the host passes to a prefill kernel: tensors, sizes, workspace. Needs no compiler."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ class PrefillSizes(NamedTuple):
     total: int
     """Rows of packed tokens; 0 when dense."""
     chunk_slots: int
-    """Chunks that fit in the workspace; `first_chunk_slot` (layout.py) says which are a sequence's."""
+    """Chunks that fit in the workspace; `first_chunk_slot` (layout.py) is a sequence's first."""
     H: int
     HV: int
     qk_head_factor: int
@@ -200,7 +200,7 @@ PrefillPointers: Any = NamedTuple(
 
 
 def lay_out_workspace(shape: WorkspaceShape) -> tuple[int, list[int]]:
-    """Bytes of the workspace and the offset of each region, -1 for an absent one; 256-byte aligned."""
+    """Bytes of the workspace; each region's offset, 256-byte aligned, -1 for an absent one."""
     offsets, end = [], 0
     for region in WORKSPACE:
         size = region.size(shape)

@@ -34,7 +34,7 @@ ARGUMENTS = (Pointers, Float32, Float32, Strides, Sizes)
 """Of every prefill kernel: pointers, scale, the gate's lower bound, strides, sizes."""
 
 D = 128
-"""Channels of a head in the workspace and in registers; with a smaller K the last ones are zeros."""
+"""Channels of a head in the workspace and in registers; zeros past a smaller K."""
 SUBCHUNK = 16
 """Tokens of a warp."""
 K_BLOCKS = 4
@@ -77,7 +77,7 @@ def square_panel(panel):
 
 
 def triangle_offset(row, vector):
-    """Byte offset of 16-byte vector 0..7 of a triangle's row, which ends with its diagonal block."""
+    """Byte offset of 16-byte vector 0..7 of a triangle's row, up to its diagonal block."""
     panel = vector // 2
     return triangle_panel(panel) + SQUARE.offset_in_block(row - 16 * panel, row, vector % 2)
 

@@ -3,14 +3,14 @@
 V rows are the M dimension of every wgmma, so an accumulator is the next product's left operand
 without leaving registers. Right operands are fp16: unit k and q, with decays for KDA, Tinv, Aqk.
 Left operands, the state and the residual, are fp16 times a power of two, `state_scale`, that each
-warp adapts; bf16 would lose three bits of them. docs/kernels/prefill.md has the timeline of a chunk.
+warp adapts; bf16 would lose three bits of them. docs/kernels/prefill.md has a chunk's timeline.
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Float32, Int32, Uint32
+from cutlass import BFloat16, Float16, Float32, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from ..device import hopper, ptx
@@ -168,7 +168,7 @@ class MainloopFp32:
 
     @cute.jit
     def store_if_due(self, frag, args, coord, pipe, state_scale, checkpoint):
-        """Store the state in front of a chunk if a checkpoint lies there. Returns the next one's chunk."""
+        """Store the state if a checkpoint lies in front of the chunk. Returns the next one's."""
         if cutlass.const_expr(self.checkpoints):  # noqa: SIM102 - settled when compiling
             if pipe.chunk == checkpoint:
                 checkpoint = self.store_checkpoints(frag, args, coord, state_scale, checkpoint)
@@ -192,7 +192,7 @@ class MainloopFp32:
     # ---------------------------------------------------------------------------- wgmma
 
     def fragments(self):
-        """Element 4 j + 2 i + p of an accumulator has row lane // 4 + 8 i, column 8 j + lane % 4 * 2 + p."""
+        """Accumulators: element 4 j + 2 i + p is row lane // 4 + 8 i, column 8 j + lane % 4 * 2 + p."""
         state, chunk = self.mma("k_update"), self.mma("k")
         return Fragments(
             cute.make_rmem_tensor(state.partition_shape_C((64, D)), Float32),

@@ -4,8 +4,8 @@ leaves half of the SMs idle.
 Some CTAs prepare items, a chunk of a head each, as prefill_prepare does, one in each of three
 warpgroups. The others scan 64 V rows of a head, as prefill_scan does, and wait for the counter of
 each chunk: warps 0 and 1 load values, the next one or two store outputs, warpgroup 1 runs the MMAs,
-and one more warp copies a chunk's tiles as soon as they are prepared. Where preparing CTAs would not
-keep up, scanning ones first prepare an item in each warpgroup, and KDA's third warpgroup goes on.
+and one more warp copies a chunk's tiles as soon as they are prepared. Where preparing CTAs would
+not keep up, scanning ones first prepare an item per warpgroup, and KDA's third warpgroup goes on.
 
 CTAs take their roles in the order in which they start, preparing ones first, and warpgroups take
 items from a queue: whoever is waited for has started, whatever else runs on the GPU.

@@ -88,7 +88,7 @@ def max_window(args, coord):
 
 
 def load_norm(args, coord, chunks_before, condition):
-    """The bound of a chunk's transition, `chunks_before` in front of the segment's last one before."""
+    """The bound of a chunk's transition; 0 chunks before: the last one before the segment."""
     slot = coord.work.sequence.first_slot + coord.first_chunk - 1 - chunks_before
     at = (Int64(slot) * Int64(args.size.HV) + Int64(coord.work.hv)) * 4
     return ptx.load(Float32, args.ptr.transition_norms + at, condition)

@@ -95,7 +95,7 @@ def store_final_state(args, work, dtype, K, coord, is_last, state, state_scale):
 
 
 def segment_state_offset(args, work, rows):
-    """Byte offset of a segment's fp32 matrix of `rows` rows among those of all heads and segments."""
+    """Byte offset of a segment's fp32 matrix of `rows` rows among all segments."""
     number = segment_number(args, head_number(args, work.sequence.n, work.hv), work.segment)
     return number * (rows * D * 4)
 
@@ -108,7 +108,7 @@ def store_checkpoints(args, work, dtype, K, coord, end_chunk, is_last, state, st
     """Store the state, before `chunk`, to the checkpoints that lie there.
 
     A segment stores the checkpoints before its own chunks; the last one, which has the final state,
-    also those at the sequence's end. Returns the chunk of the segment's next ones, -1 past the last.
+    also those at the sequence's end. Returns the chunk of the segment's next ones, or -1.
     """
     stride, size = args.stride, args.size
     unscale = inverse_power_of_2(state_scale)
@@ -130,7 +130,7 @@ def store_checkpoints(args, work, dtype, K, coord, end_chunk, is_last, state, st
 
 
 def checkpoint_address(args, work, j):
-    """Address of checkpoint j of the sequence and head, in the pool or a tensor; and whether it has one."""
+    """Address of checkpoint j, in the pool or a tensor; and whether there is one."""
     ptr, stride, size, n = args.ptr, args.stride, args.size, work.sequence.n
     slot_at = ptr.checkpoint_indices + offset(n, stride.checkpoint_indices_n)
     slot_at += offset(j, stride.checkpoint_indices_j)

@@ -123,8 +123,8 @@ class TileCopies:
     def load(self, args, coord, has_values, wait_for_prepare, start_tiles):
         """Load warps: a chunk's values by 16 bytes, zeros past the last token.
 
-        wait_for_prepare: called in front of all that prepare leaves. start_tiles: called by thread 0
-        for each chunk's stage; None where another warp copies tiles.
+        wait_for_prepare: called in front of all that prepare leaves. start_tiles: called by thread
+        0 for each chunk's stage; None where another warp copies tiles.
         """
         shared, thread, work = coord.shared, coord.thread, coord.work
         row, vector, step = self.copy_slice(thread, LOAD_THREADS)
@@ -179,7 +179,7 @@ class TileCopies:
                 ahead[w, i] = word
 
     def copy_slice(self, thread, threads):
-        """A thread's first token, its 16-byte vector of each token, and the step to its next token."""
+        """A thread's first token, its 16-byte vector of each, and the step to its next token."""
         vectors = self.rows // 8
         return thread // vectors, thread % vectors, threads // vectors
 

@@ -158,7 +158,7 @@ class PrefillTransitions:
 
     @cute.jit
     def copy_initial_state(self, args, coord):
-        """Keep the first segment's initial state for the scan: in a pool a final state overwrites it."""
+        """Keep the first segment's initial state: in a pool a final state overwrites it."""
         state = cute.make_rmem_tensor((D // 2,), Float32)
         rows = state_coord(coord.v_row, coord.thread)
         load_initial_state(args, coord.work, self.state_dtype, self.K, rows, state)
