@@ -264,6 +264,24 @@ def tokens(engine: str) -> str:
     )
 
 
+def prefill_rules() -> str:
+    """The rules of prefill's schedules, from the code."""
+    import torch
+
+    from gated_delta.ops import prefill, prefill_schedule
+    from gated_delta.problem import Problem
+
+    rows = {}
+    for number, rule in enumerate(prefill_schedule.RULES, 1):
+        axis = "channel" if "raw" in rule.kind else "head"
+        facts = dict(dtype=torch.bfloat16, g_dtype=torch.bfloat16, state_dtype=torch.float32)
+        problem = Problem("prefill", axis, 1, 1, 128, 128, gate="softplus", **facts)
+        variants = prefill.variants_of(problem, rule.kind, queued=True)
+        names = [variant.kernel.removeprefix("prefill_") for variant in variants]
+        rows[str(number)] = [rule.kind, rule.condition, ", ".join(names), rule.figure]
+    return table("", "schedule", "if", "kernels", "figure", rows=rows)
+
+
 TABLES: dict[str, Callable[[], str]] = {
     "readme": readme,
     "serve sglang": lambda: served("sglang"),
@@ -288,6 +306,7 @@ TABLES: dict[str, Callable[[], str]] = {
         "best peer's time over ours, peers' inputs made beforehand", prefill("ratio")
     ),
     "prefill h100": h100,
+    "prefill rules": prefill_rules,
     "prefill fla": lambda: summary("FLA's time over ours", prefill_against_fla()),
 }
 

@@ -133,43 +133,21 @@ def test_contributing_names_the_files_of_each_operation():
     ).groups()
     rows = re.findall(r"^\| (decode|verify|flush|prefill)(?:, (\w+))? \| (`ops.*) \|$", table, re.M)
     assert {op for op, *_ in rows} == {"decode", "verify", "flush", "prefill"}
-    kernels_dir = root / "kernels"
-    unnamed = [f.name for f in kernels_dir.glob("[!_]*.py") if f"{f.name}`" not in common + table]
+    kernels_dir, page = root / "kernels", common + page[page.index("| operation |") :]
+    unnamed = [f.name for f in kernels_dir.rglob("[!_]*.py") if f"{f.name}`" not in page]
     assert unnamed == []
     for op, kind, files in rows:
         names = re.findall(r"`([\w/]+\.py)`", common + files)
         named = {file for name in names for file in root.glob(f"**/{name}")}
         parts = {
             part
-            for kernel in named & set(kernels_dir.glob("*.py"))
+            for kernel in named & {*kernels_dir.glob("*.py"), *kernels_dir.glob("prefill/*.py")}
             for part in kernels._closure(kernel)
         }
-        other = "prefill_prepare_gdn.py" if kind in ("KDA", "raw") else "prefill_prepare_kda.py"
-        assert {part.name for part in parts - named} <= {"__init__.py", other}
+        other = {"terms_gdn.py"} if kind in ("KDA", "raw") else {"terms_kda.py", "inputs_kda.py"}
+        assert {part.name for part in parts - named} <= {"__init__.py", *other}
         host = ("api.py", "problem.py", "ops/launch.py", f"ops/{op}.py")
         assert {root / name for name in host} <= named
-
-
-def test_the_table_of_schedules_matches_the_planner():
-    page = (ROOT / "docs/kernels/prefill-schedules.md").read_text()
-    _, _, *rows = page[page.index("| heads |") :].partition("\n\n")[0].splitlines()
-    assert len(rows) > 10
-    for row in rows:
-        example, schedule, named = (cell.strip() for cell in row.split("|")[3:6])
-        model, H, HV, shape = re.fullmatch(r"(GDN|KDA) (\d+)/(\d+), (.+)", example).groups()
-        lengths = [
-            int(T) for n, T in re.findall(r"(?:(\d+) x )?(\d+)", shape) for _ in range(int(n or 1))
-        ]
-        axis = {"GDN": "head", "KDA": "channel"}[model]
-        bf16 = dict(dtype=torch.bfloat16, g_dtype=torch.bfloat16)
-        problem = Problem("prefill", axis, int(H), int(HV), 128, 128, gate="softplus", **bf16)
-        plan, variants = PREFILL.plan(problem, len(lengths), sum(lengths), max(lengths))
-        words = [name for name, value in plan._asdict().items() if value is True]
-        words += [f"{plan.rows} rows"]
-        words += [f"{plan.segments} segments"] if plan.segments > 1 else []
-        assert sorted(words) == sorted(schedule.split(", ")), (example, plan)
-        names = [variant.kernel.removeprefix("prefill_") for variant in variants]
-        assert names == named.split(", "), example
 
 
 def test_integrations_lists_every_model_that_patch_takes():

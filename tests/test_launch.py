@@ -650,7 +650,9 @@ PATHS = [
 ]
 
 
-@pytest.mark.parametrize(("path", "kernels", "regions"), PATHS, ids=str)
+@pytest.mark.parametrize(
+    ("path", "kernels", "regions"), PATHS, ids=[f"{path}" for path, *_ in PATHS]
+)
 def test_a_schedule_has_its_kernels_and_regions(launches, axis, path, kernels, regions):
     """All kernels of a call get the same arguments. Two sequences, fewer heads than SMs."""
     if path in ("fused", "raw", "raw overlapped") and (path == "fused") != (axis == "head"):

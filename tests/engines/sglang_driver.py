@@ -41,18 +41,16 @@ def record(kernels):
         for op, arguments in calls:
             note("looked_for", api.explain(op, **arguments).problem)
 
-    def described(describe):
+    def noted(operation, run_reference):
         def wrapped(a):
-            problem = describe(a)
-            if not isinstance(a.backend, api._Explain):
-                note("needed", problem)
-            return problem
+            note("needed", operation.describe(a))
+            return run_reference(a)
 
         return wrapped
 
     start.load = load
     for operation in ops.OPERATIONS.values():
-        operation.describe = described(operation.describe)
+        operation.run_reference = noted(operation, operation.run_reference)
 
 
 # With a CPU's only attention, and torch's own kernels.

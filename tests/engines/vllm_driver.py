@@ -181,12 +181,10 @@ def record(kernels, arch):
             {*kernels[kind], *(variant.label for variant in dispatch.variants_of(problem))}
         )
 
-    def described(describe):
+    def noted(operation, run_reference):
         def wrapped(a):
-            problem = describe(a)
-            if not isinstance(a.backend, api._Explain):
-                note("needed", problem)
-            return problem
+            note("needed", operation.describe(a))
+            return run_reference(a)
 
         return wrapped
 
@@ -195,7 +193,7 @@ def record(kernels, arch):
             note("looked_for", api.explain(op, **arguments).problem)
 
     for operation in ops.OPERATIONS.values():
-        operation.describe = described(operation.describe)
+        operation.run_reference = noted(operation, operation.run_reference)
     if arch:
         start.arch_of = lambda device: arch
     else:

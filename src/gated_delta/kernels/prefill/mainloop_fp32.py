@@ -192,7 +192,8 @@ class MainloopFp32:
     # ---------------------------------------------------------------------------- wgmma
 
     def fragments(self):
-        """Accumulators: element 4 j + 2 i + p is row lane // 4 + 8 i, column 8 j + lane % 4 * 2 + p."""
+        """An accumulator's element 4 j + 2 i + p is row lane // 4 + 8 i, column 8 j + lane % 4 * 2
+        + p."""
         state, chunk = self.mma("k_update"), self.mma("k")
         return Fragments(
             cute.make_rmem_tensor(state.partition_shape_C((64, D)), Float32),
