@@ -7,12 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from gated_delta import compile as kernels
 from gated_delta.integrations.transformers import MODELS
-from gated_delta.ops import PREFILL
-from gated_delta.problem import Problem
 
 ROOT = Path(__file__).parents[1]
 DOCS = sorted(ROOT.glob("docs/**/*.md"))

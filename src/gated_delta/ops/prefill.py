@@ -324,7 +324,7 @@ class PrefillLaunch(TokensLaunch):
         (N, *_, sms), H, HV = operation.work(a), a.q.shape[2], a.v.shape[2]
         total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), 1)
-        kind, segments = plan.schedule
+        kind, segments, _ = plan.schedule
         raw = kind in ("raw", "raw overlapped")
         rows = 128 if raw or kind == "fused" else 64
         queued = raw or (kind == "fused" and N * HV > sms)  # noqa: SIM300
