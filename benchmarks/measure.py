@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from gated_delta import compile
+from gated_delta import compile, dispatch
 from gated_delta.bench import Function, capture, copies, device_name, eager, host_us, in_turns
 from gated_delta.problem import SHORT, UnsupportedProblem
 from gated_delta.results import first_line, versions
@@ -194,7 +194,7 @@ def run_facts(device: torch.device, peers: Mapping[str, str | None]) -> dict[str
 
 def environment(device: torch.device, peers: Mapping[str, str | None]) -> dict[str, Any]:
     """Date, device, commit, versions, peers' versions, and fingerprints of the kernels' sources."""
-    names = sorted(file.stem for file in Path(compile.__file__).parent.glob("kernels/[a-z]*.py"))
+    names = sorted({variant.kernel for variant in dispatch.shipped()})
     now = datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds")
     return dict(
         date=now,
