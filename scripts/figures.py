@@ -116,15 +116,6 @@ def made_beforehand(groups: dict[str, Group]) -> dict[str, Group]:
     return {f"{name}, peers' inputs made beforehand": group for name, group in groups.items()}
 
 
-def prefill_against_fla() -> dict[str, Group]:
-    return {
-        f"prefill, {name.upper()}": Group.of(
-            (c for c in cells("prefill") if c["model"] == name), against("fla")
-        )
-        for name in ("gdn", "kda")
-    }
-
-
 def layer() -> dict[str, Group]:
     """Decode with convolution and norm; drafts are already convolved."""
     layers = cells("layer")
@@ -307,7 +298,6 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "prefill h100": h100,
     "prefill rules": prefill_rules,
-    "prefill fla": lambda: summary("FLA's time over ours", prefill_against_fla()),
 }
 
 
