@@ -106,6 +106,11 @@ class Ring(NamedTuple):
             if self.empty is not None:
                 cute.arch.mbarrier_init(self.empty_barrier(shared, stage), self.consumers)
 
+    def stage_of(self, iteration):
+        """Stage of the pipeline's iteration; of two stages."""
+        assert self.stages == 2
+        return iteration & 1
+
     def locate(self, iteration):
         """Stage and phase of the pipeline's iteration 0, 1, ..."""
         if self.stages & (self.stages - 1) == 0:
@@ -151,6 +156,58 @@ class Ring(NamedTuple):
 
     def consumer_release(self, shared, stage):
         cute.arch.mbarrier_arrive(self.empty_barrier(shared, stage))
+
+
+class ChunkState(NamedTuple):
+    """A consumer's position in two rings: four stages of tokens, two of all else (`buffer`)."""
+
+    chunk: Int32
+    stage: Int32
+    """Of the chunk's tokens."""
+    left: Int32
+    """Tokens of the sequence from the chunk's first one on."""
+
+    @property
+    def number(self):
+        """The chunk's number in the pipeline modulo 4: stage and phase of its buffer."""
+        return self.stage
+
+    @property
+    def buffer(self):
+        return self.number & 1
+
+
+class NumberedChunkState(NamedTuple):
+    """ChunkState with another number of token stages, which does not give the number."""
+
+    chunk: Int32
+    stage: Int32
+    number: Int32
+    left: Int32
+
+    @property
+    def buffer(self):
+        return self.number & 1
+
+
+class TokenPipeline(NamedTuple):
+    """Positions in a pipeline with so many stages of tokens, `chunk_tokens` a chunk."""
+
+    stages: int
+    chunk_tokens: int
+
+    def start(self, iteration, left):
+        """At a work tile's first chunk, the pipeline's iteration 0, 1, ..."""
+        if self.stages == 4:
+            return ChunkState(Int32(0), iteration & 3, left)
+        return NumberedChunkState(Int32(0), iteration % self.stages, iteration & 3, left)
+
+    def advance(self, state):
+        chunk, left = state.chunk + 1, state.left - self.chunk_tokens
+        if self.stages == 4:
+            return ChunkState(chunk, (state.stage + 1) & 3, left)
+        stage = Int32(select_(state.stage == self.stages - 1, 0, state.stage + 1))
+        return NumberedChunkState(chunk, stage, (state.number + 1) & 3, left)
 
 
 def fence_mbarrier_init():

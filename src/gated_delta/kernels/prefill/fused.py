@@ -324,14 +324,15 @@ class PrefillFused:
             self.tokens.producer_acquire(coord.shared, *self.tokens.locate(iteration + 2))
             self.store_terms(coord, kk, kq)
             hopper.fence_async_proxy()
-            self.full.producer_arrive(coord.shared, stage & 1)
+            self.full.producer_arrive(coord.shared, self.full.stage_of(stage))
             c, iteration = c + 1, iteration + 1
 
     def store_terms(self, coord, kk, kq):
         """Tinv and Aqk of a chunk."""
         gates = self.gates_at(coord.shared, coord.chunk)
         tinv, aqk = (
-            coord.shared + at + (coord.slot & 1) * SQUARE.bytes for at in (self.tinv, self.aqk)
+            coord.shared + at + self.full.stage_of(coord.slot) * SQUARE.bytes
+            for at in (self.tinv, self.aqk)
         )
         self.terms.decay_products(coord, gates, aqk, kk, kq)
         self.terms.inverse.invert_diagonal(coord, gates)

@@ -20,7 +20,6 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Boolean, Float16, Float32, Int32, Uint32
 from cutlass.cute.nvgpu import warpgroup
-from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, ptx
 from ..device.args import offset
@@ -37,49 +36,6 @@ VALUES = hopper.SwizzledTile(CHUNK, ROWS, 64)
 """A warpgroup's v of a chunk, later its o: one TMA box."""
 BOX_BYTES = GROUPS * 4 * 16
 """Where the warps keep the coordinates of the next v and o boxes, which would cost registers."""
-
-
-class ChunkState(NamedTuple):
-    """A warpgroup's position in its work tile."""
-
-    chunk: Int32
-    stage: Int32
-    """Of the chunk's tokens."""
-    left: Int32
-    """Tokens of the sequence from the chunk's first one on."""
-
-    @property
-    def number(self):
-        """The chunk's number in the pipeline modulo 4: stage and phase of its terms, v and o."""
-        return self.stage
-
-
-class NumberedChunkState(NamedTuple):
-    """ChunkState where the stage of tokens does not give the number."""
-
-    chunk: Int32
-    stage: Int32
-    number: Int32
-    left: Int32
-
-
-class TokenPipeline(NamedTuple):
-    """Positions in a pipeline with so many stages of tokens."""
-
-    stages: int
-
-    def start(self, iteration, left):
-        """At a work tile's first chunk, the pipeline's iteration 0, 1, ..."""
-        if self.stages == 4:
-            return ChunkState(Int32(0), iteration & 3, left)
-        return NumberedChunkState(Int32(0), iteration % self.stages, iteration & 3, left)
-
-    def advance(self, pipe):
-        chunk, left = pipe.chunk + 1, pipe.left - CHUNK
-        if self.stages == 4:
-            return ChunkState(chunk, (pipe.stage + 1) & 3, left)
-        stage = Int32(select_(pipe.stage == self.stages - 1, 0, pipe.stage + 1))
-        return NumberedChunkState(chunk, stage, (pipe.number + 1) & 3, left)
 
 
 class MmaCoord(NamedTuple):
@@ -149,7 +105,8 @@ class MainloopFp16:
         self.tokens, self.terms, self.regions = tokens, terms, regions
         self.scale_bytes, self.s_k_scale = scale_bytes, s_k_scale
         self.o_scale = layout.KDA_SCALE_O if channel else layout.GDN_SCALE_O
-        self.sync_loads, self.pipeline = sync_loads, TokenPipeline(tokens.stages)
+        self.sync_loads = sync_loads
+        self.pipeline = hopper.TokenPipeline(tokens.stages, CHUNK)
 
     @cute.jit
     def run(self, args, work, shared, thread, group, k, q, k_update):
@@ -188,7 +145,7 @@ class MainloopFp16:
 
         No wgmma group is in flight across the loop's back edge: ptxas would serialise every wgmma.
         """
-        following, terms = self.pipeline.advance(pipe), pipe.number & 1
+        following, terms = self.pipeline.advance(pipe), pipe.buffer
         start_mma(frag.s_k, frag.state_fp16, right.k, pipe.stage)
         start_mma(frag.o, frag.state_fp16, right.q, pipe.stage)
         self.start_v(args, coord, pipe, 1)
@@ -263,7 +220,7 @@ class MainloopFp16:
     def start_v(self, args, coord, pipe, ahead):
         """Warp 0: start the copy of v of a chunk ahead, over outputs that have been stored."""
         if (pipe.left > ahead * CHUNK) & (coord.thread // 32 == 0):
-            stage = (pipe.number + ahead) & 1
+            stage = self.terms.stage_of(pipe.number + ahead)
             cute.arch.cp_async_bulk_wait_group(0, read=True)
             with cute.arch.elect_one():
                 self.terms.producer_expect(coord.shared, stage, VALUES.bytes)
@@ -279,7 +236,7 @@ class MainloopFp16:
         """The lane's address for ldmatrix and stmatrix of v: of the warp's first four matrices."""
         lane = coord.thread % 32
         token, vector = lane // 16 * 8 + lane % 8, coord.thread // 32 * 2 + lane // 8 % 2
-        return self.values_at(coord, pipe.number & 1) + VALUES.offset_in_block(token, token, vector)
+        return self.values_at(coord, pipe.buffer) + VALUES.offset_in_block(token, token, vector)
 
     @cute.jit
     def wait_for_values(self, coord, pipe):
@@ -289,7 +246,7 @@ class MainloopFp16:
             lane, vector = coord.thread % 32, coord.thread // 32 * 2 + coord.thread % 2
             for token in cutlass.range(lane // 2, CHUNK, 16, unroll=1):
                 if token >= pipe.left:
-                    at = self.values_at(coord, pipe.number & 1)
+                    at = self.values_at(coord, pipe.buffer)
                     at += VALUES.offset_in_block(token, token, vector)
                     ptx.store_shared_x4(at, [Uint32(0)] * 4)
             cute.arch.sync_warp()
@@ -367,7 +324,7 @@ class MainloopFp16:
         if not self.channel:
             s_q_scales = self.load_scales(coord, pipe, layout.FUSED_SCALE_S_Q, Float16)
             scale_words(frag.o, frag.o, s_q_scales)
-        start_mma(frag.o, frag.u, right.aqk, pipe.number & 1, True)
+        start_mma(frag.o, frag.u, right.aqk, pipe.buffer, True)
 
     # ---------------------------------------------------------------------------- o
 
@@ -383,14 +340,14 @@ class MainloopFp16:
         hopper.fence_async_proxy()
         # One barrier for each warpgroup and stage. No warp comes to it again before warp 0 has left
         # it: it waits for v that warp 0 copies in between.
-        barrier = 2 * coord.group + (pipe.number & 1)
+        barrier = 2 * coord.group + (pipe.buffer)
         if pipe.left < CHUNK:
             hopper.NamedBarrier.OUTPUT.sync(hopper.WARPGROUP, barrier)
             self.store_last(args, coord, pipe)
             hopper.NamedBarrier.OUTPUT.sync(hopper.WARPGROUP, barrier)
         elif coord.thread // 32 == 0:
             hopper.NamedBarrier.OUTPUT.sync(hopper.WARPGROUP, barrier)
-            box, at = self.box_coord(coord, pipe.chunk), self.values_at(coord, pipe.number & 1)
+            box, at = self.box_coord(coord, pipe.chunk), self.values_at(coord, pipe.buffer)
             hopper.copy_box(args.maps.o, VALUES, box, at)
             cute.arch.cp_async_bulk_commit_group()
         else:
@@ -402,7 +359,7 @@ class MainloopFp16:
         row, vector = coord.thread // 8, coord.thread % 8
         o_at = args.ptr.o + offset(hv, args.stride.o_h) + offset(n, args.stride.o_n)
         o_at += offset(token + row, args.stride.o_t) + (column * 8 + vector) * 16
-        at = self.values_at(coord, pipe.number & 1) + VALUES.offset_in_block(row, row, vector)
+        at = self.values_at(coord, pipe.buffer) + VALUES.offset_in_block(row, row, vector)
         for i in range(CHUNK // 16):
             words = ptx.load_shared_x4(at + i * 2048)
             ptx.store_words(o_at + offset(16 * i, args.stride.o_t), words, pipe.left - row > 16 * i)

@@ -183,7 +183,7 @@ class PrefillScanRaw:
             self.start_tokens(args, work, shared, stage, c, number)
         if (c > 0) & (lane == 0):
             before = layout.head_chunk(args, work.sequence.first_slot + c - 1, work.hv)
-            self.start_squares(args, shared, (iteration - 1) & 1, before)
+            self.start_squares(args, shared, self.terms.stage_of(iteration - 1), before)
 
     @cute.jit
     def wait_until_prepared(self, args, first_slot, c, chunks, lane):
@@ -232,7 +232,7 @@ class PrefillScanRaw:
         lane, subchunk = thread % 32, thread // 32
         gate = self.load_gate(args, work, lane)
         chunks = layout.num_chunks(tokens)
-        for c in cutlass.range((group + before) & 1, chunks + 1, 2, unroll=1):
+        for c in cutlass.range(self.terms.stage_of(group + before), chunks + 1, 2, unroll=1):
             stage, phase = self.tokens.locate(before + c)
             shared_at = ptx.opaque(shared)
             # All warps wait: a warp that does not might take the phase of `full` of two chunks
@@ -246,7 +246,7 @@ class PrefillScanRaw:
                 hopper.fence_async_proxy()
                 # The chunk two before is complete: so is the phase of `terms` with its arrivals.
                 self.wait_until_empty(shared_at, before + c + 1)
-                self.terms.producer_arrive(shared_at, (before + c) & 1)
+                self.terms.producer_arrive(shared_at, self.terms.stage_of(before + c))
         if group == WarpRole.DECAY1:
             store_zeros(args, work, thread)
 
