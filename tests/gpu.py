@@ -1,4 +1,4 @@
-"""Calls and checks for GPU tests of the CuTe backend."""
+"""Calls and checks for tests of compiled kernels, on a GPU and emulated."""
 
 import contextlib
 
@@ -6,10 +6,16 @@ import pytest
 import torch
 
 import gated_delta as gd
+from gated_delta import compile
 from gated_delta.kernels.prefill.arguments import CHUNK, PrefillPointers
 from gated_delta.ops import PREFILL
 from gated_delta.ops import prefill as host
 from gated_delta.ops.prefill_schedule import Schedule
+
+needs_compiler = pytest.mark.skipif(
+    compile.installed(compile.COMPILER) is None or compile.missing_packages() != (),
+    reason=f"needs {compile.COMPILER}",
+)
 
 needs_gpu = pytest.mark.skipif(
     not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10),

@@ -6,15 +6,20 @@ import pytest
 import torch
 
 import gated_delta as gd
+from benchmark_runs import CPU, STAND_INS, fake_runner, small
 from benchmarks import layers, peers
 from benchmarks.cells import BF16, FP32
 from benchmarks.layers import layer
 from benchmarks.peers import NotOffered
 from stand_ins import modules as stand_in
-from test_benchmarks import CPU, STAND_INS, runner, small  # noqa: F401
 
 STEPS = [layer("kda", (12, 12), FP32, 1, 2), layer("gdn", (1, 2), BF16, 1, 3)]
 DRAFTS = [layer("gdn", (1, 2), dtype, 3, 2) for dtype in (BF16, FP32)]
+
+
+@pytest.fixture
+def runner(monkeypatch):
+    return fake_runner(monkeypatch)
 
 
 @pytest.fixture
@@ -29,7 +34,7 @@ def stand_ins(monkeypatch):
 @pytest.mark.usefixtures("stand_ins")
 @pytest.mark.parametrize("name", layers.PEERS)
 @pytest.mark.parametrize("cell", [*STEPS, *DRAFTS], ids=lambda cell: cell.label)
-def test_peers_agree_or_refuse(runner, name, cell):  # noqa: F811
+def test_peers_agree_or_refuse(runner, name, cell):
     prepare = layers.PEERS[name].prepare
     if name == "sglang" and cell in DRAFTS:
         with pytest.raises(NotOffered, match="one token"):

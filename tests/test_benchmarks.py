@@ -12,7 +12,6 @@ import subprocess
 import sys
 import types
 from contextlib import nullcontext
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -22,6 +21,7 @@ from typer.testing import CliRunner
 
 import benchmarks.__main__ as command
 import gated_delta as gd
+from benchmark_runs import CPU, STAND_INS, fake_runner, small
 from benchmarks import cells, measure, peers, plot, record
 from benchmarks.cells import BF16, CELLS, FP32, Pooled, decode, prefill, speculation
 from benchmarks.measure import Runner
@@ -31,9 +31,7 @@ from gated_delta.dispatch import schedule_of
 from gated_delta.integrations import fla, flashinfer
 from stand_ins import modules as stand_in
 
-CPU = torch.device("cpu")
 ROOT = Path(__file__).parents[1]
-STAND_INS = Path(__file__).parent / "stand_ins"
 COMMIT = STAND_INS / Path(peers.COMMIT[1]).name
 GDN, KDA = ("gdn", (1, 2)), ("kda", (2, 2))
 DECODES = [
@@ -62,10 +60,6 @@ def each(some):
     return pytest.mark.parametrize("cell", some, ids=named)
 
 
-def small(cell, **others):
-    return replace(cell, sets=2, **others)
-
-
 def other(b, **tensors):
     return type(b)(**{**vars(b), **tensors})
 
@@ -77,36 +71,7 @@ def ours(cell, b):
 
 @pytest.fixture
 def runner(monkeypatch):
-    """runner(prepare by name, their microseconds) on the CPU.
-
-    captured: the number of sets of each graph. said: remarks.
-    """
-    monkeypatch.setattr(Runner, "backend", "reference")
-    captured, said = [], []
-    times = {"ours": 4.0, "copy": 3.0, "verify": 2.5, "flush": 1.75, "two_rounds": 6.0}
-
-    def capture(calls, passes):
-        for call in calls:
-            call()
-        captured.append(len(calls))
-        return lambda: 0.0
-
-    monkeypatch.setattr(measure, "capture", capture)
-    monkeypatch.setattr(measure, "eager", lambda calls, device: lambda: 100.0)
-    monkeypatch.setattr(
-        measure,
-        "in_turns",
-        lambda replays: {name: times[name] + replay() for name, replay in replays.items()},
-    )
-    monkeypatch.setattr(measure, "host_us", lambda call, device: float(call() is not None))
-
-    def build(prepare=None, **us):
-        times.update(us)
-        built = Runner(prepare or {}, CPU, dict(gemm_tflops=800.0), said.append)
-        built.captured, built.said = captured, said
-        return built
-
-    return build
+    return fake_runner(monkeypatch)
 
 
 # ------------------------------------------------------------------------------------- the tables

@@ -19,11 +19,8 @@ import torch
 
 from gated_delta import UnsupportedProblem, compile, dispatch
 from gated_delta.problem import Problem
+from gpu import needs_compiler
 
-needs_compiler = pytest.mark.skipif(
-    compile.installed(compile.COMPILER) is None or compile.missing_packages() != (),
-    reason=f"needs {compile.COMPILER}",
-)
 STACK_BYTES = {
     # Lanes without channels: their predicates spill two registers (one variant: four), once a call.
     "K=96": 16,

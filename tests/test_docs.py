@@ -175,3 +175,17 @@ def headings(page):
     """The anchors of a page."""
     titles = re.findall(r"^#+ (.*)$", page.read_text(), re.M)
     return {re.sub(r"[^\w -]", "", title).lower().replace(" ", "-") for title in titles}
+
+
+def test_names_of_tests_have_at_most_60_characters():
+    files = (ROOT / "tests").rglob("*.py")
+    names = [name for file in files for name in re.findall(r"def (test_\w+)", file.read_text())]
+    assert len(names) > 500
+    assert [name for name in names if len(name) > 60] == []
+
+
+def test_no_test_module_imports_another():
+    """Tables and helpers have modules of their own."""
+    for file in (ROOT / "tests").rglob("*.py"):
+        imported = re.findall(r"^\s*(?:from|import) \.?(test_\w+)", file.read_text(), re.M)
+        assert imported == [], file.name

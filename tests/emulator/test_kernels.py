@@ -17,6 +17,7 @@ from gated_delta.ops import prefill as host
 from gated_delta.testing import cases, run_case
 from gpu import (
     PERSISTENT,
+    needs_compiler,
     prefill_path,
     relative_error,
     transition_norms,
@@ -24,7 +25,6 @@ from gpu import (
     with_channels_of_any_size,
     workspace_after,
 )
-from test_compile import needs_compiler
 
 from . import Fault, device, emulated
 
