@@ -24,7 +24,7 @@ from gpu import needs_compiler
 STACK_BYTES = {
     # Lanes without channels: their predicates spill two registers (one variant: four), once a call.
     "K=96": 16,
-    # A register of GDN's prepare, the lane, once an item: 384 threads have 168 each.
+    # GDN's prepare, whose threads have 168 registers: the lane, once an item.
     "prefill_overlapped axis=head": 8,
 }
 """Local memory allowed, by a part of the variant's label; all other variants use none."""
@@ -71,7 +71,7 @@ def files(cache):
 
 
 FEW = shipped("flush", *(kernel for kernel in PREFILL if kernel not in PREPARE_AND_SCAN))
-ENDS = [shipped(kernel)[i] for kernel in PREPARE_AND_SCAN for i in (0, -1)]
+ENDS = [shipped(kernel)[i] for kernel in PREPARE_AND_SCAN for i in (0, 1, -1)]
 
 
 def pairs(variant):
