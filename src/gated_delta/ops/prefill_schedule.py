@@ -71,10 +71,6 @@ class Call(NamedTuple):
         return self.problem.HV // self.problem.H
 
     @property
-    def reproducible(self) -> bool:
-        return "deterministic" in self.problem.options
-
-    @property
     def imbalance(self) -> float:
         return self.longest * self.sms / max(self.tokens * self.problem.HV, 1)
 

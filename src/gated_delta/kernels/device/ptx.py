@@ -5,8 +5,6 @@ Functions take byte addresses. Loads and stores are predicated, not behind branc
 may move other loads across them.
 """
 
-from typing import NamedTuple
-
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint16, Uint32
 from cutlass.cutlass_dsl import select_
@@ -394,22 +392,6 @@ def stmatrix_x4_trans(address, words):
 
 
 # ------------------------------------------------------------ asynchronous copies, pipelines
-
-
-class PipelineState(NamedTuple):
-    """A chunk, its pipeline stage, and the phase of the stage's mbarrier that completes for it."""
-
-    chunk: Int32
-    stage: Int32
-    phase: Int32
-
-
-def advance(state, stages):
-    """The next chunk's PipelineState in a pipeline of `stages` stages."""
-    wraps = state.stage == stages - 1
-    stage = Int32(select_(wraps, 0, state.stage + 1))
-    phase = Int32(select_(wraps, 1 - state.phase, state.phase))
-    return state._replace(chunk=state.chunk + 1, stage=stage, phase=phase)
 
 
 def mbarrier_test(barrier, phase):

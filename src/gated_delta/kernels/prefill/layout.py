@@ -90,6 +90,21 @@ def clear_squares(shared_at, count, thread, threads):
     hopper.fence_async_proxy()
 
 
+@cute.jit
+def init_shared(rings, squares, count, thread, threads):
+    """A CTA's mbarriers, and zeros in `count` squares from offset `squares` on; a barrier follows.
+
+    Returns the base address.
+    """
+    shared = hopper.shared_base()
+    if thread == 0:
+        for ring in rings:
+            ring.init(shared)
+        hopper.fence_mbarrier_init()
+    clear_squares(shared + squares, count, thread, threads)
+    return shared
+
+
 def load_square(triangle_at, square_at, full):
     """A thread: start bulk copies of a triangle in the workspace to a square, panel by panel.
 

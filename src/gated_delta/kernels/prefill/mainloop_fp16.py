@@ -28,8 +28,7 @@ from .arguments import CHUNK
 from .layout import D
 from .work import Work, active_tokens
 
-ROWS = 64
-"""V rows of an MMA warpgroup."""
+ROWS = state.WARPGROUP_ROWS
 GROUPS = 2
 """MMA warpgroups."""
 VALUES = hopper.SwizzledTile(CHUNK, ROWS, 64)
@@ -57,19 +56,6 @@ class Operands(NamedTuple):
     """k of the state's update, transposed; KDA: decayed to the chunk's end."""
     tinv: cute.Tensor
     aqk: cute.Tensor
-
-
-class Fragments(NamedTuple):
-    """Registers of an MMA warpgroup."""
-
-    state: cute.Tensor
-    s_k: cute.Tensor
-    """S k, then u."""
-    o: cute.Tensor
-    state_fp16: cute.Tensor
-    operand: cute.Tensor
-    """The residual, then GDN's u times its decay to the chunk's end."""
-    u: cute.Tensor
 
 
 class Regions(NamedTuple):
@@ -112,7 +98,7 @@ class MainloopFp16:
     def run(self, args, work, shared, thread, group, k, q, k_update):
         """A work tile. k, q, k_update: tokens in shared memory, [64, 128, stages]."""
         coord = MmaCoord(work, shared, thread, group)
-        right, frag = self.right_operands(coord, k, q, k_update), make_fragments()
+        right, frag = self.right_operands(coord, k, q, k_update), state.make_fragments(Float16)
         # A branch, and for some variants a barrier behind it: else ptxas serialises wgmmas.
         if work.state_index >= 0:
             state.load_initial_state(*self.state_of(args, coord), frag.state)
@@ -128,7 +114,7 @@ class MainloopFp16:
             self.wait_for_values(coord, pipe)
             absmax = state.packed_absmax(self.load_values(coord, pipe), BFloat16).bitcast(Float32)
             state_scale = state.rescale(frag.state, absmax, state_scale, True)
-            to_fp16(frag.state, frag.state_fp16)
+            state.to_fp16(frag.state, frag.state_fp16)
             while pipe.left > 0:
                 state_scale, pipe, checkpoint = self.chunk(
                     args, coord, right, frag, pipe, state_scale, checkpoint
@@ -164,7 +150,7 @@ class MainloopFp16:
             self.wait_for_values(coord, following)
         measure = following.chunk % state.RESCALE_INTERVAL == 0
         state_scale = state.rescale(frag.state, absmax, state_scale, measure)
-        to_fp16(frag.state, frag.state_fp16)
+        state.to_fp16(frag.state, frag.state_fp16)
         if cutlass.const_expr(self.checkpoints):  # noqa: SIM102 - settled when compiling
             if following.chunk == checkpoint:
                 checkpoint = self.store_checkpoints(args, coord, frag, state_scale, checkpoint)
@@ -180,11 +166,11 @@ class MainloopFp16:
         k_update = cute.make_tensor(k_update.iterator, cute.select(k_update.layout, [1, 0, 2]))
         operands = []
         for x, mma in (
-            (k, product_mma()),
-            (q, product_mma()),
-            (k_update, update_mma()),
-            (tinv, product_mma()),
-            (aqk, product_mma()),
+            (k, state.product_mma(Float16)),
+            (q, state.product_mma(Float16)),
+            (k_update, state.update_mma()),
+            (tinv, state.product_mma(Float16)),
+            (aqk, state.product_mma(Float16)),
         ):
             part = mma.get_slice(coord.thread)
             operands.append(part.make_fragment_B(part.partition_B(x)))
@@ -320,7 +306,7 @@ class MainloopFp16:
         if not self.channel:
             left = frag.operand
             scale_words(frag.u, left, u_scales)
-        hopper.start_mma(update_mma(), frag.state, left, right.k_update, pipe.stage, True)
+        hopper.start_mma(state.update_mma(), frag.state, left, right.k_update, pipe.stage, True)
         if not self.channel:
             s_q_scales = self.load_scales(coord, pipe, layout.FUSED_SCALE_S_Q, Float16)
             scale_words(frag.o, frag.o, s_q_scales)
@@ -340,7 +326,7 @@ class MainloopFp16:
         hopper.fence_async_proxy()
         # One barrier for each warpgroup and stage. No warp comes to it again before warp 0 has left
         # it: it waits for v that warp 0 copies in between.
-        barrier = 2 * coord.group + (pipe.buffer)
+        barrier = 2 * coord.group + pipe.buffer
         if pipe.left < CHUNK:
             hopper.NamedBarrier.OUTPUT.sync(hopper.WARPGROUP, barrier)
             self.store_last(args, coord, pipe)
@@ -368,38 +354,8 @@ class MainloopFp16:
 # -------------------------------------------------------------------------------- registers, wgmma
 
 
-def product_mma():
-    return hopper.make_mma(CHUNK, Float16)
-
-
-def update_mma():
-    return hopper.make_mma(D, Float32, hopper.MAJOR.MN)
-
-
 def start_mma(accumulator, left, right, stage, accumulate=False):
-    hopper.start_mma(product_mma(), accumulator, left, right, stage, accumulate)
-
-
-def make_fragments():
-    product = product_mma()
-    accumulator = cute.make_rmem_tensor(update_mma().partition_shape_C((ROWS, D)), Float32)
-    s_k, o = (
-        cute.make_rmem_tensor(product.partition_shape_C((ROWS, CHUNK)), Float16) for _ in range(2)
-    )
-    state_fp16, operand, u = (
-        cute.make_rmem_tensor(product.partition_shape_A((ROWS, columns)), Float16)
-        for columns in (D, CHUNK, CHUNK)
-    )
-    return Fragments(accumulator, s_k, o, state_fp16, operand, u)
-
-
-def to_fp16(accumulator, operand):
-    """Round an fp32 accumulator to a left operand, which has the same order."""
-    words = cute.recast_tensor(operand, Uint32)
-    for j in range(cute.size(accumulator) // 4):
-        x = [accumulator[4 * j + i] for i in range(4)]
-        words[2 * j] = ptx.pack_x2(x[0], x[1], Float16)
-        words[2 * j + 1] = ptx.pack_x2(x[2], x[3], Float16)
+    hopper.start_mma(state.product_mma(Float16), accumulator, left, right, stage, accumulate)
 
 
 def to_scaled_fp16(raw, state_scale, values):

@@ -6,15 +6,13 @@ Left operands, the state and the residual, are fp16 times a power of two, `state
 warp adapts; bf16 would lose three bits of them. docs/kernels/prefill.md has a chunk's timeline.
 """
 
-from typing import NamedTuple
-
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Uint32
 from cutlass.cute.nvgpu import warpgroup
 
 from ..device import hopper, ptx
-from ..device.hopper import MAJOR, WARP
+from ..device.hopper import WARP
 from .arguments import CHUNK, SCALE_BYTES
 from .layout import (
     GDN_SCALE_O,
@@ -34,24 +32,14 @@ from .state import (
     inverse_power_of_2,
     multiply,
     packed_absmax,
+    product_mma,
     rescale,
     set_scale,
     state_coord,
     store_checkpoints,
+    to_fp16,
+    update_mma,
 )
-
-
-class Fragments(NamedTuple):
-    """Registers of an MMA warpgroup."""
-
-    state: cute.Tensor
-    s_k: cute.Tensor
-    """S k, then u."""
-    o: cute.Tensor
-    state_fp16: cute.Tensor
-    operand: cute.Tensor
-    """The residual, then GDN's u times its decay to the chunk's end."""
-    u: cute.Tensor
 
 
 class MainloopFp32:
@@ -91,7 +79,7 @@ class MainloopFp32:
                 state_scale = set_scale(frag.state, self.v_absmax(coord, pipe), state_scale)
             else:
                 state_scale = rescale(frag.state, self.v_absmax(coord, pipe), state_scale, True)
-            self.to_fp16(frag.state, frag.state_fp16)
+            to_fp16(frag.state, frag.state_fp16)
             for _ in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
                 state_scale, pipe, checkpoint = self.chunk(
                     frag, right, args, coord, pipe, state_scale, checkpoint
@@ -136,7 +124,7 @@ class MainloopFp32:
         else:
             measure = next_pipe.chunk % RESCALE_INTERVAL == 0
             state_scale = rescale(frag.state, v_absmax, state_scale, measure)
-        self.to_fp16(frag.state, frag.state_fp16)
+        to_fp16(frag.state, frag.state_fp16)
         if cutlass.const_expr(self.mma_groups == 1):
             self.finish_chunk(frag, coord, pipe, o_scale)
         if cutlass.const_expr(not self.deterministic):
@@ -145,7 +133,7 @@ class MainloopFp32:
 
     def start_update(self, frag, right, coord, u_scales, pipe):
         """Start the state's update and Aqk u."""
-        self.to_fp16(frag.s_k, frag.u)
+        to_fp16(frag.s_k, frag.u)
         if self.channel:
             self.start_mma(frag.state, frag.u, "k_update", right, pipe, True)
         else:
@@ -191,22 +179,8 @@ class MainloopFp32:
 
     # ---------------------------------------------------------------------------- wgmma
 
-    def fragments(self):
-        """An accumulator's element 4 j + 2 i + p is row lane // 4 + 8 i, column 8 j + lane % 4 * 2
-        + p."""
-        state, chunk = self.mma("k_update"), self.mma("k")
-        return Fragments(
-            cute.make_rmem_tensor(state.partition_shape_C((64, D)), Float32),
-            cute.make_rmem_tensor(chunk.partition_shape_C((64, CHUNK)), Float32),
-            cute.make_rmem_tensor(chunk.partition_shape_C((64, CHUNK)), Float32),
-            cute.make_rmem_tensor(chunk.partition_shape_A((64, D)), Float16),
-            cute.make_rmem_tensor(chunk.partition_shape_A((64, CHUNK)), Float16),
-            cute.make_rmem_tensor(chunk.partition_shape_A((64, CHUNK)), Float16),
-        )
-
     def mma(self, name):
-        columns, major = (D, MAJOR.MN) if name == "k_update" else (CHUNK, MAJOR.K)
-        return hopper.make_mma(columns, Float32, major)
+        return update_mma() if name == "k_update" else product_mma(Float32)
 
     def right_operands(self, coord):
         """Right operands by name, [N, K, stage] of wgmma's N and K."""
@@ -230,13 +204,6 @@ class MainloopFp32:
     def start_mma(self, accumulator, left, name, right, pipe, accumulate):
         stage = self.stages.stage_of(name, pipe)
         hopper.start_mma(self.mma(name), accumulator, left, right[name], stage, accumulate)
-
-    def to_fp16(self, accumulator, half):
-        words = cute.recast_tensor(half, Uint32)
-        for j in range(cute.size(accumulator) // 4):
-            x = [accumulator[4 * j + i] for i in range(4)]
-            words[2 * j] = ptx.pack_x2(x[0], x[1], Float16)
-            words[2 * j + 1] = ptx.pack_x2(x[2], x[3], Float16)
 
     # ---------------------------------------------------------------------------- scales of a chunk
 

@@ -48,10 +48,16 @@ from .layout import (
 )
 from .mainloop_fp32 import MainloopFp32
 from .segments import is_last, scan_coord
-from .state import load_initial_state, state_coord, store_final_state, without_checkpoints
+from .state import (
+    load_initial_state,
+    make_fragments,
+    state_coord,
+    store_final_state,
+    without_checkpoints,
+)
 from .terms_gdn import GdnTerms
 from .terms_kda import KdaTerms
-from .tiles import LOAD_THREADS, TileCopies, chunk_numbers
+from .tiles import LOAD_THREADS, TileCopies, chunk_numbers, has_values
 from .work import work_of
 
 ROWS = 64  # V rows of a CTA that scans
@@ -309,13 +315,8 @@ class PrefillOverlapped:
         ctas = self.preparing_ctas(size) + self.scanning_ctas(size)
         if cutlass.const_expr(not self.checkpoints):
             ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
-        self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=(ctas, 1, 1),
-            block=(self.threads, 1, 1),
-            smem=self.shared,
-            stream=stream,
-            use_pdl=True,
-        )
+        kernel = self.kernel(ptr, scale, bound, stride, size)
+        hopper.launch(kernel, ctas, self.threads, self.shared, stream)
 
     def scanning_ctas(self, size):
         return D // ROWS * size.HV * size.N
@@ -486,7 +487,7 @@ class PrefillOverlapped:
     @cute.jit
     def mma(self, args, coord):
         """The MMA warpgroup."""
-        right, frag = self.mainloop.right_operands(coord), self.mainloop.fragments()
+        right, frag = self.mainloop.right_operands(coord), make_fragments(Float32)
         rows = state_coord(coord.v_row, coord.thread)
         load_initial_state(args, coord.work, self.state_dtype, D, rows, frag.state)
         checkpoint = Int32(0)
@@ -554,11 +555,6 @@ class PrefillOverlapped:
         if scales:
             at = shared + stages.scales + stages.stage_in("scales", stage, c) * SCALE_BYTES
             ptx.bulk_load(at, ptr.scales + chunk * SCALE_BYTES, SCALE_BYTES, full)
-
-
-def has_values(coord, token):
-    """Tokens past the last one have none."""
-    return token < coord.work.sequence.tokens
 
 
 def no_wait():

@@ -17,19 +17,20 @@ from ..device import hopper, ptx
 from ..device.args import DTYPES, Args
 from ..device.hopper import WARPGROUP
 from .arguments import CHUNK
-from .layout import ARGUMENTS, D, Pointers, Sizes, Strides, clear_squares
+from .layout import ARGUMENTS, D, Pointers, Sizes, Strides, init_shared
 from .mainloop_fp32 import MainloopFp32
 from .segments import add_window, in_place, is_last, scan_coord
 from .state import (
     load_initial_state,
     load_rows,
+    make_fragments,
     prefetch_initial_state,
     segment_state_offset,
     state_coord,
     store_final_state,
     without_checkpoints,
 )
-from .tiles import LOAD_THREADS, TileCopies, TileStages
+from .tiles import LOAD_THREADS, TileCopies, TileStages, has_values
 from .work import work_of
 
 ROWS = 64  # V rows of a CTA
@@ -103,13 +104,8 @@ class PrefillScan:
         ctas = self.v_tiles * size.HV * size.N * size.segments
         if cutlass.const_expr(not self.checkpoints):
             ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
-        self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=(ctas, 1, 1),
-            block=(self.threads, 1, 1),
-            smem=self.shared,
-            stream=stream,
-            use_pdl=True,
-        )
+        kernel = self.kernel(ptr, scale, bound, stride, size)
+        hopper.launch(kernel, ctas, self.threads, self.shared, stream)
 
     @cute.kernel
     def kernel(
@@ -118,11 +114,8 @@ class PrefillScan:
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         args = Args(ptr, scale, bound, stride, size)
-        shared = hopper.shared_base()
-        if thread == 0:
-            self.stages.init(shared)
-            hopper.fence_mbarrier_init()
-        clear_squares(shared + self.stages.tinv, 2 * STAGES, thread, self.threads)
+        stages = self.stages
+        shared = init_shared(stages.rings, stages.tinv, 2 * STAGES, thread, self.threads)
         if args.ptr.sequence_order != 0:
             hopper.wait_for_previous_kernel()
         cute.arch.sync_threads()
@@ -170,7 +163,7 @@ class PrefillScan:
     @cute.jit
     def mma(self, args, coord):
         """The MMA warpgroup: a segment, or a sequence."""
-        right, frag = self.mainloop.right_operands(coord), self.mainloop.fragments()
+        right, frag = self.mainloop.right_operands(coord), make_fragments(Float32)
         self.load_state(args, coord, frag.state)
         hopper.wait_for_previous_kernel()
         checkpoint = Int32(0)
@@ -200,8 +193,3 @@ class PrefillScan:
             load_rows(at, Float32, D, rows, Int32(coord.first_chunk == coord.first_stored), state)
         else:
             load_initial_state(args, work, self.state_dtype, self.K, rows, state)
-
-
-def has_values(coord, token):
-    """Tokens past the last one have none."""
-    return token < coord.work.sequence.tokens

@@ -104,13 +104,8 @@ class PrefillScanRaw:
             ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
         boxes = dict.fromkeys("qkg", BOX) | dict.fromkeys("vo", VALUES)
         maps = hopper.make_maps(ptr, stride, size, boxes, D, self.split)
-        self.kernel(ptr, scale, bound, stride, size, maps).launch(
-            grid=(ctas, 1, 1),
-            block=(self.threads, 1, 1),
-            smem=self.shared,
-            stream=stream,
-            use_pdl=True,
-        )
+        kernel = self.kernel(ptr, scale, bound, stride, size, maps)
+        hopper.launch(kernel, ctas, self.threads, self.shared, stream)
 
     @cute.kernel
     def kernel(
@@ -153,12 +148,8 @@ class PrefillScanRaw:
     @cute.jit
     def start(self, thread):
         """The CTA's shared memory: mbarriers, and squares with zeros above the diagonal."""
-        shared = hopper.shared_base()
-        if thread == 0:
-            for ring in (self.tokens, self.terms, self.scheduler.ring):
-                ring.init(shared)
-            hopper.fence_mbarrier_init()
-        layout.clear_squares(shared + self.tinv, 4, thread, self.threads)
+        rings = (self.tokens, self.terms, self.scheduler.ring)
+        shared = layout.init_shared(rings, self.tinv, 4, thread, self.threads)
         cute.arch.sync_threads()
         return shared
 

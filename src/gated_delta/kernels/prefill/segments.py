@@ -15,11 +15,11 @@ from cutlass.cutlass_dsl import select_
 from ..device import ptx
 from ..device.hopper import WARP
 from .layout import num_chunks
+from .state import WARPGROUP_ROWS
 from .work import Work
 
 MAX_WINDOW, SHORT_WINDOW = 32, 4  # chunks of a window at most; where segments are shorter than this
 MAX_M = 2.0**-120  # of a window's M, below which it counts as 0
-WARPGROUP_ROWS = 64  # V rows of an MMA warpgroup
 
 
 class ScanCoord(NamedTuple):

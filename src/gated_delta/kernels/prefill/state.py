@@ -8,15 +8,16 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Uint32
+from cutlass import Float16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
-from ..device import ptx
+from ..device import hopper, ptx
 from ..device.args import offset
 from ..device.hopper import WARP
 from .arguments import CHUNK
 from .layout import D, head_number, segment_number
 
+WARPGROUP_ROWS = 64  # V rows of an MMA warpgroup
 # Absmax of the scaled state and values: docs/kernels/prefill.md, "Precision and range".
 ABSMAX_HIGH, ABSMAX_LOW = 2.0**4, 2.0**-4
 ABSMAX_FAR_BELOW = 2.0**-6  # of values: in front of such a chunk the state is measured
@@ -24,6 +25,56 @@ STATE_DOMINATES = 2.0**8  # a state so much larger than the values ...
 STATE_HEADROOM = 2.0**5  # ... may be so much above ABSMAX_HIGH
 RESCALE_INTERVAL = 4  # chunks from one measurement of the state's absmax to the next
 MIN_SCALE, MAX_SCALE = 2.0**-120, 2.0**120  # of state_scale; a state of zeros has the largest
+
+
+# -------------------------------------------------------------------------------- registers
+
+
+class Fragments(NamedTuple):
+    """Registers of an MMA warpgroup."""
+
+    state: cute.Tensor
+    s_k: cute.Tensor
+    """S k, then u."""
+    o: cute.Tensor
+    state_fp16: cute.Tensor
+    operand: cute.Tensor
+    """The residual, then GDN's u times its decay to the chunk's end."""
+    u: cute.Tensor
+
+
+def product_mma(accumulator):
+    """wgmma of S k, S q, u and Aqk u."""
+    return hopper.make_mma(CHUNK, accumulator)
+
+
+def update_mma():
+    """wgmma of the state's update."""
+    return hopper.make_mma(D, Float32, hopper.MAJOR.MN)
+
+
+def make_fragments(accumulator):
+    """accumulator: of all products but the state's update, Float32 or Float16."""
+    product, rows = product_mma(accumulator), WARPGROUP_ROWS
+    state = cute.make_rmem_tensor(update_mma().partition_shape_C((rows, D)), Float32)
+    s_k, o = (
+        cute.make_rmem_tensor(product.partition_shape_C((rows, CHUNK)), accumulator)
+        for _ in range(2)
+    )
+    state_fp16, operand, u = (
+        cute.make_rmem_tensor(product.partition_shape_A((rows, columns)), Float16)
+        for columns in (D, CHUNK, CHUNK)
+    )
+    return Fragments(state, s_k, o, state_fp16, operand, u)
+
+
+def to_fp16(accumulator, operand):
+    """Round an fp32 accumulator to a left operand, which has the same order."""
+    words = cute.recast_tensor(operand, Uint32)
+    for j in range(cute.size(accumulator) // 4):
+        x = [accumulator[4 * j + i] for i in range(4)]
+        words[2 * j] = ptx.pack_x2(x[0], x[1], Float16)
+        words[2 * j + 1] = ptx.pack_x2(x[2], x[3], Float16)
 
 
 # -------------------------------------------------------------------------------- rows in memory

@@ -55,13 +55,8 @@ class PrefillStatePassing:
     def __call__(
         self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
     ):
-        self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=(self.ctas_per_head * size.HV * size.N, 1, 1),
-            block=(THREADS, 1, 1),
-            smem=self.shared,
-            stream=stream,
-            use_pdl=True,
-        )
+        kernel = self.kernel(ptr, scale, bound, stride, size)
+        hopper.launch(kernel, self.ctas_per_head * size.HV * size.N, THREADS, self.shared, stream)
 
     @cute.kernel
     def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes):

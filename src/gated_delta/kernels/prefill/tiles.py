@@ -46,10 +46,7 @@ class TileStages:
         mma_threads = rows // 64 * WARPGROUP
         self.ring = smem.add_ring(stages, 1 + LOAD_THREADS, mma_threads + stores)
         self.outputs = smem.add_ring(stages, mma_threads)
-
-    def init(self, shared):
-        self.ring.init(shared)
-        self.outputs.init(shared)
+        self.rings = (self.ring, self.outputs)
 
     def start(self, coord):
         return self.ring.start(coord.first_chunk, coord.work.iterations_before)
@@ -243,6 +240,11 @@ class TileCopies:
             zeros = [Uint32(0)] * 4
             for token in cutlass.range(begin + row, end, step, unroll=1):
                 ptx.store_words(o_at + offset(token, stride.o_t), zeros, Int32(1))
+
+
+def has_values(coord, token):
+    """Tokens past the last one have none."""
+    return token < coord.work.sequence.tokens
 
 
 def chunk_numbers(args, slot, hv, channel):

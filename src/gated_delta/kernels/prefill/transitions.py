@@ -20,6 +20,7 @@ from cutlass.cutlass_dsl import select_
 from ..device import hopper, ptx
 from ..device.args import DTYPES, Args
 from ..device.hopper import WARPGROUP
+from . import tiles
 from .arguments import STATE_BYTES
 from .layout import (
     ARGUMENTS,
@@ -27,14 +28,13 @@ from .layout import (
     Pointers,
     Sizes,
     Strides,
-    clear_squares,
     head_number,
+    init_shared,
     segment_flag_at,
     segment_number,
 )
 from .mainloop_fp32 import MainloopFp32
 from .segments import (
-    WARPGROUP_ROWS,
     add_window,
     has_window,
     in_place,
@@ -42,8 +42,10 @@ from .segments import (
     window_chunks,
 )
 from .state import (
+    WARPGROUP_ROWS,
     inverse_power_of_2,
     load_initial_state,
+    make_fragments,
     segment_state_offset,
     state_coord,
     store_rows,
@@ -98,13 +100,8 @@ class PrefillTransitions:
     ):
         ctas = self.tiles * size.HV * size.N * size.segments
         ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
-        self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=(ctas, 1, 1),
-            block=(self.threads, 1, 1),
-            smem=self.shared,
-            stream=stream,
-            use_pdl=True,
-        )
+        kernel = self.kernel(ptr, scale, bound, stride, size)
+        hopper.launch(kernel, ctas, self.threads, self.shared, stream)
 
     @cute.kernel
     def kernel(
@@ -113,11 +110,8 @@ class PrefillTransitions:
         thread, _, _ = cute.arch.thread_idx()
         cta, _, _ = cute.arch.block_idx()
         args = Args(ptr, scale, bound, stride, size)
-        shared = hopper.shared_base()
-        if thread == 0:
-            self.stages.init(shared)
-            hopper.fence_mbarrier_init()
-        clear_squares(shared + self.stages.tinv, 2 * self.num_stages, thread, self.threads)
+        stages = self.stages
+        shared = init_shared(stages.rings, stages.tinv, 2 * self.num_stages, thread, self.threads)
         if args.ptr.sequence_order != 0:
             hopper.wait_for_previous_kernel()
         work, group = work_of(args, cta, self.tiles), thread // WARPGROUP - 1
@@ -168,7 +162,7 @@ class PrefillTransitions:
     @cute.jit
     def mma(self, args, coord):
         """An MMA warpgroup: 64 rows of M or B."""
-        right, frag = self.mainloop.right_operands(coord), self.mainloop.fragments()
+        right, frag = self.mainloop.right_operands(coord), make_fragments(Float32)
         self.load_state(args, coord, frag.state)
         state_scale = self.mainloop.run(frag, right, args, coord, Int32(0))
         self.store_state(args, coord, frag.state, state_scale)
@@ -208,4 +202,4 @@ class PrefillTransitions:
 
 def has_values(coord, token):
     """Tokens past the last one have none, nor has the identity."""
-    return (token < coord.work.sequence.tokens) & (coord.work.tile == 0)
+    return tiles.has_values(coord, token) & (coord.work.tile == 0)
