@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from . import compile, ops
+from .gpus import gpu_of
 from .memory import Addresses, Placement, addresses
 from .ops.launch import REDESCRIBE, Operation, Plan
 from .problem import (
@@ -498,10 +499,10 @@ def select(
         raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
     missing = tuple(_missing_for_cute(op, problem, device))
     if not missing and backend != "reference":
-        plan = op.plan(problem, *work)
-        arch = compile.arch_of(device)
-        assert arch is not None
-        reasons = [reason for variant in plan.variants for reason in compile.missing(variant, arch)]
+        gpu = gpu_of(device)
+        assert gpu is not None
+        plan = op.plan(problem, *work, gpu=gpu)
+        reasons = [reason for variant in plan.variants for reason in compile.missing(variant, gpu)]
         missing = tuple(dict.fromkeys(reasons))
         if not missing:
             kernel = ", ".join(variant.label for variant in plan.variants)
@@ -516,11 +517,9 @@ def _missing_for_cute(op: Operation, problem: Problem, device: torch.device) -> 
     reasons = []
     if device.type != "cuda":
         reasons.append(f"tensors on a CUDA device, got {device.type}")
-    elif compile.arch_of(device) not in op.archs:
+    elif gpu_of(device) is None:
         major, minor = torch.cuda.get_device_capability(device)
-        supported = [f"{x}.{y}" for (x, y), arch in compile.ARCHS.items() if arch in op.archs]
-        expected = f"a device of compute capability {' or '.join(supported)}"
-        reasons.append(f"{expected}, got {major}.{minor}")
+        reasons.append(f"a device of compute capability 8.0 or newer, got {major}.{minor}")
     if problem.dtype == torch.float32:
         reasons.append("bf16 or fp16 inputs, got fp32")
     return reasons + op.missing(problem)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 import os
 import platform
@@ -22,13 +23,13 @@ from typer.core import TyperGroup
 from . import __version__, dispatch
 from . import compile as kernels
 from .api import select
+from .gpus import ARCHS, H200, gpus_of
 from .ops import OPERATIONS
 from .options import (
     DTYPES,
     MAX_DIM,
     MAX_SEQUENCES,
     MAX_TOKENS,
-    Arch,
     Backend,
     BackendOption,
     DeviceOption,
@@ -40,6 +41,7 @@ from .options import (
     Model,
     Op,
     Precision,
+    architectures,
     head_counts,
     ints,
 )
@@ -193,8 +195,12 @@ def compile_kernels(
     ],
     file: FileArgument = None,
     arch: Annotated[
-        Arch, typer.Option(help="Target architecture; sm_100a is untried.")
-    ] = Arch.sm_90a,
+        str,
+        typer.Option(
+            metavar="<arch,...>",
+            help=f"Of {', '.join(ARCHS)}. sm_80 and sm_90 have PTX for all newer GPUs.",
+        ),
+    ] = H200.arch,
     cases: Annotated[
         bool, typer.Option("--cases", help="Also the kernels of `check --backend cute`.")
     ] = False,
@@ -206,20 +212,18 @@ def compile_kernels(
     """Compile kernels ahead of time; needs nvidia-cutlass-dsl and a C compiler, but no GPU."""
     from .testing import cases as listed
 
-    variants = dispatch.shipped()
-    if cases:
-        checked = [case for op in Op for case in listed(op.value) if not case.reference_only]
-        for problem in dict.fromkeys(problem for case in checked for problem in case.problems):
-            variants += dispatch.variants_of(problem)
-    variants = [
-        variant
-        for variant in dict.fromkeys(variants)
-        if filter in variant.label and dispatch.compiles(variant, arch.value)
-    ]
-    if not variants:
+    checked = [case for op in Op for case in listed(op.value) if cases and not case.reference_only]
+    problems = dict.fromkeys(problem for case in checked for problem in case.problems)
+    builds: list[tuple[kernels.Variant, str]] = []
+    for name in architectures(arch):
+        variants = dispatch.shipped(name)
+        for problem, gpu in itertools.product(problems, gpus_of(name)):
+            variants += dispatch.variants_of(problem, gpu)
+        builds += [(x, name) for x in dict.fromkeys(variants) if filter in x.label]
+    if not builds:
         raise typer.BadParameter(f"no variant's label contains {filter!r}", param_hint="--filter")
-    if 0 < limit < len(variants):
-        variants = random.Random(0).sample(variants, limit)
+    if 0 < limit < len(builds):
+        builds = random.Random(0).sample(builds, limit)
     try:
         kernels.check_tools()
     except UnsupportedProblem as problem:
@@ -236,10 +240,10 @@ def compile_kernels(
         raise typer.BadParameter(reason, param_hint="--out") from None
 
     columns = ("variant", "registers", "stack", "shared", "seconds")
-    table = make_table(f"{len(variants)} kernels for {arch.value}", *columns)
+    table = make_table(f"{len(builds)} kernels for {arch}", *columns)
     records: list[dict[str, Any]] = []
     with report.measuring():
-        build_all(variants, arch.value, out.resolve(), min(jobs, len(variants)), records)
+        build_all(builds, out.resolve(), min(jobs, len(builds)), records)
     for record in records:
         resources = [str(record.get(name, "-")) for name in ("registers", "stack", "shared")]
         seconds = "-" if record["seconds"] is None else f"{record['seconds']:.1f}"

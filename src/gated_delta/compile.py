@@ -20,27 +20,20 @@ import io
 import os
 import re
 import shutil
+import struct
 import subprocess
 import sys
 import tempfile
 import tokenize
+import zlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import torch
-
+from .gpus import Gpu, has_ptx, level_of
 from .problem import UnsupportedProblem
-
-ARCHS = {(9, 0): "sm_90a", (10, 0): "sm_100a"}
-"""Architecture by compute capability. Measured on sm_90a; sm_100a compiles but has never run."""
-
-
-def arch_of(device: torch.device) -> str | None:
-    return ARCHS.get(torch.cuda.get_device_capability(device))
-
 
 COMPILER, RUNTIME = "nvidia-cutlass-dsl", "apache-tvm-ffi"
 _SYMBOL = "gated_delta_kernel"
@@ -216,15 +209,22 @@ def file_name(variant: Variant, arch: str) -> str:
     return f"{variant.kernel}-{arch}-{key}.so"
 
 
-def _find(variant: Variant, arch: str) -> Path | None:
-    """The variant's file, intact or not: for this compiler's version, or for any without one."""
-    name = file_name(variant, arch)
+def _find(variant: Variant, gpu: Gpu) -> Path | None:
+    """The variant's file, intact or not: for this compiler's version, or for any without one.
+
+    The file for the GPU's architecture, else for its level.
+    """
     version = _compiler()
-    if version is not None:
-        file = directory() / version / name
-        with _naming_directory():
-            return file if file.exists() else None
-    return max(directory().glob(f"*/{name}"), default=None, key=lambda file: file.stat().st_mtime)
+    for arch in dict.fromkeys((gpu.arch, gpu.level)):
+        name = file_name(variant, arch)
+        if version is not None:
+            with _naming_directory():
+                files = [file for file in (directory() / version / name,) if file.exists()]
+        else:
+            files = list(directory().glob(f"*/{name}"))
+        if files:
+            return max(files, key=lambda file: file.stat().st_mtime)
+    return None
 
 
 def _sealed(code: bytes, file: Path) -> bytes:
@@ -255,30 +255,30 @@ def scratch_prefix(process: int | None) -> str:
     return f"scratch-{process}-"
 
 
-def missing(variant: Variant, arch: str) -> tuple[str, ...]:
+def missing(variant: Variant, gpu: Gpu) -> tuple[str, ...]:
     """Why the variant can be neither loaded nor compiled, one reason each."""
     if packages := missing_packages():
         return packages
-    if may_compile() and installed(COMPILER) is None and _find(variant, arch) is None:
+    if may_compile() and installed(COMPILER) is None and _find(variant, gpu) is None:
         return (f"a compiled kernel in {directory()}, or {COMPILER} to compile it",)
     return ()
 
 
-def load(variant: Variant, arch: str) -> Callable[..., None]:
+def load(variant: Variant, gpu: Gpu) -> Callable[..., None]:
     """The variant's launch function; compiles the variant if it has no intact file.
 
     Raises UnsupportedProblem if it would have to compile in strict mode (GATED_DELTA_JIT=0), and
     the errors of `build`.
     """
-    key = (variant, arch, str(directory()))
+    key = (variant, gpu.arch, gpu.major, str(directory()))
     function = _loaded.get(key)
     if function is None:
-        file = _find(variant, arch)
+        file = _find(variant, gpu)
         with _naming_directory():
             whole = file is not None and _whole(file)
         if file is None or not whole:
             if _compiler() is None:
-                reason = f"no compiled kernel for {arch} in {directory()}"
+                reason = f"no compiled kernel for {gpu} in {directory()}"
                 if file is not None:
                     reason = f"{file} is damaged, renamed or of an older format"
                 raise UnsupportedProblem(
@@ -286,12 +286,12 @@ def load(variant: Variant, arch: str) -> Callable[..., None]:
                     "`gated-delta compile` builds kernels ahead of time",
                     (variant.label,),
                 )
-            file = build(variant, arch)
-        function = _loaded[key] = _open(file)
+            file = build(variant, gpu.arch)
+        function = _loaded[key] = _open(file, gpu)
     return function
 
 
-_loaded: dict[tuple[Variant, str, str], Callable[..., None]] = {}
+_loaded: dict[tuple[Variant, str, int, str], Callable[..., None]] = {}
 
 
 def build(variant: Variant, arch: str) -> Path:
@@ -311,8 +311,9 @@ def build(variant: Variant, arch: str) -> Path:
                 with tempfile.TemporaryDirectory(
                     dir=file.parent, prefix=scratch_prefix(os.getpid())
                 ) as scratch:
-                    linked = _link(_compile(variant, arch, Path(scratch)))
-                    linked.write_bytes(_sealed(linked.read_bytes(), file))
+                    kernel, ptx = _compile(variant, arch, Path(scratch))
+                    linked = _link(kernel)
+                    linked.write_bytes(_sealed(linked.read_bytes() + _with_ptx(ptx), file))
                     os.replace(linked, file)  # atomic: no reader sees half a file
             lock.unlink(missing_ok=True)  # a process that waits for the lock then finds the file
     return file
@@ -365,18 +366,35 @@ def _example(kind: Any) -> Any:
     return kind(0)
 
 
-def _compile(variant: Variant, arch: str, scratch: Path) -> Path:
-    """Compile the variant to an object file in `scratch`."""
+def _compile(variant: Variant, arch: str, scratch: Path) -> tuple[Path, str]:
+    """Compile the variant to an object file in `scratch`; and a level's PTX, else ""."""
     import cutlass.cute as cute
 
+    from .kernels.device import levels
+
+    levels.set_current(level_of(arch))
     kernel = kernel_type(variant.kernel)(**dict(variant.facts))
     arguments = [_example(kind) for kind in kernel.arguments]
     arguments.append(cute.runtime.make_fake_stream())
     options = f"--enable-tvm-ffi --gpu-arch {arch}"
+    if has_ptx(arch):
+        options += f" --keep-ptx --dump-dir {scratch}"
     compiled = cute.compile(kernel, *arguments, options=options)
     file = scratch / "kernel.o"
     compiled.export_to_c(str(file), _SYMBOL)
-    return file
+    return file, compiled.__ptx__ if has_ptx(arch) else ""
+
+
+def _with_ptx(ptx: str) -> bytes:
+    """PTX as a file has it behind its machine code: compressed, then its size."""
+    data = zlib.compress(ptx.encode(), 9) if ptx else b""
+    return data + struct.pack("<Q", len(data))
+
+
+def _ptx_of(file: Path) -> bytes:
+    content = file.read_bytes()[:-_DIGEST]
+    (size,) = struct.unpack("<Q", content[-8:])
+    return zlib.decompress(content[-8 - size : -8])
 
 
 def _linker() -> list[str]:
@@ -397,8 +415,9 @@ def _linker() -> list[str]:
 
 
 def _link(object_file: Path) -> Path:
-    target = object_file.with_suffix(".so")
-    command = [*_linker(), "-shared", "-Wl,-Bsymbolic", "-o", str(target), str(object_file)]
+    target, image = object_file.with_suffix(".so"), Path(__file__).with_name("image.c")
+    options = ["-shared", "-fPIC", "-Wl,-Bsymbolic", "-Wl,--wrap=_cudaLibraryLoadData"]
+    command = [*_linker(), *options, "-o", str(target), str(object_file), str(image)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as problem:
@@ -409,10 +428,21 @@ def _link(object_file: Path) -> Path:
     return target
 
 
-def _open(file: Path) -> Callable[..., None]:
+_images: list[ctypes.c_char_p] = []
+"""They keep the PTX that loaded kernels point to."""
+
+
+def _open(file: Path, gpu: Gpu) -> Callable[..., None]:
+    """A kernel's launch function. A level's machine code runs on one major compute capability; on
+    another one the driver compiles its PTX, once: it caches the result."""
     _runtime()
     import tvm_ffi
 
+    arch = file.name.split("-")[1]
+    if has_ptx(arch) and arch != f"sm_{gpu.major}0":
+        image = ctypes.c_char_p.in_dll(ctypes.CDLL(str(file)), "gated_delta_image")
+        image.value = _ptx_of(file)
+        _images.append(image)
     return tvm_ffi.load_module(str(file))[_SYMBOL]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from . import compile
+from .gpus import H200, Gpu, gpus_of
 from .ops import OPERATIONS
 from .problem import Problem
 
@@ -20,8 +21,8 @@ MODELS = (
 """Head dims and gates of the released models. Head counts are run-time values, at any TP degree."""
 
 
-def shipped() -> list[compile.Variant]:
-    """Variants that `gated-delta compile` builds.
+def shipped(arch: str = "sm_90a") -> list[compile.Variant]:
+    """Variants that `gated-delta compile` builds for an architecture.
 
     bf16 inputs, qk_l2norm, fp32 and bf16 states, beta or its logits.
     """
@@ -39,7 +40,8 @@ def shipped() -> list[compile.Variant]:
             )
             for op in OPERATIONS.values():
                 for problem in op.shipped(axis, K, V, state, tokens):
-                    variants |= dict.fromkeys(op.variants(problem))
+                    for gpu in gpus_of(arch):
+                        variants |= dict.fromkeys(op.variants(problem, gpu))
     return list(variants)
 
 
@@ -48,12 +50,6 @@ def schedule_of(problem: Problem, sequences: int, tokens: int = 0) -> Any:
     return OPERATIONS[problem.op].plan(problem, sequences, tokens).schedule
 
 
-def variants_of(problem: Problem) -> list[compile.Variant]:
+def variants_of(problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
     """Every variant of a problem, over all numbers of sequences and tokens."""
-    return OPERATIONS[problem.op].variants(problem)
-
-
-def compiles(variant: compile.Variant, arch: str) -> bool:
-    """Whether a variant compiles for an architecture."""
-    op = variant.kernel.split("_")[0]  # a kernel's name begins with its operation's
-    return arch in OPERATIONS[op].archs
+    return OPERATIONS[problem.op].variants(problem, gpu)

@@ -9,6 +9,7 @@ from typing import Annotated
 import torch
 import typer
 
+from .gpus import ARCHS
 from .problem import SHORT
 
 Op = Enum(
@@ -19,7 +20,6 @@ Model = Enum("Model", {"gdn": "gdn", "kda": "kda"}, type=str)
 GateKind = Enum(
     "GateKind", {"log": "log", "softplus": "softplus", "lower_bound": "lower_bound"}, type=str
 )
-Arch = Enum("Arch", {"sm_90a": "sm_90a", "sm_100a": "sm_100a"}, type=str)
 Precision = Enum("Precision", {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}, type=str)
 DTYPES = {short: dtype for dtype, short in SHORT.items()}
 
@@ -61,6 +61,16 @@ def ints(text: str, what: str, most: int) -> list[int]:
         expected = f"expected numbers from 1 to {most:,} such as 1,4,16"
         raise typer.BadParameter(f"{expected}, got {text!r}", param_hint=what)
     return values
+
+
+def architectures(text: str) -> list[str]:
+    """Comma-separated names of ARCHS."""
+    names = list(dict.fromkeys(text.split(",")))
+    if not set(names) <= set(ARCHS):
+        raise typer.BadParameter(
+            f"expected architectures of {', '.join(ARCHS)}, got {text!r}", param_hint="--arch"
+        )
+    return names
 
 
 def head_counts(text: str) -> tuple[int, int]:

@@ -23,40 +23,41 @@ from .results import ENDING, errors, first_line, watched
 
 
 def build_all(
-    variants: Sequence[kernels.Variant],
-    arch: str,
+    builds: Sequence[tuple[kernels.Variant, str]],
     out: Path,
     jobs: int,
     records: list[dict[str, Any]],
 ) -> None:
-    """Compile the variants in `jobs` processes. records: gets one entry per finished variant, also
-    if an exception ends the build."""
+    """Compile variants, each for an architecture, in `jobs` processes.
+
+    records: gets one entry per finished build, also if an exception ends the others.
+    """
     other_processes = multiprocessing.active_children()
     progress = progress_bar(errors)
-    futures: dict[kernels.Variant, Future[dict[str, Any]]] = {}
+    futures: dict[tuple[kernels.Variant, str], Future[dict[str, Any]]] = {}
     with ProcessPoolExecutor(
         jobs, multiprocessing.get_context("spawn"), _build_in, (str(out),)
     ) as pool:
         try:
             # Workers inherit the mask: only this process reacts to signals, and ends them.
             signal.pthread_sigmask(signal.SIG_BLOCK, ENDING)
-            for variant in variants:
-                futures[variant] = pool.submit(_build, variant, arch)
+            for build in builds:
+                futures[build] = pool.submit(_build, *build)
             signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING)
             with progress if watched() else contextlib.nullcontext():
-                task = progress.add_task("", total=len(variants))
-                for variant in variants:  # the label is of the first unfinished variant
-                    progress.update(task, description=variant.label)
-                    wait([futures[variant]])
+                task = progress.add_task("", total=len(builds))
+                for build in builds:  # the label is of the first unfinished one
+                    progress.update(task, description=build[0].label)
+                    wait([futures[build]])
                     progress.advance(task)
-            records += [_record(variant, future) for variant, future in futures.items()]
+            records += [_record(build, future) for build, future in futures.items()]
         except BaseException:
-            done = {variant: future for variant, future in futures.items() if future.done()}
+            done = {build: future for build, future in futures.items() if future.done()}
             children = multiprocessing.active_children()
             workers = [process for process in children if process not in other_processes]
             for worker in workers:
                 worker.kill()
-            records += [_record(variant, future) for variant, future in done.items()]
+            records += [_record(build, future) for build, future in done.items()]
             for worker in workers:
                 worker.join()
                 _remove_scratch(out, worker.pid)
@@ -73,11 +74,13 @@ def progress_bar(console: Console) -> Progress:
     return Progress(*columns, console=console, expand=True)
 
 
-def _record(variant: kernels.Variant, future: Future[dict[str, Any]]) -> dict[str, Any]:
+def _record(build: tuple[kernels.Variant, str], future: Future[dict[str, Any]]) -> dict[str, Any]:
+    variant, arch = build
     try:
-        return future.result()
+        outcome = future.result()
     except BrokenExecutor:
-        return dict(label=variant.label, status="failed", reason="its process died", seconds=None)
+        outcome = dict(status="failed", reason="its process died", seconds=None)
+    return dict(label=variant.label, arch=arch, **outcome)
 
 
 def _remove_scratch(out: Path, worker: int | None) -> None:
@@ -109,4 +112,4 @@ def _build(variant: kernels.Variant, arch: str) -> dict[str, Any]:
         outcome = dict(status="failed", reason=first_line(problem))
     else:
         outcome = dict(status="compiled", **(vars(resources) if resources else {}))
-    return dict(label=variant.label, **outcome, seconds=time.monotonic() - began)
+    return dict(**outcome, seconds=time.monotonic() - began)

@@ -16,17 +16,18 @@ from filelock import FileLock
 from torch.overrides import TorchFunctionMode
 
 from gated_delta import api, compile, ops
+from gated_delta.gpus import H200, Gpu
 from gated_delta.memory import extent
 from gated_delta.ops import launch
 
-from .machine import POISON, Launch, Memory
+from .machine import POISON, Fault, Launch, Memory
 from .ptx import Program
 
-ARCH = "sm_90a"
 ALLOCATES = (torch.empty, torch.empty_like, torch.Tensor.new_empty)
 _Callback = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.POINTER(ctypes.c_uint32),
+    ctypes.c_uint32,
     ctypes.c_uint32,
     ctypes.c_uint32,
     ctypes.c_size_t,
@@ -37,18 +38,23 @@ _Callback = ctypes.CFUNCTYPE(
 class Device:
     """Loads and runs kernels in place of CUDA. delay: 0 to 1, how late asynchronous copies end."""
 
-    def __init__(self, cache: Path, seed: int, delay: float):
+    def __init__(self, cache: Path, seed: int, delay: float, gpu: Gpu):
         self.cache, self.delay, self.seeds = cache, delay, itertools.count(seed)
+        self.gpu = gpu
         self.memory, self.callbacks = Memory(), []
 
-    def load(self, variant: compile.Variant, arch: str) -> Callable[..., None]:
+    def load(self, variant: compile.Variant, gpu: Gpu) -> Callable[..., None]:
         import tvm_ffi
 
-        file = build(variant, self.cache)
+        file = build(variant, gpu.level, self.cache)
         program, faults = program_of(file), []
 
-        def launched(grid: Any, cluster: int, threads: int, shared: int, pointers: Any) -> int:
+        def launched(
+            grid: Any, cluster: int, pdl: int, threads: int, shared: int, pointers: Any
+        ) -> int:
             try:
+                if shared > gpu.shared:
+                    raise Fault(f"{shared} bytes of shared memory; a CTA has {gpu.shared}")
                 parameters = [
                     ctypes.string_at(pointers[i], size) for i, size in enumerate(program.parameters)
                 ]
@@ -62,6 +68,7 @@ class Device:
                     self.memory,
                     next(self.seeds),
                     self.delay,
+                    bool(pdl),
                 ).run()
             except BaseException as fault:  # a callback of C cannot raise
                 faults.append(fault)
@@ -110,40 +117,36 @@ class Allocations(TorchFunctionMode):
         return result
 
 
-def build(variant: compile.Variant, cache: Path) -> Path:
+def build(variant: compile.Variant, arch: str, cache: Path) -> Path:
     """A library of the kernel's launch, linked to runtime.c in place of CUDA, and its PTX."""
-    import cutlass.cute as cute
-
-    file = cache / compile.file_name(variant, ARCH)
+    file = cache / compile.file_name(variant, arch)
     with FileLock(file.with_suffix(".lock")):
         if not file.exists():
             with tempfile.TemporaryDirectory(dir=cache) as scratch:
-                keep_ptx = f" --keep-ptx --dump-dir {scratch}"
-                original = cute.compile
-                keeping = lambda *args, options: original(*args, options=options + keep_ptx)
-                with mock.patch.object(cute, "compile", keeping):
-                    kernel = compile._compile(variant, ARCH, Path(scratch))
+                with mock.patch.object(compile, "has_ptx", lambda _: True):
+                    kernel, ptx = compile._compile(variant, arch, Path(scratch))
                 runtime = Path(__file__).with_name("runtime.c")
                 options = ("-shared", "-fPIC", "-Wl,-Bsymbolic", "-o", f"{scratch}/kernel.so")
                 subprocess.run([*compile._linker(), *options, kernel, runtime], check=True)
-                next(Path(scratch).glob("*.ptx")).rename(file.with_suffix(".ptx"))
+                file.with_suffix(".ptx").write_text(ptx)
                 (Path(scratch) / "kernel.so").rename(file)
     return file
 
 
 @contextlib.contextmanager
-def emulated(cache: Path, seed: int = 0, delay: float = 0.5) -> Iterator[Device]:
+def emulated(cache: Path, seed: int = 0, delay: float = 0.5, gpu: Gpu = H200) -> Iterator[Device]:
     """Within, backend="cute" takes CPU tensors. `cache`: directory of compiled kernels."""
     import tvm_ffi
 
     cache.mkdir(parents=True, exist_ok=True)
     ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi(), ctypes.RTLD_GLOBAL)
-    device = Device(cache, seed, delay)
+    device = Device(cache, seed, delay, gpu)
     call = launch.Launch.__call__
     with contextlib.ExitStack() as stack:
         for target, name, value in (
             (compile, "load", functools.lru_cache(device.load)),
-            (compile, "arch_of", lambda _: ARCH),
+            (api, "gpu_of", lambda _: gpu),
+            (launch, "gpu_of", lambda _: gpu),
             (api, "_missing_for_cute", lambda op, problem, _: op.missing(problem)),
             (launch, "_raw_stream", lambda _: 0),
             (

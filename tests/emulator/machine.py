@@ -164,7 +164,7 @@ class Warp:
         self.waits: tuple[Callable[[], bool], int] | None = None
         self.yields = False
         self.votes_read = 0
-        self.has_waited = self.has_acquired = False
+        self.has_waited, self.has_acquired = not launch.pdl, False
         # Bulk groups belong to a thread; in our kernels one thread per warp stores.
         self.products, self.stores, self.copies = Groups(), Groups(), Groups()
 
@@ -757,7 +757,9 @@ class Launch:
         memory: Memory,
         seed: int,
         delay: float,
+        pdl: bool,
     ):
+        self.pdl = pdl
         self.program, self.parameters = program, parameters
         self.grid, self.cluster, self.threads, self.shared = grid, cluster, threads, shared
         self.memory, self.random, self.delay = memory, random.Random(seed), delay

@@ -146,6 +146,13 @@ def shuffle(mode, x, by, control):
 # ----------------------------------------------------------------------------------------- matrices
 
 
+def transposed(word):
+    """movmatrix: an 8 x 8 matrix of 16-bit numbers, a lane with two of a row."""
+    matrix = np.empty((8, 4), U4)
+    matrix[ROW, PAIR] = word
+    return np.ascontiguousarray(matrix.view(U2).T).view(U4)[ROW, PAIR]
+
+
 def left_fragment(words, pairs):
     """[16, 16] from four words per lane; `pairs` unpacks a word."""
     x, matrix = pairs(np.stack(words)), np.empty((16, 16), F4)

@@ -436,6 +436,10 @@ class Translator:
 
     # between lanes and warps
 
+    def do_movmatrix(self, op: str, parts: list[str], operands: list[str]) -> None:
+        self.of_the_warp()
+        self.assign(operands[0], f"transposed({self.read(operands[1], 'b32')})", "b32")
+
     def do_shfl(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.of_the_warp()
         to, *values = operands
@@ -492,7 +496,7 @@ class Translator:
             return self.emit(f"warp.mbarrier_init({address}, {count}, {self.mask})")
         address = self.address(operands[1])
         if parts[1] == "arrive":
-            number = self.read(operands[2], "b32")
+            number = self.read(operands[2], "b32") if len(operands) > 2 else "None"
             counts = f"None, {number}" if "expect_tx" in parts else f"{number}, None"
             return self.emit(f"warp.mbarrier_arrive({address}, {counts}, {self.mask}, {self.at})")
         parity, waits = self.read(operands[2], "b32"), parts[1] == "try_wait"

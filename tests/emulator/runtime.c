@@ -12,9 +12,9 @@ typedef struct {
   struct Attribute *attributes;
   uint32_t attribute_count;
 } Config;
-enum { CLUSTER = 4 };
-typedef int (*Launch)(const uint32_t *grid, uint32_t cluster, uint32_t threads, size_t shared,
-                      void **parameters);
+enum { CLUSTER = 4, PDL = 6 };
+typedef int (*Launch)(const uint32_t *grid, uint32_t cluster, uint32_t pdl, uint32_t threads,
+                      size_t shared, void **parameters);
 
 static Launch launch;
 void emulator_set(Launch function) { launch = function; }
@@ -51,8 +51,10 @@ int _cudaGetDevice(int *device) {
 }
 void CuteDSLRT_TVMFFISetRaisedCudaError(int error) {}
 int _cudaLaunchKernelEx(const Config *config, void *kernel, void **parameters) {
-  uint32_t cluster = 1;  // blocks along x
-  for (uint32_t i = 0; i < config->attribute_count; i++)
+  uint32_t cluster = 1, pdl = 0;  // blocks along x
+  for (uint32_t i = 0; i < config->attribute_count; i++) {
     if (config->attributes[i].id == CLUSTER) cluster = config->attributes[i].value[0];
-  return launch(config->grid, cluster, config->block[0], config->shared, parameters);
+    if (config->attributes[i].id == PDL) pdl = config->attributes[i].value[0];
+  }
+  return launch(config->grid, cluster, pdl, config->block[0], config->shared, parameters);
 }

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import api, compile, dispatch
+from ..gpus import gpu_of
 from ..problem import UnsupportedProblem
 
 Call = tuple[str, dict[str, Any]]
@@ -37,25 +38,20 @@ def load(calls: Iterable[Call], device: torch.device) -> None:
 
     Raises UnsupportedProblem with all kernels that cannot be compiled, or may not be.
     """
-    arch = arch_of(device)
-    if arch is None:
+    gpu = gpu_of(device)
+    if gpu is None:
         return
     variants = dict.fromkeys(
         v
         for op, arguments in calls
-        for v in dispatch.variants_of(api.explain(op, **arguments).problem)
+        for v in dispatch.variants_of(api.explain(op, **arguments).problem, gpu)
     )
     missing: dict[str, str] = {}
     for variant in variants:
         try:
-            compile.load(variant, arch)
+            compile.load(variant, gpu)
         except UnsupportedProblem as error:
             missing[variant.label] = str(error).partition("\n")[0]
     if missing:
         reason = f"{len(missing)} of the {len(variants)} kernels that this engine needs are missing"
         raise UnsupportedProblem(f"{reason}: {next(iter(missing.values()))}", tuple(missing))
-
-
-def arch_of(device: torch.device) -> str | None:
-    """The architecture to compile for; None on a device that has no kernels of ours."""
-    return compile.arch_of(device) if device.type == "cuda" else None

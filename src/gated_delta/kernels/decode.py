@@ -31,7 +31,7 @@ from .arguments import (
     lanes_per_row,
     tile_rows,
 )
-from .device import arithmetic, ptx
+from .device import arithmetic, levels, ptx
 from .device.args import Args, offset, typed
 from .device.recurrent import (
     GatedNorm,
@@ -138,7 +138,7 @@ class Decode:
             cluster=self.cluster,
             smem=(self.token_words * size.T + (self.norm.barrier_words if self.norm else 0)) * 4,
             stream=stream,
-            use_pdl=True,
+            use_pdl=levels.current().pdl,
             **self.limits,
         )
 
@@ -157,8 +157,8 @@ class Decode:
             self.tokens.prefetch(args, coord)
             if cutlass.const_expr(self.norm is not None):
                 self.norm.prefetch(args, coord)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        ptx.wait_for_previous_kernel()
+        ptx.launch_next_kernel()
         if coord.n < size.N:
             self.sequence(args, coord)
 

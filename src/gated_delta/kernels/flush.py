@@ -25,7 +25,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 
 from .arguments import FlushPointers, FlushSizes, FlushStrides, lanes_per_row, tile_rows
-from .device import ptx
+from .device import levels, ptx
 from .device.args import offset, qk_head, typed
 from .device.recurrent import MAX_GRID, StateRows, shared_tensor
 
@@ -84,7 +84,7 @@ class Flush:
             block=(self.threads, 1, 1),
             smem=(self.padded_K + self.record * round_up(size.C)) * 4,
             stream=stream,
-            use_pdl=True,
+            use_pdl=levels.current().pdl,
         )
 
     @cute.kernel
@@ -92,7 +92,7 @@ class Flush:
         args, coord = Args(ptr, stride, size), self.coord(size)
         if coord.n < size.prefetch_sequences:
             self.state.prefetch(args, coord)
-        cute.arch.griddepcontrol_wait()
+        ptx.wait_for_previous_kernel()
         if coord.n < size.N:
             self.sequence(args, coord)
 
@@ -145,7 +145,7 @@ class Flush:
             self.stage_tokens(shared, records, args, coord, row, count)
             cute.arch.sync_threads()
             # Not earlier: the next kernel's CTAs would start among these and load the SMs unevenly.
-            cute.arch.griddepcontrol_launch_dependents()
+            ptx.launch_next_kernel()
             decays = self.state.load_shared(shared, coord)
             rState = cute.make_rmem_tensor((8, self.rows), Float32)
             for r in cutlass.range_constexpr(self.rows):

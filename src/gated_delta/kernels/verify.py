@@ -45,7 +45,7 @@ from cutlass.cute.arch import shuffle_sync
 from cutlass.cutlass_dsl import select_
 
 from .arguments import ABSENT, VerifyPointers, VerifySizes, VerifyStrides
-from .device import arithmetic, ptx
+from .device import arithmetic, levels, ptx
 from .device.args import Args, offset, qk_head, typed
 from .device.recurrent import (
     StateRows,
@@ -187,7 +187,7 @@ class Verify:
             block=(self.threads, 1, 1),
             smem=self.shared * 4,
             stream=stream,
-            use_pdl=True,
+            use_pdl=levels.current().pdl,
             **self.limits,
         )
 
@@ -199,8 +199,8 @@ class Verify:
             self.tokens.prefetch(args, coord)
             if cutlass.const_expr(self.norm is not None):
                 self.norm.prefetch(args, coord, Int32(0), size.T, size.cu_seqlens_kind == 0)
-        cute.arch.griddepcontrol_wait()
-        cute.arch.griddepcontrol_launch_dependents()
+        ptx.wait_for_previous_kernel()
+        ptx.launch_next_kernel()
         if coord.n < size.N:
             self.sequence(args, coord)
 

@@ -19,6 +19,7 @@ from torch import Tensor
 
 from .. import compile
 from ..call_cache import CallCache
+from ..gpus import H200, Gpu, gpu_of
 from ..kernels.arguments import ABSENT as NO_KIND
 from ..kernels.arguments import BF16, FP16, FP32
 from ..memory import Addresses, Placement
@@ -46,6 +47,7 @@ class Plan(NamedTuple):
 
     schedule: Any
     variants: tuple[compile.Variant, ...]
+    gpu: Gpu = H200
 
 
 def _refuse() -> None:
@@ -65,8 +67,6 @@ class Operation(ABC):
     pointers: ClassVar[Any]
     may_write: ClassVar[tuple[str, ...]]
     """Tensors that some call writes, in the order of the checks."""
-    archs: ClassVar[tuple[str, ...]] = tuple(compile.ARCHS.values())
-    """Architectures its kernels compile for."""
 
     def __init__(self) -> None:
         self.calls: CallCache[Any] = CallCache()
@@ -142,11 +142,11 @@ class Operation(ABC):
         return tokens_of(a).num_sequences, a.q.shape[:2].numel()
 
     @abstractmethod
-    def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
+    def plan(self, problem: Problem, sequences: int, tokens: int, *, gpu: Gpu = H200) -> Plan:
         """The schedule for this much work, and its kernels."""
 
     @abstractmethod
-    def variants(self, problem: Problem) -> list[compile.Variant]:
+    def variants(self, problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
         """Every variant that `plan` returns for some number of sequences and tokens."""
 
     @abstractmethod
@@ -193,15 +193,15 @@ class Launch(ABC):
         """sources: arguments by pointer, where the names differ. numbers: pointers of no tensor."""
         compile.flag("GATED_DELTA_CHECK", False)  # raises for a bad value; the import must not
         device = a[0].device
-        arch = compile.arch_of(device)
-        assert arch is not None
+        gpu = gpu_of(device)
+        assert gpu is not None
         self.operation = operation
         self.given = [name for name in operation.tensors if getattr(a, name) is not None]
         """Names of the tensors that a call passes, in order."""
         self.values = a._replace(**dict.fromkeys(self.given))  # keeps no tensor alive
         self.index = device.index
         self.several_devices = torch.cuda.device_count() > 1
-        self.functions = [compile.load(variant, arch) for variant in plan.variants]
+        self.functions = [compile.load(variant, gpu) for variant in plan.variants]
         positions = {name: i for i, name in enumerate([*self.given, *numbers])}
         names = [sources.get(field, field) for field in operation.pointers._fields]
         self._pick = itemgetter(*(positions.get(name, -1) for name in names))
@@ -417,6 +417,9 @@ class Schedule(NamedTuple):
     """decode: one thread prefetches a CTA's states with one instruction; otherwise one per warp."""
 
 
+WITHOUT_PDL: dict[str, Any] = dict(cluster=False, prefetch=False, prefetch_chunks=0, bulk=False)
+"""Fields of a schedule where a kernel starts after the previous one's end, without clusters."""
+
 Table = tuple[tuple[int, Schedule], ...]
 """(least state bytes of a launch, schedule), the largest first."""
 
@@ -474,11 +477,13 @@ class StateOperation(Operation):
             in options,
         }
 
-    def plan(self, problem: Problem, sequences: int, tokens: int) -> Plan:
+    def plan(self, problem: Problem, sequences: int, tokens: int, *, gpu: Gpu = H200) -> Plan:
         launch_bytes = sequences * state_bytes(problem)
         schedule = next(
             schedule for least, schedule in self.schedules(problem) if launch_bytes >= least
         )
+        if gpu.level == "sm_80":
+            schedule = schedule._replace(**WITHOUT_PDL)
         while problem.V % self.block_rows(problem, schedule):
             schedule = self.halved(schedule)
         return Plan(schedule, (self.variant(problem, schedule),))
@@ -489,9 +494,9 @@ class StateOperation(Operation):
             return schedule._replace(rows=schedule.rows // 2)
         return schedule._replace(threads=schedule.threads // 2)
 
-    def variants(self, problem: Problem) -> list[compile.Variant]:
+    def variants(self, problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
         plans = [
-            self.plan(problem, -(-least // state_bytes(problem)), 0)
+            self.plan(problem, -(-least // state_bytes(problem)), 0, gpu=gpu)
             for least, _ in self.schedules(problem)
         ]
         return list(dict.fromkeys(variant for plan in plans for variant in plan.variants))

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import compile, reference
 from ..call_cache import CallCache
+from ..gpus import H200, KIB, Gpu
 from ..kernels.prefill.arguments import (
     CHUNK,
     PrefillPointers,
@@ -33,7 +34,6 @@ from .launch import (
     tokens_of,
 )
 from .prefill_schedule import (
-    H200_SMS,
     KINDS,
     RAW_SHARE,
     Call,
@@ -42,6 +42,9 @@ from .prefill_schedule import (
     schedule_of,
     supports,
 )
+
+TWO_STAGES = 150 * KIB
+"""Shared memory for two stages of the scan by tiles: KDA's, GDN's are smaller."""
 
 MAX_PREPARE_CTAS = 2
 """CTAs of GDN's prepare per SM, up to which two share a q/k head's value heads, or four, ..."""
@@ -89,7 +92,6 @@ class Prefill(Operation):
     arguments = Arguments
     pointers = PrefillPointers
     may_write = ("out", "state", "final_state", "checkpoints")
-    archs = ("sm_90a",)  # wgmma
 
     def describe(self, a: Arguments) -> Problem:
         check = Checker()
@@ -181,14 +183,15 @@ class Prefill(Operation):
         qk = "rows of q and k that start at multiples of 16 bytes"
         values = "rows of v and out, and of KDA's g, that start at multiples of 16 bytes"
         return {
-            f"K and V of 64 or 128, got K={K}, V={V}": not {K, V} <= {64, 128},
+            f"K of 64, 96 or 128, got {K}": K not in (64, 96, 128),
+            f"V of 64, 128 or 192, got {V}": V not in (64, 128, 192),
             qk: "unaligned_qk" in options,
             values: "unaligned_values" in options,
             SCATTERED: "scattered_rows" in options,
         }
 
     def work(self, a: Arguments) -> tuple[Any, ...]:
-        return *super().work(a), a.max_seqlen, self.sms or sms_of(a.q.device)
+        return *super().work(a), a.max_seqlen
 
     def plan(
         self,
@@ -196,20 +199,23 @@ class Prefill(Operation):
         sequences: int,
         tokens: int,
         max_seqlen: int | None = None,
-        sms: int = H200_SMS,
+        *,
+        gpu: Gpu = H200,
     ) -> Plan:
         longest = longest_of(problem, sequences, tokens, max_seqlen)
-        call = Call(problem, sequences, tokens, longest, sms)
+        gpu = gpu._replace(sms=self.sms or gpu.sms)
+        call = Call(problem, sequences, tokens, longest, gpu)
         schedule = schedule_of(call)
         if self.forced:
-            schedules = [s for s in self.forced if supports(s.kind, problem, sequences)]
+            schedules = [s for s in self.forced if supports(s.kind, problem, sequences, gpu)]
             if not schedules:
                 kinds = ", ".join(s.kind for s in self.forced)
                 raise ValueError(
                     f"scheduled: expected a kind with kernels for the call, got {kinds}"
                 )
             schedule = schedules[0]
-        return Plan(schedule, tuple(variants_of(problem, schedule.kind, call.heads > sms)))
+        queued = call.heads > gpu.sms
+        return Plan(schedule, tuple(variants_of(problem, schedule.kind, queued, gpu)), gpu)
 
     @contextlib.contextmanager
     def scheduled(self, *schedules: Schedule, sms: int | None = None) -> Iterator[None]:
@@ -222,15 +228,15 @@ class Prefill(Operation):
         finally:
             self.calls, self.forced, self.sms = before
 
-    def variants(self, problem: Problem) -> list[compile.Variant]:
-        kinds = [kind for kind in KINDS if supports(kind, problem)]
-        variants = [x for kind in kinds for x in variants_of(problem, kind, queued=True)]
+    def variants(self, problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
+        kinds = [kind for kind in KINDS if supports(kind, problem, gpu=gpu)]
+        variants = [x for kind in kinds for x in variants_of(problem, kind, True, gpu)]
         return list(dict.fromkeys(variants))
 
     def shipped(
         self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]
     ) -> list[Problem]:
-        if {K, V} != {128}:
+        if axis == "channel" and {K, V} != {128}:
             return []
         options = (frozenset[str](), frozenset({"checkpoints"}), frozenset({"deterministic"}))
         return [
@@ -240,13 +246,6 @@ class Prefill(Operation):
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
         return PrefillLaunch(self, problem, plan, a)
-
-
-def sms_of(device: torch.device) -> int:
-    """An H200's where it is no GPU."""
-    if device.type != "cuda":
-        return H200_SMS
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def prepare_heads(H: int, HV: int, chunk_slots: int, kind: str, sms: int) -> int:
@@ -266,7 +265,14 @@ def has_windows(problem: Problem, kind: str) -> bool:
     return kind == "segments" and problem.K == problem.V == 128
 
 
-def variants_of(problem: Problem, kind: str, queued: bool) -> list[compile.Variant]:
+def scan_stages(problem: Problem, gpu: Gpu) -> int:
+    """Stages of the scan by tiles: one where two exceed the shared memory."""
+    if gpu.level == "sm_90a":
+        return 3
+    return 2 if gpu.shared >= TWO_STAGES else 1
+
+
+def variants_of(problem: Problem, kind: str, queued: bool, gpu: Gpu) -> list[compile.Variant]:
     """A schedule's kernels in launch order. queued: fused takes work from a queue."""
     checkpoints: dict[str, Any] = dict(checkpoints="checkpoints" in problem.options)
     if "deterministic" in problem.options:
@@ -289,7 +295,9 @@ def variants_of(problem: Problem, kind: str, queued: bool) -> list[compile.Varia
         scan = problem.facts("axis", "K", "V", "dtype", "state_dtype")
         if kind == "segments":
             variants += [("transitions", scan), ("state_passing", dict(V=problem.V))]
-        variants.append(("scan", scan | windows | checkpoints))
+        stages = scan_stages(problem, gpu)
+        stages_of_level = dict(stages=stages) if stages != 3 else {}
+        variants.append(("scan", scan | windows | checkpoints | stages_of_level))
     return [compile.Variant(f"prefill_{name}", tuple(facts.items())) for name, facts in variants]
 
 
@@ -321,7 +329,7 @@ class PrefillLaunch(TokensLaunch):
         self.final_dtype = _final_dtype(a)
         self.final_at = None if a.final_state is None else self.given.index("final_state")
         """Position of final_state among the tensors."""
-        (N, *_, sms), H, HV = operation.work(a), a.q.shape[2], a.v.shape[2]
+        N, H, HV, sms = tokens_of(a).num_sequences, a.q.shape[2], a.v.shape[2], plan.gpu.sms
         total, T = (a.q.shape[1], 0) if packed else (0, a.q.shape[1])
         chunk_slots = max(-(-total // CHUNK) + N - 1 if packed else N * -(-T // CHUNK), 1)
         kind, segments, _ = plan.schedule

@@ -11,10 +11,9 @@ from typing import NamedTuple
 
 import torch
 
+from ..gpus import H200, Gpu
 from ..kernels.prefill.arguments import CHUNK, MAX_RAW_SEQUENCES
 from ..problem import Problem
-
-H200_SMS = 132
 
 # Load imbalance: chunks of the longest sequence over the chunks of all heads per SM.
 MAX_IMBALANCE = 2.0
@@ -55,7 +54,11 @@ class Call(NamedTuple):
     tokens: int
     longest: int
     """Tokens of the longest sequence."""
-    sms: int
+    gpu: Gpu
+
+    @property
+    def sms(self) -> int:
+        return self.gpu.sms
 
     @property
     def heads(self) -> int:
@@ -157,13 +160,15 @@ RULES = (
 """In order of priority; a rule's kind has to support the problem as well (`supports`)."""
 
 
-def supports(kind: str, problem: Problem, sequences: int = 1) -> bool:
+def supports(kind: str, problem: Problem, sequences: int = 1, gpu: Gpu = H200) -> bool:
     """Whether there are kernels of that kind for the problem and so many sequences."""
     deterministic = "deterministic" in problem.options
     if kind == "tiles":
         return True
+    if gpu.level != "sm_90a":  # wgmma and TMA
+        return False
     if kind == "segments":  # segments change bits; rows of a CTA and where it is prepared do not
-        return not deterministic
+        return not deterministic and {problem.K, problem.V} <= {64, 128}
     # A variant of one kernel for all is one of prepare times one of scan: kept to the commonest.
     if problem.dtype != torch.bfloat16 or not problem.K == problem.V == 128:
         return False
@@ -181,7 +186,9 @@ KINDS = tuple(rule.kind for rule in RULES)
 
 def rule_of(call: Call) -> Rule:
     return next(
-        r for r in RULES if supports(r.kind, call.problem, call.sequences) and r.holds(call)
+        rule
+        for rule in RULES
+        if supports(rule.kind, call.problem, call.sequences, call.gpu) and rule.holds(call)
     )
 
 

@@ -13,7 +13,7 @@ from cutlass import BFloat16, Float16, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cutlass_dsl import select_
 
-from . import ptx
+from . import levels, ptx
 from .args import Args
 
 WARP, WARPGROUP = 32, 128
@@ -22,14 +22,18 @@ MAJOR = cute.nvgpu.OperandMajorMode
 
 def wait_for_previous_kernel():
     """PDL: wait until the previous kernel's writes are visible; the next kernel may start."""
-    cute.arch.griddepcontrol_wait()
-    cute.arch.griddepcontrol_launch_dependents()
+    ptx.wait_for_previous_kernel()
+    ptx.launch_next_kernel()
 
 
 def launch(kernel, ctas, threads, shared, stream):
     """kernel: with its arguments. shared: bytes of dynamic shared memory."""
     kernel.launch(
-        grid=(ctas, 1, 1), block=(threads, 1, 1), smem=shared, stream=stream, use_pdl=True
+        grid=(ctas, 1, 1),
+        block=(threads, 1, 1),
+        smem=shared,
+        stream=stream,
+        use_pdl=levels.current().pdl,
     )
 
 
@@ -145,24 +149,24 @@ class Ring(NamedTuple):
         return ptx.mbarrier(shared + self.empty + stage * 8)
 
     def producer_acquire(self, shared, stage, phase):
-        cute.arch.mbarrier_wait(self.empty_barrier(shared, stage), 1 - phase)
+        ptx.mbarrier_wait(self.empty_barrier(shared, stage), 1 - phase)
 
     def producer_try_acquire(self, shared, stage, phase):
         """Whether the stage is empty, without waiting."""
         return ptx.mbarrier_test(self.empty_barrier(shared, stage), 1 - phase)
 
     def producer_arrive(self, shared, stage):
-        cute.arch.mbarrier_arrive(self.full_barrier(shared, stage))
+        ptx.mbarrier_arrive(self.full_barrier(shared, stage))
 
     def producer_expect(self, shared, stage, size):
         """Arrive, with `size` bytes of asynchronous copies to come."""
         cute.arch.mbarrier_arrive_and_expect_tx(self.full_barrier(shared, stage), size)
 
     def consumer_wait(self, shared, stage, phase):
-        cute.arch.mbarrier_wait(self.full_barrier(shared, stage), phase)
+        ptx.mbarrier_wait(self.full_barrier(shared, stage), phase)
 
     def consumer_release(self, shared, stage):
-        cute.arch.mbarrier_arrive(self.empty_barrier(shared, stage))
+        ptx.mbarrier_arrive(self.empty_barrier(shared, stage))
 
 
 class ChunkState(NamedTuple):
@@ -218,12 +222,14 @@ class TokenPipeline(NamedTuple):
 
 
 def fence_mbarrier_init():
-    cute.arch.mbarrier_init_fence()
+    if levels.current().bulk_copies:
+        cute.arch.mbarrier_init_fence()
 
 
 def fence_async_proxy():
     """Order ordinary writes to shared memory before asynchronous copies and wgmma that follow."""
-    cute.arch.fence_proxy("async.shared", space="cta")
+    if levels.current().bulk_copies:
+        cute.arch.fence_proxy("async.shared", space="cta")
 
 
 # -------------------------------------------------------------------------------- swizzled tiles

@@ -7,9 +7,11 @@ may move other loads across them.
 
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Int32, Int64, Uint16, Uint32
+from cutlass.cute.arch import shuffle_sync
 from cutlass.cutlass_dsl import select_
 
 from ..arguments import BF16, FP32
+from . import levels
 
 FP16_MAX = 65504.0
 L2_LINE = 128  # bytes per L2 fetch
@@ -385,13 +387,66 @@ def ldmatrix_x4_trans(address):
 
 def stmatrix_x4_trans(address, words):
     """The inverse of ldmatrix_x4_trans."""
+    if not levels.current().bulk_copies:
+        lane = cute.arch.thread_idx()[0] % 32
+        for i, word in enumerate(words):
+            row = shuffle_sync(address, offset=8 * i + lane // 4)
+            store_shared(row + lane % 4 * 4, transposed(word))
+        return
     cute.arch.inline_ptx(
         "stmatrix.sync.aligned.m8n8.x4.trans.shared.b16 [{$r0}], {{$r1}, {$r2}, {$r3}, {$r4}};",
         read_only_args=[address, *words],
     )
 
 
+def transposed(word):
+    """A warp's 8 x 8 matrix of 16-bit numbers, a lane with two of a row, transposed."""
+    return cute.arch.inline_ptx(
+        "movmatrix.sync.aligned.m8n8.trans.b16 {$w0}, {$r0};",
+        write_only_types=[Uint32],
+        read_only_args=[word],
+    )
+
+
 # ------------------------------------------------------------ asynchronous copies, pipelines
+
+
+def wait_for_previous_kernel():
+    """PDL: wait until the previous kernel's writes are visible."""
+    if levels.current().pdl:
+        cute.arch.griddepcontrol_wait()
+
+
+def launch_next_kernel():
+    """PDL: the next kernel may start."""
+    if levels.current().pdl:
+        cute.arch.griddepcontrol_launch_dependents()
+
+
+def mbarrier_wait(barrier, phase):
+    """Wait until the phase is complete."""
+    if levels.current().bulk_copies:
+        cute.arch.mbarrier_wait(barrier, phase)
+        return
+    cute.arch.inline_ptx(
+        """{
+        .reg .pred p;
+        WAIT:
+        mbarrier.test_wait.parity.shared::cta.b64 p, [{$r0}], {$r1};
+        @!p bra WAIT;
+        }""",
+        read_only_args=[Int32(barrier.toint()), Int32(phase)],
+    )
+
+
+def mbarrier_arrive(barrier):
+    if levels.current().bulk_copies:
+        cute.arch.mbarrier_arrive(barrier)
+        return
+    cute.arch.inline_ptx(
+        "{ .reg .b64 state; mbarrier.arrive.shared::cta.b64 state, [{$r0}]; }",
+        read_only_args=[Int32(barrier.toint())],
+    )
 
 
 def mbarrier_test(barrier, phase):
@@ -431,11 +486,19 @@ def bulk_store(target, shared, size):
     cute.arch.cp_async_bulk_commit_group()
 
 
+def wait_for_bulk_stores():
+    """Wait until the thread's bulk stores have read shared memory."""
+    if levels.current().bulk_copies:
+        cute.arch.cp_async_bulk_wait_group(0, read=True)
+
+
 def bulk_prefetch_l2(address, size, condition):
     """Prefetch `size` bytes of mapped memory into L2 where the condition is true.
 
-    Address and size are multiples of 16 bytes.
+    Address and size are multiples of 16 bytes. A hint, dropped where there are no bulk copies.
     """
+    if not levels.current().bulk_copies:
+        return
     cute.arch.inline_ptx(
         "{ .reg .pred p; setp.ne.s32 p, {$r2}, 0; "
         "@p cp.async.bulk.prefetch.L2.global [{$r0}], {$r1}; }",
@@ -643,6 +706,12 @@ def scale_bf16_to_fp16(word, factor):
 
 def mul_x2(x, y, dtype=Float16):
     """Element-wise product of two words of two 16-bit numbers."""
+    if dtype is BFloat16 and not levels.current().bulk_copies:
+        return cute.arch.inline_ptx(  # x y + -0 is the product, whose sign of zero stays
+            "{ .reg .b32 z; mov.b32 z, 0x80008000; fma.rn.bf16x2 {$w0}, {$r0}, {$r1}, z; }",
+            write_only_types=[Uint32],
+            read_only_args=[x, y],
+        )
     return cute.arch.inline_ptx(
         f"mul.rn.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};",
         write_only_types=[Uint32],
@@ -662,8 +731,15 @@ def fma_x2(x, y, z):
 def max_abs_x2(x, y, dtype):
     """Element-wise larger magnitude of two words of two 16-bit numbers.
 
-    The sign is the product of both signs.
+    The sign is meaningless.
     """
+    if not levels.current().bulk_copies:
+        x, y = (word & Uint32(0x7FFF7FFF) for word in (x, y))
+        return cute.arch.inline_ptx(
+            f"max.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};",
+            write_only_types=[Uint32],
+            read_only_args=[x, y],
+        )
     instruction = f"max.xorsign.abs.{_x2(dtype)} {{$w0}}, {{$r0}}, {{$r1}};"
     return cute.arch.inline_ptx(instruction, write_only_types=[Uint32], read_only_args=[x, y])
 

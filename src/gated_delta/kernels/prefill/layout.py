@@ -13,7 +13,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
-from ..device import hopper, ptx
+from ..device import hopper, levels, ptx
 from ..device.args import offset, qk_head, typed
 from .arguments import (
     CHUNK,
@@ -94,14 +94,15 @@ def clear_squares(shared_at, count, thread, threads):
 def init_shared(rings, squares, count, thread, threads):
     """A CTA's mbarriers, and zeros in `count` squares from offset `squares` on; a barrier follows.
 
-    Returns the base address.
+    Returns the base address. Only wgmma reads what is above the diagonal.
     """
     shared = hopper.shared_base()
     if thread == 0:
         for ring in rings:
             ring.init(shared)
         hopper.fence_mbarrier_init()
-    clear_squares(shared + squares, count, thread, threads)
+    if cutlass.const_expr(levels.current().wgmma):
+        clear_squares(shared + squares, count, thread, threads)
     return shared
 
 

@@ -9,9 +9,8 @@ warp adapts; bf16 would lose three bits of them. docs/kernels/prefill.md has a c
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float16, Float32, Uint32
-from cutlass.cute.nvgpu import warpgroup
 
-from ..device import hopper, ptx
+from ..device import levels, ptx
 from ..device.hopper import WARP
 from .arguments import CHUNK, SCALE_BYTES
 from .layout import (
@@ -22,23 +21,20 @@ from .layout import (
     KDA_SCALE_O,
     KDA_SCALE_S_K,
     KDA_SCALE_STATE,
-    SQUARE,
-    TILE,
     D,
 )
+from .products import MmaSync, Wgmma
 from .segments import is_last
 from .state import (
     RESCALE_INTERVAL,
     inverse_power_of_2,
     multiply,
     packed_absmax,
-    product_mma,
     rescale,
     set_scale,
     state_coord,
     store_checkpoints,
     to_fp16,
-    update_mma,
 )
 
 
@@ -64,8 +60,11 @@ class MainloopFp32:
         checkpoints=False,
     ):
         self.stages, self.channel, self.K = stages, channel, K
+        self.products = (Wgmma if levels.current().wgmma else MmaSync)(stages, channel)
+        # Another warpgroup keeps the tensor cores busy, or nothing is left to wait for.
+        self.releases_early = mma_groups > 1 or not self.products.asynchronous
         self.dtype, self.state_dtype = dtype, state_dtype
-        self.mma_groups, self.load_absmax = mma_groups, load_absmax
+        self.load_absmax = load_absmax
         self.has_outputs, self.deterministic = has_outputs, deterministic
         self.checkpoints = checkpoints
 
@@ -98,24 +97,23 @@ class MainloopFp32:
             self.start_mma(frag.o, frag.state_fp16, "q", right, pipe, False)
         values, s_k_scales = self.values(coord, pipe), self.column_scales(coord, pipe, "s_k")
         self.stages.release_values(coord, pipe)
-        warpgroup.wait_group(1 if self.has_outputs else 0)
+        self.products.wait(1 if self.has_outputs else 0)
         self.residual(frag, values, s_k_scales, state_scale)
         o_scale = state_scale
         self.start_mma(frag.s_k, frag.operand, "tinv", right, pipe, False)
         self.decay_state(frag, coord, pipe)
         u_scales = None if self.channel else self.packed_scales(coord, pipe, GDN_SCALE_U)
-        warpgroup.wait_group(0)
+        self.products.wait(0)
         self.stages.release_early(coord, pipe)
         self.start_update(frag, right, coord, u_scales, pipe)
-        if cutlass.const_expr(self.mma_groups > 1):
-            # The other warpgroup keeps the tensor cores busy: free the stage early.
+        if cutlass.const_expr(self.releases_early):
             self.finish_chunk(frag, coord, pipe, o_scale)
         v_absmax = Float32(0)
         if next_pipe.chunk < coord.end_chunk:
             self.stages.wait(coord.shared, next_pipe)
             v_absmax = self.v_absmax(coord, next_pipe)
-        if cutlass.const_expr(self.mma_groups == 1):  # otherwise finish_chunk has waited
-            warpgroup.wait_group(1 if self.has_outputs else 0)
+        if cutlass.const_expr(not self.releases_early):  # otherwise finish_chunk has waited
+            self.products.wait(1 if self.has_outputs else 0)
         if cutlass.const_expr(self.deterministic):
             # Before a new scale: where fp32 cannot hold all digits, it would show in a checkpoint.
             checkpoint = self.store_if_due(frag, args, coord, next_pipe, state_scale, checkpoint)
@@ -125,7 +123,7 @@ class MainloopFp32:
             measure = next_pipe.chunk % RESCALE_INTERVAL == 0
             state_scale = rescale(frag.state, v_absmax, state_scale, measure)
         to_fp16(frag.state, frag.state_fp16)
-        if cutlass.const_expr(self.mma_groups == 1):
+        if cutlass.const_expr(not self.releases_early):
             self.finish_chunk(frag, coord, pipe, o_scale)
         if cutlass.const_expr(not self.deterministic):
             checkpoint = self.store_if_due(frag, args, coord, next_pipe, state_scale, checkpoint)
@@ -149,7 +147,7 @@ class MainloopFp32:
     def finish_chunk(self, frag, coord, pipe, state_scale):
         """Epilogue of a chunk: outputs to shared memory, the stage is released."""
         o_scales = self.column_scales(coord, pipe, "o") if self.has_outputs else None
-        warpgroup.wait_group(0)
+        self.products.wait(0)
         if self.has_outputs:
             self.store_o(coord, pipe, self.outputs(frag, o_scales, state_scale))
         self.stages.release(coord, pipe)
@@ -177,33 +175,9 @@ class MainloopFp32:
             chunk,
         )
 
-    # ---------------------------------------------------------------------------- wgmma
-
-    def mma(self, name):
-        return update_mma() if name == "k_update" else product_mma(Float32)
-
-    def right_operands(self, coord):
-        """Right operands by name, [N, K, stage] of wgmma's N and K."""
-        stages, shared = self.stages, coord.shared
-        tiles = ("k", "q", "k_restored") if self.channel else ("k", "q")
-        tensors = {
-            name: (TILE if name in tiles else SQUARE).tensor(
-                shared + getattr(stages, name), stages.stages_of(name)
-            )
-            for name in ("k", "q", "tinv", "aqk", *tiles[2:])
-        }
-        k_update = tensors.pop("k_restored") if self.channel else tensors["k"]
-        transposed = cute.select(k_update.layout, [1, 0, 2])
-        tensors["k_update"] = cute.make_tensor(k_update.iterator, transposed)
-        right = {}
-        for name, x in tensors.items():
-            mma = self.mma(name).get_slice(coord.thread)
-            right[name] = mma.make_fragment_B(mma.partition_B(x))
-        return right
-
     def start_mma(self, accumulator, left, name, right, pipe, accumulate):
         stage = self.stages.stage_of(name, pipe)
-        hopper.start_mma(self.mma(name), accumulator, left, right[name], stage, accumulate)
+        self.products.start(accumulator, left, name, right, stage, accumulate)
 
     # ---------------------------------------------------------------------------- scales of a chunk
 

@@ -50,7 +50,6 @@ from .mainloop_fp32 import MainloopFp32
 from .segments import is_last, scan_coord
 from .state import (
     load_initial_state,
-    make_fragments,
     state_coord,
     store_final_state,
     without_checkpoints,
@@ -487,7 +486,8 @@ class PrefillOverlapped:
     @cute.jit
     def mma(self, args, coord):
         """The MMA warpgroup."""
-        right, frag = self.mainloop.right_operands(coord), make_fragments(Float32)
+        products = self.mainloop.products
+        right, frag = products.right_operands(coord), products.make_fragments()
         rows = state_coord(coord.v_row, coord.thread)
         load_initial_state(args, coord.work, self.state_dtype, D, rows, frag.state)
         checkpoint = Int32(0)

@@ -14,7 +14,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import select_
 
-from ..device import hopper, ptx
+from ..device import hopper, levels, ptx
 from ..device.args import DTYPES, Args
 from ..device.hopper import WARP, WARPGROUP
 from .layout import (
@@ -89,7 +89,7 @@ class PrefillPrepare:
             block=(WARPGROUP, 1, 1),
             smem=Int32(select_(paired, Int32(max(shared, SHARED_BY_TWO)), Int32(shared))),
             stream=stream,
-            use_pdl=True,
+            use_pdl=levels.current().pdl,
             min_blocks_per_mp=3,
             preferred_smem_carveout=100,
         )
@@ -117,7 +117,7 @@ class PrefillPrepare:
         if tokens > 0:
             self.terms.prepare(args, coord, CtaWorker())
             if thread == 0:
-                cute.arch.cp_async_bulk_wait_group(0, read=True)
+                ptx.wait_for_bulk_stores()
         if cutlass.const_expr(self.channel):
             # Computed again, to spare a register.
             cta = i + (size.chunk_slots - 1 - slot) * size.chunk_blocks

@@ -3,7 +3,8 @@
 A CTA has 64 V rows of a head of one sequence, or of one of its segments, and two warpgroups. Warps
 0 and 1 load: thread 0 starts bulk copies of a chunk's tiles, both bring its values. Warps 2 and 3
 store outputs. The second warpgroup runs the MMAs with the state in registers: mainloop_fp32.py.
-Three stages of shared memory, each a chunk's tiles, Tinv, Aqk, scales, values and outputs.
+Three stages of shared memory, one or two on GPUs with less of it, each a chunk's tiles, Tinv, Aqk,
+scales, values and outputs.
 """
 
 import enum
@@ -23,7 +24,6 @@ from .segments import add_window, in_place, is_last, scan_coord
 from .state import (
     load_initial_state,
     load_rows,
-    make_fragments,
     prefetch_initial_state,
     segment_state_offset,
     state_coord,
@@ -34,7 +34,6 @@ from .tiles import LOAD_THREADS, TileCopies, TileStages, has_values
 from .work import work_of
 
 ROWS = 64  # V rows of a CTA
-STAGES = 3
 STORE_THREADS = 64
 
 
@@ -67,13 +66,14 @@ class PrefillScan:
         windows: bool,
         checkpoints: bool,
         deterministic: bool = False,
+        stages: int = 3,
     ):
         self.K, self.V, self.v_tiles = K, V, V // ROWS
         self.windows, self.checkpoints = windows, checkpoints
         self.state_dtype = DTYPES[state_dtype]
         channel, self.threads = axis == "channel", 2 * WARPGROUP
         smem = hopper.SharedMemory()
-        self.stages = TileStages(smem, channel, ROWS, STAGES, STORE_THREADS)
+        self.stages = TileStages(smem, channel, ROWS, stages, STORE_THREADS)
         self.shared = smem.size
         self.copies = TileCopies(
             self.stages,
@@ -115,7 +115,7 @@ class PrefillScan:
         cta, _, _ = cute.arch.block_idx()
         args = Args(ptr, scale, bound, stride, size)
         stages = self.stages
-        shared = init_shared(stages.rings, stages.tinv, 2 * STAGES, thread, self.threads)
+        shared = init_shared(stages.rings, stages.tinv, 2 * stages.count, thread, self.threads)
         if args.ptr.sequence_order != 0:
             hopper.wait_for_previous_kernel()
         cute.arch.sync_threads()
@@ -163,7 +163,8 @@ class PrefillScan:
     @cute.jit
     def mma(self, args, coord):
         """The MMA warpgroup: a segment, or a sequence."""
-        right, frag = self.mainloop.right_operands(coord), make_fragments(Float32)
+        products = self.mainloop.products
+        right, frag = products.right_operands(coord), products.make_fragments()
         self.load_state(args, coord, frag.state)
         hopper.wait_for_previous_kernel()
         checkpoint = Int32(0)

@@ -7,7 +7,7 @@ import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Uint32
 
-from ..device import hopper, ptx
+from ..device import hopper, levels, ptx
 from ..device.args import Args
 from ..device.hopper import WARP
 from .arguments import PREPARED
@@ -33,7 +33,7 @@ class PrefillSchedule:
         if cutlass.const_expr(self.overlapped):
             ctas = cutlass.max(ctas, (self.words(size) + THREADS - 1) // THREADS)
         self.kernel(ptr, scale, bound, stride, size).launch(
-            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=True
+            grid=(ctas, 1, 1), block=(THREADS, 1, 1), stream=stream, use_pdl=levels.current().pdl
         )
 
     def words(self, size):

@@ -6,13 +6,15 @@ threads' barrier and their work on the next chunk.
 
 from typing import Any, NamedTuple, Protocol
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Boolean, Float32, Int32
 from cutlass.cutlass_dsl import select_
 
 from ..arguments import ABSENT
-from ..device import arithmetic, hopper, ptx
+from ..device import arithmetic, hopper, levels, ptx
 from ..device.args import offset
+from ..device.hopper import WARPGROUP
 from .arguments import CHUNK, TRIANGLE_BYTES
 from .inverse import GATE_BETA_K2
 from .layout import SUBCHUNK, head_chunk, token_offset
@@ -94,9 +96,24 @@ def store_terms(args, coord, hv, head, worker):
     """
     hopper.fence_async_proxy()
     if coord.thread == 0:
-        cute.arch.cp_async_bulk_wait_group(0, read=True)
+        ptx.wait_for_bulk_stores()
     worker.sync(coord)
-    if coord.thread == 0:
-        target = args.ptr.tinv_aqk + head_chunk(args, coord.slot, hv) * (2 * TRIANGLE_BYTES)
-        ptx.bulk_store(target, head.tinv, TRIANGLE_BYTES)
-        ptx.bulk_store(target + TRIANGLE_BYTES, head.aqk, TRIANGLE_BYTES)
+    if stores(coord):
+        at = args.ptr.tinv_aqk + head_chunk(args, coord.slot, hv) * (2 * TRIANGLE_BYTES)
+        store_region(coord, at, head.tinv, TRIANGLE_BYTES)
+        store_region(coord, at + TRIANGLE_BYTES, head.aqk, TRIANGLE_BYTES)
+
+
+def stores(coord):
+    """Whether a thread takes part in `store_region`."""
+    return coord.thread == 0 if levels.current().bulk_copies else Boolean(True)
+
+
+@cute.jit
+def store_region(coord, at, source, size):
+    """Shared memory to the workspace: a bulk copy by one thread, or 16 bytes a thread."""
+    if cutlass.const_expr(levels.current().bulk_copies):
+        ptx.bulk_store(at, source, size)
+    else:
+        for i in cutlass.range(coord.thread * 16, size, WARPGROUP * 16, unroll=1):
+            ptx.store_words(at + i, ptx.load_shared_x4(source + i), Boolean(True))

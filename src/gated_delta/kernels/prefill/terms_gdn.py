@@ -87,7 +87,7 @@ class GdnTerms:
                 self.cumulate_gates(args, coord, i + coord.thread // 32)
                 if coord.thread == 0:
                     # Aqk and the system overwrite the tiles.
-                    cute.arch.cp_async_bulk_wait_group(0, read=True)
+                    ptx.wait_for_bulk_stores()
                 worker.sync(coord)
             head = self.addresses(coord, i)
             decay_products(self.inverse, coord, head, kk, qk)
@@ -100,11 +100,11 @@ class GdnTerms:
     def store_tiles(self, args, coord):
         """Start the copies of q and k, in the CTA with the q/k head's first value head."""
         h = qk_head(coord.hv, args.size.qk_head_factor)
-        if (coord.thread == 0) & (coord.hv * args.size.H == h * args.size.HV):
+        if terms.stores(coord) & (coord.hv * args.size.H == h * args.size.HV):
             at = qk_head_chunk(args, coord.slot, coord.hv)
             for i, tiles in enumerate((args.ptr.q_tiles, args.ptr.k_tiles)):
                 source = coord.shared + self.tiles + i * TILE_BYTES
-                ptx.bulk_store(tiles + at * TILE_BYTES, source, TILE_BYTES)
+                terms.store_region(coord, tiles + at * TILE_BYTES, source, TILE_BYTES)
 
     # ---------------------------------------------------------------------------- q and k
 

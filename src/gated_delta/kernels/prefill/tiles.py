@@ -9,7 +9,7 @@ import cutlass.cute as cute
 from cutlass import Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
-from ..device import ptx
+from ..device import levels, ptx
 from ..device.args import offset
 from ..device.hopper import WARP, WARPGROUP
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
@@ -39,12 +39,15 @@ class TileStages:
         self.v_pitch = rows * 2 + 16  # bytes of a token's values: 8 tokens in different banks
         self.k, self.q = (smem.add(stages * TILE_BYTES, 1024) for _ in range(2))
         self.k_restored = smem.add(stages * TILE_BYTES, 1024) if channel else None
-        self.tinv, self.aqk = (smem.add(stages * SQUARE.bytes, 1024) for _ in range(2))
+        self.square_bytes = SQUARE.bytes if levels.current().wgmma else TRIANGLE_BYTES
+        self.tinv, self.aqk = (smem.add(stages * self.square_bytes, 1024) for _ in range(2))
         self.v = self.o = smem.add(stages * CHUNK * self.v_pitch, 128)  # outputs overwrite values
         self.scales = smem.add(stages * SCALE_BYTES, 128)
         self.v_absmax = smem.add(stages * 8)
         mma_threads = rows // 64 * WARPGROUP
-        self.ring = smem.add_ring(stages, 1 + LOAD_THREADS, mma_threads + stores)
+        # Load warps arrive with their values; thread 0 for bulk copies, or all for their cp.asyncs.
+        copiers = 1 if levels.current().bulk_copies else LOAD_THREADS
+        self.ring = smem.add_ring(stages, copiers + LOAD_THREADS, mma_threads + stores)
         self.outputs = smem.add_ring(stages, mma_threads)
         self.rings = (self.ring, self.outputs)
 
@@ -134,7 +137,7 @@ class TileCopies:
             iteration = work.iterations_before + c - coord.first_chunk
             stage = self.stages.acquire_values(shared, iteration)
             if cutlass.const_expr(start_tiles is not None):  # noqa: SIM102 - settled when compiling
-                if thread == 0:
+                if (thread == 0) | (not levels.current().bulk_copies):
                     start_tiles(args, coord, work.sequence.first_slot + c, stage)
             values = shared + self.stages.v + stage * (CHUNK * self.stages.v_pitch) + vector * 16
             if cutlass.const_expr(self.pass_registers):
@@ -181,10 +184,11 @@ class TileCopies:
         return thread // vectors, thread % vectors, threads // vectors
 
     def start_tiles(self, args, coord, slot, stage):
-        """One thread: a chunk's tiles, squares and scales by bulk copies."""
+        """A chunk's tiles, Tinv, Aqk and scales: thread 0 by bulk copies, or all by cp.async."""
         stages, shared, ptr = self.stages, coord.shared, args.ptr
-        stages.ring.producer_expect(shared, stage, self.stage_bytes)
         full = stages.ring.full_at(shared, stage)
+        if levels.current().bulk_copies:
+            stages.ring.producer_expect(shared, stage, self.stage_bytes)
         chunk, qk_chunk = chunk_numbers(args, slot, coord.work.hv, self.channel)
         tiles = [(stages.k, ptr.k_tiles), (stages.q, ptr.q_tiles)]
         tiles += [(stages.k_restored, ptr.k_restored)] if self.channel else []
@@ -192,18 +196,35 @@ class TileCopies:
             (shared + region + stage * TILE_BYTES, source + qk_chunk * TILE_BYTES)
             for region, source in tiles
         ]
+        triangles = [
+            (
+                shared + square + stage * stages.square_bytes,
+                ptr.tinv_aqk + (chunk * 2 + i) * TRIANGLE_BYTES,
+            )
+            for i, square in enumerate((stages.tinv, stages.aqk))
+        ]
+        scales_at, scales = shared + stages.scales + stage * SCALE_BYTES, ptr.scales
+        left = Int32(CHUNK)
         if self.channel:
             first_slot = coord.work.sequence.first_slot
-            load_rows_with_tokens(
-                copies, coord.work.sequence.tokens - (slot - first_slot) * CHUNK, full
-            )
+            left = coord.work.sequence.tokens - (slot - first_slot) * CHUNK
+        if levels.current().bulk_copies:
+            if self.channel:
+                load_rows_with_tokens(copies, left, full)
+            else:
+                load_tiles(copies, full)
+            for at, source in triangles:
+                load_triangle(source, at, full)
+            ptx.bulk_load(scales_at, scales + chunk * SCALE_BYTES, SCALE_BYTES, full)
         else:
-            load_tiles(copies, full)
-        for i, square in enumerate((stages.tinv, stages.aqk)):
-            triangle = ptr.tinv_aqk + (chunk * 2 + i) * TRIANGLE_BYTES
-            load_square(triangle, shared + square + stage * SQUARE.bytes, full)
-        scales_at = shared + stages.scales + stage * SCALE_BYTES
-        ptx.bulk_load(scales_at, ptr.scales + chunk * SCALE_BYTES, SCALE_BYTES, full)
+            for at, source in copies:
+                copy_async(at, source, TILE_BYTES, coord.thread, left)
+            for at, source in triangles:
+                copy_async(at, source, TRIANGLE_BYTES, coord.thread, Int32(CHUNK))
+            copy_async(
+                scales_at, scales + chunk * SCALE_BYTES, SCALE_BYTES, coord.thread, Int32(CHUNK)
+            )
+            ptx.cp_async_arrive(full)
 
     # ---------------------------------------------------------------------------- store warps
 
@@ -271,3 +292,20 @@ def load_rows_with_tokens(copies, left, full):
             for target, source in copies:
                 ptx.bulk_load(target + at, source + at, size, full)
                 ptx.bulk_load(target + at + size, zeros, TILE.block_bytes - size, full)
+
+
+def load_triangle(source, at, full):
+    """Tinv or Aqk: panel by panel to a square for wgmma, else as it is."""
+    if levels.current().wgmma:
+        load_square(source, at, full)
+    else:
+        ptx.bulk_load(at, source, TRIANGLE_BYTES, full)
+
+
+@cute.jit
+def copy_async(at, source, size, thread, tokens):
+    """The load threads copy 16 bytes each; zeros to a tile's sub-chunks without tokens."""
+    end = (tokens + SUBCHUNK - 1) // SUBCHUNK * SUBCHUNK
+    for i in cutlass.range(thread * 16, size, LOAD_THREADS * 16, unroll=4):
+        has_tokens = i // TILE.offset(1, 0) % CHUNK < end
+        ptx.cp_async_or_zero(at + i, source + i, has_tokens)

@@ -45,7 +45,6 @@ from .state import (
     WARPGROUP_ROWS,
     inverse_power_of_2,
     load_initial_state,
-    make_fragments,
     segment_state_offset,
     state_coord,
     store_rows,
@@ -162,7 +161,8 @@ class PrefillTransitions:
     @cute.jit
     def mma(self, args, coord):
         """An MMA warpgroup: 64 rows of M or B."""
-        right, frag = self.mainloop.right_operands(coord), make_fragments(Float32)
+        products = self.mainloop.products
+        right, frag = products.right_operands(coord), products.make_fragments()
         self.load_state(args, coord, frag.state)
         state_scale = self.mainloop.run(frag, right, args, coord, Int32(0))
         self.store_state(args, coord, frag.state, state_scale)

@@ -1,0 +1,106 @@
+"""GPUs by compute capability: what kernels are compiled for, and what a CTA may use."""
+
+from __future__ import annotations
+
+import os
+from typing import NamedTuple
+
+import torch
+
+KIB = 1024
+
+
+class Gpu(NamedTuple):
+    """A GPU as kernels and schedules see it."""
+
+    arch: str
+    """What its machine code is compiled for. A file of its level, with PTX, serves it too."""
+    level: str
+    """The instructions that its kernels use: LEVELS of kernels/device/levels.py."""
+    shared: int
+    """Bytes of shared memory that a CTA may have."""
+    sms: int
+    major: int
+    """Of its compute capability, as that of the machine code that it runs."""
+
+    def __str__(self) -> str:
+        return self.arch if self.arch == self.level else f"{self.arch}, level {self.level}"
+
+
+GPUS = {
+    (8, 0): Gpu("sm_80", "sm_80", 163 * KIB, 108, 8),
+    (8, 6): Gpu("sm_80", "sm_80", 99 * KIB, 84, 8),
+    (8, 7): Gpu("sm_80", "sm_80", 163 * KIB, 16, 8),
+    (8, 9): Gpu("sm_80", "sm_80", 99 * KIB, 142, 8),
+    (9, 0): Gpu("sm_90a", "sm_90a", 227 * KIB, 132, 9),
+    (10, 0): Gpu("sm_100a", "sm_90", 227 * KIB, 148, 10),
+    (10, 3): Gpu("sm_103a", "sm_90", 227 * KIB, 148, 10),
+    (11, 0): Gpu("sm_110a", "sm_90", 227 * KIB, 20, 11),
+    (12, 0): Gpu("sm_120a", "sm_90", 99 * KIB, 188, 12),
+    (12, 1): Gpu("sm_121a", "sm_90", 99 * KIB, 48, 12),
+}
+"""By compute capability, with the SMs of its largest product. Measured on 9.0; on the others the
+kernels have not run."""
+
+H200 = GPUS[9, 0]
+
+FORCED = {
+    "sm_80": GPUS[8, 0],
+    "sm_86": GPUS[8, 6],
+    "sm_90": GPUS[10, 0]._replace(arch="sm_90"),
+    "sm_120": GPUS[12, 0]._replace(arch="sm_90"),
+}
+"""Values of GATED_DELTA_LEVEL: a level, with the shared memory of one of its GPUs."""
+
+ARCHS = ("sm_80", "sm_90", *dict.fromkeys(g.arch for at, g in GPUS.items() if at >= (9, 0)))
+"""What `gated-delta compile` compiles for. sm_80 and sm_90 are levels: PTX for all newer GPUs."""
+
+
+def forced_level() -> str | None:
+    """GATED_DELTA_LEVEL. Raises ValueError for an unknown one."""
+    name = os.environ.get("GATED_DELTA_LEVEL")
+    if name is not None and name not in FORCED:
+        raise ValueError(f"GATED_DELTA_LEVEL: expected one of {', '.join(FORCED)}, got {name!r}")
+    return name
+
+
+def gpu_of(device: torch.device) -> Gpu | None:
+    """The GPU of a device; None where no kernel runs on it.
+
+    GATED_DELTA_LEVEL makes it one that uses fewer instructions: for tests of other GPUs' kernels.
+    Raises ValueError if the device lacks that level's.
+    """
+    if device.type != "cuda":
+        return None
+    facts = torch.cuda.get_device_properties(device)
+    capability, sms = (facts.major, facts.minor), facts.multi_processor_count
+    level = forced_level()
+    if level is not None:
+        if facts.major < (9 if FORCED[level].level == "sm_90" else 8):
+            raise ValueError(
+                f"GATED_DELTA_LEVEL: {level} does not run on compute capability "
+                f"{facts.major}.{facts.minor}"
+            )
+        return FORCED[level]._replace(sms=sms, major=facts.major)
+    gpu = GPUS.get(capability)
+    if gpu is None and capability > max(GPUS):  # a newer GPU runs PTX
+        gpu = FORCED["sm_120"]._replace(major=facts.major)
+    return gpu and gpu._replace(sms=sms)
+
+
+def level_of(arch: str) -> str:
+    """The level of an architecture's kernels."""
+    levels = {gpu.arch: gpu.level for gpu in GPUS.values()}
+    return levels.get(arch, arch)
+
+
+def has_ptx(arch: str) -> bool:
+    """Whether its files have PTX too, for newer GPUs. Its machine code runs on one major compute
+    capability."""
+    return arch in ("sm_80", "sm_90")
+
+
+def gpus_of(arch: str) -> list[Gpu]:
+    """The GPUs that a file compiled for an architecture serves."""
+    served = [gpu for gpu in GPUS.values() if arch in (gpu.arch, gpu.level)]
+    return list({gpu.shared: gpu for gpu in served}.values())
