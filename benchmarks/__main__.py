@@ -23,7 +23,7 @@ from . import serve as serving
 from . import tokens as answers
 from .cells import CELLS, PREFILL_TP, by_label
 from .measure import Runner, environment, run_facts
-from .peers import OWN, PEERS, Prepare
+from .peers import LEVELS, OWN, PEERS, Prepare
 from .plot import draw
 from .record import RESULTS, Record, merged, read, summary
 
@@ -67,7 +67,10 @@ def measure(
     ] = None,
     peers: Annotated[
         str,
-        typer.Option(help="Such as fla,flashinfer, or none; by default all installed ones."),
+        typer.Option(
+            help="Such as fla,flashinfer, or none; by default all installed ones. "
+            "sm_90,sm_80: our kernels of other GPUs."
+        ),
     ] = "",
     filter: Annotated[
         str,
@@ -89,6 +92,7 @@ def measure(
         )
     installed = [name for name, peer in known.items() if peer.version]
     names = {"": installed, "none": []}.get(peers, [name.strip() for name in peers.split(",")])
+    known = known | LEVELS
     if unknown := [name for name in names if name not in known]:
         raise typer.BadParameter(
             f"expected peers of {','.join(known)}, got {','.join(unknown)}", param_hint="--peers"

@@ -24,6 +24,9 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from gated_delta import compile
+from gated_delta.call_cache import CallCache
+from gated_delta.gpus import FORCED
+from gated_delta.ops import OPERATIONS
 
 from .cells import BOUND, FP32, Call, Cell, D, Drafts, Pooled, Prompts, cu_seqlens
 from .record import CACHED, RAW
@@ -507,6 +510,37 @@ def cudnn_prefill(cell: Cell, b: Prompts, raw: bool = False, plan: str = "kda_ho
     return prefilling(prefill, lambda: [*inputs(), b.cu_seqlens], **options)
 
 
+@contextlib.contextmanager
+def forced(level: str, caches: Mapping[str, CallCache[Any]]) -> Iterator[None]:
+    """GATED_DELTA_LEVEL within; caches: of calls at this level, by operation."""
+    before = {name: op.calls for name, op in OPERATIONS.items()}
+    os.environ["GATED_DELTA_LEVEL"] = level
+    for name, op in OPERATIONS.items():
+        op.calls = caches[name]
+    try:
+        yield
+    finally:
+        del os.environ["GATED_DELTA_LEVEL"]
+        for name, op in OPERATIONS.items():
+            op.calls = before[name]
+
+
+def at_level(level: str) -> Prepare:
+    """Ours with the kernels of another GPU's level."""
+    caches: dict[str, CallCache[Any]] = {name: CallCache() for name in OPERATIONS}
+
+    def prepare(cell: Cell, b: Any) -> Call:
+        ours = b.ours("cute")
+
+        def call() -> tuple[Tensor, Tensor]:
+            with forced(level, caches):
+                return ours()
+
+        return call
+
+    return prepare
+
+
 DECODE = {
     "flashinfer": Peer("flashinfer-python", flashinfer_decode),
     "sglang": Peer("sglang", sglang_decode),
@@ -531,3 +565,5 @@ PREFILL = {
     "flashqla": Peer("flash-qla", flashqla_prefill, partial(flashqla_prefill, raw=True)),
 }
 PEERS = {"decode": DECODE, "prefill": PREFILL, "speculate": CACHING}
+LEVELS = {level: Peer("gated-delta", at_level(level)) for level in FORCED}
+"""Our kernels of other GPUs, on this one. Peers only if asked for by name."""

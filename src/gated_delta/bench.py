@@ -178,7 +178,7 @@ def least_bytes(call: Call) -> int:
         return sum(x.nbytes for x in tensors if x is not None)
 
     case, t, buffer = call.case, call.tokens[0], size(call.states.get("buffer"))
-    states = len(case.lengths) * case.heads[1] * case.D**2 * case.state_dtype.itemsize
+    states = len(case.lengths) * case.heads[1] * case.D * case.V * case.state_dtype.itemsize
     if case.op == "flush":
         return buffer + 2 * states
     return (
@@ -189,8 +189,8 @@ def least_bytes(call: Call) -> int:
 def least_memory(case: Case) -> int:
     """Least bytes of memory of a call, with the fp32 numbers that its inputs are rounded from."""
     H, HV = case.heads
-    numbers = 2 * H * case.D + 2 * HV * case.D + HV * (case.D if case.axis == "channel" else 1) + HV
-    states = len(case.lengths) * HV * case.D**2 * case.state_dtype.itemsize
+    numbers = 2 * H * case.D + 2 * HV * case.V + HV * (case.D if case.axis == "channel" else 1) + HV
+    states = len(case.lengths) * HV * case.D * case.V * case.state_dtype.itemsize
     return sum(case.lengths) * numbers * (torch.float32.itemsize + case.dtype.itemsize) + states
 
 

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import functools
 import os
+import re
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
@@ -74,18 +79,58 @@ def gpu_of(device: torch.device) -> Gpu | None:
         return None
     facts = torch.cuda.get_device_properties(device)
     capability, sms = (facts.major, facts.minor), facts.multi_processor_count
+    gpu = GPUS.get(capability)
+    if gpu is None and capability > max(GPUS):  # a newer GPU runs PTX
+        gpu = FORCED["sm_120"]._replace(major=facts.major)
     level = forced_level()
     if level is not None:
-        if facts.major < (9 if FORCED[level].level == "sm_90" else 8):
+        forced = FORCED[level]
+        if gpu is None or facts.major < (9 if forced.level == "sm_90" else 8):
             raise ValueError(
                 f"GATED_DELTA_LEVEL: {level} does not run on compute capability "
                 f"{facts.major}.{facts.minor}"
             )
-        return FORCED[level]._replace(sms=sms, major=facts.major)
-    gpu = GPUS.get(capability)
-    if gpu is None and capability > max(GPUS):  # a newer GPU runs PTX
-        gpu = FORCED["sm_120"]._replace(major=facts.major)
+        gpu = forced._replace(shared=min(forced.shared, gpu.shared), major=facts.major)
     return gpu and gpu._replace(sms=sms)
+
+
+class Card(NamedTuple):
+    """A GPU as its owner knows it: what results of the kernels depend on."""
+
+    name: str
+    compute_capability: str
+    arch: str | None
+    level: str | None
+    """None, and so is arch: no kernel runs on it."""
+    driver: str
+
+    def __str__(self) -> str:
+        level = f"level {self.level}" if self.level else "no kernels"
+        capability = f"compute capability {self.compute_capability}"
+        return f"{self.name}, {capability}, {level}, driver {self.driver}"
+
+
+def card_of(device: torch.device) -> Card | None:
+    """The card of a CUDA device, else None. Raises ValueError as `gpu_of` does."""
+    if device.type != "cuda":
+        return None
+    facts, gpu = torch.cuda.get_device_properties(device), gpu_of(device)
+    capability = f"{facts.major}.{facts.minor}"
+    return Card(facts.name, capability, gpu and gpu.arch, gpu and gpu.level, driver())
+
+
+@functools.cache
+def driver() -> str:
+    """The NVIDIA driver's version and its CUDA version, as far as they can be read."""
+    found = []
+    with contextlib.suppress(OSError):
+        text = Path("/proc/driver/nvidia/version").read_text()
+        found += re.findall(r"NVRM version:.*?\b(\d+\.\d+(?:\.\d+)?)\b", text)[:1]
+    with contextlib.suppress(OSError, AttributeError):
+        version = ctypes.c_int()
+        if not ctypes.CDLL("libcuda.so.1").cuDriverGetVersion(ctypes.byref(version)):
+            found.append(f"CUDA {version.value // 1000}.{version.value % 1000 // 10}")
+    return ", ".join(found) or "unknown"
 
 
 def level_of(arch: str) -> str:
@@ -98,6 +143,12 @@ def has_ptx(arch: str) -> bool:
     """Whether its files have PTX too, for newer GPUs. Its machine code runs on one major compute
     capability."""
     return arch in ("sm_80", "sm_90")
+
+
+def image(gpu: Gpu, arch: str) -> str:
+    """How a GPU runs a file compiled for an architecture: "machine code", or "PTX" that its driver
+    compiles."""
+    return "PTX" if has_ptx(arch) and arch != f"sm_{gpu.major}0" else "machine code"
 
 
 def gpus_of(arch: str) -> list[Gpu]:

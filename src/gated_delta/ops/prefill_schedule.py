@@ -165,10 +165,10 @@ def supports(kind: str, problem: Problem, sequences: int = 1, gpu: Gpu = H200) -
     deterministic = "deterministic" in problem.options
     if kind == "tiles":
         return True
-    if gpu.level != "sm_90a":  # wgmma and TMA
-        return False
     if kind == "segments":  # segments change bits; rows of a CTA and where it is prepared do not
         return not deterministic and {problem.K, problem.V} <= {64, 128}
+    if gpu.level != "sm_90a":  # wgmma and TMA
+        return False
     # A variant of one kernel for all is one of prepare times one of scan: kept to the commonest.
     if problem.dtype != torch.bfloat16 or not problem.K == problem.V == 128:
         return False

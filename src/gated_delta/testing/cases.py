@@ -2,8 +2,8 @@
 
 The list crosses the main factors in full and draws the others (layout, input dtype, token counts,
 l2norm, ...) per case from a fixed seed, so every run has the same list. Cases with fp16 states,
-heads of one rank under tensor parallelism, states of other sizes than the values, and repeated
-tokens follow, with all other factors drawn.
+heads of one rank under tensor parallelism, states of other sizes than the values, repeated tokens,
+and OLMo hybrid's K and V follow, with all other factors drawn.
 """
 
 from __future__ import annotations
@@ -21,6 +21,8 @@ from ..problem import ACTIVATIONS, MAX_DRAFT, Problem
 OPS = ("prefill", "decode", "verify", "flush")
 AXES = ("head", "channel")
 DIMS = (64, 128)
+UNEQUAL_DIMS = (96, 192)
+"""K and V of OLMo hybrid."""
 HEADS = ((4, 4), (4, 8), (16, 32), (16, 64))
 RANK_HEADS = ((1, 1), (1, 2), (2, 4), (2, 8), (4, 12), (6, 6), (3, 3), (2, 16))
 """Heads of one rank under tensor parallelism: few, odd, and 1 to 8 value heads per q/k head."""
@@ -105,6 +107,7 @@ class Case:
     op: str
     axis: str
     D: int
+    """K, and V where `value_dim` is None."""
     heads: tuple[int, int]
     gate: str
     family: str
@@ -124,6 +127,11 @@ class Case:
     deterministic: bool = False
     state_size: int = 0
     """log2 of the states over the values."""
+    value_dim: int | None = None
+
+    @property
+    def V(self) -> int:
+        return self.D if self.value_dim is None else self.value_dim
 
     @property
     def options(self) -> frozenset[str]:
@@ -159,7 +167,7 @@ class Case:
             self.axis,
             *self.heads,
             self.D,
-            self.D,
+            self.V,
             T,
             state_dtype=self.state_dtype,
             options=self.options,
@@ -196,6 +204,7 @@ def _lengths(op: str, packed: bool, HV: int, rng: random.Random) -> tuple[int, .
 _Factors = tuple[str, int, tuple[int, int], str, str, str, torch.dtype]
 FEW = ((2, 4), (1, 2), (3, 3))
 """Heads of the cases with other state sizes or repeated tokens."""
+UNEQUAL_HEADS = ((2, 2), (1, 3), (2, 6))
 
 
 def _crossed() -> Iterator[_Factors]:
@@ -232,13 +241,20 @@ def _repeated(op: str) -> Iterator[_Factors]:
         yield axis, D, heads, gate, family, REPEATED, rng.choice(STATE_DTYPES)
 
 
+def _unequal(op: str) -> Iterator[_Factors]:
+    rng = random.Random(f"{op} unequal")
+    for axis, gate in itertools.product(AXES, GATES):
+        heads, family, keys = (rng.choice(x) for x in (UNEQUAL_HEADS, FAMILIES, KEYS))
+        yield axis, UNEQUAL_DIMS[0], heads, gate, family, keys, rng.choice(STATE_DTYPES)
+
+
 @functools.cache
 def cases(op: str) -> tuple[Case, ...]:
     """Every case of an operation: main factors crossed, the others drawn from the case's seed."""
     built = []
     layouts = tuple(LAYOUTS[op])
     listed = [(factors, 0) for factors in (*_crossed(), *_half_states(op), *_ranks(op))]
-    listed += [*_sizes(op), *((factors, 0) for factors in _repeated(op))]
+    listed += [*_sizes(op), *((factors, 0) for factors in (*_repeated(op), *_unequal(op)))]
     for seed, ((axis, D, heads, gate, family, keys, state_dtype), size) in enumerate(listed):
         rng = random.Random(f"{op}{seed}")
         layout = rng.choice(layouts)
@@ -253,8 +269,9 @@ def cases(op: str) -> tuple[Case, ...]:
             state_dtype = torch.float32  # a prefill without states computes in fp32
         factors = axis, D, heads, gate, family, keys, state_dtype
         deterministic = op == "prefill" and rng.random() < 0.125
+        V = UNEQUAL_DIMS[1] if D == UNEQUAL_DIMS[0] else None
         case = Case(
-            op, *factors, layout, *tokens, lengths, null_index, seed, norm, deterministic, size
+            op, *factors, layout, *tokens, lengths, null_index, seed, norm, deterministic, size, V
         )
         built.append(case)
     return tuple(built)
@@ -268,7 +285,66 @@ QUICK_RANK_STRIDE = 3  # coprime to the number of RANK_HEADS, the factor that va
 def quick_cases(op: str) -> tuple[Case, ...]:
     """A small part of `cases(op)` with every value of every factor."""
     ranks = len(AXES) * len(DIMS) * len(RANK_HEADS)
-    others = [case for case in cases(op) if case.state_size or case.keys == REPEATED]
+    others = [c for c in cases(op) if c.state_size or c.keys == REPEATED or c.V != c.D]
     listed = cases(op)[: -len(others)]
     quick = (*listed[:-ranks:QUICK_STRIDE], *listed[-ranks::QUICK_RANK_STRIDE][: len(RANK_HEADS)])
     return (*quick, *others[::QUICK_SIZE_STRIDE])
+
+
+PROMPTS = ((70, 0, 130, 33), (1024,))
+"""Tokens of the sequences of `cases_like` a prefill: packed, one inactive; one for segments."""
+
+
+def cases_like(problem: Problem, drafts: Problem | None = None) -> tuple[Case, ...]:
+    """A few cases that run the kernels of a problem: its dtypes, gate, K and V, few heads.
+
+    drafts: for flush, the problem of the verify that fills its buffer.
+    """
+    op, tokens = problem.op, problem if problem.op != "flush" else drafts
+    given = {option.removesuffix("_i32").removesuffix("_i64") for option in problem.options}
+    facts = {
+        name: getattr(tokens, name)
+        for name in ("gate", "dtype", "g_dtype", "qk_l2norm", "beta_logits")
+        if tokens is not None
+    } or dict(
+        gate="softplus",
+        dtype=torch.bfloat16,
+        g_dtype=torch.bfloat16,
+        qk_l2norm=True,
+        beta_logits=True,
+    )
+    H = min(problem.H, 2)
+    case = Case(
+        op,
+        problem.axis,
+        problem.K,
+        (H, H * (problem.HV // problem.H)),
+        family="typical",
+        keys="random",
+        state_dtype=problem.state_dtype or torch.float32,
+        layout="pool",
+        lengths=(problem.T or 1,) * 3,
+        null_index=0,
+        seed=1,
+        norm=ACTIVATIONS[0] if "norm" in given else None,
+        deterministic="deterministic" in given,
+        value_dim=problem.V,
+        **facts,
+    )
+    if op == "prefill":
+        layout = "pool_checkpoints" if "checkpoints" in given else "packed_pool"
+        families = zip(PROMPTS, ("typical", "slow"), strict=True)
+        return tuple(replace(case, layout=layout, lengths=x, family=y) for x, y in families)
+    if op == "decode" and "token_slots" in given:
+        case = replace(case, layout="packed_slots" if "cu_seqlens" in given else "token_slots")
+    elif op == "decode" and "intermediates" in given:
+        case = replace(case, layout="frozen" if "no_update" in given else "intermediates")
+    elif op == "decode" and "cu_seqlens" in given:
+        case = replace(case, layout="packed")
+    if case.packed:
+        case = replace(case, lengths=(1, MAX_DRAFT, 0, 3))
+    null_index = 0 if case.uses("state_indices") else -1
+    return tuple(
+        replace(case, family=family, seed=seed, null_index=null_index)
+        for seed, family in enumerate(("typical", "slow"), 1)
+    )

@@ -201,7 +201,7 @@ def _initial_state(call: Call, n: int) -> Tensor:
     if states["initial_state"] is not None:
         return states["initial_state"][n : n + 1]
     return torch.zeros(
-        1, case.heads[1], case.D, case.D, dtype=case.state_dtype, device=call.tokens[0].q.device
+        1, case.heads[1], case.V, case.D, dtype=case.state_dtype, device=call.tokens[0].q.device
     )
 
 

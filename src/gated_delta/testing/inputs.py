@@ -109,7 +109,7 @@ def _raw_gate(
 def _tokens(
     case: Case, rng: torch.Generator, device: torch.device | str, inactive: int | None
 ) -> Tokens:
-    (H, HV), D, N = case.heads, case.D, len(case.lengths)
+    (H, HV), D, V, N = case.heads, case.D, case.V, len(case.lengths)
     total = sum(case.lengths)
     spare = 3 if case.packed else 0  # packed rows past the last sequence
     lead = (1, total + spare) if case.packed else (N, case.lengths[0])
@@ -119,7 +119,7 @@ def _tokens(
         k = torch.randn(1, 1, H, D, generator=rng) + NOISE_OF_KEYS[case.keys] * k
     if not case.qk_l2norm:
         q, k = F.normalize(q, dim=-1), F.normalize(k, dim=-1)
-    v = torch.randn(*lead, HV, D, generator=rng)
+    v = torch.randn(*lead, HV, V, generator=rng)
     g, A_log, dt_bias = _raw_gate(case, (*lead, HV) + ((D,) if case.axis == "channel" else ()), rng)
     beta = torch.randn(*lead, HV, generator=rng) * 2 + (4 if case.keys == "collinear" else 0)
     if not case.beta_logits:
@@ -191,12 +191,12 @@ def _tokens(
 def _norm(call: Call, rng: torch.Generator, device: torch.device | str) -> None:
     """A weight of either dtype, and z as a slice of a projection, NaN wherever v is."""
     case, v = call.case, call.tokens[0].v
-    weight = (1 + torch.randn(case.D, generator=rng) / 2).to(
+    weight = (1 + torch.randn(case.V, generator=rng) / 2).to(
         device, torch.float32 if case.seed % 2 else case.dtype
     )
     assert case.norm is not None
     call.norm = GatedNorm(weight, 1e-5 if case.seed % 3 else 1e-6, case.norm)
-    z = 2 * torch.randn(*v.shape[:3], 2, case.D, generator=rng).to(device, case.dtype)
+    z = 2 * torch.randn(*v.shape[:3], 2, case.V, generator=rng).to(device, case.dtype)
     call.z = z[..., 1, :].masked_fill_(v.isnan(), math.nan)
 
 
@@ -216,16 +216,17 @@ def _pool(
     case: Case, slots: int, used: list[int], rng: torch.Generator, device: torch.device
 ) -> Tensor:
     """A pool with padding between slots; the padding and every unused slot are NaN."""
-    HV, D = case.heads[1], case.D
-    storage = torch.full((slots, HV * D * D + 24), math.nan, dtype=case.state_dtype, device=device)
-    pool = storage[:, : HV * D * D].view(slots, HV, D, D)
+    shape = case.heads[1], case.V, case.D
+    size = math.prod(shape)
+    storage = torch.full((slots, size + 24), math.nan, dtype=case.state_dtype, device=device)
+    pool = storage[:, :size].view(slots, *shape)
     pool[used] = _random_states(case, len(used), rng, device)
     return pool
 
 
 def _random_states(case: Case, count: int, rng: torch.Generator, device: torch.device) -> Tensor:
-    HV, D = case.heads[1], case.D
-    states = torch.randn(count, HV, D, D, generator=rng) * 2.0 ** (case.state_size - 1)
+    shape = count, case.heads[1], case.V, case.D
+    states = torch.randn(shape, generator=rng) * 2.0 ** (case.state_size - 1)
     return states.to(device, case.state_dtype)
 
 
@@ -270,7 +271,7 @@ def _prefill_states(
 
 def _prefill_checkpoints(case: Case, states: dict[str, Any], device: torch.device) -> None:
     """The initial state, the last possible checkpoint and an empty entry, in various orders."""
-    N, C, HV, D = len(case.lengths), CHECKPOINTS, case.heads[1], case.D
+    N, C, HV, D, V = len(case.lengths), CHECKPOINTS, case.heads[1], case.D, case.V
     lens = [[0, length // CHECKPOINT_INTERVAL * CHECKPOINT_INTERVAL, -1] for length in case.lengths]
     lens = [row[n % C :] + row[: n % C] for n, row in enumerate(lens, case.seed)]
     states["checkpoint_lens"] = _index(lens, case, "checkpoint_lens", device)
@@ -283,16 +284,16 @@ def _prefill_checkpoints(case: Case, states: dict[str, Any], device: torch.devic
     if not (indexed and pooled):
         rows = (N * C,) if indexed else (N, C)
         storage = torch.full(
-            (*rows, HV, D * D + 24), math.nan, dtype=case.state_dtype, device=device
+            (*rows, HV, V * D + 24), math.nan, dtype=case.state_dtype, device=device
         )
-        states["checkpoints"] = storage[..., : D * D].unflatten(-1, (D, D))
+        states["checkpoints"] = storage[..., : V * D].unflatten(-1, (V, D))
 
 
 def _decode_states(
     call: Call, rng: torch.Generator, device: torch.device, inactive: int | None
 ) -> None:
     case, N = call.case, len(call.case.lengths)
-    HV, D, T = case.heads[1], case.D, max(call.case.lengths)
+    HV, T = case.heads[1], max(call.case.lengths)
     states: dict[str, Any] = dict(state_indices=None, write_indices=None, num_accepted=None)
     states |= dict(intermediate_states=None, intermediate_indices=None)
     states |= dict(update_state="no_update" not in case.options, null_index=case.null_index)
@@ -323,7 +324,7 @@ def _decode_states(
         writes[0] = case.null_index  # drops the write, not the outputs
         states["write_indices"] = _index(writes, case, "write_indices", device)
     if "intermediates" in case.options:
-        shape = (N + 2, T + 1, HV, D, D)
+        shape = (N + 2, T + 1, HV, case.V, case.D)
         states["intermediate_states"] = torch.full(
             shape, math.nan, dtype=case.state_dtype, device=device
         )
@@ -340,7 +341,7 @@ def _buffer(case: Case, rows: int, device: torch.device, layers: int | None = No
     T = case.problem.T
     assert T is not None
     buffer = KVBuffer.empty(
-        rows, T, H, HV, case.D, case.D, gate=case.axis, num_layers=layers, device=device
+        rows, T, H, HV, case.D, case.V, gate=case.axis, num_layers=layers, device=device
     )
     for x in (buffer.u, buffer.k, buffer.log_decay):
         x.fill_(math.nan)

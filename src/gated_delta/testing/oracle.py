@@ -66,16 +66,16 @@ def _rows(indices: Tensor | None, N: int) -> list[int]:
 
 def _prefill(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
     states, N = call.states, len(call.case.lengths)
-    HV, D = call.case.heads[1], call.case.D
+    shape = call.case.heads[1], call.case.V, call.case.D
     o = _outputs(call, dtype)
-    zero = torch.zeros(HV, D, D, dtype=dtype, device=o.value.device)
+    zero = torch.zeros(shape, dtype=dtype, device=o.value.device)
     pool = states["state"]
     result = {"o": o}
     if pool is not None:
         result["state"] = _blank(pool, 1, dtype)
     elif states["output_final_state"]:
         stored = call.case.state_dtype if states["initial_state"] is not None else torch.float32
-        final_state = torch.zeros(N, HV, D, D, dtype=stored, device=zero.device)
+        final_state = torch.zeros(N, *shape, dtype=stored, device=zero.device)
         result["final_state"] = _blank(final_state, 1, dtype)
     lens, indices = states.get("checkpoint_lens"), states.get("checkpoint_indices")
     if states.get("checkpoints") is not None:

@@ -3,16 +3,16 @@
 A segment turns a state S into S M + B; prefill_transitions has left M and B, or a flag that the
 next segment's initial state is there or not needed. A CTA has 8 V rows of one head and 512 threads,
 four for each key channel. It keeps its rows of S in registers, passes over the segments one by one,
-and loads M two segments ahead by bulk copies. docs/math.md, "Segments".
+and loads M two segments ahead by bulk copies, or one ahead where shared memory is small. docs/math.md, "Segments".
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
-from ..device import hopper, ptx
+from ..device import hopper, levels, ptx
 from ..device.args import Args
 from .arguments import STATE_BYTES
 from .layout import ARGUMENTS, D, Pointers, Sizes, Strides, segment_flag_at, segment_number
@@ -21,7 +21,6 @@ V_ROWS = 8  # of a CTA
 K_SPLITS = 4  # threads that split a channel's inner products
 THREAD_ROWS = V_ROWS // K_SPLITS  # rows whose sums a thread keeps
 K_UNROLL = 16  # channels loaded together
-STAGES = 2  # of M
 THREADS = K_SPLITS * D
 MAX_SEGMENTS = THREADS  # a thread loads a segment's flag
 
@@ -41,13 +40,15 @@ class PrefillStatePassing:
 
     arguments = ARGUMENTS
 
-    def __init__(self, V: int):
-        self.ctas_per_head = V // V_ROWS
+    def __init__(self, V: int, stages: int = 2):
+        self.ctas_per_head, self.stages = V // V_ROWS, stages
         smem = hopper.SharedMemory()
-        self.m = smem.add(STAGES * STATE_BYTES)
+        self.m = smem.add(stages * STATE_BYTES)
         self.state = smem.add(D * V_ROWS * 4)  # the CTA's rows, transposed
         self.partial_sums = smem.add(K_SPLITS * V_ROWS * D * 4)
-        self.ring = smem.add_ring(STAGES, 1)  # stages of M; free behind the CTA's second barrier
+        # Stages of M, loaded by one bulk copy or by all threads; free behind the second barrier.
+        loading = 1 if levels.current().bulk_copies else THREADS
+        self.ring = smem.add_ring(stages, loading)
         self.flags = smem.add(MAX_SEGMENTS * 4)
         self.shared = smem.size
 
@@ -89,9 +90,9 @@ class PrefillStatePassing:
     @cute.jit
     def pass_states(self, args, coord):
         """From the second segment on: its initial state is known or not needed."""
-        segments, producer = args.size.segments, (coord.channel == 0) & (coord.split == 0)
-        if producer:
-            for segment in cutlass.range_constexpr(1, 1 + STAGES):
+        segments, loads = args.size.segments, self.loads_m(coord)
+        if loads:
+            for segment in cutlass.range_constexpr(1, 1 + self.stages):
                 if segment < segments - 1:
                     self.start_load_m(args, coord, segment)
         rows = cute.make_rmem_tensor((THREAD_ROWS,), Float32)
@@ -115,8 +116,8 @@ class PrefillStatePassing:
             for r in cutlass.range_constexpr(V_ROWS):
                 ptx.store_shared_f32(self.partial_sum_at(coord, coord.split, r), sums[r])
             cute.arch.sync_threads()
-            if producer & (segment + STAGES < segments - 1):
-                self.start_load_m(args, coord, segment + STAGES)
+            if loads & (segment + self.stages < segments - 1):
+                self.start_load_m(args, coord, segment + self.stages)
             for r in cutlass.range_constexpr(THREAD_ROWS):
                 row = coord.split * THREAD_ROWS + r
                 partial_sums = [
@@ -153,17 +154,29 @@ class PrefillStatePassing:
     def partial_sum_at(self, coord, split, r):
         return coord.shared + self.partial_sums + ((split * V_ROWS + r) * D + coord.channel) * 4
 
+    def loads_m(self, coord):
+        """Whether the thread calls `start_load_m`."""
+        first = (coord.channel == 0) & (coord.split == 0)
+        return first if levels.current().bulk_copies else Boolean(True)
+
+    @cute.jit
     def start_load_m(self, args, coord, segment):
         stage, _ = self.ring.locate(segment - 1)
-        self.ring.producer_expect(coord.shared, stage, STATE_BYTES)
+        if cutlass.const_expr(levels.current().bulk_copies):
+            self.ring.producer_expect(coord.shared, stage, STATE_BYTES)
         number = segment_number(args, coord.head, segment)
         source = args.ptr.segment_transitions + number * (2 * STATE_BYTES) + STATE_BYTES
-        ptx.bulk_load(
+        at, full = (
             coord.shared + self.m + stage * STATE_BYTES,
-            source,
-            STATE_BYTES,
             self.ring.full_at(coord.shared, stage),
         )
+        if cutlass.const_expr(levels.current().bulk_copies):
+            ptx.bulk_load(at, source, STATE_BYTES, full)
+        else:
+            first = (coord.split * D + coord.channel) * 16
+            for i in cutlass.range(first, STATE_BYTES, THREADS * 16, unroll=1):
+                ptx.cp_async_or_zero(at + i, source + i, Boolean(True))
+            ptx.cp_async_arrive(full)
 
     def load_b(self, args, coord, segment, rows):
         """The thread's rows of a segment's B."""

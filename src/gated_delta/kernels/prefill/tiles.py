@@ -186,9 +186,10 @@ class TileCopies:
     def start_tiles(self, args, coord, slot, stage):
         """A chunk's tiles, Tinv, Aqk and scales: thread 0 by bulk copies, or all by cp.async."""
         stages, shared, ptr = self.stages, coord.shared, args.ptr
-        full = stages.ring.full_at(shared, stage)
-        if levels.current().bulk_copies:
+        bulk = levels.current().bulk_copies
+        if bulk:
             stages.ring.producer_expect(shared, stage, self.stage_bytes)
+        full = stages.ring.full_at(shared, stage)
         chunk, qk_chunk = chunk_numbers(args, slot, coord.work.hv, self.channel)
         tiles = [(stages.k, ptr.k_tiles), (stages.q, ptr.q_tiles)]
         tiles += [(stages.k_restored, ptr.k_restored)] if self.channel else []
@@ -196,34 +197,32 @@ class TileCopies:
             (shared + region + stage * TILE_BYTES, source + qk_chunk * TILE_BYTES)
             for region, source in tiles
         ]
-        triangles = [
-            (
-                shared + square + stage * stages.square_bytes,
-                ptr.tinv_aqk + (chunk * 2 + i) * TRIANGLE_BYTES,
-            )
-            for i, square in enumerate((stages.tinv, stages.aqk))
-        ]
-        scales_at, scales = shared + stages.scales + stage * SCALE_BYTES, ptr.scales
         left = Int32(CHUNK)
         if self.channel:
             first_slot = coord.work.sequence.first_slot
             left = coord.work.sequence.tokens - (slot - first_slot) * CHUNK
-        if levels.current().bulk_copies:
-            if self.channel:
-                load_rows_with_tokens(copies, left, full)
-            else:
-                load_tiles(copies, full)
-            for at, source in triangles:
-                load_triangle(source, at, full)
-            ptx.bulk_load(scales_at, scales + chunk * SCALE_BYTES, SCALE_BYTES, full)
-        else:
+        if not bulk:
             for at, source in copies:
                 copy_async(at, source, TILE_BYTES, coord.thread, left)
-            for at, source in triangles:
-                copy_async(at, source, TRIANGLE_BYTES, coord.thread, Int32(CHUNK))
-            copy_async(
-                scales_at, scales + chunk * SCALE_BYTES, SCALE_BYTES, coord.thread, Int32(CHUNK)
-            )
+        elif self.channel:
+            load_rows_with_tokens(copies, left, full)
+        else:
+            load_tiles(copies, full)
+        for i, square in enumerate((stages.tinv, stages.aqk)):
+            triangle = ptr.tinv_aqk + (chunk * 2 + i) * TRIANGLE_BYTES
+            at = shared + square + stage * stages.square_bytes
+            if not bulk:
+                copy_async(at, triangle, TRIANGLE_BYTES, coord.thread, Int32(CHUNK))
+            elif levels.current().wgmma:
+                load_square(triangle, at, full)
+            else:
+                ptx.bulk_load(at, triangle, TRIANGLE_BYTES, full)
+        scales_at, source = shared + stages.scales + stage * SCALE_BYTES, ptr.scales
+        source += chunk * SCALE_BYTES
+        if bulk:
+            ptx.bulk_load(scales_at, source, SCALE_BYTES, full)
+        else:
+            copy_async(scales_at, source, SCALE_BYTES, coord.thread, Int32(CHUNK))
             ptx.cp_async_arrive(full)
 
     # ---------------------------------------------------------------------------- store warps
@@ -292,14 +291,6 @@ def load_rows_with_tokens(copies, left, full):
             for target, source in copies:
                 ptx.bulk_load(target + at, source + at, size, full)
                 ptx.bulk_load(target + at + size, zeros, TILE.block_bytes - size, full)
-
-
-def load_triangle(source, at, full):
-    """Tinv or Aqk: panel by panel to a square for wgmma, else as it is."""
-    if levels.current().wgmma:
-        load_square(source, at, full)
-    else:
-        ptx.bulk_load(at, source, TRIANGLE_BYTES, full)
 
 
 @cute.jit

@@ -3,7 +3,7 @@
 A segment turns a state S into S M + B. B comes from zeros, or in the first segment from the
 sequence's initial state; M comes from an identity. A CTA scans the segment's chunks with all V rows
 of B, or with V of the 128 rows of M, as prefill_scan does: one or two MMA warpgroups, and warps 0
-and 1 load. There are no outputs.
+and 1 load. Without wgmma it has 64 rows. There are no outputs.
 
 Nothing is to do where the next segment has a window, which the scan starts from zeros, and behind
 the last segment. Behind a segment with a window, B alone is the next one's initial state.
@@ -17,7 +17,7 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
-from ..device import hopper, ptx
+from ..device import hopper, levels, ptx
 from ..device.args import DTYPES, Args
 from ..device.hopper import WARPGROUP
 from . import tiles
@@ -62,22 +62,26 @@ class PrefillTransitions:
 
     arguments = ARGUMENTS
 
-    def __init__(self, axis: str, K: int, V: int, dtype: str, state_dtype: str):
-        self.K, self.rows, self.mma_groups = K, V, V // WARPGROUP_ROWS
-        self.tiles = 1 + D // V  # all rows of B, then those of M
+    def __init__(
+        self, axis: str, K: int, V: int, dtype: str, state_dtype: str, stages: int | None = None
+    ):
+        # mma.sync has no registers for a second MMA warpgroup.
+        self.K, self.rows = K, V if levels.current().wgmma else WARPGROUP_ROWS
+        self.mma_groups, self.b_tiles = self.rows // WARPGROUP_ROWS, V // self.rows
+        self.tiles = self.b_tiles + D // self.rows  # of B's rows, then of M's
         self.has_windows = K == V == D
         self.state_dtype = DTYPES[state_dtype]
         channel, one_group = axis == "channel", self.mma_groups == 1
-        self.num_stages = 2 if channel and not one_group else 3
+        stages = stages or (2 if channel and not one_group else 3)
         smem = hopper.SharedMemory()
-        self.stages = TileStages(smem, channel, V, self.num_stages, 0)
+        self.stages = TileStages(smem, channel, self.rows, stages, 0)
         self.shared, self.threads = smem.size, WARPGROUP * (1 + self.mma_groups)
         self.copies = TileCopies(
             self.stages,
             channel,
             DTYPES[dtype],
-            V,
-            1,
+            self.rows,
+            self.b_tiles,
             pass_registers=one_group,
             absmax=one_group,
             prefetch=one_group and not channel,
@@ -110,14 +114,14 @@ class PrefillTransitions:
         cta, _, _ = cute.arch.block_idx()
         args = Args(ptr, scale, bound, stride, size)
         stages = self.stages
-        shared = init_shared(stages.rings, stages.tinv, 2 * self.num_stages, thread, self.threads)
+        shared = init_shared(stages.rings, stages.tinv, 2 * stages.count, thread, self.threads)
         if args.ptr.sequence_order != 0:
             hopper.wait_for_previous_kernel()
         work, group = work_of(args, cta, self.tiles), thread // WARPGROUP - 1
         coord = scan_coord(args, work, self.rows, shared, thread % WARPGROUP, group)
         cute.arch.sync_threads()
         hopper.wait_for_previous_kernel()
-        if in_place(args) & (work.segment == 0) & (work.tile == 0) & (group >= 0):
+        if in_place(args) & (work.segment == 0) & self.is_b(work) & (group >= 0):
             self.copy_initial_state(args, coord)
         next_window = Int32(0)
         if cutlass.const_expr(self.has_windows):
@@ -128,10 +132,10 @@ class PrefillTransitions:
         if work.segment < size.segments - 1:
             # Known at its start: the segment's B is the next initial state, and M is not needed.
             start_known = (work.segment == 0) | has_window(coord)
-            is_b = work.tile == 0
-            self.store_flag(args, coord, start_known | (next_window > 0), is_b & (thread == 0))
-            if (next_window == 0) & (is_b | (not start_known)):
-                rows = cutlass.max(work.tile - 1, 0) * self.rows
+            first = (work.tile == 0) & (thread == 0)
+            self.store_flag(args, coord, start_known | (next_window > 0), first)
+            if (next_window == 0) & (self.is_b(work) | (not start_known)):
+                rows = self.tile_of_matrix(work) * self.rows
                 coord = coord._replace(v_row=rows + cutlass.max(group, 0) * WARPGROUP_ROWS)
                 if group >= 0:
                     if cutlass.const_expr(self.mma_groups > 1):
@@ -144,7 +148,7 @@ class PrefillTransitions:
                         self.copies.load(
                             args,
                             coord,
-                            has_values,
+                            self.has_values,
                             hopper.wait_for_previous_kernel,
                             self.copies.start_tiles,
                         )
@@ -171,10 +175,10 @@ class PrefillTransitions:
     def load_state(self, args, coord, state):
         """Zeros, an identity, or in front of the first segment the sequence's initial state."""
         rows = state_coord(coord.v_row, coord.thread)
-        if (coord.work.segment == 0) & (coord.work.tile == 0):
+        if (coord.work.segment == 0) & self.is_b(coord.work):
             load_initial_state(args, coord.work, self.state_dtype, self.K, rows, state)
         else:
-            diagonal = ptx.select(coord.work.tile > 0, Float32(1), Float32(0))
+            diagonal = ptx.select(self.is_m(coord.work), Float32(1), Float32(0))
             for j in cutlass.range_constexpr(D // 8):
                 for i in cutlass.range_constexpr(4):
                     on_diagonal = rows.row + i // 2 * 8 == rows.column + 8 * j + i % 2
@@ -185,7 +189,7 @@ class PrefillTransitions:
         """M or B among the transitions; B as the next segment's initial state where it is that."""
         ptr, work = args.ptr, coord.work
         transition = ptr.segment_transitions + segment_state_offset(args, work, 2 * D)
-        transition += Int64(select_(work.tile > 0, Int64(STATE_BYTES), Int64(0)))
+        transition += Int64(select_(self.is_m(work), Int64(STATE_BYTES), Int64(0)))
         next_state = ptr.segment_states + segment_state_offset(args, work, D) + STATE_BYTES
         start_known = (work.segment == 0) | has_window(coord)
         at = Int64(select_(start_known, next_state, transition))
@@ -199,7 +203,18 @@ class PrefillTransitions:
         at = segment_flag_at(args, segment_number(args, head, coord.work.segment))
         ptx.store_words(at, [Uint32(Int32(flag))], condition)
 
+    def is_b(self, work):
+        return work.tile == 0 if self.b_tiles == 1 else work.tile < self.b_tiles
 
-def has_values(coord, token):
-    """Tokens past the last one have none, nor has the identity."""
-    return tiles.has_values(coord, token) & (coord.work.tile == 0)
+    def is_m(self, work):
+        return work.tile > 0 if self.b_tiles == 1 else work.tile >= self.b_tiles
+
+    def tile_of_matrix(self, work):
+        """A work tile's number among those of B, or of M."""
+        if self.b_tiles == 1:
+            return cutlass.max(work.tile - 1, 0)
+        return work.tile % self.b_tiles  # V and D are both 128, or the only tile of B is 64 rows
+
+    def has_values(self, coord, token):
+        """Tokens past the last one have none, nor has the identity."""
+        return tiles.has_values(coord, token) & self.is_b(coord.work)
