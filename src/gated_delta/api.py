@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from . import compile, ops
-from .gpus import gpu_of
+from .gpus import Gpu, gpu_of
 from .memory import Addresses, Placement, addresses
 from .ops.launch import REDESCRIBE, Operation, Plan
 from .problem import (
@@ -464,6 +464,8 @@ class Route:
     """Why the CuTe kernels cannot run it, one reason each; empty if they can."""
     plan: Plan | None = None
     """On the CuTe backend, the schedule and the kernels to launch."""
+    gpu: Gpu | None = None
+    """On the CuTe backend, the GPU: its architecture and level."""
 
     @property
     def schedule(self) -> Any:
@@ -476,7 +478,8 @@ class Route:
         return self.plan.variants if self.plan else ()
 
     def __str__(self) -> str:
-        lines = [f"{self.problem.label}: backend {self.backend}, kernel {self.kernel}"]
+        on = f" on {self.gpu}" if self.gpu else ""
+        lines = [f"{self.problem.label}: backend {self.backend}{on}, kernel {self.kernel}"]
         if self.schedule is not None:
             lines.append(f"  {self.schedule}")
         return "\n".join(lines + [f"  cute needs: {reason}" for reason in self.missing])
@@ -506,7 +509,7 @@ def select(
         missing = tuple(dict.fromkeys(reasons))
         if not missing:
             kernel = ", ".join(variant.label for variant in plan.variants)
-            return Route(problem, "cute", kernel, (), plan)
+            return Route(problem, "cute", kernel, (), plan, gpu)
     if backend == "cute":
         raise UnsupportedProblem(f"backend 'cute' cannot run {problem.label}; it needs", missing)
     return Route(problem, "reference", f"reference.{op.name}", missing)

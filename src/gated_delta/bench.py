@@ -21,6 +21,7 @@ from rich.table import Table
 from torch import Tensor
 
 from . import api, reference
+from .gpus import card_of
 from .problem import KVBuffer
 from .results import make_table
 from .testing import run_case
@@ -235,9 +236,11 @@ def time_case(
     if token_loop:
         replays["token loop"] = eager([functools.partial(_token_loop, first)], device, TURN)
     median = in_turns(replays)
+    card = card_of(device)
     facts = dict(
         backend=checked.backend,
         device=device_name(device),
+        level=card and card.level,
         sequences=len(case.lengths),
         tokens=case.lengths[0],
     )
@@ -261,7 +264,8 @@ def table(op: str, timed: Sequence[Mapping[str, Any]]) -> Table:
     loop = ["token loop us", "ratio"] if timed[0]["token_loop_us"] is not None else []
     backends = ", ".join(dict.fromkeys(t["backend"] for t in timed))
     columns = ("case", "N", "T", "us", "tokens/s", "copy us", "x copy", "host us", *loop)
-    result = make_table(f"{op}, backend {backends}, {timed[0]['device']}", *columns)
+    level = f", level {timed[0]['level']}" if timed[0]["level"] else ""
+    result = make_table(f"{op}, backend {backends}, {timed[0]['device']}{level}", *columns)
     result.caption = (
         "us: one call; copy us: a copy of as many bytes; x copy: us over copy us; "
         "host us: host time of a call"

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from collections import Counter
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -23,10 +24,11 @@ from typer.core import TyperGroup
 from . import __version__, dispatch
 from . import compile as kernels
 from .api import select
-from .gpus import ARCHS, H200, gpus_of
+from .gpus import ARCHS, H200, card_of, driver, forced_level, gpu_of, gpus_of, image
 from .ops import OPERATIONS
 from .options import (
     DTYPES,
+    LEVEL,
     MAX_DIM,
     MAX_SEQUENCES,
     MAX_TOKENS,
@@ -37,11 +39,13 @@ from .options import (
     FilterOption,
     GateKind,
     JsonOption,
+    LevelOption,
     LimitOption,
     Model,
     Op,
     Precision,
     architectures,
+    force_level,
     head_counts,
     ints,
 )
@@ -60,6 +64,7 @@ from .results import (
     packages,
     stdout_lost,
     tracked,
+    versions,
 )
 
 if TYPE_CHECKING:
@@ -132,6 +137,7 @@ def _main(
     try:
         for name, default in SWITCHES.items():
             kernels.flag(name, default)
+        forced_level()
         kernels.check_directory()
     except (ValueError, OSError) as problem:
         raise Refusal(getattr(problem, "strerror", None) or one_line(problem)) from None
@@ -152,17 +158,12 @@ def info() -> None:
         table.add_row(package, version or "not installed")
     table.add_row("cpu", f"{torch.get_num_threads()} threads")
     for index in range(torch.cuda.device_count()):
-        facts = torch.cuda.get_device_properties(index)
-        table.add_row(
-            f"cuda:{index}",
-            f"{facts.name}, sm_{facts.major}{facts.minor}, {facts.total_memory / 2**30:.0f} GiB",
-        )
+        table.add_row(f"cuda:{index}", _card(torch.device("cuda", index)))
     if not torch.cuda.device_count():
         table.add_row("cuda", "no device")
     table.add_row("backend reference", "available: PyTorch, any device, every operation")
     needs = kernels.missing_packages()
-    supported = "all four operations on compute capability 9.0; "
-    supported += "decode, verify, flush compile for 10.0, untried"
+    supported = "all four operations on compute capability 8.0 and newer; measured on 9.0"
     table.add_row("backend cute", f"needs {', '.join(needs)}" if needs else supported)
     count = sum(1 for _ in kernels.directory().glob("*/*.so"))
     compiling = "on" if kernels.may_compile() else "off"
@@ -172,7 +173,25 @@ def info() -> None:
     for name, default in SWITCHES.items():
         value = int(kernels.flag(name, default))
         table.add_row(name, f"{value}" if name in os.environ else f"{value}, not set")
+    table.add_row(LEVEL, forced_level() or "not set")
     console.print(table)
+
+
+def _card(device: torch.device) -> str:
+    """A GPU's name and memory, its level, and how it runs the kernels compiled so far."""
+    facts = torch.cuda.get_device_properties(device)
+    capability = f"compute capability {facts.major}.{facts.minor}"
+    words = f"{facts.name}, {capability}, {facts.total_memory / 2**30:.0f} GiB"
+    try:
+        gpu = gpu_of(device)
+    except ValueError as problem:
+        return f"{words}: {problem}"
+    if gpu is None:
+        return f"{words}: no kernels, only the reference backend"
+    archs = [file.name.split("-")[1] for file in kernels.directory().glob("*/*.so")]
+    counts = Counter(image(gpu, arch) for arch in archs if arch in (gpu.arch, gpu.level))
+    files = ", ".join(f"{counts[x]} as {x}" for x in ("machine code", "PTX") if counts[x])
+    return f"{words}: {gpu}, driver {driver()}; compiled kernels: {files or 'none'}"
 
 
 def _directory(name: str) -> Path:
@@ -267,7 +286,11 @@ def check(
     filter: FilterOption = "",
     quick: Annotated[
         bool,
-        typer.Option("--quick", help="A small part of the list, with every value of every factor."),
+        typer.Option(
+            "--quick",
+            help="A small part of the list, with every value of every factor; on a GPU half a "
+            "minute, most of it compilation.",
+        ),
     ] = False,
     limit: Annotated[
         int,
@@ -277,12 +300,14 @@ def check(
     ] = 0,
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
+    level: LevelOption = None,
 ) -> None:
     """Compare a backend with the recurrence in float64, on the list of cases."""
     from .testing import cases, quick_cases
 
     report = Report("check", as_json, file)
     where = _device(device)
+    force_level(context, level, where)
     chosen: list[Case] = []
     list_cases = quick_cases if quick else cases
     for name in op or list(Op):
@@ -297,6 +322,7 @@ def check(
     records: list[dict[str, Any]] = []
     began = time.monotonic()
     with report.measuring():
+        _compile_ahead(chosen, backend.value, where)
         for case in tracked(chosen, f"{len(chosen)} cases on {where}"):
             records.append(_verdict(case, backend.value, where))
     report.write(document(context, records, where, complete=not report.interrupted))
@@ -321,7 +347,43 @@ def check(
     reasons = Counter(reason for record in records for reason in record["missing"])
     for reason, count in reasons.most_common():
         report.show(f"unsupported in {count} cases: needs {reason}", style="yellow")
+    if (card := card_of(where)) is not None and not report.interrupted:
+        report.show("Please report this line:", _line(str(card), records), wrap=False)
     report.leave(any(record["status"] != "passed" for record in records))
+
+
+def _line(card: str, records: Sequence[Mapping[str, Any]]) -> str:
+    """The results on a card in one line, for a report to the project."""
+    packages = (f"{name} {version}" for name, version in versions().items() if version)
+    counts = Counter(record["status"] for record in records)
+    cases = ", ".join(f"{counts[x]} {x}" for x in ("passed", "failed", "unsupported"))
+    ours = sum(record["backend"] == "cute" for record in records)
+    shares = [e["share"] for record in records for e in record["errors"].values()]
+    worst = f"errors at most {max(shares, default=math.nan):.2f} of their limits"
+    return f"{card}; {', '.join(packages)}: {cases}, {ours} by the kernels, {worst}"
+
+
+def _compile_ahead(cases: Sequence[Case], backend: str, device: torch.device) -> None:
+    """Compile the missing kernels of the cases in parallel processes: one by one takes minutes."""
+    gpu = gpu_of(device)
+    version = kernels.installed(kernels.COMPILER)
+    if gpu is None or backend == "reference" or version is None or not kernels.may_compile():
+        return
+    variants: dict[kernels.Variant, None] = {}
+    for case in cases:
+        work = len(case.lengths), sum(case.lengths)
+        for problem in case.problems:
+            with contextlib.suppress(UnsupportedProblem):
+                route = select(OPERATIONS[problem.op], problem, device, backend, *work)
+                variants |= dict.fromkeys(route.variants)
+    compiled = {file.name for file in (kernels.directory() / version).glob("*.so")}
+    missing = [
+        (variant, gpu.arch)
+        for variant in variants
+        if compiled.isdisjoint(kernels.file_name(variant, x) for x in (gpu.arch, gpu.level))
+    ]
+    if missing:  # a kernel that does not compile fails its case
+        build_all(missing, kernels.directory(), min(os.cpu_count() or 1, len(missing)), [])
 
 
 def _verdict(case: Case, backend: str, device: torch.device) -> dict[str, Any]:
@@ -380,11 +442,13 @@ def bench(
     ] = False,
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
+    level: LevelOption = None,
 ) -> None:
     """Check an operation, then time it, a copy of as many bytes, and the host's work."""
     from . import bench as timing
 
     where = _device(device)
+    force_level(context, level, where)
     H, HV = head_counts(heads)
     if token_loop and op is not Op.prefill:
         raise typer.BadParameter(

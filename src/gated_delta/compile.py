@@ -385,8 +385,14 @@ def _compile(variant: Variant, arch: str, scratch: Path) -> tuple[Path, str]:
     return file, compiled.__ptx__ if has_ptx(arch) else ""
 
 
+PTX_VERSION = "8.3"
+"""The oldest that has all instructions in use: a driver for CUDA 12.3 can compile it. A compiler
+states its own version, which an older driver refuses."""
+
+
 def _with_ptx(ptx: str) -> bytes:
     """PTX as a file has it behind its machine code: compressed, then its size."""
+    ptx = re.sub(r"^\.version [\d.]+", f".version {PTX_VERSION}", ptx, count=1, flags=re.M)
     data = zlib.compress(ptx.encode(), 9) if ptx else b""
     return data + struct.pack("<Q", len(data))
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from enum import Enum
 from pathlib import Path
 from typing import Annotated
@@ -9,7 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
-from .gpus import ARCHS
+from .gpus import ARCHS, FORCED, gpu_of
 from .problem import SHORT
 
 Op = Enum(
@@ -46,9 +47,39 @@ def usable_device(name: str) -> torch.device:
 
 def device_option(name: str) -> torch.device:
     try:
-        return usable_device(name)
+        device = usable_device(name)
+        gpu_of(device)  # raises for a GATED_DELTA_LEVEL that it does not run
+        return device
     except ValueError as problem:
         raise typer.BadParameter(str(problem), param_hint="--device") from None
+
+
+LEVEL = "GATED_DELTA_LEVEL"
+
+
+def force_level(context: typer.Context, level: str | None, device: torch.device) -> None:
+    """Set GATED_DELTA_LEVEL for the rest of a command.
+
+    Raises BadParameter for an unknown level, and for a device that does not run its kernels.
+    """
+    if level is None:
+        return
+    reason = None
+    if level not in FORCED:
+        reason = f"expected one of {', '.join(FORCED)}, got {level!r}"
+    elif device.type != "cuda":
+        reason = f"expected with a CUDA device alone, got {device}"
+    else:
+        before = os.environ.get(LEVEL)
+        restore = {} if before is None else {LEVEL: before}
+        context.call_on_close(lambda: (os.environ.pop(LEVEL, None), os.environ.update(restore)))
+        os.environ[LEVEL] = level
+        try:
+            gpu_of(device)
+        except ValueError as problem:
+            reason = str(problem)
+    if reason is not None:
+        raise typer.BadParameter(reason, param_hint="--level")
 
 
 def ints(text: str, what: str, most: int) -> list[int]:
@@ -99,6 +130,13 @@ FileArgument = Annotated[
 ]
 DeviceOption = Annotated[
     str, typer.Option(help="Device, e.g. cpu or cuda; default: a GPU if there is one.")
+]
+LevelOption = Annotated[
+    str | None,
+    typer.Option(
+        metavar="<level>",
+        help=f"Run a lower level's kernels, as GATED_DELTA_LEVEL does: {', '.join(FORCED)}.",
+    ),
 ]
 BackendOption = Annotated[Backend, typer.Option(help="Backend.")]
 FilterOption = Annotated[str, typer.Option(help="Only labels that contain this text.")]

@@ -24,6 +24,7 @@ from rich.table import Table
 
 from . import __version__
 from . import compile as kernels
+from .gpus import card_of
 
 Item = TypeVar("Item")
 
@@ -103,15 +104,17 @@ def document(
 ) -> dict[str, Any]:
     """The content of `--json`, of one form for check, compile and bench.
 
-    command; complete: False if a signal ended it; versions; device: None if it uses none;
-    arguments: all options, with defaults; results: one record per case or kernel, in order, each
-    with label and status.
+    command; complete: False if a signal ended it; versions; device: None if it uses none; card: of
+    a CUDA device, its name, compute_capability, arch, level and driver; arguments: all options,
+    with defaults; results: one record per case or kernel, in order, each with label and status.
     """
+    card = None if device is None else card_of(device)
     return dict(
         command=context.info_name,
         complete=complete,
         versions=versions(),
         device=None if device is None else str(device),
+        card=card and card._asdict(),
         arguments=dict(context.params),
         results=list(results),
     )
@@ -264,11 +267,12 @@ class Report:
         except OSError as problem:
             self.lose_stdout(problem)
 
-    def show(self, *lines: RenderableType, style: str | None = None) -> None:
+    def show(self, *lines: RenderableType, style: str | None = None, wrap: bool = True) -> None:
         """Print tables and plain lines; to the standard error if the standard output fails."""
+        options: Any = dict(style=style, highlight=False, markup=False, soft_wrap=not wrap)
         for line in lines:
             try:
-                self._tables.print(line, style=style, highlight=False, markup=False)
+                self._tables.print(line, **options)
             except BrokenPipeError:  # rich since 13.8 exits by itself
                 abandon_stdout()
                 raise typer.Exit(1) from None
@@ -276,7 +280,7 @@ class Report:
                 self.lose_stdout(problem)
                 self._tables = errors
                 with contextlib.suppress(OSError):
-                    errors.print(line, style=style, highlight=False, markup=False)
+                    errors.print(line, **options)
 
     def leave(self, failed: bool = False) -> None:
         """Exit: with 128 + a signal's number, 2 for a failed write, 1 if `failed`, otherwise 0."""

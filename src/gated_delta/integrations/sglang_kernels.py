@@ -177,6 +177,7 @@ class Operations:
             states.stride(0) % 8,
             *((x.dtype, x.shape[-1]) for x in tokens),
         )
+        missing = missing or process.failing.get((self.layers, mode), "")
         missing, result = missing or process.refused.get(problem, ""), None
         if not missing:
             try:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from gated_delta import api
+from gated_delta.integrations import card_check, start
 from gated_delta.integrations import sglang_common as common
-from gated_delta.integrations import start
 from gated_delta.integrations.sglang_start import Layer
 from gated_delta.problem import MAX_DRAFT, KVBuffer
 
@@ -85,7 +85,8 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
         )
         state = torch.zeros(1, HV, V, K, dtype=params.dtype.temporal, device=configurator.device)
         calls = layer.calls(state, scratch=KVBuffer.empty(1, **arguments), drafts=drafts)
-        missing = "; ".join(start.refused(calls["verify"]).values())
+        refused = start.refused(calls["verify"]) or card_check.failing(calls["verify"], common.LOG)
+        missing = "; ".join(refused.values())
         if not missing:
             layer_ids = configurator._get_mamba_layer_ids_for_req_pool()
             return arguments | dict(num_layers=len(layer_ids))

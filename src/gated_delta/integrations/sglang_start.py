@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from gated_delta.integrations import card_check, start
 from gated_delta.integrations import sglang_common as common
-from gated_delta.integrations import start
 from gated_delta.problem import Gate, KVBuffer
 
 
@@ -92,7 +92,8 @@ class Layer(NamedTuple):
 def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
     """Loads the kernels that the layers of a new attention backend launch in our modes.
 
-    A mode that our kernels cannot run is a warning in the log. Raises UnsupportedProblem if
+    A mode that our kernels cannot run, or whose check on this card they fail, is a warning in the
+    log. Raises UnsupportedProblem if
     kernels are missing and cannot be compiled, or may not be.
     """
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
@@ -114,12 +115,16 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
         tracked = get_exec().mamba.enable_mamba_extra_buffer
         by_mode = layer.calls(caches.temporal, tracked, scratch, drafts)
         for mode in sorted(common.chosen() & by_mode.keys()):
-            if refused := "; ".join(start.refused(by_mode[mode]).values()):
+            if not (refused := start.refused(by_mode[mode])):
+                refused = card_check.failing(by_mode[mode], common.LOG)
+                if refused:
+                    common.process.failing[kind, mode] = "; ".join(refused.values())
+            if refused:
                 common.LOG.warning(
                     "gated_delta leaves %s %s to the engine's kernel; ours needs %s",
                     kind,
                     mode,
-                    refused,
+                    "; ".join(refused.values()),
                 )
             else:
                 start.load(by_mode[mode], caches.temporal.device)

@@ -53,10 +53,8 @@ class Core(GatedDeltaNetAttention):
         self.fuses_norm = V <= MAX_NORM and self._passes_gate()
         align = vllm_config.cache_config.mamba_cache_mode == "align"
         self.aligned = align and hasattr(abstract, GRID)
-        self._refuse(
-            vllm_start.missing(self, vllm_start.small_pool(self))
-            | vllm_start.left_to_vllm(vllm_config, self.num_spec)
-        )
+        left = vllm_start.left_to_vllm(vllm_config, self.num_spec)
+        self._refuse(vllm_start.missing(self, vllm_start.small_pool(self), left) | left)
         common.layers.add(self)
         routes = "; ".join(f"{op}: {self.tally.route(op)}" for op in ("decode", "prefill"))
         common.logger().info_once(
@@ -66,7 +64,7 @@ class Core(GatedDeltaNetAttention):
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
         exported = self._exports()
-        self._refuse(vllm_start.missing(self, self.kv_cache[1]))
+        self._refuse(vllm_start.missing(self, self.kv_cache[1], self.tally.refused))
         if exported and not self._exports():
             # vLLM has blocks for the checkpoints by now; its kernels would not write them.
             raise RuntimeError(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from inspect import signature
 from typing import Any
 
@@ -10,8 +11,8 @@ from torch import Tensor
 from vllm.model_executor.layers.mamba.ops import causal_conv1d
 
 from gated_delta import api
-from gated_delta.integrations import start
-from gated_delta.integrations.vllm_common import platform
+from gated_delta.integrations import card_check, start
+from gated_delta.integrations.vllm_common import logger, platform
 from gated_delta.problem import MAX_DRAFT
 
 DEVICE = platform()
@@ -38,9 +39,15 @@ def left_to_vllm(vllm_config: Any, num_spec: int) -> dict[str, str]:
 
 
 @torch.no_grad()
-def missing(layer: Any, pool: Tensor) -> dict[str, str]:
-    """Operations that cannot run on that pool of states, and why."""
-    return start.refused(calls(layer, pool, 64))
+def missing(layer: Any, pool: Tensor, left: Collection[str]) -> dict[str, str]:
+    """Operations that cannot run on that pool of states, or fail their check on this card, and why.
+
+    left: operations that vLLM runs anyway; they are not checked on the card.
+    """
+    all_calls = calls(layer, pool, 64)
+    refused = start.refused(all_calls)
+    ours = [call for call in all_calls if call[0] not in {*left, *refused}]
+    return refused | card_check.failing(ours, logger())
 
 
 def small_pool(layer: Any) -> Tensor:

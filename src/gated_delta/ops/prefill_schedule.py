@@ -25,7 +25,7 @@ MIN_RAW_OVERLAPPED = 2048  # tokens, where CTAs of 64 rows would all run at once
 MIN_SEGMENTED = {"head": 1024, "channel": 1536}  # tokens of a sequence, by axis
 SHORT_SEGMENT, MAX_SHORT_SEGMENTS = 256, 8  # tokens of a segment, up to so many segments
 SEGMENT_TOKENS = 512  # of a segment of a long sequence
-MIN_SEGMENTS = 4  # below, state passing costs more than it saves
+MIN_SEGMENTS = 4  # below, state passing costs more than it saves; 2 without wgmma
 SCAN_SHARE = 9 / 16  # of the SMs, up to which the scan by tiles leaves the others to prepare
 MIN_OVERLAPPED = 1024  # tokens per value head of a k head, at least two, of GDN
 MIN_ROUNDS = 3  # of prepare's CTAs on all SMs, of KDA
@@ -137,8 +137,8 @@ RULES = (
     ),
     Rule(
         "segments",
-        f"few heads, long sequences: SMs for {MIN_SEGMENTS} segments of each",
-        lambda c: c.segments >= MIN_SEGMENTS,
+        f"few heads, long sequences: SMs for {MIN_SEGMENTS} segments of each, 2 without wgmma",
+        lambda c: c.segments >= (MIN_SEGMENTS if c.gpu.level == "sm_90a" else 2),
         "GDN 4/8, 1 x 8192: 50 to 85 us, in one segment 188",
     ),
     Rule(

@@ -21,8 +21,8 @@ from ..problem import ACTIVATIONS, MAX_DRAFT, Problem
 OPS = ("prefill", "decode", "verify", "flush")
 AXES = ("head", "channel")
 DIMS = (64, 128)
-UNEQUAL_DIMS = (96, 192)
-"""K and V of OLMo hybrid."""
+UNEQUAL_DIMS = {96: 192}
+"""V of K: OLMo hybrid's. It equals K in all other cases."""
 HEADS = ((4, 4), (4, 8), (16, 32), (16, 64))
 RANK_HEADS = ((1, 1), (1, 2), (2, 4), (2, 8), (4, 12), (6, 6), (3, 3), (2, 16))
 """Heads of one rank under tensor parallelism: few, odd, and 1 to 8 value heads per q/k head."""
@@ -204,7 +204,7 @@ def _lengths(op: str, packed: bool, HV: int, rng: random.Random) -> tuple[int, .
 _Factors = tuple[str, int, tuple[int, int], str, str, str, torch.dtype]
 FEW = ((2, 4), (1, 2), (3, 3))
 """Heads of the cases with other state sizes or repeated tokens."""
-UNEQUAL_HEADS = ((2, 2), (1, 3), (2, 6))
+UNEQUAL_HEADS = (2, 6)
 
 
 def _crossed() -> Iterator[_Factors]:
@@ -243,9 +243,9 @@ def _repeated(op: str) -> Iterator[_Factors]:
 
 def _unequal(op: str) -> Iterator[_Factors]:
     rng = random.Random(f"{op} unequal")
-    for axis, gate in itertools.product(AXES, GATES):
-        heads, family, keys = (rng.choice(x) for x in (UNEQUAL_HEADS, FAMILIES, KEYS))
-        yield axis, UNEQUAL_DIMS[0], heads, gate, family, keys, rng.choice(STATE_DTYPES)
+    for axis, K, gate in itertools.product(AXES, UNEQUAL_DIMS, GATES):
+        family, keys = rng.choice(FAMILIES), rng.choice(KEYS)
+        yield axis, K, UNEQUAL_HEADS, gate, family, keys, rng.choice(STATE_DTYPES)
 
 
 @functools.cache
@@ -269,11 +269,8 @@ def cases(op: str) -> tuple[Case, ...]:
             state_dtype = torch.float32  # a prefill without states computes in fp32
         factors = axis, D, heads, gate, family, keys, state_dtype
         deterministic = op == "prefill" and rng.random() < 0.125
-        V = UNEQUAL_DIMS[1] if D == UNEQUAL_DIMS[0] else None
-        case = Case(
-            op, *factors, layout, *tokens, lengths, null_index, seed, norm, deterministic, size, V
-        )
-        built.append(case)
+        more = norm, deterministic, size, UNEQUAL_DIMS.get(D)
+        built.append(Case(op, *factors, layout, *tokens, lengths, null_index, seed, *more))
     return tuple(built)
 
 
