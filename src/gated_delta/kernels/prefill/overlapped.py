@@ -27,14 +27,10 @@ from .arguments import (
     CHUNK,
     CTA_QUEUE,
     ITEM_QUEUE,
-    SCALE_BYTES,
     SCANNED,
-    TILE_BYTES,
-    TRIANGLE_BYTES,
 )
 from .layout import (
     ARGUMENTS,
-    SQUARE,
     ChunkCoord,
     D,
     Pointers,
@@ -43,11 +39,11 @@ from .layout import (
     clear_squares,
     counter_at,
     find_chunk,
-    load_square,
     prepared_at,
 )
 from .mainloop_fp32 import MainloopFp32
 from .segments import is_last, scan_coord
+from .stages import LOAD_THREADS, SplitStages
 from .state import (
     load_initial_state,
     state_coord,
@@ -56,7 +52,7 @@ from .state import (
 )
 from .terms_gdn import GdnTerms
 from .terms_kda import KdaTerms
-from .tiles import LOAD_THREADS, TileCopies, chunk_numbers, has_values
+from .tiles import TileCopies, has_values
 from .work import work_of
 
 ROWS = 64  # V rows of a CTA that scans
@@ -163,93 +159,6 @@ class QueueWorker:
         return item
 
 
-class SplitStages:
-    """Stages of a scanning CTA; the methods are those of TileStages (tiles.py).
-
-    Stages are few, so a chunk's tiles come and go in two parts. Early: k, q, Tinv and scales, which
-    lead to u. Late: KDA's k_restored, and Aqk, which u is multiplied by. GDN's k, read in both
-    parts, and scales have more stages. Values and outputs have one stage, and rings of their own.
-    """
-
-    def __init__(self, smem, channel, store_threads):
-        self.channel = channel
-        self.count = 2 if channel else 3  # KDA: room for the warpgroup that prepares meanwhile
-        self.deep = ("scales",) if channel else ("scales", "k")
-        self.v_pitch = ROWS * 2 + 16
-        names = ("k", "q", "k_restored") if channel else ("k", "q")
-        for name in names:
-            setattr(self, name, smem.add(self.stages_of(name) * TILE_BYTES, 1024))
-        self.tinv, self.aqk = (smem.add(self.count * SQUARE.bytes, 1024) for _ in range(2))
-        self.v, self.o = (smem.add(CHUNK * self.v_pitch, 128) for _ in range(2))
-        self.scales = smem.add(DEEP_STAGES * SCALE_BYTES, 128)
-        self.v_absmax = smem.add(8)
-        warps = WARPGROUP // WARP
-        self.early, self.late = (smem.add_ring(self.count, 1, warps) for _ in range(2))
-        self.values = smem.add_ring(1, LOAD_THREADS, warps)
-        self.outputs = smem.add_ring(1, WARPGROUP, store_threads)
-
-    def init(self, shared):
-        for ring in (self.early, self.late, self.values, self.outputs):
-            ring.init(shared)
-
-    def stages_of(self, name):
-        return 1 if name == "v" else DEEP_STAGES if name in self.deep else self.count
-
-    def stage_in(self, name, stage, chunk):
-        """Stage of a region for a chunk whose stage in the rings is known."""
-        return 0 if name == "v" else chunk % DEEP_STAGES if name in self.deep else stage
-
-    def start(self, coord):
-        return self.early.start(coord.first_chunk, coord.work.iterations_before)
-
-    def advance(self, pipe):
-        return self.early.advance(pipe)
-
-    def stage_of(self, name, pipe):
-        region = "k" if name == "k_update" and not self.channel else name
-        return self.stage_in(region, pipe.stage, pipe.chunk)
-
-    def wait(self, shared, pipe):
-        self.values.consumer_wait(shared, *self.values.locate(pipe.chunk))
-        self.early.consumer_wait(shared, pipe.stage, pipe.phase)
-
-    @cute.jit
-    def release_values(self, coord, pipe):
-        cute.arch.sync_warp()  # behind all lanes' reads
-        if coord.thread % WARP == 0:
-            self.values.consumer_release(coord.shared, 0)
-
-    def release_early(self, coord, pipe):
-        self.release_part(self.early, coord, pipe)
-        self.late.consumer_wait(coord.shared, pipe.stage, pipe.phase)
-
-    def release(self, coord, pipe):
-        self.release_part(self.late, coord, pipe)
-
-    @cute.jit
-    def release_part(self, ring, coord, pipe):
-        cute.arch.sync_warp()
-        if coord.thread % WARP == 0:
-            ring.consumer_release(coord.shared, pipe.stage)
-
-    def acquire_outputs(self, shared, pipe):
-        self.outputs.producer_acquire(shared, *self.outputs.locate(pipe.chunk))
-
-    def acquire_values(self, shared, iteration):
-        self.values.producer_acquire(shared, *self.values.locate(iteration))
-        return 0
-
-    def arrive_values(self, shared, stage):
-        self.values.producer_arrive(shared, 0)
-
-    def wait_outputs(self, shared, iteration):
-        self.outputs.consumer_wait(shared, *self.outputs.locate(iteration))
-        return 0
-
-    def release_outputs(self, shared, stage):
-        self.outputs.consumer_release(shared, 0)
-
-
 class PrefillOverlapped:
     """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
 
@@ -276,7 +185,8 @@ class PrefillOverlapped:
         self.prepared_a_chunk, self.lead = PREPARED_A_CHUNK[axis], LEAD[axis]
         self.threads = PREPARING * WARPGROUP
         smem = hopper.SharedMemory()
-        self.stages = SplitStages(smem, channel, self.store_threads)
+        count = 2 if channel else 3  # KDA: room for the warpgroup that prepares meanwhile
+        self.stages = SplitStages(smem, channel, count, DEEP_STAGES, self.store_threads)
         self.words = smem.add(4 * WORDS_BYTES, 4 * WORDS_BYTES)
         self.role = smem.add(8)
         # CTAs prepare where stages are, or will be, but for the warpgroup that prepares meanwhile.
@@ -331,7 +241,8 @@ class PrefillOverlapped:
         args = Args(ptr, scale, bound, stride, size)
         shared = hopper.shared_base()
         if thread == 0:
-            self.stages.init(shared)
+            for ring in self.stages.rings:
+                ring.init(shared)
             hopper.fence_mbarrier_init()
         hopper.wait_for_previous_kernel()
         cta = warp_uniform(self.take_role(args, shared, thread))
@@ -357,7 +268,7 @@ class PrefillOverlapped:
                 if group == 0:
                     cute.arch.setmaxregister_decrease(COPY_REGISTERS)
                 if thread < WarpRole.STORE * WARP:
-                    self.copies.load(args, coord, has_values, no_wait, None)
+                    self.copies.load(args, coord, has_values, no_wait, copies_tiles=False)
                 elif thread < LOAD_THREADS + self.store_threads:
                     store_coord = coord._replace(thread=thread - LOAD_THREADS)
                     self.copies.store(args, store_coord, self.store_threads, False, no_wait)
@@ -533,28 +444,7 @@ class PrefillOverlapped:
         ring = self.stages.early if part == "early" else self.stages.late
         ring.producer_acquire(coord.shared, stage, phase)
         if coord.thread % WARP == 0:
-            self.start_copies(part, ring, args, coord, slot, c, stage)
-
-    def start_copies(self, part, ring, args, coord, slot, c, stage):
-        """One thread: bulk copies of a part's tiles, square and scales."""
-        ptr, shared, stages = args.ptr, coord.shared, self.stages
-        chunk, qk_chunk = chunk_numbers(args, slot, coord.work.hv, self.channel)
-        if part == "early":
-            tiles = {"k": ptr.k_tiles, "q": ptr.q_tiles}
-            square, triangle, scales = stages.tinv, 0, SCALE_BYTES
-        else:
-            tiles = {"k_restored": ptr.k_restored} if self.channel else {}
-            square, triangle, scales = stages.aqk, 1, 0
-        full = ring.full_at(shared, stage)
-        ring.producer_expect(shared, stage, len(tiles) * TILE_BYTES + TRIANGLE_BYTES + scales)
-        for name, tile in tiles.items():
-            at = shared + getattr(stages, name) + stages.stage_in(name, stage, c) * TILE_BYTES
-            ptx.bulk_load(at, tile + qk_chunk * TILE_BYTES, TILE_BYTES, full)
-        triangle_at = ptr.tinv_aqk + (chunk * 2 + triangle) * TRIANGLE_BYTES
-        load_square(triangle_at, shared + square + stage * SQUARE.bytes, full)
-        if scales:
-            at = shared + stages.scales + stages.stage_in("scales", stage, c) * SCALE_BYTES
-            ptx.bulk_load(at, ptr.scales + chunk * SCALE_BYTES, SCALE_BYTES, full)
+            self.copies.start_copies(part, ring, args, coord, slot, c, stage, Int32(CHUNK))
 
 
 def no_wait():

@@ -17,7 +17,7 @@ from .state import Fragments, make_fragments, product_mma, update_mma
 
 
 class Wgmma:
-    """stages: TileStages, or SplitStages of overlapped."""
+    """stages: TileStages or SplitStages."""
 
     asynchronous = True
 
@@ -90,7 +90,7 @@ class MmaSync:
         words = cute.recast_tensor(left, Uint32)
         a = [words[i] for i in range(cute.size(words))]
         triangle = name in ("tinv", "aqk")
-        base = right[name] + stage * (TRIANGLE_BYTES if triangle else TILE_BYTES)
+        base = ptx.opaque(right[name] + stage * (TRIANGLE_BYTES if triangle else TILE_BYTES))
         load = ptx.ldmatrix_x4_trans if name == "k_update" else ptx.ldmatrix_x4
         for n in range(0, cute.size(accumulator) * 2, 16):
             at = [range((n // 8 + j) * 4, (n // 8 + j) * 4 + 4) for j in range(2)]

@@ -21,6 +21,7 @@ from .arguments import CHUNK
 from .layout import ARGUMENTS, D, Pointers, Sizes, Strides, init_shared
 from .mainloop_fp32 import MainloopFp32
 from .segments import add_window, in_place, is_last, scan_coord
+from .stages import LOAD_THREADS, SplitStages, TileStages
 from .state import (
     load_initial_state,
     load_rows,
@@ -30,7 +31,7 @@ from .state import (
     store_final_state,
     without_checkpoints,
 )
-from .tiles import LOAD_THREADS, TileCopies, TileStages, has_values
+from .tiles import TileCopies, has_values
 from .work import work_of
 
 ROWS = 64  # V rows of a CTA
@@ -73,7 +74,10 @@ class PrefillScan:
         self.state_dtype = DTYPES[state_dtype]
         channel, self.threads = axis == "channel", 2 * WARPGROUP
         smem = hopper.SharedMemory()
-        self.stages = TileStages(smem, channel, ROWS, stages, STORE_THREADS)
+        if stages == 1:
+            self.stages = SplitStages(smem, channel, 1, 2, STORE_THREADS)
+        else:
+            self.stages = TileStages(smem, channel, ROWS, stages, STORE_THREADS)
         self.shared = smem.size
         self.copies = TileCopies(
             self.stages,
@@ -139,9 +143,7 @@ class PrefillScan:
         if group >= 0:
             self.mma(args, coord)
         elif thread < WarpRole.STORE * hopper.WARP:
-            self.copies.load(
-                args, coord, has_values, hopper.wait_for_previous_kernel, self.copies.start_tiles
-            )
+            self.copies.load(args, coord, has_values, hopper.wait_for_previous_kernel)
         else:
             store_coord = coord._replace(thread=thread - LOAD_THREADS)
             wait = hopper.wait_for_previous_kernel
@@ -176,7 +178,8 @@ class PrefillScan:
                     frag, args, coord, Float32(1), coord.first_chunk
                 )
         state_scale = self.mainloop.run(frag, right, args, coord, checkpoint)
-        rows, last = state_coord(coord.v_row, coord.thread), is_last(args, coord.work)
+        thread = coord.thread if products.asynchronous else ptx.opaque(coord.thread)
+        rows, last = state_coord(coord.v_row, thread), is_last(args, coord.work)
         store_final_state(
             args, coord.work, self.state_dtype, self.K, rows, last, frag.state, state_scale
         )

@@ -3,7 +3,8 @@
 A segment turns a state S into S M + B; prefill_transitions has left M and B, or a flag that the
 next segment's initial state is there or not needed. A CTA has 8 V rows of one head and 512 threads,
 four for each key channel. It keeps its rows of S in registers, passes over the segments one by one,
-and loads M two segments ahead by bulk copies, or one ahead where shared memory is small. docs/math.md, "Segments".
+and loads M two segments ahead by bulk copies, or one ahead where shared memory is small.
+docs/math.md, "Segments".
 """
 
 from typing import NamedTuple

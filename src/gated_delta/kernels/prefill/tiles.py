@@ -1,4 +1,4 @@
-"""Scans by tiles: a chunk's stages in shared memory, the load warps and the store warps.
+"""Scans by tiles: the load warps and the store warps.
 
 A stage has a chunk's tiles, squares and scales, which bulk copies bring, and its values, which load
 warps bring through registers to zero rows past the last token. Outputs leave by store warps.
@@ -11,10 +11,9 @@ from cutlass.cutlass_dsl import select_
 
 from ..device import levels, ptx
 from ..device.args import offset
-from ..device.hopper import WARP, WARPGROUP
+from ..device.hopper import WARP
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .layout import (
-    SQUARE,
     SUBCHUNK,
     TILE,
     head_chunk,
@@ -22,83 +21,8 @@ from .layout import (
     qk_head_chunk,
     token_offset,
 )
+from .stages import LOAD_THREADS, TileStages
 from .state import packed_absmax
-
-LOAD_THREADS = 64  # two warps
-
-
-class TileStages:
-    """Stages of scan and transitions: one ring for all of a chunk. What overlapped does with more
-    rings has the same methods (overlapped.py, SplitStages).
-
-    rows: V rows of the CTA. stores: threads of the store warps, 0 without outputs.
-    """
-
-    def __init__(self, smem, channel, rows, stages, stores):
-        self.count = stages
-        self.v_pitch = rows * 2 + 16  # bytes of a token's values: 8 tokens in different banks
-        self.k, self.q = (smem.add(stages * TILE_BYTES, 1024) for _ in range(2))
-        self.k_restored = smem.add(stages * TILE_BYTES, 1024) if channel else None
-        self.square_bytes = SQUARE.bytes if levels.current().wgmma else TRIANGLE_BYTES
-        self.tinv, self.aqk = (smem.add(stages * self.square_bytes, 1024) for _ in range(2))
-        self.v = self.o = smem.add(stages * CHUNK * self.v_pitch, 128)  # outputs overwrite values
-        self.scales = smem.add(stages * SCALE_BYTES, 128)
-        self.v_absmax = smem.add(stages * 8)
-        mma_threads = rows // 64 * WARPGROUP
-        # Load warps arrive with their values; thread 0 for bulk copies, or all for their cp.asyncs.
-        copiers = 1 if levels.current().bulk_copies else LOAD_THREADS
-        self.ring = smem.add_ring(stages, copiers + LOAD_THREADS, mma_threads + stores)
-        self.outputs = smem.add_ring(stages, mma_threads)
-        self.rings = (self.ring, self.outputs)
-
-    def start(self, coord):
-        return self.ring.start(coord.first_chunk, coord.work.iterations_before)
-
-    def advance(self, pipe):
-        return self.ring.advance(pipe)
-
-    def stages_of(self, name):
-        """Stages of a region."""
-        return self.count
-
-    def stage_of(self, name, pipe):
-        """A chunk's stage of a region, or of the right operand in it."""
-        return pipe.stage
-
-    def wait(self, shared, pipe):
-        """MMA: wait for all that a chunk needs up to u."""
-        self.ring.consumer_wait(shared, pipe.stage, pipe.phase)
-
-    def release_values(self, coord, pipe):
-        """MMA: values are in registers, but their stage is released with all others."""
-
-    def release_early(self, coord, pipe):
-        """MMA: u is known, and the same stage has what follows."""
-
-    def release(self, coord, pipe):
-        """MMA: the chunk's operands have been read."""
-        self.ring.consumer_release(coord.shared, pipe.stage)
-
-    def acquire_outputs(self, shared, pipe):
-        """MMA: outputs overwrite the chunk's values; no other warp reads what a warp overwrites."""
-
-    def acquire_values(self, shared, iteration):
-        """Load warps: an empty stage of values. Returns the stage."""
-        stage, phase = self.ring.locate(iteration)
-        self.ring.producer_acquire(shared, stage, phase)
-        return stage
-
-    def arrive_values(self, shared, stage):
-        self.ring.producer_arrive(shared, stage)
-
-    def wait_outputs(self, shared, iteration):
-        """Store warps: a chunk's outputs. Returns the stage."""
-        stage, phase = self.outputs.locate(iteration)
-        self.outputs.consumer_wait(shared, stage, phase)
-        return stage
-
-    def release_outputs(self, shared, stage):
-        self.ring.consumer_release(shared, stage)
 
 
 class TileCopies:
@@ -114,17 +38,15 @@ class TileCopies:
         self.stages, self.channel, self.dtype = stages, channel, dtype
         self.rows, self.v_tiles = rows, v_tiles
         self.pass_registers, self.absmax, self.prefetch = pass_registers, absmax, prefetch
-        tiles = 3 if channel else 2
-        self.stage_bytes = tiles * TILE_BYTES + 2 * TRIANGLE_BYTES + SCALE_BYTES
 
     # ---------------------------------------------------------------------------- load warps
 
     @cute.jit
-    def load(self, args, coord, has_values, wait_for_prepare, start_tiles):
+    def load(self, args, coord, has_values, wait_for_prepare, copies_tiles=True):
         """Load warps: a chunk's values by 16 bytes, zeros past the last token.
 
-        wait_for_prepare: called in front of all that prepare leaves. start_tiles: called by thread
-        0 for each chunk's stage; None where another warp copies tiles.
+        wait_for_prepare: called in front of all that prepare leaves. copies_tiles: False where
+        another warp copies tiles.
         """
         shared, thread, work = coord.shared, coord.thread, coord.work
         row, vector, step = self.copy_slice(thread, LOAD_THREADS)
@@ -136,9 +58,9 @@ class TileCopies:
         for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
             iteration = work.iterations_before + c - coord.first_chunk
             stage = self.stages.acquire_values(shared, iteration)
-            if cutlass.const_expr(start_tiles is not None):  # noqa: SIM102 - settled when compiling
-                if (thread == 0) | (not levels.current().bulk_copies):
-                    start_tiles(args, coord, work.sequence.first_slot + c, stage)
+            copies = copies_tiles and ((thread == 0) | (not levels.current().bulk_copies))
+            if copies:
+                self.start_tiles(args, coord, c, stage)
             values = shared + self.stages.v + stage * (CHUNK * self.stages.v_pitch) + vector * 16
             if cutlass.const_expr(self.pass_registers):
                 words = [[ahead[w, i] for w in range(4)] for i in range(CHUNK // step)]
@@ -154,6 +76,8 @@ class TileCopies:
                     token_at = v_at + (offset(token, args.stride.v_t) - vector * 16)
                     ptx.prefetch_l2(token_at, has_values(coord, token))
                 self.stages.arrive_values(shared, stage)
+                if copies:
+                    self.finish_tiles(args, coord, c)
             else:
                 for at in cutlass.range(row, CHUNK, step, unroll=4):
                     token = c * CHUNK + at
@@ -183,46 +107,81 @@ class TileCopies:
         vectors = self.rows // 8
         return thread // vectors, thread % vectors, threads // vectors
 
-    def start_tiles(self, args, coord, slot, stage):
-        """A chunk's tiles, Tinv, Aqk and scales: thread 0 by bulk copies, or all by cp.async."""
+    @cute.jit
+    def start_tiles(self, args, coord, c, stage):
+        """All of a chunk's tiles, or the early part."""
+        work = coord.work
+        slot, left = work.sequence.first_slot + c, Int32(CHUNK)
+        if cutlass.const_expr(self.channel):
+            left = work.sequence.tokens - c * CHUNK
+        if cutlass.const_expr(isinstance(self.stages, TileStages)):
+            self.start_copies("all", self.stages.ring, args, coord, slot, c, stage, left)
+        else:
+            self.start_part("early", args, coord, slot, c, left)
+
+    @cute.jit
+    def finish_tiles(self, args, coord, c):
+        """The late part, if there are two."""
+        work = coord.work
+        if cutlass.const_expr(not isinstance(self.stages, TileStages)):
+            slot, left = work.sequence.first_slot + c, work.sequence.tokens - c * CHUNK
+            self.start_part("late", args, coord, slot, c, left)
+
+    def start_part(self, part, args, coord, slot, c, left):
+        ring = self.stages.early if part == "early" else self.stages.late
+        iteration = coord.work.iterations_before + c - coord.first_chunk
+        stage, phase = ring.locate(iteration)
+        ring.producer_acquire(coord.shared, stage, phase)
+        self.start_copies(part, ring, args, coord, slot, c, stage, left)
+
+    def start_copies(self, part, ring, args, coord, slot, c, stage, left):
+        """A part of a chunk: one thread by bulk copies, or all load threads by cp.async.
+
+        left: tokens of the sequence from the chunk's first one on, of KDA.
+        """
         stages, shared, ptr = self.stages, coord.shared, args.ptr
         bulk = levels.current().bulk_copies
+        tiles = {"k": ptr.k_tiles, "q": ptr.q_tiles} if part != "late" else {}
+        tiles |= {"k_restored": ptr.k_restored} if part != "early" and self.channel else {}
+        squares = {"all": ("tinv", "aqk"), "early": ("tinv",), "late": ("aqk",)}[part]
+        scales = 0 if part == "late" else SCALE_BYTES
         if bulk:
-            stages.ring.producer_expect(shared, stage, self.stage_bytes)
-        full = stages.ring.full_at(shared, stage)
+            size = len(tiles) * TILE_BYTES + len(squares) * TRIANGLE_BYTES + scales
+            ring.producer_expect(shared, stage, size)
+        full = ring.full_at(shared, stage)
         chunk, qk_chunk = chunk_numbers(args, slot, coord.work.hv, self.channel)
-        tiles = [(stages.k, ptr.k_tiles), (stages.q, ptr.q_tiles)]
-        tiles += [(stages.k_restored, ptr.k_restored)] if self.channel else []
         copies = [
-            (shared + region + stage * TILE_BYTES, source + qk_chunk * TILE_BYTES)
-            for region, source in tiles
+            (
+                shared + getattr(stages, name) + stages.stage_in(name, stage, c) * TILE_BYTES,
+                tile + qk_chunk * TILE_BYTES,
+            )
+            for name, tile in tiles.items()
         ]
-        left = Int32(CHUNK)
-        if self.channel:
-            first_slot = coord.work.sequence.first_slot
-            left = coord.work.sequence.tokens - (slot - first_slot) * CHUNK
         if not bulk:
             for at, source in copies:
                 copy_async(at, source, TILE_BYTES, coord.thread, left)
-        elif self.channel:
-            load_rows_with_tokens(copies, left, full)
+        elif self.channel and tiles:
+            zeros = ptr.k_restored + qk_chunk * TILE_BYTES
+            load_rows_with_tokens(copies, left, zeros, full)
         else:
             load_tiles(copies, full)
-        for i, square in enumerate((stages.tinv, stages.aqk)):
-            triangle = ptr.tinv_aqk + (chunk * 2 + i) * TRIANGLE_BYTES
-            at = shared + square + stage * stages.square_bytes
+        for name in squares:
+            triangle = ptr.tinv_aqk + (chunk * 2 + (name == "aqk")) * TRIANGLE_BYTES
+            at = shared + getattr(stages, name) + stage * stages.square_bytes
             if not bulk:
                 copy_async(at, triangle, TRIANGLE_BYTES, coord.thread, Int32(CHUNK))
             elif levels.current().wgmma:
                 load_square(triangle, at, full)
             else:
                 ptx.bulk_load(at, triangle, TRIANGLE_BYTES, full)
-        scales_at, source = shared + stages.scales + stage * SCALE_BYTES, ptr.scales
-        source += chunk * SCALE_BYTES
-        if bulk:
-            ptx.bulk_load(scales_at, source, SCALE_BYTES, full)
-        else:
-            copy_async(scales_at, source, SCALE_BYTES, coord.thread, Int32(CHUNK))
+        if scales:
+            at = shared + stages.scales + stages.stage_in("scales", stage, c) * SCALE_BYTES
+            source = ptr.scales + chunk * SCALE_BYTES
+            if bulk:
+                ptx.bulk_load(at, source, SCALE_BYTES, full)
+            else:
+                copy_async(at, source, SCALE_BYTES, coord.thread, Int32(CHUNK))
+        if not bulk:
             ptx.cp_async_arrive(full)
 
     # ---------------------------------------------------------------------------- store warps
@@ -279,14 +238,14 @@ def load_tiles(copies, full):
 
 
 @cute.jit
-def load_rows_with_tokens(copies, left, full):
+def load_rows_with_tokens(copies, left, zeros_at, full):
     """KDA's tiles of a chunk. Prepare writes zeros for sub-chunks without tokens only once: in the
-    last tile's first 32 channels."""
+    first 32 channels of the tile at `zeros_at`."""
     if left > CHUNK - SUBCHUNK:
         load_tiles(copies, full)
     else:
         size = (left + SUBCHUNK - 1) // SUBCHUNK * TILE.offset(SUBCHUNK, 0)
-        zeros = copies[-1][1] + size
+        zeros = zeros_at + size
         for at in cutlass.range(0, TILE_BYTES, TILE.block_bytes, unroll=1):
             for target, source in copies:
                 ptx.bulk_load(target + at, source + at, size, full)

@@ -41,6 +41,7 @@ from .segments import (
     scan_coord,
     window_chunks,
 )
+from .stages import LOAD_THREADS, SplitStages, TileStages
 from .state import (
     WARPGROUP_ROWS,
     inverse_power_of_2,
@@ -50,7 +51,7 @@ from .state import (
     store_rows,
     without_checkpoints,
 )
-from .tiles import LOAD_THREADS, TileCopies, TileStages
+from .tiles import TileCopies
 from .work import work_of
 
 # With two MMA warpgroups: registers of a thread that loads, and of one that runs MMAs.
@@ -74,7 +75,10 @@ class PrefillTransitions:
         channel, one_group = axis == "channel", self.mma_groups == 1
         stages = stages or (2 if channel and not one_group else 3)
         smem = hopper.SharedMemory()
-        self.stages = TileStages(smem, channel, self.rows, stages, 0)
+        if stages == 1:
+            self.stages = SplitStages(smem, channel, 1, 2, 0)
+        else:
+            self.stages = TileStages(smem, channel, self.rows, stages, 0)
         self.shared, self.threads = smem.size, WARPGROUP * (1 + self.mma_groups)
         self.copies = TileCopies(
             self.stages,
@@ -150,7 +154,6 @@ class PrefillTransitions:
                             coord,
                             self.has_values,
                             hopper.wait_for_previous_kernel,
-                            self.copies.start_tiles,
                         )
 
     @cute.jit
