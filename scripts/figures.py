@@ -24,6 +24,7 @@ PAGES = (
     "docs/kernels/verify.md",
     "docs/kernels/prefill.md",
     "docs/engines.md",
+    "docs/gpus.md",
 )
 
 Cell = dict[str, Any]
@@ -147,6 +148,31 @@ def h100() -> str:
     return summary("best peer's time over ours, one H100", groups)
 
 
+def levels() -> str:
+    """Our kernels of other GPUs' levels, on the GPU of the results."""
+
+    def ratios(op: str, level: str, over: str = "") -> list[float]:
+        """Times of the level over those of the shipped kernels; or of a peer over the level's."""
+        times = [
+            (cell["peers"][level]["us"], cell["peers"][over]["us"] if over else cell["us"])
+            for cell in cells(f"levels/{op}")
+            if cell["peers"].get(level, {}).get("us") and (not over or cell["peers"][over]["us"])
+        ]
+        return [peer / us if over else us / peer for us, peer in times]
+
+    def said(x: list[float], end: Callable[[list[float]], float]) -> str:
+        if not x:
+            return "-"
+        return f"{math.exp(sum(map(math.log, x)) / len(x)):.2f}, {end(x):.2f}"
+
+    rows = {}
+    for level in ("sm_90", "sm_80"):
+        rows[level] = [said(ratios("prefill", level, "fla"), min)]
+        rows[level] += [said(ratios(op, level), max) for op in ("prefill", "decode", "speculate")]
+    heads = "prefill: FLA's time over ours, mean, least", "prefill over sm_90a's: mean, most"
+    return table("level", *heads, "decode", "verify and flush", rows=rows)
+
+
 def table(*heads: str, rows: dict[str, list[str]]) -> str:
     lines = [heads, ("---",) * len(heads), *((name, *columns) for name, columns in rows.items())]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -259,6 +285,7 @@ def prefill_rules() -> str:
     """The rules of prefill's schedules, from the code."""
     import torch
 
+    from gated_delta.gpus import H200
     from gated_delta.ops import prefill, prefill_schedule
     from gated_delta.problem import Problem
 
@@ -267,7 +294,7 @@ def prefill_rules() -> str:
         axis = "channel" if "raw" in rule.kind else "head"
         facts = dict(dtype=torch.bfloat16, g_dtype=torch.bfloat16, state_dtype=torch.float32)
         problem = Problem("prefill", axis, 1, 1, 128, 128, gate="softplus", **facts)
-        variants = prefill.variants_of(problem, rule.kind, queued=True)
+        variants = prefill.variants_of(problem, rule.kind, True, H200)
         names = [variant.kernel.removeprefix("prefill_") for variant in variants]
         rows[str(number)] = [rule.kind, rule.condition, ", ".join(names), rule.figure]
     return table("", "schedule", "if", "kernels", "figure", rows=rows)
@@ -296,6 +323,7 @@ TABLES: dict[str, Callable[[], str]] = {
     ),
     "prefill h100": h100,
     "prefill rules": prefill_rules,
+    "levels": levels,
 }
 
 

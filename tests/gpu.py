@@ -7,6 +7,7 @@ import torch
 
 import gated_delta as gd
 from gated_delta import compile
+from gated_delta.gpus import gpu_of
 from gated_delta.kernels.prefill.arguments import CHUNK, PrefillPointers
 from gated_delta.ops import PREFILL
 from gated_delta.ops import prefill as host
@@ -17,14 +18,16 @@ needs_compiler = pytest.mark.skipif(
     reason=f"needs {compile.COMPILER}",
 )
 
+GPU = gpu_of(torch.device("cuda")) if torch.cuda.is_available() else None
+"""The GPU that tests run on, as GATED_DELTA_LEVEL has it."""
+IS_HOPPER = GPU is not None and GPU.level == "sm_90a"
+
 needs_gpu = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability()[0] not in (9, 10),
-    reason="needs an NVIDIA GPU of compute capability 9.0",
+    GPU is None, reason="needs an NVIDIA GPU of compute capability 8.0 or newer"
 )
 
 needs_hopper = pytest.mark.skipif(
-    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
-    reason="needs an NVIDIA GPU of compute capability 9.0",
+    not IS_HOPPER, reason="needs the kernels of an NVIDIA GPU of compute capability 9.0"
 )
 
 H, HV, D = 4, 8, 128
@@ -109,8 +112,16 @@ def relative_error(x, y):
     return float((x.double() - y.double()).norm() / y.double().norm())
 
 
+PATHS = ("tiles", "fused", "raw", "raw overlapped", "overlapped", 4)
+"""prefill's: kinds of schedules, and four segments."""
 PERSISTENT = ("fused", "raw", "raw overlapped")
 """Paths with persistent CTAs, or CTAs that scan beside others that prepare."""
+
+
+def paths_here(*paths):
+    """The paths that have kernels on the GPU of the tests; all of them without a GPU."""
+    hopper_only = (*PERSISTENT, "overlapped")
+    return [path for path in paths if GPU is None or IS_HOPPER or path not in hopper_only]
 
 
 def prefill_path(path, sms=None):

@@ -7,8 +7,8 @@ import numpy
 import torch
 
 import gated_delta as gd
+from gated_delta.gpus import H200
 from gated_delta.kernels.prefill.arguments import CHUNK
-from gated_delta.ops import prefill as on_host
 
 N, H, HV, P = 3, 2, 4, 7
 T, K, V = 3, 64, 96  # of drafts
@@ -287,7 +287,7 @@ def flush_strided_layers(axis):
 def prefill_from_initial_states(axis):
     states = dict(initial_state=prompt_states(N), output_final_state=True, beta_logits=True)
     sizes = dict(N=N, T=70, total=0, chunk_slots=2 * N, H=H, segments=1, beta_logits=1)
-    return with_gate(prompts(axis=axis)) | states, sizes | dict(sms=on_host.H200_SMS)
+    return with_gate(prompts(axis=axis)) | states, sizes | dict(sms=H200.sms)
 
 
 @named((i32, i64), (i64, i32))

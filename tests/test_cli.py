@@ -1,6 +1,7 @@
 """The command line: what it prints, what it writes, and its exit codes."""
 
 import contextlib
+import dataclasses
 import functools
 import json
 import math
@@ -12,6 +13,7 @@ import sys
 import time
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -20,8 +22,22 @@ from rich.console import Console
 from typer.testing import CliRunner
 
 import gated_delta
-from gated_delta import bench, compile, dispatch, pack, reference, results, testing
+from gated_delta import (
+    api,
+    bench,
+    cli,
+    compile,
+    dispatch,
+    gpus,
+    options,
+    pack,
+    reference,
+    results,
+    testing,
+)
 from gated_delta.cli import SWITCHES, app
+from gated_delta.ops import OPERATIONS
+from gated_delta.options import LEVEL
 from gated_delta.results import Report, make_table
 
 runner = CliRunner()
@@ -66,13 +82,13 @@ def statuses(written):
 def test_info_names_versions_and_backends():
     result = run("info")
     assert result.exit_code == 0
-    for word in ("gated_delta", "torch", "backend reference", "backend cute", *SWITCHES):
+    for word in ("gated_delta", "torch", "backend reference", "backend cute", *SWITCHES, LEVEL):
         assert word in result.stdout
 
 
 def test_every_switch_of_the_page_is_checked():
     page = (Path(__file__).parents[1] / "docs/packs.md").read_text()
-    assert {"GATED_DELTA_CACHE_DIR", *SWITCHES} == set(
+    assert {"GATED_DELTA_CACHE_DIR", LEVEL, *SWITCHES} == set(
         re.findall(r"^\| `(GATED_DELTA_\w+)`", page, re.M)
     )
 
@@ -176,6 +192,159 @@ def test_bench_prints_nothing_for_a_case_that_fails_its_check(monkeypatch):
     assert "tokens/s" not in result.stdout
 
 
+# ---------------------------------------------------------------- GPUs
+
+
+@pytest.fixture
+def card(monkeypatch, tmp_path):
+    """A function that makes a GPU of a compute capability the only CUDA device."""
+    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(tmp_path / "kernels"))
+    monkeypatch.delenv(LEVEL, raising=False)
+
+    def make(major, minor):
+        facts = SimpleNamespace(
+            name="A card",
+            major=major,
+            minor=minor,
+            total_memory=48 * 2**30,
+            multi_processor_count=100,
+        )
+        monkeypatch.setattr(gpus, "driver", lambda: "570.86.15, CUDA 12.9")
+        monkeypatch.setattr(cli, "driver", gpus.driver)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: facts)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (major, minor))
+        monkeypatch.setattr(options, "usable_device", torch.device)
+
+    return make
+
+
+@pytest.mark.parametrize(
+    ("capability", "level", "described"),
+    [
+        ((7, 5), None, "no kernels, only the reference backend"),
+        ((8, 9), None, "sm_80, driver 570.86.15, CUDA 12.9; compiled kernels: 2 as machine code"),
+        ((9, 0), None, "sm_90a, driver 570.86.15, CUDA 12.9; compiled kernels: none"),
+        ((9, 0), "sm_80", "sm_80, driver 570.86.15, CUDA 12.9; compiled kernels: 2 as PTX"),
+        ((10, 0), None, "sm_100a, level sm_90, driver 570.86.15, CUDA 12.9; compiled kernels: "),
+        ((10, 0), None, "compiled kernels: 1 as machine code, 1 as PTX"),
+        ((12, 5), None, "sm_90, driver 570.86.15, CUDA 12.9; compiled kernels: 1 as PTX"),
+        ((8, 9), "sm_90", "GATED_DELTA_LEVEL: sm_90 does not run on compute capability 8.9"),
+    ],
+)
+def test_info_describes_a_gpu(card, monkeypatch, tmp_path, capability, level, described):
+    card(*capability)
+    if level:
+        monkeypatch.setenv(LEVEL, level)
+    names = ("decode-sm_80-0.so", "flush-sm_80-0.so", "decode-sm_90-0.so", "decode-sm_100a-0.so")
+    for name in names:
+        file = tmp_path / "kernels" / "4.8.1" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    shown = " ".join(run("info").stdout.split())
+    major, minor = capability
+    assert f"A card, compute capability {major}.{minor}, 48 GiB: " in shown
+    assert described in shown
+    assert f"{LEVEL} {level or 'not set'}" in shown
+
+
+def test_check_on_a_gpu_prints_a_line_to_report(card, monkeypatch):
+    """The cases run at the level that is asked for, the environment is left as it was."""
+    card(9, 0)
+    levels, built = [], []
+    right = testing.run_case
+
+    def run_case(case, backend, device):
+        levels.append(os.environ[LEVEL])
+        return dataclasses.replace(right(case, "reference", "cpu"), backend="cute")
+
+    monkeypatch.setattr(testing, "run_case", run_case)
+    monkeypatch.setattr(cli, "build_all", lambda builds, *_: built.extend(builds))
+    monkeypatch.setattr(compile, "missing_packages", lambda: ())
+    monkeypatch.setattr(compile, "installed", lambda package: "4.8.1")
+    arguments = ["check", "--level", "sm_80", "--limit", "2", "--op", "flush", "--device", "cuda"]
+    result = run(*arguments)
+    assert result.exit_code == 0, result.output
+    assert levels == ["sm_80"] * 2
+    assert LEVEL not in os.environ
+    ask, line = result.stdout.splitlines()[-2:]
+    assert ask == "Please report this line:"
+    assert line.startswith(
+        "A card, compute capability 9.0, level sm_80, driver 570.86.15, CUDA 12.9; gated_delta "
+    )
+    assert re.search(
+        r": 2 passed, 0 failed, 0 unsupported, 2 by the kernels, errors at most 0\.\d\d of", line
+    )
+    assert {arch for _, arch in built} == {"sm_80"}
+    assert {variant.kernel for variant, _ in built} == {"flush", "verify"}
+    content = json.loads(run(*arguments, "--json").stdout)
+    assert content["card"] == dict(
+        name="A card",
+        compute_capability="9.0",
+        arch="sm_80",
+        level="sm_80",
+        driver="570.86.15, CUDA 12.9",
+    )
+
+
+def test_a_route_names_architecture_and_level(card, monkeypatch):
+    card(10, 3)
+    monkeypatch.setattr(compile, "missing_packages", lambda: ())
+    monkeypatch.setattr(compile, "installed", lambda package: "4.8.1")
+    case = testing.quick_cases("flush")[0]
+    route = api.select(OPERATIONS["flush"], case.problem, torch.device("cuda"), "auto", 1, 1)
+    assert ": backend cute on sm_103a, level sm_90, kernel flush K=" in str(route)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "NVRM version: NVIDIA UNIX x86_64 Kernel Module  570.86.15  Thu\nGCC version: 13.2.0",
+        "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  570.86.15  Release Build",
+    ],
+)
+def test_the_version_of_the_driver_is_read(monkeypatch, text):
+    monkeypatch.setattr(gpus, "Path", lambda name: SimpleNamespace(read_text=lambda: text))
+    assert gpus.driver.__wrapped__().startswith("570.86.15")
+
+
+@pytest.mark.parametrize("command", ["check", "bench"])
+def test_a_level_that_the_gpu_lacks_is_refused(card, monkeypatch, command):
+    card(8, 6)
+    said = "GATED_DELTA_LEVEL: sm_90 does not run on compute capability 8.6"
+    refused(run(command, "--level", "sm_90", "--device", "cuda"), f"--level: {said}")
+    monkeypatch.setenv(LEVEL, "sm_90")
+    refused(run(command, "--device", "cuda"), f"--device: {said}")
+    assert os.environ[LEVEL] == "sm_90"
+
+
+def test_compiled_kernels_are_not_compiled_ahead(card, monkeypatch, tmp_path):
+    """Neither those for the GPU itself nor those for its level."""
+    card(10, 0)
+    monkeypatch.setattr(compile, "missing_packages", lambda: ())
+    monkeypatch.setattr(compile, "installed", lambda package: "4.8.1")
+    built, cases = [], testing.quick_cases("decode")
+    monkeypatch.setattr(cli, "build_all", lambda builds, *_: built.extend(builds))
+    cli._compile_ahead(cases, "cute", torch.device("cuda"))
+    assert len(built) > 2
+    directory = tmp_path / "kernels" / "4.8.1"
+    directory.mkdir(parents=True)
+    for (variant, _), arch in zip(built[:2], ("sm_100a", "sm_90"), strict=True):
+        (directory / compile.file_name(variant, arch)).touch()
+    first, *_ = before = built.copy()
+    built.clear()
+    cli._compile_ahead(cases, "cute", torch.device("cuda"))
+    assert built == before[2:]
+    assert first[1] == "sm_100a"
+    built.clear()
+    monkeypatch.setenv("GATED_DELTA_JIT", "0")
+    cli._compile_ahead(cases, "cute", torch.device("cuda"))
+    monkeypatch.delenv("GATED_DELTA_JIT")
+    cli._compile_ahead(cases, "reference", torch.device("cuda"))
+    cli._compile_ahead(cases, "auto", torch.device("cpu"))
+    assert built == []
+
+
 # ---------------------------------------------------------------- JSON
 
 
@@ -194,6 +363,7 @@ def test_json_has_one_shape_for_every_command(tmp_path):
             "complete",
             "versions",
             "device",
+            "card",
             "arguments",
             "results",
         ]
@@ -211,6 +381,7 @@ def test_json_has_one_shape_for_every_command(tmp_path):
     assert statuses(written["check"]) == ["passed"] * 3
     assert all(case["errors"]["state"]["share"] <= 1 for case in written["check"]["results"])
     assert written["check"]["device"] == written["bench"]["device"] == "cpu"
+    assert all(content["card"] is None for content in written.values())
     assert written["check"]["arguments"]["backend"] == "reference"
     assert written["bench"]["arguments"]["dim"] == 16
     if "compile" in written:
@@ -305,6 +476,8 @@ REFUSED = [
     ("check --device meta", "'meta'"),
     ("check --device fpga", "'fpga'"),
     ("check --device cuda:99", "cuda:99"),
+    ("check --level sm_80 --device cpu", "--level: expected with a CUDA device alone, got cpu"),
+    ("check --level sm_89", "--level: expected one of sm_80, sm_86, sm_90, sm_120, got 'sm_89'"),
     ("bench --json /nonexistent/x", "/nonexistent/x"),
     ("bench --plot {directory}/x.png", "No such option"),
     ("bench --peers fla", "No such option"),
@@ -324,6 +497,8 @@ REFUSED = [
     ("bench --op decode --token-loop", "--token-loop"),
     ("bench --device tpu7", "tpu7"),
     ("bench --device meta", "'meta'"),
+    ("bench --level sm_80 --device cpu", "--level: expected with a CUDA device alone, got cpu"),
+    ("bench --level=", "--level: expected one of sm_80, sm_86, sm_90, sm_120, got ''"),
     ("bench --backend cute --device cpu", "CUDA device"),
     ("bench --backend cute --op flush --device cpu", "CUDA device"),
     ("compile --out=", "--out"),
@@ -387,6 +562,11 @@ def test_bad_paths_and_values_are_refused_in_one_line(tmp_path, command, word):
             "GATED_DELTA_SGLANG_KVBUFFER",
             "on",
             "GATED_DELTA_SGLANG_KVBUFFER: expected 0 or 1, got 'on'",
+        ),
+        (
+            "GATED_DELTA_LEVEL",
+            "sm_89",
+            "GATED_DELTA_LEVEL: expected one of sm_80, sm_86, sm_90, sm_120, got 'sm_89'",
         ),
         ("GATED_DELTA_CACHE_DIR", __file__, "GATED_DELTA_CACHE_DIR"),
         ("GATED_DELTA_CACHE_DIR", __file__ + "/x/y", "GATED_DELTA_CACHE_DIR"),

@@ -1,5 +1,6 @@
 """Compilation without a GPU: machine code of shipped kernels, the cache of kernels, its errors."""
 
+import ctypes
 import errno
 import hashlib
 import itertools
@@ -18,6 +19,8 @@ import pytest
 import torch
 
 from gated_delta import UnsupportedProblem, compile, dispatch
+from gated_delta.gpus import ARCHS, GPUS, H200, has_ptx
+from gated_delta.kernels import arguments
 from gated_delta.problem import Problem
 from gpu import needs_compiler
 
@@ -28,6 +31,9 @@ STACK_BYTES = {
     "prefill_overlapped axis=head": 8,
 }
 """Local memory allowed, by a part of the variant's label; all other variants use none."""
+LEVEL_STACK_BYTES = {"stages=1": 24}
+"""The same for sm_80 and sm_90: a scan of one stage with checkpoints."""
+BY_TILES = ("prefill_prepare", "prefill_scan", "prefill_transitions", "prefill_state_passing")
 SCANS = ("prefill_scan", "prefill_transitions")
 PREPARE_AND_SCAN = ("prefill_fused", "prefill_overlapped")
 PREFILL = (
@@ -54,6 +60,14 @@ def shared(run_directory, monkeypatch):
     """One cache for the whole run: tests and workers compile a kernel once."""
     monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(run_directory / "kernels"))
     monkeypatch.delenv("GATED_DELTA_JIT", raising=False)
+
+
+@pytest.fixture
+def set_level(monkeypatch):
+    """A function that sets the level for kernels that the test makes itself."""
+    from gated_delta.kernels.device import levels
+
+    return lambda name: monkeypatch.setattr(levels, "_current", levels.LEVELS[name])
 
 
 def shipped(*kernels):
@@ -155,33 +169,82 @@ def test_wgmmas_are_not_serialised(variant):
 
 
 @needs_compiler
-def test_three_ctas_of_prepare_fit_on_an_sm():
+def test_three_ctas_of_prepare_fit_on_an_sm(set_level):
     """228 KiB of shared memory, 1 KiB of it reserved per CTA. Of KDA with fp32 g, two CTAs fit."""
     from gated_delta.kernels.prefill.prepare import PrefillPrepare
 
+    set_level("sm_90a")
     for variant in shipped("prefill_prepare"):
         facts = dict(variant.facts)
         ctas = 2 if facts["axis"] == "channel" and facts["g_dtype"] == "fp32" else 3
         assert PrefillPrepare(**facts).terms.shared + 1024 <= 228 * 1024 // ctas
 
 
+def last_of(arch, kernel, fact=""):
+    return [x for x in dispatch.shipped(arch) if x.kernel == kernel and fact in x.label][-1]
+
+
+OF_LEVELS = [
+    (arch, some)
+    for arch in ("sm_90", "sm_80")
+    for some in (
+        last_of(arch, "decode", "norm=True"),
+        last_of(arch, "verify", "norm=True"),
+        last_of(arch, "flush"),
+        *(last_of(arch, kernel, "axis=head K=128") for kernel in BY_TILES[:2]),
+        *(last_of(arch, kernel, "axis=channel") for kernel in BY_TILES[1:3]),
+    )
+]
+
+
 @needs_compiler
 @pytest.mark.usefixtures("shared")
-def test_blackwell_compiles_too():
-    """All but prefill: its tensor core instructions are Hopper's."""
-    one_each = [shipped(kernel)[0] for kernel in ("decode", "verify", "flush")]
-    for variant in (*one_each, decode_variant(axis="channel", single_token=False)):
-        assert compile.resources(compile.build(variant, "sm_100a")).stack == 0
+@pytest.mark.parametrize(("arch", "variant"), OF_LEVELS, ids=str)
+def test_registers_and_spills_of_other_levels(arch, variant):
+    """Machine code of a level has no local memory, LEVEL_STACK_BYTES apart."""
+    resources = compile.resources(compile.build(variant, arch))
+    assert resources.registers <= 255
+    assert resources.stack <= max(
+        (stack for part, stack in LEVEL_STACK_BYTES.items() if part in variant.label), default=0
+    )
 
 
-def test_only_prefill_is_for_hopper_alone():
-    hopper_only = {
-        variant.kernel
-        for variant in dispatch.shipped()
-        if not dispatch.compiles(variant, "sm_100a")
-    }
-    assert hopper_only == set(PREFILL)
-    assert all(dispatch.compiles(variant, "sm_90a") for variant in dispatch.shipped())
+@needs_compiler
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("kernel", ["decode", "verify", "flush", *BY_TILES])
+def test_blackwell_compiles_too(kernel):
+    variant = last_of("sm_100a", kernel)
+    assert compile.resources(compile.build(variant, "sm_100a")).stack == 0
+
+
+def test_every_architecture_has_kernels_of_every_operation():
+    """Only Hopper has wgmma: the other kernels of prefill are for it alone."""
+    for arch in ARCHS:
+        names = {variant.kernel for variant in dispatch.shipped(arch)}
+        assert names == {"decode", "verify", "flush", *(PREFILL if arch == "sm_90a" else BY_TILES)}
+
+
+@needs_compiler
+@pytest.mark.parametrize("gpu", GPUS.values(), ids=[f"{x}.{y}" for x, y in GPUS])
+def test_prefills_kernels_fit_in_a_ctas_shared_memory(set_level, gpu):
+    """Of every dtype of g, K and V. prepare may launch with more than it uses."""
+    from gated_delta.kernels.prefill.prepare import SHARED_BY_TWO
+
+    set_level(gpu.level)
+    too_large, float32 = {}, torch.float32
+    for axis, dim, g_dtype in itertools.product(
+        ("head", "channel"), ((64, 64), (96, 192), (128, 128)), (torch.bfloat16, float32)
+    ):
+        facts = dict(gate="softplus", dtype=torch.bfloat16, g_dtype=g_dtype, state_dtype=float32)
+        for variant in dispatch.variants_of(Problem("prefill", axis, 1, 1, *dim, **facts), gpu):
+            kernel = compile.kernel_type(variant.kernel)(**dict(variant.facts))
+            if variant.kernel == "prefill_prepare":
+                size = max(kernel.terms.shared, SHARED_BY_TWO)
+            else:
+                size = getattr(kernel, "shared", 0)
+            if size > gpu.shared:
+                too_large[variant.label] = size
+    assert too_large == {}
 
 
 NOT_SHIPPED = [
@@ -210,12 +273,12 @@ def test_prefill_builds_for_what_is_not_shipped_too(axis, changes):
 
 @needs_compiler
 def test_a_variant_compiles_once_and_loads_without_the_compiler(cache, monkeypatch):
-    launch = compile.load(decode_variant(), "sm_90a")
+    launch = compile.load(decode_variant(), H200)
     (file,) = files(cache)
     written = file.stat().st_mtime_ns
     monkeypatch.setattr(compile, "_loaded", {})
     monkeypatch.setenv("GATED_DELTA_JIT", "0")
-    again = compile.load(decode_variant(), "sm_90a")
+    again = compile.load(decode_variant(), H200)
     assert callable(launch)
     assert callable(again)
     assert files(cache) == [file]
@@ -245,10 +308,10 @@ def test_facts_architecture_and_sources_decide_the_file_name(cache, monkeypatch)
         compile.file_name(decode_variant(**{name: value}), "sm_90a")
         for name, value in changes.items()
     }
-    names |= {compile.file_name(decode_variant(), arch) for arch in ("sm_90a", "sm_100a")}
+    names |= {compile.file_name(decode_variant(), arch) for arch in ARCHS}
     monkeypatch.setattr(compile, "sources", lambda kernel: "other sources")
     names.add(compile.file_name(decode_variant(), "sm_90a"))
-    assert len(names) == len(changes) + 3
+    assert len(names) == len(changes) + len(ARCHS) + 1
 
 
 @pytest.fixture
@@ -299,7 +362,7 @@ def test_comments_and_docstrings_keep_the_fingerprint(copied):
 def test_strict_mode_raises_instead_of_compiling(cache, monkeypatch):
     monkeypatch.setenv("GATED_DELTA_JIT", "0")
     with pytest.raises(UnsupportedProblem, match="GATED_DELTA_JIT=0"):
-        compile.load(decode_variant(), "sm_90a")
+        compile.load(decode_variant(), H200)
     assert files(cache) == []
 
 
@@ -315,9 +378,9 @@ def test_a_damaged_file_is_built_again(cache, monkeypatch, damage):
     file.write_bytes(damage(whole))
     monkeypatch.setenv("GATED_DELTA_JIT", "0")
     with pytest.raises(UnsupportedProblem, match="damaged"):
-        compile.load(decode_variant(), "sm_90a")
+        compile.load(decode_variant(), H200)
     monkeypatch.delenv("GATED_DELTA_JIT")
-    assert callable(compile.load(decode_variant(), "sm_90a"))
+    assert callable(compile.load(decode_variant(), H200))
     assert len(file.read_bytes()) == len(whole)
 
 
@@ -333,14 +396,14 @@ def test_a_file_is_bound_to_its_name_and_its_compiler(cache, monkeypatch):
     with pytest.raises(
         UnsupportedProblem, match=f"{renamed.name} is damaged, renamed or of an older format"
     ):
-        compile.load(second, "sm_90a")
+        compile.load(second, H200)
     monkeypatch.delenv("GATED_DELTA_JIT")
-    assert callable(compile.load(second, "sm_90a"))
+    assert callable(compile.load(second, H200))
     assert renamed.read_bytes() != content
     shutil.move(file.parent, cache / "0.0.1")
     monkeypatch.setattr(compile, "installed", lambda package: None)
     with pytest.raises(UnsupportedProblem, match="damaged, renamed"):
-        compile.load(first, "sm_90a")
+        compile.load(first, H200)
 
 
 def test_a_file_of_the_older_format_is_refused(cache, monkeypatch):
@@ -351,7 +414,7 @@ def test_a_file_of_the_older_format_is_refused(cache, monkeypatch):
     file.parent.mkdir()
     file.write_bytes(b"code" + hashlib.sha256(b"code").digest())
     with pytest.raises(UnsupportedProblem, match="older format"):
-        compile.load(decode_variant(), "sm_90a")
+        compile.load(decode_variant(), H200)
 
 
 def _build_in(directory, barrier, results):
@@ -397,20 +460,139 @@ def test_the_page_of_packs_finds_the_runtime_library():
 def test_without_a_compiler_packs_of_any_version_are_used(cache, monkeypatch):
     file = compile.build(decode_variant(), "sm_90a")
     shutil.move(file.parent, cache / "0.0.1")
-    assert compile._find(decode_variant(), "sm_90a") is None  # an installed compiler compiles anew
+    assert compile._find(decode_variant(), H200) is None  # an installed compiler compiles anew
     monkeypatch.setattr(compile, "installed", lambda package: None)
-    assert compile._find(decode_variant(), "sm_90a") == cache / "0.0.1" / file.name
-    assert compile.missing(decode_variant(), "sm_90a") == ()
-    assert compile.missing(decode_variant(rows=2), "sm_90a") != ()
+    assert compile._find(decode_variant(), H200) == cache / "0.0.1" / file.name
+    assert compile.missing(decode_variant(), H200) == ()
+    assert compile.missing(decode_variant(rows=2), H200) != ()
+
+
+@pytest.mark.parametrize("version", ["4.8.1", None], ids=["compiler", "no compiler"])
+def test_a_gpus_own_file_is_taken_before_its_levels(cache, monkeypatch, version):
+    """Whichever is newer. Files of other GPUs are not taken."""
+    monkeypatch.setattr(compile, "installed", lambda package: version)
+    monkeypatch.setattr(compile, "missing_packages", lambda: ())
+    gpu, variant = GPUS[12, 0], decode_variant()
+    names = [compile.file_name(variant, arch) for arch in ("sm_121a", "sm_90", "sm_120a")]
+    found = []
+    for i, name in enumerate(names):
+        file = cache / "4.8.1" / name
+        file.parent.mkdir(exist_ok=True)
+        file.write_bytes(b"code")
+        os.utime(file, (1000 - i, 1000 - i))
+        found.append(compile._find(variant, gpu))
+        assert (compile.missing(variant, gpu) == ()) == (version is not None or i > 0)
+    assert [file and file.name for file in found] == [None, *names[1:]]
+    assert compile._find(variant, GPUS[10, 0]).name == names[1]
+    assert compile._find(variant, H200) is None
+
+
+# ------------------------------------------------------------------------------ levels and PTX
+
+
+def flush_variant(arch):
+    return last_of(arch, "flush")
+
+
+@needs_compiler
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("arch", ["sm_80", "sm_90", "sm_90a", "sm_120a"])
+def test_a_level_file_carries_ptx_for_newer_gpus(arch):
+    """Behind the machine code, for any GPU from the level's first on."""
+    file = compile.build(flush_variant(arch), arch)
+    assert file.name.split("-")[1] == arch
+    size = int.from_bytes(file.read_bytes()[: -compile._DIGEST][-8:], "little")
+    assert (size > 0) == has_ptx(arch) == (arch in ("sm_80", "sm_90"))
+    if size:
+        ptx = compile._ptx_of(file).decode()
+        head = f".version {compile.PTX_VERSION}\n.target {arch}\n.address_size 64\n"
+        assert ptx.startswith("//")
+        assert "\0" not in ptx
+        assert [ptx.count(x) for x in (".version", head, ".visible .entry")] == [1, 1, 1]
+
+
+IMAGES = [
+    ("sm_80", (8, 0), False),
+    ("sm_80", (8, 9), False),
+    ("sm_80", (9, 0), True),
+    ("sm_90", (12, 0), True),
+    ("sm_90a", (9, 0), False),
+    ("sm_120a", (12, 0), False),
+]
+"""A file's architecture, a GPU's compute capability, and whether it loads the file's PTX."""
+
+
+def _loaded_images(opened, cuda, results):
+    """Sends the start of what each kernel's first launch loads. opened: arguments of _open."""
+    import tvm_ffi
+
+    ctypes.CDLL(tvm_ffi.libinfo.find_libtvm_ffi(), ctypes.RTLD_GLOBAL)
+    stand_in = ctypes.CDLL(cuda, ctypes.RTLD_GLOBAL)
+    compile._runtime = lambda: None
+    launched = ctypes.CFUNCTYPE(ctypes.c_int)(lambda: 0)
+    stand_in.emulator_set(launched)
+    kinds = arguments.FlushPointers, arguments.FlushStrides, arguments.FlushSizes
+    zeros = [tvm_ffi.convert((0,) * len(kind._fields)) for kind in kinds]
+    code = ctypes.c_void_p.in_dll(stand_in, "emulator_code")
+    for file, gpu in opened:
+        compile._open(file, gpu)(*zeros, ctypes.c_void_p(0))
+        results.put(ctypes.string_at(code.value, 1024))
+
+
+@needs_compiler
+@pytest.mark.usefixtures("shared")
+def test_ptx_is_loaded_in_place_of_machine_code(tmp_path):
+    """By another major compute capability than the machine code's. CUDA has stand-ins."""
+    cuda, runtime = tmp_path / "cuda.so", Path(__file__).parent / "emulator/runtime.c"
+    command = [*compile._linker(), "-shared", "-fPIC", "-o", str(cuda), str(runtime)]
+    subprocess.run(command, check=True)
+    opened = []
+    for i, (arch, capability, _) in enumerate(IMAGES):
+        file = compile.build(flush_variant(arch), arch)
+        (tmp_path / str(i)).mkdir()
+        opened.append((Path(shutil.copy(file, tmp_path / str(i))), GPUS[capability]))
+    context = multiprocessing.get_context("spawn")
+    results = context.Queue()
+    process = context.Process(target=_loaded_images, args=(opened, str(cuda), results))
+    process.start()
+    for (_, _, is_ptx), (file, _) in zip(IMAGES, opened, strict=True):
+        code = results.get(timeout=60)
+        if is_ptx:
+            assert code == compile._ptx_of(file)[:1024]
+        else:
+            assert code.startswith(b"\x50\xed\x55\xba")  # a fatbin
+            assert code in file.read_bytes()
+    process.join(30)
+
+
+@needs_compiler
+def test_a_level_file_serves_a_gpu_without_its_own(cache, monkeypatch):
+    """Nothing is compiled then. Damaged, in its PTX too, it is an error in strict mode."""
+    variant, gpu = flush_variant("sm_90"), GPUS[12, 0]
+    file = compile.build(variant, "sm_90")
+    assert callable(compile.load(variant, gpu))
+    assert files(cache) == [file]
+    whole, end = file.read_bytes(), -compile._DIGEST - 100
+    file.write_bytes(whole[:end] + bytes([whole[end] ^ 1]) + whole[end + 1 :])
+    monkeypatch.setattr(compile, "_loaded", {})
+    monkeypatch.setenv("GATED_DELTA_JIT", "0")
+    with pytest.raises(UnsupportedProblem, match=f"{file.name} is damaged"):
+        compile.load(variant, gpu)
+    monkeypatch.delenv("GATED_DELTA_JIT")
+    assert callable(compile.load(variant, gpu))
+    built = file.with_name(compile.file_name(variant, gpu.arch))
+    assert files(cache) == sorted([file, built])
+    assert compile._whole(built)
+    assert not compile._whole(file)
 
 
 def test_missing_compiler_is_named(cache, monkeypatch):
     monkeypatch.setattr(compile, "installed", lambda package: None)
     monkeypatch.setattr(compile, "missing_packages", lambda: ())
-    (reason,) = compile.missing(decode_variant(), "sm_90a")
+    (reason,) = compile.missing(decode_variant(), H200)
     assert compile.COMPILER in reason
     with pytest.raises(UnsupportedProblem, match="no compiled kernel"):
-        compile.load(decode_variant(), "sm_90a")
+        compile.load(decode_variant(), H200)
 
 
 @needs_compiler
@@ -435,9 +617,11 @@ def test_host_and_kernel_agree_on_the_arguments():
 
 
 @needs_compiler
-def test_scanning_ctas_prepare_the_chunks_that_others_do_not():
+def test_scanning_ctas_prepare_the_chunks_that_others_do_not(set_level):
     """Before the scan at most one item per warpgroup; during it only KDA's third warpgroup."""
     from gated_delta.kernels.prefill.overlapped import PrefillOverlapped
+
+    set_level("sm_90a")
 
     def prepares(axis, heads, chunks):
         """Whether a scanning CTA prepares: an item per warpgroup first, more during the scan."""
@@ -519,7 +703,7 @@ def test_switches_are_0_and_1(monkeypatch, value, is_on):
 def test_other_values_of_a_switch_are_errors(monkeypatch, value):
     monkeypatch.setenv("GATED_DELTA_JIT", value)
     with pytest.raises(ValueError, match="GATED_DELTA_JIT: expected 0 or 1"):
-        compile.missing(decode_variant(), "sm_90a")
+        compile.missing(decode_variant(), H200)
 
 
 @pytest.mark.parametrize(
@@ -561,9 +745,9 @@ def test_an_impossible_cache_directory_names_the_variable(monkeypatch, directory
     monkeypatch.setattr(compile, "_loaded", {})
     monkeypatch.delenv("GATED_DELTA_JIT", raising=False)
     monkeypatch.setenv("GATED_DELTA_CACHE_DIR", directory)
-    for use in (compile.build, compile.load):
+    for use, target in ((compile.build, "sm_90a"), (compile.load, H200)):
         with pytest.raises(OSError, match="GATED_DELTA_CACHE_DIR") as raised:
-            use(decode_variant(), "sm_90a")
+            use(decode_variant(), target)
         assert str(raised.value).count("\n") == 0
 
 
@@ -574,14 +758,14 @@ def test_a_relative_cache_is_the_same_after_chdir(cache, monkeypatch, tmp_path):
     file = compile.build(decode_variant(), "sm_90a")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert compile._find(decode_variant(), "sm_90a").samefile(file)
+    assert compile._find(decode_variant(), H200).samefile(file)
 
     def read_only(path):
         raise OSError(errno.EROFS, "Read-only file system", os.path.abspath(path))
 
     monkeypatch.setattr(filelock, "FileLock", read_only)
     with pytest.raises(OSError, match=r"GATED_DELTA_CACHE_DIR.*Read-only.*\.lock"):
-        compile.load(decode_variant(rows=2), "sm_90a")
+        compile.load(decode_variant(rows=2), H200)
 
 
 @needs_compiler

@@ -16,6 +16,7 @@ import gated_delta as gd
 from gated_delta.ops import OPERATIONS, launch
 from gpu import (
     HV,
+    PATHS,
     PER_TOKEN,
     D,
     captured,
@@ -24,6 +25,7 @@ from gpu import (
     index,
     needs_gpu,
     no_waits,
+    paths_here,
     pool,
     prefill_path,
     same,
@@ -80,10 +82,7 @@ OPS = {
     "decode of 4 tokens": Op(4, 50, steps),
     "verify and flush": Op(4, 1000, drafts),
     "verify and flush of 16 tokens": Op(16, 1000, drafts),
-    **{
-        f"prefill, {path}": Op(300, 20, prefill)
-        for path in ("tiles", "fused", "raw", "raw overlapped", "overlapped", 4)
-    },
+    **{f"prefill, {path}": Op(300, 20, prefill) for path in paths_here(*PATHS)},
 }
 
 
@@ -92,8 +91,6 @@ def op(request):
     name, _, path = request.param.partition(", ")
     if name != "prefill":
         yield OPS[request.param]
-    elif torch.cuda.get_device_capability() != (9, 0):
-        pytest.skip("needs an NVIDIA GPU of compute capability 9.0")
     else:
         with prefill_path(int(path) if path.isdigit() else path):
             yield OPS[request.param]

@@ -16,6 +16,8 @@ from gated_delta.testing.compare import error, rounding_unit
 from gated_delta.testing.oracle import Expected
 from gpu import (
     HV,
+    IS_HOPPER,
+    PATHS,
     PER_TOKEN,
     D,
     H,
@@ -23,10 +25,12 @@ from gpu import (
     cycle,
     decode,
     index,
+    needs_gpu,
     needs_hopper,
     no_waits,
     packed,
     part,
+    paths_here,
     pool,
     prefill_path,
     relative_error,
@@ -38,7 +42,7 @@ from gpu import (
     writing,
 )
 
-pytestmark = needs_hopper
+pytestmark = needs_gpu
 
 EITHER_INDEX = pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 LOWEST = {torch.int32: -1, torch.int64: -(2**40)}  # an int64's low word is a valid slot
@@ -52,7 +56,7 @@ def prefill(call, **options):
     return gd.prefill(**call, **options, backend="cute")
 
 
-@pytest.fixture(params=["tiles", "fused", "raw", "raw overlapped", "overlapped", 4])
+@pytest.fixture(params=paths_here(*PATHS))
 def path(request):
     """The path that every prefill of the test takes: gpu.prefill_path."""
     axis = request.node.callspec.params.get("axis")
@@ -158,7 +162,7 @@ RUNNABLE = [
 ]
 MIXED = list(
     zip(
-        itertools.cycle(("tiles", 4, "fused", "overlapped", "raw", "raw overlapped")),
+        itertools.cycle(paths_here("tiles", 4, "fused", "overlapped", "raw", "raw overlapped")),
         RUNNABLE[::3],
         strict=False,
     )
@@ -215,7 +219,7 @@ def test_max_seqlen_decides_nothing_but_the_schedule(axis, lengths):
         schedules.add(gd.explain("prefill", **call, backend="cute").schedule)
         check(call, initial_state=start)
         results.append(prefill(call, **states, deterministic=True))
-    assert len(schedules) == 2
+    assert len(schedules) == 2 or not IS_HOPPER  # other GPUs have tiles for both
     for o, final in results[1:]:
         same(o, results[0][0])
         same(final, results[0][1])
@@ -244,7 +248,7 @@ def test_value_heads_that_share_keys(axis, heads):
     check(tokens(2, 130, axis=axis, heads=heads), initial_state=pool(2, torch.float32, heads[1]))
 
 
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64), (96, 192)], ids=str)
 def test_other_head_dims(axis, K, V, path):
     check(
         tokens(2, 530, axis=axis, K=K, V=V, dtype=torch.float16),
@@ -497,6 +501,7 @@ def test_checkpoints_are_states_of_shorter_prefills(axis, state_dtype, dtype, pa
         judge("state", *(torch.stack(x) for x in zip(*stored)))
 
 
+@needs_hopper
 @pytest.mark.parametrize("path", ["overlapped", "raw overlapped"], indirect=True)
 def test_ctas_that_wait_for_each_other_do_not_deadlock(axis, path):
     """Calls in six streams, more than the SMs hold at once; then one with more heads than SMs."""
@@ -516,11 +521,7 @@ def test_ctas_that_wait_for_each_other_do_not_deadlock(axis, path):
     check(tokens(40, 130, axis=axis, heads=(4, 8)))
 
 
-@pytest.mark.parametrize(
-    "path",
-    ["tiles", "fused", "raw", "raw overlapped", "overlapped", 2, 4, 7, 16],
-    indirect=True,
-)
+@pytest.mark.parametrize("path", paths_here(*PATHS, 2, 7, 16), indirect=True)
 def test_a_checkpoint_at_the_end_is_the_final_state(axis, path):
     """Packed: sequences with fewer chunks than segments, and one without tokens."""
     lengths = (64, 1024, 0, 128, 100, 320, 960)
@@ -606,7 +607,7 @@ def test_checkpoints_up_to_null_index_are_dropped(axis, path, null_index):
         assert not torch.equal(state[slot], before[slot])
 
 
-@pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64)], ids=str)
+@pytest.mark.parametrize(("K", "V"), [(64, 64), (64, 128), (128, 64), (96, 192)], ids=str)
 def test_checkpoints_of_other_head_dims(axis, K, V, path):
     call, start = slow_gates(tokens(2, 530, axis=axis, K=K, V=V)), pool(2, torch.float32, K=K, V=V)
     lens, checkpoints = index(512, 64).view(2, 1), poisoned(2, 1, dtype=torch.float32, K=K, V=V)
@@ -728,7 +729,7 @@ def test_states_pass_exactly_between_segments(axis, path, lengths, pooled):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
 def test_a_long_prompt_of_few_heads_is_segmented(axis, dtype):
     call = slow_gates(tokens(1, 20_000, axis=axis, heads=(1, 2), dtype=dtype))
-    assert gd.explain("prefill", **call).schedule.segments > 4
+    assert gd.explain("prefill", **call).schedule.segments >= 4
     o, final = prefill(call, output_final_state=True)
     want_o, want = exact(call)
     assert relative_error(o, want_o) <= 3e-3
@@ -1396,6 +1397,7 @@ def test_torch_compile_makes_new_final_states(path):
         same(x, y)
 
 
+@needs_hopper
 def test_explain_names_the_kernels_and_the_segments():
     short, long, many = (
         gd.explain("prefill", **tokens(N, T, heads=(1, 1)))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from gated_delta import Gate, KVBuffer, UnsupportedProblem, compile
+from gated_delta.gpus import H200
 from gated_delta.integrations import start
 from gated_delta.integrations.sglang_start import Layer
 
@@ -40,23 +41,23 @@ def test_where_none_of_our_kernels_run_none_are_loaded(monkeypatch):
 
 def test_kernels_of_every_batch_size_are_loaded_once(monkeypatch):
     loaded = []
-    monkeypatch.setattr(start, "arch_of", lambda device: "sm_90a")
-    monkeypatch.setattr(compile, "load", lambda variant, arch: loaded.append((variant, arch)))
+    monkeypatch.setattr(start, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(compile, "load", lambda variant, gpu: loaded.append((variant, gpu)))
     start.load([decode(), decode()], CPU)
     assert len(loaded) == len(set(loaded)) > 1
-    assert {(variant.kernel, arch) for variant, arch in loaded} == {("decode", "sm_90a")}
+    assert {(variant.kernel, gpu) for variant, gpu in loaded} == {("decode", H200)}
 
 
 def test_all_missing_kernels_are_named(monkeypatch, tmp_path):
     """Where one of several is there, as in a pack for other engines."""
-    monkeypatch.setattr(start, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(start, "gpu_of", lambda device: H200)
     monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(tmp_path))
     monkeypatch.setenv("GATED_DELTA_JIT", "0")
     load, present = compile.load, []
     monkeypatch.setattr(
         compile,
         "load",
-        lambda variant, arch: load(variant, arch) if present else present.append(variant),
+        lambda variant, gpu: load(variant, gpu) if present else present.append(variant),
     )
     with pytest.raises(UnsupportedProblem) as raised:
         start.load([decode()], CPU)

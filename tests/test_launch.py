@@ -2,7 +2,6 @@
 
 import itertools
 import random
-from types import SimpleNamespace
 
 import numpy
 import pytest
@@ -12,6 +11,7 @@ import gated_delta as gd
 import kernel_calls as calls
 from gated_delta import api, compile, dispatch
 from gated_delta.call_cache import CallCache
+from gated_delta.gpus import FORCED, H200
 from gated_delta.kernels import arguments
 from gated_delta.kernels.arguments import ABSENT, BF16, FP16, FP32
 from gated_delta.kernels.prefill import arguments as prefill_arguments
@@ -62,7 +62,7 @@ class Launches(list):
 def launches(monkeypatch):
     recorded = Launches()
 
-    def load(variant, arch):
+    def load(variant, gpu):
         operation = variant.kernel.partition("_")[0].title()
         source = prefill_arguments if operation == "Prefill" else arguments
         kinds = [getattr(source, operation + kind) for kind in ("Pointers", "Strides", "Sizes")]
@@ -77,8 +77,9 @@ def launches(monkeypatch):
     for op in OPERATIONS.values():
         monkeypatch.setattr(op, "calls", CallCache())
     monkeypatch.setattr(compile, "load", load)
-    monkeypatch.setattr(compile, "missing", lambda variant, arch: ())
-    monkeypatch.setattr(compile, "arch_of", lambda device: "sm_90a")
+    monkeypatch.setattr(compile, "missing", lambda variant, gpu: ())
+    for module in (api, shared):
+        monkeypatch.setattr(module, "gpu_of", lambda device: H200)
     monkeypatch.setattr(api, "_missing_for_cute", lambda op, problem, device: op.missing(problem))
     monkeypatch.setattr(shared, "_raw_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -89,9 +90,9 @@ def run(op, **call):
     return getattr(gd, op)(**call, backend="cute")
 
 
-def facts_of(problem):
+def facts_of(problem, gpu=H200):
     """The compile-time constants of a problem's variants."""
-    return [dict(variant.facts) for variant in dispatch.variants_of(problem)]
+    return [dict(variant.facts) for variant in dispatch.variants_of(problem, gpu)]
 
 
 # ---------------------------------------------------------------- addresses
@@ -245,6 +246,26 @@ def test_blocks_divide_the_rows_of_a_head(op, K, V):
 
 
 @pytest.mark.parametrize("op", ["decode", "verify"])
+def test_kernels_without_pdl_prefetch_nothing(op, axis):
+    """At sm_80. The newer levels have the schedules of an H200."""
+    operation = OPERATIONS[op]
+    facts = dict(state_dtype=bf16, dtype=bf16, g_dtype=bf16, gate="log")
+    for norm, T in itertools.product(((), ("norm",)), (1, 4)):
+        problem = Problem(op, axis, 2, 4, 128, 128, T, options=frozenset(norm), **facts)
+        for sequences in (1, 100, 1000, 5000):
+            plans = [
+                operation.plan(problem, sequences, sequences * T, gpu=gpu)
+                for gpu in (H200, FORCED["sm_90"], FORCED["sm_80"])
+            ]
+            (hopper, newer, older), schedule = plans, plans[-1].schedule
+            assert newer.variants == hopper.variants
+            assert newer.schedule == hopper.schedule
+            assert [schedule.prefetch, schedule.cluster, schedule.bulk] == [False] * 3
+            assert "prefetch_chunks" not in dict(older.variants[0].facts)
+            assert older.variants[0] in dispatch.variants_of(problem, FORCED["sm_80"])
+
+
+@pytest.mark.parametrize("op", ["decode", "verify"])
 def test_a_norm_needs_another_kernel(launches, op):
     """Its weight, eps and activation are run-time arguments."""
     norms = [calls.norm_and_z(**options) for options in NORMS]
@@ -259,24 +280,26 @@ def test_a_norm_needs_another_kernel(launches, op):
 NORMS = [{}, dict(weight_dtype=bf16), dict(activation="sigmoid"), dict(eps=1e-3)]
 
 
+@pytest.mark.parametrize("gpu", [H200, FORCED["sm_80"]], ids=str)
 @pytest.mark.parametrize("K", [8, 64, 96, 128])
-def test_a_norm_has_a_block_or_cluster_per_head(K):
-    """For every V and schedule, within the limits of a block and a cluster."""
+def test_a_norm_has_a_block_or_cluster_per_head(K, gpu):
+    """For every V and schedule, within the limits of a block and a cluster. sm_80 has none."""
     facts = dict(gate="log", dtype=bf16, g_dtype=bf16, options=frozenset({"norm"}))
     for V, axis, state_dtype, T in itertools.product(
         range(32, 257, 32), ("head", "channel"), (f32, bf16), (1, 3, 16)
     ):
         sizes = (axis, 1, 1, K, V, T)
-        for variant in facts_of(Problem("decode", *sizes, state_dtype=state_dtype, **facts)):
+        for variant in facts_of(Problem("decode", *sizes, state_dtype=state_dtype, **facts), gpu):
             threads = variant["threads"]
             rows = variant["chunks"] * arguments.tile_rows(K, variant["rows"], threads)
             blocks, rest = divmod(V, rows)
             assert (rest, rows % 32) == (0, 0)  # the norm's loops take 32 rows of a block at once
-            assert 1 <= blocks <= 8  # only some devices run larger clusters
+            most = 1 if gpu.level == "sm_80" else 8  # only some devices run larger clusters
+            assert 1 <= blocks <= most
             assert threads >= 64  # one warp computes KDA's decays
             assert variant.get("blocks_per_sm", 1) * threads <= 1024  # CUDA's limit of a block
             assert variant.get("prefetch_chunks", 1) <= variant["chunks"]
-        for variant in facts_of(Problem("verify", *sizes, state_dtype=state_dtype, **facts)):
+        for variant in facts_of(Problem("verify", *sizes, state_dtype=state_dtype, **facts), gpu):
             assert variant["rows"] * variant["threads"] == 32 * V
             assert variant["threads"] <= 512
     for op in ("decode", "verify"):
@@ -441,8 +464,11 @@ def test_misaligned_rows(launches, op, name, change, missing, axis):
 
 
 def test_other_head_dims_are_refused(launches):
-    for K, V in ((96, 192), (32, 128), (128, 96)):
-        with pytest.raises(gd.UnsupportedProblem, match=f"got K={K}, V={V}"):
+    for K, V, missing in (
+        (32, 128, "K of 64, 96 or 128, got 32"),
+        (128, 96, "V of 64, 128 or 192, got 96"),
+    ):
+        with pytest.raises(gd.UnsupportedProblem, match=missing):
             run("prefill", **tokens((N, 3), "head", bf16, K, V))
     assert launches == []
     dims = [
@@ -741,23 +767,19 @@ def test_a_deterministic_prefill_has_one_scan_of_one_segment(launches, axis, kee
 def test_calls_and_explain_pass_the_same_work(launches, monkeypatch):
     seen, plan = [], OPERATIONS["prefill"].plan
     monkeypatch.setattr(
-        OPERATIONS["prefill"], "plan", lambda *work: seen.append(work[1:]) or plan(*work)
+        OPERATIONS["prefill"],
+        "plan",
+        lambda *work, gpu: seen.append((*work[1:], gpu)) or plan(*work, gpu=gpu),
     )
     for call in (prompts(), packed_prompts(0, 4, 8), packed_prompts(0, 4, 8) | dict(max_seqlen=5)):
         run("prefill", **call)
         gd.explain("prefill", **call, backend="cute")
-    sms = on_host.H200_SMS
-    assert seen == [(N, N * 70, None, sms)] * 2 + [(2, 9, None, sms)] * 2 + [(2, 9, 5, sms)] * 2
+    work = [(N, N * 70, None), (2, 9, None), (2, 9, 5)]
+    assert seen == [(*one, H200) for one in work for _ in range(2)]
 
 
 def test_the_schedule_reads_how_many_sms_the_gpu_has(launches, monkeypatch):
     """So do the kernels and the order of sequences."""
-    gpu = SimpleNamespace(multi_processor_count=78)
-    monkeypatch.setattr(
-        torch.cuda, "get_device_properties", {torch.device("cuda", 1): gpu}.__getitem__
-    )
-    assert on_host.sms_of(torch.device("cuda", 1)) == 78
-    assert on_host.sms_of(torch.device("cpu")) == on_host.H200_SMS
     lens = dict(cu_seqlens=torch.arange(61) * 65, max_seqlen=65)
     for sms, ranked in ((479, True), (480, False)):
         launches.clear()
@@ -766,9 +788,14 @@ def test_the_schedule_reads_how_many_sms_the_gpu_has(launches, monkeypatch):
         assert {launch[-1].sms for launch in launches} == {sms}
         assert ("sequence_order" in regions_of(launches)) == ranked
     for sms, segments in ((132, 8), (60, 7), (16, 1)):
-        monkeypatch.setattr(on_host, "sms_of", lambda _, sms=sms: sms)
-        route = gd.explain("prefill", **prompts((1, 4096)), backend="cute")
+        monkeypatch.setattr(api, "gpu_of", lambda _, sms=sms: H200._replace(sms=sms))
+        monkeypatch.setattr(OPERATIONS["prefill"], "calls", CallCache())
+        call = prompts((1, 4096))
+        route = gd.explain("prefill", **call, backend="cute")
         assert route.schedule.segments == segments
+        launches.clear()
+        run("prefill", **call)
+        assert {(launch[-1].sms, launch[-1].segments) for launch in launches} == {(sms, segments)}
 
 
 def test_calls_that_differ_in_max_seqlen_are_planned_apart(launches):
@@ -838,7 +865,7 @@ def test_the_variants_of_a_prefill_are_those_of_its_schedules(axis):
     for kind in KINDS:
         if supports(kind, problem):
             for queued in (False, True):
-                assert set(on_host.variants_of(problem, kind, queued)) <= set(variants)
+                assert set(on_host.variants_of(problem, kind, queued, H200)) <= set(variants)
     scans = ["overlapped", "fused" if axis == "head" else "scan_raw", "scan", "scan"]
     others = ["prepare", "prepare", "state_passing", "transitions", "schedule"]
     others += ["schedule" if axis == "head" else "prepare_raw"]
@@ -847,6 +874,42 @@ def test_the_variants_of_a_prefill_are_those_of_its_schedules(axis):
     with_checkpoints = prompt_problem(axis=axis, options=frozenset({"checkpoints"}))
     new = set(dispatch.variants_of(with_checkpoints)) - set(variants)
     assert sorted(x.kernel.removeprefix("prefill_") for x in new) == sorted(scans)
+
+
+STAGES = {"sm_80": 2, "sm_90": 2, "sm_86": 1, "sm_120": 1}
+
+
+@pytest.mark.parametrize("level", FORCED)
+@pytest.mark.parametrize("options", [(), ("checkpoints",), ("deterministic",)], ids=str)
+def test_levels_prefill_by_tiles_and_segments_alone(axis, options, level):
+    """Their kernels have as many stages as the shared memory holds."""
+    problem = prompt_problem(axis=axis, options=frozenset(options))
+    split = ["prepare", "scan"]
+    names = split if "deterministic" in options else [*split, *split, "transitions"]
+    names = names if "deterministic" in options else [*names, "state_passing"]
+    variants = dispatch.variants_of(problem, FORCED[level])
+    kernels = [variant.kernel.removeprefix("prefill_") for variant in variants]
+    assert sorted(kernels) == sorted(names)
+    for variant in variants:
+        prepares = variant.kernel == "prefill_prepare"
+        assert dict(variant.facts).get("stages") == (None if prepares else STAGES[level])
+    assert not any("stages" in dict(x.facts) for x in dispatch.variants_of(problem))
+
+
+@pytest.mark.parametrize("level", FORCED)
+def test_a_call_takes_the_kernels_of_its_gpu(launches, monkeypatch, axis, level):
+    """Loaded for that GPU, on its SMs."""
+    gpu, loaded, load = FORCED[level], [], compile.load
+    for module in (api, shared):
+        monkeypatch.setattr(module, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(compile, "load", lambda *key: loaded.append(key) or load(*key))
+    run("prefill", **prompts((40, 70), axis))
+    run("decode", **valid_call("decode", axis))
+    assert {of for _, of in loaded} == {gpu}
+    assert launches.kernels == [variant for variant, _ in loaded]
+    assert kernels_of(launches) == ["prepare", "scan", "decode"]
+    assert launches[0][-1].sms == gpu.sms
+    assert launches[-1][-1].prefetch_sequences == (0 if gpu.level == "sm_80" else N)
 
 
 def test_compile_time_facts_of_prefills_kernels():
@@ -884,6 +947,7 @@ def test_compile_time_facts_of_prefills_kernels():
     assert changed(state_dtype=torch.bfloat16) == {"scan", "transitions", "fused", "overlapped"}
     assert changed(K=64) == {"prepare", "scan", "transitions"}
     assert changed(V=64) == {"scan", "transitions", "state_passing"}
+    assert changed(K=96, V=192) == {"prepare", "scan"}
 
 
 def test_prefills_of_the_released_models_are_shipped():

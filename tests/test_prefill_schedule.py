@@ -6,10 +6,10 @@ import random
 import pytest
 import torch
 
+from gated_delta.gpus import FORCED, H200
 from gated_delta.kernels.prefill import arguments
 from gated_delta.ops import PREFILL, prefill_schedule
 from gated_delta.ops.prefill_schedule import (
-    H200_SMS,
     KINDS,
     RULES,
     Call,
@@ -30,10 +30,10 @@ def problem(axis, heads, *options, **changes):
     return Problem("prefill", axis, *heads, **(facts | changes))
 
 
-def planned(axis, heads, lengths, *options, sms=H200_SMS, **changes):
+def planned(axis, heads, lengths, *options, gpu=H200, **changes):
     """The schedule of a call whose longest sequence is known."""
     call = problem(axis, heads, *options, **changes)
-    return schedule_of(Call(call, len(lengths), sum(lengths), max(lengths, default=0), sms))
+    return schedule_of(Call(call, len(lengths), sum(lengths), max(lengths, default=0), gpu))
 
 
 MODELS = [
@@ -80,16 +80,26 @@ UNSUPPORTED = [
     ("raw overlapped", KDA, dict(V=64)),
     ("overlapped", KDA, dict(g_dtype=torch.float32)),
     ("overlapped", GDN, dict(dtype=torch.float16)),
+    ("segments", GDN, dict(K=96)),
+    ("segments", KDA, dict(V=192)),
+    ("overlapped", GDN, dict(K=96, V=192)),
+    ("fused", GDN, dict(V=192)),
 ]
 UNSUPPORTED += [
     (kind, axis, dict(options=frozenset({"deterministic"})))
     for kind, axis in (("fused", GDN), ("raw", KDA), ("raw overlapped", KDA), ("segments", GDN))
 ]
+UNSUPPORTED += [
+    (kind, axis, dict(gpu=FORCED[level]))
+    for kind, axis in (("fused", GDN), ("raw", KDA), ("raw overlapped", KDA), ("overlapped", KDA))
+    for level in ("sm_90", "sm_80")
+]
 
 
 @pytest.mark.parametrize(("kind", "axis", "changes"), UNSUPPORTED, ids=str)
 def test_kinds_without_kernels_for_a_problem(kind, axis, changes):
-    assert not supports(kind, problem(axis, (16, 32), **changes))
+    facts = {name: x for name, x in changes.items() if name != "gpu"}
+    assert not supports(kind, problem(axis, (16, 32), **facts), gpu=changes.get("gpu", H200))
     for lengths in ((64,), (8192,), (4096,) * 2, (1024,) * 8, (300,) * 40):
         for heads in ((2, 2), (16, 32), (64, 64)):
             assert planned(axis, heads, lengths, **changes).kind != kind
@@ -109,14 +119,17 @@ def test_schedules_fit_the_gpu():
         longest = 2 ** rng.randrange(1, 17)
         lengths = [rng.randrange(longest) + 1 for _ in range(rng.choice((1, 1, 2, 4, 10, 40)))]
         sms, options = rng.choice((20, 78, 114, 132)), rng.choice(((), ("deterministic",)))
-        schedule = planned(axis, heads, lengths, *options, sms=sms)
-        kinds.add(schedule.kind)
-        assert supports(schedule.kind, problem(axis, heads, *options), len(lengths))
+        gpu = rng.choice((H200, H200, FORCED["sm_90"], FORCED["sm_86"]))._replace(sms=sms)
+        schedule = planned(axis, heads, lengths, *options, gpu=gpu)
+        kinds.add((gpu.level, schedule.kind))
+        assert supports(schedule.kind, problem(axis, heads, *options), len(lengths), gpu)
         if schedule.kind == "segments":
-            assert 4 <= schedule.segments <= sms // (2 * heads[1] * len(lengths))
+            least = 4 if gpu.level == "sm_90a" else 2
+            assert least <= schedule.segments <= sms // (2 * heads[1] * len(lengths))
         else:
             assert schedule.segments == 1
-    assert kinds == set(KINDS)
+    by_level = {"sm_90a": KINDS, "sm_90": ("tiles", "segments"), "sm_80": ("tiles", "segments")}
+    assert kinds == {(level, kind) for level, kinds in by_level.items() for kind in kinds}
 
 
 def test_rules_are_few_and_have_their_reasons():
@@ -126,7 +139,7 @@ def test_rules_are_few_and_have_their_reasons():
         if name.isupper() and isinstance(x, int | float | dict) and not hasattr(arguments, name)
     }
     assert len(RULES) <= 8
-    assert sum(thresholds.values()) <= 1 + 15  # H200_SMS and the rules'
+    assert sum(thresholds.values()) <= 15
     for rule in RULES:
         assert rule.condition
         assert rule.figure or rule is RULES[-1]
@@ -139,7 +152,7 @@ def test_explain_prints_the_rule():
 
 
 def test_a_prompt_of_no_tokens_takes_tiles():
-    assert rule_of(Call(problem(GDN, (2, 4)), 0, 0, 0, H200_SMS)).kind == "tiles"
+    assert rule_of(Call(problem(GDN, (2, 4)), 0, 0, 0, H200)).kind == "tiles"
 
 
 def test_unknown_packed_lengths_count_as_uneven():
@@ -171,12 +184,12 @@ def test_a_schedule_passed_in_is_taken_and_given_up():
 
 
 def test_a_number_of_sms_passed_in_is_taken_and_given_up():
-    x = torch.zeros(1, 640, 1, 128, dtype=torch.bfloat16)
-    call = PREFILL.arguments(*[None] * len(PREFILL.arguments._fields))
-    call = call._replace(q=x, k=x, v=x, g=x[..., 0], beta=x[..., 0], gate="log", bound=0.0)
+    long = problem(GDN, (4, 8)), 1, 4096
     with PREFILL.scheduled(Schedule("tiles"), sms=3):
-        assert PREFILL.work(call)[-1] == 3
-    assert PREFILL.work(call)[-1] == H200_SMS
+        assert PREFILL.plan(*long).gpu == H200._replace(sms=3)
+    assert PREFILL.plan(*long).gpu == H200
+    with PREFILL.scheduled(Schedule("tiles")):
+        assert PREFILL.plan(*long, gpu=FORCED["sm_86"]).gpu == FORCED["sm_86"]
 
 
 # -------------------------------------------------------------------------------- the workspace

@@ -153,30 +153,37 @@ def transposed(word):
     return np.ascontiguousarray(matrix.view(U2).T).view(U4)[ROW, PAIR]
 
 
-def left_fragment(words, pairs):
-    """[16, 16] from four words per lane; `pairs` unpacks a word."""
-    x, matrix = pairs(np.stack(words)), np.empty((16, 16), F4)
-    for i in range(4):
+def _gather(rows, columns, words):
+    """Of each element of a matrix the index in words [words, lane, 2]: a lane's pairs of numbers.
+
+    words: the row and column of a word's first number, from ROW and PAIR.
+    """
+    matrix = np.empty((rows, columns), np.intp)
+    for i, (row, column) in enumerate(words):
         for e in range(2):
-            matrix[ROW + 8 * (i % 2), 2 * PAIR + e + 8 * (i // 2)] = x[i, :, e]
+            matrix[row, column + e] = 64 * i + 2 * LANES + e
     return matrix
 
 
+A_16x16 = _gather(16, 16, [(ROW + 8 * (i % 2), 2 * PAIR + 8 * (i // 2)) for i in range(4)])
+A_16x8 = _gather(16, 8, [(ROW + 8 * i, 2 * PAIR) for i in range(2)])
+B_8x16 = _gather(8, 16, [(ROW, 2 * PAIR + 8 * i) for i in range(2)])
+B_8x8 = _gather(8, 8, [(ROW, 2 * PAIR)])
+SUMS = np.stack([8 * (ROW + 8 * (i // 2)) + 2 * PAIR + i % 2 for i in range(4)])
+
+
+def left_fragment(words, pairs):
+    """[16, 16] from four words per lane; `pairs` unpacks a word."""
+    return pairs(np.array(words)).take(A_16x16)
+
+
 def mma_16x8x16(left, right, accumulators, pairs):
-    x, columns = pairs(np.stack(right)), np.empty((16, 8), F4)
-    for i in range(2):
-        for e in range(2):
-            columns[2 * PAIR + e + 8 * i, ROW] = x[i, :, e]
+    columns = pairs(np.array(right)).take(B_8x16).T
     return _added(left_fragment(left, pairs), columns, accumulators)
 
 
 def mma_16x8x8(left, right, accumulators, pairs):
-    x, y = pairs(np.stack(left)), pairs(np.stack(right))
-    rows, columns = np.empty((16, 8), F4), np.empty((8, 8), F4)
-    for e in range(2):
-        for i in range(2):
-            rows[ROW + 8 * i, 2 * PAIR + e] = x[i, :, e]
-        columns[2 * PAIR + e, ROW] = y[0, :, e]
+    rows, columns = pairs(np.array(left)).take(A_16x8), pairs(np.array(right)).take(B_8x8).T
     return _added(rows, columns, accumulators)
 
 
@@ -191,11 +198,8 @@ def mma_16x8x8_tf32(left, right, accumulators):
 
 
 def _added(left, right, accumulators):
-    product = left.astype(F8) @ right.astype(F8)
-    return [
-        (product[ROW + 8 * (i // 2), 2 * PAIR + i % 2] + x.view(F4)).astype(F4).view(U4)
-        for i, x in enumerate(accumulators)
-    ]
+    product = (left.astype(F8) @ right.astype(F8)).take(SUMS)
+    return list((product + np.array(accumulators).view(F4)).astype(F4).view(U4))
 
 
 def accumulated(product, accumulators, is_fp32):

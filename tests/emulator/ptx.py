@@ -499,12 +499,18 @@ class Translator:
             number = self.read(operands[2], "b32") if len(operands) > 2 else "None"
             counts = f"None, {number}" if "expect_tx" in parts else f"{number}, None"
             return self.emit(f"warp.mbarrier_arrive({address}, {counts}, {self.mask}, {self.at})")
-        parity, waits = self.read(operands[2], "b32"), parts[1] == "try_wait"
+        parity, waits = self.read(operands[2], "b32"), parts[1] == "try_wait" or self.spins()
         self.assign(
             operands[0],
             f"warp.mbarrier_test({address}, {parity}, {waits}, {self.mask}, {self.at})",
             "pred",
         )
+
+    def spins(self) -> bool:
+        """Whether a branch to this instruction follows it: a loop that waits."""
+        guard, op, operands = self.program.instructions[self.at + 1]
+        back = op.startswith("bra") and self.program.blocks[operands[0]]
+        return bool(guard and back) and self.program.starts[back] == self.at
 
     def do_barrier(self, op: str, parts: list[str], operands: list[str]) -> None:
         self.of_the_warp()

@@ -25,8 +25,9 @@ int cuda_dialect_init_library_once(void **library, int (*init)(void **), int (*l
   return error || !load ? error : load(library, 0);
 }
 void cuda_dialect_unload_library_once(void **library) { *library = 0; }
+const void *emulator_code;  // the last machine code or PTX that was loaded
 int _cudaLibraryLoadData(void **library, void *code) {
-  *library = code;
+  emulator_code = *library = code;
   return 0;
 }
 int _cudaLibraryGetKernel(void **kernel, void *library, const char *name) {

@@ -2,8 +2,6 @@
 
 import contextlib
 import itertools
-import random
-from dataclasses import replace
 from unittest import mock
 
 import pytest
@@ -12,10 +10,9 @@ import torch
 import gated_delta as gd
 from gated_delta.kernels.prefill.arguments import SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from gated_delta.memory import extent
-from gated_delta.ops import OPERATIONS
 from gated_delta.ops import prefill as host
-from gated_delta.testing import cases, run_case
 from gpu import (
+    PATHS,
     PERSISTENT,
     needs_compiler,
     prefill_path,
@@ -27,18 +24,20 @@ from gpu import (
 )
 
 from . import Fault, device, emulated
+from .calls import (
+    DELAYS,
+    FEW_HEADS,
+    IGNORED,
+    SMS,
+    call,
+    compare,
+    decaying,
+    judge,
+    largest_head_error,
+    sample,
+)
 
 pytestmark = needs_compiler
-
-PATHS = ("tiles", "fused", "raw", "raw overlapped", "overlapped", 4)
-DELAYS = (0.5, 0.0, 0.97)
-SMS = 6
-FEW_HEADS = {"head": (1, 2), "channel": (1, 1)}
-
-
-@pytest.fixture
-def kernels(run_directory):
-    return run_directory / "emulated"
 
 
 @pytest.fixture
@@ -46,31 +45,6 @@ def path(request):
     """The path that every prefill of the test takes, with few CTAs: gpu.prefill_path."""
     with prefill_path(request.param, sms=3 if request.param in PERSISTENT else SMS):
         yield request.param
-
-
-def sample(op, count, **wanted):
-    """Cases that the kernels support, with few heads and the wanted attributes."""
-    supported = [
-        case
-        for case in cases(op)
-        if not case.reference_only and not OPERATIONS[op].missing(case.problem)
-    ]
-    matching = [
-        case
-        for case in supported
-        if all(getattr(case, name) in values for name, values in wanted.items())
-    ]
-    return [
-        replace(case, heads=FEW_HEADS[case.axis])
-        for case in random.Random(0).sample(matching, count)
-    ]
-
-
-def judge(case, kernels):
-    seed = case.seed
-    with emulated(kernels, seed, DELAYS[seed % len(DELAYS)]):
-        result = run_case(case, "cute")
-    assert result.passed, result.failures
 
 
 @pytest.mark.parametrize(
@@ -175,29 +149,6 @@ def test_collinear_keys_pass_with_fp16_accumulators(path, case, kernels):
     judge(case, kernels)
 
 
-def call(axis, T, lengths=None, heads=None):
-    """Arguments of prefill for two value heads, KDA: one."""
-    generator, (H, HV) = torch.Generator().manual_seed(T), heads or FEW_HEADS[axis]
-    normal = lambda heads: torch.randn(1, T, heads, 128, generator=generator).bfloat16()
-    q, k, v = normal(H), normal(H), normal(HV)
-    g = normal(HV) if axis == "channel" else normal(HV)[..., 0]
-    beta, A_log = torch.rand(1, T, HV, generator=generator), torch.zeros(HV)
-    bias = torch.full((HV, 128) if axis == "channel" else (HV,), -4.0)
-    arguments = dict(q=q, k=k, v=v, g=g, beta=beta, gate=gd.Gate.softplus(A_log, bias))
-    if lengths is not None:
-        arguments["cu_seqlens"] = torch.tensor([0, *itertools.accumulate(lengths)])
-    return arguments | dict(output_final_state=True)
-
-
-def compare(one, kernels):
-    """Compares a call's results with the reference backend's."""
-    want = gd.prefill(**one, backend="reference")
-    with emulated(kernels):
-        results = gd.prefill(**one, backend="cute")
-    for x, y in zip(results, want, strict=True):
-        assert relative_error(x.double(), y) <= 3e-3
-
-
 @pytest.mark.parametrize("path", ["tiles", "fused", "raw"], indirect=True)
 @pytest.mark.parametrize("power", [-100, -14, 100])
 @pytest.mark.parametrize("zeros", [0, 70])
@@ -300,10 +251,6 @@ def test_a_gate_with_any_bound(path, bound, kernels):
 # ---------------------------------------------------------------------- repeated tokens, sizes, NaN
 
 
-def largest_head_error(x, y, dim):
-    return max(relative_error(x.select(dim, h), y.select(dim, h)) for h in range(x.shape[dim]))
-
-
 @pytest.mark.parametrize("path", ["tiles", "fused", "raw"], indirect=True)
 def test_repeated_tokens_do_not_add_up_their_rounding(path, kernels):
     """One key and one beta per head, equal or random values: 0.021 if Tinv is rounded last."""
@@ -356,15 +303,6 @@ def test_a_nan_reaches_no_chunk_before_its_own(path, kernels):
 
 
 # ----------------------------------------------------------------------------------------- segments
-
-HEADS = {"head": (1, 2), "channel": (2, 2)}
-
-
-def decaying(axis, T, logs, lengths=None):
-    """A call of two heads whose every token decays by exp(logs[head])."""
-    one = call(axis, T, lengths, HEADS[axis])
-    g = torch.tensor(logs).view(2, *[1] * (axis == "channel")).expand(one["g"].shape)
-    return one | dict(g=g.contiguous(), gate=gd.Gate.log())
 
 
 @pytest.mark.parametrize("path", [4], indirect=True)
@@ -591,8 +529,6 @@ def test_a_chunk_with_nan_or_inf_forgets_nothing(
 
 
 # ------------------------------------------------------------------------------------------- faults
-
-IGNORED = lambda *args, **options: None
 
 
 @pytest.mark.parametrize(

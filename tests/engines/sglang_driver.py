@@ -12,7 +12,7 @@ import sglang_cpu
 
 sglang_cpu.install()
 
-from gated_delta import api, dispatch, ops
+from gated_delta import api, dispatch, gpus, ops
 from gated_delta.integrations import sglang_common as common
 from gated_delta.integrations import start
 
@@ -65,8 +65,8 @@ common.process.calls = Calls()
 common.VERSIONS = tuple(case.get("versions", common.VERSIONS))
 if "kernels" in case:
     record(case["kernels"])
-if "arch" in case:
-    start.arch_of = lambda device: case["arch"]
+if "on_gpu" in case:
+    start.gpu_of = lambda device: gpus.H200
 if "backend" in case:
     common.backend_for = lambda x: case["backend"]
 

@@ -980,7 +980,7 @@ def test_engine_that_lacks_kernels_does_not_start(qwen3_5, tmp_path):
         OURS | dict(mamba_radix_cache_strategy="no_buffer"),
         strict,
         starts=False,
-        arch="sm_90a",
+        on_gpu=True,
     )
     assert (
         "kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no compiler, "

@@ -339,7 +339,7 @@ def test_an_engine_that_lacks_kernels_does_not_start(tmp_path: Path) -> None:
         "(.|\n)*  - prefill_prepare axis=head K=64"
     )
     with pytest.raises(AssertionError, match=missing):
-        run(tmp_path, TRAINED, job=dict(arch="sm_90a"), env=strict, **BF16)
+        run(tmp_path, TRAINED, job=dict(on_gpu=True), env=strict, **BF16)
 
 
 def test_an_error_is_not_taken_for_a_refusal(tmp_path: Path) -> None:

@@ -171,9 +171,9 @@ def refuse(layer):
     api.explain = scarce
 
 
-def record(kernels, arch):
-    """Records the kernels loaded at the start and needed by calls. arch: really loads them."""
-    from gated_delta import api, dispatch, ops
+def record(kernels, on_gpu):
+    """Records the kernels loaded at the start and needed by calls. on_gpu: loads a GPU's."""
+    from gated_delta import api, dispatch, gpus, ops
     from gated_delta.integrations import start
 
     def note(kind, problem):
@@ -194,8 +194,8 @@ def record(kernels, arch):
 
     for operation in ops.OPERATIONS.values():
         operation.run_reference = noted(operation, operation.run_reference)
-    if arch:
-        start.arch_of = lambda device: arch
+    if on_gpu:
+        start.gpu_of = lambda device: gpus.H200
     else:
         start.load = load
 
@@ -285,7 +285,7 @@ def main():
     if "refuse" in job:
         refuse(job["refuse"])
     kernels = dict(looked_for=[], needed=[])
-    record(kernels, job.get("arch"))
+    record(kernels, job.get("on_gpu"))
     stand_in("speculative_config" in job["engine"] and not job.get("own_convolution"))
     count()
     watch()

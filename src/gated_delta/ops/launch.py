@@ -483,7 +483,7 @@ class StateOperation(Operation):
             schedule = self.without_pdl(schedule)
         while problem.V % self.block_rows(problem, schedule):
             schedule = self.halved(schedule)
-        return Plan(schedule, (self.variant(problem, schedule),))
+        return Plan(schedule, (self.variant(problem, schedule),), gpu)
 
     def without_pdl(self, schedule: Schedule) -> Schedule:
         """The schedule where a kernel starts after the previous one's end, without clusters."""

@@ -63,10 +63,10 @@ class NamedBarrier(enum.IntEnum):
 
 
 class SharedMemory:
-    """A CTA's dynamic shared memory: regions one behind the other, as byte offsets."""
+    """A CTA's dynamic shared memory: regions one behind the other, as byte offsets from `start`."""
 
-    def __init__(self):
-        self.size = 0
+    def __init__(self, start=0):
+        self.size = start
 
     def add(self, size, align=8):
         """Offset of a new region."""

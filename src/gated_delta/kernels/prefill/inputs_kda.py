@@ -87,6 +87,8 @@ class InputRegions(NamedTuple):
     """Raw q, then k; later left operands."""
     vectors: int
     """VECTOR_BYTES of each warp."""
+    g_fp32: int | None
+    """Raw fp32 g."""
 
 
 def lane_token(coord):
@@ -123,14 +125,14 @@ def store_biases(coord, vectors, biases):
 class TileInputs:
     """A warp copies its tokens. A line of 128 bytes has two K blocks of a token.
 
-    smem: the SharedMemory that fp32 g is added to; raw 16-bit g is in `k_operands`.
+    Raw 16-bit g is in `k_operands`.
     """
 
     by_tma = False
 
-    def __init__(self, gate, K, regions, smem):
+    def __init__(self, gate, K, regions):
         self.gate, self.K, self.regions = gate, K, regions
-        self.g_fp32 = smem.add(CHUNK * D * 4) if gate.g_dtype is Float32 else None
+        self.g_fp32 = regions.g_fp32
 
     def load(self, args, coord):
         """The warp's tokens and biases to shared memory. Returns the lane's beta and parameters."""

@@ -45,10 +45,11 @@ class InverseRegions(NamedTuple):
     """The system's diagonal blocks, fp32, columns as rows."""
 
 
-def add_regions(smem):
-    """Regions of an inverse, contiguous in a SharedMemory."""
-    sizes = SYSTEM_BYTES, INVERSES_BYTES, DIAGONAL_BYTES
-    return InverseRegions(*(smem.add(size, 16) for size in sizes))
+def add_regions(smem, late=None):
+    """Regions of an inverse, contiguous in a SharedMemory; the diagonal blocks in `late`, if any,
+    which other regions may overlap until they are written."""
+    system, inverses = (smem.add(size, 16) for size in (SYSTEM_BYTES, INVERSES_BYTES))
+    return InverseRegions(system, inverses, (late or smem).add(DIAGONAL_BYTES, 16))
 
 
 class Inverse:

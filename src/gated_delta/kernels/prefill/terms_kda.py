@@ -95,18 +95,24 @@ class KdaTerms:
         self.scale_bytes = RAW_SCALE_BYTES if raw else SCALE_BYTES
         smem = hopper.SharedMemory()
         k_operands, qk_operands = smem.add(TILE_BYTES), smem.add(2 * TILE_BYTES)
-        regions = inverse.add_regions(smem)
+        g_fp32, late = None, smem
+        if g_dtype is Float32:
+            # Aqk and the diagonal blocks overwrite it: all three exceed 99 KiB.
+            g_fp32 = smem.add(CHUNK * D * 4)
+            late = hopper.SharedMemory(g_fp32)
+        regions = inverse.add_regions(smem, late)
         self.cumsum = regions.system  # of a K block; the system overwrites them
-        assert self.cumsum + CHUNK * CUMSUM_PITCH <= regions.diagonals
+        assert CHUNK * CUMSUM_PITCH <= inverse.SYSTEM_BYTES + inverse.INVERSES_BYTES
         self.inverse = inverse.Inverse(regions, triangle_offset)
-        self.aqk = smem.add(TRIANGLE_BYTES)
+        self.aqk = late.add(TRIANGLE_BYTES)
         # Tinv overwrites operands that have been read, but not k_operands if TMA loads g there.
         self.tinv = regions.diagonals if raw else k_operands
         self.totals = smem.add(4 * D * 4)  # log decays of each sub-chunk, fp32
         self.vectors = smem.add(4 * VECTOR_BYTES)
         self.gates = smem.add(GATE_BYTES)
-        self.regions = InputRegions(k_operands, qk_operands, self.vectors)
-        self.inputs = (RawInputs if raw else TileInputs)(self.gate, K, self.regions, smem)
+        self.regions = InputRegions(k_operands, qk_operands, self.vectors, g_fp32)
+        inputs = self.gate, K, self.regions
+        self.inputs = RawInputs(*inputs, smem) if raw else TileInputs(*inputs)
         self.bound = bound.KdaTransitionBound(smem) if windows else None
         self.smem = smem
 
