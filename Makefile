@@ -61,7 +61,7 @@ test-install: $(UV)
 # The plug-in in a real SGLang on a CPU, in an environment of its own.
 test-sglang: $(SGLANG)/.ready
 	OMP_NUM_THREADS=1 $(SGLANG)/bin/pytest tests/engines/test_sglang_kit.py
-	OMP_NUM_THREADS=1 $(SGLANG)/bin/pytest tests/engines/test_sglang.py
+	OMP_NUM_THREADS=1 $(SGLANG)/bin/pytest -n 2 --dist worksteal tests/engines/test_sglang.py
 
 # SGLang pins CUDA's build of a newer torch, so it is installed without its requirements;
 # sglang.txt lists the ones that a CPU needs.

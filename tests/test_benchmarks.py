@@ -909,7 +909,10 @@ def test_an_interrupted_run_keeps_its_cells(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("arguments", "word"),
     [
-        ("measure decode --peers a,sglang", "expected peers of a,b, got sglang"),
+        (
+            "measure decode --peers a,sglang",
+            "expected peers of a,b,sm_80,sm_86,sm_90,sm_120, got sglang",
+        ),
         (
             "measure decode --filter B=7",
             "no cell of decode matches 'B=7'; one is 'GDN 1/2 bf16 T=1 B=3'",

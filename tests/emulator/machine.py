@@ -190,6 +190,7 @@ class Warp:
         for flight in (*self.products, *self.stores):
             if not flight.over:
                 raise Fault(f"a warp ends before its copy or wgmma: {flight.where()}")
+        self.registers = []  # as large
 
     def text(self, at: int) -> str:
         """An instruction, for a message."""
@@ -767,7 +768,7 @@ class Launch:
         memory.left, memory.written = memory.written, set()
 
     @np.errstate(all="ignore")
-    def run(self, resident: int = 132) -> None:
+    def run(self, resident: int = 32) -> None:
         waiting = deque(itertools.product(*(range(size) for size in reversed(self.grid))))
         active: list[Block] = []
         while waiting or active:
@@ -794,7 +795,13 @@ class Launch:
                 if warp.waits is None or warp.waits[0]():
                     warp.waits = None
                     warp.run(self.random.randint(1, 4))
-            active = [block for block in active if any(warp.groups for warp in block.warps)]
+            running = []
+            for block in active:
+                if any(warp.groups for warp in block.warps):
+                    running.append(block)
+                else:
+                    del block.clocks  # large, and kept alive by reference cycles
+            active = running
             stuck = not warps
             while self.flights and (stuck or not active or self.random.random() > self.delay):
                 self.flights.pop(self.random.randrange(len(self.flights))).end()
