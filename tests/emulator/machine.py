@@ -190,7 +190,7 @@ class Warp:
         for flight in (*self.products, *self.stores):
             if not flight.over:
                 raise Fault(f"a warp ends before its copy or wgmma: {flight.where()}")
-        self.registers = []  # as large
+        self.registers = []  # large, and kept alive by reference cycles
 
     def text(self, at: int) -> str:
         """An instruction, for a message."""
@@ -800,7 +800,7 @@ class Launch:
                 if any(warp.groups for warp in block.warps):
                     running.append(block)
                 else:
-                    del block.clocks  # large, and kept alive by reference cycles
+                    del block.clocks  # as the registers of a warp that ends
             active = running
             stuck = not warps
             while self.flights and (stuck or not active or self.random.random() > self.delay):
