@@ -25,7 +25,7 @@ from torch import Tensor
 
 from gated_delta import compile
 from gated_delta.call_cache import CallCache
-from gated_delta.gpus import FORCED
+from gated_delta.gpus import FORCED, LEVEL
 from gated_delta.ops import OPERATIONS
 
 from .cells import BOUND, FP32, Call, Cell, D, Drafts, Pooled, Prompts, cu_seqlens
@@ -514,13 +514,13 @@ def cudnn_prefill(cell: Cell, b: Prompts, raw: bool = False, plan: str = "kda_ho
 def forced(level: str, caches: Mapping[str, CallCache[Any]]) -> Iterator[None]:
     """GATED_DELTA_LEVEL within; caches: of calls at this level, by operation."""
     before = {name: op.calls for name, op in OPERATIONS.items()}
-    os.environ["GATED_DELTA_LEVEL"] = level
+    os.environ[LEVEL] = level
     for name, op in OPERATIONS.items():
         op.calls = caches[name]
     try:
         yield
     finally:
-        del os.environ["GATED_DELTA_LEVEL"]
+        del os.environ[LEVEL]
         for name, op in OPERATIONS.items():
             op.calls = before[name]
 

@@ -458,9 +458,9 @@ def test_the_page_of_packs_finds_the_runtime_library():
 def test_without_a_compiler_packs_of_any_version_are_used(cache, monkeypatch):
     file = compile.build(decode_variant(), "sm_90a")
     shutil.move(file.parent, cache / "0.0.1")
-    assert compile._find(decode_variant(), H200) is None  # an installed compiler compiles anew
+    assert compile.find(decode_variant(), H200) is None  # an installed compiler compiles anew
     monkeypatch.setattr(compile, "installed", lambda package: None)
-    assert compile._find(decode_variant(), H200) == cache / "0.0.1" / file.name
+    assert compile.find(decode_variant(), H200) == cache / "0.0.1" / file.name
     assert compile.missing(decode_variant(), H200) == ()
     assert compile.missing(decode_variant(rows=2), H200) != ()
 
@@ -478,11 +478,11 @@ def test_a_gpus_own_file_is_taken_before_its_levels(cache, monkeypatch, version)
         file.parent.mkdir(exist_ok=True)
         file.write_bytes(b"code")
         os.utime(file, (1000 - i, 1000 - i))
-        found.append(compile._find(variant, gpu))
+        found.append(compile.find(variant, gpu))
         assert (compile.missing(variant, gpu) == ()) == (version is not None or i > 0)
     assert [file and file.name for file in found] == [None, *names[1:]]
-    assert compile._find(variant, GPUS[10, 0]).name == names[1]
-    assert compile._find(variant, H200) is None
+    assert compile.find(variant, GPUS[10, 0]).name == names[1]
+    assert compile.find(variant, H200) is None
 
 
 # ------------------------------------------------------------------------------ levels and PTX
@@ -756,7 +756,7 @@ def test_a_relative_cache_is_the_same_after_chdir(cache, monkeypatch, tmp_path):
     file = compile.build(decode_variant(), "sm_90a")
     (tmp_path / "elsewhere").mkdir()
     monkeypatch.chdir(tmp_path / "elsewhere")
-    assert compile._find(decode_variant(), H200).samefile(file)
+    assert compile.find(decode_variant(), H200).samefile(file)
 
     def read_only(path):
         raise OSError(errno.EROFS, "Read-only file system", os.path.abspath(path))

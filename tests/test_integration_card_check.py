@@ -1,4 +1,4 @@
-"""The check of our kernels on a card where nobody has run them, before an engine takes them."""
+"""The check of our kernels on a card other than Hopper, before an engine takes them."""
 
 import importlib
 import json

@@ -78,8 +78,7 @@ def launches(monkeypatch):
         monkeypatch.setattr(op, "calls", CallCache())
     monkeypatch.setattr(compile, "load", load)
     monkeypatch.setattr(compile, "missing", lambda variant, gpu: ())
-    for module in (api, shared):
-        monkeypatch.setattr(module, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(api, "gpu_of", lambda device: H200)
     monkeypatch.setattr(api, "_missing_for_cute", lambda op, problem, device: op.missing(problem))
     monkeypatch.setattr(shared, "_raw_stream", lambda index: 0)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -900,8 +899,7 @@ def test_levels_prefill_by_tiles_and_segments_alone(axis, options, level):
 def test_a_call_takes_the_kernels_of_its_gpu(launches, monkeypatch, axis, level):
     """Loaded for that GPU, on its SMs."""
     gpu, loaded, load = FORCED[level], [], compile.load
-    for module in (api, shared):
-        monkeypatch.setattr(module, "gpu_of", lambda device: gpu)
+    monkeypatch.setattr(api, "gpu_of", lambda device: gpu)
     monkeypatch.setattr(compile, "load", lambda *key: loaded.append(key) or load(*key))
     run("prefill", **prompts((40, 70), axis))
     run("decode", **valid_call("decode", axis))

@@ -464,8 +464,11 @@ class Route:
     """Why the CuTe kernels cannot run it, one reason each; empty if they can."""
     plan: Plan | None = None
     """On the CuTe backend, the schedule and the kernels to launch."""
-    gpu: Gpu | None = None
-    """On the CuTe backend, the GPU: its architecture and level."""
+
+    @property
+    def gpu(self) -> Gpu | None:
+        """On the CuTe backend, the GPU: its architecture and level."""
+        return self.plan and self.plan.gpu
 
     @property
     def schedule(self) -> Any:
@@ -509,7 +512,7 @@ def select(
         missing = tuple(dict.fromkeys(reasons))
         if not missing:
             kernel = ", ".join(variant.label for variant in plan.variants)
-            return Route(problem, "cute", kernel, (), plan, gpu)
+            return Route(problem, "cute", kernel, (), plan)
     if backend == "cute":
         raise UnsupportedProblem(f"backend 'cute' cannot run {problem.label}; it needs", missing)
     return Route(problem, "reference", f"reference.{op.name}", missing)

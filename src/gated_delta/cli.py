@@ -24,11 +24,10 @@ from typer.core import TyperGroup
 from . import __version__, dispatch
 from . import compile as kernels
 from .api import select
-from .gpus import ARCHS, H200, card_of, driver, forced_level, gpu_of, gpus_of, image
+from .gpus import ARCHS, H200, LEVEL, card_of, driver, forced_level, gpu_of, gpus_of, image
 from .ops import OPERATIONS
 from .options import (
     DTYPES,
-    LEVEL,
     MAX_DIM,
     MAX_SEQUENCES,
     MAX_TOKENS,
@@ -188,7 +187,7 @@ def _card(device: torch.device) -> str:
         return f"{words}: {problem}"
     if gpu is None:
         return f"{words}: no kernels, only the reference backend"
-    archs = [file.name.split("-")[1] for file in kernels.directory().glob("*/*.so")]
+    archs = [kernels.arch_of(file) for file in kernels.directory().glob("*/*.so")]
     counts = Counter(image(gpu, arch) for arch in archs if arch in (gpu.arch, gpu.level))
     files = ", ".join(f"{counts[x]} as {x}" for x in ("machine code", "PTX") if counts[x])
     return f"{words}: {gpu}, driver {driver()}; compiled kernels: {files or 'none'}"
@@ -366,8 +365,8 @@ def _line(card: str, records: Sequence[Mapping[str, Any]]) -> str:
 def _compile_ahead(cases: Sequence[Case], backend: str, device: torch.device) -> None:
     """Compile the missing kernels of the cases in parallel processes: one by one takes minutes."""
     gpu = gpu_of(device)
-    version = kernels.installed(kernels.COMPILER)
-    if gpu is None or backend == "reference" or version is None or not kernels.may_compile():
+    can_compile = kernels.installed(kernels.COMPILER) and kernels.may_compile()
+    if gpu is None or backend == "reference" or not can_compile:
         return
     variants: dict[kernels.Variant, None] = {}
     for case in cases:
@@ -376,12 +375,7 @@ def _compile_ahead(cases: Sequence[Case], backend: str, device: torch.device) ->
             with contextlib.suppress(UnsupportedProblem):
                 route = select(OPERATIONS[problem.op], problem, device, backend, *work)
                 variants |= dict.fromkeys(route.variants)
-    compiled = {file.name for file in (kernels.directory() / version).glob("*.so")}
-    missing = [
-        (variant, gpu.arch)
-        for variant in variants
-        if compiled.isdisjoint(kernels.file_name(variant, x) for x in (gpu.arch, gpu.level))
-    ]
+    missing = [(variant, gpu.arch) for variant in variants if kernels.find(variant, gpu) is None]
     if missing:  # a kernel that does not compile fails its case
         build_all(missing, kernels.directory(), min(os.cpu_count() or 1, len(missing)), [])
 

@@ -32,7 +32,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from .gpus import Gpu, has_ptx, level_of
+from .gpus import Gpu, has_ptx, image, level_of
 from .problem import UnsupportedProblem
 
 COMPILER, RUNTIME = "nvidia-cutlass-dsl", "apache-tvm-ffi"
@@ -209,7 +209,12 @@ def file_name(variant: Variant, arch: str) -> str:
     return f"{variant.kernel}-{arch}-{key}.so"
 
 
-def _find(variant: Variant, gpu: Gpu) -> Path | None:
+def arch_of(file: Path) -> str:
+    """The architecture that a kernel's file was compiled for."""
+    return file.name.split("-")[1]
+
+
+def find(variant: Variant, gpu: Gpu) -> Path | None:
     """The variant's file, intact or not: for this compiler's version, or for any without one.
 
     The file for the GPU's architecture, else for its level.
@@ -218,8 +223,9 @@ def _find(variant: Variant, gpu: Gpu) -> Path | None:
     for arch in dict.fromkeys((gpu.arch, gpu.level)):
         name = file_name(variant, arch)
         if version is not None:
+            file = directory() / version / name
             with _naming_directory():
-                files = [file for file in (directory() / version / name,) if file.exists()]
+                files = [file] if file.exists() else []
         else:
             files = list(directory().glob(f"*/{name}"))
         if files:
@@ -259,7 +265,7 @@ def missing(variant: Variant, gpu: Gpu) -> tuple[str, ...]:
     """Why the variant can be neither loaded nor compiled, one reason each."""
     if packages := missing_packages():
         return packages
-    if may_compile() and installed(COMPILER) is None and _find(variant, gpu) is None:
+    if may_compile() and installed(COMPILER) is None and find(variant, gpu) is None:
         return (f"a compiled kernel in {directory()}, or {COMPILER} to compile it",)
     return ()
 
@@ -273,7 +279,7 @@ def load(variant: Variant, gpu: Gpu) -> Callable[..., None]:
     key = (variant, gpu.arch, gpu.major, str(directory()))
     function = _loaded.get(key)
     if function is None:
-        file = _find(variant, gpu)
+        file = find(variant, gpu)
         with _naming_directory():
             whole = file is not None and _whole(file)
         if file is None or not whole:
@@ -421,9 +427,9 @@ def _linker() -> list[str]:
 
 
 def _link(object_file: Path) -> Path:
-    target, image = object_file.with_suffix(".so"), Path(__file__).with_name("image.c")
+    target, hook = object_file.with_suffix(".so"), Path(__file__).with_name("image.c")
     options = ["-shared", "-fPIC", "-Wl,-Bsymbolic", "-Wl,--wrap=_cudaLibraryLoadData"]
-    command = [*_linker(), *options, "-o", str(target), str(object_file), str(image)]
+    command = [*_linker(), *options, "-o", str(target), str(object_file), str(hook)]
     try:
         subprocess.run(command, check=True, capture_output=True, text=True)
     except (OSError, subprocess.CalledProcessError) as problem:
@@ -444,11 +450,10 @@ def _open(file: Path, gpu: Gpu) -> Callable[..., None]:
     _runtime()
     import tvm_ffi
 
-    arch = file.name.split("-")[1]
-    if has_ptx(arch) and arch != f"sm_{gpu.major}0":
-        image = ctypes.c_char_p.in_dll(ctypes.CDLL(str(file)), "gated_delta_image")
-        image.value = _ptx_of(file)
-        _images.append(image)
+    if image(gpu, arch_of(file)) == "PTX":
+        pointer = ctypes.c_char_p.in_dll(ctypes.CDLL(str(file)), "gated_delta_image")
+        pointer.value = _ptx_of(file)
+        _images.append(pointer)
     return tvm_ffi.load_module(str(file))[_SYMBOL]
 
 

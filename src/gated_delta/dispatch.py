@@ -21,7 +21,7 @@ MODELS = (
 """Head dims and gates of the released models. Head counts are run-time values, at any TP degree."""
 
 
-def shipped(arch: str = "sm_90a") -> list[compile.Variant]:
+def shipped(arch: str = H200.arch) -> list[compile.Variant]:
     """Variants that `gated-delta compile` builds for an architecture.
 
     bf16 inputs, qk_l2norm, fp32 and bf16 states, beta or its logits.

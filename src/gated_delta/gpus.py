@@ -61,11 +61,14 @@ ARCHS = ("sm_80", "sm_90", *dict.fromkeys(g.arch for at, g in GPUS.items() if at
 """What `gated-delta compile` compiles for. sm_80 and sm_90 are levels: PTX for all newer GPUs."""
 
 
+LEVEL = "GATED_DELTA_LEVEL"
+
+
 def forced_level() -> str | None:
     """GATED_DELTA_LEVEL. Raises ValueError for an unknown one."""
-    name = os.environ.get("GATED_DELTA_LEVEL")
+    name = os.environ.get(LEVEL)
     if name is not None and name not in FORCED:
-        raise ValueError(f"GATED_DELTA_LEVEL: expected one of {', '.join(FORCED)}, got {name!r}")
+        raise ValueError(f"{LEVEL}: expected one of {', '.join(FORCED)}, got {name!r}")
     return name
 
 
@@ -87,8 +90,7 @@ def gpu_of(device: torch.device) -> Gpu | None:
         forced = FORCED[level]
         if gpu is None or facts.major < (9 if forced.level == "sm_90" else 8):
             raise ValueError(
-                f"GATED_DELTA_LEVEL: {level} does not run on compute capability "
-                f"{facts.major}.{facts.minor}"
+                f"{LEVEL}: {level} does not run on compute capability {facts.major}.{facts.minor}"
             )
         gpu = forced._replace(shared=min(forced.shared, gpu.shared), major=facts.major)
     return gpu and gpu._replace(sms=sms)

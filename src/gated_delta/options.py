@@ -10,7 +10,7 @@ from typing import Annotated
 import torch
 import typer
 
-from .gpus import ARCHS, FORCED, gpu_of
+from .gpus import ARCHS, FORCED, LEVEL, gpu_of
 from .problem import SHORT
 
 Op = Enum(
@@ -52,9 +52,6 @@ def device_option(name: str) -> torch.device:
         return device
     except ValueError as problem:
         raise typer.BadParameter(str(problem), param_hint="--device") from None
-
-
-LEVEL = "GATED_DELTA_LEVEL"
 
 
 def force_level(context: typer.Context, level: str | None, device: torch.device) -> None:

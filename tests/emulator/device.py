@@ -146,7 +146,6 @@ def emulated(cache: Path, seed: int = 0, delay: float = 0.5, gpu: Gpu = H200) ->
         for target, name, value in (
             (compile, "load", functools.lru_cache(device.load)),
             (api, "gpu_of", lambda _: gpu),
-            (launch, "gpu_of", lambda _: gpu),
             (api, "_missing_for_cute", lambda op, problem, _: op.missing(problem)),
             (launch, "_raw_stream", lambda _: 0),
             (

@@ -1,4 +1,4 @@
-"""Our kernels on a card where nobody has run them, checked before an engine takes them.
+"""A check of our kernels on a card other than Hopper, before an engine takes them.
 
 A few cases per operation, with the engine's dtypes, gate, K and V, are compared with the recurrence
 in float64. They run in a process of their own, which may crash or hang. A file beside the compiled

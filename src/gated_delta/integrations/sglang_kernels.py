@@ -178,7 +178,8 @@ class Operations:
             *((x.dtype, x.shape[-1]) for x in tokens),
         )
         missing = missing or process.failing.get((self.layers, mode), "")
-        missing, result = missing or process.refused.get(problem, ""), None
+        missing = missing or process.refused.get(problem, "")
+        result = None
         if not missing:
             try:
                 result = ours(backend)

@@ -93,8 +93,7 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
     """Loads the kernels that the layers of a new attention backend launch in our modes.
 
     A mode that our kernels cannot run, or whose check on this card they fail, is a warning in the
-    log. Raises UnsupportedProblem if
-    kernels are missing and cannot be compiled, or may not be.
+    log. Raises UnsupportedProblem if kernels are missing and cannot be compiled, or may not be.
     """
     from sglang.srt.layers.radix_linear_attention import RadixLinearAttention
     from sglang.srt.runtime_context import get_exec, max_speculative_num_draft_tokens

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from .. import compile
 from ..call_cache import CallCache
-from ..gpus import H200, Gpu, gpu_of
+from ..gpus import H200, Gpu
 from ..kernels.arguments import ABSENT as NO_KIND
 from ..kernels.arguments import BF16, FP16, FP32
 from ..memory import Addresses, Placement
@@ -193,15 +193,13 @@ class Launch(ABC):
         """sources: arguments by pointer, where the names differ. numbers: pointers of no tensor."""
         compile.flag("GATED_DELTA_CHECK", False)  # raises for a bad value; the import must not
         device = a[0].device
-        gpu = gpu_of(device)
-        assert gpu is not None
         self.operation = operation
         self.given = [name for name in operation.tensors if getattr(a, name) is not None]
         """Names of the tensors that a call passes, in order."""
         self.values = a._replace(**dict.fromkeys(self.given))  # keeps no tensor alive
         self.index = device.index
         self.several_devices = torch.cuda.device_count() > 1
-        self.functions = [compile.load(variant, gpu) for variant in plan.variants]
+        self.functions = [compile.load(variant, plan.gpu) for variant in plan.variants]
         positions = {name: i for i, name in enumerate([*self.given, *numbers])}
         names = [sources.get(field, field) for field in operation.pointers._fields]
         self._pick = itemgetter(*(positions.get(name, -1) for name in names))

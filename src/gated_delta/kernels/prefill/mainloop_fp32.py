@@ -160,10 +160,14 @@ class MainloopFp32:
                 checkpoint = self.store_checkpoints(frag, args, coord, state_scale, checkpoint)
         return checkpoint
 
-    def store_checkpoints(self, frag, args, coord, state_scale, chunk):
+    def state_coord(self, coord):
+        """A lane's place in the state, to store it."""
         # mma.sync leaves no registers for addresses: opaque, so that they are computed here.
         thread = coord.thread if self.products.asynchronous else ptx.opaque(coord.thread)
-        rows, last = state_coord(coord.v_row, thread), is_last(args, coord.work)
+        return state_coord(coord.v_row, thread)
+
+    def store_checkpoints(self, frag, args, coord, state_scale, chunk):
+        rows, last = self.state_coord(coord), is_last(args, coord.work)
         return store_checkpoints(
             args,
             coord.work,

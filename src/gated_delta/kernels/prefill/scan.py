@@ -21,7 +21,7 @@ from .arguments import CHUNK
 from .layout import ARGUMENTS, D, Pointers, Sizes, Strides, init_shared
 from .mainloop_fp32 import MainloopFp32
 from .segments import add_window, in_place, is_last, scan_coord
-from .stages import LOAD_THREADS, SplitStages, TileStages
+from .stages import LOAD_THREADS, make_stages
 from .state import (
     load_initial_state,
     load_rows,
@@ -74,10 +74,7 @@ class PrefillScan:
         self.state_dtype = DTYPES[state_dtype]
         channel, self.threads = axis == "channel", 2 * WARPGROUP
         smem = hopper.SharedMemory()
-        if stages == 1:
-            self.stages = SplitStages(smem, channel, 1, 2, STORE_THREADS)
-        else:
-            self.stages = TileStages(smem, channel, ROWS, stages, STORE_THREADS)
+        self.stages = make_stages(smem, channel, ROWS, stages, STORE_THREADS)
         self.shared = smem.size
         self.copies = TileCopies(
             self.stages,
@@ -178,8 +175,7 @@ class PrefillScan:
                     frag, args, coord, Float32(1), coord.first_chunk
                 )
         state_scale = self.mainloop.run(frag, right, args, coord, checkpoint)
-        thread = coord.thread if products.asynchronous else ptx.opaque(coord.thread)
-        rows, last = state_coord(coord.v_row, thread), is_last(args, coord.work)
+        rows, last = self.mainloop.state_coord(coord), is_last(args, coord.work)
         store_final_state(
             args, coord.work, self.state_dtype, self.K, rows, last, frag.state, state_scale
         )

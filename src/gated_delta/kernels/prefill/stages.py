@@ -20,6 +20,13 @@ def square_bytes():
     return SQUARE.bytes if levels.current().wgmma else TRIANGLE_BYTES
 
 
+def make_stages(smem, channel, rows, count, stores):
+    """Stages of scan and transitions: one stage, of 64 V rows, comes and goes in two parts."""
+    if count == 1:
+        return SplitStages(smem, channel, 1, 2, stores)
+    return TileStages(smem, channel, rows, count, stores)
+
+
 class TileStages:
     """One ring for all of a chunk. SplitStages has the same methods.
 

@@ -41,7 +41,7 @@ from .segments import (
     scan_coord,
     window_chunks,
 )
-from .stages import LOAD_THREADS, SplitStages, TileStages
+from .stages import LOAD_THREADS, make_stages
 from .state import (
     WARPGROUP_ROWS,
     inverse_power_of_2,
@@ -75,10 +75,7 @@ class PrefillTransitions:
         channel, one_group = axis == "channel", self.mma_groups == 1
         stages = stages or (2 if channel and not one_group else 3)
         smem = hopper.SharedMemory()
-        if stages == 1:
-            self.stages = SplitStages(smem, channel, 1, 2, 0)
-        else:
-            self.stages = TileStages(smem, channel, self.rows, stages, 0)
+        self.stages = make_stages(smem, channel, self.rows, stages, 0)
         self.shared, self.threads = smem.size, WARPGROUP * (1 + self.mma_groups)
         self.copies = TileCopies(
             self.stages,
@@ -207,10 +204,10 @@ class PrefillTransitions:
         ptx.store_words(at, [Uint32(Int32(flag))], condition)
 
     def is_b(self, work):
-        return work.tile == 0 if self.b_tiles == 1 else work.tile < self.b_tiles
+        return work.tile < self.b_tiles
 
     def is_m(self, work):
-        return work.tile > 0 if self.b_tiles == 1 else work.tile >= self.b_tiles
+        return work.tile >= self.b_tiles
 
     def tile_of_matrix(self, work):
         """A work tile's number among those of B, or of M."""
