@@ -166,7 +166,7 @@ def levels() -> str:
         return f"{math.exp(sum(map(math.log, x)) / len(x)):.2f}, {end(x):.2f}"
 
     rows = {}
-    for level in ("sm_90", "sm_80"):
+    for level in ("sm_90", "sm_120", "sm_80", "sm_86"):
         rows[level] = [said(ratios("prefill", level, "fla"), min)]
         rows[level] += [said(ratios(op, level), max) for op in ("prefill", "decode", "speculate")]
     heads = "prefill: FLA's time over ours, mean, least", "prefill over sm_90a's: mean, most"
