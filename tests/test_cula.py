@@ -407,3 +407,14 @@ def test_a_final_state_in_fp16_saturates():
     cula.kda_prefill(**x | dict(v=torch.full_like(x["v"], 1e6)), final_state=final)
     assert torch.isfinite(final).all()
     assert (final.abs() == 65504).any()
+
+
+@pytest.mark.parametrize("name", PREFILLS)
+def test_cu_seqlens_on_the_host_give_the_longest_sequence(name, monkeypatch):
+    seen, prefill = [], cula.prefill
+    monkeypatch.setattr(
+        cula, "prefill", lambda *x, **call: seen.append(call["max_seqlen"]) or prefill(*x, **call)
+    )
+    for on_host in (None, torch.tensor(ENDS)):
+        getattr(cula, name)(**valid(name), cu_seqlens_cpu=on_host)
+    assert seen == [None, 128]  # in chunks of 64

@@ -239,10 +239,11 @@ def test_deprecated_layout_flag(name):
         (dict(cu_seqlens_cpu=torch.tensor(ENDS)), None),
     ],
 )
-def test_cu_seqlens_on_the_host_give_the_longest_sequence(call, longest, monkeypatch):
+@pytest.mark.parametrize("name", [CHUNK_GDN, CHUNK_KDA])
+def test_cu_seqlens_on_the_host_give_the_longest_sequence(name, call, longest, monkeypatch):
     seen, prefill = [], fla.prefill
     monkeypatch.setattr(
         fla, "prefill", lambda **call: seen.append(call["max_seqlen"]) or prefill(**call)
     )
-    fla.chunk_gated_delta_rule(**inputs(CHUNK_GDN, 1, TOTAL), **call)
+    getattr(fla, name)(**inputs(name, 1, TOTAL), **call)
     assert seen == [longest]

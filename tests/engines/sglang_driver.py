@@ -29,8 +29,9 @@ class Calls(collections.Counter):
 
 
 def record(kernels):
-    """Writes the kernels loaded at the start, and the kernels that calls would launch on a GPU."""
-    labels_of = dict(looked_for=set(), needed=set())
+    """Writes the kernels loaded at the start, the kernels that calls would launch on a GPU, and
+    the longest prompts that prefills were told."""
+    labels_of = dict(looked_for=set(), needed=set(), longest=set())
 
     def note(kind, problem):
         labels_of[kind] |= {variant.label for variant in dispatch.variants_of(problem)}
@@ -43,6 +44,8 @@ def record(kernels):
 
     def noted(operation, run_reference):
         def wrapped(a):
+            if operation.name == "prefill" and a.max_seqlen is not None:
+                labels_of["longest"].add(a.max_seqlen)
             note("needed", operation.describe(a))
             return run_reference(a)
 

@@ -890,6 +890,8 @@ class Run:
             if (one := json.loads(file.read_text()))["needed"]
         ]
         assert [one["looked_for"] for one in records] == [one["needed"] for one in records] != []
+        # Two prompts share a chunk of 256 tokens.
+        assert all(256 in one["longest"] for one in records)
 
     def cached(self, n):
         return [one["cached"] for one in self.rounds[n]]

@@ -95,7 +95,7 @@ def ran(layers, mode):
 
 @pytest.mark.parametrize(("layers", "case"), CASES)
 def test_eager(layers, case, monkeypatch):
-    """GDN gets the longest of several prompts, from the engine's lengths on the host."""
+    """Prefills get the longest of several prompts, from the engine's lengths on the host."""
     longest, prefill = set(), sglang_kernels.api.prefill
     monkeypatch.setattr(
         sglang_kernels.api,
@@ -105,7 +105,7 @@ def test_eager(layers, case, monkeypatch):
     KITS[layers][2](CASE, case, **SIZES)
     ran(layers, "decode" if case.forward_mode.is_decode() else "prefill")
     if not case.forward_mode.is_decode():
-        several = layers == "GDN" and len(case.extend_lens) > 1
+        several = len(case.extend_lens) > 1
         assert longest == {-(-max(case.extend_lens) // 64) * 64 if several else None}
 
 

@@ -116,7 +116,8 @@ CALLS = {name: functools.partial(valid, name) for name in (*STEPS, *FLUSHES, *PR
 }
 COPIED = {AUTO: {"final_state"}, f"{MTP}, K first": {"initial_state_source"}}
 HINTS = [
-    *((PREFILLS, {hint: ints(0)}) for hint in ("chunk_indices", "cu_seqlens_cpu")),
+    (PREFILLS, dict(chunk_indices=ints(0))),
+    (PREFILLS, dict(cu_seqlens_cpu=ints(*ENDS))),
     *((AUTO, dict(use_intracard_cp=mode)) for mode in (None, True, False)),
     *(
         (VERIFY, hint)

@@ -45,7 +45,7 @@ def gated(name: str) -> dict:
     x = (
         inputs(name, 1, TOTAL)
         | packed(dtype=INT32)
-        | (dict(cu_seqlens_cpu=torch.tensor(ENDS)) if name == CHUNK_GDN else {})
+        | (dict(cu_seqlens_cpu=torch.tensor(ENDS)) if name in (CHUNK_GDN, CHUNK_KDA) else {})
     )
     x |= dict(
         use_gate_in_kernel=True,

@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from ..api import traced
 from ..problem import CHECKPOINT_INTERVAL, INDEX_DTYPES, Gate, UnsupportedProblem, check_written
 
 
@@ -96,6 +97,24 @@ def sequences(cu_seqlens: object, device: torch.device) -> int:
         raise ValueError(f"cu_seqlens: expected [N+1], got shape {list(x.shape)}")
     on_device("cu_seqlens", x, device)
     return len(x) - 1
+
+
+def longest(cu_seqlens: Tensor | None, on_host: Tensor | None, device: torch.device) -> int | None:
+    """max_seqlen, from cu_seqlens on the host. None in traced code, which cannot read them."""
+    if cu_seqlens is None or on_host is None:
+        return None
+    shaped(
+        "cu_seqlens_cpu",
+        tensor("cu_seqlens_cpu", on_host, INDEX_DTYPES),
+        [sequences(cu_seqlens, device) + 1],
+    )
+    if on_host.device.type != "cpu":
+        raise ValueError(f"cu_seqlens_cpu: expected device cpu, got {on_host.device}")
+    return (
+        None
+        if len(on_host) < 2 or traced(on_host)
+        else in_chunks(max(0, int(on_host.diff().max())))
+    )
 
 
 def sequence_slots(name: str, x: object, N: int, device: torch.device) -> Tensor:

@@ -90,7 +90,8 @@ def kda_prefill(
     its dtype: bf16 and fp16 are taken too, not by cuLA. Sequences of no tokens keep their state.
     out: [B, T, HV, V], v's dtype. final_state: [N, HV, V, K], fp32, bf16 or fp16, with
     output_final_state; the final states are computed apart and copied there.
-    chunk_indices, cu_seqlens_cpu and use_intracard_cp are ignored.
+    cu_seqlens_cpu: [N+1], cu_seqlens on the host, int32 or int64; changes the schedule, not the
+    results. chunk_indices and use_intracard_cp are ignored.
 
     Returns (o, final_state): out and final_state if given, else new tensors; final_state is None
     without output_final_state. Raises UnsupportedProblem for inputs that require grad.
@@ -121,6 +122,7 @@ def kda_prefill(
         q, k, v, g, beta, gate=gate, scale=scale, qk_l2norm=use_qk_l2norm_in_kernel,
         beta_logits=use_beta_sigmoid_in_kernel, cu_seqlens=cu_seqlens, initial_state=initial_state,
         output_final_state=output_final_state, out=out,
+        max_seqlen=checks.longest(cu_seqlens, cu_seqlens_cpu, q.device),
     )  # fmt: skip
     if final_state is None or final is None:
         return o, final
@@ -142,6 +144,7 @@ def kda_prefill_hopper(
     return kda_prefill(
         q, k, v, g, beta, scale, initial_state, output_final_state, use_qk_l2norm_in_kernel,
         use_gate_in_kernel, safe_gate, lower_bound, cu_seqlens, A_log=A_log, dt_bias=dt_bias,
+        cu_seqlens_cpu=cu_seqlens_cpu,
     )  # fmt: skip
 
 

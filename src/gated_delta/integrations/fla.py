@@ -27,7 +27,6 @@ return_intermediate_states, inputs that require grad.
 
 chunk_size, chunk_indices, safe_gate, disable_recompute, use_graph and max_num_seqs choose between
 FLA's kernels. They change nothing here, but are checked as FLA checks them if that is free.
-cu_seqlens_cpu gives chunk_gated_delta_rule its max_seqlen; chunk_kda ignores it.
 """
 
 from __future__ import annotations
@@ -38,19 +37,17 @@ import warnings
 import torch
 from torch import Tensor
 
-from ..api import decode, prefill, traced
-from ..problem import INDEX_DTYPES, INPUT_DTYPES, MAX_DRAFT, Gate, Tokens, absent
+from ..api import decode, prefill
+from ..problem import INPUT_DTYPES, MAX_DRAFT, Gate, Tokens, absent
 from ..reference import log_decay
 from .checks import (
     floating,
     gate_of,
-    in_chunks,
+    longest,
     rank,
     refuse,
     safe_bound,
     sequences,
-    shaped,
-    tensor,
 )
 
 __all__ = [
@@ -102,7 +99,7 @@ def chunk_gated_delta_rule(
     )
     states = (initial_state, output_final_state, state_v_first, transpose_state_layout)
     return _run(
-        tokens, allow_neg_eigval, *states, max_seqlen=_longest(cu_seqlens, cu_seqlens_cpu, g.device)
+        tokens, allow_neg_eigval, *states, max_seqlen=longest(cu_seqlens, cu_seqlens_cpu, g.device)
     )
 
 
@@ -185,7 +182,7 @@ def chunk_kda(
     g: [B, T, HV, K], the log decay. With use_gate_in_kernel, the raw gate: the log decay is
     -exp(A_log) * softplus(g + dt_bias), dt_bias [HV * K]; with a lower_bound (below 0) it is
     lower_bound * sigmoid(exp(A_log) * (g + dt_bias)), and A_log=None is a rate of 1.
-    disable_recompute and cu_seqlens_cpu are ignored.
+    cu_seqlens_cpu: as for chunk_gated_delta_rule. disable_recompute is ignored.
 
     Raises ValueError for a chunk_size other than 32 or 64; with safe_gate and use_gate_in_kernel,
     for a lower_bound outside [-5, 0); with use_graph, if cu_seqlens does not have max_num_seqs
@@ -221,6 +218,7 @@ def chunk_kda(
         output_final_state,
         state_v_first,
         transpose_state_layout,
+        max_seqlen=longest(cu_seqlens, cu_seqlens_cpu, g.device),
     )
 
 
@@ -329,24 +327,6 @@ def _run(
             max_seqlen=max_seqlen,
         )
     return o.to(o_dtype), final_state if final_state is None or v_first else final_state.mT
-
-
-def _longest(cu_seqlens: Tensor | None, on_host: Tensor | None, device: torch.device) -> int | None:
-    """max_seqlen, from cu_seqlens on the host. None in traced code, which cannot read them."""
-    if cu_seqlens is None or on_host is None:
-        return None
-    shaped(
-        "cu_seqlens_cpu",
-        tensor("cu_seqlens_cpu", on_host, INDEX_DTYPES),
-        [sequences(cu_seqlens, device) + 1],
-    )
-    if on_host.device.type != "cpu":
-        raise ValueError(f"cu_seqlens_cpu: expected device cpu, got {on_host.device}")
-    return (
-        None
-        if len(on_host) < 2 or traced(on_host)
-        else in_chunks(max(0, int(on_host.diff().max())))
-    )
 
 
 def _fits_graph(

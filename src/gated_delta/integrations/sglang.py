@@ -63,14 +63,13 @@ def _after_resolve(backends: Any, *_: Any, **__: Any) -> Any:
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if common.supported():
-        hooks: dict[str, Any] = {
-            f"{_LINEAR}gdn_backend.GDNAttnBackend.init_forward_metadata": _record_longest
-        }
+        hooks: dict[str, Any] = {}
         for layers in ("GDN", "KDA"):
             module = f"{_LINEAR}{layers.lower()}_backend.{layers}"
             hooks |= {
                 f"{module}KernelDispatcher.__init__": _fill_dispatcher,
                 f"{module}AttnBackend.__init__": sglang_start.check,
+                f"{module}AttnBackend.init_forward_metadata": _record_longest,
             }
         for target, hook in hooks.items():
             if target not in HookRegistry._hooks:
@@ -105,8 +104,8 @@ def _fill_dispatcher(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
 def _record_longest(_: None, backend: Any, batch: Any, *__: Any, **___: Any) -> None:
     """Keeps a batch's longest prompt for `extend`, which gets the bounds alone.
 
-    The engine has the lengths on the host here. Only GDN's schedule reads the longest. A CUDA
-    graph calls this for no replay: its bounds are other tensors, without an entry.
+    The engine has the lengths on the host here. A CUDA graph calls this for no replay: its bounds
+    are other tensors, without an entry.
     """
     lengths, bounds = batch.extend_seq_lens_cpu, backend.forward_metadata.query_start_loc
     if bounds is None:

@@ -219,11 +219,8 @@ class Core(GatedDeltaNetAttention):
         return x
 
     def _longest(self, m: Any) -> int | None:
-        """max_seqlen of several GDN prefills, if vLLM has their lengths on the host.
-
-        KDA's schedule does not read it.
-        """
-        if self.channels or len(m.prefill_state_indices) < 2:
+        """max_seqlen of several prefills, if vLLM has their lengths on the host."""
+        if len(m.prefill_state_indices) < 2:
             return None
         blocks = (m.nums_dict or {}).get(BLOCK, {}).get("nums")
         on_host = isinstance(blocks, Tensor) and blocks.device.type == "cpu"
