@@ -345,6 +345,19 @@ def test_compiled_kernels_are_not_compiled_ahead(card, monkeypatch, tmp_path):
     assert built == []
 
 
+def test_a_pack_for_a_dtype_and_head_dims(monkeypatch, tmp_path):
+    seen = []
+    monkeypatch.setattr(compile, "check_tools", lambda: None)
+    monkeypatch.setattr(cli, "build_all", lambda builds, *_: seen.extend(builds))
+    result = run("compile", "--out", tmp_path, "--dtype", "fp16", "--size", "64x96")
+    assert result.exit_code == 0, result.output
+    assert [variant for variant, _ in seen] == [
+        *dispatch.shipped("sm_90a", torch.float16, (64, 96))
+    ]
+    facts = [set(variant.facts) for variant, _ in seen]
+    assert all({("K", 64), ("V", 96)} < x and ("dtype", "bf16") not in x for x in facts)
+
+
 # ---------------------------------------------------------------- JSON
 
 
@@ -509,6 +522,9 @@ REFUSED = [
     ("compile --out {directory}/x --limit -1", "--limit"),
     ("compile --out {directory}/x --json /nonexistent/x", "/nonexistent/x"),
     ("compile --out {directory}/x --filter no_such_kernel", "no_such_kernel"),
+    ("compile --out {directory}/x --size 64", "--size"),
+    ("compile --out {directory}/x --size 60x64", "K a multiple of 8 up to 128"),
+    ("compile --out {directory}/x --dtype fp32", "--dtype"),
     ("demo --length 0", "--length"),
     ("demo --backend cute --device cpu", "--backend"),
     ("demo --device meta", "'meta'"),

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from gated_delta import Gate, KVBuffer, UnsupportedProblem, compile
-from gated_delta.gpus import H200
+from gated_delta import Gate, KVBuffer, UnsupportedProblem, api, compile, dispatch
+from gated_delta.gpus import GPUS, H200
 from gated_delta.integrations import start
 from gated_delta.integrations.sglang_start import Layer
 
@@ -42,7 +42,7 @@ def test_where_none_of_our_kernels_run_none_are_loaded(monkeypatch):
 def test_kernels_of_every_batch_size_are_loaded_once(monkeypatch):
     loaded = []
     monkeypatch.setattr(start, "gpu_of", lambda device: H200)
-    monkeypatch.setattr(compile, "load", lambda variant, gpu: loaded.append((variant, gpu)))
+    monkeypatch.setattr(compile, "load", lambda variant, gpu, _: loaded.append((variant, gpu)))
     start.load([decode(), decode()], CPU)
     assert len(loaded) == len(set(loaded)) > 1
     assert {(variant.kernel, gpu) for variant, gpu in loaded} == {("decode", H200)}
@@ -57,7 +57,7 @@ def test_all_missing_kernels_are_named(monkeypatch, tmp_path):
     monkeypatch.setattr(
         compile,
         "load",
-        lambda variant, gpu: load(variant, gpu) if present else present.append(variant),
+        lambda variant, *x: load(variant, *x) if present else present.append(variant),
     )
     with pytest.raises(UnsupportedProblem) as raised:
         start.load([decode()], CPU)
@@ -66,7 +66,7 @@ def test_all_missing_kernels_are_named(monkeypatch, tmp_path):
         f"{len(lines) - 1} of the {len(lines)} kernels that this engine needs are missing: "
         "GATED_DELTA_JIT=0" in lines[0]
     )
-    assert "`gated-delta compile` builds kernels ahead of time" in lines[0]
+    assert f"; `gated-delta compile --size 64x64 --out {tmp_path}` builds the kernels" in lines[0]
     assert all(line.startswith("  - decode axis=head K=64 V=64 ") for line in lines[1:])
     assert present[0].label not in str(raised.value)
 
@@ -110,6 +110,47 @@ def test_calls_of_a_layer_of_sglang(kind, scratch):
         "buffer": ["verify", "flush"],
     }[scratch]
     assert start.refused([call for calls in by_mode.values() for call in calls]) == {}
+
+
+@pytest.mark.parametrize("states", ["fp32", "as the inputs"])
+@pytest.mark.parametrize("scratch", ["states", "buffer"])
+@pytest.mark.parametrize(
+    ("kind", "D", "dtype", "options"),
+    [
+        ("GDN", 64, torch.bfloat16, "--size 64x64"),  # the shipped model
+        ("GDN", 64, torch.float16, "--dtype fp16 --size 64x64"),
+        ("GDN", 128, torch.float16, "--dtype fp16"),
+        ("KDA", 128, torch.float16, "--dtype fp16"),
+        ("KDA", 128, torch.bfloat16, ""),
+    ],
+)
+def test_the_command_of_an_error_builds_all_kernels(
+    kind, D, dtype, options, scratch, states, monkeypatch
+):
+    """Of an engine with these layers, on any GPU."""
+    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", "/a pack")
+    size = tuple(map(int, options.split()[-1].split("x"))) if "size" in options else None
+    state = torch.zeros(2, 4, D, D, dtype=torch.float32 if states == "fp32" else dtype)
+    gate = "head" if kind == "GDN" else "channel"
+    buffer = KVBuffer.empty(2, T=3, H=2, HV=4, K=D, V=D, gate=gate, device="cpu")
+    drafts = buffer if scratch == "buffer" else torch.zeros(2, 3, *state.shape[1:]).to(state)
+    by_mode = Layer(kind, 2, 4, D, D, dtype).calls(state, True, drafts, 3)
+    calls = [call for calls in by_mode.values() for call in calls]
+    problems = [api.explain(op, **arguments).problem for op, arguments in calls]
+    for gpu in GPUS.values():
+        variants = {x for problem in problems for x in dispatch.variants_of(problem, gpu)}
+        assert variants <= set(dispatch.shipped(gpu.arch, dtype, size))
+        arch = [] if gpu == H200 else ["--arch", gpu.arch]
+        command = " ".join(["gated-delta compile", *arch, *options.split(), "--out '/a pack'"])
+        assert dispatch.how_to_build(variants, gpu) == (
+            f"`{command}` builds the kernels ahead of time"
+        )
+
+
+def test_kernels_of_no_pack_need_a_run_with_the_compiler():
+    op, arguments = decode(qk_l2norm=False)
+    variants = dispatch.variants_of(api.explain(op, **arguments).problem)
+    assert dispatch.how_to_build(variants, H200).startswith("a run without GATED_DELTA_JIT=0")
 
 
 PACKAGE = "gated_delta.integrations"

@@ -37,6 +37,7 @@ from .options import (
     FileArgument,
     FilterOption,
     GateKind,
+    Half,
     JsonOption,
     LevelOption,
     LimitOption,
@@ -46,6 +47,7 @@ from .options import (
     architectures,
     force_level,
     head_counts,
+    head_dims,
     ints,
 )
 from .options import device_option as _device
@@ -219,6 +221,15 @@ def compile_kernels(
             help=f"Of {', '.join(ARCHS)}. sm_80 and sm_90 have PTX for all newer GPUs.",
         ),
     ] = H200.arch,
+    dtype: Annotated[
+        Half, typer.Option(help="Inputs; the states are in fp32 or this.")
+    ] = Half.bf16,
+    size: Annotated[
+        str,
+        typer.Option(
+            metavar="<KxV>", help="Head dims, e.g. 64x64; those of released models when not given."
+        ),
+    ] = "",
     cases: Annotated[
         bool, typer.Option("--cases", help="Also the kernels of `check --backend cute`.")
     ] = False,
@@ -232,9 +243,10 @@ def compile_kernels(
 
     checked = [case for op in Op for case in listed(op.value) if cases and not case.reference_only]
     problems = dict.fromkeys(problem for case in checked for problem in case.problems)
+    dims = head_dims(size) if size else None
     builds: list[tuple[kernels.Variant, str]] = []
     for name in architectures(arch):
-        variants = dispatch.shipped(name)
+        variants = [*dispatch.shipped(name, DTYPES[dtype.value], dims)]
         for problem, gpu in itertools.product(problems, gpus_of(name)):
             variants += dispatch.variants_of(problem, gpu)
         builds += [(x, name) for x in dict.fromkeys(variants) if filter in x.label]

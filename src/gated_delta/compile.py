@@ -26,7 +26,7 @@ import sys
 import tempfile
 import tokenize
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import metadata
 from pathlib import Path
@@ -270,9 +270,10 @@ def missing(variant: Variant, gpu: Gpu) -> tuple[str, ...]:
     return ()
 
 
-def load(variant: Variant, gpu: Gpu) -> Callable[..., None]:
+def load(variant: Variant, gpu: Gpu, needed: Sequence[Variant] = ()) -> Callable[..., None]:
     """The variant's launch function; compiles the variant if it has no intact file.
 
+    needed: variants that its caller loads too, for an error that names a command to build them all.
     Raises UnsupportedProblem if it would have to compile in strict mode (GATED_DELTA_JIT=0), and
     the errors of `build`.
     """
@@ -287,9 +288,11 @@ def load(variant: Variant, gpu: Gpu) -> Callable[..., None]:
                 reason = f"no compiled kernel for {gpu} in {directory()}"
                 if file is not None:
                     reason = f"{file} is damaged, renamed or of an older format"
+                from .dispatch import how_to_build
+
                 raise UnsupportedProblem(
                     f"GATED_DELTA_JIT=0 or no compiler, and {reason}; "
-                    "`gated-delta compile` builds kernels ahead of time",
+                    f"{how_to_build([variant, *needed], gpu)}",
                     (variant.label,),
                 )
             file = build(variant, gpu.arch)

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
+import shlex
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -10,7 +13,7 @@ import torch
 from . import compile
 from .gpus import H200, Gpu, gpus_of
 from .ops import OPERATIONS
-from .problem import Problem
+from .problem import SHORT, Problem
 
 MODELS = (
     # axis, K, V, gates
@@ -21,28 +24,51 @@ MODELS = (
 """Head dims and gates of the released models. Head counts are run-time values, at any TP degree."""
 
 
-def shipped(arch: str = H200.arch) -> list[compile.Variant]:
+@functools.cache
+def shipped(
+    arch: str = H200.arch,
+    dtype: torch.dtype = torch.bfloat16,
+    size: tuple[int, int] | None = None,
+) -> tuple[compile.Variant, ...]:
     """Variants that `gated-delta compile` builds for an architecture.
 
-    bf16 inputs, qk_l2norm, fp32 and bf16 states, beta or its logits.
+    Inputs of that dtype, qk_l2norm, states in fp32 and in that dtype, beta or its logits.
+    size: K and V, in place of MODELS'; operations without kernels for them have no variants.
     """
     variants: dict[compile.Variant, None] = {}
-    bf16 = torch.bfloat16
+    models = dict.fromkeys((axis, *(size or dims), gates) for axis, *dims, gates in MODELS)
     for (axis, K, V, gates), state, logits in itertools.product(
-        MODELS, (torch.float32, bf16), (False, True)
+        models, (torch.float32, dtype), (False, True)
     ):
-        for gate, g_dtype in itertools.product(gates, (bf16, torch.float32)):
+        for gate, g_dtype in itertools.product(gates, (dtype, torch.float32)):
             # Raw gates are outputs of a projection; callers often compute log decays in fp32.
             if g_dtype == torch.float32 and gate != "log":
                 continue
             tokens: dict[str, Any] = dict(
-                gate=gate, dtype=bf16, g_dtype=g_dtype, beta_logits=logits
+                gate=gate, dtype=dtype, g_dtype=g_dtype, beta_logits=logits
             )
             for op in OPERATIONS.values():
                 for problem in op.shipped(axis, K, V, state, tokens):
-                    for gpu in gpus_of(arch):
+                    for gpu in gpus_of(arch) if not op.missing(problem) else ():
                         variants |= dict.fromkeys(op.variants(problem, gpu))
-    return list(variants)
+    return tuple(variants)
+
+
+def how_to_build(variants: Iterable[compile.Variant], gpu: Gpu) -> str:
+    """What builds all of these variants: a command, or a run if no command does."""
+    wanted = set(variants)
+    facts = [dict(variant.facts) for variant in wanted]
+    dims = [(x.get("K", x.get("V")), x.get("V", x.get("K"))) for x in facts]
+    sizes = dict.fromkeys([None, *((K, V) for K, V in dims if K)])
+    for size, dtype in itertools.product(sizes, (torch.bfloat16, torch.float16)):
+        if wanted <= set(shipped(gpu.arch, dtype, size)):
+            options = ["--arch", gpu.arch] if gpu.arch != H200.arch else []
+            options += ["--dtype", SHORT[dtype]] if dtype != torch.bfloat16 else []
+            options += ["--size", f"{size[0]}x{size[1]}"] if size else []
+            out = str(compile.directory())
+            command = shlex.join(["gated-delta", "compile", *options, "--out", out])
+            return f"`{command}` builds the kernels ahead of time"
+    return "a run without GATED_DELTA_JIT=0, with a compiler, builds the kernels"
 
 
 def schedule_of(problem: Problem, sequences: int, tokens: int = 0) -> Any:

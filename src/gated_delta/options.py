@@ -21,6 +21,7 @@ Model = Enum("Model", {"gdn": "gdn", "kda": "kda"}, type=str)
 GateKind = Enum(
     "GateKind", {"log": "log", "softplus": "softplus", "lower_bound": "lower_bound"}, type=str
 )
+Half = Enum("Half", {"bf16": "bf16", "fp16": "fp16"}, type=str)
 Precision = Enum("Precision", {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}, type=str)
 DTYPES = {short: dtype for dtype, short in SHORT.items()}
 
@@ -114,6 +115,20 @@ def head_counts(text: str) -> tuple[int, int]:
             f"expected HV up to {MAX_HEADS} and a multiple of H, got {text!r}", param_hint="--heads"
         )
     return H, HV
+
+
+def head_dims(text: str) -> tuple[int, int]:
+    """K and V, from "KxV"."""
+    try:
+        K, V = (int(part) for part in text.split("x"))
+    except ValueError:
+        K, V = 0, 0
+    if not (0 < K <= 128 and K % 8 == 0 and 0 < V <= MAX_DIM and V % 32 == 0):
+        raise typer.BadParameter(
+            f"expected KxV such as 64x64, K a multiple of 8 up to 128, V of 32, got {text!r}",
+            param_hint="--size",
+        )
+    return K, V
 
 
 JsonOption = Annotated[

@@ -41,15 +41,12 @@ def load(calls: Iterable[Call], device: torch.device) -> None:
     gpu = gpu_of(device)
     if gpu is None:
         return
-    variants = dict.fromkeys(
-        v
-        for op, arguments in calls
-        for v in dispatch.variants_of(api.explain(op, **arguments).problem, gpu)
-    )
+    problems = [api.explain(op, **arguments).problem for op, arguments in calls]
+    variants = [*dict.fromkeys(v for x in problems for v in dispatch.variants_of(x, gpu))]
     missing: dict[str, str] = {}
     for variant in variants:
         try:
-            compile.load(variant, gpu)
+            compile.load(variant, gpu, variants)
         except UnsupportedProblem as error:
             missing[variant.label] = str(error).partition("\n")[0]
     if missing:

@@ -236,8 +236,6 @@ class Prefill(Operation):
     def shipped(
         self, axis: str, K: int, V: int, state_dtype: torch.dtype, tokens: dict[str, Any]
     ) -> list[Problem]:
-        if axis == "channel" and {K, V} != {128}:
-            return []
         options = (frozenset[str](), frozenset({"checkpoints"}), frozenset({"deterministic"}))
         return [
             Problem("prefill", axis, 1, 1, K, V, state_dtype=state_dtype, options=some, **tokens)
