@@ -195,9 +195,23 @@ def record(kernels, on_gpu):
     for operation in ops.OPERATIONS.values():
         operation.run_reference = noted(operation, operation.run_reference)
     if on_gpu:
+        profile_before_the_cache()
         start.gpu_of = lambda device: gpus.H200
     else:
         start.load = load
+
+
+def profile_before_the_cache():
+    """As a GPU's worker does."""
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    available = CPUWorker.determine_available_memory
+
+    def determine_available_memory(worker):
+        worker.model_runner.profile_run()
+        return available(worker)
+
+    CPUWorker.determine_available_memory = determine_available_memory
 
 
 def fail(op):

@@ -122,7 +122,7 @@ class Core(GatedDeltaNetAttention):
         refused, m = self.tally.refused, get_forward_context().attn_metadata
         m = m.get(self.prefix) if isinstance(m, dict) else None
         if m is None:  # a profile run, before vLLM has a cache
-            if BACKEND == "cute" and "prefill" not in refused and not self.profiled:
+            if "prefill" not in refused and not self.profiled:
                 vllm_start.profile(self, len(qkv))
             return "prefill" not in refused
         if (m.num_prefills and "prefill" in refused) or (

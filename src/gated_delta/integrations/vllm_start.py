@@ -95,8 +95,10 @@ def load(layer: Any, pool: Tensor) -> None:
 def profile(layer: Any, tokens: int) -> None:
     """Runs a large prefill in vLLM's profile run, so that vLLM measures its memory.
 
-    vLLM has no pool of states then.
+    vLLM has no pool of states then. Loads all kernels before, so that an error names them all.
     """
-    layer.profiled = True
-    _, arguments = calls(layer, small_pool(layer), max(tokens, MAX_DRAFT))[0]
-    api.prefill(**arguments)
+    layer.profiled, pool = True, small_pool(layer)
+    load(layer, pool)
+    if BACKEND == "cute":
+        _, arguments = calls(layer, pool, max(tokens, MAX_DRAFT))[0]
+        api.prefill(**arguments)
