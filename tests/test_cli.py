@@ -248,6 +248,20 @@ def test_info_describes_a_gpu(card, monkeypatch, tmp_path, capability, level, de
     assert f"{LEVEL} {level or 'not set'}" in shown
 
 
+def test_info_names_kernels_of_another_compiler(monkeypatch, tmp_path):
+    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(compile, "installed", lambda package: "4.8.0")
+    for version, name in (("4.8.1", "a"), ("4.9.0", "b"), ("4.9.0", "c")):
+        file = tmp_path / version / f"decode-sm_80-{name}.so"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.touch()
+    unused = "2 of nvidia-cutlass-dsl 4.9.0 are unused unless GATED_DELTA_JIT=0"
+    shown = " ".join(run("info").stdout.split())
+    assert f"3 kernels; {unused}; compiling is on" in shown
+    monkeypatch.setenv("GATED_DELTA_JIT", "0")
+    assert "3 kernels; compiling is off" in " ".join(run("info").stdout.split())
+
+
 def test_check_on_a_gpu_prints_a_line_to_report(card, monkeypatch):
     """The cases run at the level that is asked for, the environment is left as it was."""
     card(9, 0)

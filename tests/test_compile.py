@@ -465,6 +465,47 @@ def test_without_a_compiler_packs_of_any_version_are_used(cache, monkeypatch):
     assert compile.missing(decode_variant(rows=2), H200) != ()
 
 
+def kernel_of(cache, version, seconds=0):
+    """An intact file of the first decode kernel, as that compiler makes it."""
+    file = cache / version / compile.file_name(decode_variant(), "sm_90a")
+    file.parent.mkdir()
+    file.write_bytes(compile._sealed(b"code", file))
+    os.utime(file, (seconds, seconds))
+    return file
+
+
+def test_packs_of_a_compilers_patch_releases_are_used(cache, monkeypatch):
+    """Beside an engine that pins another one: its own kernels first, else the newest."""
+    monkeypatch.setattr(compile, "installed", lambda package: "4.8.0")
+    monkeypatch.setattr(compile, "_open", lambda file, gpu: file)
+    monkeypatch.setattr(compile, "build", lambda *_: pytest.fail("compiled"))
+    found = []
+    for version, seconds in (("4.8.1", 9), ("4.8.2", 8), ("4.8.0", 7), ("4.9.0", 10)):
+        kernel_of(cache, version, seconds)
+        monkeypatch.setattr(compile, "_loaded", {})
+        found.append(compile.load(decode_variant(), H200).parent.name)
+    assert found == ["4.8.1", "4.8.1", "4.8.0", "4.8.0"]
+
+
+def test_kernels_of_another_compiler_are_a_warning(cache, monkeypatch):
+    """Once. GATED_DELTA_JIT=0 loads them."""
+    monkeypatch.setattr(compile, "installed", lambda package: "4.80.0")
+    monkeypatch.setattr(compile, "_open", lambda file, gpu: file)
+    monkeypatch.setattr(compile, "build", lambda *_: "built")
+    compile._warn_of_unused.cache_clear()
+    file = kernel_of(cache, "4.8.1")
+
+    def load():
+        monkeypatch.setattr(compile, "_loaded", {})
+        return compile.load(decode_variant(), H200)
+
+    with pytest.warns(UserWarning, match=r"4\.8\.1: .* unused beside .* 4\.80\.0") as caught:
+        assert [load(), load()] == ["built"] * 2
+    assert len(caught) == 1
+    monkeypatch.setenv("GATED_DELTA_JIT", "0")
+    assert load() == file
+
+
 @pytest.mark.parametrize("version", ["4.8.1", None], ids=["compiler", "no compiler"])
 def test_a_gpus_own_file_is_taken_before_its_levels(cache, monkeypatch, version):
     """Whichever is newer. Files of other GPUs are not taken."""

@@ -166,11 +166,15 @@ def info() -> None:
     needs = kernels.missing_packages()
     supported = "all four operations on compute capability 8.0 and newer; measured on 9.0"
     table.add_row("backend cute", f"needs {', '.join(needs)}" if needs else supported)
-    count = sum(1 for _ in kernels.directory().glob("*/*.so"))
-    compiling = "on" if kernels.may_compile() else "off"
-    table.add_row(
-        "kernel cache", f"{kernels.directory()}: {count} kernels; compiling is {compiling}"
-    )
+    by_version = Counter(file.parent.name for file in kernels.directory().glob("*/*.so"))
+    counts = [f"{by_version.total()} kernels"]
+    counts += [
+        f"{count} of {kernels.COMPILER} {version} are unused unless GATED_DELTA_JIT=0"
+        for version, count in by_version.items()
+        if not kernels.runs_kernels_of(version)
+    ]
+    counts.append(f"compiling is {'on' if kernels.may_compile() else 'off'}")
+    table.add_row("kernel cache", f"{kernels.directory()}: {'; '.join(counts)}")
     for name, default in SWITCHES.items():
         value = int(kernels.flag(name, default))
         table.add_row(name, f"{value}" if name in os.environ else f"{value}, not set")

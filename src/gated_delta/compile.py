@@ -4,7 +4,8 @@ A variant is a kernel and its compile-time constants; sizes, strides and address
 The file name is a hash of the variant, the architecture and the kernel's sources; the directory
 name is the compiler's version. The file ends with a digest of its code and of both names. A pack is
 a directory of such files. Loading needs torch, apache-tvm-ffi and the DSL's runtime library; only
-compiling needs the compiler, nvidia-cutlass-dsl.
+compiling needs the compiler, nvidia-cutlass-dsl. Beside it, files of its patch releases load too:
+4.8.0 and 4.8.1 give the same machine code.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import subprocess
 import sys
 import tempfile
 import tokenize
+import warnings
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -215,22 +217,36 @@ def arch_of(file: Path) -> str:
 
 
 def find(variant: Variant, gpu: Gpu) -> Path | None:
-    """The variant's file, intact or not: for this compiler's version, or for any without one.
+    """The variant's file, intact or not, of a compiler that `runs_kernels_of` names.
 
-    The file for the GPU's architecture, else for its level.
+    The file for the GPU's architecture, else for its level; of this compiler's version, else the
+    newest.
     """
-    version = _compiler()
     for arch in dict.fromkeys((gpu.arch, gpu.level)):
         name = file_name(variant, arch)
-        if version is not None:
-            file = directory() / version / name
-            with _naming_directory():
-                files = [file] if file.exists() else []
-        else:
-            files = list(directory().glob(f"*/{name}"))
+        own = directory() / str(_compiler()) / name
+        with _naming_directory():
+            if own.exists():
+                return own
+        files = [x for x in directory().glob(f"*/{name}") if runs_kernels_of(x.parent.name)]
         if files:
             return max(files, key=lambda file: file.stat().st_mtime)
     return None
+
+
+def runs_kernels_of(version: str) -> bool:
+    """Whether kernels of that compiler are used: of the same major.minor, or of any without one."""
+    own = _compiler()
+    return own is None or version.split(".")[:2] == own.split(".")[:2]
+
+
+@functools.cache
+def _warn_of_unused(kernels: Path) -> None:
+    warnings.warn(
+        f"gated_delta compiles kernels that lie in {kernels}: they are unused beside {COMPILER} "
+        f"{_compiler()}, unless GATED_DELTA_JIT=0",
+        stacklevel=3,
+    )
 
 
 def _sealed(code: bytes, file: Path) -> bytes:
@@ -295,6 +311,9 @@ def load(variant: Variant, gpu: Gpu, needed: Sequence[Variant] = ()) -> Callable
                     f"{how_to_build([variant, *needed], gpu)}",
                     (variant.label,),
                 )
+            for other in directory().glob(f"*/{file_name(variant, gpu.arch)}"):
+                if not runs_kernels_of(other.parent.name):
+                    _warn_of_unused(other.parent)
             file = build(variant, gpu.arch)
         function = _loaded[key] = _open(file, gpu)
     return function
