@@ -35,6 +35,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
 
+import gated_delta
 from gated_delta.integrations import sglang as plugin
 from gated_delta.integrations import sglang_common as common
 from gated_delta.integrations import sglang_kernels, sglang_start
@@ -907,7 +908,10 @@ def test_engine_with_chunked_prefill_and_the_prefix_cache(qwen3_5, expected, tmp
     # Three layers, two rounds.
     assert run.ran["GDN decode on backend reference"] >= 2 * 3 * (NEW - 1)
     assert run.ran["GDN prefill on backend reference"] >= 3 * 4  # chunks of 256 tokens of 900
-    assert "gated_delta serves GDN decode, prefill; verify stays TritonGDNKernel" in run.log
+    assert (
+        f"gated_delta {gated_delta.__version__} serves GDN decode, prefill in place of "
+        "TritonGDNKernel; verify stays TritonGDNKernel" in run.log
+    )
     run.looked_for_what_it_needs()
 
 
@@ -1013,7 +1017,7 @@ def test_engine_without_the_flags_is_left_alone(qwen3_5, expected, tmp_path):
     run = Run(qwen3_5, tmp_path, dict(mamba_radix_cache_strategy="no_buffer"))
     assert run.tokens(0) == expected
     assert not run.ran
-    assert "gated_delta serves" not in run.log
+    assert " serves GDN" not in run.log
     assert "KernelDispatcher.__init__" not in run.log
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from gated_delta import __version__
 from gated_delta.compile import flag
 from gated_delta.integrations import sglang_common as common
 from gated_delta.integrations import sglang_kvbuffer, sglang_start
@@ -98,7 +99,9 @@ def _fill_dispatcher(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
         for mode, name in _KERNELS.items()
         if mode not in modes
     ]
-    rank0_log("; ".join([f"gated_delta serves {ours.layers} {', '.join(sorted(modes))}", *rest]))
+    # The engine's line before says that its Triton kernels run all modes.
+    served = f"{ours.layers} {', '.join(sorted(modes))} in place of {type(triton).__name__}"
+    rank0_log("; ".join([f"gated_delta {__version__} serves {served}", *rest]))
 
 
 def _record_longest(_: None, backend: Any, batch: Any, *__: Any, **___: Any) -> None:
