@@ -146,7 +146,7 @@ def _module(kernel: str) -> str:
 def all_sources() -> str:
     """Fingerprint of all kernels."""
     files = (Path(__file__).parent / "kernels").rglob("*.py")
-    return _digest({file: _read(file.read_text())[0] for file in files})
+    return _digest({file: read_code(file.read_text())[0] for file in files})
 
 
 def _digest(code: dict[Path, str]) -> str:
@@ -163,7 +163,7 @@ def _closure(module: Path) -> dict[Path, str]:
         file = todo.pop()
         if file in code or not file.is_file():
             continue
-        code[file], imports = _read(file.read_text())
+        code[file], imports = read_code(file.read_text())
         for level, name, members in imports:
             base = file.parents[level - 1].joinpath(*name.split("."))
             todo += [
@@ -175,7 +175,7 @@ def _closure(module: Path) -> dict[Path, str]:
 
 
 @functools.cache
-def _read(text: str) -> tuple[str, list[tuple[int, str, list[str]]]]:
+def read_code(text: str) -> tuple[str, list[tuple[int, str, list[str]]]]:
     """A module's code without comments, docstrings and empty lines; and its relative imports.
 
     The text is the same under every Python version.

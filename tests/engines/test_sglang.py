@@ -16,6 +16,7 @@ import torch
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
+import breakages
 import sglang_cpu
 
 sglang_cpu.install()
@@ -34,6 +35,7 @@ from sglang.srt.mem_cache.memory_pool import MambaPool
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
+from sglang.srt.server_args import ServerArgs
 
 import gated_delta
 from gated_delta.integrations import sglang as plugin
@@ -594,6 +596,7 @@ def test_tracked_states_of_the_engines_own_kernel(monkeypatch):
 # ------------------------------------------------------------------------------ kernels of a mode
 
 
+BASE = "linear_attn_backend"
 CLASSES = gdn_backend.GDNKernelDispatcher, kda_backend.KDAKernelDispatcher
 ORIGINALS = [one.__init__ for one in CLASSES]
 
@@ -628,8 +631,6 @@ def ours_in(dispatcher):
 def test_the_flags_know_the_name():
     import argparse
 
-    from sglang.srt.server_args import ServerArgs
-
     plugin.register()  # a second call does nothing
     assert LINEAR_ATTN_KERNEL_BACKEND_CHOICES.count(common.NAME) == 1
     parser = argparse.ArgumentParser()
@@ -656,12 +657,46 @@ def test_the_base_flag_gives_decode_and_prefill():
         assert ours_in(dispatcher) == {"decode", "prefill"}
 
 
-def test_another_release_is_a_message_and_the_engines_kernels(monkeypatch, caplog):
-    monkeypatch.setattr(common, "VERSIONS", ("0.0.1",))
+def given(**flags):
+    """The engine's flags for linear layers, as it resolves these."""
+    arguments = ServerArgs(model_path="dummy", **flags)
+    arguments.resolve_once()
+    return {flag: getattr(arguments, flag) for flag in (BASE, *common.FLAGS.values())}
+
+
+def test_another_release_with_the_same_code_is_served(monkeypatch, caplog):
+    monkeypatch.setattr(common, "RELEASE", common.RELEASE._replace(version="0.0.1"))
+    every = dict.fromkeys(common.FLAGS.values(), common.NAME)
+    assert given(**every) == every | {BASE: "triton"}
+    assert "sglang 0.5.23 has 0.0.1's code" in caplog.text
+
+
+def test_another_release_chooses_its_own_kernels(monkeypatch, caplog):
+    """As without the flags, whatever it changes: FlashInfer's prefill for example."""
+    release = common.RELEASE._replace(version="0.0.1")
+    monkeypatch.setattr(common, "RELEASE", release)
+    assert release.changes() == []
+    every = dict.fromkeys(common.FLAGS.values(), common.NAME)
+    for name in breakages.each(release, monkeypatch):
+        caplog.clear()
+        assert given(**every) == given(**{BASE: common.NAME}) == given()
+        assert (
+            f"gated_delta knows SGLang 0.0.1, not 0.5.23, which changes {name}: the engine chooses"
+            in caplog.text
+        )
+    others = dict.fromkeys(common.FLAGS.values(), "flashinfer")
+    caplog.clear()
+    assert given(**others) == others | {BASE: "triton"}
+    assert not caplog.text
+
+
+def test_flags_that_a_refused_release_keeps_are_tritons(monkeypatch):
+    """If it has no `resolve_once`, or resolved them before the plug-in was loaded."""
+    release = common.RELEASE._replace(version="0.0.1", code={"a file": dict(name="0")})
+    monkeypatch.setattr(common, "RELEASE", release)
     for dispatcher in dispatchers(**dict.fromkeys(common.FLAGS.values(), common.NAME)):
         assert ours_in(dispatcher) == set()
     assert [one.__init__ for one in CLASSES] == ORIGINALS
-    assert "gated_delta knows SGLang 0.0.1, not" in caplog.text
 
 
 @pytest.mark.skipif(
@@ -1023,8 +1058,8 @@ def test_engine_without_the_flags_is_left_alone(qwen3_5, expected, tmp_path):
 
 def test_engine_of_another_release_runs_its_own_kernels(qwen3_5, expected, tmp_path):
     run = Run(
-        qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer"), versions=["0.0.1"]
+        qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer"), release="0.0.1"
     )
     assert run.tokens(0) == expected
     assert not run.ran
-    assert "gated_delta knows SGLang 0.0.1, not 0.5.23: the engine's own kernels run" in run.log
+    assert "gated_delta knows SGLang 0.0.1, not 0.5.23, which changes MambaPool" in run.log

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import re
@@ -10,10 +11,13 @@ import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import breakages
 import pytest
 import safetensors.torch
 import torch
 import transformers
+
+from gated_delta.integrations import releases
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src"
@@ -455,11 +459,28 @@ def test_switches_with_another_value(engine: Any, env: Any, reason: str, tmp_pat
 
 
 def test_another_version(plain: Run, tmp_path: Path) -> None:
-    result = run(tmp_path, TRAINED, job=dict(version="0.34.0"), **BF16)
+    job = dict(version="0.34.0", changed="GDNAttentionMetadata")
+    result = run(tmp_path, TRAINED, job=job, **BF16)
     assert result.tokens == plain.tokens
     assert result.report == []
     assert result.calls == {}
-    assert "expected vLLM 0.32.* on cpu, got 0.34.0; vLLM's own kernels run" in result.log
+    reason = "expected vLLM 0.32.* on cpu, got 0.34.0, which changes GDNAttentionMetadata"
+    assert f"{reason}; vLLM's own kernels run" in result.log
+
+
+def test_another_version_with_the_same_code(plain: Run, tmp_path: Path) -> None:
+    result = run(tmp_path, TRAINED, job=dict(version="0.34.0"), **BF16)
+    assert result.tokens == plain.tokens
+    _all_on_gated_delta(result, "prefill", "decode")
+    assert "vllm 0.34.0 has 0.32's code" in result.log
+
+
+def test_every_change_of_the_code_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    importlib.import_module("vllm")
+    release = releases.VLLM["cpu"]
+    assert release.changes() == []
+    for name in breakages.each(release, monkeypatch):
+        assert release.refusal("0.34.0") == f"0.34.0, which changes {name}"
 
 
 def test_process_of_the_engine(models: Any, tmp_path: Path) -> None:

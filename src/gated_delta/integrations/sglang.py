@@ -10,6 +10,7 @@ details. Nothing is imported from the engine before `register` is called.
 
 from __future__ import annotations
 
+import inspect
 from typing import Any
 
 from gated_delta import __version__
@@ -50,10 +51,23 @@ def register() -> None:
     if common.NAME not in verify.choices:  # a copy of the list, made when its module was imported
         verify.choices.append(common.NAME)
     HookRegistry.register(
+        "sglang.srt.server_args.ServerArgs.resolve_once", _before_choices, HookType.BEFORE
+    )
+    HookRegistry.register(
         f"{_LINEAR}utils.resolve_linear_attn_backends", _after_resolve, HookType.AFTER
     )
     if in_kvbuffer:
         sglang_kvbuffer.register()
+
+
+def _before_choices(server_args: Any) -> None:
+    """Unsets our flags in a release that the plug-in does not serve, before the engine chooses."""
+    flags = ("linear_attn_backend", *common.FLAGS.values())
+    ours = [flag for flag in flags if getattr(server_args, flag) == common.NAME]
+    if ours and not common.supported():
+        defaults = inspect.signature(type(server_args)).parameters
+        for flag in ours:
+            setattr(server_args, flag, defaults[flag].default)
 
 
 def _after_resolve(backends: Any, *_: Any, **__: Any) -> Any:
@@ -63,7 +77,7 @@ def _after_resolve(backends: Any, *_: Any, **__: Any) -> Any:
     from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    if common.supported():
+    if common.supported():  # else this release has no `resolve_once`, which unsets the flags
         hooks: dict[str, Any] = {}
         for layers in ("GDN", "KDA"):
             module = f"{_LINEAR}{layers.lower()}_backend.{layers}"

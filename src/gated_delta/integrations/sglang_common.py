@@ -13,9 +13,10 @@ from dataclasses import dataclass, field
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
+from gated_delta.integrations import releases
+
 NAME = "gated_delta"
-VERSIONS = ("0.5.23",)
-"""Supported releases of SGLang. Any other keeps its own kernels."""
+RELEASE = releases.SGLANG
 FLAGS = dict(
     decode="linear_attn_decode_backend",
     prefill="linear_attn_prefill_backend",
@@ -72,15 +73,18 @@ def chosen() -> set[str]:
 
 
 def supported() -> bool:
-    """Whether the installed SGLang is one of VERSIONS; logs an error if not."""
+    """Whether the installed SGLang is one that RELEASE serves; logs an error if not."""
     version = importlib.metadata.version("sglang")
-    if version not in VERSIONS:
+    reason = RELEASE.refusal(version)
+    if reason:
         LOG.error(
-            "gated_delta knows SGLang %s, not %s: the engine's own kernels run",
-            " and ".join(VERSIONS),
-            version,
+            "gated_delta knows SGLang %s, not %s: the engine chooses its own kernels",
+            RELEASE.version,
+            reason,
         )
-    return version in VERSIONS
+    elif not RELEASE.covers(version):
+        LOG.warning("gated_delta: %s", RELEASE.same_as(version))
+    return reason is None
 
 
 def backend_for(x: Tensor) -> str:

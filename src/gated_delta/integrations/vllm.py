@@ -12,10 +12,9 @@ from typing import NamedTuple
 
 import gated_delta
 from gated_delta.compile import flag
+from gated_delta.integrations import releases
 from gated_delta.integrations import vllm_common as common
 
-SUPPORTED = {"cuda": "0.33", "cpu": "0.32"}
-"""Supported release of vLLM by platform, the one this plug-in was checked against."""
 LAYERS = {
     "QwenGatedDeltaNetAttention": "Qwen",
     "OlmoHybridGatedDeltaNetAttention": "Olmo",
@@ -58,11 +57,11 @@ def report() -> list[Row]:
 
 def unsupported(version: str, platform: str) -> str | None:
     """Why this vLLM keeps its own kernels; None if it is supported."""
-    if platform not in SUPPORTED:
-        return f"expected vLLM on {' or '.join(SUPPORTED)}, got {platform}"
-    if version.split(".")[:2] != SUPPORTED[platform].split("."):
-        return f"expected vLLM {SUPPORTED[platform]}.* on {platform}, got {version}"
-    return None
+    release = releases.VLLM.get(platform)
+    if release is None:
+        return f"expected vLLM on {' or '.join(releases.VLLM)}, got {platform}"
+    reason = release.refusal(version)
+    return reason and f"expected vLLM {release.version}.* on {platform}, got {reason}"
 
 
 def register() -> None:
@@ -76,10 +75,12 @@ def register() -> None:
     import vllm
     from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 
-    log = common.logger()
-    if reason := unsupported(vllm.__version__, common.platform()):
+    log, version, platform = common.logger(), vllm.__version__, common.platform()
+    if reason := unsupported(version, platform):
         log.warning(f"gated_delta {gated_delta.__version__}: {reason}; vLLM's own kernels run")
         return
+    if not releases.VLLM[platform].covers(version):
+        log.warning(f"gated_delta: {releases.VLLM[platform].same_as(version)}")
     ours = importlib.import_module("gated_delta.integrations.vllm_layers")
     for name, replacement in LAYERS.items():
         layer = getattr(ours, replacement)

@@ -1,0 +1,198 @@
+"""The engines' releases that the plug-ins know, and whether another one has the same code.
+
+A plug-in replaces or calls the functions and classes listed here. A digest of each one's code, its
+signature included and its comments not, tells a release that changes one from a release that does
+not. Reads the engine's files and imports none of them.
+"""
+
+from __future__ import annotations
+
+import ast
+import hashlib
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+from gated_delta.compile import read_code
+
+_DEFINITIONS = (ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)
+
+
+class Release(NamedTuple):
+    """A release of an engine that a plug-in was tested with.
+
+    package: the engine's. version: a prefix; later patch and post releases have it too. code: the
+    digests of the functions and classes that the plug-in depends on, by file and name.
+    """
+
+    package: str
+    version: str
+    code: Mapping[str, Mapping[str, str]]
+
+    def refusal(self, version: str) -> str | None:
+        """Why this version of the engine keeps its own kernels; None if it is served.
+
+        A version other than this release's is served if none of the code has changed.
+        """
+        if self.covers(version) or not (changes := self.changes()):
+            return None
+        return f"{version}, which changes {', '.join(changes)}"
+
+    def same_as(self, version: str) -> str:
+        """For the log, of another version that is served."""
+        return f"{self.package} {version} has {self.version}'s code where the plug-in depends on it"
+
+    def covers(self, version: str) -> bool:
+        known = self.version.split(".")
+        return re.split(r"[.+]", version)[: len(known)] == known
+
+    def changes(self) -> list[str]:
+        """The functions and classes whose code in the imported engine differs, or is missing."""
+        return [
+            name
+            for file, digests in self.code.items()
+            for name, known in digests.items()
+            if digest(source(self.package, file), name) != known
+        ]
+
+
+def source(package: str, file: str) -> str:
+    """The text of a file of an imported package; "" if there is none."""
+    paths = (Path(path) / file for path in getattr(sys.modules.get(package), "__path__", ()))
+    return next((path.read_text("utf-8") for path in paths if path.is_file()), "")
+
+
+def digest(text: str, name: str) -> str | None:
+    """Of the code of a class, function or method in a module's text; None if it has none."""
+    node: ast.AST | None = ast.parse(text)
+    for part in name.split("."):
+        nodes = ast.walk(node) if node else ()
+        node = next((x for x in nodes if isinstance(x, _DEFINITIONS) and x.name == part), None)
+    if not isinstance(node, _DEFINITIONS):
+        return None
+    first = min(x.lineno for x in (node, *node.decorator_list))
+    lines = text.splitlines(keepends=True)[first - 1 : node.end_lineno]
+    code, _ = read_code("".join(["if True:\n" * lines[0][0].isspace(), *lines]))
+    return hashlib.sha256(code.encode()).hexdigest()[:8]
+
+
+SGLANG = Release(
+    "sglang",
+    "0.5.23",
+    {
+        "kernels/ops/mamba/mamba_state_scatter_triton.py": {
+            "scatter_mamba_states_after_mtp_verify": "20222711"
+        },
+        "srt/layers/attention/hybrid_linear_attn_backend.py": {"MambaAttnBackendBase": "3d78addc"},
+        "srt/layers/attention/linear/gdn_backend.py": {
+            "GDNKernelDispatcher": "13777586",
+            "GDNAttnBackend.__init__": "8ea212de",
+            "GDNAttnBackend.init_forward_metadata": "beffddf7",
+            "GDNAttnBackend.forward_decode": "1bad1d2e",
+            "GDNAttnBackend.forward_extend": "e6b9c3df",
+            "GDNAttnBackend._prefill_gates": "f5bad4ec",
+        },
+        "srt/layers/attention/linear/kda_backend.py": {
+            "KDAKernelDispatcher": "8017019a",
+            "KDAAttnBackend.__init__": "0aff3738",
+            "KDAAttnBackend.init_forward_metadata": "5e5cb021",
+            "KDAAttnBackend.forward_decode": "8567512f",
+            "KDAAttnBackend.forward_extend": "d9209326",
+            "KDAAttnBackend._forward_target_verify": "6e435343",
+        },
+        "srt/layers/attention/linear/kernels/gdn_triton.py": {"TritonGDNKernel": "35e4182b"},
+        "srt/layers/attention/linear/kernels/kda_triton.py": {"TritonKDAKernel": "65bdcb0e"},
+        "srt/layers/attention/linear/kernels/kernel_backend.py": {
+            "LinearAttnKernelBase": "082fe3b6"
+        },
+        "srt/layers/attention/linear/utils.py": {
+            "LinearAttnBackends": "b7e5a234",
+            "LinearAttnKernelBackend": "aa2d12a3",
+            "resolve_linear_attn_backends": "93ca4f99",
+        },
+        "srt/layers/radix_linear_attention.py": {"RadixLinearAttention": "e56882a6"},
+        "srt/mem_cache/kv_cache_configurator.py": {
+            "KVCacheConfigurator._handle_max_mamba_cache": "3d8ae2d2",
+            "KVCacheConfigurator._build_hybrid_req_pool": "248e123c",
+        },
+        "srt/mem_cache/memory_pool.py": {"MambaPool": "ac2a8405"},
+    },
+)
+
+VLLM = {
+    "cuda": Release(
+        "vllm",
+        "0.33",
+        {
+            "compilation/breakable_cudagraph.py": {"eager_break_during_capture": "37cdd851"},
+            "forward_context.py": {"get_forward_context": "6abc6923"},
+            "model_executor/custom_op.py": {"PluggableLayer": "bd052b5a"},
+            "model_executor/layers/mamba/abstract.py": {
+                "MambaBase": "e92d4cd4",
+                "get_mamba_prefill_checkpoint_alignment": "28285d83",
+                "get_mamba_prefill_checkpoint_grid": "e1f485b7",
+            },
+            "model_executor/layers/mamba/checkpoint.py": {
+                "MambaPrefillCheckpointMetadata": "0beaf8cd",
+                "MambaPrefillCheckpointExporter": "77b4b455",
+            },
+            "model_executor/layers/mamba/gdn/base.py": {"GatedDeltaNetAttention": "f35e06d2"},
+            "model_executor/layers/mamba/gdn/kimi_gdn_linear_attn.py": {
+                "KimiGatedDeltaNetAttention": "87676e67"
+            },
+            "model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py": {
+                "OlmoHybridGatedDeltaNetAttention": "6f354459"
+            },
+            "model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py": {
+                "QwenGatedDeltaNetAttention": "d3c272e4"
+            },
+            "model_executor/layers/mamba/mamba_utils.py": {"is_conv_state_dim_first": "7bd1f822"},
+            "model_executor/layers/mamba/ops/causal_conv1d.py": {
+                "causal_conv1d_fn": "268745fd",
+                "causal_conv1d_update": "7197f0d9",
+            },
+            "v1/attention/backends/gdn_attn.py": {
+                "GDNAttentionMetadata": "28df30c7",
+                "GDNAttentionMetadataBuilder": "b9229581",
+            },
+            "v1/attention/backends/utils.py": {"compute_causal_conv1d_metadata": "a0d536df"},
+        },
+    ),
+    "cpu": Release(
+        "vllm",
+        "0.32",
+        {
+            "compilation/breakable_cudagraph.py": {"eager_break_during_capture": "06d85aae"},
+            "forward_context.py": {"get_forward_context": "6abc6923"},
+            "model_executor/custom_op.py": {"PluggableLayer": "bd052b5a"},
+            "model_executor/layers/mamba/abstract.py": {"MambaBase": "5d1a25ce"},
+            "model_executor/layers/mamba/checkpoint.py": {
+                "MambaPrefillCheckpointMetadata": "2b83aec8",
+                "MambaPrefillCheckpointExporter": "d0520ee7",
+            },
+            "model_executor/layers/mamba/gdn/base.py": {"GatedDeltaNetAttention": "f35e06d2"},
+            "model_executor/layers/mamba/gdn/kimi_gdn_linear_attn.py": {
+                "KimiGatedDeltaNetAttention": "87676e67"
+            },
+            "model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py": {
+                "OlmoHybridGatedDeltaNetAttention": "819c5791"
+            },
+            "model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py": {
+                "QwenGatedDeltaNetAttention": "511bb919"
+            },
+            "model_executor/layers/mamba/mamba_utils.py": {"is_conv_state_dim_first": "7bd1f822"},
+            "model_executor/layers/mamba/ops/causal_conv1d.py": {
+                "causal_conv1d_fn": "095a77d4",
+                "causal_conv1d_update": "b5f8bbe8",
+            },
+            "v1/attention/backends/gdn_attn.py": {
+                "GDNAttentionMetadata": "caf9dab7",
+                "GDNAttentionMetadataBuilder": "f306d9c5",
+            },
+            "v1/attention/backends/utils.py": {"compute_causal_conv1d_metadata": "a0d536df"},
+        },
+    ),
+}
+"""By vLLM's platform."""
