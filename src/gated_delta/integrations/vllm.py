@@ -91,3 +91,4 @@ def register() -> None:
             log.warning(
                 f"gated_delta: {name} was replaced by {present.__name__} before, which stays"
             )
+    ours.replace_later()

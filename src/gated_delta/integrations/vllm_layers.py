@@ -2,20 +2,24 @@
 
 A layer's core is its short convolution, which stays vLLM's kernel, and the recurrence, on vLLM's
 cache in place. decode includes the gated norm after it if the layer passes the norm's gate to its
-core (Qwen3.5, Kimi Linear). Projections, other norms, caches and scheduling stay with vLLM, and so
-does an operation that gated_delta cannot run for a layer. Imports vLLM; `vllm.register` imports it.
+core (Qwen3.5, KDA). Projections, other norms, caches and scheduling stay with vLLM, and so does an
+operation that gated_delta cannot run for a layer. Imports vLLM; `vllm.register` imports it.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.compilation.breakable_cudagraph import eager_break_during_capture
+from vllm.config import get_current_vllm_config
 from vllm.forward_context import get_forward_context
+from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
 from vllm.model_executor.layers.mamba import abstract, checkpoint
 from vllm.model_executor.layers.mamba.gdn.base import GatedDeltaNetAttention
 from vllm.model_executor.layers.mamba.gdn.kimi_gdn_linear_attn import KimiGatedDeltaNetAttention
@@ -39,16 +43,17 @@ GRID = "get_mamba_prefill_checkpoint_grid"  # not in vLLM 0.32
 BLOCK = 8  # tokens per block of vLLM's prefill convolution
 
 
-class Core(GatedDeltaNetAttention):
+class Core(abstract.MambaBase):
     """The core of a layer. The first base of a layer's class; vLLM's class is the second."""
 
     channels = False  # True: the gate has K channels
 
-    def __init__(self, config: Any, vllm_config: Any, *args: Any, **kwargs: Any):
-        super().__init__(config, vllm_config, *args, **kwargs)
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        vllm_config = get_current_vllm_config()
         HV, V, K = self.get_state_shape()[1]
-        H = (self.conv1d.weight.shape[0] - HV * V) // (2 * K)  # the convolution's other channels
-        self.sizes = H, HV, V, K
+        self.sizes = self._key_heads(), HV, V, K
+        self.cuts = vllm_config.scheduler_config.enable_chunked_prefill
         self.tally, self.profiled = common.Tally(), False
         self.fuses_norm = V <= MAX_NORM and self._passes_gate()
         align = vllm_config.cache_config.mamba_cache_mode == "align"
@@ -89,14 +94,45 @@ class Core(GatedDeltaNetAttention):
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)
-        if not self._exports():
+        if "prefill" in self.tally.refused:
             return spec
+        # FlashKDA's layers ask for blocks, which our prefill would not fill.
+        none = replace(spec, num_prefill_checkpoint_blocks=0, prefill_checkpoint_alignment=None)
+        if not self._exports():
+            return none
         if abstract.get_mamba_prefill_checkpoint_alignment(vllm_config) is None:
-            return spec  # another layer keeps no states: vLLM ends prefills where prefixes end
+            return none  # another layer keeps no states: vLLM ends prefills where prefixes end
         grid = getattr(abstract, GRID)(vllm_config)
         if grid % CHECKPOINT_INTERVAL:  # prefill keeps no state there
-            return spec
+            return none
         return replace(spec, num_prefill_checkpoint_blocks=1, prefill_checkpoint_alignment=grid)
+
+    def get_attn_backend(self) -> Any:
+        if not envs.VLLM_BATCH_INVARIANT:
+            return super().get_attn_backend()
+        if missing := self._lacks_for_invariance():
+            raise RuntimeError(f"VLLM_BATCH_INVARIANT=1: {self.prefix} needs {'; '.join(missing)}")
+        # MambaBase's raises: vLLM's kernels vary with the batch.
+        inherited = super().get_attn_backend.__func__ is abstract.MambaBase.get_attn_backend
+        return _invariant(self.mamba_type.get_class() if inherited else super().get_attn_backend())
+
+    def _lacks_for_invariance(self) -> list[str]:
+        """What is missing for results whose bits do not depend on the batch."""
+        block = self.cache_config.mamba_block_size or 1
+        aligned = self.cache_config.mamba_cache_mode == "align" and not block % CHECKPOINT_INTERVAL
+        lacks = {
+            "decode and prefill on gated_delta": bool(self.tally.refused),
+            "no draft tokens": self.num_spec > 0,
+            "--mamba-ssm-cache-dtype float32": self.get_state_dtype()[1] != torch.float32,
+            "prompts cut at multiples of 64 tokens (--mamba-cache-mode align, such blocks) or not "
+            "at all (--no-enable-chunked-prefill)": self.cuts and not aligned,
+        }
+        return [needed for needed, lacking in lacks.items() if lacking]
+
+    def _key_heads(self) -> int:
+        """H, on this rank."""
+        HV, V, K = self.get_state_shape()[1]
+        return (self.conv1d.weight.shape[0] - HV * V) // (2 * K)  # the convolution's other channels
 
     def _passes_gate(self) -> bool:
         """Whether the core gets the gate of the norm after it, and decode has such a norm."""
@@ -130,9 +166,9 @@ class Core(GatedDeltaNetAttention):
         ):
             self.tally.calls["vLLM"] += 1
             return False
-        n, drafts = m.num_actual_tokens, m.spec_sequence_masks is not None
+        n, drafts = m.num_actual_tokens, m.num_spec_decodes > 0
         rows, out = [x[:n] for x in (qkv, g, beta, *(z if self.fuses_norm else ()))], out[:n]
-        if not drafts or not m.num_prefills:
+        if not drafts or not m.num_prefills + m.num_decodes:
             (self._drafts if drafts else self._others)(m, rows, out)
         else:
             for run, index in (
@@ -167,9 +203,8 @@ class Core(GatedDeltaNetAttention):
         self.tally.calls["drafts"] += 1
 
     def _others(self, m: Any, rows: Sequence[Tensor], out: Tensor) -> None:
-        """Decodes of one token a sequence (none if the batch has drafts), then prefills."""
-        slots = m.non_spec_state_indices_tensor
-        n = 0 if m.spec_sequence_masks is not None else m.num_decode_tokens
+        """Decodes of one token a sequence, then prefills."""
+        slots, n = m.non_spec_state_indices_tensor, m.num_decode_tokens
         if m.num_prefills:
             x = self._prefills(m, rows, out, n)
         elif m.num_decodes:
@@ -192,8 +227,13 @@ class Core(GatedDeltaNetAttention):
             activation=activation,
         )
         x = causal_conv1d.causal_conv1d_fn(rows[0].T, weight, bias, **convolution, metadata=m).T
+        if m.prefill_query_start_loc is None:  # Kimi K3's metadata; once for its layers
+            m.prefill_state_indices = slots[n:]
+            m.prefill_has_initial_state = m.has_initial_state[n:]
+            m.prefill_query_start_loc = m.non_spec_query_start_loc[n:] - n
         packed = self._arguments([y[n:] for y in (x, *rows[1:3])], self.kv_cache[1], True)
         packed |= dict(
+            deterministic=envs.VLLM_BATCH_INVARIANT,
             state_indices=m.prefill_state_indices,
             has_initial_state=m.prefill_has_initial_state,
             cu_seqlens=m.prefill_query_start_loc,
@@ -237,10 +277,15 @@ class Core(GatedDeltaNetAttention):
     def _convolution(self) -> tuple[Tensor, Tensor, Tensor | None, str]:
         """Its states [slots, D, tokens], weight [D, width], bias and activation."""
         state = self.kv_cache[0] if is_conv_state_dim_first() else self.kv_cache[0].mT
-        # vLLM packs the weight for its CPU kernels.
-        weight = getattr(self.conv1d, "_cpu_unpacked_conv_weight", self.conv1d.weight)
-        activation = "silu" if isinstance(self, Kimi) else self.activation
-        return state, weight.view(weight.shape[0], -1), self.conv1d.bias, activation
+        activation = "silu" if self.channels else self.activation
+        return state, self._weight(), self._convolutions()[0].bias, activation
+
+    def _convolutions(self) -> list[Any]:
+        return [self.conv1d]
+
+    def _weight(self) -> Tensor:
+        """The convolution's, [D, width]."""
+        return _unpacked(self.conv1d)
 
     def _arguments(
         self, rows: Sequence[Tensor], pool: Tensor, packed: bool, gate: Gate | None = None
@@ -269,6 +314,19 @@ class Core(GatedDeltaNetAttention):
 
     def _gate(self, A_log: Tensor, dt_bias: Tensor) -> Gate:
         return layer_gate(A_log, dt_bias)
+
+
+@functools.cache
+def _invariant(backend: Any) -> Any:
+    """vLLM's attention backend, for layers whose bits do not depend on the batch."""
+    contents = dict(supports_batch_invariance=classmethod(lambda _: True), __module__=__name__)
+    return type(f"Invariant{backend.__name__}", (backend,), contents)
+
+
+def _unpacked(convolution: Any) -> Tensor:
+    """Its weight [D, width]. vLLM packs it for its CPU kernels."""
+    weight = getattr(convolution, "_cpu_unpacked_conv_weight", convolution.weight)
+    return weight.view(len(weight), -1)
 
 
 class GDN(Core):
@@ -327,8 +385,13 @@ class Olmo(GDN, OlmoHybridGatedDeltaNetAttention):
         return arguments
 
 
-class Kimi(Core, KimiGatedDeltaNetAttention):
+class KDA(Core):
+    """Kimi Linear's layer and, with other metadata, Kimi K3's."""
+
     channels = True
+
+    def _key_heads(self) -> int:
+        return self.get_state_shape()[1][0]
 
     @eager_break_during_capture
     def _forward(
@@ -346,4 +409,131 @@ class Kimi(Core, KimiGatedDeltaNetAttention):
         return self.o_norm
 
     def _gate(self, A_log: Tensor, dt_bias: Tensor) -> Gate:
-        return layer_gate(A_log, dt_bias.view(len(A_log), -1), self.gate_lower_bound)
+        return layer_gate(A_log.flatten(), dt_bias.view(A_log.numel(), -1), self._lower_bound())
+
+    def _lower_bound(self) -> float | None:
+        return self.gate_lower_bound
+
+
+class Kimi(KDA, KimiGatedDeltaNetAttention):
+    pass
+
+
+class Separate(KDA):
+    """A layer with a convolution for each of q, k and v; here one runs for all three."""
+
+    def __init__(self, *args: Any, **kwargs: Any):
+        super().__init__(*args, **kwargs)
+        # The weights become views of one, so it has what vLLM loads into them, now or later.
+        weights = [convolution.weight for convolution in self._convolutions()]
+        self.joined = torch.cat([weight.data for weight in weights])
+        for weight, view in zip(weights, self.joined.chunk(3), strict=True):
+            weight.data = view
+
+    def _convolutions(self) -> list[Any]:
+        return [self.q_conv1d, self.k_conv1d, self.v_conv1d]
+
+    def _weight(self) -> Tensor:
+        parts = [_unpacked(convolution) for convolution in self._convolutions()]
+        joined = self.joined.view(-1, parts[0].shape[1])
+        moved = (
+            part.data_ptr() != view.data_ptr()
+            for part, view in zip(parts, joined.chunk(3), strict=True)
+        )
+        return torch.cat(parts) if any(moved) else joined
+
+
+class Glm(Separate):
+    """GLM-5.3-Flash's layer."""
+
+    def forward(self, hidden_states: Tensor, positions: Tensor) -> Tensor:
+        """As vLLM's, but the core gets the gate of the norm and includes the norm."""
+        _, H, V, K = self.sizes
+        projected = self.in_proj_qkvbfg_a(hidden_states)[0].split([3 * H * K, H, K, K], -1)
+        qkv, beta, g, z = projected
+        out = hidden_states.new_empty(len(hidden_states), H, V)
+        g, z = self.f_b_proj(g)[0].view(-1, H, K), self.g_b_proj(z)[0].view(-1, H, V)
+        self._with_norm(qkv, g, z, beta, out)
+        return self.o_proj(out.flatten(1))[0]
+
+    @eager_break_during_capture
+    def _with_norm(self, qkv: Tensor, g: Tensor, z: Tensor, beta: Tensor, out: Tensor) -> None:
+        if not self._run(qkv, g, beta, out, z):
+            super(KDA, self)._forward(
+                qkv_proj_states=qkv, g1=g[None], beta=beta[None], core_attn_out=out[None]
+            )
+            self._normalise(out, z)
+
+    def _lower_bound(self) -> float | None:
+        return self.kda_lower_bound if self.kda_safe_gate else None
+
+
+class Ling(Separate):
+    """Ling-3.0's layer. vLLM's activates gate and beta before its operator; ours does not."""
+
+    @property
+    def num_spec(self) -> int:
+        return self.num_speculative_tokens
+
+    def forward(self, hidden_states: Tensor, positions: Tensor, output: Tensor) -> None:
+        _, H, V, K = self.sizes
+        if self.separate_b_proj:
+            qkv, beta = self.qkv_proj(hidden_states)[0], self.b_proj(hidden_states)[0]
+        else:
+            qkv, beta = self.qkvb_proj(hidden_states)[0].split([3 * H * K, H], -1)
+        g, z = (x(hidden_states)[0].view(-1, H, K) for x in (self.f_proj, self.g_proj))
+        out = hidden_states.new_empty(1, len(hidden_states), H, V)
+        # vLLM's operator hands its tensors on to `_forward`.
+        torch.ops.vllm.bailing_v3_kda_attention(qkv, z, qkv, g, beta, out, self.prefix)
+        output[:] = self.o_proj(out.flatten(0, 1).flatten(1))[0]
+
+    def _forward(
+        self,
+        q_proj_states: Tensor,
+        k_proj_states: Tensor,
+        v_proj_states: Tensor,
+        g1: Tensor,
+        beta: Tensor,
+        core_attn_out: Tensor,
+    ) -> None:
+        """q_proj_states: q, k and v. k_proj_states: z. g1 and beta: raw."""
+        qkv, z, out = q_proj_states, k_proj_states, core_attn_out[0]
+        if self._run(qkv, g1, beta, out, z):
+            return
+        from vllm.third_party.flash_linear_attention.ops.kda import fused_kda_gate
+
+        bias, bound = self.dt_bias, self._lower_bound()
+        g = fused_kda_gate(g1.flatten(1), self.A_log, self.head_dim, g_bias=bias, lower_bound=bound)
+        q, k, v = qkv.chunk(3, -1)
+        super(KDA, self)._forward(q, k, v, g[None], beta.float().sigmoid()[None], core_attn_out)
+        self._normalise(out, z)
+
+    def _lower_bound(self) -> float | None:
+        return self.lower_bound if self.safe_gate else None
+
+
+LATER = {
+    "Glm5NextLinearAttention": Glm,
+    "BailingMoeV3KimiDeltaAttention": Ling,
+    "KimiK3DeltaAttention": KDA,
+}
+"""Classes in modules that vLLM imports for their models alone: the first base of ours."""
+
+
+@functools.cache
+def replace_later() -> None:
+    """Registers a layer of LATER when vLLM builds its first; logs delta layers we do not know."""
+    build = PluggableLayer.__new__
+
+    def new(layer: Any, *args: Any, **kwargs: Any) -> Any:
+        name = layer.__name__
+        if name not in op_registry_oot and name in LATER:
+            bases = LATER[name], layer
+            PluggableLayer.register_oot(name=name)(type(f"GatedDelta{name}", bases, {}))
+        elif name not in op_registry_oot and issubclass(layer, GatedDeltaNetAttention):
+            common.logger().warning_once(
+                f"gated_delta does not know {name}, which runs on vLLM's kernels"
+            )
+        return build(layer, *args, **kwargs)
+
+    PluggableLayer.__new__ = staticmethod(new)

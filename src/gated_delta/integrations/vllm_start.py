@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from vllm import envs
 from vllm.model_executor.layers.mamba.ops import causal_conv1d
 
 from gated_delta import api
@@ -67,6 +68,7 @@ def calls(layer: Any, pool: Tensor, tokens: int) -> list[start.Call]:
     one = torch.ones(1, dtype=torch.int32, device=pool.device)
     cu_seqlens, slots = torch.cat([0 * one, one]), dict(state_indices=one)
     prefill = slots | dict(has_initial_state=one.bool(), cu_seqlens=cu_seqlens * tokens)
+    prefill |= dict(deterministic=envs.VLLM_BATCH_INVARIANT)
     cases = [("prefill", tokens, prefill), ("decode", 1, slots)]
     if layer.num_spec:
         accepted = dict(num_accepted=one, cu_seqlens=cu_seqlens * W)
