@@ -16,6 +16,7 @@ import pytest
 import safetensors.torch
 import torch
 import transformers
+from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
 
 from gated_delta.integrations import releases
 
@@ -157,6 +158,57 @@ def kimi_linear() -> Any:
     return transformers.KimiLinearForCausalLM(config)
 
 
+def bounded() -> Any:
+    """With GLM's gate of at least -5: Kimi Linear has all of a GLM-5.3 or Ling-3.0 layer else."""
+    model = kimi_linear()
+    for layer in model.model.layers:
+        gate = layer.self_attn.forget_gate
+        gate.__class__, gate.safe_gate_lower_bound = Glm5NextTextForgetGate, -5.0
+    return model
+
+
+def glm5_next() -> Any:
+    return bounded()
+
+
+def ling() -> Any:
+    return bounded()
+
+
+def save_as(name: str, directory: Path) -> None:
+    """Turns a saved `bounded` into GLM's or Ling's names and settings."""
+    file, settings = directory / "model.safetensors", directory / "config.json"
+    weights, config = safetensors.torch.load_file(file), json.loads(settings.read_text())
+    if name == "glm5_next":  # without hyper-connections, which vLLM's class has as an option
+        config |= dict(
+            architectures=["Glm5NextForCausalLM"],
+            linear_conv_kernel_dim=4,
+            linear_lower_bound=-5.0,
+            mla_use_nope=False,
+            **dict.fromkeys(("mhc", "swiglu_limit", "index_topk", "n_routed_experts")),
+        )
+    else:
+        config |= dict(
+            architectures=["BailingMoeV3ForCausalLM"],
+            head_dim=32,
+            num_attention_heads=3,
+            num_key_value_heads=3,
+            short_conv_kernel_size=4,
+            no_kda_lora=True,
+            use_bias=False,
+            layer_group_size=4,
+            num_experts=4,
+        )
+        for layer in range(3):
+            for gate in ("f", "g"):  # of full rank
+                prefix = f"model.layers.{layer}.self_attn.{gate}"
+                low, high = (weights.pop(f"{prefix}_{part}_proj.weight") for part in "ab")
+                weights[f"{prefix}_proj.weight"] = high @ low
+        weights["model.word_embeddings.weight"] = weights.pop("model.embed_tokens.weight")
+    safetensors.torch.save_file(weights, file, metadata=dict(format="pt"))
+    settings.write_text(json.dumps(config))
+
+
 def save(model: Any, directory: Path) -> None:
     model.save_pretrained(directory)
     file, kind = directory / "model.safetensors", model.config.model_type
@@ -208,11 +260,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
             model, path = make(), tmp_path_factory.mktemp(name)
             result[name] = Model(path, expected(model))
             save(model, path)
+            if make in (glm5_next, ling):
+                save_as(name, path)
         return result[name]
 
     return get
 
 
+KDA = (kimi_linear, glm5_next, ling)
 ON_GATED_DELTA = dict(decode="gated_delta", prefill="gated_delta")
 # The only dtype of vLLM's CPU kernels.
 BF16: dict[str, Any] = dict(dtype="bfloat16", enable_prefix_caching=True)
@@ -230,7 +285,7 @@ def test_plugin_not_chosen(plain: Run) -> None:
     assert "gated_delta " not in plain.log
 
 
-@pytest.mark.parametrize("make", [qwen3_5, qwen3_next, olmo_hybrid, kimi_linear])
+@pytest.mark.parametrize("make", [qwen3_5, qwen3_next, olmo_hybrid, kimi_linear, glm5_next, ling])
 def test_tokens_of_transformers(make: Any, models: Any, tmp_path: Path) -> None:
     """Prefills in chunks, beside decodes too; the second round starts from cached prefixes."""
     model = models(make)
@@ -243,7 +298,7 @@ def test_tokens_of_transformers(make: Any, models: Any, tmp_path: Path) -> None:
     _all_on_gated_delta(result, "prefill", "decode")
     assert result.calls["prefill from a state"]
     assert result.calls.get("longest")
-    assert result.calls["norm"] == (result.calls["decode"] if make is kimi_linear else 0)
+    assert result.calls["norm"] == (result.calls["decode"] if make in KDA else 0)
 
 
 @pytest.mark.parametrize(("make", "block"), [(qwen3_5, 64), (kimi_linear, 64), (kimi_linear, 32)])
@@ -359,7 +414,7 @@ def test_an_error_is_not_taken_for_a_refusal(tmp_path: Path) -> None:
         run(tmp_path, TRAINED, job=dict(fail="decode"), **BF16)
 
 
-@pytest.mark.parametrize("make", [qwen3_5, kimi_linear])
+@pytest.mark.parametrize("make", [qwen3_5, kimi_linear, glm5_next, ling])
 def test_drafts(make: Any, models: Any, tmp_path: Path) -> None:
     """Speculative decoding, with prefills too. vLLM's prefix cache with drafts needs Triton."""
     model = models(make)
@@ -375,7 +430,7 @@ def test_drafts(make: Any, models: Any, tmp_path: Path) -> None:
     assert {"drafts", "prefill+drafts"} <= set(result.batches)
     assert {"accepted 0", "accepted 1", "accepted 2", "accepted 3"} <= result.calls.keys()
     _all_on_gated_delta(result, "prefill", "drafts")
-    assert result.calls["norm"] == (result.calls["decode"] if make is kimi_linear else 0)
+    assert result.calls["norm"] == (result.calls["decode"] if make in KDA else 0)
 
 
 def test_drafts_and_convolution_of_vllm(plain: Run, tmp_path: Path) -> None:

@@ -64,6 +64,7 @@ def stand_in(drafts):
     from llvmlite.binding import ffi
     from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
     from vllm.model_executor.layers.mamba.ops import causal_conv1d
+    from vllm.model_executor.models import bailing_moe_v3
     from vllm.model_executor.models.qwen3_next import Qwen3NextForCausalLM
 
     # numba's, with any attribute; vLLM looks for kernels in every module's values.
@@ -74,6 +75,8 @@ def stand_in(drafts):
     )
     # It needs experts, and their kernels need bf16.
     Qwen3NextForCausalLM.set_moe_parameters = lambda self: None
+    # No MLA on a CPU.
+    bailing_moe_v3._is_kda_layer = lambda *sizes: True
     olmo_gdn_linear_attn.set_triton_allocator = lambda device: None
     # It takes shard_id as an argument; vLLM sets it as an attribute.
     loader = olmo_gdn_linear_attn._make_fused_conv1d_weight_loader
