@@ -175,6 +175,10 @@ def ling() -> Any:
     return bounded()
 
 
+def kimi_k3() -> Any:
+    return bounded()
+
+
 def save_as(name: str, directory: Path) -> None:
     """Turns a saved `bounded` into GLM's or Ling's names and settings."""
     file, settings = directory / "model.safetensors", directory / "config.json"
@@ -187,6 +191,8 @@ def save_as(name: str, directory: Path) -> None:
             mla_use_nope=False,
             **dict.fromkeys(("mhc", "swiglu_limit", "index_topk", "n_routed_experts")),
         )
+    elif name == "kimi_k3":  # vLLM's text model takes K3's layers for their gate of full rank
+        config["linear_attn_config"] |= dict(use_full_rank_gate=True, gate_lower_bound=-5.0)
     else:
         config |= dict(
             architectures=["BailingMoeV3ForCausalLM"],
@@ -199,12 +205,12 @@ def save_as(name: str, directory: Path) -> None:
             layer_group_size=4,
             num_experts=4,
         )
-        for layer in range(3):
-            for gate in ("f", "g"):  # of full rank
-                prefix = f"model.layers.{layer}.self_attn.{gate}"
-                low, high = (weights.pop(f"{prefix}_{part}_proj.weight") for part in "ab")
-                weights[f"{prefix}_proj.weight"] = high @ low
         weights["model.word_embeddings.weight"] = weights.pop("model.embed_tokens.weight")
+    for gate in dict(kimi_k3="g", ling="fg").get(name, ""):  # of full rank
+        for layer in range(3):
+            prefix = f"model.layers.{layer}.self_attn.{gate}"
+            low, high = (weights.pop(f"{prefix}_{part}_proj.weight") for part in "ab")
+            weights[f"{prefix}_proj.weight"] = high @ low
     safetensors.torch.save_file(weights, file, metadata=dict(format="pt"))
     settings.write_text(json.dumps(config))
 
@@ -260,14 +266,14 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
             model, path = make(), tmp_path_factory.mktemp(name)
             result[name] = Model(path, expected(model))
             save(model, path)
-            if make in (glm5_next, ling):
+            if make in (glm5_next, ling, kimi_k3):
                 save_as(name, path)
         return result[name]
 
     return get
 
 
-KDA = (kimi_linear, glm5_next, ling)
+KDA = (kimi_linear, glm5_next, ling, kimi_k3)
 ON_GATED_DELTA = dict(decode="gated_delta", prefill="gated_delta")
 # The only dtype of vLLM's CPU kernels.
 BF16: dict[str, Any] = dict(dtype="bfloat16", enable_prefix_caching=True)
@@ -414,7 +420,7 @@ def test_an_error_is_not_taken_for_a_refusal(tmp_path: Path) -> None:
         run(tmp_path, TRAINED, job=dict(fail="decode"), **BF16)
 
 
-@pytest.mark.parametrize("make", [qwen3_5, kimi_linear, glm5_next, ling])
+@pytest.mark.parametrize("make", [qwen3_5, kimi_linear, glm5_next, ling, kimi_k3])
 def test_drafts(make: Any, models: Any, tmp_path: Path) -> None:
     """Speculative decoding, with prefills too. vLLM's prefix cache with drafts needs Triton."""
     model = models(make)

@@ -272,15 +272,22 @@ def watch():
     """Records the kinds of batches."""
     from vllm.v1.attention.backends.gdn_attn import GDNAttentionMetadataBuilder as Builder
 
-    build = Builder.build
+    def noted(build):
+        def watched(*args, **kwargs):
+            m = build(*args, **kwargs)
+            kinds = dict(prefill=m.num_prefills, decode=m.num_decodes, drafts=m.num_spec_decodes)
+            BATCHES.add("+".join(kind for kind, n in kinds.items() if n))
+            return m
 
-    def watched(*args, **kwargs):
-        m = build(*args, **kwargs)
-        kinds = dict(prefill=m.num_prefills, decode=m.num_decodes, drafts=m.num_spec_decodes)
-        BATCHES.add("+".join(kind for kind, n in kinds.items() if n))
-        return m
+        return watched
 
-    Builder.build = watched
+    start = Builder.__init__
+
+    def begin(self, *args, **kwargs):
+        start(self, *args, **kwargs)
+        self.build = noted(self.build)  # Kimi K3's builder has a build of its own
+
+    Builder.__init__ = begin
 
 
 def main():
