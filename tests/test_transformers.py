@@ -11,6 +11,7 @@ import sys
 import threading
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -90,6 +91,11 @@ TINY: dict[str, tuple[str, str, dict[str, Any]]] = {
     "qwen3_5": ("Qwen3_5ForCausalLM", "Qwen3_5TextConfig", {**_GDN_DENSE, **_ATTENTION}),
     "qwen3_5_moe": ("Qwen3_5MoeForCausalLM", "Qwen3_5MoeTextConfig", _GDN_MOE),
     "qwen4_exp": ("Qwen4ExpForCausalLM", "Qwen4ExpTextConfig", {**_GDN_MOE, **_QWEN4_INDEXER}),
+    "lara_mini": (
+        "LaraMiniForCausalLM",
+        "LaraMiniConfig",
+        {**_GDN_MOE, "tie_word_embeddings": False},
+    ),
     "olmo_hybrid": (
         "OlmoHybridForCausalLM",
         "OlmoHybridConfig",
@@ -208,6 +214,16 @@ def no_fla() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setitem(sys.modules, "fla", None)
         yield
+
+
+def test_models_are_all_of_transformers() -> None:
+    """A function with such a name is one of a pair that MODELS has for its module."""
+    found = {}
+    for file in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
+        functions = re.findall(r"^def (\w*(?:delta_rule|delta_attention)\w*)", file.read_text(), re.M)
+        if functions:
+            found[file.stem.removeprefix("modeling_")] = sorted(functions)
+    assert found == {name: sorted(MODELS[name]) for name in MODELS if _installed(name)}
 
 
 @pytest.fixture(autouse=True)

@@ -62,6 +62,7 @@ def _conv(window, weight, bias, activation):
 
 def stand_in(drafts):
     from llvmlite.binding import ffi
+    from vllm.model_executor.determinism import batch_invariant
     from vllm.model_executor.layers.mamba.gdn import olmo_gdn_linear_attn
     from vllm.model_executor.layers.mamba.ops import causal_conv1d
     from vllm.model_executor.models import bailing_moe_v3
@@ -75,6 +76,7 @@ def stand_in(drafts):
     )
     # It needs experts, and their kernels need bf16.
     Qwen3NextForCausalLM.set_moe_parameters = lambda self: None
+    batch_invariant.init_batch_invariance = lambda: None  # kernels of Triton, for other layers
     # No MLA on a CPU.
     bailing_moe_v3._is_kda_layer = lambda *sizes: True
     olmo_gdn_linear_attn.set_triton_allocator = lambda device: None
@@ -102,6 +104,9 @@ def count():
                     f"accepted {n - 1}" for n in ([] if accepted is None else accepted.tolist())
                 )
                 CALLS["norm"] += kwargs.get("norm") is not None
+                CALLS["deterministic"] += kwargs.get("deterministic", False)
+                most = max(CALLS["most sequences"], len(kwargs["state_indices"]))
+                CALLS["most sequences"] = most
                 CALLS["checkpoints"] += kwargs.get("checkpoint_lens") is not None
                 if longest := kwargs.get("max_seqlen"):  # in chunks
                     assert 0 <= longest - int(kwargs["cu_seqlens"].diff().max()) < 64
@@ -324,11 +329,14 @@ def main():
     sampling = SamplingParams(
         temperature=0, max_tokens=job["max_tokens"], detokenize=False, ignore_eos=True
     )
+    prompts = [dict(prompt_token_ids=p) for p in job["prompts"]]
     rounds = []
-    for _ in range(job["rounds"]):
-        outputs = llm.generate(
-            [dict(prompt_token_ids=p) for p in job["prompts"]], sampling, use_tqdm=False
-        )
+    for n in range(job["rounds"]):
+        if "alone" in job and n == 0:
+            first = prompts[: job["alone"]]
+            outputs = [llm.generate([p], sampling, use_tqdm=False)[0] for p in first]
+        else:
+            outputs = llm.generate(prompts, sampling, use_tqdm=False)
         rounds.append(
             dict(
                 tokens=[list(o.outputs[0].token_ids) for o in outputs],

@@ -38,6 +38,7 @@ MODELS = {
     "qwen3_5": GDN,
     "qwen3_5_moe": GDN,
     "qwen4_exp": GDN,
+    "lara_mini": GDN,
     "olmo_hybrid": GDN,
     "kimi_linear": KDA,
     "glm5_next": KDA,
