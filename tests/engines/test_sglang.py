@@ -821,11 +821,15 @@ def expected(qwen3_5):
     )
 
 
-@pytest.fixture(scope="session")
-def kimi_linear(tmp_path_factory):
-    """A random model of three KDA layers and one of full attention, and transformers' tokens."""
+@pytest.fixture(scope="session", params=["kimi_linear", "ling"])
+def kda(request, tmp_path_factory):
+    """A random model of three KDA layers and one of full attention, and transformers' tokens.
+
+    Ling-3.0 is Kimi Linear with gates of full rank; the decay's is at least -5, as GLM's.
+    """
     import transformers
     from safetensors.torch import load_file, save_file
+    from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
 
     torch.manual_seed(0)
     layers = dict(
@@ -848,8 +852,9 @@ def kimi_linear(tmp_path_factory):
         v_head_dim=16,
     )
     rest = dict(
+        rms_norm_eps=1e-6 if request.param == "ling" else 1e-5,
         linear_num_heads=2,
-        linear_head_dim=32,
+        linear_head_dim=16,
         num_local_experts=4,
         num_experts_per_tok=2,
         n_group=1,
@@ -864,24 +869,53 @@ def kimi_linear(tmp_path_factory):
     )
     config = transformers.KimiLinearConfig(**layers, **attention, **sizes, **rest, **tokens)
     model = transformers.KimiLinearForCausalLM(config).float().eval()
-    result = tmp_path_factory.mktemp("models") / "kimi_linear"
+    ling = request.param == "ling"
+    for layer in model.model.layers[:3] if ling else ():
+        gate = layer.self_attn.forget_gate
+        gate.__class__, gate.safe_gate_lower_bound = Glm5NextTextForgetGate, -5.0
+    # SGLang has Ling's head in bf16. Ling's attention rotates queries' last parts, Kimi's does not.
+    model.lm_head.weight.data.copy_(model.lm_head.weight.bfloat16())
+    model.model.layers[3].self_attn.q_proj.weight.data.view(2, 32, 64)[:, 16:] = 0
+    result = tmp_path_factory.mktemp("models") / request.param
     model.save_pretrained(result)
     # As in released checkpoints: dense layers' names, and one table of layer kinds.
     weights = {
         name.replace("block_sparse_moe", "mlp"): x.clone()
         for name, x in load_file(result / "model.safetensors").items()
     }
+    if ling:
+        for prefix in [f"model.layers.{layer}.self_attn." for layer in range(3)]:
+            weights[f"{prefix}A_log"] = weights[f"{prefix}A_log"].flatten()
+            for gate in "fg":
+                low, high = (weights.pop(f"{prefix}{gate}_{part}_proj.weight") for part in "ab")
+                weights[f"{prefix}{gate}_proj.weight"] = high @ low
+        names = {"embed_tokens": "word_embeddings", ".self_attn.": ".attention."}
+        for old, new in names.items():
+            weights = {name.replace(old, new): x for name, x in weights.items()}
     save_file(weights, result / "model.safetensors", metadata=dict(format="pt"))
     table = dict(
         kda_layers=[1, 2, 3],
         full_attn_layers=[4],
         num_heads=2,
-        head_dim=32,
+        head_dim=16,
         short_conv_kernel_size=4,
     )
     config = json.loads((result / "config.json").read_text()) | dict(
         linear_attn_config=table, mla_use_nope=True
     )
+    if ling:
+        config |= dict(
+            architectures=["BailingMoeV3ForCausalLM"],
+            model_type="bailing_hybrid",
+            head_dim=16,
+            layer_group_size=4,
+            short_conv_kernel_size=4,
+            no_kda_lora=True,
+            kda_safe_gate=True,
+            kda_lower_bound=-5.0,
+            num_experts=4,
+            rope_parameters=dict(rope_theta=1e4, rope_type="default"),
+        )
     (result / "config.json").write_text(json.dumps(config))
     return result, by_transformers(model)
 
@@ -1005,9 +1039,10 @@ def test_engine_under_tensor_parallelism(qwen3_5, expected, tmp_path):
     run.looked_for_what_it_needs()
 
 
-def test_engine_with_kda_layers(kimi_linear, tmp_path):
-    model, tokens = kimi_linear
-    run = Run(model, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer"))
+def test_engine_with_kda_layers(kda, tmp_path):
+    model, tokens = kda
+    engine = dict(mamba_radix_cache_strategy="no_buffer", enable_fp32_lm_head=True)
+    run = Run(model, tmp_path, OURS | engine)
     run.looked_for_what_it_needs()
     assert run.tokens(0) == run.tokens(1) == tokens
     assert run.ran.keys() == {f"KDA {mode} on backend reference" for mode in ("decode", "prefill")}
