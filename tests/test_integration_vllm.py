@@ -18,11 +18,12 @@ class Engine(SimpleNamespace):
 
     registry: dict[str, type]
     log: list[str]
+    later: list[bool]
 
 
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
-    engine = Engine(registry={}, log=[])
+    engine = Engine(registry={}, log=[], later=[])
 
     def register_oot(name: str) -> Any:
         assert name not in engine.registry
@@ -41,7 +42,8 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> Engine:
         ),
         "gated_delta.integrations.vllm_layers": {
             name: type(name, (), {}) for name in plugin.LAYERS.values()
-        },
+        }
+        | dict(replace_later=lambda: engine.later.append(True)),
     }
     for name, values in contents.items():
         module = ModuleType(name)
@@ -74,6 +76,7 @@ def test_layers_are_registered_once(engine: Engine) -> None:
     for _ in range(2):
         plugin.register()
     assert {name: layer.__name__ for name, layer in engine.registry.items()} == plugin.LAYERS
+    assert engine.later == [True, True]  # it does nothing the second time
     assert engine.log == []
 
 
@@ -90,6 +93,7 @@ def test_an_unsupported_release_keeps_its_kernels(engine: Engine) -> None:
     engine.module.__version__ = "0.34.0rc1"
     plugin.register()
     assert engine.registry == {}
+    assert not engine.later
     (line,) = engine.log
     assert "expected vLLM 0.33.* on cuda, got 0.34.0rc1, which changes " in line
     assert line.endswith("; vLLM's own kernels run")
