@@ -220,7 +220,9 @@ def test_models_are_all_of_transformers() -> None:
     """A function with such a name is one of a pair that MODELS has for its module."""
     found = {}
     for file in Path(transformers.__file__).parent.glob("models/*/modeling_*.py"):
-        functions = re.findall(r"^def (\w*(?:delta_rule|delta_attention)\w*)", file.read_text(), re.M)
+        functions = re.findall(
+            r"^def (\w*(?:delta_rule|delta_attention)\w*)", file.read_text(), re.M
+        )
         if functions:
             found[file.stem.removeprefix("modeling_")] = sorted(functions)
     assert found == {name: sorted(MODELS[name]) for name in MODELS if _installed(name)}

@@ -401,9 +401,7 @@ def test_what_batch_invariance_needs(
     vars(layer).update(
         prefix="model.layers.0",
         tally=vllm_common.Tally(case["refused"]),
-        cache_config=SimpleNamespace(
-            mamba_block_size=case["block"], mamba_cache_mode=case["mode"]
-        ),
+        cache_config=SimpleNamespace(mamba_block_size=case["block"], mamba_cache_mode=case["mode"]),
         num_spec=case["num_spec"],
         cuts=case["cuts"],
         get_state_dtype=lambda: (torch.float32, case["dtype"]),
@@ -413,6 +411,48 @@ def test_what_batch_invariance_needs(
             layer.get_attn_backend()
     else:
         assert layer.get_attn_backend().supports_batch_invariance()
+
+
+def test_layer_classes_found_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Known ones get our base when vLLM builds one; an unknown one stays, with a warning."""
+    from vllm.model_executor.custom_op import PluggableLayer, op_registry_oot
+
+    from gated_delta.integrations import vllm_common, vllm_layers
+
+    log: list[str] = []
+    monkeypatch.setattr(PluggableLayer, "__new__", PluggableLayer.__new__)
+    monkeypatch.setattr(vllm_common, "logger", lambda: SimpleNamespace(warning_once=log.append))
+    vllm_layers.replace_later.__wrapped__()
+    base, contents = vllm_layers.GatedDeltaNetAttention, dict(get_state_shape=None)
+    known, unknown = (type(name, (base,), contents) for name in ("KimiK3DeltaAttention", "Solar"))
+    try:
+        assert isinstance(known.__new__(known), vllm_layers.KDA)
+    finally:
+        op_registry_oot.pop("KimiK3DeltaAttention", None)
+    assert log == []
+    assert type(unknown.__new__(unknown)) is unknown
+    assert log == ["gated_delta does not know Solar, which runs on vLLM's kernels"]
+
+
+def test_checkpoints_that_only_vllm_would_fill(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As FlashKDA's of GLM-5.3-Flash and Kimi K3: its layers ask for blocks by themselves."""
+    from dataclasses import dataclass
+
+    from gated_delta.integrations import vllm_common, vllm_layers
+
+    @dataclass
+    class Spec:
+        num_prefill_checkpoint_blocks: int = 1
+        prefill_checkpoint_alignment: int | None = 16
+
+    monkeypatch.setattr(
+        vllm_layers.abstract.MambaBase, "get_kv_cache_spec", lambda layer, config: Spec()
+    )
+    layer = object.__new__(vllm_layers.Kimi)
+    for refused, spec in ((), Spec(0, None)), (("decode",), Spec(0, None)), (("prefill",), Spec()):
+        tally = vllm_common.Tally(dict.fromkeys(refused, "a reason"))
+        vars(layer).update(aligned=False, tally=tally)
+        assert layer.get_kv_cache_spec(None) == spec
 
 
 def test_drafts_beside_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
