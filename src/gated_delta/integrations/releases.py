@@ -153,6 +153,20 @@ VLLM = {
                 "causal_conv1d_fn": "268745fd",
                 "causal_conv1d_update": "7197f0d9",
             },
+            "model_executor/models/bailing_moe_v3.py": {
+                "BailingMoeV3KimiDeltaAttention": "c3911f42",
+                "bailing_v3_kda_attention": "f602bd9b",
+            },
+            "models/glm5next/common/kda.py": {
+                "Glm5NextLinearAttention": "b5b75796",
+            },
+            "models/kimi_k3/nvidia/kda.py": {
+                "KimiK3DeltaAttention": "01389afa",
+            },
+            "models/kimi_k3/nvidia/kda_metadata.py": {
+                "KimiK3KDAMetadata": "01553b6a",
+                "KimiK3KDAMetadataBuilder": "fefab0e8",
+            },
             "v1/attention/backends/gdn_attn.py": {
                 "GDNAttentionMetadata": "28df30c7",
                 "GDNAttentionMetadataBuilder": "b9229581",
@@ -186,6 +200,20 @@ VLLM = {
             "model_executor/layers/mamba/ops/causal_conv1d.py": {
                 "causal_conv1d_fn": "095a77d4",
                 "causal_conv1d_update": "b5f8bbe8",
+            },
+            "model_executor/models/bailing_moe_v3.py": {
+                "BailingMoeV3KimiDeltaAttention": "c3911f42",
+                "bailing_v3_kda_attention": "f602bd9b",
+            },
+            "models/glm5next/common/kda.py": {
+                "Glm5NextLinearAttention": "b5b75796",
+            },
+            "models/kimi_k3/nvidia/kda.py": {
+                "KimiK3DeltaAttention": "31e73ba3",
+            },
+            "models/kimi_k3/nvidia/kda_metadata.py": {
+                "KimiK3KDAMetadata": "01553b6a",
+                "KimiK3KDAMetadataBuilder": "fa25fecb",
             },
             "v1/attention/backends/gdn_attn.py": {
                 "GDNAttentionMetadata": "caf9dab7",
