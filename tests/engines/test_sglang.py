@@ -1083,14 +1083,6 @@ def test_engine_runs_its_own_kernels_where_ours_cannot(qwen3_5, expected, tmp_pa
     assert f"gated_delta runs GDN prefill on {reasons}" in run.log
 
 
-def test_engine_without_the_flags_is_left_alone(qwen3_5, expected, tmp_path):
-    run = Run(qwen3_5, tmp_path, dict(mamba_radix_cache_strategy="no_buffer"))
-    assert run.tokens(0) == expected
-    assert not run.ran
-    assert " serves GDN" not in run.log
-    assert "KernelDispatcher.__init__" not in run.log
-
-
 def test_engine_of_another_release_runs_its_own_kernels(qwen3_5, expected, tmp_path):
     run = Run(
         qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer"), release="0.0.1"
