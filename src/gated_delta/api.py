@@ -26,7 +26,7 @@ from .ops.launch import REDESCRIBE, Operation, Plan
 from .problem import (
     BUFFER,
     LOG,
-    MAX_DRAFT,
+    MAX_BUFFER,
     Gate,
     GatedNorm,
     KVBuffer,
@@ -163,6 +163,9 @@ def decode(
     intermediate_states: Tensor | None = None,
     intermediate_indices: Tensor | None = None,
     update_state: bool = True,
+    buffer: KVBuffer | None = None,
+    buffer_indices: Tensor | None = None,
+    buffer_lens: Tensor | None = None,
     null_index: int = -1,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -183,6 +186,14 @@ def decode(
     state_indices [N, W], W >= T, one slot per token: reads slot
     state_indices[n, num_accepted[n] - 1] (num_accepted [N], 1 when None, clamped to [1, W]) and
     writes the state after token t to slot state_indices[n, t].
+    buffer: a KVBuffer of C tokens a row, so that a state need not be written at every step. The
+    state of sequence n lacks the first buffer_lens[n] tokens (int32 or int64 [N], read on the
+    device, clamped to 0..C) of row buffer_indices[n] (row n when None; negative: inactive). If the
+    call's tokens fit in the row behind them, they are appended and the state is only read;
+    otherwise row and tokens go into the state, and the row is not written. `buffer.advance` then
+    updates buffer_lens; `flush` folds a row early. A 16-bit state is rounded when tokens are folded
+    in; with T > 1 also for each token's outputs. No two sequences may name one row. Not with
+    write_indices, intermediate_states, [N, W] state_indices or update_state=False.
     norm, z: the layer's gated RMSNorm of o, applied to o rounded to v's dtype; z [N, T, HV, V] in
     v's dtype.
     Inactive sequences, null_index (of state_indices and write_indices), out, backend and errors as
@@ -196,6 +207,7 @@ def decode(
         ops.DECODE,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices,
         num_accepted, intermediate_states, intermediate_indices, z, weight, out,
+        *(NO_BUFFER if buffer is None else _parts(buffer)), buffer_indices, buffer_lens,
         kind, bound, eps, activation, scale, qk_l2norm, beta_logits, update_state,
         null_index, backend,
     )  # fmt: skip
@@ -305,7 +317,7 @@ def _arguments(op: Operation, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     split("gate", _gate, "gate", "A_log", "dt_bias", "bound")
     norm = ("norm_weight", "norm_eps", "norm_activation")
     split("norm", lambda x: NO_NORM if x is None else _norm(x), *norm)
-    split("buffer", _parts, *BUFFER)
+    split("buffer", lambda x: NO_BUFFER if x is None and op is ops.DECODE else _parts(x), *BUFFER)
     if op is ops.FLUSH:
         split("num_accepted", _counts, "num_accepted", "accepted_by_all")
     if op is ops.PREFILL:
@@ -331,6 +343,9 @@ def _norm(norm: GatedNorm) -> tuple[Tensor | None, float, str | None]:
     return norm.weight, norm.eps, norm.activation
 
 
+NO_BUFFER = (None, None, None)
+
+
 def _parts(buffer: KVBuffer) -> tuple[Tensor, Tensor, Tensor]:
     if not isinstance(buffer, KVBuffer):
         raise TypeError(f"buffer: expected a gated_delta.KVBuffer, got {type_name(buffer)}")
@@ -341,8 +356,8 @@ def _counts(num_accepted: int | Tensor) -> tuple[Tensor | None, int | None]:
     """num_accepted as a tensor, or as a number for all sequences."""
     if isinstance(num_accepted, Tensor):
         return num_accepted, None
-    if isinstance(num_accepted, int) and num_accepted > MAX_DRAFT:
-        return None, MAX_DRAFT  # no buffer holds more, and torch.library takes 64 bits
+    if isinstance(num_accepted, int) and num_accepted > MAX_BUFFER:
+        return None, MAX_BUFFER  # no buffer holds more, and torch.library takes 64 bits
     return None, num_accepted
 
 

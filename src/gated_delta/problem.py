@@ -20,6 +20,8 @@ from .memory import overlap, overlaps_itself
 
 MAX_DRAFT = 16
 """Most tokens per sequence in one decode or verify call."""
+MAX_BUFFER = 32
+"""Most tokens of a KVBuffer's row."""
 
 CHECKPOINT_INTERVAL = 64
 """prefill stores states after multiples of this many tokens, the end of a chunk in each backend."""
@@ -193,11 +195,11 @@ class KVBuffer(_Tensors):
         num_layers: int | None = None,
         device: torch.device | str | None = None,
     ) -> KVBuffer:
-        """Uninitialised buffer for `rows` sequences of up to T (1..16) draft tokens.
+        """Uninitialised buffer for `rows` sequences of up to T (1..32) tokens.
 
         gate: "head" (GDN) or "channel" (KDA). num_layers: L, for a buffer of every layer; None for
         a buffer of one layer, without that dimension. Raises TypeError for a size that is not an
-        int; ValueError for a size below 1 (rows and num_layers: below 0), T over 16, HV not a
+        int; ValueError for a size below 1 (rows and num_layers: below 0), T over 32, HV not a
         multiple of H, or another gate.
         """
         if gate not in ("head", "channel"):
@@ -209,8 +211,8 @@ class KVBuffer(_Tensors):
             size = integer(name, given)
             if size < (least := 0 if name in ("rows", "num_layers") else 1):
                 raise ValueError(f"{name}: expected {least} or more, got {size}")
-        if T > MAX_DRAFT:
-            raise ValueError(f"T: expected at most {MAX_DRAFT} draft tokens, got {T}")
+        if T > MAX_BUFFER:
+            raise ValueError(f"T: expected at most {MAX_BUFFER} tokens, got {T}")
         if HV % H:
             raise ValueError(f"HV: expected a multiple of H={H}, got {HV}")
         lead = (rows, T) if num_layers is None else (num_layers, rows, T)
@@ -228,6 +230,16 @@ class KVBuffer(_Tensors):
                 "layer: expected a buffer made with num_layers=L, got one without layers"
             )
         return KVBuffer(self.u[i], self.k[i], self.log_decay[i])
+
+    def advance(self, lens: Tensor, tokens: int | Tensor = 1) -> None:
+        """Update `decode`'s buffer_lens after a step of `tokens` tokens per sequence, in place.
+
+        lens: [N], int32 or int64. tokens: an int, or a tensor [N] for packed sequences. A row that
+        cannot take all of its sequence's tokens is empty afterwards. Every layer of a step reads
+        the same lens, so call it once, after the last one.
+        """
+        lens.add_(tokens)
+        lens.masked_fill_(lens > self.u.shape[-3], 0)
 
     @property
     def nbytes(self) -> int:
@@ -645,14 +657,24 @@ class Checker:
             BUFFER.values(), parts, ("HV V", "H K", "HV K" if channel else "HV"), strict=True
         ):
             self.state(name, x, f"{lead} C {dims}", (torch.float32,))
-        if not 1 <= self.sizes["C"] <= MAX_DRAFT:
+        if not 1 <= self.sizes["C"] <= MAX_BUFFER:
             raise ValueError(
-                f"buffer: expected room for 1 to {MAX_DRAFT} tokens, got {self.sizes['C']}"
+                f"buffer: expected room for 1 to {MAX_BUFFER} tokens, got {self.sizes['C']}"
             )
         if not all(self.sizes[name] for name in ("H", "HV", "K", "V")):
             shapes = f"u {list(a.buffer_u.shape)}, k {list(a.buffer_k.shape)}"
             raise ValueError(f"buffer: expected at least one head and channel, got {shapes}")
         return "channel" if channel else "head"
+
+    def buffer_of_tokens(self, a: Any) -> None:
+        """Check the buffer of a call with tokens, and its indices."""
+        axis = self.buffer(a, "rows")
+        if axis != axis_of(a.g):
+            expected = f"expected gate={axis_of(a.g)!r}, as g has {a.g.ndim} dimensions"
+            raise ValueError(f"buffer: {expected}, got a buffer with gate={axis!r}")
+        self.index("buffer_indices", a.buffer_indices)
+        self.one_each("buffer", "rows", a.buffer_indices)
+        self.option("unaligned_buffer", not self.aligned(a.buffer_k))
 
     def writes(self, *names: str) -> None:
         """Check the tensors that the call writes: those of `names` that it passes."""

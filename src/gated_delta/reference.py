@@ -26,6 +26,7 @@ from torch import Tensor
 
 from .problem import (
     CHECKPOINT_INTERVAL,
+    MAX_BUFFER,
     MAX_DRAFT,
     Gate,
     GatedNorm,
@@ -158,7 +159,13 @@ def flatten(tokens: Tokens) -> Tokens:
 
 
 def step(state: Tensor, token: Activated) -> tuple[Tensor, Tensor]:
-    """The gated delta rule for one token: state [..., HV, V, K] -> (o [..., HV, V], state).
+    """The gated delta rule for one token: state [..., HV, V, K] -> (o [..., HV, V], state)."""
+    o, state, _ = step_with_u(state, token)
+    return o, state
+
+
+def step_with_u(state: Tensor, token: Activated) -> tuple[Tensor, Tensor, Tensor]:
+    """`step`, and the token's correction u [..., HV, V].
 
     Gated DeltaNet (arXiv 2412.06464), eq. 10; Kimi Linear (arXiv 2510.26692), eq. 1, with a decay
     per key channel.
@@ -170,7 +177,7 @@ def step(state: Tensor, token: Activated) -> tuple[Tensor, Tensor]:
     S, q, k = state.reshape(-1, HV // H * V, K), q.reshape(-1, 1, K), k.reshape(-1, 1, K)
     u = beta.unsqueeze(-1) * (v - (S * k).sum(-1).view(v.shape))
     S = S.addcmul_(u.reshape(-1, HV // H * V, 1), k)
-    return (S * q).sum(-1).view(v.shape), S.view(state.shape)
+    return (S * q).sum(-1).view(v.shape), S.view(state.shape), u
 
 
 def recurrent(
@@ -787,6 +794,7 @@ def decode_rows(
     null_index: int,
     update_state: bool,
 ) -> DecodeRows:
+    """Without a buffer; `buffered_rows` is for calls with one."""
     N, P = tokens.num_sequences, state.shape[0]
     room = (
         {} if intermediate_states is None else {"intermediate_states": intermediate_states.shape[1]}
@@ -826,6 +834,79 @@ def decode_rows(
     _no_conflict("intermediate_indices", ((n, intermediates[n]) for n in active if lengths[n]))
     _check_log_decays(tokens, active, starts, lengths)
     return DecodeRows(reads, writes, token_slots, intermediates, starts, lengths)
+
+
+class BufferedRows(NamedTuple):
+    """The slot and the buffer row of each sequence of a decode with a buffer."""
+
+    reads: list[int]
+    rows: list[int]
+    counts: list[int]
+    """Tokens of the row that the state lacks."""
+    appends: list[bool]
+    """Whether the call's tokens fit in the row; otherwise they and the row go into the state."""
+    active: list[int]
+    starts: list[int]
+    lengths: list[int]
+
+
+def buffered_rows(
+    tokens: Tokens,
+    state: Tensor,
+    state_indices: Tensor | None,
+    buffer: KVBuffer,
+    buffer_indices: Tensor | None,
+    buffer_lens: Tensor,
+    null_index: int,
+) -> BufferedRows:
+    N, (R, C) = tokens.num_sequences, buffer.u.shape[:2]
+    starts, lengths = _draft_spans(tokens)
+    reads = _rows("state_indices", state_indices, N, state.shape[0], null_index)
+    rows = _rows("buffer_indices", buffer_indices, N, R)
+    counts = buffer_lens.clamp(0, C).tolist()
+    appends = [m + length <= C for m, length in zip(counts, lengths, strict=True)]
+    active = [n for n in range(N) if reads[n] >= 0 and rows[n] >= 0]
+    _no_conflict("state_indices", ((n, reads[n]) for n in active))
+    _no_conflict("buffer_indices", ((n, rows[n]) for n in active))
+    _check_log_decays(tokens, active, starts, lengths)
+    return BufferedRows(reads, rows, counts, appends, active, starts, lengths)
+
+
+def decode_with_buffer(
+    tokens: Tokens,
+    *,
+    state: Tensor,
+    buffer: KVBuffer,
+    norm: GatedNorm | None,
+    z: Tensor | None,
+    out: Tensor,
+    **indices: Any,
+) -> None:
+    """The state of a sequence is its slot's and the first tokens of its buffer row."""
+    reads, rows, counts, appends, active, starts, lengths = buffered_rows(
+        tokens, state=state, buffer=buffer, **indices
+    )
+    if not active:
+        out.zero_()
+        return
+    with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
+        x = activate(flatten(tokens), torch.float32)
+        slots, places = ([values[n] for n in active] for values in (reads, rows))
+        m = torch.tensor([counts[n] for n in active], device=o.device)
+        now = _fold(state[slots], buffer.u[places], buffer.k[places], buffer.log_decay[places], m)
+        for t in range(max(lengths[n] for n in active)):
+            live = [i for i, n in enumerate(active) if lengths[n] > t]
+            token = [starts[active[i]] + t for i in live]
+            o_t, now[live], u = step_with_u(now[live], Activated(*(y[token] for y in x)))
+            o[token] = _finished(o_t, o.dtype, norm, None if z is None else z.flatten(0, 1)[token])
+            appended = [j for j, i in enumerate(live) if appends[active[i]]]
+            ends = [counts[active[live[j]]] + t for j in appended]
+            at = [places[live[j]] for j in appended], ends
+            buffer.u[at], buffer.k[at] = u[appended], x.k[token][appended]
+            log_decay = x.log_decay[token][appended]
+            buffer.log_decay[at] = log_decay.reshape(buffer.log_decay[at].shape)
+        folded = [i for i, n in enumerate(active) if not appends[n]]
+        state[[slots[i] for i in folded]] = rounded(now[folded], state.dtype)
 
 
 def decode(
@@ -979,10 +1060,10 @@ def verify(
             o[written] = _finished(outputs.transpose(1, 2)[valid], o.dtype, norm, z)
             # The zeros past a sequence's end go into the buffer too, so flush needs no lengths.
             target = [rows[n] for n in active]
-            shape = len(target), C, *buffer.log_decay.shape[2:]
-            buffer.u[target] = u.view(values.shape).transpose(1, 2)[:, :C]
-            buffer.k[target] = x.k[:, :C]
-            buffer.log_decay[target] = x.log_decay[:, :C].reshape(shape)
+            shape = len(target), MAX_DRAFT, *buffer.log_decay.shape[2:]
+            parts = u.view(values.shape).transpose(1, 2), x.k, x.log_decay.reshape(shape)
+            for part, y in zip((buffer.u, buffer.k, buffer.log_decay), parts, strict=True):
+                part[target] = F.pad(y, (0, 0) * (y.ndim - 2) + (0, max(0, C - MAX_DRAFT)))[:, :C]
 
 
 class FlushRows(NamedTuple):
@@ -1025,7 +1106,7 @@ def flush(*, state: Tensor, buffer: KVBuffer, num_accepted: int | Tensor, **indi
     if isinstance(num_accepted, Tensor):
         counts = num_accepted.tolist()
     else:
-        counts = [min(int(num_accepted), MAX_DRAFT)] * len(reads)
+        counts = [min(int(num_accepted), MAX_BUFFER)] * len(reads)
     changed = [n for n in active if counts[n] > 0 or reads[n] != writes[n]]
     if not changed:
         return

@@ -71,6 +71,7 @@ VerifyStrides = strides_type(
     cu_seqlens="n",
     state_indices="n",
     buffer_indices="n",
+    buffer_lens="n",
     **NORM_STRIDES,
 )
 FlushStrides = strides_type(
@@ -165,6 +166,7 @@ class VerifyPointers(NamedTuple):
     cu_seqlens: int
     state_indices: int  # [N]
     buffer_indices: int  # [N]
+    buffer_lens: int  # [N]
     buffer_u: int  # [B, C, HV, V]
     buffer_k: int  # [B, C, H, K]
     buffer_log_decay: int  # [B, C, HV], KDA [B, C, HV, K]
@@ -192,6 +194,7 @@ class VerifySizes(NamedTuple):
     cu_seqlens_kind: int
     state_indices_kind: int
     buffer_indices_kind: int
+    buffer_lens_kind: int
     prefetch_sequences: int
     keep_in_l2: int
     norm_weight_kind: int

@@ -34,13 +34,14 @@ from .arguments import (
 from .device import arithmetic, levels, ptx
 from .device.args import Args, offset, typed
 from .device.recurrent import (
+    NORM,
     GatedNorm,
     StateRows,
     Tokens,
     sequence_cta,
     sequence_grid,
     shared_tensor,
-    without_norm,
+    without,
 )
 
 Pointers, Strides, Sizes = (
@@ -131,7 +132,7 @@ class Decode:
         self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
     ):
         if cutlass.const_expr(self.norm is None):
-            ptr, stride, size = without_norm(ptr), without_norm(stride), without_norm(size)
+            ptr, stride, size = (without(x, *NORM) for x in (ptr, stride, size))
         self.kernel(ptr, scale, bound, stride, size).launch(
             grid=sequence_grid(self.tiles * size.HV, size.N),
             block=(self.threads, 1, 1),

@@ -8,6 +8,10 @@ KDA's Akk and Aqk run on CUDA cores: a group of lanes has a token i and decays k
 token. With `mma_pairs` they are tensor-core products of k_t b_t and q_t b_t with k_i / b_i, unless
 some b_i is outside RANGE, since the quotient then loses digits.
 
+With `history` the kernel is that of decode with a buffer (device/history.py): the state lacks the
+tokens of a buffer row, which add to S k and S q. The call's tokens follow them in the row or, if it
+is full, all of them are folded into the state.
+
 CTA: `tile` V rows of one value head of one sequence, `rows` rows per warp.
 
 Warp roles: every warp loads its rows of the state and multiplies them. All threads load q and k,
@@ -23,6 +27,7 @@ Shared memory, in 32-bit words:
         the first line's memory
     Akk and Aqk [token, 2, token]: one copy per warp from tensor cores, one per CTA from CUDA cores
     beta and GDN's decay [token, 2]
+    history: device/history.py; GDN: k and q in fp32, too, in front, as for KDA
     norm: sum of squares of o over 16 rows [token, V / 16]
 
 Order of work:
@@ -30,8 +35,11 @@ Order of work:
     load indices, tokens and the state; write tokens and decays; barrier
     KDA: write the kq operand (with mma_pairs k_over_b, and a barrier)
     KDA without mma_pairs, or b_t outside RANGE: Akk and Aqk on CUDA cores; barrier
+    history: k_restored and its products with the tokens
     mainloop: S k and S q (GDN, mma_pairs: Akk and Aqk too) on the tensor cores
+    history: barrier; add the row's part to S k and S q
     epilogue: each lane takes one V row through the tokens and stores u and o
+    history, row full: load the state again, fold, store
     norm: barrier for the sums of squares; then store o
 """
 
@@ -47,7 +55,9 @@ from cutlass.cutlass_dsl import select_
 from .arguments import ABSENT, VerifyPointers, VerifySizes, VerifyStrides
 from .device import arithmetic, levels, ptx
 from .device.args import Args, offset, qk_head, typed
+from .device.history import History, Row
 from .device.recurrent import (
+    NORM,
     StateRows,
     Tokens,
     before_norm,
@@ -55,7 +65,7 @@ from .device.recurrent import (
     sequence_cta,
     sequence_grid,
     shared_tensor,
-    without_norm,
+    without,
     z_address,
 )
 
@@ -113,6 +123,8 @@ class Verify:
         threads: int,
         mma_pairs: bool = False,
         norm: bool = False,
+        history: bool = False,
+        single_token: bool = False,
     ):
         self.state = StateRows(K, state_dtype, rows)
         # k b_t leaves the range of fp16, so fp16 states use bf16 operands.
@@ -135,16 +147,19 @@ class Verify:
         self.decay_offset = 2 * token_tile * self.padded_K
         self.cumulative_offset = self.decay_offset + token_tile * self.padded_K
         tokens_end = self.cumulative_offset + token_tile * self.padded_K if self.channel else 0
+        if history and not self.channel:  # k and q in fp32, too
+            tokens_end = self.decay_offset
         self.operand_words = self.m_tiles * 2 * self.k_blocks * 128  # one part, high or low
         self.skq_token = 2 * rows + PAD
         skq = self.warps * token_tile * self.skq_token
-        if self.mma_pairs:  # S k and S q reuse the memory of k, q and decays
+        if self.mma_pairs and not history:  # S k and S q reuse the memory of k, q and decays
             self.skq_offset, self.operand_offset = 0, max(skq, tokens_end)
             self.k_over_b_offset = self.operand_offset + 2 * self.operand_words
             self.pair_offset = self.k_over_b_offset + self.operand_words
         else:
             self.operand_offset = tokens_end
-            self.skq_offset = self.operand_offset + 2 * self.operand_words
+            self.k_over_b_offset = self.operand_offset + 2 * self.operand_words
+            self.skq_offset = self.k_over_b_offset + self.operand_words * self.mma_pairs
             self.pair_offset = self.skq_offset + skq
         self.pair_row = max(token_tile, 4)
         self.pair_words = 2 * self.pair_row * self.pair_row
@@ -158,6 +173,10 @@ class Verify:
             if self.norm
             else self.scalars_offset + 2 * token_tile
         )
+        self.history, self.single_token = None, single_token
+        if history:
+            more = state_dtype, axis, threads, token_tile, rows
+            self.history, self.shared = History(self.state, *more), -(-self.shared // 4) * 4
         # Where registers limit occupancy, v (mma_pairs) and z are prefetched into L2 and loaded in
         # the mainloop, before k_block late_k_block: with a norm the last, when most of the state's
         # registers are free.
@@ -181,11 +200,16 @@ class Verify:
         self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
     ):
         if cutlass.const_expr(self.norm is None):
-            ptr, stride, size = without_norm(ptr), without_norm(stride), without_norm(size)
+            ptr, stride, size = (without(x, *NORM) for x in (ptr, stride, size))
+        words = self.shared
+        if cutlass.const_expr(self.history is None):
+            ptr, stride, size = (without(x, "buffer_lens") for x in (ptr, stride, size))
+        else:
+            words = words + self.history.words(size.C)
         self.kernel(ptr, scale, bound, stride, size).launch(
             grid=sequence_grid(self.tiles * size.HV, size.N),
             block=(self.threads, 1, 1),
-            smem=self.shared * 4,
+            smem=words * 4,
             stream=stream,
             use_pdl=levels.current().pdl,
             **self.limits,
@@ -227,7 +251,9 @@ class Verify:
     @cute.jit
     def sequence(self, args, coord):
         ptr, stride, size = args.ptr, args.stride, args.size
-        start, length = self.tokens.span(args, coord)
+        start, length = Int32(0), Int32(1)
+        if cutlass.const_expr(not self.single_token):
+            start, length = self.tokens.span(args, coord)
         read = ptx.load_index(
             ptr.state_indices + offset(coord.n, stride.state_indices_n),
             size.state_indices_kind,
@@ -239,6 +265,14 @@ class Verify:
             coord.n,
         )
         active = (read > size.null_index) & (row >= 0)
+        row, past = Row(row, Int32(0), length, size.C), None
+        if cutlass.const_expr(self.history is not None):
+            first = self.history.length(args, coord)
+            end = Int32(select_(first + length <= size.C, length, Int32(0)))
+            row = Row(row.index, first, end, end)
+            history = cute.arch.get_dyn_smem(Float32, 16) + self.shared
+            self.history.copy(history, args, coord, row, active)
+            past = self.history.load_log_decays(args, coord, row, Int32(0), active)
 
         qk = self.tokens.load_qk(args, coord, start, coord.thread // self.lanes, length)
         gates = self.load_gates(args, coord, start, length)
@@ -258,8 +292,12 @@ class Verify:
         if active:
             shared = cute.arch.get_dyn_smem(Float32, 16)
             self.stage_qk(shared, args, coord, start, length, row, qk)
-            self.stage_gates(shared, args, coord, start, length, row, gates)
+            self.stage_gates(shared, args, coord, start, length, row, gates, past)
+            if cutlass.const_expr(self.history is not None):
+                cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
+            if cutlass.const_expr(self.history is not None):
+                self.stage_history(shared, args, coord, row, length, past)
             pairs_at = None
             if cutlass.const_expr(self.mma_pairs):
                 pairs_at = Int32(self.warp_pairs(coord))
@@ -277,10 +315,24 @@ class Verify:
                 fragments,
                 lambda: self.load_v_z(args, coord, start, length, active, self.late_v, self.late_z),
             )
-            cute.arch.sync_warp()
+            if cutlass.const_expr(self.history is None):
+                cute.arch.sync_warp()
+            else:
+                cute.arch.sync_threads()
+                self.history.add_products(
+                    shared + self.shared,
+                    lambda t: self.products(shared, coord, t),
+                    args,
+                    coord,
+                    row,
+                    length,
+                )
+                cute.arch.sync_warp()
             v, z = merge(early, late)
             at = o_at + offset(coord.o_row, stride.o_c) + offset(start, stride.o_t)
-            o = self.substitute(shared, args, coord, length, row, pairs_at, v, at)
+            o, us = self.substitute(shared, args, coord, length, row, pairs_at, v, at)
+            if cutlass.const_expr(self.history is not None):
+                self.fold(shared, args, coord, read, row, length, us)
             if cutlass.const_expr(self.norm is not None):
                 o = self.norm.normalise(shared + self.norm_offset, args, coord, o, z)
                 self.store_o(args, coord, length, at, o)
@@ -311,7 +363,7 @@ class Verify:
                     row,
                     self.tokens.load_qk(args, coord, start, t, length),
                 )
-        self.zero_buffer_k(args, coord, length, row)
+        self.zero_buffer_k(args, coord, row)
 
     @cute.jit
     def store_qk(self, shared, args, coord, t, length, row, qk):
@@ -319,12 +371,12 @@ class Verify:
         q_scale, k_scale = self.tokens.qk_scales(args, q, k)
         k, q = [x * k_scale for x in k], [x * q_scale for x in q]
         if t < length:
-            if cutlass.const_expr(self.channel):
+            if cutlass.const_expr(self.channel or self.history is not None):
                 self.state.store_shared(shared + 2 * t * self.padded_K, coord, k)
                 self.state.store_shared(shared + (2 * t + 1) * self.padded_K, coord, q)
-            else:
+            if cutlass.const_expr(not self.channel):
                 self.store_operand(shared, coord, t, k, q)
-        self.store_buffer_k(args, coord, t, length, row, k)
+        self.store_buffer_k(args, coord, t, row, k)
 
     def store_operand(self, shared, coord, t, k, q):
         """Split a token's k and q, this lane's eight channels of each, and write the kq operand."""
@@ -428,13 +480,13 @@ class Verify:
         h = qk_head(coord.hv, args.size.qk_head_factor)
         at = (
             ptr.buffer_k
-            + offset(row, stride.buffer_k_r)
+            + offset(row.index, stride.buffer_k_r)
             + offset(h, stride.buffer_k_h)
-            + offset(t, stride.buffer_k_t)
+            + offset(row.first + t, stride.buffer_k_t)
         )
         return at, (coord.tile == 0) & (coord.hv == h * args.size.group_size)
 
-    def store_buffer_k(self, args, coord, t, length, row, k):
+    def store_buffer_k(self, args, coord, t, row, k):
         at, stores_k = self.buffer_k_address(args, coord, row, t)
         for half in range(2):
             channel = (
@@ -442,18 +494,18 @@ class Verify:
                 if self.state.vectors == 1
                 else self.state.channel(coord, half)
             )
-            inside = stores_k & (t < length) & (channel < self.K)
+            inside = stores_k & (t < row.end) & (channel < self.K)
             ptx.store_words(
                 at + channel * 4, [x.bitcast(Uint32) for x in k[4 * half : 4 * half + 4]], inside
             )
 
     @cute.jit
-    def zero_buffer_k(self, args, coord, length, row):
+    def zero_buffer_k(self, args, coord, row):
         """Zero the buffer's k past the last token."""
-        first, stores_k = self.buffer_k_address(args, coord, row, length)
+        first, stores_k = self.buffer_k_address(args, coord, row, row.end)
         if stores_k:
             for i in cutlass.range(
-                coord.thread, (args.size.C - length) * self.K, self.threads, unroll=1
+                coord.thread, (row.filled - row.end) * self.K, self.threads, unroll=1
             ):
                 ptx.store(
                     Float32,
@@ -496,13 +548,14 @@ class Verify:
         ]
 
     @cute.jit
-    def stage_gates(self, shared, args, coord, start, length, row, gates):
+    def stage_gates(self, shared, args, coord, start, length, row, gates, past):
         """Write beta and decays to shared memory, log decays and then zeros to the buffer."""
         beta, g = gates
         ptr, stride, size = args.ptr, args.stride, args.size
         buffer_at = (
             ptr.buffer_log_decay
-            + offset(row, stride.buffer_log_decay_r)
+            + offset(row.index, stride.buffer_log_decay_r)
+            + offset(row.first, stride.buffer_log_decay_t)
             + offset(coord.hv, stride.buffer_log_decay_h)
         )
         if coord.thread // 32 == self.warps - 1:
@@ -514,7 +567,7 @@ class Verify:
                 log_decay = self.tokens.log_decay(args, *g[0])
                 decay = cute.math.exp(log_decay)
                 at = buffer_at + offset(t, stride.buffer_log_decay_t)
-                inside = (coord.tile == 0) & (t < size.C)
+                inside = (coord.tile == 0) & (t < row.filled)
                 ptx.store_if(Float32, at, ptx.select(t < length, log_decay, Float32(0)), inside)
             if t < length:
                 scalars = shared_tensor(shared + self.scalars_offset + 2 * t, 2)
@@ -528,25 +581,31 @@ class Verify:
                     coord,
                     start,
                     length,
+                    row,
                     buffer_at,
-                    self.thread_channels(coord)[i],
+                    i,
                     g[i],
+                    past,
                 )
 
     @cute.jit
-    def stage_channel(self, shared, args, coord, start, length, buffer_at, channel, gate):
+    def stage_channel(self, shared, args, coord, start, length, row, buffer_at, i, gate, past):
         """KDA: write a channel's decays and b_t, token by token; a padded channel's are 1."""
         gs, parameters = gate
-        stride, size = args.stride, args.size
+        channel, stride = self.thread_channels(coord)[i], args.stride
         if channel < self.padded_K:
             rCumulative = cute.make_rmem_tensor((1,), Float32)
             rCumulative[0] = Float32(1)
+            if cutlass.const_expr(self.history is not None):
+                rCumulative[0] = self.history.stage_channel_decays(
+                    shared + self.shared, args, coord, row, i, past[i]
+                )
             self.store_decays(
                 shared,
                 args,
                 coord,
                 Int32(0),
-                length,
+                row,
                 buffer_at,
                 channel,
                 gs,
@@ -561,7 +620,7 @@ class Verify:
                         args,
                         coord,
                         t0,
-                        length,
+                        row,
                         buffer_at,
                         channel,
                         more,
@@ -569,7 +628,7 @@ class Verify:
                         rCumulative,
                     )
             if coord.tile == 0 and channel < self.K:
-                for t in cutlass.range(length, size.C, unroll=1):
+                for t in cutlass.range(row.end, row.filled, unroll=1):
                     ptx.store(
                         Float32,
                         buffer_at + offset(t, stride.buffer_log_decay_t) + channel * 4,
@@ -578,7 +637,7 @@ class Verify:
 
     @cute.jit
     def store_decays(
-        self, shared, args, coord, t0, length, buffer_at, channel, gs, parameters, rCumulative
+        self, shared, args, coord, t0, row, buffer_at, channel, gs, parameters, rCumulative
     ):
         for j in cutlass.range_constexpr(len(gs)):
             t = t0 + j
@@ -592,13 +651,41 @@ class Verify:
             )
             decays[position] = decay
             cumulative[position] = rCumulative[0]
-            inside = (t < length) & (coord.tile == 0) & (channel < self.K)
+            inside = (t < row.end) & (coord.tile == 0) & (channel < self.K)
             ptx.store_if(
                 Float32,
                 buffer_at + offset(t, args.stride.buffer_log_decay_t) + channel * 4,
                 log_decay,
                 inside,
             )
+
+    # ------------------------------------------------------------ the row's earlier tokens
+
+    @cute.jit
+    def stage_history(self, shared, args, coord, row, length, past):
+        """Write k_restored and the pairs."""
+        history, later = shared + self.shared, None
+        if cutlass.const_expr(not self.channel):
+            later = self.history.stage_head_decays(history, coord, past[0][0])
+        tokens = shared, shared + self.decay_offset
+        self.history.stage(history, *tokens, args, coord, row, length, later)
+
+    @cute.jit
+    def fold(self, shared, args, coord, slot, row, length, us):
+        """Fold the row and the tokens into the state if the row cannot take them."""
+        if row.end < length:
+            history, decays_of = shared + self.shared, self.decays_of(shared, coord)
+            self.history.stage_u(history, args, coord, row, length, us)
+            cute.arch.sync_warp()
+            self.history.fold(history, shared, decays_of, args, coord, slot, row, length)
+
+    def decays_of(self, shared, coord):
+        """A function from t to the decays of token t, of the lane's 8 channels."""
+        if self.channel:
+            decays_at = shared + self.decay_offset
+            return lambda t: self.state.load_shared(decays_at + t * self.padded_K, coord)
+        scalars_at = shared + self.scalars_offset
+        return lambda t: [shared_tensor(scalars_at + 2 * t, 2)[1]] * 8
 
     # ------------------------------------------------------------ KDA: Akk and Aqk
 
@@ -784,6 +871,11 @@ class Verify:
         """Offset of S k and S q of a token and the warp's rows."""
         return self.skq_offset + (coord.thread // 32 * self.token_tile + t) * self.skq_token
 
+    def products(self, shared, coord, t):
+        """S k and S q of a token and the lane's row."""
+        at = self.skq_at(coord, t) + 2 * (coord.o_row - coord.warp_row)
+        return self.vector(Float32, shared, at, 2)
+
     def vector(self, dtype, shared, at, count=4):
         address = (shared + at).toint()
         return shared_tensor(
@@ -835,21 +927,20 @@ class Verify:
         token's decay multiplies the earlier u_i.
         """
         fma = cute.math.fma
-        ptr, stride, size = args.ptr, args.stride, args.size
+        ptr, stride = args.ptr, args.stride
         u_at = (
             ptr.buffer_u
-            + offset(row, stride.buffer_u_r)
+            + offset(row.index, stride.buffer_u_r)
+            + offset(row.first, stride.buffer_u_t)
             + offset(coord.hv, stride.buffer_u_h)
             + coord.o_row * 4
         )
-        us, outputs, cumulative = [], [], Float32(1)
+        us, outputs, cumulative, corrections = [], [], Float32(1), []
         for t in cutlass.range_constexpr(self.token_tile):
             beta, decay = [
                 shared_tensor(shared + self.scalars_offset + 2 * t, 2)[i] for i in range(2)
             ]
-            skq = self.vector(
-                Float32, shared, self.skq_at(coord, t) + 2 * (coord.o_row - coord.warp_row), 2
-            )
+            skq = self.products(shared, coord, t)
             s_k, s_q = skq[0], skq[1]
             if cutlass.const_expr(not self.channel):
                 cumulative = cumulative * decay
@@ -858,7 +949,7 @@ class Verify:
             for a, u_i in zip(self.load_pairs(shared, coord, pairs_at, t, 0, t), us, strict=True):
                 residual = fma(-a, u_i, residual)
             u = ptx.select(t < length, residual * beta, Float32(0))
-            us = [*us, u]
+            us, corrections = [*us, u], [*corrections, u]
             o = s_q
             for a, u_i in zip(
                 self.load_pairs(shared, coord, pairs_at, t, 1, t + 1), us, strict=True
@@ -874,12 +965,12 @@ class Verify:
             else:
                 outputs.append(before_norm(o, self.tokens.dtype))
             ptx.store_if(
-                Float32, u_at + offset(t, stride.buffer_u_t), u, coord.stores_o & (t < size.C)
+                Float32, u_at + offset(t, stride.buffer_u_t), u, coord.stores_o & (t < row.filled)
             )
         if coord.stores_o:
-            for t in cutlass.range(self.token_tile, size.C, unroll=1):
+            for t in cutlass.range(self.token_tile, row.filled, unroll=1):
                 ptx.store(Float32, u_at + offset(t, stride.buffer_u_t), Float32(0))
-        return outputs
+        return outputs, corrections
 
     def store_o(self, args, coord, length, o_at, o):
         for t, x in enumerate(o):

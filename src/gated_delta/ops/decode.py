@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 
 from .. import compile, reference
+from ..gpus import H200, Gpu
 from ..kernels.arguments import DecodePointers, DecodeSizes, DecodeStrides, tile_rows
-from ..problem import MAX_DRAFT, Checker, Problem, absent
+from ..problem import BUFFER, MAX_DRAFT, Checker, Problem, absent
 from .launch import (
     LARGE,
     MIB,
@@ -21,6 +22,7 @@ from .launch import (
     StateOperation,
     Table,
     TokensLaunch,
+    buffer_of,
     norm_of,
     ready,
     shipped_norms,
@@ -28,6 +30,7 @@ from .launch import (
     state_width,
     tokens_of,
 )
+from .verify import Verify, VerifyLaunch
 
 SCHEDULES: dict[tuple[str, str, bool], Table] = {
     # axis, state dtype (bf16: fp16 too), one token per sequence
@@ -131,12 +134,15 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
 }
 """Schedules with a norm, one CTA or one cluster per head. Measured on an H200, as above."""
 
+VERIFY = Verify()
+"""Chooses the kernel of a decode with a buffer."""
+
 FACTS_IF_SET = ("blocks_per_sm", "prefetch_chunks", "bulk")
 """Fields of a schedule that a variant names only if they are set: few schedules set one."""
 
 
 class Arguments(NamedTuple):
-    """Arguments of gated_delta.decode, with the gate and the norm as their fields."""
+    """Arguments of gated_delta.decode, with the gate, the norm and the buffer as their fields."""
 
     q: Tensor
     k: Tensor
@@ -155,6 +161,11 @@ class Arguments(NamedTuple):
     z: Tensor | None
     norm_weight: Tensor | None
     out: Tensor | None
+    buffer_u: Tensor | None
+    buffer_k: Tensor | None
+    buffer_log_decay: Tensor | None
+    buffer_indices: Tensor | None
+    buffer_lens: Tensor | None
     gate: str
     bound: float
     norm_eps: float
@@ -171,7 +182,7 @@ class Decode(StateOperation):
     name = "decode"
     arguments = Arguments
     pointers = DecodePointers
-    may_write = ("out", "intermediate_states", "state")
+    may_write = ("out", "intermediate_states", "state", *BUFFER)
 
     def describe(self, a: Arguments) -> Problem:
         check = Checker()
@@ -205,6 +216,11 @@ class Decode(StateOperation):
                 raise ValueError(f"intermediate_states: expected C >= T={T} steps, got C={C}")
         else:
             absent("intermediate_indices", a.intermediate_indices, "without intermediate_states")
+        if a.buffer_u is not None:
+            self._describe_buffer(check, a)
+        else:
+            absent("buffer_indices", a.buffer_indices, "without buffer")
+            absent("buffer_lens", a.buffer_lens, "without buffer")
         check.norm(a)
         check.out(a)
         check.writes(*self.written(a))
@@ -214,15 +230,41 @@ class Decode(StateOperation):
         check.option("no_update", not a.update_state)
         return check.problem("decode", a, dtype, check.sizes["T"])
 
+    def _describe_buffer(self, check: Checker, a: Arguments) -> None:
+        absent("write_indices", a.write_indices, "with buffer")
+        absent("intermediate_states", a.intermediate_states, "with buffer")
+        if isinstance(a.state_indices, Tensor) and a.state_indices.ndim == 2:
+            raise ValueError("state_indices: expected [N] with buffer, got [N, W]")
+        if not a.update_state:
+            raise ValueError("update_state: expected True with buffer, got False")
+        check.buffer_of_tokens(a)
+        if a.buffer_lens is None:
+            raise TypeError("buffer_lens: expected a tensor [N] with buffer, got None")
+        check.index("buffer_lens", a.buffer_lens)
+        check.option("unaligned_buffer", not check.aligned(a.buffer_u))
+        check.option("buffer", True)
+
     def written(self, a: Arguments) -> tuple[str, ...]:
         return tuple(x for x in self.may_write if x != "state" or a.update_state)
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None
-        reference.decode(tokens_of(a), **_states(a), norm=norm_of(a), z=a.z, out=a.out)
+        run = reference.decode if a.buffer_u is None else reference.decode_with_buffer
+        run(tokens_of(a), **_states(a), norm=norm_of(a), z=a.z, out=a.out)
 
     def check_values(self, a: Arguments) -> None:
-        reference.decode_rows(tokens_of(a), **_states(a))
+        check = reference.decode_rows if a.buffer_u is None else reference.buffered_rows
+        check(tokens_of(a), **_states(a))
+
+    def plan(self, problem: Problem, sequences: int, tokens: int, *, gpu: Gpu = H200) -> Plan:
+        if "buffer" in problem.options:
+            return VERIFY.plan(problem, sequences, tokens, gpu=gpu)
+        return super().plan(problem, sequences, tokens, gpu=gpu)
+
+    def variants(self, problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
+        if "buffer" in problem.options:
+            return VERIFY.variants(problem, gpu)
+        return super().variants(problem, gpu)
 
     def schedules(self, problem: Problem) -> Table:
         table = NORM_SCHEDULES if "norm" in problem.options else SCHEDULES
@@ -273,10 +315,14 @@ class Decode(StateOperation):
         ]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
-        return DecodeLaunch(self, problem, plan, a)
+        launch = DecodeLaunch if a.buffer_u is None else VerifyLaunch
+        return launch(self, problem, plan, a)
 
 
 def _states(a: Arguments) -> dict[str, Any]:
+    if a.buffer_u is not None:
+        given = ("state", "state_indices", "buffer_indices", "buffer_lens", "null_index")
+        return dict(buffer=buffer_of(a), **{name: getattr(a, name) for name in given})
     names = ("state", "intermediate_states", "update_state", "null_index")
     indices = ("state_indices", "write_indices", "num_accepted", "intermediate_indices")
     return {name: getattr(a, name) for name in (*names, *indices)}

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from .. import compile, reference
 from ..kernels.arguments import FlushPointers, FlushSizes, FlushStrides, tile_rows
-from ..problem import BUFFER, Checker, KVBuffer, Problem, flush_sequences, integer
+from ..problem import BUFFER, Checker, Problem, flush_sequences, integer
 from .launch import (
     LARGE,
     MIB,
@@ -20,6 +20,7 @@ from .launch import (
     Schedule,
     StateOperation,
     Table,
+    buffer_of,
     bytes_of,
     head_factor,
     kinds_of,
@@ -143,11 +144,10 @@ class Flush(StateOperation):
 
 
 def _reference_arguments(a: Arguments) -> dict[str, Any]:
-    buffer = KVBuffer(a.buffer_u, a.buffer_k, a.buffer_log_decay)
     num_accepted = a.accepted_by_all if a.num_accepted is None else a.num_accepted
     names = ("state", "state_indices", "write_indices", "buffer_indices", "null_index")
     return dict(
-        buffer=buffer, num_accepted=num_accepted, **{name: getattr(a, name) for name in names}
+        buffer=buffer_of(a), num_accepted=num_accepted, **{name: getattr(a, name) for name in names}
     )
 
 

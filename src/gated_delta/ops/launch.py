@@ -23,7 +23,7 @@ from ..gpus import H200, Gpu
 from ..kernels.arguments import ABSENT as NO_KIND
 from ..kernels.arguments import BF16, FP16, FP32
 from ..memory import Addresses, Placement
-from ..problem import BUFFER, Gate, GatedNorm, Problem, Tokens, UnsupportedProblem
+from ..problem import BUFFER, Gate, GatedNorm, KVBuffer, Problem, Tokens, UnsupportedProblem
 
 CHECK = os.environ.get("GATED_DELTA_CHECK") == "1"
 """Check indices and log decays on the host before each launch; waits for the GPU."""
@@ -175,6 +175,11 @@ def norm_of(a: Any) -> GatedNorm | None:
     return GatedNorm(a.norm_weight, a.norm_eps, a.norm_activation)
 
 
+def buffer_of(a: Any) -> KVBuffer:
+    """The buffer of a call's arguments."""
+    return KVBuffer(a.buffer_u, a.buffer_k, a.buffer_log_decay)
+
+
 class Launch(ABC):
     """A launch for calls of given shapes and strides."""
 
@@ -189,8 +194,12 @@ class Launch(ABC):
         a: Any,
         sources: Mapping[str, str] = {},
         numbers: Mapping[str, int] = {},
+        pointers: Any = None,
     ):
-        """sources: arguments by pointer, where the names differ. numbers: pointers of no tensor."""
+        """sources: arguments by pointer, where the names differ. numbers: pointers of no tensor.
+
+        pointers: the kernels' tuple, if it is not the operation's.
+        """
         compile.flag("GATED_DELTA_CHECK", False)  # raises for a bad value; the import must not
         device = a[0].device
         self.operation = operation
@@ -201,7 +210,8 @@ class Launch(ABC):
         self.several_devices = torch.cuda.device_count() > 1
         self.functions = [compile.load(variant, plan.gpu) for variant in plan.variants]
         positions = {name: i for i, name in enumerate([*self.given, *numbers])}
-        names = [sources.get(field, field) for field in operation.pointers._fields]
+        self.fields: tuple[str, ...] = (pointers or operation.pointers)._fields
+        names = [sources.get(field, field) for field in self.fields]
         self._pick = itemgetter(*(positions.get(name, -1) for name in names))
         self._rest = (*numbers.values(), 0)  # the last one is the address of an absent tensor
 
@@ -245,15 +255,22 @@ class TokensLaunch(Launch):
     strides: Any
     sizes: Any
 
-    def __init__(self, operation: Operation, plan: Plan, a: Any, sources: Mapping[str, str] = {}):
-        super().__init__(operation, plan, a, {"o": "out", **sources})
+    def __init__(
+        self,
+        operation: Operation,
+        plan: Plan,
+        a: Any,
+        sources: Mapping[str, str] = {},
+        pointers: Any = None,
+    ):
+        super().__init__(operation, plan, a, {"o": "out", **sources}, pointers=pointers)
         self.scale = a.q.shape[-1] ** -0.5 if a.scale is None else float(a.scale)
         self.bound = a.bound
         self.empty = tokens_of(a).num_sequences == 0
         self.v_at = self.given.index("v")
         self.out_at = None if a.out is None else self.given.index("out")
         """Position of out among the tensors; None: the launch allocates it."""
-        self.o_at = operation.pointers._fields.index("o")
+        self.o_at = self.fields.index("o")
         self.new_output: Any = torch.empty_like if a.v.is_contiguous() else _new_dense
 
     def pointers(self, given: Addresses) -> Any:
@@ -305,7 +322,7 @@ def strides_of(wanted: Any, problem: Problem, a: Any, **others: Tensor | list[in
     """
     strides: list[int] = []
     for name, dims in wanted.dims.items():
-        x = others[name] if name in others else getattr(a, name)
+        x = others[name] if name in others else getattr(a, name, None)
         steps = x if isinstance(x, list) else bytes_of(x, len(dims))
         one_sequence = (
             isinstance(x, Tensor)
@@ -327,7 +344,7 @@ def kinds_of(wanted: Any, a: Any) -> dict[str, int]:
     for field in wanted._fields:
         if field.endswith("_kind"):
             name = field.removesuffix("_kind")
-            x = getattr(a, name)
+            x = getattr(a, name, None)  # verify has no buffer_lens
             if name in NUMBER_TENSORS:
                 kinds[field] = NO_KIND if x is None else KINDS[x.dtype]
             else:
@@ -468,8 +485,9 @@ class StateOperation(Operation):
             f"V a multiple of 32, got {V}": V % 32 != 0,
             SCATTERED: "scattered_rows" in options,
             f"V up to {MAX_NORM} with a norm, got {V}": "norm" in options and V > MAX_NORM,
-            "a buffer whose rows of k start at multiples of 16 bytes": "unaligned_buffer"
-            in options,
+            "a buffer whose rows of k (decode: of u, too) start at multiples of 16 bytes": (
+                "unaligned_buffer" in options
+            ),
         }
 
     def plan(self, problem: Problem, sequences: int, tokens: int, *, gpu: Gpu = H200) -> Plan:

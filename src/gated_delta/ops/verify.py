@@ -16,7 +16,7 @@ from ..kernels.arguments import (
     VerifyStrides,
     round_up_tokens,
 )
-from ..problem import BUFFER, Checker, KVBuffer, Problem, axis_of
+from ..problem import BUFFER, Checker, Problem
 from .launch import (
     LARGE,
     MIB,
@@ -27,6 +27,7 @@ from .launch import (
     StateOperation,
     Table,
     TokensLaunch,
+    buffer_of,
     norm_of,
     ready,
     shipped_norms,
@@ -60,6 +61,9 @@ NORM_ROWS: dict[tuple[str, str, int], tuple[tuple[int, int], ...]] = {
     **{("channel", "fp32", tile): ((8 * MIB, 32), (0, 16)) for tile in TOKEN_TILES},
 }
 """With a norm, one CTA per head. Measured on an H200, as above."""
+
+BUFFERED: Table = ((16 * MIB, ROWS_32), (0, Schedule(16, 256)))
+"""Schedules of decode with a buffer, without a norm. Measured on an H200, as above."""
 
 MMA_PAIRS = {"bf16": True, "fp32": False}
 """Whether KDA computes Akk and Aqk on the tensor cores, by state dtype. GDN always does.
@@ -114,20 +118,14 @@ class Verify(StateOperation):
         check.index("state_indices", a.state_indices)
         check.one_each("state", "P", a.state_indices)
         check.null_index(a.null_index, a.state_indices)
-        axis = check.buffer(a, "rows")
-        if axis != axis_of(a.g):
-            expected = f"expected gate={axis_of(a.g)!r}, as g has {a.g.ndim} dimensions"
-            raise ValueError(f"buffer: {expected}, got a buffer with gate={axis!r}")
+        check.buffer_of_tokens(a)
         T, C = check.sizes["T"], check.sizes["C"]
         if a.cu_seqlens is None and C < T:
             raise ValueError(f"buffer: expected room for T={T} tokens, got {C}")
-        check.index("buffer_indices", a.buffer_indices)
-        check.one_each("buffer", "rows", a.buffer_indices)
         check.norm(a)
         check.out(a)
         check.writes(*self.written(a))
         check.vectors(a, a.state)
-        check.option("unaligned_buffer", not check.aligned(a.buffer_k))
         return check.problem("verify", a, dtype, min(T, C))
 
     def run_reference(self, a: Arguments) -> None:
@@ -139,6 +137,8 @@ class Verify(StateOperation):
 
     def schedules(self, problem: Problem) -> Table:
         key = problem.axis, state_width(problem), _token_tile(problem)
+        if problem.op == "decode" and "norm" not in problem.options:
+            return BUFFERED
         if "norm" not in problem.options:
             return SCHEDULES[key]
         V = problem.V
@@ -165,6 +165,9 @@ class Verify(StateOperation):
         mma_pairs = problem.axis == "channel" and MMA_PAIRS[state_width(problem)]
         facts |= dict(mma_pairs=True) if mma_pairs else {}
         facts |= dict(norm=True) if "norm" in problem.options else {}
+        if "buffer" in problem.options:
+            packed = any(option.startswith("cu_seqlens") for option in problem.options)
+            facts |= dict(history=True, single_token=problem.T == 1 and not packed)
         return compile.Variant("verify", tuple(facts.items()))
 
     def shipped(
@@ -181,9 +184,8 @@ class Verify(StateOperation):
 
 
 def _states(a: Arguments) -> dict[str, Any]:
-    buffer = KVBuffer(a.buffer_u, a.buffer_k, a.buffer_log_decay)
     names = ("state", "state_indices", "buffer_indices", "null_index")
-    return dict(buffer=buffer, **{name: getattr(a, name) for name in names})
+    return dict(buffer=buffer_of(a), **{name: getattr(a, name) for name in names})
 
 
 def _token_tile(problem: Problem) -> int:
@@ -192,12 +194,13 @@ def _token_tile(problem: Problem) -> int:
 
 
 class VerifyLaunch(TokensLaunch):
-    """A launch of verify for given shapes and strides."""
+    """A launch of verify's kernel for given shapes and strides; of a decode with a buffer, too."""
 
-    def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Arguments):
-        super().__init__(operation, plan, a)
+    def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Any):
+        super().__init__(operation, plan, a, pointers=VerifyPointers)
         aligned = () if "unaligned_qk" in problem.options else ("q", "k")
-        self.vectors = (*aligned, "state", "buffer_k")
+        more = ("buffer_u",) if problem.op == "decode" else ()
+        self.vectors = (*aligned, "state", "buffer_k", *more)
         longest = problem.T
         assert longest is not None
         self.strides = self.strides_of(VerifyStrides, problem, a)

@@ -78,6 +78,11 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
             {"state_indices_i32", "intermediates", "intermediate_indices_i64"}
         ),
         "frozen": frozenset({"intermediates", "no_update"}),
+        "buffer": frozenset({"buffer", "buffer_lens_i32"}),
+        "packed_buffer": frozenset(
+            {"cu_seqlens_i32", "state_indices_i64", "buffer"}
+            | {"buffer_indices_i32", "buffer_lens_i64"}
+        ),
     },
     "verify": {
         "dense": frozenset(),
@@ -205,6 +210,8 @@ _Factors = tuple[str, int, tuple[int, int], str, str, str, torch.dtype]
 FEW = ((2, 4), (1, 2), (3, 3))
 """Heads of the cases with other state sizes or repeated tokens."""
 UNEQUAL_HEADS = (2, 6)
+BUFFERED = ("buffer", "packed_buffer")
+"""Layouts of decode with a buffer."""
 
 
 def _crossed() -> Iterator[_Factors]:
@@ -248,16 +255,29 @@ def _unequal(op: str) -> Iterator[_Factors]:
         yield axis, K, UNEQUAL_HEADS, gate, family, keys, rng.choice(STATE_DTYPES)
 
 
+def _buffered(op: str) -> Iterator[tuple[_Factors, str]]:
+    """decode with a buffer, dense and packed: the factors and the layout."""
+    rng = random.Random(f"{op} buffered")
+    crossed = itertools.product(AXES, DIMS, GATES, BUFFERED)
+    for axis, D, gate, layout in crossed if op == "decode" else ():
+        heads, family, keys = rng.choice(FEW), rng.choice((*FAMILIES, MIXED)), rng.choice(KEYS)
+        state_dtype = rng.choice((*STATE_DTYPES, torch.float16))
+        yield (axis, D, heads, gate, family, keys, state_dtype), layout
+
+
 @functools.cache
 def cases(op: str) -> tuple[Case, ...]:
     """Every case of an operation: main factors crossed, the others drawn from the case's seed."""
     built = []
-    layouts = tuple(LAYOUTS[op])
-    listed = [(factors, 0) for factors in (*_crossed(), *_half_states(op), *_ranks(op))]
-    listed += [*_sizes(op), *((factors, 0) for factors in (*_repeated(op), *_unequal(op)))]
-    for seed, ((axis, D, heads, gate, family, keys, state_dtype), size) in enumerate(listed):
+    layouts = tuple(layout for layout in LAYOUTS[op] if layout not in BUFFERED)
+    listed = [(factors, 0, "") for factors in (*_crossed(), *_half_states(op), *_ranks(op))]
+    listed += [(factors, size, "") for factors, size in _sizes(op)]
+    listed += [(factors, 0, "") for factors in (*_repeated(op), *_unequal(op))]
+    listed += [(factors, 0, layout) for factors, layout in _buffered(op)]
+    for seed, (factors, size, given_layout) in enumerate(listed):
+        axis, D, heads, gate, family, keys, state_dtype = factors
         rng = random.Random(f"{op}{seed}")
-        layout = rng.choice(layouts)
+        layout = given_layout or rng.choice(layouts)
         dtype = rng.choice((torch.bfloat16, torch.bfloat16, torch.float16, torch.float32))
         if dtype == torch.float16 and size > 0:
             dtype = torch.bfloat16  # outputs would overflow
@@ -282,7 +302,11 @@ QUICK_RANK_STRIDE = 3  # coprime to the number of RANK_HEADS, the factor that va
 def quick_cases(op: str) -> tuple[Case, ...]:
     """A small part of `cases(op)` with every value of every factor."""
     ranks = len(AXES) * len(DIMS) * len(RANK_HEADS)
-    others = [c for c in cases(op) if c.state_size or c.keys == REPEATED or c.V != c.D]
+    others = [
+        case
+        for case in cases(op)
+        if case.state_size or case.keys == REPEATED or case.V != case.D or case.layout in BUFFERED
+    ]
     listed = cases(op)[: -len(others)]
     quick = (*listed[:-ranks:QUICK_STRIDE], *listed[-ranks::QUICK_RANK_STRIDE][: len(RANK_HEADS)])
     return (*quick, *others[::QUICK_SIZE_STRIDE])
@@ -334,6 +358,8 @@ def cases_like(problem: Problem, drafts: Problem | None = None) -> tuple[Case, .
         return tuple(replace(case, layout=layout, lengths=x, family=y) for x, y in families)
     if op == "decode" and "token_slots" in given:
         case = replace(case, layout="packed_slots" if "cu_seqlens" in given else "token_slots")
+    elif op == "decode" and "buffer" in given:
+        case = replace(case, layout="packed_buffer" if "cu_seqlens" in given else "buffer")
     elif op == "decode" and "intermediates" in given:
         case = replace(case, layout="frozen" if "no_update" in given else "intermediates")
     elif op == "decode" and "cu_seqlens" in given:

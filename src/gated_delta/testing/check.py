@@ -14,9 +14,9 @@ from ..problem import CHECKPOINT_INTERVAL, KVBuffer
 from .cases import Case
 from .compare import Error, error, rounding_unit, same_bits, smallest_head, untouched
 from .inputs import Call, make
-from .oracle import expected
+from .oracle import buffer_ends, buffered_states, expected
 
-_HEAD_DIM = {"o": 2, "final_state": 1, "intermediate_states": 2}
+_HEAD_DIM = {"o": 2, "final_state": 1, "intermediate_states": 2, "buffered_state": 1}
 
 
 @dataclass(frozen=True)
@@ -106,10 +106,18 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
     before = _snapshot(call)
     written = run(call, backend)
     after = {name: x.clone() for name, x in written.items()}
+    failures = _buffer_failures(call, before)
+    if "buffer" in case.options:
+        # What later calls see: the slot, and the tokens that it lacks now.
+        seen = buffered_states(call, after["state"], buffer_ends(call)[1], torch.float64)
+        after["buffered_state"] = seen.to(case.state_dtype)
+        for part, x in vars(call.states["buffer"]).items():
+            x.copy_(before[f"buffer.{part}"])
     for name in ("state", "intermediate_states", "checkpoints"):
         if name in before:
             call.states[name].copy_(before[name])  # the oracle needs the states before the call
-    failures = _bit_failures(call, after, backend) if case.deterministic else []
+    if case.deterministic:
+        failures += _bit_failures(call, after, backend)
     truth = expected(call, torch.float64)
     plain = expected(call, torch.float32, plain=True)
 
@@ -133,11 +141,10 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
             failures.append(
                 f"{name}: error {actual}, plain implementation {plain_error}, unit {unit:.1e}"
             )
-        unwritten = torch.zeros_like(x) if name in ("o", "final_state") else before[name]
+        unwritten = torch.zeros_like(x) if name not in before else before[name]
         if not untouched(x, unwritten, want):
             zeros = "rows of no active sequence are not zero"
             failures.append(f"{name}: {zeros if name == 'o' else 'written where it must not be'}")
-    failures += _buffer_failures(call, before)
     if "initial_state" in before and not torch.equal(
         call.states["initial_state"], before["initial_state"]
     ):
@@ -206,10 +213,15 @@ def _initial_state(call: Call, n: int) -> Tensor:
 
 
 def _buffer_failures(call: Call, before: dict[str, Tensor]) -> list[str]:
-    """verify must fill exactly the rows of active sequences; flush must only read."""
+    """verify must fill exactly the rows of active sequences; flush must only read.
+
+    decode must write the tokens that it appends and no others.
+    """
     buffer = call.states.get("buffer")
     if buffer is None:
         return []
+    if call.case.op == "decode":
+        return _appended_failures(call, before)
     failures = []
     active: set[int] = set()
     if call.case.op == "verify":
@@ -226,4 +238,20 @@ def _buffer_failures(call: Call, before: dict[str, Tensor]) -> list[str]:
                 failures.append(f"buffer.{part}: row {row} was not filled")
             if row not in active and not bool(x[row].isnan().all()):
                 failures.append(f"buffer.{part}: row {row} of no active sequence was written")
+    return failures
+
+
+def _appended_failures(call: Call, before: dict[str, Tensor]) -> list[str]:
+    case, failures = call.case, []
+    slots, rows = (_rows(call, name) for name in ("state_indices", "buffer_indices"))
+    first, end = buffer_ends(call)
+    for part, x in vars(call.states["buffer"]).items():
+        appended = torch.zeros(x.shape[:2], dtype=torch.bool, device=x.device)
+        for n, row in enumerate(rows):
+            if row >= 0 and slots[n] > case.null_index and end[n]:
+                appended[row, first[n] : end[n]] = True
+        if bool(x[appended].isnan().any()):
+            failures.append(f"buffer.{part}: an appended token was not written")
+        if not same_bits(x[~appended], before[f"buffer.{part}"][~appended]):
+            failures.append(f"buffer.{part}: written where no token was appended")
     return failures

@@ -333,12 +333,47 @@ def _decode_states(
             if case.seed % 3 == 0:
                 rows_of[0] = -1  # drops the intermediate states of sequence 0
             states["intermediate_indices"] = _index(rows_of, case, "intermediate_indices", device)
+    if "buffer" in case.options:
+        _decode_buffer(case, states, rng, device)
     call.states = states
 
 
-def _buffer(case: Case, rows: int, device: torch.device, layers: int | None = None) -> KVBuffer:
+def _decode_buffer(
+    case: Case, states: dict[str, Any], rng: torch.Generator, device: torch.device
+) -> None:
+    """Rows with a few tokens each, NaN behind them; lens past both ends."""
+    N, (H, HV), C = len(case.lengths), case.heads, 2 + case.seed % 31
+    indexed = case.uses("buffer_indices")
+    rows = [N - n for n in range(N)] if indexed else list(range(N))
+    lens = [(7 * n + case.seed) % (C + 4) - 1 for n in range(N)]
+    buffer = _buffer(case, N + 2, device, room=C)
+    shape = (HV, case.D) if case.axis == "channel" else (HV,)
+    decay = dict(typical=-1.0, saturated=-5.0, slow=-1e-3, none=0.0, mixed=-1e-3)[case.family]
+    for row, m in zip(rows, lens, strict=True):
+        m = min(max(m, 0), C)
+        buffer.u[row, :m] = torch.randn(m, HV, case.V, generator=rng).to(device)
+        k = F.normalize(torch.randn(m, H, case.D, generator=rng), dim=-1)
+        buffer.k[row, :m] = k.to(device)
+        log_decay = decay * torch.rand(m, *shape, generator=rng)
+        if case.family == "mixed" and m:
+            log_decay[m // 2] = -20
+        buffer.log_decay[row, :m] = log_decay.to(device)
+    if indexed and case.seed % 3 == 0:
+        rows[0] = -1  # makes the sequence inactive
+    states["buffer"] = buffer
+    states["buffer_indices"] = _index(rows, case, "buffer_indices", device) if indexed else None
+    states["buffer_lens"] = _index(lens, case, "buffer_lens", device)
+
+
+def _buffer(
+    case: Case,
+    rows: int,
+    device: torch.device,
+    layers: int | None = None,
+    room: int | None = None,
+) -> KVBuffer:
     H, HV = case.heads
-    T = case.problem.T
+    T = room or case.problem.T
     assert T is not None
     buffer = KVBuffer.empty(
         rows, T, H, HV, case.D, case.V, gate=case.axis, num_layers=layers, device=device

@@ -108,7 +108,55 @@ def _prefill(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]
     return result
 
 
+def buffered_states(call: Call, state: Tensor, ends: list[int], dtype: torch.dtype) -> Tensor:
+    """Per sequence, its slot of `state` and the first ends[n] tokens of its buffer row."""
+    buffer, (H, HV), N = call.states["buffer"], call.case.heads, len(call.case.lengths)
+    slots, rows = (_rows(call.states[f"{name}_indices"], N) for name in ("state", "buffer"))
+    result = torch.zeros(N, *state.shape[1:], dtype=dtype, device=state.device)
+    for n, (slot, row, end) in enumerate(zip(slots, rows, ends, strict=True)):
+        if slot <= call.case.null_index or row < 0:
+            continue
+        now = state[slot].to(dtype)
+        for i in range(end):
+            u, k, log_decay = (x[row, i].to(dtype) for x in vars(buffer).values())
+            k = k.repeat_interleave(HV // H, 0)
+            now = now * log_decay.exp().view(HV, 1, -1) + u[:, :, None] * k[:, None, :]
+        result[n] = now
+    return result
+
+
+def buffer_ends(call: Call) -> tuple[list[int], list[int]]:
+    """Tokens of each sequence's row that its state lacks, before the call and after it."""
+    C = call.states["buffer"].u.shape[1]
+    before = call.states["buffer_lens"].clamp(0, C).tolist()
+    ends = [m + length for m, length in zip(before, call.case.lengths, strict=True)]
+    return before, [end if end <= C else 0 for end in ends]
+
+
+def _decode_with_buffer(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
+    states, N, pool = call.states, len(call.case.lengths), call.states["state"]
+    lens, _ = buffer_ends(call)
+    initial = buffered_states(call, pool, lens, dtype)
+    o, after_all = _outputs(call, dtype), _blank(pool, 1, dtype)
+    buffered = _blank(initial.to(pool.dtype), 1, dtype)
+    slots, rows = _rows(states["state_indices"], N), _rows(states["buffer_indices"], N)
+    stored = call.case.state_dtype if plain else None
+    for n in range(N):
+        if slots[n] <= call.case.null_index or rows[n] < 0:
+            continue
+        state = initial[n]
+        for t, (o_t, after) in enumerate(recurrent(call.sequence(n), state, dtype, stored)):
+            _put_output(call, o, n, t, o_t, plain)
+            state = after
+        _put(buffered, (n,), state)
+        if lens[n] + call.case.lengths[n] > states["buffer"].u.shape[1]:
+            _put(after_all, (slots[n],), state)
+    return {"o": o, "state": after_all, "buffered_state": buffered}
+
+
 def _decode(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
+    if "buffer" in call.case.options:
+        return _decode_with_buffer(call, dtype, plain)
     states, N = call.states, len(call.case.lengths)
     pool, steps = states["state"], states["intermediate_states"]
     o, after_all = _outputs(call, dtype), _blank(pool, 1, dtype)

@@ -12,10 +12,13 @@ from ..arguments import ABSENT, lanes_per_row
 from . import arithmetic, ptx
 from .args import DTYPES, offset, qk_head
 
+NORM = ("z", "norm_")
+"""How the names of a norm's arguments begin."""
 
-def without_norm(arguments):
-    """Drop the norm's arguments from a tuple: they would shift the others in constant memory."""
-    names = [name for name in arguments._fields if not name.startswith(("z", "norm_"))]
+
+def without(arguments, *prefixes):
+    """Drop absent arguments from a tuple: they would shift the others in constant memory."""
+    names = [name for name in arguments._fields if not name.startswith(prefixes)]
     annotations = type(arguments).__annotations__
     kind = NamedTuple(type(arguments).__name__, [(name, annotations[name]) for name in names])
     return kind(*(getattr(arguments, name) for name in names))

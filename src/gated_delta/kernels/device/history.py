@@ -1,0 +1,362 @@
+"""The tokens of a KVBuffer row that a state lacks, for decode with a buffer.
+
+    S = S_0 prod_{j<m} decay_j + sum_{i<m} outer(u_i, k_restored_i)
+    k_restored_i = k_i prod_{i<j<m} decay_j
+
+They add sum_i u_i (k_restored_i . k_t) to S k_t, and the same with q_t to S q_t. When the row is
+full, they and the call's tokens are folded into the state.
+
+Shared memory, fp32: the product of all decays [padded_K]; k, in its place later k_restored
+[m, padded_K]; KDA: the product of the decays behind each token [m, padded_K]; the pairs
+k_restored . k_t and k_restored . q_t [t, m, 2]; u of the row's and, to fold, of the call's tokens
+[m + t, tile].
+"""
+
+from typing import NamedTuple
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32
+from cutlass.cute.arch import shuffle_sync
+from cutlass.cutlass_dsl import select_
+
+from . import arithmetic, ptx
+from .args import offset, qk_head
+from .recurrent import StateRows, shared_tensor
+
+BLOCK = 16  # tokens whose log decays are in flight, and whose pairs are multiplied at once
+UNROLL = 4  # tokens whose u are multiplied at once
+FOLDED = 8  # V rows that a thread folds at once, if it has as many
+
+
+class Row(NamedTuple):
+    """A sequence's row of the KVBuffer, and where the call's tokens go."""
+
+    index: Int32
+    first: Int32
+    """Tokens that the state lacks; the call's first token goes behind them."""
+    end: Int32
+    """Tokens of the call that are stored; zeros pad the row up to `filled`."""
+    filled: Int32
+
+
+class History:
+    """Loads, staging and use. Group g of `lanes` threads has k of tokens g, g + groups, ...
+
+    `state` is that of the kernel; `coord` as in verify.py.
+    """
+
+    def __init__(
+        self,
+        state: StateRows,
+        state_dtype: str,
+        axis: str,
+        threads: int,
+        token_tile: int,
+        rows: int,
+    ):
+        self.state, self.channel = state, axis == "channel"
+        self.threads, self.token_tile, self.rows = threads, token_tile, rows
+        self.lanes, self.padded_K = state.lanes, state.padded_K
+        self.groups = threads // self.lanes
+        self.tile = rows * threads // 32
+        # The fold's state rows: a warp's rows in parts of FOLDED rows per thread.
+        self.folded = min(FOLDED, rows // state.warp_groups)
+        self.fold_rows = StateRows(state.K, state_dtype, self.folded * state.warp_groups)
+
+    # ------------------------------------------------------------ shared memory
+
+    def words(self, tokens):
+        """fp32 numbers for a row of `tokens` tokens."""
+        channels = self.padded_K * (2 if self.channel else 1) + 2 * self.token_tile
+        return (
+            self.padded_K
+            + channels * round_up(tokens)
+            + (tokens + self.token_tile + UNROLL) * self.tile
+        )
+
+    def k(self, shared, token):
+        """k of a token; once staged, k_restored."""
+        return shared + self.padded_K + token * self.padded_K
+
+    def later(self, shared, args, token):
+        """KDA: the product of the decays behind a token."""
+        return self.k(shared, round_up(args.size.C) + token)
+
+    def pairs(self, shared, args, t, token, count):
+        """The pairs of `count` tokens from `token` on with the call's token t."""
+        rounded = round_up(args.size.C)
+        rows = rounded * (2 if self.channel else 1)
+        at = self.k(shared, rows) + 2 * (t * rounded + token)
+        pointer = cute.make_ptr(
+            Float32, at.toint(), cute.AddressSpace.smem, assumed_align=8 * count
+        )
+        return shared_tensor(pointer, 2 * count)
+
+    def u(self, shared, args, token):
+        """u of a token, of the tile's V rows."""
+        rounded = round_up(args.size.C)
+        rows = rounded * (2 if self.channel else 1)
+        return self.k(shared, rows) + 2 * self.token_tile * rounded + token * self.tile
+
+    # ------------------------------------------------------------ global memory
+
+    def length(self, args, coord):
+        """Tokens that the state lacks."""
+        at = args.ptr.buffer_lens + offset(coord.n, args.stride.buffer_lens_n)
+        count = ptx.load_count(at, args.size.buffer_lens_kind, Int32(0))
+        return cutlass.max(cutlass.min(count, args.size.C), 0)
+
+    @cute.jit
+    def copy(self, shared, args, coord, row, active):
+        """Copy k and u to shared memory, asynchronously."""
+        ptr, stride = args.ptr, args.stride
+        h = qk_head(coord.hv, args.size.qk_head_factor)
+        k_at = ptr.buffer_k + offset(row.index, stride.buffer_k_r) + offset(h, stride.buffer_k_h)
+        u_at = (
+            ptr.buffer_u
+            + offset(row.index, stride.buffer_u_r)
+            + offset(coord.hv, stride.buffer_u_h)
+            + coord.tile * (self.tile * 4)
+        )
+        if active:
+            self.copy_rows(
+                lambda token: self.k(shared, token),
+                self.padded_K,
+                self.state.K,
+                k_at,
+                stride.buffer_k_t,
+                coord,
+                row.first,
+                self.vector_position,
+            )
+            self.copy_rows(
+                lambda token: self.u(shared, args, token),
+                self.tile,
+                self.tile,
+                u_at,
+                stride.buffer_u_t,
+                coord,
+                row.first,
+                lambda vector: vector * 4,
+            )
+        cute.arch.cp_async_commit_group()
+
+    def copy_rows(self, target, size, used, at, stride, coord, count, position):
+        """Copy `count` rows of `size` numbers, of which `used` exist, and zeros up to UNROLL."""
+        vectors = min(size // 4, self.threads)
+        vector = coord.thread % vectors
+        for first in range(0, size // 4, vectors):
+            self.copy_column(
+                target, at, stride, coord, count, vectors, vector + first, used, position
+            )
+
+    @cute.jit
+    def copy_column(self, target, at, stride, coord, count, vectors, vector, used, position):
+        shared = target(0) + position(vector)
+        end = (count + UNROLL - 1) // UNROLL * UNROLL
+        step = target(1).toint() - target(0).toint()
+        for token in cutlass.range(coord.thread // vectors, end, self.threads // vectors, unroll=1):
+            ptx.cp_async_or_zero(
+                shared.toint() + token * step,
+                at + offset(token, stride) + vector * 16,
+                (vector * 4 < used) & (token < count),
+            )
+
+    def vector_position(self, vector):
+        """Position of four channels in a shared row."""
+        if self.state.vectors == 2:
+            return vector * 4
+        return vector % 2 * (self.padded_K // 2) + vector // 2 * 4
+
+    def load_log_decays(self, args, coord, row, done, active):
+        """Load log decays. GDN: of the token of the lane's index in its warp.
+
+        KDA: of BLOCK tokens before the last `done` ones, last to first, per channel of the thread.
+        """
+        stride = args.stride
+        head_at = (
+            args.ptr.buffer_log_decay
+            + offset(row.index, stride.buffer_log_decay_r)
+            + offset(coord.hv, stride.buffer_log_decay_h)
+        )
+        if not self.channel:
+            token = coord.thread % 32
+            at = head_at + offset(token, stride.buffer_log_decay_t)
+            return [[ptx.load(Float32, at, active & (token < row.first))]]
+        tokens = [row.first - 1 - done - i for i in range(BLOCK)]
+        return [
+            [
+                ptx.load(
+                    Float32,
+                    head_at + offset(t, stride.buffer_log_decay_t) + channel * 4,
+                    active & (channel < self.state.K) & (t >= 0),
+                )
+                for t in tokens
+            ]
+            for channel in self.thread_channels(coord)
+        ]
+
+    def thread_channels(self, coord):
+        """KDA: the channels of the thread's decays, as in verify.py."""
+        return [coord.thread + first for first in range(0, self.padded_K, self.threads)]
+
+    # ------------------------------------------------------------ staging
+
+    @cute.jit
+    def stage_channel_decays(self, shared, args, coord, row, i, log_decays):
+        """KDA: write the products of a channel's later decays; returns that of all."""
+        channel = self.thread_channels(coord)[i]
+        rTotal = cute.make_rmem_tensor((1,), Float32)
+        rTotal[0] = Float32(0)
+        self.stage_block(shared, args, row, channel, Int32(0), rTotal, log_decays)
+        for done in cutlass.range(BLOCK, row.first, BLOCK, unroll=1):
+            more = self.load_log_decays(args, coord, row, done, True)[i]
+            self.stage_block(shared, args, row, channel, done, rTotal, more)
+        product = shared_tensor(shared, self.padded_K)
+        product[self.state.position(channel)] = cute.math.exp(rTotal[0])
+        return cute.math.exp(rTotal[0])
+
+    @cute.jit
+    def stage_block(self, shared, args, row, channel, done, rTotal, log_decays):
+        position = self.state.position(channel)
+        for i in cutlass.range_constexpr(BLOCK):
+            token = row.first - 1 - done - i
+            if token >= 0:
+                later = shared_tensor(self.later(shared, args, token), self.padded_K)
+                later[position] = cute.math.exp(rTotal[0])
+            rTotal[0] = rTotal[0] + log_decays[i]
+
+    @cute.jit
+    def stage_head_decays(self, shared, coord, log_decay):
+        """GDN: write all decays' product; returns that behind the token of the lane's index."""
+        lane, total = coord.thread % 32, log_decay
+        for step in (1, 2, 4, 8, 16):
+            other = shuffle_sync(total, offset=cutlass.min(lane + step, 31))
+            total = total + ptx.select(lane + step < 32, other, Float32(0))
+        after = shuffle_sync(total, offset=cutlass.min(lane + 1, 31))
+        decay = cute.math.exp(shuffle_sync(total, offset=0))
+        for first in cutlass.range_constexpr(0, self.padded_K, self.threads):
+            if first + coord.thread < self.padded_K:
+                product = shared_tensor(shared, self.padded_K)
+                product[first + coord.thread] = decay
+        return cute.math.exp(ptx.select(lane < 31, after, Float32(0)))
+
+    @cute.jit
+    def stage(self, shared, tokens, decays_at, args, coord, row, length, later):
+        """Write k_restored and the pairs with the call's tokens, one token per group and round.
+
+        tokens: k and q [t, 2, padded_K] in shared memory; KDA: decays [t, padded_K] at decays_at.
+        """
+        rK = cute.make_rmem_tensor((8,), Float32)
+        for first in cutlass.range(0, round_up(row.first), self.groups, unroll=1):
+            token = first + coord.thread // self.lanes
+            inside = token < row.first
+            k = self.state.load_shared(self.k(shared, token), coord)
+            if cutlass.const_expr(self.channel):
+                decays = self.state.load_shared(self.later(shared, args, token), coord)
+            else:
+                decays = [shuffle_sync(later, offset=cutlass.min(token, 31))] * 8
+            for c in cutlass.range_constexpr(8):
+                rK[c] = ptx.select(inside, k[c] * decays[c], Float32(0))
+            if inside & (row.end < length):  # to fold
+                self.state.store_shared(self.k(shared, token), coord, [rK[c] for c in range(8)])
+            for t in cutlass.range(length, unroll=1):
+                if cutlass.const_expr(self.channel):
+                    decay = self.state.load_shared(decays_at + t * self.padded_K, coord)
+                    for c in cutlass.range_constexpr(8):
+                        rK[c] = rK[c] * decay[c]
+                products = []
+                for kq in cutlass.range_constexpr(2):
+                    x = self.state.load_shared(tokens + (2 * t + kq) * self.padded_K, coord)
+                    products.append(arithmetic.dot([rK[c] for c in range(8)], x))
+                product = arithmetic.sum_rows(products, self.lanes, coord.lane)
+                if coord.lane % (self.lanes // 2) == 0:
+                    pair = self.pairs(shared, args, t, token, 1)
+                    pair[coord.lane // (self.lanes // 2)] = product
+
+    # ------------------------------------------------------------ S k and S q
+
+    @cute.jit
+    def add_products(self, shared, products, args, coord, row, length):
+        """Add the row's part to S k and S q of the lane's V row; GDN: decay the state's part.
+
+        products: t -> (S k, S q) in shared memory.
+        """
+        v_row = coord.o_row - coord.tile * self.tile
+        own = Int32(select_(coord.stores_o, length, Int32(0)))
+        for t in cutlass.range(own, unroll=1):
+            s = products(t)
+            s_k, s_q = s[0], s[1]
+            if cutlass.const_expr(not self.channel):
+                decay = shared_tensor(shared, self.padded_K)[0]
+                s_k, s_q = s_k * decay, s_q * decay
+            for first in cutlass.range(0, row.first, UNROLL, unroll=1):
+                us = [
+                    shared_tensor(self.u(shared, args, first + i), self.tile)[v_row]
+                    for i in range(UNROLL)
+                ]
+                for i in cutlass.range_constexpr(0, UNROLL, 2):
+                    pairs = self.pairs(shared, args, t, first + i, 2).load()
+                    for j in cutlass.range_constexpr(2):
+                        s_k = cute.math.fma(pairs[2 * j], us[i + j], s_k)
+                        s_q = cute.math.fma(pairs[2 * j + 1], us[i + j], s_q)
+            s[0] = s_k
+            s[1] = s_q
+
+    # ------------------------------------------------------------ folding
+
+    @cute.jit
+    def stage_u(self, shared, args, coord, row, length, us):
+        """Write u of the call's tokens, of the lane's V row, behind the row's."""
+        if coord.stores_o:
+            for t in cutlass.range_constexpr(len(us)):
+                if t < length:
+                    sU = shared_tensor(self.u(shared, args, row.first + t), self.tile)
+                    sU[coord.o_row - coord.tile * self.tile] = us[t]
+
+    @cute.jit
+    def fold(self, shared, tokens, decay_of, args, coord, slot, row, length):
+        """Fold the row and the call's tokens into the warp's rows of the state.
+
+        decay_of: (t) -> the decays of the call's token t, of the lane's 8 channels.
+        """
+        part_rows = self.folded * self.state.warp_groups
+        for part in cutlass.range(0, self.rows // part_rows, unroll=1):
+            first_row = coord.warp_row + part * part_rows
+            at = self.state.address(args, coord, slot, first_row + coord.thread % 32 // self.lanes)
+            rows = self.fold_rows.load(at, coord, self.state.policy(args.size.keep_in_l2), True)
+            decays = self.state.load_shared(shared, coord)
+            rFold = cute.make_rmem_tensor((8, self.folded), Float32)
+            for r in cutlass.range_constexpr(self.folded):
+                numbers = ptx.unpack(rows[r], self.state.dtype)
+                for c in cutlass.range_constexpr(8):
+                    rFold[c, r] = numbers[c] * decays[c]
+            for i in cutlass.range(0, row.first, unroll=2):
+                k = self.state.load_shared(self.k(shared, i), coord)
+                self.fold_token(rFold, shared, args, coord, first_row, i, k)
+            for t in cutlass.range(0, length, unroll=1):
+                decay = decay_of(t)
+                for r in cutlass.range_constexpr(self.folded):
+                    for c in cutlass.range_constexpr(8):
+                        rFold[c, r] = rFold[c, r] * decay[c]
+                k = self.state.load_shared(tokens + 2 * t * self.padded_K, coord)
+                self.fold_token(rFold, shared, args, coord, first_row, row.first + t, k)
+            folded = [
+                ptx.pack([rFold[c, r] for c in range(8)], self.state.dtype)
+                for r in range(self.folded)
+            ]
+            self.fold_rows.store(folded, at, coord, True)
+
+    def fold_token(self, rFold, shared, args, coord, first_row, i, k):
+        sU = shared_tensor(self.u(shared, args, i), self.tile)
+        first = first_row - coord.tile * self.tile + coord.thread % 32 // self.lanes
+        for r in range(self.folded):
+            u = sU[first + r * self.state.warp_groups]
+            for c in range(8):
+                rFold[c, r] = cute.math.fma(u, k[c], rFold[c, r])
+
+
+def round_up(tokens):
+    """Round up to a multiple of BLOCK."""
+    return (tokens + BLOCK - 1) // BLOCK * BLOCK
