@@ -140,12 +140,11 @@ def _decode_with_buffer(call: Call, dtype: torch.dtype, plain: bool) -> dict[str
     o, after_all = _outputs(call, dtype), _blank(pool, 1, dtype)
     buffered = _blank(initial.to(pool.dtype), 1, dtype)
     slots, rows = _rows(states["state_indices"], N), _rows(states["buffer_indices"], N)
-    stored = call.case.state_dtype if plain else None
     for n in range(N):
         if slots[n] <= call.case.null_index or rows[n] < 0:
             continue
         state = initial[n]
-        for t, (o_t, after) in enumerate(recurrent(call.sequence(n), state, dtype, stored)):
+        for t, (o_t, after) in enumerate(recurrent(call.sequence(n), state, dtype)):
             _put_output(call, o, n, t, o_t, plain)
             state = after
         _put(buffered, (n,), state)
