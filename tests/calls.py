@@ -31,6 +31,11 @@ def buffer(rows=N, t=T, axis="head", layers=None):
     return new
 
 
+def buffered(t=T, lens=(0,) * N, axis="head"):
+    """buffer and buffer_lens, for a decode."""
+    return dict(buffer=buffer(t=t, axis=axis), buffer_lens=torch.tensor(lens, dtype=torch.int32))
+
+
 def normed(n=N, t=T, dtype=torch.float32, seed=3, **options):
     """norm and z, for a decode or a verify."""
     rng = torch.Generator().manual_seed(seed)

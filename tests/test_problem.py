@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import gated_delta as gd
-from calls import HV, H, K, N, P, T, V, buffer, call, normed, pool, tokens, writable
+from calls import HV, H, K, N, P, T, V, buffer, buffered, call, normed, pool, tokens, writable
 from gated_delta.testing import cases
 from gated_delta.testing.inputs import make
 
@@ -50,7 +50,7 @@ def checkpointed(lens, slots, t=128):
     return tokens(N, t) | dict(state=pool()) | indices
 
 
-LONG = gd.KVBuffer(*(torch.cat([x] * 6, 1) for x in vars(buffer()).values()))  # room for 18 drafts
+LONG = gd.KVBuffer(*(torch.cat([x] * 11, 1) for x in vars(buffer()).values()))  # room for 33
 
 
 def empty_buffer(C=T, H=H, HV=HV, K=K):
@@ -485,7 +485,7 @@ BAD = {
             (dict(g=GROWING), "g: expected log decays of at most 0, got 0.5 at sequence 1"),
             (dict(buffer=buffer(t=2)), "buffer: expected room for T=3 tokens, got 2"),
             (dict(buffer=buffer(rows=1)), "buffer: expected rows >= N=2"),
-            (dict(buffer=LONG), "buffer: expected room for 1 to 16 tokens, got 18"),
+            (dict(buffer=LONG), "buffer: expected room for 1 to 32 tokens, got 33"),
             (dict(buffer=buffer(axis="channel")), "buffer: expected gate='head'"),
             (dict(buffer=buffer(layers=2)), "buffer.u: expected 4 dimensions"),
             (
@@ -499,8 +499,8 @@ BAD = {
             (dict(buffer_indices=ints(1, 1)), "buffer_indices: expected at most one sequence"),
         ],
         "flush": [
-            (dict(buffer=LONG), "buffer: expected room for 1 to 16 tokens, got 18"),
-            (dict(buffer=empty_buffer(C=0)), "buffer: expected room for 1 to 16 tokens, got 0"),
+            (dict(buffer=LONG), "buffer: expected room for 1 to 32 tokens, got 33"),
+            (dict(buffer=empty_buffer(C=0)), "buffer: expected room for 1 to 32 tokens, got 0"),
             *(
                 (
                     dict(
@@ -632,6 +632,75 @@ BAD_NORMS = [  # of decode and verify
     ),
     (dict(backend="cute"), "cute.*cannot run .*-norm", gd.UnsupportedProblem),
 ]
+PARTS = buffer()
+BAD_BUFFERS = [  # of decode
+    (dict(buffer=[1.0]), "buffer: expected a gated_delta.KVBuffer, got list", TypeError),
+    (dict(buffer=gd.KVBuffer(1, 2, 3)), "buffer.u: expected a torch.Tensor, got int", TypeError),
+    (
+        dict(buffer=gd.KVBuffer(PARTS.u, PARTS.k.bfloat16(), PARTS.log_decay)),
+        "buffer.k: expected dtype torch.float32, got torch.bfloat16",
+        TypeError,
+    ),
+    (dict(buffer_lens=None), r"buffer_lens: expected a tensor \[N\] with buffer, got", TypeError),
+    (dict(buffer_lens=[0, 1]), "buffer_lens: expected a torch.Tensor, got list", TypeError),
+    (dict(buffer_lens=torch.zeros(N)), "buffer_lens: expected dtype torch.int32 or", TypeError),
+    (dict(buffer_indices=torch.zeros(N)), "buffer_indices: expected dtype", TypeError),
+    (dict(buffer=None), "buffer_lens: expected None without buffer, got a tensor", ValueError),
+    (
+        dict(buffer=None, buffer_lens=None, buffer_indices=ints(0, 1)),
+        "buffer_indices: expected None without buffer",
+        ValueError,
+    ),
+    (dict(buffer_lens=ints(0)), r"buffer_lens: expected shape \[N\] = \[2\], got", ValueError),
+    (dict(buffer_lens=ints(0, 0).to("meta")), "buffer_lens: expected device cpu", ValueError),
+    (dict(buffer_indices=ints(0)), "buffer_indices: expected shape", ValueError),
+    (dict(write_indices=ints(2, 3)), "write_indices: expected None with buffer", ValueError),
+    (INTERMEDIATES, "intermediate_states: expected None with buffer", ValueError),
+    (
+        dict(state_indices=ints(0, 1, 2, 3, 4, 5).view(2, 3), state=pool(6)),
+        r"state_indices: expected \[N\] with buffer, got \[N, W\]",
+        ValueError,
+    ),
+    (dict(update_state=False), "update_state: expected True with buffer, got False", ValueError),
+    (dict(num_accepted=ints(1, 1)), "num_accepted: expected None unless", ValueError),
+    (dict(buffer=buffer(axis="channel")), "buffer: expected gate='head'", ValueError),
+    (dict(buffer=buffer(rows=1)), "buffer: expected rows >= N=2", ValueError),
+    (dict(buffer=buffer(layers=2)), "buffer.u: expected 4 dimensions", ValueError),
+    (dict(buffer=LONG), "buffer: expected room for 1 to 32 tokens, got 33", ValueError),
+    (dict(buffer=empty_buffer(C=0)), "buffer: expected room for 1 to 32 tokens, got 0", ValueError),
+    (dict(buffer=empty_buffer(K=K + 1)), "buffer.k: expected shape", ValueError),
+    (
+        dict(buffer=PARTS, out=PARTS.u),
+        "out: expected memory apart from .*, got some of buffer.u's",
+        ValueError,
+    ),
+    (
+        dict(buffer=PARTS, buffer_lens=PARTS.log_decay.view(i32)[0, 0, :N]),
+        "buffer.log_decay: expected memory apart from .*, got some of buffer_lens's",
+        ValueError,
+    ),
+    (
+        dict(buffer=gd.KVBuffer(PARTS.u[:1].expand(N, -1, -1, -1), PARTS.k, PARTS.log_decay)),
+        "buffer.u: expected memory of its own",
+        ValueError,
+    ),
+    (dict(g=GROWING), "g: expected log decays of at most 0, got 0.5 at sequence 1", ValueError),
+    (dict(buffer_indices=ints(1, 1)), "buffer_indices: expected at most one sequence", ValueError),
+    (dict(state_indices=ints(3, 3)), "state_indices: expected at most one sequence", ValueError),
+    (
+        packed(0, 17) | dict(buffer=buffer(1, 20), buffer_lens=ints(0)),
+        "cu_seqlens: expected at most 16 tokens per sequence, got 17",
+        ValueError,
+    ),
+    (dict(buffer_indices=ints(0, N)), f"buffer_indices: expected indices below {N}", IndexError),
+    (dict(state_indices=ints(0, P)), f"state_indices: expected indices below {P}", IndexError),
+    (
+        dict(buffer=gd.KVBuffer(PARTS.u, PARTS.k.clone().requires_grad_(), PARTS.log_decay)),
+        "buffer.k requires grad.*no backward",
+        gd.UnsupportedProblem,
+    ),
+    (dict(backend="cute"), "cute.*cannot run decode", gd.UnsupportedProblem),
+]
 REFUSED = [
     (op, *row, error) for error, ops in BAD.items() for op, rows in ops.items() for row in rows
 ]
@@ -647,6 +716,7 @@ REFUSED += [
 REFUSED += [
     (op, normed() | changes, *rest) for op in ("decode", "verify") for changes, *rest in BAD_NORMS
 ]
+REFUSED += [("decode", buffered() | changes, *rest) for changes, *rest in BAD_BUFFERS]
 
 
 @pytest.mark.parametrize(
@@ -832,9 +902,9 @@ def test_unknown_arguments_are_python_errors():
             for bound in (-5.0, math.nan, "-5")
         ),
         (
-            lambda: gd.KVBuffer.empty(2, 17, 2, 4, 8, 8, gate="head"),
+            lambda: gd.KVBuffer.empty(2, 33, 2, 4, 8, 8, gate="head"),
             ValueError,
-            "T: expected at most 16",
+            "T: expected at most 32",
         ),
         (
             lambda: gd.KVBuffer.empty(2, 4, 3, 4, 8, 8, gate="head"),
@@ -912,6 +982,19 @@ def test_bad_gates_norms_and_buffers(make_gate, error, text):
         make_gate()
 
 
+@pytest.mark.parametrize("dtype", [i32, i64], ids=str)
+def test_advance_updates_lens_in_place(dtype):
+    """As decode does: lens clamped to 0..3, rows that overflow empty afterwards."""
+    rows, lens = buffer(t=3), ints(0, 2, 3, -5, 9, torch.iinfo(dtype).max, dtype=dtype)
+    rows.advance(lens)
+    assert lens.tolist() == [1, 3, 0, 1, 0, 0]
+    rows.advance(lens, ints(2, 0, 4, 3, 3, 0, dtype=i64))
+    assert lens.tolist() == [3, 3, 0, 0, 3, 0]
+    assert lens.dtype == dtype
+    buffer(t=3, layers=2).advance(lens, 1)
+    assert lens.tolist() == [0, 0, 1, 1, 0, 1]
+
+
 def test_buffer_shapes_and_layer_views():
     layers = gd.KVBuffer.empty(5, 4, 2, 6, 8, 16, gate="channel", num_layers=3)
     assert layers.u.shape == (3, 5, 4, 6, 16)
@@ -971,6 +1054,7 @@ def test_explain_names_the_backend_and_missing_needs():
     assert route.problem.label in str(route)
     assert "cute needs" in str(route)
     assert gd.explain("flush", **call("flush")).problem.op == "flush"
+    assert "buffer" in gd.explain("decode", **call("decode") | buffered()).problem.options
     for op in ("train", None, ["decode"]):
         with pytest.raises(ValueError, match="op: expected one of"):
             gd.explain(op)
