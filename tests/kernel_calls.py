@@ -127,6 +127,11 @@ def strided_layers(axis):
     )
 
 
+def buffered(C=T, dtype=i32, axis="head"):
+    """buffer and buffer_lens, for a decode."""
+    return dict(buffer=buffer(C=C, axis=axis), buffer_lens=torch.zeros(N, dtype=dtype))
+
+
 # ---------------------------------------------------------------- calls
 
 
@@ -218,6 +223,32 @@ def decode_with_intermediate_rows(dtype, axis):
         intermediate_indices=spaced_indices([1, -1, 0], dtype),
     )
     return tokens(axis=axis) | dict(state=pool()) | rows, dict(N=N, T=T)
+
+
+@named((i32, i64), (i64, i32))
+def decode_with_a_buffer(lens_dtype, rows_dtype, axis):
+    """Of more rows and tokens than the call has."""
+    indices = dict(
+        state_indices=ints(5, 1, -1, dtype=rows_dtype),
+        buffer_indices=spaced_indices([4, -1, 0], rows_dtype),
+        buffer_lens=spaced_indices([2, 31, -1], lens_dtype),
+    )
+    call = with_gate(tokens(axis=axis)) | dict(state=pool(), buffer=buffer(5, 32, axis), **indices)
+    return call, dict(N=N, T=T, P=P, C=32, group_size=HV // H)
+
+
+@named()
+def decode_with_a_strided_buffer(axis):
+    states = dict(state=strided_pool(), buffer=strided_buffer(axis), buffer_lens=SLOTS.clone())
+    return strided_tokens(T, K, V, axis) | states, dict(N=N, T=T, C=T)
+
+
+@named()
+def decode_packed_with_a_buffer(axis):
+    """Longer sequences than rows."""
+    call = tokens((1, 9), axis, fp16) | dict(cu_seqlens=ints(0, 4, 8, dtype=i64))
+    call |= dict(state=pool(), buffer=buffer(2, 1, axis), buffer_lens=ints(0, 1))
+    return call, dict(N=2, T=16, total=9, C=1)
 
 
 @named()
@@ -409,6 +440,10 @@ def new_entries(op):
     steps = pool()[:N, None].expand(-1, T, -1, -1, -1).clone()
     return [
         *changes,
+        buffered(),
+        buffered(C=T + 1),
+        buffered(dtype=i64),
+        buffered() | dict(buffer_indices=torch.arange(N)),
         dict(update_state=False),
         dict(intermediate_states=steps),
         dict(intermediate_states=steps, intermediate_indices=torch.arange(N)),
@@ -448,6 +483,8 @@ def with_argument(call, name):
         return call | dict(checkpoint_lens=torch.zeros(N, 1).int(), checkpoints=states)
     if name == "out":
         return call | dict(out=torch.zeros_like(call["v"]))
+    if name.startswith("buffer") and "buffer" not in call:
+        return call | buffered(axis="channel" if call["g"].ndim == 4 else "head")
     return call | (norm_and_z() if name == "z" else {})
 
 

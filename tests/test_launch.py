@@ -432,6 +432,8 @@ MISALIGNED = [
     *(("verify", name, off, None) for name in ("q", "v", "g", "z", "buffer_u", "buffer_log_decay")),
     *(("verify", "state", change, ROWS) for change in (off, padded)),
     *(("verify", "buffer_k", change, "rows of k") for change in (off, lambda x: padded(x, 1))),
+    *(("decode", name, off, "decode: of u") for name in ("buffer_k", "buffer_u")),
+    ("decode", "buffer_log_decay", off, None),
     *(("flush", name, off, None) for name in ("buffer_u", "buffer_k", "buffer_log_decay")),
     ("flush", "state", off, ROWS),
     *(("prefill", name, off, QK) for name in ("q", "k")),
@@ -460,6 +462,18 @@ def test_misaligned_rows(launches, op, name, change, missing, axis):
             aligned = dict(launches.kernels[-1].facts).get("aligned", True)
             assert aligned == (name not in ("q", "k"))
         assert (len(launches) > before) == (missing is None)
+
+
+def test_an_unaligned_buffer_goes_to_the_reference_backend(launches):
+    """Also after a call with an aligned one."""
+    call, first = valid_call("decode"), calls.buffered()
+    for make, backend in ((lambda x: x, "cute"), (off, "reference")):
+        parts = gd.KVBuffer(*(make(torch.zeros_like(x)) for x in vars(first["buffer"]).values()))
+        given = call | first | dict(buffer=parts)
+        assert gd.explain("decode", **given).backend == backend
+        gd.decode(**given)
+    assert len(launches) == 1
+    assert (parts.k != 0).any()
 
 
 def test_other_head_dims_are_refused(launches):
@@ -494,7 +508,8 @@ def launch_of(op, call, **tensors):
 
 LARGE_STRIDES = [
     *(("decode", name) for name in ("state", "v", "z", "out", "intermediate_states")),
-    *(("verify", name) for name in ("state", "z", *BUFFER)),
+    *((op, name) for op in ("decode", "verify") for name in BUFFER),
+    *(("verify", name) for name in ("state", "z")),
     *(("flush", name) for name in ("state", *BUFFER)),
     *(("prefill", name) for name in ("state", "initial_state", "out", "checkpoints")),
 ]
@@ -532,6 +547,8 @@ def test_layers_and_a_single_prompt_may_have_larger_strides(launches):
 def test_calls_of_no_sequences_launch_nothing(launches):
     state, parts, none, no_ends = pool(), buffer(), torch.arange(0), torch.zeros(1).int()
     assert run("decode", **tokens((0, T)), state=state).shape == (0, T, HV, V)
+    empty = dict(buffer=parts, buffer_lens=none)
+    assert run("decode", **tokens((0, T)), state=state, **empty).shape == (0, T, HV, V)
     assert run("verify", **tokens((0, T)), state=state, buffer=parts).shape == (0, T, HV, V)
     o = run("verify", **tokens((1, 4)), cu_seqlens=no_ends, state=state, buffer=parts)
     assert (o == 0).all()
@@ -588,6 +605,13 @@ CHECKED = [
     ("decode", intermediate_rows(0, 0, -1), "ValueError intermediate_indices"),
     ("decode", intermediate_rows(0, 2, -1), "IndexError intermediate_indices"),
     ("decode", intermediate_rows(1, -1, 0), None),
+    *(
+        ("decode", calls.buffered() | {name: rows}, f"{error} {name}")
+        for name in ("state_indices", "buffer_indices")
+        for rows, error in ((PAST_THE_END, "IndexError"), (REPEATED, "ValueError"))
+    ),
+    ("decode", calls.buffered() | dict(buffer_indices=ints(-1, 0, -1)), None),
+    ("decode", calls.buffered() | dict(buffer_lens=ints(-7, 0, 99)), None),
     ("verify", dict(state_indices=PAST_THE_END), "IndexError state_indices"),
     ("verify", dict(buffer_indices=PAST_THE_END), "IndexError buffer_indices"),
     ("verify", dict(buffer_indices=REPEATED), "ValueError buffer_indices"),

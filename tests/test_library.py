@@ -60,6 +60,10 @@ SAMPLES = [
         | dict(state_indices=torch.tensor([3, 0]), null_index=0),
     ),
     ("verify", tokens() | dict(state=pool(), state_indices=torch.tensor([3, -1]), buffer=OTHER)),
+    (
+        "decode",  # the first sequence folds its row, the second is appended to its own
+        tokens() | dict(state=pool(), buffer=OTHER, buffer_lens=torch.tensor([1, 0])),
+    ),
     ("decode", tokens() | normed() | dict(state=pool(), state_indices=torch.tensor([3, -1]))),
     ("verify", tokens() | normed(activation="sigmoid") | dict(state=pool(), buffer=verified())),
     ("flush", dict(state=pool(), buffer=verified(), num_accepted=torch.tensor([1, 3]))),
@@ -139,6 +143,17 @@ def verify_then_flush(a):
     return o
 
 
+def decode_with_buffer(a):
+    """Two steps, of which each sequence folds its row in one."""
+    parts = gd.KVBuffer(a["u"], a["k"], a["log_decay"])
+    call = a["tokens"] | dict(buffer=parts, buffer_lens=a["lens"], backend="reference")
+    outputs = []
+    for _ in range(2):
+        outputs.append(gd.decode(**call, state=a["state"]))
+        parts.advance(a["lens"], 3)
+    return outputs
+
+
 NORM = dict(
     tokens=tokens(), state=pool(), z=normed()["z"], weight=normed()["norm"].weight, **vars(buffer())
 )
@@ -188,6 +203,11 @@ WHOLE = {
             state_indices=torch.tensor([0, 2]),
         ),
         ("state", "intermediate_states"),
+    ),
+    "decode with a buffer": (
+        decode_with_buffer,
+        dict(vars(verified()), state=pool(), lens=torch.tensor([0, 1]), tokens=tokens(seed=7)),
+        ("state", "u", "k", "log_decay", "lens"),
     ),
     "decode with a norm": (functools.partial(normed_call, "decode"), NORM, ("state",)),
     "verify with a norm": (functools.partial(normed_call, "verify"), NORM, ("u", "k", "log_decay")),
