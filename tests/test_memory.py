@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import gated_delta as gd
-from calls import HV, H, K, N, P, T, V, buffer, call, pool, tokens, writable
+from calls import HV, H, K, N, P, T, V, buffer, buffered, call, pool, tokens, writable
 from gated_delta import memory
 from gated_delta.memory import Placement, extent, overlap, overlaps_itself
 
@@ -116,6 +116,10 @@ def overlapping():
         ),
         "decode: the pool over its indices": (
             dict(state_indices=inside(state, (N,), torch.int32)),
+            "state",
+        ),
+        "decode: the pool over its buffer": (
+            dict(buffer=in_pool, buffer_lens=torch.zeros(N).int()),
             "state",
         ),
         "decode: slots that overlap": (dict(state=inside_slots(state)), "state"),
@@ -283,7 +287,8 @@ def inference_tensors(op):
                 checkpoints=torch.zeros(N, 1, HV, V, K),
             )
         if op == "decode":
-            arguments["intermediate_states"] = torch.zeros(N, T, HV, V, K)
+            steps = dict(intermediate_states=torch.zeros(N, T, HV, V, K))
+            arguments |= buffered() if name.startswith("buffer") else steps
         names = writable(arguments)
         if (
             name not in names
@@ -306,11 +311,11 @@ def inference_tensors(op):
 def test_inference_tensors_are_written_only_in_that_mode(op, compiled):
     run = getattr(gd, op)
     if compiled:
-        torch._dynamo.reset()
         run = torch.compile(run, fullgraph=True, backend=compiled)
     cases = list(inference_tensors(op))
     assert cases
     for arguments, name in cases:
+        torch._dynamo.reset()  # each case has two graphs, and torch keeps eight
         watched = {key: (x, x.clone()) for key, x in writable(arguments).items()}
         for mode in (torch.no_grad, torch.enable_grad):
             with (

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import random
 import threading
 
 import numpy
@@ -10,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import gated_delta as gd
-from calls import HV, H, K, N, T, V, buffer, call, normed, pool, tokens
+from calls import HV, H, K, N, T, V, buffer, call, normed, pool, tokens, verified
 from gated_delta import reference
 from gated_delta.problem import Tokens
 from gated_delta.testing import quick_cases, run_case
@@ -640,6 +641,135 @@ def test_an_inactive_batch_of_nothing_but_padding():
         assert (o == 0).all()
         assert torch.equal(arguments["state"], before)
     assert all(x.isnan().all() for x in vars(arguments["buffer"]).values())
+
+
+# ---------------------------------------------------------------------------- decode with a buffer
+
+
+def buffered_steps(call, lens, state, parts, steps):
+    """Outputs of decode with a buffer, step by step: the call's tokens, split at `steps`."""
+    outputs = []
+    for first, last in itertools.pairwise(itertools.accumulate(steps, initial=0)):
+        step = {name: x[:, first:last] for name, x in call.items()}
+        outputs.append(
+            gd.decode(**step, state=state, buffer=parts, buffer_lens=lens, backend="reference")
+        )
+        parts.advance(lens, last - first)
+    return torch.cat(outputs, 1)
+
+
+@pytest.mark.parametrize("C", [1, 3, 16, 32])
+def test_decode_with_a_buffer_and_a_flush_equal_decode(C, axis):
+    """64 steps of 1 to 4 tokens, from rows of NaN. Bits of a sequence are those it has alone."""
+    steps = random.Random(C).choices(range(1, 5), k=64)
+    call, want = tokens(t=sum(steps), axis=axis), pool(N)
+    o = torch.cat(
+        [
+            gd.decode(**{name: x[:, i : i + 1] for name, x in call.items()}, state=want)
+            for i in range(sum(steps))
+        ],
+        1,
+    )
+    results = []
+    for rows in (slice(N), slice(1), slice(1, 2)):
+        state = pool(N)[rows].clone()
+        parts, lens = buffer(len(state), C, axis), torch.zeros(len(state)).int()
+        mine = {name: x[rows] for name, x in call.items()}
+        got = buffered_steps(mine, lens, state, parts, steps)
+        gd.flush(state, parts, lens, backend="reference")
+        results.append((got, state))
+    for got, expected in zip(results[0], (o, want), strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=2e-6)
+    for whole, *alone in zip(*results, strict=True):
+        assert torch.equal(whole, torch.cat(alone))
+
+
+def test_packed_decode_with_a_buffer_has_the_bits_of_each_alone(axis):
+    """Sequences of 0 to 5 tokens, in rows and slots of any order; the last two are inactive."""
+    lengths, slots, rows = (2, 0, 5, 1, 3), [4, 1, 0, -1, 2], [3, 0, 5, 1, -1]
+    call, lens = tokens(1, sum(lengths), axis=axis), torch.zeros(5, dtype=torch.int64)
+    ends = torch.tensor([0, *itertools.accumulate(lengths)])
+    state, parts = pool(), buffer(6, 6, axis)
+    alone = {n: (pool()[slots[n]][None], buffer(1, 6, axis)) for n in range(3)}
+    for step in range(5):
+        options = dict(cu_seqlens=ends, state_indices=torch.tensor(slots), backend="reference")
+        index = dict(buffer_indices=torch.tensor(rows), buffer_lens=lens)
+        o = gd.decode(**call, state=state, buffer=parts, **options, **index)
+        assert (o[:, ends[3] :] == 0).all()
+        for n, (own_state, own_row) in alone.items():
+            mine = {name: x[:, ends[n] : ends[n + 1]] for name, x in call.items()}
+            if lengths[n]:
+                one = gd.decode(
+                    **mine, state=own_state, buffer=own_row, buffer_lens=lens[n : n + 1]
+                )
+                assert torch.equal(one, o[:, ends[n] : ends[n + 1]])
+            assert torch.equal(own_state[0], state[slots[n]])
+            for x, y in zip(vars(own_row).values(), vars(parts).values(), strict=True):
+                torch.testing.assert_close(x[0], y[rows[n]], rtol=0, atol=0, equal_nan=True)
+        parts.advance(lens, ends.diff())
+    assert lens[:3].tolist() == [2, 0, 5]
+    assert torch.equal(state[1:4], pool()[1:4])
+    assert parts.u[[0, 1, 2, 4]].isnan().all()
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
+def test_buffer_lens_are_clamped(dtype):
+    """Below 0 a row is empty, above C full; entries past a row's tokens are not read."""
+    filled, given = verified(), torch.tensor([-9, torch.iinfo(dtype).max], dtype=dtype)
+    results = []
+    for lens in (given, given.clamp(0, T)):
+        parts = gd.KVBuffer(*(x.clone() for x in vars(filled).values()))
+        for x in vars(parts).values():
+            x[0] = math.nan
+        state = pool(N)
+        o = gd.decode(**tokens(seed=5), state=state, buffer=parts, buffer_lens=lens)
+        assert (lens == given).all() or (lens == given.clamp(0, T)).all()
+        results.append((o, state, *vars(parts).values()))
+    for x, y in zip(*results, strict=True):
+        assert torch.equal(x, y)
+    assert all(x.isfinite().all() for x in results[0])
+    assert torch.equal(results[0][1][0], pool()[0])
+    assert torch.equal(results[0][2][1], filled.u[1])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_a_16_bit_state_is_rounded_at_folds_only(dtype, axis):
+    """Until then the outputs are those of its value in fp32, and it keeps its bits."""
+    call, start = tokens(t=9, axis=axis), pool(N, dtype)
+    results = []
+    for state in (start.clone(), start.float()):
+        parts, lens = buffer(t=8, axis=axis), torch.zeros(N).int()
+        first = {name: x[:, :8] for name, x in call.items()}
+        outputs = [buffered_steps(first, lens, state, parts, [1, 3, 4])]
+        assert torch.equal(state, start.to(state.dtype))
+        last = {name: x[:, 8:] for name, x in call.items()}
+        outputs.append(buffered_steps(last, lens, state, parts, [1]))
+        results.append((torch.cat(outputs, 1), state))
+    (o, state), (exact, folded) = results
+    assert torch.equal(o, exact)
+    assert torch.equal(state, folded.to(dtype))
+    assert not torch.equal(state, start)
+
+
+def test_verify_fills_rows_of_32_tokens_that_flush_folds(axis):
+    """16 drafts, the longest, and zeros behind them; flush clamps its counts to 32."""
+    state, parts, want = pool(N), buffer(t=32, axis=axis), pool(N)
+    drafts = tokens(t=16, axis=axis)
+    gd.verify(**drafts, state=state, buffer=parts, backend="reference")
+    assert all((x[:, 16:] == 0).all() and (x[:, 15] != 0).any() for x in vars(parts).values())
+    gd.decode(**drafts, state=want, backend="reference")
+    gd.flush(state, parts, torch.tensor([32, 99]), backend="reference")
+    torch.testing.assert_close(state, want, rtol=0, atol=2e-6)
+    start, row = pool(N), torch.randn(N, 32, HV, V)
+    full = gd.KVBuffer(
+        row, parts.k[:, :1].expand(-1, 32, -1, -1), torch.zeros(parts.log_decay.shape)
+    )
+    for count in (31, 32):
+        after = start.clone()
+        gd.flush(after, full, count, state_indices=torch.arange(N), backend="reference")
+        k = full.k[:, 0].repeat_interleave(HV // H, 1)
+        folded = start + row[:, :count].sum(1)[..., None] * k[:, :, None]
+        torch.testing.assert_close(after, folded, rtol=0, atol=2e-5)
 
 
 # ------------------------------------------------------------------------------------ fp16 states
