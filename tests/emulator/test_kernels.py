@@ -11,6 +11,8 @@ import gated_delta as gd
 from gated_delta.kernels.prefill.arguments import SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from gated_delta.memory import extent
 from gated_delta.ops import prefill as host
+from gated_delta.problem import ACTIVATIONS
+from gated_delta.testing.cases import BUFFERED
 from gpu import (
     PATHS,
     PERSISTENT,
@@ -47,8 +49,28 @@ def path(request):
         yield request.param
 
 
+BUFFERED_CASES = [
+    *(
+        case
+        for axis, layout in itertools.product(FEW_HEADS, BUFFERED)
+        for case in sample("decode", 1, axis=(axis,), D=(128,), layout=(layout,))
+    ),
+    *(
+        case
+        for axis in FEW_HEADS
+        for case in sample("decode", 1, axis=(axis,), D=(64,), layout=BUFFERED)
+    ),
+    *sample("decode", 1, axis=("head",), norm=ACTIVATIONS, layout=BUFFERED),
+]
+
+
 @pytest.mark.parametrize(
-    "case", [case for op in ("decode", "verify", "flush") for case in sample(op, 6)], ids=str
+    "case",
+    [
+        *(case for op in ("decode", "verify", "flush") for case in sample(op, 6)),
+        *BUFFERED_CASES,
+    ],
+    ids=str,
 )
 def test_the_case_list_passes(case, kernels):
     judge(case, kernels)
@@ -81,6 +103,41 @@ def test_counts_of_any_size_are_clamped(dtype, kernels):
         results.append((o, decoded, flushed))
     for got, want in zip(*results, strict=True):
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
+
+
+@pytest.mark.parametrize("axis", FEW_HEADS)
+@pytest.mark.parametrize("T", [1, 2])
+def test_decode_with_a_buffer_has_the_bits_of_each_alone(T, axis, kernels):
+    """Dense, at several lens, and packed alone: three calls, which append twice, then fold."""
+    rng = torch.Generator().manual_seed(T)
+    normal = lambda *shape: torch.randn(3, 3 * T, *shape, generator=rng).bfloat16()
+    tokens = {name: normal(1, 32) for name in "qkv"}
+    tokens |= dict(g=-normal(1, *[32] * (axis == "channel")).abs(), beta=normal(1).sigmoid())
+    pool, filled = torch.randn(3, 1, 32, 32, generator=rng).bfloat16(), [0, 2 * T, 1]
+    rows = gd.KVBuffer.empty(3, 2 * T, 1, 1, 32, 32, gate=axis)
+    for x, factor in zip(vars(rows).values(), (1.0, 0.2, -0.1), strict=True):
+        x.copy_(torch.rand(x.shape, generator=rng) * factor)
+
+    def three_calls(n, backend="cute", **options):
+        state, lens = pool[n].clone(), torch.tensor(filled[n])
+        parts = gd.KVBuffer(*(x[n].clone() for x in vars(rows).values()))
+        outputs = []
+        for i in range(3):
+            mine = {name: x[n, i * T : i * T + T] for name, x in tokens.items()}
+            rest = dict(buffer=parts, buffer_lens=lens, backend=backend)
+            outputs.append(gd.decode(**mine, state=state, **rest, **options))
+            parts.advance(lens, T)
+        return torch.cat(outputs, 1), state, *vars(parts).values()
+
+    want = three_calls(slice(3), "reference")
+    with emulated(kernels):
+        batch = three_calls(slice(3))
+        ends = torch.tensor([0, T])
+        alone = [three_calls(slice(n, n + 1), cu_seqlens=ends) for n in range(3)]
+    for x, y, *parts in zip(batch, want, *alone, strict=True):
+        assert relative_error(x.double(), y) <= 3e-3
+        assert torch.equal(x, torch.cat(parts))
+    assert torch.equal(batch[1] == pool, want[1] == pool)
 
 
 @pytest.mark.parametrize("op", ["decode", "verify"])

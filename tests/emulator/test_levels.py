@@ -12,6 +12,7 @@ import torch
 import gated_delta as gd
 from gated_delta.gpus import FORCED, H200
 from gated_delta.ops import prefill as host
+from gated_delta.testing.cases import BUFFERED
 from gpu import needs_compiler, prefill_path, relative_error
 
 from . import Fault, emulated
@@ -41,6 +42,7 @@ def _path(request):
 RECURRENT = [
     *sample("decode", 1, norm=("silu", "sigmoid")),
     *(case for op in ("decode", "verify", "flush") for case in sample(op, 1, norm=(None,))),
+    *sample("decode", 1, axis=("channel",), layout=BUFFERED),
 ]
 PREFILLS = [case for axis in FEW_HEADS for case in sample("prefill", 2, axis=(axis,))]
 
