@@ -21,6 +21,7 @@ import torch
 from gated_delta import UnsupportedProblem, compile, dispatch
 from gated_delta.gpus import ARCHS, GPUS, H200, has_ptx
 from gated_delta.kernels import arguments
+from gated_delta.ops.verify import shared_of_buffered
 from gated_delta.problem import Problem
 from gpu import needs_compiler
 
@@ -243,6 +244,23 @@ def test_prefills_kernels_fit_in_a_ctas_shared_memory(set_level, gpu):
             if size > gpu.shared:
                 too_large[variant.label] = size
     assert too_large == {}
+
+
+@needs_compiler
+def test_the_host_knows_the_shared_memory_of_buffered_decode(axis, state_dtype):
+    """Its formula is the kernel's layout."""
+    facts = dict(gate="log", dtype=torch.bfloat16, g_dtype=torch.float32, state_dtype=state_dtype)
+    for (K, V), T, norm in itertools.product(
+        ((64, 64), (96, 192), (128, 128), (128, 256)), (1, 4, 8, 16), ((), ("norm",))
+    ):
+        options = frozenset({"buffer", "buffer_lens_i32", *norm})
+        for variant in dispatch.variants_of(
+            Problem("decode", axis, 1, 1, K, V, T, options=options, **facts)
+        ):
+            kernel = compile.kernel_type(variant.kernel)(**dict(variant.facts))
+            for C in (1, 16, 32):
+                size = 4 * (kernel.shared + kernel.history.words(C))
+                assert shared_of_buffered(dict(variant.facts), C) == size, (variant.label, C)
 
 
 NOT_SHIPPED = [

@@ -934,6 +934,26 @@ def test_a_call_takes_the_kernels_of_its_gpu(launches, monkeypatch, axis, level)
     assert launches[-1][-1].prefetch_sequences == (0 if gpu.level == "sm_80" else N)
 
 
+def test_a_buffer_beyond_a_ctas_shared_memory_is_refused(launches, monkeypatch):
+    """Packed calls of KDA have memory for 16 tokens and, here, a row of 32."""
+    call = prompts((1, 9), "channel") | dict(cu_seqlens=ints(0, 9), state=prompt_states())
+    for C, gpu, fits in (
+        (32, H200, True),
+        (32, FORCED["sm_86"], False),
+        (16, FORCED["sm_86"], True),
+    ):
+        parts = gd.KVBuffer.empty(1, C, H, HV, D, D, gate="channel")
+        monkeypatch.setattr(api, "gpu_of", lambda device, gpu=gpu: gpu)
+        monkeypatch.setattr(OPERATIONS["decode"], "calls", CallCache())
+        given = call | dict(buffer=parts, buffer_lens=ints(0))
+        if fits:
+            run("decode", **given)
+        else:
+            with pytest.raises(gd.UnsupportedProblem, match="than 101376 bytes of shared memory"):
+                run("decode", **given)
+    assert len(launches) == 2
+
+
 def test_compile_time_facts_of_prefills_kernels():
     """Heads, index types and layouts are no facts; a fact is one of the kernels that use it."""
 

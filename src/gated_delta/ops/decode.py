@@ -241,7 +241,7 @@ class Decode(StateOperation):
         if a.buffer_lens is None:
             raise TypeError("buffer_lens: expected a tensor [N] with buffer, got None")
         check.index("buffer_lens", a.buffer_lens)
-        check.option("unaligned_buffer", not check.aligned(a.buffer_u))
+        check.option("unaligned_buffer", not check.aligned(check.tensors["buffer.u"]))
         check.option("buffer", True)
 
     def written(self, a: Arguments) -> tuple[str, ...]:

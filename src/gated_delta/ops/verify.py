@@ -3,20 +3,23 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from .. import compile, reference
+from ..gpus import H200, Gpu
 from ..kernels.arguments import (
     TOKEN_TILES,
     VerifyPointers,
     VerifySizes,
     VerifyStrides,
+    lanes_per_row,
     round_up_tokens,
 )
-from ..problem import BUFFER, Checker, Problem
+from ..problem import BUFFER, Checker, Problem, UnsupportedProblem
 from .launch import (
     LARGE,
     MIB,
@@ -144,6 +147,16 @@ class Verify(StateOperation):
         V = problem.V
         return tuple((least, Schedule(rows, V // rows * 32)) for least, rows in NORM_ROWS[key])
 
+    def plan(self, problem: Problem, sequences: int, tokens: int, *, gpu: Gpu = H200) -> Plan:
+        plan = super().plan(problem, sequences, tokens, gpu=gpu)
+        if problem.op == "decode" and "norm" not in problem.options:
+            # In 99 KiB, smaller CTAs have room for a row of 16 tokens.
+            schedule = plan.schedule
+            while not _fits(plan, 16) and schedule.threads > 64:
+                schedule = self.halved(schedule)
+                plan = Plan(schedule, (self.variant(problem, schedule),), gpu)
+        return plan
+
     def block_rows(self, problem: Problem, schedule: Schedule) -> int:
         return schedule.rows * schedule.threads // 32
 
@@ -193,10 +206,38 @@ def _token_tile(problem: Problem) -> int:
     return round_up_tokens(problem.T)
 
 
+def shared_of_buffered(facts: Mapping[str, Any], C: int) -> int:
+    """Bytes of a CTA's shared memory: the layout of kernels/verify.py and device/history.py."""
+    t, warps, channel = facts["token_tile"], facts["threads"] // 32, facts["axis"] == "channel"
+    mma = facts.get("mma_pairs", False)
+    padded_K, rounded_C = 8 * lanes_per_row(facts["K"]), -(-C // 16) * 16
+    row_bytes = facts["K"] * (4 if facts["state_dtype"] == "fp32" else 2)
+    operand, pairs = -(-t // 8) * -(-row_bytes // 64) * 256, 2 * max(t, 4) ** 2
+    words = t * padded_K * (4 if channel else 2) + operand * (2 + mma) + 2 * t
+    words += warps * t * (2 * facts["rows"] + 16) + pairs * (channel + warps * (mma or not channel))
+    words = -(-words // 4) * 4
+    if facts.get("norm"):
+        words += t * -(-facts["V"] // 64) * 4
+    words += padded_K + (padded_K * (1 + channel) + 2 * t) * rounded_C
+    return 4 * (words + (C + t + 4) * facts["rows"] * warps)
+
+
+def _fits(plan: Plan, C: int) -> bool:
+    return shared_of_buffered(dict(plan.variants[0].facts), C) <= plan.gpu.shared
+
+
 class VerifyLaunch(TokensLaunch):
     """A launch of verify's kernel for given shapes and strides; of a decode with a buffer, too."""
 
     def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Any):
+        if problem.op == "decode" and not _fits(plan, a.buffer_u.shape[1]):
+            raise UnsupportedProblem(
+                f"backend 'cute' cannot run {problem.label}; it needs",
+                (
+                    f"more than {plan.gpu.shared} bytes of shared memory in a CTA: "
+                    "take a buffer of fewer tokens, or fewer tokens a call",
+                ),
+            )
         super().__init__(operation, plan, a, pointers=VerifyPointers)
         aligned = () if "unaligned_qk" in problem.options else ("q", "k")
         more = ("buffer_u",) if problem.op == "decode" else ()
