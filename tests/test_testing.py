@@ -9,6 +9,7 @@ import torch
 
 import gated_delta as gd
 from gated_delta import reference
+from gated_delta.problem import KVBuffer
 from gated_delta.reference import gated_norm
 from gated_delta.testing import cases, check, quick_cases, run_case
 from gated_delta.testing.cases import (
@@ -305,6 +306,24 @@ def test_a_wrong_backend_fails(monkeypatch, fault):
     chosen = [c for c in cases(op) if exposes(c)][:6]
     assert chosen
     assert enough(not run_case(c, "reference").passed for c in chosen)
+
+
+BUFFER_FAULTS = {
+    "a token of the row left out": changed(buffer_lens=lambda lens: lens.clamp(min=0) - 1),
+    "the row of another sequence": changed(buffer_indices=lambda _: None),
+    "tokens not appended": changed(
+        buffer=lambda parts: KVBuffer(*(x.clone() for x in vars(parts).values()))
+    ),
+    "a slot written without need": then(lambda state, **_: state.mul_(0.75)),
+    "the row written after its last token": then(lambda buffer, **_: buffer.u[:, -1].zero_()),
+}
+
+
+@pytest.mark.parametrize("fault", BUFFER_FAULTS)
+def test_a_wrong_decode_with_a_buffer_fails(monkeypatch, fault):
+    broken(monkeypatch, "decode_with_buffer", BUFFER_FAULTS[fault])
+    layout = "packed_buffer" if "another" in fault else "buffer"
+    assert fails("decode", layout=layout)
 
 
 CHECKPOINT_FAULTS = {
