@@ -191,9 +191,10 @@ def decode(
     device, clamped to 0..C) of row buffer_indices[n] (row n when None; negative: inactive). If the
     call's tokens fit in the row behind them, they are appended and the state is only read;
     otherwise row and tokens go into the state, and the row is not written. `buffer.advance` then
-    updates buffer_lens; `flush` folds a row early. A 16-bit state is rounded only where tokens go
-    into it. No two sequences may name one row or slot. Not with write_indices, num_accepted,
-    intermediate_states, [N, W] state_indices or update_state=False.
+    updates buffer_lens; `flush` folds a row early. Faster where a launch's states far exceed the L2
+    cache, slower with few sequences. A 16-bit state is rounded only where tokens go into it. No two
+    sequences may name one row or slot. Not with write_indices, num_accepted, intermediate_states,
+    [N, W] state_indices or update_state=False.
     norm, z: the layer's gated RMSNorm of o, applied to o rounded to v's dtype; z [N, T, HV, V] in
     v's dtype.
     Inactive sequences, null_index (of state_indices and write_indices), out, backend and errors as
