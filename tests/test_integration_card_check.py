@@ -336,6 +336,7 @@ def test_sglang_runs_its_kernel_for_a_failing_mode(monkeypatch):
 
 def test_vllm_keeps_a_failing_operation(monkeypatch):
     contents = {
+        "vllm": dict(envs=None),
         "vllm.model_executor.layers.mamba.ops": dict(causal_conv1d=None),
         "vllm.logger": dict(init_logger=logging.getLogger),
         "vllm.platforms": dict(
