@@ -656,8 +656,7 @@ def clearing(part):
     }[part]
 
 
-@pytest.mark.parametrize("cleared", [True, False])
-@pytest.mark.parametrize("names", ["qk", "g"])
+@pytest.mark.parametrize(("cleared", "names"), [(True, "qkg"), (False, "qk"), (False, "g")])
 @pytest.mark.parametrize(
     ("path", "part"), [("fused", "fused"), ("raw", "prepare"), ("raw", "scan")], indirect=["path"]
 )

@@ -301,11 +301,6 @@ def main():
         import vllm
 
         vllm.__version__ = job["version"]
-    if "changed" in job:
-        from gated_delta.integrations import releases
-
-        code = releases.VLLM["cpu"].code | {"a file": {job["changed"]: "0"}}
-        releases.VLLM["cpu"] = releases.VLLM["cpu"]._replace(code=code)
     if "grid" in job:
         ask_for_checkpoints()
     if "answers" in job:
