@@ -65,9 +65,6 @@ if case["engine"].get("enable_deterministic_inference"):
     choices.add_deterministic_attention_backend_choices(["torch_native"])
     choices.add_radix_supported_deterministic_attention_backend_choices(["torch_native"])
 common.process.calls = Calls()
-if "release" in case:  # another one, and it has another pool
-    code = common.RELEASE.code | {"srt/mem_cache/memory_pool.py": dict(MambaPool="0")}
-    common.RELEASE = common.RELEASE._replace(version=case["release"], code=code)
 if "kernels" in case:
     record(case["kernels"])
 if "on_gpu" in case:
