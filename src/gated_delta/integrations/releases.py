@@ -121,14 +121,30 @@ SGLANG = Release(
     },
 )
 
+_VLLM_SHARED = {
+    "forward_context.py": {"get_forward_context": "6abc6923"},
+    "model_executor/custom_op.py": {"PluggableLayer": "bd052b5a"},
+    "model_executor/layers/mamba/gdn/base.py": {"GatedDeltaNetAttention": "f35e06d2"},
+    "model_executor/layers/mamba/gdn/kimi_gdn_linear_attn.py": {
+        "KimiGatedDeltaNetAttention": "87676e67"
+    },
+    "model_executor/layers/mamba/mamba_utils.py": {"is_conv_state_dim_first": "7bd1f822"},
+    "model_executor/models/bailing_moe_v3.py": {
+        "BailingMoeV3KimiDeltaAttention": "c3911f42",
+        "bailing_v3_kda_attention": "f602bd9b",
+    },
+    "models/glm5next/common/kda.py": {"Glm5NextLinearAttention": "b5b75796"},
+    "v1/attention/backends/utils.py": {"compute_causal_conv1d_metadata": "a0d536df"},
+}
+"""Code that is the same in each of vLLM's releases below."""
+
 VLLM = {
     "cuda": Release(
         "vllm",
         "0.33",
-        {
+        _VLLM_SHARED
+        | {
             "compilation/breakable_cudagraph.py": {"eager_break_during_capture": "37cdd851"},
-            "forward_context.py": {"get_forward_context": "6abc6923"},
-            "model_executor/custom_op.py": {"PluggableLayer": "bd052b5a"},
             "model_executor/layers/mamba/abstract.py": {
                 "MambaBase": "e92d4cd4",
                 "get_mamba_prefill_checkpoint_alignment": "28285d83",
@@ -138,31 +154,17 @@ VLLM = {
                 "MambaPrefillCheckpointMetadata": "0beaf8cd",
                 "MambaPrefillCheckpointExporter": "77b4b455",
             },
-            "model_executor/layers/mamba/gdn/base.py": {"GatedDeltaNetAttention": "f35e06d2"},
-            "model_executor/layers/mamba/gdn/kimi_gdn_linear_attn.py": {
-                "KimiGatedDeltaNetAttention": "87676e67"
-            },
             "model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py": {
                 "OlmoHybridGatedDeltaNetAttention": "6f354459"
             },
             "model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py": {
                 "QwenGatedDeltaNetAttention": "d3c272e4"
             },
-            "model_executor/layers/mamba/mamba_utils.py": {"is_conv_state_dim_first": "7bd1f822"},
             "model_executor/layers/mamba/ops/causal_conv1d.py": {
                 "causal_conv1d_fn": "268745fd",
                 "causal_conv1d_update": "7197f0d9",
             },
-            "model_executor/models/bailing_moe_v3.py": {
-                "BailingMoeV3KimiDeltaAttention": "c3911f42",
-                "bailing_v3_kda_attention": "f602bd9b",
-            },
-            "models/glm5next/common/kda.py": {
-                "Glm5NextLinearAttention": "b5b75796",
-            },
-            "models/kimi_k3/nvidia/kda.py": {
-                "KimiK3DeltaAttention": "01389afa",
-            },
+            "models/kimi_k3/nvidia/kda.py": {"KimiK3DeltaAttention": "01389afa"},
             "models/kimi_k3/nvidia/kda_metadata.py": {
                 "KimiK3KDAMetadata": "01553b6a",
                 "KimiK3KDAMetadataBuilder": "fefab0e8",
@@ -171,24 +173,18 @@ VLLM = {
                 "GDNAttentionMetadata": "28df30c7",
                 "GDNAttentionMetadataBuilder": "b9229581",
             },
-            "v1/attention/backends/utils.py": {"compute_causal_conv1d_metadata": "a0d536df"},
         },
     ),
     "cpu": Release(
         "vllm",
         "0.32",
-        {
+        _VLLM_SHARED
+        | {
             "compilation/breakable_cudagraph.py": {"eager_break_during_capture": "06d85aae"},
-            "forward_context.py": {"get_forward_context": "6abc6923"},
-            "model_executor/custom_op.py": {"PluggableLayer": "bd052b5a"},
             "model_executor/layers/mamba/abstract.py": {"MambaBase": "5d1a25ce"},
             "model_executor/layers/mamba/checkpoint.py": {
                 "MambaPrefillCheckpointMetadata": "2b83aec8",
                 "MambaPrefillCheckpointExporter": "d0520ee7",
-            },
-            "model_executor/layers/mamba/gdn/base.py": {"GatedDeltaNetAttention": "f35e06d2"},
-            "model_executor/layers/mamba/gdn/kimi_gdn_linear_attn.py": {
-                "KimiGatedDeltaNetAttention": "87676e67"
             },
             "model_executor/layers/mamba/gdn/olmo_gdn_linear_attn.py": {
                 "OlmoHybridGatedDeltaNetAttention": "819c5791"
@@ -196,21 +192,11 @@ VLLM = {
             "model_executor/layers/mamba/gdn/qwen_gdn_linear_attn.py": {
                 "QwenGatedDeltaNetAttention": "511bb919"
             },
-            "model_executor/layers/mamba/mamba_utils.py": {"is_conv_state_dim_first": "7bd1f822"},
             "model_executor/layers/mamba/ops/causal_conv1d.py": {
                 "causal_conv1d_fn": "095a77d4",
                 "causal_conv1d_update": "b5f8bbe8",
             },
-            "model_executor/models/bailing_moe_v3.py": {
-                "BailingMoeV3KimiDeltaAttention": "c3911f42",
-                "bailing_v3_kda_attention": "f602bd9b",
-            },
-            "models/glm5next/common/kda.py": {
-                "Glm5NextLinearAttention": "b5b75796",
-            },
-            "models/kimi_k3/nvidia/kda.py": {
-                "KimiK3DeltaAttention": "31e73ba3",
-            },
+            "models/kimi_k3/nvidia/kda.py": {"KimiK3DeltaAttention": "31e73ba3"},
             "models/kimi_k3/nvidia/kda_metadata.py": {
                 "KimiK3KDAMetadata": "01553b6a",
                 "KimiK3KDAMetadataBuilder": "fa25fecb",
@@ -219,7 +205,6 @@ VLLM = {
                 "GDNAttentionMetadata": "caf9dab7",
                 "GDNAttentionMetadataBuilder": "f306d9c5",
             },
-            "v1/attention/backends/utils.py": {"compute_causal_conv1d_metadata": "a0d536df"},
         },
     ),
 }
