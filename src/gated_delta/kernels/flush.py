@@ -27,7 +27,7 @@ from cutlass import Float32, Int32, Int64, Uint32
 from .arguments import FlushPointers, FlushSizes, FlushStrides, lanes_per_row, tile_rows
 from .device import levels, ptx
 from .device.args import offset, qk_head, typed
-from .device.recurrent import MAX_GRID, StateRows, shared_tensor
+from .device.recurrent import MAX_GRID, StateRows, shared_tensor, thread_channels
 
 Pointers, Strides, Sizes = (
     typed(FlushPointers, Int64),
@@ -204,7 +204,7 @@ class Flush:
         )
         u_at += coord.tile * (self.tile * 4)
         at = (k_at, decay_at, u_at)
-        channels = [coord.thread + first for first in range(0, self.padded_K, self.threads)]
+        channels = thread_channels(coord, self.padded_K, self.threads)
         # Per channel, the product of the decays after the current token.
         rDecay = cute.make_rmem_tensor((len(channels),), Float32)
         rDecay.fill(1.0)

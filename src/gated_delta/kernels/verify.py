@@ -65,6 +65,7 @@ from .device.recurrent import (
     sequence_cta,
     sequence_grid,
     shared_tensor,
+    thread_channels,
     without,
     z_address,
 )
@@ -528,16 +529,12 @@ class Verify:
             g = self.tokens.load_g(args, coord, start + t, None, active)
             return beta, [(g, self.tokens.load_gate_parameters(args, coord, None, active))]
         gates = []
-        for channel in self.thread_channels(coord):
+        for channel in thread_channels(coord, self.padded_K, self.threads):
             parameters = self.tokens.load_gate_parameters(args, coord, channel, channel < self.K)
             gates.append(
                 (self.load_channel(args, coord, start, Int32(0), length, channel), parameters)
             )
         return beta, gates
-
-    def thread_channels(self, coord):
-        """KDA: the channels of the thread's decays."""
-        return [coord.thread + first for first in range(0, self.padded_K, self.threads)]
 
     def load_channel(self, args, coord, start, t0, length, channel):
         """Load g of a channel and up to LOADS tokens from t0 on."""
@@ -592,7 +589,7 @@ class Verify:
     def stage_channel(self, shared, args, coord, start, length, row, buffer_at, i, gate, past):
         """KDA: write a channel's decays and b_t, token by token; a padded channel's are 1."""
         gs, parameters = gate
-        channel, stride = self.thread_channels(coord)[i], args.stride
+        channel, stride = thread_channels(coord, self.padded_K, self.threads)[i], args.stride
         if channel < self.padded_K:
             rCumulative = cute.make_rmem_tensor((1,), Float32)
             rCumulative[0] = Float32(1)

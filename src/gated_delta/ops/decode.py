@@ -26,6 +26,7 @@ from .launch import (
     norm_of,
     ready,
     shipped_norms,
+    single_token,
     state_sizes,
     state_width,
     tokens_of,
@@ -268,7 +269,7 @@ class Decode(StateOperation):
 
     def schedules(self, problem: Problem) -> Table:
         table = NORM_SCHEDULES if "norm" in problem.options else SCHEDULES
-        return table[problem.axis, state_width(problem), _single_token(problem)]
+        return table[problem.axis, state_width(problem), single_token(problem)]
 
     def block_rows(self, problem: Problem, schedule: Schedule) -> int:
         return tile_rows(problem.K, schedule.rows, schedule.threads) * schedule.chunks
@@ -296,7 +297,7 @@ class Decode(StateOperation):
         facts |= dict(
             aligned="unaligned_qk" not in problem.options,
             beta_logits=problem.beta_logits,
-            single_token=_single_token(problem),
+            single_token=single_token(problem),
             rows=schedule.rows,
             threads=schedule.threads,
             chunks=self.block_chunks(problem, schedule),
@@ -326,10 +327,6 @@ def _states(a: Arguments) -> dict[str, Any]:
     names = ("state", "intermediate_states", "update_state", "null_index")
     indices = ("state_indices", "write_indices", "num_accepted", "intermediate_indices")
     return {name: getattr(a, name) for name in (*names, *indices)}
-
-
-def _single_token(problem: Problem) -> bool:
-    return problem.T == 1 and not any(option.startswith("cu_seqlens") for option in problem.options)
 
 
 class DecodeLaunch(TokensLaunch):

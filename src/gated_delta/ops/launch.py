@@ -175,6 +175,11 @@ def norm_of(a: Any) -> GatedNorm | None:
     return GatedNorm(a.norm_weight, a.norm_eps, a.norm_activation)
 
 
+def single_token(problem: Problem) -> bool:
+    """Whether each sequence of a decode has one token, dense."""
+    return problem.T == 1 and not any(option.startswith("cu_seqlens") for option in problem.options)
+
+
 def buffer_of(a: Any) -> KVBuffer:
     """The buffer of a call's arguments."""
     return KVBuffer(a.buffer_u, a.buffer_k, a.buffer_log_decay)

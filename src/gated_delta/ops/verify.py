@@ -34,6 +34,7 @@ from .launch import (
     norm_of,
     ready,
     shipped_norms,
+    single_token,
     state_sizes,
     state_width,
     tokens_of,
@@ -179,8 +180,7 @@ class Verify(StateOperation):
         facts |= dict(mma_pairs=True) if mma_pairs else {}
         facts |= dict(norm=True) if "norm" in problem.options else {}
         if "buffer" in problem.options:
-            packed = any(option.startswith("cu_seqlens") for option in problem.options)
-            facts |= dict(history=True, single_token=problem.T == 1 and not packed)
+            facts |= dict(history=True, single_token=single_token(problem))
         return compile.Variant("verify", tuple(facts.items()))
 
     def shipped(

@@ -22,7 +22,7 @@ from cutlass.cutlass_dsl import select_
 
 from . import arithmetic, ptx
 from .args import offset, qk_head
-from .recurrent import StateRows, shared_tensor
+from .recurrent import StateRows, shared_tensor, thread_channels
 
 BLOCK = 16  # tokens whose log decays are in flight, and whose pairs are multiplied at once
 UNROLL = 4  # tokens whose u are multiplied at once
@@ -194,19 +194,15 @@ class History:
                 )
                 for t in tokens
             ]
-            for channel in self.thread_channels(coord)
+            for channel in thread_channels(coord, self.padded_K, self.threads)
         ]
-
-    def thread_channels(self, coord):
-        """KDA: the channels of the thread's decays, as in verify.py."""
-        return [coord.thread + first for first in range(0, self.padded_K, self.threads)]
 
     # ------------------------------------------------------------ staging
 
     @cute.jit
     def stage_channel_decays(self, shared, args, coord, row, i, log_decays):
         """KDA: write the products of a channel's later decays; returns that of all."""
-        channel = self.thread_channels(coord)[i]
+        channel = thread_channels(coord, self.padded_K, self.threads)[i]
         rTotal = cute.make_rmem_tensor((1,), Float32)
         rTotal[0] = Float32(0)
         self.stage_block(shared, args, row, channel, Int32(0), rTotal, log_decays)

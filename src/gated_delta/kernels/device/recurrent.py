@@ -38,6 +38,11 @@ def sequence_cta():
     return index, n_low + n_high * MAX_GRID
 
 
+def thread_channels(coord, padded_K, threads):
+    """The key channels of which a thread loads log decays, one per round of the CTA."""
+    return [coord.thread + first for first in range(0, padded_K, threads)]
+
+
 class StateRows:
     """`warp_rows` V rows in a warp's registers; `lanes` neighbouring lanes share a row.
 
