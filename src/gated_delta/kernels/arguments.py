@@ -60,6 +60,10 @@ DecodeStrides = strides_type(
     write_indices="n",
     num_accepted="n",
     intermediate_indices="n",
+    **BUFFER_STRIDES,
+    buffer_log_decay="rth",
+    buffer_indices="n",
+    buffer_lens="n",
     **NORM_STRIDES,
 )
 VerifyStrides = strides_type(
@@ -90,7 +94,10 @@ FlushStrides = strides_type(
 
 
 class DecodePointers(NamedTuple):
-    """Addresses of tensors. Packed tokens have N = 1 and T = total."""
+    """Addresses of tensors. Packed tokens have N = 1 and T = total.
+
+    The KVBuffer has B rows of C tokens.
+    """
 
     q: int  # [N, T, H, K]
     k: int  # [N, T, H, K]
@@ -106,6 +113,11 @@ class DecodePointers(NamedTuple):
     num_accepted: int  # [N]
     intermediate_states: int  # [R, C, HV, V, K]
     intermediate_indices: int  # [N]
+    buffer_indices: int  # [N]
+    buffer_lens: int  # [N]
+    buffer_u: int  # [B, C, HV, V]
+    buffer_k: int  # [B, C, H, K]
+    buffer_log_decay: int  # [B, C, HV], KDA [B, C, HV, K]
     z: int  # [N, T, HV, V]
     norm_weight: int  # [V]
     o: int  # [N, T, HV, V]
@@ -138,6 +150,11 @@ class DecodeSizes(NamedTuple):
     write_indices_kind: int
     num_accepted_kind: int
     intermediate_indices_kind: int
+    group_size: int
+    """Value heads per q/k head: HV // H."""
+    C: int
+    buffer_indices_kind: int
+    buffer_lens_kind: int
     prefetch_sequences: int
     """Prefetch the states of this many sequences into L2 before the previous kernel ends."""
     keep_in_l2: int
@@ -153,7 +170,7 @@ class DecodeSizes(NamedTuple):
 
 
 class VerifyPointers(NamedTuple):
-    """As DecodePointers. The KVBuffer has B rows of C tokens."""
+    """As DecodePointers."""
 
     q: int
     k: int
@@ -164,12 +181,12 @@ class VerifyPointers(NamedTuple):
     A_log: int
     dt_bias: int
     cu_seqlens: int
-    state_indices: int  # [N]
-    buffer_indices: int  # [N]
-    buffer_lens: int  # [N]
-    buffer_u: int  # [B, C, HV, V]
-    buffer_k: int  # [B, C, H, K]
-    buffer_log_decay: int  # [B, C, HV], KDA [B, C, HV, K]
+    state_indices: int
+    buffer_indices: int
+    buffer_lens: int
+    buffer_u: int
+    buffer_k: int
+    buffer_log_decay: int
     z: int
     norm_weight: int
     o: int
@@ -184,7 +201,6 @@ class VerifySizes(NamedTuple):
     HV: int
     qk_head_factor: int
     group_size: int
-    """Value heads per q/k head: HV // H."""
     P: int
     null_index: int
     C: int

@@ -14,9 +14,14 @@ GDN's decay.
 
 Order of work: prefetch into L2 before the previous kernel ends (PDL); load indices, tokens and
 state; write the records; barrier; for each token S k, S q, u, o and the new state; store the state.
+
+With `history` the state lacks the tokens of a buffer row (device/history.py): behind the barrier
+come k_restored, its products with k and q, and a second barrier. Each lane adds its share of the
+row's tokens to S k and S q. u, k and the log decay are stored in the row; if the row is full, it is
+folded into the state and the token follows it.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import cutlass
 import cutlass.cute as cute
@@ -33,6 +38,7 @@ from .arguments import (
 )
 from .device import arithmetic, levels, ptx
 from .device.args import Args, offset, typed
+from .device.history import History, Row, store_buffer_k
 from .device.recurrent import (
     NORM,
     GatedNorm,
@@ -41,6 +47,7 @@ from .device.recurrent import (
     sequence_cta,
     sequence_grid,
     shared_tensor,
+    thread_channels,
     without,
 )
 
@@ -49,6 +56,10 @@ Pointers, Strides, Sizes = (
     typed(DecodeStrides, Int32),
     typed(DecodeSizes, Int32),
 )
+
+
+BUFFER = ("buffer_", "group_size", "C")
+"""How the names of a buffer's arguments begin."""
 
 
 class Coord(NamedTuple):
@@ -68,6 +79,15 @@ class Coord(NamedTuple):
     """The row for which the thread holds S k and S q after the reduction."""
     stores_o: cutlass.Boolean
     """True in one of the lanes with the same o_row; that lane stores its o."""
+
+
+class Past(NamedTuple):
+    """The tokens of a row that the state lacks."""
+
+    row: Row
+    shared: Any
+    decay: Any
+    """GDN: the product of all their decays."""
 
 
 class Decode:
@@ -95,6 +115,7 @@ class Decode:
         blocks_per_sm: int = 0,
         prefetch_chunks: int = 0,
         bulk: bool = False,
+        history: bool = False,
     ):
         self.state = StateRows(K, state_dtype, rows * 32 // lanes_per_row(K))
         self.tokens = Tokens(self.state, axis, dtype, g_dtype, gate, qk_l2norm, aligned)
@@ -124,6 +145,12 @@ class Decode:
         tokens = 1 if single_token else TOKEN_TILES[-1]
         self.norm = GatedNorm(V, self.tiles, self.tokens.dtype, threads, tokens) if norm else None
         self.token_words = self.record + (self.norm.token_words if self.norm else 0)
+        self.history = None
+        if history:
+            assert single_token
+            self.history = History(self.state, state_dtype, axis, threads, 1, self.tile)
+            words = self.token_words + (self.norm.barrier_words if self.norm else 0)
+            self.history_offset = -(-words // 4) * 4
 
     # ------------------------------------------------------------ launch
 
@@ -133,11 +160,16 @@ class Decode:
     ):
         if cutlass.const_expr(self.norm is None):
             ptr, stride, size = (without(x, *NORM) for x in (ptr, stride, size))
+        words = self.token_words * size.T + (self.norm.barrier_words if self.norm else 0)
+        if cutlass.const_expr(self.history is None):
+            ptr, stride, size = (without(x, *BUFFER) for x in (ptr, stride, size))
+        else:
+            words = self.history_offset + self.history.words(size.C)
         self.kernel(ptr, scale, bound, stride, size).launch(
             grid=sequence_grid(self.tiles * size.HV, size.N),
             block=(self.threads, 1, 1),
             cluster=self.cluster,
-            smem=(self.token_words * size.T + (self.norm.barrier_words if self.norm else 0)) * 4,
+            smem=words * 4,
             stream=stream,
             use_pdl=levels.current().pdl,
             **self.limits,
@@ -194,6 +226,14 @@ class Decode:
         if cutlass.const_expr(not self.single_token):
             start, length = self.tokens.span(args, coord)
         read, write = self.slots(args, coord)
+        row, active = None, read > size.null_index
+        if cutlass.const_expr(self.history is not None):
+            row = self.history.row(args, coord, length)
+            active = active & (row.index >= 0)
+            write = Int32(select_(row.end < length, read, Int32(-1)))
+            history = cute.arch.get_dyn_smem(Float32, 16) + self.history_offset
+            self.history.copy(history, args, coord, row, active)
+            log_decays = self.history.load_log_decays(args, coord, row, Int32(0), active)
 
         qk = self.tokens.load_qk(args, coord, start, coord.thread // self.lanes, length)
         gates = self.load_gates(args, coord, start, length)
@@ -203,23 +243,40 @@ class Decode:
         ]
         state_at = self.state.address(args, coord, read, coord.first_row)
         policy = self.state.policy(size.keep_in_l2)
-        rows = self.state.load(state_at, coord, policy, read > size.null_index)
+        rows = self.state.load(state_at, coord, policy, active)
         if cutlass.const_expr(self.norm is not None):
             z = self.norm.load_first(args, coord, start, length)
 
         o_at = self.tokens.o_address(args, coord) + offset(coord.o_row, stride.o_c)
-        if read > size.null_index:
+        if active:
             records = cute.arch.get_dyn_smem(Float32, 16)
             if cutlass.const_expr(self.norm is not None):
                 self.norm.init_barrier(records + size.T * self.record, coord, length)
-            self.stage_qk(records, args, coord, start, length, qk)
-            self.stage_gates(records, args, coord, start, length, gates)
+            self.stage_qk(records, args, coord, start, length, qk, row)
+            self.stage_gates(records, args, coord, start, length, gates, row)
             self.stage_v(records, args, coord, start, length, v)
             if cutlass.const_expr(self.norm is not None):
                 self.norm.stage(records + size.T * self.record, args, coord, start, length, z)
             rState = cute.make_rmem_tensor((4 * self.state.vectors, self.rows), Uint32)
             self.state.store_registers(rState, rows)
+            if cutlass.const_expr(self.history is None):
+                past = None
+            else:
+                past = Past(row, history, self.stage_decays(history, args, coord, row, log_decays))
+                cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
+            if cutlass.const_expr(self.history is not None):
+                self.history.stage(
+                    history,
+                    lambda t: [records + self.padded_K, records],
+                    records + self.decay_offset,
+                    args,
+                    coord,
+                    row,
+                    length,
+                    past.decay,
+                )
+                cute.arch.sync_threads()
             if cutlass.const_expr(self.norm is not None):
                 self.norm.wait_for_cluster()
             for i in cutlass.range_constexpr(self.chunks):
@@ -228,8 +285,9 @@ class Decode:
                     next_at = self.state.address(
                         args, coord, read, self.chunk(coord, i + 1).first_row
                     )
-                    next_rows = self.state.load(next_at, coord, policy, read > size.null_index)
-                self.steps(rState, records, args, chunk, start, length, self.chunk_o(args, o_at, i))
+                    next_rows = self.state.load(next_at, coord, policy, active)
+                o_of_chunk = self.chunk_o(args, o_at, i)
+                self.steps(rState, records, args, chunk, start, length, o_of_chunk, past)
                 stores = (write > size.null_index) & ((length > 0) | (write != read))
                 updated = self.state.load_registers(rState)
                 self.state.store(
@@ -266,10 +324,10 @@ class Decode:
         return o_at + offset(i * self.chunk_rows, args.stride.o_c) if i else o_at
 
     @cute.jit
-    def steps(self, rState, records, args, coord, start, length, o_at):
+    def steps(self, rState, records, args, coord, start, length, o_at, past):
         """Run all tokens through the rows in rState."""
         if cutlass.const_expr(self.single_token):
-            self.step(rState, records, args, coord, o_at, Int32(0), None)
+            self.step(rState, records, args, coord, o_at, Int32(0), None, past)
         else:
             intermediate_row = self.intermediate_row(args, coord)
             for t in cutlass.range(length, unroll=1):
@@ -281,6 +339,7 @@ class Decode:
                     o_at + offset(start, args.stride.o_t),
                     t,
                     intermediate_row,
+                    None,
                 )
 
     def slots(self, args, coord):
@@ -310,9 +369,9 @@ class Decode:
     # ------------------------------------------------------------ one token
 
     @cute.jit
-    def step(self, rState, records, args, coord, o_at, t, intermediate_row):
+    def step(self, rState, records, args, coord, o_at, t, intermediate_row, past):
         """Compute o of token t; store the state after it if the call asks for that."""
-        o = self.update(rState, records + t * self.record, args, coord)
+        o = self.update(rState, records + t * self.record, args, coord, past)
         if cutlass.const_expr(self.norm is not None):
             norm_shared = records + args.size.T * self.record
             self.norm.share_o(
@@ -320,13 +379,14 @@ class Decode:
             )
         elif coord.stores_o:
             ptx.store(self.tokens.dtype, o_at + offset(t, args.stride.o_t), o)
-        self.store_intermediate(rState, args, coord, t, intermediate_row)
+        if cutlass.const_expr(past is None):
+            self.store_intermediate(rState, args, coord, t, intermediate_row)
 
-    def update(self, rState, record, args, coord):
+    def update(self, rState, record, args, coord, past):
         """Update the rows in rState with a record's token; returns o of o_row.
 
         With S' = S decay + u k^T, o = S' q = (S decay) q + u (k.q): S k and S q reduce together,
-        before u is known.
+        before u is known. With a row of past tokens S' stays unknown until the row is full.
         """
         fma = cute.math.fma
         q = self.state.load_shared(record, coord)
@@ -335,26 +395,100 @@ class Decode:
         scalars = shared_tensor(record + self.scalars_offset, 4)
         beta, kq, decay = scalars[0], scalars[1], scalars[2]
         rows = [ptx.unpack(row, self.state.dtype) for row in self.state.load_registers(rState)]
+        decays = [decay] * 8
         if self.channel:
             decays = self.state.load_shared(record + self.decay_offset, coord)
-            rows = [[s * d for s, d in zip(row, decays, strict=True)] for row in rows]
-        s_k = arithmetic.sum_rows([arithmetic.dot(row, k) for row in rows], self.lanes, coord.lane)
-        s_q = arithmetic.sum_rows([arithmetic.dot(row, q) for row in rows], self.lanes, coord.lane)
+            total = decays
+            if past is not None:
+                product = self.state.load_shared(past.shared, coord)
+                total = [x * y for x, y in zip(decays, product, strict=True)]
+            rows = [[s * d for s, d in zip(row, total, strict=True)] for row in rows]
+        products = [[arithmetic.dot(row, x) for row in rows] for x in (k, q)]
+        if past is not None:
+            products = self.add_past(products, args, coord, past)
+        s_k, s_q = [arithmetic.sum_rows(x, self.lanes, coord.lane) for x in products]
         if self.channel:
             u = beta * (v - s_k)
             o = fma(u, kq, s_q)
         else:
             u = beta * fma(-decay, s_k, v)
             o = fma(u, kq, decay * s_q)
+        if past is None:
+            self.add_token(rState, rows, k, u, None if self.channel else decays, coord)
+        else:
+            self.store_or_fold(rState, args, coord, past, k, u, decays)
+        return o
+
+    def add_token(self, rState, rows, k, u, decays, coord):
+        """Write decay row + u k of every row to rState; decays None: rows are decayed."""
         updated = []
         for r, row in enumerate(rows):
             u_r = arithmetic.broadcast(u, r * self.lanes_per_sum, self.lanes)
             row = [
-                fma(u_r, x, s if self.channel else s * decay) for x, s in zip(k, row, strict=True)
+                cute.math.fma(u_r, k[c], s if decays is None else s * decays[c])
+                for c, s in enumerate(row)
             ]
             updated.append(ptx.pack(row, self.state.dtype))
         self.state.store_registers(rState, updated)
-        return o
+
+    # ------------------------------------------------------------ a row of past tokens
+
+    @cute.jit
+    def stage_decays(self, history, args, coord, row, log_decays):
+        """Write the products of the row's decays; GDN: return that behind the lane's token."""
+        if cutlass.const_expr(not self.channel):
+            return self.history.stage_head_decays(history, coord, log_decays[0][0])
+        for i in cutlass.range_constexpr(len(log_decays)):
+            if thread_channels(coord, self.padded_K, self.threads)[i] < self.padded_K:
+                self.history.stage_channel_decays(history, args, coord, row, i, log_decays[i])
+        return None
+
+    def add_past(self, products, args, coord, past):
+        """Add the lane's tokens of the row to S k and S q; GDN: decay the state's part."""
+        rProducts = cute.make_rmem_tensor((2, self.rows), Float32)
+        total = Float32(1) if self.channel else shared_tensor(past.shared, self.padded_K)[0]
+        for kq, of_rows in enumerate(products):
+            for r, x in enumerate(of_rows):
+                rProducts[kq, r] = x if self.channel else x * total
+        self.history.add_lane_products(rProducts, past.shared, args, coord, past.row)
+        return [[rProducts[kq, r] for r in range(self.rows)] for kq in range(2)]
+
+    @cute.jit
+    def store_or_fold(self, rState, args, coord, past, k, u, decays):
+        """Store u in the row; if it is full, fold the row and the token into rState."""
+        row, ptr, stride = past.row, args.ptr, args.stride
+        if row.end > 0:
+            at = (
+                ptr.buffer_u
+                + offset(row.index, stride.buffer_u_r)
+                + offset(row.first, stride.buffer_u_t)
+                + offset(coord.hv, stride.buffer_u_h)
+            )
+            ptx.store_if(Float32, at + coord.o_row * 4, u, coord.stores_o)
+        else:
+            product = self.state.load_shared(past.shared, coord)
+            rFold = cute.make_rmem_tensor((8, self.rows), Float32)
+            rows = self.state.load_registers(rState)
+            for r in cutlass.range_constexpr(self.rows):
+                numbers = ptx.unpack(rows[r], self.state.dtype)
+                for c in cutlass.range_constexpr(8):
+                    rFold[c, r] = numbers[c] * product[c]
+            self.history.fold_row(rFold, past.shared, args, coord, coord.first_row, row)
+            folded = [[rFold[c, r] for c in range(8)] for r in range(self.rows)]
+            self.add_token(rState, folded, k, u, decays, coord)
+
+    @cute.jit
+    def store_log_decay(self, args, coord, row, inside, channel, log_decay):
+        """Store the token's log decay in the row; KDA: of a channel."""
+        ptr, stride = args.ptr, args.stride
+        at = (
+            ptr.buffer_log_decay
+            + offset(row.index, stride.buffer_log_decay_r)
+            + offset(row.first, stride.buffer_log_decay_t)
+            + offset(coord.hv, stride.buffer_log_decay_h)
+        )
+        inside = inside & (coord.tile == 0) & (row.end > 0)
+        ptx.store_if(Float32, at + channel * 4, log_decay, inside)
 
     @cute.jit
     def store_intermediate(self, rState, args, coord, t, intermediate_row):
@@ -398,11 +532,11 @@ class Decode:
     # ------------------------------------------------------------ records: q and k
 
     @cute.jit
-    def stage_qk(self, records, args, coord, start, length, qk):
+    def stage_qk(self, records, args, coord, start, length, qk, row):
         """Write k.q, normalised k, normalised and scaled q: one token per group and round."""
         first_of_warp = (coord.thread // 32) * self.state.warp_groups
         if first_of_warp < length:
-            self.store_qk(records, args, coord, coord.thread // self.lanes, length, qk)
+            self.store_qk(records, args, coord, coord.thread // self.lanes, length, qk, row)
         if cutlass.const_expr(not self.single_token):
             for first in cutlass.range(first_of_warp + self.groups, length, self.groups, unroll=1):
                 t = first + (coord.thread % 32) // self.lanes
@@ -413,10 +547,11 @@ class Decode:
                     t,
                     length,
                     self.tokens.load_qk(args, coord, start, t, length),
+                    row,
                 )
 
     @cute.jit
-    def store_qk(self, records, args, coord, t, length, qk):
+    def store_qk(self, records, args, coord, t, length, qk, row):
         q, k = [ptx.unpack(words, self.tokens.dtype) for words in qk]
         kq = arithmetic.sum_lanes(arithmetic.dot(k, q), self.lanes)
         q_scale, k_scale = self.tokens.qk_scales(args, q, k)
@@ -426,6 +561,8 @@ class Decode:
             self.state.store_shared(record + self.padded_K, coord, k, k_scale)
             scalars = shared_tensor(record + self.scalars_offset, 4)
             scalars[1] = kq * q_scale * k_scale
+        if cutlass.const_expr(self.history is not None):
+            store_buffer_k(self.state, args, coord, t, row, [x * k_scale for x in k])
 
     # ------------------------------------------------------------ records: v
 
@@ -494,7 +631,7 @@ class Decode:
         return [(position % self.padded_K, first, first < length) for position in positions]
 
     @cute.jit
-    def stage_gates(self, records, args, coord, start, length, gates):
+    def stage_gates(self, records, args, coord, start, length, gates, row):
         beta, g = gates
         if coord.thread // 32 == self.threads // 32 - 1:
             # One token per lane: there are at most 16.
@@ -503,22 +640,30 @@ class Decode:
                 beta = arithmetic.sigmoid(beta)
             decay = Float32(0)
             if cutlass.const_expr(not self.channel):
-                decay = self.decay(args, *g[0])
+                log_decay = self.tokens.log_decay(args, *g[0])
+                decay = cute.math.exp(log_decay)
+                if cutlass.const_expr(self.history is not None):
+                    self.store_log_decay(args, coord, row, t < length, 0, log_decay)
             if t < length:
                 scalars = shared_tensor(records + t * self.record + self.scalars_offset, 4)
                 scalars[0] = beta
                 scalars[2] = decay
         if cutlass.const_expr(self.channel):
             for i in cutlass.range_constexpr(len(g)):
-                self.stage_channel(records, args, coord, start, length, i, g[i])
+                self.stage_channel(records, args, coord, start, length, i, g[i], row)
 
     @cute.jit
-    def stage_channel(self, records, args, coord, start, length, i, gate):
+    def stage_channel(self, records, args, coord, start, length, i, gate, row):
         """Write one channel's decays: the first token's, then the rest, four loads in flight."""
         g, parameters = gate
         position, first, active = self.decay_work(coord, length)[i]
         if active:
             self.store_decay(records, args, first, position, g, parameters)
+            if cutlass.const_expr(self.history is not None):
+                channel = self.state.channel_at(position)
+                self.store_log_decay(
+                    args, coord, row, active, channel, self.tokens.log_decay(args, g, parameters)
+                )
         if cutlass.const_expr(not self.single_token):
             channel = self.state.channel_at(position)
             stride = max(1, self.threads // self.padded_K)

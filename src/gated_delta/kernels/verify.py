@@ -54,8 +54,8 @@ from cutlass.cutlass_dsl import select_
 
 from .arguments import ABSENT, VerifyPointers, VerifySizes, VerifyStrides
 from .device import arithmetic, levels, ptx
-from .device.args import Args, offset, qk_head, typed
-from .device.history import History, Row
+from .device.args import Args, offset, typed
+from .device.history import History, Row, buffer_k_address, store_buffer_k
 from .device.recurrent import (
     NORM,
     StateRows,
@@ -176,7 +176,7 @@ class Verify:
         )
         self.history, self.single_token = None, single_token
         if history:
-            more = state_dtype, axis, threads, token_tile, rows
+            more = state_dtype, axis, threads, token_tile, self.tile
             self.history, self.shared = History(self.state, *more), -(-self.shared // 4) * 4
         # Where registers limit occupancy, v (mma_pairs) and z are prefetched into L2 and loaded in
         # the mainloop, before k_block late_k_block: with a norm the last, when most of the state's
@@ -260,17 +260,14 @@ class Verify:
             size.state_indices_kind,
             coord.n,
         )
-        row = ptx.load_index(
-            ptr.buffer_indices + offset(coord.n, stride.buffer_indices_n),
-            size.buffer_indices_kind,
-            coord.n,
-        )
-        active = (read > size.null_index) & (row >= 0)
-        row, past = Row(row, Int32(0), length, size.C), None
+        if cutlass.const_expr(self.history is None):
+            row_at = ptr.buffer_indices + offset(coord.n, stride.buffer_indices_n)
+            row = ptx.load_index(row_at, size.buffer_indices_kind, coord.n)
+            row = Row(row, Int32(0), length, size.C)
+        else:
+            row = self.history.row(args, coord, length)
+        active, past = (read > size.null_index) & (row.index >= 0), None
         if cutlass.const_expr(self.history is not None):
-            first = self.history.length(args, coord)
-            end = Int32(select_(first + length <= size.C, length, Int32(0)))
-            row = Row(row.index, first, end, end)
             history = cute.arch.get_dyn_smem(Float32, 16) + self.shared
             self.history.copy(history, args, coord, row, active)
             past = self.history.load_log_decays(args, coord, row, Int32(0), active)
@@ -377,7 +374,7 @@ class Verify:
                 self.state.store_shared(shared + (2 * t + 1) * self.padded_K, coord, q)
             if cutlass.const_expr(not self.channel):
                 self.store_operand(shared, coord, t, k, q)
-        self.store_buffer_k(args, coord, t, row, k)
+        store_buffer_k(self.state, args, coord, t, row, k)
 
     def store_operand(self, shared, coord, t, k, q):
         """Split a token's k and q, this lane's eight channels of each, and write the kq operand."""
@@ -472,38 +469,10 @@ class Verify:
             + step * 64
         )
 
-    def buffer_k_address(self, args, coord, row, t):
-        """(address of a token's k in the buffer, True if this CTA stores it).
-
-        One CTA stores it for all value heads of a q/k head: the first tile of the first value head.
-        """
-        ptr, stride = args.ptr, args.stride
-        h = qk_head(coord.hv, args.size.qk_head_factor)
-        at = (
-            ptr.buffer_k
-            + offset(row.index, stride.buffer_k_r)
-            + offset(h, stride.buffer_k_h)
-            + offset(row.first + t, stride.buffer_k_t)
-        )
-        return at, (coord.tile == 0) & (coord.hv == h * args.size.group_size)
-
-    def store_buffer_k(self, args, coord, t, row, k):
-        at, stores_k = self.buffer_k_address(args, coord, row, t)
-        for half in range(2):
-            channel = (
-                coord.lane * 8 + 4 * half
-                if self.state.vectors == 1
-                else self.state.channel(coord, half)
-            )
-            inside = stores_k & (t < row.end) & (channel < self.K)
-            ptx.store_words(
-                at + channel * 4, [x.bitcast(Uint32) for x in k[4 * half : 4 * half + 4]], inside
-            )
-
     @cute.jit
     def zero_buffer_k(self, args, coord, row):
         """Zero the buffer's k past the last token."""
-        first, stores_k = self.buffer_k_address(args, coord, row, row.end)
+        first, stores_k = buffer_k_address(args, coord, row, row.end)
         if stores_k:
             for i in cutlass.range(
                 coord.thread, (row.filled - row.end) * self.K, self.threads, unroll=1
@@ -664,8 +633,16 @@ class Verify:
         history, later = shared + self.shared, None
         if cutlass.const_expr(not self.channel):
             later = self.history.stage_head_decays(history, coord, past[0][0])
-        tokens = shared, shared + self.decay_offset
-        self.history.stage(history, *tokens, args, coord, row, length, later)
+        self.history.stage(
+            history,
+            lambda t: [shared + (2 * t + kq) * self.padded_K for kq in range(2)],
+            shared + self.decay_offset,
+            args,
+            coord,
+            row,
+            length,
+            later,
+        )
 
     @cute.jit
     def fold(self, shared, args, coord, slot, row, length, us):

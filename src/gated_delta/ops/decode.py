@@ -135,8 +135,14 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
 }
 """Schedules with a norm, one CTA or one cluster per head. Measured on an H200, as above."""
 
+BUFFERED: Table = ((0, Schedule(4, 128, chunks=4)),)
+"""Schedules with a buffer for one token per sequence. Measured on an H200, as above."""
+
+BUFFERED_NORM: Table = ((0, Schedule(4, 128)),)
+"""The same with a norm."""
+
 VERIFY = Verify()
-"""Chooses the kernel of a decode with a buffer."""
+"""Chooses the kernel of a decode with a buffer of more than one token per sequence."""
 
 FACTS_IF_SET = ("blocks_per_sm", "prefetch_chunks", "bulk")
 """Fields of a schedule that a variant names only if they are set: few schedules set one."""
@@ -258,16 +264,18 @@ class Decode(StateOperation):
         check(tokens_of(a), **_states(a))
 
     def plan(self, problem: Problem, sequences: int, tokens: int, *, gpu: Gpu = H200) -> Plan:
-        if "buffer" in problem.options:
+        if _by_verify(problem):
             return VERIFY.plan(problem, sequences, tokens, gpu=gpu)
         return super().plan(problem, sequences, tokens, gpu=gpu)
 
     def variants(self, problem: Problem, gpu: Gpu = H200) -> list[compile.Variant]:
-        if "buffer" in problem.options:
+        if _by_verify(problem):
             return VERIFY.variants(problem, gpu)
         return super().variants(problem, gpu)
 
     def schedules(self, problem: Problem) -> Table:
+        if "buffer" in problem.options:
+            return BUFFERED_NORM if "norm" in problem.options else BUFFERED
         table = NORM_SCHEDULES if "norm" in problem.options else SCHEDULES
         return table[problem.axis, state_width(problem), single_token(problem)]
 
@@ -303,6 +311,7 @@ class Decode(StateOperation):
             chunks=self.block_chunks(problem, schedule),
         )
         facts |= dict(norm=True) if "norm" in problem.options else {}
+        facts |= dict(history=True) if "buffer" in problem.options else {}
         facts |= {name: value for name in FACTS_IF_SET if (value := getattr(schedule, name))}
         return compile.Variant("decode", tuple(facts.items()))
 
@@ -316,8 +325,13 @@ class Decode(StateOperation):
         ]
 
     def launch(self, problem: Problem, plan: Plan, a: Arguments) -> Launch:
-        launch = DecodeLaunch if a.buffer_u is None else VerifyLaunch
+        launch = VerifyLaunch if _by_verify(problem) else DecodeLaunch
         return launch(self, problem, plan, a)
+
+
+def _by_verify(problem: Problem) -> bool:
+    """Whether verify's kernel runs this decode: with a buffer, unless one token per sequence."""
+    return "buffer" in problem.options and not single_token(problem)
 
 
 def _states(a: Arguments) -> dict[str, Any]:
@@ -335,7 +349,8 @@ class DecodeLaunch(TokensLaunch):
     def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Arguments):
         super().__init__(operation, plan, a)
         aligned = () if "unaligned_qk" in problem.options else ("q", "k")
-        self.vectors = (*aligned, "state", "intermediate_states")
+        buffer = () if a.buffer_u is None else ("buffer_u", "buffer_k")
+        self.vectors = (*aligned, "state", "intermediate_states", *buffer)
         slots = 0
         longest = MAX_DRAFT if a.cu_seqlens is not None else a.q.shape[1]
         if a.intermediate_states is not None:
@@ -349,6 +364,8 @@ class DecodeLaunch(TokensLaunch):
                 **state_sizes(DecodeSizes, a, plan),
                 T=longest,
                 slots_per_sequence=slots,
+                group_size=a.v.shape[2] // a.q.shape[2],
+                C=0 if a.buffer_u is None else a.buffer_u.shape[1],
                 update_state=int(a.update_state),
             )
         )

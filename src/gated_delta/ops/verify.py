@@ -219,7 +219,7 @@ def shared_of_buffered(facts: Mapping[str, Any], C: int) -> int:
     if facts.get("norm"):
         words += t * -(-facts["V"] // 64) * 4
     words += padded_K + (padded_K * (1 + channel) + 2 * t) * rounded_C
-    return 4 * (words + (C + t + 4) * facts["rows"] * warps)
+    return 4 * (words + (C + t + 4) * (facts["rows"] * warps + 4))
 
 
 def _fits(plan: Plan, C: int) -> bool:

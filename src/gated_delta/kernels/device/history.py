@@ -6,17 +6,20 @@
 They add sum_i u_i (k_restored_i . k_t) to S k_t, and the same with q_t to S q_t. When the row is
 full, they and the call's tokens are folded into the state.
 
+The kernel is decode's for one token a sequence, where every lane of a V row has a share of the
+row's tokens, and verify's for more.
+
 Shared memory, fp32: the product of all decays [padded_K]; k, in its place later k_restored
 [m, padded_K]; KDA: the product of the decays behind each token [m, padded_K]; the pairs
-k_restored . k_t and k_restored . q_t [t, m, 2]; u of the row's and, to fold, of the call's tokens
-[m + t, tile].
+k_restored . k_t and k_restored . q_t [t, m, 2] (decode of KDA: k_t decay and q_t decay); u of the
+row's and, to fold in verify, of the call's tokens [m + t, tile + PAD].
 """
 
 from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32
+from cutlass import Float32, Int32, Uint32
 from cutlass.cute.arch import shuffle_sync
 from cutlass.cutlass_dsl import select_
 
@@ -26,7 +29,8 @@ from .recurrent import StateRows, shared_tensor, thread_channels
 
 BLOCK = 16  # tokens whose log decays are in flight, and whose pairs are multiplied at once
 UNROLL = 4  # tokens whose u are multiplied at once
-FOLDED = 8  # V rows that a thread folds at once, if it has as many
+FOLDED = 8  # V rows that a thread of verify folds at once, if it has as many
+PAD = 4  # words between tokens' u: neighbouring lanes of decode read u of neighbouring tokens
 
 
 class Row(NamedTuple):
@@ -53,15 +57,15 @@ class History:
         axis: str,
         threads: int,
         token_tile: int,
-        rows: int,
+        tile: int,
     ):
         self.state, self.channel = state, axis == "channel"
-        self.threads, self.token_tile, self.rows = threads, token_tile, rows
+        self.threads, self.token_tile, self.tile = threads, token_tile, tile
         self.lanes, self.padded_K = state.lanes, state.padded_K
         self.groups = threads // self.lanes
-        self.tile = rows * threads // 32
-        # The fold's state rows: a warp's rows in parts of FOLDED rows per thread.
-        self.folded = min(FOLDED, rows // state.warp_groups)
+        # verify's fold: the V rows of a warp, in parts of FOLDED rows per thread.
+        self.rows = tile * 32 // threads
+        self.folded = min(FOLDED, self.rows // state.warp_groups)
         self.fold_rows = StateRows(state.K, state_dtype, self.folded * state.warp_groups)
 
     # ------------------------------------------------------------ shared memory
@@ -72,7 +76,7 @@ class History:
         return (
             self.padded_K
             + channels * round_up(tokens)
-            + (tokens + self.token_tile + UNROLL) * self.tile
+            + (tokens + self.token_tile + UNROLL) * (self.tile + PAD)
         )
 
     def k(self, shared, token):
@@ -97,7 +101,7 @@ class History:
         """u of a token, of the tile's V rows."""
         rounded = round_up(args.size.C)
         rows = rounded * (2 if self.channel else 1)
-        return self.k(shared, rows) + 2 * self.token_tile * rounded + token * self.tile
+        return self.k(shared, rows) + 2 * self.token_tile * rounded + token * (self.tile + PAD)
 
     # ------------------------------------------------------------ global memory
 
@@ -106,6 +110,15 @@ class History:
         at = args.ptr.buffer_lens + offset(coord.n, args.stride.buffer_lens_n)
         count = ptx.load_count(at, args.size.buffer_lens_kind, Int32(0))
         return cutlass.max(cutlass.min(count, args.size.C), 0)
+
+    def row(self, args, coord, length):
+        """The sequence's row: it takes `length` more tokens, or is folded."""
+        ptr, stride, size = args.ptr, args.stride, args.size
+        at = ptr.buffer_indices + offset(coord.n, stride.buffer_indices_n)
+        index = ptx.load_index(at, size.buffer_indices_kind, coord.n)
+        first = self.length(args, coord)
+        end = Int32(select_(first + length <= size.C, length, Int32(0)))
+        return Row(index, first, end, end)
 
     @cute.jit
     def copy(self, shared, args, coord, row, active):
@@ -239,10 +252,11 @@ class History:
         return cute.math.exp(ptx.select(lane < 31, after, Float32(0)))
 
     @cute.jit
-    def stage(self, shared, tokens, decays_at, args, coord, row, length, later):
+    def stage(self, shared, token_at, decays_at, args, coord, row, length, later):
         """Write k_restored and the pairs with the call's tokens, one token per group and round.
 
-        tokens: k and q [t, 2, padded_K] in shared memory; KDA: decays [t, padded_K] at decays_at.
+        token_at: (t) -> addresses of k and q in shared memory; KDA: decays [t, padded_K] at
+        decays_at.
         """
         rK = cute.make_rmem_tensor((8,), Float32)
         for first in cutlass.range(0, round_up(row.first), self.groups, unroll=1):
@@ -263,8 +277,8 @@ class History:
                     for c in cutlass.range_constexpr(8):
                         rK[c] = rK[c] * decay[c]
                 products = []
-                for kq in cutlass.range_constexpr(2):
-                    x = self.state.load_shared(tokens + (2 * t + kq) * self.padded_K, coord)
+                for at in token_at(t):
+                    x = self.state.load_shared(at, coord)
                     products.append(arithmetic.dot([rK[c] for c in range(8)], x))
                 product = arithmetic.sum_rows(products, self.lanes, coord.lane)
                 if coord.lane % (self.lanes // 2) == 0:
@@ -300,7 +314,26 @@ class History:
             s[0] = s_k
             s[1] = s_q
 
+    @cute.jit
+    def add_lane_products(self, rProducts, shared, args, coord, row):
+        """Decode: add the lane's tokens, lane, lane + lanes, ..., to S k and S q of its V rows."""
+        first = coord.first_row - coord.tile * self.tile
+        for token in cutlass.range(coord.lane, row.first, self.lanes, unroll=1):
+            pair = self.pairs(shared, args, 0, token, 1).load()
+            sU = shared_tensor(self.u(shared, args, token), self.tile)
+            for r in cutlass.range_constexpr(self.state.rows):
+                u = sU[first + r * self.state.warp_groups]
+                for kq in cutlass.range_constexpr(2):
+                    rProducts[kq, r] = cute.math.fma(pair[kq], u, rProducts[kq, r])
+
     # ------------------------------------------------------------ folding
+
+    @cute.jit
+    def fold_row(self, rFold, shared, args, coord, first_row, row):
+        """Add the row's tokens to decayed rows of the state: first_row, + warp_groups, ..."""
+        for i in cutlass.range(0, row.first, unroll=2):
+            k = self.state.load_shared(self.k(shared, i), coord)
+            self.fold_token(rFold, shared, args, coord, first_row, i, k)
 
     @cute.jit
     def stage_u(self, shared, args, coord, row, length, us):
@@ -319,8 +352,8 @@ class History:
         """
         part_rows = self.folded * self.state.warp_groups
         for part in cutlass.range(0, self.rows // part_rows, unroll=1):
-            first_row = coord.warp_row + part * part_rows
-            at = self.state.address(args, coord, slot, first_row + coord.thread % 32 // self.lanes)
+            first_row = coord.warp_row + part * part_rows + coord.thread % 32 // self.lanes
+            at = self.state.address(args, coord, slot, first_row)
             rows = self.fold_rows.load(at, coord, self.state.policy(args.size.keep_in_l2), True)
             decays = self.state.load_shared(shared, coord)
             rFold = cute.make_rmem_tensor((8, self.folded), Float32)
@@ -328,9 +361,7 @@ class History:
                 numbers = ptx.unpack(rows[r], self.state.dtype)
                 for c in cutlass.range_constexpr(8):
                     rFold[c, r] = numbers[c] * decays[c]
-            for i in cutlass.range(0, row.first, unroll=2):
-                k = self.state.load_shared(self.k(shared, i), coord)
-                self.fold_token(rFold, shared, args, coord, first_row, i, k)
+            self.fold_row(rFold, shared, args, coord, first_row, row)
             for t in cutlass.range(0, length, unroll=1):
                 decay = decay_of(t)
                 for r in cutlass.range_constexpr(self.folded):
@@ -346,11 +377,37 @@ class History:
 
     def fold_token(self, rFold, shared, args, coord, first_row, i, k):
         sU = shared_tensor(self.u(shared, args, i), self.tile)
-        first = first_row - coord.tile * self.tile + coord.thread % 32 // self.lanes
-        for r in range(self.folded):
-            u = sU[first + r * self.state.warp_groups]
+        for r in range(rFold.shape[1]):
+            u = sU[first_row - coord.tile * self.tile + r * self.state.warp_groups]
             for c in range(8):
                 rFold[c, r] = cute.math.fma(u, k[c], rFold[c, r])
+
+
+def buffer_k_address(args, coord, row, t):
+    """(address of a token's k in the buffer, True if this CTA stores it).
+
+    One CTA stores it for all value heads of a q/k head: the first tile of the first value head.
+    """
+    ptr, stride = args.ptr, args.stride
+    h = qk_head(coord.hv, args.size.qk_head_factor)
+    at = (
+        ptr.buffer_k
+        + offset(row.index, stride.buffer_k_r)
+        + offset(h, stride.buffer_k_h)
+        + offset(row.first + t, stride.buffer_k_t)
+    )
+    return at, (coord.tile == 0) & (coord.hv == h * args.size.group_size)
+
+
+def store_buffer_k(state, args, coord, t, row, k):
+    """Store a lane's 8 channels of a token's k in the buffer."""
+    at, stores_k = buffer_k_address(args, coord, row, t)
+    for half in range(2):
+        channel = coord.lane * 8 + 4 * half if state.vectors == 1 else state.channel(coord, half)
+        inside = stores_k & (t < row.end) & (channel < state.K)
+        ptx.store_words(
+            at + channel * 4, [x.bitcast(Uint32) for x in k[4 * half : 4 * half + 4]], inside
+        )
 
 
 def round_up(tokens):
