@@ -153,6 +153,7 @@ class DecodeSizes(NamedTuple):
     group_size: int
     """Value heads per q/k head: HV // H."""
     C: int
+    buffer_rows: int
     buffer_indices_kind: int
     buffer_lens_kind: int
     prefetch_sequences: int
@@ -204,6 +205,7 @@ class VerifySizes(NamedTuple):
     P: int
     null_index: int
     C: int
+    buffer_rows: int
     beta_logits: int
     beta_kind: int
     dt_bias_kind: int

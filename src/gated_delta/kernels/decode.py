@@ -190,6 +190,8 @@ class Decode:
             self.tokens.prefetch(args, coord)
             if cutlass.const_expr(self.norm is not None):
                 self.norm.prefetch(args, coord)
+            if cutlass.const_expr(self.history is not None):
+                self.history.prefetch(args, coord)
         ptx.wait_for_previous_kernel()
         ptx.launch_next_kernel()
         if coord.n < size.N:
@@ -231,9 +233,6 @@ class Decode:
             row = self.history.row(args, coord, length)
             active = active & (row.index >= 0)
             write = Int32(select_(row.end < length, read, Int32(-1)))
-            history = cute.arch.get_dyn_smem(Float32, 16) + self.history_offset
-            self.history.copy(history, args, coord, row, active)
-            log_decays = self.history.load_log_decays(args, coord, row, Int32(0), active)
 
         qk = self.tokens.load_qk(args, coord, start, coord.thread // self.lanes, length)
         gates = self.load_gates(args, coord, start, length)
@@ -241,6 +240,10 @@ class Decode:
             self.load_v(args, coord, start, i, length)
             for i in self.v_elements(coord.thread, self.v_loads)
         ]
+        if cutlass.const_expr(self.history is not None):
+            history = cute.arch.get_dyn_smem(Float32, 16) + self.history_offset
+            self.history.copy(history, args, coord, row, active)
+            log_decays = self.history.load_log_decays(args, coord, row, Int32(0), active)
         state_at = self.state.address(args, coord, read, coord.first_row)
         policy = self.state.policy(size.keep_in_l2)
         rows = self.state.load(state_at, coord, policy, active)
@@ -395,15 +398,17 @@ class Decode:
         scalars = shared_tensor(record + self.scalars_offset, 4)
         beta, kq, decay = scalars[0], scalars[1], scalars[2]
         rows = [ptx.unpack(row, self.state.dtype) for row in self.state.load_registers(rState)]
-        decays = [decay] * 8
-        if self.channel:
-            decays = self.state.load_shared(record + self.decay_offset, coord)
-            total = decays
-            if past is not None:
-                product = self.state.load_shared(past.shared, coord)
-                total = [x * y for x, y in zip(decays, product, strict=True)]
-            rows = [[s * d for s, d in zip(row, total, strict=True)] for row in rows]
-        products = [[arithmetic.dot(row, x) for row in rows] for x in (k, q)]
+        decays = self.state.load_shared(record + self.decay_offset, coord) if self.channel else None
+        decayed = k, q
+        if self.channel and past is None:
+            rows = [[s * d for s, d in zip(row, decays, strict=True)] for row in rows]
+        elif self.channel:
+            total = [
+                x * y
+                for x, y in zip(decays, self.state.load_shared(past.shared, coord), strict=True)
+            ]
+            decayed = [[x * d for x, d in zip(xs, total, strict=True)] for xs in (k, q)]
+        products = [[arithmetic.dot(row, x) for row in rows] for x in decayed]
         if past is not None:
             products = self.add_past(products, args, coord, past)
         s_k, s_q = [arithmetic.sum_rows(x, self.lanes, coord.lane) for x in products]
@@ -414,9 +419,9 @@ class Decode:
             u = beta * fma(-decay, s_k, v)
             o = fma(u, kq, decay * s_q)
         if past is None:
-            self.add_token(rState, rows, k, u, None if self.channel else decays, coord)
+            self.add_token(rState, rows, k, u, None if self.channel else [decay] * 8, coord)
         else:
-            self.store_or_fold(rState, args, coord, past, k, u, decays)
+            self.store_or_fold(rState, args, coord, past, k, u, decays or [decay] * 8)
         return o
 
     def add_token(self, rState, rows, k, u, decays, coord):

@@ -204,7 +204,8 @@ class Verify:
             ptr, stride, size = (without(x, *NORM) for x in (ptr, stride, size))
         words = self.shared
         if cutlass.const_expr(self.history is None):
-            ptr, stride, size = (without(x, "buffer_lens") for x in (ptr, stride, size))
+            names = "buffer_lens", "buffer_rows"
+            ptr, stride, size = (without(x, *names) for x in (ptr, stride, size))
         else:
             words = words + self.history.words(size.C)
         self.kernel(ptr, scale, bound, stride, size).launch(
@@ -224,6 +225,8 @@ class Verify:
             self.tokens.prefetch(args, coord)
             if cutlass.const_expr(self.norm is not None):
                 self.norm.prefetch(args, coord, Int32(0), size.T, size.cu_seqlens_kind == 0)
+            if cutlass.const_expr(self.history is not None):
+                self.history.prefetch(args, coord)
         ptx.wait_for_previous_kernel()
         ptx.launch_next_kernel()
         if coord.n < size.N:
@@ -267,13 +270,13 @@ class Verify:
         else:
             row = self.history.row(args, coord, length)
         active, past = (read > size.null_index) & (row.index >= 0), None
+
+        qk = self.tokens.load_qk(args, coord, start, coord.thread // self.lanes, length)
+        gates = self.load_gates(args, coord, start, length)
         if cutlass.const_expr(self.history is not None):
             history = cute.arch.get_dyn_smem(Float32, 16) + self.shared
             self.history.copy(history, args, coord, row, active)
             past = self.history.load_log_decays(args, coord, row, Int32(0), active)
-
-        qk = self.tokens.load_qk(args, coord, start, coord.thread // self.lanes, length)
-        gates = self.load_gates(args, coord, start, length)
         fragments = self.load_fragments(args, coord, read, active)
         if cutlass.const_expr(self.late_v):
             warp_lane = coord.thread % 32

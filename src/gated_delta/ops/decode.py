@@ -135,11 +135,19 @@ NORM_SCHEDULES: dict[tuple[str, str, bool], Table] = {
 }
 """Schedules with a norm, one CTA or one cluster per head. Measured on an H200, as above."""
 
-BUFFERED: Table = ((0, Schedule(4, 128, chunks=4)),)
+BUFFERED: dict[str, Table] = {
+    "bf16": (
+        (LARGE, Schedule(4, 128, True, chunks=4, blocks_per_sm=4)),
+        (4 * MIB, Schedule(4, 128, chunks=4)),
+        (0, Schedule(4, 256)),
+    ),
+    "fp32": (
+        (LARGE, Schedule(4, 128, True, chunks=4, blocks_per_sm=3)),
+        (4 * MIB, Schedule(4, 128, chunks=4)),
+        (0, Schedule(4, 256)),
+    ),
+}
 """Schedules with a buffer for one token per sequence. Measured on an H200, as above."""
-
-BUFFERED_NORM: Table = ((0, Schedule(4, 128)),)
-"""The same with a norm."""
 
 VERIFY = Verify()
 """Chooses the kernel of a decode with a buffer of more than one token per sequence."""
@@ -275,7 +283,9 @@ class Decode(StateOperation):
 
     def schedules(self, problem: Problem) -> Table:
         if "buffer" in problem.options:
-            return BUFFERED_NORM if "norm" in problem.options else BUFFERED
+            *larger, (least, small) = BUFFERED[state_width(problem)]
+            small = CLUSTER_OF_4 if "norm" in problem.options else small
+            return (*larger, (least, small))
         table = NORM_SCHEDULES if "norm" in problem.options else SCHEDULES
         return table[problem.axis, state_width(problem), single_token(problem)]
 
@@ -365,6 +375,7 @@ class DecodeLaunch(TokensLaunch):
                 T=longest,
                 slots_per_sequence=slots,
                 group_size=a.v.shape[2] // a.q.shape[2],
+                buffer_rows=0 if a.buffer_u is None else a.buffer_u.shape[0],
                 C=0 if a.buffer_u is None else a.buffer_u.shape[1],
                 update_state=int(a.update_state),
             )

@@ -250,6 +250,7 @@ class VerifyLaunch(TokensLaunch):
                 **state_sizes(VerifySizes, a, plan),
                 T=longest,
                 group_size=a.v.shape[2] // a.q.shape[2],
+                buffer_rows=a.buffer_u.shape[0],
                 C=a.buffer_u.shape[1],
                 beta_logits=int(a.beta_logits),
             )

@@ -120,18 +120,35 @@ class History:
         end = Int32(select_(first + length <= size.C, length, Int32(0)))
         return Row(index, first, end, end)
 
+    def tokens_at(self, args, coord, row):
+        """Addresses of k and u of the row's first token, of the tile's V rows."""
+        ptr, stride = args.ptr, args.stride
+        h = qk_head(coord.hv, args.size.qk_head_factor)
+        k_at = ptr.buffer_k + offset(row, stride.buffer_k_r) + offset(h, stride.buffer_k_h)
+        u_at = ptr.buffer_u + offset(row, stride.buffer_u_r) + offset(coord.hv, stride.buffer_u_h)
+        return k_at, u_at + coord.tile * (self.tile * 4)
+
+    @cute.jit
+    def prefetch(self, args, coord):
+        """Prefetch k and u into L2 before the previous kernel ends: row and length are hints."""
+        row, size, stride = self.row(args, coord, Int32(1)), args.size, args.stride
+        inside = (row.index >= 0) & (row.index < size.buffer_rows)
+        k_at, u_at = self.tokens_at(args, coord, row.index)
+        for at, step, numbers in (
+            (k_at, stride.buffer_k_t, self.state.K),
+            (u_at, stride.buffer_u_t, self.tile),
+        ):
+            lines = -(-numbers * 4 // ptx.L2_LINE)
+            count = Int32(select_(inside, row.first * lines, Int32(0)))
+            for i in cutlass.range(coord.thread, count, self.threads, unroll=1):
+                line = at + offset(i // lines, step) + i % lines * ptx.L2_LINE
+                ptx.prefetch_l2(line, inside)
+
     @cute.jit
     def copy(self, shared, args, coord, row, active):
         """Copy k and u to shared memory, asynchronously."""
-        ptr, stride = args.ptr, args.stride
-        h = qk_head(coord.hv, args.size.qk_head_factor)
-        k_at = ptr.buffer_k + offset(row.index, stride.buffer_k_r) + offset(h, stride.buffer_k_h)
-        u_at = (
-            ptr.buffer_u
-            + offset(row.index, stride.buffer_u_r)
-            + offset(coord.hv, stride.buffer_u_h)
-            + coord.tile * (self.tile * 4)
-        )
+        stride = args.stride
+        k_at, u_at = self.tokens_at(args, coord, row.index)
         if active:
             self.copy_rows(
                 lambda token: self.k(shared, token),
@@ -259,8 +276,9 @@ class History:
         decays_at.
         """
         rK = cute.make_rmem_tensor((8,), Float32)
-        for first in cutlass.range(0, round_up(row.first), self.groups, unroll=1):
-            token = first + coord.thread // self.lanes
+        warp_first = coord.thread // 32 * self.state.warp_groups
+        for first in cutlass.range(warp_first, round_up(row.first), self.groups, unroll=1):
+            token = first + coord.thread % 32 // self.lanes
             inside = token < row.first
             k = self.state.load_shared(self.k(shared, token), coord)
             if cutlass.const_expr(self.channel):
