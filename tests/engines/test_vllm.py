@@ -591,6 +591,7 @@ def test_drafts_and_convolution_of_vllm(plain: Run, tmp_path: Path) -> None:
 
 def _as_planned(result: Run, model: Path, **asked: Any) -> None:
     """`check --engine` asks about the kernels that the engine looked for."""
+    asked |= dict(state_dtype=torch.float32)  # vLLM's on a CPU
     plan = preflight.plan(preflight.Asked("vllm", model, **asked), torch.device("cpu"))
     calls = [call for mode in plan.modes for call in mode.calls]
     labels = {variant.label for variant in start.needed(calls, H200)}
