@@ -350,19 +350,20 @@ def check(
     force_level(context, level, where)
     chosen: list[Case] = []
     plan: Plan | None = None
+    ran = backend.value
     unused, how = (ENGINE_OPTIONS, "with") if engine is None else (LIST_OPTIONS, "without")
     _refuse_given(context, unused, f"expected {how} --engine alone")
     if engine is not None:
         from .integrations import preflight
 
-        modes = tuple(x.value for x in op or ())
+        modes = tuple(x.value for x in dict.fromkeys(op or ()))
         given = (dtype and DTYPES[dtype.value], state_dtype and DTYPES[state_dtype.value])
         server = (tp, drafts, requests, *given, backend.value)
         try:
             plan = preflight.plan(preflight.Asked(engine.value, model, modes, *server), where)
         except ValueError as problem:
             raise Refusal(one_line(problem)) from None
-        chosen = plan.cases
+        chosen, ran = plan.cases, plan.backend
     list_cases = quick_cases if quick else cases
     for name in op or list(Op) if plan is None else ():
         listed = [case for case in list_cases(name.value) if filter in case.label]
@@ -376,9 +377,9 @@ def check(
     records: list[dict[str, Any]] = []
     began = time.monotonic()
     with report.measuring():
-        _compile_ahead(chosen, backend.value, where)
+        _compile_ahead(chosen, ran, where)
         for case in tracked(chosen, f"{len(chosen)} cases on {where}"):
-            records.append(_verdict(case, backend.value, where))
+            records.append(_verdict(case, ran, where))
     written = document(context, records, where, complete=not report.interrupted)
     report.write(written if plan is None else written | dict(engine=plan.record()))
     if plan is not None:
@@ -387,7 +388,7 @@ def check(
 
     columns = ("operation", "cases", "passed", "failed", "unsupported", "worst error / tolerance")
     backends = dict.fromkeys(record["backend"] for record in records if record["backend"])
-    ran = ", ".join(backends) or backend.value
+    ran = ", ".join(backends) or ran
     table = make_table(f"backend {ran} on {where}, {time.monotonic() - began:.0f} s", *columns)
     for name in Op:
         of_op = [record for record in records if record["op"] == name.value]

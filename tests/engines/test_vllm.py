@@ -21,6 +21,7 @@ from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetG
 
 from gated_delta.gpus import H200
 from gated_delta.integrations import preflight, releases, start
+from gated_delta.integrations.health import Health
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src"
@@ -485,6 +486,14 @@ def test_drafts_beside_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     x, out = torch.arange(6.0)[:, None], torch.zeros(6, 1)
     assert layer._run(x, x, x, out, x)
     assert out.flatten().tolist() == [2, 2, 3, 4, 6, 0]
+    health = Health("vllm", print)
+    monkeypatch.setattr(vllm_common, "health", health)
+    layer.tally.refused["decode"] = "another dtype"
+    assert not layer._run(x, x, x, out, x)
+    assert health.lines() == [
+        f'gated_delta health op={op} family=kda engine=vllm ours=0 engine_own=1 reason="{reason}"'
+        for op, reason in dict.fromkeys(("decode", "drafts"), "another dtype").items()
+    ]
 
 
 def test_preempted_and_aborted(models: Any, tmp_path: Path) -> None:

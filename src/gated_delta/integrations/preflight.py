@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import torch
 from rich.table import Table
 
-from gated_delta import compile, dispatch
+from gated_delta import compile
 from gated_delta.integrations import card_check, releases, sglang_common, start, vllm, vllm_calls
 from gated_delta.integrations.sglang_start import Layer
 from gated_delta.ops.launch import MAX_NORM
@@ -155,7 +155,7 @@ class Mode:
 
 
 class Plan(NamedTuple):
-    """release: of the engine installed. drafts: bytes. cases: to be compared with float64."""
+    """release: of the engine installed. drafts: bytes. cases: for `backend`, against float64."""
 
     engine: str
     release: str
@@ -163,6 +163,7 @@ class Plan(NamedTuple):
     modes: list[Mode]
     drafts: dict[str, int]
     cases: list[Case]
+    backend: str
 
     @property
     def ours(self) -> bool:
@@ -242,9 +243,11 @@ def plan(asked: Asked, device: torch.device) -> Plan:
     model = _model(asked)
     modes, drafts = (_sglang if engine == "sglang" else _vllm)(asked, model, device)
     release, refused = _release(engine, device)
+    backend = asked.backend
+    if backend == "auto":
+        backend = sglang_common.backend_for(torch.empty(0, device=device))  # vLLM's too
     for mode in modes:
-        if asked.backend != "auto":
-            mode.calls = [(op, x | dict(backend=asked.backend)) for op, x in mode.calls]
+        mode.calls = [(op, arguments | dict(backend=backend)) for op, arguments in mode.calls]
         if refused:
             mode.leave(refused)
         elif mode.ours:
@@ -253,7 +256,7 @@ def plan(asked: Asked, device: torch.device) -> Plan:
     # All heads; an engine's start runs few.
     heads = model.sizes.H, model.sizes.HV
     cases = [replace(case, heads=heads) for case in card_check.cases_of(calls)]
-    return Plan(engine, release, model, modes, drafts, cases)
+    return Plan(engine, release, model, modes, drafts, cases, backend)
 
 
 def _model(asked: Asked) -> Model:
@@ -283,7 +286,7 @@ def _model(asked: Asked) -> Model:
 def _dtype(name: object) -> torch.dtype:
     dtype = getattr(torch, str(name).removeprefix("torch."), None)
     if dtype not in INPUT_DTYPES:
-        raise ValueError(f"expected bfloat16, float16 or float32, got {name!r}")
+        raise ValueError(f"expected dtype bfloat16, float16 or float32, got {name!r}")
     return dtype
 
 
@@ -314,7 +317,6 @@ def _release(engine: str, device: torch.device) -> tuple[str, str]:
 
 def _decide(mode: Mode, device: torch.device) -> None:
     """Whether our kernels run the mode's calls, as the plug-ins decide it at their start."""
-    gpu = start.gpu_of(device)
     if refused := start.refused(mode.calls):
         mode.leave(f"ours needs {'; '.join(dict.fromkeys(refused.values()))}")
     elif not (compile.may_compile() and compile.installed(compile.COMPILER)):
@@ -324,12 +326,10 @@ def _decide(mode: Mode, device: torch.device) -> None:
             reason, *_ = str(error).splitlines()
             mode.leave(reason)
             mode.unbuilt = error.missing
-    elif gpu is not None:
-        unbuilt = [x for x in start.needed(mode.calls, gpu) if compile.find(x, gpu) is None]
-        mode.unbuilt = tuple(variant.label for variant in unbuilt)
-        if unbuilt:
-            command = dispatch.how_to_build(unbuilt, gpu)
-            mode.reason = f"its start compiles {len(unbuilt)} kernels; {command}"
+    else:
+        mode.unbuilt, command = start.unbuilt(mode.calls, device)
+        if mode.unbuilt:
+            mode.reason = f"its start compiles {len(mode.unbuilt)} kernels; {command}"
 
 
 def _sglang(asked: Asked, model: Model, device: torch.device) -> tuple[list[Mode], dict[str, int]]:
@@ -365,13 +365,10 @@ def _sglang(asked: Asked, model: Model, device: torch.device) -> tuple[list[Mode
 class _Layer(vllm_calls.Recurrence):
     """A layer as vLLM would build it."""
 
-    def __init__(self, model: Model, drafts: int, device: torch.device):
+    def __init__(self, model: Model, drafts: int):
         family, _, H, HV, K, V, self.bound = model.sizes
         self.channels, self.sizes, self.num_spec = family == "KDA", (H, HV, V, K), drafts
-        self.inputs, self.backend = (
-            model.dtype,
-            sglang_common.backend_for(torch.empty(0, device=device)),
-        )
+        self.inputs, self.backend = model.dtype, "auto"
         half = self.channels or model.dtype == torch.bfloat16
         self.fuses_norm = model.family.fuses_norm and half and V <= MAX_NORM
         self.allow_neg_eigval, self.aligned = model.doubles_beta, True
@@ -390,7 +387,7 @@ class _Layer(vllm_calls.Recurrence):
 def _vllm(asked: Asked, model: Model, device: torch.device) -> tuple[list[Mode], dict[str, int]]:
     _, _, _, HV, K, V, _ = model.sizes
     pool = torch.zeros(2, HV, V, K, dtype=model.state_dtype, device=device)
-    calls = _Layer(model, asked.drafts, device).calls(pool, 64)
+    calls = _Layer(model, asked.drafts).calls(pool, 64)
     left = vllm_calls.too_many(asked.drafts)
     modes = [
         Mode(x, [call for call in calls if call[0] == x]) for x in asked.modes or MODES["vllm"]

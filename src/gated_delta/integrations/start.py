@@ -38,6 +38,15 @@ def needed(calls: Iterable[Call], gpu: Gpu) -> list[compile.Variant]:
     return [*dict.fromkeys(v for x in problems for v in dispatch.variants_of(x, gpu))]
 
 
+def unbuilt(calls: Iterable[Call], device: torch.device) -> tuple[tuple[str, ...], str]:
+    """The kernels that `load` would have to compile, and what builds them beforehand."""
+    gpu = gpu_of(device)
+    if gpu is None:
+        return (), ""
+    variants = [x for x in needed(calls, gpu) if compile.find(x, gpu) is None]
+    return tuple(variant.label for variant in variants), dispatch.how_to_build(variants, gpu)
+
+
 def load(calls: Iterable[Call], device: torch.device) -> None:
     """Loads every kernel that such calls launch, for any number of sequences; compiles missing
     ones.
