@@ -81,6 +81,10 @@ SWITCHES = {
     "GATED_DELTA_SGLANG_KVBUFFER": False,
 }
 """Environment variables with values 0 and 1, and their defaults."""
+ENGINE_OPTIONS = ("model", "tp", "drafts", "requests", "dtype", "state_dtype")
+"""Options of `check` with --engine alone."""
+LIST_OPTIONS = ("filter", "quick", "limit")
+"""Options of `check` without --engine alone."""
 
 
 class Commands(TyperGroup):
@@ -330,7 +334,7 @@ def check(
         int, typer.Option(min=0, help="With --engine: draft tokens, as the engine counts them.")
     ] = 0,
     requests: Annotated[
-        int, typer.Option(min=1, help="With --engine: at once, for the memory of drafts.")
+        int, typer.Option(min=1, help="With --engine: requests at once, for the drafts' memory.")
     ] = 256,
     dtype: Annotated[
         Precision | None, typer.Option(help="With --engine: the model's when not given.")
@@ -411,11 +415,6 @@ def check(
         report.show("Please report this line:", _line(str(card), records), wrap=False)
     passed = all(record["status"] == "passed" for record in records)
     report.leave(not passed or not (plan is None or plan.ours))
-
-
-ENGINE_OPTIONS = ("model", "tp", "drafts", "requests", "dtype", "state_dtype")
-LIST_OPTIONS = ("filter", "quick", "limit")
-"""Options of `check` with --engine alone, and without it."""
 
 
 def _refuse_given(context: typer.Context, names: Sequence[str], expected: str) -> None:

@@ -1,7 +1,7 @@
 """What an engine would run on gated_delta for a model, mode by mode: `check --engine`.
 
-Reads the model's config.json, neither weights nor the engine, and asks the plug-ins' own
-functions about calls like the layers'.
+It reads the model's config.json, loads no weights, imports no engine, and asks the functions of
+the plug-ins about calls like the layers'.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
 
 
 class Config(dict[str, Any]):
-    """config.json, its text_config merged."""
+    """A config.json with its text_config merged. Raises ValueError for an entry it lacks."""
 
     def __missing__(self, name: str) -> Any:
         raise ValueError(f"expected {name} in config.json of a {self.get('model_type')}")
@@ -175,8 +175,8 @@ class Plan(NamedTuple):
         for mode in self.modes:
             runs = "gated_delta" if mode.ours else ENGINES[self.engine]
             table.add_row(mode.name, runs, mode.reason or "-")
-        drafts = [f"{WHERE[name]} {x / 2**30:.3f} GiB" for name, x in self.drafts.items()]
-        drafts = [f"drafts take {', '.join(drafts)}"] if drafts else []
+        sizes = (f"{x / 2**30:.3f} GiB {WHERE[name]}" for name, x in self.drafts.items())
+        drafts = [f"drafts take {' or '.join(sizes)}"] if self.drafts else []
         return [self.release, str(self.model), *drafts, table]
 
     def missing(self) -> list[str]:
@@ -225,13 +225,13 @@ def read(path: Path | None) -> Config:
         config = json.loads(file.read_text())
     except OSError as problem:
         raise ValueError(f"cannot read {str(file)!r}: {problem.strerror}") from None
-    except ValueError:
+    except (ValueError, RecursionError):
         config = None
     if not isinstance(config, dict):
         raise ValueError(f"expected a JSON object in {str(file)!r}")
     text = config.get("text_config")
-    # The model_type of the whole: Kimi K3's text model has Kimi Linear's.
     text = text if isinstance(text, dict) else {}
+    # The model_type of the whole: Kimi K3's text model has Kimi Linear's.
     return Config(config | text | {"model_type": config.get("model_type")})
 
 
@@ -369,8 +369,8 @@ class _Layer(vllm_calls.Recurrence):
         family, _, H, HV, K, V, self.bound = model.sizes
         self.channels, self.sizes, self.num_spec = family == "KDA", (H, HV, V, K), drafts
         self.inputs, self.backend = model.dtype, "auto"
-        half = self.channels or model.dtype == torch.bfloat16
-        self.fuses_norm = model.family.fuses_norm and half and V <= MAX_NORM
+        fits = V <= MAX_NORM and (self.channels or model.dtype == torch.bfloat16)
+        self.fuses_norm = model.family.fuses_norm and fits
         self.allow_neg_eigval, self.aligned = model.doubles_beta, True
         self.deterministic = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
         self.A_log = torch.zeros(HV)
