@@ -336,7 +336,7 @@ def test_sglang_runs_its_kernel_for_a_failing_mode(monkeypatch):
 
 def test_vllm_keeps_a_failing_operation(monkeypatch):
     contents = {
-        "vllm": dict(envs=None),
+        "vllm": {},
         "vllm.model_executor.layers.mamba.ops": dict(causal_conv1d=None),
         "vllm.logger": dict(init_logger=logging.getLogger),
         "vllm.platforms": dict(
@@ -358,8 +358,8 @@ def test_vllm_keeps_a_failing_operation(monkeypatch):
         return dict(decode="a check that passes")
 
     monkeypatch.setattr(card_check, "failing", failing)
-    monkeypatch.setattr(vllm_start, "calls", lambda *_: calls("prefill", "decode", "verify"))
+    layer = SimpleNamespace(calls=lambda pool, tokens: calls("prefill", "decode", "verify"))
     monkeypatch.setattr(vllm_start.start, "refused", lambda calls: dict(verify="another dtype"))
-    missing = vllm_start.missing(None, None, left={"prefill"})
+    missing = vllm_start.missing(layer, None, left={"prefill"})
     assert missing == dict(decode="a check that passes", verify="another dtype")
     assert checked == ["decode"]

@@ -1,6 +1,7 @@
 """Which releases of an engine the plug-ins serve, on a small engine; tests/engines on real ones."""
 
 import sys
+from importlib import metadata
 from types import ModuleType
 
 import pytest
@@ -95,3 +96,17 @@ def test_both_platforms_of_vllm_have_one_list_of_code():
         "get_mamba_prefill_checkpoint_alignment",
         "get_mamba_prefill_checkpoint_grid",
     }
+
+
+def test_an_installed_engine_is_read_without_an_import(tmp_path, monkeypatch):
+    package = tmp_path / "an_installed_engine"
+    package.mkdir()
+    (package / "__init__.py").write_text("raise RuntimeError('imported')")
+    (package / "core.py").write_text(TEXT)
+    monkeypatch.syspath_prepend(tmp_path)
+    code = {"core.py": dict(conv=releases.digest(TEXT, "conv"))}
+    release = releases.Release(package.name, "0.5.23", code)
+    assert release.refusal("0.6") is None
+    assert releases.installed(package.name) is None  # a folder, of no distribution
+    assert releases.installed("no_such_engine") is None
+    assert releases.installed("typer") == metadata.version("typer")

@@ -1,6 +1,8 @@
 """The SGLang plug-in without SGLang; tests/engines/test_sglang.py runs the engine."""
 
 import gc
+import logging
+import shlex
 import subprocess
 import sys
 from pathlib import Path
@@ -153,3 +155,30 @@ def test_prefills_are_deterministic_as_the_engine_says(process, monkeypatch):
     assert extend(bounds, monkeypatch) == (None, False)
     sglang_common.process.deterministic = True
     assert extend(bounds, monkeypatch) == (None, True)
+
+
+# ---------------------------------------------------------------------------------------- health
+
+
+def test_health_counts_both_routes(process, monkeypatch, caplog):
+    """The log has a line at 1, 10, ... calls of a route; its values parse as in a shell."""
+    caplog.set_level(logging.INFO, sglang_common.LOG.name)
+    process.failing["GDN", "prefill"] = 'a "check" that passes'
+    kernel = sglang_kernels.kernel_class(type("TritonGDNKernel", (), {}))()
+    states = dict(ssm_states=torch.zeros(1, 1, 1, 1))
+    for mode, calls in dict(prefill=3, decode=12).items():
+        for _ in range(calls):
+            kernel._run(mode, lambda backend: None, lambda: None, "", (torch.zeros(1),), states)
+    lines = [line for line in caplog.messages if line.startswith("gated_delta health ")]
+    values = [dict(x.split("=", 1) for x in shlex.split(line)[2:]) for line in lines]
+    common = dict(family="gdn", engine="sglang")
+    reason = dict(reason='a "check" that passes')
+    expected = [dict(op="prefill", ours="0", engine_own="1", **reason, **common)]
+    expected += [
+        dict(op="decode", ours=n, engine_own="0", reason="", **common) for n in ("1", "10")
+    ]
+    assert values == expected
+    assert plugin.health() == [
+        lines[0].replace("engine_own=1", "engine_own=3"),
+        lines[-1].replace("ours=10", "ours=12"),
+    ]

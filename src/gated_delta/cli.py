@@ -34,6 +34,7 @@ from .options import (
     Backend,
     BackendOption,
     DeviceOption,
+    Engine,
     FileArgument,
     FilterOption,
     GateKind,
@@ -69,6 +70,7 @@ from .results import (
 )
 
 if TYPE_CHECKING:
+    from .integrations.preflight import Plan
     from .testing import Case
 
 
@@ -79,6 +81,10 @@ SWITCHES = {
     "GATED_DELTA_SGLANG_KVBUFFER": False,
 }
 """Environment variables with values 0 and 1, and their defaults."""
+ENGINE_OPTIONS = ("model", "tp", "drafts", "requests", "dtype", "state_dtype")
+"""Options of `check` with --engine alone."""
+LIST_OPTIONS = ("filter", "quick", "limit")
+"""Options of `check` without --engine alone."""
 
 
 class Commands(TyperGroup):
@@ -316,35 +322,77 @@ def check(
     as_json: JsonOption = False,
     device: DeviceOption = "auto",
     level: LevelOption = None,
+    engine: Annotated[
+        Engine | None,
+        typer.Option(help="The plug-in in this engine, for --model, in place of the list."),
+    ] = None,
+    model: Annotated[
+        Path | None, typer.Option(help="With --engine: a directory with config.json.")
+    ] = None,
+    tp: Annotated[int, typer.Option(min=1, help="With --engine: tensor parallelism.")] = 1,
+    drafts: Annotated[
+        int, typer.Option(min=0, help="With --engine: draft tokens, as the engine counts them.")
+    ] = 0,
+    requests: Annotated[
+        int, typer.Option(min=1, help="With --engine: requests at once, for the drafts' memory.")
+    ] = 256,
+    dtype: Annotated[
+        Precision | None, typer.Option(help="With --engine: the model's when not given.")
+    ] = None,
+    state_dtype: Annotated[
+        Precision | None, typer.Option(help="With --engine: the engine's default when not given.")
+    ] = None,
 ) -> None:
-    """Compare a backend with the recurrence in float64, on the list of cases."""
+    """Compare a backend with the recurrence in float64, on the list of cases.
+
+    With --engine: what that engine runs on gated_delta for a model, and its kernels compared.
+    """
     from .testing import cases, quick_cases
 
     report = Report("check", as_json, file)
     where = _device(device)
     force_level(context, level, where)
     chosen: list[Case] = []
+    plan: Plan | None = None
+    ran = backend.value
+    unused, how = (ENGINE_OPTIONS, "with") if engine is None else (LIST_OPTIONS, "without")
+    _refuse_given(context, unused, f"expected {how} --engine alone")
+    if engine is not None:
+        from .integrations import preflight
+
+        modes = tuple(x.value for x in dict.fromkeys(op or ()))
+        given = (dtype and DTYPES[dtype.value], state_dtype and DTYPES[state_dtype.value])
+        server = (tp, drafts, requests, *given, backend.value)
+        try:
+            plan = preflight.plan(preflight.Asked(engine.value, model, modes, *server), where)
+        except ValueError as problem:
+            raise Refusal(one_line(problem)) from None
+        chosen, ran = plan.cases, plan.backend
     list_cases = quick_cases if quick else cases
-    for name in op or list(Op):
+    for name in op or list(Op) if plan is None else ():
         listed = [case for case in list_cases(name.value) if filter in case.label]
         if backend is Backend.cute:
             listed = [case for case in listed if not case.reference_only]
         if 0 < limit < len(listed):
             listed = sorted(random.Random(0).sample(listed, limit), key=lambda case: case.seed)
         chosen += listed
-    if not chosen:
+    if not chosen and plan is None:
         raise typer.BadParameter(f"no case's label contains {filter!r}", param_hint="--filter")
     records: list[dict[str, Any]] = []
     began = time.monotonic()
     with report.measuring():
-        _compile_ahead(chosen, backend.value, where)
+        _compile_ahead(chosen, ran, where)
         for case in tracked(chosen, f"{len(chosen)} cases on {where}"):
-            records.append(_verdict(case, backend.value, where))
-    report.write(document(context, records, where, complete=not report.interrupted))
+            records.append(_verdict(case, ran, where))
+    written = document(context, records, where, complete=not report.interrupted)
+    report.write(written if plan is None else written | dict(engine=plan.record()))
+    if plan is not None:
+        report.show(*plan.tables())
+        report.show(*plan.missing(), style="yellow")
 
     columns = ("operation", "cases", "passed", "failed", "unsupported", "worst error / tolerance")
     backends = dict.fromkeys(record["backend"] for record in records if record["backend"])
-    ran = ", ".join(backends) or backend.value
+    ran = ", ".join(backends) or ran
     table = make_table(f"backend {ran} on {where}, {time.monotonic() - began:.0f} s", *columns)
     for name in Op:
         of_op = [record for record in records if record["op"] == name.value]
@@ -354,7 +402,8 @@ def check(
             shares = [e["share"] for record in of_op for e in record["errors"].values()]
             worst = max(shares, default=math.nan)
             table.add_row(name.value, str(len(of_op)), *counts, f"{worst:.2f}")
-    report.show(table)
+    if records:
+        report.show(table)
     for record in records:
         if record["status"] == "failed":
             report.show(f"FAILED {record['label']} lengths {record['lengths']}", style="red")
@@ -362,9 +411,17 @@ def check(
     reasons = Counter(reason for record in records for reason in record["missing"])
     for reason, count in reasons.most_common():
         report.show(f"unsupported in {count} cases: needs {reason}", style="yellow")
-    if (card := card_of(where)) is not None and not report.interrupted:
+    if plan is None and (card := card_of(where)) is not None and not report.interrupted:
         report.show("Please report this line:", _line(str(card), records), wrap=False)
-    report.leave(any(record["status"] != "passed" for record in records))
+    passed = all(record["status"] == "passed" for record in records)
+    report.leave(not passed or not (plan is None or plan.ours))
+
+
+def _refuse_given(context: typer.Context, names: Sequence[str], expected: str) -> None:
+    for name in names:
+        source = context.get_parameter_source(name)
+        if source is not None and source.name == "COMMANDLINE":
+            raise typer.BadParameter(expected, param_hint=f"--{name.replace('_', '-')}")
 
 
 def _line(card: str, records: Sequence[Mapping[str, Any]]) -> str:

@@ -23,6 +23,7 @@ GateKind = Enum(
 )
 Half = Enum("Half", {"bf16": "bf16", "fp16": "fp16"}, type=str)
 Precision = Enum("Precision", {"bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}, type=str)
+Engine = Enum("Engine", {"sglang": "sglang", "vllm": "vllm"}, type=str)
 DTYPES = {short: dtype for dtype, short in SHORT.items()}
 
 MAX_SEQUENCES, MAX_TOKENS, MAX_HEADS, MAX_DIM = 2**20, 2**24, 1024, 1024

@@ -38,9 +38,10 @@ from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
 
 import gated_delta
+from gated_delta.gpus import H200
+from gated_delta.integrations import preflight, sglang_kernels, sglang_start, start
 from gated_delta.integrations import sglang as plugin
 from gated_delta.integrations import sglang_common as common
-from gated_delta.integrations import sglang_kernels, sglang_start
 from gated_delta.integrations import sglang_kvbuffer as kvbuffer
 from gated_delta.problem import KVBuffer, UnsupportedProblem
 
@@ -994,6 +995,14 @@ def test_engine_with_states_kept_inside_a_prefill(qwen3_5, expected, tmp_path):
     assert run.cached(1)[2] > 256
     assert run.ran.keys() == BOTH
     run.looked_for_what_it_needs()
+    # `check --engine` asks about the same kernels.
+    asked = preflight.Asked("sglang", qwen3_5, dtype=torch.float32)
+    modes = preflight.plan(asked, torch.device("cpu")).modes
+    planned = start.needed([call for mode in modes for call in mode.calls], H200)
+    looked_for = [json.loads(file.read_text())["looked_for"] for file in run.kernels.iterdir()]
+    assert sorted(variant.label for variant in planned) in looked_for
+    health = "gated_delta health op=decode family=gdn engine=sglang ours=100 engine_own=0 reason="
+    assert health in run.log
 
 
 def test_engine_with_deterministic_inference(qwen3_5, expected, tmp_path):

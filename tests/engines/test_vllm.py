@@ -19,7 +19,9 @@ import torch
 import transformers
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
 
-from gated_delta.integrations import releases
+from gated_delta.gpus import H200
+from gated_delta.integrations import preflight, releases, start
+from gated_delta.integrations.health import Health
 
 HERE = Path(__file__).parent
 SOURCES = HERE.parents[1] / "src"
@@ -309,6 +311,7 @@ def test_tokens_of_transformers(make: Any, models: Any, tmp_path: Path) -> None:
     assert result.calls["prefill from a state"]
     assert result.calls.get("longest")
     assert result.calls["norm"] == (result.calls["decode"] if make in KDA else 0)
+    _as_planned(result, model.path, dtype=torch.float32)
 
 
 @pytest.mark.parametrize(("make", "block"), [(qwen3_5, 64), (glm5_next, 64), (ling, 32)])
@@ -483,6 +486,14 @@ def test_drafts_beside_single_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     x, out = torch.arange(6.0)[:, None], torch.zeros(6, 1)
     assert layer._run(x, x, x, out, x)
     assert out.flatten().tolist() == [2, 2, 3, 4, 6, 0]
+    health = Health("vllm", print)
+    monkeypatch.setattr(vllm_common, "health", health)
+    layer.tally.refused["decode"] = "another dtype"
+    assert not layer._run(x, x, x, out, x)
+    assert health.lines() == [
+        f'gated_delta health op={op} family=kda engine=vllm ours=0 engine_own=1 reason="{reason}"'
+        for op, reason in dict.fromkeys(("decode", "drafts"), "another dtype").items()
+    ]
 
 
 def test_preempted_and_aborted(models: Any, tmp_path: Path) -> None:
@@ -587,6 +598,17 @@ def test_drafts_and_convolution_of_vllm(plain: Run, tmp_path: Path) -> None:
     }
 
 
+def _as_planned(result: Run, model: Path, **asked: Any) -> None:
+    """`check --engine` asks about the kernels that the engine looked for."""
+    asked |= dict(state_dtype=torch.float32)  # vLLM's on a CPU
+    plan = preflight.plan(preflight.Asked("vllm", model, **asked), torch.device("cpu"))
+    calls = [call for mode in plan.modes for call in mode.calls]
+    labels = {variant.label for variant in start.needed(calls, H200)}
+    assert set(result.kernels["looked_for"]) <= labels
+    prefills = {label for label in labels if label.startswith("prefill")}
+    assert labels - prefills <= set(result.kernels["looked_for"])
+
+
 def _all_on_gated_delta(result: Run, *kinds: str) -> None:
     assert len(result.report) >= 2
     for row in result.report:
@@ -599,6 +621,8 @@ def _all_on_gated_delta(result: Run, *kinds: str) -> None:
             sum(row["calls"].get("drafts", 0) for row in result.report) if name == "decode" else 0
         )
         assert result.calls.get(name, 0) == counted + also
+        health = f"gated_delta health op={calls} family="
+        assert (health in result.log) == (counted > 0)
     assert "backend reference" in result.log
     assert result.kernels["needed"]
     assert set(result.kernels["needed"]) <= set(
@@ -615,6 +639,7 @@ def test_tokens_of_vllm(plain: Run, tmp_path: Path) -> None:
     assert result.tokens == plain.tokens
     _all_on_gated_delta(result, "prefill", "decode")
     assert result.calls["norm"] == result.calls["decode"]
+    _as_planned(result, TRAINED)
     assert "vllm 0.34.0 has 0.32's code" in result.log
 
 

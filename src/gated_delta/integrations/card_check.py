@@ -56,9 +56,7 @@ def failing(calls: Iterable[tuple[str, Mapping[str, Any]]], log: Logger) -> dict
     card = card_of(device)
     if card is None or card.level == H200.level:
         return {}
-    problems = dict.fromkeys(api.explain(op, **arguments).problem for op, arguments in calls)
-    drafts = next((problem for problem in problems if problem.op == "verify"), None)
-    cases = {x: case for p in problems for case in cases_like(p, drafts) for x in [name_of(case)]}
+    cases = {name_of(case): case for case in cases_of(calls)}
     verdicts = _verdicts(cases, card, device, log)
     reasons: dict[str, str] = {}
     for name, case in cases.items():
@@ -66,6 +64,13 @@ def failing(calls: Iterable[tuple[str, Mapping[str, Any]]], log: Logger) -> dict
             check = f"a check on this card that passes ({card.name}, level {card.level})"
             reasons.setdefault(case.op, f"{check}: {name} has {failure}")
     return reasons
+
+
+def cases_of(calls: Iterable[tuple[str, Mapping[str, Any]]]) -> list[Case]:
+    """The cases for these calls, of few heads."""
+    problems = dict.fromkeys(api.explain(op, **arguments).problem for op, arguments in calls)
+    drafts = next((problem for problem in problems if problem.op == "verify"), None)
+    return [*dict.fromkeys(case for x in problems for case in cases_like(x, drafts))]
 
 
 def name_of(case: Case) -> str:

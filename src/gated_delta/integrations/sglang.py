@@ -33,6 +33,14 @@ def report() -> list[str]:
     return common.process.report()
 
 
+def health() -> list[str]:
+    """The same calls, a line per kind of layer and mode, as key=value for a log scraper.
+
+    The log has a line when a count reaches 1, 10, 100, ...
+    """
+    return common.process.health.lines()
+
+
 def register() -> None:
     """The entry point: adds "gated_delta" to the choices of the engine's flags, and hooks into
     their resolution. A second call does nothing.

@@ -14,6 +14,8 @@ from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
 
 from gated_delta.integrations import releases
+from gated_delta.integrations.health import Health
+from gated_delta.problem import MAX_DRAFT
 
 NAME = "gated_delta"
 RELEASE = releases.SGLANG
@@ -34,7 +36,8 @@ class Process:
     deterministic: the engine's --enable-deterministic-inference; `sglang_start.check` sets it.
     refused: per problem, why the engine's kernel runs it. failing: per "GDN" or "KDA" and mode, the
     check on this card that ours fail; the engine's kernel runs them all.
-    calls: Python calls per route, as in "GDN decode on backend cute".
+    calls: Python calls per route, as in "GDN decode on backend cute". health: the same for a log
+    scraper.
     max_seqlen: per `query_start_loc` of a batch, by identity, its longest prompt. An entry goes
     when its tensor does. Only `sglang` writes it, once for each batch.
     """
@@ -43,6 +46,7 @@ class Process:
     refused: dict[tuple[object, ...], str] = field(default_factory=dict)
     failing: dict[tuple[str, str], str] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
+    health: Health = field(default_factory=lambda: Health("sglang", LOG.info))
     max_seqlen: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def count(self, route: str) -> None:
@@ -70,6 +74,11 @@ def chosen() -> set[str]:
         mode: flags.linear_attn_backend for mode in ("decode", "prefill") if names[mode] is None
     }
     return {mode for mode, name in names.items() if name == NAME}
+
+
+def drafts_need(tokens: int, tree: bool) -> str:
+    """What such drafts lack for our kernels; "" if nothing."""
+    return f"drafts in a line, at most {MAX_DRAFT}" if tree or tokens > MAX_DRAFT else ""
 
 
 def supported() -> bool:

@@ -11,7 +11,7 @@ from torch import Tensor
 from gated_delta import api
 from gated_delta.integrations import sglang_common as common
 from gated_delta.integrations.checks import layer_gate
-from gated_delta.problem import MAX_DRAFT, KVBuffer, UnsupportedProblem
+from gated_delta.problem import KVBuffer, UnsupportedProblem
 
 Given = dict[str, Any]
 Tokens = tuple[Tensor, ...]
@@ -127,9 +127,10 @@ class Operations:
         engine: Any = super()
         tokens = tuple(given[name] for name in ("q", "k", "v", "a", "b"))
         scratch = given.get("intermediate_states_buffer")
-        missing = "" if scratch is not None else "a buffer for drafts, not ReplaySSM's"
-        if given.get("retrieve_parent_token") is not None or given["cache_steps"] > MAX_DRAFT:
-            missing = f"drafts in a line, at most {MAX_DRAFT}"
+        tree = given.get("retrieve_parent_token") is not None
+        missing = common.drafts_need(given["cache_steps"], tree)
+        if scratch is None:
+            missing = missing or "a buffer for drafts, not ReplaySSM's"
 
         def ours(backend: str) -> Tensor:
             bounds = given["query_start_loc"]
@@ -191,6 +192,7 @@ class Operations:
                 "(GATED_DELTA_SGLANG_KVBUFFER=0 turns it off); it needs",
                 (missing,),
             )
+        process.health.count(self.layers, mode, missing)
         if not missing:
             process.count(f"{self.layers} {mode} on backend {backend}")
             return result

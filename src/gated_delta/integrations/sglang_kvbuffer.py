@@ -19,7 +19,7 @@ from gated_delta import api
 from gated_delta.integrations import card_check, start
 from gated_delta.integrations import sglang_common as common
 from gated_delta.integrations.sglang_start import Layer
-from gated_delta.problem import MAX_DRAFT, KVBuffer
+from gated_delta.problem import KVBuffer
 
 _POOLS = "sglang.srt.mem_cache.kv_cache_configurator"
 _COMMIT = (
@@ -69,8 +69,8 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
         configurator.hybrid_gdn_config or configurator.hybrid_kda_config
     ) and configurator.mambaish_config.mamba2_cache_params
     missing = "" if params else "GDN or KDA layers"
-    if tree or drafts > MAX_DRAFT:
-        missing = f"drafts in a line, at most {MAX_DRAFT}"
+    if unfit := common.drafts_need(drafts, tree):
+        missing = unfit
     elif get_memory().enable_unified_memory or get_exec().mamba.enable_linear_replayssm_spec:
         missing = "the engine's plain pool, neither unified memory nor ReplaySSM"
     if not missing:

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from .. import api, compile, dispatch
-from ..gpus import gpu_of
+from ..gpus import Gpu, gpu_of
 from ..problem import UnsupportedProblem
 
 Call = tuple[str, dict[str, Any]]
@@ -32,6 +32,21 @@ def refused(calls: Iterable[Call]) -> dict[str, str]:
     return reasons
 
 
+def needed(calls: Iterable[Call], gpu: Gpu) -> list[compile.Variant]:
+    """Every kernel that such calls launch, for any number of sequences."""
+    problems = [api.explain(op, **arguments).problem for op, arguments in calls]
+    return [*dict.fromkeys(v for x in problems for v in dispatch.variants_of(x, gpu))]
+
+
+def unbuilt(calls: Iterable[Call], device: torch.device) -> tuple[tuple[str, ...], str]:
+    """The kernels that `load` would have to compile, and what builds them beforehand."""
+    gpu = gpu_of(device)
+    if gpu is None:
+        return (), ""
+    variants = [x for x in needed(calls, gpu) if compile.find(x, gpu) is None]
+    return tuple(variant.label for variant in variants), dispatch.how_to_build(variants, gpu)
+
+
 def load(calls: Iterable[Call], device: torch.device) -> None:
     """Loads every kernel that such calls launch, for any number of sequences; compiles missing
     ones.
@@ -41,8 +56,7 @@ def load(calls: Iterable[Call], device: torch.device) -> None:
     gpu = gpu_of(device)
     if gpu is None:
         return
-    problems = [api.explain(op, **arguments).problem for op, arguments in calls]
-    variants = [*dict.fromkeys(v for x in problems for v in dispatch.variants_of(x, gpu))]
+    variants = needed(calls, gpu)
     missing: dict[str, str] = {}
     for variant in variants:
         try:

@@ -55,6 +55,15 @@ def report() -> list[Row]:
     ]
 
 
+def health() -> list[str]:
+    """Calls of this process, a line per kind of layer and operation, over all layers.
+
+    As key=value; the log has a line when a count reaches 1, 10, 100, ... Counts as in `Row`;
+    engine_own: parts of batches left to vLLM.
+    """
+    return common.health.lines()
+
+
 def unsupported(version: str, platform: str) -> str | None:
     """Why this vLLM keeps its own kernels; None if it is supported."""
     release = releases.VLLM.get(platform)

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+from gated_delta.integrations.health import Health
+
 
 @dataclass
 class Tally:
@@ -27,6 +29,9 @@ def logger() -> Any:
     from vllm.logger import init_logger
 
     return init_logger("vllm.gated_delta")  # vLLM's log shows names under "vllm" only
+
+
+health = Health("vllm", lambda line: logger().info(line))
 
 
 def platform() -> str:

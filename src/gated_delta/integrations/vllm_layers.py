@@ -34,19 +34,21 @@ from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 from gated_delta import __version__, api
 from gated_delta.integrations import vllm_common as common
 from gated_delta.integrations import vllm_start
-from gated_delta.integrations.checks import in_chunks, layer_gate
+from gated_delta.integrations.checks import in_chunks
+from gated_delta.integrations.vllm_calls import Recurrence
 from gated_delta.integrations.vllm_start import BACKEND, DEVICE
 from gated_delta.ops.launch import MAX_NORM
-from gated_delta.problem import CHECKPOINT_INTERVAL, Gate, GatedNorm
+from gated_delta.problem import CHECKPOINT_INTERVAL
 
 GRID = "get_mamba_prefill_checkpoint_grid"  # not in vLLM 0.32
 BLOCK = 8  # tokens per block of vLLM's prefill convolution
 
 
-class Core(abstract.MambaBase):
+class Core(Recurrence, abstract.MambaBase):
     """The core of a layer. The first base of a layer's class; vLLM's class is the second."""
 
-    channels = False  # True: the gate has K channels
+    null_index = NULL_BLOCK_ID
+    backend = BACKEND
 
     def __init__(self, *args: Any, **kwargs: Any):
         super().__init__(*args, **kwargs)
@@ -55,6 +57,7 @@ class Core(abstract.MambaBase):
         self.sizes = self._key_heads(), HV, V, K
         self.cuts = vllm_config.scheduler_config.enable_chunked_prefill
         self.tally, self.profiled = common.Tally(), False
+        self.inputs, self.deterministic = self.model_config.dtype, envs.VLLM_BATCH_INVARIANT
         self.fuses_norm = V <= MAX_NORM and self._passes_gate()
         align = vllm_config.cache_config.mamba_cache_mode == "align"
         self.aligned = align and hasattr(abstract, GRID)
@@ -138,10 +141,6 @@ class Core(abstract.MambaBase):
         """Whether the core gets the gate of the norm after it, and decode has such a norm."""
         return False
 
-    def _norm(self) -> Any:
-        """vLLM's gated norm after the core."""
-        raise NotImplementedError
-
     def _refuse(self, reasons: dict[str, str]) -> None:
         if reasons and DEVICE == "cpu":
             # vLLM's CPU kernels keep states as [K, V], so it gets both operations or none.
@@ -165,6 +164,10 @@ class Core(abstract.MambaBase):
             m.num_decodes + m.num_spec_decodes and "decode" in refused
         ):
             self.tally.calls["vLLM"] += 1
+            reason = "; ".join(dict.fromkeys(refused.values()))
+            counts = dict(decode=m.num_decodes, drafts=m.num_spec_decodes, prefill=m.num_prefills)
+            for op in (op for op, count in counts.items() if count):
+                common.health.count(self._family(), op, reason)
             return False
         n, drafts = m.num_actual_tokens, m.num_spec_decodes > 0
         rows, out = [x[:n] for x in (qkv, g, beta, *(z if self.fuses_norm else ()))], out[:n]
@@ -200,7 +203,7 @@ class Core(abstract.MambaBase):
             num_accepted=accepted,
             out=out[None],
         )
-        self.tally.calls["drafts"] += 1
+        self._count("drafts")
 
     def _others(self, m: Any, rows: Sequence[Tensor], out: Tensor) -> None:
         """Decodes of one token a sequence, then prefills."""
@@ -213,7 +216,7 @@ class Core(abstract.MambaBase):
         if m.num_decodes:
             single = self._arguments([y[:n] for y in (x, *rows[1:])], self.kv_cache[1], False)
             api.decode(**single, state_indices=slots[:n], out=out[:n, None])
-            self.tally.calls["decode"] += 1
+            self._count("decode")
 
     def _prefills(self, m: Any, rows: Sequence[Tensor], out: Tensor, n: int) -> Tensor:
         """Runs the prefills, after n decodes; returns the convolution's output of all rows."""
@@ -233,7 +236,7 @@ class Core(abstract.MambaBase):
             m.prefill_query_start_loc = m.non_spec_query_start_loc[n:] - n
         packed = self._arguments([y[n:] for y in (x, *rows[1:3])], self.kv_cache[1], True)
         packed |= dict(
-            deterministic=envs.VLLM_BATCH_INVARIANT,
+            deterministic=self.deterministic,
             state_indices=m.prefill_state_indices,
             has_initial_state=m.prefill_has_initial_state,
             cu_seqlens=m.prefill_query_start_loc,
@@ -255,8 +258,15 @@ class Core(abstract.MambaBase):
         api.prefill(**packed, out=out[None, n:])
         for z in rows[3:]:
             self._normalise(out[n:], z[n:])
-        self.tally.calls["prefill"] += 1
+        self._count("prefill")
         return x
+
+    def _count(self, op: str) -> None:
+        self.tally.calls[op] += 1
+        common.health.count(self._family(), op)
+
+    def _family(self) -> str:
+        return "KDA" if self.channels else "GDN"
 
     def _longest(self, m: Any) -> int | None:
         """max_seqlen of several prefills, if vLLM has their lengths on the host."""
@@ -286,34 +296,6 @@ class Core(abstract.MambaBase):
     def _weight(self) -> Tensor:
         """The convolution's, [D, width]."""
         return _unpacked(self.conv1d)
-
-    def _arguments(
-        self, rows: Sequence[Tensor], pool: Tensor, packed: bool, gate: Gate | None = None
-    ) -> dict[str, Any]:
-        """An operation's arguments for tokens: packed sequences, or one token a sequence.
-
-        rows: x after the convolution, g, beta, and z if decode includes the norm.
-        """
-        (H, HV, V, K), (x, g, beta, *z) = self.sizes, rows
-        lead = (1, len(x)) if packed else (len(x), 1)
-        q, k, v = x.split((H * K, H * K, HV * V), -1)
-        shapes = dict(q=(q, H, K), k=(k, H, K), v=(v, HV, V), g=(g, *g.shape[1:]), beta=(beta, HV))
-        tensors: dict[str, Any] = {
-            name: y.view(*lead, *shape) for name, (y, *shape) in shapes.items()
-        }
-        if z:
-            norm = self._norm()
-            weight = norm.weight
-            if weight.device != x.device:
-                weight = torch.empty_like(weight, device=x.device)
-            activation = "sigmoid" if norm.activation == "sigmoid" else "silu"  # or "swish"
-            tensors |= dict(z=z[0].view(*lead, HV, V), norm=GatedNorm(weight, norm.eps, activation))
-        gate = gate or self._gate(self.A_log, self.dt_bias)
-        options = dict(beta_logits=True, null_index=NULL_BLOCK_ID, backend=BACKEND)
-        return dict(**tensors, **options, gate=gate, state=pool)
-
-    def _gate(self, A_log: Tensor, dt_bias: Tensor) -> Gate:
-        return layer_gate(A_log, dt_bias)
 
 
 @functools.cache
@@ -375,14 +357,7 @@ class Qwen(GDN, QwenGatedDeltaNetAttention):
 
 
 class Olmo(GDN, OlmoHybridGatedDeltaNetAttention):
-    def _arguments(
-        self, rows: Sequence[Tensor], pool: Tensor, packed: bool, gate: Gate | None = None
-    ) -> dict[str, Any]:
-        arguments = super()._arguments(rows, pool, packed, gate)
-        if self.allow_neg_eigval:
-            beta = 2 * arguments["beta"].float().sigmoid()
-            arguments |= dict(beta=beta, beta_logits=False)
-        return arguments
+    pass
 
 
 class KDA(Core):
@@ -407,9 +382,6 @@ class KDA(Core):
 
     def _norm(self) -> Any:
         return self.o_norm
-
-    def _gate(self, A_log: Tensor, dt_bias: Tensor) -> Gate:
-        return layer_gate(A_log.flatten(), dt_bias.view(A_log.numel(), -1), self._lower_bound())
 
     def _lower_bound(self) -> float | None:
         return self.gate_lower_bound
@@ -472,7 +444,7 @@ class Ling(Separate):
     """Ling-3.0's layer. vLLM's activates gate and beta before its operator; ours does not."""
 
     @property
-    def num_spec(self) -> int:
+    def num_spec(self) -> int:  # type: ignore[override]
         return self.num_speculative_tokens
 
     def forward(self, hidden_states: Tensor, positions: Tensor, output: Tensor) -> None:

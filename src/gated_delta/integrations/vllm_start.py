@@ -8,11 +8,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from vllm import envs
 from vllm.model_executor.layers.mamba.ops import causal_conv1d
 
 from gated_delta import api
 from gated_delta.integrations import card_check, start
+from gated_delta.integrations.vllm_calls import too_many
 from gated_delta.integrations.vllm_common import logger, platform
 from gated_delta.problem import MAX_DRAFT
 
@@ -36,7 +36,7 @@ def left_to_vllm(vllm_config: Any, num_spec: int) -> dict[str, str]:
     }
     for reason in [reason for reason, holds in reasons.items() if holds]:
         return dict(decode=reason, prefill=reason)
-    return dict(decode=f"more than {MAX_DRAFT - 1} draft tokens") if num_spec >= MAX_DRAFT else {}
+    return too_many(num_spec)
 
 
 @torch.no_grad()
@@ -45,7 +45,7 @@ def missing(layer: Any, pool: Tensor, left: Collection[str]) -> dict[str, str]:
 
     left: operations that vLLM runs anyway; they are not checked on the card.
     """
-    all_calls = calls(layer, pool, 64)
+    all_calls = layer.calls(pool, 64)
     refused = start.refused(all_calls)
     ours = [call for call in all_calls if call[0] not in {*left, *refused}]
     return refused | card_check.failing(ours, logger())
@@ -56,41 +56,13 @@ def small_pool(layer: Any) -> Tensor:
     return torch.zeros(2, *layer.sizes[1:], dtype=layer.get_state_dtype()[1], device=DEVICE)
 
 
-def calls(layer: Any, pool: Tensor, tokens: int) -> list[start.Call]:
-    """Calls like those of batches, on that pool: a prefill of `tokens`, a decode, drafts."""
-    (H, HV, V, K), W = layer.sizes, 1 + layer.num_spec
-    gate = layer._gate(
-        *(torch.empty_like(x, device=pool.device) for x in (layer.A_log, layer.dt_bias))
-    )
-    widths = [(2 * H * K + HV * V,), (HV, K) if layer.channels else (HV,), (HV,)]
-    widths += [(HV, V)] if layer.fuses_norm else []
-    rows = [pool.new_empty(tokens, *width, dtype=layer.model_config.dtype) for width in widths]
-    one = torch.ones(1, dtype=torch.int32, device=pool.device)
-    cu_seqlens, slots = torch.cat([0 * one, one]), dict(state_indices=one)
-    prefill = slots | dict(has_initial_state=one.bool(), cu_seqlens=cu_seqlens * tokens)
-    prefill |= dict(deterministic=envs.VLLM_BATCH_INVARIANT)
-    cases = [("prefill", tokens, prefill), ("decode", 1, slots)]
-    if layer.num_spec:
-        accepted = dict(num_accepted=one, cu_seqlens=cu_seqlens * W)
-        cases.append(("decode", W, dict(state_indices=one.repeat(1, W)) | accepted))
-    if layer.aligned:
-        checkpoints = dict(checkpoint_lens=-one[:, None], checkpoint_indices=one[:, None])
-        cases.append(("prefill", tokens, prefill | checkpoints))
-
-    def call(op: str, n: int, options: dict[str, Any]) -> start.Call:
-        inputs = [x[:n] for x in rows[: 3 if op == "prefill" else 4]]
-        return op, layer._arguments(inputs, pool, "cu_seqlens" in options, gate) | options
-
-    return [call(*case) for case in cases]
-
-
 @torch.no_grad()
 def load(layer: Any, pool: Tensor) -> None:
     """Loads or compiles the kernels that serving launches on that pool of states.
 
     Raises UnsupportedProblem if kernels are missing and cannot be compiled, or may not be.
     """
-    ours = [call for call in calls(layer, pool, 64) if call[0] not in layer.tally.refused]
+    ours = [call for call in layer.calls(pool, 64) if call[0] not in layer.tally.refused]
     start.load(ours, pool.device)
 
 
@@ -102,5 +74,5 @@ def profile(layer: Any, tokens: int) -> None:
     layer.profiled, pool = True, small_pool(layer)
     load(layer, pool)
     if BACKEND == "cute":
-        _, arguments = calls(layer, pool, max(tokens, MAX_DRAFT))[0]
+        _, arguments = layer.calls(pool, max(tokens, MAX_DRAFT))[0]
         api.prefill(**arguments)

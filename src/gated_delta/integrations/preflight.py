@@ -1,0 +1,399 @@
+"""What an engine would run on gated_delta for a model, mode by mode: `check --engine`.
+
+It reads the model's config.json, loads no weights, imports no engine, and asks the functions of
+the plug-ins about calls like the layers'.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import torch
+from rich.table import Table
+
+from gated_delta import compile
+from gated_delta.integrations import card_check, releases, sglang_common, start, vllm, vllm_calls
+from gated_delta.integrations.sglang_start import Layer
+from gated_delta.ops.launch import MAX_NORM
+from gated_delta.problem import INPUT_DTYPES, SHORT, KVBuffer, UnsupportedProblem
+from gated_delta.results import make_table
+from gated_delta.testing import Case
+
+ENGINES = dict(sglang="SGLang", vllm="vLLM")
+MODES = dict(sglang=("decode", "prefill", "verify"), vllm=("decode", "prefill"))
+"""As the engines' logs name them. vLLM's decode includes drafts."""
+WHERE = dict(states="as states", kvbuffer="in a KVBuffer (GATED_DELTA_SGLANG_KVBUFFER=1)")
+"""Places of drafts."""
+
+
+class Sizes(NamedTuple):
+    """A model's linear layers: "GDN" or "KDA", their number, heads and head dims."""
+
+    family: str
+    layers: int
+    H: int
+    HV: int
+    K: int
+    V: int
+    lower_bound: float | None = None
+
+    def __str__(self) -> str:
+        gate = "" if self.lower_bound is None else f", gate above {self.lower_bound}"
+        heads = f"H={self.H} HV={self.HV} K={self.K} V={self.V}"
+        return f"{self.layers} {self.family} layers, {heads}{gate}"
+
+
+class Config(dict[str, Any]):
+    """A config.json with its text_config merged. Raises ValueError for an entry it lacks."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(f"expected {name} in config.json of a {self.get('model_type')}")
+
+
+def _gdn(c: Config) -> Sizes:
+    heads = c["linear_num_key_heads"], c["linear_num_value_heads"]
+    dims = c["linear_key_head_dim"], c["linear_value_head_dim"]
+    return Sizes("GDN", _layers(c), *heads, *dims)
+
+
+def _kda(c: Config) -> Sizes:
+    nested = c.get("linear_attn_config") or {}
+    H = nested.get("num_heads") or c["linear_num_heads"]
+    D = nested.get("head_dim") or c["linear_head_dim"]
+    listed = nested.get("kda_layers")
+    bounds = nested.get("gate_lower_bound"), c.get("gate_lower_bound"), c.get("linear_lower_bound")
+    bound = next((x for x in bounds if x is not None), None)
+    return Sizes("KDA", _layers(c) if listed is None else len(listed), H, H, D, D, bound)
+
+
+def _ling(c: Config) -> Sizes:
+    H, D, n = c["num_attention_heads"], c["head_dim"], c["num_hidden_layers"]
+    c["short_conv_kernel_size"]  # Ling 2.5 has none: its layers are no KDA
+    groups = c["layer_group_size"]
+    layers = n - n // groups if isinstance(groups, int) else sum(x == 1 for x in groups)
+    bound = c["kda_lower_bound"] if c["kda_safe_gate"] else None
+    return Sizes("KDA", layers, H, H, D, D, bound)
+
+
+def _layers(c: Config) -> int:
+    if types := c.get("layer_types"):
+        return types.count("linear_attention")
+    n = c["num_hidden_layers"]
+    if (full := c.get("full_attention_layers")) is not None:  # GigaChat
+        return n - len(full)
+    return n - n // c.get("full_attention_interval", 4)
+
+
+class Family(NamedTuple):
+    """Models that an engine reads and serves alike.
+
+    states: the dtype of vLLM's by default: "fp32", that of the "inputs", or of the "config" if it
+    names one. fuses_norm: vLLM's decode includes the gated norm, for GDN in bf16 alone.
+    """
+
+    read: Callable[[Config], Sizes]
+    states: str
+    fuses_norm: bool = False
+    engines: tuple[str, ...] = tuple(ENGINES)
+
+
+FAMILIES = {
+    kind: family
+    for kinds, family in {
+        "qwen3_next": Family(_gdn, "inputs"),
+        "qwen3_5 qwen3_5_text qwen3_5_moe qwen3_5_moe_text": Family(_gdn, "config", True),
+        "qwen4_exp qwen4_exp_text": Family(_gdn, "config", True),
+        "intern_s2_preview interns2_mobius interns2_mobius_text": Family(_gdn, "inputs", True),
+        "gigachat3_5": Family(_gdn, "inputs", engines=("sglang",)),
+        "olmo_hybrid": Family(_gdn, "inputs", engines=("vllm",)),
+        "kimi_linear kimi_k3 glm5_next glm5_next_text": Family(_kda, "fp32", True),
+        "bailing_hybrid bailing_moe_v3_vl": Family(_ling, "fp32", True),
+    }.items()
+    for kind in kinds.split()
+}
+"""By the config's model_type: the models of docs/engines.md."""
+
+
+class Model(NamedTuple):
+    """The linear layers of a model on one rank."""
+
+    kind: str
+    family: Family
+    sizes: Sizes
+    dtype: torch.dtype
+    state_dtype: torch.dtype
+    doubles_beta: bool
+
+    def __str__(self) -> str:
+        states = f"states in {SHORT[self.state_dtype]}"
+        return f"{self.kind}: {self.sizes} on each rank, {SHORT[self.dtype]}, {states}"
+
+    def state_bytes(self, rows: int) -> int:
+        """Of so many states in every layer."""
+        _, layers, _, HV, K, V, _ = self.sizes
+        return layers * rows * HV * V * K * self.state_dtype.itemsize
+
+
+@dataclass
+class Mode:
+    """ours: our kernels run it. reason: why not, or a remark. unbuilt: kernels to be compiled."""
+
+    name: str
+    calls: list[start.Call] = field(default_factory=list)
+    ours: bool = True
+    reason: str = ""
+    unbuilt: tuple[str, ...] = ()
+
+    def leave(self, reason: str) -> None:
+        self.ours, self.reason = False, reason
+
+
+class Plan(NamedTuple):
+    """release: of the engine installed. drafts: bytes. cases: for `backend`, against float64."""
+
+    engine: str
+    release: str
+    model: Model
+    modes: list[Mode]
+    drafts: dict[str, int]
+    cases: list[Case]
+    backend: str
+
+    @property
+    def ours(self) -> bool:
+        return all(mode.ours for mode in self.modes)
+
+    def tables(self) -> list[str | Table]:
+        """What runs where, to be printed."""
+        table = make_table(f"gated_delta in {ENGINES[self.engine]}", "mode", "runs on", "because")
+        for mode in self.modes:
+            runs = "gated_delta" if mode.ours else ENGINES[self.engine]
+            table.add_row(mode.name, runs, mode.reason or "-")
+        sizes = (f"{x / 2**30:.3f} GiB {WHERE[name]}" for name, x in self.drafts.items())
+        drafts = [f"drafts take {' or '.join(sizes)}"] if self.drafts else []
+        return [self.release, str(self.model), *drafts, table]
+
+    def missing(self) -> list[str]:
+        """The kernels that keep modes from gated_delta, to be printed."""
+        modes = (mode for mode in self.modes if not mode.ours)
+        return [f"{mode.name} lacks {label}" for mode in modes for label in mode.unbuilt]
+
+    def record(self) -> dict[str, Any]:
+        """For JSON."""
+        model = self.model
+        return dict(
+            name=self.engine,
+            release=self.release,
+            model_type=model.kind,
+            **model.sizes._asdict(),
+            dtype=SHORT[model.dtype],
+            state_dtype=SHORT[model.state_dtype],
+            modes=[vars(mode) | dict(calls=len(mode.calls)) for mode in self.modes],
+            draft_bytes=self.drafts,
+        )
+
+
+class Asked(NamedTuple):
+    """A server: tensor parallelism, drafts as its engine counts them, requests at once, dtypes.
+
+    modes: those to be ours. backend: auto is the plug-in's, cute on a GPU.
+    """
+
+    engine: str
+    model: Path | None
+    modes: tuple[str, ...] = ()
+    tp: int = 1
+    drafts: int = 0
+    requests: int = 1
+    dtype: torch.dtype | None = None
+    state_dtype: torch.dtype | None = None
+    backend: str = "auto"
+
+
+def read(path: Path | None) -> Config:
+    """Raises ValueError, in one line, if there is no config.json or it is no JSON object."""
+    if path is None:
+        raise ValueError("expected --model, a directory with config.json")
+    file = path / "config.json" if path.is_dir() else path
+    try:
+        config = json.loads(file.read_text())
+    except OSError as problem:
+        raise ValueError(f"cannot read {str(file)!r}: {problem.strerror}") from None
+    except (ValueError, RecursionError):
+        config = None
+    if not isinstance(config, dict):
+        raise ValueError(f"expected a JSON object in {str(file)!r}")
+    text = config.get("text_config")
+    text = text if isinstance(text, dict) else {}
+    # The model_type of the whole: Kimi K3's text model has Kimi Linear's.
+    return Config(config | text | {"model_type": config.get("model_type")})
+
+
+def plan(asked: Asked, device: torch.device) -> Plan:
+    """What the engine would run. Raises ValueError, in one line, for a model it cannot serve."""
+    engine, known = asked.engine, MODES[asked.engine]
+    if unknown := set(asked.modes) - set(known):
+        raise ValueError(f"expected --op to be of {', '.join(known)}, got {min(unknown)}")
+    model = _model(asked)
+    modes, drafts = (_sglang if engine == "sglang" else _vllm)(asked, model, device)
+    release, refused = _release(engine, device)
+    backend = asked.backend
+    if backend == "auto":
+        backend = sglang_common.backend_for(torch.empty(0, device=device))  # vLLM's too
+    for mode in modes:
+        mode.calls = [(op, arguments | dict(backend=backend)) for op, arguments in mode.calls]
+        if refused:
+            mode.leave(refused)
+        elif mode.ours:
+            _decide(mode, device)
+    calls = [call for mode in modes if mode.ours for call in mode.calls]
+    # All heads; an engine's start runs few.
+    heads = model.sizes.H, model.sizes.HV
+    cases = [replace(case, heads=heads) for case in card_check.cases_of(calls)]
+    return Plan(engine, release, model, modes, drafts, cases, backend)
+
+
+def _model(asked: Asked) -> Model:
+    config, engine = read(asked.model), asked.engine
+    kind = str(config["model_type"])
+    family = FAMILIES.get(kind)
+    if family is None or engine not in family.engines:
+        raise ValueError(f"gated_delta serves no model_type {kind!r} in {ENGINES[engine]}")
+    try:
+        sizes = family.read(config)
+    except (AttributeError, TypeError, ZeroDivisionError) as problem:
+        raise ValueError(f"expected other values in config.json of a {kind}: {problem}") from None
+    for name in ("layers", "H", "HV", "K", "V"):
+        if not isinstance(size := getattr(sizes, name), int) or size < 1:
+            raise ValueError(f"expected {name} of 1 or more in config.json, got {size!r}")
+    H, HV = sizes.H, sizes.HV
+    if HV % H:
+        raise ValueError(f"expected HV in config.json to be a multiple of H={H}, got {HV}")
+    if H % asked.tp:
+        raise ValueError(f"expected --tp to divide H={H}, got {asked.tp}")
+    sizes = sizes._replace(H=H // asked.tp, HV=HV // asked.tp)
+    dtype = asked.dtype or _dtype(config.get("dtype") or config["torch_dtype"])
+    states = asked.state_dtype or _state_dtype(engine, family, config, dtype)
+    return Model(kind, family, sizes, dtype, states, bool(config.get("linear_allow_neg_eigval")))
+
+
+def _dtype(name: object) -> torch.dtype:
+    dtype = getattr(torch, str(name).removeprefix("torch."), None)
+    if dtype not in INPUT_DTYPES:
+        raise ValueError(f"expected dtype bfloat16, float16 or float32, got {name!r}")
+    return dtype
+
+
+def _state_dtype(engine: str, family: Family, config: Config, dtype: torch.dtype) -> torch.dtype:
+    """The engine's default."""
+    named = config.get("mamba_ssm_dtype")
+    if engine == "sglang":
+        read = named if family.read is _gdn else None
+        return _dtype(os.environ.get("SGLANG_MAMBA_SSM_DTYPE") or read or "float32")
+    if family.states == "config" and named:
+        return _dtype(named)
+    return torch.float32 if family.states == "fp32" else dtype
+
+
+def _release(engine: str, device: torch.device) -> tuple[str, str]:
+    """A line on the installed engine; why it is not served, or ""."""
+    version = releases.installed(engine)
+    if version is None:
+        return f"{ENGINES[engine]} is not installed here: its release was not checked", ""
+    if engine == "vllm":
+        refusal = vllm.unsupported(version, device.type)
+    else:
+        refusal = releases.SGLANG.refusal(version)
+        refusal = refusal and f"expected SGLang {releases.SGLANG.version}, got {refusal}"
+    served = "not served" if refusal else "served"
+    return f"{ENGINES[engine]} {version} is {served}", refusal or ""
+
+
+def _decide(mode: Mode, device: torch.device) -> None:
+    """Whether our kernels run the mode's calls, as the plug-ins decide it at their start."""
+    if refused := start.refused(mode.calls):
+        mode.leave(f"ours needs {'; '.join(dict.fromkeys(refused.values()))}")
+    elif not (compile.may_compile() and compile.installed(compile.COMPILER)):
+        try:
+            start.load(mode.calls, device)
+        except UnsupportedProblem as error:
+            reason, *_ = str(error).splitlines()
+            mode.leave(reason)
+            mode.unbuilt = error.missing
+    else:
+        mode.unbuilt, command = start.unbuilt(mode.calls, device)
+        if mode.unbuilt:
+            mode.reason = f"its start compiles {len(mode.unbuilt)} kernels; {command}"
+
+
+def _sglang(asked: Asked, model: Model, device: torch.device) -> tuple[list[Mode], dict[str, int]]:
+    family, layers, H, HV, K, V, bound = model.sizes
+    state = torch.zeros(2, HV, V, K, dtype=model.state_dtype, device=device)
+    scratch: Any = None
+    drafts: dict[str, int] = {}
+    T, unfit = asked.drafts, sglang_common.drafts_need(asked.drafts, tree=False)
+    if T and not unfit:
+        gate = "channel" if family == "KDA" else "head"
+        sizes: dict[str, Any] = dict(T=T, H=H, HV=HV, K=K, V=V, gate=gate)
+        rows = asked.requests + 1  # and the padding's
+        buffer = KVBuffer.empty(rows, **sizes, num_layers=layers, device="meta")
+        drafts = dict(states=model.state_bytes(rows * T), kvbuffer=buffer.nbytes)
+        in_kvbuffer = compile.flag("GATED_DELTA_SGLANG_KVBUFFER", False)
+        scratch = (
+            KVBuffer.empty(2, **sizes, device=device)
+            if in_kvbuffer
+            else state.new_zeros(2, T, HV, V, K)
+        )
+    layer = Layer(family, H, HV, K, V, model.dtype, bound)
+    by_mode = layer.calls(state, tracked=True, scratch=scratch, drafts=T)
+    names = asked.modes or MODES["sglang"][: 3 if T else 2]
+    modes = [Mode(name, by_mode.get(name, [])) for name in names]
+    for mode in modes:
+        if not mode.calls:
+            mode.leave(f"ours needs {unfit or 'drafts: --drafts is 0'}")
+        if mode.name == "decode" and model.kind == "kimi_k3" and HV == 12:
+            mode.leave("SGLang has a fused kernel for 12 heads a GPU")
+    return modes, drafts
+
+
+class _Layer(vllm_calls.Recurrence):
+    """A layer as vLLM would build it."""
+
+    def __init__(self, model: Model, drafts: int):
+        family, _, H, HV, K, V, self.bound = model.sizes
+        self.channels, self.sizes, self.num_spec = family == "KDA", (H, HV, V, K), drafts
+        self.inputs, self.backend = model.dtype, "auto"
+        fits = V <= MAX_NORM and (self.channels or model.dtype == torch.bfloat16)
+        self.fuses_norm = model.family.fuses_norm and fits
+        self.allow_neg_eigval, self.aligned = model.doubles_beta, True
+        self.deterministic = os.environ.get("VLLM_BATCH_INVARIANT") == "1"
+        self.A_log = torch.zeros(HV)
+        self.dt_bias = torch.zeros(HV, *((K,) if self.channels else ()))
+
+    def _norm(self) -> Any:
+        activation = "sigmoid" if self.channels else "silu"
+        return SimpleNamespace(weight=torch.ones(self.sizes[2]), eps=1e-6, activation=activation)
+
+    def _lower_bound(self) -> float | None:
+        return self.bound
+
+
+def _vllm(asked: Asked, model: Model, device: torch.device) -> tuple[list[Mode], dict[str, int]]:
+    _, _, _, HV, K, V, _ = model.sizes
+    pool = torch.zeros(2, HV, V, K, dtype=model.state_dtype, device=device)
+    calls = _Layer(model, asked.drafts).calls(pool, 64)
+    left = vllm_calls.too_many(asked.drafts)
+    modes = [
+        Mode(x, [call for call in calls if call[0] == x]) for x in asked.modes or MODES["vllm"]
+    ]
+    for mode in modes:
+        if mode.name in left:
+            mode.leave(left[mode.name])
+    states = model.state_bytes(asked.requests * asked.drafts)
+    return modes, dict(states=states) if asked.drafts else {}

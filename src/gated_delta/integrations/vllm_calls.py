@@ -1,0 +1,111 @@
+"""A vLLM layer's calls of our operations, from its sizes alone. Imports no engine."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from gated_delta.integrations import start
+from gated_delta.integrations.checks import layer_gate
+from gated_delta.problem import MAX_DRAFT, Gate, GatedNorm
+
+
+def too_many(drafts: int) -> dict[str, str]:
+    """Operations left to vLLM for so many draft tokens a request, and why."""
+    most = MAX_DRAFT - 1  # the token before them is in the same call
+    return dict(decode=f"more than {most} draft tokens") if drafts > most else {}
+
+
+class Recurrence:
+    """A linear layer on this rank, as our operations see it.
+
+    sizes: H, HV, V, K. channels: the gate has K channels. num_spec: draft tokens. fuses_norm:
+    decode includes the gated norm. aligned: prefill also keeps states inside a prompt.
+    allow_neg_eigval: beta is 2 sigmoid(b). Gate weights A_log, dt_bias: any device.
+    """
+
+    channels = False
+    allow_neg_eigval = False
+    null_index = 0
+    sizes: tuple[int, int, int, int]
+    num_spec: int
+    fuses_norm: bool
+    aligned: bool
+    deterministic: bool
+    inputs: torch.dtype
+    backend: str
+    A_log: Any
+    dt_bias: Any
+
+    def _norm(self) -> Any:
+        """The gated norm after the recurrence: weight, eps, activation."""
+        raise NotImplementedError
+
+    def _lower_bound(self) -> float | None:
+        """Of KDA's gate."""
+        return None
+
+    def _gate(self, A_log: Tensor, dt_bias: Tensor) -> Gate:
+        if not self.channels:
+            return layer_gate(A_log, dt_bias)
+        return layer_gate(A_log.flatten(), dt_bias.view(A_log.numel(), -1), self._lower_bound())
+
+    def _arguments(
+        self, rows: Sequence[Tensor], pool: Tensor, packed: bool, gate: Gate | None = None
+    ) -> dict[str, Any]:
+        """An operation's arguments for tokens: packed sequences, or one token a sequence.
+
+        rows: x after the convolution, g, beta, and z if decode includes the norm.
+        """
+        (H, HV, V, K), (x, g, beta, *z) = self.sizes, rows
+        lead = (1, len(x)) if packed else (len(x), 1)
+        q, k, v = x.split((H * K, H * K, HV * V), -1)
+        shapes = dict(q=(q, H, K), k=(k, H, K), v=(v, HV, V), g=(g, *g.shape[1:]), beta=(beta, HV))
+        tensors: dict[str, Any] = {
+            name: y.view(*lead, *shape) for name, (y, *shape) in shapes.items()
+        }
+        if z:
+            norm = self._norm()
+            weight = norm.weight
+            if weight.device != x.device:
+                weight = torch.empty_like(weight, device=x.device)
+            activation = "sigmoid" if norm.activation == "sigmoid" else "silu"  # or "swish"
+            tensors |= dict(z=z[0].view(*lead, HV, V), norm=GatedNorm(weight, norm.eps, activation))
+        logits = not self.allow_neg_eigval
+        if not logits:
+            tensors["beta"] = 2 * tensors["beta"].float().sigmoid()
+        gate = gate or self._gate(self.A_log, self.dt_bias)
+        options = dict(beta_logits=logits, null_index=self.null_index, backend=self.backend)
+        return dict(**tensors, **options, gate=gate, state=pool)
+
+    def calls(self, pool: Tensor, tokens: int) -> list[start.Call]:
+        """Calls like those of batches, on that pool: a prefill of `tokens`, a decode, drafts."""
+        (H, HV, V, K), W = self.sizes, 1 + self.num_spec
+        gate = self._gate(
+            *(torch.empty_like(x, device=pool.device) for x in (self.A_log, self.dt_bias))
+        )
+        widths = [(2 * H * K + HV * V,), (HV, K) if self.channels else (HV,), (HV,)]
+        widths += [(HV, V)] if self.fuses_norm else []
+        rows = [pool.new_empty(tokens, *width, dtype=self.inputs) for width in widths]
+        one = torch.ones(1, dtype=torch.int32, device=pool.device)
+        cu_seqlens, slots = torch.cat([0 * one, one]), dict(state_indices=one)
+        prefill: dict[str, Any] = slots | dict(
+            has_initial_state=one.bool(), cu_seqlens=cu_seqlens * tokens
+        )
+        prefill |= dict(deterministic=self.deterministic)
+        cases = [("prefill", tokens, prefill), ("decode", 1, slots)]
+        if self.num_spec:
+            accepted = dict(num_accepted=one, cu_seqlens=cu_seqlens * W)
+            cases.append(("decode", W, dict(state_indices=one.repeat(1, W)) | accepted))
+        if self.aligned:
+            checkpoints = dict(checkpoint_lens=-one[:, None], checkpoint_indices=one[:, None])
+            cases.append(("prefill", tokens, prefill | checkpoints))
+
+        def call(op: str, n: int, options: dict[str, Any]) -> start.Call:
+            inputs = [x[:n] for x in rows[: 3 if op == "prefill" else 4]]
+            return op, self._arguments(inputs, pool, "cu_seqlens" in options, gate) | options
+
+        return [call(*case) for case in cases]

@@ -1,0 +1,265 @@
+"""`gated-delta check --engine`: what an engine would run for a model, without the engine."""
+
+import dataclasses
+import json
+import logging
+from types import SimpleNamespace
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from gated_delta import reference
+from gated_delta.cli import app
+from gated_delta.gpus import H200
+from gated_delta.integrations import (
+    card_check,
+    preflight,
+    releases,
+    sglang_common,
+    sglang_kvbuffer,
+    start,
+)
+from gated_delta.integrations.preflight import Asked, Sizes
+
+CPU, BF16, FP32 = torch.device("cpu"), torch.bfloat16, torch.float32
+GDN = dict(
+    linear_num_key_heads=4,
+    linear_num_value_heads=8,
+    linear_key_head_dim=64,
+    linear_value_head_dim=128,
+)
+NEXT = dict(model_type="qwen3_next", dtype="bfloat16", num_hidden_layers=8, **GDN)
+KIMI = dict(num_heads=24, head_dim=128, kda_layers=[1, 2, 3], full_attn_layers=[4])
+TYPES = ["linear_attention", "linear_attention", "full_attention"]
+TINY = NEXT | dict(
+    linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8
+)
+
+
+@pytest.fixture(autouse=True)
+def _no_engine(monkeypatch):
+    monkeypatch.setattr(releases, "installed", lambda engine: None)
+
+
+@pytest.fixture
+def plan(tmp_path):
+    def make(engine, config, **asked):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        return preflight.plan(Asked(engine, tmp_path, **asked), CPU)
+
+    return make
+
+
+@pytest.fixture
+def check(tmp_path):
+    def run(engine, config, *options):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        command = ["check", "--engine", engine, "--model", str(tmp_path), "--device", "cpu"]
+        return CliRunner().invoke(app, [*command, *options])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("engine", "config", "sizes", "states"),
+    [
+        ("sglang", NEXT, Sizes("GDN", 6, 4, 8, 64, 128), FP32),
+        ("vllm", NEXT, Sizes("GDN", 6, 4, 8, 64, 128), BF16),
+        (
+            "vllm",
+            dict(
+                model_type="qwen3_5_moe",
+                text_config=NEXT | dict(layer_types=TYPES, mamba_ssm_dtype="float32"),
+            ),
+            Sizes("GDN", 2, 4, 8, 64, 128),
+            FP32,
+        ),
+        (
+            "sglang",
+            NEXT | dict(model_type="gigachat3_5", full_attention_layers=[3]),
+            Sizes("GDN", 7, 4, 8, 64, 128),
+            FP32,
+        ),
+        (
+            "vllm",
+            dict(model_type="kimi_linear", torch_dtype="bfloat16", linear_attn_config=KIMI),
+            Sizes("KDA", 3, 24, 24, 128, 128),
+            FP32,
+        ),
+        (
+            "vllm",
+            dict(
+                model_type="glm5_next",
+                dtype="bfloat16",
+                layer_types=TYPES,
+                linear_num_heads=4,
+                linear_head_dim=64,
+                linear_lower_bound=-5.0,
+            ),
+            Sizes("KDA", 2, 4, 4, 64, 64, -5.0),
+            FP32,
+        ),
+        (
+            "sglang",
+            dict(
+                model_type="bailing_hybrid",
+                dtype="bfloat16",
+                num_hidden_layers=9,
+                layer_group_size=4,
+                num_attention_heads=4,
+                head_dim=64,
+                short_conv_kernel_size=4,
+                kda_safe_gate=True,
+                kda_lower_bound=-4.0,
+            ),
+            Sizes("KDA", 7, 4, 4, 64, 64, -4.0),
+            FP32,
+        ),
+    ],
+)
+def test_a_models_layers_are_read(engine, config, sizes, states, plan):
+    result = plan(engine, config)
+    assert (result.model.sizes, result.model.dtype, result.model.state_dtype) == (
+        sizes,
+        BF16,
+        states,
+    )
+    assert [(mode.name, mode.ours) for mode in result.modes] == [
+        ("decode", True),
+        ("prefill", True),
+    ]
+    assert {(case.axis, case.D, case.V, case.heads, case.state_dtype) for case in result.cases} == {
+        ("head" if sizes.family == "GDN" else "channel", *sizes[4:6], sizes[2:4], states)
+    }
+
+
+def test_drafts_and_heads_that_stay_the_engines(plan, monkeypatch):
+    k3 = dict(model_type="kimi_k3", dtype="bfloat16", text_config=dict(linear_attn_config=KIMI))
+    reasons = {mode.name: mode.reason for mode in plan("sglang", k3, tp=2, drafts=17).modes}
+    assert "12 heads" in reasons.pop("decode")
+    assert reasons == dict(prefill="", verify="ours needs drafts in a line, at most 16")
+    decode, prefill = plan("vllm", NEXT, drafts=16).modes
+    assert (decode.ours, decode.reason, prefill.ours) == (False, "more than 15 draft tokens", True)
+    for buffered in (False, True):
+        monkeypatch.setenv("GATED_DELTA_SGLANG_KVBUFFER", str(int(buffered)))
+        *_, verify = plan("sglang", NEXT, drafts=4).modes
+        assert [op for op, _ in verify.calls] == (["verify", "flush"] if buffered else ["decode"])
+
+
+def test_memory_of_drafts_is_what_the_plug_in_logs(plan, monkeypatch, caplog):
+    """At 8 requests; the engine has a row more."""
+    caplog.set_level(logging.INFO, sglang_common.LOG.name)
+    drafts = plan("sglang", NEXT, tp=2, drafts=4, requests=8).drafts
+    sizes = dict(T=4, H=2, HV=4, K=64, V=128, gate="head", num_layers=6, device="meta")
+    monkeypatch.setattr(sglang_kvbuffer, "sizes", lambda configurator: sizes)
+
+    @dataclasses.dataclass
+    class Cache:
+        intermediate_ssm: object
+
+    scratch = torch.empty(6, 9, 4, 4, 128, 64, device="meta")
+    pool = SimpleNamespace(mamba_cache=Cache(scratch), mem_usage=0)
+    sglang_kvbuffer._replace(SimpleNamespace(mamba_pool=pool), None)
+    states, buffer = (f"{drafts[name] / 2**30:.3f}" for name in ("states", "kvbuffer"))
+    assert caplog.messages == [
+        f"gated_delta keeps drafts in {buffer} GiB, in place of {states} GiB of states"
+    ]
+    assert drafts["states"] == scratch.nbytes
+    assert plan("vllm", NEXT, drafts=3, requests=8).drafts == dict(states=6 * 24 * 8 * 64 * 128 * 2)
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm"])
+def test_a_model_that_passes(engine, check, monkeypatch, tmp_path):
+    monkeypatch.setattr(card_check, "cases_like", few)
+    result = check(engine, TINY, "--drafts", "2", "--json", str(tmp_path / "x.json"))
+    assert result.exit_code == 0, result.output
+    written = json.loads((tmp_path / "x.json").read_text())
+    assert {one["status"] for one in written["results"]} == {"passed"}
+    assert written["engine"]["name"] == engine
+    assert [(x["name"], x["ours"]) for x in written["engine"]["modes"]] == [
+        (name, True) for name in preflight.MODES[engine]
+    ]
+    assert "is not installed here" in result.output
+
+
+def few(problem, drafts, cases_like=card_check.cases_like):
+    """The first of the cases, for the time that the others take."""
+    return cases_like(problem, drafts)[:1]
+
+
+def test_a_wrong_kernel_is_noticed(check, monkeypatch):
+    right = reference.decode
+
+    def wrong(tokens, **states):
+        return right(tokens._replace(q=tokens.q * 1.1, qk_l2norm=False), **states)
+
+    monkeypatch.setattr(reference, "decode", wrong)
+    result = check("sglang", TINY, "--op", "decode")
+    assert result.exit_code == 1
+    assert "FAILED decode-gdn-h1x2-k8v8-" in result.output
+
+
+def test_head_dims_that_no_kernel_has(check):
+    config = NEXT | dict(linear_key_head_dim=256)
+    result = check("sglang", config, "--op", "prefill", "--backend", "cute")
+    assert result.exit_code == 1
+    assert "128, got 256" in " ".join(result.output.split())
+
+
+def test_kernels_that_a_pack_lacks_are_named(check, monkeypatch, tmp_path):
+    monkeypatch.setattr(start, "gpu_of", lambda device: H200)
+    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(tmp_path / "pack"))
+    monkeypatch.setenv("GATED_DELTA_JIT", "0")
+    result = check("vllm", NEXT, "--op", "decode")
+    assert result.exit_code == 1
+    assert "decode lacks decode axis=head K=64 V=128 " in result.output
+    assert "gated-delta compile --size 64x128" in " ".join(result.output.split())
+
+
+def test_kernels_to_be_compiled_are_counted(plan, monkeypatch, tmp_path):
+    monkeypatch.setattr(start, "gpu_of", lambda device: H200)
+    monkeypatch.setattr(preflight.compile, "installed", lambda package: "4.8.1")
+    monkeypatch.setenv("GATED_DELTA_CACHE_DIR", str(tmp_path / "pack"))
+    (mode,) = plan("sglang", NEXT, modes=("decode",)).modes
+    assert mode.ours
+    assert mode.reason.startswith(f"its start compiles {len(mode.unbuilt)} kernels; ")
+    assert all(label.startswith("decode axis=head K=64 V=128 ") for label in mode.unbuilt)
+
+
+def test_a_release_that_is_not_served(check, monkeypatch):
+    monkeypatch.setattr(releases, "installed", lambda engine: "0.4.0")
+    monkeypatch.setattr(releases.Release, "changes", lambda release: ["a_hook"])
+    result = check("sglang", NEXT)
+    assert result.exit_code == 1
+    assert "SGLang 0.4.0 is not served" in result.output
+    assert "which changes a_hook" in " ".join(result.output.split())
+
+
+@pytest.mark.parametrize(
+    ("engine", "config", "options", "word"),
+    [
+        ("sglang", NEXT, ["--tp", "3"], "expected --tp to divide H=4, got 3"),
+        ("sglang", dict(model_type="llama"), [], "no model_type 'llama' in SGLang"),
+        ("vllm", NEXT | dict(model_type="gigachat3_5"), [], "no model_type 'gigachat3_5' in vLLM"),
+        ("vllm", dict(model_type="qwen3_next"), [], "expected linear_num_key_heads in config.json"),
+        ("vllm", NEXT | dict(dtype="int8"), [], "float32, got 'int8'"),
+        ("vllm", NEXT | dict(linear_value_head_dim="x"), [], "expected V of 1 or more"),
+        ("vllm", NEXT | dict(layer_types=3), [], "expected other values in config.json"),
+        ("vllm", [], [], "expected a JSON object"),
+        ("vllm", NEXT, ["--op", "verify"], "expected --op to be of decode, prefill, got verify"),
+        ("vllm", NEXT, ["--model", "/nowhere"], "cannot read '/nowhere'"),
+        ("vllm", NEXT, ["--quick"], "expected without --engine"),
+    ],
+)
+def test_refusals_have_one_line(engine, config, options, word, check):
+    result = check(engine, config, *options)
+    assert result.exit_code == 2
+    assert word in result.output
+    assert result.output.count("\n") == 1
+
+
+def test_options_of_engines_need_one():
+    result = CliRunner().invoke(app, ["check", "--tp", "2"])
+    assert (result.exit_code, result.output.count("\n")) == (2, 1)
+    assert "expected with --engine" in result.output
