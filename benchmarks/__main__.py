@@ -21,13 +21,15 @@ from gated_delta.results import Refusal, Report, make_table, one_line, tracked
 from . import layers
 from . import serve as serving
 from . import tokens as answers
-from .cells import CELLS, PREFILL_TP, by_label
+from .cells import BUFFERED, CELLS, PREFILL_TP, by_label
 from .measure import Runner, environment, run_facts
 from .peers import LEVELS, OWN, PEERS, Prepare
 from .plot import draw
 from .record import RESULTS, Record, merged, read, summary
 
-TABLES = CELLS | dict(layer=layers.CELLS, prefill_tp=by_label(PREFILL_TP))
+TABLES = CELLS | dict(
+    layer=layers.CELLS, prefill_tp=by_label(PREFILL_TP), buffer=by_label(BUFFERED)
+)
 KNOWN = PEERS | dict(layer=layers.PEERS, prefill_tp=PEERS["prefill"])
 Op = Enum(
     "Op",
@@ -37,6 +39,7 @@ Op = Enum(
         "prefill_tp": "prefill_tp",
         "speculate": "speculate",
         "layer": "layer",
+        "buffer": "buffer",
     },
     type=str,
 )
@@ -58,7 +61,7 @@ def measure(
         Op,
         typer.Argument(
             help="speculate: verify and flush; layer: decode, its convolution and norm; "
-            "prefill_tp: prefill, heads under tensor parallelism."
+            "prefill_tp: prefill, heads under tensor parallelism; buffer: decode with a buffer."
         ),
     ],
     file: Annotated[

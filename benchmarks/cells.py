@@ -242,6 +242,61 @@ DECODE = [
 ]
 
 
+RING = 16
+"""Tokens in a row of the buffer of a decode with a buffer; in SGLang's ring, by default."""
+
+
+def buffered(model: str, heads: Heads, dtype: torch.dtype, B: int) -> Cell:
+    """Decode with a buffer, a mean over its steps: sequence n's row has n % (RING + 1) tokens.
+
+    bytes: of RING steps that append and one that folds, a mean.
+    """
+    states, buffer = state_bytes(heads, dtype, B), kv_buffer(model, heads, RING, B).nbytes
+    moved = (RING + 2) * states // (RING + 1) + buffer // 2
+    sets = sets_within(max(2, min(MOST_SETS, FOOTPRINT / moved)), 4 * (states + buffer))
+    names = (f"{model.upper()} {SHORT[dtype]}", kind(model, heads, dtype), f"B={B}")
+    return Cell(*names, model, heads, dtype, (1,) * B, moved, sets, buffer_cases, ring, passes=4)
+
+
+def buffer_cases(cell: Cell) -> list[Case]:
+    return [cell.check("decode", "buffer")]
+
+
+class Ring(Pooled):
+    """A decode's tensors, a KVBuffer `buffer` and its buffer_lens; lens: those to be timed."""
+
+    def results(self, call: Call) -> tuple[Tensor, Tensor]:
+        """o, twice: peers fold elsewhere. Afterwards the calls have the lens to be timed."""
+        o = call()[0].clone()
+        self.buffer_lens.copy_(self.lens)
+        return o, o
+
+    def ours(self, backend: str) -> Call:
+        states: dict[str, Any] = dict(state=self.state, state_indices=self.state_indices)
+        states |= dict(buffer=self.buffer, buffer_lens=self.buffer_lens)
+        decode = partial(api.decode, **self.arguments(), **states, backend=backend)
+        return lambda: (decode(), self.state)
+
+    def parts(self, backend: str) -> dict[str, Callable[[], Any]]:
+        return {"decode": super().ours(backend)}
+
+
+def ring(cell: Cell, device: torch.device, seed: int) -> Ring:
+    """Rows with slow decays, unit keys and random u."""
+    B, rng = cell.sequences, torch.Generator(device).manual_seed(seed)
+    buffer = random_buffer(kv_buffer(cell.model, cell.heads, RING, B, device), rng)
+    n = torch.arange(B, dtype=torch.int32, device=device)
+    lens = dict(buffer_lens=n % RING, lens=n % (RING + 1))
+    return Ring(**vars(pooled(cell, device, seed)), buffer=buffer, **lens)
+
+
+def random_buffer(buffer: KVBuffer, rng: torch.Generator) -> KVBuffer:
+    buffer.u.normal_(generator=rng)
+    F.normalize(buffer.k.normal_(generator=rng), dim=-1, out=buffer.k)
+    buffer.log_decay.uniform_(-0.2, -0.01, generator=rng)
+    return buffer
+
+
 COLD_STATES, MOST_CHAINS = 600e6, 160
 """Bytes of states in a chain's replays, ten times L2 as both calls share them; the most sets."""
 FLUSHED = 48
@@ -379,12 +434,9 @@ def flushed_alone(
 ) -> SimpleNamespace:
     """A flush of a buffer with slow decays, unit keys and random u."""
     B, rng = cell.sequences, torch.Generator(device).manual_seed(seed)
-    buffer = kv_buffer(cell.model, cell.heads, cell.T, B, device, FLUSHED)
+    buffer = random_buffer(kv_buffer(cell.model, cell.heads, cell.T, B, device, FLUSHED), rng)
     shape = (FLUSHED, B + 1, cell.heads[1], D, D)
     state = torch.randn(shape, dtype=cell.state_dtype, device=device, generator=rng)
-    buffer.u.normal_(generator=rng)
-    F.normalize(buffer.k.normal_(generator=rng), dim=-1, out=buffer.k)
-    buffer.log_decay.uniform_(-0.2, -0.01, generator=rng)
     slots = 1 + torch.randperm(B, device=device, generator=rng).to(torch.int32)
     call = partial(
         api.flush,
@@ -401,6 +453,10 @@ KINDS = [
     for model in (("kda", (32, 32)), ("kda", (64, 64)), ("gdn", (16, 64)))
     for dtype in (FP32, BF16)
 ]
+BUFFERED = [
+    buffered(*x, B) for x, B in itertools.product(KINDS, (1, 8, 64, 256)) if x[1] != (64, 64)
+]
+"""`measure buffer`."""
 SPECULATE = [
     *(speculation(*x, T, B) for x, T, B in itertools.product(KINDS, (2, 3, 4, 6), POWERS[:8])),
     *(speculation(*x, T, 64, "verify") for x, T in itertools.product(KINDS, (2, 4, 8, 16))),

@@ -28,7 +28,7 @@ from gated_delta.call_cache import CallCache
 from gated_delta.gpus import FORCED, LEVEL
 from gated_delta.ops import OPERATIONS
 
-from .cells import BOUND, FP32, Call, Cell, D, Drafts, Pooled, Prompts, cu_seqlens
+from .cells import BOUND, FP32, RING, Call, Cell, D, Drafts, Pooled, Prompts, Ring, cu_seqlens
 from .record import CACHED, RAW
 
 
@@ -168,6 +168,7 @@ KDA_FOLD: File = (
     "attention/linear/kda_replayssm_spec_decode.py",
     "commit_kda_replayssm_spec_all_layers",
 )
+RING_DECODE = ("", "attention/linear/fused_recurrent_linear_replayssm.py")
 GDN_REPLAY = ("", "attention/linear/gdn_replayssm_spec_decode.py")
 LONE = {"sglang": KERNEL, "vllm": LIBRARY}
 """Files that replace packages that are not installed."""
@@ -302,10 +303,6 @@ def caching(decode: Prepare) -> Prepare:
     return prepare
 
 
-RING = 16
-"""Tokens of SGLang's ring of records, by default."""
-
-
 def folds_each_round(cell: Cell) -> bool:
     """True if ReplaySSM folds in every round. GDN with fp32 states waits for a full ring."""
     return cell.model == "kda" or cell.state_dtype != FP32
@@ -395,6 +392,31 @@ def _gdn_replay(cell: Cell, b: Drafts, ring: Callable[..., Tensor]) -> list[Call
         partial(fold, **layer, **cursors, **null, **fold_options),
         lambda: spread and spread.pop()(),
     ]
+
+
+def sglang_ring(cell: Cell, b: Ring) -> Call:
+    """ReplaySSM's decode: its records have the states' dtype, its gate is softplus alone."""
+    if cell.model == "kda":
+        raise NotOffered("no lower bound of the gate")
+    fold, dtype = (
+        sglang((*RING_DECODE, "fused_recurrent_linear_replayssm_decode")),
+        cell.state_dtype,
+    )
+    slots, pos = b.state_indices.long(), torch.arange(len(b.lens)).to(b.lens) % RING
+
+    def cache(x: Tensor, dtype: torch.dtype) -> Tensor:
+        """A sequence's records, by slot, with heads in front of tokens."""
+        ring = x.new_zeros(len(b.state), x.shape[2], RING, *x.shape[3:], dtype=dtype)
+        return ring.index_copy_(0, slots, x.transpose(1, 2).to(dtype))
+
+    rings = dict(d_cache=cache(b.buffer.u, dtype), k_cache=cache(b.buffer.k, dtype))
+    rings |= dict(g_cache=cache(b.buffer.log_decay, FP32))
+    tokens = dict(mixed_qkv=torch.cat([x.flatten(1) for x in (b.q, b.k, b.v)], 1))
+    tokens |= dict(a=b.g[:, 0], b=b.beta[:, 0], A_log=b.gate.A_log, dt_bias=b.gate.dt_bias)
+    options: dict[str, Any] = dict(scale=D**-0.5, use_qk_l2norm_in_kernel=True, out=b.blank())
+    options |= dict(initial_state=b.state, ssm_state_indices=b.state_indices, write_pos=pos)
+
+    return lambda: (fold(**tokens, **rings, **options)[0], b.state)
 
 
 PeerInputs = Callable[[], list[Tensor]]
@@ -565,5 +587,6 @@ PREFILL = {
     "flashqla": Peer("flash-qla", flashqla_prefill, partial(flashqla_prefill, raw=True)),
 }
 PEERS = {"decode": DECODE, "prefill": PREFILL, "speculate": CACHING}
+PEERS["buffer"] = {"replayssm": Peer("sglang", sglang_ring)}
 LEVELS = {level: Peer("gated-delta", at_level(level)) for level in FORCED}
 """Our kernels of other GPUs, on this one. Peers only if asked for by name."""

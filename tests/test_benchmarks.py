@@ -78,7 +78,7 @@ def runner(monkeypatch):
 
 
 def test_rotations_are_cold_and_fit():
-    for cell in [*itertools.chain(*cells.TABLES.values()), *cells.PREFILL_TP]:
+    for cell in [*itertools.chain(*cells.TABLES.values()), *cells.PREFILL_TP, *cells.BUFFERED]:
         states = cells.state_bytes(cell.heads, cell.state_dtype, cell.sequences) * cell.facts.get(
             "layers", 1
         )
@@ -674,6 +674,18 @@ def test_peers_not_measured_again_keep_run_and_our_time():
         [],
     )
     assert again["runs"] == [dict(commit="d")]
+
+
+def test_a_decode_with_a_buffer_is_timed_beside_a_bare_one(runner):
+    cell = small(cells.buffered("gdn", (1, 2), FP32, 18))
+    lens = (torch.arange(18) % cells.RING).int()  # those of the comparison
+    peers = dict(a=lambda _, b: ours(_, other(b, buffer_lens=lens)), b=ours)
+    record = runner(peers, a=5.0).measure(cell)
+    assert (record["us"], record["parts"]) == (4.0, {"decode": 3.5})
+    assert [record["peers"][name]["agrees"] for name in "ab"] == [True, False]
+    b = cells.ring(cell, CPU, 0)
+    b.results(b.ours("reference"))
+    assert b.buffer_lens.tolist() == [*range(17), 0]  # one in RING + 1 folds
 
 
 @pytest.mark.parametrize("op", CELLS)
