@@ -247,7 +247,7 @@ RING = 16
 
 
 def buffered(model: str, heads: Heads, dtype: torch.dtype, B: int) -> Cell:
-    """Decode with a buffer, a mean over its steps: sequence n's row has n % (RING + 1) tokens.
+    """Decode with a buffer, a mean over its steps: sequences have 0 to RING tokens in their rows.
 
     bytes: of RING steps that append and one that folds, a mean.
     """
@@ -263,12 +263,12 @@ def buffer_cases(cell: Cell) -> list[Case]:
 
 
 class Ring(Pooled):
-    """A decode's tensors, a KVBuffer `buffer` and its buffer_lens; lens: those to be timed."""
+    """A decode's tensors, a KVBuffer `buffer`, its buffer_lens, and `steps` since some fold."""
 
     def results(self, call: Call) -> tuple[Tensor, Tensor]:
-        """o, twice: peers fold elsewhere. Afterwards the calls have the lens to be timed."""
+        """o, twice: peers fold elsewhere. Afterwards one call in RING + 1 folds."""
         o = call()[0].clone()
-        self.buffer_lens.copy_(self.lens)
+        self.buffer_lens.copy_(self.steps % (RING + 1))
         return o, o
 
     def ours(self, backend: str) -> Call:
@@ -285,9 +285,8 @@ def ring(cell: Cell, device: torch.device, seed: int) -> Ring:
     """Rows with slow decays, unit keys and random u."""
     B, rng = cell.sequences, torch.Generator(device).manual_seed(seed)
     buffer = random_buffer(kv_buffer(cell.model, cell.heads, RING, B, device), rng)
-    n = torch.arange(B, dtype=torch.int32, device=device)
-    lens = dict(buffer_lens=n % RING, lens=n % (RING + 1))
-    return Ring(**vars(pooled(cell, device, seed)), buffer=buffer, **lens)
+    n = torch.arange(seed * B, seed * B + B, dtype=torch.int32, device=device)
+    return Ring(**vars(pooled(cell, device, seed)), buffer=buffer, steps=n, buffer_lens=n % RING)
 
 
 def random_buffer(buffer: KVBuffer, rng: torch.Generator) -> KVBuffer:

@@ -402,7 +402,7 @@ def sglang_ring(cell: Cell, b: Ring) -> Call:
         sglang((*RING_DECODE, "fused_recurrent_linear_replayssm_decode")),
         cell.state_dtype,
     )
-    slots, pos = b.state_indices.long(), torch.arange(len(b.lens)).to(b.lens) % RING
+    slots, pos = b.state_indices.long(), b.steps % RING
 
     def cache(x: Tensor, dtype: torch.dtype) -> Tensor:
         """A sequence's records, by slot, with heads in front of tokens."""

@@ -678,8 +678,7 @@ def test_peers_not_measured_again_keep_run_and_our_time():
 
 def test_a_decode_with_a_buffer_is_timed_beside_a_bare_one(runner):
     cell = small(cells.buffered("gdn", (1, 2), FP32, 18))
-    lens = (torch.arange(18) % cells.RING).int()  # those of the comparison
-    peers = dict(a=lambda _, b: ours(_, other(b, buffer_lens=lens)), b=ours)
+    peers = dict(a=lambda _, b: ours(_, other(b, buffer_lens=b.steps % cells.RING)), b=ours)
     record = runner(peers, a=5.0).measure(cell)
     assert (record["us"], record["parts"]) == (4.0, {"decode": 3.5})
     assert [record["peers"][name]["agrees"] for name in "ab"] == [True, False]

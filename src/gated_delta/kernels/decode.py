@@ -398,17 +398,14 @@ class Decode:
         scalars = shared_tensor(record + self.scalars_offset, 4)
         beta, kq, decay = scalars[0], scalars[1], scalars[2]
         rows = [ptx.unpack(row, self.state.dtype) for row in self.state.load_registers(rState)]
-        decays = self.state.load_shared(record + self.decay_offset, coord) if self.channel else None
-        decayed = k, q
-        if self.channel and past is None:
-            rows = [[s * d for s, d in zip(row, decays, strict=True)] for row in rows]
-        elif self.channel:
-            total = [
-                x * y
-                for x, y in zip(decays, self.state.load_shared(past.shared, coord), strict=True)
-            ]
-            decayed = [[x * d for x, d in zip(xs, total, strict=True)] for xs in (k, q)]
-        products = [[arithmetic.dot(row, x) for row in rows] for x in decayed]
+        decays = [decay] * 8
+        if self.channel:
+            decays = total = self.state.load_shared(record + self.decay_offset, coord)
+            if past is not None:
+                product = self.state.load_shared(past.shared, coord)
+                total = [x * y for x, y in zip(decays, product, strict=True)]
+            rows = [[s * d for s, d in zip(row, total, strict=True)] for row in rows]
+        products = [[arithmetic.dot(row, x) for row in rows] for x in (k, q)]
         if past is not None:
             products = self.add_past(products, args, coord, past)
         s_k, s_q = [arithmetic.sum_rows(x, self.lanes, coord.lane) for x in products]
@@ -419,9 +416,9 @@ class Decode:
             u = beta * fma(-decay, s_k, v)
             o = fma(u, kq, decay * s_q)
         if past is None:
-            self.add_token(rState, rows, k, u, None if self.channel else [decay] * 8, coord)
+            self.add_token(rState, rows, k, u, None if self.channel else decays, coord)
         else:
-            self.store_or_fold(rState, args, coord, past, k, u, decays or [decay] * 8)
+            self.store_or_fold(rState, args, coord, past, k, u, decays)
         return o
 
     def add_token(self, rState, rows, k, u, decays, coord):
