@@ -232,6 +232,7 @@ def verify(
     state_indices: Tensor | None = None,
     buffer: KVBuffer,
     buffer_indices: Tensor | None = None,
+    buffer_lens: Tensor | None = None,
     null_index: int = -1,
     out: Tensor | None = None,
     backend: str = "auto",
@@ -243,6 +244,11 @@ def verify(
     token are neutral. A negative index in either makes the sequence inactive; null_index applies to
     slots, not to rows. norm and z as for decode, other arguments and errors as for prefill.
 
+    buffer_lens: [N] int32 or int64, only read. The state lacks the first buffer_lens[n] tokens of
+    the row, as for decode with a buffer; the drafts are appended behind them, and nothing else is
+    written. A row without room for them is a ValueError on the reference backend; on the kernels
+    the sequence is inactive.
+
     Returns o [N, T, HV, V] in v's dtype: decode's outputs, except that a 16-bit state is not
     rounded between tokens.
     """
@@ -251,7 +257,7 @@ def verify(
     return _runner(q)(
         ops.VERIFY,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices,
-        *_parts(buffer), z, weight, out,
+        buffer_lens, *_parts(buffer), z, weight, out,
         kind, bound, eps, activation, scale, qk_l2norm, beta_logits, null_index, backend,
     )  # fmt: skip
 

@@ -837,7 +837,7 @@ def decode_rows(
 
 
 class BufferedRows(NamedTuple):
-    """The slot and the buffer row of each sequence of a decode with a buffer."""
+    """The slot and the buffer row of each sequence of a call with buffer_lens."""
 
     reads: list[int]
     rows: list[int]
@@ -858,6 +858,7 @@ def buffered_rows(
     buffer_indices: Tensor | None,
     buffer_lens: Tensor,
     null_index: int,
+    folds: bool = True,
 ) -> BufferedRows:
     N, (R, C) = tokens.num_sequences, buffer.u.shape[:2]
     starts, lengths = _draft_spans(tokens)
@@ -866,7 +867,14 @@ def buffered_rows(
     counts = buffer_lens.clamp(0, C).tolist()
     appends = [m + length <= C for m, length in zip(counts, lengths, strict=True)]
     active = [n for n in range(N) if reads[n] >= 0 and rows[n] >= 0]
-    _no_conflict("state_indices", ((n, reads[n]) for n in active))
+    if folds:
+        _no_conflict("state_indices", ((n, reads[n]) for n in active))
+    elif full := [n for n in active if not appends[n]]:
+        n = full[0]
+        raise ValueError(
+            f"buffer_lens: expected room for the {lengths[n]} drafts of sequence {n} behind "
+            f"{counts[n]} tokens, got a buffer of {C}: flush the row first"
+        )
     _no_conflict("buffer_indices", ((n, rows[n]) for n in active))
     _check_log_decays(tokens, active, starts, lengths)
     return BufferedRows(reads, rows, counts, appends, active, starts, lengths)
@@ -880,11 +888,15 @@ def decode_with_buffer(
     norm: GatedNorm | None,
     z: Tensor | None,
     out: Tensor,
+    folds: bool = True,
     **indices: Any,
 ) -> None:
-    """The state of a sequence is its slot's and the first tokens of its buffer row."""
+    """The state of a sequence is its slot's and the first tokens of its buffer row.
+
+    folds: decode; False: verify, which refuses a row without room for the tokens.
+    """
     reads, rows, counts, appends, active, starts, lengths = buffered_rows(
-        tokens, state=state, buffer=buffer, **indices
+        tokens, state=state, buffer=buffer, folds=folds, **indices
     )
     if not active:
         out.zero_()

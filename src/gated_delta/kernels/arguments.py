@@ -206,6 +206,8 @@ class VerifySizes(NamedTuple):
     null_index: int
     C: int
     buffer_rows: int
+    folds: int
+    """decode with a buffer: fold a row without room for the tokens; verify skips the sequence."""
     beta_logits: int
     beta_kind: int
     dt_bias_kind: int

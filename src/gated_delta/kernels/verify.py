@@ -8,9 +8,9 @@ KDA's Akk and Aqk run on CUDA cores: a group of lanes has a token i and decays k
 token. With `mma_pairs` they are tensor-core products of k_t b_t and q_t b_t with k_i / b_i, unless
 some b_i is outside RANGE, since the quotient then loses digits.
 
-With `history` the kernel is that of decode with a buffer (device/history.py): the state lacks the
-tokens of a buffer row, which add to S k and S q. The call's tokens follow them in the row or, if it
-is full, all of them are folded into the state.
+With `history` (device/history.py) the state lacks the tokens of a buffer row, which add to S k and
+S q. The call's tokens follow them in the row. If it is full, decode folds all of them into the
+state; verify skips the sequence.
 
 CTA: `tile` V rows of one value head of one sequence, `rows` rows per warp.
 
@@ -125,7 +125,6 @@ class Verify:
         mma_pairs: bool = False,
         norm: bool = False,
         history: bool = False,
-        single_token: bool = False,
     ):
         self.state = StateRows(K, state_dtype, rows)
         # k b_t leaves the range of fp16, so fp16 states use bf16 operands.
@@ -174,7 +173,7 @@ class Verify:
             if self.norm
             else self.scalars_offset + 2 * token_tile
         )
-        self.history, self.single_token = None, single_token
+        self.history = None
         if history:
             more = state_dtype, axis, threads, token_tile, self.tile
             self.history, self.shared = History(self.state, *more), -(-self.shared // 4) * 4
@@ -204,7 +203,7 @@ class Verify:
             ptr, stride, size = (without(x, *NORM) for x in (ptr, stride, size))
         words = self.shared
         if cutlass.const_expr(self.history is None):
-            names = "buffer_lens", "buffer_rows"
+            names = "buffer_lens", "buffer_rows", "folds"
             ptr, stride, size = (without(x, *names) for x in (ptr, stride, size))
         else:
             words = words + self.history.words(size.C)
@@ -255,9 +254,7 @@ class Verify:
     @cute.jit
     def sequence(self, args, coord):
         ptr, stride, size = args.ptr, args.stride, args.size
-        start, length = Int32(0), Int32(1)
-        if cutlass.const_expr(not self.single_token):
-            start, length = self.tokens.span(args, coord)
+        start, length = self.tokens.span(args, coord)
         read = ptx.load_index(
             ptr.state_indices + offset(coord.n, stride.state_indices_n),
             size.state_indices_kind,
@@ -274,6 +271,7 @@ class Verify:
         qk = self.tokens.load_qk(args, coord, start, coord.thread // self.lanes, length)
         gates = self.load_gates(args, coord, start, length)
         if cutlass.const_expr(self.history is not None):
+            active = active & ((size.folds != 0) | (row.end == length))
             history = cute.arch.get_dyn_smem(Float32, 16) + self.shared
             self.history.copy(history, args, coord, row, active)
             past = self.history.load_log_decays(args, coord, row, Int32(0), active)

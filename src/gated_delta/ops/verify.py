@@ -34,7 +34,6 @@ from .launch import (
     norm_of,
     ready,
     shipped_norms,
-    single_token,
     state_sizes,
     state_width,
     tokens_of,
@@ -91,6 +90,7 @@ class Arguments(NamedTuple):
     cu_seqlens: Tensor | None
     state_indices: Tensor | None
     buffer_indices: Tensor | None
+    buffer_lens: Tensor | None
     buffer_u: Tensor
     buffer_k: Tensor
     buffer_log_decay: Tensor
@@ -123,6 +123,7 @@ class Verify(StateOperation):
         check.one_each("state", "P", a.state_indices)
         check.null_index(a.null_index, a.state_indices)
         check.buffer_of_tokens(a)
+        check.index("buffer_lens", a.buffer_lens)
         T, C = check.sizes["T"], check.sizes["C"]
         if a.cu_seqlens is None and C < T:
             raise ValueError(f"buffer: expected room for T={T} tokens, got {C}")
@@ -134,14 +135,21 @@ class Verify(StateOperation):
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None
-        reference.verify(tokens_of(a), **_states(a), norm=norm_of(a), z=a.z, out=a.out)
+        rest = dict(**_states(a), norm=norm_of(a), z=a.z, out=a.out)
+        if a.buffer_lens is None:
+            reference.verify(tokens_of(a), **rest)
+        else:
+            reference.decode_with_buffer(tokens_of(a), **rest, folds=False)
 
     def check_values(self, a: Arguments) -> None:
-        reference.verify_rows(tokens_of(a), **_states(a))
+        if a.buffer_lens is None:
+            reference.verify_rows(tokens_of(a), **_states(a))
+        else:
+            reference.buffered_rows(tokens_of(a), **_states(a), folds=False)
 
     def schedules(self, problem: Problem) -> Table:
         key = problem.axis, state_width(problem), _token_tile(problem)
-        if problem.op == "decode" and "norm" not in problem.options:
+        if has_history(problem) and "norm" not in problem.options:
             return BUFFERED
         if "norm" not in problem.options:
             return SCHEDULES[key]
@@ -150,7 +158,7 @@ class Verify(StateOperation):
 
     def plan(self, problem: Problem, sequences: int, tokens: int, *, gpu: Gpu = H200) -> Plan:
         plan = super().plan(problem, sequences, tokens, gpu=gpu)
-        if problem.op == "decode" and "norm" not in problem.options:
+        if has_history(problem) and "norm" not in problem.options:
             # In 99 KiB, smaller CTAs have room for a row of 16 tokens.
             schedule = plan.schedule
             while not _fits(plan, 16) and schedule.threads > 64:
@@ -179,8 +187,7 @@ class Verify(StateOperation):
         mma_pairs = problem.axis == "channel" and MMA_PAIRS[state_width(problem)]
         facts |= dict(mma_pairs=True) if mma_pairs else {}
         facts |= dict(norm=True) if "norm" in problem.options else {}
-        if "buffer" in problem.options:
-            facts |= dict(history=True, single_token=single_token(problem))
+        facts |= dict(history=True) if has_history(problem) else {}
         return compile.Variant("verify", tuple(facts.items()))
 
     def shipped(
@@ -196,8 +203,14 @@ class Verify(StateOperation):
         return VerifyLaunch(self, problem, plan, a)
 
 
+def has_history(problem: Problem) -> bool:
+    """Whether the states of a call lack the tokens of a buffer's rows."""
+    return not problem.options.isdisjoint(("buffer_lens_i32", "buffer_lens_i64"))
+
+
 def _states(a: Arguments) -> dict[str, Any]:
-    names = ("state", "state_indices", "buffer_indices", "null_index")
+    names = ["state", "state_indices", "buffer_indices", "null_index"]
+    names += ["buffer_lens"] if a.buffer_lens is not None else []
     return dict(buffer=buffer_of(a), **{name: getattr(a, name) for name in names})
 
 
@@ -227,10 +240,11 @@ def _fits(plan: Plan, C: int) -> bool:
 
 
 class VerifyLaunch(TokensLaunch):
-    """A launch of verify's kernel for given shapes and strides; of a decode with a buffer, too."""
+    """A launch of verify's kernel for given shapes and strides, also for decode with a buffer."""
 
     def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Any):
-        if problem.op == "decode" and not _fits(plan, a.buffer_u.shape[1]):
+        history = has_history(problem)
+        if history and not _fits(plan, a.buffer_u.shape[1]):
             raise UnsupportedProblem(
                 f"backend 'cute' cannot run {problem.label}; it needs",
                 (
@@ -240,7 +254,7 @@ class VerifyLaunch(TokensLaunch):
             )
         super().__init__(operation, plan, a, pointers=VerifyPointers)
         aligned = () if "unaligned_qk" in problem.options else ("q", "k")
-        more = ("buffer_u",) if problem.op == "decode" else ()
+        more = ("buffer_u",) if history else ()
         self.vectors = (*aligned, "state", "buffer_k", *more)
         longest = problem.T
         assert longest is not None
@@ -252,6 +266,7 @@ class VerifyLaunch(TokensLaunch):
                 group_size=a.v.shape[2] // a.q.shape[2],
                 buffer_rows=a.buffer_u.shape[0],
                 C=a.buffer_u.shape[1],
+                folds=int(problem.op == "decode"),
                 beta_logits=int(a.beta_logits),
             )
         )

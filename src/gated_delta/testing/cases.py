@@ -89,6 +89,10 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
         "fused_qkv": frozenset({"state_indices_i32"}),
         "pool": frozenset({"state_indices_i64", "buffer_indices_i64"}),
         "packed": frozenset({"cu_seqlens_i32", "state_indices_i32", "buffer_indices_i32"}),
+        "buffer": frozenset({"state_indices_i64", "buffer_lens_i64"}),
+        "packed_buffer": frozenset(
+            {"cu_seqlens_i32", "state_indices_i32", "buffer_indices_i64", "buffer_lens_i32"}
+        ),
     },
     "flush": {
         "dense": frozenset({"num_accepted_i32"}),
@@ -211,7 +215,7 @@ FEW = ((2, 4), (1, 2), (3, 3))
 """Heads of the cases with other state sizes or repeated tokens."""
 UNEQUAL_HEADS = (2, 6)
 BUFFERED = ("buffer", "packed_buffer")
-"""Layouts of decode with a buffer."""
+"""Layouts in which the states lack tokens of a buffer's rows."""
 
 
 def _crossed() -> Iterator[_Factors]:
@@ -256,10 +260,10 @@ def _unequal(op: str) -> Iterator[_Factors]:
 
 
 def _buffered(op: str) -> Iterator[tuple[_Factors, str]]:
-    """decode with a buffer, dense and packed: the factors and the layout."""
+    """decode and verify behind tokens of a buffer, dense and packed: the factors, the layout."""
     rng = random.Random(f"{op} buffered")
     crossed = itertools.product(AXES, DIMS, GATES, BUFFERED)
-    for axis, D, gate, layout in crossed if op == "decode" else ():
+    for axis, D, gate, layout in crossed if op in ("decode", "verify") else ():
         heads, family, keys = rng.choice(FEW), rng.choice((*FAMILIES, MIXED)), rng.choice(KEYS)
         state_dtype = rng.choice((*STATE_DTYPES, torch.float16))
         yield (axis, D, heads, gate, family, keys, state_dtype), layout
@@ -360,7 +364,7 @@ def cases_like(problem: Problem, drafts: Problem | None = None) -> tuple[Case, .
         return tuple(replace(case, layout=layout, lengths=x, family=y) for x, y in families)
     if op == "decode" and "token_slots" in given:
         case = replace(case, layout="packed_slots" if "cu_seqlens" in given else "token_slots")
-    elif op == "decode" and "buffer" in given:
+    elif "buffer_lens" in given:
         case = replace(case, layout="packed_buffer" if "cu_seqlens" in given else "buffer")
     elif op == "decode" and "intermediates" in given:
         case = replace(case, layout="frozen" if "no_update" in given else "intermediates")

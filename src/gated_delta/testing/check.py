@@ -107,7 +107,7 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
     written = run(call, backend)
     after = {name: x.clone() for name, x in written.items()}
     failures = _buffer_failures(call, before)
-    if "buffer" in case.options:
+    if case.uses("buffer_lens"):
         # What later calls see: the slot, and the tokens that it lacks now.
         seen = buffered_states(call, after["state"], buffer_ends(call)[1], torch.float64)
         after["buffered_state"] = seen.to(case.state_dtype)
@@ -215,12 +215,12 @@ def _initial_state(call: Call, n: int) -> Tensor:
 def _buffer_failures(call: Call, before: dict[str, Tensor]) -> list[str]:
     """verify must fill exactly the rows of active sequences; flush must only read.
 
-    decode must write the tokens that it appends and no others.
+    With buffer_lens a call must write the tokens that it appends and no others.
     """
     buffer = call.states.get("buffer")
     if buffer is None:
         return []
-    if call.case.op == "decode":
+    if call.case.uses("buffer_lens"):
         return _appended_failures(call, before)
     failures = []
     active: set[int] = set()

@@ -333,19 +333,23 @@ def _decode_states(
             if case.seed % 3 == 0:
                 rows_of[0] = -1  # drops the intermediate states of sequence 0
             states["intermediate_indices"] = _index(rows_of, case, "intermediate_indices", device)
-    if "buffer" in case.options:
-        _decode_buffer(case, states, rng, device)
+    if case.uses("buffer_lens"):
+        _past_tokens(case, states, rng, device)
     call.states = states
 
 
-def _decode_buffer(
+def _past_tokens(
     case: Case, states: dict[str, Any], rng: torch.Generator, device: torch.device
 ) -> None:
-    """Rows with a few tokens each, NaN behind them; lens past both ends."""
+    """Rows with a few tokens each, NaN behind them; lens past both ends, in verify the lower."""
     N, (H, HV), C = len(case.lengths), case.heads, 2 + case.seed % 31
+    if case.op == "verify":
+        C = max(C, *case.lengths)
     indexed = case.uses("buffer_indices")
     rows = [N - n for n in range(N)] if indexed else list(range(N))
     lens = [(7 * n + case.seed) % (C + 4) - 1 for n in range(N)]
+    if case.op == "verify":
+        lens = [min(m, C - length) for m, length in zip(lens, case.lengths, strict=True)]
     buffer = _buffer(case, N + 2, device, room=C)
     shape = (HV, case.D) if case.axis == "channel" else (HV,)
     decay = dict(typical=-1.0, saturated=-5.0, slow=-1e-3, none=0.0, mixed=-1e-3)[case.family]
@@ -399,7 +403,10 @@ def _verify_states(
     states["state"] = _pool(case, 2 * N + 1, slots, rng, device)
     if case.uses("buffer_indices"):
         states["buffer_indices"] = _index([N - n for n in range(N)], case, "buffer_indices", device)
-    states["buffer"] = _buffer(case, N + 2, device)
+    if case.uses("buffer_lens"):
+        _past_tokens(case, states, rng, device)
+    else:
+        states["buffer"] = _buffer(case, N + 2, device)
     call.states = states
 
 

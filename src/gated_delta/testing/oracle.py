@@ -133,7 +133,7 @@ def buffer_ends(call: Call) -> tuple[list[int], list[int]]:
     return before, [end if end <= C else 0 for end in ends]
 
 
-def _decode_with_buffer(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
+def _behind_a_row(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
     states, N, pool = call.states, len(call.case.lengths), call.states["state"]
     lens, _ = buffer_ends(call)
     initial = buffered_states(call, pool, lens, dtype)
@@ -154,8 +154,8 @@ def _decode_with_buffer(call: Call, dtype: torch.dtype, plain: bool) -> dict[str
 
 
 def _decode(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
-    if "buffer" in call.case.options:
-        return _decode_with_buffer(call, dtype, plain)
+    if call.case.uses("buffer_lens"):
+        return _behind_a_row(call, dtype, plain)
     states, N = call.states, len(call.case.lengths)
     pool, steps = states["state"], states["intermediate_states"]
     o, after_all = _outputs(call, dtype), _blank(pool, 1, dtype)
@@ -187,6 +187,8 @@ def _decode(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
 
 
 def _verify(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
+    if call.case.uses("buffer_lens"):
+        return _behind_a_row(call, dtype, plain)
     states, N = call.states, len(call.case.lengths)
     o = _outputs(call, dtype)
     slots, rows = _rows(states["state_indices"], N), _rows(states["buffer_indices"], N)
