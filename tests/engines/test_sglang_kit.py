@@ -25,6 +25,7 @@ elif not CUDA:
 
 from sglang.kernels.ops.mamba import mamba_state_scatter_triton as scatter
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+from sglang.srt.layers.attention.linear import gdn_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.plugins import load_plugins
@@ -107,6 +108,23 @@ def test_eager(layers, case, monkeypatch):
     if not case.forward_mode.is_decode():
         several = len(case.extend_lens) > 1
         assert longest == {-(-max(case.extend_lens) // 64) * 64 if several else None}
+
+
+@pytest.mark.skipif(CUDA, reason="a CPU stands in for the engine's kernels")
+@pytest.mark.parametrize("route", ["reference", "cute"])
+def test_prefill_takes_views_and_raw_gates(route, monkeypatch):
+    """On a GPU the engine would split and activate them. It activates them if ours refuse."""
+    case = next(case for case in KITS["GDN"][1] if "ragged" in case.name)
+    activated, engines = [], gdn_backend.fused_gdn_gating
+    monkeypatch.setattr(gdn_backend, "is_cuda", lambda: True)
+    monkeypatch.setattr(gdn_backend, "fused_qkv_split_gdn_prefill", None, raising=False)
+    monkeypatch.setattr(
+        gdn_backend, "fused_gdn_gating", lambda *x: activated.append(1) or engines(*x)
+    )
+    monkeypatch.setattr(common, "backend_for", lambda x: route)
+    KITS["GDN"][2](CASE, case, **SIZES)
+    (call,) = common.process.calls
+    assert ("engine's own" in call) == bool(activated) == (route == "cute")
 
 
 def verify_case(layers):
