@@ -100,11 +100,11 @@ def extend(bounds, monkeypatch):
 
     x = torch.randn(1, T, H, D)
     kernel = sglang_kernels.kernel_class(type("TritonGDNKernel", (), {}))()
-    g, beta = -torch.rand(1, T, H), torch.rand(1, T, H)
+    gate = sglang_kernels.RawGate(tuple, torch.randn(T, H), torch.randn(H), torch.randn(H))
     pool = dict(ssm_states=torch.zeros(8, H, D, D), cache_indices=torch.arange(1, len(bounds)))
     with monkeypatch.context() as patch:
         patch.setattr(sglang_kernels.api, "prefill", noting)
-        kernel.extend(x, x, x, g, beta, **pool, query_start_loc=bounds)
+        kernel.extend(x, x, x, gate, gate.a, **pool, query_start_loc=bounds)
     (call,) = calls
     return call
 

@@ -23,11 +23,16 @@ elif not CUDA:
     sglang_cpu.install()
     torch.cuda.get_rng_state = torch.cuda.set_rng_state = lambda *_, **__: None
 
+from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+from sglang.kernels.ops.attention.fla.layernorm_gated import RMSNorm as RMSNormGated
 from sglang.kernels.ops.mamba import mamba_state_scatter_triton as scatter
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.attention.linear import gdn_backend
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.glm5_next import Glm5NextLinearAttention
+from sglang.srt.models.kimi_linear import KimiDeltaAttention
+from sglang.srt.models.qwen3_5 import Qwen3_5GatedDeltaNet
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
@@ -38,8 +43,9 @@ from sglang.test.kits.attention_unittest.runner_modes import (
 )
 
 from gated_delta.integrations import sglang_common as common
-from gated_delta.integrations import sglang_kernels
+from gated_delta.integrations import sglang_kernels, sglang_norm
 from gated_delta.integrations import sglang_kvbuffer as kvbuffer
+from gated_delta.problem import UnsupportedProblem
 
 load_plugins()
 CASE = unittest.TestCase()
@@ -50,6 +56,7 @@ SIZES = (
     if CUDA
     else dict(device="cpu", dtype=torch.float32)
 )
+NEAR = dict(rtol=3e-2, atol=3e-2) if CUDA else dict(rtol=1e-5, atol=1e-5)  # the kits', on a GPU
 ROUTE = "cute" if CUDA else "reference"
 KITS = dict(
     GDN=(
@@ -197,6 +204,104 @@ def test_a_kvbuffer_is_committed_as_the_engine_commits_states(layers, monkeypatc
     torch.testing.assert_close(ours, states, rtol=1e-5, atol=1e-5)
     assert torch.equal(our_windows, windows)
     assert common.process.calls == {f"{layers} verify on backend {ROUTE}": 2}
+
+
+class Projection(torch.nn.Module):
+    """Stands in for an engine's projection: columns of its input, in two parts."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.columns = columns
+
+    def forward(self, x):
+        return x[..., self.columns], None
+
+
+def layer_of(kind, fixture):
+    """An engine's layer around the kit's recurrence, without its weights; z is its input's end."""
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    attn = layer.attn = fixture.actual_module.attn
+    heads, qkv, dtype = attn.num_v_heads, attn.q_dim + attn.k_dim + attn.v_dim, fixture.runner.dtype
+    options = dict(eps=1e-5, device=SIZES["device"], dtype=dtype)
+    layer.num_k_heads = layer.num_v_heads = heads
+    layer.head_k_dim = layer.head_v_dim = layer.head_dim = attn.head_v_dim
+    if kind is Qwen3_5GatedDeltaNet:
+        layer.attn_tp_size, layer.alt_stream, layer._fused_in_proj_weight = 1, None, None
+        layer._fused_input_proj_cpu_enabled = SimpleNamespace(value=False)
+        layer.in_proj_ba = Projection(slice(0, 2 * heads))
+        layer.in_proj_qkvz = Projection(slice(2 * heads, None))
+        layer.norm = RMSNormGated(attn.head_v_dim, **options)
+        width = 2 * heads + qkv + attn.v_dim
+    else:
+        parts = [qkv, heads, attn.k_dim, attn.v_dim]
+        layer.forward_qkvbfg_fused = lambda x, *_: x.split(parts, -1)
+        layer.do_fuse_qkvbfg, width = True, sum(parts)
+        layer.o_norm = FusedRMSNormGated(attn.head_v_dim, activation="sigmoid", **options)
+    layer.out_proj = layer.o_proj = Projection(slice(None))
+    norm = layer.norm if kind is Qwen3_5GatedDeltaNet else layer.o_norm
+    norm.weight.data.uniform_(0.5, 2)
+    return layer, torch.randn(fixture.case.num_input_tokens, width).to(attn.A_log.device, dtype)
+
+
+MODES = [ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name.lower())
+@pytest.mark.parametrize(
+    "kind", [Qwen3_5GatedDeltaNet, KimiDeltaAttention, Glm5NextLinearAttention]
+)
+def test_decode_includes_a_layers_norm(kind, mode, monkeypatch):
+    """In a decode of ours, once. Behind any other call the layer's norm runs."""
+    layers = "GDN" if kind is Qwen3_5GatedDeltaNet else "KDA"
+    kit, (*_, case) = KITS[layers][0], KITS[layers][1]
+    if mode.is_target_verify():
+        case = verify_case(layers)
+    elif mode.is_extend():
+        case = next(case for case in KITS[layers][1] if "ragged" in case.name)
+    fixture = getattr(kit, f"build_{layers.lower()}_attention_fixture")(CASE, case, **SIZES)
+    layer, x = layer_of(kind, fixture)
+    batch, cache = fixture.forward_batch, getattr(kit, f"_clone_{layers.lower()}_cache")(fixture)
+    if mode.is_target_verify():
+        drafts._prepare_target_verify_batch(batch, case, SIZES["device"])
+        batch.spec_info = drafts._make_spec_verify_input(
+            case, batch, topk=1, device=SIZES["device"], spec_kind="eagle"
+        )
+
+    def run():
+        getattr(kit, f"_restore_{layers.lower()}_cache")(fixture, cache)
+        common.process.calls.clear()
+        more = dict(positions=None, zero_allocator=None) if kind is KimiDeltaAttention else {}
+        context = ForwardContext(attn_backend=fixture.backend)
+        with torch.no_grad(), forward_context(context, forward_batch=batch):
+            fixture.backend.init_forward_metadata(batch)
+            return layer(hidden_states=x, forward_batch=batch, **more), set(common.process.calls)
+
+    (expected, _), gate, before = run(), sglang_norm.gate_of(layer), dict(vars(layer))
+    sglang_norm.hook(layer, gate)
+    what = {"DECODE": "decode and norm", "EXTEND": "prefill"}.get(mode.name, "verify")
+    result, routes = run()
+    assert routes == {f"{layers} {what} on backend {ROUTE}"}
+    torch.testing.assert_close(result, expected, **NEAR)
+    if not mode.is_decode():
+        return
+    if CUDA or layers == "GDN":  # a CPU has no such kernel for KDA
+        with monkeypatch.context() as refusing:
+            refusing.setattr(sglang_kernels.api, "decode", refuse)
+            result, (route,) = run()
+        assert route == f"{layers} decode on the engine's own kernel (ours needs a test)"
+        torch.testing.assert_close(result, expected, **NEAR)
+        common.process.refused.clear()
+    for name in gate.methods:  # as if the projection had another name
+        vars(layer).pop(name)
+    vars(layer).update(before)
+    result, routes = run()
+    assert routes == {f"{layers} decode on backend {ROUTE}"}
+    torch.testing.assert_close(result, expected, **NEAR)
+
+
+def refuse(*_, **__):
+    raise UnsupportedProblem("this decode", ("a test",))
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU: CUDA graphs")
