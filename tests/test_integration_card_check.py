@@ -289,7 +289,7 @@ def test_sglang_leaves_a_failing_mode_to_its_kernel(monkeypatch, caplog):
     )
     layer = type("RadixLinearAttention", (), {})()
     vars(layer).update(num_k_heads=2, num_v_heads=2, head_k_dim=64, head_v_dim=64)
-    vars(layer).update(lower_bound=None, layer_id=0)
+    vars(layer).update(lower_bound=None, layer_id=0, activation="")
     caches = SimpleNamespace(temporal=torch.zeros(2, 2, 64, 64))
     flags = SimpleNamespace(
         deterministic=SimpleNamespace(enable_deterministic_inference=False),
@@ -310,8 +310,8 @@ def test_sglang_leaves_a_failing_mode_to_its_kernel(monkeypatch, caplog):
         dtype=BF16,
         req_to_token_pool=SimpleNamespace(mamba2_layer_cache=lambda layer_id: caches),
     )
-    hooked = dict(_prefill_gates=None, _init_target_verify_qkv_routing=None)
-    sglang_start.check(None, type("GDNAttnBackend", (), hooked)(), runner)
+    monkeypatch.setattr(sglang_start.sglang_kernels, "skip_preparation", lambda backend: None)
+    sglang_start.check(None, type("GDNAttnBackend", (), {})(), runner)
     assert sglang_common.process.left == {("GDN", "decode"): "a check that passes"}
     assert [[op for op, _ in given] for given in loaded] == [["prefill"]]
     (line,) = caplog.messages

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gated_delta.integrations import checks, sglang_common, sglang_kernels
+from gated_delta.integrations import checks, sglang_common, sglang_graphs, sglang_kernels
 from gated_delta.integrations import sglang as plugin
 
 ROOT = Path(__file__).parents[1]
@@ -153,3 +153,19 @@ def test_prefills_are_deterministic_as_the_engine_says(process, monkeypatch):
     assert extend(bounds, monkeypatch) == (None, False)
     sglang_common.process.deterministic = True
     assert extend(bounds, monkeypatch) == (None, True)
+
+
+def test_windows_of_the_convolution_are_kept_for_cached_prefixes():
+    """Three tokens before `start + 3`, of those in the batch; slot 0 may have anything."""
+    pool, x = torch.zeros(5, 2, 3), torch.arange(20.0).view(10, 2)
+    sglang_graphs.copy_windows(
+        conv_pool=pool.mT,
+        x=x,
+        track_mode=torch.tensor([1, 0, 2, 2]),
+        track_conv_start=torch.tensor([4, 0, -2, 5]),
+        track_dst=torch.tensor([3, 1, 4, 2]),
+        num_tokens=torch.tensor([7]),
+    )
+    assert not pool[1].any()
+    for slot, tokens in ((3, [4, 5, 6]), (4, [0, 0, 0]), (2, [5, 6, 6])):
+        assert torch.equal(pool[slot], x[tokens].T)

@@ -27,7 +27,8 @@ from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
 from sglang.kernels.ops.attention.fla.layernorm_gated import RMSNorm as RMSNormGated
 from sglang.kernels.ops.mamba import mamba_state_scatter_triton as scatter
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
-from sglang.srt.layers.attention.linear import gdn_backend
+from sglang.srt.layers.attention.linear import gdn_backend, kda_backend
+from sglang.srt.layers.attention.linear import kda_prefill_graph as prefill_graph
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
 from sglang.srt.models.glm5_next import Glm5NextLinearAttention
@@ -43,7 +44,7 @@ from sglang.test.kits.attention_unittest.runner_modes import (
 )
 
 from gated_delta.integrations import sglang_common as common
-from gated_delta.integrations import sglang_kernels, sglang_norm
+from gated_delta.integrations import sglang_graphs, sglang_kernels, sglang_norm
 from gated_delta.integrations import sglang_kvbuffer as kvbuffer
 from gated_delta.problem import UnsupportedProblem
 
@@ -268,23 +269,27 @@ def test_decode_includes_a_layers_norm(kind, mode, monkeypatch):
             case, batch, topk=1, device=SIZES["device"], spec_kind="eagle"
         )
 
-    def run():
+    def run(call=layer):
         getattr(kit, f"_restore_{layers.lower()}_cache")(fixture, cache)
         common.process.calls.clear()
         more = dict(positions=None, zero_allocator=None) if kind is KimiDeltaAttention else {}
         context = ForwardContext(attn_backend=fixture.backend)
         with torch.no_grad(), forward_context(context, forward_batch=batch):
             fixture.backend.init_forward_metadata(batch)
-            return layer(hidden_states=x, forward_batch=batch, **more), set(common.process.calls)
+            return call(hidden_states=x, forward_batch=batch, **more), set(common.process.calls)
 
     (expected, _), gate, before = run(), sglang_norm.gate_of(layer), dict(vars(layer))
-    sglang_norm.hook(layer, gate)
+    sglang_norm.hook(layer)
     what = {"DECODE": "decode and norm", "EXTEND": "prefill"}.get(mode.name, "verify")
     result, routes = run()
     assert routes == {f"{layers} {what} on backend {ROUTE}"}
     torch.testing.assert_close(result, expected, **NEAR)
     if not mode.is_decode():
         return
+    if layers == "GDN":
+        compiled, again = run(torch.compile(layer, backend="eager"))
+        assert again == routes
+        torch.testing.assert_close(compiled, expected, **NEAR)
     if CUDA or layers == "GDN":  # a CPU has no such kernel for KDA
         with monkeypatch.context() as refusing:
             refusing.setattr(sglang_kernels.api, "decode", refuse)
@@ -302,6 +307,100 @@ def test_decode_includes_a_layers_norm(kind, mode, monkeypatch):
 
 def refuse(*_, **__):
     raise UnsupportedProblem("this decode", ("a test",))
+
+
+def track_state(ssm_pool, h_track, track_mode, track_dst, cache_indices):
+    """The engine's kda_track_ssm_state, on a CPU."""
+    for mode, dst, slot, state in zip(track_mode.tolist(), track_dst, cache_indices, h_track):
+        if mode:
+            ssm_pool[dst] = ssm_pool[slot] if mode == prefill_graph.TRACK_FINAL_STATE else state
+
+
+def resize(batch, lengths, tracked, slots):
+    """Gives a batch of the kits other lengths, and states to keep of these for the cache."""
+    device, total = batch.seq_lens.device, sum(lengths)
+    sizes = torch.tensor(lengths, dtype=torch.int32, device=device)
+    batch.extend_seq_lens, batch.extend_seq_lens_cpu = sizes, list(lengths)
+    batch.extend_start_loc = sizes.cumsum(0, dtype=torch.int32) - sizes
+    batch.extend_num_tokens = batch.global_num_token_non_padded_cpu = total
+    batch.mamba_prefill_track_mask_cpu = tracked
+    batch.mamba_track_mask = torch.tensor(tracked, device=device)
+    batch.mamba_track_indices = torch.tensor(slots, device=device)
+    batch.mamba_track_seqlens = batch.extend_prefix_lens + sizes
+    batch.mamba_track_seqlens_cpu = batch.mamba_track_seqlens.tolist()
+
+
+@pytest.mark.parametrize("layers", KITS)
+def test_prefills_in_a_graph(layers, monkeypatch):
+    """One graph, for any batch that fits: results, states and cached prefixes as without it."""
+    name, (kit, cases, _) = layers.lower(), KITS[layers]
+    case = next(case for case in cases if "ragged" in case.name)
+    build = getattr(kit, f"build_{name}_attention_fixture")
+    fixture = build(CASE, case, **SIZES, runner_batch_size=8, max_context_len=256)
+    batch, backend = fixture.forward_batch, fixture.backend.linear_attn_backend
+    assert backend.supports_prefill_graph_extend()
+    extra = SimpleNamespace(mamba=SimpleNamespace(enable_mamba_extra_buffer=True))
+    monkeypatch.setattr(kda_backend, "get_exec", lambda: extra)
+    if layers == "GDN" or not CUDA:
+        monkeypatch.setattr(prefill_graph, "kda_track_conv_window", sglang_graphs.copy_windows)
+    if not CUDA:
+        monkeypatch.setattr(prefill_graph, "kda_track_ssm_state", track_state)
+        monkeypatch.setattr(prefill_graph, "causal_conv1d_fn", sglang_cpu.causal_conv1d_fn_cpu)
+    attn, pool = fixture.actual_module.attn, (kit._conv_states(fixture), kit._ssm_states(fixture))
+    attn.activation = "silu"
+    attn.conv_weights.normal_()
+    before, bucket = [x.clone() for x in pool], 256
+    some = dict(device=SIZES["device"], dtype=SIZES["dtype"])
+    channels = (attn.head_k_dim,) if layers == "KDA" else ()
+    lead = (1,) if layers == "KDA" else ()
+    mixed_qkv = torch.randn(bucket, attn.q_dim + attn.k_dim + attn.v_dim, **some)
+    a = torch.randn(*lead, bucket, attn.num_v_heads, *channels, **some)
+    b = torch.randn(*lead, bucket, attn.num_v_heads, **some)
+
+    def forward(tokens):
+        parts = dict(mixed_qkv=mixed_qkv[:tokens], a=a, b=b)
+        parts |= {x: parts[x].narrow(len(lead), 0, tokens) for x in ("a", "b")}
+        return fixture.backend.forward_extend(attn, batch, **parts)
+
+    def restore():
+        for x, y in zip(pool, before):
+            x.copy_(y)
+
+    batches = [
+        ([130, 8, 64], [True, False, True], [5, 0, 7]),
+        ([1, 200, 30], [False, True, False], [0, 6, 0]),
+    ]
+    graph = torch.cuda.CUDAGraph() if CUDA else None
+    with torch.no_grad(), forward_context(ForwardContext(attn_backend=fixture.backend)):
+        for number, (lengths, tracked, slots) in enumerate(batches):
+            resize(batch, lengths, tracked, slots)
+            restore()
+            fixture.backend.init_forward_metadata(batch)
+            assert not backend.prefill_graph_extend_active()
+            expected = forward(sum(lengths))
+            states = [x[1:].clone() for x in pool]  # without padding
+            restore()
+            if number == 0:
+                batch.extend_num_tokens = bucket
+                tables = backend.init_prefill_graph_metadata(batch)
+                result = forward(bucket)  # compiles, on a GPU
+                if CUDA:
+                    with torch.cuda.graph(graph):
+                        result = forward(bucket)
+                    restore()
+                    graph.replay()
+            else:
+                backend.refresh_prefill_graph_metadata(tables, batch)
+                if CUDA:
+                    graph.replay()
+                else:
+                    result = forward(bucket)
+            assert backend.prefill_graph_extend_active()
+            torch.testing.assert_close(result[:, : sum(lengths)], expected, **NEAR)
+            assert not result[:, sum(lengths) :].any()
+            for x, y in zip(pool, states):
+                torch.testing.assert_close(x[1:], y, **NEAR)
+    ran(layers, "prefill")
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU: CUDA graphs")

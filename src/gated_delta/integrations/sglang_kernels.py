@@ -19,8 +19,7 @@ Tokens = tuple[Tensor, ...]
 
 
 class RawGate(NamedTuple):
-    """In place of GDN's g in `extend`: the layer's a [T, HV], and how the engine activates g, beta.
-    """
+    """GDN's gate a [T, HV] as `extend` gets it, and the engine's activation to g and beta."""
 
     activated: Callable[[], tuple[Tensor, Tensor]]
     a: Tensor
@@ -107,11 +106,11 @@ class Operations:
         """Packed prompts or parts of prompts: q, k, v [1, T, H, D], g raw, beta logits.
 
         States for the prefix cache go to track_state. GDN: g is a RawGate; returns (o, None, None).
-        KDA: returns o or (o, None).
+        KDA: returns o or (o, None). Its beta is raw even where the engine's prefill graphs say
+        beta_is_raw=False.
         """
         engine: Any = super()
-        track, gdn, gate = given.get("track_state"), self.layers == "GDN", given
-        activated = functools.partial(tuple, (g, beta))
+        track, gdn, gate, activated = given.get("track_state"), self.layers == "GDN", given, None
         if isinstance(g, RawGate):
             activated, g, A_log, dt_bias = g
             gate = dict(A_log=A_log, dt_bias=dt_bias)
@@ -144,7 +143,8 @@ class Operations:
             return (o, None) if given.get("return_intermediate_states") else o
 
         def engines() -> Any:
-            results = engine.extend(q, k, v, *activated(), **given)
+            gates = (g, beta) if activated is None else activated()
+            results = engine.extend(q, k, v, *gates, **given)
             if gdn and track is not None:  # an argument that this kernel ignores
                 _copy_tracked(results[2], given)
             return results

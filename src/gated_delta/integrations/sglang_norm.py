@@ -11,7 +11,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from gated_delta.integrations import sglang_common as common
 from gated_delta.ops.launch import MAX_NORM
@@ -50,9 +50,7 @@ class FusedNorm:
         if self.z is None or len(self.z) != tokens:
             return {}
         activation = "sigmoid" if self.norm.activation == "sigmoid" else "silu"  # or "swish"
-        return dict(
-            z=self.z[:, None], norm=GatedNorm(self.norm.weight, self.norm.eps, activation)
-        )
+        return dict(z=self.z[:, None], norm=GatedNorm(self.norm.weight, self.norm.eps, activation))
 
     def run(self, x: Tensor, *gate: Any, **options: Any) -> Tensor:
         """The norm's `forward`."""
@@ -60,7 +58,7 @@ class FusedNorm:
         return x if applied else self.forward(x, *gate, **options)
 
 
-def gate_of(layer: nn.Module) -> Gate | None:
+def gate_of(layer: Any) -> Gate | None:
     """None if decode cannot include the layer's norm."""
     known = next((x for x in type(layer).__mro__ if x.__name__ in GATES), None)
     if known is None or type(layer).forward is not known.forward:
@@ -72,8 +70,11 @@ def gate_of(layer: nn.Module) -> Gate | None:
     return gate if plain and norm.weight.shape == (V,) and V <= MAX_NORM else None
 
 
-def hook(layer: Any, gate: Gate) -> None:
-    """Hooks the projection of this gate and the norm of a layer of the engine."""
+def hook(layer: Any) -> None:
+    """Hooks a layer's norm and the projection of its gate, once, if decode can include the norm."""
+    gate = gate_of(layer)
+    if gate is None or layer.attn.A_log in common.process.norms:
+        return
     HV, V, norm = layer.attn.num_v_heads, layer.attn.head_v_dim, getattr(layer, gate.norm)
     fused = common.process.norms[layer.attn.A_log] = FusedNorm(norm)
 

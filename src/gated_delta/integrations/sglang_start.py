@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gated_delta.integrations import card_check, sglang_kernels, sglang_norm, start
+from gated_delta.integrations import card_check, sglang_graphs, sglang_kernels, sglang_norm, start
 from gated_delta.integrations import sglang_common as common
 from gated_delta.problem import Gate, GatedNorm, KVBuffer
 
@@ -106,16 +106,13 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
     kind = "KDA" if "KDA" in type(backend).__name__ else "GDN"
     drafts = max_speculative_num_draft_tokens() or 0
     layer_ids: dict[Layer, int] = {}  # the last layer of each kind
-    norms: list[tuple[Any, sglang_norm.Gate]] = []
     model = getattr(runner, "model", None)  # SGLang's own tests of its backends have no model
-    for module in model.modules() if model is not None else ():
-        attn = getattr(module, "attn", None)
-        if isinstance(attn, RadixLinearAttention):
-            if gate := sglang_norm.gate_of(module):
-                norms.append((module, gate))
-            heads = attn.num_k_heads, attn.num_v_heads, attn.head_k_dim, attn.head_v_dim
-            layer = Layer(kind, *heads, runner.dtype, attn.lower_bound, gate is not None)
-            layer_ids[layer] = attn.layer_id
+    modules = [x for x in model.modules() if hasattr(x, "attn")] if model is not None else []
+    modules = [module for module in modules if isinstance(module.attn, RadixLinearAttention)]
+    for module in modules:
+        attn, norm = module.attn, sglang_norm.gate_of(module) is not None
+        heads = attn.num_k_heads, attn.num_v_heads, attn.head_k_dim, attn.head_v_dim
+        layer_ids[Layer(kind, *heads, runner.dtype, attn.lower_bound, norm)] = attn.layer_id
     ours: list[start.Call] = []
     for layer, layer_id in layer_ids.items():
         caches = runner.req_to_token_pool.mamba2_layer_cache(layer_id)
@@ -138,8 +135,10 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
     served = {mode for mode in common.chosen() if (kind, mode) not in common.process.left}
     if kind == "GDN" and "prefill" in served:
         sglang_kernels.skip_preparation(backend)
-    for module, gate in norms if "decode" in served else ():
-        sglang_norm.hook(module, gate)
+        if all(module.attn.activation == "silu" for module in modules):
+            sglang_graphs.allow(backend)
+    for module in modules if "decode" in served else ():
+        sglang_norm.hook(module)
     if ours:  # all modes at once, so that an error names every missing kernel
         start.load(ours, ours[0][1]["state"].device)
 
