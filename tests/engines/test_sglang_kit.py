@@ -26,6 +26,7 @@ elif not CUDA:
 from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
 from sglang.kernels.ops.attention.fla.layernorm_gated import RMSNorm as RMSNormGated
 from sglang.kernels.ops.mamba import mamba_state_scatter_triton as scatter
+from sglang.srt.environ import envs
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
 from sglang.srt.layers.attention.linear import gdn_backend, kda_backend
 from sglang.srt.layers.attention.linear import kda_prefill_graph as prefill_graph
@@ -119,20 +120,36 @@ def test_eager(layers, case, monkeypatch):
 
 
 @pytest.mark.skipif(CUDA, reason="a CPU stands in for the engine's kernels")
-@pytest.mark.parametrize("route", ["reference", "cute"])
-def test_prefill_takes_views_and_raw_gates(route, monkeypatch):
-    """On a GPU the engine would split and activate them. It activates them if ours refuse."""
+@pytest.mark.parametrize("why", ["", "refused", "left"])
+def test_prefill_takes_views_and_raw_gates(why, monkeypatch):
+    """On a GPU the engine would copy q, k, v and activate gates, as it does if ours cannot run."""
     case = next(case for case in KITS["GDN"][1] if "ragged" in case.name)
-    activated, engines = [], gdn_backend.fused_gdn_gating
+    prepared, activate = [], gdn_backend.fused_gdn_gating
+
+    def copied(x, *sizes):
+        prepared.append("copies")
+        widths = [heads * dim for heads, dim in zip(sizes[:3], sizes[3:], strict=True)]
+        parts = zip(x.split(widths, -1), sizes[3:], strict=True)
+        return [part.unflatten(-1, (-1, dim))[None] for part, dim in parts]
+
+    def activated(*given):
+        prepared.append("gates")
+        return activate(*given)
+
     monkeypatch.setattr(gdn_backend, "is_cuda", lambda: True)
-    monkeypatch.setattr(gdn_backend, "fused_qkv_split_gdn_prefill", None, raising=False)
-    monkeypatch.setattr(
-        gdn_backend, "fused_gdn_gating", lambda *x: activated.append(1) or engines(*x)
-    )
-    monkeypatch.setattr(common, "backend_for", lambda x: route)
+    monkeypatch.setattr(gdn_backend, "fused_qkv_split_gdn_prefill", copied, raising=False)
+    monkeypatch.setattr(gdn_backend, "fused_gdn_gating", activated)
+    if why == "refused":
+        monkeypatch.setattr(sglang_kernels.api, "prefill", refuse)
+    if why == "left":
+        monkeypatch.setitem(common.process.left, ("GDN", "prefill"), "a test")
     KITS["GDN"][2](CASE, case, **SIZES)
+    common.process.refused.clear()
     (call,) = common.process.calls
-    assert ("engine's own" in call) == bool(activated) == (route == "cute")
+    assert call.partition(" on ")[2] == (
+        "the engine's own kernel (ours needs a test)" if why else "backend reference"
+    )
+    assert prepared == {"": [], "refused": ["gates"], "left": ["copies", "gates"]}[why]
 
 
 def verify_case(layers):
@@ -339,6 +356,8 @@ def test_prefills_in_a_graph(layers, monkeypatch):
     fixture = build(CASE, case, **SIZES, runner_batch_size=8, max_context_len=256)
     batch, backend = fixture.forward_batch, fixture.backend.linear_attn_backend
     assert backend.supports_prefill_graph_extend()
+    with envs.SGLANG_DISABLE_KDA_PREFILL_GRAPH_EXTEND.override(True):
+        assert not backend.supports_prefill_graph_extend()
     extra = SimpleNamespace(mamba=SimpleNamespace(enable_mamba_extra_buffer=True))
     monkeypatch.setattr(kda_backend, "get_exec", lambda: extra)
     if layers == "GDN" or not CUDA:

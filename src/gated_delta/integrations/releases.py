@@ -86,10 +86,14 @@ SGLANG = Release(
     {
         "kernels/ops/attention/fla/fused_norm_gate.py": {"FusedRMSNormGated": "b29d34fc"},
         "kernels/ops/attention/fla/layernorm_gated.py": {"RMSNorm": "c7099578"},
+        "kernels/ops/mamba/kda_prefill_track.py": {"kda_track_conv_window": "26d09dba"},
         "kernels/ops/mamba/mamba_state_scatter_triton.py": {
             "scatter_mamba_states_after_mtp_verify": "20222711"
         },
-        "srt/layers/attention/hybrid_linear_attn_backend.py": {"MambaAttnBackendBase": "3d78addc"},
+        "srt/layers/attention/hybrid_linear_attn_backend.py": {
+            "MambaAttnBackendBase": "3d78addc",
+            "HybridLinearAttnBackend.__init__": "6199e95d",
+        },
         "srt/layers/attention/linear/gdn_backend.py": {
             "GDNKernelDispatcher": "13777586",
             "GDNAttnBackend.__init__": "8ea212de",
@@ -106,9 +110,16 @@ SGLANG = Release(
             "KDAAttnBackend.forward_decode": "8567512f",
             "KDAAttnBackend.forward_extend": "d9209326",
             "KDAAttnBackend._forward_target_verify": "6e435343",
+            "KDAAttnBackend.prefill_graph_extend_active": "92c6794b",
+            "KDAAttnBackend.init_prefill_graph_metadata": "72395110",
+            "KDAAttnBackend.refresh_prefill_graph_metadata": "9875c392",
+            "KDAAttnBackend._prefill_graph_cache_indices": "73ff858a",
+            "KDAAttnBackend._fill_prefill_graph_metadata": "4047c8ad",
+            "KDAAttnBackend._prefill_graph_track_rows": "038006b9",
         },
         "srt/layers/attention/linear/kda_prefill_graph.py": {
             "KDAPrefillGraphMetadata": "163df2e5",
+            "build_track_rows": "7d97c8cb",
             "kda_extend_in_graph": "ac5ff0a4",
         },
         "srt/layers/attention/linear/kernels/gdn_triton.py": {"TritonGDNKernel": "35e4182b"},

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-MAX_SEQUENCES = 32
+MAX_SEQUENCES = 64
 """Of a batch in a graph: the kernels run for as many. Larger batches run as before."""
 BORROWED = (
     "prefill_graph_extend_active",

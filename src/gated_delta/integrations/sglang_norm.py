@@ -19,11 +19,11 @@ from gated_delta.problem import GatedNorm
 
 
 class Gate(NamedTuple):
-    """Where a layer has its norm, and the methods whose result number `index` ends in the gate."""
+    """Where a layer has its norm, and the methods whose result at `place` ends in the gate."""
 
     norm: str
     methods: tuple[str, ...]
-    index: int
+    place: int
 
 
 GATES = {
@@ -60,7 +60,7 @@ class FusedNorm:
 
 def gate_of(layer: Any) -> Gate | None:
     """None if decode cannot include the layer's norm."""
-    known = next((x for x in type(layer).__mro__ if x.__name__ in GATES), None)
+    known: Any = next((x for x in type(layer).__mro__ if x.__name__ in GATES), None)
     if known is None or type(layer).forward is not known.forward:
         return None
     gate, V = GATES[known.__name__], layer.attn.head_v_dim
@@ -80,7 +80,7 @@ def hook(layer: Any) -> None:
 
     def projected(method: Callable[..., Any], *inputs: Any) -> Any:
         results = method(*inputs)
-        fused.z = results[gate.index][:, -HV * V :].unflatten(1, (HV, V))
+        fused.z = results[gate.place][:, -HV * V :].unflatten(1, (HV, V))
         return results
 
     for name in gate.methods:
