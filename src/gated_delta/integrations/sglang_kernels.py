@@ -87,13 +87,13 @@ class Operations:
         return self._step(tokens, given, "", lambda: engine.decode(*tokens, **given))
 
     def _step(self, tokens: Tokens, given: Given, missing: str, engine: Any) -> Tensor:
-        fused, n = common.process.norms.get(given["A_log"]), tokens[0].shape[1]
-        norm = fused.arguments(n) if fused else {}
+        fused = common.process.norms.get(given["A_log"])
+        norm = fused.arguments(tokens[2][0]) if fused else {}
 
         def ours(backend: str) -> Tensor:
             q, k, v, a, b = tokens
             rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), a, b
-            call = self._raw(rows, given) | _pool(given, n) | norm
+            call = self._raw(rows, given) | _pool(given, q.shape[1]) | norm
             o = api.decode(**call, scale=given.get("scale"), backend=backend)
             if norm:
                 fused.applied = True

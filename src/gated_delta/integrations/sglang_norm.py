@@ -32,6 +32,7 @@ GATES = {
     "Glm5NextLinearAttention": Gate("o_norm", ("forward_qkvbfg", "forward_qkvbfg_fused"), 3),
 }
 """By class. Qwen3-Next's gate lies between q, k and v."""
+ACTIVATIONS = dict(silu="silu", swish="silu", sigmoid="sigmoid")
 
 
 class FusedNorm:
@@ -45,11 +46,11 @@ class FusedNorm:
         self.z: Tensor | None = None
         self.applied = False
 
-    def arguments(self, tokens: int) -> dict[str, Any]:
-        """decode's, for sequences of one token; none if the layer projected no gate for them."""
-        if self.z is None or len(self.z) != tokens:
+    def arguments(self, v: Tensor) -> dict[str, Any]:
+        """decode's, for v [T, HV, V]; none if the layer projected no gate for these tokens."""
+        if self.z is None or (self.z.shape, self.z.dtype) != (v.shape, v.dtype):
             return {}
-        activation = "sigmoid" if self.norm.activation == "sigmoid" else "silu"  # or "swish"
+        activation = ACTIVATIONS[self.norm.activation]
         return dict(z=self.z[:, None], norm=GatedNorm(self.norm.weight, self.norm.eps, activation))
 
     def run(self, x: Tensor, *gate: Any, **options: Any) -> Tensor:
@@ -66,7 +67,7 @@ def gate_of(layer: Any) -> Gate | None:
     gate, V = GATES[known.__name__], layer.attn.head_v_dim
     norm = getattr(layer, gate.norm)
     plain = getattr(norm, "group_size", None) in (None, V) and norm.bias is None
-    plain = plain and getattr(norm, "norm_before_gate", True)
+    plain = plain and getattr(norm, "norm_before_gate", True) and norm.activation in ACTIVATIONS
     return gate if plain and norm.weight.shape == (V,) and V <= MAX_NORM else None
 
 
