@@ -289,7 +289,7 @@ def test_sglang_leaves_a_failing_mode_to_its_kernel(monkeypatch, caplog):
     )
     layer = type("RadixLinearAttention", (), {})()
     vars(layer).update(num_k_heads=2, num_v_heads=2, head_k_dim=64, head_v_dim=64)
-    vars(layer).update(lower_bound=None, layer_id=0)
+    vars(layer).update(lower_bound=None, layer_id=0, activation="")
     caches = SimpleNamespace(temporal=torch.zeros(2, 2, 64, 64))
     flags = SimpleNamespace(
         deterministic=SimpleNamespace(enable_deterministic_inference=False),
@@ -306,12 +306,13 @@ def test_sglang_leaves_a_failing_mode_to_its_kernel(monkeypatch, caplog):
         vars(module).update(values)
         monkeypatch.setitem(sys.modules, name, module)
     runner = SimpleNamespace(
-        model=SimpleNamespace(modules=lambda: [layer]),
+        model=SimpleNamespace(modules=lambda: [SimpleNamespace(attn=layer)]),
         dtype=BF16,
         req_to_token_pool=SimpleNamespace(mamba2_layer_cache=lambda layer_id: caches),
     )
+    monkeypatch.setattr(sglang_start.sglang_kernels, "skip_preparation", lambda backend: None)
     sglang_start.check(None, type("GDNAttnBackend", (), {})(), runner)
-    assert sglang_common.process.failing == {("GDN", "decode"): "a check that passes"}
+    assert sglang_common.process.left == {("GDN", "decode"): "a check that passes"}
     assert [[op for op, _ in given] for given in loaded] == [["prefill"]]
     (line,) = caplog.messages
     assert line == (
@@ -323,12 +324,13 @@ def test_sglang_runs_its_kernel_for_a_failing_mode(monkeypatch):
     monkeypatch.setattr(sglang_common, "process", process := sglang_common.Process())
     engine = type("TritonGDNKernel", (), dict(extend=lambda *_, **__: "the engine's"))
     kernel = sglang_kernels.kernel_class(engine)()
-    x, g = torch.randn(1, 4, 2, 8), torch.rand(1, 4, 2)
+    x, one = torch.randn(1, 4, 2, 8), torch.ones(2)
+    gate = sglang_kernels.RawGate(lambda: (0, 0), torch.randn(4, 2), one, one)
     given = dict(ssm_states=torch.zeros(2, 2, 8, 8), cache_indices=torch.ones(1, dtype=torch.int32))
     given |= dict(query_start_loc=torch.tensor([0, 4], dtype=torch.int32))
-    assert kernel.extend(x, x, x, -g, g, **given) != "the engine's"
-    process.failing["GDN", "prefill"] = "a check that passes"
-    assert kernel.extend(x, x, x, -g, g, **given) == "the engine's"
+    assert kernel.extend(x, x, x, gate, gate.a, **given) != "the engine's"
+    process.left["GDN", "prefill"] = "a check that passes"
+    assert kernel.extend(x, x, x, gate, gate.a, **given) == "the engine's"
     assert process.report()[1:] == [
         "GDN prefill on the engine's own kernel (ours needs a check that passes): 1 calls"
     ]

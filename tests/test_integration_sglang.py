@@ -11,7 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-from gated_delta.integrations import checks, sglang_common, sglang_kernels
+from gated_delta.integrations import checks, sglang_common, sglang_graphs, sglang_kernels
 from gated_delta.integrations import sglang as plugin
 
 ROOT = Path(__file__).parents[1]
@@ -102,11 +102,11 @@ def extend(bounds, monkeypatch):
 
     x = torch.randn(1, T, H, D)
     kernel = sglang_kernels.kernel_class(type("TritonGDNKernel", (), {}))()
-    g, beta = -torch.rand(1, T, H), torch.rand(1, T, H)
+    gate = sglang_kernels.RawGate(tuple, torch.randn(T, H), torch.randn(H), torch.randn(H))
     pool = dict(ssm_states=torch.zeros(8, H, D, D), cache_indices=torch.arange(1, len(bounds)))
     with monkeypatch.context() as patch:
         patch.setattr(sglang_kernels.api, "prefill", noting)
-        kernel.extend(x, x, x, g, beta, **pool, query_start_loc=bounds)
+        kernel.extend(x, x, x, gate, gate.a, **pool, query_start_loc=bounds)
     (call,) = calls
     return call
 
@@ -163,7 +163,7 @@ def test_prefills_are_deterministic_as_the_engine_says(process, monkeypatch):
 def test_health_counts_both_routes(process, monkeypatch, caplog):
     """The log has a line at 1, 10, ... calls of a route; its values parse as in a shell."""
     caplog.set_level(logging.INFO, sglang_common.LOG.name)
-    process.failing["GDN", "prefill"] = 'a "check" that passes'
+    process.left["GDN", "prefill"] = 'a "check" that passes'
     kernel = sglang_kernels.kernel_class(type("TritonGDNKernel", (), {}))()
     states = dict(ssm_states=torch.zeros(1, 1, 1, 1))
     for mode, calls in dict(prefill=3, decode=12).items():
@@ -182,3 +182,19 @@ def test_health_counts_both_routes(process, monkeypatch, caplog):
         lines[0].replace("engine_own=1", "engine_own=3"),
         lines[-1].replace("ours=10", "ours=12"),
     ]
+
+
+def test_windows_of_the_convolution_are_kept_for_cached_prefixes():
+    """Three tokens before `start + 3`, of those in the batch; slot 0 may have anything."""
+    pool, x = torch.zeros(5, 2, 3), torch.arange(20.0).view(10, 2)
+    sglang_graphs.copy_windows(
+        conv_pool=pool.mT,
+        x=x,
+        track_mode=torch.tensor([1, 0, 2, 2]),
+        track_conv_start=torch.tensor([4, 0, -2, 5]),
+        track_dst=torch.tensor([3, 1, 4, 2]),
+        num_tokens=torch.tensor([7]),
+    )
+    assert not pool[1].any()
+    for slot, tokens in ((3, [4, 5, 6]), (4, [0, 0, 0]), (2, [5, 6, 6])):
+        assert torch.equal(pool[slot], x[tokens].T)

@@ -123,6 +123,15 @@ class Given:
         """a, b as the engine hands them on: KDA's with a batch of 1 in front."""
         return (self.a, self.b) if self.layers == "GDN" else (self.a.flatten(1)[None], self.b[None])
 
+    def prompt(self):
+        """The tokens of `extend`, as the engine's layers and the plug-in's hook pass them."""
+        if self.layers == "KDA":
+            return (self.q, self.k, self.v, self.a[None], self.b[None]), self.gates()
+        gate = sglang_kernels.RawGate(
+            lambda: (self.g[None], self.beta[None]), self.a, self.A_log, self.dt_bias
+        )
+        return (self.q, self.k, self.v, gate, self.b), {}
+
     def where(self):
         return dict(ssm_states=self.pool, cache_indices=self.slots, query_start_loc=self.bounds)
 
@@ -185,15 +194,11 @@ def test_extend_with_states_for_the_prefix_cache(layers, bound, states):
     x = Given(layers, lengths, [3, 0, 5, 0, 1], past=3, bound=bound, states=states)
     o, pool, after = x.truth()
     track = torch.full((len(lengths), HV, D, D), 7.0)
-    tokens = (x.g[None], x.beta[None]) if layers == "GDN" else (x.a[None], x.b[None])
-    gates = (
-        {}
-        if layers == "GDN"
-        else x.gates() | dict(beta_is_raw=True, return_intermediate_states=True)
-    )
+    tokens, gates = x.prompt()
+    gates |= dict(return_intermediate_states=True) if layers == "KDA" else {}
     tracked = dict(track_state=track, track_chunk_idx=torch.tensor(chunks, dtype=torch.int32))
     result = kernel(layers).extend(
-        x.q, x.k, x.v, *tokens, **gates, **x.where(), **tracked, layer_id=0, extend_prefix_lens=None
+        *tokens, **gates, **x.where(), **tracked, layer_id=0, extend_prefix_lens=None
     )
     assert result[1:] == ((None, None) if layers == "GDN" else (None,))
     unit = 2e-4 if states == torch.float32 else 4e-3
@@ -211,11 +216,10 @@ def test_extend_writes_to_output_and_reads_columns():
     x = Given("GDN", [5, 3], [2, 1])
     o, pool, _ = x.truth()
     output = torch.empty_like(x.v, memory_format=torch.contiguous_format)
-    columns = [y.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for y in (x.q, x.k, x.v)]
+    (*rows, gate, b), _ = x.prompt()
+    columns = [y.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2) for y in rows]
     assert columns[0].stride(-1) != 1
-    result, _, _ = kernel("GDN").extend(
-        *columns, x.g[None], x.beta[None], **x.where(), output=output
-    )
+    result, _, _ = kernel("GDN").extend(*columns, gate, b, **x.where(), output=output)
     assert result.data_ptr() == output.data_ptr()
     near(result, o)
     near(x.pool, pool)
@@ -225,7 +229,7 @@ def test_extend_of_gathered_copies_has_no_padding_slot():
     x = Given("GDN", [5, 3], [1, 2])
     o, pool, _ = x.truth()
     x.pool, x.slots = x.pool[1:3].clone(), torch.tensor([0, 1], dtype=torch.int32)
-    result, _, _ = kernel("GDN").extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where())
+    result, _, _ = kernel("GDN").extend(*x.prompt()[0], **x.where())
     near(result, o)
     near(x.pool, pool[1:3])
 
@@ -236,9 +240,8 @@ def test_extend_of_nothing(layers, slots):
     """As on a rank that has no request; the tokens are padding."""
     x = Given(layers, [0] * len(slots), slots, past=2)
     before = x.pool.clone()
-    tokens = (x.g[None], x.beta[None]) if layers == "GDN" else (x.a[None], x.b[None])
-    gates = {} if layers == "GDN" else x.gates() | dict(beta_is_raw=True)
-    result = kernel(layers).extend(x.q, x.k, x.v, *tokens, **gates, **x.where())
+    tokens, gates = x.prompt()
+    result = kernel(layers).extend(*tokens, **gates, **x.where())
     assert not (result[0] if layers == "GDN" else result).any()
     assert torch.equal(x.pool, before)
     ran(f"{layers} prefill on backend reference")
@@ -532,10 +535,8 @@ def test_rings_and_scoring_stay_the_engines():
         ours.packed_decode(x.mixed, x.a, x.b, **x.gates(), **options, replayssm_d=x.pool)
         == "packed_decode"
     )
-    assert (
-        ours.extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where(), inplace_update=False)
-        == "extend"
-    )
+    # The engine activates the gates of scoring by itself.
+    assert ours.extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where()) == "extend"
     assert [name for name, _ in calls] == ["packed_decode", "extend"]
 
 
@@ -584,7 +585,7 @@ def test_tracked_states_of_the_engines_own_kernel(monkeypatch):
         tracked = dict(
             track_state=track, track_chunk_idx=torch.tensor([1, 2, -1, 0], dtype=torch.int32)
         )
-        o = kernel("GDN").extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where(), **tracked)[0]
+        o = kernel("GDN").extend(*x.prompt()[0], **x.where(), **tracked)[0]
         result.append((o, x.pool, track[[0, 1, 3]]))
     assert [("engine" in line, line.count("reference")) for line in plugin.report()] == [
         (False, 1),
@@ -789,7 +790,7 @@ PROMPTS = [
     )
 ]
 NEW = 24
-BOTH = {f"GDN {mode} on backend reference" for mode in ("decode", "prefill")}
+BOTH = {f"GDN {mode} on backend reference" for mode in ("decode and norm", "prefill")}
 OURS = dict(linear_attn_decode_backend="gated_delta", linear_attn_prefill_backend="gated_delta")
 
 
@@ -976,7 +977,7 @@ def test_engine_with_chunked_prefill_and_the_prefix_cache(qwen3_5, expected, tmp
     assert min(run.cached(1)[1:]) > 200
     assert run.ran.keys() == BOTH
     # Three layers, two rounds.
-    assert run.ran["GDN decode on backend reference"] >= 2 * 3 * (NEW - 1)
+    assert run.ran["GDN decode and norm on backend reference"] >= 2 * 3 * (NEW - 1)
     assert run.ran["GDN prefill on backend reference"] >= 3 * 4  # chunks of 256 tokens of 900
     assert (
         f"gated_delta {gated_delta.__version__} serves GDN decode, prefill in place of "
@@ -1054,7 +1055,7 @@ def test_engine_with_kda_layers(kda, tmp_path):
     run = Run(model, tmp_path, OURS | engine)
     run.looked_for_what_it_needs()
     assert run.tokens(0) == run.tokens(1) == tokens
-    assert run.ran.keys() == {f"KDA {mode} on backend reference" for mode in ("decode", "prefill")}
+    assert run.ran.keys() == {route.replace("GDN", "KDA") for route in BOTH}
 
 
 def test_engine_that_lacks_kernels_does_not_start(qwen3_5, tmp_path):

@@ -23,10 +23,18 @@ elif not CUDA:
     sglang_cpu.install()
     torch.cuda.get_rng_state = torch.cuda.set_rng_state = lambda *_, **__: None
 
+from sglang.kernels.ops.attention.fla.fused_norm_gate import FusedRMSNormGated
+from sglang.kernels.ops.attention.fla.layernorm_gated import RMSNorm as RMSNormGated
 from sglang.kernels.ops.mamba import mamba_state_scatter_triton as scatter
+from sglang.srt.environ import envs
 from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+from sglang.srt.layers.attention.linear import gdn_backend, kda_backend
+from sglang.srt.layers.attention.linear import kda_prefill_graph as prefill_graph
 from sglang.srt.model_executor.forward_batch_info import ForwardMode
 from sglang.srt.model_executor.forward_context import ForwardContext, forward_context
+from sglang.srt.models.glm5_next import Glm5NextLinearAttention
+from sglang.srt.models.kimi_linear import KimiDeltaAttention
+from sglang.srt.models.qwen3_5 import Qwen3_5GatedDeltaNet
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
@@ -37,8 +45,9 @@ from sglang.test.kits.attention_unittest.runner_modes import (
 )
 
 from gated_delta.integrations import sglang_common as common
-from gated_delta.integrations import sglang_kernels
+from gated_delta.integrations import sglang_graphs, sglang_kernels, sglang_norm
 from gated_delta.integrations import sglang_kvbuffer as kvbuffer
+from gated_delta.problem import UnsupportedProblem
 
 load_plugins()
 CASE = unittest.TestCase()
@@ -49,6 +58,7 @@ SIZES = (
     if CUDA
     else dict(device="cpu", dtype=torch.float32)
 )
+NEAR = dict(rtol=3e-2, atol=3e-2) if CUDA else dict(rtol=1e-5, atol=1e-5)  # the kits', on a GPU
 ROUTE = "cute" if CUDA else "reference"
 KITS = dict(
     GDN=(
@@ -107,6 +117,39 @@ def test_eager(layers, case, monkeypatch):
     if not case.forward_mode.is_decode():
         several = len(case.extend_lens) > 1
         assert longest == {-(-max(case.extend_lens) // 64) * 64 if several else None}
+
+
+@pytest.mark.skipif(CUDA, reason="a CPU stands in for the engine's kernels")
+@pytest.mark.parametrize("why", ["", "refused", "left"])
+def test_prefill_takes_views_and_raw_gates(why, monkeypatch):
+    """On a GPU the engine would copy q, k, v and activate gates, as it does if ours cannot run."""
+    case = next(case for case in KITS["GDN"][1] if "ragged" in case.name)
+    prepared, activate = [], gdn_backend.fused_gdn_gating
+
+    def copied(x, *sizes):
+        prepared.append("copies")
+        widths = [heads * dim for heads, dim in zip(sizes[:3], sizes[3:], strict=True)]
+        parts = zip(x.split(widths, -1), sizes[3:], strict=True)
+        return [part.unflatten(-1, (-1, dim))[None] for part, dim in parts]
+
+    def activated(*given):
+        prepared.append("gates")
+        return activate(*given)
+
+    monkeypatch.setattr(gdn_backend, "is_cuda", lambda: True)
+    monkeypatch.setattr(gdn_backend, "fused_qkv_split_gdn_prefill", copied, raising=False)
+    monkeypatch.setattr(gdn_backend, "fused_gdn_gating", activated)
+    if why == "refused":
+        monkeypatch.setattr(sglang_kernels.api, "prefill", refuse)
+    if why == "left":
+        monkeypatch.setitem(common.process.left, ("GDN", "prefill"), "a test")
+    KITS["GDN"][2](CASE, case, **SIZES)
+    common.process.refused.clear()
+    (call,) = common.process.calls
+    assert call.partition(" on ")[2] == (
+        "the engine's own kernel (ours needs a test)" if why else "backend reference"
+    )
+    assert prepared == {"": [], "refused": ["gates"], "left": ["copies", "gates"]}[why]
 
 
 def verify_case(layers):
@@ -179,6 +222,204 @@ def test_a_kvbuffer_is_committed_as_the_engine_commits_states(layers, monkeypatc
     torch.testing.assert_close(ours, states, rtol=1e-5, atol=1e-5)
     assert torch.equal(our_windows, windows)
     assert common.process.calls == {f"{layers} verify on backend {ROUTE}": 2}
+
+
+class Projection(torch.nn.Module):
+    """Stands in for an engine's projection: columns of its input, in two parts."""
+
+    def __init__(self, columns):
+        super().__init__()
+        self.columns = columns
+
+    def forward(self, x):
+        return x[..., self.columns], None
+
+
+def layer_of(kind, fixture):
+    """An engine's layer around the kit's recurrence, without its weights; z is its input's end."""
+    layer = kind.__new__(kind)
+    torch.nn.Module.__init__(layer)
+    attn = layer.attn = fixture.actual_module.attn
+    heads, qkv, dtype = attn.num_v_heads, attn.q_dim + attn.k_dim + attn.v_dim, fixture.runner.dtype
+    options = dict(eps=1e-5, device=SIZES["device"], dtype=dtype)
+    layer.num_k_heads = layer.num_v_heads = heads
+    layer.head_k_dim = layer.head_v_dim = layer.head_dim = attn.head_v_dim
+    if kind is Qwen3_5GatedDeltaNet:
+        layer.attn_tp_size, layer.alt_stream, layer._fused_in_proj_weight = 1, None, None
+        layer._fused_input_proj_cpu_enabled = SimpleNamespace(value=False)
+        layer.in_proj_ba = Projection(slice(0, 2 * heads))
+        layer.in_proj_qkvz = Projection(slice(2 * heads, None))
+        layer.norm = RMSNormGated(attn.head_v_dim, **options)
+        width = 2 * heads + qkv + attn.v_dim
+    else:
+        parts = [qkv, heads, attn.k_dim, attn.v_dim]
+        layer.forward_qkvbfg_fused = lambda x, *_: x.split(parts, -1)
+        layer.do_fuse_qkvbfg, width = True, sum(parts)
+        layer.o_norm = FusedRMSNormGated(attn.head_v_dim, activation="sigmoid", **options)
+    layer.out_proj = layer.o_proj = Projection(slice(None))
+    norm = layer.norm if kind is Qwen3_5GatedDeltaNet else layer.o_norm
+    norm.weight.data.uniform_(0.5, 2)
+    return layer, torch.randn(fixture.case.num_input_tokens, width).to(attn.A_log.device, dtype)
+
+
+MODES = [ForwardMode.DECODE, ForwardMode.EXTEND, ForwardMode.TARGET_VERIFY]
+
+
+@pytest.mark.parametrize("mode", MODES, ids=lambda mode: mode.name.lower())
+@pytest.mark.parametrize(
+    "kind", [Qwen3_5GatedDeltaNet, KimiDeltaAttention, Glm5NextLinearAttention]
+)
+def test_decode_includes_a_layers_norm(kind, mode, monkeypatch):
+    """In a decode of ours, once. Behind any other call the layer's norm runs."""
+    layers = "GDN" if kind is Qwen3_5GatedDeltaNet else "KDA"
+    kit, (*_, case) = KITS[layers][0], KITS[layers][1]
+    if mode.is_target_verify():
+        case = verify_case(layers)
+    elif mode.is_extend():
+        case = next(case for case in KITS[layers][1] if "ragged" in case.name)
+    fixture = getattr(kit, f"build_{layers.lower()}_attention_fixture")(CASE, case, **SIZES)
+    layer, x = layer_of(kind, fixture)
+    batch, cache = fixture.forward_batch, getattr(kit, f"_clone_{layers.lower()}_cache")(fixture)
+    if mode.is_target_verify():
+        drafts._prepare_target_verify_batch(batch, case, SIZES["device"])
+        batch.spec_info = drafts._make_spec_verify_input(
+            case, batch, topk=1, device=SIZES["device"], spec_kind="eagle"
+        )
+
+    def run(call=layer):
+        getattr(kit, f"_restore_{layers.lower()}_cache")(fixture, cache)
+        common.process.calls.clear()
+        more = dict(positions=None, zero_allocator=None) if kind is KimiDeltaAttention else {}
+        context = ForwardContext(attn_backend=fixture.backend)
+        with torch.no_grad(), forward_context(context, forward_batch=batch):
+            fixture.backend.init_forward_metadata(batch)
+            return call(hidden_states=x, forward_batch=batch, **more), set(common.process.calls)
+
+    (expected, _), gate, before = run(), sglang_norm.gate_of(layer), dict(vars(layer))
+    sglang_norm.hook(layer)
+    what = {"DECODE": "decode and norm", "EXTEND": "prefill"}.get(mode.name, "verify")
+    result, routes = run()
+    assert routes == {f"{layers} {what} on backend {ROUTE}"}
+    torch.testing.assert_close(result, expected, **NEAR)
+    if not mode.is_decode():
+        return
+    if layers == "GDN":
+        compiled, again = run(torch.compile(layer, backend="eager"))
+        assert again == routes
+        torch.testing.assert_close(compiled, expected, **NEAR)
+    if CUDA or layers == "GDN":  # a CPU has no such kernel for KDA
+        with monkeypatch.context() as refusing:
+            refusing.setattr(sglang_kernels.api, "decode", refuse)
+            result, (route,) = run()
+        assert route == f"{layers} decode on the engine's own kernel (ours needs a test)"
+        torch.testing.assert_close(result, expected, **NEAR)
+        common.process.refused.clear()
+    for name in gate.methods:  # as if the projection had another name
+        vars(layer).pop(name)
+    vars(layer).update(before)
+    result, routes = run()
+    assert routes == {f"{layers} decode on backend {ROUTE}"}
+    torch.testing.assert_close(result, expected, **NEAR)
+
+
+def refuse(*_, **__):
+    raise UnsupportedProblem("this decode", ("a test",))
+
+
+def track_state(ssm_pool, h_track, track_mode, track_dst, cache_indices):
+    """The engine's kda_track_ssm_state, on a CPU."""
+    for mode, dst, slot, state in zip(track_mode.tolist(), track_dst, cache_indices, h_track):
+        if mode:
+            ssm_pool[dst] = ssm_pool[slot] if mode == prefill_graph.TRACK_FINAL_STATE else state
+
+
+def resize(batch, lengths, tracked, slots):
+    """Gives a batch of the kits other lengths, and states to keep of these for the cache."""
+    device, total = batch.seq_lens.device, sum(lengths)
+    sizes = torch.tensor(lengths, dtype=torch.int32, device=device)
+    batch.extend_seq_lens, batch.extend_seq_lens_cpu = sizes, list(lengths)
+    batch.extend_start_loc = sizes.cumsum(0, dtype=torch.int32) - sizes
+    batch.extend_num_tokens = batch.global_num_token_non_padded_cpu = total
+    batch.mamba_prefill_track_mask_cpu = tracked
+    batch.mamba_track_mask = torch.tensor(tracked, device=device)
+    batch.mamba_track_indices = torch.tensor(slots, device=device)
+    batch.mamba_track_seqlens = batch.extend_prefix_lens + sizes
+    batch.mamba_track_seqlens_cpu = batch.mamba_track_seqlens.tolist()
+
+
+@pytest.mark.parametrize("layers", KITS)
+def test_prefills_in_a_graph(layers, monkeypatch):
+    """One graph, for any batch that fits: results, states and cached prefixes as without it."""
+    name, (kit, cases, _) = layers.lower(), KITS[layers]
+    case = next(case for case in cases if "ragged" in case.name)
+    build = getattr(kit, f"build_{name}_attention_fixture")
+    fixture = build(CASE, case, **SIZES, runner_batch_size=8, max_context_len=256)
+    batch, backend = fixture.forward_batch, fixture.backend.linear_attn_backend
+    assert backend.supports_prefill_graph_extend()
+    with envs.SGLANG_DISABLE_KDA_PREFILL_GRAPH_EXTEND.override(True):
+        assert not backend.supports_prefill_graph_extend()
+    extra = SimpleNamespace(mamba=SimpleNamespace(enable_mamba_extra_buffer=True))
+    monkeypatch.setattr(kda_backend, "get_exec", lambda: extra)
+    if layers == "GDN" or not CUDA:
+        monkeypatch.setattr(prefill_graph, "kda_track_conv_window", sglang_graphs.copy_windows)
+    if not CUDA:
+        monkeypatch.setattr(prefill_graph, "kda_track_ssm_state", track_state)
+        monkeypatch.setattr(prefill_graph, "causal_conv1d_fn", sglang_cpu.causal_conv1d_fn_cpu)
+    attn, pool = fixture.actual_module.attn, (kit._conv_states(fixture), kit._ssm_states(fixture))
+    attn.activation = "silu"
+    attn.conv_weights.normal_()
+    before, bucket = [x.clone() for x in pool], 256
+    some = dict(device=SIZES["device"], dtype=SIZES["dtype"])
+    channels = (attn.head_k_dim,) if layers == "KDA" else ()
+    lead = (1,) if layers == "KDA" else ()
+    mixed_qkv = torch.randn(bucket, attn.q_dim + attn.k_dim + attn.v_dim, **some)
+    a = torch.randn(*lead, bucket, attn.num_v_heads, *channels, **some)
+    b = torch.randn(*lead, bucket, attn.num_v_heads, **some)
+
+    def forward(tokens):
+        parts = dict(mixed_qkv=mixed_qkv[:tokens], a=a, b=b)
+        parts |= {x: parts[x].narrow(len(lead), 0, tokens) for x in ("a", "b")}
+        return fixture.backend.forward_extend(attn, batch, **parts)
+
+    def restore():
+        for x, y in zip(pool, before):
+            x.copy_(y)
+
+    batches = [
+        ([130, 8, 64], [True, False, True], [5, 0, 7]),
+        ([1, 200, 30], [False, True, False], [0, 6, 0]),
+    ]
+    graph = torch.cuda.CUDAGraph() if CUDA else None
+    with torch.no_grad(), forward_context(ForwardContext(attn_backend=fixture.backend)):
+        for number, (lengths, tracked, slots) in enumerate(batches):
+            resize(batch, lengths, tracked, slots)
+            restore()
+            fixture.backend.init_forward_metadata(batch)
+            assert not backend.prefill_graph_extend_active()
+            expected = forward(sum(lengths))
+            states = [x[1:].clone() for x in pool]  # without padding
+            restore()
+            if number == 0:
+                batch.extend_num_tokens = bucket
+                tables = backend.init_prefill_graph_metadata(batch)
+                result = forward(bucket)  # compiles, on a GPU
+                if CUDA:
+                    with torch.cuda.graph(graph):
+                        result = forward(bucket)
+                    restore()
+                    graph.replay()
+            else:
+                backend.refresh_prefill_graph_metadata(tables, batch)
+                if CUDA:
+                    graph.replay()
+                else:
+                    result = forward(bucket)
+            assert backend.prefill_graph_extend_active()
+            torch.testing.assert_close(result[:, : sum(lengths)], expected, **NEAR)
+            assert not result[:, sum(lengths) :].any()
+            for x, y in zip(pool, states):
+                torch.testing.assert_close(x[1:], y, **NEAR)
+    ran(layers, "prefill")
 
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU: CUDA graphs")

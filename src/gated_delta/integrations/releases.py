@@ -8,6 +8,7 @@ not. Reads the engine's files and imports none of them.
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
 import importlib.util
 import re
@@ -79,6 +80,7 @@ def _directories(package: str) -> Iterable[str]:
     return (spec and spec.submodule_search_locations) or ()
 
 
+@functools.cache
 def digest(text: str, name: str) -> str | None:
     """Of the code of a class, function or method in a module's text; None if it has none."""
     node: ast.AST | None = ast.parse(text)
@@ -97,16 +99,23 @@ SGLANG = Release(
     "sglang",
     "0.5.23",
     {
+        "kernels/ops/attention/fla/fused_norm_gate.py": {"FusedRMSNormGated": "b29d34fc"},
+        "kernels/ops/attention/fla/layernorm_gated.py": {"RMSNorm": "c7099578"},
+        "kernels/ops/mamba/kda_prefill_track.py": {"kda_track_conv_window": "26d09dba"},
         "kernels/ops/mamba/mamba_state_scatter_triton.py": {
             "scatter_mamba_states_after_mtp_verify": "20222711"
         },
-        "srt/layers/attention/hybrid_linear_attn_backend.py": {"MambaAttnBackendBase": "3d78addc"},
+        "srt/layers/attention/hybrid_linear_attn_backend.py": {
+            "MambaAttnBackendBase": "3d78addc",
+            "HybridLinearAttnBackend.__init__": "6199e95d",
+        },
         "srt/layers/attention/linear/gdn_backend.py": {
             "GDNKernelDispatcher": "13777586",
             "GDNAttnBackend.__init__": "8ea212de",
             "GDNAttnBackend.init_forward_metadata": "beffddf7",
             "GDNAttnBackend.forward_decode": "1bad1d2e",
             "GDNAttnBackend.forward_extend": "e6b9c3df",
+            "GDNAttnBackend._init_target_verify_qkv_routing": "02580e28",
             "GDNAttnBackend._prefill_gates": "f5bad4ec",
         },
         "srt/layers/attention/linear/kda_backend.py": {
@@ -116,6 +125,17 @@ SGLANG = Release(
             "KDAAttnBackend.forward_decode": "8567512f",
             "KDAAttnBackend.forward_extend": "d9209326",
             "KDAAttnBackend._forward_target_verify": "6e435343",
+            "KDAAttnBackend.prefill_graph_extend_active": "92c6794b",
+            "KDAAttnBackend.init_prefill_graph_metadata": "72395110",
+            "KDAAttnBackend.refresh_prefill_graph_metadata": "9875c392",
+            "KDAAttnBackend._prefill_graph_cache_indices": "73ff858a",
+            "KDAAttnBackend._fill_prefill_graph_metadata": "4047c8ad",
+            "KDAAttnBackend._prefill_graph_track_rows": "038006b9",
+        },
+        "srt/layers/attention/linear/kda_prefill_graph.py": {
+            "KDAPrefillGraphMetadata": "163df2e5",
+            "build_track_rows": "7d97c8cb",
+            "kda_extend_in_graph": "ac5ff0a4",
         },
         "srt/layers/attention/linear/kernels/gdn_triton.py": {"TritonGDNKernel": "35e4182b"},
         "srt/layers/attention/linear/kernels/kda_triton.py": {"TritonKDAKernel": "65bdcb0e"},
@@ -133,6 +153,20 @@ SGLANG = Release(
             "KVCacheConfigurator._build_hybrid_req_pool": "248e123c",
         },
         "srt/mem_cache/memory_pool.py": {"MambaPool": "ac2a8405"},
+        "srt/models/glm5_next.py": {
+            "Glm5NextLinearAttention.forward": "3905dd3c",
+            "Glm5NextLinearAttention.forward_qkvbfg": "11f905f2",
+            "Glm5NextLinearAttention.forward_qkvbfg_fused": "0a6eef3b",
+        },
+        "srt/models/kimi_linear.py": {
+            "KimiDeltaAttention.forward": "13878c95",
+            "KimiDeltaAttention.forward_qkvbfg": "a127d89e",
+            "KimiDeltaAttention.forward_qkvbfg_fused": "078f7513",
+        },
+        "srt/models/qwen3_5.py": {
+            "Qwen3_5GatedDeltaNet.forward": "73c1fb8e",
+            "Qwen3_5GatedDeltaNet._forward_input_proj": "4eefaad7",
+        },
     },
 )
 

@@ -34,20 +34,22 @@ class Process:
     """State of the plug-in in one process of the engine.
 
     deterministic: the engine's --enable-deterministic-inference; `sglang_start.check` sets it.
-    refused: per problem, why the engine's kernel runs it. failing: per "GDN" or "KDA" and mode, the
-    check on this card that ours fail; the engine's kernel runs them all.
-    calls: Python calls per route, as in "GDN decode on backend cute". health: the same for a log
-    scraper.
+    left: per "GDN" or "KDA" and mode, why the engine's kernel runs all of its calls, by the checks
+    at the start. refused: per problem, why it runs that one.
+    calls: Python calls per route, as in "GDN decode on backend cute". health: the same for a
+    log scraper.
     max_seqlen: per `query_start_loc` of a batch, by identity, its longest prompt. An entry goes
     when its tensor does. Only `sglang` writes it, once for each batch.
+    norms: per layer's A_log, by identity, the norm that decode includes.
     """
 
     deterministic: bool = False
     refused: dict[tuple[object, ...], str] = field(default_factory=dict)
-    failing: dict[tuple[str, str], str] = field(default_factory=dict)
+    left: dict[tuple[str, str], str] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)
     health: Health = field(default_factory=lambda: Health("sglang", LOG.info))
     max_seqlen: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
+    norms: WeakTensorKeyDictionary = field(default_factory=WeakTensorKeyDictionary)
 
     def count(self, route: str) -> None:
         self.calls[route] += 1

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +16,31 @@ from gated_delta.problem import KVBuffer, UnsupportedProblem
 
 Given = dict[str, Any]
 Tokens = tuple[Tensor, ...]
+
+
+class RawGate(NamedTuple):
+    """GDN's gate a [T, HV] as `extend` gets it, and the engine's activation to g and beta."""
+
+    activated: Callable[[], tuple[Tensor, Tensor]]
+    a: Tensor
+    A_log: Tensor
+    dt_bias: Tensor
+
+
+def skip_preparation(backend: Any) -> None:
+    """Lets an engine's GDN backend pass q, k, v to `extend` as views, and a and b raw."""
+    activate, route = backend._prefill_gates, backend._init_target_verify_qkv_routing
+
+    def raw(layer: Any, a: Tensor, b: Tensor) -> tuple[RawGate, Tensor]:
+        activated = functools.partial(activate, layer, a, b)
+        return RawGate(activated, a, layer.A_log, layer.dt_bias), b
+
+    def views(batch: Any) -> None:
+        route(batch)
+        if not batch.forward_mode.is_target_verify():
+            backend._use_strided_target_verify_qkv = True  # prefills have the same code
+
+    backend._prefill_gates, backend._init_target_verify_qkv_routing = raw, views
 
 
 def kernel_class(triton: type) -> Any:
@@ -61,36 +87,41 @@ class Operations:
         return self._step(tokens, given, "", lambda: engine.decode(*tokens, **given))
 
     def _step(self, tokens: Tokens, given: Given, missing: str, engine: Any) -> Tensor:
+        fused = common.process.norms.get(given["A_log"])
+        norm = fused.arguments(tokens[2][0]) if fused else {}
+
         def ours(backend: str) -> Tensor:
             q, k, v, a, b = tokens
             rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), a, b
-            call = self._raw(rows, given) | _pool(given, q.shape[1])
-            return api.decode(**call, scale=given.get("scale"), backend=backend).transpose(0, 1)
+            call = self._raw(rows, given) | _pool(given, q.shape[1]) | norm
+            o = api.decode(**call, scale=given.get("scale"), backend=backend)
+            if norm:
+                fused.applied = True
+            return o.transpose(0, 1)
 
-        return self._run("decode", ours, engine, missing, tokens, given)
+        more = " and norm" if norm else ""
+        return self._run("decode", ours, engine, missing, tokens, given, more)
 
-    def extend(self, *tokens: Tensor, **given: Any) -> Any:
-        """Packed prompts or parts of prompts: q, k, v [1, T, H, D], g, beta.
+    def extend(self, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor, **given: Any) -> Any:
+        """Packed prompts or parts of prompts: q, k, v [1, T, H, D], g raw, beta logits.
 
-        States for the prefix cache go to track_state. GDN: g and beta are fp32 and activated;
-        returns (o, None, None). KDA: g is raw, beta too with beta_is_raw; returns o or (o, None).
+        States for the prefix cache go to track_state. GDN: g is a RawGate; returns (o, None, None).
+        KDA: returns o or (o, None). Its beta is raw even where the engine's prefill graphs say
+        beta_is_raw=False.
         """
         engine: Any = super()
-        track, gdn = given.get("track_state"), self.layers == "GDN"
-        in_place = given.get("inplace_update", True)
-        missing = "" if in_place else "states that it may update, not those of multi-item scoring"
+        track, gdn, gate, activated = given.get("track_state"), self.layers == "GDN", given, None
+        if isinstance(g, RawGate):
+            activated, g, A_log, dt_bias = g
+            gate = dict(A_log=A_log, dt_bias=dt_bias)
+        missing = "" if "A_log" in gate else "raw gates, not those of multi-item scoring"
+        tokens = q, k, v, g, beta
 
         def ours(backend: str) -> Any:
-            q, k, v, g, beta = tokens
             bounds, states = given["query_start_loc"], given["ssm_states"]
             N = len(bounds) - 1
-            call: Given
-            if given.get("A_log") is None:
-                call = dict(q=_rows(q), k=_rows(k), v=_rows(v), g=g, beta=beta)
-            else:
-                call = self._raw(tokens, given)
+            call = self._raw(tokens, gate)
             call |= _pool(given, N) | dict(
-                beta_logits=given.get("beta_is_raw", False),
                 deterministic=common.process.deterministic,
                 max_seqlen=common.process.max_seqlen.get(bounds),
             )
@@ -112,7 +143,8 @@ class Operations:
             return (o, None) if given.get("return_intermediate_states") else o
 
         def engines() -> Any:
-            results = engine.extend(*tokens, **given)
+            gates = (g, beta) if activated is None else activated()
+            results = engine.extend(q, k, v, *gates, **given)
             if gdn and track is not None:  # an argument that this kernel ignores
                 _copy_tracked(results[2], given)
             return results
@@ -167,8 +199,12 @@ class Operations:
         missing: str,
         tokens: Tokens,
         given: Given,
+        more: str = "",
     ) -> Any:
-        """Runs our operation. Runs the engine's kernel if something is missing, or on refusal."""
+        """Runs our operation. Runs the engine's kernel if something is missing, or on refusal.
+
+        more: what ours includes besides the mode, for the log.
+        """
         process, states = common.process, given["ssm_states"]
         backend = common.backend_for(tokens[0])
         problem = (
@@ -178,7 +214,7 @@ class Operations:
             states.stride(0) % 8,
             *((x.dtype, x.shape[-1]) for x in tokens),
         )
-        missing = missing or process.failing.get((self.layers, mode), "")
+        missing = process.left.get((self.layers, mode), missing)
         missing = missing or process.refused.get(problem, "")
         result = None
         if not missing:
@@ -194,7 +230,7 @@ class Operations:
             )
         process.health.count(self.layers, mode, missing)
         if not missing:
-            process.count(f"{self.layers} {mode} on backend {backend}")
+            process.count(f"{self.layers} {mode}{more} on backend {backend}")
             return result
         process.count(f"{self.layers} {mode} on the engine's own kernel (ours needs {missing})")
         assert engine is not None

@@ -7,13 +7,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from gated_delta.integrations import card_check, start
+from gated_delta.integrations import card_check, sglang_graphs, sglang_kernels, sglang_norm, start
 from gated_delta.integrations import sglang_common as common
-from gated_delta.problem import Gate, KVBuffer
+from gated_delta.problem import Gate, GatedNorm, KVBuffer
 
 
 class Layer(NamedTuple):
-    """A linear layer on this rank: "GDN" or "KDA", heads, head dims, the dtype of its tokens."""
+    """A linear layer on this rank: "GDN" or "KDA", heads, head dims, the dtype of its tokens.
+
+    norm: decode includes its gated norm.
+    """
 
     layers: str
     H: int
@@ -22,9 +25,10 @@ class Layer(NamedTuple):
     V: int
     dtype: torch.dtype
     lower_bound: float | None = None
+    norm: bool = False
 
-    def tokens(self, T: int, device: torch.device, raw: bool = True) -> dict[str, Any]:
-        """A packed sequence of T tokens. raw=False: activated gate, as GDN's prefill gets it."""
+    def tokens(self, T: int, device: torch.device) -> dict[str, Any]:
+        """A packed sequence of T tokens."""
 
         def new(*shape: int, dtype: torch.dtype = self.dtype) -> Tensor:
             return torch.zeros(shape, dtype=dtype, device=device)
@@ -33,9 +37,6 @@ class Layer(NamedTuple):
         qkv = dict(
             q=new(1, T, self.H, self.K), k=new(1, T, self.H, self.K), v=new(1, T, self.HV, self.V)
         )
-        if not raw:
-            g, beta = new(1, T, self.HV, dtype=fp32), new(1, T, self.HV, dtype=fp32)
-            return qkv | dict(g=g, beta=beta)
         weights = new(self.HV, dtype=fp32), new(self.HV, *channels, dtype=fp32)
         gate = (
             Gate.softplus(*weights)
@@ -65,11 +66,13 @@ class Layer(NamedTuple):
         pool = dict(
             state=state, state_indices=zero, null_index=0, backend=common.backend_for(state)
         )
-        prompt = self.tokens(common.CHUNK, device, raw=self.layers == "KDA") | pool
+        prompt = self.tokens(common.CHUNK, device) | pool
         prompt |= dict(cu_seqlens=bounds(common.CHUNK), deterministic=common.process.deterministic)
-        calls = dict(
-            decode=[("decode", self.tokens(1, device) | pool)], prefill=[("prefill", prompt)]
-        )
+        decode = self.tokens(1, device) | pool
+        if self.norm:
+            weight = torch.ones(self.V, dtype=self.dtype, device=device)
+            decode |= dict(z=decode["v"], norm=GatedNorm(weight))
+        calls = dict(decode=[("decode", decode)], prefill=[("prefill", prompt)])
         if tracked:
             checkpoints = state.new_zeros(1, 1, *state.shape[1:])
             more = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
@@ -104,10 +107,12 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
     drafts = max_speculative_num_draft_tokens() or 0
     layer_ids: dict[Layer, int] = {}  # the last layer of each kind
     model = getattr(runner, "model", None)  # SGLang's own tests of its backends have no model
-    for module in model.modules() if model is not None else ():
-        if isinstance(module, RadixLinearAttention):
-            heads = module.num_k_heads, module.num_v_heads, module.head_k_dim, module.head_v_dim
-            layer_ids[Layer(kind, *heads, runner.dtype, module.lower_bound)] = module.layer_id
+    modules = [x for x in model.modules() if hasattr(x, "attn")] if model is not None else []
+    modules = [module for module in modules if isinstance(module.attn, RadixLinearAttention)]
+    for module in modules:
+        attn, norm = module.attn, sglang_norm.gate_of(module) is not None
+        heads = attn.num_k_heads, attn.num_v_heads, attn.head_k_dim, attn.head_v_dim
+        layer_ids[Layer(kind, *heads, runner.dtype, attn.lower_bound, norm)] = attn.layer_id
     ours: list[start.Call] = []
     for layer, layer_id in layer_ids.items():
         caches = runner.req_to_token_pool.mamba2_layer_cache(layer_id)
@@ -115,19 +120,25 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
         tracked = get_exec().mamba.enable_mamba_extra_buffer
         by_mode = layer.calls(caches.temporal, tracked, scratch, drafts)
         for mode in sorted(common.chosen() & by_mode.keys()):
-            if not (refused := start.refused(by_mode[mode])):
-                refused = card_check.failing(by_mode[mode], common.LOG)
-                if refused:
-                    common.process.failing[kind, mode] = "; ".join(refused.values())
+            calls = by_mode[mode]
+            refused = start.refused(calls) or card_check.failing(calls, common.LOG)
             if refused:
+                reasons = common.process.left[kind, mode] = "; ".join(refused.values())
                 common.LOG.warning(
                     "gated_delta leaves %s %s to the engine's kernel; ours needs %s",
                     kind,
                     mode,
-                    "; ".join(refused.values()),
+                    reasons,
                 )
             else:
-                ours += by_mode[mode]
+                ours += calls
+    served = {mode for mode in common.chosen() if (kind, mode) not in common.process.left}
+    if kind == "GDN" and "prefill" in served:
+        sglang_kernels.skip_preparation(backend)
+        if all(module.attn.activation == "silu" for module in modules):
+            sglang_graphs.allow(backend)
+    for module in modules if "decode" in served else ():
+        sglang_norm.hook(module)
     if ours:  # all modes at once, so that an error names every missing kernel
         start.load(ours, ours[0][1]["state"].device)
 

@@ -1,0 +1,99 @@
+"""GDN's prefill inside SGLang's breakable prefill graphs, by the engine's code for KDA.
+
+The engine breaks these graphs at each GDN layer. With our kernels nothing of a prefill needs the
+host, as with KDA's, so a GDN backend gets the KDA backend's methods for graphs. Their tables of a
+batch are the same. Imports the engine inside functions only.
+"""
+
+from __future__ import annotations
+
+from types import MethodType, SimpleNamespace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+MAX_SEQUENCES = 64
+"""Of a batch in a graph: the kernels run for as many. Larger batches run as before."""
+BORROWED = (
+    "prefill_graph_extend_active",
+    "init_prefill_graph_metadata",
+    "refresh_prefill_graph_metadata",
+    "_prefill_graph_cache_indices",
+    "_fill_prefill_graph_metadata",
+    "_prefill_graph_track_rows",
+)
+
+
+def allow(backend: Any) -> None:
+    """Lets the prefill graphs of an engine include this GDN backend's layers.
+
+    Not with strided slots, of which the engine's prefill works on copies, or multi-item scoring.
+    """
+    from sglang.srt.environ import envs
+    from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
+    from sglang.srt.layers.attention.linear.kda_prefill_graph import kda_extend_in_graph
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    pools = backend.req_to_token_pool.mamba_pool.mamba_cache
+    if backend.enable_mis or not (pools.conv[0].is_contiguous() and pools.temporal.is_contiguous()):
+        return
+    target = f"{kda_extend_in_graph.__module__}.kda_track_conv_window"
+    if target not in HookRegistry._hooks:
+        HookRegistry.register(target, _track_window, HookType.AROUND)
+        HookRegistry.apply_hooks()
+    eager, route = backend.forward_extend, backend._init_target_verify_qkv_routing
+
+    def routed(batch: Any) -> None:  # for a batch outside these graphs
+        backend.prefill_graph_metadata = None
+        route(batch)
+
+    def extend(
+        *, layer: Any, forward_batch: Any, mixed_qkv: Tensor, a: Tensor, b: Tensor, **given: Any
+    ) -> Tensor:
+        tokens, tables = dict(mixed_qkv=mixed_qkv, a=a, b=b), backend.prefill_graph_metadata
+        if tables is None or forward_batch.forward_mode.is_target_verify():
+            return eager(layer=layer, forward_batch=forward_batch, **tokens, **given)
+        caches = backend.req_to_token_pool.mamba2_layer_cache(layer.layer_id)
+        kernel, out = backend.kernel_dispatcher.extend_kernel, given.get("linear_attn_output")
+        return kda_extend_in_graph(
+            layer=layer,
+            meta=tables,
+            conv_pool=caches.conv[0].mT,
+            ssm_states=caches.temporal,
+            kernel_dispatcher=SimpleNamespace(
+                extend=lambda **call: kernel.extend(**call, output=out)[0]
+            ),
+            **tokens,
+        )
+
+    for name in BORROWED:
+        setattr(backend, name, MethodType(getattr(KDAAttnBackend, name), backend))
+    backend.supports_prefill_graph_extend = lambda: (
+        not envs.SGLANG_DISABLE_KDA_PREFILL_GRAPH_EXTEND.get()
+    )
+    backend.prefill_graph_metadata, backend.prefill_graph_max_seqs = None, MAX_SEQUENCES
+    backend.forward_extend, backend._init_target_verify_qkv_routing = extend, routed
+
+
+def _track_window(original: Any, **given: Any) -> None:
+    """The engine's kernel writes D next to each other, as in KDA's pool."""
+    (original if given["conv_pool"].stride(-1) == 1 else copy_windows)(**given)
+
+
+def copy_windows(
+    *,
+    conv_pool: Tensor,
+    x: Tensor,
+    track_mode: Tensor,
+    track_conv_start: Tensor,
+    track_dst: Tensor,
+    num_tokens: Tensor,
+) -> None:
+    """The engine's kda_track_conv_window, for pools [slots, tokens, D] of any strides.
+
+    Rows that are not tracked go to slot 0, the engine's padding.
+    """
+    steps = torch.arange(conv_pool.shape[1], device=x.device)
+    tokens = (track_conv_start[:, None] + steps).clamp(min=0).minimum(num_tokens - 1)
+    conv_pool[torch.where(track_mode > 0, track_dst, 0)] = x[tokens].to(conv_pool.dtype)
