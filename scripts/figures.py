@@ -173,6 +173,18 @@ def levels() -> str:
     return table("level", *heads, "decode", "verify and flush", rows=rows)
 
 
+def buffered() -> str:
+    """Bare decode's time and SGLang's ReplaySSM's over that of decode with a buffer."""
+    rows: dict[str, list[str]] = {}
+    for cell in cells("buffer"):
+        us, row = cell["us"], rows.setdefault(cell["series"], ["", ""])
+        peer = cell["peers"].get("replayssm", {}).get("us")
+        for i, theirs in enumerate((cell["parts"]["decode"], peer)):
+            row[i] += f", {down(theirs / us)}" if theirs else ""
+    rows = {name: [x.removeprefix(", ") or "-" for x in row] for name, row in rows.items()}
+    return table("B = 1, 8, 64, 256", "bare decode", "ReplaySSM", rows=rows)
+
+
 def table(*heads: str, rows: dict[str, list[str]]) -> str:
     lines = [heads, ("---",) * len(heads), *((name, *columns) for name, columns in rows.items())]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -311,6 +323,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens sglang": lambda: tokens("sglang"),
     "tokens vllm": lambda: tokens("vllm"),
     "decode": lambda: summary("best peer's time over ours", decode()),
+    "buffer": buffered,
     "layer": lambda: summary(
         "the engines' time over ours, with a convolution in front of one token", layer()
     ),

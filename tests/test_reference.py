@@ -443,7 +443,7 @@ def test_flush_of_no_tokens_copies_the_state_bit_for_bit():
 
 
 def test_two_rounds_with_one_flush_equal_two_with_one_each(axis):
-    """docs/speculative_decoding.md: the second round repeats the first's accepted tokens."""
+    """docs/speculative_decoding.md: behind the first round's accepted tokens, or repeating them."""
     T, accepted = 3, torch.tensor([[1, 3], [2, 0]])  # first round, second round
     first, second = (tokens(t=T, axis=axis, seed=seed) for seed in (5, 6))
     apart, outputs, small = pool(), [], buffer(t=T, axis=axis)
@@ -472,6 +472,17 @@ def test_two_rounds_with_one_flush_equal_two_with_one_each(axis):
     for n, m in enumerate(accepted[0].tolist()):
         torch.testing.assert_close(o[n, m : m + T], outputs[1][n], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(together, apart, rtol=1e-4, atol=1e-5)
+    behind, lens = pool(), torch.zeros(2, dtype=torch.int32)
+    call = dict(state=behind, buffer=wide, state_indices=torch.tensor([3, 1]), backend="reference")
+    for given, count, o in zip((first, second), accepted, outputs, strict=True):
+        got = gd.verify(**given, **call, buffer_lens=lens)
+        torch.testing.assert_close(got, o, rtol=1e-4, atol=1e-5)
+        lens += count
+    small = gd.KVBuffer(*(x[:, :5] for x in vars(wide).values()))
+    with pytest.raises(ValueError, match="sequence 0 behind 3 tokens, got a buffer of 5: flush"):
+        gd.verify(**second, **call | dict(buffer=small), buffer_lens=lens)
+    gd.flush(num_accepted=lens, **call)
+    torch.testing.assert_close(behind, apart, rtol=1e-4, atol=1e-5)
 
 
 CHECKPOINT_LENS = [[128, 0, -5], [-1, -1, -1], [0, 0, -(2**40)], [192, 64, 64]]

@@ -105,6 +105,32 @@ def test_counts_of_any_size_are_clamped(dtype, kernels):
         torch.testing.assert_close(got, want, rtol=1e-2, atol=1e-3)
 
 
+def test_verify_skips_a_row_without_room(kernels):
+    rng = torch.Generator().manual_seed(1)
+    normal = lambda *shape: torch.randn(2, *shape, generator=rng)
+    tokens = {name: normal(2, 1, 32).bfloat16() for name in "qkv"}
+    tokens |= dict(g=-normal(2, 1).abs(), beta=normal(2, 1).sigmoid())
+    rows = gd.KVBuffer(normal(4, 1, 32), normal(4, 1, 32), -normal(4, 1).abs())
+    before, states = [x.clone() for x in vars(rows).values()], normal(1, 32, 32)
+
+    def verify(n, buffer, backend):
+        lens = torch.tensor([2, 3])[n]
+        mine = {name: x[n] for name, x in tokens.items()}
+        call = dict(state=states[n], buffer=buffer, buffer_lens=lens, backend=backend)
+        return gd.verify(**mine, **call)
+
+    with emulated(kernels):
+        o = verify(slice(2), rows, "cute")
+    alone = gd.KVBuffer(*(x[:1].clone() for x in before))
+    want = verify(slice(1), alone, "reference")
+    assert relative_error(o[:1].double(), want) <= 3e-3
+    assert not o[1].any()
+    for x, y, was in zip(vars(rows).values(), vars(alone).values(), before, strict=True):
+        assert relative_error(x[:1].double(), y) <= 3e-3
+        assert torch.equal(x[1], was[1])
+        assert torch.equal(x[0, :2], was[0, :2])
+
+
 @pytest.mark.parametrize("axis", FEW_HEADS)
 @pytest.mark.parametrize("T", [1, 2])
 def test_decode_with_a_buffer_has_the_bits_of_each_alone(T, axis, kernels):
