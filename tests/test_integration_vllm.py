@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from gated_delta.integrations import releases, vllm_common
 from gated_delta.integrations import vllm as plugin
@@ -149,3 +150,10 @@ def test_report() -> None:
     del tenth, ninth
     gc.collect()
     assert plugin.report() == []  # the layers end with the engine
+
+
+def test_the_norm_on_a_gpu_is_its_kernel() -> None:
+    norm = SimpleNamespace(forward_cuda=object())
+    assert vllm_common.norm_on(norm, torch.device("cuda")) is norm.forward_cuda
+    assert vllm_common.norm_on(norm, torch.device("cpu")) is norm
+    assert vllm_common.norm_on(norm := SimpleNamespace(), torch.device("cuda")) is norm

@@ -94,7 +94,7 @@ class Family(NamedTuple):
     """Models that an engine reads and serves alike.
 
     states: the dtype of vLLM's by default: "fp32", that of the "inputs", or of the "config" if it
-    names one. fuses_norm: vLLM's decode includes the gated norm, for GDN in bf16 alone.
+    names one. fuses_norm: decode includes the gated norm, in vLLM for GDN in bf16 alone.
     """
 
     read: Callable[[Config], Sizes]
@@ -350,7 +350,8 @@ def _sglang(asked: Asked, model: Model, device: torch.device) -> tuple[list[Mode
             if in_kvbuffer
             else state.new_zeros(2, T, HV, V, K)
         )
-    layer = Layer(family, H, HV, K, V, model.dtype, bound)
+    norm = model.family.fuses_norm and model.kind != "kimi_k3" and V <= MAX_NORM
+    layer = Layer(family, H, HV, K, V, model.dtype, bound, norm)
     by_mode = layer.calls(state, tracked=True, scratch=scratch, drafts=T)
     names = asked.modes or MODES["sglang"][: 3 if T else 2]
     modes = [Mode(name, by_mode.get(name, [])) for name in names]

@@ -7,6 +7,8 @@ from collections import Counter
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
+
 from gated_delta.integrations.health import Health
 
 
@@ -23,6 +25,15 @@ class Tally:
 
 layers: weakref.WeakSet[Any] = weakref.WeakSet()
 """The live layers of this process. Each has a prefix, a name and a tally."""
+
+
+def norm_on(norm: Any, device: torch.device) -> Any:
+    """The norm, on a GPU its kernel.
+
+    Under torch.compile vLLM's norm runs PyTorch's operators, for Inductor to fuse; ours runs within
+    one operator, where nothing fuses them.
+    """
+    return getattr(norm, "forward_cuda", norm) if device.type == "cuda" else norm
 
 
 def logger() -> Any:

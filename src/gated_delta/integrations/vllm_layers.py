@@ -277,7 +277,7 @@ class Core(Recurrence, abstract.MambaBase):
         return in_chunks(BLOCK * int(blocks.max())) if on_host else None
 
     def _normalise(self, out: Tensor, z: Tensor) -> None:
-        out.copy_(self._norm()(out, z))
+        out.copy_(common.norm_on(self._norm(), out.device)(out, z))
 
     def _update(self, x: Tensor, **options: Any) -> Tensor:
         """The convolution of few tokens a sequence, into new memory: x may be a view."""
