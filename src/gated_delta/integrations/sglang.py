@@ -11,7 +11,6 @@ details. Nothing is imported from the engine before `register` is called.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 from gated_delta import __version__
@@ -65,11 +64,6 @@ def register() -> None:
     HookRegistry.register(
         f"{_LINEAR}utils.resolve_linear_attn_backends", _after_resolve, HookType.AFTER
     )
-    HookRegistry.register(
-        "sglang.srt.arg_groups.attention_hook.handle_linear_attn_backend",
-        _allow_ring,
-        HookType.AROUND,
-    )
     if in_kvbuffer:
         sglang_kvbuffer.register()
 
@@ -82,22 +76,6 @@ def _before_choices(server_args: Any) -> None:
         defaults = inspect.signature(type(server_args)).parameters
         for flag in ours:
             setattr(server_args, flag, defaults[flag].default)
-
-
-def _allow_ring(resolve: Callable[[Any], None], server_args: Any) -> None:
-    """Passes --enable-linear-replayssm, which the engine allows if Triton decodes."""
-    from sglang.srt.arg_groups import overrides
-
-    view = overrides.resolving_view(server_args)
-    decode = view.linear_attn_decode_backend or view.linear_attn_backend
-    ring = decode == common.NAME and view.enable_linear_replayssm
-    if ring:
-        overrides.declare_resolution(server_args, common.NAME, linear_attn_decode_backend="triton")
-    resolve(server_args)
-    if ring:
-        overrides.declare_resolution(
-            server_args, common.NAME, linear_attn_decode_backend=common.NAME
-        )
 
 
 def _after_resolve(backends: Any, *_: Any, **__: Any) -> Any:

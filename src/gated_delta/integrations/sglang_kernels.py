@@ -12,7 +12,7 @@ from torch import Tensor
 from gated_delta import api
 from gated_delta.integrations import sglang_common as common
 from gated_delta.integrations.checks import layer_gate
-from gated_delta.problem import MAX_BUFFER, KVBuffer, UnsupportedProblem
+from gated_delta.problem import KVBuffer, UnsupportedProblem
 
 Given = dict[str, Any]
 Tokens = tuple[Tensor, ...]
@@ -25,48 +25,6 @@ class RawGate(NamedTuple):
     a: Tensor
     A_log: Tensor
     dt_bias: Tensor
-
-
-class Ring(NamedTuple):
-    """ReplaySSM's records of a layer (--enable-linear-replayssm), L tokens a slot.
-
-    Each step appends one, and the L-th folds them into the state: a KVBuffer of L - 1 tokens.
-    """
-
-    buffer: KVBuffer
-    lens: Tensor
-    """[B] int32: the records of each sequence. The engine moves them on, once per step."""
-    force: Tensor | None
-    """[B] int32: whether to fold now, for the prefix cache."""
-
-    @staticmethod
-    def of(given: Given) -> Ring | None:
-        """The ring if the engine's own kernel would use one: not with a bounded gate."""
-        names = [f"replayssm_{name}" for name in ("d", "k", "g", "write_pos")]
-        if given.get("lower_bound") is not None or any(given.get(x) is None for x in names):
-            return None
-        d, k, g, lens = (given[name] for name in names)
-        L = d.shape[2]
-        parts = (x.transpose(1, 2)[:, : L - 1] for x in (d, k, g))  # heads before tokens
-        return Ring(KVBuffer(*parts), lens, given.get("replayssm_force_flush"))
-
-    @property
-    def missing(self) -> str:
-        tokens = self.buffer.u.shape[1]
-        if self.buffer.u.dtype != torch.float32 or not 1 <= tokens <= MAX_BUFFER:
-            return f"ReplaySSM's ring in fp32, of 2 to {MAX_BUFFER + 1} tokens"
-        return ""
-
-    def arguments(self, slots: Tensor) -> Given:
-        return dict(buffer=self.buffer, buffer_indices=slots, buffer_lens=self.lens)
-
-    def fold(self, call: Given, backend: str) -> None:
-        """Folds the rows that must be folded and that decode has not folded."""
-        assert self.force is not None
-        appended = (self.force != 0) & (self.lens < self.buffer.u.shape[1])
-        names = ("state", "state_indices", "buffer", "buffer_indices", "null_index")
-        counts = torch.where(appended, self.lens + 1, 0)
-        api.flush(**{name: call[name] for name in names}, num_accepted=counts, backend=backend)
 
 
 def skip_preparation(backend: Any) -> None:
@@ -102,7 +60,6 @@ class Operations:
     """
 
     layers: str
-    supports_packed_decode = True  # the engine's does not, on a CPU
     supports_safe_gate_verify = True
     supports_strided_target_verify_qkv = True
     supports_track_state_snapshot = True
@@ -118,15 +75,10 @@ class Operations:
             x.unflatten(1, (-1, d))[None]
             for x, d in zip(mixed_qkv.split([key, key, value], 1), (K, K, V), strict=True)
         )
-        missing, ring = "", Ring.of(given)
-        if ring and ring.missing:
-            missing = ring.missing
+        replayssm = given.get("replayssm_d") is not None
+        missing = "the whole state in the pool, without ReplaySSM" if replayssm else ""
         return self._step(
-            (q, k, v, a, b),
-            given,
-            missing,
-            lambda: engine.packed_decode(mixed_qkv, a, b, **given),
-            ring,
+            (q, k, v, a, b), given, missing, lambda: engine.packed_decode(mixed_qkv, a, b, **given)
         )
 
     def decode(self, *tokens: Tensor, **given: Any) -> Tensor:
@@ -134,9 +86,7 @@ class Operations:
         engine: Any = super()
         return self._step(tokens, given, "", lambda: engine.decode(*tokens, **given))
 
-    def _step(
-        self, tokens: Tokens, given: Given, missing: str, engine: Any, ring: Ring | None = None
-    ) -> Tensor:
+    def _step(self, tokens: Tokens, given: Given, missing: str, engine: Any) -> Tensor:
         fused = common.process.norms.get(given["A_log"])
         norm = fused.arguments(tokens[2][0]) if fused else {}
 
@@ -144,16 +94,12 @@ class Operations:
             q, k, v, a, b = tokens
             rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), a, b
             call = self._raw(rows, given) | _pool(given, q.shape[1]) | norm
-            if ring:
-                call |= ring.arguments(call["state_indices"])
             o = api.decode(**call, scale=given.get("scale"), backend=backend)
-            if ring and ring.force is not None:
-                ring.fold(call, backend)
             if norm:
                 fused.applied = True
             return o.transpose(0, 1)
 
-        more = " and norm" * bool(norm) + " with ReplaySSM's ring" * bool(ring)
+        more = " and norm" if norm else ""
         return self._run("decode", ours, engine, missing, tokens, given, more)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor, **given: Any) -> Any:
