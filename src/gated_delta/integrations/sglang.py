@@ -116,8 +116,6 @@ def _fill_dispatcher(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
     ours, modes = kernel_class(type(triton))(), common.chosen()
     for mode in modes:
         setattr(dispatcher, _KERNELS[mode], ours)
-    if "decode" in modes:
-        dispatcher.supports_packed_decode = ours.supports_packed_decode
     rest = [
         f"{mode} stays {type(getattr(dispatcher, name)).__name__}"
         for mode, name in _KERNELS.items()
