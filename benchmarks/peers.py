@@ -170,7 +170,9 @@ KDA_FOLD: File = (
 )
 RING_DECODE = ("", "attention/linear/fused_recurrent_linear_replayssm.py")
 GDN_REPLAY = ("", "attention/linear/gdn_replayssm_spec_decode.py")
-LONE = {"sglang": KERNEL, "vllm": LIBRARY}
+FLASHKDA: File = ("GATED_DELTA_FLASHKDA_LIBRARY", "vllm/_flashkda_C.abi3.so", "")
+"""vLLM's prefill of KDA with bounded gates."""
+LONE = {"sglang": KERNEL, "vllm": LIBRARY, "flashkda": FLASHKDA}
 """Files that replace packages that are not installed."""
 
 
@@ -183,7 +185,7 @@ def lone_file(wanted: File) -> Path | None:
     files = (
         root / inside
         for root in roots
-        for inside in (Path(wanted[1]).name, f"sglang/kernels/ops/{wanted[1]}")
+        for inside in (Path(wanted[1]).name, wanted[1], f"sglang/kernels/ops/{wanted[1]}")
     )
     return next((file for file in files if file.is_file()), None)
 
@@ -532,6 +534,26 @@ def cudnn_prefill(cell: Cell, b: Prompts, raw: bool = False, plan: str = "kda_ho
     return prefilling(prefill, lambda: [*inputs(), b.cu_seqlens], **options)
 
 
+def flashkda_prefill(cell: Cell, b: Prompts) -> Call:
+    """FlashKDA takes raw inputs, the gate with a lower bound, and equal heads."""
+    only("kda", cell)
+    H, HV = cell.heads
+    if H != HV:
+        raise NotOffered("FlashKDA takes equal heads")
+    torch.ops.load_library(str(lone_file(FLASHKDA)))
+    kernels, o, final = torch.ops._flashkda_C, b.blank(), torch.empty_like(b.initial_state)
+    size = kernels.get_workspace_size(sum(cell.lengths), HV, cell.sequences)
+    workspace = torch.empty(size, dtype=torch.uint8, device=o.device)
+    gate = b.gate.A_log, b.gate.dt_bias, BOUND
+    rest = D**-0.5, o, workspace, *gate, b.initial_state, final, b.cu_seqlens, None, None
+
+    def call() -> tuple[Tensor, Tensor]:
+        kernels.fwd(b.q, b.k, b.v, b.g, b.beta, *rest)
+        return o, final
+
+    return call
+
+
 @contextlib.contextmanager
 def forced(level: str, caches: Mapping[str, CallCache[Any]]) -> Iterator[None]:
     """GATED_DELTA_LEVEL within; caches: of calls at this level, by operation."""
@@ -585,6 +607,7 @@ PREFILL = {
     "cudnn": Peer("nvidia-cudnn-frontend", cudnn_prefill, partial(cudnn_prefill, raw=True)),
     "cudnn_cute": Peer("nvidia-cudnn-frontend", CUDNN_CUTE, partial(CUDNN_CUTE, raw=True)),
     "flashqla": Peer("flash-qla", flashqla_prefill, partial(flashqla_prefill, raw=True)),
+    "flashkda": Peer("flashkda", flashkda_prefill),
 }
 PEERS = {"decode": DECODE, "prefill": PREFILL, "speculate": CACHING}
 PEERS["buffer"] = {"replayssm": Peer("sglang", sglang_ring)}

@@ -480,6 +480,8 @@ def stand_ins(monkeypatch, tmp_path):
     monkeypatch.setenv("FLA_FLASH_KDA", "1")
     monkeypatch.setenv("FLA_FLASH_QLA", "1")
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.ops, "load_library", lambda file: None)
+    monkeypatch.setattr(torch.ops, "_flashkda_C", stand_in.FlashKda, raising=False)
     peers.sglang.cache_clear()
     yield tmp_path
     peers.sglang.cache_clear()
@@ -490,8 +492,11 @@ NOT_OFFERED = [
     ("decode", "flashinfer", [FP32_KDA := decode("kda", (2, 2), FP32, 1, 2)], "fp32"),
     ("speculate", "flashinfer", CHAINS[:1], "fp32"),
     *(("prefill", name, PREFILLS[:2], "KDA on Hopper") for name in ("flashinfer", "flashqla")),
-    *(("prefill", name, PREFILLS[2:], "GDN on Hopper") for name in ("cudnn", "cudnn_cute")),
-    ("prefill", "cudnn_cute", PREFILLS[1:2], "equal heads"),
+    *(
+        ("prefill", name, PREFILLS[2:], "GDN on Hopper")
+        for name in ("cudnn", "cudnn_cute", "flashkda")
+    ),
+    *(("prefill", name, PREFILLS[1:2], "equal heads") for name in ("cudnn_cute", "flashkda")),
 ]
 REFUSED = {(op, name, cell): why for op, name, some, why in NOT_OFFERED for cell in some}
 ASKED = [
@@ -506,7 +511,8 @@ ASKED = [
 def test_peers_agree_or_refuse(runner, stand_ins, op, name, cell):
     shutil.copy(COMMIT, stand_ins)
     forms = peers.PEERS[op][name].forms(name)
-    assert list(forms) == ([name, f"{name} raw"] if op == "prefill" and name != "fla" else [name])
+    raw = op == "prefill" and name not in ("fla", "flashkda")
+    assert list(forms) == ([name, f"{name} raw"] if raw else [name])
     if why := REFUSED.get((op, name, cell)):
         for prepare in forms.values():
             with pytest.raises(NotOffered, match=why):

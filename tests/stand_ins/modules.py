@@ -6,6 +6,25 @@ import gated_delta as gd
 from gated_delta.integrations import flashinfer
 
 
+class FlashKda:
+    """torch.ops._flashkda_C."""
+
+    @staticmethod
+    def get_workspace_size(tokens, heads, sequences):
+        return tokens * heads + sequences
+
+    @staticmethod
+    def fwd(q, k, v, g, beta, scale, o, workspace, A_log, dt_bias, bound, initial, final, *rest):
+        cu_seqlens, *_ = rest
+        assert workspace.numel() == q.shape[1] * q.shape[2] + len(initial)
+        gate = gd.Gate.lower_bound(A_log, dt_bias, bound)
+        _, states = gd.prefill(
+            *(q, k, v, g, beta), gate=gate, beta_logits=True, scale=scale, cu_seqlens=cu_seqlens,
+            initial_state=initial, output_final_state=True, out=o, backend="reference",
+        )  # fmt: skip
+        final.copy_(states)
+
+
 def recurrent_kda(q, k, v, g, beta, *, num_spec_tokens=None, **options):
     if num_spec_tokens is None:
         return flashinfer.recurrent_kda(q, k, v, g, beta, **options)
