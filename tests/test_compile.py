@@ -248,7 +248,7 @@ def test_prefills_kernels_fit_in_a_ctas_shared_memory(set_level, gpu):
 
 @needs_compiler
 def test_the_host_knows_the_shared_memory_of_buffered_decode(axis, state_dtype):
-    """Its formula is the kernel's layout."""
+    """Its formula is the layout of verify's kernel. One token's kernel fits every GPU."""
     facts = dict(gate="log", dtype=torch.bfloat16, g_dtype=torch.float32, state_dtype=state_dtype)
     for (K, V), T, norm in itertools.product(
         ((64, 64), (96, 192), (128, 128), (128, 256)), (1, 4, 8, 16), ((), ("norm",))
@@ -258,6 +258,9 @@ def test_the_host_knows_the_shared_memory_of_buffered_decode(axis, state_dtype):
             Problem("decode", axis, 1, 1, K, V, T, options=options, **facts)
         ):
             kernel = compile.kernel_type(variant.kernel)(**dict(variant.facts))
+            if T == 1:
+                assert 4 * (kernel.history_offset + kernel.history.words(32)) <= 99 * 1024
+                continue
             for C in (1, 16, 32):
                 size = 4 * (kernel.shared + kernel.history.words(C))
                 assert shared_of_buffered(dict(variant.facts), C) == size, (variant.label, C)
