@@ -86,8 +86,9 @@ class Past(NamedTuple):
 
     row: Row
     shared: Any
+    """Address of the history's shared memory."""
     decay: Any
-    """GDN: the product of all their decays."""
+    """GDN: the product of the decays behind the row's token of the lane's index."""
 
 
 class Decode:
