@@ -406,9 +406,10 @@ class Decode:
                 product = self.state.load_shared(past.shared, coord)
                 total = [x * y for x, y in zip(decays, product, strict=True)]
             rows = [[s * d for s, d in zip(row, total, strict=True)] for row in rows]
-        products = [[arithmetic.dot(row, x) for row in rows] for x in (k, q)]
+        products = ([arithmetic.dot(row, x) for row in rows] for x in (k, q))
         if past is not None:
             products = self.add_past(products, args, coord, past)
+        # One after the other: without a row, the products with q follow the sum of those with k.
         s_k, s_q = [arithmetic.sum_rows(x, self.lanes, coord.lane) for x in products]
         if self.channel:
             u = beta * (v - s_k)
