@@ -400,11 +400,8 @@ def sglang_ring(cell: Cell, b: Ring) -> Call:
     """ReplaySSM's decode: its records have the states' dtype, its gate is softplus alone."""
     if cell.model == "kda":
         raise NotOffered("no lower bound of the gate")
-    fold, dtype = (
-        sglang((*RING_DECODE, "fused_recurrent_linear_replayssm_decode")),
-        cell.state_dtype,
-    )
-    slots, pos = b.state_indices.long(), b.steps % RING
+    fold = sglang((*RING_DECODE, "fused_recurrent_linear_replayssm_decode"))
+    slots, pos, dtype = b.state_indices.long(), b.steps % RING, cell.state_dtype
 
     def cache(x: Tensor, dtype: torch.dtype) -> Tensor:
         """A sequence's records, by slot, with heads in front of tokens."""

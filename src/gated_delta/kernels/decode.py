@@ -38,7 +38,13 @@ from .arguments import (
 )
 from .device import arithmetic, levels, ptx
 from .device.args import Args, offset, typed
-from .device.history import History, Row, store_buffer_k
+from .device.history import (
+    History,
+    Row,
+    buffer_log_decay_address,
+    buffer_u_address,
+    store_buffer_k,
+)
 from .device.recurrent import (
     NORM,
     GatedNorm,
@@ -460,15 +466,10 @@ class Decode:
     @cute.jit
     def store_or_fold(self, rState, args, coord, past, k, u, decays):
         """Store u in the row; if it is full, fold the row and the token into rState."""
-        row, ptr, stride = past.row, args.ptr, args.stride
+        row = past.row
         if row.end > 0:
-            at = (
-                ptr.buffer_u
-                + offset(row.index, stride.buffer_u_r)
-                + offset(row.first, stride.buffer_u_t)
-                + offset(coord.hv, stride.buffer_u_h)
-            )
-            ptx.store_if(Float32, at + coord.o_row * 4, u, coord.stores_o)
+            at = buffer_u_address(args, coord, row) + coord.o_row * 4
+            ptx.store_if(Float32, at, u, coord.stores_o)
         else:
             product = self.state.load_shared(past.shared, coord)
             rFold = cute.make_rmem_tensor((8, self.rows), Float32)
@@ -484,13 +485,7 @@ class Decode:
     @cute.jit
     def store_log_decay(self, args, coord, row, inside, channel, log_decay):
         """Store the token's log decay in the row; KDA: of a channel."""
-        ptr, stride = args.ptr, args.stride
-        at = (
-            ptr.buffer_log_decay
-            + offset(row.index, stride.buffer_log_decay_r)
-            + offset(row.first, stride.buffer_log_decay_t)
-            + offset(coord.hv, stride.buffer_log_decay_h)
-        )
+        at = buffer_log_decay_address(args, coord, row)
         inside = inside & (coord.tile == 0) & (row.end > 0)
         ptx.store_if(Float32, at + channel * 4, log_decay, inside)
 

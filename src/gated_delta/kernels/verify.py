@@ -55,7 +55,14 @@ from cutlass.cutlass_dsl import select_
 from .arguments import ABSENT, VerifyPointers, VerifySizes, VerifyStrides
 from .device import arithmetic, levels, ptx
 from .device.args import Args, offset, typed
-from .device.history import History, Row, buffer_k_address, store_buffer_k
+from .device.history import (
+    History,
+    Row,
+    buffer_k_address,
+    buffer_log_decay_address,
+    buffer_u_address,
+    store_buffer_k,
+)
 from .device.recurrent import (
     NORM,
     StateRows,
@@ -518,13 +525,8 @@ class Verify:
     def stage_gates(self, shared, args, coord, start, length, row, gates, past):
         """Write beta and decays to shared memory, log decays and then zeros to the buffer."""
         beta, g = gates
-        ptr, stride, size = args.ptr, args.stride, args.size
-        buffer_at = (
-            ptr.buffer_log_decay
-            + offset(row.index, stride.buffer_log_decay_r)
-            + offset(row.first, stride.buffer_log_decay_t)
-            + offset(coord.hv, stride.buffer_log_decay_h)
-        )
+        stride, size = args.stride, args.size
+        buffer_at = buffer_log_decay_address(args, coord, row)
         if coord.thread // 32 == self.warps - 1:
             # One token per lane: there are at most 16.
             t = coord.thread % 32
@@ -902,14 +904,8 @@ class Verify:
         token's decay multiplies the earlier u_i.
         """
         fma = cute.math.fma
-        ptr, stride = args.ptr, args.stride
-        u_at = (
-            ptr.buffer_u
-            + offset(row.index, stride.buffer_u_r)
-            + offset(row.first, stride.buffer_u_t)
-            + offset(coord.hv, stride.buffer_u_h)
-            + coord.o_row * 4
-        )
+        stride = args.stride
+        u_at = buffer_u_address(args, coord, row) + coord.o_row * 4
         us, outputs, cumulative, corrections = [], [], Float32(1), []
         for t in cutlass.range_constexpr(self.token_tile):
             beta, decay = [

@@ -417,6 +417,28 @@ def buffer_k_address(args, coord, row, t):
     return at, (coord.tile == 0) & (coord.hv == h * args.size.group_size)
 
 
+def buffer_u_address(args, coord, row):
+    """Address of u of the call's first token in the buffer, of V row 0."""
+    stride = args.stride
+    return (
+        args.ptr.buffer_u
+        + offset(row.index, stride.buffer_u_r)
+        + offset(row.first, stride.buffer_u_t)
+        + offset(coord.hv, stride.buffer_u_h)
+    )
+
+
+def buffer_log_decay_address(args, coord, row):
+    """Address of the log decay of the call's first token in the buffer; KDA: of channel 0."""
+    stride = args.stride
+    return (
+        args.ptr.buffer_log_decay
+        + offset(row.index, stride.buffer_log_decay_r)
+        + offset(row.first, stride.buffer_log_decay_t)
+        + offset(coord.hv, stride.buffer_log_decay_h)
+    )
+
+
 def store_buffer_k(state, args, coord, t, row, k):
     """Store a lane's 8 channels of a token's k in the buffer."""
     at, stores_k = buffer_k_address(args, coord, row, t)
