@@ -657,12 +657,10 @@ class Decode:
         g, parameters = gate
         position, first, active = self.decay_work(coord, length)[i]
         if active:
-            self.store_decay(records, args, first, position, g, parameters)
+            log_decay = self.store_decay(records, args, first, position, g, parameters)
             if cutlass.const_expr(self.history is not None):
                 channel = self.state.channel_at(position)
-                self.store_log_decay(
-                    args, coord, row, active, channel, self.tokens.log_decay(args, g, parameters)
-                )
+                self.store_log_decay(args, coord, row, active, channel, log_decay)
         if cutlass.const_expr(not self.single_token):
             channel = self.state.channel_at(position)
             stride = max(1, self.threads // self.padded_K)
@@ -674,8 +672,8 @@ class Decode:
                         self.store_decay(records, args, ts[j], position, gs[j], parameters)
 
     def store_decay(self, records, args, t, position, g, parameters):
+        """Write a channel's decay of token t; returns its logarithm."""
+        log_decay = self.tokens.log_decay(args, g, parameters)
         decays = shared_tensor(records + t * self.record + self.decay_offset, self.padded_K)
-        decays[position] = self.decay(args, g, parameters)
-
-    def decay(self, args, g, parameters):
-        return cute.math.exp(self.tokens.log_decay(args, g, parameters))
+        decays[position] = cute.math.exp(log_decay)
+        return log_decay
