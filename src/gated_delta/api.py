@@ -188,10 +188,11 @@ def decode(
     writes the state after token t to slot state_indices[n, t].
     buffer: a KVBuffer of C tokens a row, so that a state need not be written at every step. The
     state of sequence n lacks the first buffer_lens[n] tokens (int32 or int64 [N], read on the
-    device, clamped to 0..C) of row buffer_indices[n] (row n when None; negative: inactive). If the
+    device, at most C) of row buffer_indices[n] (row n when None; negative: inactive). If the
     call's tokens fit in the row behind them, they are appended and the state is only read;
-    otherwise row and tokens go into the state, and the row is not written. `buffer.advance` then
-    updates buffer_lens; `flush` folds a row early. Faster where a launch's states far exceed the L2
+    otherwise, and where the length is ~m = -1 - m for m tokens, row and tokens go into the state,
+    and the row is not written. `buffer.advance` then updates buffer_lens; `flush` folds a row
+    between steps. Faster where a launch's states far exceed the L2
     cache, slower with few sequences. A 16-bit state is rounded only where tokens go into it. No two
     sequences may name one row or slot. Not with write_indices, num_accepted, intermediate_states,
     [N, W] state_indices or update_state=False.

@@ -234,13 +234,15 @@ class KVBuffer(_Tensors):
     def advance(self, lens: Tensor, tokens: int | Tensor = 1) -> None:
         """Update `decode`'s buffer_lens after a step of `tokens` tokens per sequence, in place.
 
-        lens: [N], int32 or int64, clamped to 0..C first, as in decode. tokens: an int, or a tensor
-        [N] for packed sequences. A row that cannot take all of its sequence's tokens is empty
-        afterwards. Every layer of a step reads the same lens, so call it once, after the last one.
+        lens: [N], int32 or int64, read as by decode. tokens: an int, or a tensor [N] for packed
+        sequences. A row that the step folded is empty afterwards. Every layer of a step reads the
+        same lens, so call it once, after the last one.
         """
         C = self.u.shape[-3]
-        lens.clamp_(0, C).add_(tokens)
-        lens.masked_fill_(lens > C, 0)
+        before = torch.maximum(lens, ~lens).clamp_(max=C)
+        after = before + tokens
+        folded = ((lens < 0) | (after > C)) & (after > before)
+        lens.copy_(after.masked_fill_(folded, 0))
 
     @property
     def nbytes(self) -> int:

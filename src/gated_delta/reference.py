@@ -864,8 +864,12 @@ def buffered_rows(
     starts, lengths = _draft_spans(tokens)
     reads = _rows("state_indices", state_indices, N, state.shape[0], null_index)
     rows = _rows("buffer_indices", buffer_indices, N, R)
-    counts = buffer_lens.clamp(0, C).tolist()
-    appends = [m + length <= C for m, length in zip(counts, lengths, strict=True)]
+    given = buffer_lens.tolist()
+    counts = [min(max(m, ~m), C) for m in given]
+    appends = [
+        length == 0 or (x >= 0 and m + length <= C)
+        for x, m, length in zip(given, counts, lengths, strict=True)
+    ]
     active = [n for n in range(N) if reads[n] >= 0 and rows[n] >= 0]
     if folds:
         _no_conflict("state_indices", ((n, reads[n]) for n in active))

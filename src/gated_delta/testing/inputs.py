@@ -341,13 +341,13 @@ def _decode_states(
 def _past_tokens(
     case: Case, states: dict[str, Any], rng: torch.Generator, device: torch.device
 ) -> None:
-    """Rows with a few tokens each, NaN behind them; lens past both ends, in verify the lower."""
+    """Rows with a few tokens each, NaN behind them; lens past the end and, in decode, negative."""
     N, (H, HV), C = len(case.lengths), case.heads, 2 + case.seed % 31
     if case.op == "verify":
         C = max(C, *case.lengths)
     indexed = case.uses("buffer_indices")
     rows = [N - n for n in range(N)] if indexed else list(range(N))
-    lens = [(7 * n + case.seed) % (C + 4) - 1 for n in range(N)]
+    lens = [(7 * n + case.seed) % (C + 4) for n in range(N)]
     if case.op == "verify":
         lens = [min(m, C - length) for m, length in zip(lens, case.lengths, strict=True)]
     buffer = _buffer(case, N + 2, device, room=C)
@@ -364,6 +364,8 @@ def _past_tokens(
         buffer.log_decay[row, :m] = log_decay.to(device)
     if indexed and case.seed % 3 == 0:
         rows[0] = -1  # makes the sequence inactive
+    if case.op == "decode":  # folds even where there is room
+        lens = [~m if (n + case.seed) % 2 else m for n, m in enumerate(lens)]
     states["buffer"] = buffer
     states["buffer_indices"] = _index(rows, case, "buffer_indices", device) if indexed else None
     states["buffer_lens"] = _index(lens, case, "buffer_lens", device)
