@@ -108,10 +108,11 @@ def buffer(rows=N, C=T, axis="head", layers=None):
 
 
 def strided_buffer(axis):
-    """One layer of a buffer without its first token; every other head of k."""
+    """One layer of a buffer without its first token; every other head of k; GDN: heads strided."""
     layer = buffer(N + 1, T + 1, axis, layers=3).layer(1)
     k = torch.randn(N + 1, T, 2 * H, K)[:, :, ::2]
-    return gd.KVBuffer(layer.u[:, 1:], k, layer.log_decay[:, 1:])
+    log_decay = torch.randn(N + 1, HV, T).mT if axis == "head" else layer.log_decay[:, 1:]
+    return gd.KVBuffer(layer.u[:, 1:], k, log_decay)
 
 
 def strided_layers(axis):

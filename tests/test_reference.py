@@ -764,9 +764,15 @@ def test_a_negative_length_folds_the_row_and_the_tokens(axis):
 
 def test_a_negative_length_leaves_an_empty_sequence_alone():
     parts, state, lens = verified(), pool(2), torch.tensor([~1, ~1])
-    gd.decode(**tokens(1, 1), state=state, cu_seqlens=torch.tensor([0, 0, 1]), buffer=parts,
-              buffer_lens=lens)
-    assert torch.equal(state[0], pool()[0]) and not torch.equal(state[1], pool()[1])
+    gd.decode(
+        **tokens(1, 1),
+        state=state,
+        cu_seqlens=torch.tensor([0, 0, 1]),
+        buffer=parts,
+        buffer_lens=lens,
+    )
+    assert torch.equal(state[0], pool()[0])
+    assert not torch.equal(state[1], pool()[1])
     parts.advance(lens, torch.tensor([0, 1]))
     assert lens.tolist() == [1, 0]
 

@@ -659,7 +659,9 @@ class Checker:
         for name, x, dims in zip(
             BUFFER.values(), parts, ("HV V", "H K", "HV K" if channel else "HV"), strict=True
         ):
-            self.state(name, x, f"{lead} C {dims}", (torch.float32,))
+            self.tensor(name, x, (torch.float32,), f"{lead} C {dims}")
+            if dims != "HV":  # GDN's log decays may have any strides
+                _last_dim_contiguous(name, self.tensors[name])
         if not 1 <= self.sizes["C"] <= MAX_BUFFER:
             raise ValueError(
                 f"buffer: expected room for 1 to {MAX_BUFFER} tokens, got {self.sizes['C']}"

@@ -105,6 +105,7 @@ SGLANG = Release(
         "kernels/ops/mamba/mamba_state_scatter_triton.py": {
             "scatter_mamba_states_after_mtp_verify": "20222711"
         },
+        "srt/arg_groups/attention_hook.py": {"handle_linear_attn_backend": "76f56783"},
         "srt/layers/attention/hybrid_linear_attn_backend.py": {
             "MambaAttnBackendBase": "3d78addc",
             "HybridLinearAttnBackend.__init__": "6199e95d",

@@ -131,7 +131,7 @@ def buffer_ends(call: Call) -> tuple[list[int], list[int]]:
     lens = call.states["buffer_lens"].tolist()
     before = [min(m if m >= 0 else -1 - m, C) for m in lens]
     ends = [m + length for m, length in zip(before, call.case.lengths, strict=True)]
-    folds = [end > C or x < 0 and end > m for x, m, end in zip(lens, before, ends, strict=True)]
+    folds = [end > C or (x < 0 and end > m) for x, m, end in zip(lens, before, ends, strict=True)]
     return before, [0 if fold else end for end, fold in zip(ends, folds, strict=True)]
 
 
