@@ -568,15 +568,19 @@ def test_an_error_is_not_taken_for_a_refusal(tmp_path: Path) -> None:
         run(tmp_path, TRAINED, job=dict(fail="decode"), **BF16)
 
 
-@pytest.mark.parametrize("make", [qwen3_5, glm5_next, ling, kimi_k3])
-def test_drafts(make: Any, models: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "buffered"),
+    [(qwen3_5, False), (qwen3_5, True), (glm5_next, True), (ling, False), (kimi_k3, False)],
+)
+def test_drafts(make: Any, buffered: bool, models: Any, tmp_path: Path) -> None:
     """Speculative decoding, with prefills too. vLLM's prefix cache with drafts needs Triton."""
     model = models(make)
     answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, model.tokens, strict=True)]
     result = run(
         tmp_path,
         model.path,
-        job=dict(answers=answers),
+        job=dict(answers=answers) | (dict(preempt_every=5) if buffered else {}),
+        env=dict(GATED_DELTA_VLLM_KVBUFFER=str(int(buffered))),
         speculative_config=NGRAM,
         enable_prefix_caching=False,
     )
@@ -584,7 +588,14 @@ def test_drafts(make: Any, models: Any, tmp_path: Path) -> None:
     assert {"drafts", "prefill+drafts"} <= set(result.batches)
     assert {"accepted 0", "accepted 1", "accepted 2", "accepted 3"} <= result.calls.keys()
     _all_on_gated_delta(result, "prefill", "drafts")
-    assert result.calls["norm"] == (result.calls["decode"] if make in KDA else 0)
+    op = "verify" if buffered else "decode"
+    assert result.calls["drafts"] == result.calls[op]
+    assert result.calls["norm"] == (result.calls[op] if make in KDA else 0)
+    assert result.calls["blocks a request"] == (1 if buffered else 4)
+    assert ("gated_delta keeps drafts in 0.000 GiB, in place of" in result.log) == buffered
+    if buffered:  # one call for the layers of a block table
+        assert 0 < result.calls["flush"] < result.calls["verify"]
+        assert result.calls["preempted"]
 
 
 def test_drafts_and_convolution_of_vllm(plain: Run, tmp_path: Path) -> None:
@@ -617,9 +628,7 @@ def _all_on_gated_delta(result: Run, *kinds: str) -> None:
         assert all(row["calls"][kind] for kind in kinds)
     for name, calls in dict(prefill="prefill", decode="decode", drafts="drafts").items():
         counted = sum(row["calls"].get(calls, 0) for row in result.report)
-        also = (
-            sum(row["calls"].get("drafts", 0) for row in result.report) if name == "decode" else 0
-        )
+        also = result.calls["drafts"] - result.calls.get("verify", 0) if name == "decode" else 0
         assert result.calls.get(name, 0) == counted + also
         health = f"gated_delta health op={calls} family="
         assert (health in result.log) == (counted > 0)

@@ -1,0 +1,145 @@
+"""vLLM's drafts in a KVBuffer: `verify` fills it, `flush` folds the accepted tokens after sampling.
+
+Enabled by GATED_DELTA_VLLM_KVBUFFER=1. By default vLLM keeps a block with a whole state for each
+draft token of each request. Imports vLLM; vllm_layers.py imports it.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor
+from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
+
+from gated_delta import api
+from gated_delta.integrations import vllm_common as common
+from gated_delta.integrations.vllm_start import DEVICE
+from gated_delta.problem import KVBuffer
+
+
+class Builder(GDNAttentionMetadataBuilder):
+    """Metadata of layers with one block table; keeps the step's until its tokens are sampled."""
+
+    def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any):
+        super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        # As vLLM's builder sets it for its own type alone.
+        self.supports_update_block_table = vllm_config.use_v2_model_runner and device.type == "cuda"
+        layers = vllm_config.compilation_config.static_forward_context
+        self.layers = [layers[name] for name in layer_names]
+        self.step: Any = None
+
+    def build(self, *args: Any, **kwargs: Any) -> Any:
+        return self._keep(super().build(*args, **kwargs))
+
+    def update_block_table(self, *args: Any, **kwargs: Any) -> Any:
+        return self._keep(super().update_block_table(*args, **kwargs))
+
+    def _keep(self, metadata: Any) -> Any:
+        for layer in self.layers:
+            layer.builder = self  # in place of one from a profile of CUDA graphs
+        self.step = metadata
+        return metadata
+
+    @functools.cached_property
+    def stacks(self) -> list[tuple[Tensor, KVBuffer]]:
+        """States and buffers of `flush`'s calls: one for all layers, if they lie evenly."""
+        pools, drafts = [x.kv_cache[1] for x in self.layers], [x.drafts for x in self.layers]
+        parts = [pools, *([getattr(x, part) for x in drafts] for part in ("u", "k", "log_decay"))]
+        states, *buffer = (_stacked(part) for part in parts)
+        if states is None or None in buffer:
+            return list(zip(pools, drafts, strict=True))
+        return [(states, KVBuffer(*buffer))]
+
+    def fold(self, sampled: Tensor) -> None:
+        """Folds this step's drafts into the states. sampled: tokens by request, in its order."""
+        m, self.step = self.step, None
+        if m is None or not m.num_spec_decodes:
+            return
+        n, mask = m.num_spec_decodes, m.spec_sequence_masks_cpu
+        # Without other requests only padding follows.
+        others = m.num_prefills + m.num_decodes
+        sampled = sampled[mask[: len(sampled)]] if others else sampled[:n]
+        layer = self.layers[0]
+        for states, buffer in self.stacks:
+            api.flush(
+                states,
+                buffer,
+                num_accepted=sampled.clamp(min=1),  # inside a prompt 0, but its token counts
+                state_indices=m.spec_state_indices_tensor[:n, 0],
+                null_index=layer.null_index,
+                backend=layer.backend,
+            )
+
+
+class Backend(GDNAttentionBackend):
+    @staticmethod
+    def get_builder_cls() -> type[Builder]:
+        return Builder
+
+
+def _stacked(tensors: Sequence[Tensor]) -> Tensor | None:
+    """[L, ...] over L tensors that lie evenly in one storage; None if they do not."""
+    first = tensors[0]
+    same = {(x.untyped_storage().data_ptr(), x.shape, x.stride()) for x in tensors}
+    steps = {b.data_ptr() - a.data_ptr() for a, b in itertools.pairwise(tensors)}
+    step, uneven = divmod(max(steps, default=0), first.element_size())
+    if len(same) > 1 or len(steps) > 1 or step < 0 or uneven:
+        return None
+    return first.as_strided((len(tensors), *first.shape), (step, *first.stride()))
+
+
+def lacks(refused: dict[str, str], backend: Any, vllm_config: Any) -> list[str]:
+    """What keeps a layer's drafts from a KVBuffer. refused, backend: its operations, vLLM's."""
+    reasons = "; ".join(dict.fromkeys(refused.values()))
+    missing = {
+        f"every operation on gated_delta, whose kernels lack {reasons}": bool(refused),
+        # vLLM copies the state after an accepted token where a cached prefix ends.
+        "--no-enable-prefix-caching": vllm_config.cache_config.mamba_cache_mode != "none",
+        "--pipeline-parallel-size 1": vllm_config.parallel_config.pipeline_parallel_size > 1,
+        "vLLM's metadata for GDN, not Kimi K3's": backend is not GDNAttentionBackend,
+    }
+    return [needed for needed, lacking in missing.items() if lacking]
+
+
+def allocate(rows: int) -> None:
+    """Gives layers without a buffer one for `rows` requests each: evenly, in the model's order."""
+    layers = [x for x in common.in_order() if x.buffered and x.drafts is None]
+    for _, group in itertools.groupby(layers, key=lambda x: (x.channels, x.sizes)):
+        alike = list(group)
+        buffer = alike[0].buffer(rows, DEVICE, num_layers=len(alike))
+        for i, layer in enumerate(alike):
+            layer.drafts = buffer.layer(i)
+        _, HV, V, K = alike[0].sizes
+        state = HV * V * K * alike[0].get_state_dtype()[1].itemsize
+        states = len(alike) * rows * alike[0].num_spec * state
+        common.logger().info(
+            f"gated_delta keeps drafts in {buffer.nbytes / 2**30:.3f} GiB, "
+            f"in place of {states / 2**30:.3f} GiB of states"
+        )
+
+
+@functools.cache
+def fold_after_sampling(v2: bool) -> None:
+    """Hooks into vLLM's model runner, or its second version, where accepted tokens are counted."""
+    if v2:
+        from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState as Runner
+
+        name = "postprocess_state"
+    else:
+        from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
+
+        name = "_update_states_after_model_execute"
+    original = getattr(Runner, name)
+
+    @functools.wraps(original)
+    def hooked(runner: Any, first: Any, second: Any, *rest: Any) -> None:
+        original(runner, first, second, *rest)
+        # V1: output tokens, of which it has counted the accepted ones. V2: the count is `second`.
+        sampled = second if v2 else runner.num_accepted_tokens.gpu[: len(first)]
+        for builder in {layer.builder for layer in common.layers if layer.builder}:
+            builder.fold(sampled)
+
+    setattr(Runner, name, hooked)
