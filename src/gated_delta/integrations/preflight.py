@@ -175,7 +175,8 @@ class Plan(NamedTuple):
         for mode in self.modes:
             runs = "gated_delta" if mode.ours else ENGINES[self.engine]
             table.add_row(mode.name, runs, mode.reason or "-")
-        sizes = (f"{x / 2**30:.3f} GiB {WHERE[name].format(self.engine.upper())}" for name, x in self.drafts.items())
+        where = {name: place.format(self.engine.upper()) for name, place in WHERE.items()}
+        sizes = (f"{x / 2**30:.3f} GiB {where[name]}" for name, x in self.drafts.items())
         drafts = [f"drafts take {' or '.join(sizes)}"] if self.drafts else []
         return [self.release, str(self.model), *drafts, table]
 

@@ -24,7 +24,8 @@ class Recurrence:
 
     sizes: H, HV, V, K. channels: the gate has K channels. num_spec: draft tokens. fuses_norm:
     decode includes the gated norm. aligned: prefill also keeps states inside a prompt.
-    allow_neg_eigval: beta is 2 sigmoid(b). buffered: drafts go to a KVBuffer. Gate weights A_log, dt_bias: any device.
+    allow_neg_eigval: beta is 2 sigmoid(b). buffered: drafts go to a KVBuffer. Gate weights A_log,
+    dt_bias: any device.
     """
 
     channels = False

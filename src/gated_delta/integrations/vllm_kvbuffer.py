@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 from vllm.v1.attention.backends.gdn_attn import GDNAttentionBackend, GDNAttentionMetadataBuilder
 
@@ -47,11 +48,11 @@ class Builder(GDNAttentionMetadataBuilder):
     def stacks(self) -> list[tuple[Tensor, KVBuffer]]:
         """States and buffers of `flush`'s calls: one for all layers, if they lie evenly."""
         pools, drafts = [x.kv_cache[1] for x in self.layers], [x.drafts for x in self.layers]
-        parts = [pools, *([getattr(x, part) for x in drafts] for part in ("u", "k", "log_decay"))]
-        states, *buffer = (_stacked(part) for part in parts)
-        if states is None or None in buffer:
+        parts = [pools, *([getattr(x, name) for x in drafts] for name in ("u", "k", "log_decay"))]
+        stacks = [stack for stack in map(_stacked, parts) if stack is not None]
+        if len(stacks) < len(parts):
             return list(zip(pools, drafts, strict=True))
-        return [(states, KVBuffer(*buffer))]
+        return [(stacks[0], KVBuffer(*stacks[1:]))]
 
     def fold(self, sampled: Tensor) -> None:
         """Folds this step's drafts into the states. sampled: tokens by request, in its order."""
@@ -104,6 +105,7 @@ def lacks(refused: dict[str, str], backend: Any, vllm_config: Any) -> list[str]:
     return [needed for needed, lacking in missing.items() if lacking]
 
 
+@torch.inference_mode(False)  # so that any mode may write to it
 def allocate(rows: int) -> None:
     """Gives layers without a buffer one for `rows` requests each: evenly, in the model's order."""
     layers = [x for x in common.in_order() if x.buffered and x.drafts is None]
@@ -121,25 +123,29 @@ def allocate(rows: int) -> None:
         )
 
 
+def runner_of(v2: bool) -> tuple[Any, str]:
+    """Where vLLM's model runner, or its second version, counts accepted tokens: class, method."""
+    if v2:
+        from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState
+
+        return MambaHybridModelState, "postprocess_state"
+    from vllm.v1.worker.gpu_model_runner import GPUModelRunner
+
+    return GPUModelRunner, "_update_states_after_model_execute"
+
+
 @functools.cache
 def fold_after_sampling(v2: bool) -> None:
-    """Hooks into vLLM's model runner, or its second version, where accepted tokens are counted."""
-    if v2:
-        from vllm.v1.worker.gpu.model_states.mamba_hybrid import MambaHybridModelState as Runner
-
-        name = "postprocess_state"
-    else:
-        from vllm.v1.worker.gpu_model_runner import GPUModelRunner as Runner
-
-        name = "_update_states_after_model_execute"
-    original = getattr(Runner, name)
+    """Folds drafts when vLLM has counted the accepted tokens."""
+    runner, name = runner_of(v2)
+    original = getattr(runner, name)
 
     @functools.wraps(original)
-    def hooked(runner: Any, first: Any, second: Any, *rest: Any) -> None:
-        original(runner, first, second, *rest)
-        # V1: output tokens, of which it has counted the accepted ones. V2: the count is `second`.
-        sampled = second if v2 else runner.num_accepted_tokens.gpu[: len(first)]
+    def hooked(self: Any, first: Any, second: Any, *rest: Any) -> None:
+        original(self, first, second, *rest)
+        # The first version keeps the counts, the second gets them.
+        sampled = second if v2 else self.num_accepted_tokens.gpu[: len(first)]
         for builder in {layer.builder for layer in common.layers if layer.builder}:
             builder.fold(sampled)
 
-    setattr(Runner, name, hooked)
+    setattr(runner, name, hooked)
