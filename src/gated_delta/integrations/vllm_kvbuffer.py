@@ -26,7 +26,7 @@ class Builder(GDNAttentionMetadataBuilder):
 
     def __init__(self, kv_cache_spec: Any, layer_names: Any, vllm_config: Any, device: Any):
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
-        # As vLLM's builder sets it for its own type alone.
+        # vLLM's builder does this for its own type alone.
         self.supports_update_block_table = vllm_config.use_v2_model_runner and device.type == "cuda"
         layers = vllm_config.compilation_config.static_forward_context
         self.layers = [layers[name] for name in layer_names]
@@ -40,7 +40,7 @@ class Builder(GDNAttentionMetadataBuilder):
 
     def _keep(self, metadata: Any) -> Any:
         for layer in self.layers:
-            layer.builder = self  # in place of one from a profile of CUDA graphs
+            layer.builder = self  # no longer the one that profiled CUDA graphs
         self.step = metadata
         return metadata
 
@@ -55,12 +55,15 @@ class Builder(GDNAttentionMetadataBuilder):
         return [(stacks[0], KVBuffer(*stacks[1:]))]
 
     def fold(self, sampled: Tensor) -> None:
-        """Folds this step's drafts into the states. sampled: tokens by request, in its order."""
+        """Folds the step's accepted drafts into the states, once.
+
+        sampled: the number of tokens of each request, in the batch's order.
+        """
         m, self.step = self.step, None
         if m is None or not m.num_spec_decodes:
             return
         n, mask = m.num_spec_decodes, m.spec_sequence_masks_cpu
-        # Without other requests only padding follows.
+        # Where all requests have drafts, only padding follows them.
         others = m.num_prefills + m.num_decodes
         sampled = sampled[mask[: len(sampled)]] if others else sampled[:n]
         layer = self.layers[0]
@@ -68,7 +71,8 @@ class Builder(GDNAttentionMetadataBuilder):
             api.flush(
                 states,
                 buffer,
-                num_accepted=sampled.clamp(min=1),  # inside a prompt 0, but its token counts
+                # A prompt's token, run as a decode, may sample none.
+                num_accepted=sampled.clamp(min=1),
                 state_indices=m.spec_state_indices_tensor[:n, 0],
                 null_index=layer.null_index,
                 backend=layer.backend,
@@ -93,7 +97,10 @@ def _stacked(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def lacks(refused: dict[str, str], backend: Any, vllm_config: Any) -> list[str]:
-    """What keeps a layer's drafts from a KVBuffer. refused, backend: its operations, vLLM's."""
+    """What a layer lacks for drafts in a KVBuffer.
+
+    refused: its operations left to vLLM, and why. backend: vLLM's attention backend for it.
+    """
     reasons = "; ".join(dict.fromkeys(refused.values()))
     missing = {
         f"every operation on gated_delta, whose kernels lack {reasons}": bool(refused),
@@ -107,7 +114,10 @@ def lacks(refused: dict[str, str], backend: Any, vllm_config: Any) -> list[str]:
 
 @torch.inference_mode(False)  # so that any mode may write to it
 def allocate(rows: int) -> None:
-    """Gives layers without a buffer one for `rows` requests each: evenly, in the model's order."""
+    """Gives each layer without a buffer one for `rows` requests, all in one, in the model's order.
+
+    So `flush` can take several layers in one call.
+    """
     layers = [x for x in common.in_order() if x.buffered and x.drafts is None]
     for _, group in itertools.groupby(layers, key=lambda x: (x.channels, x.sizes)):
         alike = list(group)
