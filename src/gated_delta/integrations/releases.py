@@ -185,6 +185,13 @@ _VLLM_SHARED = {
     },
     "models/glm5next/common/kda.py": {"Glm5NextLinearAttention": "b5b75796"},
     "v1/attention/backends/utils.py": {"compute_causal_conv1d_metadata": "a0d536df"},
+    "v1/kv_cache_interface.py": {"MambaSpec": "4c558afe"},
+    "v1/worker/gpu/model_states/mamba_hybrid.py": {
+        "MambaHybridModelState.postprocess_state": "2e867439"
+    },
+    "v1/worker/gpu_model_runner.py": {
+        "GPUModelRunner._update_states_after_model_execute": "46463783"
+    },
 }
 """Code that is the same in each of vLLM's releases below."""
 
@@ -220,6 +227,7 @@ VLLM = {
                 "KimiK3KDAMetadataBuilder": "fefab0e8",
             },
             "v1/attention/backends/gdn_attn.py": {
+                "GDNAttentionBackend": "2b0e7d76",
                 "GDNAttentionMetadata": "28df30c7",
                 "GDNAttentionMetadataBuilder": "b9229581",
             },
@@ -252,6 +260,7 @@ VLLM = {
                 "KimiK3KDAMetadataBuilder": "fa25fecb",
             },
             "v1/attention/backends/gdn_attn.py": {
+                "GDNAttentionBackend": "2b0e7d76",
                 "GDNAttentionMetadata": "caf9dab7",
                 "GDNAttentionMetadataBuilder": "f306d9c5",
             },
