@@ -235,12 +235,16 @@ def verify_page() -> str:
 
 
 def served(engine: str) -> str:
+    """Several starts: medians with least and most; "within" after a ratio within the spread."""
+    several = any("spread" in cell for cell in cells(f"serve/{engine}"))
     rows = {}
     for cell in cells(f"serve/{engine}"):
-        ttft, tpot = (cell[name] for name in ("ttft_ms", "tpot_ms"))
-        first = f"{ttft['engine']:.1f}, {ttft['gated_delta']:.1f}"
-        each = f"{tpot['engine']:.2f}, {tpot['gated_delta']:.2f}"
-        rows[cell["label"]] = [first, down(cell["ttft_ratio"]), each, down(cell["tpot_ratio"])]
+        columns = rows[cell["label"]] = []
+        for name, digits in (("ttft", 1), ("tpot", 2)):
+            columns.append(both(cell, f"{name}_ms", 1, digits))
+            columns.append(down(cell[f"{name}_ratio"]) + judged(cell, f"{name}_ms"))
+        for name in ("decode all", "decode gap") if several else ():
+            columns.append(both(cell, name, 1, 0) + judged(cell, name))
     heads = (
         "prompts x tokens",
         "TTFT, ms: its kernels, ours",
@@ -248,7 +252,25 @@ def served(engine: str) -> str:
         "TPOT, ms: its kernels, ours",
         "ratio",
     )
-    return table(*heads, rows=rows)
+    steps = ("a decode step's kernels, us", "its gaps, us") if several else ()
+    return table(*heads, *steps, rows=rows)
+
+
+def both(cell: Cell, name: str, unit: float, digits: int) -> str:
+    """A quantity with the engine's kernels and with ours, each with its range over the starts."""
+    medians = cell[name] if name in cell else cell["kernels_us"][name]
+    times = []
+    for side in ("engine", "gated_delta"):
+        least, most = cell.get("spread", {}).get(name, {}).get(side, (None, None))
+        shown = [f"{x / unit:.{digits}f}" for x in (medians[side], least, most) if x is not None]
+        times.append(shown[0] + (f" ({shown[1]}-{shown[2]})" if least != most else ""))
+    return ", ".join(times)
+
+
+def judged(cell: Cell, name: str) -> str:
+    """What follows a ratio of several starts: whether their ranges are apart."""
+    verdict = cell.get("verdict", {}).get(name)
+    return f" {verdict}" if verdict else ""
 
 
 def kernels(engine: str) -> str:
@@ -259,10 +281,11 @@ def kernels(engine: str) -> str:
         for part, unit, digits in (("prefill", 1e3, 2), ("decode", 1, 0)):
             for name in ("recurrence", "all"):
                 times = cell["kernels_us"][f"{part} {name}"]
-                theirs, ours = times["engine"], times["gated_delta"]
+                ratio = down(times["engine"] / times["gated_delta"])
+                label = f"{part} {name}"
                 rows[cell["label"]] += [
-                    f"{theirs / unit:.{digits}f}, {ours / unit:.{digits}f}",
-                    down(theirs / ours),
+                    both(cell, label, unit, digits),
+                    ratio + judged(cell, label),
                 ]
     heads = ("prefill's recurrence, ms: its kernels, ours", "ratio", "all kernels", "ratio")
     return table(
