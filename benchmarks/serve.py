@@ -183,7 +183,8 @@ def vllm(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Ser
     os.environ["GATED_DELTA_VLLM"] = str(int(plugin))
     from vllm import LLM, SamplingParams
 
-    defaults = dict(skip_tokenizer_init=True, seed=0, enable_prefix_caching=False)
+    defaults: dict[str, Any] = dict(skip_tokenizer_init=True, seed=0, enable_prefix_caching=False)
+    defaults |= dict(worker_extension_cls="benchmarks.serve.Reports")
     profiler = dict(
         profiler="torch",
         torch_profiler_dir=str(traces),
@@ -212,13 +213,16 @@ def vllm(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Ser
     def profile(on: bool) -> None:
         (engine.start_profile if on else engine.stop_profile)()
 
-    return Server(answer, profile, lambda: engine.collective_rpc(_report))
+    return Server(answer, profile, lambda: engine.collective_rpc("gated_delta_report"))
 
 
-def _report(_worker: object) -> list[str]:
-    from gated_delta.integrations import vllm
+class Reports:
+    """Of vLLM's workers, by name: a worker in another process takes no function."""
 
-    return [str(row) for row in vllm.report()]
+    def gated_delta_report(self) -> list[str]:
+        from gated_delta.integrations import vllm
+
+        return [str(row) for row in vllm.report()]
 
 
 def transformers(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Server:

@@ -212,7 +212,7 @@ def tables_of(bucket, gdn, prompts=1):
 @pytest.mark.parametrize(
     ("bucket", "room"), [(4, 4), (512, 8), (1024, 8), (1536, 12), (2048, 16), (2304, None)]
 )
-def test_a_prefill_graph_breaks_or_has_the_schedule_of_one_prompt(process, bucket, room):
+def test_a_prefill_graph_has_the_schedule_of_one_prompt_or_none(process, bucket, room):
     tables, kda = tables_of(bucket, True), tables_of(bucket, False)
     assert [x and x.max_seqs for x in (tables, kda)] == [room, room and min(64, bucket)]
     if room:
@@ -225,7 +225,7 @@ def test_a_prefill_graph_breaks_or_has_the_schedule_of_one_prompt(process, bucke
     ("prompts", "tokens", "replays"),
     [(8, 400, True), (9, 400, False), (9, 513, True), (17, 513, False), (99, 2500, True)],
 )
-def test_a_prefill_graph_takes_prompts_that_its_tables_have_room_for(prompts, tokens, replays):
+def test_a_prefill_graph_takes_prompts_that_have_room(prompts, tokens, replays):
     buckets = {x: tables_of(x, True) for x in (512, 2048, 4096)}
     keys = {Bucket(size): tables for size, tables in buckets.items()}
     runner = SimpleNamespace(attn_metadata_buffers=keys)

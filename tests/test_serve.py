@@ -126,6 +126,29 @@ def test_an_engine_ends_when_the_command_does(tmp_path, monkeypatch):
     assert time.monotonic() - began < 20
 
 
+VLLM = """
+import importlib
+
+class LLM:
+    def __init__(self, worker_extension_cls, **options):
+        module, _, name = worker_extension_cls.rpartition(".")
+        self.worker = getattr(importlib.import_module(module), name)()
+    def collective_rpc(self, method):
+        assert isinstance(method, str), "vLLM sends no function to another process"
+        return [getattr(self.worker, method)()] * 2
+
+SamplingParams = dict
+"""
+
+
+def test_vllms_workers_report_by_a_methods_name(tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").write_text(VLLM)
+    path = [str(tmp_path), str(Path(__file__).parents[1]), *sys.path]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    messages = list(serve.run("vllm", "qwen3_next", True, {}))
+    assert messages[-1] == dict(ranks=[[], []])
+
+
 @pytest.mark.parametrize(
     ("kernel", "counts"),
     [
