@@ -235,16 +235,17 @@ def verify_page() -> str:
 
 
 def served(engine: str) -> str:
-    """Several starts: medians with least and most; "within" after a ratio within the spread."""
+    """Several starts: medians, ranges of wall times, and whether the two ranges are apart."""
     several = any("spread" in cell for cell in cells(f"serve/{engine}"))
     rows = {}
     for cell in cells(f"serve/{engine}"):
         columns = rows[cell["label"]] = []
         for name, digits in (("ttft", 1), ("tpot", 2)):
-            columns.append(both(cell, f"{name}_ms", 1, digits))
+            columns.append(ranged(cell, f"{name}_ms", digits))
             columns.append(down(cell[f"{name}_ratio"]) + judged(cell, f"{name}_ms"))
         for name in ("decode all", "decode gap") if several else ():
-            columns.append(both(cell, name, 1, 0) + judged(cell, name))
+            times = cell["kernels_us"][name]
+            columns.append(f"{times['engine']:.0f}, {times['gated_delta']:.0f}{judged(cell, name)}")
     heads = (
         "prompts x tokens",
         "TTFT, ms: its kernels, ours",
@@ -256,14 +257,13 @@ def served(engine: str) -> str:
     return table(*heads, *steps, rows=rows)
 
 
-def both(cell: Cell, name: str, unit: float, digits: int) -> str:
-    """A quantity with the engine's kernels and with ours, each with its range over the starts."""
-    medians = cell[name] if name in cell else cell["kernels_us"][name]
+def ranged(cell: Cell, name: str, digits: int) -> str:
+    """A time with the engine's kernels and with ours, each with its least and most if known."""
     times = []
-    for side in ("engine", "gated_delta"):
-        least, most = cell.get("spread", {}).get(name, {}).get(side, (None, None))
-        shown = [f"{x / unit:.{digits}f}" for x in (medians[side], least, most) if x is not None]
-        times.append(shown[0] + (f" ({shown[1]}-{shown[2]})" if least != most else ""))
+    for side, median in cell[name].items():
+        least, most = cell.get("spread", {}).get(name, {}).get(side, (median, median))
+        ends = f" ({least:.{digits}f}-{most:.{digits}f})" if least < most else ""
+        times.append(f"{median:.{digits}f}{ends}")
     return ", ".join(times)
 
 
@@ -281,11 +281,10 @@ def kernels(engine: str) -> str:
         for part, unit, digits in (("prefill", 1e3, 2), ("decode", 1, 0)):
             for name in ("recurrence", "all"):
                 times = cell["kernels_us"][f"{part} {name}"]
-                ratio = down(times["engine"] / times["gated_delta"])
-                label = f"{part} {name}"
+                theirs, ours = times["engine"], times["gated_delta"]
                 rows[cell["label"]] += [
-                    both(cell, label, unit, digits),
-                    ratio + judged(cell, label),
+                    f"{theirs / unit:.{digits}f}, {ours / unit:.{digits}f}",
+                    down(theirs / ours) + judged(cell, f"{part} {name}"),
                 ]
     heads = ("prefill's recurrence, ms: its kernels, ours", "ratio", "all kernels", "ratio")
     return table(
