@@ -109,6 +109,8 @@ SGLANG = Release(
         "srt/layers/attention/hybrid_linear_attn_backend.py": {
             "MambaAttnBackendBase": "3d78addc",
             "HybridLinearAttnBackend.__init__": "6199e95d",
+            "init_forward_metadata_for_breakable_cuda_graph_capture": "ff31b01f",
+            "prepare_forward_metadata_for_breakable_cuda_graph_replay": "e2be8f81",
         },
         "srt/layers/attention/linear/gdn_backend.py": {
             "GDNKernelDispatcher": "13777586",
@@ -154,6 +156,10 @@ SGLANG = Release(
             "KVCacheConfigurator._build_hybrid_req_pool": "248e123c",
         },
         "srt/mem_cache/memory_pool.py": {"MambaPool": "ac2a8405"},
+        "srt/model_executor/runner/prefill_cuda_graph_runner.py": {
+            "PrefillCudaGraphRunner._init_forward_metadata_for_capture": "03561e1e",
+            "PrefillCudaGraphRunner.can_replay_locally": "b7b6fa23",
+        },
         "srt/models/glm5_next.py": {
             "Glm5NextLinearAttention.forward": "3905dd3c",
             "Glm5NextLinearAttention.forward_qkvbfg": "11f905f2",
