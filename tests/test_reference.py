@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import gated_delta as gd
-from calls import HV, H, K, N, T, V, buffer, call, normed, pool, tokens, verified
+from calls import HV, H, K, N, T, V, buffer, call, normed, pool, tokens, verified, writable
 from gated_delta import reference
 from gated_delta.problem import Tokens
 from gated_delta.testing import quick_cases, run_case
@@ -1205,6 +1205,20 @@ def test_beta_logits_are_sigmoided():
         gd.decode(**t, state=want, backend="reference"),
     )
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("op", ["prefill", "decode", "verify"])
+def test_allow_neg_eigval_doubles_the_sigmoid(op):
+    """Logits of any size; NaN in the last token."""
+    logits = torch.linspace(-100, 100, N * T * HV).view(N, T, HV)
+    logits[0, -1, 0] = math.nan
+    double, strength = call(op), call(op)
+    double |= dict(beta=logits, beta_logits=True, allow_neg_eigval=True)
+    strength["beta"] = 2 * torch.sigmoid(logits)
+    got, want = (getattr(gd, op)(**x, backend="reference") for x in (double, strength))
+    torch.testing.assert_close(got, want, equal_nan=True)
+    for x, y in zip(writable(double).values(), writable(strength).values(), strict=True):
+        torch.testing.assert_close(x, y, equal_nan=True)
 
 
 @pytest.mark.parametrize("op", OPS)

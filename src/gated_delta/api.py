@@ -44,7 +44,7 @@ BACKENDS = ("auto", "cute", "reference")
 def prefill(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, gate: Gate = ...,
     scale: float | None = ..., qk_l2norm: bool = ..., beta_logits: bool = ...,
-    cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+    allow_neg_eigval: bool = ..., cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
     initial_state: Tensor | None = ..., output_final_state: Literal[True], state: None = ...,
     state_indices: None = ..., has_initial_state: None = ...,
     checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
@@ -55,7 +55,7 @@ def prefill(
 def prefill(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, gate: Gate = ...,
     scale: float | None = ..., qk_l2norm: bool = ..., beta_logits: bool = ...,
-    cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+    allow_neg_eigval: bool = ..., cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
     initial_state: Tensor | None = ..., output_final_state: bool = ..., state: Tensor | None = ...,
     state_indices: Tensor | None = ..., has_initial_state: Tensor | None = ...,
     checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
@@ -74,6 +74,7 @@ def prefill(
     scale: float | None = None,
     qk_l2norm: bool = True,
     beta_logits: bool = False,
+    allow_neg_eigval: bool = False,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     initial_state: Tensor | None = None,
@@ -95,8 +96,8 @@ def prefill(
     fp16 or fp32, last dim contiguous. v: [N, T, HV, V], in q's dtype; value head hv reads q/k head
     hv // (HV // H). g: [N, T, HV] (GDN) or [N, T, HV, K] (KDA), beta: [N, T, HV]; bf16, fp16 or
     fp32. `gate` defines the decay that g encodes. beta is the write strength, or its logit with
-    beta_logits=True. scale: K**-0.5 when None. qk_l2norm: q and k become
-    x * rsqrt(sum(x*x) + 1e-6).
+    beta_logits=True: the strength is its sigmoid, with allow_neg_eigval=True twice its sigmoid.
+    scale: K**-0.5 when None. qk_l2norm: q and k become x * rsqrt(sum(x*x) + 1e-6).
     max_seqlen: tokens of the longest packed sequence, an int, if the caller knows it; the host does
     not read cu_seqlens. It affects the schedule alone: a wrong value costs time, never correctness.
     None for dense tokens.
@@ -137,8 +138,8 @@ def prefill(
         ops.PREFILL,
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, state_indices, has_initial_state,
         checkpoint_lens, checkpoint_indices, checkpoints, initial_state, state, None, out,
-        kind, bound, scale, qk_l2norm, beta_logits, output_final_state, deterministic,
-        max_seqlen, null_index, backend,
+        kind, bound, scale, qk_l2norm, beta_logits, allow_neg_eigval, output_final_state,
+        deterministic, max_seqlen, null_index, backend,
     )  # fmt: skip
 
 
@@ -153,6 +154,7 @@ def decode(
     scale: float | None = None,
     qk_l2norm: bool = True,
     beta_logits: bool = False,
+    allow_neg_eigval: bool = False,
     cu_seqlens: Tensor | None = None,
     norm: GatedNorm | None = None,
     z: Tensor | None = None,
@@ -210,8 +212,8 @@ def decode(
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices,
         num_accepted, intermediate_states, intermediate_indices, z, weight, out,
         *(NO_BUFFER if buffer is None else _parts(buffer)), buffer_indices, buffer_lens,
-        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, update_state,
-        null_index, backend,
+        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, allow_neg_eigval,
+        update_state, null_index, backend,
     )  # fmt: skip
 
 
@@ -226,6 +228,7 @@ def verify(
     scale: float | None = None,
     qk_l2norm: bool = True,
     beta_logits: bool = False,
+    allow_neg_eigval: bool = False,
     cu_seqlens: Tensor | None = None,
     norm: GatedNorm | None = None,
     z: Tensor | None = None,
@@ -259,7 +262,8 @@ def verify(
         ops.VERIFY,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices,
         buffer_lens, *_parts(buffer), z, weight, out,
-        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, null_index, backend,
+        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, allow_neg_eigval,
+        null_index, backend,
     )  # fmt: skip
 
 

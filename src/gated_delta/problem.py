@@ -265,6 +265,7 @@ class Tokens(NamedTuple):
     scale: float | None = None
     qk_l2norm: bool = True
     beta_logits: bool = False
+    allow_neg_eigval: bool = False
     cu_seqlens: Tensor | None = None
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Tokens:
@@ -317,7 +318,7 @@ class Problem:
     options: frozenset[str] = frozenset()
     """Optional parts of the call: each index tensor, with its dtype (cu_seqlens_i32,
     state_indices_i64, ...), and pool, token_slots, has_initial_state, initial_state, final_state,
-    checkpoints, intermediates, no_update, layers, norm, deterministic.
+    checkpoints, intermediates, no_update, layers, norm, deterministic, allow_neg_eigval.
     Also rows that 16-byte accesses cannot read: unaligned_qk, of q or k; scattered_rows, V rows of
     a state, which must be contiguous too; unaligned_buffer, of a buffer's k; unaligned_values, of v
     or out, or of KDA's g, in a prefill."""
@@ -581,6 +582,10 @@ class Checker:
             raise ValueError(f"scale: expected {expected}, got {a.scale}")
         self.flag("qk_l2norm", a.qk_l2norm)
         self.flag("beta_logits", a.beta_logits)
+        self.flag("allow_neg_eigval", a.allow_neg_eigval)
+        if a.allow_neg_eigval and not a.beta_logits:
+            raise ValueError("beta_logits: expected True with allow_neg_eigval=True, got False")
+        self.option("allow_neg_eigval", a.allow_neg_eigval)
         self.sizes["N"] = a.q.shape[0] if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
 
     def vectors(self, a: Any, *states: Tensor | None) -> None:

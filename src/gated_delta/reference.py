@@ -150,6 +150,7 @@ def activate(tokens: Tokens, dtype: torch.dtype) -> Activated:
     q = q.to(dtype) * (q.shape[-1] ** -0.5 if tokens.scale is None else float(tokens.scale))
     decay = log_decay(g if g.ndim == q.ndim else g.unsqueeze(-1), tokens.gate, dtype)
     beta = sigmoid(beta) if tokens.beta_logits else beta
+    beta = 2 * beta if tokens.allow_neg_eigval else beta
     return Activated(q, k.to(dtype), tokens.v.to(dtype), decay, beta)
 
 

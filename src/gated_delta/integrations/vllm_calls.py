@@ -76,12 +76,10 @@ class Recurrence:
                 weight = torch.empty_like(weight, device=x.device)
             activation = "sigmoid" if norm.activation == "sigmoid" else "silu"  # or "swish"
             tensors |= dict(z=z[0].view(*lead, HV, V), norm=GatedNorm(weight, norm.eps, activation))
-        logits = not self.allow_neg_eigval
-        if not logits:
-            tensors["beta"] = 2 * tensors["beta"].float().sigmoid()
         gate = gate or self._gate(self.A_log, self.dt_bias)
-        options = dict(beta_logits=logits, null_index=self.null_index, backend=self.backend)
-        return dict(**tensors, **options, gate=gate, state=pool)
+        flags = dict(beta_logits=True, allow_neg_eigval=bool(self.allow_neg_eigval))
+        options = dict(null_index=self.null_index, backend=self.backend)
+        return dict(**tensors, **flags, **options, gate=gate, state=pool)
 
     def buffer(self, rows: int, device: Any, num_layers: int | None = None) -> KVBuffer:
         """For the drafts of `rows` requests, and the token before them."""

@@ -137,7 +137,7 @@ def _tokens(
             .expand(beta.shape)
             .clone()
         )
-        beta = beta.logit() if case.beta_logits else beta
+        beta = (beta / (1 + case.allow_neg_eigval)).logit() if case.beta_logits else beta
     if H > 1:
         k[:, -1:, 0] = 0  # a row of norm zero
 
@@ -184,6 +184,7 @@ def _tokens(
         scale,
         case.qk_l2norm,
         case.beta_logits,
+        case.allow_neg_eigval,
         cu_seqlens,
     )
 
