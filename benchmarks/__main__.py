@@ -1,4 +1,4 @@
-"""python -m benchmarks: measure, plot, serve, tokens."""
+"""python -m benchmarks: measure, plot, serve, tokens, states8."""
 
 from __future__ import annotations
 
@@ -20,6 +20,7 @@ from gated_delta.results import Refusal, Report, make_table, one_line, tracked
 
 from . import layers
 from . import serve as serving
+from . import states8 as eight_bits
 from . import tokens as answers
 from .cells import BUFFERED, CELLS, PREFILL_TP, by_label
 from .measure import Runner, environment, run_facts
@@ -278,6 +279,38 @@ def tokens(
             report.keep(content)
     report.write(content)
     report.leave(any(row["equal"] is None for row in rows))
+
+
+@app.command()
+def states8(
+    subject: Annotated[
+        str,
+        typer.Argument(help="synthetic, or a checkpoint of scripts/train_tiny_model.py."),
+    ],
+    file: Annotated[
+        Path | None, typer.Argument(help="JSON; benchmarks/results/states8/SUBJECT.json.")
+    ] = None,
+    filter: Annotated[
+        str, typer.Option(help="Only formats whose names match this regular expression: 'int8'.")
+    ] = "",
+) -> None:
+    """Measure what states of 8 bits lose if they are rounded every L tokens, on a CPU."""
+    chosen = {name: x for name, x in eight_bits.FORMATS.items() if pattern(filter).search(name)}
+    if not chosen:
+        names = "; ".join(eight_bits.FORMATS)
+        raise typer.BadParameter(f"expected a filter of {names}", param_hint="--filter")
+    report = Report(
+        "benchmarks states8", True, file or RESULTS / f"states8/{Path(subject).name}.json"
+    )
+    rows: list[dict[str, Any]] = []
+    run = environment(torch.device("cpu"), {}) | dict(subject=subject)
+    content = dict(command="benchmarks states8", runs=[run], cells=rows)
+    with report.measuring():
+        for row in eight_bits.measured(subject, chosen):
+            rows.append(dict(row, run=0))
+            report.keep(content)
+    report.write(content)
+    report.leave()
 
 
 def pattern(filter: str) -> re.Pattern[str]:
