@@ -288,7 +288,10 @@ def states8(
         typer.Argument(help="synthetic, or a checkpoint of scripts/train_tiny_model.py."),
     ],
     file: Annotated[
-        Path | None, typer.Argument(help="JSON; benchmarks/results/states8/SUBJECT.json.")
+        Path | None,
+        typer.Argument(
+            help="JSON, which keeps its other formats; benchmarks/results/states8/SUBJECT.json."
+        ),
     ] = None,
     filter: Annotated[
         str, typer.Option(help="Only formats whose names match this regular expression: 'int8'.")
@@ -299,17 +302,18 @@ def states8(
     if not chosen:
         names = "; ".join(eight_bits.FORMATS)
         raise typer.BadParameter(f"expected a filter of {names}", param_hint="--filter")
-    report = Report(
-        "benchmarks states8", True, file or RESULTS / f"states8/{Path(subject).name}.json"
-    )
+    file = file or RESULTS / f"states8/{Path(subject).name}.json"
+    report = Report("benchmarks states8", True, file)
+    before = json.loads(file.read_text()) if file.exists() and file.stat().st_size else {}
     rows: list[dict[str, Any]] = []
+    content: dict[str, Any] = {}
     run = environment(torch.device("cpu"), {}) | dict(subject=subject)
-    content = dict(command="benchmarks states8", runs=[run], cells=rows)
     with report.measuring():
         for row in eight_bits.measured(subject, chosen):
-            rows.append(dict(row, run=0))
+            rows.append(row)
+            content = dict(command="benchmarks states8", **merged(before, rows, run, ()))
             report.keep(content)
-    report.write(content)
+    report.write(content or before)
     report.leave()
 
 

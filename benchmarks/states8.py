@@ -23,11 +23,12 @@ from gated_delta.problem import Tokens
 from gated_delta.reference import Activated, ChunkTerms, Seen, activate, chunk_terms, rounded
 
 SEGMENT, D, HELD_OUT, PROMPT = 1024, 128, 8192, 48
-SEGMENTS = {1: 25, 8: 98, 16: 98, 32: 98}
+SEGMENTS = {1: 10, 8: 98, 16: 98, 32: 98}
 """L: segments of synthetic tokens."""
-SHOWN = (1, 10, 25, 98)
+SHOWN = (1, 10, 98)
 """Segments whose errors are recorded."""
 LARGEST = dict(int8=127.0, e4m3=448.0)
+BITS = dict(fp32=32, bf16=16, fp16=16)
 DTYPES = dict(bf16=torch.bfloat16, fp16=torch.float16)
 
 Store = Callable[[Tensor], Tensor]
@@ -36,7 +37,7 @@ Store = Callable[[Tensor], Tensor]
 class Format(NamedTuple):
     """Values of a state, and their blocks of rows and channels, each with an fp32 scale.
 
-    bits: more bits of each value, in the spare half of the scales' words.
+    bits: more bits of each value, in the words of scales that are bf16 then.
     """
 
     values: str
@@ -56,6 +57,8 @@ class Format(NamedTuple):
         blocks = blocks.unflatten(-3, (-1, min(self.rows, V)))
         largest = LARGEST[self.values]
         scale = blocks.abs().amax((-3, -1), keepdim=True) / largest
+        if self.bits:
+            scale = (scale * (1 + 2**-8)).bfloat16().float()  # rounded up
         x = blocks / scale.masked_fill_(scale == 0, 1)
         if self.values == "e4m3":  # 3 bits behind the leading one, at least 2^-9
             unit = (x.view(torch.int32) & 0x7F800000).view(x.dtype).div_(8).clamp_(min=2.0**-9)
@@ -242,7 +245,14 @@ def drift(formats: Mapping[str, Format]) -> Iterator[dict[str, Any]]:
                 if number in SHOWN:
                     errors[kind].append([float(f"{e:.4g}") for e in error.tolist()])
     for (name, L), rows in errors.items():
-        yield dict(format=name, L=L, errors=dict(zip(names, zip(*rows, strict=True), strict=True)))
+        by_head = dict(zip(names, zip(*rows, strict=True), strict=True))
+        yield record(name, formats[name], L, errors=by_head)
+
+
+def record(name: str, form: Format, L: int, **figures: Any) -> dict[str, Any]:
+    """bits: of a stored value, with its share of a scale."""
+    bits = BITS.get(form.values, 8 + 32 / (form.rows * form.channels))
+    return dict(label=f"{name} L={L}", format=name, L=L, bits=bits, **figures, peers={})
 
 
 def measured(subject: str, formats: Mapping[str, Format]) -> Iterator[dict[str, Any]]:

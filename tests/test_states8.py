@@ -25,10 +25,11 @@ def test_rounding_is_within_a_step_and_keeps_zeros(form):
         step = largest / 127 / 2**form.bits
     else:
         step = torch.maximum(state.abs() / 8, largest / 448 / 2**9)
-    assert ((got - state).abs() <= step * (1 if form.stochastic else 0.5) * 1.0001).all()
-    assert (got.abs() <= largest * 1.0001).all()
+    slack = 1.01 if form.bits else 1.0001  # scales of bf16
+    assert ((got - state).abs() <= step * (1 if form.stochastic else 0.5) * slack).all()
+    assert (got.abs() <= largest * slack).all()
     assert (got[0, :32] == 0).all()
-    if not form.stochastic:
+    if not form.stochastic and not form.bits:
         torch.testing.assert_close(form.rounded(got), got)  # a second rounding loses nothing
         torch.testing.assert_close(form.rounded(0.999 * state), 0.999 * got)  # nor does a decay
 
