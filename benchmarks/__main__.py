@@ -307,7 +307,7 @@ def states8(
     before = json.loads(file.read_text()) if file.exists() and file.stat().st_size else {}
     rows: list[dict[str, Any]] = []
     content: dict[str, Any] = {}
-    run = environment(torch.device("cpu"), {}) | dict(subject=subject)
+    run = environment(torch.device("cpu"), {}) | dict(subject=Path(subject).name)
     with report.measuring():
         for row in eight_bits.measured(subject, chosen):
             rows.append(row)

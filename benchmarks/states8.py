@@ -185,9 +185,8 @@ class Model:
                 beyond |= dict(stream=(self.nats(stream, form, L)[-HELD_OUT:] - streamed).mean())
             greedy = self.logits(self.greedy, form, L)[:, PROMPT - 1 : -1].argmax(-1)
             equal = int((greedy == self.greedy[:, PROMPT:]).sum())
-            yield dict(
-                format=name, L=L, equal=equal, **{key: x.item() for key, x in beyond.items()}
-            )
+            figures = {key: x.item() for key, x in beyond.items()}
+            yield record(name, form, L, equal=equal, **figures)
 
 
 # ------------------------------------------------------------------------------ synthetic tokens

@@ -21,6 +21,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = (
     "README.md",
     "docs/kernels/decode.md",
+    "docs/kernels/decode-log.md",
     "docs/kernels/verify.md",
     "docs/kernels/prefill.md",
     "docs/engines.md",
@@ -185,6 +186,32 @@ def buffered() -> str:
     return table("B = 1, 8, 64, 256", "bare decode", "ReplaySSM", rows=rows)
 
 
+def states8() -> str:
+    """States rounded every L tokens: a model's loss, and errors of synthetic outputs in %."""
+    model, tokens = (
+        {(cell["format"], cell["L"]): cell for cell in cells(f"states8/{subject}")}
+        for subject in ("tiny_memory", "synthetic")
+    )
+    rows = {}
+    for name in dict.fromkeys(name for name, _ in model):
+        at_16 = model[name, 16]
+
+        def error(head: str, L: int = 16, place: int = -1, name: str = name) -> str:
+            return f"{100 * tokens[name, L]['errors'][head][place]:.2g}"
+
+        rows[name] = [
+            f"{at_16['bits']:g}",
+            ", ".join(f"{1000 * model[name, L]['beyond']:.2f}" for L in (1, 8, 16)),
+            f"{1000 * at_16['stream']:.2f}",
+            str(at_16["equal"]),
+            ", ".join(error("GDN slow", L) for L in (1, 8, 16)),
+            f"{error('GDN held', place=1)}, {error('GDN held')}",
+            f"{error('GDN fading')}, {error('KDA fading')}",
+        ]
+    heads = ("bits", "0.001 nats, L = 1, 8, 16", "behind 92,160 bytes", "bytes equal")
+    return table("states", *heads, "slow, L = 1, 8, 16", "held", "fading", rows=rows)
+
+
 def table(*heads: str, rows: dict[str, list[str]]) -> str:
     lines = [heads, ("---",) * len(heads), *((name, *columns) for name, columns in rows.items())]
     return "\n".join(f"| {' | '.join(line)} |" for line in lines)
@@ -324,6 +351,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens vllm": lambda: tokens("vllm"),
     "decode": lambda: summary("best peer's time over ours", decode()),
     "buffer": buffered,
+    "states8": states8,
     "layer": lambda: summary(
         "the engines' time over ours, with a convolution in front of one token", layer()
     ),
