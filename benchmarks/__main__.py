@@ -313,7 +313,8 @@ def states8(
             rows.append(row)
             content = dict(command="benchmarks states8", **merged(before, rows, run, ()))
             report.keep(content)
-    report.write(content or before)
+    if content:
+        report.write(content)
     report.leave()
 
 

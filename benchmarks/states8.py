@@ -37,7 +37,7 @@ Store = Callable[[Tensor], Tensor]
 class Format(NamedTuple):
     """Values of a state, and their blocks of rows and channels, each with an fp32 scale.
 
-    bits: more bits of each value, in the words of scales that are bf16 then.
+    bits: extra bits of each value; they fill the words of the scales, which are bf16 then.
     """
 
     values: str
@@ -120,14 +120,8 @@ class Folds(NamedTuple):
 # ------------------------------------------------------------------------------- a trained model
 
 
-def corpus() -> Tensor:
-    """The text of scripts/train_tiny_model.py; its last 8,192 bytes are held out."""
-    text = "\n\n".join(topics[name] for name in sorted(topics))
-    return torch.frombuffer(bytearray(text.encode()), dtype=torch.uint8).long()
-
-
 class Model:
-    """A checkpoint of scripts/train_tiny_model.py, and texts."""
+    """A checkpoint of scripts/train_tiny_model.py, and its text, whose end is held out."""
 
     def __init__(self, path: Path):
         from transformers import Qwen3_5ForCausalLM
@@ -138,10 +132,14 @@ class Model:
         text = "\n\n".join(topics[name] for name in sorted(topics)).encode()
         self.text = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
         self.held_out = self.text[-HELD_OUT:].view(-1, 256 if self.attends else 1024)
-        self.greedy = self.text[-HELD_OUT:][: 50 * 160].view(50, 160)[:, :PROMPT]
+
+    @functools.cached_property
+    def greedy(self) -> Tensor:
+        """50 prompts of PROMPT bytes from the held-out text, and 80 greedy bytes of each."""
+        ids = self.text[-HELD_OUT:][: 50 * 160].view(50, 160)[:, :PROMPT]
         for _ in range(80):
-            following = self.logits(self.greedy, EXACT, 16)[:, -1:].argmax(-1)
-            self.greedy = torch.cat([self.greedy, following], 1)
+            ids = torch.cat([ids, self.logits(ids, EXACT, 16)[:, -1:].argmax(-1)], 1)
+        return ids
 
     @torch.inference_mode()
     def logits(self, ids: Tensor, form: Format, L: int) -> Tensor:

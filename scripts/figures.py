@@ -189,27 +189,19 @@ def buffered() -> str:
 def states8() -> str:
     """States rounded every L tokens: a model's loss, and errors of synthetic outputs in %."""
     model, tokens = (
-        {(cell["format"], cell["L"]): cell for cell in cells(f"states8/{subject}")}
+        {cell["label"]: cell for cell in cells(f"states8/{subject}")}
         for subject in ("tiny_memory", "synthetic")
     )
+    names = ("bf16 L=1", "bf16 L=16", "e4m3, 32 channels L=16", "int8, 32 channels L=1")
+    names += ("int8, 32 channels L=16", "int8, 32 rows of a channel L=16")
+    heads = ("GDN slow", "GDN held", "KDA fading")
     rows = {}
-    for name in dict.fromkeys(name for name, _ in model):
-        at_16 = model[name, 16]
-
-        def error(head: str, L: int = 16, place: int = -1, name: str = name) -> str:
-            return f"{100 * tokens[name, L]['errors'][head][place]:.2g}"
-
-        rows[name] = [
-            f"{at_16['bits']:g}",
-            ", ".join(f"{1000 * model[name, L]['beyond']:.2f}" for L in (1, 8, 16)),
-            f"{1000 * at_16['stream']:.2f}",
-            str(at_16["equal"]),
-            ", ".join(error("GDN slow", L) for L in (1, 8, 16)),
-            f"{error('GDN held', place=1)}, {error('GDN held')}",
-            f"{error('GDN fading')}, {error('KDA fading')}",
-        ]
-    heads = ("bits", "0.001 nats, L = 1, 8, 16", "behind 92,160 bytes", "bytes equal")
-    return table("states", *heads, "slow, L = 1, 8, 16", "held", "fading", rows=rows)
+    for name in names:
+        errors = [tokens[name]["errors"][head][1:] for head in heads]
+        nats = round(1000 * model[name]["beyond"], 2) + 0.0  # no -0.00
+        rows[name] = [f"{nats:.2f}", str(model[name]["equal"])]
+        rows[name] += [", ".join(f"{float(f'{100 * x:.2g}'):,g}" for x in pair) for pair in errors]
+    return table("states", "0.001 nats a byte", "bytes equal", *heads, rows=rows)
 
 
 def table(*heads: str, rows: dict[str, list[str]]) -> str:

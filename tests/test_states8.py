@@ -1,11 +1,16 @@
 """The experiment with states of 8 bits: rounding, and folds against decode with a buffer."""
 
 import functools
+import json
+from pathlib import Path
 
 import pytest
 import torch
+from typer.testing import CliRunner
 
 import gated_delta as gd
+from benchmarks import states8
+from benchmarks.__main__ import TRAINED, app
 from benchmarks.states8 import FORMATS, Folds, Format
 from gated_delta.problem import Tokens
 from gated_delta.reference import activate
@@ -74,3 +79,25 @@ def test_a_fold_of_L_tokens_is_decode_with_a_buffer(gate, L):
             state.copy_(form.rounded(state))
         torch.testing.assert_close(o[:, 0], expected[:, t], rtol=0, atol=2e-5)
     torch.testing.assert_close(state.flatten(0, 1), last, rtol=0, atol=2e-5)
+
+
+def test_a_model_has_its_logits_with_exact_states_alone():
+    pytest.importorskip("transformers")
+    model = states8.Model(Path(TRAINED))
+    ids = model.held_out[:2, :40]
+    with torch.inference_mode():
+        expected = model.model(input_ids=ids).logits
+    torch.testing.assert_close(model.logits(ids, FORMATS["fp32"], 8), expected, rtol=0, atol=1e-3)
+    assert (model.logits(ids, FORMATS["e4m3, a row"], 1) - expected).abs().max() > 1e-2
+
+
+def test_a_second_run_keeps_other_formats(tmp_path, monkeypatch):
+    for name, value in dict(SEGMENT=64, SEGMENTS={16: 1}, SHOWN=(1,)).items():
+        monkeypatch.setattr(states8, name, value)
+    arguments = ["states8", "synthetic", str(tmp_path / "new.json"), "--filter"]
+    for pattern, code in (("bf16", 0), ("int8, 32 c", 0), ("int4", 2)):
+        assert CliRunner().invoke(app, [*arguments, pattern]).exit_code == code
+    cells = json.loads((tmp_path / "new.json").read_text())["cells"]
+    assert [cell["label"] for cell in cells] == ["bf16 L=16", "int8, 32 channels L=16"]
+    bf16, int8 = (cell["errors"]["KDA slow"][0] for cell in cells)
+    assert 1e-4 < bf16 < int8 / 2 < 0.01
