@@ -2,13 +2,14 @@
 PYTHON ?= python3
 TORCH ?= 2.13.0
 OLDEST_TORCH := 2.11.0
+NEWEST_TORCH := 2.15.0
 VENV := .venv
 OLDEST := .venv-oldest
 INSTALL := .venv-install
 VLLM := .venv-vllm
 SGLANG := .venv-sglang
 BIN := $(VENV)/bin
-READY := $(VENV)/.ready
+READY := $(VENV)/.ready-$(TORCH)
 
 # One uv for all environments: its cache links the same files into each of them.
 UV := build/uv/bin/uv
@@ -16,9 +17,12 @@ NEW = $(UV) venv -q --clear --python $(PYTHON)
 INTO = $(UV) pip install -q --python
 
 # PyTorch's CPU build: the wheel that pip finds, else from PyTorch's own index, which uv knows.
+# Without either, PyPI's build for CUDA: 5 GB.
 WHEELS := build/torch
 CPU_TORCH = $(INTO) $(1) --find-links $(WHEELS) "torch==$(TORCH)+cpu" 2> /dev/null || \
-	$(INTO) $(1) --torch-backend=cpu torch==$(TORCH)
+	$(INTO) $(1) --torch-backend=cpu torch==$(TORCH) 2> /dev/null || { \
+		echo "no CPU build of torch $(TORCH) here: CUDA's instead"; \
+		$(INTO) $(1) torch==$(TORCH); }
 
 .PHONY: demo test test-kernels test-oldest test-install test-vllm test-sglang lint check clean
 
@@ -54,9 +58,9 @@ test-oldest: $(WHEELS)
 	$(OLDEST)/bin/pytest -n 2 tests/test_cli.py tests/test_compile.py \
 		-k "one_line or json or compiles_once or damaged or switches or of_a_switch"
 
-# Wheel and sdist under the oldest and the newest Python here, with pip's own build of torch.
+# Wheel and sdist under the oldest Python here, and under the newest with the newest torch.
 test-install: $(UV)
-	scripts/test_install.sh $(UV) $(INSTALL) $(TORCH)
+	scripts/test_install.sh $(UV) $(INSTALL) $(TORCH) $(NEWEST_TORCH)
 
 # The plug-in in a real SGLang on a CPU, in an environment of its own.
 test-sglang: $(SGLANG)/.ready

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import tempfile
+from collections import Counter
 from enum import Enum
 from importlib import metadata
 from pathlib import Path
@@ -180,46 +182,77 @@ def serve(
         str, typer.Option(help="Only cells whose labels match this regular expression: '^8 x'.")
     ] = "",
     options: Annotated[str, typer.Option(help="The engine's options, as JSON.")] = "{}",
+    starts: Annotated[
+        int, typer.Option(help="Starts of each, in turns; FILE keeps those it has.", min=1)
+    ] = 1,
 ) -> None:
-    """Time a serving engine with its kernels, then with ours: tokens for users, GPU kernels."""
+    """Time a serving engine with its kernels and with ours: tokens for users, GPU kernels."""
     labels = [label for label in serving.CELLS if pattern(filter).search(label)]
     if model not in serving.MODELS or not labels:
         models, cells = ", ".join(serving.MODELS), ", ".join(serving.CELLS)
         raise typer.BadParameter(f"expected a model of {models} and a filter of {cells}")
     given = object_of(options, "--options")
     report, run = served(engine.value, "serve", file)
-    measured: dict[str, list[dict[str, Any]]] = dict(engine=[], gated_delta=[])
-    starts: dict[str, float] = {}
-    log: list[str] = []
+    run |= dict(model=model, options=given)
+    assert report.file is not None
+    content = continued(report.file, f"benchmarks serve {engine.value}", run)
+    samples, began = content["samples"], content["starts"]
+    done = Counter((sample["plugin"], sample["cell"]) for sample in samples)
 
-    def content() -> dict[str, Any]:
-        """Results so far; unpaired: cells run by the engine's kernels alone."""
-        theirs, ours = measured.values()
-        paired = [
-            dict(label=cell.pop("cell"), run=0, **cell)
-            for cell in serving.compared(theirs[: len(ours)], ours)
-        ]
-        facts = run | dict(model=model, options=given, log=log, start_s=starts)
-        return dict(
-            command=f"benchmarks serve {engine.value}",
-            runs=[facts],
-            cells=paired,
-            unpaired=theirs[len(ours) :],
-        )
+    def keep() -> None:
+        content["cells"] = serving.compared(samples)
+        report.keep(content)
 
     with report.measuring():
-        for name, records in measured.items():
-            plugin = name == "gated_delta"
-            for message in serving.run(engine.value, model, plugin, given, cells=labels):
-                report.say(f"{name}: {message}")
-                log += said(message)
-                if "start_s" in message:
-                    starts[name] = message["start_s"]
+        for turn, plugin in itertools.product(range(starts), (False, True)):
+            missing = [label for label in labels if done[plugin, label] <= turn]
+            if not missing:
+                continue
+            start = dict[str, Any](run=len(content["runs"]) - 1, plugin=plugin, log=[])
+            began.append(start)
+            for message in serving.run(engine.value, model, plugin, given, cells=missing):
+                report.say(f"{'gated_delta' if plugin else engine.value} {turn + 1}: {message}")
+                start["log"] += said(message)
+                start |= {name: message[name] for name in message if name == "start_s"}
                 if "cell" in message:
-                    records.append(message)
-                report.keep(content())
-    report.write(content())
+                    samples.append(dict(start=len(began) - 1, plugin=plugin, **message))
+                    done[plugin, message["cell"]] += 1
+                keep()
+    report.write(content)
+    names = ("engine", "gated_delta")
+    table = make_table("medians of starts (least, most)", "cell", "of", *names, "ratio", "verdict")
+    for cell in content["cells"]:
+        for name, spread in cell["spread"].items():
+            medians = cell.get(name) or cell["kernels_us"][name]
+            sides = [f"{medians[x]:.2f} ({spread[x][0]:.2f}, {spread[x][1]:.2f})" for x in names]
+            gap = name.endswith("gap")  # may be 0
+            ratio = "" if gap else f"{medians['engine'] / medians['gated_delta']:.3f}"
+            table.add_row(cell["label"], name, *sides, ratio, cell["verdict"][name] or "few starts")
+    report.show(table)
     report.leave()
+
+
+def continued(file: Path, command: str, run: dict[str, Any]) -> dict[str, Any]:
+    """The content of a file of `serve` with another run, which goes on with its starts.
+
+    Raises BadParameter if these are of other code, another device, model or options.
+    """
+    text = file.read_text() if file.is_file() else ""
+    before = json.loads(text) if text else {}
+    runs = before["runs"] if "samples" in before else []  # before 2026-11-26: one start each
+    known = json.loads(json.dumps(run, default=str))
+    other = [
+        name
+        for name in known
+        if runs and name not in ("date", "dirty") and known[name] != runs[0].get(name)
+    ]
+    if other:
+        raise typer.BadParameter(
+            f"{str(file)!r} has starts with another {', '.join(other)}, expected another file",
+            param_hint="FILE",
+        )
+    samples, starts = (before[x] if runs else [] for x in ("samples", "starts"))
+    return dict(command=command, runs=[*runs, run], starts=starts, cells=[], samples=samples)
 
 
 @app.command()

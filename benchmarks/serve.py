@@ -3,6 +3,7 @@
 Measures the time to first token (TTFT) of prompts that arrive together, the time per output token
 (TPOT) after it, and the GPU kernels' share of both by the engine's profiler. The model has a few
 layers of a released model's sizes, with random weights. Each engine runs in its own process.
+Starts of one engine differ by more than kernels do: several, in turns, give medians and ranges.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import os
 import random
 import re
 import signal
+import statistics
 import subprocess
 import sys
 import tempfile
@@ -181,7 +183,8 @@ def vllm(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Ser
     os.environ["GATED_DELTA_VLLM"] = str(int(plugin))
     from vllm import LLM, SamplingParams
 
-    defaults = dict(skip_tokenizer_init=True, seed=0, enable_prefix_caching=False)
+    defaults: dict[str, Any] = dict(skip_tokenizer_init=True, seed=0, enable_prefix_caching=False)
+    defaults |= dict(worker_extension_cls="benchmarks.serve.Reports")
     profiler = dict(
         profiler="torch",
         torch_profiler_dir=str(traces),
@@ -210,13 +213,16 @@ def vllm(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Ser
     def profile(on: bool) -> None:
         (engine.start_profile if on else engine.stop_profile)()
 
-    return Server(answer, profile, lambda: engine.collective_rpc(_report))
+    return Server(answer, profile, lambda: engine.collective_rpc("gated_delta_report"))
 
 
-def _report(_worker: object) -> list[str]:
-    from gated_delta.integrations import vllm
+class Reports:
+    """Of vLLM's workers, by name: a worker in another process takes no function."""
 
-    return [str(row) for row in vllm.report()]
+    def gated_delta_report(self) -> list[str]:
+        from gated_delta.integrations import vllm
+
+        return [str(row) for row in vllm.report()]
 
 
 def transformers(model: str, plugin: bool, options: dict[str, Any], traces: Path) -> Server:
@@ -271,7 +277,10 @@ def prompts_of(cell: Cell, repeat: int) -> Prompts:
 
 
 def measure(server: Server, cell: Cell, repeats: int, traces: Path) -> dict[str, Any]:
-    """The least of several times, in ms; kernels' times, in us; the first prompt's tokens."""
+    """The least of several times, in ms; kernels' times, in us; the first prompt's tokens.
+
+    A step's gap is its time by the wall clock, without the profiler, minus that of all its kernels.
+    """
     first, whole, tokens = [], [], [[0]]
     for repeat in range(repeats + 1):
         prompts = prompts_of(cell, repeat)
@@ -284,8 +293,10 @@ def measure(server: Server, cell: Cell, repeats: int, traces: Path) -> dict[str,
             first.append(between - start)
             whole.append(time.perf_counter() - between)
     tpot_s = (min(whole) - min(first)) / (NEW_TOKENS - 1)
-    times = dict(ttft_ms=1e3 * min(first), tpot_ms=1e3 * tpot_s)
-    return dict(times, kernels_us=kernels(server, cell, traces, repeats + 1), tokens=tokens[0])
+    us = kernels(server, cell, traces, repeats + 1)
+    us["prefill gap"] = 1e6 * min(first) - us["prefill all"]
+    us["decode gap"] = 1e6 * tpot_s - us["decode all"]
+    return dict(ttft_ms=1e3 * min(first), tpot_ms=1e3 * tpot_s, kernels_us=us, tokens=tokens[0])
 
 
 def kernels(server: Server, cell: Cell, traces: Path, repeat: int) -> dict[str, float]:
@@ -389,27 +400,70 @@ def run(
         raise RuntimeError(f"{engine} ended with {process.returncode}\n{''.join(output)}")
 
 
-def compared(engines: list[dict[str, Any]], ours: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """A record per cell: the engine's times, ours, their ratios (above 1: ours is faster).
+MIN_STARTS = 3
+"""Of each side for a verdict. Chance parts the ranges of three and three starts in one case of ten,
+of five and five in one of 126."""
 
-    equal_tokens: the number of tokens before the first difference.
+
+def compared(samples: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """A record per cell that both sides ran: medians of starts, their ratios (above 1: ours leads).
+
+    samples: of `measure`, each with its `plugin`. spread: least and most. verdict: "ahead" or
+    "behind" (of ours) beyond the spread, "within" it, or None for fewer than MIN_STARTS starts.
+    equal_tokens: the number of tokens before the first difference, of the first starts.
     """
     records = []
-    for one, other in zip(engines, ours, strict=True):
-        record = dict[str, Any](cell=one["cell"])
-        for name in ("ttft_ms", "tpot_ms"):
-            record[name] = dict(engine=one[name], gated_delta=other[name])
-        for name in ("ttft", "tpot"):
-            record[f"{name}_ratio"] = one[f"{name}_ms"] / other[f"{name}_ms"]
-        record["kernels_us"] = {
-            name: dict(engine=us, gated_delta=other["kernels_us"][name])
-            for name, us in one["kernels_us"].items()
+    for label in dict.fromkeys(sample["cell"] for sample in samples):
+        cell = [sample for sample in samples if sample["cell"] == label]
+        one, other = ([x for x in cell if x["plugin"] == plugin] for plugin in (False, True))
+        if not (one and other):
+            continue
+        sides = dict(engine=[times(x) for x in one], gated_delta=[times(x) for x in other])
+        values = {
+            name: {side: [start[name] for start in starts] for side, starts in sides.items()}
+            for name in times(one[0])
         }
-        pairs = enumerate(zip(one["tokens"], other["tokens"], strict=True))
-        tokens = len(one["tokens"])
-        record["equal_tokens"] = next((i for i, (a, b) in pairs if a != b), tokens)
-        records.append(dict(record, tokens=tokens))
+        medians = each(statistics.median, values)
+        record: dict[str, Any] = dict(
+            label=label, starts={side: len(starts) for side, starts in sides.items()}
+        )
+        record |= {name: medians.pop(name) for name in ("ttft_ms", "tpot_ms")}
+        for name in ("ttft", "tpot"):
+            median = record[f"{name}_ms"]
+            record[f"{name}_ratio"] = median["engine"] / median["gated_delta"]
+        pairs = enumerate(zip(one[0]["tokens"], other[0]["tokens"], strict=True))
+        tokens = len(one[0]["tokens"])
+        records.append(
+            dict(
+                record,
+                kernels_us=medians,
+                spread=each(lambda x: [min(x), max(x)], values),
+                verdict={name: verdict(*both.values()) for name, both in values.items()},
+                equal_tokens=next((i for i, (a, b) in pairs if a != b), tokens),
+                tokens=tokens,
+            )
+        )
     return records
+
+
+def times(sample: dict[str, Any]) -> dict[str, float]:
+    return {name: sample[name] for name in ("ttft_ms", "tpot_ms")} | sample["kernels_us"]
+
+
+def each(function: Callable[[list[float]], Any], values: dict[str, Any]) -> dict[str, Any]:
+    """The function of each side's starts, by quantity."""
+    return {
+        name: {side: function(starts) for side, starts in sides.items()}
+        for name, sides in values.items()
+    }
+
+
+def verdict(engine: list[float], ours: list[float]) -> str | None:
+    if min(len(engine), len(ours)) < MIN_STARTS:
+        return None
+    if max(ours) < min(engine):
+        return "ahead"
+    return "behind" if max(engine) < min(ours) else "within"
 
 
 if __name__ == "__main__":

@@ -235,12 +235,17 @@ def verify_page() -> str:
 
 
 def served(engine: str) -> str:
+    """Several starts: medians, ranges of wall times, and whether the two ranges are apart."""
+    several = any("spread" in cell for cell in cells(f"serve/{engine}"))
     rows = {}
     for cell in cells(f"serve/{engine}"):
-        ttft, tpot = (cell[name] for name in ("ttft_ms", "tpot_ms"))
-        first = f"{ttft['engine']:.1f}, {ttft['gated_delta']:.1f}"
-        each = f"{tpot['engine']:.2f}, {tpot['gated_delta']:.2f}"
-        rows[cell["label"]] = [first, down(cell["ttft_ratio"]), each, down(cell["tpot_ratio"])]
+        columns = rows[cell["label"]] = []
+        for name, digits in (("ttft", 1), ("tpot", 2)):
+            columns.append(ranged(cell, f"{name}_ms", digits))
+            columns.append(down(cell[f"{name}_ratio"]) + judged(cell, f"{name}_ms"))
+        for name in ("decode all", "decode gap") if several else ():
+            times = cell["kernels_us"][name]
+            columns.append(f"{times['engine']:.0f}, {times['gated_delta']:.0f}{judged(cell, name)}")
     heads = (
         "prompts x tokens",
         "TTFT, ms: its kernels, ours",
@@ -248,7 +253,24 @@ def served(engine: str) -> str:
         "TPOT, ms: its kernels, ours",
         "ratio",
     )
-    return table(*heads, rows=rows)
+    steps = ("a decode step's kernels, us", "its gaps, us") if several else ()
+    return table(*heads, *steps, rows=rows)
+
+
+def ranged(cell: Cell, name: str, digits: int) -> str:
+    """A time with the engine's kernels and with ours, each with its least and most if known."""
+    times = []
+    for side, median in cell[name].items():
+        least, most = cell.get("spread", {}).get(name, {}).get(side, (median, median))
+        ends = f" ({least:.{digits}f}-{most:.{digits}f})" if least < most else ""
+        times.append(f"{median:.{digits}f}{ends}")
+    return ", ".join(times)
+
+
+def judged(cell: Cell, name: str) -> str:
+    """What follows a ratio of several starts: whether their ranges are apart."""
+    verdict = cell.get("verdict", {}).get(name)
+    return f" {verdict}" if verdict else ""
 
 
 def kernels(engine: str) -> str:
@@ -262,7 +284,7 @@ def kernels(engine: str) -> str:
                 theirs, ours = times["engine"], times["gated_delta"]
                 rows[cell["label"]] += [
                     f"{theirs / unit:.{digits}f}, {ours / unit:.{digits}f}",
-                    down(theirs / ours),
+                    down(theirs / ours) + judged(cell, f"{part} {name}"),
                 ]
     heads = ("prefill's recurrence, ms: its kernels, ours", "ratio", "all kernels", "ratio")
     return table(

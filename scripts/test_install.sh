@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
-# Usage: test_install.sh UV DIRECTORY TORCH. Installs the wheel and the sdist, as a user does, with
-# the oldest and the newest Python here that torch supports, and runs the command line of each.
-# UV: path of the program. DIRECTORY: for environments and files. TORCH: a version.
+# Usage: test_install.sh UV DIRECTORY TORCH NEWEST_TORCH. Installs the wheel and the sdist, as a user
+# does, with the oldest Python here that TORCH supports, and with the newest Python and torch, and
+# runs the command line of each; with the newest, also the tests that torch may break.
+# UV: path of the program. DIRECTORY: for environments and files. TORCH, NEWEST_TORCH: versions.
 set -euo pipefail
-uv=$1 directory=$2 torch=$3
+uv=$1 directory=$2 torch=$3 newest_torch=$4
 rm -rf "$directory"
 "$uv" build -q --out-dir "$directory/dist" .
 
@@ -16,13 +17,17 @@ for version in 3.10 3.11 3.12 3.13 3.14; do
     pythons+=("$python")
 done
 environment=$directory/python
-for python in $(printf '%s\n' "${pythons[0]}" "${pythons[-1]}" | uniq); do
-    "$uv" venv -q --clear --python "$python" "$environment"
+try() { # PYTHON TORCH
+    "$uv" venv -q --clear --python "$1" "$environment"
     install=("$uv" pip install -q --cache-dir "$directory/cache" --python "$environment")
-    "${install[@]}" "torch==$torch" "$directory"/dist/*.whl
-    OMP_NUM_THREADS=1 "$environment/bin/gated-delta" check --backend reference --limit 1 > /dev/null
+    "${install[@]}" "torch==$2" "$directory"/dist/*.whl
+    OMP_NUM_THREADS=1 "$environment/bin/gated-delta" check --backend reference --limit 8 > /dev/null
     "${install[@]}" --no-deps --reinstall "$directory"/dist/*.tar.gz
     version=$("$environment/bin/gated-delta" --version)
-    echo "$("$environment/bin/python" --version), torch $torch: wheel and sdist of $version run"
-done
+    echo "$("$environment/bin/python" --version), torch $2: wheel and sdist of $version run"
+}
+try "${pythons[0]}" "$torch"
+try "${pythons[-1]}" "$newest_torch"
+"${install[@]}" numpy pytest
+OMP_NUM_THREADS=1 "$environment/bin/pytest" tests/test_library.py tests/test_call_cache.py
 rm -rf "$environment" "$directory/cache" # gigabytes

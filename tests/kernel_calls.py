@@ -26,6 +26,10 @@ def ints(*values, dtype=i32):
     return torch.tensor(values, dtype=dtype)
 
 
+def fp32_bits(x):
+    return int(numpy.float32(x).view(numpy.int32))
+
+
 def spaced_indices(values, dtype):
     """Indices with a stride of 2."""
     return torch.stack([torch.as_tensor(values), torch.full((len(values),), 9)], 1).to(dtype)[:, 0]
@@ -108,10 +112,11 @@ def buffer(rows=N, C=T, axis="head", layers=None):
 
 
 def strided_buffer(axis):
-    """One layer of a buffer without its first token; every other head of k."""
+    """One layer of a buffer without its first token; every other head of k; GDN: heads strided."""
     layer = buffer(N + 1, T + 1, axis, layers=3).layer(1)
     k = torch.randn(N + 1, T, 2 * H, K)[:, :, ::2]
-    return gd.KVBuffer(layer.u[:, 1:], k, layer.log_decay[:, 1:])
+    log_decay = torch.randn(N + 1, HV, T).mT if axis == "head" else layer.log_decay[:, 1:]
+    return gd.KVBuffer(layer.u[:, 1:], k, log_decay)
 
 
 def strided_layers(axis):
@@ -186,8 +191,9 @@ def named(*parameters):
 @named()
 def decode_in_a_pool(axis):
     indices = dict(state_indices=ints(5, 1, -1), write_indices=ints(0, 2, 3, dtype=i64))
-    sizes = dict(N=N, T=T, P=P, slots_per_sequence=0, update_state=1)
-    return with_gate(tokens(axis=axis)) | dict(state=pool(), **indices), sizes
+    sizes = dict(N=N, T=T, P=P, slots_per_sequence=0, update_state=1, beta_factor=fp32_bits(1))
+    states = dict(state=pool(), beta_logits=True)
+    return with_gate(tokens(axis=axis)) | states | indices, sizes
 
 
 @named()
@@ -255,14 +261,14 @@ def decode_packed_with_a_buffer(axis):
 def verify_in_a_pool(axis):
     indices = dict(state_indices=ints(5, 1, -1), buffer_indices=ints(4, -1, 0, dtype=i64))
     states = dict(state=pool(), buffer=buffer(5, 6, axis), beta_logits=True)
-    sizes = dict(N=N, T=T, P=P, C=6, group_size=HV // H, beta_logits=1)
+    sizes = dict(N=N, T=T, P=P, C=6, group_size=HV // H, beta_factor=fp32_bits(1))
     return with_gate(tokens(axis=axis)) | states | indices, sizes
 
 
 @named()
 def verify_strided(axis):
     states = dict(state=strided_pool(), buffer=strided_buffer(axis))
-    return strided_tokens(T, K, V, axis) | states, dict(N=N, T=T, beta_logits=0)
+    return strided_tokens(T, K, V, axis) | states, dict(N=N, T=T, beta_factor=0)
 
 
 @named()
@@ -279,7 +285,7 @@ def decode_with_a_norm(form, axis, op="decode"):
     call = valid_call(op, axis) | tokens(lead, axis) | norm_and_z(lead, "sigmoid")
     if form == "packed":
         call["cu_seqlens"] = ints(0, 3, 6, 9)
-    return call, dict(norm_eps=int(numpy.float32(1e-5).view(numpy.int32)), norm_sigmoid=1)
+    return call, dict(norm_eps=fp32_bits(1e-5), norm_sigmoid=1)
 
 
 @named(("dense",), ("single",), ("packed",))
@@ -316,8 +322,9 @@ def flush_strided_layers(axis):
 
 @named()
 def prefill_from_initial_states(axis):
-    states = dict(initial_state=prompt_states(N), output_final_state=True, beta_logits=True)
-    sizes = dict(N=N, T=70, total=0, chunk_slots=2 * N, H=H, segments=1, beta_logits=1)
+    states = dict(initial_state=prompt_states(N), output_final_state=True)
+    states |= dict(beta_logits=True, allow_neg_eigval=True)
+    sizes = dict(N=N, T=70, total=0, chunk_slots=2 * N, H=H, segments=1, beta_factor=fp32_bits(2))
     return with_gate(prompts(axis=axis)) | states, sizes | dict(sms=H200.sms)
 
 
@@ -411,6 +418,7 @@ def new_entries(op):
     changes = [
         dict(qk_l2norm=False),
         dict(beta_logits=True),
+        dict(beta_logits=True, allow_neg_eigval=True),
         dict(scale=1.0),
         dict(gate=gd.Gate.softplus(torch.zeros(HV))),
         dict(gate=gd.Gate.lower_bound(torch.zeros(HV), bound=-4.0)),

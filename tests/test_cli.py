@@ -594,6 +594,11 @@ def test_bad_paths_and_values_are_refused_in_one_line(tmp_path, command, word):
             "GATED_DELTA_SGLANG_KVBUFFER: expected 0 or 1, got 'on'",
         ),
         (
+            "GATED_DELTA_VLLM_KVBUFFER",
+            "",
+            "GATED_DELTA_VLLM_KVBUFFER: expected 0 or 1, got ''",
+        ),
+        (
             "GATED_DELTA_LEVEL",
             "sm_89",
             "GATED_DELTA_LEVEL: expected one of sm_80, sm_86, sm_90, sm_120, got 'sm_89'",

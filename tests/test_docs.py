@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from benchmarks import serve
 from gated_delta import compile as kernels
 from gated_delta.integrations.transformers import MODELS
 
@@ -63,11 +64,16 @@ def test_figures_match_the_results():
     assert check.returncode == 0, check.stdout
 
 
-def test_a_wrong_figure_is_noticed(monkeypatch):
+@pytest.fixture
+def figures(monkeypatch):
     spec = importlib.util.spec_from_file_location("figures", ROOT / "scripts/figures.py")
     figures = importlib.util.module_from_spec(spec)
     monkeypatch.setitem(sys.modules, "figures", figures)
     spec.loader.exec_module(figures)
+    return figures
+
+
+def test_a_wrong_figure_is_noticed(figures):
     page = (ROOT / "README.md").read_text()
     assert figures.filled(page) == page
     wrong = page.replace("| 160 |", "| 16 |")
@@ -79,6 +85,27 @@ def test_a_wrong_figure_is_noticed(monkeypatch):
         "1.00",
         "2.29",
     ]
+
+
+def test_several_starts_show_ranges_and_a_verdict(figures, monkeypatch):
+    us = dict.fromkeys(["decode recurrence", "prefill recurrence", "prefill all"], 1000.0)
+    starts = [
+        dict(
+            plugin=plugin,
+            cell="1 x 512",
+            ttft_ms=9.0 + i - plugin,
+            tpot_ms=2.0 - plugin,
+            kernels_us=us | {"decode all": 600.0 + i, "decode gap": 1400.0},
+            tokens=[1],
+        )
+        for plugin in (False, True)
+        for i in range(3)
+    ]
+    monkeypatch.setattr(figures, "cells", lambda name: serve.compared(starts))
+    times = "10.0 (9.0-11.0), 9.0 (8.0-10.0) | 1.11 within | 2.00, 1.00 | 2.00 ahead"
+    row = "601, 601 within | 1400, 1400 within"
+    assert figures.served("sglang").splitlines()[2:] == [f"| 1 x 512 | {times} | {row} |"]
+    assert figures.kernels("sglang").splitlines()[2].endswith("601, 601 | 1.00 within |")
 
 
 def test_the_readme_has_at_most_110_lines():

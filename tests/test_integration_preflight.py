@@ -145,6 +145,11 @@ def test_drafts_and_heads_that_stay_the_engines(plan, monkeypatch):
         monkeypatch.setenv("GATED_DELTA_SGLANG_KVBUFFER", str(int(buffered)))
         *_, verify = plan("sglang", NEXT, drafts=4).modes
         assert [op for op, _ in verify.calls] == (["verify", "flush"] if buffered else ["decode"])
+        monkeypatch.setenv("GATED_DELTA_VLLM_KVBUFFER", str(int(buffered)))
+        decode, prefill = plan("vllm", NEXT, drafts=3).modes
+        drafts = ["verify", "flush"] if buffered else ["decode"]
+        assert [op for op, _ in decode.calls] == ["decode", *drafts]
+        assert {op for op, _ in prefill.calls} == {"prefill"}
 
 
 def test_memory_of_drafts_is_what_the_plug_in_logs(plan, monkeypatch, caplog):
@@ -166,7 +171,10 @@ def test_memory_of_drafts_is_what_the_plug_in_logs(plan, monkeypatch, caplog):
         f"gated_delta keeps drafts in {buffer} GiB, in place of {states} GiB of states"
     ]
     assert drafts["states"] == scratch.nbytes
-    assert plan("vllm", NEXT, drafts=3, requests=8).drafts == dict(states=6 * 24 * 8 * 64 * 128 * 2)
+    buffer = 8 * 6 * 4 * 4 * (8 * 128 + 4 * 64 + 8)  # fp32: u, k, log decays of 4 tokens
+    assert plan("vllm", NEXT, drafts=3, requests=8).drafts == dict(
+        states=6 * 24 * 8 * 64 * 128 * 2, kvbuffer=buffer
+    )
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm"])

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -182,6 +183,57 @@ def test_health_counts_both_routes(process, monkeypatch, caplog):
         lines[0].replace("engine_own=1", "engine_own=3"),
         lines[-1].replace("ours=10", "ours=12"),
     ]
+
+
+# -------------------------------------------------------------------------------- prefill graphs
+
+
+class Bucket(NamedTuple):
+    size: int
+
+
+def tables_of(bucket, gdn, prompts=1):
+    """The tables of a bucket's graph, by a backend whose engine allocates them."""
+
+    def allocate(batch):
+        room = min(backend.prefill_graph_max_seqs, batch.extend_num_tokens)
+        return SimpleNamespace(max_seqs=room, cu_seqlens=torch.zeros(room + 1))
+
+    eager = []
+    backend = SimpleNamespace(prefill_graph_max_seqs=64, init_prefill_graph_metadata=allocate)
+    backend.init_forward_metadata = eager.append
+    sglang_graphs.limit(backend, gdn)
+    batch = SimpleNamespace(extend_num_tokens=bucket, batch_size=prompts)
+    tables = backend.init_prefill_graph_metadata(batch)
+    assert eager == [batch] * (tables is None)
+    return tables
+
+
+@pytest.mark.parametrize(
+    ("bucket", "room"), [(4, 4), (512, 8), (1024, 8), (1536, 12), (2048, 16), (2304, None)]
+)
+def test_a_prefill_graph_has_the_schedule_of_one_prompt_or_none(process, bucket, room):
+    tables, kda = tables_of(bucket, True), tables_of(bucket, False)
+    assert [x and x.max_seqs for x in (tables, kda)] == [room, room and min(64, bucket)]
+    if room:
+        assert process.max_seqlen.get(tables.cu_seqlens) == bucket
+        assert process.max_seqlen.get(kda.cu_seqlens) is None
+    assert tables_of(bucket, True, prompts=17) is None  # short contexts: none fits
+
+
+@pytest.mark.parametrize(
+    ("prompts", "tokens", "replays"),
+    [(8, 400, True), (9, 400, False), (9, 513, True), (17, 513, False), (99, 2500, True)],
+)
+def test_a_prefill_graph_takes_prompts_that_have_room(prompts, tokens, replays):
+    buckets = {x: tables_of(x, True) for x in (512, 2048, 4096)}
+    keys = {Bucket(size): tables for size, tables in buckets.items()}
+    runner = SimpleNamespace(attn_metadata_buffers=keys)
+    call = dict(batch_size=prompts, num_tokens=tokens)
+    assert sglang_graphs._replays(lambda *_, **__: True, runner, **call) == replays
+    assert not sglang_graphs._replays(lambda *_, **__: False, runner, **call)
+    runner.attn_metadata_buffers = None  # graphs without these layers
+    assert sglang_graphs._replays(lambda *_, **__: True, runner, **call)
 
 
 def test_windows_of_the_convolution_are_kept_for_cached_prefixes():

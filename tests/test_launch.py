@@ -500,7 +500,8 @@ def launch_of(op, call, **tensors):
     route, operation = gd.explain(op, **call, backend="cute"), OPERATIONS[op]
     values = dict.fromkeys(operation.arguments._fields)
     values |= dict(gate="log", bound=0.0, norm_eps=0.0, qk_l2norm=True, beta_logits=False)
-    values |= dict(null_index=-1, update_state=True, output_final_state=False)
+    values |= dict(allow_neg_eigval=False, null_index=-1)
+    values |= dict(update_state=True, output_final_state=False)
     values |= calls.tensors_of(call) | tensors
     a = operation.arguments(*(values[field] for field in operation.arguments._fields))
     return operation.launch(route.problem, route.plan, a)
@@ -967,6 +968,7 @@ def test_compile_time_facts_of_prefills_kernels():
     for same in (
         dict(H=8, HV=64),
         dict(beta_logits=True),
+        dict(beta_logits=True, options=frozenset({"allow_neg_eigval"})),
         dict(beta_dtype=torch.float32),
         dict(options=frozenset({"pool"})),
     ):

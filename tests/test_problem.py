@@ -147,6 +147,7 @@ BAD = {
             ),
             (dict(qk_l2norm="yes"), "qk_l2norm: expected True or False, got str"),
             (dict(beta_logits=None), "beta_logits: expected True or False"),
+            (dict(allow_neg_eigval=1), "allow_neg_eigval: expected True or False, got int"),
             (dict(scale="0.5"), "scale: expected a number, got str"),
             (dict(null_index=True), "null_index: expected an int, got bool"),
             (dict(null_index=None), "null_index: expected an int, got NoneType"),
@@ -190,6 +191,7 @@ BAD = {
     },
     ValueError: {
         "prefill": [
+            (dict(allow_neg_eigval=True), "beta_logits: expected True with allow_neg_eigval=True"),
             (dict(q=torch.zeros(T, H, K)), r"q: expected 4 dimensions \[N, T, H, K\], got shape"),
             (
                 dict(k=torch.zeros(N, T, H, K + 1)),
@@ -362,6 +364,7 @@ BAD = {
             ),
         ],
         "decode": [
+            (dict(allow_neg_eigval=True), "beta_logits: expected True with allow_neg_eigval=True"),
             (dict(state=torch.zeros(P, HV, K, V)), "state: expected shape"),
             (dict(state=pool()[:1]), "state: expected P >= N=2"),
             (
@@ -482,6 +485,7 @@ BAD = {
             ),
         ],
         "verify": [
+            (dict(allow_neg_eigval=True), "beta_logits: expected True with allow_neg_eigval=True"),
             (dict(g=GROWING), "g: expected log decays of at most 0, got 0.5 at sequence 1"),
             (dict(buffer=buffer(t=2)), "buffer: expected room for T=3 tokens, got 2"),
             (dict(buffer=buffer(rows=1)), "buffer: expected rows >= N=2"),

@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 
 import gated_delta as gd
-from calls import HV, H, K, N, T, V, buffer, call, normed, pool, tokens, verified
+from calls import HV, H, K, N, T, V, buffer, call, normed, pool, tokens, verified, writable
 from gated_delta import reference
 from gated_delta.problem import Tokens
 from gated_delta.testing import quick_cases, run_case
@@ -725,8 +725,8 @@ def test_packed_decode_with_a_buffer_has_the_bits_of_each_alone(axis):
 
 @pytest.mark.parametrize("dtype", [torch.int32, torch.int64], ids=str)
 def test_buffer_lens_are_clamped(dtype):
-    """Below 0 a row is empty, above C full; entries past a row's tokens are not read."""
-    filled, given = verified(), torch.tensor([-9, torch.iinfo(dtype).max], dtype=dtype)
+    """Above C a row is full; entries past a row's tokens are not read."""
+    filled, given = verified(), torch.tensor([0, torch.iinfo(dtype).max], dtype=dtype)
     results = []
     for lens in (given, given.clamp(0, T)):
         parts = gd.KVBuffer(*(x.clone() for x in vars(filled).values()))
@@ -741,6 +741,40 @@ def test_buffer_lens_are_clamped(dtype):
     assert all(x.isfinite().all() for x in results[0])
     assert torch.equal(results[0][1][0], pool()[0])
     assert torch.equal(results[0][2][1], filled.u[1])
+
+
+def test_a_negative_length_folds_the_row_and_the_tokens(axis):
+    """o as with the same row appended to, the state as after a flush of row and tokens."""
+    lens = torch.tensor([2, 0], dtype=torch.int32)
+    results = []
+    for given in (lens, ~lens):
+        parts, state = buffer(N, 8, axis), pool(N)
+        gd.verify(**tokens(t=2, axis=axis), state=state, buffer=parts)
+        o = gd.decode(**tokens(axis=axis), state=state, buffer=parts, buffer_lens=given)
+        parts.advance(given, T)
+        gd.flush(state, parts, given)
+        results.append((o, state, given))
+    (o, state, appended), (o_folded, state_folded, empty) = results
+    assert torch.equal(o, o_folded)
+    torch.testing.assert_close(state, state_folded, rtol=0, atol=2e-6)
+    assert (appended.tolist(), empty.tolist()) == ([2 + T, T], [0, 0])
+    with pytest.raises(ValueError, match="expected room for"):
+        gd.verify(**tokens(axis=axis), state=state, buffer=parts, buffer_lens=~lens)
+
+
+def test_a_negative_length_leaves_an_empty_sequence_alone():
+    parts, state, lens = verified(), pool(2), torch.tensor([~1, ~1])
+    gd.decode(
+        **tokens(1, 1),
+        state=state,
+        cu_seqlens=torch.tensor([0, 0, 1]),
+        buffer=parts,
+        buffer_lens=lens,
+    )
+    assert torch.equal(state[0], pool()[0])
+    assert not torch.equal(state[1], pool()[1])
+    parts.advance(lens, torch.tensor([0, 1]))
+    assert lens.tolist() == [1, 0]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
@@ -1171,6 +1205,20 @@ def test_beta_logits_are_sigmoided():
         gd.decode(**t, state=want, backend="reference"),
     )
     torch.testing.assert_close(got, want)
+
+
+@pytest.mark.parametrize("op", ["prefill", "decode", "verify"])
+def test_allow_neg_eigval_doubles_the_sigmoid(op):
+    """Logits of any size; NaN in the last token."""
+    logits = torch.linspace(-100, 100, N * T * HV).view(N, T, HV)
+    logits[0, -1, 0] = math.nan
+    double, strength = call(op), call(op)
+    double |= dict(beta=logits, beta_logits=True, allow_neg_eigval=True)
+    strength["beta"] = 2 * torch.sigmoid(logits)
+    got, want = (getattr(gd, op)(**x, backend="reference") for x in (double, strength))
+    torch.testing.assert_close(got, want, equal_nan=True)
+    for x, y in zip(writable(double).values(), writable(strength).values(), strict=True):
+        torch.testing.assert_close(x, y, equal_nan=True)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -82,8 +82,10 @@ def test_both_kernels_are_measured_in_every_cell_asked_for(engine):
     assert results[1].pop(0) == dict(log="gated_delta runs decode")
     assert [row["start_s"] > 0 for row in (results[0].pop(0), results[1].pop(0))] == [True, True]
     assert [row.pop() for row in results] == [dict(ranks=[])] * 2
-    records = serve.compared(*results)
-    assert [record["cell"] for record in records] == labels == ["1 x 512", "8 x 512"]
+    records = serve.compared(
+        [dict(row, plugin=bool(i)) for i, rows in enumerate(results) for row in rows]
+    )
+    assert [record["label"] for record in records] == labels == ["1 x 512", "8 x 512"]
     for record in records:
         assert (record["equal_tokens"], record["tokens"]) == (
             serve.NEW_TOKENS - 1,
@@ -98,9 +100,14 @@ def test_both_kernels_are_measured_in_every_cell_asked_for(engine):
             "decode recurrence": (4, 3),
             "decode all": (15, 14),
         }
+        gaps = {name: record["kernels_us"].pop(name) for name in ("prefill gap", "decode gap")}
         assert record["kernels_us"] == {
             name: dict(engine=a, gated_delta=b) for name, (a, b) in kernels.items()
         }
+        for step, wall in (("prefill", record["ttft_ms"]), ("decode", record["tpot_ms"])):
+            for side, ms in wall.items():
+                busy = record["kernels_us"][f"{step} all"][side]
+                assert gaps[f"{step} gap"][side] == pytest.approx(1e3 * ms - busy)
 
 
 def test_a_failing_engine_is_an_error(engine):
@@ -117,6 +124,29 @@ def test_an_engine_ends_when_the_command_does(tmp_path, monkeypatch):
     assert next(lines) == dict(log="gated_delta")
     lines.close()
     assert time.monotonic() - began < 20
+
+
+VLLM = """
+import importlib
+
+class LLM:
+    def __init__(self, worker_extension_cls, **options):
+        module, _, name = worker_extension_cls.rpartition(".")
+        self.worker = getattr(importlib.import_module(module), name)()
+    def collective_rpc(self, method):
+        assert isinstance(method, str), "vLLM sends no function to another process"
+        return [getattr(self.worker, method)()] * 2
+
+SamplingParams = dict
+"""
+
+
+def test_vllms_workers_report_by_a_methods_name(tmp_path, monkeypatch):
+    (tmp_path / "vllm.py").write_text(VLLM)
+    path = [str(tmp_path), str(Path(__file__).parents[1]), *sys.path]
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
+    messages = list(serve.run("vllm", "qwen3_next", True, {}))
+    assert messages[-1] == dict(ranks=[[], []])
 
 
 @pytest.mark.parametrize(
@@ -200,36 +230,108 @@ def no_device():
     raise RuntimeError("No CUDA GPUs are available")
 
 
-def test_the_file_has_a_line_for_every_cell(engine, tmp_path, monkeypatch):
+def sample(plugin, ttft, tpot=2.0, kernels=1500.0, cell="1 x 512"):
+    us = {"decode all": kernels, "decode gap": 1e3 * tpot - kernels}
+    times = dict(ttft_ms=ttft, tpot_ms=tpot, kernels_us=us)
+    return dict(times, plugin=plugin, cell=cell, tokens=[1, 2])
+
+
+def test_starts_give_medians_ranges_and_a_verdict():
+    own = [sample(False, x, y) for x, y in ((9.0, 2.0), (30.0, 3.0), (10.0, 1.9))]
+    ours = [sample(True, x, y, 1400.0) for x, y in ((8.0, 1.8), (7.0, 2.5), (8.5, 1.7))]
+    alone = sample(False, 1.0, cell="8 x 512")
+    (record,) = serve.compared([*own, alone, *ours])
+    assert (record["label"], record["starts"]) == ("1 x 512", dict(engine=3, gated_delta=3))
+    assert record["ttft_ms"] == dict(engine=10.0, gated_delta=8.0)
+    assert (record["ttft_ratio"], record["tpot_ratio"]) == (1.25, pytest.approx(2.0 / 1.8))
+    assert record["kernels_us"]["decode gap"] == dict(engine=500.0, gated_delta=400.0)
+    assert record["spread"]["tpot_ms"] == dict(engine=[1.9, 3.0], gated_delta=[1.7, 2.5])
+    assert record["verdict"] == {
+        "ttft_ms": "ahead",
+        "tpot_ms": "within",
+        "decode all": "ahead",
+        "decode gap": "within",
+    }
+    swapped = [dict(x, plugin=not x["plugin"]) for x in (*own, *ours)]
+    assert serve.compared(swapped)[0]["verdict"]["decode all"] == "behind"
+    (record,) = serve.compared([*own, *ours[:2]])
+    assert set(record["verdict"].values()) == {None}
+
+
+def measure(file, *more, engine="sglang"):
+    """The exit code of the command, and its file's content."""
+    arguments = ["serve", engine, str(file), "--options", '{"page_size": 64}', *more]
+    result = CliRunner().invoke(app, arguments)
+    return result, json.loads(file.read_text())
+
+
+@pytest.fixture
+def environment(monkeypatch):
+    """The facts of a run, which a test may change."""
+    facts = dict(date="today", commit="1", peers=dict(sglang="0.5.23"))
+    monkeypatch.setattr("benchmarks.__main__.environment", lambda device, peers: dict(facts))
+    return facts
+
+
+def test_the_file_has_a_line_for_every_cell_and_start(engine, tmp_path, environment):
     engine()
-    monkeypatch.setattr("benchmarks.__main__.environment", lambda device, peers: dict(peers=peers))
     file = tmp_path / "new.json"
-    result = CliRunner().invoke(
-        app,
-        ["serve", "sglang", str(file), "--filter", "^1 x 512", "--options", '{"page_size": 64}'],
-    )
+    result, content = measure(file, "--filter", "^1 x 512")
     assert result.exit_code == 0, result.output
-    content = json.loads(file.read_text())
     assert content["runs"][0]["peers"] == {"sglang": "0.5.23"}
-    assert content["runs"][0]["log"] == ["gated_delta runs decode"]
+    assert [start["log"] for start in content["starts"]] == [[], ["gated_delta runs decode"]]
+    assert all(start["start_s"] > 0 for start in content["starts"])
     assert [cell["label"] for cell in content["cells"]] == ["1 x 512"]
-    assert content["unpaired"] == []
-    assert content["runs"][0]["start_s"].keys() == {"engine", "gated_delta"}
     assert sum(line.startswith('  {"label"') for line in file.read_text().splitlines()) == 1
+    assert sum(line.startswith('  {"start"') for line in file.read_text().splitlines()) == 2
 
 
-def test_the_engines_times_are_kept_if_ours_fail(engine, tmp_path, monkeypatch):
+def test_starts_go_on_in_turns_where_the_file_ends(engine, tmp_path, environment):
+    """A call ended in our second start, behind its first cell."""
+    engine()
+    file, cells = tmp_path / "new.json", ("--filter", "^(1|8) x 512")
+    _, content = measure(file, *cells, "--starts", "2")
+    lost = content["samples"].pop()
+    assert lost["cell"] == "8 x 512"
+    file.write_text(json.dumps(content))
+    environment["date"] = "tomorrow"
+    result, content = measure(file, *cells, "--starts", "3")
+    assert result.exit_code == 0, result.output
+    assert [start["plugin"] for start in content["starts"]] == [False, True] * 2 + [
+        True,
+        False,
+        True,
+    ]
+    assert [start["run"] for start in content["starts"]] == [0] * 4 + [1] * 3
+    measured = [(sample["start"], sample["cell"]) for sample in content["samples"][7:]]
+    assert measured == [(4, "8 x 512")] + [
+        (i, cell) for i in (5, 6) for cell in ("1 x 512", "8 x 512")
+    ]
+    assert [cell["starts"] for cell in content["cells"]] == [dict(engine=3, gated_delta=3)] * 2
+    assert "ahead" in result.output  # the kernels of the stand-in always take the same time
+
+
+@pytest.mark.parametrize("change", ["commit", "model", "options"])
+def test_starts_of_other_code_or_models_are_not_mixed(change, engine, tmp_path, environment):
+    engine()
+    file, more = tmp_path / "new.json", ["--filter", "^1 x 512"]
+    measure(file, *more)
+    before = file.read_text()
+    if change == "commit":
+        environment["commit"] = "2"
+    more += dict(model=["--model", "kimi_linear"], options=["--options", "{}"]).get(change, [])
+    result, _ = measure(file, *more)
+    assert result.exit_code == 2
+    assert f"has starts with another {change}" in " ".join(result.output.replace("│", "").split())
+    assert file.read_text() == before
+
+
+def test_the_engines_times_are_kept_if_ours_fail(engine, tmp_path, environment):
     engine(fails=True)
-    monkeypatch.setattr("benchmarks.__main__.environment", lambda device, peers: dict(peers=peers))
-    file = tmp_path / "new.json"
-    result = CliRunner().invoke(
-        app,
-        ["serve", "sglang", str(file), "--filter", "^1 x 512", "--options", '{"page_size": 64}'],
-    )
+    result, content = measure(tmp_path / "new.json", "--filter", "^1 x 512")
     assert result.exit_code == 1
-    content = json.loads(file.read_text())
     assert content["cells"] == []
-    assert [cell["cell"] for cell in content["unpaired"]] == ["1 x 512"]
+    assert [x["cell"] for x in content["samples"]] == ["1 x 512"]
 
 
 # ----------------------------------------------------------------------------------------- tokens

@@ -41,7 +41,7 @@ FACTORS = (
     "qk_l2norm",
     "beta_logits",
 )
-FACTORS += ("norm", "deterministic", "state_size")
+FACTORS += ("norm", "deterministic", "state_size", "allow_neg_eigval")
 
 
 @pytest.mark.parametrize("op", OPS)
@@ -104,6 +104,7 @@ def judge_as(backend, monkeypatch):
 TOKEN_FAULTS = {
     "no l2norm": lambda t: t._replace(qk_l2norm=False),
     "beta taken as a strength": lambda t: t._replace(beta_logits=False),
+    "beta not doubled": lambda t: t._replace(allow_neg_eigval=False),
     "default scale": lambda t: t._replace(scale=None),
     "no dt_bias": lambda t: t._replace(
         gate=type(t.gate)(t.gate.kind, t.gate.A_log, None, t.gate.bound)
@@ -129,6 +130,7 @@ def test_wrong_mathematics_fails(monkeypatch, op, judged, fault):
     wanted = {
         "no l2norm": dict(qk_l2norm=True, keys="random"),
         "beta taken as a strength": dict(beta_logits=True, family="typical"),
+        "beta not doubled": dict(allow_neg_eigval=True, family="typical"),
         "default scale": dict(),
         "no dt_bias": dict(gate="softplus", family="typical"),
         "a gate per head, averaged": dict(axis="channel", gate="log", family="typical"),

@@ -44,7 +44,7 @@ BACKENDS = ("auto", "cute", "reference")
 def prefill(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, gate: Gate = ...,
     scale: float | None = ..., qk_l2norm: bool = ..., beta_logits: bool = ...,
-    cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+    allow_neg_eigval: bool = ..., cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
     initial_state: Tensor | None = ..., output_final_state: Literal[True], state: None = ...,
     state_indices: None = ..., has_initial_state: None = ...,
     checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
@@ -55,7 +55,7 @@ def prefill(
 def prefill(
     q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, gate: Gate = ...,
     scale: float | None = ..., qk_l2norm: bool = ..., beta_logits: bool = ...,
-    cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
+    allow_neg_eigval: bool = ..., cu_seqlens: Tensor | None = ..., max_seqlen: int | None = ...,
     initial_state: Tensor | None = ..., output_final_state: bool = ..., state: Tensor | None = ...,
     state_indices: Tensor | None = ..., has_initial_state: Tensor | None = ...,
     checkpoint_lens: Tensor | None = ..., checkpoint_indices: Tensor | None = ...,
@@ -74,6 +74,7 @@ def prefill(
     scale: float | None = None,
     qk_l2norm: bool = True,
     beta_logits: bool = False,
+    allow_neg_eigval: bool = False,
     cu_seqlens: Tensor | None = None,
     max_seqlen: int | None = None,
     initial_state: Tensor | None = None,
@@ -95,8 +96,8 @@ def prefill(
     fp16 or fp32, last dim contiguous. v: [N, T, HV, V], in q's dtype; value head hv reads q/k head
     hv // (HV // H). g: [N, T, HV] (GDN) or [N, T, HV, K] (KDA), beta: [N, T, HV]; bf16, fp16 or
     fp32. `gate` defines the decay that g encodes. beta is the write strength, or its logit with
-    beta_logits=True. scale: K**-0.5 when None. qk_l2norm: q and k become
-    x * rsqrt(sum(x*x) + 1e-6).
+    beta_logits=True: the strength is its sigmoid, with allow_neg_eigval=True twice its sigmoid.
+    scale: K**-0.5 when None. qk_l2norm: q and k become x * rsqrt(sum(x*x) + 1e-6).
     max_seqlen: tokens of the longest packed sequence, an int, if the caller knows it; the host does
     not read cu_seqlens. It affects the schedule alone: a wrong value costs time, never correctness.
     None for dense tokens.
@@ -137,8 +138,8 @@ def prefill(
         ops.PREFILL,
         q, k, v, g, beta, A_log, dt_bias, cu_seqlens, state_indices, has_initial_state,
         checkpoint_lens, checkpoint_indices, checkpoints, initial_state, state, None, out,
-        kind, bound, scale, qk_l2norm, beta_logits, output_final_state, deterministic,
-        max_seqlen, null_index, backend,
+        kind, bound, scale, qk_l2norm, beta_logits, allow_neg_eigval, output_final_state,
+        deterministic, max_seqlen, null_index, backend,
     )  # fmt: skip
 
 
@@ -153,6 +154,7 @@ def decode(
     scale: float | None = None,
     qk_l2norm: bool = True,
     beta_logits: bool = False,
+    allow_neg_eigval: bool = False,
     cu_seqlens: Tensor | None = None,
     norm: GatedNorm | None = None,
     z: Tensor | None = None,
@@ -188,10 +190,11 @@ def decode(
     writes the state after token t to slot state_indices[n, t].
     buffer: a KVBuffer of C tokens a row, so that a state need not be written at every step. The
     state of sequence n lacks the first buffer_lens[n] tokens (int32 or int64 [N], read on the
-    device, clamped to 0..C) of row buffer_indices[n] (row n when None; negative: inactive). If the
+    device, at most C) of row buffer_indices[n] (row n when None; negative: inactive). If the
     call's tokens fit in the row behind them, they are appended and the state is only read;
-    otherwise row and tokens go into the state, and the row is not written. `buffer.advance` then
-    updates buffer_lens; `flush` folds a row early. Faster where a launch's states far exceed the L2
+    otherwise, and where the length is ~m = -1 - m for m tokens, row and tokens go into the state,
+    and the row is not written. `buffer.advance` then updates buffer_lens; `flush` folds a row
+    between steps. Faster where a launch's states far exceed the L2
     cache, slower with few sequences. A 16-bit state is rounded only where tokens go into it. No two
     sequences may name one row or slot. Not with write_indices, num_accepted, intermediate_states,
     [N, W] state_indices or update_state=False.
@@ -209,8 +212,8 @@ def decode(
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, write_indices,
         num_accepted, intermediate_states, intermediate_indices, z, weight, out,
         *(NO_BUFFER if buffer is None else _parts(buffer)), buffer_indices, buffer_lens,
-        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, update_state,
-        null_index, backend,
+        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, allow_neg_eigval,
+        update_state, null_index, backend,
     )  # fmt: skip
 
 
@@ -225,6 +228,7 @@ def verify(
     scale: float | None = None,
     qk_l2norm: bool = True,
     beta_logits: bool = False,
+    allow_neg_eigval: bool = False,
     cu_seqlens: Tensor | None = None,
     norm: GatedNorm | None = None,
     z: Tensor | None = None,
@@ -264,7 +268,8 @@ def verify(
         ops.VERIFY,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices,
         buffer_lens, parents, *_parts(buffer), z, weight, out,
-        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, null_index, backend,
+        kind, bound, eps, activation, scale, qk_l2norm, beta_logits, allow_neg_eigval,
+        null_index, backend,
     )  # fmt: skip
 
 

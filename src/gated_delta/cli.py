@@ -79,6 +79,7 @@ SWITCHES = {
     "GATED_DELTA_CHECK": False,
     "GATED_DELTA_VLLM": False,
     "GATED_DELTA_SGLANG_KVBUFFER": False,
+    "GATED_DELTA_VLLM_KVBUFFER": False,
 }
 """Environment variables with values 0 and 1, and their defaults."""
 ENGINE_OPTIONS = ("model", "tp", "drafts", "requests", "dtype", "state_dtype")

@@ -234,13 +234,15 @@ class KVBuffer(_Tensors):
     def advance(self, lens: Tensor, tokens: int | Tensor = 1) -> None:
         """Update `decode`'s buffer_lens after a step of `tokens` tokens per sequence, in place.
 
-        lens: [N], int32 or int64, clamped to 0..C first, as in decode. tokens: an int, or a tensor
-        [N] for packed sequences. A row that cannot take all of its sequence's tokens is empty
-        afterwards. Every layer of a step reads the same lens, so call it once, after the last one.
+        lens: [N], int32 or int64, read as by decode. tokens: an int, or a tensor [N] for packed
+        sequences. A row that the step folded is empty afterwards. Every layer of a step reads the
+        same lens, so call it once, after the last one.
         """
         C = self.u.shape[-3]
-        lens.clamp_(0, C).add_(tokens)
-        lens.masked_fill_(lens > C, 0)
+        before = torch.maximum(lens, ~lens).clamp_(max=C)
+        after = before + tokens
+        folded = ((lens < 0) | (after > C)) & (after > before)
+        lens.copy_(after.masked_fill_(folded, 0))
 
     @property
     def nbytes(self) -> int:
@@ -263,6 +265,7 @@ class Tokens(NamedTuple):
     scale: float | None = None
     qk_l2norm: bool = True
     beta_logits: bool = False
+    allow_neg_eigval: bool = False
     cu_seqlens: Tensor | None = None
 
     def map(self, f: Callable[[Tensor], Tensor]) -> Tokens:
@@ -315,7 +318,7 @@ class Problem:
     options: frozenset[str] = frozenset()
     """Optional parts of the call: each index tensor, with its dtype (cu_seqlens_i32,
     state_indices_i64, ...), and pool, token_slots, has_initial_state, initial_state, final_state,
-    checkpoints, intermediates, no_update, layers, norm, deterministic.
+    checkpoints, intermediates, no_update, layers, norm, deterministic, allow_neg_eigval.
     Also rows that 16-byte accesses cannot read: unaligned_qk, of q or k; scattered_rows, V rows of
     a state, which must be contiguous too; unaligned_buffer, of a buffer's k; unaligned_values, of v
     or out, or of KDA's g, in a prefill."""
@@ -579,6 +582,10 @@ class Checker:
             raise ValueError(f"scale: expected {expected}, got {a.scale}")
         self.flag("qk_l2norm", a.qk_l2norm)
         self.flag("beta_logits", a.beta_logits)
+        self.flag("allow_neg_eigval", a.allow_neg_eigval)
+        if a.allow_neg_eigval and not a.beta_logits:
+            raise ValueError("beta_logits: expected True with allow_neg_eigval=True, got False")
+        self.option("allow_neg_eigval", a.allow_neg_eigval)
         self.sizes["N"] = a.q.shape[0] if a.cu_seqlens is None else a.cu_seqlens.shape[0] - 1
 
     def vectors(self, a: Any, *states: Tensor | None) -> None:
@@ -657,7 +664,9 @@ class Checker:
         for name, x, dims in zip(
             BUFFER.values(), parts, ("HV V", "H K", "HV K" if channel else "HV"), strict=True
         ):
-            self.state(name, x, f"{lead} C {dims}", (torch.float32,))
+            self.tensor(name, x, (torch.float32,), f"{lead} C {dims}")
+            if dims != "HV":  # GDN's log decays may have any strides
+                _last_dim_contiguous(name, self.tensors[name])
         if not 1 <= self.sizes["C"] <= MAX_BUFFER:
             raise ValueError(
                 f"buffer: expected room for 1 to {MAX_BUFFER} tokens, got {self.sizes['C']}"

@@ -148,6 +148,7 @@ def activate(tokens: Tokens, dtype: torch.dtype) -> Activated:
     q = q.to(dtype) * (q.shape[-1] ** -0.5 if tokens.scale is None else float(tokens.scale))
     decay = log_decay(g if g.ndim == q.ndim else g.unsqueeze(-1), tokens.gate, dtype)
     beta = sigmoid(beta) if tokens.beta_logits else beta
+    beta = 2 * beta if tokens.allow_neg_eigval else beta
     return Activated(q, k.to(dtype), tokens.v.to(dtype), decay, beta)
 
 
@@ -866,8 +867,12 @@ def buffered_rows(
     starts, lengths = _draft_spans(tokens, **room)
     reads = _rows("state_indices", state_indices, N, state.shape[0], null_index)
     rows = _rows("buffer_indices", buffer_indices, N, R)
-    counts = [0] * N if buffer_lens is None else buffer_lens.clamp(0, C).tolist()
-    appends = [m + length <= C for m, length in zip(counts, lengths, strict=True)]
+    given = [0] * N if buffer_lens is None else buffer_lens.tolist()
+    counts = [min(max(m, ~m), C) for m in given]
+    appends = [
+        length == 0 or (x >= 0 and m + length <= C)
+        for x, m, length in zip(given, counts, lengths, strict=True)
+    ]
     active = [n for n in range(N) if reads[n] >= 0 and rows[n] >= 0]
     if folds:
         _no_conflict("state_indices", ((n, reads[n]) for n in active))

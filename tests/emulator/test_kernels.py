@@ -192,6 +192,44 @@ def test_a_norm_of_outputs_beyond_fp16_is_finite(op, kernels):
     )
 
 
+PATHS_OF_BETA = (("tiles", "head"), ("tiles", "channel"), ("fused", "head"), ("raw", "channel"))
+"""prefill's ways to load beta, and their axes."""
+
+
+def with_doubled_betas(axis, T):
+    """Logits of 100 and -100, then small ones, and NaN in the last token."""
+    one = call(axis, T) | dict(beta_logits=True, allow_neg_eigval=True)
+    logits = 4 * one["beta"] - 2
+    logits[:, 0], logits[:, 1], logits[:, -1] = 100, -100, torch.nan
+    return one | dict(beta=logits)
+
+
+def check_doubled(o, want):
+    assert o[:, -1].isnan().all()
+    assert relative_error(o[:, :-1].double(), want[:, :-1]) <= 3e-3
+
+
+@pytest.mark.parametrize("axis", FEW_HEADS)
+@pytest.mark.parametrize("op", ["decode", "verify"])
+def test_allow_neg_eigval_doubles_the_sigmoid(op, axis, kernels):
+    one, (H, HV) = with_doubled_betas(axis, 4), FEW_HEADS[axis]
+    del one["output_final_state"]
+    state = torch.randn(1, HV, 128, 128, generator=torch.Generator().manual_seed(0))
+    rows = gd.KVBuffer.empty(1, 4, H, HV, 128, 128, gate=axis)
+    one |= dict(buffer=rows) if op == "verify" else {}
+    want = getattr(gd, op)(**one, state=state.clone(), backend="reference")
+    with emulated(kernels):
+        check_doubled(getattr(gd, op)(**one, state=state, backend="cute"), want)
+
+
+@pytest.mark.parametrize(("path", "axis"), PATHS_OF_BETA, indirect=["path"])
+def test_allow_neg_eigval_in_prefill(path, axis, kernels):
+    one = with_doubled_betas(axis, 65)
+    want, _ = gd.prefill(**one, backend="reference")
+    with emulated(kernels):
+        check_doubled(gd.prefill(**one, backend="cute")[0], want)
+
+
 COMMON = dict(D=(128,), dtype=(torch.bfloat16,), deterministic=(False,))
 PREFILLS = [
     (path, case)

@@ -1,6 +1,7 @@
 """The plug-in in the real SGLang, on a CPU: make test-sglang. sglang_cpu.py replaces CUDA."""
 
 import dataclasses
+import functools
 import inspect
 import json
 import os
@@ -185,6 +186,36 @@ def test_decode(layers, bound, packed, states):
     near(x.pool, pool, 2e-4 if states == torch.float32 else 1e-3)
     assert not result[0, [1, 3, 4]].any()
     ran(f"{layers} decode on backend reference")
+
+
+@pytest.mark.parametrize("layers", ["GDN", "KDA"])
+def test_decode_in_replayssms_ring(layers):
+    """Seven steps in a ring of three tokens; the prefix cache has a row folded after the second."""
+    x, L = Given(layers, [1] * 4, [3, 0, 5, -1]), 3
+    options = dict(scale=D**-0.5, cache_indices=x.slots, num_v_heads=HV, head_v_dim=D)
+    a, b = x.raw()
+    decode = functools.partial(kernel(layers).packed_decode, x.mixed, a, b, **x.gates(), **options)
+    whole, lens = x.pool.clone(), torch.zeros(4, dtype=torch.int32)
+    channels = (D,) if layers == "KDA" else ()
+    sizes = dict(d=(HV, L, D), k=(H, L, D), g=(HV, L, *channels))
+    ring = {f"replayssm_{name}": torch.full((8, *size), 7.0) for name, size in sizes.items()}
+    for step in range(7):
+        batch = SimpleNamespace(replayssm_write_pos=lens.clone(), replayssm_force_flush=None)
+        forced = torch.tensor([0, 0, step == 1, 0], dtype=torch.int32)
+        if layers == "GDN":  # the engine forces no fold of KDA
+            batch.replayssm_force_flush = forced
+        plugin._mark_forced_folds(batch)
+        o = decode(ssm_states=x.pool, **ring, **vars(batch))
+        near(o, decode(ssm_states=whole))
+        folded = (lens == L - 1) | ((layers == "GDN") & (forced != 0))
+        lens = torch.where(folded, 0, lens + 1)
+        for n in (0, 2):  # the other slots pad
+            if folded[n]:
+                near(x.pool[x.slots[n]], whole[x.slots[n]].double())
+    assert lens[[0, 2]].tolist() == ([1, 2] if layers == "GDN" else [1, 1])
+    assert (x.pool[3] - whole[3]).abs().max() > 1e-3  # its last token is in the ring alone
+    with_ring = f"{layers} decode with ReplaySSM's ring on backend reference"
+    ran(with_ring, f"{layers} decode on backend reference")
 
 
 @LAYERS
@@ -531,13 +562,14 @@ def test_rings_and_scoring_stay_the_engines():
     options = dict(
         scale=1.0, ssm_states=x.pool, cache_indices=x.slots, num_v_heads=HV, head_v_dim=D
     )
-    assert (
-        ours.packed_decode(x.mixed, x.a, x.b, **x.gates(), **options, replayssm_d=x.pool)
-        == "packed_decode"
-    )
+    names = ("d", "k", "g", "write_pos")
+    ring = {f"replayssm_{name}": x.pool.bfloat16() for name in names}  # fp32 is ours
+    ring["replayssm_write_pos"] = torch.tensor([2, ~1, ~0, 0], dtype=torch.int32)
+    assert ours.packed_decode(x.mixed, x.a, x.b, **x.gates(), **options, **ring) == "packed_decode"
     # The engine activates the gates of scoring by itself.
     assert ours.extend(x.q, x.k, x.v, x.g[None], x.beta[None], **x.where()) == "extend"
     assert [name for name, _ in calls] == ["packed_decode", "extend"]
+    assert calls[0][1]["replayssm_write_pos"].tolist() == [2, 1, 0, 0]  # without our marks
 
 
 @pytest.mark.parametrize("layers", ENGINES)
@@ -971,13 +1003,16 @@ class Run:
 
 
 def test_engine_with_chunked_prefill_and_the_prefix_cache(qwen3_5, expected, tmp_path):
-    run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer"))
+    """In ReplaySSM's ring of four tokens, too: decode folds three tokens and its own."""
+    ring = dict(enable_linear_replayssm=True, linear_replayssm_cache_len=4)
+    run = Run(qwen3_5, tmp_path, OURS | dict(mamba_radix_cache_strategy="no_buffer") | ring)
     assert run.tokens(0) == run.tokens(1) == expected
     assert run.cached(0) == [0, 0, 0]
     assert min(run.cached(1)[1:]) > 200
-    assert run.ran.keys() == BOTH
+    in_ring = "GDN decode and norm with ReplaySSM's ring on backend reference"
+    assert run.ran.keys() == {in_ring, "GDN prefill on backend reference"}
     # Three layers, two rounds.
-    assert run.ran["GDN decode and norm on backend reference"] >= 2 * 3 * (NEW - 1)
+    assert run.ran[in_ring] >= 2 * 3 * (NEW - 1)
     assert run.ran["GDN prefill on backend reference"] >= 3 * 4  # chunks of 256 tokens of 900
     assert (
         f"gated_delta {gated_delta.__version__} serves GDN decode, prefill in place of "

@@ -419,6 +419,11 @@ def test_prefills_in_a_graph(layers, monkeypatch):
             assert not result[:, sum(lengths) :].any()
             for x, y in zip(pool, states):
                 torch.testing.assert_close(x[1:], y, **NEAR)
+        monkeypatch.setattr(sglang_graphs, "MAX_TOKENS", 0)
+        assert backend.init_prefill_graph_metadata(batch) is None  # the graph breaks here
+        assert not backend.prefill_graph_extend_active()
+    hooked = {target.rpartition(".")[2] for target in HookRegistry._patched}
+    assert "can_replay_locally" in hooked
     ran(layers, "prefill")
 
 

@@ -19,6 +19,7 @@ import torch
 import transformers
 from transformers.models.glm5_next.modeling_glm5_next import Glm5NextTextForgetGate
 
+import gated_delta
 from gated_delta.gpus import H200
 from gated_delta.integrations import preflight, releases, start
 from gated_delta.integrations.health import Health
@@ -548,15 +549,20 @@ def test_states_in_fp16(models: Any, tmp_path: Path) -> None:
 def test_an_engine_that_lacks_kernels_does_not_start(tmp_path: Path) -> None:
     """As on a GPU without the compiler, with a pack that lacks these layers' kernels."""
     strict = dict(GATED_DELTA_JIT="0", GATED_DELTA_CACHE_DIR=str(tmp_path))
+    strict |= dict(GATED_DELTA_VLLM_KVBUFFER="1")
+    drafts = BF16 | dict(speculative_config=NGRAM, enable_prefix_caching=False)
     with pytest.raises(AssertionError) as raised:
-        run(tmp_path, TRAINED, job=dict(on_gpu=True), env=strict, **BF16)
+        run(tmp_path, TRAINED, job=dict(on_gpu=True), env=strict, **drafts)
     log = str(raised.value)
     assert re.search(
         r"(\d+) of the \1 kernels that this engine needs are missing: GATED_DELTA_JIT=0 or no "
         f"compiler.*; `gated-delta compile --size 64x64 --out {tmp_path}` builds",
         log,
     )
-    assert {"prefill_prepare", "prefill_scan", "decode"} <= set(re.findall(r"  - (\w+) axis", log))
+    kernels = {"prefill_prepare", "prefill_scan", "decode", "verify"}
+    assert kernels <= set(re.findall(r"  - (\w+) axis", log))
+    assert "  - flush" in log
+    assert "gated_delta keeps drafts in " in log  # so vLLM's profile has counted the buffer
     # Before the first kernel is launched, in the profile run.
     assert "in profile\n" in log
     assert "in bind_kv_cache\n" not in log
@@ -568,15 +574,19 @@ def test_an_error_is_not_taken_for_a_refusal(tmp_path: Path) -> None:
         run(tmp_path, TRAINED, job=dict(fail="decode"), **BF16)
 
 
-@pytest.mark.parametrize("make", [qwen3_5, glm5_next, ling, kimi_k3])
-def test_drafts(make: Any, models: Any, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("make", "buffered"),
+    [(qwen3_5, False), (qwen3_5, True), (glm5_next, True), (ling, False), (kimi_k3, False)],
+)
+def test_drafts(make: Any, buffered: bool, models: Any, tmp_path: Path) -> None:
     """Speculative decoding, with prefills too. vLLM's prefix cache with drafts needs Triton."""
     model = models(make)
     answers = [prompt + tokens for prompt, tokens in zip(PROMPTS, model.tokens, strict=True)]
     result = run(
         tmp_path,
         model.path,
-        job=dict(answers=answers),
+        job=dict(answers=answers) | (dict(preempt_every=5) if buffered else {}),
+        env=dict(GATED_DELTA_VLLM_KVBUFFER=str(int(buffered))),
         speculative_config=NGRAM,
         enable_prefix_caching=False,
     )
@@ -584,7 +594,113 @@ def test_drafts(make: Any, models: Any, tmp_path: Path) -> None:
     assert {"drafts", "prefill+drafts"} <= set(result.batches)
     assert {"accepted 0", "accepted 1", "accepted 2", "accepted 3"} <= result.calls.keys()
     _all_on_gated_delta(result, "prefill", "drafts")
-    assert result.calls["norm"] == (result.calls["decode"] if make in KDA else 0)
+    op = "verify" if buffered else "decode"
+    assert result.calls["drafts"] == result.calls[op]
+    assert result.calls["norm"] == (result.calls[op] if make in KDA else 0)
+    assert result.calls["blocks a request"] == (1 if buffered else 4)
+    assert ("gated_delta keeps drafts in 0.000 GiB, in place of" in result.log) == buffered
+    if buffered:  # a call for each block table, of three KDA layers or one GDN layer
+        assert result.calls["flush"] * (3 if make in KDA else 1) == result.calls["verify"]
+        assert result.calls["preempted"]
+
+
+@pytest.mark.parametrize("even", [True, False])
+@pytest.mark.parametrize("v2", [True, False])
+def test_folding_after_sampling(v2: bool, even: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In both model runners; drafts beside a prompt; layers that lie unevenly in the cache."""
+    from gated_delta.integrations import vllm_common, vllm_kvbuffer
+
+    L, P, N, HV, V, K = 3, 5, 2, 2, 16, 32
+    rows = [0, 6, 12 if even else 13]
+    storage = torch.randn(20, HV, V, K)
+    states = [storage[row : row + P] for row in rows]
+    drafts = gated_delta.KVBuffer.empty(4, 3, 1, HV, K, V, num_layers=L)
+    for x in (drafts.u, drafts.k, drafts.log_decay):
+        x.copy_(-torch.rand_like(x))
+    builder = object.__new__(vllm_kvbuffer.Builder)
+    builder.layers = [
+        SimpleNamespace(
+            kv_cache=(None, states[i]), drafts=drafts.layer(i), null_index=0, backend="reference"
+        )
+        for i in range(L)
+    ]
+    assert len(builder.stacks) == (1 if even else L)
+    builder._keep(
+        SimpleNamespace(
+            num_spec_decodes=N,
+            num_prefills=1,
+            num_decodes=0,
+            spec_sequence_masks_cpu=torch.tensor([True, False, True, False]),  # the last: padding
+            spec_state_indices_tensor=torch.tensor([[3], [1]]),
+        )
+    )
+    expected = storage.clone()
+    for i, row in enumerate(rows):
+        counts, slots = torch.tensor([2, 1]), torch.tensor([3, 1])
+        pool = expected[row : row + P]
+        gated_delta.flush(pool, drafts.layer(i), counts, state_indices=slots, backend="reference")
+    assert not torch.equal(storage, expected)
+    monkeypatch.setattr(vllm_common, "layers", builder.layers)
+    runner, name = vllm_kvbuffer.runner_of(v2)
+    monkeypatch.setattr(runner, name, lambda *_: None)
+    vllm_kvbuffer.fold_after_sampling.__wrapped__(v2)
+    sampled = torch.tensor([2, 3, 0])  # 3: no drafts; 0: a request inside its prompt
+    counted = SimpleNamespace(num_accepted_tokens=SimpleNamespace(gpu=sampled))
+    for _ in range(2):  # once
+        getattr(runner, name)(counted, sampled, sampled)
+        torch.testing.assert_close(storage, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("changed", "needed"),
+    [
+        ({}, ""),
+        (dict(mamba_cache_mode="align"), "--no-enable-prefix-caching"),
+        (dict(pipeline_parallel_size=2), "--pipeline-parallel-size 1"),
+        (dict(refused=dict(flush="K=96")), "every operation on gated_delta.* lack K=96"),
+        (dict(backend="K3's"), "vLLM's metadata for GDN, not Kimi K3's"),
+        (dict(left=dict(decode="more than 15 draft tokens")), None),  # vLLM's states stay
+    ],
+)
+def test_what_a_kvbuffer_needs(
+    changed: dict[str, Any], needed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from gated_delta.integrations import vllm_kvbuffer, vllm_layers
+
+    case: dict[str, Any] = dict(
+        mamba_cache_mode="none", pipeline_parallel_size=1, refused={}, left={}
+    )
+    case |= dict(backend=vllm_kvbuffer.GDNAttentionBackend, max_num_seqs=4) | changed
+    config = SimpleNamespace(enable_chunked_prefill=True, use_v2_model_runner=False, **case)
+    config.scheduler_config = config.cache_config = config.parallel_config = config
+
+    class Layer(vllm_layers.Core):
+        prefix, name, num_spec, mamba_type = "model.layers.0", "Layer", 3, None
+        model_config = SimpleNamespace(dtype=torch.bfloat16)
+
+        def get_state_shape(self) -> Any:
+            return None, (4, 64, 64)
+
+        def get_state_dtype(self) -> Any:
+            return torch.float32, torch.float32
+
+        def _key_heads(self) -> int:
+            return 4
+
+    base = vllm_layers.abstract.MambaBase
+    monkeypatch.setenv("GATED_DELTA_VLLM_KVBUFFER", "1")
+    monkeypatch.setattr(vllm_layers, "get_current_vllm_config", lambda: config)
+    monkeypatch.setattr(vllm_layers.vllm_start, "left_to_vllm", lambda *_: case["left"])
+    monkeypatch.setattr(vllm_layers.vllm_start, "missing", lambda *_: case["refused"])
+    monkeypatch.setattr(vllm_kvbuffer, "fold_after_sampling", lambda v2: None)
+    monkeypatch.setattr(base, "get_attn_backend", lambda layer: case["backend"])
+    if needed:
+        reason = f"GATED_DELTA_VLLM_KVBUFFER=1: model.layers.0 needs {needed}"
+        with pytest.raises(RuntimeError, match=reason):
+            Layer()
+    else:
+        buffered = needed is not None
+        assert (Layer().get_attn_backend() is vllm_kvbuffer.Backend) == buffered
 
 
 def test_drafts_and_convolution_of_vllm(plain: Run, tmp_path: Path) -> None:
@@ -617,9 +733,7 @@ def _all_on_gated_delta(result: Run, *kinds: str) -> None:
         assert all(row["calls"][kind] for kind in kinds)
     for name, calls in dict(prefill="prefill", decode="decode", drafts="drafts").items():
         counted = sum(row["calls"].get(calls, 0) for row in result.report)
-        also = (
-            sum(row["calls"].get("drafts", 0) for row in result.report) if name == "decode" else 0
-        )
+        also = result.calls["drafts"] - result.calls.get("verify", 0) if name == "decode" else 0
         assert result.calls.get(name, 0) == counted + also
         health = f"gated_delta health op={calls} family="
         assert (health in result.log) == (counted > 0)

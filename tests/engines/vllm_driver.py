@@ -98,7 +98,7 @@ def count():
             if type(kwargs["backend"]) is str:  # a run, no question of explain
                 CALLS[name] += 1
                 accepted = kwargs.get("num_accepted")
-                CALLS["drafts"] += accepted is not None
+                CALLS["drafts"] += name == "verify" or (name == "decode" and accepted is not None)
                 # The first token is no draft.
                 CALLS.update(
                     f"accepted {n - 1}" for n in ([] if accepted is None else accepted.tolist())
@@ -118,7 +118,7 @@ def count():
 
         return call
 
-    for name in ("prefill", "decode"):
+    for name in ("prefill", "decode", "verify", "flush"):
         setattr(api, name, counted(name, getattr(api, name)))
 
 
@@ -282,6 +282,8 @@ def watch():
             m = build(*args, **kwargs)
             kinds = dict(prefill=m.num_prefills, decode=m.num_decodes, drafts=m.num_spec_decodes)
             BATCHES.add("+".join(kind for kind, n in kinds.items() if n))
+            if m.num_spec_decodes:
+                CALLS["blocks a request"] = m.spec_state_indices_tensor.shape[1]
             return m
 
         return watched

@@ -95,12 +95,11 @@ def chunk_gated_delta_rule(
         scale,
         use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
         cu_seqlens,
     )
     states = (initial_state, output_final_state, state_v_first, transpose_state_layout)
-    return _run(
-        tokens, allow_neg_eigval, *states, max_seqlen=longest(cu_seqlens, cu_seqlens_cpu, g.device)
-    )
+    return _run(tokens, *states, max_seqlen=longest(cu_seqlens, cu_seqlens_cpu, g.device))
 
 
 def fused_recurrent_gated_delta_rule(
@@ -152,11 +151,11 @@ def fused_recurrent_gated_delta_rule(
         scale,
         use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
         cu_seqlens,
     )
     return _run(
         tokens,
-        allow_neg_eigval,
         initial_state,
         output_final_state,
         state_v_first,
@@ -209,11 +208,11 @@ def chunk_kda(
         scale,
         use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
         cu_seqlens,
     )
     return _run(
         tokens,
-        allow_neg_eigval,
         initial_state,
         output_final_state,
         state_v_first,
@@ -243,11 +242,11 @@ def fused_recurrent_kda(
         scale,
         use_qk_l2norm_in_kernel,
         use_beta_sigmoid_in_kernel,
+        allow_neg_eigval,
         cu_seqlens,
     )
     return _run(
         tokens,
-        allow_neg_eigval,
         initial_state,
         output_final_state,
         state_v_first,
@@ -261,7 +260,6 @@ def fused_recurrent_kda(
 
 def _run(
     tokens: Tokens,
-    double_beta: bool,
     initial_state: Tensor | None,
     output_final_state: bool,
     v_first: bool,
@@ -293,12 +291,10 @@ def _run(
         rank(name, x, dims)
     q, k, v, beta = tokens.q, tokens.k, tokens.v, floating("beta", tokens.beta)
     _refuse("a write strength per value channel (beta [B, T, HV, V])", beta.ndim == 4)
-    if double_beta:
-        if not tokens.beta_logits:
-            raise ValueError(
-                "allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True beside it, got False"
-            )
-        tokens = tokens._replace(beta=2 * beta.float().sigmoid(), beta_logits=False)
+    if tokens.allow_neg_eigval and not tokens.beta_logits:
+        raise ValueError(
+            "allow_neg_eigval: expected use_beta_sigmoid_in_kernel=True beside it, got False"
+        )
     o_dtype = v.dtype if step else q.dtype
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in _one_dtype(q, k, v))
     tokens = tokens._replace(q=q, k=k, v=v)

@@ -28,8 +28,8 @@ from gated_delta.testing import Case
 ENGINES = dict(sglang="SGLang", vllm="vLLM")
 MODES = dict(sglang=("decode", "prefill", "verify"), vllm=("decode", "prefill"))
 """As the engines' logs name them. vLLM's decode includes drafts."""
-WHERE = dict(states="as states", kvbuffer="in a KVBuffer (GATED_DELTA_SGLANG_KVBUFFER=1)")
-"""Places of drafts."""
+WHERE = dict(states="as states", kvbuffer="in a KVBuffer (GATED_DELTA_{}_KVBUFFER=1)")
+"""Places of drafts, with the engine's name."""
 
 
 class Sizes(NamedTuple):
@@ -175,7 +175,8 @@ class Plan(NamedTuple):
         for mode in self.modes:
             runs = "gated_delta" if mode.ours else ENGINES[self.engine]
             table.add_row(mode.name, runs, mode.reason or "-")
-        sizes = (f"{x / 2**30:.3f} GiB {WHERE[name]}" for name, x in self.drafts.items())
+        where = {name: place.format(self.engine.upper()) for name, place in WHERE.items()}
+        sizes = (f"{x / 2**30:.3f} GiB {where[name]}" for name, x in self.drafts.items())
         drafts = [f"drafts take {' or '.join(sizes)}"] if self.drafts else []
         return [self.release, str(self.model), *drafts, table]
 
@@ -388,13 +389,21 @@ class _Layer(vllm_calls.Recurrence):
 def _vllm(asked: Asked, model: Model, device: torch.device) -> tuple[list[Mode], dict[str, int]]:
     _, _, _, HV, K, V, _ = model.sizes
     pool = torch.zeros(2, HV, V, K, dtype=model.state_dtype, device=device)
-    calls = _Layer(model, asked.drafts).calls(pool, 64)
-    left = vllm_calls.too_many(asked.drafts)
+    layer, left = _Layer(model, asked.drafts), vllm_calls.too_many(asked.drafts)
+    in_kvbuffer = compile.flag("GATED_DELTA_VLLM_KVBUFFER", False)
+    layer.buffered = in_kvbuffer and asked.drafts > 0 and not left
+    calls = layer.calls(pool, 64)
     modes = [
-        Mode(x, [call for call in calls if call[0] == x]) for x in asked.modes or MODES["vllm"]
+        Mode(x, [call for call in calls if (call[0] == "prefill") == (x == "prefill")])
+        for x in asked.modes or MODES["vllm"]
     ]
     for mode in modes:
         if mode.name in left:
             mode.leave(left[mode.name])
-    states = model.state_bytes(asked.requests * asked.drafts)
-    return modes, dict(states=states) if asked.drafts else {}
+    drafts: dict[str, int] = {}
+    if asked.drafts:
+        drafts = dict(states=model.state_bytes(asked.requests * asked.drafts))
+    if asked.drafts and not left:
+        buffer = layer.buffer(asked.requests, "meta", num_layers=model.sizes.layers)
+        drafts |= dict(kvbuffer=buffer.nbytes)
+    return modes, drafts

@@ -105,9 +105,12 @@ SGLANG = Release(
         "kernels/ops/mamba/mamba_state_scatter_triton.py": {
             "scatter_mamba_states_after_mtp_verify": "20222711"
         },
+        "srt/arg_groups/attention_hook.py": {"handle_linear_attn_backend": "76f56783"},
         "srt/layers/attention/hybrid_linear_attn_backend.py": {
             "MambaAttnBackendBase": "3d78addc",
             "HybridLinearAttnBackend.__init__": "6199e95d",
+            "init_forward_metadata_for_breakable_cuda_graph_capture": "ff31b01f",
+            "prepare_forward_metadata_for_breakable_cuda_graph_replay": "e2be8f81",
         },
         "srt/layers/attention/linear/gdn_backend.py": {
             "GDNKernelDispatcher": "13777586",
@@ -153,6 +156,10 @@ SGLANG = Release(
             "KVCacheConfigurator._build_hybrid_req_pool": "248e123c",
         },
         "srt/mem_cache/memory_pool.py": {"MambaPool": "ac2a8405"},
+        "srt/model_executor/runner/prefill_cuda_graph_runner.py": {
+            "PrefillCudaGraphRunner._init_forward_metadata_for_capture": "03561e1e",
+            "PrefillCudaGraphRunner.can_replay_locally": "b7b6fa23",
+        },
         "srt/models/glm5_next.py": {
             "Glm5NextLinearAttention.forward": "3905dd3c",
             "Glm5NextLinearAttention.forward_qkvbfg": "11f905f2",
@@ -184,6 +191,13 @@ _VLLM_SHARED = {
     },
     "models/glm5next/common/kda.py": {"Glm5NextLinearAttention": "b5b75796"},
     "v1/attention/backends/utils.py": {"compute_causal_conv1d_metadata": "a0d536df"},
+    "v1/kv_cache_interface.py": {"MambaSpec": "4c558afe"},
+    "v1/worker/gpu/model_states/mamba_hybrid.py": {
+        "MambaHybridModelState.postprocess_state": "2e867439"
+    },
+    "v1/worker/gpu_model_runner.py": {
+        "GPUModelRunner._update_states_after_model_execute": "46463783"
+    },
 }
 """Code that is the same in each of vLLM's releases below."""
 
@@ -219,6 +233,7 @@ VLLM = {
                 "KimiK3KDAMetadataBuilder": "fefab0e8",
             },
             "v1/attention/backends/gdn_attn.py": {
+                "GDNAttentionBackend": "2b0e7d76",
                 "GDNAttentionMetadata": "28df30c7",
                 "GDNAttentionMetadataBuilder": "b9229581",
             },
@@ -251,6 +266,7 @@ VLLM = {
                 "KimiK3KDAMetadataBuilder": "fa25fecb",
             },
             "v1/attention/backends/gdn_attn.py": {
+                "GDNAttentionBackend": "2b0e7d76",
                 "GDNAttentionMetadata": "caf9dab7",
                 "GDNAttentionMetadataBuilder": "f306d9c5",
             },

@@ -11,6 +11,7 @@ details. Nothing is imported from the engine before `register` is called.
 from __future__ import annotations
 
 import inspect
+from collections.abc import Callable
 from typing import Any
 
 from gated_delta import __version__
@@ -64,6 +65,11 @@ def register() -> None:
     HookRegistry.register(
         f"{_LINEAR}utils.resolve_linear_attn_backends", _after_resolve, HookType.AFTER
     )
+    HookRegistry.register(
+        "sglang.srt.arg_groups.attention_hook.handle_linear_attn_backend",
+        _allow_ring,
+        HookType.AROUND,
+    )
     if in_kvbuffer:
         sglang_kvbuffer.register()
 
@@ -78,6 +84,22 @@ def _before_choices(server_args: Any) -> None:
             setattr(server_args, flag, defaults[flag].default)
 
 
+def _allow_ring(resolve: Callable[[Any], None], server_args: Any) -> None:
+    """Passes --enable-linear-replayssm, which the engine allows if Triton decodes."""
+    from sglang.srt.arg_groups import overrides
+
+    view = overrides.resolving_view(server_args)
+    decode = view.linear_attn_decode_backend or view.linear_attn_backend
+    ring = decode == common.NAME and view.enable_linear_replayssm
+    if ring:
+        overrides.declare_resolution(server_args, common.NAME, linear_attn_decode_backend="triton")
+    resolve(server_args)
+    if ring:
+        overrides.declare_resolution(
+            server_args, common.NAME, linear_attn_decode_backend=common.NAME
+        )
+
+
 def _after_resolve(backends: Any, *_: Any, **__: Any) -> Any:
     """Resolves our modes to Triton, and hooks into the dispatchers, to put our kernels there."""
     if not (modes := common.chosen()):
@@ -87,6 +109,11 @@ def _after_resolve(backends: Any, *_: Any, **__: Any) -> Any:
 
     if common.supported():  # else this release has no `resolve_once`, which unsets the flags
         hooks: dict[str, Any] = {}
+        if "decode" in modes:
+            base = "sglang.srt.layers.attention.hybrid_linear_attn_backend.MambaAttnBackendBase"
+            hooks |= dict.fromkeys(
+                (f"{base}._forward_metadata", f"{base}._replay_metadata"), _mark_forced_folds
+            )
         for layers in ("GDN", "KDA"):
             module = f"{_LINEAR}{layers.lower()}_backend.{layers}"
             hooks |= {
@@ -104,6 +131,12 @@ def _after_resolve(backends: Any, *_: Any, **__: Any) -> Any:
     )
 
 
+def _mark_forced_folds(batch: Any, *_: Any, **__: Any) -> None:
+    """Writes the ring's lengths as decode's buffer_lens: negative where the row must be folded."""
+    if batch.replayssm_force_flush is not None:
+        batch.replayssm_write_pos.bitwise_xor_(batch.replayssm_force_flush.neg())  # 0 or 1
+
+
 def _fill_dispatcher(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
     """Puts our kernels into a new dispatcher, for our modes."""
     from sglang.srt.utils.common import rank0_log
@@ -116,6 +149,8 @@ def _fill_dispatcher(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
     ours, modes = kernel_class(type(triton))(), common.chosen()
     for mode in modes:
         setattr(dispatcher, _KERNELS[mode], ours)
+    if "decode" in modes:
+        dispatcher.supports_packed_decode = ours.supports_packed_decode
     rest = [
         f"{mode} stays {type(getattr(dispatcher, name)).__name__}"
         for mode, name in _KERNELS.items()

@@ -12,7 +12,7 @@ from torch import Tensor
 from gated_delta import api
 from gated_delta.integrations import sglang_common as common
 from gated_delta.integrations.checks import layer_gate
-from gated_delta.problem import KVBuffer, UnsupportedProblem
+from gated_delta.problem import MAX_BUFFER, KVBuffer, UnsupportedProblem
 
 Given = dict[str, Any]
 Tokens = tuple[Tensor, ...]
@@ -25,6 +25,38 @@ class RawGate(NamedTuple):
     a: Tensor
     A_log: Tensor
     dt_bias: Tensor
+
+
+class Ring(NamedTuple):
+    """ReplaySSM's records of a layer (--enable-linear-replayssm), L tokens a slot.
+
+    Each step appends one, and the L-th folds them into the state: a KVBuffer of L - 1 tokens.
+    """
+
+    buffer: KVBuffer
+    lens: Tensor
+    """[B] int32, decode's buffer_lens. The engine advances them, once per step."""
+
+    @staticmethod
+    def of(given: Given) -> Ring | None:
+        """The ring if the engine's own kernel would use one: not with a bounded gate."""
+        names = [f"replayssm_{name}" for name in ("d", "k", "g", "write_pos")]
+        if given.get("lower_bound") is not None or any(given.get(x) is None for x in names):
+            return None
+        d, k, g, lens = (given[name] for name in names)
+        L = d.shape[2]
+        parts = (x.transpose(1, 2)[:, : L - 1] for x in (d, k, g))  # heads before tokens
+        return Ring(KVBuffer(*parts), lens)
+
+    @property
+    def missing(self) -> str:
+        tokens = self.buffer.u.shape[1]
+        if self.buffer.u.dtype != torch.float32 or not 1 <= tokens <= MAX_BUFFER:
+            return f"ReplaySSM's ring in fp32, of 2 to {MAX_BUFFER + 1} tokens"
+        return ""
+
+    def arguments(self, slots: Tensor) -> Given:
+        return dict(buffer=self.buffer, buffer_indices=slots, buffer_lens=self.lens)
 
 
 def skip_preparation(backend: Any) -> None:
@@ -60,6 +92,7 @@ class Operations:
     """
 
     layers: str
+    supports_packed_decode = True  # the engine's does not, on a CPU
     supports_safe_gate_verify = True
     supports_strided_target_verify_qkv = True
     supports_track_state_snapshot = True
@@ -75,18 +108,23 @@ class Operations:
             x.unflatten(1, (-1, d))[None]
             for x, d in zip(mixed_qkv.split([key, key, value], 1), (K, K, V), strict=True)
         )
-        replayssm = given.get("replayssm_d") is not None
-        missing = "the whole state in the pool, without ReplaySSM" if replayssm else ""
-        return self._step(
-            (q, k, v, a, b), given, missing, lambda: engine.packed_decode(mixed_qkv, a, b, **given)
-        )
+        ring = Ring.of(given)
+
+        def engines() -> Tensor:
+            if (lens := given.get("replayssm_write_pos")) is not None:
+                given["replayssm_write_pos"] = torch.maximum(lens, ~lens)  # sglang marked some
+            return engine.packed_decode(mixed_qkv, a, b, **given)
+
+        return self._step((q, k, v, a, b), given, ring.missing if ring else "", engines, ring)
 
     def decode(self, *tokens: Tensor, **given: Any) -> Tensor:
         """One token a sequence: q, k, v [1, B, H, D], a, b. Returns [1, B, HV, V]."""
         engine: Any = super()
         return self._step(tokens, given, "", lambda: engine.decode(*tokens, **given))
 
-    def _step(self, tokens: Tokens, given: Given, missing: str, engine: Any) -> Tensor:
+    def _step(
+        self, tokens: Tokens, given: Given, missing: str, engine: Any, ring: Ring | None = None
+    ) -> Tensor:
         fused = common.process.norms.get(given["A_log"])
         norm = fused.arguments(tokens[2][0]) if fused else {}
 
@@ -94,12 +132,14 @@ class Operations:
             q, k, v, a, b = tokens
             rows = q.transpose(0, 1), k.transpose(0, 1), v.transpose(0, 1), a, b
             call = self._raw(rows, given) | _pool(given, q.shape[1]) | norm
+            if ring:
+                call |= ring.arguments(call["state_indices"])
             o = api.decode(**call, scale=given.get("scale"), backend=backend)
             if norm:
                 fused.applied = True
             return o.transpose(0, 1)
 
-        more = " and norm" if norm else ""
+        more = " and norm" * bool(norm) + " with ReplaySSM's ring" * bool(ring)
         return self._run("decode", ours, engine, missing, tokens, given, more)
 
     def extend(self, q: Tensor, k: Tensor, v: Tensor, g: Any, beta: Tensor, **given: Any) -> Any:

@@ -52,11 +52,12 @@ class Layer(NamedTuple):
         tracked: bool = False,
         scratch: Tensor | KVBuffer | None = None,
         drafts: int = 0,
+        ring: sglang_kernels.Ring | None = None,
     ) -> dict[str, list[start.Call]]:
         """Calls on this pool of states, by mode.
 
         tracked: prefill also keeps states inside a prompt. scratch: of the engine, for `drafts`
-        tokens; without it there is no verify.
+        tokens; without it there is no verify. ring: of ReplaySSM, for decode.
         """
         device, zero = state.device, torch.zeros(1, dtype=torch.int32, device=state.device)
 
@@ -73,6 +74,9 @@ class Layer(NamedTuple):
             weight = torch.ones(self.V, dtype=self.dtype, device=device)
             decode |= dict(z=decode["v"], norm=GatedNorm(weight))
         calls = dict(decode=[("decode", decode)], prefill=[("prefill", prompt)])
+        if ring and not ring.missing:
+            rows = dict(buffer=ring.buffer, buffer_indices=zero)
+            calls["decode"] = [("decode", decode | rows | dict(buffer_lens=zero))]
         if tracked:
             checkpoints = state.new_zeros(1, 1, *state.shape[1:])
             more = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
@@ -118,7 +122,12 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
         caches = runner.req_to_token_pool.mamba2_layer_cache(layer_id)
         scratch = getattr(caches, "intermediate_ssm", None)
         tracked = get_exec().mamba.enable_mamba_extra_buffer
-        by_mode = layer.calls(caches.temporal, tracked, scratch, drafts)
+        ring = None
+        if get_exec().mamba.enable_linear_replayssm:
+            given = {f"replayssm_{x}": getattr(caches, f"replayssm_{x}") for x in "dkg"}
+            given |= dict(lower_bound=layer.lower_bound, replayssm_write_pos=caches.temporal)
+            ring = sglang_kernels.Ring.of(given)
+        by_mode = layer.calls(caches.temporal, tracked, scratch, drafts, ring)
         for mode in sorted(common.chosen() & by_mode.keys()):
             calls = by_mode[mode]
             refused = start.refused(calls) or card_check.failing(calls, common.LOG)
@@ -137,6 +146,8 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
         sglang_kernels.skip_preparation(backend)
         if all(module.attn.activation == "silu" for module in modules):
             sglang_graphs.allow(backend)
+    elif "prefill" in served:
+        sglang_graphs.limit(backend, gdn=False)
     for module in modules if "decode" in served else ():
         sglang_norm.hook(module)
     if ours:  # all modes at once, so that an error names every missing kernel

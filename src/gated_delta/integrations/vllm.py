@@ -44,13 +44,9 @@ class Row(NamedTuple):
 
 def report() -> list[Row]:
     """This process's live layers, built after `register`, in the model's order."""
-    ordered = sorted(
-        common.layers,
-        key=lambda x: [int(part) if part.isdigit() else -1 for part in x.prefix.split(".")],
-    )
     return [
         Row(x.prefix, x.name, t.route("decode"), t.route("prefill"), dict(t.calls))
-        for x in ordered
+        for x in common.in_order()
         for t in [x.tally]
     ]
 

@@ -10,7 +10,7 @@ from torch import Tensor
 
 from gated_delta.integrations import start
 from gated_delta.integrations.checks import layer_gate
-from gated_delta.problem import MAX_DRAFT, Gate, GatedNorm
+from gated_delta.problem import MAX_DRAFT, Gate, GatedNorm, KVBuffer
 
 
 def too_many(drafts: int) -> dict[str, str]:
@@ -24,11 +24,13 @@ class Recurrence:
 
     sizes: H, HV, V, K. channels: the gate has K channels. num_spec: draft tokens. fuses_norm:
     decode includes the gated norm. aligned: prefill also keeps states inside a prompt.
-    allow_neg_eigval: beta is 2 sigmoid(b). Gate weights A_log, dt_bias: any device.
+    allow_neg_eigval: beta is 2 sigmoid(b). buffered: drafts go to a KVBuffer. Gate weights A_log,
+    dt_bias: any device.
     """
 
     channels = False
     allow_neg_eigval = False
+    buffered = False
     null_index = 0
     sizes: tuple[int, int, int, int]
     num_spec: int
@@ -74,12 +76,17 @@ class Recurrence:
                 weight = torch.empty_like(weight, device=x.device)
             activation = "sigmoid" if norm.activation == "sigmoid" else "silu"  # or "swish"
             tensors |= dict(z=z[0].view(*lead, HV, V), norm=GatedNorm(weight, norm.eps, activation))
-        logits = not self.allow_neg_eigval
-        if not logits:
-            tensors["beta"] = 2 * tensors["beta"].float().sigmoid()
         gate = gate or self._gate(self.A_log, self.dt_bias)
-        options = dict(beta_logits=logits, null_index=self.null_index, backend=self.backend)
-        return dict(**tensors, **options, gate=gate, state=pool)
+        flags = dict(beta_logits=True, allow_neg_eigval=bool(self.allow_neg_eigval))
+        options = dict(null_index=self.null_index, backend=self.backend)
+        return dict(**tensors, **flags, **options, gate=gate, state=pool)
+
+    def buffer(self, rows: int, device: Any, num_layers: int | None = None) -> KVBuffer:
+        """For the drafts of `rows` requests, and the token before them."""
+        H, HV, V, K = self.sizes
+        gate = "channel" if self.channels else "head"
+        options: dict[str, Any] = dict(gate=gate, num_layers=num_layers, device=device)
+        return KVBuffer.empty(rows, 1 + self.num_spec, H, HV, K, V, **options)
 
     def calls(self, pool: Tensor, tokens: int) -> list[start.Call]:
         """Calls like those of batches, on that pool: a prefill of `tokens`, a decode, drafts."""
@@ -97,7 +104,13 @@ class Recurrence:
         )
         prefill |= dict(deterministic=self.deterministic)
         cases = [("prefill", tokens, prefill), ("decode", 1, slots)]
-        if self.num_spec:
+        folds: list[start.Call] = []
+        if self.buffered:
+            buffer: dict[str, Any] = slots | dict(buffer=self.buffer(1, pool.device))
+            cases.append(("verify", W, buffer | dict(cu_seqlens=cu_seqlens * W)))
+            options = dict(null_index=self.null_index, backend=self.backend)
+            folds = [("flush", buffer | options | dict(state=pool, num_accepted=one))]
+        elif self.num_spec:
             accepted = dict(num_accepted=one, cu_seqlens=cu_seqlens * W)
             cases.append(("decode", W, dict(state_indices=one.repeat(1, W)) | accepted))
         if self.aligned:
@@ -108,4 +121,4 @@ class Recurrence:
             inputs = [x[:n] for x in rows[: 3 if op == "prefill" else 4]]
             return op, self._arguments(inputs, pool, "cu_seqlens" in options, gate) | options
 
-        return [call(*case) for case in cases]
+        return [*(call(*case) for case in cases), *folds]

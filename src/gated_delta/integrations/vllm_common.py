@@ -27,6 +27,13 @@ layers: weakref.WeakSet[Any] = weakref.WeakSet()
 """The live layers of this process. Each has a prefix, a name and a tally."""
 
 
+def in_order() -> list[Any]:
+    """The live layers, in the model's order."""
+    return sorted(
+        layers, key=lambda x: [int(part) if part.isdigit() else -1 for part in x.prefix.split(".")]
+    )
+
+
 def norm_on(norm: Any, device: torch.device) -> Any:
     """The norm, on a GPU its kernel.
 

@@ -32,8 +32,9 @@ from vllm.model_executor.layers.mamba.ops import causal_conv1d
 from vllm.v1.attention.backends.utils import NULL_BLOCK_ID
 
 from gated_delta import __version__, api
+from gated_delta.compile import flag
 from gated_delta.integrations import vllm_common as common
-from gated_delta.integrations import vllm_start
+from gated_delta.integrations import vllm_kvbuffer, vllm_start
 from gated_delta.integrations.checks import in_chunks
 from gated_delta.integrations.vllm_calls import Recurrence
 from gated_delta.integrations.vllm_start import BACKEND, DEVICE
@@ -62,23 +63,36 @@ class Core(Recurrence, abstract.MambaBase):
         align = vllm_config.cache_config.mamba_cache_mode == "align"
         self.aligned = align and hasattr(abstract, GRID)
         left = vllm_start.left_to_vllm(vllm_config, self.num_spec)
+        self.rows = vllm_config.scheduler_config.max_num_seqs
+        self.drafts = self.builder = None
+        wanted = flag("GATED_DELTA_VLLM_KVBUFFER", False)
+        self.buffered = wanted and self.num_spec > 0 and not left
         self._refuse(vllm_start.missing(self, vllm_start.small_pool(self), left) | left)
         common.layers.add(self)
         routes = "; ".join(f"{op}: {self.tally.route(op)}" for op in ("decode", "prefill"))
         common.logger().info_once(
             f"gated_delta {__version__}, backend {BACKEND}, in {self.name}: {routes}"
         )
+        if self.buffered:
+            refused, backend = self.tally.refused, super().get_attn_backend()
+            if missing := vllm_kvbuffer.lacks(refused, backend, vllm_config):
+                raise RuntimeError(
+                    f"GATED_DELTA_VLLM_KVBUFFER=1: {self.prefix} needs {'; '.join(missing)}"
+                )
+            vllm_kvbuffer.fold_after_sampling(vllm_config.use_v2_model_runner)
 
     def bind_kv_cache(self, kv_cache: Tensor) -> None:
         super().bind_kv_cache(kv_cache)
         exported = self._exports()
         self._refuse(vllm_start.missing(self, self.kv_cache[1], self.tally.refused))
-        if exported and not self._exports():
-            # vLLM has blocks for the checkpoints by now; its kernels would not write them.
+        if (exported and not self._exports()) or (self.buffered and self.tally.refused):
+            # vLLM's blocks are for our kernels by now: some for checkpoints, none for drafts.
             raise RuntimeError(
                 f"gated_delta cannot run {self.prefix} on vLLM's cache as it lies: "
                 f"{self.tally.refused}"
             )
+        if self.buffered:
+            vllm_kvbuffer.allocate(self.rows)
         vllm_start.load(self, self.kv_cache[1])
 
     def _exports(self) -> bool:
@@ -97,6 +111,8 @@ class Core(Recurrence, abstract.MambaBase):
 
     def get_kv_cache_spec(self, vllm_config: Any) -> Any:
         spec = super().get_kv_cache_spec(vllm_config)
+        if self.buffered:
+            spec = replace(spec, num_speculative_blocks=0)
         if "prefill" in self.tally.refused:
             return spec
         # FlashKDA's layers ask for blocks, which our prefill would not fill.
@@ -112,7 +128,7 @@ class Core(Recurrence, abstract.MambaBase):
 
     def get_attn_backend(self) -> Any:
         if not envs.VLLM_BATCH_INVARIANT:
-            return super().get_attn_backend()
+            return vllm_kvbuffer.Backend if self.buffered else super().get_attn_backend()
         if missing := self._lacks_for_invariance():
             raise RuntimeError(f"VLLM_BATCH_INVARIANT=1: {self.prefix} needs {'; '.join(missing)}")
         # MambaBase's raises: vLLM's kernels vary with the batch.
@@ -158,6 +174,8 @@ class Core(Recurrence, abstract.MambaBase):
         m = m.get(self.prefix) if isinstance(m, dict) else None
         if m is None:  # a profile run, before vLLM has a cache
             if "prefill" not in refused and not self.profiled:
+                if self.buffered:
+                    vllm_kvbuffer.allocate(self.rows)
                 vllm_start.profile(self, len(qkv))
             return "prefill" not in refused
         if (m.num_prefills and "prefill" in refused) or (
@@ -186,23 +204,23 @@ class Core(Recurrence, abstract.MambaBase):
         return True
 
     def _drafts(self, m: Any, rows: Sequence[Tensor], out: Tensor) -> None:
-        """Sequences of several tokens, with a slot for the state after each token."""
+        """Sequences of several tokens, with a slot for the state after each token or a buffer."""
         n = m.num_spec_decodes
         slots, cu_seqlens = m.spec_state_indices_tensor[:n], m.spec_query_start_loc[: n + 1]
         # The convolution reads from this count on, and does not clamp it.
         accepted = m.num_accepted_tokens[:n].clamp(min=1)
         lengths = dict(
-            num_accepted_tokens=accepted, query_start_loc=cu_seqlens, max_query_len=slots.shape[1]
+            num_accepted_tokens=accepted,
+            query_start_loc=cu_seqlens,
+            max_query_len=1 + self.num_spec,
         )
         x = self._update(rows[0], conv_state_indices=slots[:, 0], **lengths, validate_data=False)
         packed = self._arguments([x, *rows[1:]], self.kv_cache[1], True)
-        api.decode(
-            **packed,
-            cu_seqlens=cu_seqlens,
-            state_indices=slots,
-            num_accepted=accepted,
-            out=out[None],
-        )
+        packed |= dict(cu_seqlens=cu_seqlens, out=out[None])
+        if self.drafts is None:
+            api.decode(**packed, state_indices=slots, num_accepted=accepted)
+        else:
+            api.verify(**packed, state_indices=slots[:, 0], buffer=self.drafts)
         self._count("drafts")
 
     def _others(self, m: Any, rows: Sequence[Tensor], out: Tensor) -> None:

@@ -143,6 +143,8 @@ class DecodeSizes(NamedTuple):
     slots_per_sequence: int
     """W of state_indices [N, W], otherwise 0."""
     update_state: int
+    beta_factor: int
+    """The bits of 1 or 2 in fp32: beta is this times the sigmoid of its logit. 0: no logit."""
     beta_kind: int
     dt_bias_kind: int
     cu_seqlens_kind: int
@@ -208,7 +210,7 @@ class VerifySizes(NamedTuple):
     buffer_rows: int
     folds: int
     """decode with a buffer: fold a row without room for the tokens; verify skips the sequence."""
-    beta_logits: int
+    beta_factor: int
     beta_kind: int
     dt_bias_kind: int
     cu_seqlens_kind: int

@@ -645,6 +645,9 @@ class Decode:
                     self.store_log_decay(args, coord, row, t < length, 0, log_decay)
             if t < length:
                 scalars = shared_tensor(records + t * self.record + self.scalars_offset, 4)
+                if cutlass.const_expr(self.beta_logits):
+                    # Above, this product would make four variants spill.
+                    beta = args.size.beta_factor.bitcast(Float32) * beta
                 scalars[0] = beta
                 scalars[2] = decay
         if cutlass.const_expr(self.channel):

@@ -530,7 +530,8 @@ class Verify:
         if coord.thread // 32 == self.warps - 1:
             # One token per lane: there are at most 16.
             t = coord.thread % 32
-            beta = ptx.select(size.beta_logits != 0, arithmetic.sigmoid(beta), beta)
+            from_logit = arithmetic.beta_of_logit(beta, size.beta_factor)
+            beta = ptx.select(size.beta_factor != 0, from_logit, beta)
             decay = Float32(0)
             if cutlass.const_expr(not self.channel):
                 log_decay = self.tokens.log_decay(args, *g[0])

@@ -184,6 +184,7 @@ class Arguments(NamedTuple):
     scale: float | None
     qk_l2norm: bool
     beta_logits: bool
+    allow_neg_eigval: bool
     update_state: bool
     null_index: int
     backend: str

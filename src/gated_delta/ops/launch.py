@@ -163,9 +163,8 @@ class Operation(ABC):
 def tokens_of(a: Any) -> Tokens:
     """The tokens of a prefill's, decode's or verify's arguments."""
     gate = Gate(a.gate, a.A_log, a.dt_bias, a.bound)
-    return Tokens(
-        a.q, a.k, a.v, a.g, a.beta, gate, a.scale, a.qk_l2norm, a.beta_logits, a.cu_seqlens
-    )
+    flags = a.qk_l2norm, a.beta_logits, a.allow_neg_eigval
+    return Tokens(a.q, a.k, a.v, a.g, a.beta, gate, a.scale, *flags, a.cu_seqlens)
 
 
 def norm_of(a: Any) -> GatedNorm | None:
@@ -360,13 +359,13 @@ def kinds_of(wanted: Any, a: Any) -> dict[str, int]:
 def token_sizes(wanted: Any, a: Any) -> dict[str, int]:
     """The sizes that prefill, decode and verify share."""
     heads = dict(HV=a.v.shape[2], qk_head_factor=head_factor(a.v.shape[2], a.q.shape[2]))
-    return dict(**kinds_of(wanted, a), **heads, null_index=null_index(a))
+    factor = fp32_bits(a.beta_logits + a.allow_neg_eigval)
+    return dict(**kinds_of(wanted, a), **heads, beta_factor=factor, null_index=null_index(a))
 
 
 def state_sizes(wanted: Any, a: Any, plan: Plan) -> dict[str, int]:
     """The sizes that decode and verify share."""
     N, HV = tokens_of(a).num_sequences, a.v.shape[2]
-    (eps,) = struct.unpack("i", struct.pack("f", a.norm_eps))
     return dict(
         **token_sizes(wanted, a),
         N=N,
@@ -374,9 +373,15 @@ def state_sizes(wanted: Any, a: Any, plan: Plan) -> dict[str, int]:
         P=a.state.shape[0],
         prefetch_sequences=N if plan.schedule.prefetch and N * HV <= PREFETCH_HEADS else 0,
         keep_in_l2=int(plan.schedule.keep_in_l2),
-        norm_eps=eps,
+        norm_eps=fp32_bits(a.norm_eps),
         norm_sigmoid=int(a.norm_activation == "sigmoid"),
     )
+
+
+def fp32_bits(x: float) -> int:
+    """The bits of x in fp32, as a 32-bit int."""
+    (bits,) = struct.unpack("i", struct.pack("f", x))
+    return bits
 
 
 def null_index(a: Any) -> int:

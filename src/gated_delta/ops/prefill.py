@@ -78,6 +78,7 @@ class Arguments(NamedTuple):
     scale: float | None
     qk_l2norm: bool
     beta_logits: bool
+    allow_neg_eigval: bool
     output_final_state: bool
     deterministic: bool
     max_seqlen: int | None
@@ -367,7 +368,6 @@ class PrefillLaunch(TokensLaunch):
                 total=total,
                 chunk_slots=chunk_slots,
                 H=H,
-                beta_logits=int(a.beta_logits),
                 block_heads=heads,
                 chunk_blocks=HV // heads,
                 segments=segments,

@@ -105,6 +105,7 @@ class Arguments(NamedTuple):
     scale: float | None
     qk_l2norm: bool
     beta_logits: bool
+    allow_neg_eigval: bool
     null_index: int
     backend: str
 
@@ -263,6 +264,5 @@ class VerifyLaunch(TokensLaunch):
                 buffer_rows=a.buffer_u.shape[0],
                 C=a.buffer_u.shape[1],
                 folds=int(problem.op == "decode"),
-                beta_logits=int(a.beta_logits),
             )
         )

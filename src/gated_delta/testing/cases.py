@@ -144,6 +144,7 @@ class Case:
     state_size: int = 0
     """log2 of the states over the values."""
     value_dim: int | None = None
+    allow_neg_eigval: bool = False
 
     @property
     def V(self) -> int:
@@ -152,6 +153,7 @@ class Case:
     @property
     def options(self) -> frozenset[str]:
         more = dict(norm=self.norm is not None, deterministic=self.deterministic)
+        more |= dict(allow_neg_eigval=self.allow_neg_eigval)
         return LAYOUTS[self.op][self.layout] | {name for name, on in more.items() if on}
 
     def uses(self, index: str) -> bool:
@@ -316,8 +318,10 @@ def cases(op: str) -> tuple[Case, ...]:
             state_dtype = torch.float32  # a prefill without states computes in fp32
         factors = axis, D, heads, gate, family, keys, state_dtype
         deterministic = op == "prefill" and rng.random() < 0.125
+        doubled = tokens[-1] and op != "flush" and rng.random() < 0.125
         more = norm, deterministic, size, UNEQUAL_DIMS.get(D)
-        built.append(Case(op, *factors, layout, *tokens, lengths, null_index, seed, *more))
+        case = Case(op, *factors, layout, *tokens, lengths, null_index, seed, *more)
+        built.append(replace(case, allow_neg_eigval=doubled))
     return tuple(built)
 
 
@@ -380,6 +384,7 @@ def cases_like(problem: Problem, drafts: Problem | None = None) -> tuple[Case, .
         norm=ACTIVATIONS[0] if "norm" in given else None,
         deterministic="deterministic" in given,
         value_dim=problem.V,
+        allow_neg_eigval="allow_neg_eigval" in given,
         **facts,
     )
     if op == "prefill":

@@ -128,7 +128,8 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
         failures.append(f"tensors: expected {sorted(truth)}, got {sorted(after)}")
     errors = {}
     ran = _backend_of(call, backend)
-    keys = "reflecting" if case.keys == "collinear" and not case.beta_logits else case.keys
+    above_1 = case.allow_neg_eigval or not case.beta_logits
+    keys = "reflecting" if case.keys == "collinear" and above_1 else case.keys
     for name in set(truth) & set(after):
         want, x = truth[name], after[name]
         head_dim = x.ndim - 3 if name in ("state", "checkpoints") else _HEAD_DIM[name]

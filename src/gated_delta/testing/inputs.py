@@ -153,7 +153,7 @@ def _tokens(
             .expand(beta.shape)
             .clone()
         )
-        beta = beta.logit() if case.beta_logits else beta
+        beta = (beta / (1 + case.allow_neg_eigval)).logit() if case.beta_logits else beta
     if H > 1:
         k[:, -1:, 0] = 0  # a row of norm zero
 
@@ -200,6 +200,7 @@ def _tokens(
         scale,
         case.qk_l2norm,
         case.beta_logits,
+        case.allow_neg_eigval,
         cu_seqlens,
     )
 
@@ -357,13 +358,13 @@ def _decode_states(
 def _past_tokens(
     case: Case, states: dict[str, Any], rng: torch.Generator, device: torch.device
 ) -> None:
-    """Rows with a few tokens each, NaN behind them; lens past both ends, in verify the lower."""
+    """Rows with a few tokens each, NaN behind them; lens past the end and, in decode, negative."""
     N, (H, HV), C = len(case.lengths), case.heads, 2 + case.seed % 31
     if case.op == "verify":
         C = max(C, *case.lengths)
     indexed = case.uses("buffer_indices")
     rows = [N - n for n in range(N)] if indexed else list(range(N))
-    lens = [(7 * n + case.seed) % (C + 4) - 1 for n in range(N)]
+    lens = [(7 * n + case.seed) % (C + 4) for n in range(N)]
     if case.op == "verify":
         lens = [min(m, C - length) for m, length in zip(lens, case.lengths, strict=True)]
     buffer = _buffer(case, N + 2, device, room=C)
@@ -380,6 +381,8 @@ def _past_tokens(
         buffer.log_decay[row, :m] = log_decay.to(device)
     if indexed and case.seed % 3 == 0:
         rows[0] = -1  # makes the sequence inactive
+    if case.op == "decode":  # folds even where there is room
+        lens = [~m if (n + case.seed) % 2 else m for n, m in enumerate(lens)]
     states["buffer"] = buffer
     states["buffer_indices"] = _index(rows, case, "buffer_indices", device) if indexed else None
     states["buffer_lens"] = _index(lens, case, "buffer_lens", device)

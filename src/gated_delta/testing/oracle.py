@@ -130,9 +130,11 @@ def buffered_states(
 def buffer_ends(call: Call) -> tuple[list[int], list[int]]:
     """Tokens of each sequence's row that its state lacks, before the call and after it."""
     C = call.states["buffer"].u.shape[1]
-    before = call.states["buffer_lens"].clamp(0, C).tolist()
+    lens = call.states["buffer_lens"].tolist()
+    before = [min(m if m >= 0 else -1 - m, C) for m in lens]
     ends = [m + length for m, length in zip(before, call.case.lengths, strict=True)]
-    return before, [end if end <= C else 0 for end in ends]
+    folds = [end > C or (x < 0 and end > m) for x, m, end in zip(lens, before, ends, strict=True)]
+    return before, [0 if fold else end for end, fold in zip(ends, folds, strict=True)]
 
 
 def buffered_records(call: Call) -> list[list[int]]:
@@ -145,7 +147,7 @@ def buffered_records(call: Call) -> list[list[int]]:
 
 def _behind_a_row(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
     states, N, pool = call.states, len(call.case.lengths), call.states["state"]
-    lens, _ = buffer_ends(call)
+    lens, ends = buffer_ends(call)
     initial = buffered_states(call, pool, [list(range(m)) for m in lens], dtype)
     o, after_all = _outputs(call, dtype), _blank(pool, 1, dtype)
     buffered = _blank(initial.to(pool.dtype), 1, dtype)
@@ -155,7 +157,7 @@ def _behind_a_row(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expe
             continue
         state = _put_paths(call, o, n, initial[n], dtype, plain)
         _put(buffered, (n,), state)
-        if lens[n] + call.case.lengths[n] > states["buffer"].u.shape[1]:
+        if ends[n] < lens[n] + call.case.lengths[n]:
             _put(after_all, (slots[n],), state)
     return {"o": o, "state": after_all, "buffered_state": buffered}
 

@@ -16,6 +16,11 @@ def sigmoid(x):
     return cute.arch.rcp_approx(Float32(1) + cute.math.exp(-x))
 
 
+def beta_of_logit(logit, factor):
+    """factor: beta_factor of arguments.py. Its product with a sigmoid is exact."""
+    return factor.bitcast(Float32) * sigmoid(logit)
+
+
 def log_decay(gate, g, A_log, dt_bias, bound):
     """Natural logarithm of the decay, from raw g: docs/math.md, "Gates". `gate` is compile-time."""
     if gate == "log":

@@ -105,19 +105,16 @@ class History:
 
     # ------------------------------------------------------------ global memory
 
-    def length(self, args, coord):
-        """Tokens that the state lacks."""
-        at = args.ptr.buffer_lens + offset(coord.n, args.stride.buffer_lens_n)
-        count = ptx.load_count(at, args.size.buffer_lens_kind, Int32(0))
-        return cutlass.max(cutlass.min(count, args.size.C), 0)
-
     def row(self, args, coord, length):
         """The sequence's row: it takes `length` more tokens, or is folded."""
         ptr, stride, size = args.ptr, args.stride, args.size
         at = ptr.buffer_indices + offset(coord.n, stride.buffer_indices_n)
         index = ptx.load_index(at, size.buffer_indices_kind, coord.n)
-        first = self.length(args, coord)
-        end = Int32(select_(first + length <= size.C, length, Int32(0)))
+        at = ptr.buffer_lens + offset(coord.n, stride.buffer_lens_n)
+        count = ptx.load_count(at, size.buffer_lens_kind, Int32(0), exact=True)
+        first = cutlass.min(cutlass.max(count, -1 - count), size.C)  # ~m: m tokens, to fold
+        appends = (count >= 0) & (first + length <= size.C)
+        end = Int32(select_(appends, length, Int32(0)))
         return Row(index, first, end, end)
 
     def tokens_at(self, args, coord, row):

@@ -102,27 +102,31 @@ def load_index(address, kind, absent):
     )
 
 
-def load_count(address, kind, absent):
-    """Load an int32 (kind 1) or int64 (kind 2) count as int32, at most 2**31 - 1; keeps its sign.
+def load_count(address, kind, absent, exact=False):
+    """Load an int32 (kind 1) or int64 (kind 2) count as int32, at most 2**31 - 1.
 
-    `absent` where kind is 0.
+    `absent` where kind is 0. A negative count is -1; if exact, itself or -2**31.
     """
+    least = """
+        max.u32 least, low, 2147483648;
+        setp.lt.s32 below, high, -1;
+        selp.b32 high, 2147483648, least, below;"""
     return cute.arch.inline_ptx(
-        """{
-        .reg .pred is_32, is_64, negative, wide;
-        .reg .b32 low, high;
-        setp.eq.s32 is_32, {$r1}, 1;
-        setp.eq.s32 is_64, {$r1}, 2;
-        mov.b32 low, {$r2};
-        @is_32 ld.global.b32 low, [{$r0}];
+        f"""{{
+        .reg .pred is_32, is_64, negative, wide, below;
+        .reg .b32 low, high, least;
+        setp.eq.s32 is_32, {{$r1}}, 1;
+        setp.eq.s32 is_64, {{$r1}}, 2;
+        mov.b32 low, {{$r2}};
+        @is_32 ld.global.b32 low, [{{$r0}}];
         shr.s32 high, low, 31;
-        @is_64 ld.global.v2.b32 {low, high}, [{$r0}];
+        @is_64 ld.global.v2.b32 {{low, high}}, [{{$r0}}];
         setp.lt.s32 negative, high, 0;
-        setp.gt.s32 wide, high, 0;
+        setp.gt.s32 wide, high, 0;{least if exact else ""}
         min.u32 low, low, 2147483647;
         selp.b32 low, 2147483647, low, wide;
-        selp.b32 {$w0}, high, low, negative;
-        }""",
+        selp.b32 {{$w0}}, high, low, negative;
+        }}""",
         write_only_types=[Int32],
         read_only_args=[address, kind, absent],
     )

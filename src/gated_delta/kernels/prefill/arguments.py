@@ -84,7 +84,7 @@ class PrefillSizes(NamedTuple):
     H: int
     HV: int
     qk_head_factor: int
-    beta_logits: int
+    beta_factor: int
     beta_kind: int
     dt_bias_kind: int
     cu_seqlens_kind: int

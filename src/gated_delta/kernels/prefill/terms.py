@@ -78,7 +78,8 @@ def load_beta(args, coord, hv, token, condition, load=ptx.load_scalar):
 
 def activate_beta(args, beta, condition):
     """Beta, from its logits if it comes so; 0 where the condition is false."""
-    beta = ptx.select(args.size.beta_logits != 0, arithmetic.sigmoid(beta), beta)
+    factor = args.size.beta_factor
+    beta = ptx.select(factor != 0, arithmetic.beta_of_logit(beta, factor), beta)
     return ptx.select(condition, beta, Float32(0))
 
 
