@@ -237,11 +237,12 @@ def verify(
     buffer: KVBuffer,
     buffer_indices: Tensor | None = None,
     buffer_lens: Tensor | None = None,
+    parents: Tensor | None = None,
     null_index: int = -1,
     out: Tensor | None = None,
     backend: str = "auto",
 ) -> Tensor:
-    """Process 1..16 draft tokens; `flush` can then accept any prefix of them.
+    """Process 1..16 draft tokens; `flush` can then accept any prefix, or path, of them.
 
     Tokens as for decode. state: [P, HV, V, K], only read. buffer: a KVBuffer for at least T tokens.
     Sequence n fills the whole of row buffer_indices[n] (row n when None); entries past its last
@@ -252,6 +253,11 @@ def verify(
     the row, as for decode with a buffer; the drafts are appended behind them, and nothing else is
     written. A row without room for them is a ValueError on the reference backend; on the kernels
     the sequence is inactive.
+    parents: [N, W] int32 or int64, W at least the longest draft: the drafts are trees. Token t of
+    sequence n follows token parents[n, t] of its draft, an earlier one, and depends on its
+    ancestors alone; -1: it follows the state, or the row's last token. Entries past a draft's end
+    are ignored. Any other index is a ValueError on the reference backend; on the kernels it counts
+    as -1.
 
     Returns o [N, T, HV, V] in v's dtype: decode's outputs, except that a 16-bit state is not
     rounded between tokens.
@@ -261,7 +267,7 @@ def verify(
     return _runner(q)(
         ops.VERIFY,
         q, k, v, g, beta, state, A_log, dt_bias, cu_seqlens, state_indices, buffer_indices,
-        buffer_lens, *_parts(buffer), z, weight, out,
+        buffer_lens, parents, *_parts(buffer), z, weight, out,
         kind, bound, eps, activation, scale, qk_l2norm, beta_logits, allow_neg_eigval,
         null_index, backend,
     )  # fmt: skip
@@ -272,6 +278,7 @@ def flush(
     buffer: KVBuffer,
     num_accepted: int | Tensor,
     *,
+    path: Tensor | None = None,
     state_indices: Tensor | None = None,
     write_indices: Tensor | None = None,
     buffer_indices: Tensor | None = None,
@@ -283,6 +290,11 @@ def flush(
     state: [P, HV, V, K], or [L, P, HV, V, K] with an L-layer buffer: every layer in one call.
     num_accepted: an int32 or int64 tensor [N], read on the device, or an int for all N; clamped to
     the number of buffered tokens. 0 leaves a state bit for bit as it was.
+    path: [N, W] int32 or int64, for drafts that are trees: the accepted tokens of sequence n are
+    tokens path[n, 0], path[n, 1], ... of its row, ascending; num_accepted, then at most W, counts
+    them. Behind `buffer_lens` tokens of the row, 0, 1, ... come first, then the accepted drafts'
+    places. An index outside the row, or not above the one before it, is a ValueError on the
+    reference backend; the kernels skip the one, and fold the other in the order given.
     Sequence n folds row buffer_indices[n] (row n when None) into slot state_indices[n] (slot n when
     None). With write_indices [N] the result goes to slot write_indices[n] instead, also when
     num_accepted is 0. A negative index writes nothing. N is the length of num_accepted and of the
@@ -293,7 +305,7 @@ def flush(
     counts, count = _counts(num_accepted)
     return _runner(state)(
         ops.FLUSH,
-        state, *_parts(buffer), counts, state_indices, write_indices, buffer_indices,
+        state, *_parts(buffer), counts, path, state_indices, write_indices, buffer_indices,
         count, null_index, backend,
     )  # fmt: skip
 

@@ -1,7 +1,7 @@
 """The mathematics, once, and the PyTorch backend: any device, the whole contract.
 
 `step` is the one definition. `recurrent` applies it token by token; in float64 it is the oracle of
-every backend. `pairwise` and `chunk_terms` compute C tokens at once, for prefill and verify.
+every backend. `pairwise` and `chunk_terms` compute C tokens at once, for prefill.
 docs/math.md derives each formula.
 
 Tokens are flattened to [tokens, heads, channels]. A decay is [..., HV, 1] for GDN and [..., HV, K]
@@ -21,12 +21,10 @@ from operator import itemgetter
 from typing import Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from .problem import (
     CHECKPOINT_INTERVAL,
-    MAX_BUFFER,
     MAX_DRAFT,
     Gate,
     GatedNorm,
@@ -838,7 +836,7 @@ def decode_rows(
 
 
 class BufferedRows(NamedTuple):
-    """The slot and the buffer row of each sequence of a call with buffer_lens."""
+    """The slot and the buffer row of each sequence of a verify, or of a decode with a buffer."""
 
     reads: list[int]
     rows: list[int]
@@ -849,6 +847,7 @@ class BufferedRows(NamedTuple):
     active: list[int]
     starts: list[int]
     lengths: list[int]
+    parents: list[list[int]] | None
 
 
 def buffered_rows(
@@ -857,15 +856,18 @@ def buffered_rows(
     state_indices: Tensor | None,
     buffer: KVBuffer,
     buffer_indices: Tensor | None,
-    buffer_lens: Tensor,
+    buffer_lens: Tensor | None,
     null_index: int,
+    parents: Tensor | None = None,
     folds: bool = True,
 ) -> BufferedRows:
     N, (R, C) = tokens.num_sequences, buffer.u.shape[:2]
-    starts, lengths = _draft_spans(tokens)
+    room = dict(buffer=C) if buffer_lens is None else {}
+    room |= {} if parents is None else dict(parents=parents.shape[1])
+    starts, lengths = _draft_spans(tokens, **room)
     reads = _rows("state_indices", state_indices, N, state.shape[0], null_index)
     rows = _rows("buffer_indices", buffer_indices, N, R)
-    given = buffer_lens.tolist()
+    given = [0] * N if buffer_lens is None else buffer_lens.tolist()
     counts = [min(max(m, ~m), C) for m in given]
     appends = [
         length == 0 or (x >= 0 and m + length <= C)
@@ -882,7 +884,15 @@ def buffered_rows(
         )
     _no_conflict("buffer_indices", ((n, rows[n]) for n in active))
     _check_log_decays(tokens, active, starts, lengths)
-    return BufferedRows(reads, rows, counts, appends, active, starts, lengths)
+    tree = None if parents is None else parents.tolist()
+    for n in active:
+        for t, parent in enumerate(tree[n][: lengths[n]] if tree is not None else ()):
+            if not -1 <= parent < t:
+                raise ValueError(
+                    f"parents: expected -1 or the index of an earlier token, got {parent} "
+                    f"for token {t} of sequence {n}"
+                )
+    return BufferedRows(reads, rows, counts, appends, active, starts, lengths, tree)
 
 
 def decode_with_buffer(
@@ -890,6 +900,7 @@ def decode_with_buffer(
     *,
     state: Tensor,
     buffer: KVBuffer,
+    buffer_lens: Tensor | None,
     norm: GatedNorm | None,
     z: Tensor | None,
     out: Tensor,
@@ -898,23 +909,37 @@ def decode_with_buffer(
 ) -> None:
     """The state of a sequence is its slot's and the first tokens of its buffer row.
 
-    folds: decode; False: verify, which refuses a row without room for the tokens.
+    folds: decode; False: verify, which refuses a row without room for the tokens. Without
+    buffer_lens the rows start anew.
     """
-    reads, rows, counts, appends, active, starts, lengths = buffered_rows(
-        tokens, state=state, buffer=buffer, folds=folds, **indices
+    reads, rows, counts, appends, active, starts, lengths, parents = buffered_rows(
+        tokens, state=state, buffer=buffer, buffer_lens=buffer_lens, folds=folds, **indices
     )
     if not active:
         out.zero_()
         return
+    parts = buffer.u, buffer.k, buffer.log_decay
     with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
         x = activate(flatten(tokens), torch.float32)
         slots, places = ([values[n] for n in active] for values in (reads, rows))
-        m = torch.tensor([counts[n] for n in active], device=o.device)
-        now = _fold(state[slots], buffer.u[places], buffer.k[places], buffer.log_decay[places], m)
-        for t in range(max(lengths[n] for n in active)):
+        if buffer_lens is None:
+            now = state[slots].float()
+            for part in parts:  # neutral past the last token, so flush needs no lengths
+                part[places] = 0
+        else:
+            m = torch.tensor([counts[n] for n in active], device=o.device)
+            now = _fold(state[slots], [part[places] for part in parts], m)
+        longest = max(lengths[n] for n in active)
+        # The present states; of trees the roots, then the states after each token.
+        states = now[None]
+        if parents is not None:
+            states = torch.cat([states, now.new_empty(longest, *now.shape)])
+        for t in range(longest):
             live = [i for i, n in enumerate(active) if lengths[n] > t]
             token = [starts[active[i]] + t for i in live]
-            o_t, now[live], u = step_with_u(now[live], Activated(*(y[token] for y in x)))
+            origin = [0 if parents is None else parents[active[i]][t] + 1 for i in live]
+            o_t, after, u = step_with_u(states[origin, live], Activated(*(y[token] for y in x)))
+            states[0 if parents is None else t + 1, live] = after
             o[token] = _finished(o_t, o.dtype, norm, None if z is None else z.flatten(0, 1)[token])
             appended = [j for j, i in enumerate(live) if appends[active[i]]]
             ends = [counts[active[live[j]]] + t for j in appended]
@@ -923,7 +948,7 @@ def decode_with_buffer(
             log_decay = x.log_decay[token][appended]
             buffer.log_decay[at] = log_decay.reshape(buffer.log_decay[at].shape)
         folded = [i for i, n in enumerate(active) if not appends[n]]
-        state[[slots[i] for i in folded]] = rounded(now[folded], state.dtype)
+        state[[slots[i] for i in folded]] = rounded(states[0, folded], state.dtype)
 
 
 def decode(
@@ -1010,88 +1035,21 @@ def _decode_in_order(
             state[:N] = stored.squeeze(1)
 
 
-class VerifyRows(NamedTuple):
-    """The slot that each sequence of a verify reads, and the buffer row that it fills.
-
-    active: the sequences with both.
-    """
-
-    reads: list[int]
-    rows: list[int]
-    active: list[int]
-    starts: list[int]
-    lengths: list[int]
-
-
-def verify_rows(
-    tokens: Tokens,
-    state: Tensor,
-    state_indices: Tensor | None,
-    buffer: KVBuffer,
-    buffer_indices: Tensor | None,
-    null_index: int,
-) -> VerifyRows:
-    N = tokens.num_sequences
-    starts, lengths = _draft_spans(tokens, buffer=buffer.u.shape[1])
-    reads = _rows("state_indices", state_indices, N, state.shape[0], null_index)
-    rows = _rows("buffer_indices", buffer_indices, N, buffer.u.shape[0])
-    active = [n for n in range(N) if reads[n] >= 0 and rows[n] >= 0]
-    _no_conflict("buffer_indices", ((n, rows[n]) for n in active))
-    _check_log_decays(tokens, active, starts, lengths)
-    return VerifyRows(reads, rows, active, starts, lengths)
-
-
-def verify(
-    tokens: Tokens,
-    *,
-    state: Tensor,
-    buffer: KVBuffer,
-    norm: GatedNorm | None,
-    z: Tensor | None,
-    out: Tensor,
-    **indices: Any,
-) -> None:
-    C = buffer.u.shape[1]
-    reads, rows, active, starts, lengths = verify_rows(
-        tokens, state=state, buffer=buffer, **indices
-    )
-    with _exact_fp32(), _output_rows(out, sum(lengths[n] for n in active)) as o:
-        x = activate(flatten(tokens), torch.float32)
-        if len(active) * out.shape[2] == 1:
-            active = active * 2  # torch has another kernel, with other bits, for a batch of one
-        if active:
-            # A row of zeros after the tokens pads every draft to 16: it changes nothing.
-            padded = Activated(*(F.pad(y, (0, 0) * (y.ndim - 1) + (0, 1)) for y in x))
-            length = torch.tensor([lengths[n] for n in active], device=o.device)
-            start = torch.tensor([starts[n] for n in active], device=o.device)
-            position = torch.arange(MAX_DRAFT, device=o.device)
-            valid = position < length[:, None]
-            index = torch.where(valid, start[:, None] + position, x.v.shape[0])
-            x = Activated(*(y[index] for y in padded))
-            values = x.v.transpose(1, 2).contiguous()
-            outputs, u = torch.empty_like(values), torch.empty_like(values.flatten(0, 1))
-            frozen = state[[reads[n] for n in active]].float().flatten(0, 1)
-            chunk_terms(x).outputs(values, frozen, outputs, u, Seen.empty(outputs))
-            written = index[valid]
-            z = None if z is None else z.flatten(0, 1)[written]
-            o[written] = _finished(outputs.transpose(1, 2)[valid], o.dtype, norm, z)
-            # The zeros past a sequence's end go into the buffer too, so flush needs no lengths.
-            target = [rows[n] for n in active]
-            shape = len(target), MAX_DRAFT, *buffer.log_decay.shape[2:]
-            parts = u.view(values.shape).transpose(1, 2), x.k, x.log_decay.reshape(shape)
-            for part, y in zip((buffer.u, buffer.k, buffer.log_decay), parts, strict=True):
-                part[target] = F.pad(y, (0, 0) * (y.ndim - 2) + (0, max(0, C - MAX_DRAFT)))[:, :C]
+def verify(tokens: Tokens, **arguments: Any) -> None:
+    """The arguments of `decode_with_buffer`."""
+    decode_with_buffer(tokens, folds=False, **arguments)
 
 
 class FlushRows(NamedTuple):
     """The slots that each sequence of a flush reads and writes, and the buffer row that it folds.
 
-    active: the sequences with all three.
+    counts: tokens to fold. active: the sequences with both slots and a row.
     """
 
     reads: list[int]
     writes: list[int]
     rows: list[int]
+    counts: list[int]
     active: list[int]
 
 
@@ -1099,13 +1057,14 @@ def flush_rows(
     state: Tensor,
     buffer: KVBuffer,
     num_accepted: int | Tensor,
+    path: Tensor | None,
     state_indices: Tensor | None,
     write_indices: Tensor | None,
     buffer_indices: Tensor | None,
     null_index: int,
 ) -> FlushRows:
-    P = state.shape[-4]
-    N = flush_sequences(num_accepted, state_indices, write_indices, buffer_indices)
+    P, C = state.shape[-4], buffer.u.shape[-3]
+    N = flush_sequences(num_accepted, path, state_indices, write_indices, buffer_indices)
     name, reads = "state_indices", _rows("state_indices", state_indices, N, P, null_index)
     writes = reads
     if write_indices is not None:
@@ -1113,17 +1072,30 @@ def flush_rows(
     rows = _rows("buffer_indices", buffer_indices, N, buffer.u.shape[-4])
     active = [n for n in range(N) if min(reads[n], writes[n], rows[n]) >= 0]
     _no_conflict(name, ((n, writes[n]) for n in active), ((n, reads[n]) for n in active))
-    return FlushRows(reads, writes, rows, active)
+    counts = num_accepted.tolist() if isinstance(num_accepted, Tensor) else [int(num_accepted)] * N
+    most = C if path is None else min(C, path.shape[1])
+    counts = [min(max(count, 0), most) for count in counts]
+    for n in active:
+        accepted = [] if path is None else path[n, : counts[n]].tolist()
+        if any(a >= b for a, b in itertools.pairwise([-1, *accepted, C])):
+            raise ValueError(
+                f"path: expected ascending indices of a row of {C} tokens, got {accepted} "
+                f"at sequence {n}"
+            )
+    return FlushRows(reads, writes, rows, counts, active)
 
 
-def flush(*, state: Tensor, buffer: KVBuffer, num_accepted: int | Tensor, **indices: Any) -> None:
-    reads, writes, rows, active = flush_rows(
-        state=state, buffer=buffer, num_accepted=num_accepted, **indices
+def flush(
+    *,
+    state: Tensor,
+    buffer: KVBuffer,
+    num_accepted: int | Tensor,
+    path: Tensor | None,
+    **indices: Any,
+) -> None:
+    reads, writes, rows, counts, active = flush_rows(
+        state=state, buffer=buffer, num_accepted=num_accepted, path=path, **indices
     )
-    if isinstance(num_accepted, Tensor):
-        counts = num_accepted.tolist()
-    else:
-        counts = [min(int(num_accepted), MAX_BUFFER)] * len(reads)
     changed = [n for n in active if counts[n] > 0 or reads[n] != writes[n]]
     if not changed:
         return
@@ -1133,15 +1105,21 @@ def flush(*, state: Tensor, buffer: KVBuffer, num_accepted: int | Tensor, **indi
         for layer in range(state.shape[0]) if state.ndim == 5 else (None,):
             pool = state if layer is None else state[layer]
             parts = buffer if layer is None else buffer.layer(layer)
-            folded = _fold(pool[read], parts.u[row], parts.k[row], parts.log_decay[row], m)
+            records = [x[row] for x in (parts.u, parts.k, parts.log_decay)]
+            if path is not None:  # entries past num_accepted may be anything
+                at = path[changed].clamp(0, records[0].shape[1] - 1).long()
+                each = torch.arange(len(changed), device=at.device)[:, None]
+                records = [x[each, at] for x in records]
+            folded = _fold(pool[read], records, m)
             pool[write] = rounded(folded, state.dtype)
 
 
-def _fold(state: Tensor, u: Tensor, k: Tensor, log_decay: Tensor, m: Tensor) -> Tensor:
-    """State after the first m buffered tokens.
+def _fold(state: Tensor, records: list[Tensor], m: Tensor) -> Tensor:
+    """State after the first m buffered tokens; records: their u, k and log decays.
 
     S prod_{j<m} decay_j + sum_{i<m} outer(u_i, k_i prod_{i<j<m} decay_j)
     """
+    u, k, log_decay = records
     HV = u.shape[2]
     first = torch.arange(u.shape[1], device=m.device) < m[:, None]
     log_decay = log_decay.reshape(*u.shape[:3], -1).masked_fill(~first[..., None, None], 0)

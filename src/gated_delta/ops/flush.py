@@ -50,6 +50,7 @@ class Arguments(NamedTuple):
     buffer_k: Tensor
     buffer_log_decay: Tensor
     num_accepted: Tensor | None
+    path: Tensor | None
     state_indices: Tensor | None
     write_indices: Tensor | None
     buffer_indices: Tensor | None
@@ -61,7 +62,11 @@ class Arguments(NamedTuple):
     def num_sequences(self) -> int:
         """Sequences of one layer."""
         return flush_sequences(
-            self.num_accepted, self.state_indices, self.write_indices, self.buffer_indices
+            self.num_accepted,
+            self.path,
+            self.state_indices,
+            self.write_indices,
+            self.buffer_indices,
         )
 
 
@@ -80,14 +85,15 @@ class Flush(StateOperation):
         check.index("state_indices", a.state_indices)
         check.index("write_indices", a.write_indices)
         check.index("buffer_indices", a.buffer_indices)
+        check.index("path", a.path, "N W")
         if a.num_accepted is not None:
             check.index("num_accepted", a.num_accepted)
         elif integer("num_accepted", a.accepted_by_all, "an int or an int tensor [N]") < 0:
             raise ValueError(f"num_accepted: expected 0 or more, got {a.accepted_by_all}")
         if "N" not in check.sizes:
             raise ValueError(
-                "num_accepted: expected a tensor [N], or an int with state_indices, write_indices "
-                f"or buffer_indices [N], got {a.accepted_by_all} alone, which names no sequences"
+                "num_accepted: expected a tensor [N], or an int with state_indices, write_indices, "
+                f"buffer_indices or path, got {a.accepted_by_all} alone, which names no sequences"
             )
         check.null_index(a.null_index, a.state_indices, a.write_indices)
         check.one_each("state", "P", a.state_indices)
@@ -145,7 +151,7 @@ class Flush(StateOperation):
 
 def _reference_arguments(a: Arguments) -> dict[str, Any]:
     num_accepted = a.accepted_by_all if a.num_accepted is None else a.num_accepted
-    names = ("state", "state_indices", "write_indices", "buffer_indices", "null_index")
+    names = ("state", "path", "state_indices", "write_indices", "buffer_indices", "null_index")
     return dict(
         buffer=buffer_of(a), num_accepted=num_accepted, **{name: getattr(a, name) for name in names}
     )

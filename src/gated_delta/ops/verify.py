@@ -91,6 +91,7 @@ class Arguments(NamedTuple):
     state_indices: Tensor | None
     buffer_indices: Tensor | None
     buffer_lens: Tensor | None
+    parents: Tensor | None
     buffer_u: Tensor
     buffer_k: Tensor
     buffer_log_decay: Tensor
@@ -125,9 +126,12 @@ class Verify(StateOperation):
         check.null_index(a.null_index, a.state_indices)
         check.buffer_of_tokens(a)
         check.index("buffer_lens", a.buffer_lens)
+        check.index("parents", a.parents, "N W")
         T, C = check.sizes["T"], check.sizes["C"]
         if a.cu_seqlens is None and C < T:
             raise ValueError(f"buffer: expected room for T={T} tokens, got {C}")
+        if a.cu_seqlens is None and (width := check.sizes.get("W", T)) < T:
+            raise ValueError(f"parents: expected [N, W] with W >= T={T}, got W={width}")
         check.norm(a)
         check.out(a)
         check.writes(*self.written(a))
@@ -136,17 +140,10 @@ class Verify(StateOperation):
 
     def run_reference(self, a: Arguments) -> None:
         assert a.out is not None
-        rest = dict(**_states(a), norm=norm_of(a), z=a.z, out=a.out)
-        if a.buffer_lens is None:
-            reference.verify(tokens_of(a), **rest)
-        else:
-            reference.decode_with_buffer(tokens_of(a), **rest, folds=False)
+        reference.verify(tokens_of(a), **_states(a), norm=norm_of(a), z=a.z, out=a.out)
 
     def check_values(self, a: Arguments) -> None:
-        if a.buffer_lens is None:
-            reference.verify_rows(tokens_of(a), **_states(a))
-        else:
-            reference.buffered_rows(tokens_of(a), **_states(a), folds=False)
+        reference.buffered_rows(tokens_of(a), **_states(a), folds=False)
 
     def schedules(self, problem: Problem) -> Table:
         key = problem.axis, state_width(problem), _token_tile(problem)
@@ -210,8 +207,7 @@ def has_history(problem: Problem) -> bool:
 
 
 def _states(a: Arguments) -> dict[str, Any]:
-    names = ["state", "state_indices", "buffer_indices", "null_index"]
-    names += ["buffer_lens"] if a.buffer_lens is not None else []
+    names = ("state", "state_indices", "buffer_indices", "buffer_lens", "null_index", "parents")
     return dict(buffer=buffer_of(a), **{name: getattr(a, name) for name in names})
 
 

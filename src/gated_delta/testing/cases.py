@@ -93,6 +93,11 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
         "packed_buffer": frozenset(
             {"cu_seqlens_i32", "state_indices_i32", "buffer_indices_i64", "buffer_lens_i32"}
         ),
+        "tree": frozenset({"state_indices_i64", "parents_i32"}),
+        "packed_tree": frozenset(
+            {"cu_seqlens_i32", "state_indices_i32", "buffer_indices_i32", "parents_i64"}
+        ),
+        "buffer_tree": frozenset({"state_indices_i32", "buffer_lens_i64", "parents_i64"}),
     },
     "flush": {
         "dense": frozenset({"num_accepted_i32"}),
@@ -100,6 +105,8 @@ LAYOUTS: dict[str, dict[str, frozenset[str]]] = {
         "pool": frozenset({"state_indices_i32", "buffer_indices_i32", "num_accepted_i32"}),
         "write": frozenset({"state_indices_i64", "write_indices_i64", "num_accepted_i64"}),
         "layers": frozenset({"state_indices_i32", "num_accepted_i32", "layers"}),
+        "tree": frozenset({"state_indices_i32", "num_accepted_i64", "path_i32"}),
+        "layers_tree": frozenset({"state_indices_i64", "num_accepted_i32", "path_i64", "layers"}),
     },
 }
 """Layouts of each operation, and their `Problem.options`."""
@@ -167,7 +174,7 @@ class Case:
         """Every problem that the case runs: a verify fills the buffer of a flush."""
         if self.op != "flush" or self.dtype == torch.float32:
             return [self.problem]
-        layout = "dense" if self.layout == "dense" else "pool"
+        layout = {"dense": "dense", **dict.fromkeys(TREES, "tree")}.get(self.layout, "pool")
         return [self.problem, replace(self, op="verify", layout=layout).problem]
 
     @property
@@ -218,6 +225,8 @@ FEW = ((2, 4), (1, 2), (3, 3))
 UNEQUAL_HEADS = (2, 6)
 BUFFERED = ("buffer", "packed_buffer")
 """Layouts in which the states lack tokens of a buffer's rows."""
+TREES = ("tree", "packed_tree", "buffer_tree", "layers_tree")
+"""Layouts whose drafts are trees."""
 
 
 def _crossed() -> Iterator[_Factors]:
@@ -271,15 +280,25 @@ def _buffered(op: str) -> Iterator[tuple[_Factors, str]]:
         yield (axis, D, heads, gate, family, keys, state_dtype), layout
 
 
+def _trees(op: str) -> Iterator[tuple[_Factors, str]]:
+    """verify of trees, and flush of their paths: the factors, the layout."""
+    rng = random.Random(f"{op} trees")
+    layouts = [layout for layout in LAYOUTS[op] if layout in TREES]
+    for axis, D, gate, layout in itertools.product(AXES, DIMS, GATES, layouts):
+        heads, family, keys = rng.choice(FEW), rng.choice((*FAMILIES, MIXED)), rng.choice(KEYS)
+        state_dtype = rng.choice((*STATE_DTYPES, torch.float16))
+        yield (axis, D, heads, gate, family, keys, state_dtype), layout
+
+
 @functools.cache
 def cases(op: str) -> tuple[Case, ...]:
     """Every case of an operation: main factors crossed, the others drawn from the case's seed."""
     built = []
-    layouts = tuple(layout for layout in LAYOUTS[op] if layout not in BUFFERED)
+    layouts = tuple(layout for layout in LAYOUTS[op] if layout not in (*BUFFERED, *TREES))
     listed = [(factors, 0, "") for factors in (*_crossed(), *_half_states(op), *_ranks(op))]
     listed += [(factors, size, "") for factors, size in _sizes(op)]
     listed += [(factors, 0, "") for factors in (*_repeated(op), *_unequal(op))]
-    listed += [(factors, 0, layout) for factors, layout in _buffered(op)]
+    listed += [(factors, 0, layout) for factors, layout in (*_buffered(op), *_trees(op))]
     for seed, (factors, size, given_layout) in enumerate(listed):
         axis, D, heads, gate, family, keys, state_dtype = factors
         rng = random.Random(f"{op}{seed}")
@@ -289,6 +308,8 @@ def cases(op: str) -> tuple[Case, ...]:
             dtype = torch.bfloat16  # outputs would overflow
         tokens = dtype, rng.choice((dtype, torch.float32)), rng.random() < 0.75, rng.random() < 0.5
         lengths = _lengths(op, _uses(LAYOUTS[op][layout], "cu_seqlens"), heads[1], rng)
+        if layout in TREES and "packed" not in layout:
+            lengths = (rng.choice((3, 6, 8, 14, MAX_DRAFT)),) * len(lengths)
         null_index = rng.choice((-1, 0)) if _uses(LAYOUTS[op][layout], "state_indices") else -1
         norm = rng.choice((None, None, *ACTIVATIONS)) if op in ("decode", "verify") else None
         if layout == "packed_buffer":
@@ -315,7 +336,10 @@ def quick_cases(op: str) -> tuple[Case, ...]:
     others = [
         case
         for case in cases(op)
-        if case.state_size or case.keys == REPEATED or case.V != case.D or case.layout in BUFFERED
+        if case.state_size
+        or case.keys == REPEATED
+        or case.V != case.D
+        or case.layout in (*BUFFERED, *TREES)
     ]
     listed = cases(op)[: -len(others)]
     quick = (*listed[:-ranks:QUICK_STRIDE], *listed[-ranks::QUICK_RANK_STRIDE][: len(RANK_HEADS)])
@@ -369,6 +393,9 @@ def cases_like(problem: Problem, drafts: Problem | None = None) -> tuple[Case, .
         return tuple(replace(case, layout=layout, lengths=x, family=y) for x, y in families)
     if op == "decode" and "token_slots" in given:
         case = replace(case, layout="packed_slots" if "cu_seqlens" in given else "token_slots")
+    elif "parents" in given or "path" in given:
+        packed = "packed_tree" if "cu_seqlens" in given else "tree"
+        case = replace(case, layout="buffer_tree" if "buffer_lens" in given else packed)
     elif "buffer_lens" in given:
         case = replace(case, layout="packed_buffer" if "cu_seqlens" in given else "buffer")
     elif op == "decode" and "intermediates" in given:

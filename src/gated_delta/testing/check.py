@@ -14,7 +14,7 @@ from ..problem import CHECKPOINT_INTERVAL, KVBuffer
 from .cases import Case
 from .compare import Error, error, rounding_unit, same_bits, smallest_head, untouched
 from .inputs import Call, make
-from .oracle import buffer_ends, buffered_states, expected
+from .oracle import buffer_ends, buffered_records, buffered_states, expected
 
 _HEAD_DIM = {"o": 2, "final_state": 1, "intermediate_states": 2, "buffered_state": 1}
 
@@ -109,7 +109,7 @@ def run_case(case: Case, backend: str, device: torch.device | str = "cpu") -> Re
     failures = _buffer_failures(call, before)
     if case.uses("buffer_lens"):
         # What later calls see: the slot, and the tokens that it lacks now.
-        seen = buffered_states(call, after["state"], buffer_ends(call)[1], torch.float64)
+        seen = buffered_states(call, after["state"], buffered_records(call), torch.float64)
         after["buffered_state"] = seen.to(case.state_dtype)
         for part, x in vars(call.states["buffer"]).items():
             x.copy_(before[f"buffer.{part}"])

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import random
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,12 +44,26 @@ class Call:
         norm = {} if self.norm is None else dict(norm=self.norm, z=self.z)
         return {**self.tokens[0]._asdict(), **self.states, **norm, "out": self.out}
 
-    def sequence(self, n: int, layer: int = 0) -> Tokens:
-        """Tokens of sequence n alone, [1, T, ...]."""
+    def sequence(self, n: int, layer: int = 0, path: list[int] | None = None) -> Tokens:
+        """Tokens of sequence n alone, [1, T, ...]; of a tree those of a path, in order."""
         t, start, length = self.tokens[layer], self.starts[n], self.case.lengths[n]
         span = slice(start, start + length)
         rows = (slice(0, 1), span) if self.case.packed else (slice(n, n + 1),)
-        return t.map(lambda x: x[rows])._replace(cu_seqlens=None)
+        at = slice(None) if path is None else path
+        return t.map(lambda x: x[rows][:, at])._replace(cu_seqlens=None)
+
+    def paths(self, n: int) -> list[list[int]]:
+        """The tokens of sequence n from its first to each leaf, the last token's path at the end.
+
+        Without parents there is one path.
+        """
+        T = self.case.lengths[n]
+        parents = (self.states | self.verify_states).get("parents")
+        before = list(range(-1, T - 1)) if parents is None else parents[n, :T].tolist()
+        paths: list[list[int]] = []
+        for t, parent in enumerate(before):
+            paths.append([*(paths[parent] if parent >= 0 else ()), t])
+        return [path for t, path in enumerate(paths) if t not in before]
 
 
 def make(case: Case, device: torch.device | str = "cpu") -> Call:
@@ -406,11 +422,33 @@ def _verify_states(
     states["state"] = _pool(case, 2 * N + 1, slots, rng, device)
     if case.uses("buffer_indices"):
         states["buffer_indices"] = _index([N - n for n in range(N)], case, "buffer_indices", device)
+    if case.uses("parents"):
+        states["parents"] = _parents(case, device)
     if case.uses("buffer_lens"):
         _past_tokens(case, states, rng, device)
     else:
         states["buffer"] = _buffer(case, N + 2, device)
     call.states = states
+
+
+TREES: tuple[Callable[[int, random.Random], int], ...] = (
+    lambda t, rng: t // 2 - 1,  # two children each
+    lambda t, rng: t - 1,  # a chain
+    lambda t, rng: -1,  # a star
+    lambda t, rng: t - 1 - (t > 0 and t % 2 == 0),  # a comb: a chain with a leaf at each token
+    lambda t, rng: rng.randrange(-1, t),
+)
+"""Parents of token t, by shape."""
+
+
+def _parents(case: Case, device: torch.device) -> Tensor:
+    """A tree of another shape for each sequence; past a draft's end any number."""
+    rng, W = random.Random(case.seed), max(case.lengths) + case.seed % 3
+    rows = [rng.choices((-(2**31), -2, 7, 2**31 - 1), k=W) for _ in case.lengths]
+    for n, length in enumerate(case.lengths):
+        parent = TREES[(case.seed + n) % len(TREES)]
+        rows[n][:length] = [parent(t, rng) for t in range(length)]
+    return _index(rows, case, "parents", device)
 
 
 def _flush_states(
@@ -437,7 +475,15 @@ def _flush_states(
     counts = [(case.seed + n) % (T + 2) for n in range(N)]  # from 0 to one past the end
     states["num_accepted"] = _index(counts, case, "num_accepted", device) if counted else counts[0]
     states["buffer"] = _buffer(case, N + 2, device, layers)
-    call.states = states
     call.verify_states = {
         name: states[name] for name in ("state_indices", "buffer_indices", "null_index")
     }
+    if case.uses("path"):
+        call.verify_states["parents"] = _parents(case, device)
+        accepted = [call.paths(n)[case.seed % len(call.paths(n))] for n in range(N)]
+        paths = [path + [T + 9] * (T - len(path)) for path in accepted]
+        states["path"] = _index(paths, case, "path", device)
+        lengths = [len(path) + (len(path) == T) for path in accepted]  # one past the end
+        counts = [(case.seed + n) % (m + 1) for n, m in enumerate(lengths)]
+        states["num_accepted"] = _index(counts, case, "num_accepted", device)
+    call.states = states

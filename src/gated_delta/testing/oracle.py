@@ -108,16 +108,18 @@ def _prefill(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]
     return result
 
 
-def buffered_states(call: Call, state: Tensor, ends: list[int], dtype: torch.dtype) -> Tensor:
-    """Per sequence, its slot of `state` and the first ends[n] tokens of its buffer row."""
+def buffered_states(
+    call: Call, state: Tensor, records: list[list[int]], dtype: torch.dtype
+) -> Tensor:
+    """Per sequence, its slot of `state` and these tokens of its buffer row, in order."""
     buffer, (H, HV), N = call.states["buffer"], call.case.heads, len(call.case.lengths)
     slots, rows = (_rows(call.states[f"{name}_indices"], N) for name in ("state", "buffer"))
     result = torch.zeros(N, *state.shape[1:], dtype=dtype, device=state.device)
-    for n, (slot, row, end) in enumerate(zip(slots, rows, ends, strict=True)):
+    for n, (slot, row) in enumerate(zip(slots, rows, strict=True)):
         if slot <= call.case.null_index or row < 0:
             continue
         now = state[slot].to(dtype)
-        for i in range(end):
+        for i in records[n]:
             u, k, log_decay = (x[row, i].to(dtype) for x in vars(buffer).values())
             k = k.repeat_interleave(HV // H, 0)
             now = now * log_decay.exp().view(HV, 1, -1) + u[:, :, None] * k[:, None, :]
@@ -135,24 +137,43 @@ def buffer_ends(call: Call) -> tuple[list[int], list[int]]:
     return before, [0 if fold else end for end, fold in zip(ends, folds, strict=True)]
 
 
+def buffered_records(call: Call) -> list[list[int]]:
+    """The tokens of each sequence's row that its state lacks after the call; of trees one path."""
+    return [
+        [*range(m), *(m + t for path in call.paths(n)[-1:] for t in path)] if end else []
+        for n, (m, end) in enumerate(zip(*buffer_ends(call), strict=True))
+    ]
+
+
 def _behind_a_row(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
     states, N, pool = call.states, len(call.case.lengths), call.states["state"]
     lens, ends = buffer_ends(call)
-    initial = buffered_states(call, pool, lens, dtype)
+    initial = buffered_states(call, pool, [list(range(m)) for m in lens], dtype)
     o, after_all = _outputs(call, dtype), _blank(pool, 1, dtype)
     buffered = _blank(initial.to(pool.dtype), 1, dtype)
     slots, rows = _rows(states["state_indices"], N), _rows(states["buffer_indices"], N)
     for n in range(N):
         if slots[n] <= call.case.null_index or rows[n] < 0:
             continue
-        state = initial[n]
-        for t, (o_t, after) in enumerate(recurrent(call.sequence(n), state, dtype)):
-            _put_output(call, o, n, t, o_t, plain)
-            state = after
+        state = _put_paths(call, o, n, initial[n], dtype, plain)
         _put(buffered, (n,), state)
         if ends[n] < lens[n] + call.case.lengths[n]:
             _put(after_all, (slots[n],), state)
     return {"o": o, "state": after_all, "buffered_state": buffered}
+
+
+def _put_paths(
+    call: Call, o: Expected, n: int, initial: Tensor, dtype: torch.dtype, plain: bool
+) -> Tensor:
+    """Outputs of sequence n along each path from its first token; the state after the last one."""
+    state = initial
+    for path in call.paths(n):
+        state = initial
+        tokens = recurrent(call.sequence(n, path=path), initial, dtype)
+        for t, (o_t, after) in zip(path, tokens, strict=True):
+            _put_output(call, o, n, t, o_t, plain)
+            state = after
+    return state
 
 
 def _decode(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
@@ -196,9 +217,7 @@ def _verify(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
     slots, rows = _rows(states["state_indices"], N), _rows(states["buffer_indices"], N)
     for n in range(N):
         if slots[n] > call.case.null_index and rows[n] >= 0:
-            state = states["state"][slots[n]]
-            for t, (o_t, _) in enumerate(recurrent(call.sequence(n), state, dtype)):
-                _put_output(call, o, n, t, o_t, plain)
+            _put_paths(call, o, n, states["state"][slots[n]], dtype, plain)
     return {"o": o, "state": _blank(states["state"], 1, dtype)}
 
 
@@ -208,14 +227,15 @@ def _flush(call: Call, dtype: torch.dtype, plain: bool) -> dict[str, Expected]:
     result = _blank(states["state"], 2 if layered else 1, dtype)
     reads = _rows(states["state_indices"], N)
     writes = reads if states["write_indices"] is None else states["write_indices"].tolist()
-    counts = states["num_accepted"]
+    counts, path = states["num_accepted"], states.get("path")
     for layer, n in ((layer, n) for layer in range(len(call.tokens)) for n in range(N)):
         m = int(counts[n]) if isinstance(counts, Tensor) else counts
         if min(reads[n], writes[n]) <= call.case.null_index or (m == 0 and reads[n] == writes[n]):
             continue
         state = (states["state"][layer] if layered else states["state"])[reads[n]].to(dtype)
-        for t, (_, after) in enumerate(recurrent(call.sequence(n, layer), state, dtype)):
-            if t < m:
-                state = after
+        accepted = range(call.case.lengths[n]) if path is None else path[n].tolist()
+        tokens = call.sequence(n, layer, list(accepted[:m]))
+        for _, after in recurrent(tokens, state, dtype):
+            state = after
         _put(result, (layer, writes[n]) if layered else (writes[n],), state)
     return {"state": result}
