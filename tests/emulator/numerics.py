@@ -114,6 +114,11 @@ def count_ones(x):
     return np.unpackbits(x.view(U1).reshape(32, 4), axis=1).sum(1).astype(U4)
 
 
+def highest_bit(x):
+    """Index of the highest set bit; -1, as unsigned, for 0."""
+    return (np.frexp(x.astype(F8))[1] - 1).astype(U4)
+
+
 def permute(a, b, selector):
     """prmt: each byte of the result is one of the operands' eight bytes, or its sign."""
     pool, result = np.stack([a, b], -1).view(U1), np.zeros(32, U4)

@@ -58,6 +58,7 @@ ARITHMETIC = {
     "xor": "{0} ^ {1}",
     "not": "~{0}",
     "popc": "count_ones({0})",
+    "bfind": "highest_bit({0})",
     "prmt": "permute({0}, {1}, {2})",
     "neg": "-{0}",
     "abs": "np.abs({0})",

@@ -76,6 +76,7 @@ VerifyStrides = strides_type(
     state_indices="n",
     buffer_indices="n",
     buffer_lens="n",
+    parents="nt",
     **NORM_STRIDES,
 )
 FlushStrides = strides_type(
@@ -84,6 +85,7 @@ FlushStrides = strides_type(
     **BUFFER_STRIDES,
     buffer_log_decay="rthc",
     num_accepted="n",
+    path="nt",
     state_indices="n",
     write_indices="n",
     buffer_indices="n",
@@ -187,6 +189,7 @@ class VerifyPointers(NamedTuple):
     state_indices: int
     buffer_indices: int
     buffer_lens: int
+    parents: int  # [N, W]
     buffer_u: int
     buffer_k: int
     buffer_log_decay: int
@@ -217,6 +220,9 @@ class VerifySizes(NamedTuple):
     state_indices_kind: int
     buffer_indices_kind: int
     buffer_lens_kind: int
+    parents_kind: int
+    parents_width: int
+    """W of parents [N, W]."""
     prefetch_sequences: int
     keep_in_l2: int
     norm_weight_kind: int
@@ -232,6 +238,7 @@ class FlushPointers(NamedTuple):
     buffer_k: int  # [L, B, C, H, K]
     buffer_log_decay: int  # [L, B, C, HV], KDA [L, B, C, HV, K]
     num_accepted: int  # [N]
+    path: int  # [N, W]
     state_indices: int  # [N]
     write_indices: int  # [N]
     buffer_indices: int  # [N]
@@ -254,6 +261,9 @@ class FlushSizes(NamedTuple):
     num_accepted_all: int
     """Tokens to fold into each state if num_accepted is not a tensor."""
     num_accepted_kind: int
+    path_kind: int
+    path_width: int
+    """W of path [N, W]."""
     state_indices_kind: int
     write_indices_kind: int
     buffer_indices_kind: int

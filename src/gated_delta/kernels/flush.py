@@ -4,6 +4,9 @@ docs/kernels/verify.md.
     S_m = S_0 prod_{j<m} decay_j + sum_{i<m} outer(u_i, k_i prod_{i<j<m} decay_j)
     m = num_accepted, read on the device
 
+With `path` lane t of each warp holds token t's place in the buffer's row; a place outside it counts
+as no token.
+
 CTA: `tile` V rows of one value head of one sequence of one layer, `rows` rows per thread, in
 decode's lane mapping.
 
@@ -23,11 +26,13 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import Float32, Int32, Int64, Uint32
+from cutlass.cute.arch import shuffle_sync
+from cutlass.cutlass_dsl import select_
 
 from .arguments import FlushPointers, FlushSizes, FlushStrides, lanes_per_row, tile_rows
 from .device import levels, ptx
 from .device.args import offset, qk_head, typed
-from .device.recurrent import MAX_GRID, StateRows, shared_tensor, thread_channels
+from .device.recurrent import MAX_GRID, StateRows, shared_tensor, thread_channels, without
 
 Pointers, Strides, Sizes = (
     typed(FlushPointers, Int64),
@@ -40,9 +45,9 @@ UNROLL = 2  # tokens folded per iteration; zeros pad an odd count
 
 
 class Args(NamedTuple):
-    ptr: Pointers
-    stride: Strides
-    size: Sizes
+    ptr: NamedTuple
+    stride: NamedTuple
+    size: NamedTuple
 
 
 class Coord(NamedTuple):
@@ -66,15 +71,20 @@ class Flush:
 
     arguments = (Pointers, Strides, Sizes)
 
-    def __init__(self, K: int, V: int, state_dtype: str, rows: int, threads: int):
+    def __init__(
+        self, K: int, V: int, state_dtype: str, rows: int, threads: int, path: bool = False
+    ):
         self.state = StateRows(K, state_dtype, rows * 32 // lanes_per_row(K), layers=True)
         self.K, self.padded_K, self.rows, self.threads = K, self.state.padded_K, rows, threads
         self.tile = tile_rows(K, rows, threads)
         self.tiles = V // self.tile
+        self.path = path
         self.record = self.padded_K + self.tile  # fp32 numbers per token in shared memory
 
     @cute.jit
     def __call__(self, ptr: Pointers, stride: Strides, size: Sizes, stream):
+        if cutlass.const_expr(not self.path):
+            ptr, stride, size = (without(x, "path") for x in (ptr, stride, size))
         self.kernel(ptr, stride, size).launch(
             grid=(
                 self.tiles * size.HV,
@@ -88,7 +98,7 @@ class Flush:
         )
 
     @cute.kernel
-    def kernel(self, ptr: Pointers, stride: Strides, size: Sizes):
+    def kernel(self, ptr, stride, size):
         args, coord = Args(ptr, stride, size), self.coord(size)
         if coord.n < size.prefetch_sequences:
             self.state.prefetch(args, coord)
@@ -137,12 +147,13 @@ class Flush:
             & ((count > 0) | (read != write))
         )
 
+        place = self.load_place(args, coord) if self.path else None
         state_at = self.state.address(args, coord, read, coord.first_row)
         rows = self.state.load(state_at, coord, self.state.policy(size.keep_in_l2), active)
         if active:
             shared = cute.arch.get_dyn_smem(Float32, 16)
             records = shared + self.padded_K
-            self.stage_tokens(shared, records, args, coord, row, count)
+            self.stage_tokens(shared, records, args, coord, row, count, place)
             cute.arch.sync_threads()
             # Not earlier: the next kernel's CTAs would start among these and load the SMs unevenly.
             ptx.launch_next_kernel()
@@ -179,7 +190,7 @@ class Flush:
     # ------------------------------------------------------------ tokens
 
     @cute.jit
-    def stage_tokens(self, shared, records, args, coord, row, count):
+    def stage_tokens(self, shared, records, args, coord, row, count, place):
         """Write k_restored and u of the accepted tokens, last to first, and all decays' product."""
         ptr, stride, size = args.ptr, args.stride, args.size
         h = qk_head(coord.hv, size.qk_head_factor)
@@ -203,7 +214,7 @@ class Flush:
             + offset(coord.hv, stride.buffer_u_h)
         )
         u_at += coord.tile * (self.tile * 4)
-        at = (k_at, decay_at, u_at)
+        at = (k_at, decay_at, u_at, place)
         channels = thread_channels(coord, self.padded_K, self.threads)
         # Per channel, the product of the decays after the current token.
         rDecay = cute.make_rmem_tensor((len(channels),), Float32)
@@ -228,9 +239,9 @@ class Flush:
         Returns (k per channel, log decays per channel, elements of u). All loads are in flight at
         once. Tokens that are not accepted load as zeros, which leave the state unchanged.
         """
-        k_at, decay_at, u_at = at
-        ts = [last - j for j in range(tokens)]
-        accepted = [Uint32(t) < Uint32(count) for t in ts]  # a negative t is a large unsigned one
+        k_at, decay_at, u_at, place = at
+        tokens_of_row = [self.token(last - j, count, place) for j in range(tokens)]
+        ts, accepted = zip(*tokens_of_row, strict=True)
         ks, log_decays, us = [], [], []
         for channel in channels:
             inside = accepted
@@ -247,9 +258,27 @@ class Flush:
             log_decays.append(load_each(addresses, inside))
         for first in range(0, tokens * self.tile, self.threads):
             t, v = self.element(coord, first, last)
-            inside = (Uint32(t) < Uint32(count)) & (t > last - tokens)
+            in_part = t > last - tokens
+            t, inside = self.token(t, count, place)
+            inside = inside & in_part
             us.append(ptx.load(Float32, u_at + offset(t, stride.buffer_u_t) + v * 4, inside))
         return ks, log_decays, us
+
+    def load_place(self, args, coord):
+        """The place in the row of the token of the lane's index; -1 for one outside it."""
+        t, size = coord.thread % 32, args.size
+        at = args.ptr.path + offset(coord.n, args.stride.path_n) + offset(t, args.stride.path_t)
+        kind = Int32(select_(t < size.path_width, size.path_kind, Int32(0)))
+        place = ptx.load_count(at, kind, Int32(-1))
+        return Int32(select_(place < size.C, place, Int32(-1)))
+
+    def token(self, t, count, place):
+        """(place of token t in the row, whether it is accepted)."""
+        accepted = Uint32(t) < Uint32(count)  # a negative t is a large unsigned one
+        if place is None:
+            return t, accepted
+        t = shuffle_sync(place, offset=t & 31)
+        return t, accepted & (t >= 0)
 
     def element(self, coord, first, last):
         """(token, V row) of this thread's element of u [tokens from `last` backwards, tile]."""

@@ -49,7 +49,7 @@ from typing import NamedTuple
 import cutlass
 import cutlass.cute as cute
 from cutlass import BFloat16, Float32, Int32, Int64, Uint32
-from cutlass.cute.arch import shuffle_sync
+from cutlass.cute.arch import shuffle_sync, shuffle_sync_up
 from cutlass.cutlass_dsl import select_
 
 from .arguments import ABSENT, VerifyPointers, VerifySizes, VerifyStrides
@@ -76,6 +76,7 @@ from .device.recurrent import (
     without,
     z_address,
 )
+from .device.tree import ROOT, Tree, parent_of
 
 Pointers, Strides, Sizes = (
     typed(VerifyPointers, Int64),
@@ -132,6 +133,7 @@ class Verify:
         mma_pairs: bool = False,
         norm: bool = False,
         history: bool = False,
+        tree: bool = False,
     ):
         self.state = StateRows(K, state_dtype, rows)
         # k b_t leaves the range of fp16, so fp16 states use bf16 operands.
@@ -172,7 +174,9 @@ class Verify:
         self.pair_words = 2 * self.pair_row * self.pair_row
         # The CTA's Akk and Aqk follow the warps' copies.
         self.cta_pairs = self.pair_offset + (0 if self.lane_pairs else self.warps * self.pair_words)
-        self.scalars_offset = self.cta_pairs + (self.pair_words if self.channel else 0)
+        self.paths_offset = self.cta_pairs + (self.pair_words if self.channel else 0)
+        path_words = 0 if self.channel else token_tile * self.pair_row
+        self.scalars_offset = self.paths_offset + path_words
         self.norm_offset = -(-(self.scalars_offset + 2 * token_tile) // 4) * 4
         self.norm = RowNorm(V, self.tokens.dtype, token_tile) if norm else None
         self.shared = (
@@ -180,10 +184,12 @@ class Verify:
             if self.norm
             else self.scalars_offset + 2 * token_tile
         )
+        self.tree = Tree(self.state, token_tile) if tree else None
         self.history = None
         if history:
             more = state_dtype, axis, threads, token_tile, self.tile
-            self.history, self.shared = History(self.state, *more), -(-self.shared // 4) * 4
+            self.history = History(self.state, *more, tree=self.tree)
+            self.shared = -(-self.shared // 4) * 4
         # Where registers limit occupancy, v (mma_pairs) and z are prefetched into L2 and loaded in
         # the mainloop, before k_block late_k_block: with a norm the last, when most of the state's
         # registers are free.
@@ -208,6 +214,8 @@ class Verify:
     ):
         if cutlass.const_expr(self.norm is None):
             ptr, stride, size = (without(x, *NORM) for x in (ptr, stride, size))
+        if cutlass.const_expr(self.tree is None):
+            ptr, stride, size = (without(x, "parents") for x in (ptr, stride, size))
         words = self.shared
         if cutlass.const_expr(self.history is None):
             names = "buffer_lens", "buffer_rows", "folds"
@@ -277,6 +285,7 @@ class Verify:
 
         qk = self.tokens.load_qk(args, coord, start, coord.thread // self.lanes, length)
         gates = self.load_gates(args, coord, start, length)
+        parent = self.tree.load_parent(args, coord, length) if self.tree else None
         if cutlass.const_expr(self.history is not None):
             active = active & ((size.folds != 0) | (row.end == length))
             history = cute.arch.get_dyn_smem(Float32, 16) + self.shared
@@ -298,22 +307,23 @@ class Verify:
         if active:
             shared = cute.arch.get_dyn_smem(Float32, 16)
             self.stage_qk(shared, args, coord, start, length, row, qk)
-            self.stage_gates(shared, args, coord, start, length, row, gates, past)
+            path = self.tree.path(coord, parent) if self.tree else None
+            self.stage_gates(shared, args, coord, start, length, row, gates, past, path)
             if cutlass.const_expr(self.history is not None):
                 cute.arch.cp_async_wait_group(0)
             cute.arch.sync_threads()
             if cutlass.const_expr(self.history is not None):
-                self.stage_history(shared, args, coord, row, length, past)
+                self.stage_history(shared, args, coord, row, length, past, path)
             pairs_at = None
             if cutlass.const_expr(self.mma_pairs):
                 pairs_at = Int32(self.warp_pairs(coord))
                 if ptx.sync_threads_or(self.stage_decayed_qk(shared, coord, length)):
                     pairs_at = Int32(self.cta_pairs)
-                    self.stage_pairs(shared, coord, length)
+                    self.stage_pairs(shared, coord, length, path)
                     cute.arch.sync_threads()
             elif cutlass.const_expr(self.lane_pairs):
                 self.stage_decayed_qk(shared, coord, length)
-                self.stage_pairs(shared, coord, length)
+                self.stage_pairs(shared, coord, length, path)
                 cute.arch.sync_threads()
             late = self.mainloop(
                 shared,
@@ -336,7 +346,7 @@ class Verify:
                 cute.arch.sync_warp()
             v, z = merge(early, late)
             at = o_at + offset(coord.o_row, stride.o_c) + offset(start, stride.o_t)
-            o, us = self.substitute(shared, args, coord, length, row, pairs_at, v, at)
+            o, us = self.substitute(shared, args, coord, length, row, pairs_at, v, at, path)
             if cutlass.const_expr(self.history is not None):
                 self.fold(shared, args, coord, read, row, length, us)
             if cutlass.const_expr(self.norm is not None):
@@ -522,7 +532,7 @@ class Verify:
         ]
 
     @cute.jit
-    def stage_gates(self, shared, args, coord, start, length, row, gates, past):
+    def stage_gates(self, shared, args, coord, start, length, row, gates, past, path):
         """Write beta and decays to shared memory, log decays and then zeros to the buffer."""
         beta, g = gates
         stride, size = args.stride, args.size
@@ -532,17 +542,18 @@ class Verify:
             t = coord.thread % 32
             from_logit = arithmetic.beta_of_logit(beta, size.beta_factor)
             beta = ptx.select(size.beta_factor != 0, from_logit, beta)
-            decay = Float32(0)
+            cumulative = Float32(0)
             if cutlass.const_expr(not self.channel):
                 log_decay = self.tokens.log_decay(args, *g[0])
                 decay = cute.math.exp(log_decay)
+                cumulative = self.stage_paths(shared, coord, length, decay, path)
                 at = buffer_at + offset(t, stride.buffer_log_decay_t)
                 inside = (coord.tile == 0) & (t < row.filled)
                 ptx.store_if(Float32, at, ptx.select(t < length, log_decay, Float32(0)), inside)
             if t < length:
                 scalars = shared_tensor(shared + self.scalars_offset + 2 * t, 2)
                 scalars[0] = beta
-                scalars[1] = decay
+                scalars[1] = cumulative
         if cutlass.const_expr(self.channel):
             for i in cutlass.range_constexpr(len(g)):
                 self.stage_channel(
@@ -556,10 +567,44 @@ class Verify:
                     i,
                     g[i],
                     past,
+                    path,
                 )
 
     @cute.jit
-    def stage_channel(self, shared, args, coord, start, length, row, buffer_at, i, gate, past):
+    def stage_paths(self, shared, coord, length, decay, path):
+        """GDN: write the products of the decays behind each ancestor of the lane's token.
+
+        Returns b_t, the product of all.
+        """
+        t = coord.thread % 32
+        paths = shared_tensor(shared + self.paths_offset, self.token_tile * self.pair_row)
+        rProduct = cute.make_rmem_tensor((1,), Float32)
+        rProduct[0] = Float32(1)
+        if cutlass.const_expr(self.tree is None):
+            for behind in cutlass.range(self.token_tile, unroll=4):
+                inside = (t >= behind) & (t < length)
+                if inside:
+                    paths[t * (self.pair_row + 1) - behind] = rProduct[0]
+                later = shuffle_sync_up(decay, offset=behind)
+                rProduct[0] = rProduct[0] * ptx.select(inside, later, Float32(1))
+        else:
+            parent, rToken = parent_of(t, path), cute.make_rmem_tensor((1,), Int32)
+            rToken[0] = Int32(select_(t < length, t, Int32(ROOT)))
+            while cute.arch.vote_any_sync(rToken[0] >= 0):
+                i, source = rToken[0], cutlass.max(rToken[0], 0)
+                if i >= 0:
+                    paths[t * self.pair_row + i] = rProduct[0]
+                later = shuffle_sync(decay, offset=source)
+                rProduct[0] = rProduct[0] * ptx.select(i >= 0, later, Float32(1))
+                rToken[0] = shuffle_sync(parent, offset=source)
+                if i < 0:
+                    rToken[0] = i
+        return rProduct[0]
+
+    @cute.jit
+    def stage_channel(
+        self, shared, args, coord, start, length, row, buffer_at, i, gate, past, path
+    ):
         """KDA: write a channel's decays and b_t, token by token; a padded channel's are 1."""
         gs, parameters = gate
         channel, stride = thread_channels(coord, self.padded_K, self.threads)[i], args.stride
@@ -570,6 +615,7 @@ class Verify:
                 rCumulative[0] = self.history.stage_channel_decays(
                     shared + self.shared, args, coord, row, i, past[i]
                 )
+            root = rCumulative[0]
             self.store_decays(
                 shared,
                 args,
@@ -581,6 +627,8 @@ class Verify:
                 gs,
                 parameters,
                 rCumulative,
+                root,
+                path,
             )
             if cutlass.const_expr(self.token_tile > LOADS):
                 for t0 in cutlass.range(LOADS, length, LOADS, unroll=1):
@@ -596,6 +644,8 @@ class Verify:
                         more,
                         parameters,
                         rCumulative,
+                        root,
+                        path,
                     )
             if coord.tile == 0 and channel < self.K:
                 for t in cutlass.range(row.end, row.filled, unroll=1):
@@ -607,18 +657,34 @@ class Verify:
 
     @cute.jit
     def store_decays(
-        self, shared, args, coord, t0, row, buffer_at, channel, gs, parameters, rCumulative
+        self,
+        shared,
+        args,
+        coord,
+        t0,
+        row,
+        buffer_at,
+        channel,
+        gs,
+        parameters,
+        rCumulative,
+        root,
+        path,
     ):
         for j in cutlass.range_constexpr(len(gs)):
             t = t0 + j
             log_decay = self.tokens.log_decay(args, gs[j], parameters)
             decay = ptx.select(channel < self.K, cute.math.exp(log_decay), Float32(1))
-            rCumulative[0] = rCumulative[0] * decay
             position = self.state.position(channel) + t * self.padded_K
             decays = shared_tensor(shared + self.decay_offset, self.token_tile * self.padded_K)
             cumulative = shared_tensor(
                 shared + self.cumulative_offset, self.token_tile * self.padded_K
             )
+            if cutlass.const_expr(self.tree is not None):
+                parent = parent_of(t, shuffle_sync(path, offset=t))
+                at = self.state.position(channel) + cutlass.max(parent, 0) * self.padded_K
+                rCumulative[0] = ptx.select(parent >= 0, cumulative[at], root)
+            rCumulative[0] = rCumulative[0] * decay
             decays[position] = decay
             cumulative[position] = rCumulative[0]
             inside = (t < row.end) & (coord.tile == 0) & (channel < self.K)
@@ -632,7 +698,7 @@ class Verify:
     # ------------------------------------------------------------ the row's earlier tokens
 
     @cute.jit
-    def stage_history(self, shared, args, coord, row, length, past):
+    def stage_history(self, shared, args, coord, row, length, past, path):
         """Write k_restored and the pairs."""
         history, later = shared + self.shared, None
         if cutlass.const_expr(not self.channel):
@@ -646,6 +712,7 @@ class Verify:
             row,
             length,
             later,
+            path,
         )
 
     @cute.jit
@@ -662,21 +729,28 @@ class Verify:
         if self.channel:
             decays_at = shared + self.decay_offset
             return lambda t: self.state.load_shared(decays_at + t * self.padded_K, coord)
-        scalars_at = shared + self.scalars_offset
-        return lambda t: [shared_tensor(scalars_at + 2 * t, 2)[1]] * 8
+        # A token's own decay is the product behind its parent, of the first token b_t.
+        parents_at, first_at = self.paths_offset - 1, self.scalars_offset + 1
+
+        def decays_of(t):
+            at = Int32(select_(t > 0, parents_at + t * (self.pair_row + 1), Int32(first_at)))
+            return [shared_tensor(shared + at, 1)[0]] * 8
+
+        return decays_of
 
     # ------------------------------------------------------------ KDA: Akk and Aqk
 
     @cute.jit
-    def stage_pairs(self, shared, coord, length):
+    def stage_pairs(self, shared, coord, length, path):
         """Akk[t, i] and Aqk[t, i], i <= t, on CUDA cores: k_t k_i and q_t k_i with decays between.
 
-        Each group of lanes has a token i and decays k_i from one t to the next. docs/math.md,
-        "Pairs".
+        Each group of lanes has a token i and decays k_i from one t to the next; of trees, from i or
+        the last t to its descendant t. docs/math.md, "Pairs".
         """
         # Tokens t per iteration. With mma_pairs registers are few and this path is rare.
         count = 1 if self.mma_pairs else min(4, self.token_tile)
         rK = cute.make_rmem_tensor((8,), Float32)
+        rToken = cute.make_rmem_tensor((1,), Int32)
         for first in cutlass.range(
             (coord.thread // 32) * self.state.warp_groups, length, self.groups, unroll=1
         ):
@@ -684,19 +758,22 @@ class Verify:
             k = self.state.load_shared(shared + 2 * i * self.padded_K, coord)
             for c in cutlass.range_constexpr(8):
                 rK[c] = k[c]
+            rToken[0] = i
             # t starts at a multiple of `count`, the same for all groups of the warp, so that they
             # loop equally often.
             begin = first // count * count
-            if cutlass.const_expr(count > 1):
+            if cutlass.const_expr(self.tree is not None):
+                self.store_tree_pairs(shared, coord, i, begin, length, count, rK, rToken, path)
+            elif cutlass.const_expr(count > 1):
                 self.store_pairs(shared, coord, i, begin, count, rK, True)
                 begin += count
-            for t0 in cutlass.range(begin, length, count, unroll=1):
-                self.store_pairs(shared, coord, i, t0, count, rK, count == 1)
+            if cutlass.const_expr(self.tree is None):
+                for t0 in cutlass.range(begin, length, count, unroll=1):
+                    self.store_pairs(shared, coord, i, t0, count, rK, count == 1)
 
     @cute.jit
     def store_pairs(self, shared, coord, i, t0, count, rK, masked):
         """Akk and Aqk of token i and `count` tokens t from t0 on; masked: some t may be <= i."""
-        lanes_per_sum = self.lanes // (2 * count)
         products = []
         for j in cutlass.range_constexpr(count):
             t = t0 + j
@@ -706,13 +783,53 @@ class Verify:
                 if cutlass.const_expr(masked):
                     decay = ptx.select(t > i, decay, Float32(1))
                 rK[c] = rK[c] * decay
-            k_i = [rK[c] for c in range(8)]
-            for kq in cutlass.range_constexpr(2):
-                products.append(
-                    arithmetic.dot(
-                        self.state.load_shared(shared + (2 * t + kq) * self.padded_K, coord), k_i
-                    )
-                )
+            products += self.kq_products(shared, coord, t, rK)
+        self.store_sums(shared, coord, i, t0, products)
+
+    @cute.jit
+    def store_tree_pairs(self, shared, coord, i, begin, length, count, rK, rToken, path):
+        """Akk and Aqk of token i and the tokens t on whose path it is."""
+        token = coord.thread % 32
+        descend, of_warp = Int32(0), Int32(0)
+        for group in cutlass.range_constexpr(self.state.warp_groups):
+            other = i - token // self.lanes + group
+            on_path = (token < length) & ((path >> other & 1) != 0)
+            ballot = Int32(cute.arch.vote_ballot_sync(on_path))
+            descend = Int32(select_(token // self.lanes == group, ballot, descend))
+            of_warp = of_warp | ballot
+        begun = shuffle_sync(path, offset=i)
+        for t0 in cutlass.range(begin, length, count, unroll=1):
+            if (of_warp >> t0 & (1 << count) - 1) != 0:
+                rProducts = cute.make_rmem_tensor((2 * count,), Float32)
+                rProducts.fill(0.0)
+                for j in cutlass.range_constexpr(count):
+                    t = t0 + j
+                    path_of_t = shuffle_sync(path, offset=t)
+                    if (descend >> t & 1) != 0:
+                        k_at, decays_at = shared + 2 * i * self.padded_K, shared + self.decay_offset
+                        self.tree.decay_to(
+                            rK, rToken, (k_at,), coord, decays_at, t, path_of_t, begun
+                        )
+                        products = self.kq_products(shared, coord, t, rK)
+                        for kq in cutlass.range_constexpr(2):
+                            rProducts[2 * j + kq] = products[kq]
+                sums = [rProducts[x] for x in range(2 * count)]
+                self.store_sums(shared, coord, i, t0, sums)
+
+    def kq_products(self, shared, coord, t, rK):
+        """The lane's part of k_t and q_t times rK."""
+        return [
+            arithmetic.dot(
+                self.state.load_shared(shared + (2 * t + kq) * self.padded_K, coord),
+                [rK[c] for c in range(8)],
+            )
+            for kq in range(2)
+        ]
+
+    @cute.jit
+    def store_sums(self, shared, coord, i, t0, products):
+        """Add up the lanes' parts, k's and q's for each token t from t0 on, and write them."""
+        lanes_per_sum = self.lanes // len(products)
         product = arithmetic.sum_rows(products, self.lanes, coord.lane)
         if coord.lane % lanes_per_sum == 0:
             t, kq = t0 + coord.lane // lanes_per_sum // 2, coord.lane // lanes_per_sum % 2
@@ -827,16 +944,19 @@ class Verify:
             at = self.skq_at(coord, t) + 2 * (8 * row + 2 * coord.quad_lane)
             self.store_vector(Float32, shared, at, [s_k0, s_q0, s_k1, s_q1], inside)
         for earlier, accumulators in enumerate(pairs):
-            akk_aqk = total(accumulators)
-            for kq in range(2):
-                at = (
-                    self.warp_pairs(coord)
-                    + (2 * t + kq) * self.pair_row
-                    + 8 * earlier
-                    + 2 * coord.quad_lane
-                )
-                in_tile = inside & (2 * coord.quad_lane < self.token_tile)
-                self.store_vector(Float32, shared, at, akk_aqk[2 * kq : 2 * kq + 2], in_tile)
+            i = 8 * earlier + 2 * coord.quad_lane
+            in_tile = inside & (2 * coord.quad_lane < self.token_tile)
+            self.store_akk_aqk(shared, coord, t, i, total(accumulators), in_tile)
+
+    def store_akk_aqk(self, shared, coord, t, i, akk_aqk, condition):
+        """Write Akk and Aqk of tokens i and i + 1; GDN: times the decays behind them up to t."""
+        if not self.channel:
+            at = Int32(select_(condition, t * self.pair_row + i, Int32(0)))
+            decays = self.vector(Float32, shared, self.paths_offset + at, 2)
+            akk_aqk = [x * decays[j % 2] for j, x in enumerate(akk_aqk)]
+        for kq in range(2):
+            at = self.warp_pairs(coord) + (2 * t + kq) * self.pair_row + i
+            self.store_vector(Float32, shared, at, akk_aqk[2 * kq : 2 * kq + 2], condition)
 
     def warp_pairs(self, coord):
         """Offset of the warp's Akk and Aqk; a copy per warp saves a barrier."""
@@ -895,38 +1015,36 @@ class Verify:
         return entries[:count]
 
     @cute.jit
-    def substitute(self, shared, args, coord, length, row, pairs_at, v, o_at):
+    def substitute(self, shared, args, coord, length, row, pairs_at, v, o_at, path):
         """u and o of the lane's V row, by forward substitution; with a norm returns rounded o.
 
             u_t = beta_t (v_t - S k_t b_t - sum_{i<t} Akk[t, i] u_i)
             o_t = S q_t b_t + sum_{i<=t} Aqk[t, i] u_i
 
-        GDN's decays are in neither S k, S q nor Akk, Aqk: here b_t multiplies S k and S q, and each
-        token's decay multiplies the earlier u_i.
+        Here b_t multiplies GDN's S k and S q. Of trees i runs over t's ancestors alone: NaN in
+        another branch does not matter.
         """
         fma = cute.math.fma
         stride = args.stride
         u_at = buffer_u_address(args, coord, row) + coord.o_row * 4
-        us, outputs, cumulative, corrections = [], [], Float32(1), []
+        us, outputs, path_of_t = [], [], None
         for t in cutlass.range_constexpr(self.token_tile):
-            beta, decay = [
+            beta, cumulative = [
                 shared_tensor(shared + self.scalars_offset + 2 * t, 2)[i] for i in range(2)
             ]
             skq = self.products(shared, coord, t)
             s_k, s_q = skq[0], skq[1]
             if cutlass.const_expr(not self.channel):
-                cumulative = cumulative * decay
-                s_k, s_q, us = s_k * cumulative, s_q * cumulative, [x * decay for x in us]
+                s_k, s_q = s_k * cumulative, s_q * cumulative
+            if cutlass.const_expr(self.tree is not None):
+                path_of_t = shuffle_sync(path, offset=t)
             residual = v[t] - s_k
-            for a, u_i in zip(self.load_pairs(shared, coord, pairs_at, t, 0, t), us, strict=True):
-                residual = fma(-a, u_i, residual)
-            u = ptx.select(t < length, residual * beta, Float32(0))
-            us, corrections = [*us, u], [*corrections, u]
+            for i, a in enumerate(self.load_pairs(shared, coord, pairs_at, t, 0, t)):
+                residual = add_if_on(path_of_t, i, fma(-a, us[i], residual), residual)
+            us = [*us, ptx.select(t < length, residual * beta, Float32(0))]
             o = s_q
-            for a, u_i in zip(
-                self.load_pairs(shared, coord, pairs_at, t, 1, t + 1), us, strict=True
-            ):
-                o = fma(a, u_i, o)
+            for i, a in enumerate(self.load_pairs(shared, coord, pairs_at, t, 1, t + 1)):
+                o = add_if_on(path_of_t if i < t else None, i, fma(a, us[i], o), o)
             if cutlass.const_expr(self.norm is None):
                 ptx.store_if(
                     self.tokens.dtype,
@@ -937,12 +1055,15 @@ class Verify:
             else:
                 outputs.append(before_norm(o, self.tokens.dtype))
             ptx.store_if(
-                Float32, u_at + offset(t, stride.buffer_u_t), u, coord.stores_o & (t < row.filled)
+                Float32,
+                u_at + offset(t, stride.buffer_u_t),
+                us[t],
+                coord.stores_o & (t < row.filled),
             )
         if coord.stores_o:
             for t in cutlass.range(self.token_tile, row.filled, unroll=1):
                 ptx.store(Float32, u_at + offset(t, stride.buffer_u_t), Float32(0))
-        return outputs, corrections
+        return outputs, us
 
     def store_o(self, args, coord, length, o_at, o):
         for t, x in enumerate(o):
@@ -1027,6 +1148,11 @@ class RowNorm:
 def merge(early, late):
     """Element by element, `early`, or `late` where early is None."""
     return [y if x is None else x for x, y in zip(early, late, strict=True)]
+
+
+def add_if_on(path, i, added, x):
+    """`added` if token i is on the path, else x; without a path all tokens are."""
+    return added if path is None else ptx.select((path & (1 << i)) != 0, added, x)
 
 
 def total(accumulators):

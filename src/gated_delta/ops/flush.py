@@ -138,6 +138,7 @@ class Flush(StateOperation):
     def variant(self, problem: Problem, schedule: Schedule) -> compile.Variant:
         facts = problem.facts("K", "V", "state_dtype")
         facts |= dict(rows=schedule.rows, threads=schedule.threads)
+        facts |= {} if problem.options.isdisjoint(("path_i32", "path_i64")) else dict(path=True)
         return compile.Variant("flush", tuple(facts.items()))
 
     def shipped(
@@ -182,6 +183,7 @@ class FlushLaunch(Launch):
                 P=a.state.shape[-4],
                 null_index=null_index(a),
                 C=C,
+                path_width=0 if a.path is None else a.path.shape[1],
                 num_accepted_all=min(int(a.accepted_by_all or 0), C),
                 prefetch_sequences=N if layers * N * HV <= PREFETCH_HEADS else 0,
                 keep_in_l2=int(plan.schedule.keep_in_l2),

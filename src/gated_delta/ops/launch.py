@@ -498,7 +498,6 @@ class StateOperation(Operation):
             "a buffer whose rows of k (decode: of u, too) start at multiples of 16 bytes": (
                 "unaligned_buffer" in options
             ),
-            "drafts that are chains": any(x.startswith(("parents", "path")) for x in options),
         }
 
     def plan(self, problem: Problem, sequences: int, tokens: int, *, gpu: Gpu = H200) -> Plan:

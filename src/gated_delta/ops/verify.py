@@ -186,6 +186,7 @@ class Verify(StateOperation):
         facts |= dict(mma_pairs=True) if mma_pairs else {}
         facts |= dict(norm=True) if "norm" in problem.options else {}
         facts |= dict(history=True) if has_history(problem) else {}
+        facts |= dict(tree=True) if _has_tree(problem) else {}
         return compile.Variant("verify", tuple(facts.items()))
 
     def shipped(
@@ -204,6 +205,10 @@ class Verify(StateOperation):
 def has_history(problem: Problem) -> bool:
     """Whether the states of a call lack the tokens of a buffer's rows."""
     return not problem.options.isdisjoint(("buffer_lens_i32", "buffer_lens_i64"))
+
+
+def _has_tree(problem: Problem) -> bool:
+    return not problem.options.isdisjoint(("parents_i32", "parents_i64"))
 
 
 def _states(a: Arguments) -> dict[str, Any]:
@@ -225,6 +230,7 @@ def shared_of_buffered(facts: Mapping[str, Any], C: int) -> int:
     operand, pairs = -(-t // 8) * -(-row_bytes // 64) * 256, 2 * max(t, 4) ** 2
     words = t * padded_K * (4 if channel else 2) + operand * (2 + mma) + 2 * t
     words += warps * t * (2 * facts["rows"] + 16) + pairs * (channel + warps * (mma or not channel))
+    words += 0 if channel else t * max(t, 4)
     words = -(-words // 4) * 4
     if facts.get("norm"):
         words += t * -(-facts["V"] // 64) * 4
@@ -253,6 +259,7 @@ class VerifyLaunch(TokensLaunch):
         aligned = () if "unaligned_qk" in problem.options else ("q", "k")
         more = ("buffer_u",) if history else ()
         self.vectors = (*aligned, "state", "buffer_k", *more)
+        parents = getattr(a, "parents", None)  # decode has none
         longest = problem.T
         assert longest is not None
         self.strides = self.strides_of(VerifyStrides, problem, a)
@@ -264,5 +271,6 @@ class VerifyLaunch(TokensLaunch):
                 buffer_rows=a.buffer_u.shape[0],
                 C=a.buffer_u.shape[1],
                 folds=int(problem.op == "decode"),
+                parents_width=0 if parents is None else parents.shape[1],
             )
         )

@@ -26,6 +26,7 @@ from cutlass.cutlass_dsl import select_
 from . import arithmetic, ptx
 from .args import offset, qk_head
 from .recurrent import StateRows, shared_tensor, thread_channels
+from .tree import ROOT, Tree
 
 BLOCK = 16  # tokens whose log decays are in flight, and whose pairs are multiplied at once
 UNROLL = 4  # tokens whose u are multiplied at once
@@ -58,7 +59,9 @@ class History:
         threads: int,
         token_tile: int,
         tile: int,
+        tree: Tree | None = None,
     ):
+        self.tree = tree
         self.state, self.channel = state, axis == "channel"
         self.threads, self.token_tile, self.tile = threads, token_tile, tile
         self.lanes, self.padded_K = state.lanes, state.padded_K
@@ -266,13 +269,14 @@ class History:
         return cute.math.exp(ptx.select(lane < 31, after, Float32(0)))
 
     @cute.jit
-    def stage(self, shared, token_at, decays_at, args, coord, row, length, later):
+    def stage(self, shared, token_at, decays_at, args, coord, row, length, later, path=None):
         """Write k_restored and the pairs with the call's tokens, one token per group and round.
 
         token_at: (t) -> addresses of k and q in shared memory; KDA: decays [t, padded_K] at
-        decays_at.
+        decays_at. path: device/tree.py, for drafts that are trees.
         """
         rK = cute.make_rmem_tensor((8,), Float32)
+        rToken = cute.make_rmem_tensor((1,), Int32)
         warp_first = coord.thread // 32 * self.state.warp_groups
         for first in cutlass.range(warp_first, round_up(row.first), self.groups, unroll=1):
             token = first + coord.thread % 32 // self.lanes
@@ -284,10 +288,18 @@ class History:
                 decays = [shuffle_sync(later, offset=cutlass.min(token, 31))] * 8
             for c in cutlass.range_constexpr(8):
                 rK[c] = ptx.select(inside, k[c] * decays[c], Float32(0))
+            rToken[0] = Int32(ROOT)
             if inside & (row.end < length):  # to fold
                 self.state.store_shared(self.k(shared, token), coord, [rK[c] for c in range(8)])
             for t in cutlass.range(length, unroll=1):
-                if cutlass.const_expr(self.channel):
+                if cutlass.const_expr(self.channel and self.tree is not None):
+                    path_of_t = shuffle_sync(path, offset=t)
+                    if inside:
+                        start_at = self.k(shared, token), self.later(shared, args, token)
+                        self.tree.decay_to(
+                            rK, rToken, start_at, coord, decays_at, t, path_of_t, Int32(0)
+                        )
+                elif cutlass.const_expr(self.channel):
                     decay = self.state.load_shared(decays_at + t * self.padded_K, coord)
                     for c in cutlass.range_constexpr(8):
                         rK[c] = rK[c] * decay[c]

@@ -1,0 +1,79 @@
+"""Drafts that are trees, for verify.
+
+The path of a token is a word with a bit for the token and for each of its ancestors. Lane t of each
+warp holds the path of token t.
+"""
+
+import cutlass
+import cutlass.cute as cute
+from cutlass import Float32, Int32, Uint32
+from cutlass.cute.arch import shuffle_sync
+from cutlass.cutlass_dsl import select_
+
+from . import ptx
+from .args import offset
+from .recurrent import StateRows
+
+ROOT = -1
+
+
+def parent_of(t, path):
+    """Index of the parent of token t, the highest bit below its own; ROOT without one."""
+    return Int32(cute.arch.bfind(Uint32(path ^ (Int32(1) << t))))
+
+
+class Tree:
+    """For drafts of up to `tokens` tokens; `state` and `coord` as in verify.py."""
+
+    def __init__(self, state: StateRows, tokens: int):
+        self.state, self.tokens = state, tokens
+
+    def load_parent(self, args, coord, length):
+        """The parent of the lane's token; ROOT for an index that names no earlier token."""
+        t, size = coord.thread % 32, args.size
+        at = (
+            args.ptr.parents
+            + offset(coord.n, args.stride.parents_n)
+            + offset(t, args.stride.parents_t)
+        )
+        kind = Int32(
+            select_(t < cutlass.min(length, size.parents_width), size.parents_kind, Int32(0))
+        )
+        parent = ptx.load_count(at, kind, Int32(ROOT))
+        return Int32(select_((parent >= 0) & (parent < t), parent, Int32(ROOT)))
+
+    def path(self, coord, parent):
+        """The path of the lane's token: it doubles in each step."""
+        at, path, reach = parent, Int32(1) << coord.thread % 32, 1
+        while reach < self.tokens:
+            other, after = (shuffle_sync(x, offset=cutlass.max(at, 0)) for x in (path, at))
+            path = Int32(select_(at >= 0, path | other, path))
+            at = Int32(select_(at >= 0, after, at))
+            reach *= 2
+        return path
+
+    @cute.jit
+    def decay_to(self, rX, rToken, start_at, coord, decays_at, t, path, begun):
+        """Decay 8 channels of a token, rX, to its descendant t.
+
+        rToken: the token that they are decayed to. If it is not t's parent, they start anew from
+        the product of the shared rows at start_at, which is decayed to the end of the path `begun`.
+        path: of t.
+        """
+        rPath = cute.make_rmem_tensor((1,), Int32)
+        rPath[0] = path & (Int32(1) << t)
+        if rToken[0] != parent_of(t, path):
+            for c in cutlass.range_constexpr(8):
+                rX[c] = Float32(1)
+            for at in start_at:
+                for c, x in enumerate(self.state.load_shared(at, coord)):
+                    rX[c] = rX[c] * x
+            rPath[0] = path & ~begun
+        rToken[0] = t
+        while rPath[0] != 0:
+            decays = self.state.load_shared(
+                decays_at + Int32(ptx.lowest_bit(rPath[0])) * self.state.padded_K, coord
+            )
+            for c in cutlass.range_constexpr(8):
+                rX[c] = rX[c] * decays[c]
+            rPath[0] = rPath[0] & (rPath[0] - 1)
