@@ -988,15 +988,16 @@ def test_bad_gates_norms_and_buffers(make_gate, error, text):
 
 @pytest.mark.parametrize("dtype", [i32, i64], ids=str)
 def test_advance_updates_lens_in_place(dtype):
-    """As decode does: lens clamped to 0..3, rows that overflow empty afterwards."""
-    rows, lens = buffer(t=3), ints(0, 2, 3, -5, 9, torch.iinfo(dtype).max, dtype=dtype)
+    """As decode does: lens of at most 3; rows that overflow, and negative ones, are empty."""
+    rows, lens = buffer(t=3), ints(0, 2, 3, ~1, 9, torch.iinfo(dtype).max, dtype=dtype)
     rows.advance(lens)
-    assert lens.tolist() == [1, 3, 0, 1, 0, 0]
-    rows.advance(lens, ints(2, 0, 4, 3, 3, 0, dtype=i64))
-    assert lens.tolist() == [3, 3, 0, 0, 3, 0]
+    assert lens.tolist() == [1, 3, 0, 0, 0, 0]
+    lens[-2:] = ints(~1, torch.iinfo(dtype).min, dtype=dtype)
+    rows.advance(lens, ints(2, 0, 4, 3, 0, 1, dtype=i64))
+    assert lens.tolist() == [3, 3, 0, 3, 1, 0]
     assert lens.dtype == dtype
     buffer(t=3, layers=2).advance(lens, 1)
-    assert lens.tolist() == [0, 0, 1, 1, 0, 1]
+    assert lens.tolist() == [0, 0, 1, 0, 2, 1]
 
 
 def test_buffer_shapes_and_layer_views():
