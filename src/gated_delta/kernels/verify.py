@@ -580,7 +580,9 @@ class Verify:
         rProduct = cute.make_rmem_tensor((1,), Float32)
         rProduct[0] = Float32(1)
         if cutlass.const_expr(self.tree is None):
-            for behind in cutlass.range(self.token_tile, unroll=4):
+            # With a norm registers are few.
+            unroll = 4 if self.norm else self.token_tile
+            for behind in cutlass.range(self.token_tile, unroll=unroll):
                 inside = (t >= behind) & (t < length)
                 if inside:
                     paths[t * (self.pair_row + 1) - behind] = rProduct[0]
