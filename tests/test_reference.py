@@ -443,7 +443,7 @@ def test_flush_of_no_tokens_copies_the_state_bit_for_bit():
 
 
 def test_two_rounds_with_one_flush_equal_two_with_one_each(axis):
-    """docs/speculative_decoding.md: behind the first round's accepted tokens, or repeating them."""
+    """Behind the first round's accepted tokens, or repeating them."""
     T, accepted = 3, torch.tensor([[1, 3], [2, 0]])  # first round, second round
     first, second = (tokens(t=T, axis=axis, seed=seed) for seed in (5, 6))
     apart, outputs, small = pool(), [], buffer(t=T, axis=axis)
