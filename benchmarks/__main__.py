@@ -24,16 +24,19 @@ from . import layers
 from . import serve as serving
 from . import states8 as eight_bits
 from . import tokens as answers
-from .cells import BUFFERED, CELLS, PREFILL_TP, by_label
+from .cells import BUFFERED, CELLS, PREFILL_TP, TREES, by_label
 from .measure import Runner, environment, run_facts
 from .peers import LEVELS, OWN, PEERS, Prepare
 from .plot import draw
 from .record import RESULTS, Record, merged, read, summary
 
 TABLES = CELLS | dict(
-    layer=layers.CELLS, prefill_tp=by_label(PREFILL_TP), buffer=by_label(BUFFERED)
+    layer=layers.CELLS,
+    prefill_tp=by_label(PREFILL_TP),
+    buffer=by_label(BUFFERED),
+    trees=by_label(TREES),
 )
-KNOWN = PEERS | dict(layer=layers.PEERS, prefill_tp=PEERS["prefill"])
+KNOWN = PEERS | dict(layer=layers.PEERS, prefill_tp=PEERS["prefill"], trees={})
 Op = Enum(
     "Op",
     {
@@ -43,6 +46,7 @@ Op = Enum(
         "speculate": "speculate",
         "layer": "layer",
         "buffer": "buffer",
+        "trees": "trees",
     },
     type=str,
 )
@@ -64,7 +68,8 @@ def measure(
         Op,
         typer.Argument(
             help="speculate: verify and flush; layer: decode, its convolution and norm; "
-            "prefill_tp: prefill, heads under tensor parallelism; buffer: decode with a buffer."
+            "prefill_tp: prefill, heads under tensor parallelism; buffer: decode with a buffer; "
+            "trees: verify of trees of drafts."
         ),
     ],
     file: Annotated[

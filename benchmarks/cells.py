@@ -428,6 +428,32 @@ def verify_alone(cell: Cell, device: torch.device, seed: int) -> SimpleNamespace
     return SimpleNamespace(ours=lambda backend: b.parts(backend)["verify"])
 
 
+def tree(model: str, heads: Heads, dtype: torch.dtype, B: int) -> Cell:
+    """verify of trees of 14 drafts, two children each; the part is verify of a chain of 14."""
+    T, states = 14, state_bytes(heads, dtype, B)
+    buffer = kv_buffer(model, heads, T, B).nbytes
+    moved = states + B * T * token_bytes(model, heads) + buffer
+    sets = sets_within(min(MOST_CHAINS, COLD_STATES / states), 3 * states + 2 * buffer)
+    names = (f"{model.upper()} {SHORT[dtype]}", kind(model, heads, dtype), f"B={B}")
+    facts = dict(memory_ratio=T * states / buffer)
+    more: dict[str, Any] = dict(facts=facts, compared=False)
+    return Cell(*names, model, heads, dtype, (T,) * B, moved, sets, tree_cases, trees, **more)
+
+
+def tree_cases(cell: Cell) -> list[Case]:
+    return [cell.check("verify", "tree")]
+
+
+def trees(cell: Cell, device: torch.device, seed: int) -> SimpleNamespace:
+    chain = verify_alone(cell, device, seed).ours
+    parents = torch.arange(cell.T, dtype=torch.int32, device=device) // 2 - 1
+    given = parents.expand(cell.sequences, -1).contiguous()
+    return SimpleNamespace(
+        ours=lambda backend: partial(chain(backend), parents=given),
+        parts=lambda backend: {"chain": chain(backend)},
+    )
+
+
 def flushed_alone(
     num_accepted: Tensor, cell: Cell, device: torch.device, seed: int
 ) -> SimpleNamespace:
@@ -456,6 +482,8 @@ BUFFERED = [
     buffered(*x, B) for x, B in itertools.product(KINDS, (1, 8, 64, 256)) if x[1] != (64, 64)
 ]
 """`measure buffer`."""
+TREES = [tree(*x, B) for x, B in itertools.product(KINDS, (1, 8, 64)) if x[1] != (64, 64)]
+"""`measure trees`."""
 SPECULATE = [
     *(speculation(*x, T, B) for x, T, B in itertools.product(KINDS, (2, 3, 4, 6), POWERS[:8])),
     *(speculation(*x, T, 64, "verify") for x, T in itertools.product(KINDS, (2, 4, 8, 16))),

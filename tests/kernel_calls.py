@@ -279,6 +279,14 @@ def verify_packed(axis):
     return call, dict(N=2, T=5, total=9, C=5)
 
 
+@named((i32,), (i64,))
+def verify_of_trees(dtype, axis):
+    """In a table that is wider than the drafts and not dense."""
+    call = tokens(axis=axis) | dict(state=pool(), buffer=buffer(axis=axis))
+    parents = torch.arange(-1, 2 * T).expand(N, -1).to(dtype)[:, ::2]
+    return call | dict(parents=parents), dict(N=N, T=T, parents_width=T + 1)
+
+
 @named(("dense",), ("single",), ("packed",))
 def decode_with_a_norm(form, axis, op="decode"):
     lead = dict(dense=(N, T), single=(1, T), packed=(1, 9))[form]
@@ -312,6 +320,13 @@ def flush_layers_by_a_tensor(counts_dtype, slots_dtype, axis):
         buffer_indices=spaced_indices([1, 3, 5], slots_dtype),
     )
     return call, dict(layers=2, N=N, P=P, C=4)
+
+
+@named((i32,), (i64,))
+def flush_of_a_path(dtype, axis):
+    path = torch.arange(2 * T, dtype=dtype).expand(N, -1)[:, ::2]
+    call = dict(state=pool(), buffer=buffer(N, 5, axis), num_accepted=2, path=path)
+    return call, dict(N=N, C=5, path_width=T)
 
 
 @named()

@@ -693,6 +693,16 @@ def test_a_decode_with_a_buffer_is_timed_beside_a_bare_one(runner):
     assert b.buffer_lens.tolist() == [*range(17), 0]  # one in RING + 1 folds
 
 
+def test_a_tree_is_timed_beside_a_chain(runner):
+    cell = small(cells.tree("kda", (2, 2), BF16, 2))
+    record = runner({}).measure(cell)
+    assert (record["us"], record["parts"]) == (4.0, {"chain": 3.75})
+    b = cells.trees(cell, CPU, 0)
+    o = b.ours("reference")()
+    assert torch.equal(o[:, :1], b.parts("reference")["chain"]()[:, :1])
+    assert not torch.equal(o[:, 2], b.parts("reference")["chain"]()[:, 2])
+
+
 @pytest.mark.parametrize("op", CELLS)
 def test_results_have_one_form_and_one_cell_a_line(runner, op):
     file = record.RESULTS / f"{op}.json"

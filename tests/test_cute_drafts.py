@@ -10,6 +10,8 @@ import torch
 import gated_delta as gd
 from gated_delta.problem import Tokens
 from gated_delta.reference import recurrent
+from gated_delta.testing import cases, run_case
+from gated_delta.testing.cases import TREES
 from gated_delta.testing.compare import error, rounding_unit
 from gated_delta.testing.oracle import Expected
 from gpu import (
@@ -607,6 +609,45 @@ def test_bits_do_not_depend_on_the_batch(axis, state_dtype, T):
         state = start.clone()
         flush(state, together, accepted[order], state_indices=order, buffer_indices=order)
         same(state[order], alone[order])
+
+
+# -------------------------------------------------------------------------------- trees of drafts
+
+TREE_CASES = [
+    case
+    for op in ("verify", "flush")
+    for case in cases(op)
+    if case.layout in TREES and not case.reference_only
+]
+
+
+@pytest.mark.parametrize("case", TREE_CASES, ids=str)
+def test_cases_of_trees_pass(case):
+    result = run_case(case, "cute", "cuda")
+    assert result.passed, result.failures
+
+
+@pytest.mark.parametrize("T", [2, 4, 8, 14])
+def test_a_tree_has_the_bits_of_its_paths(axis, state_dtype, T):
+    """A chain as parents is the chain; a path's outputs and its flush are those of it alone."""
+    call, start, chain = drafted(64, T, axis=axis, state_dtype=state_dtype)
+    o, again = verify(call, start, chain), buffer_for(call, 64, T)
+    parents = torch.arange(-1, T - 1, device="cuda").expand(64, T)
+    same(verify(call, start, again, parents=parents), o)
+    same_buffers(again, chain)
+    parents = (torch.arange(T, device="cuda").int() // 2 - 1).expand(64, T)
+    path = [T - 1]
+    while (parent := path[0] // 2 - 1) >= 0:
+        path.insert(0, parent)
+    tree, alone = buffer_for(call, 64, T), buffer_for(call, 64, len(path))
+    branches = verify(call, start, tree, parents=parents)
+    mine = {name: x[:, path] if name in PER_TOKEN else x for name, x in call.items()}
+    same(branches[:, path], verify(mine, start, alone))
+    flushed, accepted = start.clone(), start.clone()
+    path = torch.tensor(path, device="cuda").expand(64, -1)
+    flush(flushed, tree, len(path[0]), path=path)
+    flush(accepted, alone, len(path[0]))
+    same(flushed, accepted)
 
 
 # ----------------------------------------------------------------------------------- beyond 32 bits

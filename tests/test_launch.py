@@ -616,6 +616,11 @@ CHECKED = [
     ("verify", dict(state_indices=PAST_THE_END), "IndexError state_indices"),
     ("verify", dict(buffer_indices=PAST_THE_END), "IndexError buffer_indices"),
     ("verify", dict(buffer_indices=REPEATED), "ValueError buffer_indices"),
+    ("verify", dict(parents=torch.full((N, T), 1)), "ValueError parents"),
+    ("verify", dict(parents=torch.arange(-1, T).expand(N, T + 1)), None),
+    ("flush", dict(path=torch.ones(N, T).int(), num_accepted=2), "ValueError path"),
+    ("flush", dict(path=torch.full((N, 1), T), num_accepted=1), "ValueError path"),
+    ("flush", dict(path=torch.arange(T).expand(N, T), num_accepted=T), None),
     ("verify", dict(state_indices=REPEATED), None),  # several sequences may read a slot
     ("flush", dict(state_indices=PAST_THE_END), "IndexError state_indices"),
     ("flush", dict(state_indices=None, buffer_indices=PAST_THE_END), "IndexError buffer_indices"),

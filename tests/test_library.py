@@ -16,6 +16,7 @@ A_LOG = torch.linspace(-1, 1, 4)
 OTHER = gd.KVBuffer(*(torch.ones_like(x) for x in vars(verified()).values()))
 """Its numbers differ from the ones written to it: a schema without the mutation fails."""
 
+CHILDREN = torch.tensor([[-1, 0, 0], [-1, 0, 1]])
 SAMPLES = [
     ("prefill", tokens()),
     ("prefill", tokens() | dict(gate=gd.Gate.softplus(A_LOG), output_final_state=True)),
@@ -67,6 +68,8 @@ SAMPLES = [
     ("decode", tokens() | normed() | dict(state=pool(), state_indices=torch.tensor([3, -1]))),
     ("verify", tokens() | normed(activation="sigmoid") | dict(state=pool(), buffer=verified())),
     ("flush", dict(state=pool(), buffer=verified(), num_accepted=torch.tensor([1, 3]))),
+    ("verify", tokens() | dict(state=pool(), buffer=OTHER, parents=CHILDREN)),
+    ("flush", dict(state=pool(), buffer=verified(), num_accepted=2, path=CHILDREN + 1)),
     (
         "flush",
         dict(state=pool(), buffer=verified(), num_accepted=1, state_indices=torch.tensor([3, 1])),

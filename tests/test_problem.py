@@ -29,6 +29,10 @@ def ints(*values, dtype=i32):
     return torch.tensor(values, dtype=dtype)
 
 
+def trees(*rows):
+    return torch.tensor(rows)
+
+
 def last_dim_strided(*shape):
     return torch.zeros(*shape[:-1], 2 * shape[-1])[..., ::2]
 
@@ -176,6 +180,7 @@ BAD = {
                 dict(buffer=torch.zeros(3)),
                 "buffer: expected a gated_delta.KVBuffer, got torch.Tensor",
             ),
+            (dict(parents=torch.zeros(N, T)), "parents: expected dtype torch.int32 or torch.int64"),
             (dict(buffer=gd.KVBuffer(1, 2, 3)), "buffer.u: expected a torch.Tensor, got int"),
             (
                 dict(buffer=gd.KVBuffer(*(x.bfloat16() for x in vars(buffer()).values()))),
@@ -187,6 +192,7 @@ BAD = {
             (dict(num_accepted=1.0), "num_accepted: expected an int or an int tensor"),
             (dict(num_accepted=True), "num_accepted: expected an int or an int tensor"),
             (dict(num_accepted=torch.ones(N)), "num_accepted: expected dtype"),
+            (dict(path=[[0, 1]]), "path: expected a torch.Tensor, got list"),
         ],
     },
     ValueError: {
@@ -501,6 +507,25 @@ BAD = {
                 "buffer: expected room for the longest sequence, 4 tokens, got 3",
             ),
             (dict(buffer_indices=ints(1, 1)), "buffer_indices: expected at most one sequence"),
+            (dict(parents=ints(-1, 0)), r"parents: expected 2 dimensions \[N, W\], got shape"),
+            (dict(parents=trees([-1] * T)), r"parents: expected shape \[N, W\] = \[2, W\], got"),
+            (dict(parents=trees([-1, 0], [-1, 0])), "parents: expected .* W >= T=3, got W=2"),
+            *(
+                (
+                    dict(parents=trees([-1, 0, 1, 9], [-1, *row, -7])),
+                    "parents: expected -1 or the index of an earlier token, "
+                    f"got {got} for token {t} of sequence 1",
+                )
+                for row, got, t in (
+                    ([1, 0], 1, 1),
+                    ([-2, 0], -2, 1),
+                    ([0, 2**31 - 1], 2**31 - 1, 2),
+                )
+            ),
+            (
+                packed(0, 3) | dict(parents=trees([-1, 0])),
+                "parents: expected room for the longest sequence, 3 tokens, got 2",
+            ),
         ],
         "flush": [
             (dict(buffer=LONG), "buffer: expected room for 1 to 32 tokens, got 33"),
@@ -523,6 +548,15 @@ BAD = {
                 "num_accepted: expected a tensor .* with state_indices.* got 2 alone",
             ),
             (dict(num_accepted=0, buffer=buffer(rows=7)), "num_accepted: expected a tensor"),
+            (dict(path=trees([0, 1])), r"path: expected shape \[N, W\] = \[2, W\], got"),
+            *(
+                (
+                    dict(path=trees([0, 2, -9], [*path, 0])),
+                    f"path: expected ascending indices of a row of 3 tokens, got .{path[0]}, "
+                    f"{path[1]}. at sequence 1",
+                )
+                for path in ((1, 1), (2, 0), (-1, 0), (1, 3))
+            ),
             (
                 dict(num_accepted=ints(1, 2, 3), state_indices=ints(0, 1)),
                 "num_accepted: expected shape",

@@ -443,7 +443,7 @@ def test_flush_of_no_tokens_copies_the_state_bit_for_bit():
 
 
 def test_two_rounds_with_one_flush_equal_two_with_one_each(axis):
-    """docs/speculative_decoding.md: behind the first round's accepted tokens, or repeating them."""
+    """Behind the first round's accepted tokens, or repeating them."""
     T, accepted = 3, torch.tensor([[1, 3], [2, 0]])  # first round, second round
     first, second = (tokens(t=T, axis=axis, seed=seed) for seed in (5, 6))
     apart, outputs, small = pool(), [], buffer(t=T, axis=axis)
@@ -483,6 +483,33 @@ def test_two_rounds_with_one_flush_equal_two_with_one_each(axis):
         gd.verify(**second, **call | dict(buffer=small), buffer_lens=lens)
     gd.flush(num_accepted=lens, **call)
     torch.testing.assert_close(behind, apart, rtol=1e-4, atol=1e-5)
+
+
+def test_trees_are_their_paths_and_chains_are_no_trees(axis):
+    """A path is verified and flushed as it is alone, as a chain. A chain keeps its bits."""
+    parents = torch.tensor([[-1, -1, 0, 0, 1, 3, 9], [-1, 0, -1, 2, 2, 4, -9]])
+    call, state = tokens(t=6, axis=axis), pool(N)
+    rest = dict(state=state, backend="reference")
+    tree = buffer(t=6, axis=axis)
+    o = gd.verify(**call, **rest, buffer=tree, parents=parents)
+    path = torch.tensor([[0, 3, 5, 99], [2, 4, 5, -1]])
+    flushed, alone, chain = pool(N), pool(N), buffer(t=3, axis=axis)
+    rows = torch.arange(N)[:, None], path[:, :3]
+    mine = {name: x[rows] for name, x in call.items()}
+    torch.testing.assert_close(gd.verify(**mine, **rest, buffer=chain), o[rows])
+    for m in (1, 3, 9):
+        counts = torch.tensor([m, 0])
+        # At most W count, and the fourth entry is none.
+        gd.flush(flushed, tree, counts, path=path[:, :3], backend="reference")
+        gd.flush(alone, chain, counts, backend="reference")
+        torch.testing.assert_close(flushed, alone)
+    both = []
+    for options in ({}, dict(parents=torch.arange(-1, 5).expand(N, 6))):
+        parts = buffer(t=6, axis=axis)
+        o = gd.verify(**call, **rest, buffer=parts, **options)
+        both.append((o, *vars(parts).values()))
+    for x, y in zip(*both, strict=True):
+        assert torch.equal(x, y)
 
 
 CHECKPOINT_LENS = [[128, 0, -5], [-1, -1, -1], [0, 0, -(2**40)], [192, 64, 64]]

@@ -23,6 +23,7 @@ from gated_delta.testing.cases import (
     LAYOUTS,
     OPS,
     RANK_HEADS,
+    TREES,
 )
 from gated_delta.testing.compare import Error, error, rounding_unit, smallest_head
 from gated_delta.testing.oracle import Expected
@@ -51,12 +52,12 @@ def test_the_list_crosses_every_main_factor(op):
     }
     factors = (AXES, DIMS, HEADS, GATES, FAMILIES, KEYS)
     assert len(crossed) == math.prod(len(factor) for factor in factors)
-    drawn = [c for c in cases(op) if c.layout not in BUFFERED]
+    drawn = [c for c in cases(op) if c.layout not in (*BUFFERED, *TREES)]
     pairs = {(c.layout, c.gate, c.family) for c in drawn if c.family in FAMILIES}
-    assert len(pairs) == len({*LAYOUTS[op]} - {*BUFFERED}) * len(GATES) * len(FAMILIES)
-    buffered = {(c.axis, c.D, c.gate, c.layout) for c in cases(op) if c.layout in BUFFERED}
-    factors = (AXES, DIMS, GATES, {*LAYOUTS[op]} & {*BUFFERED})
-    assert len(buffered) == math.prod(len(factor) for factor in factors)
+    assert len(pairs) == len({*LAYOUTS[op]} - {*BUFFERED, *TREES}) * len(GATES) * len(FAMILIES)
+    added = {(c.axis, c.D, c.gate, c.layout) for c in {*cases(op)} - {*drawn}}
+    factors = (AXES, DIMS, GATES, {*LAYOUTS[op]} & {*BUFFERED, *TREES})
+    assert len(added) == math.prod(len(factor) for factor in factors)
     assert len({c.label for c in cases(op)}) > 0.9 * len(cases(op))
     ranks = {(c.axis, c.D, c.heads) for c in cases(op) if c.heads in RANK_HEADS}
     assert len(ranks) == len(AXES) * len(DIMS) * len(RANK_HEADS)
@@ -326,6 +327,25 @@ def test_a_wrong_decode_with_a_buffer_fails(monkeypatch, fault):
     broken(monkeypatch, "decode_with_buffer", BUFFER_FAULTS[fault])
     layout = "packed_buffer" if "another" in fault else "buffer"
     assert fails("decode", layout=layout)
+
+
+TREE_FAULTS = {
+    "chains": lambda parents: torch.arange(-1, parents.shape[1] - 1).expand_as(parents),
+    "children of the root": lambda parents: torch.full_like(parents, -1),
+}
+
+
+@pytest.mark.parametrize("fault", TREE_FAULTS)
+@pytest.mark.parametrize("layout", TREES[:3])
+def test_wrong_trees_fail(monkeypatch, layout, fault):
+    broken(monkeypatch, "verify", changed(parents=TREE_FAULTS[fault]))
+    assert fails("verify", layout=layout)
+
+
+def test_a_wrong_path_fails(monkeypatch):
+    prefix = changed(path=lambda path: torch.arange(path.shape[1]).expand_as(path))
+    broken(monkeypatch, "flush", prefix)
+    assert fails("flush", layout="tree")
 
 
 CHECKPOINT_FAULTS = {

@@ -115,7 +115,7 @@ def test_nan_and_dead_branches_stay_apart(axis, dtype, kernels):
         call = drafts(axis, dtype)
         call["g"][:, 3] = decay
         want = verified(call, axis, backend="reference", parents=parents)
-        for name in "qkv":
+        for name in ("q", "k", "v", "g", "beta"):
             call[name][:, 2] = math.nan
         with emulated(kernels):
             got = verified(call, axis, backend="cute", parents=parents)

@@ -12,6 +12,9 @@ With `history` (device/history.py) the state lacks the tokens of a buffer row, w
 S q. The call's tokens follow them in the row. If it is full, decode folds all of them into the
 state; verify skips the sequence.
 
+With `tree` (device/tree.py) a token depends on its ancestors alone. A chain given as a tree has the
+same operations in the same order.
+
 CTA: `tile` V rows of one value head of one sequence, `rows` rows per warp.
 
 Warp roles: every warp loads its rows of the state and multiplies them. All threads load q and k,
@@ -26,7 +29,8 @@ Shared memory, in 32-bit words:
     S k and S q, interleaved, of each warp's rows [warp, token, 2 rows]; with mma_pairs it reuses
         the first line's memory
     Akk and Aqk [token, 2, token]: one copy per warp from tensor cores, one per CTA from CUDA cores
-    beta and GDN's decay [token, 2]
+    GDN: products of the decays behind token i up to t [t, i]
+    beta and GDN's b_t [token, 2]
     history: device/history.py; GDN: k and q in fp32, too, in front, as for KDA
     norm: sum of squares of o over 16 rows [token, V / 16]
 
@@ -581,7 +585,9 @@ class Verify:
         rProduct = cute.make_rmem_tensor((1,), Float32)
         rProduct[0] = Float32(1)
         if cutlass.const_expr(self.tree is None):
-            for behind in cutlass.range(self.token_tile, unroll=4):
+            # With a norm registers are few.
+            unroll = 4 if self.norm else self.token_tile
+            for behind in cutlass.range(self.token_tile, unroll=unroll):
                 inside = (t >= behind) & (t < length)
                 if inside:
                     paths[t * (self.pair_row + 1) - behind] = rProduct[0]
@@ -750,7 +756,6 @@ class Verify:
         # Tokens t per iteration. With mma_pairs registers are few and this path is rare.
         count = 1 if self.mma_pairs else min(4, self.token_tile)
         rK = cute.make_rmem_tensor((8,), Float32)
-        rToken = cute.make_rmem_tensor((1,), Int32)
         for first in cutlass.range(
             (coord.thread // 32) * self.state.warp_groups, length, self.groups, unroll=1
         ):
@@ -758,16 +763,15 @@ class Verify:
             k = self.state.load_shared(shared + 2 * i * self.padded_K, coord)
             for c in cutlass.range_constexpr(8):
                 rK[c] = k[c]
-            rToken[0] = i
             # t starts at a multiple of `count`, the same for all groups of the warp, so that they
             # loop equally often.
             begin = first // count * count
             if cutlass.const_expr(self.tree is not None):
-                self.store_tree_pairs(shared, coord, i, begin, length, count, rK, rToken, path)
-            elif cutlass.const_expr(count > 1):
-                self.store_pairs(shared, coord, i, begin, count, rK, True)
-                begin += count
-            if cutlass.const_expr(self.tree is None):
+                self.store_tree_pairs(shared, coord, first, i, length, count, rK, path)
+            else:
+                if cutlass.const_expr(count > 1):
+                    self.store_pairs(shared, coord, i, begin, count, rK, True)
+                    begin += count
                 for t0 in cutlass.range(begin, length, count, unroll=1):
                     self.store_pairs(shared, coord, i, t0, count, rK, count == 1)
 
@@ -787,25 +791,25 @@ class Verify:
         self.store_sums(shared, coord, i, t0, products)
 
     @cute.jit
-    def store_tree_pairs(self, shared, coord, i, begin, length, count, rK, rToken, path):
-        """Akk and Aqk of token i and the tokens t on whose path it is."""
-        token = coord.thread % 32
-        descend, of_warp = Int32(0), Int32(0)
+    def store_tree_pairs(self, shared, coord, first, i, length, count, rK, path):
+        """Akk and Aqk of token i, `first` or one of the next, and of itself and its descendants."""
+        token, descendants, of_warp = coord.thread % 32, Int32(0), Int32(0)
         for group in cutlass.range_constexpr(self.state.warp_groups):
-            other = i - token // self.lanes + group
-            on_path = (token < length) & ((path >> other & 1) != 0)
-            ballot = Int32(cute.arch.vote_ballot_sync(on_path))
-            descend = Int32(select_(token // self.lanes == group, ballot, descend))
+            descends = (token < length) & ((path >> (first + group) & 1) != 0)
+            ballot = Int32(cute.arch.vote_ballot_sync(descends))
+            descendants = Int32(select_(first + group == i, ballot, descendants))
             of_warp = of_warp | ballot
+        rToken = cute.make_rmem_tensor((1,), Int32)
+        rToken[0] = i
         begun = shuffle_sync(path, offset=i)
-        for t0 in cutlass.range(begin, length, count, unroll=1):
+        for t0 in cutlass.range(first // count * count, length, count, unroll=1):
             if (of_warp >> t0 & (1 << count) - 1) != 0:
                 rProducts = cute.make_rmem_tensor((2 * count,), Float32)
                 rProducts.fill(0.0)
                 for j in cutlass.range_constexpr(count):
                     t = t0 + j
                     path_of_t = shuffle_sync(path, offset=t)
-                    if (descend >> t & 1) != 0:
+                    if (descendants >> t & 1) != 0:
                         k_at, decays_at = shared + 2 * i * self.padded_K, shared + self.decay_offset
                         self.tree.decay_to(
                             rK, rToken, (k_at,), coord, decays_at, t, path_of_t, begun

@@ -85,11 +85,11 @@ class Flush(StateOperation):
         check.index("state_indices", a.state_indices)
         check.index("write_indices", a.write_indices)
         check.index("buffer_indices", a.buffer_indices)
-        check.index("path", a.path, "N W")
         if a.num_accepted is not None:
             check.index("num_accepted", a.num_accepted)
         elif integer("num_accepted", a.accepted_by_all, "an int or an int tensor [N]") < 0:
             raise ValueError(f"num_accepted: expected 0 or more, got {a.accepted_by_all}")
+        check.index("path", a.path, "N W")
         if "N" not in check.sizes:
             raise ValueError(
                 "num_accepted: expected a tensor [N], or an int with state_indices, write_indices, "
