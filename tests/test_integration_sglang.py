@@ -192,41 +192,45 @@ class Bucket(NamedTuple):
     size: int
 
 
-def tables_of(bucket, gdn, prompts=1):
-    """The tables of a bucket's graph, by a backend whose engine allocates them."""
+@pytest.fixture
+def tables_of(monkeypatch):
+    """(bucket, prompts) -> the tables of its graph, by a backend whose engine allocates them."""
+    monkeypatch.setattr(sglang_graphs, "_hook", lambda *_: None)
 
     def allocate(batch):
         room = min(backend.prefill_graph_max_seqs, batch.extend_num_tokens)
         return SimpleNamespace(max_seqs=room, cu_seqlens=torch.zeros(room + 1))
 
+    def of(bucket, prompts=1):
+        eager.clear()
+        batch = SimpleNamespace(extend_num_tokens=bucket, batch_size=prompts)
+        tables = backend.init_prefill_graph_metadata(batch)
+        assert eager == [batch] * (tables is None)
+        return tables
+
     eager = []
-    backend = SimpleNamespace(prefill_graph_max_seqs=64, init_prefill_graph_metadata=allocate)
+    backend = SimpleNamespace(prefill_graph_max_seqs=128, init_prefill_graph_metadata=allocate)
     backend.init_forward_metadata = eager.append
-    sglang_graphs.limit(backend, gdn)
-    batch = SimpleNamespace(extend_num_tokens=bucket, batch_size=prompts)
-    tables = backend.init_prefill_graph_metadata(batch)
-    assert eager == [batch] * (tables is None)
-    return tables
+    sglang_graphs.limit(backend)
+    assert backend.prefill_graph_max_seqs == sys.maxsize  # until a graph is captured
+    return of
 
 
-@pytest.mark.parametrize(
-    ("bucket", "room"), [(4, 4), (512, 8), (1024, 8), (1536, 12), (2048, 16), (2304, None)]
-)
-def test_a_prefill_graph_has_the_schedule_of_one_prompt_or_none(process, bucket, room):
-    tables, kda = tables_of(bucket, True), tables_of(bucket, False)
-    assert [x and x.max_seqs for x in (tables, kda)] == [room, room and min(64, bucket)]
+@pytest.mark.parametrize(("bucket", "room"), [(4, 4), (512, 16), (2048, 16), (2304, None)])
+def test_a_prefill_graph_has_the_schedule_of_one_prompt(process, tables_of, bucket, room):
+    tables = tables_of(bucket)
+    assert (tables and tables.max_seqs) == room
     if room:
         assert process.max_seqlen.get(tables.cu_seqlens) == bucket
-        assert process.max_seqlen.get(kda.cu_seqlens) is None
-    assert tables_of(bucket, True, prompts=17) is None  # short contexts: none fits
+    assert tables_of(bucket, prompts=17) is None  # short contexts: none fits
 
 
 @pytest.mark.parametrize(
     ("prompts", "tokens", "replays"),
-    [(8, 400, True), (9, 400, False), (9, 513, True), (17, 513, False), (99, 2500, True)],
+    [(16, 400, True), (17, 400, False), (16, 513, True), (17, 513, False), (99, 2500, True)],
 )
-def test_a_prefill_graph_takes_prompts_that_have_room(prompts, tokens, replays):
-    buckets = {x: tables_of(x, True) for x in (512, 2048, 4096)}
+def test_a_prefill_graph_takes_prompts_that_have_room(tables_of, prompts, tokens, replays):
+    buckets = {x: tables_of(x) for x in (512, 2048, 4096)}
     keys = {Bucket(size): tables for size, tables in buckets.items()}
     runner = SimpleNamespace(attn_metadata_buffers=keys)
     call = dict(batch_size=prompts, num_tokens=tokens)

@@ -5,8 +5,8 @@ host, as with KDA's, so a GDN backend gets the KDA backend's methods for graphs.
 batch are the same. Imports the engine inside functions only.
 
 A graph has one schedule for every batch of its bucket of tokens, and its kernels run for all
-prompts that its tables have room for. So large buckets break at these layers, GDN's tables are
-short, and its schedule is that of one long prompt, which loses least with others.
+prompts that its tables have room for. So large buckets break at these layers, tables are short, and
+the schedule is that of one long prompt, which loses least with others.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ from gated_delta.integrations import sglang_common as common
 MAX_TOKENS = 2048
 """Of a bucket with these layers in its graph. Larger ones keep the GPU busy for longer than the
 breaks take the host, and each batch gets its own schedule."""
-MIN_PROMPTS, PROMPT = 8, 128
-"""Room in GDN's tables: a prompt per so many tokens of the bucket, at least MIN_PROMPTS. A prompt
-without tokens has 2 HV CTAs in a scan by tiles; 132 of them take an H200 1.2 us."""
+MAX_PROMPTS = 16
+"""Room in a graph's tables. A prompt without tokens has 2 HV CTAs in a scan by tiles: with room for
+8, 16, 32, 64 an H200 takes 22, 28, 40, 63 us for 512 tokens (GDN 16/32), 21 without a graph."""
+RUNNER = "sglang.srt.model_executor.runner.prefill_cuda_graph_runner"
 BORROWED = (
     "prefill_graph_extend_active",
     "init_prefill_graph_metadata",
@@ -44,20 +45,11 @@ def allow(backend: Any) -> None:
     from sglang.srt.environ import envs
     from sglang.srt.layers.attention.linear.kda_backend import KDAAttnBackend
     from sglang.srt.layers.attention.linear.kda_prefill_graph import kda_extend_in_graph
-    from sglang.srt.model_executor.runner.prefill_cuda_graph_runner import PrefillCudaGraphRunner
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     pools = backend.req_to_token_pool.mamba_pool.mamba_cache
     if backend.enable_mis or not (pools.conv[0].is_contiguous() and pools.temporal.is_contiguous()):
         return
-    hooks = {
-        f"{kda_extend_in_graph.__module__}.kda_track_conv_window": _track_window,
-        f"{PrefillCudaGraphRunner.__module__}.PrefillCudaGraphRunner.can_replay_locally": _replays,
-    }
-    for target, hook in hooks.items():
-        if target not in HookRegistry._hooks:
-            HookRegistry.register(target, hook, HookType.AROUND)
-    HookRegistry.apply_hooks()
+    _hook(f"{kda_extend_in_graph.__module__}.kda_track_conv_window", _track_window)
     eager, route = backend.forward_extend, backend._init_target_verify_qkv_routing
 
     def routed(batch: Any) -> None:  # for a batch outside these graphs
@@ -88,30 +80,38 @@ def allow(backend: Any) -> None:
     backend.supports_prefill_graph_extend = lambda: (
         not envs.SGLANG_DISABLE_KDA_PREFILL_GRAPH_EXTEND.get()
     )
-    # The engine reads the prompts of all graphs before it captures them; `limit` sets a bucket's.
-    backend.prefill_graph_metadata, backend.prefill_graph_max_seqs = None, sys.maxsize
+    backend.prefill_graph_metadata = None
     backend.forward_extend, backend._init_target_verify_qkv_routing = extend, routed
-    limit(backend, gdn=True)
+    limit(backend)
 
 
-def limit(backend: Any, gdn: bool) -> None:
-    """Sizes the tables of a GDN backend's graphs; leaves its or KDA's layers out of large ones."""
+def limit(backend: Any) -> None:
+    """Sizes the tables of a backend's graphs, and leaves its layers out of large ones."""
     allocate = backend.init_prefill_graph_metadata
+    # The engine reads the room of all graphs before it captures them, `tables_of` that of one.
+    backend.prefill_graph_max_seqs = sys.maxsize
 
     def tables_of(batch: Any) -> Any:
         """The bucket's tables; None if its graph breaks at these layers."""
         tokens = batch.extend_num_tokens
-        if gdn:
-            backend.prefill_graph_max_seqs = max(MIN_PROMPTS, tokens // PROMPT)
-        if tokens > MAX_TOKENS or batch.batch_size > backend.prefill_graph_max_seqs:
+        if tokens > MAX_TOKENS or batch.batch_size > MAX_PROMPTS:
             backend.init_forward_metadata(batch)
             return None
+        backend.prefill_graph_max_seqs = MAX_PROMPTS
         tables = allocate(batch)
-        if gdn:
-            common.process.max_seqlen[tables.cu_seqlens] = tokens
+        common.process.max_seqlen[tables.cu_seqlens] = tokens
         return tables
 
     backend.init_prefill_graph_metadata = tables_of
+    _hook(f"{RUNNER}.PrefillCudaGraphRunner.can_replay_locally", _replays)
+
+
+def _hook(target: str, hook: Any) -> None:
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    if target not in HookRegistry._hooks:
+        HookRegistry.register(target, hook, HookType.AROUND)
+        HookRegistry.apply_hooks()
 
 
 def _replays(original: Any, runner: Any, *, batch_size: int, num_tokens: Any, **given: Any) -> bool:

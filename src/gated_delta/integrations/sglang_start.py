@@ -147,7 +147,7 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
         if all(module.attn.activation == "silu" for module in modules):
             sglang_graphs.allow(backend)
     elif "prefill" in served:
-        sglang_graphs.limit(backend, gdn=False)
+        sglang_graphs.limit(backend)
     for module in modules if "decode" in served else ():
         sglang_norm.hook(module)
     if ours:  # all modes at once, so that an error names every missing kernel
