@@ -140,6 +140,30 @@ def test_four_ctas_of_verify_fit_on_an_sm(variant):
     assert resources.stack == 0
 
 
+CHAINS_OF_16 = [
+    variant
+    for variant in shipped("verify")
+    if {("K", 128), ("token_tile", 16), ("gate", "softplus"), ("g_dtype", "bf16")}
+    <= set(variant.facts)
+    and "norm" not in dict(variant.facts)
+]
+
+
+@needs_compiler
+@pytest.mark.usefixtures("shared")
+@pytest.mark.parametrize("chain", CHAINS_OF_16, ids=str)
+def test_trees_take_an_sm_like_chains(chain):
+    """As many CTAs by their registers, and no local memory."""
+    tree = compile.Variant(chain.kernel, (*chain.facts, ("tree", True)))
+    resources, of_chain = (
+        compile.resources(compile.build(variant, "sm_90a")) for variant in (tree, chain)
+    )
+    threads = dict(chain.facts)["threads"]
+    assert resources.stack == 0
+    ctas = [65536 // (threads * -(-x.registers // 8) * 8) for x in (resources, of_chain)]
+    assert ctas[0] >= ctas[1]
+
+
 @needs_compiler
 @pytest.mark.usefixtures("shared")
 @pytest.mark.parametrize(
