@@ -104,27 +104,46 @@ def causal_conv1d_update_cpu(
     conv_state_indices=None,
     intermediate_conv_window=None,
     intermediate_state_indices=None,
+    retrieve_next_token=None,
+    retrieve_next_sibling=None,
+    retrieve_parent_token=None,
     **_,
 ):
     """x [N, dim] or [N, dim, T].
 
-    With intermediate_conv_window, it gets the windows after each token and the state stays.
+    With intermediate_conv_window, it gets the windows after each token and the state stays. Of
+    trees retrieve_parent_token gets the tokens' parents, and 0 for the first.
     """
     steps, width = x if x.dim() == 3 else x.unsqueeze(-1), weight.shape[-1]
-    out = torch.zeros_like(steps)
+    out, T = torch.zeros_like(steps), steps.shape[2]
     for n in range(len(steps)):
-        slot = int(conv_state_indices[n])
+        slot, parents = int(conv_state_indices[n]), list(range(-1, T - 1))
         if slot < 0:
             continue
-        sequence = torch.cat([conv_state[slot].to(x.dtype), steps[n]], 1)
-        out[n] = convolved(sequence, weight, bias, activation).to(x.dtype)
+        if retrieve_next_token is not None:
+            parents = parents_of(retrieve_next_token[n], retrieve_next_sibling[n])
+            retrieve_parent_token[n] = torch.tensor(parents)
+        paths = []
+        for t in range(T):
+            paths.append([*(paths[parents[t]] if t else ()), t])
+            sequence = torch.cat([conv_state[slot].to(x.dtype), steps[n][:, paths[t]]], 1)
+            out[n, :, t] = convolved(sequence, weight, bias, activation)[:, -1].to(x.dtype)
+            if intermediate_conv_window is not None:
+                row = intermediate_conv_window[int(intermediate_state_indices[n])]
+                row[t] = sequence[:, 1 - width :]
         if intermediate_conv_window is None:
             conv_state[slot].copy_(sequence[:, 1 - width :])
-        else:
-            row = intermediate_conv_window[int(intermediate_state_indices[n])]
-            for t in range(steps.shape[2]):
-                row[t] = sequence[:, t + 1 : t + width]
     return out.view_as(x)
+
+
+def parents_of(first_child, next_sibling):
+    """As in the engine's kernel."""
+    parents = [0] * len(first_child)
+    for t, (child, sibling) in enumerate(zip(first_child.tolist(), next_sibling.tolist())):
+        for token, parent in ((child, t), (sibling, parents[t])):
+            if token != -1:
+                parents[token] = parent
+    return parents
 
 
 # -------------------------------------------------------------------------- the engine's recurrence
