@@ -37,6 +37,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
 
 import gated_delta
 from gated_delta.gpus import H200
@@ -718,6 +719,8 @@ def test_without_a_flag_every_kernel_is_the_engines():
 def test_a_flag_gives_its_mode_alone(mode):
     for dispatcher in dispatchers(**{common.FLAGS[mode]: common.NAME}):
         assert ours_in(dispatcher) == {mode}
+        tree = getattr(dispatcher, "tree_verify_kernel", dispatcher.verify_kernel)
+        assert isinstance(tree, sglang_kernels.Operations) == (mode == "verify")
 
 
 def test_the_base_flag_gives_decode_and_prefill():
@@ -814,6 +817,9 @@ EXPECTED |= {
     scatter_mamba_states_after_mtp_verify: (
         "mamba_caches state_indices_tensor last_correct_step_indices mamba_track_indices "
         "mamba_steps_to_track src_indices_raw"
+    ),
+    commit_mamba_states_after_verify: (
+        "target_worker batch accept_lens accept_index draft_token_num prepared_step_indices"
     ),
 }
 STEP = "A_log dt_bias ssm_states cache_indices query_start_loc"

@@ -82,17 +82,17 @@ CASES = [
 
 
 class Context:
-    """The engine's, with the plug-in's name for the flags that the kits leave alone, and others."""
+    """The engine's, with the flags that the kits leave alone set to the plug-in's name."""
 
-    others = {}
+    topk = None  # the kits': 1
 
     def __getattr__(self, name):
         return getattr(get_context(), name)
 
     def override_server_args(self, **settings):
-        return get_context().override_server_args(
-            **settings | dict.fromkeys(common.FLAGS.values(), common.NAME) | self.others
-        )
+        settings |= dict.fromkeys(common.FLAGS.values(), common.NAME)
+        settings |= dict(speculative_eagle_topk=self.topk) if self.topk else {}
+        return get_context().override_server_args(**settings)
 
 
 @pytest.fixture(autouse=True)
@@ -199,7 +199,7 @@ def topk(request, monkeypatch):
         return fixture
 
     if request.param > 1:
-        monkeypatch.setattr(Context, "others", dict(speculative_eagle_topk=request.param))
+        monkeypatch.setattr(Context, "topk", request.param)
     for layers in KITS if request.param > 1 else ():
         name = f"build_{layers.lower()}_attention_fixture"
         original = functools.partial(build, layers=layers, original=getattr(drafts, name))
@@ -241,7 +241,8 @@ def committed(layers, tokens, accepted, topk, in_kvbuffer):
         fixture.backend.init_forward_metadata(batch)
         o = getattr(kit, f"run_{name}_forward")(fixture, batch, inputs)
         spec_utils.commit_mamba_states_after_verify(worker, batch, lens, index, 3)
-    return o[:, sum(accepted, [])], kit._ssm_states(fixture), kit._conv_states(fixture)
+    o = o[:, [token for path in accepted for token in path]]
+    return o, kit._ssm_states(fixture), kit._conv_states(fixture)
 
 
 @pytest.mark.parametrize("tree", [False, True], ids=["lines", "trees"])
@@ -261,7 +262,7 @@ def test_a_kvbuffer_is_committed_as_the_engine_commits_states(layers, tree, monk
     accepted = [[0, 1] if tree else [0, 1, 2], *rest]
     o, states, windows = committed(layers, line, accepted, 1, in_kvbuffer=False)
     if tree:
-        monkeypatch.setattr(Context, "others", dict(speculative_eagle_topk=2))
+        monkeypatch.setattr(Context, "topk", 2)
         accepted[0] = [0, 2]
     topk = 2 if tree else 1
     our_o, ours, our_windows = committed(layers, tokens, accepted, topk, in_kvbuffer=True)

@@ -213,7 +213,7 @@ class Operations:
             call = self._raw(tokens, given) | _pool(given, N)
             call |= dict(cu_seqlens=bounds, backend=backend)
             rows = given["intermediate_state_indices"][:N]
-            if in_kvbuffer:  # sglang_kvbuffer put it in the pool
+            if isinstance(scratch, KVBuffer):  # sglang_kvbuffer put it in the pool
                 if parents is not None:
                     parents[:, 0] = -1
                     call |= dict(parents=parents[:N])
