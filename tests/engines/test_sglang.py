@@ -770,9 +770,12 @@ def test_flags_that_a_refused_release_keeps_are_tritons(monkeypatch):
     assert [one.__init__ for one in CLASSES] == ORIGINALS
 
 
-@pytest.mark.skipif(
+needs_cxx = pytest.mark.skipif(
     shutil.which("c++") is None, reason="needs a C++ compiler: the engine builds its corpus"
 )
+
+
+@needs_cxx
 def test_drafts_of_breadth_1_fork(monkeypatch):
     """SGLang's linear layers take them for lines. Its corpus joins all matching suffixes."""
     from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
@@ -1027,14 +1030,18 @@ class Run:
     def tokens(self, n):
         return [one["tokens"] for one in self.rounds[n]]
 
-    def looked_for_what_it_needs(self):
-        """The start loaded the kernels that the calls would launch on a GPU, and no others."""
+    def looked_for_what_it_needs(self, unused=()):
+        """The start loaded the kernels that the calls would launch on a GPU, and no others.
+
+        unused: how the labels begin of kernels that it loads, too.
+        """
         records = [
             one
             for file in self.kernels.iterdir()
             if (one := json.loads(file.read_text()))["needed"]
         ]
-        assert [one["looked_for"] for one in records] == [one["needed"] for one in records] != []
+        looked_for = [[x for x in one["looked_for"] if not x.startswith(unused)] for one in records]
+        assert looked_for == [one["needed"] for one in records] != []
         # Two prompts share a chunk of 256 tokens.
         assert all(256 in one["longest"] for one in records)
 
@@ -1098,6 +1105,26 @@ def test_engine_with_deterministic_inference(qwen3_5, expected, tmp_path):
         if (one := json.loads(file.read_text()))["needed"]
     ]
     assert {"deterministic=True" in label for label in needed if "prefill_scan" in label} == {True}
+
+
+@needs_cxx
+def test_engine_with_trees_of_drafts(qwen3_5, expected, tmp_path):
+    """Of n-grams, in a KVBuffer. Whether drafts are trees or lines changes few of its tokens."""
+    trees = dict(
+        linear_attn_verify_backend="gated_delta",
+        speculative_algorithm="NGRAM",
+        speculative_num_draft_tokens=6,
+        speculative_ngram_max_bfs_breadth=4,
+        mamba_radix_cache_strategy="extra_buffer",
+    )
+    run = Run(qwen3_5, tmp_path, OURS | trees, dict(GATED_DELTA_SGLANG_KVBUFFER="1"))
+    assert run.tokens(0) == run.tokens(1) == expected
+    assert run.cached(1)[1] >= 128
+    verify = "GDN verify on backend reference"
+    assert run.ran.keys() == {"GDN prefill on backend reference", verify}
+    assert run.ran[verify] < 2 * 3 * (NEW - 1)  # three layers, two rounds, drafts accepted
+    assert "gated_delta keeps drafts in " in run.log
+    run.looked_for_what_it_needs(unused="decode ")
 
 
 def test_engine_that_retracts_requests(qwen3_5, expected, tmp_path):
