@@ -263,8 +263,9 @@ def served(engine: str) -> str:
             columns.append(ranged(cell, f"{name}_ms", digits))
             columns.append(down(cell[f"{name}_ratio"]) + judged(cell, f"{name}_ms"))
         for name in ("decode all", "decode gap") if several else ():
-            times = cell["kernels_us"][name]
-            columns.append(f"{times['engine']:.0f}, {times['gated_delta']:.0f}{judged(cell, name)}")
+            times = cell.get("kernels_us", {}).get(name)  # None: one start, before there were several
+            pair = f"{times['engine']:.0f}, {times['gated_delta']:.0f}" if times else "-"
+            columns.append(pair + judged(cell, name))
     heads = (
         "prompts x tokens",
         "TTFT, ms: its kernels, ours",

@@ -138,7 +138,7 @@ def test_drafts_and_heads_that_stay_the_engines(plan, monkeypatch):
     k3 = dict(model_type="kimi_k3", dtype="bfloat16", text_config=dict(linear_attn_config=KIMI))
     reasons = {mode.name: mode.reason for mode in plan("sglang", k3, tp=2, drafts=17).modes}
     assert "12 heads" in reasons.pop("decode")
-    assert reasons == dict(prefill="", verify="ours needs drafts in a line, at most 16")
+    assert reasons == dict(prefill="", verify="ours needs at most 16 draft tokens")
     decode, prefill = plan("vllm", NEXT, drafts=16).modes
     assert (decode.ours, decode.reason, prefill.ours) == (False, "more than 15 draft tokens", True)
     for buffered in (False, True):
@@ -150,6 +150,26 @@ def test_drafts_and_heads_that_stay_the_engines(plan, monkeypatch):
         drafts = ["verify", "flush"] if buffered else ["decode"]
         assert [op for op, _ in decode.calls] == ["decode", *drafts]
         assert {op for op, _ in prefill.calls} == {"prefill"}
+
+
+def test_drafts_that_form_a_tree(plan, monkeypatch):
+    """The engine's, but in a KVBuffer; the cases are trees too."""
+    *_, verify = plan("sglang", NEXT, drafts=4, tree=True).modes
+    assert not verify.ours
+    assert "needs a KVBuffer for drafts that form a tree (GATED_DELTA_SGLANG" in verify.reason
+    monkeypatch.setenv("GATED_DELTA_SGLANG_KVBUFFER", "1")
+    result = plan("sglang", NEXT, drafts=4, tree=True)
+    *_, verify = result.modes
+    assert verify.ours
+    assert [("parents" in call, "path" in call) for _, call in verify.calls] == [
+        (True, False),
+        (False, True),
+    ]
+    layouts = {case.op: case.layout for case in result.cases}
+    assert (layouts["verify"], layouts["flush"]) == ("packed_tree", "tree")
+    for engine, drafts in (("vllm", 4), ("sglang", 0)):
+        with pytest.raises(ValueError, match="--tree with --engine sglang and --drafts above 0"):
+            plan(engine, NEXT, drafts=drafts, tree=True)
 
 
 def test_memory_of_drafts_is_what_the_plug_in_logs(plan, monkeypatch, caplog):

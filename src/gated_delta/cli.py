@@ -82,7 +82,7 @@ SWITCHES = {
     "GATED_DELTA_VLLM_KVBUFFER": False,
 }
 """Environment variables with values 0 and 1, and their defaults."""
-ENGINE_OPTIONS = ("model", "tp", "drafts", "requests", "dtype", "state_dtype")
+ENGINE_OPTIONS = ("model", "tp", "drafts", "tree", "requests", "dtype", "state_dtype")
 """Options of `check` with --engine alone."""
 LIST_OPTIONS = ("filter", "quick", "limit")
 """Options of `check` without --engine alone."""
@@ -334,6 +334,9 @@ def check(
     drafts: Annotated[
         int, typer.Option(min=0, help="With --engine: draft tokens, as the engine counts them.")
     ] = 0,
+    tree: Annotated[
+        bool, typer.Option("--tree", help="With --engine: the drafts form a tree.")
+    ] = False,
     requests: Annotated[
         int, typer.Option(min=1, help="With --engine: requests at once, for the drafts' memory.")
     ] = 256,
@@ -363,7 +366,7 @@ def check(
 
         modes = tuple(x.value for x in dict.fromkeys(op or ()))
         given = (dtype and DTYPES[dtype.value], state_dtype and DTYPES[state_dtype.value])
-        server = (tp, drafts, requests, *given, backend.value)
+        server = (tp, drafts, tree, requests, *given, backend.value)
         try:
             plan = preflight.plan(preflight.Asked(engine.value, model, modes, *server), where)
         except ValueError as problem:

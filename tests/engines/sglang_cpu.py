@@ -8,6 +8,7 @@ sees if the engine's kernel or the plug-in ran.
 
 import importlib.abc
 import importlib.machinery
+import itertools
 import os
 import sys
 import types
@@ -46,13 +47,22 @@ class Stub(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
     def exec_module(self, module):
         module.__version__ = "0.4.10"
-        if module.__name__ == "sgl_kernel.mamba":
-            for function in (
+        functions = {
+            "sgl_kernel": (
+                assign_extend_cache_locs_cpu,
+                assign_req_to_token_pool_cpu,
+                fill_accept_out_cache_loc_cpu,
+                verify_tree_greedy_cpu,
+            ),
+            "sgl_kernel.mamba": (
                 causal_conv1d_fn_cpu,
                 causal_conv1d_update_cpu,
                 chunk_gated_delta_rule_cpu,
-            ):
-                setattr(module, function.__name__, function)
+            ),
+            "sgl_kernel.speculative": (reconstruct_indices_from_tree_mask,),
+        }
+        for function in functions.get(module.__name__, ()):
+            setattr(module, function.__name__, function)
 
 
 # ------------------------------------------------------------------------------------- convolutions
@@ -104,27 +114,46 @@ def causal_conv1d_update_cpu(
     conv_state_indices=None,
     intermediate_conv_window=None,
     intermediate_state_indices=None,
+    retrieve_next_token=None,
+    retrieve_next_sibling=None,
+    retrieve_parent_token=None,
     **_,
 ):
     """x [N, dim] or [N, dim, T].
 
-    With intermediate_conv_window, it gets the windows after each token and the state stays.
+    With intermediate_conv_window, it gets the windows after each token and the state stays. Of
+    trees retrieve_parent_token gets the tokens' parents, and 0 for the first.
     """
     steps, width = x if x.dim() == 3 else x.unsqueeze(-1), weight.shape[-1]
-    out = torch.zeros_like(steps)
+    out, T = torch.zeros_like(steps), steps.shape[2]
     for n in range(len(steps)):
-        slot = int(conv_state_indices[n])
+        slot, parents = int(conv_state_indices[n]), list(range(-1, T - 1))
         if slot < 0:
             continue
-        sequence = torch.cat([conv_state[slot].to(x.dtype), steps[n]], 1)
-        out[n] = convolved(sequence, weight, bias, activation).to(x.dtype)
+        if retrieve_next_token is not None:
+            parents = parents_of(retrieve_next_token[n], retrieve_next_sibling[n])
+            retrieve_parent_token[n] = torch.tensor(parents)
+        paths = []
+        for t in range(T):
+            paths.append([*(paths[parents[t]] if t else ()), t])
+            sequence = torch.cat([conv_state[slot].to(x.dtype), steps[n][:, paths[t]]], 1)
+            out[n, :, t] = convolved(sequence, weight, bias, activation)[:, -1].to(x.dtype)
+            if intermediate_conv_window is not None:
+                row = intermediate_conv_window[int(intermediate_state_indices[n])]
+                row[t] = sequence[:, 1 - width :]
         if intermediate_conv_window is None:
             conv_state[slot].copy_(sequence[:, 1 - width :])
-        else:
-            row = intermediate_conv_window[int(intermediate_state_indices[n])]
-            for t in range(steps.shape[2]):
-                row[t] = sequence[:, t + 1 : t + width]
     return out.view_as(x)
+
+
+def parents_of(first_child, next_sibling):
+    """As in the engine's kernel."""
+    parents = [0] * len(first_child)
+    for t, (child, sibling) in enumerate(zip(first_child.tolist(), next_sibling.tolist())):
+        for token, parent in ((child, t), (sibling, parents[t])):
+            if token != -1:
+                parents[token] = parent
+    return parents
 
 
 # -------------------------------------------------------------------------- the engine's recurrence
@@ -179,6 +208,93 @@ def fused_sigmoid_gating_delta_rule_update_cpu(
         q[0], k[0], v[0], g[0], beta[0], initial_state_source, initial_state_indices, cu_seqlens
     )
     return o.to(v.dtype)[None]
+
+
+# ------------------------------------------------------------------------------------------- drafts
+
+
+def reconstruct_indices_from_tree_mask(
+    mask, seq_lens, positions, index, next_token, next_sibling, N, T
+):
+    """mask [N, T, T]: whether token j is token i or before it on its path."""
+    before = mask.view(N, T, T).tril(-1)
+    positions.copy_((before.sum(-1) + seq_lens[:, None]).flatten())
+    index.copy_(torch.arange(N * T).view(N, T))
+    next_token.fill_(-1)
+    next_sibling.fill_(-1)
+    for n in range(N):
+        parents = [max(row.nonzero().flatten().tolist(), default=-1) for row in before[n]]
+        for parent in range(T):
+            children = [t for t in range(1, T) if parents[t] == parent]
+            next_token[n, parent] = children[0] if children else -1
+            for child, sibling in itertools.pairwise(children):
+                next_sibling[n, child] = sibling
+
+
+def verify_tree_greedy_cpu(
+    predicts,
+    accept_index,
+    accept_token_num,
+    candidates,
+    retrive_index,
+    retrive_next_token,
+    retrive_next_sibling,
+    target_predict,
+):
+    for n, (drafts, target) in enumerate(zip(candidates.tolist(), target_predict.tolist())):
+        path, child = [0], int(retrive_next_token[n, 0])
+        while child != -1:
+            if drafts[child] == target[path[-1]]:
+                path.append(child)
+                child = int(retrive_next_token[n, child])
+            else:
+                child = int(retrive_next_sibling[n, child])
+        accept_index[n, : len(path)] = retrive_index[n, path]
+        accept_token_num[n] = len(path) - 1
+        for token in path:
+            predicts[int(retrive_index[n, token])] = target[token]
+
+
+def assign_extend_cache_locs_cpu(rows, table, starts, ends, out, width):
+    spans = zip(rows.tolist(), starts.tolist(), ends.tolist())
+    places = torch.cat([table[row, start:end] for row, start, end in spans])
+    out[: len(places)] = places
+
+
+def assign_req_to_token_pool_cpu(rows, table, starts, ends, places, *_):
+    taken = 0
+    for row, start, end in zip(rows.tolist(), starts.tolist(), ends.tolist()):
+        table[row, start:end] = places[taken : taken + end - start]
+        taken += end - start
+
+
+def fill_accept_out_cache_loc_cpu(accept_index, out_cache_loc, out):
+    places = out_cache_loc[accept_index[accept_index >= 0].long()]
+    out[: len(places)] = places
+
+
+def attend_to_trees(original, backend, q, k, v, layer, batch, save_kv_cache=True):
+    """torch_native's attention, which takes drafts for a line, with the mask of trees."""
+    if not batch.forward_mode.is_target_verify():
+        return original(backend, q, k, v, layer, batch, save_kv_cache)
+    from sglang.srt.mem_cache.memory_pool import KVWriteLoc
+
+    pool, (N, T) = backend.token_to_kv_pool, (len(batch.seq_lens), batch.spec_info.draft_token_num)
+    pool.set_kv_buffer(layer, KVWriteLoc(batch.out_cache_loc, None), k, v)
+    masks, q = batch.spec_info.custom_mask.view(N, T, T), q.view(N, T, -1, layer.qk_head_dim)
+    outputs = []
+    for n, (row, past) in enumerate(zip(batch.req_pool_indices.tolist(), batch.seq_lens.tolist())):
+        places = backend.req_to_token_pool.req_to_token[row, : past + T].long()
+        keys, values = (
+            x[places].transpose(0, 1)
+            for x in (pool.get_key_buffer(layer.layer_id), pool.get_value_buffer(layer.layer_id))
+        )
+        mask = F.pad(masks[n], (past, 0), value=True)
+        o = F.scaled_dot_product_attention(
+            q[n].transpose(0, 1), keys, values, mask, scale=layer.scaling, enable_gqa=True
+        )
+        outputs.append(o.transpose(0, 1).reshape(T, -1))
+    return torch.cat(outputs)
 
 
 # ---------------------------------------------------------------------------------- norms and gates
@@ -258,6 +374,12 @@ def track_one_layer(conv, ssm, slots, mask, destinations, count, **_):
     track_all_layers(conv[None], ssm[None], slots, mask, destinations, count)
 
 
+def scatter_windows(*given):
+    from sglang.srt.layers.attention.hybrid_linear_attn_backend import HybridLinearAttnBackend
+
+    HybridLinearAttnBackend._scatter_speculative_state_with_mask(*given)
+
+
 libraries = []
 
 
@@ -273,7 +395,7 @@ def stub():
 
 def install():
     """Call before `import sglang`; each engine process imports the driver's module first."""
-    os.environ["SGLANG_USE_CPU_ENGINE"] = "1"
+    os.environ |= dict(SGLANG_USE_CPU_ENGINE="1", SGLANG_NATIVE_MOVE_KV_CACHE="1")
     torch._C._cpu._is_amx_tile_supported = lambda: False  # else the engine wants more of sgl_kernel
     # A package index has the CUDA build, and it does not load here.
     library = torch.library.Library("torchvision", "DEF")
@@ -297,5 +419,15 @@ def install():
         "sglang.srt.arg_groups.mamba_hook._platform_supports_mamba_cache_extra_buffer": lambda: (
             True
         ),
+        "sglang.kernels.ops.mamba.mamba_state_scatter_triton."
+        "fused_conv_window_scatter_with_mask": scatter_windows,
+        "sglang.srt.mem_cache.memory_pool.MHATokenToKVPool._init_kv_copy_and_warmup": lambda _: (
+            None
+        ),
     }.items():
         HookRegistry.register(target, function, HookType.REPLACE)
+    HookRegistry.register(
+        attention + "torch_native_backend.TorchNativeAttnBackend.forward_extend",
+        attend_to_trees,
+        HookType.AROUND,
+    )

@@ -37,6 +37,7 @@ from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
 from sglang.srt.server_args import ServerArgs
+from sglang.srt.speculative.spec_utils import commit_mamba_states_after_verify
 
 import gated_delta
 from gated_delta.gpus import H200
@@ -144,6 +145,24 @@ class Given:
             self.q[0], self.k[0], self.v[0], g, beta, pool, self.slots, self.bounds, torch.float64
         )
         return o[None], pool, states
+
+    def truth_of_trees(self, parents):
+        """As truth, but for the pool: a state after a token is that after its path."""
+        g, beta = self.activated(torch.float64)
+        tokens = [self.q[0], self.k[0], self.v[0], g, beta]
+        o, states = torch.zeros_like(self.v, dtype=torch.float64), []
+        for n, slot in enumerate(self.slots.tolist()):
+            start, end = self.bounds[n : n + 2].tolist()
+            states.append([self.pool[slot].double()])
+            for t, parent in enumerate(parents[n][: end - start] if slot > 0 else ()):
+                pool, bounds = states[n][parent + 1 if t else 0].repeat(2, 1, 1, 1), [0, 1]
+                token = [x[start + t : start + t + 1] for x in tokens]
+                where = torch.tensor([1]), torch.tensor(bounds)
+                o[:, start + t], ((_, after),) = sglang_cpu.delta_rule(
+                    *token, pool, *where, torch.float64
+                )
+                states[n].append(after)
+        return o, states
 
 
 def kernel(layers):
@@ -379,15 +398,27 @@ def speculating(drafts=4, topk=1, **flags):
     )
 
 
+PARENTS = [[0, 0, 0, 1], [3, 0, 9, 9], [0, 0, 1, 0], [2, 0, 0, 9], [9, 9, 9, 9]]
+"""As the engine's convolution leaves them: anything for first tokens and behind a draft's end."""
+PATHS = [[0, 1, 3], [0, 1], [], [0, 2], []]
+
+
 @LAYERS
 @pytest.mark.parametrize("tracked", [False, True])
-@pytest.mark.parametrize("request_rows", [False, True], ids=["positions", "requests"])
-def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracked, request_rows):
+@pytest.mark.parametrize(
+    ("request_rows", "tree"),
+    [(False, False), (True, False), (True, True)],
+    ids=["positions", "requests", "trees"],
+)
+def test_drafts_in_a_kvbuffer_are_committed(layers, bound, tracked, request_rows, tree):
+    """To every layer. Of trees the engine gives the last accepted token, and the path before."""
     configurator, lengths = Configurator(layers), [4, 2, 4, 3, 0]
     steps, track_steps, track_slots = [2, 1, -1, 0, 0], [1, -1, -1, 0, -1], [6, 6, 6, 7, 0]
+    if tree:
+        steps, track_steps = [3, 1, -1, 2, -1], [1, -1, -1, 2, -1]
     requests = SimpleNamespace(mamba_pool=configurator.pool(4))
-    before = requests.mamba_pool.mem_usage
-    with speculating():
+    before, topk = requests.mamba_pool.mem_usage, 2 if tree else 1
+    with speculating(topk=topk):
         kvbuffer._replace(requests, configurator)
     caches = requests.mamba_pool.get_speculative_mamba2_params_all_layers()
     assert isinstance(caches.intermediate_ssm, kvbuffer.Drafts)
@@ -397,25 +428,19 @@ def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracke
     for layer in range(2):
         x = Given(layers, lengths, [3, 5, 1, 2, -1], bound=bound, past=1, seed=layer)
         caches.temporal[layer] = x.pool
-        _, _, after = x.truth()
+        o, after = x.truth_of_trees(PARENTS) if tree else x.truth()[::2]
         x.pool = requests.mamba_pool.mamba2_layer_cache(layer).temporal
         a, b = x.raw()
         scratch = requests.mamba_pool.mamba2_layer_cache(layer).intermediate_ssm
         options = dict(
             intermediate_states_buffer=scratch, intermediate_state_indices=rows, cache_steps=4
         )
+        tokens = dict(q=x.q, k=x.k, v=x.v, a=a, b=b)
+        parents = torch.tensor(PARENTS) if tree else None
         result = kernel(layers).target_verify(
-            q=x.q,
-            k=x.k,
-            v=x.v,
-            a=a,
-            b=b,
-            **x.gates(),
-            **x.where(),
-            **options,
-            retrieve_parent_token=None,
+            **tokens, **x.gates(), **x.where(), **options, retrieve_parent_token=parents
         )
-        near(result, x.truth()[0])
+        near(result, o)
         want = x.pool.double()
         for n, slot in enumerate(x.slots.tolist()):
             if tracked and track_steps[n] >= 0:
@@ -429,7 +454,8 @@ def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracke
     )
     track = (torch.tensor(track_slots), torch.tensor(track_steps)) if tracked else (None, None)
     sources = rows if request_rows else None
-    kvbuffer.commit(
+    commit = functools.partial(
+        kvbuffer.commit,
         scatter_mamba_states_after_mtp_verify,
         caches,
         x.slots,
@@ -437,6 +463,16 @@ def test_drafts_in_a_kvbuffer_are_committed_to_every_layer(layers, bound, tracke
         *track,
         src_indices_raw=sources,
     )
+    with speculating(topk=topk):
+        if tree:
+            worker = SimpleNamespace(model_runner=SimpleNamespace(req_to_token_pool=requests))
+            accepted = [[4 * n + t for t in path] for n, path in enumerate(PATHS)]
+            accepted = torch.tensor([(path + [-1] * 3)[:3] for path in accepted])
+            kvbuffer.keep_path(worker, None, None, accepted, 4)
+        commit()
+        if tree:
+            with pytest.raises(RuntimeError, match="commit_mamba_states_after_verify"):
+                commit()  # without another path
     for layer in range(2):
         near(caches.temporal[layer], expected[layer])
     ran(f"{layers} verify on backend reference")
@@ -446,7 +482,6 @@ def test_the_pool_keeps_its_scratch_without_a_kvbuffer(monkeypatch, caplog):
     configurator = Configurator("GDN")
     for flags, reason in [
         (dict(drafts=17), "at most 16"),
-        (dict(topk=2), "drafts in a line"),
         (dict(enable_linear_replayssm_spec=True), "ReplaySSM"),
     ]:
         caplog.clear()
@@ -509,9 +544,9 @@ def recorded(layers):
     [
         (
             dict(retrieve_parent_token=torch.zeros(1, 2, dtype=torch.int32)),
-            "drafts in a line, at most 16",
+            "a KVBuffer for drafts that form a tree (GATED_DELTA_SGLANG_KVBUFFER=1)",
         ),
-        (dict(cache_steps=17), "drafts in a line, at most 16"),
+        (dict(cache_steps=17), "at most 16 draft tokens"),
         (dict(intermediate_states_buffer=None, cache_ring=True), "ReplaySSM"),
     ],
 )
@@ -684,6 +719,8 @@ def test_without_a_flag_every_kernel_is_the_engines():
 def test_a_flag_gives_its_mode_alone(mode):
     for dispatcher in dispatchers(**{common.FLAGS[mode]: common.NAME}):
         assert ours_in(dispatcher) == {mode}
+        tree = getattr(dispatcher, "tree_verify_kernel", dispatcher.verify_kernel)
+        assert isinstance(tree, sglang_kernels.Operations) == (mode == "verify")
 
 
 def test_the_base_flag_gives_decode_and_prefill():
@@ -733,9 +770,12 @@ def test_flags_that_a_refused_release_keeps_are_tritons(monkeypatch):
     assert [one.__init__ for one in CLASSES] == ORIGINALS
 
 
-@pytest.mark.skipif(
+needs_cxx = pytest.mark.skipif(
     shutil.which("c++") is None, reason="needs a C++ compiler: the engine builds its corpus"
 )
+
+
+@needs_cxx
 def test_drafts_of_breadth_1_fork(monkeypatch):
     """SGLang's linear layers take them for lines. Its corpus joins all matching suffixes."""
     from sglang.srt.speculative.cpp_ngram.ngram_corpus import NgramCorpus
@@ -780,6 +820,9 @@ EXPECTED |= {
     scatter_mamba_states_after_mtp_verify: (
         "mamba_caches state_indices_tensor last_correct_step_indices mamba_track_indices "
         "mamba_steps_to_track src_indices_raw"
+    ),
+    commit_mamba_states_after_verify: (
+        "target_worker batch accept_lens accept_index draft_token_num prepared_step_indices"
     ),
 }
 STEP = "A_log dt_bias ssm_states cache_indices query_start_loc"
@@ -987,14 +1030,18 @@ class Run:
     def tokens(self, n):
         return [one["tokens"] for one in self.rounds[n]]
 
-    def looked_for_what_it_needs(self):
-        """The start loaded the kernels that the calls would launch on a GPU, and no others."""
+    def looked_for_what_it_needs(self, unused=()):
+        """The start loaded the kernels that the calls would launch on a GPU, and no others.
+
+        unused: how the labels begin of kernels that it loads, too.
+        """
         records = [
             one
             for file in self.kernels.iterdir()
             if (one := json.loads(file.read_text()))["needed"]
         ]
-        assert [one["looked_for"] for one in records] == [one["needed"] for one in records] != []
+        looked_for = [[x for x in one["looked_for"] if not x.startswith(unused)] for one in records]
+        assert looked_for == [one["needed"] for one in records] != []
         # Two prompts share a chunk of 256 tokens.
         assert all(256 in one["longest"] for one in records)
 
@@ -1058,6 +1105,26 @@ def test_engine_with_deterministic_inference(qwen3_5, expected, tmp_path):
         if (one := json.loads(file.read_text()))["needed"]
     ]
     assert {"deterministic=True" in label for label in needed if "prefill_scan" in label} == {True}
+
+
+@needs_cxx
+def test_engine_with_trees_of_drafts(qwen3_5, expected, tmp_path):
+    """Of n-grams, in a KVBuffer. Whether drafts are trees or lines changes few of its tokens."""
+    trees = dict(
+        linear_attn_verify_backend="gated_delta",
+        speculative_algorithm="NGRAM",
+        speculative_num_draft_tokens=6,
+        speculative_ngram_max_bfs_breadth=4,
+        mamba_radix_cache_strategy="extra_buffer",
+    )
+    run = Run(qwen3_5, tmp_path, OURS | trees, dict(GATED_DELTA_SGLANG_KVBUFFER="1"))
+    assert run.tokens(0) == run.tokens(1) == expected
+    assert run.cached(1)[1] >= 128
+    verify = "GDN verify on backend reference"
+    assert run.ran.keys() == {"GDN prefill on backend reference", verify}
+    assert run.ran[verify] < 2 * 3 * (NEW - 1)  # three layers, two rounds, drafts accepted
+    assert "gated_delta keeps drafts in " in run.log
+    run.looked_for_what_it_needs(unused="decode ")
 
 
 def test_engine_that_retracts_requests(qwen3_5, expected, tmp_path):

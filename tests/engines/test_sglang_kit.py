@@ -4,6 +4,7 @@ On a CPU with the stand-ins of sglang_cpu.py; on a GPU with the engine's kernels
 CUDA graphs too. There these tests need Triton only: sgl_kernel may be missing.
 """
 
+import functools
 import importlib.util
 import sys
 import unittest
@@ -38,6 +39,7 @@ from sglang.srt.models.qwen3_5 import Qwen3_5GatedDeltaNet
 from sglang.srt.plugins import load_plugins
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang.srt.runtime_context import get_context
+from sglang.srt.speculative import spec_utils
 from sglang.test.kits.attention_unittest.attention_methods import gdn_attention, kda_attention
 from sglang.test.kits.attention_unittest.runner_modes import cuda_graph_decode_runner as graphs
 from sglang.test.kits.attention_unittest.runner_modes import (
@@ -82,13 +84,15 @@ CASES = [
 class Context:
     """The engine's, with the flags that the kits leave alone set to the plug-in's name."""
 
+    topk = None  # the kits': 1
+
     def __getattr__(self, name):
         return getattr(get_context(), name)
 
     def override_server_args(self, **settings):
-        return get_context().override_server_args(
-            **settings | dict.fromkeys(common.FLAGS.values(), common.NAME)
-        )
+        settings |= dict.fromkeys(common.FLAGS.values(), common.NAME)
+        settings |= dict(speculative_eagle_topk=self.topk) if self.topk else {}
+        return get_context().override_server_args(**settings)
 
 
 @pytest.fixture(autouse=True)
@@ -164,51 +168,87 @@ def verify_case(layers):
     return kind(name=f"{layers}_verify", backend=BACKEND, **mode, **sizes)
 
 
+def put_kvbuffer(fixture, layers):
+    """In place of the fixture's scratch for drafts."""
+    pool = fixture.runner.req_to_token_pool
+    state = pool.mamba_pool.mamba_cache
+    shape = SimpleNamespace(temporal=state.temporal.shape[2:], num_k_heads_per_tp=2)
+    dtype = SimpleNamespace(temporal=state.temporal.dtype)
+    config = SimpleNamespace(mamba2_cache_params=SimpleNamespace(shape=shape, dtype=dtype))
+    kinds = dict(
+        hybrid_gdn_config=config if layers == "GDN" else None,
+        hybrid_kda_config=config if layers == "KDA" else None,
+    )
+    layer_ids = SimpleNamespace(
+        _get_mamba_layer_ids_for_req_pool=lambda: [0],
+        mambaish_config=config,
+        device=SIZES["device"],
+    )
+    tokens = SimpleNamespace(dtype=state.conv[0].dtype)
+    kvbuffer._replace(pool, SimpleNamespace(**kinds, **vars(layer_ids), model_config=tokens))
+    assert isinstance(pool.mamba_pool.mamba_cache.intermediate_ssm, kvbuffer.Drafts)
+
+
+@pytest.fixture(params=[1, 2], ids=["lines", "trees"])
+def topk(request, monkeypatch):
+    """Trees are a first token and two that follow it, in a KVBuffer."""
+
+    def build(*given, layers, original, **sizes):
+        fixture = original(*given, **sizes)
+        put_kvbuffer(fixture, layers)
+        return fixture
+
+    if request.param > 1:
+        monkeypatch.setattr(Context, "topk", request.param)
+    for layers in KITS if request.param > 1 else ():
+        name = f"build_{layers.lower()}_attention_fixture"
+        original = functools.partial(build, layers=layers, original=getattr(drafts, name))
+        monkeypatch.setattr(drafts, name, original)
+    return request.param
+
+
 @pytest.mark.parametrize("layers", KITS)
-def test_drafts_in_a_line(layers):
+def test_drafts(layers, topk):
     run = drafts.run_gdn_eagle_verify_case if layers == "GDN" else drafts.run_kda_eagle_verify_case
-    run(CASE, verify_case(layers), topk=1, **SIZES)
+    run(CASE, verify_case(layers), topk=topk, **SIZES)
     ran(layers, "verify")
 
 
-def committed(layers, in_kvbuffer):
-    """States and windows after a verify of three drafts each and a commit of 3, 1 and 2."""
+def committed(layers, tokens, accepted, topk, in_kvbuffer):
+    """Outputs of accepted tokens, and states and windows after the engine's commit of them.
+
+    tokens: the order of the three requests' drafts, three each. accepted: in it, by request.
+    """
     kit, case = KITS[layers][0], verify_case(layers)
-    name = layers.lower()
+    name, device = layers.lower(), SIZES["device"]
     fixture = getattr(kit, f"build_{name}_attention_fixture")(CASE, case, **SIZES)
     pool = fixture.runner.req_to_token_pool
-    if in_kvbuffer:
-        state = pool.mamba_pool.mamba_cache
-        shape = SimpleNamespace(temporal=state.temporal.shape[2:], num_k_heads_per_tp=2)
-        dtype = SimpleNamespace(temporal=state.temporal.dtype)
-        config = SimpleNamespace(mamba2_cache_params=SimpleNamespace(shape=shape, dtype=dtype))
-        kinds = dict(
-            hybrid_gdn_config=config if layers == "GDN" else None,
-            hybrid_kda_config=config if layers == "KDA" else None,
-        )
-        layer_ids = SimpleNamespace(
-            _get_mamba_layer_ids_for_req_pool=lambda: [0],
-            mambaish_config=config,
-            device=SIZES["device"],
-        )
-        tokens = SimpleNamespace(dtype=state.conv[0].dtype)
-        kvbuffer._replace(pool, SimpleNamespace(**kinds, **vars(layer_ids), model_config=tokens))
-        assert isinstance(pool.mamba_pool.mamba_cache.intermediate_ssm, kvbuffer.Drafts)
     batch, inputs = fixture.forward_batch, getattr(kit, f"{name}_fixture_inputs")(fixture)
-    drafts._prepare_target_verify_batch(batch, case, SIZES["device"])
-    batch.spec_info = drafts._make_spec_verify_input(
-        case, batch, topk=1, device=SIZES["device"], spec_kind="eagle"
-    )
-    with torch.no_grad(), forward_context(ForwardContext(attn_backend=fixture.backend)):
+    order = torch.tensor(tokens, device=device)
+    inputs = {x: y.index_select(list(y.shape).index(9), order) for x, y in inputs.items()}
+    runner = dict(model_config=None, req_to_token_pool=pool, attn_backend=fixture.backend)
+    worker = SimpleNamespace(model_runner=SimpleNamespace(**runner, model=None))
+    lens = torch.tensor([len(x) for x in accepted], device=device)
+    index = torch.tensor([(x + [-1] * 2)[:3] for x in accepted], device=device)
+    context = forward_context(ForwardContext(attn_backend=fixture.backend))
+    if in_kvbuffer:
+        put_kvbuffer(fixture, layers)
+    with torch.no_grad(), context:
+        drafts._prepare_target_verify_batch(batch, case, device)
+        batch.spec_info = drafts._make_spec_verify_input(
+            case, batch, topk=topk, device=device, spec_kind="eagle"
+        )
         fixture.backend.init_forward_metadata(batch)
-        getattr(kit, f"run_{name}_forward")(fixture, batch, inputs)
-        steps = torch.tensor([2, 0, 1], device=SIZES["device"])
-        fixture.backend.update_mamba_state_after_mtp_verify(steps, None, None, model=None)
-    return kit._ssm_states(fixture), kit._conv_states(fixture)
+        o = getattr(kit, f"run_{name}_forward")(fixture, batch, inputs)
+        spec_utils.commit_mamba_states_after_verify(worker, batch, lens, index, 3)
+    o = o[:, [token for path in accepted for token in path]]
+    return o, kit._ssm_states(fixture), kit._conv_states(fixture)
 
 
+@pytest.mark.parametrize("tree", [False, True], ids=["lines", "trees"])
 @pytest.mark.parametrize("layers", KITS)
-def test_a_kvbuffer_is_committed_as_the_engine_commits_states(layers, monkeypatch):
+def test_a_kvbuffer_is_committed_as_the_engine_commits_states(layers, tree, monkeypatch):
+    """Of a tree's states the engine's are those of a line with the accepted tokens first."""
     kvbuffer.register()
     HookRegistry.apply_hooks()
     if not CUDA:
@@ -216,9 +256,17 @@ def test_a_kvbuffer_is_committed_as_the_engine_commits_states(layers, monkeypatc
             monkeypatch.setattr(
                 scatter, name, HybridLinearAttnBackend._scatter_speculative_state_with_mask
             )
-    (states, windows), (ours, our_windows) = (
-        committed(layers, in_kvbuffer) for in_kvbuffer in (False, True)
-    )
+    monkeypatch.setattr(spec_utils, "mambaish_config", lambda config: True)
+    tokens, rest = [0, 1, 2, 3, 4, 5, 6, 7, 8], [[3], [6, 7]]
+    line = [0, 2, 1, *tokens[3:]] if tree else tokens
+    accepted = [[0, 1] if tree else [0, 1, 2], *rest]
+    o, states, windows = committed(layers, line, accepted, 1, in_kvbuffer=False)
+    if tree:
+        monkeypatch.setattr(Context, "topk", 2)
+        accepted[0] = [0, 2]
+    topk = 2 if tree else 1
+    our_o, ours, our_windows = committed(layers, tokens, accepted, topk, in_kvbuffer=True)
+    torch.testing.assert_close(our_o, o, **NEAR)
     torch.testing.assert_close(ours, states, rtol=1e-5, atol=1e-5)
     assert torch.equal(our_windows, windows)
     assert common.process.calls == {f"{layers} verify on backend {ROUTE}": 2}
@@ -441,11 +489,11 @@ def test_decode_in_a_cuda_graph(layers, case):
 
 @pytest.mark.skipif(not CUDA, reason="needs a GPU: CUDA graphs")
 @pytest.mark.parametrize("layers", KITS)
-def test_drafts_in_a_cuda_graph(layers):
+def test_drafts_in_a_cuda_graph(layers, topk):
     run = (
         drafts.run_gdn_eagle_verify_cuda_graph_case
         if layers == "GDN"
         else drafts.run_kda_eagle_verify_cuda_graph_case
     )
-    run(CASE, verify_case(layers), topk=1, **SIZES)
+    run(CASE, verify_case(layers), topk=topk, **SIZES)
     ran(layers, "verify")

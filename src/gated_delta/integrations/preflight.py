@@ -21,7 +21,7 @@ from gated_delta import compile
 from gated_delta.integrations import card_check, releases, sglang_common, start, vllm, vllm_calls
 from gated_delta.integrations.sglang_start import Layer
 from gated_delta.ops.launch import MAX_NORM
-from gated_delta.problem import INPUT_DTYPES, SHORT, KVBuffer, UnsupportedProblem
+from gated_delta.problem import INPUT_DTYPES, MAX_DRAFT, SHORT, KVBuffer, UnsupportedProblem
 from gated_delta.results import make_table
 from gated_delta.testing import Case
 
@@ -203,7 +203,7 @@ class Plan(NamedTuple):
 class Asked(NamedTuple):
     """A server: tensor parallelism, drafts as its engine counts them, requests at once, dtypes.
 
-    modes: those to be ours. backend: auto is the plug-in's, cute on a GPU.
+    tree: drafts are trees. modes: those to be ours. backend: auto is the plug-in's, cute on a GPU.
     """
 
     engine: str
@@ -211,6 +211,7 @@ class Asked(NamedTuple):
     modes: tuple[str, ...] = ()
     tp: int = 1
     drafts: int = 0
+    tree: bool = False
     requests: int = 1
     dtype: torch.dtype | None = None
     state_dtype: torch.dtype | None = None
@@ -241,6 +242,8 @@ def plan(asked: Asked, device: torch.device) -> Plan:
     engine, known = asked.engine, MODES[asked.engine]
     if unknown := set(asked.modes) - set(known):
         raise ValueError(f"expected --op to be of {', '.join(known)}, got {min(unknown)}")
+    if asked.tree and (engine == "vllm" or not asked.drafts):
+        raise ValueError("expected --tree with --engine sglang and --drafts above 0")
     model = _model(asked)
     modes, drafts = (_sglang if engine == "sglang" else _vllm)(asked, model, device)
     release, refused = _release(engine, device)
@@ -338,14 +341,14 @@ def _sglang(asked: Asked, model: Model, device: torch.device) -> tuple[list[Mode
     state = torch.zeros(2, HV, V, K, dtype=model.state_dtype, device=device)
     scratch: Any = None
     drafts: dict[str, int] = {}
-    T, unfit = asked.drafts, sglang_common.drafts_need(asked.drafts, tree=False)
-    if T and not unfit:
+    in_kvbuffer = compile.flag("GATED_DELTA_SGLANG_KVBUFFER", False)
+    T, unfit = asked.drafts, sglang_common.drafts_need(asked.drafts, asked.tree, in_kvbuffer)
+    if 0 < T <= MAX_DRAFT:
         gate = "channel" if family == "KDA" else "head"
         sizes: dict[str, Any] = dict(T=T, H=H, HV=HV, K=K, V=V, gate=gate)
         rows = asked.requests + 1  # and the padding's
         buffer = KVBuffer.empty(rows, **sizes, num_layers=layers, device="meta")
         drafts = dict(states=model.state_bytes(rows * T), kvbuffer=buffer.nbytes)
-        in_kvbuffer = compile.flag("GATED_DELTA_SGLANG_KVBUFFER", False)
         scratch = (
             KVBuffer.empty(2, **sizes, device=device)
             if in_kvbuffer
@@ -353,7 +356,7 @@ def _sglang(asked: Asked, model: Model, device: torch.device) -> tuple[list[Mode
         )
     norm = model.family.fuses_norm and model.kind != "kimi_k3" and V <= MAX_NORM
     layer = Layer(family, H, HV, K, V, model.dtype, bound, norm)
-    by_mode = layer.calls(state, tracked=True, scratch=scratch, drafts=T)
+    by_mode = layer.calls(state, tracked=True, scratch=scratch, drafts=T, tree=asked.tree)
     names = asked.modes or MODES["sglang"][: 3 if T else 2]
     modes = [Mode(name, by_mode.get(name, [])) for name in names]
     for mode in modes:

@@ -101,6 +101,7 @@ SGLANG = Release(
     {
         "kernels/ops/attention/fla/fused_norm_gate.py": {"FusedRMSNormGated": "b29d34fc"},
         "kernels/ops/attention/fla/layernorm_gated.py": {"RMSNorm": "c7099578"},
+        "kernels/ops/mamba/causal_conv1d_triton.py": {"_causal_conv1d_update_kernel": "d7d48af4"},
         "kernels/ops/mamba/kda_prefill_track.py": {"kda_track_conv_window": "26d09dba"},
         "kernels/ops/mamba/mamba_state_scatter_triton.py": {
             "scatter_mamba_states_after_mtp_verify": "20222711"
@@ -174,6 +175,7 @@ SGLANG = Release(
             "Qwen3_5GatedDeltaNet.forward": "73c1fb8e",
             "Qwen3_5GatedDeltaNet._forward_input_proj": "4eefaad7",
         },
+        "srt/speculative/spec_utils.py": {"commit_mamba_states_after_verify": "73b35901"},
     },
 )
 

@@ -149,6 +149,8 @@ def _fill_dispatcher(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
     ours, modes = kernel_class(type(triton))(), common.chosen()
     for mode in modes:
         setattr(dispatcher, _KERNELS[mode], ours)
+    if "verify" in modes and hasattr(dispatcher, "tree_verify_kernel"):
+        dispatcher.tree_verify_kernel = ours
     if "decode" in modes:
         dispatcher.supports_packed_decode = ours.supports_packed_decode
     rest = [

@@ -78,9 +78,20 @@ def chosen() -> set[str]:
     return {mode for mode, name in names.items() if name == NAME}
 
 
-def drafts_need(tokens: int, tree: bool) -> str:
+def trees() -> bool:
+    """Whether the engine's drafts are trees."""
+    from sglang.srt.runtime_context import get_spec
+
+    return (get_spec().speculative_eagle_topk or 1) > 1
+
+
+def drafts_need(tokens: int, tree: bool, in_kvbuffer: bool) -> str:
     """What such drafts lack for our kernels; "" if nothing."""
-    return f"drafts in a line, at most {MAX_DRAFT}" if tree or tokens > MAX_DRAFT else ""
+    if tokens > MAX_DRAFT:
+        return f"at most {MAX_DRAFT} draft tokens"
+    if tree and not in_kvbuffer:
+        return "a KVBuffer for drafts that form a tree (GATED_DELTA_SGLANG_KVBUFFER=1)"
+    return ""
 
 
 def supported() -> bool:

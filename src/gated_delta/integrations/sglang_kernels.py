@@ -194,13 +194,16 @@ class Operations:
     def target_verify(self, **given: Any) -> Tensor:
         """Drafts q, k, v, packed [1, T, H, D]. The pool stays as it is.
 
-        The state after each token goes to intermediate_states_buffer.
+        The state after each token goes to intermediate_states_buffer, or the tokens to a KVBuffer
+        there. Of trees retrieve_parent_token [N, T] has the parents, as the engine's convolution
+        just wrote them; the first token's means nothing, and becomes -1.
         """
         engine: Any = super()
         tokens = tuple(given[name] for name in ("q", "k", "v", "a", "b"))
         scratch = given.get("intermediate_states_buffer")
-        tree = given.get("retrieve_parent_token") is not None
-        missing = common.drafts_need(given["cache_steps"], tree)
+        parents = given.get("retrieve_parent_token")
+        in_kvbuffer = isinstance(scratch, KVBuffer)
+        missing = common.drafts_need(given["cache_steps"], parents is not None, in_kvbuffer)
         if scratch is None:
             missing = missing or "a buffer for drafts, not ReplaySSM's"
 
@@ -211,12 +214,15 @@ class Operations:
             call |= dict(cu_seqlens=bounds, backend=backend)
             rows = given["intermediate_state_indices"][:N]
             if isinstance(scratch, KVBuffer):  # sglang_kvbuffer put it in the pool
+                if parents is not None:
+                    parents[:, 0] = -1
+                    call |= dict(parents=parents[:N])
                 return api.verify(**call, buffer=scratch, buffer_indices=rows)
             return api.decode(
                 **call, update_state=False, intermediate_states=scratch, intermediate_indices=rows
             )
 
-        engines = None if isinstance(scratch, KVBuffer) else lambda: engine.target_verify(**given)
+        engines = None if in_kvbuffer else lambda: engine.target_verify(**given)
         return self._run("verify", ours, engines, missing, tokens, given)
 
     def _raw(self, tokens: Tokens, given: Given) -> Given:

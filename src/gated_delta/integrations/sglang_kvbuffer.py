@@ -25,16 +25,19 @@ _POOLS = "sglang.srt.mem_cache.kv_cache_configurator"
 _COMMIT = (
     "sglang.kernels.ops.mamba.mamba_state_scatter_triton.scatter_mamba_states_after_mtp_verify"
 )
+_ACCEPTED = "sglang.srt.speculative.spec_utils.commit_mamba_states_after_verify"
 
 
 class Drafts:
     """Replaces the engine's scratch [layers, rows, tokens, HV, V, K].
 
     Indexed by the engine's layer, as the scratch is; an item is the layer's KVBuffer.
+    path: [requests, depth], of trees, the tokens accepted last, from `keep_path` to `commit`.
     """
 
     def __init__(self, buffer: KVBuffer):
         self.buffer = buffer
+        self.path: Tensor | None = None
 
     def __getitem__(self, layer: int) -> KVBuffer:
         return self.buffer.layer(layer)
@@ -47,6 +50,7 @@ def register() -> None:
     configurator = f"{_POOLS}.KVCacheConfigurator"
     HookRegistry.register(f"{configurator}._handle_max_mamba_cache", _budget, HookType.AROUND)
     HookRegistry.register(f"{configurator}._build_hybrid_req_pool", _replace, HookType.AFTER)
+    HookRegistry.register(_ACCEPTED, keep_path, HookType.BEFORE)
     HookRegistry.register(_COMMIT, commit, HookType.AROUND)
 
 
@@ -55,21 +59,16 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
 
     None if the engine keeps its scratch; the log then says why.
     """
-    from sglang.srt.runtime_context import (
-        get_exec,
-        get_memory,
-        get_spec,
-        max_speculative_num_draft_tokens,
-    )
+    from sglang.srt.runtime_context import get_exec, get_memory, max_speculative_num_draft_tokens
 
-    drafts, tree = max_speculative_num_draft_tokens(), (get_spec().speculative_eagle_topk or 1) > 1
+    drafts, tree = max_speculative_num_draft_tokens(), common.trees()
     if drafts is None or "verify" not in common.chosen() or not common.supported():
         return None
     params = (
         configurator.hybrid_gdn_config or configurator.hybrid_kda_config
     ) and configurator.mambaish_config.mamba2_cache_params
     missing = "" if params else "GDN or KDA layers"
-    if unfit := common.drafts_need(drafts, tree):
+    if unfit := common.drafts_need(drafts, tree, in_kvbuffer=True):
         missing = unfit
     elif get_memory().enable_unified_memory or get_exec().mamba.enable_linear_replayssm_spec:
         missing = "the engine's plain pool, neither unified memory nor ReplaySSM"
@@ -84,7 +83,8 @@ def sizes(configurator: Any) -> dict[str, Any] | None:
             T=drafts, H=layer.H, HV=HV, K=K, V=V, gate=axis, device=configurator.device
         )
         state = torch.zeros(1, HV, V, K, dtype=params.dtype.temporal, device=configurator.device)
-        calls = layer.calls(state, scratch=KVBuffer.empty(1, **arguments), drafts=drafts)
+        scratch = KVBuffer.empty(1, **arguments)
+        calls = layer.calls(state, scratch=scratch, drafts=drafts, tree=tree)
         refused = start.refused(calls["verify"]) or card_check.failing(calls["verify"], common.LOG)
         missing = "; ".join(refused.values())
         if not missing:
@@ -128,6 +128,20 @@ def _replace(requests: Any, configurator: Any, **_: Any) -> None:
     )
 
 
+def keep_path(
+    worker: Any, _: Any, __: Any, accept_index: Tensor, draft_tokens: int, *___: Any, **____: Any
+) -> None:
+    """Keeps the accepted tokens of trees for `commit`, which gets only the last of each request.
+
+    accept_index: [requests, depth], in order and counted through all requests; -1 behind the last.
+    """
+    pool = getattr(worker.model_runner.req_to_token_pool, "mamba_pool", None)
+    drafts = getattr(getattr(pool, "mamba_cache", None), "intermediate_ssm", None)
+    if isinstance(drafts, Drafts) and common.trees() and accept_index.numel():
+        requests = torch.arange(len(accept_index), device=accept_index.device)
+        drafts.path = accept_index - requests[:, None] * draft_tokens
+
+
 def commit(
     original: Any,
     caches: Any,
@@ -139,12 +153,24 @@ def commit(
 ) -> None:
     """Folds drafts up to last_steps[n], counted from 0, into every layer's states; -1 folds none.
 
-    First copies the state after track_steps[n] to track_slots[n], if the prefix cache asks for an
-    earlier state. `original` then moves the convolutions' windows.
+    Of trees last_steps[n] is the last token on the path that `keep_path` has. First copies the
+    state after track_steps[n] to track_slots[n], if the prefix cache asks for an earlier state.
+    `original` then moves the convolutions' windows.
     """
     drafts = caches.intermediate_ssm
     if isinstance(drafts, Drafts):
+        path, drafts.path = drafts.path, None
+        if path is None and common.trees():
+            raise RuntimeError(f"expected a call of {_ACCEPTED}, which has the accepted tokens")
+
+        def count(steps: Tensor) -> Tensor:
+            """The number of accepted tokens up to these steps."""
+            if path is None:
+                return steps + 1
+            return ((path >= 0) & (path <= steps[:, None])).sum(1)
+
         given: dict[str, Any] = dict(
+            path=path,
             state_indices=slots,
             buffer_indices=src_indices_raw,
             null_index=0,
@@ -153,10 +179,9 @@ def commit(
         if track_slots is not None and track_steps is not None:
             N = len(slots)
             tracked = torch.where(track_steps[:N] >= 0, track_slots[:N], -1)
-            api.flush(
-                caches.temporal, drafts.buffer, track_steps[:N] + 1, write_indices=tracked, **given
-            )
-        api.flush(caches.temporal, drafts.buffer, last_steps + 1, **given)
+            counts = count(track_steps[:N])
+            api.flush(caches.temporal, drafts.buffer, counts, write_indices=tracked, **given)
+        api.flush(caches.temporal, drafts.buffer, count(last_steps), **given)
         # `original` skips a tensor without elements.
         caches = dataclasses.replace(caches, temporal=caches.temporal[:0])
     original(caches, slots, last_steps, track_slots, track_steps, src_indices_raw=src_indices_raw)

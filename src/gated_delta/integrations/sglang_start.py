@@ -53,11 +53,13 @@ class Layer(NamedTuple):
         scratch: Tensor | KVBuffer | None = None,
         drafts: int = 0,
         ring: sglang_kernels.Ring | None = None,
+        tree: bool = False,
     ) -> dict[str, list[start.Call]]:
         """Calls on this pool of states, by mode.
 
         tracked: prefill also keeps states inside a prompt. scratch: of the engine, for `drafts`
-        tokens; without it there is no verify. ring: of ReplaySSM, for decode.
+        tokens; without it there is no verify. ring: of ReplaySSM, for decode. tree: drafts are
+        trees, which only a KVBuffer takes.
         """
         device, zero = state.device, torch.zeros(1, dtype=torch.int32, device=state.device)
 
@@ -81,15 +83,17 @@ class Layer(NamedTuple):
             checkpoints = state.new_zeros(1, 1, *state.shape[1:])
             more = dict(checkpoint_lens=zero[:, None], checkpoints=checkpoints)
             calls["prefill"].append(("prefill", prompt | more))
-        if scratch is None:
+        in_kvbuffer = isinstance(scratch, KVBuffer)
+        if scratch is None or (tree and not in_kvbuffer):
             return calls
         draft = self.tokens(drafts, device) | pool | dict(cu_seqlens=bounds(drafts))
-        if isinstance(scratch, KVBuffer):
+        if in_kvbuffer:
             buffer = dict(buffer=scratch, buffer_indices=zero)
-            calls["verify"] = [
-                ("verify", draft | buffer),
-                ("flush", pool | buffer | dict(num_accepted=zero)),
-            ]
+            verify, flush = draft | buffer, pool | buffer | dict(num_accepted=zero)
+            if tree:
+                verify |= dict(parents=zero.new_full((1, drafts), -1))
+                flush |= dict(path=zero[:, None])
+            calls["verify"] = [("verify", verify), ("flush", flush)]
         else:
             steps = dict(update_state=False, intermediate_states=scratch, intermediate_indices=zero)
             calls["verify"] = [("decode", draft | steps)]
@@ -127,7 +131,7 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
             given = {f"replayssm_{x}": getattr(caches, f"replayssm_{x}") for x in "dkg"}
             given |= dict(lower_bound=layer.lower_bound, replayssm_write_pos=caches.temporal)
             ring = sglang_kernels.Ring.of(given)
-        by_mode = layer.calls(caches.temporal, tracked, scratch, drafts, ring)
+        by_mode = layer.calls(caches.temporal, tracked, scratch, drafts, ring, common.trees())
         for mode in sorted(common.chosen() & by_mode.keys()):
             calls = by_mode[mode]
             refused = start.refused(calls) or card_check.failing(calls, common.LOG)
