@@ -293,12 +293,14 @@ def test_sglang_leaves_a_failing_mode_to_its_kernel(monkeypatch, caplog):
     caches = SimpleNamespace(temporal=torch.zeros(2, 2, 64, 64))
     flags = SimpleNamespace(
         deterministic=SimpleNamespace(enable_deterministic_inference=False),
-        mamba=SimpleNamespace(enable_mamba_extra_buffer=False),
+        mamba=SimpleNamespace(enable_mamba_extra_buffer=False, enable_linear_replayssm=False),
     )
     contents = {
         "sglang.srt.layers.radix_linear_attention": dict(RadixLinearAttention=type(layer)),
         "sglang.srt.runtime_context": dict(
-            get_exec=lambda: flags, max_speculative_num_draft_tokens=lambda: None
+            get_exec=lambda: flags,
+            get_spec=lambda: SimpleNamespace(speculative_eagle_topk=None),
+            max_speculative_num_draft_tokens=lambda: None,
         ),
     }
     for name, values in contents.items():

@@ -478,6 +478,25 @@ def test_drafts_in_a_kvbuffer_are_committed(layers, bound, tracked, request_rows
     ran(f"{layers} verify on backend reference")
 
 
+def test_a_dummy_run_of_trees_has_no_parents(monkeypatch):
+    """It runs the kernel of trees all the same, as the start loads no other."""
+    monkeypatch.setattr(common.process, "trees", True)
+    x, parents, verify = Given("GDN", [3, 3], [2, 1]), [], sglang_kernels.api.verify
+    monkeypatch.setattr(
+        sglang_kernels.api,
+        "verify",
+        lambda **call: parents.append(call["parents"].tolist()) or verify(**call),
+    )
+    options = dict(
+        intermediate_states_buffer=KVBuffer.empty(2, 3, H, HV, D, D),
+        intermediate_state_indices=torch.tensor([0, 1]),
+        cache_steps=3,
+    )
+    tokens = dict(q=x.q, k=x.k, v=x.v, a=x.a, b=x.b, **x.gates(), **x.where(), **options)
+    near(kernel("GDN").target_verify(**tokens, retrieve_parent_token=None), x.truth()[0])
+    assert parents == [[[-1, 0, 1]] * 2]
+
+
 def test_the_pool_keeps_its_scratch_without_a_kvbuffer(monkeypatch, caplog):
     configurator = Configurator("GDN")
     for flags, reason in [

@@ -34,6 +34,7 @@ class Process:
     """State of the plug-in in one process of the engine.
 
     deterministic: the engine's --enable-deterministic-inference; `sglang_start.check` sets it.
+    trees: whether the engine's drafts are trees; as above.
     left: per "GDN" or "KDA" and mode, why the engine's kernel runs all of its calls, by the checks
     at the start. refused: per problem, why it runs that one.
     calls: Python calls per route, as in "GDN decode on backend cute". health: the same for a
@@ -44,6 +45,7 @@ class Process:
     """
 
     deterministic: bool = False
+    trees: bool = False
     refused: dict[tuple[object, ...], str] = field(default_factory=dict)
     left: dict[tuple[str, str], str] = field(default_factory=dict)
     calls: Counter[str] = field(default_factory=Counter)

@@ -214,10 +214,14 @@ class Operations:
             call |= dict(cu_seqlens=bounds, backend=backend)
             rows = given["intermediate_state_indices"][:N]
             if isinstance(scratch, KVBuffer):  # sglang_kvbuffer put it in the pool
-                if parents is not None:
-                    parents[:, 0] = -1
-                    call |= dict(parents=parents[:N])
-                return api.verify(**call, buffer=scratch, buffer_indices=rows)
+                tree = parents
+                if tree is not None:
+                    tree[:, 0] = -1
+                elif common.process.trees:  # a dummy run; the start loads no kernel for lines
+                    tree = torch.arange(-1, given["cache_steps"] - 1, device=bounds.device)
+                    tree = tree.repeat(N, 1)
+                call |= dict(parents=tree, buffer=scratch, buffer_indices=rows)
+                return api.verify(**call)
             return api.decode(
                 **call, update_state=False, intermediate_states=scratch, intermediate_indices=rows
             )

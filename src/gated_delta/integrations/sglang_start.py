@@ -111,6 +111,7 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
 
     warn_of_forks()
     common.process.deterministic = get_exec().deterministic.enable_deterministic_inference
+    common.process.trees = common.trees()
     kind = "KDA" if "KDA" in type(backend).__name__ else "GDN"
     drafts = max_speculative_num_draft_tokens() or 0
     layer_ids: dict[Layer, int] = {}  # the last layer of each kind
@@ -131,7 +132,7 @@ def check(_: None, backend: Any, runner: Any, *__: Any, **___: Any) -> None:
             given = {f"replayssm_{x}": getattr(caches, f"replayssm_{x}") for x in "dkg"}
             given |= dict(lower_bound=layer.lower_bound, replayssm_write_pos=caches.temporal)
             ring = sglang_kernels.Ring.of(given)
-        by_mode = layer.calls(caches.temporal, tracked, scratch, drafts, ring, common.trees())
+        by_mode = layer.calls(caches.temporal, tracked, scratch, drafts, ring, common.process.trees)
         for mode in sorted(common.chosen() & by_mode.keys()):
             calls = by_mode[mode]
             refused = start.refused(calls) or card_check.failing(calls, common.LOG)
