@@ -186,6 +186,15 @@ def buffered() -> str:
     return table("B = 1, 8, 64, 256", "bare decode", "ReplaySSM", rows=rows)
 
 
+def trees() -> str:
+    """The time of a tree of 14 drafts over that of a chain of 14, rounded up."""
+    rows: dict[str, list[str]] = {}
+    for cell in cells("trees"):
+        ratio = cell["us"] / cell["parts"]["chain"]
+        rows.setdefault(cell["series"], []).append(f"{math.ceil(ratio * 100 - 1e-9) / 100:.2f}")
+    return table("[2, 2, 2], 14 drafts", *(f"B = {B}" for B in (1, 8, 64)), rows=rows)
+
+
 def states8() -> str:
     """States rounded every L tokens: a model's loss, and errors of synthetic outputs in %."""
     model, tokens = (
@@ -255,17 +264,12 @@ def verify_page() -> str:
 
 def served(engine: str) -> str:
     """Several starts: medians, ranges of wall times, and whether the two ranges are apart."""
-    several = any("spread" in cell for cell in cells(f"serve/{engine}"))
     rows = {}
     for cell in cells(f"serve/{engine}"):
         columns = rows[cell["label"]] = []
         for name, digits in (("ttft", 1), ("tpot", 2)):
             columns.append(ranged(cell, f"{name}_ms", digits))
             columns.append(down(cell[f"{name}_ratio"]) + judged(cell, f"{name}_ms"))
-        for name in ("decode all", "decode gap") if several else ():
-            times = cell.get("kernels_us", {}).get(name)  # None: one start, before there were several
-            pair = f"{times['engine']:.0f}, {times['gated_delta']:.0f}" if times else "-"
-            columns.append(pair + judged(cell, name))
     heads = (
         "prompts x tokens",
         "TTFT, ms: its kernels, ours",
@@ -273,8 +277,7 @@ def served(engine: str) -> str:
         "TPOT, ms: its kernels, ours",
         "ratio",
     )
-    steps = ("a decode step's kernels, us", "its gaps, us") if several else ()
-    return table(*heads, *steps, rows=rows)
+    return table(*heads, rows=rows)
 
 
 def ranged(cell: Cell, name: str, digits: int) -> str:
@@ -366,6 +369,7 @@ TABLES: dict[str, Callable[[], str]] = {
     "tokens vllm": lambda: tokens("vllm"),
     "decode": lambda: summary("best peer's time over ours", decode()),
     "buffer": buffered,
+    "trees": trees,
     "states8": states8,
     "layer": lambda: summary(
         "the engines' time over ours, with a convolution in front of one token", layer()

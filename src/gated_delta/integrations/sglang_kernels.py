@@ -98,7 +98,7 @@ class Operations:
     supports_track_state_snapshot = True
     supports_fused_chain_verify = False  # its fused kernel would replace target_verify
 
-    def packed_decode(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, **given: Any) -> Tensor:
+    def packed_decode(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, **given: Any) -> Any:
         """One token a sequence; mixed_qkv [B, q|k|v], after the convolution. [1, B, HV, V]."""
         engine: Any = super()
         V, K = given["ssm_states"].shape[-2:]
@@ -110,7 +110,9 @@ class Operations:
         )
         ring = Ring.of(given)
 
-        def engines() -> Tensor:
+        def engines() -> Tensor | None:
+            if not engine.supports_packed_decode:
+                return None  # the layer then calls decode
             if (lens := given.get("replayssm_write_pos")) is not None:
                 given["replayssm_write_pos"] = torch.maximum(lens, ~lens)  # sglang marked some
             return engine.packed_decode(mixed_qkv, a, b, **given)
