@@ -617,7 +617,7 @@ CHECKED = [
     ("verify", dict(buffer_indices=PAST_THE_END), "IndexError buffer_indices"),
     ("verify", dict(buffer_indices=REPEATED), "ValueError buffer_indices"),
     ("verify", dict(parents=torch.full((N, T), 1)), "ValueError parents"),
-    ("verify", dict(parents=torch.arange(-1, T).expand(N, T + 1)), None),
+    ("verify", dict(parents=torch.arange(T + 1).sub(1).clamp(min=0).expand(N, T + 1)), None),
     ("flush", dict(path=torch.ones(N, T).int(), num_accepted=2), "ValueError path"),
     ("flush", dict(path=torch.full((N, 1), T), num_accepted=1), "ValueError path"),
     ("flush", dict(path=torch.arange(T).expand(N, T), num_accepted=T), None),

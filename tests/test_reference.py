@@ -487,7 +487,7 @@ def test_two_rounds_with_one_flush_equal_two_with_one_each(axis):
 
 def test_trees_are_their_paths_and_chains_are_no_trees(axis):
     """A path is verified and flushed as it is alone, as a chain. A chain keeps its bits."""
-    parents = torch.tensor([[-1, -1, 0, 0, 1, 3, 9], [-1, 0, -1, 2, 2, 4, -9]])
+    parents = torch.tensor([[0, -1, 0, 0, 1, 3, 9], [7, 0, -1, 2, 2, 4, -9]])
     call, state = tokens(t=6, axis=axis), pool(N)
     rest = dict(state=state, backend="reference")
     tree = buffer(t=6, axis=axis)

@@ -884,7 +884,7 @@ def buffered_rows(
         )
     _no_conflict("buffer_indices", ((n, rows[n]) for n in active))
     _check_log_decays(tokens, active, starts, lengths)
-    tree = None if parents is None else parents.tolist()
+    tree = None if parents is None else [[-1, *row[1:]] for row in parents.tolist()]
     for n in active:
         for t, parent in enumerate(tree[n][: lengths[n]] if tree is not None else ()):
             if not -1 <= parent < t:

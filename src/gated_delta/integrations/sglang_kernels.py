@@ -198,7 +198,7 @@ class Operations:
 
         The state after each token goes to intermediate_states_buffer, or the tokens to a KVBuffer
         there. Of trees retrieve_parent_token [N, T] has the parents, as the engine's convolution
-        just wrote them; the first token's means nothing, and becomes -1.
+        just wrote them; the first token's means nothing.
         """
         engine: Any = super()
         tokens = tuple(given[name] for name in ("q", "k", "v", "a", "b"))
@@ -217,9 +217,7 @@ class Operations:
             rows = given["intermediate_state_indices"][:N]
             if isinstance(scratch, KVBuffer):  # sglang_kvbuffer put it in the pool
                 tree = parents
-                if tree is not None:
-                    tree[:, 0] = -1
-                elif common.process.trees:  # a dummy run; the start loads no kernel for lines
+                if tree is None and common.process.trees:  # a dummy run; the start loads no kernel for lines
                     tree = torch.arange(-1, given["cache_steps"] - 1, device=bounds.device)
                     tree = tree.repeat(N, 1)
                 call |= dict(parents=tree, buffer=scratch, buffer_indices=rows)
