@@ -256,8 +256,8 @@ def verify(
     parents: [N, W] int32 or int64, W at least the longest draft: the drafts are trees. Token t of
     sequence n follows token parents[n, t] of its draft, an earlier one, and depends on its
     ancestors alone; -1: it follows the state, or the row's last token, as token 0 does, whatever
-    its entry is. Entries past a draft's end are ignored. Any other index is a ValueError on the reference backend; on the kernels it counts
-    as -1.
+    its entry is. Entries past a draft's end are ignored. Any other index is a ValueError on the
+    reference backend; on the kernels it counts as -1.
 
     Returns o [N, T, HV, V] in v's dtype: decode's outputs, except that a 16-bit state is not
     rounded between tokens.

@@ -554,7 +554,6 @@ def recorded(layers):
         name: lambda self, *args, _name=name, **given: calls.append((_name, given)) or _name
         for name in ("packed_decode", "decode", "extend", "target_verify")
     }
-    methods["supports_packed_decode"] = True
     return sglang_kernels.kernel_class(type(base.__name__, (base,), methods))(), calls
 
 

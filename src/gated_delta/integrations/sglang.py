@@ -139,6 +139,7 @@ def _mark_forced_folds(batch: Any, *_: Any, **__: Any) -> None:
 
 def _fill_dispatcher(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
     """Puts our kernels into a new dispatcher, for our modes."""
+    from sglang.srt.runtime_context import get_exec
     from sglang.srt.utils.common import rank0_log
 
     triton = (
@@ -151,8 +152,8 @@ def _fill_dispatcher(_: None, dispatcher: Any, *__: Any, **___: Any) -> None:
         setattr(dispatcher, _KERNELS[mode], ours)
     if "verify" in modes and hasattr(dispatcher, "tree_verify_kernel"):
         dispatcher.tree_verify_kernel = ours
-    if "decode" in modes:
-        dispatcher.supports_packed_decode = ours.supports_packed_decode
+    if "decode" in modes and get_exec().mamba.enable_linear_replayssm:
+        dispatcher.supports_packed_decode = True  # the ring's, which the engine has on no CPU
     rest = [
         f"{mode} stays {type(getattr(dispatcher, name)).__name__}"
         for mode, name in _KERNELS.items()

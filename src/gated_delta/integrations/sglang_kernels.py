@@ -92,13 +92,12 @@ class Operations:
     """
 
     layers: str
-    supports_packed_decode = True  # the engine's does not, on a CPU
     supports_safe_gate_verify = True
     supports_strided_target_verify_qkv = True
     supports_track_state_snapshot = True
     supports_fused_chain_verify = False  # its fused kernel would replace target_verify
 
-    def packed_decode(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, **given: Any) -> Any:
+    def packed_decode(self, mixed_qkv: Tensor, a: Tensor, b: Tensor, **given: Any) -> Tensor:
         """One token a sequence; mixed_qkv [B, q|k|v], after the convolution. [1, B, HV, V]."""
         engine: Any = super()
         V, K = given["ssm_states"].shape[-2:]
@@ -110,9 +109,7 @@ class Operations:
         )
         ring = Ring.of(given)
 
-        def engines() -> Tensor | None:
-            if not engine.supports_packed_decode:
-                return None  # the layer then calls decode
+        def engines() -> Tensor:
             if (lens := given.get("replayssm_write_pos")) is not None:
                 given["replayssm_write_pos"] = torch.maximum(lens, ~lens)  # sglang marked some
             return engine.packed_decode(mixed_qkv, a, b, **given)
@@ -217,7 +214,8 @@ class Operations:
             rows = given["intermediate_state_indices"][:N]
             if isinstance(scratch, KVBuffer):  # sglang_kvbuffer put it in the pool
                 tree = parents
-                if tree is None and common.process.trees:  # a dummy run; the start loads no kernel for lines
+                if tree is None and common.process.trees:
+                    # A dummy run; the start loads no kernel for lines.
                     tree = torch.arange(-1, given["cache_steps"] - 1, device=bounds.device)
                     tree = tree.repeat(N, 1)
                 call |= dict(parents=tree, buffer=scratch, buffer_indices=rows)
