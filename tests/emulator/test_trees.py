@@ -15,6 +15,8 @@ from .calls import FEW_HEADS, judge, sample
 
 pytestmark = needs_compiler
 KINDS = list(itertools.product(FEW_HEADS, (torch.float32, torch.bfloat16)))
+BRIEF = (("head", torch.bfloat16), ("channel", torch.float32))
+"""Without KDA on the tensor cores; a GPU runs all kinds."""
 CHAIN, STAR, LEVELS = (lambda t: t - 1), (lambda t: -1), (lambda t: t // 2 - 1)
 
 
@@ -63,8 +65,11 @@ def test_cases_of_trees_pass(case, kernels):
     judge(case, kernels)
 
 
-@pytest.mark.parametrize(("axis", "dtype"), KINDS, ids=str)
-@pytest.mark.parametrize("behind", [False, True], ids=["", "behind a row"])
+@pytest.mark.parametrize(
+    ("axis", "dtype", "behind"),
+    [*((*kind, False) for kind in KINDS), *((*kind, True) for kind in BRIEF)],
+    ids=str,
+)
 def test_a_chain_given_as_parents_has_the_chains_bits(axis, dtype, behind, kernels):
     """With strong decays too, for which KDA leaves the tensor cores."""
     lens = dict(buffer_lens=torch.tensor([2, 0])) if behind else {}
@@ -79,7 +84,7 @@ def test_a_chain_given_as_parents_has_the_chains_bits(axis, dtype, behind, kerne
             assert torch.equal(x, y)
 
 
-@pytest.mark.parametrize(("axis", "dtype"), KINDS, ids=str)
+@pytest.mark.parametrize(("axis", "dtype"), BRIEF, ids=str)
 def test_a_bad_parent_counts_as_the_root(axis, dtype, kernels):
     """Of 64 bits too; past the table's end, and past a packed draft's, nothing is read."""
     bad = (0, 1, 5, 2**31 - 1, 2**40 + 1, -2, -(2**31), -(2**40))
@@ -105,7 +110,7 @@ def test_a_bad_parent_counts_as_the_root(axis, dtype, kernels):
         close(got, verified(packed, axis, backend="reference", parents=table))
 
 
-@pytest.mark.parametrize(("axis", "dtype"), KINDS, ids=str)
+@pytest.mark.parametrize(("axis", "dtype"), [*BRIEF, ("channel", torch.bfloat16)], ids=str)
 def test_nan_and_dead_branches_stay_apart(axis, dtype, kernels):
     """Token 2 of [2, 2, 2] holds NaN, its sibling may forget all: others keep their values."""
     parents = parents_of(LEVELS, LEVELS)
