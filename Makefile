@@ -24,7 +24,8 @@ CPU_TORCH = $(INTO) $(1) --find-links $(WHEELS) "torch==$(TORCH)+cpu" 2> /dev/nu
 		echo "no CPU build of torch $(TORCH) here: CUDA's instead"; \
 		$(INTO) $(1) torch==$(TORCH); }
 
-.PHONY: demo test test-kernels test-oldest test-install test-vllm test-sglang lint check clean
+.PHONY: demo test test-kernels test-oldest test-install test-vllm test-sglang environments
+.PHONY: lint check clean
 
 demo: $(READY)
 	$(BIN)/gated-delta demo
@@ -61,6 +62,9 @@ test-oldest: $(WHEELS)
 # Wheel and sdist under the oldest Python here, and under the newest with the newest torch.
 test-install: $(UV)
 	scripts/test_install.sh $(UV) $(INSTALL) $(TORCH) $(NEWEST_TORCH)
+
+# Of the engines, to be made while other tests run.
+environments: $(VLLM)/.ready $(SGLANG)/.ready
 
 # The plug-in in a real SGLang on a CPU, in an environment of its own.
 test-sglang: $(SGLANG)/.ready
