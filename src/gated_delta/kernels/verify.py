@@ -48,6 +48,7 @@ Order of work:
 """
 
 import itertools
+from functools import partial
 from typing import NamedTuple
 
 import cutlass
@@ -621,38 +622,23 @@ class Verify:
                 rCumulative[0] = self.history.stage_channel_decays(
                     shared + self.shared, args, coord, row, i, past[i]
                 )
-            root = rCumulative[0]
-            self.store_decays(
+            store = partial(
+                self.store_decays,
                 shared,
                 args,
                 coord,
-                Int32(0),
                 row,
                 buffer_at,
                 channel,
-                gs,
                 parameters,
                 rCumulative,
-                root,
+                rCumulative[0],
                 path,
             )
+            store(Int32(0), gs)
             if cutlass.const_expr(self.token_tile > LOADS):
                 for t0 in cutlass.range(LOADS, length, LOADS, unroll=1):
-                    more = self.load_channel(args, coord, start, t0, length, channel)
-                    self.store_decays(
-                        shared,
-                        args,
-                        coord,
-                        t0,
-                        row,
-                        buffer_at,
-                        channel,
-                        more,
-                        parameters,
-                        rCumulative,
-                        root,
-                        path,
-                    )
+                    store(t0, self.load_channel(args, coord, start, t0, length, channel))
             if coord.tile == 0 and channel < self.K:
                 for t in cutlass.range(row.end, row.filled, unroll=1):
                     ptx.store(
@@ -667,16 +653,17 @@ class Verify:
         shared,
         args,
         coord,
-        t0,
         row,
         buffer_at,
         channel,
-        gs,
         parameters,
         rCumulative,
         root,
         path,
+        t0,
+        gs,
     ):
+        """Write the decays and b_t of a channel and a few tokens from t0 on. root: b before all."""
         for j in cutlass.range_constexpr(len(gs)):
             t = t0 + j
             log_decay = self.tokens.log_decay(args, gs[j], parameters)
