@@ -41,8 +41,7 @@ from .device.args import Args, offset, typed
 from .device.history import (
     History,
     Row,
-    buffer_log_decay_address,
-    buffer_u_address,
+    buffer_address,
     store_buffer_k,
 )
 from .device.recurrent import (
@@ -468,7 +467,7 @@ class Decode:
         """Store u in the row; if it is full, fold the row and the token into rState."""
         row = past.row
         if row.end > 0:
-            at = buffer_u_address(args, coord, row) + coord.o_row * 4
+            at = buffer_address("u", args, coord, row) + coord.o_row * 4
             ptx.store_if(Float32, at, u, coord.stores_o)
         else:
             product = self.state.load_shared(past.shared, coord)
@@ -485,7 +484,7 @@ class Decode:
     @cute.jit
     def store_log_decay(self, args, coord, row, inside, channel, log_decay):
         """Store the token's log decay in the row; KDA: of a channel."""
-        at = buffer_log_decay_address(args, coord, row)
+        at = buffer_address("log_decay", args, coord, row)
         inside = inside & (coord.tile == 0) & (row.end > 0)
         ptx.store_if(Float32, at + channel * 4, log_decay, inside)
 

@@ -63,9 +63,8 @@ from .device.args import Args, offset, typed
 from .device.history import (
     History,
     Row,
+    buffer_address,
     buffer_k_address,
-    buffer_log_decay_address,
-    buffer_u_address,
     store_buffer_k,
 )
 from .device.recurrent import (
@@ -541,7 +540,7 @@ class Verify:
         """Write beta and decays to shared memory, log decays and then zeros to the buffer."""
         beta, g = gates
         stride, size = args.stride, args.size
-        buffer_at = buffer_log_decay_address(args, coord, row)
+        buffer_at = buffer_address("log_decay", args, coord, row)
         if coord.thread // 32 == self.warps - 1:
             # One token per lane: there are at most 16.
             t = coord.thread % 32
@@ -1017,7 +1016,7 @@ class Verify:
         """
         fma = cute.math.fma
         stride = args.stride
-        u_at = buffer_u_address(args, coord, row) + coord.o_row * 4
+        u_at = buffer_address("u", args, coord, row) + coord.o_row * 4
         us, outputs, path_of_t = [], [], None
         for t in cutlass.range_constexpr(self.token_tile):
             beta, cumulative = [

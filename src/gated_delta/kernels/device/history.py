@@ -426,25 +426,15 @@ def buffer_k_address(args, coord, row, t):
     return at, (coord.tile == 0) & (coord.hv == h * args.size.group_size)
 
 
-def buffer_u_address(args, coord, row):
-    """Address of u of the call's first token in the buffer, of V row 0."""
-    stride = args.stride
-    return (
-        args.ptr.buffer_u
-        + offset(row.index, stride.buffer_u_r)
-        + offset(row.first, stride.buffer_u_t)
-        + offset(coord.hv, stride.buffer_u_h)
-    )
+def buffer_address(part, args, coord, row):
+    """Address of the call's first token in the buffer's "u" or "log_decay".
 
-
-def buffer_log_decay_address(args, coord, row):
-    """Address of the log decay of the call's first token in the buffer; KDA: of channel 0."""
-    stride = args.stride
+    Of V row 0 of u; of KDA's log decay, of channel 0.
+    """
+    name = f"buffer_{part}"
+    r, t, h = (getattr(args.stride, f"{name}_{axis}") for axis in "rth")
     return (
-        args.ptr.buffer_log_decay
-        + offset(row.index, stride.buffer_log_decay_r)
-        + offset(row.first, stride.buffer_log_decay_t)
-        + offset(coord.hv, stride.buffer_log_decay_h)
+        getattr(args.ptr, name) + offset(row.index, r) + offset(row.first, t) + offset(coord.hv, h)
     )
 
 
