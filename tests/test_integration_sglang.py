@@ -195,7 +195,7 @@ class Bucket(NamedTuple):
 @pytest.fixture
 def tables_of(monkeypatch):
     """(bucket, prompts) -> the tables of its graph, by a backend whose engine allocates them."""
-    monkeypatch.setattr(sglang_graphs, "_hook", lambda *_: None)
+    monkeypatch.setattr(sglang_common, "hook", lambda *_: None)
 
     def allocate(batch):
         room = min(backend.prefill_graph_max_seqs, batch.extend_num_tokens)

@@ -105,7 +105,6 @@ def _after_resolve(backends: Any, *_: Any, **__: Any) -> Any:
     if not (modes := common.chosen()):
         return None
     from sglang.srt.layers.attention.linear.utils import LinearAttnKernelBackend
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
     if common.supported():  # else this release has no `resolve_once`, which unsets the flags
         hooks: dict[str, Any] = {}
@@ -121,10 +120,7 @@ def _after_resolve(backends: Any, *_: Any, **__: Any) -> Any:
                 f"{module}AttnBackend.__init__": sglang_start.check,
                 f"{module}AttnBackend.init_forward_metadata": _record_longest,
             }
-        for target, hook in hooks.items():
-            if target not in HookRegistry._hooks:
-                HookRegistry.register(target, hook, HookType.AFTER)
-        HookRegistry.apply_hooks()
+        common.hook(hooks, "AFTER")
     triton = LinearAttnKernelBackend.TRITON
     return type(backends)(
         **{mode: triton if mode in modes else getattr(backends, mode) for mode in common.FLAGS}

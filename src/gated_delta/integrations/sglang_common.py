@@ -8,7 +8,9 @@ from __future__ import annotations
 import importlib.metadata
 import logging
 from collections import Counter
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -94,6 +96,16 @@ def drafts_need(tokens: int, tree: bool, in_kvbuffer: bool) -> str:
     if tree and not in_kvbuffer:
         return "a KVBuffer for drafts that form a tree (GATED_DELTA_SGLANG_KVBUFFER=1)"
     return ""
+
+
+def hook(hooks: Mapping[str, Callable[..., Any]], kind: str) -> None:
+    """Hooks into the engine's functions that have no hook yet. kind: AFTER or AROUND."""
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    for target, function in hooks.items():
+        if target not in HookRegistry._hooks:
+            HookRegistry.register(target, function, HookType[kind])
+    HookRegistry.apply_hooks()
 
 
 def supported() -> bool:

@@ -49,7 +49,8 @@ def allow(backend: Any) -> None:
     pools = backend.req_to_token_pool.mamba_pool.mamba_cache
     if backend.enable_mis or not (pools.conv[0].is_contiguous() and pools.temporal.is_contiguous()):
         return
-    _hook(f"{kda_extend_in_graph.__module__}.kda_track_conv_window", _track_window)
+    tracking = f"{kda_extend_in_graph.__module__}.kda_track_conv_window"
+    common.hook({tracking: _track_window}, "AROUND")
     eager, route = backend.forward_extend, backend._init_target_verify_qkv_routing
 
     def routed(batch: Any) -> None:  # for a batch outside these graphs
@@ -103,15 +104,7 @@ def limit(backend: Any) -> None:
         return tables
 
     backend.init_prefill_graph_metadata = tables_of
-    _hook(f"{RUNNER}.PrefillCudaGraphRunner.can_replay_locally", _replays)
-
-
-def _hook(target: str, hook: Any) -> None:
-    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
-
-    if target not in HookRegistry._hooks:
-        HookRegistry.register(target, hook, HookType.AROUND)
-        HookRegistry.apply_hooks()
+    common.hook({f"{RUNNER}.PrefillCudaGraphRunner.can_replay_locally": _replays}, "AROUND")
 
 
 def _replays(original: Any, runner: Any, *, batch_size: int, num_tokens: Any, **given: Any) -> bool:
