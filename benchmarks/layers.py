@@ -228,7 +228,7 @@ STEPS = [
     *(
         layer(*model, BF16, 1, B)
         for model, B in itertools.product(
-            [("gdn", (16, 32)), ("gdn", (4, 8)), ("kda", (32, 32)), ("kda", (8, 8))],
+            [("gdn", (16, 32)), ("gdn", (4, 8)), *(("kda", (H, H)) for H in (64, 32, 8))],
             (1, 8, 64, 256),
         )
     ),
