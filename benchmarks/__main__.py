@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
+import contextlib
 import json
 import re
 import tempfile
@@ -189,7 +189,7 @@ def serve(
     ] = "",
     options: Annotated[str, typer.Option(help="The engine's options, as JSON.")] = "{}",
     starts: Annotated[
-        int, typer.Option(help="Starts of each, in turns; FILE keeps those it has.", min=1)
+        int, typer.Option(help="Starts of both, side by side; FILE keeps those it has.", min=1)
     ] = 1,
 ) -> None:
     """Time a serving engine with its kernels and with ours: tokens for users, GPU kernels."""
@@ -203,37 +203,48 @@ def serve(
     assert report.file is not None
     content = continued(report.file, f"benchmarks serve {engine.value}", run)
     samples, began = content["samples"], content["starts"]
-    done = Counter((sample["plugin"], sample["cell"]) for sample in samples)
+    done = Counter(sample["cell"] for sample in samples if sample["plugin"])
 
     def keep() -> None:
         content["cells"] = serving.compared(samples)
         report.keep(content)
 
+    def begin(plugin: bool, stack: contextlib.ExitStack) -> serving.Process:
+        start = dict[str, Any](run=len(content["runs"]) - 1, plugin=plugin, log=[])
+        began.append(start)
+        process = serving.Process(engine.value, model, plugin, given, start["log"].append)
+        start |= dict(start_s=stack.enter_context(process).start())
+        return process
+
     with report.measuring():
-        for turn, plugin in itertools.product(range(starts), (False, True)):
-            missing = [label for label in labels if done[plugin, label] <= turn]
+        for turn in range(starts):
+            missing = [label for label in labels if done[label] <= turn]
             if not missing:
                 continue
-            start = dict[str, Any](run=len(content["runs"]) - 1, plugin=plugin, log=[])
-            began.append(start)
-            for message in serving.run(engine.value, model, plugin, given, cells=missing):
-                report.say(f"{'gated_delta' if plugin else engine.value} {turn + 1}: {message}")
-                start["log"] += said(message)
-                start |= {name: message[name] for name in message if name == "start_s"}
-                if "cell" in message:
-                    samples.append(dict(start=len(began) - 1, plugin=plugin, **message))
-                    done[plugin, message["cell"]] += 1
-                keep()
+            with contextlib.ExitStack() as stack:
+                sides = {plugin: begin(plugin, stack) for plugin in (False, True)}
+                for label in missing:
+                    for sample in serving.measure(sides, serving.CELLS[label]):
+                        start = len(began) - 1 - (not sample["plugin"])
+                        samples.append(dict(start=start, **sample))
+                        report.say(f"start {turn + 1}: {sample}")
+                    done[label] += 1
+                    keep()
+                for start, side in zip(began[-2:], sides.values(), strict=True):
+                    start["log"] += ranks(side.ask(ranks=True))
+    keep()
     report.write(content)
     names = ("engine", "gated_delta")
     table = make_table("medians of starts (least, most)", "cell", "of", *names, "ratio", "verdict")
     for cell in content["cells"]:
         for name, spread in cell["spread"].items():
             medians = cell.get(name) or cell["kernels_us"][name]
-            sides = [f"{medians[x]:.2f} ({spread[x][0]:.2f}, {spread[x][1]:.2f})" for x in names]
+            ranges = [f"{medians[x]:.2f} ({spread[x][0]:.2f}, {spread[x][1]:.2f})" for x in names]
             gap = name.endswith("gap")  # may be 0
             ratio = "" if gap else f"{medians['engine'] / medians['gated_delta']:.3f}"
-            table.add_row(cell["label"], name, *sides, ratio, cell["verdict"][name] or "few starts")
+            table.add_row(
+                cell["label"], name, *ranges, ratio, cell["verdict"][name] or "few starts"
+            )
     report.show(table)
     report.leave()
 
@@ -301,12 +312,12 @@ def tokens(
             log: list[str] = []
             received: list[Any] = []
             top = not any("speculative" in name for name in more)
+            process = serving.Process(engine.value, path, plugin, given | more, log.append)
             try:
-                for message in serving.run(
-                    engine.value, path, plugin, given | more, top=top, **asked
-                ):
-                    log += said(message)
-                    received += message.get("answers", ())
+                with process:
+                    process.start()
+                    received = process.ask(top=top, **asked)["answers"]
+                    log += ranks(process.ask(ranks=True))
             except RuntimeError as problem:  # the other starts still run
                 report.say(str(problem))
             reference = reference or received
@@ -386,12 +397,9 @@ def served(engine: str, command: str, file: Path | None) -> tuple[Report, dict[s
     return Report(f"benchmarks {command} {engine}", True, file), run
 
 
-def said(message: dict[str, Any]) -> list[str]:
-    """Lines on gated_delta from an engine's log or its ranks."""
-    if "log" in message:
-        return [message["log"]]
-    ranks = message.get("ranks", ())
-    return [f"rank {i}: {line}" for i, rank in enumerate(ranks) for line in rank]
+def ranks(answer: dict[str, Any]) -> list[str]:
+    """gated_delta's report of each rank of an engine."""
+    return [f"rank {i}: {line}" for i, rank in enumerate(answer["ranks"]) for line in rank]
 
 
 if __name__ == "__main__":

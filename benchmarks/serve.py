@@ -2,12 +2,14 @@
 
 Measures the time to first token (TTFT) of prompts that arrive together, the time per output token
 (TPOT) after it, and the GPU kernels' share of both by the engine's profiler. The model has a few
-layers of a released model's sizes, with random weights. Each engine runs in its own process.
-Starts of one engine differ by more than kernels do: several, in turns, give medians and ranges.
+layers of a released model's sizes, with random weights. A host's speed drifts by more than kernels
+differ: the engine runs in two processes side by side, one with each side's kernels, and they answer
+in turns. Several such starts give medians and ranges.
 """
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import json
 import os
@@ -19,6 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -276,27 +279,15 @@ def prompts_of(cell: Cell, repeat: int) -> Prompts:
     return [[rng.randrange(VOCABULARY) for _ in range(cell.prompt)] for _ in range(cell.batch)]
 
 
-def measure(server: Server, cell: Cell, repeats: int, traces: Path) -> dict[str, Any]:
-    """The least of several times, in ms; kernels' times, in us; the first prompt's tokens.
-
-    A step's gap is its time by the wall clock, without the profiler, minus that of all its kernels.
-    """
-    first, whole, tokens = [], [], [[0]]
-    for repeat in range(repeats + 1):
-        prompts = prompts_of(cell, repeat)
-        start = time.perf_counter()
-        server.answer(prompts, 1, False)
-        between = time.perf_counter()
-        answers = server.answer([prompt[::-1] for prompt in prompts], NEW_TOKENS, False)
-        tokens = [answer.tokens for answer in answers]
-        if repeat:  # repeat 0 warms up
-            first.append(between - start)
-            whole.append(time.perf_counter() - between)
-    tpot_s = (min(whole) - min(first)) / (NEW_TOKENS - 1)
-    us = kernels(server, cell, traces, repeats + 1)
-    us["prefill gap"] = 1e6 * min(first) - us["prefill all"]
-    us["decode gap"] = 1e6 * tpot_s - us["decode all"]
-    return dict(ttft_ms=1e3 * min(first), tpot_ms=1e3 * tpot_s, kernels_us=us, tokens=tokens[0])
+def timed(server: Server, cell: Cell, repeat: int) -> dict[str, Any]:
+    """Seconds to all prompts' first token and to their last one; the first prompt's tokens."""
+    prompts = prompts_of(cell, repeat)
+    start = time.perf_counter()
+    server.answer(prompts, 1, False)
+    between = time.perf_counter()
+    answers = server.answer([prompt[::-1] for prompt in prompts], NEW_TOKENS, False)
+    whole = time.perf_counter() - between
+    return dict(first_s=between - start, whole_s=whole, tokens=answers[0].tokens)
 
 
 def kernels(server: Server, cell: Cell, traces: Path, repeat: int) -> dict[str, float]:
@@ -337,9 +328,12 @@ def busy(events: Iterable[dict[str, Any]]) -> float:
     return total
 
 
-def main(job: dict[str, Any]) -> None:
-    """The engine's process: starts the engine, runs the job, prints MEASURED and JSON lines."""
-    start = time.perf_counter()
+def main(lines: Iterator[str]) -> None:
+    """The engine's process: starts the engine of the first line, then follows an order a line.
+
+    Prints MEASURED and a JSON line for the start and for each order.
+    """
+    start, job = time.perf_counter(), json.loads(next(lines))
     with tempfile.TemporaryDirectory() as directory:
         traces = Path(directory, "traces")
         traces.mkdir()
@@ -350,11 +344,16 @@ def main(job: dict[str, Any]) -> None:
             options = dict(load_format="dummy") | options
         server = ENGINES[job["engine"]](model, job["plugin"], options, traces)
         say(start_s=time.perf_counter() - start)
-        for cell in (CELLS[label] for label in job["cells"]):
-            say(cell=cell.label, **measure(server, cell, job["repeats"], traces))
-        if prompts := job.get("prompts"):
-            say(answers=server.answer(prompts, job["new_tokens"], job["top"]))
-        say(ranks=server.ranks())
+        for line in lines:
+            match json.loads(line):
+                case {"time": label, "repeat": repeat}:
+                    say(**timed(server, CELLS[label], repeat))
+                case {"profile": label, "repeat": repeat}:
+                    say(**kernels(server, CELLS[label], traces, repeat))
+                case {"prompts": prompts, "new_tokens": new_tokens, "top": top}:
+                    say(answers=server.answer(prompts, new_tokens, top))
+                case {"ranks": True}:
+                    say(ranks=server.ranks())
 
 
 def say(**message: Any) -> None:
@@ -364,40 +363,89 @@ def say(**message: Any) -> None:
 # -------------------------------------------------------------------------- the command's process
 
 MEASURED = "MEASURED"
+ROUNDS = 5
+"""Times of each side in a cell, in turns."""
 
 
-def run(
-    engine: str, model: str, plugin: bool, options: dict[str, Any], **asked: Any
-) -> Iterator[Any]:
-    """Starts an engine and yields its measurements; "log": its log lines about gated_delta.
+class Process:
+    """An engine in its own process, which ends with the context.
 
-    model: a name of MODELS, or a directory. asked: `cells`, labels of CELLS, each timed `repeats`
-    times; `prompts`, for answers of `new_tokens`, with log probabilities if `top`. Raises
-    RuntimeError with the end of the engine's output if it fails.
+    model: a name of MODELS, or a directory. said: called with each line of its log on gated_delta.
+    A process that ends early is a RuntimeError with the end of its output.
     """
-    job = dict(engine=engine, model=model, plugin=plugin, options=options)
-    job |= dict(cells=[], repeats=2) | asked
-    output: list[str] = []
-    command = [sys.executable, "-m", "benchmarks.serve"]
-    with tempfile.TemporaryFile("w+") as given:
-        json.dump(job, given)
-        given.seek(0)
-        pipes: dict[str, Any] = dict(stdin=given, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
-        with subprocess.Popen(command, **pipes, text=True, errors="replace") as process:
-            assert process.stdout is not None
-            try:
-                for line in process.stdout:
-                    if line.startswith(MEASURED):
-                        yield json.loads(line[len(MEASURED) :])
-                        continue
-                    output = [*output[-60:], line]
-                    if "gated_delta" in line and "server_args" not in line:
-                        yield dict(log=line.strip())
-            except BaseException:  # a signal, or the caller stops
-                process.terminate()
-                raise
-    if process.returncode:
-        raise RuntimeError(f"{engine} ended with {process.returncode}\n{''.join(output)}")
+
+    def __init__(
+        self,
+        engine: str,
+        model: str,
+        plugin: bool,
+        options: dict[str, Any],
+        said: Callable[[str], object],
+    ):
+        self.engine, self.said = engine, said
+        self.output = deque[str](maxlen=60)
+        command = [sys.executable, "-m", "benchmarks.serve"]
+        pipes: dict[str, Any] = dict(
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.STDOUT
+        )
+        self.process = subprocess.Popen(command, **pipes, text=True, errors="replace")
+        self.job = dict(engine=engine, model=model, plugin=plugin, options=options)
+
+    def __enter__(self) -> Process:
+        return self
+
+    def __exit__(self, *problem: object) -> None:
+        if any(problem):  # a signal, or one of two processes failed
+            self.process.terminate()
+        with self.process:  # closes its pipes and waits for it
+            self.process.communicate()
+
+    def start(self) -> float:
+        """Seconds until the engine runs."""
+        seconds: float = self.ask(**self.job)["start_s"]
+        return seconds
+
+    def ask(self, **order: Any) -> dict[str, Any]:
+        """The answer to an order of `main`."""
+        assert self.process.stdin is not None
+        assert self.process.stdout is not None
+        with contextlib.suppress(BrokenPipeError):  # it ended: its output says why
+            print(json.dumps(order), file=self.process.stdin, flush=True)
+        for line in self.process.stdout:
+            if line.startswith(MEASURED):
+                answer: dict[str, Any] = json.loads(line[len(MEASURED) :])
+                return answer
+            self.output.append(line)
+            if "gated_delta" in line and "server_args" not in line:
+                self.said(line.strip())
+        raise RuntimeError(
+            f"{self.engine} ended with {self.process.wait()}\n{''.join(self.output)}"
+        )
+
+
+def measure(sides: dict[bool, Process], cell: Cell) -> list[dict[str, Any]]:
+    """A sample of each side, by `plugin`: the least of ROUNDS times, in ms; kernels' times, in us.
+
+    A step's gap is its time by the wall clock, without the profiler, minus that of all its kernels.
+    """
+    rounds = [
+        {plugin: side.ask(time=cell.label, repeat=repeat) for plugin, side in sides.items()}
+        for repeat in range(ROUNDS + 1)
+    ]
+    samples = []
+    for plugin, side in sides.items():
+        first, whole = (
+            min(times[plugin][name] for times in rounds[1:])  # the first one warms up
+            for name in ("first_s", "whole_s")
+        )
+        tpot_s = (whole - first) / (NEW_TOKENS - 1)
+        us = side.ask(profile=cell.label, repeat=ROUNDS + 1)
+        us["prefill gap"] = 1e6 * first - us["prefill all"]
+        us["decode gap"] = 1e6 * tpot_s - us["decode all"]
+        times = dict(ttft_ms=1e3 * first, tpot_ms=1e3 * tpot_s, kernels_us=us)
+        tokens = rounds[-1][plugin]["tokens"]
+        samples.append(dict(plugin=plugin, cell=cell.label, **times, tokens=tokens))
+    return samples
 
 
 MIN_STARTS = 3
@@ -468,4 +516,4 @@ def verdict(engine: list[float], ours: list[float]) -> str | None:
 
 if __name__ == "__main__":
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # runs the engine's clean-up
-    main(json.load(sys.stdin))
+    main(iter(sys.stdin.readline, ""))

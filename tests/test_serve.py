@@ -1,5 +1,6 @@
 """benchmarks/serve.py and tokens.py with a stand-in of SGLang: processes, cells, records."""
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -71,20 +72,33 @@ def engine(tmp_path, monkeypatch):
     return install
 
 
+class Sides(contextlib.ExitStack):
+    """Both processes, by `plugin`, and what they log."""
+
+    def __enter__(self):
+        self.logs = {False: [], True: []}
+        return super().__enter__()
+
+    def begin(self, engine="sglang", model="qwen3_next"):
+        return {plugin: self.side(engine, model, plugin) for plugin in self.logs}
+
+    def side(self, engine, model, plugin):
+        options, said = dict(page_size=64), self.logs[plugin].append
+        process = self.enter_context(serve.Process(engine, model, plugin, options, said))
+        assert process.start() > 0
+        return process
+
+
 def test_both_kernels_are_measured_in_every_cell_asked_for(engine):
     engine()
     labels = [label for label in serve.CELLS if label.endswith(" x 512")][:2]
-    asked = dict(cells=labels, repeats=1)
-    results = [
-        list(serve.run("sglang", "qwen3_next", plugin, dict(page_size=64), **asked))
-        for plugin in (False, True)
-    ]
-    assert results[1].pop(0) == dict(log="gated_delta runs decode")
-    assert [row["start_s"] > 0 for row in (results[0].pop(0), results[1].pop(0))] == [True, True]
-    assert [row.pop() for row in results] == [dict(ranks=[])] * 2
-    records = serve.compared(
-        [dict(row, plugin=bool(i)) for i, rows in enumerate(results) for row in rows]
-    )
+    with Sides() as stack:
+        sides = stack.begin()
+        samples = [x for label in labels for x in serve.measure(sides, serve.CELLS[label])]
+        assert [side.ask(ranks=True) for side in sides.values()] == [dict(ranks=[])] * 2
+    assert stack.logs == {False: [], True: ["gated_delta runs decode"]}
+    assert [sample["plugin"] for sample in samples] == [False, True] * 2
+    records = serve.compared(samples)
     assert [record["label"] for record in records] == labels == ["1 x 512", "8 x 512"]
     for record in records:
         assert (record["equal_tokens"], record["tokens"]) == (
@@ -110,19 +124,44 @@ def test_both_kernels_are_measured_in_every_cell_asked_for(engine):
                 assert gaps[f"{step} gap"][side] == pytest.approx(1e3 * ms - busy)
 
 
+def test_sides_are_timed_in_turns(monkeypatch):
+    """A round that is slow for both, and one that warms up, change no time."""
+    asked = []
+
+    class Side:
+        def __init__(self, plugin):
+            self.plugin = plugin
+
+        def ask(self, repeat, profile=None, **_):
+            asked.append((self.plugin, repeat))
+            slow = 1 + 9 * (repeat < 2)
+            times = dict(first_s=0.1 * slow, whole_s=0.1 * slow + 0.64 * slow, tokens=[repeat])
+            return {"prefill all": 1e3, "decode all": 1e3} if profile else times
+
+    own, ours = serve.measure({False: Side(False), True: Side(True)}, serve.CELLS["1 x 512"])
+    turns = [(plugin, i) for i in range(serve.ROUNDS + 1) for plugin in (False, True)]
+    assert asked[: len(turns)] == turns
+    assert own["ttft_ms"] == ours["ttft_ms"] == pytest.approx(100)
+    assert own["tpot_ms"] == pytest.approx(10)
+    assert own["kernels_us"]["decode gap"] == pytest.approx(9000)
+
+
 def test_a_failing_engine_is_an_error(engine):
     engine(fails=True)
-    with pytest.raises(RuntimeError, match=r"(?s)sglang ended with 1.*no room"):
-        list(serve.run("sglang", "qwen3_next", True, dict(page_size=64), cells=["1 x 512"]))
+    with pytest.raises(RuntimeError, match=r"(?s)sglang ended with 1.*no room"), Sides() as stack:
+        stack.begin()
 
 
 def test_an_engine_ends_when_the_command_does(tmp_path, monkeypatch):
-    (tmp_path / "engine").write_text("#!/bin/sh\necho gated_delta\nexec sleep 30\n")
+    lines = ("#!/bin/sh", "read job", "echo gated_delta", "echo 'MEASURED {\"start_s\": 1}'")
+    (tmp_path / "engine").write_text("\n".join([*lines, "exec sleep 30\n"]))
     (tmp_path / "engine").chmod(0o755)
     monkeypatch.setattr(sys, "executable", str(tmp_path / "engine"))
-    lines, began = serve.run("sglang", "qwen3_next", True, {}), time.monotonic()
-    assert next(lines) == dict(log="gated_delta")
-    lines.close()
+    began, stack = time.monotonic(), Sides()
+    with contextlib.suppress(KeyboardInterrupt), stack:
+        stack.begin()
+        raise KeyboardInterrupt
+    assert stack.logs[True] == ["gated_delta"]
     assert time.monotonic() - began < 20
 
 
@@ -145,8 +184,8 @@ def test_vllms_workers_report_by_a_methods_name(tmp_path, monkeypatch):
     (tmp_path / "vllm.py").write_text(VLLM)
     path = [str(tmp_path), str(Path(__file__).parents[1]), *sys.path]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(path))
-    messages = list(serve.run("vllm", "qwen3_next", True, {}))
-    assert messages[-1] == dict(ranks=[[], []])
+    with Sides() as stack:
+        assert stack.begin("vllm")[True].ask(ranks=True) == dict(ranks=[[], []])
 
 
 @pytest.mark.parametrize(
@@ -287,25 +326,21 @@ def test_the_file_has_a_line_for_every_cell_and_start(engine, tmp_path, environm
 
 
 def test_starts_go_on_in_turns_where_the_file_ends(engine, tmp_path, environment):
-    """A call ended in our second start, behind its first cell."""
+    """A call ended in the second start, behind its first cell."""
     engine()
     file, cells = tmp_path / "new.json", ("--filter", "^(1|8) x 512")
     _, content = measure(file, *cells, "--starts", "2")
-    lost = content["samples"].pop()
-    assert lost["cell"] == "8 x 512"
+    lost = [content["samples"].pop() for _ in range(2)]
+    assert [sample["cell"] for sample in lost] == ["8 x 512"] * 2
     file.write_text(json.dumps(content))
     environment["date"] = "tomorrow"
     result, content = measure(file, *cells, "--starts", "3")
     assert result.exit_code == 0, result.output
-    assert [start["plugin"] for start in content["starts"]] == [False, True] * 2 + [
-        True,
-        False,
-        True,
-    ]
-    assert [start["run"] for start in content["starts"]] == [0] * 4 + [1] * 3
-    measured = [(sample["start"], sample["cell"]) for sample in content["samples"][7:]]
-    assert measured == [(4, "8 x 512")] + [
-        (i, cell) for i in (5, 6) for cell in ("1 x 512", "8 x 512")
+    assert [start["plugin"] for start in content["starts"]] == [False, True] * 4
+    assert [start["run"] for start in content["starts"]] == [0] * 4 + [1] * 4
+    measured = [(sample["start"], sample["cell"]) for sample in content["samples"][6:]]
+    assert measured == [(4, "8 x 512"), (5, "8 x 512")] + [
+        (i, cell) for cell in ("1 x 512", "8 x 512") for i in (6, 7)
     ]
     assert [cell["starts"] for cell in content["cells"]] == [dict(engine=3, gated_delta=3)] * 2
     assert "ahead" in result.output  # the kernels of the stand-in always take the same time
@@ -326,12 +361,13 @@ def test_starts_of_other_code_or_models_are_not_mixed(change, engine, tmp_path, 
     assert file.read_text() == before
 
 
-def test_the_engines_times_are_kept_if_ours_fail(engine, tmp_path, environment):
+def test_nothing_is_measured_if_ours_fail(engine, tmp_path, environment):
     engine(fails=True)
-    result, content = measure(tmp_path / "new.json", "--filter", "^1 x 512")
+    arguments = ["serve", "sglang", str(tmp_path / "new.json"), "--options", '{"page_size": 64}']
+    result = CliRunner().invoke(app, arguments)
     assert result.exit_code == 1
-    assert content["cells"] == []
-    assert [x["cell"] for x in content["samples"]] == ["1 x 512"]
+    assert "no room" in str(result.exception)
+    assert not (tmp_path / "new.json").exists()
 
 
 # ----------------------------------------------------------------------------------------- tokens
