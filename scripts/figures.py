@@ -296,29 +296,21 @@ def judged(cell: Cell, name: str) -> str:
     return f" {verdict}" if verdict else ""
 
 
-def kernels(engine: str) -> str:
-    """Times of GPU kernels, prefill's in ms, a decode step's in us, and the engine's over ours."""
-    rows: dict[str, list[str]] = {}
-    for cell in cells(f"serve/{engine}_kernels"):
-        rows[cell["label"]] = []
-        for part, unit, digits in (("prefill", 1e3, 2), ("decode", 1, 0)):
-            for name in ("recurrence", "all"):
-                times = cell["kernels_us"][f"{part} {name}"]
-                theirs, ours = times["engine"], times["gated_delta"]
-                rows[cell["label"]] += [
-                    f"{theirs / unit:.{digits}f}, {ours / unit:.{digits}f}",
-                    down(theirs / ours) + judged(cell, f"{part} {name}"),
-                ]
-    heads = ("prefill's recurrence, ms: its kernels, ours", "ratio", "all kernels", "ratio")
-    return table(
-        "prompts x tokens",
-        *heads,
-        "a decode step's recurrence, us",
-        "ratio",
-        "all kernels",
-        "ratio",
-        rows=rows,
-    )
+def kernels(file: str) -> str:
+    """The engine's times of GPU kernels over ours."""
+    names = [f"{part} {name}" for part in ("prefill", "decode") for name in ("recurrence", "all")]
+    rows = {
+        cell["label"]: [ratio(cell, name) + judged(cell, name) for name in names]
+        for cell in cells(f"serve/{file}")
+        if "kernels_us" in cell
+    }
+    heads = ("prefill's recurrence", "all kernels", "a decode step's recurrence", "all kernels")
+    return table("prompts x tokens", *heads, rows=rows)
+
+
+def ratio(cell: Cell, name: str) -> str:
+    times = cell["kernels_us"][name]
+    return down(times["engine"] / times["gated_delta"])
 
 
 def tokens(engine: str) -> str:
@@ -362,9 +354,9 @@ TABLES: dict[str, Callable[[], str]] = {
     "serve sglang": lambda: served("sglang"),
     "serve vllm": lambda: served("vllm"),
     "serve transformers": lambda: served("transformers"),
-    "kernels sglang drafts": lambda: kernels("sglang_drafts"),
-    "kernels sglang one run": lambda: kernels("sglang_one_run"),
-    "kernels vllm one run": lambda: kernels("vllm_one_run"),
+    "kernels sglang": lambda: kernels("sglang"),
+    "kernels sglang drafts": lambda: kernels("sglang_drafts_kernels"),
+    "kernels vllm": lambda: kernels("vllm"),
     "tokens sglang": lambda: tokens("sglang"),
     "tokens vllm": lambda: tokens("vllm"),
     "decode": lambda: summary("best peer's time over ours", decode()),
