@@ -245,6 +245,8 @@ class Verify:
                 self.norm.prefetch(args, coord, Int32(0), size.T, size.cu_seqlens_kind == 0)
             if cutlass.const_expr(self.history is not None):
                 self.history.prefetch(args, coord)
+            if cutlass.const_expr(self.tree is not None):
+                self.tree.prefetch(args, coord)
         ptx.wait_for_previous_kernel()
         ptx.launch_next_kernel()
         if coord.n < size.N:
@@ -289,7 +291,6 @@ class Verify:
 
         qk = self.tokens.load_qk(args, coord, start, coord.thread // self.lanes, length)
         gates = self.load_gates(args, coord, start, length)
-        parent = self.tree.load_parent(args, coord, length) if self.tree else None
         if cutlass.const_expr(self.history is not None):
             active = active & ((size.folds != 0) | (row.end == length))
             history = cute.arch.get_dyn_smem(Float32, 16) + self.shared
@@ -310,6 +311,8 @@ class Verify:
         o_at = self.tokens.o_address(args, coord)
         if active:
             shared = cute.arch.get_dyn_smem(Float32, 16)
+            # Behind the branch: a wait for the parents must not hold up the loads of the state.
+            parent = self.tree.load_parent(args, coord, length) if self.tree else None
             self.stage_qk(shared, args, coord, start, length, row, qk)
             path = self.tree.path(coord, parent) if self.tree else None
             self.stage_gates(shared, args, coord, start, length, row, gates, past, path)
