@@ -62,12 +62,11 @@ class Tree:
         return path
 
     @cute.jit
-    def decay_to(self, rX, rToken, start_at, coord, decays_at, t, path, begun):
-        """Decay 8 channels of a token, rX, to its descendant t.
+    def decay_to(self, rX, rToken, start_at, coord, decays_at, t, path):
+        """Decay 8 channels of the state's token, rX, to the call's token t, whose path is given.
 
         rToken: the token that they are decayed to. If it is not t's parent, they start anew from
-        the product of the shared rows at start_at, which is decayed to the end of the path `begun`.
-        path: of t.
+        the product of the shared rows at start_at.
         """
         rPath = cute.make_rmem_tensor((1,), Int32)
         rPath[0] = path & (Int32(1) << t)
@@ -77,7 +76,7 @@ class Tree:
             for at in start_at:
                 for c, x in enumerate(self.state.load_shared(at, coord)):
                     rX[c] = rX[c] * x
-            rPath[0] = path & ~begun
+            rPath[0] = path
         rToken[0] = t
         while rPath[0] != 0:
             decays = self.state.load_shared(
