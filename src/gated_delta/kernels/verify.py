@@ -245,6 +245,8 @@ class Verify:
                 self.norm.prefetch(args, coord, Int32(0), size.T, size.cu_seqlens_kind == 0)
             if cutlass.const_expr(self.history is not None):
                 self.history.prefetch(args, coord)
+            if cutlass.const_expr(self.tree is not None):
+                self.tree.prefetch(args, coord)
         ptx.wait_for_previous_kernel()
         ptx.launch_next_kernel()
         if coord.n < size.N:
@@ -289,7 +291,6 @@ class Verify:
 
         qk = self.tokens.load_qk(args, coord, start, coord.thread // self.lanes, length)
         gates = self.load_gates(args, coord, start, length)
-        parent = self.tree.load_parent(args, coord, length) if self.tree else None
         if cutlass.const_expr(self.history is not None):
             active = active & ((size.folds != 0) | (row.end == length))
             history = cute.arch.get_dyn_smem(Float32, 16) + self.shared
@@ -310,6 +311,8 @@ class Verify:
         o_at = self.tokens.o_address(args, coord)
         if active:
             shared = cute.arch.get_dyn_smem(Float32, 16)
+            # Behind the branch: a wait for the parents must not hold up the loads of the state.
+            parent = self.tree.load_parent(args, coord, length) if self.tree else None
             self.stage_qk(shared, args, coord, start, length, row, qk)
             path = self.tree.path(coord, parent) if self.tree else None
             self.stage_gates(shared, args, coord, start, length, row, gates, past, path)
@@ -736,25 +739,25 @@ class Verify:
     def stage_pairs(self, shared, coord, length, path):
         """Akk[t, i] and Aqk[t, i], i <= t, on CUDA cores: k_t k_i and q_t k_i with decays between.
 
-        Each group of lanes has a token i and decays k_i from one t to the next; of trees, from i or
-        the last t to its descendant t. docs/math.md, "Pairs".
+        Each group of lanes has a token i and decays k_i from one t to the next; of trees, a token t
+        and decays k_i of each ancestor i along t's path. docs/math.md, "Pairs".
         """
-        # Tokens t per iteration. With mma_pairs registers are few and this path is rare.
+        # Tokens t, of trees i, per iteration. With mma_pairs registers are few and this is rare.
         count = 1 if self.mma_pairs else min(4, self.token_tile)
         rK = cute.make_rmem_tensor((8,), Float32)
         for first in cutlass.range(
             (coord.thread // 32) * self.state.warp_groups, length, self.groups, unroll=1
         ):
             i = first + (coord.thread % 32) // self.lanes
-            k = self.state.load_shared(shared + 2 * i * self.padded_K, coord)
-            for c in cutlass.range_constexpr(8):
-                rK[c] = k[c]
-            # t starts at a multiple of `count`, the same for all groups of the warp, so that they
-            # loop equally often.
-            begin = first // count * count
             if cutlass.const_expr(self.tree is not None):
-                self.store_tree_pairs(shared, coord, first, i, length, count, rK, path)
+                self.store_tree_pairs(shared, coord, cutlass.min(i, length - 1), count, path)
             else:
+                k = self.state.load_shared(shared + 2 * i * self.padded_K, coord)
+                for c in cutlass.range_constexpr(8):
+                    rK[c] = k[c]
+                # t starts at a multiple of `count`, the same for all groups of the warp, so that
+                # they loop equally often.
+                begin = first // count * count
                 if cutlass.const_expr(count > 1):
                     self.store_pairs(shared, coord, i, begin, count, rK, True)
                     begin += count
@@ -773,56 +776,64 @@ class Verify:
                 if cutlass.const_expr(masked):
                     decay = ptx.select(t > i, decay, Float32(1))
                 rK[c] = rK[c] * decay
-            products += self.kq_products(shared, coord, t, rK)
-        self.store_sums(shared, coord, i, t0, products)
+            products += self.kq_products(shared, coord, t, [rK[c] for c in range(8)])
+        self.store_sums(shared, coord, lambda j: (t0 + j, i), products)
 
     @cute.jit
-    def store_tree_pairs(self, shared, coord, first, i, length, count, rK, path):
-        """Akk and Aqk of token i, `first` or one of the next, and of itself and its descendants."""
-        token, descendants, of_warp = coord.thread % 32, Int32(0), Int32(0)
-        for group in cutlass.range_constexpr(self.state.warp_groups):
-            descends = (token < length) & ((path >> (first + group) & 1) != 0)
-            ballot = Int32(cute.arch.vote_ballot_sync(descends))
-            descendants = Int32(select_(first + group == i, ballot, descendants))
-            of_warp = of_warp | ballot
-        rToken = cute.make_rmem_tensor((1,), Int32)
-        rToken[0] = i
-        begun = shuffle_sync(path, offset=i)
-        for t0 in cutlass.range(first // count * count, length, count, unroll=1):
-            if (of_warp >> t0 & (1 << count) - 1) != 0:
-                rProducts = cute.make_rmem_tensor((2 * count,), Float32)
-                rProducts.fill(0.0)
-                for j in cutlass.range_constexpr(count):
-                    t = t0 + j
-                    path_of_t = shuffle_sync(path, offset=t)
-                    if (descendants >> t & 1) != 0:
-                        k_at, decays_at = shared + 2 * i * self.padded_K, shared + self.decay_offset
-                        self.tree.decay_to(
-                            rK, rToken, (k_at,), coord, decays_at, t, path_of_t, begun
-                        )
-                        products = self.kq_products(shared, coord, t, rK)
-                        for kq in cutlass.range_constexpr(2):
-                            rProducts[2 * j + kq] = products[kq]
-                sums = [rProducts[x] for x in range(2 * count)]
-                self.store_sums(shared, coord, i, t0, sums)
+    def store_tree_pairs(self, shared, coord, t, count, path):
+        """Akk and Aqk of token t and each i of its path, `count` at once; the last ones may be t."""
+        decays_at = shared + self.decay_offset
+        rK = cute.make_rmem_tensor((8, count), Float32)
+        rPath, rRest = (cute.make_rmem_tensor((1,), Int32) for _ in range(2))
+        rPath[0] = shuffle_sync(path, offset=t)
+        depth = Int32(ptx.warp_max(Uint32(cute.arch.popc(rPath[0]))))
+        for _ in cutlass.range(0, depth, count, unroll=1):
+            tokens = []
+            for j in cutlass.range_constexpr(count):
+                inside = rPath[0] != 0
+                i = Int32(select_(inside, Int32(ptx.lowest_bit(rPath[0])), t))
+                k = self.state.load_shared(shared + 2 * i * self.padded_K, coord)
+                decays = self.state.load_shared(decays_at + i * self.padded_K, coord)
+                for c in cutlass.range_constexpr(8):
+                    for earlier in cutlass.range_constexpr(j):
+                        decay = ptx.select(inside, decays[c], Float32(1))
+                        rK[c, earlier] = rK[c, earlier] * decay
+                    rK[c, j] = k[c]
+                tokens.append(i)
+                rPath[0] = rPath[0] & (rPath[0] - 1)
+            rRest[0] = rPath[0]
+            while rRest[0] != 0:
+                i = Int32(ptx.lowest_bit(rRest[0]))
+                decays = self.state.load_shared(decays_at + i * self.padded_K, coord)
+                for c in cutlass.range_constexpr(8):
+                    for j in cutlass.range_constexpr(count):
+                        rK[c, j] = rK[c, j] * decays[c]
+                rRest[0] = rRest[0] & (rRest[0] - 1)
+            products = []
+            for j in cutlass.range_constexpr(count):
+                products += self.kq_products(shared, coord, t, [rK[c, j] for c in range(8)])
+            self.store_sums(shared, coord, lambda j: (t, pick(tokens, j)), products)
 
-    def kq_products(self, shared, coord, t, rK):
-        """The lane's part of k_t and q_t times rK."""
+    def kq_products(self, shared, coord, t, k):
+        """The lane's part of k_t and q_t times k."""
         return [
             arithmetic.dot(
-                self.state.load_shared(shared + (2 * t + kq) * self.padded_K, coord),
-                [rK[c] for c in range(8)],
+                self.state.load_shared(shared + (2 * t + kq) * self.padded_K, coord), k
             )
             for kq in range(2)
         ]
 
     @cute.jit
-    def store_sums(self, shared, coord, i, t0, products):
-        """Add up the lanes' parts, k's and q's for each token t from t0 on, and write them."""
+    def store_sums(self, shared, coord, tokens_of, products):
+        """Add up the lanes' parts, k's and q's of each pair, and write them.
+
+        tokens_of: pair -> its (t, i).
+        """
         lanes_per_sum = self.lanes // len(products)
         product = arithmetic.sum_rows(products, self.lanes, coord.lane)
         if coord.lane % lanes_per_sum == 0:
-            t, kq = t0 + coord.lane // lanes_per_sum // 2, coord.lane // lanes_per_sum % 2
+            t, i = tokens_of(coord.lane // lanes_per_sum // 2)
+            kq = coord.lane // lanes_per_sum % 2
             pairs = shared_tensor(shared + self.cta_pairs, self.pair_words)
             pairs[(2 * t + kq) * self.pair_row + i] = product
 
@@ -1138,6 +1149,14 @@ class RowNorm:
 def merge(early, late):
     """Element by element, `early`, or `late` where early is None."""
     return [y if x is None else x for x, y in zip(early, late, strict=True)]
+
+
+def pick(xs, index):
+    """xs[index] of a list of Int32."""
+    picked = xs[0]
+    for j, x in enumerate(xs[1:], 1):
+        picked = Int32(select_(index == j, x, picked))
+    return picked
 
 
 def add_if_on(path, i, added, x):

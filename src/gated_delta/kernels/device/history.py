@@ -297,7 +297,7 @@ class History:
                     if inside:
                         start_at = self.k(shared, token), self.later(shared, args, token)
                         self.tree.decay_to(
-                            rK, rToken, start_at, coord, decays_at, t, path_of_t, Int32(0)
+                            rK, rToken, start_at, coord, decays_at, t, path_of_t
                         )
                 elif cutlass.const_expr(self.channel):
                     decay = self.state.load_shared(decays_at + t * self.padded_K, coord)

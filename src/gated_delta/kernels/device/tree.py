@@ -28,19 +28,28 @@ class Tree:
     def __init__(self, state: StateRows, tokens: int):
         self.state, self.tokens = state, tokens
 
-    def load_parent(self, args, coord, length):
-        """The parent of the lane's token; ROOT for an index that names no earlier token."""
-        t, size = coord.thread % 32, args.size
-        at = (
+    def parent_address(self, args, coord):
+        """Address of the parent of the lane's token."""
+        return (
             args.ptr.parents
             + offset(coord.n, args.stride.parents_n)
-            + offset(t, args.stride.parents_t)
+            + offset(coord.thread % 32, args.stride.parents_t)
         )
-        kind = Int32(
-            select_(t < cutlass.min(length, size.parents_width), size.parents_kind, Int32(0))
-        )
-        parent = ptx.load_count(at, kind, Int32(ROOT))
-        return Int32(select_((parent >= 0) & (parent < t), parent, Int32(ROOT)))
+
+    def prefetch(self, args, coord):
+        """Prefetch the parents into L2 before the previous kernel ends (PDL)."""
+        inside = coord.thread % 32 < args.size.parents_width
+        ptx.prefetch_l2(self.parent_address(args, coord), inside)
+
+    def load_parent(self, args, coord, length):
+        """The parent of the lane's token; ROOT for an index that names no earlier token."""
+        t, size, at = coord.thread % 32, args.size, self.parent_address(args, coord)
+        inside = t < cutlass.min(length, size.parents_width)
+        # ptx.load_count would wait for one load before the other.
+        (low,) = ptx.load_words(at, inside, count=1)
+        (high,) = ptx.load_words(at + 4, inside & (size.parents_kind == 2), count=1)
+        earlier = inside & (high == Uint32(0)) & (low < Uint32(t))
+        return Int32(select_(earlier, Int32(low), Int32(ROOT)))
 
     def path(self, coord, parent):
         """The path of the lane's token: it doubles in each step."""
@@ -53,12 +62,11 @@ class Tree:
         return path
 
     @cute.jit
-    def decay_to(self, rX, rToken, start_at, coord, decays_at, t, path, begun):
-        """Decay 8 channels of a token, rX, to its descendant t.
+    def decay_to(self, rX, rToken, start_at, coord, decays_at, t, path):
+        """Decay 8 channels of the state's token, rX, to the call's token t, whose path is given.
 
         rToken: the token that they are decayed to. If it is not t's parent, they start anew from
-        the product of the shared rows at start_at, which is decayed to the end of the path `begun`.
-        path: of t.
+        the product of the shared rows at start_at.
         """
         rPath = cute.make_rmem_tensor((1,), Int32)
         rPath[0] = path & (Int32(1) << t)
@@ -68,7 +76,7 @@ class Tree:
             for at in start_at:
                 for c, x in enumerate(self.state.load_shared(at, coord)):
                     rX[c] = rX[c] * x
-            rPath[0] = path & ~begun
+            rPath[0] = path
         rToken[0] = t
         while rPath[0] != 0:
             decays = self.state.load_shared(
