@@ -817,9 +817,7 @@ class Verify:
     def kq_products(self, shared, coord, t, k):
         """The lane's part of k_t and q_t times k."""
         return [
-            arithmetic.dot(
-                self.state.load_shared(shared + (2 * t + kq) * self.padded_K, coord), k
-            )
+            arithmetic.dot(self.state.load_shared(shared + (2 * t + kq) * self.padded_K, coord), k)
             for kq in range(2)
         ]
 

@@ -296,9 +296,7 @@ class History:
                     path_of_t = shuffle_sync(path, offset=t)
                     if inside:
                         start_at = self.k(shared, token), self.later(shared, args, token)
-                        self.tree.decay_to(
-                            rK, rToken, start_at, coord, decays_at, t, path_of_t
-                        )
+                        self.tree.decay_to(rK, rToken, start_at, coord, decays_at, t, path_of_t)
                 elif cutlass.const_expr(self.channel):
                     decay = self.state.load_shared(decays_at + t * self.padded_K, coord)
                     for c in cutlass.range_constexpr(8):
