@@ -785,7 +785,7 @@ def test_a_negative_length_folds_the_row_and_the_tokens(axis):
     assert torch.equal(o, o_folded)
     torch.testing.assert_close(state, state_folded, rtol=0, atol=2e-6)
     assert (appended.tolist(), empty.tolist()) == ([2 + T, T], [0, 0])
-    with pytest.raises(ValueError, match="expected room for"):
+    with pytest.raises(ValueError, match="expected 0 or more in verify, which folds no row"):
         gd.verify(**tokens(axis=axis), state=state, buffer=parts, buffer_lens=~lens)
 
 

@@ -251,8 +251,8 @@ def verify(
 
     buffer_lens: [N] int32 or int64, only read. The state lacks the first buffer_lens[n] tokens of
     the row, as for decode with a buffer; the drafts are appended behind them, and nothing else is
-    written. A row without room for them is a ValueError on the reference backend; on the kernels
-    the sequence is inactive.
+    written. A row without room for them, and a negative length, is a ValueError on the reference
+    backend; on the kernels the sequence is inactive.
     parents: [N, W] int32 or int64, W at least the longest draft: the drafts are trees. Token t of
     sequence n follows token parents[n, t] of its draft, an earlier one, and depends on its
     ancestors alone; -1: it follows the state, or the row's last token, as token 0 does, whatever

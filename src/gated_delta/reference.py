@@ -878,6 +878,9 @@ def buffered_rows(
         _no_conflict("state_indices", ((n, reads[n]) for n in active))
     elif full := [n for n in active if not appends[n]]:
         n = full[0]
+        if given[n] < 0:
+            expected = "expected 0 or more in verify, which folds no row"
+            raise ValueError(f"buffer_lens: {expected}, got {given[n]} at sequence {n}")
         raise ValueError(
             f"buffer_lens: expected room for the {lengths[n]} drafts of sequence {n} behind "
             f"{counts[n]} tokens, got a buffer of {C}: flush the row first"
