@@ -289,7 +289,7 @@ def flush(
 
     state: [P, HV, V, K], or [L, P, HV, V, K] with an L-layer buffer: every layer in one call.
     num_accepted: an int32 or int64 tensor [N], read on the device, or an int for all N; clamped to
-    0 and the number of buffered tokens. 0 leaves a state bit for bit as it was.
+    between 0 and the number of buffered tokens. 0 leaves a state bit for bit as it was.
     path: [N, W] int32 or int64, for drafts that are trees: the accepted tokens of sequence n are
     tokens path[n, 0], path[n, 1], ... of its row, ascending; num_accepted, then at most W, counts
     them. Behind `buffer_lens` tokens of the row, 0, 1, ... come first, then the accepted drafts'
