@@ -1109,7 +1109,7 @@ def flush(
             pool = state if layer is None else state[layer]
             parts = buffer if layer is None else buffer.layer(layer)
             records = [x[row] for x in (parts.u, parts.k, parts.log_decay)]
-            if path is not None:  # entries past num_accepted may be anything
+            if path is not None and path.numel():  # entries past num_accepted may be anything
                 at = path[changed].clamp(0, records[0].shape[1] - 1).long()
                 each = torch.arange(len(changed), device=at.device)[:, None]
                 records = [x[each, at] for x in records]
