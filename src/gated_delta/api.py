@@ -251,7 +251,7 @@ def verify(
 
     buffer_lens: [N] int32 or int64, only read. The state lacks the first buffer_lens[n] tokens of
     the row, as for decode with a buffer; the drafts are appended behind them, and nothing else is
-    written. A row without room for them, and a negative length, is a ValueError on the reference
+    written. A row without room for them or a negative length is a ValueError on the reference
     backend; on the kernels the sequence is inactive.
     parents: [N, W] int32 or int64, W at least the longest draft: the drafts are trees. Token t of
     sequence n follows token parents[n, t] of its draft, an earlier one, and depends on its

@@ -235,10 +235,10 @@ class KVBuffer(_Tensors):
     def advance(self, lens: Tensor, tokens: int | Tensor = 1) -> None:
         """Update `decode`'s buffer_lens after a step of `tokens` tokens per sequence, in place.
 
-        lens: [N], int32 or int64, read as by decode. tokens: an int, or a tensor [N] for packed
-        sequences. A row that the step folded is empty afterwards. Every layer of a step reads the
-        same lens, so call it once, after the last one. Raises TypeError or ValueError naming the
-        argument.
+        lens: [N], int32 or int64, read as by decode. tokens: an int from 0 to 16, or an int32 or
+        int64 tensor [N] for packed sequences. A row that the step folded is empty afterwards. Every
+        layer of a step reads the same lens, so call it once, after the last one. Raises TypeError
+        or ValueError naming the argument.
         """
         _tensor("lens", lens, INDEX_DTYPES)
         if isinstance(tokens, Tensor):
