@@ -21,7 +21,7 @@ import torch
 from gated_delta import UnsupportedProblem, compile, dispatch
 from gated_delta.gpus import ARCHS, GPUS, H200, has_ptx
 from gated_delta.kernels import arguments
-from gated_delta.ops.verify import shared_of_buffered
+from gated_delta.ops.verify import shared_bytes
 from gated_delta.problem import Problem
 from gpu import needs_compiler
 
@@ -271,23 +271,25 @@ def test_prefills_kernels_fit_in_a_ctas_shared_memory(set_level, gpu):
 
 
 @needs_compiler
-def test_the_host_knows_the_shared_memory_of_buffered_decode(axis, state_dtype):
-    """Its formula is the layout of verify's kernel. One token's kernel fits every GPU."""
+def test_the_host_knows_the_shared_memory_of_verify(axis, state_dtype):
+    """Its formula is the layout of verify's kernel. Decode of one token fits every GPU."""
     facts = dict(gate="log", dtype=torch.bfloat16, g_dtype=torch.float32, state_dtype=state_dtype)
-    for (K, V), T, norm in itertools.product(
-        ((64, 64), (96, 192), (128, 128), (128, 256)), (1, 4, 8, 16), ((), ("norm",))
+    for (K, V), T, norm, buffered in itertools.product(
+        ((64, 64), (96, 192), (128, 128), (128, 256)),
+        (1, 4, 8, 16),
+        ((), ("norm",)),
+        ((), ("buffer", "buffer_lens_i32")),
     ):
-        options = frozenset({"buffer", "buffer_lens_i32", *norm})
-        for variant in dispatch.variants_of(
-            Problem("decode", axis, 1, 1, K, V, T, options=options, **facts)
-        ):
+        op, options = "decode" if buffered else "verify", frozenset({*buffered, *norm})
+        problem = Problem(op, axis, 1, 1, K, V, T, options=options, **facts)
+        for variant in dispatch.variants_of(problem):
             kernel = compile.kernel_type(variant.kernel)(**dict(variant.facts))
-            if T == 1:
+            if variant.kernel == "decode":
                 assert 4 * (kernel.history_offset + kernel.history.words(32)) <= 99 * 1024
                 continue
             for C in (1, 16, 32):
-                size = 4 * (kernel.shared + kernel.history.words(C))
-                assert shared_of_buffered(dict(variant.facts), C) == size, (variant.label, C)
+                size = 4 * (kernel.shared + (kernel.history.words(C) if buffered else 0))
+                assert shared_bytes(dict(variant.facts), C) == size, (variant.label, C)
 
 
 NOT_SHIPPED = [

@@ -31,6 +31,7 @@ GDN = dict(
 )
 NEXT = dict(model_type="qwen3_next", dtype="bfloat16", num_hidden_layers=8, **GDN)
 KIMI = dict(num_heads=24, head_dim=128, kda_layers=[1, 2, 3], full_attn_layers=[4])
+KIMI_LINEAR = dict(model_type="kimi_linear", torch_dtype="bfloat16", linear_attn_config=KIMI)
 TYPES = ["linear_attention", "linear_attention", "full_attention"]
 TINY = NEXT | dict(
     linear_num_key_heads=1, linear_num_value_heads=2, linear_key_head_dim=8, linear_value_head_dim=8
@@ -83,7 +84,7 @@ def check(tmp_path):
         ),
         (
             "vllm",
-            dict(model_type="kimi_linear", torch_dtype="bfloat16", linear_attn_config=KIMI),
+            KIMI_LINEAR,
             Sizes("KDA", 3, 24, 24, 128, 128),
             FP32,
         ),
@@ -274,10 +275,16 @@ def test_a_release_that_is_not_served(check, monkeypatch):
         ("vllm", NEXT | dict(dtype="int8"), [], "float32, got 'int8'"),
         ("vllm", NEXT | dict(linear_value_head_dim="x"), [], "expected V of 1 or more"),
         ("vllm", NEXT | dict(layer_types=3), [], "expected other values in config.json"),
+        (
+            "vllm",
+            KIMI_LINEAR | dict(gate_lower_bound="x"),
+            [],
+            "of a kimi_linear: lower_bound: expected a number, got str",
+        ),
         ("vllm", [], [], "expected a JSON object"),
         ("vllm", NEXT, ["--op", "verify"], "expected --op to be of decode, prefill, got verify"),
         ("vllm", NEXT, ["--model", "/nowhere"], "cannot read '/nowhere'"),
-        ("vllm", NEXT, ["--quick"], "expected without --engine"),
+        ("vllm", NEXT, ["--quick"], "expected only without --engine"),
     ],
 )
 def test_refusals_have_one_line(engine, config, options, word, check):
@@ -290,4 +297,4 @@ def test_refusals_have_one_line(engine, config, options, word, check):
 def test_options_of_engines_need_one():
     result = CliRunner().invoke(app, ["check", "--tp", "2"])
     assert (result.exit_code, result.output.count("\n")) == (2, 1)
-    assert "expected with --engine" in result.output
+    assert "expected only with --engine" in result.output

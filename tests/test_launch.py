@@ -960,6 +960,22 @@ def test_a_buffer_beyond_a_ctas_shared_memory_is_refused(launches, monkeypatch):
     assert len(launches) == 2
 
 
+def test_drafts_beyond_a_ctas_shared_memory_are_refused(launches, monkeypatch):
+    """With a norm a CTA has a whole head, here of 256 V rows."""
+    monkeypatch.setattr(api, "gpu_of", lambda device: FORCED["sm_86"])
+    for T in (8, 16):
+        call = tokens((1, T), "channel", K=128, V=256)
+        call |= dict(norm=gd.GatedNorm(torch.ones(256)), z=call["v"])
+        call |= dict(state=torch.zeros(1, HV, 256, 128))
+        call |= dict(buffer=gd.KVBuffer.empty(1, T, H, HV, 128, 256, gate="channel"))
+        if T == 8:
+            run("verify", **call)
+        else:
+            with pytest.raises(gd.UnsupportedProblem, match=r"CTA: take fewer tokens a call$"):
+                run("verify", **call)
+    assert len(launches) == 1
+
+
 def test_compile_time_facts_of_prefills_kernels():
     """Heads, index types and layouts are no facts; a fact is one of the kernels that use it."""
 

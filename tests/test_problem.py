@@ -181,7 +181,6 @@ BAD = {
                 "buffer: expected a gated_delta.KVBuffer, got torch.Tensor",
             ),
             (dict(parents=torch.zeros(N, T)), "parents: expected dtype torch.int32 or torch.int64"),
-            (dict(buffer=gd.KVBuffer(1, 2, 3)), "buffer.u: expected a torch.Tensor, got int"),
             (
                 dict(buffer=gd.KVBuffer(*(x.bfloat16() for x in vars(buffer()).values()))),
                 "buffer.u: expected dtype",
@@ -673,7 +672,6 @@ BAD_NORMS = [  # of decode and verify
 PARTS = buffer()
 BAD_BUFFERS = [  # of decode
     (dict(buffer=[1.0]), "buffer: expected a gated_delta.KVBuffer, got list", TypeError),
-    (dict(buffer=gd.KVBuffer(1, 2, 3)), "buffer.u: expected a torch.Tensor, got int", TypeError),
     (
         dict(buffer=gd.KVBuffer(PARTS.u, PARTS.k.bfloat16(), PARTS.log_decay)),
         "buffer.k: expected dtype torch.float32, got torch.bfloat16",
@@ -980,6 +978,12 @@ def test_unknown_arguments_are_python_errors():
             ValueError,
             "layer: expected a buffer made with num_layers",
         ),
+        (lambda: gd.KVBuffer(1, 2, 3), TypeError, "buffer.u: expected a torch.Tensor, got int"),
+        (
+            lambda: gd.KVBuffer(None, PARTS.k, PARTS.log_decay),
+            TypeError,
+            "buffer.u: expected a torch.Tensor, got NoneType",
+        ),
         (lambda: gd.GatedNorm([1.0]), TypeError, "weight: expected a torch.Tensor, got list"),
         (
             lambda: gd.GatedNorm(torch.ones(4).double()),
@@ -1032,6 +1036,26 @@ def test_advance_updates_lens_in_place(dtype):
     assert lens.dtype == dtype
     buffer(t=3, layers=2).advance(lens, 1)
     assert lens.tolist() == [0, 0, 1, 0, 2, 1]
+
+
+@pytest.mark.parametrize(
+    ("lens", "tokens", "error", "text"),
+    [
+        ([1, 2], 1, TypeError, "lens: expected a torch.Tensor, got list"),
+        (ints(1, 2, dtype=torch.uint8), 1, TypeError, "lens: expected dtype torch.int32 or"),
+        (ints(1, 2), 1.0, TypeError, r"tokens: expected an int or an int tensor \[N\], got float"),
+        (ints(1, 2), -1, ValueError, "tokens: expected 0 to 16, got -1"),
+        (ints(1, 2), 2**40, ValueError, "tokens: expected 0 to 16, got 1099"),
+        (ints(1, 2), torch.ones(2), TypeError, "tokens: expected dtype torch.int32 or"),
+        (ints(1, 2), ints(1), ValueError, r"tokens: .* shape \[N\] = \[2\], got \[1\]"),
+    ],
+    ids=str,
+)
+def test_advance_refuses_other_lens_and_tokens(lens, tokens, error, text):
+    before = list(lens)
+    with pytest.raises(error, match=text):
+        PARTS.advance(lens, tokens)
+    assert list(lens) == before
 
 
 def test_buffer_shapes_and_layer_views():

@@ -431,13 +431,16 @@ def test_decode_without_indices_has_the_bits_of_decode_with(t, axis, dtype, upda
     assert torch.equal(results[0][0], pool(N + 2, dtype)) != update_state
 
 
-def test_flush_of_no_tokens_copies_the_state_bit_for_bit():
+@pytest.mark.parametrize("width", [None, 0, 2])
+def test_flush_of_no_tokens_copies_the_state_bit_for_bit(width):
+    """Also with a path of that width, where 0 counts none."""
     state, kv = pool(dtype=torch.bfloat16), buffer()
     before = state.clone()
     kv.u.fill_(math.nan)
-    gd.flush(
-        state, kv, torch.tensor([0, 0]), write_indices=torch.tensor([3, 1]), backend="reference"
-    )
+    accepted = torch.tensor([0, 3 if width == 0 else 0])
+    path = None if width is None else torch.full((N, width), 99)
+    copies = dict(write_indices=torch.tensor([3, 1]), path=path)
+    gd.flush(state, kv, accepted, **copies, backend="reference")
     assert torch.equal(state[3], before[0])
     assert torch.equal(state[[0, 1, 2, 4]], before[[0, 1, 2, 4]])
 
@@ -785,7 +788,7 @@ def test_a_negative_length_folds_the_row_and_the_tokens(axis):
     assert torch.equal(o, o_folded)
     torch.testing.assert_close(state, state_folded, rtol=0, atol=2e-6)
     assert (appended.tolist(), empty.tolist()) == ([2 + T, T], [0, 0])
-    with pytest.raises(ValueError, match="expected room for"):
+    with pytest.raises(ValueError, match="expected 0 or more in verify, which folds no row"):
         gd.verify(**tokens(axis=axis), state=state, buffer=parts, buffer_lens=~lens)
 
 

@@ -251,8 +251,8 @@ def verify(
 
     buffer_lens: [N] int32 or int64, only read. The state lacks the first buffer_lens[n] tokens of
     the row, as for decode with a buffer; the drafts are appended behind them, and nothing else is
-    written. A row without room for them is a ValueError on the reference backend; on the kernels
-    the sequence is inactive.
+    written. A row without room for them or a negative length is a ValueError on the reference
+    backend; on the kernels the sequence is inactive.
     parents: [N, W] int32 or int64, W at least the longest draft: the drafts are trees. Token t of
     sequence n follows token parents[n, t] of its draft, an earlier one, and depends on its
     ancestors alone; -1: it follows the state, or the row's last token, as token 0 does, whatever
@@ -289,7 +289,7 @@ def flush(
 
     state: [P, HV, V, K], or [L, P, HV, V, K] with an L-layer buffer: every layer in one call.
     num_accepted: an int32 or int64 tensor [N], read on the device, or an int for all N; clamped to
-    the number of buffered tokens. 0 leaves a state bit for bit as it was.
+    between 0 and the number of buffered tokens. 0 leaves a state bit for bit as it was.
     path: [N, W] int32 or int64, for drafts that are trees: the accepted tokens of sequence n are
     tokens path[n, 0], path[n, 1], ... of its row, ascending; num_accepted, then at most W, counts
     them. Behind `buffer_lens` tokens of the row, 0, 1, ... come first, then the accepted drafts'

@@ -360,7 +360,7 @@ def check(
     plan: Plan | None = None
     ran = backend.value
     unused, how = (ENGINE_OPTIONS, "with") if engine is None else (LIST_OPTIONS, "without")
-    _refuse_given(context, unused, f"expected {how} --engine alone")
+    _refuse_given(context, unused, f"expected only {how} --engine")
     if engine is not None:
         from .integrations import preflight
 

@@ -169,8 +169,8 @@ class KVBuffer(_Tensors):
 
     u: [rows, T, HV, V], the corrections u_t = beta_t * (v_t - S k_t). k: [rows, T, H, K],
     normalised if the call normalised. log_decay: [rows, T, HV] (gate "head", GDN) or [rows, T, HV,
-    K] (gate "channel", KDA). With layers, each has a first dimension L. Raises ValueError for a
-    nested tensor.
+    K] (gate "channel", KDA). With layers, each has a first dimension L. Raises TypeError for a part
+    that is no tensor, ValueError for a nested one.
     """
 
     u: Tensor
@@ -179,8 +179,9 @@ class KVBuffer(_Tensors):
 
     def __post_init__(self) -> None:
         for name in ("u", "k", "log_decay"):
-            if isinstance(x := getattr(self, name), Tensor):  # verify and flush refuse other types
-                _not_nested(f"buffer.{name}", x)
+            if not isinstance(x := getattr(self, name), Tensor):
+                raise TypeError(f"buffer.{name}: expected a torch.Tensor, got {type_name(x)}")
+            _not_nested(f"buffer.{name}", x)
 
     @staticmethod
     def empty(
@@ -234,10 +235,19 @@ class KVBuffer(_Tensors):
     def advance(self, lens: Tensor, tokens: int | Tensor = 1) -> None:
         """Update `decode`'s buffer_lens after a step of `tokens` tokens per sequence, in place.
 
-        lens: [N], int32 or int64, read as by decode. tokens: an int, or a tensor [N] for packed
-        sequences. A row that the step folded is empty afterwards. Every layer of a step reads the
-        same lens, so call it once, after the last one.
+        lens: [N], int32 or int64, read as by decode. tokens: an int from 0 to 16, or an int32 or
+        int64 tensor [N] for packed sequences. A row that the step folded is empty afterwards. Every
+        layer of a step reads the same lens, so call it once, after the last one. Raises TypeError
+        or ValueError naming the argument.
         """
+        _tensor("lens", lens, INDEX_DTYPES)
+        if isinstance(tokens, Tensor):
+            _tensor("tokens", tokens, INDEX_DTYPES)
+            if tokens.shape != lens.shape:
+                expected = f"an int or shape [N] = {list(lens.shape)}"
+                raise ValueError(f"tokens: expected {expected}, got {list(tokens.shape)}")
+        elif not 0 <= integer("tokens", tokens, "an int or an int tensor [N]") <= MAX_DRAFT:
+            raise ValueError(f"tokens: expected 0 to {MAX_DRAFT}, got {tokens}")
         C = self.u.shape[-3]
         before = torch.maximum(lens, ~lens).clamp_(max=C)
         after = before + tokens

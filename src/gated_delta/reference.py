@@ -878,6 +878,9 @@ def buffered_rows(
         _no_conflict("state_indices", ((n, reads[n]) for n in active))
     elif full := [n for n in active if not appends[n]]:
         n = full[0]
+        if given[n] < 0:
+            expected = "expected 0 or more in verify, which folds no row"
+            raise ValueError(f"buffer_lens: {expected}, got {given[n]} at sequence {n}")
         raise ValueError(
             f"buffer_lens: expected room for the {lengths[n]} drafts of sequence {n} behind "
             f"{counts[n]} tokens, got a buffer of {C}: flush the row first"
@@ -1106,7 +1109,7 @@ def flush(
             pool = state if layer is None else state[layer]
             parts = buffer if layer is None else buffer.layer(layer)
             records = [x[row] for x in (parts.u, parts.k, parts.log_decay)]
-            if path is not None:  # entries past num_accepted may be anything
+            if path is not None and path.numel():  # entries past num_accepted may be anything
                 at = path[changed].clamp(0, records[0].shape[1] - 1).long()
                 each = torch.arange(len(changed), device=at.device)[:, None]
                 records = [x[each, at] for x in records]

@@ -21,7 +21,7 @@ from gated_delta import compile
 from gated_delta.integrations import card_check, releases, sglang_common, start, vllm, vllm_calls
 from gated_delta.integrations.sglang_start import Layer
 from gated_delta.ops.launch import MAX_NORM
-from gated_delta.problem import INPUT_DTYPES, MAX_DRAFT, SHORT, KVBuffer, UnsupportedProblem
+from gated_delta.problem import INPUT_DTYPES, MAX_DRAFT, SHORT, KVBuffer, UnsupportedProblem, number
 from gated_delta.results import make_table
 from gated_delta.testing import Case
 
@@ -271,6 +271,8 @@ def _model(asked: Asked) -> Model:
         raise ValueError(f"gated_delta serves no model_type {kind!r} in {ENGINES[engine]}")
     try:
         sizes = family.read(config)
+        if sizes.lower_bound is not None:
+            number("lower_bound", sizes.lower_bound)
     except (AttributeError, TypeError, ZeroDivisionError) as problem:
         raise ValueError(f"expected other values in config.json of a {kind}: {problem}") from None
     for name in ("layers", "H", "HV", "K", "V"):

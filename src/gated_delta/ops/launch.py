@@ -348,7 +348,7 @@ def kinds_of(wanted: Any, a: Any) -> dict[str, int]:
     for field in wanted._fields:
         if field.endswith("_kind"):
             name = field.removesuffix("_kind")
-            x = getattr(a, name, None)  # verify has no buffer_lens
+            x = getattr(a, name, None)  # decode has no parents
             if name in NUMBER_TENSORS:
                 kinds[field] = NO_KIND if x is None else KINDS[x.dtype]
             else:

@@ -221,25 +221,30 @@ def _token_tile(problem: Problem) -> int:
     return round_up_tokens(problem.T)
 
 
-def shared_of_buffered(facts: Mapping[str, Any], C: int) -> int:
+def shared_bytes(facts: Mapping[str, Any], C: int) -> int:
     """Bytes of a CTA's shared memory: the layout of kernels/verify.py and device/history.py."""
     t, warps, channel = facts["token_tile"], facts["threads"] // 32, facts["axis"] == "channel"
-    mma = facts.get("mma_pairs", False)
+    mma, history = facts.get("mma_pairs", False), facts.get("history", False)
     padded_K, rounded_C = 8 * lanes_per_row(facts["K"]), -(-C // 16) * 16
     row_bytes = facts["K"] * (4 if facts["state_dtype"] == "fp32" else 2)
     operand, pairs = -(-t // 8) * -(-row_bytes // 64) * 256, 2 * max(t, 4) ** 2
-    words = t * padded_K * (4 if channel else 2) + operand * (2 + mma) + 2 * t
-    words += warps * t * (2 * facts["rows"] + 16) + pairs * (channel + warps * (mma or not channel))
+    tokens = t * padded_K * (4 if channel else 2 * history)
+    products = warps * t * (2 * facts["rows"] + 16)
+    words = max(tokens, products) if mma and not history else tokens + products
+    words += operand * (2 + mma) + 2 * t
+    words += pairs * (channel + warps * (mma or not channel))
     words += 0 if channel else t * max(t, 4)
     words = -(-words // 4) * 4
     if facts.get("norm"):
         words += t * -(-facts["V"] // 64) * 4
-    words += padded_K + (padded_K * (1 + channel) + 2 * t) * rounded_C
-    return 4 * (words + (C + t + 4) * (facts["rows"] * warps + 4))
+    if history:
+        words += padded_K + (padded_K * (1 + channel) + 2 * t) * rounded_C
+        words += (C + t + 4) * (facts["rows"] * warps + 4)
+    return 4 * words
 
 
 def _fits(plan: Plan, C: int) -> bool:
-    return shared_of_buffered(dict(plan.variants[0].facts), C) <= plan.gpu.shared
+    return shared_bytes(dict(plan.variants[0].facts), C) <= plan.gpu.shared
 
 
 class VerifyLaunch(TokensLaunch):
@@ -247,13 +252,11 @@ class VerifyLaunch(TokensLaunch):
 
     def __init__(self, operation: Operation, problem: Problem, plan: Plan, a: Any):
         history = has_history(problem)
-        if history and not _fits(plan, a.buffer_u.shape[1]):
+        if not _fits(plan, a.buffer_u.shape[1]):
+            fewer = "fewer tokens a call" + ", or a buffer of fewer tokens" * history
             raise UnsupportedProblem(
                 f"backend 'cute' cannot run {problem.label}; it needs",
-                (
-                    f"more than {plan.gpu.shared} bytes of shared memory in a CTA: "
-                    "take a buffer of fewer tokens, or fewer tokens a call",
-                ),
+                (f"more than {plan.gpu.shared} bytes of shared memory in a CTA: take {fewer}",),
             )
         super().__init__(operation, plan, a, pointers=VerifyPointers)
         aligned = () if "unaligned_qk" in problem.options else ("q", "k")
