@@ -781,7 +781,7 @@ class Verify:
 
     @cute.jit
     def store_tree_pairs(self, shared, coord, t, count, path):
-        """Akk and Aqk of token t and each i of its path, `count` at once; the last ones may be t."""
+        """Akk and Aqk of token t and `count` tokens i of its path at once; the last i may be t."""
         decays_at = shared + self.decay_offset
         rK = cute.make_rmem_tensor((8, count), Float32)
         rPath, rRest = (cute.make_rmem_tensor((1,), Int32) for _ in range(2))
@@ -812,7 +812,7 @@ class Verify:
             products = []
             for j in cutlass.range_constexpr(count):
                 products += self.kq_products(shared, coord, t, [rK[c, j] for c in range(8)])
-            self.store_sums(shared, coord, lambda j: (t, pick(tokens, j)), products)
+            self.store_sums(shared, coord, partial(tree_pair, t, tokens), products)
 
     def kq_products(self, shared, coord, t, k):
         """The lane's part of k_t and q_t times k."""
@@ -1149,12 +1149,12 @@ def merge(early, late):
     return [y if x is None else x for x, y in zip(early, late, strict=True)]
 
 
-def pick(xs, index):
-    """xs[index] of a list of Int32."""
-    picked = xs[0]
-    for j, x in enumerate(xs[1:], 1):
-        picked = Int32(select_(index == j, x, picked))
-    return picked
+def tree_pair(t, tokens, pair):
+    """t and the pair's token i, of a list."""
+    i = tokens[0]
+    for j, x in enumerate(tokens[1:], 1):
+        i = Int32(select_(pair == j, x, i))
+    return t, i
 
 
 def add_if_on(path, i, added, x):
