@@ -8,7 +8,7 @@ arrives at a barrier leaves its clock there; a warp that waits takes the maximum
 import numpy as np
 
 Clock = np.ndarray
-STEP = 1 << 20
+STEP = 1 << 15
 """A warp's time from one barrier to the next; an access adds its instruction to the time."""
 
 
@@ -19,11 +19,11 @@ class Clocks:
     """
 
     def __init__(self, warps: int, halves: int):
-        self.clocks = np.full((warps, warps), STEP - 1)
-        self.clocks += np.eye(warps, dtype=int) * STEP
-        self.accesses = np.zeros((halves, 2, warps), int)
+        self.clocks = np.full((warps, warps), STEP - 1, np.int32)
+        self.clocks += np.eye(warps, dtype=np.int32) * STEP
+        self.accesses = np.zeros((halves, 2, warps), np.int32)
         """Of each half the times of loads and of stores."""
-        self.changed, self.writers = np.zeros(halves, int), np.zeros(halves, np.intp)
+        self.changed, self.writers = np.zeros((2, halves), np.int32)
         """The time and the warp of the store that changed each half last."""
 
     def release(self, warp: int) -> Clock:
