@@ -11,6 +11,9 @@ SGLANG := .venv-sglang
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready-$(TORCH)
 
+# Bytecode stays on disk, or each of the tests' processes compiles torch and its engine again.
+unexport PYTHONDONTWRITEBYTECODE
+
 # One uv for all environments: its cache links the same files into each of them.
 UV := build/uv/bin/uv
 NEW = $(UV) venv -q --clear --python $(PYTHON)

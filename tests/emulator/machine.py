@@ -2,6 +2,7 @@
 
 import bisect
 import ctypes
+import functools
 import itertools
 import random
 from collections import deque
@@ -159,7 +160,7 @@ class Warp:
         self.tid = (LANES + 32 * index).astype(U4)
         self.ctaid = {axis: np.full(32, i, U4) for axis, i in zip("xyz", block.index, strict=True)}
         self.registers = [UNINITIALISED[width] for width in launch.program.widths]
-        self.live = np.ones(32, bool)
+        self.live, self.all_live = np.ones(32, bool), True
         self.groups: dict[int, np.ndarray] = {0: self.live}
         self.waits: tuple[Callable[[], bool], int] | None = None
         self.yields = False
@@ -173,14 +174,15 @@ class Warp:
         for _ in range(steps):
             at = min(self.groups)
             lanes = self.groups.pop(at)
-            converged = bool((lanes == self.live).all())
+            converged = lanes is self.live or bool((lanes == self.live).all())
             self.yields = False
             following = program.function(at, not converged)(
                 self, self.registers, None if converged else lanes
             )
             for block, mask in following if isinstance(following, list) else [(following, lanes)]:
                 if block is not None:
-                    self.groups[block] = self.groups.get(block, False) | mask
+                    others = self.groups.get(block)
+                    self.groups[block] = mask if others is None else others | mask
             if not self.groups:
                 return self.finish()
             if self.waits or self.yields:
@@ -201,7 +203,9 @@ class Warp:
         return lambda: f"CTA {self.block.index[0]}, warp {self.index}, {self.text(at)}"
 
     def lanes(self, mask: np.ndarray | None) -> np.ndarray:
-        return np.flatnonzero(self.live if mask is None else mask)
+        if mask is None and self.all_live:
+            return LANES
+        return (self.live if mask is None else mask).nonzero()[0]
 
     # -------------------------------------------------------------------------------------- control
 
@@ -218,9 +222,10 @@ class Warp:
 
     def ended(self, mask: np.ndarray | None) -> None:
         self.live = self.live & ~(self.live if mask is None else mask)
+        self.all_live = bool(self.live.all())
 
     def together(self, mask: np.ndarray | None, at: int) -> None:
-        if mask is not None or not self.live.all():
+        if mask is not None or not self.all_live:
             raise Fault(f"only some lanes execute {self.where(at)()}")
 
     def parameter(self, number: int, offset: int, dtype: type) -> np.ndarray:
@@ -257,14 +262,14 @@ class Warp:
     def vectors(self, addresses: np.ndarray, size: int, at: int) -> np.ndarray:
         """The vectors of shared memory that lanes access."""
         outside = (addresses < SHARED) | (addresses > self.block.end - size)
-        if (outside | (addresses % size != 0)).any():
+        if np.count_nonzero(outside | (addresses & size - 1 != 0)):
             raise Fault(f"shared memory out of bounds or misaligned: {self.where(at)()}")
         return addresses >> 4
 
     def inside(self, addresses: np.ndarray, size: int, at: int) -> np.ndarray:
         """The same for a load or store: a copy still to write them is a fault."""
         vectors = self.vectors(addresses, size, at)
-        if self.block.arriving[vectors].any():
+        if np.count_nonzero(self.block.arriving[vectors]):
             raise Fault(f"a copy has still to write {self.where(at)()}")
         return vectors
 
@@ -290,54 +295,59 @@ class Warp:
         self, addresses: np.ndarray, dtype: type, count: int, mask: np.ndarray | None, at: int
     ) -> Any:
         lanes, size = self.lanes(mask), np.dtype(dtype).itemsize * count
-        self.inside(addresses[lanes], size, at)
-        self.loads(halves(addresses[lanes], size), at)
-        return self._loaded(self.block.bytes.view(dtype), 0, addresses, lanes, count)
+        active = addresses if lanes is LANES else addresses[lanes]
+        self.inside(active, size, at)
+        self.loads(halves(active, size), at)
+        return self._loaded(self.block.bytes.view(dtype), 0, active, lanes, count)
 
     def load_global(
         self, addresses: np.ndarray, dtype: type, count: int, mask: np.ndarray | None, at: int
     ) -> Any:
         lanes = self.lanes(mask)
-        self.outside(addresses[lanes], np.dtype(dtype).itemsize * count, at)
-        self.touches(addresses[lanes], at)
-        return self._loaded(*self.memory.numbers(dtype), addresses, lanes, count)
+        active = addresses[lanes]
+        self.outside(active, np.dtype(dtype).itemsize * count, at)
+        self.touches(active, at)
+        return self._loaded(*self.memory.numbers(dtype), active, lanes, count)
 
     def _loaded(
-        self, memory: np.ndarray, first: int, addresses: np.ndarray, lanes: np.ndarray, count: int
+        self, memory: np.ndarray, first: int, active: np.ndarray, lanes: np.ndarray, count: int
     ) -> list[np.ndarray]:
-        loaded = [np.zeros(32, memory.dtype) for _ in range(count)]
-        indices = (addresses[lanes] - first) // memory.itemsize
-        for i, words in enumerate(loaded):
-            words[lanes] = memory[indices + i]
-        return loaded
+        indices = (active - first) // memory.itemsize + np.arange(count)[:, None]
+        if lanes is LANES:
+            return list(memory[indices])
+        loaded = np.zeros((count, 32), memory.dtype)
+        loaded[:, lanes] = memory[indices]
+        return list(loaded)
 
     def store_shared(
         self, addresses: np.ndarray, values: list[np.ndarray], mask: np.ndarray | None, at: int
     ) -> None:
         lanes, size = self.lanes(mask), values[0].itemsize * len(values)
-        self.block.unfenced[self.inside(addresses[lanes], size, at)] = self.index
-        indices = halves(addresses[lanes], size)
+        active = addresses[lanes]
+        self.block.unfenced[self.inside(active, size, at)] = self.index
+        indices = halves(active, size)
         before = self.block.halves[indices]
-        self._store(self.block.bytes.view(values[0].dtype), 0, addresses, values, lanes)
+        self._store(self.block.bytes.view(values[0].dtype), 0, active, values, lanes)
         self.stores_to(indices, self.block.halves[indices] != before, at)
 
     def store_global(
         self, addresses: np.ndarray, values: list[np.ndarray], mask: np.ndarray | None, at: int
     ) -> None:
         lanes = self.lanes(mask)
-        self.outside(addresses[lanes], values[0].itemsize * len(values), at)
-        self.writes(addresses[lanes], at)
-        self._store(*self.memory.numbers(values[0].dtype.type), addresses, values, lanes)
+        active = addresses[lanes]
+        self.outside(active, values[0].itemsize * len(values), at)
+        self.writes(active, at)
+        self._store(*self.memory.numbers(values[0].dtype.type), active, values, lanes)
 
     def _store(
         self,
         memory: np.ndarray,
         first: int,
-        addresses: np.ndarray,
+        active: np.ndarray,
         values: list[np.ndarray],
         lanes: np.ndarray,
     ) -> None:
-        indices = (addresses[lanes] - first) // memory.itemsize
+        indices = (active - first) // memory.itemsize
         for i, words in enumerate(values):
             memory[indices + i] = words[lanes]
 
@@ -359,11 +369,11 @@ class Warp:
     ) -> list[np.ndarray]:
         """8 x 8 matrices of 16-bit numbers; lane i holds the address of row i."""
         self.inside(addresses[: 8 * count], 16, at)
-        self.loads(halves(addresses[: 8 * count], 16), at)
-        rows = self.block.halves[(addresses[: 8 * count, None] >> 1) + np.arange(8)].reshape(
-            count, 8, 8
-        )
-        return [np.ascontiguousarray(x.T if transposed else x).view(U4)[ROW, PAIR] for x in rows]
+        indices = halves(addresses[: 8 * count], 16)
+        self.loads(indices, at)
+        rows = self.block.halves[indices].reshape(count, 8, 8)
+        rows = np.ascontiguousarray(rows.transpose(0, 2, 1)) if transposed else rows
+        return list(rows.view(U4).reshape(count, 32))  # lane i has pair i % 4 of row i // 4
 
     def store_matrices(
         self, addresses: np.ndarray, words: list[np.ndarray], transposed: bool, at: int
@@ -371,13 +381,8 @@ class Warp:
         self.block.unfenced[self.inside(addresses[: 8 * len(words)], 16, at)] = self.index
         indices = halves(addresses[: 8 * len(words)], 16)
         before = self.block.halves[indices]
-        for i, word in enumerate(words):
-            matrix = np.empty((8, 4), U4)
-            matrix[ROW, PAIR] = word
-            numbers = matrix.view(U2)
-            self.block.halves[(addresses[8 * i : 8 * i + 8, None] >> 1) + np.arange(8)] = (
-                numbers.T if transposed else numbers
-            )
+        rows = np.array(words).view(U2).reshape(-1, 8, 8)
+        self.block.halves[indices] = (rows.transpose(0, 2, 1) if transposed else rows).ravel()
         self.stores_to(indices, self.block.halves[indices] != before, at)
 
     # ------------------------------------------------------------------------------------- barriers
@@ -676,27 +681,13 @@ class Warp:
 
     # ---------------------------------------------------------------------------------------- wgmma
 
-    def operand(
-        self, descriptor: int, rows: int, transposed: bool, at: int
-    ) -> tuple[np.ndarray, np.ndarray]:
-        """A matrix [rows, 16] in shared memory and its indices: PTX ISA, "Matrix descriptor"."""
-        start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
-        swizzle = {1: 3, 2: 2, 3: 1}[descriptor >> 62]
-        width = 16 << swizzle
-        row, k = np.meshgrid(np.arange(rows), np.arange(16), indexing="ij")
-        if transposed:
-            offsets = (
-                row % (width // 2) * 2
-                + row // (width // 2) * leading
-                + k % 8 * width
-                + k // 8 * stride
-            )
-        else:
-            offsets = row // 8 * stride + row % 8 * width + k * 2
-        addresses = swizzled(start + offsets, swizzle)
-        if addresses.min() < SHARED or addresses.max() + 2 > self.block.end:
+    def operand(self, of: "Operand", at: int) -> np.ndarray:
+        """A matrix of wgmma."""
+        if of.first < SHARED or of.end > self.block.end:
             raise Fault(f"shared memory out of bounds: {self.where(at)()}")
-        return self.block.halves[addresses >> 1], addresses >> 1
+        self.check_visible(of.vectors, at)
+        self.loads(of.halves_of_vectors, at)
+        return self.block.halves[of.indices]
 
     def product(
         self,
@@ -712,31 +703,56 @@ class Warp:
         at: int,
     ) -> None:
         """wgmma, computed at once. Its operands must not change until the warp waits for it."""
-        numbers, indices = self.operand(int(right[0]), columns, bool(right_t), at)
-        operands = [(numbers, indices)]
+        operands = [Operand(int(right[0]), columns, 0, columns, bool(right_t))]
         if isinstance(left, list):
             rows = left_fragment(left, fp16_pair)
         else:
             first = 16 * (self.index % 4)
-            left_numbers, left_indices = self.operand(int(left[0]), 64, bool(left_t), at)
-            operands.append((left_numbers[first : first + 16], left_indices[first : first + 16]))
-            rows = operands[1][0].view(np.float16)
-        vectors = np.unique(np.concatenate([indices.ravel() >> 3 for _, indices in operands]))
-        self.check_visible(vectors, at)
-        self.loads(halves(vectors << 4, 16), at)
+            operands.append(Operand(int(left[0]), 64, first, first + 16, bool(left_t)))
+        matrices = [self.operand(of, at) for of in operands]
+        numbers = matrices[0]
+        if len(matrices) > 1:
+            rows = matrices[1].view(np.float16)
         product = rows.astype(np.float64) @ numbers.view(np.float16).astype(np.float64).T
         accumulators = [r[i] for i in to] if adds[0] else None
         for i, words in zip(to, accumulated(product, accumulators, is_fp32), strict=True):
             r[i] = words
         unchanged = lambda: all(
-            (self.block.halves[indices] == numbers).all() for numbers, indices in operands
+            (self.block.halves[of.indices] == matrix).all()
+            for of, matrix in zip(operands, matrices, strict=True)
         )
+        vectors = np.concatenate([of.vectors for of in operands])
         self.products.add(Flight(self.where(at), vectors, unchanged))
+
+
+@functools.lru_cache(4096)
+class Operand:
+    """Where rows of a wgmma's matrix [rows, 16] lie: PTX ISA, "Matrix descriptor"."""
+
+    def __init__(self, descriptor: int, rows: int, first: int, end: int, transposed: bool):
+        start, leading, stride = ((descriptor >> shift & 0x3FFF) << 4 for shift in (0, 16, 32))
+        swizzle = {1: 3, 2: 2, 3: 1}[descriptor >> 62]
+        width = 16 << swizzle
+        row, k = np.meshgrid(np.arange(rows), np.arange(16), indexing="ij")
+        if transposed:
+            offsets = (
+                row % (width // 2) * 2
+                + row // (width // 2) * leading
+                + k % 8 * width
+                + k // 8 * stride
+            )
+        else:
+            offsets = row // 8 * stride + row % 8 * width + k * 2
+        addresses = swizzled(start + offsets, swizzle)
+        self.first, self.end = int(addresses.min()), int(addresses.max()) + 2
+        self.indices = addresses[first:end] >> 1
+        self.vectors = np.unique(self.indices >> 3)
+        self.halves_of_vectors = halves(self.vectors << 4, 16)
 
 
 def halves(addresses: np.ndarray, size: int) -> np.ndarray:
     """Indices of the 2-byte elements in `size` bytes at each address."""
-    return ((addresses.astype(np.int64)[:, None] + np.arange(0, size, 2)) >> 1).ravel()
+    return ((addresses >> 1)[:, None] + np.arange(size // 2)).ravel()
 
 
 def swizzled(addresses: np.ndarray, kind: int) -> np.ndarray:
