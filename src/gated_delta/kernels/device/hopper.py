@@ -26,17 +26,6 @@ def wait_for_previous_kernel():
     ptx.launch_next_kernel()
 
 
-def launch(kernel, ctas, threads, shared, stream):
-    """kernel: with its arguments. shared: bytes of dynamic shared memory."""
-    kernel.launch(
-        grid=(ctas, 1, 1),
-        block=(threads, 1, 1),
-        smem=shared,
-        stream=stream,
-        use_pdl=levels.current().pdl,
-    )
-
-
 def warp_uniform(x):
     """x >= 0, the same in all lanes, in a form that tells the compiler so (uniform registers)."""
     return Int32(ptx.warp_max(Uint32(x)))

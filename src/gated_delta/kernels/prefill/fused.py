@@ -29,9 +29,9 @@ from ..device.args import DTYPES, offset, qk_head
 from . import inverse, layout
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES
 from .inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES, GATE_CUMSUM
+from .kernel import PrefillKernel
 from .layout import LOG2_E, MIN_LOG_DECAY, Q_SCALE, SQUARE, ChunkCoord, D
 from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, store_zeros
-from .state import without_checkpoints
 from .terms_gdn import NORM_K, NORM_Q, FusedGdnTerms, cumulate
 from .work import TileScheduler, active_tokens
 
@@ -64,11 +64,7 @@ class WarpRole(enum.IntEnum):
     MMA1 = 3
 
 
-class PrefillFused:
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
-
-    arguments = layout.ARGUMENTS
-
+class PrefillFused(PrefillKernel):
     def __init__(
         self, g_dtype: str, gate: str, qk_l2norm: bool, state_dtype: str, checkpoints: bool
     ):
@@ -76,6 +72,7 @@ class PrefillFused:
         self.registers = REGISTERS
         if checkpoints:
             self.registers = WITH_CHECKPOINTS.get((gate, state_dtype), REGISTERS)
+        self.boxes = dict.fromkeys("qk", BOX) | dict.fromkeys("vo", VALUES)
         # Either value is right; ptxas serialises a variant's wgmmas with the other one.
         self.split = not (checkpoints and state_dtype == "fp32")
         smem = hopper.SharedMemory()
@@ -107,37 +104,12 @@ class PrefillFused:
         )
         self.shared = smem.size
 
-    @cute.jit
-    def __call__(
-        self,
-        ptr: layout.Pointers,
-        scale: Float32,
-        bound: Float32,
-        stride: layout.Strides,
-        size: layout.Sizes,
-        stream,
-    ):
-        ctas = cutlass.min(size.HV * size.N, size.sms)
-        if cutlass.const_expr(not self.checkpoints):
-            ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
-        boxes = dict.fromkeys("qk", BOX) | dict.fromkeys("vo", VALUES)
-        maps = hopper.make_maps(ptr, stride, size, boxes, D, self.split)
-        kernel = self.kernel(ptr, scale, bound, stride, size, maps)
-        hopper.launch(kernel, ctas, self.threads, self.shared, stream)
+    def ctas(self, args):
+        return cutlass.min(args.size.HV * args.size.N, args.size.sms)
 
     @cute.kernel
-    def kernel(
-        self,
-        ptr: NamedTuple,
-        scale: Float32,
-        bound: Float32,
-        stride: NamedTuple,
-        size: NamedTuple,
-        maps: NamedTuple,
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        args = hopper.TmaArgs(ptr, scale, bound, stride, size, maps)
+    def kernel(self, args: NamedTuple):
+        thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         shared = self.start(thread)
         role, thread = thread // hopper.WARPGROUP, thread % hopper.WARPGROUP
         if role >= WarpRole.MMA0:

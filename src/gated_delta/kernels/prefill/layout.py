@@ -9,29 +9,18 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Float32, Int32, Int64, Uint32
+from cutlass import Int32, Int64, Uint32
 from cutlass.cute.arch import shuffle_sync, shuffle_sync_bfly
 from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, levels, ptx
-from ..device.args import offset, qk_head, typed
+from ..device.args import offset, qk_head
 from .arguments import (
     CHUNK,
     PREPARED,
     RAW_SCALE_BYTES,
     STATE_BYTES,
-    PrefillPointers,
-    PrefillSizes,
-    PrefillStrides,
 )
-
-Pointers, Strides, Sizes = (
-    typed(PrefillPointers, Int64),
-    typed(PrefillStrides, Int32),
-    typed(PrefillSizes, Int32),
-)
-ARGUMENTS = (Pointers, Float32, Float32, Strides, Sizes)
-"""Of every prefill kernel: pointers, scale, the gate's lower bound, strides, sizes."""
 
 D = 128
 """Channels of a head in the workspace and in registers; zeros past a smaller K."""

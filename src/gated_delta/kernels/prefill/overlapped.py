@@ -21,7 +21,7 @@ from cutlass import BFloat16, Float32, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, ptx
-from ..device.args import DTYPES, Args, qk_head
+from ..device.args import DTYPES, qk_head
 from ..device.hopper import WARP, WARPGROUP, NamedBarrier, warp_uniform
 from .arguments import (
     CHUNK,
@@ -29,13 +29,10 @@ from .arguments import (
     ITEM_QUEUE,
     SCANNED,
 )
+from .kernel import PrefillKernel
 from .layout import (
-    ARGUMENTS,
     ChunkCoord,
     D,
-    Pointers,
-    Sizes,
-    Strides,
     clear_squares,
     counter_at,
     find_chunk,
@@ -48,7 +45,6 @@ from .state import (
     load_initial_state,
     state_coord,
     store_final_state,
-    without_checkpoints,
 )
 from .terms_gdn import GdnTerms
 from .terms_kda import KdaTerms
@@ -159,11 +155,7 @@ class QueueWorker:
         return item
 
 
-class PrefillOverlapped:
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
-
-    arguments = ARGUMENTS
-
+class PrefillOverlapped(PrefillKernel):
     def __init__(
         self,
         axis: str,
@@ -217,15 +209,8 @@ class PrefillOverlapped:
             checkpoints=checkpoints,
         )
 
-    @cute.jit
-    def __call__(
-        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
-    ):
-        ctas = self.preparing_ctas(size) + self.scanning_ctas(size)
-        if cutlass.const_expr(not self.checkpoints):
-            ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
-        kernel = self.kernel(ptr, scale, bound, stride, size)
-        hopper.launch(kernel, ctas, self.threads, self.shared, stream)
+    def ctas(self, args):
+        return self.preparing_ctas(args.size) + self.scanning_ctas(args.size)
 
     def scanning_ctas(self, size):
         return D // ROWS * size.HV * size.N
@@ -234,11 +219,8 @@ class PrefillOverlapped:
         return cutlass.max(size.sms - self.scanning_ctas(size), MIN_PREPARING_CTAS)
 
     @cute.kernel
-    def kernel(
-        self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        args = Args(ptr, scale, bound, stride, size)
+    def kernel(self, args: NamedTuple):
+        thread, size = cute.arch.thread_idx()[0], args.size
         shared = hopper.shared_base()
         if thread == 0:
             for ring in self.stages.rings:

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import BFloat16, Int32, Uint32
 from cutlass.cute.arch import shuffle_sync
 from cutlass.cutlass_dsl import select_
 
@@ -20,14 +20,11 @@ from ..device.args import DTYPES
 from ..device.hopper import WARP, WARPGROUP, NamedBarrier
 from .arguments import CHUNK, CTA_QUEUE
 from .inputs_kda import RawInputs
+from .kernel import PrefillKernel
 from .layout import (
-    ARGUMENTS,
     ChunkCoord,
     D,
-    Pointers,
     Sequence,
-    Sizes,
-    Strides,
     counter_at,
     find_sequence,
     load_chunk,
@@ -229,47 +226,24 @@ def second_round_end(size):
     return GROUPS * (num_ctas(size) + size.sms - size.scanning)
 
 
-class PrefillPrepareRaw:
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
-
-    arguments = ARGUMENTS
-
+class PrefillPrepareRaw(PrefillKernel):
     def __init__(self, g_dtype: str, gate: str, qk_l2norm: bool):
         self.terms = KdaTerms(D, BFloat16, DTYPES[g_dtype], gate, qk_l2norm, raw=True)
         self.next_chunk = self.terms.smem.add(NEXT_CHUNK_BYTES, 16)
-        self.shared = -(-self.terms.shared // BOX_ALIGNMENT) * BOX_ALIGNMENT  # per warpgroup
+        self.group_shared = -(-self.terms.shared // BOX_ALIGNMENT) * BOX_ALIGNMENT
+        self.threads, self.shared = GROUPS * WARPGROUP, GROUPS * self.group_shared
+        self.boxes = dict.fromkeys("qkg", self.terms.inputs.box)
+        self.options = dict(min_blocks_per_mp=1, preferred_smem_carveout=100)
 
-    @cute.jit
-    def __call__(
-        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
-    ):
-        boxes = dict.fromkeys("qkg", self.terms.inputs.box)
-        maps = hopper.make_maps(ptr, stride, size, boxes, D, split=True)
-        self.kernel(ptr, scale, bound, stride, size, maps).launch(
-            grid=(num_ctas(size), 1, 1),
-            block=(GROUPS * WARPGROUP, 1, 1),
-            smem=GROUPS * self.shared,
-            stream=stream,
-            use_pdl=True,
-            min_blocks_per_mp=1,
-            preferred_smem_carveout=100,
-        )
+    def ctas(self, args):
+        return num_ctas(args.size)
 
     @cute.kernel
-    def kernel(
-        self,
-        ptr: Pointers,
-        scale: Float32,
-        bound: Float32,
-        stride: Strides,
-        size: Sizes,
-        maps: NamedTuple,
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        args = hopper.TmaArgs(ptr, scale, bound, stride, size, maps)
+    def kernel(self, args: NamedTuple):
+        thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
+        size = args.size
         group, lane, in_group = thread // WARPGROUP, thread % WARP, thread % WARPGROUP
-        inputs, shared = self.terms.inputs, hopper.shared_base() + group * self.shared
+        inputs, shared = self.terms.inputs, hopper.shared_base() + group * self.group_shared
         if in_group == 0:
             self.terms.inputs.ring.init(shared)
             hopper.fence_mbarrier_init()
@@ -294,6 +268,6 @@ class PrefillPrepareRaw:
             if ((chunk.tokens <= 0) | is_early) & (in_group == 0):
                 cute.arch.cp_async_bulk_wait_group(0, read=False)
                 count_prepared(args, chunk.last_slot, True)
-        if (ptr.sequence_order != 0) & (thread < WARP) & (size.scanning == 0):
+        if (args.ptr.sequence_order != 0) & (thread < WARP) & (size.scanning == 0):
             for n in cutlass.range(cta, size.N, num_ctas(size), unroll=1):
                 rank_sequence(args, n, thread)

@@ -15,10 +15,11 @@ import cutlass.cute as cute
 from cutlass import Float32, Int32
 
 from ..device import hopper, ptx
-from ..device.args import DTYPES, Args
+from ..device.args import DTYPES
 from ..device.hopper import WARPGROUP
 from .arguments import CHUNK
-from .layout import ARGUMENTS, D, Pointers, Sizes, Strides, init_shared
+from .kernel import PrefillKernel
+from .layout import D, init_shared
 from .mainloop_fp32 import MainloopFp32
 from .segments import add_window, in_place, is_last, scan_coord
 from .stages import LOAD_THREADS, make_stages
@@ -29,7 +30,6 @@ from .state import (
     segment_state_offset,
     state_coord,
     store_final_state,
-    without_checkpoints,
 )
 from .tiles import TileCopies, has_values
 from .work import work_of
@@ -46,16 +46,12 @@ class WarpRole(enum.IntEnum):
     MMA = 4
 
 
-class PrefillScan:
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else.
-
-    windows: whether segments may start from zeros, a window of chunks early, where gates forget;
+class PrefillScan(PrefillKernel):
+    """windows: whether segments may start from zeros, a window of chunks early, where gates forget;
     else from the state that state passing leaves. checkpoints: whether it stores states between
     chunks, where a call asks for them. deterministic: whether a chunk's bits follow from its state
     and tokens alone: docs/kernels/prefill.md, "What bits depend on".
     """
-
-    arguments = ARGUMENTS
 
     def __init__(
         self,
@@ -98,23 +94,12 @@ class PrefillScan:
             checkpoints=checkpoints,
         )
 
-    @cute.jit
-    def __call__(
-        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
-    ):
-        ctas = self.v_tiles * size.HV * size.N * size.segments
-        if cutlass.const_expr(not self.checkpoints):
-            ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
-        kernel = self.kernel(ptr, scale, bound, stride, size)
-        hopper.launch(kernel, ctas, self.threads, self.shared, stream)
+    def ctas(self, args):
+        return self.v_tiles * args.size.HV * args.size.N * args.size.segments
 
     @cute.kernel
-    def kernel(
-        self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        args = Args(ptr, scale, bound, stride, size)
+    def kernel(self, args: NamedTuple):
+        thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         stages = self.stages
         shared = init_shared(stages.rings, stages.tinv, 2 * stages.count, thread, self.threads)
         if args.ptr.sequence_order != 0:

@@ -26,9 +26,9 @@ from ..device.args import DTYPES, offset, qk_head
 from . import layout
 from .arguments import CHUNK, RAW_SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
 from .inputs_kda import KdaGate
+from .kernel import PrefillKernel
 from .layout import LOG2_E, MIN_LOG_DECAY, SQUARE, SUBCHUNK, D
 from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, store_zeros
-from .state import without_checkpoints
 from .work import TileScheduler, active_tokens
 
 # Registers of a thread that decays, and of one that multiplies. ptxas serialises the wgmmas of some
@@ -51,11 +51,7 @@ class WarpRole(enum.IntEnum):
     MMA1 = 3
 
 
-class PrefillScanRaw:
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
-
-    arguments = layout.ARGUMENTS
-
+class PrefillScanRaw(PrefillKernel):
     def __init__(self, g_dtype: str, gate: str, state_dtype: str, checkpoints: bool):
         self.checkpoints, self.threads = checkpoints, len(WarpRole) * hopper.WARPGROUP
         # Either value of split and sync_loads is right; ptxas serialises a variant's wgmmas with
@@ -63,6 +59,7 @@ class PrefillScanRaw:
         more_for_mma = checkpoints and gate != "log"
         self.registers = MORE_FOR_MMA if more_for_mma else REGISTERS
         self.split = checkpoints and state_dtype == "bf16"
+        self.boxes = dict.fromkeys("qkg", BOX) | dict.fromkeys("vo", VALUES)
         self.gate = KdaGate(gate, DTYPES[g_dtype])
         smem = hopper.SharedMemory()
         self.k, self.q, self.k_restored = (smem.add(STAGES * TILE_BYTES, 1024) for _ in range(3))
@@ -89,37 +86,12 @@ class PrefillScanRaw:
         )
         self.shared = smem.size
 
-    @cute.jit
-    def __call__(
-        self,
-        ptr: layout.Pointers,
-        scale: Float32,
-        bound: Float32,
-        stride: layout.Strides,
-        size: layout.Sizes,
-        stream,
-    ):
-        ctas = cutlass.min(size.HV * size.N, size.sms)
-        if cutlass.const_expr(not self.checkpoints):
-            ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
-        boxes = dict.fromkeys("qkg", BOX) | dict.fromkeys("vo", VALUES)
-        maps = hopper.make_maps(ptr, stride, size, boxes, D, self.split)
-        kernel = self.kernel(ptr, scale, bound, stride, size, maps)
-        hopper.launch(kernel, ctas, self.threads, self.shared, stream)
+    def ctas(self, args):
+        return cutlass.min(args.size.HV * args.size.N, args.size.sms)
 
     @cute.kernel
-    def kernel(
-        self,
-        ptr: NamedTuple,
-        scale: Float32,
-        bound: Float32,
-        stride: NamedTuple,
-        size: NamedTuple,
-        maps: NamedTuple,
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        args = hopper.TmaArgs(ptr, scale, bound, stride, size, maps)
+    def kernel(self, args: NamedTuple):
+        thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         shared = self.start(thread)
         role = thread // hopper.WARPGROUP
         if role >= WarpRole.MMA0:

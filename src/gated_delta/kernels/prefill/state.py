@@ -191,19 +191,6 @@ def checkpoint_address(args, work, j):
     return at, slot > size.null_index
 
 
-def without_checkpoints(arguments):
-    """Drop the checkpoint arguments: in kernels that store none they would shift the constant bank,
-    and ptxas would give those kernels other registers."""
-    kept = {
-        name: x
-        for name, x in zip(arguments._fields, arguments, strict=True)
-        if "checkpoint" not in name
-    }
-    return NamedTuple(type(arguments).__name__, [(name, type(x)) for name, x in kept.items()])(
-        **kept
-    )
-
-
 # -------------------------------------------------------------------------------- the state's scale
 
 

@@ -14,9 +14,9 @@ import cutlass.cute as cute
 from cutlass import Boolean, Float32, Int32, Int64, Uint32
 
 from ..device import hopper, levels, ptx
-from ..device.args import Args
 from .arguments import STATE_BYTES
-from .layout import ARGUMENTS, D, Pointers, Sizes, Strides, segment_flag_at, segment_number
+from .kernel import PrefillKernel
+from .layout import D, segment_flag_at, segment_number
 
 V_ROWS = 8  # of a CTA
 K_SPLITS = 4  # threads that split a channel's inner products
@@ -36,13 +36,9 @@ class Coord(NamedTuple):
     """The quarter of the channels that the thread sums over, and of the rows that it keeps."""
 
 
-class PrefillStatePassing:
-    """`compile.py` compiles __call__ for symbolic everything."""
-
-    arguments = ARGUMENTS
-
+class PrefillStatePassing(PrefillKernel):
     def __init__(self, V: int, stages: int = 2):
-        self.ctas_per_head, self.stages = V // V_ROWS, stages
+        self.threads, self.ctas_per_head, self.stages = THREADS, V // V_ROWS, stages
         smem = hopper.SharedMemory()
         self.m = smem.add(stages * STATE_BYTES)
         self.state = smem.add(D * V_ROWS * 4)  # the CTA's rows, transposed
@@ -53,18 +49,12 @@ class PrefillStatePassing:
         self.flags = smem.add(MAX_SEGMENTS * 4)
         self.shared = smem.size
 
-    @cute.jit
-    def __call__(
-        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
-    ):
-        kernel = self.kernel(ptr, scale, bound, stride, size)
-        hopper.launch(kernel, self.ctas_per_head * size.HV * size.N, THREADS, self.shared, stream)
+    def ctas(self, args):
+        return self.ctas_per_head * args.size.HV * args.size.N
 
     @cute.kernel
-    def kernel(self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        args = Args(ptr, scale, bound, stride, size)
+    def kernel(self, args: NamedTuple):
+        thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         shared = hopper.shared_base(128)
         head, v_row = Int64(cta // self.ctas_per_head), cta % self.ctas_per_head * V_ROWS
         coord = Coord(head, v_row, shared, thread % D, thread // D)

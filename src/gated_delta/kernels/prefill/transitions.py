@@ -18,16 +18,13 @@ from cutlass import Float32, Int32, Int64, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, levels, ptx
-from ..device.args import DTYPES, Args
+from ..device.args import DTYPES
 from ..device.hopper import WARPGROUP
 from . import tiles
 from .arguments import STATE_BYTES
+from .kernel import PrefillKernel
 from .layout import (
-    ARGUMENTS,
     D,
-    Pointers,
-    Sizes,
-    Strides,
     head_number,
     init_shared,
     segment_flag_at,
@@ -49,7 +46,6 @@ from .state import (
     segment_state_offset,
     state_coord,
     store_rows,
-    without_checkpoints,
 )
 from .tiles import TileCopies
 from .work import work_of
@@ -58,10 +54,8 @@ from .work import work_of
 LOAD_REGISTERS, MMA_REGISTERS = 40, 232
 
 
-class PrefillTransitions:
-    """Static facts of a variant; `compile.py` compiles __call__ for symbolic everything else."""
-
-    arguments = ARGUMENTS
+class PrefillTransitions(PrefillKernel):
+    checkpoints = False
 
     def __init__(
         self, axis: str, K: int, V: int, dtype: str, state_dtype: str, stages: int | None = None
@@ -98,22 +92,12 @@ class PrefillTransitions:
             has_outputs=False,
         )
 
-    @cute.jit
-    def __call__(
-        self, ptr: Pointers, scale: Float32, bound: Float32, stride: Strides, size: Sizes, stream
-    ):
-        ctas = self.tiles * size.HV * size.N * size.segments
-        ptr, stride, size = (without_checkpoints(x) for x in (ptr, stride, size))
-        kernel = self.kernel(ptr, scale, bound, stride, size)
-        hopper.launch(kernel, ctas, self.threads, self.shared, stream)
+    def ctas(self, args):
+        return self.tiles * args.size.HV * args.size.N * args.size.segments
 
     @cute.kernel
-    def kernel(
-        self, ptr: NamedTuple, scale: Float32, bound: Float32, stride: NamedTuple, size: NamedTuple
-    ):
-        thread, _, _ = cute.arch.thread_idx()
-        cta, _, _ = cute.arch.block_idx()
-        args = Args(ptr, scale, bound, stride, size)
+    def kernel(self, args: NamedTuple):
+        thread, cta = cute.arch.thread_idx()[0], cute.arch.block_idx()[0]
         stages = self.stages
         shared = init_shared(stages.rings, stages.tinv, 2 * stages.count, thread, self.threads)
         if args.ptr.sequence_order != 0:
@@ -130,7 +114,7 @@ class PrefillTransitions:
             next_coord = scan_coord(args, next_segment, self.rows, shared, coord.thread, group)
             next_window = window_chunks(args, next_coord)
             coord = add_window(args, coord)
-        if work.segment < size.segments - 1:
+        if work.segment < args.size.segments - 1:
             # Known at its start: the segment's B is the next initial state, and M is not needed.
             start_known = (work.segment == 0) | has_window(coord)
             first = (work.tile == 0) & (thread == 0)
