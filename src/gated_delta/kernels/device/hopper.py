@@ -8,8 +8,9 @@ the base address of the CTA's shared memory as a value: some callers hide it fro
 import enum
 from typing import NamedTuple
 
+import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float16, Int32, Int64, Uint32
+from cutlass import BFloat16, Boolean, Float16, Int32, Int64, Uint32
 from cutlass.cute.nvgpu import cpasync, warpgroup
 from cutlass.cutlass_dsl import select_
 
@@ -219,6 +220,40 @@ def fence_async_proxy():
     """Order ordinary writes to shared memory before asynchronous copies and wgmma that follow."""
     if levels.current().bulk_copies:
         cute.arch.fence_proxy("async.shared", space="cta")
+
+
+# -------------------------------------------------------------------------------- bulk copies
+# One thread starts a bulk copy; without them all `threads` copy 16 bytes at a time.
+
+
+def copiers(threads):
+    """Threads that take part in a copy, and arrive for it."""
+    return 1 if levels.current().bulk_copies else threads
+
+
+def copies(thread):
+    """Whether a thread takes part."""
+    return thread == 0 if levels.current().bulk_copies else Boolean(True)
+
+
+@cute.jit
+def load_region(target, source, size, full, thread, threads, exists=lambda at: Boolean(True)):
+    """Copy to shared memory. full: the mbarrier's address. exists: else cp.async brings zeros."""
+    if cutlass.const_expr(levels.current().bulk_copies):
+        ptx.bulk_load(target, source, size, full)
+    else:
+        for at in cutlass.range(thread * 16, size, threads * 16, unroll=4):
+            ptx.cp_async_or_zero(target + at, source + at, exists(at))
+
+
+@cute.jit
+def store_region(target, source, size, thread, threads):
+    """Copy shared memory to `target`."""
+    if cutlass.const_expr(levels.current().bulk_copies):
+        ptx.bulk_store(target, source, size)
+    else:
+        for at in cutlass.range(thread * 16, size, threads * 16, unroll=1):
+            ptx.store_words(target + at, ptx.load_shared_x4(source + at), Boolean(True))
 
 
 # -------------------------------------------------------------------------------- swizzled tiles

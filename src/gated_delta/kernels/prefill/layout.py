@@ -15,12 +15,7 @@ from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, levels, ptx
 from ..device.args import offset, qk_head
-from .arguments import (
-    CHUNK,
-    PREPARED,
-    RAW_SCALE_BYTES,
-    STATE_BYTES,
-)
+from .arguments import CHUNK, PREPARED, RAW_SCALE_BYTES, STATE_BYTES
 
 D = 128
 """Channels of a head in the workspace and in registers; zeros past a smaller K."""

@@ -87,7 +87,8 @@ class MainloopFp16:
         s_k_scale,
         sync_loads=False,
     ):
-        self.channel, self.state_dtype, self.checkpoints = channel, state_dtype, checkpoints
+        self.channel, self.checkpoints = channel, checkpoints
+        self.states = state.States(state_dtype)
         self.tokens, self.terms, self.regions = tokens, terms, regions
         self.scale_bytes, self.s_k_scale = scale_bytes, s_k_scale
         self.o_scale = layout.KDA_SCALE_O if channel else layout.GDN_SCALE_O
@@ -101,7 +102,7 @@ class MainloopFp16:
         right, frag = self.right_operands(coord, k, q, k_update), state.make_fragments(Float16)
         # A branch, and for some variants a barrier behind it: else ptxas serialises wgmmas.
         if work.state_index >= 0:
-            state.load_initial_state(*self.state_of(args, coord), frag.state)
+            self.states.load_initial(args, work, self.rows(coord), frag.state)
         if cutlass.const_expr(self.sync_loads):
             cute.arch.sync_warp()
         state_scale, checkpoint = Float32(1), Int32(0)
@@ -119,8 +120,8 @@ class MainloopFp16:
                 state_scale, pipe, checkpoint = self.chunk(
                     args, coord, right, frag, pipe, state_scale, checkpoint
                 )
-        head = self.state_of(args, coord)
-        state.store_final_state(*head, Boolean(True), frag.state, state_scale)
+        rows = self.rows(coord)
+        self.states.store_final(args, work, rows, Boolean(True), frag.state, state_scale)
         # All lanes have read the box coordinates, which the next work tile overwrites: right in
         # front of that ptxas serialises wgmmas.
         cute.arch.sync_warp()
@@ -176,16 +177,15 @@ class MainloopFp16:
             operands.append(part.make_fragment_B(part.partition_B(x)))
         return Operands(*operands)
 
-    def state_of(self, args, coord):
-        """A lane's part of the head's state, for state.py."""
-        rows = state.state_coord(coord.group * ROWS, coord.thread)
-        return args, coord.work, self.state_dtype, D, rows
+    def rows(self, coord):
+        """A lane's part of the state."""
+        return state.state_coord(coord.group * ROWS, coord.thread)
 
     def store_checkpoints(self, args, coord, frag, state_scale, chunk):
         """Store the state, before `chunk`, to its checkpoints. Returns the next ones' chunk."""
         end_chunk = layout.num_chunks(active_tokens(coord.work))
-        head, is_last = self.state_of(args, coord), Boolean(True)
-        return state.store_checkpoints(*head, end_chunk, is_last, frag.state, state_scale, chunk)
+        head = args, coord.work, self.rows(coord), end_chunk, Boolean(True)
+        return self.states.store_checkpoints(*head, frag.state, state_scale, chunk)
 
     # ---------------------------------------------------------------------------- v
 

@@ -17,38 +17,22 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import BFloat16, Float32, Int32, Uint32
+from cutlass import BFloat16, Int32, Uint32
 from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, ptx
 from ..device.args import DTYPES, qk_head
 from ..device.hopper import WARP, WARPGROUP, NamedBarrier, warp_uniform
-from .arguments import (
-    CHUNK,
-    CTA_QUEUE,
-    ITEM_QUEUE,
-    SCANNED,
-)
+from .arguments import CTA_QUEUE, ITEM_QUEUE, SCANNED
 from .kernel import PrefillKernel
-from .layout import (
-    ChunkCoord,
-    D,
-    clear_squares,
-    counter_at,
-    find_chunk,
-    prepared_at,
-)
+from .layout import ChunkCoord, D, clear_squares, counter_at, find_chunk, prepared_at
 from .mainloop_fp32 import MainloopFp32
-from .segments import is_last, scan_coord
+from .segments import scan_coord
 from .stages import LOAD_THREADS, SplitStages
-from .state import (
-    load_initial_state,
-    state_coord,
-    store_final_state,
-)
+from .state import state_coord
 from .terms_gdn import GdnTerms
 from .terms_kda import KdaTerms
-from .tiles import TileCopies, has_values
+from .tiles import TileCopies
 from .work import work_of
 
 ROWS = 64  # V rows of a CTA that scans
@@ -173,12 +157,14 @@ class PrefillOverlapped(PrefillKernel):
         self.worker = QueueWorker(channel)
         self.scanning, self.store_threads = SCANNING[axis], 32 if channel else 64
         self.tile_warp = WarpRole.TILES_KDA if channel else WarpRole.TILES_GDN
-        self.checkpoints, self.state_dtype = checkpoints, DTYPES[state_dtype]
+        self.checkpoints = checkpoints
         self.prepared_a_chunk, self.lead = PREPARED_A_CHUNK[axis], LEAD[axis]
         self.threads = PREPARING * WARPGROUP
         smem = hopper.SharedMemory()
         count = 2 if channel else 3  # KDA: room for the warpgroup that prepares meanwhile
-        self.stages = SplitStages(smem, channel, count, DEEP_STAGES, self.store_threads)
+        self.stages = SplitStages(
+            smem, channel, count, DEEP_STAGES, self.store_threads, deterministic
+        )
         self.words = smem.add(4 * WORDS_BYTES, 4 * WORDS_BYTES)
         self.role = smem.add(8)
         # CTAs prepare where stages are, or will be, but for the warpgroup that prepares meanwhile.
@@ -187,26 +173,15 @@ class PrefillOverlapped(PrefillKernel):
         if channel:
             self.last_terms = smem.add(self.terms.shared, 128)
         self.shared = smem.size
-        self.copies = TileCopies(
-            self.stages,
-            channel,
-            BFloat16,
-            ROWS,
-            D // ROWS,
-            pass_registers=True,
-            absmax=not deterministic,
-            prefetch=True,
-        )
+        self.copies = TileCopies(self.stages, BFloat16, D // ROWS, prefetch=True, overlapped=True)
         self.mainloop = MainloopFp32(
             self.stages,
-            channel,
             D,
             BFloat16,
-            self.state_dtype,
-            mma_groups=1,
-            load_absmax=not deterministic,
+            DTYPES[state_dtype],
             deterministic=deterministic,
             checkpoints=checkpoints,
+            recomputes=True,
         )
 
     def ctas(self, args):
@@ -245,15 +220,14 @@ class PrefillOverlapped(PrefillKernel):
             )
             if group == 1:
                 cute.arch.setmaxregister_increase(MMA_REGISTERS)
-                self.mma(args, coord)
+                self.mainloop.scan(args, coord, self.load_state)
             else:
                 if group == 0:
                     cute.arch.setmaxregister_decrease(COPY_REGISTERS)
                 if thread < WarpRole.STORE * WARP:
-                    self.copies.load(args, coord, has_values, no_wait, copies_tiles=False)
+                    self.copies.load(args, coord)
                 elif thread < LOAD_THREADS + self.store_threads:
-                    store_coord = coord._replace(thread=thread - LOAD_THREADS)
-                    self.copies.store(args, store_coord, self.store_threads, False, no_wait)
+                    self.copies.store(args, coord._replace(thread=thread - LOAD_THREADS))
                 elif thread // WARP == self.tile_warp:
                     self.copy_tiles(args, coord)
 
@@ -376,25 +350,9 @@ class PrefillOverlapped(PrefillKernel):
 
     # ---------------------------------------------------------------------------- scanning
 
-    @cute.jit
-    def mma(self, args, coord):
-        """The MMA warpgroup."""
-        products = self.mainloop.products
-        right, frag = products.right_operands(coord), products.make_fragments()
+    def load_state(self, args, coord, state):
         rows = state_coord(coord.v_row, coord.thread)
-        load_initial_state(args, coord.work, self.state_dtype, D, rows, frag.state)
-        checkpoint = Int32(0)
-        if cutlass.const_expr(self.checkpoints):
-            checkpoint = self.mainloop.store_checkpoints(
-                frag, args, coord, Float32(1), coord.first_chunk
-            )
-        state_scale = self.mainloop.run(frag, right, args, coord, checkpoint)
-        # Opaque: addresses are computed again, where the mainloop has no registers to keep them.
-        rows = state_coord(coord.v_row, ptx.opaque(coord.thread))
-        last = is_last(args, coord.work)
-        store_final_state(
-            args, coord.work, self.state_dtype, D, rows, last, frag.state, state_scale
-        )
+        self.mainloop.states.load_initial(args, coord.work, rows, state)
 
     @cute.jit
     def copy_tiles(self, args, coord):
@@ -402,11 +360,11 @@ class PrefillOverlapped(PrefillKernel):
         lane, prepared = coord.thread % WARP, coord.first_chunk
         for c in cutlass.range(coord.first_chunk, coord.end_chunk, 1, unroll=1):
             slot = coord.work.sequence.first_slot + c
-            stage, phase = self.stages.early.locate(c - coord.first_chunk)
+            stage, phase = self.stages.ring.locate(c - coord.first_chunk)
             while c >= prepared:
                 prepared = c + self.chunks_prepared(args, coord, slot + lane, c + lane)
-            self.start_part("early", args, coord, slot, c, stage, phase)
-            self.start_part("late", args, coord, slot, c, stage, phase)
+            for part in ("early", "late"):
+                self.copies.start_part(part, args, coord, c, stage, phase, lane == 0)
             if lane == 0:
                 ptx.increment(counter_at(args, SCANNED))
 
@@ -420,14 +378,3 @@ class PrefillOverlapped(PrefillKernel):
         cute.arch.sync_warp()
         cute.arch.fence_proxy("async.global")
         return Int32(ptx.lowest_bit(missing))
-
-    @cute.jit
-    def start_part(self, part, args, coord, slot, c, stage, phase):
-        ring = self.stages.early if part == "early" else self.stages.late
-        ring.producer_acquire(coord.shared, stage, phase)
-        if coord.thread % WARP == 0:
-            self.copies.start_copies(part, ring, args, coord, slot, c, stage, Int32(CHUNK))
-
-
-def no_wait():
-    """Everything of earlier kernels is there, and tiles have counters."""

@@ -19,12 +19,7 @@ from ..device import hopper, ptx
 from ..device.args import DTYPES
 from ..device.hopper import WARP, WARPGROUP
 from .kernel import PrefillKernel
-from .layout import (
-    ChunkCoord,
-    find_sequence,
-    load_chunk,
-    rank_sequence,
-)
+from .layout import ChunkCoord, find_sequence, load_chunk, rank_sequence
 from .terms_gdn import GdnTerms
 from .terms_kda import KdaTerms
 

@@ -21,8 +21,8 @@ class Wgmma:
 
     asynchronous = True
 
-    def __init__(self, stages, channel):
-        self.stages, self.channel = stages, channel
+    def __init__(self, stages):
+        self.stages, self.channel = stages, stages.channel
 
     def make_fragments(self):
         return make_fragments(Float32)
@@ -62,8 +62,8 @@ class MmaSync:
 
     asynchronous = False
 
-    def __init__(self, stages, channel):
-        self.stages, self.channel = stages, channel
+    def __init__(self, stages):
+        self.stages, self.channel = stages, stages.channel
 
     def make_fragments(self):
         state, s_k, o = (cute.make_rmem_tensor((n // 2,), Float32) for n in (D, CHUNK, CHUNK))

@@ -21,16 +21,9 @@ from .arguments import CHUNK
 from .kernel import PrefillKernel
 from .layout import D, init_shared
 from .mainloop_fp32 import MainloopFp32
-from .segments import add_window, in_place, is_last, scan_coord
+from .segments import add_window, in_place, scan_coord
 from .stages import LOAD_THREADS, make_stages
-from .state import (
-    load_initial_state,
-    load_rows,
-    prefetch_initial_state,
-    segment_state_offset,
-    state_coord,
-    store_final_state,
-)
+from .state import load_rows, prefetch_initial_state, segment_state_offset, state_coord
 from .tiles import TileCopies, has_values
 from .work import work_of
 
@@ -70,26 +63,15 @@ class PrefillScan(PrefillKernel):
         self.state_dtype = DTYPES[state_dtype]
         channel, self.threads = axis == "channel", 2 * WARPGROUP
         smem = hopper.SharedMemory()
-        self.stages = make_stages(smem, channel, ROWS, stages, STORE_THREADS)
+        self.stages = make_stages(smem, channel, ROWS, stages, STORE_THREADS, deterministic)
         self.shared = smem.size
-        self.copies = TileCopies(
-            self.stages,
-            channel,
-            DTYPES[dtype],
-            ROWS,
-            self.v_tiles,
-            pass_registers=True,
-            absmax=not deterministic,
-            prefetch=not channel,  # KDA's scan is bound by its bytes, and loses by it
-        )
+        # KDA's scan is bound by its bytes, and loses by a prefetch.
+        self.copies = TileCopies(self.stages, DTYPES[dtype], self.v_tiles, not channel, windows)
         self.mainloop = MainloopFp32(
             self.stages,
-            channel,
             K,
             DTYPES[dtype],
             self.state_dtype,
-            mma_groups=1,
-            load_absmax=not deterministic,
             deterministic=deterministic,
             checkpoints=checkpoints,
         )
@@ -123,13 +105,11 @@ class PrefillScan(PrefillKernel):
                 end_chunk=hopper.warp_uniform(coord.end_chunk),
             )
         if group >= 0:
-            self.mma(args, coord)
+            self.mainloop.scan(args, coord, self.load_state, self.windows)
         elif thread < WarpRole.STORE * hopper.WARP:
-            self.copies.load(args, coord, has_values, hopper.wait_for_previous_kernel)
+            self.copies.load(args, coord)
         else:
-            store_coord = coord._replace(thread=thread - LOAD_THREADS)
-            wait = hopper.wait_for_previous_kernel
-            self.copies.store(args, store_coord, STORE_THREADS, self.windows, wait)
+            self.copies.store(args, coord._replace(thread=thread - LOAD_THREADS))
 
     @cute.jit
     def prefetch(self, args, coord):
@@ -145,27 +125,6 @@ class PrefillScan(PrefillKernel):
             ptx.prefetch_l2(v_at, (token >= 0) & has_values(coord, token))
 
     @cute.jit
-    def mma(self, args, coord):
-        """The MMA warpgroup: a segment, or a sequence."""
-        products = self.mainloop.products
-        right, frag = products.right_operands(coord), products.make_fragments()
-        self.load_state(args, coord, frag.state)
-        hopper.wait_for_previous_kernel()
-        checkpoint = Int32(0)
-        if cutlass.const_expr(self.checkpoints):
-            checkpoint = coord.first_stored
-            # No checkpoint lies in a window.
-            if cutlass.const_expr(not self.windows) or coord.first_chunk == coord.first_stored:
-                checkpoint = self.mainloop.store_checkpoints(
-                    frag, args, coord, Float32(1), coord.first_chunk
-                )
-        state_scale = self.mainloop.run(frag, right, args, coord, checkpoint)
-        rows, last = self.mainloop.state_coord(coord), is_last(args, coord.work)
-        store_final_state(
-            args, coord.work, self.state_dtype, self.K, rows, last, frag.state, state_scale
-        )
-
-    @cute.jit
     def load_state(self, args, coord, state):
         """The call's initial state; a segment's from the workspace, or zeros in front of a window.
 
@@ -177,4 +136,5 @@ class PrefillScan(PrefillKernel):
             at = args.ptr.segment_states + segment_state_offset(args, work, D)
             load_rows(at, Float32, D, rows, Int32(coord.first_chunk == coord.first_stored), state)
         else:
-            load_initial_state(args, work, self.state_dtype, self.K, rows, state)
+            self.mainloop.states.load_initial(args, work, rows, state)
+        hopper.wait_for_previous_kernel()

@@ -77,6 +77,33 @@ def to_fp16(accumulator, operand):
         words[2 * j + 1] = ptx.pack_x2(x[2], x[3], Float16)
 
 
+def load_columns(at, thread, dtype, count=CHUNK):
+    """A lane's scales, from `at` on, of columns 8 j + lane % 4 * 2 and the next, for every j.
+
+    Pairs of fp32, or words of two fp16.
+    """
+    at = at + thread % 4 * (2 * dtype.width // 8)
+    load, step = (ptx.load_shared_f32x2, 32) if dtype is Float32 else (ptx.load_shared, 16)
+    return [load(at + step * j) for j in range(count // 8)]
+
+
+def scale_columns(accumulator, scales):
+    for j, pair in enumerate(scales):
+        for i in range(4):
+            accumulator[4 * j + i] = accumulator[4 * j + i] * pair[i % 2]
+
+
+def load_matrices(at, step):
+    """A chunk's v in the order of accumulators, packed. step: bytes of 8 tokens."""
+    fours = [ptx.ldmatrix_x4_trans(at + j * step) for j in range(0, CHUNK // 8, 2)]
+    return [word for four in fours for word in four]
+
+
+def store_matrices(at, step, words):
+    for j in range(0, CHUNK // 8, 2):
+        ptx.stmatrix_x4_trans(at + j * step, words[2 * j : 2 * j + 4])
+
+
 # -------------------------------------------------------------------------------- rows in memory
 
 
@@ -113,71 +140,74 @@ def store_rows(at, dtype, columns, coord, condition, state, unscale):
             ptx.store_words(address, ptx.pack(pair, dtype), condition)
 
 
-def initial_state_at(args, work):
-    ptr, stride = args.ptr, args.stride
-    at = ptr.initial_state + offset(cutlass.max(work.state_index, 0), stride.initial_state_p)
-    return at + offset(work.hv, stride.initial_state_h)
-
-
-def load_initial_state(args, work, dtype, K, coord, state):
-    """The call's initial state of a sequence and head; zeros where it has none."""
-    ptr = args.ptr
-    flag_at = ptr.has_initial_state + offset(work.sequence.n, args.stride.has_initial_state_n)
-    resumed = ptx.load_flag(flag_at, ptr.has_initial_state != 0)
-    resumed = resumed & Int32(ptr.initial_state != 0) & Int32(work.state_index >= 0)
-    load_rows(initial_state_at(args, work), dtype, K, coord, resumed, state)
-
-
-def prefetch_initial_state(args, state_index, hv, size):
-    """Prefetch a head's initial state, `size` bytes, to L2."""
-    ptr, stride = args.ptr, args.stride
-    at = ptr.initial_state + offset(cutlass.max(state_index, 0), stride.initial_state_p)
-    at += offset(hv, stride.initial_state_h)
-    ptx.bulk_prefetch_l2(at, size, Int32(ptr.initial_state != 0) & Int32(state_index >= 0))
-
-
-def store_final_state(args, work, dtype, K, coord, is_last, state, state_scale):
-    """The final state of a sequence and head, after its last segment."""
-    ptr, stride = args.ptr, args.stride
-    stored = Int32(ptr.final_state != 0) & Int32(work.state_index >= 0) & Int32(is_last)
-    at = ptr.final_state + offset(cutlass.max(work.state_index, 0), stride.final_state_p)
-    at += offset(work.hv, stride.final_state_h)
-    store_rows(at, dtype, K, coord, stored, state, inverse_power_of_2(state_scale))
-
-
 def segment_state_offset(args, work, rows):
     """Byte offset of a segment's fp32 matrix of `rows` rows among all segments."""
     number = segment_number(args, head_number(args, work.sequence.n, work.hv), work.segment)
     return number * (rows * D * 4)
 
 
-# -------------------------------------------------------------------------------- checkpoints
+def initial_state_at(args, state_index, hv):
+    ptr, stride = args.ptr, args.stride
+    at = ptr.initial_state + offset(cutlass.max(state_index, 0), stride.initial_state_p)
+    return at + offset(hv, stride.initial_state_h)
 
 
-@cute.jit
-def store_checkpoints(args, work, dtype, K, coord, end_chunk, is_last, state, state_scale, chunk):
-    """Store the state, before `chunk`, to the checkpoints that lie there.
+def prefetch_initial_state(args, state_index, hv, size):
+    """Prefetch a head's initial state, `size` bytes, to L2."""
+    at = initial_state_at(args, state_index, hv)
+    exists = Int32(args.ptr.initial_state != 0) & Int32(state_index >= 0)
+    ptx.bulk_prefetch_l2(at, size, exists)
 
-    A segment stores the checkpoints before its own chunks; the last one, which has the final state,
-    also those at the sequence's end. Returns the chunk of the segment's next ones, or -1.
-    """
-    stride, size = args.stride, args.size
-    unscale = inverse_power_of_2(state_scale)
-    last = cutlass.min(work.sequence.tokens, end_chunk * CHUNK - 1)
-    last = Int32(select_(is_last, work.sequence.tokens, last))
-    last = Int32(select_(work.state_index >= 0, last, -1))
-    lens_at = args.ptr.checkpoint_lens + offset(work.sequence.n, stride.checkpoint_lens_n)
-    next_chunk = Int32(-1)
-    for j in cutlass.range(size.checkpoints_per_sequence, unroll=1):
-        length_at = lens_at + offset(j, stride.checkpoint_lens_j)
-        length = ptx.load_length(length_at, size.checkpoint_lens_kind)
-        if (length >= chunk * CHUNK) & (length <= last) & (length % CHUNK == 0):
-            if length == chunk * CHUNK:
-                at, stored = checkpoint_address(args, work, j)
-                store_rows(at, dtype, K, coord, stored, state, unscale)
-            elif (next_chunk < 0) | (length < next_chunk * CHUNK):
-                next_chunk = length // CHUNK
-    return next_chunk
+
+class States:
+    """The call's states of a sequence and head. rows: a lane's StateCoord."""
+
+    def __init__(self, dtype, K=D):
+        self.dtype, self.K = dtype, K
+
+    def load_initial(self, args, work, rows, state):
+        """Zeros where the sequence has no initial state."""
+        ptr = args.ptr
+        flag_at = ptr.has_initial_state + offset(work.sequence.n, args.stride.has_initial_state_n)
+        resumed = ptx.load_flag(flag_at, ptr.has_initial_state != 0)
+        resumed = resumed & Int32(ptr.initial_state != 0) & Int32(work.state_index >= 0)
+        at = initial_state_at(args, work.state_index, work.hv)
+        load_rows(at, self.dtype, self.K, rows, resumed, state)
+
+    def store_final(self, args, work, rows, is_last, state, state_scale):
+        """is_last: whether the work tile ends the sequence."""
+        ptr, stride = args.ptr, args.stride
+        stored = Int32(ptr.final_state != 0) & Int32(work.state_index >= 0) & Int32(is_last)
+        at = ptr.final_state + offset(cutlass.max(work.state_index, 0), stride.final_state_p)
+        at += offset(work.hv, stride.final_state_h)
+        unscale = inverse_power_of_2(state_scale)
+        store_rows(at, self.dtype, self.K, rows, stored, state, unscale)
+
+    @cute.jit
+    def store_checkpoints(self, args, work, rows, end_chunk, is_last, state, state_scale, chunk):
+        """Store the state, before `chunk`, to the checkpoints that lie there.
+
+        A segment stores the checkpoints before its own chunks; the last one, which has the final
+        state, also those at the sequence's end. Returns the chunk of the segment's next ones, or
+        -1.
+        """
+        stride, size = args.stride, args.size
+        unscale = inverse_power_of_2(state_scale)
+        last = cutlass.min(work.sequence.tokens, end_chunk * CHUNK - 1)
+        last = Int32(select_(is_last, work.sequence.tokens, last))
+        last = Int32(select_(work.state_index >= 0, last, -1))
+        lens_at = args.ptr.checkpoint_lens + offset(work.sequence.n, stride.checkpoint_lens_n)
+        next_chunk = Int32(-1)
+        for j in cutlass.range(size.checkpoints_per_sequence, unroll=1):
+            length_at = lens_at + offset(j, stride.checkpoint_lens_j)
+            length = ptx.load_length(length_at, size.checkpoint_lens_kind)
+            if (length >= chunk * CHUNK) & (length <= last) & (length % CHUNK == 0):
+                if length == chunk * CHUNK:
+                    at, stored = checkpoint_address(args, work, j)
+                    store_rows(at, self.dtype, self.K, rows, stored, state, unscale)
+                elif (next_chunk < 0) | (length < next_chunk * CHUNK):
+                    next_chunk = length // CHUNK
+        return next_chunk
 
 
 def checkpoint_address(args, work, j):

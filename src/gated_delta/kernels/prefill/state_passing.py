@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32, Int64, Uint32
+from cutlass import Float32, Int32, Int64, Uint32
 
 from ..device import hopper, levels, ptx
 from .arguments import STATE_BYTES
@@ -44,8 +44,7 @@ class PrefillStatePassing(PrefillKernel):
         self.state = smem.add(D * V_ROWS * 4)  # the CTA's rows, transposed
         self.partial_sums = smem.add(K_SPLITS * V_ROWS * D * 4)
         # Stages of M, loaded by one bulk copy or by all threads; free behind the second barrier.
-        loading = 1 if levels.current().bulk_copies else THREADS
-        self.ring = smem.add_ring(stages, loading)
+        self.ring = smem.add_ring(stages, hopper.copiers(THREADS))
         self.flags = smem.add(MAX_SEGMENTS * 4)
         self.shared = smem.size
 
@@ -81,7 +80,7 @@ class PrefillStatePassing(PrefillKernel):
     @cute.jit
     def pass_states(self, args, coord):
         """From the second segment on: its initial state is known or not needed."""
-        segments, loads = args.size.segments, self.loads_m(coord)
+        segments, loads = args.size.segments, hopper.copies(thread_of(coord))
         if loads:
             for segment in cutlass.range_constexpr(1, 1 + self.stages):
                 if segment < segments - 1:
@@ -145,11 +144,6 @@ class PrefillStatePassing(PrefillKernel):
     def partial_sum_at(self, coord, split, r):
         return coord.shared + self.partial_sums + ((split * V_ROWS + r) * D + coord.channel) * 4
 
-    def loads_m(self, coord):
-        """Whether the thread calls `start_load_m`."""
-        first = (coord.channel == 0) & (coord.split == 0)
-        return first if levels.current().bulk_copies else Boolean(True)
-
     @cute.jit
     def start_load_m(self, args, coord, segment):
         stage, _ = self.ring.locate(segment - 1)
@@ -161,12 +155,8 @@ class PrefillStatePassing(PrefillKernel):
             coord.shared + self.m + stage * STATE_BYTES,
             self.ring.full_at(coord.shared, stage),
         )
-        if cutlass.const_expr(levels.current().bulk_copies):
-            ptx.bulk_load(at, source, STATE_BYTES, full)
-        else:
-            first = (coord.split * D + coord.channel) * 16
-            for i in cutlass.range(first, STATE_BYTES, THREADS * 16, unroll=1):
-                ptx.cp_async_or_zero(at + i, source + i, Boolean(True))
+        hopper.load_region(at, source, STATE_BYTES, full, thread_of(coord), THREADS)
+        if cutlass.const_expr(not levels.current().bulk_copies):
             ptx.cp_async_arrive(full)
 
     def load_b(self, args, coord, segment, rows):
@@ -195,3 +185,7 @@ class PrefillStatePassing(PrefillKernel):
 
     def thread_offset(self, coord):
         return (coord.v_row + coord.split * THREAD_ROWS) * (D * 4) + coord.channel * 4
+
+
+def thread_of(coord):
+    return coord.split * D + coord.channel

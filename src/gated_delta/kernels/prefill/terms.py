@@ -6,13 +6,12 @@ threads' barrier and their work on the next chunk.
 
 from typing import Any, NamedTuple, Protocol
 
-import cutlass
 import cutlass.cute as cute
-from cutlass import Boolean, Float32, Int32
+from cutlass import Float32, Int32
 from cutlass.cutlass_dsl import select_
 
 from ..arguments import ABSENT
-from ..device import arithmetic, hopper, levels, ptx
+from ..device import arithmetic, hopper, ptx
 from ..device.args import offset
 from ..device.hopper import WARPGROUP
 from .arguments import CHUNK, TRIANGLE_BYTES
@@ -99,22 +98,8 @@ def store_terms(args, coord, hv, head, worker):
     if coord.thread == 0:
         ptx.wait_for_bulk_stores()
     worker.sync(coord)
-    if stores(coord):
+    if hopper.copies(coord.thread):
         at = args.ptr.tinv_aqk + head_chunk(args, coord.slot, hv) * (2 * TRIANGLE_BYTES)
-        store_region(coord, at, head.tinv, TRIANGLE_BYTES)
-        store_region(coord, at + TRIANGLE_BYTES, head.aqk, TRIANGLE_BYTES)
-
-
-def stores(coord):
-    """Whether a thread takes part in `store_region`."""
-    return coord.thread == 0 if levels.current().bulk_copies else Boolean(True)
-
-
-@cute.jit
-def store_region(coord, at, source, size):
-    """Shared memory to the workspace: a bulk copy by one thread, or 16 bytes a thread."""
-    if cutlass.const_expr(levels.current().bulk_copies):
-        ptx.bulk_store(at, source, size)
-    else:
-        for i in cutlass.range(coord.thread * 16, size, WARPGROUP * 16, unroll=1):
-            ptx.store_words(at + i, ptx.load_shared_x4(source + i), Boolean(True))
+        for i, source in enumerate((head.tinv, head.aqk)):
+            target = at + i * TRIANGLE_BYTES
+            hopper.store_region(target, source, TRIANGLE_BYTES, coord.thread, WARPGROUP)

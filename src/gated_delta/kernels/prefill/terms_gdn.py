@@ -12,14 +12,7 @@ from ..device import arithmetic, hopper, ptx
 from ..device.args import offset, qk_head
 from . import bound, terms
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES, TRIANGLE_BYTES
-from .inverse import (
-    GATE_BETA_K,
-    GATE_BETA_K2,
-    GATE_BYTES,
-    GATE_CUMSUM,
-    Inverse,
-    add_regions,
-)
+from .inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES, GATE_CUMSUM, Inverse, add_regions
 from .layout import (
     GDN_SCALE_O,
     GDN_SCALE_S_K,
@@ -100,11 +93,12 @@ class GdnTerms:
     def store_tiles(self, args, coord):
         """Start the copies of q and k, in the CTA with the q/k head's first value head."""
         h = qk_head(coord.hv, args.size.qk_head_factor)
-        if terms.stores(coord) & (coord.hv * args.size.H == h * args.size.HV):
+        if hopper.copies(coord.thread) & (coord.hv * args.size.H == h * args.size.HV):
             at = qk_head_chunk(args, coord.slot, coord.hv)
             for i, tiles in enumerate((args.ptr.q_tiles, args.ptr.k_tiles)):
                 source = coord.shared + self.tiles + i * TILE_BYTES
-                terms.store_region(coord, tiles + at * TILE_BYTES, source, TILE_BYTES)
+                target = tiles + at * TILE_BYTES
+                hopper.store_region(target, source, TILE_BYTES, coord.thread, hopper.WARPGROUP)
 
     # ---------------------------------------------------------------------------- q and k
 

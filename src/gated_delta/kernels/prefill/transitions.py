@@ -20,33 +20,13 @@ from cutlass.cutlass_dsl import select_
 from ..device import hopper, levels, ptx
 from ..device.args import DTYPES
 from ..device.hopper import WARPGROUP
-from . import tiles
 from .arguments import STATE_BYTES
 from .kernel import PrefillKernel
-from .layout import (
-    D,
-    head_number,
-    init_shared,
-    segment_flag_at,
-    segment_number,
-)
+from .layout import D, head_number, init_shared, segment_flag_at, segment_number
 from .mainloop_fp32 import MainloopFp32
-from .segments import (
-    add_window,
-    has_window,
-    in_place,
-    scan_coord,
-    window_chunks,
-)
+from .segments import add_window, has_window, in_place, scan_coord, window_chunks
 from .stages import LOAD_THREADS, make_stages
-from .state import (
-    WARPGROUP_ROWS,
-    inverse_power_of_2,
-    load_initial_state,
-    segment_state_offset,
-    state_coord,
-    store_rows,
-)
+from .state import WARPGROUP_ROWS, inverse_power_of_2, segment_state_offset, state_coord, store_rows
 from .tiles import TileCopies
 from .work import work_of
 
@@ -71,26 +51,10 @@ class PrefillTransitions(PrefillKernel):
         smem = hopper.SharedMemory()
         self.stages = make_stages(smem, channel, self.rows, stages, 0)
         self.shared, self.threads = smem.size, WARPGROUP * (1 + self.mma_groups)
-        self.copies = TileCopies(
-            self.stages,
-            channel,
-            DTYPES[dtype],
-            self.rows,
-            self.b_tiles,
-            pass_registers=one_group,
-            absmax=one_group,
-            prefetch=one_group and not channel,
-        )
-        self.mainloop = MainloopFp32(
-            self.stages,
-            channel,
-            K,
-            DTYPES[dtype],
-            self.state_dtype,
-            mma_groups=self.mma_groups,
-            load_absmax=one_group,
-            has_outputs=False,
-        )
+        prefetch = one_group and not channel
+        self.copies = TileCopies(self.stages, DTYPES[dtype], self.b_tiles, prefetch)
+        state = DTYPES[state_dtype]
+        self.mainloop = MainloopFp32(self.stages, K, DTYPES[dtype], state, has_outputs=False)
 
     def ctas(self, args):
         return self.tiles * args.size.HV * args.size.N * args.size.segments
@@ -130,19 +94,15 @@ class PrefillTransitions(PrefillKernel):
                     if cutlass.const_expr(self.mma_groups > 1):
                         cute.arch.setmaxregister_decrease(LOAD_REGISTERS)
                     if thread < LOAD_THREADS:
-                        self.copies.load(
-                            args,
-                            coord,
-                            self.has_values,
-                            hopper.wait_for_previous_kernel,
-                        )
+                        # The identity has no values.
+                        self.copies.load(args, coord, self.is_b(coord.work))
 
     @cute.jit
     def copy_initial_state(self, args, coord):
         """Keep the first segment's initial state: in a pool a final state overwrites it."""
         state = cute.make_rmem_tensor((D // 2,), Float32)
         rows = state_coord(coord.v_row, coord.thread)
-        load_initial_state(args, coord.work, self.state_dtype, self.K, rows, state)
+        self.mainloop.states.load_initial(args, coord.work, rows, state)
         at = args.ptr.segment_states + segment_state_offset(args, coord.work, D)
         store_rows(at, Float32, D, rows, True, state, Float32(1))
 
@@ -160,7 +120,7 @@ class PrefillTransitions(PrefillKernel):
         """Zeros, an identity, or in front of the first segment the sequence's initial state."""
         rows = state_coord(coord.v_row, coord.thread)
         if (coord.work.segment == 0) & self.is_b(coord.work):
-            load_initial_state(args, coord.work, self.state_dtype, self.K, rows, state)
+            self.mainloop.states.load_initial(args, coord.work, rows, state)
         else:
             diagonal = ptx.select(self.is_m(coord.work), Float32(1), Float32(0))
             for j in cutlass.range_constexpr(D // 8):
@@ -198,7 +158,3 @@ class PrefillTransitions(PrefillKernel):
         if self.b_tiles == 1:
             return cutlass.max(work.tile - 1, 0)
         return work.tile % self.b_tiles  # V and D are both 128, or the only tile of B is 64 rows
-
-    def has_values(self, coord, token):
-        """Tokens past the last one have none, nor has the identity."""
-        return tiles.has_values(coord, token) & self.is_b(coord.work)
