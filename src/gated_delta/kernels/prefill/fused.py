@@ -30,7 +30,7 @@ from . import inverse, layout
 from .arguments import CHUNK, SCALE_BYTES, TILE_BYTES
 from .inverse import GATE_BETA_K, GATE_BETA_K2, GATE_BYTES, GATE_CUMSUM
 from .kernel import PrefillKernel
-from .layout import LOG2_E, MIN_LOG_DECAY, Q_SCALE, SQUARE, ChunkCoord, D
+from .layout import LOG2_E, MIN_LOG_DECAY, Q_SCALE, SQUARE, D
 from .mainloop_fp16 import BOX_BYTES, VALUES, MainloopFp16, Regions, store_zeros
 from .terms_gdn import NORM_K, NORM_Q, FusedGdnTerms, cumulate
 from .work import TileScheduler, active_tokens
@@ -265,7 +265,7 @@ class PrefillFused(PrefillKernel):
         c, iteration = Int32(0), work.iterations_before
         while left > c * CHUNK:
             stage, phase = self.tokens.locate(iteration)
-            coord = chunk_coord(work, shared, thread, stage, c)
+            coord = prepare_coord(work, shared, thread, stage, c)
             self.tokens.consumer_wait(coord.shared, stage, phase)
             products = self.start_products(shared, thread, hopper.warp_uniform(stage))
             self.finish_gates(coord)
@@ -414,23 +414,11 @@ def sum_of_squares(words):
     return total
 
 
-def chunk_coord(work, shared, thread, stage, c):
+def prepare_coord(work, shared, thread, stage, c):
     """Of PREPARE, for one chunk: nothing that follows from it stays in registers."""
     thread, shared = ptx.opaque(thread) & (hopper.WARPGROUP - 1), ptx.opaque(shared)
-    lane = thread % 32
-    return ChunkCoord(
-        work.sequence,
-        work.hv,
-        stage,
-        c,
-        Int32(CHUNK),
-        shared,
-        thread,
-        lane,
-        thread // 32,
-        lane // 4,
-        lane % 4,
-    )
+    warp = thread // 32
+    return layout.chunk_coord(work.sequence, work.hv, stage, c, Int32(CHUNK), shared, thread, warp)
 
 
 def pack_products(kk, kq):

@@ -15,6 +15,7 @@ from cutlass.cutlass_dsl import select_
 
 from ..device import hopper, levels, ptx
 from ..device.args import offset, qk_head
+from ..device.hopper import WARP
 from .arguments import CHUNK, PREPARED, RAW_SCALE_BYTES, STATE_BYTES
 
 D = 128
@@ -135,6 +136,16 @@ class ChunkCoord(NamedTuple):
     """lane // 4: of an mma.sync result a lane has rows `row` and `row + 8`, ..."""
     quad_lane: Int32
     """lane % 4: ... and columns 2 quad_lane and the next."""
+    iteration: Int32
+    """prepare_raw: chunks that the warpgroup has prepared before."""
+
+
+def chunk_coord(sequence, hv, slot, chunk, tokens, shared, thread, subchunk, iteration=0):
+    lane = thread % WARP
+    warp_coord = lane, subchunk, lane // 4, lane % 4
+    return ChunkCoord(
+        sequence, hv, slot, chunk, tokens, shared, thread, *warp_coord, Int32(iteration)
+    )
 
 
 def num_chunks(tokens):

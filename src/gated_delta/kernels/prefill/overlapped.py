@@ -25,11 +25,12 @@ from ..device.args import DTYPES, qk_head
 from ..device.hopper import WARP, WARPGROUP, NamedBarrier, warp_uniform
 from .arguments import CTA_QUEUE, ITEM_QUEUE, SCANNED
 from .kernel import PrefillKernel
-from .layout import ChunkCoord, D, clear_squares, counter_at, find_chunk, prepared_at
+from .layout import D, chunk_coord, clear_squares, counter_at, find_chunk, prepared_at
 from .mainloop_fp32 import MainloopFp32
 from .segments import scan_coord
 from .stages import LOAD_THREADS, SplitStages
 from .state import state_coord
+from .terms import NO_ITEM, Worker
 from .terms_gdn import GdnTerms
 from .terms_kda import KdaTerms
 from .tiles import TileCopies
@@ -61,7 +62,6 @@ SCANNED_THEN = 16  # chunks that were scanned when it took its next item
 MAY_WAIT = 20  # whether it still waits for scans
 WORDS_BYTES = 32
 NONE = 0xFFFFFFFF
-NO_ITEM = 0x7FFFFFFF
 
 
 class WarpRole(enum.IntEnum):
@@ -73,47 +73,39 @@ class WarpRole(enum.IntEnum):
     TILES_GDN = 8
 
 
-# A chunk's coord, and the address of its warpgroup's words.
-QueueCoord = NamedTuple("QueueCoord", [*ChunkCoord.__annotations__.items(), ("words_at", Int32)])
-
-
-def warpgroup_of(words_at):
-    """The number of a warpgroup from the address of its words: GDN has no register for it."""
-    return words_at // WORDS_BYTES % 4
-
-
 @dataclass(frozen=True)
-class QueueWorker:
-    """A warpgroup that prepares items from the queue: terms.Worker."""
+class QueueWorker(Worker):
+    """A warpgroup that prepares items from the queue. words_at: address of its words."""
 
     channel: bool
+    words_at: Int32
 
-    def sync(self, coord):
-        NamedBarrier.PREPARE.sync(WARPGROUP, warpgroup_of(coord.words_at))
+    def sync(self):
+        # The number of the warpgroup from the address of its words: GDN has no register for it.
+        NamedBarrier.PREPARE.sync(WARPGROUP, self.words_at // WORDS_BYTES % 4)
+
+    def load(self, word):
+        return Int32(ptx.load_shared(self.words_at + word))
+
+    def store(self, word, x):
+        ptx.store_shared(self.words_at + word, Uint32(x))
 
     @cute.jit
     def inputs_loaded(self, coord):
         """The last item's stores have long arrived by now: the wait takes no time."""
         if coord.thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
-        self.sync(coord)
+        self.sync()
 
     @cute.jit
     def chunk_begun(self, args, coord, spare):
         """Count the last item, which waits for all stores of the SM, and take the next one."""
         if spare & (coord.lane == 0):
             scanned = ptx.load_relaxed(counter_at(args, SCANNED))
-            item = self.take_item(args, coord.words_at, self.item_of(args, coord))
-            self.publish(args, coord.words_at)
-            ptx.store_shared(coord.words_at + NEXT_ITEM, Uint32(item))
-            ptx.store_shared(coord.words_at + SCANNED_THEN, Uint32(scanned))
-
-    def operands_read(self, args, coord):
-        """Nothing is loaded ahead."""
-        self.sync(coord)
-
-    def store_ahead(self, args, ahead):
-        """Nothing is loaded ahead."""
+            item = self.take_item(args, self.item_of(args, coord))
+            self.publish(args)
+            self.store(NEXT_ITEM, item)
+            self.store(SCANNED_THEN, scanned)
 
     def item_of(self, args, coord):
         head = coord.hv
@@ -121,21 +113,26 @@ class QueueWorker:
             head = qk_head(coord.hv, args.size.qk_head_factor)
         return coord.slot * args.size.chunk_blocks + head
 
-    @cute.jit
-    def publish(self, args, words_at):
-        """Count the head that is prepared."""
-        slot = Int32(ptx.load_shared(words_at + LAST_SLOT))
-        if slot >= 0:
-            ptx.release_increment(prepared_at(args, slot))
-            ptx.store_shared(words_at + LAST_SLOT, Uint32(NONE))
+    def publish_last(self, args):
+        """Thread 0: count the last item as soon as it is prepared."""
+        cute.arch.cp_async_bulk_wait_group(0, read=False)
+        self.publish(args)
 
     @cute.jit
-    def take_item(self, args, words_at, last):
+    def publish(self, args):
+        """Count the head that is prepared."""
+        slot = self.load(LAST_SLOT)
+        if slot >= 0:
+            ptx.release_increment(prepared_at(args, slot))
+            self.store(LAST_SLOT, NONE)
+
+    @cute.jit
+    def take_item(self, args, last):
         """An item from the queue, or none."""
         item = Int32(NO_ITEM)
-        if last < Int32(ptx.load_shared(words_at + END_ITEM)):
+        if last < self.load(END_ITEM):
             number = ptx.atomic_increment(counter_at(args, ITEM_QUEUE))
-            item = Int32(ptx.load_shared(words_at + QUEUED_FROM)) + number
+            item = self.load(QUEUED_FROM) + number
         return item
 
 
@@ -154,7 +151,6 @@ class PrefillOverlapped(PrefillKernel):
         facts = (D, BFloat16, DTYPES[g_dtype], gate, qk_l2norm)
         # Of one long sequence a single chunk has sub-chunks without tokens, and registers are few.
         self.terms = KdaTerms(*facts, assume_tokens=True) if channel else GdnTerms(*facts)
-        self.worker = QueueWorker(channel)
         self.scanning, self.store_threads = SCANNING[axis], 32 if channel else 64
         self.tile_warp = WarpRole.TILES_KDA if channel else WarpRole.TILES_GDN
         self.checkpoints = checkpoints
@@ -273,80 +269,62 @@ class PrefillOverlapped(PrefillKernel):
         terms_at = shared + Int32(
             select_(group < PREPARING - 1, group * self.terms.shared, Int32(self.last_terms))
         )
-        words_at = shared + self.words + group * WORDS_BYTES
+        worker = QueueWorker(self.channel, shared + self.words + group * WORDS_BYTES)
         first_queued = self.preparing_ctas(size) * PREPARING
         if thread == 0:
             end = select_(scans, self.end_item(size, group), self.items(size))
-            ptx.store_shared(words_at + END_ITEM, Uint32(end))
-            ptx.store_shared(words_at + QUEUED_FROM, Uint32(first_queued))
+            worker.store(END_ITEM, end)
+            worker.store(QUEUED_FROM, first_queued)
             first = cta * PREPARING + group
             if scans:
-                first = self.worker.take_item(args, words_at, Int32(-1))
-            ptx.store_shared(words_at + LAST_SLOT, Uint32(NONE))
-            ptx.store_shared(words_at + NEXT_ITEM, Uint32(first))
-            ptx.store_shared(words_at + SCANNED_THEN, Uint32(0))
-            ptx.store_shared(words_at + MAY_WAIT, Uint32(1))
+                first = worker.take_item(args, Int32(-1))
+            worker.store(LAST_SLOT, NONE)
+            worker.store(NEXT_ITEM, first)
+            worker.store(SCANNED_THEN, 0)
+            worker.store(MAY_WAIT, 1)
         cute.arch.sync_threads()
-        item = Int32(ptx.load_shared(words_at + NEXT_ITEM))
+        item = worker.load(NEXT_ITEM)
         while item < self.items(size):
-            self.stay_close(args, words_at, thread, item)
+            self.stay_close(args, worker, thread, item)
             hv = item % size.chunk_blocks * size.block_heads
             slot = item // size.chunk_blocks
             sequence, number, tokens = find_chunk(args, slot, lane)
             # Later sub-chunks have more work: the warp that has them changes from item to item.
             subchunk = (thread // WARP + item) % 4
-            coord = QueueCoord(
-                sequence,
-                hv,
-                slot,
-                number,
-                tokens,
-                terms_at,
-                thread,
-                lane,
-                subchunk,
-                lane // 4,
-                lane % 4,
-                words_at,
-            )
-            self.terms.prepare(args, coord, self.worker)
+            coord = chunk_coord(sequence, hv, slot, number, tokens, terms_at, thread, subchunk)
+            self.terms.prepare(args, coord, worker)
             if thread == 0:
                 cute.arch.cp_async_bulk_wait_group(0, read=True)
-                ptx.store_shared(words_at + LAST_SLOT, Uint32(slot))
-            self.worker.sync(coord)
+                worker.store(LAST_SLOT, slot)
+            worker.sync()
             # Opaque: the item is computed again, which spares a register.
             coord = coord._replace(slot=ptx.opaque(slot), hv=ptx.opaque(hv))
-            item = self.worker.item_of(args, coord)
+            item = worker.item_of(args, coord)
             if (item < first_queued) & (thread == 0):  # heads start with these
-                self.publish_last(args, words_at)
-            item = Int32(ptx.load_shared(words_at + NEXT_ITEM))
+                worker.publish_last(args)
+            item = worker.load(NEXT_ITEM)
         if thread == 0:
-            self.publish_last(args, words_at)
+            worker.publish_last(args)
 
     @cute.jit
-    def stay_close(self, args, words_at, thread, item):
+    def stay_close(self, args, worker, thread, item):
         """Wait for scans far behind: items prepared too early leave the L2 before they are read."""
         size = args.size
         first = PREPARING * self.preparing_ctas(size) + self.lead * size.chunk_blocks
         expected = (item - first) // size.chunk_blocks * self.scanning_ctas(size)
-        is_ahead = Int32(ptx.load_shared(words_at + SCANNED_THEN)) < expected
-        if is_ahead & (ptx.load_shared(words_at + MAY_WAIT) != 0):
+        is_ahead = worker.load(SCANNED_THEN) < expected
+        if is_ahead & (worker.load(MAY_WAIT) != 0):
             looks = Int32(0)
             if thread == 0:
-                self.publish_last(args, words_at)
+                worker.publish_last(args)
                 while (looks < MAX_LOOKS) & (
                     ptx.load_relaxed(counter_at(args, SCANNED)) < expected
                 ):
                     ptx.nanosleep(LOOK_NS)
                     looks += 1
-            NamedBarrier.PREPARE.sync(WARPGROUP, warpgroup_of(words_at))
+            worker.sync()
             if looks == MAX_LOOKS:
-                ptx.store_shared(words_at + MAY_WAIT, Uint32(0))
-
-    def publish_last(self, args, words_at):
-        """Thread 0: count the last item as soon as it is prepared."""
-        cute.arch.cp_async_bulk_wait_group(0, read=False)
-        self.worker.publish(args, words_at)
+                worker.store(MAY_WAIT, 0)
 
     # ---------------------------------------------------------------------------- scanning
 

@@ -7,7 +7,6 @@ docs/kernels/prefill.md has the algebra, terms_gdn.py and terms_kda.py the order
 kernel also ranks sequences for the scan.
 """
 
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import cutlass
@@ -19,32 +18,13 @@ from ..device import hopper, ptx
 from ..device.args import DTYPES
 from ..device.hopper import WARP, WARPGROUP
 from .kernel import PrefillKernel
-from .layout import ChunkCoord, find_sequence, load_chunk, rank_sequence
+from .layout import chunk_coord, find_sequence, load_chunk, rank_sequence
+from .terms import Worker
 from .terms_gdn import GdnTerms
 from .terms_kda import KdaTerms
 
 SHARED_BY_TWO = 80 * 1024
 """Bytes of shared memory that leave an SM room for two CTAs, not three."""
-
-
-@dataclass(frozen=True)
-class CtaWorker:
-    """A CTA that prepares one chunk: the Worker of terms.py without a next chunk."""
-
-    def sync(self, coord):
-        cute.arch.sync_threads()
-
-    def inputs_loaded(self, coord):
-        self.sync(coord)
-
-    def chunk_begun(self, args, coord, spare):
-        pass
-
-    def operands_read(self, args, coord):
-        self.sync(coord)
-
-    def store_ahead(self, args, ahead):
-        pass
 
 
 class PrefillPrepare(PrefillKernel):
@@ -92,11 +72,10 @@ class PrefillPrepare(PrefillKernel):
         # Later sub-chunks have more work: their warps change from CTA to CTA, to load the SM's
         # schedulers equally.
         subchunk = (thread // WARP + cta) % 4
-        head = i * size.block_heads
-        thread_coord = thread, lane, subchunk, lane // 4, lane % 4
-        coord = ChunkCoord(sequence, head, slot, chunk, tokens, shared, *thread_coord)
+        hv = i * size.block_heads
+        coord = chunk_coord(sequence, hv, slot, chunk, tokens, shared, thread, subchunk)
         if tokens > 0:
-            self.terms.prepare(args, coord, CtaWorker())
+            self.terms.prepare(args, coord, Worker())
             if thread == 0:
                 ptx.wait_for_bulk_stores()
         if cutlass.const_expr(self.channel):

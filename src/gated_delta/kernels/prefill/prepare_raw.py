@@ -22,9 +22,9 @@ from .arguments import CHUNK, CTA_QUEUE
 from .inputs_kda import RawInputs
 from .kernel import PrefillKernel
 from .layout import (
-    ChunkCoord,
     D,
     Sequence,
+    chunk_coord,
     counter_at,
     find_sequence,
     load_chunk,
@@ -35,7 +35,7 @@ from .layout import (
     rank_sequence,
     tma_row,
 )
-from .terms import NO_ITEM
+from .terms import NO_ITEM, Worker
 from .terms_kda import KdaTerms
 
 GROUPS = 3
@@ -65,11 +65,9 @@ class NextChunk(NamedTuple):
 
 NEXT_CHUNK_BYTES = 32
 
-RawCoord = NamedTuple("RawCoord", [*ChunkCoord.__annotations__.items(), ("iteration", Int32)])
-
 
 @dataclass(frozen=True)
-class RawWorker:
+class RawWorker(Worker):
     """A persistent warpgroup: the Worker of terms.py that loads its next chunk ahead.
 
     next_chunk: offset of a NextChunk in the warpgroup's shared memory. group: its number.
@@ -79,7 +77,7 @@ class RawWorker:
     next_chunk: int
     group: Int32
 
-    def sync(self, coord):
+    def sync(self):
         NamedBarrier.PREPARE.sync(WARPGROUP, self.group)
 
     @cute.jit
@@ -87,7 +85,7 @@ class RawWorker:
         # The last chunk's stores have long arrived: the wait takes no time.
         if coord.thread == 0:
             cute.arch.cp_async_bulk_wait_group(0, read=False)
-        self.sync(coord)
+        self.sync()
 
     @cute.jit
     def chunk_begun(self, args, coord, spare):
@@ -102,9 +100,11 @@ class RawWorker:
 
     def operands_read(self, args, coord):
         """Start the copies of the next chunk's tokens, load its beta and the gate's parameters."""
-        self.sync(coord)
+        self.sync()
         self.start_load_tokens(args, coord.shared, coord.subchunk == 1)
-        return self.inputs.load_ahead(args, self.next_coord(coord.shared, coord.thread))
+        return self.inputs.load_ahead(
+            args, self.coord_of(self.load_next(coord.shared), coord.shared, coord.thread)
+        )
 
     def store_ahead(self, args, ahead):
         self.inputs.store_ahead(args, ahead)
@@ -115,17 +115,12 @@ class RawWorker:
         words = [ptx.load_shared_x4(shared + self.next_chunk + 16 * i) for i in range(2)]
         return NextChunk(*(Int32(x) for x in words[0] + words[1]))
 
-    def next_coord(self, shared, thread):
-        return self.coord_of(self.load_next(shared), shared, thread)
-
     def coord_of(self, chunk, shared, thread):
-        lane = thread % WARP
         sequence = Sequence(chunk.n, chunk.token, chunk.tokens, Int32(0))
         # Later sub-chunks have more work: their warps change from chunk to chunk.
         subchunk = (thread // WARP + chunk.slot) % 4
         head_chunk = sequence, chunk.hv, chunk.slot, Int32(0), chunk.tokens
-        lane_coord = thread, lane, subchunk, lane // 4, lane % 4
-        return RawCoord(*head_chunk, shared, *lane_coord, chunk.iteration)
+        return chunk_coord(*head_chunk, shared, thread, subchunk, chunk.iteration)
 
     @cute.jit
     def find_next(self, args, shared, lane, item, iteration, last_slot):

@@ -4,7 +4,8 @@
 threads' barrier and their work on the next chunk.
 """
 
-from typing import Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import cutlass.cute as cute
 from cutlass import Float32, Int32
@@ -22,27 +23,31 @@ NO_ITEM = 0x7FFFFFFF
 """Number of the item, a chunk and head, after a persistent warpgroup's last one."""
 
 
-class Worker(Protocol):
-    """The 128 threads that prepare a chunk, and their work on the next one.
+@dataclass(frozen=True)
+class Worker:
+    """The 128 threads that prepare a chunk, and their work on the next one: here a CTA without one.
 
     All threads call each method but `sync` once a chunk, in this order. A worker is a frozen
     dataclass: the compiler carries any other object through dynamic branches and loops. Its fields
-    may be traced values. `coord` may have more fields than ChunkCoord: terms pass them on.
+    may be traced values.
     """
 
-    def sync(self, coord: Any) -> None:
+    def sync(self):
         """Barrier of the threads."""
+        cute.arch.sync_threads()
 
-    def inputs_loaded(self, coord: Any) -> None:
+    def inputs_loaded(self, coord):
         """`sync`, when the thread has its inputs in shared memory."""
+        self.sync()
 
-    def chunk_begun(self, args: Any, coord: Any, spare: Any) -> None:
+    def chunk_begun(self, args, coord, spare):
         """After `inputs_loaded`. spare: the warp has the least to do up to the next `sync`."""
 
-    def operands_read(self, args: Any, coord: Any) -> Any:
+    def operands_read(self, args, coord):
         """KDA: `sync`; now the chunk's operands are free. Returns loads for `store_ahead`."""
+        self.sync()
 
-    def store_ahead(self, args: Any, ahead: Any) -> None:
+    def store_ahead(self, args, ahead):
         """KDA: Tinv was computed during the loads; a `sync` follows."""
 
 
@@ -97,7 +102,7 @@ def store_terms(args, coord, hv, head, worker):
     hopper.fence_async_proxy()
     if coord.thread == 0:
         ptx.wait_for_bulk_stores()
-    worker.sync(coord)
+    worker.sync()
     if hopper.copies(coord.thread):
         at = args.ptr.tinv_aqk + head_chunk(args, coord.slot, hv) * (2 * TRIANGLE_BYTES)
         for i, source in enumerate((head.tinv, head.aqk)):

@@ -73,19 +73,19 @@ class GdnTerms:
         worker.chunk_begun(args, coord, coord.subchunk == 0)
         for i in cutlass.range(args.size.block_heads, unroll=1):
             if i % 4 == 0:
-                worker.sync(coord)
+                worker.sync()
                 if i > 0:
                     self.stage_gates(coord, self.load_gates(args, coord, i))
-                    worker.sync(coord)
+                    worker.sync()
                 self.cumulate_gates(args, coord, i + coord.thread // 32)
                 if coord.thread == 0:
                     # Aqk and the system overwrite the tiles.
                     ptx.wait_for_bulk_stores()
-                worker.sync(coord)
+                worker.sync()
             head = self.addresses(coord, i)
             decay_products(self.inverse, coord, head, kk, qk)
             self.inverse.invert_diagonal(coord, head.gates)
-            worker.sync(coord)
+            worker.sync()
             self.inverse.invert_below(coord, head.tinv)
             terms.store_terms(args, coord, coord.hv + i, head, worker)
 
