@@ -408,8 +408,10 @@ def make_mma(columns, accumulator, right_major=MAJOR.K, left=warpgroup.OperandSo
     return cute.make_tiled_mma(cute.make_mma_atom(op), cute.make_layout((1, 1, 1)))
 
 
-def start_mma(mma, accumulator, left, right, stage, accumulate):
+def start_mma(accumulator, left, right, stage, accumulate=False, right_major=MAJOR.K):
     """Start accumulator (+)= left right[stage] as a wgmma group of its own."""
+    columns = cute.size(accumulator) * WARPGROUP // 64
+    mma = make_mma(columns, accumulator.element_type, right_major)
     warpgroup.fence()
     for k_block in range(cute.size(left, mode=[2])):
         mma.set(warpgroup.Field.ACCUMULATE, accumulate or k_block > 0)

@@ -25,7 +25,6 @@ from ..device import hopper, ptx
 from ..device.args import offset
 from . import layout, state
 from .arguments import CHUNK
-from .layout import D
 from .work import Work, active_tokens
 
 ROWS = state.WARPGROUP_ROWS
@@ -113,7 +112,7 @@ class MainloopFp16:
         self.start_v(args, coord, pipe, 0)
         if pipe.left > 0:
             self.wait_for_values(coord, pipe)
-            absmax = state.packed_absmax(self.load_values(coord, pipe), BFloat16).bitcast(Float32)
+            absmax = state.packed_absmax(self.values(coord, pipe), BFloat16).bitcast(Float32)
             state_scale = state.rescale(frag.state, absmax, state_scale, True)
             state.to_fp16(frag.state, frag.state_fp16)
             while pipe.left > 0:
@@ -133,16 +132,18 @@ class MainloopFp16:
         No wgmma group is in flight across the loop's back edge: ptxas would serialise every wgmma.
         """
         following, terms = self.pipeline.advance(pipe), pipe.buffer
-        start_mma(frag.s_k, frag.state_fp16, right.k, pipe.stage)
-        start_mma(frag.o, frag.state_fp16, right.q, pipe.stage)
+        hopper.start_mma(frag.s_k, frag.state_fp16, right.k, pipe.stage)
+        hopper.start_mma(frag.o, frag.state_fp16, right.q, pipe.stage)
         self.start_v(args, coord, pipe, 1)
         values, absmax, state_scale = self.scale_values(frag, coord, pipe, state_scale)
         warpgroup.wait_group(0)  # for S q too: waiting for S k alone takes more registers
-        residual(frag, values, self.load_scales(coord, pipe, self.s_k_scale, Float16))
+        # v - S k: the scales are negative.
+        scale_words(frag.s_k, frag.operand, self.scales(coord, pipe, self.s_k_scale), values)
         o_scale = state_scale
-        start_mma(frag.s_k, frag.operand, right.tinv, terms)
-        self.decay_state(frag, coord, pipe)
-        u_scales = self.load_u_scales(coord, pipe)
+        hopper.start_mma(frag.s_k, frag.operand, right.tinv, terms)
+        state.decay(frag.state, self.scales_at(coord, pipe), coord.thread, self.channel)
+        # GDN: decays of u to the chunk's end.
+        u_scales = None if self.channel else self.scales(coord, pipe, layout.GDN_SCALE_U)
         warpgroup.wait_group(0)
         self.start_update(frag, right, coord, pipe, u_scales)
         # The other warpgroup keeps the tensor cores busy, so the stage is released early.
@@ -237,11 +238,9 @@ class MainloopFp16:
                     ptx.store_shared_x4(at, [Uint32(0)] * 4)
             cute.arch.sync_warp()
 
-    def load_values(self, coord, pipe):
+    def values(self, coord, pipe):
         """The chunk's v, packed, in the order of the accumulator."""
-        at = self.matrices_at(coord, pipe)
-        fours = [ptx.ldmatrix_x4_trans(at + j * 1024) for j in range(0, CHUNK // 8, 2)]
-        return [word for four in fours for word in four]
+        return state.load_matrices(self.matrices_at(coord, pipe), 1024)
 
     @cute.jit
     def scale_values(self, frag, coord, pipe, state_scale):
@@ -251,9 +250,10 @@ class MainloopFp16:
         next `rescale`. In front of the wait for S k and S q, so that little is behind it: ptxas
         moves such waits up to the last branch.
         """
-        raw, values = self.load_values(coord, pipe), cute.make_rmem_tensor((CHUNK // 4,), Uint32)
+        raw, values = self.values(coord, pipe), cute.make_rmem_tensor((CHUNK // 4,), Uint32)
         absmax = state.packed_absmax(raw, BFloat16).bitcast(Float32)
-        to_scaled_fp16(raw, state_scale, values)
+        for i, word in enumerate(raw):
+            values[i] = ptx.scale_bf16_to_fp16(word, state_scale.bitcast(Uint32))
         if state_scale * absmax > state.ABSMAX_HIGH:
             warpgroup.wait_group(0)
             new_scale = state.scale_of(absmax, Float32(0), state_scale)
@@ -265,37 +265,19 @@ class MainloopFp16:
                 for i in range(cute.size(words)):
                     words[i] = ptx.mul_x2(words[i], half)
             state_scale = new_scale
-            to_scaled_fp16(self.load_values(coord, pipe), state_scale, values)
+            for i, word in enumerate(self.values(coord, pipe)):
+                values[i] = ptx.scale_bf16_to_fp16(word, state_scale.bitcast(Uint32))
         return values, absmax, state_scale
 
     # ---------------------------------------------------------------------------- decays, products
 
-    def load_scales(self, coord, pipe, first, dtype, count=CHUNK):
-        """A lane's scales of columns 8 j + lane % 4 * 2 and the next, j = 0, 1, ...
-
-        Pairs of fp32, or words of two fp16.
-        """
+    def scales_at(self, coord, pipe):
         shared = ptx.opaque(coord.shared) if self.channel else coord.shared
-        at = shared + self.regions.scales + pipe.stage * self.scale_bytes + first
-        at += coord.thread % 4 * (2 * dtype.width // 8)
-        load, step = (ptx.load_shared_f32x2, 32) if dtype is Float32 else (ptx.load_shared, 16)
-        return [load(at + step * j) for j in range(count // 8)]
+        return shared + self.regions.scales + pipe.stage * self.scale_bytes
 
-    def decay_state(self, frag, coord, pipe):
-        """Decay the state over the chunk."""
-        if self.channel:
-            scales = self.load_scales(coord, pipe, layout.KDA_SCALE_STATE, Float32, D)
-            for j, pair in enumerate(scales):
-                for i in range(4):
-                    frag.state[4 * j + i] = frag.state[4 * j + i] * pair[i % 2]
-        else:
-            at = coord.shared + self.regions.scales + pipe.stage * self.scale_bytes
-            last = layout.GDN_SCALE_S_Q + (CHUNK - 1) * 4
-            state.multiply(frag.state, ptx.load_shared_f32(at + last))
-
-    def load_u_scales(self, coord, pipe):
-        """GDN: decays of u to the chunk's end."""
-        return None if self.channel else self.load_scales(coord, pipe, layout.GDN_SCALE_U, Float16)
+    def scales(self, coord, pipe, first, dtype=Float16):
+        """A lane's scales of columns: state.load_columns."""
+        return state.load_columns(self.scales_at(coord, pipe) + first, coord.thread, dtype)
 
     def start_update(self, frag, right, coord, pipe, u_scales):
         """Start the state's update, S += u k, and o += Aqk u; GDN decays u and S q."""
@@ -306,11 +288,11 @@ class MainloopFp16:
         if not self.channel:
             left = frag.operand
             scale_words(frag.u, left, u_scales)
-        hopper.start_mma(state.update_mma(), frag.state, left, right.k_update, pipe.stage, True)
+        major = hopper.MAJOR.MN
+        hopper.start_mma(frag.state, left, right.k_update, pipe.stage, True, major)
         if not self.channel:
-            s_q_scales = self.load_scales(coord, pipe, layout.FUSED_SCALE_S_Q, Float16)
-            scale_words(frag.o, frag.o, s_q_scales)
-        start_mma(frag.o, frag.u, right.aqk, pipe.buffer, True)
+            scale_words(frag.o, frag.o, self.scales(coord, pipe, layout.FUSED_SCALE_S_Q))
+        hopper.start_mma(frag.o, frag.u, right.aqk, pipe.buffer, True)
 
     # ---------------------------------------------------------------------------- o
 
@@ -318,11 +300,15 @@ class MainloopFp16:
     def store_outputs(self, args, coord, frag, pipe, state_scale):
         """Wait for o, release the tokens' stage; o goes over v in shared memory, then to memory."""
         warpgroup.wait_group(0)
-        o_scales = self.load_scales(coord, pipe, self.o_scale, Float32)
+        o_scales = self.scales(coord, pipe, self.o_scale, Float32)
         self.tokens.consumer_release(coord.shared, pipe.stage)
-        words, at = scale_outputs(frag, o_scales, state_scale), self.matrices_at(coord, pipe)
-        for j in cutlass.range_constexpr(0, CHUNK // 8, 2):
-            ptx.stmatrix_x4_trans(at + j * 1024, words[2 * j : 2 * j + 4])
+        words, o = [], cute.recast_tensor(frag.o, Uint32)
+        unscale = state.inverse_power_of_2(state_scale)
+        for i in cutlass.range_constexpr(CHUNK // 4):
+            scales = [x * unscale for x in o_scales[i // 2]]
+            pair = ptx.unpack([o[i]], Float16)
+            words.append(ptx.pack_x2(pair[0] * scales[0], pair[1] * scales[1], BFloat16))
+        state.store_matrices(self.matrices_at(coord, pipe), 1024, words)
         hopper.fence_async_proxy()
         # One barrier for each warpgroup and stage. No warp comes to it again before warp 0 has left
         # it: it waits for v that warp 0 copies in between.
@@ -351,42 +337,14 @@ class MainloopFp16:
             ptx.store_words(o_at + offset(16 * i, args.stride.o_t), words, pipe.left - row > 16 * i)
 
 
-# -------------------------------------------------------------------------------- registers, wgmma
-
-
-def start_mma(accumulator, left, right, stage, accumulate=False):
-    hopper.start_mma(state.product_mma(Float16), accumulator, left, right, stage, accumulate)
-
-
-def to_scaled_fp16(raw, state_scale, values):
-    for i, word in enumerate(raw):
-        values[i] = ptx.scale_bf16_to_fp16(word, state_scale.bitcast(Uint32))
-
-
-def residual(frag, values, s_k_scales):
-    """v - S k; the scales are negative."""
-    words, s_k = (cute.recast_tensor(x, Uint32) for x in (frag.operand, frag.s_k))
-    for i in range(cute.size(words)):
-        words[i] = ptx.fma_x2(s_k[i], s_k_scales[i // 2], values[i])
-
-
-def scale_words(source, target, scales):
-    """target = source * scales, packed pairs of fp16."""
+def scale_words(source, target, scales, add=None):
+    """target = source * scales (+ add), packed pairs of fp16."""
     source, target = (cute.recast_tensor(x, Uint32) for x in (source, target))
     for i in range(cute.size(target)):
-        target[i] = ptx.mul_x2(source[i], scales[i // 2])
-
-
-def scale_outputs(frag, o_scales, state_scale):
-    """A chunk's o as packed bf16, in the order of the accumulator."""
-    unscale, words = state.inverse_power_of_2(state_scale), []
-    o = cute.recast_tensor(frag.o, Uint32)
-    for j, pair in enumerate(o_scales):
-        scales = [x * unscale for x in pair]
-        for i in range(2):
-            x = ptx.unpack([o[2 * j + i]], Float16)
-            words.append(ptx.pack_x2(x[0] * scales[0], x[1] * scales[1], BFloat16))
-    return words
+        scale = scales[i // 2]
+        target[i] = (
+            ptx.mul_x2(source[i], scale) if add is None else ptx.fma_x2(source[i], scale, add[i])
+        )
 
 
 # -------------------------------------------------------------------------------- producers

@@ -14,7 +14,6 @@ from ..device import levels, ptx
 from ..device.hopper import WARP
 from . import layout, state
 from .arguments import CHUNK, SCALE_BYTES
-from .layout import D
 from .products import MmaSync, Wgmma
 from .segments import is_last
 
@@ -101,14 +100,12 @@ class MainloopFp32:
         self.residual(frag, values, s_k_scales, state_scale)
         o_scale = state_scale
         self.start_mma(frag.s_k, frag.operand, "tinv", right, pipe, False)
-        self.decay_state(frag, coord, pipe)
-        u_scales = (
-            None
-            if self.channel
-            else state.load_columns(
-                self.scales_at(coord, pipe) + layout.GDN_SCALE_U, coord.thread, Float16
-            )
-        )
+        scales_at = self.scales_at(coord, pipe)
+        state.decay(frag.state, scales_at, coord.thread, self.channel)
+        u_scales = None
+        if cutlass.const_expr(not self.channel):
+            at = scales_at + layout.GDN_SCALE_U
+            u_scales = state.load_columns(at, coord.thread, Float16)
         self.products.wait(0)
         self.stages.release_early(coord, pipe)
         self.start_update(frag, right, coord, u_scales, pipe)
@@ -194,19 +191,6 @@ class MainloopFp32:
             name
         ]
         return state.load_columns(self.scales_at(coord, pipe) + first, coord.thread, Float32)
-
-    def decay_state(self, frag, coord, pipe):
-        """Decay the state over the chunk: GDN's by one number, KDA's per channel."""
-        at = self.scales_at(coord, pipe)
-        if self.channel:
-            state.scale_columns(
-                frag.state,
-                state.load_columns(at + layout.KDA_SCALE_STATE, coord.thread, Float32, D),
-            )
-        else:
-            state.multiply(
-                frag.state, ptx.load_shared_f32(at + layout.GDN_SCALE_S_Q + (CHUNK - 1) * 4)
-            )
 
     # ---------------------------------------------------------------------------- values, outputs
 

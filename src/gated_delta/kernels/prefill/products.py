@@ -27,9 +27,6 @@ class Wgmma:
     def make_fragments(self):
         return make_fragments(Float32)
 
-    def mma(self, name):
-        return update_mma() if name == "k_update" else product_mma(Float32)
-
     def right_operands(self, coord):
         """Right operands by name, [N, K, stage] of wgmma's N and K."""
         stages, shared = self.stages, coord.shared
@@ -45,12 +42,14 @@ class Wgmma:
         tensors["k_update"] = cute.make_tensor(k_update.iterator, transposed)
         right = {}
         for name, x in tensors.items():
-            mma = self.mma(name).get_slice(coord.thread)
-            right[name] = mma.make_fragment_B(mma.partition_B(x))
+            mma = update_mma() if name == "k_update" else product_mma(Float32)
+            part = mma.get_slice(coord.thread)
+            right[name] = part.make_fragment_B(part.partition_B(x))
         return right
 
     def start(self, accumulator, left, name, right, stage, accumulate):
-        hopper.start_mma(self.mma(name), accumulator, left, right[name], stage, accumulate)
+        major = hopper.MAJOR.MN if name == "k_update" else hopper.MAJOR.K
+        hopper.start_mma(accumulator, left, right[name], stage, accumulate, major)
 
     def wait(self, pending):
         """Wait until at most so many products, the last ones, are incomplete."""

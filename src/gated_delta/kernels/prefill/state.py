@@ -15,7 +15,7 @@ from ..device import hopper, ptx
 from ..device.args import offset
 from ..device.hopper import WARP
 from .arguments import CHUNK
-from .layout import D, head_number, segment_number
+from .layout import GDN_SCALE_S_Q, KDA_SCALE_STATE, D, head_number, segment_number
 
 WARPGROUP_ROWS = 64  # V rows of an MMA warpgroup
 # Absmax of the scaled state and values: docs/kernels/prefill.md, "Precision and range".
@@ -91,6 +91,14 @@ def scale_columns(accumulator, scales):
     for j, pair in enumerate(scales):
         for i in range(4):
             accumulator[4 * j + i] = accumulator[4 * j + i] * pair[i % 2]
+
+
+def decay(state, scales_at, thread, channel):
+    """Decay a state over a chunk: GDN's by one number, KDA's per channel."""
+    if channel:
+        scale_columns(state, load_columns(scales_at + KDA_SCALE_STATE, thread, Float32, D))
+    else:
+        multiply(state, ptx.load_shared_f32(scales_at + GDN_SCALE_S_Q + (CHUNK - 1) * 4))
 
 
 def load_matrices(at, step):
