@@ -44,6 +44,8 @@ class MmaCoord(NamedTuple):
     thread: Int32
     group: Int32
     """0 or 1: V rows 0..63 or 64..127."""
+    box_at: Int32
+    """Address of the warp's box coordinates."""
 
 
 class Operands(NamedTuple):
@@ -97,7 +99,8 @@ class MainloopFp16:
     @cute.jit
     def run(self, args, work, shared, thread, group, k, q, k_update):
         """A work tile. k, q, k_update: tokens in shared memory, [64, 128, stages]."""
-        coord = MmaCoord(work, shared, thread, group)
+        box_at = shared + self.regions.boxes + (group * 4 + thread // 32) * 16
+        coord = MmaCoord(work, shared, thread, group, box_at)
         right, frag = self.right_operands(coord, k, q, k_update), state.make_fragments(Float16)
         # A branch, and for some variants a barrier behind it: else ptxas serialises wgmmas.
         if work.state_index >= 0:
@@ -108,11 +111,15 @@ class MainloopFp16:
         if cutlass.const_expr(self.checkpoints):
             checkpoint = self.store_checkpoints(args, coord, frag, state_scale, Int32(0))
         pipe = self.pipeline.start(work.iterations_before, active_tokens(work))
-        self.store_box_coord(args, coord)
+        box = layout.tma_row(args, work.sequence), work.sequence.start, work.hv, group
+        ptx.store_shared_x4(coord.box_at, [Uint32(x) for x in box])
+        cute.arch.sync_warp()
         self.start_v(args, coord, pipe, 0)
         if pipe.left > 0:
             self.wait_for_values(coord, pipe)
-            absmax = state.packed_absmax(self.values(coord, pipe), BFloat16).bitcast(Float32)
+            absmax = state.packed_absmax(
+                state.load_matrices(self.matrices_at(coord, pipe), 1024), BFloat16
+            ).bitcast(Float32)
             state_scale = state.rescale(frag.state, absmax, state_scale, True)
             state.to_fp16(frag.state, frag.state_fp16)
             while pipe.left > 0:
@@ -138,14 +145,28 @@ class MainloopFp16:
         values, absmax, state_scale = self.scale_values(frag, coord, pipe, state_scale)
         warpgroup.wait_group(0)  # for S q too: waiting for S k alone takes more registers
         # v - S k: the scales are negative.
-        scale_words(frag.s_k, frag.operand, self.scales(coord, pipe, self.s_k_scale), values)
+        at = self.scales_at(coord, pipe, self.s_k_scale)
+        s_k_scales = state.load_columns(at, coord.thread, Float16)
+        scale_words(frag.s_k, frag.operand, s_k_scales, values)
         o_scale = state_scale
         hopper.start_mma(frag.s_k, frag.operand, right.tinv, terms)
-        state.decay(frag.state, self.scales_at(coord, pipe), coord.thread, self.channel)
-        # GDN: decays of u to the chunk's end.
-        u_scales = None if self.channel else self.scales(coord, pipe, layout.GDN_SCALE_U)
+        state.decay(frag.state, self.scales_at(coord, pipe, 0), coord.thread, self.channel)
+        if cutlass.const_expr(not self.channel):
+            at = self.scales_at(coord, pipe, layout.GDN_SCALE_U)
+            u_scales = state.load_columns(at, coord.thread, Float16)
         warpgroup.wait_group(0)
-        self.start_update(frag, right, coord, pipe, u_scales)
+        u, accumulator = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.s_k))
+        for i in cutlass.range_constexpr(cute.size(u)):
+            u[i] = accumulator[i]
+        left = frag.u
+        if cutlass.const_expr(not self.channel):
+            left = frag.operand
+            scale_words(frag.u, left, u_scales)
+        hopper.start_mma(frag.state, left, right.k_update, pipe.stage, True, hopper.MAJOR.MN)
+        if cutlass.const_expr(not self.channel):
+            at = self.scales_at(coord, pipe, layout.FUSED_SCALE_S_Q)
+            scale_words(frag.o, frag.o, state.load_columns(at, coord.thread, Float16))
+        hopper.start_mma(frag.o, frag.u, right.aqk, terms, True)
         # The other warpgroup keeps the tensor cores busy, so the stage is released early.
         self.store_outputs(args, coord, frag, pipe, o_scale)
         if following.left > 0:
@@ -190,17 +211,8 @@ class MainloopFp16:
 
     # ---------------------------------------------------------------------------- v
 
-    def store_box_coord(self, args, coord):
-        work = coord.work
-        words = layout.tma_row(args, work.sequence), work.sequence.start, work.hv, coord.group
-        ptx.store_shared_x4(self.box_coord_at(coord), [Uint32(x) for x in words])
-        cute.arch.sync_warp()
-
-    def box_coord_at(self, coord):
-        return coord.shared + self.regions.boxes + (coord.group * 4 + coord.thread // 32) * 16
-
     def box_coord(self, coord, chunk):
-        n, start, hv, column = (Int32(x) for x in ptx.load_shared_x4(self.box_coord_at(coord)))
+        n, start, hv, column = (Int32(x) for x in ptx.load_shared_x4(coord.box_at))
         return hopper.BoxCoord(n, start + chunk * CHUNK, hv, column)
 
     @cute.jit
@@ -238,10 +250,6 @@ class MainloopFp16:
                     ptx.store_shared_x4(at, [Uint32(0)] * 4)
             cute.arch.sync_warp()
 
-    def values(self, coord, pipe):
-        """The chunk's v, packed, in the order of the accumulator."""
-        return state.load_matrices(self.matrices_at(coord, pipe), 1024)
-
     @cute.jit
     def scale_values(self, frag, coord, pipe, state_scale):
         """The chunk's v as fp16 at the state's scale, its absmax, and the scale.
@@ -250,7 +258,10 @@ class MainloopFp16:
         next `rescale`. In front of the wait for S k and S q, so that little is behind it: ptxas
         moves such waits up to the last branch.
         """
-        raw, values = self.values(coord, pipe), cute.make_rmem_tensor((CHUNK // 4,), Uint32)
+        raw, values = (
+            state.load_matrices(self.matrices_at(coord, pipe), 1024),
+            cute.make_rmem_tensor((CHUNK // 4,), Uint32),
+        )
         absmax = state.packed_absmax(raw, BFloat16).bitcast(Float32)
         for i, word in enumerate(raw):
             values[i] = ptx.scale_bf16_to_fp16(word, state_scale.bitcast(Uint32))
@@ -265,34 +276,16 @@ class MainloopFp16:
                 for i in range(cute.size(words)):
                     words[i] = ptx.mul_x2(words[i], half)
             state_scale = new_scale
-            for i, word in enumerate(self.values(coord, pipe)):
+            for i, word in enumerate(state.load_matrices(self.matrices_at(coord, pipe), 1024)):
                 values[i] = ptx.scale_bf16_to_fp16(word, state_scale.bitcast(Uint32))
         return values, absmax, state_scale
 
     # ---------------------------------------------------------------------------- decays, products
 
-    def scales_at(self, coord, pipe):
+    def scales_at(self, coord, pipe, first):
+        """Address of the chunk's scales from offset `first` on."""
         shared = ptx.opaque(coord.shared) if self.channel else coord.shared
-        return shared + self.regions.scales + pipe.stage * self.scale_bytes
-
-    def scales(self, coord, pipe, first, dtype=Float16):
-        """A lane's scales of columns: state.load_columns."""
-        return state.load_columns(self.scales_at(coord, pipe) + first, coord.thread, dtype)
-
-    def start_update(self, frag, right, coord, pipe, u_scales):
-        """Start the state's update, S += u k, and o += Aqk u; GDN decays u and S q."""
-        u, accumulator = (cute.recast_tensor(x, Uint32) for x in (frag.u, frag.s_k))
-        for i in range(cute.size(u)):
-            u[i] = accumulator[i]
-        left = frag.u
-        if not self.channel:
-            left = frag.operand
-            scale_words(frag.u, left, u_scales)
-        major = hopper.MAJOR.MN
-        hopper.start_mma(frag.state, left, right.k_update, pipe.stage, True, major)
-        if not self.channel:
-            scale_words(frag.o, frag.o, self.scales(coord, pipe, layout.FUSED_SCALE_S_Q))
-        hopper.start_mma(frag.o, frag.u, right.aqk, pipe.buffer, True)
+        return shared + self.regions.scales + pipe.stage * self.scale_bytes + first
 
     # ---------------------------------------------------------------------------- o
 
@@ -300,7 +293,8 @@ class MainloopFp16:
     def store_outputs(self, args, coord, frag, pipe, state_scale):
         """Wait for o, release the tokens' stage; o goes over v in shared memory, then to memory."""
         warpgroup.wait_group(0)
-        o_scales = self.scales(coord, pipe, self.o_scale, Float32)
+        at = self.scales_at(coord, pipe, self.o_scale)
+        o_scales = state.load_columns(at, coord.thread, Float32)
         self.tokens.consumer_release(coord.shared, pipe.stage)
         words, o = [], cute.recast_tensor(frag.o, Uint32)
         unscale = state.inverse_power_of_2(state_scale)
