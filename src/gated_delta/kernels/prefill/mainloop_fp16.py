@@ -48,17 +48,6 @@ class MmaCoord(NamedTuple):
     """Address of the warp's box coordinates."""
 
 
-class Operands(NamedTuple):
-    """Right operands of wgmma in shared memory, by stages of tokens or of terms."""
-
-    k: cute.Tensor
-    q: cute.Tensor
-    k_update: cute.Tensor
-    """k of the state's update, transposed; KDA: decayed to the chunk's end."""
-    tinv: cute.Tensor
-    aqk: cute.Tensor
-
-
 class Regions(NamedTuple):
     """Byte offsets of shared memory: two stages of Tinv, Aqk and v; scales by stages of tokens."""
 
@@ -112,14 +101,13 @@ class MainloopFp16:
             checkpoint = self.store_checkpoints(args, coord, frag, state_scale, Int32(0))
         pipe = self.pipeline.start(work.iterations_before, active_tokens(work))
         box = layout.tma_row(args, work.sequence), work.sequence.start, work.hv, group
-        ptx.store_shared_x4(coord.box_at, [Uint32(x) for x in box])
+        ptx.store_shared_x4(box_at, [Uint32(x) for x in box])
         cute.arch.sync_warp()
         self.start_v(args, coord, pipe, 0)
         if pipe.left > 0:
             self.wait_for_values(coord, pipe)
-            absmax = state.packed_absmax(
-                state.load_matrices(self.matrices_at(coord, pipe), 1024), BFloat16
-            ).bitcast(Float32)
+            words = state.load_matrices(self.matrices_at(coord, pipe), 1024)
+            absmax = state.packed_absmax(words, BFloat16)
             state_scale = state.rescale(frag.state, absmax, state_scale, True)
             state.to_fp16(frag.state, frag.state_fp16)
             while pipe.left > 0:
@@ -186,18 +174,7 @@ class MainloopFp16:
             layout.SQUARE.tensor(coord.shared + at, self.terms.stages)
             for at in (self.regions.tinv, self.regions.aqk)
         )
-        k_update = cute.make_tensor(k_update.iterator, cute.select(k_update.layout, [1, 0, 2]))
-        operands = []
-        for x, mma in (
-            (k, state.product_mma(Float16)),
-            (q, state.product_mma(Float16)),
-            (k_update, state.update_mma()),
-            (tinv, state.product_mma(Float16)),
-            (aqk, state.product_mma(Float16)),
-        ):
-            part = mma.get_slice(coord.thread)
-            operands.append(part.make_fragment_B(part.partition_B(x)))
-        return Operands(*operands)
+        return state.right_operands(coord.thread, Float16, k_update, k=k, q=q, tinv=tinv, aqk=aqk)
 
     def rows(self, coord):
         """A lane's part of the state."""
@@ -262,7 +239,7 @@ class MainloopFp16:
             state.load_matrices(self.matrices_at(coord, pipe), 1024),
             cute.make_rmem_tensor((CHUNK // 4,), Uint32),
         )
-        absmax = state.packed_absmax(raw, BFloat16).bitcast(Float32)
+        absmax = state.packed_absmax(raw, BFloat16)
         for i, word in enumerate(raw):
             values[i] = ptx.scale_bf16_to_fp16(word, state_scale.bitcast(Uint32))
         if state_scale * absmax > state.ABSMAX_HIGH:

@@ -200,7 +200,7 @@ class MainloopFp32:
             at = coord.shared + self.stages.v_absmax + self.v_stage(pipe) * 8
             pair = ptx.load_shared_f32x2(at)
             return cute.math.max(pair[0], pair[1])
-        return state.packed_absmax(self.values(coord, pipe), self.dtype).bitcast(Float32)
+        return state.packed_absmax(self.values(coord, pipe), self.dtype)
 
     def values(self, coord, pipe):
         """The chunk's values, packed, in the order of accumulators."""

@@ -68,6 +68,28 @@ def make_fragments(accumulator):
     return Fragments(state, s_k, o, state_fp16, operand, u)
 
 
+class Operands(NamedTuple):
+    """Right operands of wgmma, [N, K, stages] in shared memory; MmaSync has a lane's addresses."""
+
+    k: cute.Tensor
+    q: cute.Tensor
+    k_update: cute.Tensor
+    """k of the state's update, transposed; KDA: decayed to the chunk's end."""
+    tinv: cute.Tensor
+    aqk: cute.Tensor
+
+
+def right_operands(thread, accumulator, k_update, **products):
+    """k_update: as it lies in memory, [K, N, stages]."""
+    transposed = cute.make_tensor(k_update.iterator, cute.select(k_update.layout, [1, 0, 2]))
+    operands = {}
+    for name, x in (products | dict(k_update=transposed)).items():
+        mma = update_mma() if name == "k_update" else product_mma(accumulator)
+        part = mma.get_slice(thread)
+        operands[name] = part.make_fragment_B(part.partition_B(x))
+    return Operands(**operands)
+
+
 def to_fp16(accumulator, operand):
     """Round an fp32 accumulator to a left operand, which has the same order."""
     words = cute.recast_tensor(operand, Uint32)
@@ -299,11 +321,11 @@ def accumulator_absmax(accumulator):
 
 
 def packed_absmax(words, dtype):
-    """The largest magnitude among a warp's packed 16-bit numbers, as the bits of an fp32 number."""
+    """The largest magnitude among a warp's packed 16-bit numbers."""
     while len(words) > 1:
         words = [ptx.max_abs_x2(a, b, dtype) for a, b in zip(words[::2], words[1::2], strict=True)]
     low, high = ptx.unpack([words[0] & Uint32(0x7FFF7FFF)], dtype)
-    return ptx.warp_max(cute.math.max(low, high).bitcast(Uint32))
+    return ptx.warp_max(cute.math.max(low, high).bitcast(Uint32)).bitcast(Float32)
 
 
 def multiply(accumulator, factor):

@@ -75,7 +75,7 @@ class TileCopies:
                 if cutlass.const_expr(self.stages.has_absmax):
                     absmax = packed_absmax([word for four in words for word in four], self.dtype)
                     absmax_at = shared + self.stages.v_absmax + stage * 8 + thread // WARP * 4
-                    ptx.store_shared(absmax_at, absmax, thread % WARP == 0)
+                    ptx.store_shared(absmax_at, absmax.bitcast(Uint32), thread % WARP == 0)
                 self.load_v(args, coord, v_at, c + 1, ahead, has_v)
                 if cutlass.const_expr(self.prefetch):
                     token = (c + 4) * CHUNK + thread
